@@ -1,0 +1,1 @@
+"""Measuring of operators on a GPU."""

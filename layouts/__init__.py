@@ -1,0 +1,1 @@
+"""Linear maps over bits, fragments, converters and the derivation of packed layouts."""

@@ -1,0 +1,1 @@
+"""Ground floor: GPU targets, tile program -> CUDA -> cubin, kernel cache, bundles, launch, errors."""

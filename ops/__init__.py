@@ -1,0 +1,1 @@
+"""Operator families and their registry."""

@@ -1,0 +1,1 @@
+"""Problems, tile configurations, the cost model and the choice between them."""
