@@ -1,0 +1,154 @@
+"""One tile program -> CUDA text -> machine code -> a shared object that needs only a TVM runtime to run.
+
+TileLang lowers the program and asks the global function `tilelang_callback_cuda_compile` for machine code. Terrazzo
+answers that call itself while it compiles, for three reasons: the binary is needed for the report, TileLang's own binary
+cache does not know which nvcc made an entry, and a request may ask for PTX beside the machine code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import tempfile
+import threading
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from terrazzo.lowering import tensor_map
+from terrazzo.lowering.errors import CompileError, TerrazzoError, ToolchainError
+from terrazzo.lowering.report import make_report
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.toolchain import (
+    INSTALL_COMPILER,
+    find_host_compiler,
+    find_nvcc,
+    import_tilelang,
+    package_folder,
+    toolchain,
+)
+
+NVCC_TIMEOUT_S = 600
+_CALLBACK = "tilelang_callback_cuda_compile"
+_lock = threading.RLock()  # one lowering at a time in a process; compile_many is the way to several
+_current: ContextVar[_Nvcc | None] = ContextVar("terrazzo_nvcc", default=None)
+
+
+class _Nvcc:
+    """Answers TileLang's request for machine code, and keeps what came out."""
+
+    def __init__(self, request: KernelRequest) -> None:
+        self.request = request
+        self.binary = b""
+        self.log = ""
+
+    def command(self, source: Path, output: Path, pass_config: dict[str, Any]) -> list[str]:
+        arch, tilelang = self.request.target.arch, package_folder("tilelang")
+        virtual = arch.replace("sm", "compute")
+        code = f"[{arch},{self.request.ptx}]" if self.request.ptx else arch
+        command = [find_nvcc(), "-ccbin", find_host_compiler(), "-std=c++20", "-O3", "-lineinfo", "-w", "-Xptxas", "-v"]
+        command += ["--fatbin" if self.request.ptx else "--cubin", "-gencode", f"arch={virtual},code={code}"]
+        command += [f"-I{tilelang / 'src'}", f"-I{tilelang / '3rdparty' / 'cutlass' / 'include'}"]
+        command += ["--use_fast_math"] * bool(pass_config.get("tl.enable_fast_math"))
+        level = pass_config.get("tl.ptxas_register_usage_level")
+        command += [] if level is None else ["-Xptxas", f"--register-usage-level={int(level)}"]
+        command += [flag for flag in self.request.flags if not flag.startswith("ptx=")]
+        return [*command, "-o", str(output), str(source)]
+
+    def __call__(self, code: str, pass_config: dict[str, Any]) -> bytes:
+        with tempfile.TemporaryDirectory(prefix="terrazzo-nvcc-") as folder:
+            source, output = Path(folder, "kernel.cu"), Path(folder, "kernel.bin")
+            source.write_text(code)
+            command = self.command(source, output, pass_config)
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=NVCC_TIMEOUT_S, check=False)
+            except subprocess.TimeoutExpired as error:
+                raise CompileError(f"{self.request}: nvcc took longer than {NVCC_TIMEOUT_S} s") from error
+            self.log = done.stdout + done.stderr
+            if done.returncode:
+                raise CompileError(f"{self.request}: nvcc fails\n{' '.join(command)}\n{self.log.strip()}")
+            self.binary = output.read_bytes()
+        return self.binary
+
+
+def _install_callback() -> None:
+    """Put our answer before TileLang's own; outside a Terrazzo compilation TileLang's still gives the answer."""
+    import tvm_ffi
+
+    if getattr(_install_callback, "done", False):
+        return
+    original = tvm_ffi.get_global_func(_CALLBACK)
+
+    def compile_cuda(code, target, pass_config=None):
+        nvcc = _current.get()
+        if nvcc is None:
+            return original(code, target, pass_config)
+        return bytearray(nvcc(code, dict(pass_config or {})))
+
+    tvm_ffi.register_global_func(_CALLBACK, compile_cuda, override=True)
+    _install_callback.done = True
+
+
+def load_builder(request: KernelRequest):
+    """The function that `request.entry` names.
+
+    Raises:
+        CompileError: the module cannot be imported or has no such function.
+    """
+    module, _, function = request.entry.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise CompileError(f"{request}: entry {request.entry!r} cannot be loaded: {error}") from error
+
+
+def compile_into(request: KernelRequest, folder: Path) -> None:
+    """Compile `request` into an existing folder: kernel.so, kernel.cu, kernel.cubin (a fatbin if the request asks for PTX),
+    report.json and, for kernels with tensor maps, tensor_map.so. Needs no GPU.
+
+    Raises:
+        ToolchainError: tilelang, nvcc or a C++ compiler is missing.
+        CompileError: the builder, the lowering or nvcc failed; the message carries the tool's words.
+    """
+    missing = toolchain().missing()
+    if missing:
+        raise ToolchainError(f"cannot compile {request}: {', '.join(missing)} missing; {INSTALL_COMPILER}")
+    with _lock:
+        tilelang = import_tilelang()
+        _install_callback()
+        nvcc = _Nvcc(request)
+        token = _current.set(nvcc)
+        try:
+            artifact = _lower(tilelang, request)
+            (folder / "kernel.cu").write_text(artifact.kernel_source)
+            artifact.rt_mod.export_library(str(folder / "kernel.so"))
+            if tensor_map.FUNCTION in artifact.rt_mod.inspect_source():
+                tensor_map.build_tensor_map_library(folder)
+        except TerrazzoError:
+            raise
+        except Exception as error:
+            raise CompileError(f"{request}: {type(error).__name__}: {error}") from error
+        finally:
+            _current.reset(token)
+    (folder / "kernel.cubin").write_bytes(nvcc.binary)
+    report = make_report(folder / "kernel.cubin", nvcc.log, _dynamic_shared_memory(artifact))
+    (folder / "report.json").write_text(json.dumps(report.as_dict(), indent=1))
+
+
+def _lower(tilelang: Any, request: KernelRequest) -> Any:
+    from tvm.target import Target as TvmTarget
+
+    program = load_builder(request)(target=request.target, **dict(request.params))
+    target = TvmTarget({"kind": "cuda", "arch": request.target.arch})
+    with tilelang.transform.PassContext(opt_level=3, config=dict(request.pass_configs)), target:
+        return tilelang.lower(program, target=target, enable_host_codegen=True, enable_device_compile=True)
+
+
+def _dynamic_shared_memory(artifact: Any) -> int | None:
+    """Dynamic shared memory of the largest kernel, bytes; None if it depends on the arguments."""
+    sizes = [function.attrs.get("dyn_shared_memory_buf", 0) for _, function in artifact.device_mod.functions.items()]
+    try:
+        return max(map(int, sizes), default=0)
+    except TypeError:
+        return None

@@ -1,0 +1,91 @@
+"""What the compiler made of a kernel: registers, shared memory, spills and the instructions in its machine code."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from terrazzo.lowering.errors import ToolchainError
+from terrazzo.lowering.toolchain import INSTALL_DISASSEMBLER, find_cuda_tool
+
+# "/*0070*/  @!P0 HGMMA.64x64x16.F32 R24, ..." -> "HGMMA.64x64x16.F32"
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]+)", re.MULTILINE)
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """Resources of one compiled kernel (the largest, should a module hold several).
+
+    Attributes:
+        registers: 32-bit registers per thread.
+        smem_static, smem_dynamic: shared memory per block, bytes (dynamic: None if the launch decides it).
+        stack: local memory frame per thread, bytes.
+        spill_stores, spill_loads: spilled bytes per thread.
+        instructions: SASS opcode with modifiers -> number of times it stands in the code; empty without a disassembler.
+        tensor_instructions: the distinct tensor-core opcodes among them.
+        note: how to get what is missing, else "".
+    """
+
+    registers: int
+    smem_static: int
+    smem_dynamic: int | None
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    instructions: dict[str, int] = field(default_factory=dict)
+    tensor_instructions: list[str] = field(default_factory=list)
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def read(path: Path) -> KernelReport:
+        return KernelReport(**json.loads(path.read_text()))
+
+    def count(self, pattern: str) -> int:
+        """Number of instructions whose opcode matches a regular expression from its start, for example "LDGSTS"."""
+        return sum(number for opcode, number in self.instructions.items() if re.match(pattern, opcode))
+
+
+def make_report(binary: Path, ptxas_log: str, smem_dynamic: int | None) -> KernelReport:
+    """Report on a cubin or fatbin from ptxas's own words (`-Xptxas -v`) and, if there is a disassembler, its SASS."""
+    frames = [tuple(map(int, frame)) for frame in _FRAME.findall(ptxas_log)]
+    stack, stores, loads = (max(column) for column in zip(*frames, strict=True)) if frames else (0, 0, 0)
+    instructions, note = count_instructions(binary)
+    return KernelReport(
+        registers=max(map(int, _USED.findall(ptxas_log)), default=0),
+        smem_static=max(map(int, _SHARED.findall(ptxas_log)), default=0),
+        smem_dynamic=smem_dynamic,
+        stack=stack,
+        spill_stores=stores,
+        spill_loads=loads,
+        instructions=instructions,
+        tensor_instructions=sorted(opcode for opcode in instructions if "MMA" in opcode),
+        note=note,
+    )
+
+
+def count_instructions(binary: Path) -> tuple[dict[str, int], str]:
+    """Opcode counts of a cubin or fatbin, most frequent first, and a note if it could not be disassembled.
+
+    Raises:
+        ToolchainError: the disassembler is there but fails.
+    """
+    tool = find_cuda_tool("cuobjdump")
+    if tool is None:
+        return {}, f"no disassembler, so no instruction counts: {INSTALL_DISASSEMBLER}"
+    done = subprocess.run([tool, "-sass", str(binary)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        if "nvdisasm" in done.stderr:
+            return {}, f"cuobjdump does not find nvdisasm: {INSTALL_DISASSEMBLER}"
+        raise ToolchainError(f"{tool} -sass fails: {done.stderr.strip()}; {INSTALL_DISASSEMBLER}")
+    return dict(Counter(_INSTRUCTION.findall(done.stdout)).most_common()), ""

@@ -1,0 +1,148 @@
+"""What to compile: a picklable description of one kernel, with an identity made of contents only."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
+from terrazzo.lowering.toolchain import Toolchain
+
+Scalar = int | float | str | bool | None
+_FLOORS = ("layouts", "lowering", "ops", "schedules")  # the floors whose text can reach a kernel's code
+_SOURCES = {".py", ".cu", ".cuh", ".h"}
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """One kernel to compile.
+
+    Args:
+        name: short name for reports and errors, for example "w4a16.small_batch".
+        entry: "module:function"; the function is called as `build(target=Target, **params)` in the compiling process and
+            returns a TileLang prim_func named "main".
+        params: arguments of the builder, plain scalars (mapping or pairs; kept as sorted pairs).
+        target: anything `Target.parse` accepts. It is narrowed to its architecture's default device: a kernel may depend
+            on the architecture only, whatever else it needs of a device (its SM count, say) goes into `params`.
+        pass_configs: TileLang pass options (mapping or pairs).
+        flags: further nvcc flags. "ptx=compute_80" embeds PTX of that virtual architecture beside the machine code, so
+            that newer GPUs can translate the kernel when they load it.
+
+    Raises:
+        ArgumentError: an entry that is not "module:function", a param that is no scalar, a malformed ptx flag.
+    """
+
+    name: str
+    entry: str
+    params: tuple[tuple[str, Scalar], ...]
+    target: Target
+    pass_configs: tuple[tuple[str, Scalar], ...] = ()
+    flags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        arch = Target.parse(self.target).arch
+        fields = {
+            "target": Target.parse(arch),
+            "params": _pairs("params", self.params),
+            "pass_configs": _pairs("pass_configs", self.pass_configs),
+            "flags": tuple(self.flags),
+        }
+        for field, value in fields.items():
+            object.__setattr__(self, field, value)
+        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.entry):
+            raise ArgumentError(
+                "entry", self.entry, "must be 'module:function'", "for example 'terrazzo.ops.w4a16.program:build'"
+            )
+        for flag in self.flags:
+            if flag.startswith("ptx=") and (flag != f"ptx=compute_{arch.removeprefix('sm_')}" or arch.endswith("a")):
+                raise ArgumentError(
+                    "flags", flag, f"PTX for {arch} must be of its own virtual architecture, and sm_90a has no portable PTX",
+                    "use ptx=compute_80 with target sm_80",
+                )  # fmt: skip
+
+    @property
+    def ptx(self) -> str | None:
+        """Virtual architecture whose PTX is embedded, or None."""
+        return next((flag.removeprefix("ptx=") for flag in self.flags if flag.startswith("ptx=")), None)
+
+    def identity(self) -> str:
+        """sha256 over everything in this request and over the sources that can affect the code, not the toolchain."""
+        return self._identity
+
+    @cached_property
+    def _identity(self) -> str:
+        return _digest({**self.as_dict(), "sources": source_digest(self.entry.partition(":")[0])})
+
+    def cache_key(self, toolchain: Toolchain) -> str:
+        """Key of this kernel in the disk cache: the identity and the versions of all tools."""
+        return _digest({"identity": self.identity(), "toolchain": toolchain.as_dict()})
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON form; `KernelRequest.from_dict` reads it."""
+        return {
+            "name": self.name,
+            "entry": self.entry,
+            "params": dict(self.params),
+            "target": self.target.arch,
+            "pass_configs": dict(self.pass_configs),
+            "flags": list(self.flags),
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> KernelRequest:
+        return KernelRequest(**data)
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value}' for key, value in self.params)}) for {self.target.arch}"
+
+
+def _pairs(argument: str, given: Any) -> tuple[tuple[str, Scalar], ...]:
+    pairs = sorted(given.items() if isinstance(given, Mapping) else given)
+    for key, value in pairs:
+        if not isinstance(key, str) or not isinstance(value, Scalar):
+            raise ArgumentError(
+                argument,
+                {key: value},
+                "must map names to int, float, str, bool or None",
+                "describe structured values by name",
+            )
+    return tuple(pairs)
+
+
+def _digest(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+@cache
+def _package_digest() -> str:
+    """Digest of the text of all floors that can affect a kernel, by path inside terrazzo."""
+    digest = hashlib.sha256()
+    for floor in _FLOORS:
+        root = Path(importlib.util.find_spec(f"terrazzo.{floor}").origin).parent
+        for path in sorted(p for p in root.rglob("*") if p.suffix in _SOURCES):
+            digest.update(f"{floor}/{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@cache
+def source_digest(module: str) -> str:
+    """Digest of terrazzo's sources and, for a builder outside terrazzo, of the builder's own file."""
+    if module.startswith("terrazzo."):
+        return _package_digest()
+    try:
+        spec = importlib.util.find_spec(module)
+    except ImportError:
+        spec = None
+    if spec is None or not spec.origin or not Path(spec.origin).is_file():
+        raise ArgumentError(
+            "entry", module, "no such module can be imported", "install it or put its folder on PYTHONPATH"
+        )
+    return hashlib.sha256(_package_digest().encode() + Path(spec.origin).read_bytes()).hexdigest()

@@ -1,0 +1,158 @@
+"""Finds compilers, disassemblers and runtime libraries, and their versions, without importing any of them.
+
+A kernel found in the cache or in a bundle must load fast, so nothing here imports tilelang, tvm or torch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from terrazzo.lowering.errors import ToolchainError
+
+INSTALL_COMPILER = (
+    "install them with `pip install 'terrazzo[nvcc]'` (or a CUDA 12.8+ toolkit with nvcc on PATH, and g++), "
+    "or load a bundle made by `terrazzo compile`"
+)
+INSTALL_DISASSEMBLER = "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """Versions of everything outside terrazzo that decides a kernel's machine code; None where a part is missing."""
+
+    tilelang: str | None
+    tvm_ffi: str | None
+    nvcc: str | None
+    toolkit: str | None
+
+    def as_dict(self) -> dict[str, str | None]:
+        return asdict(self)
+
+    def missing(self) -> list[str]:
+        """Names of the parts that a compilation needs and that are not installed."""
+        parts = {
+            "tilelang": self.tilelang,
+            "apache-tvm-ffi": self.tvm_ffi,
+            "nvcc": self.nvcc,
+            "a C++ compiler": find_host_compiler(),
+        }
+        return [name for name, version in parts.items() if version is None]
+
+
+def package_version(name: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def package_folder(module: str) -> Path | None:
+    """Folder of an importable package, found without importing it, or None."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    locations = spec.submodule_search_locations if spec else None
+    return Path(next(iter(locations))) if locations else None
+
+
+def _wheel_tools() -> list[Path]:
+    """Folders where NVIDIA's wheels put command-line tools (nvidia/cu13/bin of every site folder)."""
+    package = package_folder("nvidia")
+    return sorted(package.glob("cu*/bin"), reverse=True) if package else []
+
+
+def find_cuda_tool(name: str) -> str | None:
+    """Path of a CUDA command-line tool: NVIDIA's wheels, then /usr/local/cuda, then PATH."""
+    for folder in [*_wheel_tools(), Path("/usr/local/cuda/bin")]:
+        if os.access(folder / name, os.X_OK):
+            return str(folder / name)
+    return shutil.which(name)
+
+
+def find_nvcc() -> str | None:
+    """Path of the nvcc that compiles kernels: $CUDA_HOME or $CUDA_PATH, PATH, NVIDIA's wheel, /usr/local/cuda."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        return str(Path(home, "bin", "nvcc")) if os.access(Path(home, "bin", "nvcc"), os.X_OK) else None
+    return shutil.which("nvcc") or find_cuda_tool("nvcc")
+
+
+def find_host_compiler() -> str | None:
+    """Path of the C++ compiler that nvcc and the host stub use: $CXX, g++, clang++, c++."""
+    chosen = os.environ.get("CXX")
+    return next((path for path in map(shutil.which, [chosen] if chosen else ["g++", "clang++", "c++"]) if path), None)
+
+
+@cache
+def _nvcc_versions(nvcc: str) -> tuple[str, str]:
+    """(compiler version, toolkit version) of one nvcc: its own build string, and CUDA_VERSION of the headers beside it."""
+    try:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ToolchainError(f"{nvcc} --version fails ({error}); {INSTALL_COMPILER}") from error
+    compiler = re.search(r"\bV([\d.]+)", said)
+    build = re.search(r"^Build (\S+)", said, re.MULTILINE)
+    version = " ".join(match.group(1) for match in (compiler, build) if match) or said.strip()
+    for root in (Path(nvcc).parent.parent, Path(nvcc).resolve().parent.parent):
+        header = root / "include" / "cuda.h"
+        if header.is_file():
+            number = re.search(r"#define\s+CUDA_VERSION\s+(\d+)", header.read_text(errors="replace"))
+            if number:
+                return version, f"{int(number.group(1)) // 1000}.{int(number.group(1)) % 1000 // 10}"
+    release = re.search(r"release ([\d.]+)", said)
+    return version, release.group(1) if release else "unknown"
+
+
+def toolchain() -> Toolchain:
+    """The toolchain that a compilation started now would use."""
+    nvcc = find_nvcc()
+    version, toolkit = _nvcc_versions(nvcc) if nvcc else (None, None)
+    return Toolchain(package_version("tilelang"), package_version("apache-tvm-ffi"), version, toolkit)
+
+
+def loaded_tvm() -> str | None:
+    """Which TVM this process has imported: "tilelang" (its vendored copy), "apache-tvm", or None."""
+    if "tilelang" in sys.modules:
+        return "tilelang"
+    module = sys.modules.get("tvm")
+    if module is None:
+        return None
+    return "tilelang" if "tilelang" in Path(module.__file__ or "").parts else "apache-tvm"
+
+
+def import_tilelang():
+    """Import tilelang without letting it change the environment that child processes inherit.
+
+    Raises:
+        ToolchainError: tilelang is absent, or this process already runs Apache TVM (two TVMs cannot share a process).
+    """
+    if loaded_tvm() == "apache-tvm":
+        raise ToolchainError(
+            "this process has imported apache-tvm, and tilelang brings its own TVM; the two cannot share a process. "
+            "Compile in another process (`terrazzo compile -o bundle/`) and load the bundle here"
+        )
+    if "tilelang" in sys.modules:
+        return sys.modules["tilelang"]
+    if package_folder("tilelang") is None:
+        raise ToolchainError(f"compiling a kernel needs tilelang, which is not installed; {INSTALL_COMPILER}")
+    # On import tilelang prepends its TVM to PYTHONPATH; a child would then import that TVM as `tvm`.
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "TVM_LIBRARY_PATH")}
+    try:
+        import tilelang
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+    return tilelang
