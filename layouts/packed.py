@@ -1,0 +1,372 @@
+"""The packed layout of a low-bit operand, derived from (fragment, converter, load).
+
+The derivation is one composition of linear maps (specs.md B.1): a packed field (field, word, thread) becomes, through the
+converter's positions, element e of operand register (atom, g); through the fragment, an element of that atom's tile;
+through the placement, a position (row, k) of the block:
+
+    (field, word, thread)  --converter, order-->  (value, atom, thread)  --fragment + placement-->  (row, k)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from terrazzo.layouts.converters.base import Converter, get_converter
+from terrazzo.layouts.fragment import Fragment
+from terrazzo.layouts.linear import LinearMap, bits_of
+from terrazzo.layouts.proof import Proof, prove
+from terrazzo.lowering.errors import LayoutError
+
+SLAB = 1 << 24  # codes packed at a time: bounds the temporary memory
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where every element of an operand [N, K] lies in packed memory.
+
+    Attributes:
+        fragment, placement, order, block_order, storage_bits, load_words: as given to `derive`.
+        pos_map: (register, element) -> field of a word, the converter's.
+        map: LinearMap (field, word, thread) -> (k, row) inside a block.
+        memory: LinearMap (word, thread) -> (address), the 32-bit word of the block.
+        block_rows, block_k, threads: extent of a block and how many threads hold it.
+    """
+
+    fragment: Fragment
+    pos_map: LinearMap
+    storage_bits: int
+    load_words: int
+    placement: tuple[tuple[int, int], ...]
+    order: str
+    block_order: str
+    map: LinearMap
+    memory: LinearMap
+    block_rows: int
+    block_k: int
+
+    # -- facts ---------------------------------------------------------------------------------------------------------
+    @property
+    def threads(self) -> int:
+        return self.fragment.threads
+
+    @property
+    def fields(self) -> int:
+        """Fields of one storage word."""
+        return 32 // self.storage_bits
+
+    @property
+    def words_per_block(self) -> int:
+        return self.threads * self.load_words
+
+    @cached_property
+    def identity(self) -> str:
+        """Stable name of the byte order: equal identities mean interchangeable packed data."""
+        matrix = repr((self.map.ins, self.map.outs, self.map.columns, self.memory.columns, self.block_order))
+        digest = hashlib.sha256(matrix.encode()).hexdigest()[:12]
+        shape = f"{self.block_rows}x{self.block_k}"
+        return f"{self.fragment.name}.b{self.storage_bits}.w{self.load_words}.{shape}.{self.order}.{self.block_order}.{digest}"
+
+    def padded(self, n: int, k: int) -> tuple[int, int]:
+        """(N', K'): n and k rounded up to whole blocks."""
+        return -(-n // self.block_rows) * self.block_rows, -(-k // self.block_k) * self.block_k
+
+    def blocks(self, n: int, k: int) -> tuple[int, int]:
+        """Leading shape of the packed tensor, outermost first (row blocks first for "rk", k blocks first for "kr")."""
+        rows, depth = -(-n // self.block_rows), -(-k // self.block_k)
+        return (rows, depth) if self.block_order == "rk" else (depth, rows)
+
+    def nbytes(self, n: int, k: int) -> int:
+        """Bytes of the packed [n, k], padding included."""
+        rows, depth = self.blocks(n, k)
+        return 4 * rows * depth * self.words_per_block
+
+    def target(self, word: int, output: int) -> tuple[int, int]:
+        """(atom, register): the MMA and its operand register that output ``output`` of a thread's word ``word`` feeds."""
+        registers, outputs = self.fragment.registers, self.fragment.bits // self.storage_bits
+        index = word * outputs + output
+        atoms = len(self.placement)
+        return divmod(index, registers) if self.order == "atom" else (index % atoms, index // atoms)
+
+    def prove(self) -> Proof:
+        """Bijective, one contiguous run for each warp load, distinct banks in every phase (computed, not remembered)."""
+        return prove(self.map, self.memory, self.load_words)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.identity}\n  block {self.block_rows} x {self.block_k}, {self.threads} threads x {self.load_words} words"
+            f" ({4 * self.words_per_block} bytes), {self.prove()}\n{self.map}"
+        )
+
+    # -- packing -------------------------------------------------------------------------------------------------------
+    @cached_property
+    def _index(self) -> np.ndarray:
+        """Element row * block_k + k of the block for every packed field, in memory order."""
+        place = self.memory.inverse()
+        fields = LinearMap.identity({"field": bits_of(self.fields)})
+        inner = (fields * place).order(["field", "address"], ["field", "word", "thread"])
+        return (self.map @ inner).table()
+
+    def pack(self, codes, pad: int = 0):
+        """Pack the codes of an operand.
+
+        Args:
+            codes: [N, K] numpy or torch (CPU or CUDA), uint8 in 0 .. 2^b - 1, or int8 two's complement in b bits
+                (uint16 / int16 bit patterns when b is 16).
+            pad: code that fills the rows and columns added to complete the last blocks.
+        Returns:
+            uint32 (numpy) or int32 (torch, same device) [blocks..., threads * load_words], see `blocks`.
+        Raises:
+            LayoutError: wrong rank, dtype or range.
+        """
+        if type(codes).__module__.split(".")[0] == "torch":
+            return self._pack_torch(codes, pad)
+        codes = self._checked(np.asarray(codes), pad)
+        n, k = codes.shape
+        (rows, depth), unit = self.padded(n, k), codes.dtype
+        if (rows, depth) != (n, k):
+            whole = np.full((rows, depth), pad, dtype=unit)
+            whole[:n, :k] = codes
+            codes = whole
+        size, step = self.block_rows * self.block_k, max(1, SLAB // (self.block_rows * depth))
+        grid = (rows // self.block_rows, depth // self.block_k)
+        out = np.empty((*grid, self.words_per_block), dtype=np.uint32)
+        for first in range(0, grid[0], step):
+            slab = codes[first * self.block_rows : (first + step) * self.block_rows]
+            tiles = slab.reshape(-1, self.block_rows, grid[1], self.block_k).transpose(0, 2, 1, 3).reshape(-1, size)
+            packed = self._combine(np.take(tiles, self._index, axis=1))
+            out[first : first + step] = packed.view(np.uint32).reshape(-1, *out.shape[1:])
+        return out if self.block_order == "rk" else np.ascontiguousarray(out.swapaxes(0, 1))
+
+    def unpack(self, words, n: int, k: int):
+        """The codes [n, k] (uint8, uint16 when b is 16) of a packed operand; numpy or torch, the inverse of `pack`."""
+        if type(words).__module__.split(".")[0] == "torch":
+            return self._unpack_torch(words, n, k)
+        words = np.ascontiguousarray(words).view(np.uint32)
+        self._check_words(words.shape, n, k)
+        if self.block_order == "kr":
+            words = words.swapaxes(0, 1)
+        grid = words.shape[:2]
+        fields = self._split(np.ascontiguousarray(words).view(self._unit).reshape(-1, words.shape[2] * self._units))
+        tiles = np.take(fields, np.argsort(self._index), axis=1).reshape(*grid, self.block_rows, self.block_k)
+        return np.ascontiguousarray(tiles.transpose(0, 2, 1, 3).reshape(-1, grid[1] * self.block_k)[:n, :k])
+
+    @property
+    def _unit(self):
+        return np.uint16 if self.storage_bits == 16 else np.uint8
+
+    @property
+    def _units(self) -> int:
+        return 32 // max(8, self.storage_bits)
+
+    def _combine(self, fields):
+        """[..., fields] codes to [..., bytes]: 8 / b neighbouring fields in each byte. Works for numpy and torch."""
+        share = max(1, 8 // self.storage_bits)
+        if share == 1:
+            return fields
+        packed = fields[..., 0::share] * 1
+        for part in range(1, share):
+            packed |= fields[..., part::share] << (self.storage_bits * part)
+        return packed
+
+    def _split(self, units):
+        """The inverse of `_combine`."""
+        share = max(1, 8 // self.storage_bits)
+        if share == 1:
+            return units
+        mask = (1 << self.storage_bits) - 1
+        shape = (*units.shape[:-1], units.shape[-1] * share)
+        fields = np.empty(shape, np.uint8) if isinstance(units, np.ndarray) else units.new_empty(shape)
+        for part in range(share):
+            fields[..., part::share] = (units >> (self.storage_bits * part)) & mask
+        return fields
+
+    def _check_words(self, shape, n: int, k: int) -> None:
+        expected = (*self.blocks(n, k), self.words_per_block)
+        if tuple(shape) != expected:
+            raise LayoutError(
+                "words", tuple(shape), f"must have shape {expected} for [{n}, {k}]", "pack with this layout"
+            )
+
+    def _checked(self, codes: np.ndarray, pad: int) -> np.ndarray:
+        """Rank, dtype and range of numpy codes; the codes as unsigned fields."""
+        b = self.storage_bits
+        kinds = (np.uint16, np.int16) if b == 16 else (np.uint8, np.int8)
+        self._check_form(codes.ndim, codes.dtype, codes.dtype in kinds, pad)
+        if b in (8, 16):
+            return codes.view(self._unit)
+        low = -(1 << (b - 1)) if codes.dtype == np.int8 else 0
+        self._check_range(codes.min(initial=low), codes.max(initial=low), low)
+        return codes if low == 0 else codes.view(np.uint8) & np.uint8((1 << b) - 1)
+
+    def _check_form(self, rank: int, dtype, known: bool, pad: int) -> None:
+        b = self.storage_bits
+        if rank != 2:
+            raise LayoutError("codes", f"rank {rank}", "must be [N, K]", "reshape to two dimensions")
+        if not known:
+            kind = "16-bit integers" if b == 16 else "uint8 or int8"
+            raise LayoutError("codes", str(dtype), f"must be {kind}", "convert or view the codes")
+        if not 0 <= pad < 1 << b:
+            raise LayoutError("pad", pad, f"must be a code of {b} bits", "use the zero point, or 0 with scale 0")
+
+    def _check_range(self, low: int, high: int, least: int) -> None:
+        most = least + (1 << self.storage_bits) - 1
+        if low < least or high > most:
+            raise LayoutError(
+                "codes", (int(low), int(high)), f"must lie in {least} .. {most}", "quantize or mask them first"
+            )
+
+    # -- torch ---------------------------------------------------------------------------------------------------------
+    def _bit_axes(self) -> list[int]:
+        """Axes of [row blocks, row bits..., k blocks, k bits...] that list the packed fields' bits, outermost first."""
+        row_bits, k_bits = bits_of(self.block_rows), bits_of(self.block_k)
+        source = [int(image).bit_length() - 1 for image in self._index[[1 << b for b in range(row_bits + k_bits)]]]
+        return [row_bits + k_bits - b if b >= k_bits else row_bits + 1 + k_bits - b for b in reversed(source)]
+
+    def _pack_torch(self, codes, pad: int):
+        import torch
+
+        b = self.storage_bits
+        kinds = (torch.uint16, torch.int16) if b == 16 else (torch.uint8, torch.int8)
+        self._check_form(codes.dim(), codes.dtype, codes.dtype in kinds, pad)
+        unit = torch.int16 if b == 16 else torch.uint8
+        if b < 8:
+            low = -(1 << (b - 1)) if codes.dtype == torch.int8 else 0
+            if codes.numel():
+                self._check_range(int(codes.min()), int(codes.max()), low)
+            codes = codes.view(unit) & ((1 << b) - 1) if low else codes
+        codes = codes.contiguous().view(unit)
+        n, k = codes.shape
+        rows, depth = self.padded(n, k)
+        if (rows, depth) != (n, k):
+            codes = torch.nn.functional.pad(codes, (0, depth - k, 0, rows - n), value=pad)
+        grid = (rows // self.block_rows, depth // self.block_k)
+        outer = (0, 1) if self.block_order == "rk" else (1, 0)
+        if self.map.is_bit_permutation:
+            row_bits, k_bits = bits_of(self.block_rows), bits_of(self.block_k)
+            bits = codes.view(grid[0], *(2,) * row_bits, grid[1], *(2,) * k_bits)
+            blocks = (0, row_bits + 1)
+            fields = bits.permute(*(blocks[axis] for axis in outer), *self._bit_axes()).contiguous()
+        else:
+            tiles = codes.view(grid[0], self.block_rows, grid[1], self.block_k).permute(0, 2, 1, 3)
+            tiles = tiles.permute(*outer, 2, 3).reshape(*(grid[axis] for axis in outer), -1)
+            fields = tiles[..., torch.from_numpy(self._index).to(codes.device)]
+        packed = self._combine(fields.view(*(grid[axis] for axis in outer), -1))
+        return packed.contiguous().view(torch.int32)
+
+    def _unpack_torch(self, words, n: int, k: int):
+        import torch
+
+        self._check_words(words.shape, n, k)
+        units = words.contiguous().view(torch.int16 if self.storage_bits == 16 else torch.uint8)
+        fields = self._split(units)
+        if self.block_order == "kr":
+            fields = fields.transpose(0, 1)
+        grid = fields.shape[:2]
+        if self.map.is_bit_permutation:
+            row_bits, k_bits = bits_of(self.block_rows), bits_of(self.block_k)
+            axes = [0, row_bits + 1, *self._bit_axes()]
+            back = [axes.index(axis) for axis in range(len(axes))]
+            tiles = fields.reshape(*grid, *(2,) * (row_bits + k_bits)).permute(*back)
+        else:
+            inverse = torch.from_numpy(np.argsort(self._index)).to(words.device)
+            tiles = fields[..., inverse].view(*grid, self.block_rows, self.block_k).permute(0, 2, 1, 3)
+        return tiles.reshape(grid[0] * self.block_rows, grid[1] * self.block_k)[:n, :k].contiguous()
+
+
+def derive(
+    fragment: Fragment,
+    converter: str | Converter,
+    storage_bits: int,
+    load_words: int,
+    placement: Sequence[tuple[int, int]] = ((0, 0),),
+    order: str = "atom",
+    block_order: str = "rk",
+    memory: LinearMap | None = None,
+) -> PackedLayout:
+    """The packed layout that lets a thread fetch its operand registers with one load and one conversion.
+
+    Args:
+        fragment: the operand tile of one MMA (an atom).
+        converter: storage word to operand registers; only its positions matter here.
+        storage_bits: b, bits of one packed element.
+        load_words: 32-bit words of one thread's load: 1, 2, 4 (LDS.32, .64, .128).
+        placement: (row, k) position of every atom served by the load, counted in atoms.
+        order: "atom" (an atom's registers together) or "reg" (one register of every atom together).
+        block_order: "rk" (row blocks outermost, k blocks inner) or "kr".
+        memory: (word, thread) -> (address); None = each thread's words adjacent, threads in order.
+    Raises:
+        LayoutError: naming the part that does not fit, or the part of the proof (bijective, coalesced, banks) that fails.
+    Source: specs.md B.1.
+    """
+    converter = get_converter(converter)
+    if storage_bits != converter.storage_bits:
+        raise LayoutError(
+            "storage_bits", storage_bits, f"{converter.name} reads {converter.storage_bits}-bit fields", "match"
+        )
+    if fragment.bits != converter.operand_bits or 1 << fragment.map.in_bits != fragment.threads * fragment.values:
+        constraint = f"{converter.name} makes whole operands of {converter.operand_bits} bits"
+        raise LayoutError("fragment", fragment.name, constraint, "use a fragment of that width")
+    if load_words not in (1, 2, 4):
+        raise LayoutError("load_words", load_words, "a thread loads 1, 2 or 4 words", "use LDS.32, .64 or .128")
+    for name, value, known in (("order", order, ("atom", "reg")), ("block_order", block_order, ("rk", "kr"))):
+        if value not in known:
+            raise LayoutError(name, value, f"must be one of {known}", "see derive's documentation")
+    placement = tuple((int(row), int(k)) for row, k in placement)
+    atoms, registers, outputs = len(placement), fragment.registers, converter.outputs
+    if atoms * registers != load_words * outputs:
+        constraint = f"{load_words} words give {load_words * outputs} registers, {atoms} atoms need {atoms * registers}"
+        raise LayoutError("placement", placement, constraint, "change load_words or the number of atoms")
+    atom_bits = bits_of(atoms, "placement")
+    high = [max(step) + 1 for step in zip(*placement)]
+    where = {axis: bits_of(size, "placement") for axis, size in zip(("row", "col"), high)}
+    corners = np.asarray(placement, dtype=np.int64)
+    try:
+        steps = LinearMap.from_function(
+            lambda atom: {"row": corners[atom, 0], "col": corners[atom, 1]}, {"atom": atom_bits}, where
+        )
+    except LayoutError as error:
+        raise LayoutError(
+            "placement", placement, "is not linear over bits", "place atoms by bits of their number"
+        ) from error
+    inner = fragment.map.order(["value", "thread"], ["row", "col"])
+    tile = (inner * steps).order(["value", "atom", "thread"], ["col", "row"])
+
+    regs, outs, words = bits_of(registers), bits_of(outputs), bits_of(load_words)
+    index = {"output": outs, "word": words}
+    parts = {"register": regs, "atom": atom_bits} if order == "atom" else {"atom": atom_bits, "register": regs}
+    fields = converter.pos_map.inverse().rename(register="output")
+    threads = LinearMap.identity({"thread": bits_of(fragment.threads)})
+    slots = fields * LinearMap.identity({"word": words}) * threads
+    route = LinearMap.reshape(index, parts) * LinearMap.identity({"element": bits_of(converter.elements)}) * threads
+    values = LinearMap.reshape(
+        {"element": bits_of(converter.elements), "register": regs}, {"value": bits_of(fragment.values)}
+    )
+    values = values * LinearMap.identity({"atom": atom_bits}) * threads
+    place = (tile @ values @ route @ slots).rename(col="k").order(["field", "word", "thread"], ["k", "row"])
+
+    if memory is None:
+        at = {"word": words, "thread": bits_of(fragment.threads)}
+        memory = LinearMap.reshape(at, {"address": words + bits_of(fragment.threads)})
+    block_rows, block_k = fragment.rows * high[0], fragment.cols * high[1]
+    proof = prove(place, memory, load_words)
+    if not proof.ok:
+        raise LayoutError(
+            "layout", f"{fragment.name} x {converter.name}", "; ".join(proof.failures), "change that part"
+        )
+    return PackedLayout(
+        fragment,
+        converter.pos_map,
+        storage_bits,
+        load_words,
+        placement,
+        order,
+        block_order,
+        place,
+        memory,
+        block_rows,
+        block_k,
+    )
