@@ -38,18 +38,46 @@ class Instance:
         )
 
 
-_K4 = tuple((0, k) for k in range(4))
+def _k(count: int) -> tuple[tuple[int, int], ...]:
+    """``count`` atoms one after another along K."""
+    return tuple((0, k) for k in range(count))
+
+
+def _n(*rows: int) -> tuple[tuple[int, int], ...]:
+    """Atoms at these positions along the rows."""
+    return tuple((row, 0) for row in rows)
+
+
+def _wgmma(bits: int) -> Callable[[], Fragment]:
+    return lambda: Fragment.wgmma_a(bits)
+
+
+def _mma_a(bits: int) -> Callable[[], Fragment]:
+    return lambda: Fragment.mma_a(bits)
+
+
+def _mma_b(bits: int, n: int) -> Callable[[], Fragment]:
+    return lambda: Fragment.mma_b(bits, n)
+
+
 INSTANCES: dict[str, Instance] = {
-    i.name: i
-    for i in (
+    instance.name: instance
+    for instance in (
         Instance(
-            "w4a16_wgmma",
-            "W4A16: wgmma m64k16 A, four k16 steps a load",
-            lambda: Fragment.wgmma_a(16),
-            "u4_f16_magic",
-            4,
-            _K4,
+            "w4a16_wgmma", "W4A16 on every target: four k16 steps of A a load", _wgmma(16), "u4_f16_magic", 4, _k(4)
         ),
+        Instance("w4a8_wgmma", "W4A8 dual-MMA, as LiquidGEMM", _wgmma(8), "u4_s8_lqq", 4, _k(2), "reg"),
+        Instance("w4a8_mma", "W4A8 for mma.sync, weights as A", _mma_a(8), "u4_s8_lqq", 4, _k(2), "reg"),
+        Instance("w4a4_mma", "W4A4 blocks for native s4 mma.sync (sm_80, sm_89)", _mma_a(4), "s4_s4", 4),
+        Instance(
+            "kv2_wgmma", "2-bit keys or values as A: eight k16 steps a load", _wgmma(16), "u2_f16_subnormal", 4, _k(8)
+        ),
+        Instance("marlin_u4", "Marlin's u4 weights", _mma_b(16, 16), "u4_f16_magic", 4, _n(0, 1, 2, 3), "atom", "kr"),
+        Instance("turbomind_u4", "TurboMind u4, dense", _mma_b(16, 16), "u4_f16_fused", 2, _n(0, 1), "atom", "kr"),
+        Instance("turbomind_u4_moe", "TurboMind u4, grouped (MoE)", _mma_b(16, 16), "u4_f16_fused", 2, _n(0, 1)),
+        Instance("turbomind_mxfp4", "TurboMind MXFP4 weights as A", _mma_a(16), "e2m1_bf16", 1, block_order="kr"),
+        Instance("turbomind_e4m3", "TurboMind weight-only FP8 as A", _mma_a(16), "e4m3_bf16", 2, block_order="kr"),
+        Instance("qserve_g128", "QServe W4A8 g128 weights as B", _mma_b(8, 8), "u4_u8", 4, _n(0, 2, 1, 3), "reg"),
     )
 }
 

@@ -107,3 +107,30 @@ def bsub2(a, b) -> np.ndarray:
 
 def bmul2(a, b) -> np.ndarray:
     return bfma2(a, b, pair(0x8000))
+
+
+def half(value: float) -> int:
+    """The f16 bits of a value that f16 holds exactly."""
+    return int(np.float16(value).view(np.uint16))
+
+
+def brain(value: float) -> int:
+    """The bf16 bits of a value that bf16 holds exactly."""
+    return int(np.float32(value).view(U32)) >> 16
+
+
+def elements(word, operand: str) -> np.ndarray:
+    """The values of an operand register, float64 (integers too), last axis its elements, low bits first."""
+    word = u32(word)
+    if operand == "float16":
+        return f16_values(word)
+    if operand == "bfloat16":
+        return bf16_values(word)
+    bits = int("".join(filter(str.isdigit, operand.split("_")[0])))
+    fields = np.stack([(word >> U32(at)) & U32((1 << bits) - 1) for at in range(0, 32, bits)], axis=-1).astype(np.int64)
+    if operand.startswith("float8_e4m3"):
+        exponent, mantissa = fields >> 3 & 15, fields & 7
+        value = np.where(exponent, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9)
+        return np.where(fields & 0x7F == 0x7F, np.nan, np.where(fields & 0x80, -value, value))
+    signed = operand.startswith("int")
+    return np.where(signed & (fields >> (bits - 1) == 1), fields - (1 << bits), fields).astype(np.float64)

@@ -27,14 +27,6 @@ BF16_MASK, BF16_MAGIC, BF16_BIAS = 0x000F000F, 0x43004300, 128
 SIGNED = {"u4": 0, "s4": 8}  # s4 is read as offset binary: flip the sign bit, then subtract 8 more
 
 
-def _half(value: float) -> int:
-    return int(np.float16(value).view(np.uint16))
-
-
-def _brain(value: float) -> int:
-    return int(np.float32(value).view(np.uint32)) >> 16
-
-
 def _f16_biased(words, flip: int = 0) -> list[np.ndarray]:
     y = words >> 8
     return [
@@ -77,8 +69,8 @@ _f16(
 _bf16("u4_bf16_biased", _bf16_biased, _bf16_biased_text(), instructions=7, bias=(BF16_BIAS,) * 4)
 
 for _storage, _flip in SIGNED.items():
-    _sub16 = [arith.pair(_half(F16_BIAS[o % 2] + _flip)) for o in range(4)]
-    _subb = arith.pair(_brain(BF16_BIAS + _flip))
+    _sub16 = [arith.pair(arith.half(F16_BIAS[o % 2] + _flip)) for o in range(4)]
+    _subb = arith.pair(arith.brain(BF16_BIAS + _flip))
     _suffix = "_magic" if _storage == "u4" else ""
     _f16(
         f"{_storage}_f16{_suffix}",
@@ -128,7 +120,7 @@ _bf16(
 _f16(
     "u4_f16_fused",
     lambda w, b0, s0, b1, s1: [
-        arith.hfma2(arith.hsub2(x, arith.pair(_half(F16_BIAS[o % 2]))), (s0, s1)[o % 2], (b0, b1)[o % 2])
+        arith.hfma2(arith.hsub2(x, arith.pair(arith.half(F16_BIAS[o % 2]))), (s0, s1)[o % 2], (b0, b1)[o % 2])
         for o, x in enumerate(_f16_biased(w))
     ],
     _f16_biased_text()

@@ -1,0 +1,96 @@
+"""Low-bit integers to 8-bit operands, and the identities.
+
+LQQ (LiquidGEMM, specs.md D): every byte lane of q*s + a stays below 256 (q <= 15, s <= 16, a <= 255 - q*s), so one 32-bit
+multiply-add serves four values; XOR 0x80 turns the result into the signed byte, or the consumer multiplies it as u8.
+x16 (COMET, specs.md E.2): a signed nibble moved into the upper half of its byte is 16 * q with the right sign.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from terrazzo.layouts.converters.base import Converter, register
+
+LOW, HIGH, FLIP = np.uint32(0x0F0F0F0F), np.uint32(0xF0F0F0F0), np.uint32(0x80808080)
+
+
+def _nibbles(words) -> list[np.ndarray]:
+    return [words & LOW, (words >> 4) & LOW]
+
+
+register(
+    Converter(
+        "u4_u8",
+        "u4",
+        "uint8",
+        4,
+        8,
+        _nibbles,
+        "out[0] = w & 0x0f0f0f0fu;\nout[1] = (w >> 4) & 0x0f0f0f0fu;",
+        instructions=3,
+    )
+)
+register(
+    Converter(
+        "u4_u8_lqq",
+        "u4",
+        "uint8",
+        4,
+        8,
+        lambda w, s, a: [q * s + a for q in _nibbles(w)],
+        "out[0] = (w & 0x0f0f0f0fu) * s + a;\nout[1] = ((w >> 4) & 0x0f0f0f0fu) * s + a;",
+        instructions=5,
+        params=("s", "a"),
+    )
+)
+register(
+    Converter(
+        "u4_s8_lqq",
+        "u4",
+        "int8",
+        4,
+        8,
+        lambda w, s, a: [(q * s + a) ^ FLIP for q in _nibbles(w)],
+        "out[0] = ((w & 0x0f0f0f0fu) * s + a) ^ 0x80808080u;\nout[1] = (((w >> 4) & 0x0f0f0f0fu) * s + a) ^ 0x80808080u;",
+        instructions=7,
+        params=("s", "a"),
+    )
+)
+register(
+    Converter(
+        "s4_s8_x16",
+        "s4",
+        "int8",
+        4,
+        8,
+        lambda w: [(w << 4) & HIGH, w & HIGH],
+        "out[0] = (w << 4) & 0xf0f0f0f0u;\nout[1] = w & 0xf0f0f0f0u;",
+        instructions=3,
+        scale_exp2=(4, 4),
+    )
+)
+register(
+    Converter(
+        "u2_u8",
+        "u2",
+        "uint8",
+        2,
+        8,
+        lambda w: [(w >> 2 * o) & np.uint32(0x03030303) for o in range(4)],
+        "out[0] = w & 0x03030303u;\n" + "\n".join(f"out[{o}] = (w >> {2 * o}) & 0x03030303u;" for o in (1, 2, 3)),
+        instructions=7,
+    )
+)
+
+IDENTITIES = {
+    "f16": ("float16", 16),
+    "bf16": ("bfloat16", 16),
+    "s8": ("int8", 8),
+    "u8": ("uint8", 8),
+    "e4m3": ("float8_e4m3", 8),
+    "s4": ("int4", 4),
+    "u4": ("uint4", 4),
+}
+for _short, (_operand, _bits) in IDENTITIES.items():
+    register(
+        Converter(f"{_short}_{_short}", _short, _operand, _bits, _bits, lambda w: [w], "out[0] = w;", instructions=0)
+    )
