@@ -1,0 +1,46 @@
+"""W4A16: y[M, N] = x[M, K] w[N, K]^T (+ bias), w in 4-bit codes with one scale (and zero point) for each group of input channels.
+
+    w = terrazzo.ops.w4a16.load_layer("model/", "model.layers.0.mlp.down_proj")   # or pack, from_awq, from_gptq, quantize ...
+    y = terrazzo.ops.w4a16.gemm(x, w)
+
+Names are resolved on first use, so that importing this package imports neither torch nor tilelang.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+_HOME = {
+    "gemm": "op",
+    "kernel_requests": "op",
+    "QuantizedWeight": "format",
+    "PackedWeight": "format",
+    "pack": "format",
+    "from_awq": "importers",
+    "from_gptq": "importers",
+    "from_compressed_tensors": "importers",
+    "read_awq": "importers",
+    "read_gptq": "importers",
+    "read_compressed_tensors": "importers",
+    "quantize": "quantizer",
+    "quantize_weight": "quantizer",
+    "load_layer": "checkpoint",
+    "read_layer": "checkpoint",
+    "iter_layers": "checkpoint",
+    "load_model": "checkpoint",
+    "dequantize": "reference",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOME))

@@ -1,0 +1,109 @@
+"""Which operators exist, for which formats and targets, and how far each has been tried. `terrazzo ops` and the README print it.
+
+A new operator, format or target is one more value in `REGISTRY`; nothing else lists them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from terrazzo.lowering.errors import ArgumentError
+
+STATUS = {
+    "tested": "runs on this GPU; the three oracles hold on it",
+    "ptx-tested": "its PTX passes the same tests, compiled by the driver for a newer GPU",
+    "compiled": "compiles, and its machine code is checked; never run",
+}
+
+
+@dataclass(frozen=True)
+class Support:
+    """One operator reading one format.
+
+    Attributes:
+        operator: name under terrazzo.ops, "w4a16".
+        format: checkpoint format, or "rtn" for what quantize() makes.
+        source: public function that reads it, "terrazzo.ops.w4a16.from_awq".
+        groups: group sizes of the weight; "K" is one group over all input channels.
+        zeros: "asymmetric", "symmetric" or both.
+        activations: dtypes of x and y.
+        scales: dtypes of the weight's scales.
+        numerics: what the operator's `numerics` argument takes besides "auto".
+        targets: architecture -> a key of STATUS.
+        notes: what else a reader needs to know.
+    """
+
+    operator: str
+    format: str
+    source: str
+    groups: tuple[int | str, ...]
+    zeros: tuple[str, ...]
+    activations: tuple[str, ...]
+    scales: tuple[str, ...]
+    numerics: tuple[str, ...]
+    targets: dict[str, str] = field(hash=False)
+    notes: str = ""
+
+
+_W4A16_TARGETS = {"sm_80": "ptx-tested", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
+
+
+def _w4a16(format: str, source: str, scales: tuple[str, ...], notes: str) -> Support:
+    return Support(
+        operator="w4a16",
+        format=format,
+        source=f"terrazzo.ops.w4a16.{source}",
+        groups=(32, 64, 128, "K"),
+        zeros=("asymmetric", "symmetric"),
+        activations=("float16", "bfloat16"),
+        scales=scales,
+        numerics=("exact", "fused", "post"),
+        targets=_W4A16_TARGETS,
+        notes=notes,
+    )
+
+
+_ALL_SCALES = ("float16", "bfloat16", "float32")
+
+REGISTRY: tuple[Support, ...] = (
+    _w4a16("awq", "from_awq", _ALL_SCALES, "version gemm"),
+    _w4a16("gptq", "from_gptq", _ALL_SCALES, "v1: zero points stored minus one; act-order"),
+    _w4a16("gptq_v2", "from_gptq", _ALL_SCALES, "act-order"),
+    _w4a16("compressed_tensors", "from_compressed_tensors", _ALL_SCALES, "pack-quantized; actorder"),
+    _w4a16("rtn", "quantize", _ALL_SCALES, "float weight, round to nearest with searched clipping"),
+)
+
+
+def rows(operator: str | None = None, target: str | None = None) -> list[dict[str, object]]:
+    """The registry as plain dictionaries of str and list of str: one row for each operator, format and target.
+
+    Args:
+        operator, target: keep only these.
+
+    Raises:
+        ArgumentError: an operator or target that no entry names.
+    """
+    for argument, value, known in (
+        ("operator", operator, {s.operator for s in REGISTRY}),
+        ("target", target, {arch for s in REGISTRY for arch in s.targets}),
+    ):
+        if value is not None and value not in known:
+            raise ArgumentError(argument, value, f"must be one of {sorted(known)}", "see `terrazzo ops`")
+    return [
+        {
+            "operator": s.operator,
+            "format": s.format,
+            "target": arch,
+            "status": status,
+            "groups": [str(group) for group in s.groups],
+            "zeros": list(s.zeros),
+            "activations": list(s.activations),
+            "scales": list(s.scales),
+            "numerics": list(s.numerics),
+            "source": s.source,
+            "notes": s.notes,
+        }
+        for s in REGISTRY
+        for arch, status in s.targets.items()
+        if operator in (None, s.operator) and target in (None, arch)
+    ]

@@ -1,0 +1,459 @@
+"""Checkpoint files -> weights: one layer of a safetensors file, or a whole Hugging Face folder, layer by layer.
+
+A layer is a name prefix ("model.layers.0.mlp.down_proj") whose tensors are `<prefix>.qweight`, ... Nothing is loaded before it is
+needed. What cannot be read is reported with the reason, never dropped in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.w4a16.format import PackedWeight, QuantizedWeight, pack
+from terrazzo.ops.w4a16.importers import read_awq, read_compressed_tensors, read_gptq
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.lowering.targets import Target
+
+FORMATS = ("awq", "gptq", "gptq_v2", "compressed_tensors")
+_TENSORS = {
+    "awq": ("qweight", "qzeros", "scales"),
+    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "compressed_tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+}
+_OPTIONAL = {"qzeros", "g_idx", "weight_zero_point", "weight_shape", "weight_g_idx"}
+_CONFIGS = ("config.json", "quantize_config.json", "quant_config.json")
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What a checkpoint's config states about one layer. None: it does not say.
+
+    Attributes:
+        format: one of FORMATS.
+        bits: bits for each code.
+        group_size: input channels for each scale, -1 for one group.
+        version: AWQ version or compressed-tensors format, as written.
+        symmetric, desc_act: as written.
+        skip: why the config excludes the layer from quantization, else "".
+    """
+
+    format: str | None = None
+    bits: int = 4
+    group_size: int | None = None
+    version: str | None = None
+    symmetric: bool | None = None
+    desc_act: bool | None = None
+    skip: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer of a checkpoint: a weight, or the reason why there is none.
+
+    Attributes:
+        name: prefix of its tensors.
+        weight: PackedWeight (QuantizedWeight with `packed=False`), None when skipped.
+        skipped: reason, "" when loaded.
+    """
+
+    name: str
+    weight: PackedWeight | QuantizedWeight | None = None
+    skipped: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """The W4A16 layers of a checkpoint.
+
+    Attributes:
+        layers: name -> weight.
+        skipped: name -> reason, for every other matrix of the checkpoint.
+    """
+
+    layers: dict[str, PackedWeight | QuantizedWeight] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def report(self) -> str:
+        """One line for each layer: what it became, or why it was skipped."""
+        lines = [f"{len(self.layers)} layers loaded, {len(self.skipped)} skipped"]
+        lines += [f"  loaded   {name}: {weight!r}" for name, weight in self.layers.items()]
+        return "\n".join(lines + [f"  skipped  {name}: {reason}" for name, reason in self.skipped.items()])
+
+
+class Config:
+    """A checkpoint's quantization config, resolved layer by layer.
+
+    Args:
+        raw: the `quantization_config` object of config.json, or the content of quantize_config.json / quant_config.json.
+    """
+
+    def __init__(self, raw: dict | None = None) -> None:
+        self.raw = raw or {}
+        method = str(self.raw.get("quant_method", "")).lower()
+        if not method and self.raw:  # files older than quant_method: AWQ wrote w_bit, GPTQ desc_act
+            method = (
+                "awq"
+                if {"w_bit", "version"} & set(self.raw)
+                else "gptq"
+                if {"desc_act", "bits"} <= set(self.raw)
+                else ""
+            )
+        if self.raw and method not in ("awq", "gptq", "gptqmodel", "compressed-tensors"):
+            raise ArgumentError(
+                "quant_method",
+                method or None,
+                "must be awq, gptq or compressed-tensors",
+                "quantize() the float checkpoint, or export it in one of these formats",
+            )
+        self.method = "gptq" if method == "gptqmodel" else method
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Config:
+        """Read config.json (its quantization_config), quantize_config.json or quant_config.json; the first that there is."""
+        for name in _CONFIGS:
+            path = folder / name
+            if not path.is_file():
+                continue
+            try:
+                raw = json.loads(path.read_text())
+            except ValueError as error:
+                raise ArgumentError("path", str(path), f"must hold JSON ({error})", "download the file again") from None
+            if name == "config.json":
+                raw = raw.get("quantization_config") or raw.get("compression_config")
+            if raw:
+                return cls(raw)
+        return cls()
+
+    def layer(self, name: str) -> LayerConfig:
+        """The config of one layer, by the rules of its format (overrides, ignore lists and targets included)."""
+        raw = self.raw
+        if self.method == "awq":
+            skip = [part for part in raw.get("modules_to_not_convert") or () if part in name]
+            return LayerConfig(
+                "awq",
+                raw.get("bits", raw.get("w_bit", 4)),
+                raw.get("group_size", raw.get("q_group_size")),
+                raw.get("version", "gemm"),
+                skip=f"modules_to_not_convert names {skip[0]!r}" if skip else "",
+            )
+        if self.method == "gptq":
+            facts, skip = dict(raw), ""
+            for pattern, overrides in (
+                raw.get("dynamic") or {}
+            ).items():  # GPTQModel: the first match decides, "-:" excludes
+                if re.match(pattern.removeprefix("+:").removeprefix("-:"), name):
+                    skip = f"dynamic rule {pattern!r} excludes it" if pattern.startswith("-:") else ""
+                    facts |= overrides if isinstance(overrides, dict) else {}
+                    break
+            version = facts.get("checkpoint_format") or facts.get("format") or "gptq"
+            version = "marlin" if facts.get("is_marlin_format") else version
+            return LayerConfig(
+                "gptq_v2" if version == "gptq_v2" else "gptq",
+                facts.get("bits", 4),
+                facts.get("group_size"),
+                version,
+                facts.get("sym"),
+                facts.get("desc_act"),
+                skip,
+            )
+        if self.method == "compressed-tensors":
+            return self._compressed(name)
+        return LayerConfig()
+
+    def _compressed(self, name: str) -> LayerConfig:
+        ignored = [entry for entry in self.raw.get("ignore") or () if _names(entry, name)]
+        if ignored:
+            return LayerConfig("compressed_tensors", skip=f"ignore lists {ignored[0]!r}")
+        groups = list((self.raw.get("config_groups") or {}).values())
+        by_name = [g for g in groups if any(_names(target, name) for target in g.get("targets", ()))]
+        by_class = [g for g in groups if "Linear" in g.get("targets", ())]
+        for group in by_name + by_class:  # a name or pattern is more specific than a module class
+            weights, acts = group.get("weights") or {}, group.get("input_activations")
+            if acts:
+                return LayerConfig(
+                    "compressed_tensors",
+                    skip=f"activations are quantized too ({acts.get('num_bits')}-bit {acts.get('type')})",
+                )
+            if weights.get("type", "int") != "int":
+                return LayerConfig("compressed_tensors", skip=f"weights are of type {weights['type']}, not int")
+            size = weights.get("group_size") if weights.get("strategy") != "channel" else -1
+            layout = group.get("format") or self.raw.get("format", "pack-quantized")
+            return LayerConfig("compressed_tensors", weights.get("num_bits", 4), size, layout, weights.get("symmetric"))
+        return (
+            LayerConfig("compressed_tensors", skip="no config group targets it")
+            if groups
+            else LayerConfig("compressed_tensors")
+        )
+
+
+class Checkpoint:
+    """Names, shapes and places of all tensors of a safetensors file or folder. Opens files lazily and keeps them open.
+
+    Args:
+        path: a .safetensors file, or a folder with model.safetensors.index.json or *.safetensors.
+
+    Raises:
+        ArgumentError: nothing readable there, or a shard is missing.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        self.folder = path if path.is_dir() else path.parent
+        indices = sorted(path.glob("*.safetensors.index.json"))
+        if path.is_file():
+            files = [path]
+        elif indices:
+            shards = sorted(set(json.loads(indices[0].read_text())["weight_map"].values()))
+            files = [path / shard for shard in shards]
+        else:
+            files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise ArgumentError(
+                "path",
+                str(path),
+                "holds no .safetensors file",
+                "pass a safetensors file or folder; convert .bin files first",
+            )
+        self._handles: dict[tuple[Path, str], object] = {}
+        self.places: dict[str, Path] = {}
+        for file in files:
+            self.places.update(dict.fromkeys(self._open(file, "cpu").keys(), file))
+        self.config = Config.of_folder(self.folder)
+
+    def _open(self, file: Path, device: str):
+        from safetensors import SafetensorError, safe_open
+
+        if (file, device) not in self._handles:
+            try:
+                self._handles[file, device] = safe_open(file, framework="pt", device=device)
+            except (SafetensorError, OSError) as error:
+                raise ArgumentError(
+                    "path", str(file), f"must be a readable safetensors file ({error})", "download the file again"
+                ) from None
+        return self._handles[file, device]
+
+    def tensor(self, name: str, device: str = "cpu") -> torch.Tensor:
+        return self._open(self.places[name], device).get_tensor(name)
+
+    def describe(self, name: str) -> tuple[str, list[int]]:
+        """(safetensors dtype such as "F16", shape) without loading."""
+        view = self._open(self.places[name], "cpu").get_slice(name)
+        return view.get_dtype(), view.get_shape()
+
+    def layers(self) -> dict[str, str]:
+        """Prefix of every 4-bit layer -> "awq", "gptq" or "compressed_tensors", by its tensors' names and shapes."""
+        found = {}
+        for name in self.places:
+            prefix, _, leaf = name.rpartition(".")
+            if leaf == "weight_packed":
+                found[prefix] = "compressed_tensors"
+            elif leaf == "qweight":
+                found[prefix] = self._awq_or_gptq(prefix)
+        return found
+
+    def _awq_or_gptq(self, prefix: str) -> str:
+        if self.config.method in ("awq", "gptq"):
+            return self.config.method
+        scales, words = _join(prefix, "scales"), self.describe(_join(prefix, "qweight"))[1]
+        if scales not in self.places:
+            return "gptq"
+        n = self.describe(scales)[1][-1]
+        return "awq" if _join(prefix, "g_idx") not in self.places and words[-1] * 8 == n else "gptq"
+
+    def matrices(self) -> dict[str, str]:
+        """Prefix of every other matrix -> what it is: "BF16 [4096, 4096]"."""
+        taken, found = self.layers(), {}
+        for name in self.places:
+            prefix, _, leaf = name.rpartition(".")
+            if prefix in taken or leaf not in ("weight", "blocks", "B"):
+                continue
+            dtype, shape = self.describe(name)
+            if len(shape) >= 2:
+                found[prefix] = f"{dtype} {shape}"
+        return found
+
+    def read(
+        self, prefix: str, *, device: str = "cpu", config: LayerConfig | None = None, zero_overflow: str = "wrap"
+    ) -> QuantizedWeight:
+        """Canonical weight of one layer. `config` None takes the folder's."""
+        kind = self.layers().get(prefix)
+        if kind is None:
+            known = ", ".join(sorted(self.layers())[:6]) or "none"
+            raise ArgumentError(
+                "name", prefix, "is no 4-bit layer of this checkpoint", f"name one of its layers: {known}"
+            )
+        config = self.config.layer(prefix) if config is None else config
+        if config.format is not None and config.format.removesuffix("_v2") != kind:
+            raise ArgumentError(
+                "format",
+                config.format,
+                f"the tensors of {prefix!r} are {kind}",
+                "pass that format, or correct the config",
+            )
+        tensors = {}
+        for leaf in (*_TENSORS[kind], "bias"):
+            if (full := _join(prefix, leaf)) in self.places:
+                tensors[leaf] = self.tensor(full, device)
+            elif leaf not in _OPTIONAL | {"bias"}:
+                raise ArgumentError(
+                    leaf,
+                    None,
+                    f"layer {prefix!r} needs the tensor {full!r}",
+                    "get the missing shard, or the file again",
+                )
+        bias, options = tensors.pop("bias", None), {"bits": config.bits, "group_size": config.group_size}
+        if kind == "awq":
+            if "qzeros" not in tensors:
+                raise ArgumentError(
+                    "qzeros",
+                    None,
+                    f"layer {prefix!r} needs its zero points",
+                    "for a symmetric layer call from_awq with qzeros=None",
+                )
+            return read_awq(**tensors, bias=bias, version=config.version or "gemm", **options)
+        if kind == "gptq":
+            version = config.version if config.version not in (None, "gptq", "gptq_v2") else config.format
+            facts = {
+                "version": version,
+                "symmetric": config.symmetric,
+                "desc_act": config.desc_act,
+                "zero_overflow": zero_overflow,
+            }
+            return read_gptq(
+                tensors.pop("qweight"), tensors.pop("qzeros", None), **tensors, bias=bias, **facts, **options
+            )
+        return read_compressed_tensors(
+            **tensors, bias=bias, format=config.version or "pack-quantized", symmetric=config.symmetric, **options
+        )
+
+
+def read_layer(
+    path: str | Path,
+    name: str | None = None,
+    *,
+    format: str | None = None,
+    device: str | torch.device = "cpu",
+    zero_overflow: str = "wrap",
+) -> QuantizedWeight:
+    """Canonical weight of one layer.
+
+    Args:
+        path: a .safetensors file or a Hugging Face folder; a config beside the file is read too.
+        name: prefix of the layer's tensors; None when the checkpoint has only one layer.
+        format: one of FORMATS, needed when neither config nor tensors tell (asymmetric GPTQ in a bare file).
+        device: where the weight is built.
+        zero_overflow: see `read_gptq`.
+
+    Raises:
+        ArgumentError: no such layer, a missing tensor, or a layer that W4A16 cannot take.
+    """
+    checkpoint = Checkpoint(path)
+    if name is None:
+        layers = checkpoint.layers()
+        if len(layers) != 1:
+            raise ArgumentError(
+                "name",
+                None,
+                f"the checkpoint has {len(layers)} 4-bit layers",
+                f"name one: {', '.join(sorted(layers)[:6])}",
+            )
+        (name,) = layers
+    config = checkpoint.config.layer(name)
+    if format is not None:
+        if format not in FORMATS:
+            raise ArgumentError(
+                "format", format, f"must be one of {FORMATS}", "pass the format that the checkpoint's page states"
+            )
+        config = replace(config, format=format)
+    return checkpoint.read(name, device=str(device), config=config, zero_overflow=zero_overflow)
+
+
+def load_layer(
+    path: str | Path,
+    name: str | None = None,
+    *,
+    format: str | None = None,
+    device: str | torch.device = "cpu",
+    zero_overflow: str = "wrap",
+    target: Target | str | None = None,
+) -> PackedWeight:
+    """`pack(read_layer(...), target=target)`."""
+    return pack(read_layer(path, name, format=format, device=device, zero_overflow=zero_overflow), target=target)
+
+
+def iter_layers(
+    path: str | Path,
+    *,
+    select: str = "",
+    packed: bool = True,
+    strict: bool = False,
+    device: str | torch.device = "cpu",
+    zero_overflow: str = "wrap",
+    target: Target | str | None = None,
+) -> Iterator[Layer]:
+    """Read a checkpoint one layer at a time, in the order of the names; at most one layer is held.
+
+    Args:
+        path: a Hugging Face folder (sharded or not) or a .safetensors file.
+        select: regular expression searched in the layer's name; others are passed over.
+        packed: False yields canonical weights.
+        strict: raise for a 4-bit layer that cannot be read instead of yielding the reason.
+        device, zero_overflow, target: see `load_layer`.
+
+    Yields:
+        a `Layer` for every 4-bit layer and for every other matrix (with the reason why it is skipped).
+    """
+    checkpoint = Checkpoint(path)
+    others = checkpoint.matrices()
+    for name in sorted({*checkpoint.layers(), *others}, key=_natural):
+        if not re.search(select, name):
+            continue
+        config = checkpoint.config.layer(name)
+        if name in others:
+            yield Layer(
+                name,
+                skipped=f"stored as {others[name]}, not as 4-bit words" + (f" ({config.skip})" if config.skip else ""),
+            )
+            continue
+        if config.skip:
+            yield Layer(name, skipped=config.skip)
+            continue
+        try:
+            weight = checkpoint.read(name, device=str(device), config=config, zero_overflow=zero_overflow)
+        except ArgumentError as error:
+            if strict:
+                raise
+            yield Layer(name, skipped=str(error))
+            continue
+        yield Layer(name, pack(weight, target=target) if packed else weight)
+
+
+def load_model(path: str | Path, **options) -> Model:
+    """All layers that `iter_layers(path, **options)` yields, as one object with a printable report."""
+    model = Model()
+    for layer in iter_layers(path, **options):
+        if layer.weight is None:
+            model.skipped[layer.name] = layer.skipped
+        else:
+            model.layers[layer.name] = layer.weight
+    return model
+
+
+def _names(entry: str, name: str) -> bool:
+    """compressed-tensors' rule: "re:<pattern>" matches from the start, anything else is the whole name."""
+    return bool(re.match(entry[3:], name)) if entry.startswith("re:") else entry == name
+
+
+def _join(prefix: str, leaf: str) -> str:
+    return f"{prefix}.{leaf}" if prefix else leaf
+
+
+def _natural(name: str) -> list:
+    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,151 @@
+"""Quantize a float weight to 4 bits: round to nearest, with the clipping range of each group searched for the least squared error."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.w4a16.format import GROUPS, PackedWeight, QuantizedWeight, pack
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.lowering.targets import Target
+
+_CHUNK = 1 << 24
+"""Weights quantized at a time: bounds the scratch memory to a few hundred MB whatever the matrix."""
+
+_TINY = 2.0**-120
+"""Scales up to here count as 0: their reciprocal is not a float32."""
+
+
+def quantize(
+    weight: torch.Tensor,
+    *,
+    group_size: int = 128,
+    symmetric: bool = False,
+    scale_dtype: torch.dtype | None = None,
+    clip_steps: int = 24,
+    clip_min: float = 0.5,
+    bias: torch.Tensor | None = None,
+    target: Target | str | None = None,
+) -> PackedWeight:
+    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
+    quantized = quantize_weight(
+        weight,
+        group_size=group_size,
+        symmetric=symmetric,
+        scale_dtype=scale_dtype,
+        clip_steps=clip_steps,
+        clip_min=clip_min,
+        bias=bias,
+    )
+    return pack(quantized, target=target)
+
+
+def quantize_weight(
+    weight: torch.Tensor,
+    *,
+    group_size: int = 128,
+    symmetric: bool = False,
+    scale_dtype: torch.dtype | None = None,
+    clip_steps: int = 24,
+    clip_min: float = 0.5,
+    bias: torch.Tensor | None = None,
+) -> QuantizedWeight:
+    """Round to nearest on the weight's own device; codes are chosen for the rounded scale, so the error counted is the real one.
+
+    Args:
+        weight: float [N, K], finite; any K, a ragged last group included.
+        group_size: 32, 64, 128, or -1 (or K) for one group over all of K.
+        symmetric: zero point 8 everywhere (codes - 8 in -8..7), else one integer zero point 0..15 for each group.
+        scale_dtype: f16, bf16 or f32; None takes the weight's dtype if that is 16-bit, else f16.
+        clip_steps: clipping ratios tried, evenly from 1 down to `clip_min`; 1 turns the search off.
+        bias: float [N], kept with the weight.
+
+    Raises:
+        ArgumentError: for anything else.
+    """
+    import torch
+
+    n, k, group, scale_dtype = _check(weight, group_size, scale_dtype, clip_steps, clip_min)
+    groups = -(-k // group)
+    codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(n, groups, dtype=scale_dtype, device=weight.device)
+    zeros = torch.empty(n, groups, dtype=torch.uint8, device=weight.device)
+    ratios = torch.linspace(1.0, clip_min, clip_steps).tolist()
+    rows = max(1, _CHUNK // (groups * group))
+    for lo in range(0, n, rows):
+        part = slice(lo, min(lo + rows, n))
+        # A padded 0 is exactly representable at any scale: it moves neither the range nor the error of a ragged group.
+        w = torch.nn.functional.pad(weight[part].float(), (0, groups * group - k)).view(-1, groups, group)
+        q, s, z = _search(w, symmetric, scale_dtype, ratios)
+        codes[part], scales[part], zeros[part] = q.view(-1, groups * group)[:, :k], s, z
+    if not bool(torch.isfinite(scales).all()):
+        raise ArgumentError(
+            "scale_dtype",
+            str(scale_dtype),
+            "cannot hold the scale of this weight",
+            "use torch.float32 or torch.bfloat16",
+        )
+    return QuantizedWeight.canonical(codes, scales, None if symmetric else zeros, group_size=group, bias=bias)
+
+
+def _search(w: torch.Tensor, symmetric: bool, scale_dtype: torch.dtype, ratios: list[float]):
+    """Best (codes [R, G, g] uint8, scales [R, G], zeros [R, G]) of float32 w [R, G, g] over the clipping ratios."""
+    import torch
+
+    high = w.amax(-1).clamp_min(0)
+    low = w.amin(-1).clamp_max(0)
+    # The symmetric grid -8..7 is centred on -0.5: 7.5 steps reach both ends within half a step.
+    span, levels = (torch.maximum(high, -low), 7.5) if symmetric else (high - low, 15.0)
+    best = None
+    for ratio in ratios:
+        s = (span * (ratio / levels)).to(scale_dtype)
+        s = torch.where(s > _TINY, s, 0.0)
+        sf = s.float()
+        inverse = torch.where(
+            sf > 0, 1 / sf, 0.0
+        )  # an all-zero (or underflowing) group: scale 0, codes at the zero point
+        z = torch.full_like(sf, 8.0) if symmetric else (-low * ratio * inverse).round_().clamp_(0, 15)
+        q = (w * inverse[..., None]).round_().add_(z[..., None]).clamp_(0, 15)
+        error = ((q - z[..., None]).mul_(sf[..., None]).sub_(w)).square_().sum(-1)
+        if best is None:
+            best = [error, q.to(torch.uint8), s, z.to(torch.uint8)]
+            continue
+        better = error < best[0]
+        best[0] = torch.where(better, error, best[0])
+        best[1] = torch.where(better[..., None], q.to(torch.uint8), best[1])
+        best[2] = torch.where(better, s, best[2])
+        best[3] = torch.where(better, z.to(torch.uint8), best[3])
+    return best[1:]
+
+
+def _check(weight, group_size, scale_dtype, clip_steps, clip_min):
+    import torch
+
+    floats = (torch.float16, torch.bfloat16, torch.float32)
+    if (
+        not isinstance(weight, torch.Tensor)
+        or weight.ndim != 2
+        or 0 in weight.shape
+        or weight.dtype not in (*floats, torch.float64)
+    ):
+        seen = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
+        raise ArgumentError("weight", seen, "must be a float tensor [N, K] with N, K >= 1", "pass nn.Linear.weight")
+    if not bool(torch.isfinite(weight).all()):
+        raise ArgumentError("weight", "NaN or infinity", "must be finite", "repair the checkpoint")
+    n, k = weight.shape
+    group = k if group_size in (-1, k) else group_size
+    if group not in (k, *GROUPS):
+        raise ArgumentError("group_size", group_size, f"must be one of {GROUPS}, or -1 for all of K = {k}", "use 128")
+    if scale_dtype is None:
+        scale_dtype = weight.dtype if weight.dtype in floats[:2] else torch.float16
+    if scale_dtype not in floats:
+        raise ArgumentError(
+            "scale_dtype", str(scale_dtype), f"must be one of {tuple(map(str, floats))}", "use torch.float16"
+        )
+    if clip_steps < 1 or not 0 < clip_min <= 1:
+        raise ArgumentError(
+            "clip_steps", (clip_steps, clip_min), "needs clip_steps >= 1 and 0 < clip_min <= 1", "use the defaults"
+        )
+    return n, k, min(group, k), scale_dtype

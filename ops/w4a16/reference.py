@@ -1,0 +1,153 @@
+"""The oracle of W4A16: what a kernel must compute, in plain torch, and how far rounding may take it from that.
+
+Numerics (specs.md B.3), with d the activation dtype, q the code, z the zero point, s the scale:
+
+    exact   w = round_d((q - z) * s)                    one correct rounding; needs scales of dtype d
+    fused   w = round_d(q * s + round_d(-z * s))        one fma; bit-compatible with TurboMind; needs scales of dtype d
+    post    y += s_g * (sum_k x (b + q) - (b + z_g) * sum_k x), over groups g, in f32; b = 0 for f16, 128 for bf16
+            (bf16 operands are decoded as 128 + q); weights are never rounded; any scale dtype
+
+All three accumulate products in f32 on the tensor core, add the bias in f32, and round once to d.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.w4a16.format import PackedWeight, QuantizedWeight
+
+if TYPE_CHECKING:
+    import torch
+
+NUMERICS = ("auto", "exact", "fused", "post")
+ACTIVATION_DTYPES = ("float16", "bfloat16")
+POST_BIAS = {"float16": 0, "bfloat16": 128}
+"""What `post` kernels add to a code: f16 operands carry q * 2^-24 or q * 2^-20 (exact powers of two), bf16 ones 128 + q."""
+UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+_HALF_SUBNORMAL = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
+_STEP_K, _STEP_UNITS = 16, 20
+
+
+def check_numerics(numerics: str, dtype: str, scale_dtype: str) -> None:
+    """Raise ArgumentError unless `numerics` ("auto" included) is defined for activations of `dtype` and scales of `scale_dtype`."""
+    if numerics not in NUMERICS:
+        raise ArgumentError("numerics", numerics, f"must be one of {NUMERICS}", "use 'auto'")
+    if dtype not in ACTIVATION_DTYPES:
+        raise ArgumentError("dtype", dtype, f"activations must be one of {ACTIVATION_DTYPES}", "convert x")
+    if numerics in ("exact", "fused") and scale_dtype != dtype:
+        raise ArgumentError(
+            "numerics",
+            numerics,
+            f"needs scales of the activation dtype {dtype}, they are {scale_dtype}",
+            "use numerics='post' (or 'auto'), which takes any scale dtype, or convert the scales before packing",
+        )
+
+
+def dequantize(
+    weight: QuantizedWeight | PackedWeight, numerics: str = "exact", dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The float weight [N, K] that the numerics define, columns in input-channel order (act-order undone).
+
+    Args:
+        numerics: "exact" or "fused" give a tensor of `dtype`, bit for bit what the kernel multiplies; "post" gives float64
+            (q - z) * s, since no weight is rounded.
+        dtype: activation dtype; None takes the scales' dtype.
+
+    Raises:
+        ArgumentError: unknown numerics, or scales of another dtype than `dtype` for exact and fused.
+    """
+    import torch
+
+    if isinstance(weight, PackedWeight):
+        weight = weight.unpack()
+    scales = weight.scales
+    if numerics not in NUMERICS[1:]:
+        raise ArgumentError(
+            "numerics", numerics, f"must be one of {NUMERICS[1:]}", "name the numerics: 'auto' depends on the problem"
+        )
+    if numerics != "post":
+        dtype = scales.dtype if dtype is None else dtype
+        check_numerics(numerics, str(dtype).removeprefix("torch."), str(scales.dtype).removeprefix("torch."))
+    zeros = torch.full_like(scales, 8, dtype=torch.uint8) if weight.zeros is None else weight.zeros
+    s, z = _per_column(scales, weight), _per_column(zeros, weight)
+    q = weight.codes.double()
+    if numerics == "exact":  # 5-bit integer times 11-bit significand: exact in float64, so .to() is the only rounding
+        out = ((q - z) * s.double()).to(dtype)
+    elif numerics == "fused":  # q * s + m needs at most 16 significant bits: exact in float64 again
+        out = (q * s.double() + (-z.double() * s.double()).to(dtype).double()).to(dtype)
+    else:
+        out = (q - z) * s.double()
+    if weight.perm is None:
+        return out
+    return torch.empty_like(out).index_copy_(1, weight.perm.long(), out)
+
+
+def gemm(
+    x: torch.Tensor, weight: QuantizedWeight | PackedWeight, numerics: str, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """float64 [..., N]: x [..., K] times the dequantized weight, plus `bias` (else the weight's own). Not rounded to x.dtype.
+
+    Args:
+        numerics: as in `dequantize`; x.dtype is the activation dtype.
+    """
+    w = dequantize(weight, numerics, x.dtype)
+    bias = weight.bias if bias is None else bias
+    y = x.double() @ w.double().T
+    return y if bias is None else y + bias.double()
+
+
+def forward_error_bound(
+    x: torch.Tensor,
+    weight: QuantizedWeight | PackedWeight,
+    numerics: str,
+    bias: torch.Tensor | None = None,
+    *,
+    splits: int = 64,
+) -> torch.Tensor:
+    """Largest |y - gemm(x, weight, numerics, bias)| that a correct kernel can show, for each element: float64 [..., N].
+
+    Derivation. Write u = 2^-24, u_d for the unit roundoff of x.dtype, S for the sum of the magnitudes that are added.
+
+    1. Products of two 16-bit floats are exact. A k16 tensor-core step aligns its addends to the largest one and truncates: two
+       blocks of 8 products plus the accumulator, every product losing less than u and the result less than 2u of the largest
+       addend [Fasi, Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021], so 20 u in all; later
+       parts keep more bits. No addend exceeds S, so T steps in a row lose at most 20 T u S, in whatever order k is walked.
+    2. f32 additions round to nearest: each of A additions of partial sums (split-K, warps, groups, bias) loses at most u S.
+    3. The result is rounded once: u_d |y| <= u_d (|ref| + e), plus half the smallest subnormal.
+
+    exact, fused: S = sum |x||w| + |bias|, T = ceil(K / 16), A = splits + 1.
+    post: S = sum_g |s_g| sum_k |x| ((b + q) + (b + z_g)) + |bias|, because the zero point is subtracted after the sum (b: see
+       POST_BIAS); T = ceil(group / 16) since each group is scaled before groups meet; the sum of x over a group costs no more than its
+       products, by tensor core or by f32 additions; A = 2 G + splits + 5 for G partial sums (one for each group, at least one
+       for each 128 k), scaling and zero point included.
+    e = 1.01 (20 T + A) u S covers the terms of second order while (20 T + A) u < 0.01, that is K < 130000.
+
+    Args:
+        splits: most partial sums of one output element that are added in f32 (warps of a block times split-K).
+    """
+    import torch
+
+    if isinstance(weight, PackedWeight):
+        weight = weight.unpack()
+    name, k, a = str(x.dtype).removeprefix("torch."), weight.k, x.double().abs()
+    ref = gemm(x, weight, numerics, bias)
+    if numerics == "post":
+        b = POST_BIAS[name]
+        zeros = 8.0 if weight.zeros is None else _per_column(weight.zeros, weight).double()
+        magnitude = (weight.codes.double() + zeros + 2 * b) * _per_column(weight.scales, weight).double().abs()
+        a = a if weight.perm is None else a[..., weight.perm.long()]
+        steps, additions = -(-weight.group_size // _STEP_K), 2 * -(-k // min(weight.group_size, 128)) + splits + 5
+    else:
+        magnitude = dequantize(weight, numerics, x.dtype).double().abs()
+        steps, additions = -(-k // _STEP_K), splits + 1
+    total = a @ magnitude.T
+    bias = weight.bias if bias is None else bias
+    total = total if bias is None else total + bias.double().abs()
+    error = 1.01 * (_STEP_UNITS * steps + additions) * 2.0**-24 * total
+    return error + torch.clamp(UNIT_ROUNDOFF[name] * (ref.abs() + error), min=_HALF_SUBNORMAL[name])
+
+
+def _per_column(values: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """[N, G] -> [N, K]: the value that belongs to each column of codes."""
+    return values.repeat_interleave(weight.group_size, dim=1)[:, : weight.k]
