@@ -222,6 +222,7 @@ class Checkpoint:
                 "pass a safetensors file or folder; convert .bin files first",
             )
         self._handles: dict[tuple[Path, str], object] = {}
+        self._layers: dict[str, str] | None = None
         self.places: dict[str, Path] = {}
         for file in files:
             self.places.update(dict.fromkeys(self._open(file, "cpu").keys(), file))
@@ -249,14 +250,15 @@ class Checkpoint:
 
     def layers(self) -> dict[str, str]:
         """Prefix of every 4-bit layer -> "awq", "gptq" or "compressed_tensors", by its tensors' names and shapes."""
-        found = {}
-        for name in self.places:
-            prefix, _, leaf = name.rpartition(".")
-            if leaf == "weight_packed":
-                found[prefix] = "compressed_tensors"
-            elif leaf == "qweight":
-                found[prefix] = self._awq_or_gptq(prefix)
-        return found
+        if self._layers is None:
+            self._layers = {}
+            for name in self.places:
+                prefix, _, leaf = name.rpartition(".")
+                if leaf == "weight_packed":
+                    self._layers[prefix] = "compressed_tensors"
+                elif leaf == "qweight":
+                    self._layers[prefix] = self._awq_or_gptq(prefix)
+        return self._layers
 
     def _awq_or_gptq(self, prefix: str) -> str:
         if self.config.method in ("awq", "gptq"):

@@ -96,8 +96,8 @@ def _search(w: torch.Tensor, symmetric: bool, scale_dtype: torch.dtype, ratios: 
 
     high = w.amax(-1).clamp_min(0)
     low = w.amin(-1).clamp_max(0)
-    # The symmetric grid -8..7 is centred on -0.5: 7.5 steps reach both ends within half a step.
-    span, levels = (torch.maximum(high, -low), 7.5) if symmetric else (high - low, 15.0)
+    # Symmetric: 7 steps reach the largest magnitude on either side; the search finds 8 steps (ratio 7/8) where only -8 needs it.
+    span, levels = (torch.maximum(high, -low), 7.0) if symmetric else (high - low, 15.0)
     best = None
     for ratio in ratios:
         s = (span * (ratio / levels)).to(scale_dtype)

@@ -52,7 +52,7 @@ def dequantize(
     Args:
         numerics: "exact" or "fused" give a tensor of `dtype`, bit for bit what the kernel multiplies; "post" gives float64
             (q - z) * s, since no weight is rounded.
-        dtype: activation dtype; None takes the scales' dtype.
+        dtype: activation dtype; None takes the scales' dtype (f32 scales have only "post").
 
     Raises:
         ArgumentError: unknown numerics, or scales of another dtype than `dtype` for exact and fused.
@@ -67,7 +67,7 @@ def dequantize(
             "numerics", numerics, f"must be one of {NUMERICS[1:]}", "name the numerics: 'auto' depends on the problem"
         )
     if numerics != "post":
-        dtype = scales.dtype if dtype is None else dtype
+        dtype = dtype or (torch.float16 if scales.dtype == torch.float32 else scales.dtype)
         check_numerics(numerics, str(dtype).removeprefix("torch."), str(scales.dtype).removeprefix("torch."))
     zeros = torch.full_like(scales, 8, dtype=torch.uint8) if weight.zeros is None else weight.zeros
     s, z = _per_column(scales, weight), _per_column(zeros, weight)

@@ -1,0 +1,45 @@
+"""The registry is plain data whose sources exist."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import registry
+from terrazzo.ops.w4a16.checkpoint import FORMATS
+from terrazzo.ops.w4a16.format import GROUPS, SCALE_DTYPES
+from terrazzo.ops.w4a16.reference import ACTIVATION_DTYPES, NUMERICS
+
+
+def test_rows_are_plain_and_complete():
+    rows = registry.rows()
+    assert json.loads(json.dumps(rows)) == rows
+    keys = [(row["operator"], row["format"], row["target"]) for row in rows]
+    assert len(set(keys)) == len(keys) == sum(len(entry.targets) for entry in registry.REGISTRY)
+    assert {row["target"] for row in registry.rows("w4a16")} == {"sm_80", "sm_86", "sm_89", "sm_90a"}
+    assert all(row["status"] in registry.STATUS and Target.parse(row["target"]) for row in rows)
+
+
+@pytest.mark.parametrize("entry", registry.REGISTRY, ids=lambda e: f"{e.operator}-{e.format}")
+def test_an_entry_names_what_exists(entry):
+    module, _, name = entry.source.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_w4a16_entries_agree_with_the_code():
+    entries = [entry for entry in registry.REGISTRY if entry.operator == "w4a16"]
+    assert {entry.format for entry in entries} == {*FORMATS, "rtn"}
+    for entry in entries:
+        assert entry.groups == (*GROUPS, "K") and entry.scales == SCALE_DTYPES
+        assert entry.activations == ACTIVATION_DTYPES and ("auto", *entry.numerics) == NUMERICS
+
+
+def test_filters():
+    assert {row["target"] for row in registry.rows(target="sm_89")} == {"sm_89"}
+    with pytest.raises(ArgumentError, match="w4a16"):
+        registry.rows("w9")
+    with pytest.raises(ArgumentError, match="sm_90a"):
+        registry.rows(target="sm_70")

@@ -1,0 +1,188 @@
+"""Files and folders: one layer, sharded models, configs of every kind, and a reason for each layer that is skipped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import w4a16
+from terrazzo.ops.w4a16.checkpoint import Checkpoint, Config
+from test_w4a16_importers import DATA, load
+
+
+def folder(
+    path: Path, layers: dict[str, str], *, config: dict | None = None, shards: int = 1, extra: dict | None = None
+) -> Path:
+    """A Hugging Face folder whose layer `name` is golden layer `layers[name]`; tensors are dealt out over the shards."""
+    tensors = {f"{name}.{leaf}": t for name, golden in layers.items() for leaf, t in load(golden)[0].items()}
+    tensors |= {"model.norm.weight": torch.ones(64), "lm_head.weight": torch.ones(96, 64).half()} | (extra or {})
+    path.mkdir(exist_ok=True)
+    if config is None:
+        config = load(next(iter(layers.values())))[2]
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": config}))
+    if shards == 1:
+        save_file(tensors, path / "model.safetensors")
+        return path
+    weight_map = {
+        name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(sorted(tensors))
+    }
+    for shard in set(weight_map.values()):
+        save_file({name: t for name, t in tensors.items() if weight_map[name] == shard}, path / shard)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("golden", "format"),
+    [
+        ("awq", None),
+        ("gptq_sym", None),
+        ("gptq_asym", "gptq"),
+        ("gptq_v2_asym", "gptq_v2"),
+        ("ct_asym", None),
+        ("ct_act_order", None),
+    ],
+)
+def test_one_layer_of_a_bare_file(golden, format):
+    weight = w4a16.load_layer(DATA / f"{golden}.safetensors", "layer", format=format)
+    assert torch.equal(weight.dequantize(), load(golden)[1]["weight"])
+
+
+def test_a_bare_asymmetric_gptq_file_needs_its_version():
+    with pytest.raises(ArgumentError, match="pass version='gptq' or 'gptq_v2'"):
+        w4a16.load_layer(DATA / "gptq_asym.safetensors")
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("golden", ["awq", "gptq_act_order", "gptq_v2_asym", "ct_sym", "ct_ragged"])
+def test_whole_folder(tmp_path, golden, shards):
+    names = [f"model.layers.{i}.mlp.down_proj" for i in (10, 2)]
+    path = folder(tmp_path / "m", dict.fromkeys(names, golden), shards=shards)
+    model = w4a16.load_model(path)
+    assert list(model.layers) == names[::-1]  # natural order: 2 before 10
+    for weight in model.layers.values():
+        assert torch.equal(weight.dequantize(), load(golden)[1]["weight"])
+    assert list(model.skipped) == ["lm_head"] and "F16 [96, 64]" in model.skipped["lm_head"]
+    assert model.report().splitlines()[0] == "2 layers loaded, 1 skipped"
+    assert "skipped  lm_head: stored as F16 [96, 64], not as 4-bit words" in model.report()
+    one = w4a16.load_layer(path, names[0], target="sm_80")
+    assert torch.equal(one.words, model.layers[names[0]].words) and one.target == "sm_80"
+
+
+def test_layers_are_selected_and_canonical_on_request(tmp_path):
+    path = folder(tmp_path / "m", {"a.q": "awq", "a.k": "awq", "b.q": "awq"})
+    layers = list(w4a16.iter_layers(path, select=r"\.q$", packed=False))
+    assert [layer.name for layer in layers] == ["a.q", "b.q"]
+    assert all(isinstance(layer.weight, w4a16.QuantizedWeight) for layer in layers)
+
+
+def test_unreadable_layers_are_reported_with_the_reason(tmp_path):
+    three_bit = {"c.qweight": torch.zeros(24, 64, dtype=torch.int32), "c.qzeros": torch.zeros(2, 6, dtype=torch.int32)}
+    three_bit |= {"c.scales": torch.ones(2, 64).half(), "c.g_idx": (torch.arange(256) // 128).int()}
+    lost = {"d.qweight": torch.zeros(32, 64, dtype=torch.int32)}
+    config = load("gptq_sym")[2] | {"dynamic": {"-:a.skip": {}, r"+:c": {"bits": 3}}}
+    layers = {"a.skip": "gptq_sym", "b": "gptq_sym"}
+    path = folder(tmp_path / "m", layers, config=config, extra=three_bit | lost)
+    model = w4a16.load_model(path)
+    assert list(model.layers) == ["b"]
+    assert model.skipped["a.skip"] == "dynamic rule '-:a.skip' excludes it"
+    assert (
+        "bits = 3" in model.skipped["c"]
+        and "scales = None: layer 'd' needs the tensor 'd.scales'" in model.skipped["d"]
+    )
+    with pytest.raises(ArgumentError, match="3 bits"):
+        list(w4a16.iter_layers(path, strict=True))
+
+
+def test_compressed_tensors_groups_and_ignore():
+    four = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
+    config = Config(
+        {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "ignore": ["lm_head", "re:.*router"],
+            "config_groups": {
+                "a": {"targets": ["Linear"], "format": "pack-quantized", "weights": four},
+                "b": {
+                    "targets": ["re:.*down_proj$"],
+                    "format": "pack-quantized",
+                    "weights": four | {"strategy": "channel", "group_size": None},
+                },
+                "c": {"targets": ["re:.*o_proj"], "weights": four, "input_activations": {"num_bits": 8, "type": "int"}},
+                "d": {"targets": ["re:.*fp"], "weights": four | {"type": "float"}},
+            },
+        }
+    )
+    assert config.layer("x.q_proj").group_size == 64 and config.layer("x.q_proj").version == "pack-quantized"
+    assert config.layer("x.down_proj").group_size == -1
+    assert config.layer("x.o_proj").skip == "activations are quantized too (8-bit int)"
+    assert config.layer("x.fp").skip == "weights are of type float, not int"
+    assert config.layer("x.router").skip == "ignore lists 're:.*router'" and "lm_head" in config.layer("lm_head").skip
+    only = Config({"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": ["x.q"], "weights": four}}})
+    assert only.layer("y").skip == "no config group targets it"
+
+
+def test_old_configs(tmp_path):
+    old_awq = Config({"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"}).layer("x")
+    assert (old_awq.format, old_awq.bits, old_awq.group_size, old_awq.version) == ("awq", 4, 64, "GEMM")
+    (tmp_path / "quantize_config.json").write_text(
+        json.dumps({"bits": 4, "group_size": -1, "desc_act": False, "sym": True})
+    )
+    old_gptq = Config.of_folder(tmp_path).layer("x")
+    assert (old_gptq.format, old_gptq.group_size, old_gptq.symmetric, old_gptq.desc_act) == ("gptq", -1, True, False)
+    assert Config({"quant_method": "gptq", "is_marlin_format": True}).layer("x").version == "marlin"
+    skipped = Config({"quant_method": "awq", "modules_to_not_convert": ["gate"]}).layer("m.gate")
+    assert skipped.skip == "modules_to_not_convert names 'gate'"
+
+
+@pytest.mark.parametrize(
+    ("golden", "overrides", "reason"),
+    [
+        ("awq", {"version": "gemv"}, "version = 'gemv'"),
+        ("awq", {"group_size": 64}, "group_size = 64"),
+        ("awq", {"quant_method": "gptq"}, "qweight = 'int32"),
+        ("gptq_act_order", {"desc_act": False}, "desc_act = False"),
+        ("gptq_sym", {"checkpoint_format": "gptq_v2"}, "symmetric = True"),
+        ("gptq_sym", {"checkpoint_format": "marlin"}, "version = 'marlin'"),
+        ("gptq_sym", {"bits": 8}, "bits = 8"),
+        ("ct_sym", {"format": "marlin-24"}, "format = 'marlin-24'"),
+    ],
+)
+def test_a_config_that_contradicts_the_tensors_is_a_reason(tmp_path, golden, overrides, reason):
+    path = folder(tmp_path / "m", {"x": golden}, config=load(golden)[2] | overrides)
+    assert reason in w4a16.load_model(path).skipped["x"]
+
+
+def test_bad_paths_and_names(tmp_path):
+    def refused(words: str, *args, **options):
+        with pytest.raises(ArgumentError, match=words):
+            w4a16.load_layer(*args, **options)
+
+    path = folder(tmp_path / "m", {"a": "awq", "b": "awq"}, shards=2)
+    refused("2 4-bit layers; name one: a, b", path)
+    refused("is no 4-bit layer of this checkpoint; name one of its layers: a, b", path, "lm_head")
+    refused("must be one of", path, "a", format="gguf")
+    refused("the tensors of 'a' are awq", path, "a", format="compressed_tensors")
+    refused("holds no .safetensors file", tmp_path)
+    (path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "hqq"}}))
+    refused("quant_method = 'hqq': must be awq, gptq or compressed-tensors", path, "a")
+    (path / "config.json").write_text("{")
+    refused("must hold JSON", path, "a")
+    (path / "config.json").unlink()
+    next(path.glob("*-of-*")).unlink()
+    refused("must be a readable safetensors file", path, "a")
+    shutil.copy(DATA / "awq.safetensors", tmp_path / "cut.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((DATA / "awq.safetensors").read_bytes()[:1000])
+    refused("must be a readable safetensors file", tmp_path / "cut.safetensors")
+
+
+def test_nothing_is_loaded_before_it_is_needed(tmp_path):
+    path = folder(tmp_path / "m", {"a": "awq", "b": "awq"})
+    checkpoint = Checkpoint(path)
+    checkpoint.tensor = None  # a load would fail
+    assert checkpoint.layers() == {"a": "awq", "b": "awq"} and list(checkpoint.matrices()) == ["lm_head"]
