@@ -12,8 +12,8 @@ U32 = np.uint32
 
 
 def u32(value) -> np.ndarray:
-    """As a contiguous uint32 array (ints wrap)."""
-    return np.ascontiguousarray(np.asarray(value, dtype=np.int64) & 0xFFFFFFFF).astype(U32)
+    """As a uint32 array (ints wrap)."""
+    return np.asarray(np.asarray(value, dtype=np.int64) & 0xFFFFFFFF, dtype=U32)
 
 
 def pair(bits16: int) -> np.ndarray:
