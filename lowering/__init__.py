@@ -13,6 +13,9 @@ _HOMES = {
     "report": ("KernelReport",),
     "runtime": ("Kernel",),
     "kernels": ("compile_request", "get_kernel", "is_ready"),
+    "parallel": ("compile_many",),
+    "bundle": ("Bundle", "load_bundle", "write_bundle"),
+    "environment": ("environment_report",),
     "cache": ("cache_root", "clear", "list_entries", "verify"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -26,7 +26,7 @@ from terrazzo.lowering.errors import CacheError
 
 LOCK_TIMEOUT_S = 300.0
 STALE_AFTER_S = 3600.0
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 
 
 def cache_root() -> Path:
@@ -61,7 +61,7 @@ def write_manifest(folder: Path, meta: dict[str, Any]) -> None:
     files = {
         path.relative_to(folder).as_posix(): sha256_file(path) for path in sorted(folder.rglob("*")) if path.is_file()
     }
-    (folder / _MANIFEST).write_text(json.dumps({**meta, "files": files}, indent=1))
+    (folder / MANIFEST).write_text(json.dumps({**meta, "files": files}, indent=1))
     for path in [*folder.rglob("*"), folder]:
         _flush(path)
 
@@ -81,12 +81,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ValueError: what is wrong: no manifest, one that cannot be read, a file that is missing or whose sha256 differs.
     """
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
+        manifest = json.loads((folder / MANIFEST).read_text())
         files = dict(manifest["files"])
     except OSError as error:
-        raise ValueError(f"{_MANIFEST} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{MANIFEST} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{_MANIFEST} is damaged") from error
+        raise ValueError(f"{MANIFEST} is damaged") from error
     for name, digest in files.items():
         try:
             seen = sha256_file(folder / name)
@@ -206,7 +206,7 @@ def list_entries() -> list[dict[str, Any]]:
     rows = []
     for entry in _entries():
         with contextlib.suppress(OSError, ValueError, KeyError):
-            manifest = json.loads((entry / _MANIFEST).read_text())
+            manifest = json.loads((entry / MANIFEST).read_text())
             report = json.loads((entry / "report.json").read_text())
             request = manifest["request"]
             rows.append(

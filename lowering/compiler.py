@@ -16,8 +16,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from terrazzo.lowering import tensor_map
 from terrazzo.lowering.errors import CompileError, TerrazzoError, ToolchainError
+from terrazzo.lowering.launcher import build_host
 from terrazzo.lowering.report import make_report
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import (
@@ -104,8 +104,8 @@ def load_builder(request: KernelRequest):
 
 
 def compile_into(request: KernelRequest, folder: Path) -> None:
-    """Compile `request` into an existing folder: kernel.so, kernel.cu, kernel.cubin (a fatbin if the request asks for PTX),
-    report.json and, for kernels with tensor maps, tensor_map.so. Needs no GPU.
+    """Compile `request` into an existing folder: kernel.so, which is all that a launch needs, and for inspection kernel.cu,
+    kernel.cubin (a fatbin if the request asks for PTX) and report.json. Needs no GPU.
 
     Raises:
         ToolchainError: tilelang, nvcc or a C++ compiler is missing.
@@ -122,17 +122,16 @@ def compile_into(request: KernelRequest, folder: Path) -> None:
         try:
             artifact = _lower(tilelang, request)
             (folder / "kernel.cu").write_text(artifact.kernel_source)
-            artifact.rt_mod.export_library(str(folder / "kernel.so"))
-            if tensor_map.FUNCTION in artifact.rt_mod.inspect_source():
-                tensor_map.build_tensor_map_library(folder)
+            (folder / "kernel.cubin").write_bytes(nvcc.binary)
+            functions = [function for _, function in artifact.device_mod.functions.items()]
+            build_host(artifact.rt_mod.inspect_source(), functions, folder / "kernel.cubin", folder / "kernel.so")
         except TerrazzoError:
             raise
         except Exception as error:
             raise CompileError(f"{request}: {type(error).__name__}: {error}") from error
         finally:
             _current.reset(token)
-    (folder / "kernel.cubin").write_bytes(nvcc.binary)
-    report = make_report(folder / "kernel.cubin", nvcc.log, _dynamic_shared_memory(artifact))
+    report = make_report(folder / "kernel.cubin", nvcc.log, _dynamic_shared_memory(functions))
     (folder / "report.json").write_text(json.dumps(report.as_dict(), indent=1))
 
 
@@ -145,9 +144,9 @@ def _lower(tilelang: Any, request: KernelRequest) -> Any:
         return tilelang.lower(program, target=target, enable_host_codegen=True, enable_device_compile=True)
 
 
-def _dynamic_shared_memory(artifact: Any) -> int | None:
+def _dynamic_shared_memory(functions: list[Any]) -> int | None:
     """Dynamic shared memory of the largest kernel, bytes; None if it depends on the arguments."""
-    sizes = [function.attrs.get("dyn_shared_memory_buf", 0) for _, function in artifact.device_mod.functions.items()]
+    sizes = [function.attrs.get("dyn_shared_memory_buf", 0) for function in functions]
     try:
         return max(map(int, sizes), default=0)
     except TypeError:

@@ -122,7 +122,7 @@ def _digest(data: Any) -> str:
 
 
 @cache
-def _package_digest() -> str:
+def package_digest() -> str:
     """Digest of the text of all floors that can affect a kernel, by path inside terrazzo."""
     digest = hashlib.sha256()
     for floor in _FLOORS:
@@ -136,7 +136,7 @@ def _package_digest() -> str:
 def source_digest(module: str) -> str:
     """Digest of terrazzo's sources and, for a builder outside terrazzo, of the builder's own file."""
     if module.startswith("terrazzo."):
-        return _package_digest()
+        return package_digest()
     try:
         spec = importlib.util.find_spec(module)
     except ImportError:
@@ -145,4 +145,4 @@ def source_digest(module: str) -> str:
         raise ArgumentError(
             "entry", module, "no such module can be imported", "install it or put its folder on PYTHONPATH"
         )
-    return hashlib.sha256(_package_digest().encode() + Path(spec.origin).read_bytes()).hexdigest()
+    return hashlib.sha256(package_digest().encode() + Path(spec.origin).read_bytes()).hexdigest()

@@ -1,57 +1,14 @@
-"""Loads a compiled kernel and launches it. Needs tvm-ffi and a TVM runtime library, neither a compiler nor tilelang."""
+"""Loads a compiled kernel and launches it. Needs torch, tvm-ffi and the CUDA driver, no TVM and no compiler."""
 
 from __future__ import annotations
 
-import ctypes
-import os
 import re
-import threading
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from terrazzo.lowering.errors import ArgumentError, CaptureError, ToolchainError
+from terrazzo.lowering.errors import ArgumentError, CaptureError
 from terrazzo.lowering.report import KernelReport
-from terrazzo.lowering.tensor_map import LIBRARY as TENSOR_MAP_LIBRARY
-from terrazzo.lowering.toolchain import package_folder, package_version
-
-_LOADER = "ffi.Module.load_from_bytes.cuda"
-_lock = threading.Lock()
-
-
-def load_runtime() -> None:
-    """Make sure that this process has a TVM runtime with CUDA: one that is loaded already, TileLang's, or Apache TVM's.
-
-    Raises:
-        ToolchainError: no runtime is installed, or it cannot be loaded.
-    """
-    import torch  # noqa: F401  tvm-ffi exchanges tensors and streams with it; its wheels also bring libcudart
-    import tvm_ffi
-
-    with _lock:
-        if tvm_ffi.get_global_func(_LOADER, allow_missing=True) is not None:
-            return
-        for library in _runtime_libraries():
-            try:
-                ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
-            except OSError as error:
-                raise ToolchainError(f"the TVM runtime library {library} cannot be loaded: {error}") from error
-        if tvm_ffi.get_global_func(_LOADER, allow_missing=True) is None:
-            raise ToolchainError("the installed TVM runtime has no CUDA support; pip install 'terrazzo[runtime]'")
-
-
-def _runtime_libraries() -> list[Path]:
-    """The libraries to load, in order."""
-    tilelang = package_folder("tilelang")
-    if tilelang is not None:
-        return [tilelang / "lib" / "libtvm_runtime.so"]
-    tvm = package_folder("tvm") if package_version("apache-tvm") else None
-    if tvm is None:
-        raise ToolchainError("no TVM runtime is installed; pip install 'terrazzo[runtime]' to run bundles, or tilelang")
-    # Apache's CUDA runtime links to libcudart.so.13, which lies in a wheel that the dynamic loader does not search.
-    nvidia = package_folder("nvidia")
-    cudart = sorted(nvidia.glob("cu13/lib/libcudart.so.13")) if nvidia else []
-    return [*cudart, tvm / "lib" / "libtvm_runtime.so", tvm / "lib" / "libtvm_runtime_cuda.so"]
 
 
 class Kernel:
@@ -62,15 +19,12 @@ class Kernel:
     """
 
     def __init__(self, name: str, folder: Path) -> None:
+        import torch  # noqa: F401  before tvm-ffi, which then exchanges tensors and streams with it
         import tvm_ffi
 
-        load_runtime()
         self.name = name
         self.folder = folder
-        module = tvm_ffi.load_module(str(folder / "kernel.so"))
-        if (folder / TENSOR_MAP_LIBRARY).exists():
-            module.import_module(tvm_ffi.load_module(str(folder / TENSOR_MAP_LIBRARY)))
-        self._function = module["main"]
+        self._function = tvm_ffi.load_module(str(folder / "kernel.so"))["main"]
         self._warm: set[int] = set()
 
     def __call__(self, *args: Any) -> None:

@@ -1,0 +1,170 @@
+"""Bundles: folders of kernels compiled ahead of time, for processes that have torch and tvm-ffi but no compiler.
+
+    <bundle>/manifest.json             versions, target, layout identities, kernels, sha256 of every file
+    <bundle>/kernels/<identity>/       kernel.so, kernel.cu, report.json
+
+A bundle holds kernels of one target. It is written beside its final place and renamed; loading verifies every byte and
+refuses, by name, another target, another terrazzo and other layouts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from terrazzo.lowering import cache
+from terrazzo.lowering.errors import ArgumentError, BundleError, TargetError
+from terrazzo.lowering.kernels import compile_request, register_bundled
+from terrazzo.lowering.report import KernelReport
+from terrazzo.lowering.request import KernelRequest, package_digest
+from terrazzo.lowering.targets import Target
+from terrazzo.lowering.toolchain import package_version, toolchain
+
+FORMAT = "terrazzo-bundle-1"
+_FILES = ("kernel.so", "kernel.cu", "report.json")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A verified bundle whose kernels `get_kernel` finds.
+
+    Attributes:
+        path: the folder.
+        target: what its kernels run on.
+        layouts: name -> identity of every packed layout that its kernels read.
+        requests: the kernels.
+        reports: request -> KernelReport.
+    """
+
+    path: Path
+    target: Target
+    layouts: Mapping[str, str]
+    requests: tuple[KernelRequest, ...]
+    reports: Mapping[KernelRequest, KernelReport]
+
+
+def write_bundle(
+    path: str | os.PathLike,
+    requests: Sequence[KernelRequest],
+    layouts: Mapping[str, str] | None = None,
+    replace: bool = False,
+) -> Path:
+    """Write a bundle with the kernels of `requests`, compiling those that are not in the cache (`compile_many` is faster).
+
+    Args:
+        path: folder to make.
+        requests: kernels of one target.
+        layouts: name -> identity of the packed layouts that they read.
+        replace: whether a bundle that is there already may be replaced.
+
+    Raises:
+        ArgumentError: no request, or requests for different targets.
+        BundleError: something is there already.
+        ToolchainError, CompileError, CacheError: see `compile_request`.
+    """
+    path = Path(path)
+    targets = sorted({request.target.arch for request in requests})
+    if len(targets) != 1:
+        raise ArgumentError(
+            "requests", targets, "a bundle holds kernels of exactly one target", "write one bundle for each target"
+        )
+    if path.exists() and not (replace and (path / cache.MANIFEST).is_file()):
+        raise BundleError(
+            f"{path} exists already; remove it, choose another folder or pass replace=True to replace a bundle"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    private = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        kernels = []
+        for request in dict.fromkeys(requests):
+            folder = private / "kernels" / request.identity()
+            folder.mkdir(parents=True)
+            compiled = compile_request(request)
+            for name in _FILES:
+                shutil.copyfile(compiled / name, folder / name)
+            kernels.append({"identity": request.identity(), "request": request.as_dict()})
+        meta = {
+            "format": FORMAT,
+            **_versions(),
+            "target": targets[0],
+            "layouts": dict(layouts or {}),
+            "kernels": kernels,
+        }
+        cache.write_manifest(private, {**meta, "toolchain": toolchain().as_dict()})
+        private.chmod(0o755)
+        if path.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+            os.rename(path, old / "bundle")
+            os.rename(private, path)
+            shutil.rmtree(old, ignore_errors=True)
+        elif not cache.publish_folder(private, path):
+            raise BundleError(f"{path} was made by another process meanwhile")
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+    return path
+
+
+def load_bundle(path: str | os.PathLike, target: Any = None, layouts: Mapping[str, str] | None = None) -> Bundle:
+    """Verify a bundle and let `get_kernel` find its kernels. Needs neither tilelang nor a compiler nor a TVM.
+
+    Args:
+        path: folder made by `write_bundle`.
+        target: what the kernels must have been made for; None means the current device, if there is one.
+        layouts: name -> identity of this installation's packed layouts; those that the bundle names must be equal.
+
+    Raises:
+        BundleError: the bundle is incomplete or altered, or made for another target, terrazzo or layout.
+    """
+    path = Path(path)
+    try:
+        manifest = cache.read_manifest(path)
+    except ValueError as error:
+        raise BundleError(f"bundle {path} cannot be trusted: {error}; make it again with `terrazzo compile`") from error
+    if manifest.get("format") != FORMAT:
+        raise BundleError(
+            f"{path} is no bundle of this terrazzo: format {manifest.get('format')!r}, expected {FORMAT!r}"
+        )
+    for name, own in _versions().items():
+        if manifest[name] != own:
+            raise BundleError(
+                f"bundle {path} was made with {name} {manifest[name]}, this is {own}; make it again with `terrazzo compile`"
+            )
+    wanted = _wanted_target(target)
+    if wanted is not None and manifest["target"] != wanted.arch:
+        raise BundleError(
+            f"bundle {path} is for {manifest['target']}, wanted is {wanted.arch} ({wanted.name}); compile one for {wanted.arch}"
+        )
+    for name, identity in manifest["layouts"].items():
+        own = (layouts or {}).get(name, identity)
+        if own != identity:
+            raise BundleError(
+                f"bundle {path} reads layout {name} = {identity}, this installation packs {own}; make it again"
+            )
+    folders = {kernel["identity"]: path / "kernels" / kernel["identity"] for kernel in manifest["kernels"]}
+    requests = {KernelRequest.from_dict(kernel["request"]): kernel["identity"] for kernel in manifest["kernels"]}
+    reports = {request: KernelReport.read(folders[identity] / "report.json") for request, identity in requests.items()}
+    register_bundled(folders)
+    return Bundle(path, Target.parse(manifest["target"]), dict(manifest["layouts"]), tuple(requests), reports)
+
+
+def _versions() -> dict[str, str]:
+    """What must be equal where a bundle is made and where it is loaded."""
+    return {"terrazzo": package_version("terrazzo") or "uninstalled", "terrazzo sources": package_digest()[:16]}
+
+
+def _wanted_target(target: Any) -> Target | None:
+    if target is not None:
+        return Target.parse(target)
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    try:
+        return Target.detect()
+    except TargetError as error:
+        raise BundleError(f"bundles run on no such device: {error}") from error

@@ -1,0 +1,310 @@
+"""The host side of a kernel: TileLang's argument checks and a launcher, in one shared object with the machine code.
+
+TileLang generates a C function that checks its arguments and then calls three runtime functions by name: set the device,
+encode a TMA descriptor, launch. The library it exports expects them of TileLang's own TVM runtime; Apache TVM's stock
+runtime has no `__tvm_tensormap_create_tiled`, refuses the argument type of TMA descriptors and does not know TileLang's
+cluster launches. Terrazzo compiles these three (about a hundred lines) into each kernel. So a kernel needs tvm-ffi and
+the CUDA driver, nothing else; it runs in any process, with or without a TVM of any kind; and a launch takes no detour.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from terrazzo.lowering.errors import CompileError
+from terrazzo.lowering.toolchain import find_host_compiler, find_nvcc, package_folder
+
+_LAUNCH_PLACES = {
+    **{f"blockIdx.{axis}": place for place, axis in enumerate("xyz")},
+    **{f"threadIdx.{axis}": 3 + place for place, axis in enumerate("xyz")},
+    **{f"tir.cluster_dim_{axis}": 6 + place for place, axis in enumerate("xyz")},
+    "tirx.use_dyn_shared_memory": 9,
+}
+_ARGUMENT_KINDS = {
+    "int32": "v",
+    "uint32": "v",
+    "int64": "v",
+    "uint64": "v",
+    "bool": "v",
+    "float64": "v",
+    "float32": "f",
+}
+_RUNTIME_CALL = re.compile(r'TVMBackendGetFuncFromEnv\(__tvm_ffi__library_ctx, "(\w+)"')
+
+_LAUNCHER = r"""
+#include <cuda.h>
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include "tvm/runtime/base.h"
+#include "tvm/runtime/c_backend_api.h"
+#include "tvm/ffi/c_api.h"
+#include "tvm/ffi/extra/c_env_api.h"
+
+namespace terrazzo {
+namespace {
+
+constexpr int kDevices = 64;
+extern "C" const char terrazzo_image[] __attribute__((visibility("hidden")));
+__asm__(".section .rodata\n.balign 64\n.hidden terrazzo_image\n.global terrazzo_image\nterrazzo_image:\n"
+        ".incbin \"" IMAGE "\"\n.byte 0\n.previous\n");
+
+// The driver is loaded at the first launch, so that a kernel can be loaded and inspected where there is none.
+#define DRIVER_FUNCTIONS(F) F(cuDevicePrimaryCtxRetain) F(cuCtxGetCurrent) F(cuCtxSetCurrent) F(cuModuleLoadData) \
+  F(cuModuleGetFunction) F(cuFuncSetAttribute) F(cuLaunchKernelEx) F(cuTensorMapEncodeTiled) F(cuGetErrorName)
+#define DECLARE(name) decltype(&::name) name = nullptr;
+#define RESOLVE(name) if (!(name = (decltype(name))dlsym(library, #name))) missing = #name;
+struct Driver {
+  const char *missing = nullptr;
+  DRIVER_FUNCTIONS(DECLARE)
+  Driver() {
+    void *library = dlopen("libcuda.so.1", RTLD_NOW);
+    if (!library) { missing = "libcuda.so.1"; return; }
+    DRIVER_FUNCTIONS(RESOLVE)
+  }
+};
+const Driver &driver() { static const Driver instance; return instance; }
+
+template <class... Values>
+int fail(const char *kind, const char *format, Values... values) {
+  char text[1024];
+  snprintf(text, sizeof text, format, values...);
+  TVMFFIErrorSetRaisedFromCStr(kind, text);
+  return -1;
+}
+
+int fail_cuda(const char *what, const char *name, CUresult status) {
+  const char *error = "unknown error";
+  driver().cuGetErrorName(status, &error);
+  return fail("RuntimeError", "%s %s: %s", what, name, error);
+}
+
+#define NEED_DRIVER() \
+  if (driver().missing) return fail("RuntimeError", "the CUDA driver is absent or too old: no %s", driver().missing)
+
+struct Kernel {
+  const char *name;
+  const char *kinds;      // one letter per argument: v by value, f float32 passed as double, t TMA descriptor by reference
+  const char *places;     // what the launch parameters are: '0'-'2' grid, '3'-'5' block, '6'-'8' cluster, '9' shared memory
+  bool dependent;         // may start before its predecessor in the stream ends (griddepcontrol)
+  bool cooperative;
+  std::atomic<CUfunction> function[kDevices];
+  std::atomic<size_t> shared_memory[kDevices];
+};
+
+std::mutex mutex;
+CUcontext contexts[kDevices];
+CUmodule modules[kDevices];
+thread_local int device = 0;
+
+int set_device(void *, const TVMFFIAny *args, int32_t, TVMFFIAny *) {
+  if (args[1].v_int64 < 0 || args[1].v_int64 >= kDevices) return fail("RuntimeError", "CUDA device %d is out of range", (int)args[1].v_int64);
+  device = args[1].v_int64;
+  return 0;
+}
+
+int load(Kernel &kernel) {
+  std::lock_guard<std::mutex> guard(mutex);
+  if (kernel.function[device]) return 0;
+  CUcontext before = nullptr;
+  CUresult status = driver().cuDevicePrimaryCtxRetain(&contexts[device], device);
+  if (status) return fail_cuda("CUDA device has no context for kernel", kernel.name, status);
+  driver().cuCtxGetCurrent(&before);
+  driver().cuCtxSetCurrent(contexts[device]);
+  CUfunction function = nullptr;
+  if (!modules[device]) status = driver().cuModuleLoadData(&modules[device], terrazzo_image);
+  if (!status) status = driver().cuModuleGetFunction(&function, modules[device], kernel.name);
+  if (!status && strpbrk(kernel.places, "678"))
+    status = driver().cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1);
+  driver().cuCtxSetCurrent(before);
+  if (status) return fail_cuda("cannot load kernel", kernel.name, status);
+  kernel.function[device] = function;
+  return 0;
+}
+
+int launch(Kernel &kernel, const TVMFFIAny *args) {
+  NEED_DRIVER();
+  if (!kernel.function[device] && load(kernel)) return -1;
+  CUfunction function = kernel.function[device];
+  void *params[MAX_ARGUMENTS];
+  float floats[MAX_ARGUMENTS];
+  int count = 0;
+  for (; kernel.kinds[count]; ++count) {
+    params[count] = (void *)&args[count].v_int64;
+    if (kernel.kinds[count] == 't') params[count] = args[count].v_ptr;
+    if (kernel.kinds[count] == 'f') floats[count] = args[count].v_float64, params[count] = &floats[count];
+  }
+  size_t size[10] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 0};
+  for (int i = 0; kernel.places[i]; ++i) size[kernel.places[i] - '0'] = args[count + i].v_int64;
+  if (size[0] * size[1] * size[2] == 0) return 0;
+
+  CUlaunchAttribute attributes[3] = {};
+  unsigned used = 0;
+  if (size[6] * size[7] * size[8] > 1) {
+    attributes[used].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    attributes[used++].value.clusterDim = {(unsigned)size[6], (unsigned)size[7], (unsigned)size[8]};
+  }
+  if (kernel.dependent) {
+    attributes[used].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attributes[used++].value.programmaticStreamSerializationAllowed = 1;
+  }
+  if (kernel.cooperative) {
+    attributes[used].id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+    attributes[used++].value.cooperative = 1;
+  }
+  CUlaunchConfig config = {(unsigned)size[0], (unsigned)size[1], (unsigned)size[2], (unsigned)size[3], (unsigned)size[4],
+                           (unsigned)size[5], (unsigned)size[9], (CUstream)TVMFFIEnvGetStream(kDLCUDA, device), attributes, used};
+
+  CUcontext before = nullptr;
+  driver().cuCtxGetCurrent(&before);
+  if (before != contexts[device]) driver().cuCtxSetCurrent(contexts[device]);
+  CUresult status = CUDA_SUCCESS;
+  if (size[9] > kernel.shared_memory[device]) {
+    status = driver().cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size[9]);
+    kernel.shared_memory[device] = size[9];
+  }
+  if (!status) status = driver().cuLaunchKernelEx(&config, function, params, nullptr);
+  if (before != contexts[device]) driver().cuCtxSetCurrent(before);
+  if (!status) return 0;
+  const char *error = "unknown error";
+  driver().cuGetErrorName(status, &error);
+  return fail("RuntimeError", "cannot launch %s: %s; grid (%zu, %zu, %zu), block (%zu, %zu, %zu), cluster (%zu, %zu, %zu), %zu bytes of shared memory",
+              kernel.name, error, size[0], size[1], size[2], size[3], size[4], size[5], size[6], size[7], size[8], size[9]);
+}
+
+// Arguments: the CUtensorMap to fill, data type, rank, device address, then rank values each of size, stride in bytes, box
+// and element stride, innermost dimension first, then interleave, swizzle, L2 promotion, out-of-bounds fill.
+int encode_tensor_map(void *, const TVMFFIAny *args, int32_t, TVMFFIAny *) {
+  NEED_DRIVER();
+  int rank = args[2].v_int64;
+  cuuint64_t size[5], stride[5];
+  cuuint32_t box[5], element_stride[5];
+  for (int i = 0; i < rank; ++i) {
+    size[i] = args[4 + i].v_int64;
+    stride[i] = args[4 + rank + i].v_int64;
+    box[i] = args[4 + 2 * rank + i].v_int64;
+    element_stride[i] = args[4 + 3 * rank + i].v_int64;
+  }
+  const TVMFFIAny *mode = args + 4 + 4 * rank;
+  CUresult status = driver().cuTensorMapEncodeTiled(  // the innermost stride is implied
+      (CUtensorMap *)args[0].v_ptr, (CUtensorMapDataType)args[1].v_int64, rank, args[3].v_ptr, size, stride + 1, box, element_stride,
+      (CUtensorMapInterleave)mode[0].v_int64, (CUtensorMapSwizzle)mode[1].v_int64, (CUtensorMapL2promotion)mode[2].v_int64,
+      (CUtensorMapFloatOOBfill)mode[3].v_int64);
+  if (!status) return 0;
+  char text[512];
+  int length = snprintf(text, sizeof text, "data type %d, address %p (must be 16-byte aligned)", (int)args[1].v_int64, args[3].v_ptr);
+  for (int i = 0; i < rank; ++i)
+    length += snprintf(text + length, sizeof text - length, ", dimension %d: size %llu stride %llu box %u", i,
+                       (unsigned long long)size[i], (unsigned long long)stride[i], box[i]);
+  return fail_cuda("no TMA descriptor for", text, status);
+}
+
+KERNELS
+
+const struct { const char *name; TVMFFISafeCallType call; } functions[] = {
+  {"__tvm_set_device", set_device}, {"__tvm_tensormap_create_tiled", encode_tensor_map}, FUNCTIONS
+};
+
+int find(void *, const char *name, void **out) {
+  for (const auto &function : functions)
+    if (!strcmp(function.name, name)) return *out = (void *)function.call, 0;
+  return fail("RuntimeError", "the launcher has no function %s", name);
+}
+
+int call(void *function, TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+  return ((TVMFFISafeCallType)function)(nullptr, args, count, result);
+}
+
+}  // namespace
+}  // namespace terrazzo
+
+#define TVMBackendGetFuncFromEnv terrazzo::find
+#define TVMFFIFunctionCall terrazzo::call
+"""
+
+
+def host_text(host: str, device_functions: list[Any], image: Path) -> str:
+    """C++ text of a kernel's shared object.
+
+    Args:
+        host: TileLang's generated host function.
+        device_functions: the lowered device PrimFuncs, whose parameters and attributes say how to launch them.
+        image: cubin or fatbin to embed.
+
+    Raises:
+        CompileError: the program uses something that the launcher does not know.
+    """
+    kernels, table, longest = [], [], 1
+    for index, function in enumerate(device_functions):
+        kinds = "".join(_argument_kind(parameter) for parameter in function.params)
+        tags = [str(tag) for tag in function.attrs["tirx.kernel_launch_params"]]
+        unknown = set(tags) - set(_LAUNCH_PLACES)
+        if unknown:
+            raise CompileError(f"the launcher does not know the launch parameters {', '.join(sorted(unknown))}")
+        places = "".join(str(_LAUNCH_PLACES[tag]) for tag in tags)
+        name = str(function.attrs["global_symbol"])
+        dependent, cooperative = (
+            str(bool(function.attrs.get(attribute, 0))).lower()
+            for attribute in ("has_cuda_pdl_sync", "use_cooperative_groups")
+        )
+        kernels.append(f'Kernel kernel_{index} = {{"{name}", "{kinds}", "{places}", {dependent}, {cooperative}}};')
+        kernels.append(
+            f"int launch_{index}(void *, const TVMFFIAny *args, int32_t, TVMFFIAny *) {{ return launch(kernel_{index}, args); }}"
+        )
+        table.append(f'{{"{name}", launch_{index}}}')
+        longest = max(longest, len(kinds))
+    known = {"__tvm_set_device", "__tvm_tensormap_create_tiled"} | {
+        str(f.attrs["global_symbol"]) for f in device_functions
+    }
+    foreign = set(_RUNTIME_CALL.findall(host)) - known
+    if foreign:
+        raise CompileError(f"the program calls runtime functions that the launcher lacks: {', '.join(sorted(foreign))}")
+    launcher = _LAUNCHER.replace("KERNELS", "\n".join(kernels)).replace("FUNCTIONS\n};", ", ".join(table) + "\n};")
+    return f'#define IMAGE "{image}"\n#define MAX_ARGUMENTS {longest}\n{launcher}\n{host}'
+
+
+def _argument_kind(parameter: Any) -> str:
+    dtype = str(parameter.dtype)
+    if dtype == "handle":
+        return "t" if getattr(parameter.type_annotation, "storage_scope", "") == "grid_constant" else "v"
+    if dtype not in _ARGUMENT_KINDS:
+        raise CompileError(
+            f"kernel argument {parameter.name} has dtype {dtype}; scalars may be {', '.join(_ARGUMENT_KINDS)}"
+        )
+    return _ARGUMENT_KINDS[dtype]
+
+
+def build_host(host: str, device_functions: list[Any], image: Path, library: Path) -> None:
+    """Compile the host side of a kernel and link the machine code `image` into it. See `host_text`."""
+    from tvm_ffi import libinfo
+
+    tvm = package_folder("tilelang") / "3rdparty" / "tvm" / "include"
+    includes = [f"-I{folder}" for folder in (tvm, libinfo.find_include_path(), libinfo.find_dlpack_include_path())]
+    # nvcc knows where its own cuda.h lies; the text is plain C++ for the host compiler.
+    command = [
+        find_nvcc(),
+        "-ccbin",
+        find_host_compiler(),
+        "-x",
+        "c++",
+        "-std=c++17",
+        "-O2",
+        "-w",
+        "-shared",
+        "-cudart",
+        "none",
+    ]
+    command += ["-Xcompiler", "-fPIC", *includes, "-o", str(library), "-", "-ldl"]
+    done = subprocess.run(
+        command, input=host_text(host, device_functions, image), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise CompileError(
+            f"the host side does not compile\n{' '.join(command)}\n{(done.stdout + done.stderr).strip()}"
+        )

@@ -1,0 +1,165 @@
+"""Compiles many kernels at once, each in a process that sees no GPU.
+
+Workers are started as `python -m terrazzo.lowering.parallel` and speak JSON lines, one request and one answer at a time.
+A compiler that crashes or hangs costs the request it had in hand; the next request gets a fresh worker. Nothing is
+forked, so a parent with threads, CUDA or a script without a main guard is safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from terrazzo.lowering.errors import CompileError, TerrazzoError, ToolchainError
+from terrazzo.lowering.kernels import compile_request, find_compiled
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.toolchain import INSTALL_COMPILER, toolchain
+
+Outcome = Path | CompileError
+DEADLINE_S = 900.0
+
+
+def compile_many(
+    requests: Sequence[KernelRequest],
+    workers: int | None = None,
+    progress: Callable[[int, int, KernelRequest, Outcome], None] | None = None,
+    deadline: float = DEADLINE_S,
+) -> list[Outcome]:
+    """Compile requests in parallel processes and publish them to the cache. Needs no GPU.
+
+    Args:
+        requests: what to compile; equal ones are compiled once.
+        workers: number of processes, by default one for each CPU that this process may use.
+        progress: called in this thread as `progress(done, total, request, outcome)` after each distinct request.
+        deadline: seconds after which the compilation of one request is given up.
+
+    Returns:
+        For each request the folder of its kernel, or the CompileError that stopped it.
+
+    Raises:
+        ToolchainError: something has to be compiled and a compiler is missing.
+    """
+    outcomes: dict[KernelRequest, Outcome] = {}
+    todo: queue.SimpleQueue[KernelRequest] = queue.SimpleQueue()
+    distinct = list(dict.fromkeys(requests))
+
+    def finish(request: KernelRequest, outcome: Outcome) -> None:
+        outcomes[request] = outcome
+        if progress is not None:
+            progress(len(outcomes), len(distinct), request, outcome)
+
+    for request in distinct:
+        folder = find_compiled(request)
+        if folder is not None:
+            finish(request, folder)
+        else:
+            todo.put(request)
+    if todo.empty():
+        return [outcomes[request] for request in requests]
+    if toolchain().missing():
+        raise ToolchainError(f"cannot compile: {', '.join(toolchain().missing())} missing; {INSTALL_COMPILER}")
+
+    done: queue.SimpleQueue[tuple[KernelRequest, Outcome]] = queue.SimpleQueue()
+    crew = [_Worker(todo, done, deadline) for _ in range(min(workers or len(os.sched_getaffinity(0)), todo.qsize()))]
+    try:
+        for worker in crew:
+            worker.start()
+        while len(outcomes) < len(distinct):
+            finish(*done.get())
+    finally:
+        for worker in crew:
+            worker.stop()
+    return [outcomes[request] for request in requests]
+
+
+class _Worker(threading.Thread):
+    """A thread that feeds one worker process and replaces it when it dies."""
+
+    def __init__(self, todo: queue.SimpleQueue, done: queue.SimpleQueue, deadline: float) -> None:
+        super().__init__(daemon=True)
+        self.todo, self.done, self.deadline = todo, done, deadline
+        self.process: subprocess.Popen | None = None
+        self.stopped = False
+
+    def run(self) -> None:
+        while not self.stopped:
+            try:
+                request = self.todo.get_nowait()
+            except queue.Empty:
+                return self.stop()
+            try:
+                outcome = self.compile(request)
+            except OSError as error:
+                outcome = CompileError(f"{request}: the compiling process cannot be used: {error}")
+            self.done.put((request, outcome))
+
+    def compile(self, request: KernelRequest) -> Outcome:
+        if self.process is None:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                start_new_session=True,  # so that nvcc and its children can be stopped with it
+            )
+            self.send({"path": sys.path})
+        process = self.process
+        self.send({"request": request.as_dict()})
+        ready, _, _ = select.select([process.stdout], [], [], self.deadline)
+        answer = process.stdout.readline() if ready else b""
+        if not answer:
+            code = process.wait() if ready else None
+            self.kill()
+            how = f"took longer than {self.deadline:.0f} s" if code is None else f"died with exit status {code}"
+            return CompileError(f"{request}: the compiling process {how}")
+        said = json.loads(answer)
+        return Path(said["folder"]) if "folder" in said else CompileError(said["error"])
+
+    def send(self, message: dict) -> None:
+        self.process.stdin.write(json.dumps(message).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            process.stdout.close()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.kill()
+
+
+def _serve() -> None:
+    """The worker process: answer requests from stdin until it closes. Whatever a builder prints goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        message = json.loads(line)
+        if "path" in message:
+            sys.path.extend(entry for entry in message["path"] if entry not in sys.path)
+            continue
+        request = KernelRequest.from_dict(message["request"])
+        try:
+            said = {"folder": str(compile_request(request))}
+        except TerrazzoError as error:
+            said = {"error": str(error)}
+        answers.write(json.dumps(said) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _serve()

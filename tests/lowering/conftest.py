@@ -1,0 +1,52 @@
+"""Fixtures of the ground floor: a private kernel cache, small kernels compiled once, a CUDA driver that only takes notes."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from terrazzo.lowering.toolchain import find_host_compiler, find_nvcc
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def cache_dir(tmp_path, monkeypatch) -> Path:
+    """An empty kernel cache of this test's own."""
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory) -> Path:
+    """A kernel cache for the whole test session; tests that damage entries use `cache_dir`."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture
+def compiled(shared_cache, monkeypatch):
+    """Function that compiles a request once for all tests and returns its folder."""
+    from terrazzo.lowering import compile_request
+
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(shared_cache))
+    return compile_request
+
+
+@pytest.fixture(scope="session")
+def fake_driver(tmp_path_factory) -> Path:
+    """Folder with a libcuda.so.1 that writes what it is asked to $FAKE_DRIVER_LOG."""
+    folder = tmp_path_factory.mktemp("driver")
+    command = [
+        find_nvcc(),
+        "-ccbin",
+        find_host_compiler(),
+        "-shared",
+        "-cudart",
+        "none",
+        "-Xcompiler",
+        "-fPIC",
+        "-Xlinker",
+    ]
+    subprocess.run(
+        [*command, "-soname=libcuda.so.1", "-o", folder / "libcuda.so.1", HERE / "fake_driver.cpp"], check=True
+    )
+    return folder

@@ -1,0 +1,178 @@
+"""From a tile program to a shared object: what comes out, what the report says, how failures read."""
+
+import json
+import re
+import subprocess
+
+import pytest
+from lowering_tools import needs_compiler, request_for, run_python
+from terrazzo.lowering import Kernel, KernelReport, KernelRequest, compile_request, get_kernel, is_ready
+from terrazzo.lowering.errors import ArgumentError, CompileError, ToolchainError
+from terrazzo.lowering.toolchain import find_cuda_tool
+
+pytestmark = needs_compiler
+needs_disassembler = pytest.mark.skipif(find_cuda_tool("cuobjdump") is None, reason="no cuobjdump")
+
+
+@needs_disassembler
+@pytest.mark.parametrize(
+    ("target", "opcode"),
+    [
+        ("sm_80", "HMMA.16816.F32"),
+        ("sm_86", "HMMA.16816.F32"),
+        ("sm_89", "HMMA.16816.F32"),
+        ("sm_90a", "HGMMA.64x64x16.F32"),
+    ],
+)
+def test_every_target_compiles_to_its_tensor_instruction(compiled, target, opcode):
+    folder = compiled(request_for("gemm", target))
+    report = KernelReport.read(folder / "report.json")
+    assert report.tensor_instructions == [opcode] and report.count("H.*MMA") == report.instructions[opcode] > 0
+    assert 0 < report.registers <= 255 and report.spill_stores == report.spill_loads == report.stack == 0
+    assert report.smem_dynamic == 16384 and report.note == ""
+    assert set(json.loads((folder / "manifest.json").read_text())["files"]) == {
+        "kernel.so",
+        "kernel.cu",
+        "kernel.cubin",
+        "report.json",
+    }
+
+
+def test_report_without_a_disassembler(compiled, monkeypatch):
+    from terrazzo.lowering import report
+
+    folder = compiled(request_for("gemm"))
+    monkeypatch.setattr(report, "find_cuda_tool", lambda name: None)
+    made = report.make_report(folder / "kernel.cubin", "ptxas info : Used 40 registers, 128 bytes smem", None)
+    assert made.registers == 40 and made.smem_static == 128 and made.instructions == {} and "pip install" in made.note
+
+
+def test_spills_are_reported(compiled, monkeypatch):
+    from terrazzo.lowering import report
+
+    monkeypatch.setattr(report, "find_cuda_tool", lambda name: None)
+    log = "    16 bytes stack frame, 24 bytes spill stores, 28 bytes spill loads\nptxas info    : Used 255 registers"
+    made = report.make_report(compiled(request_for("gemm")) / "kernel.cubin", log, 0)
+    assert (made.stack, made.spill_stores, made.spill_loads, made.registers) == (16, 24, 28, 255)
+
+
+@needs_disassembler
+def test_ptx_stands_beside_the_machine_code(compiled):
+    folder = compiled(request_for("gemm", flags=("ptx=compute_80",)))
+    listed = subprocess.run(
+        [find_cuda_tool("cuobjdump"), "-lelf", "-lptx", folder / "kernel.cubin"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.search(r"ELF.*sm_80", listed.stdout) and re.search(r"PTX.*sm_80", listed.stdout)
+    assert KernelReport.read(folder / "report.json").tensor_instructions == ["HMMA.16816.F32"]
+
+
+def test_nvcc_flags_and_pass_configs_reach_the_compiler(compiled):
+    plain = compiled(request_for("scale"))
+    request = KernelRequest(
+        "test.flags", "programs:scale", {"n": 256}, "sm_80", {"tl.enable_fast_math": True}, ("-maxrregcount=16",)
+    )
+    limited = compiled(request)
+    before, after = (KernelReport.read(folder / "report.json").registers for folder in (plain, limited))
+    assert after <= 16 and after <= before
+    text = compiled(request_for("scale")).joinpath("kernel.cu").read_text()
+    assert "__global__" in text and "main_kernel" in text
+
+
+def test_a_kernel_refuses_wrong_arguments_in_words(compiled):
+    torch = pytest.importorskip("torch")
+    kernel = Kernel("scale", compiled(request_for("scale")))
+    x = torch.zeros(4, 256)
+    for arguments, words in [
+        ((x, x), "takes 4 arguments"),
+        ((x, x, 1, 2.0), "expected cuda"),
+        ((torch.zeros(4, 255), x, 1, 2.0), "shape[1] must be 256, 255 was passed"),
+        ((x.half(), x, 1, 2.0), "expected float32"),
+        ((torch.zeros(256, 4).t(), x, 1, 2.0), "strides[1] must be 1, 4 was passed"),
+        ((None, x, 1, 2.0), "non-NULL"),
+    ]:
+        with pytest.raises(ArgumentError, match=re.escape(words)):
+            kernel(*arguments)
+    assert not kernel.warm and "cold" in repr(kernel) and kernel.report.registers > 0 and "__global__" in kernel.source
+
+
+def test_a_cold_kernel_refuses_a_capture(compiled, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from terrazzo.lowering.errors import CaptureError
+
+    kernel = Kernel("scale", compiled(request_for("scale")))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(CaptureError, match="before the capture"):
+        kernel(torch.zeros(4, 256), torch.zeros(4, 256), 1, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("entry", "params", "words"),
+    [
+        ("programs:absent", {}, "entry 'programs:absent' cannot be loaded"),
+        ("programs:scale", {"rows": 3}, "unexpected keyword argument 'rows'"),
+        ("programs:broken", {}, "no_such_device_function"),
+    ],
+)
+def test_failures_carry_the_tools_words(cache_dir, entry, params, words):
+    with pytest.raises(CompileError, match=re.escape(words)):
+        compile_request(KernelRequest("bad", entry, params, "sm_80"))
+    assert not list((cache_dir / "v1" / "building").iterdir()) and not list((cache_dir / "v1" / "kernels").iterdir())
+
+
+def test_missing_compilers_are_named(cache_dir, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    with pytest.raises(ToolchainError, match=r"nvcc missing.*terrazzo\[nvcc\]"):
+        compile_request(request_for("scale"))
+
+
+def test_get_kernel_remembers_and_a_cache_hit_imports_no_compiler(compiled, shared_cache):
+    request = request_for("scale")
+    compiled(request)
+    assert is_ready(request) and get_kernel(request) is get_kernel(request)
+    done = run_python(
+        "import sys\nfrom lowering_tools import request_for\nfrom terrazzo.lowering import get_kernel\nkernel = get_kernel(request_for('scale'))\n"
+        "print(kernel, sorted({'tilelang', 'tvm'} & set(sys.modules)))",
+        TERRAZZO_CACHE_DIR=str(shared_cache),
+    )
+    assert done.stdout.strip() == "Kernel('test.scale() for sm_80', cold) []", done.stderr
+
+
+def test_importing_the_floor_imports_no_framework():
+    done = run_python(
+        "import sys, terrazzo.lowering, terrazzo.lowering.kernels, terrazzo.lowering.bundle, terrazzo.lowering.compiler, terrazzo.lowering.parallel\n"
+        "print(sorted({'torch', 'tilelang', 'tvm', 'tvm_ffi', 'numpy'} & set(sys.modules)))"
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_apache_tvm_in_the_process_stops_a_compilation(cache_dir):
+    code = (
+        "import sys, types\nsys.modules['tvm'] = types.ModuleType('tvm'); sys.modules['tvm'].__file__ = '/site-packages/tvm/__init__.py'\n"
+        "from lowering_tools import request_for\nfrom terrazzo.lowering import compile_request\ncompile_request(request_for('scale'))"
+    )
+    done = run_python(code, TERRAZZO_CACHE_DIR=str(cache_dir))
+    assert "ToolchainError: this process has imported apache-tvm" in done.stderr
+
+
+def test_compiling_leaves_the_environment_of_children_alone(cache_dir):
+    code = (
+        "import os\nfrom lowering_tools import request_for\nfrom terrazzo.lowering import compile_request\nbefore = dict(os.environ)\n"
+        "compile_request(request_for('scale'))\nprint([k for k in ('PYTHONPATH', 'TVM_LIBRARY_PATH') if os.environ.get(k) != before.get(k)])"
+    )
+    done = run_python(code, TERRAZZO_CACHE_DIR=str(cache_dir))
+    assert done.stdout.strip().endswith("[]"), done.stderr
+
+
+def test_tilelang_keeps_its_own_compiler_for_its_own_kernels(cache_dir):
+    code = (
+        "from lowering_tools import request_for\nfrom terrazzo.lowering import compile_request\ncompile_request(request_for('scale'))\n"
+        "import programs, tilelang\nfrom tvm.target import Target\n"
+        "kernel = tilelang.compile(programs.scale(None), target=Target({'kind': 'cuda', 'arch': 'sm_80'}), execution_backend='tvm_ffi')\n"
+        "print('own', len(kernel.get_kernel_source()) > 0)"
+    )
+    done = run_python(code, TERRAZZO_CACHE_DIR=str(cache_dir), TILELANG_CACHE_DIR=str(cache_dir / "tilelang"))
+    assert "own True" in done.stdout, done.stderr
