@@ -1,0 +1,52 @@
+"""GPU tests: a reason to skip without a GPU, and one parallel compilation of every kernel that the selected cases need."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fuzz-cases",
+        type=int,
+        default=None,
+        help="random cases of each fuzz (default $TERRAZZO_FUZZ_CASES)",
+    )
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> None:
+    """Skips every test of this folder without a CUDA GPU."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+
+
+@pytest.fixture(scope="session")
+def compiled(request: pytest.FixtureRequest) -> None:
+    """Compiles, in parallel, the kernels of every selected test's `cases`, so that no test waits for a compiler.
+
+    A kernel that fails to compile is left to the tests that need it: their failure carries the compiler's words.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    from terrazzo.lowering import compile_many, is_ready
+
+    wanted = {}
+    for item in request.session.items:
+        for case in getattr(item, "callspec", None) and item.callspec.params.get("cases") or ():
+            wanted.update({kernel.identity(): kernel for kernel in case.requests()})
+    cold = [kernel for kernel in wanted.values() if not is_ready(kernel)]
+    start = time.monotonic()
+    results = compile_many(cold)
+    failed = sum(isinstance(result, Exception) for result in results)
+    terminal = request.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and cold:
+        seconds = time.monotonic() - start
+        terminal.write_line(
+            f"compiled {len(cold) - failed} of {len(wanted)} kernels in {seconds:.0f} s, {failed} failed"
+        )
