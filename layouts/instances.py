@@ -64,13 +64,23 @@ INSTANCES: dict[str, Instance] = {
     instance.name: instance
     for instance in (
         Instance(
-            "w4a16_wgmma", "W4A16 on every target: four k16 steps of A a load", _wgmma(16), "u4_f16_magic", 4, _k(4)
+            "w4a16_wgmma",
+            "W4A16 on every target: four k16 steps of A in one load",
+            _wgmma(16),
+            "u4_f16_magic",
+            4,
+            _k(4),
         ),
         Instance("w4a8_wgmma", "W4A8 dual-MMA, as LiquidGEMM", _wgmma(8), "u4_s8_lqq", 4, _k(2), "reg"),
         Instance("w4a8_mma", "W4A8 for mma.sync, weights as A", _mma_a(8), "u4_s8_lqq", 4, _k(2), "reg"),
         Instance("w4a4_mma", "W4A4 blocks for native s4 mma.sync (sm_80, sm_89)", _mma_a(4), "s4_s4", 4),
         Instance(
-            "kv2_wgmma", "2-bit keys or values as A: eight k16 steps a load", _wgmma(16), "u2_f16_subnormal", 4, _k(8)
+            "kv2_wgmma",
+            "2-bit keys or values as A: eight k16 steps in one load",
+            _wgmma(16),
+            "u2_f16_subnormal",
+            4,
+            _k(8),
         ),
         Instance("marlin_u4", "Marlin's u4 weights", _mma_b(16, 16), "u4_f16_magic", 4, _n(0, 1, 2, 3), "atom", "kr"),
         Instance("turbomind_u4", "TurboMind u4, dense", _mma_b(16, 16), "u4_f16_fused", 2, _n(0, 1), "atom", "kr"),

@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 
-import formats
+import layout_oracle
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ from terrazzo.layouts.converters import arith
 from terrazzo.lowering.errors import LayoutError
 
 PLAIN = [c for c in CONVERTERS.values() if not c.params]
-WORDS = formats.every_half_word()
+WORDS = layout_oracle.every_half_word()
 
 
 def test_words_are_exhaustive_in_both_halves():
@@ -22,8 +22,8 @@ def test_words_are_exhaustive_in_both_halves():
 @pytest.mark.parametrize("name", [c.name for c in PLAIN if c.storage in ("u2", "u4", "s4", "u8", "s8", "e4m3", "e2m1")])
 def test_plain_converter_gives_the_stored_values(name):
     c = get_converter(name)
-    value = formats.table(c.storage, c.storage_bits)[formats.fields(WORDS, c.storage_bits)]
-    code = formats.fields(WORDS, c.storage_bits)
+    value = layout_oracle.table(c.storage, c.storage_bits)[layout_oracle.fields(WORDS, c.storage_bits)]
+    code = layout_oracle.fields(WORDS, c.storage_bits)
     got = arith.elements(c.emulate(WORDS), c.operand)
     for o in range(c.outputs):
         for e in range(c.elements):
@@ -65,7 +65,7 @@ def test_exact_rounds_once(operand, significand, least):
         for q in range(16):
             got = numbers(c.emulate(np.uint32(q * 0x11111111), b[0], s, b[1], s))
             for lane, scale in enumerate(numbers(s)[:, 0]):
-                expected = formats.round_to(Fraction(q - z) * Fraction(float(scale)), significand, least)
+                expected = layout_oracle.round_to(Fraction(q - z) * Fraction(float(scale)), significand, least)
                 assert (got[lane] == float(expected)).all(), (q, z, scale)
 
 
@@ -78,10 +78,10 @@ def test_fused_rounds_the_offset_and_the_sum(operand, significand, least):
         s = np.uint32(encode(np.float64(scale))) * np.uint32(0x10001)
         exact = Fraction(float(numbers(s)[0]))
         for z in range(17):
-            m = formats.round_to(-z * exact, significand, least)
+            m = layout_oracle.round_to(-z * exact, significand, least)
             b = np.uint32(encode(np.float64(float(m)))) * np.uint32(0x10001)
             for q in range(16):
-                expected = float(formats.round_to(q * exact + m, significand, least))
+                expected = float(layout_oracle.round_to(q * exact + m, significand, least))
                 assert (numbers(c.emulate(np.uint32(q * 0x11111111), b, s, b, s)) == expected).all()
 
 
@@ -94,7 +94,7 @@ def test_affine_params_belong_to_row_parity(name):
     z, s = (5.0, 11.0), (0.25, 2.0)  # powers of two: no rounding, so the value shows which pair was used
     b = [(c.param_bias[i] + z[i]) if exact else -z[i] * s[i] for i in range(2)]
     params = [np.uint32(encode(np.float64(v))) * np.uint32(0x10001) for v in (b[0], s[0], b[1], s[1])]
-    got, code = arith.elements(c.emulate(WORDS, *params), c.operand), formats.fields(WORDS, 4)
+    got, code = arith.elements(c.emulate(WORDS, *params), c.operand), layout_oracle.fields(WORDS, 4)
     for o in range(4):
         for e in range(2):
             assert (got[:, o, e] == (code[:, c.pos(o, e)] - z[o % 2]) * s[o % 2]).all()
@@ -107,7 +107,7 @@ def test_lqq_is_the_signed_byte_for_every_group():
     s, a = s[keep].astype(np.uint32), a[keep].astype(np.uint32)
     words = np.uint32(0xFEDCBA98), np.uint32(0x76543210)
     for word in words:
-        code = formats.fields(np.array(word), 4)
+        code = layout_oracle.fields(np.array(word), 4)
         signed = arith.elements(get_converter("u4_s8_lqq").emulate(word, s, a * np.uint32(0x01010101)), "int8")
         plain = arith.elements(get_converter("u4_u8_lqq").emulate(word, s, a * np.uint32(0x01010101)), "uint8")
         for o in range(2):
@@ -128,7 +128,7 @@ def test_fused_multiply_add_is_correctly_rounded(a, b, c, kind):
     if not all(np.isfinite(values)):
         return
     exact = Fraction(values[0]) * Fraction(values[1]) + Fraction(values[2])
-    expected = formats.round_to(exact, significand, least)
+    expected = layout_oracle.round_to(exact, significand, least)
     # float64 carries products of 11- and 8-bit significands exactly, except below its own subnormals
     if abs(expected) > most or (exact and abs(exact) < Fraction(2) ** -200):
         return
