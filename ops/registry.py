@@ -1,5 +1,6 @@
-"""Which operators exist, for which formats and targets, and how far each has been tried. `terrazzo ops` and the README print it.
+"""Which operators exist, for which formats and targets, and how far each has been tried.
 
+`terrazzo ops` and the README print it.
 A new operator, format or target is one more value in `REGISTRY`; nothing else lists them.
 """
 

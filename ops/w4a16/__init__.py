@@ -1,6 +1,6 @@
-"""W4A16: y[M, N] = x[M, K] w[N, K]^T (+ bias), w in 4-bit codes with one scale (and zero point) for each group of input channels.
+"""W4A16: y[M, N] = x[M, K] w[N, K]^T (+ bias), w in 4-bit codes with a scale and a zero point for each group along K.
 
-    w = terrazzo.ops.w4a16.load_layer("model/", "model.layers.0.mlp.down_proj")   # or pack, from_awq, from_gptq, quantize ...
+    w = terrazzo.ops.w4a16.load_layer("model/", "model.layers.0.mlp.down_proj")  # or pack, from_gptq, quantize
     y = terrazzo.ops.w4a16.gemm(x, w)
 
 Names are resolved on first use, so that importing this package imports neither torch nor tilelang.

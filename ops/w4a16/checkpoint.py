@@ -1,7 +1,7 @@
 """Checkpoint files -> weights: one layer of a safetensors file, or a whole Hugging Face folder, layer by layer.
 
-A layer is a name prefix ("model.layers.0.mlp.down_proj") whose tensors are `<prefix>.qweight`, ... Nothing is loaded before it is
-needed. What cannot be read is reported with the reason, never dropped in silence.
+A layer is a name prefix ("model.layers.0.mlp.down_proj") whose tensors are `<prefix>.qweight`, ... Nothing is loaded
+before it is needed. What cannot be read is reported with the reason, never dropped in silence.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class Config:
     """A checkpoint's quantization config, resolved layer by layer.
 
     Args:
-        raw: the `quantization_config` object of config.json, or the content of quantize_config.json / quant_config.json.
+        raw: the `quantization_config` object of config.json, or the content of quantize_config.json /
+            quant_config.json.
     """
 
     def __init__(self, raw: dict | None = None) -> None:
@@ -116,7 +117,7 @@ class Config:
 
     @classmethod
     def of_folder(cls, folder: Path) -> Config:
-        """Read config.json (its quantization_config), quantize_config.json or quant_config.json; the first that there is."""
+        """Read config.json (its quantization_config), else quantize_config.json or quant_config.json."""
         for name in _CONFIGS:
             path = folder / name
             if not path.is_file():

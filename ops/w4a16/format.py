@@ -1,7 +1,10 @@
 """The two forms of a 4-bit weight: canonical (`QuantizedWeight`, one byte for each code) and packed (`PackedWeight`).
 
-Every importer and the quantizer end in the canonical form; `pack` turns it into the one packed form that every W4A16 kernel reads.
-w[n, k] = (codes[n, j] - zeros[n, j // g]) * scales[n, j // g], where column j holds input channel perm[j] (perm None: j itself).
+Every importer and the quantizer end in the canonical form; `pack` turns it into the one packed form that every W4A16
+kernel reads. Both mean
+
+    w[n, perm[j]] = (codes[n, j] - zeros[n, j // g]) * scales[n, j // g]        (perm[j] = j without act-order)
+
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ _SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A 4-bit weight [N, K] in plain rows. Build it with `canonical`, which checks values and brings groups to a supported size.
+    """A 4-bit weight [N, K] in plain rows. Build it with `canonical`, which checks it.
 
     Attributes:
         codes: uint8 [N, K], 0..15.
@@ -66,8 +69,8 @@ class QuantizedWeight:
             codes: integers [N, K], 0..15.
             scales: f16, bf16 or f32 [N, G]; finite.
             zeros: integers [N, G], 0..16, or None for 8. All 8 becomes None.
-            group_size: input channels for each scale; None or -1 derives it from K and G. A multiple of 128 is expanded to 128
-                (its scales are repeated), a group that holds all of K becomes K.
+            group_size: input channels for each scale; None or -1 derives it from K and G. A multiple of 128 is
+                expanded to 128 (its scales are repeated), a group that holds all of K becomes K.
             perm: integers [K], a permutation; the identity becomes None.
             bias: f16, bf16 or f32 [N].
 
@@ -150,9 +153,10 @@ class PackedWeight:
 
     Attributes:
         words: int32 [Np/64, Kp/64, 512]; 8 codes to a word, in the order of layout `w4a16_wgmma`.
-        params: uint8 [Np/64, Gp, R]; R = 64 scales (order: warp, g, pair), then, unless symmetric, 64 zeros in the same order.
-        n, k: true sizes; Np = ceil(n/64)*64, Kp = ceil(k/128)*128, Gp = 1 when one group holds all of K, else Kp/group_size.
-            Padded codes, scales and zeros are 0.
+        params: uint8 [Np/64, Gp, R]; R = 64 scales (order: warp, g, pair), then, unless symmetric, 64 zeros in the
+            same order.
+        n, k: true sizes; Np = ceil(n/64)*64, Kp = ceil(k/128)*128, Gp = 1 when one group holds all of K, else
+            Kp/group_size. Padded codes, scales and zeros are 0.
         group_size: 32, 64, 128 or k.
         scale_dtype: "float16", "bfloat16" or "float32".
         symmetric: True when there is no zeros plane and every zero point is 8.
@@ -298,7 +302,7 @@ _TENSORS = ("words", "params", "perm", "bias", "codes", "scales", "zeros")
 
 
 def packed_sizes(n: int, k: int, group_size: int, scale_dtype: str, symmetric: bool) -> tuple[int, int, int, int]:
-    """(Np, Kp, Gp, R): padded rows, padded input channels, stored groups, bytes of params for each 64 rows and group."""
+    """(Np, Kp, Gp, R): padded sizes, stored groups, bytes of params for 64 rows and one group."""
     np_, kp = -(-n // BLOCK_N) * BLOCK_N, -(-k // BLOCK_K) * BLOCK_K
     gp = 1 if group_size >= k else kp // group_size
     return np_, kp, gp, BLOCK_N * (_SCALE_BYTES[scale_dtype] + (not symmetric))

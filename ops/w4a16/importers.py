@@ -1,7 +1,7 @@
-"""Published checkpoint layers -> canonical weights: AWQ (gemm), GPTQ v1 and v2 with act-order, compressed-tensors pack-quantized.
+"""Published checkpoint layers -> canonical weights: AWQ gemm, GPTQ v1 and v2, compressed-tensors pack-quantized.
 
-`read_*` give a `QuantizedWeight`, `from_*` pack it as well. Every word is an int32 that holds 8 codes; nibble i is bits 4i..4i+3.
-Everything runs on the device of the tensors passed in.
+`read_*` give a `QuantizedWeight`, `from_*` pack it as well. Every word is an int32 that holds 8 codes; nibble i is
+bits 4i..4i+3. Everything runs on the device of the tensors passed in.
 """
 
 from __future__ import annotations
@@ -106,15 +106,19 @@ def read_gptq(
         bias: [N].
         group_size: what the config states (-1: one group); None takes ceil(K / G).
         bits: what the config states; only 4 is read.
-        version: "gptq" (v1: zero points are stored minus one) or "gptq_v2"; None accepts only a layer whose zero points tell
-            (every stored nibble 7 is a symmetric v1 layer, every 8 a symmetric v2 one).
-        symmetric, desc_act: what the config states; a contradiction with the tensors is an error. None believes the tensors.
-        zero_overflow: a v1 nibble 15 is zero point 0 ("wrap", as the exllama kernels read it) or 16 ("16", as the torch paths do).
+        version: "gptq" (v1: zero points are stored minus one) or "gptq_v2"; None accepts only a layer whose zero
+            points tell (every stored nibble 7 is a symmetric v1 layer, every 8 a symmetric v2 one).
+        symmetric, desc_act: what the config states; a contradiction with the tensors is an error. None believes the
+            tensors.
+        zero_overflow: a v1 nibble 15 is zero point 0 ("wrap", as the exllama kernels read it) or 16 ("16", as the
+            torch paths do).
 
-    Act-order: columns are sorted by group into `perm`. Groups of unequal size are split into units of 128, 64 or 32 channels.
+    Act-order: columns are sorted by group into `perm`. Groups of unequal size are split into units of 128, 64 or 32
+    channels.
 
     Raises:
-        ArgumentError: wrong shapes or dtypes, other bits, a marlin layer, a g_idx with no common unit, a contradicted config.
+        ArgumentError: wrong shapes or dtypes, other bits, a marlin layer, a g_idx with no common unit, a contradicted
+            config.
     """
     import torch
 
@@ -149,7 +153,7 @@ def read_gptq(
             "symmetric",
             True,
             f"the config says so, but zero points read as {version} are {seen}, not 8",
-            "the layer may be of the other GPTQ version: pass version='gptq_v2' or 'gptq' (checkpoint_format in the config)",
+            "the layer may be of the other GPTQ version: pass version='gptq_v2' or 'gptq' (config: checkpoint_format)",
         )
     codes = _bytes(qweight, rows, n, 4)  # nibbles along K: [K/8, N, 8] -> [N, K]
     codes = torch.stack([codes & 15, codes >> 4], dim=-1).view(rows, n, 8).permute(1, 0, 2).reshape(n, rows * 8)
@@ -169,12 +173,13 @@ def read_compressed_tensors(
     format: str = "pack-quantized",
     symmetric: bool | None = None,
 ) -> QuantizedWeight:
-    """compressed-tensors "pack-quantized" (llm-compressor, vLLM): signed codes stored plus 8, packed along K in natural order.
+    """compressed-tensors "pack-quantized" (llm-compressor): signed codes plus 8, packed along K in natural order.
 
     Args:
         weight_packed: int32 [N, ceil(K/8)].
         weight_scale: f16, bf16 or f32 [N, G].
-        weight_zero_point: int32 [ceil(N/8), G] packed along N plus 8, or int8 [N, G] signed (older files); None when symmetric.
+        weight_zero_point: int32 [ceil(N/8), G] packed along N plus 8, or int8 [N, G] signed (older files); None when
+            symmetric.
         weight_shape: (N, K); None takes K = 8 * columns.
         weight_g_idx: int32 [K] (actorder "group"); all -1 counts as none.
         bias: [N].
@@ -264,15 +269,15 @@ def _gptq_zeros(stored: torch.Tensor, version: str | None, symmetric: bool | Non
     overflow = stored == 15
     if not symmetric and bool(overflow.any()):
         warnings.warn(
-            f"GPTQ v1 zero points: {int(overflow.sum())} stored nibbles are 15, which readers take for zero point 0 or 16; taken for "
-            f"{0 if zero_overflow == 'wrap' else 16} (zero_overflow={zero_overflow!r})",
+            f"GPTQ v1 zero points: {int(overflow.sum())} stored nibbles are 15, which readers take for zero point 0 or "
+            f"16; taken for {0 if zero_overflow == 'wrap' else 16} (zero_overflow={zero_overflow!r})",
             stacklevel=4,
         )
     return (stored + 1) & 15 if zero_overflow == "wrap" else stored + 1
 
 
 def _grouped(codes, scales, zeros, g_idx, bias, group_size, desc_act) -> QuantizedWeight:
-    """Canonical weight from codes [N, K], scales and zeros [N, G] and a group index for each column (None: in order)."""
+    """Canonical weight from codes [N, K], scales and zeros [N, G], and the group of each column (None: in order)."""
     import torch
 
     k, groups = codes.shape[1], scales.shape[1]
@@ -310,7 +315,7 @@ def _grouped(codes, scales, zeros, g_idx, bias, group_size, desc_act) -> Quantiz
 
 
 def _sort_groups(g_idx: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(perm [K], group of each stored group [G'], unit): channels sorted by group, groups cut into equal units of channels.
+    """(perm [K], original group of each stored one [G'], unit): channels sorted by group, groups cut into equal units.
 
     One group may hold a remainder; it goes last, where a ragged end is allowed. Empty groups vanish.
     """

@@ -1,4 +1,4 @@
-"""Quantize a float weight to 4 bits: round to nearest, with the clipping range of each group searched for the least squared error."""
+"""Quantize a float weight to 4 bits: round to nearest, each group clipped where its squared error is least."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
 
-_CHUNK = 1 << 24
-"""Weights quantized at a time: bounds the scratch memory to a few hundred MB whatever the matrix."""
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
+"""Weights quantized at a time: the CPU's caches, or a few hundred MB of scratch memory on a GPU."""
 
 _TINY = 2.0**-120
 """Scales up to here count as 0: their reciprocal is not a float32."""
@@ -52,7 +52,7 @@ def quantize_weight(
     clip_min: float = 0.5,
     bias: torch.Tensor | None = None,
 ) -> QuantizedWeight:
-    """Round to nearest on the weight's own device; codes are chosen for the rounded scale, so the error counted is the real one.
+    """Round to nearest, on the weight's device; codes are for the rounded scale, so the error counted is the real one.
 
     Args:
         weight: float [N, K], finite; any K, a ragged last group included.
@@ -73,7 +73,7 @@ def quantize_weight(
     scales = torch.empty(n, groups, dtype=scale_dtype, device=weight.device)
     zeros = torch.empty(n, groups, dtype=torch.uint8, device=weight.device)
     ratios = torch.linspace(1.0, clip_min, clip_steps).tolist()
-    rows = max(1, _CHUNK // (groups * group))
+    rows = max(1, _CHUNK.get(weight.device.type, 1 << 24) // (groups * group))
     for lo in range(0, n, rows):
         part = slice(lo, min(lo + rows, n))
         # A padded 0 is exactly representable at any scale: it moves neither the range nor the error of a ragged group.
@@ -96,28 +96,28 @@ def _search(w: torch.Tensor, symmetric: bool, scale_dtype: torch.dtype, ratios: 
 
     high = w.amax(-1).clamp_min(0)
     low = w.amin(-1).clamp_max(0)
-    # Symmetric: 7 steps reach the largest magnitude on either side; the search finds 8 steps (ratio 7/8) where only -8 needs it.
+    # Symmetric: 7 steps reach the largest magnitude on either side; the search finds the 8 steps below (ratio 7/8).
     span, levels = (torch.maximum(high, -low), 7.0) if symmetric else (high - low, 15.0)
     best = None
     for ratio in ratios:
         s = (span * (ratio / levels)).to(scale_dtype)
-        s = torch.where(s > _TINY, s, 0.0)
-        sf = s.float()
-        inverse = torch.where(
-            sf > 0, 1 / sf, 0.0
-        )  # an all-zero (or underflowing) group: scale 0, codes at the zero point
-        z = torch.full_like(sf, 8.0) if symmetric else (-low * ratio * inverse).round_().clamp_(0, 15)
-        q = (w * inverse[..., None]).round_().add_(z[..., None]).clamp_(0, 15)
-        error = ((q - z[..., None]).mul_(sf[..., None]).sub_(w)).square_().sum(-1)
-        if best is None:
-            best = [error, q.to(torch.uint8), s, z.to(torch.uint8)]
-            continue
-        better = error < best[0]
-        best[0] = torch.where(better, error, best[0])
-        best[1] = torch.where(better[..., None], q.to(torch.uint8), best[1])
-        best[2] = torch.where(better, s, best[2])
-        best[3] = torch.where(better, z.to(torch.uint8), best[3])
-    return best[1:]
+        s = torch.where(s > _TINY, s, 0.0)  # an all-zero (or underflowing) group: scale 0, codes at the zero point
+        z = torch.full_like(span, 8.0) if symmetric else (-low * ratio * _inverse(s)).round_().clamp_(0, 15)
+        error = _round(w, s, z).sub_(z[..., None]).mul_(s.float()[..., None]).sub_(w).square_().sum(-1)
+        better = None if best is None else error < best[0]
+        best = (error, s, z) if best is None else [torch.where(better, *pair) for pair in zip((error, s, z), best)]
+    _, s, z = best
+    return _round(w, s, z).to(torch.uint8), s, z.to(torch.uint8)
+
+
+def _inverse(s: torch.Tensor) -> torch.Tensor:
+    s = s.float()
+    return s.reciprocal().where(s > 0, 0.0)
+
+
+def _round(w: torch.Tensor, s: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """Codes of w for the scale and zero point of each group, as floats."""
+    return (w * _inverse(s)[..., None]).round_().add_(z[..., None]).clamp_(0, 15)
 
 
 def _check(weight, group_size, scale_dtype, clip_steps, clip_min):

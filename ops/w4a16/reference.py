@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 NUMERICS = ("auto", "exact", "fused", "post")
 ACTIVATION_DTYPES = ("float16", "bfloat16")
 POST_BIAS = {"float16": 0, "bfloat16": 128}
-"""What `post` kernels add to a code: f16 operands carry q * 2^-24 or q * 2^-20 (exact powers of two), bf16 ones 128 + q."""
+"""What `post` operands add to a code: f16 ones are q * 2^-24 or q * 2^-20 (exact powers of two), bf16 ones 128 + q."""
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 _HALF_SUBNORMAL = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
 _STEP_K, _STEP_UNITS = 16, 20
 
 
 def check_numerics(numerics: str, dtype: str, scale_dtype: str) -> None:
-    """Raise ArgumentError unless `numerics` ("auto" included) is defined for activations of `dtype` and scales of `scale_dtype`."""
+    """Raise ArgumentError unless `numerics` (or "auto") is defined for activations of `dtype` and these scales."""
     if numerics not in NUMERICS:
         raise ArgumentError("numerics", numerics, f"must be one of {NUMERICS}", "use 'auto'")
     if dtype not in ACTIVATION_DTYPES:
@@ -50,8 +50,8 @@ def dequantize(
     """The float weight [N, K] that the numerics define, columns in input-channel order (act-order undone).
 
     Args:
-        numerics: "exact" or "fused" give a tensor of `dtype`, bit for bit what the kernel multiplies; "post" gives float64
-            (q - z) * s, since no weight is rounded.
+        numerics: "exact" or "fused" give a tensor of `dtype`, bit for bit what the kernel multiplies; "post" gives
+            float64 (q - z) * s, since no weight is rounded.
         dtype: activation dtype; None takes the scales' dtype (f32 scales have only "post").
 
     Raises:
@@ -86,7 +86,7 @@ def dequantize(
 def gemm(
     x: torch.Tensor, weight: QuantizedWeight | PackedWeight, numerics: str, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """float64 [..., N]: x [..., K] times the dequantized weight, plus `bias` (else the weight's own). Not rounded to x.dtype.
+    """float64 [..., N], unrounded: x [..., K] times the dequantized weight, plus `bias` (else the weight's own).
 
     Args:
         numerics: as in `dequantize`; x.dtype is the activation dtype.
@@ -109,18 +109,20 @@ def forward_error_bound(
 
     Derivation. Write u = 2^-24, u_d for the unit roundoff of x.dtype, S for the sum of the magnitudes that are added.
 
-    1. Products of two 16-bit floats are exact. A k16 tensor-core step aligns its addends to the largest one and truncates: two
-       blocks of 8 products plus the accumulator, every product losing less than u and the result less than 2u of the largest
-       addend [Fasi, Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores", PeerJ CS 2021], so 20 u in all; later
-       parts keep more bits. No addend exceeds S, so T steps in a row lose at most 20 T u S, in whatever order k is walked.
-    2. f32 additions round to nearest: each of A additions of partial sums (split-K, warps, groups, bias) loses at most u S.
+    1. Products of two 16-bit floats are exact. A k16 tensor-core step aligns its addends to the largest one and
+       truncates: two blocks of 8 products plus the accumulator, every product losing less than u and the result less
+       than 2u of the largest addend [Fasi, Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA tensor cores",
+       PeerJ CS 2021], so 20 u in all; later parts keep more bits. No addend exceeds S, so T steps in a row lose at
+       most 20 T u S, in whatever order k is walked.
+    2. f32 additions round to nearest: each of A additions of partial sums (split-K, warps, groups, bias) loses at most
+       u S.
     3. The result is rounded once: u_d |y| <= u_d (|ref| + e), plus half the smallest subnormal.
 
     exact, fused: S = sum |x||w| + |bias|, T = ceil(K / 16), A = splits + 1.
-    post: S = sum_g |s_g| sum_k |x| ((b + q) + (b + z_g)) + |bias|, because the zero point is subtracted after the sum (b: see
-       POST_BIAS); T = ceil(group / 16) since each group is scaled before groups meet; the sum of x over a group costs no more than its
-       products, by tensor core or by f32 additions; A = 2 G + splits + 5 for G partial sums (one for each group, at least one
-       for each 128 k), scaling and zero point included.
+    post: S = sum_g |s_g| sum_k |x| ((b + q) + (b + z_g)) + |bias|, because the zero point is subtracted after the sum
+       (b: see POST_BIAS); T = ceil(group / 16) since each group is scaled before groups meet; the sum of x over a
+       group costs no more than its products, by tensor core or by f32 additions; A = 2 G + splits + 5 for G partial
+       sums (one for each group, at least one for each 128 k), scaling and zero point included.
     e = 1.01 (20 T + A) u S covers the terms of second order while (20 T + A) u < 0.01, that is K < 130000.
 
     Args:

@@ -2,10 +2,10 @@
 
     python tests/data/make_golden.py          # rewrites the files and SHA256SUMS; the same bytes every time
 
-It imports nothing from terrazzo and shares no code with the importers. Sources: AutoAWQ packing_utils.py (gemm), AutoGPTQ
-qlinear_cuda_old.py and GPTQModel (gptq, gptq_v2), compressed-tensors pack_quantized.py. Each file holds the layer's tensors under the
-prefix "layer.", what they mean under "expected." (codes, zeros and scales by original input channel and group; weight =
-round_to_scale_dtype((q - z) * s)), and the config as metadata.
+It imports nothing from terrazzo and shares no code with the importers. Sources: AutoAWQ packing_utils.py (gemm),
+AutoGPTQ qlinear_cuda_old.py and GPTQModel (gptq, gptq_v2), compressed-tensors pack_quantized.py. Each file holds the
+layer's tensors under the prefix "layer.", what they mean under "expected." (codes, zeros and scales by original input
+channel and group; weight = round_to_scale_dtype((q - z) * s)), and the config as metadata.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ AWQ_ORDER_MAP = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def to_bf16_bits(x: np.ndarray) -> np.ndarray:
-    """float64 -> bfloat16 bits, nearest even; through float32, whose rounding never matters for the products met here."""
+    """float64 -> bfloat16 bits, nearest even (by way of float32, which holds every product met here exactly)."""
     bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -47,7 +47,7 @@ def write(name: str, tensors: dict[str, tuple[str, np.ndarray]], config: dict) -
 def random_layer(
     seed: int, n: int, k: int, g: int, symmetric: bool, g_idx: np.ndarray | None = None, bf16: bool = False
 ):
-    """codes [N, K], zeros [N, G], scales and the rounded weight; scales look like a trained layer's (log-normal, 1e-3 .. 5e-2)."""
+    """codes [N, K], zeros and scales [N, G], weight [N, K]; scales as in a trained layer (log-normal, 1e-3 .. 5e-2)."""
     rng = np.random.default_rng(seed)
     groups = (k + g - 1) // g
     codes = np.clip(np.rint(rng.normal(7.5, 3.2, (n, k))), 0, 15).astype(np.int64)

@@ -1,4 +1,4 @@
-"""GPU tests: a reason to skip without a GPU, and one parallel compilation of every kernel that the selected cases need."""
+"""GPU tests: skip with a reason without a GPU; compile every kernel of the selected cases in parallel, up front."""
 
 from __future__ import annotations
 

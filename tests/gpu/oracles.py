@@ -3,7 +3,7 @@
     python tests/gpu/oracles.py "Case(Spec(257, 203, 64, act_order=True), 33, 'exact', 'random', seed=7)"
 
 identity    rows of the unit matrix: y must be the decoded weight, bit for bit
-integer     small integers and power-of-two scales: every partial sum is exact in f32, so y must equal the rounded product
+integer     small integers and power-of-two scales: every partial sum is exact in f32; y is the rounded product
 random      normal data: every element inside the forward error bound, and the rms error as small as one rounding
 
 Each run writes into an output poisoned with NaN, between guard rows that must stay NaN, and is repeated: same bits.
@@ -36,7 +36,7 @@ RMS_ELEMENTS = 256
 
 @dataclass(frozen=True)
 class Spec:
-    """A weight: sizes, group (-1: one group over K), zero points, dtypes ("" for scales: the activation dtype), extras."""
+    """A weight. group -1: one group over K; scale "": scales of the activation dtype."""
 
     n: int
     k: int
@@ -181,7 +181,7 @@ def check_bound(case: Case, x: torch.Tensor, y: torch.Tensor, weight: w4a16.Quan
 
 
 def identity(case: Case) -> None:
-    """Every launch multiplies `m` rows of the unit matrix; together they cover K, or the slices that the budget allows."""
+    """Every launch multiplies `m` rows of the unit matrix; together they cover K, or what IDENTITY_LAUNCHES allows."""
     import torch
 
     weight, dtype = canonical(case.spec, False, case.seed), getattr(torch, case.spec.dtype)

@@ -1,4 +1,4 @@
-"""W4A16 on the GPU: three oracles over formats, groups, dtypes, ragged sizes and batch sizes; a seeded fuzz; torch integration."""
+"""W4A16 on the GPU: three oracles over formats, groups, dtypes and sizes; a seeded fuzz; torch integration."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def sweep(spec: Spec, numerics: str, kind: str) -> tuple[Case, ...]:
 
 
 def fuzz(count: int, seed: int = 2026) -> list[Case]:
-    """Seeded cases. Kernels are compiled for a weight's sizes and a bucket of M, so weights come from a pool, M is free."""
+    """Seeded cases. A kernel serves a weight and a bucket of M: weights come from a pool, M is free."""
     rng = random.Random(seed)
     pool = [*EVERY_NUMERICS, *AUTO]
     for _ in range(10):
@@ -172,9 +172,9 @@ def test_a_bias_argument_takes_the_place_of_the_weights_own(cases):
 
 
 _GOLDEN = {
-    "awq": "awq", "awq_g32": "awq", "awq_demo": "awq", "gptq_sym": "gptq", "gptq_asym": "gptq", "gptq_act_order": "gptq",
-    "gptq_act_order_ragged": "gptq", "gptq_v2_asym": "gptq_v2", "ct_sym": None, "ct_asym": None, "ct_act_order": None,
-    "ct_ragged": None, "ct_int8_zeros": None,
+    "awq": "awq", "awq_g32": "awq", "awq_demo": "awq", "gptq_sym": "gptq", "gptq_asym": "gptq", "gptq_act_order":
+    "gptq", "gptq_act_order_ragged": "gptq", "gptq_v2_asym": "gptq_v2", "ct_sym": None, "ct_asym": None,
+    "ct_act_order": None, "ct_ragged": None, "ct_int8_zeros": None,
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from test_w4a16_importers import DATA, load
 def folder(
     path: Path, layers: dict[str, str], *, config: dict | None = None, shards: int = 1, extra: dict | None = None
 ) -> Path:
-    """A Hugging Face folder whose layer `name` is golden layer `layers[name]`; tensors are dealt out over the shards."""
+    """A Hugging Face folder whose layer `name` is golden layer `layers[name]`, dealt out over the shards."""
     tensors = {f"{name}.{leaf}": t for name, golden in layers.items() for leaf, t in load(golden)[0].items()}
     tensors |= {"model.norm.weight": torch.ones(64), "lm_head.weight": torch.ones(96, 64).half()} | (extra or {})
     path.mkdir(exist_ok=True)

@@ -72,7 +72,7 @@ def test_demo_layer_is_read_exactly():
 
 
 def test_the_zero_point_traps():
-    """v1 stores z - 1 in each nibble and 15 means 0 or 16; v2 stores z; neighbours of a wrapped nibble stay as they are."""
+    """v1 stores z - 1 in each nibble and 15 means 0 or 16; v2 stores z; wrapping leaves neighbours alone."""
     layer, expected, _ = load("gptq_asym")
     stored = torch.tensor([15, 7, 15, 0, 14, 3, 1, 8])
     word = sum(int(v) << (4 * i) for i, v in enumerate(stored))

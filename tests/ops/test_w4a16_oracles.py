@@ -1,4 +1,4 @@
-"""The GPU oracles themselves, on the CPU: a correct operator passes, and each kind of fault is found and can be repeated."""
+"""The GPU oracles themselves, on the CPU: a correct operator passes, each kind of fault is found and repeatable."""
 
 from __future__ import annotations
 

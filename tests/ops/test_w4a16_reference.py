@@ -27,7 +27,7 @@ def columns(weight: QuantizedWeight) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def test_exact_and_fused_round_as_half_instructions_do():
-    """numpy float16 arithmetic rounds each operation once: exact is sub, mul; fused is an fma whose inner sum is exact in float64."""
+    """numpy rounds each float16 operation once: exact is sub, mul; fused is an fma, exact in float64."""
     weight = layer(torch.float16)
     q, z, s = columns(weight)
     exact = (q - z).astype(np.float16) * s.astype(np.float16)
@@ -103,7 +103,7 @@ def test_a_correct_kernel_stays_inside_the_bound_and_a_wrong_one_does_not(dtype,
 
 
 def test_the_bound_is_tight_enough_to_mean_something():
-    """At K = 4096 it allows less than a tenth of the output's typical size, bf16 post (operands 128 + q) being the loosest case."""
+    """At K = 4096 it allows a few percent of the output's typical size; bf16 post (operands 128 + q) is the loosest."""
     rng = torch.Generator().manual_seed(0)
     codes, x = torch.randint(0, 16, (32, 4096), generator=rng), torch.randn(16, 4096, generator=rng)
     for dtype, limit in ((torch.float16, 0.03), (torch.bfloat16, 0.07)):
