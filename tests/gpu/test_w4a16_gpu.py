@@ -143,7 +143,7 @@ def test_fuzz(cases):
     run(cases)
 
 
-@pytest.mark.parametrize("cases", [(Case(Spec(256, 512, 128), 24),)], ids=["spec"])
+@pytest.mark.parametrize("cases", [tuple(Case(Spec(256, 512, 128), m) for m in (1, 16, 24, 48))], ids=["spec"])
 @pytest.mark.parametrize("shape", ["3d", "rows-apart", "batch-apart", "time-major", "empty", "vector"])
 def test_leading_dimensions(cases, shape):
     weight = packed(cases[0].spec, False, 0)
