@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,11 +172,7 @@ def test_a_bias_argument_takes_the_place_of_the_weights_own(cases):
     assert ((y.double() - reference.gemm(x, weight, numerics, bias)).abs() <= bound).all()
 
 
-_GOLDEN = {
-    "awq": "awq", "awq_g32": "awq", "awq_demo": "awq", "gptq_sym": "gptq", "gptq_asym": "gptq", "gptq_act_order":
-    "gptq", "gptq_act_order_ragged": "gptq", "gptq_v2_asym": "gptq_v2", "ct_sym": None, "ct_asym": None,
-    "ct_act_order": None, "ct_ragged": None, "ct_int8_zeros": None,
-}  # fmt: skip
+_DATA = Path(__file__).parents[1] / "data"
 
 
 class _File:
@@ -185,17 +182,18 @@ class _File:
         self.name = name
 
     def load(self) -> w4a16.PackedWeight:
-        from pathlib import Path
-
-        path = Path(__file__).parents[1] / "data" / f"{self.name}.safetensors"
-        return w4a16.load_layer(path, "layer", format=_GOLDEN[self.name], device="cuda", target=TARGET)
+        version = "gptq_v2" if self.name.startswith("gptq_v2") else "gptq" if self.name.startswith("gptq") else None
+        path = _DATA / f"{self.name}.safetensors"
+        return w4a16.load_layer(path, "layer", format=version, device="cuda", target=TARGET)
 
     def requests(self) -> list:
         weight = self.load()
         return list(w4a16.kernel_requests(weight, weight.k, getattr(torch, weight.scale_dtype), "exact"))
 
 
-@pytest.mark.parametrize("cases", [pytest.param((_File(name),), id=name) for name in _GOLDEN])
+@pytest.mark.parametrize(
+    "cases", [pytest.param((_File(p.stem),), id=p.stem) for p in sorted(_DATA.glob("*.safetensors"))]
+)
 def test_golden_layers_decode_exactly(cases):
     """Checkpoint file to product on the GPU: the unit matrix gives the weight that the file states."""
     weight = cases[0].load()
