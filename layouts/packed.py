@@ -233,10 +233,9 @@ class PackedLayout:
         kinds = (torch.uint16, torch.int16) if b == 16 else (torch.uint8, torch.int8)
         self._check_form(codes.dim(), codes.dtype, codes.dtype in kinds, pad)
         unit = torch.int16 if b == 16 else torch.uint8
-        if b < 8:
+        if b < 8 and codes.numel():
             low = -(1 << (b - 1)) if codes.dtype == torch.int8 else 0
-            if codes.numel():
-                self._check_range(int(codes.min()), int(codes.max()), low)
+            self._check_range(int(codes.min()) if low else 0, int(codes.max()), low)
             codes = codes.view(unit) & ((1 << b) - 1) if low else codes
         codes = codes.contiguous().view(unit)
         n, k = codes.shape
@@ -249,13 +248,21 @@ class PackedLayout:
             row_bits, k_bits = bits_of(self.block_rows), bits_of(self.block_k)
             bits = codes.view(grid[0], *(2,) * row_bits, grid[1], *(2,) * k_bits)
             blocks = (0, row_bits + 1)
-            fields = bits.permute(*(blocks[axis] for axis in outer), *self._bit_axes()).contiguous()
+            packed = self._merge(bits.permute(*(blocks[axis] for axis in outer), *self._bit_axes()))
         else:
             tiles = codes.view(grid[0], self.block_rows, grid[1], self.block_k).permute(0, 2, 1, 3)
             tiles = tiles.permute(*outer, 2, 3).reshape(*(grid[axis] for axis in outer), -1)
-            fields = tiles[..., torch.from_numpy(self._index).to(codes.device)]
-        packed = self._combine(fields.view(*(grid[axis] for axis in outer), -1))
-        return packed.contiguous().view(torch.int32)
+            packed = self._combine(tiles[..., torch.from_numpy(self._index).to(codes.device)])
+        return packed.contiguous().view(*(grid[axis] for axis in outer), -1).view(torch.int32)
+
+    def _merge(self, bits):
+        """`_combine` on bit axes: the OR runs in the source's memory order, so only packed bytes are transposed."""
+        share = max(1, 8 // self.storage_bits)
+        pieces = [bits[(..., *(part >> bit & 1 for bit in reversed(range(bits_of(share)))))] for part in range(share)]
+        packed = pieces[0]
+        for part, piece in enumerate(pieces[1:], start=1):
+            packed = packed | piece << (self.storage_bits * part)
+        return packed
 
     def _unpack_torch(self, words, n: int, k: int):
         import torch
@@ -303,10 +310,38 @@ def derive(
     Source: specs.md B.1.
     """
     converter = get_converter(converter)
+    placement = tuple((int(row), int(k)) for row, k in placement)
+    _check_parts(fragment, converter, storage_bits, load_words, placement, order, block_order)
+    steps = _steps(placement)
+    index = _index_map(fragment, converter, load_words, steps, order)
+    if memory is None:
+        held = {"word": bits_of(load_words), "thread": bits_of(fragment.threads)}
+        memory = LinearMap.reshape(held, {"address": sum(held.values())})
+    proof = prove(index, memory, load_words)
+    if not proof.ok:
+        value = f"{fragment.name} x {converter.name}"
+        raise LayoutError("layout", value, "; ".join(proof.failures), "change that part")
+    extent = dict(index.outs)
+    return PackedLayout(
+        fragment=fragment,
+        pos_map=converter.pos_map,
+        storage_bits=storage_bits,
+        load_words=load_words,
+        placement=placement,
+        order=order,
+        block_order=block_order,
+        map=index,
+        memory=memory,
+        block_rows=1 << extent["row"],
+        block_k=1 << extent["k"],
+    )
+
+
+def _check_parts(fragment, converter, storage_bits, load_words, placement, order, block_order) -> None:
+    """Every argument of `derive` alone and against its neighbours."""
     if storage_bits != converter.storage_bits:
-        raise LayoutError(
-            "storage_bits", storage_bits, f"{converter.name} reads {converter.storage_bits}-bit fields", "match"
-        )
+        constraint = f"{converter.name} reads {converter.storage_bits}-bit fields"
+        raise LayoutError("storage_bits", storage_bits, constraint, "use the converter's width, or another converter")
     if fragment.bits != converter.operand_bits or 1 << fragment.map.in_bits != fragment.threads * fragment.values:
         constraint = f"{converter.name} makes whole operands of {converter.operand_bits} bits"
         raise LayoutError("fragment", fragment.name, constraint, "use a fragment of that width")
@@ -315,58 +350,37 @@ def derive(
     for name, value, known in (("order", order, ("atom", "reg")), ("block_order", block_order, ("rk", "kr"))):
         if value not in known:
             raise LayoutError(name, value, f"must be one of {known}", "see derive's documentation")
-    placement = tuple((int(row), int(k)) for row, k in placement)
-    atoms, registers, outputs = len(placement), fragment.registers, converter.outputs
-    if atoms * registers != load_words * outputs:
-        constraint = f"{load_words} words give {load_words * outputs} registers, {atoms} atoms need {atoms * registers}"
+    made, needed = load_words * converter.outputs, len(placement) * fragment.registers
+    if made != needed:
+        constraint = f"{load_words} words give {made} registers, {len(placement)} atoms need {needed}"
         raise LayoutError("placement", placement, constraint, "change load_words or the number of atoms")
-    atom_bits = bits_of(atoms, "placement")
-    high = [max(step) + 1 for step in zip(*placement)]
-    where = {axis: bits_of(size, "placement") for axis, size in zip(("row", "col"), high)}
+
+
+def _steps(placement: tuple[tuple[int, int], ...]) -> LinearMap:
+    """(atom) -> (row, col), counted in atoms."""
+    atoms = {"atom": bits_of(len(placement), "placement")}
     corners = np.asarray(placement, dtype=np.int64)
+    extent = {axis: bits_of(int(size) + 1, "placement") for axis, size in zip(("row", "col"), corners.max(axis=0))}
     try:
-        steps = LinearMap.from_function(
-            lambda atom: {"row": corners[atom, 0], "col": corners[atom, 1]}, {"atom": atom_bits}, where
-        )
+        return LinearMap.from_function(lambda atom: {"row": corners[atom, 0], "col": corners[atom, 1]}, atoms, extent)
     except LayoutError as error:
-        raise LayoutError(
-            "placement", placement, "is not linear over bits", "place atoms by bits of their number"
-        ) from error
-    inner = fragment.map.order(["value", "thread"], ["row", "col"])
-    tile = (inner * steps).order(["value", "atom", "thread"], ["col", "row"])
+        remedy = "place atoms by the bits of their number, from (0, 0)"
+        raise LayoutError("placement", placement, "is not linear over bits", remedy) from error
 
-    regs, outs, words = bits_of(registers), bits_of(outputs), bits_of(load_words)
-    index = {"output": outs, "word": words}
-    parts = {"register": regs, "atom": atom_bits} if order == "atom" else {"atom": atom_bits, "register": regs}
-    fields = converter.pos_map.inverse().rename(register="output")
+
+def _index_map(fragment: Fragment, converter: Converter, load_words: int, steps: LinearMap, order: str) -> LinearMap:
+    """(field, word, thread) -> (k, row): the composition that is the derivation."""
+    words, atoms = {"word": bits_of(load_words)}, dict(steps.ins)
+    outputs, elements = {"output": bits_of(converter.outputs)}, {"element": bits_of(converter.elements)}
+    registers, values = {"register": bits_of(fragment.registers)}, {"value": bits_of(fragment.values)}
     threads = LinearMap.identity({"thread": bits_of(fragment.threads)})
-    slots = fields * LinearMap.identity({"word": words}) * threads
-    route = LinearMap.reshape(index, parts) * LinearMap.identity({"element": bits_of(converter.elements)}) * threads
-    values = LinearMap.reshape(
-        {"element": bits_of(converter.elements), "register": regs}, {"value": bits_of(fragment.values)}
-    )
-    values = values * LinearMap.identity({"atom": atom_bits}) * threads
-    place = (tile @ values @ route @ slots).rename(col="k").order(["field", "word", "thread"], ["k", "row"])
-
-    if memory is None:
-        at = {"word": words, "thread": bits_of(fragment.threads)}
-        memory = LinearMap.reshape(at, {"address": words + bits_of(fragment.threads)})
-    block_rows, block_k = fragment.rows * high[0], fragment.cols * high[1]
-    proof = prove(place, memory, load_words)
-    if not proof.ok:
-        raise LayoutError(
-            "layout", f"{fragment.name} x {converter.name}", "; ".join(proof.failures), "change that part"
-        )
-    return PackedLayout(
-        fragment,
-        converter.pos_map,
-        storage_bits,
-        load_words,
-        placement,
-        order,
-        block_order,
-        place,
-        memory,
-        block_rows,
-        block_k,
-    )
+    # a field is an element of an output register of its word
+    fields = converter.pos_map.inverse().rename(register="output") * LinearMap.identity(words)
+    # output registers in load order are the operand registers, atom by atom or register by register
+    inner, outer = (registers, atoms) if order == "atom" else (atoms, registers)
+    route = LinearMap.identity(elements) * LinearMap.reshape(outputs | words, inner | outer)
+    # an element of a register is a value of the fragment
+    value = LinearMap.reshape(elements | registers, values) * LinearMap.identity(atoms)
+    tile = fragment.map * steps
+    index = tile @ ((value @ route @ fields) * threads)
+    return index.rename(col="k").order(["field", "word", "thread"], ["k", "row"])
