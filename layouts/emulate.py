@@ -1,7 +1,7 @@
 """A tensor core in numpy: W4A16 computed from packed words and packed parameters alone.
 
-Every weight takes the way it takes on the GPU: thread's word -> converter (bit-exact) -> operand register -> fragment ->
-MMA with f32 accumulation in steps of k16. Nothing but the layout knows where a weight lies, so an agreement with the
+Every weight takes the way it takes on the GPU: thread's word -> converter (bit-exact) -> operand register -> fragment
+-> MMA with f32 accumulation in steps of k16. Nothing but the layout knows where a weight lies, so an agreement with the
 reference checks layout, packer, converter and parameter order together. For machines without a GPU.
 """
 

@@ -1,9 +1,9 @@
-"""The head-dimension permutation P_X that lets a low-bit key row go through ldmatrix (specs.md B.5, there as a formula).
+"""The head-dimension permutation P_X that lets a low-bit key row go through ldmatrix (specs.md B.5 has its formula).
 
-ldmatrix hands out b16 units. A unit of a low-bit row holds X = 16 / bits dimensions, so a thread receives 2X neighbouring
-dimensions where the MMA's A fragment expects two. Sending its pairs to X consecutive k16 slices makes every register
-right, and the price is a fixed order of the head dimensions in which Q is read and O is written. Here that order is the
-composition of two maps: what ldmatrix delivers, after what the fragment asks for, inverted.
+ldmatrix hands out b16 units. A unit of a low-bit row holds X = 16 / bits dimensions, so a thread receives 2X
+neighbouring dimensions where the MMA's A fragment expects two. Sending its pairs to X consecutive k16 slices makes
+every register right, and the price is a fixed order of the head dimensions in which Q is read and O is written. Here
+that order is the composition of two maps: what ldmatrix delivers, after what the fragment asks for, inverted.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from terrazzo.lowering.errors import LayoutError
 
 @dataclass(frozen=True)
 class Instance:
-    """A named derivation: ``build()`` gives the PackedLayout, ``converter`` its usual converter, ``note`` what it is."""
+    """A named derivation: ``build()`` gives the layout, ``converter`` its usual converter, ``note`` what it is."""
 
     name: str
     note: str

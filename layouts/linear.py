@@ -1,8 +1,9 @@
 """Linear maps over bits (F2): the one representation of every index map in Terrazzo.
 
-An index such as ``thread`` is a vector of bits; a layout that only moves and XORs bits is a matrix over F2. Composition is
-a matrix product, bijectivity is a rank, coalescing and bank conflicts are ranks of sub-matrices. Source: "Linear Layouts:
-Robust Code Generation of Efficient Tensor Computation Using F2" (Zhou et al., 2025), written anew for operand packing.
+An index such as ``thread`` is a vector of bits; a layout that only moves and XORs bits is a matrix over F2. Composition
+is a matrix product, bijectivity is a rank, coalescing and bank conflicts are ranks of sub-matrices. Source: "Linear
+Layouts: Robust Code Generation of Efficient Tensor Computation Using F2" (Zhou et al., 2025), written anew for operand
+packing.
 
 Dimensions have names and bit widths. The first dimension listed is the least significant one when a map is flattened.
 """
@@ -29,12 +30,26 @@ def _dims(dims: Mapping[str, int] | Iterable[tuple[str, int]]) -> Dims:
     return tuple(dims.items() if isinstance(dims, Mapping) else dims)
 
 
-def _offsets(dims: Dims) -> dict[str, tuple[int, int]]:
-    table, at = {}, 0
+def _width(dims: Dims) -> int:
+    return sum(width for _, width in dims)
+
+
+def _split(flat, dims: Dims) -> dict:
+    """A flattened index (int or array) as {name: value}."""
+    parts = {}
     for name, width in dims:
-        table[name] = (at, width)
+        parts[name] = flat & ((1 << width) - 1)
+        flat = flat >> width
+    return parts
+
+
+def _join(parts: Mapping, dims: Dims):
+    """{name: value} flattened; names that are missing count as 0, bits beyond a width are dropped."""
+    flat, at = 0, 0
+    for name, width in dims:
+        flat = flat | (parts.get(name, 0) & ((1 << width) - 1)) << at
         at += width
-    return table
+    return flat
 
 
 def _rank(columns: Iterable[int]) -> int:
@@ -70,18 +85,13 @@ class LinearMap:
         a function that is not linear over bits, or that leaves ``outs``, raises LayoutError("function").
         """
         ins, outs = _dims(ins), _dims(outs)
-        where = _offsets(ins)
-        flat = np.arange(1 << sum(width for _, width in ins), dtype=np.int64)
-        split = {name: (flat >> at) & ((1 << width) - 1) for name, (at, width) in where.items()}
-        images = function(**split)
-        value = np.zeros_like(flat)
-        for name, (at, width) in _offsets(outs).items():
-            part = np.broadcast_to(np.asarray(images[name], dtype=np.int64), flat.shape)
-            if (part >> width).any():
+        flat = np.arange(1 << _width(ins), dtype=np.int64)
+        images = {name: np.asarray(image, dtype=np.int64) for name, image in function(**_split(flat, ins)).items()}
+        for name, width in outs:
+            if (images[name] >> width).any():
                 raise LayoutError("function", name, f"reaches outside its {width} bits", "widen this output dimension")
-            value |= part << at
-        columns = tuple(int(value[1 << bit]) for bit in range(sum(width for _, width in ins)))
-        result = cls(ins, outs, columns)
+        value = np.broadcast_to(_join(images, outs), flat.shape)
+        result = cls(ins, outs, tuple(int(value[1 << bit]) for bit in range(_width(ins))))
         if not np.array_equal(result._flat(flat), value):
             raise LayoutError("function", _text(ins), "is not linear over bits", "use XOR and bit moves only")
         return result
@@ -90,16 +100,15 @@ class LinearMap:
     def identity(cls, dims) -> LinearMap:
         """Every dimension to itself."""
         dims = _dims(dims)
-        return cls(dims, dims, tuple(1 << bit for bit in range(sum(width for _, width in dims))))
+        return cls(dims, dims, tuple(1 << bit for bit in range(_width(dims))))
 
     @classmethod
     def reshape(cls, ins, outs) -> LinearMap:
         """Regroup the same flattened bits under other names: split, merge or rename dimensions."""
         ins, outs = _dims(ins), _dims(outs)
-        width = sum(bits for _, bits in ins)
-        if width != sum(bits for _, bits in outs):
-            raise LayoutError("outs", _text(outs), f"must have {width} bits as {_text(ins)} has", "match the widths")
-        return cls(ins, outs, tuple(1 << bit for bit in range(width)))
+        if _width(ins) != _width(outs):
+            raise LayoutError("outs", _text(outs), f"must have as many bits as {_text(ins)}", "match the widths")
+        return cls(ins, outs, tuple(1 << bit for bit in range(_width(ins))))
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
     def _flat(self, flat):
@@ -110,11 +119,10 @@ class LinearMap:
 
     def __call__(self, **values) -> dict:
         """Apply to ints or numpy integer arrays (broadcast together); returns {out name: value}."""
-        flat = 0
-        for name, (at, _) in _offsets(self.ins).items():
-            flat = flat + (values[name] << at)
-        value = self._flat(flat)
-        return {name: (value >> at) & ((1 << width) - 1) for name, (at, width) in _offsets(self.outs).items()}
+        missing = {name for name, _ in self.ins} ^ set(values)
+        if missing:
+            raise LayoutError("values", tuple(sorted(missing)), f"must be {_text(self.ins)}", "name every input once")
+        return _split(self._flat(_join(values, self.ins)), self.outs)
 
     def table(self) -> np.ndarray:
         """The flattened image of 0 .. 2^in_bits - 1, int64."""
@@ -127,7 +135,7 @@ class LinearMap:
 
     @property
     def out_bits(self) -> int:
-        return sum(width for _, width in self.outs)
+        return _width(self.outs)
 
     @property
     def rank(self) -> int:
@@ -155,14 +163,8 @@ class LinearMap:
         """Composition ``self(inner(x))``; inner's outputs are matched to self's inputs by name."""
         if dict(inner.outs) != dict(self.ins):
             raise LayoutError("inner", _text(inner.outs), f"must end in {_text(self.ins)}", "rename or reshape it")
-        source = _offsets(inner.outs)
-        columns = []
-        for image in inner.columns:
-            flat = 0
-            for name, (at, width) in _offsets(self.ins).items():
-                flat |= ((image >> source[name][0]) & ((1 << width) - 1)) << at
-            columns.append(self._flat(flat))
-        return LinearMap(inner.ins, self.outs, tuple(columns))
+        columns = tuple(self._flat(_join(_split(image, inner.outs), self.ins)) for image in inner.columns)
+        return LinearMap(inner.ins, self.outs, columns)
 
     def __add__(self, other: LinearMap) -> LinearMap:
         """Sum of two maps on disjoint inputs into the same outputs (widened as needed): images are XORed."""
@@ -175,40 +177,32 @@ class LinearMap:
         return LinearMap(left.ins + right.ins, left.outs, left.columns + right.columns)
 
     def __mul__(self, outer: LinearMap) -> LinearMap:
-        """Product: ``self`` acts on the low bits of every dimension and ``outer`` on the high bits (a block diagonal)."""
-        ins, outs = _merge(self.ins, outer.ins), _merge(self.outs, outer.outs)
-        low, high = dict(self.outs), _offsets(outer.outs)
-        inner_at, outer_at = _offsets(self.ins), _offsets(outer.ins)
-        columns = []
-        for name, _ in ins:
-            at, width = inner_at.get(name, (0, 0))
-            columns += [
-                _move(column, _offsets(self.outs), _offsets(outs), {}) for column in self.columns[at : at + width]
-            ]
-            at, width = outer_at.get(name, (0, 0))
-            columns += [_move(column, high, _offsets(outs), low) for column in outer.columns[at : at + width]]
-        return LinearMap(ins, outs, tuple(columns))
+        """Product: ``self`` acts on the low bits of every dimension, ``outer`` on the high bits (a block diagonal)."""
+        outs, low = _stack(self.outs, outer.outs), dict(self.outs)
+
+        def raised(column: int) -> int:
+            return _join({n: part << low.get(n, 0) for n, part in _split(column, outer.outs).items()}, outs)
+
+        inner = self.widen(outs)._by_input()
+        outer_columns = {name: [raised(c) for c in columns] for name, columns in outer._by_input().items()}
+        ins = _stack(self.ins, outer.ins)
+        return LinearMap(ins, outs, tuple(c for n, _ in ins for c in inner.get(n, []) + outer_columns.get(n, [])))
 
     def divide(self, left: LinearMap) -> LinearMap:
         """The quotient q with ``left * q == self``; LayoutError if ``left`` does not tile this map."""
-        inner, width_in, width_out = _offsets(self.ins), dict(left.ins), dict(left.outs)
-        ins = tuple((name, width - width_in.get(name, 0)) for name, width in self.ins)
-        outs = tuple((name, width - width_out.get(name, 0)) for name, width in self.outs)
-        if (
-            set(width_in) <= set(inner)
-            and set(width_out) <= set(dict(self.outs))
-            and min(w for _, w in ins + outs) >= 0
-        ):
+        low_in, low_out = dict(left.ins), dict(left.outs)
+        ins = tuple((name, width - low_in.get(name, 0)) for name, width in self.ins)
+        outs = tuple((name, width - low_out.get(name, 0)) for name, width in self.outs)
+        known = low_in.keys() <= dict(ins).keys() and low_out.keys() <= dict(outs).keys()
+        if known and all(width >= 0 for _, width in ins + outs):
             columns = []
-            for name, width in ins:
-                at = inner[name][0] + width_in.get(name, 0)
-                for column in self.columns[at : at + width]:
-                    parts = {out: column >> first for out, (first, _) in _offsets(self.outs).items()}
-                    moved = {out: (parts[out] >> width_out.get(out, 0)) & ((1 << bits) - 1) for out, bits in outs}
-                    columns.append(sum(moved[out] << first for out, (first, _) in _offsets(outs).items()))
+            for name, held in self._by_input().items():
+                for column in held[low_in.get(name, 0) :]:
+                    parts = _split(column, self.outs)
+                    columns.append(_join({n: part >> low_out.get(n, 0) for n, part in parts.items()}, outs))
             quotient = LinearMap(ins, outs, tuple(columns))
-            if left * quotient == self.order([n for n, _ in left.ins], [n for n, _ in left.outs]):
-                return quotient.order([n for n, _ in self.ins], [n for n, _ in self.outs])
+            if (left * quotient).order(*self._names()) == self:
+                return quotient
         raise LayoutError("left", str(left), "does not divide this map", "compare both maps with str()")
 
     def inverse(self) -> LinearMap:
@@ -239,40 +233,37 @@ class LinearMap:
             tuple(sorted(dims, key=lambda dim: head.index(dim[0]) if dim[0] in head else len(head)))
             for dims, head in ((self.ins, ins), (self.outs, outs))
         )
-        at = _offsets(self.ins)
-        columns = [self.columns[at[name][0] + bit] for name, width in new_ins for bit in range(width)]
-        moved = [_move(column, _offsets(self.outs), _offsets(new_outs), {}) for column in columns]
-        return LinearMap(new_ins, new_outs, tuple(moved))
+        columns = self.widen(new_outs)._by_input()
+        return LinearMap(new_ins, new_outs, tuple(c for name, _ in new_ins for c in columns[name]))
 
     def widen(self, outs) -> LinearMap:
-        """The same map into wider (or more) output dimensions."""
+        """The same map into wider, more, or reordered output dimensions (high bits of narrower ones are dropped)."""
         outs = _dims(outs)
-        moved = tuple(_move(column, _offsets(self.outs), _offsets(outs), {}) for column in self.columns)
-        return LinearMap(self.ins, outs, moved)
+        return LinearMap(self.ins, outs, tuple(_join(_split(c, self.outs), outs) for c in self.columns))
 
-    def restrict(
-        self, ins: Mapping[str, int | range] | None = None, outs: Mapping[str, int] | None = None
-    ) -> LinearMap:
+    def restrict(self, ins: Mapping[str, int | range] | None = None, outs=None) -> LinearMap:
         """The sub-matrix of some input bits (a width = low bits, or a range) and of the low bits of some outputs."""
-        at = _offsets(self.ins)
-        picked = ins if ins is not None else dict(self.ins)
-        spans = {name: span if isinstance(span, range) else range(span) for name, span in picked.items()}
-        columns = [self.columns[at[name][0] + bit] for name, span in spans.items() for bit in span]
-        target = _dims(outs) if outs is not None else self.outs
-        source, places = _offsets(self.outs), _offsets(target)
-        cut = [
-            sum(((c >> source[n][0]) & ((1 << width) - 1)) << first for n, (first, width) in places.items())
-            for c in columns
-        ]
-        return LinearMap(tuple((name, len(span)) for name, span in spans.items()), target, tuple(cut))
+        columns = self._by_input()
+        spans = {
+            n: s if isinstance(s, range) else range(s) for n, s in (dict(self.ins) if ins is None else ins).items()
+        }
+        kept = tuple(columns[name][bit] for name, span in spans.items() for bit in span)
+        part = LinearMap(tuple((name, len(span)) for name, span in spans.items()), self.outs, kept)
+        return part if outs is None else part.widen(outs)
+
+    def _by_input(self) -> dict[str, list[int]]:
+        columns = iter(self.columns)
+        return {name: [next(columns) for _ in range(width)] for name, width in self.ins}
+
+    def _names(self) -> tuple[list[str], list[str]]:
+        return [name for name, _ in self.ins], [name for name, _ in self.outs]
 
     def __str__(self) -> str:
         lines = [f"{_text(self.ins)} -> {_text(self.outs)}"]
-        for name, (at, width) in _offsets(self.ins).items():
-            for bit in range(width):
-                column = self.columns[at + bit]
-                parts = {out: (column >> first) & ((1 << w) - 1) for out, (first, w) in _offsets(self.outs).items()}
-                image = " ^ ".join(f"{out} {value}" for out, value in parts.items() if value) or "0"
+        for name, columns in self._by_input().items():
+            for bit, column in enumerate(columns):
+                parts = _split(column, self.outs).items()
+                image = " ^ ".join(f"{out} {value}" for out, value in parts if value) or "0"
                 lines.append(f"  {name} {1 << bit:>3} -> {image}")
         return "\n".join(lines)
 
@@ -281,14 +272,7 @@ def _text(dims: Dims) -> str:
     return "(" + ", ".join(f"{name}:{1 << width}" for name, width in dims) + ")"
 
 
-def _merge(low: Dims, high: Dims) -> Dims:
-    widths, extra = dict(high), dict(low)
-    return tuple((n, w + widths.get(n, 0)) for n, w in low) + tuple((n, w) for n, w in high if n not in extra)
-
-
-def _move(column: int, source: Mapping, target: Mapping, shift: Mapping[str, int]) -> int:
-    """Re-place the fields of a flattened output integer, each moved up by shift[name] bits."""
-    value = 0
-    for name, (at, width) in source.items():
-        value |= ((column >> at) & ((1 << width) - 1)) << (target[name][0] + shift.get(name, 0))
-    return value
+def _stack(low: Dims, high: Dims) -> Dims:
+    """The dimensions of a product: low's widths under high's."""
+    widths, first = dict(high), dict(low)
+    return tuple((n, w + widths.get(n, 0)) for n, w in low) + tuple((n, w) for n, w in high if n not in first)

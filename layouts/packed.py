@@ -1,8 +1,8 @@
 """The packed layout of a low-bit operand, derived from (fragment, converter, load).
 
-The derivation is one composition of linear maps (specs.md B.1): a packed field (field, word, thread) becomes, through the
-converter's positions, element e of operand register (atom, g); through the fragment, an element of that atom's tile;
-through the placement, a position (row, k) of the block:
+The derivation is one composition of linear maps (specs.md B.1): a packed field (field, word, thread) becomes, through
+the converter's positions, element e of operand register (atom, g); through the fragment, an element of that atom's
+tile; through the placement, a position (row, k) of the block:
 
     (field, word, thread)  --converter, order-->  (value, atom, thread)  --fragment + placement-->  (row, k)
 """
@@ -67,8 +67,8 @@ class PackedLayout:
         """Stable name of the byte order: equal identities mean interchangeable packed data."""
         matrix = repr((self.map.ins, self.map.outs, self.map.columns, self.memory.columns, self.block_order))
         digest = hashlib.sha256(matrix.encode()).hexdigest()[:12]
-        shape = f"{self.block_rows}x{self.block_k}"
-        return f"{self.fragment.name}.b{self.storage_bits}.w{self.load_words}.{shape}.{self.order}.{self.block_order}.{digest}"
+        load = f"b{self.storage_bits}.w{self.load_words}.{self.block_rows}x{self.block_k}"
+        return f"{self.fragment.name}.{load}.{self.order}.{self.block_order}.{digest}"
 
     def padded(self, n: int, k: int) -> tuple[int, int]:
         """(N', K'): n and k rounded up to whole blocks."""
@@ -85,21 +85,19 @@ class PackedLayout:
         return 4 * rows * depth * self.words_per_block
 
     def target(self, word: int, output: int) -> tuple[int, int]:
-        """(atom, register): the MMA and its operand register that output ``output`` of a thread's word ``word`` feeds."""
+        """(atom, register): the MMA and the operand register that a converter's output of this word feeds."""
         registers, outputs = self.fragment.registers, self.fragment.bits // self.storage_bits
         index = word * outputs + output
         atoms = len(self.placement)
         return divmod(index, registers) if self.order == "atom" else (index % atoms, index // atoms)
 
     def prove(self) -> Proof:
-        """Bijective, one contiguous run for each warp load, distinct banks in every phase (computed, not remembered)."""
+        """Bijective, one contiguous run for each warp load, distinct banks in every phase; computed, not remembered."""
         return prove(self.map, self.memory, self.load_words)
 
     def __str__(self) -> str:
-        return (
-            f"{self.identity}\n  block {self.block_rows} x {self.block_k}, {self.threads} threads x {self.load_words} words"
-            f" ({4 * self.words_per_block} bytes), {self.prove()}\n{self.map}"
-        )
+        held = f"{self.threads} threads x {self.load_words} words ({4 * self.words_per_block} bytes)"
+        return f"{self.identity}\n  block {self.block_rows} x {self.block_k}, {held}, {self.prove()}\n{self.map}"
 
     # -- packing -------------------------------------------------------------------------------------------------------
     @cached_property
@@ -306,7 +304,7 @@ def derive(
         block_order: "rk" (row blocks outermost, k blocks inner) or "kr".
         memory: (word, thread) -> (address); None = each thread's words adjacent, threads in order.
     Raises:
-        LayoutError: naming the part that does not fit, or the part of the proof (bijective, coalesced, banks) that fails.
+        LayoutError: naming the part that does not fit, or the proof (bijective, coalesced, banks) that fails.
     Source: specs.md B.1.
     """
     converter = get_converter(converter)

@@ -60,7 +60,7 @@ class Story:
 
 
 def row_major(layout: PackedLayout) -> LinearMap:
-    """(value, thread) -> (address): the 32-bit word of each element of warp 0 in a row-major tile, rows of PITCH bytes."""
+    """(value, thread) -> (address): the 32-bit word of each element in a row-major tile with rows of PITCH bytes."""
     codes = bits_of(32 // layout.storage_bits)
     rows, cols = (width for _, width in layout.fragment.map.outs)
     pitch = bits_of(PITCH // 4)
@@ -208,8 +208,9 @@ class _Canvas:
 
     def document(self, height: float, title: str) -> str:
         head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" height="{height:g}"'
-            f' font-family="Inter, Helvetica Neue, Helvetica, Arial, sans-serif" role="img"><title>{escape(title)}</title>'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="img"'
+            f' width="{WIDTH}" height="{height:g}" font-family="Inter, Helvetica Neue, Helvetica, Arial, sans-serif">'
+            f"<title>{escape(title)}</title>"
         )
         ground = f'<rect width="{WIDTH}" height="{height:g}" fill="{PAPER}"/>'
         return "\n".join([head, ground, *self.parts, "</svg>"]) + "\n"

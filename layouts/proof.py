@@ -41,7 +41,7 @@ def conflict_degree(addresses: LinearMap) -> int:
 
 
 def phase_map(memory: LinearMap, load_words: int) -> LinearMap:
-    """The part of (word, thread) -> (address) that one shared-memory phase serves: 32, 16 or 8 lanes for LDS.32/64/128."""
+    """The part of (word, thread) -> (address) that one phase serves: 32, 16 or 8 lanes for LDS.32, .64, .128."""
     wide = bits_of(load_words, "load_words")
     return memory.restrict({"word": wide, "thread": LANE_BITS - wide})
 

@@ -1,7 +1,8 @@
 """Packed order of per-row parameters (scales, zero points) beside a packed operand (specs.md B.3).
 
-A thread of an A fragment touches the rows {g, g + 8} of its warp: packed as (warp, g, pair) its parameters are adjacent,
-so one load fetches both. The order is derived: value bits that move the row come first, then thread bits, then atoms.
+A thread of an A fragment touches the rows {g, g + 8} of its warp: packed as (warp, g, pair) its parameters are
+adjacent, so one load fetches both. The order is derived: value bits that move the row come first, then thread bits,
+then atoms.
 """
 
 from __future__ import annotations

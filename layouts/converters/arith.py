@@ -71,7 +71,7 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def _fma(a, b, c) -> np.ndarray:
-    """a*b + c in float64 rounded to odd; a*b of two 11-bit significands is exact, so the later rounding is the only one."""
+    """a*b + c in float64 rounded to odd: the product is exact, so the later rounding is the only one."""
     product = a * b
     total = product + c
     back = total - product

@@ -1,8 +1,8 @@
 """What a converter is, and its registry.
 
-A converter turns one storage word of 32 / b fields into O = B / b operand registers of E = 32 / B elements. Element e of
-output register o comes from field ``pos(o, e) = o + O*e``: the field order with which one shift and one mask (or one byte
-permute) serve a whole register. With b = 4, B = 16 this is the nibble order 7 5 3 1 6 4 2 0 (specs.md B.1).
+A converter turns one storage word of 32 / b fields into O = B / b operand registers of E = 32 / B elements. Element e
+of output register o comes from field ``pos(o, e) = o + O*e``: the field order with which one shift and one mask (or one
+byte permute) serve a whole register. With b = 4, B = 16 this is the nibble order 7 5 3 1 6 4 2 0 (specs.md B.1).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Converter:
 
     Attributes:
         name: "<storage>_<operand>[_<form>]".
-        storage, operand: formats, e.g. "u4" and "float16" ("bfloat16", "int8", "uint8", "float8_e4m3", "int4", "uint4").
+        storage, operand: formats, e.g. "u4" and "float16", "bfloat16", "int8", "uint8", "float8_e4m3", "int4", "uint4".
         storage_bits, operand_bits: b and B.
-        emulation: (words uint32 [...], **params uint32) -> list of O uint32 arrays, bit for bit what the device computes.
+        emulation: (words uint32 [...], *params uint32) -> list of O uint32 arrays, bit for bit the device's.
         body: CUDA statements of the device function; they read ``w`` and the params and write ``out[0 .. O-1]``.
         params: names of the extra registers: () or ("b0", "s0", "b1", "s1") with index 0/1 for the rows of even/odd
             output registers (g, g + 8 of an A fragment), or ("s", "a") for a whole word in one row.

@@ -1,7 +1,7 @@
 """Low-bit integers to 8-bit operands, and the identities.
 
-LQQ (LiquidGEMM, specs.md D): every byte lane of q*s + a stays below 256 (q <= 15, s <= 16, a <= 255 - q*s), so one 32-bit
-multiply-add serves four values; XOR 0x80 turns the result into the signed byte, or the consumer multiplies it as u8.
+LQQ (LiquidGEMM, specs.md D): every byte lane of q*s + a stays below 256 (q <= 15, s <= 16, a <= 255 - q*s), so one
+32-bit multiply-add serves four values; XOR 0x80 makes the signed byte, or the consumer multiplies it as u8.
 x16 (COMET, specs.md E.2): a signed nibble moved into the upper half of its byte is 16 * q with the right sign.
 """
 
@@ -50,7 +50,8 @@ register(
         4,
         8,
         lambda w, s, a: [(q * s + a) ^ FLIP for q in _nibbles(w)],
-        "out[0] = ((w & 0x0f0f0f0fu) * s + a) ^ 0x80808080u;\nout[1] = (((w >> 4) & 0x0f0f0f0fu) * s + a) ^ 0x80808080u;",
+        "unsigned lo = w & 0x0f0f0f0fu, hi = (w >> 4) & 0x0f0f0f0fu;\n"
+        "out[0] = (lo * s + a) ^ 0x80808080u;\nout[1] = (hi * s + a) ^ 0x80808080u;",
         instructions=7,
         params=("s", "a"),
     )

@@ -1,8 +1,8 @@
 """Two-bit integers to f16 and bf16: fields o and o + 8 of a word become register o.
 
-With a wider ulp for each step up the mantissa (1024, 256, 64, 16, 4), five of the eight f16 registers need no shift at
-all and one shift by 10 serves the other three: 9 instructions for 16 values before the subtraction. Masked without a magic
-number they are subnormals q * 2^-24 .. q * 2^-16. bf16 reaches three fields (128, 32, 8) before it must shift.
+With a smaller ulp for each step up the mantissa (1024, 256, 64, 16, 4), five of the eight f16 registers need no shift
+at all and one shift by 10 serves the other three: 9 instructions for 16 values before the subtraction. Masked without a
+magic number they are subnormals q * 2^-24 .. q * 2^-16. bf16 reaches three fields (128, 32, 8) before it must shift.
 """
 
 from __future__ import annotations

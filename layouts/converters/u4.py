@@ -1,8 +1,8 @@
 """Four-bit integers to f16 and bf16 (specs.md B.2; subnormal form: no arithmetic at all).
 
-f16: OR-ing a nibble into the mantissa of 1024 (0x6400, ulp 1) adds q; one place higher, into that of 64 (0x5400, ulp 1/16),
-q << 4 adds q as well. So four mask-ors and one shift by 8 reach all eight nibbles. Without the magic number the same
-masked halves are the subnormals q * 2^-24 and q * 2^-20, which tensor cores take exactly.
+f16: OR-ing a nibble into the mantissa of 1024 (0x6400, ulp 1) adds q; one nibble higher, in the mantissa of 64 (0x5400,
+ulp 1/16), q << 4 adds q as well. So four mask-ors and one shift by 8 reach all eight nibbles. Without the magic number
+the same masked halves are the subnormals q * 2^-24 and q * 2^-20, which tensor cores take exactly.
 bf16 has seven mantissa bits, so only the low nibble fits (0x4300 = 128, ulp 1) and each register needs its own shift.
 """
 

@@ -1,8 +1,8 @@
 """Eight-bit integers to f16 and bf16 (specs.md B.2).
 
-f16: a byte permute puts u under 0x64, which is 1024 + u. bf16 has too short a mantissa for that, so the bytes go through
-f32: 0x4700uu00 is 32768 + u; after the subtraction u needs only eight significant bits, so the upper half of the f32 *is*
-the bf16 and a permute replaces the rounding conversion. s8 is offset binary after one XOR with 0x80.
+f16: a byte permute puts u under 0x64, which is 1024 + u. bf16 has too short a mantissa for that, so the bytes go
+through f32: 0x4700uu00 is 32768 + u; after the subtraction u needs only eight significant bits, so the upper half of
+the f32 *is* the bf16 and a permute replaces the rounding conversion. s8 is offset binary after one XOR with 0x80.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Storage formats decoded from their definitions, one value at a time: the tests' own oracle, sharing no library code."""
+"""Storage formats decoded from their definitions, one value at a time: the tests' own oracle."""
 
 from __future__ import annotations
 

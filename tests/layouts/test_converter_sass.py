@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from terrazzo.layouts import CONVERTERS
 
+pytestmark = pytest.mark.compiles
+
 # instructions that do arithmetic; moves, loads, stores, addresses and control are not conversion
 ARITHMETIC = {"LOP3", "SHF", "PRMT", "IMAD", "IADD3", "LEA", "HADD2", "HMUL2", "HFMA2", "FADD", "F2FP", "VIADD", "FFMA"}
 MOVE = re.compile(

@@ -144,9 +144,9 @@ def test_prmt_follows_the_manual():
 
 def test_registry_is_closed_and_named():
     required = (
-        "u4_f16_subnormal u4_f16_magic u4_bf16_biased u4_bf16_magic u4_f16_exact u4_bf16_exact u4_f16_fused u4_bf16_fused"
-        " s4_f16 s4_bf16 u8_f16 u8_bf16 s8_f16 s8_bf16 u2_f16_magic u2_f16_subnormal e4m3_f16 e4m3_bf16 e2m1_f16 e2m1_bf16"
-        " u4_s8_lqq u4_u8_lqq s4_s8_x16 u4_u8 u2_u8 f16_f16 s8_s8"
+        "u4_f16_subnormal u4_f16_magic u4_bf16_biased u4_bf16_magic u4_f16_exact u4_bf16_exact  u4_f16_fused "
+        "u4_bf16_fused s4_f16 s4_bf16 u8_f16 u8_bf16 s8_f16 s8_bf16 u2_f16_magic u2_f16_subnormal e4m3_f16 "
+        "e4m3_bf16 e2m1_f16  e2m1_bf16 u4_s8_lqq u4_u8_lqq s4_s8_x16 u4_u8 u2_u8 f16_f16 s8_s8 "
     )
     assert set(required.split()) <= set(CONVERTERS)
     with pytest.raises(LayoutError, match="u4_f16_magic"):

@@ -40,8 +40,8 @@ def qserve(codes):
 def turbomind(codes, k_outer):
     """TurboMind u4: the four published steps on one 32 x 16 (n, k) tile.
 
-    Extend codes to u16, read them with ldmatrix (n rows of k), compress each lane's eight values in lop3 order, store 32
-    lanes x 2 fragments x 8 nibbles.
+    Extend codes to u16, read them with ldmatrix (n rows of k), compress each lane's eight values in lop3 order, store
+    32 lanes x 2 fragments x 8 nibbles.
     """
     n, k = codes.shape
     out = np.zeros((n // 32, k // 16, 32, 2), np.uint32)

@@ -77,7 +77,7 @@ def test_b_operand_of_four_bits():
 
 
 def test_a_operand_of_four_bits():
-    """TileLang states this layout twice: its inverse follows CuTe, as ours; its forward map exchanges registers 1 and 2.
+    """TileLang states this layout twice: its inverse follows CuTe, as ours; its forward map swaps registers 1 and 2.
 
     (tilelang 0.1.15, shared_16x64_to_mma_a_32x32_layout.) The hardware order is the inverse's; the forward map may be
     either, so that a corrected TileLang passes too.
