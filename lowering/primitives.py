@@ -116,10 +116,14 @@ __device__ __forceinline__ void tz_bulk(void *dst, const void *src, int bytes, v
 // every thread's earlier stores are visible before the count rises; true for the `n`-th arrival, which resets it
 __device__ __forceinline__ bool tz_last_arrival(int *sem, int n) {
   __shared__ int last;
-  __threadfence(); __syncthreads();
-  if (threadIdx.x == 0) { last = atomicAdd(sem, 1) == n - 1; if (last) *sem = 0; }
   __syncthreads();
-  if (last) __threadfence();
+  if (threadIdx.x == 0) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0,[%1],1;" : "=r"(before) : "l"(sem) : "memory");
+    last = before == n - 1;
+    if (last) *sem = 0;
+  }
+  __syncthreads();
   return last;
 }
 // four partial sums of another CTA, past the L1 that may hold stale lines
@@ -140,14 +144,14 @@ __device__ __forceinline__ void tz_wg_sync(int id) { asm volatile("bar.sync %0, 
 // the warpgroup's earlier stores are visible to whoever sees the flag
 __device__ __forceinline__ void tz_signal(int *flag, int id) {
   tz_wg_sync(id);
-  if (threadIdx.x % 128 == 0) { __threadfence(); asm volatile("st.release.gpu.s32 [%0],%1;" :: "l"(flag), "r"(1) : "memory"); }
+  if (threadIdx.x % 128 == 0) asm volatile("st.release.gpu.s32 [%0],%1;" :: "l"(flag), "r"(1) : "memory");
 }
-// waits for the flag and takes it down again
-__device__ __forceinline__ void tz_await(int *flag, int id) {
-  if (threadIdx.x % 128 == 0) {
-    int v;
-    do { asm volatile("ld.acquire.gpu.s32 %0,[%1];" : "=r"(v) : "l"(flag) : "memory"); } while (!v);
-    *flag = 0; __threadfence();
+// waits for `count` flags `stride` apart, a thread for each, and takes them down again
+__device__ __forceinline__ void tz_await(int *flag, int count, int stride, int id) {
+  if (threadIdx.x % 128 < count) {
+    int v, *f = flag + (int)(threadIdx.x % 128) * stride;
+    do { asm volatile("ld.acquire.gpu.s32 %0,[%1];" : "=r"(v) : "l"(f) : "memory"); } while (!v);
+    *f = 0;
   }
   tz_wg_sync(id);
 }

@@ -37,7 +37,7 @@ def build(
 ):
     """The prim_func `main(X, W, P, B, WS, SEM, Y)` for M <= 8 * token_tiles.
 
-    Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Np/64, Kp/64, 512]; P uint8 [Np/64, G, R]; B [n] in `dtype`
+    Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/64, Np/64, 512]; P uint8 [G, Np/64, R]; B [n] in `dtype`
     (one element when there is no bias); WS f32 [kc, token_tiles * 8, Np]; SEM int32 [nc], zero before the first
     launch and after each one. `group` is 0 for one scale per row.
     """
@@ -90,7 +90,7 @@ def build(
                     T.call_extern(
                         "handle", "tz_cp_async",
                         T.access_ptr(R[slot + m * 256 + h * 128 + lane * 4], "w", 4),
-                        T.access_ptr(W[tile // 4, item * 2 + h, tile % 4 * 128 + lane * 4], "r", 4), 16,
+                        T.access_ptr(W[item * 2 + h, tile // 4, tile % 4 * 128 + lane * 4], "r", 4), 16,
                     )
                 if lane < ig * per_group:
                     T.call_extern(
@@ -98,8 +98,8 @@ def build(
                         T.access_ptr(R[slot + p_base + m * p_words + lane * 4], "w", 4),
                         T.access_ptr(
                             P[
-                                tile // 4,
                                 0 if group == 0 else item * ig + lane // per_group,
+                                tile // 4,
                                 T.if_then_else(
                                     lane % per_group < seg // 16,
                                     tile % 4 * seg + lane % per_group * 16,
@@ -182,8 +182,8 @@ def build(
     @T.prim_func
     def main(
         X: T.Tensor((M, k), dtype),
-        W: T.Tensor((np_ // 64, kb64, 512), "int32"),
-        P: T.Tensor((np_ // 64, groups, rec), "uint8"),
+        W: T.Tensor((kb64, np_ // 64, 512), "int32"),
+        P: T.Tensor((groups, np_ // 64, rec), "uint8"),
         B: T.Tensor((n if bias else 1,), dtype),
         WS: T.Tensor((kc, nt * 8, np_), "float32"),
         SEM: T.Tensor((nc,), "int32"),

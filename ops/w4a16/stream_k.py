@@ -1,23 +1,28 @@
 """Tile program for 17 tokens and more on sm_90a: weights are the register operand of wgmma, one producer warp, stream-K.
 
-A CTA computes tiles of 64 * warpgroups output features by `block_tokens` tokens. The producer warp fills a ring of
-stages: X by TMA (128-byte swizzle), packed weights and their parameters by 1-D bulk copies. Each consumer warpgroup owns
-64 rows: it loads its words, converts 64 k while the wgmmas of the 64 k before run, and issues four wgmma m64nNk16.
+A CTA computes tiles of 64 * row_blocks * warpgroups output features by `block_tokens` tokens. The producer warp fills a ring
+whose stages hold 64 k: X by TMA (128-byte swizzle), packed weights and their parameters by 1-D bulk copies. A consumer
+warpgroup owns `row_blocks` blocks of 64 rows: it loads its words, converts them into one of two sets of operand registers
+and issues four wgmma m64nNk16, while the four before are still running on the other set.
 
-Work partition (schedules.stream_k): the first `sk` tiles are cut along k into equal shares, one for each CTA, the others are
+Work partition (schedules/stream_k.py): the first `sk` tiles are cut along k into equal shares, one for each CTA, the others are
 whole tiles in waves. A CTA that starts inside a tile leaves its sum in the workspace; the CTA that holds the head of that
-tile adds the shares in order of k, so the result has the same bits in every run. Shares are waited for only from CTAs
-with a lower index, which the hardware has started earlier.
+tile adds the shares in order of k, so the result has the same bits in every run. A share is awaited only from CTAs with a
+lower index, which the hardware has started earlier.
 
-A stage is released one half-stage after its last wgmma was waited for, long after the shared-memory loads of its words
-were consumed: ptxas may move an arrive in front of a load's return (measured.md, "A race to design out").
+A stage is released when the wgmmas that read it were waited for, long after the shared-memory loads of its words were
+consumed: ptxas may move an arrive in front of a load's return (measured.md, "A race to design out").
 """
+
+from types import SimpleNamespace
 
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.w4a16.operand import Operand
 
-STAGE_K = 128
+UNIT_K = 128  # k extent of one unit of work: two ring stages
+REGISTERS = {1: (40, 240), 2: (40, 232), 3: (40, 152), 4: (32, 112)}  # warpgroups -> a producer's, a consumer's
+OUT_PITCH = 24  # halves of a staged output row: 16 rows and 16 bytes of padding, free of bank conflicts
 
 
 def build(
@@ -33,270 +38,337 @@ def build(
     bias: bool,
     block_tokens: int,
     warpgroups: int,
+    row_blocks: int,
     stages: int,
+    cluster: int = 1,
     raster: int = 8,
 ):
-    """The prim_func `main(X, W, P, B, WS, SEM, Y, grid, sk)`.
+    """The prim_func `main(X, W, P, B, WS, SEM, Y, sk)`.
 
-    Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Np/64, Kp/64, 512]; P uint8 [Np/64, G, R]; B [n] in `dtype` (one
-    element without a bias); WS f32 [grid, warpgroups, block_tokens / 8, 128, 4]; SEM int32 [grid * warpgroups], zero before
-    the first launch and after each one. `grid` CTAs at most the number of SMs; `sk` tiles shared along k, 0 <= sk <= tiles.
+    Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/64, Np/64, 512]; P uint8 [G, Np/64, R]; B [n] in `dtype` (one
+    element without a bias); WS f32 [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32
+    [grid, warpgroups], zero before the first launch and after each one. `grid` CTAs, at most the number of SMs; the first
+    `sk` tiles are shared along k, 0 <= sk <= tiles. With cluster = 2 a tile is two CTAs high, X is multicast to both, and
+    `grid` is even.
     """
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
 
     op = Operand(group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, numerics=numerics)
-    post = numerics == "post"
-    short = "bf16" if dtype == "bfloat16" else "f16"
-    cvt = get_converter(f"u4_{short}_exact" if post else op.converter)
-    bm, wgs, bf16 = block_tokens, warpgroups, dtype == "bfloat16"
-    np_, kp = -(-n // 64) * 64, -(-k // STAGE_K) * STAGE_K
-    kb_all, groups, ig, rec = kp // STAGE_K, op.groups(kp), op.groups_per(STAGE_K), op.record_bytes
-    bn_tiles = -(-np_ // (64 * wgs))
-    row_blocks = np_ // 64
-    ct = wgs * 128
-    nacc = bm // 2
-    sb = op.scale_bytes
-    f32 = scale_dtype == "float32"
+    post, bf16 = numerics == "post", dtype == "bfloat16"
+    cvt = get_converter(f"u4_{'bf16' if bf16 else 'f16'}_exact" if post else op.converter)
+    bm, wgs, rb = block_tokens, warpgroups, row_blocks
+    np_, kp = -(-n // 64) * 64, -(-k // UNIT_K) * UNIT_K
+    units, groups, rec, sb = kp // UNIT_K, op.groups(kp), op.record_bytes, op.scale_bytes
+    ig = op.groups_per(64)  # parameter records of a stage
+    shared_params = group in (0, 128)  # then only even stages carry parameters
+    all_blocks, cta_blocks = np_ // 64, wgs * rb
+    row_tiles = -(-all_blocks // (cta_blocks * cluster))
+    ct, nacc = wgs * 128, bm // 2
+    f32, vec8 = scale_dtype == "float32", n % 8 == 0
     tb, stb = ("true" if bf16 else "false"), ("true" if scale_dtype == "bfloat16" else "false")
     ab = "bf16" if bf16 else "fp16"
     one2 = 0x3F803F80 if bf16 else 0x3C003C00
-    pitch = 24  # halves of a staged output row: 16 rows and 16 bytes of padding, free of bank conflicts
-    out_toks = 32 if bm % 32 == 0 else (16 if bm % 16 == 0 else 8)
-    prefix = f"m64n{bm}k16"
-    x_bytes = bm * 64 * 2
+    out_tokens = next(t for t in (32, 16) if bm % t == 0)
+    stage_bytes = bm * 64 * 2
     source = prelude("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "warpgroup", extra=(cvt.device_source,))
+    multicast = dict(cluster_mask=(1 << cluster) - 1) if cluster > 1 else {}
+    cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
     M = T.dynamic("m")
     G = T.dynamic("grid")
 
     @T.macro
-    def plan(p, cta, grid, sk, mt):
-        """p = [first and last shared iteration, shared segments, all segments] of this CTA (see `segment`)."""
-        r = grid - 1 - cta  # high shares on low CTAs: a share is only awaited from a CTA that started earlier
-        p[0][0] = T.truncdiv(r * (sk * kb_all), grid)
-        p[1][0] = T.truncdiv((r + 1) * (sk * kb_all), grid)
-        p[2][0] = T.if_then_else(p[1][0] > p[0][0], T.truncdiv(p[1][0] - 1, kb_all) - T.truncdiv(p[0][0], kb_all) + 1, 0)
-        p[3][0] = p[2][0] + T.max(T.truncdiv(mt * bn_tiles - sk - r + grid - 1, grid), 0)
+    def plan(p, cid, grid, sk, mt):
+        """Shared iterations [first, last), shared segments and all segments of cluster `cid` of `grid`."""
+        r = grid - 1 - cid  # high shares on low CTAs: a share is only awaited from a CTA that started earlier
+        p.first[0] = T.truncdiv(r * (sk * units), grid)
+        p.last[0] = T.truncdiv((r + 1) * (sk * units), grid)
+        p.shared[0] = T.if_then_else(
+            p.last[0] > p.first[0], T.truncdiv(p.last[0] - 1, units) - T.truncdiv(p.first[0], units) + 1, 0
+        )
+        p.all[0] = p.shared[0] + T.max(T.truncdiv(mt * row_tiles - sk - r + grid - 1, grid), 0)
 
     @T.macro
-    def segment(p, c, seg, cta, grid, sk, mt):
-        """c = [first k block, one past the last, token block, row block, tile] of the CTA's segment `seg`."""
-        if seg < p[2][0]:
-            c[4][0] = T.truncdiv(p[0][0], kb_all) + seg
-            c[0][0] = T.max(p[0][0] - c[4][0] * kb_all, 0)
-            c[1][0] = T.min(p[1][0] - c[4][0] * kb_all, kb_all)
+    def segment(p, c, seg, cid, rank, grid, sk, mt):
+        """Tile, k units [k0, k1), token block and row tile of the CTA in the cluster's segment `seg`."""
+        if seg < p.shared[0]:
+            c.tile[0] = T.truncdiv(p.first[0], units) + seg
+            c.k0[0] = T.max(p.first[0] - c.tile[0] * units, 0)
+            c.k1[0] = T.min(p.last[0] - c.tile[0] * units, units)
         else:
-            c[4][0] = sk + grid - 1 - cta + (seg - p[2][0]) * grid
-            c[0][0] = 0
-            c[1][0] = kb_all
+            c.tile[0] = sk + grid - 1 - cid + (seg - p.shared[0]) * grid
+            c.k0[0] = 0
+            c.k1[0] = units
         # groups of `raster` token blocks walk over the rows together, so that both operands stay in L2
-        c[2][0] = T.truncdiv(c[4][0], raster * bn_tiles) * raster
-        c[5][0] = T.min(mt - c[2][0], raster)
-        c[6][0] = T.truncmod(c[4][0], raster * bn_tiles)
-        c[2][0] = c[2][0] + T.truncmod(c[6][0], c[5][0])
-        c[3][0] = T.truncdiv(c[6][0], c[5][0])
+        c.tokens[0] = T.truncdiv(c.tile[0], raster * row_tiles) * raster
+        c.rows[0] = T.truncmod(c.tile[0], raster * row_tiles)
+        c.count[0] = T.min(mt - c.tokens[0], raster)
+        c.tokens[0] = c.tokens[0] + T.truncmod(c.rows[0], c.count[0])
+        c.rows[0] = T.truncdiv(c.rows[0], c.count[0]) * cluster + rank
 
     @T.macro
     def advance(ring):
-        """ring = [stage, parity, stage before]"""
-        ring[2][0] = ring[0][0]
-        ring[0][0] = ring[0][0] + 1
-        if ring[0][0] == stages:
-            ring[0][0] = 0
-            ring[1][0] = ring[1][0] ^ 1
+        ring.before[0] = ring.stage[0]
+        ring.stage[0] = ring.stage[0] + 1
+        if ring.stage[0] == stages:
+            ring.stage[0] = 0
+            ring.parity[0] = ring.parity[0] ^ 1
 
     @T.macro
-    def operand_words(s, u, v, q):
-        if symmetric:
-            u[2] = T.uint32(0x0808)
-        if numerics == "fused":
-            z0 = T.cast(u[2] & T.uint32(255), "float32")
-            z1 = T.cast(u[2] >> T.uint32(8), "float32")
-            v[q * 4] = T.call_extern("uint32", f"tz_pack2<{tb}>", -z0 * s[q * 2], -z0 * s[q * 2])
-            v[q * 4 + 2] = T.call_extern("uint32", f"tz_pack2<{tb}>", -z1 * s[q * 2 + 1], -z1 * s[q * 2 + 1])
-        elif bf16:
-            v[q * 4] = (T.uint32(0x4300) + (u[2] & T.uint32(255))) * T.uint32(0x10001)
-            v[q * 4 + 2] = (T.uint32(0x4300) + (u[2] >> T.uint32(8))) * T.uint32(0x10001)
-        else:
-            v[q * 4] = (T.uint32(0x6400) + (u[2] & T.uint32(255))) * T.uint32(0x10001)
-            v[q * 4 + 2] = (T.uint32(0x5400) + (u[2] >> T.uint32(8)) * T.uint32(16)) * T.uint32(0x10001)
-        if post:
-            v[q * 4 + 1] = T.uint32(one2)
-            v[q * 4 + 3] = T.uint32(one2)
-        else:
-            v[q * 4 + 1] = (u[0] & T.uint32(0xFFFF)) * T.uint32(0x10001)
-            v[q * 4 + 3] = (u[0] >> T.uint32(16)) * T.uint32(0x10001)
+    def release(empty, ring, condition, lane):
+        """The stage before goes back to the producers that fill it: with multicast, those of every CTA of the cluster."""
+        if condition:
+            if cluster > 1:
+                T.ptx_arrive_cluster_barrier(empty[ring.before[0]], lane)
+            else:
+                T.barrier_arrive(empty[ring.before[0]])
+
+    @T.macro
+    def load_weights(W, P, Ws, Ps, full, ring, c, kb, h):
+        """One thread: the packed words of 64 k, and the parameters where the stage carries them."""
+        count = T.max(T.min(cta_blocks, all_blocks - c.rows[0] * cta_blocks), 0)
+        params = h == 0 or not shared_params
+        T.mbarrier_expect_tx(full[ring.stage[0]], count * (2048 + (ig * rec if params else 0)))
+        if count > 0:
+            T.call_extern(
+                "handle", "tz_bulk", T.access_ptr(Ws[ring.stage[0], 0, 0], "w", 512),
+                T.access_ptr(W[kb * 2 + h, c.rows[0] * cta_blocks, 0], "r", 512), count * 2048,
+                T.access_ptr(full[ring.stage[0]], "rw", 1),
+            )
+            if params:
+                for q in T.unroll(ig):
+                    record = 0 if group == 0 else (kb if shared_params else (kb * 2 + h) * ig + q)
+                    T.call_extern(
+                        "handle", "tz_bulk", T.access_ptr(Ps[ring.stage[0], q * cta_blocks * rec], "w", rec),
+                        T.access_ptr(P[record, c.rows[0] * cta_blocks, 0], "r", rec), count * rec,
+                        T.access_ptr(full[ring.stage[0]], "rw", 1),
+                    )
+
+    @T.macro
+    def load_params(Ps, stage, block, lane_row, s, u, v, slot):
+        """Registers of slot: f32 scales of rows g and g + 8, and the converter's (bias, scale) words."""
+        for q in T.unroll(ig):
+            at = (q * cta_blocks + block) * rec
+            u[0] = T.call_extern("uint32", "tz_lds32", T.access_ptr(Ps[stage, at + lane_row * 2 * sb], "r", 4))
+            if f32:
+                u[1] = T.call_extern("uint32", "tz_lds32", T.access_ptr(Ps[stage, at + lane_row * 2 * sb + 4], "r", 4))
+            if symmetric:
+                u[2] = T.uint32(0x0808)
+            else:
+                u[2] = T.call_extern("uint32", "tz_lds16_at", T.access_ptr(Ps[stage, at + 64 * sb], "r", 64), lane_row)
+            if post or numerics == "fused":
+                if f32:
+                    s[(slot * ig + q) * 2] = T.reinterpret(u[0], "float32")
+                    s[(slot * ig + q) * 2 + 1] = T.reinterpret(u[1], "float32")
+                else:
+                    s[(slot * ig + q) * 2] = T.call_extern("float32", f"tz_unpack<{stb}, 0>", u[0])
+                    s[(slot * ig + q) * 2 + 1] = T.call_extern("float32", f"tz_unpack<{stb}, 1>", u[0])
+            if numerics == "fused":
+                for e in T.unroll(2):
+                    zs = -T.cast(u[2] >> T.uint32(8 * e) & T.uint32(255), "float32") * s[(slot * ig + q) * 2 + e]
+                    v[(slot * ig + q) * 4 + 2 * e] = T.call_extern("uint32", f"tz_pack2<{tb}>", zs, zs)
+            elif bf16:
+                v[(slot * ig + q) * 4] = (u[2] & T.uint32(255)) * T.uint32(0x10001) + T.uint32(0x43004300)
+                v[(slot * ig + q) * 4 + 2] = (u[2] >> T.uint32(8)) * T.uint32(0x10001) + T.uint32(0x43004300)
+            else:
+                v[(slot * ig + q) * 4] = (u[2] & T.uint32(255)) * T.uint32(0x10001) + T.uint32(0x64006400)
+                v[(slot * ig + q) * 4 + 2] = (u[2] >> T.uint32(8)) * T.uint32(0x100010) + T.uint32(0x54005400)
+            v[(slot * ig + q) * 4 + 1] = T.uint32(one2) if post else (u[0] & T.uint32(0xFFFF)) * T.uint32(0x10001)
+            v[(slot * ig + q) * 4 + 3] = T.uint32(one2) if post else (u[0] >> T.uint32(16)) * T.uint32(0x10001)
+
+    @T.macro
+    def wgmma(a, half, desc, offset, sums, at, fresh):
+        T.ptx_wgmma_rs(
+            "float32", f"m64n{bm}k16", True, ab, ab, "fp32", a.data, half, desc.data, offset, sums.data, at,
+            T.bool(not fresh), 1, 1,
+        )
 
     @T.prim_func
     def main(
         X: T.Tensor((M, k), dtype),
-        W: T.Tensor((row_blocks, kp // 64, 512), "int32"),
-        P: T.Tensor((row_blocks, groups, rec), "uint8"),
+        W: T.Tensor((kp // 64, all_blocks, 512), "int32"),
+        P: T.Tensor((groups, all_blocks, rec), "uint8"),
         B: T.Tensor((n if bias else 1,), dtype),
-        WS: T.Tensor((G, wgs, bm // 8, 128, 4), "float32"),
-        SEM: T.Tensor((G * wgs,), "int32"),
+        WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), "float32"),
+        SEM: T.Tensor((G, wgs), "int32"),
         Y: T.Tensor((M, n), dtype),
         sk: T.int32,
     ):
-        with T.Kernel(G, threads=ct + 128, prelude=source) as cta:
-            Xs = T.alloc_shared((stages, 2, bm, 64), dtype)
-            Ws = T.alloc_shared((stages, wgs, 1024), "int32")
-            Ps = T.alloc_shared((stages, wgs * ig * rec), "uint8")
-            Os = T.alloc_shared((wgs * 4, out_toks * pitch), dtype)
+        with T.Kernel(G, threads=ct + 128, prelude=source, **cluster_dims) as cta:
+            Xs = T.alloc_shared((stages, bm, 64), dtype)
+            Ws = T.alloc_shared((stages, cta_blocks, 512), "int32")
+            Ps = T.alloc_shared((stages, cta_blocks * ig * rec), "uint8")
+            Os = T.alloc_shared((wgs * 4, out_tokens * OUT_PITCH), dtype)
             full = T.alloc_barrier([32] * stages)
-            empty = T.alloc_barrier([wgs * 4] * stages)
+            empty = (T.alloc_cluster_barrier if cluster > 1 else T.alloc_barrier)([cluster * wgs * 4] * stages)
             w = T.alloc_local((4,), "uint32")
             a = T.alloc_local((32,), "uint32")
-            acc = T.alloc_local((nacc,), "float32")
-            s = T.alloc_local((2 * ig,), "float32")
-            z = T.alloc_local((2,), "float32")
+            acc = T.alloc_local((rb * nacc,), "float32")
+            part = T.alloc_local((nacc if post else 1,), "float32")
+            s = T.alloc_local((rb * ig * 2,), "float32")
             u = T.alloc_local((3,), "uint32")
-            v = T.alloc_local((4 * ig,), "uint32")
+            v = T.alloc_local((rb * ig * 4,), "uint32")
             o = T.alloc_local((4,), "uint32")
             bb = T.alloc_local((2,), "float32")
             desc = T.alloc_wgmma_desc()
-            p = [T.alloc_local((1,), "int32") for _ in range(4)]
-            c = [T.alloc_local((1,), "int32") for _ in range(7)]
-            ring = [T.alloc_local((1,), "int32") for _ in range(3)]
-            part = T.alloc_local((nacc if post else 1,), "float32")
-            sums = part if post else acc
+            p = SimpleNamespace(**{f: T.alloc_local((1,), "int32") for f in ("first", "last", "shared", "all")})
+            c = SimpleNamespace(**{f: T.alloc_local((1,), "int32") for f in ("tile", "k0", "k1", "tokens", "rows", "count")})
+            ring = SimpleNamespace(**{f: T.alloc_local((1,), "int32") for f in ("stage", "parity", "before")})
+            ahead = T.alloc_local((1,), "int32")
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
             tx = T.get_thread_binding()
             mt = T.ceildiv(M, bm)
-            plan(p, cta, G, sk, mt)
-            ring[0][0] = 0
-            ring[1][0] = 0
-            ring[2][0] = 0
+            cid = cta // cluster
+            rank = cta % cluster
+            plan(p, cid, G // cluster, sk, mt)
+            ring.stage[0] = 0
+            ring.parity[0] = 0
+            ring.before[0] = 0
+            T.pdl_trigger()
             if tx >= ct:
-                T.dec_max_nreg(24)
+                T.dec_max_nreg(REGISTERS[wgs][0])
                 if tx < ct + 32:
-                    for seg in T.serial(p[3][0]):
-                        segment(p, c, seg, cta, G, sk, mt)
-                        for kb in T.serial(c[1][0] - c[0][0]):
-                            T.barrier_wait(empty[ring[0][0]], ring[1][0] ^ 1)
-                            for h in T.unroll(2):
-                                T.tma_copy(
-                                    X[c[2][0] * bm : c[2][0] * bm + bm, (c[0][0] + kb) * 128 + h * 64 : (c[0][0] + kb) * 128 + h * 64 + 64],
-                                    Xs[ring[0][0], h, :, :], barrier=full[ring[0][0]], leader_scope_threads=32,
-                                )
+                    # weights do not depend on the kernel before: fetch the first ring while it still runs
+                    segment(p, c, 0, cid, rank, G // cluster, sk, mt)
+                    ahead[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages // 2), 0)
+                    for kb in T.serial(ahead[0]):
+                        for h in T.unroll(2):
                             if tx == ct:
-                                T.mbarrier_expect_tx(full[ring[0][0]], T.min(wgs, row_blocks - c[3][0] * wgs) * (4096 + ig * rec))
-                                for b in T.unroll(wgs):
-                                    if c[3][0] * wgs + b < row_blocks:
-                                        T.call_extern(
-                                            "handle", "tz_bulk", T.access_ptr(Ws[ring[0][0], b, 0], "w", 1024),
-                                            T.access_ptr(W[c[3][0] * wgs + b, (c[0][0] + kb) * 2, 0], "r", 1024), 4096, T.access_ptr(full[ring[0][0]], "rw", 1),
-                                        )
-                                        T.call_extern(
-                                            "handle", "tz_bulk", T.access_ptr(Ps[ring[0][0], b * ig * rec], "w", ig * rec),
-                                            T.access_ptr(P[c[3][0] * wgs + b, 0 if group == 0 else (c[0][0] + kb) * ig, 0], "r", ig * rec), ig * rec,
-                                            T.access_ptr(full[ring[0][0]], "rw", 1),
-                                        )
-                            T.barrier_arrive(full[ring[0][0]])
+                                load_weights(W, P, Ws, Ps, full, ring, c, c.k0[0] + kb, h)
                             advance(ring)
+                    ring.stage[0] = 0
+                    ring.parity[0] = 0
+                    T.pdl_sync()
+                    for seg in T.serial(p.all[0]):
+                        segment(p, c, seg, cid, rank, G // cluster, sk, mt)
+                        for kb in T.serial(c.k1[0] - c.k0[0]):
+                            for h in T.unroll(2):
+                                T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
+                                T.tma_copy(
+                                    X[
+                                        c.tokens[0] * bm : c.tokens[0] * bm + bm,
+                                        (c.k0[0] + kb) * 128 + h * 64 : (c.k0[0] + kb) * 128 + h * 64 + 64,
+                                    ],
+                                    Xs[ring.stage[0], :, :], barrier=full[ring.stage[0]], leader_scope_threads=32, **multicast,
+                                )
+                                if T.And(tx == ct, T.Or(seg > 0, kb >= ahead[0])):
+                                    load_weights(W, P, Ws, Ps, full, ring, c, c.k0[0] + kb, h)
+                                T.barrier_arrive(full[ring.stage[0]])
+                                advance(ring)
             else:
-                T.inc_max_nreg({2: 240, 3: 160, 4: 112}[wgs])
+                T.inc_max_nreg(REGISTERS[wgs][1])
                 wg = tx // 128
                 wt = tx % 128
                 warp = wt // 32
                 lane = tx % 32
-                for seg in T.serial(p[3][0]):
-                    segment(p, c, seg, cta, G, sk, mt)
-                    for i in T.unroll(nacc):
+                T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
+                T.pdl_sync()
+                for seg in T.serial(p.all[0]):
+                    segment(p, c, seg, cid, rank, G // cluster, sk, mt)
+                    for i in T.unroll(rb * nacc):
                         acc[i] = 0.0
-                    for i in T.serial(c[1][0] - c[0][0]):
-                        T.barrier_wait(full[ring[0][0]], ring[1][0])
-                        T.call_extern("handle", "tz_fence")
-                        for q in T.unroll(ig):
-                            pbase = (wg * ig + q) * rec + (warp * 8 + lane // 4) * 2 * sb
-                            if not symmetric:
-                                u[2] = T.call_extern(
-                                    "uint32", "tz_lds16_at", T.access_ptr(Ps[ring[0][0], (wg * ig + q) * rec + 64 * sb], "r", 64), warp * 8 + lane // 4
-                                )
-                            if f32:
-                                u[0] = T.call_extern("uint32", "tz_lds32", T.access_ptr(Ps[ring[0][0], pbase], "r", 4))
-                                u[1] = T.call_extern("uint32", "tz_lds32", T.access_ptr(Ps[ring[0][0], pbase + 4], "r", 4))
-                                s[q * 2] = T.reinterpret(u[0], "float32")
-                                s[q * 2 + 1] = T.reinterpret(u[1], "float32")
-                            else:
-                                u[0] = T.call_extern("uint32", "tz_lds32", T.access_ptr(Ps[ring[0][0], pbase], "r", 4))
-                                s[q * 2] = T.call_extern("float32", f"tz_unpack<{stb}, 0>", u[0])
-                                s[q * 2 + 1] = T.call_extern("float32", f"tz_unpack<{stb}, 1>", u[0])
-                            operand_words(s, u, v, q)
-                        T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0, 0], "r"), 1, 1, 64)
-                        T.increase_descriptor_offset(desc, ring[0][0] * (2 * x_bytes))
+                    for kb in T.serial(c.k1[0] - c.k0[0]):
                         for h in T.unroll(2):
-                            T.call_extern("handle", "tz_lds128", T.access_ptr(w, "w"), T.access_ptr(Ws[ring[0][0], wg, h * 512 + wt * 4], "r", 4))
-                            T.warpgroup_wait(1)
-                            if h == 1:
-                                if i > 0:
-                                    if lane == 0:
-                                        T.barrier_arrive(empty[ring[2][0]])
-                            for j in T.unroll(4):
-                                q = (h * 4 + j) * ig // 8
-                                T.call_extern("handle", cvt.device_name, w[j], T.access_ptr(a[h * 16 + j * 4], "w", 4), v[q * 4], v[q * 4 + 1], v[q * 4 + 2], v[q * 4 + 3])
-                            T.warpgroup_fence_operand(a, h * 16, 16)
-                            T.warpgroup_fence_operand(sums, num_regs=nacc)
-                            T.warpgroup_arrive()
-                            for j in T.unroll(4):
-                                T.ptx_wgmma_rs(
-                                    "float32", prefix, True, ab, ab, "fp32", a.data, h * 16 + j * 4, desc.data, (h * x_bytes + j * 32) // 16,
-                                    sums.data, 0, T.bool(not post or (h * 4 + j) % (8 // ig) > 0), 1, 1,
-                                )
-                                if post and (h * 4 + j) % (8 // ig) == 8 // ig - 1:
-                                    T.warpgroup_commit_batch()
-                                    T.warpgroup_wait(0)
-                                    T.warpgroup_fence_operand(part, num_regs=nacc)
-                                    for e in T.unroll(nacc):
-                                        acc[e] = acc[e] + s[(h * 4 + j) * ig // 8 * 2 + e % 4 // 2] * part[e]
-                                    T.warpgroup_fence_operand(part, num_regs=nacc)
-                                    T.warpgroup_arrive()
-                            T.warpgroup_commit_batch()
-                            T.warpgroup_fence_operand(sums, num_regs=nacc)
-                        advance(ring)
-                    T.warpgroup_wait(0)
-                    T.warpgroup_fence_operand(acc, num_regs=nacc)
-                    if lane == 0:
-                        T.barrier_arrive(empty[ring[2][0]])
-                    if c[0][0] > 0:  # a share of a tile whose head another CTA holds
-                        for i in T.unroll(bm // 8):
-                            T.call_extern("handle", "tz_copy16", T.access_ptr(WS[cta, wg, i, wt, 0], "w", 4), T.access_ptr(acc[i * 4], "r", 4))
-                        T.call_extern("handle", "tz_signal", T.access_ptr(SEM[cta * wgs + wg], "rw", 1), wg + 1)
-                    else:
-                        if c[1][0] < kb_all:  # the head: add the other shares in order of k
-                            # c[6][0] = number of CTAs whose shares start inside this tile
-                            c[6][0] = T.truncdiv((c[4][0] + 1) * kb_all * G - 1, sk * kb_all) - (G - 1 - cta)
-                            for b in T.serial(c[6][0]):
-                                T.call_extern("handle", "tz_await", T.access_ptr(SEM[(cta - 1 - b) * wgs + wg], "rw", 1), wg + 1)
-                                for i in T.unroll(bm // 8):
-                                    T.call_extern("handle", "tz_addcg4", T.access_ptr(acc[i * 4], "rw", 4), T.access_ptr(WS[cta - 1 - b, wg, i, wt, 0], "r", 4))
-                        row0 = (c[3][0] * wgs + wg) * 64 + warp * 16
-                        if bias:
-                            bb[0] = T.cast(B[T.min(row0 + lane // 4, n - 1)], "float32")
-                            bb[1] = T.cast(B[T.min(row0 + lane // 4 + 8, n - 1)], "float32")
-                            for i in T.unroll(nacc):
-                                acc[i] = acc[i] + bb[i % 4 // 2]
-                        for b in T.unroll(bm // out_toks):
-                            T.call_extern("handle", "tz_syncwarp")
-                            for p in T.unroll(out_toks // 16):
-                                for e in T.unroll(4):
-                                    o[e] = T.call_extern("uint32", f"tz_pack2<{tb}>", acc[(b * out_toks // 8 + p * 2) * 4 + e * 2], acc[(b * out_toks // 8 + p * 2) * 4 + e * 2 + 1])
+                            T.barrier_wait(full[ring.stage[0]], ring.parity[0])
+                            T.call_extern("handle", "tz_fence")
+                            for r in T.unroll(rb):
+                                half = (h * rb + r) % 2 * 16
                                 T.call_extern(
-                                    "handle", "tz_stmatrix4_trans",
-                                    T.access_ptr(Os[wg * 4 + warp, (p * 16 + lane // 16 * 8 + lane % 8) * pitch + lane // 8 % 2 * 8], "w", 8),
-                                    o[0], o[1], o[2], o[3],
+                                    "handle", "tz_lds128", T.access_ptr(w, "w"),
+                                    T.access_ptr(Ws[ring.stage[0], wg * rb + r, wt * 4], "r", 4),
                                 )
-                            T.call_extern("handle", "tz_syncwarp")
-                            for p in T.unroll(out_toks // 16):
-                                tok = c[2][0] * bm + b * out_toks + p * 16 + lane // 2
-                                row = row0 + lane % 2 * 8
-                                if n % 8 == 0:
-                                    if T.And(tok < M, row < n):
-                                        T.call_extern("handle", "tz_copy16", T.access_ptr(Y[tok, row], "w", 8), T.access_ptr(Os[wg * 4 + warp, (p * 16 + lane // 2) * pitch + lane % 2 * 8], "r", 8))
+                                if h == 0 or not shared_params:
+                                    load_params(Ps, ring.stage[0], wg * rb + r, warp * 8 + lane // 4, s, u, v, r)
+                                for j in T.unroll(4):
+                                    at = (r * ig + j * ig // 4) * 4
+                                    T.call_extern(
+                                        "handle", cvt.device_name, w[j], T.access_ptr(a[half + j * 4], "w", 4),
+                                        v[at], v[at + 1], v[at + 2], v[at + 3],
+                                    )
+                                T.warpgroup_fence_operand(a, half, 16)
+                                if post:
+                                    for q in T.unroll(ig):
+                                        T.warpgroup_fence_operand(part, num_regs=nacc)
+                                        T.warpgroup_arrive()
+                                        for j in T.unroll(4 // ig):
+                                            wgmma(a, half + (q * (4 // ig) + j) * 4, desc,
+                                                  ring.stage[0] * (stage_bytes // 16) + (q * (4 // ig) + j) * 2, part, 0, j == 0)
+                                        T.warpgroup_commit_batch()
+                                        T.warpgroup_wait(0)
+                                        T.warpgroup_fence_operand(part, num_regs=nacc)
+                                        for e in T.unroll(nacc):
+                                            acc[r * nacc + e] = acc[r * nacc + e] + s[(r * ig + q) * 2 + e % 4 // 2] * part[e]
                                 else:
-                                    if tok < M:
+                                    T.warpgroup_fence_operand(acc, r * nacc, nacc)
+                                    T.warpgroup_arrive()
+                                    for j in T.unroll(4):
+                                        wgmma(a, half + j * 4, desc, ring.stage[0] * (stage_bytes // 16) + j * 2, acc, r * nacc, False)
+                                    T.warpgroup_commit_batch()
+                                    T.warpgroup_fence_operand(acc, r * nacc, nacc)
+                                    T.warpgroup_wait(1)
+                                if r == 0:  # the wgmmas on the stage before are complete
+                                    release(empty, ring, T.And(lane < cluster, kb * 2 + h > 0), lane)
+                            advance(ring)
+                    T.warpgroup_wait(0)
+                    T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
+                    release(empty, ring, lane < cluster, lane)
+                    if c.k0[0] > 0:  # a share of a tile whose head another CTA holds
+                        for r in T.unroll(rb):
+                            for i in T.unroll(bm // 8):
+                                T.call_extern(
+                                    "handle", "tz_copy16", T.access_ptr(WS[cta, wg * rb + r, i, wt, 0], "w", 4),
+                                    T.access_ptr(acc[r * nacc + i * 4], "r", 4),
+                                )
+                        T.call_extern("handle", "tz_signal", T.access_ptr(SEM[cta, wg], "rw", 1), wg + 1)
+                    else:
+                        if c.k1[0] < units:  # the head: add the other shares in order of k
+                            c.count[0] = T.truncdiv((c.tile[0] + 1) * units * (G // cluster) - 1, sk * units) - (G // cluster - 1 - cid)
+                            T.call_extern(
+                                "handle", "tz_await", T.access_ptr(SEM[cta - cluster, wg], "rw", 1), c.count[0], -cluster * wgs, wg + 1
+                            )
+                            for b in T.serial(c.count[0]):
+                                for r in T.unroll(rb):
+                                    for i in T.unroll(bm // 8):
+                                        T.call_extern(
+                                            "handle", "tz_addcg4", T.access_ptr(acc[r * nacc + i * 4], "rw", 4),
+                                            T.access_ptr(WS[cta - (b + 1) * cluster, wg * rb + r, i, wt, 0], "r", 4),
+                                        )
+                        for r in T.unroll(rb):
+                            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + warp * 16
+                            if bias:
+                                bb[0] = T.cast(B[T.min(row0 + lane // 4, n - 1)], "float32")
+                                bb[1] = T.cast(B[T.min(row0 + lane // 4 + 8, n - 1)], "float32")
+                                for i in T.unroll(nacc):
+                                    acc[r * nacc + i] = acc[r * nacc + i] + bb[i % 4 // 2]
+                            for b in T.unroll(bm // out_tokens):
+                                T.call_extern("handle", "tz_syncwarp")
+                                for q in T.unroll(out_tokens // 16):
+                                    for e in T.unroll(4):
+                                        at = r * nacc + (b * out_tokens // 8 + q * 2) * 4 + e * 2
+                                        o[e] = T.call_extern("uint32", f"tz_pack2<{tb}>", acc[at], acc[at + 1])
+                                    T.call_extern(
+                                        "handle", "tz_stmatrix4_trans",
+                                        T.access_ptr(
+                                            Os[wg * 4 + warp, (q * 16 + lane // 16 * 8 + lane % 8) * OUT_PITCH + lane // 8 % 2 * 8], "w", 8
+                                        ),
+                                        o[0], o[1], o[2], o[3],
+                                    )
+                                T.call_extern("handle", "tz_syncwarp")
+                                for q in T.unroll(out_tokens // 16):
+                                    token = c.tokens[0] * bm + b * out_tokens + q * 16 + lane // 2
+                                    row = row0 + lane % 2 * 8
+                                    at = (q * 16 + lane // 2) * OUT_PITCH + lane % 2 * 8
+                                    if vec8:
+                                        if T.And(token < M, row < n):
+                                            T.call_extern(
+                                                "handle", "tz_copy16", T.access_ptr(Y[token, row], "w", 8),
+                                                T.access_ptr(Os[wg * 4 + warp, at], "r", 8),
+                                            )
+                                    elif token < M:
                                         for e in T.unroll(8):
                                             if row + e < n:
-                                                Y[tok, row + e] = Os[wg * 4 + warp, (p * 16 + lane // 2) * pitch + lane % 2 * 8 + e]
+                                                Y[token, row + e] = Os[wg * 4 + warp, at + e]
+            if cluster > 1:
+                T.cluster_sync()  # nobody leaves while its peer may still signal it
 
     return main
