@@ -54,7 +54,7 @@ def write_bundle(
     layouts: Mapping[str, str] | None = None,
     replace: bool = False,
 ) -> Path:
-    """Write a bundle with the kernels of `requests`, compiling those that are not in the cache (`compile_many` is faster).
+    """Write a bundle of kernels, compiling those that are not in the cache (`compile_many` before is faster).
 
     Args:
         path: folder to make.
@@ -132,12 +132,14 @@ def load_bundle(path: str | os.PathLike, target: Any = None, layouts: Mapping[st
     for name, own in _versions().items():
         if manifest[name] != own:
             raise BundleError(
-                f"bundle {path} was made with {name} {manifest[name]}, this is {own}; make it again with `terrazzo compile`"
+                f"bundle {path} was made with {name} {manifest[name]}, this is {own}; "
+                "make it again with `terrazzo compile`"
             )
     wanted = _wanted_target(target)
     if wanted is not None and manifest["target"] != wanted.arch:
         raise BundleError(
-            f"bundle {path} is for {manifest['target']}, wanted is {wanted.arch} ({wanted.name}); compile one for {wanted.arch}"
+            f"bundle {path} is for {manifest['target']}, wanted is {wanted.arch} ({wanted.name}); "
+            f"compile one for {wanted.arch}"
         )
     for name, identity in manifest["layouts"].items():
         own = (layouts or {}).get(name, identity)

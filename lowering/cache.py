@@ -133,17 +133,14 @@ def quarantine(key: str) -> Path | None:
 
 
 def get_or_build(key: str, meta: dict[str, Any], build: Callable[[Path], None], timeout: float | None = None) -> Path:
-    """The entry of `key`, built by `build(private_folder)` if it is absent.
+    """The entry of `key`, built by `build(private_folder)` if it is absent (ask `lookup` first, it takes no lock).
 
-    Several processes that ask for one key at once build it once. If the lock does not come free within `timeout` seconds
-    (LOCK_TIMEOUT_S; a stopped process, a network file system without locks), the kernel is built without it.
+    Several processes that ask for one key at once build it once. If the lock does not come free within `timeout`
+    seconds (LOCK_TIMEOUT_S; a stopped process, a network file system without locks), the kernel is built without it.
 
     Raises:
         CacheError: the cache folder cannot be written.
     """
-    entry = lookup(key)
-    if entry is not None:
-        return entry
     with _key_lock(key, LOCK_TIMEOUT_S if timeout is None else timeout) as locked:
         entry = lookup(key)
         if entry is not None:
@@ -156,6 +153,7 @@ def get_or_build(key: str, meta: dict[str, Any], build: Callable[[Path], None], 
                 f"kernel cache {cache_root()} cannot be written: {error}; set TERRAZZO_CACHE_DIR"
             ) from error
         try:
+            private.chmod(0o755)  # a cache may be shared between users
             build(private)
             write_manifest(private, {"key": key, "created": time.time(), **meta})
             final = _room("kernels") / key

@@ -1,32 +1,32 @@
-"""One tile program -> CUDA text -> machine code -> a shared object that needs only a TVM runtime to run.
+"""One tile program -> CUDA text -> machine code -> a shared object that launches it.
 
 TileLang lowers the program and asks the global function `tilelang_callback_cuda_compile` for machine code. Terrazzo
-answers that call itself while it compiles, for three reasons: the binary is needed for the report, TileLang's own binary
-cache does not know which nvcc made an entry, and a request may ask for PTX beside the machine code.
+answers that call itself while it compiles, for three reasons: the binary is needed for the report, TileLang's own
+binary cache does not know which nvcc made an entry, and a request may ask for PTX beside the machine code.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import tempfile
 import threading
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from terrazzo.lowering.errors import CompileError, TerrazzoError, ToolchainError
+from terrazzo.lowering.errors import CompileError, TerrazzoError
 from terrazzo.lowering.launcher import build_host
 from terrazzo.lowering.report import make_report
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import (
-    INSTALL_COMPILER,
     find_host_compiler,
     find_nvcc,
     import_tilelang,
     package_folder,
-    toolchain,
 )
 
 NVCC_TIMEOUT_S = 600
@@ -61,8 +61,12 @@ class _Nvcc:
             source, output = Path(folder, "kernel.cu"), Path(folder, "kernel.bin")
             source.write_text(code)
             command = self.command(source, output, pass_config)
+            # NVCC_APPEND_FLAGS and the like would change the code behind the cache's back.
+            environment = {name: value for name, value in os.environ.items() if not name.startswith("NVCC_")}
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=NVCC_TIMEOUT_S, check=False)
+                done = subprocess.run(
+                    command, env=environment, capture_output=True, text=True, timeout=NVCC_TIMEOUT_S, check=False
+                )
             except subprocess.TimeoutExpired as error:
                 raise CompileError(f"{self.request}: nvcc took longer than {NVCC_TIMEOUT_S} s") from error
             self.log = done.stdout + done.stderr
@@ -72,12 +76,11 @@ class _Nvcc:
         return self.binary
 
 
+@cache
 def _install_callback() -> None:
     """Put our answer before TileLang's own; outside a Terrazzo compilation TileLang's still gives the answer."""
     import tvm_ffi
 
-    if getattr(_install_callback, "done", False):
-        return
     original = tvm_ffi.get_global_func(_CALLBACK)
 
     def compile_cuda(code, target, pass_config=None):
@@ -87,7 +90,6 @@ def _install_callback() -> None:
         return bytearray(nvcc(code, dict(pass_config or {})))
 
     tvm_ffi.register_global_func(_CALLBACK, compile_cuda, override=True)
-    _install_callback.done = True
 
 
 def load_builder(request: KernelRequest):
@@ -104,16 +106,13 @@ def load_builder(request: KernelRequest):
 
 
 def compile_into(request: KernelRequest, folder: Path) -> None:
-    """Compile `request` into an existing folder: kernel.so, which is all that a launch needs, and for inspection kernel.cu,
-    kernel.cubin (a fatbin if the request asks for PTX) and report.json. Needs no GPU.
+    """Compile `request` into an existing folder: kernel.so, which is all that a launch needs, and for inspection
+    kernel.cu, kernel.cubin (a fatbin if the request asks for PTX) and report.json. Needs no GPU.
 
     Raises:
-        ToolchainError: tilelang, nvcc or a C++ compiler is missing.
+        ToolchainError: tilelang cannot be imported.
         CompileError: the builder, the lowering or nvcc failed; the message carries the tool's words.
     """
-    missing = toolchain().missing()
-    if missing:
-        raise ToolchainError(f"cannot compile {request}: {', '.join(missing)} missing; {INSTALL_COMPILER}")
     with _lock:
         tilelang = import_tilelang()
         _install_callback()

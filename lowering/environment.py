@@ -21,7 +21,7 @@ from terrazzo.lowering.toolchain import (
 
 
 def environment_report() -> dict[str, Any]:
-    """Versions, tools, devices, cache, and `missing`: a list of {"what", "needed_for", "remedy"}. Never raises."""
+    """Versions, tools, devices, cache, and `missing`: a list of {"what", "needed_for", "remedy"}."""
     missing = []
 
     def miss(what: str, needed_for: str, remedy: str) -> None:

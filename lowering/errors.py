@@ -46,7 +46,7 @@ class CompileError(TerrazzoError, RuntimeError):
 
 
 class CacheError(TerrazzoError, RuntimeError):
-    """The kernel cache cannot be used (permissions, a lock that never comes free)."""
+    """The kernel cache cannot be used: its folder cannot be made or written."""
 
 
 class BundleError(TerrazzoError, RuntimeError):

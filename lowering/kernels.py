@@ -8,7 +8,7 @@ from pathlib import Path
 from terrazzo.lowering import cache
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.runtime import Kernel
-from terrazzo.lowering.toolchain import toolchain
+from terrazzo.lowering.toolchain import require_compiler, toolchain
 
 _lock = threading.RLock()
 _kernels: dict[KernelRequest, Kernel] = {}
@@ -37,6 +37,11 @@ def compile_request(request: KernelRequest) -> Path:
         CacheError: the cache folder cannot be used.
     """
     tools = toolchain()
+    key = request.cache_key(tools)
+    entry = cache.lookup(key)
+    if entry is not None:
+        return entry
+    require_compiler(str(request))
 
     def build(folder: Path) -> None:
         from terrazzo.lowering.compiler import compile_into
@@ -44,7 +49,7 @@ def compile_request(request: KernelRequest) -> Path:
         compile_into(request, folder)
 
     meta = {"identity": request.identity(), "request": request.as_dict(), "toolchain": tools.as_dict()}
-    return cache.get_or_build(request.cache_key(tools), meta, build)
+    return cache.get_or_build(key, meta, build)
 
 
 def find_compiled(request: KernelRequest) -> Path | None:

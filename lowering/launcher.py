@@ -1,10 +1,11 @@
 """The host side of a kernel: TileLang's argument checks and a launcher, in one shared object with the machine code.
 
-TileLang generates a C function that checks its arguments and then calls three runtime functions by name: set the device,
-encode a TMA descriptor, launch. The library it exports expects them of TileLang's own TVM runtime; Apache TVM's stock
-runtime has no `__tvm_tensormap_create_tiled`, refuses the argument type of TMA descriptors and does not know TileLang's
-cluster launches. Terrazzo compiles these three (about a hundred lines) into each kernel. So a kernel needs tvm-ffi and
-the CUDA driver, nothing else; it runs in any process, with or without a TVM of any kind; and a launch takes no detour.
+TileLang generates a C function that checks its arguments and then calls three runtime functions by name: set the
+device, encode a TMA descriptor, launch. The library it exports expects them of TileLang's own TVM runtime; Apache TVM's
+stock runtime has no `__tvm_tensormap_create_tiled`, refuses the argument type of TMA descriptors and does not know
+TileLang's cluster launches. Terrazzo compiles these three (about a hundred lines) into each kernel. So a kernel needs
+tvm-ffi and the CUDA driver, nothing else; it runs in any process, with or without a TVM of any kind; and a launch takes
+no detour.
 """
 
 from __future__ import annotations
@@ -90,12 +91,12 @@ int fail_cuda(const char *what, const char *name, CUresult status) {
 
 struct Kernel {
   const char *name;
-  const char *kinds;      // one letter per argument: v by value, f float32 passed as double, t TMA descriptor by reference
-  const char *places;     // what the launch parameters are: '0'-'2' grid, '3'-'5' block, '6'-'8' cluster, '9' shared memory
-  bool dependent;         // may start before its predecessor in the stream ends (griddepcontrol)
+  const char *kinds;   // one letter per argument: v by value, f float32 passed as double, t TMA descriptor by reference
+  const char *places;  // what a launch parameter is: '0'-'2' grid, '3'-'5' block, '6'-'8' cluster, '9' shared memory
+  bool dependent;      // may start before its predecessor in the stream ends (griddepcontrol)
   bool cooperative;
   std::atomic<CUfunction> function[kDevices];
-  std::atomic<size_t> shared_memory[kDevices];
+  std::atomic<unsigned> shared_memory[kDevices];
 };
 
 std::mutex mutex;
@@ -104,9 +105,8 @@ CUmodule modules[kDevices];
 thread_local int device = 0;
 
 int set_device(void *, const TVMFFIAny *args, int32_t, TVMFFIAny *) {
-  if (args[1].v_int64 < 0 || args[1].v_int64 >= kDevices) return fail("RuntimeError", "CUDA device %d is out of range", (int)args[1].v_int64);
   device = args[1].v_int64;
-  return 0;
+  return device < kDevices ? 0 : fail("RuntimeError", "CUDA device %d is out of range", device);
 }
 
 int load(Kernel &kernel) {
@@ -140,15 +140,15 @@ int launch(Kernel &kernel, const TVMFFIAny *args) {
     if (kernel.kinds[count] == 't') params[count] = args[count].v_ptr;
     if (kernel.kinds[count] == 'f') floats[count] = args[count].v_float64, params[count] = &floats[count];
   }
-  size_t size[10] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 0};
+  unsigned size[10] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 0};
   for (int i = 0; kernel.places[i]; ++i) size[kernel.places[i] - '0'] = args[count + i].v_int64;
-  if (size[0] * size[1] * size[2] == 0) return 0;
+  if (!size[0] || !size[1] || !size[2]) return 0;
 
   CUlaunchAttribute attributes[3] = {};
   unsigned used = 0;
   if (size[6] * size[7] * size[8] > 1) {
     attributes[used].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-    attributes[used++].value.clusterDim = {(unsigned)size[6], (unsigned)size[7], (unsigned)size[8]};
+    attributes[used++].value.clusterDim = {size[6], size[7], size[8]};
   }
   if (kernel.dependent) {
     attributes[used].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
@@ -158,8 +158,8 @@ int launch(Kernel &kernel, const TVMFFIAny *args) {
     attributes[used].id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
     attributes[used++].value.cooperative = 1;
   }
-  CUlaunchConfig config = {(unsigned)size[0], (unsigned)size[1], (unsigned)size[2], (unsigned)size[3], (unsigned)size[4],
-                           (unsigned)size[5], (unsigned)size[9], (CUstream)TVMFFIEnvGetStream(kDLCUDA, device), attributes, used};
+  CUstream stream = (CUstream)TVMFFIEnvGetStream(kDLCUDA, device);
+  CUlaunchConfig config = {size[0], size[1], size[2], size[3], size[4], size[5], size[9], stream, attributes, used};
 
   CUcontext before = nullptr;
   driver().cuCtxGetCurrent(&before);
@@ -174,12 +174,14 @@ int launch(Kernel &kernel, const TVMFFIAny *args) {
   if (!status) return 0;
   const char *error = "unknown error";
   driver().cuGetErrorName(status, &error);
-  return fail("RuntimeError", "cannot launch %s: %s; grid (%zu, %zu, %zu), block (%zu, %zu, %zu), cluster (%zu, %zu, %zu), %zu bytes of shared memory",
-              kernel.name, error, size[0], size[1], size[2], size[3], size[4], size[5], size[6], size[7], size[8], size[9]);
+  return fail("RuntimeError",
+              "cannot launch %s: %s; grid (%u, %u, %u), block (%u, %u, %u), cluster (%u, %u, %u), %u B shared",
+              kernel.name, error, size[0], size[1], size[2], size[3], size[4], size[5], size[6], size[7], size[8],
+              size[9]);
 }
 
-// Arguments: the CUtensorMap to fill, data type, rank, device address, then rank values each of size, stride in bytes, box
-// and element stride, innermost dimension first, then interleave, swizzle, L2 promotion, out-of-bounds fill.
+// Arguments: the CUtensorMap to fill, data type, rank, device address, then rank values each of size, stride in bytes,
+// box and element stride, innermost dimension first, then interleave, swizzle, L2 promotion, out-of-bounds fill.
 int encode_tensor_map(void *, const TVMFFIAny *args, int32_t, TVMFFIAny *) {
   NEED_DRIVER();
   int rank = args[2].v_int64;
@@ -192,13 +194,15 @@ int encode_tensor_map(void *, const TVMFFIAny *args, int32_t, TVMFFIAny *) {
     element_stride[i] = args[4 + 3 * rank + i].v_int64;
   }
   const TVMFFIAny *mode = args + 4 + 4 * rank;
+  void *address = args[3].v_ptr;
+  int type = args[1].v_int64;
   CUresult status = driver().cuTensorMapEncodeTiled(  // the innermost stride is implied
-      (CUtensorMap *)args[0].v_ptr, (CUtensorMapDataType)args[1].v_int64, rank, args[3].v_ptr, size, stride + 1, box, element_stride,
-      (CUtensorMapInterleave)mode[0].v_int64, (CUtensorMapSwizzle)mode[1].v_int64, (CUtensorMapL2promotion)mode[2].v_int64,
-      (CUtensorMapFloatOOBfill)mode[3].v_int64);
+      (CUtensorMap *)args[0].v_ptr, (CUtensorMapDataType)type, rank, address, size, stride + 1, box, element_stride,
+      (CUtensorMapInterleave)mode[0].v_int64, (CUtensorMapSwizzle)mode[1].v_int64,
+      (CUtensorMapL2promotion)mode[2].v_int64, (CUtensorMapFloatOOBfill)mode[3].v_int64);
   if (!status) return 0;
   char text[512];
-  int length = snprintf(text, sizeof text, "data type %d, address %p (must be 16-byte aligned)", (int)args[1].v_int64, args[3].v_ptr);
+  int length = snprintf(text, sizeof text, "data type %d, address %p (must be 16-byte aligned)", type, address);
   for (int i = 0; i < rank; ++i)
     length += snprintf(text + length, sizeof text - length, ", dimension %d: size %llu stride %llu box %u", i,
                        (unsigned long long)size[i], (unsigned long long)stride[i], box[i]);
@@ -255,7 +259,8 @@ def host_text(host: str, device_functions: list[Any], image: Path) -> str:
         )
         kernels.append(f'Kernel kernel_{index} = {{"{name}", "{kinds}", "{places}", {dependent}, {cooperative}}};')
         kernels.append(
-            f"int launch_{index}(void *, const TVMFFIAny *args, int32_t, TVMFFIAny *) {{ return launch(kernel_{index}, args); }}"
+            f"int launch_{index}(void *, const TVMFFIAny *args, int32_t, TVMFFIAny *) "
+            f"{{ return launch(kernel_{index}, args); }}"
         )
         table.append(f'{{"{name}", launch_{index}}}')
         longest = max(longest, len(kinds))

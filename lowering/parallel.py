@@ -1,8 +1,8 @@
 """Compiles many kernels at once, each in a process that sees no GPU.
 
-Workers are started as `python -m terrazzo.lowering.parallel` and speak JSON lines, one request and one answer at a time.
-A compiler that crashes or hangs costs the request it had in hand; the next request gets a fresh worker. Nothing is
-forked, so a parent with threads, CUDA or a script without a main guard is safe.
+Workers are started as `python -m terrazzo.lowering.parallel` and speak JSON lines, one request and one answer at a
+time. A compiler that crashes or hangs costs the request it had in hand; the next request gets a fresh worker. Nothing
+is forked, so a parent with threads, CUDA or a script without a main guard is safe.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from terrazzo.lowering.errors import CompileError, TerrazzoError, ToolchainError
+from terrazzo.lowering.errors import CompileError, TerrazzoError
 from terrazzo.lowering.kernels import compile_request, find_compiled
 from terrazzo.lowering.request import KernelRequest
-from terrazzo.lowering.toolchain import INSTALL_COMPILER, toolchain
+from terrazzo.lowering.toolchain import require_compiler
 
 Outcome = Path | CompileError
 DEADLINE_S = 900.0
@@ -65,8 +66,7 @@ def compile_many(
             todo.put(request)
     if todo.empty():
         return [outcomes[request] for request in requests]
-    if toolchain().missing():
-        raise ToolchainError(f"cannot compile: {', '.join(toolchain().missing())} missing; {INSTALL_COMPILER}")
+    require_compiler(f"{todo.qsize()} kernels")
 
     done: queue.SimpleQueue[tuple[KernelRequest, Outcome]] = queue.SimpleQueue()
     crew = [_Worker(todo, done, deadline) for _ in range(min(workers or len(os.sched_getaffinity(0)), todo.qsize()))]
@@ -89,6 +89,7 @@ class _Worker(threading.Thread):
         self.todo, self.done, self.deadline = todo, done, deadline
         self.process: subprocess.Popen | None = None
         self.stopped = False
+        self.noise = tempfile.TemporaryFile()  # the process's stderr; its end is shown if the process dies
 
     def run(self) -> None:
         while not self.stopped:
@@ -98,7 +99,8 @@ class _Worker(threading.Thread):
                 return self.stop()
             try:
                 outcome = self.compile(request)
-            except OSError as error:
+            except (OSError, ValueError) as error:  # it died while we spoke to it, or was stopped
+                self.kill()
                 outcome = CompileError(f"{request}: the compiling process cannot be used: {error}")
             self.done.put((request, outcome))
 
@@ -108,6 +110,7 @@ class _Worker(threading.Thread):
                 [sys.executable, "-m", __name__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=self.noise,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
                 start_new_session=True,  # so that nvcc and its children can be stopped with it
             )
@@ -120,7 +123,10 @@ class _Worker(threading.Thread):
             code = process.wait() if ready else None
             self.kill()
             how = f"took longer than {self.deadline:.0f} s" if code is None else f"died with exit status {code}"
-            return CompileError(f"{request}: the compiling process {how}")
+            self.noise.seek(max(0, self.noise.seek(0, os.SEEK_END) - 2000))
+            return CompileError(
+                f"{request}: the compiling process {how}\n{self.noise.read().decode(errors='replace').strip()}"
+            )
         said = json.loads(answer)
         return Path(said["folder"]) if "folder" in said else CompileError(said["error"])
 

@@ -27,11 +27,11 @@ class KernelRequest:
 
     Args:
         name: short name for reports and errors, for example "w4a16.small_batch".
-        entry: "module:function"; the function is called as `build(target=Target, **params)` in the compiling process and
-            returns a TileLang prim_func named "main".
+        entry: "module:function"; the function is called as `build(target=Target, **params)` in the compiling process
+            and returns a TileLang prim_func named "main".
         params: arguments of the builder, plain scalars (mapping or pairs; kept as sorted pairs).
-        target: anything `Target.parse` accepts. It is narrowed to its architecture's default device: a kernel may depend
-            on the architecture only, whatever else it needs of a device (its SM count, say) goes into `params`.
+        target: anything `Target.parse` accepts. It is narrowed to its architecture's default device: a kernel may
+            depend on the architecture only, whatever else it needs of a device (its SM count, say) goes into `params`.
         pass_configs: TileLang pass options (mapping or pairs).
         flags: further nvcc flags. "ptx=compute_80" embeds PTX of that virtual architecture beside the machine code, so
             that newer GPUs can translate the kernel when they load it.
@@ -63,10 +63,8 @@ class KernelRequest:
             )
         for flag in self.flags:
             if flag.startswith("ptx=") and (flag != f"ptx=compute_{arch.removeprefix('sm_')}" or arch.endswith("a")):
-                raise ArgumentError(
-                    "flags", flag, f"PTX for {arch} must be of its own virtual architecture, and sm_90a has no portable PTX",
-                    "use ptx=compute_80 with target sm_80",
-                )  # fmt: skip
+                constraint = f"PTX for {arch} must be of its own virtual architecture, and sm_90a has no portable PTX"
+                raise ArgumentError("flags", flag, constraint, "use ptx=compute_80 with target sm_80")
 
     @property
     def ptx(self) -> str | None:
@@ -146,3 +144,6 @@ def source_digest(module: str) -> str:
             "entry", module, "no such module can be imported", "install it or put its folder on PYTHONPATH"
         )
     return hashlib.sha256(package_digest().encode() + Path(spec.origin).read_bytes()).hexdigest()
+
+
+package_digest()  # taken now: a file that is edited while this process runs must not give the old code a new name

@@ -7,15 +7,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from terrazzo.lowering.errors import ArgumentError, CaptureError
+from terrazzo.lowering.errors import ArgumentError, CaptureError, TargetError
 from terrazzo.lowering.report import KernelReport
 
 
 class Kernel:
     """A compiled kernel, ready to launch on the current torch stream.
 
-    Calling it passes its arguments straight to the generated host function: torch tensors (outputs included) and ints, the
-    first one a tensor. The first call on a device loads the machine code there, which a CUDA graph cannot capture.
+    Calling it passes its arguments straight to the generated host function: torch tensors (outputs included) and
+    scalars, the first one a tensor. The first call on a device loads the machine code there, which a CUDA graph cannot
+    capture.
     """
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -29,9 +30,12 @@ class Kernel:
 
     def __call__(self, *args: Any) -> None:
         """Launch. Raises ArgumentError for arguments that the kernel was not built for, CaptureError when cold."""
-        if not self._warm or args[0].get_device() not in self._warm:
-            self._first_launch(args)
-            return
+        try:
+            cold = args[0].get_device() not in self._warm
+        except (AttributeError, IndexError):
+            cold = True  # no tensor there: the first launch says what is wrong
+        if cold:
+            return self._first_launch(args)
         try:
             self._function(*args)
         except RuntimeError as error:
@@ -69,14 +73,21 @@ class Kernel:
         return f"Kernel({self.name!r}, {'warm' if self.warm else 'cold'})"
 
 
-# The host function's own checks: "kernel main input A shape[0] violates packed ABI constraint; expected: 512, got: 1024".
+# The host function's own checks: "kernel main input A shape[0] violates packed ABI constraint; expected: 512, got: 9".
 # TileLang swaps the two words: the first number was passed, the second one is required.
 _CHECK = re.compile(r"main(?: input |\.)(\w+) (.*?)(?:; expected: (\S+), got: (\S+))?$", re.DOTALL)
 _COUNT = re.compile(r"num_args should be (\d+)")
 
 
 def _explain(kernel: str, args: tuple[Any, ...], error: RuntimeError) -> Exception:
-    """An ArgumentError for a refused argument; any other error unchanged."""
+    """ArgumentError for a refused argument, TargetError for machine code of another GPU, any other error unchanged."""
+    if "NO_BINARY_FOR_GPU" in str(error):
+        import torch
+
+        device = torch.cuda.get_device_name(args[0].device)
+        return TargetError(
+            "target", device, f"kernel {kernel} has no machine code for this device", "compile it for Target.detect()"
+        )
     count = _COUNT.search(str(error))
     if count:
         return ArgumentError(

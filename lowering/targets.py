@@ -1,6 +1,6 @@
 """GPU targets: what a schedule may ask of a device, and which instructions it runs natively.
 
-Figures are the vendors' datasheets (dense rates, 32-bit accumulation); shared-memory sizes are those that the CUDA driver
+Figures are NVIDIA's datasheets (dense rates, 32-bit accumulation); shared-memory sizes are those that the CUDA driver
 reports. The capability table is specs.md A (SASS of one instruction each): on sm_90a the s4 and fp8 forms of `mma.sync`
 assemble, but into emulation routines, so they are no capabilities there.
 """
@@ -25,7 +25,7 @@ KNOWN_CAPABILITIES = frozenset().union(*CAPABILITIES.values())
 
 
 def _rates(arch: str, f16: float, s8: float) -> tuple[tuple[str, float], ...]:
-    """Dense TFLOP/s by operand dtype: e4m3 runs at twice the f16 rate, s4 at twice the s8 rate, where they are native."""
+    """Dense TFLOP/s by operand dtype: e4m3 runs at twice the f16 rate, s4 at twice the s8 rate, where native."""
     native = CAPABILITIES[arch]
     rates = [("f16", f16), ("bf16", f16), ("s8", s8)]
     return tuple(
@@ -67,7 +67,7 @@ class Target:
     def parse(spec: Any = None) -> Target:
         """A Target from an arch ("sm_90a"), a TVM tag ("nvidia/nvidia-h100"), a TVM Target, a Target, or None (detect).
 
-        An arch stands for its default device: A100-80GB, A40, L40S and H200.
+        An arch stands for its default device: A100-80GB, A40, L40S and H200. So does a TVM Target, which keeps no tag.
 
         Raises:
             TargetError: an architecture or device that is not supported; the message lists those that are.
@@ -84,15 +84,12 @@ class Target:
                 return _DEVICES[device]
             raise _unsupported(spec)
         if getattr(getattr(spec, "kind", None), "name", None) == "cuda":
-            tag = str(getattr(spec, "tag", "") or "").removeprefix("nvidia/")
-            if tag in _DEVICES:
-                return _DEVICES[tag]
             return Target.parse(str(spec.attrs["arch"]) if "arch" in spec.attrs else "cuda")
         raise _unsupported(spec)
 
     @staticmethod
     def detect(device: Any = None) -> Target:
-        """The Target of a CUDA device (torch device, index or None for the current one), with its own SM count and sizes.
+        """The Target of a CUDA device (torch device, index, None for the current one), with its own SM count and sizes.
 
         Bandwidth and tensor rates come from the datasheet of the device's model; for a model that is not in the table,
         the rates of the architecture's default device are scaled by the number of SMs.

@@ -48,6 +48,13 @@ class Toolchain:
         return [name for name, version in parts.items() if version is None]
 
 
+def require_compiler(purpose: str) -> None:
+    """Raise ToolchainError, naming what is missing and how to get it, unless a kernel can be compiled."""
+    missing = toolchain().missing()
+    if missing:
+        raise ToolchainError(f"cannot compile {purpose}: {', '.join(missing)} missing; {INSTALL_COMPILER}")
+
+
 def package_version(name: str) -> str | None:
     """Version of an installed distribution, or None."""
     try:
@@ -96,7 +103,7 @@ def find_host_compiler() -> str | None:
 
 @cache
 def _nvcc_versions(nvcc: str) -> tuple[str, str]:
-    """(compiler version, toolkit version) of one nvcc: its own build string, and CUDA_VERSION of the headers beside it."""
+    """(compiler, toolkit) versions of one nvcc: its own build string, and CUDA_VERSION of the headers beside it."""
     try:
         said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:

@@ -1,4 +1,4 @@
-"""Fixtures of the ground floor: a private kernel cache, small kernels compiled once, a CUDA driver that only takes notes."""
+"""Fixtures of the ground floor: private caches, kernels compiled once, a CUDA driver that only takes notes."""
 
 import subprocess
 from pathlib import Path
@@ -7,6 +7,15 @@ import pytest
 from terrazzo.lowering.toolchain import find_host_compiler, find_nvcc
 
 HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """No test sees kernels or bundles that another one loaded."""
+    from terrazzo.lowering import kernels
+
+    yield
+    kernels.forget_kernels()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from terrazzo.lowering import Kernel, KernelReport, KernelRequest, compile_reque
 from terrazzo.lowering.errors import ArgumentError, CompileError, ToolchainError
 from terrazzo.lowering.toolchain import find_cuda_tool
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.compiles]
 needs_disassembler = pytest.mark.skipif(find_cuda_tool("cuobjdump") is None, reason="no cuobjdump")
 
 
@@ -133,46 +133,54 @@ def test_get_kernel_remembers_and_a_cache_hit_imports_no_compiler(compiled, shar
     request = request_for("scale")
     compiled(request)
     assert is_ready(request) and get_kernel(request) is get_kernel(request)
-    done = run_python(
-        "import sys\nfrom lowering_tools import request_for\nfrom terrazzo.lowering import get_kernel\nkernel = get_kernel(request_for('scale'))\n"
-        "print(kernel, sorted({'tilelang', 'tvm'} & set(sys.modules)))",
-        TERRAZZO_CACHE_DIR=str(shared_cache),
-    )
+    code = """
+import sys
+from lowering_tools import request_for
+from terrazzo.lowering import get_kernel
+print(get_kernel(request_for("scale")), sorted({"tilelang", "tvm"} & set(sys.modules)))
+"""
+    done = run_python(code, TERRAZZO_CACHE_DIR=str(shared_cache))
     assert done.stdout.strip() == "Kernel('test.scale() for sm_80', cold) []", done.stderr
 
 
 def test_importing_the_floor_imports_no_framework():
-    done = run_python(
-        "import sys, terrazzo.lowering, terrazzo.lowering.kernels, terrazzo.lowering.bundle, terrazzo.lowering.compiler, terrazzo.lowering.parallel\n"
-        "print(sorted({'torch', 'tilelang', 'tvm', 'tvm_ffi', 'numpy'} & set(sys.modules)))"
-    )
+    code = """
+import importlib, sys
+for name in ("kernels", "bundle", "compiler", "launcher", "parallel", "environment"):
+    importlib.import_module("terrazzo.lowering." + name)
+print(sorted({"torch", "tilelang", "tvm", "tvm_ffi", "numpy"} & set(sys.modules)))
+"""
+    done = run_python(code)
     assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_apache_tvm_in_the_process_stops_a_compilation(cache_dir):
-    code = (
-        "import sys, types\nsys.modules['tvm'] = types.ModuleType('tvm'); sys.modules['tvm'].__file__ = '/site-packages/tvm/__init__.py'\n"
-        "from lowering_tools import request_for\nfrom terrazzo.lowering import compile_request\ncompile_request(request_for('scale'))"
-    )
+    code = """
+import sys, types
+sys.modules["tvm"] = types.ModuleType("tvm")
+sys.modules["tvm"].__file__ = "/site-packages/tvm/__init__.py"
+from lowering_tools import request_for
+from terrazzo.lowering import compile_request
+compile_request(request_for("scale"))
+"""
     done = run_python(code, TERRAZZO_CACHE_DIR=str(cache_dir))
     assert "ToolchainError: this process has imported apache-tvm" in done.stderr
 
 
-def test_compiling_leaves_the_environment_of_children_alone(cache_dir):
-    code = (
-        "import os\nfrom lowering_tools import request_for\nfrom terrazzo.lowering import compile_request\nbefore = dict(os.environ)\n"
-        "compile_request(request_for('scale'))\nprint([k for k in ('PYTHONPATH', 'TVM_LIBRARY_PATH') if os.environ.get(k) != before.get(k)])"
-    )
-    done = run_python(code, TERRAZZO_CACHE_DIR=str(cache_dir))
-    assert done.stdout.strip().endswith("[]"), done.stderr
-
-
-def test_tilelang_keeps_its_own_compiler_for_its_own_kernels(cache_dir):
-    code = (
-        "from lowering_tools import request_for\nfrom terrazzo.lowering import compile_request\ncompile_request(request_for('scale'))\n"
-        "import programs, tilelang\nfrom tvm.target import Target\n"
-        "kernel = tilelang.compile(programs.scale(None), target=Target({'kind': 'cuda', 'arch': 'sm_80'}), execution_backend='tvm_ffi')\n"
-        "print('own', len(kernel.get_kernel_source()) > 0)"
-    )
+def test_compiling_leaves_children_and_tilelang_alone(cache_dir):
+    """Child processes inherit no TVM of TileLang's, and TileLang still compiles its own kernels its own way."""
+    code = """
+import os
+from lowering_tools import request_for
+from terrazzo.lowering import compile_request
+before = dict(os.environ)
+compile_request(request_for("scale"))
+print([name for name in ("PYTHONPATH", "TVM_LIBRARY_PATH") if os.environ.get(name) != before.get(name)])
+import programs, tilelang
+from tvm.target import Target
+target = Target({"kind": "cuda", "arch": "sm_80"})
+kernel = tilelang.compile(programs.scale(None), target=target, execution_backend="tvm_ffi")
+print("main_kernel" in kernel.get_kernel_source())
+"""
     done = run_python(code, TERRAZZO_CACHE_DIR=str(cache_dir), TILELANG_CACHE_DIR=str(cache_dir / "tilelang"))
-    assert "own True" in done.stdout, done.stderr
+    assert done.stdout.split()[0] == "[]" and done.stdout.split()[-1] == "True", done.stderr

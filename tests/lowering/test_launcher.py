@@ -5,7 +5,7 @@ import json
 import pytest
 from lowering_tools import needs_compiler, request_for, run_python
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.compiles]
 
 # A process without tilelang (an import of it fails) that launches on tensors which claim to lie on a CUDA device.
 DRIVE = """
@@ -20,9 +20,10 @@ from terrazzo.lowering import Kernel
 import tvm_ffi
 
 class DLManagedTensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8),
-                ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
-                ("offset", ctypes.c_uint64), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+    _fields_ = [("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32),
+                ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+                ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p), ("offset", ctypes.c_uint64),
+                ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 class OnDevice:
     def __init__(self, address, shape, bits, device=0):
@@ -47,7 +48,7 @@ launch = Kernel("test", Path(FOLDER))._function
 
 @pytest.fixture
 def drive(fake_driver, tmp_path):
-    """Function that runs code with `launch` and `tensor` defined and returns the driver's notes (or the process, if it fails)."""
+    """Function that runs code with `launch` and `tensor` and returns the driver's notes, or the process if it fails."""
 
     def run(folder, params: str, code: str, **environment: str):
         log = tmp_path / "driver.log"

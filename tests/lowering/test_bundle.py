@@ -1,0 +1,161 @@
+"""Bundles: what a process without a compiler can trust, and what it refuses by name."""
+
+import json
+import shutil
+
+import pytest
+from lowering_tools import needs_compiler, request_for, run_python
+from terrazzo.lowering import Target, kernels, load_bundle, write_bundle
+from terrazzo.lowering.errors import ArgumentError, BundleError
+from terrazzo.lowering.toolchain import package_version
+
+pytestmark = [needs_compiler, pytest.mark.compiles]
+LAYOUTS = {"w4a16_wgmma": "identity-1"}
+REQUESTS = [("scale", {}), ("gemm", {})]
+
+
+@pytest.fixture(scope="session")
+def original(tmp_path_factory, shared_cache):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERRAZZO_CACHE_DIR", str(shared_cache))
+        return write_bundle(
+            tmp_path_factory.mktemp("bundles") / "original", [request_for(name, **p) for name, p in REQUESTS], LAYOUTS
+        )
+
+
+@pytest.fixture
+def bundle(original, tmp_path, monkeypatch):
+    """A copy to damage, in a process state that has no kernels yet and an empty cache."""
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "empty"))
+    return shutil.copytree(original, tmp_path / "bundle")
+
+
+def edit_manifest(bundle, **changes):
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    (bundle / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+
+
+def test_kernels_come_from_the_bundle(bundle, tmp_path):
+    request = request_for("gemm")
+    assert not kernels.is_ready(request)
+    loaded = load_bundle(bundle, "sm_80", LAYOUTS)
+    assert (
+        loaded.target == Target.parse("sm_80")
+        and loaded.layouts == LAYOUTS
+        and set(loaded.requests) == {request_for("scale"), request}
+    )
+    assert loaded.reports[request].registers > 0
+    assert kernels.is_ready(request) and kernels.get_kernel(request).folder.parent == bundle / "kernels"
+    assert not list((tmp_path / "empty" / "v1" / "kernels").iterdir())
+
+
+def test_a_process_without_tilelang_tvm_or_compiler_runs_it(bundle, tmp_path):
+    code = f"""
+import sys
+class OnlyTorchAndTvmFfi:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("tilelang", "tvm", "filelock"):
+            raise ImportError(name + " is not installed here")
+sys.meta_path.insert(0, OnlyTorchAndTvmFfi())
+import torch
+from lowering_tools import request_for
+from terrazzo.lowering import get_kernel, load_bundle
+from terrazzo.lowering.errors import ArgumentError, ToolchainError
+load_bundle({str(bundle)!r})
+kernel = get_kernel(request_for("scale"))
+try:
+    kernel(torch.zeros(4, 256), torch.zeros(4, 256), 1, 2.0)
+except ArgumentError as error:
+    print("refused:", error.constraint)
+print("loaded", sorted(name for name in ("tilelang", "tvm") if name in sys.modules))
+try:
+    get_kernel(request_for("scale", n=64))
+except ToolchainError as error:
+    print(error)
+"""
+    done = run_python(code, PATH="/nowhere", CUDA_HOME="/nowhere", TERRAZZO_CACHE_DIR=str(tmp_path / "none"))
+    lines = done.stdout.splitlines()
+    assert lines and lines[0].startswith("refused:") and "expected cuda" in lines[0], done.stderr
+    assert lines[1] == "loaded []" and "nvcc" in lines[2] and "bundle" in lines[2]
+
+
+@pytest.mark.skipif(package_version("apache-tvm") is None, reason="apache-tvm is not installed")
+def test_a_process_with_apache_tvm_runs_it(bundle):
+    code = f"""
+import tvm
+from lowering_tools import request_for
+from terrazzo.lowering import get_kernel, load_bundle
+load_bundle({str(bundle)!r})
+print(get_kernel(request_for("scale")), "tilelang" in tvm.__file__)
+"""
+    done = run_python(code)
+    assert done.stdout.strip() == "Kernel('test.scale() for sm_80', cold) False", done.stderr
+
+
+def test_tampering_is_found(bundle):
+    victim = next(bundle.glob("kernels/*/kernel.so"))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    with pytest.raises(BundleError, match=r"kernel\.so has sha256"):
+        load_bundle(bundle)
+
+
+def test_missing_parts_are_found(bundle):
+    next(bundle.glob("kernels/*/report.json")).unlink()
+    with pytest.raises(BundleError, match=r"report\.json cannot be read"):
+        load_bundle(bundle)
+    shutil.rmtree(bundle)
+    with pytest.raises(BundleError, match=r"manifest\.json cannot be read"):
+        load_bundle(bundle)
+
+
+def test_another_target_is_refused_by_name(bundle):
+    with pytest.raises(BundleError, match=r"is for sm_80, wanted is sm_90a \(NVIDIA H200\)"):
+        load_bundle(bundle, "sm_90a")
+
+
+def test_the_current_device_counts(bundle, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Target, "detect", staticmethod(lambda: Target.parse("sm_89")))
+    with pytest.raises(BundleError, match="wanted is sm_89"):
+        load_bundle(bundle)
+
+
+def test_another_version_is_refused_by_name(bundle):
+    edit_manifest(bundle, terrazzo="0.0.9")
+    with pytest.raises(BundleError, match=r"made with terrazzo 0\.0\.9, this is"):
+        load_bundle(bundle)
+    edit_manifest(bundle, terrazzo=package_version("terrazzo"), **{"terrazzo sources": "0" * 16})
+    with pytest.raises(BundleError, match="made with terrazzo sources 0000"):
+        load_bundle(bundle)
+    edit_manifest(bundle, format="terrazzo-bundle-9")
+    with pytest.raises(BundleError, match="terrazzo-bundle-9"):
+        load_bundle(bundle)
+
+
+def test_another_layout_is_refused_by_name(bundle):
+    with pytest.raises(BundleError, match="layout w4a16_wgmma = identity-1, this installation packs identity-2"):
+        load_bundle(bundle, layouts={"w4a16_wgmma": "identity-2", "other": "x"})
+
+
+def test_a_bundle_appears_complete_or_not_at_all(original, compiled, tmp_path):
+    with pytest.raises(BundleError, match="exists already"):
+        write_bundle(original, [request_for("scale")])
+    before = json.loads((original / "manifest.json").read_text())
+    replaced = shutil.copytree(original, tmp_path / "bundle")
+    write_bundle(replaced, [request_for("scale")], replace=True)
+    assert len(load_bundle(replaced).requests) == 1 and json.loads((original / "manifest.json").read_text()) == before
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(BundleError, match="exists already"):
+        write_bundle(tmp_path / "mine", [request_for("scale")], replace=True)
+    with pytest.raises(Exception, match="cannot be loaded"):
+        write_bundle(tmp_path / "never", [request_for("scale"), request_for("absent")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "mine"]
+
+
+@pytest.mark.parametrize("requests", [[], [request_for("scale"), request_for("scale", "sm_90a")]])
+def test_a_bundle_has_one_target(tmp_path, requests):
+    with pytest.raises(ArgumentError, match="exactly one target"):
+        write_bundle(tmp_path / "bundle", requests)

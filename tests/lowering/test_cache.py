@@ -1,0 +1,175 @@
+"""The kernel cache under many processes, damage, kills and full disks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from terrazzo.lowering import cache
+from terrazzo.lowering.errors import CacheError
+
+KEY = "k" * 64
+REPORT = {"registers": 40, "spill_stores": 0, "tensor_instructions": []}
+META = {"request": {"name": "n", "target": "sm_80", "params": {}}}
+# A build that notes that it ran, takes a while, and writes two files.
+BUILDER = f"""
+import os, pathlib, sys, time
+from terrazzo.lowering import cache
+def build(folder):
+    with open(os.environ["BUILDS"], "a") as log:
+        log.write("build\\n")
+    (folder / "kernel.so").write_bytes(b"first half")
+    print("building", flush=True)
+    time.sleep(float(os.environ.get("BUILD_SECONDS", "0.2")))
+    (folder / "report.json").write_text({json.dumps(json.dumps(REPORT))})
+print(cache.get_or_build({KEY!r}, {META!r}, build), flush=True)
+"""
+
+
+@pytest.fixture
+def builds(cache_dir, tmp_path, monkeypatch):
+    """Path of a file that grows by one line with each build."""
+    monkeypatch.setenv("BUILDS", str(tmp_path / "builds"))
+    (tmp_path / "builds").touch()
+    return tmp_path / "builds"
+
+
+def start(**environment):
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILDER], env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
+    )
+
+
+def make(key=KEY, text="code"):
+    def build(folder):
+        (folder / "kernel.so").write_text(text)
+        (folder / "report.json").write_text(json.dumps(REPORT))
+
+    return cache.get_or_build(key, META, build)
+
+
+def rooms(cache_dir):
+    return {
+        name: len(list((cache_dir / "v1" / name).iterdir()))
+        for name in ("kernels", "building", "quarantine")
+        if (cache_dir / "v1" / name).is_dir()
+    }
+
+
+def test_many_processes_build_once(builds, cache_dir):
+    processes = [start() for _ in range(5)]
+    answers = {process.communicate(timeout=60)[0].split()[-1] for process in processes}
+    assert answers == {str(cache_dir / "v1" / "kernels" / KEY)} and builds.read_text() == "build\n"
+    assert rooms(cache_dir) == {"kernels": 1, "building": 0}
+
+
+def test_many_threads_build_once(cache_dir):
+    ran = []
+
+    def build(folder):
+        ran.append(1)
+        time.sleep(0.1)
+        (folder / "kernel.so").write_text("x")
+
+    with ThreadPoolExecutor(6) as pool:
+        assert len(set(pool.map(lambda _: cache.get_or_build(KEY, META, build), range(6)))) == 1
+    assert ran == [1]
+
+
+def test_a_killed_build_leaves_nothing_behind(builds, cache_dir):
+    victim = start(BUILD_SECONDS="60")
+    assert victim.stdout.readline() == "building\n"
+    waiting = start()
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    assert waiting.communicate(timeout=60)[0].split()[-1].endswith(KEY)
+    assert builds.read_text() == "build\n" * 2 and rooms(cache_dir) == {"kernels": 1, "building": 0}
+    assert [row["ok"] for row in cache.verify()] == [True]
+
+
+def test_a_stopped_builder_delays_others_only_for_the_timeout(builds, cache_dir):
+    stopped = start(BUILD_SECONDS="1")
+    assert stopped.stdout.readline() == "building\n"
+    stopped.send_signal(signal.SIGSTOP)
+    entry = cache.get_or_build(KEY, META, lambda folder: (folder / "kernel.so").write_text("mine"), timeout=0.2)
+    stopped.send_signal(signal.SIGCONT)
+    assert stopped.communicate(timeout=60)[0].split()[-1] == str(entry)
+    assert (entry / "kernel.so").read_text() == "mine"  # first come, kept
+    assert rooms(cache_dir) == {"kernels": 1, "building": 0}
+
+
+def damage_flip(entry):
+    data = bytearray((entry / "kernel.so").read_bytes())
+    data[1] ^= 1
+    (entry / "kernel.so").write_bytes(data)
+
+
+DAMAGES = {
+    "one flipped bit": (damage_flip, "kernel.so has sha256"),
+    "a cut file": (lambda entry: (entry / "kernel.so").write_text(""), "kernel.so has sha256"),
+    "a missing file": (lambda entry: (entry / "report.json").unlink(), "report.json cannot be read"),
+    "no manifest": (lambda entry: (entry / "manifest.json").unlink(), "manifest.json cannot be read"),
+    "a cut manifest": (lambda entry: (entry / "manifest.json").write_text('{"files": '), "manifest.json is damaged"),
+    "an empty manifest": (lambda entry: (entry / "manifest.json").write_text("[]"), "manifest.json is damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_is_quarantined_and_rebuilt(cache_dir, kind):
+    damage, words = DAMAGES[kind]
+    damage(make())
+    with pytest.raises(ValueError, match=words):
+        cache.read_manifest(cache_dir / "v1" / "kernels" / KEY)
+    assert cache.lookup(KEY) is None
+    assert (make(text="new") / "kernel.so").read_text() == "new" and rooms(cache_dir) == {
+        "kernels": 1,
+        "building": 0,
+        "quarantine": 1,
+    }
+
+
+def test_list_verify_clear(cache_dir):
+    assert cache.list_entries() == [] and cache.verify() == [] and cache.clear() == {"entries": 0, "bytes": 0}
+    make("a" * 64)
+    damage_flip(make("b" * 64))
+    rows = cache.list_entries()
+    assert [row["key"][0] for row in rows] == ["a", "b"] and rows[0]["registers"] == 40 and rows[0]["bytes"] > 0
+    assert rows[0]["name"] == "n" and rows[0]["target"] == "sm_80" and time.time() - rows[0]["created"] < 60
+    checked = cache.verify()
+    assert [row["ok"] for row in checked] == [True, False] and "sha256" in checked[1]["problem"]
+    freed = cache.clear()
+    assert (
+        freed["entries"] == 2
+        and freed["bytes"] > 0
+        and rooms(cache_dir) == {"kernels": 0, "building": 0, "quarantine": 0}
+    )
+
+
+def test_old_leftovers_are_swept_and_fresh_ones_kept(cache_dir):
+    building = cache_dir / "v1" / "building"
+    for name, age in (("other.old", 7200), ("other.fresh", 0)):
+        (building / name).mkdir(parents=True)
+        os.utime(building / name, (time.time() - age,) * 2)
+    make()
+    assert [folder.name for folder in building.iterdir()] == ["other.fresh"]
+
+
+def test_a_failed_build_leaves_nothing(cache_dir):
+    def build(folder):
+        (folder / "kernel.so").write_text("half")
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        cache.get_or_build(KEY, META, build)
+    assert rooms(cache_dir) == {"kernels": 0, "building": 0}
+
+
+def test_an_unusable_folder_is_a_clear_error(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(CacheError, match="TERRAZZO_CACHE_DIR"):
+        make()

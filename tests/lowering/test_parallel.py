@@ -1,0 +1,62 @@
+"""Parallel compilation: one outcome for each request, whatever happens to a worker."""
+
+import os
+from pathlib import Path
+
+import pytest
+from lowering_tools import needs_compiler, request_for
+from terrazzo.lowering import KernelRequest, compile_many, is_ready
+from terrazzo.lowering.errors import CompileError, ToolchainError
+
+FAULTS = """
+import os, time
+def dies(target):
+    print("last words", flush=True)
+    os._exit(7)
+def hangs(target): time.sleep(600)
+def sees_gpus(target): raise RuntimeError(f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r}")
+def talks(target):
+    print("noise on stdout", flush=True)
+    raise RuntimeError("said")
+"""
+
+
+@pytest.fixture
+def faults(tmp_path, monkeypatch, cache_dir):
+    """Function that makes a request for a builder that misbehaves before it needs any compiler."""
+    (tmp_path / "faults.py").write_text(FAULTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return lambda name: KernelRequest(name, f"faults:{name}", {}, "sm_80")
+
+
+@needs_compiler
+def test_results_stand_in_order_and_faults_cost_one_request(faults):
+    good = request_for("scale")
+    requests = [faults("dies"), good, faults("talks"), request_for("scale", n=128), good, faults("sees_gpus")]
+    seen = []
+    results = compile_many(
+        requests, workers=2, progress=lambda done, total, request, outcome: seen.append((done, total, request.name))
+    )
+    assert [isinstance(result, Path) for result in results] == [False, True, False, True, True, False]
+    assert (
+        "exit status 7" in str(results[0])
+        and "said" in str(results[2])
+        and "CUDA_VISIBLE_DEVICES=''" in str(results[5])
+    )
+    assert results[1] == results[4] and is_ready(good) and (results[3] / "kernel.so").is_file()
+    assert [(done, total) for done, total, _ in seen] == [(number, 5) for number in range(1, 6)]
+    before = os.times().children_user
+    assert compile_many([good, good]) == [results[1]] * 2 and os.times().children_user == before  # no process for a hit
+
+
+@needs_compiler
+def test_a_hanging_compilation_is_given_up(faults):
+    (result,) = compile_many([faults("hangs")], deadline=6.0)
+    assert isinstance(result, CompileError) and "took longer than 6 s" in str(result)
+
+
+def test_no_work_needs_no_compiler(cache_dir, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    assert compile_many([]) == []
+    with pytest.raises(ToolchainError, match="nvcc missing"):
+        compile_many([request_for("scale")])

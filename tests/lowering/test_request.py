@@ -1,0 +1,102 @@
+"""A request's identity: everything that decides the code is in it, nothing else is."""
+
+import dataclasses
+import json
+import pickle
+
+import pytest
+from lowering_tools import run_python
+from terrazzo.lowering import KernelRequest, Target
+from terrazzo.lowering.errors import ArgumentError, TargetError
+from terrazzo.lowering.request import package_digest, source_digest
+from terrazzo.lowering.toolchain import Toolchain
+
+BASE = {
+    "name": "a",
+    "entry": "programs:scale",
+    "params": {"n": 256, "b": None},
+    "target": "sm_80",
+    "pass_configs": {"tl.x": True},
+    "flags": ("-lineinfo",),
+}
+TOOLS = Toolchain("0.1.15", "0.1.12", "13.0.88", "13.0")
+
+
+def test_round_trips():
+    request = KernelRequest(**BASE)
+    assert (
+        pickle.loads(pickle.dumps(request))
+        == request
+        == KernelRequest.from_dict(json.loads(json.dumps(request.as_dict())))
+    )
+    assert request.params == (("b", None), ("n", 256)) and str(request) == "a(b=None, n=256) for sm_80"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "b"},
+        {"entry": "programs:gemm"},
+        {"params": {"n": 256}},
+        {"target": "sm_86"},
+        {"pass_configs": {}},
+        {"flags": ()},
+        {"params": {"n": "256"}},
+    ],
+)
+def test_every_field_is_in_the_identity(change):
+    assert KernelRequest(**BASE).identity() != KernelRequest(**{**BASE, **change}).identity()
+
+
+def test_order_and_device_are_not():
+    swapped = KernelRequest(
+        **{**BASE, "params": {"b": None, "n": 256}, "target": dataclasses.replace(Target.parse("sm_80"), sms=7)}
+    )
+    assert swapped == KernelRequest(**BASE) and swapped.identity() == KernelRequest(**BASE).identity()
+    assert swapped.target.sms == 108
+
+
+def test_identity_is_equal_in_another_process():
+    done = run_python(f"from terrazzo.lowering import KernelRequest\nprint(KernelRequest(**{BASE!r}).identity())")
+    assert done.stdout.strip() == KernelRequest(**BASE).identity(), done.stderr
+
+
+def test_the_toolchain_is_in_the_key_only():
+    request = KernelRequest(**BASE)
+    keys = {
+        request.cache_key(dataclasses.replace(TOOLS, **{field.name: "other"})) for field in dataclasses.fields(TOOLS)
+    }
+    assert len(keys | {request.cache_key(TOOLS)}) == 5
+
+
+def test_the_builders_source_is_in_the_identity(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    digests = set()
+    for number, text in enumerate(["x = 1", "x = 2"]):
+        (tmp_path / f"builder_{number}.py").write_text(text)
+        digests.add(source_digest(f"builder_{number}"))
+    assert (
+        len(digests) == 2
+        and len({source_digest("terrazzo.ops.a"), source_digest("terrazzo.layouts.b"), package_digest()}) == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"entry": "programs.scale"}, "module:function"),
+        ({"params": {"n": [1]}}, "int, float, str, bool or None"),
+        ({"flags": ("ptx=compute_90",)}, "its own virtual architecture"),
+        ({"flags": ("ptx=compute_90a",), "target": "sm_90a"}, "no portable PTX"),
+    ],
+)
+def test_bad_requests_are_refused(change, words):
+    with pytest.raises(ArgumentError, match=words):
+        KernelRequest(**{**BASE, **change})
+
+
+def test_bad_targets_and_modules_are_refused():
+    with pytest.raises(TargetError):
+        KernelRequest(**{**BASE, "target": "sm_70"})
+    with pytest.raises(ArgumentError, match="no such module"):
+        KernelRequest(**{**BASE, "entry": "no_such_module_anywhere:f"}).identity()
