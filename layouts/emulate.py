@@ -96,8 +96,8 @@ def emulate_w4a16(
 
     Args:
         x: [M, k] activations (any float type; rounded to ``operand``), act-order already applied.
-        words: uint32 / int32 [N'/64, K'/64, 512] of ``layout`` (default: instance w4a16_wgmma).
-        params: uint8 [N'/64, G', R]: scales, then (if not symmetric) zero points, in RowLayout order.
+        words: uint32 / int32 [K'/64, N'/64, 512] of ``layout`` (block order "kr"; default: instance w4a16).
+        params: uint8 [G', N'/64, R]: scales, then (if not symmetric) zero points, in RowLayout order.
         n, k: the unpadded extents. group_size: group along K; k or more means the whole of K.
         scale_dtype: "float16", "bfloat16", "float32". operand: "float16" or "bfloat16".
         numerics: "exact" = one rounding of (q - z) * s; "fused" = fma(q, s, round(-z*s)); "post" = integers in the MMA,
@@ -105,12 +105,12 @@ def emulate_w4a16(
     Raises:
         LayoutError: unknown numerics or operand, or shapes that do not fit the layout.
     """
-    layout = layout or get_instance("w4a16_wgmma")
+    layout = layout or get_instance("w4a16")
     short = {"float16": "f16", "bfloat16": "bf16"}.get(operand)
     if short is None or numerics not in NUMERICS:
         name, value = ("operand", operand) if short is None else ("numerics", numerics)
         raise LayoutError(name, value, f"must be float16 or bfloat16 / one of {NUMERICS}", "see emulate_w4a16")
-    words = np.asarray(words)
+    words, params = np.moveaxis(np.asarray(words), 1, 0), np.moveaxis(np.asarray(params), 1, 0)
     padded_n, padded_k = words.shape[0] * layout.block_rows, words.shape[1] * layout.block_k
     if n > padded_n or k > padded_k or words.shape[2:] != (layout.words_per_block,):
         raise LayoutError(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GROUPS = (32, 64, 128)
 """Group sizes that kernels read; one group for the whole of K is the fourth choice."""
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
-LAYOUT = "w4a16_wgmma"
+LAYOUT = "w4a16"
 BLOCK_N, BLOCK_K = 64, 128
 """Rows and input channels that a packed weight is padded to."""
 FILE_VERSION = "terrazzo.w4a16/1"
@@ -152,8 +152,8 @@ class PackedWeight:
     """A 4-bit weight in the derived layout that every W4A16 kernel of every target reads. Np, Kp, Gp: padded sizes.
 
     Attributes:
-        words: int32 [Np/64, Kp/64, 512]; 8 codes to a word, in the order of layout `w4a16_wgmma`.
-        params: uint8 [Np/64, Gp, R]; R = 64 scales (order: warp, g, pair), then, unless symmetric, 64 zeros in the
+        words: int32 [Kp/64, Np/64, 512]; 8 codes to a word, in the order of layout `w4a16`.
+        params: uint8 [Gp, Np/64, R]; R = 64 scales (order: warp, g, pair), then, unless symmetric, 64 zeros in the
             same order.
         n, k: true sizes; Np = ceil(n/64)*64, Kp = ceil(k/128)*128, Gp = 1 when one group holds all of K, else
             Kp/group_size. Padded codes, scales and zeros are 0.
@@ -189,7 +189,7 @@ class PackedWeight:
     @property
     def groups(self) -> int:
         """Stored groups Gp."""
-        return self.params.shape[1]
+        return self.params.shape[0]
 
     @property
     def nbytes(self) -> int:
@@ -205,10 +205,11 @@ class PackedWeight:
         import torch
 
         layout, rows = _layout(), _rows()
-        codes = layout.unpack(self.words, self.n, self.words.shape[1] * layout.block_k)
+        codes = layout.unpack(self.words, self.n, self.words.shape[0] * layout.block_k)
         scale_bytes, groups = BLOCK_N * _SCALE_BYTES[self.scale_dtype], -(-self.k // self.group_size)
-        scales = self.params[..., :scale_bytes].contiguous().view(getattr(torch, self.scale_dtype))
-        zeros = None if self.symmetric else rows.unpack(self.params[..., scale_bytes:], self.n)
+        params = self.params.transpose(0, 1)
+        scales = params[..., :scale_bytes].contiguous().view(getattr(torch, self.scale_dtype))
+        zeros = None if self.symmetric else rows.unpack(params[..., scale_bytes:], self.n)
         return QuantizedWeight(
             codes=codes[:, : self.k].contiguous(),
             scales=rows.unpack(scales, self.n)[:, :groups].contiguous(),
@@ -282,8 +283,8 @@ class PackedWeight:
         """Raise ArgumentError unless words and params have the shapes and dtypes that n, k and group_size ask for."""
         np_, kp, gp, width = packed_sizes(self.n, self.k, self.group_size, self.scale_dtype, self.symmetric)
         for name, shape, dtype in (
-            ("words", (np_ // BLOCK_N, kp // 64, 512), "int32"),
-            ("params", (np_ // BLOCK_N, gp, width), "uint8"),
+            ("words", (kp // 64, np_ // BLOCK_N, 512), "int32"),
+            ("params", (gp, np_ // BLOCK_N, width), "uint8"),
         ):
             tensor = getattr(self, name)
             if tuple(tensor.shape) != shape or _dtype_name(tensor) != dtype or not tensor.is_contiguous():
@@ -352,7 +353,7 @@ def pack(
         params = torch.cat([params, rows.pack(padded(weight.zeros, gp))], dim=-1)
     return PackedWeight(
         words=layout.pack(padded(weight.codes, kp)).contiguous(),
-        params=params.contiguous(),
+        params=params.transpose(0, 1).contiguous(),
         n=weight.n,
         k=weight.k,
         group_size=weight.group_size,

@@ -78,14 +78,14 @@ def test_instance_proof_and_its_meaning(name):
             assert len(set(phase % 32)) == 32
 
 
-def test_eleven_instances_and_their_blocks():
-    assert len(INSTANCES) == 11
+def test_the_instances_and_their_blocks():
+    assert len(INSTANCES) == 12  # the eleven of specs.md B.1, and the W4A16 one with its blocks in another order
     layout = get_instance("w4a16_wgmma")
     assert (layout.block_rows, layout.block_k, layout.threads, layout.words_per_block) == (64, 64, 128, 512)
     assert get_instance("turbomind_u4").words_per_block * 4 == 256
     assert get_instance("w4a16_wgmma") is layout
     with pytest.raises(LayoutError, match="w4a16_wgmma"):
-        get_instance("w4a16")
+        get_instance("w4a17")
 
 
 def test_word_a_feeds_mma_a():

@@ -12,7 +12,7 @@ UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 def layer(n, k, group, scale_dtype, symmetric, seed=0):
     """A random quantized layer: codes, scales, zeros (float64 [n, G]) and its packed words and params."""
-    rng, layout = np.random.default_rng(seed), get_instance("w4a16_wgmma")
+    rng, layout = np.random.default_rng(seed), get_instance("w4a16")
     rows = derive_rows(layout.fragment, layout.block_rows)
     padded_n, padded_k = -(-n // 64) * 64, -(-k // 128) * 128
     size = padded_k if group >= k else group
@@ -33,7 +33,7 @@ def layer(n, k, group, scale_dtype, symmetric, seed=0):
     if not symmetric:
         params = np.concatenate([params, rows.pack(fill(zeros))], axis=2)
     weight = (codes - zeros[:, np.arange(k) // size].astype(np.float64)) * scales[:, np.arange(k) // size]
-    return layout.pack(whole), params, weight
+    return layout.pack(whole), params.transpose(1, 0, 2), weight
 
 
 CASES = [

@@ -67,7 +67,7 @@ def test_ragged_shapes_are_padded_with_zeros(n, k, group):
     weight = random_weight(n, k, group)
     packed = pack(weight)
     np_, kp, gp, width = packed_sizes(n, k, weight.group_size, "float16", False)
-    assert packed.words.shape == (np_ // 64, kp // 64, 512) and packed.params.shape == (np_ // 64, gp, width)
+    assert packed.words.shape == (kp // 64, np_ // 64, 512) and packed.params.shape == (gp, np_ // 64, width)
     assert (np_ % 64, kp % 128, width) == (
         0,
         0,
@@ -88,7 +88,7 @@ def test_the_packed_bytes_are_the_documented_ones():
         9  # row 37: warp 2, g 5, first half; k 70 = block 1, atom 0, column 6: lane quarter 3, element 0, low k half
     )
     packed = pack(codes, torch.arange(64.0)[:, None].half(), (torch.arange(64) % 16)[:, None], group_size=-1)
-    (block,), (word,) = packed.words[0].sum(1).nonzero()[0].tolist(), packed.words[0, 1].nonzero()[0].tolist()
+    (block,), (word,) = packed.words[:, 0].sum(1).nonzero()[0].tolist(), packed.words[1, 0].nonzero()[0].tolist()
     assert block == 1 and word == (2 * 32 + 5 * 4 + 3) * 4 and packed.words[0, 1, word] == 9
     order = [16 * warp + g + 8 * pair for warp in range(4) for g in range(8) for pair in range(2)]
     assert packed.params[0, 0, :128].contiguous().view(torch.float16).tolist() == [float(r) for r in order]
