@@ -1,0 +1,76 @@
+# make demo and make test each make .venv, install what they need and run. Nothing here needs a GPU; with one, the demo also
+# runs and times the operator, and the tests of tests/gpu run.
+#
+#   TORCH="torch --index-url <index of CPU wheels>" make demo     another build of torch (pip arguments)
+#   make test PYTEST="-k layouts -x"                              arguments for pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST ?=
+
+# One fixed torch where no GPU is used, so that runs are alike; with a GPU the newest that pip finds.
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+ifneq ($(and $(HAS_GPU),$(if $(CI),,local)),)
+TORCH ?= torch
+else
+TORCH ?= torch==2.13.0
+endif
+
+# The CUDA compiler comes from wheels unless the machine has one.
+NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
+COMPILER := $(if $(NVCC),,nvcc,)
+
+.PHONY: help demo test lint format bench docs docs-check clean
+
+help:
+	@echo "make demo         one quantized layer through the whole library"
+	@echo "make test         install, lint and run all tests"
+	@echo "make lint         ruff check and ruff format --check"
+	@echo "make format       rewrite what the linter can rewrite"
+	@echo "make bench        measure on this machine's GPU; BENCH='--quick' for a short run"
+	@echo "make docs         rewrite the generated parts of README.md and docs/"
+	@echo "make docs-check   fail if a generated part is out of date"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=23.2"
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet -e ".[$(COMPILER)sass]"
+	@touch $@
+
+$(VENV)/.test: pyproject.toml $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet -e ".[$(COMPILER)test,bench]"
+	@touch $@ $(VENV)/.demo
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m terrazzo demo
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: lint docs-check
+	$(BIN)/python -m pytest $(PYTEST)
+
+bench: $(VENV)/.test
+	$(BIN)/python -m benchmarks.w4a16 $(BENCH)
+
+docs: $(VENV)/.test
+	$(BIN)/python -m terrazzo layout w4a16_wgmma --svg docs/layout_w4a16.svg
+	$(BIN)/python -m benchmarks.readme
+
+docs-check: $(VENV)/.test
+	$(BIN)/python -m benchmarks.readme --check
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,371 @@
+"""W4A16 beside cuBLAS f16 (and peers that a caller brings) over shapes and numbers of tokens, outputs checked first.
+
+`terrazzo bench`, the demo and benchmarks/w4a16.py all measure through `bench_w4a16`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from terrazzo.autotune import measure
+from terrazzo.lowering.errors import CompileError, TerrazzoError, ToolchainError
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.lowering.request import KernelRequest
+    from terrazzo.lowering.targets import Target
+    from terrazzo.ops.w4a16.format import QuantizedWeight
+
+CHECKED_ROWS = 512
+"""Rows of y that are compared with the reference; with more tokens, the first, the last and a random choice between.
+All of y is checked for NaN that was there before."""
+_SHORT = {"float16": "f16", "bfloat16": "bf16"}
+_PROBLEM = {"n", "k", "dtype", "scale_dtype", "symmetric", "group", "group_size"}
+
+
+class Peer(Protocol):
+    """Another implementation of the same product."""
+
+    name: str
+
+    def missing(self) -> str:
+        """Why it cannot run here, or ""."""
+
+    def load(self, weight: QuantizedWeight, dense: torch.Tensor, copies: Callable[[int], int]) -> list[Any]:
+        """Copies of the weight in the peer's own form; `copies(nbytes)` says how many exceed the L2 cache.
+
+        Args:
+            weight: the canonical weight. dense: the same, dequantized in the activation dtype [N, K].
+        """
+
+    def call(self, x: torch.Tensor, loaded: Any) -> torch.Tensor:
+        """y [M, N]."""
+
+
+class Cublas:
+    """torch.mm with the dequantized weight: what every speed-up is a ratio to."""
+
+    name = "cublas_f16"
+
+    def missing(self) -> str:
+        return ""
+
+    def load(self, weight: QuantizedWeight, dense: torch.Tensor, copies: Callable[[int], int]) -> list[Any]:
+        return [dense.clone() for _ in range(copies(dense.numel() * dense.element_size()))]
+
+    def call(self, x: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
+        return x @ loaded.T
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all rows of a run share.
+
+    Attributes:
+        dtype: activations, output and scales, "float16" or "bfloat16".
+        group: input channels for each scale.
+        symmetric: without zero points.
+        seed: of weights and activations.
+        budget_ms: GPU time for each measurement.
+        peers: measured beside cuBLAS where their package is installed.
+    """
+
+    dtype: str = "float16"
+    group: int = 128
+    symmetric: bool = False
+    seed: int = 0
+    budget_ms: float = measure.BUDGET_MS
+    peers: Sequence[Peer] = field(default_factory=tuple)
+
+
+def requests_for(n: int, k: int, m: int | Sequence[int], settings: Settings, target: Target) -> list[KernelRequest]:
+    """The kernels that serve an [n, k] weight at these numbers of tokens."""
+    from terrazzo.ops import w4a16
+
+    return w4a16.kernel_requests(
+        n,
+        k,
+        group_size=settings.group,
+        symmetric=settings.symmetric,
+        scale_dtype=settings.dtype,
+        m=m,
+        dtype=settings.dtype,
+        target=target,
+    )
+
+
+def bench_w4a16(
+    problems: Mapping[tuple[int, int], Sequence[str]],
+    ms: Sequence[int],
+    settings: Settings | None = None,
+    compile_all: Callable[[Sequence[KernelRequest]], Sequence[Path | CompileError]] | None = None,
+    on_row: Callable[[dict[str, Any]], None] | None = None,
+    commit: str | None = None,
+) -> dict[str, Any]:
+    """Measure every (N, K) at every M; needs a GPU.
+
+    Args:
+        problems: (N, K) -> names of the layers that have this shape.
+        ms: numbers of tokens.
+        compile_all: compiles the kernels first; None takes `compile_many`.
+        on_row: called with each row as it is done.
+        commit: of the sources; None asks git.
+
+    Returns:
+        The object that docs/architecture.md, "Measured results" describes. A row whose output is wrong, or whose kernel
+        does not compile, has "failure" and no time. `bytes` counts the packed weight and its parameters.
+
+    Raises:
+        ToolchainError: no CUDA GPU. TargetError: one that is not supported.
+    """
+    from terrazzo.lowering.parallel import compile_many
+    from terrazzo.lowering.targets import Target
+
+    settings = settings or Settings()
+    _require_gpu()
+    target = Target.detect()
+    requests = [request for n, k in problems for request in requests_for(n, k, list(ms), settings, target)]
+    outcomes = (compile_all or compile_many)(requests)
+    failed = {request: str(out) for request, out in zip(requests, outcomes) if isinstance(out, CompileError)}
+    result = header(target, commit)
+    result["copy_gb_s"] = round(measure.copy_bandwidth(), 1)
+    peers = [peer for peer in (Cublas(), *settings.peers) if not peer.missing()]
+    result["peers_missing"] = {peer.name: peer.missing() for peer in settings.peers if peer.missing()}
+    result["rows"] = rows = []
+    for (n, k), layers in problems.items():
+        shape = _Shape(n, k, settings, target, peers, result["copy_gb_s"])
+        for m in ms:
+            row = shape.row(m, failed) | {"model": ", ".join(layers)}
+            rows.append(row)
+            if on_row is not None:
+                on_row(row)
+        if "call_overhead_us" not in result:
+            result["call_overhead_us"] = shape.overhead()
+        shape.drop()
+    return result
+
+
+def _require_gpu() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ToolchainError("measuring needs a CUDA GPU, and torch sees none; `terrazzo info` says what is missing")
+
+
+class _Shape:
+    """One weight on the GPU, in every implementation's form, and its rows."""
+
+    def __init__(
+        self, n: int, k: int, settings: Settings, target: Target, peers: Sequence[Peer], copy_gb_s: float
+    ) -> None:
+        import torch
+        from terrazzo.ops import w4a16
+
+        self.n, self.k, self.settings, self.target, self.copy_gb_s = n, k, settings, target, copy_gb_s
+        self.dtype = getattr(torch, settings.dtype)
+        self.random = torch.Generator("cuda").manual_seed(settings.seed)
+        self.weight = random_weight(n, k, settings, self.random)
+        packed = w4a16.pack(self.weight)
+        self.packed = [packed] + [
+            dataclasses.replace(packed, words=packed.words.clone(), params=packed.params.clone())
+            for _ in range(self.copies(packed.nbytes) - 1)
+        ]
+        dense = w4a16.dequantize(self.weight, "exact", self.dtype)
+        self.peers: dict[str, tuple[Peer, list[Any]]] = {}
+        self.broken: dict[str, str] = {}
+        for peer in peers:
+            try:
+                self.peers[peer.name] = peer, peer.load(self.weight, dense, self.copies)
+            except Exception as error:  # another package's error of any kind costs its column, not the run
+                self.broken[peer.name] = _one_line(error)
+
+    def copies(self, nbytes: int) -> int:
+        return measure.copies_beyond_l2(nbytes, self.target.l2_bytes)
+
+    def drop(self) -> None:
+        """Give the memory back before the next shape."""
+        import torch
+
+        self.weight, self.packed, self.peers = None, [], {}
+        torch.cuda.empty_cache()
+
+    def tokens(self, m: int) -> torch.Tensor:
+        import torch
+
+        return torch.randn(m, self.k, generator=self.random, device="cuda", dtype=self.dtype)
+
+    def row(self, m: int, failed: Mapping[KernelRequest, str]) -> dict[str, Any]:
+        """The row of one M: check, then time, ours and every peer's."""
+        from terrazzo.ops import w4a16
+
+        s = self.settings
+        requests = requests_for(self.n, self.k, m, s, self.target)
+        roof = self.roofline(m, requests)
+        row = {
+            "op": "w4a16",
+            "format": "u4" if s.symmetric else "u4_zeros",
+            "dtype": s.dtype,
+            "group": s.group,
+            "m": m,
+            "n": self.n,
+            "k": self.k,
+            "us": None,
+            "spread": None,
+            "bytes": self.packed[0].nbytes,
+            "peers": {},
+            "schedule": schedule_text(requests),
+            "bound": roof.bound,
+            "predicted_us": round(roof.us, 2),
+        }
+        x = self.tokens(m)
+        rows, reference, bound, loose = self.expected(x, numerics_of(requests))
+        broken = [failed[request] for request in requests if request in failed]
+        if broken:
+            row["failure"] = f"does not compile: {broken[0].splitlines()[0]}"
+        else:
+            y = measure.poisoned((m, self.n), self.dtype)
+            try:
+                w4a16.gemm(x, self.packed[0], out=y)
+                row["failure"] = _wrong(y, rows, reference, bound)
+                if not row["failure"]:
+                    timing = measure.time_calls([_ours(x, packed, y) for packed in self.packed], s.budget_ms)
+                    row |= {"us": round(timing.us, 3), "spread": round(timing.spread, 4)}
+            except TerrazzoError as error:
+                row["failure"] = _one_line(error)
+        if not row.get("failure"):
+            row.pop("failure", None)
+        problems = dict(self.broken)
+        for name, (peer, loaded) in self.peers.items():
+            try:
+                problem = _wrong(peer.call(x, loaded[0]), rows, reference, loose)
+                if problem:
+                    problems[name] = problem
+                    continue
+                timing = measure.time_calls([_theirs(peer, x, copy) for copy in loaded], s.budget_ms)
+                row["peers"][name] = round(timing.us, 3)
+            except Exception as error:  # as above
+                problems[name] = _one_line(error)
+        return row | ({"peers_failed": problems} if problems else {})
+
+    def expected(self, x: torch.Tensor, numerics: str) -> tuple[torch.Tensor, ...]:
+        """(rows compared, float64 reference, bound for us, bound for peers, which round each weight once in 16 bits and
+        may add partial sums in 16 bits)."""
+        import torch
+        from terrazzo.ops.w4a16 import reference
+
+        m = x.shape[0]
+        rows = torch.arange(m, device="cuda")
+        if m > CHECKED_ROWS:
+            middle = 1 + torch.randperm(m - 2, generator=self.random, device="cuda")[: CHECKED_ROWS - 2]
+            rows = torch.cat([rows[:1], middle.sort().values, rows[-1:]])
+        x = x[rows]
+        bound = reference.forward_error_bound(x, self.weight, numerics)
+        magnitude = x.double().abs() @ reference.dequantize(self.weight, "post").abs().T
+        loose = bound + 4 * reference.UNIT_ROUNDOFF[self.settings.dtype] * magnitude
+        return rows, reference.gemm(x, self.weight, numerics), bound, loose
+
+    def roofline(self, m: int, requests: Sequence[KernelRequest]) -> Any:
+        from terrazzo.layouts import get_converter
+        from terrazzo.ops.w4a16.operand import Operand
+        from terrazzo.schedules.roofline import weight_only_gemm
+
+        s = self.settings
+        operand = Operand(s.group, s.symmetric, s.dtype, s.dtype, numerics_of(requests))
+        alu = get_converter(operand.converter).alu_per_element
+        short = _SHORT[s.dtype]
+        return weight_only_gemm(self.target, m, self.n, self.k, self.packed[0].nbytes, alu, self.copy_gb_s, short)
+
+    def overhead(self) -> dict[str, float]:
+        """CPU time of a call from Python, ours and torch.mm's, on one token."""
+        x, y = self.tokens(1), measure.poisoned((1, self.n), self.dtype)
+        peer, loaded = self.peers[Cublas.name]
+        calls = {"terrazzo": _ours(x, self.packed[0], y), "torch_mm": _theirs(peer, x, loaded[0])}
+        calls["terrazzo_allocating"] = _ours(x, self.packed[0], None)
+        found = {}
+        for name, call in calls.items():
+            try:
+                found[name] = round(measure.call_overhead_us(call), 2)
+            except TerrazzoError:  # the rows say why
+                continue
+        return found
+
+
+def _ours(x: torch.Tensor, packed: Any, out: torch.Tensor | None) -> Callable[[], object]:
+    from terrazzo.ops.w4a16 import gemm
+
+    return lambda: gemm(x, packed, out=out)
+
+
+def _theirs(peer: Peer, x: torch.Tensor, loaded: Any) -> Callable[[], object]:
+    return lambda: peer.call(x, loaded)
+
+
+def _wrong(y: torch.Tensor, rows: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor) -> str:
+    missing = int(y.isnan().sum())
+    return f"{missing} elements of y are NaN" if missing else measure.check_outputs(y[rows], reference, bound)
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+
+
+def random_weight(n: int, k: int, settings: Settings, random: torch.Generator) -> QuantizedWeight:
+    """A canonical weight with uniform codes and zero points and log-normal scales, on the generator's device."""
+    import torch
+    from terrazzo.ops.w4a16 import QuantizedWeight
+
+    groups, device = -(-k // settings.group), random.device
+    scales = torch.exp(0.3 * torch.randn(n, groups, generator=random, device=device) - 4.5)
+    zeros = torch.randint(0, 16, (n, groups), generator=random, device=device, dtype=torch.uint8)
+    return QuantizedWeight.canonical(
+        torch.randint(0, 16, (n, k), generator=random, device=device, dtype=torch.uint8),
+        scales.to(getattr(torch, settings.dtype)),
+        None if settings.symmetric else zeros,
+        group_size=settings.group,
+    )
+
+
+def numerics_of(requests: Sequence[KernelRequest]) -> str:
+    """The numerics that the kernels of one call compute."""
+    return next(value for request in requests for key, value in request.params if key == "numerics")
+
+
+def schedule_text(requests: Sequence[KernelRequest]) -> str:
+    """The schedule of a call's kernels in words: names and the parameters that the problem does not fix."""
+    return "; ".join(
+        " ".join([request.name, *(f"{key}={value}" for key, value in request.params if key not in _PROBLEM)])
+        for request in requests
+    )
+
+
+def header(target: Target, commit: str | None = None) -> dict[str, Any]:
+    """Where and with what a result was measured."""
+    import torch
+    from terrazzo.lowering.toolchain import package_version
+
+    return {
+        "gpu": target.name,
+        "sms": target.sms,
+        "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "tilelang": package_version("tilelang"),
+        "terrazzo": package_version("terrazzo"),
+        "commit": commit or _said("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+
+
+def _said(*command: str) -> str | None:
+    """First line that a command prints, or None."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.split("\n")), "").strip() or None

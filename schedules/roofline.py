@@ -1,0 +1,62 @@
+"""Which resource bounds a weight-only GEMM, and how long that resource alone needs.
+
+Three things run beside each other in a good pipeline: loading packed weights, decoding them on the integer units, and
+the tensor cores. The longest of the three is a lower bound of the time, and says what a faster kernel would have to
+change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from terrazzo.lowering.targets import Target
+
+# Dense s8 tensor operations of one SM in one clock (vendor's architecture papers). With the datasheet rate they give
+# the clock; f16 would not on GeForce, which halves it.
+_S8_PER_CLOCK = {"sm_80": 4096, "sm_86": 2048, "sm_89": 2048, "sm_90a": 8192}
+_LOGIC_LANES = 64  # LOP3, SHF, HFMA2 results of one SM in one clock
+TOKEN_TILE = 256  # widest token tile: decoding is repeated for each
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Lower bounds of one problem, microseconds; `bound` names the longest: "load", "dequant" or "mma"."""
+
+    load_us: float
+    dequant_us: float
+    mma_us: float
+
+    @property
+    def bound(self) -> str:
+        return max(("load", self.load_us), ("dequant", self.dequant_us), ("mma", self.mma_us), key=lambda it: it[1])[0]
+
+    @property
+    def us(self) -> float:
+        return max(self.load_us, self.dequant_us, self.mma_us)
+
+
+def weight_only_gemm(
+    target: Target,
+    m: int,
+    n: int,
+    k: int,
+    weight_bytes: int,
+    alu_per_weight: float,
+    gb_s: float | None = None,
+    dtype: str = "f16",
+) -> Roofline:
+    """Bounds of y[m, n] = x[m, k] w[n, k]^T with a packed weight and 16-bit x and y.
+
+    Args:
+        weight_bytes: packed weight and parameters.
+        alu_per_weight: instructions that decode one weight (`Converter.alu_per_element`, scaling included).
+        gb_s: memory bandwidth; None takes the datasheet's.
+        dtype: operand dtype of the tensor cores.
+    """
+    clock = 1e12 * target.tflops("s8") / (_S8_PER_CLOCK[target.arch] * target.sms)
+    tiles = -(-m // TOKEN_TILE)
+    return Roofline(
+        load_us=(weight_bytes + 2 * m * (n + k)) / (gb_s or target.dram_gb_s) / 1e3,
+        dequant_us=1e6 * tiles * n * k * alu_per_weight / (_LOGIC_LANES * target.sms * clock),
+        mma_us=2 * m * n * k / target.tflops(dtype) / 1e6,
+    )

@@ -1,0 +1,202 @@
+"""`terrazzo compile`: kernels without a GPU, ahead of time. `terrazzo cache`: what was compiled before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from terrazzo.building import compile_with_progress, describe, print_kernels
+from terrazzo.console import Counts, Shape, json_option, print_json, print_table, size
+from terrazzo.lowering.errors import BundleError, CompileError
+
+_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+
+
+class _Dtype(click.ParamType):
+    """f16, bf16 (f32 for scales), or the long names."""
+
+    name = "dtype"
+
+    def __init__(self, *allowed: str) -> None:
+        self.allowed = {short: _DTYPES[short] for short in allowed}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        known = {**self.allowed, **{name: name for name in self.allowed.values()}}
+        if value not in known:
+            self.fail(f"{value!r} is no dtype here: use {' or '.join(self.allowed)}", param, ctx)
+        return known[value]
+
+
+@click.command("compile")
+@click.option("--op", default="w4a16", show_default=True, help="Operator; `terrazzo ops` lists them.")
+@click.option("--shape", "shapes", type=Shape(), multiple=True, help="Weight [N, K] as 28672x4096; may be repeated.")
+@click.option(
+    "--model", "models", multiple=True, help="All layers of a model, for example llama-3-8b; may be repeated."
+)
+@click.option("--m", "ms", type=Counts(), help="Numbers of tokens to serve, 1,16,256. Default: every M.")
+@click.option("--dtype", type=_Dtype("f16", "bf16"), default="f16", show_default=True, help="Activations and output.")
+@click.option("--group", default="128", show_default=True, help="Input channels for each scale; K for one group.")
+@click.option("--symmetric/--asymmetric", default=False, help="Without or with (default) zero points.")
+@click.option("--scale-dtype", type=_Dtype("f16", "bf16", "f32"), help="Default: as the activations.")
+@click.option("--numerics", default="auto", show_default=True, help="auto, exact, fused or post.")
+@click.option("--target", required=True, help="sm_80, sm_86, sm_89, sm_90a or a TVM tag such as nvidia/nvidia-h100.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a bundle to this folder.")
+@click.option("--replace", is_flag=True, help="Replace a bundle that is there.")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes. Default: one for each CPU.")
+@json_option
+def compile_command(
+    op: str,
+    shapes: tuple[tuple[int, int], ...],
+    models: tuple[str, ...],
+    ms: tuple[int, ...] | None,
+    dtype: str,
+    group: str,
+    symmetric: bool,
+    scale_dtype: str | None,
+    numerics: str,
+    target: str,
+    output: Path | None,
+    replace: bool,
+    workers: int | None,
+    as_json: bool,
+) -> None:
+    """Compile kernels without a GPU and report what the compiler made of them."""
+    from terrazzo.lowering.targets import Target
+    from terrazzo.ops.registry import rows as registered
+
+    arch = Target.parse(target)
+    registered(op, arch.arch)
+    problems = {**dict.fromkeys(shapes), **dict.fromkeys(_model_shapes(models))}
+    if not problems:
+        raise click.UsageError("nothing to compile: name a --shape NxK or a --model")
+    if output is not None and output.exists() and not replace:
+        raise BundleError(f"{output} exists already; remove it, choose another folder or give --replace")
+    requests = []
+    for n, k in problems:
+        requests += _requests(op)(
+            n,
+            k,
+            group_size=_group(group, k),
+            symmetric=symmetric,
+            scale_dtype=scale_dtype or dtype,
+            m=ms,
+            dtype=dtype,
+            target=arch,
+            numerics=numerics,
+        )
+    requests = list(dict.fromkeys(requests))
+    outcomes = compile_with_progress(requests, workers)
+    kernels = [describe(request, outcome) for request, outcome in zip(requests, outcomes)]
+    failed = [outcome for outcome in outcomes if isinstance(outcome, CompileError)]
+    bundle = None
+    if output is not None and not failed:
+        from terrazzo.layouts.instances import get_instance
+        from terrazzo.lowering.bundle import write_bundle
+
+        layouts = {name: get_instance(name).identity for name in _layouts(op)}
+        bundle = write_bundle(output, requests, layouts=layouts, replace=replace)
+    if as_json:
+        print_json({"target": arch.arch, "bundle": bundle and str(bundle), "kernels": kernels})
+    else:
+        print_kernels(kernels)
+        if bundle is not None:
+            bytes_ = sum(path.stat().st_size for path in bundle.rglob("*") if path.is_file())
+            click.echo(f"\n{bundle}: bundle of {len(requests)} kernels for {arch.arch}, {size(bytes_)}")
+    if failed:
+        for error in failed:
+            click.echo(f"terrazzo: {error}", err=True)
+        if output is not None:
+            click.echo(f"terrazzo: no bundle was written, {len(failed)} of {len(requests)} kernels failed", err=True)
+        raise click.exceptions.Exit(1)
+
+
+def _model_shapes(models: tuple[str, ...]) -> list[tuple[int, int]]:
+    from terrazzo.schedules.models import shapes
+
+    return list(shapes(models))
+
+
+def _group(text: str, k: int) -> int:
+    if text.upper() == "K" or text == "-1":
+        return k
+    if not text.isdigit():
+        raise click.BadParameter(f"{text!r} is no group size: use 32, 64, 128 or K", param_hint="--group")
+    return int(text)
+
+
+def _requests(op: str) -> Any:
+    """The function that names an operator's kernels."""
+    import importlib
+
+    return importlib.import_module(f"terrazzo.ops.{op}").kernel_requests
+
+
+def _layouts(op: str) -> tuple[str, ...]:
+    """Names of the packed layouts that an operator's kernels read."""
+    import importlib
+
+    return (importlib.import_module(f"terrazzo.ops.{op}.format").LAYOUT,)
+
+
+@click.group("cache")
+def cache_group() -> None:
+    """The kernel cache on this machine ($TERRAZZO_CACHE_DIR, else ~/.cache/terrazzo)."""
+
+
+@cache_group.command("list")
+@json_option
+def cache_list(as_json: bool) -> None:
+    """Every compiled kernel."""
+    from terrazzo.lowering.cache import cache_root, list_entries
+
+    entries = list_entries()
+    if as_json:
+        return print_json(entries)
+    columns = ("key", "kernel", "target", "registers", "spill B", "bytes", "parameters")
+    print_table(
+        columns,
+        [
+            (
+                entry["key"][:12],
+                entry["name"],
+                entry["target"],
+                entry["registers"],
+                entry["spill_stores"],
+                entry["bytes"],
+                [f"{key}={value}" for key, value in entry["params"].items()],
+            )
+            for entry in entries
+        ],
+    )
+    click.echo(f"{len(entries)} kernels, {size(sum(entry['bytes'] for entry in entries))} in {cache_root()}")
+
+
+@cache_group.command("clear")
+@json_option
+def cache_clear(as_json: bool) -> None:
+    """Remove every compiled kernel."""
+    from terrazzo.lowering.cache import cache_root, clear
+
+    removed = clear()
+    if as_json:
+        return print_json(removed)
+    click.echo(f"removed {removed['entries']} entries, {size(removed['bytes'])}, from {cache_root()}")
+
+
+@cache_group.command("verify")
+@json_option
+def cache_verify(as_json: bool) -> None:
+    """Check every file against its sha256; damaged entries move aside and are rebuilt when needed. Exit 1 if any."""
+    from terrazzo.lowering.cache import cache_root, verify
+
+    checked = verify()
+    damaged = [entry for entry in checked if not entry["ok"]]
+    if as_json:
+        print_json(checked)
+    else:
+        if damaged:
+            print_table(("damaged", "problem"), [(entry["key"], entry["problem"]) for entry in damaged])
+        click.echo(f"{len(checked) - len(damaged)} of {len(checked)} kernels are intact in {cache_root()}")
+    if damaged:
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,161 @@
+"""`terrazzo info`, `terrazzo ops`, `terrazzo layout`: what there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from terrazzo.console import console, json_option, print_json, print_table, size
+
+
+@click.command()
+@json_option
+def info(as_json: bool) -> None:
+    """Versions, tools, GPUs and cache; what is missing and how to get it."""
+    from terrazzo.lowering.environment import environment_report
+
+    report = environment_report()
+    if as_json:
+        return print_json(report)
+    torch, nvcc, cache = report["torch"], report["nvcc"], report["cache"]
+    rows = [
+        ("terrazzo", report["terrazzo"]),
+        ("python", f"{report['python']} on {report['platform']}"),
+        ("torch", torch and f"{torch['version']} (CUDA {torch['cuda'] or 'none'})"),
+        ("tilelang", report["tilelang"]),
+        ("apache-tvm-ffi", report["tvm_ffi"]),
+        ("nvcc", nvcc["path"] and f"{nvcc['version']} (toolkit {nvcc['toolkit']}) {nvcc['path']}"),
+        ("host compiler", report["host_compiler"]),
+        ("disassembler", report["disassembler"]),
+        ("driver", report["driver"] and f"CUDA {report['driver']}"),
+        *((f"GPU {device['index']}", _device(device)) for device in report["devices"]),
+        ("kernel cache", f"{cache['path']} ({cache['entries']} kernels, {size(cache['bytes'])})"),
+    ]
+    print_table(("", ""), rows)
+    if report["missing"]:
+        click.echo()
+        columns = ("missing", "needed for", "how to get it")
+        print_table(columns, [(part["what"], part["needed_for"], part["remedy"]) for part in report["missing"]])
+
+
+def _device(device: dict[str, Any]) -> str:
+    if device["target"] is None:
+        return f"{device['name']}: {device['problem']}"
+    return f"{device['name']} ({device['target']}, {device['sms']} SMs, {size(device['memory_bytes'])})"
+
+
+@click.command()
+@click.option("--op", help="Only this operator.")
+@click.option("--target", help="Only this architecture, for example sm_90a.")
+@json_option
+def ops(op: str | None, target: str | None, as_json: bool) -> None:
+    """Operators x formats x targets, and how far each has been tried."""
+    from terrazzo.ops.registry import STATUS, rows
+
+    found = rows(op, target)
+    if as_json:
+        return print_json(found)
+    targets = list(dict.fromkeys(row["target"] for row in found))
+    merged: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in found:
+        merged.setdefault((row["operator"], row["format"]), {**row, "status": {}})["status"][row["target"]] = row[
+            "status"
+        ]
+    print_table(
+        ("operator", "format", "groups", "zeros", "activations", *targets, "notes"),
+        [
+            (
+                row["operator"],
+                row["format"],
+                row["groups"],
+                row["zeros"],
+                row["activations"],
+                *(row["status"].get(arch) for arch in targets),
+                row["notes"],
+            )
+            for row in merged.values()
+        ],
+    )
+    click.echo()
+    used = {row["status"] for row in found}
+    for status, meaning in STATUS.items():
+        if status in used:
+            click.echo(f"{status}: {meaning}")
+
+
+@click.command()
+@click.argument("instance", required=False)
+@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write the picture to this file.")
+@json_option
+def layout(instance: str | None, svg: Path | None, as_json: bool) -> None:
+    """A packed layout: who holds what, where it lies in memory, which bank each lane hits. No INSTANCE: all names."""
+    from terrazzo.layouts.instances import INSTANCES, get_instance
+
+    if instance is None:
+        if svg is not None:
+            raise click.UsageError("--svg needs an INSTANCE: `terrazzo layout` lists them")
+        facts = [_facts(name) for name in INSTANCES]
+        if as_json:
+            return print_json(facts)
+        columns = ("instance", "block", "bits", "words", "bytes", "proof", "note")
+        return print_table(
+            columns,
+            [
+                (
+                    fact["instance"],
+                    f"{fact['block_rows']}x{fact['block_k']}",
+                    fact["storage_bits"],
+                    fact["load_words"],
+                    fact["block_bytes"],
+                    "holds" if fact["proof"]["ok"] else "FAILS",
+                    fact["note"],
+                )
+                for fact in facts
+            ],
+        )
+    get_instance(instance)
+    if svg is not None:
+        from terrazzo.layouts.picture import render_svg
+
+        try:
+            svg.parent.mkdir(parents=True, exist_ok=True)
+            svg.write_text(render_svg(instance), encoding="utf-8")
+        except OSError as error:
+            raise click.UsageError(f"--svg {svg} cannot be written: {error.strerror}") from error
+    if as_json:
+        return print_json(_facts(instance) | ({"svg": str(svg)} if svg else {}))
+    if svg is not None:
+        return click.echo(f"{svg}: picture of {instance}")
+    from terrazzo.layouts.picture import render_text
+
+    console().print(render_text(instance), end="", markup=False, soft_wrap=True)
+
+
+def _facts(name: str) -> dict[str, Any]:
+    from terrazzo.layouts.instances import INSTANCES, get_instance
+
+    packed, instance = get_instance(name), INSTANCES[name]
+    proof = packed.prove()
+    return {
+        "instance": name,
+        "note": instance.note,
+        "identity": packed.identity,
+        "converter": instance.converter,
+        "fragment": packed.fragment.name,
+        "block_rows": packed.block_rows,
+        "block_k": packed.block_k,
+        "threads": packed.threads,
+        "storage_bits": packed.storage_bits,
+        "load_words": packed.load_words,
+        "block_bytes": 4 * packed.words_per_block,
+        "order": packed.order,
+        "block_order": packed.block_order,
+        "proof": {
+            "ok": proof.ok,
+            "bijective": proof.bijective,
+            "coalesced": proof.coalesced,
+            "banks": proof.banks,
+            "failures": list(proof.failures),
+        },
+    }
