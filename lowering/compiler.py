@@ -22,12 +22,7 @@ from terrazzo.lowering.errors import CompileError, TerrazzoError
 from terrazzo.lowering.launcher import build_host
 from terrazzo.lowering.report import make_report
 from terrazzo.lowering.request import KernelRequest
-from terrazzo.lowering.toolchain import (
-    find_host_compiler,
-    find_nvcc,
-    import_tilelang,
-    package_folder,
-)
+from terrazzo.lowering.toolchain import find_host_compiler, find_nvcc, import_tilelang, package_folder
 
 NVCC_TIMEOUT_S = 600
 _CALLBACK = "tilelang_callback_cuda_compile"

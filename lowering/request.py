@@ -32,7 +32,7 @@ class KernelRequest:
         params: arguments of the builder, plain scalars (mapping or pairs; kept as sorted pairs).
         target: anything `Target.parse` accepts. It is narrowed to its architecture's default device: a kernel may
             depend on the architecture only, whatever else it needs of a device (its SM count, say) goes into `params`.
-        pass_configs: TileLang pass options (mapping or pairs).
+        pass_configs: TileLang pass options with scalar values (mapping or pairs).
         flags: further nvcc flags. "ptx=compute_80" embeds PTX of that virtual architecture beside the machine code, so
             that newer GPUs can translate the kernel when they load it.
 

@@ -3,10 +3,11 @@
 import json
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from lowering_tools import needs_compiler, request_for, run_python
-from terrazzo.lowering import Kernel, KernelReport, KernelRequest, compile_request, get_kernel, is_ready
+from terrazzo.lowering import Kernel, KernelReport, KernelRequest, compile_request, compiler, get_kernel, is_ready
 from terrazzo.lowering.errors import ArgumentError, CompileError, ToolchainError
 from terrazzo.lowering.toolchain import find_cuda_tool
 
@@ -70,15 +71,12 @@ def test_ptx_stands_beside_the_machine_code(compiled):
 
 
 def test_nvcc_flags_and_pass_configs_reach_the_compiler(compiled):
-    plain = compiled(request_for("scale"))
-    request = KernelRequest(
-        "test.flags", "programs:scale", {"n": 256}, "sm_80", {"tl.enable_fast_math": True}, ("-maxrregcount=16",)
-    )
-    limited = compiled(request)
-    before, after = (KernelReport.read(folder / "report.json").registers for folder in (plain, limited))
-    assert after <= 16 and after <= before
-    text = compiled(request_for("scale")).joinpath("kernel.cu").read_text()
-    assert "__global__" in text and "main_kernel" in text
+    slow = KernelRequest("test.flags", "programs:gemm", {}, "sm_80", flags=("-Xptxas", "-O1"))
+    plain, slowed = (KernelReport.read(compiled(r) / "report.json") for r in (request_for("gemm"), slow))
+    assert slowed.instructions != plain.instructions
+    configs = {"tl.enable_fast_math": True, "tl.ptxas_register_usage_level": 3}
+    command = compiler._Nvcc(slow).command(Path("in.cu"), Path("out"), configs)
+    assert {"--use_fast_math", "--register-usage-level=3", "-O1", "--cubin"} <= set(command)
 
 
 def test_a_kernel_refuses_wrong_arguments_in_words(compiled):
