@@ -70,9 +70,10 @@ def build(
     e0, e1 = (2.0**cvt.scale_exp2[0], 2.0**cvt.scale_exp2[1]) if post else (1.0, 1.0)
     zero8 = float(8 + cvt.bias[0]) if post else 0.0
     x_copies = nt * 8 * cta_items * 16
+    pdl = target.supports("pdl")
+    shared_x = cluster > 1
     source = prelude(
-        "cp_async", "lds", "ldmatrix", "pack", "semaphore", *(["multicast"] if cluster > 1 else []),
-        extra=(cvt.device_source,),
+        "cp_async", "lds", "ldmatrix", "pack", "semaphore", *(["multicast"] if shared_x else []), extra=(cvt.device_source,)
     )
     cluster_dims = dict(cluster_dims=(1, cluster, 1)) if cluster > 1 else {}
     M = T.dynamic("m")
@@ -111,6 +112,45 @@ def build(
                         16,
                     )
         T.call_extern("handle", "tz_cp_commit")
+
+    @T.macro
+    def fetch_x(X, Xs, xbar, m, k0, kn, rank, tx):
+        """X of this CTA's k range; rows >= m and columns >= k become zero. With a cluster, each CTA fetches its rows for all."""
+        if shared_x:
+            for e in T.serial(T.ceildiv((nt * 8 - m) * (pitch // 8), threads)):
+                if e * threads + tx < (nt * 8 - m) * (pitch // 8):
+                    for i in T.vectorized(8):
+                        Xs[m * pitch + (e * threads + tx) * 8 + i] = T.cast(0, dtype)
+            if kp > k:  # the last CTA along k: columns past the end
+                for e in T.serial(T.ceildiv(m * (kp - k) // 8, threads)):
+                    if T.And(e * threads + tx < m * ((kp - k) // 8), k0 + kn == items_k):
+                        for i in T.vectorized(8):
+                            Xs[
+                                (e * threads + tx) // ((kp - k) // 8) * pitch
+                                + (k - k0 * ITEM_K) + (e * threads + tx) % ((kp - k) // 8) * 8 + i
+                            ] = T.cast(0, dtype)
+            if tx == 0:
+                row_bytes = T.min(kn * ITEM_K, k - k0 * ITEM_K) * 2
+                T.mbarrier_expect_tx(xbar, m * row_bytes)
+                T.barrier_arrive(xbar)
+                for r in T.serial(T.ceildiv(m - rank, cluster)):
+                    T.call_extern(
+                        "handle", "tz_bulk_multicast", T.access_ptr(Xs[(r * cluster + rank) * pitch], "w", 8),
+                        T.access_ptr(X[T.min(r * cluster + rank, m - 1), k0 * ITEM_K], "r", 8), row_bytes,
+                        T.access_ptr(xbar, "rw", 1), (1 << cluster) - 1,
+                    )
+        else:
+            for e in T.serial(-(-x_copies // threads)):
+                row = (e * threads + tx) // (cta_items * 16)
+                col = k0 * ITEM_K + (e * threads + tx) % (cta_items * 16) * 8
+                if e * threads + tx < x_copies:
+                    T.call_extern(
+                        "handle", "tz_cp_async",
+                        T.access_ptr(Xs[row * pitch + (e * threads + tx) % (cta_items * 16) * 8], "w", 8),
+                        T.access_ptr(X[T.min(row, m - 1), T.min(col, k - 8)], "r", 8),
+                        T.if_then_else(T.And(row < m, col < k), 16, 0),
+                    )
+            T.call_extern("handle", "tz_cp_commit")
 
     @T.macro
     def load_x(Xs, x, col, lane):
@@ -194,6 +234,7 @@ def build(
             R = T.alloc_shared((warps * stages * step,), "int32")
             Q = T.alloc_shared((warps * part,), "float32")
             C0 = T.alloc_shared((cta_items * ig * nt * 8,), "float32")
+            xbar = T.alloc_cluster_barrier([1]) if shared_x else T.alloc_barrier([1])
             w = T.alloc_local((4,), "uint32")
             a = T.alloc_local((4,), "uint32")
             x = T.alloc_local((16 * nt,), "uint32")
@@ -218,21 +259,21 @@ def build(
             gm = gn if even else T.max(gn, 1)
             ring = warp * stages * step
 
-            # X of this CTA's k range; rows >= M and columns >= k become zero
-            for e in T.serial(-(-x_copies // threads)):
-                row = (e * threads + tx) // (cta_items * 16)
-                col = k0 * ITEM_K + (e * threads + tx) % (cta_items * 16) * 8
-                if e * threads + tx < x_copies:
-                    T.call_extern(
-                        "handle", "tz_cp_async",
-                        T.access_ptr(Xs[row * pitch + (e * threads + tx) % (cta_items * 16) * 8], "w", 8),
-                        T.access_ptr(X[T.min(row, M - 1), T.min(col, k - 8)], "r", 8),
-                        T.if_then_else(T.And(row < M, col < k), 16, 0),
-                    )
-            T.call_extern("handle", "tz_cp_commit")
+            # weights first where the launch may overlap the kernel before; X may be its result
+            last_tile = t1 if even else T.if_then_else(gn > 0, t1, t0)
+            if pdl:
+                T.pdl_trigger()
+            else:
+                fetch_x(X, Xs, xbar, M, k0, kn, 0, tx)
             for p in T.unroll(stages):
-                issue(W, P, R, ring, p, gm, t0, t1 if even else T.if_then_else(gn > 0, t1, t0), k0 + g0, lane)
-            T.call_extern("handle", f"tz_cp_wait<{stages}>")
+                issue(W, P, R, ring, p, gm, t0, last_tile, k0 + g0, lane)
+            if pdl:
+                T.pdl_sync()
+                fetch_x(X, Xs, xbar, M, k0, kn, bn % cluster, tx)
+            if shared_x:
+                T.barrier_wait(xbar, 0)
+            else:
+                T.call_extern("handle", f"tz_cp_wait<{0 if pdl else stages}>")
             T.sync_threads()
             if post:  # C0 = -2^e0 * sum of x over each group, in accumulator column order
                 for gi in T.serial(gn):

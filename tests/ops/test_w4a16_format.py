@@ -88,8 +88,8 @@ def test_the_packed_bytes_are_the_documented_ones():
         9  # row 37: warp 2, g 5, first half; k 70 = block 1, atom 0, column 6: lane quarter 3, element 0, low k half
     )
     packed = pack(codes, torch.arange(64.0)[:, None].half(), (torch.arange(64) % 16)[:, None], group_size=-1)
-    (block,), (word,) = packed.words[:, 0].sum(1).nonzero()[0].tolist(), packed.words[1, 0].nonzero()[0].tolist()
-    assert block == 1 and word == (2 * 32 + 5 * 4 + 3) * 4 and packed.words[0, 1, word] == 9
+    (block,), (word,) = packed.words.sum((1, 2)).nonzero()[0].tolist(), packed.words[1, 0].nonzero()[0].tolist()
+    assert block == 1 and word == (2 * 32 + 5 * 4 + 3) * 4 and packed.words[1, 0, word] == 9
     order = [16 * warp + g + 8 * pair for warp in range(4) for g in range(8) for pair in range(2)]
     assert packed.params[0, 0, :128].contiguous().view(torch.float16).tolist() == [float(r) for r in order]
     assert packed.params[0, 0, 128:].tolist() == [r % 16 for r in order]

@@ -1,0 +1,36 @@
+"""The question that a schedule answers: the sizes and storage of one weight-only GEMM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WeightOnlyGemm:
+    """y[M, n] = x[M, k] w[n, k]^T with w in packed codes and 16-bit x and y.
+
+    Args:
+        n, k: output and input features, unpadded.
+        groups_per_128: parameter records of 64 rows in 128 k (1 also where one record serves the whole row).
+        record_bytes: bytes of such a record.
+    """
+
+    n: int
+    k: int
+    groups_per_128: int
+    record_bytes: int
+
+    @property
+    def row_tiles(self) -> int:
+        """Row tiles of 16, padding included."""
+        return self.row_blocks * 4
+
+    @property
+    def row_blocks(self) -> int:
+        """Row blocks of 64, the packing's unit."""
+        return -(-self.n // 64)
+
+    @property
+    def units(self) -> int:
+        """Units of 128 along k, padding included."""
+        return -(-self.k // 128)
