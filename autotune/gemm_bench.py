@@ -276,7 +276,7 @@ class _Shape:
         from terrazzo.schedules.roofline import weight_only_gemm
 
         s = self.settings
-        operand = Operand(s.group, s.symmetric, s.dtype, s.dtype, numerics_of(requests))
+        operand = Operand(0 if s.group >= self.k else s.group, s.symmetric, s.dtype, s.dtype, numerics_of(requests))
         alu = get_converter(operand.converter).alu_per_element
         short = _SHORT[s.dtype]
         return weight_only_gemm(self.target, m, self.n, self.k, self.packed[0].nbytes, alu, self.copy_gb_s, short)

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
@@ -95,7 +96,7 @@ def time_calls(calls: Sequence[Callable[[], object]], budget_ms: float = BUDGET_
         raise ArgumentError(
             "calls", calls, "must hold at least one function", "pass one call for each copy of the data"
         )
-    side = torch.cuda.Stream()
+    side = _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for call in (*calls, *calls):
@@ -108,6 +109,14 @@ def time_calls(calls: Sequence[Callable[[], object]], budget_ms: float = BUDGET_
         times = _replay(graph, replays)
     torch.cuda.current_stream().wait_stream(side)
     return summarize(times, number)
+
+
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """One stream of a device for all measurements: operators keep workspaces for each stream that calls them."""
+    import torch
+
+    return torch.cuda.Stream(device)
 
 
 def _capture(calls: Sequence[Callable[[], object]], number: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
 from terrazzo.console import console, print_table
 from terrazzo.lowering.errors import CompileError
 
@@ -16,26 +19,23 @@ if TYPE_CHECKING:
 def compile_with_progress(
     requests: Sequence[KernelRequest], workers: int | None = None, quiet: bool = False
 ) -> list[Path | CompileError]:
-    """`compile_many` with a bar on stderr, which a pipe shows as its final state only."""
+    """`compile_many` with a bar on stderr (one line in the end where stderr is no terminal)."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from terrazzo.lowering.parallel import compile_many
 
-    columns = (
-        TextColumn("compiling"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console(stderr=True), disable=quiet) as bar:
-        task = bar.add_task("", total=len(set(requests)))
+    start, total, terminal = time.perf_counter(), len(set(requests)), sys.stderr.isatty()
+    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    last = TextColumn("{task.description}")
+    with Progress(*columns, last, console=console(stderr=True), disable=quiet or not terminal, transient=True) as bar:
+        task = bar.add_task("", total=total)
 
         def show(done: int, total: int, request: KernelRequest, outcome: Path | CompileError) -> None:
             failed = " failed" if isinstance(outcome, CompileError) else ""
             bar.update(task, completed=done, total=total, description=f"{request.name}{failed}")
 
         outcomes = compile_many(requests, workers=workers, progress=show)
-        bar.update(task, description="")
+    if not quiet:
+        click.echo(f"{total} kernels in {time.perf_counter() - start:.1f} s", err=True)
     return outcomes
 
 
@@ -65,6 +65,8 @@ def describe(request: KernelRequest, outcome: Path | CompileError) -> dict[str, 
 
 def print_kernels(rows: Sequence[dict[str, Any]]) -> None:
     """The table of compiled kernels; parameters that all kernels share stand once, above it."""
+    if not rows:
+        return
     shared = _shared([row["params"] for row in rows])
     targets = list(dict.fromkeys(row["target"] for row in rows))
     common = [f"target={targets[0]}"] * (len(targets) == 1) + [f"{key}={value}" for key, value in shared.items()]
@@ -75,7 +77,8 @@ def print_kernels(rows: Sequence[dict[str, Any]]) -> None:
         own = [f"{key}={value}" for key, value in row["params"].items() if key not in shared]
         name = " ".join([row["kernel"], *([row["target"]] if len(targets) > 1 else []), *own])
         if "error" in row:
-            cells.append((name, None, None, None, "FAILED: " + row["error"].splitlines()[0]))
+            why = row["error"].split(f" for {row['target']}: ", 1)[-1].splitlines()[0]
+            cells.append((name, None, None, None, f"FAILED: {why[:60]}..." if len(why) > 60 else f"FAILED: {why}"))
             continue
         found = [f"{op} x{count}" for op, count in row["tensor_instructions"].items()] or [row["note"] or "none"]
         smem = row["smem_static"] + row["smem_dynamic"] if row["smem_dynamic"] is not None else None

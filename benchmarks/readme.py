@@ -1,0 +1,137 @@
+"""The generated parts of README.md: operator table and measured figures.
+
+    python -m benchmarks.readme            rewrite them
+    python -m benchmarks.readme --check    exit 1 and name what is out of date
+
+A part stands between `<!-- generated: NAME -->` and `<!-- end: NAME -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks import report
+
+ROOT = Path(__file__).parents[1]
+PICTURE = ROOT / "docs" / "layout_w4a16.svg"
+
+
+def operators() -> str:
+    """The registry as a table: operator x format x target."""
+    from terrazzo.ops.registry import STATUS, rows
+
+    found = rows()
+    targets = list(dict.fromkeys(row["target"] for row in found))
+    merged: dict[tuple[str, str], dict] = {}
+    for row in found:
+        entry = merged.setdefault((row["operator"], row["format"]), {**row, "status": {}})
+        entry["status"][row["target"]] = row["status"]
+    table = report.markdown(
+        ("operator", "weights from", "groups", "zero points", "x and y", *targets, "notes"),
+        [
+            (
+                f"`{row['operator']}`",
+                f"`{row['format']}`",
+                ", ".join(row["groups"]),
+                ", ".join(row["zeros"]),
+                ", ".join(row["activations"]),
+                *(row["status"].get(arch, "") for arch in targets),
+                row["notes"],
+            )
+            for row in merged.values()
+        ],
+    )
+    used = [status for status in STATUS if any(row["status"] == status for row in found)]
+    return table + "\n\n" + "\n".join(f"- {status}: {STATUS[status]}." for status in used)
+
+
+def figures() -> str:
+    """One table for each result file, with the plot that belongs to it."""
+    parts = []
+    for path in report.files("w4a16"):
+        source = path.relative_to(ROOT).as_posix()
+        result = report.load(path)
+        if report.timed(result):
+            parts.append(report.summary_markdown(result, source))
+        plot = path.with_suffix(".png")
+        if plot.is_file():
+            parts.append(f"![speed-up by M]({plot.relative_to(ROOT).as_posix()})")
+    return "\n\n".join(parts) or "No result file is in benchmarks/results yet; `make bench` writes one on a GPU."
+
+
+def models() -> str:
+    """The table of models that `--model` knows."""
+    from terrazzo.schedules.models import MODELS
+
+    return report.markdown(
+        ("model", "layers (N x K)"),
+        [
+            (f"`{name}`", ", ".join(f"{layer.name} {layer.n} x {layer.k}" for layer in layers))
+            for name, layers in MODELS.items()
+        ],
+    )
+
+
+PARTS: dict[str, Callable[[], str]] = {"operators": operators, "figures": figures, "models": models}
+DOCUMENTS = ("README.md", "docs/benchmarks.md")
+
+
+def fill(text: str) -> str:
+    """A document with every generated part as it should be.
+
+    Raises:
+        ValueError: a marker without its end, or of an unknown name.
+    """
+    opened = re.findall(r"<!-- generated: (\S+) -->", text)
+    for name in opened:
+        if name not in PARTS or f"<!-- end: {name} -->" not in text:
+            raise ValueError(f"marker {name!r} is unknown or has no end; known: {', '.join(PARTS)}")
+    for name in opened:
+        pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
+        body = PARTS[name]()
+        text = pattern.sub(lambda match, body=body: f"{match.group(1)}\n{body}\n\n{match.group(2)}", text)
+    return text
+
+
+def stale() -> dict[str, str]:
+    """Document -> difference, for everything that is not as it would be generated now."""
+    from terrazzo.layouts.picture import render_svg
+    from terrazzo.ops.w4a16.format import LAYOUT
+
+    wanted = {name: fill((ROOT / name).read_text(encoding="utf-8")) for name in DOCUMENTS}
+    wanted[PICTURE.relative_to(ROOT).as_posix()] = render_svg(LAYOUT)
+    found = {}
+    for name, text in wanted.items():
+        seen = (ROOT / name).read_text(encoding="utf-8") if (ROOT / name).is_file() else ""
+        if seen != text:
+            lines = difflib.unified_diff(seen.splitlines(), text.splitlines(), name, f"{name}, generated", lineterm="")
+            found[name] = "\n".join(list(lines)[:40])
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(argv)
+    if options.check:
+        found = stale()
+        for name, difference in found.items():
+            print(f"{name} is out of date; run `make docs`\n{difference}", file=sys.stderr)
+        return 1 if found else 0
+    from terrazzo.layouts.picture import render_svg
+    from terrazzo.ops.w4a16.format import LAYOUT
+
+    for name in DOCUMENTS:
+        path = ROOT / name
+        path.write_text(fill(path.read_text(encoding="utf-8")), encoding="utf-8")
+    PICTURE.write_text(render_svg(LAYOUT), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""The order of the floors: an import only goes down, inside a floor there are no circles, and importing is cheap."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = ("lowering", "layouts", "schedules", "ops", "autotune", "terrazzo")  # ground floor first
+HEAVY = ("torch", "tilelang", "tvm", "tvm_ffi", "triton", "safetensors", "rich", "click")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join(parts if parts[0] == "terrazzo" else ("terrazzo", *parts))
+
+
+SOURCES = {module_name(path): path for floor in FLOORS for path in sorted((ROOT / floor).rglob("*.py"))}
+
+
+def floor_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in FLOORS[:-1] else "terrazzo"
+
+
+def resolve(base: str, name: str) -> str:
+    """The module that `from base import name` reads: base.name if that is a module, else base."""
+    return f"{base}.{name}" if f"{base}.{name}" in SOURCES else base
+
+
+def imports(module: str) -> list[tuple[int, str, bool]]:
+    """(line, module of terrazzo, whether it happens at import time) for each import of a file, and each dotted name
+    "terrazzo.x.y" in a string or f-string, which is how lazy names are written."""
+    tree = ast.parse(SOURCES[module].read_text())
+    found, lazy = [], set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            lazy.update(id(inner) for inner in ast.walk(node) if inner is not node)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            lazy.update(id(inner) for statement in node.body for inner in ast.walk(statement))
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: imports are absolute"
+            names = [resolve(node.module or "", alias.name) for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
+            names, lazy = [node.value] * (node.value in SOURCES), lazy | {id(node)}
+        found += [(node.lineno, name, id(node) not in lazy) for name in names if name.split(".")[0] == "terrazzo"]
+    return found
+
+
+def test_every_floor_is_read():
+    assert {floor_of(module) for module in SOURCES} == set(FLOORS)
+    assert floor_of("terrazzo.cli") == "terrazzo" and floor_of("terrazzo.ops.w4a16.format") == "ops"
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_imports_go_down(module):
+    own = FLOORS.index(floor_of(module))
+    for line, imported, _ in imports(module):
+        assert FLOORS.index(floor_of(imported)) <= own, (
+            f"{SOURCES[module].relative_to(ROOT)}:{line}: {floor_of(module)} must not import {imported}, "
+            f"which is a floor above ({' -> '.join(reversed(FLOORS))})"
+        )
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_no_circles_inside_a_floor(floor):
+    """Imports at import time form a directed graph without cycles; a package counts as its __init__ file."""
+    graph = {
+        module: {name for _, name, eager in imports(module) if eager and floor_of(name) == floor and name != module}
+        for module in SOURCES
+        if floor_of(module) == floor
+    }
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"circle: {' -> '.join((*path[path.index(module) :], module))}"
+        if module not in done:
+            for name in sorted(graph.get(module, ())):
+                visit(name, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_every_floor_imports_no_heavy_package():
+    floors = [
+        "terrazzo",
+        *(f"terrazzo.{floor}" for floor in FLOORS[:-1]),
+        "terrazzo.ops.w4a16",
+        "terrazzo.ops.registry",
+    ]
+    code = f"import importlib, sys\nfor name in {floors}:\n    importlib.import_module(name)\n"
+    code += f"    bad = [heavy for heavy in {HEAVY} if heavy in sys.modules]\n    assert not bad, (name, bad)"
+    run(code)
+
+
+def test_importing_every_module_imports_neither_torch_nor_tilelang():
+    modules = [name for name in SOURCES if name != "terrazzo.__main__"]
+    heavy = ("torch", "tilelang", "tvm", "tvm_ffi")
+    code = f"import importlib, sys\nfor name in {modules}:\n    importlib.import_module(name)\n"
+    code += f"    bad = [heavy for heavy in {heavy} if heavy in sys.modules]\n    assert not bad, (name, bad)"
+    run(code)
+
+
+def test_lazy_names_of_the_roof():
+    import terrazzo
+
+    for name in terrazzo.__all__:
+        assert getattr(terrazzo, name) is not None and name in dir(terrazzo)
+    assert terrazzo.Target.parse("sm_90a").arch == "sm_90a"
+    assert terrazzo.ops.w4a16.__name__ == "terrazzo.ops.w4a16"
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = terrazzo.nonsense
+
+
+def test_one_line_reaches_an_operator():
+    run("import terrazzo\nterrazzo.ops.w4a16.QuantizedWeight")

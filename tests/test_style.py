@@ -1,0 +1,60 @@
+"""House rules that a linter does not know, and the linter itself."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LONGEST = 600
+CODE = {".py", ".cu", ".cuh", ".h", ".cpp", ".md", ".toml"}
+LEFT_OVERS = re.compile(r"TO" r"DO|FIX" r"ME|NotImplemented" r"Error|mark\.xf" r"ail|^\s*pass\s*(#.*)?$", re.MULTILINE)
+
+
+def tracked() -> list[Path]:
+    """Files of the repository: what git tracks, or, in an unpacked archive, everything that is not generated."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if listed.returncode == 0 and listed.stdout:
+        return [ROOT / name for name in listed.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
+    hidden = {".venv", ".git", "build", "dist", ".gpu", "__pycache__"}
+    return [path for path in ROOT.rglob("*") if path.is_file() and not hidden & set(path.relative_to(ROOT).parts)]
+
+
+FILES = [path for path in tracked() if path.suffix in CODE]
+
+
+def test_no_file_is_longer_than_one_idea():
+    lengths = {path.relative_to(ROOT): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert not {str(path): lines for path, lines in lengths.items() if lines > LONGEST}
+
+
+def test_nothing_is_left_half_done():
+    found = {}
+    for path in FILES:
+        if path.suffix == ".py":
+            match = LEFT_OVERS.search(path.read_text(encoding="utf-8"))
+            if match:
+                found[str(path.relative_to(ROOT))] = match.group().strip()
+    assert not found
+
+
+@pytest.mark.parametrize("arguments", [("check",), ("format", "--check")], ids=" ".join)
+def test_ruff(arguments):
+    ruff = subprocess.run(
+        [sys.executable, "-m", "ruff", *arguments, "."], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if "No module named ruff" in ruff.stderr:
+        pytest.skip("ruff is not installed")
+    assert ruff.returncode == 0, ruff.stdout[-4000:] + ruff.stderr
+
+
+def test_versions_agree():
+    import terrazzo
+
+    text = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r'^version = "(.+)"$', text, re.MULTILINE).group(1) == terrazzo.__version__
+    assert f"## {terrazzo.__version__}" in (ROOT / "CHANGELOG.md").read_text()
