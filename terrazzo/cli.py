@@ -33,12 +33,10 @@ for _command in (info, ops, layout, compile_command, cache_group, demo, bench):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code. Never shows a traceback for bad input."""
     try:
-        terrazzo.main(args=argv, prog_name="terrazzo", standalone_mode=False)
+        code = terrazzo.main(args=argv, prog_name="terrazzo", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as asked:
         click.echo(asked.format_message())
         return 0
-    except click.exceptions.Exit as exit:
-        return exit.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("terrazzo: stopped", err=True)
         return 130
@@ -49,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; keep Python's exit quiet
         return 141
-    return 0
+    return code if isinstance(code, int) else 0  # click hands over the code of an Exit
 
 
 def _refuse(message: str) -> int:

@@ -111,7 +111,8 @@ def test_importing_every_floor_imports_no_heavy_package():
 
 
 def test_importing_every_module_imports_neither_torch_nor_tilelang():
-    modules = [name for name in SOURCES if name != "terrazzo.__main__"]
+    registration = "terrazzo.ops.w4a16.torch_op"  # torch.library's side of the operator; gemm imports it when traced
+    modules = [name for name in SOURCES if name not in ("terrazzo.__main__", registration)]
     heavy = ("torch", "tilelang", "tvm", "tvm_ffi")
     code = f"import importlib, sys\nfor name in {modules}:\n    importlib.import_module(name)\n"
     code += f"    bad = [heavy for heavy in {heavy} if heavy in sys.modules]\n    assert not bad, (name, bad)"

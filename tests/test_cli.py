@@ -1,0 +1,187 @@
+"""The command: every verb, every exit code, one line for bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from terrazzo.cli import main
+from terrazzo.lowering.errors import CompileError
+from terrazzo.lowering.request import KernelRequest
+
+TESTS = Path(__file__).parent
+COMPILE = ("compile", "--shape", "128x64", "--target", "sm_80")
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def small_kernels(monkeypatch):
+    """kernel_requests answers with one tiny GEMM (what it was asked is kept): the verb is what is tested."""
+    from terrazzo.ops import w4a16
+
+    monkeypatch.syspath_prepend(str(TESTS / "lowering"))
+    asked = []
+
+    def kernel_requests(n, k, *, target, m, **rest):
+        asked.append({"n": n, "k": k, "m": m, "target": target.arch, **rest})
+        return [KernelRequest("small.gemm", f"programs:{kernel_requests.entry}", (("n", n),), target)]
+
+    kernel_requests.entry = "gemm"
+    kernel_requests.asked = asked
+    monkeypatch.setitem(vars(w4a16), "kernel_requests", kernel_requests)
+    return kernel_requests
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = main(arguments)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("info",),
+        ("ops",),
+        ("ops", "--target", "sm_90a"),
+        ("layout",),
+        ("layout", "marlin_u4"),
+        ("cache", "list"),
+        ("cache", "verify"),
+        ("cache", "clear"),
+    ],
+    ids=" ".join,
+)
+def test_tables_come_as_text_and_as_json(capsys, arguments):
+    code, text, _ = run(capsys, *arguments)
+    assert code == 0 and text.strip()
+    code, out, _ = run(capsys, *arguments, "--json")
+    assert code == 0
+    json.loads(out)
+    assert not text.lstrip().startswith(("{", "["))
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (("frob",), "frob"),
+        (("layout", "nonsense"), "nonsense"),
+        (("layout", "--svg", "x.svg"), "INSTANCE"),
+        (("layout", "marlin_u4", "--svg", "/dev/null/x.svg"), "cannot be written"),
+        (("ops", "--target", "sm_70"), "sm_70"),
+        (("ops", "--op", "w9a9"), "w9a9"),
+        (("compile", "--shape", "1x1"), "--target"),
+        (("compile", "--target", "sm_80"), "--shape"),
+        ((*COMPILE[:3], "--target", "sm_75"), "sm_75"),
+        (("compile", "--shape", "12y3", "--target", "sm_80"), "12y3"),
+        (("compile", "--shape", "0x3", "--target", "sm_80"), "0x3"),
+        ((*COMPILE, "--m", "1,x"), "1,x"),
+        ((*COMPILE, "--m", "0"), "'0'"),
+        ((*COMPILE, "--dtype", "f8"), "f8"),
+        ((*COMPILE, "--group", "wide"), "wide"),
+        ((*COMPILE, "--op", "w9a9"), "w9a9"),
+        ((*COMPILE, "--model", "gpt-9"), "gpt-9"),
+        ((*COMPILE, "--numerics", "sloppy"), "sloppy"),
+        (("demo", "--targets", "sm_10"), "sm_10"),
+        (("demo", "--data", "absent.safetensors"), "absent.safetensors"),
+        (("bench", "--shape", "3"), "'3'"),
+        (("bench", "--model", "gpt-9"), "gpt-9"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, words):
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and not out
+    assert err.count("\n") == 1 and err.startswith("terrazzo: ") and words in err
+
+
+def test_bench_without_a_gpu_says_so(capsys):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    code, _, err = run(capsys, "bench")
+    assert code == 2 and "GPU" in err
+
+
+def test_help_and_version(capsys):
+    assert run(capsys, "--version")[1].startswith("terrazzo")
+    for verb in ("info", "ops", "layout", "compile", "cache", "demo", "bench"):
+        code, out, _ = run(capsys, verb, "--help")
+        assert code == 0 and "Usage" in out
+    assert run(capsys)[0] == 0
+
+
+def test_python_m_terrazzo():
+    done = subprocess.run(
+        [sys.executable, "-m", "terrazzo", "layout", "nope"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stderr.startswith("terrazzo: ") and "Traceback" not in done.stderr
+
+
+def test_layout_writes_the_picture(capsys, tmp_path):
+    code, out, _ = run(capsys, "layout", "w4a16_wgmma", "--svg", str(tmp_path / "new" / "a.svg"))
+    assert code == 0 and "a.svg" in out
+    assert (tmp_path / "new" / "a.svg").read_text().startswith("<svg")
+
+
+def test_compile_writes_a_bundle(capsys, tmp_path, small_kernels, private_cache):
+    from terrazzo.lowering import load_bundle
+
+    bundle = tmp_path / "bundle"
+    code, out, err = run(capsys, *COMPILE, "-o", str(bundle), "--m", "1,16", "--group", "K", "--dtype", "bf16")
+    assert code == 0, err
+    assert "HMMA.16816" in out and "bundle of 1 kernels for sm_80" in out
+    assert small_kernels.asked[-1] == {
+        "n": 128,
+        "k": 64,
+        "m": (1, 16),
+        "target": "sm_80",
+        "group_size": 64,
+        "symmetric": False,
+        "scale_dtype": "bfloat16",
+        "dtype": "bfloat16",
+        "numerics": "auto",
+    }
+    loaded = load_bundle(bundle, target="sm_80")
+    assert len(loaded.requests) == 1 and loaded.layouts
+
+    code, out, _ = run(capsys, *COMPILE, "-o", str(bundle), "--replace", "--json")
+    said = json.loads(out)
+    assert code == 0 and said["bundle"] == str(bundle) and said["kernels"][0]["spill_stores"] == 0
+    code, _, err = run(capsys, *COMPILE, "-o", str(bundle))
+    assert code == 2 and "exists" in err
+
+    code, out, _ = run(capsys, "cache", "list", "--json")
+    (entry,) = json.loads(out)
+    assert entry["name"] == "small.gemm"
+    assert "small.gemm" in run(capsys, "cache", "list")[1]
+    (private_cache / "v1" / "kernels" / entry["key"] / "kernel.cu").write_text("altered")
+    code, out, _ = run(capsys, "cache", "verify")
+    assert code == 1 and entry["key"] in out and "0 of 1 kernels are intact" in out
+
+
+def test_a_model_is_all_of_its_shapes(capsys, monkeypatch, small_kernels):
+    monkeypatch.setattr(
+        "terrazzo.commands_compile.compile_with_progress", lambda requests, workers: [CompileError("no")]
+    )
+    run(capsys, "compile", "--model", "llama-3-8b", "--shape", "6144x4096", "--target", "nvidia/nvidia-h100")
+    shapes = [(asked["n"], asked["k"]) for asked in small_kernels.asked]
+    assert shapes == [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+    assert small_kernels.asked[0]["m"] is None and small_kernels.asked[0]["target"] == "sm_90a"
+
+
+def test_a_kernel_that_fails_is_exit_code_1_and_no_bundle(capsys, tmp_path, small_kernels):
+    small_kernels.entry = "absent"
+    code, out, err = run(capsys, *COMPILE, "-o", str(tmp_path / "bundle"))
+    assert code == 1 and "FAILED" in out and "no bundle was written, 1 of 1" in err
+    assert not (tmp_path / "bundle").exists()
