@@ -69,8 +69,8 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:
         if nc < 1:
             break
         rows = -(-problem.row_tiles // nc)
-        for warps in (16, 14, 12, 10, 9, 8, 7, 6, 5, 4):
-            items = -(-problem.units // kc)
+        items = -(-problem.units // kc)
+        for warps in (w for w in (16, 14, 12, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1) if w <= problem.units // kc):
             for chunk, stages in ((4, 2), (3, 2), (2, 2), (2, 1), (1, 2)):
                 schedule = SmallBatch(tiles, kc, nc, warps, min(chunk, rows), stages, cluster)
                 if (
@@ -89,7 +89,9 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:
 def _cost(s: SmallBatch, rows: int, items: int) -> float:
     """Relative time: item steps of the busiest warp, weighted with what was measured around them."""
     depth = -(-items // s.warps)  # items of the busiest warp along k
-    work = rows * depth * s.warps / 16  # its share of the SM's bandwidth grows as warps shrink
-    flight = s.warps * s.stages * s.chunk  # KB in flight
-    starved = max(0.0, 32 - flight) / 32
-    return work * (1 + 0.5 * starved) * (1 + 0.02 * (16 - s.warps)) + 0.9 * rows / s.chunk * 0.25 + 6.0 * (s.kc > 1) + 0.6 * s.kc
+    work = rows * depth * s.warps / 16  # a warp's share of the SM's bandwidth grows as warps shrink
+    in_flight = s.warps * s.stages * s.chunk  # KB
+    work *= (1 + 0.5 * max(0.0, 32 - in_flight) / 32) * (1 + 0.02 * (16 - s.warps))
+    reductions = 0.225 * rows / s.chunk
+    split = 6.0 + 0.6 * s.kc if s.kc > 1 else 0.6
+    return work + reductions + split

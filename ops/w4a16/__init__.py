@@ -13,6 +13,7 @@ import importlib
 _HOME = {
     "gemm": "op",
     "kernel_requests": "op",
+    "weight_requests": "op",
     "QuantizedWeight": "format",
     "PackedWeight": "format",
     "pack": "format",

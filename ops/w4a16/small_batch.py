@@ -10,6 +10,7 @@ Numerics (specs.md B.3): `post` multiplies unscaled codes and applies scale and 
 """
 
 from terrazzo.layouts.converters import get_converter
+from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.w4a16.operand import Operand
 
@@ -50,6 +51,8 @@ def build(
     items_k, tiles, kb64 = kp // ITEM_K, np_ // 16, kp // 64
     even = items_k % kc == 0 and (items_k // kc) % warps == 0
     cta_items = -(-items_k // kc)  # most items of a CTA along k
+    if warps > items_k // kc:  # TileLang drops the guard of a loop that runs zero times or once
+        raise ArgumentError("warps", warps, f"must be at most the {items_k // kc} items of a CTA along k", "take fewer warps")
     threads = warps * 32
     pitch = cta_items * ITEM_K + 8  # halves; 16 bytes mod 128: ldmatrix without conflicts
     groups, ig = op.groups(kp), op.groups_per(ITEM_K)
@@ -256,17 +259,15 @@ def build(
             kn = items_k // kc if even else (bk + 1) * items_k // kc - k0
             g0 = warp * kn // warps
             gn = kn // warps if even else (warp + 1) * kn // warps - g0
-            gm = gn if even else T.max(gn, 1)
             ring = warp * stages * step
 
             # weights first where the launch may overlap the kernel before; X may be its result
-            last_tile = t1 if even else T.if_then_else(gn > 0, t1, t0)
             if pdl:
                 T.pdl_trigger()
             else:
                 fetch_x(X, Xs, xbar, M, k0, kn, 0, tx)
             for p in T.unroll(stages):
-                issue(W, P, R, ring, p, gm, t0, last_tile, k0 + g0, lane)
+                issue(W, P, R, ring, p, gn, t0, t1, k0 + g0, lane)
             if pdl:
                 T.pdl_sync()
                 fetch_x(X, Xs, xbar, M, k0, kn, bn % cluster, tx)
@@ -334,7 +335,7 @@ def build(
                                     for i in T.unroll(4):
                                         acc[(m * nt + t) * 4 + i] = acc[(m * nt + t) * 4 + i] + s[i // 2] * (d[t * 8 + i] + d[t * 8 + 4 + i])
                     T.call_extern("handle", "tz_syncwarp")  # every lane has read the step before it is overwritten
-                    issue(W, P, R, ring, ci * gn + gi + stages, gm, t0, t1, k0 + g0, lane)
+                    issue(W, P, R, ring, ci * gn + gi + stages, gn, t0, t1, k0 + g0, lane)
                 if chunks == 1:
                     T.sync_threads()  # Q may share memory with Xs and R, whose last use this is
                 for m in T.unroll(chunk):

@@ -87,7 +87,7 @@ class Case:
 
         weight = packed(self.spec, self.kind == "integer", 0)
         return (
-            list(w4a16.kernel_requests(weight, self.m, getattr(torch, self.spec.dtype), self.numerics))
+            list(w4a16.weight_requests(weight, self.m, getattr(torch, self.spec.dtype), self.numerics))
             if self.m
             else []
         )

@@ -188,7 +188,7 @@ class _File:
 
     def requests(self) -> list:
         weight = self.load()
-        return list(w4a16.kernel_requests(weight, weight.k, getattr(torch, weight.scale_dtype), "exact"))
+        return list(w4a16.weight_requests(weight, weight.k, getattr(torch, weight.scale_dtype), "exact"))
 
 
 @pytest.mark.parametrize(

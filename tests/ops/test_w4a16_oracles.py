@@ -43,7 +43,7 @@ def operator(change_weight=lambda w: w, change_output=lambda y: y):
 def on_the_cpu(monkeypatch):
     monkeypatch.setattr(oracles, "DEVICE", "cpu")
     # Straight into the module's names: asking for the present value would import the operator.
-    monkeypatch.setitem(vars(w4a16), "kernel_requests", lambda *_: [SimpleNamespace(params=(("numerics", "post"),))])
+    monkeypatch.setitem(vars(w4a16), "weight_requests", lambda *_: [SimpleNamespace(params=(("numerics", "post"),))])
     monkeypatch.setitem(vars(w4a16), "gemm", operator())
 
 

@@ -1,0 +1,469 @@
+"""Tile program for 17 tokens and more on sm_80, sm_86 and sm_89: mma.sync m16n8k16 behind a cp.async ring.
+
+A CTA computes 16 * row_blocks * (warps / token_warps) output features by `block_tokens` tokens. A stage of the ring holds
+64 k: X swizzled by 16-byte chunks, packed weights, and the parameters where a group begins. The weights are the A operand:
+a warp fetches the words of 16 rows with one LDS.128 for each lane and converts them in registers. X comes by ldmatrix.
+
+A pass is one k16 step. While its MMAs run, the warp converts the weights of the next pass into the other half of `a`, and
+reloads each pair of X fragments right after its last use. The last pass of a stage starts with the only block barrier: the
+stage has been read by then, so its slot takes the copy for `stages` stages later, and the next stage is complete.
+
+Numerics (specs.md B.3): `exact` and `fused` scale the operand; `post` multiplies the integers q - z and applies the scale
+to f32 sums, once per group. With kc > 1 the CTAs of a tile share k; the last to arrive sums the kc partial tiles in a fixed
+order, so the result has the same bits in every run.
+"""
+
+from types import SimpleNamespace
+
+from terrazzo.layouts.converters import get_converter
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.w4a16.operand import Operand
+
+UNIT_K = 128  # k extent of one unit of work: two ring stages
+PASS_CONFIGS = (  # the barriers and the bounds are the program's own
+    ("tl.disable_safe_memory_legalize", True),
+    ("tl.disable_thread_storage_sync", True),
+    ("tl.disable_warp_specialized", True),
+)
+_SOURCE = """\
+// matrix element of 16 bits, in 64-bit arithmetic: M * k may pass 2^31. It may lie outside if nothing is copied from there
+__device__ __forceinline__ void *tz_at16(const void *p, int row, int pitch, int col) {
+  return (char *)p + 2 * ((long long)row * pitch + col);
+}
+// what cp.async does, for rows that are not aligned to 16 bytes
+__device__ __forceinline__ void tz_copy_ragged(void *dst, const void *src, int bytes) {
+  unsigned short r[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) r[i] = 2 * i < bytes ? ((const unsigned short *)src)[i] : 0;
+  *(uint4 *)dst = make_uint4(r[0] | r[1] << 16, r[2] | r[3] << 16, r[4] | r[5] << 16, r[6] | r[7] << 16);
+}
+__device__ __forceinline__ void tz_store_ragged(void *dst, const void *src, int count) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) if (i < count) ((unsigned short *)dst)[i] = ((const unsigned short *)src)[i];
+}
+// 8x8 matrix of 16-bit values, two in a lane, transposed in registers: sm_80 has no stmatrix
+__device__ __forceinline__ unsigned tz_movmatrix(unsigned a) {
+  unsigned d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(d) : "r"(a));
+  return d;
+}
+__device__ __forceinline__ void tz_sts32(void *p, unsigned v) { *(unsigned *)p = v; }
+"""
+
+
+def shared_bytes(
+    op: Operand, *, block_tokens: int, warps: int, row_blocks: int, stages: int, token_warps: int = 1, kc: int = 1
+) -> int:
+    """Shared memory of a CTA, bytes."""
+    blocks = warps // token_warps * row_blocks // 4
+    x = max(stages * block_tokens * 64, warps * 16 * (row_blocks * 16 + 8)) * 2
+    flag = 1024 if kc > 1 else 0  # one word, and the alignment of what follows
+    return x + stages * blocks * (2048 + op.groups_per(64) * op.record_bytes) + flag
+
+
+def build(
+    target,
+    *,
+    n: int,
+    k: int,
+    group: int,
+    symmetric: bool,
+    scale_dtype: str,
+    dtype: str,
+    numerics: str,
+    bias: bool,
+    block_tokens: int,
+    warps: int,
+    row_blocks: int = 2,
+    stages: int = 4,
+    token_warps: int = 1,
+    kc: int = 1,
+    raster: int = 8,
+):
+    """The prim_func `main(X, W, P, B, WS, SEM, Y)` for any M.
+
+    Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/64, Np/64, 512]; P uint8 [G, Np/64, R]; B [n] in `dtype` (one
+    element without a bias). With kc > 1, WS f32 [tiles, kc, A/4, 32 * warps, 4] with A = row_blocks * block_tokens /
+    token_warps / 2, and SEM int32 [tiles], zero before the first launch and after each one, where tiles is
+    ceil(M / block_tokens) * ceil(Np / rows of a CTA) or more; with kc = 1 one element each, unused.
+
+    Args:
+        target: a Target whose shared memory the ring must fit in, or None.
+        block_tokens: tokens of a CTA; each of its `token_warps` warp columns takes an equal multiple of 16.
+        warps: warps of a CTA. warps / token_warps * row_blocks is a multiple of 4: a CTA owns whole blocks of 64 rows.
+        row_blocks: row tiles of 16 of a warp.
+        stages: ring stages of 64 k, at least 2.
+        kc: CTAs that share the k of a tile, at most ceil(k / 128).
+        raster: token blocks that walk over the rows together, so that both operands stay in L2.
+
+    Raises:
+        ArgumentError: a format or a configuration outside these limits, or one that needs more than 255 registers.
+    """
+    import tilelang.language as T
+
+    op = Operand(group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, numerics=numerics)
+    post, bf16 = numerics == "post", dtype == "bfloat16"
+    cvt = get_converter(f"u4_{'bf16' if bf16 else 'f16'}_exact" if post else op.converter)
+    bm, rb, threads = block_tokens, row_blocks, warps * 32
+    np_, kp = -(-n // 64) * 64, -(-k // UNIT_K) * UNIT_K
+    units = kp // UNIT_K
+    grouped = post and group > 0  # otherwise MMAs add straight to the result
+    config = dict(block_tokens=bm, warps=warps, row_blocks=rb, stages=stages, token_warps=token_warps)
+    _check(config, op, kc, units, grouped, target)
+
+    wm = bm // token_warps  # tokens of a warp
+    pairs, nacc, row_warps = wm // 16, rb * wm // 2, warps // token_warps
+    blocks, all_blocks = row_warps * rb // 4, np_ // 64
+    row_tiles = -(-all_blocks // blocks)
+    groups, rec, sb, ig = op.groups(kp), op.record_bytes, op.scale_bytes, op.groups_per(64)
+    run = 4 // ig  # passes of a stage with the same parameters
+    copies, ragged = rec // 16, k % 8 != 0  # ragged: rows of X are not aligned to 16 bytes
+    f32 = scale_dtype == "float32"
+    tb, stb = ("true" if bf16 else "false"), ("true" if scale_dtype == "bfloat16" else "false")
+    ab = "bf16" if bf16 else "fp16"
+    one2 = 0x3F803F80 if bf16 else 0x3C003C00
+    pitch = rb * 16 + 8  # halves of a staged output token, free of bank conflicts
+    xs_size = max(stages * bm * 64, warps * 16 * pitch)
+    source = prelude("cp_async", "lds", "ldmatrix", "pack", "semaphore", extra=(_SOURCE, cvt.device_source))
+    M = T.dynamic("m")
+    TILES = T.dynamic("tiles")
+
+    def block_at(c, b):
+        """Block of 64 rows `b` of the CTA; past the end the last one again, for rows that are not stored."""
+        block = c.rows[0] * blocks + b
+        return block if all_blocks % blocks == 0 else T.min(block, all_blocks - 1)
+
+    @T.macro
+    def issue(X, W, P, Xs, Ws, Ps, c, kb, slot, params, tx):
+        """Copies of the 64 k that start at 64 * kb; rows >= M and columns >= k of X become zero."""
+        for e in T.unroll(-(-bm * 8 // threads)):
+            row = e * (threads // 8) + tx // 8
+            at = slot * (bm * 64) + row * 64 + (tx % 8 ^ row % 8) * 8
+            col = kb * 64 + tx % 8 * 8
+            if row < bm:
+                T.call_extern(
+                    "handle",
+                    "tz_copy_ragged" if ragged else "tz_cp_async",
+                    T.access_ptr(Xs[at], "w", 8),
+                    T.call_extern("handle", "tz_at16", T.access_ptr(X[0, 0], "r", 1), c.tokens[0] + row, k, col),
+                    T.if_then_else(c.tokens[0] + row < M, 16 if k == kp else T.max(T.min(k - col, 8), 0) * 2, 0),
+                )
+        for e in T.unroll(-(-blocks * 128 // threads)):
+            at = e * threads + tx
+            if at < blocks * 128:
+                T.call_extern(
+                    "handle",
+                    "tz_cp_async",
+                    T.access_ptr(Ws[slot * (blocks * 512) + at * 4], "w", 4),
+                    T.access_ptr(W[kb, block_at(c, at // 128), at % 128 * 4], "r", 4),
+                    16,
+                )
+        if params:
+            for e in T.unroll(-(-ig * blocks * copies // threads)):
+                at = e * threads + tx
+                record = 0 if group == 0 else (kb // 2 if group == 128 else kb * ig + at // (blocks * copies))
+                if at < ig * blocks * copies:
+                    T.call_extern(
+                        "handle",
+                        "tz_cp_async",
+                        T.access_ptr(Ps[slot * (ig * blocks * rec) + at * 16], "w", 16),
+                        T.access_ptr(
+                            P[
+                                record,
+                                block_at(c, at // copies % blocks),
+                                at % copies * 16,
+                            ],
+                            "r",
+                            16,
+                        ),
+                        16,
+                    )
+
+    @T.macro
+    def load_words(Ws, w, slot, tile, lane):
+        for m in T.unroll(rb):
+            T.call_extern(
+                "handle",
+                "tz_lds128",
+                T.access_ptr(w[m * 4], "w", 4),
+                T.access_ptr(Ws[slot * (blocks * 512) + (tile + m) * 128 + lane * 4], "r", 4),
+            )
+
+    @T.macro
+    def load_scales(Ps, s, u, slot, q, tile, lane):
+        """f32 scales of rows g and g + 8 of each row tile."""
+        for m in T.unroll(rb):
+            at = (slot * ig + q) * (blocks * rec) + (tile + m) // 4 * rec + ((tile + m) % 4 * 8 + lane // 4) * 2 * sb
+            u[0] = T.call_extern("uint32", "tz_lds32", T.access_ptr(Ps[at], "r", 4))
+            if f32:
+                u[1] = T.call_extern("uint32", "tz_lds32", T.access_ptr(Ps[at + 4], "r", 4))
+                s[m * 2] = T.reinterpret(u[0], "float32")
+                s[m * 2 + 1] = T.reinterpret(u[1], "float32")
+            else:
+                s[m * 2] = T.call_extern("float32", f"tz_unpack<{stb}, 0>", u[0])
+                s[m * 2 + 1] = T.call_extern("float32", f"tz_unpack<{stb}, 1>", u[0])
+
+    @T.macro
+    def load_operands(Ps, v, u, zs, slot, q, tile, lane):
+        """The converter's packed (bias, scale) pairs of rows g and g + 8 of each row tile."""
+        for m in T.unroll(rb):
+            base = (slot * ig + q) * (blocks * rec) + (tile + m) // 4 * rec
+            row = (tile + m) % 4 * 8 + lane // 4
+            if not post:
+                u[0] = T.call_extern("uint32", "tz_lds32", T.access_ptr(Ps[base + row * 2 * sb], "r", 4))
+            if symmetric:
+                u[2] = T.uint32(0x0808)
+            else:
+                u[2] = T.call_extern("uint32", "tz_lds16_at", T.access_ptr(Ps[base + 64 * sb], "r", 64), row)
+            v[m * 4 + 1] = T.uint32(one2) if post else (u[0] & T.uint32(0xFFFF)) * T.uint32(0x10001)
+            v[m * 4 + 3] = T.uint32(one2) if post else (u[0] >> T.uint32(16)) * T.uint32(0x10001)
+            if numerics == "fused":
+                zs[0] = T.call_extern("float32", f"tz_unpack<{stb}, 0>", u[0])
+                zs[1] = T.call_extern("float32", f"tz_unpack<{stb}, 1>", u[0])
+                for e in T.unroll(2):
+                    zs[e] = -T.cast(u[2] >> T.uint32(8 * e) & T.uint32(255), "float32") * zs[e]
+                    v[m * 4 + 2 * e] = T.call_extern("uint32", f"tz_pack2<{tb}>", zs[e], zs[e])
+            elif bf16:
+                v[m * 4] = (u[2] & T.uint32(255)) * T.uint32(0x10001) + T.uint32(0x43004300)
+                v[m * 4 + 2] = (u[2] >> T.uint32(8)) * T.uint32(0x10001) + T.uint32(0x43004300)
+            else:
+                v[m * 4] = (u[2] & T.uint32(255)) * T.uint32(0x10001) + T.uint32(0x64006400)
+                v[m * 4 + 2] = (u[2] >> T.uint32(8)) * T.uint32(0x100010) + T.uint32(0x54005400)
+
+    @T.macro
+    def convert(w, a, v, m, step):
+        T.call_extern(
+            "handle",
+            cvt.device_name,
+            w[m * 4 + step],
+            T.access_ptr(a[(step % 2 * rb + m) * 4], "w", 4),
+            v[m * 4],
+            v[m * 4 + 1],
+            v[m * 4 + 2],
+            v[m * 4 + 3],
+        )
+
+    @T.macro
+    def load_x(Xs, x, slot, step, p, column, lane):
+        """B fragments of 16 tokens and 16 k."""
+        row = column * wm + p * 16 + lane // 16 * 8 + lane % 8
+        T.call_extern(
+            "handle",
+            "tz_ldmatrix4",
+            T.access_ptr(x[p * 4], "w", 4),
+            T.access_ptr(Xs[slot * (bm * 64) + row * 64 + ((lane // 8 % 2 ^ lane % 8) ^ step * 2) * 8], "r", 8),
+        )
+
+    @T.macro
+    def mma(d, a, x, step, m, p):
+        for e in T.unroll(2):
+            T.ptx_mma(
+                "float32", "m16n8k16", "row", "col", ab, ab, "fp32",
+                a.data, (step % 2 * rb + m) * 4, x.data, p * 4 + e * 2, d.data, (m * pairs * 2 + p * 2 + e) * 4, T.bool(False),
+            )  # fmt: skip
+
+    @T.macro
+    def clear(part, p):
+        for m in T.unroll(rb):
+            for i in T.unroll(8):
+                part[(m * pairs + p) * 8 + i] = 0.0
+
+    @T.macro
+    def add_scaled(acc, part, s, p):
+        for m in T.unroll(rb):
+            for i in T.unroll(8):
+                at = (m * pairs + p) * 8 + i
+                acc[at] = acc[at] + s[m * 2 + i % 4 // 2] * part[at]
+
+    @T.macro
+    def store(Y, B, Xs, acc, o, bb, c, warp, tile, column, lane):
+        """Bias, then 16 tokens at a time: transposed in registers, staged by the warp, written 16 bytes a lane."""
+        row0 = c.rows[0] * (blocks * 64) + tile * 16
+        stage = warp * (16 * pitch)
+        if bias:
+            for m in T.unroll(rb):
+                for e in T.unroll(2):
+                    bb[e] = T.cast(B[T.min(row0 + m * 16 + e * 8 + lane // 4, n - 1)], "float32")
+                for i in T.unroll(pairs * 8):
+                    acc[m * pairs * 8 + i] = acc[m * pairs * 8 + i] + bb[i % 4 // 2]
+        for p in T.unroll(pairs):
+            T.call_extern("handle", "tz_syncwarp")
+            for m in T.unroll(rb):
+                for i in T.unroll(4):
+                    at = (m * pairs + p) * 8 + i * 2
+                    o[0] = T.call_extern("uint32", f"tz_pack2<{tb}>", acc[at], acc[at + 1])
+                    o[0] = T.call_extern("uint32", "tz_movmatrix", o[0])
+                    T.call_extern(
+                        "handle",
+                        "tz_sts32",
+                        T.access_ptr(
+                            Xs[stage + (i // 2 * 8 + lane // 4) * pitch + m * 16 + i % 2 * 8 + lane % 4 * 2], "w", 2
+                        ),
+                        o[0],
+                    )
+            T.call_extern("handle", "tz_syncwarp")
+            for q in T.unroll(rb):
+                at = (q * 32 + lane) // (rb * 2)
+                token = c.tokens[0] + column * wm + p * 16 + at
+                chunk = (q * 32 + lane) % (rb * 2) * 8
+                if T.And(token < M, row0 + chunk < n):
+                    T.call_extern(
+                        "handle",
+                        "tz_copy16" if n % 8 == 0 else "tz_store_ragged",
+                        T.call_extern("handle", "tz_at16", T.access_ptr(Y[0, 0], "w", 1), token, n, row0 + chunk),
+                        T.access_ptr(Xs[stage + at * pitch + chunk], "r", 8),
+                        *([] if n % 8 == 0 else [T.min(n - row0 - chunk, 8)]),
+                    )
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((M, k), dtype),
+        W: T.Tensor((kp // 64, all_blocks, 512), "int32"),
+        P: T.Tensor((groups, all_blocks, rec), "uint8"),
+        B: T.Tensor((n if bias else 1,), dtype),
+        WS: T.Tensor((TILES, kc, nacc // 4, threads, 4) if kc > 1 else (1,), "float32"),
+        SEM: T.Tensor((TILES,) if kc > 1 else (1,), "int32"),
+        Y: T.Tensor((M, n), dtype),
+    ):
+        with T.Kernel(T.ceildiv(M, bm) * row_tiles, kc, threads=threads, prelude=source) as (bx, bz):
+            Xs = T.alloc_shared((xs_size,), dtype)
+            Ws = T.alloc_shared((stages * blocks * 512,), "int32")
+            Ps = T.alloc_shared((stages * ig * blocks * rec,), "uint8")
+            w = T.alloc_local((rb * 4,), "uint32")
+            a = T.alloc_local((rb * 8,), "uint32")
+            x = T.alloc_local((pairs * 4,), "uint32")
+            v = T.alloc_local((rb * 4,), "uint32")
+            u = T.alloc_local((3,), "uint32")
+            s = T.alloc_local((rb * 2,), "float32")
+            zs = T.alloc_local((2,), "float32")
+            bb = T.alloc_local((2,), "float32")
+            o = T.alloc_local((1,), "uint32")
+            acc = T.alloc_local((nacc,), "float32")
+            part = T.alloc_local((nacc if grouped else 1,), "float32")
+            d = part if grouped else acc
+            c = SimpleNamespace(**{f: T.alloc_local((1,), "int32") for f in ("tokens", "rows", "count", "slot", "free")})
+            tx = T.get_thread_binding()
+            lane = tx % 32
+            warp = tx // 32
+            tile = warp % row_warps * rb
+            column = warp // row_warps
+            mt = T.ceildiv(M, bm)
+            c.tokens[0] = T.truncdiv(bx, raster * row_tiles) * raster
+            c.rows[0] = T.truncmod(bx, raster * row_tiles)
+            c.count[0] = T.min(mt - c.tokens[0], raster)
+            c.tokens[0] = (c.tokens[0] + T.truncmod(c.rows[0], c.count[0])) * bm
+            c.rows[0] = T.truncdiv(c.rows[0], c.count[0])
+            k0 = bz * units // kc
+            kn = (bz + 1) * units // kc - k0
+
+            for p in T.unroll(stages):
+                if p < kn * 2:
+                    issue(X, W, P, Xs, Ws, Ps, c, k0 * 2 + p, p, p == 0 if group == 0 else group != 128 or p % 2 == 0, tx)
+                T.call_extern("handle", "tz_cp_commit")
+            for i in T.unroll(nacc):
+                acc[i] = 0.0
+            c.slot[0] = 0
+            T.call_extern("handle", f"tz_cp_wait<{stages - 1}>")
+            T.sync_threads()
+            load_words(Ws, w, 0, tile, lane)
+            load_operands(Ps, v, u, zs, 0, 0, tile, lane)
+            for p in T.unroll(pairs):
+                load_x(Xs, x, 0, 0, p, column, lane)
+            for m in T.unroll(rb):
+                convert(w, a, v, m, 0)
+            if post:
+                load_scales(Ps, s, u, 0, 0, tile, lane)
+
+            for unit in T.serial(kn):
+                for h in T.unroll(2):
+                    for j in T.unroll(4):
+                        if j == 3:  # this stage has been read, the next one is complete
+                            T.call_extern("handle", f"tz_cp_wait<{stages - 2}>")
+                            T.sync_threads()
+                            c.free[0] = c.slot[0]
+                            c.slot[0] = T.if_then_else(c.slot[0] == stages - 1, 0, c.slot[0] + 1)
+                            if unit * 2 + h + stages < kn * 2:
+                                issue(
+                                    X, W, P, Xs, Ws, Ps, c, (k0 + unit) * 2 + h + stages, c.free[0],
+                                    group != 0 and (group != 128 or (h + stages) % 2 == 0), tx,
+                                )  # fmt: skip
+                            T.call_extern("handle", "tz_cp_commit")
+                            load_words(Ws, w, c.slot[0], tile, lane)
+                        if group != 0:
+                            if T.And((j + 1) % run == 0, h == 1 or group != 128):
+                                load_operands(Ps, v, u, zs, c.slot[0], (j + 1) % 4 // run, tile, lane)
+                        for p in T.unroll(pairs):
+                            if grouped:
+                                if T.And(j % run == 0, h == 0 or group != 128):
+                                    clear(part, p)
+                            for m in T.unroll(rb):
+                                mma(d, a, x, j, m, p)
+                            load_x(Xs, x, c.slot[0], (j + 1) % 4, p, column, lane)
+                            for m in T.unroll(rb):
+                                if m * pairs // rb == p:
+                                    convert(w, a, v, m, (j + 1) % 4)
+                            if grouped and p > 0:
+                                if T.And((j + 1) % run == 0, h == 1 or group != 128):
+                                    add_scaled(acc, part, s, p - 1)
+                        if grouped:
+                            if T.And((j + 1) % run == 0, h == 1 or group != 128):
+                                add_scaled(acc, part, s, pairs - 1)
+                                load_scales(Ps, s, u, c.slot[0], (j + 1) % 4 // run, tile, lane)
+            if post and group == 0:
+                for i in T.unroll(nacc):
+                    acc[i] = acc[i] * s[i // (pairs * 8) * 2 + i % 4 // 2]
+            T.sync_threads()  # the staged output shares memory with X
+            if kc > 1:
+                for i in T.unroll(nacc // 4):
+                    T.call_extern(
+                        "handle", "tz_copy16", T.access_ptr(WS[bx, bz, i, tx, 0], "w", 4), T.access_ptr(acc[i * 4], "r", 4)
+                    )
+                if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[bx], "rw", 1), kc):
+                    for i in T.unroll(nacc // 4):
+                        T.call_extern(
+                            "handle", "tz_ldcg4", T.access_ptr(acc[i * 4], "w", 4), T.access_ptr(WS[bx, 0, i, tx, 0], "r", 4)
+                        )
+                    for z in T.unroll(1, kc, unroll_factor=1):  # unrolled, its loads would take every register
+                        for i in T.unroll(nacc // 4):
+                            T.call_extern(
+                                "handle",
+                                "tz_addcg4",
+                                T.access_ptr(acc[i * 4], "rw", 4),
+                                T.access_ptr(WS[bx, z, i, tx, 0], "r", 4),
+                            )
+                    store(Y, B, Xs, acc, o, bb, c, warp, tile, column, lane)
+            else:
+                store(Y, B, Xs, acc, o, bb, c, warp, tile, column, lane)
+
+    return main
+
+
+def _check(config: dict, op: Operand, kc: int, units: int, grouped: bool, target) -> None:
+    """Refuse configurations that the program has no code for, or that cannot run."""
+    bm, warps, rb, stages, tw = (config[f] for f in ("block_tokens", "warps", "row_blocks", "stages", "token_warps"))
+    if tw < 1 or bm % (16 * tw) or bm < 16 * tw:
+        raise ArgumentError("block_tokens", bm, f"must be a multiple of 16 * token_warps = {16 * tw}", "round it up")
+    if not 1 <= warps <= 16 or warps % tw or warps // tw * rb % 4:
+        raise ArgumentError(
+            "warps",
+            warps,
+            f"must be at most 16, and warps / {tw} * {rb} row tiles of 16 a multiple of 4",
+            "use 4 or 8 warps with token_warps 1 or 2",
+        )
+    if stages < 2:
+        raise ArgumentError("stages", stages, "must be at least 2", "use 3 or 4")
+    limit = 256 if not grouped else (128 if op.group == 128 else 64)  # ptxas works on two short groups at once
+    if rb * bm // tw > limit:
+        raise ArgumentError(
+            "row_blocks",
+            rb,
+            f"row_blocks * block_tokens / token_warps must be at most {limit} here (registers)",
+            "use fewer row blocks, or split the tokens over more warps",
+        )
+    if not 1 <= kc <= units:
+        raise ArgumentError("kc", kc, f"must be 1 to {units}, the units of 128 along k", "use a smaller kc")
+    if target is not None and (need := shared_bytes(op, **config, kc=kc)) > target.smem_per_block:
+        raise ArgumentError(
+            "stages", stages, f"needs {need} bytes of shared memory, {target.arch} has {target.smem_per_block}", "use fewer"
+        )

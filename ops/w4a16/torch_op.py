@@ -1,0 +1,45 @@
+"""`torch.ops.terrazzo.w4a16_gemm`: the operator as torch.compile, torch.export and fake tensors see it."""
+
+from __future__ import annotations
+
+import torch
+
+from terrazzo.ops.w4a16.format import PackedWeight
+
+
+def call(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, numerics: str) -> torch.Tensor:
+    """`gemm` as one opaque node of a graph; see `terrazzo.ops.w4a16.gemm`."""
+    if bias is None and w.bias is not None:
+        bias = w.bias.to(x.dtype)
+    return torch.ops.terrazzo.w4a16_gemm(
+        x, w.words, w.params, w.perm, bias, w.n, w.k, w.group_size, w.scale_dtype, w.symmetric, w.layout, w.target or "",
+        numerics,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("terrazzo::w4a16_gemm", mutates_args=())
+def w4a16_gemm(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    params: torch.Tensor,
+    perm: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+    scale_dtype: str,
+    symmetric: bool,
+    layout: str,
+    target: str,
+    numerics: str,
+) -> torch.Tensor:
+    """y [..., n] from x [..., k] and the fields of a PackedWeight."""
+    from terrazzo.ops.w4a16.op import run
+
+    w = PackedWeight(words, params, n, k, group_size, scale_dtype, symmetric, layout, perm, None, target or None)
+    return run(x, w, bias, None, numerics)
+
+
+@w4a16_gemm.register_fake
+def _(x, words, params, perm, bias, n, k, group_size, scale_dtype, symmetric, layout, target, numerics):
+    return x.new_empty((*x.shape[:-1], n))

@@ -1,0 +1,67 @@
+"""Schedules of the multistage program on mma.sync (sm_80, sm_86, sm_89): one CTA for each tile, k split where tiles are few."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from terrazzo.lowering.targets import Target
+from terrazzo.schedules.problem import WeightOnlyGemm
+
+BLOCK_TOKENS = (32, 64, 128)
+_RESERVED = 1024
+
+
+@dataclass(frozen=True)
+class Multistage:
+    """A CTA of `warps` warps, each with `row_blocks` row tiles of 16; `token_warps` of them side by side along the tokens."""
+
+    block_tokens: int
+    warps: int
+    row_blocks: int
+    stages: int
+    token_warps: int = 1
+    kc: int = 1
+    raster: int = 8
+
+    @property
+    def rows(self) -> int:
+        """Output features of a CTA."""
+        return 16 * self.row_blocks * self.warps // self.token_warps
+
+    def smem_bytes(self, problem: WeightOnlyGemm) -> int:
+        params = -(-problem.groups_per_128 // 2) * problem.record_bytes
+        x = max(self.stages * self.block_tokens * 64, self.warps * 16 * (self.row_blocks * 16 + 8)) * 2
+        return x + self.stages * self.rows // 64 * (2048 + params) + _RESERVED
+
+    def tiles(self, problem: WeightOnlyGemm, m: int) -> int:
+        return -(-m // self.block_tokens) * -(-problem.row_blocks * 64 // self.rows)
+
+    def params(self) -> dict[str, int]:
+        """Arguments of the program's `build`."""
+        return asdict(self)
+
+
+def choose(problem: WeightOnlyGemm, target: Target, m: int) -> Multistage:
+    """Tile by tokens; as many stages, up to four, as fit; k split so that the first bucket fills the SMs."""
+    tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
+    schedule = {
+        32: Multistage(32, 4, 2, 4),
+        64: Multistage(64, 4, 2, 4),
+        128: Multistage(128, 8, 2, 4, token_warps=2),
+    }[tokens]
+    # the kernel is compiled for a bucket: its split may depend on the bucket's widest M only
+    kc = max(1, min(8, target.sms // schedule.tiles(problem, tokens), problem.units)) if tokens < 128 else 1
+    for stages in (4, 3, 2):
+        schedule = replace(schedule, stages=stages, kc=kc)
+        if schedule.smem_bytes(problem) <= target.smem_per_block:
+            break
+    return schedule
+
+
+def launch_sizes(schedule: Multistage, problem: WeightOnlyGemm, m: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the f32 workspace and of the int32 semaphores."""
+    if schedule.kc == 1:
+        return (1, 1, 1, 1, 4), (1,)
+    tiles = schedule.tiles(problem, m)
+    held = schedule.row_blocks * schedule.block_tokens // schedule.token_warps // 2
+    return (tiles, schedule.kc, held // 4, 32 * schedule.warps, 4), (tiles,)
