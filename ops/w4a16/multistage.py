@@ -27,9 +27,10 @@ PASS_CONFIGS = (  # the barriers and the bounds are the program's own
     ("tl.disable_warp_specialized", True),
 )
 _SOURCE = """\
-// matrix element of 16 bits, in 64-bit arithmetic: M * k may pass 2^31. It may lie outside if nothing is copied from there
-__device__ __forceinline__ void *tz_at16(const void *p, int row, int pitch, int col) {
-  return (char *)p + 2 * ((long long)row * pitch + col);
+// 16-bit matrix element `ahead` of (row, col), in 64-bit arithmetic: M * k may pass 2^31. It may lie outside the matrix if
+// nothing is copied from there. A constant `ahead` ends up in the instruction, not in a register
+__device__ __forceinline__ void *tz_at16(const void *p, int row, int pitch, int col, int ahead) {
+  return (char *)p + 2 * ((long long)row * pitch + col) + 2 * ahead;
 }
 // what cp.async does, for rows that are not aligned to 16 bytes
 __device__ __forceinline__ void tz_copy_ragged(void *dst, const void *src, int bytes) {
@@ -146,7 +147,15 @@ def build(
                     "handle",
                     "tz_copy_ragged" if ragged else "tz_cp_async",
                     T.access_ptr(Xs[at], "w", 8),
-                    T.call_extern("handle", "tz_at16", T.access_ptr(X[0, 0], "r", 1), c.tokens[0] + row, k, col),
+                    T.call_extern(
+                        "handle",
+                        "tz_at16",
+                        T.access_ptr(X[0, 0], "r", 1),
+                        c.tokens[0] + tx // 8,
+                        k,
+                        col,
+                        e * (threads // 8) * k,
+                    ),
                     T.if_then_else(c.tokens[0] + row < M, 16 if k == kp else T.max(T.min(k - col, 8), 0) * 2, 0),
                 )
         for e in T.unroll(-(-blocks * 128 // threads)):
@@ -311,7 +320,7 @@ def build(
                     T.call_extern(
                         "handle",
                         "tz_copy16" if n % 8 == 0 else "tz_store_ragged",
-                        T.call_extern("handle", "tz_at16", T.access_ptr(Y[0, 0], "w", 1), token, n, row0 + chunk),
+                        T.call_extern("handle", "tz_at16", T.access_ptr(Y[0, 0], "w", 1), token, n, row0 + chunk, 0),
                         T.access_ptr(Xs[stage + at * pitch + chunk], "r", 8),
                         *([] if n % 8 == 0 else [T.min(n - row0 - chunk, 8)]),
                     )

@@ -148,7 +148,8 @@ def gemm(
             tokens, exact above (post where the scales are not in x's dtype).
 
     Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on different
-    streams use different workspaces; two graphs captured on one stream must not be replayed at the same time.
+    streams use different workspaces; two graphs captured on one stream must not be replayed at the same time. A weight
+    that something else than PyTorch writes to (a communication library, say) needs a kernel between writer and `gemm`.
 
     Raises:
         ArgumentError: an operand that does not fit, named with the value seen and the remedy.
@@ -158,7 +159,7 @@ def gemm(
     """
     import torch
 
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # traced, fake or another subclass: dispatch
         from terrazzo.ops.w4a16 import torch_op
 
         y = torch_op.call(x, w, bias, numerics)
@@ -181,7 +182,12 @@ def run(
     elif w.bias is not None:
         bias = _own_bias(w, x)
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-    facts = w.__dict__.get("_facts") or _facts(w)
+    try:
+        if w.__dict__.get("_version") != _version(w):
+            _adopt(w)
+    except AttributeError:
+        raise ArgumentError("w", type(w).__name__, "must be a PackedWeight", "call w4a16.pack, or w.pack()") from None
+    facts = w.__dict__["_facts"]
     key = (facts, m, x.dtype, x.device, stream, numerics, bias is None)
     found = _launchers.get(key) or _prepare(key, x, w)
     n = w.n
@@ -210,13 +216,23 @@ def run(
 _launchers: dict[tuple, tuple] = {}
 
 
-def _facts(w: PackedWeight) -> tuple:
-    """What a kernel must know of a weight, checked once for each weight."""
+def _version(w: PackedWeight) -> int:
+    """Counts PyTorch's in-place writes to the weight; inference tensors keep no count."""
+    return -1 if w.words.is_inference() else w.words._version + w.params._version
+
+
+def _adopt(w: PackedWeight) -> None:
+    """Check a weight that is new or was written to, and note what kernels must know of it.
+
+    Kernels fetch weights before the kernel ahead of them on the stream has ended (programmatic dependent launch), so
+    the last writer of the weight must not be that kernel: a tiny one is launched between.
+    """
     if w.layout != _layout_identity():
         raise LayoutMismatchError("w", w.layout, f"must have layout {_layout_identity()}", "pack it again")
     w.check_sizes()
-    facts = w.__dict__["_facts"] = (w.n, w.k, w.group_size, w.symmetric, w.scale_dtype, w.target)
-    return facts
+    w.params.new_zeros(1)
+    w.__dict__["_facts"] = (w.n, w.k, w.group_size, w.symmetric, w.scale_dtype, w.target)
+    w.__dict__["_version"] = _version(w)
 
 
 def _own_bias(w: PackedWeight, x: torch.Tensor) -> torch.Tensor:
