@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 CHECKED_ROWS = 512
 """Rows of y that are compared with the reference; with more tokens, the first, the last and a random choice between.
 All of y is checked for NaN that was there before."""
+DEVICE = "cuda"
 _SHORT = {"float16": "f16", "bfloat16": "bf16"}
 _PROBLEM = {"n", "k", "dtype", "scale_dtype", "symmetric", "group", "group_size"}
 
@@ -169,7 +170,7 @@ class _Shape:
 
         self.n, self.k, self.settings, self.target, self.copy_gb_s = n, k, settings, target, copy_gb_s
         self.dtype = getattr(torch, settings.dtype)
-        self.random = torch.Generator("cuda").manual_seed(settings.seed)
+        self.random = torch.Generator(DEVICE).manual_seed(settings.seed)
         self.weight = random_weight(n, k, settings, self.random)
         packed = w4a16.pack(self.weight)
         self.packed = [packed] + [
@@ -198,12 +199,10 @@ class _Shape:
     def tokens(self, m: int) -> torch.Tensor:
         import torch
 
-        return torch.randn(m, self.k, generator=self.random, device="cuda", dtype=self.dtype)
+        return torch.randn(m, self.k, generator=self.random, device=DEVICE, dtype=self.dtype)
 
     def row(self, m: int, failed: Mapping[KernelRequest, str]) -> dict[str, Any]:
         """The row of one M: check, then time, ours and every peer's."""
-        from terrazzo.ops import w4a16
-
         s = self.settings
         requests = requests_for(self.n, self.k, m, s, self.target)
         roof = self.roofline(m, requests)
@@ -225,21 +224,11 @@ class _Shape:
         }
         x = self.tokens(m)
         rows, reference, bound, loose = self.expected(x, numerics_of(requests))
-        broken = [failed[request] for request in requests if request in failed]
-        if broken:
-            row["failure"] = f"does not compile: {broken[0].splitlines()[0]}"
+        errors = [failed[request] for request in requests if request in failed]
+        if errors:
+            row["failure"] = f"does not compile: {errors[0].splitlines()[0]}"
         else:
-            y = measure.poisoned((m, self.n), self.dtype)
-            try:
-                w4a16.gemm(x, self.packed[0], out=y)
-                row["failure"] = _wrong(y, rows, reference, bound)
-                if not row["failure"]:
-                    timing = measure.time_calls([_ours(x, packed, y) for packed in self.packed], s.budget_ms)
-                    row |= {"us": round(timing.us, 3), "spread": round(timing.spread, 4)}
-            except TerrazzoError as error:
-                row["failure"] = _one_line(error)
-        if not row.get("failure"):
-            row.pop("failure", None)
+            row |= self.ours(x, lambda y: _wrong(y, rows, reference, bound))
         problems = dict(self.broken)
         for name, (peer, loaded) in self.peers.items():
             try:
@@ -253,6 +242,24 @@ class _Shape:
                 problems[name] = _one_line(error)
         return row | ({"peers_failed": problems} if problems else {})
 
+    def ours(self, x: torch.Tensor, wrong: Callable[[torch.Tensor], str]) -> dict[str, Any]:
+        """Time and spread, or the failure: a wrong output, one that the timed launches change, an error of ours."""
+        import torch
+        from terrazzo.ops import w4a16
+
+        y = measure.poisoned((x.shape[0], self.n), self.dtype, DEVICE)
+        try:
+            w4a16.gemm(x, self.packed[0], out=y)
+            failure, first = wrong(y), y.clone()
+            if failure:
+                return {"failure": failure}
+            timing = measure.time_calls([_ours(x, packed, y) for packed in self.packed], self.settings.budget_ms)
+        except TerrazzoError as error:
+            return {"failure": _one_line(error)}
+        if not torch.equal(y, first):
+            return {"failure": "the output of the timed launches differs from that of the first one"}
+        return {"us": round(timing.us, 3), "spread": round(timing.spread, 4)}
+
     def expected(self, x: torch.Tensor, numerics: str) -> tuple[torch.Tensor, ...]:
         """(rows compared, float64 reference, bound for us, bound for peers, which round each weight once in 16 bits and
         may add partial sums in 16 bits)."""
@@ -260,9 +267,9 @@ class _Shape:
         from terrazzo.ops.w4a16 import reference
 
         m = x.shape[0]
-        rows = torch.arange(m, device="cuda")
+        rows = torch.arange(m, device=DEVICE)
         if m > CHECKED_ROWS:
-            middle = 1 + torch.randperm(m - 2, generator=self.random, device="cuda")[: CHECKED_ROWS - 2]
+            middle = 1 + torch.randperm(m - 2, generator=self.random, device=DEVICE)[: CHECKED_ROWS - 2]
             rows = torch.cat([rows[:1], middle.sort().values, rows[-1:]])
         x = x[rows]
         bound = reference.forward_error_bound(x, self.weight, numerics)
@@ -283,7 +290,7 @@ class _Shape:
 
     def overhead(self) -> dict[str, float]:
         """CPU time of a call from Python, ours and torch.mm's, on one token."""
-        x, y = self.tokens(1), measure.poisoned((1, self.n), self.dtype)
+        x, y = self.tokens(1), measure.poisoned((1, self.n), self.dtype, DEVICE)
         peer, loaded = self.peers[Cublas.name]
         calls = {"terrazzo": _ours(x, self.packed[0], y), "torch_mm": _theirs(peer, x, loaded[0])}
         calls["terrazzo_allocating"] = _ours(x, self.packed[0], None)

@@ -1,0 +1,158 @@
+"""What result files become: means, goals, tables, plots, the generated parts of the documents."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import pytest
+
+from benchmarks import peers, plot, readme, report, w4a16
+
+
+def row(m, n, k, us, cublas, **more):
+    return {
+        "op": "w4a16", "format": "u4_zeros", "dtype": "float16", "group": 128, "m": m, "n": n, "k": k, "model": "a.b",
+        "us": us, "spread": 0.01, "bytes": n * k // 2, "schedule": "s", "bound": "load", "predicted_us": 1.0,
+        "peers": {"cublas_f16": cublas, **more},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def result():
+    failed = row(16, 64, 64, None, 5.0) | {"failure": "3 elements of y are NaN"}
+    return {
+        "gpu": "NVIDIA H200", "sms": 132, "driver": "1", "cuda": "13", "torch": "2", "tilelang": "0", "terrazzo": "0",
+        "commit": "c0ffee", "date": "2026-01-01", "copy_gb_s": 4000.0, "call_overhead_us": {"terrazzo": 9.0},
+        "rows": [
+            row(1, 57344, 8192, 70.0, 210.0, rival=105.0),
+            row(1, 64, 64, 2.0, 8.0, rival=8.0),
+            row(16, 57344, 8192, 100.0, 200.0),
+            failed,
+        ],
+    }  # fmt: skip
+
+
+def test_means_are_geometric_and_skip_failures(result):
+    assert report.speedups(result) == {1: pytest.approx(math.sqrt(3 * 4)), 16: pytest.approx(2)}
+    assert report.speedups(result, "rival") == {1: pytest.approx(math.sqrt(2))}
+    assert report.peer_names(result) == ["rival"]
+    assert report.geomean([]) is None
+    assert report.failures(result) == ["(64, 64) M = 16: 3 elements of y are NaN"]
+
+
+def test_goals(result):
+    rows = {what: (goal, reached, verdict) for what, goal, reached, verdict in report.goals_table(result)}
+    assert rows["M = 1, geometric mean against cuBLAS f16"] == ("3.00x", "3.46x", "reached")
+    assert rows["M = 16, geometric mean against cuBLAS f16"] == ("2.30x", "2.00x", "not reached")
+    assert rows["M = 1, best peer here: rival"][2] == "reached"
+    share = 57344 * 8192 / 2 / 70 / 1e3 / 4000
+    assert rows["(57344, 8192) at M = 1, share of the copy bandwidth"] == ("85%", f"{share:.0%}", "not reached")
+    assert rows["CPU time of a call from Python"] == ("< 15 us", "9.0 us", "reached")
+    assert set(report.GOALS) == set(w4a16.MS)
+
+
+def test_a_file_with_a_missing_field_is_named(tmp_path, result):
+    path = tmp_path / "w4a16_x.json"
+    path.write_text(json.dumps(result))
+    assert report.load(path) == result
+    for broken, name in (({**result, "rows": [{"op": "w4a16"}]}, "format"), ({"gpu": "x"}, "sms")):
+        path.write_text(json.dumps(broken))
+        with pytest.raises(ValueError, match=f"'{name}'"):
+            report.load(path)
+
+
+def test_file_names():
+    assert report.file_name("w4a16", "NVIDIA H200") == "w4a16_h200.json"
+    assert report.file_name("w4a16", "NVIDIA A100-SXM4-80GB") == "w4a16_a100_sxm4_80gb.json"
+    assert report.file_name("w4a16", "NVIDIA GeForce RTX 4090") == "w4a16_4090.json"
+
+
+def test_every_published_result_is_complete():
+    for path in report.files("w4a16"):
+        result = report.load(path)
+        assert path.name == report.file_name("w4a16", result["gpu"]) and report.timed(result)
+
+
+def test_the_summary_names_its_source(result):
+    text = report.summary_markdown(result, "benchmarks/results/w4a16_h200.json")
+    assert "[benchmarks/results/w4a16_h200.json]" in text and "| 1 | 3.46x | 3.00x | 1.41x |" in text
+    assert "| 16 | 2.00x | 2.30x |  |" in text
+
+
+def test_the_documents_are_current():
+    assert readme.stale() == {}
+    assert readme.main(["--check"]) == 0
+
+
+def test_a_stale_document_is_found(monkeypatch, capsys):
+    monkeypatch.setitem(readme.PARTS, "models", lambda: "something else")
+    assert readme.main(["--check"]) == 1
+    assert "docs/benchmarks.md is out of date" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="unknown"):
+        readme.fill("<!-- generated: unknown -->\n<!-- end: unknown -->")
+
+
+def test_figures_come_from_the_files(monkeypatch, tmp_path, result):
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert "No result file" in readme.figures()
+    (tmp_path / "w4a16_h200.json").write_text(json.dumps(result))
+    (tmp_path / "w4a16_h200.png").write_bytes(b"")
+    assert "3.46x" in readme.figures() and "![speed-up by M](w4a16_h200.png)" in readme.figures()
+
+
+def test_plots(tmp_path, result):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "w4a16_h200.json"
+    path.write_text(json.dumps(result))
+    assert plot.main([str(path)]) == 0
+    assert path.with_suffix(".png").stat().st_size > 10_000
+    assert "<svg" in path.with_suffix(".svg").read_text()
+    path.write_text(json.dumps({**result, "rows": []}))
+    assert plot.main([str(path)]) == 2
+
+
+def test_arguments():
+    whole, quick = w4a16.arguments([]), w4a16.arguments(["--quick", "--m", "8,8,2"])
+    assert (whole.models, whole.m) == (w4a16.MODELS, w4a16.MS)
+    assert (quick.models, quick.m) == (w4a16.QUICK_MODELS, (8, 2))
+    for bad in (["--m", "1,x"], ["--m", "0"], ["--dtype", "int8"]):
+        with pytest.raises(SystemExit) as stopped:
+            w4a16.arguments(bad)
+        assert stopped.value.code == 2
+
+
+def test_bad_input_of_the_benchmark_is_one_line(capsys):
+    assert w4a16.main(["--models", "gpt-9"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_row_is_one_line(capsys, result):
+    for one in result["rows"]:
+        w4a16.show(one)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and "3.00x" in lines[0] and "FAILED" in lines[3]
+
+
+def test_peers_that_are_absent_say_so():
+    names = [peer.name for peer in peers.PEERS]
+    assert len(set(names)) == len(names) and all("_" in name for name in names)
+    assert peers.missing_module("no_such_package.core") == "no_such_package is not installed"
+    assert peers.missing_module("json") == ""
+    for peer in peers.PEERS:
+        package = {"vllm": "vllm", "humming": "humming", "gemlite": "gemlite"}[peer.name.split("_")[0]]
+        if package not in sys.modules and peer.missing():
+            assert package in peer.missing()
+
+
+def test_gptq_words_of_the_peers():
+    import torch
+
+    codes = torch.randint(0, 16, (5, 24), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    words = peers.pack_rows(codes)
+    assert words.dtype == torch.int32 and words.shape == (3, 5)
+    for row_, n, j in ((0, 0, 0), (1, 4, 7), (2, 3, 5)):
+        assert (int(words[row_, n]) >> (4 * j)) & 15 == int(codes[n, 8 * row_ + j])
+    assert peers.accepted(lambda a, b: None, {"a": 1, "c": 2}) == {"a": 1}
