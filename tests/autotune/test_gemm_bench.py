@@ -10,6 +10,8 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a16
 from terrazzo.ops.w4a16 import reference
 
+from benchmarks.report import FIELDS, ROW_FIELDS
+
 SHAPES = {(128, 256): ("model.qkv",), (64, 384): ("model.o", "other.o")}
 
 
@@ -67,9 +69,7 @@ def test_a_run_has_every_field(on_the_cpu):
     seen = []
     result = gemm_bench.bench_w4a16(SHAPES, (1, 7), None, lambda requests: [None] * len(requests), seen.append)
     assert result["rows"] == seen and len(seen) == 4
-    assert {"gpu", "sms", "driver", "cuda", "torch", "tilelang", "terrazzo", "commit", "date", "copy_gb_s"} <= set(
-        result
-    )
+    assert set(FIELDS) <= set(result) and all(set(ROW_FIELDS) <= set(row) for row in seen)
     row = seen[-1]
     assert (row["m"], row["n"], row["k"], row["model"]) == (7, 64, 384, "model.o, other.o")
     assert row["us"] == 10.0 and row["peers"] == {"cublas_f16": 10.0} and "failure" not in row
