@@ -1,16 +1,18 @@
 """Tile program for 17 tokens and more on sm_80, sm_86 and sm_89: mma.sync m16n8k16 behind a cp.async ring.
 
-A CTA computes 16 * row_blocks * (warps / token_warps) output features by `block_tokens` tokens. A stage of the ring holds
-64 k: X swizzled by 16-byte chunks, packed weights, and the parameters where a group begins. The weights are the A operand:
-a warp fetches the words of 16 rows with one LDS.128 for each lane and converts them in registers. X comes by ldmatrix.
+A CTA computes 16 * row_blocks * (warps / token_warps) output features by `block_tokens` tokens. A stage of the ring
+holds 64 k: X swizzled by 16-byte chunks, packed weights, and the parameters where a group begins. The weights are the A
+operand: a warp fetches the words of 16 rows with one LDS.128 per lane and converts them in registers. X comes by
+ldmatrix.
 
-A pass is one k16 step. While its MMAs run, the warp converts the weights of the next pass into the other half of `a`, and
-reloads each pair of X fragments right after its last use. The last pass of a stage starts with the only block barrier: the
-stage has been read by then, so its slot takes the copy for `stages` stages later, and the next stage is complete.
+A pass is one k16 step. While its MMAs run, the warp converts the weights of the next pass into the other half of `a`
+and reloads each pair of X fragments right after its last use. The last pass of a stage starts with the only block
+barrier: the stage has been read by then, so its slot takes the copy for `stages` stages later, and the next stage is
+complete.
 
-Numerics (specs.md B.3): `exact` and `fused` scale the operand; `post` multiplies the integers q - z and applies the scale
-to f32 sums, once per group. With kc > 1 the CTAs of a tile share k; the last to arrive sums the kc partial tiles in a fixed
-order, so the result has the same bits in every run.
+Numerics (specs.md B.3): `exact` and `fused` scale the operand; `post` multiplies the integers q - z and applies the
+scale to f32 sums, once per group. With kc > 1 the CTAs of a tile share k; the last to arrive sums the kc partial tiles
+in a fixed order, so the result has the same bits in every run.
 """
 
 from types import SimpleNamespace
@@ -27,8 +29,8 @@ PASS_CONFIGS = (  # the barriers and the bounds are the program's own
     ("tl.disable_warp_specialized", True),
 )
 _SOURCE = """\
-// 16-bit matrix element `ahead` of (row, col), in 64-bit arithmetic: M * k may pass 2^31. It may lie outside the matrix if
-// nothing is copied from there. A constant `ahead` ends up in the instruction, not in a register
+// 16-bit matrix element `ahead` of (row, col), in 64-bit arithmetic: M * k may pass 2^31. It may lie outside the matrix
+// if nothing is copied from there. `ahead` is a constant, apart so that copies share the rest
 __device__ __forceinline__ void *tz_at16(const void *p, int row, int pitch, int col, int ahead) {
   return (char *)p + 2 * ((long long)row * pitch + col) + 2 * ahead;
 }
@@ -87,7 +89,7 @@ def build(
     Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/64, Np/64, 512]; P uint8 [G, Np/64, R]; B [n] in `dtype` (one
     element without a bias). With kc > 1, WS f32 [tiles, kc, A/4, 32 * warps, 4] with A = row_blocks * block_tokens /
     token_warps / 2, and SEM int32 [tiles], zero before the first launch and after each one, where tiles is
-    ceil(M / block_tokens) * ceil(Np / rows of a CTA) or more; with kc = 1 one element each, unused.
+    ceil(M / block_tokens) * ceil(Np / rows of a CTA) or more; with kc = 1 they are unused, [1, 1, 1, 1, 4] and [1].
 
     Args:
         target: a Target whose shared memory the ring must fit in, or None.
@@ -269,7 +271,8 @@ def build(
         for e in T.unroll(2):
             T.ptx_mma(
                 "float32", "m16n8k16", "row", "col", ab, ab, "fp32",
-                a.data, (step % 2 * rb + m) * 4, x.data, p * 4 + e * 2, d.data, (m * pairs * 2 + p * 2 + e) * 4, T.bool(False),
+                a.data, (step % 2 * rb + m) * 4, x.data, p * 4 + e * 2, d.data, ((m * pairs + p) * 2 + e) * 4,
+                T.bool(False),
             )  # fmt: skip
 
     @T.macro
@@ -331,7 +334,7 @@ def build(
         W: T.Tensor((kp // 64, all_blocks, 512), "int32"),
         P: T.Tensor((groups, all_blocks, rec), "uint8"),
         B: T.Tensor((n if bias else 1,), dtype),
-        WS: T.Tensor((TILES, kc, nacc // 4, threads, 4) if kc > 1 else (1,), "float32"),
+        WS: T.Tensor((TILES, kc, nacc // 4, threads, 4) if kc > 1 else (1, 1, 1, 1, 4), "float32"),
         SEM: T.Tensor((TILES,) if kc > 1 else (1,), "int32"),
         Y: T.Tensor((M, n), dtype),
     ):
@@ -351,7 +354,9 @@ def build(
             acc = T.alloc_local((nacc,), "float32")
             part = T.alloc_local((nacc if grouped else 1,), "float32")
             d = part if grouped else acc
-            c = SimpleNamespace(**{f: T.alloc_local((1,), "int32") for f in ("tokens", "rows", "count", "slot", "free")})
+            c = SimpleNamespace(
+                **{f: T.alloc_local((1,), "int32") for f in ("tokens", "rows", "count", "slot", "free")}
+            )
             tx = T.get_thread_binding()
             lane = tx % 32
             warp = tx // 32
@@ -368,7 +373,8 @@ def build(
 
             for p in T.unroll(stages):
                 if p < kn * 2:
-                    issue(X, W, P, Xs, Ws, Ps, c, k0 * 2 + p, p, p == 0 if group == 0 else group != 128 or p % 2 == 0, tx)
+                    params = p == 0 if group == 0 else group != 128 or p % 2 == 0
+                    issue(X, W, P, Xs, Ws, Ps, c, k0 * 2 + p, p, params, tx)
                 T.call_extern("handle", "tz_cp_commit")
             for i in T.unroll(nacc):
                 acc[i] = 0.0
@@ -426,12 +432,18 @@ def build(
             if kc > 1:
                 for i in T.unroll(nacc // 4):
                     T.call_extern(
-                        "handle", "tz_copy16", T.access_ptr(WS[bx, bz, i, tx, 0], "w", 4), T.access_ptr(acc[i * 4], "r", 4)
+                        "handle",
+                        "tz_copy16",
+                        T.access_ptr(WS[bx, bz, i, tx, 0], "w", 4),
+                        T.access_ptr(acc[i * 4], "r", 4),
                     )
                 if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[bx], "rw", 1), kc):
                     for i in T.unroll(nacc // 4):
                         T.call_extern(
-                            "handle", "tz_ldcg4", T.access_ptr(acc[i * 4], "w", 4), T.access_ptr(WS[bx, 0, i, tx, 0], "r", 4)
+                            "handle",
+                            "tz_ldcg4",
+                            T.access_ptr(acc[i * 4], "w", 4),
+                            T.access_ptr(WS[bx, 0, i, tx, 0], "r", 4),
                         )
                     for z in T.unroll(1, kc, unroll_factor=1):  # unrolled, its loads would take every register
                         for i in T.unroll(nacc // 4):
@@ -474,5 +486,8 @@ def _check(config: dict, op: Operand, kc: int, units: int, grouped: bool, target
         raise ArgumentError("kc", kc, f"must be 1 to {units}, the units of 128 along k", "use a smaller kc")
     if target is not None and (need := shared_bytes(op, **config, kc=kc)) > target.smem_per_block:
         raise ArgumentError(
-            "stages", stages, f"needs {need} bytes of shared memory, {target.arch} has {target.smem_per_block}", "use fewer"
+            "stages",
+            stages,
+            f"needs {need} bytes of shared memory, {target.arch} has {target.smem_per_block}",
+            "use fewer",
         )
