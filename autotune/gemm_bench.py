@@ -27,7 +27,7 @@ CHECKED_ROWS = 512
 All of y is checked for NaN that was there before."""
 DEVICE = "cuda"
 _SHORT = {"float16": "f16", "bfloat16": "bf16"}
-_PROBLEM = {"n", "k", "dtype", "scale_dtype", "symmetric", "group", "group_size"}
+_PROBLEM = {"n", "k", "bias", "dtype", "scale_dtype", "symmetric", "group", "group_size"}
 
 
 class Peer(Protocol):
