@@ -107,6 +107,7 @@ def bench_w4a16(
     settings: Settings | None = None,
     compile_all: Callable[[Sequence[KernelRequest]], Sequence[Path | CompileError]] | None = None,
     on_row: Callable[[dict[str, Any]], None] | None = None,
+    on_shape: Callable[[dict[str, Any]], None] | None = None,
     commit: str | None = None,
 ) -> dict[str, Any]:
     """Measure every (N, K) at every M; needs a GPU.
@@ -116,6 +117,7 @@ def bench_w4a16(
         ms: numbers of tokens.
         compile_all: compiles the kernels first; None takes `compile_many`.
         on_row: called with each row as it is done.
+        on_shape: called with the result so far after each shape, so that a run that is stopped leaves something.
         commit: of the sources; None asks git.
 
     Returns:
@@ -149,6 +151,8 @@ def bench_w4a16(
         if "call_overhead_us" not in result:
             result["call_overhead_us"] = shape.overhead()
         shape.drop()
+        if on_shape is not None:
+            on_shape(result)
     return result
 
 

@@ -71,10 +71,21 @@ def run(options: argparse.Namespace) -> int:
         budget_ms=options.budget_ms,
         peers=() if options.no_peers else PEERS,
     )
+    problems = shapes(options.models)
+
+    def target_file(result: dict[str, Any]) -> Path | None:
+        return options.out or (None if options.quick else report.RESULTS / report.file_name("w4a16", result["gpu"]))
+
+    def write(result: dict[str, Any]) -> None:
+        result["seconds"] = round(time.perf_counter() - start, 1)
+        out = target_file(result)
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(result, indent=1) + "\n")
+
     result = bench_w4a16(
-        shapes(options.models), options.m, settings, compile_all=_compile, on_row=show, commit=options.commit
+        problems, options.m, settings, compile_all=_compile, on_row=show, on_shape=write, commit=options.commit
     )
-    result["seconds"] = round(time.perf_counter() - start, 1)
     for name, reason in result["peers_missing"].items():
         print(f"peer {name}: not measured, {reason}")
     for line in report.failures(result):
@@ -82,11 +93,8 @@ def run(options: argparse.Namespace) -> int:
     print()
     for what, goal, reached, verdict in report.goals_table(result):
         print(f"{what:68} {goal:>8} {reached:>8}  {verdict}")
-    out = options.out or (None if options.quick else report.RESULTS / report.file_name("w4a16", result["gpu"]))
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"\n{out}: {len(result['rows'])} rows in {result['seconds']:.0f} s")
+    if target_file(result) is not None:
+        print(f"\n{target_file(result)}: {len(result['rows'])} rows in {result['seconds']:.0f} s")
     return 1 if report.failures(result) else 0
 
 

@@ -66,9 +66,16 @@ def bench(peers=(), ms=(1, 7), compile_all=lambda requests: [None] * len(request
 
 
 def test_a_run_has_every_field(on_the_cpu):
-    seen = []
-    result = gemm_bench.bench_w4a16(SHAPES, (1, 7), None, lambda requests: [None] * len(requests), seen.append)
-    assert result["rows"] == seen and len(seen) == 4
+    seen, lengths = [], []
+    result = gemm_bench.bench_w4a16(
+        SHAPES,
+        (1, 7),
+        None,
+        lambda requests: [None] * len(requests),
+        seen.append,
+        lambda so_far: lengths.append(len(seen)),
+    )
+    assert result["rows"] == seen and len(seen) == 4 and lengths == [2, 4]
     assert set(FIELDS) <= set(result) and all(set(ROW_FIELDS) <= set(row) for row in seen)
     row = seen[-1]
     assert (row["m"], row["n"], row["k"], row["model"]) == (7, 64, 384, "model.o, other.o")
@@ -144,3 +151,20 @@ def test_peers(on_the_cpu):
         assert row["peers"] == {"cublas_f16": 10.0, "rival_right": 10.0}
         assert set(row["peers_failed"]) == {"rival_wrong", "rival_unloadable", "rival_failing"}
         assert row["peers_failed"]["rival_failing"] == "RuntimeError: cannot run"
+
+
+def test_the_program_writes_the_file(on_the_cpu, tmp_path, capsys):
+    """benchmarks.w4a16 as a user runs it, with small layers and nothing to compile."""
+    from terrazzo.schedules import models
+
+    from benchmarks import report, w4a16
+
+    on_the_cpu.setitem(models.MODELS, "tiny", (models.Layer("qkv", 128, 256), models.Layer("o", 64, 384)))
+    on_the_cpu.setattr(w4a16, "_compile", lambda requests: [None] * len(requests))
+    out = tmp_path / "new" / "w4a16_h200.json"
+    assert w4a16.main(["--models", "tiny", "--m", "1,7", "--out", str(out), "--commit", "c0ffee"]) == 0
+    result, said = report.load(out), capsys.readouterr().out
+    assert len(result["rows"]) == 4 and result["commit"] == "c0ffee" and result["seconds"] > 0
+    assert "4 rows in" in said and "vllm is not installed" in said and "geometric mean" in said
+    assert w4a16.main(["--models", "tiny", "--m", "1", "--quick", "--no-peers"]) == 0
+    assert "rows in" not in capsys.readouterr().out
