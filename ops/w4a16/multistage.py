@@ -51,6 +51,10 @@ __device__ __forceinline__ unsigned tz_movmatrix(unsigned a) {
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(d) : "r"(a));
   return d;
 }
+__device__ __forceinline__ bool tz_not_negative(int v) {
+  asm volatile("" : "+r"(v));
+  return v >= 0;
+}
 __device__ __forceinline__ void tz_sts32(void *p, unsigned v) { *(unsigned *)p = v; }
 """
 
@@ -418,12 +422,12 @@ def build(
                             for m in T.unroll(rb):
                                 if m * pairs // rb == p:
                                     convert(w, a, v, m, (j + 1) % 4)
-                            if grouped and p > 0:
-                                if T.And((j + 1) % run == 0, h == 1 or group != 128):
-                                    add_scaled(acc, part, s, p - 1)
                         if grouped:
                             if T.And((j + 1) % run == 0, h == 1 or group != 128):
-                                add_scaled(acc, part, s, pairs - 1)
+                                # a branch that ptxas cannot see through keeps it from working on two groups at once
+                                if T.call_extern("bool", "tz_not_negative", M):
+                                    for p in T.unroll(pairs):
+                                        add_scaled(acc, part, s, p)
                                 load_scales(Ps, s, u, c.slot[0], (j + 1) % 4 // run, tile, lane)
             if post and group == 0:
                 for i in T.unroll(nacc):
@@ -474,7 +478,7 @@ def _check(config: dict, op: Operand, kc: int, units: int, grouped: bool, target
         )
     if stages < 2:
         raise ArgumentError("stages", stages, "must be at least 2", "use 3 or 4")
-    limit = 256 if not grouped else (128 if op.group == 128 else 64)  # ptxas works on two short groups at once
+    limit = 128 if grouped else 256
     if rb * bm // tw > limit:
         raise ArgumentError(
             "row_blocks",
