@@ -26,6 +26,7 @@ CHECKED_ROWS = 512
 """Rows of y that are compared with the reference; with more tokens, the first, the last and a random choice between.
 All of y is checked for NaN that was there before."""
 DEVICE = "cuda"
+_OURS = "terrazzo"
 _SHORT = {"float16": "f16", "bfloat16": "bf16"}
 _PROBLEM = {"n", "k", "bias", "dtype", "scale_dtype", "symmetric", "group", "group_size"}
 
@@ -207,10 +208,49 @@ class _Shape:
 
     def row(self, m: int, failed: Mapping[KernelRequest, str]) -> dict[str, Any]:
         """The row of one M: check, then time, ours and every peer's."""
-        s = self.settings
-        requests = requests_for(self.n, self.k, m, s, self.target)
-        roof = self.roofline(m, requests)
-        row = {
+        import torch
+
+        requests = requests_for(self.n, self.k, m, self.settings, self.target)
+        row, x, problems = self.facts(m, requests), self.tokens(m), dict(self.broken)
+        rows, reference, bound, loose = self.expected(x, numerics_of(requests))
+        errors = [failed[request] for request in requests if request in failed]
+        if errors:
+            y, failure = None, f"does not compile: {errors[0].splitlines()[0]}"
+        else:
+            y, failure = self.first_launch(x, rows, reference, bound)
+        candidates = {} if failure else {_OURS: [_ours(x, packed, y) for packed in self.packed]}
+        for name, (peer, loaded) in self.peers.items():
+            try:
+                problem = _wrong(peer.call(x, loaded[0]), rows, reference, loose)
+            except Exception as error:  # as above
+                problem = _one_line(error)
+            if problem:
+                problems[name] = problem
+            else:
+                candidates[name] = [_theirs(peer, x, copy) for copy in loaded]
+
+        before = None if failure else y.clone()
+        timings = measure.time_in_turn(candidates, self.settings.budget_ms)
+        ours = timings.pop(_OURS, None)
+        if isinstance(ours, TerrazzoError):
+            failure = _one_line(ours)
+        elif isinstance(ours, Exception):
+            raise ours
+        elif ours is not None and not torch.equal(y, before):
+            failure = "the output of the timed launches differs from that of the first one"
+        elif ours is not None:
+            row |= {"us": round(ours.us, 3), "spread": round(ours.spread, 4)}
+        for name, timing in timings.items():
+            if isinstance(timing, Exception):
+                problems[name] = _one_line(timing)
+            else:
+                row["peers"][name] = round(timing.us, 3)
+        return row | ({"failure": failure} if failure else {}) | ({"peers_failed": problems} if problems else {})
+
+    def facts(self, m: int, requests: Sequence[KernelRequest]) -> dict[str, Any]:
+        """What a row says before anything is measured."""
+        s, roof = self.settings, self.roofline(m, requests)
+        return {
             "op": "w4a16",
             "format": "u4" if s.symmetric else "u4_zeros",
             "dtype": s.dtype,
@@ -226,43 +266,17 @@ class _Shape:
             "bound": roof.bound,
             "predicted_us": round(roof.us, 2),
         }
-        x = self.tokens(m)
-        rows, reference, bound, loose = self.expected(x, numerics_of(requests))
-        errors = [failed[request] for request in requests if request in failed]
-        if errors:
-            row["failure"] = f"does not compile: {errors[0].splitlines()[0]}"
-        else:
-            row |= self.ours(x, lambda y: _wrong(y, rows, reference, bound))
-        problems = dict(self.broken)
-        for name, (peer, loaded) in self.peers.items():
-            try:
-                problem = _wrong(peer.call(x, loaded[0]), rows, reference, loose)
-                if problem:
-                    problems[name] = problem
-                    continue
-                timing = measure.time_calls([_theirs(peer, x, copy) for copy in loaded], s.budget_ms)
-                row["peers"][name] = round(timing.us, 3)
-            except Exception as error:  # as above
-                problems[name] = _one_line(error)
-        return row | ({"peers_failed": problems} if problems else {})
 
-    def ours(self, x: torch.Tensor, wrong: Callable[[torch.Tensor], str]) -> dict[str, Any]:
-        """Time and spread, or the failure: a wrong output, one that the timed launches change, an error of ours."""
-        import torch
+    def first_launch(self, x: torch.Tensor, *expected: torch.Tensor) -> tuple[torch.Tensor, str]:
+        """The output of one launch into poisoned memory, and what is wrong with it."""
         from terrazzo.ops import w4a16
 
         y = measure.poisoned((x.shape[0], self.n), self.dtype, DEVICE)
         try:
             w4a16.gemm(x, self.packed[0], out=y)
-            failure, first = wrong(y), y.clone()
-            if failure:
-                return {"failure": failure}
-            timing = measure.time_calls([_ours(x, packed, y) for packed in self.packed], self.settings.budget_ms)
         except TerrazzoError as error:
-            return {"failure": _one_line(error)}
-        if not torch.equal(y, first):
-            return {"failure": "the output of the timed launches differs from that of the first one"}
-        return {"us": round(timing.us, 3), "spread": round(timing.spread, 4)}
+            return y, _one_line(error)
+        return y, _wrong(y, *expected)
 
     def expected(self, x: torch.Tensor, numerics: str) -> tuple[torch.Tensor, ...]:
         """(rows compared, float64 reference, bound for us, bound for peers, which round each weight once in 16 bits and

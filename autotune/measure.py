@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -109,6 +109,35 @@ def time_calls(calls: Sequence[Callable[[], object]], budget_ms: float = BUDGET_
         times = _times(graph.replay, replays)
     torch.cuda.current_stream().wait_stream(side)
     return summarize(times, number)
+
+
+def time_in_turn(
+    candidates: Mapping[str, Sequence[Callable[[], object]]], budget_ms: float = BUDGET_MS
+) -> dict[str, Timing | Exception]:
+    """Time several implementations in order and again in reverse order, so that none gains from a cooler chip.
+
+    Args:
+        candidates: name -> calls as `time_calls` takes them. budget_ms: GPU time for each name.
+
+    Returns:
+        name -> mean of both passes, its spread including their difference; or what the candidate raised.
+    """
+    passes: dict[str, list[Timing]] = {name: [] for name in candidates}
+    failed: dict[str, Timing | Exception] = {}
+    for name in (*candidates, *reversed(list(candidates))):
+        if name not in failed:
+            try:
+                passes[name].append(time_calls(candidates[name], budget_ms / 2))
+            except Exception as error:  # the caller decides which errors of which candidate it can go on with
+                failed[name] = error
+    return failed | {name: merge(*timings) for name, timings in passes.items() if name not in failed}
+
+
+def merge(first: Timing, second: Timing) -> Timing:
+    """Two measurements of the same thing as one."""
+    us = (first.us + second.us) / 2
+    spread = max(first.spread, second.spread, abs(first.us - second.us) / us)
+    return Timing(us, spread, first.calls, first.replays + second.replays)
 
 
 @cache
