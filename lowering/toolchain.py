@@ -153,8 +153,8 @@ def import_tilelang():
         return sys.modules["tilelang"]
     if package_folder("tilelang") is None:
         raise ToolchainError(f"compiling a kernel needs tilelang, which is not installed; {INSTALL_COMPILER}")
-    # tilelang puts its own TVM first on sys.path unless it is there already, and a worker has its parent's entries last,
-    # behind an installed apache-tvm.
+    # tilelang puts its own TVM first on sys.path unless it is there already, and a worker has its parent's entries
+    # last, behind an installed apache-tvm.
     vendored = str(package_folder("tilelang") / "3rdparty" / "tvm" / "python")
     sys.path[:] = [entry for entry in sys.path if entry != vendored]
     # On import tilelang prepends its TVM to PYTHONPATH; a child would then import that TVM as `tvm`.
