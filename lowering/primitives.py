@@ -140,6 +140,11 @@ __device__ __forceinline__ void tz_addcg4(void *r_, const void *p) {
         """\
 // keeps shared-memory loads behind TileLang's mbarrier waits, whose asm has no memory clobber
 __device__ __forceinline__ void tz_fence() { asm volatile("" ::: "memory"); }
+__device__ __forceinline__ void tz_bar(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void tz_add4(void *r_, const void *p) {
+  float4 *r = (float4 *)r_, v = *(const float4 *)p;
+  r->x += v.x; r->y += v.y; r->z += v.z; r->w += v.w;
+}
 __device__ __forceinline__ void tz_wg_sync(int id) { asm volatile("bar.sync %0, 128;" :: "r"(id) : "memory"); }
 // the warpgroup's earlier stores are visible to whoever sees the flag
 __device__ __forceinline__ void tz_signal(int *flag, int id) {

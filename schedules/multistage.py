@@ -41,21 +41,25 @@ class Multistage:
         return asdict(self)
 
 
-def choose(problem: WeightOnlyGemm, target: Target, m: int) -> Multistage:
-    """Tile by tokens; as many stages, up to four, as fit; k split so that the first bucket fills the SMs."""
+def choose(problem: WeightOnlyGemm, target: Target, m: int, scaled_sums: bool) -> Multistage:
+    """Tile by tokens, k split so that the bucket's first tiles fill the SMs twice (once with tiles of 128 tokens).
+
+    Args:
+        scaled_sums: the scales are applied to the sums of each group, which takes registers for partial sums.
+    """
     tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
-    schedule = {
-        32: Multistage(32, 4, 2, 4),
-        64: Multistage(64, 4, 2, 4),
-        128: Multistage(128, 8, 2, 4, token_warps=2),
-    }[tokens]
-    # the kernel is compiled for a bucket: its split may depend on the bucket's widest M only
-    kc = max(1, min(8, target.sms // schedule.tiles(problem, tokens), problem.units)) if tokens < 128 else 1
-    for stages in (4, 3, 2):
-        schedule = replace(schedule, stages=stages, kc=kc)
-        if schedule.smem_bytes(problem) <= target.smem_per_block:
-            break
-    return schedule
+    if tokens < 128:
+        schedule = Multistage(tokens, 4, 2, 4 if tokens == 32 or target.smem_per_sm > 128 * 1024 else 3)
+    elif scaled_sums:
+        schedule = Multistage(128, 8, 2, 3, token_warps=2, raster=16)
+    elif m <= 128 and problem.row_blocks <= target.sms:
+        schedule = Multistage(128, 4, 2, 3)
+    else:
+        return Multistage(128, 8, 2, 3, raster=16)
+    # the kernel serves a bucket: its split depends on the bucket's widest M, not on m
+    waves = 2 if tokens < 128 else 1
+    kc = waves * target.sms // schedule.tiles(problem, tokens) if m <= 128 else 1
+    return replace(schedule, kc=max(1, min(8, kc, problem.units)))
 
 
 def launch_sizes(schedule: Multistage, problem: WeightOnlyGemm, m: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

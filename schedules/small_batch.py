@@ -54,7 +54,7 @@ class SmallBatch:
 
 
 def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:
-    """The measured best pattern that fits: few splits of k, warps that divide it evenly, rings of 30 to 70 KB.
+    """The best of all schedules that fit, by a cost fitted to measurements on H200.
 
     Raises:
         ArgumentError: more than MAX_TOKENS tokens, or a target whose shared memory cannot hold any slice of X.
@@ -66,32 +66,32 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:
     best, best_cost = None, float("inf")
     for kc in range(1, min(16, problem.units) + 1):
         nc = min(target.sms // kc, problem.row_tiles) // cluster * cluster
-        if nc < 1:
-            break
-        rows = -(-problem.row_tiles // nc)
-        items = -(-problem.units // kc)
-        for warps in (w for w in (16, 14, 12, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1) if w <= problem.units // kc):
-            for chunk, stages in ((4, 2), (3, 2), (2, 2), (2, 1), (1, 2)):
-                schedule = SmallBatch(tiles, kc, nc, warps, min(chunk, rows), stages, cluster)
-                if (
-                    schedule.smem_bytes(problem) > target.smem_per_block
-                    or schedule.registers() * warps * 32 > target.registers_per_sm
-                ):
+        for warps in range(min(16, problem.units // kc), 0, -1):
+            for chunk, stages in ((4, 2), (3, 2), (2, 2), (1, 2), (2, 3), (2, 1), (1, 1)):
+                if nc < 1 or chunk > -(-problem.row_tiles // nc):
                     continue
-                cost = _cost(schedule, rows, items)
-                if cost < best_cost:
-                    best, best_cost = schedule, cost
+                schedule = SmallBatch(tiles, kc, nc, warps, chunk, stages, cluster)
+                if schedule.smem_bytes(problem) <= target.smem_per_block and (
+                    schedule.registers() * warps * 32 <= target.registers_per_sm
+                ):
+                    cost = _cost(schedule, problem, target)
+                    if cost < best_cost:
+                        best, best_cost = schedule, cost
     if best is None:
         raise ArgumentError("target", target.arch, f"has too little shared memory for K = {problem.k}", "split K")
     return best
 
 
-def _cost(s: SmallBatch, rows: int, items: int) -> float:
-    """Relative time: item steps of the busiest warp, weighted with what was measured around them."""
-    depth = -(-items // s.warps)  # items of the busiest warp along k
-    work = rows * depth * s.warps / 16  # a warp's share of the SM's bandwidth grows as warps shrink
+def _cost(s: SmallBatch, problem: WeightOnlyGemm, target: Target) -> float:
+    """Microseconds, to compare schedules of one problem: the busiest warp's stream, the loads of X, the reductions."""
+    rows = -(-problem.row_tiles // s.nc)
+    chunks = -(-rows // s.chunk)
+    items = -(-problem.units // s.kc)
+    depth = -(-items // s.warps)
+    bytes_ = chunks * s.chunk * depth * s.warps * (1024 + problem.groups_per_128 * problem.record_bytes / 4)
     in_flight = s.warps * s.stages * s.chunk  # KB
-    work *= (1 + 0.5 * max(0.0, 32 - in_flight) / 32) * (1 + 0.02 * (16 - s.warps))
-    reductions = 0.225 * rows / s.chunk
-    split = 6.0 + 0.6 * s.kc if s.kc > 1 else 0.6
-    return work + reductions + split
+    stream = bytes_ * target.sms / (target.dram_gb_s * 0.85e3) * (1 + max(0.0, 1 - in_flight / 36))
+    stream *= 1 + 0.012 * (16 - s.warps)
+    x = items * 128 * s.token_tiles * 16 / 1024 / s.cluster  # KB, by every CTA
+    # each chunk ends with two barriers of all warps
+    return stream + 0.013 * x + chunks * 0.13 + (1.6 + 0.1 * s.kc if s.kc > 1 else 0.0)

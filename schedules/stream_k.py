@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules.problem import WeightOnlyGemm
@@ -14,27 +14,39 @@ _RESERVED = 2048  # barriers, alignment
 
 @dataclass(frozen=True)
 class StreamK:
-    """Tiles of 64 * row_blocks * warpgroups (* cluster) rows by block_tokens; a ring stage holds 64 k of both operands."""
+    """Tiles of 64 * row_blocks * warpgroups / k_groups (* cluster) rows by block_tokens; a ring stage holds 64 k.
+
+    With k_groups = 2 the warpgroups of a CTA take turns along k: twice as many hide each other's latencies on a tile that
+    is no larger, which is what small weights need.
+    """
 
     block_tokens: int
     warpgroups: int
     row_blocks: int
     stages: int
     cluster: int = 1
+    k_groups: int = 1
     raster: int = 8
+
+    @property
+    def cta_blocks(self) -> int:
+        """Row blocks of 64 of one CTA."""
+        return self.warpgroups // self.k_groups * self.row_blocks
 
     @property
     def tile_blocks(self) -> int:
         """Row blocks of 64 in one tile."""
-        return self.warpgroups * self.row_blocks * self.cluster
+        return self.cta_blocks * self.cluster
 
     def stage_bytes(self, problem: WeightOnlyGemm) -> int:
         params = -(-problem.groups_per_128 // 2) * problem.record_bytes
-        return self.block_tokens * 128 + self.warpgroups * self.row_blocks * (2048 + params)
+        return self.block_tokens * 128 + self.cta_blocks * (2048 + params)
 
     def smem_bytes(self, problem: WeightOnlyGemm) -> int:
-        out = self.warpgroups * 4 * min(self.block_tokens, 32) * _OUT_PITCH
-        return self.stages * self.stage_bytes(problem) + out + _RESERVED
+        row_groups = self.warpgroups // self.k_groups
+        out = row_groups * 4 * min(self.block_tokens, 32) * _OUT_PITCH
+        sums = row_groups * self.block_tokens * 256 if self.k_groups > 1 else 0
+        return self.stages * self.stage_bytes(problem) + out + sums + _RESERVED
 
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
@@ -42,19 +54,28 @@ class StreamK:
 
 
 def choose(problem: WeightOnlyGemm, target: Target, m: int) -> StreamK:
-    """Tile shape by tokens and rows (measured on H200), with as many stages as fit."""
+    """Tile shape by tokens and size of the weight (measured on H200), with as many stages as fit."""
     tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
-    if tokens <= 64:
-        # four warpgroups hide the conversion best, when enough tiles are left to split
-        shape = (4, 1) if problem.row_blocks >= 128 else (2, 1)
+    millions = problem.row_blocks * 64 * problem.units * 128 / 1e6
+    if 128 < m <= 256 and millions < 30:
+        tokens = 128  # too few tiles of 256
+    # (warpgroups, row blocks, k groups)
+    if tokens <= 32:
+        shape = (4, 2, 1) if millions >= 100 else (4, 1, 1) if millions >= 50 else (4, 1, 2)
+    elif tokens == 64:
+        shape = (4, 1, 1) if millions >= 80 else (4, 1, 2)
     elif tokens == 128:
-        shape = (2, 2) if problem.row_blocks >= 400 else (2, 1)
+        shape = (3, 1, 1) if millions >= 100 else (4, 1, 2)
     else:
-        shape = (2, 1)
-    cluster = 2 if m > 2048 and problem.n * problem.k >= 1 << 25 else 1
-    schedule = StreamK(tokens, *shape, stages=2, cluster=cluster)
-    budget = target.smem_per_block - (schedule.smem_bytes(problem) - 2 * schedule.stage_bytes(problem))
-    return StreamK(tokens, *shape, stages=min(16, budget // schedule.stage_bytes(problem)), cluster=cluster)
+        shape = (2, 1, 1)
+    return fitted(StreamK(tokens, *shape[:2], stages=2, k_groups=shape[2]), problem, target)
+
+
+def fitted(schedule: StreamK, problem: WeightOnlyGemm, target: Target) -> StreamK:
+    """The same tile with as many stages as fit, up to 16; an even number."""
+    fixed = schedule.smem_bytes(problem) - schedule.stages * schedule.stage_bytes(problem)
+    stages = min(16, (target.smem_per_block - fixed) // schedule.stage_bytes(problem))
+    return replace(schedule, stages=stages // 2 * 2 if schedule.k_groups > 1 else stages)
 
 
 @dataclass(frozen=True)
@@ -69,11 +90,12 @@ def partition(schedule: StreamK, problem: WeightOnlyGemm, target: Target, m: int
     """Shares only where whole waves would leave more than a few percent of the SMs idle."""
     tiles = -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.tile_blocks)
     slots = target.sms // schedule.cluster
-    if tiles <= slots:
-        if tiles >= 0.8 * slots:
-            return Partition(tiles * schedule.cluster, 0)
+    rest = tiles % slots
+    if rest == 0 or -(-tiles // slots) * slots < 1.06 * tiles:
+        return Partition(min(tiles, slots) * schedule.cluster, 0)
+    if tiles < slots:
         share = -(-tiles * problem.units // slots)  # k units of the busiest CTA: no more CTAs than that needs
         return Partition(-(-tiles * problem.units // share) * schedule.cluster, tiles)
-    rest = tiles % slots
-    idle = -(-tiles // slots) * slots / tiles - 1
-    return Partition(slots * schedule.cluster, rest if idle > 0.06 else 0)
+    # a few tiles over many CTAs would be cut too thin: share one full wave with them
+    shared = rest if rest > slots // 2 else rest + slots
+    return Partition(slots * schedule.cluster, shared)

@@ -252,7 +252,7 @@ class PackedWeight:
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 meta = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no dict)
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
         except (SafetensorError, OSError) as error:
             raise ArgumentError(
                 "path", str(path), f"must be a readable safetensors file ({error})", "write it with PackedWeight.save"
@@ -460,7 +460,7 @@ def _check_scales(scales: torch.Tensor, n: int, k: int, group_size: int | None) 
             if groups == 1
             else [g for g in GROUPS if -(-k // g) == groups] or ([k // groups] if k % groups == 0 else [])
         )
-        if not fits or group_size == -1 and groups != 1:
+        if not fits or (group_size == -1 and groups != 1):
             raise ArgumentError(
                 "scales",
                 f"{groups} groups",

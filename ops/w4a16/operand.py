@@ -35,7 +35,9 @@ class Operand:
         if self.dtype not in _SHORT:
             raise ArgumentError("dtype", self.dtype, "must be float16 or bfloat16", "cast the activations")
         if self.scale_dtype not in SCALE_BYTES:
-            raise ArgumentError("scale_dtype", self.scale_dtype, f"must be one of {sorted(SCALE_BYTES)}", "cast the scales")
+            raise ArgumentError(
+                "scale_dtype", self.scale_dtype, f"must be one of {sorted(SCALE_BYTES)}", "cast the scales"
+            )
         if self.numerics not in NUMERICS:
             raise ArgumentError("numerics", self.numerics, f"must be one of {NUMERICS}", "use 'post'")
         if self.numerics != "post" and self.scale_dtype != self.dtype:

@@ -52,7 +52,9 @@ def build(
     even = items_k % kc == 0 and (items_k // kc) % warps == 0
     cta_items = -(-items_k // kc)  # most items of a CTA along k
     if warps > items_k // kc:  # TileLang drops the guard of a loop that runs zero times or once
-        raise ArgumentError("warps", warps, f"must be at most the {items_k // kc} items of a CTA along k", "take fewer warps")
+        raise ArgumentError(
+            "warps", warps, f"must be at most the {items_k // kc} items of a CTA along k", "take fewer warps"
+        )
     threads = warps * 32
     pitch = cta_items * ITEM_K + 8  # halves; 16 bytes mod 128: ldmatrix without conflicts
     groups, ig = op.groups(kp), op.groups_per(ITEM_K)
@@ -70,13 +72,19 @@ def build(
     tb, stb = ("true" if bf16 else "false"), ("true" if scale_dtype == "bfloat16" else "false")
     f32 = scale_dtype == "float32"
     one_bits = 0x3F803F80 if bf16 else 0x3C003C00
-    e0, e1 = (2.0**cvt.scale_exp2[0], 2.0**cvt.scale_exp2[1]) if post else (1.0, 1.0)
+    e0, e1 = (2.0 ** cvt.scale_exp2[0], 2.0 ** cvt.scale_exp2[1]) if post else (1.0, 1.0)
     zero8 = float(8 + cvt.bias[0]) if post else 0.0
     x_copies = nt * 8 * cta_items * 16
     pdl = target.supports("pdl")
-    shared_x = cluster > 1
+    bulk_x = target.supports("bulk_copy")  # then X does not queue behind the first weights
     source = prelude(
-        "cp_async", "lds", "ldmatrix", "pack", "semaphore", *(["multicast"] if shared_x else []), extra=(cvt.device_source,)
+        "cp_async",
+        "lds",
+        "ldmatrix",
+        "pack",
+        "semaphore",
+        *(["multicast" if cluster > 1 else "bulk"] if bulk_x else []),
+        extra=(cvt.device_source,),
     )
     cluster_dims = dict(cluster_dims=(1, cluster, 1)) if cluster > 1 else {}
     M = T.dynamic("m")
@@ -92,13 +100,16 @@ def build(
                 tile = first + m
                 for h in T.unroll(2):
                     T.call_extern(
-                        "handle", "tz_cp_async",
+                        "handle",
+                        "tz_cp_async",
                         T.access_ptr(R[slot + m * 256 + h * 128 + lane * 4], "w", 4),
-                        T.access_ptr(W[item * 2 + h, tile // 4, tile % 4 * 128 + lane * 4], "r", 4), 16,
+                        T.access_ptr(W[item * 2 + h, tile // 4, tile % 4 * 128 + lane * 4], "r", 4),
+                        16,
                     )
                 if lane < ig * per_group:
                     T.call_extern(
-                        "handle", "tz_cp_async",
+                        "handle",
+                        "tz_cp_async",
                         T.access_ptr(R[slot + p_base + m * p_words + lane * 4], "w", 4),
                         T.access_ptr(
                             P[
@@ -110,7 +121,8 @@ def build(
                                     4 * seg + tile % 4 * 16,
                                 ),
                             ],
-                            "r", 16,
+                            "r",
+                            16,
                         ),
                         16,
                     )
@@ -118,8 +130,8 @@ def build(
 
     @T.macro
     def fetch_x(X, Xs, xbar, m, k0, kn, rank, tx):
-        """X of this CTA's k range; rows >= m and columns >= k become zero. With a cluster, each CTA fetches its rows for all."""
-        if shared_x:
+        """X of this CTA's k range; rows >= m and columns >= k become zero. The CTAs of a cluster share it."""
+        if bulk_x:
             for e in T.serial(T.ceildiv((nt * 8 - m) * (pitch // 8), threads)):
                 if e * threads + tx < (nt * 8 - m) * (pitch // 8):
                     for i in T.vectorized(8):
@@ -130,25 +142,42 @@ def build(
                         for i in T.vectorized(8):
                             Xs[
                                 (e * threads + tx) // ((kp - k) // 8) * pitch
-                                + (k - k0 * ITEM_K) + (e * threads + tx) % ((kp - k) // 8) * 8 + i
+                                + (k - k0 * ITEM_K)
+                                + (e * threads + tx) % ((kp - k) // 8) * 8
+                                + i
                             ] = T.cast(0, dtype)
             if tx == 0:
                 row_bytes = T.min(kn * ITEM_K, k - k0 * ITEM_K) * 2
                 T.mbarrier_expect_tx(xbar, m * row_bytes)
                 T.barrier_arrive(xbar)
                 for r in T.serial(T.ceildiv(m - rank, cluster)):
-                    T.call_extern(
-                        "handle", "tz_bulk_multicast", T.access_ptr(Xs[(r * cluster + rank) * pitch], "w", 8),
-                        T.access_ptr(X[T.min(r * cluster + rank, m - 1), k0 * ITEM_K], "r", 8), row_bytes,
-                        T.access_ptr(xbar, "rw", 1), (1 << cluster) - 1,
-                    )
+                    if cluster > 1:
+                        T.call_extern(
+                            "handle",
+                            "tz_bulk_multicast",
+                            T.access_ptr(Xs[(r * cluster + rank) * pitch], "w", 8),
+                            T.access_ptr(X[r * cluster + rank, k0 * ITEM_K], "r", 8),
+                            row_bytes,
+                            T.access_ptr(xbar, "rw", 1),
+                            (1 << cluster) - 1,
+                        )
+                    else:
+                        T.call_extern(
+                            "handle",
+                            "tz_bulk",
+                            T.access_ptr(Xs[r * pitch], "w", 8),
+                            T.access_ptr(X[r, k0 * ITEM_K], "r", 8),
+                            row_bytes,
+                            T.access_ptr(xbar, "rw", 1),
+                        )
         else:
             for e in T.serial(-(-x_copies // threads)):
                 row = (e * threads + tx) // (cta_items * 16)
                 col = k0 * ITEM_K + (e * threads + tx) % (cta_items * 16) * 8
                 if e * threads + tx < x_copies:
                     T.call_extern(
-                        "handle", "tz_cp_async",
+                        "handle",
+                        "tz_cp_async",
                         T.access_ptr(Xs[row * pitch + (e * threads + tx) % (cta_items * 16) * 8], "w", 8),
                         T.access_ptr(X[T.min(row, m - 1), T.min(col, k - 8)], "r", 8),
                         T.if_then_else(T.And(row < m, col < k), 16, 0),
@@ -161,21 +190,39 @@ def build(
         for j in T.unroll(4):
             for t in T.unroll(nt):
                 T.call_extern(
-                    "handle", "tz_ldmatrix4", T.access_ptr(x[(j * nt + t) * 4], "w", 4),
+                    "handle",
+                    "tz_ldmatrix4",
+                    T.access_ptr(x[(j * nt + t) * 4], "w", 4),
                     T.access_ptr(Xs[(t * 8 + lane % 8) * pitch + col + j * 32 + lane // 8 * 8], "r", 8),
                 )
 
     @T.macro
     def mma(d, off, a, x, j, t):
-        T.ptx_mma("float32", "m16n8k16", "row", "col", ab, ab, "fp32", a.data, 0, x.data,
-                  (j // 2 * nt + t) * 4 + j % 2 * 2, d.data, off, T.bool(False))
+        T.ptx_mma(
+            "float32",
+            "m16n8k16",
+            "row",
+            "col",
+            ab,
+            ab,
+            "fp32",
+            a.data,
+            0,
+            x.data,
+            (j // 2 * nt + t) * 4 + j % 2 * 2,
+            d.data,
+            off,
+            T.bool(False),
+        )
 
     @T.macro
     def load_params(R, p, q, s, z, u, lane):
         """Scale and zero point of rows g and g + 8 for group q of an item whose parameters start at word p."""
         if f32:
             u[0] = T.call_extern("uint32", "tz_lds32", T.access_ptr(R[p + q * per_group * 4 + lane // 4 * 2], "r", 1))
-            u[1] = T.call_extern("uint32", "tz_lds32", T.access_ptr(R[p + q * per_group * 4 + lane // 4 * 2 + 1], "r", 1))
+            u[1] = T.call_extern(
+                "uint32", "tz_lds32", T.access_ptr(R[p + q * per_group * 4 + lane // 4 * 2 + 1], "r", 1)
+            )
             s[0] = T.reinterpret(u[0], "float32")
             s[1] = T.reinterpret(u[1], "float32")
         else:
@@ -237,7 +284,7 @@ def build(
             R = T.alloc_shared((warps * stages * step,), "int32")
             Q = T.alloc_shared((warps * part,), "float32")
             C0 = T.alloc_shared((cta_items * ig * nt * 8,), "float32")
-            xbar = T.alloc_cluster_barrier([1]) if shared_x else T.alloc_barrier([1])
+            xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk_x else None
             w = T.alloc_local((4,), "uint32")
             a = T.alloc_local((4,), "uint32")
             x = T.alloc_local((16 * nt,), "uint32")
@@ -271,10 +318,10 @@ def build(
             if pdl:
                 T.pdl_sync()
                 fetch_x(X, Xs, xbar, M, k0, kn, bn % cluster, tx)
-            if shared_x:
+            if bulk_x:
                 T.barrier_wait(xbar, 0)
             else:
-                T.call_extern("handle", f"tz_cp_wait<{0 if pdl else stages}>")
+                T.call_extern("handle", f"tz_cp_wait<{stages}>")
             T.sync_threads()
             if post:  # C0 = -2^e0 * sum of x over each group, in accumulator column order
                 for gi in T.serial(gn):
@@ -306,9 +353,12 @@ def build(
                                 for t in T.unroll(nt):
                                     for i in T.unroll(2):
                                         c[i] = C0[(((g0 + gi) * ig + q) * nt + t) * 8 + lane % 4 * 2 + i]
-                                        d[t * 8 + i] = c[i] * (T.float32(zero8) if symmetric else z[0] + T.float32(cvt.bias[0]))
+                                        d[t * 8 + i] = c[i] * (
+                                            T.float32(zero8) if symmetric else z[0] + T.float32(cvt.bias[0])
+                                        )
                                         d[t * 8 + 2 + i] = c[i] * (
-                                            T.float32(zero8 * e1 / e0) if symmetric
+                                            T.float32(zero8 * e1 / e0)
+                                            if symmetric
                                             else z[1] * T.float32(e1 / e0) + T.float32(cvt.bias[0] * e1 / e0)
                                         )
                                         d[t * 8 + 4 + i] = 0.0
@@ -316,16 +366,30 @@ def build(
                             for j in T.unroll(8 // ig):
                                 if (q * (8 // ig) + j) % 4 == 0:
                                     T.call_extern(
-                                        "handle", "tz_lds128", T.access_ptr(w, "w"),
-                                        T.access_ptr(R[slot + m * 256 + (q * (8 // ig) + j) // 4 * 128 + lane * 4], "r", 4),
+                                        "handle",
+                                        "tz_lds128",
+                                        T.access_ptr(w, "w"),
+                                        T.access_ptr(
+                                            R[slot + m * 256 + (q * (8 // ig) + j) // 4 * 128 + lane * 4], "r", 4
+                                        ),
                                     )
                                 if post:
-                                    T.call_extern("handle", cvt.device_name, w[(q * (8 // ig) + j) % 4], T.access_ptr(a, "w"))
+                                    T.call_extern(
+                                        "handle", cvt.device_name, w[(q * (8 // ig) + j) % 4], T.access_ptr(a, "w")
+                                    )
                                     for t in T.unroll(nt):
                                         mma(d, t * 8 + j % 2 * 4, a, x, q * (8 // ig) + j, t)
                                 else:
-                                    T.call_extern("handle", cvt.device_name, w[(q * (8 // ig) + j) % 4], T.access_ptr(a, "w"),
-                                                  v[0], v[1], v[2], v[3])
+                                    T.call_extern(
+                                        "handle",
+                                        cvt.device_name,
+                                        w[(q * (8 // ig) + j) % 4],
+                                        T.access_ptr(a, "w"),
+                                        v[0],
+                                        v[1],
+                                        v[2],
+                                        v[3],
+                                    )
                                     for t in T.unroll(nt):
                                         mma(acc, (m * nt + t) * 4, a, x, q * (8 // ig) + j, t)
                             if post:
@@ -333,7 +397,9 @@ def build(
                                 s[1] = s[1] * T.float32(1.0 / e1)
                                 for t in T.unroll(nt):
                                     for i in T.unroll(4):
-                                        acc[(m * nt + t) * 4 + i] = acc[(m * nt + t) * 4 + i] + s[i // 2] * (d[t * 8 + i] + d[t * 8 + 4 + i])
+                                        acc[(m * nt + t) * 4 + i] = acc[(m * nt + t) * 4 + i] + s[i // 2] * (
+                                            d[t * 8 + i] + d[t * 8 + 4 + i]
+                                        )
                     T.call_extern("handle", "tz_syncwarp")  # every lane has read the step before it is overwritten
                     issue(W, P, R, ring, ci * gn + gi + stages, gn, t0, t1, k0 + g0, lane)
                 if chunks == 1:
@@ -341,7 +407,9 @@ def build(
                 for m in T.unroll(chunk):
                     for t in T.unroll(nt):
                         for i in T.unroll(4):
-                            Q[warp * part + (t * 8 + lane % 4 * 2 + i % 2) * q_pitch + m * 16 + i // 2 * 8 + lane // 4] = acc[(m * nt + t) * 4 + i]
+                            Q[
+                                warp * part + (t * 8 + lane % 4 * 2 + i % 2) * q_pitch + m * 16 + i // 2 * 8 + lane // 4
+                            ] = acc[(m * nt + t) * 4 + i]
                 T.sync_threads()
                 for e in T.serial(-(-(nt * 8 * chunk * 4) // threads)):
                     tok = (e * threads + tx) // (chunk * 4)
@@ -364,9 +432,16 @@ def build(
                         tok = (e * threads + tx) // ((t1 - t0) * 4)
                         row = t0 * 16 + (e * threads + tx) % ((t1 - t0) * 4) * 4
                         if tok < T.min(M, nt * 8):
-                            T.call_extern("handle", "tz_ldcg4", T.access_ptr(r4, "w"), T.access_ptr(WS[0, tok, row], "r", 4))
+                            T.call_extern(
+                                "handle", "tz_ldcg4", T.access_ptr(r4, "w"), T.access_ptr(WS[0, tok, row], "r", 4)
+                            )
                             for kk in T.unroll(1, kc):
-                                T.call_extern("handle", "tz_addcg4", T.access_ptr(r4, "rw"), T.access_ptr(WS[kk, tok, row], "r", 4))
+                                T.call_extern(
+                                    "handle",
+                                    "tz_addcg4",
+                                    T.access_ptr(r4, "rw"),
+                                    T.access_ptr(WS[kk, tok, row], "r", 4),
+                                )
                             store(Y, B, r4, o4, tok, row)
 
     return main

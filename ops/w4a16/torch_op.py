@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from terrazzo.ops.w4a16.format import PackedWeight
 
 

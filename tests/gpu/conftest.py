@@ -38,7 +38,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
 
     wanted = {}
     for item in request.session.items:
-        for case in getattr(item, "callspec", None) and item.callspec.params.get("cases") or ():
+        for case in (getattr(item, "callspec", None) and item.callspec.params.get("cases")) or ():
             wanted.update({kernel.identity(): kernel for kernel in case.requests()})
     cold = [kernel for kernel in wanted.values() if not is_ready(kernel)]
     start = time.monotonic()

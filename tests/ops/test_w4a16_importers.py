@@ -20,7 +20,7 @@ GOLDEN = dict(reversed(line.split()) for line in (DATA / "SHA256SUMS").read_text
 def load(name: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict]:
     """(layer tensors, expected tensors, config) of a golden file."""
     with safe_open(DATA / f"{name}.safetensors", framework="pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        tensors = {key: file.get_tensor(key) for key in file.keys()}
         config = json.loads(file.metadata()["config"])
     layer = {key.removeprefix("layer."): t for key, t in tensors.items() if key.startswith("layer.")}
     return (
