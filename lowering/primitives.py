@@ -94,7 +94,8 @@ template <bool BF16, int HI> __device__ __forceinline__ float tz_unpack(unsigned
         "T.tma_copy multicasts only from the lowest rank; here each CTA of the cluster fetches its share of the rows",
         """\
 __device__ __forceinline__ void tz_bulk_multicast(void *dst, const void *src, int bytes, void *bar, int mask) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0],[%1],%2,[%3],%4;"
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+               "[%0],[%1],%2,[%3],%4;"
                :: "r"(tz_smem(dst)), "l"(src), "r"(bytes), "r"(tz_smem(bar)), "h"((short)mask) : "memory");
 }
 """,
@@ -140,11 +141,6 @@ __device__ __forceinline__ void tz_addcg4(void *r_, const void *p) {
         """\
 // keeps shared-memory loads behind TileLang's mbarrier waits, whose asm has no memory clobber
 __device__ __forceinline__ void tz_fence() { asm volatile("" ::: "memory"); }
-__device__ __forceinline__ void tz_bar(int id, int threads) { asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory"); }
-__device__ __forceinline__ void tz_add4(void *r_, const void *p) {
-  float4 *r = (float4 *)r_, v = *(const float4 *)p;
-  r->x += v.x; r->y += v.y; r->z += v.z; r->w += v.w;
-}
 __device__ __forceinline__ void tz_wg_sync(int id) { asm volatile("bar.sync %0, 128;" :: "r"(id) : "memory"); }
 // the warpgroup's earlier stores are visible to whoever sees the flag
 __device__ __forceinline__ void tz_signal(int *flag, int id) {

@@ -1,4 +1,4 @@
-"""Schedules of the multistage program on mma.sync (sm_80, sm_86, sm_89): one CTA for each tile, k split where tiles are few."""
+"""Schedules of the multistage program on mma.sync (sm_80, sm_86, sm_89): a CTA for each tile, k split for few tiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RESERVED = 1024
 
 @dataclass(frozen=True)
 class Multistage:
-    """A CTA of `warps` warps, each with `row_blocks` row tiles of 16; `token_warps` of them side by side along the tokens."""
+    """A CTA of `warps` warps with `row_blocks` row tiles of 16 each; `token_warps` of them stand along the tokens."""
 
     block_tokens: int
     warps: int

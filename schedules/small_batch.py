@@ -54,7 +54,7 @@ class SmallBatch:
 
 
 def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:
-    """The best of all schedules that fit, by a cost fitted to measurements on H200.
+    """The cheapest split of k and of the warps, by a cost that follows measurements on H200.
 
     Raises:
         ArgumentError: more than MAX_TOKENS tokens, or a target whose shared memory cannot hold any slice of X.
@@ -66,10 +66,8 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:
     best, best_cost = None, float("inf")
     for kc in range(1, min(16, problem.units) + 1):
         nc = min(target.sms // kc, problem.row_tiles) // cluster * cluster
-        for warps in range(min(16, problem.units // kc), 0, -1):
-            for chunk, stages in ((4, 2), (3, 2), (2, 2), (1, 2), (2, 3), (2, 1), (1, 1)):
-                if nc < 1 or chunk > -(-problem.row_tiles // nc):
-                    continue
+        for warps in range(min(16, problem.units // kc) if nc else 0, 0, -1):
+            for chunk, stages in _steps(warps, -(-problem.row_tiles // nc)):
                 schedule = SmallBatch(tiles, kc, nc, warps, chunk, stages, cluster)
                 if schedule.smem_bytes(problem) <= target.smem_per_block and (
                     schedule.registers() * warps * 32 <= target.registers_per_sm
@@ -77,9 +75,20 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:
                     cost = _cost(schedule, problem, target)
                     if cost < best_cost:
                         best, best_cost = schedule, cost
+                    break
     if best is None:
         raise ArgumentError("target", target.arch, f"has too little shared memory for K = {problem.k}", "split K")
     return best
+
+
+def _steps(warps: int, rows: int) -> list[tuple[int, int]]:
+    """(chunk, stages) in order of preference: many warps take small steps, few take what fills their rows best."""
+    if warps >= 15:
+        return [(1, 2), (1, 1)]
+    if warps >= 11:
+        return [(min(4 if rows >= 16 else 2, rows), 2), (1, 2), (1, 1)]
+    chunks = sorted((c for c in (4, 3, 2) if c <= rows), key=lambda c: (-(-rows // c) * c, -c))
+    return [(c, 2) for c in chunks] + [(1, 2), (1, 1)]
 
 
 def _cost(s: SmallBatch, problem: WeightOnlyGemm, target: Target) -> float:
@@ -87,11 +96,11 @@ def _cost(s: SmallBatch, problem: WeightOnlyGemm, target: Target) -> float:
     rows = -(-problem.row_tiles // s.nc)
     chunks = -(-rows // s.chunk)
     items = -(-problem.units // s.kc)
-    depth = -(-items // s.warps)
-    bytes_ = chunks * s.chunk * depth * s.warps * (1024 + problem.groups_per_128 * problem.record_bytes / 4)
-    in_flight = s.warps * s.stages * s.chunk  # KB
-    stream = bytes_ * target.sms / (target.dram_gb_s * 0.85e3) * (1 + max(0.0, 1 - in_flight / 36))
-    stream *= 1 + 0.012 * (16 - s.warps)
-    x = items * 128 * s.token_tiles * 16 / 1024 / s.cluster  # KB, by every CTA
-    # each chunk ends with two barriers of all warps
-    return stream + 0.013 * x + chunks * 0.13 + (1.6 + 0.1 * s.kc if s.kc > 1 else 0.0)
+    padding = chunks * s.chunk * -(-items // s.warps) * s.warps / (rows * items)  # steps that hold less than they could
+    item_bytes = 1024 + problem.groups_per_128 * problem.record_bytes / 4
+    stream = rows * items * item_bytes * target.sms / (target.dram_gb_s * 800) * (0.65 + 0.35 * padding)
+    x = items * 128 * s.token_tiles * 16 / 1024 / s.cluster  # KB, loaded by every CTA
+    fewer = 16 - s.warps
+    split = 1.6 + 0.1 * s.kc if s.kc > 1 else 0.0
+    uneven = 0.6 if problem.units % (s.kc * s.warps) else 0.0
+    return stream * (1 + 0.004 * fewer) + 0.09 * fewer + 0.013 * x + 0.17 * chunks + split + uneven

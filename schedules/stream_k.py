@@ -14,24 +14,19 @@ _RESERVED = 2048  # barriers, alignment
 
 @dataclass(frozen=True)
 class StreamK:
-    """Tiles of 64 * row_blocks * warpgroups / k_groups (* cluster) rows by block_tokens; a ring stage holds 64 k.
-
-    With k_groups = 2 the warpgroups of a CTA take turns along k: twice as many hide each other's latencies on a tile that
-    is no larger, which is what small weights need.
-    """
+    """Tiles of 64 * row_blocks * warpgroups (* cluster) rows by block_tokens; a ring stage holds 64 k."""
 
     block_tokens: int
     warpgroups: int
     row_blocks: int
     stages: int
     cluster: int = 1
-    k_groups: int = 1
     raster: int = 8
 
     @property
     def cta_blocks(self) -> int:
         """Row blocks of 64 of one CTA."""
-        return self.warpgroups // self.k_groups * self.row_blocks
+        return self.warpgroups * self.row_blocks
 
     @property
     def tile_blocks(self) -> int:
@@ -43,10 +38,8 @@ class StreamK:
         return self.block_tokens * 128 + self.cta_blocks * (2048 + params)
 
     def smem_bytes(self, problem: WeightOnlyGemm) -> int:
-        row_groups = self.warpgroups // self.k_groups
-        out = row_groups * 4 * min(self.block_tokens, 32) * _OUT_PITCH
-        sums = row_groups * self.block_tokens * 256 if self.k_groups > 1 else 0
-        return self.stages * self.stage_bytes(problem) + out + sums + _RESERVED
+        out = self.warpgroups * 4 * min(self.block_tokens, 32) * _OUT_PITCH
+        return self.stages * self.stage_bytes(problem) + out + _RESERVED
 
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
@@ -59,23 +52,22 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int) -> StreamK:
     millions = problem.row_blocks * 64 * problem.units * 128 / 1e6
     if 128 < m <= 256 and millions < 30:
         tokens = 128  # too few tiles of 256
-    # (warpgroups, row blocks, k groups)
+    # (warpgroups, row blocks of each): four warpgroups hide the conversion best where enough tiles are left to share
     if tokens <= 32:
-        shape = (4, 2, 1) if millions >= 100 else (4, 1, 1) if millions >= 50 else (4, 1, 2)
+        shape = (4, 2) if millions >= 100 else (4, 1) if millions >= 50 else (2, 1)
     elif tokens == 64:
-        shape = (4, 1, 1) if millions >= 80 else (4, 1, 2)
+        shape = (4, 1) if millions >= 80 else (2, 1)
     elif tokens == 128:
-        shape = (3, 1, 1) if millions >= 100 else (4, 1, 2)
+        shape = (3, 1) if millions >= 100 else (2, 1)
     else:
-        shape = (2, 1, 1)
-    return fitted(StreamK(tokens, *shape[:2], stages=2, k_groups=shape[2]), problem, target)
+        shape = (2, 1)
+    return fitted(StreamK(tokens, *shape, stages=2), problem, target)
 
 
 def fitted(schedule: StreamK, problem: WeightOnlyGemm, target: Target) -> StreamK:
-    """The same tile with as many stages as fit, up to 16; an even number."""
+    """The same tile with as many stages as fit, up to 16."""
     fixed = schedule.smem_bytes(problem) - schedule.stages * schedule.stage_bytes(problem)
-    stages = min(16, (target.smem_per_block - fixed) // schedule.stage_bytes(problem))
-    return replace(schedule, stages=stages // 2 * 2 if schedule.k_groups > 1 else stages)
+    return replace(schedule, stages=min(16, (target.smem_per_block - fixed) // schedule.stage_bytes(problem)))
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,9 @@ if TYPE_CHECKING:
 
 NUMERICS = ("auto", "exact", "fused", "post")
 # Barriers are placed by hand: the automatic ones stand around every shared access by a primitive.
-# Every access is in bounds by construction, or guarded in the program's own text.
-_PASSES = {
-    "tl.disable_thread_storage_sync": True,
-    "tl.disable_warp_specialized": True,
-    "tl.disable_safe_memory_legalize": True,
-}
+_PASSES = {"tl.disable_thread_storage_sync": True, "tl.disable_warp_specialized": True}
+# Every access of this program is in bounds by construction, or guarded in its own text.
+_UNGUARDED = _PASSES | {"tl.disable_safe_memory_legalize": True}
 _SEMAPHORES = 4096  # int32 per stream: a counter for each row range, or a flag for each warpgroup
 _STREAMS = 64
 ALL_TOKENS = (8, 16, 32, 64, 128, 256, 4096)  # one M of every bucket
@@ -69,7 +66,8 @@ def plan(
         Operand(group, symmetric, scale_dtype, dtype, numerics)  # raises where these do not go together
         params = common | schedule.params() | {"numerics": numerics}
         entry = f"terrazzo.ops.w4a16.{name}:build"
-        return KernelRequest(f"w4a16.{name}", entry, tuple(params.items()), target, tuple(_PASSES.items()), flags)
+        passes = _UNGUARDED if name == "multistage" else _PASSES
+        return KernelRequest(f"w4a16.{name}", entry, tuple(params.items()), target, tuple(passes.items()), flags)
 
     scaled = "exact" if scale_dtype == dtype else "post"
     wide = target.supports("wgmma.f16")
@@ -85,7 +83,7 @@ def plan(
         return Plan(
             request("stream_k", s, numerics),
             (part.grid, s.cta_blocks, s.block_tokens // 8, 128, 4),
-            (part.grid, s.warpgroups // s.k_groups),
+            (part.grid, s.warpgroups),
             (part.shared,),
         )
     s = multistage.choose(problem, target, m, numerics == "post" and group > 0)
@@ -149,12 +147,13 @@ def gemm(
         bias: [N] in x's dtype.
         out: contiguous [..., N] in x's dtype, written and returned. M = 0 writes nothing.
         numerics: "exact" scales each weight with one rounding; "fused" is fma(q, s, -z*s), as TurboMind; "post"
-            applies scale and zero point to the f32 sum of each group (specs.md B.3). "auto" is post for up to 16
-            tokens, exact above (post where the scales are not in x's dtype).
+            applies scale and zero point to the f32 sum of each group (specs.md B.3). "auto" is post where the
+            small-batch program runs (up to 16 tokens), else exact (post where the scales are not in x's dtype).
 
-    Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on different
-    streams use different workspaces; two graphs captured on one stream must not be replayed at the same time. A weight
-    that something else than PyTorch writes to (a communication library, say) needs a kernel between writer and `gemm`.
+    Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on
+    different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time.
+    A weight that something else than PyTorch writes to (a communication library, say) needs a kernel between that
+    writer and `gemm`.
 
     Raises:
         ArgumentError: an operand that does not fit, named with the value seen and the remedy.

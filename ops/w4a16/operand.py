@@ -1,4 +1,4 @@
-"""How a packed weight becomes a tensor-core operand: the numerics, the converter that serves them, the parameter record."""
+"""How a packed weight becomes a tensor-core operand: numerics, the converter that serves them, parameter records."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Tile program for small batches: mma.sync, weights streamed through warp-private cp.async rings, X resident in shared memory.
+"""Tile program for small batches: mma.sync, weights through warp-private cp.async rings, X resident in shared memory.
 
-Persistent: kc x nc CTAs, at most one for each SM. A CTA owns one k range and about N/16/nc row tiles of 16; its slice of X
-is loaded once. The warps of a CTA split its k range, so each streams its own weights with no barrier in the main loop;
-they sum their partial tiles through shared memory in a fixed order once per `chunk` tiles. With kc > 1 the last CTA of a
-row range sums the kc partials in a fixed order, so the result has the same bits in every run.
+Persistent: kc x nc CTAs, at most one for each SM. A CTA owns one k range and about N/16/nc row tiles of 16; its slice
+of X is loaded once. The warps of a CTA split its k range, so each streams its own weights with no barrier in the main
+loop; they sum their partial tiles through shared memory in a fixed order once per `chunk` tiles. With kc > 1 the last
+CTA of a row range sums the kc partials in a fixed order, so the result has the same bits in every run.
 
 Numerics (specs.md B.3): `post` multiplies unscaled codes and applies scale and zero to f32 sums, once per group;
 `exact` and `fused` scale the operand.
@@ -66,7 +66,7 @@ def build(
     step = p_base + -(-chunk * p_words // 32) * 32  # words of a ring step, 128-byte aligned
     q_pitch = chunk * 16 + 4  # partial tiles [token][row]: stores and vector loads without bank conflicts
     part = nt * 8 * q_pitch
-    chunks = -(-(-(-tiles // nc)) // chunk)
+    chunks = -(-tiles // (nc * chunk)) if tiles % nc == 0 else -(-(tiles // nc + 1) // chunk)
     bf16 = dtype == "bfloat16"
     ab = "bf16" if bf16 else "fp16"
     tb, stb = ("true" if bf16 else "false"), ("true" if scale_dtype == "bfloat16" else "false")
@@ -76,14 +76,14 @@ def build(
     zero8 = float(8 + cvt.bias[0]) if post else 0.0
     x_copies = nt * 8 * cta_items * 16
     pdl = target.supports("pdl")
-    bulk_x = target.supports("bulk_copy")  # then X does not queue behind the first weights
+    shared_x = cluster > 1
     source = prelude(
         "cp_async",
         "lds",
         "ldmatrix",
         "pack",
         "semaphore",
-        *(["multicast" if cluster > 1 else "bulk"] if bulk_x else []),
+        *(["multicast"] if shared_x else []),
         extra=(cvt.device_source,),
     )
     cluster_dims = dict(cluster_dims=(1, cluster, 1)) if cluster > 1 else {}
@@ -131,7 +131,7 @@ def build(
     @T.macro
     def fetch_x(X, Xs, xbar, m, k0, kn, rank, tx):
         """X of this CTA's k range; rows >= m and columns >= k become zero. The CTAs of a cluster share it."""
-        if bulk_x:
+        if shared_x:
             for e in T.serial(T.ceildiv((nt * 8 - m) * (pitch // 8), threads)):
                 if e * threads + tx < (nt * 8 - m) * (pitch // 8):
                     for i in T.vectorized(8):
@@ -151,25 +151,15 @@ def build(
                 T.mbarrier_expect_tx(xbar, m * row_bytes)
                 T.barrier_arrive(xbar)
                 for r in T.serial(T.ceildiv(m - rank, cluster)):
-                    if cluster > 1:
-                        T.call_extern(
-                            "handle",
-                            "tz_bulk_multicast",
-                            T.access_ptr(Xs[(r * cluster + rank) * pitch], "w", 8),
-                            T.access_ptr(X[r * cluster + rank, k0 * ITEM_K], "r", 8),
-                            row_bytes,
-                            T.access_ptr(xbar, "rw", 1),
-                            (1 << cluster) - 1,
-                        )
-                    else:
-                        T.call_extern(
-                            "handle",
-                            "tz_bulk",
-                            T.access_ptr(Xs[r * pitch], "w", 8),
-                            T.access_ptr(X[r, k0 * ITEM_K], "r", 8),
-                            row_bytes,
-                            T.access_ptr(xbar, "rw", 1),
-                        )
+                    T.call_extern(
+                        "handle",
+                        "tz_bulk_multicast",
+                        T.access_ptr(Xs[(r * cluster + rank) * pitch], "w", 8),
+                        T.access_ptr(X[T.min(r * cluster + rank, m - 1), k0 * ITEM_K], "r", 8),
+                        row_bytes,
+                        T.access_ptr(xbar, "rw", 1),
+                        (1 << cluster) - 1,
+                    )
         else:
             for e in T.serial(-(-x_copies // threads)):
                 row = (e * threads + tx) // (cta_items * 16)
@@ -284,7 +274,7 @@ def build(
             R = T.alloc_shared((warps * stages * step,), "int32")
             Q = T.alloc_shared((warps * part,), "float32")
             C0 = T.alloc_shared((cta_items * ig * nt * 8,), "float32")
-            xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk_x else None
+            xbar = T.alloc_cluster_barrier([1]) if shared_x else None
             w = T.alloc_local((4,), "uint32")
             a = T.alloc_local((4,), "uint32")
             x = T.alloc_local((16 * nt,), "uint32")
@@ -318,10 +308,10 @@ def build(
             if pdl:
                 T.pdl_sync()
                 fetch_x(X, Xs, xbar, M, k0, kn, bn % cluster, tx)
-            if bulk_x:
+            if shared_x:
                 T.barrier_wait(xbar, 0)
             else:
-                T.call_extern("handle", f"tz_cp_wait<{stages}>")
+                T.call_extern("handle", f"tz_cp_wait<{0 if pdl else stages}>")
             T.sync_threads()
             if post:  # C0 = -2^e0 * sum of x over each group, in accumulator column order
                 for gi in T.serial(gn):

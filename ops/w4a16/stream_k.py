@@ -1,14 +1,14 @@
-"""Tile program for 17 tokens and more on sm_90a: weights are the register operand of wgmma, one producer warp, stream-K.
+"""Tile program on wgmma (sm_90a): weights are the register operand, one producer warp, stream-K.
 
-A CTA computes tiles of 64 * row_blocks * warpgroups output features by `block_tokens` tokens. The producer warp fills a ring
-whose stages hold 64 k: X by TMA (128-byte swizzle), packed weights and their parameters by 1-D bulk copies. A consumer
-warpgroup owns `row_blocks` blocks of 64 rows (with two k groups, every other stage of one block): it loads its words, converts them into one of two sets of operand registers
-and issues four wgmma m64nNk16, while the four before are still running on the other set.
+A CTA computes tiles of 64 * row_blocks * warpgroups output features by `block_tokens` tokens. The producer warp fills a
+ring whose stages hold 64 k: X by TMA (128-byte swizzle), packed weights and their parameters by 1-D bulk copies. A
+consumer warpgroup owns `row_blocks` blocks of 64 rows: it loads its words, converts them into one of two sets of
+operand registers and issues four wgmma m64nNk16, while the four before are still running on the other set.
 
-Work partition (schedules/stream_k.py): the first `sk` tiles are cut along k into equal shares, one for each CTA, the others are
-whole tiles in waves. A CTA that starts inside a tile leaves its sum in the workspace; the CTA that holds the head of that
-tile adds the shares in order of k, so the result has the same bits in every run. A share is awaited only from CTAs with a
-lower index, which the hardware has started earlier.
+Work partition (schedules/stream_k.py): the first `sk` tiles are cut along k into equal shares, one for each CTA, the
+others are whole tiles in waves. A CTA that starts inside a tile leaves its sum in the workspace; the CTA that holds the
+head of that tile adds the shares in order of k, so the result has the same bits in every run. A share is awaited only
+from CTAs with a lower index, which the hardware has started earlier.
 
 A stage is released when the wgmmas that read it were waited for, long after the shared-memory loads of its words were
 consumed: ptxas may move an arrive in front of a load's return (measured.md, "A race to design out").
@@ -17,7 +17,6 @@ consumed: ptxas may move an arrive in front of a load's return (measured.md, "A 
 from types import SimpleNamespace
 
 from terrazzo.layouts.converters import get_converter
-from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.w4a16.operand import Operand
 
@@ -42,16 +41,15 @@ def build(
     row_blocks: int,
     stages: int,
     cluster: int = 1,
-    k_groups: int = 1,
     raster: int = 8,
 ):
     """The prim_func `main(X, W, P, B, WS, SEM, Y, sk)`.
 
     Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/64, Np/64, 512]; P uint8 [G, Np/64, R]; B [n] in `dtype` (one
-    element without a bias); WS f32 [grid, warpgroups / k_groups * row_blocks, block_tokens / 8, 128, 4];
-    SEM int32 [grid, warpgroups / k_groups], zero before the first launch and after each one. `grid` CTAs, at most the number of SMs; the first
-    `sk` tiles are shared along k, 0 <= sk <= tiles. With cluster = 2 a tile is two CTAs high, X is multicast to both, and
-    `grid` is even.
+    element without a bias); WS f32 [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32
+    [grid, warpgroups], zero before the first launch and after each one. `grid` CTAs, at most the number of SMs; the
+    first `sk` tiles are shared along k, 0 <= sk <= tiles. With cluster = 2 a tile is two CTAs high, X is multicast to
+    both, and `grid` is even.
     """
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
@@ -59,17 +57,12 @@ def build(
     op = Operand(group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, numerics=numerics)
     post, bf16 = numerics == "post", dtype == "bfloat16"
     cvt = get_converter(f"u4_{'bf16' if bf16 else 'f16'}_exact" if post else op.converter)
-    bm, wgs, rb, kg = block_tokens, warpgroups, row_blocks, k_groups
-    if kg == 2 and (rb != 1 or cluster != 1 or stages % 2 or wgs % 2):
-        raise ArgumentError(
-            "k_groups", kg, "needs row_blocks = cluster = 1 and even stages and warpgroups", "use k_groups = 1"
-        )
-    rows_wgs = wgs // kg  # warpgroups side by side along the rows
+    bm, wgs, rb = block_tokens, warpgroups, row_blocks
     np_, kp = -(-n // 64) * 64, -(-k // UNIT_K) * UNIT_K
     units, groups, rec, sb = kp // UNIT_K, op.groups(kp), op.record_bytes, op.scale_bytes
     ig = op.groups_per(64)  # parameter records of a stage
-    shared_params = group in (0, 128) and kg == 1  # then only even stages carry parameters
-    all_blocks, cta_blocks = np_ // 64, rows_wgs * rb
+    shared_params = group in (0, 128)  # then only even stages carry parameters
+    all_blocks, cta_blocks = np_ // 64, wgs * rb
     row_tiles = -(-all_blocks // (cta_blocks * cluster))
     ct, nacc = wgs * 128, bm // 2
     f32, vec8 = scale_dtype == "float32", n % 8 == 0
@@ -114,16 +107,16 @@ def build(
         c.rows[0] = T.truncdiv(c.rows[0], c.count[0]) * cluster + rank
 
     @T.macro
-    def advance(ring, by):
+    def advance(ring):
         ring.before[0] = ring.stage[0]
-        ring.stage[0] = ring.stage[0] + by
-        if ring.stage[0] >= stages:
-            ring.stage[0] = ring.stage[0] - stages
+        ring.stage[0] = ring.stage[0] + 1
+        if ring.stage[0] == stages:
+            ring.stage[0] = 0
             ring.parity[0] = ring.parity[0] ^ 1
 
     @T.macro
     def release(empty, ring, condition, lane):
-        """The stage before goes back to the producers that fill it: with multicast, those of every CTA of the cluster."""
+        """The stage before goes back to its producers: with multicast, those of every CTA of the cluster."""
         if condition:
             if cluster > 1:
                 T.ptx_arrive_cluster_barrier(empty[ring.before[0]], lane)
@@ -147,7 +140,7 @@ def build(
             )
             if params:
                 for q in T.unroll(ig):
-                    record = 0 if group == 0 else (kb if group == 128 else (kb * 2 + h) * ig + q)
+                    record = 0 if group == 0 else (kb if shared_params else (kb * 2 + h) * ig + q)
                     T.call_extern(
                         "handle",
                         "tz_bulk",
@@ -216,7 +209,7 @@ def build(
         P: T.Tensor((groups, all_blocks, rec), "uint8"),
         B: T.Tensor((n if bias else 1,), dtype),
         WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), "float32"),
-        SEM: T.Tensor((G, rows_wgs), "int32"),
+        SEM: T.Tensor((G, wgs), "int32"),
         Y: T.Tensor((M, n), dtype),
         sk: T.int32,
     ):
@@ -224,10 +217,9 @@ def build(
             Xs = T.alloc_shared((stages, bm, 64), dtype)
             Ws = T.alloc_shared((stages, cta_blocks, 512), "int32")
             Ps = T.alloc_shared((stages, cta_blocks * ig * rec), "uint8")
-            Os = T.alloc_shared((rows_wgs * 4, out_tokens * OUT_PITCH), dtype)
-            Rs = T.alloc_shared((rows_wgs, bm // 8, 128, 4) if kg == 2 else (1, 1, 1, 4), "float32")
+            Os = T.alloc_shared((wgs * 4, out_tokens * OUT_PITCH), dtype)
             full = T.alloc_barrier([32] * stages)
-            empty = (T.alloc_cluster_barrier if cluster > 1 else T.alloc_barrier)([cluster * rows_wgs * 4] * stages)
+            empty = (T.alloc_cluster_barrier if cluster > 1 else T.alloc_barrier)([cluster * wgs * 4] * stages)
             w = T.alloc_local((4,), "uint32")
             a = T.alloc_local((32,), "uint32")
             acc = T.alloc_local((rb * nacc,), "float32")
@@ -264,7 +256,7 @@ def build(
                         for h in T.unroll(2):
                             if tx == ct:
                                 load_weights(W, P, Ws, Ps, full, ring, c, c.k0[0] + kb, h)
-                            advance(ring, 1)
+                            advance(ring)
                     ring.stage[0] = 0
                     ring.parity[0] = 0
                     T.pdl_sync()
@@ -286,12 +278,10 @@ def build(
                                 if T.And(tx == ct, T.Or(seg > 0, kb >= ahead[0])):
                                     load_weights(W, P, Ws, Ps, full, ring, c, c.k0[0] + kb, h)
                                 T.barrier_arrive(full[ring.stage[0]])
-                                advance(ring, 1)
+                                advance(ring)
             else:
                 T.inc_max_nreg(REGISTERS[wgs][1])
-                wg = tx // 128 % rows_wgs
-                half_k = tx // 128 // rows_wgs  # with two k groups, the odd stages belong to the upper warpgroups
-                ring.stage[0] = half_k
+                wg = tx // 128
                 wt = tx % 128
                 warp = wt // 32
                 lane = tx % 32
@@ -302,7 +292,7 @@ def build(
                     for i in T.unroll(rb * nacc):
                         acc[i] = 0.0
                     for kb in T.serial(c.k1[0] - c.k0[0]):
-                        for h in T.unroll(2 // kg):
+                        for h in T.unroll(2):
                             T.barrier_wait(full[ring.stage[0]], ring.parity[0])
                             T.call_extern("handle", "tz_fence")
                             for r in T.unroll(rb):
@@ -315,9 +305,6 @@ def build(
                                 )
                                 if h == 0 or not shared_params:
                                     load_params(Ps, ring.stage[0], wg * rb + r, warp * 8 + lane // 4, s, u, v, r)
-                                if kg == 2:  # one set of operand registers: the other warpgroups fill the gap
-                                    T.warpgroup_wait(0)
-                                    release(empty, ring, T.And(lane == 0, kb > 0), lane)
                                 for j in T.unroll(4):
                                     at = (r * ig + j * ig // 4) * 4
                                     T.call_extern(
@@ -367,115 +354,91 @@ def build(
                                         )
                                     T.warpgroup_commit_batch()
                                     T.warpgroup_fence_operand(acc, r * nacc, nacc)
-                                    if kg == 1:
-                                        T.warpgroup_wait(1)
-                                if r == 0 and kg == 1:  # the wgmmas on the stage before are complete
+                                    T.warpgroup_wait(1)
+                                if r == 0:  # the wgmmas on the stage before are complete
                                     release(empty, ring, T.And(lane < cluster, kb * 2 + h > 0), lane)
-                            advance(ring, kg)
+                            advance(ring)
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
                     release(empty, ring, lane < cluster, lane)
-                    if kg == 2:  # the lower warpgroups add the odd stages' sums to theirs
-                        if half_k == 1:
+                    if c.k0[0] > 0:  # a share of a tile whose head another CTA holds
+                        for r in T.unroll(rb):
                             for i in T.unroll(bm // 8):
                                 T.call_extern(
                                     "handle",
                                     "tz_copy16",
-                                    T.access_ptr(Rs[wg, i, wt, 0], "w", 4),
-                                    T.access_ptr(acc[i * 4], "r", 4),
+                                    T.access_ptr(WS[cta, wg * rb + r, i, wt, 0], "w", 4),
+                                    T.access_ptr(acc[r * nacc + i * 4], "r", 4),
                                 )
-                        T.call_extern("handle", "tz_bar", wg + 5, 256)
-                        if half_k == 0:
-                            for i in T.unroll(bm // 8):
-                                T.call_extern(
-                                    "handle",
-                                    "tz_add4",
-                                    T.access_ptr(acc[i * 4], "rw", 4),
-                                    T.access_ptr(Rs[wg, i, wt, 0], "r", 4),
-                                )
-                        T.call_extern("handle", "tz_bar", wg + 5, 256)
-                    if half_k == 0:
-                        if c.k0[0] > 0:  # a share of a tile whose head another CTA holds
-                            for r in T.unroll(rb):
-                                for i in T.unroll(bm // 8):
-                                    T.call_extern(
-                                        "handle",
-                                        "tz_copy16",
-                                        T.access_ptr(WS[cta, wg * rb + r, i, wt, 0], "w", 4),
-                                        T.access_ptr(acc[r * nacc + i * 4], "r", 4),
-                                    )
-                            T.call_extern("handle", "tz_signal", T.access_ptr(SEM[cta, wg], "rw", 1), wg + 1)
-                        else:
-                            if c.k1[0] < units:  # the head: add the other shares in order of k
-                                c.count[0] = T.truncdiv((c.tile[0] + 1) * units * (G // cluster) - 1, sk * units) - (
-                                    G // cluster - 1 - cid
-                                )
-                                T.call_extern(
-                                    "handle",
-                                    "tz_await",
-                                    T.access_ptr(SEM[cta - cluster, wg], "rw", 1),
-                                    c.count[0],
-                                    -cluster * rows_wgs,
-                                    wg + 1,
-                                )
-                                for b in T.serial(c.count[0]):
-                                    for r in T.unroll(rb):
-                                        for i in T.unroll(bm // 8):
-                                            T.call_extern(
-                                                "handle",
-                                                "tz_addcg4",
-                                                T.access_ptr(acc[r * nacc + i * 4], "rw", 4),
-                                                T.access_ptr(
-                                                    WS[cta - (b + 1) * cluster, wg * rb + r, i, wt, 0], "r", 4
-                                                ),
-                                            )
-                            for r in T.unroll(rb):
-                                row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + warp * 16
-                                if bias:
-                                    bb[0] = T.cast(B[T.min(row0 + lane // 4, n - 1)], "float32")
-                                    bb[1] = T.cast(B[T.min(row0 + lane // 4 + 8, n - 1)], "float32")
-                                    for i in T.unroll(nacc):
-                                        acc[r * nacc + i] = acc[r * nacc + i] + bb[i % 4 // 2]
-                                for b in T.unroll(bm // out_tokens):
-                                    T.call_extern("handle", "tz_syncwarp")
-                                    for q in T.unroll(out_tokens // 16):
-                                        for e in T.unroll(4):
-                                            at = r * nacc + (b * out_tokens // 8 + q * 2) * 4 + e * 2
-                                            o[e] = T.call_extern("uint32", f"tz_pack2<{tb}>", acc[at], acc[at + 1])
+                        T.call_extern("handle", "tz_signal", T.access_ptr(SEM[cta, wg], "rw", 1), wg + 1)
+                    else:
+                        if c.k1[0] < units:  # the head: add the other shares in order of k
+                            c.count[0] = T.truncdiv((c.tile[0] + 1) * units * (G // cluster) - 1, sk * units) - (
+                                G // cluster - 1 - cid
+                            )
+                            T.call_extern(
+                                "handle",
+                                "tz_await",
+                                T.access_ptr(SEM[cta - cluster, wg], "rw", 1),
+                                c.count[0],
+                                -cluster * wgs,
+                                wg + 1,
+                            )
+                            for b in T.serial(c.count[0]):
+                                for r in T.unroll(rb):
+                                    for i in T.unroll(bm // 8):
                                         T.call_extern(
                                             "handle",
-                                            "tz_stmatrix4_trans",
-                                            T.access_ptr(
-                                                Os[
-                                                    wg * 4 + warp,
-                                                    (q * 16 + lane // 16 * 8 + lane % 8) * OUT_PITCH
-                                                    + lane // 8 % 2 * 8,
-                                                ],
-                                                "w",
-                                                8,
-                                            ),
-                                            o[0],
-                                            o[1],
-                                            o[2],
-                                            o[3],
+                                            "tz_addcg4",
+                                            T.access_ptr(acc[r * nacc + i * 4], "rw", 4),
+                                            T.access_ptr(WS[cta - (b + 1) * cluster, wg * rb + r, i, wt, 0], "r", 4),
                                         )
-                                    T.call_extern("handle", "tz_syncwarp")
-                                    for q in T.unroll(out_tokens // 16):
-                                        token = c.tokens[0] * bm + b * out_tokens + q * 16 + lane // 2
-                                        row = row0 + lane % 2 * 8
-                                        at = (q * 16 + lane // 2) * OUT_PITCH + lane % 2 * 8
-                                        if vec8:
-                                            if T.And(token < M, row < n):
-                                                T.call_extern(
-                                                    "handle",
-                                                    "tz_copy16",
-                                                    T.access_ptr(Y[token, row], "w", 8),
-                                                    T.access_ptr(Os[wg * 4 + warp, at], "r", 8),
-                                                )
-                                        elif token < M:
-                                            for e in T.unroll(8):
-                                                if row + e < n:
-                                                    Y[token, row + e] = Os[wg * 4 + warp, at + e]
+                        for r in T.unroll(rb):
+                            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + warp * 16
+                            if bias:
+                                bb[0] = T.cast(B[T.min(row0 + lane // 4, n - 1)], "float32")
+                                bb[1] = T.cast(B[T.min(row0 + lane // 4 + 8, n - 1)], "float32")
+                                for i in T.unroll(nacc):
+                                    acc[r * nacc + i] = acc[r * nacc + i] + bb[i % 4 // 2]
+                            for b in T.unroll(bm // out_tokens):
+                                T.call_extern("handle", "tz_syncwarp")
+                                for q in T.unroll(out_tokens // 16):
+                                    for e in T.unroll(4):
+                                        at = r * nacc + (b * out_tokens // 8 + q * 2) * 4 + e * 2
+                                        o[e] = T.call_extern("uint32", f"tz_pack2<{tb}>", acc[at], acc[at + 1])
+                                    T.call_extern(
+                                        "handle",
+                                        "tz_stmatrix4_trans",
+                                        T.access_ptr(
+                                            Os[
+                                                wg * 4 + warp,
+                                                (q * 16 + lane // 16 * 8 + lane % 8) * OUT_PITCH + lane // 8 % 2 * 8,
+                                            ],
+                                            "w",
+                                            8,
+                                        ),
+                                        o[0],
+                                        o[1],
+                                        o[2],
+                                        o[3],
+                                    )
+                                T.call_extern("handle", "tz_syncwarp")
+                                for q in T.unroll(out_tokens // 16):
+                                    token = c.tokens[0] * bm + b * out_tokens + q * 16 + lane // 2
+                                    row = row0 + lane % 2 * 8
+                                    at = (q * 16 + lane // 2) * OUT_PITCH + lane % 2 * 8
+                                    if vec8:
+                                        if T.And(token < M, row < n):
+                                            T.call_extern(
+                                                "handle",
+                                                "tz_copy16",
+                                                T.access_ptr(Y[token, row], "w", 8),
+                                                T.access_ptr(Os[wg * 4 + warp, at], "r", 8),
+                                            )
+                                    elif token < M:
+                                        for e in T.unroll(8):
+                                            if row + e < n:
+                                                Y[token, row + e] = Os[wg * 4 + warp, at + e]
             if cluster > 1:
                 T.cluster_sync()  # nobody leaves while its peer may still signal it
 

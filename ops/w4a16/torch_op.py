@@ -11,8 +11,8 @@ def call(x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, numerics: 
     if bias is None and w.bias is not None:
         bias = w.bias.to(x.dtype)
     return torch.ops.terrazzo.w4a16_gemm(
-        x, w.words, w.params, w.perm, bias, w.n, w.k, w.group_size, w.scale_dtype, w.symmetric, w.layout, w.target or "",
-        numerics,
+        x, w.words, w.params, w.perm, bias, w.n, w.k, w.group_size, w.scale_dtype, w.symmetric, w.layout,
+        w.target or "", numerics,
     )  # fmt: skip
 
 

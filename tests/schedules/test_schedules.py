@@ -1,0 +1,105 @@
+"""Schedules: legal by construction on every target, and a partition that covers every (tile, k) exactly once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
+from terrazzo.schedules import multistage, small_batch, stream_k
+from terrazzo.schedules.models import MODELS
+from terrazzo.schedules.problem import WeightOnlyGemm
+
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a")
+SHAPES = sorted({(layer.n, layer.k) for layers in MODELS.values() for layer in layers})
+problems = st.builds(
+    WeightOnlyGemm,
+    n=st.integers(1, 60000),
+    k=st.integers(1, 30000),
+    groups_per_128=st.sampled_from((1, 2, 4)),
+    record_bytes=st.sampled_from((128, 192, 320)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems, m=st.integers(1, small_batch.MAX_TOKENS), arch=st.sampled_from(TARGETS))
+def test_small_batch_schedules_are_legal(problem, m, arch):
+    target = Target.parse(arch)
+    s = small_batch.choose(problem, target, m)
+    assert s.smem_bytes(problem) <= target.smem_per_block
+    assert s.registers() * s.warps * 32 <= target.registers_per_sm
+    assert s.kc * s.nc <= target.sms and s.nc % s.cluster == 0
+    assert s.token_tiles * small_batch.TOKENS_PER_TILE >= m
+    assert 1 <= s.warps <= problem.units // s.kc  # no warp without work: the program's loops run at least once
+
+
+def test_small_batch_refuses_wide_batches():
+    with pytest.raises(ArgumentError, match="1..16"):
+        small_batch.choose(WeightOnlyGemm(64, 128, 1, 192), Target.parse("sm_90a"), 17)
+
+
+def shares(s, problem, part, m):
+    """(tile, first unit, last unit) of every segment, as the program's `plan` and `segment` compute them."""
+    units, slots = problem.units, part.grid // s.cluster
+    tiles = -(-m // s.block_tokens) * -(-problem.row_blocks // s.tile_blocks)
+    for cid in range(slots):
+        r = slots - 1 - cid
+        first, last = r * part.shared * units // slots, (r + 1) * part.shared * units // slots
+        shared = (last - 1) // units - first // units + 1 if last > first else 0
+        for seg in range(shared):
+            tile = first // units + seg
+            yield cid, tile, max(first - tile * units, 0), min(last - tile * units, units)
+        for tile in range(part.shared + r, tiles, slots):
+            yield cid, tile, 0, units
+
+
+@settings(max_examples=80, deadline=None)
+@given(problem=problems, m=st.integers(9, 3000), cluster=st.sampled_from((1, 2)))
+def test_stream_k_covers_every_unit_once(problem, m, cluster):
+    target = Target.parse("sm_90a")
+    chosen = stream_k.choose(problem, target, m)
+    s = stream_k.StreamK(chosen.block_tokens, chosen.warpgroups, chosen.row_blocks, 2, cluster)
+    part = stream_k.partition(s, problem, target, m)
+    assert part.grid % cluster == 0 and 1 <= part.grid <= target.sms
+    tiles = -(-m // s.block_tokens) * -(-problem.row_blocks // s.tile_blocks)
+    assert 0 <= part.shared <= tiles
+    held: dict[int, list[tuple[int, int, int]]] = {}
+    for cid, tile, k0, k1 in shares(s, problem, part, m):
+        assert k0 < k1
+        held.setdefault(tile, []).append((k0, k1, cid))
+    assert sorted(held) == list(range(tiles))
+    slots = part.grid // cluster
+    for tile, parts in held.items():
+        parts.sort()
+        assert parts[0][0] == 0 and parts[-1][1] == problem.units
+        assert all(a[1] == b[0] for a, b in zip(parts, parts[1:]))
+        head = parts[0][2]
+        # the head awaits the next lower CTAs, as many as the program counts
+        assert [cid for _, _, cid in parts[1:]] == [head - 1 - i for i in range(len(parts) - 1)]
+        if len(parts) > 1:
+            count = ((tile + 1) * problem.units * slots - 1) // (part.shared * problem.units) - (slots - 1 - head)
+            assert count == len(parts) - 1
+
+
+@pytest.mark.parametrize("m", [17, 32, 64, 100, 128, 200, 256, 1000, 4096])
+def test_stream_k_schedules_fit(m):
+    target = Target.parse("sm_90a")
+    for n, k in SHAPES:
+        for groups, record in ((1, 192), (4, 320)):
+            problem = WeightOnlyGemm(n, k, groups, record)
+            s = stream_k.choose(problem, target, m)
+            assert s.smem_bytes(problem) <= target.smem_per_block and s.stages >= 3
+
+
+@pytest.mark.parametrize("arch", TARGETS[:-1])
+@pytest.mark.parametrize("m", [17, 33, 64, 65, 128, 129, 5000])
+def test_multistage_schedules_fit(arch, m):
+    target = Target.parse(arch)
+    for n, k in SHAPES:
+        for scaled_sums in (False, True):
+            problem = WeightOnlyGemm(n, k, 4, 320)
+            s = multistage.choose(problem, target, m, scaled_sums)
+            assert s.smem_bytes(problem) <= target.smem_per_block and s.rows % 64 == 0
+            workspace, semaphores = multistage.launch_sizes(s, problem, m)
+            assert len(workspace) == 5 and semaphores[0] <= 4096
