@@ -93,7 +93,7 @@ def goals_table(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
             verdict = _verdict(ratio >= rivals[rival])
             rows.append((f"M = {m}, best peer here: {rival}", f"{rivals[rival]:.2f}x", f"{ratio:.2f}x", verdict))
     for row in timed(result):
-        if (row["n"], row["k"]) in COPY_SHAPES and row["m"] <= COPY_LARGEST_M:
+        if result["copy_gb_s"] and (row["n"], row["k"]) in COPY_SHAPES and row["m"] <= COPY_LARGEST_M:
             share = copy_share(row, result["copy_gb_s"])
             what = f"({row['n']}, {row['k']}) at M = {row['m']}, share of the copy bandwidth"
             rows.append((what, f"{COPY_GOAL:.0%}", f"{share:.0%}", _verdict(share >= COPY_GOAL)))
@@ -141,10 +141,12 @@ def summary_markdown(result: Mapping[str, Any], source: str) -> str:
     ]
     table = markdown(("M", "terrazzo", "goal", *rivals), rows, range(3 + len(rivals)))
     setting = timed(result)[0]
+    copies = f"copies reach {result['copy_gb_s']:.0f} GB/s, " if result["copy_gb_s"] else ""
+    notes = "".join(f"\n- {note}" for note in result.get("notes", ()))
     return (
         f"W4A16 on one {result['gpu']}, {setting['dtype']}, group {setting['group']}"
         f"{', zero points' if setting['format'].endswith('zeros') else ''}: speed-up over cuBLAS f16 in the same run,"
-        f" geometric mean over {shapes} layer shapes; copies reach {result['copy_gb_s']:.0f} GB/s, torch"
+        f" geometric mean over {shapes} layer shapes; {copies}torch"
         f" {result['torch']}, driver {result['driver']}, {result['date']}, commit {result['commit']}."
-        f" Source: [{source}]({source}).\n\n{table}"
+        f" Source: [{source}]({source}).\n\n{table}{chr(10) if notes else ''}{notes}"
     )

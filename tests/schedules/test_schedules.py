@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,7 +75,7 @@ def test_stream_k_covers_every_unit_once(problem, m, cluster):
     for tile, parts in held.items():
         parts.sort()
         assert parts[0][0] == 0 and parts[-1][1] == problem.units
-        assert all(a[1] == b[0] for a, b in zip(parts, parts[1:]))
+        assert all(a[1] == b[0] for a, b in pairwise(parts))
         head = parts[0][2]
         # the head awaits the next lower CTAs, as many as the program counts
         assert [cid for _, _, cid in parts[1:]] == [head - 1 - i for i in range(len(parts) - 1)]
