@@ -1,0 +1,96 @@
+"""The operator without a GPU: which kernels serve which M, what they get, and how bad calls are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from terrazzo.lowering.errors import ArgumentError, TargetError
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import w4a16
+from terrazzo.ops.w4a16 import op
+from terrazzo.schedules.models import MODELS
+
+FACTS = {"group_size": 128, "symmetric": False, "scale_dtype": "float16", "dtype": "float16", "bias": False}
+MODEL_SHAPES = sorted({(layer.n, layer.k) for layers in MODELS.values() for layer in layers})
+SHAPES = (*MODEL_SHAPES, (257, 203), (1, 1), (64, 64))
+TOKENS = (*range(1, 40), 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300, 512, 1000, 1024, 4096, 8192, 16384)
+
+
+def requests(n, k, target, **changes):
+    facts = {name: value for name, value in (FACTS | changes).items() if name != "numerics"}
+    return w4a16.kernel_requests(n, k, **facts, target=target, numerics=changes.get("numerics", "auto"))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
+def test_no_m_needs_a_kernel_outside_the_listed_ones(arch):
+    target = Target.parse(arch)
+    for n, k in SHAPES:
+        listed = set(requests(n, k, target))
+        for m in TOKENS:
+            plan = op.plan(m, n, k, **FACTS, numerics="auto", target=target)
+            assert plan.request in listed, (n, k, m)
+            assert all(extent > 0 for extent in (*plan.workspace, *plan.semaphores))
+            semaphores = 1
+            for extent in plan.semaphores:
+                semaphores *= extent
+            assert semaphores <= op._SEMAPHORES, (n, k, m)
+
+
+def test_numerics_follow_the_scales():
+    auto = {dict(r.params)["numerics"] for r in requests(4096, 4096, "sm_90a")}
+    assert auto == {"post", "exact"}
+    wide = requests(4096, 4096, "sm_90a", scale_dtype="float32")
+    assert {dict(r.params)["numerics"] for r in wide} == {"post"}
+    for numerics in ("exact", "fused", "post"):
+        assert {dict(r.params)["numerics"] for r in requests(64, 256, "sm_80", numerics=numerics)} == {numerics}
+    with pytest.raises(ArgumentError, match="post"):
+        requests(64, 256, "sm_90a", scale_dtype="float32", numerics="exact")
+    with pytest.raises(ArgumentError, match="numerics"):
+        requests(64, 256, "sm_90a", numerics="precise")
+
+
+def test_one_group_and_odd_k_reach_the_programs():
+    params = dict(requests(64, 250, "sm_90a", group_size=250)[0].params)
+    assert params["group"] == 0 and params["k"] == 256  # x is padded to rows of 16 bytes
+    with pytest.raises(ArgumentError, match="group"):
+        requests(64, 256, "sm_90a", group_size=16)
+    with pytest.raises(TargetError):
+        requests(64, 256, "sm_75")
+
+
+def test_sm_80_code_runs_on_newer_gpus_from_its_ptx():
+    old, new = Target.parse("sm_80"), Target.parse("sm_90a")
+    plan = op.plan(64, 256, 512, **FACTS, numerics="auto", target=old, device=new)
+    assert plan.request.flags == ("ptx=compute_80",) and plan.request.target.arch == "sm_80"
+    assert op.plan(64, 256, 512, **FACTS, numerics="auto", target=old).request.flags == ()
+
+
+def weight(n=64, k=128):
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+    return w4a16.pack(codes, torch.rand(n, 1).half(), group_size=k)
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        ("CUDA device", lambda w: w4a16.gemm(torch.zeros(2, 128).half(), w)),
+        ("K = 128", lambda w: w4a16.gemm(torch.zeros(2, 120).half(), w)),
+        ("K = 128", lambda w: w4a16.gemm(torch.zeros(()).half(), w)),
+        ("bias", lambda w: w4a16.gemm(torch.zeros(2, 128).half(), w, bias=torch.zeros(63).half())),
+        ("PackedWeight", lambda w: w4a16.gemm(torch.zeros(2, 128).half(), w.unpack())),
+        ("numerics", lambda w: w4a16.gemm(torch.zeros(2, 128).half(), w, numerics="precise")),
+        ("CUDA device", lambda w: w4a16.weight_requests(w, 4, torch.float16)),
+    ],
+)
+def test_bad_calls_are_refused_before_anything_runs(words, call):
+    with pytest.raises(ArgumentError, match=words):
+        call(weight())
+
+
+def test_the_traced_operator_knows_its_shape():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    w = weight(70, 128)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        y = w4a16.gemm(torch.empty(3, 5, 128, dtype=torch.bfloat16), w)
+    assert y.shape == (3, 5, 70) and y.dtype == torch.bfloat16

@@ -1,0 +1,78 @@
+"""Machine code of the sm_90a programs: tensor-core instructions, copies, no spills, and no early release of a stage."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+from terrazzo.lowering import KernelReport, compile_request
+from terrazzo.lowering.targets import Target
+from terrazzo.lowering.toolchain import find_cuda_tool, find_nvcc
+from terrazzo.ops.w4a16 import op
+
+CASES = {
+    "small f16": (4, {}, r"HMMA\.16816\.F32$"),
+    "small bf16 exact g32": (
+        16,
+        {"dtype": "bfloat16", "scale_dtype": "bfloat16", "numerics": "exact", "group_size": 32},
+        r"HMMA\.16816\.F32\.BF16$",
+    ),
+    "wide exact": (64, {}, r"HGMMA\.64x64x16\.F32$"),
+    "wide post f32 scales": (32, {"scale_dtype": "float32", "group_size": 64}, r"HGMMA\.64x32x16\.F32$"),
+    "widest fused bf16, bias": (
+        1000,
+        {"dtype": "bfloat16", "scale_dtype": "bfloat16", "numerics": "fused", "bias": True},
+        r"HGMMA\.64x256x16\.F32\.BF16$",
+    ),
+}
+FACTS = {"group_size": 128, "symmetric": False, "scale_dtype": "float16", "dtype": "float16", "bias": False}
+
+
+def compiled(m, changes):
+    facts = FACTS | changes
+    numerics = facts.pop("numerics", "auto")
+    plan = op.plan(m, 448, 640, **facts, numerics=numerics, target=Target.parse("sm_90a"))
+    return plan, compile_request(plan.request)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tools():
+    if find_nvcc() is None:
+        pytest.skip("needs nvcc")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_machine_code(name):
+    m, changes, instruction = CASES[name]
+    plan, folder = compiled(m, changes)
+    report = KernelReport.read(folder / "report.json")
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    if not report.instructions:
+        pytest.skip(report.note)
+    assert any(re.match(instruction, opcode) for opcode in report.tensor_instructions), report.tensor_instructions
+    if "stream_k" in plan.request.name:
+        assert report.count(r"UTMALDG") and report.count(r"UBLKCP") and not report.count(r"HMMA\.")
+        assert report.count(r"STSM") and not report.count(r"STS\.U16")
+    else:
+        assert report.count(r"LDGSTS") and report.count(r"LDSM") and report.count(r"LDS\.128")
+
+
+def test_a_stage_is_released_only_after_its_wgmmas():
+    """Between the last load of packed words and the arrive that gives the stage back stands a wait for wgmma."""
+    _, folder = compiled(64, {})
+    disassembler = find_cuda_tool("cuobjdump")
+    if disassembler is None:
+        pytest.skip("needs cuobjdump")
+    text = subprocess.run([disassembler, "-sass", str(folder / "kernel.cubin")], capture_output=True, text=True).stdout
+    opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", text, re.MULTILINE)
+    first, last = (f(i for i, op in enumerate(opcodes) if op.startswith("HGMMA")) for f in (min, max))
+    seen = None
+    arrives = 0
+    for opcode in opcodes[first : last + 1]:
+        if opcode.startswith(("LDS.128", "WARPGROUP.DEPBAR")):
+            seen = opcode
+        elif opcode.startswith("SYNCS.ARRIVE"):
+            arrives += 1
+            assert seen is not None and seen.startswith("WARPGROUP.DEPBAR"), opcode
+    assert arrives
