@@ -52,6 +52,8 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int) -> StreamK:
     millions = problem.row_blocks * 64 * problem.units * 128 / 1e6
     if 128 < m <= 256 and millions < 30:
         tokens = 128  # too few tiles of 256
+    if m > 256 and -(-m // 128) * 128 * 1.12 < -(-m // 256) * 256:
+        tokens = 128  # a tile of 128 costs a little more than half of 256, less than what padding would
     # (warpgroups, row blocks of each): four warpgroups hide the conversion best where enough tiles are left to share
     if tokens <= 32:
         shape = (4, 2) if millions >= 100 else (4, 1) if millions >= 50 else (2, 1)
