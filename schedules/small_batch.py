@@ -10,6 +10,7 @@ from terrazzo.schedules.problem import WeightOnlyGemm
 
 TOKENS_PER_TILE = 8
 MAX_TOKENS = 16
+_LARGE = 60e6  # weights from which two token tiles are faster on wgmma (measured on H200)
 _RESERVED = 1280  # static shared memory: barriers, flags, alignment
 
 
@@ -51,6 +52,13 @@ class SmallBatch:
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
         return asdict(self)
+
+
+def serves(problem: WeightOnlyGemm, target: Target, m: int) -> bool:
+    """Whether this program is the one for m tokens: up to 8 always, up to 16 for small weights or without wgmma."""
+    if m > TOKENS_PER_TILE and target.supports("wgmma.f16"):
+        return m <= MAX_TOKENS and problem.n * problem.k < _LARGE
+    return m <= MAX_TOKENS
 
 
 def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:

@@ -70,14 +70,13 @@ def plan(
         return KernelRequest(f"w4a16.{name}", entry, tuple(params.items()), target, tuple(passes.items()), flags)
 
     scaled = "exact" if scale_dtype == dtype else "post"
-    wide = target.supports("wgmma.f16")
-    if m <= small_batch.TOKENS_PER_TILE or (m <= small_batch.MAX_TOKENS and not (wide and n * k8 >= 60e6)):
+    if small_batch.serves(problem, target, m):
         s = small_batch.choose(problem, target, m)
         chosen = request("small_batch", s, "post" if numerics == "auto" else numerics)
         workspace = (s.kc, s.token_tiles * 8, problem.row_blocks * 64)
         return Plan(chosen, workspace, (s.nc,), ())
     numerics = scaled if numerics == "auto" else numerics
-    if wide:
+    if target.supports("wgmma.f16"):
         s = stream_k.choose(problem, target, m)
         part = stream_k.partition(s, problem, runs_on, m)
         return Plan(
