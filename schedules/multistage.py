@@ -41,16 +41,17 @@ class Multistage:
         return asdict(self)
 
 
-def choose(problem: WeightOnlyGemm, target: Target, m: int, scaled_sums: bool) -> Multistage:
+def choose(problem: WeightOnlyGemm, target: Target, m: int, scaled_sums: bool, symmetric: bool) -> Multistage:
     """Tile by tokens, k split so that the bucket's first tiles fill the SMs twice (once with tiles of 128 tokens).
 
     Args:
-        scaled_sums: the scales are applied to the sums of each group, which takes registers for partial sums.
+        scaled_sums: scales are applied to f32 sums, which takes registers for them and for partial sums.
+        symmetric: no zero points; their constants sit in registers, one too many for wide tiles that split k.
     """
     tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
     if tokens < 128:
         schedule = Multistage(tokens, 4, 2, 4 if tokens == 32 or target.smem_per_sm > 128 * 1024 else 3)
-    elif scaled_sums:
+    elif scaled_sums or (symmetric and m <= 128):
         schedule = Multistage(128, 8, 2, 3, token_warps=2, raster=16)
     elif m <= 128 and problem.row_blocks <= target.sms:
         schedule = Multistage(128, 4, 2, 3)

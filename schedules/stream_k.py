@@ -46,13 +46,18 @@ class StreamK:
         return asdict(self)
 
 
-def choose(problem: WeightOnlyGemm, target: Target, m: int) -> StreamK:
-    """Tile shape by tokens and size of the weight (measured on H200), with as many stages as fit."""
-    tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
+def choose(problem: WeightOnlyGemm, target: Target, m: int, scaled_sums: bool) -> StreamK:
+    """Tile shape by tokens and size of the weight (measured on H200), with as many stages as fit.
+
+    Args:
+        scaled_sums: the scales are applied to the sums of each group: registers for a second accumulator.
+    """
+    blocks = BLOCK_TOKENS[:-1] if scaled_sums else BLOCK_TOKENS
+    tokens = next((t for t in blocks if m <= t), blocks[-1])
     millions = problem.row_blocks * 64 * problem.units * 128 / 1e6
     if 128 < m <= 256 and millions < 30:
         tokens = 128  # too few tiles of 256
-    if m > 256 and -(-m // 128) * 128 * 1.12 < -(-m // 256) * 256:
+    if tokens == 256 and m > 256 and -(-m // 128) * 128 * 1.12 < -(-m // 256) * 256:
         tokens = 128  # a tile of 128 costs a little more than half of 256, less than what padding would
     # (warpgroups, row blocks of each): four warpgroups hide the conversion best where enough tiles are left to share
     if tokens <= 32:
@@ -60,7 +65,7 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int) -> StreamK:
     elif tokens == 64:
         shape = (4, 1) if millions >= 80 else (2, 1)
     elif tokens == 128:
-        shape = (3, 1) if millions >= 100 else (2, 1)
+        shape = (3, 1) if millions >= 100 and not scaled_sums else (2, 1)
     else:
         shape = (2, 1)
     return fitted(StreamK(tokens, *shape, stages=2), problem, target)

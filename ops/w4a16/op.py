@@ -77,7 +77,7 @@ def plan(
         return Plan(chosen, workspace, (s.nc,), ())
     numerics = scaled if numerics == "auto" else numerics
     if target.supports("wgmma.f16"):
-        s = stream_k.choose(problem, target, m)
+        s = stream_k.choose(problem, target, m, numerics == "post")
         part = stream_k.partition(s, problem, runs_on, m)
         return Plan(
             request("stream_k", s, numerics),
@@ -85,7 +85,7 @@ def plan(
             (part.grid, s.warpgroups),
             (part.shared,),
         )
-    s = multistage.choose(problem, target, m, numerics == "post" and group > 0)
+    s = multistage.choose(problem, target, m, numerics == "post", symmetric)
     return Plan(request("multistage", s, numerics), *multistage.launch_sizes(s, problem, m), ())
 
 

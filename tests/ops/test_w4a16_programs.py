@@ -20,6 +20,7 @@ CASES = {
     ),
     "wide exact": (64, {}, r"HGMMA\.64x64x16\.F32$"),
     "wide post f32 scales": (32, {"scale_dtype": "float32", "group_size": 64}, r"HGMMA\.64x32x16\.F32$"),
+    "wide post, many tokens": (1000, {"numerics": "post", "group_size": 64}, r"HGMMA\.64x128x16\.F32$"),
     "widest fused bf16, bias": (
         1000,
         {"dtype": "bfloat16", "scale_dtype": "bfloat16", "numerics": "fused", "bias": True},

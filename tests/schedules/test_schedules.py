@@ -60,7 +60,7 @@ def shares(s, problem, part, m):
 @given(problem=problems, m=st.integers(9, 3000), cluster=st.sampled_from((1, 2)))
 def test_stream_k_covers_every_unit_once(problem, m, cluster):
     target = Target.parse("sm_90a")
-    chosen = stream_k.choose(problem, target, m)
+    chosen = stream_k.choose(problem, target, m, False)
     s = stream_k.StreamK(chosen.block_tokens, chosen.warpgroups, chosen.row_blocks, 2, cluster)
     part = stream_k.partition(s, problem, target, m)
     assert part.grid % cluster == 0 and 1 <= part.grid <= target.sms
@@ -90,7 +90,7 @@ def test_stream_k_schedules_fit(m):
     for n, k in SHAPES:
         for groups, record in ((1, 192), (4, 320)):
             problem = WeightOnlyGemm(n, k, groups, record)
-            s = stream_k.choose(problem, target, m)
+            s = stream_k.choose(problem, target, m, groups == 4)
             assert s.smem_bytes(problem) <= target.smem_per_block and s.stages >= 3
 
 
@@ -99,9 +99,9 @@ def test_stream_k_schedules_fit(m):
 def test_multistage_schedules_fit(arch, m):
     target = Target.parse(arch)
     for n, k in SHAPES:
-        for scaled_sums in (False, True):
+        for scaled_sums, symmetric in ((False, False), (False, True), (True, False)):
             problem = WeightOnlyGemm(n, k, 4, 320)
-            s = multistage.choose(problem, target, m, scaled_sums)
+            s = multistage.choose(problem, target, m, scaled_sums, symmetric)
             assert s.smem_bytes(problem) <= target.smem_per_block and s.rows % 64 == 0
             workspace, semaphores = multistage.launch_sizes(s, problem, m)
             assert len(workspace) == 5 and semaphores[0] <= 4096
