@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError, CaptureError, LayoutMismatchError, TargetError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
+from terrazzo.ops.w4a16 import multistage as multistage_program
+from terrazzo.ops.w4a16 import small_batch as small_batch_program
+from terrazzo.ops.w4a16 import stream_k as stream_k_program
 from terrazzo.ops.w4a16.operand import Operand
 from terrazzo.schedules import multistage, small_batch, stream_k
 from terrazzo.schedules.problem import WeightOnlyGemm
@@ -20,10 +24,6 @@ if TYPE_CHECKING:
     from terrazzo.ops.w4a16.format import PackedWeight
 
 NUMERICS = ("auto", "exact", "fused", "post")
-# Barriers are placed by hand: the automatic ones stand around every shared access by a primitive.
-_PASSES = {"tl.disable_thread_storage_sync": True, "tl.disable_warp_specialized": True}
-# Every access of this program is in bounds by construction, or guarded in its own text.
-_UNGUARDED = _PASSES | {"tl.disable_safe_memory_legalize": True}
 _SEMAPHORES = 4096  # int32 per stream: a counter for each row range, or a flag for each warpgroup
 _STREAMS = 64
 ALL_TOKENS = (8, 16, 32, 64, 128, 256, 4096)  # one M of every bucket
@@ -39,6 +39,7 @@ class Plan:
     scalars: tuple[int, ...]  # trailing kernel arguments
 
 
+@lru_cache(maxsize=1024)
 def plan(
     m: int,
     n: int,
@@ -62,17 +63,17 @@ def plan(
     runs_on = device or target
     flags = () if runs_on.arch == target.arch else ("ptx=compute_80",)
 
-    def request(name: str, schedule: Any, numerics: str) -> KernelRequest:
+    def request(program: ModuleType, schedule: Any, numerics: str) -> KernelRequest:
         Operand(group, symmetric, scale_dtype, dtype, numerics)  # raises where these do not go together
         params = common | schedule.params() | {"numerics": numerics}
-        entry = f"terrazzo.ops.w4a16.{name}:build"
-        passes = _UNGUARDED if name == "multistage" else _PASSES
-        return KernelRequest(f"w4a16.{name}", entry, tuple(params.items()), target, tuple(passes.items()), flags)
+        name = f"w4a16.{program.__name__.rpartition('.')[2]}"
+        entry = f"{program.__name__}:build"
+        return KernelRequest(name, entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
 
     scaled = "exact" if scale_dtype == dtype else "post"
     if small_batch.serves(problem, target, m):
         s = small_batch.choose(problem, target, m)
-        chosen = request("small_batch", s, "post" if numerics == "auto" else numerics)
+        chosen = request(small_batch_program, s, "post" if numerics == "auto" else numerics)
         workspace = (s.kc, s.token_tiles * 8, problem.row_blocks * 64)
         return Plan(chosen, workspace, (s.nc,), ())
     numerics = scaled if numerics == "auto" else numerics
@@ -80,13 +81,13 @@ def plan(
         s = stream_k.choose(problem, target, m, numerics == "post")
         part = stream_k.partition(s, problem, runs_on, m)
         return Plan(
-            request("stream_k", s, numerics),
+            request(stream_k_program, s, numerics),
             (part.grid, s.cta_blocks, s.block_tokens // 8, 128, 4),
             (part.grid, s.warpgroups),
             (part.shared,),
         )
     s = multistage.choose(problem, target, m, numerics == "post", symmetric)
-    return Plan(request("multistage", s, numerics), *multistage.launch_sizes(s, problem, m), ())
+    return Plan(request(multistage_program, s, numerics), *multistage.launch_sizes(s, problem, m), ())
 
 
 def kernel_requests(
@@ -176,6 +177,10 @@ def run(
     """The eager path of `gemm`: sizes are looked up by M, tensors are checked, the kernel is launched."""
     import torch
 
+    if not hasattr(w, "words"):
+        raise ArgumentError("w", type(w).__name__, "must be a PackedWeight", "call w4a16.pack, or w.pack()")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError("x", "requires_grad=True", "gemm has no gradient", "call it under torch.no_grad()")
     shape = x.shape
     if not shape or shape[-1] != w.k:
         raise ArgumentError("x", list(shape), f"its last dimension must be K = {w.k}", "pass activations [..., K]")
@@ -185,12 +190,9 @@ def run(
     elif w.bias is not None:
         bias = _own_bias(w, x)
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-    try:
-        if w.__dict__.get("_version") != _version(w):
-            _adopt(w)
-    except AttributeError:
-        raise ArgumentError("w", type(w).__name__, "must be a PackedWeight", "call w4a16.pack, or w.pack()") from None
-    facts = w.__dict__["_facts"]
+    facts = w.__dict__.get("_facts") or _facts(w)
+    if getattr(w.words, "_terrazzo", None) != (_version(w), facts):
+        _adopt(w, facts)
     key = (facts, m, x.dtype, x.device, stream, numerics, bias is None)
     found = _launchers.get(key) or _prepare(key, x, w)
     n = w.n
@@ -224,8 +226,14 @@ def _version(w: PackedWeight) -> int:
     return -1 if w.words.is_inference() else w.words._version + w.params._version
 
 
-def _adopt(w: PackedWeight) -> None:
-    """Check a weight that is new or was written to, and note what kernels must know of it.
+def _facts(w: PackedWeight) -> tuple:
+    """What a kernel must know of a weight."""
+    facts = w.__dict__["_facts"] = (w.n, w.k, w.group_size, w.symmetric, w.scale_dtype, w.target)
+    return facts
+
+
+def _adopt(w: PackedWeight, facts: tuple) -> None:
+    """Check a weight that is new or was written to, and note so on its words, which outlive a PackedWeight around them.
 
     Kernels fetch weights before the kernel ahead of them on the stream has ended (programmatic dependent launch), so
     the last writer of the weight must not be that kernel: a tiny one is launched between.
@@ -234,8 +242,7 @@ def _adopt(w: PackedWeight) -> None:
         raise LayoutMismatchError("w", w.layout, f"must have layout {_layout_identity()}", "pack it again")
     w.check_sizes()
     w.params.new_zeros(1)
-    w.__dict__["_facts"] = (w.n, w.k, w.group_size, w.symmetric, w.scale_dtype, w.target)
-    w.__dict__["_version"] = _version(w)
+    w.words._terrazzo = (_version(w), facts)
 
 
 def _own_bias(w: PackedWeight, x: torch.Tensor) -> torch.Tensor:

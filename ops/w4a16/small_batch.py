@@ -14,6 +14,10 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.w4a16.operand import Operand
 
+PASS_CONFIGS = (  # barriers are placed by hand: the automatic ones stand around every access by a primitive
+    ("tl.disable_thread_storage_sync", True),
+    ("tl.disable_warp_specialized", True),
+)
 ITEM_K = 128  # k extent of one work item: 16 rows x 128 k
 
 

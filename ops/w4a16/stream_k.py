@@ -20,6 +20,10 @@ from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.w4a16.operand import Operand
 
+PASS_CONFIGS = (  # barriers are placed by hand: the automatic ones stand around every access by a primitive
+    ("tl.disable_thread_storage_sync", True),
+    ("tl.disable_warp_specialized", True),
+)
 UNIT_K = 128  # k extent of one unit of work: two ring stages
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (40, 152), 4: (32, 112)}  # warpgroups -> a producer's, a consumer's
 OUT_PITCH = 24  # halves of a staged output row: 16 rows and 16 bytes of padding, free of bank conflicts

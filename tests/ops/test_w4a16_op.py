@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
-from terrazzo.lowering.errors import ArgumentError, TargetError
+from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError, TargetError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a16
 from terrazzo.ops.w4a16 import op
@@ -70,6 +72,26 @@ def weight(n=64, k=128):
     return w4a16.pack(codes, torch.rand(n, 1).half(), group_size=k)
 
 
+def test_a_weight_is_adopted_once_for_each_state(monkeypatch):
+    adopted = []
+    real = op._adopt
+    monkeypatch.setattr(op, "_adopt", lambda w, facts: adopted.append(facts) or real(w, facts))
+    x, w = torch.zeros(2, 128).half(), weight()
+
+    def call(w):
+        with pytest.raises(ArgumentError, match="CUDA device"):  # comes after the weight's own checks
+            w4a16.gemm(x, w)
+        return len(adopted)
+
+    assert (call(w), call(w)) == (1, 1)
+    assert call(dataclasses.replace(w)) == 1  # another object around the same tensors, as in a traced graph
+    w.params.copy_(w.params)
+    assert (call(w), call(w)) == (2, 2)
+    assert call(weight()) == 3
+    with pytest.raises(LayoutMismatchError, match="layout"):
+        w4a16.gemm(x, dataclasses.replace(weight(), layout="other"))
+
+
 @pytest.mark.parametrize(
     ("words", "call"),
     [
@@ -79,6 +101,8 @@ def weight(n=64, k=128):
         ("bias", lambda w: w4a16.gemm(torch.zeros(2, 128).half(), w, bias=torch.zeros(63).half())),
         ("PackedWeight", lambda w: w4a16.gemm(torch.zeros(2, 128).half(), w.unpack())),
         ("numerics", lambda w: w4a16.gemm(torch.zeros(2, 128).half(), w, numerics="precise")),
+        ("PackedWeight", lambda w: w4a16.gemm(torch.zeros(2, 128).half(), torch.zeros(64, 128))),
+        ("no_grad", lambda w: w4a16.gemm(torch.zeros(2, 128).half().requires_grad_(), w)),
         ("CUDA device", lambda w: w4a16.weight_requests(w, 4, torch.float16)),
     ],
 )

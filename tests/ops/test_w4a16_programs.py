@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 
@@ -57,6 +58,17 @@ def test_machine_code(name):
         assert report.count(r"STSM") and not report.count(r"STS\.U16")
     else:
         assert report.count(r"LDGSTS") and report.count(r"LDSM") and report.count(r"LDS\.128")
+
+
+def test_a_cluster_shares_x_by_multicast():
+    """A schedule that the heuristic does not take yet, for the tuner: it must compile as well as the others."""
+    plan, _ = compiled(1000, {})
+    params = dict(plan.request.params) | {"cluster": 2}
+    request = dataclasses.replace(plan.request, params=tuple(params.items()))
+    report = KernelReport.read(compile_request(request) / "report.json")
+    assert (report.spill_stores, report.stack) == (0, 0)
+    if report.instructions:
+        assert report.count(r"UTMALDG.*MULTICAST")
 
 
 def test_a_stage_is_released_only_after_its_wgmmas():
