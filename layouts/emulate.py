@@ -1,4 +1,4 @@
-"""A tensor core in numpy: W4A16 computed from packed words and packed parameters alone.
+"""A tensor core in numpy: W4A16 and W4A8 computed from packed words and packed parameters alone.
 
 Every weight takes the way it takes on the GPU: thread's word -> converter (bit-exact) -> operand register -> fragment
 -> MMA with f32 accumulation in steps of k16. Nothing but the layout knows where a weight lies, so an agreement with the
@@ -12,6 +12,7 @@ from terrazzo.layouts.converters import arith, get_converter
 from terrazzo.layouts.instances import get_instance
 from terrazzo.layouts.packed import PackedLayout
 from terrazzo.layouts.rows import RowLayout, derive_rows
+from terrazzo.layouts.units import UnitLayout
 from terrazzo.lowering.errors import LayoutError
 
 NUMERICS = ("exact", "fused", "post")
@@ -158,3 +159,58 @@ def emulate_w4a16(
         total = b[span].astype(np.float32).sum(axis=0, dtype=np.float32)
         y = (y + factor[index] * (acc - offset[index] * total)).astype(np.float32)
     return y[:n].T.copy()
+
+
+W4A8_CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq"}
+"""Dequantization -> converter: signed bytes, or bytes that hold the value plus 128."""
+
+
+def operand_w4a8(words, unit: UnitLayout, dequantization: str = "xor") -> np.ndarray:
+    """The A operand int64 [N', K'] that the integer MMAs see: signed values (xor), or 0..255 (unsigned).
+
+    Args:
+        words: uint32 / int32 [K'/unit_k, N'/rows, unit.words]; the first parameter of a record is the scale.
+        unit: layout of `words`.
+    """
+    if dequantization not in W4A8_CONVERTERS:
+        raise LayoutError("dequantization", dequantization, f"must be one of {tuple(W4A8_CONVERTERS)}", "use 'xor'")
+    convert, layout = get_converter(W4A8_CONVERTERS[dequantization]), unit.block
+    codes, records = unit.split(np.ascontiguousarray(words).view(np.uint32))
+    blocks, depth = codes.shape[:2]
+    held = codes.reshape(blocks, depth, layout.threads, layout.load_words)
+    tile = np.empty((blocks, layout.block_rows, depth, layout.block_k), np.int64)
+    slots = unit.rows.slot(np.arange(layout.threads))
+    group_k = unit.unit_k // unit.groups
+    thread, word, element = np.indices((layout.threads, layout.load_words, convert.elements)).reshape(3, -1)
+    for output in range(convert.outputs):
+        atom, register = layout.target(np.arange(layout.load_words), output)  # register & 1 picks row g or g + 8
+        starts = np.arange(depth)[:, None] * layout.block_k + np.asarray(atom) * layout.fragment.cols
+        params = records[:, starts // group_k][:, :, :, slots[:, None] + (register & 1)]  # [b, d, w, t, w, plane]
+        params = np.moveaxis(np.diagonal(params, axis1=2, axis2=4), -1, 3).astype(np.uint32)  # [b, d, t, w, plane]
+        params = [params[..., plane] for plane in range(unit.planes)]
+        registers = convert.emulate(held, params[0], params[1] * np.uint32(0x01010101))[..., output]
+        values = arith.elements(registers, convert.operand)
+        place = layout.map(field=convert.pos_map(register=output, element=element)["field"], word=word, thread=thread)
+        tile[:, place["row"], :, place["k"]] = np.moveaxis(values.reshape(blocks, depth, -1), -1, 0)
+    return tile.reshape(blocks * layout.block_rows, depth * layout.block_k)
+
+
+def emulate_w4a8(x, words, unit: UnitLayout, *, n: int, dequantization: str = "xor") -> np.ndarray:
+    """Int32 accumulators [M, n] of x int8 [M, k <= K'] with packed units, as the integer tensor cores compute them.
+
+    Args:
+        words, unit: see `operand_w4a8`. n: rows of the weight that count.
+        dequantization: "xor", or "unsigned" (u8 x s8 products, then minus 128 * row sum).
+    Raises:
+        LayoutError: an unknown dequantization, words of another layout, or a sum that leaves int32.
+    """
+    x = np.asarray(x, dtype=np.int64)
+    a = operand_w4a8(words, unit, dequantization)
+    if x.shape[1] > a.shape[1] or n > a.shape[0]:
+        raise LayoutError("x", x.shape, f"must be [M, k] with k <= {a.shape[1]}, n <= {a.shape[0]}", "pass its own x")
+    acc = np.rint(x.astype(np.float64) @ a[:n, : x.shape[1]].T.astype(np.float64)).astype(np.int64)  # below 2^53: exact
+    if np.abs(acc).max(initial=0) >= 1 << 31:
+        raise LayoutError("x", x.shape, "the sums leave int32", "split K")
+    if dequantization == "unsigned":
+        acc = acc - 128 * x.sum(axis=1, keepdims=True)
+    return acc.astype(np.int32)

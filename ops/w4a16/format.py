@@ -9,14 +9,12 @@ kernel reads. Both mean
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
 
 if TYPE_CHECKING:
     import torch
@@ -99,10 +97,10 @@ class QuantizedWeight:
             group_size = GROUPS[-1]
         if perm is not None:
             perm = _check_perm(perm, k)
-        if bias is not None and (tuple(bias.shape) != (n,) or _dtype_name(bias) not in SCALE_DTYPES):
+        if bias is not None and (tuple(bias.shape) != (n,) or weights.dtype_name(bias) not in SCALE_DTYPES):
             raise ArgumentError(
                 "bias",
-                f"{_dtype_name(bias)} {list(bias.shape)}",
+                f"{weights.dtype_name(bias)} {list(bias.shape)}",
                 f"must be a float vector [{n}]",
                 "pass one value for each output feature",
             )
@@ -131,7 +129,7 @@ class QuantizedWeight:
 
     def to(self, device: str | torch.device) -> QuantizedWeight:
         """The same weight on another device."""
-        return _move(self, device)
+        return weights.move(self, device)
 
     def pack(self, *, target: Target | str | None = None) -> PackedWeight:
         """See `pack`."""
@@ -198,7 +196,7 @@ class PackedWeight:
 
     def to(self, device: str | torch.device) -> PackedWeight:
         """The same weight on another device."""
-        return _move(self, device)
+        return weights.move(self, device)
 
     def unpack(self) -> QuantizedWeight:
         """Exact inverse of `pack`."""
@@ -225,18 +223,7 @@ class PackedWeight:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file: the tensors, and sizes, layout identity and version in its metadata. Atomic."""
-        from safetensors.torch import save_file
-
-        tensors = {name: getattr(self, name) for name in ("words", "params", "perm", "bias")}
-        tensors = {name: t.contiguous() for name, t in tensors.items() if t is not None}
-        facts = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _TENSORS}
-        path = Path(path)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            save_file(tensors, scratch, metadata={"format": "pt", "version": FILE_VERSION, "weight": json.dumps(facts)})
-            os.replace(scratch, path)
-        finally:
-            scratch.unlink(missing_ok=True)
+        weights.save(self, path, FILE_VERSION)
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> PackedWeight:
@@ -246,38 +233,14 @@ class PackedWeight:
             ArgumentError: it is no such file, or its tensors do not have the sizes that its metadata states.
             LayoutMismatchError: it was packed with another layout than this version's.
         """
-        from safetensors import SafetensorError, safe_open
-
-        path = Path(path)
-        try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                meta = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except (SafetensorError, OSError) as error:
-            raise ArgumentError(
-                "path", str(path), f"must be a readable safetensors file ({error})", "write it with PackedWeight.save"
-            ) from None
-        if meta.get("version") != FILE_VERSION:
-            raise ArgumentError(
-                "path",
-                str(path),
-                f"its metadata must name version {FILE_VERSION!r}, it names {meta.get('version')!r}",
-                "a checkpoint layer is read with load_layer; a packed weight of another version is packed again",
-            )
-        weight = cls(**tensors, **json.loads(meta["weight"]))
+        weight = weights.load(cls, path, device, FILE_VERSION)
         weight.check_layout(_layout().identity, "path")
         weight.check_sizes()
         return weight
 
     def check_layout(self, identity: str, argument: str = "w") -> None:
         """Raise LayoutMismatchError unless the weight was packed with the layout named `identity`."""
-        if self.layout != identity:
-            raise LayoutMismatchError(
-                argument,
-                self.layout,
-                f"must be packed with layout {identity}",
-                "pack the canonical weight again with this version",
-            )
+        weights.check_layout(self.layout, identity, argument)
 
     def check_sizes(self) -> None:
         """Raise ArgumentError unless words and params have the shapes and dtypes that n, k and group_size ask for."""
@@ -286,20 +249,10 @@ class PackedWeight:
             ("words", (kp // 64, np_ // BLOCK_N, 512), "int32"),
             ("params", (gp, np_ // BLOCK_N, width), "uint8"),
         ):
-            tensor = getattr(self, name)
-            if tuple(tensor.shape) != shape or _dtype_name(tensor) != dtype or not tensor.is_contiguous():
-                raise ArgumentError(
-                    name,
-                    f"{_dtype_name(tensor)} {list(tensor.shape)}",
-                    f"must be contiguous {dtype} {list(shape)} for {self!r}",
-                    "pack the weight again",
-                )
+            weights.check_tensor(self, name, shape, dtype)
 
     def __repr__(self) -> str:
         return f"PackedWeight(N={self.n}, K={self.k}, {_summary(self)})"
-
-
-_TENSORS = ("words", "params", "perm", "bias", "codes", "scales", "zeros")
 
 
 def packed_sizes(n: int, k: int, group_size: int, scale_dtype: str, symmetric: bool) -> tuple[int, int, int, int]:
@@ -343,7 +296,9 @@ def pack(
     else:
         weight = QuantizedWeight.canonical(codes, scales, zeros, group_size=group_size, perm=perm, bias=bias)
     layout, rows = _layout(), _rows()
-    np_, kp, gp, _ = packed_sizes(weight.n, weight.k, weight.group_size, _dtype_name(weight.scales), weight.symmetric)
+    np_, kp, gp, _ = packed_sizes(
+        weight.n, weight.k, weight.group_size, weights.dtype_name(weight.scales), weight.symmetric
+    )
 
     def padded(values: torch.Tensor, columns: int) -> torch.Tensor:
         return torch.nn.functional.pad(values, (0, columns - values.shape[1], 0, np_ - values.shape[0]))
@@ -357,12 +312,12 @@ def pack(
         n=weight.n,
         k=weight.k,
         group_size=weight.group_size,
-        scale_dtype=_dtype_name(weight.scales),
+        scale_dtype=weights.dtype_name(weight.scales),
         symmetric=weight.symmetric,
         layout=layout.identity,
         perm=weight.perm,
         bias=weight.bias,
-        target=_arch(target, weight.codes.device),
+        target=weights.arch_of(target, weight.codes.device),
     )
 
 
@@ -379,52 +334,25 @@ def _rows():
     return derive_rows(layout.fragment, layout.block_rows)
 
 
-def _arch(target: Target | str | None, device: torch.device) -> str | None:
-    if target is None and device.type != "cuda":
-        return None
-    from terrazzo.lowering.targets import Target
-
-    return (Target.detect(device) if target is None else Target.parse(target)).arch
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _summary(weight: QuantizedWeight | PackedWeight) -> str:
     parts = [
         f"group={'K' if weight.group_size >= weight.k else weight.group_size}",
         "symmetric" if weight.symmetric else "zeros",
     ]
-    scale = weight.scale_dtype if isinstance(weight, PackedWeight) else _dtype_name(weight.scales)
+    scale = weight.scale_dtype if isinstance(weight, PackedWeight) else weights.dtype_name(weight.scales)
     parts += [f"scales={scale}"] + ["act-order"] * (weight.perm is not None) + ["bias"] * (weight.bias is not None)
     return ", ".join(parts)
 
 
-def _move(weight, device):
-    tensors = {name: getattr(weight, name, None) for name in _TENSORS}
-    return dataclasses.replace(weight, **{name: t.to(device) for name, t in tensors.items() if t is not None})
-
-
-def _out_of_range(values: torch.Tensor, high: int) -> int | None:
-    """First value outside 0..high, or None."""
-    bad = values > high if not values.dtype.is_signed else (values < 0) | (values > high)
-    return int(values[bad][0]) if bool(bad.any()) else None
-
-
-def _is_integer(tensor: torch.Tensor) -> bool:
-    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or _dtype_name(tensor) == "bool")
-
-
 def _check_codes(codes: torch.Tensor) -> tuple[int, int]:
-    if codes.ndim != 2 or 0 in codes.shape or not _is_integer(codes):
+    if codes.ndim != 2 or 0 in codes.shape or not weights.is_integer(codes):
         raise ArgumentError(
             "codes",
-            f"{_dtype_name(codes)} {list(codes.shape)}",
+            f"{weights.dtype_name(codes)} {list(codes.shape)}",
             "must be integers [N, K] with N, K >= 1",
             "pass one code for each weight; quantize() makes them from a float weight",
         )
-    if (value := _out_of_range(codes, 15)) is not None:
+    if (value := weights.out_of_range(codes, 0, 15)) is not None:
         raise ArgumentError(
             "codes", value, "must be in 0..15", "add 8 to signed codes; an 8-bit weight has no W4A16 form"
         )
@@ -436,12 +364,12 @@ def _check_scales(scales: torch.Tensor, n: int, k: int, group_size: int | None) 
 
     if (
         scales is None
-        or _dtype_name(scales) not in SCALE_DTYPES
+        or weights.dtype_name(scales) not in SCALE_DTYPES
         or scales.ndim != 2
         or scales.shape[0] != n
         or scales.shape[1] < 1
     ):
-        seen = None if scales is None else f"{_dtype_name(scales)} {list(scales.shape)}"
+        seen = None if scales is None else f"{weights.dtype_name(scales)} {list(scales.shape)}"
         raise ArgumentError(
             "scales", seen, f"must be one of {SCALE_DTYPES}, shape [{n}, groups]", "transpose or convert them"
         )
@@ -483,14 +411,14 @@ def _check_zeros(zeros: torch.Tensor | None, scales: torch.Tensor) -> torch.Tens
 
     if zeros is None:
         return None
-    if not _is_integer(zeros) or zeros.shape != scales.shape:
+    if not weights.is_integer(zeros) or zeros.shape != scales.shape:
         raise ArgumentError(
             "zeros",
-            f"{_dtype_name(zeros)} {list(zeros.shape)}",
+            f"{weights.dtype_name(zeros)} {list(zeros.shape)}",
             f"must be integers {list(scales.shape)}, one for each scale",
             "round float zero points (w = (code - zero) * scale), or leave them out for 8",
         )
-    if (value := _out_of_range(zeros, 16)) is not None:
+    if (value := weights.out_of_range(zeros, 0, 16)) is not None:
         raise ArgumentError(
             "zeros", value, "must be in 0..16", "add 8 to signed zero points; they count in units of a code"
         )
@@ -501,10 +429,14 @@ def _check_perm(perm: torch.Tensor, k: int) -> torch.Tensor | None:
     import torch
 
     natural = torch.arange(k, device=perm.device)
-    if not _is_integer(perm) or tuple(perm.shape) != (k,) or not bool((perm.long().sort().values == natural).all()):
+    if (
+        not weights.is_integer(perm)
+        or tuple(perm.shape) != (k,)
+        or not bool((perm.long().sort().values == natural).all())
+    ):
         raise ArgumentError(
             "perm",
-            f"{_dtype_name(perm)} {list(perm.shape)}",
+            f"{weights.dtype_name(perm)} {list(perm.shape)}",
             f"must be a permutation of 0..{k - 1}",
             "pass argsort(g_idx, stable=True)",
         )

@@ -1,0 +1,45 @@
+"""W4A8: y[M, N] = x[M, K] w[N, K]^T (+ bias), w in 4-bit codes with two levels of scales, x int8 with a scale per token.
+
+    w = terrazzo.ops.w4a8.quantize(weight)               # or pack, from_qserve, from_compressed_tensors
+    y = terrazzo.ops.w4a8.gemm(x, w)                     # x float16 or bfloat16: quantized first, in one kernel
+    y = terrazzo.ops.w4a8.gemm(quantize_activations(x), w)
+
+Names are resolved on first use, so that importing this package imports neither torch nor tilelang.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+_HOME = {
+    "gemm": "op",
+    "kernel_requests": "op",
+    "weight_requests": "op",
+    "QuantizedActivations": "activations",
+    "quantize_activations": "activations",
+    "QuantizedWeight": "format",
+    "PackedWeight": "format",
+    "pack": "format",
+    "from_qserve": "importers",
+    "from_compressed_tensors": "importers",
+    "read_qserve": "importers",
+    "read_compressed_tensors": "importers",
+    "quantize": "quantizer",
+    "quantize_weight": "quantizer",
+    "search_smooth": "smooth",
+    "dequantize": "reference",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOME))
