@@ -1,4 +1,4 @@
-"""W4A8: y[M, N] = x[M, K] w[N, K]^T (+ bias), w in 4-bit codes with two levels of scales, x int8 with a scale per token.
+"""W4A8: y[M, N] = x[M, K] w[N, K]^T (+ bias), 4-bit codes with two levels of scales, x int8 with a scale per token.
 
     w = terrazzo.ops.w4a8.quantize(weight)               # or pack, from_qserve, from_compressed_tensors
     y = terrazzo.ops.w4a8.gemm(x, w)                     # x float16 or bfloat16: quantized first, in one kernel

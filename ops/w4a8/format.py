@@ -1,10 +1,10 @@
 """The two forms of a W4A8 weight: canonical (`QuantizedWeight`, a byte for each code) and packed (`PackedWeight`).
 
-Level 1 makes signed bytes with one scale for each output channel, level 2 makes 4-bit codes of them with a small integer
-scale s and an offset a for each group along K (specs.md D, equation 12). Both forms mean
+Level 1 makes signed bytes with one scale for each output channel, level 2 makes 4-bit codes of them with a small
+integer scale s and an offset a for each group along K (specs.md D, equation 12). Both forms mean
 
-    v[n, k] = ((codes[n, k] * s[n, k // g] + a[n, k // g]) ^ 0x80) as int8        the byte that the tensor core multiplies
-    w[n, k] = v[n, k] * channel_scales[n]                                         the weight of x[k] / smooth[k]
+    v[n, k] = ((codes[n, k] * s[n, k // g] + a[n, k // g]) ^ 0x80) as int8     the byte that the tensor core multiplies
+    w[n, k] = v[n, k] * channel_scales[n]                                      the weight of x[k] / smooth[k]
 
 No lane of codes * s + a may leave its byte: a word of four codes is converted by one 32-bit multiply-add.
 """
@@ -74,8 +74,7 @@ class QuantizedWeight:
         """Check shapes, dtypes and values; see the attributes. `bias` is f16, bf16 or f32, `smooth` positive.
 
         Raises:
-            ArgumentError: for anything that does not fit, a byte that overflows included; the message names the argument
-                and the remedy.
+            ArgumentError: for anything that does not fit, a byte that overflows included.
         """
         import torch
 
@@ -151,8 +150,8 @@ class PackedWeight:
     """A W4A8 weight in the derived layout that every W4A8 kernel of every target reads. Np, Kp: padded sizes.
 
     Attributes:
-        words: int32 [Kp/128, Np/64, 1024 + 32 * (128 / group_size)]; a unit holds 64 rows x 128 input channels, then the
-            scales and offsets of its groups (`unit_layout`).
+        words: int32 [Kp/128, Np/64, 1024 + 32 * (128 / group_size)]; a unit holds 64 rows x 128 input channels, then
+            the scales and offsets of its groups (`unit_layout`).
         channel_scales: float32 [Np], 0 in the padding.
         n, k: true sizes; Np = ceil(n/64)*64, Kp = ceil(k/128)*128.
         group_size: 32, 64 or 128.

@@ -1,0 +1,311 @@
+"""Published W4A8 checkpoint layers -> canonical weights: QServe (per group and per channel) and compressed-tensors.
+
+`read_*` give a `QuantizedWeight`, `from_*` pack it as well. Everything runs on the device of the tensors passed in.
+
+The kernels need an integer scale 1..16 for each group over one float scale for each row. QServe's two levels are of
+that kind and are read exactly. compressed-tensors has a free float scale for each group: a layer whose scales are not
+small multiples of one number for each row is refused unless `requantize=True`, which fits both levels to it again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
+from terrazzo.ops.w4a8.format import GROUPS, LARGEST_SCALE, PackedWeight, QuantizedWeight, pack
+from terrazzo.ops.w4a8.quantizer import RANGE, quantize_weight, row_chunks, second_level
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.lowering.targets import Target
+
+QSERVE_LAYOUT = "qserve_g128"
+_STEPS = 32
+"""Channel scales tried for each row when a layer is requantized."""
+
+
+def from_qserve(*tensors, target: Target | str | None = None, **options) -> PackedWeight:
+    """`pack(read_qserve(...), target=target)`: the arguments and errors of `read_qserve`."""
+    return pack(read_qserve(*tensors, **options), target=target)
+
+
+def from_compressed_tensors(*tensors, target: Target | str | None = None, **options) -> PackedWeight:
+    """`pack(read_compressed_tensors(...), target=target)`: arguments and errors of `read_compressed_tensors`."""
+    return pack(read_compressed_tensors(*tensors, **options), target=target)
+
+
+def read_qserve(
+    qweight: torch.Tensor,
+    s1_scales: torch.Tensor,
+    s2_scales: torch.Tensor | None = None,
+    s2_zeros: torch.Tensor | None = None,
+    s1_szeros: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    requantize: bool = False,
+) -> QuantizedWeight:
+    """QServe / OmniServe (QoQ): progressive group quantization, or 4 bits for each channel. Exact.
+
+    Per group, w = ((q * s2 + s2_zero) mod 256 as int8) * s1; per channel, w = q * s1 - s1_szero. Groups whose codes do
+    not start at 0 are shifted so that they do, which changes no value.
+
+    Args:
+        qweight: int8 [N, K/2], codes in QServe's order (layout `qserve_g128`); N and K multiples of 32.
+        s1_scales: f16 [N].
+        s2_scales, s2_zeros: int8 [G, N], rows of each 32 in the order 0 8 16 24 1 9 ...; s2_zeros is -(zero * s2) in
+            two's complement. Group size K / G: 32, 64 or a multiple of 128.
+        s1_szeros: f16 [N], zero * s1, of a per-channel layer instead of the two before; within half of s1 it must be a
+            whole number of steps, which the f16 of a code's zero point is.
+        bias: [N].
+        requantize: quantize the layer's values again where they do not fit: a group scale above 16, or values that wrap
+            around in QServe's own kernel (level 1 beyond the protective range of 119).
+
+    Raises:
+        ArgumentError: wrong shapes or dtypes, or such values without `requantize`.
+    """
+    import torch
+    from terrazzo.layouts import get_instance
+
+    layout = get_instance(QSERVE_LAYOUT)
+    _check_int8("qweight", qweight, (None, None))
+    n, k = qweight.shape[0], qweight.shape[1] * 2
+    if n % layout.block_rows or k % layout.block_k:
+        raise ArgumentError(
+            "qweight", list(qweight.shape), "N and K must be multiples of 32", "QServe stores whole 32 x 32 blocks"
+        )
+    _check_scales("s1_scales", s1_scales, (n,))
+    words = qweight.contiguous().view(torch.int32).view(*layout.blocks(n, k), layout.words_per_block)
+    codes = layout.unpack(words, n, k)
+    if (s2_scales is None) != (s2_zeros is None) or (s2_scales is None) == (s1_szeros is None):
+        raise ArgumentError(
+            "s2_scales",
+            None if s2_scales is None else "given",
+            "a per-group layer has s2_scales and s2_zeros, a per-channel layer has s1_szeros",
+            "pass all tensors of the layer",
+        )
+    if s2_scales is None:
+        _check_scales("s1_szeros", s1_szeros, (n,))
+        zeros = (s1_szeros.double() / s1_scales.double()).round().int()
+        scales, shifts, group = torch.ones_like(zeros)[:, None], (128 - zeros)[:, None], k
+    else:
+        _check_int8("s2_scales", s2_scales, (None, n))
+        _check_int8("s2_zeros", s2_zeros, tuple(s2_scales.shape))
+        group = k // s2_scales.shape[0]
+        if s2_scales.shape[0] * group != k:
+            raise ArgumentError(
+                "s2_scales", list(s2_scales.shape), f"must divide K = {k} into groups", "pass all of it"
+            )
+        scales, shifts = (_qserve_rows(t).int() for t in (s2_scales, s2_zeros))
+        shifts = shifts + 128
+    return _exact(codes, scales, shifts & 255, s1_scales.float(), group, bias, requantize)
+
+
+def read_compressed_tensors(
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    weight_zero_point: torch.Tensor | None = None,
+    weight_shape: torch.Tensor | tuple[int, int] | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    group_size: int | None = None,
+    format: str | None = None,
+    symmetric: bool | None = None,
+    requantize: bool = False,
+) -> QuantizedWeight:
+    """compressed-tensors W4A8 (llm-compressor): int4 weights, int8 activations with a dynamic scale for each token.
+
+    A layer of strategy "channel" is read exactly. So is one of strategy "group" whose scales are, in every row, whole
+    multiples 1..16 of the smallest. Any other is refused, or, with `requantize`, fitted: for each row the channel scale
+    is searched, and each group keeps its codes with the nearest integer scale or is quantized again, whichever leaves
+    the smaller squared error. The error that this adds is one more rounding of a 4-bit weight.
+
+    Args:
+        weight: int8 [N, K], -8..7 (format "int-quantized"), or int32 [N, K/8] (tensor `weight_packed` of format
+            "pack-quantized": codes plus 8, in natural order).
+        weight_scale: f16, bf16 or f32 [N, G], or [N, 1] for strategy "channel".
+        weight_zero_point: int8 [N, G], or packed int32 [N/8, G]; None when symmetric.
+        weight_shape: (N, K) of a packed layer; None takes 8 * columns.
+        bias: [N].
+        group_size: what the config states (-1 or None for strategy "channel"); None takes K / G.
+        format: what the config states; None tells by the dtype of `weight`.
+        symmetric: what the config states; a contradiction with the tensors is an error.
+        requantize: see above.
+
+    Raises:
+        ArgumentError: wrong shapes, dtypes or formats, values outside int4, or scales that do not fit.
+    """
+    import torch
+    from terrazzo.ops import w4a16
+
+    known = {torch.int8: "int-quantized", torch.int32: "pack-quantized"}
+    stored = known.get(getattr(weight, "dtype", None))
+    if stored is None or format not in (None, stored):
+        seen = None if weight is None else weights.dtype_name(weight)
+        raise ArgumentError(
+            "format",
+            format,
+            f"int-quantized stores int8 [N, K], pack-quantized int32 [N, K/8]; the weight is {seen}",
+            "pass the layer's weight or weight_packed tensor",
+        )
+    if stored == "pack-quantized":
+        source = w4a16.read_compressed_tensors(
+            weight, weight_scale, weight_zero_point, weight_shape, bias=bias, group_size=group_size, symmetric=symmetric
+        )
+    else:
+        if (value := weights.out_of_range(weight, -8, 7)) is not None:
+            raise ArgumentError("weight", value, "must be in -8..7", "an 8-bit weight has no W4A8 form")
+        codes, zeros = (None if t is None else t.to(torch.int16) + 8 for t in (weight, weight_zero_point))
+        source = w4a16.QuantizedWeight.canonical(codes, weight_scale, zeros, group_size=group_size, bias=bias)
+        if symmetric and source.zeros is not None:
+            raise ArgumentError("symmetric", True, "the layer has zero points", "pass symmetric=None")
+    zeros = torch.full_like(source.scales, 8, dtype=torch.int32) if source.zeros is None else source.zeros.int()
+    scales = source.scales.double()
+    step = scales.amin(dim=1)
+    multiples = scales / step[:, None]
+    if bool((step > 0).all() & (multiples == multiples.round()).all() & (multiples <= LARGEST_SCALE).all()):
+        shifts = 128 - zeros * multiples.int()
+        if bool((shifts >= 0).all() & (shifts + 15 * multiples <= 255).all()):
+            return _exact(source.codes, multiples.int(), shifts, step.float(), source.group_size, bias, requantize)
+    if not requantize:
+        raise ArgumentError(
+            "weight_scale",
+            f"up to {float(multiples.max()):.6g} times the smallest of its row",
+            f"the kernels need group scales that are whole multiples 1..{LARGEST_SCALE} of one number for each row",
+            "pass requantize=True, or quantize the float weight with w4a8.quantize",
+        )
+    return _fitted(source.codes, zeros, source.scales.float(), source.group_size, bias)
+
+
+def _exact(codes, scales, shifts, channel_scales, group: int, bias, requantize: bool) -> QuantizedWeight:
+    """Canonical weight of values ((codes * scales + shifts) mod 256) - 128, scales and shifts int32 [N, G].
+
+    Codes are shifted to start at 0 in each group, so that offsets are bytes and sums do not wrap.
+    """
+    import torch
+
+    n, k = codes.shape
+    if group not in GROUPS and group < k and group % GROUPS[-1]:
+        raise ArgumentError(
+            "group_size", group, f"must be one of {GROUPS}, a multiple of 128, or K", "requantize the float weight"
+        )
+    if group not in GROUPS:  # one scale for many groups
+        groups = -(-k // GROUPS[-1])
+        source = torch.arange(groups, device=codes.device) // max(1, group // GROUPS[-1])
+        scales, shifts, group = (
+            (scales[:, source], shifts[:, source], GROUPS[-1])
+            if group < k
+            else (scales.expand(n, groups), shifts.expand(n, groups), GROUPS[-1])
+        )
+    groups = scales.shape[1]
+    short = groups * group - k
+    padded = torch.cat([codes, codes[:, -1:].expand(n, short)], dim=1).view(n, groups, group).int()
+    empty = scales == 0
+    low, scales = padded.amin(-1), scales.masked_fill(empty, 1)
+    padded = torch.where(empty[..., None], 0, padded - low[..., None])
+    offsets = torch.where(empty, shifts, low * scales + shifts) & 255
+    worst = int((padded.amax(-1) * scales + offsets).max())
+    value = weights.out_of_range(scales, 1, LARGEST_SCALE)
+    if value is None and worst <= 255:
+        codes = padded.view(n, -1)[:, :k]
+        return QuantizedWeight.canonical(codes, scales, offsets, channel_scales, group_size=group, bias=bias)
+    if not requantize:
+        name, seen, constraint = (
+            ("s2_scales", value, f"must be in 1..{LARGEST_SCALE}")
+            if value is not None
+            else ("s2_zeros", worst, "code * scale + zero wraps around: level 1 left the protective range of 119")
+        )
+        raise ArgumentError(name, seen, constraint, "pass requantize=True, or quantize the float weight again")
+    bytes_ = ((padded * scales[..., None] + offsets[..., None]) & 255) - 128
+    values = bytes_.view(n, -1)[:, :k].float() * channel_scales[:, None]
+    return quantize_weight(values, group_size=group, bias=bias)
+
+
+def _fitted(codes, zeros, scales, group: int, bias) -> QuantizedWeight:
+    """Two levels fitted to (codes - zeros) * scales, zeros and scales [N, G]: see `read_compressed_tensors`."""
+    import torch
+
+    n, k = codes.shape
+    if group not in GROUPS:
+        raise ArgumentError("group_size", group, f"must be one of {GROUPS}", "quantize the float weight")
+    groups = scales.shape[1]
+    out = [torch.empty(n, k, dtype=torch.uint8, device=codes.device)]
+    out += [torch.empty(n, groups, dtype=torch.uint8, device=codes.device) for _ in range(2)]
+    channel = torch.empty(n, dtype=torch.float32, device=codes.device)
+    for part in row_chunks(n, 4 * k, codes.device.type):
+        *found, channel[part] = _fit_rows(codes[part], zeros[part], scales[part], group)
+        for whole, values in zip(out, found):
+            whole[part] = values
+    return QuantizedWeight.canonical(*out, channel, group_size=group, bias=bias)
+
+
+def _fit_rows(codes, zeros, scales, group: int):
+    """(codes, scales, offsets, channel scales) of some rows, each with the channel scale that fits it best."""
+    import torch
+
+    rows, k = codes.shape
+    groups = scales.shape[1]
+    per_column = lambda values: values.repeat_interleave(group, dim=1)[:, :k]
+    by_group = lambda values: torch.nn.functional.pad(values, (0, groups * group - k)).view(rows, groups, group)
+    steps = codes.int() - per_column(zeros)
+    wanted = steps * per_column(scales)
+    reach = by_group(steps.abs()).amax(-1).clamp(min=1)  # largest |code - zero| of each group
+    cap = (RANGE // reach).clamp(max=LARGEST_SCALE)  # largest scale that keeps its bytes in the protective range
+    finest = (wanted.abs().amax(dim=1) / RANGE).clamp(min=2.0**-120)
+    best = None
+    for index in range(_STEPS):
+        s1 = finest * 2.0 ** (index / _STEPS)
+        scale = (scales / s1[:, None]).round().clamp(min=1).minimum(cap)
+        kept = steps * per_column(scale)
+        fresh = second_level((wanted / s1[:, None]).round().clamp(-RANGE, RANGE), group)
+        fresh_bytes = fresh[0].float() * per_column(fresh[1]) + per_column(fresh[2]) - 128
+        errors = [by_group((values * s1[:, None] - wanted).square()).sum(-1) for values in (kept.float(), fresh_bytes)]
+        keep = errors[0] <= errors[1]
+        error = torch.minimum(*errors).sum(dim=1)
+        low = torch.where(keep, _group_min(codes, groups, group), 0)
+        made = (
+            torch.where(per_column(keep), codes - per_column(low).to(torch.uint8), fresh[0]),
+            torch.where(keep, scale.to(torch.uint8), fresh[1]),
+            torch.where(keep, (128 + (low - zeros) * scale.int()).to(torch.uint8), fresh[2]),
+            s1,
+        )
+        if best is None:
+            best, least = made, error
+            continue
+        better = error < least
+        least = torch.where(better, error, least)
+        best = tuple(torch.where(better if a.ndim == 1 else better[:, None], a, b) for a, b in zip(made, best))
+    return best
+
+
+def _group_min(codes, groups: int, group: int):
+    """int32 [N, G]: the smallest code of each group, a short last one included."""
+    import torch
+
+    short = groups * group - codes.shape[1]
+    whole = torch.cat([codes, codes[:, -1:].expand(len(codes), short)], dim=1)
+    return whole.view(len(codes), groups, group).amin(-1).int()
+
+
+def _qserve_rows(stored: torch.Tensor) -> torch.Tensor:
+    """[G, N] in QServe's row order (0 8 16 24 1 9 ...) -> [N, G]."""
+    groups, n = stored.shape
+    return stored.view(groups, n // 32, 8, 4).permute(1, 3, 2, 0).reshape(n, groups)
+
+
+def _check_int8(name: str, tensor: torch.Tensor | None, shape: tuple[int | None, int | None]) -> None:
+    import torch
+
+    fits = tensor is not None and tensor.dtype == torch.int8 and tensor.ndim == 2 and 0 not in tensor.shape
+    if not fits or any(want not in (None, size) for want, size in zip(shape, tensor.shape)):
+        seen = None if tensor is None else f"{weights.dtype_name(tensor)} {list(tensor.shape)}"
+        wanted = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ArgumentError(name, seen, f"must be int8 [{wanted}]", "add the layer's tensor")
+
+
+def _check_scales(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    if tensor is None or not tensor.dtype.is_floating_point or tuple(tensor.shape) != shape:
+        seen = None if tensor is None else f"{weights.dtype_name(tensor)} {list(tensor.shape)}"
+        raise ArgumentError(name, seen, f"must be float {list(shape)}", "add the layer's tensor")
+    if not bool(tensor.isfinite().all()):
+        raise ArgumentError(name, "NaN or infinity", "must be finite", "the checkpoint is damaged: get it again")

@@ -1,0 +1,139 @@
+"""Quantize a float weight to W4A8: bytes with a scale for each row, then codes with an integer scale for each group.
+
+Level 1 keeps to [-119, 119]: the 8 values left on either side are what rounding at level 2 can add, half of the largest
+scale, so that no byte overflows (specs.md D, equation 11; by brute force, 119 is the largest range that is safe).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.w4a8.format import GROUPS, LARGEST_SCALE, PackedWeight, QuantizedWeight, pack
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.lowering.targets import Target
+
+RANGE = 119
+"""Largest magnitude of a byte of level 1."""
+RULES = ("best2", "nearest", "ceil")
+_CHUNK = {"cpu": 1 << 19, "cuda": 1 << 25}
+"""Weights quantized at a time: the CPU's caches, or a few hundred MB of scratch memory on a GPU."""
+
+
+def quantize(
+    weight: torch.Tensor,
+    *,
+    group_size: int = 64,
+    rule: str = "best2",
+    smooth: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    target: Target | str | None = None,
+) -> PackedWeight:
+    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
+    return pack(quantize_weight(weight, group_size=group_size, rule=rule, smooth=smooth, bias=bias), target=target)
+
+
+def quantize_weight(
+    weight: torch.Tensor,
+    *,
+    group_size: int = 64,
+    rule: str = "best2",
+    smooth: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> QuantizedWeight:
+    """Round to nearest at both levels, on the weight's device.
+
+    Args:
+        weight: float [N, K], finite; any K, a ragged last group included.
+        group_size: 32, 64 or 128.
+        rule: scale of a group whose bytes span r: "nearest" round(r / 15), codes clamped to 15 (the paper's rule, which
+            omits the clamp); "ceil" ceil(r / 15); "best2" floor or ceil, whichever leaves the smaller squared error.
+        smooth: positive float [K], multiplied into the weight and kept with it: activations are divided by it.
+        bias: float [N], kept with the weight.
+
+    Raises:
+        ArgumentError: for anything else.
+    """
+    import torch
+
+    _check(weight, group_size, rule)
+    n, k = weight.shape
+    if smooth is not None and (tuple(smooth.shape) != (k,) or not bool((smooth > 0).all() & smooth.isfinite().all())):
+        raise ArgumentError("smooth", list(smooth.shape), f"must be positive, finite [{k}]", "use search_smooth")
+    groups = -(-k // group_size)
+    codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(n, groups, dtype=torch.uint8, device=weight.device)
+    offsets, channel_scales = torch.empty_like(scales), torch.empty(n, dtype=torch.float32, device=weight.device)
+    factor = None if smooth is None else smooth.to(weight.device, torch.float32)
+    for part in row_chunks(n, k, weight.device.type):
+        w = weight[part].float() if factor is None else weight[part].float() * factor
+        s1, values = first_level(w)
+        codes[part], scales[part], offsets[part] = second_level(values, group_size, rule)
+        channel_scales[part] = s1
+    return QuantizedWeight.canonical(
+        codes, scales, offsets, channel_scales, group_size=group_size, smooth=factor, bias=bias
+    )
+
+
+def row_chunks(n: int, k: int, device: str) -> list[slice]:
+    """Slices of rows that hold at most `_CHUNK` weights each."""
+    rows = max(1, _CHUNK.get(device, _CHUNK["cuda"]) // k)
+    return [slice(lo, min(lo + rows, n)) for lo in range(0, n, rows)]
+
+
+def first_level(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(channel scales f32 [R], bytes f32 [R, K] in [-119, 119]) of float32 rows; a row of zeros gets scale 1."""
+    s1 = w.abs().amax(dim=1) / RANGE
+    s1 = s1.where(s1 > 0, 1.0)
+    return s1, (w / s1[:, None]).round_().clamp_(-RANGE, RANGE)
+
+
+def second_level(
+    values: torch.Tensor, group_size: int, rule: str = "best2"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes uint8 [R, K], scales uint8 [R, G], offsets uint8 [R, G]) of bytes [R, K] given as float32 integers."""
+    import torch
+
+    rows, k = values.shape
+    groups = -(-k // group_size)
+    short = groups * group_size - k
+    if short:  # repeat the last column: neither the range nor the choice of the scale's rule may see padding
+        values = torch.cat([values, values[:, -1:].expand(rows, short)], dim=1)
+    v = values.view(rows, groups, group_size)
+    low = v.amin(-1, keepdim=True)
+    v = v - low
+    steps = v.amax(-1, keepdim=True) / 15
+    if rule == "nearest":
+        scale = (steps + 0.5).floor_().clamp_(1, LARGEST_SCALE)
+    elif rule == "ceil":
+        scale = steps.ceil().clamp_(1, LARGEST_SCALE)
+    else:
+        below, above = steps.floor().clamp_(1, LARGEST_SCALE), steps.ceil().clamp_(1, LARGEST_SCALE)
+        weight = torch.ones(group_size * groups, device=v.device)
+        weight[k:] = 0
+        errors = [((_round(v, s) * s - v).square_() * weight.view(groups, group_size)).sum(-1) for s in (below, above)]
+        scale = torch.where((errors[0] < errors[1])[..., None], below, above)
+    codes = _round(v, scale).to(torch.uint8).view(rows, -1)[:, :k]
+    return codes, scale[..., 0].to(torch.uint8), (low[..., 0] + 128).to(torch.uint8)
+
+
+def _round(v: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """min(15, round half up(v / scale)): the quotients of small integers are rounded right in float32."""
+    return (v / scale).add_(0.5).floor_().clamp_(max=15)
+
+
+def _check(weight: torch.Tensor, group_size: int, rule: str) -> None:
+    import torch
+
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or 0 in weight.shape or weight.dtype not in floats:
+        seen = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
+        raise ArgumentError("weight", seen, "must be a float tensor [N, K] with N, K >= 1", "pass nn.Linear.weight")
+    if not bool(torch.isfinite(weight).all()):
+        raise ArgumentError("weight", "NaN or infinity", "must be finite", "repair the checkpoint")
+    if group_size not in GROUPS:
+        raise ArgumentError("group_size", group_size, f"must be one of {GROUPS}", "use 64")
+    if rule not in RULES:
+        raise ArgumentError("rule", rule, f"must be one of {RULES}", "use 'best2'")

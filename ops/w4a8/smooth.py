@@ -1,0 +1,109 @@
+"""Smoothing: divide activation channels with outliers by a vector, and fold that vector into the weight.
+
+The vector is found by a grid search over two families on calibration activations, judged by what counts, the squared
+error of the layer's output with both operands quantized:
+
+    threshold t   smooth[k] = max(1, max_m |x[m, k]| / t)                         Outlier Suppression+, arXiv 2304.09145
+    alpha         smooth[k] = max_m |x[m, k]|^alpha / max_n |w[n, k]|^(1 - alpha) SmoothQuant, arXiv 2211.10438
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.w4a8 import reference
+from terrazzo.ops.w4a8.quantizer import quantize_weight
+
+if TYPE_CHECKING:
+    import torch
+
+_TINY = 1e-5
+"""Channels whose largest activation or weight is below this fraction of the tensor's are left as they are."""
+
+
+@dataclass(frozen=True)
+class SmoothSearch:
+    """Result of `search_smooth`.
+
+    Attributes:
+        smooth: float32 [K], to be passed to `quantize`; None when nothing beats no smoothing.
+        family: "none", "threshold" or "alpha"; parameter: the value of t / max |x|, or alpha.
+        error: squared error of the output over that of the float output, with the vector found.
+        plain_error: the same without smoothing.
+    """
+
+    smooth: torch.Tensor | None = field(repr=False)
+    family: str
+    parameter: float
+    error: float
+    plain_error: float
+
+
+def search_smooth(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    group_size: int = 64,
+    rule: str = "best2",
+    steps: int = 16,
+    max_tokens: int = 512,
+) -> SmoothSearch:
+    """The smooth vector with the least output error on calibration activations.
+
+    Args:
+        x: float [T, K], calibration activations of this layer, on the weight's device.
+        weight: float [N, K].
+        group_size, rule: as the weight will be quantized.
+        steps: values tried in each family; the thresholds fall geometrically from max |x| to the median channel's.
+        max_tokens: rows of x that are used, evenly spread.
+
+    Raises:
+        ArgumentError: shapes that do not fit, or x that is not finite.
+    """
+    import torch
+
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or 0 in x.shape:
+        raise ArgumentError(
+            "x", list(x.shape), f"must be calibration activations [T, {weight.shape[-1]}], T >= 1", "flatten tokens"
+        )
+    if not bool(x.isfinite().all()):
+        raise ArgumentError("x", "NaN or infinity", "must be finite", "leave broken samples out")
+    if steps < 1 or max_tokens < 1:
+        raise ArgumentError("steps", (steps, max_tokens), "needs steps >= 1 and max_tokens >= 1", "use the defaults")
+    x_max, w_max = x.abs().amax(0).float(), weight.abs().amax(0).float()
+    pick = torch.linspace(0, len(x) - 1, min(len(x), max_tokens), device=x.device).round().long()
+    x = x[pick].float()
+    wanted = x @ weight.float().T
+    power = float(wanted.square().sum()) or 1.0
+
+    def error(smooth: torch.Tensor | None) -> float:
+        w = quantize_weight(weight, group_size=group_size, rule=rule, smooth=smooth)
+        q, scales, _ = reference.quantize_activations(x, smooth)
+        y = q.float() @ w.dequantize().float().T * scales[:, None]
+        return float((y - wanted).square().sum()) / power
+
+    plain = error(None)
+    best = SmoothSearch(None, "none", 0.0, plain, plain)
+    for family, parameter, smooth in _candidates(x_max, w_max, steps):
+        found = error(smooth)
+        if found < best.error:
+            best = SmoothSearch(smooth, family, parameter, found, plain)
+    return best
+
+
+def _candidates(x_max: torch.Tensor, w_max: torch.Tensor, steps: int):
+    """(family, parameter, smooth) of the grid; channels that carry nothing keep 1."""
+    largest, middle = float(x_max.max()), float(x_max.median())
+    if largest == 0.0:
+        return
+    quiet = (x_max < _TINY * largest) | (w_max < _TINY * w_max.max())
+    ratio = max(middle, _TINY * largest) / largest
+    for step in range(1, steps + 1):
+        share = ratio ** (step / steps)
+        yield "threshold", share, (x_max / (share * largest)).clamp(min=1.0)
+    for step in range(1, steps + 1):
+        alpha = step / (steps + 1)
+        smooth = x_max**alpha / w_max.clamp(min=1e-30) ** (1 - alpha)
+        yield "alpha", alpha, smooth.masked_fill(quiet, 1.0).clamp(min=1e-5, max=1e5)
