@@ -44,6 +44,13 @@ def write(name: str, tensors: dict[str, tuple[str, np.ndarray]], config: dict) -
     (HERE / f"{name}.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))
 
 
+def write_sums(folder: Path) -> None:
+    """SHA256SUMS of the files of a folder."""
+    files = sorted(folder.glob("*.safetensors"))
+    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
+    (folder / "SHA256SUMS").write_text("".join(lines))
+
+
 def random_layer(
     seed: int, n: int, k: int, g: int, symmetric: bool, g_idx: np.ndarray | None = None, bf16: bool = False
 ):
@@ -207,9 +214,7 @@ def main() -> None:
     compressed("ct_act_order", 11, 128, 256, 128, symmetric=False, act_order=True, bf16=False)
     compressed("ct_ragged", 12, 83, 203, 64, symmetric=False)
     compressed("ct_int8_zeros", 13, 40, 128, 64, symmetric=False, int8_zeros=True)
-    files = sorted(HERE.glob("*.safetensors"))
-    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
-    (HERE / "SHA256SUMS").write_text("".join(lines))
+    write_sums(HERE)
 
 
 if __name__ == "__main__":
