@@ -158,6 +158,81 @@ __device__ __forceinline__ void tz_await(int *flag, int count, int stride, int i
 }
 """,
     ),
+    Primitive(
+        "rows",
+        "one pass over a row in registers: TileLang has neither maxima that keep NaN nor conversions to packed bytes",
+        """\
+__device__ __forceinline__ void tz_stream16(void *out_, const void *p) {
+  unsigned *r = (unsigned *)out_;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p));
+}
+// 8 values of 16 bits as floats, times the gain of their columns
+template <bool BF16, bool GAIN> __device__ __forceinline__ void tz_row_values(float *v, const void *x_, const void *g) {
+  const unsigned *x = (const unsigned *)x_;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) { v[2 * i] = tz_unpack<BF16, 0>(x[i]); v[2 * i + 1] = tz_unpack<BF16, 1>(x[i]); }
+  if constexpr (GAIN) {
+    float4 lo = __ldg((const float4 *)g), hi = __ldg((const float4 *)g + 1);
+    v[0] *= lo.x; v[1] *= lo.y; v[2] *= lo.z; v[3] *= lo.w; v[4] *= hi.x; v[5] *= hi.y; v[6] *= hi.z; v[7] *= hi.w;
+  }
+}
+// 8 values: their largest magnitude joins m[0] (NaN wins), with NORM their squares without gain join m[1]
+template <bool BF16, bool GAIN, bool NORM>
+__device__ __forceinline__ void tz_row_scan(void *m_, const void *x, const void *g) {
+  float v[8], *m = (float *)m_;
+  if constexpr (NORM) {
+    tz_row_values<BF16, false>(v, x, g);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) m[1] = fmaf(v[i], v[i], m[1]);
+  }
+  tz_row_values<BF16, GAIN>(v, x, g);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) asm("max.NaN.f32 %0,%0,%1;" : "+f"(m[0]) : "f"(fabsf(v[i])));
+}
+// m[0] and, with NORM, m[1] of all threads of a row of WARPS warps; the bits of magnitudes order as integers
+template <int WARPS, bool NORM> __device__ __forceinline__ void tz_row_reduce(void *m_, void *shared_) {
+  float *m = (float *)m_, *shared = (float *)shared_;
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int step = 0; step < (WARPS > 1 ? 2 : 1); ++step) {
+    m[0] = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(m[0])));
+    if constexpr (NORM) for (int d = 16; d; d /= 2) m[1] += __shfl_xor_sync(~0u, m[1], d);
+    if (step || WARPS == 1) break;
+    if (lane == 0) { shared[warp] = m[0]; if constexpr (NORM) shared[WARPS + warp] = m[1]; }
+    __syncthreads();
+    m[0] = lane < WARPS ? shared[lane] : 0.0f;
+    if constexpr (NORM) m[1] = lane < WARPS ? shared[WARPS + lane] : 0.0f;
+  }
+}
+// 8 values times `inverse`, rounded half to even, as 8 bytes; their sum joins sum[0]
+template <bool BF16, bool GAIN> __device__ __forceinline__ void tz_row_quantize(
+    void *q, void *sum, const void *x, const void *g, float inverse) {
+  float v[8]; unsigned b[8], w[2];
+  tz_row_values<BF16, GAIN>(v, x, g);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) b[i] = __float_as_uint(fmaf(v[i], inverse, 12582912.0f));  // 1.5 * 2^23: ulp 1
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    unsigned lo = __byte_perm(b[4 * i], b[4 * i + 1], 0x0040), hi = __byte_perm(b[4 * i + 2], b[4 * i + 3], 0x0040);
+    w[i] = __byte_perm(lo, hi, 0x5410);
+    *(int *)sum = __dp4a((int)w[i], 0x01010101, *(int *)sum);
+  }
+  *(uint2 *)q = make_uint2(w[0], w[1]);
+}
+// the sum over all threads of a row of WARPS warps; only its first warp gets it
+template <int WARPS> __device__ __forceinline__ int tz_row_sum(int sum, void *shared_) {
+  int *shared = (int *)shared_, lane = threadIdx.x % 32;
+  sum = __reduce_add_sync(~0u, sum);
+  if constexpr (WARPS > 1) {
+    if (lane == 0) shared[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x < 32) sum = __reduce_add_sync(~0u, lane < WARPS ? shared[lane] : 0);
+  }
+  return sum;
+}
+""",
+    ),
 )
 
 PRIMITIVES = {p.name: p for p in _ALL}

@@ -12,7 +12,7 @@ from terrazzo.ops.w4a8.quantizer import RULES, first_level, second_level
 
 
 def every_group(span: int):
-    """(rule, value, raw code, code, scale, offset): every value of every (min, max) pair in [-span, span], as int arrays.
+    """(rule, value, raw code, code, scale, offset) of every value of every (min, max) pair in [-span, span].
 
     Written here once more, from the paper's equations."""
     for rule in ("nearest", "ceil"):
