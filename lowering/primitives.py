@@ -136,6 +136,46 @@ __device__ __forceinline__ void tz_addcg4(void *r_, const void *p) {
 """,
     ),
     Primitive(
+        "int8",
+        "8-bit operands: packed parameters, the mixed-sign mma.sync, exact rescaling of int32 sums",
+        """\
+// (s, a) of rows g and g + 8 in the bytes of a word -> factor and four-lane offset of each row
+__device__ __forceinline__ void tz_lqq_params(unsigned u, void *out) {
+  unsigned *v = (unsigned *)out;
+  v[0] = __byte_perm(u, 0, 0x4440); v[1] = __byte_perm(u, 0, 0x1111);
+  v[2] = __byte_perm(u, 0, 0x4442); v[3] = __byte_perm(u, 0, 0x3333);
+}
+// m16n8k32 with an unsigned A operand
+__device__ __forceinline__ void tz_mma_u8s8(void *d_, const void *a_, const void *b_) {
+  int *d = (int *)d_; const unsigned *a = (const unsigned *)a_, *b = (const unsigned *)b_;
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// four int32 sums of another CTA, past the L1 that may hold stale lines
+__device__ __forceinline__ void tz_addcg4i(void *r_, const void *p) {
+  int4 *r = (int4 *)r_, v = __ldcg((const int4 *)p);
+  r->x += v.x; r->y += v.y; r->z += v.z; r->w += v.w;
+}
+// the same bits in every program: acc * s and its product with x are rounded, the sum with b is fused
+__device__ __forceinline__ float tz_rescale(int acc, float s, float x, float b) {
+  return __fmaf_rn(__fmul_rn((float)acc, s), x, b);
+}
+__device__ __forceinline__ void tz_lds64(void *out, const void *p) { *(uint2 *)out = *(const uint2 *)p; }
+__device__ __forceinline__ void tz_zero16(void *p) { *(uint4 *)p = make_uint4(0, 0, 0, 0); }
+// 16 bytes of row `row` of a matrix with n columns: at once, or (rows not 16-byte aligned) element by element up to n
+template <typename T, bool WHOLE> __device__ __forceinline__ void tz_store_row(
+    void *y, int row, int n, int col, const void *src) {
+  T *p = (T *)y + (long long)row * n + col;
+  if constexpr (WHOLE) *(uint4 *)p = *(const uint4 *)src;
+  else {
+#pragma unroll
+    for (int e = 0; e < 16 / (int)sizeof(T); ++e) if (col + e < n) p[e] = ((const T *)src)[e];
+  }
+}
+""",
+    ),
+    Primitive(
         "warpgroup",
         "warpgroups that work on tiles of their own need barriers and flags with a runtime index",
         """\
@@ -149,8 +189,8 @@ __device__ __forceinline__ void tz_signal(int *flag, int id) {
 }
 // waits for `count` flags `stride` apart, a thread for each, and takes them down again
 __device__ __forceinline__ void tz_await(int *flag, int count, int stride, int id) {
-  if (threadIdx.x % 128 < count) {
-    int v, *f = flag + (int)(threadIdx.x % 128) * stride;
+  for (int i = threadIdx.x % 128; i < count; i += 128) {
+    int v, *f = flag + i * stride;
     do { asm volatile("ld.acquire.gpu.s32 %0,[%1];" : "=r"(v) : "l"(f) : "memory"); } while (!v);
     *f = 0;
   }

@@ -44,19 +44,23 @@ def weight_only_gemm(
     alu_per_weight: float,
     gb_s: float | None = None,
     dtype: str = "f16",
+    x_bytes: int = 2,
+    token_tile: int = TOKEN_TILE,
 ) -> Roofline:
-    """Bounds of y[m, n] = x[m, k] w[n, k]^T with a packed weight and 16-bit x and y.
+    """Bounds of y[m, n] = x[m, k] w[n, k]^T with a packed weight and 16-bit y.
 
     Args:
         weight_bytes: packed weight and parameters.
         alu_per_weight: instructions that decode one weight (`Converter.alu_per_element`, scaling included).
         gb_s: memory bandwidth; None takes the datasheet's.
         dtype: operand dtype of the tensor cores.
+        x_bytes: of one activation.
+        token_tile: tokens that share one decoding of the weights.
     """
     clock = 1e12 * target.tflops("s8") / (_S8_PER_CLOCK[target.arch] * target.sms)
-    tiles = -(-m // TOKEN_TILE)
+    tiles = -(-m // token_tile)
     return Roofline(
-        load_us=(weight_bytes + 2 * m * (n + k)) / (gb_s or target.dram_gb_s) / 1e3,
+        load_us=(weight_bytes + m * (2 * n + x_bytes * k)) / (gb_s or target.dram_gb_s) / 1e3,
         dequant_us=1e6 * tiles * n * k * alu_per_weight / (_LOGIC_LANES * target.sms * clock),
         mma_us=2 * m * n * k / target.tflops(dtype) / 1e6,
     )

@@ -1,0 +1,158 @@
+"""From int32 sums of a wgmma tile to rows of y: scales, bias, transposition through shared memory.
+
+The accumulator is y^T: a thread holds two neighbouring tokens of rows g and g + 8. Token scales are fetched when the
+tile begins, one for each thread, and meet the sums through shared memory; channel scales and bias wait in registers.
+"""
+
+from types import SimpleNamespace
+
+from terrazzo.ops.w4a8.problem import Gemm
+
+_PITCH = {2: 24, 4: 20}  # elements of a staged row of 16: free of bank conflicts, 16-byte aligned
+
+
+def out_tokens(block_tokens: int) -> int:
+    """Tokens that a warp stages at a time."""
+    return next(t for t in (32, 16) if block_tokens % t == 0)
+
+
+def staged(gemm: Gemm, block_tokens: int) -> int:
+    """Output elements that a warp stages at a time, padding included."""
+    return out_tokens(block_tokens) * _PITCH[gemm.out_bytes]
+
+
+def shared_bytes(gemm: Gemm, block_tokens: int, warpgroups: int) -> int:
+    """Shared memory of the epilogue, bytes."""
+    scales = block_tokens * (8 if gemm.unsigned else 4)
+    return warpgroups * (4 * staged(gemm, block_tokens) * gemm.out_bytes + scales)
+
+
+def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: int) -> SimpleNamespace:
+    """`registers()` for the values that wait, macros `fetch` (when a tile begins) and `store` (when its sums are done).
+
+    The shared buffers of `store` belong to the program: Os [warps, staged], Fs f32 and Rs int32 [warpgroups, tokens].
+    """
+    import tilelang.language as T
+
+    n, bm, rb, nacc = gemm.n, block_tokens, row_blocks, block_tokens // 2
+    step, pitch, raw = out_tokens(bm), _PITCH[gemm.out_bytes], gemm.raw
+    tb = "true" if gemm.out_dtype == "bfloat16" else "false"
+    stored, whole = ("unsigned", "unsigned short")[gemm.out_bytes == 2], str(n * gemm.out_bytes % 16 == 0).lower()
+    per_thread = -(-bm // 128)
+    lanes, chunk = 16 * gemm.out_bytes // 16, 16 // gemm.out_bytes  # 16-byte pieces of a staged row, elements of one
+
+    def registers() -> SimpleNamespace:
+        return SimpleNamespace(
+            x=T.alloc_local((per_thread,), "float32"),
+            r=T.alloc_local((per_thread,), "int32"),
+            s=T.alloc_local((rb * 2,), "float32"),
+            b=T.alloc_local((rb * 2,), "float32"),
+            x2=T.alloc_local((2,), "float32"),
+            r2=T.alloc_local((2,), "int32"),
+            f=T.alloc_local((2,), "float32"),
+            o=T.alloc_local((4,), "uint32"),
+        )
+
+    @T.macro
+    def fetch(S, XS, RS, B, held, tokens, rows, m, wg, wt):
+        for e in T.unroll(per_thread):
+            token = T.min(tokens * bm + (e * 128 + wt) % bm, m - 1)
+            if not raw:
+                held.x[e] = XS[token]
+            if gemm.unsigned:
+                held.r[e] = RS[token]
+        if not raw:
+            for e in T.unroll(rb * 2):
+                row = (rows * cta_blocks + wg * rb + e // 2) * 64 + wt // 32 * 16 + e % 2 * 8 + wt % 32 // 4
+                held.s[e] = S[T.min(row, gemm.row_blocks * 64 - 1)]
+                if gemm.bias:
+                    held.b[e] = B[T.min(row, n - 1)]
+                else:
+                    held.b[e] = 0.0
+
+    @T.macro
+    def element(acc, held, at, i, e):
+        """Element i of the pair of sums at `at`, scaled; e picks its row of `held.s`."""
+        held.f[i] = T.call_extern("float32", "tz_rescale", acc[at + i], held.s[e], held.x2[i], held.b[e])
+
+    @T.macro
+    def store(Y, Os, Fs, Rs, acc, held, tokens, rows, m, wg, wt):
+        """Each warp stores its 16 rows of every row block, `step` tokens at a time."""
+        warp = wt // 32
+        lane = wt % 32
+        if not raw or gemm.unsigned:
+            T.call_extern("handle", "tz_wg_sync", wg + 1)  # every warp is done with the scales of the tile before
+            for e in T.unroll(per_thread):
+                if e * 128 + wt < bm:
+                    if not raw:
+                        Fs[wg, e * 128 + wt] = held.x[e]
+                    if gemm.unsigned:
+                        Rs[wg, e * 128 + wt] = held.r[e]
+            T.call_extern("handle", "tz_wg_sync", wg + 1)
+        for r in T.unroll(rb):
+            row0 = (rows * cta_blocks + wg * rb + r) * 64 + warp * 16
+            for b in T.unroll(bm // step):
+                T.call_extern("handle", "tz_syncwarp")
+                for q in T.unroll(step // 16):
+                    for e in T.unroll(4):
+                        at = r * nacc + (b * step // 8 + q * 2) * 4 + e * 2
+                        column = b * step + q * 16 + e // 2 * 8 + lane % 4 * 2
+                        if e % 2 == 0:
+                            if not raw:
+                                T.call_extern(
+                                    "handle",
+                                    "tz_lds64",
+                                    T.access_ptr(held.x2, "w"),
+                                    T.access_ptr(Fs[wg, column], "r", 2),
+                                )
+                            if gemm.unsigned:
+                                T.call_extern(
+                                    "handle",
+                                    "tz_lds64",
+                                    T.access_ptr(held.r2, "w"),
+                                    T.access_ptr(Rs[wg, column], "r", 2),
+                                )
+                        for i in T.unroll(2):
+                            if gemm.unsigned:
+                                acc[at + i] = acc[at + i] - held.r2[i] * 128
+                            if raw:
+                                Os[
+                                    wg * 4 + warp,
+                                    (q * 16 + e // 2 * 8 + lane % 4 * 2 + i) * pitch + e % 2 * 8 + lane // 4,
+                                ] = acc[at + i]
+                            else:
+                                element(acc, held, at, i, r * 2 + e % 2)
+                        if not raw:
+                            held.o[e] = T.call_extern("uint32", f"tz_pack2<{tb}>", held.f[0], held.f[1])
+                    if not raw:
+                        T.call_extern(
+                            "handle",
+                            "tz_stmatrix4_trans",
+                            T.access_ptr(
+                                Os[wg * 4 + warp, (q * 16 + lane // 16 * 8 + lane % 8) * pitch + lane // 8 % 2 * 8],
+                                "w",
+                                8,
+                            ),
+                            held.o[0],
+                            held.o[1],
+                            held.o[2],
+                            held.o[3],
+                        )
+                T.call_extern("handle", "tz_syncwarp")
+                for q in T.unroll(step * lanes // 32):
+                    token = tokens * bm + b * step + (q * 32 + lane) // lanes
+                    row = row0 + lane % lanes * chunk
+                    if T.And(token < m, row < n):
+                        T.call_extern(
+                            "handle",
+                            f"tz_store_row<{stored}, {whole}>",
+                            T.access_ptr(Y[0, 0], "w", 1),
+                            token,
+                            n,
+                            row,
+                            T.access_ptr(
+                                Os[wg * 4 + warp, (q * 32 + lane) // lanes * pitch + lane % lanes * chunk], "r", chunk
+                            ),
+                        )
+
+    return SimpleNamespace(registers=registers, fetch=fetch, store=store)

@@ -1,0 +1,83 @@
+"""What every W4A8 program shares: its parameters' meaning, the unit of a packed weight, the converter."""
+
+from dataclasses import dataclass
+
+from terrazzo.layouts.converters import Converter, get_converter
+from terrazzo.lowering.errors import ArgumentError
+
+DEQUANTIZATIONS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq"}  # -> the converter
+OUT_DTYPES = ("float16", "bfloat16", "int32")
+UNIT_K = 128  # k extent of a unit of 64 rows: two packed blocks, then the parameter records
+BLOCK_WORDS = 512  # words of 64 rows by 64 k
+RECORD_BYTES = 128  # (s, a) of 64 rows
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """y[M, n] = x[M, k] w[n, k]^T, w in units of 64 rows by 128 k, x int8 with k a multiple of 16.
+
+    Args:
+        group: k extent of one (s, a), 32, 64 or 128.
+        out_dtype: "float16" or "bfloat16" (scaled), or "int32" (the sums as they are).
+        dequantization: "xor" makes signed bytes; "unsigned" leaves 128 in every byte, and the sums lose
+            128 * row_sum.
+        bias: float32 [n] is added to scaled sums.
+    """
+
+    n: int
+    k: int
+    group: int
+    out_dtype: str
+    dequantization: str
+    bias: bool
+
+    def __post_init__(self):
+        if self.group not in (32, 64, 128):
+            raise ArgumentError("group", self.group, "must be 32, 64 or 128", "repeat the scales of a larger group")
+        if self.out_dtype not in OUT_DTYPES:
+            raise ArgumentError("out_dtype", self.out_dtype, f"must be one of {OUT_DTYPES}", "cast y")
+        if self.dequantization not in DEQUANTIZATIONS:
+            raise ArgumentError(
+                "dequantization", self.dequantization, f"must be one of {tuple(DEQUANTIZATIONS)}", "use 'xor'"
+            )
+        if self.bias and self.raw:
+            raise ArgumentError("bias", True, "cannot be added to int32 sums", "ask for float16 or bfloat16")
+        if self.k % 16:
+            raise ArgumentError(
+                "k", self.k, "must be a multiple of 16, so that rows of x are aligned", "pad x with zeros"
+            )
+
+    @property
+    def raw(self) -> bool:
+        return self.out_dtype == "int32"
+
+    @property
+    def unsigned(self) -> bool:
+        return self.dequantization == "unsigned"
+
+    @property
+    def converter(self) -> Converter:
+        return get_converter(DEQUANTIZATIONS[self.dequantization])
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of 64 rows, padding included."""
+        return -(-self.n // 64)
+
+    @property
+    def units(self) -> int:
+        """Units of 128 along k, padding included."""
+        return -(-self.k // UNIT_K)
+
+    @property
+    def groups(self) -> int:
+        """Parameter records of a unit."""
+        return UNIT_K // self.group
+
+    @property
+    def unit_words(self) -> int:
+        return 2 * BLOCK_WORDS + self.groups * RECORD_BYTES // 4
+
+    @property
+    def out_bytes(self) -> int:
+        return 4 if self.raw else 2

@@ -1,0 +1,292 @@
+"""Tile program for small batches: mma.sync m16n8k32, weights through warp-private cp.async rings, X resident.
+
+Persistent: kc x nc CTAs, at most one for each SM. A CTA owns one k range and about N/16/nc row tiles of 16; its slice
+of X is loaded once. The warps of a CTA split its k range, so each streams its own units (two runs of 512 bytes and the
+parameters of 16 rows for each 128 k) with no barrier in the main loop; they sum their partial tiles through shared
+memory once per `chunk` tiles. With kc > 1 the last CTA of a row range sums the kc partials. All sums are int32.
+"""
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.resident import resident_macros
+from terrazzo.ops.w4a8.operand import operand_macros
+from terrazzo.ops.w4a8.problem import BLOCK_WORDS, UNIT_K, Gemm
+
+PASS_CONFIGS = (  # the barriers and the bounds are the program's own
+    ("tl.disable_safe_memory_legalize", True),
+    ("tl.disable_thread_storage_sync", True),
+    ("tl.disable_warp_specialized", True),
+)
+ROW_WORDS = 8  # parameter words of 16 rows in a record
+
+
+def build(
+    target,
+    *,
+    n: int,
+    k: int,
+    group: int,
+    out_dtype: str,
+    dequantization: str,
+    bias: bool,
+    token_tiles: int,
+    kc: int,
+    nc: int,
+    warps: int,
+    chunk: int,
+    stages: int,
+    cluster: int = 1,
+):
+    """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y)` for M <= 8 * token_tiles.
+
+    Shapes: X int8 [M, k]; W int32 [Kp/128, Np/64, unit words]; S f32 [Np] channel scales; XS f32 [M] token scales; RS
+    int32 [M] sums of the rows of X (read by "unsigned" only); B f32 [n] (one element without a bias); WS int32
+    [kc, token_tiles * 8, Np]; SEM int32 [nc], zero before the first launch and after each one; Y [M, n] in `out_dtype`.
+    """
+    import tilelang.language as T
+
+    gemm = Gemm(n, k, group, out_dtype, dequantization, bias)
+    nt, ig, items_k, tiles = token_tiles, gemm.groups, gemm.units, gemm.row_blocks * 4
+    even = items_k % kc == 0 and (items_k // kc) % warps == 0
+    cta_items = -(-items_k // kc)  # most items of a CTA along k
+    if warps > items_k // kc:  # TileLang drops the guard of a loop that runs zero times or once
+        raise ArgumentError(
+            "warps", warps, f"must be at most the {items_k // kc} items of a CTA along k", "take fewer warps"
+        )
+    threads = warps * 32
+    pitch = cta_items * UNIT_K + 16  # bytes; 16 mod 128: ldmatrix without conflicts
+    p_words = ig * ROW_WORDS
+    p_base = chunk * 256
+    step = p_base + -(-chunk * p_words // 32) * 32  # words of a ring step, 128-byte aligned
+    q_pitch = chunk * 16 + 4  # partial tiles [token][row]: stores and vector loads without bank conflicts
+    part = nt * 8 * q_pitch
+    chunks = -(-tiles // (nc * chunk)) if tiles % nc == 0 else -(-(tiles // nc + 1) // chunk)
+    raw, unsigned = gemm.raw, gemm.unsigned
+    pdl = target.supports("pdl")
+    bulk = target.supports("bulk_copy")
+    operand = operand_macros(gemm)
+    resident = resident_macros(
+        k=k, item_k=UNIT_K, items=items_k, cta_items=cta_items, rows=nt * 8, pitch=pitch, size=1, threads=threads,
+        bulk=bulk, cluster=cluster,
+    )  # fmt: skip
+    source = prelude(
+        "cp_async",
+        "lds",
+        "ldmatrix",
+        "semaphore",
+        "int8",
+        *(["multicast" if cluster > 1 else "bulk"] if bulk else []),
+        extra=(gemm.converter.device_source,),
+    )
+    cluster_dims = dict(cluster_dims=(1, cluster, 1)) if cluster > 1 else {}
+    M = T.dynamic("m")
+
+    @T.macro
+    def issue(W, R, base, q, gn, t0, t1, kg, lane):
+        """Ring step q of this warp: `chunk` row tiles x one item, with their parameters."""
+        first = t0 + T.truncdiv(q, gn) * chunk
+        item = kg + T.truncmod(q, gn)
+        slot = base + q % stages * step
+        for m in T.unroll(chunk):
+            if first + m < t1:
+                tile = first + m
+                for h in T.unroll(2):
+                    T.call_extern(
+                        "handle",
+                        "tz_cp_async",
+                        T.access_ptr(R[slot + m * 256 + h * 128 + lane * 4], "w", 4),
+                        T.access_ptr(W[item, tile // 4, h * BLOCK_WORDS + tile % 4 * 128 + lane * 4], "r", 4),
+                        16,
+                    )
+                if lane < ig * 2:
+                    T.call_extern(
+                        "handle",
+                        "tz_cp_async",
+                        T.access_ptr(R[slot + p_base + m * p_words + lane * 4], "w", 4),
+                        T.access_ptr(
+                            W[
+                                item,
+                                tile // 4,
+                                2 * BLOCK_WORDS + lane // 2 * 4 * ROW_WORDS + tile % 4 * ROW_WORDS + lane % 2 * 4,
+                            ],
+                            "r",
+                            4,
+                        ),
+                        16,
+                    )
+        T.call_extern("handle", "tz_cp_commit")
+
+    @T.macro
+    def load_x(Xs, x, col, lane):
+        """B fragments of one item from the resident X: two k32 steps for each 64 k."""
+        for j in T.unroll(2):
+            for t in T.unroll(nt):
+                T.call_extern(
+                    "handle",
+                    "tz_ldmatrix4",
+                    T.access_ptr(x[(j * nt + t) * 4], "w", 4),
+                    T.access_ptr(Xs[(t * 8 + lane % 8) * pitch + col + j * 64 + lane // 8 * 16], "r", 16),
+                )
+
+    @T.macro
+    def mma(acc, off, a, x, j, e, t):
+        if unsigned:
+            T.call_extern(
+                "handle",
+                "tz_mma_u8s8",
+                T.access_ptr(acc[off], "rw", 4),
+                T.access_ptr(a[e * 4], "r", 4),
+                T.access_ptr(x[(j * nt + t) * 4 + e * 2], "r", 2),
+            )
+        else:
+            T.ptx_mma(
+                "int32", "m16n8k32", "row", "col", "int8", "int8", "int32",
+                a.data, e * 4, x.data, (j * nt + t) * 4 + e * 2, acc.data, off, T.bool(False),
+            )  # fmt: skip
+
+    @T.macro
+    def store(S, XS, RS, B, Y, r4, o4, tok, row):
+        """Four rows of one token in the output dtype."""
+        if row < n:
+            for i in T.unroll(4):
+                if unsigned:
+                    r4[i] = r4[i] - RS[tok] * 128
+                if raw:
+                    o4[i] = r4[i]
+                else:
+                    o4[i] = T.cast(
+                        T.call_extern(
+                            "float32",
+                            "tz_rescale",
+                            r4[i],
+                            S[row + i],
+                            XS[tok],
+                            B[T.min(row + i, n - 1)] if bias else T.float32(0),
+                        ),
+                        out_dtype,
+                    )
+            if n % 4 == 0:
+                for i in T.vectorized(4):
+                    Y[tok, row + i] = o4[i]
+            else:
+                for i in T.unroll(4):
+                    if row + i < n:
+                        Y[tok, row + i] = o4[i]
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((M, k), "int8"),
+        W: T.Tensor((items_k, gemm.row_blocks, gemm.unit_words), "int32"),
+        S: T.Tensor((tiles * 16,), "float32"),
+        XS: T.Tensor((M,), "float32"),
+        RS: T.Tensor((M,), "int32"),
+        B: T.Tensor((n if bias else 1,), "float32"),
+        WS: T.Tensor((kc, nt * 8, tiles * 16), "int32"),
+        SEM: T.Tensor((nc,), "int32"),
+        Y: T.Tensor((M, n), out_dtype),
+    ):
+        with T.Kernel(kc, nc, threads=threads, prelude=source, **cluster_dims) as (bk, bn):
+            Xs = T.alloc_shared((nt * 8 * pitch + 128,), "int8")  # the tail keeps what follows 128-byte aligned
+            R = T.alloc_shared((warps * stages * step,), "int32")
+            Q = T.alloc_shared((warps * part,), "int32")
+            xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk else None
+            w = T.alloc_local((4,), "uint32")
+            u = T.alloc_local((ig,), "uint32")
+            a = T.alloc_local((8,), "uint32")
+            x = T.alloc_local((8 * nt,), "uint32")
+            acc = T.alloc_local((chunk * nt * 4,), "int32")
+            r4 = T.alloc_local((4,), "int32")
+            o4 = T.alloc_local((4,), out_dtype)
+            held = operand.registers()
+            tx = T.get_thread_binding()
+            warp = tx // 32
+            lane = tx % 32
+            t0 = bn * tiles // nc
+            t1 = (bn + 1) * tiles // nc
+            k0 = bk * items_k // kc
+            kn = items_k // kc if even else (bk + 1) * items_k // kc - k0
+            g0 = warp * kn // warps
+            gn = kn // warps if even else (warp + 1) * kn // warps - g0
+            ring = warp * stages * step
+
+            # weights first where the launch may overlap the kernel before; X may be its result
+            if pdl:
+                T.pdl_trigger()
+            else:
+                resident.fetch(X, Xs, xbar, M, k0, kn, 0, tx)
+            for p in T.unroll(stages):
+                issue(W, R, ring, p, gn, t0, t1, k0 + g0, lane)
+            if pdl:
+                T.pdl_sync()
+                resident.fetch(X, Xs, xbar, M, k0, kn, bn % cluster, tx)
+            resident.wait(xbar, stages)
+            for ci in T.serial(chunks):
+                for i in T.unroll(chunk * nt * 4):
+                    acc[i] = 0
+                for gi in T.serial(gn):
+                    T.call_extern("handle", f"tz_cp_wait<{stages - 1}>")
+                    slot = ring + (ci * gn + gi) % stages * step
+                    load_x(Xs, x, (g0 + gi) * UNIT_K, lane)
+                    for m in T.unroll(chunk):
+                        for q in T.unroll(ig):
+                            u[q] = T.call_extern(
+                                "uint32",
+                                "tz_lds32",
+                                T.access_ptr(R[slot + p_base + m * p_words + q * ROW_WORDS + lane // 4], "r", 1),
+                            )
+                        for j in T.unroll(2):
+                            T.call_extern(
+                                "handle",
+                                "tz_lds128",
+                                T.access_ptr(w, "w"),
+                                T.access_ptr(R[slot + m * 256 + j * 128 + lane * 4], "r", 4),
+                            )
+                            operand.convert(w, 0, u, a, 0, held, j)
+                            for e in T.unroll(2):
+                                for t in T.unroll(nt):
+                                    mma(acc, (m * nt + t) * 4, a, x, j, e, t)
+                    T.call_extern("handle", "tz_syncwarp")  # every lane has read the step before it is overwritten
+                    issue(W, R, ring, ci * gn + gi + stages, gn, t0, t1, k0 + g0, lane)
+                if chunks == 1:
+                    T.sync_threads()  # Q may share memory with Xs and R, whose last use this is
+                for m in T.unroll(chunk):
+                    for t in T.unroll(nt):
+                        for i in T.unroll(4):
+                            Q[
+                                warp * part + (t * 8 + lane % 4 * 2 + i % 2) * q_pitch + m * 16 + i // 2 * 8 + lane // 4
+                            ] = acc[(m * nt + t) * 4 + i]
+                T.sync_threads()
+                for e in T.serial(-(-(nt * 8 * chunk * 4) // threads)):
+                    tok = (e * threads + tx) // (chunk * 4)
+                    row = (e * threads + tx) % (chunk * 4) * 4
+                    if T.And(tok < T.min(M, nt * 8), t0 * 16 + ci * chunk * 16 + row < t1 * 16):
+                        for i in T.vectorized(4):
+                            r4[i] = Q[tok * q_pitch + row + i]
+                        for wi in T.unroll(1, warps):
+                            for i in T.vectorized(4):
+                                r4[i] = r4[i] + Q[wi * part + tok * q_pitch + row + i]
+                        if kc > 1:
+                            for i in T.vectorized(4):
+                                WS[bk, tok, (t0 + ci * chunk) * 16 + row + i] = r4[i]
+                        else:
+                            store(S, XS, RS, B, Y, r4, o4, tok, (t0 + ci * chunk) * 16 + row)
+                T.sync_threads()
+            if kc > 1:
+                if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[bn], "rw", 1), kc):
+                    for e in T.serial(T.ceildiv((t1 - t0) * 4 * T.min(M, nt * 8), threads)):
+                        tok = T.truncdiv(e * threads + tx, (t1 - t0) * 4)
+                        row = t0 * 16 + T.truncmod(e * threads + tx, (t1 - t0) * 4) * 4
+                        if tok < T.min(M, nt * 8):
+                            T.call_extern(
+                                "handle", "tz_ldcg4", T.access_ptr(r4, "w"), T.access_ptr(WS[0, tok, row], "r", 4)
+                            )
+                            for kk in T.unroll(1, kc):
+                                T.call_extern(
+                                    "handle",
+                                    "tz_addcg4i",
+                                    T.access_ptr(r4, "rw"),
+                                    T.access_ptr(WS[kk, tok, row], "r", 4),
+                                )
+                            store(S, XS, RS, B, Y, r4, o4, tok, row)
+
+    return main

@@ -1,0 +1,254 @@
+"""Tile program on wgmma (sm_90a): weights are the register operand, one producer warp, stream-K.
+
+A CTA computes tiles of 64 * row_blocks * warpgroups output features by `block_tokens` tokens. The producer warp fills a
+ring whose stages hold 128 k: X is one 128-byte-swizzled TMA tile, the units of the row blocks (words and parameters)
+are one 1-D bulk copy. A consumer warpgroup owns `row_blocks` blocks of 64 rows: it loads its words, converts 64 k of
+them into one of two sets of operand registers and issues two wgmma m64nNk32, while the two before are still running on
+the other set (LiquidGEMM's implicit fine-grained pipeline: the hardware's warp schedulers do the rest).
+
+Sums are int32, so shares of a tile may be added in any order and give the same bits (ops/tile_scheduler.py).
+
+A stage is released when the wgmmas that read it were waited for, long after the shared-memory loads of its words were
+consumed: ptxas may move an arrive in front of a load's return (measured.md, "A race to design out").
+"""
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.tile_scheduler import (
+    partition_macros,
+    plan_state,
+    ring_macros,
+    ring_state,
+    segment_state,
+    share_macros,
+)
+from terrazzo.ops.w4a8.epilogue import staged, store_macros
+from terrazzo.ops.w4a8.operand import operand_macros
+from terrazzo.ops.w4a8.problem import BLOCK_WORDS, UNIT_K, Gemm
+from terrazzo.schedules.w4a8 import StreamK
+
+PASS_CONFIGS = (  # the barriers and the bounds are the program's own
+    ("tl.disable_safe_memory_legalize", True),
+    ("tl.disable_thread_storage_sync", True),
+    ("tl.disable_warp_specialized", True),
+)
+REGISTERS = {1: (40, 240), 2: (40, 232), 3: (40, 152), 4: (32, 112)}  # warpgroups -> a producer's, a consumer's
+
+
+def build(
+    target,
+    *,
+    n: int,
+    k: int,
+    group: int,
+    out_dtype: str,
+    dequantization: str,
+    bias: bool,
+    block_tokens: int,
+    warpgroups: int,
+    row_blocks: int,
+    stages: int,
+    cluster: int = 1,
+    raster: int = 8,
+):
+    """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y, sk)`.
+
+    Shapes: X int8 [M, k]; W int32 [Kp/128, Np/64, unit words]; S f32 [Np] channel scales; XS f32 [M] token scales; RS
+    int32 [M] sums of the rows of X (read by "unsigned" only); B f32 [n] (one element without a bias); WS int32
+    [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32 [grid, warpgroups], zero before the first
+    launch and after each one; Y [M, n] in `out_dtype`. `grid` CTAs, at most the number of SMs; the first `sk` tiles
+    are shared along k, 0 <= sk <= tiles. With cluster = 2 a tile is two CTAs high, X is multicast to both, and `grid`
+    is even.
+    """
+    import tilelang.language as T
+    from tilelang.layout import make_full_bank_swizzled_layout
+
+    gemm = Gemm(n, k, group, out_dtype, dequantization, bias)
+    bm, wgs, rb = block_tokens, warpgroups, row_blocks
+    if not StreamK(bm, wgs, rb, stages).legal():
+        raise ArgumentError(
+            "block_tokens", bm, f"is too wide for {wgs} warpgroups of {rb} row blocks (registers)", "take fewer of them"
+        )
+    if stages < 2:
+        raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
+    units, ig, unit_words = gemm.units, gemm.groups, gemm.unit_words
+    all_blocks, cta_blocks = gemm.row_blocks, wgs * rb
+    row_tiles = -(-all_blocks // (cta_blocks * cluster))
+    ct, nacc, unit_bytes = wgs * 128, bm // 2, unit_words * 4
+    a_type = "uint8" if gemm.unsigned else "int8"
+    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, cluster=cluster)
+    rings = ring_macros(stages=stages, cluster=cluster)
+    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, add="tz_addcg4i", cluster=cluster)
+    operand = operand_macros(gemm)
+    out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
+    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
+    source = prelude(*used, extra=(gemm.converter.device_source,))
+    multicast = dict(cluster_mask=(1 << cluster) - 1) if cluster > 1 else {}
+    cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
+    M = T.dynamic("m")
+    G = T.dynamic("grid")
+
+    @T.macro
+    def load_weights(W, Ws, full, ring, c, kb):
+        """One thread: the units of the CTA's row blocks, words and parameters in one copy."""
+        count = T.max(T.min(cta_blocks, all_blocks - c.rows[0] * cta_blocks), 0)
+        T.mbarrier_expect_tx(full[ring.stage[0]], count * unit_bytes)
+        if count > 0:
+            T.call_extern(
+                "handle",
+                "tz_bulk",
+                T.access_ptr(Ws[ring.stage[0], 0, 0], "w", unit_words),
+                T.access_ptr(W[kb, c.rows[0] * cta_blocks, 0], "r", unit_words),
+                count * unit_bytes,
+                T.access_ptr(full[ring.stage[0]], "rw", 1),
+            )
+
+    @T.macro
+    def load_unit(Ws, w, u, stage, block, wt):
+        """A thread's words of both 64 k of a row block, and the parameters of its rows g and g + 8 for each group."""
+        for h in T.unroll(2):
+            T.call_extern(
+                "handle",
+                "tz_lds128",
+                T.access_ptr(w[h * 4], "w", 4),
+                T.access_ptr(Ws[stage, block, h * BLOCK_WORDS + wt * 4], "r", 4),
+            )
+        for q in T.unroll(ig):
+            u[q] = T.call_extern(
+                "uint32", "tz_lds32", T.access_ptr(Ws[stage, block, 2 * BLOCK_WORDS + q * 32 + wt // 4], "r", 1)
+            )
+
+    @T.macro
+    def multiply(a, acc, desc, stage, r, h):
+        T.warpgroup_fence_operand(a, h * 8, 8)
+        T.warpgroup_fence_operand(acc, r * nacc, nacc)
+        T.warpgroup_arrive()
+        for e in T.unroll(2):
+            T.ptx_wgmma_rs(
+                "int32",
+                f"m64n{bm}k32",
+                True,
+                a_type,
+                "int8",
+                "int32",
+                a.data,
+                h * 8 + e * 4,
+                desc.data,
+                stage * (bm * UNIT_K // 16) + (h * 2 + e) * 2,
+                acc.data,
+                r * nacc,
+                T.bool(True),
+                1,
+                1,
+            )
+        T.warpgroup_commit_batch()
+        T.warpgroup_fence_operand(acc, r * nacc, nacc)
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((M, k), "int8"),
+        W: T.Tensor((units, all_blocks, unit_words), "int32"),
+        S: T.Tensor((all_blocks * 64,), "float32"),
+        XS: T.Tensor((M,), "float32"),
+        RS: T.Tensor((M,), "int32"),
+        B: T.Tensor((n if bias else 1,), "float32"),
+        WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), "int32"),
+        SEM: T.Tensor((G, wgs), "int32"),
+        Y: T.Tensor((M, n), out_dtype),
+        sk: T.int32,
+    ):
+        with T.Kernel(G, threads=ct + 128, prelude=source, **cluster_dims) as cta:
+            Xs = T.alloc_shared((stages, bm, UNIT_K), "int8")
+            Ws = T.alloc_shared((stages, cta_blocks, unit_words), "int32")
+            Os = T.alloc_shared((wgs * 4, staged(gemm, bm)), out_dtype)
+            Fs = T.alloc_shared((wgs, bm), "float32")
+            Rs = T.alloc_shared((wgs, bm if gemm.unsigned else 1), "int32")
+            full = T.alloc_barrier([32] * stages)
+            empty = (T.alloc_cluster_barrier if cluster > 1 else T.alloc_barrier)([cluster * wgs * 4] * stages)
+            w = T.alloc_local((8,), "uint32")
+            u = T.alloc_local((ig,), "uint32")
+            codes = operand.registers()
+            a = T.alloc_local((16,), "uint32")
+            acc = T.alloc_local((rb * nacc,), "int32")
+            held = out.registers()
+            desc = T.alloc_wgmma_desc()
+            p = plan_state()
+            c = segment_state()
+            ring = ring_state()
+            ahead = T.alloc_local((1,), "int32")
+            T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
+            tx = T.get_thread_binding()
+            mt = T.ceildiv(M, bm)
+            cid = cta // cluster
+            rank = cta % cluster
+            tiles.plan(p, cid, G // cluster, sk, mt)
+            rings.reset(ring)
+            T.pdl_trigger()
+            if tx >= ct:
+                T.dec_max_nreg(REGISTERS[wgs][0])
+                if tx < ct + 32:
+                    # weights do not depend on the kernel before: fetch the first ring while it still runs
+                    tiles.segment(p, c, 0, cid, rank, G // cluster, sk, mt)
+                    ahead[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages), 0)
+                    for kb in T.serial(ahead[0]):
+                        if tx == ct:
+                            load_weights(W, Ws, full, ring, c, c.k0[0] + kb)
+                        rings.advance(ring, 1)
+                    rings.reset(ring)
+                    T.pdl_sync()
+                    for seg in T.serial(p.all[0]):
+                        tiles.segment(p, c, seg, cid, rank, G // cluster, sk, mt)
+                        for kb in T.serial(c.k1[0] - c.k0[0]):
+                            T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
+                            T.tma_copy(
+                                X[
+                                    c.tokens[0] * bm : c.tokens[0] * bm + bm,
+                                    (c.k0[0] + kb) * UNIT_K : (c.k0[0] + kb) * UNIT_K + UNIT_K,
+                                ],
+                                Xs[ring.stage[0], :, :],
+                                barrier=full[ring.stage[0]],
+                                leader_scope_threads=32,
+                                **multicast,
+                            )
+                            if T.And(tx == ct, T.Or(seg > 0, kb >= ahead[0])):
+                                load_weights(W, Ws, full, ring, c, c.k0[0] + kb)
+                            T.barrier_arrive(full[ring.stage[0]])
+                            rings.advance(ring, 1)
+            else:
+                T.inc_max_nreg(REGISTERS[wgs][1])
+                wg = tx // 128
+                wt = tx % 128
+                lane = tx % 32
+                T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
+                T.pdl_sync()
+                for seg in T.serial(p.all[0]):
+                    tiles.segment(p, c, seg, cid, rank, G // cluster, sk, mt)
+                    out.fetch(S, XS, RS, B, held, c.tokens[0], c.rows[0], M, wg, wt)
+                    for i in T.unroll(rb * nacc):
+                        acc[i] = 0
+                    for kb in T.serial(c.k1[0] - c.k0[0]):
+                        T.barrier_wait(full[ring.stage[0]], ring.parity[0])
+                        T.call_extern("handle", "tz_fence")
+                        for r in T.unroll(rb):
+                            load_unit(Ws, w, u, ring.stage[0], wg * rb + r, wt)
+                            for h in T.unroll(2):
+                                operand.convert(w, h * 4, u, a, h * 8, codes, h)
+                                multiply(a, acc, desc, ring.stage[0], r, h)
+                                T.warpgroup_wait(1)
+                                if r == 0 and h == 0:  # the wgmmas on the stage before are complete
+                                    rings.release(empty, ring, T.And(lane < cluster, kb > 0), lane)
+                        rings.advance(ring, 1)
+                    T.warpgroup_wait(0)
+                    T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
+                    rings.release(empty, ring, lane < cluster, lane)
+                    if c.k0[0] > 0:
+                        shares.leave_share(WS, SEM, acc, cta, wg, wt)
+                    else:
+                        if c.k1[0] < units:
+                            tiles.later_shares(c, cid, G // cluster, sk)
+                            shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
+                        out.store(Y, Os, Fs, Rs, acc, held, c.tokens[0], c.rows[0], M, wg, wt)
+            if cluster > 1:
+                T.cluster_sync()  # nobody leaves while its peer may still signal it
+
+    return main

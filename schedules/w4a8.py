@@ -1,0 +1,223 @@
+"""Schedules of the W4A8 programs: small batches on mma.sync, stream-K on wgmma; and what bounds a problem.
+
+The partition of stream-K tiles over the SMs is `schedules.stream_k.partition`, which asks a schedule only for its tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from terrazzo.layouts.converters import get_converter
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
+from terrazzo.schedules import small_batch
+from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules.roofline import Roofline, weight_only_gemm
+from terrazzo.schedules.stream_k import BLOCK_TOKENS
+
+TOKENS_PER_TILE = small_batch.TOKENS_PER_TILE
+MAX_TOKENS = 32
+"""Of the small-batch program; `serves` says where it is also the faster one."""
+RECORD_BYTES = 128
+CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq"}
+_LARGE = 60e6  # weights from which two token tiles are faster on wgmma
+_RESERVED = 2048  # barriers, flags, alignment
+_OUT_PITCH = {2: 24 * 2, 4: 20 * 4}  # bytes of an output element -> of a staged row of 16
+# warpgroups -> accumulator registers of a thread that ptxas places without serializing wgmma (and bytes to spare)
+_SUMS = {1: 128, 2: 128, 3: 64, 4: 64}
+
+
+@dataclass(frozen=True)
+class IntegerGemm(WeightOnlyGemm):
+    """y[M, n] = x[M, k] w[n, k]^T with int8 x and 4-bit w in units of 64 rows by 128 k. Make one with `of`."""
+
+    out_bytes: int = 2
+
+    @staticmethod
+    def of(n: int, k: int, group: int, out_bytes: int = 2) -> IntegerGemm:
+        return IntegerGemm(n, k, 128 // group, RECORD_BYTES, out_bytes)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Of 64 rows by 128 k, words and parameters."""
+        return 4096 + self.groups_per_128 * self.record_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Packed weight with its parameters and channel scales."""
+        return self.row_blocks * (self.units * self.unit_bytes + 256)
+
+
+@dataclass(frozen=True)
+class StreamK:
+    """Tiles of 64 * row_blocks * warpgroups (* cluster) rows by block_tokens; a ring stage holds 128 k."""
+
+    block_tokens: int
+    warpgroups: int
+    row_blocks: int
+    stages: int
+    cluster: int = 1
+    raster: int = 8
+
+    @property
+    def cta_blocks(self) -> int:
+        """Row blocks of 64 of one CTA."""
+        return self.warpgroups * self.row_blocks
+
+    @property
+    def tile_blocks(self) -> int:
+        """Row blocks of 64 in one tile."""
+        return self.cta_blocks * self.cluster
+
+    @property
+    def sums(self) -> int:
+        """Accumulator registers of a thread."""
+        return self.row_blocks * self.block_tokens // 2
+
+    def legal(self) -> bool:
+        """Whether the accumulators leave room for two sets of operands (two row blocks need more addresses)."""
+        if self.warpgroups not in _SUMS:
+            return False
+        crowded = self.warpgroups == 4 and self.row_blocks > 1
+        return self.sums <= _SUMS[self.warpgroups] // (1 + crowded)
+
+    def stage_bytes(self, problem: IntegerGemm) -> int:
+        return self.block_tokens * 128 + self.cta_blocks * problem.unit_bytes
+
+    def smem_bytes(self, problem: IntegerGemm) -> int:
+        staged = 4 * min(self.block_tokens, 32) * _OUT_PITCH[problem.out_bytes]
+        scales = 8 * self.block_tokens
+        return self.stages * self.stage_bytes(problem) + self.warpgroups * (staged + scales) + _RESERVED
+
+    def params(self) -> dict[str, int]:
+        """Arguments of the program's `build`."""
+        return asdict(self)
+
+
+def fitted(schedule: StreamK, problem: IntegerGemm, target: Target) -> StreamK:
+    """The same tile with as many stages as fit, up to 12."""
+    fixed = schedule.smem_bytes(problem) - schedule.stages * schedule.stage_bytes(problem)
+    return replace(schedule, stages=min(12, (target.smem_per_block - fixed) // schedule.stage_bytes(problem)))
+
+
+def choose(problem: IntegerGemm, target: Target, m: int) -> StreamK:
+    """Tile shape by tokens and size of the weight, with as many stages as fit."""
+    tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
+    millions = problem.row_blocks * 64 * problem.units * 128 / 1e6
+    if 128 < m <= 256 and millions < 30:
+        tokens = 128  # too few tiles of 256
+    if tokens == 256 and m > 256 and -(-m // 128) * 128 * 1.12 < -(-m // 256) * 256:
+        tokens = 128  # a tile of 128 costs a little more than half of 256, less than what padding would
+    # (warpgroups, row blocks of each): four warpgroups hide the conversion best where enough tiles are left to share
+    if tokens <= 32:
+        shape = (4, 2) if millions >= 100 else (4, 1) if millions >= 50 else (2, 1)
+    elif tokens == 64:
+        shape = (4, 1) if millions >= 80 else (2, 1)
+    elif tokens == 128:
+        shape = (4, 1) if millions >= 100 else (2, 1)
+    else:
+        shape = (2, 1)
+    return fitted(StreamK(tokens, *shape, stages=2), problem, target)
+
+
+def candidates(problem: IntegerGemm, target: Target, m: int) -> Iterator[StreamK]:
+    """Every legal stream-K schedule worth measuring for m tokens."""
+    widest = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
+    for tokens in BLOCK_TOKENS:
+        for warpgroups in (2, 3, 4):
+            for row_blocks in (1, 2):
+                schedule = StreamK(tokens, warpgroups, row_blocks, stages=2)
+                if tokens <= widest and schedule.legal() and schedule.tile_blocks <= 2 * problem.row_blocks:
+                    schedule = fitted(schedule, problem, target)
+                    if schedule.stages >= 2:
+                        yield schedule
+
+
+class SmallBatch(small_batch.SmallBatch):
+    """The W4A8 form of the small-batch schedule: X is int8, parameters are part of the units."""
+
+    def smem_bytes(self, problem: IntegerGemm) -> int:
+        """Dynamic and static shared memory of one CTA."""
+        x = self.token_tiles * 8 * (-(-problem.units // self.kc) * 128 + 16) + 128
+        step = self.chunk * 256 + -(-self.chunk * problem.groups_per_128 * 8 // 32) * 32
+        partial = self.token_tiles * 8 * (self.chunk * 16 + 4)
+        return x + 4 * self.warps * (self.stages * step + partial) + _RESERVED
+
+    def registers(self) -> int:
+        """Estimate of the registers of a thread: accumulators, X fragments, one block of 64 k in flight."""
+        return 4 * self.chunk * self.token_tiles + 8 * self.token_tiles + 56
+
+
+def serves(problem: IntegerGemm, target: Target, m: int) -> bool:
+    """Whether small_batch is the program for m tokens: up to 8 always, up to 16 for small weights or without wgmma."""
+    if m > TOKENS_PER_TILE and target.supports("wgmma.s8"):
+        return m <= 2 * TOKENS_PER_TILE and problem.n * problem.k < _LARGE
+    return m <= 2 * TOKENS_PER_TILE
+
+
+def choose_small_batch(problem: IntegerGemm, target: Target, m: int) -> SmallBatch:
+    """The cheapest split of k and of the warps.
+
+    Raises:
+        ArgumentError: more than MAX_TOKENS tokens, or a target whose shared memory cannot hold any slice of X.
+    """
+    if not 1 <= m <= MAX_TOKENS:
+        raise ArgumentError("m", m, f"must be 1..{MAX_TOKENS} for the small-batch program", "use a tile program")
+    legal = (
+        schedule
+        for schedule in small_batch_candidates(problem, target, -(-m // TOKENS_PER_TILE))
+        if schedule.smem_bytes(problem) <= target.smem_per_block
+        and schedule.registers() * schedule.warps * 32 <= target.registers_per_sm
+    )
+    best = min(legal, key=lambda schedule: _cost(schedule, problem, target), default=None)
+    if best is None:
+        raise ArgumentError("target", target.arch, f"has too little shared memory for K = {problem.k}", "split K")
+    return best
+
+
+def small_batch_candidates(problem: IntegerGemm, target: Target, token_tiles: int) -> Iterator[SmallBatch]:
+    """Splits of k over CTAs and warps; many warps take small steps, few take larger ones."""
+    cluster = 2 if token_tiles > 1 and target.supports("cluster") else 1
+    for kc in range(1, min(16, problem.units) + 1):
+        nc = min(target.sms // kc, problem.row_tiles) // cluster * cluster
+        for warps in range(min(16, problem.units // kc) if nc else 0, 0, -1):
+            rows = -(-problem.row_tiles // nc)
+            for chunk in sorted({min(c, rows) for c in ((1, 2) if warps >= 12 else (1, 2, 4))}):
+                for stages in (1, 2, 3):
+                    yield SmallBatch(token_tiles, kc, nc, warps, chunk, stages, cluster)
+
+
+def _cost(s: SmallBatch, problem: IntegerGemm, target: Target) -> float:
+    """Microseconds, to compare schedules of one problem: the busiest warp's stream, the loads of X, the reductions."""
+    rows = -(-problem.row_tiles // s.nc)
+    chunks = -(-rows // s.chunk)
+    items = -(-problem.units // s.kc)
+    padding = chunks * s.chunk * -(-items // s.warps) * s.warps / (rows * items)  # steps that hold less than they could
+    stream = rows * items * (problem.unit_bytes / 4) * target.sms / (target.dram_gb_s * 800) * (0.65 + 0.35 * padding)
+    x = items * 128 * s.token_tiles * 8 / 1024 / s.cluster  # KB, loaded by every CTA
+    in_flight = min(s.warps * s.stages * s.chunk, 48)  # items: too few do not cover the memory's latency
+    split = 1.6 + 0.1 * s.kc if s.kc > 1 else 0.0
+    uneven = 0.6 if problem.units % (s.kc * s.warps) else 0.0
+    return stream * (1 + 0.01 * (48 - in_flight)) + 0.09 * (16 - s.warps) + 0.013 * x + 0.17 * chunks + split + uneven
+
+
+def bounds(
+    problem: IntegerGemm,
+    target: Target,
+    m: int,
+    dequantization: str = "xor",
+    token_tile: int = 256,
+    gb_s: float | None = None,
+) -> Roofline:
+    """Whether loading, dequantization or the tensor cores bound m tokens (specs.md D, equations 3 to 6).
+
+    Args:
+        dequantization: "xor" or "unsigned"; its converter states the instructions for each weight.
+        token_tile: tokens of a tile, which share one dequantization.
+        gb_s: memory bandwidth; None takes the datasheet's.
+    """
+    alpha = get_converter(CONVERTERS[dequantization]).alu_per_element
+    return weight_only_gemm(
+        target, m, problem.n, problem.k, problem.weight_bytes, alpha, gb_s, dtype="s8", x_bytes=1, token_tile=token_tile
+    )

@@ -1,0 +1,73 @@
+"""W4A8 schedules: legal on every target, every one the tuner may try included; the paper's thresholds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
+from terrazzo.schedules import w4a8
+from terrazzo.schedules.stream_k import partition
+
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a")
+problems = st.builds(
+    w4a8.IntegerGemm.of,
+    n=st.integers(1, 60000),
+    k=st.integers(1, 30000),
+    group=st.sampled_from((32, 64, 128)),
+    out_bytes=st.sampled_from((2, 4)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems, m=st.integers(1, w4a8.MAX_TOKENS), arch=st.sampled_from(TARGETS))
+def test_small_batch_schedules_are_legal(problem, m, arch):
+    target = Target.parse(arch)
+    s = w4a8.choose_small_batch(problem, target, m)
+    assert s.smem_bytes(problem) <= target.smem_per_block
+    assert s.registers() * s.warps * 32 <= target.registers_per_sm
+    assert s.kc * s.nc <= target.sms and s.nc % s.cluster == 0
+    assert s.token_tiles * w4a8.TOKENS_PER_TILE >= m
+    assert 1 <= s.warps <= problem.units // s.kc
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems, m=st.integers(1, 5000))
+def test_stream_k_schedules_are_legal(problem, m):
+    target = Target.parse("sm_90a")
+    chosen = w4a8.choose(problem, target, m)
+    for s in (chosen, *w4a8.candidates(problem, target, m)):
+        assert s.legal() and s.stages >= 2
+        assert s.smem_bytes(problem) <= target.smem_per_block
+        part = partition(s, problem, target, m)
+        tiles = -(-m // s.block_tokens) * -(-problem.row_blocks // s.tile_blocks)
+        assert 1 <= part.grid <= target.sms and 0 <= part.shared <= tiles
+
+
+def test_small_batch_refuses_wide_batches():
+    with pytest.raises(ArgumentError, match="1..32"):
+        w4a8.choose_small_batch(w4a8.IntegerGemm.of(64, 128, 64), Target.parse("sm_90a"), 33)
+
+
+def test_small_batch_serves_few_tokens():
+    problem, large = w4a8.IntegerGemm.of(4096, 4096, 64), w4a8.IntegerGemm.of(57344, 8192, 64)
+    hopper, ampere = Target.parse("sm_90a"), Target.parse("sm_80")
+    assert w4a8.serves(problem, hopper, 16) and not w4a8.serves(large, hopper, 16) and w4a8.serves(large, hopper, 8)
+    assert w4a8.serves(large, ampere, 16) and not w4a8.serves(problem, ampere, 17)
+
+
+def test_the_tensor_cores_bound_from_about_a_hundred_tokens_on():
+    """M* = Phi_TC / (2 Phi_BD) = 103 on an H200 with bare 4-bit weights (specs.md D); parameters and x shift it up."""
+    problem, target = w4a8.IntegerGemm.of(28672, 8192, 64), Target.parse("sm_90a")
+    assert problem.weight_bytes == 28672 * 8192 // 2 * 1.0625 + 28672 * 4
+    first = next(m for m in range(1, 400) if w4a8.bounds(problem, target, m).bound == "mma")
+    assert 103 < first < 125
+    assert w4a8.bounds(problem, target, 16).bound == "load"
+
+
+def test_dequantization_follows_from_the_counted_instructions():
+    problem, target = w4a8.IntegerGemm.of(8192, 8192, 64), Target.parse("sm_90a")
+    xor, unsigned = (w4a8.bounds(problem, target, 64, form).dequant_us for form in ("xor", "unsigned"))
+    assert xor / unsigned == pytest.approx(7 / 5)
+    assert w4a8.bounds(problem, target, 512, token_tile=64).dequant_us == pytest.approx(8 * xor)
