@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
-from math import prod
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.lowering.errors import ArgumentError, CaptureError, LayoutMismatchError, TargetError
+from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
+from terrazzo.ops import launching
+from terrazzo.ops.launching import Plan, ptx_flags, requests_of, tokens_of, writes
 from terrazzo.ops.w4a16 import multistage as multistage_program
 from terrazzo.ops.w4a16 import small_batch as small_batch_program
 from terrazzo.ops.w4a16 import stream_k as stream_k_program
@@ -24,19 +24,6 @@ if TYPE_CHECKING:
     from terrazzo.ops.w4a16.format import PackedWeight
 
 NUMERICS = ("auto", "exact", "fused", "post")
-_SEMAPHORES = 4096  # int32 per stream: a counter for each row range, or a flag for each warpgroup
-_STREAMS = 64
-ALL_TOKENS = (8, 16, 32, 64, 128, 256, 4096)  # one M of every bucket
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one M of one weight format launches."""
-
-    request: KernelRequest
-    workspace: tuple[int, ...]  # f32, shape
-    semaphores: tuple[int, ...]  # int32, shape
-    scalars: tuple[int, ...]  # trailing kernel arguments
 
 
 @lru_cache(maxsize=1024)
@@ -61,7 +48,7 @@ def plan(
     probe = Operand(group, symmetric, scale_dtype, dtype, "post")
     problem = WeightOnlyGemm(n, k8, probe.groups_per(128), probe.record_bytes)
     runs_on = device or target
-    flags = () if runs_on.arch == target.arch else ("ptx=compute_80",)
+    flags = ptx_flags(target, device)
 
     def request(program: ModuleType, schedule: Any, numerics: str) -> KernelRequest:
         Operand(group, symmetric, scale_dtype, dtype, numerics)  # raises where these do not go together
@@ -113,11 +100,9 @@ def kernel_requests(
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.
     """
     _check_numerics(numerics)
-    tokens = ALL_TOKENS if m is None else (m,) if isinstance(m, int) else tuple(m)
     facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, bias=bias)
     at = Target.parse(target)
-    plans = [plan(t, n, k, **facts, numerics=numerics, target=at) for t in tokens if t > 0]
-    return list(dict.fromkeys(p.request for p in plans))
+    return requests_of(plan(t, n, k, **facts, numerics=numerics, target=at) for t in tokens_of(m))
 
 
 def weight_requests(
@@ -125,10 +110,9 @@ def weight_requests(
 ) -> list[KernelRequest]:
     """The kernels that `gemm` will use for `w` and these M on the current GPU, to compile them up front."""
     _check_numerics(numerics)
-    target, device = _targets(w.target, w.device)
-    tokens = (m,) if isinstance(m, int) else tuple(m)
-    plans = [_plan_for(w, t, str(dtype)[6:], _has_bias(w, bias), numerics, target, device) for t in tokens if t > 0]
-    return list(dict.fromkeys(p.request for p in plans))
+    at = launching.targets(w.target, w.device)
+    has_bias = w.bias is not None if bias is None else bias
+    return requests_of(_plan_for(w, t, str(dtype)[6:], has_bias, numerics, *at) for t in tokens_of(m))
 
 
 def gemm(
@@ -179,19 +163,18 @@ def run(
 
     if not hasattr(w, "words"):
         raise ArgumentError("w", type(w).__name__, "must be a PackedWeight", "call w4a16.pack, or w.pack()")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError("x", "requires_grad=True", "gemm has no gradient", "call it under torch.no_grad()")
+    launching.check_no_grad(x, "gemm")
     shape = x.shape
     if not shape or shape[-1] != w.k:
         raise ArgumentError("x", list(shape), f"its last dimension must be K = {w.k}", "pass activations [..., K]")
     m = x.numel() // w.k
     if bias is not None:
-        _check_bias(bias, w.n, x)
+        launching.check_bias(bias, w.n, x.dtype, x.device)
     elif w.bias is not None:
-        bias = _own_bias(w, x)
-    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+        bias = launching.cast_once(w, "bias", x.dtype)
+    stream = launching.current_stream(x)
     facts = w.__dict__.get("_facts") or _facts(w)
-    if getattr(w.words, "_terrazzo", None) != (_version(w), facts):
+    if getattr(w.words, "_terrazzo", None) != (writes(w.words, w.params), facts):
         _adopt(w, facts)
     key = (facts, m, x.dtype, x.device, stream, numerics, bias is None)
     found = _launchers.get(key) or _prepare(key, x, w)
@@ -199,12 +182,12 @@ def run(
     if out is None:
         y = torch.empty((*shape[:-1], n), dtype=x.dtype, device=x.device)
     else:
-        _check_out(out, (*shape[:-1], n), x)
+        launching.check_out(out, (*shape[:-1], n), x.dtype, x.device)
         y = out
     if m == 0:
         return y
     if w.device != x.device:
-        raise _elsewhere(x, w)
+        raise launching.elsewhere(x, w.device)
     if w.perm is not None:
         x = x.index_select(-1, w.perm)
     if w.k % 8:
@@ -219,11 +202,6 @@ def run(
 
 
 _launchers: dict[tuple, tuple] = {}
-
-
-def _version(w: PackedWeight) -> int:
-    """Counts PyTorch's in-place writes to the weight; inference tensors keep no count."""
-    return -1 if w.words.is_inference() else w.words._version + w.params._version
 
 
 def _facts(w: PackedWeight) -> tuple:
@@ -242,83 +220,24 @@ def _adopt(w: PackedWeight, facts: tuple) -> None:
         raise LayoutMismatchError("w", w.layout, f"must have layout {_layout_identity()}", "pack it again")
     w.check_sizes()
     w.params.new_zeros(1)
-    w.words._terrazzo = (_version(w), facts)
-
-
-def _own_bias(w: PackedWeight, x: torch.Tensor) -> torch.Tensor:
-    """The weight's bias in x's dtype."""
-    if w.bias.dtype == x.dtype:
-        return w.bias
-    cast = w.__dict__.setdefault("_biases", {})
-    if x.dtype not in cast:
-        cast[x.dtype] = w.bias.to(x.dtype)
-    return cast[x.dtype]
-
-
-def _elsewhere(x: torch.Tensor, w: PackedWeight) -> ArgumentError:
-    constraint = f"must be on a CUDA device together with w, which is on {w.device}"
-    return ArgumentError("x", str(x.device), constraint, "move both there")
+    w.words._terrazzo = (writes(w.words, w.params), facts)
 
 
 def _prepare(key: tuple, x: torch.Tensor, w: PackedWeight) -> tuple:
     """Kernel, workspace, semaphores, trailing arguments and a stand-in for no bias, remembered under `key`."""
-    import torch
-    from terrazzo.lowering.kernels import get_kernel
-
     _, m, _, _, stream, numerics, no_bias = key
     _check_numerics(numerics)
     if not x.is_cuda or x.device != w.device:
-        raise _elsewhere(x, w)
+        raise launching.elsewhere(x, w.device)
     dtype = str(x.dtype)[6:]
     if dtype not in ("float16", "bfloat16"):
         raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
     if m == 0:
         return ()
-    target, device = _targets(w.target, x.device)
-    chosen = _plan_for(w, m, dtype, not no_bias, numerics, target, device)
-    capturing = torch.cuda.is_current_stream_capturing()
-    kernel = get_kernel(chosen.request)
-    if capturing and not kernel.warm:
-        raise CaptureError(
-            f"{chosen.request.name} for M = {m} was never launched, and a CUDA graph is being captured; call gemm once "
-            "with each M before the capture"
-        )
-    pool = _pool(x.device, capturing)
-    slot = pool.slots.setdefault(stream, len(pool.slots))
-    if slot >= _STREAMS:
-        raise ArgumentError("stream", stream, f"at most {_STREAMS} streams of a device", "reuse streams")
-    semaphores = pool.semaphores[slot, : prod(chosen.semaphores)].view(chosen.semaphores)
-    size = prod(chosen.workspace)
-    spaces = pool.workspaces.setdefault(stream, [])
-    if not spaces or spaces[-1].numel() < size:
-        spaces.append(torch.empty(size, dtype=torch.float32, device=x.device))  # captured graphs keep the smaller ones
-    workspace = spaces[-1][:size].view(chosen.workspace)
-    stand_in = torch.empty(1, dtype=x.dtype, device=x.device)
-    found = _launchers[key] = (kernel, workspace, semaphores, chosen.scalars, stand_in)
+    chosen = _plan_for(w, m, dtype, not no_bias, numerics, *launching.targets(w.target, x.device))
+    *launch, scalars = launching.ready(chosen, m, x.device, stream, "w4a16.gemm")
+    found = _launchers[key] = (*launch, scalars, x.new_empty(1))
     return found
-
-
-@dataclass
-class _Pool:
-    """Of one device, for each stream: semaphores, zero between launches, and f32 workspaces."""
-
-    semaphores: torch.Tensor
-    slots: dict[int, int]
-    workspaces: dict[int, list[torch.Tensor]]
-
-
-_pools: dict[torch.device, _Pool] = {}
-
-
-def _pool(device: torch.device, capturing: bool) -> _Pool:
-    import torch
-
-    if device not in _pools:
-        if capturing:
-            raise CaptureError("the first call of w4a16.gemm on a device cannot be captured; call it once before")
-        _pools[device] = _Pool(torch.zeros(_STREAMS, _SEMAPHORES, dtype=torch.int32, device=device), {}, {})
-        torch.cuda.synchronize(device)  # other streams may use their slots at once
-    return _pools[device]
 
 
 def _plan_for(w: PackedWeight, m: int, dtype: str, bias: bool, numerics: str, target: Target, device: Target) -> Plan:
@@ -328,54 +247,9 @@ def _plan_for(w: PackedWeight, m: int, dtype: str, bias: bool, numerics: str, ta
     )  # fmt: skip
 
 
-@cache
-def _detect(index: int) -> Target:
-    return Target.detect(index)
-
-
-def _targets(packed_for: str | None, device: torch.device) -> tuple[Target, Target]:
-    """The target whose program runs, and the GPU that runs it: the same, or sm_80 code on a newer GPU."""
-    import torch
-
-    if device.type != "cuda":
-        raise ArgumentError("w", str(device), "must be on a CUDA device", "move it with w.to('cuda')")
-    here = _detect(torch.cuda.current_device() if device.index is None else device.index)
-    if packed_for is None or packed_for == here.arch:
-        return here, here
-    if packed_for == "sm_80":
-        return Target.parse("sm_80"), here
-    raise TargetError(
-        "w", packed_for, f"was packed for another GPU than {here.name} ({here.arch})", "pack it for this target"
-    )
-
-
-def _has_bias(w: PackedWeight, bias: bool | None) -> bool:
-    return w.bias is not None if bias is None else bias
-
-
 def _check_numerics(numerics: str) -> None:
     if numerics not in NUMERICS:
         raise ArgumentError("numerics", numerics, f"must be one of {NUMERICS}", "leave it 'auto'")
-
-
-def _check_out(out: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor) -> None:
-    if tuple(out.shape) != shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
-        raise ArgumentError(
-            "out",
-            f"{out.dtype} {list(out.shape)} strides {list(out.stride())} on {out.device}",
-            f"must be contiguous {x.dtype} {list(shape)} on {x.device}",
-            "allocate it with torch.empty of that shape",
-        )
-
-
-def _check_bias(bias: torch.Tensor, n: int, x: torch.Tensor) -> None:
-    if tuple(bias.shape) != (n,) or bias.dtype != x.dtype or bias.device != x.device or not bias.is_contiguous():
-        raise ArgumentError(
-            "bias",
-            f"{bias.dtype} {list(bias.shape)} on {bias.device}",
-            f"must be contiguous {x.dtype} [{n}] on {x.device}",
-            "cast and move it",
-        )
 
 
 @cache

@@ -1,0 +1,184 @@
+"""What every operator does between its plan and the launch: workspaces, semaphores, targets, checks of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.lowering.errors import ArgumentError, CaptureError, TargetError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+
+if TYPE_CHECKING:
+    import torch
+
+SEMAPHORES = 4096
+"""int32 for each stream: a counter for each row range, or a flag for each warpgroup."""
+STREAMS = 64
+ALL_TOKENS = (8, 16, 32, 64, 128, 256, 4096)
+"""One M of every bucket."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one M of one weight format launches."""
+
+    request: KernelRequest
+    workspace: tuple[int, ...]  # of 4-byte elements, shape
+    semaphores: tuple[int, ...]  # int32, shape
+    scalars: tuple[int, ...]  # trailing kernel arguments
+
+
+def requests_of(plans: Iterable[Plan]) -> list[KernelRequest]:
+    """The distinct kernels of some plans, in order."""
+    return list(dict.fromkeys(plan.request for plan in plans))
+
+
+def tokens_of(m: int | Iterable[int] | None) -> tuple[int, ...]:
+    """The numbers of tokens that a request names: one, several, or (None) one of every bucket; 0 needs no kernel."""
+    tokens = ALL_TOKENS if m is None else (m,) if isinstance(m, int) else tuple(m)
+    return tuple(t for t in tokens if t > 0)
+
+
+@dataclass
+class _Pool:
+    """Of one device, for each stream: semaphores, zero between launches, and workspaces."""
+
+    semaphores: torch.Tensor
+    slots: dict[int, int]
+    workspaces: dict[int, list[torch.Tensor]]
+
+
+_pools: dict[torch.device, _Pool] = {}
+
+
+def ready(plan: Plan, m: int, device: torch.device, stream: int, operator: str, dtype: str = "float32") -> tuple:
+    """(kernel, workspace of `dtype`, semaphores, scalars) for launches of a plan on a stream.
+
+    Raises:
+        CaptureError: a CUDA graph is being captured, and the kernel was never launched or the device never used.
+        ArgumentError: more streams than STREAMS. ToolchainError, CompileError: see `get_kernel`.
+    """
+    import torch
+
+    kernel, pool = warm_kernel(plan.request, m, operator), _pool(device, operator)
+    slot = pool.slots.setdefault(stream, len(pool.slots))
+    if slot >= STREAMS:
+        raise ArgumentError("stream", stream, f"at most {STREAMS} streams of a device", "reuse streams")
+    semaphores = pool.semaphores[slot, : prod(plan.semaphores)].view(plan.semaphores)
+    size = prod(plan.workspace)
+    spaces = pool.workspaces.setdefault(stream, [])
+    if not spaces or spaces[-1].numel() < size:
+        spaces.append(torch.empty(size, dtype=torch.float32, device=device))  # captured graphs keep the smaller ones
+    workspace = spaces[-1][:size].view(getattr(torch, dtype)).view(plan.workspace)
+    return kernel, workspace, semaphores, plan.scalars
+
+
+def warm_kernel(request: KernelRequest, m: int, operator: str) -> Any:
+    """The kernel of a request; a CaptureError where a CUDA graph is being captured and it was never launched."""
+    import torch
+    from terrazzo.lowering.kernels import get_kernel
+
+    kernel = get_kernel(request)
+    if torch.cuda.is_current_stream_capturing() and not kernel.warm:
+        raise CaptureError(
+            f"{request.name} for M = {m} was never launched, and a CUDA graph is being captured; call {operator} once "
+            "with each M before the capture"
+        )
+    return kernel
+
+
+def _pool(device: torch.device, operator: str) -> _Pool:
+    import torch
+
+    if device not in _pools:
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(f"the first call of {operator} on a device cannot be captured; call it once before")
+        _pools[device] = _Pool(torch.zeros(STREAMS, SEMAPHORES, dtype=torch.int32, device=device), {}, {})
+        torch.cuda.synchronize(device)  # other streams may use their slots at once
+    return _pools[device]
+
+
+@cache
+def _detect(index: int) -> Target:
+    return Target.detect(index)
+
+
+def targets(packed_for: str | None, device: torch.device, argument: str = "w") -> tuple[Target, Target]:
+    """The target whose program runs, and the GPU that runs it: the same, or sm_80 code on a newer GPU."""
+    import torch
+
+    if device.type != "cuda":
+        raise ArgumentError(argument, str(device), "must be on a CUDA device", f"move it with {argument}.to('cuda')")
+    here = _detect(torch.cuda.current_device() if device.index is None else device.index)
+    if packed_for is None or packed_for == here.arch:
+        return here, here
+    if packed_for == "sm_80":
+        return Target.parse("sm_80"), here
+    raise TargetError(
+        argument, packed_for, f"was packed for another GPU than {here.name} ({here.arch})", "pack it for this target"
+    )
+
+
+def ptx_flags(target: Target, device: Target | None) -> tuple[str, ...]:
+    """nvcc flags: code for an older target than the GPU that runs it comes from its PTX."""
+    return () if (device or target).arch == target.arch else ("ptx=compute_80",)
+
+
+def current_stream(x: torch.Tensor) -> int:
+    import torch
+
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+
+
+def writes(*tensors: torch.Tensor) -> int:
+    """Counts PyTorch's in-place writes to some tensors; inference tensors keep no count."""
+    return -1 if tensors[0].is_inference() else sum(t._version for t in tensors)
+
+
+def elsewhere(x: torch.Tensor, device: torch.device) -> ArgumentError:
+    constraint = f"must be on a CUDA device together with w, which is on {device}"
+    return ArgumentError("x", str(x.device), constraint, "move both there")
+
+
+def check_no_grad(x: torch.Tensor, operator: str) -> None:
+    import torch
+
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError("x", "requires_grad=True", f"{operator} has no gradient", "call it under torch.no_grad()")
+
+
+def check_out(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    if tuple(out.shape) != shape or out.dtype != dtype or out.device != device or not out.is_contiguous():
+        raise ArgumentError(
+            "out",
+            f"{out.dtype} {list(out.shape)} strides {list(out.stride())} on {out.device}",
+            f"must be contiguous {dtype} {list(shape)} on {device}",
+            "allocate it with torch.empty of that shape",
+        )
+
+
+def check_bias(bias: torch.Tensor, n: int, dtype: torch.dtype | None, device: torch.device) -> None:
+    """`dtype` None accepts any float."""
+    fits = bias.dtype == dtype if dtype is not None else bias.dtype.is_floating_point
+    if tuple(bias.shape) != (n,) or not fits or bias.device != device or not bias.is_contiguous():
+        raise ArgumentError(
+            "bias",
+            f"{bias.dtype} {list(bias.shape)} on {bias.device}",
+            f"must be contiguous {dtype or 'float'} [{n}] on {device}",
+            "cast and move it",
+        )
+
+
+def cast_once(owner: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """The owner's tensor `name` in another dtype, kept with the owner."""
+    tensor = getattr(owner, name)
+    if tensor.dtype == dtype:
+        return tensor
+    cast = owner.__dict__.setdefault("_casts", {})
+    if (name, dtype) not in cast:
+        cast[name, dtype] = tensor.to(dtype)
+    return cast[name, dtype]
