@@ -1,7 +1,4 @@
-"""Schedules of the W4A8 programs: small batches on mma.sync, stream-K on wgmma; and what bounds a problem.
-
-The partition of stream-K tiles over the SMs is `schedules.stream_k.partition`, which asks a schedule only for its tile.
-"""
+"""Schedules of the W4A8 programs: small batches on mma.sync, stream-K on wgmma; and what bounds a problem."""
 
 from __future__ import annotations
 
@@ -12,10 +9,11 @@ from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import small_batch
+from terrazzo.schedules.partition import Partition, share_tiles
 from terrazzo.schedules.problem import WeightOnlyGemm
 from terrazzo.schedules.roofline import Roofline, weight_only_gemm
-from terrazzo.schedules.stream_k import BLOCK_TOKENS
 
+BLOCK_TOKENS = (16, 32, 64, 128, 256)
 TOKENS_PER_TILE = small_batch.TOKENS_PER_TILE
 MAX_TOKENS = 32
 """Of the small-batch program; `serves` says where it is also the faster one."""
@@ -119,6 +117,13 @@ def choose(problem: IntegerGemm, target: Target, m: int) -> StreamK:
     else:
         shape = (2, 1)
     return fitted(StreamK(tokens, *shape, stages=2), problem, target)
+
+
+def partition(schedule: StreamK, problem: IntegerGemm, target: Target, m: int) -> Partition:
+    """Tiles of the schedule over the SMs of the target."""
+    tiles = -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.tile_blocks)
+    part = share_tiles(tiles, problem.units, target.sms // schedule.cluster)
+    return Partition(part.grid * schedule.cluster, part.shared)
 
 
 def candidates(problem: IntegerGemm, target: Target, m: int) -> Iterator[StreamK]:

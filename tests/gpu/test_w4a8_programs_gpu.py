@@ -18,7 +18,6 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops.w4a8 import small_batch as small_batch_program
 from terrazzo.ops.w4a8 import stream_k as stream_k_program
 from terrazzo.schedules import w4a8
-from terrazzo.schedules.stream_k import partition
 
 DEVICE = "cuda"
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -117,7 +116,7 @@ def buffers(case: Case, m: int, grid: tuple[int, int] | None) -> tuple[torch.Ten
         shape, sem, scalars = (s.kc, s.token_tiles * 8, -(-case.weight.n // 64) * 64), (s.nc,), ()
     else:
         if grid is None:
-            part = partition(s, problem(case), Target.detect(), m)
+            part = w4a8.partition(s, problem(case), Target.detect(), m)
             grid = (part.grid, part.shared)
         shape, sem, scalars = (grid[0], s.cta_blocks, s.block_tokens // 8, 128, 4), (grid[0], s.warpgroups), (grid[1],)
     workspace = torch.full(shape, 0x5A5A5A5A, dtype=torch.int32, device=DEVICE)

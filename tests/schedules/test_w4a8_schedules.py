@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import w4a8
-from terrazzo.schedules.stream_k import partition
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a")
 problems = st.builds(
@@ -40,7 +39,7 @@ def test_stream_k_schedules_are_legal(problem, m):
     for s in (chosen, *w4a8.candidates(problem, target, m)):
         assert s.legal() and s.stages >= 2
         assert s.smem_bytes(problem) <= target.smem_per_block
-        part = partition(s, problem, target, m)
+        part = w4a8.partition(s, problem, target, m)
         tiles = -(-m // s.block_tokens) * -(-problem.row_blocks // s.tile_blocks)
         assert 1 <= part.grid <= target.sms and 0 <= part.shared <= tiles
 

@@ -1,0 +1,28 @@
+"""Work partition of persistent programs: whole tiles in waves, the rest shared along k (stream-K)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Partition:
+    """`grid` CTAs; the first `shared` tiles are cut along k into equal shares, the others are whole tiles."""
+
+    grid: int
+    shared: int
+
+
+def share_tiles(tiles: int, units: int, slots: int) -> Partition:
+    """`tiles` of `units` k units each over `slots` SMs (or clusters, which then count as CTAs).
+
+    Shares only where whole waves would leave more than a few percent of the slots idle.
+    """
+    rest = tiles % slots
+    if rest == 0 or -(-tiles // slots) * slots < 1.06 * tiles:
+        return Partition(min(tiles, slots), 0)
+    if tiles < slots:
+        share = -(-tiles * units // slots)  # k units of the busiest slot: no more slots than that needs
+        return Partition(-(-tiles * units // share), tiles)
+    # a few tiles over many slots would be cut too thin: share one full wave with them
+    return Partition(slots, rest if rest > slots // 2 else rest + slots)
