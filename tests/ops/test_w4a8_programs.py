@@ -12,6 +12,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import find_cuda_tool, find_nvcc
 from terrazzo.ops.w4a8 import small_batch, stream_k
+from terrazzo.schedules import w4a8
 
 FACTS = {"n": 448, "k": 640, "group": 64, "out_dtype": "float16", "dequantization": "xor", "bias": False}
 WIDE = {"warpgroups": 4, "row_blocks": 1, "stages": 4}
@@ -65,6 +66,11 @@ def test_machine_code(tools, name):
     program, target, changes, instruction, groups = CASES[name]
     report = KernelReport.read(compile_request(request(program, target, changes)) / "report.json")
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    facts = FACTS | changes
+    form = w4a8.StreamK if program is stream_k else w4a8.SmallBatch
+    schedule = form(**{key: value for key, value in changes.items() if key not in FACTS})
+    of = w4a8.IntegerGemm.of(facts["n"], facts["k"], facts["group"], 4 if facts["out_dtype"] == "int32" else 2)
+    assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(of)
     if not report.instructions:
         pytest.skip(report.note)
     assert [opcode for opcode in report.tensor_instructions if re.match(instruction, opcode)]
