@@ -66,7 +66,9 @@ def check_layout(stored: str, identity: str, argument: str) -> None:
         )
 
 
-def check_tensor(weight: Any, name: str, shape: tuple[int, ...], dtype: str) -> None:
+def check_tensor(
+    weight: Any, name: str, shape: tuple[int, ...], dtype: str, remedy: str = "pack the weight again"
+) -> None:
     """Raise ArgumentError unless the weight's tensor `name` is contiguous and of this shape and dtype."""
     tensor = getattr(weight, name)
     if tuple(tensor.shape) != shape or dtype_name(tensor) != dtype or not tensor.is_contiguous():
@@ -74,7 +76,7 @@ def check_tensor(weight: Any, name: str, shape: tuple[int, ...], dtype: str) -> 
             name,
             f"{dtype_name(tensor)} {list(tensor.shape)}",
             f"must be contiguous {dtype} {list(shape)} for {weight!r}",
-            "pack the weight again",
+            remedy,
         )
 
 

@@ -1,0 +1,212 @@
+"""Quantized activations, and the call that makes them: one kernel for smoothing, RMSNorm, codes and row sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import launching, weights
+from terrazzo.ops.w4a8 import quantize_rows as program
+from terrazzo.ops.w4a8.reference import activation_gain
+from terrazzo.schedules import quantize_rows
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float16", "bfloat16")
+ALIGNMENT = 16
+"""Columns that rows of q are padded to: rows of 16 bytes."""
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedActivations:
+    """Activations x ~= q * scales (times the smooth vector that they were divided by), per token, symmetric.
+
+    Attributes:
+        q: int8 [M, K16], -127..127; K16 = K rounded up to 16, columns from K on are 0.
+        scales: float32 [M].
+        row_sums: int32 [M], sum of q over a row; 128 times it is what an unsigned weight adds to a product.
+        shape: of the activations, [..., K]; M is the product of the leading dimensions.
+    """
+
+    q: torch.Tensor
+    scales: torch.Tensor
+    row_sums: torch.Tensor
+    shape: tuple[int, ...]
+
+    @property
+    def k(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    def dequantize(self) -> torch.Tensor:
+        """float32 [..., K]: q * scales."""
+        return (self.q[:, : self.k].float() * self.scales[:, None]).view(self.shape)
+
+    def check(self) -> None:
+        """Raise ArgumentError unless the tensors have the shapes and dtypes of the attributes' description."""
+        m, k = prod(self.shape[:-1]), padded(self.k)
+        for name, shape, dtype in (("q", (m, k), "int8"), ("scales", (m,), "float32"), ("row_sums", (m,), "int32")):
+            weights.check_tensor(self, name, shape, dtype, "quantize them with quantize_activations")
+
+    def __repr__(self) -> str:
+        return f"QuantizedActivations({list(self.shape)})"
+
+
+def padded(k: int) -> int:
+    """K16: columns of q for K input channels."""
+    return -(-k // ALIGNMENT) * ALIGNMENT
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    m: int, k: int, *, dtype: str, gain: bool, norm: bool, target: Target, device: Target | None = None
+) -> KernelRequest:
+    """The kernel that quantizes m >= 1 rows of k values. `device` is the GPU where that is newer than `target`."""
+    k = k if k % program.VECTOR == 0 else padded(k)
+    params = dict(k=k, dtype=dtype, gain=gain, norm=norm) | quantize_rows.choose(k, device or target, m).params()
+    flags = launching.ptx_flags(target, device)
+    entry = f"{program.__name__}:build"
+    return KernelRequest("w4a8.quantize_rows", entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
+
+
+def quantize_activations(
+    x: torch.Tensor,
+    *,
+    smooth: torch.Tensor | None = None,
+    rms_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    out: QuantizedActivations | None = None,
+    target: Target | str | None = None,
+) -> QuantizedActivations:
+    """Quantize activations to int8 with a scale for each token, on the current stream, in one kernel.
+
+    With `rms_weight`, RMSNorm stands in front: x / sqrt(mean(x^2) + eps) * rms_weight, without rounding in between.
+    `reference.quantize_activations` defines the codes to the bit, and without `rms_weight` the scales too.
+
+    Args:
+        x: float16 or bfloat16 [..., K] on a CUDA device, K up to 65536; leading dimensions may be strided (then they
+            are copied).
+        smooth: float [K]; x is multiplied with its float32 reciprocal. Pass the weight's own, `w.smooth`.
+        rms_weight: float [K].
+        out: written and returned instead of new tensors.
+        target: "sm_80" runs the program of that target on a newer GPU.
+
+    Raises:
+        ArgumentError: an operand that does not fit. CaptureError: a kernel that was never launched is met during CUDA
+            graph capture. ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
+    """
+    import torch
+
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # traced, fake or another subclass: dispatch
+        from terrazzo.ops.w4a8 import torch_op
+
+        found = torch_op.quantize(x, smooth, rms_weight, eps, target)
+        return found if out is None else _copy_into(out, found)
+    return run(x, smooth, rms_weight, eps, out, None if target is None else Target.parse(target).arch)
+
+
+def run(
+    x: torch.Tensor,
+    smooth: torch.Tensor | None,
+    rms_weight: torch.Tensor | None,
+    eps: float,
+    out: QuantizedActivations | None,
+    target: str | None,
+) -> QuantizedActivations:
+    """The eager path of `quantize_activations`."""
+    import torch
+
+    launching.check_no_grad(x, "quantize_activations")
+    shape = tuple(x.shape)
+    if not shape or not shape[-1]:
+        raise ArgumentError("x", list(shape), "must be [..., K] with K >= 1", "pass activations")
+    k, m = shape[-1], x.numel() // shape[-1]
+    key = (m, k, x.dtype, x.device, smooth is None, rms_weight is None, target)
+    found = _kernels.get(key)
+    gain = _gain(smooth, rms_weight, k, x.device)
+    if out is None:
+        q = torch.empty((m, padded(k)), dtype=torch.int8, device=x.device)
+        scales, sums = (torch.empty(m, dtype=d, device=x.device) for d in (torch.float32, torch.int32))
+        out = QuantizedActivations(q, scales, sums, shape)
+    elif out.shape != shape or out.device != x.device:
+        seen = f"{list(out.shape)} on {out.device}"
+        raise ArgumentError(
+            "out", seen, f"must be {list(shape)} on {x.device}", "make it for activations of this shape"
+        )
+    else:
+        out.check()
+    found = found or _prepare(key, x)
+    if m == 0:
+        return out
+    if k % program.VECTOR:
+        x = torch.nn.functional.pad(x, (0, padded(k) - k))
+    x = x.reshape(m, -1)
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    kernel, stand_in = found
+    kernel(x, stand_in if gain is None else gain, out.q, out.scales, out.row_sums, eps)
+    return out
+
+
+_kernels: dict[tuple, tuple] = {}
+
+
+def _prepare(key: tuple, x: torch.Tensor) -> tuple:
+    """Kernel and a stand-in for no gain, remembered under `key`."""
+    import torch
+
+    m, k, _, _, no_smooth, no_norm, target = key
+    if not x.is_cuda:
+        raise ArgumentError("x", str(x.device), "must be on a CUDA device", "move it, or use the torch reference")
+    dtype = weights.dtype_name(x)
+    if dtype not in DTYPES:
+        raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
+    if m == 0:
+        return (None, None)
+    at, device = launching.targets(target, x.device, "x")
+    request = plan(m, k, dtype=dtype, gain=not (no_smooth and no_norm), norm=not no_norm, target=at, device=device)
+    kernel = launching.warm_kernel(request, m, "w4a8.quantize_activations")
+    found = _kernels[key] = (kernel, torch.empty(1, dtype=torch.float32, device=x.device))
+    return found
+
+
+def _gain(smooth, rms_weight, k: int, device: torch.device) -> torch.Tensor | None:
+    """float32 [K], padded to rows of the kernel, kept with the vector that it was made of until one of them changes."""
+    import torch
+
+    given = []
+    for name, vector in (("rms_weight", rms_weight), ("smooth", smooth)):
+        if vector is None:
+            continue
+        if tuple(vector.shape) != (k,) or not vector.dtype.is_floating_point or vector.device != device:
+            seen = f"{weights.dtype_name(vector)} {list(vector.shape)} on {vector.device}"
+            raise ArgumentError(
+                name, seen, f"must be a float vector [{k}] on {device}", "pass a value for each channel"
+            )
+        given.append(vector)
+    if not given:
+        return None
+    owner, state = given[0], tuple((id(t), launching.writes(t)) for t in given)
+    kept = getattr(owner, "_terrazzo_gain", None)
+    if kept is not None and kept[0] == state:
+        return kept[2]
+    with torch.no_grad():
+        gain = activation_gain(smooth, rms_weight).detach()
+        gain = torch.nn.functional.pad(gain, (0, padded(k) - k if k % program.VECTOR else 0)).contiguous()
+    owner._terrazzo_gain = (state, given[1:], gain)  # held, so that their ids are not used again
+    return gain
+
+
+def _copy_into(out: QuantizedActivations, found: QuantizedActivations) -> QuantizedActivations:
+    for name in ("q", "scales", "row_sums"):
+        getattr(out, name).copy_(getattr(found, name))
+    return out

@@ -1,0 +1,317 @@
+"""y = x w^T in int8: validation, choice of kernel and schedule, workspace, launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import launching
+from terrazzo.ops.launching import Plan
+from terrazzo.ops.w4a8 import activations, problem
+from terrazzo.ops.w4a8 import small_batch as small_batch_program
+from terrazzo.ops.w4a8 import stream_k as stream_k_program
+from terrazzo.ops.w4a8.activations import QuantizedActivations
+from terrazzo.ops.w4a8.format import PackedWeight, unit_layout
+from terrazzo.ops.w4a8.reference import DEQUANTIZATIONS, OUT_DTYPES
+from terrazzo.schedules import w4a8 as schedules
+
+if TYPE_CHECKING:
+    import torch
+
+PIPELINES = ("auto", "small_batch", "imfp")
+LARGEST_UNSIGNED_K = 66311
+"""Longest row whose sums of u8 x s8 products stay in int32: 255 * 127 * K < 2^31."""
+_AUTO = "xor"
+_SMALL = (8, 16, schedules.MAX_TOKENS)  # buckets of the small-batch program; more tokens take several launches
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    group_size: int,
+    out_dtype: str,
+    dequantization: str,
+    bias: bool,
+    pipeline: str,
+    target: Target,
+    device: Target | None = None,
+) -> Plan:
+    """Kernel and launch sizes for M = m >= 1. `device` is the GPU that runs it where that is newer than `target`."""
+    _check_choices(k, out_dtype, dequantization, pipeline)
+    dequantization = _AUTO if dequantization == "auto" else dequantization
+    k16, raw = activations.padded(k), out_dtype == "int32"
+    common = dict(
+        n=n, k=k16, group=group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias and not raw
+    )
+    problem.Gemm(**common)
+    gemm = schedules.IntegerGemm.of(n, k16, group_size, 4 if raw else 2)
+
+    def request(program: ModuleType, schedule: Any) -> KernelRequest:
+        name = f"w4a8.{program.__name__.rpartition('.')[2]}"
+        params = common | schedule.params()
+        flags = launching.ptx_flags(target, device)
+        entry = f"{program.__name__}:build"
+        return KernelRequest(name, entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
+
+    wgmma = target.supports("wgmma.s8")
+    if pipeline == "imfp" and not wgmma:
+        raise ArgumentError("pipeline", pipeline, f"{target.arch} has no integer wgmma", "leave it 'auto'")
+    if pipeline == "small_batch" or not wgmma or (pipeline == "auto" and schedules.serves(gemm, target, m)):
+        s = schedules.choose_small_batch(gemm, target, next((t for t in _SMALL if m <= t), _SMALL[-1]))
+        workspace = (s.kc, s.token_tiles * schedules.TOKENS_PER_TILE, gemm.row_blocks * 64)
+        return Plan(request(small_batch_program, s), workspace, (s.nc,), ())
+    s = schedules.choose(gemm, target, m)
+    part = schedules.partition(s, gemm, device or target, m)
+    return Plan(
+        request(stream_k_program, s),
+        (part.grid, s.cta_blocks, s.block_tokens // 8, 128, 4),
+        (part.grid, s.warpgroups),
+        (part.shared,),
+    )
+
+
+def tokens_per_launch(chosen: Plan, m: int) -> int:
+    """Tokens that one launch takes: all, or as many as the small-batch program holds."""
+    tiles = dict(chosen.request.params).get("token_tiles")
+    return m if tiles is None else min(m, tiles * schedules.TOKENS_PER_TILE)
+
+
+def kernel_requests(
+    n: int,
+    k: int,
+    *,
+    group_size: int = 64,
+    m: int | Sequence[int] | None = None,
+    dtype: str = "float16",
+    out_dtype: str | None = None,
+    target: Target | str,
+    dequantization: str = "auto",
+    pipeline: str = "auto",
+    bias: bool = False,
+    smooth: bool = False,
+) -> list[KernelRequest]:
+    """The kernels that serve an [n, k] weight: for the given M, or for every M (None). Needs no GPU.
+
+    Args:
+        dtype: of the activations that are quantized, "float16" or "bfloat16"; None leaves their kernel out.
+        out_dtype: "float16", "bfloat16" or "int32"; None takes dtype.
+        dequantization, pipeline: see `gemm`.
+        bias, smooth: whether the weight has one.
+
+    Raises:
+        ArgumentError: a value that no kernel serves. TargetError: an unknown target.
+    """
+    if dtype not in (None, *activations.DTYPES):
+        raise ArgumentError("dtype", dtype, f"must be one of {activations.DTYPES}", "cast the activations")
+    at, tokens = Target.parse(target), launching.tokens_of(m)
+    facts = dict(group_size=group_size, dequantization=dequantization, pipeline=pipeline, bias=bias, target=at)
+    plans = [plan(t, n, k, **facts, out_dtype=out_dtype or dtype or "float16") for t in tokens]
+    before = [activations.plan(t, k, dtype=dtype, gain=smooth, norm=False, target=at) for t in tokens if dtype]
+    return list(dict.fromkeys([*launching.requests_of(plans), *before]))
+
+
+def weight_requests(
+    w: PackedWeight,
+    m: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    dequantization: str = "auto",
+    pipeline: str = "auto",
+    bias: bool | None = None,
+) -> list[KernelRequest]:
+    """The kernels that `gemm` will use for `w` and these M on the current GPU, to compile them up front.
+
+    Args:
+        dtype: of 16-bit activations; None for quantized ones. out_dtype: None takes dtype, or float16.
+    """
+    target, device = launching.targets(w.target, w.device)
+    out = str(out_dtype or dtype or "torch.float16").removeprefix("torch.")
+    has_bias = w.bias is not None if bias is None else bias
+    tokens = launching.tokens_of(m)
+    plans = [_plan_for(w, t, out, has_bias, dequantization, pipeline, target, device) for t in tokens]
+    before = []
+    if dtype is not None:
+        facts = dict(dtype=str(dtype)[6:], gain=w.smooth is not None, norm=False, target=target, device=device)
+        before = [activations.plan(t, w.k, **facts) for t in tokens]
+    return list(dict.fromkeys([*launching.requests_of(plans), *before]))
+
+
+def gemm(
+    x: torch.Tensor | QuantizedActivations,
+    w: PackedWeight,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    dequantization: str = "auto",
+    pipeline: str = "auto",
+) -> torch.Tensor:
+    """y[..., N] = x[..., K] w[N, K]^T + bias, on the current stream; the same bits in every run.
+
+    Args:
+        x: quantized activations, or float16 or bfloat16 [..., K] on w's GPU, which are divided by w.smooth and
+            quantized first, in one more kernel.
+        w: packed weight. Its own bias is added unless `bias` is given.
+        bias: float [N]; added in float32.
+        out: contiguous [..., N] of the output dtype, written and returned. M = 0 writes nothing.
+        out_dtype: torch.float16, torch.bfloat16, or torch.int32: the sums of products of bytes, without scales or bias,
+            bit-exact for every schedule and target. None takes x's dtype, or float16.
+        dequantization: "xor" makes signed bytes, "unsigned" leaves 128 in them and takes it off the sums by the row
+            sums of x (K up to 66311); "auto" is xor. Both give the same bits.
+        pipeline: "imfp" (one producer, consumers that dequantize and multiply; wgmma), "small_batch" (mma.sync, 32
+            tokens for each launch), "auto" by M, size and target.
+
+    Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on
+    different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time.
+
+    Raises:
+        ArgumentError: an operand that does not fit, named with the value seen and the remedy.
+        LayoutMismatchError: w was packed with another layout. TargetError: w was packed for another GPU.
+        CaptureError: a kernel that was never launched is met during CUDA graph capture.
+        ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
+    """
+    import torch
+
+    if not hasattr(w, "words"):
+        raise ArgumentError("w", type(w).__name__, "must be a PackedWeight", "call w4a8.pack, or w.pack()")
+    held = x.q if isinstance(x, QuantizedActivations) else x
+    if torch.compiler.is_compiling() or type(held) is not torch.Tensor:  # traced, fake or another subclass: dispatch
+        from terrazzo.ops.w4a8 import torch_op
+
+        y = torch_op.call(x, w, bias, out_dtype, dequantization, pipeline)
+        return y if out is None else out.copy_(y)
+    if held is x:
+        _check_inputs(x.shape, x, w)
+        x = activations.run(x, w.smooth, None, 0.0, None, w.target if w.target == "sm_80" else None)
+        out_dtype = out_dtype or held.dtype
+    return run(x, w, bias, out, out_dtype or torch.float16, dequantization, pipeline)
+
+
+def run(
+    x: QuantizedActivations,
+    w: PackedWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    dequantization: str,
+    pipeline: str,
+) -> torch.Tensor:
+    """The eager path of `gemm` on quantized activations."""
+    import torch
+
+    _check_inputs(x.shape, x.q, w)
+    m, n = x.q.shape[0], w.n
+    raw = out_dtype == torch.int32
+    if bias is not None:
+        launching.check_bias(bias, n, None, x.device)
+        if raw:
+            raise ArgumentError("bias", "given", "cannot be added to int32 sums", "ask for float16 or bfloat16")
+        bias = bias.float()
+    elif w.bias is not None and not raw:
+        bias = launching.cast_once(w, "bias", torch.float32)
+    facts = (n, w.k, w.group_size, w.target)
+    if getattr(w.words, "_terrazzo", None) != (launching.writes(w.words, w.channel_scales), facts):
+        _adopt(w, facts)
+    stream = launching.current_stream(x.q)
+    key = (facts, m, x.device, stream, out_dtype, dequantization, pipeline, bias is None)
+    found = _launchers.get(key) or _prepare(key, x, w)
+    shape = (*x.shape[:-1], n)
+    if out is None:
+        y = torch.empty(shape, dtype=out_dtype, device=x.device)
+    else:
+        launching.check_out(out, shape, out_dtype, x.device)
+        y = out
+    if m == 0:
+        return y
+    if w.device != x.device:
+        raise launching.elsewhere(x.q, w.device)
+    kernel, workspace, semaphores, scalars, step, no_bias = found
+    bias = no_bias if bias is None else bias
+    written = y if y.data_ptr() % 16 == 0 else torch.empty_like(y)
+    rows = written.view(m, n)
+    for lo in range(0, m, step):
+        part = slice(lo, lo + step)
+        q, scales, sums = (x.q, x.scales, x.row_sums) if step >= m else (x.q[part], x.scales[part], x.row_sums[part])
+        to = rows if step >= m else rows[part]
+        kernel(q, w.words, w.channel_scales, scales, sums, bias, workspace, semaphores, to, *scalars)
+    return y if written is y else y.copy_(written)
+
+
+_launchers: dict[tuple, tuple] = {}
+
+
+def _adopt(w: PackedWeight, facts: tuple) -> None:
+    """Check a weight that is new or was written to, and note so on its words, which outlive a PackedWeight around them.
+
+    Kernels fetch weights before the kernel ahead of them on the stream has ended (programmatic dependent launch), so
+    the last writer of the weight must not be that kernel: a tiny one is launched between.
+    """
+    w.check_layout(unit_layout(w.group_size).identity)
+    w.check_sizes()
+    w.channel_scales.new_zeros(1)
+    w.words._terrazzo = (launching.writes(w.words, w.channel_scales), facts)
+
+
+def _prepare(key: tuple, x: QuantizedActivations, w: PackedWeight) -> tuple:
+    """Kernel, workspace, semaphores, trailing arguments, tokens of a launch, a stand-in for no bias; kept."""
+    import torch
+
+    _, m, _, stream, out_dtype, dequantization, pipeline, no_bias = key
+    out = str(out_dtype).removeprefix("torch.")
+    _check_choices(w.k, out, dequantization, pipeline)
+    x.check()
+    if not x.q.is_cuda or x.device != w.device:
+        raise launching.elsewhere(x.q, w.device)
+    if m == 0:
+        return ()
+    target, device = launching.targets(w.target, x.device)
+    chosen = _plan_for(w, m, out, not no_bias, dequantization, pipeline, target, device)
+    launch = launching.ready(chosen, m, x.device, stream, "w4a8.gemm", "int32")
+    stand_in = torch.empty(1, dtype=torch.float32, device=x.device)
+    found = _launchers[key] = (*launch, tokens_per_launch(chosen, m), stand_in)
+    return found
+
+
+def _plan_for(
+    w: PackedWeight,
+    m: int,
+    out_dtype: str,
+    bias: bool,
+    dequantization: str,
+    pipeline: str,
+    target: Target,
+    device: Target,
+) -> Plan:
+    return plan(
+        m, w.n, w.k, group_size=w.group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias,
+        pipeline=pipeline, target=target, device=device,
+    )  # fmt: skip
+
+
+def _check_inputs(shape: Sequence[int], x: torch.Tensor, w: PackedWeight) -> None:
+    launching.check_no_grad(x, "gemm")
+    if not len(shape) or shape[-1] != w.k:
+        raise ArgumentError("x", list(shape), f"its last dimension must be K = {w.k}", "pass activations [..., K]")
+
+
+def _check_choices(k: int, out_dtype: str, dequantization: str, pipeline: str) -> None:
+    for name, value, known in (
+        ("out_dtype", out_dtype, OUT_DTYPES),
+        ("dequantization", dequantization, DEQUANTIZATIONS),
+        ("pipeline", pipeline, PIPELINES),
+    ):
+        if value not in known:
+            raise ArgumentError(name, value, f"must be one of {known}", f"leave {name} out")
+    if dequantization == "unsigned" and k > LARGEST_UNSIGNED_K:
+        raise ArgumentError(
+            "dequantization", dequantization, f"K = {k} > {LARGEST_UNSIGNED_K}: sums may leave int32", "use 'xor'"
+        )

@@ -1,0 +1,89 @@
+"""`torch.ops.terrazzo.w4a8_gemm`, `w4a8_quantize`: the operator as torch.compile, export and fake tensors see it."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from terrazzo.ops.w4a8.activations import QuantizedActivations, padded
+from terrazzo.ops.w4a8.format import PackedWeight
+
+
+def quantize(
+    x: torch.Tensor, smooth: torch.Tensor | None, rms_weight: torch.Tensor | None, eps: float, target: object
+) -> QuantizedActivations:
+    """`quantize_activations` as one opaque node of a graph."""
+    arch = "" if target is None else str(getattr(target, "arch", target))
+    q, scales, sums = torch.ops.terrazzo.w4a8_quantize(x, smooth, rms_weight, eps, arch)
+    return QuantizedActivations(q, scales, sums, tuple(x.shape))
+
+
+def call(
+    x: torch.Tensor | QuantizedActivations,
+    w: PackedWeight,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    dequantization: str,
+    pipeline: str,
+) -> torch.Tensor:
+    """`gemm` as one opaque node of a graph (two, if x must be quantized first); see `terrazzo.ops.w4a8.gemm`."""
+    if not isinstance(x, QuantizedActivations):
+        out_dtype = out_dtype or x.dtype
+        x = quantize(x, w.smooth, None, 0.0, "sm_80" if w.target == "sm_80" else None)
+    out_dtype = out_dtype or torch.float16
+    if bias is None and w.bias is not None and out_dtype != torch.int32:
+        bias = w.bias
+    y = torch.ops.terrazzo.w4a8_gemm(
+        x.q, x.scales, x.row_sums, w.words, w.channel_scales, bias, w.n, w.k, w.group_size, w.layout, w.target or "",
+        out_dtype, dequantization, pipeline,
+    )  # fmt: skip
+    return y.view(*x.shape[:-1], w.n)
+
+
+@torch.library.custom_op("terrazzo::w4a8_quantize", mutates_args=())
+def w4a8_quantize(
+    x: torch.Tensor, smooth: torch.Tensor | None, rms_weight: torch.Tensor | None, eps: float, target: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [M, K16], scales [M], row sums [M] of x [..., K]."""
+    from terrazzo.ops.w4a8.activations import run
+
+    made = run(x, smooth, rms_weight, eps, None, target or None)
+    return made.q, made.scales, made.row_sums
+
+
+@w4a8_quantize.register_fake
+def _(x, smooth, rms_weight, eps, target):
+    m = prod(x.shape[:-1])
+    make = lambda *shape, dtype: x.new_empty(shape, dtype=dtype)
+    return make(m, padded(x.shape[-1]), dtype=torch.int8), make(m, dtype=torch.float32), make(m, dtype=torch.int32)
+
+
+@torch.library.custom_op("terrazzo::w4a8_gemm", mutates_args=())
+def w4a8_gemm(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    row_sums: torch.Tensor,
+    words: torch.Tensor,
+    channel_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+    layout: str,
+    target: str,
+    out_dtype: torch.dtype,
+    dequantization: str,
+    pipeline: str,
+) -> torch.Tensor:
+    """y [M, n] from quantized activations [M, k] and the fields of a PackedWeight."""
+    from terrazzo.ops.w4a8.op import run
+
+    w = PackedWeight(words, channel_scales, n, k, group_size, layout, None, None, target or None)
+    x = QuantizedActivations(q, scales, row_sums, (q.shape[0], k))
+    return run(x, w, bias, None, out_dtype, dequantization, pipeline)
+
+
+@w4a8_gemm.register_fake
+def _(q, scales, row_sums, words, channel_scales, bias, n, k, group_size, layout, target, out_dtype, dequantization,
+      pipeline):  # fmt: skip
+    return q.new_empty((q.shape[0], n), dtype=out_dtype)
