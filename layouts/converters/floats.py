@@ -61,3 +61,24 @@ for _storage, (_bits, _mantissa, _bias) in SOURCES.items():
                 instructions=sum((sign != 0) + (rest != 0) + 3 for sign, rest in _plan),
             )
         )
+
+# Without the multiplication every value is 2^-8 of what it stands for, exactly: consumers fold the 2^8 into a scale.
+_E4M3 = _moves(8, 3, 10)
+register(
+    Converter(
+        "e4m3_f16_moved",
+        "e4m3",
+        "float16",
+        8,
+        16,
+        lambda w: [
+            _shift(w, sign) & np.uint32(0x80008000) | _shift(w, rest) & np.uint32(0x3F803F80) for sign, rest in _E4M3
+        ],
+        "\n".join(
+            f"out[{o}] = ({_shift_text(sign)} & 0x80008000u) | ({_shift_text(rest)} & 0x3f803f80u);"
+            for o, (sign, rest) in enumerate(_E4M3)
+        ),
+        instructions=7,
+        scale_exp2=(-8, -8),
+    )
+)

@@ -33,6 +33,7 @@ def _text(plan, magics=None) -> list[str]:
 
 
 F16_PLAN, F16_MAGIC = _plan(5), [arith.half(1024 >> 2 * i) for i in range(5)]
+SEPARABLE_PLAN = _plan(4)  # exponents 0, 2, 4, 6 twice: a part of the row (g, g + 8) plus a part of the k half
 BF16_PLAN, BF16_MAGIC = _plan(3), [arith.brain(128 >> 2 * i) for i in range(3)]
 
 register(
@@ -46,6 +47,19 @@ register(
         "\n".join(_text(F16_PLAN)),
         instructions=9,
         scale_exp2=tuple(at - 24 for _, at in F16_PLAN),
+    )
+)
+register(
+    Converter(
+        "u2_f16_separable",
+        "u2",
+        "float16",
+        2,
+        16,
+        lambda w: _biased(w, SEPARABLE_PLAN, [0] * 5),
+        "\n".join(_text(SEPARABLE_PLAN)),
+        instructions=9,
+        scale_exp2=tuple(at - 24 for _, at in SEPARABLE_PLAN),
     )
 )
 for _name, _operand, _plan_, _magics, _sub, _emulated in (

@@ -1,0 +1,329 @@
+"""Decode attention over a packed KV cache beside f16 attention in torch and in installed packages.
+
+    python -m benchmarks.attention                     every shape and format; writes results/attention_<gpu>.json
+    python -m benchmarks.attention --quick             three shapes, four formats, not written unless --out
+    python -m benchmarks.attention --formats int4/int4 --shapes 8x32/8x32k --schedules 16,2,3,1;4,2,3,4
+
+Outputs are compared with float64 over the dequantized cache, on a few kv heads, before their time counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from terrazzo.lowering.errors import TerrazzoError
+
+from benchmarks import report
+from benchmarks.attention_peers import PEERS
+
+DEVICE = "cuda"
+SHAPES = ("1x32/8x4k", "1x32/8x32k", "1x32/8x128k", "8x32/8x32k", "64x32/8x4k", "1x32/32x32k", "8x32/32x4k")
+FORMATS = (
+    "float16/float16", "int8/int8", "int4/int4", "int4_channel128/int4", "int2_channel128/int2", "fp8/fp8", "int8/int4",
+)  # fmt: skip
+QUICK_SHAPES = ("8x32/8x32k", "64x32/8x4k", "1x32/8x128k")
+QUICK_FORMATS = FORMATS[:4]
+CHECKED_HEADS = 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """batch x query heads / kv heads x tokens."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    tokens: int
+
+    @staticmethod
+    def parse(text: str) -> Shape:
+        found = re.fullmatch(r"(\d+)x(\d+)/(\d+)x(\d+)(k?)", text)
+        if not found:
+            raise argparse.ArgumentTypeError(f"{text!r}: write batch x heads / kv heads x tokens, as 8x32/8x32k")
+        b, h, k, n = map(int, found.groups()[:4])
+        return Shape(b, h, k, n * (1024 if found.group(5) else 1))
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.heads}/{self.kv_heads}x{self.tokens // 1024}k"
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", help="comma-separated, as 8x32/8x32k")
+    parser.add_argument("--formats", help="comma-separated, keys/values")
+    parser.add_argument("--q-len", default="1,4", help="comma-separated numbers of new tokens")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--pages", default="0,128", help="page sizes; 0 is contiguous")
+    parser.add_argument("--schedules", help="row_tiles is chosen; warps,tiles,stages,min_blocks separated by ;")
+    parser.add_argument("--splits", help="comma-separated numbers of splits to try")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--budget-ms", type=float, default=15.0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    o = parser.parse_args(argv)
+    o.shapes = [Shape.parse(s) for s in (o.shapes.split(",") if o.shapes else QUICK_SHAPES if o.quick else SHAPES)]
+    o.formats = [
+        tuple(f.split("/")) for f in (o.formats.split(",") if o.formats else QUICK_FORMATS if o.quick else FORMATS)
+    ]
+    o.q_len = [int(n) for n in o.q_len.split(",")]
+    o.pages = [int(n) for n in o.pages.split(",")]
+    o.schedules = [tuple(map(int, s.split(","))) for s in o.schedules.split(";")] if o.schedules else [None]
+    o.splits = [int(s) for s in o.splits.split(",")] if o.splits else [None]
+    return o
+
+
+def random_cache(k_format: str, v_format: str, shape: Shape, head_dim: int, page: int, seed: int = 0) -> Any:
+    """A packed cache of random codes with parameters like those of normal data, made in place."""
+    import torch
+    from terrazzo.ops.attention.cache import PackedCache, residual_layout
+    from terrazzo.ops.attention.layout import CacheLayout
+
+    layout = CacheLayout(k_format, v_format, head_dim)
+    rng = torch.Generator(DEVICE).manual_seed(seed)
+    per = shape.tokens // page if page else 1
+    count, tokens = shape.batch * per, page or shape.tokens
+    blocks = tokens // layout.block_tokens
+    words = torch.empty(count, shape.kv_heads, blocks, layout.block_words, dtype=torch.int32, device=DEVICE)
+    words.random_(-(1 << 31), 1 << 31, generator=rng)
+    body = words[..., layout.channel_words :].unflatten(-1, (-1, layout.tile_words))
+    for fmt, at, size in ((layout.k, 0, layout.k_words), (layout.v, layout.k_words, layout.v_words)):
+        if fmt.scaling == "none":
+            dtype = torch.float16 if fmt.storage == "f16" else torch.bfloat16
+            for page_words in body[..., at : at + size]:
+                values = torch.randn((*page_words.shape[:-1], 2 * size), generator=rng, device=DEVICE)
+                page_words.copy_(values.to(dtype).view(torch.int32))
+        elif fmt.storage == "e4m3":
+            body[..., at : at + size] &= 0x3F3F3F3F | -0x80000000 | 0x00808080
+
+    def limit(*size: int) -> torch.Tensor:
+        """Ends of value ranges of about -3..3."""
+        return torch.rand(size, generator=rng, device=DEVICE) / 2 + 2.5
+
+    token_wise = [f.levels for f in (layout.k, layout.v) if f.scaling == "token"]
+    for part in body[..., layout.param_offset :]:
+        for i, levels in enumerate(token_wise):
+            lanes = part.unflatten(-1, (8, len(token_wise), 2))[..., i, :]
+            made = torch.stack([limit(*lanes.shape) * (2 / levels), -limit(*lanes.shape)], -1)
+            lanes.copy_(made.half().view(torch.int32).squeeze(-1))
+    for part in words[..., : layout.channel_words] if layout.channel_words else ():
+        size = (*part.shape[:-1], layout.channel_words)
+        part.copy_(torch.cat([limit(*size) * (2 / layout.k.levels), -limit(*size)], -1).half().view(torch.int32))
+    static = [
+        torch.full((shape.kv_heads, head_dim), 0.03, device=DEVICE) if f.scaling == "static" else None
+        for f in (layout.k, layout.v)
+    ]
+    spare = residual_layout(layout)
+    return PackedCache(
+        layout, words.reshape(count, shape.kv_heads, -1),
+        torch.full((shape.batch,), shape.tokens, dtype=torch.int32, device=DEVICE), shape.tokens,
+        block_table=torch.randperm(count, generator=rng, device=DEVICE).int().reshape(-1, per) if page else None,
+        page_size=page,
+        residual=torch.zeros(shape.batch, shape.kv_heads, spare.words(layout.k.group), dtype=torch.int32, device=DEVICE)
+        if layout.k.group else None,
+        k_static=static[0], v_static=static[1],
+    )  # fmt: skip
+
+
+def wrong(q: Any, y: Any, cache: Any) -> str:
+    """What is wrong with the output, judged on a few heads of the first and the last sequence."""
+    from terrazzo.autotune import measure
+    from terrazzo.ops.attention import reference
+
+    group = q.shape[2] // cache.kv_heads
+    for b in {0, q.shape[0] - 1}:
+        for h in range(0, cache.kv_heads, -(-cache.kv_heads // CHECKED_HEADS)):
+            span = slice(h * group, (h + 1) * group)
+            k, v = cache.dequantize(b, h)
+            rows = q[b, :, span]
+            options = reference.Options()
+            out, _, weights = reference.attend(rows, k, v, options)
+            bound = reference.forward_error_bound(rows, cache, b, h, out, weights, options)
+            problem = measure.check_outputs(y[b, :, span], out, bound)
+            if problem:
+                return f"sequence {b}, kv head {h}: {problem}"
+    return ""
+
+
+def ours(
+    o: argparse.Namespace, shape: Shape, formats: tuple[str, str], page: int, copy_gb_s: float
+) -> list[dict[str, Any]]:
+    """Rows of one cache: every q_len, schedule and number of splits asked for."""
+    import torch
+    from terrazzo.autotune import measure
+    from terrazzo.ops.attention import op
+    from terrazzo.schedules import attention as schedules
+
+    cache = random_cache(*formats, shape, o.head_dim, page)
+    nbytes = 4 * cache.pages.numel()
+    target = op._detect()
+    copies = [cache] + [
+        type(cache)(**{**cache.__dict__, "pages": cache.pages.clone()})
+        for _ in range(measure.copies_beyond_l2(nbytes, target.l2_bytes) - 1)
+    ]
+    rows = []
+    for q_len in o.q_len:
+        q = torch.randn(shape.batch, q_len, shape.heads, o.head_dim, device=DEVICE).half()
+        for wanted in o.schedules:
+            problem = op.problem_of(
+                cache.layout, shape.batch, shape.kv_heads, q_len * shape.heads // shape.kv_heads, shape.tokens, page
+            )
+            chosen = schedules.choose(problem, target)
+            if wanted is not None:
+                chosen = schedules.Decode(chosen.row_tiles, *wanted)
+            for splits in o.splits:
+                number = splits or schedules.splits(problem, chosen, target)
+                row = {
+                    "op": "attention_decode", "k_format": formats[0], "v_format": formats[1], "batch": shape.batch,
+                    "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": o.head_dim, "q_len": q_len,
+                    "kv_len": shape.tokens, "page": page, "us": None, "spread": None, "bytes": nbytes,
+                    "schedule": f"{chosen.row_tiles},{chosen.warps},{chosen.tiles},{chosen.stages},{chosen.min_blocks}"
+                    f" splits {number}",
+                }  # fmt: skip
+                rows.append(row)
+                y = measure.poisoned(q.shape, q.dtype, DEVICE)
+                options = dict(splits=splits, schedule=chosen)
+                try:
+                    op.decode(q, cache, out=y, **options)
+                    row |= {"failure": why} if (why := wrong(q, y, cache)) else {}
+                    if not why:
+                        calls = [partial(op.decode, q, c, out=y, **options) for c in copies]
+                        timing = measure.time_calls(calls, o.budget_ms)
+                        row |= {"us": round(timing.us, 2), "spread": round(timing.spread, 4)}
+                        row["copy_share"] = round(nbytes / timing.us / 1e3 / copy_gb_s, 4)
+                except TerrazzoError as error:
+                    row["failure"] = " ".join(str(error).split())[:300]
+                show(row)
+    return rows
+
+
+def peers(o: argparse.Namespace, shape: Shape) -> dict[str, float]:
+    """name -> us of f16 attention with q_len 1 (key "name") and others ("name q4"), checked against float64."""
+    import torch
+    from terrazzo.autotune import measure
+
+    found: dict[str, float] = {}
+    size = (shape.batch, shape.kv_heads, shape.tokens, o.head_dim)
+    k, v = (torch.randn(size, device=DEVICE, dtype=torch.float16) for _ in "kv")
+    for q_len in o.q_len:
+        q = torch.randn(shape.batch, q_len, shape.heads, o.head_dim, device=DEVICE, dtype=torch.float16)
+        exact = None
+        for peer in PEERS:
+            if peer.missing():
+                continue
+            name = peer.name + (f" q{q_len}" if q_len > 1 else "")
+            try:
+                call = peer.load(q, k, v)
+                y = call()
+                if exact is None:
+                    exact = expected(q, k, v)
+                off = float((y.reshape(q.shape)[0, :, 0].double() - exact).abs().max())
+                if not off < 0.01 * float(exact.abs().max()) + 1e-3:
+                    raise ValueError(f"its output is off by {off:.3g}")
+                found[name] = round(measure.time_calls([call], o.budget_ms).us, 2)
+            except Exception as error:  # another package's error of any kind costs its column, not the run
+                print(f"peer {name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+    print(f"{shape!s:14} " + "  ".join(f"{n} {us}" for n, us in found.items()), flush=True)
+    return found
+
+
+def expected(q: Any, k: Any, v: Any) -> Any:
+    """float64 output of the first query head of the first sequence, [q_len, D]."""
+    from terrazzo.ops.attention import reference
+
+    return reference.attend(q[0, :, :1], k[0, 0], v[0, 0], reference.Options())[0][:, 0]
+
+
+def show(row: dict[str, Any]) -> None:
+    place = (
+        f"{row['batch']}x{row['q_heads']}/{row['kv_heads']}x{row['kv_len'] // 1024}k q{row['q_len']} page {row['page']}"
+    )
+    formats = f"{row['k_format']}/{row['v_format']}"
+    if row["us"] is None:
+        print(f"{place:28} {formats:24} FAILED {row['failure'][:200]}  [{row['schedule']}]", flush=True)
+        return
+    speed = f"{row['us']:9.2f} us +-{50 * row['spread']:4.1f}% {row['copy_share']:6.1%} of copy"
+    print(f"{place:28} {formats:24} {speed}  [{row['schedule']}]", flush=True)
+
+
+def compile_all(o: argparse.Namespace) -> None:
+    from terrazzo.lowering.parallel import compile_many
+    from terrazzo.ops.attention import op
+    from terrazzo.ops.attention.layout import CacheLayout
+    from terrazzo.schedules import attention as schedules
+
+    target, wanted = op._detect(), []
+    for shape in o.shapes:
+        for formats in o.formats:
+            layout = CacheLayout(*formats, o.head_dim)
+            for page in o.pages:
+                for q_len in o.q_len:
+                    rows = q_len * shape.heads // shape.kv_heads
+                    sizes = (layout, shape.batch, shape.kv_heads, rows, shape.tokens)
+                    for given in o.schedules:
+                        rows_of = schedules.row_tiles(op.problem_of(*sizes, page))
+                        schedule = schedules.Decode(rows_of, *given) if given else None
+                        facts = dict(page=page, residual=layout.k.group, softcap=False, sinks=False)
+                        wanted.append(
+                            op.plan(*sizes, dtype="float16", target=target, schedule=schedule, **facts).request
+                        )
+    start = time.perf_counter()
+    outcomes = compile_many(wanted)
+    failed = {str(e)[:300] for e in outcomes if isinstance(e, Exception)}
+    print(f"{len(set(wanted))} kernels in {time.perf_counter() - start:.0f} s", *failed, sep="\n", flush=True)
+
+
+def run(o: argparse.Namespace) -> int:
+    import torch
+    from terrazzo.autotune import gemm_bench, measure
+    from terrazzo.ops.attention import op
+
+    start = time.perf_counter()
+    compile_all(o)
+    result = gemm_bench.header(op._detect(), o.commit)
+    result["copy_gb_s"] = round(measure.copy_bandwidth(), 1)
+    result["peers_missing"] = {p.name: p.missing() for p in PEERS if p.missing()}
+    result["rows"] = []
+    print(f"copy {result['copy_gb_s']} GB/s", flush=True)
+    for shape in o.shapes:
+        rivals = {} if o.no_peers else peers(o, shape)
+        torch.cuda.empty_cache()
+        for formats in o.formats:
+            for page in o.pages:
+                made = ours(o, shape, formats, page, result["copy_gb_s"])
+                torch.cuda.empty_cache()
+                for row in made:
+                    suffix = f" q{row['q_len']}" if row["q_len"] > 1 else ""
+                    row["peers"] = {
+                        name.removesuffix(suffix): us for name, us in rivals.items()
+                        if name.endswith(suffix) and (suffix or " q" not in name)
+                    }  # fmt: skip
+                result["rows"] += made
+        result["seconds"] = round(time.perf_counter() - start, 1)
+        out = o.out or (None if o.quick else report.RESULTS / report.file_name("attention", result["gpu"]))
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(result, indent=1) + "\n")
+    failed = [row for row in result["rows"] if row.get("failure")]
+    print(f"{len(result['rows'])} rows, {len(failed)} failed, {result['seconds']:.0f} s")
+    return 1 if failed else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        return run(arguments(argv))
+    except TerrazzoError as error:
+        print(f"benchmarks.attention: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,482 @@
+"""Tile program of decode attention: split-KV over packed tiles, keys and values as register operands (specs.md I.6).
+
+S^T[16 tokens, 8 rows] = K Q^T and O^T[16 dims, 8 rows] += V^T P^T, mma.sync m16n8k16; a row is one (new token, query
+head) of a kv head. Every warp owns a private ring of stages, its tokens, and its (m, l, O^T): between the first copy
+and the last merge no warp waits for another one. A stage is refilled one iteration after its last read, behind the MMAs
+that consumed it (docs/tile-programs.md).
+
+Codes enter the tensor core unscaled. Token-wise scales multiply rows of S^T and of P^T, channel-wise ones multiply Q
+once for each group, static ones Q and O; zeros become a rank-one term. P^T is transposed in registers (movmatrix). The
+running maximum is lazy: sums are rescaled only when a score exceeds it by 2^4, so steady iterations shuffle nothing.
+
+The last split to finish combines all splits of its rows in a fixed order: results have the same bits in every run.
+"""
+
+from types import SimpleNamespace
+
+from terrazzo.layouts.converters import get_converter
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.attention.device import attention_prelude
+from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.tile_macros import LOWEST, each, make_tile_macros
+
+PASS_CONFIGS = (  # barriers and bounds are the program's own
+    ("tl.disable_safe_memory_legalize", True),
+    ("tl.disable_thread_storage_sync", True),
+    ("tl.disable_warp_specialized", True),
+)
+MAX_SPLITS = 128
+INTEGERS = (
+    *("length", "group", "rows", "h", "y", "here"),  # of the sequence and of the CTA's rows
+    *("packed", "start", "r0", "r1", "first", "count"),  # tokens and stages of the warp
+    *("page", "fill", "read", "parity"),  # of the ring
+)
+
+
+def stage_words(layout: CacheLayout, tiles: int) -> int:
+    """int32 words of one stage of a warp's ring."""
+    return layout.channel_words + tiles * layout.tile_words
+
+
+def shared_words(layout: CacheLayout, row_tiles: int, warps: int, tiles: int, stages: int) -> int:
+    """int32 words of shared memory: the rings, which the merge of the warps and the combine of the splits reuse."""
+    rows = 8 * row_tiles
+    merge = warps * rows * (layout.head_dim + 4 + 2)
+    return max(warps * stages * stage_words(layout, tiles), merge, MAX_SPLITS * rows + 4)
+
+
+def build(
+    target,
+    *,
+    k_format: str,
+    v_format: str,
+    head_dim: int,
+    dtype: str,
+    row_tiles: int,
+    warps: int,
+    tiles: int,
+    stages: int,
+    min_blocks: int,
+    page: int,
+    residual: int,
+    softcap: bool,
+    sinks: bool,
+):
+    """The prim_func `main` for up to 8 * row_tiles rows in a CTA.
+
+    Args:
+        dtype: of q and out. tiles: 16-token tiles in a stage of a warp. min_blocks: CTAs on an SM that registers allow.
+        page: tokens of a page, 0 for a contiguous cache (one page for each sequence).
+        residual: tokens of the f16 residual block, 0 for none.
+        softcap, sinks: whether the logits are capped, and whether each head has a sink.
+
+    Shapes: Q and O [B, q_len, Hq, D] in `dtype`; KV int32 [pages, Hkv, page words]; TABLE int32 [B, most pages] (one
+    element when contiguous); LEN int32 [B], tokens in all, the q_len new ones included; RES int32 [slots, Hkv, words]
+    and SLOT int32 [B]; SK, SV f32 [Hkv, D] for static formats (one element otherwise); SINK f32 [Hq]; OP f32
+    [B, Y, S, rows, D] and LP f32 [B, Y, S, rows], Y = Hkv * row groups; SEM int32 [B * Y], zero between launches; LSE
+    f32 [B, q_len, Hq], base 2. Scalars: softmax scale * log2(e), cap * log2(e), window in tokens (0: none).
+    """
+    import tilelang.language as T
+
+    layout = CacheLayout(k_format, v_format, head_dim)
+    D, nt, cols, slices = head_dim, row_tiles, 8 * row_tiles, head_dim // 16
+    group, mini = layout.k.group, 16 * tiles
+    if group and (group % mini or residual != group):
+        raise ArgumentError(
+            "tiles", tiles, f"16 * tiles must divide the group {group}, and residual be {group}", "change it"
+        )
+    if residual and layout.v.scaling == "static":
+        raise ArgumentError(
+            "v_format", v_format, "static values cannot join f16 residual tokens", "use token-wise values"
+        )
+    if page % max(mini, layout.block_tokens):
+        raise ArgumentError("page", page, f"must be a multiple of {max(mini, layout.block_tokens)}", "change tiles")
+    per_chunk = max(group // mini, 1)  # stages that a warp takes from one group
+    chunk = per_chunk * mini
+    head_words, tile_words, stage = layout.channel_words, layout.tile_words, stage_words(layout, tiles)
+    threads = warps * 32
+    total_words = shared_words(layout, nt, warps, tiles, stages)
+    bulk = target.supports("bulk_copy")
+    pitch = D + 4  # of a merge row: the lanes of a quad store to different banks
+    merge_warp = cols * (pitch + 2)
+    bf16 = "true" if dtype == "bfloat16" else "false"
+    converters = {layout.k.converter.name, layout.v.converter.name} | ({"f16_f16"} if residual else set())
+    source = attention_prelude(
+        "cp_async", "pack", "bulk", "semaphore", "warpgroup",
+        extra=tuple(get_converter(name).device_source for name in sorted(converters)),
+    )  # fmt: skip
+    tile = make_tile_macros(layout, nt, tiles, softcap)
+    spare = make_tile_macros(CacheLayout("float16", "float16", head_dim), nt, 1, softcap) if residual else None
+    k_static, v_static = layout.k.scaling == "static", layout.v.scaling == "static"
+    mixed = layout.k.operand != dtype
+
+    B, QL, HQ, HK = T.dynamic("b"), T.dynamic("q_len"), T.dynamic("hq"), T.dynamic("hk")
+    PAGES, PAGE_WORDS, TABLE_B, MOST = T.dynamic("pages"), T.dynamic("page_words"), T.dynamic("tb"), T.dynamic("most")
+    SLOTS, RES_H, RES_WORDS = T.dynamic("slots"), T.dynamic("rh"), T.dynamic("res_words")
+    SKH, SKD, SVH, SVD, SINKS = (T.dynamic(name) for name in ("skh", "skd", "svh", "svd", "n_sinks"))
+    Y, S = T.dynamic("y"), T.dynamic("s")
+
+    def token_of(w, i):
+        """First token of the warp's stage i."""
+        return w.first[0] + i // per_chunk * (warps * chunk) + i % per_chunk * mini
+
+    @T.macro
+    def fetch(KV, TABLE, ring, full, w, i, lane):
+        """Copies of the warp's stage i, into the slot behind the one that is read now."""
+        token = token_of(w, i)
+        inside = token % page if page else token
+        word = w.h[0] * PAGE_WORDS + inside // layout.block_tokens * layout.block_words
+        skip = T.if_then_else(i % per_chunk == 0, 0, head_words) if group else 0
+        at = word + (skip + i % per_chunk * (tiles * tile_words) if group else 0)
+        words = stage - skip
+        slot = (w.warp * stages + w.fill[0]) * stage + skip
+        if bulk:
+            if lane == 0:
+                bar = w.warp * stages + w.fill[0]
+                T.mbarrier_expect_tx(full[bar], words * 4)
+                T.call_extern(
+                    "handle",
+                    "tz_bulk",
+                    T.access_ptr(ring[slot], "w", stage),
+                    T.call_extern(
+                        "handle", "tz_page", T.access_ptr(KV[0, 0, 0], "r", 1), w.page[0], HK * PAGE_WORDS, at
+                    ),
+                    words * 4,
+                    T.access_ptr(full[bar], "rw", 1),
+                )
+                T.barrier_arrive(full[bar])
+        else:
+            for j in each(-(-stage // 128)):
+                if j * 128 + lane * 4 < words:
+                    T.call_extern(
+                        "handle",
+                        "tz_cp_async",
+                        T.access_ptr(ring[slot + j * 128 + lane * 4], "w", 4),
+                        T.call_extern(
+                            "handle",
+                            "tz_page",
+                            T.access_ptr(KV[0, 0, 0], "r", 1),
+                            w.page[0],
+                            HK * PAGE_WORDS,
+                            at + j * 128 + lane * 4,
+                        ),
+                        16,
+                    )
+        w.fill[0] = T.if_then_else(w.fill[0] == stages - 1, 0, w.fill[0] + 1)
+        if page:  # the page of the next stage, an iteration ahead of its use
+            w.page[0] = TABLE[w.b, token_of(w, T.min(i + 1, w.count[0] - 1)) // page]
+
+    @T.macro
+    def load_q(Q, SK, st, w, lane):
+        """B fragments of the rows, their limits, and the sums of Q that zeros multiply."""
+        for t in each(nt):
+            row = w.y[0] * cols + t * 8 + lane // 4
+            query = T.truncdiv(row, w.group[0])
+            head = w.h[0] * w.group[0] + T.truncmod(row, w.group[0])
+            for k in each(slices):
+                for half in each(2):
+                    at = (k * nt + t) * 2 + half
+                    st.q[at] = T.uint32(0)
+                    if row < w.rows[0]:
+                        st.q[at] = T.call_extern(
+                            "uint32",
+                            "tz_load32",
+                            T.access_ptr(Q[w.b, query, head, k * 16 + half * 8 + lane % 4 * 2], "r", 2),
+                        )
+                        if mixed or k_static or tile.k_shift != (0, 0):
+                            st.f[0] = T.call_extern("float32", f"tz_unpack<{bf16}, 0>", st.q[at])
+                            st.f[1] = T.call_extern("float32", f"tz_unpack<{bf16}, 1>", st.q[at])
+                            for e in each(2):
+                                st.f[e] = st.f[e] * T.float32(2.0 ** tile.k_shift[half])
+                                if k_static:
+                                    st.f[e] = st.f[e] * SK[w.h[0], k * 16 + half * 8 + lane % 4 * 2 + e]
+                            st.q[at] = T.call_extern("uint32", f"tz_pack2<{tile.kb}>", st.f[0], st.f[1])
+            for j in each(2):
+                row2 = w.y[0] * cols + t * 8 + lane % 4 * 2 + j
+                st.hi[t * 2 + j] = w.length[0] - w.q_len + 1 + T.min(T.truncdiv(row2, w.group[0]), w.q_len - 1)
+                st.lo[t * 2 + j] = T.if_then_else(w.window > 0, st.hi[t * 2 + j] - w.window, -(1 << 30))
+        tile.sum_q(st)
+
+    @T.macro
+    def spare_q(Q, st, w, lane):
+        """The same fragments for the f16 residual block, where the packed keys want other ones."""
+        for t in each(nt):
+            row = w.y[0] * cols + t * 8 + lane // 4
+            query = T.truncdiv(row, w.group[0])
+            head = w.h[0] * w.group[0] + T.truncmod(row, w.group[0])
+            for k in each(slices):
+                for half in each(2):
+                    at = (k * nt + t) * 2 + half
+                    st.qk[at] = T.uint32(0)
+                    if row < w.rows[0]:
+                        st.qk[at] = T.call_extern(
+                            "uint32",
+                            "tz_load32",
+                            T.access_ptr(Q[w.b, query, head, k * 16 + half * 8 + lane % 4 * 2], "r", 2),
+                        )
+                        if dtype == "bfloat16":
+                            st.f[0] = T.call_extern("float32", "tz_unpack<true, 0>", st.qk[at])
+                            st.f[1] = T.call_extern("float32", "tz_unpack<true, 1>", st.qk[at])
+                            st.qk[at] = T.call_extern("uint32", "tz_pack2<false>", st.f[0], st.f[1])
+
+    @T.macro
+    def stage_sums(ring, SV, st, w, lane):
+        """The warp's sums to shared memory, true scale, rows [row][dim] | m | l."""
+        for i in each(nt * 2):
+            for d in each(3):
+                st.l[i] = st.l[i] + T.call_extern("float32", "tz_xor_shuffle", st.l[i], 4 << d)
+                if tile.v_token:
+                    st.z[i] = st.z[i] + T.call_extern("float32", "tz_xor_shuffle", st.z[i], 4 << d)
+        T.sync_threads()  # every warp is done with its ring
+        for t in each(nt):
+            for j in each(2):
+                row = t * 8 + lane % 4 * 2 + j
+                at = w.warp * merge_warp + row * pitch + lane // 4
+                for a in each(slices):
+                    for half in each(2):
+                        st.f[0] = st.o[(a * nt + t) * 4 + half * 2 + j] * T.float32(tile.v_factor[half])
+                        if tile.v_token:
+                            st.f[0] = st.f[0] + st.z[t * 2 + j]
+                        if layout.v.bias:
+                            st.f[0] = st.f[0] + st.l[t * 2 + j] * T.float32(layout.v.bias)
+                        if v_static:
+                            st.f[0] = st.f[0] * SV[w.h[0], a * 16 + half * 8 + lane // 4]
+                        ring[at + a * 16 + half * 8] = T.reinterpret(st.f[0], "int32")
+                if lane // 4 == 0:
+                    ring[w.warp * merge_warp + cols * pitch + row] = T.reinterpret(st.m[t * 2 + j], "int32")
+                    ring[w.warp * merge_warp + cols * (pitch + 1) + row] = T.reinterpret(st.l[t * 2 + j], "int32")
+        T.sync_threads()
+
+    @T.macro
+    def finish_row(O, LSE, SINK, c, w, row, col):
+        """Four head dimensions of an output row from their weighted sum, c.l and c.m."""
+        query = T.truncdiv(row, w.group[0])
+        head = w.h[0] * w.group[0] + T.truncmod(row, w.group[0])
+        if sinks:  # one more column of logits, without a value
+            c.top[0] = T.max(c.m[0], SINK[head] * T.float32(1.4426950408889634))
+            c.f[0] = T.call_extern("float32", "tz_ex2", c.m[0] - c.top[0])
+            c.l[0] = c.l[0] * c.f[0] + T.call_extern(
+                "float32", "tz_ex2", SINK[head] * T.float32(1.4426950408889634) - c.top[0]
+            )
+            for e in each(4):
+                c.o[e] = c.o[e] * c.f[0]
+            c.m[0] = c.top[0]
+        c.f[0] = T.if_then_else(c.l[0] > 0, T.float32(1) / c.l[0], T.float32(0))
+        T.call_extern(
+            "handle",
+            "tz_store8",
+            T.access_ptr(O[w.b, query, head, col], "w", 4),
+            T.call_extern("uint32", f"tz_pack2<{bf16}>", c.o[0] * c.f[0], c.o[1] * c.f[0]),
+            T.call_extern("uint32", f"tz_pack2<{bf16}>", c.o[2] * c.f[0], c.o[3] * c.f[0]),
+        )
+        if col == 0:
+            LSE[w.b, query, head] = T.if_then_else(
+                c.l[0] > 0, c.m[0] + T.call_extern("float32", "tz_log2", c.l[0]), -T.infinity("float32")
+            )
+
+    @T.macro
+    def merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx):
+        """Sum over the warps in their order; the result is the output, or a partial one with its (m, l) as one lse."""
+        for v in T.serial(T.ceildiv(w.here[0] * (D // 4), threads)):
+            row = (v * threads + tx) // (D // 4)
+            col = (v * threads + tx) % (D // 4) * 4
+            if row < w.here[0]:
+                c.m[0] = T.float32(LOWEST)
+                c.l[0] = 0.0
+                for e in each(4):
+                    c.o[e] = 0.0
+                for k in each(warps):
+                    c.m[0] = T.max(c.m[0], T.reinterpret(ring[k * merge_warp + cols * pitch + row], "float32"))
+                for k in each(warps):
+                    c.f[0] = T.call_extern(
+                        "float32",
+                        "tz_ex2",
+                        T.reinterpret(ring[k * merge_warp + cols * pitch + row], "float32") - c.m[0],
+                    )
+                    c.l[0] = c.l[0] + c.f[0] * T.reinterpret(ring[k * merge_warp + cols * (pitch + 1) + row], "float32")
+                    T.call_extern(
+                        "handle",
+                        "tz_load<4>",
+                        T.access_ptr(c.x, "w"),
+                        T.access_ptr(ring[k * merge_warp + row * pitch + col], "r", 4),
+                    )
+                    for e in each(4):
+                        c.o[e] = c.o[e] + c.f[0] * c.x[e]
+                if S == 1:
+                    finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
+                else:
+                    c.f[0] = T.if_then_else(c.l[0] > 0, T.float32(1) / c.l[0], T.float32(0))
+                    for e in each(4):
+                        c.o[e] = c.o[e] * c.f[0]
+                    T.call_extern(
+                        "handle",
+                        "tz_store16",
+                        T.access_ptr(OP[w.b, w.hy, w.split, row, col], "w", 4),
+                        T.access_ptr(c.o, "r"),
+                    )
+                    if col == 0:
+                        LP[w.b, w.hy, w.split, row] = T.if_then_else(
+                            c.l[0] > 0,
+                            c.m[0] + T.call_extern("float32", "tz_log2", c.l[0]),
+                            T.float32(LOWEST),
+                        )
+
+    @T.macro
+    def combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx):
+        """The last split adds all of them in their order."""
+        for i in T.serial(T.ceildiv(S * cols, threads)):
+            if i * threads + tx < S * cols:
+                ring[i * threads + tx] = T.reinterpret(
+                    T.call_extern(
+                        "float32",
+                        "tz_loadcg",
+                        T.access_ptr(LP[w.b, w.hy, (i * threads + tx) // cols, (i * threads + tx) % cols], "r", 1),
+                    ),
+                    "int32",
+                )
+        T.sync_threads()
+        for v in T.serial(T.ceildiv(w.here[0] * (D // 4), threads)):
+            row = (v * threads + tx) // (D // 4)
+            col = (v * threads + tx) % (D // 4) * 4
+            if row < w.here[0]:
+                c.m[0] = T.float32(LOWEST)
+                c.l[0] = 0.0
+                for e in each(4):
+                    c.o[e] = 0.0
+                for k in T.serial(S):
+                    c.m[0] = T.max(c.m[0], T.reinterpret(ring[k * cols + row], "float32"))
+                for k in T.serial(S):
+                    T.call_extern(
+                        "handle",
+                        "tz_load16cg",
+                        T.access_ptr(c.x, "w"),
+                        T.access_ptr(OP[w.b, w.hy, k, row, col], "r", 4),
+                    )
+                    c.f[0] = T.if_then_else(
+                        T.reinterpret(ring[k * cols + row], "float32") > T.float32(LOWEST),
+                        T.call_extern("float32", "tz_ex2", T.reinterpret(ring[k * cols + row], "float32") - c.m[0]),
+                        T.float32(0),
+                    )
+                    c.l[0] = c.l[0] + c.f[0]
+                    for e in each(4):
+                        c.o[e] = c.o[e] + c.f[0] * c.x[e]
+                finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
+
+    @T.prim_func
+    def main(
+        Q: T.Tensor((B, QL, HQ, D), dtype),
+        KV: T.Tensor((PAGES, HK, PAGE_WORDS), "int32"),
+        TABLE: T.Tensor((TABLE_B, MOST), "int32"),
+        LEN: T.Tensor((B,), "int32"),
+        RES: T.Tensor((SLOTS, RES_H, RES_WORDS), "int32"),
+        SLOT: T.Tensor((B,), "int32"),
+        SK: T.Tensor((SKH, SKD), "float32"),
+        SV: T.Tensor((SVH, SVD), "float32"),
+        SINK: T.Tensor((SINKS,), "float32"),
+        OP: T.Tensor((B, Y, S, cols, D), "float32"),
+        LP: T.Tensor((B, Y, S, cols), "float32"),
+        SEM: T.Tensor((B * Y,), "int32"),
+        O: T.Tensor((B, QL, HQ, D), dtype),
+        LSE: T.Tensor((B, QL, HQ), "float32"),
+        scale: T.float32,
+        cap: T.float32,
+        window: T.int32,
+    ):
+        with T.Kernel(S, Y, B, threads=threads, prelude=source) as (split, hy, b):
+            ring = T.alloc_shared((total_words,), "int32")
+            full = T.alloc_barrier([1] * (warps * stages)) if bulk else None
+            T.annotate_min_blocks_per_sm(min_blocks)
+            tx = T.get_thread_binding()
+            lane = tx % 32
+            st = tile.state(scale, cap)
+            c = SimpleNamespace(
+                **{name: T.alloc_local((1,), "float32") for name in ("m", "l", "f", "top")},
+                o=T.alloc_local((4,), "float32"),
+                x=T.alloc_local((4,), "float32"),
+            )
+            ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
+            w = SimpleNamespace(b=b, hy=hy, split=split, warp=tx // 32, q_len=QL, window=window, **ints)
+            w.length[0] = LEN[b]
+            w.group[0] = T.truncdiv(HQ, HK)
+            w.rows[0] = w.group[0] * QL
+            w.h[0] = T.truncdiv(hy * HK, Y)
+            w.y[0] = hy - w.h[0] * T.truncdiv(Y, HK)
+            w.here[0] = T.min(cols, w.rows[0] - w.y[0] * cols)
+            w.packed[0] = w.length[0] - w.length[0] % residual if residual else w.length[0]
+            w.start[0] = 0
+            if window > 0:
+                w.start[0] = T.max(w.length[0] - w.q_len + 1 - window, 0) // chunk * chunk
+            rounds = T.ceildiv(T.max(w.packed[0] - w.start[0], 0), warps * chunk)
+            w.r0[0] = T.truncdiv(split * rounds, S)
+            w.r1[0] = T.truncdiv((split + 1) * rounds, S)
+            w.first[0] = w.start[0] + (w.r0[0] * warps + w.warp) * chunk
+            last = w.packed[0] - (w.start[0] + ((w.r1[0] - 1) * warps + w.warp) * chunk)
+            w.count[0] = T.if_then_else(
+                w.r1[0] > w.r0[0],
+                (w.r1[0] - w.r0[0] - 1) * per_chunk + T.min(T.max((last + mini - 1) // mini, 0), per_chunk),
+                0,
+            )
+            w.fill[0] = 0
+            w.read[0] = 0
+            w.parity[0] = 0
+            w.page[0] = b
+            if page:
+                if w.count[0] > 0:
+                    w.page[0] = TABLE[b, w.first[0] // page]
+            for i in each(stages - 1):
+                if i < w.count[0]:
+                    fetch(KV, TABLE, ring, full, w, i, lane)
+                if not bulk:
+                    T.call_extern("handle", "tz_cp_commit")
+            tile.clear(st)
+            load_q(Q, SK, st, w, lane)
+            least = w.length[0] - w.q_len + 1 + T.truncdiv(w.y[0] * cols, w.group[0])
+            if residual:
+                if w.length[0] > w.packed[0]:
+                    spare_q(Q, st, w, lane)
+                    for i in T.serial(T.ceildiv(w.length[0] - w.packed[0], 16 * warps * S)):
+                        j = (i * warps + w.warp) * S + split
+                        if w.packed[0] + j * 16 < w.length[0]:
+                            spare.step(
+                                T.call_extern(
+                                    "handle",
+                                    "tz_page",
+                                    T.access_ptr(RES[0, 0, 0], "r", 1),
+                                    SLOT[b],
+                                    RES_H * RES_WORDS,
+                                    w.h[0] * RES_WORDS + j * spare.tile_words,
+                                ),
+                                st, st.qk, w.packed[0] + j * 16, w.length[0], True, lane,
+                            )  # fmt: skip
+                    tile.adopt(st)
+            for i in T.serial(w.count[0]):
+                if bulk:
+                    T.barrier_wait(full[w.warp * stages + w.read[0]], w.parity[0])
+                    T.call_extern("handle", "tz_fence")
+                else:
+                    T.call_extern("handle", f"tz_cp_wait<{stages - 2}>")
+                if i + stages - 1 < w.count[0]:
+                    fetch(KV, TABLE, ring, full, w, i + stages - 1, lane)
+                if not bulk:
+                    T.call_extern("handle", "tz_cp_commit")
+                token = token_of(w, i)
+                at = (w.warp * stages + w.read[0]) * stage
+                if group:
+                    if i % per_chunk == 0:
+                        tile.scale_q(T.access_ptr(ring[at], "r", stage), st, lane)
+                tile.step(
+                    T.access_ptr(ring[at + head_words], "r", stage),
+                    st, st.qk if group else st.q, token, w.length[0],
+                    T.Or(token + mini > least, T.And(window > 0, token < w.length[0] - window)), lane,
+                )  # fmt: skip
+                w.read[0] = w.read[0] + 1
+                if w.read[0] == stages:
+                    w.read[0] = 0
+                    w.parity[0] = w.parity[0] ^ 1
+            stage_sums(ring, SV, st, w, lane)
+            merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx)
+            if S > 1:
+                if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[b * Y + hy], "rw", 1), S):
+                    combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx)
+
+    return main

@@ -1,0 +1,272 @@
+"""Decode attention: validation, choice of schedule and splits, workspace, launch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError, CaptureError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.ops.attention import decode_program
+from terrazzo.schedules import attention as schedules
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.ops.attention.cache import PackedCache
+    from terrazzo.ops.attention.layout import CacheLayout
+
+LOG2E = math.log2(math.e)
+MAX_QUERY_TOKENS = 8
+
+
+def problem_of(
+    layout: CacheLayout, batch: int, kv_heads: int, rows: int, tokens: int, page: int
+) -> schedules.DecodeProblem:
+    """The schedule's question for a batch."""
+    return schedules.DecodeProblem(
+        pairs=max(1, batch * kv_heads), rows=rows, tokens=max(1, tokens), head_dim=layout.head_dim,
+        tile_words=layout.tile_words, channel_words=layout.channel_words, group=layout.k.group, page=page,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a decode step launches: CTAs are splits x (kv heads * row_groups) x sequences, each for `rows` rows."""
+
+    request: KernelRequest
+    splits: int
+    row_groups: int
+    rows: int
+
+
+@lru_cache(maxsize=4096)
+def plan(
+    layout: CacheLayout,
+    batch: int,
+    kv_heads: int,
+    rows: int,
+    tokens: int,
+    *,
+    dtype: str,
+    page: int,
+    residual: int,
+    softcap: bool,
+    sinks: bool,
+    target: Target,
+    device: Target | None = None,
+    schedule: schedules.Decode | None = None,
+) -> Plan:
+    """Kernel and sizes of one decode step. `device` runs it where that is newer than `target`."""
+    problem, runs_on = problem_of(layout, batch, kv_heads, rows, tokens, page), device or target
+    schedule = schedule or schedules.choose(problem, target)
+    params = schedule.params() | {
+        "k_format": layout.k_format, "v_format": layout.v_format, "head_dim": layout.head_dim, "dtype": dtype,
+        "page": page, "residual": residual, "softcap": softcap, "sinks": sinks,
+    }  # fmt: skip
+    request = KernelRequest(
+        "attention.decode", f"{decode_program.__name__}:build", tuple(params.items()), target,
+        decode_program.PASS_CONFIGS, () if runs_on.arch == target.arch else ("ptx=compute_80",),
+    )  # fmt: skip
+    rows_of = 8 * schedule.row_tiles
+    return Plan(request, schedules.splits(problem, schedule, runs_on), -(-rows // rows_of), rows_of)
+
+
+def decode_requests(
+    q_shape: tuple[int, ...],
+    cache: PackedCache,
+    *,
+    dtype: str = "float16",
+    softcap: bool = False,
+    sinks: bool = False,
+    schedule: schedules.Decode | None = None,
+    target: Target | str | None = None,
+) -> list[KernelRequest]:
+    """The kernels that `decode` of q [B, q_len, Hq, D] launches, to compile them up front."""
+    at, device = _targets(target)
+    batch, new, heads, _ = q_shape
+    return [
+        plan(
+            cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, cache.max_length, dtype=dtype,
+            page=cache.page_size, residual=cache.residual_tokens, softcap=softcap, sinks=sinks, target=at,
+            device=device, schedule=schedule,
+        ).request
+    ]  # fmt: skip
+
+
+def decode(
+    q: torch.Tensor,
+    cache: PackedCache,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    splits: int | None = None,
+    schedule: schedules.Decode | None = None,
+    target: Target | str | None = None,
+) -> torch.Tensor:
+    """Attention of the q_len newest tokens of each sequence over its cache, which already holds them.
+
+    Args:
+        q: float16 or bfloat16 [B, q_len, Hq, D] or, for one token, [B, Hq, D]; q_len 1..8; Hq a multiple of Hkv. Row i
+            sees the tokens up to and including number length - q_len + i.
+        cache: the sequences' keys and values.
+        scale: softmax scale, default 1 / sqrt(D). softcap: logits are capped at +-softcap by tanh; 0 for none.
+        window: newest tokens that a row sees, itself included; 0 for all.
+        sinks: f32 [Hq], logits that take part in the softmax without a value.
+        out: contiguous, shape and dtype of q. lse: f32 [B, q_len, Hq], receives log2 of the softmax's denominator
+            (sinks included).
+        splits: CTAs along each sequence; schedule: the kernel's; None for the heuristics.
+        target: run the program of an older target ("sm_80", as PTX); None for this GPU's.
+
+    Returns:
+        out. A row that sees no token is 0, with lse -inf.
+
+    Raises:
+        ArgumentError: an argument that does not fit. CaptureError: a kernel never launched before, in graph capture.
+    """
+    import torch
+    from terrazzo.lowering.kernels import get_kernel
+
+    shape = q.shape
+    if q.dim() == 3:
+        q = q.unsqueeze(1)
+    _check(q, cache, sinks, window)
+    batch, new, heads, head_dim = q.shape
+    made = (
+        torch.empty(shape, dtype=q.dtype, device=q.device) if out is None else _checked(out, "out", shape, q.dtype, q)
+    )
+    if lse is None:
+        lse = torch.empty(batch, new, heads, dtype=torch.float32, device=q.device)
+    else:
+        _checked(lse, "lse", (batch, new, heads), torch.float32, q)
+    if batch == 0:
+        return made
+    at, device = _targets(target)
+    chosen = plan(
+        cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, cache.max_length,
+        dtype=str(q.dtype).removeprefix("torch."), page=cache.page_size, residual=cache.residual_tokens,
+        softcap=softcap > 0, sinks=sinks is not None, target=at, device=device,
+        schedule=schedule,
+    )  # fmt: skip
+    splits = chosen.splits if splits is None else splits
+    if not 1 <= splits <= decode_program.MAX_SPLITS:
+        raise ArgumentError("splits", splits, f"must be 1..{decode_program.MAX_SPLITS}", "leave it out")
+    kernel = get_kernel(chosen.request)
+    capturing = torch.cuda.is_current_stream_capturing()
+    if capturing and not kernel.warm:
+        raise CaptureError(
+            f"{chosen.request.name} for this batch was never launched; call decode once before the capture"
+        )
+    y = cache.kv_heads * chosen.row_groups
+    logs = torch.empty(batch, y, splits, chosen.rows, dtype=torch.float32, device=q.device)
+    partial = torch.empty(batch, y, splits, chosen.rows, head_dim, dtype=torch.float32, device=q.device)
+    none = _nothing(q.device)
+    kernel(
+        q.contiguous(), cache.pages, none["table"] if cache.block_table is None else cache.block_table, cache.lengths,
+        none["residual"] if cache.residual is None else cache.residual,
+        _own_slots(batch, q.device) if cache.slots is None else cache.slots,
+        none["static"] if cache.k_static is None else cache.k_static,
+        none["static"] if cache.v_static is None else cache.v_static,
+        none["sinks"] if sinks is None else sinks, partial, logs, _semaphores(q.device, batch * y, capturing),
+        made.view(batch, new, heads, head_dim), lse,
+        (1 / math.sqrt(head_dim) if scale is None else scale) * LOG2E, softcap * LOG2E, window,
+    )  # fmt: skip
+    return made
+
+
+def _check(q: torch.Tensor, cache: PackedCache, sinks: torch.Tensor | None, window: int) -> None:
+    import torch
+
+    if q.dim() != 4 or q.shape[3] != cache.layout.head_dim or q.dtype not in (torch.float16, torch.bfloat16):
+        constraint = f"must be float16 or bfloat16 [B, q_len, Hq, {cache.layout.head_dim}]"
+        raise ArgumentError("q", f"{q.dtype} {list(q.shape)}", constraint, "reshape or cast it")
+    if not q.is_cuda or q.device != cache.pages.device:
+        raise ArgumentError(
+            "q", str(q.device), f"must be on a CUDA device with the cache ({cache.pages.device})", "move it"
+        )
+    batch, new, heads, _ = q.shape
+    if not 1 <= new <= MAX_QUERY_TOKENS:
+        raise ArgumentError(
+            "q", list(q.shape), f"q_len must be 1..{MAX_QUERY_TOKENS}", "use prefill for more new tokens"
+        )
+    if heads % cache.kv_heads:
+        raise ArgumentError(
+            "q", list(q.shape), f"Hq must be a multiple of the {cache.kv_heads} kv heads", "repeat heads"
+        )
+    if cache.lengths.shape != (batch,):
+        raise ArgumentError(
+            "q", list(q.shape), f"the cache has {cache.lengths.numel()} sequences", "pass one q for each"
+        )
+    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype != torch.float32 or sinks.device != q.device):
+        raise ArgumentError("sinks", f"{sinks.dtype} {list(sinks.shape)}", f"must be float32 [{heads}]", "cast it")
+    if window < 0:
+        raise ArgumentError("window", window, "must be 0 (all tokens) or positive", "pass 0")
+
+
+def _checked(tensor: torch.Tensor, name: str, shape, dtype, q: torch.Tensor) -> torch.Tensor:
+    if (
+        tuple(tensor.shape) != tuple(shape)
+        or tensor.dtype != dtype
+        or tensor.device != q.device
+        or not tensor.is_contiguous()
+    ):
+        seen = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        raise ArgumentError(name, seen, f"must be contiguous {dtype} {list(shape)} on {q.device}", "allocate it so")
+    return tensor
+
+
+def _targets(target: Target | str | None) -> tuple[Target, Target]:
+    """The target whose program runs, and the GPU."""
+    here = _detect()
+    at = here if target is None else Target.parse(target)
+    return (here if at.arch == here.arch else at), here
+
+
+@lru_cache(maxsize=1)
+def _detect() -> Target:
+    return Target.detect()
+
+
+@lru_cache(maxsize=16)
+def _nothing(device: torch.device) -> dict[str, torch.Tensor]:
+    """Stand-ins for what a kernel does not read."""
+    import torch
+
+    i32 = dict(dtype=torch.int32, device=device)
+    return {
+        "table": torch.zeros(1, 1, **i32),
+        "residual": torch.zeros(1, 1, 4, **i32),
+        "static": torch.zeros(1, 1, device=device),
+        "sinks": torch.zeros(1, device=device),
+    }
+
+
+@lru_cache(maxsize=256)
+def _own_slots(batch: int, device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.arange(batch, dtype=torch.int32, device=device)
+
+
+_counters: dict[tuple, list[torch.Tensor]] = {}
+
+
+def _semaphores(device: torch.device, count: int, capturing: bool) -> torch.Tensor:
+    """`count` zeros that kernels of the current stream leave zero; captured graphs keep the ones they were given."""
+    import torch
+
+    key = (device, torch.cuda.current_stream(device).cuda_stream)
+    held = _counters.setdefault(key, [])
+    if not held or held[-1].numel() < count:
+        if capturing:
+            raise CaptureError(
+                "decode was never called with this batch on this stream; call it once before the capture"
+            )
+        held.append(torch.zeros(max(4096, 2 * count), dtype=torch.int32, device=device))
+    return held[-1][:count]

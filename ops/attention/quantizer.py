@@ -1,0 +1,102 @@
+"""Quantize keys and values, and read them back: plain torch, the definition that every kernel is held to (specs.md C).
+
+Every step is one correctly rounded f32 or f16 operation, so that all devices agree on every bit:
+zero = f16(min), scale = f16((max - zero) / (2^b - 1)), code = clamp(rint((x - zero) / scale)); scale 0 gives code 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.attention.format import KVFormat, get_format
+
+if TYPE_CHECKING:
+    import torch
+
+F16_MAX, E4M3_MAX = 65504.0, 448.0
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedBlock:
+    """Keys or values of some heads.
+
+    Attributes:
+        codes: [..., T, D]: uint8 codes, or int16 bit patterns of f16 and bf16.
+        scale, zero: f16; token-wise [..., T], channel-wise [..., T / group, D]; None for other formats.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+
+
+def quantize(x: torch.Tensor, fmt: str | KVFormat, static: torch.Tensor | None = None) -> QuantizedBlock:
+    """Store x [..., T, D] (f16, bf16 or f32; finite) in a format.
+
+    Args:
+        fmt: name of `FORMATS`; for channel-wise formats T must be a multiple of the group.
+        static: f32 scales that broadcast against [..., T, D], for static formats.
+
+    Raises:
+        ArgumentError: static scales missing or superfluous, T no multiple of the group.
+    """
+    import torch
+
+    fmt = get_format(fmt)
+    if (static is not None) != (fmt.scaling == "static"):
+        constraint = f"format {fmt} {'needs' if fmt.scaling == 'static' else 'takes no'} static scales"
+        raise ArgumentError("static", None if static is None else list(static.shape), constraint, "see KVFormat")
+    if fmt.scaling == "none":
+        dtype = torch.float16 if fmt.storage == "f16" else torch.bfloat16
+        limit = F16_MAX if fmt.storage == "f16" else torch.finfo(torch.bfloat16).max
+        return QuantizedBlock(x.float().clamp(-limit, limit).to(dtype).view(torch.int16))
+    x = x.float()
+    if fmt.scaling == "static":
+        scaled = x / static
+        if fmt.storage == "e4m3":
+            return QuantizedBlock(scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8))
+        return QuantizedBlock((scaled.round().clamp(-127, 127) - fmt.bias).to(torch.uint8))
+    if fmt.scaling == "channel":
+        if x.shape[-2] % fmt.group:
+            constraint = f"its {x.shape[-2]} tokens must be a multiple of the group {fmt.group}"
+            raise ArgumentError("x", list(x.shape), constraint, "keep the rest in the residual block")
+        groups = x.unflatten(-2, (-1, fmt.group))
+        scale, zero = _range(groups, -2, fmt.levels)
+        codes = _codes(groups, scale.unsqueeze(-2), zero.unsqueeze(-2), fmt.levels).flatten(-3, -2)
+    else:
+        scale, zero = _range(x, -1, fmt.levels)
+        codes = _codes(x, scale.unsqueeze(-1), zero.unsqueeze(-1), fmt.levels)
+    return QuantizedBlock(codes, scale, zero)
+
+
+def _range(x: torch.Tensor, dim: int, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, zero) in f16 of the values along `dim`."""
+    zero = x.amin(dim).clamp(-F16_MAX, F16_MAX).half()
+    scale = ((x.amax(dim) - zero.float()) / levels).clamp(0, F16_MAX).half()
+    return scale, zero
+
+
+def _codes(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, levels: int) -> torch.Tensor:
+    import torch
+
+    scale = scale.float()
+    steps = torch.where(scale > 0, (x - zero.float()) / scale, 0.0)
+    return steps.round_().clamp_(0, levels).to(torch.uint8)
+
+
+def dequantize(q: QuantizedBlock, fmt: str | KVFormat, static: torch.Tensor | None = None) -> torch.Tensor:
+    """The stored values, float64 [..., T, D]: (code + bias) * scale + zero without any rounding."""
+    import torch
+
+    fmt = get_format(fmt)
+    if fmt.storage in ("f16", "bf16"):
+        return q.codes.view(torch.float16 if fmt.storage == "f16" else torch.bfloat16).double()
+    steps = q.codes.view(torch.float8_e4m3fn).double() if fmt.storage == "e4m3" else q.codes.double() + fmt.bias
+    if fmt.scaling == "static":
+        return steps * static.double()
+    if fmt.scaling == "channel":
+        scale, zero = (p.double().repeat_interleave(fmt.group, -2) for p in (q.scale, q.zero))
+        return steps * scale + zero
+    return steps * q.scale.double().unsqueeze(-1) + q.zero.double().unsqueeze(-1)

@@ -1,0 +1,299 @@
+"""What one warp does with packed tiles of 16 tokens: scores, softmax, values; generated from the derived layouts.
+
+Accumulator registers of a tile (lane = 4 g + t): value e belongs to token (or dimension) g + 8 * (e // 2) and to row
+2 t + e % 2 of its group of eight rows.
+"""
+
+from types import SimpleNamespace
+
+from terrazzo.ops.attention.layout import CacheLayout, exponents
+
+LOWEST = -1e30
+"""Running maximum before any token."""
+THRESHOLD = 4.0
+"""Sums are rescaled when a score exceeds the running maximum by this power of two."""
+P_EXPONENT = 4
+"""P * scale is lifted by 2^4 on its way to f16, away from subnormals; p <= 2^THRESHOLD leaves room for scales < 256."""
+
+
+def each(*bounds: int) -> tuple[int, ...]:
+    """Range of a loop that is expanded while the program is built: its variable is a Python int, not a TIR one."""
+    return tuple(range(*bounds))
+
+
+def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) -> SimpleNamespace:
+    """Macros over `tiles` tiles and 8 * nt rows: state, clear, sum_q, scale_q, step; and the factors they leave open.
+
+    k_shift: power of two that Q carries in each k half. v_factor: factor of O^T in each row half.
+    """
+    import tilelang.language as T
+
+    D, slices = layout.head_dim, layout.head_dim // 16
+    k, v, group = layout.k, layout.v, layout.k.group
+    ke, ve = exponents(k, layout.k_layout), exponents(v, layout.v_layout)
+    k_mid, v_mid = max(ke.k) // 2, max(ve.k) // 2
+    k_shift = (k_mid - ke.k[0], k_mid - ke.k[1])
+    k_factor = tuple(2.0 ** -(row + k_mid) for row in ke.row)
+    k_token, v_token = k.scaling == "token", v.scaling == "token"
+    lift = P_EXPONENT if v_token else 0
+    p_factor = tuple(2.0 ** (lift + v_mid - half) for half in ve.k)
+    v_factor = tuple(2.0 ** -(row + lift + v_mid) for row in ve.row)
+    kb, vb = ("true" if f.operand == "bfloat16" else "false" for f in (k, v))
+    atoms = {True: layout.k_layout.block_k // 16, False: layout.v_layout.block_rows // 16}  # of one load
+    words = {True: layout.k_layout.load_words, False: layout.v_layout.load_words}
+    one = 0x3F803F80 if kb == "true" else 0x3C003C00
+    unshifted = lambda half: one - k_shift[half] * 0x04000400  # the 16-bit pair of 2^-k_shift
+    biased = k.bias != 0
+    clean = v.scaling == "none"  # f16 values of tokens past the end may be anything, and 0 * NaN is NaN
+    params = layout.token_params
+
+    def state(scale, cap):
+        """Registers of a warp; scale and cap in units of log2."""
+        f32 = {name: T.alloc_local((n,), "float32") for name, n in (
+            ("o", slices * nt * 4), ("m", nt * 2), ("l", nt * 2), ("z", nt * 2), ("qs", nt * 2), ("s", tiles * nt * 4),
+            ("acc", nt * 8), ("x", nt * 2), ("f", 4), ("p", 4),
+        )}  # fmt: skip
+        u32 = {name: T.alloc_local((n,), "uint32") for name, n in (
+            ("q", slices * nt * 2), ("qk", slices * nt * 2), ("w", 4), ("a", 32), ("par", tiles * 4), ("b", nt * 2),
+            ("keep", tiles * 2),
+        )}  # fmt: skip
+        i32 = {name: T.alloc_local((nt * 2,), "int32") for name in ("hi", "lo")}
+        return SimpleNamespace(**f32, **u32, **i32, scale=scale, cap=cap)
+
+    @T.macro
+    def clear(st):
+        for i in each(slices * nt * 4):
+            st.o[i] = 0.0
+        for i in each(nt * 2):
+            st.m[i] = T.float32(LOWEST)
+            st.l[i] = 0.0
+            st.z[i] = 0.0
+
+    @T.macro
+    def adopt(st):
+        """Sums of O^T at true scale become sums of this format, whose rows carry powers of two."""
+        for i in each(slices * nt * 4):
+            if v_factor[i % 4 // 2] != 1:
+                st.o[i] = st.o[i] * T.float32(1 / v_factor[i % 4 // 2])
+
+    @T.macro
+    def mma(bf16, d, at, a, a_at, b, b_at):
+        T.ptx_mma(
+            "float32", "m16n8k16", "row", "col", "bf16" if bf16 else "fp16", "bf16" if bf16 else "fp16", "fp32",
+            a.data, a_at, b.data, b_at, d.data, at, T.bool(False),
+        )  # fmt: skip
+
+    @T.macro
+    def sum_q(st):
+        """qs = scale * (sum of each row of Q, times the format's bias), by a product with ones."""
+        if k_token or biased:
+            for i in each(nt * 4):
+                st.acc[i] = 0.0
+            for i in each(4):
+                st.a[i] = T.uint32(unshifted(i // 2))
+            for j in each(slices):
+                for t in each(nt):
+                    mma(kb == "true", st.acc, t * 4, st.a, 0, st.q, (j * nt + t) * 2)
+            for t in each(nt):
+                for j in each(2):
+                    st.qs[t * 2 + j] = st.acc[t * 4 + j] * (st.scale * T.float32(k.bias or 1))
+
+    @T.macro
+    def scale_q(head, st, lane):
+        """Q times the scales of a channel group, and Q times its zeros (by an MMA whose 16 rows are all the zeros)."""
+        for i in each(nt * 4):
+            st.acc[i] = 0.0
+        for j in each(slices // 2):
+            for part in each(2):
+                T.call_extern(
+                    "handle", "tz_load<4>", T.access_ptr(st.w, "w"),
+                    T.call_extern("handle", "tz_at32", head, part * (D // 2) + j * 16 + lane % 4 * 4),
+                )  # fmt: skip
+                if part == 0:
+                    for i in each(4):
+                        for t in each(nt):
+                            at = ((j * 2 + i // 2) * nt + t) * 2 + i % 2
+                            st.qk[at] = T.call_extern("uint32", "tz_hmul2", st.q[at], st.w[i])
+                else:
+                    for i in each(2):
+                        for half in each(2):
+                            st.a[half * 2] = st.w[i * 2 + half]
+                            if k_shift[half]:
+                                st.a[half * 2] = T.call_extern(
+                                    "uint32", "tz_hmul2", st.a[half * 2], T.uint32(unshifted(half))
+                                )
+                            st.a[half * 2 + 1] = st.a[half * 2]
+                        for t in each(nt):
+                            mma(False, st.acc, t * 4, st.a, 0, st.q, ((j * 2 + i) * nt + t) * 2)
+        for t in each(nt):
+            for j in each(2):
+                st.qs[t * 2 + j] = st.acc[t * 4 + j] * st.scale
+
+    @T.macro
+    def operand(st, base, offset, is_key, lane):
+        """One load of a lane, converted to A registers of its atoms."""
+        if is_key:
+            cvt = k.converter
+        else:
+            cvt = v.converter
+        if cvt.outputs == 1:
+            T.call_extern(
+                "handle", f"tz_load<{words[is_key]}>", T.access_ptr(st.a, "w"),
+                T.call_extern("handle", "tz_at32", base, offset + lane * words[is_key]),
+            )  # fmt: skip
+        else:
+            T.call_extern(
+                "handle", f"tz_load<{words[is_key]}>", T.access_ptr(st.w, "w"),
+                T.call_extern("handle", "tz_at32", base, offset + lane * words[is_key]),
+            )  # fmt: skip
+            for i in each(words[is_key]):
+                T.call_extern("handle", cvt.device_name, st.w[i], T.access_ptr(st.a[i * cvt.outputs], "w", cvt.outputs))
+
+    @T.macro
+    def scores(base, st, q, r, lane):
+        """s = scale * K Q^T of tile r, in units of log2."""
+        if params:
+            T.call_extern(
+                "handle", f"tz_load<{2 * params}>", T.access_ptr(st.par[r * 4], "w"),
+                T.call_extern("handle", "tz_at32", base, layout.param_offset + lane // 4 * (2 * params)),
+            )  # fmt: skip
+        for i in each(nt * 8):
+            st.acc[i] = 0.0
+        for j in each(slices // atoms[True]):
+            operand(st, base, j * 32 * words[True], True, lane)
+            for i in each(atoms[True]):
+                for t in each(nt):
+                    mma(
+                        kb == "true", st.acc, ((j * atoms[True] + i) % 2 * nt + t) * 4, st.a, i * 4,
+                        q, ((j * atoms[True] + i) * nt + t) * 2,
+                    )  # fmt: skip
+        for e in each(2):
+            if k_token:
+                st.f[e] = T.call_extern("float32", "tz_unpack<false, 0>", st.par[r * 4 + e]) * (
+                    st.scale * T.float32(k_factor[e])
+                )
+                st.f[2 + e] = T.call_extern("float32", "tz_unpack<false, 1>", st.par[r * 4 + e])
+            else:
+                st.f[e] = st.scale * T.float32(k_factor[e])
+        for t in each(nt):
+            for e in each(4):
+                sum_ = st.acc[t * 4 + e] + st.acc[(nt + t) * 4 + e]
+                at = (r * nt + t) * 4 + e
+                if k_token:
+                    st.s[at] = T.call_extern(
+                        "float32", "tz_fma", sum_, st.f[e // 2], st.f[2 + e // 2] * st.qs[t * 2 + e % 2]
+                    )
+                elif group or biased:
+                    st.s[at] = T.call_extern("float32", "tz_fma", sum_, st.f[e // 2], st.qs[t * 2 + e % 2])
+                else:
+                    st.s[at] = sum_ * st.f[e // 2]
+                if softcap:
+                    st.s[at] = st.cap * T.call_extern("float32", "tz_tanh", st.s[at] / st.cap)
+
+    @T.macro
+    def mask(st, r, token, length, lane):
+        """Scores outside a row's limits become -inf; parameters and values of tokens past the end must not be read."""
+        for t in each(nt):
+            for e in each(4):
+                at = token + lane // 4 + e // 2 * 8
+                st.s[(r * nt + t) * 4 + e] = T.if_then_else(
+                    T.And(at < st.hi[t * 2 + e % 2], at >= st.lo[t * 2 + e % 2]),
+                    st.s[(r * nt + t) * 4 + e],
+                    -T.infinity("float32"),
+                )
+        if v_token:
+            for e in each(2):
+                if token + lane // 4 + e * 8 >= length:
+                    st.par[r * 4 + 2 * (params - 1) + e] = T.uint32(0)
+        if clean:
+            for e in each(2):
+                first = token + lane % 4 * 2 + e * 8
+                st.keep[r * 2 + e] = T.if_then_else(
+                    first + 1 < length,
+                    T.uint32(0xFFFFFFFF),
+                    T.if_then_else(first < length, T.uint32(0xFFFF), T.uint32(0)),
+                )
+
+    @T.macro
+    def rescale(st):
+        """A larger running maximum, if a score of any row asks for one."""
+        for i in each(nt * 2):
+            st.x[i] = T.max(st.s[i // 2 * 4 + i % 2], st.s[i // 2 * 4 + i % 2 + 2])
+            for r in each(1, tiles):
+                at = (r * nt + i // 2) * 4 + i % 2
+                st.x[i] = T.max(st.x[i], T.max(st.s[at], st.s[at + 2]))
+        for i in each(nt):
+            st.f[i] = T.max(st.x[i * 2] - st.m[i * 2], st.x[i * 2 + 1] - st.m[i * 2 + 1])
+        for i in each(1, nt):
+            st.f[0] = T.max(st.f[0], st.f[i])
+        if T.call_extern("bool", "tz_any", st.f[0] > T.float32(THRESHOLD)):
+            for i in each(nt * 2):
+                for d in each(3):
+                    st.x[i] = T.max(st.x[i], T.call_extern("float32", "tz_xor_shuffle", st.x[i], 4 << d))
+                st.x[i] = T.max(st.x[i], st.m[i])
+                st.f[0] = T.call_extern("float32", "tz_ex2", st.m[i] - st.x[i])
+                st.m[i] = st.x[i]
+                st.l[i] = st.l[i] * st.f[0]
+                if v_token:
+                    st.z[i] = st.z[i] * st.f[0]
+                for a in each(slices):
+                    for half in each(2):
+                        at = (a * nt + i // 2) * 4 + half * 2 + i % 2
+                        st.o[at] = st.o[at] * st.f[0]
+
+    @T.macro
+    def values(base, st, r, lane):
+        """O^T += V^T P^T of tile r."""
+        if v_token:
+            for e in each(2):
+                st.f[e] = T.call_extern(
+                    "float32", "tz_unpack<false, 0>", st.par[r * 4 + 2 * (params - 1) + e]
+                ) * T.float32(p_factor[e])
+                st.f[2 + e] = T.call_extern("float32", "tz_unpack<false, 1>", st.par[r * 4 + 2 * (params - 1) + e])
+        for t in each(nt):
+            for e in each(4):
+                st.p[e] = T.call_extern("float32", "tz_ex2", st.s[(r * nt + t) * 4 + e] - st.m[t * 2 + e % 2])
+            for e in each(2):
+                st.l[t * 2 + e] = st.l[t * 2 + e] + (st.p[e] + st.p[2 + e])
+                if v_token:
+                    st.z[t * 2 + e] = T.call_extern(
+                        "float32", "tz_fma", st.p[e], st.f[2],
+                        T.call_extern("float32", "tz_fma", st.p[2 + e], st.f[3], st.z[t * 2 + e]),
+                    )  # fmt: skip
+            for e in each(4):
+                if v_token:
+                    st.p[e] = st.p[e] * st.f[e // 2]
+                elif p_factor[e // 2] != 1:
+                    st.p[e] = st.p[e] * T.float32(p_factor[e // 2])
+            for e in each(2):
+                st.b[t * 2 + e] = T.call_extern(
+                    "uint32", "tz_transpose", T.call_extern("uint32", f"tz_pack2<{vb}>", st.p[2 * e], st.p[2 * e + 1])
+                )
+        for j in each(slices // atoms[False]):
+            operand(st, base, layout.k_words + j * 32 * words[False], False, lane)
+            for i in each(atoms[False]):
+                if clean:
+                    for e in each(4):
+                        st.a[i * 4 + e] = st.a[i * 4 + e] & st.keep[r * 2 + e // 2]
+                for t in each(nt):
+                    mma(vb == "true", st.o, ((j * atoms[False] + i) * nt + t) * 4, st.a, i * 4, st.b, t * 2)
+
+    @T.macro
+    def step(base, st, q, token, length, edge, lane):
+        """`tiles` tiles from address `base`, tokens `token` on; `edge`: some of them may lie outside a row's limits."""
+        if clean:
+            for i in each(tiles * 2):
+                st.keep[i] = T.uint32(0xFFFFFFFF)
+        for r in each(tiles):
+            scores(T.call_extern("handle", "tz_at32", base, r * layout.tile_words), st, q, r, lane)
+        if edge:
+            for r in each(tiles):
+                mask(st, r, token + r * 16, length, lane)
+        rescale(st)
+        for r in each(tiles):
+            values(T.call_extern("handle", "tz_at32", base, r * layout.tile_words), st, r, lane)
+
+    return SimpleNamespace(
+        state=state, adopt=adopt, clear=clear, sum_q=sum_q, scale_q=scale_q, step=step, k_shift=k_shift,
+        v_factor=v_factor, v_token=v_token, kb=kb, tile_words=layout.tile_words,
+    )  # fmt: skip

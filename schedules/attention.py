@@ -1,0 +1,118 @@
+"""Schedules of decode attention: how many warps share a sequence's tokens, what each keeps in flight, how many splits.
+
+One wave of CTAs fills the GPU: many (sequence, kv head) pairs take several small CTAs on each SM, few pairs take one
+large CTA for each SM and as few splits as fill them, because every split is read again by the combine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
+
+MAX_SPLITS = 128
+_STATIC = 2048  # barriers with their alignment, and what the driver keeps of each CTA
+_SMALL_CTA = 4  # warps
+
+
+@dataclass(frozen=True)
+class DecodeProblem:
+    """What a schedule needs to know of one decode call.
+
+    Args:
+        pairs: sequences times kv heads. rows: query rows of a kv head, q_len * group. tokens: longest sequence.
+        head_dim: 64, 128 or 256. tile_words, channel_words: int32 words of a packed tile, and at the head of a block.
+        group: tokens of a channel-wise group, 0 for none. page: tokens of a page, 0 for contiguous caches.
+    """
+
+    pairs: int
+    rows: int
+    tokens: int
+    head_dim: int
+    tile_words: int
+    channel_words: int = 0
+    group: int = 0
+    page: int = 0
+
+
+@dataclass(frozen=True)
+class Decode:
+    """row_tiles groups of 8 rows; `warps` rings of `stages` stages of `tiles` tiles; min_blocks CTAs on an SM."""
+
+    row_tiles: int
+    warps: int
+    tiles: int
+    stages: int
+    min_blocks: int
+
+    def params(self) -> dict[str, int]:
+        """Arguments of the program's `build`."""
+        return asdict(self)
+
+    def stage_words(self, problem: DecodeProblem) -> int:
+        return problem.channel_words + self.tiles * problem.tile_words
+
+    def smem_bytes(self, problem: DecodeProblem) -> int:
+        """Dynamic shared memory of a CTA: rings, or what merge and combine need in their place."""
+        rows = 8 * self.row_tiles
+        merge = self.warps * rows * (problem.head_dim + 6)
+        return 4 * max(self.warps * self.stages * self.stage_words(problem), merge, MAX_SPLITS * rows + 4)
+
+    def in_flight(self, problem: DecodeProblem) -> int:
+        """Words on their way to one SM while a stage is worked on."""
+        return self.min_blocks * self.warps * (self.stages - 1) * self.tiles * problem.tile_words
+
+
+def row_tiles(problem: DecodeProblem) -> int:
+    """Groups of 8 rows that a CTA serves; 16 rows share each conversion, but not at head_dim 256 (registers)."""
+    return 1 if problem.rows <= 8 or problem.head_dim > 128 else 2
+
+
+def row_groups(problem: DecodeProblem) -> int:
+    """CTAs side by side over the rows of a kv head."""
+    return -(-problem.rows // (8 * row_tiles(problem)))
+
+
+def warps_per_sm(problem: DecodeProblem) -> int:
+    """Warps whose registers fit into an SM: 128 registers for the usual case, twice that for more state."""
+    return 16 if row_tiles(problem) * problem.head_dim <= 128 else 8
+
+
+def choose(problem: DecodeProblem, target: Target) -> Decode:
+    """The stages that keep most bytes in flight, in CTAs of the size that the number of pairs asks for.
+
+    Raises:
+        ArgumentError: a page or group that no stage divides, or shared memory too small for two stages.
+    """
+    total = warps_per_sm(problem)
+    large = problem.pairs * row_groups(problem) <= 2 * target.sms
+    best = None
+    for on_sm in (total, total * 3 // 4, total // 2, total // 4):
+        warps = on_sm if large else _SMALL_CTA
+        for tiles in (2, 1):
+            if (problem.group or problem.page or 16 * tiles) % (16 * tiles) or problem.page % (16 * tiles):
+                continue
+            for stages in (3, 4, 5, 6):
+                made = Decode(row_tiles(problem), warps, tiles, stages, max(1, on_sm // warps))
+                size = made.smem_bytes(problem)
+                if size + _STATIC > target.smem_per_block or made.min_blocks * (size + _STATIC) > target.smem_per_sm:
+                    continue
+                # equal bytes: more warps first, then larger stages
+                if best is None or made.in_flight(problem) > 1.1 * best.in_flight(problem):
+                    best = made
+    if best is None:
+        raise ArgumentError(
+            "page",
+            problem.page,
+            f"no ring of whole stages fits on {target.arch} (group {problem.group})",
+            "use 64 tokens",
+        )
+    return best
+
+
+def splits(problem: DecodeProblem, schedule: Decode, target: Target) -> int:
+    """Splits of each sequence: what fills the GPU once, as long as every warp of a split has a stage to work on."""
+    room = target.sms * schedule.min_blocks // (problem.pairs * row_groups(problem))
+    chunk = schedule.warps * max(problem.group, 16 * schedule.tiles)
+    return max(1, min(room, -(-problem.tokens // chunk), MAX_SPLITS))

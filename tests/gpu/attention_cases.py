@@ -1,0 +1,216 @@
+"""Cases of decode attention and the check that holds a kernel to its error bound. A failing case prints its line:
+
+python tests/gpu/attention_cases.py "Case('int4', 'int4', lengths=(100, 7), q_len=2)"
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from terrazzo.ops.attention import cache as caches
+from terrazzo.ops.attention import op, reference
+from terrazzo.ops.attention.format import FORMATS, get_format
+from terrazzo.ops.attention.layout import CacheLayout
+
+if TYPE_CHECKING:
+    from terrazzo.ops.attention.cache import PackedCache
+
+TARGET = os.environ.get("TERRAZZO_TEST_TARGET")
+DEVICE = "cuda"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode call. residual -1: the format's own; splits 0: the heuristic's; sharp multiplies q."""
+
+    k: str = "int4"
+    v: str = "int4"
+    head_dim: int = 128
+    kv_heads: int = 2
+    group: int = 4
+    q_len: int = 1
+    lengths: tuple[int, ...] = (300,)
+    page: int = 0
+    residual: int = -1
+    dtype: str = "float16"
+    splits: int = 0
+    softcap: float = 0.0
+    window: int = 0
+    sinks: bool = False
+    sharp: float = 1.0
+    seed: int = 0
+
+    @property
+    def repro(self) -> str:
+        env = f"TERRAZZO_TEST_TARGET={TARGET} " if TARGET else ""
+        return f'{env}python tests/gpu/attention_cases.py "{self!r}"'
+
+    def requests(self) -> list:
+        """The kernels that this case launches."""
+        layout = CacheLayout(self.k, self.v, self.head_dim)
+        residual = layout.k.group if self.residual < 0 else self.residual
+        target, device = op._targets(TARGET)
+        sizes = (len(self.lengths), self.kv_heads, self.q_len * self.group, self.tokens)
+        options = dict(softcap=self.softcap > 0, sinks=self.sinks, target=target, device=device)
+        return [op.plan(layout, *sizes, dtype=self.dtype, page=self.page, residual=residual, **options).request]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the storage of a sequence holds."""
+        unit = self.page or max(get_format(self.k).group, 16)
+        return -(-max(*self.lengths, 1) // unit) * unit + unit
+
+
+def static(fmt: str, heads: int, head_dim: int) -> torch.Tensor | None:
+    """f32 scales [heads, D] of a static format, else None."""
+    if get_format(fmt).scaling != "static":
+        return None
+    step = 0.03 if get_format(fmt).bias else 0.02
+    return step * (1 + torch.arange(heads * head_dim, device=DEVICE).reshape(heads, head_dim) % 7 / 8)
+
+
+@lru_cache(maxsize=8)
+def built(case: Case) -> PackedCache:
+    """The packed cache of a case; storage past the lengths is overwritten with what a recycled page may hold."""
+    rng = torch.Generator().manual_seed(case.seed)
+    shape = (2, len(case.lengths), case.kv_heads, case.tokens, case.head_dim)
+    x = torch.randn(shape, generator=rng) * torch.exp(torch.randn(1, 1, shape[2], 1, shape[4], generator=rng) / 2)
+    x = (x + torch.randn(2, 1, shape[2], 1, shape[4], generator=rng)).to(DEVICE)
+    pages = len(case.lengths) * (case.tokens // case.page) if case.page else 0
+    made = caches.pack_cache(
+        x[0], x[1], case.k, case.v, lengths=torch.tensor(case.lengths), page_size=case.page,
+        residual=None if case.residual < 0 else case.residual,
+        k_static=static(case.k, case.kv_heads, case.head_dim), v_static=static(case.v, case.kv_heads, case.head_dim),
+        permutation=torch.randperm(pages, generator=rng) if pages else None,
+    )  # fmt: skip
+    poison(made)
+    return made
+
+
+def poison(made: PackedCache) -> None:
+    """NaN into the f16 storage of tokens past each length: keys, values, parameters, and the residual block."""
+    layout, n = made.layout, made.residual_tokens
+    for b, length in enumerate(made.lengths.tolist()):
+        packed = length - length % n if n else length
+        if packed % 16 and not layout.k.group:  # the tile that the sequence ends in
+            page, at = (b, packed) if made.block_table is None else (
+                int(made.block_table[b, packed // made.page_size]), packed % made.page_size
+            )  # fmt: skip
+            word = at // 16 * layout.tile_words
+            tile = made.pages[page, :, word : word + layout.tile_words]
+            spoil(tile, layout, packed % 16)
+        if n and length % n % 16:
+            slot_layout = caches.residual_layout(layout)
+            word = length % n // 16 * slot_layout.tile_words
+            spoil(made.residual[b, :, word : word + slot_layout.tile_words], slot_layout, length % 16)
+
+
+def spoil(tile: torch.Tensor, layout, kept: int) -> None:
+    """Tokens `kept`.. of a tile [heads, words] become NaN where they are floats."""
+    k, v = layout.unpack(tile.reshape(-1, 1, layout.block_words))
+    for part, fmt in ((k, layout.k), (v, layout.v)):
+        if fmt.scaling == "none":
+            part.codes[:, kept:] = 0x7FFF
+        if fmt.scaling == "token":
+            part.scale[:, kept:] = float("nan")
+            part.zero[:, kept:] = float("nan")
+    tile.copy_(layout.pack(k, v).reshape(tile.shape))
+
+
+def run(case: Case, splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, reference.Options]:
+    """(q, out, lse) of two launches into poisoned memory, which must agree in every bit."""
+    made = built(case)
+    rng = torch.Generator().manual_seed(case.seed + 1)
+    heads = case.kv_heads * case.group
+    q = torch.randn(len(case.lengths), case.q_len, heads, case.head_dim, generator=rng) * case.sharp
+    q = q.to(getattr(torch, case.dtype)).to(DEVICE)
+    sinks = (torch.randn(heads, generator=rng) * 2).to(DEVICE) if case.sinks else None
+    runs = []
+    for _ in range(2):
+        guarded = torch.full((q.shape[0] + 2, *q.shape[1:]), float("nan"), dtype=q.dtype, device=DEVICE)
+        lse = torch.full(q.shape[:3], float("nan"), device=DEVICE)
+        y = op.decode(
+            q, made, out=guarded[1:-1], lse=lse, softcap=case.softcap, window=case.window, sinks=sinks,
+            splits=splits or case.splits or None, target=TARGET,
+        )  # fmt: skip
+        assert guarded[0].isnan().all() and guarded[-1].isnan().all(), f"beside the output was written; {case.repro}"
+        runs.append((y, lse))
+    for a, b in zip(*runs):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), f"two runs differ; {case.repro}"
+    options = reference.Options(softcap=case.softcap, window=case.window, sinks=sinks)
+    return q, *runs[0], options
+
+
+def check(case: Case) -> None:
+    """Every element inside the forward error bound, and the log-sum-exp; AssertionError names the case."""
+    try:
+        q, y, lse, options = run(case)
+    except AssertionError:
+        raise
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__}: {error}\n  {case.repro}") from error
+    expected, sums, bound = reference.decode(q, built(case), options)
+    error = (y.double() - expected).abs()
+    bad = ~(error <= bound)  # NaN counts as bad
+    if bool(bad.any()):
+        where = bad.nonzero()
+        some = [f"{w} {float(y[tuple(w)]):.5g} for {float(expected[tuple(w)]):.5g}" for w in where[:6].tolist()]
+        worst = float((error / bound).nan_to_num(9e9).max())
+        raise AssertionError(
+            f"{len(where)} of {y.numel()} elements outside the bound, worst {worst:.3g} times it: {'; '.join(some)}\n"
+            f"  {case.repro}"
+        )
+    off = torch.where(sums.isinf() & (lse == sums), 0.0, (lse.double() - sums).abs())
+    slack = 1e-3 * (1 + case.sharp) * (1 + sums.abs().nan_to_num(posinf=0) / 16)
+    assert bool((off <= slack).all()), f"lse is off by {float(off.nan_to_num(9e9).max()):.3g}\n  {case.repro}"
+
+
+KEYS = tuple(FORMATS)
+VALUES = tuple(f.name for f in FORMATS.values() if f.for_values)
+
+
+def fuzz(count: int, seed: int = 2026) -> list[Case]:
+    """Seeded cases; kernels come from a pool of formats and shapes so that few have to be compiled."""
+    rng = random.Random(seed)
+    pool = []
+    for _ in range(24):
+        k, v = rng.choice(KEYS), rng.choice(VALUES)
+        if "bfloat16" in (k, v):
+            k = v = "bfloat16"
+        group = get_format(k).group
+        if group and get_format(v).scaling == "static":
+            v = "int4"
+        pool.append(
+            dict(
+                k=k, v=v, head_dim=rng.choice((64, 128, 128, 256)), page=rng.choice((0, 64, 128)),
+                dtype="bfloat16" if k == "bfloat16" else rng.choice(("float16", "float16", "bfloat16")),
+            )
+        )  # fmt: skip
+        if pool[-1]["page"] % max(group, 32):
+            pool[-1]["page"] = 128
+    cases = []
+    for _ in range(count):
+        facts = rng.choice(pool)
+        batch = rng.randint(1, 6)
+        longest = rng.choice((40, 300, 1200, 3000))
+        q_len = rng.choice((1, 1, 2, 3, 4, 8))
+        cases.append(
+            Case(
+                **facts, kv_heads=rng.choice((1, 2, 3)), group=rng.choice((1, 2, 4, 7, 8, 12)), q_len=q_len,
+                lengths=tuple(rng.choice((0, rng.randint(0, longest), longest)) for _ in range(batch)),
+                splits=rng.choice((0, 0, 1, 2, 5)), window=rng.choice((0, 0, 0, 17, 500)),
+                sharp=rng.choice((0.5, 1.0, 4.0)), seed=rng.randint(1, 3),
+            )
+        )  # fmt: skip
+    return cases
+
+
+if __name__ == "__main__":
+    check(eval(sys.argv[1], {"Case": Case}))
+    print("ok")
