@@ -29,7 +29,7 @@ class Support:
         zeros: "asymmetric", "symmetric" or both.
         activations: dtypes of x and y.
         scales: dtypes of the weight's scales.
-        numerics: what the operator's `numerics` argument takes besides "auto".
+        numerics: what the operator's `numerics` argument (w4a8: `dequantization`) takes besides "auto".
         targets: architecture -> a key of STATUS.
         notes: what else a reader needs to know.
     """
@@ -65,6 +65,23 @@ def _w4a16(format: str, source: str, scales: tuple[str, ...], notes: str) -> Sup
 
 
 _ALL_SCALES = ("float16", "bfloat16", "float32")
+_W4A8_TARGETS = {"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "compiled"}
+
+
+def _w4a8(format: str, source: str, zeros: tuple[str, ...], notes: str) -> Support:
+    return Support(
+        operator="w4a8",
+        format=format,
+        source=f"terrazzo.ops.w4a8.{source}",
+        groups=(32, 64, 128),
+        zeros=zeros,
+        activations=("int8", "float16", "bfloat16"),
+        scales=("float32",),
+        numerics=("xor", "unsigned"),
+        targets=_W4A8_TARGETS,
+        notes=notes,
+    )
+
 
 REGISTRY: tuple[Support, ...] = (
     _w4a16("awq", "from_awq", _ALL_SCALES, "version gemm"),
@@ -72,6 +89,14 @@ REGISTRY: tuple[Support, ...] = (
     _w4a16("gptq_v2", "from_gptq", _ALL_SCALES, "act-order"),
     _w4a16("compressed_tensors", "from_compressed_tensors", _ALL_SCALES, "pack-quantized; actorder"),
     _w4a16("rtn", "quantize", _ALL_SCALES, "float weight, round to nearest with searched clipping"),
+    _w4a8("qserve", "from_qserve", ("asymmetric",), "per group and per channel, exact"),
+    _w4a8(
+        "compressed_tensors",
+        "from_compressed_tensors",
+        ("asymmetric", "symmetric"),
+        "int-quantized and pack-quantized; free group scales only with requantize=True",
+    ),
+    _w4a8("rtn", "quantize", ("asymmetric",), "float weight, two levels; smooth vectors"),
 )
 
 

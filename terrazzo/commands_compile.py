@@ -36,10 +36,11 @@ class _Dtype(click.ParamType):
 )
 @click.option("--m", "ms", type=Counts(), help="Numbers of tokens to serve, 1,16,256. Default: every M.")
 @click.option("--dtype", type=_Dtype("f16", "bf16"), default="f16", show_default=True, help="Activations and output.")
-@click.option("--group", default="128", show_default=True, help="Input channels for each scale; K for one group.")
+@click.option("--group", help="Input channels for each scale; K for one group. Default: 128, for w4a8 64.")
 @click.option("--symmetric/--asymmetric", default=False, help="Without or with (default) zero points.")
 @click.option("--scale-dtype", type=_Dtype("f16", "bf16", "f32"), help="Default: as the activations.")
-@click.option("--numerics", default="auto", show_default=True, help="auto, exact, fused or post.")
+@click.option("--numerics", default="auto", show_default=True, help="w4a16: auto, exact, fused or post.")
+@click.option("--dequantization", default="auto", show_default=True, help="w4a8: auto, xor or unsigned.")
 @click.option("--target", required=True, help="sm_80, sm_86, sm_89, sm_90a or a TVM tag such as nvidia/nvidia-h100.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a bundle to this folder.")
 @click.option("--replace", is_flag=True, help="Replace a bundle that is there.")
@@ -55,6 +56,7 @@ def compile_command(
     symmetric: bool,
     scale_dtype: str | None,
     numerics: str,
+    dequantization: str,
     target: str,
     output: Path | None,
     replace: bool,
@@ -72,19 +74,12 @@ def compile_command(
         raise click.UsageError("nothing to compile: name a --shape NxK or a --model")
     if output is not None and output.exists() and not replace:
         raise BundleError(f"{output} exists already; remove it, choose another folder or give --replace")
+    facts = {"m": ms, "dtype": dtype, "target": arch, "symmetric": symmetric, "scale_dtype": scale_dtype or dtype}
+    facts |= {"numerics": numerics, "dequantization": dequantization}
+    group = group or ("64" if op == "w4a8" else "128")
     requests = []
     for n, k in problems:
-        requests += _requests(op)(
-            n,
-            k,
-            group_size=_group(group, k),
-            symmetric=symmetric,
-            scale_dtype=scale_dtype or dtype,
-            m=ms,
-            dtype=dtype,
-            target=arch,
-            numerics=numerics,
-        )
+        requests += _requests(op)(n, k, group_size=_group(group, k), **_accepted(op, facts))
     requests = list(dict.fromkeys(requests))
     outcomes = compile_with_progress(requests, workers)
     kernels = [describe(request, outcome) for request, outcome in zip(requests, outcomes)]
@@ -130,6 +125,23 @@ def _requests(op: str) -> Any:
     import importlib
 
     return importlib.import_module(f"terrazzo.ops.{op}").kernel_requests
+
+
+_OPTIONS = {"symmetric", "scale_dtype", "numerics", "dequantization"}
+"""Facts that not every operator's kernels differ by."""
+
+
+def _accepted(op: str, facts: dict[str, Any]) -> dict[str, Any]:
+    """The facts that an operator's kernels differ by; one that was given and is none of them is an error."""
+    import inspect
+
+    known = inspect.signature(_requests(op)).parameters
+    dropped = _OPTIONS - known.keys()
+    context = click.get_current_context()
+    for name in sorted(dropped):
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')} is no option of {op}")
+    return {name: value for name, value in facts.items() if name not in dropped}
 
 
 def _layouts(op: str) -> tuple[str, ...]:

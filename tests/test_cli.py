@@ -31,8 +31,9 @@ def small_kernels(monkeypatch):
     monkeypatch.syspath_prepend(str(TESTS / "lowering"))
     asked = []
 
-    def kernel_requests(n, k, *, target, m, **rest):
-        asked.append({"n": n, "k": k, "m": m, "target": target.arch, **rest})
+    def kernel_requests(n, k, *, target, m, group_size, symmetric, scale_dtype, dtype, numerics):
+        asked.append({"n": n, "k": k, "m": m, "target": target.arch, "group_size": group_size, "symmetric": symmetric})
+        asked[-1] |= {"scale_dtype": scale_dtype, "dtype": dtype, "numerics": numerics}
         return [KernelRequest("small.gemm", f"programs:{kernel_requests.entry}", (("n", n),), target)]
 
     kernel_requests.entry = "gemm"
@@ -178,6 +179,23 @@ def test_a_model_is_all_of_its_shapes(capsys, monkeypatch, small_kernels):
     shapes = [(asked["n"], asked["k"]) for asked in small_kernels.asked]
     assert shapes == [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
     assert small_kernels.asked[0]["m"] is None and small_kernels.asked[0]["target"] == "sm_90a"
+
+
+def test_operators_take_their_own_options(capsys, monkeypatch):
+    monkeypatch.setattr(
+        "terrazzo.commands_compile.compile_with_progress",
+        lambda requests, workers: [CompileError("no")] * len(requests),
+    )
+    given = ("compile", "--op", "w4a8", "--shape", "128x256", "--m", "4", "--target", "sm_90a", "--json")
+    code, out, _ = run(capsys, *given, "--dequantization", "unsigned")
+    kernels = {kernel["kernel"]: kernel["params"] for kernel in json.loads(out)["kernels"]}
+    assert code == 1 and set(kernels) == {"w4a8.small_batch", "w4a8.quantize_rows"}
+    assert kernels["w4a8.small_batch"]["dequantization"] == "unsigned" and kernels["w4a8.small_batch"]["group"] == 64
+    for option in (("--symmetric",), ("--numerics", "post"), ("--scale-dtype", "f32")):
+        code, _, err = run(capsys, *given, *option)
+        assert code == 2 and f"{option[0]} is no option of w4a8" in err
+    code, _, err = run(capsys, *COMPILE, "--dequantization", "xor")
+    assert code == 2 and "--dequantization is no option of w4a16" in err
 
 
 def test_a_kernel_that_fails_is_exit_code_1_and_no_bundle(capsys, tmp_path, small_kernels):

@@ -9,6 +9,9 @@ import pytest
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import registry
+from terrazzo.ops.w4a8 import activations as w4a8_activations
+from terrazzo.ops.w4a8 import format as w4a8_format
+from terrazzo.ops.w4a8 import reference as w4a8_reference
 from terrazzo.ops.w4a16.checkpoint import FORMATS
 from terrazzo.ops.w4a16.format import GROUPS, SCALE_DTYPES
 from terrazzo.ops.w4a16.reference import ACTIVATION_DTYPES, NUMERICS
@@ -35,6 +38,14 @@ def test_w4a16_entries_agree_with_the_code():
     for entry in entries:
         assert entry.groups == (*GROUPS, "K") and entry.scales == SCALE_DTYPES
         assert entry.activations == ACTIVATION_DTYPES and ("auto", *entry.numerics) == NUMERICS
+
+
+def test_w4a8_entries_agree_with_the_code():
+    entries = [entry for entry in registry.REGISTRY if entry.operator == "w4a8"]
+    assert {entry.format for entry in entries} == {"qserve", "compressed_tensors", "rtn"}
+    for entry in entries:
+        assert entry.groups == w4a8_format.GROUPS and ("auto", *entry.numerics) == w4a8_reference.DEQUANTIZATIONS
+        assert entry.activations == ("int8", *w4a8_activations.DTYPES)
 
 
 def test_filters():
