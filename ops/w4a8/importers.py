@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
 from terrazzo.ops.w4a8.format import GROUPS, LARGEST_SCALE, PackedWeight, QuantizedWeight, pack
-from terrazzo.ops.w4a8.quantizer import RANGE, quantize_weight, row_chunks, second_level
+from terrazzo.ops.w4a8.quantizer import RANGE, divide, quantize_weight, row_chunks, second_level
 
 if TYPE_CHECKING:
     import torch
@@ -251,7 +251,7 @@ def _fit_rows(codes, zeros, scales, group: int):
     wanted = steps * per_column(scales)
     reach = by_group(steps.abs()).amax(-1).clamp(min=1)  # largest |code - zero| of each group
     cap = (RANGE // reach).clamp(max=LARGEST_SCALE)  # largest scale that keeps its bytes in the protective range
-    finest = (wanted.abs().amax(dim=1) / RANGE).clamp(min=2.0**-120)
+    finest = divide(wanted.abs().amax(dim=1), RANGE).clamp(min=2.0**-120)
     best = None
     for index in range(_STEPS):
         s1 = finest * 2.0 ** (index / _STEPS)

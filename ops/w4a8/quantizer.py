@@ -83,9 +83,14 @@ def row_chunks(n: int, k: int, device: str) -> list[slice]:
     return [slice(lo, min(lo + rows, n)) for lo in range(0, n, rows)]
 
 
+def divide(values: torch.Tensor, number: float) -> torch.Tensor:
+    """values / number, rounded once: on CUDA, division by a Python number multiplies with its rounded reciprocal."""
+    return values / values.new_full((), number)
+
+
 def first_level(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(channel scales f32 [R], bytes f32 [R, K] in [-119, 119]) of float32 rows; a row of zeros gets scale 1."""
-    s1 = w.abs().amax(dim=1) / RANGE
+    s1 = divide(w.abs().amax(dim=1), RANGE)
     s1 = s1.where(s1 > 0, 1.0)
     return s1, (w / s1[:, None]).round_().clamp_(-RANGE, RANGE)
 
@@ -104,7 +109,7 @@ def second_level(
     v = values.view(rows, groups, group_size)
     low = v.amin(-1, keepdim=True)
     v = v - low
-    steps = v.amax(-1, keepdim=True) / 15
+    steps = divide(v.amax(-1, keepdim=True), 15)
     if rule == "nearest":
         scale = (steps + 0.5).floor_().clamp_(1, LARGEST_SCALE)
     elif rule == "ceil":

@@ -53,9 +53,9 @@ def quantize_activations(
     scaled = x if gain is None else x * gain
     largest = scaled.abs().amax(dim=1) if x.shape[1] else x.new_zeros(x.shape[0])
     zero = largest < TINY
-    inverse = torch.where(zero, 0.0, 127.0 / largest)
+    inverse = torch.where(zero, 0.0, largest.new_full((), 127.0) / largest)  # a Python number would round twice
     q = (scaled.double() * inverse.double()[:, None]).round()
-    scales = largest / 127.0
+    scales = largest / largest.new_full((), 127.0)
     if rms_weight is not None:
         scales = scales * torch.rsqrt(x.square().mean(dim=1) + eps)
     scales = torch.where(zero, 1.0, scales)
@@ -67,7 +67,8 @@ def activation_gain(smooth: torch.Tensor | None, rms_weight: torch.Tensor | None
     """float32 [K]: what activations are multiplied with before they are quantized, or None for 1."""
     if smooth is None:
         return None if rms_weight is None else rms_weight.float()
-    return (1.0 if rms_weight is None else rms_weight.float()) / smooth.float()
+    smooth = smooth.float()
+    return (smooth.new_ones(()) if rms_weight is None else rms_weight.float()) / smooth
 
 
 def accumulate(q: torch.Tensor, weight: QuantizedWeight | PackedWeight) -> torch.Tensor:

@@ -50,3 +50,18 @@ def compiled(request: pytest.FixtureRequest) -> None:
         terminal.write_line(
             f"compiled {len(cold) - failed} of {len(wanted)} kernels in {seconds:.0f} s, {failed} failed"
         )
+
+
+@pytest.fixture
+def nothing_compiles(gpu, compiled, monkeypatch) -> None:
+    """Every kernel is compiled up front for its bucket: an M that asks for another one is a bug."""
+    from terrazzo.lowering import kernels
+
+    original = kernels.compile_request
+
+    def ready_only(request):
+        if kernels.find_compiled(request) is None:
+            raise AssertionError(f"{request} was compiled on the way: a new M must never compile")
+        return original(request)
+
+    monkeypatch.setattr("terrazzo.lowering.kernels.compile_request", ready_only)

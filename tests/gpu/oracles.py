@@ -248,6 +248,17 @@ def check(case: Case) -> None:
         raise AssertionError(f"{type(error).__name__}: {error}\n  {case.repro}") from error
 
 
+def run_all(check, cases) -> None:
+    """All cases, then one report of those that failed."""
+    failures = []
+    for case in cases:
+        try:
+            check(case)
+        except AssertionError as error:
+            failures.append(str(error))
+    assert not failures, f"{len(failures)} of {len(cases)} cases failed:\n" + "\n".join(failures)
+
+
 if __name__ == "__main__":
     check(eval(sys.argv[1], {"Case": Case, "Spec": Spec}))
     print("ok")

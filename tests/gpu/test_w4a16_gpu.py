@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracles import KINDS, TARGET, Case, Spec, canonical, check, packed
+from oracles import KINDS, TARGET, Case, Spec, canonical, check, packed, run_all
 from terrazzo.lowering.errors import ArgumentError, CaptureError
 from terrazzo.ops import w4a16
 from terrazzo.ops.w4a16 import reference
 
+pytestmark = pytest.mark.usefixtures("nothing_compiles")
 FUZZ_CASES = 320
 M_ALL = (0, 1, 2, 4, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 128, 200, 256, 300, 1024)
 M_IDENTITY = (1, 7, 16, 24, 32, 64, 128, 256, 512)
@@ -100,32 +101,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiles(gpu, compiled, monkeypatch) -> None:
-    """Every kernel is compiled up front for its bucket: an M that asks for another one is a bug."""
-
-    def refuse(request):
-        raise AssertionError(f"{request} was compiled on the way: a new M must never compile")
-
-    monkeypatch.setattr("terrazzo.lowering.kernels.compile_request", _ready_or(refuse))
-
-
-def _ready_or(refuse):
-    from terrazzo.lowering import kernels
-
-    original = kernels.compile_request
-    return lambda request: original(request) if kernels.find_compiled(request) is not None else refuse(request)
-
-
 def run(cases) -> None:
-    """All cases, then one report of those that failed."""
-    failures = []
-    for case in cases:
-        try:
-            check(case)
-        except AssertionError as error:
-            failures.append(str(error))
-    assert not failures, f"{len(failures)} of {len(cases)} cases failed:\n" + "\n".join(failures)
+    run_all(check, cases)
 
 
 @pytest.mark.parametrize(
