@@ -33,18 +33,17 @@ def ring_state() -> SimpleNamespace:
     return scalars("stage", "parity", "before")
 
 
-def partition_macros(*, units: int, row_tiles: int, raster: int, cluster: int = 1) -> SimpleNamespace:
+def partition_macros(*, units: int, row_tiles: int, raster: int) -> SimpleNamespace:
     """Macros `plan`, `segment` and `later_shares` for tiles of `units` k units, `row_tiles` of them along the rows.
 
-    Groups of `raster` token blocks walk over the rows together, so that both operands stay in L2. With cluster > 1 a
-    tile is `cluster` CTAs high, and `cid`, `grid` count clusters.
+    Groups of `raster` token blocks walk over the rows together, so that both operands stay in L2.
     """
     import tilelang.language as T
 
     @T.macro
-    def plan(p, cid, grid, sk, mt):
-        """Shared iterations [first, last), shared segments and all segments of cluster `cid` of `grid`."""
-        r = grid - 1 - cid  # high shares on low CTAs: a share is only awaited from a CTA that started earlier
+    def plan(p, cta, grid, sk, mt):
+        """Shared iterations [first, last), shared segments and all segments of CTA `cta` of `grid`."""
+        r = grid - 1 - cta  # high shares on low CTAs: a share is only awaited from a CTA that started earlier
         p.first[0] = T.truncdiv(r * (sk * units), grid)
         p.last[0] = T.truncdiv((r + 1) * (sk * units), grid)
         p.shared[0] = T.if_then_else(
@@ -53,31 +52,31 @@ def partition_macros(*, units: int, row_tiles: int, raster: int, cluster: int = 
         p.all[0] = p.shared[0] + T.max(T.truncdiv(mt * row_tiles - sk - r + grid - 1, grid), 0)
 
     @T.macro
-    def segment(p, c, seg, cid, rank, grid, sk, mt):
-        """Tile, k units [k0, k1), token block and row tile of the CTA `rank` in the cluster's segment `seg`."""
+    def segment(p, c, seg, cta, grid, sk, mt):
+        """Tile, k units [k0, k1), token block and row tile of the CTA's segment `seg`."""
         if seg < p.shared[0]:
             c.tile[0] = T.truncdiv(p.first[0], units) + seg
             c.k0[0] = T.max(p.first[0] - c.tile[0] * units, 0)
             c.k1[0] = T.min(p.last[0] - c.tile[0] * units, units)
         else:
-            c.tile[0] = sk + grid - 1 - cid + (seg - p.shared[0]) * grid
+            c.tile[0] = sk + grid - 1 - cta + (seg - p.shared[0]) * grid
             c.k0[0] = 0
             c.k1[0] = units
         c.tokens[0] = T.truncdiv(c.tile[0], raster * row_tiles) * raster
         c.rows[0] = T.truncmod(c.tile[0], raster * row_tiles)
         c.count[0] = T.min(mt - c.tokens[0], raster)
         c.tokens[0] = c.tokens[0] + T.truncmod(c.rows[0], c.count[0])
-        c.rows[0] = T.truncdiv(c.rows[0], c.count[0]) * cluster + rank
+        c.rows[0] = T.truncdiv(c.rows[0], c.count[0])
 
     @T.macro
-    def later_shares(c, cid, grid, sk):
-        """c.count: the other shares of the tile whose head cluster `cid` holds; those of the clusters right below."""
-        c.count[0] = T.truncdiv((c.tile[0] + 1) * units * grid - 1, sk * units) - (grid - 1 - cid)
+    def later_shares(c, cta, grid, sk):
+        """c.count: the other shares of the tile whose head CTA `cta` holds; those of the CTAs right below."""
+        c.count[0] = T.truncdiv((c.tile[0] + 1) * units * grid - 1, sk * units) - (grid - 1 - cta)
 
     return SimpleNamespace(plan=plan, segment=segment, later_shares=later_shares)
 
 
-def ring_macros(*, stages: int, cluster: int = 1) -> SimpleNamespace:
+def ring_macros(*, stages: int) -> SimpleNamespace:
     """Macros `reset`, `advance` and `release` of a ring of shared-memory stages."""
     import tilelang.language as T
 
@@ -88,26 +87,23 @@ def ring_macros(*, stages: int, cluster: int = 1) -> SimpleNamespace:
         ring.before[0] = 0
 
     @T.macro
-    def advance(ring, by):
+    def advance(ring):
         ring.before[0] = ring.stage[0]
-        ring.stage[0] = ring.stage[0] + by
-        if ring.stage[0] >= stages:
-            ring.stage[0] = ring.stage[0] - stages
+        ring.stage[0] = ring.stage[0] + 1
+        if ring.stage[0] == stages:
+            ring.stage[0] = 0
             ring.parity[0] = ring.parity[0] ^ 1
 
     @T.macro
-    def release(empty, ring, condition, lane):
-        """The stage before goes back to its producers: with multicast, those of every CTA of the cluster."""
+    def release(empty, ring, condition):
+        """The stage before goes back to the producer."""
         if condition:
-            if cluster > 1:
-                T.ptx_arrive_cluster_barrier(empty[ring.before[0]], lane)
-            else:
-                T.barrier_arrive(empty[ring.before[0]])
+            T.barrier_arrive(empty[ring.before[0]])
 
     return SimpleNamespace(reset=reset, advance=advance, release=release)
 
 
-def share_macros(*, vectors: int, row_blocks: int, flags: int, add: str, cluster: int = 1) -> SimpleNamespace:
+def share_macros(*, vectors: int, row_blocks: int, flags: int, add: str) -> SimpleNamespace:
     """Macros `leave_share` and `add_shares`: partial tiles through the workspace.
 
     A thread holds `row_blocks` * `vectors` groups of four 32-bit sums; WS is [grid, blocks, vectors, 128, 4]. `flags`
@@ -134,9 +130,9 @@ def share_macros(*, vectors: int, row_blocks: int, flags: int, add: str, cluster
         T.call_extern(
             "handle",
             "tz_await",
-            T.access_ptr(SEM[cta - cluster, wg], "rw", 1),
+            T.access_ptr(SEM[cta - 1, wg], "rw", 1),
             count,
-            -cluster * flags,
+            -flags,
             wg + 1,
         )
         for b in T.serial(count):
@@ -146,7 +142,7 @@ def share_macros(*, vectors: int, row_blocks: int, flags: int, add: str, cluster
                         "handle",
                         add,
                         T.access_ptr(acc[(r * vectors + i) * 4], "rw", 4),
-                        T.access_ptr(WS[cta - (b + 1) * cluster, wg * row_blocks + r, i, wt, 0], "r", 4),
+                        T.access_ptr(WS[cta - (b + 1), wg * row_blocks + r, i, wt, 0], "r", 4),
                     )
 
     return SimpleNamespace(leave_share=leave_share, add_shares=add_shares)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from terrazzo.lowering.targets import Target
+from terrazzo.schedules.partition import Partition, share_tiles
 from terrazzo.schedules.problem import WeightOnlyGemm
 
 BLOCK_TOKENS = (16, 32, 64, 128, 256)
@@ -14,13 +15,13 @@ _RESERVED = 2048  # barriers, alignment
 
 @dataclass(frozen=True)
 class StreamK:
-    """Tiles of 64 * row_blocks * warpgroups (* cluster) rows by block_tokens; a ring stage holds 64 k."""
+    """Tiles of 64 * row_blocks * warpgroups rows by block_tokens; a ring stage holds `stage_k`."""
 
     block_tokens: int
     warpgroups: int
     row_blocks: int
     stages: int
-    cluster: int = 1
+    stage_k: int = 64
     raster: int = 8
 
     @property
@@ -28,14 +29,10 @@ class StreamK:
         """Row blocks of 64 of one CTA."""
         return self.warpgroups * self.row_blocks
 
-    @property
-    def tile_blocks(self) -> int:
-        """Row blocks of 64 in one tile."""
-        return self.cta_blocks * self.cluster
-
     def stage_bytes(self, problem: WeightOnlyGemm) -> int:
-        params = -(-problem.groups_per_128 // 2) * problem.record_bytes
-        return self.block_tokens * 128 + self.cta_blocks * (2048 + params)
+        shared = problem.groups_per_128 == 1  # one set of parameters for both halves of 128 k
+        params = (1 if shared else problem.groups_per_128 * self.stage_k // 128) * problem.record_bytes
+        return self.stage_k * self.block_tokens * 2 + self.cta_blocks * (self.stage_k * 32 + params)
 
     def smem_bytes(self, problem: WeightOnlyGemm) -> int:
         out = self.warpgroups * 4 * min(self.block_tokens, 32) * _OUT_PITCH
@@ -63,38 +60,27 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int, scaled_sums: bool) -
     if tokens <= 32:
         shape = (4, 2) if millions >= 100 else (4, 1) if millions >= 50 else (2, 1)
     elif tokens == 64:
-        shape = (4, 1) if millions >= 80 else (2, 1)
+        shape = (4, 1) if millions >= 100 else (2, 1)
     elif tokens == 128:
-        shape = (3, 1) if millions >= 100 and not scaled_sums else (2, 1)
+        tall = -(-problem.row_blocks // 4) * -(-m // 128)  # tiles of 256 rows
+        one_wave = 0.8 * target.sms <= tall <= target.sms
+        shape = (2, 2) if one_wave else (3, 1) if millions >= 100 else (2, 1)
+        shape = (2, 1) if scaled_sums else shape
     else:
         shape = (2, 1)
-    return fitted(StreamK(tokens, *shape, stages=2), problem, target)
+    stage_k = 128 if tokens <= 64 or (tokens == 128 and millions < 30) else 64
+    return fitted(StreamK(tokens, *shape, stages=2, stage_k=stage_k), problem, target)
 
 
 def fitted(schedule: StreamK, problem: WeightOnlyGemm, target: Target) -> StreamK:
-    """The same tile with as many stages as fit, up to 16."""
+    """The same tile with as many stages as fit, up to 1024 k."""
     fixed = schedule.smem_bytes(problem) - schedule.stages * schedule.stage_bytes(problem)
-    return replace(schedule, stages=min(16, (target.smem_per_block - fixed) // schedule.stage_bytes(problem)))
-
-
-@dataclass(frozen=True)
-class Partition:
-    """`grid` CTAs; the first `shared` tiles are cut along k into equal shares, the others are whole tiles."""
-
-    grid: int
-    shared: int
+    return replace(
+        schedule, stages=min(1024 // schedule.stage_k, (target.smem_per_block - fixed) // schedule.stage_bytes(problem))
+    )
 
 
 def partition(schedule: StreamK, problem: WeightOnlyGemm, target: Target, m: int) -> Partition:
-    """Shares only where whole waves would leave more than a few percent of the SMs idle."""
-    tiles = -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.tile_blocks)
-    slots = target.sms // schedule.cluster
-    rest = tiles % slots
-    if rest == 0 or -(-tiles // slots) * slots < 1.06 * tiles:
-        return Partition(min(tiles, slots) * schedule.cluster, 0)
-    if tiles < slots:
-        share = -(-tiles * problem.units // slots)  # k units of the busiest CTA: no more CTAs than that needs
-        return Partition(-(-tiles * problem.units // share) * schedule.cluster, tiles)
-    # a few tiles over many CTAs would be cut too thin: share one full wave with them
-    shared = rest if rest > slots // 2 else rest + slots
-    return Partition(slots * schedule.cluster, shared)
+    """Tiles of the schedule over the SMs of the target."""
+    tiles = -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.cta_blocks)
+    return share_tiles(tiles, problem.units, target.sms)

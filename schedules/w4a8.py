@@ -49,24 +49,18 @@ class IntegerGemm(WeightOnlyGemm):
 
 @dataclass(frozen=True)
 class StreamK:
-    """Tiles of 64 * row_blocks * warpgroups (* cluster) rows by block_tokens; a ring stage holds 128 k."""
+    """Tiles of 64 * row_blocks * warpgroups rows by block_tokens; a ring stage holds 128 k."""
 
     block_tokens: int
     warpgroups: int
     row_blocks: int
     stages: int
-    cluster: int = 1
     raster: int = 8
 
     @property
     def cta_blocks(self) -> int:
         """Row blocks of 64 of one CTA."""
         return self.warpgroups * self.row_blocks
-
-    @property
-    def tile_blocks(self) -> int:
-        """Row blocks of 64 in one tile."""
-        return self.cta_blocks * self.cluster
 
     @property
     def sums(self) -> int:
@@ -121,9 +115,8 @@ def choose(problem: IntegerGemm, target: Target, m: int) -> StreamK:
 
 def partition(schedule: StreamK, problem: IntegerGemm, target: Target, m: int) -> Partition:
     """Tiles of the schedule over the SMs of the target."""
-    tiles = -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.tile_blocks)
-    part = share_tiles(tiles, problem.units, target.sms // schedule.cluster)
-    return Partition(part.grid * schedule.cluster, part.shared)
+    tiles = -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.cta_blocks)
+    return share_tiles(tiles, problem.units, target.sms)
 
 
 def candidates(problem: IntegerGemm, target: Target, m: int) -> Iterator[StreamK]:
@@ -133,7 +126,7 @@ def candidates(problem: IntegerGemm, target: Target, m: int) -> Iterator[StreamK
         for warpgroups in (2, 3, 4):
             for row_blocks in (1, 2):
                 schedule = StreamK(tokens, warpgroups, row_blocks, stages=2)
-                if tokens <= widest and schedule.legal() and schedule.tile_blocks <= 2 * problem.row_blocks:
+                if tokens <= widest and schedule.legal() and schedule.cta_blocks <= 2 * problem.row_blocks:
                     schedule = fitted(schedule, problem, target)
                     if schedule.stages >= 2:
                         yield schedule

@@ -80,14 +80,14 @@ def build(
     zero8 = float(8 + cvt.bias[0]) if post else 0.0
     x_copies = nt * 8 * cta_items * 16
     pdl = target.supports("pdl")
-    shared_x = cluster > 1
+    bulk_x = target.supports("bulk_copy")  # then X does not queue behind the first weights
     source = prelude(
         "cp_async",
         "lds",
         "ldmatrix",
         "pack",
         "semaphore",
-        *(["multicast"] if shared_x else []),
+        *(["multicast" if cluster > 1 else "bulk"] if bulk_x else []),
         extra=(cvt.device_source,),
     )
     cluster_dims = dict(cluster_dims=(1, cluster, 1)) if cluster > 1 else {}
@@ -133,9 +133,9 @@ def build(
         T.call_extern("handle", "tz_cp_commit")
 
     @T.macro
-    def fetch_x(X, Xs, xbar, m, k0, kn, rank, tx):
+    def fetch_x(X, Xs, xbar, m, k0, kn, bn, tx):
         """X of this CTA's k range; rows >= m and columns >= k become zero. The CTAs of a cluster share it."""
-        if shared_x:
+        if bulk_x:
             for e in T.serial(T.ceildiv((nt * 8 - m) * (pitch // 8), threads)):
                 if e * threads + tx < (nt * 8 - m) * (pitch // 8):
                     for i in T.vectorized(8):
@@ -154,16 +154,29 @@ def build(
                 row_bytes = T.min(kn * ITEM_K, k - k0 * ITEM_K) * 2
                 T.mbarrier_expect_tx(xbar, m * row_bytes)
                 T.barrier_arrive(xbar)
-                for r in T.serial(T.ceildiv(m - rank, cluster)):
-                    T.call_extern(
-                        "handle",
-                        "tz_bulk_multicast",
-                        T.access_ptr(Xs[(r * cluster + rank) * pitch], "w", 8),
-                        T.access_ptr(X[T.min(r * cluster + rank, m - 1), k0 * ITEM_K], "r", 8),
-                        row_bytes,
-                        T.access_ptr(xbar, "rw", 1),
-                        (1 << cluster) - 1,
-                    )
+                rank = bn % cluster
+                count = T.ceildiv(m - rank, cluster)
+                for i in T.serial(count):
+                    r = T.truncmod(i + bn // cluster, count)  # not all CTAs at the same row: it lies in a few L2 slices
+                    if cluster > 1:
+                        T.call_extern(
+                            "handle",
+                            "tz_bulk_multicast",
+                            T.access_ptr(Xs[(r * cluster + rank) * pitch], "w", 8),
+                            T.access_ptr(X[r * cluster + rank, k0 * ITEM_K], "r", 8),
+                            row_bytes,
+                            T.access_ptr(xbar, "rw", 1),
+                            (1 << cluster) - 1,
+                        )
+                    else:
+                        T.call_extern(
+                            "handle",
+                            "tz_bulk",
+                            T.access_ptr(Xs[r * pitch], "w", 8),
+                            T.access_ptr(X[r, k0 * ITEM_K], "r", 8),
+                            row_bytes,
+                            T.access_ptr(xbar, "rw", 1),
+                        )
         else:
             for e in T.serial(-(-x_copies // threads)):
                 row = (e * threads + tx) // (cta_items * 16)
@@ -278,7 +291,7 @@ def build(
             R = T.alloc_shared((warps * stages * step,), "int32")
             Q = T.alloc_shared((warps * part,), "float32")
             C0 = T.alloc_shared((cta_items * ig * nt * 8,), "float32")
-            xbar = T.alloc_cluster_barrier([1]) if shared_x else None
+            xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk_x else None
             w = T.alloc_local((4,), "uint32")
             a = T.alloc_local((4,), "uint32")
             x = T.alloc_local((16 * nt,), "uint32")
@@ -311,11 +324,11 @@ def build(
                 issue(W, P, R, ring, p, gn, t0, t1, k0 + g0, lane)
             if pdl:
                 T.pdl_sync()
-                fetch_x(X, Xs, xbar, M, k0, kn, bn % cluster, tx)
-            if shared_x:
+                fetch_x(X, Xs, xbar, M, k0, kn, bn, tx)
+            if bulk_x:
                 T.barrier_wait(xbar, 0)
             else:
-                T.call_extern("handle", f"tz_cp_wait<{0 if pdl else stages}>")
+                T.call_extern("handle", f"tz_cp_wait<{stages}>")
             T.sync_threads()
             if post:  # C0 = -2^e0 * sum of x over each group, in accumulator column order
                 for gi in T.serial(gn):

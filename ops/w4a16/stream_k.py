@@ -1,30 +1,34 @@
 """Tile program on wgmma (sm_90a): weights are the register operand, one producer warp, stream-K.
 
 A CTA computes tiles of 64 * row_blocks * warpgroups output features by `block_tokens` tokens. The producer warp fills a
-ring whose stages hold 64 k: X by TMA (128-byte swizzle), packed weights and their parameters by 1-D bulk copies. A
+ring whose stages hold 64 or 128 k: X by TMA (128-byte swizzle), packed weights and parameters by 1-D bulk copies. A
 consumer warpgroup owns `row_blocks` blocks of 64 rows: it loads its words, converts them into one of two sets of
 operand registers and issues four wgmma m64nNk16, while the four before are still running on the other set.
 
-Work partition (schedules/stream_k.py): the first `sk` tiles are cut along k into equal shares, one for each CTA, the
-others are whole tiles in waves. A CTA that starts inside a tile leaves its sum in the workspace; the CTA that holds the
-head of that tile adds the shares in order of k, so the result has the same bits in every run. A share is awaited only
-from CTAs with a lower index, which the hardware has started earlier.
+Work partition and shares of tiles: ops/tile_scheduler.py; the result has the same bits in every run.
 
 A stage is released when the wgmmas that read it were waited for, long after the shared-memory loads of its words were
 consumed: ptxas may move an arrive in front of a load's return (measured.md, "A race to design out").
 """
 
-from types import SimpleNamespace
-
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.tile_scheduler import (
+    partition_macros,
+    plan_state,
+    ring_macros,
+    ring_state,
+    scalars,
+    segment_state,
+    share_macros,
+)
 from terrazzo.ops.w4a16.operand import Operand
 
 PASS_CONFIGS = (  # barriers are placed by hand: the automatic ones stand around every access by a primitive
     ("tl.disable_thread_storage_sync", True),
     ("tl.disable_warp_specialized", True),
 )
-UNIT_K = 128  # k extent of one unit of work: two ring stages
+UNIT_K = 128  # k extent of one unit of work: two slots of the ring
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (40, 152), 4: (32, 112)}  # warpgroups -> a producer's, a consumer's
 OUT_PITCH = 24  # halves of a staged output row: 16 rows and 16 bytes of padding, free of bank conflicts
 
@@ -44,7 +48,7 @@ def build(
     warpgroups: int,
     row_blocks: int,
     stages: int,
-    cluster: int = 1,
+    stage_k: int = 64,
     raster: int = 8,
 ):
     """The prim_func `main(X, W, P, B, WS, SEM, Y, sk)`.
@@ -52,8 +56,7 @@ def build(
     Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/64, Np/64, 512]; P uint8 [G, Np/64, R]; B [n] in `dtype` (one
     element without a bias); WS f32 [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32
     [grid, warpgroups], zero before the first launch and after each one. `grid` CTAs, at most the number of SMs; the
-    first `sk` tiles are shared along k, 0 <= sk <= tiles. With cluster = 2 a tile is two CTAs high, X is multicast to
-    both, and `grid` is even.
+    first `sk` tiles are shared along k, 0 <= sk <= tiles. A ring stage holds `stage_k` = 64 or 128 k.
     """
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
@@ -62,70 +65,29 @@ def build(
     post, bf16 = numerics == "post", dtype == "bfloat16"
     cvt = get_converter(f"u4_{'bf16' if bf16 else 'f16'}_exact" if post else op.converter)
     bm, wgs, rb = block_tokens, warpgroups, row_blocks
+    halves = stage_k // 64  # a stage is so many slots of 64 k
     np_, kp = -(-n // 64) * 64, -(-k // UNIT_K) * UNIT_K
     units, groups, rec, sb = kp // UNIT_K, op.groups(kp), op.record_bytes, op.scale_bytes
     ig = op.groups_per(64)  # parameter records of a stage
-    shared_params = group in (0, 128)  # then only even stages carry parameters
+    shared_params = group in (0, 128)  # then only even slots carry parameters
     all_blocks, cta_blocks = np_ // 64, wgs * rb
-    row_tiles = -(-all_blocks // (cta_blocks * cluster))
+    row_tiles = -(-all_blocks // cta_blocks)
     ct, nacc = wgs * 128, bm // 2
     f32, vec8 = scale_dtype == "float32", n % 8 == 0
     tb, stb = ("true" if bf16 else "false"), ("true" if scale_dtype == "bfloat16" else "false")
     ab = "bf16" if bf16 else "fp16"
     one2 = 0x3F803F80 if bf16 else 0x3C003C00
     out_tokens = next(t for t in (32, 16) if bm % t == 0)
-    stage_bytes = bm * 64 * 2
+    slot_bytes = bm * 64 * 2
     source = prelude("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "warpgroup", extra=(cvt.device_source,))
-    multicast = dict(cluster_mask=(1 << cluster) - 1) if cluster > 1 else {}
-    cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
+    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
+    rings = ring_macros(stages=stages)
+    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, add="tz_addcg4")
     M = T.dynamic("m")
     G = T.dynamic("grid")
 
-    @T.macro
-    def plan(p, cid, grid, sk, mt):
-        """Shared iterations [first, last), shared segments and all segments of cluster `cid` of `grid`."""
-        r = grid - 1 - cid  # high shares on low CTAs: a share is only awaited from a CTA that started earlier
-        p.first[0] = T.truncdiv(r * (sk * units), grid)
-        p.last[0] = T.truncdiv((r + 1) * (sk * units), grid)
-        p.shared[0] = T.if_then_else(
-            p.last[0] > p.first[0], T.truncdiv(p.last[0] - 1, units) - T.truncdiv(p.first[0], units) + 1, 0
-        )
-        p.all[0] = p.shared[0] + T.max(T.truncdiv(mt * row_tiles - sk - r + grid - 1, grid), 0)
-
-    @T.macro
-    def segment(p, c, seg, cid, rank, grid, sk, mt):
-        """Tile, k units [k0, k1), token block and row tile of the CTA in the cluster's segment `seg`."""
-        if seg < p.shared[0]:
-            c.tile[0] = T.truncdiv(p.first[0], units) + seg
-            c.k0[0] = T.max(p.first[0] - c.tile[0] * units, 0)
-            c.k1[0] = T.min(p.last[0] - c.tile[0] * units, units)
-        else:
-            c.tile[0] = sk + grid - 1 - cid + (seg - p.shared[0]) * grid
-            c.k0[0] = 0
-            c.k1[0] = units
-        # groups of `raster` token blocks walk over the rows together, so that both operands stay in L2
-        c.tokens[0] = T.truncdiv(c.tile[0], raster * row_tiles) * raster
-        c.rows[0] = T.truncmod(c.tile[0], raster * row_tiles)
-        c.count[0] = T.min(mt - c.tokens[0], raster)
-        c.tokens[0] = c.tokens[0] + T.truncmod(c.rows[0], c.count[0])
-        c.rows[0] = T.truncdiv(c.rows[0], c.count[0]) * cluster + rank
-
-    @T.macro
-    def advance(ring):
-        ring.before[0] = ring.stage[0]
-        ring.stage[0] = ring.stage[0] + 1
-        if ring.stage[0] == stages:
-            ring.stage[0] = 0
-            ring.parity[0] = ring.parity[0] ^ 1
-
-    @T.macro
-    def release(empty, ring, condition, lane):
-        """The stage before goes back to its producers: with multicast, those of every CTA of the cluster."""
-        if condition:
-            if cluster > 1:
-                T.ptx_arrive_cluster_barrier(empty[ring.before[0]], lane)
-            else:
-                T.barrier_arrive(empty[ring.before[0]])
+    def param_slot(ring, h):
+        return ring.stage[0] if shared_params else ring.stage[0] * halves + h % halves
 
     @T.macro
     def load_weights(W, P, Ws, Ps, full, ring, c, kb, h):
@@ -137,7 +99,7 @@ def build(
             T.call_extern(
                 "handle",
                 "tz_bulk",
-                T.access_ptr(Ws[ring.stage[0], 0, 0], "w", 512),
+                T.access_ptr(Ws[ring.stage[0] * halves + h % halves, 0, 0], "w", 512),
                 T.access_ptr(W[kb * 2 + h, c.rows[0] * cta_blocks, 0], "r", 512),
                 count * 2048,
                 T.access_ptr(full[ring.stage[0]], "rw", 1),
@@ -148,7 +110,7 @@ def build(
                     T.call_extern(
                         "handle",
                         "tz_bulk",
-                        T.access_ptr(Ps[ring.stage[0], q * cta_blocks * rec], "w", rec),
+                        T.access_ptr(Ps[param_slot(ring, h), q * cta_blocks * rec], "w", rec),
                         T.access_ptr(P[record, c.rows[0] * cta_blocks, 0], "r", rec),
                         count * rec,
                         T.access_ptr(full[ring.stage[0]], "rw", 1),
@@ -206,6 +168,72 @@ def build(
             1,
         )
 
+    @T.macro
+    def stage_out(Os, values, at, o, wg, warp, lane, q):
+        """16 rows x 16 tokens of a warp, from eight accumulator registers, transposed into part q of its buffer."""
+        for e in T.unroll(4):
+            o[e] = T.call_extern("uint32", f"tz_pack2<{tb}>", values[at + e * 2], values[at + e * 2 + 1])
+        T.call_extern(
+            "handle",
+            "tz_stmatrix4_trans",
+            T.access_ptr(
+                Os[wg * 4 + warp, (q * 16 + lane // 16 * 8 + lane % 8) * OUT_PITCH + lane // 8 % 2 * 8],
+                "w",
+                8,
+            ),
+            o[0],
+            o[1],
+            o[2],
+            o[3],
+        )
+
+    @T.macro
+    def write_out(Y, Os, token, row, at, wg, warp, m):
+        """Eight rows of one token."""
+        if vec8:
+            if T.And(token < m, row < n):
+                T.call_extern(
+                    "handle",
+                    "tz_copy16",
+                    T.access_ptr(Y[token, row], "w", 8),
+                    T.access_ptr(Os[wg * 4 + warp, at], "r", 8),
+                )
+        elif token < m:
+            for e in T.unroll(8):
+                if row + e < n:
+                    Y[token, row + e] = Os[wg * 4 + warp, at + e]
+
+    @T.macro
+    def load_bias(B, bb, row):
+        bb[0] = T.cast(B[T.min(row, n - 1)], "float32")
+        bb[1] = T.cast(B[T.min(row + 8, n - 1)], "float32")
+
+    @T.macro
+    def store_tile(Y, B, Os, acc, o, bb, c, m, wg, warp, lane):
+        """Each warp stores its 16 rows of every row block, with the bias."""
+        for r in T.unroll(rb):
+            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + warp * 16
+            if bias:
+                load_bias(B, bb, row0 + lane // 4)
+                for i in T.unroll(nacc):
+                    acc[r * nacc + i] = acc[r * nacc + i] + bb[i % 4 // 2]
+            for b in T.unroll(bm // out_tokens):
+                T.call_extern("handle", "tz_syncwarp")
+                for q in T.unroll(out_tokens // 16):
+                    stage_out(Os, acc, r * nacc + (b * out_tokens // 8 + q * 2) * 4, o, wg, warp, lane, q)
+                T.call_extern("handle", "tz_syncwarp")
+                for q in T.unroll(out_tokens // 16):
+                    write_out(
+                        Y,
+                        Os,
+                        c.tokens[0] * bm + b * out_tokens + q * 16 + lane // 2,
+                        row0 + lane % 2 * 8,
+                        (q * 16 + lane // 2) * OUT_PITCH + lane % 2 * 8,
+                        wg,
+                        warp,
+                        m,
+                    )
+
     @T.prim_func
     def main(
         X: T.Tensor((M, k), dtype),
@@ -217,14 +245,14 @@ def build(
         Y: T.Tensor((M, n), dtype),
         sk: T.int32,
     ):
-        with T.Kernel(G, threads=ct + 128, prelude=source, **cluster_dims) as cta:
-            Xs = T.alloc_shared((stages, bm, 64), dtype)
-            Ws = T.alloc_shared((stages, cta_blocks, 512), "int32")
-            Ps = T.alloc_shared((stages, cta_blocks * ig * rec), "uint8")
+        with T.Kernel(G, threads=ct + 128, prelude=source) as cta:
+            Xs = T.alloc_shared((stages * halves, bm, 64), dtype)
+            Ws = T.alloc_shared((stages * halves, cta_blocks, 512), "int32")
+            Ps = T.alloc_shared((stages if shared_params else stages * halves, cta_blocks * ig * rec), "uint8")
             Os = T.alloc_shared((wgs * 4, out_tokens * OUT_PITCH), dtype)
             full = T.alloc_barrier([32] * stages)
-            empty = (T.alloc_cluster_barrier if cluster > 1 else T.alloc_barrier)([cluster * wgs * 4] * stages)
-            w = T.alloc_local((4,), "uint32")
+            empty = T.alloc_barrier([wgs * 4] * stages)
+            w = T.alloc_local((halves * rb * 4,), "uint32")
             a = T.alloc_local((32,), "uint32")
             acc = T.alloc_local((rb * nacc,), "float32")
             part = T.alloc_local((nacc if post else 1,), "float32")
@@ -234,55 +262,50 @@ def build(
             o = T.alloc_local((4,), "uint32")
             bb = T.alloc_local((2,), "float32")
             desc = T.alloc_wgmma_desc()
-            p = SimpleNamespace(**{f: T.alloc_local((1,), "int32") for f in ("first", "last", "shared", "all")})
-            c = SimpleNamespace(
-                **{f: T.alloc_local((1,), "int32") for f in ("tile", "k0", "k1", "tokens", "rows", "count")}
-            )
-            ring = SimpleNamespace(**{f: T.alloc_local((1,), "int32") for f in ("stage", "parity", "before")})
-            ahead = T.alloc_local((1,), "int32")
+            p = plan_state()
+            c = segment_state()
+            ring = ring_state()
+            ahead = scalars("units").units
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
             tx = T.get_thread_binding()
             mt = T.ceildiv(M, bm)
-            cid = cta // cluster
-            rank = cta % cluster
-            plan(p, cid, G // cluster, sk, mt)
-            ring.stage[0] = 0
-            ring.parity[0] = 0
-            ring.before[0] = 0
+            tiles.plan(p, cta, G, sk, mt)
+            rings.reset(ring)
             T.pdl_trigger()
             if tx >= ct:
                 T.dec_max_nreg(REGISTERS[wgs][0])
                 if tx < ct + 32:
                     # weights do not depend on the kernel before: fetch the first ring while it still runs
-                    segment(p, c, 0, cid, rank, G // cluster, sk, mt)
-                    ahead[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages // 2), 0)
+                    tiles.segment(p, c, 0, cta, G, sk, mt)
+                    ahead[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages * halves // 2), 0)
                     for kb in T.serial(ahead[0]):
                         for h in T.unroll(2):
                             if tx == ct:
                                 load_weights(W, P, Ws, Ps, full, ring, c, c.k0[0] + kb, h)
-                            advance(ring)
-                    ring.stage[0] = 0
-                    ring.parity[0] = 0
+                            if (h + 1) % halves == 0:
+                                rings.advance(ring)
+                    rings.reset(ring)
                     T.pdl_sync()
                     for seg in T.serial(p.all[0]):
-                        segment(p, c, seg, cid, rank, G // cluster, sk, mt)
+                        tiles.segment(p, c, seg, cta, G, sk, mt)
                         for kb in T.serial(c.k1[0] - c.k0[0]):
                             for h in T.unroll(2):
-                                T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
+                                if h % halves == 0:
+                                    T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
                                 T.tma_copy(
                                     X[
                                         c.tokens[0] * bm : c.tokens[0] * bm + bm,
                                         (c.k0[0] + kb) * 128 + h * 64 : (c.k0[0] + kb) * 128 + h * 64 + 64,
                                     ],
-                                    Xs[ring.stage[0], :, :],
+                                    Xs[ring.stage[0] * halves + h % halves, :, :],
                                     barrier=full[ring.stage[0]],
                                     leader_scope_threads=32,
-                                    **multicast,
                                 )
                                 if T.And(tx == ct, T.Or(seg > 0, kb >= ahead[0])):
                                     load_weights(W, P, Ws, Ps, full, ring, c, c.k0[0] + kb, h)
-                                T.barrier_arrive(full[ring.stage[0]])
-                                advance(ring)
+                                if (h + 1) % halves == 0:
+                                    T.barrier_arrive(full[ring.stage[0]])
+                                    rings.advance(ring)
             else:
                 T.inc_max_nreg(REGISTERS[wgs][1])
                 wg = tx // 128
@@ -292,29 +315,33 @@ def build(
                 T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
                 T.pdl_sync()
                 for seg in T.serial(p.all[0]):
-                    segment(p, c, seg, cid, rank, G // cluster, sk, mt)
+                    tiles.segment(p, c, seg, cta, G, sk, mt)
                     for i in T.unroll(rb * nacc):
                         acc[i] = 0.0
                     for kb in T.serial(c.k1[0] - c.k0[0]):
                         for h in T.unroll(2):
-                            T.barrier_wait(full[ring.stage[0]], ring.parity[0])
-                            T.call_extern("handle", "tz_fence")
+                            if h % halves == 0:
+                                T.barrier_wait(full[ring.stage[0]], ring.parity[0])
+                                T.call_extern("handle", "tz_fence")
+                                for q in T.unroll(halves * rb):  # the words of the whole stage: one latency
+                                    T.call_extern(
+                                        "handle",
+                                        "tz_lds128",
+                                        T.access_ptr(w[q * 4], "w", 4),
+                                        T.access_ptr(
+                                            Ws[ring.stage[0] * halves + q // rb, wg * rb + q % rb, wt * 4], "r", 4
+                                        ),
+                                    )
                             for r in T.unroll(rb):
                                 half = (h * rb + r) % 2 * 16
-                                T.call_extern(
-                                    "handle",
-                                    "tz_lds128",
-                                    T.access_ptr(w, "w"),
-                                    T.access_ptr(Ws[ring.stage[0], wg * rb + r, wt * 4], "r", 4),
-                                )
                                 if h == 0 or not shared_params:
-                                    load_params(Ps, ring.stage[0], wg * rb + r, warp * 8 + lane // 4, s, u, v, r)
+                                    load_params(Ps, param_slot(ring, h), wg * rb + r, warp * 8 + lane // 4, s, u, v, r)
                                 for j in T.unroll(4):
                                     at = (r * ig + j * ig // 4) * 4
                                     T.call_extern(
                                         "handle",
                                         cvt.device_name,
-                                        w[j],
+                                        w[(h % halves * rb + r) * 4 + j],
                                         T.access_ptr(a[half + j * 4], "w", 4),
                                         v[at],
                                         v[at + 1],
@@ -322,6 +349,7 @@ def build(
                                         v[at + 3],
                                     )
                                 T.warpgroup_fence_operand(a, half, 16)
+                                slot = (ring.stage[0] * halves + h % halves) * (slot_bytes // 16)
                                 if post:
                                     for q in T.unroll(ig):
                                         T.warpgroup_fence_operand(part, num_regs=nacc)
@@ -331,7 +359,7 @@ def build(
                                                 a,
                                                 half + (q * (4 // ig) + j) * 4,
                                                 desc,
-                                                ring.stage[0] * (stage_bytes // 16) + (q * (4 // ig) + j) * 2,
+                                                slot + (q * (4 // ig) + j) * 2,
                                                 part,
                                                 0,
                                                 j == 0,
@@ -347,103 +375,23 @@ def build(
                                     T.warpgroup_fence_operand(acc, r * nacc, nacc)
                                     T.warpgroup_arrive()
                                     for j in T.unroll(4):
-                                        wgmma(
-                                            a,
-                                            half + j * 4,
-                                            desc,
-                                            ring.stage[0] * (stage_bytes // 16) + j * 2,
-                                            acc,
-                                            r * nacc,
-                                            False,
-                                        )
+                                        wgmma(a, half + j * 4, desc, slot + j * 2, acc, r * nacc, False)
                                     T.warpgroup_commit_batch()
                                     T.warpgroup_fence_operand(acc, r * nacc, nacc)
                                     T.warpgroup_wait(1)
-                                if r == 0:  # the wgmmas on the stage before are complete
-                                    release(empty, ring, T.And(lane < cluster, kb * 2 + h > 0), lane)
-                            advance(ring)
+                                if r == 0 and h % halves == 0:  # the wgmmas on the stage before are complete
+                                    rings.release(empty, ring, T.And(lane == 0, kb * 2 + h > 0))
+                            if (h + 1) % halves == 0:
+                                rings.advance(ring)
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
-                    release(empty, ring, lane < cluster, lane)
-                    if c.k0[0] > 0:  # a share of a tile whose head another CTA holds
-                        for r in T.unroll(rb):
-                            for i in T.unroll(bm // 8):
-                                T.call_extern(
-                                    "handle",
-                                    "tz_copy16",
-                                    T.access_ptr(WS[cta, wg * rb + r, i, wt, 0], "w", 4),
-                                    T.access_ptr(acc[r * nacc + i * 4], "r", 4),
-                                )
-                        T.call_extern("handle", "tz_signal", T.access_ptr(SEM[cta, wg], "rw", 1), wg + 1)
+                    rings.release(empty, ring, lane == 0)
+                    if c.k0[0] > 0:
+                        shares.leave_share(WS, SEM, acc, cta, wg, wt)
                     else:
-                        if c.k1[0] < units:  # the head: add the other shares in order of k
-                            c.count[0] = T.truncdiv((c.tile[0] + 1) * units * (G // cluster) - 1, sk * units) - (
-                                G // cluster - 1 - cid
-                            )
-                            T.call_extern(
-                                "handle",
-                                "tz_await",
-                                T.access_ptr(SEM[cta - cluster, wg], "rw", 1),
-                                c.count[0],
-                                -cluster * wgs,
-                                wg + 1,
-                            )
-                            for b in T.serial(c.count[0]):
-                                for r in T.unroll(rb):
-                                    for i in T.unroll(bm // 8):
-                                        T.call_extern(
-                                            "handle",
-                                            "tz_addcg4",
-                                            T.access_ptr(acc[r * nacc + i * 4], "rw", 4),
-                                            T.access_ptr(WS[cta - (b + 1) * cluster, wg * rb + r, i, wt, 0], "r", 4),
-                                        )
-                        for r in T.unroll(rb):
-                            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + warp * 16
-                            if bias:
-                                bb[0] = T.cast(B[T.min(row0 + lane // 4, n - 1)], "float32")
-                                bb[1] = T.cast(B[T.min(row0 + lane // 4 + 8, n - 1)], "float32")
-                                for i in T.unroll(nacc):
-                                    acc[r * nacc + i] = acc[r * nacc + i] + bb[i % 4 // 2]
-                            for b in T.unroll(bm // out_tokens):
-                                T.call_extern("handle", "tz_syncwarp")
-                                for q in T.unroll(out_tokens // 16):
-                                    for e in T.unroll(4):
-                                        at = r * nacc + (b * out_tokens // 8 + q * 2) * 4 + e * 2
-                                        o[e] = T.call_extern("uint32", f"tz_pack2<{tb}>", acc[at], acc[at + 1])
-                                    T.call_extern(
-                                        "handle",
-                                        "tz_stmatrix4_trans",
-                                        T.access_ptr(
-                                            Os[
-                                                wg * 4 + warp,
-                                                (q * 16 + lane // 16 * 8 + lane % 8) * OUT_PITCH + lane // 8 % 2 * 8,
-                                            ],
-                                            "w",
-                                            8,
-                                        ),
-                                        o[0],
-                                        o[1],
-                                        o[2],
-                                        o[3],
-                                    )
-                                T.call_extern("handle", "tz_syncwarp")
-                                for q in T.unroll(out_tokens // 16):
-                                    token = c.tokens[0] * bm + b * out_tokens + q * 16 + lane // 2
-                                    row = row0 + lane % 2 * 8
-                                    at = (q * 16 + lane // 2) * OUT_PITCH + lane % 2 * 8
-                                    if vec8:
-                                        if T.And(token < M, row < n):
-                                            T.call_extern(
-                                                "handle",
-                                                "tz_copy16",
-                                                T.access_ptr(Y[token, row], "w", 8),
-                                                T.access_ptr(Os[wg * 4 + warp, at], "r", 8),
-                                            )
-                                    elif token < M:
-                                        for e in T.unroll(8):
-                                            if row + e < n:
-                                                Y[token, row + e] = Os[wg * 4 + warp, at + e]
-            if cluster > 1:
-                T.cluster_sync()  # nobody leaves while its peer may still signal it
+                        if c.k1[0] < units:
+                            tiles.later_shares(c, cta, G, sk)
+                            shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
+                        store_tile(Y, B, Os, acc, o, bb, c, M, wg, warp, lane)
 
     return main

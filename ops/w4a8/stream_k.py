@@ -48,7 +48,6 @@ def build(
     warpgroups: int,
     row_blocks: int,
     stages: int,
-    cluster: int = 1,
     raster: int = 8,
 ):
     """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y, sk)`.
@@ -57,8 +56,7 @@ def build(
     int32 [M] sums of the rows of X (read by "unsigned" only); B f32 [n] (one element without a bias); WS int32
     [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32 [grid, warpgroups], zero before the first
     launch and after each one; Y [M, n] in `out_dtype`. `grid` CTAs, at most the number of SMs; the first `sk` tiles
-    are shared along k, 0 <= sk <= tiles. With cluster = 2 a tile is two CTAs high, X is multicast to both, and `grid`
-    is even.
+    are shared along k, 0 <= sk <= tiles.
     """
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
@@ -73,18 +71,16 @@ def build(
         raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
     units, ig, unit_words = gemm.units, gemm.groups, gemm.unit_words
     all_blocks, cta_blocks = gemm.row_blocks, wgs * rb
-    row_tiles = -(-all_blocks // (cta_blocks * cluster))
+    row_tiles = -(-all_blocks // cta_blocks)
     ct, nacc, unit_bytes = wgs * 128, bm // 2, unit_words * 4
     a_type = "uint8" if gemm.unsigned else "int8"
-    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, cluster=cluster)
-    rings = ring_macros(stages=stages, cluster=cluster)
-    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, add="tz_addcg4i", cluster=cluster)
+    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
+    rings = ring_macros(stages=stages)
+    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, add="tz_addcg4i")
     operand = operand_macros(gemm)
     out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
     used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
     source = prelude(*used, extra=(gemm.converter.device_source,))
-    multicast = dict(cluster_mask=(1 << cluster) - 1) if cluster > 1 else {}
-    cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
     M = T.dynamic("m")
     G = T.dynamic("grid")
 
@@ -157,14 +153,14 @@ def build(
         Y: T.Tensor((M, n), out_dtype),
         sk: T.int32,
     ):
-        with T.Kernel(G, threads=ct + 128, prelude=source, **cluster_dims) as cta:
+        with T.Kernel(G, threads=ct + 128, prelude=source) as cta:
             Xs = T.alloc_shared((stages, bm, UNIT_K), "int8")
             Ws = T.alloc_shared((stages, cta_blocks, unit_words), "int32")
             Os = T.alloc_shared((wgs * 4, staged(gemm, bm)), out_dtype)
             Fs = T.alloc_shared((wgs, bm), "float32")
             Rs = T.alloc_shared((wgs, bm if gemm.unsigned else 1), "int32")
             full = T.alloc_barrier([32] * stages)
-            empty = (T.alloc_cluster_barrier if cluster > 1 else T.alloc_barrier)([cluster * wgs * 4] * stages)
+            empty = T.alloc_barrier([wgs * 4] * stages)
             w = T.alloc_local((8,), "uint32")
             u = T.alloc_local((ig,), "uint32")
             codes = operand.registers()
@@ -179,25 +175,23 @@ def build(
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
             tx = T.get_thread_binding()
             mt = T.ceildiv(M, bm)
-            cid = cta // cluster
-            rank = cta % cluster
-            tiles.plan(p, cid, G // cluster, sk, mt)
+            tiles.plan(p, cta, G, sk, mt)
             rings.reset(ring)
             T.pdl_trigger()
             if tx >= ct:
                 T.dec_max_nreg(REGISTERS[wgs][0])
                 if tx < ct + 32:
                     # weights do not depend on the kernel before: fetch the first ring while it still runs
-                    tiles.segment(p, c, 0, cid, rank, G // cluster, sk, mt)
+                    tiles.segment(p, c, 0, cta, G, sk, mt)
                     ahead[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages), 0)
                     for kb in T.serial(ahead[0]):
                         if tx == ct:
                             load_weights(W, Ws, full, ring, c, c.k0[0] + kb)
-                        rings.advance(ring, 1)
+                        rings.advance(ring)
                     rings.reset(ring)
                     T.pdl_sync()
                     for seg in T.serial(p.all[0]):
-                        tiles.segment(p, c, seg, cid, rank, G // cluster, sk, mt)
+                        tiles.segment(p, c, seg, cta, G, sk, mt)
                         for kb in T.serial(c.k1[0] - c.k0[0]):
                             T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
                             T.tma_copy(
@@ -208,12 +202,11 @@ def build(
                                 Xs[ring.stage[0], :, :],
                                 barrier=full[ring.stage[0]],
                                 leader_scope_threads=32,
-                                **multicast,
                             )
                             if T.And(tx == ct, T.Or(seg > 0, kb >= ahead[0])):
                                 load_weights(W, Ws, full, ring, c, c.k0[0] + kb)
                             T.barrier_arrive(full[ring.stage[0]])
-                            rings.advance(ring, 1)
+                            rings.advance(ring)
             else:
                 T.inc_max_nreg(REGISTERS[wgs][1])
                 wg = tx // 128
@@ -222,7 +215,7 @@ def build(
                 T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
                 T.pdl_sync()
                 for seg in T.serial(p.all[0]):
-                    tiles.segment(p, c, seg, cid, rank, G // cluster, sk, mt)
+                    tiles.segment(p, c, seg, cta, G, sk, mt)
                     out.fetch(S, XS, RS, B, held, c.tokens[0], c.rows[0], M, wg, wt)
                     for i in T.unroll(rb * nacc):
                         acc[i] = 0
@@ -236,19 +229,17 @@ def build(
                                 multiply(a, acc, desc, ring.stage[0], r, h)
                                 T.warpgroup_wait(1)
                                 if r == 0 and h == 0:  # the wgmmas on the stage before are complete
-                                    rings.release(empty, ring, T.And(lane < cluster, kb > 0), lane)
-                        rings.advance(ring, 1)
+                                    rings.release(empty, ring, T.And(lane == 0, kb > 0))
+                        rings.advance(ring)
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
-                    rings.release(empty, ring, lane < cluster, lane)
+                    rings.release(empty, ring, lane == 0)
                     if c.k0[0] > 0:
                         shares.leave_share(WS, SEM, acc, cta, wg, wt)
                     else:
                         if c.k1[0] < units:
-                            tiles.later_shares(c, cid, G // cluster, sk)
+                            tiles.later_shares(c, cta, G, sk)
                             shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
                         out.store(Y, Os, Fs, Rs, acc, held, c.tokens[0], c.rows[0], M, wg, wt)
-            if cluster > 1:
-                T.cluster_sync()  # nobody leaves while its peer may still signal it
 
     return main

@@ -212,9 +212,7 @@ def stream_k_cases() -> list[Case]:
                     s = stream_k(weight, *shape, out_dtype)
                     ms = (3, shape[0] + 5, 1000)
                     cases.append(Case("stream_k", weight, s, ms, dequantization, out_dtype, bias, (None, (7, -1))))
-    cases.append(
-        Case("stream_k", SMALL, stream_k(SMALL, 128, 2, 1, cluster=2), (9, 300), partitions=(None, (4, -1), (8, 0)))
-    )
+    cases.append(Case("stream_k", SMALL, stream_k(SMALL, 128, 2, 1), (9, 300), partitions=(None, (4, -1), (8, 0))))
     return cases
 
 

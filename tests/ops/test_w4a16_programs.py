@@ -60,17 +60,6 @@ def test_machine_code(name):
         assert report.count(r"LDGSTS") and report.count(r"LDSM") and report.count(r"LDS\.128")
 
 
-def test_a_cluster_shares_x_by_multicast():
-    """A schedule that the heuristic does not take yet, for the tuner: it must compile as well as the others."""
-    plan, _ = compiled(1000, {})
-    params = dict(plan.request.params) | {"cluster": 2}
-    request = dataclasses.replace(plan.request, params=tuple(params.items()))
-    report = KernelReport.read(compile_request(request) / "report.json")
-    assert (report.spill_stores, report.stack) == (0, 0)
-    if report.instructions:
-        assert report.count(r"UTMALDG.*MULTICAST")
-
-
 def test_a_stage_is_released_only_after_its_wgmmas():
     """Between the last load of packed words and the arrive that gives the stage back stands a wait for wgmma."""
     _, folder = compiled(64, {})

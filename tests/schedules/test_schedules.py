@@ -43,8 +43,8 @@ def test_small_batch_refuses_wide_batches():
 
 def shares(s, problem, part, m):
     """(tile, first unit, last unit) of every segment, as the program's `plan` and `segment` compute them."""
-    units, slots = problem.units, part.grid // s.cluster
-    tiles = -(-m // s.block_tokens) * -(-problem.row_blocks // s.tile_blocks)
+    units, slots = problem.units, part.grid
+    tiles = -(-m // s.block_tokens) * -(-problem.row_blocks // s.cta_blocks)
     for cid in range(slots):
         r = slots - 1 - cid
         first, last = r * part.shared * units // slots, (r + 1) * part.shared * units // slots
@@ -57,21 +57,20 @@ def shares(s, problem, part, m):
 
 
 @settings(max_examples=80, deadline=None)
-@given(problem=problems, m=st.integers(9, 3000), cluster=st.sampled_from((1, 2)))
-def test_stream_k_covers_every_unit_once(problem, m, cluster):
+@given(problem=problems, m=st.integers(9, 3000))
+def test_stream_k_covers_every_unit_once(problem, m):
     target = Target.parse("sm_90a")
-    chosen = stream_k.choose(problem, target, m, False)
-    s = stream_k.StreamK(chosen.block_tokens, chosen.warpgroups, chosen.row_blocks, 2, cluster)
+    s = stream_k.choose(problem, target, m, False)
     part = stream_k.partition(s, problem, target, m)
-    assert part.grid % cluster == 0 and 1 <= part.grid <= target.sms
-    tiles = -(-m // s.block_tokens) * -(-problem.row_blocks // s.tile_blocks)
+    assert 1 <= part.grid <= target.sms
+    tiles = -(-m // s.block_tokens) * -(-problem.row_blocks // s.cta_blocks)
     assert 0 <= part.shared <= tiles
     held: dict[int, list[tuple[int, int, int]]] = {}
     for cid, tile, k0, k1 in shares(s, problem, part, m):
         assert k0 < k1
         held.setdefault(tile, []).append((k0, k1, cid))
     assert sorted(held) == list(range(tiles))
-    slots = part.grid // cluster
+    slots = part.grid
     for tile, parts in held.items():
         parts.sort()
         assert parts[0][0] == 0 and parts[-1][1] == problem.units

@@ -40,7 +40,7 @@ def test_stream_k_schedules_are_legal(problem, m):
         assert s.legal() and s.stages >= 2
         assert s.smem_bytes(problem) <= target.smem_per_block
         part = w4a8.partition(s, problem, target, m)
-        tiles = -(-m // s.block_tokens) * -(-problem.row_blocks // s.tile_blocks)
+        tiles = -(-m // s.block_tokens) * -(-problem.row_blocks // s.cta_blocks)
         assert 1 <= part.grid <= target.sms and 0 <= part.shared <= tiles
 
 
