@@ -14,6 +14,7 @@ from terrazzo.lowering.targets import Target
 MAX_SPLITS = 128
 _STATIC = 2048  # barriers with their alignment, and what the driver keeps of each CTA
 _SMALL_CTA = 4  # warps
+_IN_FLIGHT = 32 << 10  # bytes on their way to an SM that hide the latency of memory at full bandwidth (H200)
 
 
 @dataclass(frozen=True)
@@ -80,35 +81,42 @@ def warps_per_sm(problem: DecodeProblem) -> int:
 
 
 def choose(problem: DecodeProblem, target: Target) -> Decode:
-    """The stages that keep most bytes in flight, in CTAs of the size that the number of pairs asks for.
+    """As many warps as registers and rings allow; stages of two tiles where they fit, and as many as fit.
 
     Raises:
-        ArgumentError: a page or group that no stage divides, or shared memory too small for two stages.
+        ArgumentError: a page or group that no stage divides, or shared memory too small for three stages.
     """
     total = warps_per_sm(problem)
-    large = problem.pairs * row_groups(problem) <= 2 * target.sms
-    best = None
     for on_sm in (total, total * 3 // 4, total // 2, total // 4):
-        warps = on_sm if large else _SMALL_CTA
-        for tiles in (2, 1):
-            if (problem.group or problem.page or 16 * tiles) % (16 * tiles) or problem.page % (16 * tiles):
-                continue
-            for stages in (3, 4, 5, 6):
-                made = Decode(row_tiles(problem), warps, tiles, stages, max(1, on_sm // warps))
-                size = made.smem_bytes(problem)
-                if size + _STATIC > target.smem_per_block or made.min_blocks * (size + _STATIC) > target.smem_per_sm:
-                    continue
-                # equal bytes: more warps first, then larger stages
-                if best is None or made.in_flight(problem) > 1.1 * best.in_flight(problem):
-                    best = made
-    if best is None:
-        raise ArgumentError(
-            "page",
-            problem.page,
-            f"no ring of whole stages fits on {target.arch} (group {problem.group})",
-            "use 64 tokens",
-        )
-    return best
+        warps = _warps(problem, target, on_sm)
+        made = [
+            Decode(row_tiles(problem), warps, tiles, stages, max(1, on_sm // warps))
+            for tiles in (2, 1)
+            if not (problem.group % (16 * tiles) or problem.page % (16 * tiles))
+            for stages in (6, 5, 4, 3)
+        ]
+        fits = [schedule for schedule in made if _fits(schedule, problem, target)]
+        if fits and fits[0].in_flight(problem) * 4 >= _IN_FLIGHT:
+            return fits[0]
+    raise ArgumentError(
+        "page", problem.page, f"no ring of whole stages fits on {target.arch} (group {problem.group})", "use 128 tokens"
+    )
+
+
+def _fits(schedule: Decode, problem: DecodeProblem, target: Target) -> bool:
+    size = schedule.smem_bytes(problem) + _STATIC
+    return size <= target.smem_per_block and schedule.min_blocks * size <= target.smem_per_sm
+
+
+def _warps(problem: DecodeProblem, target: Target, on_sm: int) -> int:
+    """Warps of a CTA: few where pairs alone fill the GPU, all of an SM's otherwise, unless tokens are too few then."""
+    pairs = problem.pairs * row_groups(problem)
+    if pairs > 2 * target.sms:
+        return min(_SMALL_CTA, on_sm)
+    warps, per_warp = on_sm, max(problem.group, 32)
+    while warps % 2 == 0 and warps > 2 and target.sms // pairs * warps * per_warp > problem.tokens:
+        warps //= 2
+    return warps
 
 
 def splits(problem: DecodeProblem, schedule: Decode, target: Target) -> int:

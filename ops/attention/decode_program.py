@@ -26,6 +26,7 @@ PASS_CONFIGS = (  # barriers and bounds are the program's own
     ("tl.disable_warp_specialized", True),
 )
 MAX_SPLITS = 128
+BATCH = 8  # partial results that the combine loads at once
 INTEGERS = (
     *("length", "group", "rows", "h", "y", "here"),  # of the sequence and of the CTA's rows
     *("packed", "start", "r0", "r1", "first", "count"),  # tokens and stages of the warp
@@ -297,7 +298,7 @@ def build(
                     T.call_extern(
                         "handle",
                         "tz_load<4>",
-                        T.access_ptr(c.x, "w"),
+                        T.access_ptr(c.x, "w", 4),
                         T.access_ptr(ring[k * merge_warp + row * pitch + col], "r", 4),
                     )
                     for e in each(4):
@@ -345,21 +346,25 @@ def build(
                     c.o[e] = 0.0
                 for k in T.serial(S):
                     c.m[0] = T.max(c.m[0], T.reinterpret(ring[k * cols + row], "float32"))
-                for k in T.serial(S):
-                    T.call_extern(
-                        "handle",
-                        "tz_load16cg",
-                        T.access_ptr(c.x, "w"),
-                        T.access_ptr(OP[w.b, w.hy, k, row, col], "r", 4),
-                    )
-                    c.f[0] = T.if_then_else(
-                        T.reinterpret(ring[k * cols + row], "float32") > T.float32(LOWEST),
-                        T.call_extern("float32", "tz_ex2", T.reinterpret(ring[k * cols + row], "float32") - c.m[0]),
-                        T.float32(0),
-                    )
-                    c.l[0] = c.l[0] + c.f[0]
-                    for e in each(4):
-                        c.o[e] = c.o[e] + c.f[0] * c.x[e]
+                for k in T.serial(T.ceildiv(S, BATCH)):  # loads of a batch are in flight together
+                    for i in each(BATCH):
+                        T.call_extern(
+                            "handle",
+                            "tz_load16cg",
+                            T.access_ptr(c.x[i * 4], "w", 4),
+                            T.access_ptr(OP[w.b, w.hy, T.min(k * BATCH + i, S - 1), row, col], "r", 4),
+                        )
+                    for i in each(BATCH):
+                        if k * BATCH + i < S:
+                            c.f[0] = T.reinterpret(ring[(k * BATCH + i) * cols + row], "float32")
+                            c.f[0] = T.if_then_else(
+                                c.f[0] > T.float32(LOWEST),
+                                T.call_extern("float32", "tz_ex2", c.f[0] - c.m[0]),
+                                T.float32(0),
+                            )
+                            c.l[0] = c.l[0] + c.f[0]
+                            for e in each(4):
+                                c.o[e] = c.o[e] + c.f[0] * c.x[i * 4 + e]
                 finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
 
     @T.prim_func
@@ -392,7 +397,7 @@ def build(
             c = SimpleNamespace(
                 **{name: T.alloc_local((1,), "float32") for name in ("m", "l", "f", "top")},
                 o=T.alloc_local((4,), "float32"),
-                x=T.alloc_local((4,), "float32"),
+                x=T.alloc_local((4 * BATCH,), "float32"),
             )
             ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
             w = SimpleNamespace(b=b, hy=hy, split=split, warp=tx // 32, q_len=QL, window=window, **ints)

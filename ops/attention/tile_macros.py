@@ -44,6 +44,7 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
     one = 0x3F803F80 if kb == "true" else 0x3C003C00
     unshifted = lambda half: one - k_shift[half] * 0x04000400  # the 16-bit pair of 2^-k_shift
     biased = k.bias != 0
+    q_weight = k.bias if biased else 1  # of the sum of Q in a score
     clean = v.scaling == "none"  # f16 values of tokens past the end may be anything, and 0 * NaN is NaN
     params = layout.token_params
 
@@ -96,7 +97,7 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
                     mma(kb == "true", st.acc, t * 4, st.a, 0, st.q, (j * nt + t) * 2)
             for t in each(nt):
                 for j in each(2):
-                    st.qs[t * 2 + j] = st.acc[t * 4 + j] * (st.scale * T.float32(k.bias or 1))
+                    st.qs[t * 2 + j] = st.acc[t * 4 + j] * (st.scale * T.float32(q_weight))
 
     @T.macro
     def scale_q(head, st, lane):

@@ -1,0 +1,131 @@
+"""The generated decode kernels, run on the CPU from their CUDA text, against float64 inside the error bound."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+from cuda_on_cpu import CpuKernel
+from terrazzo.layouts.converters import get_converter
+from terrazzo.lowering import compile_request
+from terrazzo.lowering.targets import Target
+from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.attention import op, reference
+from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.schedules.attention import Decode
+
+from tests.gpu import attention_cases
+from tests.gpu.attention_cases import Case
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
+]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(attention_cases, "DEVICE", "cpu")
+    attention_cases.built.cache_clear()
+    yield
+    attention_cases.built.cache_clear()
+
+
+def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm_90a"):
+    """(q, out, lse, options) of one launch on the CPU."""
+    made, layout = attention_cases.built(case), CacheLayout(case.k, case.v, case.head_dim)
+    batch, heads = len(case.lengths), case.kv_heads * case.group
+    chosen = op.plan(
+        layout, batch, case.kv_heads, case.q_len * case.group, case.tokens, dtype=case.dtype, page=case.page,
+        residual=made.residual_tokens, softcap=case.softcap > 0, sinks=case.sinks, target=Target.parse(target),
+        schedule=schedule,
+    )  # fmt: skip
+    source = (compile_request(chosen.request) / "kernel.cu").read_text()
+    names = {layout.k.converter.name, layout.v.converter.name} - {"bf16_bf16"} | {"f16_f16"}
+    converters = [get_converter(name).device_source for name in sorted(names | {layout.k.converter.name})]
+    kernel = CpuKernel(source, converters, schedule.warps * 32, folder)
+    rng = torch.Generator().manual_seed(case.seed + 1)
+    q = torch.randn(batch, case.q_len, heads, case.head_dim, generator=rng) * case.sharp
+    q = q.to(getattr(torch, case.dtype))
+    sinks = torch.randn(heads, generator=rng) * 2 if case.sinks else torch.zeros(1)
+    y = case.kv_heads * chosen.row_groups
+    out, lse = torch.full_like(q, float("nan")), torch.full(q.shape[:3], float("nan"))
+    zero, table = torch.zeros(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    static = [torch.zeros(1, 1) if s is None else s.contiguous() for s in (made.k_static, made.v_static)]
+    residual, pages = zero if made.residual is None else made.residual, made.block_table
+    semaphores = torch.zeros(batch * y, dtype=torch.int32)
+    tensors = {
+        "Q": q, "KV": made.pages, "TABLE": table if pages is None else pages, "LEN": made.lengths, "RES": residual,
+        "SLOT": torch.arange(batch, dtype=torch.int32), "SK": static[0], "SV": static[1], "SINK": sinks,
+        "OP": torch.full((batch, y, splits, chosen.rows, case.head_dim), float("nan")),
+        "LP": torch.full((batch, y, splits, chosen.rows), float("nan")), "SEM": semaphores, "O": out, "LSE": lse,
+    }  # fmt: skip
+    scalars = {
+        "scale": op.LOG2E / math.sqrt(case.head_dim), "cap": case.softcap * op.LOG2E, "window": case.window,
+        "b": batch, "q_len": case.q_len, "hq": heads, "hk": case.kv_heads, "page_words": made.pages.shape[2],
+        "most": 1 if pages is None else pages.shape[1], "rh": residual.shape[1], "res_words": residual.shape[2],
+        "skd": static[0].shape[1], "svd": static[1].shape[1], "y": y, "s": splits,
+    }  # fmt: skip
+    kernel((splits, y, batch), **tensors, **scalars)
+    assert not semaphores.any()
+    return q, out, lse, reference.Options(softcap=case.softcap, window=case.window, sinks=sinks if case.sinks else None)
+
+
+RAGGED = (300, 0, 1, 129, 15)
+SMALL = Decode(1, 4, 2, 3, 1)
+ONE = Decode(1, 4, 1, 3, 1)
+CASES = {
+    "float16": (Case("float16", "float16", lengths=RAGGED), ONE, 2),
+    "int8": (Case("int8", "int8", lengths=RAGGED), ONE, 3),
+    "int4": (Case("int4", "int4", lengths=RAGGED), SMALL, 1),
+    "int4 splits": (Case("int4", "int4", lengths=(700, 300), sharp=4.0), SMALL, 5),
+    "int4 channel": (Case("int4_channel128", "int4", lengths=(300, 0, 1, 128, 900)), ONE, 2),
+    "int2 channel": (Case("int2_channel64", "int2", lengths=(300, 63, 600)), Decode(1, 2, 2, 3, 1), 2),
+    "int2": (Case("int2", "int2", lengths=RAGGED), SMALL, 2),
+    "paged": (Case("int4", "int8", lengths=RAGGED, page=64, group=7), SMALL, 2),
+    "paged channel": (Case("int4_channel32", "int4", lengths=RAGGED, page=64), Decode(1, 4, 2, 3, 1), 2),
+    "bfloat16": (Case("bfloat16", "bfloat16", lengths=RAGGED, dtype="bfloat16"), ONE, 2),
+    "bfloat16 queries": (Case("int4", "int4", lengths=RAGGED, dtype="bfloat16"), SMALL, 2),
+    "static": (Case("int8_static", "int8_static", lengths=RAGGED), ONE, 2),
+    "fp8": (Case("fp8", "fp8", lengths=RAGGED), ONE, 2),
+    "16 rows": (Case("int4", "int4", group=4, q_len=4, lengths=(300, 3, 0)), Decode(2, 2, 2, 3, 1), 2),
+    "40 rows": (Case("int4_channel64", "int4", group=8, q_len=5, lengths=(200, 4)), Decode(2, 2, 1, 3, 1), 2),
+    "head_dim 64": (Case("int4", "int2", head_dim=64, lengths=RAGGED), SMALL, 2),
+    "head_dim 256": (Case("int8", "int4", head_dim=256, lengths=RAGGED), ONE, 2),
+    "residual": (Case("int4", "int4", residual=64, lengths=RAGGED), SMALL, 2),
+    "options": (
+        Case("int4", "int4", softcap=5.0, window=33, sinks=True, lengths=(300, 0, 7), q_len=2), SMALL, 2
+    ),
+    "window": (Case("int4_channel64", "int4", window=100, lengths=(500, 130), q_len=3), SMALL, 2),
+}  # fmt: skip
+
+
+USUAL = ("int4 splits", "paged channel", "options")
+ALL = "TERRAZZO_EMULATE_ALL"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decode(name, tmp_path):
+    if name not in USUAL and not os.environ.get(ALL):
+        pytest.skip(f"20 s each: set {ALL}=1")
+    case, schedule, splits = CASES[name]
+    judge(case, *emulate(case, schedule, splits, tmp_path))
+
+
+def test_decode_with_cp_async(tmp_path):
+    case = Case("int4_channel64", "int4", lengths=(300, 63, 0), page=128)
+    judge(case, *emulate(case, SMALL, 2, tmp_path, target="sm_80"))
+
+
+def judge(case, q, y, lse, options):
+    expected, sums, bound = reference.decode(q, attention_cases.built(case), options)
+    error = (y.double() - expected).abs()
+    worst = float((error / bound.clamp(min=1e-30)).nan_to_num(9e9).max())
+    print(f"worst error {worst:.3f} of the bound, {float(error.max()):.2e}")
+    assert bool((error <= bound).all()), (
+        f"{int((~(error <= bound)).sum())} of {error.numel()}, {worst:.3g} times the bound"
+    )
+    off = torch.where(sums.isinf() & (lse == sums), 0.0, (lse.double() - sums).abs())
+    assert bool((off <= 2e-3 * (1 + sums.abs().nan_to_num(posinf=0))).all()), float(off.max())
