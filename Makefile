@@ -64,6 +64,7 @@ test: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.w4a16 $(BENCH)
+	$(BIN)/python -m benchmarks.w4a8 $(BENCH)
 
 docs: $(VENV)/.test
 	$(BIN)/python -m benchmarks.readme

@@ -1,12 +1,15 @@
-"""W4A16 beside cuBLAS f16 (and peers that a caller brings) over shapes and numbers of tokens, outputs checked first.
+"""Linear layers beside cuBLAS f16 (and peers that a caller brings) over shapes and numbers of tokens, outputs checked
+first.
 
-`terrazzo bench`, the demo and benchmarks/w4a16.py all measure through `bench_w4a16`.
+`terrazzo bench`, the demo and benchmarks/w4a16.py measure through `bench_w4a16`; `w4a8_bench` measures the other family
+with the same rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -26,13 +29,17 @@ CHECKED_ROWS = 512
 """Rows of y that are compared with the reference; with more tokens, the first, the last and a random choice between.
 All of y is checked for NaN that was there before."""
 DEVICE = "cuda"
-_OURS = "terrazzo"
+OURS = "terrazzo"
 _SHORT = {"float16": "f16", "bfloat16": "bf16"}
-_PROBLEM = {"n", "k", "bias", "dtype", "scale_dtype", "symmetric", "group", "group_size"}
+_PROBLEM = {"n", "k", "bias", "dtype", "out_dtype", "scale_dtype", "symmetric", "group", "group_size"}
 
 
 class Peer(Protocol):
-    """Another implementation of the same product."""
+    """Another implementation of the same product.
+
+    A peer may also have `prepare(x, loaded)`, what its calls get instead of x (activations quantized outside of the
+    clock), and `wrong(y, x, loaded)`, what is wrong with its output in words, where it computes another product.
+    """
 
     name: str
 
@@ -128,13 +135,26 @@ def bench_w4a16(
     Raises:
         ToolchainError: no CUDA GPU. TargetError: one that is not supported.
     """
+    return bench(W4A16Shape, problems, ms, settings or Settings(), compile_all, on_row, on_shape, commit)
+
+
+def bench(
+    kind: type[Shape],
+    problems: Mapping[tuple[int, int], Sequence[str]],
+    ms: Sequence[int],
+    settings: Settings,
+    compile_all: Callable[[Sequence[KernelRequest]], Sequence[Path | CompileError]] | None = None,
+    on_row: Callable[[dict[str, Any]], None] | None = None,
+    on_shape: Callable[[dict[str, Any]], None] | None = None,
+    commit: str | None = None,
+) -> dict[str, Any]:
+    """`bench_w4a16` for the operator whose weights `kind` measures."""
     from terrazzo.lowering.parallel import compile_many
     from terrazzo.lowering.targets import Target
 
-    settings = settings or Settings()
     _require_gpu()
     target = Target.detect()
-    requests = [request for n, k in problems for request in requests_for(n, k, list(ms), settings, target)]
+    requests = [request for n, k in problems for request in kind.requests(n, k, list(ms), settings, target)]
     outcomes = (compile_all or compile_many)(requests)
     failed = {request: str(out) for request, out in zip(requests, outcomes) if isinstance(out, CompileError)}
     result = header(target, commit)
@@ -143,7 +163,7 @@ def bench_w4a16(
     result["peers_missing"] = {peer.name: peer.missing() for peer in settings.peers if peer.missing()}
     result["rows"] = rows = []
     for (n, k), layers in problems.items():
-        shape = _Shape(n, k, settings, target, peers, result["copy_gb_s"])
+        shape = kind(n, k, settings, target, peers, result["copy_gb_s"])
         for m in ms:
             row = shape.row(m, failed) | {"model": ", ".join(layers)}
             rows.append(row)
@@ -164,32 +184,55 @@ def _require_gpu() -> None:
         raise ToolchainError("measuring needs a CUDA GPU, and torch sees none; `terrazzo info` says what is missing")
 
 
-class _Shape:
-    """One weight on the GPU, in every implementation's form, and its rows."""
+class Shape(ABC):
+    """One weight on the GPU, in every implementation's form, and its rows. A family of operators subclasses it."""
 
     def __init__(
         self, n: int, k: int, settings: Settings, target: Target, peers: Sequence[Peer], copy_gb_s: float
     ) -> None:
         import torch
-        from terrazzo.ops import w4a16
 
         self.n, self.k, self.settings, self.target, self.copy_gb_s = n, k, settings, target, copy_gb_s
         self.dtype = getattr(torch, settings.dtype)
         self.random = torch.Generator(DEVICE).manual_seed(settings.seed)
-        self.weight = random_weight(n, k, settings, self.random)
-        packed = w4a16.pack(self.weight)
+        self.weight, packed, tensors, dense = self.load()
         self.packed = [packed] + [
-            dataclasses.replace(packed, words=packed.words.clone(), params=packed.params.clone())
+            dataclasses.replace(packed, **{name: getattr(packed, name).clone() for name in tensors})
             for _ in range(self.copies(packed.nbytes) - 1)
         ]
-        dense = w4a16.dequantize(self.weight, "exact", self.dtype)
         self.peers: dict[str, tuple[Peer, list[Any]]] = {}
         self.broken: dict[str, str] = {}
         for peer in peers:
             try:
                 self.peers[peer.name] = peer, peer.load(self.weight, dense, self.copies)
             except Exception as error:  # another package's error of any kind costs its column, not the run
-                self.broken[peer.name] = _one_line(error)
+                self.broken[peer.name] = one_line(error)
+
+    @staticmethod
+    @abstractmethod
+    def requests(n: int, k: int, m: int | Sequence[int], settings: Settings, target: Target) -> list[KernelRequest]:
+        """The kernels that rows of an [n, k] weight at these numbers of tokens launch."""
+
+    @abstractmethod
+    def load(self) -> tuple[Any, Any, tuple[str, ...], torch.Tensor]:
+        """(canonical weight, packed weight, its streamed tensors, the weight in the activation dtype)."""
+
+    @abstractmethod
+    def facts(self, m: int, requests: Sequence[KernelRequest]) -> dict[str, Any]:
+        """What a row says before anything is measured."""
+
+    @abstractmethod
+    def expected(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[torch.Tensor, ...]:
+        """(rows compared, float64 reference, bound for us, bound for peers, which round each weight once in 16 bits and
+        may add partial sums in 16 bits)."""
+
+    @abstractmethod
+    def calls(self, x: torch.Tensor) -> dict[str, Callable[[Any, torch.Tensor | None], torch.Tensor]]:
+        """Name -> call of a packed weight and an output; `OURS` is the row's time, others are its variants."""
+
+    def side_calls(self, x: torch.Tensor) -> dict[str, Callable[[], object]]:
+        """Name -> call of something beside the product that a row also times as a variant."""
+        return {}
 
     def copies(self, nbytes: int) -> int:
         return measure.copies_beyond_l2(nbytes, self.target.l2_bytes)
@@ -210,45 +253,110 @@ class _Shape:
         """The row of one M: check, then time, ours and every peer's."""
         import torch
 
-        requests = requests_for(self.n, self.k, m, self.settings, self.target)
+        requests = self.requests(self.n, self.k, m, self.settings, self.target)
         row, x, problems = self.facts(m, requests), self.tokens(m), dict(self.broken)
-        rows, reference, bound, loose = self.expected(x, numerics_of(requests))
+        rows, reference, bound, loose = self.expected(x, requests)
         errors = [failed[request] for request in requests if request in failed]
+        calls, written, failure = {} if errors else self.calls(x), {}, ""
         if errors:
-            y, failure = None, f"does not compile: {errors[0].splitlines()[0]}"
-        else:
-            y, failure = self.first_launch(x, rows, reference, bound)
-        candidates = {} if failure else {_OURS: [_ours(x, packed, y) for packed in self.packed]}
+            failure = f"does not compile: {errors[0].splitlines()[0]}"
+        for name, call in calls.items():
+            written[name], problem = self.first_launch(m, call, rows, reference, bound)
+            if problem and name == OURS:
+                failure = problem
+            elif problem:
+                problems[name] = problem
+        candidates = {
+            name: [_bound(call, packed, written[name]) for packed in self.packed]
+            for name, call in calls.items()
+            if not failure and name not in problems
+        }
+        side = {} if failure else self.side_calls(x)
+        candidates |= {name: [call] for name, call in side.items()}
         for name, (peer, loaded) in self.peers.items():
             try:
-                problem = _wrong(peer.call(x, loaded[0]), rows, reference, loose)
+                given = [peer.prepare(x, copy) if hasattr(peer, "prepare") else x for copy in loaded]
+                y = peer.call(given[0], loaded[0])
+                problem = peer.wrong(y, x, loaded[0]) if hasattr(peer, "wrong") else _wrong(y, rows, reference, loose)
             except Exception as error:  # as above
-                problem = _one_line(error)
+                problem = one_line(error)
             if problem:
                 problems[name] = problem
             else:
-                candidates[name] = [_theirs(peer, x, copy) for copy in loaded]
+                candidates[name] = [_theirs(peer, *pair) for pair in zip(given, loaded)]
 
-        before = None if failure else y.clone()
+        before = {name: y.clone() for name, y in written.items() if name in candidates}
         timings = measure.time_in_turn(candidates, self.settings.budget_ms)
-        ours = timings.pop(_OURS, None)
-        if isinstance(ours, TerrazzoError):
-            failure = _one_line(ours)
-        elif isinstance(ours, Exception):
-            raise ours
-        elif ours is not None and not torch.equal(y, before):
-            failure = "the output of the timed launches differs from that of the first one"
-        elif ours is not None:
-            row |= {"us": round(ours.us, 3), "spread": round(ours.spread, 4)}
         for name, timing in timings.items():
+            ours = name in calls or name in side
             if isinstance(timing, Exception):
-                problems[name] = _one_line(timing)
+                if ours and not isinstance(timing, TerrazzoError):
+                    raise timing
+                problem = one_line(timing)
             else:
-                row["peers"][name] = round(timing.us, 3)
+                same = name not in before or torch.equal(written[name], before[name])
+                problem = "" if same else "the output of the timed launches differs from that of the first one"
+            if name == OURS:
+                failure = problem
+                row |= {} if problem else {"us": round(timing.us, 3), "spread": round(timing.spread, 4)}
+            elif problem:
+                problems[name] = problem
+            else:
+                row.setdefault("variants", {}) if ours else None
+                row["variants" if ours else "peers"][name] = round(timing.us, 3)
         return row | ({"failure": failure} if failure else {}) | ({"peers_failed": problems} if problems else {})
 
+    def first_launch(
+        self, m: int, call: Callable[[Any, torch.Tensor], torch.Tensor], *expected: torch.Tensor
+    ) -> tuple[torch.Tensor, str]:
+        """The output of one launch into poisoned memory, and what is wrong with it."""
+        y = measure.poisoned((m, self.n), self.dtype, DEVICE)
+        try:
+            call(self.packed[0], y)
+        except TerrazzoError as error:
+            return y, one_line(error)
+        return y, _wrong(y, *expected)
+
+    def checked_rows(self, m: int) -> torch.Tensor:
+        """Rows of y that are compared: all, or the first, the last and a random choice between."""
+        import torch
+
+        rows = torch.arange(m, device=DEVICE)
+        if m <= CHECKED_ROWS:
+            return rows
+        middle = 1 + torch.randperm(m - 2, generator=self.random, device=DEVICE)[: CHECKED_ROWS - 2]
+        return torch.cat([rows[:1], middle.sort().values, rows[-1:]])
+
+    def overhead(self) -> dict[str, float]:
+        """CPU time of a call from Python, ours and torch.mm's, on one token."""
+        x, y = self.tokens(1), measure.poisoned((1, self.n), self.dtype, DEVICE)
+        peer, loaded = self.peers[Cublas.name]
+        ours = self.calls(x)[OURS]
+        calls = {"terrazzo": _bound(ours, self.packed[0], y), "torch_mm": _theirs(peer, x, loaded[0])}
+        calls["terrazzo_allocating"] = _bound(ours, self.packed[0], None)
+        found = {}
+        for name, call in calls.items():
+            try:
+                found[name] = round(measure.call_overhead_us(call), 2)
+            except TerrazzoError:  # the rows say why
+                continue
+        return found
+
+
+class W4A16Shape(Shape):
+    """Rows of W4A16: 16-bit activations, group scales in their dtype."""
+
+    @staticmethod
+    def requests(n: int, k: int, m: int | Sequence[int], settings: Settings, target: Target) -> list[KernelRequest]:
+        return requests_for(n, k, m, settings, target)
+
+    def load(self) -> tuple[Any, Any, tuple[str, ...], torch.Tensor]:
+        from terrazzo.ops import w4a16
+
+        weight = random_weight(self.n, self.k, self.settings, self.random)
+        return weight, w4a16.pack(weight), ("words", "params"), w4a16.dequantize(weight, "exact", self.dtype)
+
     def facts(self, m: int, requests: Sequence[KernelRequest]) -> dict[str, Any]:
-        """What a row says before anything is measured."""
         s, roof = self.settings, self.roofline(m, requests)
         return {
             "op": "w4a16",
@@ -267,33 +375,20 @@ class _Shape:
             "predicted_us": round(roof.us, 2),
         }
 
-    def first_launch(self, x: torch.Tensor, *expected: torch.Tensor) -> tuple[torch.Tensor, str]:
-        """The output of one launch into poisoned memory, and what is wrong with it."""
-        from terrazzo.ops import w4a16
-
-        y = measure.poisoned((x.shape[0], self.n), self.dtype, DEVICE)
-        try:
-            w4a16.gemm(x, self.packed[0], out=y)
-        except TerrazzoError as error:
-            return y, _one_line(error)
-        return y, _wrong(y, *expected)
-
-    def expected(self, x: torch.Tensor, numerics: str) -> tuple[torch.Tensor, ...]:
-        """(rows compared, float64 reference, bound for us, bound for peers, which round each weight once in 16 bits and
-        may add partial sums in 16 bits)."""
-        import torch
+    def expected(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[torch.Tensor, ...]:
         from terrazzo.ops.w4a16 import reference
 
-        m = x.shape[0]
-        rows = torch.arange(m, device=DEVICE)
-        if m > CHECKED_ROWS:
-            middle = 1 + torch.randperm(m - 2, generator=self.random, device=DEVICE)[: CHECKED_ROWS - 2]
-            rows = torch.cat([rows[:1], middle.sort().values, rows[-1:]])
+        rows, numerics = self.checked_rows(x.shape[0]), numerics_of(requests)
         x = x[rows]
         bound = reference.forward_error_bound(x, self.weight, numerics)
         magnitude = x.double().abs() @ reference.dequantize(self.weight, "post").abs().T
         loose = bound + 4 * reference.UNIT_ROUNDOFF[self.settings.dtype] * magnitude
         return rows, reference.gemm(x, self.weight, numerics), bound, loose
+
+    def calls(self, x: torch.Tensor) -> dict[str, Callable[[Any, torch.Tensor | None], torch.Tensor]]:
+        from terrazzo.ops.w4a16 import gemm
+
+        return {OURS: lambda packed, out: gemm(x, packed, out=out)}
 
     def roofline(self, m: int, requests: Sequence[KernelRequest]) -> Any:
         from terrazzo.layouts import get_converter
@@ -306,25 +401,9 @@ class _Shape:
         short = _SHORT[s.dtype]
         return weight_only_gemm(self.target, m, self.n, self.k, self.packed[0].nbytes, alu, self.copy_gb_s, short)
 
-    def overhead(self) -> dict[str, float]:
-        """CPU time of a call from Python, ours and torch.mm's, on one token."""
-        x, y = self.tokens(1), measure.poisoned((1, self.n), self.dtype, DEVICE)
-        peer, loaded = self.peers[Cublas.name]
-        calls = {"terrazzo": _ours(x, self.packed[0], y), "torch_mm": _theirs(peer, x, loaded[0])}
-        calls["terrazzo_allocating"] = _ours(x, self.packed[0], None)
-        found = {}
-        for name, call in calls.items():
-            try:
-                found[name] = round(measure.call_overhead_us(call), 2)
-            except TerrazzoError:  # the rows say why
-                continue
-        return found
 
-
-def _ours(x: torch.Tensor, packed: Any, out: torch.Tensor | None) -> Callable[[], object]:
-    from terrazzo.ops.w4a16 import gemm
-
-    return lambda: gemm(x, packed, out=out)
+def _bound(call: Callable[..., object], packed: Any, out: torch.Tensor | None) -> Callable[[], object]:
+    return lambda: call(packed, out)
 
 
 def _theirs(peer: Peer, x: torch.Tensor, loaded: Any) -> Callable[[], object]:
@@ -336,7 +415,7 @@ def _wrong(y: torch.Tensor, rows: torch.Tensor, reference: torch.Tensor, bound: 
     return f"{missing} elements of y are NaN" if missing else measure.check_outputs(y[rows], reference, bound)
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 

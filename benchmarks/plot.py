@@ -35,8 +35,9 @@ def draw(result: Mapping[str, Any], path: Path) -> list[Path]:
     figure, (means, shapes) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
     ours = report.speedups(result)
     ms = list(ours)
-    goals = [m for m in ms if m in report.GOALS]
-    means.plot(goals, [report.GOALS[m] for m in goals], "_", color=INK, markersize=16, label="goal")
+    wanted = report.goals_of(result)
+    goals = [m for m in ms if m in wanted]
+    means.plot(goals, [wanted[m] for m in goals], "_", color=INK, markersize=16, label="goal")
     for name, color in zip(report.peer_names(result), RIVALS):
         table = report.speedups(result, name)
         means.plot(list(table), list(table.values()), "o-", color=color, markersize=4, linewidth=1.2, label=name)
@@ -59,7 +60,8 @@ def draw(result: Mapping[str, Any], path: Path) -> list[Path]:
         axes.legend(fontsize=7.5, frameon=False, ncols=columns)
         axes.spines[["top", "right"]].set_visible(False)
     setting = rows[0]
-    title = f"W4A16 ({setting['dtype']}, group {setting['group']}) on {result['gpu']}, {result['date']}"
+    where = f"on {result['gpu']}, {result['date']}"
+    title = f"{report.operator(result).upper()} ({setting['dtype']}, group {setting['group']}) {where}"
     figure.suptitle(title, fontsize=11, color=INK)
     written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
     figure.savefig(written[0], dpi=144, metadata={"Software": None})
@@ -71,7 +73,7 @@ def draw(result: Mapping[str, Any], path: Path) -> list[Path]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, help="result files; default: all of benchmarks/results")
-    for path in parser.parse_args(argv).files or report.files("w4a16"):
+    for path in parser.parse_args(argv).files or [*report.files("w4a16"), *report.files("w4a8")]:
         try:
             for written in draw(report.load(path), path):
                 print(written)

@@ -53,7 +53,7 @@ def operators() -> str:
 def figures() -> str:
     """One table for each result file, with the plot that belongs to it."""
     parts = []
-    for path in report.files("w4a16"):
+    for path in (*report.files("w4a16"), *report.files("w4a8")):
         source = path.relative_to(ROOT).as_posix()
         result = report.load(path)
         if report.timed(result):

@@ -12,6 +12,13 @@ RESULTS = Path(__file__).parent / "results"
 BASELINE = "cublas_f16"
 GOALS = {1: 3.0, 4: 2.7, 16: 2.3, 32: 1.9, 64: 1.8, 128: 1.4, 256: 1.05, 1024: 1.0, 4096: 1.0, 8192: 1.0}
 """M -> geometric mean over shapes against cuBLAS f16 that W4A16 aims at on an H200."""
+W4A8_GOALS = {4: 2.5, 8: 2.5, 16: 2.5, 32: 2.5, 64: 2.2, 256: 1.7}
+"""The same for W4A8, activations quantized beforehand."""
+W4A8_RIVAL = "torch_fp8"
+W4A8_RIVAL_GOALS = {4: 1.35, 8: 1.35, 16: 1.35, 32: 1.35, 256: 1.0, 1024: 0.95, 4096: 0.95}
+"""M -> geometric mean over shapes against torch's fp8 product."""
+W4A8_COPY_GOAL, W4A8_COPY_WEIGHTS, W4A8_COPY_LARGEST_M = 0.8, 200e6, 32
+W4A8_WITH_QUANTIZER = {256: 1.4}
 COPY_GOAL = 0.85
 COPY_SHAPES = ((57344, 8192), (8192, 28672))
 COPY_LARGEST_M = 4
@@ -69,6 +76,26 @@ def speedups(result: Mapping[str, Any], name: str | None = None) -> dict[int, fl
     return {m: geomean(ratios) for m, ratios in sorted(by_m.items())}
 
 
+def operator(result: Mapping[str, Any]) -> str:
+    """The operator that a result measured."""
+    return next((row["op"] for row in result["rows"]), "w4a16")
+
+
+def goals_of(result: Mapping[str, Any]) -> dict[int, float]:
+    """M -> goal against the baseline, of the operator that was measured."""
+    return W4A8_GOALS if operator(result) == "w4a8" else GOALS
+
+
+def ratios(result: Mapping[str, Any], over: str, under: str | None = None) -> dict[int, float]:
+    """M -> geometric mean of peer `over`'s time / ours, or variant `under`'s, over the rows that have both."""
+    by_m: dict[int, list[float]] = {}
+    for row in timed(result):
+        us = row["us"] if under is None else row.get("variants", {}).get(under)
+        if us and row["peers"].get(over):
+            by_m.setdefault(row["m"], []).append(row["peers"][over] / us)
+    return {m: geomean(found) for m, found in sorted(by_m.items())}
+
+
 def peer_names(result: Mapping[str, Any]) -> list[str]:
     """Peers other than the baseline that were measured, in order of appearance."""
     return list(dict.fromkeys(name for row in result["rows"] for name in row["peers"] if name != BASELINE))
@@ -83,25 +110,41 @@ def goals_table(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """Rows (what, goal, reached, verdict) for everything that has a goal and was measured."""
     rows = []
     best = {name: speedups(result, name) for name in peer_names(result)}
+    goals, w4a8 = goals_of(result), operator(result) == "w4a8"
     for m, ratio in speedups(result).items():
-        if m in GOALS:
-            verdict = _verdict(ratio >= GOALS[m])
-            rows.append((f"M = {m}, geometric mean against cuBLAS f16", f"{GOALS[m]:.2f}x", f"{ratio:.2f}x", verdict))
+        if m in goals:
+            verdict = _verdict(ratio >= goals[m])
+            rows.append((f"M = {m}, geometric mean against cuBLAS f16", f"{goals[m]:.2f}x", f"{ratio:.2f}x", verdict))
         rivals = {name: table[m] for name, table in best.items() if m in table}
         if rivals:
             rival = max(rivals, key=rivals.__getitem__)
             verdict = _verdict(ratio >= rivals[rival])
             rows.append((f"M = {m}, best peer here: {rival}", f"{rivals[rival]:.2f}x", f"{ratio:.2f}x", verdict))
+    if w4a8:
+        against = ((W4A8_RIVAL, None, W4A8_RIVAL_GOALS), (BASELINE, "with_quantizer", W4A8_WITH_QUANTIZER))
+        for peer, variant, wanted in against:
+            for m, ratio in ratios(result, peer, variant).items():
+                if m in wanted:
+                    what = f"M = {m}, geometric mean against {peer}" + (f", {variant}" if variant else "")
+                    rows.append((what, f"{wanted[m]:.2f}x", f"{ratio:.2f}x", _verdict(ratio >= wanted[m])))
+    copy_goal = W4A8_COPY_GOAL if w4a8 else COPY_GOAL
     for row in timed(result):
-        if result["copy_gb_s"] and (row["n"], row["k"]) in COPY_SHAPES and row["m"] <= COPY_LARGEST_M:
+        if result["copy_gb_s"] and _streams(row, w4a8):
             share = copy_share(row, result["copy_gb_s"])
             what = f"({row['n']}, {row['k']}) at M = {row['m']}, share of the copy bandwidth"
-            rows.append((what, f"{COPY_GOAL:.0%}", f"{share:.0%}", _verdict(share >= COPY_GOAL)))
+            rows.append((what, f"{copy_goal:.0%}", f"{share:.0%}", _verdict(share >= copy_goal)))
     overhead = result.get("call_overhead_us", {}).get("terrazzo")
     if overhead is not None:
         verdict = _verdict(overhead < OVERHEAD_GOAL_US)
         rows.append(("CPU time of a call from Python", f"< {OVERHEAD_GOAL_US:.0f} us", f"{overhead:.1f} us", verdict))
     return rows
+
+
+def _streams(row: Mapping[str, Any], w4a8: bool) -> bool:
+    """Whether a row is one of those that the goal of the copy bandwidth names."""
+    if w4a8:
+        return row["n"] * row["k"] > W4A8_COPY_WEIGHTS and row["m"] <= W4A8_COPY_LARGEST_M
+    return (row["n"], row["k"]) in COPY_SHAPES and row["m"] <= COPY_LARGEST_M
 
 
 def _verdict(reached: bool) -> str:
@@ -129,12 +172,12 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]], numeric: Ite
 def summary_markdown(result: Mapping[str, Any], source: str) -> str:
     """README's table of one result file: geometric mean for each M, ours and the peers'."""
     ours, rivals = speedups(result), {name: speedups(result, name) for name in peer_names(result)}
-    shapes = len({(row["n"], row["k"]) for row in timed(result)})
+    shapes, goals = len({(row["n"], row["k"]) for row in timed(result)}), goals_of(result)
     rows = [
         (
             m,
             f"{ratio:.2f}x",
-            f"{GOALS[m]:.2f}x" if m in GOALS else "",
+            f"{goals[m]:.2f}x" if m in goals else "",
             *(f"{table[m]:.2f}x" if m in table else "" for table in rivals.values()),
         )
         for m, ratio in ours.items()
@@ -144,7 +187,7 @@ def summary_markdown(result: Mapping[str, Any], source: str) -> str:
     copies = f"copies reach {result['copy_gb_s']:.0f} GB/s, " if result["copy_gb_s"] else ""
     notes = "".join(f"\n- {note}" for note in result.get("notes", ()))
     return (
-        f"W4A16 on one {result['gpu']}, {setting['dtype']}, group {setting['group']}"
+        f"{operator(result).upper()} on one {result['gpu']}, {setting['dtype']}, group {setting['group']}"
         f"{', zero points' if setting['format'].endswith('zeros') else ''}: speed-up over cuBLAS f16 in the same run,"
         f" geometric mean over {shapes} layer shapes; {copies}torch"
         f" {result['torch']}, driver {result['driver']}, {result['date']}, commit {result['commit']}."

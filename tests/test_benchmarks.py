@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import peers, plot, readme, report, w4a16
+from benchmarks import gemm, peers, plot, readme, report, w4a8, w4a16
 
 
 def row(m, n, k, us, cublas, **more):
@@ -51,6 +51,22 @@ def test_goals(result):
     assert rows["(57344, 8192) at M = 1, share of the copy bandwidth"] == ("85%", f"{share:.0%}", "not reached")
     assert rows["CPU time of a call from Python"] == ("< 15 us", "9.0 us", "reached")
     assert set(report.GOALS) == set(w4a16.MS)
+
+
+def test_goals_of_w4a8(result):
+    def changed(m, n, k, us, **more):
+        base = row(m, n, k, us, 210.0, torch_fp8=105.0) | {"op": "w4a8", "format": "u4_lqq"}
+        return base | {"variants": {"with_quantizer": 2 * us}} | more
+
+    result = result | {"rows": [changed(16, 57344, 8192, 70.0), changed(256, 64, 64, 105.0)]}
+    rows = {what: (goal, reached, verdict) for what, goal, reached, verdict in report.goals_table(result)}
+    assert rows["M = 16, geometric mean against cuBLAS f16"] == ("2.50x", "3.00x", "reached")
+    assert rows["M = 16, geometric mean against torch_fp8"] == ("1.35x", "1.50x", "reached")
+    assert rows["M = 256, geometric mean against torch_fp8"] == ("1.00x", "1.00x", "reached")
+    assert rows["M = 256, geometric mean against cublas_f16, with_quantizer"] == ("1.40x", "1.00x", "not reached")
+    assert rows["(57344, 8192) at M = 16, share of the copy bandwidth"][0] == "80%"
+    assert "| 16 | 3.00x | 2.50x | 2.00x |" in report.summary_markdown(result, "f.json")
+    assert set(report.W4A8_GOALS) | set(report.W4A8_RIVAL_GOALS) <= set(w4a8.MS)
 
 
 def test_a_file_with_a_missing_field_is_named(tmp_path, result):
@@ -118,20 +134,23 @@ def test_arguments():
     whole, quick = w4a16.arguments([]), w4a16.arguments(["--quick", "--m", "8,8,2"])
     assert (whole.models, whole.m) == (w4a16.MODELS, w4a16.MS)
     assert (quick.models, quick.m) == (w4a16.QUICK_MODELS, (8, 2))
+    other = w4a8.arguments(["--ablation"])
+    assert (other.models, other.m, other.group, other.ablation) == (w4a8.MODELS, w4a8.MS, 64, True)
     for bad in (["--m", "1,x"], ["--m", "0"], ["--dtype", "int8"]):
         with pytest.raises(SystemExit) as stopped:
             w4a16.arguments(bad)
         assert stopped.value.code == 2
 
 
-def test_bad_input_of_the_benchmark_is_one_line(capsys):
-    assert w4a16.main(["--models", "gpt-9"]) == 2
+@pytest.mark.parametrize("program", [w4a16, w4a8])
+def test_bad_input_of_the_benchmark_is_one_line(program, capsys):
+    assert program.main(["--models", "gpt-9"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_row_is_one_line(capsys, result):
     for one in result["rows"]:
-        w4a16.show(one)
+        gemm.show(one)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and "3.00x" in lines[0] and "FAILED" in lines[3]
 

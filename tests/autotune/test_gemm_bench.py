@@ -159,7 +159,7 @@ def test_the_program_writes_the_file(on_the_cpu, tmp_path, capsys):
     from benchmarks import report, w4a16
 
     on_the_cpu.setitem(models.MODELS, "tiny", (models.Layer("qkv", 128, 256), models.Layer("o", 64, 384)))
-    on_the_cpu.setattr(w4a16, "_compile", lambda requests: [None] * len(requests))
+    on_the_cpu.setattr(w4a16, "compile_all", lambda requests: [None] * len(requests))
     out = tmp_path / "new" / "w4a16_h200.json"
     assert w4a16.main(["--models", "tiny", "--m", "1,7", "--out", str(out), "--commit", "c0ffee"]) == 0
     result, said = report.load(out), capsys.readouterr().out

@@ -1,0 +1,244 @@
+"""W4A8 beside cuBLAS f16 and 8-bit peers: activations quantized outside of the clock, with rows that count it in.
+
+A row's `us` is the product of quantized activations with the packed weight. Its `variants` are other calls of ours on
+the same data: `with_quantizer` (16-bit x, both kernels), `quantizer` alone, each dequantization and each pipeline that
+serves this M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.autotune import gemm_bench
+from terrazzo.autotune.gemm_bench import OURS, Settings, Shape, schedule_text
+from terrazzo.lowering.errors import ArgumentError, CompileError
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.lowering.request import KernelRequest
+    from terrazzo.lowering.targets import Target
+
+SMALL_BATCH_M = 32
+"""Most tokens for which small_batch is timed as a pipeline of its own: one launch."""
+
+
+@dataclass(frozen=True)
+class W4A8Settings(Settings):
+    """`Settings`, and `ablation`: time every dequantization and pipeline, not only what `auto` takes."""
+
+    group: int = 64
+    ablation: bool = False
+
+
+def bench_w4a8(
+    problems: Mapping[tuple[int, int], Sequence[str]],
+    ms: Sequence[int],
+    settings: W4A8Settings | None = None,
+    compile_all: Callable[[Sequence[KernelRequest]], Sequence[Path | CompileError]] | None = None,
+    on_row: Callable[[dict[str, Any]], None] | None = None,
+    on_shape: Callable[[dict[str, Any]], None] | None = None,
+    commit: str | None = None,
+) -> dict[str, Any]:
+    """Measure every (N, K) at every M; needs a GPU. Arguments, result and errors as `gemm_bench.bench_w4a16`."""
+    settings = settings or W4A8Settings()
+    return gemm_bench.bench(W4A8Shape, problems, ms, settings, compile_all, on_row, on_shape, commit)
+
+
+def options_of(m: int, n: int, k: int, settings: W4A8Settings, target: Target) -> dict[str, dict[str, str]]:
+    """Name -> options of `gemm`: what `auto` takes, and with `ablation` everything else that serves the problem."""
+    from terrazzo.ops.w4a8 import op
+
+    found: dict[str, dict[str, str]] = {OURS: {}}
+    if not settings.ablation:
+        return found
+    facts = dict(group_size=settings.group, out_dtype=settings.dtype, bias=False, target=target)
+    for pipeline in op.PIPELINES[1:]:
+        for dequantization in op.DEQUANTIZATIONS[1:]:
+            if pipeline == "small_batch" and m > SMALL_BATCH_M:
+                continue
+            try:
+                op.plan(m, n, k, **facts, dequantization=dequantization, pipeline=pipeline)
+            except ArgumentError:
+                continue  # does not serve this problem
+            found[f"{pipeline}_{dequantization}"] = {"pipeline": pipeline, "dequantization": dequantization}
+    return found
+
+
+class W4A8Shape(Shape):
+    """Rows of W4A8."""
+
+    @staticmethod
+    def requests(n: int, k: int, m: int | Sequence[int], settings: Settings, target: Target) -> list[KernelRequest]:
+        from terrazzo.ops import w4a8
+
+        found = []
+        for tokens in (m,) if isinstance(m, int) else m:
+            for options in options_of(tokens, n, k, settings, target).values():
+                facts = dict(group_size=settings.group, m=tokens, dtype=settings.dtype, target=target)
+                found += w4a8.kernel_requests(n, k, **facts, **options)
+        return list(dict.fromkeys(found))
+
+    def load(self) -> tuple[Any, Any, tuple[str, ...], torch.Tensor]:
+        from terrazzo.ops import w4a8
+
+        weight = random_weight(self.n, self.k, self.settings.group, self.random)
+        return weight, w4a8.pack(weight), ("words", "channel_scales"), dense_of(weight, self.dtype)
+
+    def facts(self, m: int, requests: Sequence[KernelRequest]) -> dict[str, Any]:
+        from terrazzo.schedules import w4a8 as schedules
+
+        own = next(request for request in requests if "group" in dict(request.params))
+        params = dict(own.params)
+        problem = schedules.IntegerGemm.of(self.n, self.k, self.settings.group)
+        tile = params.get("block_tokens") or params.get("token_tiles", 0) * schedules.TOKENS_PER_TILE
+        roof = schedules.bounds(problem, self.target, m, params["dequantization"], tile or 256, self.copy_gb_s)
+        return {
+            "op": "w4a8",
+            "format": "u4_lqq",
+            "dtype": self.settings.dtype,
+            "group": self.settings.group,
+            "m": m,
+            "n": self.n,
+            "k": self.k,
+            "us": None,
+            "spread": None,
+            "bytes": self.packed[0].nbytes,
+            "peers": {},
+            "schedule": schedule_text([own]),
+            "bound": roof.bound,
+            "predicted_us": round(roof.us, 2),
+        }
+
+    def expected(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[torch.Tensor, ...]:
+        """As `Shape.expected`; peers multiply the unquantized x, so theirs is held to what quantizing x can change."""
+        from terrazzo.ops.w4a8 import reference
+
+        rows = self.checked_rows(x.shape[0])
+        x = x[rows]
+        q, scales, _ = reference.quantize_activations(x)
+        ref = reference.gemm(q, scales, self.weight)
+        bound = reference.forward_error_bound(ref, self.dtype)
+        dense = reference.dequantize(self.weight).abs()
+        rounding = 4 * reference.UNIT_ROUNDOFF[self.settings.dtype]
+        loose = bound + rounding * (x.double().abs() @ dense.T) + 0.5 * scales.double()[:, None] * dense.sum(1)
+        return rows, ref, bound, loose
+
+    def calls(self, x: torch.Tensor) -> dict[str, Callable[[Any, torch.Tensor | None], torch.Tensor]]:
+        from terrazzo.ops.w4a8 import gemm, quantize_activations
+
+        quantized, made = quantize_activations(x), {}
+        for name, options in options_of(x.shape[0], self.n, self.k, self.settings, self.target).items():
+            made[name] = lambda packed, out, options=options: gemm(
+                quantized, packed, out=out, out_dtype=self.dtype, **options
+            )
+        return made | {"with_quantizer": lambda packed, out: gemm(x, packed, out=out)}
+
+    def side_calls(self, x: torch.Tensor) -> dict[str, Callable[[], object]]:
+        from terrazzo.ops.w4a8 import quantize_activations
+
+        out = quantize_activations(x)
+        return {"quantizer": lambda: quantize_activations(x, out=out)}
+
+
+def random_weight(n: int, k: int, group: int, random: torch.Generator) -> Any:
+    """A canonical weight with uniform codes and offsets around zero, on the generator's device."""
+    import torch
+    from terrazzo.ops.w4a8 import QuantizedWeight
+
+    shape, device = (n, -(-k // group)), random.device
+    scales = torch.randint(6, 14, shape, generator=random, device=device)
+    return QuantizedWeight.canonical(
+        torch.randint(0, 16, (n, k), generator=random, device=device, dtype=torch.uint8),
+        scales,
+        128 - (7.5 * scales).int(),
+        torch.exp(0.3 * torch.randn(n, generator=random, device=device) - 8),
+        group_size=group,
+    )
+
+
+def dense_of(weight: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The weight in 16 bits [N, K], a slice of rows at a time: the float64 of a large one would not fit."""
+    import torch
+
+    out = torch.empty(weight.codes.shape, dtype=dtype, device=weight.codes.device)
+    values = weight.bytes()
+    for lo in range(0, weight.n, 4096):
+        part = slice(lo, lo + 4096)
+        out[part] = values[part].float() * weight.channel_scales[part, None]
+    return out
+
+
+class TorchFp8:
+    """torch._scaled_mm on e4m3 operands with one scale for each tensor; x is quantized outside of the clock."""
+
+    name = "torch_fp8"
+
+    def missing(self) -> str:
+        import torch
+
+        if not hasattr(torch, "_scaled_mm") or not torch.cuda.is_available():
+            return "this torch has no _scaled_mm, or there is no GPU"
+        return "" if torch.cuda.get_device_capability() >= (8, 9) else "fp8 needs compute capability 8.9"
+
+    def load(self, weight: Any, dense: torch.Tensor, copies: Callable[[int], int]) -> list[Any]:
+        codes, scale = _to_fp8(dense)
+        return [(codes.clone(), scale, dense.dtype) for _ in range(copies(codes.numel()))]
+
+    def prepare(self, x: torch.Tensor, loaded: Any) -> Any:
+        return _to_fp8(x)
+
+    def call(self, x: Any, loaded: Any) -> torch.Tensor:
+        import torch
+
+        codes, scale, dtype = loaded
+        return torch._scaled_mm(x[0], codes.T, scale_a=x[1], scale_b=scale, out_dtype=dtype)
+
+    def wrong(self, y: torch.Tensor, x: torch.Tensor, loaded: Any) -> str:
+        """Against the float64 product of its own fp8 operands; 0.5 % of the largest for 14-bit partial sums."""
+        a, sa = _to_fp8(x)
+        codes, scale, _ = loaded
+        ref = (a[:64].double() @ codes[:512].double().T) * sa.double() * scale.double()
+        error = (y[:64, :512].double() - ref).abs().max()
+        return "" if bool(error <= 5e-3 * ref.abs().max()) else f"off by up to {float(error):.3g}"
+
+
+class TorchInt8:
+    """torch._int_mm: int8 times int8 to int32, no scales applied (a lower bound for W8A8)."""
+
+    name = "torch_int8"
+
+    def missing(self) -> str:
+        import torch
+
+        return "" if hasattr(torch, "_int_mm") and torch.cuda.is_available() else "this torch has no _int_mm"
+
+    def load(self, weight: Any, dense: torch.Tensor, copies: Callable[[int], int]) -> list[Any]:
+        values = weight.bytes()
+        return [values.clone() for _ in range(copies(values.numel()))]
+
+    def prepare(self, x: torch.Tensor, loaded: Any) -> torch.Tensor:
+        from terrazzo.ops.w4a8 import reference
+
+        return reference.quantize_activations(x)[0]
+
+    def call(self, x: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        return torch._int_mm(x, loaded.T)
+
+    def wrong(self, y: torch.Tensor, x: torch.Tensor, loaded: torch.Tensor) -> str:
+        ref = self.prepare(x[:64], loaded).double() @ loaded[:512].double().T
+        return "" if bool((y[:64, :512].double() == ref).all()) else "sums are not exact"
+
+
+def _to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    import torch
+
+    scale = (x.abs().amax().float() / 448.0).clamp(min=1e-12)
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+PEERS = (TorchFp8(), TorchInt8())
