@@ -143,7 +143,7 @@ def check(case: Case) -> None:
         for grid in case.partitions:
             if grid is not None and grid[1] == -1:  # all tiles shared
                 s = case.schedule
-                grid = (grid[0], -(-m // s.block_tokens) * -(-problem(case).row_blocks // s.tile_blocks))
+                grid = (grid[0], -(-m // s.block_tokens) * -(-problem(case).row_blocks // s.cta_blocks))
             workspace, semaphores, scalars = buffers(case, m, grid)
             where = f"{case} m={m} partition={grid or scalars}"
             first = None
