@@ -37,6 +37,8 @@ def build(target, *, k: int, dtype: str, gain: bool, norm: bool, warps: int, row
     threads, lanes = 32 * warps * rows, 32 * warps
     bf16, has_gain, has_norm = (str(flag).lower() for flag in (dtype == "bfloat16", gain, norm))
     pdl = target.supports("pdl")
+    # 64 registers, so that rows of several CTAs overlap; before sm_90, ptxas spills long rows with a gain at that
+    blocks = 1 if gain and vectors > 4 and not pdl else max(1, 1024 // threads)
     M = T.dynamic("m")
 
     @T.prim_func
@@ -49,9 +51,8 @@ def build(target, *, k: int, dtype: str, gain: bool, norm: bool, warps: int, row
         eps: T.float32,
     ):
         with T.Kernel(T.ceildiv(M, rows), threads=threads, prelude=prelude("pack", "rows")) as block:
-            T.annotate_min_blocks_per_sm(max(1, 1024 // threads))  # 64 registers: rows of several CTAs overlap
-            shared = T.alloc_shared((2 * warps,), "float32")
-            sums = T.alloc_shared((warps,), "int32")
+            T.annotate_min_blocks_per_sm(blocks)
+            shared = T.alloc_shared((3 * warps,), "float32")  # one buffer: two might get the same place
             x = T.alloc_local((4 * vectors,), "uint32")
             m = T.alloc_local((2,), "float32")
             factor = T.alloc_local((2,), "float32")  # of the codes, of the scale
@@ -81,7 +82,10 @@ def build(target, *, k: int, dtype: str, gain: bool, norm: bool, warps: int, row
                     T.access_ptr(G[T.min((v * lanes + lane) * VECTOR, k - VECTOR) if gain else 0], "r", 1),
                 )
             T.call_extern(
-                "handle", f"tz_row_reduce<{warps}, {has_norm}>", T.access_ptr(m, "rw"), T.access_ptr(shared, "rw")
+                "handle",
+                f"tz_row_reduce<{warps}, {has_norm}>",
+                T.access_ptr(m, "rw"),
+                T.access_ptr(shared[0], "rw", 2 * warps),
             )
             factor[0] = T.if_then_else(m[0] < T.float32(TINY), T.float32(0), T.float32(127) / m[0])
             factor[1] = m[0] / T.float32(127)
@@ -101,7 +105,9 @@ def build(target, *, k: int, dtype: str, gain: bool, norm: bool, warps: int, row
                         T.access_ptr(G[T.min(at, k - VECTOR) if gain else 0], "r", 1),
                         factor[0],
                     )
-            total[0] = T.call_extern("int32", f"tz_row_sum<{warps}>", total[0], T.access_ptr(sums, "rw"))
+            total[0] = T.call_extern(
+                "int32", f"tz_row_sum<{warps}>", total[0], T.access_ptr(shared[2 * warps], "rw", warps)
+            )
             if T.And(row < M, lane == 0):
                 XS[row] = factor[1]
                 RS[row] = total[0]

@@ -1,0 +1,143 @@
+"""The program that quantizes activations: its machine code, and its CUDA text run on the CPU against the reference."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from cuda_on_cpu import CpuKernel
+from terrazzo.lowering import KernelReport, compile_many, compile_request
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.primitives import PRIMITIVES
+from terrazzo.lowering.targets import Target
+from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.w4a8 import activations, quantize_rows, reference
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
+]
+# (target, M of the bucket, K, dtype, gain, norm): a warp for each row, few and many rows, K that ends inside 16
+CASES = {
+    "rows of a warp": ("sm_90a", 600, 520, "float16", False, True),
+    "few rows": ("sm_90a", 3, 1000, "bfloat16", True, True),
+    "many rows": ("sm_90a", 600, 4096, "float16", False, False),
+    "many rows, gain": ("sm_90a", 600, 2888, "bfloat16", True, False),
+    "longest": ("sm_90a", 600, 65536, "float16", True, True),
+    "sm_80": ("sm_80", 600, 28672, "bfloat16", True, True),
+}
+EMULATED = [name for name in CASES if name not in ("longest", "sm_80")]
+
+SHIMS = r"""
+struct float4 { float x, y, z, w; }; struct uint2 { unsigned x, y; };
+static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static float4 __ldg(const float4 *p) { float4 v; memcpy(&v, p, 16); return v; }
+static unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
+static float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
+static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+static void cudaTriggerProgrammaticLaunchCompletion() {}
+static void cudaGridDependencySynchronize() {}
+static int __dp4a(int a, int b, int c) {
+  for (int i = 0; i < 32; i += 8) c += (int)(signed char)(a >> i) * (int)(signed char)(b >> i);
+  return c;
+}
+template <class F> static unsigned reduced(unsigned x, F join) {
+  uint32_t out;
+  meet(&x, 1, &out, 1, [&](Meeting &w) {
+    uint32_t all = w.in[0][0]; for (int l = 1; l < 32; ++l) all = join(all, w.in[l][0]);
+    for (int l = 0; l < 32; ++l) w.out[l][0] = all; });
+  return out;
+}
+static unsigned __reduce_max_sync(unsigned, unsigned x) {
+  return reduced(x, [](unsigned a, unsigned b) { return a > b ? a : b; }); }
+static int __reduce_add_sync(unsigned, int x) { return reduced(x, [](unsigned a, unsigned b) { return a + b; }); }
+static float __shfl_xor_sync(unsigned, float x, int mask) { return tz_xor_shuffle(x, mask); }
+static float max_nan(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
+"""
+
+
+def request(case: tuple):
+    arch, m, k, dtype, gain, norm = case
+    return activations.plan(m, k, dtype=dtype, gain=gain, norm=norm, target=Target.parse(arch))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    found = compile_many([request(case) for case in CASES.values()])
+    return dict(zip(CASES, found))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_machine_code(compiled, name):
+    report = KernelReport.read(compiled[name] / "report.json")
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert report.registers <= (128 if name == "sm_80" else 64)  # CTAs of 1024 threads in all fit, or one of 512
+    if not report.instructions:
+        pytest.skip(report.note)
+    vectors = dict(request(CASES[name]).params)["vectors"]
+    assert report.count(r"LDG\.E\.NA\.128") == vectors == report.count(r"STG\.E\.64")
+    assert report.count(r"IDP\.4A") == 2 * vectors  # and x is read once
+    assert not report.count("F2I") and not report.count("I2F") and not report.count("FRND")
+
+
+def primitives() -> str:
+    """The named primitives with their two asm statements in plain C."""
+    text = PRIMITIVES["rows"].source
+    text, loads = re.subn(r'asm volatile\("ld\.global.*?"l"\(p\)\);', "memcpy(r, p, 16);", text, flags=re.DOTALL)
+    text, maxima = re.subn(r'asm\("max\.NaN.*?\)\)\);', "m[0] = max_nan(m[0], fabsf(v[i]));", text)
+    assert (loads, maxima) == (1, 1)
+    return text
+
+
+@pytest.mark.parametrize("name", EMULATED)
+def test_the_cuda_text_computes_the_reference(compiled, name, tmp_path):
+    _, _, k, dtype, gain, norm = CASES[name]
+    params = dict(request(CASES[name]).params)
+    source = (compiled[name] / "kernel.cu").read_text()
+    kernel = CpuKernel(source, [SHIMS, primitives()], 32 * params["warps"] * params["rows"], tmp_path)
+    rng, m = torch.Generator().manual_seed(k), 6
+    x = torch.randn(m, k, generator=rng).to(getattr(torch, dtype))
+    x[1], x[2, :: k // 3], x[4, k - 1], x[5, 0] = 0, 40.0, float("nan"), float("inf")
+    smooth = torch.rand(k, generator=rng) + 0.2 if gain else None
+    weight = torch.randn(k, generator=rng) if norm else None
+    factor = reference.activation_gain(smooth, weight) if gain else torch.zeros(1)
+    if norm and not gain:  # RMSNorm with a weight of ones: no gain
+        weight = torch.ones(k)
+    out = torch.full((m + 1, activations.padded(k)), 99, dtype=torch.int8)
+    scales, sums = torch.full((m + 1,), 7.0), torch.full((m + 1,), 99, dtype=torch.int32)
+    values = {"X": x, "G": factor, "Q": out, "XS": scales, "RS": sums, "eps": 1e-5, "m": m}
+    kernel((-(-m // params["rows"]), 1, 1), **values)
+    q, expected, expected_sums = reference.quantize_activations(x, smooth, weight, 1e-5)
+    good = [0, 1, 2, 3]
+    assert torch.equal(out[good, :k], q[good]) and not out[good, k:].any() and (out[m] == 99).all()
+    assert torch.equal(sums[good], expected_sums[good]) and sums[m] == 99 and scales[m] == 7
+    assert scales[4].isnan() and not scales[5].isfinite()
+    if norm:
+        torch.testing.assert_close(scales[good], expected[good], rtol=2e-6, atol=0)
+    else:
+        assert torch.equal(scales[good], expected[good])
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument"),
+    [({"k": 12}, "k"), ({"dtype": "float32"}, "dtype"), ({"warps": 1}, "warps"), ({"rows": 2}, "warps")],
+)
+def test_a_program_that_cannot_hold_a_row_is_refused(changes, argument):
+    params = dict(request(CASES["many rows"]).params) | changes
+    with pytest.raises(ArgumentError) as caught:
+        quantize_rows.build(Target.parse("sm_90a"), **params)
+    assert caught.value.argument == argument
+
+
+def test_two_waits_do_not_share_memory(compiled):
+    """The reduction's values and the row sum's lie apart: a warp may be at the second while another reads the first."""
+    source = (compiled["many rows"] / "kernel.cu").read_text()
+    calls = source[source.index("extern __shared__") :]
+    offsets = re.findall(r"tz_row_(?:reduce|sum)<.*&\(shared\[(\d+)\]", calls)
+    warps = dict(request(CASES["many rows"]).params)["warps"]
+    assert offsets == ["0", str(2 * warps)]
+
+
+def test_a_request_is_compiled_once(compiled):
+    assert compile_request(request(CASES["few rows"])) == compiled["few rows"]
