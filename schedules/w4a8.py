@@ -1,4 +1,4 @@
-"""Schedules of the W4A8 programs: small batches on mma.sync, stream-K on wgmma; and what bounds a problem."""
+"""Schedules of the W4A8 programs: small batches, stream-K on wgmma, multistage; and what bounds a problem."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import small_batch
+from terrazzo.schedules import multistage, small_batch
 from terrazzo.schedules.partition import Partition, share_tiles
 from terrazzo.schedules.problem import WeightOnlyGemm
 from terrazzo.schedules.roofline import Roofline, weight_only_gemm
@@ -198,6 +198,32 @@ def _cost(s: SmallBatch, problem: IntegerGemm, target: Target) -> float:
     split = 1.6 + 0.1 * s.kc if s.kc > 1 else 0.0
     uneven = 0.6 if problem.units % (s.kc * s.warps) else 0.0
     return stream * (1 + 0.01 * (48 - in_flight)) + 0.09 * (16 - s.warps) + 0.013 * x + 0.17 * chunks + split + uneven
+
+
+class Multistage(multistage.Multistage):
+    """The W4A8 form of the multistage schedule: a stage holds 128 k, parameters are part of the units."""
+
+    def stage_bytes(self, problem: IntegerGemm) -> int:
+        return self.block_tokens * 128 + self.rows // 64 * problem.unit_bytes
+
+    def smem_bytes(self, problem: IntegerGemm) -> int:
+        """Shared memory of one CTA, at most."""
+        staged = self.warps * 16 * (self.row_blocks * 16 + 8) * 2 - self.stages * self.block_tokens * 128
+        return self.stages * self.stage_bytes(problem) + max(staged, 0) + (1024 if self.kc > 1 else 0)
+
+
+def choose_multistage(problem: IntegerGemm, target: Target, m: int) -> Multistage:
+    """Tile by tokens; k split so that the bucket's first tiles fill the SMs twice (once with tiles of 128 tokens)."""
+    tokens = next((t for t in multistage.BLOCK_TOKENS if m <= t), multistage.BLOCK_TOKENS[-1])
+    tall = tokens == 128 and (m > 128 or problem.row_blocks > target.sms)
+    schedule = Multistage(tokens, 8 if tall else 4, 2, 2, raster=16 if tall else 8)
+    room = min(target.smem_per_sm // (1 if tall else 2) - 1024, target.smem_per_block) - 1024
+    schedule = replace(schedule, stages=max(2, min(4, room // schedule.stage_bytes(problem))))
+    if m > 128:
+        return schedule
+    # the kernel serves a bucket: its split depends on the bucket's widest M, not on m
+    kc = (1 if tokens == 128 else 2) * target.sms // schedule.tiles(problem, tokens)
+    return replace(schedule, kc=max(1, min(8, kc, problem.units)))
 
 
 def bounds(

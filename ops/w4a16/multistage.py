@@ -15,11 +15,10 @@ scale to f32 sums, once per group. With kc > 1 the CTAs of a tile share k; the l
 in a fixed order, so the result has the same bits in every run.
 """
 
-from types import SimpleNamespace
-
 from terrazzo.layouts.converters import get_converter
-from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
+from terrazzo.ops import mma_tiles
+from terrazzo.ops.tile_scheduler import scalars
 from terrazzo.ops.w4a16.operand import Operand
 
 UNIT_K = 128  # k extent of one unit of work: two ring stages
@@ -29,11 +28,6 @@ PASS_CONFIGS = (  # the barriers and the bounds are the program's own
     ("tl.disable_warp_specialized", True),
 )
 _SOURCE = """\
-// 16-bit matrix element `ahead` of (row, col), in 64-bit arithmetic: M * k may pass 2^31. It may lie outside the matrix
-// if nothing is copied from there. `ahead` is a constant, apart so that copies share the rest
-__device__ __forceinline__ void *tz_at16(const void *p, int row, int pitch, int col, int ahead) {
-  return (char *)p + 2 * ((long long)row * pitch + col) + 2 * ahead;
-}
 // what cp.async does, for rows that are not aligned to 16 bytes
 __device__ __forceinline__ void tz_copy_ragged(void *dst, const void *src, int bytes) {
   unsigned short r[8];
@@ -41,21 +35,10 @@ __device__ __forceinline__ void tz_copy_ragged(void *dst, const void *src, int b
   for (int i = 0; i < 8; ++i) r[i] = 2 * i < bytes ? ((const unsigned short *)src)[i] : 0;
   *(uint4 *)dst = make_uint4(r[0] | r[1] << 16, r[2] | r[3] << 16, r[4] | r[5] << 16, r[6] | r[7] << 16);
 }
-__device__ __forceinline__ void tz_store_ragged(void *dst, const void *src, int count) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) if (i < count) ((unsigned short *)dst)[i] = ((const unsigned short *)src)[i];
-}
-// 8x8 matrix of 16-bit values, two in a lane, transposed in registers: sm_80 has no stmatrix
-__device__ __forceinline__ unsigned tz_movmatrix(unsigned a) {
-  unsigned d;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(d) : "r"(a));
-  return d;
-}
 __device__ __forceinline__ bool tz_not_negative(int v) {
   asm volatile("" : "+r"(v));
   return v >= 0;
 }
-__device__ __forceinline__ void tz_sts32(void *p, unsigned v) { *(unsigned *)p = v; }
 """
 
 
@@ -64,7 +47,7 @@ def shared_bytes(
 ) -> int:
     """Shared memory of a CTA, bytes."""
     blocks = warps // token_warps * row_blocks // 4
-    x = max(stages * block_tokens * 64, warps * 16 * (row_blocks * 16 + 8)) * 2
+    x = mma_tiles.x_bytes(block_tokens, stages, warps, row_blocks)
     flag = 1024 if kc > 1 else 0  # one word, and the alignment of what follows
     return x + stages * blocks * (2048 + op.groups_per(64) * op.record_bytes) + flag
 
@@ -117,7 +100,8 @@ def build(
     units = kp // UNIT_K
     grouped = post and group > 0  # otherwise MMAs add straight to the result
     config = dict(block_tokens=bm, warps=warps, row_blocks=rb, stages=stages, token_warps=token_warps)
-    _check(config, op, kc, units, grouped, target)
+    need = shared_bytes(op, **config, kc=kc)
+    mma_tiles.check(**config, kc=kc, units=units, most=128 if grouped else 256, need=need, target=target)
 
     wm = bm // token_warps  # tokens of a warp
     pairs, nacc, row_warps = wm // 16, rb * wm // 2, warps // token_warps
@@ -130,9 +114,14 @@ def build(
     tb, stb = ("true" if bf16 else "false"), ("true" if scale_dtype == "bfloat16" else "false")
     ab = "bf16" if bf16 else "fp16"
     one2 = 0x3F803F80 if bf16 else 0x3C003C00
-    pitch = rb * 16 + 8  # halves of a staged output token, free of bank conflicts
-    xs_size = max(stages * bm * 64, warps * 16 * pitch)
-    source = prelude("cp_async", "lds", "ldmatrix", "pack", "semaphore", extra=(_SOURCE, cvt.device_source))
+    pitch = mma_tiles.out_pitch(rb)
+    tiles = mma_tiles.place_macros(block_tokens=bm, row_tiles=row_tiles, raster=raster)
+    xs = mma_tiles.x_macros(k=k, stage_k=64, block_tokens=bm, warp_tokens=wm, threads=threads)
+    partial = mma_tiles.partial_macros(sums=nacc, kc=kc, load="tz_ldcg4", add="tz_addcg4")
+    out = mma_tiles.out_macros(n=n, row_blocks=rb, vec=1)
+    source = prelude(
+        "cp_async", "lds", "ldmatrix", "pack", "semaphore", extra=(mma_tiles.SOURCE, _SOURCE, cvt.device_source)
+    )
     M = T.dynamic("m")
     TILES = T.dynamic("tiles")
 
@@ -144,26 +133,7 @@ def build(
     @T.macro
     def issue(X, W, P, Xs, Ws, Ps, c, kb, slot, params, tx):
         """Copies of the 64 k that start at 64 * kb; rows >= M and columns >= k of X become zero."""
-        for e in T.unroll(-(-bm * 8 // threads)):
-            row = e * (threads // 8) + tx // 8
-            at = slot * (bm * 64) + row * 64 + (tx % 8 ^ row % 8) * 8
-            col = kb * 64 + tx % 8 * 8
-            if row < bm:
-                T.call_extern(
-                    "handle",
-                    "tz_copy_ragged" if ragged else "tz_cp_async",
-                    T.access_ptr(Xs[at], "w", 8),
-                    T.call_extern(
-                        "handle",
-                        "tz_at16",
-                        T.access_ptr(X[0, 0], "r", 1),
-                        c.tokens[0] + tx // 8,
-                        k,
-                        col,
-                        e * (threads // 8) * k,
-                    ),
-                    T.if_then_else(c.tokens[0] + row < M, 16 if k == kp else T.max(T.min(k - col, 8), 0) * 2, 0),
-                )
+        xs.issue(X, Xs, "tz_copy_ragged" if ragged else "tz_cp_async", c.tokens[0], kb, slot, tx, M)
         for e in T.unroll(-(-blocks * 128 // threads)):
             at = e * threads + tx
             if at < blocks * 128:
@@ -260,17 +230,6 @@ def build(
         )
 
     @T.macro
-    def load_x(Xs, x, slot, step, p, column, lane):
-        """B fragments of 16 tokens and 16 k."""
-        row = column * wm + p * 16 + lane // 16 * 8 + lane % 8
-        T.call_extern(
-            "handle",
-            "tz_ldmatrix4",
-            T.access_ptr(x[p * 4], "w", 4),
-            T.access_ptr(Xs[slot * (bm * 64) + row * 64 + ((lane // 8 % 2 ^ lane % 8) ^ step * 2) * 8], "r", 8),
-        )
-
-    @T.macro
     def mma(d, a, x, step, m, p):
         for e in T.unroll(2):
             T.ptx_mma(
@@ -309,28 +268,9 @@ def build(
                 for i in T.unroll(4):
                     at = (m * pairs + p) * 8 + i * 2
                     o[0] = T.call_extern("uint32", f"tz_pack2<{tb}>", acc[at], acc[at + 1])
-                    o[0] = T.call_extern("uint32", "tz_movmatrix", o[0])
-                    T.call_extern(
-                        "handle",
-                        "tz_sts32",
-                        T.access_ptr(
-                            Xs[stage + (i // 2 * 8 + lane // 4) * pitch + m * 16 + i % 2 * 8 + lane % 4 * 2], "w", 2
-                        ),
-                        o[0],
-                    )
+                    out.stage(Xs, o, stage, m, i, lane)
             T.call_extern("handle", "tz_syncwarp")
-            for q in T.unroll(rb):
-                at = (q * 32 + lane) // (rb * 2)
-                token = c.tokens[0] + column * wm + p * 16 + at
-                chunk = (q * 32 + lane) % (rb * 2) * 8
-                if T.And(token < M, row0 + chunk < n):
-                    T.call_extern(
-                        "handle",
-                        "tz_copy16" if n % 8 == 0 else "tz_store_ragged",
-                        T.call_extern("handle", "tz_at16", T.access_ptr(Y[0, 0], "w", 1), token, n, row0 + chunk, 0),
-                        T.access_ptr(Xs[stage + at * pitch + chunk], "r", 8),
-                        *([] if n % 8 == 0 else [T.min(n - row0 - chunk, 8)]),
-                    )
+            out.write(Y, Xs, stage, c.tokens[0] + column * wm + p * 16, row0, M, lane)
 
     @T.prim_func
     def main(
@@ -343,7 +283,7 @@ def build(
         Y: T.Tensor((M, n), dtype),
     ):
         with T.Kernel(T.ceildiv(M, bm) * row_tiles, kc, threads=threads, prelude=source) as (bx, bz):
-            Xs = T.alloc_shared((xs_size,), dtype)
+            Xs = T.alloc_shared((mma_tiles.x_bytes(bm, stages, warps, rb) // 2,), dtype)
             Ws = T.alloc_shared((stages * blocks * 512,), "int32")
             Ps = T.alloc_shared((stages * ig * blocks * rec,), "uint8")
             w = T.alloc_local((rb * 4,), "uint32")
@@ -358,20 +298,13 @@ def build(
             acc = T.alloc_local((nacc,), "float32")
             part = T.alloc_local((nacc if grouped else 1,), "float32")
             d = part if grouped else acc
-            c = SimpleNamespace(
-                **{f: T.alloc_local((1,), "int32") for f in ("tokens", "rows", "count", "slot", "free")}
-            )
+            c = scalars("tokens", "rows", "count", "slot", "free")
             tx = T.get_thread_binding()
             lane = tx % 32
             warp = tx // 32
             tile = warp % row_warps * rb
             column = warp // row_warps
-            mt = T.ceildiv(M, bm)
-            c.tokens[0] = T.truncdiv(bx, raster * row_tiles) * raster
-            c.rows[0] = T.truncmod(bx, raster * row_tiles)
-            c.count[0] = T.min(mt - c.tokens[0], raster)
-            c.tokens[0] = (c.tokens[0] + T.truncmod(c.rows[0], c.count[0])) * bm
-            c.rows[0] = T.truncdiv(c.rows[0], c.count[0])
+            tiles.place(c, bx, M)
             k0 = bz * units // kc
             kn = (bz + 1) * units // kc - k0
 
@@ -388,7 +321,7 @@ def build(
             load_words(Ws, w, 0, tile, lane)
             load_operands(Ps, v, u, zs, 0, 0, tile, lane)
             for p in T.unroll(pairs):
-                load_x(Xs, x, 0, 0, p, column, lane)
+                xs.load(Xs, x, 0, 0, p, column, lane)
             for m in T.unroll(rb):
                 convert(w, a, v, m, 0)
             if post:
@@ -418,7 +351,7 @@ def build(
                                     clear(part, p)
                             for m in T.unroll(rb):
                                 mma(d, a, x, j, m, p)
-                            load_x(Xs, x, c.slot[0], (j + 1) % 4, p, column, lane)
+                            xs.load(Xs, x, c.slot[0], (j + 1) % 4, p, column, lane)
                             for m in T.unroll(rb):
                                 if m * pairs // rb == p:
                                     convert(w, a, v, m, (j + 1) % 4)
@@ -434,64 +367,11 @@ def build(
                     acc[i] = acc[i] * s[i // (pairs * 8) * 2 + i % 4 // 2]
             T.sync_threads()  # the staged output shares memory with X
             if kc > 1:
-                for i in T.unroll(nacc // 4):
-                    T.call_extern(
-                        "handle",
-                        "tz_copy16",
-                        T.access_ptr(WS[bx, bz, i, tx, 0], "w", 4),
-                        T.access_ptr(acc[i * 4], "r", 4),
-                    )
+                partial.leave(WS, acc, bx, bz, tx)
                 if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[bx], "rw", 1), kc):
-                    for i in T.unroll(nacc // 4):
-                        T.call_extern(
-                            "handle",
-                            "tz_ldcg4",
-                            T.access_ptr(acc[i * 4], "w", 4),
-                            T.access_ptr(WS[bx, 0, i, tx, 0], "r", 4),
-                        )
-                    for z in T.unroll(1, kc, unroll_factor=1):  # unrolled, its loads would take every register
-                        for i in T.unroll(nacc // 4):
-                            T.call_extern(
-                                "handle",
-                                "tz_addcg4",
-                                T.access_ptr(acc[i * 4], "rw", 4),
-                                T.access_ptr(WS[bx, z, i, tx, 0], "r", 4),
-                            )
+                    partial.gather(WS, acc, bx, tx)
                     store(Y, B, Xs, acc, o, bb, c, warp, tile, column, lane)
             else:
                 store(Y, B, Xs, acc, o, bb, c, warp, tile, column, lane)
 
     return main
-
-
-def _check(config: dict, op: Operand, kc: int, units: int, grouped: bool, target) -> None:
-    """Refuse configurations that the program has no code for, or that cannot run."""
-    bm, warps, rb, stages, tw = (config[f] for f in ("block_tokens", "warps", "row_blocks", "stages", "token_warps"))
-    if tw < 1 or bm % (16 * tw) or bm < 16 * tw:
-        raise ArgumentError("block_tokens", bm, f"must be a multiple of 16 * token_warps = {16 * tw}", "round it up")
-    if not 1 <= warps <= 16 or warps % tw or warps // tw * rb % 4:
-        raise ArgumentError(
-            "warps",
-            warps,
-            f"must be at most 16, and warps / {tw} * {rb} row tiles of 16 a multiple of 4",
-            "use 4 or 8 warps with token_warps 1 or 2",
-        )
-    if stages < 2:
-        raise ArgumentError("stages", stages, "must be at least 2", "use 3 or 4")
-    limit = 128 if grouped else 256
-    if rb * bm // tw > limit:
-        raise ArgumentError(
-            "row_blocks",
-            rb,
-            f"row_blocks * block_tokens / token_warps must be at most {limit} here (registers)",
-            "use fewer row blocks, or split the tokens over more warps",
-        )
-    if not 1 <= kc <= units:
-        raise ArgumentError("kc", kc, f"must be 1 to {units}, the units of 128 along k", "use a smaller kc")
-    if target is not None and (need := shared_bytes(op, **config, kc=kc)) > target.smem_per_block:
-        raise ArgumentError(
-            "stages",
-            stages,
-            f"needs {need} bytes of shared memory, {target.arch} has {target.smem_per_block}",
-            "use fewer",
-        )

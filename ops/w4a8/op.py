@@ -13,17 +13,19 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.w4a8 import activations, problem
+from terrazzo.ops.w4a8 import multistage as multistage_program
 from terrazzo.ops.w4a8 import small_batch as small_batch_program
 from terrazzo.ops.w4a8 import stream_k as stream_k_program
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import PackedWeight, unit_layout
 from terrazzo.ops.w4a8.reference import DEQUANTIZATIONS, OUT_DTYPES
+from terrazzo.schedules import multistage
 from terrazzo.schedules import w4a8 as schedules
 
 if TYPE_CHECKING:
     import torch
 
-PIPELINES = ("auto", "small_batch", "imfp")
+PIPELINES = ("auto", "small_batch", "multistage", "imfp")
 LARGEST_UNSIGNED_K = 66311
 """Longest row whose sums of u8 x s8 products stay in int32: 255 * 127 * K < 2^31."""
 _AUTO = "xor"
@@ -64,10 +66,13 @@ def plan(
     wgmma = target.supports("wgmma.s8")
     if pipeline == "imfp" and not wgmma:
         raise ArgumentError("pipeline", pipeline, f"{target.arch} has no integer wgmma", "leave it 'auto'")
-    if pipeline == "small_batch" or not wgmma or (pipeline == "auto" and schedules.serves(gemm, target, m)):
+    if pipeline == "small_batch" or (pipeline == "auto" and schedules.serves(gemm, target, m)):
         s = schedules.choose_small_batch(gemm, target, next((t for t in _SMALL if m <= t), _SMALL[-1]))
         workspace = (s.kc, s.token_tiles * schedules.TOKENS_PER_TILE, gemm.row_blocks * 64)
         return Plan(request(small_batch_program, s), workspace, (s.nc,), ())
+    if pipeline == "multistage" or not wgmma:
+        s = schedules.choose_multistage(gemm, target, m)
+        return Plan(request(multistage_program, s), *multistage.launch_sizes(s, gemm, m), ())
     s = schedules.choose(gemm, target, m)
     part = schedules.partition(s, gemm, device or target, m)
     return Plan(
@@ -167,8 +172,8 @@ def gemm(
             bit-exact for every schedule and target. None takes x's dtype, or float16.
         dequantization: "xor" makes signed bytes, "unsigned" leaves 128 in them and takes it off the sums by the row
             sums of x (K up to 66311); "auto" is xor. Both give the same bits.
-        pipeline: "imfp" (one producer, consumers that dequantize and multiply; wgmma), "small_batch" (mma.sync, 32
-            tokens for each launch), "auto" by M, size and target.
+        pipeline: "imfp" (one producer, consumers that dequantize and multiply; wgmma), "multistage" (mma.sync behind a
+            ring of cp.async), "small_batch" (mma.sync, 32 tokens for each launch), "auto" by M, size and target.
 
     Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on
     different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time.

@@ -6,13 +6,35 @@ from terrazzo.ops.w4a8.problem import Gemm
 
 
 def operand_macros(gemm: Gemm) -> SimpleNamespace:
-    """Macro `convert` and `registers()`, its scratch registers."""
+    """Macros `convert` with `registers()`, its scratch registers, `word` and `mma` (mma.sync)."""
     import tilelang.language as T
 
     name, split = gemm.converter.device_name, gemm.groups == 4
 
     def registers() -> SimpleNamespace:
         return SimpleNamespace(v=T.alloc_local((4,), "uint32"), o=T.alloc_local((8,), "uint32"))
+
+    @T.macro
+    def word(w, at, o, v, row):
+        """Word w[at] into o[0] and o[1], low and high nibbles, with factor and offset v[row] and v[row + 1]."""
+        T.call_extern("handle", name, w[at], T.access_ptr(o, "w", 2), v[row], v[row + 1])
+
+    @T.macro
+    def mma(acc, to, a, at, x, b):
+        """m16n8k32: acc[to .. to + 3] += a[at .. at + 3] x[b .. b + 1]."""
+        if gemm.unsigned:
+            T.call_extern(
+                "handle",
+                "tz_mma_u8s8",
+                T.access_ptr(acc[to], "rw", 4),
+                T.access_ptr(a[at], "r", 4),
+                T.access_ptr(x[b], "r", 2),
+            )
+        else:
+            T.ptx_mma(
+                "int32", "m16n8k32", "row", "col", "int8", "int8", "int32",
+                a.data, at, x.data, b, acc.data, to, T.bool(False),
+            )  # fmt: skip
 
     @T.macro
     def convert(w, at, u, a, to, held, h):
@@ -37,4 +59,4 @@ def operand_macros(gemm: Gemm) -> SimpleNamespace:
                     )
                 a[to + e * 4 + r] = held.o[r * 2 + e]
 
-    return SimpleNamespace(registers=registers, convert=convert)
+    return SimpleNamespace(registers=registers, convert=convert, word=word, mma=mma)

@@ -129,22 +129,6 @@ def build(
                 )
 
     @T.macro
-    def mma(acc, off, a, x, j, e, t):
-        if unsigned:
-            T.call_extern(
-                "handle",
-                "tz_mma_u8s8",
-                T.access_ptr(acc[off], "rw", 4),
-                T.access_ptr(a[e * 4], "r", 4),
-                T.access_ptr(x[(j * nt + t) * 4 + e * 2], "r", 2),
-            )
-        else:
-            T.ptx_mma(
-                "int32", "m16n8k32", "row", "col", "int8", "int8", "int32",
-                a.data, e * 4, x.data, (j * nt + t) * 4 + e * 2, acc.data, off, T.bool(False),
-            )  # fmt: skip
-
-    @T.macro
     def store(S, XS, RS, B, Y, r4, o4, tok, row):
         """Four rows of one token in the output dtype."""
         if row < n:
@@ -244,7 +228,7 @@ def build(
                             operand.convert(w, 0, u, a, 0, held, j)
                             for e in T.unroll(2):
                                 for t in T.unroll(nt):
-                                    mma(acc, (m * nt + t) * 4, a, x, j, e, t)
+                                    operand.mma(acc, (m * nt + t) * 4, a, e * 4, x, (j * nt + t) * 4 + e * 2)
                     T.call_extern("handle", "tz_syncwarp")  # every lane has read the step before it is overwritten
                     issue(W, R, ring, ci * gn + gi + stages, gn, t0, t1, k0 + g0, lane)
                 if chunks == 1:

@@ -15,13 +15,18 @@ import torch
 from terrazzo.lowering.kernels import get_kernel
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
+from terrazzo.ops.w4a8 import multistage as multistage_program
 from terrazzo.ops.w4a8 import small_batch as small_batch_program
 from terrazzo.ops.w4a8 import stream_k as stream_k_program
 from terrazzo.schedules import w4a8
+from terrazzo.schedules.multistage import launch_sizes
 
 DEVICE = "cuda"
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
+
+
+PROGRAMS = {"stream_k": stream_k_program, "small_batch": small_batch_program, "multistage": multistage_program}
 
 
 def pack(codes: torch.Tensor, s: torch.Tensor, a: torch.Tensor, group: int) -> torch.Tensor:
@@ -89,7 +94,7 @@ class Case:
     launches: int = 2
 
     def request(self) -> KernelRequest:
-        module = {"stream_k": stream_k_program, "small_batch": small_batch_program}[self.program]
+        module = PROGRAMS[self.program]
         w = self.weight
         params = dict(
             n=w.n, k=-(-w.k // 16) * 16, group=w.group, out_dtype=self.out_dtype, dequantization=self.dequantization,
@@ -114,6 +119,8 @@ def buffers(case: Case, m: int, grid: tuple[int, int] | None) -> tuple[torch.Ten
     s = case.schedule
     if case.program == "small_batch":
         shape, sem, scalars = (s.kc, s.token_tiles * 8, -(-case.weight.n // 64) * 64), (s.nc,), ()
+    elif case.program == "multistage":
+        (shape, sem), scalars = launch_sizes(s, problem(case), m), ()
     else:
         if grid is None:
             part = w4a8.partition(s, problem(case), Target.detect(), m)
@@ -243,6 +250,30 @@ def small_batch_cases() -> list[Case]:
     return cases
 
 
+def multistage_cases() -> list[Case]:
+    """Code of sm_80, compiled from its PTX by the driver."""
+    cases = []
+    shapes = (  # block_tokens, warps, row_blocks, stages, token_warps, kc, raster
+        (32, 4, 2, 4, 1, 3), (64, 4, 2, 3, 1, 1, 2), (64, 8, 1, 2, 2, 2), (128, 8, 2, 2), (128, 4, 2, 3, 1, 5),
+        (128, 8, 2, 3, 2, 1, 16), (16, 4, 1, 3, 1, 2), (256, 8, 1, 2),
+    )  # fmt: skip
+    for i, shape in enumerate(shapes):
+        for weight in (SMALL, RAGGED, THIN, DEEP):
+            s = w4a8.Multistage(*shape)
+            if s.kc <= -(-weight.k // 128):
+                ms = (17, s.block_tokens - 1, 2 * s.block_tokens + 3)
+                dequantization = ("xor", "unsigned")[(i + len(cases)) % 2]
+                out_dtype, bias = (("float16", True), ("bfloat16", False))[i % 2]
+                cases.append(Case("multistage", weight, s, ms, dequantization, arch="sm_80"))
+                cases.append(Case("multistage", weight, s, ms, dequantization, out_dtype, bias, arch="sm_80"))
+    for m in (32, 64, 128, 1000):
+        s = w4a8.choose_multistage(w4a8.IntegerGemm.of(4096, 4096, 64), Target.parse("sm_80"), m)
+        cases.append(
+            Case("multistage", Weight(4096, 4096, 64), s, (m,), out_dtype="float16", arch="sm_80", launches=20)
+        )
+    return cases
+
+
 def chosen_cases() -> list[Case]:
     """What the schedules choose for layers of published models."""
     cases = []
@@ -270,7 +301,13 @@ def stress_cases() -> list[Case]:
     return [*cases, Case("small_batch", weight, w4a8.choose_small_batch(of, target, 8), (8,), launches=200)]
 
 
-ALL = {"stream_k": stream_k_cases, "small_batch": small_batch_cases, "chosen": chosen_cases, "stress": stress_cases}
+ALL = {
+    "stream_k": stream_k_cases,
+    "small_batch": small_batch_cases,
+    "multistage": multistage_cases,
+    "chosen": chosen_cases,
+    "stress": stress_cases,
+}
 EVERY = [
     pytest.param((case,), id=f"{name}-{i}-{case.dequantization}-{case.out_dtype}-{case.arch}")
     for name, make in ALL.items()

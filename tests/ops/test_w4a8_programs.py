@@ -11,7 +11,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import find_cuda_tool, find_nvcc
-from terrazzo.ops.w4a8 import small_batch, stream_k
+from terrazzo.ops.w4a8 import multistage, small_batch, stream_k
 from terrazzo.schedules import w4a8
 
 FACTS = {"n": 448, "k": 640, "group": 64, "out_dtype": "float16", "dequantization": "xor", "bias": False}
@@ -47,7 +47,24 @@ CASES = {  # program, target, changes, tensor instruction, groups of them (strea
         r"IMMA\.16832\.U8\.S8$",
         0,
     ),
+    "tall": (
+        multistage,
+        "sm_80",
+        {"block_tokens": 128, "warps": 8, "row_blocks": 2, "stages": 3},
+        r"IMMA\.16832\.S8\.S8$",
+        0,
+    ),
+    "split k unsigned": (
+        multistage,
+        "sm_89",
+        {"block_tokens": 64, "warps": 4, "row_blocks": 2, "stages": 3, "kc": 2, "group": 32, "n": 450, "bias": True}
+        | {"out_dtype": "bfloat16", "dequantization": "unsigned"},
+        r"IMMA\.16832\.U8\.S8$",
+        0,
+    ),
 }
+FORMS = {stream_k: w4a8.StreamK, small_batch: w4a8.SmallBatch, multistage: w4a8.Multistage}
+MULTISTAGE = {"block_tokens": 64, "warps": 4, "row_blocks": 2, "stages": 3}
 
 
 def request(program, target, changes) -> KernelRequest:
@@ -67,8 +84,7 @@ def test_machine_code(tools, name):
     report = KernelReport.read(compile_request(request(program, target, changes)) / "report.json")
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     facts = FACTS | changes
-    form = w4a8.StreamK if program is stream_k else w4a8.SmallBatch
-    schedule = form(**{key: value for key, value in changes.items() if key not in FACTS})
+    schedule = FORMS[program](**{key: value for key, value in changes.items() if key not in FACTS})
     of = w4a8.IntegerGemm.of(facts["n"], facts["k"], facts["group"], 4 if facts["out_dtype"] == "int32" else 2)
     assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(of)
     if not report.instructions:
@@ -82,6 +98,9 @@ def test_machine_code(tools, name):
         assert bool(report.count("STSM")) == (changes.get("out_dtype") != "int32")
     else:
         assert report.count("LDGSTS") and report.count("LDSM") and report.count(r"LDS\.128")
+    if program is multistage:
+        assert report.count("IMMA") % (schedule.row_blocks * schedule.block_tokens // 2) == 0  # each of 4 passes once
+        assert report.smem_dynamic + report.smem_static == schedule.smem_bytes(of)
 
 
 def sass(folder) -> list[str]:
@@ -92,6 +111,10 @@ def sass(folder) -> list[str]:
     return re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", text, re.MULTILINE)
 
 
+def counter(lines: list[str]):
+    return lambda pattern: sum(re.match(pattern, line) is not None for line in lines)
+
+
 @pytest.mark.parametrize(("name", "flips"), [("wide", 16), ("widest unsigned g32", 0)])
 def test_dequantization_of_the_main_loop(tools, name, flips):
     """8 words of a unit: a shift, two masks, two multiply-adds (and, signed, two flips) for each."""
@@ -99,13 +122,20 @@ def test_dequantization_of_the_main_loop(tools, name, flips):
     lines = sass(compile_request(request(program, target, changes)))
     last = max(i for i, line in enumerate(lines) if line.startswith("IGMMA"))
     first = min(i for i, line in enumerate(lines) if "0xf0f0f0f" in line)
-    loop = lines[first : last + 1]
-    count = lambda pattern: sum(re.match(pattern, line) is not None for line in loop)
+    count = counter(lines[first : last + 1])
     assert count(r"SHF\.R\.U32\.HI R\d+, RZ, 0x4, R\d+") == 8
     assert count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0xf0f0f0f, RZ, 0xc0") == 16
     assert count(r"IMAD R\d+, R\d+(\.reuse)?, R\d+(\.reuse)?, R\d+") == 16
     assert count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0x80808080, RZ, 0x3c") == flips
     assert count("PRMT") == 4 * (4 if FACTS | changes == FACTS | changes | {"group": 32} else 2)
+
+
+def test_multistage_converts_each_nibble_once(tools):
+    """Two row tiles: 16 words for each 128 k in the loop, and the low nibbles of the first 64 k before it."""
+    count = counter(sass(compile_request(request(*CASES["tall"][:3]))))
+    assert count(r"SHF\.R\.U32\.HI R\d+, RZ, 0x4, R\d+") in range(16, 16 + 8)  # and some of addresses
+    assert count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0xf0f0f0f, RZ, 0xc0") == 32 + 8
+    assert count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0x80808080, RZ, 0x3c") in range(32, 32 + 9)
 
 
 def test_a_stage_is_released_only_after_its_wgmmas(tools):
@@ -132,6 +162,12 @@ def test_a_stage_is_released_only_after_its_wgmmas(tools):
         (stream_k, WIDE | {"block_tokens": 64, "dequantization": "vadd4"}, "dequantization"),
         (stream_k, WIDE | {"block_tokens": 64, "out_dtype": "float32"}, "out_dtype"),
         (stream_k, WIDE | {"block_tokens": 64, "out_dtype": "int32", "bias": True}, "bias"),
+        (multistage, MULTISTAGE | {"block_tokens": 40}, "block_tokens"),
+        (multistage, MULTISTAGE | {"warps": 5}, "warps"),
+        (multistage, MULTISTAGE | {"stages": 1}, "stages"),
+        (multistage, MULTISTAGE | {"stages": 30}, "stages"),
+        (multistage, MULTISTAGE | {"block_tokens": 256}, "row_blocks"),
+        (multistage, MULTISTAGE | {"kc": 6}, "kc"),
         (small_batch, {"token_tiles": 1, "kc": 2, "nc": 8, "warps": 4, "chunk": 1, "stages": 2}, "warps"),
     ],
 )

@@ -44,6 +44,16 @@ def test_stream_k_schedules_are_legal(problem, m):
         assert 1 <= part.grid <= target.sms and 0 <= part.shared <= tiles
 
 
+@settings(max_examples=60, deadline=None)
+@given(problem=problems, m=st.integers(1, 5000), arch=st.sampled_from(TARGETS))
+def test_multistage_schedules_are_legal(problem, m, arch):
+    target = Target.parse(arch)
+    s = w4a8.choose_multistage(problem, target, m)
+    assert s.stages >= 2 and s.smem_bytes(problem) <= target.smem_per_block
+    assert 1 <= s.kc <= problem.units and (s.kc == 1 or s.tiles(problem, m) <= 4096)  # one semaphore for each tile
+    assert s.block_tokens >= min(m, 128) and s.row_blocks * s.block_tokens // s.token_warps <= 256
+
+
 def test_small_batch_refuses_wide_batches():
     with pytest.raises(ArgumentError, match="1..32"):
         w4a8.choose_small_batch(w4a8.IntegerGemm.of(64, 128, 64), Target.parse("sm_90a"), 33)

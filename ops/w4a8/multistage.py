@@ -1,0 +1,288 @@
+"""Tile program for 17 tokens and more on sm_80, sm_86 and sm_89: mma.sync m16n8k32 behind a cp.async ring.
+
+A CTA computes 16 * row_blocks * (warps / token_warps) output features by `block_tokens` tokens. A stage of the ring
+holds 128 k: X swizzled by 16-byte chunks, and whole units of weights, words and parameters. The weights are the A
+operand: a warp fetches the words of 16 rows and 64 k with one LDS.128 per lane and converts them in registers. X comes
+by ldmatrix (ops/mma_tiles.py).
+
+A pass is one k32 step. While its MMAs run, the warp converts the nibbles of the next pass into the other half of `a`
+and reloads each pair of X fragments right after its last use. The last pass of a stage starts with the only block
+barrier: the stage has been read by then, so its slot takes the copy for `stages` stages later, and the next stage is
+complete.
+
+Sums are int32. With kc > 1 the CTAs of a tile share k; the last to arrive adds the kc partial tiles.
+"""
+
+from types import SimpleNamespace
+
+from terrazzo.lowering.primitives import prelude
+from terrazzo.ops import mma_tiles
+from terrazzo.ops.tile_scheduler import scalars
+from terrazzo.ops.w4a8.operand import operand_macros
+from terrazzo.ops.w4a8.problem import BLOCK_WORDS, RECORD_BYTES, UNIT_K, Gemm
+
+PASS_CONFIGS = (  # the barriers and the bounds are the program's own
+    ("tl.disable_safe_memory_legalize", True),
+    ("tl.disable_thread_storage_sync", True),
+    ("tl.disable_warp_specialized", True),
+)
+MOST_SUMS = 128  # accumulator registers of a thread beside two sets of operands
+
+
+def shared_bytes(
+    gemm: Gemm, *, block_tokens: int, warps: int, row_blocks: int, stages: int, token_warps: int = 1, kc: int = 1
+) -> int:
+    """Shared memory of a CTA, bytes."""
+    blocks = warps // token_warps * row_blocks // 4
+    flag = 1024 if kc > 1 else 0  # one word, and the alignment of what follows
+    return mma_tiles.x_bytes(block_tokens, stages, warps, row_blocks) + stages * blocks * gemm.unit_words * 4 + flag
+
+
+def build(
+    target,
+    *,
+    n: int,
+    k: int,
+    group: int,
+    out_dtype: str,
+    dequantization: str,
+    bias: bool,
+    block_tokens: int,
+    warps: int,
+    row_blocks: int = 2,
+    stages: int = 3,
+    token_warps: int = 1,
+    kc: int = 1,
+    raster: int = 8,
+):
+    """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y)` for any M.
+
+    Shapes: X int8 [M, k]; W int32 [Kp/128, Np/64, unit words]; S f32 [Np] channel scales; XS f32 [M] token scales; RS
+    int32 [M] sums of the rows of X (read by "unsigned" only); B f32 [n] (one element without a bias); Y [M, n] in
+    `out_dtype`. With kc > 1, WS int32 [tiles, kc, A/4, 32 * warps, 4] with A = row_blocks * block_tokens / token_warps
+    / 2, and SEM int32 [tiles], zero before the first launch and after each one, where tiles is ceil(M / block_tokens) *
+    ceil(Np / rows of a CTA) or more; with kc = 1 they are unused, [1, 1, 1, 1, 4] and [1].
+
+    Args:
+        target: a Target whose shared memory the ring must fit in, or None.
+        block_tokens: tokens of a CTA; each of its `token_warps` warp columns takes an equal multiple of 16.
+        warps: warps of a CTA. warps / token_warps * row_blocks is a multiple of 4: a CTA owns whole blocks of 64 rows.
+        row_blocks: row tiles of 16 of a warp.
+        stages: ring stages of 128 k, at least 2.
+        kc: CTAs that share the k of a tile, at most ceil(k / 128).
+        raster: token blocks that walk over the rows together, so that both operands stay in L2.
+
+    Raises:
+        ArgumentError: a format or a configuration outside these limits, or one that needs more than 255 registers.
+    """
+    import tilelang.language as T
+
+    gemm = Gemm(n, k, group, out_dtype, dequantization, bias)
+    config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, stages=stages, token_warps=token_warps)
+    need = shared_bytes(gemm, **config, kc=kc)
+    mma_tiles.check(**config, kc=kc, units=gemm.units, most=MOST_SUMS * 2, need=need, target=target)
+    bm, rb, threads = block_tokens, row_blocks, warps * 32
+    units, all_blocks, ig, unit_words = gemm.units, gemm.row_blocks, gemm.groups, gemm.unit_words
+    wm, row_warps = bm // token_warps, warps // token_warps  # tokens of a warp
+    pairs, nacc, blocks = wm // 16, rb * wm // 2, row_warps * rb // 4
+    row_tiles = -(-all_blocks // blocks)
+    run = 4 // ig  # passes of a stage with the same parameters
+    raw, unsigned = gemm.raw, gemm.unsigned
+    pitch, tb = mma_tiles.out_pitch(rb), ("true" if out_dtype == "bfloat16" else "false")
+    copies = blocks * unit_words // 4  # 16-byte pieces of a stage's weights
+    operand = operand_macros(gemm)
+    tiles = mma_tiles.place_macros(block_tokens=bm, row_tiles=row_tiles, raster=raster)
+    xs = mma_tiles.x_macros(k=k, stage_k=UNIT_K, block_tokens=bm, warp_tokens=wm, threads=threads)
+    partial = mma_tiles.partial_macros(sums=nacc, kc=kc, load="tz_ldcg4", add="tz_addcg4i")
+    out = mma_tiles.out_macros(n=n, row_blocks=rb, vec=2)
+    used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8")
+    source = prelude(*used, extra=(mma_tiles.SOURCE, gemm.converter.device_source))
+    M = T.dynamic("m")
+    TILES = T.dynamic("tiles")
+
+    @T.macro
+    def issue(X, W, Xs, Ws, c, unit, slot, tx):
+        """Copies of 128 k; row blocks past the end keep what is there, their rows are not stored."""
+        xs.issue(X, Xs, "tz_cp_async", c.tokens[0], unit, slot, tx, M)
+        for e in T.unroll(-(-copies // threads)):
+            at = e * threads + tx
+            if at < T.min(copies, (all_blocks - c.rows[0] * blocks) * (unit_words // 4)):
+                T.call_extern(
+                    "handle",
+                    "tz_cp_async",
+                    T.access_ptr(Ws[slot * (blocks * unit_words) + at * 4], "w", 4),
+                    T.access_ptr(W[unit, c.rows[0] * blocks, at * 4], "r", 4),
+                    16,
+                )
+
+    @T.macro
+    def load_words(Ws, w, slot, h, tile, lane):
+        """Words of 64 k: block h of the unit."""
+        for m in T.unroll(rb):
+            at = slot * (blocks * unit_words) + (tile + m) // 4 * unit_words + h * BLOCK_WORDS + (tile + m) % 4 * 128
+            T.call_extern(
+                "handle", "tz_lds128", T.access_ptr(w[m * 4], "w", 4), T.access_ptr(Ws[at + lane * 4], "r", 4)
+            )
+
+    @T.macro
+    def load_params(Ws, v, slot, q, tile, lane):
+        """Factors and offsets of rows g and g + 8 in group q of the unit."""
+        for m in T.unroll(rb):
+            at = slot * (blocks * unit_words) + (tile + m) // 4 * unit_words + 2 * BLOCK_WORDS
+            T.call_extern(
+                "handle",
+                "tz_lqq_params",
+                T.call_extern(
+                    "uint32",
+                    "tz_lds32",
+                    T.access_ptr(Ws[at + q * (RECORD_BYTES // 4) + (tile + m) % 4 * 8 + lane // 4], "r", 1),
+                ),
+                T.access_ptr(v[m * 4], "w", 4),
+            )
+
+    @T.macro
+    def convert(w, a, v, o, m, step):
+        for r in T.unroll(4):  # registers 0 and 2 hold row g, 1 and 3 row g + 8
+            operand.word(w, m * 4 + r, o, v, m * 4 + r % 2 * 2)
+            a[(step % 2 * rb + m) * 4 + r] = o[step % 2]
+
+    @T.macro
+    def store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane):
+        row0 = c.rows[0] * (blocks * 64) + tile * 16
+        if not raw:
+            for i in T.unroll(rb * 2):
+                row = row0 + i // 2 * 16 + i % 2 * 8 + lane // 4
+                held.s[i] = S[T.min(row, all_blocks * 64 - 1)]
+                if bias:
+                    held.b[i] = B[T.min(row, n - 1)]
+                else:
+                    held.b[i] = 0.0
+        for p in T.unroll(pairs):
+            token0 = c.tokens[0] + column * wm + p * 16
+            for i in T.unroll(4):
+                token = T.min(token0 + i // 2 * 8 + lane % 4 * 2 + i % 2, M - 1)
+                if not raw:
+                    held.x[i] = XS[token]
+                if unsigned:
+                    held.r[i] = RS[token]
+            T.call_extern("handle", "tz_syncwarp")
+            for m in T.unroll(rb):
+                for i in T.unroll(8):
+                    at = (m * pairs + p) * 8 + i
+                    if unsigned:
+                        acc[at] = acc[at] - held.r[i // 4 * 2 + i % 2] * 128
+                    if raw:
+                        token = token0 + i // 4 * 8 + lane % 4 * 2 + i % 2
+                        row = row0 + m * 16 + i % 4 // 2 * 8 + lane // 4
+                        if T.And(token < M, row < n):
+                            T.call_extern(
+                                "handle",
+                                "tz_sts32",
+                                T.call_extern("handle", "tz_at<4>", T.access_ptr(Y[0, 0], "w", 1), token, n, row, 0),
+                                T.reinterpret(acc[at], "uint32"),
+                            )
+                    else:
+                        held.f[i % 2] = T.call_extern(
+                            "float32",
+                            "tz_rescale",
+                            acc[at],
+                            held.s[m * 2 + i % 4 // 2],
+                            held.x[i // 4 * 2 + i % 2],
+                            held.b[m * 2 + i % 4 // 2],
+                        )
+                        if i % 2 == 1:
+                            held.o[0] = T.call_extern("uint32", f"tz_pack2<{tb}>", held.f[0], held.f[1])
+                            out.stage(Xs, held.o, warp * (16 * pitch), m, i // 2, lane)
+            if not raw:
+                T.call_extern("handle", "tz_syncwarp")
+                out.write(Y, Xs, warp * (16 * pitch), token0, row0, M, lane)
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((M, k), "int8"),
+        W: T.Tensor((units, all_blocks, unit_words), "int32"),
+        S: T.Tensor((all_blocks * 64,), "float32"),
+        XS: T.Tensor((M,), "float32"),
+        RS: T.Tensor((M,), "int32"),
+        B: T.Tensor((n if bias else 1,), "float32"),
+        WS: T.Tensor((TILES, kc, nacc // 4, threads, 4) if kc > 1 else (1, 1, 1, 1, 4), "int32"),
+        SEM: T.Tensor((TILES,) if kc > 1 else (1,), "int32"),
+        Y: T.Tensor((M, n), out_dtype),
+    ):
+        with T.Kernel(T.ceildiv(M, bm) * row_tiles, kc, threads=threads, prelude=source) as (bx, bz):
+            Xs = T.alloc_shared((mma_tiles.x_bytes(bm, stages, warps, rb),), "int8")
+            Ws = T.alloc_shared((stages * blocks * unit_words,), "int32")
+            w = T.alloc_local((rb * 4,), "uint32")
+            a = T.alloc_local((rb * 8,), "uint32")
+            x = T.alloc_local((pairs * 4,), "uint32")
+            v = T.alloc_local((rb * 4,), "uint32")
+            o = T.alloc_local((2,), "uint32")
+            acc = T.alloc_local((nacc,), "int32")
+            held = SimpleNamespace(
+                s=T.alloc_local((rb * 2,), "float32"),
+                b=T.alloc_local((rb * 2,), "float32"),
+                x=T.alloc_local((4,), "float32"),
+                r=T.alloc_local((4,), "int32"),
+                f=T.alloc_local((2,), "float32"),
+                o=T.alloc_local((1,), "uint32"),
+            )
+            c = scalars("tokens", "rows", "count", "slot", "free")
+            tx = T.get_thread_binding()
+            lane = tx % 32
+            warp = tx // 32
+            tile = warp % row_warps * rb
+            column = warp // row_warps
+            tiles.place(c, bx, M)
+            k0 = bz * units // kc
+            kn = (bz + 1) * units // kc - k0
+
+            for p in T.unroll(stages):
+                if p < kn:
+                    issue(X, W, Xs, Ws, c, k0 + p, p, tx)
+                T.call_extern("handle", "tz_cp_commit")
+            for i in T.unroll(nacc):
+                acc[i] = 0
+            c.slot[0] = 0
+            T.call_extern("handle", f"tz_cp_wait<{stages - 1}>")
+            T.sync_threads()
+            load_words(Ws, w, 0, 0, tile, lane)
+            load_params(Ws, v, 0, 0, tile, lane)
+            for p in T.unroll(pairs):
+                xs.load(Xs, x, 0, 0, p, column, lane)
+            for m in T.unroll(rb):
+                convert(w, a, v, o, m, 0)
+
+            for unit in T.serial(kn):
+                for j in T.unroll(4):
+                    if j == 3:  # this stage has been read, the next one is complete
+                        T.call_extern("handle", f"tz_cp_wait<{stages - 2}>")
+                        T.sync_threads()
+                        c.free[0] = c.slot[0]
+                        c.slot[0] = T.if_then_else(c.slot[0] == stages - 1, 0, c.slot[0] + 1)
+                        if unit + stages < kn:
+                            issue(X, W, Xs, Ws, c, k0 + unit + stages, c.free[0], tx)
+                        T.call_extern("handle", "tz_cp_commit")
+                    if j % 2 == 1:
+                        load_words(Ws, w, c.slot[0], (j + 1) % 4 // 2, tile, lane)
+                    if (j + 1) % run == 0:
+                        load_params(Ws, v, c.slot[0], (j + 1) % 4 // run, tile, lane)
+                    for p in T.unroll(pairs):
+                        for m in T.unroll(rb):
+                            for e in T.unroll(2):
+                                operand.mma(
+                                    acc, ((m * pairs + p) * 2 + e) * 4, a, (j % 2 * rb + m) * 4, x, p * 4 + e * 2
+                                )
+                        xs.load(Xs, x, c.slot[0], (j + 1) % 4, p, column, lane)
+                        for m in T.unroll(rb):
+                            if m * pairs // rb == p:
+                                convert(w, a, v, o, m, j + 1)
+            T.sync_threads()  # the staged output shares memory with X
+            if kc > 1:
+                partial.leave(WS, acc, bx, bz, tx)
+                if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[bx], "rw", 1), kc):
+                    partial.gather(WS, acc, bx, tx)
+                    store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane)
+            else:
+                store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane)
+
+    return main

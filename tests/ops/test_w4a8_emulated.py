@@ -1,0 +1,148 @@
+"""The generated multistage kernels, run on the CPU from their CUDA text: int32 sums exact, the rest one rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cuda_on_cpu import CpuKernel
+from terrazzo.lowering import compile_request
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.w4a8 import multistage
+from terrazzo.ops.w4a8.format import QuantizedWeight, pack
+from terrazzo.schedules import w4a8
+from terrazzo.schedules.multistage import launch_sizes
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
+]
+EXTRA = r"""
+typedef unsigned char uchar;
+static void mma_8bit(uint32_t *c, const uint32_t *a, const uint32_t *b, bool is_signed) {
+  uint32_t in[11]; memcpy(in, a, 16); memcpy(in + 4, b, 8); memcpy(in + 6, c, 16); in[10] = is_signed;
+  meet(in, 11, c, 4, [](Meeting &w) {
+    static int x[16][32], y[32][8];
+    for (int l = 0; l < 32; ++l) for (int e = 0; e < 4; ++e) {
+      int g = l / 4, t = l % 4;
+      for (int r = 0; r < 4; ++r) {
+        uint8_t byte = w.in[l][r] >> 8 * e;
+        x[g + 8 * (r & 1)][4 * t + e + 16 * (r >> 1)] = w.in[l][10] ? (int)(int8_t)byte : (int)byte;
+      }
+      for (int r = 0; r < 2; ++r) y[4 * t + e + 16 * r][g] = (int8_t)(w.in[l][4 + r] >> 8 * e);
+    }
+    for (int l = 0; l < 32; ++l) for (int v = 0; v < 4; ++v) {
+      int sum = (int)w.in[l][6 + v];
+      for (int k = 0; k < 32; ++k) sum += x[l / 4 + 8 * (v >> 1)][k] * y[k][2 * (l % 4) + (v & 1)];
+      w.out[l][v] = sum;
+    }
+  });
+}
+static void mma_s8(unsigned *c, const unsigned *a, const unsigned *b) { mma_8bit(c, a, b, true); }
+static void tz_mma_u8s8(void *c, const void *a, const void *b) {
+  mma_8bit((uint32_t *)c, (const uint32_t *)a, (const uint32_t *)b, false);
+}
+static void tz_ldmatrix4(void *out, const void *p) {
+  uint64_t at = (uint64_t)p; uint32_t in[2] = {(uint32_t)at, (uint32_t)(at >> 32)};
+  meet(in, 2, (uint32_t *)out, 4, [](Meeting &w) {
+    for (int l = 0; l < 32; ++l) for (int r = 0; r < 4; ++r) {
+      uint64_t row = w.in[r * 8 + l / 4][0] | (uint64_t)w.in[r * 8 + l / 4][1] << 32;
+      if (row % 16) { fprintf(stderr, "misaligned ldmatrix\n"); abort(); }
+      memcpy(&w.out[l][r], (const char *)row + l % 4 * 4, 4);
+    }
+  });
+}
+static unsigned tz_movmatrix(unsigned x) { return tz_transpose(x); }
+alignas(16) static const char zeros[16] = {};
+static void cp_async_or_zero(void *to, const void *from, int bytes) {
+  if (bytes != 0 && bytes != 16) { fprintf(stderr, "part of 16 bytes\n"); abort(); }
+  tz_cp_async(to, bytes ? from : zeros, 16);
+}
+static void tz_lds128(void *out, const void *p) { memcpy(out, p, 16); }
+static unsigned tz_lds32(const void *p) { return *(const unsigned *)p; }
+static void tz_copy16(void *d, const void *p) { tz_load<4>(d, p); }
+static void tz_sts32(void *p, unsigned v) { *(unsigned *)p = v; }
+static void tz_syncwarp() { __syncwarp(); }
+static void tz_ldcg4(void *r, const void *p) { memcpy(r, p, 16); }
+static void tz_addcg4i(void *r, const void *p) { for (int i = 0; i < 4; ++i) ((int *)r)[i] += ((const int *)p)[i]; }
+static float tz_rescale(int acc, float s, float x, float b) { return fmaf((float)acc * s, x, b); }
+static void tz_lqq_params(unsigned u, void *out) {
+  unsigned *v = (unsigned *)out;
+  for (int i = 0; i < 2; ++i) { v[2 * i] = u >> 16 * i & 255; v[2 * i + 1] = (u >> (16 * i + 8) & 255) * 0x01010101u; }
+}
+template <int SIZE> static void *tz_at(const void *p, int row, int pitch, int col, int ahead) {
+  return (char *)p + SIZE * ((long long)row * pitch + col + ahead);
+}
+static void tz_store_ragged(void *d, const void *p, int count) { memcpy(d, p, 2 * std::min(count, 8)); }
+"""
+
+
+def emulate(weight, x, x_scales, schedule, folder, *, out_dtype, dequantization, bias):
+    """y of one launch on the CPU, in an output that was NaN (int32: garbage)."""
+    packed, (m, k) = pack(weight), x.shape
+    params = dict(
+        n=weight.n, k=k, group=weight.group_size, out_dtype=out_dtype, dequantization=dequantization,
+        bias=bias is not None, **schedule.params(),
+    )  # fmt: skip
+    request = KernelRequest(
+        "w4a8.multistage", f"{multistage.__name__}:build", tuple(params.items()), "sm_80", multistage.PASS_CONFIGS
+    )
+    source = (compile_request(request) / "kernel.cu").read_text()
+    for name, here in (
+        (
+            "tl::mma_sync<tl::DataType::kInt8, tl::DataType::kInt8, tl::DataType::kInt32, 16, 8, 32, false, true>",
+            "mma_s8",
+        ),
+        ("tz_cp_async(", "cp_async_or_zero("),
+    ):
+        source = source.replace(name, here)
+    gemm = multistage.Gemm(weight.n, k, weight.group_size, out_dtype, dequantization, bias is not None)
+    kernel = CpuKernel(source, [EXTRA, gemm.converter.device_source], schedule.warps * 32, folder)
+    problem = w4a8.IntegerGemm.of(weight.n, k, weight.group_size, gemm.out_bytes)
+    space, flags = launch_sizes(schedule, problem, m)
+    dtype = getattr(torch, out_dtype)
+    y = torch.full((m, weight.n), -77 if gemm.raw else float("nan"), dtype=dtype)
+    semaphores = torch.zeros(flags, dtype=torch.int32)
+    grid = (schedule.tiles(problem, m), schedule.kc, 1)
+    kernel(
+        grid, X=x, W=packed.words, S=packed.channel_scales, XS=x_scales, RS=x.sum(1, dtype=torch.int32), B=bias, Y=y,
+        WS=torch.full(space, 0x5A5A5A5A, dtype=torch.int32), SEM=semaphores, m=m,
+        tiles=flags[0],
+    )  # fmt: skip
+    assert not semaphores.any()
+    return y
+
+
+CASES = {  # n, k, group, m, schedule, output, dequantization, bias
+    "split k": (192, 656, 64, 37, w4a8.Multistage(32, 4, 2, 3, kc=3), "int32", "xor", False),
+    "token warps": (130, 288, 32, 100, w4a8.Multistage(64, 8, 1, 2, token_warps=2), "int32", "unsigned", False),
+    "float16": (200, 400, 128, 70, w4a8.Multistage(64, 4, 2, 4, raster=2), "float16", "unsigned", True),
+    "ragged": (67, 512, 64, 33, w4a8.Multistage(32, 4, 2, 2, kc=2), "bfloat16", "xor", True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_multistage(name, tmp_path):
+    n, k, group, m, schedule, out_dtype, dequantization, with_bias = CASES[name]
+    rng = torch.Generator().manual_seed(n + k)
+    groups = -(-k // group)
+    scales = torch.randint(1, 17, (n, groups), generator=rng)
+    weight = QuantizedWeight.canonical(
+        torch.randint(0, 16, (n, k), generator=rng),
+        scales,
+        (torch.rand(n, groups, generator=rng) * (256 - 15 * scales)).long(),
+        torch.rand(n, generator=rng) * 1e-2 + 1e-3,
+        group_size=group,
+    )
+    x = torch.randint(-128, 128, (m, k), generator=rng, dtype=torch.int8)
+    x_scales = torch.rand(m, generator=rng) * 1e-3 + 1e-4
+    bias = torch.randn(n, generator=rng) if with_bias else None
+    y = emulate(weight, x, x_scales, schedule, tmp_path, out_dtype=out_dtype, dequantization=dequantization, bias=bias)
+    exact = x.double() @ weight.bytes().double().T
+    if out_dtype == "int32":
+        assert torch.equal(y.double(), exact)
+        return
+    product = exact * weight.channel_scales.double() * x_scales.double()[:, None]
+    bound = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[out_dtype] * (product + bias).abs() * 1.001
+    bound += 2.0**-21 * (product.abs() + bias.abs()) + 2.0**-25
+    assert bool(((y.double() - product - bias).abs() <= bound).all())
