@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from cuda_on_cpu import CpuKernel
-from terrazzo.lowering import KernelReport, compile_many, compile_request
+from terrazzo.lowering import KernelReport, compile_many
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import PRIMITIVES
 from terrazzo.lowering.targets import Target
@@ -137,7 +137,3 @@ def test_two_waits_do_not_share_memory(compiled):
     offsets = re.findall(r"tz_row_(?:reduce|sum)<.*&\(shared\[(\d+)\]", calls)
     warps = dict(request(CASES["many rows"]).params)["warps"]
     assert offsets == ["0", str(2 * warps)]
-
-
-def test_a_request_is_compiled_once(compiled):
-    assert compile_request(request(CASES["few rows"])) == compiled["few rows"]
