@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_SHARE_UNITS = 12  # k units of a share below which adding it up costs more than it saves
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -24,5 +26,7 @@ def share_tiles(tiles: int, units: int, slots: int) -> Partition:
     if tiles < slots:
         share = -(-tiles * units // slots)  # k units of the busiest slot: no more slots than that needs
         return Partition(-(-tiles * units // share), tiles)
-    # a few tiles over many slots would be cut too thin: share one full wave with them
-    return Partition(slots, rest if rest > slots // 2 else rest + slots)
+    # a few tiles over many slots would be cut too thin: then share one full wave with them. A wave that is shared walks
+    # over all of k at once and loses the L2, so only where it must be.
+    thin = rest * units < _SHARE_UNITS * slots
+    return Partition(slots, rest + slots if thin and rest <= slots // 2 else rest)
