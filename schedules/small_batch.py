@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
@@ -57,51 +58,11 @@ class SmallBatch:
         return asdict(self)
 
 
-def serves(problem: WeightOnlyGemm, target: Target, m: int) -> bool:
-    """Whether this program is the one for m tokens: up to 8 always, up to 16 for small weights or without wgmma."""
-    if m > TOKENS_PER_TILE and target.supports("wgmma.f16"):
-        return m <= MAX_TOKENS and problem.n * problem.k < _LARGE
-    return m <= MAX_TOKENS
-
-
-def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:
-    """The cheapest split of k and of the warps, by a cost that follows measurements on H200.
-
-    Raises:
-        ArgumentError: more than MAX_TOKENS tokens, or a target whose shared memory cannot hold any slice of X.
-    """
-    if not 1 <= m <= MAX_TOKENS:
-        raise ArgumentError("m", m, f"must be 1..{MAX_TOKENS} for the small-batch program", "use a tile program")
-    legal = [
-        s
-        for s in candidates(problem, target, -(-m // TOKENS_PER_TILE))
-        if s.smem_bytes(problem) <= target.smem_per_block and s.registers() * s.warps * 32 <= target.registers_per_sm
-    ]
-    if not legal:
-        raise ArgumentError("target", target.arch, f"has too little shared memory for K = {problem.k}", "split K")
-    usual = [
-        s
-        for s in legal
-        if s.warps in _USUAL_WARPS[s.token_tiles] and s.stages > 1 and problem.units % (s.kc * s.warps) == 0
-    ]
-    return min(usual or legal, key=lambda s: _cost(s, problem, target))
-
-
-def candidates(problem: WeightOnlyGemm, target: Target, token_tiles: int) -> Iterator[SmallBatch]:
-    """Splits of k over CTAs and warps with some steps each; not all of them fit."""
-    cluster = 2 if token_tiles > 1 and target.supports("cluster") else 1
-    for kc in range(1, min(16, problem.units) + 1):
-        nc = min(target.sms // kc, problem.row_tiles) // cluster * cluster
-        for warps in range(min(MAX_WARPS, problem.units // kc) if nc else 0, 0, -1):
-            rows = -(-problem.row_tiles // nc)
-            # one token tile streams best with two chunks or more, two have the more work for each
-            for chunk in (c for c in (1, 2, 3, 4) if c == 1 or c <= (rows // 2 if token_tiles == 1 else rows)):
-                for stages in (1, 2, 3) if token_tiles == 1 else (1, 2):
-                    yield SmallBatch(token_tiles, kc, nc, warps, chunk, stages, cluster)
+S = TypeVar("S", bound=SmallBatch)
 
 
 @dataclass(frozen=True)
-class _Cost:
+class Cost:
     """Microseconds of a schedule for each: microsecond of streaming, of padding, of latency, of the last chunk; chunk;
     KB of X; k split, and whether there is one; 16 items."""
 
@@ -117,12 +78,70 @@ class _Cost:
 
 
 _COSTS = {  # token tiles -> fitted to some 180 measurements on H200: 10 % rms, schedules 2 % from the best
-    1: _Cost(0.533, 0.0, 0.572, 0.453, 0.258, 0.0124, 0.121, 0.751, 0.231),
-    2: _Cost(1.31, 1.50, 1.09, 0.33, 0.493, 0.01, 0.219, 0.0, 0.0),
+    1: Cost(0.533, 0.0, 0.572, 0.453, 0.258, 0.0124, 0.121, 0.751, 0.231),
+    2: Cost(1.31, 1.50, 1.09, 0.33, 0.493, 0.01, 0.219, 0.0, 0.0),
 }
 
 
-def _cost(s: SmallBatch, problem: WeightOnlyGemm, target: Target) -> float:
+def serves(problem: WeightOnlyGemm, target: Target, m: int) -> bool:
+    """Whether this program is the one for m tokens: up to 8 always, up to 16 for small weights or without wgmma."""
+    if m > TOKENS_PER_TILE and target.supports("wgmma.f16"):
+        return m <= MAX_TOKENS and problem.n * problem.k < _LARGE
+    return m <= MAX_TOKENS
+
+
+def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:
+    """The cheapest split of k and of the warps, by a cost that follows measurements on H200.
+
+    Raises:
+        ArgumentError: more than MAX_TOKENS tokens, or a target whose shared memory cannot hold any slice of X.
+    """
+    if not 1 <= m <= MAX_TOKENS:
+        raise ArgumentError("m", m, f"must be 1..{MAX_TOKENS} for the small-batch program", "use a tile program")
+    found = cheapest(candidates(problem, target, -(-m // TOKENS_PER_TILE)), problem, target, _COSTS)
+    if found is None:
+        raise ArgumentError("target", target.arch, f"has too little shared memory for K = {problem.k}", "split K")
+    return found
+
+
+def cheapest(
+    schedules: Iterable[S], problem: WeightOnlyGemm, target: Target, costs: Mapping[int, Cost], x_bytes: int = 2
+) -> S | None:
+    """The cheapest schedule that fits, with the warps that usually win and an even split where there are such.
+
+    Args:
+        costs: token tiles -> what was measured for them; more tiles than listed count as the most listed.
+        x_bytes: of an element of x.
+    """
+    legal = [
+        s
+        for s in schedules
+        if s.smem_bytes(problem) <= target.smem_per_block and s.registers() * s.warps * 32 <= target.registers_per_sm
+    ]
+    streaming = [s for s in legal if s.stages > 1]
+    usual = [s for s in streaming if s.warps in _USUAL_WARPS[min(s.token_tiles, 2)]]
+    even = [s for s in usual if problem.units % (s.kc * s.warps) == 0]
+
+    def microseconds(s: S) -> float:
+        return cost(s, problem, target, costs.get(s.token_tiles) or costs[max(costs)], x_bytes)
+
+    return min(even or usual or streaming or legal, key=microseconds, default=None)
+
+
+def candidates(problem: WeightOnlyGemm, target: Target, token_tiles: int, kind: type[S] = SmallBatch) -> Iterator[S]:
+    """Splits of k over CTAs and warps with some steps each; not all of them fit."""
+    cluster = 2 if token_tiles > 1 and target.supports("cluster") else 1
+    for kc in range(1, min(16, problem.units) + 1):
+        nc = min(target.sms // kc, problem.row_tiles) // cluster * cluster
+        for warps in range(min(MAX_WARPS, problem.units // kc) if nc else 0, 0, -1):
+            rows = -(-problem.row_tiles // nc)
+            # one token tile streams best with two chunks or more, two have the more work for each
+            for chunk in (c for c in (1, 2, 3, 4) if c == 1 or c <= (rows // 2 if token_tiles == 1 else rows)):
+                for stages in (1, 2, 3) if token_tiles == 1 else (1, 2):
+                    yield kind(token_tiles, kc, nc, warps, chunk, stages, cluster)
+
+
+def cost(s: SmallBatch, problem: WeightOnlyGemm, target: Target, c: Cost, x_bytes: int) -> float:
     """Microseconds up to a constant, to compare schedules of one problem."""
     rows = -(-problem.row_tiles // s.nc)
     chunks = -(-rows // s.chunk)
@@ -132,11 +151,10 @@ def _cost(s: SmallBatch, problem: WeightOnlyGemm, target: Target) -> float:
     stream = problem.row_tiles * problem.units * item_bytes / (target.dram_gb_s * 900)
     padding = steps * s.chunk * s.warps * s.nc * s.kc / (problem.row_tiles * problem.units) - 1  # steps not full
     in_flight = s.warps * s.stages * s.chunk  # items; 32 hide the latency of DRAM
-    c = _COSTS[s.token_tiles]
     return (
         stream * (c.stream + c.padding * padding + c.latency * max(0, 32 / in_flight - 1) + c.tail * s.chunk / rows)
         + c.chunk * chunks
-        + c.x * items * 2 * s.token_tiles / s.cluster
+        + c.x * items * x_bytes * s.token_tiles / s.cluster
         + (c.kc * s.kc + c.split) * (s.kc > 1)
         + c.items * steps * s.chunk * s.warps / 16
     )

@@ -19,7 +19,11 @@ MAX_TOKENS = 32
 """Of the small-batch program; `serves` says where it is also the faster one."""
 RECORD_BYTES = 128
 CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq"}
-_LARGE = 60e6  # weights from which two token tiles are faster on wgmma
+_LARGE = 80e6  # weights from which two token tiles are faster on wgmma (measured on H200)
+_COSTS = {  # of small batches: token tiles -> fitted to 80 measurements on H200, 6 % rms
+    1: small_batch.Cost(0.685, 0.0, 0.708, 0.172, 0.124, 0.03, 0.3, 0.2, 0.233),
+    2: small_batch.Cost(0.169, 0.0, 0.0, 0.0, 0.434, 0.0032, 0.131, 0.358, 0.512),
+}
 _RESERVED = 2048  # barriers, flags, alignment
 _OUT_PITCH = {2: 24 * 2, 4: 20 * 4}  # bytes of an output element -> of a staged row of 16
 # warpgroups -> accumulator registers of a thread that ptxas places without serializing wgmma (and bytes to spare)
@@ -97,19 +101,20 @@ def choose(problem: IntegerGemm, target: Target, m: int) -> StreamK:
     """Tile shape by tokens and size of the weight, with as many stages as fit."""
     tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
     millions = problem.row_blocks * 64 * problem.units * 128 / 1e6
-    if 128 < m <= 256 and millions < 30:
+    if 128 < m <= 256 and millions < 100:
         tokens = 128  # too few tiles of 256
     if tokens == 256 and m > 256 and -(-m // 128) * 128 * 1.12 < -(-m // 256) * 256:
         tokens = 128  # a tile of 128 costs a little more than half of 256, less than what padding would
     # (warpgroups, row blocks of each): four warpgroups hide the conversion best where enough tiles are left to share
-    if tokens <= 32:
-        shape = (4, 2) if millions >= 100 else (4, 1) if millions >= 50 else (2, 1)
-    elif tokens == 64:
-        shape = (4, 1) if millions >= 80 else (2, 1)
-    elif tokens == 128:
-        shape = (4, 1) if millions >= 100 else (2, 1)
-    else:
-        shape = (2, 1)
+    shape = (2, 1)
+    if tokens <= 32 and millions >= 100:
+        shape = (4, 1)
+    elif tokens == 64 and millions >= 100:
+        shape = (2, 2) if millions >= 300 else (4, 1)
+    elif tokens == 128 and millions >= 100:
+        shape = (4, 1) if millions >= 300 else (3, 1)
+    elif tokens == 128 and 0.9 * target.sms <= -(-problem.row_blocks // 3) * -(-m // 128) <= target.sms:
+        shape = (3, 1)  # one wave of whole tiles
     return fitted(StreamK(tokens, *shape, stages=2), problem, target)
 
 
@@ -162,42 +167,11 @@ def choose_small_batch(problem: IntegerGemm, target: Target, m: int) -> SmallBat
     """
     if not 1 <= m <= MAX_TOKENS:
         raise ArgumentError("m", m, f"must be 1..{MAX_TOKENS} for the small-batch program", "use a tile program")
-    legal = (
-        schedule
-        for schedule in small_batch_candidates(problem, target, -(-m // TOKENS_PER_TILE))
-        if schedule.smem_bytes(problem) <= target.smem_per_block
-        and schedule.registers() * schedule.warps * 32 <= target.registers_per_sm
-    )
-    best = min(legal, key=lambda schedule: _cost(schedule, problem, target), default=None)
+    schedules = small_batch.candidates(problem, target, -(-m // TOKENS_PER_TILE), SmallBatch)
+    best = small_batch.cheapest(schedules, problem, target, _COSTS, x_bytes=1)
     if best is None:
         raise ArgumentError("target", target.arch, f"has too little shared memory for K = {problem.k}", "split K")
     return best
-
-
-def small_batch_candidates(problem: IntegerGemm, target: Target, token_tiles: int) -> Iterator[SmallBatch]:
-    """Splits of k over CTAs and warps; many warps take small steps, few take larger ones."""
-    cluster = 2 if token_tiles > 1 and target.supports("cluster") else 1
-    for kc in range(1, min(16, problem.units) + 1):
-        nc = min(target.sms // kc, problem.row_tiles) // cluster * cluster
-        for warps in range(min(16, problem.units // kc) if nc else 0, 0, -1):
-            rows = -(-problem.row_tiles // nc)
-            for chunk in sorted({min(c, rows) for c in ((1, 2) if warps >= 12 else (1, 2, 4))}):
-                for stages in (1, 2, 3):
-                    yield SmallBatch(token_tiles, kc, nc, warps, chunk, stages, cluster)
-
-
-def _cost(s: SmallBatch, problem: IntegerGemm, target: Target) -> float:
-    """Microseconds, to compare schedules of one problem: the busiest warp's stream, the loads of X, the reductions."""
-    rows = -(-problem.row_tiles // s.nc)
-    chunks = -(-rows // s.chunk)
-    items = -(-problem.units // s.kc)
-    padding = chunks * s.chunk * -(-items // s.warps) * s.warps / (rows * items)  # steps that hold less than they could
-    stream = rows * items * (problem.unit_bytes / 4) * target.sms / (target.dram_gb_s * 800) * (0.65 + 0.35 * padding)
-    x = items * 128 * s.token_tiles * 8 / 1024 / s.cluster  # KB, loaded by every CTA
-    in_flight = min(s.warps * s.stages * s.chunk, 48)  # items: too few do not cover the memory's latency
-    split = 1.6 + 0.1 * s.kc if s.kc > 1 else 0.0
-    uneven = 0.6 if problem.units % (s.kc * s.warps) else 0.0
-    return stream * (1 + 0.01 * (48 - in_flight)) + 0.09 * (16 - s.warps) + 0.013 * x + 0.17 * chunks + split + uneven
 
 
 class Multistage(multistage.Multistage):
