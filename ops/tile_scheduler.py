@@ -24,8 +24,14 @@ def plan_state() -> SimpleNamespace:
 
 
 def segment_state() -> SimpleNamespace:
-    """What `segment` writes: tile, k units [k0, k1), token block, row tile; `count` is a scratch value."""
-    return scalars("tile", "k0", "k1", "tokens", "rows", "count")
+    """What `segment` writes: tile, k units [k0, k1), token block, row tile; `count` is a scratch value. What `locate`
+    adds: the block's tokens [first, end) as rows of x, and its expert."""
+    return scalars("tile", "k0", "k1", "tokens", "rows", "count", "first", "end", "expert")
+
+
+def table_state() -> SimpleNamespace:
+    """What `partition` of an expert table writes: token blocks, shared tiles, CTAs that take part."""
+    return scalars("blocks", "shared", "grid", "tiles", "rest")
 
 
 def ring_state() -> SimpleNamespace:
@@ -49,7 +55,9 @@ def partition_macros(*, units: int, row_tiles: int, raster: int) -> SimpleNamesp
         p.shared[0] = T.if_then_else(
             p.last[0] > p.first[0], T.truncdiv(p.last[0] - 1, units) - T.truncdiv(p.first[0], units) + 1, 0
         )
-        p.all[0] = p.shared[0] + T.max(T.truncdiv(mt * row_tiles - sk - r + grid - 1, grid), 0)
+        p.all[0] = T.if_then_else(
+            cta < grid, p.shared[0] + T.max(T.truncdiv(mt * row_tiles - sk - r + grid - 1, grid), 0), 0
+        )
 
     @T.macro
     def segment(p, c, seg, cta, grid, sk, mt):
@@ -74,6 +82,89 @@ def partition_macros(*, units: int, row_tiles: int, raster: int) -> SimpleNamesp
         c.count[0] = T.truncdiv((c.tile[0] + 1) * units * grid - 1, sk * units) - (grid - 1 - cta)
 
     return SimpleNamespace(plan=plan, segment=segment, later_shares=later_shares)
+
+
+EXPERTS_SOURCE = """\
+// table[e], e <= E: token blocks of the experts before e; table[E + 1 + e]: their tokens, kept inside 0..m
+template <int E> __device__ __forceinline__ void tz_expert_table(void *table_, const void *offsets_, int m, int block) {
+  int *blocks = (int *)table_, *tokens = blocks + E + 1, lane = threadIdx.x % 32, before = 0;
+  const int *offsets = (const int *)offsets_;
+  if (threadIdx.x >= 32) return;
+#pragma unroll
+  for (int base = 0; base < E; base += 32) {
+    int e = base + lane, lo = min(max(offsets[min(e, E)], 0), m), hi = min(max(offsets[min(e + 1, E)], 0), m);
+    int sum = (max(hi - lo, 0) + block - 1) / block;
+    for (int d = 1; d < 32; d *= 2) { int v = __shfl_up_sync(~0u, sum, d); if (lane >= d) sum += v; }
+    if (e < E) { tokens[e] = lo; tokens[e + 1] = hi; blocks[e + 1] = before + sum; }
+    before += __shfl_sync(~0u, sum, 31);
+  }
+  if (lane == 0) blocks[0] = 0;
+}
+// the expert of a token block, by a whole warp
+template <int E> __device__ __forceinline__ int tz_expert_of(const void *table, int block) {
+  int found = 0, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int base = 1; base <= E; base += 32)
+    found += __popc(__ballot_sync(~0u, base + lane <= E && ((const int *)table)[min(base + lane, E)] <= block));
+  return found;
+}
+"""
+"""Why not TileLang: a scan and a search by warp votes."""
+
+
+def table_words(experts: int) -> int:
+    """int32 of an expert table, padded so that what follows it in shared memory starts a line of 128 bytes."""
+    return -(-2 * (experts + 1) // 32) * 32
+
+
+def expert_macros(*, experts: int, block_tokens: int, units: int, row_tiles: int) -> SimpleNamespace:
+    """Macros `partition` and `locate` of programs whose tokens are sorted by expert, each with a matrix of its own.
+
+    A token block belongs to one expert; blocks are counted through all of them, so that a persistent loop walks over
+    (expert, tile) pairs without a drain between experts, and empty experts cost nothing. The table Es is int32
+    [table_words(experts)] in shared memory. `experts` = 0: one matrix, no table.
+    """
+    import tilelang.language as T
+
+    @T.macro
+    def partition(Es, e, offsets, m, grid):
+        """The table, and which tiles are shared: schedules/partition.py on the device. A block barrier inside."""
+        T.call_extern(
+            "handle",
+            f"tz_expert_table<{experts}>",
+            T.access_ptr(Es[0], "w", 2 * (experts + 1)),
+            T.access_ptr(offsets[0], "r", experts + 1),
+            m,
+            block_tokens,
+        )
+        T.sync_threads()
+        e.blocks[0] = Es[experts]
+        e.tiles[0] = e.blocks[0] * row_tiles
+        e.rest[0] = T.truncmod(e.tiles[0], grid)
+        e.grid[0] = grid
+        e.shared[0] = 0
+        if T.And(e.rest[0] > 0, (e.tiles[0] - e.rest[0] + grid) * 50 >= e.tiles[0] * 53):
+            if e.tiles[0] < grid:
+                e.shared[0] = e.tiles[0]
+                e.grid[0] = T.truncdiv(e.tiles[0] * units + grid - 1, grid)  # k units of the busiest CTA
+                e.grid[0] = T.truncdiv(e.tiles[0] * units + e.grid[0] - 1, e.grid[0])
+            else:
+                e.shared[0] = e.rest[0] + T.if_then_else(e.rest[0] * 2 > grid, 0, grid)
+
+    @T.macro
+    def locate(Es, c, m):
+        if experts:
+            c.expert[0] = T.call_extern(
+                "int32", f"tz_expert_of<{experts}>", T.access_ptr(Es[0], "r", experts + 1), c.tokens[0]
+            )
+            c.first[0] = Es[experts + 1 + c.expert[0]] + (c.tokens[0] - Es[c.expert[0]]) * block_tokens
+            c.end[0] = Es[experts + 2 + c.expert[0]]
+        else:
+            c.expert[0] = 0
+            c.first[0] = c.tokens[0] * block_tokens
+            c.end[0] = m
+
+    return SimpleNamespace(partition=partition, locate=locate)
 
 
 def ring_macros(*, stages: int) -> SimpleNamespace:

@@ -262,6 +262,11 @@ def packed_sizes(n: int, k: int, group_size: int, scale_dtype: str, symmetric: b
     return np_, kp, gp, BLOCK_N * (_SCALE_BYTES[scale_dtype] + (not symmetric))
 
 
+def layout_identity(weight: PackedWeight) -> str:
+    """Of the layout that the kernels of this version read."""
+    return _layout().identity
+
+
 def pack(
     codes: torch.Tensor | QuantizedWeight,
     scales: torch.Tensor | None = None,

@@ -99,7 +99,7 @@ def kernel_requests(
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.
     """
-    _check_numerics(numerics)
+    check_numerics(numerics)
     facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, bias=bias)
     at = Target.parse(target)
     return requests_of(plan(t, n, k, **facts, numerics=numerics, target=at) for t in tokens_of(m))
@@ -109,7 +109,7 @@ def weight_requests(
     w: PackedWeight, m: int | Sequence[int], dtype: torch.dtype, numerics: str = "auto", bias: bool | None = None
 ) -> list[KernelRequest]:
     """The kernels that `gemm` will use for `w` and these M on the current GPU, to compile them up front."""
-    _check_numerics(numerics)
+    check_numerics(numerics)
     at = launching.targets(w.target, w.device)
     has_bias = w.bias is not None if bias is None else bias
     return requests_of(_plan_for(w, t, str(dtype)[6:], has_bias, numerics, *at) for t in tokens_of(m))
@@ -226,7 +226,7 @@ def _adopt(w: PackedWeight, facts: tuple) -> None:
 def _prepare(key: tuple, x: torch.Tensor, w: PackedWeight) -> tuple:
     """Kernel, workspace, semaphores, trailing arguments and a stand-in for no bias, remembered under `key`."""
     _, m, _, _, stream, numerics, no_bias = key
-    _check_numerics(numerics)
+    check_numerics(numerics)
     if not x.is_cuda or x.device != w.device:
         raise launching.elsewhere(x, w.device)
     dtype = str(x.dtype)[6:]
@@ -247,7 +247,7 @@ def _plan_for(w: PackedWeight, m: int, dtype: str, bias: bool, numerics: str, ta
     )  # fmt: skip
 
 
-def _check_numerics(numerics: str) -> None:
+def check_numerics(numerics: str) -> None:
     if numerics not in NUMERICS:
         raise ArgumentError("numerics", numerics, f"must be one of {NUMERICS}", "leave it 'auto'")
 

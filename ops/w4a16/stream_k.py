@@ -5,7 +5,9 @@ ring whose stages hold 64 or 128 k: X by TMA (128-byte swizzle), packed weights 
 consumer warpgroup owns `row_blocks` blocks of 64 rows: it loads its words, converts them into one of two sets of
 operand registers and issues four wgmma m64nNk16, while the four before are still running on the other set.
 
-Work partition and shares of tiles: ops/tile_scheduler.py; the result has the same bits in every run.
+Work partition and shares of tiles: ops/tile_scheduler.py; the result has the same bits in every run. With experts, x
+holds the tokens of all of them, sorted, and the loop runs over (expert, tile) pairs; the partition is made on the
+device (grouped GEMM). The expert of a tile is known only after the kernel before: nothing is fetched ahead of it.
 
 A stage is released when the wgmmas that read it were waited for, long after the shared-memory loads of its words were
 consumed: ptxas may move an arrive in front of a load's return (measured.md, "A race to design out").
@@ -14,6 +16,8 @@ consumed: ptxas may move an arrive in front of a load's return (measured.md, "A 
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.tile_scheduler import (
+    EXPERTS_SOURCE,
+    expert_macros,
     partition_macros,
     plan_state,
     ring_macros,
@@ -21,6 +25,8 @@ from terrazzo.ops.tile_scheduler import (
     scalars,
     segment_state,
     share_macros,
+    table_state,
+    table_words,
 )
 from terrazzo.ops.w4a16.operand import Operand
 
@@ -50,13 +56,17 @@ def build(
     stages: int,
     stage_k: int = 64,
     raster: int = 8,
+    experts: int = 0,
 ):
-    """The prim_func `main(X, W, P, B, WS, SEM, Y, sk)`.
+    """The prim_func `main(X, W, P, B, WS, SEM, Y, sk)`; with E = `experts`, int32 [E + 1] instead of sk.
 
     Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/64, Np/64, 512]; P uint8 [G, Np/64, R]; B [n] in `dtype` (one
     element without a bias); WS f32 [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32
     [grid, warpgroups], zero before the first launch and after each one. `grid` CTAs, at most the number of SMs; the
     first `sk` tiles are shared along k, 0 <= sk <= tiles. A ring stage holds `stage_k` = 64 or 128 k.
+    With experts, W, P and B hold one matrix after the other: [E * Kp/64, Np/64, 512], [E * G, Np/64, R], [E * n];
+    expert e owns the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not
+    written.
     """
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
@@ -79,7 +89,11 @@ def build(
     one2 = 0x3F803F80 if bf16 else 0x3C003C00
     out_tokens = next(t for t in (32, 16) if bm % t == 0)
     slot_bytes = bm * 64 * 2
-    source = prelude("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "warpgroup", extra=(cvt.device_source,))
+    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "warpgroup")
+    source = prelude(*used, extra=(cvt.device_source, *([EXPERTS_SOURCE] if experts else [])))
+    matrices = max(experts, 1)
+    last = T.Tensor((experts + 1,), "int32") if experts else T.int32
+    tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
     rings = ring_macros(stages=stages)
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, add="tz_addcg4")
@@ -100,7 +114,7 @@ def build(
                 "handle",
                 "tz_bulk",
                 T.access_ptr(Ws[ring.stage[0] * halves + h % halves, 0, 0], "w", 512),
-                T.access_ptr(W[kb * 2 + h, c.rows[0] * cta_blocks, 0], "r", 512),
+                T.access_ptr(W[(c.expert[0] * units + kb) * 2 + h, c.rows[0] * cta_blocks, 0], "r", 512),
                 count * 2048,
                 T.access_ptr(full[ring.stage[0]], "rw", 1),
             )
@@ -111,7 +125,7 @@ def build(
                         "handle",
                         "tz_bulk",
                         T.access_ptr(Ps[param_slot(ring, h), q * cta_blocks * rec], "w", rec),
-                        T.access_ptr(P[record, c.rows[0] * cta_blocks, 0], "r", rec),
+                        T.access_ptr(P[c.expert[0] * groups + record, c.rows[0] * cta_blocks, 0], "r", rec),
                         count * rec,
                         T.access_ptr(full[ring.stage[0]], "rw", 1),
                     )
@@ -188,33 +202,33 @@ def build(
         )
 
     @T.macro
-    def write_out(Y, Os, token, row, at, wg, warp, m):
+    def write_out(Y, Os, token, row, at, wg, warp, end):
         """Eight rows of one token."""
         if vec8:
-            if T.And(token < m, row < n):
+            if T.And(token < end, row < n):
                 T.call_extern(
                     "handle",
                     "tz_copy16",
                     T.access_ptr(Y[token, row], "w", 8),
                     T.access_ptr(Os[wg * 4 + warp, at], "r", 8),
                 )
-        elif token < m:
+        elif token < end:
             for e in T.unroll(8):
                 if row + e < n:
                     Y[token, row + e] = Os[wg * 4 + warp, at + e]
 
     @T.macro
-    def load_bias(B, bb, row):
-        bb[0] = T.cast(B[T.min(row, n - 1)], "float32")
-        bb[1] = T.cast(B[T.min(row + 8, n - 1)], "float32")
+    def load_bias(B, bb, expert, row):
+        bb[0] = T.cast(B[expert * n + T.min(row, n - 1)], "float32")
+        bb[1] = T.cast(B[expert * n + T.min(row + 8, n - 1)], "float32")
 
     @T.macro
-    def store_tile(Y, B, Os, acc, o, bb, c, m, wg, warp, lane):
+    def store_tile(Y, B, Os, acc, o, bb, c, wg, warp, lane):
         """Each warp stores its 16 rows of every row block, with the bias."""
         for r in T.unroll(rb):
             row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + warp * 16
             if bias:
-                load_bias(B, bb, row0 + lane // 4)
+                load_bias(B, bb, c.expert[0], row0 + lane // 4)
                 for i in T.unroll(nacc):
                     acc[r * nacc + i] = acc[r * nacc + i] + bb[i % 4 // 2]
             for b in T.unroll(bm // out_tokens):
@@ -226,30 +240,31 @@ def build(
                     write_out(
                         Y,
                         Os,
-                        c.tokens[0] * bm + b * out_tokens + q * 16 + lane // 2,
+                        c.first[0] + b * out_tokens + q * 16 + lane // 2,
                         row0 + lane % 2 * 8,
                         (q * 16 + lane // 2) * OUT_PITCH + lane % 2 * 8,
                         wg,
                         warp,
-                        m,
+                        c.end[0],
                     )
 
     @T.prim_func
     def main(
         X: T.Tensor((M, k), dtype),
-        W: T.Tensor((kp // 64, all_blocks, 512), "int32"),
-        P: T.Tensor((groups, all_blocks, rec), "uint8"),
-        B: T.Tensor((n if bias else 1,), dtype),
+        W: T.Tensor((matrices * kp // 64, all_blocks, 512), "int32"),
+        P: T.Tensor((matrices * groups, all_blocks, rec), "uint8"),
+        B: T.Tensor((matrices * n if bias else 1,), dtype),
         WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), "float32"),
         SEM: T.Tensor((G, wgs), "int32"),
         Y: T.Tensor((M, n), dtype),
-        sk: T.int32,
+        parts: last,
     ):
         with T.Kernel(G, threads=ct + 128, prelude=source) as cta:
             Xs = T.alloc_shared((stages * halves, bm, 64), dtype)
             Ws = T.alloc_shared((stages * halves, cta_blocks, 512), "int32")
             Ps = T.alloc_shared((stages if shared_params else stages * halves, cta_blocks * ig * rec), "uint8")
             Os = T.alloc_shared((wgs * 4, out_tokens * OUT_PITCH), dtype)
+            Es = T.alloc_shared((table_words(experts),), "int32")
             full = T.alloc_barrier([32] * stages)
             empty = T.alloc_barrier([wgs * 4] * stages)
             w = T.alloc_local((halves * rb * 4,), "uint32")
@@ -265,36 +280,46 @@ def build(
             p = plan_state()
             c = segment_state()
             ring = ring_state()
+            table = table_state()
             ahead = scalars("units").units
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
             tx = T.get_thread_binding()
-            mt = T.ceildiv(M, bm)
-            tiles.plan(p, cta, G, sk, mt)
             rings.reset(ring)
             T.pdl_trigger()
+            if experts:
+                T.pdl_sync()
+                tokens.partition(Es, table, parts, M, G)
+            mt, sk, ctas = (
+                (table.blocks[0], table.shared[0], table.grid[0]) if experts else (T.ceildiv(M, bm), parts, G)
+            )
+            tiles.plan(p, cta, ctas, sk, mt)
             if tx >= ct:
                 T.dec_max_nreg(REGISTERS[wgs][0])
                 if tx < ct + 32:
-                    # weights do not depend on the kernel before: fetch the first ring while it still runs
-                    tiles.segment(p, c, 0, cta, G, sk, mt)
-                    ahead[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages * halves // 2), 0)
-                    for kb in T.serial(ahead[0]):
-                        for h in T.unroll(2):
-                            if tx == ct:
-                                load_weights(W, P, Ws, Ps, full, ring, c, c.k0[0] + kb, h)
-                            if (h + 1) % halves == 0:
-                                rings.advance(ring)
-                    rings.reset(ring)
-                    T.pdl_sync()
+                    ahead[0] = 0
+                    if not experts:
+                        # weights do not depend on the kernel before: fetch the first ring while it still runs
+                        tiles.segment(p, c, 0, cta, ctas, sk, mt)
+                        tokens.locate(Es, c, M)
+                        ahead[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages * halves // 2), 0)
+                        for kb in T.serial(ahead[0]):
+                            for h in T.unroll(2):
+                                if tx == ct:
+                                    load_weights(W, P, Ws, Ps, full, ring, c, c.k0[0] + kb, h)
+                                if (h + 1) % halves == 0:
+                                    rings.advance(ring)
+                        rings.reset(ring)
+                        T.pdl_sync()
                     for seg in T.serial(p.all[0]):
-                        tiles.segment(p, c, seg, cta, G, sk, mt)
+                        tiles.segment(p, c, seg, cta, ctas, sk, mt)
+                        tokens.locate(Es, c, M)
                         for kb in T.serial(c.k1[0] - c.k0[0]):
                             for h in T.unroll(2):
                                 if h % halves == 0:
                                     T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
                                 T.tma_copy(
                                     X[
-                                        c.tokens[0] * bm : c.tokens[0] * bm + bm,
+                                        c.first[0] : c.first[0] + bm,
                                         (c.k0[0] + kb) * 128 + h * 64 : (c.k0[0] + kb) * 128 + h * 64 + 64,
                                     ],
                                     Xs[ring.stage[0] * halves + h % halves, :, :],
@@ -313,9 +338,11 @@ def build(
                 warp = wt // 32
                 lane = tx % 32
                 T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
-                T.pdl_sync()
+                if not experts:
+                    T.pdl_sync()
                 for seg in T.serial(p.all[0]):
-                    tiles.segment(p, c, seg, cta, G, sk, mt)
+                    tiles.segment(p, c, seg, cta, ctas, sk, mt)
+                    tokens.locate(Es, c, M)
                     for i in T.unroll(rb * nacc):
                         acc[i] = 0.0
                     for kb in T.serial(c.k1[0] - c.k0[0]):
@@ -390,8 +417,8 @@ def build(
                         shares.leave_share(WS, SEM, acc, cta, wg, wt)
                     else:
                         if c.k1[0] < units:
-                            tiles.later_shares(c, cta, G, sk)
+                            tiles.later_shares(c, cta, ctas, sk)
                             shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
-                        store_tile(Y, B, Os, acc, o, bb, c, M, wg, warp, lane)
+                        store_tile(Y, B, Os, acc, o, bb, c, wg, warp, lane)
 
     return main

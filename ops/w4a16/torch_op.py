@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4a16.format import PackedWeight
 
 
@@ -42,3 +43,44 @@ def w4a16_gemm(
 @w4a16_gemm.register_fake
 def _(x, words, params, perm, bias, n, k, group_size, scale_dtype, symmetric, layout, target, numerics):
     return x.new_empty((*x.shape[:-1], n))
+
+
+def call_grouped(
+    x: torch.Tensor, w: GroupedWeight, expert_offsets: torch.Tensor, bias: torch.Tensor | None, numerics: str
+) -> torch.Tensor:
+    """`grouped_gemm` as one opaque node of a graph; see `terrazzo.ops.w4a16.grouped_gemm`."""
+    s = w.stacked
+    if bias is None and s.bias is not None:
+        bias = s.bias.to(x.dtype)
+    return torch.ops.terrazzo.w4a16_grouped_gemm(
+        x, s.words, s.params, expert_offsets, bias, s.n, s.k, s.group_size, s.scale_dtype, s.symmetric, s.layout,
+        s.target or "", numerics,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("terrazzo::w4a16_grouped_gemm", mutates_args=())
+def w4a16_grouped_gemm(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    params: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+    scale_dtype: str,
+    symmetric: bool,
+    layout: str,
+    target: str,
+    numerics: str,
+) -> torch.Tensor:
+    """y [M, n] from x [M, k] sorted by expert and the fields of a GroupedWeight."""
+    from terrazzo.ops.w4a16.grouped import run
+
+    stacked = PackedWeight(words, params, n, k, group_size, scale_dtype, symmetric, layout, None, None, target or None)
+    return run(x, GroupedWeight(stacked), expert_offsets, bias, None, numerics)
+
+
+@w4a16_grouped_gemm.register_fake
+def _(x, words, params, expert_offsets, bias, n, k, group_size, scale_dtype, symmetric, layout, target, numerics):
+    return x.new_empty((x.shape[0], n))

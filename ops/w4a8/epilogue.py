@@ -54,19 +54,20 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
         )
 
     @T.macro
-    def fetch(S, XS, RS, B, held, tokens, rows, m, wg, wt):
+    def fetch(S, XS, RS, B, held, c, wg, wt):
+        """Tokens c.first .. c.end - 1, row tile c.rows of matrix c.expert."""
         for e in T.unroll(per_thread):
-            token = T.min(tokens * bm + (e * 128 + wt) % bm, m - 1)
+            token = T.min(c.first[0] + (e * 128 + wt) % bm, c.end[0] - 1)
             if not raw:
                 held.x[e] = XS[token]
             if gemm.unsigned:
                 held.r[e] = RS[token]
         if not raw:
             for e in T.unroll(rb * 2):
-                row = (rows * cta_blocks + wg * rb + e // 2) * 64 + wt // 32 * 16 + e % 2 * 8 + wt % 32 // 4
-                held.s[e] = S[T.min(row, gemm.row_blocks * 64 - 1)]
+                row = (c.rows[0] * cta_blocks + wg * rb + e // 2) * 64 + wt // 32 * 16 + e % 2 * 8 + wt % 32 // 4
+                held.s[e] = S[c.expert[0] * (gemm.row_blocks * 64) + T.min(row, gemm.row_blocks * 64 - 1)]
                 if gemm.bias:
-                    held.b[e] = B[T.min(row, n - 1)]
+                    held.b[e] = B[c.expert[0] * n + T.min(row, n - 1)]
                 else:
                     held.b[e] = 0.0
 
@@ -76,7 +77,7 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
         held.f[i] = T.call_extern("float32", "tz_rescale", acc[at + i], held.s[e], held.x2[i], held.b[e])
 
     @T.macro
-    def store(Y, Os, Fs, Rs, acc, held, tokens, rows, m, wg, wt):
+    def store(Y, Os, Fs, Rs, acc, held, c, wg, wt):
         """Each warp stores its 16 rows of every row block, `step` tokens at a time."""
         warp = wt // 32
         lane = wt % 32
@@ -90,7 +91,7 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
                         Rs[wg, e * 128 + wt] = held.r[e]
             T.call_extern("handle", "tz_wg_sync", wg + 1)
         for r in T.unroll(rb):
-            row0 = (rows * cta_blocks + wg * rb + r) * 64 + warp * 16
+            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + warp * 16
             for b in T.unroll(bm // step):
                 T.call_extern("handle", "tz_syncwarp")
                 for q in T.unroll(step // 16):
@@ -140,9 +141,9 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
                         )
                 T.call_extern("handle", "tz_syncwarp")
                 for q in T.unroll(step * lanes // 32):
-                    token = tokens * bm + b * step + (q * 32 + lane) // lanes
+                    token = c.first[0] + b * step + (q * 32 + lane) // lanes
                     row = row0 + lane % lanes * chunk
-                    if T.And(token < m, row < n):
+                    if T.And(token < c.end[0], row < n):
                         T.call_extern(
                             "handle",
                             f"tz_store_row<{stored}, {whole}>",

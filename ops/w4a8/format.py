@@ -244,6 +244,11 @@ def unit_layout(group_size: int) -> UnitLayout:
     return derive_unit(LAYOUT, 2, UNIT_K // group_size, 2)
 
 
+def layout_identity(weight: PackedWeight) -> str:
+    """Of the layout that the kernels of this version read."""
+    return unit_layout(weight.group_size).identity
+
+
 def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> PackedWeight:
     """Pack a weight for the kernels, on the device where its codes are; any N >= 1 and K >= 1.
 

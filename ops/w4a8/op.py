@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PIPELINES = ("auto", "small_batch", "multistage", "imfp")
 LARGEST_UNSIGNED_K = 66311
 """Longest row whose sums of u8 x s8 products stay in int32: 255 * 127 * K < 2^31."""
-_AUTO = "xor"
+AUTO = "xor"
 _SMALL = (8, 16, schedules.MAX_TOKENS)  # buckets of the small-batch program; more tokens take several launches
 
 
@@ -47,8 +47,8 @@ def plan(
     device: Target | None = None,
 ) -> Plan:
     """Kernel and launch sizes for M = m >= 1. `device` is the GPU that runs it where that is newer than `target`."""
-    _check_choices(k, out_dtype, dequantization, pipeline)
-    dequantization = _AUTO if dequantization == "auto" else dequantization
+    check_choices(k, out_dtype, dequantization, pipeline)
+    dequantization = AUTO if dequantization == "auto" else dequantization
     k16, raw = activations.padded(k), out_dtype == "int32"
     common = dict(
         n=n, k=k16, group=group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias and not raw
@@ -272,7 +272,7 @@ def _prepare(key: tuple, x: QuantizedActivations, w: PackedWeight) -> tuple:
 
     _, m, _, stream, out_dtype, dequantization, pipeline, no_bias = key
     out = str(out_dtype).removeprefix("torch.")
-    _check_choices(w.k, out, dequantization, pipeline)
+    check_choices(w.k, out, dequantization, pipeline)
     x.check()
     if not x.q.is_cuda or x.device != w.device:
         raise launching.elsewhere(x.q, w.device)
@@ -308,7 +308,7 @@ def _check_inputs(shape: Sequence[int], x: torch.Tensor, w: PackedWeight) -> Non
         raise ArgumentError("x", list(shape), f"its last dimension must be K = {w.k}", "pass activations [..., K]")
 
 
-def _check_choices(k: int, out_dtype: str, dequantization: str, pipeline: str) -> None:
+def check_choices(k: int, out_dtype: str, dequantization: str, pipeline: str) -> None:
     for name, value, known in (
         ("out_dtype", out_dtype, OUT_DTYPES),
         ("dequantization", dequantization, DEQUANTIZATIONS),

@@ -6,6 +6,10 @@ are one 1-D bulk copy. A consumer warpgroup owns `row_blocks` blocks of 64 rows:
 them into one of two sets of operand registers and issues two wgmma m64nNk32, while the two before are still running on
 the other set (LiquidGEMM's implicit fine-grained pipeline: the hardware's warp schedulers do the rest).
 
+With experts, x holds the tokens of all of them, sorted, and the loop runs over (expert, tile) pairs; the partition is
+made on the device (grouped GEMM). The expert of a tile is known only after the kernel before, so nothing is fetched
+ahead of it.
+
 Sums are int32, so shares of a tile may be added in any order and give the same bits (ops/tile_scheduler.py).
 
 A stage is released when the wgmmas that read it were waited for, long after the shared-memory loads of its words were
@@ -15,12 +19,16 @@ consumed: ptxas may move an arrive in front of a load's return (measured.md, "A 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.tile_scheduler import (
+    EXPERTS_SOURCE,
+    expert_macros,
     partition_macros,
     plan_state,
     ring_macros,
     ring_state,
     segment_state,
     share_macros,
+    table_state,
+    table_words,
 )
 from terrazzo.ops.w4a8.epilogue import staged, store_macros
 from terrazzo.ops.w4a8.operand import operand_macros
@@ -49,14 +57,17 @@ def build(
     row_blocks: int,
     stages: int,
     raster: int = 8,
+    experts: int = 0,
 ):
-    """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y, sk)`.
+    """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y, sk)`; with E = `experts`, int32 [E + 1] instead of sk.
 
     Shapes: X int8 [M, k]; W int32 [Kp/128, Np/64, unit words]; S f32 [Np] channel scales; XS f32 [M] token scales; RS
     int32 [M] sums of the rows of X (read by "unsigned" only); B f32 [n] (one element without a bias); WS int32
     [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32 [grid, warpgroups], zero before the first
     launch and after each one; Y [M, n] in `out_dtype`. `grid` CTAs, at most the number of SMs; the first `sk` tiles
     are shared along k, 0 <= sk <= tiles.
+    With experts, W, S and B hold one matrix after the other: [E * Kp/128, Np/64, unit words], [E * Np], [E * n]; expert
+    e owns the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not written.
     """
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
@@ -74,13 +85,17 @@ def build(
     row_tiles = -(-all_blocks // cta_blocks)
     ct, nacc, unit_bytes = wgs * 128, bm // 2, unit_words * 4
     a_type = "uint8" if gemm.unsigned else "int8"
+    tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
     rings = ring_macros(stages=stages)
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, add="tz_addcg4i")
     operand = operand_macros(gemm)
     out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
     used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
-    source = prelude(*used, extra=(gemm.converter.device_source,))
+    extra = (gemm.converter.device_source, *([EXPERTS_SOURCE] if experts else []))
+    source = prelude(*used, extra=extra)
+    matrices = max(experts, 1)
+    last = T.Tensor((experts + 1,), "int32") if experts else T.int32
     M = T.dynamic("m")
     G = T.dynamic("grid")
 
@@ -94,7 +109,7 @@ def build(
                 "handle",
                 "tz_bulk",
                 T.access_ptr(Ws[ring.stage[0], 0, 0], "w", unit_words),
-                T.access_ptr(W[kb, c.rows[0] * cta_blocks, 0], "r", unit_words),
+                T.access_ptr(W[c.expert[0] * units + kb, c.rows[0] * cta_blocks, 0], "r", unit_words),
                 count * unit_bytes,
                 T.access_ptr(full[ring.stage[0]], "rw", 1),
             )
@@ -143,15 +158,15 @@ def build(
     @T.prim_func
     def main(
         X: T.Tensor((M, k), "int8"),
-        W: T.Tensor((units, all_blocks, unit_words), "int32"),
-        S: T.Tensor((all_blocks * 64,), "float32"),
+        W: T.Tensor((matrices * units, all_blocks, unit_words), "int32"),
+        S: T.Tensor((matrices * all_blocks * 64,), "float32"),
         XS: T.Tensor((M,), "float32"),
         RS: T.Tensor((M,), "int32"),
-        B: T.Tensor((n if bias else 1,), "float32"),
+        B: T.Tensor((matrices * n if bias else 1,), "float32"),
         WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), "int32"),
         SEM: T.Tensor((G, wgs), "int32"),
         Y: T.Tensor((M, n), out_dtype),
-        sk: T.int32,
+        parts: last,
     ):
         with T.Kernel(G, threads=ct + 128, prelude=source) as cta:
             Xs = T.alloc_shared((stages, bm, UNIT_K), "int8")
@@ -159,6 +174,7 @@ def build(
             Os = T.alloc_shared((wgs * 4, staged(gemm, bm)), out_dtype)
             Fs = T.alloc_shared((wgs, bm), "float32")
             Rs = T.alloc_shared((wgs, bm if gemm.unsigned else 1), "int32")
+            Es = T.alloc_shared((table_words(experts),), "int32")
             full = T.alloc_barrier([32] * stages)
             empty = T.alloc_barrier([wgs * 4] * stages)
             w = T.alloc_local((8,), "uint32")
@@ -171,32 +187,42 @@ def build(
             p = plan_state()
             c = segment_state()
             ring = ring_state()
+            table = table_state()
             ahead = T.alloc_local((1,), "int32")
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
             tx = T.get_thread_binding()
-            mt = T.ceildiv(M, bm)
-            tiles.plan(p, cta, G, sk, mt)
             rings.reset(ring)
             T.pdl_trigger()
+            if experts:
+                T.pdl_sync()
+                tokens.partition(Es, table, parts, M, G)
+            mt, sk, ctas = (
+                (table.blocks[0], table.shared[0], table.grid[0]) if experts else (T.ceildiv(M, bm), parts, G)
+            )
+            tiles.plan(p, cta, ctas, sk, mt)
             if tx >= ct:
                 T.dec_max_nreg(REGISTERS[wgs][0])
                 if tx < ct + 32:
-                    # weights do not depend on the kernel before: fetch the first ring while it still runs
-                    tiles.segment(p, c, 0, cta, G, sk, mt)
-                    ahead[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages), 0)
-                    for kb in T.serial(ahead[0]):
-                        if tx == ct:
-                            load_weights(W, Ws, full, ring, c, c.k0[0] + kb)
-                        rings.advance(ring)
-                    rings.reset(ring)
-                    T.pdl_sync()
+                    ahead[0] = 0
+                    if not experts:
+                        # weights do not depend on the kernel before: fetch the first ring while it still runs
+                        tiles.segment(p, c, 0, cta, ctas, sk, mt)
+                        tokens.locate(Es, c, M)
+                        ahead[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages), 0)
+                        for kb in T.serial(ahead[0]):
+                            if tx == ct:
+                                load_weights(W, Ws, full, ring, c, c.k0[0] + kb)
+                            rings.advance(ring)
+                        rings.reset(ring)
+                        T.pdl_sync()
                     for seg in T.serial(p.all[0]):
-                        tiles.segment(p, c, seg, cta, G, sk, mt)
+                        tiles.segment(p, c, seg, cta, ctas, sk, mt)
+                        tokens.locate(Es, c, M)
                         for kb in T.serial(c.k1[0] - c.k0[0]):
                             T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
                             T.tma_copy(
                                 X[
-                                    c.tokens[0] * bm : c.tokens[0] * bm + bm,
+                                    c.first[0] : c.first[0] + bm,
                                     (c.k0[0] + kb) * UNIT_K : (c.k0[0] + kb) * UNIT_K + UNIT_K,
                                 ],
                                 Xs[ring.stage[0], :, :],
@@ -213,10 +239,12 @@ def build(
                 wt = tx % 128
                 lane = tx % 32
                 T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
-                T.pdl_sync()
+                if not experts:
+                    T.pdl_sync()
                 for seg in T.serial(p.all[0]):
-                    tiles.segment(p, c, seg, cta, G, sk, mt)
-                    out.fetch(S, XS, RS, B, held, c.tokens[0], c.rows[0], M, wg, wt)
+                    tiles.segment(p, c, seg, cta, ctas, sk, mt)
+                    tokens.locate(Es, c, M)
+                    out.fetch(S, XS, RS, B, held, c, wg, wt)
                     for i in T.unroll(rb * nacc):
                         acc[i] = 0
                     for kb in T.serial(c.k1[0] - c.k0[0]):
@@ -238,8 +266,8 @@ def build(
                         shares.leave_share(WS, SEM, acc, cta, wg, wt)
                     else:
                         if c.k1[0] < units:
-                            tiles.later_shares(c, cta, G, sk)
+                            tiles.later_shares(c, cta, ctas, sk)
                             shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
-                        out.store(Y, Os, Fs, Rs, acc, held, c.tokens[0], c.rows[0], M, wg, wt)
+                        out.store(Y, Os, Fs, Rs, acc, held, c, wg, wt)
 
     return main

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import torch
+from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4a8.activations import QuantizedActivations, padded
 from terrazzo.ops.w4a8.format import PackedWeight
 
@@ -86,4 +87,57 @@ def w4a8_gemm(
 @w4a8_gemm.register_fake
 def _(q, scales, row_sums, words, channel_scales, bias, n, k, group_size, layout, target, out_dtype, dequantization,
       pipeline):  # fmt: skip
+    return q.new_empty((q.shape[0], n), dtype=out_dtype)
+
+
+def call_grouped(
+    x: torch.Tensor | QuantizedActivations,
+    w: GroupedWeight,
+    expert_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    dequantization: str,
+) -> torch.Tensor:
+    """`grouped_gemm` as one opaque node of a graph (two, if x must be quantized first)."""
+    s = w.stacked
+    if not isinstance(x, QuantizedActivations):
+        out_dtype = out_dtype or x.dtype
+        x = quantize(x, s.smooth, None, 0.0, None)
+    out_dtype = out_dtype or torch.float16
+    if bias is None and s.bias is not None and out_dtype != torch.int32:
+        bias = s.bias
+    return torch.ops.terrazzo.w4a8_grouped_gemm(
+        x.q, x.scales, x.row_sums, s.words, s.channel_scales, expert_offsets, bias, s.n, s.k, s.group_size, s.layout,
+        s.target or "", out_dtype, dequantization,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("terrazzo::w4a8_grouped_gemm", mutates_args=())
+def w4a8_grouped_gemm(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    row_sums: torch.Tensor,
+    words: torch.Tensor,
+    channel_scales: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+    layout: str,
+    target: str,
+    out_dtype: torch.dtype,
+    dequantization: str,
+) -> torch.Tensor:
+    """y [M, n] from quantized activations [M, k] sorted by expert and the fields of a GroupedWeight."""
+    from terrazzo.ops.w4a8.grouped import run
+
+    w = GroupedWeight(PackedWeight(words, channel_scales, n, k, group_size, layout, None, None, target or None))
+    x = QuantizedActivations(q, scales, row_sums, (q.shape[0], k))
+    return run(x, w, expert_offsets, bias, None, out_dtype, dequantization)
+
+
+@w4a8_grouped_gemm.register_fake
+def _(q, scales, row_sums, words, channel_scales, expert_offsets, bias, n, k, group_size, layout, target, out_dtype,
+      dequantization):  # fmt: skip
     return q.new_empty((q.shape[0], n), dtype=out_dtype)

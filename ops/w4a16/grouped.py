@@ -1,0 +1,184 @@
+"""Grouped W4A16 GEMM: the tokens of many experts, each with a weight of its own, in one persistent kernel."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import grouped, launching, weights
+from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.launching import Plan
+from terrazzo.ops.w4a16 import op
+from terrazzo.ops.w4a16 import stream_k as program
+from terrazzo.ops.w4a16.format import PackedWeight
+from terrazzo.ops.w4a16.operand import Operand
+from terrazzo.schedules import grouped as schedules
+from terrazzo.schedules import stream_k
+from terrazzo.schedules.problem import WeightOnlyGemm
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float16", "bfloat16")
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    m: int,
+    n: int,
+    k: int,
+    experts: int,
+    *,
+    group_size: int,
+    symmetric: bool,
+    scale_dtype: str,
+    dtype: str,
+    bias: bool,
+    numerics: str,
+    target: Target,
+) -> Plan:
+    """Kernel and launch sizes for m >= 1 tokens of all experts together."""
+    op.check_numerics(numerics)
+    grouped.check_target(target, "wgmma.f16")
+    group, k8 = (0 if group_size >= k else group_size), -(-k // 8) * 8
+    numerics = ("exact" if scale_dtype == dtype else "post") if numerics == "auto" else numerics
+    operand = Operand(group, symmetric, scale_dtype, dtype, numerics)
+    of = WeightOnlyGemm(n, k8, operand.groups_per(128), operand.record_bytes)
+    s = schedules.choose(stream_k, of, target, m, experts, numerics == "post")
+    common = dict(n=n, k=k8, group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, bias=bias)
+    params = common | s.params() | {"numerics": numerics, "experts": experts}
+    entry = f"{program.__name__}:build"
+    return Plan(
+        KernelRequest("w4a16.grouped", entry, tuple(params.items()), target, program.PASS_CONFIGS),
+        (target.sms, s.cta_blocks, s.block_tokens // 8, 128, 4),
+        (target.sms, s.warpgroups),
+        (),
+    )
+
+
+def grouped_requests(
+    n: int,
+    k: int,
+    experts: int,
+    *,
+    group_size: int,
+    symmetric: bool,
+    scale_dtype: str,
+    m: int | tuple[int, ...] | None = None,
+    dtype: str = "float16",
+    numerics: str = "auto",
+    bias: bool = False,
+    target: Target | str = "sm_90a",
+) -> list[KernelRequest]:
+    """The kernels that `grouped_gemm` uses for these M (None: M of every bucket). Needs no GPU."""
+    tokens = [t * experts for t in launching.ALL_TOKENS] if m is None else launching.tokens_of(m)
+    facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, numerics=numerics)
+    return launching.requests_of(
+        plan(t, n, k, experts, **facts, bias=bias, target=Target.parse(target)) for t in tokens
+    )
+
+
+def grouped_gemm(
+    x: torch.Tensor,
+    w: GroupedWeight,
+    expert_offsets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    numerics: str = "auto",
+) -> torch.Tensor:
+    """y[i] = x[i] w[e]^T + bias[e] for the rows i of expert e, offsets[e] <= i < offsets[e + 1]; on the current stream.
+
+    One launch of one CTA for each SM, whatever the offsets hold: the tiles are partitioned on the device, empty experts
+    cost nothing, and nothing waits for the GPU. The same bits in every run.
+
+    Args:
+        x: float16 or bfloat16 [M, K], tokens sorted by expert (`ops.moe.sort_by_expert`).
+        w: `GroupedWeight.stack` of the experts' packed weights, without act-order. Their own biases are added unless
+            `bias` is given.
+        expert_offsets: int32 [E + 1] on the GPU, ascending; rows outside of offsets[0] .. offsets[E] are not written.
+        bias: [E, N] in x's dtype.
+        out: contiguous [M, N] in x's dtype, written and returned.
+        numerics: see `gemm`; "auto" is exact, or post where the scales are not in x's dtype.
+
+    Raises:
+        ArgumentError: an operand that does not fit, or a GPU without warpgroup instructions.
+        LayoutMismatchError, TargetError, CaptureError, ToolchainError, CompileError: see `gemm`.
+    """
+    import torch
+
+    grouped.check_kind(w, PackedWeight, "w4a16")
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # traced, fake or another subclass: dispatch
+        from terrazzo.ops.w4a16 import torch_op
+
+        y = torch_op.call_grouped(x, w, expert_offsets, bias, numerics)
+        return y if out is None else out.copy_(y)
+    return run(x, w, expert_offsets, bias, out, numerics)
+
+
+def run(
+    x: torch.Tensor,
+    w: GroupedWeight,
+    expert_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    numerics: str,
+) -> torch.Tensor:
+    """The eager path of `grouped_gemm`."""
+    import torch
+
+    grouped.check_once(w)
+    grouped.check_rows(x.shape, w.k)
+    launching.check_no_grad(x, "grouped_gemm")
+    experts, m, n, s = len(w), x.shape[0], w.n, w.stacked
+    if not x.is_cuda or x.device != w.device:
+        raise launching.elsewhere(x, w.device)
+    grouped.check_offsets(expert_offsets, experts, x.device)
+    if bias is not None:
+        grouped.check_bias(bias, experts, n, x.dtype, x.device)
+    elif s.bias is not None:
+        bias = launching.cast_once(s, "bias", x.dtype)
+    format = (s.group_size, s.symmetric, s.scale_dtype, s.target)
+    key = (experts, n, w.k, format, m, x.dtype, x.device, launching.current_stream(x), numerics, bias is None)
+    found = _launchers.get(key) or _prepare(key, x)
+    if out is None:
+        y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    else:
+        launching.check_out(out, (m, n), x.dtype, x.device)
+        y = out
+    if m == 0:
+        return y
+    if w.k % 8:
+        x = torch.nn.functional.pad(x, (0, -w.k % 8))
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    kernel, workspace, semaphores, no_bias = found
+    written = y if y.data_ptr() % 16 == 0 else torch.empty_like(y)
+    kernel(
+        x, s.words.flatten(0, 1), s.params.flatten(0, 1), no_bias if bias is None else bias.view(-1), workspace,
+        semaphores, written, expert_offsets,
+    )  # fmt: skip
+    return y if written is y else y.copy_(written)
+
+
+_launchers: dict[tuple, tuple] = {}
+
+
+def _prepare(key: tuple, x: torch.Tensor) -> tuple:
+    """Kernel, workspace, semaphores and a stand-in for no bias, kept."""
+    experts, n, k, (group_size, symmetric, scale_dtype, packed_for), m, _, device, stream, numerics, no_bias = key
+    op.check_numerics(numerics)
+    dtype = weights.dtype_name(x)
+    if dtype not in DTYPES:
+        raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
+    if m == 0:
+        return ()
+    target, _ = launching.targets(packed_for, device)
+    facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, numerics=numerics)
+    chosen = plan(m, n, k, experts, **facts, bias=not no_bias, target=target)
+    kernel, workspace, semaphores, _ = launching.ready(chosen, m, device, stream, "w4a16.grouped_gemm")
+    found = _launchers[key] = (kernel, workspace, semaphores, x.new_empty(1))
+    return found

@@ -1,0 +1,183 @@
+"""Grouped W4A8 GEMM: the tokens of many experts, each with a weight of its own, in one persistent kernel."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import grouped, launching
+from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.launching import Plan
+from terrazzo.ops.w4a8 import activations, op, problem
+from terrazzo.ops.w4a8 import stream_k as program
+from terrazzo.ops.w4a8.activations import QuantizedActivations
+from terrazzo.ops.w4a8.format import PackedWeight
+from terrazzo.schedules import grouped as schedules
+from terrazzo.schedules import w4a8
+
+if TYPE_CHECKING:
+    import torch
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    m: int,
+    n: int,
+    k: int,
+    experts: int,
+    *,
+    group_size: int,
+    out_dtype: str,
+    dequantization: str,
+    bias: bool,
+    target: Target,
+) -> Plan:
+    """Kernel and launch sizes for m >= 1 tokens of all experts together."""
+    op.check_choices(k, out_dtype, dequantization, "imfp")
+    grouped.check_target(target, "wgmma.s8")
+    k16, raw = activations.padded(k), out_dtype == "int32"
+    dequantization = op.AUTO if dequantization == "auto" else dequantization
+    common = dict(
+        n=n, k=k16, group=group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias and not raw
+    )
+    problem.Gemm(**common)
+    s = schedules.choose(w4a8, w4a8.IntegerGemm.of(n, k16, group_size, 4 if raw else 2), target, m, experts)
+    params = common | s.params() | {"experts": experts}
+    entry = f"{program.__name__}:build"
+    return Plan(
+        KernelRequest("w4a8.grouped", entry, tuple(params.items()), target, program.PASS_CONFIGS),
+        (target.sms, s.cta_blocks, s.block_tokens // 8, 128, 4),
+        (target.sms, s.warpgroups),
+        (),
+    )
+
+
+def grouped_requests(
+    n: int,
+    k: int,
+    experts: int,
+    *,
+    m: int | tuple[int, ...] | None = None,
+    group_size: int = 64,
+    out_dtype: str = "float16",
+    dequantization: str = "auto",
+    bias: bool = False,
+    target: Target | str = "sm_90a",
+) -> list[KernelRequest]:
+    """The kernels that `grouped_gemm` uses for these M (None: M of every bucket). Needs no GPU."""
+    tokens = [t * experts for t in launching.ALL_TOKENS] if m is None else launching.tokens_of(m)
+    facts = dict(group_size=group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias)
+    return launching.requests_of(plan(t, n, k, experts, **facts, target=Target.parse(target)) for t in tokens)
+
+
+def grouped_gemm(
+    x: torch.Tensor | QuantizedActivations,
+    w: GroupedWeight,
+    expert_offsets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    dequantization: str = "auto",
+) -> torch.Tensor:
+    """y[i] = x[i] w[e]^T + bias[e] for the rows i of expert e, offsets[e] <= i < offsets[e + 1]; on the current stream.
+
+    One launch of one CTA for each SM, whatever the offsets hold: the tiles are partitioned on the device, empty experts
+    cost nothing, and nothing waits for the GPU. The same bits in every run and as `gemm` for each expert.
+
+    Args:
+        x: [M, K], tokens sorted by expert (`ops.moe.sort_by_expert`): quantized activations, or float16 or bfloat16,
+            which are divided by w's smooth vector and quantized first.
+        w: `GroupedWeight.stack` of the experts' packed weights. Their own biases are added unless `bias` is given.
+        expert_offsets: int32 [E + 1] on the GPU, ascending; rows outside of offsets[0] .. offsets[E] are not written.
+        bias: float [E, N]; added in float32.
+        out: contiguous [M, N] of the output dtype, written and returned.
+        out_dtype, dequantization: see `gemm`.
+
+    Raises:
+        ArgumentError: an operand that does not fit, or a GPU without integer warpgroup instructions.
+        LayoutMismatchError, TargetError, CaptureError, ToolchainError, CompileError: see `gemm`.
+    """
+    import torch
+
+    grouped.check_kind(w, PackedWeight, "w4a8")
+    held = x.q if isinstance(x, QuantizedActivations) else x
+    if torch.compiler.is_compiling() or type(held) is not torch.Tensor:  # traced, fake or another subclass: dispatch
+        from terrazzo.ops.w4a8 import torch_op
+
+        y = torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype, dequantization)
+        return y if out is None else out.copy_(y)
+    if held is x:
+        grouped.check_rows(x.shape, w.k)
+        x = activations.run(x, w.stacked.smooth, None, 0.0, None, None)
+        out_dtype = out_dtype or held.dtype
+    return run(x, w, expert_offsets, bias, out, out_dtype or torch.float16, dequantization)
+
+
+def run(
+    x: QuantizedActivations,
+    w: GroupedWeight,
+    expert_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    dequantization: str,
+) -> torch.Tensor:
+    """The eager path of `grouped_gemm` on quantized activations."""
+    import torch
+
+    grouped.check_once(w)
+    grouped.check_rows(x.shape, w.k)
+    launching.check_no_grad(x.q, "grouped_gemm")
+    experts, m, n, s = len(w), x.q.shape[0], w.n, w.stacked
+    if not x.q.is_cuda or x.device != w.device:
+        raise launching.elsewhere(x.q, w.device)
+    grouped.check_offsets(expert_offsets, experts, x.device)
+    if bias is not None:
+        grouped.check_bias(bias, experts, n, None, x.device)
+        if out_dtype == torch.int32:
+            raise ArgumentError("bias", "given", "cannot be added to int32 sums", "ask for float16 or bfloat16")
+        bias = bias.float()
+    elif s.bias is not None and out_dtype != torch.int32:
+        bias = launching.cast_once(s, "bias", torch.float32)
+    stream = launching.current_stream(x.q)
+    key = (experts, n, w.k, s.group_size, s.target, m, x.device, stream, out_dtype, dequantization, bias is None)
+    found = _launchers.get(key) or _prepare(key, x, w)
+    if out is None:
+        y = torch.empty((m, n), dtype=out_dtype, device=x.device)
+    else:
+        launching.check_out(out, (m, n), out_dtype, x.device)
+        y = out
+    if m == 0:
+        return y
+    kernel, workspace, semaphores, no_bias = found
+    written = y if y.data_ptr() % 16 == 0 else torch.empty_like(y)
+    kernel(
+        x.q, s.words.flatten(0, 1), s.channel_scales.view(-1), x.scales, x.row_sums,
+        no_bias if bias is None else bias.view(-1), workspace, semaphores, written, expert_offsets,
+    )  # fmt: skip
+    return y if written is y else y.copy_(written)
+
+
+_launchers: dict[tuple, tuple] = {}
+
+
+def _prepare(key: tuple, x: QuantizedActivations, w: GroupedWeight) -> tuple:
+    """Kernel, workspace, semaphores and a stand-in for no bias, kept."""
+    import torch
+
+    experts, n, k, group_size, packed_for, m, device, stream, out_dtype, dequantization, no_bias = key
+    out = str(out_dtype).removeprefix("torch.")
+    op.check_choices(k, out, dequantization, "imfp")
+    x.check()
+    if m == 0:
+        return ()
+    target, _ = launching.targets(packed_for, device)
+    facts = dict(group_size=group_size, out_dtype=out, dequantization=dequantization, bias=not no_bias, target=target)
+    chosen = plan(m, n, k, experts, **facts)
+    kernel, workspace, semaphores, _ = launching.ready(chosen, m, device, stream, "w4a8.grouped_gemm", "int32")
+    found = _launchers[key] = (kernel, workspace, semaphores, torch.empty(1, dtype=torch.float32, device=device))
+    return found

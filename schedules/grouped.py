@@ -1,0 +1,53 @@
+"""Schedules of grouped GEMMs: stream-K tiles, chosen by what is known before a launch, M and the number of experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from terrazzo.lowering.targets import Target
+from terrazzo.schedules.partition import share_tiles
+
+_SHAPES = ((4, 1), (4, 2), (2, 1))  # warpgroups, row blocks of each; of equal cost the first
+_FEW_TOKENS = 64
+_FIX_UP = 10  # a shared tile's trip through the workspace, in loads of 64 rows by 128 k
+_TILE = 3  # begin and end of a tile, in the same unit
+_TABLE_BYTES = 8  # of an expert
+
+
+def choose(form: ModuleType, problem: Any, target: Target, m: int, experts: int, *numerics: bool) -> Any:
+    """A StreamK of `form` (schedules.w4a8 or schedules.stream_k) for m tokens over `experts` experts.
+
+    A tile is as wide as the average expert's tokens: an expert with more takes several, which meet in L2. Up to 64
+    tokens the weights bound the time, so the shape is the one whose busiest SM loads least.
+
+    Args:
+        problem: of one expert. numerics: further arguments of `form.choose`.
+    """
+    active = min(experts, m)
+    average = -(-m // experts)
+    room = replace(target, smem_per_block=target.smem_per_block - _TABLE_BYTES * (experts + 1) - 128)
+    wide = form.choose(replace(problem, n=problem.n * active), room, average, *numerics)
+    if wide.block_tokens > _FEW_TOKENS:
+        return wide
+    shapes = [(wgs, rb) for wgs, rb in _SHAPES if _legal(replace(wide, warpgroups=wgs, row_blocks=rb))]
+    blocks = active * -(-average // wide.block_tokens)
+    cost = lambda shape: _busiest(problem, target, blocks, shape[0] * shape[1], shape[0])
+    warpgroups, row_blocks = min(shapes, key=cost)
+    return form.fitted(replace(wide, warpgroups=warpgroups, row_blocks=row_blocks), problem, room)
+
+
+def _legal(schedule: Any) -> bool:
+    return schedule.legal() if hasattr(schedule, "legal") else schedule.row_blocks * schedule.block_tokens <= 128
+
+
+def _busiest(problem: Any, target: Target, token_blocks: int, cta_blocks: int, warpgroups: int) -> float:
+    """Loads of 64 rows by 128 k of the busiest SM."""
+    tiles = token_blocks * -(-problem.row_blocks // cta_blocks)
+    tile = cta_blocks * problem.units + _TILE
+    part = share_tiles(tiles, problem.units, target.sms)
+    slow = 1.0 if warpgroups > 2 else 1.1  # fewer warps hide less of the conversion
+    if part.shared == 0:
+        return slow * -(-tiles // target.sms) * tile
+    return slow * (tiles * tile / target.sms + _FIX_UP)
