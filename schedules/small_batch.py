@@ -77,7 +77,7 @@ class Cost:
     items: float
 
 
-_COSTS = {  # token tiles -> fitted to some 180 measurements on H200: 10 % rms, schedules 2 % from the best
+COSTS = {  # token tiles -> fitted to some 180 measurements on H200: 10 % rms, schedules 2 % from the best
     1: Cost(0.533, 0.0, 0.572, 0.453, 0.258, 0.0124, 0.121, 0.751, 0.231),
     2: Cost(1.31, 1.50, 1.09, 0.33, 0.493, 0.01, 0.219, 0.0, 0.0),
 }
@@ -98,7 +98,7 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:
     """
     if not 1 <= m <= MAX_TOKENS:
         raise ArgumentError("m", m, f"must be 1..{MAX_TOKENS} for the small-batch program", "use a tile program")
-    found = cheapest(candidates(problem, target, -(-m // TOKENS_PER_TILE)), problem, target, _COSTS)
+    found = cheapest(candidates(problem, target, -(-m // TOKENS_PER_TILE)), problem, target, COSTS)
     if found is None:
         raise ArgumentError("target", target.arch, f"has too little shared memory for K = {problem.k}", "split K")
     return found

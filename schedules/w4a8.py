@@ -20,7 +20,7 @@ MAX_TOKENS = 32
 RECORD_BYTES = 128
 CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq"}
 _LARGE = 80e6  # weights from which two token tiles are faster on wgmma (measured on H200)
-_COSTS = {  # of small batches: token tiles -> fitted to 80 measurements on H200, 6 % rms
+COSTS = {  # of small batches: token tiles -> fitted to 80 measurements on H200, 6 % rms
     1: small_batch.Cost(0.685, 0.0, 0.708, 0.172, 0.124, 0.03, 0.3, 0.2, 0.233),
     2: small_batch.Cost(0.169, 0.0, 0.0, 0.0, 0.434, 0.0032, 0.131, 0.358, 0.512),
 }
@@ -168,7 +168,7 @@ def choose_small_batch(problem: IntegerGemm, target: Target, m: int) -> SmallBat
     if not 1 <= m <= MAX_TOKENS:
         raise ArgumentError("m", m, f"must be 1..{MAX_TOKENS} for the small-batch program", "use a tile program")
     schedules = small_batch.candidates(problem, target, -(-m // TOKENS_PER_TILE), SmallBatch)
-    best = small_batch.cheapest(schedules, problem, target, _COSTS, x_bytes=1)
+    best = small_batch.cheapest(schedules, problem, target, COSTS, x_bytes=1)
     if best is None:
         raise ArgumentError("target", target.arch, f"has too little shared memory for K = {problem.k}", "split K")
     return best
