@@ -84,7 +84,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def random_cache(k_format: str, v_format: str, shape: Shape, head_dim: int, page: int, seed: int = 0) -> Any:
     """A packed cache of random codes with parameters like those of normal data, made in place."""
     import torch
-    from terrazzo.ops.attention.cache import PackedCache, residual_layout
+    from terrazzo.ops.attention.cache import PackedCache, residual_words
     from terrazzo.ops.attention.layout import CacheLayout
 
     layout = CacheLayout(k_format, v_format, head_dim)
@@ -121,14 +121,13 @@ def random_cache(k_format: str, v_format: str, shape: Shape, head_dim: int, page
         torch.full((shape.kv_heads, head_dim), 0.03, device=DEVICE) if f.scaling == "static" else None
         for f in (layout.k, layout.v)
     ]
-    spare = residual_layout(layout)
+    words_of = (shape.batch, shape.kv_heads, residual_words(layout, layout.k.group))
     return PackedCache(
         layout, words.reshape(count, shape.kv_heads, -1),
         torch.full((shape.batch,), shape.tokens, dtype=torch.int32, device=DEVICE), shape.tokens,
         block_table=torch.randperm(count, generator=rng, device=DEVICE).int().reshape(-1, per) if page else None,
         page_size=page,
-        residual=torch.zeros(shape.batch, shape.kv_heads, spare.words(layout.k.group), dtype=torch.int32, device=DEVICE)
-        if layout.k.group else None,
+        residual=torch.zeros(words_of, dtype=torch.int32, device=DEVICE) if layout.k.group else None,
         k_static=static[0], v_static=static[1],
     )  # fmt: skip
 

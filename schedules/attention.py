@@ -1,11 +1,14 @@
 """Schedules of decode attention: how many warps share a sequence's tokens, what each keeps in flight, how many splits.
 
 One wave of CTAs fills the GPU: many (sequence, kv head) pairs take several small CTAs on each SM, few pairs take one
-large CTA for each SM and as few splits as fill them, because every split is read again by the combine.
+large CTA for each SM and as few splits as fill them, because every split is read again by the combine. Fitted to an
+H200: 64 x 8 heads of 4K tokens of int4 take 72.6 us in CTAs of 4 warps, 73.6 of 8, 78.5 of 16; 8 x 8 heads of 32K tokens
+72.2 us in CTAs of 16 warps, 73.0 of 12, 73.9 of 8.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 from terrazzo.lowering.errors import ArgumentError
@@ -13,7 +16,8 @@ from terrazzo.lowering.targets import Target
 
 MAX_SPLITS = 128
 _STATIC = 2048  # barriers with their alignment, and what the driver keeps of each CTA
-_SMALL_CTA = 4  # warps
+_ON_SM = (16, 12, 8, 4, 2)  # warps of an SM to choose from
+_FULL = 0.9  # a wave with more than this share of its CTAs counts as full
 _IN_FLIGHT = 32 << 10  # bytes on their way to an SM that hide the latency of memory at full bandwidth (H200)
 
 
@@ -55,10 +59,12 @@ class Decode:
         return problem.channel_words + self.tiles * problem.tile_words
 
     def smem_bytes(self, problem: DecodeProblem) -> int:
-        """Dynamic shared memory of a CTA: rings, or what merge and combine need in their place."""
+        """Dynamic shared memory of a CTA: rings, or what merge and combine need in their place; the rows of Q where
+        channel-wise scales multiply them."""
         rows = 8 * self.row_tiles
         merge = self.warps * rows * (problem.head_dim + 6)
-        return 4 * max(self.warps * self.stages * self.stage_words(problem), merge, MAX_SPLITS * rows + 4)
+        rings = max(self.warps * self.stages * self.stage_words(problem), merge, MAX_SPLITS * rows + 4)
+        return 4 * (rings + (4 * problem.head_dim * self.row_tiles if problem.group else 0))
 
     def in_flight(self, problem: DecodeProblem) -> int:
         """Words on their way to one SM while a stage is worked on."""
@@ -76,28 +82,33 @@ def row_groups(problem: DecodeProblem) -> int:
 
 
 def warps_per_sm(problem: DecodeProblem) -> int:
-    """Warps whose registers fit into an SM: 128 registers for the usual case, twice that for more state."""
-    return 16 if row_tiles(problem) * problem.head_dim <= 128 else 8
+    """Warps whose registers fit into an SM: 128 registers for the usual case, 168 for twice the state."""
+    return 16 if row_tiles(problem) * problem.head_dim <= 128 else 12
 
 
 def choose(problem: DecodeProblem, target: Target) -> Decode:
-    """As many warps as registers and rings allow; stages of two tiles where they fit, and as many as fit.
+    """As many warps as registers and rings allow, in CTAs of a size whose waves are full; stages of one tile in small
+    CTAs and of two in large ones where they fit, and as many as fit.
 
     Raises:
         ArgumentError: a page or group that no stage divides, or shared memory too small for three stages.
     """
-    total = warps_per_sm(problem)
-    for on_sm in (total, total * 3 // 4, total // 2, total // 4):
+    possible = []
+    for on_sm in (n for n in _ON_SM if n <= warps_per_sm(problem)):
         warps = _warps(problem, target, on_sm)
+        small = warps <= on_sm // 2
         made = [
             Decode(row_tiles(problem), warps, tiles, stages, max(1, on_sm // warps))
-            for tiles in (2, 1)
+            for tiles in ((1, 2) if small else (2, 1))
             if not (problem.group % (16 * tiles) or problem.page % (16 * tiles))
-            for stages in (6, 5, 4, 3)
+            for stages in ((5, 4, 3) if small and tiles == 1 else (6, 5, 4, 3))
         ]
-        fits = [schedule for schedule in made if _fits(schedule, problem, target)]
-        if fits and fits[0].in_flight(problem) * 4 >= _IN_FLIGHT:
-            return fits[0]
+        possible += [schedule for schedule in made if _fits(schedule, problem, target)][:1]
+    for schedule in possible:
+        if schedule.in_flight(problem) * 4 >= _IN_FLIGHT:
+            return schedule
+    if possible:
+        return max(possible, key=lambda schedule: schedule.in_flight(problem))
     raise ArgumentError(
         "page", problem.page, f"no ring of whole stages fits on {target.arch} (group {problem.group})", "use 128 tokens"
     )
@@ -109,18 +120,29 @@ def _fits(schedule: Decode, problem: DecodeProblem, target: Target) -> bool:
 
 
 def _warps(problem: DecodeProblem, target: Target, on_sm: int) -> int:
-    """Warps of a CTA: few where pairs alone fill the GPU, all of an SM's otherwise, unless tokens are too few then."""
+    """Warps of a CTA. Pairs that fill whole waves of CTAs stay unsplit, in the smallest CTAs that do so; otherwise
+    sequences are split, over the largest CTAs, because every split is read again; fewer warps where tokens are few."""
     pairs = problem.pairs * row_groups(problem)
-    if pairs > 2 * target.sms:
-        return min(_SMALL_CTA, on_sm)
+    whole = {}
+    for warps in _sizes(on_sm):
+        waves = pairs / (target.sms * (on_sm // warps))
+        if waves >= _FULL:
+            whole[warps] = waves / math.ceil(waves)
+    if whole and max(whole.values()) >= _FULL:
+        return next(warps for warps, filled in whole.items() if filled >= max(whole.values()) - 0.02)
     warps, per_warp = on_sm, max(problem.group, 32)
     while warps % 2 == 0 and warps > 2 and target.sms // pairs * warps * per_warp > problem.tokens:
         warps //= 2
     return warps
 
 
+def _sizes(on_sm: int) -> list[int]:
+    """Warps of a CTA, from the smallest, that share an SM's `on_sm` evenly."""
+    return [warps for warps in (on_sm // 4, on_sm // 2, on_sm) if warps >= min(on_sm, 3) and on_sm % warps == 0]
+
+
 def splits(problem: DecodeProblem, schedule: Decode, target: Target) -> int:
-    """Splits of each sequence: what fills the GPU once, as long as every warp of a split has a stage to work on."""
+    """Splits of each sequence: what fills the GPU once, as long as every warp of a split has 32 tokens to work on."""
     room = target.sms * schedule.min_blocks // (problem.pairs * row_groups(problem))
-    chunk = schedule.warps * max(problem.group, 16 * schedule.tiles)
+    chunk = schedule.warps * max(problem.group, 32)
     return max(1, min(room, -(-problem.tokens // chunk), MAX_SPLITS))

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.ops.attention.quantizer import QuantizedBlock, dequantize, quantize
+from terrazzo.ops.attention.quantizer import F16_MAX, QuantizedBlock, dequantize, quantize
+
+MAX_RESIDUAL = 256
+"""Tokens: a warp of the kernel that packs a block holds 16 of them."""
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +21,9 @@ class PackedCache:
     """Keys and values of B sequences.
 
     Tokens [0, length - length % residual_tokens) of a sequence are packed, the others lie in its f16 residual block;
-    without a residual block all are packed. Unwritten storage must hold finite numbers: allocate it with zeros.
+    without a residual block all are packed. The residual block is a ring of one tile more than it has tokens for: token
+    p lies in tile p // 16 % tiles, so that new tokens never overwrite those of a block that is about to be packed.
+    Unwritten storage must hold finite numbers: allocate it with zeros.
 
     Attributes:
         layout: formats and byte order.
@@ -27,7 +32,7 @@ class PackedCache:
         max_length: host-side bound of `lengths`, for the number of splits.
         block_table: int32 [B, most pages] of page numbers, or None when contiguous.
         page_size: tokens of a page, 0 when contiguous.
-        residual: int32 [slots, Hkv, words of an f16 block], or None.
+        residual: int32 [slots, Hkv, (residual_tokens / 16 + 1) * words of an f16 tile], or None.
         slots: int32 [B], the residual block of each sequence, or None for its own number.
         k_static, v_static: f32 [Hkv, D] scales of static formats.
     """
@@ -52,8 +57,7 @@ class PackedCache:
         """Tokens of a residual block, 0 without one."""
         if self.residual is None:
             return 0
-        layout = residual_layout(self.layout)
-        return self.residual.shape[2] // layout.tile_words * 16
+        return (self.residual.shape[2] // residual_layout(self.layout).tile_words - 1) * 16
 
     @property
     def nbytes(self) -> int:
@@ -81,13 +85,36 @@ class PackedCache:
         if packed < length:
             slot = sequence if self.slots is None else int(self.slots[sequence])
             layout = residual_layout(self.layout)
-            rest = layout.unpack(self.residual[slot, head].reshape(-1, layout.block_words))
+            tiles = self.residual[slot, head].reshape(-1, layout.block_words)
+            rest = layout.unpack(tiles.roll(-(packed // 16), 0))
             parts = [torch.cat([p, dequantize(q, "float16")[: length - packed]]) for p, q in zip(parts, rest)]
         return parts[0], parts[1]
 
     def blocks(self, sequence: int, head: int, tokens: int) -> tuple[QuantizedBlock, QuantizedBlock]:
         """Codes and parameters of whole blocks that hold the first `tokens` tokens."""
         return self.layout.unpack(self.packed_words(sequence, head, tokens))
+
+
+def residual_of(layout: CacheLayout, residual: int | None) -> int:
+    """Tokens of the residual block that a cache of this layout gets; None asks for what it needs.
+
+    Raises:
+        ArgumentError: no multiple of 16 up to 256, or another size than the channel group of the keys.
+    """
+    group = layout.k.group
+    residual = group if residual is None else residual
+    if residual % 16 or not 0 <= residual <= MAX_RESIDUAL or (group and residual != group):
+        constraint = f"must be {group or f'a multiple of 16 up to {MAX_RESIDUAL}'} for {layout.k} keys"
+        raise ArgumentError("residual", residual, constraint, "leave it out")
+    if residual and layout.v.scaling == "static":
+        constraint = "static values cannot join the f16 tokens of a residual block"
+        raise ArgumentError("v_format", layout.v_format, constraint, "use token-wise values")
+    return residual
+
+
+def residual_words(layout: CacheLayout, residual: int) -> int:
+    """int32 words of the ring of tiles behind a residual block of `residual` tokens."""
+    return residual_layout(layout).words(residual + 16)
 
 
 def residual_layout(layout: CacheLayout) -> CacheLayout:
@@ -125,10 +152,9 @@ def pack_cache(
 
     batch, heads, tokens, head_dim = k.shape
     layout = CacheLayout(k_format, v_format, head_dim)
-    residual = layout.k.group if residual is None else residual
-    if residual % max(layout.block_tokens, 16) or (layout.k.group and residual != layout.k.group):
-        constraint = f"must be the channel group of the keys ({layout.k.group or 'none'}) or a multiple of 16"
-        raise ArgumentError("residual", residual, constraint, "leave it out")
+    residual = residual_of(layout, residual)
+    if residual:  # tokens pass through the f16 block, so what is packed does not depend on how they came
+        k, v = (x.float().clamp(-F16_MAX, F16_MAX).half() for x in (k, v))
     device = k.device
     lengths = torch.full((batch,), tokens) if lengths is None else lengths
     lengths = lengths.to(device=device, dtype=torch.int32)
@@ -161,7 +187,10 @@ def pack_cache(
             )
             for x in (k, v)
         ]
-        rest = spare.pack(*(quantize(x, "float16") for x in picked)).reshape(batch, heads, -1)
+        tiles = spare.pack(*(quantize(x, "float16") for x in picked))
+        tiles = torch.nn.functional.pad(tiles, (0, 0, 0, 1))
+        turns = (starts // 16).tolist()
+        rest = torch.stack([t.roll(turn, 1) for t, turn in zip(tiles, turns)]).reshape(batch, heads, -1)
     facts = {"lengths": lengths, "max_length": tokens, "residual": rest, "k_static": k_static, "v_static": v_static}
     if not page_size:
         return PackedCache(layout, words.reshape(batch, heads, -1), **facts)

@@ -39,11 +39,18 @@ def stage_words(layout: CacheLayout, tiles: int) -> int:
     return layout.channel_words + tiles * layout.tile_words
 
 
+def query_words(layout: CacheLayout, row_tiles: int) -> int:
+    """int32 words of the rows' B fragments in shared memory, from where channel-wise scales take them anew."""
+    return 4 * layout.head_dim * row_tiles if layout.k.group else 0
+
+
 def shared_words(layout: CacheLayout, row_tiles: int, warps: int, tiles: int, stages: int) -> int:
-    """int32 words of shared memory: the rings, which the merge of the warps and the combine of the splits reuse."""
+    """int32 words of shared memory: the rings, which the merge of the warps and the combine of the splits reuse, and
+    behind them the B fragments of `query_words`."""
     rows = 8 * row_tiles
     merge = warps * rows * (layout.head_dim + 4 + 2)
-    return max(warps * stages * stage_words(layout, tiles), merge, MAX_SPLITS * rows + 4)
+    rings = max(warps * stages * stage_words(layout, tiles), merge, MAX_SPLITS * rows + 4)
+    return rings + query_words(layout, row_tiles)
 
 
 def build(
@@ -68,7 +75,7 @@ def build(
     Args:
         dtype: of q and out. tiles: 16-token tiles in a stage of a warp. min_blocks: CTAs on an SM that registers allow.
         page: tokens of a page, 0 for a contiguous cache (one page for each sequence).
-        residual: tokens of the f16 residual block, 0 for none.
+        residual: tokens of the f16 residual block, 0 for none. Its tiles are a ring of one more (`PackedCache`).
         softcap, sinks: whether the logits are capped, and whether each head has a sink.
 
     Shapes: Q and O [B, q_len, Hq, D] in `dtype`; KV int32 [pages, Hkv, page words]; TABLE int32 [B, most pages] (one
@@ -97,6 +104,8 @@ def build(
     head_words, tile_words, stage = layout.channel_words, layout.tile_words, stage_words(layout, tiles)
     threads = warps * 32
     total_words = shared_words(layout, nt, warps, tiles, stages)
+    queries = total_words - query_words(layout, nt)
+    spare_tiles = residual // 16 + 1  # one more than a block: new tokens never overwrite those of a block to be packed
     bulk = target.supports("bulk_copy")
     pitch = D + 4  # of a merge row: the lanes of a quad store to different banks
     merge_warp = cols * (pitch + 2)
@@ -197,6 +206,18 @@ def build(
                 st.hi[t * 2 + j] = w.length[0] - w.q_len + 1 + T.min(T.truncdiv(row2, w.group[0]), w.q_len - 1)
                 st.lo[t * 2 + j] = T.if_then_else(w.window > 0, st.hi[t * 2 + j] - w.window, -(1 << 30))
         tile.sum_q(st)
+
+    @T.macro
+    def share_q(ring, st, w, lane):
+        """The B fragments to shared memory, so that no register holds them beside the scaled ones of a group."""
+        if w.warp == 0:
+            for j in each(slices // 2):
+                for t in each(nt):
+                    for i in each(4):
+                        ring[queries + ((j * nt + t) * 32 + lane) * 4 + i] = T.reinterpret(
+                            st.q[((j * 2 + i // 2) * nt + t) * 2 + i % 2], "int32"
+                        )
+        T.sync_threads()
 
     @T.macro
     def spare_q(Q, st, w, lane):
@@ -435,6 +456,8 @@ def build(
                     T.call_extern("handle", "tz_cp_commit")
             tile.clear(st)
             load_q(Q, SK, st, w, lane)
+            if group:
+                share_q(ring, st, w, lane)
             least = w.length[0] - w.q_len + 1 + T.truncdiv(w.y[0] * cols, w.group[0])
             if residual:
                 if w.length[0] > w.packed[0]:
@@ -449,7 +472,7 @@ def build(
                                     T.access_ptr(RES[0, 0, 0], "r", 1),
                                     SLOT[b],
                                     RES_H * RES_WORDS,
-                                    w.h[0] * RES_WORDS + j * spare.tile_words,
+                                    w.h[0] * RES_WORDS + (w.packed[0] // 16 + j) % spare_tiles * spare.tile_words,
                                 ),
                                 st, st.qk, w.packed[0] + j * 16, w.length[0], True, lane,
                             )  # fmt: skip
@@ -468,7 +491,7 @@ def build(
                 at = (w.warp * stages + w.read[0]) * stage
                 if group:
                     if i % per_chunk == 0:
-                        tile.scale_q(T.access_ptr(ring[at], "r", stage), st, lane)
+                        tile.scale_q(T.access_ptr(ring[at], "r", stage), T.access_ptr(ring[queries], "r"), st, lane)
                 tile.step(
                     T.access_ptr(ring[at + head_words], "r", stage),
                     st, st.qk if group else st.q, token, w.length[0],

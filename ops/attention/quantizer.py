@@ -2,6 +2,7 @@
 
 Every step is one correctly rounded f32 or f16 operation, so that all devices agree on every bit:
 zero = f16(min), scale = f16((max - zero) / (2^b - 1)), code = clamp(rint((x - zero) / scale)); scale 0 gives code 0.
+A minimum over zeros of both signs counts as +0, whatever their order.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def quantize(x: torch.Tensor, fmt: str | KVFormat, static: torch.Tensor | None =
 
 def _range(x: torch.Tensor, dim: int, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(scale, zero) in f16 of the values along `dim`."""
-    zero = x.amin(dim).clamp(-F16_MAX, F16_MAX).half()
-    scale = ((x.amax(dim) - zero.float()) / levels).clamp(0, F16_MAX).half()
+    zero = (x.amin(dim).clamp(-F16_MAX, F16_MAX) + 0.0).half()
+    scale = (((x.amax(dim) - zero.float()) / levels).clamp(0, F16_MAX) + 0.0).half()
     return scale, zero
 
 

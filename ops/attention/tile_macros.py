@@ -100,11 +100,17 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
                     st.qs[t * 2 + j] = st.acc[t * 4 + j] * (st.scale * T.float32(q_weight))
 
     @T.macro
-    def scale_q(head, st, lane):
-        """Q times the scales of a channel group, and Q times its zeros (by an MMA whose 16 rows are all the zeros)."""
+    def scale_q(head, rows, st, lane):
+        """The B fragments at address `rows` times the scales of a channel group, and their products with its zeros (by
+        an MMA whose 16 rows are all the zeros)."""
         for i in each(nt * 4):
             st.acc[i] = 0.0
         for j in each(slices // 2):
+            for t in each(nt):
+                T.call_extern(
+                    "handle", "tz_load<4>", T.access_ptr(st.a[8 + t * 4], "w", 4),
+                    T.call_extern("handle", "tz_at32", rows, ((j * nt + t) * 32 + lane) * 4),
+                )  # fmt: skip
             for part in each(2):
                 T.call_extern(
                     "handle", "tz_load<4>", T.access_ptr(st.w, "w"),
@@ -113,8 +119,9 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
                 if part == 0:
                     for i in each(4):
                         for t in each(nt):
-                            at = ((j * 2 + i // 2) * nt + t) * 2 + i % 2
-                            st.qk[at] = T.call_extern("uint32", "tz_hmul2", st.q[at], st.w[i])
+                            st.qk[((j * 2 + i // 2) * nt + t) * 2 + i % 2] = T.call_extern(
+                                "uint32", "tz_hmul2", st.a[8 + t * 4 + i], st.w[i]
+                            )
                 else:
                     for i in each(2):
                         for half in each(2):
@@ -125,7 +132,7 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
                                 )
                             st.a[half * 2 + 1] = st.a[half * 2]
                         for t in each(nt):
-                            mma(False, st.acc, t * 4, st.a, 0, st.q, ((j * 2 + i) * nt + t) * 2)
+                            mma(False, st.acc, t * 4, st.a, 0, st.a, 8 + t * 4 + i * 2)
         for t in each(nt):
             for j in each(2):
                 st.qs[t * 2 + j] = st.acc[t * 4 + j] * st.scale

@@ -107,7 +107,7 @@ def poison(made: PackedCache) -> None:
             spoil(tile, layout, packed % 16)
         if n and length % n % 16:
             slot_layout = caches.residual_layout(layout)
-            word = length % n // 16 * slot_layout.tile_words
+            word = length // 16 % (n // 16 + 1) * slot_layout.tile_words
             spoil(made.residual[b, :, word : word + slot_layout.tile_words], slot_layout, length % 16)
 
 
