@@ -56,18 +56,13 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int, scaled_sums: bool) -
         tokens = 128  # too few tiles of 256
     if tokens == 256 and m > 256 and -(-m // 128) * 128 * 1.12 < -(-m // 256) * 256:
         tokens = 128  # a tile of 128 costs a little more than half of 256, less than what padding would
-    # (warpgroups, row blocks of each): four warpgroups hide the conversion best where enough tiles are left to share
-    if tokens <= 32:
-        shape = (4, 2) if millions >= 100 else (4, 1) if millions >= 50 else (2, 1)
-    elif tokens == 64:
-        shape = (4, 1) if millions >= 100 else (2, 1)
-    elif tokens == 128:
+    # (warpgroups, row blocks of each): two row blocks share a stage's barriers where enough tiles of 256 rows are left
+    shape = (2, 1)
+    if tokens <= 64:
+        shape = (2, 2) if millions >= (50 if tokens <= 32 else 100) else (2, 1)
+    elif tokens == 128 and not scaled_sums:
         tall = -(-problem.row_blocks // 4) * -(-m // 128)  # tiles of 256 rows
-        one_wave = 0.8 * target.sms <= tall <= target.sms
-        shape = (2, 2) if one_wave else (3, 1) if millions >= 100 else (2, 1)
-        shape = (2, 1) if scaled_sums else shape
-    else:
-        shape = (2, 1)
+        shape = (2, 2) if tall >= 0.8 * target.sms else (3, 1) if millions >= 100 else (2, 1)
     stage_k = 128 if tokens <= 64 or (tokens == 128 and millions < 30) else 64
     return fitted(StreamK(tokens, *shape, stages=2, stage_k=stage_k), problem, target)
 
