@@ -16,7 +16,7 @@ from terrazzo.ops.w4a16 import multistage as multistage_program
 from terrazzo.ops.w4a16 import small_batch as small_batch_program
 from terrazzo.ops.w4a16 import stream_k as stream_k_program
 from terrazzo.ops.w4a16.operand import Operand
-from terrazzo.schedules import multistage, small_batch, stream_k
+from terrazzo.schedules import multistage, records, spaces, stream_k
 from terrazzo.schedules.problem import WeightOnlyGemm
 
 if TYPE_CHECKING:
@@ -57,24 +57,34 @@ def plan(
         entry = f"{program.__name__}:build"
         return KernelRequest(name, entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
 
-    scaled = "exact" if scale_dtype == dtype else "post"
-    if small_batch.serves(problem, target, m):
-        s = small_batch.choose(problem, target, m)
+    tile_numerics = ("exact" if scale_dtype == dtype else "post") if numerics == "auto" else numerics
+    space = spaces.W4A16(problem, tile_numerics == "post", symmetric)
+    if numerics == "auto":
+        facts = tuning_facts(n, k, group_size, symmetric, scale_dtype, dtype)
+        program, s = spaces.choose(space, "w4a16", facts, target, m, device)
+    else:
+        program, s = space.heuristic(target, m)
+    if program == "small_batch":
         chosen = request(small_batch_program, s, "post" if numerics == "auto" else numerics)
         workspace = (s.kc, s.token_tiles * 8, problem.row_blocks * 64)
         return Plan(chosen, workspace, (s.nc,), ())
-    numerics = scaled if numerics == "auto" else numerics
-    if target.supports("wgmma.f16"):
-        s = stream_k.choose(problem, target, m, numerics == "post")
+    if program == "stream_k":
         part = stream_k.partition(s, problem, runs_on, m)
         return Plan(
-            request(stream_k_program, s, numerics),
+            request(stream_k_program, s, tile_numerics),
             (part.grid, s.cta_blocks, s.block_tokens // 8, 128, 4),
             (part.grid, s.warpgroups),
             (part.shared,),
         )
-    s = multistage.choose(problem, target, m, numerics == "post", symmetric)
-    return Plan(request(multistage_program, s, numerics), *multistage.launch_sizes(s, problem, m), ())
+    return Plan(request(multistage_program, s, tile_numerics), *multistage.launch_sizes(s, problem, m), ())
+
+
+def tuning_facts(
+    n: int, k: int, group_size: int, symmetric: bool, scale_dtype: str, dtype: str
+) -> dict[str, int | str | bool]:
+    """What tells one tuned weight from another, besides M."""
+    group = 0 if group_size >= k else group_size
+    return dict(n=n, k=k, group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype)
 
 
 def kernel_requests(
@@ -102,7 +112,9 @@ def kernel_requests(
     check_numerics(numerics)
     facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, bias=bias)
     at = Target.parse(target)
-    return requests_of(plan(t, n, k, **facts, numerics=numerics, target=at) for t in tokens_of(m))
+    recorded = tuning_facts(n, k, group_size, symmetric, scale_dtype, dtype)
+    tokens = (*tokens_of(m), *(records.tokens("w4a16", recorded, at) if m is None else ()))
+    return requests_of(plan(t, n, k, **facts, numerics=numerics, target=at) for t in tokens)
 
 
 def weight_requests(
@@ -202,6 +214,8 @@ def run(
 
 
 _launchers: dict[tuple, tuple] = {}
+records.on_change(plan.cache_clear)
+records.on_change(_launchers.clear)
 
 
 def _facts(w: PackedWeight) -> tuple:

@@ -19,7 +19,7 @@ from terrazzo.ops.w4a8 import stream_k as stream_k_program
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import PackedWeight, unit_layout
 from terrazzo.ops.w4a8.reference import DEQUANTIZATIONS, OUT_DTYPES
-from terrazzo.schedules import multistage
+from terrazzo.schedules import multistage, records, spaces
 from terrazzo.schedules import w4a8 as schedules
 
 if TYPE_CHECKING:
@@ -63,17 +63,23 @@ def plan(
         entry = f"{program.__name__}:build"
         return KernelRequest(name, entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
 
-    wgmma = target.supports("wgmma.s8")
-    if pipeline == "imfp" and not wgmma:
+    if pipeline == "imfp" and not target.supports("wgmma.s8"):
         raise ArgumentError("pipeline", pipeline, f"{target.arch} has no integer wgmma", "leave it 'auto'")
-    if pipeline == "small_batch" or (pipeline == "auto" and schedules.serves(gemm, target, m)):
+    if pipeline == "auto":
+        facts = tuning_facts(n, k, group_size, out_dtype, dequantization)
+        program, s = spaces.choose(spaces.W4A8(gemm), "w4a8", facts, target, m, device)
+    elif pipeline == "small_batch":
+        program = pipeline
         s = schedules.choose_small_batch(gemm, target, next((t for t in _SMALL if m <= t), _SMALL[-1]))
+    elif pipeline == "multistage":
+        program, s = pipeline, schedules.choose_multistage(gemm, target, m)
+    else:
+        program, s = "stream_k", schedules.choose(gemm, target, m)
+    if program == "small_batch":
         workspace = (s.kc, s.token_tiles * schedules.TOKENS_PER_TILE, gemm.row_blocks * 64)
         return Plan(request(small_batch_program, s), workspace, (s.nc,), ())
-    if pipeline == "multistage" or not wgmma:
-        s = schedules.choose_multistage(gemm, target, m)
+    if program == "multistage":
         return Plan(request(multistage_program, s), *multistage.launch_sizes(s, gemm, m), ())
-    s = schedules.choose(gemm, target, m)
     part = schedules.partition(s, gemm, device or target, m)
     return Plan(
         request(stream_k_program, s),
@@ -81,6 +87,12 @@ def plan(
         (part.grid, s.warpgroups),
         (part.shared,),
     )
+
+
+def tuning_facts(n: int, k: int, group_size: int, out_dtype: str, dequantization: str) -> dict[str, int | str]:
+    """What tells one tuned weight from another, besides M."""
+    chosen = AUTO if dequantization == "auto" else dequantization
+    return dict(n=n, k=k, group=group_size, out_dtype=out_dtype, dequantization=chosen)
 
 
 def tokens_per_launch(chosen: Plan, m: int) -> int:
@@ -116,9 +128,12 @@ def kernel_requests(
     """
     if dtype not in (None, *activations.DTYPES):
         raise ArgumentError("dtype", dtype, f"must be one of {activations.DTYPES}", "cast the activations")
-    at, tokens = Target.parse(target), launching.tokens_of(m)
+    at, out = Target.parse(target), out_dtype or dtype or "float16"
+    recorded = tuning_facts(n, k, group_size, out, dequantization)
+    more = records.tokens("w4a8", recorded, at) if m is None else ()
+    tokens = (*launching.tokens_of(m), *more)
     facts = dict(group_size=group_size, dequantization=dequantization, pipeline=pipeline, bias=bias, target=at)
-    plans = [plan(t, n, k, **facts, out_dtype=out_dtype or dtype or "float16") for t in tokens]
+    plans = [plan(t, n, k, **facts, out_dtype=out) for t in tokens]
     before = [activations.plan(t, k, dtype=dtype, gain=smooth, norm=False, target=at) for t in tokens if dtype]
     return list(dict.fromkeys([*launching.requests_of(plans), *before]))
 
@@ -252,6 +267,8 @@ def run(
 
 
 _launchers: dict[tuple, tuple] = {}
+records.on_change(plan.cache_clear)
+records.on_change(_launchers.clear)
 
 
 def _adopt(w: PackedWeight, facts: tuple) -> None:

@@ -1,0 +1,267 @@
+"""Tuned schedules: tables of measured records, and the one question that an operator asks them before its heuristic.
+
+A table belongs to one GPU: its name and number of SMs. It ships as schedules/tuned/<gpu>.json; further tables come from
+`use`, a program of the user's, or the environment variable TERRAZZO_TUNED (the path of a table, or "off" for none at
+all). A record answers for its own M, else for the nearest M of the same bucket; otherwise the heuristic decides. A
+table of another GPU, or a record of other versions, is never used; `explain` says why.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
+from terrazzo.lowering.toolchain import package_version
+
+SCHEMA = 1
+FOLDER = Path(__file__).parent / "tuned"
+VARIABLE = "TERRAZZO_TUNED"
+_SMALLEST_BUCKET, _LARGEST_BUCKET = 8, 8192
+_PADDING = 1.12  # a tile that pads a neighbouring M by more than this is no longer the tuned one
+_RECORD = {"op": str, "facts": dict, "m": int, "program": str, "schedule": dict, "us": (int, float)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule that a record (or a tuner) names, not yet checked against the problem.
+
+    Attributes:
+        program: name of the operator's program. params: the schedule's fields.
+        m: tokens that it was measured with. us: its time then, microseconds, 0 if unknown.
+        how: "exact", "bucket" or "forced".
+    """
+
+    program: str
+    params: Mapping[str, int]
+    m: int
+    us: float = 0.0
+    how: str = "exact"
+
+
+def bucket(m: int) -> int:
+    """The power of two that m falls under, 8 at least, 8192 for everything above."""
+    return min(_LARGEST_BUCKET, max(_SMALLEST_BUCKET, 1 << (m - 1).bit_length()))
+
+
+def slug(gpu: str) -> str:
+    """ "NVIDIA H200" -> "h200": the name of a GPU's table."""
+    words = gpu.lower().replace("-", " ").replace("/", " ").split()
+    return "_".join(word for word in words if word not in ("nvidia", "geforce", "rtx")) or "gpu"
+
+
+def versions() -> dict[str, str]:
+    """What a record must have been made with to be used: terrazzo's minor version, TileLang's patch version."""
+    return {
+        "terrazzo": ".".join((package_version("terrazzo") or "").split(".")[:2]),
+        "tilelang": ".".join((package_version("tilelang") or "").split(".")[:3]),
+    }
+
+
+def key(op: str, facts: Mapping[str, Any]) -> str:
+    """What a record of an operator must share with a problem, besides M."""
+    return json.dumps([op, dict(facts)], sort_keys=True)
+
+
+class Table:
+    """The records of one GPU.
+
+    Args:
+        data: the object of a table file: schema, gpu, sms, records. source: its name in reasons.
+
+    Raises:
+        ArgumentError: not such an object; the message says which field is wrong.
+    """
+
+    def __init__(self, data: Mapping[str, Any], source: str) -> None:
+        self.source = source
+        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
+            seen = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+            raise ArgumentError("schema", seen, f"{source} must be a table of schema {SCHEMA}", "export it again")
+        self.gpu, self.sms, records = data.get("gpu"), data.get("sms"), data.get("records")
+        if not isinstance(self.gpu, str) or not isinstance(self.sms, int) or not isinstance(records, list):
+            raise ArgumentError(
+                "gpu", self.gpu, f"{source} must name gpu, sms and a list of records", "export it again"
+            )
+        self.rows: dict[str, dict[int, Mapping[str, Any]]] = {}
+        for index, row in enumerate(records):
+            for name, kind in _RECORD.items():
+                if not isinstance(row, Mapping) or not isinstance(row.get(name), kind):
+                    raise ArgumentError(f"records[{index}].{name}", row, f"is no {name} in {source}", "export it again")
+            self.rows.setdefault(key(row["op"], row["facts"]), {})[row["m"]] = row
+
+    @staticmethod
+    def read(path: Path | str) -> Table:
+        """A table file.
+
+        Raises:
+            ArgumentError: it cannot be read, or is no table.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise ArgumentError(
+                "table", str(path), f"cannot be read: {error}", "name a file of `tune export`"
+            ) from error
+        return Table(data, str(path))
+
+    def refusal(self, target: Target) -> str:
+        """Why no record of this table may serve the GPU, or ""."""
+        if (self.gpu, self.sms) == (target.name, target.sms):
+            return ""
+        return f"{self.source}: measured on {self.gpu} with {self.sms} SMs, this is {target.name} with {target.sms}"
+
+    def find(self, op: str, facts: Mapping[str, Any], m: int) -> tuple[Choice | None, str]:
+        """(the record for m, or for the nearest m of its bucket; or None, why not)."""
+        rows = self.rows.get(key(op, facts), {})
+        usable = {at: row for at, row in rows.items() if not _outdated(row)}
+        near = [at for at in usable if at == m or (bucket(at) == bucket(m) and _fits(usable[at], at, m))]
+        if near:
+            at = min(near, key=lambda at: (abs(math.log(at / m)), at))
+            row = usable[at]
+            how = "exact" if at == m else "bucket"
+            return Choice(row["program"], row["schedule"], at, float(row["us"]), how), ""
+        old = [f"M = {at}: {_outdated(row)}" for at, row in rows.items() if at not in usable]
+        seen = "; ".join(old) or (
+            f"has M = {', '.join(map(str, sorted(rows)))}" if rows else "no record of this weight"
+        )
+        return None, f"{self.source}: {seen}"
+
+    def tokens(self, op: str, facts: Mapping[str, Any]) -> list[int]:
+        """The M of the usable records of a weight."""
+        return sorted(at for at, row in self.rows.get(key(op, facts), {}).items() if not _outdated(row))
+
+
+def _outdated(row: Mapping[str, Any]) -> str:
+    here = versions()
+    for name, wanted in here.items():
+        made = str(row.get(name, ""))
+        if wanted and made != wanted and not made.startswith(wanted + "."):
+            return f"made with {name} {made or '(unknown)'}, this is {wanted}"
+    return ""
+
+
+def _fits(row: Mapping[str, Any], at: int, m: int) -> bool:
+    """Whether a record's tile pads m about as little as the m that it was measured with."""
+    tile = row["schedule"].get("block_tokens")
+    if not isinstance(tile, int) or tile < 1:
+        return True
+    pad = lambda tokens: -(-tokens // tile) * tile / tokens
+    return (m <= tile and at <= tile) or pad(m) <= _PADDING * pad(at)
+
+
+Tuner = Callable[[str, Mapping[str, Any], int, Target], "Choice | None"]
+
+_used: list[Table] = []
+_forced: dict[str, Choice] = {}
+_tuners: list[Tuner] = []
+_forget: list[Callable[[], None]] = []
+
+
+def on_change(forget: Callable[[], None]) -> None:
+    """Call `forget` whenever an answer of `pick` may change: an operator drops its plans."""
+    _forget.append(forget)
+
+
+def changed() -> None:
+    """Tell operators that answers may differ from now on."""
+    for forget in _forget:
+        forget()
+
+
+@cache
+def _shipped(gpu: str) -> Table | None:
+    path = FOLDER / f"{slug(gpu)}.json"
+    return Table.read(path) if path.is_file() else None
+
+
+@cache
+def _from_environment(value: str) -> Table | None:
+    return Table.read(value) if value and value != "off" else None
+
+
+def tables(gpu: str) -> list[Table]:
+    """The tables that are asked for a GPU, in this order: used ones, the last first; the environment's; the shipped."""
+    named = os.environ.get(VARIABLE, "")
+    if named == "off":
+        return []
+    return [*reversed(_used), *filter(None, (_from_environment(named), _shipped(gpu)))]
+
+
+def use(table: Table) -> None:
+    """Ask this table before those that were there."""
+    _used.append(table)
+    changed()
+
+
+def clear() -> None:
+    """Forget the tables of `use`."""
+    _used.clear()
+    changed()
+
+
+def pick(op: str, facts: Mapping[str, Any], m: int, target: Target) -> Choice | None:
+    """The recorded choice for a problem on a GPU, or None for the heuristic. Operators keep the answer with their plan.
+
+    Args:
+        facts: what besides M tells problems of an operator apart (N, K, format).
+    """
+    if op in _forced:
+        return _forced[op]
+    found, _ = explain(op, facts, m, target)
+    if found is None and _tuners:
+        return _tuners[-1](op, facts, m, target)
+    return found
+
+
+def explain(op: str, facts: Mapping[str, Any], m: int, target: Target) -> tuple[Choice | None, list[str]]:
+    """What the tables say of a problem, and why each table before the answer had none."""
+    reasons = []
+    for table in tables(target.name):
+        refused = table.refusal(target)
+        found, reason = (None, refused) if refused else table.find(op, facts, m)
+        if found is not None:
+            return found, reasons
+        reasons.append(reason)
+    return None, reasons
+
+
+def tokens(op: str, facts: Mapping[str, Any], target: Target) -> Sequence[int]:
+    """The M of all records that may serve a weight on a GPU: their kernels are needed where every M is asked for."""
+    found = (table.tokens(op, facts) for table in tables(target.name) if not table.refusal(target))
+    return sorted({m for some in found for m in some})
+
+
+@contextmanager
+def forced(op: str, program: str, params: Mapping[str, int]) -> Iterator[None]:
+    """Inside, every problem of an operator takes this schedule: how a tuner measures one through the public call."""
+    before = _forced.get(op)
+    _forced[op] = Choice(program, params, 0, how="forced")
+    changed()
+    try:
+        yield
+    finally:
+        _forced.pop(op)
+        if before is not None:
+            _forced[op] = before
+        changed()
+
+
+@contextmanager
+def tuning(tuner: Tuner) -> Iterator[None]:
+    """Inside, `tuner` is asked where no record answers."""
+    _tuners.append(tuner)
+    changed()
+    try:
+        yield
+    finally:
+        _tuners.remove(tuner)
+        changed()

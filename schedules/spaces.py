@@ -1,0 +1,366 @@
+"""Every schedule that a program could run for a problem, and what a cost model says of it: the search space of tuning.
+
+A space holds schedules that fit by construction (shared memory, registers, divisibility). The predicted microseconds
+order them; they are fitted to measurements on H200 for the programs of that GPU, and analytic for the others.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
+from terrazzo.schedules import multistage, records, small_batch, stream_k, w4a8
+from terrazzo.schedules.partition import Partition
+from terrazzo.schedules.problem import WeightOnlyGemm
+
+MOST = 160
+"""Schedules of a problem that are worth a compilation, by default."""
+WITHIN = 1.6
+"""Predicted times above this multiple of the shortest one are left out."""
+_RASTERS = (4, 8, 16)
+_SUMS = {2: 128, 3: 64, 4: 32}  # warpgroups -> f32 sums of a thread that leave room for two sets of operands (W4A16)
+_SEMAPHORES = 4096  # of a stream: one for each tile that splits k
+_LAUNCH_US = 2.0  # start and end of a grid
+_LOGIC_LANES = 64  # LOP3 and the like of one SM in one clock
+_CLOCK_GHZ = 1.6
+_REGISTERS = 1.25  # of a multistage thread, for each accumulator and operand register that its tile needs
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One schedule of a program and its predicted time in microseconds."""
+
+    program: str
+    schedule: Any
+    us: float
+
+    @property
+    def params(self) -> dict[str, int]:
+        return self.schedule.params()
+
+
+class Space(ABC):
+    """The schedules of one operator for one [n, k] weight.
+
+    Attributes:
+        programs: name of a program -> its schedule class.
+    """
+
+    programs: Mapping[str, type]
+
+    def __init__(self, problem: WeightOnlyGemm) -> None:
+        self.problem = problem
+
+    @abstractmethod
+    def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
+        """Program and schedule that the operator takes without a record."""
+
+    @abstractmethod
+    def every(self, target: Target, m: int) -> Iterator[tuple[str, Any]]:
+        """Programs and schedules worth considering for m tokens; `refusal` filters them."""
+
+    @abstractmethod
+    def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
+        """Why the schedule cannot serve m tokens on the target, or ""."""
+
+    @abstractmethod
+    def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
+        """Predicted microseconds."""
+
+    def candidates(self, target: Target, m: int, most: int = MOST, within: float = WITHIN) -> list[Candidate]:
+        """Legal schedules, the heuristic's first, then by predicted time as a multiple of their program's shortest: the
+        models of two programs are fitted each for itself, so all programs are tried.
+
+        Args:
+            most: at most so many. within: none predicted slower than its program's shortest by this factor.
+        """
+        chosen = self.heuristic(target, m)
+        legal = dict.fromkeys([chosen, *(pair for pair in self.every(target, m) if not self.refusal(*pair, target, m))])
+        first, *found = [Candidate(*pair, self.cost(*pair, target, m)) for pair in legal]
+        shortest: dict[str, float] = {}
+        for it in (first, *found):
+            shortest[it.program] = min(it.us, shortest.get(it.program, it.us))
+        found = [it for it in found if it.us <= within * shortest[it.program]]
+        found.sort(key=lambda it: (it.us / shortest[it.program], it.us))
+        return [first, *found[: most - 1]]
+
+    def revive(self, program: str, params: Mapping[str, Any], target: Target, m: int) -> tuple[Any, str]:
+        """(schedule, "") from its recorded parameters, or (None, why it cannot be used)."""
+        kind = self.programs.get(program)
+        if kind is None:
+            return None, f"there is no program {program!r}"
+        names = {field.name for field in fields(kind)}
+        if set(params) != names or not all(type(value) is int for value in params.values()):
+            return None, f"a schedule of {program} has the integers {sorted(names)}, the record has {dict(params)}"
+        schedule = kind(**params)
+        reason = self.refusal(program, schedule, target, m)
+        return (None, reason) if reason else (schedule, "")
+
+
+class W4A16(Space):
+    """Schedules of W4A16.
+
+    Args:
+        scaled_sums: the tile programs scale f32 sums of each group. symmetric: no zero points.
+    """
+
+    programs = {  # noqa: RUF012  (read only)
+        "small_batch": small_batch.SmallBatch,
+        "stream_k": stream_k.StreamK,
+        "multistage": multistage.Multistage,
+    }
+
+    def __init__(self, problem: WeightOnlyGemm, scaled_sums: bool, symmetric: bool) -> None:
+        super().__init__(problem)
+        self.scaled_sums, self.symmetric = scaled_sums, symmetric
+
+    def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
+        if small_batch.serves(self.problem, target, m):
+            return "small_batch", small_batch.choose(self.problem, target, m)
+        if target.supports("wgmma.f16"):
+            return "stream_k", stream_k.choose(self.problem, target, m, self.scaled_sums)
+        return "multistage", multistage.choose(self.problem, target, m, self.scaled_sums, self.symmetric)
+
+    def every(self, target: Target, m: int) -> Iterator[tuple[str, Any]]:
+        if m <= small_batch.MAX_TOKENS:
+            tiles = -(-m // small_batch.TOKENS_PER_TILE)
+            yield from (("small_batch", s) for s in small_batch.candidates(self.problem, target, tiles))
+        if target.supports("wgmma.f16"):
+            for shape in _tiles(stream_k.BLOCK_TOKENS, m, self.problem):
+                for stage_k in (64, 128):
+                    s = stream_k.StreamK(*shape[:3], stages=2, stage_k=stage_k, raster=shape[3])
+                    yield "stream_k", stream_k.fitted(s, self.problem, target)
+        else:
+            for s in _multistage(multistage.Multistage, self.problem, target, m):
+                yield "multistage", s
+
+    def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
+        if program == "small_batch":
+            return _small_batch_refusal(schedule, self.problem, target, m, small_batch.MAX_TOKENS)
+        if program == "multistage":
+            return _multistage_refusal(schedule, self.problem, target, m, 128 if self.scaled_sums else 256)
+        if not target.supports("wgmma.f16"):
+            return f"{target.arch} has no wgmma"
+        sums = schedule.row_blocks * schedule.block_tokens // 2 * (2 if self.scaled_sums else 1)
+        if sums > _SUMS.get(schedule.warpgroups, 0) or schedule.stage_k not in (64, 128):
+            return f"{schedule.warpgroups} warpgroups with {sums} sums of a thread do not fit the registers"
+        return _ring_refusal(schedule, self.problem, target, 3)
+
+    def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
+        if program == "small_batch":
+            costs = small_batch.COSTS
+            return small_batch.cost(schedule, self.problem, target, costs[min(schedule.token_tiles, max(costs))], 2)
+        unit = 4096 + self.problem.groups_per_128 * self.problem.record_bytes
+        if program == "multistage":
+            return _multistage_us(schedule, self.problem, target, m, unit, 2, "f16")
+        part = stream_k.partition(schedule, self.problem, target, m)
+        return _stream_k_us(schedule, self.problem, target, m, part, unit, 2, "f16")
+
+
+class W4A8(Space):
+    """Schedules of W4A8 for quantized activations."""
+
+    programs = {  # noqa: RUF012  (read only)
+        "small_batch": w4a8.SmallBatch,
+        "stream_k": w4a8.StreamK,
+        "multistage": multistage.Multistage,
+    }
+    problem: w4a8.IntegerGemm
+
+    def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
+        if w4a8.serves(self.problem, target, m):
+            return "small_batch", w4a8.choose_small_batch(self.problem, target, _w4a8_tokens(m))
+        if target.supports("wgmma.s8"):
+            return "stream_k", w4a8.choose(self.problem, target, m)
+        return "multistage", w4a8.choose_multistage(self.problem, target, m)
+
+    def every(self, target: Target, m: int) -> Iterator[tuple[str, Any]]:
+        if m <= w4a8.MAX_TOKENS:
+            tiles = _w4a8_tokens(m) // w4a8.TOKENS_PER_TILE
+            every = small_batch.candidates(self.problem, target, tiles, w4a8.SmallBatch)
+            yield from (("small_batch", s) for s in every)
+        if target.supports("wgmma.s8"):
+            for shape in _tiles(w4a8.BLOCK_TOKENS, m, self.problem):
+                s = w4a8.StreamK(*shape[:3], stages=2, raster=shape[3])
+                yield "stream_k", w4a8.fitted(s, self.problem, target)
+        else:
+            for s in _multistage(w4a8.Multistage, self.problem, target, m):
+                yield "multistage", s
+
+    def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
+        if program == "small_batch":
+            return _small_batch_refusal(schedule, self.problem, target, m, w4a8.MAX_TOKENS)
+        if program == "multistage":
+            return _multistage_refusal(schedule, self.problem, target, m, 256)
+        if not target.supports("wgmma.s8"):
+            return f"{target.arch} has no integer wgmma"
+        if not schedule.legal():
+            return f"{schedule.warpgroups} warpgroups with {schedule.sums} sums of a thread do not fit the registers"
+        return _ring_refusal(schedule, self.problem, target, 2)
+
+    def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
+        if program == "small_batch":
+            costs = w4a8.COSTS
+            return small_batch.cost(schedule, self.problem, target, costs[min(schedule.token_tiles, max(costs))], 1)
+        if program == "multistage":
+            return _multistage_us(schedule, self.problem, target, m, self.problem.unit_bytes, 1, "s8")
+        part = w4a8.partition(schedule, self.problem, target, m)
+        return _stream_k_us(schedule, self.problem, target, m, part, self.problem.unit_bytes, 1, "s8")
+
+
+def choose(
+    space: Space, op: str, facts: Mapping[str, Any], target: Target, m: int, device: Target | None = None
+) -> tuple[str, Any]:
+    """Program and schedule for m tokens: the record's if there is one that fits, else the heuristic's.
+
+    Args:
+        facts: what tells problems of the operator apart, see `records.pick`. device: the GPU that runs the kernel
+            where that is newer than the target; it has no records for code of another architecture.
+
+    Raises:
+        ArgumentError: a schedule of `records.forced` that cannot serve the problem.
+    """
+    if device is None or device.arch == target.arch:
+        found = records.pick(op, facts, m, device or target)
+        if found is not None:
+            schedule, reason = space.revive(found.program, found.params, target, m)
+            if not reason:
+                return found.program, schedule
+            if found.how == "forced":
+                raise ArgumentError("schedule", dict(found.params), reason, "take one of the space")
+    return space.heuristic(target, m)
+
+
+def _w4a8_tokens(m: int) -> int:
+    """Tokens of the small-batch kernel that serves m."""
+    return next((t for t in (8, 16, w4a8.MAX_TOKENS) if m <= t), w4a8.MAX_TOKENS)
+
+
+def _tiles(block_tokens: tuple[int, ...], m: int, problem: WeightOnlyGemm) -> Iterator[tuple[int, int, int, int]]:
+    """(tokens, warpgroups, row blocks of each, raster) of tiles no wider than m needs."""
+    widest = next((t for t in block_tokens if m <= t), block_tokens[-1])
+    for tokens in (t for t in block_tokens if widest // 4 <= t <= widest):
+        for warpgroups in (2, 3, 4):
+            for row_blocks in (1, 2):
+                if warpgroups * row_blocks <= 2 * problem.row_blocks:
+                    # the raster matters where several token blocks walk over the rows together
+                    for raster in _RASTERS if m > 8 * tokens else _RASTERS[1:2]:
+                        yield tokens, warpgroups, row_blocks, raster
+
+
+def _multistage(
+    kind: type[multistage.Multistage], problem: WeightOnlyGemm, target: Target, m: int
+) -> Iterator[multistage.Multistage]:
+    widest = next((t for t in multistage.BLOCK_TOKENS if m <= t), multistage.BLOCK_TOKENS[-1])
+    for tokens in (t for t in multistage.BLOCK_TOKENS if t <= widest):
+        for warps, token_warps in ((4, 1), (8, 1), (8, 2)):
+            for row_blocks in (1, 2):
+                for stages in (2, 3, 4):
+                    base = kind(tokens, warps, row_blocks, stages, token_warps, raster=16 if m > 8 * tokens else 8)
+                    if base.rows % 64:
+                        continue
+                    full = 2 * target.sms // max(1, base.tiles(problem, m))
+                    for kc in sorted({1, max(1, full // 2), max(1, full), min(8, 2 * full)}):
+                        if kc <= min(8, problem.units):
+                            yield replace(base, kc=kc)
+
+
+def _small_batch_refusal(s: small_batch.SmallBatch, problem: WeightOnlyGemm, target: Target, m: int, most: int) -> str:
+    if m > most or m > s.token_tiles * small_batch.TOKENS_PER_TILE:
+        return f"small_batch with {s.token_tiles} token tiles does not hold {m} tokens"
+    if min(s.kc, s.nc, s.warps, s.chunk, s.stages, s.cluster, s.token_tiles) < 1 or s.nc % s.cluster:
+        return "a count below one, or CTAs that do not divide into clusters"
+    if s.warps > min(small_batch.MAX_WARPS, problem.units // s.kc):
+        return f"{s.warps} warps have no work in k / {s.kc}"
+    if s.kc * s.nc > target.sms:
+        return f"{s.kc} * {s.nc} CTAs wait for each other on {target.sms} SMs"
+    if s.registers() * s.warps * 32 > target.registers_per_sm:
+        return f"{s.warps} warps need more registers than an SM has"
+    return _memory_refusal(s.smem_bytes(problem), target)
+
+
+def _ring_refusal(s: Any, problem: WeightOnlyGemm, target: Target, least: int) -> str:
+    if s.stages < least or s.raster < 1:
+        return f"a ring of {s.stages} stages; at least {least} must fit"
+    return _memory_refusal(s.smem_bytes(problem), target)
+
+
+def _multistage_refusal(s: multistage.Multistage, problem: WeightOnlyGemm, target: Target, m: int, most: int) -> str:
+    if s.block_tokens % (16 * s.token_warps) or s.warps % s.token_warps or s.rows % 64:
+        return "warps do not divide the tile"
+    if s.row_blocks * s.block_tokens // s.token_warps > most:
+        return f"{s.row_blocks} row blocks of {s.block_tokens} tokens do not fit the registers"
+    if s.stages < 2 or not 1 <= s.kc <= problem.units:
+        return "needs two stages, and a unit of k for each split"
+    if s.kc > 1 and s.tiles(problem, m) > _SEMAPHORES:
+        return f"more than {_SEMAPHORES} tiles that split k"
+    return _memory_refusal(s.smem_bytes(problem), target)
+
+
+def _memory_refusal(need: int, target: Target) -> str:
+    return "" if need <= target.smem_per_block else f"needs {need} bytes of shared memory, {target.arch} has less"
+
+
+@dataclass(frozen=True)
+class _StreamKCost:
+    """Factors of the parts of a stream-K kernel's time; of a unit of 64 rows by 128 k, of a tile, of a shared tile."""
+
+    stream: float = 0.545  # the longer of DRAM and tensor cores
+    l2: float = 0.062  # weights and x of every CTA through L2
+    convert: float = 0.139
+    mma: float = 0.108
+    latency: float = 0.142  # of a unit, hidden by more warpgroups
+    tile: float = 15.7  # per 1000 rows of 64 times tokens: epilogue
+    share: float = 1.49  # the same, through the workspace
+    split: float = 3.89
+
+
+_STREAM_K = _StreamKCost()  # fitted to 242 measurements of W4A16 on H200: 6 % rms, the first 1 % from the best
+
+
+def _stream_k_us(
+    s: Any, problem: WeightOnlyGemm, target: Target, m: int, part: Partition, unit_bytes: int, x_bytes: int, dtype: str
+) -> float:
+    """Microseconds of the busiest CTA: its units of 128 k, its epilogues, its shares."""
+    c, token_blocks = _STREAM_K, -(-m // s.block_tokens)
+    tiles = token_blocks * -(-problem.row_blocks // s.cta_blocks)
+    waves = -(-(tiles - part.shared) // part.grid)
+    units = waves * problem.units - (-part.shared * problem.units // part.grid)
+    weights, x = s.cta_blocks * unit_bytes, s.block_tokens * 128 * x_bytes
+    gb = part.grid / (target.dram_gb_s * 1e3)
+    mma = s.cta_blocks * 64 * 128 * 2 * s.block_tokens * target.sms / (target.tflops(dtype) * 1e6)
+    area, shared = s.cta_blocks * s.block_tokens / 1e3, part.shared > 0
+    per_unit = c.stream * max(weights * gb / token_blocks, mma) + c.l2 * (weights + x) * gb + c.mma * mma
+    per_unit += c.convert * s.cta_blocks * 0.8192 + c.latency / s.warpgroups
+    return units * per_unit + (waves + shared) * c.tile * area + shared * (c.share * area + c.split)
+
+
+def _multistage_us(
+    s: multistage.Multistage,
+    problem: WeightOnlyGemm,
+    target: Target,
+    m: int,
+    unit_bytes: int,
+    x_bytes: int,
+    dtype: str,
+) -> float:
+    """Microseconds by resources: CTAs that share an SM, waves, the longest of DRAM, tensor cores and conversion."""
+    blocks, threads = s.rows // 64, 32 * s.warps
+    sums = s.row_blocks * s.block_tokens // s.token_warps // 2
+    registers = min(255, _REGISTERS * (sums + 64))
+    fits = min(target.smem_per_sm // (s.smem_bytes(problem) + 1024), target.registers_per_sm // (registers * threads))
+    on_sm = max(1, min(4, int(fits)))
+    ctas = s.tiles(problem, m) * s.kc
+    waves, busy = -(-ctas // (target.sms * on_sm)), min(on_sm, -(-ctas // target.sms))
+    units = -(-problem.units // s.kc)
+    load = (blocks * unit_bytes + 0.3 * s.block_tokens * 128 * x_bytes) * target.sms / (target.dram_gb_s * 1e3)
+    mma = blocks * 64 * 128 * 2 * s.block_tokens * target.sms / (0.7 * target.tflops(dtype) * 1e6)
+    convert = blocks * 64 * 128 * 1.5 * s.token_warps / (_LOGIC_LANES * _CLOCK_GHZ * 1e3)
+    latency = 1.2 / s.stages
+    unit = max(busy * max(load, mma, convert), latency)
+    fix_up = (1.0 + 0.2 * s.kc) * (s.kc > 1)
+    return _LAUNCH_US + waves * units * unit + fix_up + 0.5 * waves
