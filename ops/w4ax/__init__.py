@@ -1,0 +1,42 @@
+"""W4Ax (COMET): y[M, N] = x[M, K] w[N, K]^T (+ bias), 4-bit weights, activations of 4 bits and, where outliers are, 8.
+
+    statistics = terrazzo.ops.w4ax.ActivationStatistics.empty(k)
+    for x in batches: statistics.observe(x)
+    plan = terrazzo.ops.w4ax.plan_blocks(statistics)                 # FMPQ: which channels form the INT8 blocks
+    w = terrazzo.ops.w4ax.quantize(weight, plan, target="sm_90a")
+
+Names are resolved on first use, so that importing this package imports neither torch nor tilelang.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+_HOME = {
+    "ActivationStatistics": "fmpq",
+    "BlockPlan": "fmpq",
+    "plan_blocks": "fmpq",
+    "fold": "fmpq",
+    "FmpqReport": "report",
+    "report": "report",
+    "QuantizedWeight": "format",
+    "PackedWeight": "format",
+    "pack": "format",
+    "quantize": "quantizer",
+    "quantize_weight": "quantizer",
+    "dequantize": "reference",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOME))

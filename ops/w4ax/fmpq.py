@@ -1,0 +1,312 @@
+"""FMPQ: which input channels carry outliers, and the order that gathers them into the fewest blocks (specs.md E.1).
+
+A block of 128 channels is INT8 if it holds an outlier, else INT4. Unordered, a handful of outliers would touch every
+block; permuted, `ceil(outliers / 128)` blocks hold them all. INT8 blocks come last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 128
+TAU = 6.0
+"""A channel is an outlier above this many medians: the paper states no threshold, this one is ours."""
+PADDING = -1
+"""Entry of a permutation that stands for no input channel: its activation is 0."""
+FILE_VERSION = "terrazzo.fmpq/1"
+_OCTAVE = 8  # bins of an octave: a percentile is at most 2^(1/8) too large
+_LOW, _HIGH = -24, 24  # exponents that the histogram covers
+
+
+@dataclass(eq=False)
+class ActivationStatistics:
+    """What calibration remembers of a layer's input, of any number of batches. Start with `empty`.
+
+    Attributes:
+        maximum: float32 [K], largest magnitude of each channel.
+        squares: float64 [K], sum of squares of each channel.
+        histogram: int32 [K, bins] of magnitudes on a logarithmic scale, where a percentile is asked for.
+        tokens: rows seen.
+        percentile: share of a channel's magnitudes that `magnitude` covers, None for all of them.
+    """
+
+    maximum: torch.Tensor = field(repr=False)
+    squares: torch.Tensor = field(repr=False)
+    histogram: torch.Tensor | None = field(default=None, repr=False)
+    tokens: int = 0
+    percentile: float | None = None
+
+    @classmethod
+    def empty(
+        cls, k: int, *, percentile: float | None = None, device: str | torch.device = "cpu"
+    ) -> ActivationStatistics:
+        """Of no tokens yet, for k channels. `percentile` in (0, 1), for example 0.999: single spikes do not count.
+
+        Raises:
+            ArgumentError: k < 1 or a percentile outside (0, 1).
+        """
+        import torch
+
+        if k < 1:
+            raise ArgumentError("k", k, "must be at least 1", "pass the layer's input features")
+        if percentile is not None and not 0 < percentile < 1:
+            raise ArgumentError("percentile", percentile, "must be in (0, 1)", "leave it out for the maximum")
+        bins = (_HIGH - _LOW) * _OCTAVE
+        return cls(
+            maximum=torch.zeros(k, device=device),
+            squares=torch.zeros(k, dtype=torch.float64, device=device),
+            histogram=None if percentile is None else torch.zeros(k, bins, dtype=torch.int32, device=device),
+            percentile=percentile,
+        )
+
+    @property
+    def k(self) -> int:
+        """Channels."""
+        return self.maximum.shape[0]
+
+    def observe(self, x: torch.Tensor) -> ActivationStatistics:
+        """Add the tokens of x, float [..., K] on any device; returns itself.
+
+        Raises:
+            ArgumentError: another number of channels, or NaN or infinity.
+        """
+        import torch
+
+        if not x.ndim or x.shape[-1] != self.k or not x.dtype.is_floating_point:
+            raise ArgumentError("x", list(x.shape), f"must be float [..., {self.k}]", "pass this layer's input")
+        x = x.detach().reshape(-1, self.k).to(self.maximum.device, torch.float32).abs()
+        if not x.numel():
+            return self
+        largest = x.amax(dim=0)
+        if not bool(largest.isfinite().all()):
+            raise ArgumentError("x", "NaN or infinity", "must be finite", "leave broken samples out")
+        torch.maximum(self.maximum, largest, out=self.maximum)
+        self.squares += x.double().square_().sum(dim=0)
+        if self.histogram is not None:
+            bins = ((x.clamp(min=2.0**_LOW).log2() - _LOW) * _OCTAVE).long().clamp_(0, self.histogram.shape[1] - 1)
+            self.histogram.scatter_add_(1, bins.T, torch.ones_like(bins.T, dtype=torch.int32))
+        self.tokens += x.shape[0]
+        return self
+
+    def merge(self, other: ActivationStatistics) -> ActivationStatistics:
+        """Add what another process has seen of the same layer; returns itself."""
+        import torch
+
+        if other.k != self.k or other.percentile != self.percentile:
+            seen = (other.k, other.percentile)
+            raise ArgumentError("other", seen, f"must be of {(self.k, self.percentile)}", "merge statistics of a layer")
+        torch.maximum(self.maximum, other.maximum.to(self.maximum.device), out=self.maximum)
+        self.squares += other.squares.to(self.squares.device)
+        if self.histogram is not None:
+            self.histogram += other.histogram.to(self.histogram.device)
+        self.tokens += other.tokens
+        return self
+
+    @property
+    def magnitude(self) -> torch.Tensor:
+        """float32 [K]: the largest magnitude of each channel, or the percentile's (upper edge of its bin)."""
+        import torch
+
+        if self.histogram is None:
+            return self.maximum.clone()
+        rank = self.histogram.long().cumsum(dim=1) >= self.percentile * self.tokens
+        edge = torch.exp2((rank.int().argmax(dim=1) + 1).float() / _OCTAVE + _LOW)
+        return torch.minimum(edge, self.maximum)
+
+    @property
+    def mean_square(self) -> torch.Tensor:
+        """float32 [K]: how much an error of a channel's weight counts in the layer's output."""
+        return (self.squares / max(self.tokens, 1)).float()
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file. Atomic."""
+        weights.save(self, path, FILE_VERSION)
+
+    @classmethod
+    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> ActivationStatistics:
+        """Read a file that `save` wrote; ArgumentError if it is no such file."""
+        return weights.load(cls, path, device, FILE_VERSION)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockPlan:
+    """The order of a layer's input channels and the precision of its blocks of 128. Made by `plan_blocks`.
+
+    Attributes:
+        k: input channels.
+        blocks8: INT8 blocks, the last ones; the others are INT4.
+        permutation: int32 [Kp], Kp = k rounded up to 128: the channel at each place, PADDING for none; None for the
+            channels' own order (padding last).
+        outliers: bool [k].
+        threshold: magnitude above which a channel is an outlier.
+    """
+
+    k: int
+    blocks8: int
+    permutation: torch.Tensor | None = field(repr=False)
+    outliers: torch.Tensor = field(repr=False)
+    threshold: float = 0.0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 128 channels, padding included."""
+        return -(-self.k // BLOCK)
+
+    @property
+    def padded(self) -> int:
+        """Kp."""
+        return self.blocks * BLOCK
+
+    @property
+    def ratio(self) -> float:
+        """Share of INT8 blocks."""
+        return self.blocks8 / self.blocks
+
+    def precisions(self) -> tuple[int, ...]:
+        """Bits of each block: 4, ..., 4, 8, ..., 8."""
+        return (4,) * (self.blocks - self.blocks8) + (8,) * self.blocks8
+
+    def order(self) -> torch.Tensor:
+        """int64 [Kp]: `permutation`, written out."""
+        import torch
+
+        if self.permutation is not None:
+            return self.permutation.long()
+        places = torch.arange(self.padded, device=self.outliers.device)
+        return places.where(places < self.k, PADDING)
+
+    def arrange(self, t: torch.Tensor) -> torch.Tensor:
+        """[..., k] to [..., Kp] in the plan's order; padding becomes 0."""
+        order = self.order().to(t.device)
+        return t.index_select(-1, order.clamp(min=0)).masked_fill(order < 0, 0)
+
+    def restore(self, t: torch.Tensor) -> torch.Tensor:
+        """[..., Kp] back to [..., k]: the inverse of `arrange`."""
+        order = self.order().to(t.device)
+        out = t.new_zeros(*t.shape[:-1], self.k)
+        out[..., order[order >= 0]] = t[..., order >= 0]
+        return out
+
+    def folded(self) -> BlockPlan:
+        """The plan for activations that already arrive in this order, see `fold`.
+
+        Raises:
+            ArgumentError: k is no multiple of 128: padding would stand between the channels.
+        """
+        if self.permutation is None:
+            return self
+        _check_foldable(self)
+        return BlockPlan(self.k, self.blocks8, None, self.outliers[self.permutation.long()], self.threshold)
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file. Atomic."""
+        weights.save(self, path, FILE_VERSION)
+
+    @classmethod
+    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> BlockPlan:
+        """Read a file that `save` wrote; ArgumentError if it is no such file."""
+        read = lambda permutation=None, **rest: cls(permutation=permutation, **rest)
+        return weights.load(read, path, device, FILE_VERSION)
+
+
+def plan_blocks(
+    statistics: ActivationStatistics | torch.Tensor,
+    *,
+    tau: float = TAU,
+    floor: int = 0,
+    ceiling: int | None = None,
+    ratio: float | None = None,
+) -> BlockPlan:
+    """Find the outlier channels and gather them into the fewest blocks.
+
+    A channel is an outlier if its magnitude exceeds `tau` times the median of the channels that carry anything. The
+    INT8 blocks take the 128 * blocks8 channels of largest magnitude, so that what outliers leave free serves the next
+    largest; both kinds keep the channels' own order, INT4 first.
+
+    Args:
+        statistics: of calibration, or magnitudes float [K].
+        tau: outlier threshold, in medians.
+        floor, ceiling: least and most INT8 blocks.
+        ratio: share of INT8 blocks in [0, 1], rounded to whole blocks, whatever the outliers (the paper's kernel
+            measurements use 0.25); excludes floor and ceiling.
+
+    Raises:
+        ArgumentError: for anything that does not fit.
+    """
+    import torch
+
+    c = statistics.magnitude if isinstance(statistics, ActivationStatistics) else torch.as_tensor(statistics)
+    if c.ndim != 1 or not len(c) or not c.dtype.is_floating_point or not bool((c.isfinite() & (c >= 0)).all()):
+        raise ArgumentError("statistics", list(c.shape), "must be finite magnitudes [K], >= 0", "calibrate the layer")
+    if not tau > 0:
+        raise ArgumentError("tau", tau, "must be positive", f"use {TAU}")
+    k, blocks = len(c), -(-len(c) // BLOCK)
+    most = blocks if ceiling is None else ceiling
+    if not 0 <= floor <= most <= blocks:
+        constraint = f"must be 0 <= floor <= ceiling <= {blocks}"
+        raise ArgumentError("floor", (floor, ceiling), constraint, "count blocks of 128 channels")
+    if ratio is not None and (not 0 <= ratio <= 1 or floor or ceiling is not None):
+        seen = (ratio, floor, ceiling)
+        raise ArgumentError("ratio", seen, "must be in [0, 1], without floor and ceiling", "pass one of them")
+    c = c.float()
+    carrying = c[c > 0]
+    threshold = tau * float(carrying.median()) if len(carrying) else 0.0
+    outliers = c > threshold
+    wanted = -(-int(outliers.sum()) // BLOCK)
+    blocks8 = min(max(wanted, floor), most) if ratio is None else int(ratio * blocks + 0.5)
+    return BlockPlan(k, blocks8, _permutation(c, blocks, blocks8), outliers, threshold)
+
+
+def _permutation(c: torch.Tensor, blocks: int, blocks8: int) -> torch.Tensor | None:
+    """int32 [Kp], or None where the channels keep their order."""
+    import torch
+
+    k, padded = len(c), blocks * BLOCK
+    ranked = torch.cat([c, c.new_full((padded - k,), -1.0)])
+    largest = torch.sort(ranked, descending=True, stable=True).indices[: blocks8 * BLOCK]
+    high = torch.zeros(padded, dtype=torch.bool, device=c.device)
+    high[largest] = True
+    order = torch.cat([torch.nonzero(~high), torch.nonzero(high)]).flatten()
+    if torch.equal(order, torch.arange(padded, device=c.device)):
+        return None
+    return order.where(order < k, PADDING).to(torch.int32)
+
+
+def fold(plan: BlockPlan, *tensors: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    """Put the plan's order into what produces the activations, so that nothing is gathered at run time.
+
+    Rows of the linear layers in front (all of them, where their outputs are multiplied element by element), their
+    biases, or RMSNorm's weight when the hidden dimension itself is kept in this order. Quantize the weight with
+    `plan.folded()` after `plan.arrange` of its columns, or with `quantize_weight(..., folded=True)`.
+
+    Args:
+        tensors: each with k entries along `dim`; new tensors are returned in the plan's order.
+
+    Raises:
+        ArgumentError: k is no multiple of 128, or a tensor has another extent.
+    """
+    _check_foldable(plan)
+    for t in tensors:
+        if t.ndim <= dim or t.shape[dim] != plan.k:
+            raise ArgumentError(
+                "tensors", list(t.shape), f"must have {plan.k} entries along {dim}", "pass the producer"
+            )
+    if plan.permutation is None:
+        return tuple(tensors)
+    return tuple(t.index_select(dim, plan.permutation.long().to(t.device)) for t in tensors)
+
+
+def _check_foldable(plan: BlockPlan) -> None:
+    if plan.k % BLOCK:
+        raise ArgumentError(
+            "plan", plan.k, f"K must be a multiple of {BLOCK} to be folded: padding lies inside the order",
+            "let the activation quantizer permute",
+        )  # fmt: skip

@@ -1,0 +1,356 @@
+"""The two forms of a W4Ax weight: canonical (`QuantizedWeight`, a byte for each code) and packed (`PackedWeight`).
+
+    w[n, order[j]] = codes[n, j] * scales[n, j // 128]          order: the plan's permutation of input channels
+
+Blocks of 128 input channels are INT4 or INT8 by the activations that meet them; weights have 4 bits in both. A packed
+weight is made for one kind of tensor core. With native s4 (sm_80, sm_86, sm_89) INT4 blocks lie in the fragment order
+of mma.m16n8k64 and go to the tensor core as they are. INT8 blocks, and all blocks of sm_90a, which has no s4, lie in
+the order of an 8-bit fragment; the fast conversion leaves 16 times the code (specs.md E.2), and their stored scale is
+a 16th.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
+from terrazzo.ops.w4ax.fmpq import BLOCK, PADDING
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.layouts.units import UnitLayout
+    from terrazzo.lowering.targets import Target
+
+LAYOUT8, LAYOUT4 = "w4a8_wgmma", "w4a4_mma"
+"""Of blocks that are converted to bytes, and of blocks that native s4 takes as they are."""
+ROWS = 64
+"""Rows that a packed weight is padded to."""
+UNIT_WORDS = 1056
+"""int32 of 64 rows by 128 channels: codes, and 64 scales in bfloat16."""
+LARGEST_BLOCKS = 512
+"""So that nothing counted in k overflows; K up to 65536."""
+FILE_VERSION = "terrazzo.w4ax/1"
+FLOATS = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A W4Ax weight in plain rows, columns in the plan's order. Build it with `canonical`, which checks it.
+
+    Attributes:
+        codes: int8 [N, Kp], -8..7; 0 in the padding.
+        scales: float32 [N, Kp/128], positive and exact in bfloat16.
+        k: input features; Kp is k rounded up to 128.
+        blocks8: INT8 blocks, the last ones.
+        permutation: int32 [Kp] | None: the input channel at each place, -1 for padding; None for their own order.
+        bias: [N] | None.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    k: int
+    blocks8: int
+    permutation: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @classmethod
+    def canonical(
+        cls,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        *,
+        k: int | None = None,
+        blocks8: int = 0,
+        permutation: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> QuantizedWeight:
+        """Check shapes, dtypes and values; see the attributes. `k` None takes Kp.
+
+        Raises:
+            ArgumentError: for anything that does not fit.
+        """
+        import torch
+
+        codes = torch.as_tensor(codes)
+        scales, permutation, bias = (
+            None if t is None else torch.as_tensor(t, device=codes.device) for t in (scales, permutation, bias)
+        )
+        if codes.ndim != 2 or 0 in codes.shape or codes.shape[1] % BLOCK or not weights.is_integer(codes):
+            raise _refuse("codes", codes, "must be integers [N, Kp], Kp a multiple of 128", "use quantize_weight")
+        n, padded = codes.shape
+        blocks, k = padded // BLOCK, padded if k is None else k
+        if blocks > LARGEST_BLOCKS:
+            raise _refuse("codes", codes, f"K must be at most {LARGEST_BLOCKS * BLOCK}", "split K")
+        if not padded - BLOCK < k <= padded:
+            raise ArgumentError(
+                "k", k, f"must be in {padded - BLOCK + 1}..{padded}", "pad K to the next multiple of 128"
+            )
+        if not 0 <= blocks8 <= blocks:
+            raise ArgumentError("blocks8", blocks8, f"must be 0..{blocks}, the blocks of 128", "use plan_blocks")
+        if (value := weights.out_of_range(codes, -8, 7)) is not None:
+            raise ArgumentError("codes", value, "must be in -8..7", "take 8 off unsigned codes")
+        if tuple(scales.shape) != (n, blocks) or weights.dtype_name(scales) not in FLOATS:
+            raise _refuse("scales", scales, f"must be float [{n}, {blocks}]", "pass one for each block of a row")
+        if not bool((scales.isfinite() & (scales > 0)).all()):
+            raise ArgumentError("scales", "zero, negative or not finite", "must be positive", "use 1 for rows of zeros")
+        if not torch.equal(scales.float(), scales.bfloat16().float()):
+            raise ArgumentError("scales", "more than 8 bits", "must be exact in bfloat16", "round with .bfloat16()")
+        if permutation is not None:
+            _check_permutation(permutation, k, padded)
+        _check_padding(codes, permutation, k)
+        if bias is not None and (tuple(bias.shape) != (n,) or weights.dtype_name(bias) not in FLOATS):
+            raise _refuse("bias", bias, f"must be a float vector [{n}]", "pass one for each output feature")
+        return cls(
+            codes=codes.to(torch.int8).contiguous(),
+            scales=scales.float().contiguous(),
+            k=k,
+            blocks8=blocks8,
+            permutation=None if permutation is None else permutation.to(torch.int32).contiguous(),
+            bias=bias,
+        )
+
+    @property
+    def n(self) -> int:
+        """Output features."""
+        return self.codes.shape[0]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 128 input channels, padding included."""
+        return self.scales.shape[1]
+
+    def to(self, device: str | torch.device) -> QuantizedWeight:
+        """The same weight on another device."""
+        return weights.move(self, device)
+
+    def pack(self, *, target: Target | str | None = None) -> PackedWeight:
+        """See `pack`."""
+        return pack(self, target=target)
+
+    def values(self) -> torch.Tensor:
+        """float64 [N, Kp], exact: codes times scales, columns in the plan's order."""
+        return self.codes.double() * self.scales.double().repeat_interleave(BLOCK, dim=1)
+
+    def dequantize(self) -> torch.Tensor:
+        """float64 [N, k], exact, columns in the order of the input."""
+        values = self.values()
+        if self.permutation is None:
+            return values[:, : self.k]
+        out, order = values.new_zeros(self.n, self.k), self.permutation.long()
+        out[:, order[order >= 0]] = values[:, order >= 0]
+        return out
+
+    def __repr__(self) -> str:
+        return f"QuantizedWeight(N={self.n}, K={self.k}, {_summary(self)})"
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A W4Ax weight in the derived layouts that the kernels of its target read. Np: N rounded up to 64.
+
+    Attributes:
+        words: int32 [Kp/128, Np/64, 1056]: codes of 64 rows by 128 channels, then their scales (bfloat16).
+        n, k: true sizes.
+        blocks8: INT8 blocks, the last ones.
+        layout: identity of the layouts that packed `words`; a kernel built for others refuses the weight by name.
+        target: architecture it was packed for.
+        permutation: int32 [Kp] | None, see `QuantizedWeight`.
+        bias: [N] | None.
+    """
+
+    words: torch.Tensor
+    n: int
+    k: int
+    blocks8: int
+    layout: str
+    target: str
+    permutation: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.n, self.k
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.k // BLOCK)
+
+    @property
+    def native(self) -> bool:
+        """Whether INT4 blocks run on s4 tensor cores; else they are emulated on int8."""
+        return self.layout == identity(True)
+
+    @property
+    def device(self) -> torch.device:
+        return self.words.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a kernel streams: words with their scales, padding included."""
+        return self.words.numel() * 4
+
+    def to(self, device: str | torch.device) -> PackedWeight:
+        """The same weight on another device."""
+        return weights.move(self, device)
+
+    def unpack(self) -> QuantizedWeight:
+        """Exact inverse of `pack`."""
+        import torch
+
+        self.check_layout(identity(self.native))
+        codes, scales = [], []
+        for bits, span in spans(self.blocks, self.blocks8, self.native):
+            unit = unit_layout(bits)
+            rows = self.words.shape[1] * ROWS
+            words = self.words[span].reshape(len(range(*span.indices(self.blocks))), rows // unit.block.block_rows, -1)
+            c, low, high = unit.unpack(words, rows, words.shape[0] * BLOCK)
+            codes.append((c[: self.n] ^ 8).to(torch.int8) - 8)
+            raw = low[: self.n].to(torch.int16) | high[: self.n].to(torch.int16) << 8
+            scales.append(raw.view(torch.bfloat16).float() * (1 if bits == 4 else 16))
+        return QuantizedWeight(
+            codes=torch.cat(codes, dim=1),
+            scales=torch.cat(scales, dim=1),
+            k=self.k,
+            blocks8=self.blocks8,
+            permutation=self.permutation,
+            bias=self.bias,
+        )
+
+    def dequantize(self) -> torch.Tensor:
+        """float64 [N, k], read back from the packed bytes, columns in the order of the input."""
+        return self.unpack().dequantize()
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file: the tensors, and sizes, layout identity and version in its metadata. Atomic."""
+        weights.save(self, path, FILE_VERSION)
+
+    @classmethod
+    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> PackedWeight:
+        """Read a file that `save` wrote.
+
+        Raises:
+            ArgumentError: it is no such file, or its tensors do not have the sizes that its metadata states.
+            LayoutMismatchError: it was packed with another layout than this version's for its target.
+        """
+        from terrazzo.lowering.targets import Target
+
+        weight = weights.load(cls, path, device, FILE_VERSION)
+        weight.check_layout(identity(native(Target.parse(weight.target))), "path")
+        weight.check_sizes()
+        return weight
+
+    def check_layout(self, identity: str, argument: str = "w") -> None:
+        """Raise LayoutMismatchError unless the weight was packed with the layouts named `identity`."""
+        weights.check_layout(self.layout, identity, argument)
+
+    def check_sizes(self) -> None:
+        """Raise ArgumentError unless the tensors have the shapes and dtypes that n, k and blocks8 ask for."""
+        weights.check_tensor(self, "words", (self.blocks, -(-self.n // ROWS), UNIT_WORDS), "int32")
+        if not 0 <= self.blocks8 <= self.blocks:
+            raise ArgumentError("blocks8", self.blocks8, f"must be 0..{self.blocks}", "pack the weight again")
+        if self.permutation is not None:
+            weights.check_tensor(self, "permutation", (self.blocks * BLOCK,), "int32")
+
+    def __repr__(self) -> str:
+        return f"PackedWeight(N={self.n}, K={self.k}, {_summary(self)}, {self.target})"
+
+
+def native(target: Target) -> bool:
+    """Whether the target's tensor cores multiply s4 by s4."""
+    return target.supports("mma.s4")
+
+
+def unit_layout(bits: int) -> UnitLayout:
+    """Layout of 128 channels that go to the tensor core as 4 or as 8 bits: of 16 rows (4) or 64 (8), scales behind."""
+    from terrazzo.layouts.units import derive_unit
+
+    return derive_unit(LAYOUT4 if bits == 4 else LAYOUT8, 2, 1, 2)
+
+
+def identity(native: bool) -> str:
+    """Of the byte order of a packed weight."""
+    byte = unit_layout(8).identity
+    return f"{unit_layout(4).identity}|{byte}" if native else byte
+
+
+def spans(blocks: int, blocks8: int, native: bool) -> list[tuple[int, slice]]:
+    """(bits on the tensor core, blocks) of a packed weight, in order; empty ones left out."""
+    first8 = blocks - blocks8 if native else 0
+    return [
+        (bits, span) for bits, span in ((4, slice(0, first8)), (8, slice(first8, blocks))) if span.start < span.stop
+    ]
+
+
+def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> PackedWeight:
+    """Pack a weight for the kernels of a target, on the device where its codes are; any N >= 1.
+
+    Args:
+        target: None takes the GPU of the codes' device, or the current one.
+
+    Raises:
+        ArgumentError: not a QuantizedWeight. TargetError: see `Target.parse`.
+    """
+    import torch
+    from terrazzo.lowering.targets import Target
+    from torch.nn.functional import pad
+
+    if not isinstance(weight, QuantizedWeight):
+        raise ArgumentError(
+            "weight", type(weight).__name__, "must be a QuantizedWeight", "use quantize() for a float weight"
+        )
+    device = weight.codes.device
+    at = Target.detect(device) if target is None and device.type == "cuda" else Target.parse(target)
+    rows, blocks = -weight.n % ROWS, weight.blocks
+    codes = pad(weight.codes, (0, 0, 0, rows)).bitwise_and(15).to(torch.uint8)
+    scales = pad(weight.scales, (0, 0, 0, rows), value=1.0)
+    parts = []
+    for bits, span in spans(blocks, weight.blocks8, native(at)):
+        stored = (scales[:, span] * (1 if bits == 4 else 0.0625)).bfloat16().contiguous().view(torch.uint8)
+        words = unit_layout(bits).pack(
+            codes[:, span.start * BLOCK : span.stop * BLOCK].contiguous(),
+            stored[:, 0::2].contiguous(),
+            stored[:, 1::2].contiguous(),
+        )
+        parts.append(words.reshape(words.shape[0], len(codes) // ROWS, UNIT_WORDS))
+    return PackedWeight(
+        words=torch.cat(parts).contiguous(),
+        n=weight.n,
+        k=weight.k,
+        blocks8=weight.blocks8,
+        layout=identity(native(at)),
+        target=at.arch,
+        permutation=weight.permutation,
+        bias=weight.bias,
+    )
+
+
+def _summary(weight: QuantizedWeight | PackedWeight) -> str:
+    parts = [f"{weight.blocks - weight.blocks8} INT4 and {weight.blocks8} INT8 blocks"]
+    parts += [name for name in ("permutation", "bias") if getattr(weight, name) is not None]
+    return ", ".join(parts)
+
+
+def _refuse(name: str, tensor: torch.Tensor, constraint: str, remedy: str) -> ArgumentError:
+    return ArgumentError(name, f"{weights.dtype_name(tensor)} {list(tensor.shape)}", constraint, remedy)
+
+
+def _check_permutation(permutation: torch.Tensor, k: int, padded: int) -> None:
+    """Every channel once, and nothing but padding beside them."""
+    import torch
+
+    if tuple(permutation.shape) != (padded,) or not weights.is_integer(permutation):
+        raise _refuse("permutation", permutation, f"must be integers [{padded}]", "use plan_blocks")
+    expected = torch.cat([permutation.new_full((padded - k,), PADDING), torch.arange(k).to(permutation)])
+    if not torch.equal(permutation.sort().values, expected):
+        raise ArgumentError(
+            "permutation", "not one", f"must hold 0..{k - 1} once and -1 for padding", "use plan_blocks"
+        )
+
+
+def _check_padding(codes: torch.Tensor, permutation: torch.Tensor | None, k: int) -> None:
+    idle = codes[:, k:] if permutation is None else codes[:, permutation.long() < 0]
+    if bool(idle.any()):
+        raise ArgumentError("codes", "not 0 in the padding", "padding channels have code 0", "use quantize_weight")

@@ -1,0 +1,116 @@
+"""Quantize a float weight to s4 with a scale for each output channel and block of 128 input channels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.w4a8.quantizer import divide, row_chunks
+from terrazzo.ops.w4ax.fmpq import BLOCK, BlockPlan
+from terrazzo.ops.w4ax.format import PackedWeight, QuantizedWeight, pack
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.lowering.targets import Target
+
+QMAX = 7
+"""Largest code that the quantizer makes; the format stores -8 too."""
+CLIP_STEPS = 16
+SMALLEST_CLIP = 0.6
+
+
+def quantize(
+    weight: torch.Tensor,
+    plan: BlockPlan,
+    *,
+    importance: torch.Tensor | None = None,
+    folded: bool = False,
+    bias: torch.Tensor | None = None,
+    target: Target | str | None = None,
+) -> PackedWeight:
+    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
+    return pack(quantize_weight(weight, plan, importance=importance, folded=folded, bias=bias), target=target)
+
+
+def quantize_weight(
+    weight: torch.Tensor,
+    plan: BlockPlan,
+    *,
+    importance: torch.Tensor | None = None,
+    clip_steps: int = CLIP_STEPS,
+    smallest_clip: float = SMALLEST_CLIP,
+    folded: bool = False,
+    bias: torch.Tensor | None = None,
+) -> QuantizedWeight:
+    """Round to nearest, symmetric, with a searched clipping of each block of a row, on the weight's device.
+
+    The scale is bfloat16(clip * max |w| / 7); of `clip_steps` values of clip from 1 down to `smallest_clip`, the one
+    with the least squared error wins.
+
+    Args:
+        weight: float [N, K], finite, columns in the order of the input.
+        plan: of the layer's input, see `plan_blocks`; its order is put on the columns.
+        importance: float [K], >= 0: weights of the squared error, `ActivationStatistics.mean_square`; None for 1.
+        clip_steps: 1 keeps the maximum.
+        folded: activations arrive in the plan's order (see `fold`), so the weight keeps no permutation.
+        bias: float [N], kept with the weight.
+
+    Raises:
+        ArgumentError: for anything that does not fit.
+    """
+    import torch
+
+    _check(weight, plan, importance, clip_steps, smallest_clip)
+    kept = plan.folded() if folded else plan
+    n, k = weight.shape
+    codes = torch.empty(n, plan.padded, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(n, plan.blocks, device=weight.device)
+    share = None if importance is None else plan.arrange(importance.to(weight.device).float()).view(-1, BLOCK)
+    for part in row_chunks(n, k, weight.device.type):
+        w = plan.arrange(weight[part].float()).view(-1, plan.blocks, BLOCK)
+        codes[part], scales[part] = _blocks(w, share, clip_steps, smallest_clip)
+    return QuantizedWeight.canonical(codes, scales, k=k, blocks8=plan.blocks8, permutation=kept.permutation, bias=bias)
+
+
+def _blocks(
+    w: torch.Tensor, share: torch.Tensor | None, steps: int, smallest: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes [R, Kp], scales [R, B]) of float32 [R, B, 128]."""
+    largest = divide(w.abs().amax(dim=-1), QMAX)
+    best, scales = None, None
+    for step in range(steps):
+        clip = 1.0 if steps == 1 else 1.0 - (1.0 - smallest) * step / (steps - 1)
+        scale = (largest * clip).bfloat16().float()
+        scale = scale.where(scale > 0, 1.0)
+        error = (_round(w, scale) * scale[..., None] - w).square_()
+        error = (error if share is None else error * share).sum(dim=-1)
+        if best is None:
+            best, scales = error, scale
+        else:
+            better = error < best
+            best, scales = best.where(~better, error), scales.where(~better, scale)
+    return _round(w, scales).flatten(1), scales
+
+
+def _round(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (w / scale[..., None]).round_().clamp_(-QMAX, QMAX)
+
+
+def _check(weight, plan, importance, clip_steps: int, smallest_clip: float) -> None:
+    import torch
+
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or 0 in weight.shape or weight.dtype not in floats:
+        seen = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
+        raise ArgumentError("weight", seen, "must be a float tensor [N, K] with N, K >= 1", "pass nn.Linear.weight")
+    if not bool(weight.isfinite().all()):
+        raise ArgumentError("weight", "NaN or infinity", "must be finite", "repair the checkpoint")
+    if not isinstance(plan, BlockPlan) or plan.k != weight.shape[1]:
+        seen = getattr(plan, "k", type(plan).__name__)
+        raise ArgumentError("plan", seen, f"must be a BlockPlan of {weight.shape[1]} channels", "use plan_blocks")
+    if importance is not None and (tuple(importance.shape) != (plan.k,) or not bool((importance >= 0).all())):
+        seen = list(importance.shape)
+        raise ArgumentError("importance", seen, f"must be [{plan.k}], >= 0", "pass statistics.mean_square")
+    if clip_steps < 1 or not 0 < smallest_clip <= 1:
+        seen = (clip_steps, smallest_clip)
+        raise ArgumentError("clip_steps", seen, "needs clip_steps >= 1, 0 < smallest_clip <= 1", "use the defaults")

@@ -1,0 +1,198 @@
+"""The oracle of W4Ax: what a kernel must compute, in plain torch, and how far rounding may take it from that.
+
+    x'[m, j] = x[m, order[j]] (* rms_weight[order[j]]), 0 for padding
+    q[m, j]  = round(x'[m, j] * qmax / max |x' of its block|)        half to even; qmax = 7 in INT4 blocks, 127 in INT8
+    acc_b    = sum over the 128 channels of block b of q * codes     int32, exact
+    y[m, n]  = round_d(sum_b acc_b[m, n] * sa[m, b] * sw[n, b] + bias[n])                f32, see the bound
+
+The paper states neither scale granularity nor rounding; these are specs.md E.1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.w4ax.fmpq import BLOCK
+from terrazzo.ops.w4ax.format import PackedWeight, QuantizedWeight, spans, unit_layout
+
+if TYPE_CHECKING:
+    import torch
+
+GRANULARITIES = ("block", "token", "static")
+QMAX = {4: 7.0, 8: 127.0}
+OUT_DTYPES = ("float16", "bfloat16", "float32")
+UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 0.0}
+_HALF_SUBNORMAL = {"float16": 2.0**-25, "bfloat16": 2.0**-134, "float32": 0.0}
+_U = 2.0**-24
+TINY = 2.0**-119
+"""Activations up to here count as 0: the float32 of 127 / max would be infinite."""
+
+
+def dequantize(weight: QuantizedWeight | PackedWeight) -> torch.Tensor:
+    """The float64 weight [N, k], columns in the order of the input."""
+    return weight.dequantize()
+
+
+def arrange(x: torch.Tensor, blocks: int, permutation: torch.Tensor | None) -> torch.Tensor:
+    """[M, k] to [M, 128 * blocks] in the weight's order; padding is 0."""
+    import torch
+
+    if permutation is None:
+        return torch.nn.functional.pad(x, (0, blocks * BLOCK - x.shape[1]))
+    order = permutation.long()
+    return x.index_select(1, order.clamp(min=0)).masked_fill(order < 0, 0)
+
+
+def limits(blocks: int, blocks8: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """float32 [B]: qmax of each block."""
+    import torch
+
+    number = torch.arange(blocks, device=device)
+    return torch.where(number < blocks - blocks8, QMAX[4], QMAX[8])
+
+
+def quantize_activations(
+    x: torch.Tensor,
+    *,
+    blocks8: int,
+    permutation: torch.Tensor | None = None,
+    rms_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    granularity: str = "block",
+    static_scales: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(q int8 [M, Kp] in the weight's order, scales f32 [M, B]) of x [M, k], symmetric.
+
+    q is the exact product of x' with the float32 of qmax / max, rounded half to even, so that a kernel can be held to
+    the bit. RMSNorm's factor 1 / sqrt(mean x^2 + eps) is the same for a whole row: it changes the scale, not q (except
+    with static scales). A maximum below TINY counts as 0: scale 1, q 0. NaN or infinity in a block makes its scale so.
+
+    Args:
+        granularity: "block", a scale for each token and block; "token", one for each token and precision; "static",
+            `static_scales` float32 [B] for all tokens, codes clamped to qmax.
+    """
+    import torch
+
+    _check_granularity(granularity, static_scales)
+    m, k = x.shape
+    blocks = -(-k // BLOCK)
+    x = x.float()
+    factor = None if rms_weight is None else torch.rsqrt(x.square().mean(dim=1) + eps)
+    v = x if rms_weight is None else x * rms_weight.float()
+    v = arrange(v, blocks, permutation).view(m, blocks, BLOCK)
+    qmax = limits(blocks, blocks8, x.device)
+    if granularity == "static":
+        v = v if factor is None else v * factor[:, None, None]
+        scales = static_scales.to(x.device, torch.float32)
+        q = (v.double() * (1 / scales).double()[:, None]).round()
+        q = torch.minimum(torch.maximum(q, -qmax[:, None].double()), qmax[:, None].double())
+        return _int8(q).view(m, -1), scales.expand(m, blocks).contiguous()
+    largest = v.abs().amax(dim=2)
+    if granularity == "token":
+        for part in (slice(0, blocks - blocks8), slice(blocks - blocks8, blocks)):
+            if len(range(*part.indices(blocks))):
+                largest[:, part] = largest[:, part].amax(dim=1, keepdim=True)
+    zero = largest < TINY
+    inverse = torch.where(zero, 0.0, qmax / largest)
+    q = (v.double() * inverse.double()[..., None]).round()
+    scales = largest / qmax
+    if factor is not None:
+        scales = scales * factor[:, None]
+    return _int8(q).view(m, -1), torch.where(zero, 1.0, scales)
+
+
+def _int8(q: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return q.nan_to_num(0, 0, 0).to(torch.int8)
+
+
+def _check_granularity(granularity: str, static_scales: torch.Tensor | None) -> None:
+    if granularity not in GRANULARITIES:
+        raise ArgumentError("granularity", granularity, f"must be one of {GRANULARITIES}", "use 'block'")
+    if (granularity == "static") != (static_scales is not None):
+        seen = None if static_scales is None else list(static_scales.shape)
+        raise ArgumentError("static_scales", seen, "goes with granularity='static'", "pass both or none")
+
+
+def block_sums(q: torch.Tensor, weight: QuantizedWeight | PackedWeight) -> torch.Tensor:
+    """int32 [B, M, N], exact: the products of each block of 128, |sum| <= 128 * 127 * 8."""
+    import torch
+
+    if isinstance(weight, PackedWeight):
+        weight = weight.unpack()
+    m, b = q.shape[0], weight.blocks
+    x, w = q.view(m, b, BLOCK).double(), weight.codes.view(weight.n, b, BLOCK).double()
+    return torch.einsum("mbk,nbk->bmn", x, w).round().to(torch.int32)
+
+
+def gemm(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    weight: QuantizedWeight | PackedWeight,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """float64 [M, N]: the scaled sum of the quantized operands, plus `bias` (else the weight's own)."""
+    if isinstance(weight, PackedWeight):
+        weight = weight.unpack()
+    y = _scaled(q, scales) @ weight.values().T
+    bias = weight.bias if bias is None else bias
+    return y if bias is None else y + bias.double()
+
+
+def forward_error_bound(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    weight: QuantizedWeight | PackedWeight,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Largest |y - gemm(...)| that a correct kernel can show, for each element: float64 [M, N].
+
+    The sum of a block is an exact float32. Its product with two scales rounds twice, then B block terms and, where k is
+    split, at most B partial sums are added: each term meets at most 2 B + 2 roundings of u = 2^-24. With the bias and
+    the rounding to `dtype` of what is left. Terms are bounded through sums of their magnitudes.
+    """
+    import torch
+
+    if isinstance(weight, PackedWeight):
+        weight = weight.unpack()
+    name = str(dtype).removeprefix("torch.")
+    terms = torch.zeros(q.shape[0], weight.n, dtype=torch.float64, device=q.device)
+    for b in range(weight.blocks):
+        part = slice(b * BLOCK, (b + 1) * BLOCK)
+        sums = q[:, part].double() @ weight.codes[:, part].double().T
+        terms += sums.abs() * scales[:, b, None].double() * weight.scales[:, b].double()
+    ref = gemm(q, scales, weight, bias)
+    error = 1.01 * _U * ((2 * weight.blocks + 2) * terms + ref.abs()) + 2.0**-125
+    return error + torch.clamp(UNIT_ROUNDOFF[name] * (ref.abs() + error), min=_HALF_SUBNORMAL[name])
+
+
+def _scaled(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return q.double() * scales.double().repeat_interleave(BLOCK, dim=1)
+
+
+def operand_packed(weight: PackedWeight) -> torch.Tensor:
+    """float64 [N, Kp]: codes times scales as the tensor cores and the scaling see them, from the packed bytes alone.
+
+    Words, converter (16 times the code for bytes), fragment and records, through `layouts.emulate` on the CPU.
+    """
+    import numpy as np
+    import torch
+    from terrazzo.layouts.emulate import operand_tiles
+
+    parts, rows = [], weight.words.shape[1] * 64
+    for bits, span in spans(weight.blocks, weight.blocks8, weight.native):
+        unit = unit_layout(bits)
+        words = weight.words[span].cpu()
+        words = words.reshape(words.shape[0], rows // unit.block.block_rows, -1).numpy()
+        codes, records = unit.split(words)
+        tiles = operand_tiles(codes, unit.block, "s4_s4" if bits == 4 else "s4_s8_x16")
+        stored = np.ascontiguousarray(records).view(np.uint16)[..., 0]  # [row blocks, B, slots]
+        held = torch.from_numpy((stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64))
+        scales = torch.empty_like(held)
+        scales[..., torch.from_numpy(unit.rows.index)] = held
+        scales = scales.transpose(1, 2).reshape(rows, -1)
+        parts.append(torch.from_numpy(tiles) * scales.repeat_interleave(BLOCK, dim=1))
+    return torch.cat(parts, dim=1)[: weight.n]

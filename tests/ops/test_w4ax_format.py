@@ -1,0 +1,124 @@
+"""Canonical and packed W4Ax weights: packing, its inverse, the bytes as the tensor cores see them, files, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError, TargetError
+from terrazzo.ops import w4ax
+from terrazzo.ops.w4ax import reference
+from terrazzo.ops.w4ax.format import UNIT_WORDS, identity
+
+
+def random_weight(n: int, k: int, blocks8: int, seed: int = 0, bias: bool = False) -> w4ax.QuantizedWeight:
+    rng = torch.Generator().manual_seed(seed)
+    blocks = -(-k // 128)
+    plan = w4ax.plan_blocks(torch.rand(k, generator=rng) + 0.1, floor=blocks8, ceiling=blocks8)
+    codes = torch.randint(-8, 8, (n, plan.padded), generator=rng).masked_fill(plan.order() < 0, 0)
+    scales = torch.exp(torch.randn(n, blocks, generator=rng) * 0.5 - 4).bfloat16()
+    return w4ax.QuantizedWeight.canonical(
+        codes, scales, k=k, blocks8=blocks8, permutation=plan.permutation,
+        bias=torch.randn(n, generator=rng) if bias else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_86", "sm_90a"])
+@pytest.mark.parametrize(("n", "k", "blocks8"), [(64, 256, 1), (200, 640, 0), (130, 333, 3), (65, 512, 4), (7, 100, 0)])
+def test_packed_bytes_hold_the_weight(target, n, k, blocks8):
+    weight = random_weight(n, k, blocks8)
+    packed = weight.pack(target=target)
+    assert packed.words.shape == (weight.blocks, -(-n // 64), UNIT_WORDS) and packed.native == (target != "sm_90a")
+    back = packed.unpack()
+    assert torch.equal(back.codes, weight.codes) and torch.equal(back.scales, weight.scales)
+    assert torch.equal(reference.operand_packed(packed), weight.values())
+    assert torch.equal(packed.dequantize(), weight.dequantize())
+
+
+def test_int4_blocks_lie_as_native_fragments():
+    """A lane's four words are the A registers of one m16n8k64: eight neighbouring channels in each."""
+    weight = random_weight(64, 128, 0)
+    word = weight.pack(target="sm_80").words[0, 0]
+    lane, tile, register = 13, 2, 3  # rows 32 + 13 // 4 + 8, channels 8 * (13 % 4) + 32 ...
+    codes = weight.codes[tile * 16 + 3 + 8, 8 + 32 : 16 + 32].int() & 15
+    assert int(word[tile * 264 + lane * 4 + register]) & 0xFFFFFFFF == sum(int(c) << 4 * i for i, c in enumerate(codes))
+
+
+def test_files(tmp_path):
+    packed = random_weight(100, 300, 1, bias=True).pack(target="sm_80")
+    packed.save(tmp_path / "w.safetensors")
+    back = w4ax.PackedWeight.load(tmp_path / "w.safetensors")
+    assert repr(back) == repr(packed) and torch.equal(back.words, packed.words)
+    assert torch.equal(back.permutation, packed.permutation) and torch.equal(back.bias, packed.bias)
+    changed = w4ax.PackedWeight(**(packed.__dict__ | {"layout": identity(False)}))
+    changed.save(tmp_path / "other.safetensors")
+    with pytest.raises(LayoutMismatchError):
+        w4ax.PackedWeight.load(tmp_path / "other.safetensors")
+    w4ax.PackedWeight(**(packed.__dict__ | {"n": 400})).save(tmp_path / "size.safetensors")
+    with pytest.raises(ArgumentError, match="words"):
+        w4ax.PackedWeight.load(tmp_path / "size.safetensors")
+
+
+GOOD = {"codes": torch.ones(4, 256, dtype=torch.int8), "scales": torch.ones(4, 2)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument"),
+    [
+        ({"codes": torch.ones(4, 200, dtype=torch.int8)}, "codes"),
+        ({"codes": torch.full((4, 256), 8)}, "codes"),
+        ({"codes": torch.ones(4, 256)}, "codes"),
+        ({"k": 128}, "k"),
+        ({"k": 250}, "codes"),
+        ({"blocks8": 3}, "blocks8"),
+        ({"scales": torch.ones(4, 1)}, "scales"),
+        ({"scales": torch.zeros(4, 2)}, "scales"),
+        ({"scales": torch.full((4, 2), 1.001)}, "scales"),
+        ({"permutation": torch.zeros(256, dtype=torch.int32)}, "permutation"),
+        ({"permutation": torch.arange(255)}, "permutation"),
+        ({"bias": torch.ones(5)}, "bias"),
+    ],
+)
+def test_canonical_refuses(changes, argument):
+    with pytest.raises(ArgumentError) as error:
+        w4ax.QuantizedWeight.canonical(**(GOOD | changes))
+    assert error.value.argument == argument
+
+
+def test_packing_needs_a_target():
+    with pytest.raises(TargetError):
+        w4ax.QuantizedWeight.canonical(**GOOD).pack(target="sm_75")
+    with pytest.raises(ArgumentError):
+        w4ax.pack(GOOD["codes"], target="sm_80")
+
+
+def test_clipping_is_searched():
+    rng = torch.Generator().manual_seed(2)
+    weight = torch.randn(50, 300, generator=rng)
+    weight[:, 7] *= 6
+    plan = w4ax.plan_blocks(torch.ones(300))
+    searched, plain = (w4ax.quantize_weight(weight, plan, clip_steps=steps) for steps in (16, 1))
+    error = lambda w, share=1.0: ((w.dequantize() - weight) ** 2 * share).sum()
+    assert error(searched) < 0.9 * error(plain)
+    assert searched.codes.abs().max() == 7 and torch.equal(plain.scales, plain.scales.bfloat16().float())
+    importance = torch.ones(300)
+    importance[7] = 1e4
+    kept = w4ax.quantize_weight(weight, plan, importance=importance)
+    assert error(kept, importance) < error(searched, importance)
+    zero = w4ax.quantize_weight(torch.zeros(3, 128), w4ax.plan_blocks(torch.ones(128)))
+    assert (zero.scales == 1).all() and not zero.codes.any()
+
+
+@pytest.mark.parametrize(
+    ("weight", "options", "argument"),
+    [
+        (torch.ones(4, 299), {}, "plan"),
+        (torch.ones(4, 300, dtype=torch.int8), {}, "weight"),
+        (torch.full((4, 300), float("inf")), {}, "weight"),
+        (torch.ones(4, 300), {"importance": -torch.ones(300)}, "importance"),
+        (torch.ones(4, 300), {"clip_steps": 0}, "clip_steps"),
+    ],
+)
+def test_the_quantizer_refuses(weight, options, argument):
+    with pytest.raises(ArgumentError) as error:
+        w4ax.quantize_weight(weight, w4ax.plan_blocks(torch.ones(300)), **options)
+    assert error.value.argument == argument
