@@ -30,6 +30,15 @@ KINDS = ("identity", "integer", "random")
 IDENTITY_LAUNCHES = 48
 """Small M covers only this many slices of the unit matrix: the first, the last, and a seeded choice between them."""
 
+SIZES = ((1, 8), (9, 16), (17, 32), (33, 64), (65, 1500))
+"""Ranges of M whose kernels differ (the last has several): tests choose a form for each weight and range."""
+
+
+def bucket(m: int) -> int:
+    """Index into SIZES."""
+    return sum(m > most for _, most in SIZES[:-1])
+
+
 RMS_ELEMENTS = 256
 """Fewer output elements than this say nothing about the rms value."""
 

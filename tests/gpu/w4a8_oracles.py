@@ -47,7 +47,12 @@ class Spec:
 
 @dataclass(frozen=True)
 class Case:
-    """One operator call. `kind` is one of KINDS; `dtype`: of 16-bit activations; `seed` makes the data."""
+    """One operator call.
+
+    Attributes:
+        kind: one of KINDS. dtype: of 16-bit activations. seed: makes the data.
+        strided: 16-bit activations are columns of a wider tensor, not aligned. bias: dtype of one given in the call.
+    """
 
     spec: Spec
     m: int
@@ -57,6 +62,8 @@ class Case:
     kind: str = "random"
     dtype: str = "float16"
     seed: int = 0
+    strided: bool = False
+    bias: str = ""
 
     @property
     def repro(self) -> str:
@@ -80,7 +87,17 @@ class Case:
         if not self.m:
             return []
         dtype = getattr(torch, self.dtype) if self.kind == "random" else None
-        return w4a8.weight_requests(packed(self.spec, 0), self.m, dtype, **self.options)
+        bias = True if self.bias else None
+        return w4a8.weight_requests(packed(self.spec, 0), self.m, dtype, bias=bias, **self.options)
+
+    def given_bias(self) -> torch.Tensor | None:
+        """Of the call, in place of the weight's own."""
+        import torch
+
+        if not self.bias:
+            return None
+        rng = torch.Generator().manual_seed(self.seed + 2)
+        return torch.randn(self.spec.n, generator=rng).to(getattr(torch, self.bias)).to(DEVICE)
 
 
 @lru_cache(maxsize=128)
@@ -124,10 +141,10 @@ def launch(case: Case, x: torch.Tensor | w4a8.QuantizedActivations) -> torch.Ten
     dtype, weight = getattr(torch, case.out), packed(case.spec, case.seed)
     poison = GARBAGE if dtype == torch.int32 else float("nan")
     poisoned = lambda t: (t == GARBAGE if dtype == torch.int32 else t.isnan()).all()
-    runs = []
+    bias, runs = case.given_bias(), []
     for _ in range(2):
         guarded = torch.full((x.shape[0] + 2, case.spec.n), poison, dtype=dtype, device=DEVICE)
-        y = w4a8.gemm(x, weight, out=guarded[1:-1], **case.options)
+        y = w4a8.gemm(x, weight, bias=bias, out=guarded[1:-1], **case.options)
         assert y.data_ptr() == guarded[1:-1].data_ptr(), f"out= was not used; {case.repro}"
         assert poisoned(guarded[0]) and poisoned(guarded[-1]), f"rows beside the output were written; {case.repro}"
         runs.append(y)
@@ -142,8 +159,10 @@ def compare(case: Case, what: str, y: torch.Tensor, q: torch.Tensor, scales: tor
     weight = canonical(case.spec, case.seed)
     if case.out == "int32":
         return check_equal(case, what, y, reference.accumulate(q, weight))
-    ref = reference.gemm(q, scales, weight)
-    bad = ~((y.double() - ref).abs() <= reference.forward_error_bound(ref, getattr(torch, case.out), weight.bias))
+    given = case.given_bias()
+    bias = weight.bias if given is None else given
+    ref = reference.gemm(q, scales, weight, given)
+    bad = ~((y.double() - ref).abs() <= reference.forward_error_bound(ref, getattr(torch, case.out), bias))
     assert not bool(bad.any()), explain(case, f"{what}: outside the forward error bound", y, ref, bad)
 
 
@@ -181,6 +200,7 @@ def random(case: Case) -> None:
     x = torch.randn(case.m, case.spec.k, generator=rng)
     x[:, torch.randperm(case.spec.k, generator=rng)[: max(1, case.spec.k // 256)]] *= 8  # outlier channels
     x = x.to(getattr(torch, case.dtype)).to(DEVICE)
+    x = torch.nn.functional.pad(x, (1, 2))[:, 1:-2] if case.strided else x
     y = launch(case, x)
     if case.m:
         q, scales, _ = reference.quantize_activations(x, canonical(case.spec, case.seed).smooth)

@@ -22,13 +22,13 @@ def oracles():
 def operator(change_weight=lambda w: w, change_output=lambda y: y):
     """gemm() in float64 from the packed bytes, with a fault."""
 
-    def gemm(x, w, *, out, out_dtype, dequantization, pipeline):
+    def gemm(x, w, *, bias, out, out_dtype, dequantization, pipeline):
         if isinstance(x, QuantizedActivations):
             q, scales = x.q[:, : w.k], x.scales
         else:
             q, scales, _ = reference.quantize_activations(x, w.smooth)
         w = change_weight(w.unpack())
-        y = reference.accumulate(q, w) if out_dtype == torch.int32 else reference.gemm(q, scales, w)
+        y = reference.accumulate(q, w) if out_dtype == torch.int32 else reference.gemm(q, scales, w, bias)
         out.copy_(change_output(y.to(out_dtype)))
         return out
 
