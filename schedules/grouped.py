@@ -39,7 +39,10 @@ def choose(form: ModuleType, problem: Any, target: Target, m: int, experts: int,
 
 
 def _legal(schedule: Any) -> bool:
-    return schedule.legal() if hasattr(schedule, "legal") else schedule.row_blocks * schedule.block_tokens <= 128
+    """Whether the accumulators leave room for the operands beside the expert's state (else ptxas serializes wgmma)."""
+    if hasattr(schedule, "legal"):
+        return schedule.legal()
+    return schedule.warpgroups < 4 or schedule.row_blocks == 1 or schedule.block_tokens <= 16
 
 
 def _busiest(problem: Any, target: Target, token_blocks: int, cta_blocks: int, warpgroups: int) -> float:

@@ -1,0 +1,318 @@
+"""Grouped GEMM on the GPU: W4A8 sums are exact, W4A16 stays inside the error bound, whatever the offsets hold.
+
+Outputs start as NaN (int32: garbage); rows of no expert must keep it, and a second run must give the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import pytest
+import torch
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import launching, moe, w4a8, w4a16
+from terrazzo.ops.w4a8 import activations
+from terrazzo.ops.w4a8 import reference as w4a8_reference
+from terrazzo.ops.w4a16 import reference as w4a16_reference
+
+pytestmark = pytest.mark.usefixtures("hopper", "nothing_compiles")
+DEVICE = "cuda"
+LAUNCHES = 3
+
+
+@pytest.fixture(autouse=True)
+def hopper(gpu):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an sm_90 GPU")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The weights of some experts. `scale`, `symmetric`: of W4A16."""
+
+    op: str
+    experts: int
+    n: int
+    k: int
+    group: int = 64
+    bias: bool = False
+    symmetric: bool = False
+    scale: str = "float16"
+
+    @lru_cache(maxsize=8)  # noqa: B019  a handful of small weights for the session
+    def build(self) -> tuple[list, object]:
+        """Canonical weights, and their stack, on the GPU."""
+        rng = torch.Generator().manual_seed(self.n + self.k + self.experts)
+        made = [(_w4a8 if self.op == "w4a8" else _w4a16)(self, rng) for _ in range(self.experts)]
+        family = w4a8 if self.op == "w4a8" else w4a16
+        return made, family.GroupedWeight.stack([w.pack() for w in made])
+
+
+def _w4a8(spec: Spec, rng: torch.Generator):
+    groups = -(-spec.k // spec.group)
+    scales = torch.randint(1, 17, (spec.n, groups), generator=rng)
+    return w4a8.QuantizedWeight.canonical(
+        torch.randint(0, 16, (spec.n, spec.k), generator=rng).to(DEVICE),
+        scales,
+        (torch.rand(spec.n, groups, generator=rng) * (256 - 15 * scales)).long(),
+        torch.rand(spec.n, generator=rng) * 1e-2 + 1e-3,
+        group_size=spec.group,
+        bias=torch.randn(spec.n, generator=rng) if spec.bias else None,
+    )
+
+
+def _w4a16(spec: Spec, rng: torch.Generator):
+    groups = -(-spec.k // spec.group)
+    scales = torch.exp(torch.randn(spec.n, groups, generator=rng) * 0.5 - 4).to(getattr(torch, spec.scale))
+    return w4a16.QuantizedWeight.canonical(
+        torch.randint(0, 16, (spec.n, spec.k), generator=rng).to(DEVICE),
+        scales,
+        None if spec.symmetric else torch.randint(0, 17, (spec.n, groups), generator=rng),
+        group_size=spec.group,
+        bias=torch.randn(spec.n, generator=rng).half() if spec.bias else None,
+    )
+
+
+def counts_of(name: str, experts: int, average: int) -> list[int]:
+    """Tokens of each expert."""
+    rng = torch.Generator().manual_seed(experts + average)
+    if name == "even":
+        return [average] * experts
+    if name == "one":  # all tokens to one expert in the middle
+        return [average * experts * (e == experts // 2) for e in range(experts)]
+    if name == "none":
+        return [0] * experts
+    if name == "sparse":  # most experts are empty, the others ragged
+        return [int(torch.randint(1, 3 * average + 2, (), generator=rng)) * (e % 3 == 1) for e in range(experts)]
+    return torch.bincount(torch.randint(0, experts, (average * experts,), generator=rng), minlength=experts).tolist()
+
+
+def quantizer(m: int, k: int, dtype: str = "float16"):
+    """The kernel that quantizes these activations."""
+    target, device = launching.targets(None, torch.device(DEVICE))
+    return activations.plan(m, k, dtype=dtype, gain=False, norm=False, target=target, device=device)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Calls of one weight: tokens of the experts by name, rows of nobody before and after."""
+
+    spec: Spec
+    average: int
+    spread: tuple[str, ...] = ("even", "random", "one", "sparse")
+    outside: tuple[int, int] = (0, 0)
+    out: str = "float16"
+    option: str = "auto"  # dequantization or numerics
+
+    @property
+    def dtype(self) -> str:
+        """Of the activations, before they are quantized."""
+        return "float16" if self.out == "int32" else self.out
+
+    def offsets(self) -> list[torch.Tensor]:
+        counts = [counts_of(name, self.spec.experts, self.average) for name in self.spread]
+        return [torch.tensor([self.outside[0], *c]).cumsum(0).int().to(DEVICE) for c in counts]
+
+    def requests(self) -> list:
+        s, rows = self.spec, {int(o[-1]) + self.outside[1] for o in self.offsets()} - {0}
+        facts = dict(m=tuple(rows), group_size=s.group, bias=s.bias and self.out != "int32")
+        if s.op == "w4a8":
+            own = w4a8.grouped_requests(s.n, s.k, s.experts, out_dtype=self.out, dequantization=self.option, **facts)
+            return [*own, *(quantizer(m, s.k, self.dtype) for m in rows)]
+        return w4a16.grouped_requests(
+            s.n, s.k, s.experts, symmetric=s.symmetric, scale_dtype=s.scale, dtype=self.out, numerics=self.option,
+            **facts,
+        )  # fmt: skip
+
+    def call(self, x, stacked, offsets, out):
+        if self.spec.op == "w4a8":
+            return w4a8.grouped_gemm(x, stacked, offsets, out=out, out_dtype=out.dtype, dequantization=self.option)
+        return w4a16.grouped_gemm(x, stacked, offsets, out=out, numerics=self.option)
+
+    def expected(self, x, rows: slice, weight) -> tuple[torch.Tensor, torch.Tensor]:
+        """(y, largest error) of one expert's rows."""
+        if self.spec.op == "w4a16":
+            numerics = self.option if self.option != "auto" else ("exact" if self.spec.scale == self.out else "post")
+            of = x[rows]
+            return w4a16_reference.gemm(of, weight, numerics), w4a16_reference.forward_error_bound(of, weight, numerics)
+        q = x.q[rows, : weight.k]
+        if self.out == "int32":
+            exact = q.double() @ weight.bytes().double().T
+            return exact, torch.zeros_like(exact)
+        ref = w4a8_reference.gemm(q, x.scales[rows], weight)
+        return ref, w4a8_reference.forward_error_bound(ref, getattr(torch, self.out), weight.bias)
+
+
+def check(case: Case) -> None:
+    made, stacked = case.spec.build()
+    dtype = getattr(torch, case.out)
+    blank = -77 if dtype == torch.int32 else float("nan")
+    for name, offsets in zip(case.spread, case.offsets()):
+        starts = offsets.tolist()
+        m = starts[-1] + case.outside[1]
+        where = f"{case} {name} offsets={starts[:20]}"
+        rng = torch.Generator().manual_seed(m)
+        x = torch.randn(m, case.spec.k, generator=rng).to(getattr(torch, case.dtype)).to(DEVICE)
+        x = w4a8.quantize_activations(x) if case.spec.op == "w4a8" else x
+        first = None
+        for _ in range(LAUNCHES):
+            guarded = torch.full((m + 16, case.spec.n), blank, dtype=dtype, device=DEVICE)
+            y = case.call(x, stacked, offsets, guarded[8:-8])
+            assert y.data_ptr() == guarded[8:-8].data_ptr(), f"out= was not used: {where}"
+            nobody = torch.cat([guarded[: 8 + starts[0]], guarded[8 + starts[-1] :]])
+            assert bool((nobody == blank).all() if dtype == torch.int32 else nobody.isnan().all()), f"guard: {where}"
+            if first is not None:
+                assert torch.equal(first.view(torch.int16), y.view(torch.int16)), f"runs differ: {where}"
+                continue
+            first = y
+            for e, weight in enumerate(made):
+                rows = slice(starts[e], starts[e + 1])
+                if starts[e] == starts[e + 1]:
+                    continue
+                ref, bound = case.expected(x, rows, weight)
+                bad = ~((y[rows].double() - ref).abs() <= bound)
+                assert not bool(bad.any()), (
+                    f"expert {e}: {int(bad.sum())} of {bad.numel()} wrong, first {bad.nonzero()[0].tolist()}; {where}"
+                )
+
+
+SMALL = Spec("w4a8", 5, 320, 640)
+CASES = {
+    "w4a8 one token": (Case(SMALL, 1, out="int32"), Case(SMALL, 1, out="int32", option="unsigned")),
+    "w4a8 few": (Case(SMALL, 16, out="int32"), Case(SMALL, 16), Case(SMALL, 16, ("random", "none"), (5, 9))),
+    "w4a8 wider": tuple(Case(SMALL, a, out="int32", outside=(3, 0)) for a in (30, 60, 100, 250, 700)),
+    "w4a8 ragged": tuple(
+        Case(Spec("w4a8", 7, 450, 1040, 32, bias=True), a, out=out, option=option, outside=(0, 2))
+        for a, out, option in ((5, "bfloat16", "xor"), (40, "float16", "unsigned"), (200, "bfloat16", "unsigned"))
+    ),
+    "w4a8 thin": tuple(Case(Spec("w4a8", 33, 65, 16, 128), a, out="int32") for a in (1, 17, 300)),
+    "w4a8 one expert": tuple(Case(Spec("w4a8", 1, 192, 4112, 128), a, ("even",), out="int32") for a in (3, 64, 500)),
+    "w4a8 many": tuple(Case(Spec("w4a8", 128, 192, 256, 64), a, out="int32") for a in (1, 8, 33)),
+    "w4a8 goal": (Case(Spec("w4a8", 8, 4096, 7168), 16, ("even", "random"), out="int32"),),
+    "w4a16 few": (Case(Spec("w4a16", 5, 320, 640, 128), 16), Case(Spec("w4a16", 5, 320, 640, 128), 1, outside=(4, 4))),
+    "w4a16 wider": tuple(Case(Spec("w4a16", 5, 320, 640, 128, symmetric=True), a) for a in (30, 60, 100, 250)),
+    "w4a16 ragged": tuple(
+        Case(Spec("w4a16", 7, 450, 1036, 32, bias=out == "float16", scale=scale), a, out=out, option=option)
+        for a, out, scale, option in (
+            (5, "float16", "float16", "fused"), (40, "bfloat16", "float32", "auto"), (200, "float16", "float16", "post")
+        )
+    ),
+    "w4a16 thin": tuple(Case(Spec("w4a16", 33, 65, 16, 32), a) for a in (1, 17, 300)),
+    "w4a16 many": tuple(Case(Spec("w4a16", 128, 192, 256, 64), a) for a in (1, 8, 33)),
+    "w4a16 one group": (Case(Spec("w4a16", 4, 256, 384, 384), 20, ("random", "none", "sparse")),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
+def test_grouped(compiled, cases):
+    for case in cases:
+        check(case)
+
+
+@pytest.mark.parametrize("cases", [(Case(SMALL, 16),)], ids=["graph"])
+def test_a_graph_follows_its_offsets(compiled, cases):
+    """The launch does not depend on the values of the offsets: a captured graph serves any routing of its M tokens."""
+    made, stacked = SMALL.build()
+    x = w4a8.quantize_activations(torch.randn(80, SMALL.k, device=DEVICE).half())
+    offsets = torch.zeros(6, dtype=torch.int32, device=DEVICE)
+    y = torch.empty(80, SMALL.n, dtype=torch.float16, device=DEVICE)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        w4a8.grouped_gemm(x, stacked, offsets, out=y)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            w4a8.grouped_gemm(x, stacked, offsets, out=y)
+    for name in ("even", "one", "random"):
+        counts = counts_of(name, 5, 16)
+        offsets.copy_(torch.tensor([0, *counts]).cumsum(0).int())
+        y.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        for e, weight in enumerate(made):
+            rows = slice(int(offsets[e]), int(offsets[e + 1]))
+            ref = w4a8_reference.gemm(x.q[rows, : SMALL.k], x.scales[rows], weight)
+            assert bool(((y[rows].double() - ref).abs() <= w4a8_reference.forward_error_bound(ref, y.dtype)).all())
+
+
+@pytest.mark.parametrize("cases", [(Case(SMALL, 16),)], ids=["bad"])
+def test_offsets_that_make_no_sense_touch_nothing_else(compiled, cases):
+    """They are not checked (that would wait for the GPU), but reads and writes stay inside x and y."""
+    _, stacked = SMALL.build()
+    x = w4a8.quantize_activations(torch.randn(80, SMALL.k, device=DEVICE).half())
+    for values in ([5, 3, 80, 1000000, -7, 80], [80, 0, 80, 0, 80, 0], [-5, -4, -3, -2, -1, 99]):
+        guarded = torch.full((96, SMALL.n), float("nan"), dtype=torch.float16, device=DEVICE)
+        w4a8.grouped_gemm(x, stacked, torch.tensor(values, dtype=torch.int32, device=DEVICE), out=guarded[8:-8])
+        torch.cuda.synchronize()
+        assert bool(guarded[:8].isnan().all()) and bool(guarded[-8:].isnan().all())
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of experts in W4A8: up, down, routed by random gates."""
+
+    tokens: int
+    top_k: int = 2
+
+    def requests(self) -> list:
+        rows = self.tokens * self.top_k
+        return [
+            *w4a8.grouped_requests(320, 640, 5, m=rows),
+            *w4a8.grouped_requests(640, 320, 5, m=rows),
+            quantizer(self.tokens, 640),
+            quantizer(rows, 320),
+        ]
+
+
+@pytest.mark.parametrize("cases", [(Layer(50), Layer(3))], ids=["layer"])
+def test_a_layer_of_experts_waits_for_nothing(compiled, cases):
+    up, down = SMALL.build(), Spec("w4a8", 5, 640, 320).build()
+    for layer in cases:
+        x = torch.randn(layer.tokens, 640, device=DEVICE).half()
+        gates, ids = torch.randn(layer.tokens, 5, device=DEVICE).softmax(-1).topk(layer.top_k)
+        for mode in ("default", "error"):  # everything is compiled and allocated by the first run
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                routing = moe.sort_by_expert(ids, 5)
+                rows = moe.gather(w4a8.quantize_activations(x), routing)
+                h = w4a8.grouped_gemm(rows, up[1], routing.offsets)
+                y = w4a8.grouped_gemm(torch.nn.functional.silu(h), down[1], routing.offsets)
+                out = moe.combine(y, routing, gates)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        q = w4a8.quantize_activations(x)
+        for t in range(layer.tokens):
+            for slot in range(layer.top_k):
+                e, row = int(ids[t, slot]), int(routing.positions[t, slot])
+                ref = w4a8_reference.gemm(q.q[t : t + 1, :640], q.scales[t : t + 1], up[0][e])[0]
+                torch.testing.assert_close(h[row].double(), ref, rtol=2e-3, atol=1e-6)
+        total = sum(gates[:, j, None].float() * y[routing.positions[:, j]].float() for j in range(layer.top_k))
+        torch.testing.assert_close(out.float(), total, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("cases", [(Layer(4),)], ids=["refused"])
+def test_refusals(compiled, cases):
+    _, stacked = SMALL.build()
+    x = w4a8.quantize_activations(torch.randn(8, SMALL.k, device=DEVICE).half())
+    good = torch.zeros(6, dtype=torch.int32, device=DEVICE)
+    calls = {
+        "expert_offsets": lambda: w4a8.grouped_gemm(x, stacked, good.long()),
+        "x": lambda: w4a8.grouped_gemm(torch.randn(8, 64, device=DEVICE).half(), stacked, good),
+        "w": lambda: w4a8.grouped_gemm(x, stacked[0], good),
+        "bias": lambda: w4a8.grouped_gemm(x, stacked, good, bias=torch.zeros(SMALL.n, device=DEVICE)),
+        "out": lambda: w4a8.grouped_gemm(x, stacked, good, out=torch.zeros(8, 3, device=DEVICE)),
+    }
+    for argument, call in calls.items():
+        with pytest.raises(ArgumentError) as error:
+            call()
+        assert error.value.argument == argument
+
+
+@pytest.mark.parametrize("cases", [(Case(SMALL, 16),)], ids=["compile"])
+def test_torch_compile(compiled, cases):
+    _, stacked = SMALL.build()
+    x = torch.randn(80, SMALL.k, device=DEVICE).half()
+    offsets = cases[0].offsets()[0]
+    eager = w4a8.grouped_gemm(x, stacked, offsets)
+    traced = torch.compile(lambda x, o: w4a8.grouped_gemm(x, stacked, o) + 0, fullgraph=True)(x, offsets)
+    assert torch.equal(eager, traced)

@@ -1,0 +1,151 @@
+"""Grouped GEMM without a GPU: stacked weights, schedules, requests, machine code, refusals."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from terrazzo.lowering import KernelReport, compile_request
+from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
+from terrazzo.lowering.targets import Target
+from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops import w4a8, w4a16
+from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.w4a8 import grouped as w4a8_grouped
+from terrazzo.ops.w4a16 import grouped as w4a16_grouped
+from terrazzo.schedules import grouped, stream_k
+from terrazzo.schedules import w4a8 as w4a8_schedules
+from terrazzo.schedules.problem import WeightOnlyGemm
+
+HOPPER = Target.parse("sm_90a")
+W4A16 = dict(group_size=128, symmetric=False, scale_dtype="float16")
+
+
+def experts(family, count: int = 3, n: int = 70, k: int = 200, **more) -> list:
+    rng = torch.Generator().manual_seed(n)
+    quantize = family.quantize_weight
+    return [quantize(torch.randn(n, k, generator=rng), group_size=64, **more) for _ in range(count)]
+
+
+@pytest.mark.parametrize("family", [w4a8, w4a16], ids=["w4a8", "w4a16"])
+def test_stacked_weights_keep_every_expert(family, tmp_path):
+    packed = [w.pack() for w in experts(family)]
+    stacked = family.GroupedWeight.stack(packed)
+    assert len(stacked) == 3 and (stacked.n, stacked.k) == (70, 200)
+    assert stacked.nbytes == sum(w.nbytes for w in packed)
+    stacked.check()
+    stacked.save(tmp_path / "experts.safetensors")
+    loaded = GroupedWeight.load(family.PackedWeight, tmp_path / "experts.safetensors")
+    for e, weight in enumerate(packed):
+        for of in (stacked, loaded):
+            assert torch.equal(of[e].words, weight.words)
+            assert torch.equal(of[e].dequantize(), weight.dequantize())
+    with pytest.raises(IndexError):
+        stacked[3]
+    assert "3 x PackedWeight" in repr(stacked)
+
+
+def test_a_single_expert_is_no_file_of_many(tmp_path):
+    packed = experts(w4a8, 1)[0].pack()
+    packed.save(tmp_path / "one.safetensors")
+    with pytest.raises(ArgumentError, match="grouped"):
+        GroupedWeight.load(w4a8.PackedWeight, tmp_path / "one.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (lambda: [], "experts"),
+        (lambda: experts(w4a8, 2), "experts"),  # not packed
+        (lambda: [experts(w4a8, 1)[0].pack(), experts(w4a16, 1)[0].pack()], "experts"),
+        (lambda: [experts(w4a8, 1, n=70)[0].pack(), experts(w4a8, 1, n=71)[0].pack()], "n"),
+        (lambda: [experts(w4a16, 1)[0].pack(), experts(w4a16, 1, symmetric=True)[0].pack()], "symmetric"),
+    ],
+    ids=["none", "unpacked", "mixed", "sizes", "zeros"],
+)
+def test_experts_that_differ_are_refused(make, argument):
+    with pytest.raises(ArgumentError) as error:
+        GroupedWeight.stack(make())
+    assert error.value.argument in (argument, "words", "params")
+
+
+def test_a_foreign_layout_is_refused():
+    from dataclasses import replace
+
+    stacked = w4a8.GroupedWeight.stack([w.pack() for w in experts(w4a8, 2)])
+    with pytest.raises(LayoutMismatchError):
+        GroupedWeight(replace(stacked.stacked, layout="another")).check()
+
+
+problems = st.tuples(st.integers(1, 20000), st.integers(1, 15000), st.sampled_from((32, 64, 128)))
+
+
+@settings(max_examples=80, deadline=None)
+@given(sizes=problems, experts=st.integers(1, 512), m=st.integers(1, 20000))
+def test_schedules_are_legal(sizes, experts, m):
+    n, k, group = sizes
+    room = HOPPER.smem_per_block - 8 * (experts + 1)
+    of = w4a8_schedules.IntegerGemm.of(n, k, group)
+    s = grouped.choose(w4a8_schedules, of, HOPPER, m, experts)
+    assert s.legal() and s.stages >= 2 and s.smem_bytes(of) <= room
+    for record, post in ((128 * 3 // 2, False), (320, True)):
+        of = WeightOnlyGemm(n, k, 128 // group, record)
+        s = grouped.choose(stream_k, of, HOPPER, m, experts, post)
+        assert s.stages >= 2 and s.smem_bytes(of) <= room
+
+
+def test_schedules_of_known_layers():
+    """16 tokens for each of 8 experts are one wave of whole tiles; 128 small experts take tiles without padding."""
+    choose = lambda n, k, m, e: grouped.choose(w4a8_schedules, w4a8_schedules.IntegerGemm.of(n, k, 64), HOPPER, m, e)
+    goal = choose(4096, 7168, 128, 8)
+    assert (goal.block_tokens, goal.cta_blocks) == (16, 4)
+    qwen = choose(1536, 2048, 128, 128)
+    assert qwen.block_tokens == 16 and -(-1536 // 64) % qwen.cta_blocks == 0
+    assert choose(28672, 4096, 8192, 8).block_tokens >= 128
+
+
+def test_requests_depend_on_the_tokens_of_an_expert_alone():
+    assert len(w4a8.grouped_requests(4096, 7168, 8)) <= 7
+    one = w4a8.grouped_requests(4096, 7168, 8, m=(100, 128))
+    assert len(one) == 1 and dict(one[0].params)["experts"] == 8
+    assert dict(w4a16.grouped_requests(4096, 7168, 8, m=128, **W4A16)[0].params)["block_tokens"] == 16
+    for made, argument in (
+        (lambda: w4a8.grouped_requests(64, 128, 2, m=4, target="sm_80"), "target"),
+        (lambda: w4a16.grouped_requests(64, 128, 2, m=4, target="sm_89", **W4A16), "target"),
+        (lambda: w4a8.grouped_requests(64, 128, 2, m=4, dequantization="vadd"), "dequantization"),
+        (lambda: w4a16.grouped_requests(64, 128, 2, m=4, numerics="best", **W4A16), "numerics"),
+    ):
+        with pytest.raises(ArgumentError) as error:
+            made()
+        assert error.value.argument == argument
+
+
+PLANS = {  # operator's plan, tensor instruction
+    "w4a8": lambda: w4a8_grouped.plan(
+        128, 4096, 7168, 8, group_size=64, out_dtype="float16", dequantization="auto", bias=True, target=HOPPER
+    ),
+    "w4a16": lambda: w4a16_grouped.plan(
+        4096, 1536, 2048, 128, dtype="bfloat16", bias=False, numerics="auto", target=HOPPER,
+        **(W4A16 | {"scale_dtype": "bfloat16"}),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing")
+@pytest.mark.parametrize(("name", "instruction"), [("w4a8", "IGMMA"), ("w4a16", "HGMMA")])
+def test_machine_code(name, instruction):
+    plan = PLANS[name]()
+    report = KernelReport.read(compile_request(plan.request) / "report.json")
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert report.smem_dynamic + report.smem_static <= HOPPER.smem_per_block
+    assert plan.workspace[0] == plan.semaphores[0] == HOPPER.sms and plan.scalars == ()
+    if not report.instructions:
+        pytest.skip(report.note)
+    assert all(re.match(instruction, opcode) for opcode in report.tensor_instructions)
+    groups = report.count(r"WARPGROUP\.ARRIVE")
+    assert report.count(instruction) == groups * (2 if name == "w4a8" else 4), "ptxas serializes wgmma"
+    assert report.count("VOTE") and report.count("SHFL")  # the table of experts and its search

@@ -1,0 +1,222 @@
+"""The generated stream-K kernels, grouped and not, run on the CPU from their CUDA text: int32 sums are exact."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+from cuda_on_cpu import CpuKernel
+from terrazzo.lowering import compile_request
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.tile_scheduler import EXPERTS_SOURCE
+from terrazzo.ops.w4a8 import stream_k
+from terrazzo.ops.w4a8.format import QuantizedWeight, pack
+from terrazzo.ops.w4a8.problem import Gemm
+from terrazzo.schedules import w4a8
+from test_w4a8_emulated import EXTRA
+
+ALL = "TERRAZZO_EMULATE_ALL"
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
+]
+HOPPER = r"""
+static unsigned __popc(unsigned v) { return __builtin_popcount(v); }
+static int __shfl_up_sync(unsigned, int x, int d) {
+  uint32_t in[2] = {(uint32_t)x, (uint32_t)d}, out;
+  meet(in, 2, &out, 1, [](Meeting &w) {
+    for (int l = 0; l < 32; ++l) w.out[l][0] = w.in[std::max(l - (int)w.in[l][1], 0)][0]; });
+  return out;
+}
+static int __shfl_sync(unsigned, int x, int from) {
+  uint32_t in[2] = {(uint32_t)x, (uint32_t)from}, out;
+  meet(in, 2, &out, 1, [](Meeting &w) { for (int l = 0; l < 32; ++l) w.out[l][0] = w.in[w.in[l][1]][0]; });
+  return out;
+}
+static unsigned __ballot_sync(unsigned, bool x) {
+  uint32_t in = x, out;
+  meet(&in, 1, &out, 1, [](Meeting &w) {
+    uint32_t all = 0; for (int l = 0; l < 32; ++l) all |= w.in[l][0] << l;
+    for (int l = 0; l < 32; ++l) w.out[l][0] = all; });
+  return out;
+}
+static void cudaTriggerProgrammaticLaunchCompletion() {}
+static void cudaGridDependencySynchronize() {}
+struct Group { int arrived = 0; long round = 0; };
+static Group meetings[16];
+static void tz_wg_sync(int id) {
+  Group &g = meetings[id]; long round = g.round;
+  if (++g.arrived == 128) { g.arrived = 0; ++g.round; }
+  else wait_until([&] { return g.round != round; });
+}
+static void tz_signal(int *flag, int id) { tz_wg_sync(id); if (threadIdx.x % 128 == 0) *flag = 1; }
+static void tz_await(int *flag, int count, int stride, int id) {
+  for (int i = threadIdx.x % 128; i < count; i += 128) {
+    if (!flag[i * stride]) { fprintf(stderr, "a share of a CTA that has not run is awaited\n"); abort(); }
+    flag[i * stride] = 0;
+  }
+  tz_wg_sync(id);
+}
+static void tz_lds64(void *out, const void *p) { memcpy(out, p, 8); }
+static void tz_stmatrix4_trans(void *p, unsigned a, unsigned b, unsigned c, unsigned d) {
+  uint64_t at = (uint64_t)p; uint32_t in[6] = {(uint32_t)at, (uint32_t)(at >> 32), a, b, c, d};
+  meet(in, 6, nullptr, 0, [](Meeting &w) {
+    for (int i = 0; i < 4; ++i) for (int l = 0; l < 32; ++l) for (int e = 0; e < 2; ++e) {
+      auto &row = w.in[i * 8 + l % 4 * 2 + e];
+      ((uint16_t *)(row[0] | (uint64_t)row[1] << 32))[l / 4] = w.in[l][2 + i] >> 16 * e;
+    } });
+}
+template <typename T, bool WHOLE> static void tz_store_row(void *y, int row, int n, int col, const void *src) {
+  T *p = (T *)y + (long long)row * n + col;
+  for (int e = 0; e < 16 / (int)sizeof(T); ++e) if (col + e < n) p[e] = ((const T *)src)[e];
+}
+// what a descriptor and a tensor map address: rows of 128 bytes, 16-byte pieces swizzled by the row
+static char *swizzled(uint64_t at) { return (char *)(at ^ (at >> 7 & 7) << 4); }
+struct Descriptor {
+  uint64_t at;
+  Descriptor operator+(int64_t step) const { return {at + 16 * step}; }
+  operator uint64_t() const { return at; }
+};
+template <int N, bool SIGNED> static void wgmma(const uint32_t *a, uint64_t b, uint32_t *c) {
+  meet(a, 4, nullptr, 0, [](Meeting &) {});
+  Meeting &w = warps[current / 32];
+  int g = current % 32 / 4, t = current % 4;
+  for (int j = 0; j < N / 8; ++j) for (int v = 0; v < 4; ++v) {
+    int row = g + 8 * (v >> 1), col = j * 8 + 2 * t + (v & 1), sum = (int)c[j * 4 + v];
+    for (int k = 0; k < 32; ++k) {
+      uint8_t byte = w.in[row % 8 * 4 + k % 16 / 4][row / 8 + 2 * (k / 16)] >> 8 * (k % 4);
+      sum += (SIGNED ? (int)(int8_t)byte : (int)byte) * (int)*(int8_t *)swizzled(b + col * 128 + k);
+    }
+    c[j * 4 + v] = sum;
+  }
+  __syncwarp();
+}
+static void tma(const signed char *x, Barrier &bar, void *to, int column, int row) {
+  for (int r = 0; r < BOX; ++r) for (int e = 0; e < 8; ++e) {
+    char *at = swizzled((uint64_t)to + r * 128 + e * 16); poison(at, 16);
+    bool inside = row + r < M && column + e * 16 < K;
+    const char *from = inside ? (const char *)x + (long long)(row + r) * K + column + e * 16 : zeros;
+    Barrier::flying.push_back({&bar, {at, from, 16}});
+  }
+}
+namespace tl {
+template <int A, int B, int C> void initialize_wgmma_descriptor(Descriptor &d, const void *p) { d.at = (uint64_t)p; }
+template <int N> void warpgroup_reg_alloc() {}
+template <int N> void warpgroup_reg_dealloc() {}
+template <int N> void warpgroup_wait() {}
+inline void warpgroup_arrive() {}
+inline void warpgroup_commit_batch() {}
+inline void warpgroup_fence_operand(void *, int) {}
+inline void fence_proxy_async() {}
+}
+"""
+REWRITES = (
+    (r"\bgrid\b", "ctas"),
+    (r"__grid_constant__ const CUtensorMap X_desc", "const signed char* X_desc"),
+    (r"tl::prefetch_tma_descriptor\(X_desc\);", ""),
+    (r"tl::tl_shuffle_elect<32>\(\)", "(threadIdx.x % 32 == 0)"),
+    (r"tl::GmmaDescriptor", "Descriptor"),
+    (r"tl::tma_load\(X_desc, ", "tma(X_desc, "),
+    (r"tl::wgmma_rs<tl::DataType::kInt8, .*?, 64, (\d+), 32, .*?>\(", r"wgmma<\1, true>("),
+    (r"tl::wgmma_rs<tl::DataType::kUInt8, .*?, 64, (\d+), 32, .*?>\(", r"wgmma<\1, false>("),
+    (r", \(bool\)1\);", ");"),
+)
+
+
+def weights(experts: int, n: int, k: int, group: int) -> list[QuantizedWeight]:
+    rng = torch.Generator().manual_seed(n + k)
+    groups, made = -(-k // group), []
+    for _ in range(experts):
+        scales = torch.randint(1, 17, (n, groups), generator=rng)
+        offsets = (torch.rand(n, groups, generator=rng) * (256 - 15 * scales)).long()
+        codes = torch.randint(0, 16, (n, k), generator=rng)
+        channel = torch.rand(n, generator=rng) * 1e-2 + 1e-3
+        bias = torch.randn(n, generator=rng)
+        made.append(QuantizedWeight.canonical(codes, scales, offsets, channel, group_size=group, bias=bias))
+    return made
+
+
+def emulate(made, x, x_scales, last, schedule, grid, folder, *, out_dtype, dequantization, bias, experts):
+    """y of one launch on the CPU, in an output that was NaN (int32: garbage). `last`: offsets, or the shared tiles."""
+    w, (m, k) = GroupedWeight.stack([pack(v) for v in made]).stacked, x.shape
+    facts = dict(
+        n=w.n, k=k, group=w.group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias, experts=experts
+    )
+    params = tuple((facts | schedule.params()).items())
+    request = KernelRequest("w4a8.grouped", f"{stream_k.__name__}:build", params, "sm_90a", stream_k.PASS_CONFIGS)
+    source = (compile_request(request) / "kernel.cu").read_text()
+    for pattern, text in REWRITES:
+        source = re.sub(pattern, text, source)
+    sizes = f"enum {{ BOX = {schedule.block_tokens}, M = {m}, K = {k} }};\n"
+    gemm = Gemm(w.n, k, w.group_size, out_dtype, dequantization, bias)
+    extra = [EXTRA, sizes, HOPPER, EXPERTS_SOURCE, gemm.converter.device_source]
+    kernel = CpuKernel(source, extra, schedule.warpgroups * 128 + 128, folder)
+    y = torch.full((m, w.n), -77 if gemm.raw else float("nan"), dtype=getattr(torch, out_dtype))
+    semaphores = torch.zeros(grid, schedule.warpgroups, dtype=torch.int32)
+    space = (grid, schedule.cta_blocks, schedule.block_tokens // 8, 128, 4)
+    kernel(
+        (grid, 1, 1), X_desc=x, W=w.words, S=w.channel_scales, XS=x_scales, RS=x.sum(1, dtype=torch.int32), B=w.bias,
+        Y=y, WS=torch.full(space, 0x5A5A5A5A, dtype=torch.int32), SEM=semaphores, m=m, ctas=grid, parts=last, sk=last,
+    )  # fmt: skip
+    assert not semaphores.any()
+    return y
+
+
+S = w4a8.StreamK
+CASES = {  # tokens of each expert, rows of nobody at both ends, n, k, group, schedule, grid, output, dequantization
+    "one tile each": ((16, 3, 16), (0, 0), 256, 384, 64, S(16, 4, 1, 2), 5, "int32", "xor"),
+    "empty experts": ((0, 5, 0, 0, 40, 1, 0), (0, 0), 130, 272, 32, S(16, 1, 2, 3, raster=2), 4, "int32", "unsigned"),
+    "rows of nobody": ((7, 0, 33), (3, 6), 200, 640, 128, S(32, 2, 1, 2), 7, "float16", "xor"),
+    "all shared": ((9,), (0, 0), 64, 1280, 64, S(16, 1, 1, 2), 6, "bfloat16", "unsigned"),
+    "no tokens": ((0, 0), (2, 3), 64, 128, 64, S(16, 1, 1, 2), 3, "int32", "xor"),
+    "waves and shares": ((20, 30, 1, 16), (0, 0), 320, 256, 64, S(16, 1, 1, 2), 9, "int32", "xor"),
+}
+
+
+USUAL = ("empty experts", "rows of nobody", "waves and shares")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_grouped(name, tmp_path):
+    if name not in USUAL and not os.environ.get(ALL):
+        pytest.skip(f"8 s each: set {ALL}=1")
+    counts, (before, after), n, k, group, schedule, grid, out_dtype, dequantization = CASES[name]
+    made, raw = weights(len(counts), n, k, group), out_dtype == "int32"
+    offsets = torch.tensor([0, *counts]).cumsum(0).int() + before
+    m = sum(counts) + before + after
+    rng = torch.Generator().manual_seed(m)
+    x = torch.randint(-128, 128, (m, k), generator=rng, dtype=torch.int8)
+    x_scales = torch.rand(m, generator=rng) * 1e-3 + 1e-4
+    y = emulate(
+        made, x, x_scales, offsets, schedule, grid, tmp_path, out_dtype=out_dtype, dequantization=dequantization,
+        bias=not raw, experts=len(counts),
+    )  # fmt: skip
+    nobody = torch.cat([y[:before], y[m - after :]])
+    assert bool((nobody == -77).all() if raw else nobody.isnan().all())
+    for e, w in enumerate(made):
+        rows = slice(int(offsets[e]), int(offsets[e + 1]))
+        exact = x[rows].double() @ w.bytes().double().T
+        if raw:
+            assert torch.equal(y[rows].double(), exact), f"expert {e}"
+            continue
+        product = exact * w.channel_scales.double() * x_scales[rows].double()[:, None]
+        bound = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[out_dtype] * (product + w.bias).abs() * 1.001
+        bound += 2.0**-21 * (product.abs() + w.bias.abs()) + 2.0**-25
+        assert bool(((y[rows].double() - product - w.bias).abs() <= bound).all()), f"expert {e}"
+
+
+@pytest.mark.parametrize("shared", [0, 3, 6])
+def test_one_matrix(shared, tmp_path):
+    """The same program without experts: 6 tiles, some of them shared by the 4 CTAs."""
+    made, m = weights(1, 180, 512, 64), 37
+    rng = torch.Generator().manual_seed(m)
+    x = torch.randint(-128, 128, (m, 512), generator=rng, dtype=torch.int8)
+    y = emulate(
+        made, x, torch.ones(m), shared, S(32, 1, 1, 2), 4, tmp_path, out_dtype="int32", dequantization="xor",
+        bias=False, experts=0,
+    )  # fmt: skip
+    assert torch.equal(y.double(), x.double() @ made[0].bytes().double().T)
