@@ -149,3 +149,17 @@ def test_machine_code(name, instruction):
     groups = report.count(r"WARPGROUP\.ARRIVE")
     assert report.count(instruction) == groups * (2 if name == "w4a8" else 4), "ptxas serializes wgmma"
     assert report.count("VOTE") and report.count("SHFL")  # the table of experts and its search
+
+
+def test_the_benchmark_routes_every_pick():
+    from benchmarks import grouped as bench
+
+    for layer in bench.LAYERS:
+        for tokens in layer.tokens:
+            counts = bench.counts_of(layer, tokens)
+            assert (
+                int(counts.sum()) == (tokens * layer.top_k or tokens * layer.experts) and len(counts) == layer.experts
+            )
+            assert int(counts.max()) <= tokens  # a token picks an expert once
+    kinds = {request.name for request in bench.requests_of("w4a8", bench.GOAL_LAYER)}
+    assert "w4a8.grouped" in kinds and len(kinds) == 2  # and what gemm takes for one expert's tokens

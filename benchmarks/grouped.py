@@ -1,0 +1,218 @@
+"""Grouped GEMMs (mixture of experts) beside torch's grouped product in bf16, activations quantized beforehand.
+
+    python -m benchmarks.grouped                     W4A8 and W4A16, all layers; writes nothing unless --out
+    python -m benchmarks.grouped --op w4a8 --quick   the layer with a goal only
+
+Before its time counts, W4A8 must have the bits of one `gemm` for each expert, and W4A16 must stay inside its error
+bound for two of them. The share of the copy bandwidth counts the weights of experts with tokens, x and y.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+GOAL = 0.75
+"""Share of the copy bandwidth on the layer with a goal (public figure on an H200: 48 us, 2.65 TB/s)."""
+GROUP = {"w4a8": 64, "w4a16": 128}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """`experts` weights [n, k]; `even` tokens for each, or `top_k` picks of random tokens."""
+
+    name: str
+    experts: int
+    n: int
+    k: int
+    tokens: tuple[int, ...]
+    top_k: int = 0
+
+
+GOAL_LAYER = Layer("8 experts, 16 tokens each", 8, 4096, 7168, (16,))
+LAYERS = (
+    GOAL_LAYER,
+    Layer("Mixtral-8x7B gate_up", 8, 28672, 4096, (1, 16, 64, 256, 1024, 4096), 2),
+    Layer("Mixtral-8x7B down", 8, 4096, 14336, (1, 16, 64, 256, 1024, 4096), 2),
+    Layer("Qwen3-30B-A3B gate_up", 128, 1536, 2048, (1, 16, 64, 256, 1024, 4096), 8),
+    Layer("Qwen3-30B-A3B down", 128, 2048, 768, (1, 16, 64, 256, 1024, 4096), 8),
+)
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.grouped", description=__doc__.splitlines()[0])
+    parser.add_argument("--op", choices=tuple(GROUP), help="default: both")
+    parser.add_argument("--quick", action="store_true", help="the layer with a goal only")
+    parser.add_argument("--no-peers", action="store_true", help="only ours")
+    parser.add_argument("--budget-ms", type=float, default=15.0, help="GPU time of one measurement")
+    parser.add_argument("--out", type=Path, help="file to write")
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    return parser.parse_args(argv)
+
+
+def counts_of(layer: Layer, tokens: int) -> Any:
+    """int64 [E]: tokens of each expert."""
+    import torch
+
+    if not layer.top_k:
+        return torch.full((layer.experts,), tokens)
+    rng = torch.Generator().manual_seed(tokens)
+    picks = torch.rand(tokens, layer.experts, generator=rng).topk(layer.top_k).indices
+    return torch.bincount(picks.flatten(), minlength=layer.experts)
+
+
+def requests_of(op: str, layer: Layer) -> list[Any]:
+    """The kernels of a layer: the grouped ones, and those of the comparison."""
+    from terrazzo.ops import w4a8, w4a16
+
+    rows = [int(counts_of(layer, t).sum()) for t in layer.tokens]
+    each = sorted({int(c) for t in layer.tokens for c in counts_of(layer, t)} - {0})
+    if op == "w4a16":
+        facts = dict(group_size=GROUP[op], symmetric=False, scale_dtype="bfloat16", dtype="bfloat16")
+        return w4a16.grouped_requests(layer.n, layer.k, layer.experts, m=rows, **facts)
+    own = w4a8.grouped_requests(layer.n, layer.k, layer.experts, m=rows, out_dtype="bfloat16")
+    facts = dict(group_size=GROUP[op], m=each, out_dtype="bfloat16", dtype=None, target="sm_90a")
+    return [*own, *w4a8.kernel_requests(layer.n, layer.k, **facts)]
+
+
+def experts_of(op: str, layer: Layer) -> Any:
+    """Stacked weights: one random weight whose blocks of rows are rotated for each expert."""
+    import torch
+    from terrazzo.autotune import gemm_bench, w4a8_bench
+    from terrazzo.ops import w4a8, w4a16
+
+    random = torch.Generator("cuda").manual_seed(7)
+    if op == "w4a8":
+        packed = w4a8_bench.random_weight(layer.n, layer.k, GROUP[op], random).pack()
+    else:
+        settings = gemm_bench.Settings(dtype="bfloat16", group=GROUP[op])
+        packed = gemm_bench.random_weight(layer.n, layer.k, settings, random).pack()
+    family, names = (w4a8, ("words",)) if op == "w4a8" else (w4a16, ("words", "params"))
+    turned = [
+        replace(packed, **{name: getattr(packed, name).roll(e, 1).contiguous() for name in names})
+        for e in range(layer.experts)
+    ]
+    return family.GroupedWeight.stack(turned)
+
+
+def measure_row(op: str, layer: Layer, tokens: int, stacked: Any, options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    from terrazzo.autotune import measure
+    from terrazzo.ops import w4a8, w4a16
+
+    family, counts = (w4a8 if op == "w4a8" else w4a16), counts_of(layer, tokens)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    starts, m = offsets.tolist(), int(offsets[-1])
+    offsets = offsets.int().cuda()
+    x = torch.randn(m, layer.k, device="cuda", dtype=torch.bfloat16)
+    given = w4a8.quantize_activations(x) if op == "w4a8" else x
+    out = torch.empty(m, layer.n, device="cuda", dtype=torch.bfloat16)
+    more = dict(out_dtype=torch.bfloat16) if op == "w4a8" else {}
+    active = int((counts > 0).sum())
+    row = {
+        "op": op,
+        "layer": layer.name,
+        "tokens": tokens,
+        "m": m,
+        "experts": layer.experts,
+        "n": layer.n,
+        "k": layer.k,
+    }
+    row["bytes"] = stacked.nbytes // layer.experts * active + given_bytes(given) + out.numel() * 2
+    target = options.target
+    most = measure.copies_beyond_l2(row["bytes"], target.l2_bytes, 8)
+    copies = [stacked, *(family.GroupedWeight(_clone(stacked.stacked)) for _ in range(most - 1))]
+    call = lambda w: lambda: family.grouped_gemm(given, w, offsets, out=out, **more)
+    call(stacked)()
+    wrong = _wrong(op, given, stacked, starts, out)
+    row |= {"us": None, "failure": wrong} if wrong else _timed(measure, [call(w) for w in copies], options, row)
+    if not options.no_peers and hasattr(torch, "_grouped_mm"):
+        dense = torch.randn(layer.experts, layer.n, layer.k, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        row["torch_bf16"] = measure.time_calls(
+            [lambda: torch._grouped_mm(x, dense, offs=offsets[1:])], options.budget_ms
+        ).us
+    return row
+
+
+def given_bytes(x: Any) -> int:
+    import torch
+
+    return x.numel() * 2 if torch.is_tensor(x) else x.q.numel() + 8 * x.scales.numel()
+
+
+def _clone(packed: Any) -> Any:
+    from terrazzo.ops import weights
+
+    return replace(packed, **{name: t.clone() for name, t in weights.tensor_fields(packed).items()})
+
+
+def _timed(measure: Any, calls: list, options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
+    timing = measure.time_calls(calls, options.budget_ms)
+    share = row["bytes"] / timing.us / 1e3 / options.copy_gb_s
+    return {"us": round(timing.us, 3), "spread": round(timing.spread, 4), "copy_share": round(share, 4)}
+
+
+def _wrong(op: str, x: Any, stacked: Any, starts: list[int], y: Any) -> str | None:
+    """What is wrong with y, or None."""
+    import torch
+    from terrazzo.ops import w4a8
+    from terrazzo.ops.w4a16 import reference
+
+    used = [e for e in range(len(starts) - 1) if starts[e] < starts[e + 1]]
+    for e in used if op == "w4a8" else {used[0], used[-1]}:
+        rows = slice(starts[e], starts[e + 1])
+        if op == "w4a8":
+            part = replace(x, q=x.q[rows], scales=x.scales[rows], row_sums=x.row_sums[rows])
+            part = replace(part, shape=(len(part.q), x.k))
+            alone = w4a8.gemm(part, stacked[e], out_dtype=y.dtype)
+            if not torch.equal(alone, y[rows]):
+                return f"expert {e}: other bits than its gemm"
+            continue
+        rows = slice(starts[e], min(starts[e + 1], starts[e] + 16))
+        ref = reference.gemm(x[rows], stacked[e], "exact")
+        bound = reference.forward_error_bound(x[rows], stacked[e], "exact")
+        if not bool(((y[rows].double() - ref).abs() <= bound).all()):
+            return f"expert {e}: outside the error bound"
+    return None
+
+
+def main(argv: list[str] | None = None) -> int:
+    import torch
+    from terrazzo.autotune import gemm_bench, measure
+    from terrazzo.lowering.targets import Target
+
+    from benchmarks.gemm import compile_all
+
+    options = arguments(argv)
+    ops, layers = ((options.op,) if options.op else tuple(GROUP)), (LAYERS[:1] if options.quick else LAYERS)
+    options.target = Target.detect()
+    compile_all([request for op in ops for layer in layers for request in requests_of(op, layer)])
+    result = gemm_bench.header(options.target, options.commit)
+    result["copy_gb_s"] = options.copy_gb_s = round(measure.copy_bandwidth(), 1)
+    result["rows"] = []
+    print(f"{options.target.name}: {options.copy_gb_s:.0f} GB/s copied")
+    for op in ops:
+        for layer in layers:
+            stacked = experts_of(op, layer)
+            for tokens in layer.tokens:
+                row = measure_row(op, layer, tokens, stacked, options)
+                result["rows"].append(row)
+                peer = f"torch bf16 {row['torch_bf16']:9.2f} us" if "torch_bf16" in row else ""
+                said = f"{row['us']:9.2f} us {row['copy_share']:4.0%} of copy" if row["us"] else row["failure"]
+                print(f"{op:6} {layer.name:26} T {tokens:5} M {row['m']:6}  {said}  {peer}", flush=True)
+            del stacked
+            torch.cuda.empty_cache()
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    goal = [row for row in result["rows"] if row["layer"] == GOAL_LAYER.name and row["us"]]
+    for row in goal:
+        print(f"{row['op']}: {row['copy_share']:.0%} of the copy bandwidth on {row['layer']}, goal {GOAL:.0%}")
+    return int(any(not row["us"] for row in result["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
