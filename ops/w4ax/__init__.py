@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib
 
 _HOME = {
+    "QuantizedActivations": "activations",
+    "quantize_activations": "activations",
     "ActivationStatistics": "fmpq",
     "BlockPlan": "fmpq",
     "plan_blocks": "fmpq",

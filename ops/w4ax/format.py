@@ -11,6 +11,7 @@ a 16th.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -157,6 +158,7 @@ class PackedWeight:
         blocks8: INT8 blocks, the last ones.
         layout: identity of the layouts that packed `words`; a kernel built for others refuses the weight by name.
         target: architecture it was packed for.
+        order: name of the permutation, "" for none; activations quantized for another order are refused by it.
         permutation: int32 [Kp] | None, see `QuantizedWeight`.
         bias: [N] | None.
     """
@@ -167,6 +169,7 @@ class PackedWeight:
     blocks8: int
     layout: str
     target: str
+    order: str = ""
     permutation: torch.Tensor | None = None
     bias: torch.Tensor | None = None
 
@@ -276,6 +279,13 @@ def identity(native: bool) -> str:
     return f"{unit_layout(4).identity}|{byte}" if native else byte
 
 
+def order_name(permutation: torch.Tensor | None) -> str:
+    """Equal names mean equal permutations."""
+    if permutation is None:
+        return ""
+    return hashlib.sha256(permutation.to("cpu").numpy().tobytes()).hexdigest()[:12]
+
+
 def spans(blocks: int, blocks8: int, native: bool) -> list[tuple[int, slice]]:
     """(bits on the tensor core, blocks) of a packed weight, in order; empty ones left out."""
     first8 = blocks - blocks8 if native else 0
@@ -322,6 +332,7 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
         blocks8=weight.blocks8,
         layout=identity(native(at)),
         target=at.arch,
+        order=order_name(weight.permutation),
         permutation=weight.permutation,
         bias=weight.bias,
     )

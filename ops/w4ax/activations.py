@@ -1,0 +1,292 @@
+"""Quantized activations of W4Ax, and the call that makes them: one kernel for permutation, RMSNorm, scales and planes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import launching, weights
+from terrazzo.ops.w4ax import quantize_blocks as program
+from terrazzo.ops.w4ax.fmpq import BLOCK
+from terrazzo.ops.w4ax.format import PackedWeight
+from terrazzo.ops.w4ax.reference import GRANULARITIES, arrange
+from terrazzo.schedules import w4ax as schedules
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedActivations:
+    """Activations in a weight's channel order, quantized by blocks of 128 channels; Kp: K rounded up to 128.
+
+    Attributes:
+        q4: uint8 [M, K4/2], INT4 blocks, two channels in a byte (two's complement, the even channel low). Without
+            native s4 (`wide`) it has no columns.
+        q8: int8 [M, 128 * blocks8], INT8 blocks; `wide`: [M, Kp], all blocks, INT4 ones in -7..7.
+        scales: float32 [Kp/128, M4], M4 = M rounded up to 4; columns from M on do not count.
+        shape: of the activations, [..., K]; M is the product of the leading dimensions.
+        blocks8: INT8 blocks, the last ones.
+        order: name of the weight's permutation, `PackedWeight.order`.
+    """
+
+    q4: torch.Tensor
+    q8: torch.Tensor
+    scales: torch.Tensor
+    shape: tuple[int, ...]
+    blocks8: int
+    order: str = ""
+
+    @property
+    def k(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def m(self) -> int:
+        return prod(self.shape[:-1])
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.k // BLOCK)
+
+    @property
+    def wide(self) -> bool:
+        """Whether every block lies in bytes, for tensor cores without s4."""
+        return self.blocks8 != self.blocks and self.q4.shape[1] == 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.q8.device
+
+    def codes(self) -> torch.Tensor:
+        """int8 [M, Kp]: the codes of both planes, in the weight's order."""
+        import torch
+
+        if not self.q4.shape[1]:
+            return self.q8
+        pairs = torch.stack([self.q4 & 15, self.q4 >> 4], dim=-1).flatten(1)
+        return torch.cat([(pairs ^ 8).to(torch.int8) - 8, self.q8], dim=1)
+
+    def token_scales(self) -> torch.Tensor:
+        """float32 [M, Kp/128]."""
+        return self.scales[:, : self.m].T
+
+    def dequantize(self) -> torch.Tensor:
+        """float32 [M, Kp], in the weight's order."""
+        return self.codes().float() * self.token_scales().repeat_interleave(BLOCK, dim=1)
+
+    def check(self) -> None:
+        """Raise ArgumentError unless the tensors have the shapes and dtypes of the attributes' description."""
+        remedy = "quantize them with quantize_activations"
+        m, low, high = sizes(self.m, self.k, self.blocks8, self.wide)
+        if not 0 <= self.blocks8 <= self.blocks:
+            raise ArgumentError("blocks8", self.blocks8, f"must be 0..{self.blocks}", remedy)
+        weights.check_tensor(self, "q4", (m, low), "uint8", remedy)
+        weights.check_tensor(self, "q8", (m, high), "int8", remedy)
+        weights.check_tensor(self, "scales", (self.blocks, -(-m // 4) * 4), "float32", remedy)
+
+    def __repr__(self) -> str:
+        return (
+            f"QuantizedActivations({list(self.shape)}, {self.blocks - self.blocks8} INT4, {self.blocks8} INT8 blocks)"
+        )
+
+
+def sizes(m: int, k: int, blocks8: int, wide: bool) -> tuple[int, int, int]:
+    """M, columns of q4, columns of q8."""
+    blocks = -(-k // BLOCK)
+    return m, 0 if wide else (blocks - blocks8) * BLOCK // 2, (blocks if wide else blocks8) * BLOCK
+
+
+def from_codes(q: torch.Tensor, scales: torch.Tensor, w: PackedWeight) -> QuantizedActivations:
+    """Activations of codes int8 [M, Kp] in the order of `w` and scales float32 [M, Kp/128]: what the kernel would store."""
+    import torch
+
+    m, low, high = sizes(q.shape[0], w.k, w.blocks8, not w.native)
+    pairs = q[:, : low * 2].view(torch.uint8) & 15
+    return QuantizedActivations(
+        q4=(pairs[:, 0::2] | pairs[:, 1::2] << 4).contiguous(),
+        q8=q[:, q.shape[1] - high :].contiguous(),
+        scales=torch.nn.functional.pad(scales.T, (0, -m % 4), value=1.0).contiguous(),
+        shape=(m, w.k),
+        blocks8=w.blocks8,
+        order=w.order,
+    )
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    m: int,
+    k: int,
+    blocks8: int,
+    *,
+    dtype: str,
+    permuted: bool,
+    norm: bool,
+    granularity: str,
+    wide: bool,
+    target: Target,
+    device: Target | None = None,
+) -> KernelRequest:
+    """The kernel that quantizes m >= 1 rows of k values. `device` is the GPU where that is newer than `target`."""
+    warps = schedules.quantizer_warps(k, device or target, m)
+    params = dict(
+        k=k, blocks8=blocks8, dtype=dtype, permuted=permuted, gain=norm, granularity=granularity, wide=wide, warps=warps
+    )
+    entry = f"{program.__name__}:build"
+    flags = launching.ptx_flags(target, device)
+    return KernelRequest("w4ax.quantize_blocks", entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
+
+
+def quantize_activations(
+    x: torch.Tensor,
+    w: PackedWeight,
+    *,
+    rms_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    granularity: str = "block",
+    static_scales: torch.Tensor | None = None,
+) -> QuantizedActivations:
+    """Quantize activations for a weight, and for every weight of the same plan, on the current stream, in one kernel.
+
+    Channels are put in the weight's order. With `rms_weight`, RMSNorm stands in front: x / sqrt(mean(x^2) + eps) *
+    rms_weight, without rounding in between. `reference.quantize_activations` defines the codes to the bit.
+
+    Args:
+        x: float16 or bfloat16 [..., K] on w's GPU; leading dimensions may be strided (then they are copied).
+        w: gives channel order, precision of the blocks and target.
+        rms_weight: float [K], in the order of x.
+        granularity: "block": a scale for each token and block; "token": one for each token and precision; "static":
+            `static_scales`, float [Kp/128], for all tokens.
+
+    Raises:
+        ArgumentError: an operand that does not fit. CaptureError: a kernel that was never launched is met during CUDA
+            graph capture. ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
+    """
+    import torch
+
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # traced, fake or another subclass: dispatch
+        from terrazzo.ops.w4ax import torch_op
+
+        return torch_op.quantize(x, w, rms_weight, eps, granularity, static_scales)
+    return run(x, w, rms_weight, eps, granularity, static_scales)
+
+
+def run(
+    x: torch.Tensor,
+    w: PackedWeight,
+    rms_weight: torch.Tensor | None,
+    eps: float,
+    granularity: str,
+    static_scales: torch.Tensor | None,
+) -> QuantizedActivations:
+    """The eager path of `quantize_activations`."""
+    import torch
+
+    launching.check_no_grad(x, "quantize_activations")
+    shape = tuple(x.shape)
+    if not shape or shape[-1] != w.k:
+        raise ArgumentError("x", list(shape), f"its last dimension must be K = {w.k}", "pass activations [..., K]")
+    m, low, high = sizes(prod(shape[:-1]), w.k, w.blocks8, not w.native)
+    key = (m, w.k, w.blocks8, w.layout, w.target, not w.order, x.dtype, x.device, rms_weight is None, granularity)
+    found = _kernels.get(key) or _prepare(key, x, w)
+    gain = _gain(rms_weight, w, x.device)
+    static = _static(static_scales, granularity, w.blocks, x.device)
+    make = lambda *extent, dtype: torch.empty(extent, dtype=dtype, device=x.device)
+    out = QuantizedActivations(
+        make(m, low, dtype=torch.uint8),
+        make(m, high, dtype=torch.int8),
+        make(w.blocks, -(-m // 4) * 4, dtype=torch.float32),
+        shape,
+        w.blocks8,
+        w.order,
+    )
+    if m == 0:
+        return out
+    if w.k % program.VECTOR:
+        x = torch.nn.functional.pad(x, (0, -w.k % program.VECTOR))
+    x = x.reshape(m, -1)
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    kernel, none = found
+    kernel(
+        x,
+        none["int32"] if w.permutation is None else w.permutation,
+        none["float32"] if gain is None else gain,
+        none["float32"] if static is None else static,
+        out.q4 if low else none["uint8"],
+        out.q8 if high else none["int8"],
+        out.scales,
+        eps,
+    )
+    return out
+
+
+_kernels: dict[tuple, tuple] = {}
+
+
+def _prepare(key: tuple, x: torch.Tensor, w: PackedWeight) -> tuple:
+    """Kernel and stand-ins for what it does not read or write, remembered under `key`."""
+    m, _, _, _, _, in_order, _, _, no_norm, granularity = key
+    if not x.is_cuda or x.device != w.device:
+        raise launching.elsewhere(x, w.device)
+    dtype = weights.dtype_name(x)
+    if dtype not in DTYPES:
+        raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
+    if granularity not in GRANULARITIES:
+        raise ArgumentError("granularity", granularity, f"must be one of {GRANULARITIES}", "use 'block'")
+    if m == 0:
+        return (None, None)
+    target, device = launching.targets(w.target, x.device)
+    request = plan(
+        m, w.k, w.blocks8, dtype=dtype, permuted=not in_order, norm=not no_norm, granularity=granularity,
+        wide=not w.native, target=target, device=device,
+    )  # fmt: skip
+    kernel = launching.warm_kernel(request, m, "w4ax.quantize_activations")
+    found = _kernels[key] = (kernel, stand_ins(x.device))
+    return found
+
+
+def stand_ins(device: torch.device) -> dict[str, torch.Tensor]:
+    """dtype -> a tensor for arguments that a kernel does not use."""
+    import torch
+
+    shapes = {"int32": (1,), "float32": (1,), "uint8": (1, 1), "int8": (1, 1)}
+    return {name: torch.zeros(shape, dtype=getattr(torch, name), device=device) for name, shape in shapes.items()}
+
+
+def _gain(rms_weight: torch.Tensor | None, w: PackedWeight, device: torch.device) -> torch.Tensor | None:
+    """float32 [Kp] in the weight's order, kept with the vector that it was made of until that changes."""
+    import torch
+
+    if rms_weight is None:
+        return None
+    if tuple(rms_weight.shape) != (w.k,) or not rms_weight.dtype.is_floating_point or rms_weight.device != device:
+        seen = f"{weights.dtype_name(rms_weight)} {list(rms_weight.shape)} on {rms_weight.device}"
+        constraint = f"must be a float vector [{w.k}] on {device}"
+        raise ArgumentError("rms_weight", seen, constraint, "pass a value for each channel")
+    state = (launching.writes(rms_weight), w.order)
+    kept = getattr(rms_weight, "_terrazzo_w4ax_gain", None)
+    if kept is None or kept[0] != state:
+        with torch.no_grad():
+            kept = (state, arrange(rms_weight.float()[None], w.blocks, w.permutation)[0].contiguous())
+        rms_weight._terrazzo_w4ax_gain = kept
+    return kept[1]
+
+
+def _static(scales: torch.Tensor | None, granularity: str, blocks: int, device: torch.device) -> torch.Tensor | None:
+    if (granularity == "static") != (scales is not None):
+        seen = None if scales is None else list(scales.shape)
+        raise ArgumentError("static_scales", seen, "goes with granularity='static'", "pass both or none")
+    if scales is None:
+        return None
+    if tuple(scales.shape) != (blocks,) or not scales.dtype.is_floating_point or scales.device != device:
+        seen = f"{weights.dtype_name(scales)} {list(scales.shape)} on {scales.device}"
+        raise ArgumentError("static_scales", seen, f"must be float [{blocks}] on {device}", "one for each block")
+    return scales.float().contiguous()

@@ -1,0 +1,262 @@
+"""Tile program that quantizes activations: permutation, RMSNorm, a scale for each block of 128 channels, two planes.
+
+A CTA takes a row. It is read once, into shared memory; a warp then gathers the 128 values of a block, four for each
+lane, finds their largest magnitude, and writes codes and scale. RMSNorm's factor is the same for the whole row: it only
+enters the scales, unless they are static.
+"""
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.primitives import prelude
+
+PASS_CONFIGS = (  # the barriers are the program's own
+    ("tl.disable_thread_storage_sync", True),
+    ("tl.disable_warp_specialized", True),
+)
+BLOCK = 128
+VECTOR = 8  # values of one 16-byte load
+TINY = 2.0**-119  # below, 127 / max is no float32: the block counts as zeros
+GRANULARITIES = ("block", "token", "static")
+SOURCE = """\
+// 16 bytes of a row: to shared memory; with NORM the squares of its 8 values join sum[0]
+template <bool BF16, bool NORM> __device__ __forceinline__ void tz_row_stage(void *to, void *sum_, const void *x_) {
+  const unsigned *x = (const unsigned *)x_;
+  if constexpr (NORM) {
+    float *sum = (float *)sum_;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float lo = tz_unpack<BF16, 0>(x[i]), hi = tz_unpack<BF16, 1>(x[i]);
+      sum[0] = fmaf(lo, lo, sum[0]); sum[0] = fmaf(hi, hi, sum[0]);
+    }
+  }
+  *(uint4 *)to = *(const uint4 *)x;
+}
+// the sum over all threads; every thread gets it, and the row in shared memory is complete
+template <int WARPS> __device__ __forceinline__ float tz_cta_sum(float sum, void *shared_) {
+  float *shared = (float *)shared_; int lane = threadIdx.x % 32;
+  for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  if (lane == 0) shared[threadIdx.x / 32] = sum;
+  __syncthreads();
+  sum = lane < WARPS ? shared[lane] : 0.0f;
+  for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  return sum;
+}
+// four values of a row: at `at` and on, or where a permutation says (negative: 0), times their gains
+template <bool BF16, bool PERM, bool GAIN> __device__ __forceinline__ void tz_gather4(
+    void *v_, const void *row_, int at, const void *order, const void *gain) {
+  float *v = (float *)v_; const unsigned short *row = (const unsigned short *)row_;
+  if constexpr (PERM) {
+    int4 p = __ldg((const int4 *)order);
+    v[0] = p.x < 0 ? 0.0f : tz_unpack<BF16, 0>(row[p.x]); v[1] = p.y < 0 ? 0.0f : tz_unpack<BF16, 0>(row[p.y]);
+    v[2] = p.z < 0 ? 0.0f : tz_unpack<BF16, 0>(row[p.z]); v[3] = p.w < 0 ? 0.0f : tz_unpack<BF16, 0>(row[p.w]);
+  } else {
+    uint2 x = *(const uint2 *)(row + at);
+    v[0] = tz_unpack<BF16, 0>(x.x); v[1] = tz_unpack<BF16, 1>(x.x);
+    v[2] = tz_unpack<BF16, 0>(x.y); v[3] = tz_unpack<BF16, 1>(x.y);
+  }
+  if constexpr (GAIN) {
+    float4 g = __ldg((const float4 *)gain);
+    v[0] *= g.x; v[1] *= g.y; v[2] *= g.z; v[3] *= g.w;
+  }
+}
+// largest magnitude of the four values of every lane; NaN wins: the bits of magnitudes order as integers
+__device__ __forceinline__ float tz_warp_largest(const void *v_) {
+  const float *v = (const float *)v_; unsigned m = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) m = max(m, __float_as_uint(fabsf(v[i])));
+  return __uint_as_float(__reduce_max_sync(~0u, m));
+}
+// largest of shared[lo .. hi), for every lane
+__device__ __forceinline__ float tz_largest_of(const void *shared, int lo, int hi) {
+  unsigned m = 0;
+  for (int i = lo + threadIdx.x % 32; i < hi; i += 32) m = max(m, ((const unsigned *)shared)[i]);
+  return __uint_as_float(__reduce_max_sync(~0u, m));
+}
+// four values times `inverse`, half to even, as bytes or (NIBBLES) as nibbles; with CLAMP kept inside -qmax .. qmax
+template <bool NIBBLES, bool CLAMP> __device__ __forceinline__ void tz_store_codes(
+    void *to, const void *v_, float inverse, float qmax) {
+  const float *v = (const float *)v_; unsigned b[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float x = fmaf(v[i], inverse, 12582912.0f);  // 1.5 * 2^23: ulp 1
+    if constexpr (CLAMP) {
+      if (v[i] * inverse > qmax) x = 12582912.0f + qmax;
+      if (v[i] * inverse < -qmax) x = 12582912.0f - qmax;
+    }
+    b[i] = __float_as_uint(x);
+  }
+  if constexpr (NIBBLES)
+    *(unsigned short *)to = (b[0] & 15) | (b[1] & 15) << 4 | (b[2] & 15) << 8 | (b[3] & 15) << 12;
+  else
+    *(unsigned *)to = __byte_perm(__byte_perm(b[0], b[1], 0x0040), __byte_perm(b[2], b[3], 0x0040), 0x5410);
+}
+"""
+"""Why not TileLang: maxima that keep NaN, warp reductions, and conversions to packed nibbles and bytes."""
+
+
+def shared_bytes(k: int, warps: int) -> int:
+    """Shared memory of a CTA, bytes."""
+    return -(-k // BLOCK) * BLOCK * 2 + (warps + -(-k // BLOCK)) * 4 + 1024
+
+
+def build(
+    target,
+    *,
+    k: int,
+    blocks8: int,
+    dtype: str,
+    permuted: bool,
+    gain: bool,
+    granularity: str,
+    wide: bool,
+    warps: int,
+):
+    """The prim_func `main(X, P, G, S, Q4, Q8, XS, eps)`.
+
+    Shapes: X [M, k8] in `dtype` ("float16" or "bfloat16"), k8 = k rounded up to 8, zeros from k on; P int32 [Kp], -1
+    for padding (one element unless `permuted`); G f32 [Kp], RMSNorm's weight in the output's order (one element unless
+    `gain`); S f32 [Kp/128] static scales (one element otherwise); Q4 uint8 [M, K4/2], two channels in a byte, the even
+    one low (one element where no block is INT4, or `wide`); Q8 int8 [M, 128 * blocks8], with `wide` [M, Kp] and all
+    blocks (one element where there is none); XS f32 [Kp/128, MP], MP = M rounded up to 4; eps f32, RMSNorm's.
+    """
+    import tilelang.language as T
+
+    blocks = -(-k // BLOCK)
+    if dtype not in ("float16", "bfloat16"):
+        raise ArgumentError("dtype", dtype, "must be float16 or bfloat16", "cast the activations")
+    if granularity not in GRANULARITIES:
+        raise ArgumentError("granularity", granularity, f"must be one of {GRANULARITIES}", "use 'block'")
+    if not 0 <= blocks8 <= blocks:
+        raise ArgumentError("blocks8", blocks8, f"must be 0..{blocks}", "use the weight's")
+    if not 1 <= warps <= 32:
+        raise ArgumentError("warps", warps, "must be 1..32", "choose() them")
+    columns, padded = -(-k // VECTOR) * VECTOR, blocks * BLOCK
+    blocks4, threads = blocks - blocks8, 32 * warps
+    width4 = 0 if wide else blocks4 * BLOCK // 2
+    width8 = padded if wide else blocks8 * BLOCK
+    bf16, perm, norm = (str(flag).lower() for flag in (dtype == "bfloat16", permuted, gain))
+    static, token = granularity == "static", granularity == "token"
+    clamp = str(static).lower()
+    pdl = target.supports("pdl")
+    M, MP = T.dynamic("m"), T.dynamic("mp")
+
+    @T.macro
+    def gather(v, Rs, P, G, block, lane):
+        T.call_extern(
+            "handle",
+            f"tz_gather4<{bf16}, {perm}, {norm}>",
+            T.access_ptr(v, "w"),
+            T.access_ptr(Rs[0], "r", padded),
+            block * BLOCK + lane * 4,
+            T.access_ptr(P[block * BLOCK + lane * 4 if permuted else 0], "r", 1),
+            T.access_ptr(G[block * BLOCK + lane * 4 if gain else 0], "r", 1),
+        )
+
+    @T.macro
+    def emit(Q4, Q8, XS, S, v, f, row, block, lane):
+        """Codes and scale of a block whose largest magnitude is f[0]; f[1] is RMSNorm's factor, f[2] qmax."""
+        f[2] = T.if_then_else(block < blocks4, T.float32(7), T.float32(127))
+        if static:
+            f[4] = S[block]
+            f[3] = T.float32(1) / f[4]
+            if gain:
+                for i in T.unroll(4):
+                    v[i] = v[i] * f[1]
+        else:
+            f[3] = T.if_then_else(f[0] < T.float32(TINY), T.float32(0), f[2] / f[0])
+            f[4] = f[0] / f[2]
+            if gain:
+                f[4] = f[4] * f[1]
+            f[4] = T.if_then_else(f[0] < T.float32(TINY), T.float32(1), f[4])
+        if width4:
+            if block < blocks4:
+                T.call_extern(
+                    "handle",
+                    f"tz_store_codes<true, {clamp}>",
+                    T.access_ptr(Q4[row, block * (BLOCK // 2) + lane * 2], "w", 2),
+                    T.access_ptr(v, "r"),
+                    f[3],
+                    f[2],
+                )
+        if width8:
+            if T.bool(wide) or block >= blocks4:
+                T.call_extern(
+                    "handle",
+                    f"tz_store_codes<false, {clamp}>",
+                    T.access_ptr(Q8[row, (block - (0 if wide else blocks4)) * BLOCK + lane * 4], "w", 4),
+                    T.access_ptr(v, "r"),
+                    f[3],
+                    f[2],
+                )
+        # the last row also fills the padding behind it
+        if T.And(lane < 4, T.Or(lane == 0, T.And(row == M - 1, row + lane < MP))):
+            XS[block, row + lane] = f[4]
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((M, columns), dtype),
+        P: T.Tensor((padded if permuted else 1,), "int32"),
+        G: T.Tensor((padded if gain else 1,), "float32"),
+        S: T.Tensor((blocks if static else 1,), "float32"),
+        Q4: T.Tensor((M, width4) if width4 else (1, 1), "uint8"),
+        Q8: T.Tensor((M, width8) if width8 else (1, 1), "int8"),
+        XS: T.Tensor((blocks, MP), "float32"),
+        eps: T.float32,
+    ):
+        with T.Kernel(M, threads=threads, prelude=prelude("pack", "rows", extra=(SOURCE,))) as row:
+            Rs = T.alloc_shared((padded,), dtype)
+            Ss = T.alloc_shared((warps + blocks,), "float32")
+            x = T.alloc_local((4,), "uint32")
+            v = T.alloc_local((4,), "float32")
+            f = T.alloc_local((5,), "float32")
+            total = T.alloc_local((1,), "float32")
+            tx = T.get_thread_binding()
+            warp = tx // 32
+            lane = tx % 32
+            if pdl:
+                T.pdl_trigger()
+                T.pdl_sync()
+            total[0] = 0.0
+            for e in T.serial(-(-padded // (threads * VECTOR))):
+                at = (e * threads + tx) * VECTOR
+                if at < padded:
+                    for i in T.unroll(4):
+                        x[i] = T.uint32(0)
+                    if at < columns:
+                        T.call_extern(
+                            "handle", "tz_stream16", T.access_ptr(x, "w"), T.access_ptr(X[row, at], "r", VECTOR)
+                        )
+                    T.call_extern(
+                        "handle",
+                        f"tz_row_stage<{bf16}, {norm}>",
+                        T.access_ptr(Rs[at], "w", VECTOR),
+                        T.access_ptr(total, "rw"),
+                        T.access_ptr(x, "r"),
+                    )
+            total[0] = T.call_extern("float32", f"tz_cta_sum<{warps}>", total[0], T.access_ptr(Ss[0], "rw", warps))
+            f[1] = T.rsqrt(total[0] / T.float32(k) + eps)
+            for e in T.serial(-(-blocks // warps)):
+                block = e * warps + warp
+                if block < blocks:
+                    gather(v, Rs, P, G, block, lane)
+                    f[0] = T.call_extern("float32", "tz_warp_largest", T.access_ptr(v, "r"))
+                    if token:
+                        if lane == 0:
+                            Ss[warps + block] = f[0]
+                    else:
+                        emit(Q4, Q8, XS, S, v, f, row, block, lane)
+            if token:
+                T.sync_threads()
+                for e in T.serial(-(-blocks // warps)):
+                    block = e * warps + warp
+                    if block < blocks:
+                        f[0] = T.call_extern(
+                            "float32",
+                            "tz_largest_of",
+                            T.access_ptr(Ss[warps], "r", blocks),
+                            T.if_then_else(block < blocks4, 0, blocks4),
+                            T.if_then_else(block < blocks4, blocks4, blocks),
+                        )
+                        gather(v, Rs, P, G, block, lane)
+                        emit(Q4, Q8, XS, S, v, f, row, block, lane)
+
+    return main

@@ -1,0 +1,119 @@
+"""The program that quantizes activations by blocks: its machine code, and its CUDA text on the CPU against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cuda_on_cpu import CpuKernel
+from terrazzo.lowering import KernelReport, compile_many
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
+from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops import w4ax
+from terrazzo.ops.w4ax import activations, quantize_blocks, reference
+from test_w4a8_quantize_rows import SHIMS, primitives
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
+]
+CASES = {  # target, K, INT8 blocks, dtype, permuted, norm, granularity
+    "planes": ("sm_80", 640, 2, "float16", True, False, "block"),
+    "wide": ("sm_90a", 900, 1, "bfloat16", True, True, "block"),
+    "tokens": ("sm_80", 333, 1, "bfloat16", True, False, "token"),
+    "static": ("sm_90a", 512, 4, "float16", False, False, "static"),
+    "all int4": ("sm_80", 200, 0, "float16", False, True, "block"),
+}
+MORE_SHIMS = r"""
+typedef unsigned char uchar;
+struct int4 { int x, y, z, w; };
+static int4 __ldg(const int4 *p) { int4 v; memcpy(&v, p, 16); return v; }
+struct uint4 { unsigned x, y, z, w; };
+"""
+
+
+def request(name: str):
+    arch, k, blocks8, dtype, permuted, norm, granularity = CASES[name]
+    facts = dict(dtype=dtype, permuted=permuted, norm=norm, granularity=granularity, wide=arch == "sm_90a")
+    return activations.plan(600, k, blocks8, **facts, target=Target.parse(arch))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return dict(zip(CASES, compile_many([request(name) for name in CASES])))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_machine_code(compiled, name):
+    report = KernelReport.read(compiled[name] / "report.json")
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert report.registers <= 64
+    params = dict(request(name).params)
+    assert report.smem_dynamic + report.smem_static <= quantize_blocks.shared_bytes(params["k"], params["warps"])
+    if not report.instructions:
+        pytest.skip(report.note)
+    assert report.count(r"LDG\.E\.NA\.128") == 1  # x is read once
+    assert not report.count("F2I") and not report.count("I2F") and not report.count("FRND")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cuda_text_computes_the_reference(compiled, name, tmp_path):
+    arch, k, blocks8, dtype, permuted, norm, granularity = CASES[name]
+    params = dict(request(name).params)
+    source = (compiled[name] / "kernel.cu").read_text()
+    kernel = CpuKernel(
+        source, [SHIMS, MORE_SHIMS, primitives(), quantize_blocks.SOURCE], 32 * params["warps"], tmp_path
+    )
+    rng, m = torch.Generator().manual_seed(k), 6
+    plan = w4ax.plan_blocks(torch.rand(k, generator=rng) + 0.1, floor=blocks8, ceiling=blocks8)
+    permutation = plan.permutation if permuted else None
+    assert (permutation is not None) == permuted
+    x = (torch.randn(m, k, generator=rng) * torch.exp(torch.randn(m, 1, generator=rng))).to(getattr(torch, dtype))
+    x[1], x[2, :: k // 3], x[4, 5], x[5, k - 1] = 0, 40.0, float("nan"), float("inf")
+    gain = torch.randn(k, generator=rng) if norm else None
+    static = torch.rand(plan.blocks, generator=rng) * 0.1 + 0.02 if granularity == "static" else None
+    wide = arch == "sm_90a"
+    _, low, high = activations.sizes(m, k, blocks8, wide)
+    q4 = torch.full((m + 1, low), 99, dtype=torch.uint8)
+    q8, scales = torch.full((m + 1, high), 99, dtype=torch.int8), torch.full((plan.blocks, 8), -7.0)
+    values = {
+        "X": torch.nn.functional.pad(x, (0, -k % 8)),
+        "P": torch.zeros(1, dtype=torch.int32) if permutation is None else permutation,
+        "G": torch.zeros(1) if gain is None else reference.arrange(gain[None], plan.blocks, permutation)[0].contiguous(),
+        "S": torch.zeros(1) if static is None else static,
+        "Q4": q4, "Q8": q8, "XS": scales, "eps": 1e-5, "m": m, "mp": 8,
+    }  # fmt: skip
+    kernel((m, 1, 1), **values)
+    assert (q4[m:] == 99).all() and (q8[m:] == 99).all()
+    made = w4ax.QuantizedActivations(q4[:m], q8[:m], scales, (m, k), blocks8)
+    made.check()
+    q, expected = reference.quantize_activations(
+        x, blocks8=blocks8, permutation=permutation, rms_weight=gain, eps=1e-5, granularity=granularity,
+        static_scales=static,
+    )  # fmt: skip
+    good = [0, 1, 2, 3]
+    assert torch.equal(made.codes()[good], q[good])
+    found = made.token_scales()
+    if norm:
+        torch.testing.assert_close(found[good], expected[good], rtol=2e-6, atol=0)
+    else:
+        assert torch.equal(found[good], expected[good])
+    if static is None:  # NaN and infinity show in the scale of their block
+        assert found[4].isnan().any() and not found[5].isfinite().all()
+        assert torch.equal(found[4].isfinite(), expected[4].isfinite())
+    assert (scales != -7).all()  # the padding is written, too
+    weight = w4ax.quantize_weight(torch.randn(3, k, generator=rng), plan)
+    again = activations.from_codes(q[good], expected[good], weight.pack(target=arch))
+    assert torch.equal(again.codes(), q[good]) and torch.equal(again.token_scales(), expected[good])
+    again.check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument"),
+    [({"dtype": "float32"}, "dtype"), ({"granularity": "row"}, "granularity"), ({"blocks8": 9}, "blocks8"),
+     ({"warps": 0}, "warps")],
+)  # fmt: skip
+def test_what_no_program_can_do_is_refused(changes, argument):
+    with pytest.raises(ArgumentError) as caught:
+        quantize_blocks.build(Target.parse("sm_80"), **(dict(request("planes").params) | changes))
+    assert caught.value.argument == argument
