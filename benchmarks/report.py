@@ -19,6 +19,8 @@ W4A8_RIVAL_GOALS = {4: 1.35, 8: 1.35, 16: 1.35, 32: 1.35, 256: 1.0, 1024: 0.95, 
 """M -> geometric mean over shapes against torch's fp8 product."""
 W4A8_COPY_GOAL, W4A8_COPY_WEIGHTS, W4A8_COPY_LARGEST_M = 0.8, 200e6, 32
 W4A8_WITH_QUANTIZER = {256: 1.4}
+QUANTIZER_GOAL, QUANTIZER_LEAST_M = 0.8, 1024
+"""Share of the copy bandwidth that the activation quantizer aims at, from how many tokens on."""
 COPY_GOAL = 0.85
 COPY_SHAPES = ((57344, 8192), (8192, 28672))
 COPY_LARGEST_M = 4
@@ -133,11 +135,26 @@ def goals_table(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
             share = copy_share(row, result["copy_gb_s"])
             what = f"({row['n']}, {row['k']}) at M = {row['m']}, share of the copy bandwidth"
             rows.append((what, f"{copy_goal:.0%}", f"{share:.0%}", _verdict(share >= copy_goal)))
+    rows += quantizer_goals(result.get("quantizer", ()))
     overhead = result.get("call_overhead_us", {}).get("terrazzo")
     if overhead is not None:
         verdict = _verdict(overhead < OVERHEAD_GOAL_US)
         rows.append(("CPU time of a call from Python", f"< {OVERHEAD_GOAL_US:.0f} us", f"{overhead:.1f} us", verdict))
     return rows
+
+
+def quantizer_goals(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """As `goals_table`, of rows of the activation quantizer."""
+    return [
+        (
+            f"quantizer ({row['form']}), K = {row['k']} at M = {row['m']}, share of the copy bandwidth",
+            f"{QUANTIZER_GOAL:.0%}",
+            f"{row['share']:.0%}",
+            _verdict(row["share"] >= QUANTIZER_GOAL),
+        )
+        for row in rows
+        if row["us"] and row["m"] >= QUANTIZER_LEAST_M
+    ]
 
 
 def _streams(row: Mapping[str, Any], w4a8: bool) -> bool:
@@ -153,9 +170,11 @@ def _verdict(reached: bool) -> str:
 
 def failures(result: Mapping[str, Any]) -> list[str]:
     """One line for each row that was not timed."""
-    return [
+    lines = [
         f"({row['n']}, {row['k']}) M = {row['m']}: {row['failure']}" for row in result["rows"] if row.get("failure")
     ]
+    quantizer = (row for row in result.get("quantizer", ()) if row.get("failure"))
+    return lines + [f"quantizer K = {row['k']} M = {row['m']}: {row['failure']}" for row in quantizer]
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]], numeric: Iterable[int] = ()) -> str:

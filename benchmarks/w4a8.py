@@ -2,49 +2,56 @@
 
     python -m benchmarks.w4a8                        the whole grid; writes benchmarks/results/w4a8_<gpu>.json
     python -m benchmarks.w4a8 --quick                LLaMA-3-8B, four sizes of M, result not written unless --out
-    python -m benchmarks.w4a8 --ablation             also every pipeline with every dequantization
-    python -m benchmarks.w4a8 --quantizer            the activation quantizer alone, against the copy bandwidth
+    python -m benchmarks.w4a8 --ablation             also every pipeline with every dequantization; LLaMA-2-7B, four M
+    python -m benchmarks.w4a8 --quantizer            only the activation quantizer, more forms and sizes
+    python -m benchmarks.w4a8 --count                only say how many kernels the other arguments ask for
 
 Every output is compared with a float64 product of the quantized operands before its time counts. `with_quantizer` is
-the call on 16-bit activations, both kernels counted.
+the call on 16-bit activations, both kernels counted. The quantizer is also timed alone from 1024 tokens, on activations
+that are not in the L2 cache, against the copy bandwidth: x read, codes, scales and sums written.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
+from collections.abc import Iterable
 from typing import Any
 
-from benchmarks import gemm
+from benchmarks import gemm, report
 from benchmarks.gemm import compile_all
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b")
 MS = (4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 QUICK_MODELS, QUICK_MS = ("llama-3-8b",), (16, 64, 256, 4096)
+ABLATION_MODELS, ABLATION_MS = ("llama-2-7b",), (16, 64, 256, 4096)
 QUANTIZER_MS = (1, 16, 256, 1024, 4096, 16384)
 QUANTIZER_KS = (4096, 5120, 8192, 14336, 28672)
-QUANTIZER_GOAL = 0.8
-"""Share of the copy bandwidth that the quantizer aims at from M = 1024."""
+FORMS = {"plain": (False, False), "smooth": (True, False), "norm": (True, True)}
+"""Of the quantizer: name -> whether it has a vector of gains, and RMSNorm."""
+DEVICE = "cuda"
 
 
 def _extend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ablation", action="store_true", help="also every pipeline with every dequantization")
     parser.add_argument("--quantizer", action="store_true", help="only the activation quantizer")
+    parser.add_argument("--count", action="store_true", help="only say how many kernels would be compiled; no GPU")
 
 
 PROGRAM = gemm.Program("w4a8", __doc__, MODELS, MS, QUICK_MODELS, QUICK_MS, 64, _extend)
+ABLATION = dataclasses.replace(PROGRAM, models=ABLATION_MODELS, ms=ABLATION_MS)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    return gemm.arguments(PROGRAM, argv)
+    options = gemm.arguments(PROGRAM, argv)
+    return gemm.arguments(ABLATION, argv) if options.ablation else options
 
 
 def main(argv: list[str] | None = None) -> int:
     from terrazzo.autotune.w4a8_bench import PEERS, W4A8Settings, bench_w4a8
 
     options = arguments(argv)
-    if options.quantizer:
-        return quantizer(options)
     settings = W4A8Settings(
         dtype=options.dtype,
         group=options.group,
@@ -53,59 +60,97 @@ def main(argv: list[str] | None = None) -> int:
         ablation=options.ablation,
     )
 
-    def measure(problems: Any, ms: Any, **callbacks: Any) -> dict[str, Any]:
-        return bench_w4a8(problems, ms, settings, compile_all=compile_all, commit=options.commit, **callbacks)
+    def measure(problems: Any, ms: Any, on_shape: Any, **callbacks: Any) -> dict[str, Any]:
+        extra = quantizer_problems(options, (k for _, k in problems))
+        both = lambda requests: compile_all([*requests, *quantizer_requests(extra, options.dtype)])[: len(requests)]
+        facts = dict(compile_all=both, commit=options.commit, on_shape=on_shape)
+        result = bench_w4a8(problems, ms, settings, **facts, **callbacks)
+        result["quantizer"] = time_quantizer(extra, options, result["copy_gb_s"])
+        on_shape(result)
+        return result
 
+    if options.count:
+        print(f"{len(set(requests(options, settings)))} kernels for sm_90a")
+        return 0
+    if options.quantizer:
+        return quantizer(options)
     return gemm.main(PROGRAM, measure, options)
 
 
-def quantizer(options: argparse.Namespace) -> int:
-    """Times the quantizer; the share of the copy bandwidth counts x read and codes, scales and sums written."""
+def requests(options: argparse.Namespace, settings: Any, arch: str = "sm_90a") -> list[Any]:
+    """All kernels that a run of these options launches."""
+    from terrazzo.autotune.w4a8_bench import W4A8Shape
+    from terrazzo.lowering.targets import Target
+    from terrazzo.schedules.models import shapes
+
+    target, problems = Target.parse(arch), shapes(() if options.quantizer else options.models)
+    found = [r for n, k in problems for r in W4A8Shape.requests(n, k, options.m, settings, target)]
+    return found + quantizer_requests(quantizer_problems(options, (k for _, k in problems)), options.dtype, target)
+
+
+def quantizer_problems(options: argparse.Namespace, ks: Iterable[int]) -> list[tuple[int, int, str]]:
+    """(M, K, form): everything with --quantizer; else M from 1024, RMSNorm in front of the narrower layers only."""
+    if options.quantizer:
+        return [(m, k, form) for k in QUANTIZER_KS for m in QUANTIZER_MS for form in FORMS]
+    ks = sorted(set(ks))
+    ms = [m for m in options.m if m >= report.QUANTIZER_LEAST_M]
+    return [(m, k, form) for k in ks for m in ms for form in ("plain", "norm") if form == "plain" or k <= 8192]
+
+
+def quantizer_requests(problems: Iterable[tuple[int, int, str]], dtype: str, target: Any = None) -> list[Any]:
+    """The kernels of some (M, K, form); target None: the GPU's."""
+    from terrazzo.lowering.targets import Target
+    from terrazzo.ops.w4a8 import activations
+
+    at = target or Target.detect()
+    gains = ((m, k, *FORMS[form]) for m, k, form in problems)
+    return [activations.plan(m, k, dtype=dtype, gain=gain, norm=norm, target=at) for m, k, gain, norm in gains]
+
+
+def time_quantizer(
+    problems: Iterable[tuple[int, int, str]], options: argparse.Namespace, copy_gb_s: float
+) -> list[dict[str, Any]]:
+    """A row (m, k, form, us, share of the copy bandwidth) of each problem; a wrong one has `failure` and no time."""
     import torch
     from terrazzo.autotune import measure
     from terrazzo.lowering.targets import Target
     from terrazzo.ops import w4a8
-    from terrazzo.ops.w4a8 import activations
+    from terrazzo.ops.w4a8 import reference
 
-    target, dtype = Target.detect(), getattr(torch, options.dtype)
-    compile_all(
-        [
-            activations.plan(m, k, dtype=options.dtype, gain=gain, norm=norm, target=target)
-            for m in QUANTIZER_MS
-            for k in QUANTIZER_KS
-            for gain, norm in ((False, False), (True, False), (True, True))
-        ]
-    )
-    copy = measure.copy_bandwidth()
-    print(f"{target.name}: {copy:.0f} GB/s copied; us, and the share of that bandwidth")
-    missed = 0
-    for k in QUANTIZER_KS:
-        vector = torch.rand(k, device="cuda") + 0.5
-        for m in QUANTIZER_MS:
-            nbytes, cells = m * (3 * k + 8), []
-            xs = [torch.randn(m, k, device="cuda", dtype=dtype) for _ in range(_copies(nbytes, target.l2_bytes))]
-            outs = [w4a8.quantize_activations(x) for x in xs]
-            for name, given in (("plain", {}), ("smooth", {"smooth": vector}), ("norm", {"rms_weight": vector})):
-                calls = [_quantize(x, out, given) for x, out in zip(xs, outs)]
-                us = measure.time_calls(calls, options.budget_ms).us
-                share = nbytes / us / 1e3 / copy
-                missed += m >= 1024 and share < QUANTIZER_GOAL
-                cells.append(f"{name} {us:8.2f} us {share:4.0%}")
-            print(f"K {k:6} M {m:6}  {'   '.join(cells)}", flush=True)
-    print(f"{missed} rows from M = 1024 stay below {QUANTIZER_GOAL:.0%} of the copy bandwidth")
-    return 0
+    l2_bytes, dtype, rows = Target.detect().l2_bytes, getattr(torch, options.dtype), []
+    for m, k, form in problems:
+        nbytes, vector = m * (3 * k + 8), torch.rand(k, device=DEVICE) + 0.5
+        given = {"plain": {}, "smooth": {"smooth": vector}, "norm": {"rms_weight": vector}}[form]
+        xs = [torch.randn(m, k, device=DEVICE, dtype=dtype) for _ in range(measure.copies_beyond_l2(nbytes, l2_bytes))]
+        outs = [w4a8.quantize_activations(x, **given) for x in xs]
+        right = reference.quantize_activations(xs[0], given.get("smooth"), given.get("rms_weight"), 1e-6)
+        row = {"m": m, "k": k, "form": form, "us": None, "share": None}
+        if torch.equal(outs[0].q[:, :k], right[0]) and torch.equal(outs[0].row_sums, right[2]):
+            calls = [
+                lambda x=x, out=out, g=given: w4a8.quantize_activations(x, out=out, **g) for x, out in zip(xs, outs)
+            ]
+            us = measure.time_calls(calls, options.budget_ms).us
+            row |= {"us": round(us, 3), "share": round(nbytes / us / 1e3 / copy_gb_s, 4)}
+        else:
+            row["failure"] = "codes or sums differ from the reference's"
+        rows.append(row)
+        said = f"{row['us']:9.2f} us {row['share']:4.0%}" if row["us"] else f"FAILED: {row['failure']}"
+        print(f"quantizer K {k:6} M {m:6} {form:6} {said}", flush=True)
+    return rows
 
 
-def _copies(nbytes: int, l2_bytes: int) -> int:
+def quantizer(options: argparse.Namespace) -> int:
+    """Times the quantizer alone; 1 if an output was wrong."""
     from terrazzo.autotune import measure
 
-    return measure.copies_beyond_l2(nbytes, l2_bytes)
-
-
-def _quantize(x: Any, out: Any, given: dict[str, Any]) -> Any:
-    from terrazzo.ops.w4a8 import quantize_activations
-
-    return lambda: quantize_activations(x, out=out, **given)
+    problems = quantizer_problems(options, ())
+    compile_all(quantizer_requests(problems, options.dtype))
+    copy = measure.copy_bandwidth()
+    print(f"{copy:.0f} GB/s copied; us, and the share of that bandwidth")
+    rows = time_quantizer(problems, options, copy)
+    for what, goal, reached, verdict in report.quantizer_goals(rows):
+        print(f"{what:68} {goal:>8} {reached:>8}  {verdict}")
+    return 1 if any("failure" in row for row in rows) else 0
 
 
 if __name__ == "__main__":

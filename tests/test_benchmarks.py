@@ -69,6 +69,23 @@ def test_goals_of_w4a8(result):
     assert set(report.W4A8_GOALS) | set(report.W4A8_RIVAL_GOALS) <= set(w4a8.MS)
 
 
+def test_goals_of_the_quantizer(result):
+    rows = [{"m": m, "k": 4096, "form": "norm", "us": us, "share": 0.84} for m, us in ((256, 1.0), (1024, 2.0))]
+    rows.append({"m": 4096, "k": 64, "form": "plain", "us": None, "share": None, "failure": "codes differ"})
+    result = result | {"quantizer": rows}
+    found = [row for row in report.goals_table(result) if "quantizer" in row[0]]
+    what = "quantizer (norm), K = 4096 at M = 1024, share of the copy bandwidth"
+    assert found == [(what, "80%", "84%", "reached")]
+    assert report.failures(result)[-1] == "quantizer K = 64 M = 4096: codes differ"
+
+
+def test_the_benchmark_of_w4a8_compiles_few_kernels(capsys):
+    """GPU time is spent on measuring: every default kernel serves one weight and a bucket of M."""
+    for arguments in ([], ["--quick"], ["--ablation"], ["--quantizer"]):
+        assert w4a8.main([*arguments, "--count"]) == 0
+        assert int(capsys.readouterr().out.split()[0]) <= 120
+
+
 def test_a_file_with_a_missing_field_is_named(tmp_path, result):
     path = tmp_path / "w4a16_x.json"
     path.write_text(json.dumps(result))
@@ -135,7 +152,8 @@ def test_arguments():
     assert (whole.models, whole.m) == (w4a16.MODELS, w4a16.MS)
     assert (quick.models, quick.m) == (w4a16.QUICK_MODELS, (8, 2))
     other = w4a8.arguments(["--ablation"])
-    assert (other.models, other.m, other.group, other.ablation) == (w4a8.MODELS, w4a8.MS, 64, True)
+    assert (other.models, other.m, other.group) == (w4a8.ABLATION_MODELS, w4a8.ABLATION_MS, 64) and other.ablation
+    assert (w4a8.arguments([]).models, w4a8.arguments([]).m) == (w4a8.MODELS, w4a8.MS)
     for bad in (["--m", "1,x"], ["--m", "0"], ["--dtype", "int8"]):
         with pytest.raises(SystemExit) as stopped:
             w4a16.arguments(bad)

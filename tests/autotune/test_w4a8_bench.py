@@ -11,6 +11,7 @@ from terrazzo.ops.w4a8 import QuantizedActivations, reference
 from test_gemm_bench import Rival
 from test_gemm_bench import on_the_cpu as clockless
 
+from benchmarks import w4a8 as program
 from benchmarks.report import FIELDS, ROW_FIELDS
 
 SHAPES = {(128, 256): ("model.qkv",), (64, 384): ("model.o", "other.o")}
@@ -21,8 +22,8 @@ on_the_cpu = clockless
 def operator(on_the_cpu):
     """gemm and the quantizer are the reference."""
 
-    def quantize(x, out=None):
-        q, scales, sums = reference.quantize_activations(x)
+    def quantize(x, smooth=None, rms_weight=None, out=None):
+        q, scales, sums = reference.quantize_activations(x, smooth, rms_weight, 1e-6)
         return QuantizedActivations(q, scales, sums, tuple(x.shape))
 
     def gemm(x, w, *, out=None, out_dtype=None, dequantization="auto", pipeline="auto"):
@@ -80,6 +81,19 @@ def test_wrong_outputs_have_no_time(operator):
         assert "1 of" in row["peers_failed"]["with_quantizer"]
     operator.setitem(vars(w4a8), "gemm", wrong)
     assert all(row["us"] is None and "1 of" in row["failure"] for row in bench(ms=(3,))["rows"])
+
+
+def test_the_quantizer_is_timed_where_it_is_right(operator, capsys):
+    operator.setattr(program, "DEVICE", "cpu")
+    options = program.arguments(["--m", "4,1024", "--dtype", "bfloat16"])
+    problems = program.quantizer_problems(options, (64, 64, 9600))
+    assert problems == [(1024, 64, "plain"), (1024, 64, "norm"), (1024, 9600, "plain")]
+    rows = program.time_quantizer([*problems[:2], (3, 64, "smooth")], options, 4000.0)
+    assert [row["share"] for row in rows] == [round(row["m"] * (3 * 64 + 8) / 10.0 / 4e6, 4) for row in rows]
+    right = vars(w4a8)["quantize_activations"]
+    operator.setitem(vars(w4a8), "quantize_activations", lambda x, **given: right(x + 1, **given))
+    (wrong,) = program.time_quantizer(problems[:1], options, 4000.0)
+    assert wrong["us"] is None and "FAILED: codes" in capsys.readouterr().out
 
 
 class Prepared(Rival):
