@@ -50,6 +50,84 @@ __device__ __forceinline__ float tz_loadcg(const void *p) { return __ldcg((const
 """,
     ),
     Primitive(
+        "tiles",
+        "16-bit rows go to registers as operand tiles, transposed or not, and packed words to runtime addresses",
+        """\
+__device__ __forceinline__ void tz_ldmatrix4_trans(void *out, const void *p) {
+  unsigned *r = (unsigned *)out;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(tz_smem(p)));
+}
+// 16-bit value `at` of row `row`, rows `pitch` values apart
+__device__ __forceinline__ void *tz_row16(const void *p, int row, int pitch, int at) {
+  return (unsigned short *)p + ((long long)row * pitch + at); }
+template <int N> __device__ __forceinline__ void tz_store(void *p, const void *v) {
+  if constexpr (N == 4) *(uint4 *)p = *(const uint4 *)v;
+  else if constexpr (N == 2) *(uint2 *)p = *(const uint2 *)v;
+  else *(unsigned *)p = *(const unsigned *)v;
+}
+""",
+    ),
+    Primitive(
+        "pairs",
+        "TileLang's packed arithmetic takes vectors, not registers, and its shuffles no expressions of locals",
+        """\
+template <bool BF16> __device__ __forceinline__ unsigned tz_min2(unsigned a, unsigned b) {
+  unsigned r;
+  if constexpr (BF16) asm("min.bf16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b));
+  else asm("min.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+template <bool BF16> __device__ __forceinline__ unsigned tz_max2(unsigned a, unsigned b) {
+  unsigned r;
+  if constexpr (BF16) asm("max.bf16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b));
+  else asm("max.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+__device__ __forceinline__ unsigned tz_xor_word(unsigned x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
+""",
+    ),
+    Primitive(
+        "codes",
+        "quantizer.py to the bit: no contraction of a rounded difference, and quotients rounded once",
+        """\
+template <bool BF16> __device__ __forceinline__ unsigned tz_clamp2(float lo, float hi) {
+  const float top = BF16 ? 3.3895313892515355e38f : 65504.f;
+  return tz_pack2<BF16>(fminf(fmaxf(lo, -top), top), fminf(fmaxf(hi, -top), top));
+}
+// scale (low half) and zero of values lo .. hi; out = {scale, zero, 1 / scale or 0}. Adding 0 turns -0 into 0.
+__device__ __forceinline__ unsigned tz_range(float lo, float hi, float levels, void *out_) {
+  float *out = (float *)out_, zero = fminf(fmaxf(lo, -65504.f), 65504.f) + 0.f;
+  out[1] = tz_unpack<false, 1>(tz_pack2<false>(0.f, zero));
+  float scale = fminf(fmaxf(__fdiv_rn(hi - out[1], levels), 0.f), 65504.f) + 0.f;
+  unsigned both = tz_pack2<false>(scale, zero);
+  out[0] = tz_unpack<false, 0>(both);
+  out[2] = out[0] > 0.f ? __fdiv_rn(1.f, out[0]) : 0.f;
+  return both;
+}
+// bits of 2^23 + rint((x - z) / s), clamped to 0 .. top, half to even. r is 1 / s, rounded: two Newton steps then end at
+// the correctly rounded quotient (Markstein), as s is an f16 number.
+__device__ __forceinline__ unsigned tz_code(float x, float z, float s, float r, float top) {
+  float a = x - z, q = a * r;
+  q = fmaf(fmaf(-q, s, a), r, q);
+  q = fmaf(fmaf(-q, s, a), r, q);
+  return __float_as_uint(fminf(fmaxf(q, 0.f), top) + 8388608.f);
+}
+// bits of 2^23 + 128 + rint(x), clamped to -127 .. 127
+__device__ __forceinline__ unsigned tz_code8(float x) {
+  return __float_as_uint(fminf(fmaxf(x, -127.f), 127.f) + 8388736.f); }
+// e4m3 of x, clamped to +-448, half to even; sm_80 and sm_86 have no instruction for it
+__device__ __forceinline__ unsigned tz_e4m3(float x) {
+  unsigned sign = __float_as_uint(x) >> 24 & 0x80u;
+  x = fminf(fabsf(x), 448.f);
+  unsigned u = __float_as_uint(x);
+  unsigned normal = (u + 0x7FFFFu + (u >> 20 & 1u) >> 20) - 960u;          // exponent bias 127 -> 7
+  unsigned small = __float_as_uint(x + 16384.f) - __float_as_uint(16384.f);  // ulp 2^-9
+  return sign | (x < 0.015625f ? small : normal);
+}
+""",
+    ),
+    Primitive(
         "half2",
         "TileLang's packed arithmetic takes vectors, not registers of operands",
         """\

@@ -106,7 +106,7 @@ inline void fence_barrier_init() {}
 struct Copy { void *to; const void *from; int bytes; };
 static void poison(void *to, int bytes) { memset(to, 0xff, bytes); }
 static void deliver(std::vector<Copy> &copies) {
-  for (auto &c : copies) memcpy(c.to, c.from, c.bytes);
+  for (auto &c : copies) { memcpy(c.to, c.from, c.bytes); memset((char *)c.to + c.bytes, 0, 16 - c.bytes); }
   copies.clear();
 }
 struct Barrier {

@@ -1,0 +1,279 @@
+"""What one warp does to store a tile of 16 new tokens: ranges, codes, words; generated from the derived layouts.
+
+The warp holds the tile as the A operand that decode will read: register r of atom a of a lane = 4 g + t is a pair of
+values. Keys (rows are tokens): tokens g + 8 * (r % 2), dimensions 16 a + 8 * (r // 2) + 2 t, + 1. Values (rows are
+dimensions): dimension 16 a + 8 * (r % 2) + g, tokens 8 * (r // 2) + 2 t, + 1. The tokens of a lane fall into classes:
+the two row halves for keys, (k half, element) for values. Codes are those of quantizer.py, bit for bit.
+"""
+
+from types import SimpleNamespace
+
+from terrazzo.ops.attention.layout import CacheLayout, operand_layout
+from terrazzo.ops.attention.tile_macros import each
+
+CODE_BIAS = 0x4B000000
+"""tz_code returns 2^23 + code as a float's bits; words start at minus the sum of what its fields bring along."""
+
+
+def tile_state(head_dim: int) -> SimpleNamespace:
+    """Registers of a warp."""
+    import tilelang.language as T
+
+    u32 = {name: T.alloc_local((n,), "uint32") for name, n in (
+        ("x", head_dim // 4), ("s", 4), ("w", 4), ("lo", 2), ("hi", 2), ("new", 4), ("pair", 4), ("mask", 1), ("c", 4),
+    )}  # fmt: skip
+    f32 = {name: T.alloc_local((n,), "float32") for name, n in (("par", 12), ("f", 4))}
+    return SimpleNamespace(**u32, **f32)
+
+
+def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: int) -> SimpleNamespace:
+    """Macros over one operand's tile, whose registers hold bf16 or f16: classes, mix, keep, parameters, store.
+
+    Args:
+        warps: tiles of a channel group, one for each warp of the CTA.
+    """
+    import tilelang.language as T
+
+    D, slices = layout.head_dim, layout.head_dim // 16
+    fmt, packed = (layout.k, layout.k_layout) if is_key else (layout.v, layout.v_layout)
+    spare = operand_layout(CacheLayout("float16", "float16", D).k, D, not is_key)
+    cvt, words = fmt.converter, packed.load_words
+    atoms, offset = words * cvt.outputs // 4, 0 if is_key else layout.k_words
+    dtype, classes = str(bf16).lower(), 2 if is_key else 4
+    stored_bf16 = str(fmt.operand == "bfloat16").lower()
+    integer = fmt.storage != "e4m3"
+    token_wise, static = fmt.scaling == "token", fmt.scaling == "static"
+    role = 0 if is_key else layout.token_params - 1  # of the pairs of parameters beside a tile
+    shuffles = (1, 2) if is_key else (4, 8, 16)  # lanes that hold the other dimensions of a token
+
+    def register(j: int, i: int, o: int) -> int:
+        """Register of the tile that output o of word i of load j feeds."""
+        atom, r = packed.target(i, o)
+        return (j * atoms + atom) * 4 + r
+
+    def class_of(r: int, e: int) -> int:
+        return r % 2 if is_key else r % 4 // 2 * 2 + e
+
+    def field(o: int, e: int) -> int:
+        return fmt.bits * cvt.pos(o, e)
+
+    def fields(i: int, c: int) -> int:
+        """The bits of word i that belong to tokens of class c."""
+        pairs = ((o, e) for o in range(cvt.outputs) for e in range(2))
+        ones = (1 << fmt.bits) - 1
+        return sum(ones << field(o, e) for o, e in pairs if class_of(register(0, i, o), e) == c)
+
+    start = -sum(CODE_BIAS << field(o, e) for o in range(cvt.outputs) for e in range(2)) % (1 << 32) if integer else 0
+    shared = tuple(  # registers whose halves belong to the same two tokens (values) or to one token (keys)
+        tuple(a * 4 + (c + 2 * k if is_key else k + 2 * c) for a in range(slices) for k in range(2)) for c in range(2)
+    )
+
+    def token_of(c: int, lane):
+        """Token of the tile that class c means in a lane."""
+        return lane // 4 + 8 * c if is_key else lane % 4 * 2 + c % 2 + c // 2 * 8
+
+    @T.macro
+    def find_new(st, token, old, lane):
+        """All ones for each class whose token is not older than `old`, and the same for pairs of values."""
+        for c in each(classes):
+            st.new[c] = T.if_then_else(token + token_of(c, lane) >= old, T.uint32(0xFFFFFFFF), T.uint32(0))
+        for r in each(4):
+            if is_key:
+                st.pair[r] = st.new[r % 2]
+            else:
+                st.pair[r] = (st.new[r // 2 * 2] & T.uint32(0xFFFF)) | (st.new[r // 2 * 2 + 1] & T.uint32(0xFFFF0000))
+
+    @T.macro
+    def mix(st, tile, lane):
+        """Tokens that are not new come from the f16 tile at address `tile`."""
+        for a in each(slices):
+            T.call_extern(
+                "handle", "tz_load<4>", T.access_ptr(st.s, "w"),
+                T.call_extern("handle", "tz_at32", tile, a * 128 + lane * 4),
+            )  # fmt: skip
+            for i in each(4):
+                at = a * 4 + spare.target(i, 0)[1]
+                st.x[at] = (st.x[at] & st.pair[at % 4]) | (st.s[i] & ~st.pair[at % 4])
+
+    @T.macro
+    def keep(st, tile, lane):
+        """The tile as it is, f16, to address `tile`."""
+        for a in each(slices):
+            for i in each(4):
+                st.s[i] = st.x[a * 4 + spare.target(i, 0)[1]]
+            T.call_extern(
+                "handle", "tz_store<4>", T.call_extern("handle", "tz_at32", tile, a * 128 + lane * 4),
+                T.access_ptr(st.s, "r"),
+            )  # fmt: skip
+
+    @T.macro
+    def reduce_pairs(st, c, registers):
+        """lo[c] and hi[c]: least and largest of some registers, each half for itself."""
+        st.lo[c] = st.x[registers[0]]
+        st.hi[c] = st.x[registers[0]]
+        for i in each(1, len(registers)):
+            st.lo[c] = T.call_extern("uint32", f"tz_min2<{dtype}>", st.lo[c], st.x[registers[i]])
+            st.hi[c] = T.call_extern("uint32", f"tz_max2<{dtype}>", st.hi[c], st.x[registers[i]])
+
+    @T.macro
+    def shuffle_pairs(st, c, masks):
+        for d in masks:
+            st.lo[c] = T.call_extern(
+                "uint32", f"tz_min2<{dtype}>", st.lo[c], T.call_extern("uint32", "tz_xor_word", st.lo[c], d)
+            )
+            st.hi[c] = T.call_extern(
+                "uint32", f"tz_max2<{dtype}>", st.hi[c], T.call_extern("uint32", "tz_xor_word", st.hi[c], d)
+            )
+
+    @T.macro
+    def unpack_range(st, c):
+        for e in each(2):
+            st.f[e] = T.call_extern("float32", f"tz_unpack<{dtype}, {e}>", st.lo[c])
+            st.f[2 + e] = T.call_extern("float32", f"tz_unpack<{dtype}, {e}>", st.hi[c])
+
+    @T.macro
+    def token_parameters(st, tile, lane):
+        """Scale and zero of each token, to registers and beside the tile at address `tile`."""
+        for c in each(2):
+            reduce_pairs(st, c, shared[c])
+            shuffle_pairs(st, c, shuffles)
+            unpack_range(st, c)
+            if is_key:
+                st.c[c] = T.call_extern(
+                    "uint32", "tz_range", T.min(st.f[0], st.f[1]), T.max(st.f[2], st.f[3]), T.float32(fmt.levels),
+                    T.access_ptr(st.par[c * 3], "w", 3),
+                )  # fmt: skip
+            else:
+                for e in each(2):
+                    st.c[c * 2 + e] = T.call_extern(
+                        "uint32", "tz_range", st.f[e], st.f[2 + e], T.float32(fmt.levels),
+                        T.access_ptr(st.par[(c * 2 + e) * 3], "w", 3),
+                    )  # fmt: skip
+        for c in each(classes):
+            if T.And(st.new[c] != T.uint32(0), (lane % 4 if is_key else lane // 4) == 0):
+                row = token_of(c, lane)
+                T.call_extern(
+                    "handle", "tz_store<1>",
+                    T.call_extern(
+                        "handle", "tz_at32", tile,
+                        layout.param_offset + row % 8 * (2 * layout.token_params) + role * 2 + row // 8,
+                    ),
+                    T.access_ptr(st.c[c], "r", 1),
+                )  # fmt: skip
+
+    @T.macro
+    def channel_parameters(st, shared_, base, block, warp, lane):
+        """Scale and zero of each dimension of the CTA's tokens: to shared memory from word `base` on, 4 words for each
+        pair of dimensions (scales, zeros, 1 / scale of both), and to the head of the block at address `block`."""
+        for a in each(slices):
+            for k in each(2):
+                reduce_pairs(st, k, (a * 4 + 2 * k, a * 4 + 2 * k + 1))
+                shuffle_pairs(st, k, (4, 8, 16))
+                if lane // 4 == 0:  # the order of CacheLayout.channel_index
+                    at = base + 2 * D + warp * D + a // 2 * 16 + lane % 4 * 4 + a % 2 * 2 + k
+                    shared_[at] = T.reinterpret(st.lo[k], "int32")
+                    shared_[at + D // 2] = T.reinterpret(st.hi[k], "int32")
+        T.sync_threads()
+        for v in each(-(-(D // 2) // (warps * 32))):
+            word = v * (warps * 32) + warp * 32 + lane
+            if word < D // 2:
+                st.lo[0] = T.reinterpret(shared_[base + 2 * D + word], "uint32")
+                st.hi[0] = T.reinterpret(shared_[base + 2 * D + D // 2 + word], "uint32")
+                for i in each(1, warps):
+                    at = base + 2 * D + i * D + word
+                    st.lo[0] = T.call_extern(
+                        "uint32", f"tz_min2<{dtype}>", st.lo[0], T.reinterpret(shared_[at], "uint32")
+                    )
+                    st.hi[0] = T.call_extern(
+                        "uint32", f"tz_max2<{dtype}>", st.hi[0], T.reinterpret(shared_[at + D // 2], "uint32")
+                    )
+                unpack_range(st, 0)
+                for e in each(2):
+                    st.c[e] = T.call_extern(
+                        "uint32", "tz_range", st.f[e], st.f[2 + e], T.float32(fmt.levels),
+                        T.access_ptr(st.par[e * 3], "w", 3),
+                    )  # fmt: skip
+                st.s[0] = T.call_extern("uint32", "__byte_perm", st.c[0], st.c[1], 0x5410)
+                st.s[1] = T.call_extern("uint32", "__byte_perm", st.c[0], st.c[1], 0x7632)
+                for i in each(2):
+                    shared_[base + word * 4 + i] = T.reinterpret(st.s[i], "int32")
+                    shared_[base + word * 4 + 2 + i] = T.reinterpret(st.par[i * 3 + 2], "int32")
+                    T.call_extern(
+                        "handle", "tz_store<1>", T.call_extern("handle", "tz_at32", block, i * (D // 2) + word),
+                        T.access_ptr(st.s[i], "r", 1),
+                    )  # fmt: skip
+        T.sync_threads()
+
+    @T.macro
+    def channel_row(st, shared_, base, r, lane):
+        """par of both elements of a register from shared memory."""
+        for i in each(4):
+            st.c[i] = T.reinterpret(
+                shared_[base + (r // 8 * 16 + lane % 4 * 4 + r // 4 % 2 * 2 + r % 4 // 2) * 4 + i], "uint32"
+            )
+        for e in each(2):
+            st.par[e * 3] = T.call_extern("float32", f"tz_unpack<false, {e}>", st.c[0])
+            st.par[e * 3 + 1] = T.call_extern("float32", f"tz_unpack<false, {e}>", st.c[1])
+            st.par[e * 3 + 2] = T.reinterpret(st.c[2 + e], "float32")
+
+    @T.macro
+    def word(st, shared_, base, scale, head, j, i, lane):
+        """w[i]: word i of load j."""
+        if fmt.scaling == "none":
+            st.w[i] = st.x[register(j, i, 0)]
+            if stored_bf16 != dtype:
+                for e in each(2):
+                    st.f[e] = T.call_extern("float32", f"tz_unpack<{dtype}, {e}>", st.x[register(j, i, 0)])
+                st.w[i] = T.call_extern("uint32", f"tz_clamp2<{stored_bf16}>", st.f[0], st.f[1])
+        else:
+            st.w[i] = T.uint32(start)
+            for o in each(cvt.outputs):
+                r = register(j, i, o)
+                if fmt.group:
+                    channel_row(st, shared_, base, r, lane)
+                for e in each(2):
+                    st.f[0] = T.call_extern("float32", f"tz_unpack<{dtype}, {e}>", st.x[r])
+                    if static:
+                        dim = r // 4 * 16 + (
+                            r % 4 // 2 * 8 + lane % 4 * 2 + e if is_key else r % 2 * 8 + lane // 4
+                        )
+                        st.f[0] = T.call_extern("float32", "__fdiv_rn", st.f[0], scale[head, dim])
+                        if integer:
+                            st.s[0] = T.call_extern("uint32", "tz_code8", st.f[0])
+                        else:
+                            st.s[0] = T.call_extern("uint32", "tz_e4m3", st.f[0])
+                    else:
+                        at = (e if fmt.group else class_of(r, e)) * 3
+                        st.s[0] = T.call_extern(
+                            "uint32", "tz_code", st.f[0], st.par[at + 1], st.par[at], st.par[at + 2],
+                            T.float32(fmt.levels),
+                        )  # fmt: skip
+                    st.w[i] = st.w[i] + st.s[0] * T.uint32(1 << field(o, e))
+
+    @T.macro
+    def store(st, shared_, base, scale, head, tile, merge, lane):
+        """The words of the tile to address `tile`; with `merge`, fields of tokens that are not new stay as they are."""
+        for j in each(slices // atoms):
+            for i in each(words):
+                word(st, shared_, base, scale, head, j, i, lane)
+            if merge:
+                T.call_extern(
+                    "handle", f"tz_load<{words}>", T.access_ptr(st.s, "w"),
+                    T.call_extern("handle", "tz_at32", tile, offset + j * 32 * words + lane * words),
+                )  # fmt: skip
+                for i in each(words):
+                    st.mask[0] = T.uint32(0)
+                    for c in each(classes):
+                        if fields(i, c):
+                            st.mask[0] = st.mask[0] | (st.new[c] & T.uint32(fields(i, c)))
+                    st.w[i] = (st.w[i] & st.mask[0]) | (st.s[i] & ~st.mask[0])
+            T.call_extern(
+                "handle", f"tz_store<{words}>",
+                T.call_extern("handle", "tz_at32", tile, offset + j * 32 * words + lane * words),
+                T.access_ptr(st.w, "r"),
+            )  # fmt: skip
+
+    return SimpleNamespace(
+        find_new=find_new, mix=mix, keep=keep, token_parameters=token_parameters,
+        channel_parameters=channel_parameters, store=store, token_wise=token_wise, channel=bool(fmt.group),
+    )  # fmt: skip
