@@ -1,0 +1,134 @@
+"""Small cases of every program, for compute-sanitizer to watch:
+
+    compute-sanitizer --tool memcheck python tests/gpu/sanitized.py w4a8
+
+Operands and references are made on the CPU, so that the watched process launches our kernels and little else. Their
+names are printed as they run. `planted` reads behind the end of a weight, which memcheck must report.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import attention_cases
+import oracles
+import torch
+import w4a8_oracles
+from terrazzo.lowering import is_ready
+from terrazzo.ops import w4a8, w4a16
+
+W4A16, F16 = oracles.Spec, oracles.Case
+W4A8, S8 = w4a8_oracles.Spec, w4a8_oracles.Case
+DEVICE = "cuda"
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A case of one of the oracles. `target`: of the program, None for the GPU's own."""
+
+    name: str
+    case: oracles.Case | w4a8_oracles.Case | attention_cases.Case
+    target: str | None = None
+
+    def weight(self) -> w4a16.PackedWeight | w4a8.PackedWeight:
+        case = self.case
+        module, integer = (oracles, (True,)) if isinstance(case, oracles.Case) else (w4a8_oracles, ())
+        return module.canonical(case.spec, *integer, case.seed).to("cpu").pack(target=self.target).to(DEVICE)
+
+    def requests(self) -> list:
+        """The kernels that this case launches."""
+        case = self.case
+        if isinstance(case, oracles.Case):
+            return w4a16.weight_requests(self.weight(), case.m, getattr(torch, case.spec.dtype), case.numerics)
+        if isinstance(case, w4a8_oracles.Case):
+            dtype = getattr(torch, case.dtype) if case.kind == "random" else None
+            return w4a8.weight_requests(self.weight(), case.m, dtype, **case.options)
+        return case.requests()
+
+    def run(self) -> None:
+        """Launch and compare; AssertionError for a wrong output or a kernel that would be compiled here."""
+        requests = self.requests()
+        assert all(is_ready(request) for request in requests), f"{self.name}: compile its kernels first"
+        run = {oracles.Case: run_w4a16, w4a8_oracles.Case: run_w4a8}.get(type(self.case))
+        run(self.case, self.weight(), requests) if run else attention_cases.run(self.case)
+        torch.cuda.synchronize()
+
+
+def run_w4a16(case: oracles.Case, weight: w4a16.PackedWeight, requests: list) -> None:
+    rng = torch.Generator().manual_seed(case.seed + 1)
+    dtype = getattr(torch, case.spec.dtype)
+    x = torch.randint(-3, 4, (case.m, case.spec.k), generator=rng).to(dtype)
+    y = torch.full((case.m, case.spec.n), float("nan"), dtype=dtype).to(DEVICE)
+    w4a16.gemm(x.to(DEVICE), weight, out=y, numerics=case.numerics)
+    (numerics,) = {dict(request.params)["numerics"] for request in requests}
+    right = w4a16.reference.gemm(x, oracles.canonical(case.spec, True, case.seed).to("cpu"), numerics).to(dtype)
+    oracles.check_equal(case, "integer product", y.cpu(), right)
+
+
+def run_w4a8(case: w4a8_oracles.Case, weight: w4a8.PackedWeight, requests: list) -> None:
+    rng = torch.Generator().manual_seed(case.seed + 1)
+    if case.kind == "random":
+        x = torch.randn(case.m, case.spec.k, generator=rng).to(getattr(torch, case.dtype))
+        q, scales, _ = w4a8.reference.quantize_activations(x, w4a8_oracles.canonical(case.spec, case.seed).smooth)
+        given = x.to(DEVICE)
+    else:
+        q = torch.randint(-127, 128, (case.m, case.spec.k), generator=rng, dtype=torch.int8)
+        scales = torch.exp(torch.randn(case.m, generator=rng) - 4)
+        made = w4a8_oracles.activations(q, scales)
+        parts = (part.to(DEVICE) for part in (made.q, made.scales, made.row_sums))
+        given = w4a8.QuantizedActivations(*parts, made.shape)
+    y = torch.full((case.m, case.spec.n), -77, dtype=getattr(torch, case.out)).to(DEVICE)
+    w4a8.gemm(given, weight, out=y, **case.options)
+    w4a8_oracles.compare(case, "product", y.cpu(), q, scales)
+
+
+PLANTED = Watched("planted", F16(W4A16(256, 512), 4))
+# One case for each program and each of its forms: X alone or shared by a cluster, split along k, shared tiles.
+FAMILIES: dict[str, tuple[Watched, ...]] = {
+    "w4a16": (
+        Watched("small_batch", F16(W4A16(256, 512), 4)),
+        Watched("small_batch cluster", F16(W4A16(257, 512, 64), 16)),
+        Watched("small_batch split", F16(W4A16(128, 10944), 8)),
+        Watched("stream_k", F16(W4A16(257, 640, bias=True), 64)),
+        Watched("stream_k post", F16(W4A16(256, 512, 32, scale="float32"), 33)),
+        Watched("multistage", F16(W4A16(256, 512), 64), "sm_80"),
+    ),
+    "w4a8": (
+        Watched("small_batch", S8(W4A8(257, 512, 64), 7, "int32", kind="integer")),
+        Watched("small_batch cluster split", S8(W4A8(128, 10944, 32), 16, "float16", "unsigned", kind="integer")),
+        Watched("stream_k, quantizer with smooth", S8(W4A8(257, 640, bias=True, smooth=True), 64)),
+        Watched("stream_k shared", S8(W4A8(256, 4096, 128), 100, "bfloat16", "unsigned", kind="integer")),
+        Watched("quantizer, many rows", S8(W4A8(64, 203), 300)),
+        Watched("multistage split", S8(W4A8(257, 512, 64), 40, "int32", kind="integer"), "sm_80"),
+    ),
+    "attention": (
+        Watched("int4", attention_cases.Case(lengths=(100, 7), q_len=2)),
+        Watched("int4 channels, paged, split", attention_cases.Case("int4_channel128", page=128, splits=2)),
+        Watched("float16", attention_cases.Case("float16", "float16", lengths=(65, 0))),
+        Watched("int8 paged", attention_cases.Case("int8", "int8", head_dim=64, page=64, lengths=(130, 3))),
+    ),
+}
+
+
+def planted() -> None:
+    """The storage of the weight is cut off behind its tensor."""
+    weight = PLANTED.weight()
+    weight.words.untyped_storage().resize_(4096)
+    w4a16.gemm(torch.ones(4, 512, dtype=torch.float16).to(DEVICE), weight)
+    torch.cuda.synchronize()
+
+
+def main(name: str, say: Callable[[str], None] = lambda text: print(text, flush=True)) -> None:
+    oracles.DEVICE = w4a8_oracles.DEVICE = "cpu"
+    if name == PLANTED.name:
+        planted()
+    for watched in FAMILIES.get(name, ()):
+        say(f"{name} {watched.name}")
+        watched.run()
+    say("ok")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
