@@ -153,7 +153,7 @@ def run(
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     kernel, stand_in = found
-    kernel(x, stand_in if gain is None else gain, out.q, out.scales, out.row_sums, eps)
+    kernel(x, stand_in if gain is None else gain, out.q, out.scales, out.row_sums, eps, float(k))
     return out
 
 

@@ -18,12 +18,12 @@ TINY = 2.0**-119  # below, 127 / max is no float32: the row counts as zeros
 
 
 def build(target, *, k: int, dtype: str, gain: bool, norm: bool, warps: int, rows: int, vectors: int):
-    """The prim_func `main(X, G, Q, XS, RS, eps)`.
+    """The prim_func `main(X, G, Q, XS, RS, eps, columns)`.
 
     Shapes: X [M, k] in `dtype` ("float16" or "bfloat16"), k a multiple of 8; G f32 [k] (one element without a gain); Q
     int8 [M, K], K = k rounded up to 16, columns from k on become 0; XS f32 [M] scales; RS int32 [M] sums of Q's rows;
-    eps f32, RMSNorm's (with `norm`). A CTA holds `rows` rows of `warps` warps, each thread `vectors` vectors; rows > 1
-    needs warps = 1.
+    eps f32, RMSNorm's, and `columns` f32, those of the k that its mean counts (with `norm`). A CTA holds `rows` rows of
+    `warps` warps, each thread `vectors` vectors; rows > 1 needs warps = 1.
     """
     import tilelang.language as T
 
@@ -49,6 +49,7 @@ def build(target, *, k: int, dtype: str, gain: bool, norm: bool, warps: int, row
         XS: T.Tensor((M,), "float32"),
         RS: T.Tensor((M,), "int32"),
         eps: T.float32,
+        columns: T.float32,
     ):
         with T.Kernel(T.ceildiv(M, rows), threads=threads, prelude=prelude("pack", "rows")) as block:
             T.annotate_min_blocks_per_sm(blocks)
@@ -90,7 +91,7 @@ def build(target, *, k: int, dtype: str, gain: bool, norm: bool, warps: int, row
             factor[0] = T.if_then_else(m[0] < T.float32(TINY), T.float32(0), T.float32(127) / m[0])
             factor[1] = m[0] / T.float32(127)
             if norm:
-                factor[1] = factor[1] * T.rsqrt(m[1] / T.float32(k) + eps)
+                factor[1] = factor[1] * T.rsqrt(m[1] / columns + eps)
             factor[1] = T.if_then_else(m[0] < T.float32(TINY), T.float32(1), factor[1])
             total[0] = 0
             for v in T.unroll(vectors):
