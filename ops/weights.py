@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 
@@ -16,6 +16,75 @@ if TYPE_CHECKING:
     from terrazzo.lowering.targets import Target
 
 Weight = TypeVar("Weight")
+
+
+class Canonical:
+    """Of a canonical weight, a dataclass with `codes` [N, K]: what does not depend on the format."""
+
+    codes: torch.Tensor
+
+    @property
+    def n(self) -> int:
+        """Output features."""
+        return self.codes.shape[0]
+
+    @property
+    def k(self) -> int:
+        """Input features."""
+        return self.codes.shape[1]
+
+    def to(self: Weight, device: str | torch.device) -> Weight:
+        """The same weight on another device."""
+        return move(self, device)
+
+
+class Packed:
+    """Of a packed weight, a dataclass with `words`, `n`, `k` and `layout`: what does not depend on the format.
+
+    A format adds `expected_layout()`, identity of the layout that its kernels read, and `check_sizes()`.
+
+    Attributes:
+        VERSION: named in its files; another one is refused.
+    """
+
+    VERSION: ClassVar[str]
+    words: torch.Tensor
+    n: int
+    k: int
+    layout: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.n, self.k
+
+    @property
+    def device(self) -> torch.device:
+        return self.words.device
+
+    def to(self: Weight, device: str | torch.device) -> Weight:
+        """The same weight on another device."""
+        return move(self, device)
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file: the tensors, and sizes, layout identity and version in its metadata. Atomic."""
+        save(self, path, self.VERSION)
+
+    @classmethod
+    def load(cls: type[Weight], path: str | Path, device: str | torch.device = "cpu") -> Weight:
+        """Read a file that `save` wrote.
+
+        Raises:
+            ArgumentError: it is no such file, or its tensors do not have the sizes that its metadata states.
+            LayoutMismatchError: it was packed with another layout than this version's.
+        """
+        weight = load(cls, path, device, cls.VERSION)
+        weight.check_layout(weight.expected_layout(), "path")
+        weight.check_sizes()
+        return weight
+
+    def check_layout(self, identity: str, argument: str = "w") -> None:
+        """Raise LayoutMismatchError unless the weight was packed with the layout named `identity`."""
+        check_layout(self.layout, identity, argument)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

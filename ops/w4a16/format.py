@@ -10,7 +10,6 @@ kernel reads. Both mean
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
@@ -31,7 +30,7 @@ _SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedWeight:
+class QuantizedWeight(weights.Canonical):
     """A 4-bit weight [N, K] in plain rows. Build it with `canonical`, which checks it.
 
     Attributes:
@@ -114,22 +113,8 @@ class QuantizedWeight:
         )
 
     @property
-    def n(self) -> int:
-        """Output features."""
-        return self.codes.shape[0]
-
-    @property
-    def k(self) -> int:
-        """Input features."""
-        return self.codes.shape[1]
-
-    @property
     def symmetric(self) -> bool:
         return self.zeros is None
-
-    def to(self, device: str | torch.device) -> QuantizedWeight:
-        """The same weight on another device."""
-        return weights.move(self, device)
 
     def pack(self, *, target: Target | str | None = None) -> PackedWeight:
         """See `pack`."""
@@ -146,7 +131,7 @@ class QuantizedWeight:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedWeight:
+class PackedWeight(weights.Packed):
     """A 4-bit weight in the derived layout that every W4A16 kernel of every target reads. Np, Kp, Gp: padded sizes.
 
     Attributes:
@@ -164,6 +149,8 @@ class PackedWeight:
         target: architecture it was packed for, None for any (today one layout serves all targets).
     """
 
+    VERSION = FILE_VERSION
+
     words: torch.Tensor
     params: torch.Tensor
     n: int
@@ -177,14 +164,6 @@ class PackedWeight:
     target: str | None = None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.n, self.k
-
-    @property
-    def device(self) -> torch.device:
-        return self.words.device
-
-    @property
     def groups(self) -> int:
         """Stored groups Gp."""
         return self.params.shape[0]
@@ -193,10 +172,6 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Bytes that a kernel streams: words and params, padding included."""
         return self.words.numel() * 4 + self.params.numel()
-
-    def to(self, device: str | torch.device) -> PackedWeight:
-        """The same weight on another device."""
-        return weights.move(self, device)
 
     def unpack(self) -> QuantizedWeight:
         """Exact inverse of `pack`."""
@@ -221,26 +196,9 @@ class PackedWeight:
         """Float weight [N, K] in input-channel order, read back from the packed bytes; see `reference.dequantize`."""
         return self.unpack().dequantize(numerics, dtype)
 
-    def save(self, path: str | Path) -> None:
-        """Write one safetensors file: the tensors, and sizes, layout identity and version in its metadata. Atomic."""
-        weights.save(self, path, FILE_VERSION)
-
-    @classmethod
-    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> PackedWeight:
-        """Read a file that `save` wrote.
-
-        Raises:
-            ArgumentError: it is no such file, or its tensors do not have the sizes that its metadata states.
-            LayoutMismatchError: it was packed with another layout than this version's.
-        """
-        weight = weights.load(cls, path, device, FILE_VERSION)
-        weight.check_layout(_layout().identity, "path")
-        weight.check_sizes()
-        return weight
-
-    def check_layout(self, identity: str, argument: str = "w") -> None:
-        """Raise LayoutMismatchError unless the weight was packed with the layout named `identity`."""
-        weights.check_layout(self.layout, identity, argument)
+    def expected_layout(self) -> str:
+        """Identity of the layout that the kernels of this version read."""
+        return layout_identity(self)
 
     def check_sizes(self) -> None:
         """Raise ArgumentError unless words and params have the shapes and dtypes that n, k and group_size ask for."""

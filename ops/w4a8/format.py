@@ -12,7 +12,6 @@ No lane of codes * s + a may leave its byte: a word of four codes is converted b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
@@ -38,7 +37,7 @@ PAD_OFFSET = 128
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedWeight:
+class QuantizedWeight(weights.Canonical):
     """A W4A8 weight [N, K] in plain rows. Build it with `canonical`, which checks it.
 
     Attributes:
@@ -112,20 +111,6 @@ class QuantizedWeight:
             bias=bias,
         )
 
-    @property
-    def n(self) -> int:
-        """Output features."""
-        return self.codes.shape[0]
-
-    @property
-    def k(self) -> int:
-        """Input features."""
-        return self.codes.shape[1]
-
-    def to(self, device: str | torch.device) -> QuantizedWeight:
-        """The same weight on another device."""
-        return weights.move(self, device)
-
     def pack(self, *, target: Target | str | None = None) -> PackedWeight:
         """See `pack`."""
         return pack(self, target=target)
@@ -146,7 +131,7 @@ class QuantizedWeight:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedWeight:
+class PackedWeight(weights.Packed):
     """A W4A8 weight in the derived layout that every W4A8 kernel of every target reads. Np, Kp: padded sizes.
 
     Attributes:
@@ -161,6 +146,8 @@ class PackedWeight:
         target: architecture it was packed for, None for any (today one layout serves all targets).
     """
 
+    VERSION = FILE_VERSION
+
     words: torch.Tensor
     channel_scales: torch.Tensor
     n: int
@@ -172,21 +159,9 @@ class PackedWeight:
     target: str | None = None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.n, self.k
-
-    @property
-    def device(self) -> torch.device:
-        return self.words.device
-
-    @property
     def nbytes(self) -> int:
         """Bytes that a kernel streams: words with their parameters and channel scales, padding included."""
         return self.words.numel() * 4 + self.channel_scales.numel() * 4
-
-    def to(self, device: str | torch.device) -> PackedWeight:
-        """The same weight on another device."""
-        return weights.move(self, device)
 
     def unpack(self) -> QuantizedWeight:
         """Exact inverse of `pack`."""
@@ -206,26 +181,9 @@ class PackedWeight:
         """float64 [N, K], read back from the packed bytes; see `reference.dequantize`."""
         return self.unpack().dequantize()
 
-    def save(self, path: str | Path) -> None:
-        """Write one safetensors file: the tensors, and sizes, layout identity and version in its metadata. Atomic."""
-        weights.save(self, path, FILE_VERSION)
-
-    @classmethod
-    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> PackedWeight:
-        """Read a file that `save` wrote.
-
-        Raises:
-            ArgumentError: it is no such file, or its tensors do not have the sizes that its metadata states.
-            LayoutMismatchError: it was packed with another layout than this version's.
-        """
-        weight = weights.load(cls, path, device, FILE_VERSION)
-        weight.check_layout(unit_layout(weight.group_size).identity, "path")
-        weight.check_sizes()
-        return weight
-
-    def check_layout(self, identity: str, argument: str = "w") -> None:
-        """Raise LayoutMismatchError unless the weight was packed with the layout named `identity`."""
-        weights.check_layout(self.layout, identity, argument)
+    def expected_layout(self) -> str:
+        """Identity of the layout that the kernels of this version read."""
+        return layout_identity(self)
 
     def check_sizes(self) -> None:
         """Raise ArgumentError unless the tensors have the shapes and dtypes that n, k and group_size ask for."""
