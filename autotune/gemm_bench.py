@@ -152,7 +152,7 @@ def bench(
     from terrazzo.lowering.parallel import compile_many
     from terrazzo.lowering.targets import Target
 
-    _require_gpu()
+    require_gpu()
     target = Target.detect()
     requests = [request for n, k in problems for request in kind.requests(n, k, list(ms), settings, target)]
     outcomes = (compile_all or compile_many)(requests)
@@ -177,7 +177,7 @@ def bench(
     return result
 
 
-def _require_gpu() -> None:
+def require_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
@@ -267,7 +267,7 @@ class Shape(ABC):
             elif problem:
                 problems[name] = problem
         candidates = {
-            name: [_bound(call, packed, written[name]) for packed in self.packed]
+            name: [bound_call(call, packed, written[name]) for packed in self.packed]
             for name, call in calls.items()
             if not failure and name not in problems
         }
@@ -277,13 +277,13 @@ class Shape(ABC):
             try:
                 given = [peer.prepare(x, copy) if hasattr(peer, "prepare") else x for copy in loaded]
                 y = peer.call(given[0], loaded[0])
-                problem = peer.wrong(y, x, loaded[0]) if hasattr(peer, "wrong") else _wrong(y, rows, reference, loose)
+                problem = peer.wrong(y, x, loaded[0]) if hasattr(peer, "wrong") else wrong(y, rows, reference, loose)
             except Exception as error:  # as above
                 problem = one_line(error)
             if problem:
                 problems[name] = problem
             else:
-                candidates[name] = [_theirs(peer, *pair) for pair in zip(given, loaded)]
+                candidates[name] = [peer_call(peer, *pair) for pair in zip(given, loaded)]
 
         before = {name: y.clone() for name, y in written.items() if name in candidates}
         timings = measure.time_in_turn(candidates, self.settings.budget_ms)
@@ -315,7 +315,7 @@ class Shape(ABC):
             call(self.packed[0], y)
         except TerrazzoError as error:
             return y, one_line(error)
-        return y, _wrong(y, *expected)
+        return y, wrong(y, *expected)
 
     def checked_rows(self, m: int) -> torch.Tensor:
         """Rows of y that are compared: all, or the first, the last and a random choice between."""
@@ -332,8 +332,8 @@ class Shape(ABC):
         x, y = self.tokens(1), measure.poisoned((1, self.n), self.dtype, DEVICE)
         peer, loaded = self.peers[Cublas.name]
         ours = self.calls(x)[OURS]
-        calls = {"terrazzo": _bound(ours, self.packed[0], y), "torch_mm": _theirs(peer, x, loaded[0])}
-        calls["terrazzo_allocating"] = _bound(ours, self.packed[0], None)
+        calls = {"terrazzo": bound_call(ours, self.packed[0], y), "torch_mm": peer_call(peer, x, loaded[0])}
+        calls["terrazzo_allocating"] = bound_call(ours, self.packed[0], None)
         found = {}
         for name, call in calls.items():
             try:
@@ -402,15 +402,15 @@ class W4A16Shape(Shape):
         return weight_only_gemm(self.target, m, self.n, self.k, self.packed[0].nbytes, alu, self.copy_gb_s, short)
 
 
-def _bound(call: Callable[..., object], packed: Any, out: torch.Tensor | None) -> Callable[[], object]:
+def bound_call(call: Callable[..., object], packed: Any, out: torch.Tensor | None) -> Callable[[], object]:
     return lambda: call(packed, out)
 
 
-def _theirs(peer: Peer, x: torch.Tensor, loaded: Any) -> Callable[[], object]:
+def peer_call(peer: Peer, x: torch.Tensor, loaded: Any) -> Callable[[], object]:
     return lambda: peer.call(x, loaded)
 
 
-def _wrong(y: torch.Tensor, rows: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor) -> str:
+def wrong(y: torch.Tensor, rows: torch.Tensor, reference: torch.Tensor, bound: torch.Tensor) -> str:
     missing = int(y.isnan().sum())
     return f"{missing} elements of y are NaN" if missing else measure.check_outputs(y[rows], reference, bound)
 

@@ -50,7 +50,7 @@ def compile_many(
         ToolchainError: something has to be compiled and a compiler is missing.
     """
     outcomes: dict[KernelRequest, Outcome] = {}
-    todo: queue.SimpleQueue[KernelRequest] = queue.SimpleQueue()
+    todo: list[KernelRequest] = []
     distinct = list(dict.fromkeys(requests))
 
     def finish(request: KernelRequest, outcome: Outcome) -> None:
@@ -63,28 +63,66 @@ def compile_many(
         if folder is not None:
             finish(request, folder)
         else:
-            todo.put(request)
-    if todo.empty():
+            todo.append(request)
+    if not todo:
         return [outcomes[request] for request in requests]
-    require_compiler(f"{todo.qsize()} kernels")
+    require_compiler(f"{len(todo)} kernels")
 
     done: queue.SimpleQueue[tuple[KernelRequest, Outcome]] = queue.SimpleQueue()
-    crew = [_Worker(todo, done, deadline) for _ in range(min(workers or len(os.sched_getaffinity(0)), todo.qsize()))]
-    try:
-        for worker in crew:
-            worker.start()
+    with CompilePool(lambda *result: done.put(result), workers, deadline) as pool:
+        for request in todo:
+            pool.submit(request)
         while len(outcomes) < len(distinct):
             finish(*done.get())
-    finally:
-        for worker in crew:
-            worker.stop()
     return [outcomes[request] for request in requests]
+
+
+class CompilePool:
+    """Worker processes that stay until the pool is closed, for requests that come one by one.
+
+    Args:
+        done: called as `done(request, outcome)` in a thread of the pool, once for each request.
+        workers, deadline: as `compile_many`.
+    """
+
+    def __init__(
+        self,
+        done: Callable[[KernelRequest, Outcome], None],
+        workers: int | None = None,
+        deadline: float = DEADLINE_S,
+    ) -> None:
+        self.todo: queue.SimpleQueue[KernelRequest | None] = queue.SimpleQueue()
+        self.done, self.deadline = done, deadline
+        self.most = workers or len(os.sched_getaffinity(0))
+        self.crew: list[_Worker] = []
+
+    def submit(self, request: KernelRequest) -> None:
+        """Compile this one too; a process is started for it unless there are `workers` already."""
+        self.todo.put(request)
+        if len(self.crew) < self.most:
+            self.crew.append(_Worker(self.todo, self.done, self.deadline))
+            self.crew[-1].start()
+
+    def close(self) -> None:
+        """Stop all processes; what they had in hand is lost."""
+        for worker in self.crew:
+            worker.stop()
+        for _ in self.crew:
+            self.todo.put(None)
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class _Worker(threading.Thread):
     """A thread that feeds one worker process and replaces it when it dies."""
 
-    def __init__(self, todo: queue.SimpleQueue, done: queue.SimpleQueue, deadline: float) -> None:
+    def __init__(
+        self, todo: queue.SimpleQueue, done: Callable[[KernelRequest, Outcome], None], deadline: float
+    ) -> None:
         super().__init__(daemon=True)
         self.todo, self.done, self.deadline = todo, done, deadline
         self.process: subprocess.Popen | None = None
@@ -93,16 +131,15 @@ class _Worker(threading.Thread):
 
     def run(self) -> None:
         while not self.stopped:
-            try:
-                request = self.todo.get_nowait()
-            except queue.Empty:
-                return self.stop()
+            request = self.todo.get()
+            if request is None:
+                return
             try:
                 outcome = self.compile(request)
             except (OSError, ValueError) as error:  # it died while we spoke to it, or was stopped
                 self.kill()
                 outcome = CompileError(f"{request}: the compiling process cannot be used: {error}")
-            self.done.put((request, outcome))
+            self.done(request, outcome)
 
     def compile(self, request: KernelRequest) -> Outcome:
         if self.process is None:

@@ -13,9 +13,11 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
@@ -161,7 +163,7 @@ def _fits(row: Mapping[str, Any], at: int, m: int) -> bool:
 Tuner = Callable[[str, Mapping[str, Any], int, Target], "Choice | None"]
 
 _used: list[Table] = []
-_forced: dict[str, Choice] = {}
+_forced: ContextVar[Mapping[str, Choice]] = ContextVar("forced", default=MappingProxyType({}))
 _tuners: list[Tuner] = []
 _forget: list[Callable[[], None]] = []
 
@@ -214,8 +216,8 @@ def pick(op: str, facts: Mapping[str, Any], m: int, target: Target) -> Choice | 
     Args:
         facts: what besides M tells problems of an operator apart (N, K, format).
     """
-    if op in _forced:
-        return _forced[op]
+    if op in _forced.get():
+        return _forced.get()[op]
     found, _ = explain(op, facts, m, target)
     if found is None and _tuners:
         return _tuners[-1](op, facts, m, target)
@@ -242,17 +244,15 @@ def tokens(op: str, facts: Mapping[str, Any], target: Target) -> Sequence[int]:
 
 @contextmanager
 def forced(op: str, program: str, params: Mapping[str, int]) -> Iterator[None]:
-    """Inside, every problem of an operator takes this schedule: how a tuner measures one through the public call."""
-    before = _forced.get(op)
-    _forced[op] = Choice(program, params, 0, how="forced")
-    changed()
+    """Inside, `pick` answers with this schedule, in this thread: how a tuner measures one through the public call.
+
+    Plans that operators keep are not touched: call `changed` inside and after, or bypass them.
+    """
+    token = _forced.set({**_forced.get(), op: Choice(program, params, 0, how="forced")})
     try:
         yield
     finally:
-        _forced.pop(op)
-        if before is not None:
-            _forced[op] = before
-        changed()
+        _forced.reset(token)
 
 
 @contextmanager

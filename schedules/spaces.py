@@ -167,7 +167,7 @@ class W4A8(Space):
     programs = {  # noqa: RUF012  (read only)
         "small_batch": w4a8.SmallBatch,
         "stream_k": w4a8.StreamK,
-        "multistage": multistage.Multistage,
+        "multistage": w4a8.Multistage,
     }
     problem: w4a8.IntegerGemm
 

@@ -50,7 +50,7 @@ def on_the_cpu(monkeypatch):
         return measure.Timing(10.0, 0.01, len(calls), 5)
 
     monkeypatch.setattr(gemm_bench, "DEVICE", "cpu")
-    monkeypatch.setattr(gemm_bench, "_require_gpu", lambda: None)
+    monkeypatch.setattr(gemm_bench, "require_gpu", lambda: None)
     monkeypatch.setattr(Target, "detect", staticmethod(lambda device=None: target))
     monkeypatch.setattr(measure, "time_calls", time_calls)
     monkeypatch.setattr(measure, "copy_bandwidth", lambda: 4000.0)

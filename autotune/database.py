@@ -1,0 +1,350 @@
+"""Every measured trial, in one SQLite file (WAL): safe for several jobs at once, complete up to the last commit.
+
+A trial is one schedule of one problem on one GPU, with its time or with the reason why it has none. Nothing is ever
+overwritten; a time for a schedule that was measured more often is the median of its trials.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from terrazzo.lowering.cache import cache_root
+from terrazzo.lowering.errors import CacheError
+from terrazzo.schedules import records
+
+VERSION = 1
+STATUSES = ("ok", "compile", "spills", "wrong", "crash", "hang", "error")
+"""ok: timed and correct. compile: does not compile. spills: registers spill, not run. wrong: its output is. crash,
+hang: its process died or was stopped. error: the operator or CUDA refused it."""
+BUSY_S = 60.0
+_TABLES = """
+CREATE TABLE IF NOT EXISTS trials (
+  id INTEGER PRIMARY KEY, uid TEXT NOT NULL UNIQUE, job TEXT NOT NULL, op TEXT NOT NULL, facts TEXT NOT NULL,
+  m INTEGER NOT NULL, program TEXT NOT NULL, schedule TEXT NOT NULL, role TEXT NOT NULL,
+  arch TEXT NOT NULL, gpu TEXT NOT NULL, sms INTEGER NOT NULL, driver TEXT, cuda TEXT, torch TEXT, tilelang TEXT,
+  terrazzo TEXT, sources TEXT, status TEXT NOT NULL, us REAL, spread REAL, predicted_us REAL, error TEXT NOT NULL,
+  bound TEXT, bound_us REAL, created REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS by_problem ON trials (gpu, op, facts, m);
+CREATE TABLE IF NOT EXISTS peers (
+  uid TEXT NOT NULL UNIQUE, job TEXT NOT NULL, op TEXT NOT NULL, facts TEXT NOT NULL, m INTEGER NOT NULL,
+  gpu TEXT NOT NULL, name TEXT NOT NULL, us REAL NOT NULL, created REAL NOT NULL);
+"""
+MACHINE = ("arch", "gpu", "sms", "driver", "cuda", "torch", "tilelang", "terrazzo", "sources")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and with what a trial was measured; `sources` is a digest of the library's text."""
+
+    arch: str
+    gpu: str
+    sms: int
+    driver: str | None = None
+    cuda: str | None = None
+    torch: str | None = None
+    tilelang: str | None = None
+    terrazzo: str | None = None
+    sources: str | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is tuned: an operator, the facts of its weight (N, K, format) and the number of tokens."""
+
+    op: str
+    facts: tuple[tuple[str, Any], ...]
+    m: int
+
+    @staticmethod
+    def of(op: str, facts: Mapping[str, Any], m: int) -> Problem:
+        return Problem(op, tuple(sorted(facts.items())), m)
+
+    @property
+    def n(self) -> int:
+        return dict(self.facts)["n"]
+
+    @property
+    def k(self) -> int:
+        return dict(self.facts)["k"]
+
+    @property
+    def text(self) -> str:
+        """The facts as the database keeps them."""
+        return json.dumps(dict(self.facts), sort_keys=True)
+
+    def __str__(self) -> str:
+        return f"{self.op} ({self.n}, {self.k}) M {self.m}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One schedule tried on one problem.
+
+    Attributes:
+        role: "heuristic" (what runs without a record), "search", or "confirm" (measured once more in the end).
+        us, spread: median microseconds and (90th - 10th percentile) / median; None unless status is "ok".
+        predicted_us: by the cost model. bound, bound_us: resource that bounds the problem and its time alone.
+        error: the reason, "" if ok.
+        created: unix time. uid: unique, made from the job and a number.
+    """
+
+    problem: Problem
+    program: str
+    params: tuple[tuple[str, int], ...]
+    machine: Machine
+    status: str
+    us: float | None = None
+    spread: float | None = None
+    predicted_us: float | None = None
+    error: str = ""
+    role: str = "search"
+    bound: str | None = None
+    bound_us: float | None = None
+    job: str = ""
+    uid: str = ""
+    created: float = field(default_factory=time.time)
+
+    @property
+    def schedule(self) -> str:
+        """The schedule as the database keeps it."""
+        return json.dumps(dict(self.params), sort_keys=True)
+
+    @property
+    def identity(self) -> tuple[str, str, str, int, str, str]:
+        """What a second trial of the same thing shares."""
+        return self.machine.gpu, self.problem.op, self.problem.text, self.problem.m, self.program, self.schedule
+
+
+def default_path() -> Path:
+    """tuning/trials.db beside the kernel cache."""
+    return cache_root() / "tuning" / "trials.db"
+
+
+class Database:
+    """The trials in one file.
+
+    Args:
+        path: made if it is not there, with its folder.
+
+    Raises:
+        CacheError: it cannot be opened, or is another kind of file or of another version.
+    """
+
+    def __init__(self, path: Path | str | None = None) -> None:
+        self.path = Path(path) if path is not None else default_path()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.link = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+            self.link.row_factory = sqlite3.Row
+            self.link.execute("PRAGMA journal_mode=WAL")
+            self.link.execute("PRAGMA synchronous=NORMAL")
+            with self.writing():
+                found = self.link.execute("PRAGMA user_version").fetchone()[0]
+                if found not in (0, VERSION):
+                    raise CacheError(f"{self.path} is a trial database of version {found}, this one writes {VERSION}")
+                for statement in filter(str.strip, _TABLES.split(";")):
+                    self.link.execute(statement)
+                self.link.execute(f"PRAGMA user_version={VERSION}")
+        except (OSError, sqlite3.Error) as error:
+            raise CacheError(
+                f"trial database {self.path} cannot be used: {error}; name another with --database"
+            ) from error
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """One transaction; waits for other writers."""
+        self.link.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self.link.execute("ROLLBACK")
+            raise
+        self.link.execute("COMMIT")
+
+    def close(self) -> None:
+        self.link.close()
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, trials: Iterable[Trial]) -> int:
+        """Keep trials, those whose uid is known already excepted; committed when this returns. How many were new."""
+        columns = ("uid", "job", "op", "facts", "m", "program", "schedule", "role", *MACHINE)
+        columns += ("status", "us", "spread", "predicted_us", "error", "bound", "bound_us", "created")
+        rows = []
+        for it in trials:
+            own = (it.uid, it.job, it.problem.op, it.problem.text, it.problem.m, it.program, it.schedule, it.role)
+            made = tuple(asdict(it.machine)[name] for name in MACHINE)
+            rows.append((*own, *made, *(getattr(it, name) for name in columns[len(own) + len(made) :])))
+        marks = ", ".join("?" * len(columns))
+        with self.writing():
+            before = self.link.total_changes
+            self.link.executemany(f"INSERT OR IGNORE INTO trials ({', '.join(columns)}) VALUES ({marks})", rows)
+            return self.link.total_changes - before
+
+    def add_peer(self, problem: Problem, gpu: str, name: str, us: float, job: str, uid: str) -> None:
+        """Keep the time of another implementation of a problem."""
+        row = (uid, job, problem.op, problem.text, problem.m, gpu, name, us, time.time())
+        with self.writing():
+            self.link.execute("INSERT OR IGNORE INTO peers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+
+    def trials(self, **where: Any) -> list[Trial]:
+        """Trials in order, those whose columns have the given values (None values are left out)."""
+        given = {name: value for name, value in where.items() if value is not None}
+        text = " AND ".join(f"{name} = ?" for name in given) or "1"
+        rows = self.link.execute(f"SELECT * FROM trials WHERE {text} ORDER BY id", tuple(given.values()))
+        return [_trial(row) for row in rows]
+
+    def peers(self, gpu: str | None = None) -> dict[tuple[Problem, str], float]:
+        """(problem, name) -> median microseconds of other implementations."""
+        found: dict[tuple[Problem, str], list[float]] = {}
+        for row in self.link.execute("SELECT * FROM peers WHERE gpu = coalesce(?, gpu) ORDER BY created", (gpu,)):
+            problem = Problem.of(row["op"], json.loads(row["facts"]), row["m"])
+            found.setdefault((problem, row["name"]), []).append(row["us"])
+        return {place: statistics.median(times) for place, times in found.items()}
+
+    def merge(self, other: Path | str) -> int:
+        """Add the trials and peers of another database; how many trials were new.
+
+        Raises:
+            CacheError: it is not there, or cannot be read.
+        """
+        if not Path(other).is_file():
+            raise CacheError(f"{other} is no file; name a trial database")
+        with closing(Database(other)) as source:
+            new = self.add(source.trials())
+            rows = [tuple(row) for row in source.link.execute("SELECT * FROM peers")]
+        with self.writing():
+            self.link.executemany("INSERT OR IGNORE INTO peers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        return new
+
+    def prune(
+        self, gpu: str | None = None, sources: str | None = None, before: float | None = None, failed: bool = False
+    ) -> int:
+        """Delete the trials that match everything given; how many there were. Nothing given deletes nothing.
+
+        Args:
+            sources: delete those of other library sources than this digest. before: unix time. failed: only without a
+                time.
+        """
+        rules = [("gpu = ?", gpu), ("sources IS NOT ?", sources), ("created < ?", before)]
+        used = [(rule, value) for rule, value in rules if value is not None]
+        texts = [rule for rule, _ in used] + ["status != 'ok'"] * failed
+        if not texts:
+            return 0
+        with self.writing():
+            done = self.link.execute(f"DELETE FROM trials WHERE {' AND '.join(texts)}", [value for _, value in used])
+            return done.rowcount
+
+
+def _trial(row: sqlite3.Row) -> Trial:
+    facts, params = json.loads(row["facts"]), json.loads(row["schedule"])
+    own = ("program", "status", "us", "spread", "predicted_us", "error", "role", "bound", "bound_us", "job", "uid")
+    return Trial(
+        Problem.of(row["op"], facts, row["m"]),
+        params=tuple(sorted(params.items())),
+        machine=Machine(*(row[name] for name in MACHINE)),
+        created=row["created"],
+        **{name: row[name] for name in own},
+    )
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest schedule of a problem on a GPU, and what it is compared with.
+
+    Attributes:
+        trial: its last trial, with the median time of all its trials.
+        heuristic_us: of the schedule that runs without a record, None if it was not measured.
+        tried: distinct schedules with a time. failed: distinct schedules without one.
+    """
+
+    trial: Trial
+    heuristic_us: float | None
+    tried: int
+    failed: int
+
+
+def medians(trials: Sequence[Trial]) -> list[Trial]:
+    """One trial for each distinct schedule that has a time: its last one, with the median time of all."""
+    groups: dict[tuple, list[Trial]] = {}
+    for it in trials:
+        if it.status == "ok" and it.us is not None:
+            groups.setdefault(it.identity, []).append(it)
+    return [replace(same[-1], us=statistics.median([it.us for it in same])) for same in groups.values()]
+
+
+def best(trials: Sequence[Trial]) -> list[Best]:
+    """The fastest schedule of each problem on each GPU, in order of appearance, by trials of the newest versions.
+
+    Confirmed schedules come first: a single lucky measurement does not win against them.
+    """
+    problems: dict[tuple[str, Problem], list[Trial]] = {}
+    for it in trials:
+        problems.setdefault((it.machine.gpu, it.problem), []).append(it)
+    found = []
+    for every in problems.values():
+        made = (every[-1].machine.terrazzo, every[-1].machine.tilelang)
+        same = [it for it in every if (it.machine.terrazzo, it.machine.tilelang) == made]
+        timed = medians(same)
+        if not timed:
+            continue
+        confirmed = {it.identity for it in same if it.role == "confirm" and it.status == "ok"}
+        pool = [it for it in timed if it.identity in confirmed] or timed
+        # the schedule that the present heuristic takes is the last one that was measured in this role
+        heuristic = {it.identity for it in [it for it in same if it.role == "heuristic"][-1:]}
+        base = next((it.us for it in timed if it.identity in heuristic), None)
+        failed = {it.identity for it in same} - {it.identity for it in timed}
+        found.append(Best(min(pool, key=lambda it: it.us), base, len(timed), len(failed)))
+    return found
+
+
+def table(found: Iterable[Best], gpu: str, sms: int) -> dict[str, Any]:
+    """The best schedules of a GPU as the object of a table file (schedules/records.py)."""
+    rows = []
+    for it in found:
+        trial, machine = it.trial, it.trial.machine
+        if (machine.gpu, machine.sms) != (gpu, sms):
+            continue
+        row = {"op": trial.problem.op, "facts": dict(trial.problem.facts), "m": trial.problem.m}
+        row |= {"program": trial.program, "schedule": dict(trial.params)}
+        row |= {"us": round(trial.us, 3), "spread": trial.spread and round(trial.spread, 4)}
+        row |= {"heuristic_us": it.heuristic_us and round(it.heuristic_us, 3), "tried": it.tried}
+        row |= {name: getattr(machine, name) for name in ("driver", "cuda", "torch", "tilelang", "terrazzo", "sources")}
+        row["date"] = datetime.fromtimestamp(trial.created, timezone.utc).date().isoformat()
+        rows.append(row)
+    rows.sort(
+        key=lambda row: (row["op"], row["facts"]["n"], row["facts"]["k"], records.key("", row["facts"]), row["m"])
+    )
+    return {"schema": records.SCHEMA, "gpu": gpu, "sms": sms, "records": rows}
+
+
+def from_table(data: Mapping[str, Any], source: str) -> list[Trial]:
+    """The records of a table file as trials, to import them.
+
+    Raises:
+        ArgumentError: not a table.
+    """
+    checked = records.Table(data, source)
+    found = []
+    for rows in checked.rows.values():
+        for row in rows.values():
+            made = {name: row.get(name) for name in MACHINE if name not in ("arch", "gpu", "sms")}
+            machine = Machine(arch=str(row.get("arch", "")), gpu=checked.gpu, sms=checked.sms, **made)
+            problem = Problem.of(row["op"], row["facts"], row["m"])
+            uid = f"table:{records.key(row['op'], row)}"
+            one = Trial(problem, row["program"], tuple(sorted(row["schedule"].items())), machine, "ok", row["us"])
+            found.append(replace(one, spread=row.get("spread"), role="confirm", job=f"import {source}", uid=uid))
+    return found

@@ -1,0 +1,138 @@
+"""Search spaces are legal and complete, and strategies find good schedules of recorded spaces."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+
+import pytest
+import recorded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from terrazzo.autotune import learned, search
+from terrazzo.autotune.database import Problem
+from terrazzo.autotune.operators import OPERATORS, get_operator
+from terrazzo.autotune.search import Limits, Plan
+from terrazzo.lowering.errors import ArgumentError, ToolchainError
+from terrazzo.lowering.targets import Target
+from terrazzo.schedules.models import MODELS
+
+SHAPES = sorted({(layer.n, layer.k) for layers in MODELS.values() for layer in layers})
+shapes = st.one_of(st.sampled_from(SHAPES), st.tuples(st.integers(1, 60000), st.integers(1, 30000)))
+
+
+def problem_of(op: str, n: int, k: int, m: int, **options) -> Problem:
+    facts = dict(dtype="float16", group=None, symmetric=False) | options
+    return Problem.of(op, get_operator(op).facts(n, k, **facts), m)
+
+
+@settings(max_examples=30, deadline=None)
+@given(shapes, st.integers(1, 5000), st.sampled_from(sorted(OPERATORS)), st.sampled_from(["sm_80", "sm_89", "sm_90a"]))
+def test_spaces_are_legal_by_construction(shape, m, op, arch):
+    """Every candidate fits the target, becomes the kernel that it names, and survives its record."""
+    target, problem = Target.parse(arch), problem_of(op, *shape, m)
+    space = get_operator(op).space(problem)
+    found = space.candidates(target, m, most=40)
+    assert 1 <= len(found) <= 40 and (found[0].program, found[0].schedule) == space.heuristic(target, m)
+    assert len({(it.program, it.schedule) for it in found}) == len(found)
+    for it in found:
+        assert it.us > 0 and not space.refusal(it.program, it.schedule, target, m)
+        assert it.schedule.smem_bytes(space.problem) <= target.smem_per_block
+        assert space.revive(it.program, it.params, target, m) == (it.schedule, "")
+    for it in (found[0], found[-1]):
+        request = get_operator(op).request(problem, it.program, it.params, target)
+        assert request.name == f"{op}.{it.program}" and it.params.items() <= dict(request.params).items()
+
+
+def test_spaces_hold_every_program_of_the_target():
+    programs = {}
+    for op in OPERATORS:
+        for arch in ("sm_80", "sm_90a"):
+            for m in (1, 16, 64, 4096):
+                space = get_operator(op).space(problem_of(op, 6144, 4096, m))
+                programs.setdefault((op, arch), set()).update(
+                    c.program for c in space.candidates(Target.parse(arch), m)
+                )
+    assert programs["w4a16", "sm_90a"] == programs["w4a8", "sm_90a"] == {"small_batch", "stream_k"}
+    assert programs["w4a16", "sm_80"] == programs["w4a8", "sm_80"] == {"small_batch", "multistage"}
+
+
+@pytest.mark.parametrize(
+    ("program", "change", "reason"),
+    [
+        ("stream_k", {"block_tokens": 256, "warpgroups": 4}, "registers"),
+        ("stream_k", {"stages": 60}, "shared memory"),
+        ("stream_k", {"stages": 1}, "stages"),
+        ("stream_k", {"split": 2}, "integers"),
+        ("nonsense", {}, "no program"),
+        ("small_batch", {}, "integers"),
+    ],
+)
+def test_records_that_cannot_run_are_refused(program, change, reason):
+    target, space = Target.parse("sm_90a"), get_operator("w4a16").space(problem_of("w4a16", 6144, 4096, 64))
+    params = space.heuristic(target, 64)[1].params() | change
+    schedule, why = space.revive(program, params, target, 64)
+    assert schedule is None and reason in why
+
+
+def test_predicted_order_is_close_to_the_measured_one():
+    """The fitted models pick schedules within a few percent of the best of each recorded problem."""
+    for names, limit in (
+        (("w4a16_small_batch_a",), 1.03),
+        (("w4a16_small_batch_b",), 1.16),
+        (("w4a16_stream_k",), 1.02),
+    ):
+        assert recorded.regret(recorded.load(*names), "exhaustive", 0.01) < limit
+
+
+def test_learned_search_beats_random_search():
+    """On two recorded spaces, with the same number of trials and the same first schedule; means over seeds."""
+    pytest.importorskip("xgboost", reason="the tune extra is not installed")
+    for names, share in ((("w4a16_small_batch_b",), 0.25), (("w4a16_stream_k",), 0.5)):
+        space = recorded.load(*names)
+        by_random = statistics.mean(recorded.regret(space, "random", share, seed) for seed in range(8))
+        by_model = statistics.mean(recorded.regret(space, "learned", share, seed) for seed in range(2))
+        assert by_model < by_random, (names, by_model, by_random)
+        assert by_model - 1 < 0.75 * (by_random - 1), (names, by_model, by_random)
+
+
+def test_strategies_try_each_schedule_once():
+    pytest.importorskip("xgboost", reason="the tune extra is not installed")
+    (problem, known), *_ = recorded.load("w4a16_small_batch_b").items()
+    candidates, times = zip(*known)
+    for strategy in search.STRATEGIES:
+        for limits in (Limits(), Limits(trials=5)):
+            asked = Plan(strategy, limits).search(problem, candidates)
+            recorded.replay(asked, list(times))
+            limit = limits.trials or (search.TOP_K if strategy == "top-k" else len(known))
+            assert len(asked.results) == min(limit, len(known)) and asked.done and not asked.out
+            assert 0 in asked.results and asked.best == min(asked.results.values())
+
+
+def test_failed_schedules_are_not_learned_from_and_not_repeated():
+    pytest.importorskip("xgboost", reason="the tune extra is not installed")
+    (problem, known), *_ = recorded.load("w4a16_small_batch_b").items()
+    asked = Plan("learned", Limits()).search(problem, [candidate for candidate, _ in known])
+    order = []
+    while not asked.done:
+        index = asked.ask()
+        order.append(index)
+        asked.tell(index, None if index % 2 else known[index][1])
+    assert sorted(order) == list(range(len(known)))
+    assert asked.model.count == len(known[::2])
+
+
+def test_early_stopping_counts_trials_without_progress():
+    (problem, known), *_ = recorded.load("w4a16_small_batch_b").items()
+    asked = Plan("exhaustive", Limits(patience=4)).search(problem, [candidate for candidate, _ in known])
+    for us in [10.0, 9.0, 8.95, 9.5, None, 8.94]:  # 8.95 and 8.94 are less than a percent better than 9
+        asked.tell(asked.ask(), us)
+    assert asked.exhausted and asked.best == 8.94
+
+
+def test_the_learned_strategy_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgboost", None)
+    with pytest.raises(ToolchainError, match=r"terrazzo\[tune\].*--strategy top-k"):
+        learned.Model()
+    with pytest.raises(ArgumentError, match="strategy = 'magic'"):
+        Plan("magic")
