@@ -16,7 +16,7 @@ UNIT_BYTES = 4224
 BLOCK_TOKENS = (16, 32, 64, 128)
 _RESERVED = 2048  # barriers, alignment
 # warpgroups -> f32 and s32 sums of a thread that ptxas places without serializing wgmma
-_SUMS = {1: 144, 2: 144, 3: 72, 4: 64}
+_SUMS = {1: 144, 2: 144, 3: 96, 4: 48}
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,12 @@ def quantizer_warps(k: int, target: Target, m: int) -> int:
 
 @dataclass(frozen=True)
 class StreamK:
-    """Tiles of 64 * row_blocks * warpgroups rows by block_tokens; a ring stage holds 128 k."""
+    """Tiles of 64 * warpgroups rows by block_tokens; a ring stage holds 128 k."""
 
     block_tokens: int
     warpgroups: int
-    row_blocks: int
     stages: int
     raster: int = 8
-
-    @property
-    def cta_blocks(self) -> int:
-        """Row blocks of 64 of one CTA."""
-        return self.warpgroups * self.row_blocks
 
     @property
     def held(self) -> bool:
@@ -78,15 +72,15 @@ class StreamK:
 
     @property
     def sums(self) -> int:
-        """Registers of a thread for sums: f32 of every row block, s32 of one (and a copy)."""
-        return (self.row_blocks + 1 + self.held) * self.block_tokens // 2
+        """Registers of a thread for sums: f32 of the tile, s32 of a block (and their copy)."""
+        return (2 + self.held) * self.block_tokens // 2
 
     def legal(self) -> bool:
         return self.sums <= _SUMS.get(self.warpgroups, 0)
 
     @property
     def stage_bytes(self) -> int:
-        return self.block_tokens * (BLOCK + 4) + self.cta_blocks * UNIT_BYTES
+        return self.block_tokens * (BLOCK + 4) + self.warpgroups * UNIT_BYTES
 
     def smem_bytes(self, problem: MixedGemm) -> int:
         pitch = 24 * 2 if problem.out_bytes == 2 else 20 * 4  # bytes of a staged row of 16
@@ -107,15 +101,10 @@ def choose(problem: MixedGemm, target: Target, m: int) -> StreamK:
     """Tile shape by tokens and size of the weight, with as many stages as fit."""
     tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
     millions = problem.row_blocks * 64 * problem.units * BLOCK / 1e6
-    if tokens <= 32:
-        shape = (4, 1) if millions >= 40 else (2, 1)
-    elif tokens == 64:
-        shape = (3, 1) if millions >= 80 else (2, 1)
-    else:
-        shape = (2, 1)
-    if tokens == 64 and shape[0] == 3 and not StreamK(64, 3, 1, 2).legal():
-        shape = (2, 1)
-    return fitted(StreamK(tokens, *shape, stages=2), problem, target)
+    warpgroups = (4 if millions >= 40 else 2) if tokens <= 32 else (3 if millions >= 80 else 2) if tokens == 64 else 2
+    while not StreamK(tokens, warpgroups, 2).legal():
+        warpgroups -= 1
+    return fitted(StreamK(tokens, warpgroups, stages=2), problem, target)
 
 
 def candidates(problem: MixedGemm, target: Target, m: int) -> Iterator[StreamK]:
@@ -123,15 +112,86 @@ def candidates(problem: MixedGemm, target: Target, m: int) -> Iterator[StreamK]:
     widest = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
     for tokens in BLOCK_TOKENS:
         for warpgroups in (1, 2, 3, 4):
-            for row_blocks in (1, 2):
-                schedule = StreamK(tokens, warpgroups, row_blocks, stages=2)
-                if tokens <= widest and schedule.legal() and schedule.cta_blocks <= 2 * problem.row_blocks:
-                    schedule = fitted(schedule, problem, target)
-                    if schedule.stages >= 2:
-                        yield schedule
+            schedule = StreamK(tokens, warpgroups, stages=2)
+            if tokens <= widest and schedule.legal() and warpgroups <= 2 * problem.row_blocks:
+                schedule = fitted(schedule, problem, target)
+                if schedule.stages >= 2:
+                    yield schedule
 
 
 def partition(schedule: StreamK, problem: MixedGemm, target: Target, m: int) -> Partition:
     """Tiles of the schedule over the SMs of the target; both kinds of blocks cost the same without native s4."""
-    tiles = -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.cta_blocks)
+    tiles = -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.warpgroups)
     return share_tiles(tiles, problem.units, target.sms)
+
+
+@dataclass(frozen=True)
+class Persistent:
+    """Of the program on mma.sync: a CTA of `warps` warps, `token_warps` of them along the tokens; `ctas` on an SM."""
+
+    block_tokens: int
+    warps: int
+    row_blocks: int
+    stages: int
+    token_warps: int = 1
+    ctas: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Output features of a CTA."""
+        return 16 * self.row_blocks * self.warps // self.token_warps
+
+    @property
+    def sums(self) -> int:
+        """f32 sums of a thread."""
+        return self.row_blocks * self.block_tokens // self.token_warps // 2
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.block_tokens * BLOCK + max(self.block_tokens, 32) * 4 + self.rows // 64 * UNIT_BYTES
+
+    def smem_bytes(self, problem: MixedGemm) -> int:
+        """Shared memory of one CTA, at most."""
+        staged = self.warps * 16 * (self.row_blocks * 16 + 8) * 2 - self.stages * self.block_tokens * BLOCK
+        return self.stages * self.stage_bytes + max(staged, 0)
+
+    def params(self) -> dict[str, int]:
+        """Arguments of the program's `build`: not `ctas`, which only sizes the grid."""
+        return {name: value for name, value in asdict(self).items() if name != "ctas"}
+
+
+def choose_persistent(problem: MixedGemm, target: Target, m: int) -> Persistent:
+    """Tile by tokens, 128 rows; three or four stages, and as many CTAs as an SM has shared memory for, up to two."""
+    tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
+    schedule = Persistent(128, 8, 2, 3, token_warps=2) if tokens == 128 else Persistent(tokens, 4, 2, 4)
+    if schedule.smem_bytes(problem) > target.smem_per_block:
+        schedule = replace(schedule, stages=3)
+    fits = target.smem_per_sm // (schedule.smem_bytes(problem) + 1024)
+    return replace(schedule, ctas=1 if tokens == 128 else max(1, min(2, fits)))
+
+
+def work_plan(schedule: Persistent, problem: MixedGemm, target: Target, m: int, ctas: int) -> work_items.Plan:
+    """Tiles of the schedule over `ctas` CTAs, cut along k by cost; tiles of the same rows follow each other.
+
+    Args:
+        target: whose costs count: the one that the kernel is compiled for.
+    """
+    token_blocks = -(-m // schedule.block_tokens)
+    tiles = -(-problem.row_blocks * 64 // schedule.rows) * token_blocks
+    costs = work_items.block_costs(
+        target, rows=schedule.rows, tokens=schedule.block_tokens, unit_k=BLOCK,
+        unit_bytes=schedule.rows // 64 * UNIT_BYTES, sharing=token_blocks,
+    )  # fmt: skip
+    precisions = (4,) * (problem.units - problem.blocks8) + (8,) * problem.blocks8
+    ctas = min(ctas, tiles * problem.units)
+    return work_items.decompose(work_items.items_of(tiles, precisions), ctas, costs)
+
+
+def work_list(plan: work_items.Plan, token_blocks: int) -> tuple[list[list[int]], list[int], int]:
+    """(ITEMS, FIRST, slots) of a plan as the program reads them, see ops/w4ax/work_list.py."""
+    table = work_items.device_table(plan)
+    items = [
+        [tile % token_blocks, tile // token_blocks, k0, k1, slot, shares, 0, 0]
+        for tile, k0, k1, slot, shares in table.rows
+    ]
+    return items, list(table.first), table.slots

@@ -1,4 +1,4 @@
-"""Quantized activations of W4Ax, and the call that makes them: one kernel for permutation, RMSNorm, scales and planes."""
+"""Quantized activations of W4Ax, and the call that makes them: permutation, RMSNorm, scales, planes in one kernel."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def sizes(m: int, k: int, blocks8: int, wide: bool) -> tuple[int, int, int]:
 
 
 def from_codes(q: torch.Tensor, scales: torch.Tensor, w: PackedWeight) -> QuantizedActivations:
-    """Activations of codes int8 [M, Kp] in the order of `w` and scales float32 [M, Kp/128]: what the kernel would store."""
+    """Activations of codes int8 [M, Kp] in the order of `w` and scales float32 [M, Kp/128]."""
     import torch
 
     m, low, high = sizes(q.shape[0], w.k, w.blocks8, not w.native)

@@ -1,4 +1,4 @@
-"""The program that quantizes activations by blocks: its machine code, and its CUDA text on the CPU against the reference."""
+"""The program that quantizes activations by blocks: machine code; its CUDA text on the CPU against the reference."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ def test_the_cuda_text_computes_the_reference(compiled, name, tmp_path):
     x[1], x[2, :: k // 3], x[4, 5], x[5, k - 1] = 0, 40.0, float("nan"), float("inf")
     gain = torch.randn(k, generator=rng) if norm else None
     static = torch.rand(plan.blocks, generator=rng) * 0.1 + 0.02 if granularity == "static" else None
+    arranged = None if gain is None else reference.arrange(gain[None], plan.blocks, permutation)[0].contiguous()
     wide = arch == "sm_90a"
     _, low, high = activations.sizes(m, k, blocks8, wide)
     q4 = torch.full((m + 1, low), 99, dtype=torch.uint8)
@@ -79,7 +80,7 @@ def test_the_cuda_text_computes_the_reference(compiled, name, tmp_path):
     values = {
         "X": torch.nn.functional.pad(x, (0, -k % 8)),
         "P": torch.zeros(1, dtype=torch.int32) if permutation is None else permutation,
-        "G": torch.zeros(1) if gain is None else reference.arrange(gain[None], plan.blocks, permutation)[0].contiguous(),
+        "G": torch.zeros(1) if gain is None else arranged,
         "S": torch.zeros(1) if static is None else static,
         "Q4": q4, "Q8": q8, "XS": scales, "eps": 1e-5, "m": m, "mp": 8,
     }  # fmt: skip

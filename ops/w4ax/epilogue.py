@@ -1,0 +1,85 @@
+"""From f32 sums of a wgmma tile to rows of y: bias, transposition through shared memory.
+
+The accumulator is y^T: a thread holds two neighbouring tokens of rows g and g + 8. A warp stages its 16 rows of up to
+32 tokens, 16-bit results by stmatrix, and stores them 16 bytes a lane.
+"""
+
+from types import SimpleNamespace
+
+from terrazzo.ops.w4a8.epilogue import out_tokens
+from terrazzo.ops.w4ax.problem import Gemm
+
+_PITCH = {2: 24, 4: 20}  # elements of a staged row of 16, as `staged` counts them
+
+
+def store_macros(gemm: Gemm, *, block_tokens: int, cta_blocks: int) -> SimpleNamespace:
+    """`registers()` for the values that wait, macros `fetch` (when a tile begins) and `store` (when its sums are done).
+
+    The shared buffer of `store` belongs to the program: Os [warps, staged] in the output dtype.
+    """
+    import tilelang.language as T
+
+    n, step = gemm.n, out_tokens(block_tokens)
+    pitch, wide = _PITCH[gemm.out_bytes], gemm.out_bytes == 4
+    tb = str(gemm.out_dtype == "bfloat16").lower()
+    lane_bytes = f"{'unsigned' if wide else 'unsigned short'}, {str(n * gemm.out_bytes % 16 == 0).lower()}"
+    lanes, chunk = gemm.out_bytes, 16 // gemm.out_bytes  # 16-byte pieces of a staged row, elements of one
+
+    def registers() -> SimpleNamespace:
+        return SimpleNamespace(b=T.alloc_local((2,), "float32"), o=T.alloc_local((4,), "uint32"))
+
+    @T.macro
+    def fetch(B, held, c, wg, wt):
+        """The bias of the thread's rows."""
+        if gemm.bias:
+            for e in T.unroll(2):
+                row = (c.rows[0] * cta_blocks + wg) * 64 + wt // 32 * 16 + e * 8 + wt % 32 // 4
+                held.b[e] = B[T.min(row, n - 1)]
+
+    @T.macro
+    def stage(Os, acc, held, at, q, slot, lane):
+        """Sums of 16 tokens."""
+        if gemm.bias:
+            for i in T.unroll(8):
+                acc[at + i] = acc[at + i] + held.b[i // 2 % 2]
+        if wide:
+            for i in T.unroll(8):
+                token = q * 16 + i // 4 * 8 + lane % 4 * 2 + i % 2
+                Os[slot, token * pitch + i // 2 % 2 * 8 + lane // 4] = acc[at + i]
+        else:
+            for e in T.unroll(4):
+                held.o[e] = T.call_extern("uint32", f"tz_pack2<{tb}>", acc[at + e * 2], acc[at + e * 2 + 1])
+            to = (q * 16 + lane // 16 * 8 + lane % 8) * pitch + lane // 8 % 2 * 8
+            T.call_extern(
+                "handle",
+                "tz_stmatrix4_trans",
+                T.access_ptr(Os[slot, to], "w", 8),
+                *(held.o[e] for e in range(4)),
+            )
+
+    @T.macro
+    def store(Y, Os, acc, held, c, wg, wt):
+        """Each warp stores its 16 rows, `step` tokens at a time."""
+        slot = wg * 4 + wt // 32
+        lane = wt % 32
+        row0 = (c.rows[0] * cta_blocks + wg) * 64 + wt // 32 * 16
+        for b in T.unroll(block_tokens // step):
+            T.call_extern("handle", "tz_syncwarp")
+            for q in T.unroll(step // 16):
+                stage(Os, acc, held, (b * step // 8 + q * 2) * 4, q, slot, lane)
+            T.call_extern("handle", "tz_syncwarp")
+            for q in T.unroll(step * lanes // 32):
+                place = (q * 32 + lane) // lanes
+                column = lane % lanes * chunk
+                if T.And(c.first[0] + b * step + place < c.end[0], row0 + column < n):
+                    T.call_extern(
+                        "handle",
+                        f"tz_store_row<{lane_bytes}>",
+                        T.access_ptr(Y[0, 0], "w", 1),
+                        c.first[0] + b * step + place,
+                        n,
+                        row0 + column,
+                        T.access_ptr(Os[slot, place * pitch + column], "r", chunk),
+                    )
+
+    return SimpleNamespace(registers=registers, fetch=fetch, store=store)

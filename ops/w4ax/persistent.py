@@ -1,0 +1,333 @@
+"""Tile program for sm_80, sm_86 and sm_89: INT4 blocks on native s4 mma.sync, INT8 blocks on s8, one persistent grid.
+
+A CTA computes 16 * row_blocks * (warps / token_warps) output features by `block_tokens` tokens. A stage of the ring
+holds a block of 128 channels: X swizzled by 16-byte chunks (64 bytes of a token in an INT4 block, 128 in an INT8 one),
+whole units of weights, and the scales of the tokens. Weights are the A operand, fetched 16 rows and 64 channels at a
+time with one LDS.128 for each lane: four registers of m16n8k64 as they are, or, converted (3 instructions for 8
+values), those of two m16n8k32. X comes by ldmatrix (ops/mma_tiles.py), 32 bytes of a token at a time in both kinds.
+
+The sums of a block are s32; they are scaled by row and token into f32 sums of the tile.
+
+Which CTA does which k range of which tile is a plan of schedules/work_items.py, whose costs know that an INT8 block
+takes twice the time of an INT4 block. Partial sums are added in order of k: the same bits in every run.
+"""
+
+from types import SimpleNamespace
+
+from terrazzo.lowering.primitives import prelude
+from terrazzo.ops import mma_tiles
+from terrazzo.ops.tile_scheduler import scalars
+from terrazzo.ops.w4ax import problem, work_list
+from terrazzo.ops.w4ax.problem import BLOCK_WORDS, SCALES, TILE4_WORDS, UNIT_K, UNIT_WORDS, Gemm
+
+PASS_CONFIGS = (  # the barriers and the bounds are the program's own
+    ("tl.disable_safe_memory_legalize", True),
+    ("tl.disable_thread_storage_sync", True),
+    ("tl.disable_warp_specialized", True),
+)
+SOURCE = """\
+__device__ __forceinline__ void tz_mma_s4(void *d_, const void *a_, const void *b_) {
+  int *d = (int *)d_; const unsigned *a = (const unsigned *)a_, *b = (const unsigned *)b_;
+  asm volatile("mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+"""
+"""Why not TileLang: its ptx_mma counts the offsets of int4 operands in half registers."""
+MOST_SUMS = 64  # of a thread, in f32 and once more in s32
+
+
+def shared_bytes(
+    gemm: Gemm, *, block_tokens: int, warps: int, row_blocks: int, stages: int, token_warps: int = 1
+) -> int:
+    """Shared memory of a CTA, bytes."""
+    blocks = warps // token_warps * row_blocks // 4
+    x = mma_tiles.x_bytes(block_tokens, stages, warps, row_blocks)
+    return x + stages * (blocks * UNIT_WORDS + max(block_tokens, 32)) * 4
+
+
+def build(
+    target,
+    *,
+    n: int,
+    k: int,
+    blocks8: int,
+    out_dtype: str,
+    bias: bool,
+    block_tokens: int,
+    warps: int,
+    row_blocks: int = 2,
+    stages: int = 3,
+    token_warps: int = 1,
+):
+    """The prim_func `main(X4, X8, W, XS, B, ITEMS, FIRST, WS, SEM, Y)` for any M.
+
+    Shapes: X4 uint8 [M, K4/2] and X8 int8 [M, 128 * blocks8] (one element where a plane has no blocks); W int32
+    [k/128, Np/64, 1056]; XS f32 [k/128, MP] scales of the tokens, MP a multiple of 4; B f32 [n] (one element without a
+    bias); ITEMS, FIRST: see ops/w4ax/work_list.py; WS f32 [slots, sums / 4, 32 * warps, 4] with sums = row_blocks *
+    block_tokens / token_warps / 2; SEM int32 [slots], zero before the first launch and after each one; Y [M, n].
+
+    Args:
+        target: a Target whose shared memory the ring must fit in, or None.
+        block_tokens, warps, row_blocks, stages, token_warps: see `mma_tiles.check`.
+
+    Raises:
+        ArgumentError: a format or a configuration outside the limits.
+    """
+    import tilelang.language as T
+
+    gemm = Gemm(n, k, blocks8, out_dtype, bias)
+    config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, stages=stages, token_warps=token_warps)
+    need = shared_bytes(gemm, **config)
+    mma_tiles.check(**config, kc=1, units=gemm.units, most=MOST_SUMS * 2, need=need, target=target)
+    bm, rb, threads = block_tokens, row_blocks, warps * 32
+    wm, row_warps = bm // token_warps, warps // token_warps  # tokens of a warp
+    pairs, nacc, blocks = wm // 16, rb * wm // 2, row_warps * rb // 4
+    units, all_blocks, blocks4 = gemm.units, gemm.row_blocks, gemm.blocks4
+    pitch, wide = mma_tiles.out_pitch(rb), gemm.out_bytes == 4
+    tb = str(out_dtype == "bfloat16").lower()
+    f_pitch = max(bm, 32)
+    copies = blocks * UNIT_WORDS // 4  # 16-byte pieces of a stage's weights
+    operand = problem.convert_macros(gemm)
+    work = work_list.work_macros(block_tokens=bm, sums=nacc)
+    xs = mma_tiles.x_macros(k=k, stage_k=UNIT_K, block_tokens=bm, warp_tokens=wm, threads=threads)
+    out = mma_tiles.out_macros(n=n, row_blocks=rb, vec=2)
+    used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8")
+    source = prelude(
+        *used, extra=(mma_tiles.SOURCE, gemm.converter.device_source, problem.SOURCE, work_list.SOURCE, SOURCE)
+    )
+    M, MP, ENDS, COUNT, SLOTS = (T.dynamic(name) for name in ("m", "mp", "ends", "count", "slots"))
+
+    @T.macro
+    def issue_x(X, Xs, c, block, width, slot, tx):
+        """16-byte pieces of `width` bytes of every token; tokens >= M become zero."""
+        for e in T.unroll(-(-bm * width // 16 // threads)):
+            at = e * threads + tx
+            row = at // (width // 16)
+            piece = at % (width // 16)
+            if at < bm * width // 16:
+                T.call_extern(
+                    "handle",
+                    "tz_cp_async",
+                    T.access_ptr(Xs[slot * (bm * UNIT_K) + row * UNIT_K + (piece ^ row % 8) * 16], "w", 16),
+                    T.call_extern(
+                        "handle",
+                        "tz_at<1>",
+                        T.access_ptr(X[0, 0], "r", 1),
+                        T.min(c.tokens[0] + row, M - 1),
+                        (blocks4 * UNIT_K // 2 if width == 64 else blocks8 * UNIT_K),
+                        block * width + piece * 16,
+                        0,
+                    ),
+                    T.if_then_else(c.tokens[0] + row < M, 16, 0),
+                )
+
+    @T.macro
+    def issue(X4, X8, W, XS, Xs, Ws, Fs, c, unit, slot, tx):
+        """Copies of a block; row blocks past the end keep what is there, their rows are not stored."""
+        if blocks8 == 0:
+            issue_x(X4, Xs, c, unit, 64, slot, tx)
+        elif blocks4 == 0:
+            issue_x(X8, Xs, c, unit, 128, slot, tx)
+        elif unit < blocks4:
+            issue_x(X4, Xs, c, unit, 64, slot, tx)
+        else:
+            issue_x(X8, Xs, c, unit - blocks4, 128, slot, tx)
+        if tx * 4 < bm:
+            T.call_extern(
+                "handle",
+                "tz_cp_async",
+                T.access_ptr(Fs[slot * f_pitch + tx * 4], "w", 4),
+                T.access_ptr(XS[unit, T.min(c.tokens[0] + tx * 4, MP - 4)], "r", 4),
+                16,
+            )
+        for e in T.unroll(-(-copies // threads)):
+            at = e * threads + tx
+            if at < T.min(copies, (all_blocks - c.rows[0] * blocks) * (UNIT_WORDS // 4)):
+                T.call_extern(
+                    "handle",
+                    "tz_cp_async",
+                    T.access_ptr(Ws[slot * (blocks * UNIT_WORDS) + at * 4], "w", 4),
+                    T.access_ptr(W[unit, c.rows[0] * blocks, at * 4], "r", 4),
+                    16,
+                )
+
+    @T.macro
+    def multiply4(Xs, Ws, w, x, part, slot, tile, column, lane):
+        """An INT4 block: two k64."""
+        for j in T.unroll(2):
+            for m in T.unroll(rb):
+                at = slot * (blocks * UNIT_WORDS) + (tile + m) * TILE4_WORDS + j * 128
+                T.call_extern(
+                    "handle", "tz_lds128", T.access_ptr(w[m * 4], "w", 4), T.access_ptr(Ws[at + lane * 4], "r", 4)
+                )
+            for p in T.unroll(pairs):
+                xs.load(Xs, x, slot, j, p, column, lane)
+                for m in T.unroll(rb):
+                    for e in T.unroll(2):
+                        T.call_extern(
+                            "handle",
+                            "tz_mma_s4",
+                            T.access_ptr(part[((m * pairs + p) * 2 + e) * 4], "rw", 4),
+                            T.access_ptr(w[m * 4], "r", 4),
+                            T.access_ptr(x[p * 4 + e * 2], "r", 2),
+                        )
+
+    @T.macro
+    def multiply8(Xs, Ws, w, a, codes, x, part, slot, tile, column, lane):
+        """An INT8 block: four k32, two with every load of words."""
+        for j in T.unroll(2):
+            for m in T.unroll(rb):
+                at = (
+                    slot * (blocks * UNIT_WORDS) + (tile + m) // 4 * UNIT_WORDS + j * BLOCK_WORDS + (tile + m) % 4 * 128
+                )
+                T.call_extern("handle", "tz_lds128", T.access_ptr(w, "w", 4), T.access_ptr(Ws[at + lane * 4], "r", 4))
+                operand.convert(w, 0, a, m * 8, codes)
+            for h in T.unroll(2):
+                for p in T.unroll(pairs):
+                    xs.load(Xs, x, slot, j * 2 + h, p, column, lane)
+                    for m in T.unroll(rb):
+                        for e in T.unroll(2):
+                            T.ptx_mma(
+                                "int32", "m16n8k32", "row", "col", "int8", "int8", "int32", a.data, m * 8 + h * 4,
+                                x.data, p * 4 + e * 2, part.data, ((m * pairs + p) * 2 + e) * 4, T.bool(False),
+                            )  # fmt: skip
+
+    @T.macro
+    def row_scales(Ws, s, at, m):
+        T.call_extern(
+            "handle",
+            "tz_row_scales",
+            T.access_ptr(s[m * 2], "w", 2),
+            T.call_extern("uint32", "tz_lds32", T.access_ptr(Ws[at], "r", 1)),
+        )
+
+    @T.macro
+    def scale(Ws, Fs, acc, part, f, s, unit, slot, tile, column, lane):
+        """The sums of a block join those of the tile."""
+        for m in T.unroll(rb):
+            if blocks8 < units:
+                if unit < blocks4:
+                    at4 = slot * (blocks * UNIT_WORDS) + (tile + m) * TILE4_WORDS + 256
+                    row_scales(Ws, s, at4 + lane // 4, m)
+            if blocks8:
+                if unit >= blocks4:
+                    at8 = slot * (blocks * UNIT_WORDS) + (tile + m) // 4 * UNIT_WORDS + SCALES + (tile + m) % 4 * 8
+                    row_scales(Ws, s, at8 + lane // 4, m)
+        for p in T.unroll(pairs):
+            for e in T.unroll(2):
+                token = column * wm + p * 16 + e * 8 + lane % 4 * 2
+                T.call_extern(
+                    "handle", "tz_lds64", T.access_ptr(f, "w"), T.access_ptr(Fs[slot * f_pitch + token], "r", 2)
+                )
+                for m in T.unroll(rb):
+                    for i in T.unroll(4):
+                        acc[(m * pairs + p) * 8 + e * 4 + i] = T.call_extern(
+                            "float32",
+                            "tz_scaled",
+                            acc[(m * pairs + p) * 8 + e * 4 + i],
+                            T.cast(part[(m * pairs + p) * 8 + e * 4 + i], "float32"),
+                            f[i % 2],
+                            s[m * 2 + i // 2],
+                        )
+
+    @T.macro
+    def store(Y, B, Xs, acc, held, c, warp, tile, column, lane):
+        row0 = c.rows[0] * (blocks * 64) + tile * 16
+        for p in T.unroll(pairs):
+            token0 = c.tokens[0] + column * wm + p * 16
+            T.call_extern("handle", "tz_syncwarp")
+            for m in T.unroll(rb):
+                for i in T.unroll(8):
+                    row = row0 + m * 16 + i % 4 // 2 * 8 + lane // 4
+                    held.f[i % 2] = acc[(m * pairs + p) * 8 + i]
+                    if bias:
+                        held.f[i % 2] = held.f[i % 2] + B[T.min(row, n - 1)]
+                    if wide:
+                        token = token0 + i // 4 * 8 + lane % 4 * 2 + i % 2
+                        if T.And(token < M, row < n):
+                            T.call_extern(
+                                "handle",
+                                "tz_sts32",
+                                T.call_extern("handle", "tz_at<4>", T.access_ptr(Y[0, 0], "w", 1), token, n, row, 0),
+                                T.reinterpret(held.f[i % 2], "uint32"),
+                            )
+                    elif i % 2 == 1:
+                        held.o[0] = T.call_extern("uint32", f"tz_pack2<{tb}>", held.f[0], held.f[1])
+                        out.stage(Xs, held.o, warp * (16 * pitch), m, i // 2, lane)
+            if not wide:
+                T.call_extern("handle", "tz_syncwarp")
+                out.write(Y, Xs, warp * (16 * pitch), token0, row0, M, lane)
+
+    @T.prim_func
+    def main(
+        X4: T.Tensor((M, blocks4 * UNIT_K // 2) if blocks4 else (1, 1), "uint8"),
+        X8: T.Tensor((M, blocks8 * UNIT_K) if blocks8 else (1, 1), "int8"),
+        W: T.Tensor((units, all_blocks, UNIT_WORDS), "int32"),
+        XS: T.Tensor((units, MP), "float32"),
+        B: T.Tensor((n if bias else 1,), "float32"),
+        ITEMS: T.Tensor((COUNT, work_list.ITEM_WORDS), "int32"),
+        FIRST: T.Tensor((ENDS,), "int32"),
+        WS: T.Tensor((SLOTS, nacc // 4, threads, 4), "float32"),
+        SEM: T.Tensor((SLOTS,), "int32"),
+        Y: T.Tensor((M, n), out_dtype),
+    ):
+        with T.Kernel(ENDS - 1, threads=threads, prelude=source) as cta:
+            Xs = T.alloc_shared((mma_tiles.x_bytes(bm, stages, warps, rb),), "int8")
+            Ws = T.alloc_shared((stages * blocks * UNIT_WORDS,), "int32")
+            Fs = T.alloc_shared((stages * f_pitch,), "float32")
+            w = T.alloc_local((rb * 4,), "uint32")
+            a = T.alloc_local((rb * 8,), "uint32")
+            x = T.alloc_local((pairs * 4,), "uint32")
+            acc = T.alloc_local((nacc,), "float32")
+            part = T.alloc_local((nacc,), "int32")
+            f = T.alloc_local((2,), "float32")
+            s = T.alloc_local((rb * 2,), "float32")
+            codes = operand.registers()
+            held = SimpleNamespace(f=T.alloc_local((2,), "float32"), o=T.alloc_local((1,), "uint32"))
+            c = work_list.item_state()
+            ring = scalars("slot")
+            tx = T.get_thread_binding()
+            lane = tx % 32
+            warp = tx // 32
+            tile = warp % row_warps * rb
+            column = warp // row_warps
+            for it in T.serial(FIRST[cta + 1] - FIRST[cta]):
+                work.load(ITEMS, c, FIRST[cta] + it)
+                T.sync_threads()  # the ring and the staged output of the item before were read
+                for p in T.unroll(stages - 1):
+                    if c.k0[0] + p < c.k1[0]:
+                        issue(X4, X8, W, XS, Xs, Ws, Fs, c, c.k0[0] + p, p, tx)
+                    T.call_extern("handle", "tz_cp_commit")
+                for i in T.unroll(nacc):
+                    acc[i] = 0.0
+                ring.slot[0] = 0
+                for u in T.serial(c.k1[0] - c.k0[0]):
+                    unit = c.k0[0] + u
+                    T.call_extern("handle", f"tz_cp_wait<{stages - 2}>")
+                    T.sync_threads()  # this stage is complete, and the one before was read by every warp
+                    if unit + stages - 1 < c.k1[0]:
+                        free = T.if_then_else(ring.slot[0] == 0, stages - 1, ring.slot[0] - 1)
+                        issue(X4, X8, W, XS, Xs, Ws, Fs, c, unit + stages - 1, free, tx)
+                    T.call_extern("handle", "tz_cp_commit")
+                    for i in T.unroll(nacc):
+                        part[i] = 0
+                    if blocks8 == 0:
+                        multiply4(Xs, Ws, w, x, part, ring.slot[0], tile, column, lane)
+                    elif blocks4 == 0:
+                        multiply8(Xs, Ws, w, a, codes, x, part, ring.slot[0], tile, column, lane)
+                    elif unit < blocks4:
+                        multiply4(Xs, Ws, w, x, part, ring.slot[0], tile, column, lane)
+                    else:
+                        multiply8(Xs, Ws, w, a, codes, x, part, ring.slot[0], tile, column, lane)
+                    scale(Ws, Fs, acc, part, f, s, unit, ring.slot[0], tile, column, lane)
+                    ring.slot[0] = T.if_then_else(ring.slot[0] == stages - 1, 0, ring.slot[0] + 1)
+                if c.k0[0] > 0:
+                    work.leave(WS, SEM, acc, c, tx)
+                else:
+                    if c.shares[0] > 0:
+                        work.gather(WS, SEM, acc, c, tx)
+                    T.sync_threads()  # the staged output shares memory with X
+                    store(Y, B, Xs, acc, held, c, warp, tile, column, lane)
+
+    return main

@@ -1,0 +1,96 @@
+"""What every W4Ax program shares: its parameters' meaning, and the way from packed words to operand registers."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from terrazzo.layouts.converters import Converter, get_converter
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.w4ax.reference import OUT_DTYPES
+
+UNIT_K = 128  # channels of a block, which is what a ring stage holds
+UNIT_WORDS = 1056  # int32 of 64 rows by 128 channels: codes, then a bfloat16 for each row
+BLOCK_WORDS = 512  # of 64 rows by 64 channels in an 8-bit fragment
+SCALES = 2 * BLOCK_WORDS  # first word of the scales behind them
+TILE4_WORDS = 264  # of 16 rows by 128 channels in the s4 fragment, scales included
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """y[M, n] = x[M, k] w[n, k]^T (+ bias), w in units of 64 rows by 128 channels, k a multiple of 128.
+
+    Args:
+        blocks8: INT8 blocks of x, the last ones.
+        out_dtype: "float16", "bfloat16" or "float32".
+        bias: float32 [n] is added.
+    """
+
+    n: int
+    k: int
+    blocks8: int
+    out_dtype: str
+    bias: bool
+
+    def __post_init__(self):
+        if self.out_dtype not in OUT_DTYPES:
+            raise ArgumentError("out_dtype", self.out_dtype, f"must be one of {OUT_DTYPES}", "cast y")
+        if self.k % UNIT_K or self.k < UNIT_K:
+            raise ArgumentError("k", self.k, f"must be a multiple of {UNIT_K}", "pad the channels")
+        if not 0 <= self.blocks8 <= self.units:
+            raise ArgumentError("blocks8", self.blocks8, f"must be 0..{self.units}", "count blocks of 128")
+
+    @property
+    def converter(self) -> Converter:
+        """Of blocks that are converted to bytes: 16 times the code, three instructions for eight of them."""
+        return get_converter("s4_s8_x16")
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of 64 rows, padding included."""
+        return -(-self.n // 64)
+
+    @property
+    def units(self) -> int:
+        """Blocks of 128 channels."""
+        return self.k // UNIT_K
+
+    @property
+    def blocks4(self) -> int:
+        return self.units - self.blocks8
+
+    @property
+    def out_bytes(self) -> int:
+        return 4 if self.out_dtype == "float32" else 2
+
+
+SOURCE = """\
+// s32 sums of a block times the scale of their token and of their row, added to f32 sums
+__device__ __forceinline__ float tz_scaled(float y, float sum, float token, float row) {
+  return fmaf(sum, token * row, y);
+}
+// two bfloat16 scales: of row g and of row g + 8
+__device__ __forceinline__ void tz_row_scales(void *s_, unsigned u) {
+  float *s = (float *)s_;
+  s[0] = __uint_as_float(u << 16); s[1] = __uint_as_float(u & 0xffff0000u);
+}
+"""
+"""Why not TileLang: reinterpreted halves of a word; the association of the product is part of the result's bits."""
+
+
+def convert_macros(gemm: Gemm) -> SimpleNamespace:
+    """Macro `convert` with `registers()`, its scratch registers."""
+    import tilelang.language as T
+
+    name = gemm.converter.device_name
+
+    def registers() -> SimpleNamespace:
+        return SimpleNamespace(o=T.alloc_local((2,), "uint32"))
+
+    @T.macro
+    def convert(w, at, a, to, held):
+        """Words w[at .. at + 3], 64 channels, into a[to .. to + 7]: A fragments of two k32, 16 times the codes."""
+        for r in T.unroll(4):
+            T.call_extern("handle", name, w[at + r], T.access_ptr(held.o, "w", 2))
+            a[to + r] = held.o[0]
+            a[to + 4 + r] = held.o[1]
+
+    return SimpleNamespace(registers=registers, convert=convert)

@@ -1,0 +1,298 @@
+"""Tile program on wgmma (sm_90a): weights are the register operand, one producer warp, stream-K.
+
+Hopper's tensor cores have no s4: INT4 and INT8 blocks both run as s8 wgmma on codes converted to bytes, and x comes in
+bytes throughout. What 4-bit weights save is their bytes.
+
+A CTA computes tiles of 64 * warpgroups output features by `block_tokens` tokens. The producer warp fills a
+ring whose stages hold one block of 128 channels: X is one 128-byte-swizzled TMA tile, the units of the row blocks
+(words and scales) and the scales of the tokens are 1-D bulk copies. A consumer warpgroup multiplies a block in two
+groups of two wgmma m64nNk32, converting 64 channels into one of two sets of operand registers while the group before
+runs on the other set.
+
+A block's sums are s32 and become f32 with the scales of its tokens and rows, so a second accumulator stands beside the
+first. Narrow tiles move the sums to registers of their own: the next block's wgmmas then run while the last one is
+scaled. Wide tiles have no registers for that; there the other warpgroup fills the gap.
+
+A stage is released a whole step after its token scales were read, or behind the stores of the tile: ptxas may issue an
+arrive while loads in front of it are still on their way, but not across a loop's end or a store that needs them.
+"""
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.tile_scheduler import (
+    partition_macros,
+    plan_state,
+    ring_macros,
+    ring_state,
+    scalars,
+    segment_state,
+    share_macros,
+)
+from terrazzo.ops.w4a8.epilogue import staged
+from terrazzo.ops.w4ax import problem
+from terrazzo.ops.w4ax.epilogue import store_macros
+from terrazzo.ops.w4ax.problem import BLOCK_WORDS, SCALES, UNIT_K, UNIT_WORDS, Gemm
+from terrazzo.schedules.w4ax import StreamK
+
+PASS_CONFIGS = (  # the barriers and the bounds are the program's own
+    ("tl.disable_safe_memory_legalize", True),
+    ("tl.disable_thread_storage_sync", True),
+    ("tl.disable_warp_specialized", True),
+)
+REGISTERS = {1: (40, 240), 2: (40, 232), 3: (40, 152), 4: (32, 112)}  # warpgroups -> a producer's, a consumer's
+
+
+def build(
+    target,
+    *,
+    n: int,
+    k: int,
+    blocks8: int,
+    out_dtype: str,
+    bias: bool,
+    block_tokens: int,
+    warpgroups: int,
+    stages: int,
+    raster: int = 8,
+):
+    """The prim_func `main(X, W, XS, B, WS, SEM, Y, sk)`.
+
+    Shapes: X int8 [M, k]; W int32 [k/128, Np/64, 1056]; XS f32 [k/128, MP] scales of the tokens, MP a multiple of 4;
+    B f32 [n] (one element without a bias); WS f32 [grid, warpgroups, block_tokens / 8, 128, 4]; SEM int32
+    [grid, warpgroups], zero before the first launch and after each one; Y [M, n] in `out_dtype`. `grid` CTAs, at most
+    the number of SMs; the first `sk` tiles are shared along k, 0 <= sk <= tiles.
+    """
+    import tilelang.language as T
+    from tilelang.layout import make_full_bank_swizzled_layout
+
+    gemm = Gemm(n, k, blocks8, out_dtype, bias)
+    schedule = StreamK(block_tokens, warpgroups, stages)
+    bm, wgs, held_sums = block_tokens, warpgroups, schedule.held
+    if bm % 16 or not 16 <= bm <= 256 or not schedule.legal():
+        raise ArgumentError("block_tokens", bm, f"is too wide for {wgs} warpgroups (registers)", "take fewer of them")
+    if stages < 2:
+        raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
+    units, all_blocks, cta_blocks = gemm.units, gemm.row_blocks, wgs
+    row_tiles, ct, nacc = -(-all_blocks // cta_blocks), wgs * 128, bm // 2
+    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
+    rings = ring_macros(stages=stages)
+    shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, add="tz_addcg4")
+    operand = problem.convert_macros(gemm)
+    out = store_macros(gemm, block_tokens=bm, cta_blocks=cta_blocks)
+    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
+    source = prelude(*used, extra=(gemm.converter.device_source, problem.SOURCE))
+    M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
+
+    @T.macro
+    def load_weights(W, Ws, full, ring, c, kb):
+        """One thread: the units of the CTA's row blocks, words and scales in one copy."""
+        count = T.max(T.min(cta_blocks, all_blocks - c.rows[0] * cta_blocks), 0)
+        T.mbarrier_expect_tx(full[ring.stage[0]], count * (UNIT_WORDS * 4))
+        if count > 0:
+            T.call_extern(
+                "handle",
+                "tz_bulk",
+                T.access_ptr(Ws[ring.stage[0], 0, 0], "w", UNIT_WORDS),
+                T.access_ptr(W[kb, c.rows[0] * cta_blocks, 0], "r", UNIT_WORDS),
+                count * (UNIT_WORDS * 4),
+                T.access_ptr(full[ring.stage[0]], "rw", 1),
+            )
+
+    @T.macro
+    def load_token_scales(XS, Fs, full, ring, c, kb):
+        """One thread: the block's scales of the tile's tokens."""
+        count = T.min(bm, MP - c.first[0])
+        T.mbarrier_expect_tx(full[ring.stage[0]], count * 4)
+        T.call_extern(
+            "handle",
+            "tz_bulk",
+            T.access_ptr(Fs[ring.stage[0], 0], "w", bm),
+            T.access_ptr(XS[kb, c.first[0]], "r", bm),
+            count * 4,
+            T.access_ptr(full[ring.stage[0]], "rw", 1),
+        )
+
+    @T.macro
+    def load_unit(Ws, w, u, stage, block, wt):
+        """A thread's words of both 64 channels of a row block, and the scales of its rows g and g + 8."""
+        for h in T.unroll(2):
+            T.call_extern(
+                "handle",
+                "tz_lds128",
+                T.access_ptr(w[h * 4], "w", 4),
+                T.access_ptr(Ws[stage, block, h * BLOCK_WORDS + wt * 4], "r", 4),
+            )
+        u[0] = T.call_extern("uint32", "tz_lds32", T.access_ptr(Ws[stage, block, SCALES + wt // 4], "r", 1))
+
+    @T.macro
+    def multiply(a, part, desc, stage, h):
+        """Half h of a block; its first wgmma starts the sums."""
+        T.warpgroup_fence_operand(a, h * 8, 8)
+        if h == 0:
+            T.warpgroup_fence_operand(part, num_regs=nacc)
+        T.warpgroup_arrive()
+        for e in T.unroll(2):
+            T.ptx_wgmma_rs(
+                "int32",
+                f"m64n{bm}k32",
+                True,
+                "int8",
+                "int8",
+                "int32",
+                a.data,
+                h * 8 + e * 4,
+                desc.data,
+                stage * (bm * UNIT_K // 16) + (h * 2 + e) * 2,
+                part.data,
+                0,
+                T.bool(h + e > 0),
+                1,
+                1,
+            )
+        T.warpgroup_commit_batch()
+
+    @T.macro
+    def scale(acc, sums, Fs, f, s, stage, lane):
+        """Sums of a block, s32 or already f32, times the scales, join the tile's sums."""
+        for j in T.unroll(bm // 8):
+            T.call_extern(
+                "handle", "tz_lds64", T.access_ptr(f, "w"), T.access_ptr(Fs[stage, j * 8 + lane % 4 * 2], "r", 2)
+            )
+            for i in T.unroll(4):
+                acc[j * 4 + i] = T.call_extern(
+                    "float32",
+                    "tz_scaled",
+                    acc[j * 4 + i],
+                    T.cast(sums[j * 4 + i], "float32"),
+                    f[i % 2],
+                    s[i // 2],
+                )
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((M, k), "int8"),
+        W: T.Tensor((units, all_blocks, UNIT_WORDS), "int32"),
+        XS: T.Tensor((units, MP), "float32"),
+        B: T.Tensor((n if bias else 1,), "float32"),
+        WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), "float32"),
+        SEM: T.Tensor((G, wgs), "int32"),
+        Y: T.Tensor((M, n), out_dtype),
+        sk: T.int32,
+    ):
+        with T.Kernel(G, threads=ct + 128, prelude=source) as cta:
+            Xs = T.alloc_shared((stages, bm, UNIT_K), "int8")
+            Ws = T.alloc_shared((stages, cta_blocks, UNIT_WORDS), "int32")
+            Fs = T.alloc_shared((stages, max(bm, 32)), "float32")
+            Os = T.alloc_shared((wgs * 4, staged(gemm, bm)), out_dtype)
+            full = T.alloc_barrier([32] * stages)
+            empty = T.alloc_barrier([wgs * 4] * stages)
+            w = T.alloc_local((8,), "uint32")
+            u = T.alloc_local((1,), "uint32")
+            codes = operand.registers()
+            a = T.alloc_local((16,), "uint32")
+            acc = T.alloc_local((nacc,), "float32")
+            part = T.alloc_local((nacc,), "int32")
+            sums = T.alloc_local((nacc if held_sums else 1,), "float32")
+            f = T.alloc_local((2,), "float32")
+            s = T.alloc_local((2,), "float32")
+            held = out.registers()
+            desc = T.alloc_wgmma_desc()
+            p = plan_state()
+            c = segment_state()
+            ring = ring_state()
+            local = scalars("ahead", "late")  # units fetched early; the stage before the one before
+            T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
+            tx = T.get_thread_binding()
+            rings.reset(ring)
+            T.pdl_trigger()
+            tiles.plan(p, cta, G, sk, T.ceildiv(M, bm))
+            if tx >= ct:
+                T.dec_max_nreg(REGISTERS[wgs][0])
+                if tx < ct + 32:
+                    # weights do not depend on the kernel before: fetch the first ring while it still runs
+                    tiles.segment(p, c, 0, cta, G, sk, T.ceildiv(M, bm))
+                    local.ahead[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages), 0)
+                    for kb in T.serial(local.ahead[0]):
+                        if tx == ct:
+                            load_weights(W, Ws, full, ring, c, c.k0[0] + kb)
+                        rings.advance(ring)
+                    rings.reset(ring)
+                    T.pdl_sync()
+                    for seg in T.serial(p.all[0]):
+                        tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
+                        c.first[0] = c.tokens[0] * bm
+                        for kb in T.serial(c.k1[0] - c.k0[0]):
+                            T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
+                            T.tma_copy(
+                                X[
+                                    c.first[0] : c.first[0] + bm,
+                                    (c.k0[0] + kb) * UNIT_K : (c.k0[0] + kb) * UNIT_K + UNIT_K,
+                                ],
+                                Xs[ring.stage[0], :, :],
+                                barrier=full[ring.stage[0]],
+                                leader_scope_threads=32,
+                            )
+                            if tx == ct:
+                                load_token_scales(XS, Fs, full, ring, c, c.k0[0] + kb)
+                                if T.Or(seg > 0, kb >= local.ahead[0]):
+                                    load_weights(W, Ws, full, ring, c, c.k0[0] + kb)
+                            T.barrier_arrive(full[ring.stage[0]])
+                            rings.advance(ring)
+            else:
+                T.inc_max_nreg(REGISTERS[wgs][1])
+                wg = tx // 128
+                wt = tx % 128
+                lane = tx % 32
+                T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
+                T.pdl_sync()
+                for seg in T.serial(p.all[0]):
+                    tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
+                    c.first[0] = c.tokens[0] * bm
+                    c.end[0] = M
+                    out.fetch(B, held, c, wg, wt)
+                    for i in T.unroll(nacc):
+                        acc[i] = 0.0
+                    for i in T.unroll(nacc):
+                        part[i] = 0
+                    for i in T.unroll(2):
+                        s[i] = 0.0
+                    ring.before[0] = ring.stage[0]  # the first step scales sums of nothing by scales that are there
+                    for kb in T.serial(c.k1[0] - c.k0[0]):
+                        if T.And(lane == 0, kb > 1):
+                            T.barrier_arrive(empty[local.late[0]])
+                        T.barrier_wait(full[ring.stage[0]], ring.parity[0])
+                        T.call_extern("handle", "tz_fence")
+                        load_unit(Ws, w, u, ring.stage[0], wg, wt)
+                        T.warpgroup_wait(1)  # the first set of operands is free
+                        operand.convert(w, 0, a, 0, codes)
+                        T.warpgroup_wait(0)
+                        T.warpgroup_fence_operand(part, num_regs=nacc)
+                        if held_sums:
+                            for i in T.unroll(nacc):
+                                sums[i] = T.cast(part[i], "float32")
+                            T.warpgroup_fence_operand(sums, num_regs=nacc)
+                        else:
+                            scale(acc, part, Fs, f, s, ring.before[0], lane)
+                        multiply(a, part, desc, ring.stage[0], 0)
+                        operand.convert(w, 4, a, 8, codes)
+                        multiply(a, part, desc, ring.stage[0], 1)
+                        if held_sums:
+                            scale(acc, sums, Fs, f, s, ring.before[0], lane)
+                        T.call_extern("handle", "tz_row_scales", T.access_ptr(s, "w"), u[0])
+                        local.late[0] = ring.before[0]
+                        rings.advance(ring)
+                    T.warpgroup_wait(0)
+                    T.warpgroup_fence_operand(part, num_regs=nacc)
+                    scale(acc, part, Fs, f, s, ring.before[0], lane)
+                    if c.k0[0] > 0:
+                        shares.leave_share(WS, SEM, acc, cta, wg, wt)
+                    else:
+                        if c.k1[0] < units:
+                            tiles.later_shares(c, cta, G, sk)
+                            shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
+                        out.store(Y, Os, acc, held, c, wg, wt)
+                    if T.And(lane == 0, c.k1[0] - c.k0[0] > 1):
+                        T.barrier_arrive(empty[local.late[0]])
+                    rings.release(empty, ring, lane == 0)
+
+    return main

@@ -1,0 +1,77 @@
+"""Macros of persistent programs that follow a plan made on the host (schedules/work_items.py).
+
+ITEMS int32 [count, 8] holds rows of `schedules.work_items.DeviceTable` with the tile's place: token block, row tile, k
+units [k0, k1), slot, shares, two unused; FIRST int32 [CTAs + 1] says which of them are a CTA's.
+"""
+
+from types import SimpleNamespace
+
+ITEM_WORDS = 8
+SOURCE = """\
+// the CTA's earlier stores are visible to whoever sees the flag
+__device__ __forceinline__ void tz_cta_signal(int *flag) {
+  __syncthreads();
+  if (threadIdx.x == 0) asm volatile("st.release.gpu.s32 [%0],%1;" :: "l"(flag), "r"(1) : "memory");
+}
+// waits for `count` flags in a row, a thread for each, and takes them down again
+__device__ __forceinline__ void tz_cta_await(int *flag, int count) {
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    int v;
+    do { asm volatile("ld.acquire.gpu.s32 %0,[%1];" : "=r"(v) : "l"(flag + i) : "memory"); } while (!v);
+    flag[i] = 0;
+  }
+  __syncthreads();
+}
+"""
+"""Why not TileLang: release and acquire in global memory."""
+
+
+def item_state() -> SimpleNamespace:
+    """What `load` writes: first token and row tile of the tile, k units [k0, k1), slot, shares."""
+    from terrazzo.ops.tile_scheduler import scalars
+
+    return scalars("tokens", "rows", "k0", "k1", "slot", "shares")
+
+
+def work_macros(*, block_tokens: int, sums: int) -> SimpleNamespace:
+    """Macros `load`, `leave` and `gather` for tiles of `sums` f32 sums of a thread.
+
+    WS is f32 [slots, sums / 4, threads, 4], SEM int32 [slots], zero between launches.
+    """
+    import tilelang.language as T
+
+    @T.macro
+    def load(ITEMS, c, at):
+        c.tokens[0] = ITEMS[at, 0] * block_tokens
+        c.rows[0] = ITEMS[at, 1]
+        c.k0[0] = ITEMS[at, 2]
+        c.k1[0] = ITEMS[at, 3]
+        c.slot[0] = ITEMS[at, 4]
+        c.shares[0] = ITEMS[at, 5]
+
+    @T.macro
+    def leave(WS, SEM, acc, c, tx):
+        """The sum of a tile whose head another CTA holds goes to the workspace."""
+        for i in T.unroll(sums // 4):
+            T.call_extern(
+                "handle",
+                "tz_copy16",
+                T.access_ptr(WS[c.slot[0], i, tx, 0], "w", 4),
+                T.access_ptr(acc[i * 4], "r", 4),
+            )
+        T.call_extern("handle", "tz_cta_signal", T.access_ptr(SEM[c.slot[0]], "rw", 1))
+
+    @T.macro
+    def gather(WS, SEM, acc, c, tx):
+        """The head of a tile adds the other shares in order of k."""
+        T.call_extern("handle", "tz_cta_await", T.access_ptr(SEM[c.slot[0]], "rw", 1), c.shares[0])
+        for b in T.serial(c.shares[0]):
+            for i in T.unroll(sums // 4):
+                T.call_extern(
+                    "handle",
+                    "tz_addcg4",
+                    T.access_ptr(acc[i * 4], "rw", 4),
+                    T.access_ptr(WS[c.slot[0] + b, i, tx, 0], "r", 4),
+                )
+
+    return SimpleNamespace(load=load, leave=leave, gather=gather)

@@ -1,0 +1,126 @@
+"""The persistent kernels (sm_80), run on the CPU from their CUDA text: block sums exact, y inside its bound."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cuda_on_cpu import CpuKernel
+from terrazzo.lowering import compile_request
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.w4ax import activations, persistent, problem, reference
+from terrazzo.schedules import w4ax as schedules
+from test_w4a8_emulated import EXTRA
+from test_w4ax_format import random_weight
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
+]
+SHIMS = r"""
+static float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
+static void tz_lds64(void *out, const void *p) { memcpy(out, p, 8); }
+static void tz_addcg4(void *r, const void *p) { for (int i = 0; i < 4; ++i) ((float *)r)[i] += ((const float *)p)[i]; }
+static void tz_cta_signal(int *flag) { __syncthreads(); if (threadIdx.x == 0) *flag = 1; }
+static void tz_cta_await(int *flag, int count) {
+  for (int i = threadIdx.x; i < count; i += THREADS) { wait_until([&] { return flag[i] == 1; }); flag[i] = 0; }
+  __syncthreads();
+}
+static int nibble(uint32_t w, int i) { return (int)(w << (28 - 4 * i)) >> 28; }
+static void tz_mma_s4(void *c, const void *a, const void *b) {
+  uint32_t in[10]; memcpy(in, a, 16); memcpy(in + 4, b, 8); memcpy(in + 6, c, 16);
+  meet(in, 10, (uint32_t *)c, 4, [](Meeting &w) {
+    static int x[16][64], y[64][8];
+    for (int l = 0; l < 32; ++l) for (int e = 0; e < 8; ++e) {
+      int g = l / 4, t = l % 4;
+      for (int r = 0; r < 4; ++r) x[g + 8 * (r & 1)][8 * t + e + 32 * (r >> 1)] = nibble(w.in[l][r], e);
+      for (int r = 0; r < 2; ++r) y[8 * t + e + 32 * r][g] = nibble(w.in[l][4 + r], e);
+    }
+    for (int l = 0; l < 32; ++l) for (int v = 0; v < 4; ++v) {
+      int sum = (int)w.in[l][6 + v];
+      for (int k = 0; k < 64; ++k) sum += x[l / 4 + 8 * (v >> 1)][k] * y[k][2 * (l % 4) + (v & 1)];
+      w.out[l][v] = sum;
+    }
+  });
+}
+"""
+MMA = "tl::mma_sync<tl::DataType::kInt8, tl::DataType::kInt8, tl::DataType::kInt32, 16, 8, 32, false, true>"
+
+
+def emulate(weight, q, scales, schedule, ctas, folder, *, out_dtype):
+    """y of one launch on the CPU, in an output that was NaN."""
+    packed, m = weight.pack(target="sm_80"), q.shape[0]
+    x = activations.from_codes(q, scales, packed)
+    k = packed.blocks * 128
+    params = dict(
+        n=weight.n, k=k, blocks8=weight.blocks8, out_dtype=out_dtype, bias=weight.bias is not None, **schedule.params()
+    )
+    request = KernelRequest(
+        "w4ax.persistent", f"{persistent.__name__}:build", tuple(params.items()), "sm_80", persistent.PASS_CONFIGS
+    )
+    source = (compile_request(request) / "kernel.cu").read_text()
+    for name, here in (
+        (MMA, "mma_s8"),
+        ("tz_cp_async(", "cp_async_or_zero("),
+    ):
+        source = source.replace(name, here)
+    gemm = problem.Gemm(weight.n, k, weight.blocks8, out_dtype, False)
+    extra = [EXTRA, SHIMS, gemm.converter.device_source, problem.SOURCE.replace("__forceinline__ float", "float")]
+    kernel = CpuKernel(source, extra, schedule.warps * 32, folder)
+    of = schedules.MixedGemm(weight.n, k, weight.blocks8)
+    plan = schedules.work_plan(schedule, of, Target.parse("sm_80"), m, ctas)
+    items, first, slots = schedules.work_list(plan, -(-m // schedule.block_tokens))
+    y = torch.full((m, weight.n), float("nan"), dtype=getattr(torch, out_dtype))
+    semaphores = torch.zeros(max(slots, 1), dtype=torch.int32)
+    workspace = torch.full((max(slots, 1), schedule.sums // 4, schedule.warps * 32, 4), float("nan"))
+    kernel(
+        (plan.sms, 1, 1), X4=x.q4, X8=x.q8, W=packed.words, XS=x.scales, B=weight.bias,
+        ITEMS=torch.tensor(items, dtype=torch.int32), FIRST=torch.tensor(first, dtype=torch.int32), WS=workspace,
+        SEM=semaphores, Y=y, m=m, mp=x.scales.shape[1], ends=len(first), count=len(items), slots=max(slots, 1),
+    )  # fmt: skip
+    assert not semaphores.any()
+    return y, slots
+
+
+def random_activations(m: int, weight, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes that use the whole range of their blocks, and scales."""
+    rng = torch.Generator().manual_seed(seed)
+    limit = reference.limits(weight.blocks, weight.blocks8).int().repeat_interleave(128)
+    q = torch.randint(-127, 128, (m, weight.codes.shape[1]), generator=rng)
+    q = torch.where(limit == 7, q % 15 - 7, q).to(torch.int8)
+    return q, torch.exp(torch.randn(m, weight.blocks, generator=rng) * 0.3 - 3)
+
+
+CASES = {  # n, k, INT8 blocks, m, schedule, CTAs, output, bias
+    "mixed": (192, 640, 2, 37, schedules.Persistent(32, 4, 2, 3), 3, "float16", True),
+    "all int4": (70, 333, 0, 20, schedules.Persistent(16, 4, 1, 2), 3, "bfloat16", False),
+    "all int8": (128, 256, 2, 9, schedules.Persistent(16, 4, 2, 4), 1, "float32", True),
+    "token warps": (200, 512, 1, 70, schedules.Persistent(64, 8, 2, 2, token_warps=2), 5, "float32", False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_persistent(name, tmp_path):
+    n, k, blocks8, m, schedule, ctas, out_dtype, bias = CASES[name]
+    weight = random_weight(n, k, blocks8, seed=n, bias=bias)
+    q, scales = random_activations(m, weight)
+    y, slots = emulate(weight, q, scales, schedule, ctas, tmp_path, out_dtype=out_dtype)
+    assert slots or ctas == 1  # some tile is shared
+    ref = reference.gemm(q, scales, weight)
+    bound = reference.forward_error_bound(q, scales, weight, getattr(torch, out_dtype))
+    assert bool(((y.double() - ref).abs() <= bound).all())
+
+
+def test_a_single_block_is_exact_in_float32(tmp_path):
+    """Scales of 1, all blocks but one scaled by 0: what is left is that block's int32 sum."""
+    weight = random_weight(64, 384, 1, seed=5)
+    weight = type(weight)(**(weight.__dict__ | {"scales": torch.ones_like(weight.scales)}))
+    q, scales = random_activations(16, weight)
+    for block in (0, 2):
+        only = torch.zeros_like(scales)
+        only[:, block] = 1
+        (tmp_path / str(block)).mkdir()
+        schedule = schedules.Persistent(16, 4, 1, 3)
+        y, _ = emulate(weight, q, only, schedule, 2, tmp_path / str(block), out_dtype="float32")
+        assert torch.equal(y.double(), reference.block_sums(q, weight)[block].double())
