@@ -189,6 +189,7 @@ class Runner:
         resume: take trials of the same schedule, problem, GPU and versions from the database instead of repeating them.
         report: called after each event, in this thread.
         workers: compiling processes; None for one for each CPU.
+        problems: instead of those that the job names.
 
     Raises:
         ToolchainError: nothing can be measured here. ArgumentError: the job does not fit this machine.
@@ -203,12 +204,13 @@ class Runner:
         resume: bool = False,
         report: Callable[[Progress], None] | None = None,
         workers: int | None = None,
+        problems: Sequence[Problem] | None = None,
     ) -> None:
         self.job, self.database, self.measurers, self.resume = job, database, list(measurers), resume
         self.report = report or (lambda progress: None)
         self.machine = self.measurers[0].hello()
         self.target = resolve(job, self.machine)
-        self.problems = job.problems()
+        self.problems = job.problems() if problems is None else list(problems)
         self.plan = searching.Plan(job.strategy, _limits(job), job.seed)
         self.spaces = {problem: candidates(problem, self.target, job.most) for problem in self.problems}
         self.events: queue.SimpleQueue[tuple] = queue.SimpleQueue()

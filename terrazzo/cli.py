@@ -1,6 +1,6 @@
 """The `terrazzo` command.
 
-    terrazzo info | ops | layout | compile | cache list|clear|verify | demo | bench
+    terrazzo info | ops | layout | compile | cache list|clear|verify | tune | demo | bench
 
 Exit codes: 0 done, 1 something that was asked for failed (a kernel that does not compile, a damaged cache entry), 2 bad
 input, with one line on stderr that says what is wrong and what to do.
@@ -17,6 +17,7 @@ from terrazzo import __version__
 from terrazzo.commands_compile import cache_group, compile_command
 from terrazzo.commands_info import info, layout, ops
 from terrazzo.commands_run import bench, demo
+from terrazzo.commands_tune import tune_group
 from terrazzo.lowering.errors import TerrazzoError
 
 
@@ -26,7 +27,7 @@ def terrazzo() -> None:
     """Mixed-precision operators for LLM inference, with layouts derived from tensor-core fragments."""
 
 
-for _command in (info, ops, layout, compile_command, cache_group, demo, bench):
+for _command in (info, ops, layout, compile_command, cache_group, tune_group, demo, bench):
     terrazzo.add_command(_command)
 
 

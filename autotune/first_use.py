@@ -1,0 +1,126 @@
+"""`with terrazzo.autotune.enabled():` tunes a problem the first time an operator meets it, and keeps the result."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from terrazzo.autotune import database as store
+from terrazzo.autotune.database import Database, Problem
+from terrazzo.autotune.isolation import Measurer
+from terrazzo.autotune.jobs import Job, seconds
+from terrazzo.autotune.operators import OPERATORS
+from terrazzo.autotune.runner import Runner
+from terrazzo.lowering.errors import CaptureError
+from terrazzo.lowering.targets import Target
+from terrazzo.schedules import records
+from terrazzo.schedules.records import Choice
+
+
+class FirstUse:
+    """Answers `records.pick` by a short job for the problem's bucket of M; each bucket of a weight is tuned once.
+
+    Args:
+        database: where trials are kept; what it holds for this GPU and these versions is used before anything is tuned.
+        budget: seconds for each problem. trials: schedules for each problem.
+        strategy: of the job. runner: makes one, for tests.
+    """
+
+    def __init__(
+        self,
+        database: Path | str | None,
+        budget: float,
+        trials: int,
+        strategy: str,
+        runner: Callable[[Job, Database, Problem], Any] | None = None,
+    ) -> None:
+        self.path, self.lock, self.known = database, threading.RLock(), {}
+        self.job = Job(ops=("w4a16",), strategy=strategy, trials=trials, budget_s=budget, peers=False)
+        self.runner = runner or _runner
+
+    def __call__(self, op: str, facts: Mapping[str, Any], m: int, target: Target) -> Choice | None:
+        """The best schedule that is known or found; None (the heuristic) where nothing could be measured.
+
+        Raises:
+            CaptureError: a CUDA graph is being captured, in which nothing can be measured.
+        """
+        if op not in OPERATORS:
+            return None
+        problem = Problem.of(op, facts, records.bucket(m))
+        with self.lock:
+            if problem not in self.known:
+                self.known[problem] = self._stored(problem, target) or self._tune(problem, target)
+            return self.known[problem]
+
+    def _stored(self, problem: Problem, target: Target) -> Choice | None:
+        """What the database holds, as a table of one GPU would answer."""
+        with Database(self.path) as trials:
+            same = trials.trials(op=problem.op, facts=problem.text, gpu=target.name)
+        found = records.Table(store.table(store.best(same), target.name, target.sms), "the trial database")
+        return found.find(problem.op, dict(problem.facts), problem.m)[0]
+
+    def _tune(self, problem: Problem, target: Target) -> Choice | None:
+        import torch
+
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                f"{problem} is not tuned yet, and a CUDA graph is being captured; call the operator once before"
+            )
+        with Database(self.path) as trials:
+            if self.runner(self.job, trials, problem).run().ended == "interrupted":
+                raise KeyboardInterrupt
+        return self._stored(problem, target)
+
+
+def _runner(job: Job, database: Database, problem: Problem) -> Runner:
+    import torch
+
+    device = str(torch.cuda.current_device())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        device = visible.split(",")[int(device)]
+    return Runner(job, database, [Measurer(device)], resume=True, problems=[problem])
+
+
+@contextmanager
+def enabled(
+    *,
+    budget: str | float = "2m",
+    trials: int = 24,
+    strategy: str = "top-k",
+    database: Path | str | None = None,
+) -> Iterator[None]:
+    """Inside, an operator that meets a weight and a bucket of M without a tuned record measures schedules first.
+
+    The work happens in other processes on the current GPU, so the first call takes up to `budget`; later calls, also
+    those after the block, use what was found. Off by default; M is tuned at its bucket's upper end (8, 16, 32, ...).
+
+    Args:
+        budget: time for each problem, "90s", "2m"; a number is minutes. trials: schedules for each problem, at most.
+        strategy: see autotune/search.py; "learned" needs the extra `tune`.
+        database: trial database; None takes the one beside the kernel cache.
+
+    Raises:
+        ArgumentError: a budget or strategy that is none. CaptureError: from an operator's first call in graph capture.
+        ToolchainError: from an operator's first call, where nothing can be compiled or measured.
+    """
+    tuner = FirstUse(database, seconds(budget), trials, strategy)
+    try:
+        with records.tuning(tuner):
+            yield
+    finally:
+        keep(tuner)
+
+
+def keep(tuner: FirstUse) -> None:
+    """Let operators go on using what a tuner found."""
+    if not any(tuner.known.values()):
+        return
+    with Database(tuner.path) as trials:
+        found = [it for it in store.best(trials.trials()) if tuner.known.get(it.trial.problem)]
+    for gpu, sms in dict.fromkeys((it.trial.machine.gpu, it.trial.machine.sms) for it in found):
+        records.use(records.Table(store.table(found, gpu, sms), "tuned on first use"))

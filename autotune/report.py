@@ -1,0 +1,302 @@
+"""One self-contained HTML page of a database: rooflines, gains, search curves, what is slow and why.
+
+Drawings are SVG inside the page; nothing is loaded from elsewhere, and a phone shows it in one column.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+import io
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from terrazzo.autotune.database import Best, Database, Problem, Trial, best
+from terrazzo.autotune.operators import OPERATORS
+from terrazzo.lowering.errors import ArgumentError, CacheError, ToolchainError
+from terrazzo.lowering.targets import TARGET_NAMES, Target
+
+EXTRA = "pip install 'terrazzo[tune]'"
+SLOWEST = 12
+_COLORS = {"w4a16": "#1f6feb", "w4a8": "#bf5700"}
+_STYLE = """
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 46rem; padding: 0.8rem; color: #1b1f24; }
+h1 { font-size: 1.5rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin: 2rem 0 0.4rem; }
+p { margin: 0.4rem 0; } svg { width: 100%; height: auto; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 0.9rem; }
+th, td { padding: 0.2rem 0.6rem 0.2rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid #d8dee4; }
+th { border-bottom-color: #57606a; } .text { text-align: left; } small { color: #57606a; }
+"""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One problem's best schedule beside its bounds.
+
+    Attributes:
+        us, heuristic_us, peer_us: microseconds, None where not measured.
+        bound, bound_us: the resource that the roofline names, and its time alone.
+        flop, nbytes: of the problem.
+    """
+
+    best: Best
+    us: float
+    heuristic_us: float | None
+    peer_us: float | None
+    bound: str
+    bound_us: float
+    flop: float
+    nbytes: float
+
+    @property
+    def problem(self) -> Problem:
+        return self.best.trial.problem
+
+
+def write_report(database: Database, path: Path, png: Path | None = None, gpu: str | None = None) -> int:
+    """Write the page (and its overview as a PNG); returns the number of problems on it.
+
+    Raises:
+        ArgumentError: no times of such a GPU. ToolchainError: matplotlib is not installed. CacheError: it cannot be
+            written.
+    """
+    trials = database.trials(gpu=gpu, status=None)
+    timed = [it for it in trials if it.status == "ok"]
+    if not timed:
+        known = ", ".join(sorted({it.machine.gpu for it in database.trials()})) or "none"
+        raise ArgumentError(
+            "gpu", gpu, f"the database has no times of it; it knows {known}", "run `terrazzo tune` first"
+        )
+    gpu = gpu or timed[-1].machine.gpu
+    trials = [it for it in trials if it.machine.gpu == gpu]
+    target, points = target_of(trials[-1]), points_of(trials, database.peers(gpu))
+    figures = [_draw(draw, points, trials, target) for draw in (roofline, gains, curves)]
+    try:
+        path.write_text(page(points, trials, target, figures))
+        if png is not None:
+            _draw_png(points, trials, target, png)
+    except OSError as error:
+        raise CacheError(
+            f"{error.filename or path} cannot be written: {error.strerror}; choose another file"
+        ) from error
+    return len(points)
+
+
+def target_of(trial: Trial) -> Target:
+    """The device that a trial was measured on, by its name, else its architecture's."""
+    named = [target for target in map(Target.parse, TARGET_NAMES) if target.name == trial.machine.gpu]
+    return named[-1] if named else Target.parse(trial.machine.arch or "sm_90a")
+
+
+def points_of(trials: Sequence[Trial], peers: dict[tuple[Problem, str], float]) -> list[Point]:
+    """The best of each problem, with what it is compared with."""
+    other = {problem: us for (problem, _), us in peers.items()}
+    found = []
+    for it in best(trials):
+        problem, target = it.trial.problem, target_of(it.trial)
+        roof = OPERATORS[problem.op].roofline(problem, target)
+        flop = 2.0 * problem.m * problem.n * problem.k
+        nbytes = roof.load_us * target.dram_gb_s * 1e3
+        peer = other.get(problem)
+        found.append(Point(it, it.trial.us, it.heuristic_us, peer, roof.bound, roof.us, flop, nbytes))
+    return found
+
+
+def geomean(values: Iterable[float]) -> float | None:
+    """Geometric mean, or None of nothing."""
+    logs = [math.log(value) for value in values]
+    return math.exp(statistics.fmean(logs)) if logs else None
+
+
+def _pyplot() -> ModuleType:
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise ToolchainError(f"the report draws with matplotlib: {EXTRA}") from error
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"font.size": 11, "svg.fonttype": "none", "axes.grid": True, "grid.alpha": 0.3})
+    return importlib.import_module("matplotlib.pyplot")
+
+
+Draw = Callable[[Any, Sequence[Point], Sequence[Trial], Target], None]
+
+
+def roofline(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: Target) -> None:
+    """Achieved TFLOP/s over FLOP per byte, below the ceilings of memory and tensor cores."""
+    intensity = [point.flop / point.nbytes for point in points]
+    span = [min(intensity) / 2, max(max(intensity) * 2, 1e3)]
+    for op in sorted({point.problem.op for point in points}):
+        rate = target.tflops("s8" if op == "w4a8" else "f16")
+        line = [min(rate, at * target.dram_gb_s / 1e3) for at in (span[0], rate * 1e3 / target.dram_gb_s, span[1])]
+        at = [span[0], rate * 1e3 / target.dram_gb_s, span[1]]
+        axes.plot(at, line, color=_COLORS.get(op, "black"), linewidth=1)
+        own = [point for point in points if point.problem.op == op]
+        xs, ys = zip(*((point.flop / point.nbytes, point.flop / point.us / 1e6) for point in own))
+        axes.scatter(xs, ys, s=18, color=_COLORS.get(op, "black"), label=op)
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s")
+    axes.legend()
+
+
+def gains(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: Target) -> None:
+    """Heuristic / best and cuBLAS / best over M."""
+    for op in sorted({point.problem.op for point in points}):
+        color = _COLORS.get(op, "black")
+        for style, name, of in (
+            ("--", "cuBLAS f16", lambda point: point.peer_us),
+            ("-", "heuristic", lambda point: point.heuristic_us),
+        ):
+            table = by_m([point for point in points if point.problem.op == op], of)
+            if table:
+                axes.plot(list(table), list(table.values()), style, marker="o", color=color, label=f"{op}, {name}")
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set(xscale="log", xlabel="M", ylabel="time / best time")
+    axes.legend()
+
+
+def curves(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: Target) -> None:
+    """Best so far / best in the end, over the trials of each problem; the middle one in bold."""
+    lines = list(search_curves(trials).values())
+    for line in lines:
+        axes.plot(range(1, len(line) + 1), line, color="#8c959f", linewidth=0.7)
+    longest = max(map(len, lines), default=0)
+    middle = [statistics.median([line[min(at, len(line) - 1)] for line in lines]) for at in range(longest)]
+    axes.plot(range(1, longest + 1), middle, color="#cf222e", linewidth=2, label="median")
+    axes.set(xlabel="trials", ylabel="best so far / best")
+    axes.legend()
+
+
+def search_curves(trials: Sequence[Trial]) -> dict[Problem, list[float]]:
+    """Problem -> best so far as a multiple of the best in the end, after each trial that has a result."""
+    times: dict[Problem, list[float]] = {}
+    for it in trials:
+        if it.role == "confirm":
+            continue
+        before = times.setdefault(it.problem, [])
+        last = before[-1] if before else math.inf
+        before.append(min(last, it.us if it.us is not None else math.inf))
+    return {
+        problem: [us / line[-1] for us in line if us < math.inf]
+        for problem, line in times.items()
+        if line[-1] < math.inf
+    }
+
+
+def by_m(points: Sequence[Point], of: Callable[[Point], float | None]) -> dict[int, float]:
+    """M -> geometric mean of another time / the best one, over the problems that have both."""
+    found: dict[int, list[float]] = {}
+    for point in points:
+        us = of(point)
+        if us:
+            found.setdefault(point.problem.m, []).append(us / point.us)
+    return {m: geomean(values) for m, values in sorted(found.items())}
+
+
+def _draw(draw: Draw, points: Sequence[Point], trials: Sequence[Trial], target: Target) -> str:
+    """One drawing as SVG text, wide enough to be read on a phone."""
+    plots = _pyplot()
+    figure, axes = plots.subplots(figsize=(5.6, 4.0), layout="constrained")
+    draw(axes, points, trials, target)
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    plots.close(figure)
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _draw_png(points: Sequence[Point], trials: Sequence[Trial], target: Target, path: Path) -> None:
+    plots = _pyplot()
+    figure, panels = plots.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+    for axes, draw in zip(panels, (roofline, gains, curves)):
+        draw(axes, points, trials, target)
+    figure.savefig(path, format="png", dpi=120)
+    plots.close(figure)
+
+
+def page(points: Sequence[Point], trials: Sequence[Trial], target: Target, figures: Sequence[str]) -> str:
+    """The page's text."""
+    machine, last = trials[-1].machine, datetime.fromtimestamp(trials[-1].created, timezone.utc)
+    failed = {it.status for it in trials} - {"ok"}
+    counts = ", ".join(f"{sum(it.status == status for it in trials)} {status}" for status in ["ok", *sorted(failed)])
+    gain = geomean(point.heuristic_us / point.us for point in points if point.heuristic_us)
+    head = f"{len(points)} problems, {len(trials)} trials ({counts})."
+    if gain:
+        head += f" The heuristic's schedules take {gain:.3f}x the tuned ones' time (geometric mean)."
+    versions = f"driver {machine.driver}, CUDA {machine.cuda}, torch {machine.torch}, TileLang {machine.tilelang}"
+    slow = sorted(points, key=lambda point: point.us / point.bound_us, reverse=True)[:SLOWEST]
+    parts = [
+        f"<h1>Tuned schedules, {_text(machine.gpu)}</h1><p>{_text(head)}</p>",
+        f"<p><small>{_text(versions)}, terrazzo {_text(machine.terrazzo)}, {last:%Y-%m-%d}</small></p>",
+        "<h2>Roofline</h2><p>Each point is a problem's best schedule; the lines are the datasheet's memory bandwidth "
+        "and tensor rate.</p>" + figures[0],
+        "<h2>Best against heuristic and cuBLAS</h2><p>Geometric mean over weights of the other time divided by the "
+        "best one.</p>"
+        + figures[1]
+        + _table(("operator", "M", "heuristic / best", "cuBLAS / best"), _gain_rows(points)),
+        "<h2>Search</h2><p>The best time so far as a multiple of the final one, for each problem.</p>" + figures[2],
+        "<h2>Slowest against their bound</h2><p>The bound is the time that one resource alone needs: loading, "
+        "dequantization or the tensor cores.</p>"
+        + _table(("operator", "N", "K", "M", "us", "bound", "bound us", "times bound"), map(_slow_row, slow)),
+        "<h2>All problems</h2>"
+        + _table(
+            ("operator", "N", "K", "M", "us", "heuristic us", "cuBLAS us", "tried", "failed", "schedule"),
+            map(_best_row, points),
+        ),
+    ]
+    title = f"Tuned schedules, {_text(machine.gpu)}"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
+    )
+
+
+def _gain_rows(points: Sequence[Point]) -> list[tuple]:
+    rows = []
+    for op in sorted({point.problem.op for point in points}):
+        own = [point for point in points if point.problem.op == op]
+        ours, theirs = by_m(own, lambda point: point.heuristic_us), by_m(own, lambda point: point.peer_us)
+        rows += [(op, m, ours.get(m), theirs.get(m)) for m in sorted({point.problem.m for point in own})]
+    return rows
+
+
+def _slow_row(point: Point) -> tuple:
+    problem = point.problem
+    ratio = point.us / point.bound_us
+    return problem.op, problem.n, problem.k, problem.m, point.us, point.bound, point.bound_us, ratio
+
+
+def _best_row(point: Point) -> tuple:
+    problem, it = point.problem, point.best
+    schedule = " ".join([it.trial.program, *(f"{name}={value}" for name, value in it.trial.params)])
+    times = (point.us, point.heuristic_us, point.peer_us)
+    return problem.op, problem.n, problem.k, problem.m, *times, it.tried, it.failed, schedule
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    kept = list(rows)
+    kind = ['class="text"' if any(isinstance(row[at], str) for row in kept) else "" for at in range(len(columns))]
+    head = "".join(f"<th {kind[at]}>{_text(name)}</th>" for at, name in enumerate(columns))
+    body = "".join(
+        "<tr>" + "".join(f"<td {kind[at]}>{_cell(value)}</td>" for at, value in enumerate(row)) + "</tr>"
+        for row in kept
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    return html.escape(str(value))

@@ -1,0 +1,418 @@
+"""`terrazzo tune`: search schedules on this machine's GPU, and look after what was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from terrazzo.console import Counts, Shape, console, json_option, print_json, print_table
+
+if TYPE_CHECKING:
+    from terrazzo.autotune.database import Best, Database
+    from terrazzo.autotune.jobs import Job
+    from terrazzo.autotune.runner import Progress, Summary
+
+_STATUS_S = 30.0  # between two lines that only say how far a job is, where there is no terminal
+
+
+class _DefaultRun(click.Group):
+    """`terrazzo tune --op ...` is `terrazzo tune run --op ...`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group("tune", cls=_DefaultRun)
+def tune_group() -> None:
+    """Search the fastest schedules on this machine's GPU, keep and share them."""
+
+
+def _database(function: Callable) -> Callable:
+    path = click.Path(dir_okay=False, path_type=Path)
+    return click.option("--database", type=path, help="Trial database. Default: beside the kernel cache.")(function)
+
+
+def _open(path: Path | None) -> Database:
+    from terrazzo.autotune.database import Database
+
+    return Database(path)
+
+
+@tune_group.command("run")
+@click.option("--job", "job_file", type=click.Path(path_type=Path), help="Job file (TOML); flags override its fields.")
+@click.option("--op", "ops", multiple=True, help="Operator, w4a16 (default) or w4a8; may be repeated.")
+@click.option("--model", "models", multiple=True, help="All layers of a model; may be repeated.")
+@click.option("--shape", "shapes", type=Shape(), multiple=True, help="Weight [N, K] as 28672x4096; may be repeated.")
+@click.option("--shapes", "shapes_file", type=click.Path(path_type=Path), help="File of lines NxK, or NxK M M ...")
+@click.option("--m", "ms", type=Counts(), help="Numbers of tokens. Default: one of each bucket, 8 to 4096.")
+@click.option("--dtype", type=click.Choice(["f16", "bf16"]), help="Activations and output. Default: f16.")
+@click.option("--group", type=int, help="Input channels for each scale. Default: 128, for w4a8 64.")
+@click.option("--symmetric", is_flag=True, help="Without zero points.")
+@click.option("--target", help="auto (default), or the GPU that must be there; with --dry-run any target.")
+@click.option("--strategy", help="learned (default; needs the extra `tune`), top-k, exhaustive or random.")
+@click.option("--trials", type=int, help="Schedules of one problem, at most.")
+@click.option("--budget", help="For the whole job: 90s, 10m, 1h or '200 trials'.")
+@click.option("--patience", type=int, help="Trials without progress that end a problem. Default: 24; 0 for never.")
+@click.option("--seed", type=int, help="Of the strategy.")
+@click.option("--gpus", help="CUDA devices, 0,1. Default: the first one.")
+@click.option("--workers", type=click.IntRange(min=1), help="Compiling processes. Default: one for each CPU.")
+@click.option("--resume", is_flag=True, help="Go on: nothing that the database holds is measured again.")
+@click.option("--dry-run", is_flag=True, help="Only counts and predictions; needs no GPU.")
+@_database
+@json_option
+def run_command(
+    job_file: Path | None,
+    ops: tuple[str, ...],
+    models: tuple[str, ...],
+    shapes: tuple[tuple[int, int], ...],
+    shapes_file: Path | None,
+    ms: tuple[int, ...] | None,
+    dtype: str | None,
+    symmetric: bool,
+    budget: str | None,
+    gpus: str | None,
+    workers: int | None,
+    resume: bool,
+    dry_run: bool,
+    database: Path | None,
+    as_json: bool,
+    **scalars: Any,
+) -> None:
+    """Measure schedules and keep every trial. Ctrl-C keeps what was measured; --resume goes on."""
+    from terrazzo.autotune import jobs
+    from terrazzo.autotune.runner import preview
+
+    job = jobs.read_job(job_file) if job_file else jobs.Job()
+    given = {"ops": ops, "models": models, "shapes": shapes, "m": ms, "symmetric": symmetric or None}
+    given |= {"dtype": dtype and {"f16": "float16", "bf16": "bfloat16"}[dtype], **scalars}
+    given |= {"extra": jobs.read_shapes(shapes_file)} if shapes_file else {}
+    given |= jobs.budget(budget) if budget else {}
+    job = jobs.override(job, **given)
+    job.problems()  # a job that names none is refused before anything starts
+    if dry_run:
+        target, rows = preview(job)
+        return _show_preview(job, target, rows, as_json)
+    with _open(database) as trials, _Display(job, quiet=as_json) as display:
+        summary = _runner(job, trials, gpus, resume, workers, display).run()
+        display.close(summary)
+        if as_json:
+            print_json(_summary(summary))
+        else:
+            _show_summary(summary, trials)
+    if summary.ended == "interrupted":
+        raise click.exceptions.Exit(130)
+
+
+def _runner(
+    job: Job, trials: Database, gpus: str | None, resume: bool, workers: int | None, display: Callable[[Progress], None]
+) -> Any:
+    from terrazzo.autotune.isolation import Measurer
+    from terrazzo.autotune.runner import Runner
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+    devices = (gpus or visible.split(",")[0]).split(",")
+    return Runner(job, trials, [Measurer(at) for at in devices], resume=resume, report=display, workers=workers)
+
+
+def _show_preview(job: Job, target: Any, rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        return print_json({"target": target.arch, "gpu": target.name, "strategy": job.strategy, "problems": rows})
+    columns = ("op", "N", "K", "M", "schedules", "trials", "heuristic us", "best us", "bound", "bound us")
+    names = ("op", "n", "k", "m", "schedules", "trials", "heuristic_us", "predicted_best_us", "bound", "bound_us")
+    print_table(columns, [tuple(row[name] for name in names) for row in rows])
+    trials = sum(row["trials"] for row in rows)
+    confirm = len(rows) * (job.confirm + 1 if job.confirm else 0)
+    click.echo(
+        f"{len(rows)} problems for {target.name} ({target.arch}), predicted times; strategy {job.strategy}: at most "
+        f"{trials} trials and {confirm} more to confirm; nothing was measured"
+    )
+
+
+class _Display:
+    """Live progress: a bar on a terminal, lines elsewhere (new bests, and how far the job is)."""
+
+    def __init__(self, job: Job, quiet: bool) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self.job, self.quiet, self.live = job, quiet, sys.stderr.isatty() and not quiet
+        text = TextColumn("{task.description}")
+        columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), text)
+        self.bar = Progress(*columns, console=console(stderr=True), disable=not self.live, transient=True)
+        self.task = self.bar.add_task("compiling the first kernels", total=None)
+        self.best: dict[Any, float] = {}
+        self.last = time.monotonic()
+
+    def __enter__(self) -> _Display:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def __call__(self, at: Progress) -> None:
+        line = _line(at)
+        self.bar.update(self.task, completed=at.done, total=at.total, description=line)
+        news = at.best_us is not None and at.best_us < self.best.get(at.problem, float("inf"))
+        if at.best_us is not None:
+            self.best[at.problem] = at.best_us
+        due = time.monotonic() - self.last > _STATUS_S
+        if not self.live and not self.quiet and at.trial is not None and (news or due):
+            self.last = time.monotonic()
+            click.echo(f"[{at.done}/{at.total}] {line}", err=True)
+
+    def close(self, summary: Summary) -> None:
+        self.bar.stop()
+        if not self.quiet:
+            counts = ", ".join(f"{count} {status}" for status, count in sorted(summary.statuses.items()))
+            known = f", {summary.reused} known before" if summary.reused else ""
+            ended = {"done": "done", "budget": "budget spent", "interrupted": "stopped"}[summary.ended]
+            click.echo(
+                f"{ended}: {summary.trials} trials ({counts or 'none'}){known} in {summary.seconds:.1f} s", err=True
+            )
+
+
+def _line(at: Progress) -> str:
+    """What a job just did, in one line."""
+    said = [str(at.problem)]
+    if at.trial is not None:
+        said.append(f"{at.trial.us:.2f} us" if at.trial.us is not None else f"{at.trial.status}")
+    if at.best_us is not None:
+        ratio = f" ({at.heuristic_us / at.best_us:.3f}x the heuristic)" if at.heuristic_us else ""
+        said.append(f"best {at.best_us:.2f} us{ratio}")
+    if at.left_s is not None:
+        said.append(f"{max(0, round(at.left_s))} s left")
+    return ", ".join(said)
+
+
+def _summary(summary: Summary) -> dict[str, Any]:
+    best = [
+        {"op": problem.op, **dict(problem.facts), "m": problem.m, "us": us, "heuristic_us": heuristic}
+        for problem, (us, heuristic) in summary.best.items()
+    ]
+    return {**vars(summary), "best": best}
+
+
+def _show_summary(summary: Summary, trials: Database) -> None:
+    from terrazzo.autotune.database import best
+
+    found = [it for it in best(trials.trials()) if it.trial.problem in summary.best]
+    if found:
+        _print_best(found, trials)
+
+
+@tune_group.command("list")
+@_database
+@json_option
+def list_command(database: Path | None, as_json: bool) -> None:
+    """Jobs in the database: what they tried and how it ended."""
+    with _open(database) as trials:
+        jobs: dict[str, list] = {}
+        for it in trials.trials():
+            jobs.setdefault(it.job, []).append(it)
+        where = str(trials.path)
+    rows = []
+    for job, same in jobs.items():
+        counts = Counter(it.status for it in same)
+        failed = {status: count for status, count in sorted(counts.items()) if status != "ok"}
+        started = time.strftime("%Y-%m-%d %H:%M", time.gmtime(min(it.created for it in same)))
+        row = {
+            "job": job,
+            "started": started,
+            "gpu": same[-1].machine.gpu,
+            "ops": sorted({it.problem.op for it in same}),
+        }
+        row |= {"problems": len({it.problem for it in same}), "trials": len(same), "ok": counts["ok"], "failed": failed}
+        rows.append(row | {"terrazzo": same[-1].machine.terrazzo, "sources": same[-1].machine.sources})
+    if as_json:
+        return print_json({"database": where, "jobs": rows})
+    columns = ("job", "started", "gpu", "ops", "problems", "trials", "ok", "failed", "sources")
+    print_table(
+        columns,
+        [
+            tuple(
+                ", ".join(f"{number} {status}" for status, number in row[name].items())
+                if name == "failed"
+                else row[name]
+                for name in columns
+            )
+            for row in rows
+        ],
+    )
+    click.echo(where)
+
+
+@tune_group.command("best")
+@click.option("--op", help="Only this operator.")
+@click.option("--gpu", help="Only this GPU's name.")
+@click.option("--shape", "shapes", type=Shape(), multiple=True, help="Only these weights.")
+@_database
+@json_option
+def best_command(
+    op: str | None, gpu: str | None, shapes: tuple[tuple[int, int], ...], database: Path | None, as_json: bool
+) -> None:
+    """The fastest schedule of each problem."""
+    from terrazzo.autotune.database import best
+
+    with _open(database) as trials:
+        found = best(trials.trials(op=op, gpu=gpu))
+        found = [it for it in found if not shapes or (it.trial.problem.n, it.trial.problem.k) in shapes]
+        if as_json:
+            return print_json([_best_row(it) for it in found])
+        _print_best(found, trials)
+
+
+def _best_row(it: Best) -> dict[str, Any]:
+    trial = it.trial
+    row = {"gpu": trial.machine.gpu, "op": trial.problem.op, **dict(trial.problem.facts), "m": trial.problem.m}
+    row |= {"program": trial.program, "schedule": dict(trial.params), "us": trial.us, "spread": trial.spread}
+    return row | {"heuristic_us": it.heuristic_us, "tried": it.tried, "failed": it.failed, "bound": trial.bound}
+
+
+def _print_best(found: list[Best], trials: Database) -> None:
+    peers = {problem: us for (problem, _), us in trials.peers().items()}
+    rows = []
+    for it in found:
+        trial, peer = it.trial, peers.get(it.trial.problem)
+        schedule = " ".join([trial.program, *(f"{name}={value}" for name, value in trial.params)])
+        gain, over = it.heuristic_us and it.heuristic_us / trial.us, peer and peer / trial.us
+        problem = trial.problem
+        rows.append((problem.op, problem.n, problem.k, problem.m, trial.us, gain, over, it.tried, it.failed, schedule))
+    columns = ("op", "N", "K", "M", "us", "x heuristic", "x cuBLAS", "tried", "failed", "schedule")
+    print_table(columns, rows)
+
+
+@tune_group.command("explain")
+@click.option("--op", default="w4a16", show_default=True, help="Operator.")
+@click.option("--shape", "shape", type=Shape(), required=True, help="Weight [N, K] as 28672x4096.")
+@click.option("--m", "ms", type=Counts(), required=True, help="Numbers of tokens.")
+@click.option("--dtype", type=click.Choice(["f16", "bf16"]), default="f16", show_default=True)
+@click.option("--group", type=int, help="Default: 128, for w4a8 64.")
+@click.option("--symmetric", is_flag=True, help="Without zero points.")
+@click.option("--target", help="Default: the GPU that is here.")
+@json_option
+def explain_command(
+    op: str,
+    shape: tuple[int, int],
+    ms: tuple[int, ...],
+    dtype: str,
+    group: int | None,
+    symmetric: bool,
+    target: str | None,
+    as_json: bool,
+) -> None:
+    """Which tuned record an operator takes, or why it takes its heuristic."""
+    from terrazzo.autotune.operators import get_operator
+    from terrazzo.lowering.targets import Target
+    from terrazzo.schedules import records
+
+    at, named = Target.parse(target), {"f16": "float16", "bf16": "bfloat16"}[dtype]
+    facts = get_operator(op).facts(*shape, dtype=named, group=group, symmetric=symmetric)
+    rows = []
+    for m in ms:
+        found, reasons = records.explain(op, facts, m, at)
+        reasons = reasons or ["no table for this GPU"] * (found is None)
+        row = {"m": m, "how": found.how if found else "heuristic", "record_m": found.m if found else None}
+        rows.append(row | {"us": found.us if found else None, "reasons": reasons})
+    if as_json:
+        return print_json(rows)
+    print_table(
+        ("M", "answer", "record's M", "us", "because"),
+        [(row["m"], row["how"], row["record_m"], row["us"], "; ".join(row["reasons"])) for row in rows],
+    )
+
+
+@tune_group.command("export")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: standard output.")
+@click.option("--gpu", help="Its name. Default: the only GPU in the database.")
+@_database
+def export_command(output: Path | None, gpu: str | None, database: Path | None) -> None:
+    """Write the best schedules of a GPU as the table that operators read (TERRAZZO_TUNED names it)."""
+    from terrazzo.autotune.database import best, table
+    from terrazzo.lowering.errors import ArgumentError
+
+    with _open(database) as trials:
+        found = best(trials.trials(gpu=gpu))
+    machines = {(it.trial.machine.gpu, it.trial.machine.sms) for it in found}
+    if len(machines) != 1:
+        names = ", ".join(f"{name} with {sms} SMs" for name, sms in sorted(machines)) or "none"
+        raise ArgumentError("gpu", gpu, f"the database must have one such GPU, it has: {names}", "name one with --gpu")
+    data = table(found, *machines.pop())
+    lines = [json.dumps(row, sort_keys=True) for row in data["records"]]
+    head = json.dumps({name: value for name, value in data.items() if name != "records"})[:-1]
+    text = head + ', "records": [\n' + ",\n".join(lines) + "\n]}\n"
+    if output is None:
+        return click.echo(text, nl=False)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    private = output.with_name(f".{output.name}.{os.getpid()}")
+    private.write_text(text)
+    private.replace(output)
+    click.echo(f"{output}: {len(lines)} records of {data['gpu']}")
+
+
+@tune_group.command("import")
+@click.argument("files", type=click.Path(path_type=Path), nargs=-1, required=True)
+@_database
+def import_command(files: tuple[Path, ...], database: Path | None) -> None:
+    """Add the records of exported tables to the database."""
+    from terrazzo.autotune.database import from_table
+    from terrazzo.lowering.errors import ArgumentError
+
+    with _open(database) as trials:
+        for path in files:
+            try:
+                data = json.loads(path.read_text())
+            except (OSError, ValueError) as error:
+                raise ArgumentError("table", str(path), f"cannot be read: {error}", "name an exported table") from error
+            found = from_table(data, path.name)
+            click.echo(f"{path}: {trials.add(found)} new records of {len(found)}")
+
+
+@tune_group.command("merge")
+@click.argument("databases", type=click.Path(path_type=Path), nargs=-1, required=True)
+@_database
+def merge_command(databases: tuple[Path, ...], database: Path | None) -> None:
+    """Add the trials of other databases."""
+    with _open(database) as trials:
+        for path in databases:
+            click.echo(f"{path}: {trials.merge(path)} new trials")
+
+
+@tune_group.command("prune")
+@click.option("--gpu", help="Only trials of this GPU.")
+@click.option("--failed", is_flag=True, help="Only trials without a time.")
+@click.option("--stale", is_flag=True, help="Only trials of other sources of the library than these.")
+@click.option("--older-than", "days", type=float, help="Only trials older than so many days.")
+@_database
+def prune_command(gpu: str | None, failed: bool, stale: bool, days: float | None, database: Path | None) -> None:
+    """Delete trials: those that match every condition that is given, and at least one is needed."""
+    from terrazzo.lowering.request import package_digest
+
+    if not (gpu or failed or stale or days is not None):
+        raise click.UsageError("name what to delete: --gpu, --failed, --stale or --older-than")
+    before = None if days is None else time.time() - days * 86400
+    with _open(database) as trials:
+        done = trials.prune(gpu, package_digest()[:16] if stale else None, before, failed)
+    click.echo(f"{done} trials deleted")
+
+
+@tune_group.command("report")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("tuning.html"))
+@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Also draw the overview to this file.")
+@click.option("--gpu", help="Its name. Default: the one with the latest trial.")
+@_database
+def report_command(output: Path, png: Path | None, gpu: str | None, database: Path | None) -> None:
+    """Write one self-contained HTML page: rooflines, gains, search curves, what is slow and why."""
+    from terrazzo.autotune.report import write_report
+
+    with _open(database) as trials:
+        count = write_report(trials, output, png, gpu)
+    click.echo(f"{output}: {count} problems" + (f"; {png}" if png else ""))

@@ -1,0 +1,225 @@
+"""Trials in the database, tables of records, and what operators make of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sqlite3
+
+import pytest
+from terrazzo.autotune import database as store
+from terrazzo.autotune.database import Database, Machine, Problem, Trial
+from terrazzo.lowering.errors import ArgumentError, CacheError
+from terrazzo.lowering.targets import Target
+from terrazzo.ops.w4a8 import op as w4a8
+from terrazzo.ops.w4a16 import op as w4a16
+from terrazzo.schedules import records
+
+H200, H100 = Target.parse("nvidia/nvidia-h200"), Target.parse("nvidia/nvidia-h100")
+HERE = Machine("sm_90a", H200.name, 132, "1", "13.0", "2", "0.1.15", "0.1.0", "abc")
+FACTS = w4a16.tuning_facts(6144, 4096, 128, False, "float16", "float16")
+FAST = dict(token_tiles=1, kc=2, nc=60, warps=8, chunk=2, stages=2, cluster=1)
+SLOW = dict(FAST, warps=16)
+PLAN = dict(group_size=128, symmetric=False, scale_dtype="float16", dtype="float16", bias=False, numerics="auto")
+
+
+def trial(params=FAST, us=5.0, m=8, uid="1", **changes) -> Trial:
+    made = Trial(Problem.of("w4a16", FACTS, m), "small_batch", tuple(sorted(params.items())), HERE, "ok", us, 0.01)
+    return dataclasses.replace(made, uid=uid, **changes)
+
+
+@pytest.fixture
+def trials(tmp_path):
+    with Database(tmp_path / "trials.db") as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def no_tables(monkeypatch):
+    """Nothing is shipped, nothing is named; plans of a test do not outlive it."""
+    monkeypatch.delenv(records.VARIABLE, raising=False)
+    monkeypatch.setattr(records, "_shipped", lambda gpu: None)
+    records.clear()
+    yield
+    records.clear()
+
+
+def table(rows=None, gpu=H200.name, sms=132, **version) -> records.Table:
+    own = dict(terrazzo="0.1.0", tilelang="0.1.15") | version
+    default = [dict(op="w4a16", facts=FACTS, m=8, program="small_batch", schedule=FAST, us=5.0)]
+    data = {"schema": 1, "gpu": gpu, "sms": sms, "records": [row | own for row in rows or default]}
+    return records.Table(data, "a table")
+
+
+def test_trials_come_back_as_they_went(trials):
+    given = [trial(), trial(SLOW, None, uid="2", status="crash", error="died", spread=None, bound="load", bound_us=2.5)]
+    assert trials.add(given) == 2 and trials.add(given) == 0
+    assert trials.trials() == given
+    assert trials.trials(status="crash") == given[1:] and trials.trials(m=9) == []
+    assert trials.link.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+
+
+def test_the_best_is_a_median_of_confirmed_schedules(trials):
+    trials.add(
+        [trial(SLOW, 6.0, uid="h", role="heuristic"), trial(FAST, 5.0), trial(dict(FAST, kc=1), 4.9, uid="lucky")]
+    )
+    (best,) = store.best(trials.trials())
+    assert best.trial.us == 4.9 and best.heuristic_us == 6.0 and (best.tried, best.failed) == (3, 0)
+    trials.add([trial(FAST, 5.2, uid="c1", role="confirm"), trial(SLOW, 6.4, uid="c2", role="confirm")])
+    (best,) = store.best(trials.trials())
+    assert dict(best.trial.params) == FAST and best.trial.us == pytest.approx(5.1)
+    assert best.heuristic_us == pytest.approx(6.2)
+    trials.add([trial(SLOW, 9.0, uid="new", machine=dataclasses.replace(HERE, tilelang="0.2.0"))])
+    (best,) = store.best(trials.trials())
+    assert best.trial.us == 9.0  # other versions are another question
+
+
+def test_merge_import_export_and_prune(trials, tmp_path):
+    trials.add([trial(), trial(SLOW, None, uid="2", status="hang", error="slow", created=1.0)])
+    with Database(tmp_path / "other.db") as other:
+        assert other.merge(trials.path) == 2 and other.merge(trials.path) == 0
+        assert other.prune() == 0
+        assert other.prune(failed=True, before=0.5) == 0 and other.prune(failed=True, before=2.0) == 1
+        assert other.prune(sources="abc") == 0 and other.prune(sources="def") == 1
+        data = json.loads(json.dumps(store.table(store.best(trials.trials()), H200.name, 132)))
+        (row,) = data["records"]
+        assert row["schedule"] == FAST and row["us"] == 5.0 and row["tilelang"] == "0.1.15" and row["driver"] == "1"
+        assert other.add(store.from_table(data, "x.json")) == 1 and other.add(store.from_table(data, "x.json")) == 0
+        assert store.best(other.trials())[0].trial.us == 5.0
+        with pytest.raises(CacheError, match="is no file"):
+            other.merge(tmp_path / "nothing.db")
+
+
+def test_other_files_are_refused(tmp_path):
+    (tmp_path / "text").write_text("this is no database" * 100)
+    with pytest.raises(CacheError, match="cannot be used"):
+        Database(tmp_path / "text")
+    link = sqlite3.connect(tmp_path / "new.db")
+    link.execute("PRAGMA user_version=99")
+    link.close()
+    with pytest.raises(CacheError, match="version 99"):
+        Database(tmp_path / "new.db")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ([], "schema"),
+        ({"schema": 7}, "schema = 7"),
+        ({"schema": 1, "gpu": "x", "records": []}, "gpu, sms"),
+        ({"schema": 1, "gpu": "x", "sms": 1, "records": [{"op": "w4a16"}]}, "facts"),
+    ],
+)
+def test_damaged_tables_say_what_is_wrong(data, words, tmp_path):
+    with pytest.raises(ArgumentError, match=words):
+        records.Table(data, "t")
+    with pytest.raises(ArgumentError, match="cannot be read"):
+        records.Table.read(tmp_path / "nothing.json")
+
+
+def schedule_of(m: int, target: Target = H200, **changes) -> dict:
+    params = dict(w4a16.plan(m, 6144, 4096, **(PLAN | changes), target=target).request.params)
+    return {name: params.get(name) for name in FAST}
+
+
+def test_operators_take_exact_records_and_those_of_the_bucket():
+    heuristic = schedule_of(8)
+    assert heuristic != FAST
+    records.use(table())
+    assert schedule_of(8) == schedule_of(3) == FAST  # dropped plans are made again
+    assert schedule_of(9) != FAST  # another bucket
+    assert schedule_of(8, H100) == heuristic  # another GPU
+    assert schedule_of(8, numerics="exact") != FAST and schedule_of(8, dtype="bfloat16", scale_dtype="bfloat16") != FAST
+    assert schedule_of(8, bias=True) == FAST
+    records.clear()
+    assert schedule_of(8) == heuristic
+
+
+def test_a_kept_plan_asks_nothing(monkeypatch):
+    records.use(table())
+    schedule_of(8)
+    monkeypatch.setattr(records, "explain", lambda *_: pytest.fail("asked again"))
+    assert schedule_of(8) == FAST
+
+
+def test_refused_records_have_a_reason_and_the_heuristic_answers():
+    heuristic = schedule_of(8)
+    for made, reason in (
+        (table(gpu=H100.name), "measured on NVIDIA H100 80GB HBM3 with 132 SMs, this is NVIDIA H200"),
+        (table(sms=114), "with 114 SMs"),
+        (table(tilelang="0.1.14"), "made with tilelang 0.1.14, this is 0.1.15"),
+        (table(terrazzo="0.3.0"), "made with terrazzo 0.3.0"),
+        (table(terrazzo=""), "(unknown)"),
+    ):
+        records.clear()
+        records.use(made)
+        found, reasons = records.explain("w4a16", FACTS, 8, H200)
+        assert found is None and any(reason in said for said in reasons), reasons
+        assert schedule_of(8) == heuristic
+    records.clear()
+    illegal = dict(op="w4a16", facts=FACTS, m=8, program="small_batch", schedule=dict(FAST, warps=40), us=1.0)
+    records.use(table([illegal]))
+    assert schedule_of(8) == heuristic
+
+
+def test_the_nearest_record_of_a_bucket_does_not_pad_more():
+    schedule = dict(block_tokens=256, warpgroups=2, row_blocks=1, stages=4, stage_k=64, raster=8)
+    row = dict(op="w4a16", facts=FACTS, program="stream_k", schedule=schedule, us=9.0)
+    made = table([row | {"m": 512}, row | {"m": 2048}])
+    assert made.find("w4a16", FACTS, 500)[0].m == 512
+    assert made.find("w4a16", FACTS, 300)[0] is None  # 256-token tiles would compute 512 for 300
+    assert made.find("w4a16", FACTS, 1900)[0].m == 2048 and made.find("w4a16", FACTS, 128)[0] is None
+    assert [records.bucket(m) for m in (1, 8, 9, 64, 65, 5000, 90000)] == [8, 8, 16, 64, 128, 8192, 8192]
+
+
+def test_every_m_includes_the_records_kernels():
+    facts = dict(group_size=128, symmetric=False, scale_dtype="float16")
+    before = w4a16.kernel_requests(6144, 4096, **facts, target=H200)
+    row = dict(op="w4a16", facts=FACTS, m=5, program="small_batch", schedule=FAST, us=5.0)
+    records.use(table([row]))
+    after = w4a16.kernel_requests(6144, 4096, **facts, target=H200)
+    assert set(after) - set(before) == {w4a16.plan(5, 6144, 4096, **PLAN, target=H200).request}
+
+
+def test_w4a8_asks_too():
+    facts = w4a8.tuning_facts(6144, 4096, 64, "float16", "auto")
+    schedule = dict(block_tokens=64, warpgroups=3, row_blocks=1, stages=5, raster=8)
+    records.use(table([dict(op="w4a8", facts=facts, m=64, program="stream_k", schedule=schedule, us=5.0)]))
+    own = dict(group_size=64, out_dtype="float16", dequantization="auto", bias=False, target=H200)
+    found = dict(w4a8.plan(64, 6144, 4096, **own, pipeline="auto").request.params)
+    assert {name: found[name] for name in schedule} == schedule
+    other = dict(w4a8.plan(64, 6144, 4096, **own, pipeline="imfp").request.params)
+    assert other["warpgroups"] != 3 or other["stages"] != 5
+
+
+def test_the_environment_names_a_table_or_none(tmp_path, monkeypatch):
+    made = table()
+    path = tmp_path / "mine.json"
+    data = {"schema": 1, "gpu": made.gpu, "sms": made.sms, "records": [made.rows[records.key("w4a16", FACTS)][8]]}
+    path.write_text(json.dumps(data))
+    monkeypatch.setenv(records.VARIABLE, str(path))
+    records.changed()
+    assert schedule_of(8) == FAST
+    monkeypatch.setenv(records.VARIABLE, "off")
+    records.use(made)
+    assert schedule_of(8) != FAST
+    monkeypatch.setenv(records.VARIABLE, str(tmp_path / "gone.json"))
+    records.changed()
+    with pytest.raises(ArgumentError, match=r"gone\.json"):
+        schedule_of(8)
+
+
+def test_shipped_tables_are_whole():
+    """Every record of every shipped table is one that its operator takes."""
+    from terrazzo.autotune.operators import get_operator
+
+    for path in records.FOLDER.glob("*.json"):
+        made = records.Table.read(path)
+        assert path.stem == records.slug(made.gpu)
+        target = next(t for t in (H200, H100) if t.name == made.gpu)
+        for rows in made.rows.values():
+            for m, row in rows.items():
+                problem = Problem.of(row["op"], row["facts"], m)
+                _, reason = get_operator(row["op"]).space(problem).revive(row["program"], row["schedule"], target, m)
+                assert not reason, (path.name, str(problem), reason)
+    assert records.slug("NVIDIA H200") == "h200" and records.slug("NVIDIA GeForce RTX 4090") == "4090"
