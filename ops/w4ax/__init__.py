@@ -4,6 +4,7 @@
     for x in batches: statistics.observe(x)
     plan = terrazzo.ops.w4ax.plan_blocks(statistics)                 # FMPQ: which channels form the INT8 blocks
     w = terrazzo.ops.w4ax.quantize(weight, plan, target="sm_90a")
+    y = terrazzo.ops.w4ax.gemm(x, w)                                 # x float16 or bfloat16: quantized first
 
 Names are resolved on first use, so that importing this package imports neither torch nor tilelang.
 """
@@ -13,6 +14,9 @@ from __future__ import annotations
 import importlib
 
 _HOME = {
+    "gemm": "op",
+    "kernel_requests": "op",
+    "weight_requests": "op",
     "QuantizedActivations": "activations",
     "quantize_activations": "activations",
     "ActivationStatistics": "fmpq",

@@ -1,4 +1,4 @@
-"""The persistent kernels (sm_80), run on the CPU from their CUDA text: block sums exact, y inside its bound."""
+"""The W4Ax kernels, run on the CPU from their CUDA text: block sums exact, y inside its bound."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.w4ax import activations, persistent, problem, reference
+from terrazzo.ops.w4ax import activations, persistent, problem, reference, stream_k
 from terrazzo.schedules import w4ax as schedules
 from test_w4a8_emulated import EXTRA
 from test_w4ax_format import random_weight
+from wgmma_on_cpu import SHIMS as WGMMA
+from wgmma_on_cpu import translated
 
 pytestmark = [
     pytest.mark.compiles,
@@ -124,3 +126,53 @@ def test_a_single_block_is_exact_in_float32(tmp_path):
         schedule = schedules.Persistent(16, 4, 1, 3)
         y, _ = emulate(weight, q, only, schedule, 2, tmp_path / str(block), out_dtype="float32")
         assert torch.equal(y.double(), reference.block_sums(q, weight)[block].double())
+
+
+def emulate_stream_k(weight, q, scales, schedule, partition, folder, *, out_dtype):
+    """y of one launch of the wgmma program, in an output that was NaN."""
+    packed, m = weight.pack(target="sm_90a"), q.shape[0]
+    x = activations.from_codes(q, scales, packed)
+    k, bias = packed.blocks * 128, weight.bias
+    params = dict(
+        n=weight.n, k=k, blocks8=weight.blocks8, out_dtype=out_dtype, bias=bias is not None, **schedule.params()
+    )
+    request = KernelRequest(
+        "w4ax.stream_k", f"{stream_k.__name__}:build", tuple(params.items()), "sm_90a", stream_k.PASS_CONFIGS
+    )
+    source = translated((compile_request(request) / "kernel.cu").read_text(), schedule.block_tokens)
+    gemm = problem.Gemm(weight.n, k, weight.blocks8, out_dtype, bias is not None)
+    base = EXTRA.replace("typedef unsigned char uchar;", "")
+    kernel = CpuKernel(
+        source.replace("int grid", "int ctas").replace("grid", "ctas"),
+        [WGMMA, base, SHIMS, gemm.converter.device_source, problem.SOURCE],
+        schedule.warpgroups * 128 + 128,
+        folder,
+    )
+    grid, shared = partition
+    y = torch.full((m, weight.n), float("nan"), dtype=getattr(torch, out_dtype))
+    semaphores = torch.zeros(grid, schedule.warpgroups, dtype=torch.int32)
+    workspace = torch.full((grid, schedule.warpgroups, schedule.block_tokens // 8, 128, 4), float("nan"))
+    kernel(
+        (grid, 1, 1), X_desc=torch.tensor([x.q8.data_ptr(), m, k]), W=packed.words, XS=x.scales, B=bias, WS=workspace,
+        SEM=semaphores, Y=y, sk=shared, m=m, mp=x.scales.shape[1], ctas=grid,
+    )  # fmt: skip
+    assert not semaphores.any()
+    return y
+
+
+STREAM_K = {  # n, k, INT8 blocks, m, schedule, (grid, shared tiles), output, bias
+    "held": (200, 640, 2, 37, schedules.StreamK(16, 2, 3), (3, 6), "float16", True),
+    "wide": (130, 333, 1, 130, schedules.StreamK(128, 2, 2), (3, 3), "bfloat16", False),
+    "four": (256, 512, 4, 20, schedules.StreamK(32, 4, 4), (1, 0), "float32", True),
+}
+
+
+@pytest.mark.parametrize("name", STREAM_K)
+def test_stream_k(name, tmp_path):
+    n, k, blocks8, m, schedule, partition, out_dtype, bias = STREAM_K[name]
+    weight = random_weight(n, k, blocks8, seed=n, bias=bias)
+    q, scales = random_activations(m, weight)
+    y = emulate_stream_k(weight, q, scales, schedule, partition, tmp_path, out_dtype=out_dtype)
+    ref = reference.gemm(q, scales, weight)
+    bound = reference.forward_error_bound(q, scales, weight, getattr(torch, out_dtype))
+    assert bool(((y.double() - ref).abs() <= bound).all())

@@ -1,0 +1,271 @@
+"""y = x w^T in mixed W4A4 and W4A8: validation, choice of kernel and schedule, workspace, launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError, CaptureError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import launching
+from terrazzo.ops.launching import Plan
+from terrazzo.ops.w4ax import activations, problem
+from terrazzo.ops.w4ax import persistent as persistent_program
+from terrazzo.ops.w4ax import stream_k as stream_k_program
+from terrazzo.ops.w4ax.activations import QuantizedActivations
+from terrazzo.ops.w4ax.fmpq import BLOCK
+from terrazzo.ops.w4ax.format import PackedWeight, identity, native
+from terrazzo.ops.w4ax.reference import GRANULARITIES, OUT_DTYPES
+from terrazzo.schedules import w4ax as schedules
+
+if TYPE_CHECKING:
+    import torch
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    m: int,
+    n: int,
+    k: int,
+    blocks8: int,
+    *,
+    out_dtype: str,
+    bias: bool,
+    target: Target,
+    device: Target | None = None,
+) -> tuple[Plan, schedules.Persistent | None]:
+    """Kernel and launch sizes for M = m >= 1, and the schedule whose work list the kernel follows (native s4).
+
+    `device` is the GPU that runs it where that is newer than `target`.
+    """
+    if out_dtype not in OUT_DTYPES:
+        raise ArgumentError("out_dtype", out_dtype, f"must be one of {OUT_DTYPES}", "leave out_dtype out")
+    depth = -(-k // BLOCK) * BLOCK
+    common = dict(n=n, k=depth, blocks8=blocks8, out_dtype=out_dtype, bias=bias)
+    gemm = schedules.MixedGemm(n, depth, blocks8, problem.Gemm(**common).out_bytes)
+    program = persistent_program if native(target) else stream_k_program
+    listed = schedules.choose_persistent(gemm, target, m) if native(target) else None
+    schedule = listed or schedules.choose(gemm, target, m)
+    request = KernelRequest(
+        f"w4ax.{program.__name__.rpartition('.')[2]}",
+        f"{program.__name__}:build",
+        tuple((common | schedule.params()).items()),
+        target,
+        program.PASS_CONFIGS,
+        launching.ptx_flags(target, device),
+    )
+    if listed is not None:
+        slots = listed.ctas * (device or target).sms  # a CTA leaves at most one sum
+        return Plan(request, (slots, listed.sums // 4, listed.warps * 32, 4), (slots,), ()), listed
+    part = schedules.partition(schedule, gemm, device or target, m)
+    workspace = (part.grid, schedule.warpgroups, schedule.block_tokens // 8, 128, 4)
+    return Plan(request, workspace, (part.grid, schedule.warpgroups), (part.shared,)), None
+
+
+def kernel_requests(
+    n: int,
+    k: int,
+    *,
+    blocks8: int | None = None,
+    m: int | Sequence[int] | None = None,
+    dtype: str = "float16",
+    out_dtype: str | None = None,
+    target: Target | str,
+    bias: bool = False,
+    permuted: bool = True,
+    norm: bool = False,
+    granularity: str = "block",
+) -> list[KernelRequest]:
+    """The kernels that serve an [n, k] weight: for the given M, or for every M (None). Needs no GPU.
+
+    Args:
+        blocks8: INT8 blocks; None takes a quarter of them, as the paper's kernel measurements.
+        dtype: of the activations that are quantized, "float16" or "bfloat16"; None leaves their kernel out.
+        out_dtype: "float16", "bfloat16" or "float32"; None takes dtype.
+        bias, permuted: whether the weight has a bias, a permutation. norm, granularity: see `quantize_activations`.
+
+    Raises:
+        ArgumentError: a value that no kernel serves. TargetError: an unknown target.
+    """
+    if dtype not in (None, *activations.DTYPES):
+        raise ArgumentError("dtype", dtype, f"must be one of {activations.DTYPES}", "cast the activations")
+    if granularity not in GRANULARITIES:
+        raise ArgumentError("granularity", granularity, f"must be one of {GRANULARITIES}", "use 'block'")
+    at, tokens = Target.parse(target), launching.tokens_of(m)
+    high = round(0.25 * -(-k // BLOCK)) if blocks8 is None else blocks8
+    out = out_dtype or dtype or "float16"
+    plans = [plan(t, n, k, high, out_dtype=out, bias=bias, target=at)[0] for t in tokens]
+    facts = dict(permuted=permuted, norm=norm, granularity=granularity, wide=not native(at), target=at)
+    before = [activations.plan(t, k, high, dtype=dtype, **facts) for t in tokens if dtype]
+    return list(dict.fromkeys([*launching.requests_of(plans), *before]))
+
+
+def weight_requests(
+    w: PackedWeight,
+    m: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    bias: bool | None = None,
+    norm: bool = False,
+    granularity: str = "block",
+) -> list[KernelRequest]:
+    """The kernels that `gemm` will use for `w` and these M on the current GPU, to compile them up front.
+
+    Args:
+        dtype: of 16-bit activations; None for quantized ones. out_dtype: None takes dtype, or float16.
+    """
+    target, device = launching.targets(w.target, w.device)
+    out = str(out_dtype or dtype or "torch.float16").removeprefix("torch.")
+    has_bias = w.bias is not None if bias is None else bias
+    tokens, at = launching.tokens_of(m), dict(target=target, device=device)
+    plans = [plan(t, w.n, w.k, w.blocks8, out_dtype=out, bias=has_bias, **at)[0] for t in tokens]
+    before = []
+    if dtype is not None:
+        facts = dict(permuted=bool(w.order), norm=norm, granularity=granularity, wide=not w.native)
+        before = [activations.plan(t, w.k, w.blocks8, dtype=str(dtype)[6:], **facts, **at) for t in tokens]
+    return list(dict.fromkeys([*launching.requests_of(plans), *before]))
+
+
+def gemm(
+    x: torch.Tensor | QuantizedActivations,
+    w: PackedWeight,
+    *,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """y[..., N] = x[..., K] w[N, K]^T + bias, on the current stream; the same bits in every run.
+
+    On sm_90a both kinds of blocks run on int8 tensor cores: the result is that of INT4 and INT8 blocks, the speed that
+    of W4A8.
+
+    Args:
+        x: activations quantized for this weight, or float16 or bfloat16 [..., K] on w's GPU, which are quantized first
+            ("block" scales), in one more kernel.
+        w: packed weight. Its own bias is added unless `bias` is given.
+        bias: float [N]; added in float32.
+        out: contiguous [..., N] of the output dtype, written and returned. M = 0 writes nothing.
+        out_dtype: torch.float16, torch.bfloat16 or torch.float32. None takes x's dtype, or float16.
+
+    Works under torch.compile(fullgraph=True) and, once each M was called, in CUDA graph capture. Calls on different
+    streams use different workspaces; two graphs captured on one stream must not be replayed at the same time.
+
+    Raises:
+        ArgumentError: an operand that does not fit, named with the value seen and the remedy.
+        LayoutMismatchError: w was packed with another layout. TargetError: w was packed for another GPU.
+        CaptureError: a kernel that was never launched is met during CUDA graph capture.
+        ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
+    """
+    import torch
+
+    if not hasattr(w, "words"):
+        raise ArgumentError("w", type(w).__name__, "must be a PackedWeight", "call w4ax.pack, or w.pack()")
+    held = x.q8 if isinstance(x, QuantizedActivations) else x
+    if torch.compiler.is_compiling() or type(held) is not torch.Tensor:  # traced, fake or another subclass: dispatch
+        from terrazzo.ops.w4ax import torch_op
+
+        y = torch_op.call(x, w, bias, out_dtype)
+        return y if out is None else out.copy_(y)
+    if held is x:
+        out_dtype = out_dtype or held.dtype
+        x = activations.run(x, w, None, 0.0, "block", None)
+    return run(x, w, bias, out, out_dtype or torch.float16)
+
+
+def run(
+    x: QuantizedActivations,
+    w: PackedWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """The eager path of `gemm` on quantized activations."""
+    import torch
+
+    _check_inputs(x, w)
+    m, n = x.m, w.n
+    if bias is not None:
+        launching.check_bias(bias, n, None, x.device)
+        bias = bias.float()
+    elif w.bias is not None:
+        bias = launching.cast_once(w, "bias", torch.float32)
+    facts = (n, w.k, w.blocks8, w.layout, w.target)
+    if getattr(w.words, "_terrazzo", None) != (launching.writes(w.words), facts):
+        _adopt(w, facts)
+    stream = launching.current_stream(x.q8)
+    key = (facts, m, x.device, stream, out_dtype, bias is None)
+    found = _launchers.get(key) or _prepare(key, x, w)
+    shape = (*x.shape[:-1], n)
+    if out is None:
+        y = torch.empty(shape, dtype=out_dtype, device=x.device)
+    else:
+        launching.check_out(out, shape, out_dtype, x.device)
+        y = out
+    if m == 0:
+        return y
+    kernel, workspace, semaphores, scalars, none, lists = found
+    bias = none["float32"] if bias is None else bias
+    written = y if y.data_ptr() % 16 == 0 else torch.empty_like(y)
+    rows = written.view(m, n)
+    if lists is None:
+        kernel(x.q8, w.words, x.scales, bias, workspace, semaphores, rows, *scalars)
+    else:
+        planes = (x.q4 if x.q4.shape[1] else none["uint8"], x.q8 if x.q8.shape[1] else none["int8"])
+        kernel(*planes, w.words, x.scales, bias, *lists, workspace, semaphores, rows)
+    return y if written is y else y.copy_(written)
+
+
+_launchers: dict[tuple, tuple] = {}
+
+
+def _adopt(w: PackedWeight, facts: tuple) -> None:
+    """Check a weight that is new or was written to, and note so on its words, which outlive a PackedWeight around them.
+
+    Kernels fetch weights before the kernel ahead of them on the stream has ended (programmatic dependent launch), so
+    the last writer of the weight must not be that kernel: a tiny one is launched between.
+    """
+    w.check_layout(identity(native(Target.parse(w.target))))
+    w.check_sizes()
+    w.words.new_zeros(1)
+    w.words._terrazzo = (launching.writes(w.words), facts)
+
+
+def _prepare(key: tuple, x: QuantizedActivations, w: PackedWeight) -> tuple:
+    """Kernel, workspace, semaphores, trailing arguments, stand-ins, the work list or None; kept."""
+    import torch
+
+    _, m, device, stream, out_dtype, no_bias = key
+    x.check()
+    if not x.q8.is_cuda or x.device != w.device:
+        raise launching.elsewhere(x.q8, w.device)
+    if m == 0:
+        return ()
+    target, here = launching.targets(w.target, x.device)
+    out = str(out_dtype).removeprefix("torch.")
+    chosen, listed = plan(m, w.n, w.k, w.blocks8, out_dtype=out, bias=not no_bias, target=target, device=here)
+    launch = launching.ready(chosen, m, x.device, stream, "w4ax.gemm")
+    lists = None
+    if listed is not None:
+        if torch.cuda.is_current_stream_capturing():
+            raise CaptureError(f"w4ax.gemm never ran with M = {m}; call it once before the capture")
+        gemm = schedules.MixedGemm(w.n, w.blocks * BLOCK, w.blocks8)
+        made = schedules.work_plan(listed, gemm, target, m, listed.ctas * here.sms)
+        items, first, _ = schedules.work_list(made, -(-m // listed.block_tokens))
+        lists = [torch.tensor(rows, dtype=torch.int32, device=device) for rows in (items, first)]
+    found = _launchers[key] = (*launch, activations.stand_ins(x.device), lists)
+    return found
+
+
+def _check_inputs(x: QuantizedActivations, w: PackedWeight) -> None:
+    launching.check_no_grad(x.q8, "gemm")
+    if x.k != w.k:
+        raise ArgumentError("x", list(x.shape), f"its last dimension must be K = {w.k}", "pass activations [..., K]")
+    if (x.blocks8, x.order) != (w.blocks8, w.order) or (x.wide == w.native and x.blocks8 != x.blocks):
+        seen = f"{x!r}, order {x.order!r}{', wide' if x.wide else ''}"
+        constraint = f"must be quantized for {w!r}, order {w.order!r}"
+        raise ArgumentError("x", seen, constraint, "call quantize_activations(x, w) with this weight")
+    if x.device != w.device:
+        raise launching.elsewhere(x.q8, w.device)

@@ -1,0 +1,131 @@
+"""The W4Ax operator without a GPU: which kernels serve which M, schedules, and how bad calls are refused."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+import torch
+from terrazzo.lowering.errors import ArgumentError, TargetError
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import launching, w4ax
+from terrazzo.ops.w4ax import activations, op
+from terrazzo.schedules import w4ax as schedules
+from terrazzo.schedules import work_items
+from test_w4ax_format import random_weight
+
+SHAPES = ((13824, 5120), (5120, 13824), (6144, 4096), (57344, 8192), (8192, 29568), (257, 203), (1, 1))
+TOKENS = (1, 2, 8, 15, 16, 17, 33, 64, 65, 128, 129, 300, 4096)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+def test_no_m_needs_a_kernel_outside_the_listed_ones(arch):
+    target = Target.parse(arch)
+    for n, k in SHAPES:
+        blocks8 = -(-k // 128) // 4
+        listed = set(w4ax.kernel_requests(n, k, blocks8=blocks8, target=target))
+        assert len(listed) <= 6
+        for m in TOKENS:
+            plan, schedule = op.plan(m, n, k, blocks8, out_dtype="float16", bias=False, target=target)
+            assert plan.request in listed, (n, k, m)
+            assert all(extent > 0 for extent in (*plan.workspace, *plan.semaphores))
+            assert prod(plan.semaphores) <= launching.SEMAPHORES
+            assert (schedule is None) == (arch == "sm_90a")
+            facts = dict(dtype="float16", permuted=True, norm=False, granularity="block", wide=arch == "sm_90a")
+            assert activations.plan(m, k, blocks8, **facts, target=target) in listed
+
+
+def test_schedules_fit_their_targets():
+    for n, k in SHAPES:
+        gemm = schedules.MixedGemm(n, k, 0)
+        for m in TOKENS:
+            hopper = schedules.choose(gemm, Target.parse("sm_90a"), m)
+            assert hopper.legal() and hopper.stages >= 2
+            for each in (hopper, *schedules.candidates(gemm, Target.parse("sm_90a"), m)):
+                assert each.smem_bytes(gemm) <= Target.parse("sm_90a").smem_per_block
+            for arch in ("sm_80", "sm_86"):
+                target = Target.parse(arch)
+                s = schedules.choose_persistent(gemm, target, m)
+                assert s.smem_bytes(gemm) <= target.smem_per_block
+                assert s.ctas * (s.smem_bytes(gemm) + 1024) <= target.smem_per_sm
+
+
+def test_the_work_list_covers_every_block_once():
+    target, gemm = Target.parse("sm_80"), schedules.MixedGemm(1000, 1280, 3)
+    schedule = schedules.choose_persistent(gemm, target, 100)
+    plan = schedules.work_plan(schedule, gemm, target, 100, 216)
+    plan.check(work_items.items_of(8, (4,) * 7 + (8,) * 3))
+    items, first, slots = schedules.work_list(plan, 1)
+    assert first[0] == 0 and first[-1] == len(items) and slots < plan.sms == 80  # no more CTAs than blocks
+    assert sorted(k for item in items for k in range(item[2], item[3])) == sorted([*range(10)] * 8)
+    costs = work_items.block_costs(target, rows=128, tokens=128, unit_k=128, unit_bytes=8448)
+    assert costs[8] > 1.3 * costs[4]  # so that INT8 blocks come in smaller ranges
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"out_dtype": "int32"}, "out_dtype"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"blocks8": 3}, "blocks8"),
+        ({"granularity": "row"}, "granularity"),
+    ],
+)
+def test_requests_that_no_kernel_serves(changes, words):
+    with pytest.raises(ArgumentError, match=words):
+        w4ax.kernel_requests(**({"n": 64, "k": 256, "m": 4, "target": "sm_90a"} | changes))
+
+
+def test_unknown_targets_and_rows_that_do_not_fit():
+    with pytest.raises(TargetError):
+        w4ax.kernel_requests(64, 256, target="sm_75")
+    with pytest.raises(ArgumentError, match="shared memory"):
+        schedules.quantizer_warps(65536, Target.parse("sm_86"), 4)
+
+
+def quantized(weight, target: str, m: int = 5):
+    packed = weight.pack(target=target)
+    q = torch.zeros(m, packed.blocks * 128, dtype=torch.int8)
+    return packed, activations.from_codes(q, torch.ones(m, packed.blocks), packed)
+
+
+def test_activations_must_be_made_for_the_weight():
+    weight = random_weight(70, 300, 1)
+    packed, x = quantized(weight, "sm_90a")
+    elsewhere = quantized(weight, "sm_80")[1]
+    assert x.wide and not elsewhere.wide and x.order == packed.order != ""
+    with pytest.raises(ArgumentError, match="CUDA device"):  # all but the device fits
+        w4ax.gemm(x, packed)
+    mixed = random_weight(70, 300, 2)
+    for bad in (quantized(random_weight(70, 300, 1, seed=9), "sm_90a")[1], quantized(mixed, "sm_90a")[1], elsewhere):
+        with pytest.raises(ArgumentError, match="quantized for") as error:
+            w4ax.gemm(bad, packed)
+        assert error.value.argument == "x"
+    with pytest.raises(ArgumentError, match="last dimension"):
+        w4ax.gemm(quantized(random_weight(70, 200, 1), "sm_90a")[1], packed)
+    with pytest.raises(ArgumentError, match="w = "):
+        w4ax.gemm(x, torch.ones(3))
+    with pytest.raises(ArgumentError, match="bias"):
+        w4ax.gemm(x, packed, bias=torch.ones(71))
+    with pytest.raises(ArgumentError, match="last dimension"):
+        w4ax.quantize_activations(torch.ones(3, 299), packed)
+    with pytest.raises(ArgumentError, match="static_scales"):
+        activations._static(None, "static", 3, torch.device("cpu"))
+
+
+def test_torch_sees_the_operator():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    weight = random_weight(70, 300, 1, bias=True)
+    for target, low, high in (("sm_90a", 0, 384), ("sm_80", 128, 128)):
+        mode, packed = FakeTensorMode(), weight.pack(target=target)
+        fake = packed.__class__(
+            **{k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in packed.__dict__.items()}
+        )
+        with mode:
+            x = torch.empty(2, 3, 300, dtype=torch.bfloat16)
+            made = w4ax.quantize_activations(x, fake)
+            assert made.q4.shape == (6, low) and made.q8.shape == (6, high) and made.scales.shape == (3, 8)
+            y = w4ax.gemm(x, fake)
+            assert y.shape == (2, 3, 70) and y.dtype == torch.bfloat16
+            assert w4ax.gemm(made, fake, out_dtype=torch.float32).dtype == torch.float32

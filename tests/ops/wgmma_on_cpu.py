@@ -1,0 +1,110 @@
+"""Hopper's asynchronous warpgroup products and TMA tiles for `cuda_on_cpu`: they happen when they are waited for.
+
+A wgmma reads its operand registers and its tile in shared memory, and writes its accumulators, only inside
+warpgroup_wait: registers or stages used again too early, and sums that are read too early, show as wrong results.
+"""
+
+from __future__ import annotations
+
+import re
+
+SHIMS = r"""
+typedef unsigned char uchar;
+struct TensorMap { long long base, rows, bytes; };  // of a matrix of bytes
+struct Together { int arrived = 0; long round = 0; };
+static Together warpgroups[8];
+template <class F> static void wg_meet(F work) {
+  Together &w = warpgroups[current / 128]; long round = w.round;
+  if (++w.arrived == 128) { work(); w.arrived = 0; ++w.round; } else wait_until([&] { return w.round != round; });
+}
+struct Product { const uint32_t *a; const char *b; int32_t *c; int n; bool add; };
+static std::vector<std::vector<Product>> products[1024];  // of each thread: groups, the last one open
+static void multiply(int first, size_t group, size_t index) {
+  Product &head = products[first][group][index];
+  static int8_t x[64][32], y[256][32];
+  for (int i = 0; i < 128; ++i) {
+    Product &p = products[first + i][group][index]; int g = i % 32 / 4, t = i % 4;
+    for (int r = 0; r < 4; ++r) for (int e = 0; e < 4; ++e)
+      x[i / 32 * 16 + g + 8 * (r & 1)][4 * t + e + 16 * (r >> 1)] = (int8_t)(p.a[r] >> 8 * e);
+  }
+  for (int n = 0; n < head.n; ++n) for (int k = 0; k < 32; ++k) {
+    uint64_t at = (uint64_t)head.b + n * 128 + k;
+    y[n][k] = *(const int8_t *)(at ^ (at >> 7 & 7) << 4);
+  }
+  for (int i = 0; i < 128; ++i) {
+    Product &p = products[first + i][group][index]; int g = i % 32 / 4, t = i % 4;
+    for (int v = 0; v < p.n / 2; ++v) {
+      int row = i / 32 * 16 + g + 8 * (v >> 1 & 1), col = 8 * (v >> 2) + 2 * t + (v & 1), sum = p.add ? p.c[v] : 0;
+      for (int k = 0; k < 32; ++k) sum += x[row][k] * y[col][k];
+      p.c[v] = sum;
+    }
+  }
+}
+template <int N> static void wgmma_s8(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
+  products[current].back().push_back({a, (const char *)b, (int32_t *)c, N, add});
+}
+namespace tl {
+template <> inline bool tl_shuffle_elect<32>() { return threadIdx.x % 32 == 0; }
+struct GmmaDescriptor { uint64_t base; uint64_t operator+(int offset) const { return base + 16 * (int64_t)offset; } };
+template <int A, int B, int C> void initialize_wgmma_descriptor(GmmaDescriptor &d, const void *p) {
+  d.base = (uint64_t)p; products[current].assign(1, {});
+}
+template <class T> void prefetch_tma_descriptor(T) {}
+inline void fence_proxy_async() {}
+template <class T> void warpgroup_fence_operand(T *, int) {}
+inline void warpgroup_arrive() {}
+inline void warpgroup_commit_batch() { products[current].emplace_back(); }
+template <int N> void warpgroup_wait() {
+  wg_meet([] {
+    int first = current / 128 * 128;
+    size_t closed = products[first].size() - 1, done = closed > N ? closed - N : 0;
+    for (size_t g = 0; g < done; ++g)
+      for (size_t i = 0; i < products[first][g].size(); ++i) multiply(first, g, i);
+    for (int i = 0; i < 128; ++i)
+      products[first + i].erase(products[first + i].begin(), products[first + i].begin() + done);
+  });
+}
+template <int N> void warpgroup_reg_alloc() {}
+template <int N> void warpgroup_reg_dealloc() {}
+}  // namespace tl
+static void cudaTriggerProgrammaticLaunchCompletion() {}
+static void cudaGridDependencySynchronize() {}
+template <int ROWS> static void tma_tile(const TensorMap *map, Barrier &bar, void *to, int col, int row) {
+  static std::vector<std::vector<char>> held; held.emplace_back(ROWS * 128, 0);
+  std::vector<char> &tile = held.back();
+  for (int r = 0; r < ROWS; ++r) for (int c = 0; c < 128; ++c)
+    if (row + r < map->rows && col + c < map->bytes)
+      tile[r * 128 + ((c / 16 ^ r % 8) * 16 + c % 16)] = ((const char *)map->base)[(row + r) * map->bytes + col + c];
+  poison(to, ROWS * 128); Barrier::flying.push_back({&bar, {to, tile.data(), ROWS * 128}});
+}
+static void tz_signal(int *flag, int) { wg_meet([] {}); if (threadIdx.x % 128 == 0) *flag = 1; }
+static void tz_await(int *flag, int count, int stride, int) {
+  for (int i = threadIdx.x % 128; i < count; i += 128) {
+    int *f = flag + i * stride;
+    wait_until([&] { return *f == 1; }); *f = 0;
+  }
+  wg_meet([] {});
+}
+static void tz_stmatrix4_trans(void *p, unsigned a, unsigned b, unsigned c, unsigned d) {
+  uint64_t at = (uint64_t)p; uint32_t in[6] = {(uint32_t)at, (uint32_t)(at >> 32), a, b, c, d};
+  meet(in, 6, nullptr, 0, [](Meeting &w) {
+    for (int j = 0; j < 4; ++j) for (int l = 0; l < 32; ++l) for (int h = 0; h < 2; ++h) {
+      int i = j * 8 + l % 4 * 2 + h;
+      uint16_t *row = (uint16_t *)(w.in[i][0] | (uint64_t)w.in[i][1] << 32);
+      row[l / 4] = w.in[l][2 + j] >> 16 * h;
+    }
+  });
+}
+template <class T, bool WHOLE> static void tz_store_row(void *y, int row, int n, int col, const void *src) {
+  for (int e = 0; e < 16 / (int)sizeof(T) && col + e < n; ++e)
+    ((T *)y)[(long long)row * n + col + e] = ((const T *)src)[e];
+}
+"""
+
+
+def translated(source: str, block_tokens: int) -> str:
+    """CUDA text of a wgmma program with its tensor map as a plain pointer and its products as calls of the shims."""
+    source = source.replace("__grid_constant__ const CUtensorMap X_desc", "const TensorMap* X_desc")
+    source = source.replace("tl::tma_load(", f"tma_tile<{block_tokens}>(")
+    product = r"tl::wgmma_rs<tl::DataType::kInt8, tl::DataType::kInt8, tl::DataType::kInt32, 64, (\d+), 32,[^>]*>"
+    return re.sub(product, r"wgmma_s8<\1>", source)
