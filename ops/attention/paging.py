@@ -1,0 +1,155 @@
+"""Which pages hold which sequence: allocation, sharing and copy-on-write of a paged KV cache. Plain Python, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from terrazzo.lowering.errors import ArgumentError, TerrazzoError
+
+
+class CacheFullError(TerrazzoError, RuntimeError):
+    """The KV cache has too few free pages or sequence slots; the call that asked for them changed nothing."""
+
+
+@dataclass
+class Sequence:
+    """Pages of a sequence in order, its tokens, and its residual slot."""
+
+    slot: int
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+
+
+class PageTable:
+    """Pages and slots of many sequences.
+
+    Args:
+        pages: number of pages. page_size: tokens of a page. slots: most sequences at a time.
+        residual: tokens of the f16 residual block, 0 for none; only whole blocks of it take room in pages.
+    """
+
+    def __init__(self, pages: int, page_size: int, slots: int, residual: int = 0) -> None:
+        self.page_size, self.residual = page_size, residual
+        self.sequences: dict[int, Sequence] = {}
+        self.holders = [0] * pages
+        """Sequences that hold each page."""
+        self._free = list(range(pages - 1, -1, -1))
+        self._slots = list(range(slots - 1, -1, -1))
+        self._next = 0
+
+    # -- counting ------------------------------------------------------------------------------------------------------
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def shared_pages(self) -> int:
+        """Pages that several sequences hold."""
+        return sum(count > 1 for count in self.holders)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._slots)
+
+    def get(self, sequence: int) -> Sequence:
+        """Raises ArgumentError for a sequence that does not exist (any more)."""
+        found = self.sequences.get(sequence)
+        if found is None:
+            raise ArgumentError("sequence", sequence, "is no sequence of this cache", "make one with new() or fork()")
+        return found
+
+    def stored(self, tokens: int) -> int:
+        """Tokens of the first `tokens` that lie in pages."""
+        return tokens - tokens % self.residual if self.residual else tokens
+
+    # -- changing ------------------------------------------------------------------------------------------------------
+    def new(self) -> int:
+        """An empty sequence. Raises CacheFullError without a free slot."""
+        if not self._slots:
+            raise CacheFullError(f"all {len(self.sequences)} sequence slots are taken; free a sequence first")
+        self._next += 1
+        self.sequences[self._next] = Sequence(self._slots.pop())
+        return self._next
+
+    def fork(self, sequence: int) -> int:
+        """A sequence with the same tokens in the same pages, which are copied when one of the two writes to them."""
+        source = self.get(sequence)
+        made = self.new()
+        self.sequences[made].pages = list(source.pages)
+        self.sequences[made].length = source.length
+        for page in source.pages:
+            self.holders[page] += 1
+        return made
+
+    def free(self, sequence: int) -> None:
+        """Give back a sequence's slot and the pages that nobody else holds."""
+        found = self.get(sequence)
+        del self.sequences[sequence]
+        for page in found.pages:
+            self._release(page)
+        self._slots.append(found.slot)
+
+    def _release(self, page: int) -> None:
+        self.holders[page] -= 1
+        if not self.holders[page]:
+            self._free.append(page)
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self.holders[page] = 1
+        return page
+
+    def needed(self, sequence: int, new: int) -> tuple[int, list[int]]:
+        """(further pages, positions of held pages that `new` more tokens write to) of a sequence."""
+        found = self.get(sequence)
+        before, after = self.stored(found.length), self.stored(found.length + new)
+        held = len(found.pages)
+        more = -(-after // self.page_size) - held
+        touched = list(range(before // self.page_size, held)) if after > before else []
+        return max(more, 0), touched
+
+    def extend(self, new: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Make room for new[sequence] more tokens of each sequence, and count them.
+
+        Returns:
+            (source, target) of each page that was shared and must be copied before the tokens are written.
+
+        Raises:
+            CacheFullError: too few free pages; nothing changed. ArgumentError: unknown sequences, negative numbers.
+        """
+        wanted, writers = 0, {}
+        for sequence, count in new.items():
+            if count < 0:
+                raise ArgumentError("new", count, "must not be negative", "fork before tokens that may be dropped")
+            more, touched = self.needed(sequence, count)
+            wanted += more
+            for at in touched:
+                writers.setdefault(self.sequences[sequence].pages[at], []).append((sequence, at))
+        copies = [  # where all holders write, one of them keeps the page
+            place
+            for page, places in writers.items()
+            if self.holders[page] > 1
+            for place in places[len(places) == self.holders[page] :]
+        ]
+        wanted += len(copies)
+        if wanted > len(self._free):
+            raise CacheFullError(
+                f"{sum(new.values())} new tokens of {len(new)} sequences need {wanted} pages of {self.page_size} "
+                f"tokens, {len(self._free)} of {len(self.holders)} are free; free sequences first"
+            )
+        moved = []
+        for sequence, at in copies:
+            pages = self.sequences[sequence].pages
+            source, pages[at] = pages[at], self._take()
+            self._release(source)
+            moved.append((source, pages[at]))
+        for sequence, count in new.items():
+            found = self.sequences[sequence]
+            found.pages += [self._take() for _ in range(self.needed(sequence, count)[0])]
+            found.length += count
+        return moved
+
+    def rows(self, sequences: Iterable[int]) -> list[list[int]]:
+        """Pages of each sequence."""
+        return [list(self.get(sequence).pages) for sequence in sequences]
