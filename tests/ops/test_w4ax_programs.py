@@ -1,0 +1,111 @@
+"""Machine code of the W4Ax programs: tensor instructions, no spills, wgmma in groups, 3 instructions for 8 values."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from terrazzo.lowering import KernelReport, compile_request
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.lowering.toolchain import find_nvcc
+from terrazzo.ops.w4ax import persistent, stream_k
+from terrazzo.schedules import w4ax as schedules
+from test_w4a8_programs import counter, sass
+
+pytestmark = pytest.mark.compiles
+FACTS = {"n": 448, "k": 640, "blocks8": 2, "out_dtype": "float16", "bias": False}
+WGMMA = {  # changes, tokens of the instruction
+    "few tokens": ({"block_tokens": 16, "warpgroups": 4, "stages": 4}, 16),
+    "three warpgroups": ({"block_tokens": 64, "warpgroups": 3, "stages": 4, "out_dtype": "bfloat16", "bias": True}, 64),
+    "widest": ({"block_tokens": 128, "warpgroups": 2, "stages": 4, "n": 450}, 128),
+}
+MMA = {
+    "few tokens": {"block_tokens": 16, "warps": 4, "row_blocks": 2, "stages": 4},
+    "widest": {"block_tokens": 128, "warps": 8, "row_blocks": 2, "stages": 3, "token_warps": 2, "bias": True, "n": 450},
+}
+
+
+def request(program, target: str, changes: dict) -> KernelRequest:
+    params = tuple((FACTS | changes).items())
+    return KernelRequest("w4ax", f"{program.__name__}:build", params, target, program.PASS_CONFIGS)
+
+
+def compiled(program, target: str, changes: dict):
+    if find_nvcc() is None:
+        pytest.skip("needs nvcc")
+    folder = compile_request(request(program, target, changes))
+    report = KernelReport.read(folder / "report.json")
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    return folder, report
+
+
+@pytest.mark.parametrize("name", WGMMA)
+def test_wgmma(name):
+    changes, tokens = WGMMA[name]
+    folder, report = compiled(stream_k, "sm_90a", changes)
+    schedule = schedules.StreamK(**{key: value for key, value in changes.items() if key not in FACTS})
+    assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(schedules.MixedGemm(448, 640, 2))
+    if not report.instructions:
+        pytest.skip(report.note)
+    assert report.tensor_instructions == [f"IGMMA.64x{tokens}x32.S8.S8"]  # INT4 blocks, too: s4 is not native
+    assert report.count("IGMMA") == 4 and report.count(r"WARPGROUP\.ARRIVE") == 2, "ptxas serializes wgmma"
+    assert report.count("UTMALDG") and report.count("UBLKCP") and report.count("STSM")
+    count = counter(sass(folder))
+    assert count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0xf0f0f0f0, RZ, 0xc0") == 16  # 8 words: two masks, one shift
+    assert count(r"(SHF\.L\.U32|IMAD\.SHL\.U32) R\d+, R\d+(\.reuse)?, 0x10?,? ?") in range(8, 8 + 16)
+    assert count(r"I2FP?\.F(32|P)") >= tokens  # sums of the loop, and of what follows it
+
+
+@pytest.mark.parametrize("name", MMA)
+def test_native_s4_and_s8(name):
+    changes = MMA[name]
+    folder, report = compiled(persistent, "sm_80", changes)
+    schedule = schedules.Persistent(**{key: value for key, value in changes.items() if key not in FACTS})
+    assert report.smem_dynamic + report.smem_static == schedule.smem_bytes(schedules.MixedGemm(448, 640, 2))
+    if not report.instructions:
+        pytest.skip(report.note)
+    assert set(report.tensor_instructions) == {"IMMA.16832.S8.S8", "IMMA.16864.S4.S4"}
+    tiles = schedule.sums // 4  # instruction tiles of a warp: two k64 of an INT4 block, four k32 of an INT8 block
+    assert report.count(r"IMMA\.16864") == 2 * tiles and report.count(r"IMMA\.16832") == 4 * tiles
+    assert report.count("LDGSTS") and report.count("LDSM") and report.count(r"LDS\.128")
+    lines = sass(folder)
+    first, last = (f(i for i, line in enumerate(lines) if line.startswith("IMMA.16832")) for f in (min, max))
+    words = 8 * schedule.row_blocks  # of an INT8 block
+    masks = [i for i, line in enumerate(lines) if re.match(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0xf0f0f0f0, RZ, 0xc0", line)]
+    assert len(masks) == 2 * words and masks[-1] < last
+    loop = lines[max(min(masks[0], first) - 60, 0) : last + 1]
+    shifts = counter(loop)(r"(SHF\.L\.U32|IMAD\.SHL\.U32) R\d+, R\d+(\.reuse)?, (0x4|0x10), RZ")
+    assert words <= shifts < words + 12  # and some of addresses
+    # INT4 blocks go to the tensor core as they are: no mask between the s4 instructions
+    s4 = [i for i, line in enumerate(lines) if line.startswith("IMMA.16864")]
+    assert not [i for i in masks if s4[0] < i < s4[-1]]
+
+
+def test_other_targets_and_single_kinds():
+    for target, blocks8, wanted in (("sm_86", 0, {"IMMA.16864.S4.S4"}), ("sm_89", 5, {"IMMA.16832.S8.S8"})):
+        _, report = compiled(persistent, target, MMA["few tokens"] | {"blocks8": blocks8, "out_dtype": "float32"})
+        if not report.instructions:
+            pytest.skip(report.note)
+        assert set(report.tensor_instructions) == wanted
+
+
+@pytest.mark.parametrize(
+    ("program", "changes", "argument"),
+    [
+        (stream_k, WGMMA["widest"][0] | {"block_tokens": 256}, "block_tokens"),
+        (stream_k, WGMMA["widest"][0] | {"warpgroups": 4}, "block_tokens"),
+        (stream_k, WGMMA["widest"][0] | {"stages": 1}, "stages"),
+        (stream_k, WGMMA["widest"][0] | {"k": 650}, "k"),
+        (stream_k, WGMMA["widest"][0] | {"blocks8": 6}, "blocks8"),
+        (stream_k, WGMMA["widest"][0] | {"out_dtype": "int32"}, "out_dtype"),
+        (persistent, MMA["widest"] | {"stages": 30}, "stages"),
+        (persistent, MMA["widest"] | {"token_warps": 1}, "row_blocks"),
+        (persistent, MMA["widest"] | {"warps": 5}, "warps"),
+    ],
+)
+def test_refusals(program, changes, argument):
+    with pytest.raises(ArgumentError) as error:
+        program.build(Target.parse("sm_90a"), **(FACTS | changes))
+    assert error.value.argument == argument
