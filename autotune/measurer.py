@@ -75,7 +75,7 @@ class Bench:
             self.expected[problem.m, kind] = shape.expected(x, requests)
         rows, reference, bound, _ = self.expected[problem.m, kind]
         call = shape.calls(x)[gemm_bench.OURS]
-        first, second = (measure.poisoned((problem.m, shape.n), shape.dtype) for _ in range(2))
+        first, second = (measure.poisoned((problem.m, shape.n), shape.dtype, gemm_bench.DEVICE) for _ in range(2))
         for y in (first, second):
             call(shape.packed[0], y)
         problems = gemm_bench.wrong(first, rows, reference, bound)
@@ -163,13 +163,19 @@ def _start() -> Bench:
 
 
 def _gpu_lock() -> Any:
+    """Held while something is measured: one process of all jobs at a time."""
     import filelock
-    import torch
 
-    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     folder = cache_root() / "tuning"
     folder.mkdir(parents=True, exist_ok=True)
-    return filelock.FileLock(folder / f"gpu-{uuid}.lock")
+    return filelock.FileLock(folder / f"gpu-{_gpu_id()}.lock")
+
+
+def _gpu_id() -> str:
+    import torch
+
+    seen = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return str(getattr(seen, "uuid", None) or os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
 
 
 if __name__ == "__main__":

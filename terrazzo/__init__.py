@@ -10,7 +10,6 @@ Names are resolved on first use: importing terrazzo imports neither torch nor ti
 from __future__ import annotations
 
 import importlib
-import pkgutil
 
 __version__ = "0.1.0"
 
@@ -41,10 +40,6 @@ def __getattr__(name: str) -> object:
         value: object = getattr(importlib.import_module(_HOME[name]), name)
     elif name in _MODULES:
         value = importlib.import_module(_MODULES[name])
-        if name == "ops":  # so that terrazzo.ops.w4a16 needs no import of its own
-            for module in pkgutil.iter_modules(value.__path__, "terrazzo.ops."):
-                if module.ispkg:
-                    importlib.import_module(module.name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

@@ -1,0 +1,91 @@
+"""The measuring process: what it checks before a time counts, and a whole job with real compilers."""
+
+from __future__ import annotations
+
+import sys
+
+import cpu_measurer
+import pytest
+import torch
+import tuning
+from terrazzo.autotune.database import Database, Problem
+from terrazzo.autotune.isolation import Measurer
+from terrazzo.autotune.jobs import Job
+from terrazzo.autotune.measurer import Bench
+from terrazzo.autotune.operators import get_operator
+from terrazzo.autotune.runner import Runner, candidates
+from terrazzo.lowering.toolchain import toolchain
+from terrazzo.schedules import records
+
+COMMAND = (sys.executable, str(tuning.HERE / "cpu_measurer.py"))
+GOOD = dict(token_tiles=1, kc=1, nc=8, warps=2, chunk=1, stages=2, cluster=1)
+
+
+def problem_of(op: str = "w4a16", m: int = 8) -> Problem:
+    return Problem.of(op, get_operator(op).facts(128, 256, dtype="float16", group=None, symmetric=False), m)
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "cache"))
+    cpu_measurer.patch(monkeypatch.setattr)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("op", ["w4a16", "w4a8"])
+def test_a_trial_checks_then_times(on_the_cpu, op):
+    bench, problem = Bench(cpu_measurer.H200), problem_of(op)
+    assert bench.trial(problem, "small_batch", GOOD, 5.0) == {"status": "ok", "us": 10.0, "spread": 0.01}
+    wrong = bench.trial(problem, "small_batch", GOOD | {"chunk": 2}, 5.0)
+    assert wrong["status"] == "wrong" and "1 of" in wrong["error"]
+    assert bench.peer(problem) == {"status": "ok", "name": "cublas_f16", "us": 10.0}
+    assert records.pick(op, dict(problem.facts), 8, cpu_measurer.H200) is None  # nothing stays forced
+    other = bench.trial(problem_of(op, 3), "small_batch", GOOD, 5.0)
+    assert other["status"] == "ok" and list(bench.inputs) == [3]
+    error = bench.trial(problem, "small_batch", GOOD | {"warps": 40}, 5.0)
+    assert error["status"] == "error" and "schedule" in error["error"]
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        bench.trial(problem, "small_batch", GOOD | {"stages": 1}, 5.0)
+
+
+def test_two_launches_must_agree(on_the_cpu):
+    from terrazzo.ops import w4a16
+
+    count = iter(range(1000))
+
+    def wavering(x, w, *, out):
+        y = cpu_measurer.gemm16(x, w, out=out)
+        y.view(torch.int16)[0, 0] ^= next(count) & 1
+        return y
+
+    on_the_cpu.setattr(w4a16, "gemm", wavering)
+    said = Bench(cpu_measurer.H200).trial(problem_of(), "small_batch", GOOD, 5.0)
+    assert said["status"] == "wrong" and "different bits" in said["error"]
+
+
+def test_the_process_is_replaced_after_a_cuda_error_or_a_wrong_result(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path))
+    measurer, problem = Measurer(command=COMMAND, deadline=60.0), problem_of()
+    machine = measurer.hello()
+    assert (machine.gpu, machine.arch, machine.tilelang) == ("NVIDIA H200", "sm_90a", toolchain().tilelang)
+    assert measurer.trial(problem, "small_batch", GOOD, 5.0).us == 10.0
+    crashed = measurer.trial(problem, "small_batch", GOOD | {"stages": 1}, 5.0)
+    assert crashed.status == "crash" and "illegal memory access" in crashed.error and measurer.process is None
+    assert measurer.peer(problem).us == 10.0
+    wrong = measurer.trial(problem, "small_batch", GOOD | {"chunk": 2}, 5.0)
+    assert wrong.status == "wrong" and measurer.process is None and measurer.started == 2
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing")
+def test_a_job_with_real_kernels(tmp_path, monkeypatch):
+    """Everything but the GPU: kernels are compiled in the pool, the real process answers with references."""
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path))
+    job = Job(shapes=((128, 256),), m=(8,), strategy="top-k", most=1)
+    with Database() as database:
+        found = candidates(job.problems()[0], cpu_measurer.H200, job.most)
+        summary = Runner(job, database, [Measurer(command=COMMAND)], workers=2).run()
+        kept = database.trials()
+    assert summary.ended == "done" and [it.role for it in kept] == ["heuristic"]
+    assert {(it.program, it.params) for it in kept} == {(c.program, tuple(sorted(c.params.items()))) for c in found}
+    assert set(summary.statuses) <= {"ok", "wrong", "crash"}, summary.statuses
