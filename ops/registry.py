@@ -29,7 +29,8 @@ class Support:
         zeros: "asymmetric", "symmetric" or both.
         activations: dtypes of x and y.
         scales: dtypes of the weight's scales.
-        numerics: what the operator's `numerics` argument (w4a8: `dequantization`) takes besides "auto".
+        numerics: what the operator's `numerics` argument takes besides "auto"; w4a8: `dequantization`, w4ax:
+            `granularity` of the activations' scales.
         targets: architecture -> a key of STATUS.
         notes: what else a reader needs to know.
     """
@@ -65,7 +66,7 @@ def _w4a16(format: str, source: str, scales: tuple[str, ...], notes: str) -> Sup
 
 
 _ALL_SCALES = ("float16", "bfloat16", "float32")
-_W4A8_TARGETS = {"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "compiled"}
+_W4A8_TARGETS = {"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
 
 
 def _w4a8(format: str, source: str, zeros: tuple[str, ...], notes: str) -> Support:
@@ -97,6 +98,18 @@ REGISTRY: tuple[Support, ...] = (
         "int-quantized and pack-quantized; free group scales only with requantize=True",
     ),
     _w4a8("rtn", "quantize", ("asymmetric",), "float weight, two levels; smooth vectors"),
+    Support(
+        operator="w4ax",
+        format="rtn",
+        source="terrazzo.ops.w4ax.quantize",
+        groups=(128,),
+        zeros=("symmetric",),
+        activations=("int4+int8", "float16", "bfloat16"),
+        scales=("bfloat16",),
+        numerics=("block", "token", "static"),
+        targets={"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "compiled"},
+        notes="float weight, searched clipping; FMPQ blocks of INT4 and INT8 activations; sm_90a: emulated on int8",
+    ),
 )
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from terrazzo.layouts.units import UnitLayout
     from terrazzo.lowering.targets import Target
 
-LAYOUT8, LAYOUT4 = "w4a8_wgmma", "w4a4_mma"
+LAYOUT, LAYOUT4 = "w4a8_wgmma", "w4a4_mma"
 """Of blocks that are converted to bytes, and of blocks that native s4 takes as they are."""
 ROWS = 64
 """Rows that a packed weight is padded to."""
@@ -270,7 +270,7 @@ def unit_layout(bits: int) -> UnitLayout:
     """Layout of 128 channels that go to the tensor core as 4 or as 8 bits: of 16 rows (4) or 64 (8), scales behind."""
     from terrazzo.layouts.units import derive_unit
 
-    return derive_unit(LAYOUT4 if bits == 4 else LAYOUT8, 2, 1, 2)
+    return derive_unit(LAYOUT4 if bits == 4 else LAYOUT, 2, 1, 2)
 
 
 def identity(native: bool) -> str:

@@ -68,6 +68,7 @@ def kernel_requests(
     n: int,
     k: int,
     *,
+    group_size: int = BLOCK,
     blocks8: int | None = None,
     m: int | Sequence[int] | None = None,
     dtype: str = "float16",
@@ -81,6 +82,7 @@ def kernel_requests(
     """The kernels that serve an [n, k] weight: for the given M, or for every M (None). Needs no GPU.
 
     Args:
+        group_size: of the weight's scales: 128, the block.
         blocks8: INT8 blocks; None takes a quarter of them, as the paper's kernel measurements.
         dtype: of the activations that are quantized, "float16" or "bfloat16"; None leaves their kernel out.
         out_dtype: "float16", "bfloat16" or "float32"; None takes dtype.
@@ -93,6 +95,8 @@ def kernel_requests(
         raise ArgumentError("dtype", dtype, f"must be one of {activations.DTYPES}", "cast the activations")
     if granularity not in GRANULARITIES:
         raise ArgumentError("granularity", granularity, f"must be one of {GRANULARITIES}", "use 'block'")
+    if group_size != BLOCK:
+        raise ArgumentError("group_size", group_size, f"must be {BLOCK}, the block", "leave it out")
     at, tokens = Target.parse(target), launching.tokens_of(m)
     high = round(0.25 * -(-k // BLOCK)) if blocks8 is None else blocks8
     out = out_dtype or dtype or "float16"

@@ -15,6 +15,9 @@ from terrazzo.ops.w4a8 import reference as w4a8_reference
 from terrazzo.ops.w4a16.checkpoint import FORMATS
 from terrazzo.ops.w4a16.format import GROUPS, SCALE_DTYPES
 from terrazzo.ops.w4a16.reference import ACTIVATION_DTYPES, NUMERICS
+from terrazzo.ops.w4ax import fmpq as w4ax_fmpq
+from terrazzo.ops.w4ax import format as w4ax_format
+from terrazzo.ops.w4ax import reference as w4ax_reference
 
 
 def test_rows_are_plain_and_complete():
@@ -46,6 +49,13 @@ def test_w4a8_entries_agree_with_the_code():
     for entry in entries:
         assert entry.groups == w4a8_format.GROUPS and ("auto", *entry.numerics) == w4a8_reference.DEQUANTIZATIONS
         assert entry.activations == ("int8", *w4a8_activations.DTYPES)
+
+
+def test_the_w4ax_entry_agrees_with_the_code():
+    (entry,) = [entry for entry in registry.REGISTRY if entry.operator == "w4ax"]
+    assert entry.groups == (w4ax_fmpq.BLOCK,) and entry.numerics == w4ax_reference.GRANULARITIES
+    for arch in entry.targets:  # no tensor core of s4: said so
+        assert w4ax_format.native(Target.parse(arch)) or f"{arch}: emulated on int8" in entry.notes
 
 
 def test_filters():

@@ -69,6 +69,7 @@ def test_the_work_list_covers_every_block_once():
         ({"dtype": "float32"}, "dtype"),
         ({"blocks8": 3}, "blocks8"),
         ({"granularity": "row"}, "granularity"),
+        ({"group_size": 64}, "group_size"),
     ],
 )
 def test_requests_that_no_kernel_serves(changes, words):

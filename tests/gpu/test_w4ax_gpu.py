@@ -1,0 +1,240 @@
+"""W4Ax on the GPU: block sums exact in int32, scaled outputs inside their bound, activations quantized to the bit.
+
+Ratios of INT8 blocks 0, 25, 75 and 100 %, ragged N, K and M. sm_80 runs from its PTX (native s4, which a newer GPU
+emulates). Outputs start as NaN between guard rows that must survive, and a second run must give the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import pytest
+import torch
+from terrazzo.lowering.errors import CaptureError
+from terrazzo.ops import launching, w4ax
+from terrazzo.ops.w4ax import activations, reference
+
+DEVICE = "cuda"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A random weight: codes -8..7, a permutation unless all blocks are of one kind."""
+
+    n: int
+    k: int
+    ratio: float
+    bias: bool = False
+
+    @lru_cache(maxsize=32)  # noqa: B019  a handful of weights for the session
+    def build(self) -> w4ax.QuantizedWeight:
+        rng = torch.Generator().manual_seed(self.n * 31 + self.k)
+        plan = w4ax.plan_blocks(torch.rand(self.k, generator=rng) + 0.1, ratio=self.ratio)
+        codes = torch.randint(-8, 8, (self.n, plan.padded), generator=rng).masked_fill(plan.order() < 0, 0)
+        scales = torch.exp(torch.randn(self.n, plan.blocks, generator=rng) * 0.5 - 4).bfloat16()
+        return w4ax.QuantizedWeight.canonical(
+            codes, scales, k=self.k, blocks8=plan.blocks8, permutation=plan.permutation,
+            bias=torch.randn(self.n, generator=rng) if self.bias else None,
+        ).to(DEVICE)  # fmt: skip
+
+    @lru_cache(maxsize=64)  # noqa: B019
+    def packed(self, arch: str) -> w4ax.PackedWeight:
+        return self.build().pack(target=arch)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Launches of one weight. `launches`: how many must give the same bits."""
+
+    spec: Spec
+    ms: tuple[int, ...]
+    out: str = "float32"
+    arch: str = "sm_90a"
+    launches: int = 2
+
+    def requests(self) -> list:
+        w = self.spec.packed(self.arch)
+        return w4ax.weight_requests(w, self.ms, out_dtype=getattr(torch, self.out))
+
+
+def needs(arch: str) -> None:
+    if arch == "sm_90a" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an sm_90 GPU")
+
+
+def codes(weight: w4ax.QuantizedWeight, m: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes that use the whole range of their blocks, and scales."""
+    rng = torch.Generator().manual_seed(seed)
+    limit = reference.limits(weight.blocks, weight.blocks8).int().repeat_interleave(128)
+    q = torch.randint(-127, 128, (m, weight.codes.shape[1]), generator=rng)
+    q = torch.where(limit == 7, q % 15 - 7, q).to(torch.int8)
+    return q.to(DEVICE), torch.exp(torch.randn(m, weight.blocks, generator=rng) * 0.3 - 3).to(DEVICE)
+
+
+def launch(case: Case, x: w4ax.QuantizedActivations, w: w4ax.PackedWeight) -> torch.Tensor:
+    """Runs into poisoned memory; all of y and nothing else is written, and the bits repeat."""
+    dtype, first = getattr(torch, case.out), None
+    for _ in range(case.launches):
+        guarded = torch.full((x.m + 2, w.n), float("nan"), dtype=dtype, device=DEVICE)
+        y = w4ax.gemm(x, w, out=guarded[1:-1], out_dtype=dtype)
+        assert guarded[0].isnan().all() and guarded[-1].isnan().all(), "rows beside the output were written"
+        first = y.clone() if first is None else first
+        assert torch.equal(first.view(torch.int16), y.view(torch.int16)), "two runs differ"
+    slots = launching._pools[w.words.device].semaphores
+    assert not slots.any(), "semaphores are not zero"
+    return first
+
+
+def compare(y: torch.Tensor, ref: torch.Tensor, bound: torch.Tensor, where: str) -> None:
+    bad = ~((y.double() - ref).abs() <= bound)
+    if bool(bad.any()):
+        rows, columns = bad.nonzero(as_tuple=True)
+        some = [(r, c, float(y[r, c]), float(ref[r, c])) for r, c in list(zip(rows.tolist(), columns.tolist()))[:6]]
+        spans = f"rows {int(rows.min())}..{int(rows.max())}, columns {int(columns.min())}..{int(columns.max())}"
+        raise AssertionError(f"{int(bad.sum())} of {y.numel()} wrong ({spans}): {some}; {where}")
+
+
+RATIOS = tuple(Spec(448, 1024, ratio, bias=ratio == 0.25) for ratio in (0.0, 0.25, 0.75, 1.0))
+RAGGED = (Spec(450, 1000, 0.25), Spec(67, 333, 0.34, bias=True), Spec(130, 100, 0.0))
+LAYER = Spec(6144, 4096, 0.25)
+EVERY = [
+    *(Case(spec, (1, 15, 40, 64, 130, 300)) for spec in RATIOS),
+    *(Case(spec, (3, 33, 200), out) for spec, out in zip(RAGGED, ("float16", "bfloat16", "float32"))),
+    Case(LAYER, (2, 16, 64, 256, 1000), "float16"),
+    *(Case(spec, (1, 40, 130), arch="sm_80") for spec in RATIOS),
+    *(Case(spec, (3, 33, 200), out, "sm_80") for spec, out in zip(RAGGED, ("float16", "bfloat16", "float32"))),
+    Case(LAYER, (256,), "float16", "sm_80"),
+]
+
+
+@pytest.mark.parametrize("cases", [pytest.param((c,), id=f"{c.arch}-{c.spec}-{c.out}") for c in EVERY])
+def test_product(compiled, cases):
+    (case,) = cases
+    needs(case.arch)
+    weight, w = case.spec.build(), case.spec.packed(case.arch)
+    for m in case.ms:
+        q, scales = codes(weight, m, m)
+        y = launch(case, activations.from_codes(q, scales, w), w)
+        ref = reference.gemm(q, scales, weight)
+        bound = reference.forward_error_bound(q, scales, weight, y.dtype)
+        compare(y, ref, bound, f"{case}, M = {m}")
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param((Case(spec, (20, 130), arch=arch),), id=f"{arch}-{spec.ratio}")
+     for arch in ("sm_90a", "sm_80") for spec in (*RATIOS[:3], RAGGED[0])],
+)  # fmt: skip
+def test_block_sums_are_exact(compiled, cases):
+    """All scales 1, those of the other blocks 0: what is left is one block's int32 sum, in float32."""
+    (case,) = cases
+    needs(case.arch)
+    given = case.spec.build()
+    weight = w4ax.QuantizedWeight.canonical(
+        given.codes, torch.ones_like(given.scales), k=given.k, blocks8=given.blocks8, permutation=given.permutation
+    )
+    w = weight.pack(target=case.arch)
+    for m in case.ms:
+        q, _ = codes(weight, m, m)
+        sums = reference.block_sums(q, weight)
+        for block in range(weight.blocks):
+            scales = torch.zeros(m, weight.blocks, device=DEVICE)
+            scales[:, block] = 1
+            y = launch(case, activations.from_codes(q, scales, w), w)
+            compare(y, sums[block].double(), torch.zeros_like(y).double(), f"{case}, M = {m}, block {block}")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One call of the activation quantizer."""
+
+    spec: Spec
+    m: int
+    dtype: str
+    norm: bool
+    granularity: str
+    arch: str
+
+    def requests(self) -> list:
+        w = self.spec.packed(self.arch)
+        return w4ax.weight_requests(w, self.m, getattr(torch, self.dtype), norm=self.norm, granularity=self.granularity)
+
+
+ROWS = [
+    Rows(RATIOS[1], 40, "float16", False, "block", "sm_90a"),
+    Rows(RAGGED[0], 600, "bfloat16", True, "block", "sm_90a"),
+    Rows(RAGGED[1], 3, "float16", False, "token", "sm_90a"),
+    Rows(RATIOS[2], 5, "bfloat16", False, "static", "sm_90a"),
+    Rows(LAYER, 256, "float16", True, "block", "sm_90a"),
+    Rows(RATIOS[2], 40, "bfloat16", True, "block", "sm_80"),
+    Rows(RAGGED[0], 7, "float16", False, "token", "sm_80"),
+    Rows(RATIOS[0], 600, "float16", False, "block", "sm_80"),
+]
+
+
+@pytest.mark.parametrize("cases", [pytest.param((c,), id=f"{c.arch}-{c.spec}-{c.granularity}") for c in ROWS])
+def test_activations(compiled, cases):
+    (case,) = cases
+    needs(case.arch)
+    weight, w = case.spec.build(), case.spec.packed(case.arch)
+    rng = torch.Generator().manual_seed(case.m)
+    x = torch.randn(case.m, weight.k, generator=rng) * torch.exp(torch.randn(case.m, 1, generator=rng))
+    x = x.to(getattr(torch, case.dtype)).to(DEVICE)
+    x[0] = 0
+    gain = torch.randn(weight.k, generator=rng).to(DEVICE) if case.norm else None
+    static = torch.rand(weight.blocks, generator=rng).to(DEVICE) * 0.1 + 0.02 if case.granularity == "static" else None
+    options = dict(rms_weight=gain, eps=1e-5, granularity=case.granularity, static_scales=static)
+    made, again = (w4ax.quantize_activations(x, w, **options) for _ in range(2))
+    q, scales = reference.quantize_activations(x, blocks8=weight.blocks8, permutation=weight.permutation, **options)
+    assert torch.equal(made.codes(), q) and torch.equal(made.codes(), again.codes())
+    if case.norm:
+        torch.testing.assert_close(made.token_scales(), scales, rtol=2e-6, atol=0)
+    else:
+        assert torch.equal(made.token_scales(), scales)
+    y = w4ax.gemm(made, w, out_dtype=x.dtype)
+    held = made.token_scales()
+    bound = reference.forward_error_bound(q, held, weight, x.dtype)
+    compare(y, reference.gemm(q, held, weight), bound, str(case))
+    if case.granularity == "block" and not case.norm:
+        assert torch.equal(w4ax.gemm(x, w), y)
+
+
+STRESS = [
+    Case(Spec(6144, 4096, 0.25), (16,), "float16", launches=200),
+    Case(Spec(6144, 4096, 0.25), (64,), "float16", launches=200),
+    Case(Spec(6144, 4096, 0.25), (1030,), "float16", launches=100),
+]
+
+
+@pytest.mark.parametrize("cases", [pytest.param((c,), id=f"M{c.ms[0]}") for c in STRESS])
+def test_many_launches_give_the_same_bits(compiled, cases):
+    """A stage that is given back too early shows as a changed bit."""
+    (case,) = cases
+    needs(case.arch)
+    weight, w = case.spec.build(), case.spec.packed(case.arch)
+    q, scales = codes(weight, case.ms[0], 1)
+    y = launch(case, activations.from_codes(q, scales, w), w)
+    compare(y, reference.gemm(q, scales, weight), reference.forward_error_bound(q, scales, weight, y.dtype), str(case))
+
+
+@pytest.mark.parametrize("cases", [pytest.param((Rows(RATIOS[1], 40, "float16", False, "block", "sm_90a"),), id="M40")])
+def test_graphs_and_torch_compile(compiled, cases):
+    (case,) = cases
+    needs(case.arch)
+    w = case.spec.packed(case.arch)
+    x = torch.randn(case.m, w.k, dtype=torch.float16, device=DEVICE)
+    y = w4ax.gemm(x, w)
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        w4ax.gemm(x, w)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = w4ax.gemm(x, w)
+    captured.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(captured, y)
+    assert torch.equal(torch.compile(lambda t: w4ax.gemm(t, w), fullgraph=True)(x), y)
+    with pytest.raises(CaptureError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        w4ax.gemm(torch.empty(39, w.k, dtype=torch.bfloat16, device=DEVICE), w)
