@@ -73,7 +73,9 @@ def test_native_s4_and_s8(name):
     lines = sass(folder)
     first, last = (f(i for i, line in enumerate(lines) if line.startswith("IMMA.16832")) for f in (min, max))
     words = 8 * schedule.row_blocks  # of an INT8 block
-    masks = [i for i, line in enumerate(lines) if re.match(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0xf0f0f0f0, RZ, 0xc0", line)]
+    masks = [
+        i for i, line in enumerate(lines) if re.match(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0xf0f0f0f0, RZ, 0xc0", line)
+    ]
     assert len(masks) == 2 * words and masks[-1] < last
     loop = lines[max(min(masks[0], first) - 60, 0) : last + 1]
     shifts = counter(loop)(r"(SHF\.L\.U32|IMAD\.SHL\.U32) R\d+, R\d+(\.reuse)?, (0x4|0x10), RZ")
