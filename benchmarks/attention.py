@@ -158,12 +158,12 @@ def ours(
     """Rows of one cache: every q_len, schedule and number of splits asked for."""
     import torch
     from terrazzo.autotune import measure
-    from terrazzo.ops.attention import op
+    from terrazzo.ops.attention import launch, op
     from terrazzo.schedules import attention as schedules
 
     cache = random_cache(*formats, shape, o.head_dim, page)
     nbytes = 4 * cache.pages.numel()
-    target = op._detect()
+    target = launch.detect()
     copies = [cache] + [
         type(cache)(**{**cache.__dict__, "pages": cache.pages.clone()})
         for _ in range(measure.copies_beyond_l2(nbytes, target.l2_bytes) - 1)
@@ -255,11 +255,11 @@ def show(row: dict[str, Any]) -> None:
 
 def compile_all(o: argparse.Namespace) -> None:
     from terrazzo.lowering.parallel import compile_many
-    from terrazzo.ops.attention import op
+    from terrazzo.ops.attention import launch, op
     from terrazzo.ops.attention.layout import CacheLayout
     from terrazzo.schedules import attention as schedules
 
-    target, wanted = op._detect(), []
+    target, wanted = launch.detect(), []
     for shape in o.shapes:
         for formats in o.formats:
             layout = CacheLayout(*formats, o.head_dim)
@@ -283,11 +283,11 @@ def compile_all(o: argparse.Namespace) -> None:
 def run(o: argparse.Namespace) -> int:
     import torch
     from terrazzo.autotune import gemm_bench, measure
-    from terrazzo.ops.attention import op
+    from terrazzo.ops.attention import launch
 
     start = time.perf_counter()
     compile_all(o)
-    result = gemm_bench.header(op._detect(), o.commit)
+    result = gemm_bench.header(launch.detect(), o.commit)
     result["copy_gb_s"] = round(measure.copy_bandwidth(), 1)
     result["peers_missing"] = {p.name: p.missing() for p in PEERS if p.missing()}
     result["rows"] = []

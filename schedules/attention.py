@@ -88,7 +88,7 @@ def warps_per_sm(problem: DecodeProblem) -> int:
 
 def choose(problem: DecodeProblem, target: Target) -> Decode:
     """As many warps as registers and rings allow, in CTAs of a size whose waves are full; stages of one tile in small
-    CTAs and of two in large ones where they fit, and as many as fit.
+    CTAs (and where 16 rows have their Q scaled: registers) and of two in large ones, and as many stages as fit.
 
     Raises:
         ArgumentError: a page or group that no stage divides, or shared memory too small for three stages.
@@ -99,7 +99,7 @@ def choose(problem: DecodeProblem, target: Target) -> Decode:
         small = warps <= on_sm // 2
         made = [
             Decode(row_tiles(problem), warps, tiles, stages, max(1, on_sm // warps))
-            for tiles in ((1, 2) if small else (2, 1))
+            for tiles in ((1, 2) if small or (problem.group and row_tiles(problem) > 1) else (2, 1))
             if not (problem.group % (16 * tiles) or problem.page % (16 * tiles))
             for stages in ((5, 4, 3) if small and tiles == 1 else (6, 5, 4, 3))
         ]

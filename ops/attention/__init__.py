@@ -17,6 +17,10 @@ _HOME = {
     "dequantize": "quantizer",
     "PackedCache": "cache",
     "pack_cache": "cache",
+    "KVCache": "kv_cache",
+    "CacheFullError": "paging",
+    "append": "writing",
+    "store": "writing",
     "decode": "op",
     "decode_requests": "op",
 }

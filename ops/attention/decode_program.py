@@ -115,8 +115,9 @@ def build(
         "cp_async", "pack", "bulk", "semaphore", "warpgroup",
         extra=tuple(get_converter(name).device_source for name in sorted(converters)),
     )  # fmt: skip
-    tile = make_tile_macros(layout, nt, tiles, softcap)
-    spare = make_tile_macros(CacheLayout("float16", "float16", head_dim), nt, 1, softcap) if residual else None
+    chains = 1 if nt > 1 and (residual or softcap) else 2  # registers
+    tile = make_tile_macros(layout, nt, tiles, softcap, chains)
+    spare = make_tile_macros(CacheLayout("float16", "float16", head_dim), nt, 1, softcap, chains) if residual else None
     k_static, v_static = layout.k.scaling == "static", layout.v.scaling == "static"
     mixed = layout.k.operand != dtype
 
@@ -177,8 +178,16 @@ def build(
             w.page[0] = TABLE[w.b, token_of(w, T.min(i + 1, w.count[0] - 1)) // page]
 
     @T.macro
+    def limits(st, w, lane):
+        """End of what each row sees."""
+        for t in each(nt):
+            for j in each(2):
+                row2 = w.y[0] * cols + t * 8 + lane % 4 * 2 + j
+                st.hi[t * 2 + j] = w.length[0] - w.q_len + 1 + T.min(T.truncdiv(row2, w.group[0]), w.q_len - 1)
+
+    @T.macro
     def load_q(Q, SK, st, w, lane):
-        """B fragments of the rows, their limits, and the sums of Q that zeros multiply."""
+        """B fragments of the rows, and the sums of Q that zeros multiply."""
         for t in each(nt):
             row = w.y[0] * cols + t * 8 + lane // 4
             query = T.truncdiv(row, w.group[0])
@@ -201,10 +210,6 @@ def build(
                                 if k_static:
                                     st.f[e] = st.f[e] * SK[w.h[0], k * 16 + half * 8 + lane % 4 * 2 + e]
                             st.q[at] = T.call_extern("uint32", f"tz_pack2<{tile.kb}>", st.f[0], st.f[1])
-            for j in each(2):
-                row2 = w.y[0] * cols + t * 8 + lane % 4 * 2 + j
-                st.hi[t * 2 + j] = w.length[0] - w.q_len + 1 + T.min(T.truncdiv(row2, w.group[0]), w.q_len - 1)
-                st.lo[t * 2 + j] = T.if_then_else(w.window > 0, st.hi[t * 2 + j] - w.window, -(1 << 30))
         tile.sum_q(st)
 
     @T.macro
@@ -414,14 +419,14 @@ def build(
             T.annotate_min_blocks_per_sm(min_blocks)
             tx = T.get_thread_binding()
             lane = tx % 32
-            st = tile.state(scale, cap)
+            st = tile.state(scale, cap, window)
             c = SimpleNamespace(
                 **{name: T.alloc_local((1,), "float32") for name in ("m", "l", "f", "top")},
                 o=T.alloc_local((4,), "float32"),
                 x=T.alloc_local((4 * BATCH,), "float32"),
             )
             ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
-            w = SimpleNamespace(b=b, hy=hy, split=split, warp=tx // 32, q_len=QL, window=window, **ints)
+            w = SimpleNamespace(b=b, hy=hy, split=split, warp=tx // 32, q_len=QL, **ints)
             w.length[0] = LEN[b]
             w.group[0] = T.truncdiv(HQ, HK)
             w.rows[0] = w.group[0] * QL
@@ -455,9 +460,7 @@ def build(
                 if not bulk:
                     T.call_extern("handle", "tz_cp_commit")
             tile.clear(st)
-            load_q(Q, SK, st, w, lane)
-            if group:
-                share_q(ring, st, w, lane)
+            limits(st, w, lane)
             least = w.length[0] - w.q_len + 1 + T.truncdiv(w.y[0] * cols, w.group[0])
             if residual:
                 if w.length[0] > w.packed[0]:
@@ -477,6 +480,9 @@ def build(
                                 st, st.qk, w.packed[0] + j * 16, w.length[0], True, lane,
                             )  # fmt: skip
                     tile.adopt(st)
+            load_q(Q, SK, st, w, lane)  # behind the residual block, which has fragments of its own
+            if group:
+                share_q(ring, st, w, lane)
             for i in T.serial(w.count[0]):
                 if bulk:
                     T.barrier_wait(full[w.warp * stages + w.read[0]], w.parity[0])

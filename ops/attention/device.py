@@ -105,8 +105,8 @@ __device__ __forceinline__ unsigned tz_range(float lo, float hi, float levels, v
   out[2] = out[0] > 0.f ? __fdiv_rn(1.f, out[0]) : 0.f;
   return both;
 }
-// bits of 2^23 + rint((x - z) / s), clamped to 0 .. top, half to even. r is 1 / s, rounded: two Newton steps then end at
-// the correctly rounded quotient (Markstein), as s is an f16 number.
+// bits of 2^23 + rint((x - z) / s), clamped to 0 .. top, half to even. r is 1 / s, rounded: two Newton steps then end
+// at the correctly rounded quotient (Markstein), as s is an f16 number.
 __device__ __forceinline__ unsigned tz_code(float x, float z, float s, float r, float top) {
   float a = x - z, q = a * r;
   q = fmaf(fmaf(-q, s, a), r, q);

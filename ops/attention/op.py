@@ -11,6 +11,7 @@ from terrazzo.lowering.errors import ArgumentError, CaptureError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.attention import decode_program
+from terrazzo.ops.attention.launch import current_targets, own_slots, semaphores, stand_ins
 from terrazzo.schedules import attention as schedules
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def decode_requests(
     target: Target | str | None = None,
 ) -> list[KernelRequest]:
     """The kernels that `decode` of q [B, q_len, Hq, D] launches, to compile them up front."""
-    at, device = _targets(target)
+    at, device = current_targets(target)
     batch, new, heads, _ = q_shape
     return [
         plan(
@@ -147,7 +148,7 @@ def decode(
         _checked(lse, "lse", (batch, new, heads), torch.float32, q)
     if batch == 0:
         return made
-    at, device = _targets(target)
+    at, device = current_targets(target)
     chosen = plan(
         cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, cache.max_length,
         dtype=str(q.dtype).removeprefix("torch."), page=cache.page_size, residual=cache.residual_tokens,
@@ -166,14 +167,14 @@ def decode(
     y = cache.kv_heads * chosen.row_groups
     logs = torch.empty(batch, y, splits, chosen.rows, dtype=torch.float32, device=q.device)
     partial = torch.empty(batch, y, splits, chosen.rows, head_dim, dtype=torch.float32, device=q.device)
-    none = _nothing(q.device)
+    none = stand_ins(q.device)
     kernel(
         q.contiguous(), cache.pages, none["table"] if cache.block_table is None else cache.block_table, cache.lengths,
         none["residual"] if cache.residual is None else cache.residual,
-        _own_slots(batch, q.device) if cache.slots is None else cache.slots,
+        own_slots(batch, q.device) if cache.slots is None else cache.slots,
         none["static"] if cache.k_static is None else cache.k_static,
         none["static"] if cache.v_static is None else cache.v_static,
-        none["sinks"] if sinks is None else sinks, partial, logs, _semaphores(q.device, batch * y, capturing),
+        none["sinks"] if sinks is None else sinks, partial, logs, semaphores(q.device, batch * y, capturing),
         made.view(batch, new, heads, head_dim), lse,
         (1 / math.sqrt(head_dim) if scale is None else scale) * LOG2E, softcap * LOG2E, window,
     )  # fmt: skip
@@ -219,54 +220,3 @@ def _checked(tensor: torch.Tensor, name: str, shape, dtype, q: torch.Tensor) -> 
         seen = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         raise ArgumentError(name, seen, f"must be contiguous {dtype} {list(shape)} on {q.device}", "allocate it so")
     return tensor
-
-
-def _targets(target: Target | str | None) -> tuple[Target, Target]:
-    """The target whose program runs, and the GPU."""
-    here = _detect()
-    at = here if target is None else Target.parse(target)
-    return (here if at.arch == here.arch else at), here
-
-
-@lru_cache(maxsize=1)
-def _detect() -> Target:
-    return Target.detect()
-
-
-@lru_cache(maxsize=16)
-def _nothing(device: torch.device) -> dict[str, torch.Tensor]:
-    """Stand-ins for what a kernel does not read."""
-    import torch
-
-    i32 = dict(dtype=torch.int32, device=device)
-    return {
-        "table": torch.zeros(1, 1, **i32),
-        "residual": torch.zeros(1, 1, 4, **i32),
-        "static": torch.zeros(1, 1, device=device),
-        "sinks": torch.zeros(1, device=device),
-    }
-
-
-@lru_cache(maxsize=256)
-def _own_slots(batch: int, device: torch.device) -> torch.Tensor:
-    import torch
-
-    return torch.arange(batch, dtype=torch.int32, device=device)
-
-
-_counters: dict[tuple, list[torch.Tensor]] = {}
-
-
-def _semaphores(device: torch.device, count: int, capturing: bool) -> torch.Tensor:
-    """`count` zeros that kernels of the current stream leave zero; captured graphs keep the ones they were given."""
-    import torch
-
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    held = _counters.setdefault(key, [])
-    if not held or held[-1].numel() < count:
-        if capturing:
-            raise CaptureError(
-                "decode was never called with this batch on this stream; call it once before the capture"
-            )
-        held.append(torch.zeros(max(4096, 2 * count), dtype=torch.int32, device=device))
-    return held[-1][:count]

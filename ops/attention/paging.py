@@ -1,4 +1,4 @@
-"""Which pages hold which sequence: allocation, sharing and copy-on-write of a paged KV cache. Plain Python, no tensors."""
+"""Which pages hold which sequence of a paged KV cache: allocation, sharing and copy-on-write, in plain Python."""
 
 from __future__ import annotations
 

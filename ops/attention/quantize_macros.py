@@ -234,9 +234,7 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
                 for e in each(2):
                     st.f[0] = T.call_extern("float32", f"tz_unpack<{dtype}, {e}>", st.x[r])
                     if static:
-                        dim = r // 4 * 16 + (
-                            r % 4 // 2 * 8 + lane % 4 * 2 + e if is_key else r % 2 * 8 + lane // 4
-                        )
+                        dim = r // 4 * 16 + (r % 4 // 2 * 8 + lane % 4 * 2 + e if is_key else r % 2 * 8 + lane // 4)
                         st.f[0] = T.call_extern("float32", "__fdiv_rn", st.f[0], scale[head, dim])
                         if integer:
                             st.s[0] = T.call_extern("uint32", "tz_code8", st.f[0])

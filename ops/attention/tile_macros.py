@@ -21,10 +21,11 @@ def each(*bounds: int) -> tuple[int, ...]:
     return tuple(range(*bounds))
 
 
-def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) -> SimpleNamespace:
+def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool, chains: int = 2) -> SimpleNamespace:
     """Macros over `tiles` tiles and 8 * nt rows: state, clear, sum_q, scale_q, step; and the factors they leave open.
 
-    k_shift: power of two that Q carries in each k half. v_factor: factor of O^T in each row half.
+    k_shift: power of two that Q carries in each k half. v_factor: factor of O^T in each row half. Scores are summed in
+    `chains` (1 or 2) independent accumulators.
     """
     import tilelang.language as T
 
@@ -48,8 +49,8 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
     clean = v.scaling == "none"  # f16 values of tokens past the end may be anything, and 0 * NaN is NaN
     params = layout.token_params
 
-    def state(scale, cap):
-        """Registers of a warp; scale and cap in units of log2."""
+    def state(scale, cap, window):
+        """Registers of a warp; scale and cap in units of log2, window in tokens."""
         f32 = {name: T.alloc_local((n,), "float32") for name, n in (
             ("o", slices * nt * 4), ("m", nt * 2), ("l", nt * 2), ("z", nt * 2), ("qs", nt * 2), ("s", tiles * nt * 4),
             ("acc", nt * 8), ("x", nt * 2), ("f", 4), ("p", 4),
@@ -58,8 +59,8 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
             ("q", slices * nt * 2), ("qk", slices * nt * 2), ("w", 4), ("a", 32), ("par", tiles * 4), ("b", nt * 2),
             ("keep", tiles * 2),
         )}  # fmt: skip
-        i32 = {name: T.alloc_local((nt * 2,), "int32") for name in ("hi", "lo")}
-        return SimpleNamespace(**f32, **u32, **i32, scale=scale, cap=cap)
+        hi = T.alloc_local((nt * 2,), "int32")
+        return SimpleNamespace(**f32, **u32, hi=hi, scale=scale, cap=cap, window=window)
 
     @T.macro
     def clear(st):
@@ -165,14 +166,14 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
                 "handle", f"tz_load<{2 * params}>", T.access_ptr(st.par[r * 4], "w"),
                 T.call_extern("handle", "tz_at32", base, layout.param_offset + lane // 4 * (2 * params)),
             )  # fmt: skip
-        for i in each(nt * 8):
+        for i in each(chains * nt * 4):
             st.acc[i] = 0.0
         for j in each(slices // atoms[True]):
             operand(st, base, j * 32 * words[True], True, lane)
             for i in each(atoms[True]):
                 for t in each(nt):
                     mma(
-                        kb == "true", st.acc, ((j * atoms[True] + i) % 2 * nt + t) * 4, st.a, i * 4,
+                        kb == "true", st.acc, ((j * atoms[True] + i) % chains * nt + t) * 4, st.a, i * 4,
                         q, ((j * atoms[True] + i) * nt + t) * 2,
                     )  # fmt: skip
         for e in each(2):
@@ -185,7 +186,9 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
                 st.f[e] = st.scale * T.float32(k_factor[e])
         for t in each(nt):
             for e in each(4):
-                sum_ = st.acc[t * 4 + e] + st.acc[(nt + t) * 4 + e]
+                sum_ = st.acc[t * 4 + e]
+                if chains > 1:
+                    sum_ = st.acc[t * 4 + e] + st.acc[(nt + t) * 4 + e]
                 at = (r * nt + t) * 4 + e
                 if k_token:
                     st.s[at] = T.call_extern(
@@ -205,7 +208,7 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
             for e in each(4):
                 at = token + lane // 4 + e // 2 * 8
                 st.s[(r * nt + t) * 4 + e] = T.if_then_else(
-                    T.And(at < st.hi[t * 2 + e % 2], at >= st.lo[t * 2 + e % 2]),
+                    T.And(at < st.hi[t * 2 + e % 2], T.Or(st.window <= 0, at >= st.hi[t * 2 + e % 2] - st.window)),
                     st.s[(r * nt + t) * 4 + e],
                     -T.infinity("float32"),
                 )

@@ -9,9 +9,11 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.attention import write_program
-from terrazzo.ops.launching import ptx_flags
+from terrazzo.ops.attention.launch import current_targets, own_slots, stand_ins
+from terrazzo.ops.launching import ptx_flags, warm_kernel
 
 if TYPE_CHECKING:
+    import torch
     from terrazzo.ops.attention.cache import PackedCache
     from terrazzo.ops.attention.layout import CacheLayout
 
@@ -35,7 +37,11 @@ def _request(
 
 
 def write_request(cache: PackedCache, dtype: str, target: Target, device: Target | None = None) -> KernelRequest:
-    """The kernel that stores keys and values of `dtype` ("float16", "bfloat16") in this cache."""
+    """The kernel that stores keys and values of `dtype` ("float16", "bfloat16") in this cache.
+
+    Raises:
+        ArgumentError: another dtype.
+    """
     if dtype not in ("float16", "bfloat16"):
         raise ArgumentError("k", dtype, "must be float16 or bfloat16", "cast it")
     return _request(cache.layout, dtype, cache.page_size, cache.residual_tokens, target, device)
@@ -48,3 +54,123 @@ def launches(most_new: int, chunk: int, residual: int) -> list[tuple[int, int]]:
     if residual and most_new > ONE_LAUNCH and blocks > 1:
         return [(0, 1), (1, blocks - 1)]  # the block that reads residual tiles comes before the one that writes them
     return [(0, blocks)] if most_new else []
+
+
+def append(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, *, target: Target | str | None = None) -> None:
+    """Store the newest tokens of each sequence, in place; `cache.lengths` counts them already.
+
+    Whether a residual block fills is decided on the device. Captured in a CUDA graph, a replay stores at the lengths of
+    that time. The same call with the same lengths writes the same bits, up to 16 new tokens of a sequence.
+
+    Args:
+        cache: sequences with room for the tokens. k, v: float16 or bfloat16 [B, q_len, Hkv, D] (or [B, Hkv, D]),
+            finite; tokens may be any multiple of 8 values apart, as slices of a fused projection are.
+        target: run the program of an older target ("sm_80", as PTX); None for this GPU's.
+
+    Raises:
+        ArgumentError: an argument that does not fit. CaptureError: a kernel never launched before, in graph capture.
+    """
+    if k.dim() == 3 and v.dim() == 3:
+        k, v = k.unsqueeze(1), v.unsqueeze(1)
+    if k.dim() != 4 or len(k) != len(cache.lengths):
+        constraint = f"must be [{len(cache.lengths)}, q_len, {cache.kv_heads}, {cache.layout.head_dim}]"
+        raise ArgumentError("k", list(k.shape), constraint, "pass the new tokens of each sequence")
+    batch, new = k.shape[:2]
+    if batch * new == 0:
+        _check(cache, k, v)
+        return
+    _write(cache, k, v, _even_starts(batch, new, k.device), new, target)
+
+
+def store(
+    cache: PackedCache,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    most_new: int,
+    *,
+    target: Target | str | None = None,
+) -> None:
+    """Quantize and pack the tokens of a prefill, in place; `cache.lengths` counts them already.
+
+    Args:
+        k, v: float16 or bfloat16 [tokens, Hkv, D], the new tokens of all sequences one after another.
+        cu_seqlens: int32 [B + 1], where each sequence's tokens begin, and their number.
+        most_new: at least the new tokens of every sequence; host-side, for the number of CTAs.
+
+    Raises:
+        ArgumentError: an argument that does not fit. CaptureError: a kernel never launched before, in graph capture.
+    """
+    import torch
+
+    if k.dim() != 3:
+        constraint = f"must be [tokens, {cache.kv_heads}, {cache.layout.head_dim}]"
+        raise ArgumentError("k", list(k.shape), constraint, "flatten batch and tokens")
+    size = (len(cache.lengths) + 1,)
+    if cu_seqlens.dtype != torch.int32 or tuple(cu_seqlens.shape) != size or cu_seqlens.device != k.device:
+        seen = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
+        raise ArgumentError("cu_seqlens", seen, f"must be int32 {list(size)} on {k.device}", "cast it")
+    if not 0 <= most_new:
+        raise ArgumentError("most_new", most_new, "must not be negative", "pass the longest sequence's new tokens")
+    if len(k) and most_new:
+        _write(cache, k, v, cu_seqlens.contiguous(), most_new, target)
+    else:
+        _check(cache, k, v)
+
+
+def _check(cache: PackedCache, k: torch.Tensor, v: torch.Tensor) -> None:
+    import torch
+
+    size = (cache.kv_heads, cache.layout.head_dim)
+    for name, x in (("k", k), ("v", v)):
+        if tuple(x.shape[-2:]) != size or x.dtype not in (torch.float16, torch.bfloat16) or x.dtype != k.dtype:
+            constraint = f"must be float16 or bfloat16 [..., {size[0]}, {size[1]}], as k"
+            raise ArgumentError(name, f"{x.dtype} {list(x.shape)}", constraint, "reshape or cast it")
+        if x.shape != k.shape or x.device != cache.pages.device:
+            seen, where = f"{list(x.shape)} on {x.device}", cache.pages.device
+            raise ArgumentError(name, seen, f"must be {list(k.shape)} on {where}", "move it to the cache")
+    if not k.is_cuda:
+        raise ArgumentError("k", str(k.device), "must be on a CUDA device", "move it and the cache")
+
+
+def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """(flat view of its memory, token pitch, head pitch) of x [..., Hkv, D], copied where rows are not 16-byte
+    aligned or not evenly spaced."""
+    heads, dim = x.shape[-2:]
+    tokens = x.shape[:-2].numel()
+    pitch = x.stride(-3)
+    even = x.dim() == 3 or len(x) == 1 or (x.stride(0) == x.shape[1] * pitch if x.shape[1] > 1 else True)
+    if x.dim() == 4 and x.shape[1] == 1:
+        pitch = x.stride(0)
+    aligned = x.stride(-1) == 1 and not (pitch % 8 or x.stride(-2) % 8 or x.data_ptr() % 16)
+    if not (even and aligned):
+        x = x.contiguous()
+        pitch = heads * dim
+    span = (tokens - 1) * pitch + (heads - 1) * x.stride(-2) + dim
+    return x.as_strided((span,), (1,)), pitch, x.stride(-2)
+
+
+def _write(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, most_new: int, target) -> None:
+    _check(cache, k, v)
+    at, device = current_targets(target)
+    kernel = warm_kernel(write_request(cache, str(k.dtype).removeprefix("torch."), at, device), most_new, "append")
+    none = stand_ins(k.device)
+    (k_rows, *k_pitches), (v_rows, *v_pitches) = _rows(k), _rows(v)
+    chunk = 16 * write_program.chunk_warps(cache.residual_tokens)
+    for first, blocks in launches(most_new, chunk, cache.residual_tokens):
+        kernel(
+            k_rows, v_rows, starts, cache.lengths, cache.pages,
+            none["table"] if cache.block_table is None else cache.block_table,
+            none["residual"] if cache.residual is None else cache.residual,
+            own_slots(len(cache.lengths), k.device) if cache.slots is None else cache.slots,
+            none["static"] if cache.k_static is None else cache.k_static,
+            none["static"] if cache.v_static is None else cache.v_static,
+            *k_pitches, *v_pitches, first, blocks,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _even_starts(batch: int, new: int, device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.arange(0, batch * new + 1, new, dtype=torch.int32, device=device)

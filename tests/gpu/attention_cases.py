@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from terrazzo.ops.attention import cache as caches
-from terrazzo.ops.attention import op, reference
+from terrazzo.ops.attention import launch, op, reference
 from terrazzo.ops.attention.format import FORMATS, get_format
 from terrazzo.ops.attention.layout import CacheLayout
 
@@ -55,7 +55,7 @@ class Case:
         """The kernels that this case launches."""
         layout = CacheLayout(self.k, self.v, self.head_dim)
         residual = layout.k.group if self.residual < 0 else self.residual
-        target, device = op._targets(TARGET)
+        target, device = launch.current_targets(TARGET)
         sizes = (len(self.lengths), self.kv_heads, self.q_len * self.group, self.tokens)
         options = dict(softcap=self.softcap > 0, sinks=self.sinks, target=target, device=device)
         return [op.plan(layout, *sizes, dtype=self.dtype, page=self.page, residual=residual, **options).request]

@@ -1,0 +1,231 @@
+"""`KVCache`: owns the pages and residual blocks of many sequences and layers; append, fork, free, accounting.
+
+cache = KVCache("int4", "int4", kv_heads=8, head_dim=128, pages=4096, sequences=64, layers=32)
+sequence = cache.new()
+batch = cache.extend({sequence: len(prompt)})          # makes room, or raises CacheFullError and changes nothing
+for layer in range(32):
+    batch.store(k, v, layer)                           # [tokens, Hkv, D]
+batch = cache.extend({sequence: 1})
+for layer in range(32):
+    batch.append(k, v, layer)                          # [B, 1, Hkv, D]
+    y = batch.decode(q, layer)                         # [B, 1, Hq, D]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.attention import op, writing
+from terrazzo.ops.attention.cache import PackedCache, residual_of, residual_words
+from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.paging import PageTable
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Memory of a cache, bytes where not said otherwise.
+
+    Attributes:
+        allocated: tensors of the cache. used: pages that sequences hold and their residual blocks.
+        f16: what the tokens would take as f16 keys and values without any sharing.
+        pages, free_pages, shared_pages: numbers of pages. sequences, tokens: numbers of them.
+    """
+
+    allocated: int
+    used: int
+    f16: int
+    pages: int
+    free_pages: int
+    shared_pages: int
+    sequences: int
+    tokens: int
+
+
+class KVCache:
+    """Keys and values of up to `sequences` sequences in `pages` pages that all layers share the numbers of.
+
+    Args:
+        k_format, v_format: names of `FORMATS`. kv_heads, head_dim: of every layer.
+        pages: number of pages. page_size: tokens of a page, a multiple of the layout's block.
+        sequences: most sequences at a time. max_tokens: most tokens of one sequence; default what all pages hold.
+        layers: number of layers. residual: tokens of the f16 residual block; None for what the format needs.
+        k_static, v_static: f32 [layers, Hkv, D] (or [Hkv, D] for one layer) for static formats.
+        device: where everything lies.
+
+    Raises:
+        ArgumentError: formats or sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        k_format: str,
+        v_format: str,
+        *,
+        kv_heads: int,
+        head_dim: int,
+        pages: int,
+        page_size: int = 128,
+        sequences: int = 64,
+        max_tokens: int | None = None,
+        layers: int = 1,
+        residual: int | None = None,
+        k_static: torch.Tensor | None = None,
+        v_static: torch.Tensor | None = None,
+        device: str | torch.device = "cuda",
+    ) -> None:
+        import torch
+
+        self.layout = CacheLayout(k_format, v_format, head_dim)
+        for name, value in (("kv_heads", kv_heads), ("pages", pages), ("sequences", sequences), ("layers", layers)):
+            if value < 1:
+                raise ArgumentError(name, value, "must be positive", "ask for at least one")
+        residual = residual_of(self.layout, residual)
+        most = max_tokens or pages * page_size
+        self.table_width = -(-most // page_size)
+        self.max_tokens = most
+        words = self.layout.words(page_size)
+        self.pages = torch.zeros(layers, pages, kv_heads, words, dtype=torch.int32, device=device)
+        self.residual = None
+        if residual:
+            size = (layers, sequences, kv_heads, residual_words(self.layout, residual))
+            self.residual = torch.zeros(size, dtype=torch.int32, device=device)
+        self.static = tuple(
+            _static(name, s, fmt.scaling == "static", (layers, kv_heads, head_dim), self.pages.device)
+            for name, s, fmt in (("k_static", k_static, self.layout.k), ("v_static", v_static, self.layout.v))
+        )
+        self.table = PageTable(pages, page_size, sequences, residual)
+
+    # -- sequences -----------------------------------------------------------------------------------------------------
+    def new(self) -> int:
+        """An empty sequence. Raises CacheFullError where all slots are taken."""
+        return self.table.new()
+
+    def fork(self, sequence: int) -> int:
+        """A sequence that begins with the same tokens. Pages are shared until one of the two writes to them; the
+        residual block is copied. Raises CacheFullError where all slots are taken."""
+        made = self.table.fork(sequence)
+        if self.residual is not None:
+            source, target = (self.table.get(s).slot for s in (sequence, made))
+            self.residual[:, target].copy_(self.residual[:, source])
+        return made
+
+    def free(self, sequence: int) -> None:
+        """Forget a sequence; pages that nobody else holds are free again."""
+        self.table.free(sequence)
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence."""
+        return self.table.get(sequence).length
+
+    def extend(self, new: Mapping[int, int], into: Batch | None = None) -> Batch:
+        """Make room for new[sequence] more tokens of each sequence; the batch that stores and reads them.
+
+        The lengths count the new tokens from now on: store them in every layer before decoding.
+
+        Args:
+            into: a batch of as many sequences whose device tensors are overwritten, for captured CUDA graphs.
+
+        Raises:
+            CacheFullError: too few free pages; nothing changed. ArgumentError: an unknown sequence, too many tokens.
+        """
+        for sequence, count in new.items():
+            if self.length(sequence) + count > self.max_tokens:
+                seen = f"{self.length(sequence)} + {count}"
+                raise ArgumentError("new", seen, f"a sequence has at most {self.max_tokens} tokens", "free it")
+        if into is not None and len(into.sequences) != len(new):
+            constraint = f"must be a batch of {len(new)} sequences"
+            raise ArgumentError("into", len(into.sequences), constraint, "make a batch of its own")
+        copies = self.table.extend(new)
+        if copies:
+            source, target = (list(part) for part in zip(*copies))
+            self.pages[:, target] = self.pages[:, source]
+        return Batch(self, new, into)
+
+    def batch(self, sequences: list[int]) -> Batch:
+        """The batch that reads these sequences, without new tokens."""
+        return Batch(self, dict.fromkeys(sequences, 0), None)
+
+    def usage(self) -> Usage:
+        """How much memory is allocated and in use."""
+        layers, pages = self.pages.shape[:2]
+        found = self.table.sequences.values()
+        page_bytes = 4 * self.pages[0, 0].numel() * layers
+        slot_bytes = 0 if self.residual is None else 4 * self.residual[0, 0].numel() * layers
+        tokens = sum(s.length for s in found)
+        return Usage(
+            allocated=page_bytes * pages + slot_bytes * (0 if self.residual is None else self.residual.shape[1]),
+            used=page_bytes * (pages - self.table.free_pages) + slot_bytes * len(found),
+            f16=4 * self.layout.head_dim * self.pages.shape[2] * layers * tokens,
+            pages=pages, free_pages=self.table.free_pages, shared_pages=self.table.shared_pages,
+            sequences=len(found), tokens=tokens,
+        )  # fmt: skip
+
+
+class Batch:
+    """Some sequences of a `KVCache` as kernels see them: lengths, block table and slots on the device."""
+
+    def __init__(self, cache: KVCache, new: Mapping[int, int], into: Batch | None) -> None:
+        import torch
+
+        self.cache, self.sequences, self.new = cache, list(new), list(new.values())
+        found = [cache.table.get(s) for s in self.sequences]
+        width = cache.table_width
+        starts = [0]
+        for count in self.new:
+            starts.append(starts[-1] + count)
+        facts = {
+            "lengths": [s.length for s in found],
+            "table": [(s.pages + [0] * width)[:width] for s in found],
+            "slots": [s.slot for s in found],
+            "starts": starts,
+        }
+        self.max_length = max(facts["lengths"], default=0)
+        for name, values in facts.items():
+            made = torch.tensor(values, dtype=torch.int32, device=cache.pages.device)
+            if name == "table":
+                made = made.reshape(-1, width)
+            if into is not None:
+                made = getattr(into, name).copy_(made)
+            setattr(self, name, made)
+
+    def layer(self, layer: int = 0) -> PackedCache:
+        """The sequences' keys and values in one layer."""
+        cache = self.cache
+        k_static, v_static = (None if s is None else s[layer] for s in cache.static)
+        return PackedCache(
+            cache.layout, cache.pages[layer], self.lengths, max(self.max_length, 1), block_table=self.table,
+            page_size=cache.table.page_size, residual=None if cache.residual is None else cache.residual[layer],
+            slots=self.slots, k_static=k_static, v_static=v_static,
+        )  # fmt: skip
+
+    def append(self, k: torch.Tensor, v: torch.Tensor, layer: int = 0, **options: Any) -> None:
+        """Store the new tokens k, v [B, q_len, Hkv, D] of one layer; see `append`."""
+        writing.append(self.layer(layer), k, v, **options)
+
+    def store(self, k: torch.Tensor, v: torch.Tensor, layer: int = 0, **options: Any) -> None:
+        """Store the new tokens k, v [tokens of all sequences in turn, Hkv, D] of one layer; see `store`."""
+        writing.store(self.layer(layer), k, v, self.starts, max(self.new, default=0), **options)
+
+    def decode(self, q: torch.Tensor, layer: int = 0, **options: Any) -> torch.Tensor:
+        """Attention of the newest tokens q [B, q_len, Hq, D] in one layer; see `decode`."""
+        return op.decode(q, self.layer(layer), **options)
+
+
+def _static(name: str, scales, needed: bool, shape: tuple[int, int, int], device):
+    """f32 [layers, Hkv, D] on the device, or None."""
+    import torch
+
+    if (scales is not None) != needed:
+        constraint = "static formats need their scales, others take none"
+        raise ArgumentError(name, None if scales is None else list(scales.shape), constraint, "see KVFormat")
+    if scales is None:
+        return None
+    if tuple(scales.shape) not in (shape, shape[1:]) or (scales.dim() == 2 and shape[0] > 1):
+        raise ArgumentError(name, list(scales.shape), f"must be {list(shape)}", "one scale for each dimension")
+    return scales.to(device=device, dtype=torch.float32).reshape(shape).contiguous()
