@@ -156,7 +156,10 @@ def gains(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: T
             if table:
                 axes.plot(list(table), list(table.values()), style, marker="o", color=color, label=f"{op}, {name}")
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set(xscale="log", xlabel="M", ylabel="time / best time")
+    tokens = sorted({point.problem.m for point in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(tokens, map(str, tokens), rotation=45)
+    axes.set(xlabel="M", ylabel="time / best time")
     axes.legend()
 
 

@@ -208,7 +208,11 @@ class Runner:
     ) -> None:
         self.job, self.database, self.measurers, self.resume = job, database, list(measurers), resume
         self.report = report or (lambda progress: None)
-        self.machine = self.measurers[0].hello()
+        self.machine, *others = [measurer.hello() for measurer in self.measurers]
+        for other in others:
+            if (other.gpu, other.sms) != (self.machine.gpu, self.machine.sms):
+                seen = f"{self.machine.gpu} and {other.gpu}"
+                raise ArgumentError("gpus", seen, "a job measures on GPUs of one kind", "start a job for each kind")
         self.target = resolve(job, self.machine)
         self.problems = job.problems() if problems is None else list(problems)
         self.plan = searching.Plan(job.strategy, _limits(job), job.seed)

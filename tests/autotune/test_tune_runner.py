@@ -169,6 +169,13 @@ def test_two_gpus_share_one_job(place):
     assert summary.ended == "done" and set(searched.values()) == {1} and len(searched) == 28
 
 
+def test_gpus_of_two_kinds_are_refused(place, monkeypatch):
+    one, two = (tuning.measurer(place[1]) for _ in range(2))
+    monkeypatch.setattr(two, "hello", lambda: dataclasses.replace(tuning.measurer(place[1]).hello(), gpu="NVIDIA L4"))
+    with Database(place[0]) as database, pytest.raises(ArgumentError, match="NVIDIA H200 and NVIDIA L4"):
+        runner.Runner(tuning.SMALL, database, [one, two], tuning.InstantCompiler)
+
+
 def test_a_budget_of_time_ends_the_job(place):
     job = dataclasses.replace(tuning.SMALL, budget_s=1.5)
     summary = tuning.run(job, *place, seconds=0.1)
