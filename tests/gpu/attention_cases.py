@@ -8,26 +8,32 @@ from __future__ import annotations
 import os
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 from terrazzo.ops.attention import cache as caches
 from terrazzo.ops.attention import launch, op, reference
-from terrazzo.ops.attention.format import FORMATS, get_format
+from terrazzo.ops.attention.format import get_format
 from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.schedules import attention as schedules
 
 if TYPE_CHECKING:
     from terrazzo.ops.attention.cache import PackedCache
 
 TARGET = os.environ.get("TERRAZZO_TEST_TARGET")
 DEVICE = "cuda"
+QUERY_SIDE = ("group", "q_len", "dtype", "splits", "softcap", "window", "sinks", "sharp", "style", "target")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One decode call. residual -1: the format's own; splits 0: the heuristic's; sharp multiplies q."""
+    """One decode call. residual -1: the format's own; splits 0: the heuristic's; sharp multiplies q.
+
+    style: the schedule of "few" long sequences, of "many" short ones, whatever the case's own sizes are, so that cases
+    share kernels; or the one that is "chosen" for its sizes. target: another than the GPU's own.
+    """
 
     k: str = "int4"
     v: str = "int4"
@@ -45,19 +51,40 @@ class Case:
     sinks: bool = False
     sharp: float = 1.0
     seed: int = 0
+    style: str = "few"
+    target: str | None = TARGET
 
     @property
     def repro(self) -> str:
-        env = f"TERRAZZO_TEST_TARGET={TARGET} " if TARGET else ""
-        return f'{env}python tests/gpu/attention_cases.py "{self!r}"'
+        return f'python tests/gpu/attention_cases.py "{self!r}"'
+
+    @property
+    def rows(self) -> int:
+        return self.q_len * self.group
+
+    @property
+    def kernel(self) -> tuple:
+        """What tells this case's kernel from others."""
+        facts = (self.k, self.v, self.head_dim, self.page, self.residual, self.dtype, self.softcap > 0, self.sinks)
+        return (*facts, self.rows > 8 and self.head_dim <= 128, self.style, self.target)
+
+    def schedule(self) -> schedules.Decode | None:
+        """The schedule that `style` names; None leaves it to the operator."""
+        if self.style == "chosen":
+            return None
+        batch, tokens = {"few": (1, 131072), "many": (64, 4096)}[self.style]
+        layout = CacheLayout(self.k, self.v, self.head_dim)
+        problem = op.problem_of(layout, batch, 8, 8 if self.rows <= 8 else 16, tokens, self.page)
+        return schedules.choose(problem, launch.current_targets(self.target)[0])
 
     def requests(self) -> list:
         """The kernels that this case launches."""
         layout = CacheLayout(self.k, self.v, self.head_dim)
         residual = layout.k.group if self.residual < 0 else self.residual
-        target, device = launch.current_targets(TARGET)
-        sizes = (len(self.lengths), self.kv_heads, self.q_len * self.group, self.tokens)
+        target, device = launch.current_targets(self.target)
+        sizes = (len(self.lengths), self.kv_heads, self.rows, self.tokens)
         options = dict(softcap=self.softcap > 0, sinks=self.sinks, target=target, device=device)
+        options["schedule"] = self.schedule()
         return [op.plan(layout, *sizes, dtype=self.dtype, page=self.page, residual=residual, **options).request]
 
     @property
@@ -75,9 +102,15 @@ def static(fmt: str, heads: int, head_dim: int) -> torch.Tensor | None:
     return step * (1 + torch.arange(heads * head_dim, device=DEVICE).reshape(heads, head_dim) % 7 / 8)
 
 
-@lru_cache(maxsize=8)
 def built(case: Case) -> PackedCache:
-    """The packed cache of a case; storage past the lengths is overwritten with what a recycled page may hold."""
+    """The packed cache of a case; cases that differ in their queries alone share it."""
+    plain = {f.name: f.default for f in fields(Case) if f.name in QUERY_SIDE}
+    return _built(replace(case, **plain))
+
+
+@lru_cache(maxsize=8)
+def _built(case: Case) -> PackedCache:
+    """Storage past the lengths is overwritten with what a recycled page may hold."""
     rng = torch.Generator().manual_seed(case.seed)
     shape = (2, len(case.lengths), case.kv_heads, case.tokens, case.head_dim)
     x = torch.randn(shape, generator=rng) * torch.exp(torch.randn(1, 1, shape[2], 1, shape[4], generator=rng) / 2)
@@ -137,7 +170,7 @@ def run(case: Case, splits: int | None = None) -> tuple[torch.Tensor, torch.Tens
         lse = torch.full(q.shape[:3], float("nan"), device=DEVICE)
         y = op.decode(
             q, made, out=guarded[1:-1], lse=lse, softcap=case.softcap, window=case.window, sinks=sinks,
-            splits=splits or case.splits or None, target=TARGET,
+            splits=splits or case.splits or None, schedule=case.schedule(), target=case.target,
         )  # fmt: skip
         assert guarded[0].isnan().all() and guarded[-1].isnan().all(), f"beside the output was written; {case.repro}"
         runs.append((y, lse))
@@ -171,39 +204,21 @@ def check(case: Case) -> None:
     assert bool((off <= slack).all()), f"lse is off by {float(off.nan_to_num(9e9).max()):.3g}\n  {case.repro}"
 
 
-KEYS = tuple(FORMATS)
-VALUES = tuple(f.name for f in FORMATS.values() if f.for_values)
-
-
-def fuzz(count: int, seed: int = 2026) -> list[Case]:
-    """Seeded cases; kernels come from a pool of formats and shapes so that few have to be compiled."""
+def fuzz(count: int, pool: list[Case], seed: int = 2026) -> list[Case]:
+    """Seeded cases that need no kernels but those of `pool`."""
     rng = random.Random(seed)
-    pool = []
-    for _ in range(24):
-        k, v = rng.choice(KEYS), rng.choice(VALUES)
-        if "bfloat16" in (k, v):
-            k = v = "bfloat16"
-        group = get_format(k).group
-        if group and get_format(v).scaling == "static":
-            v = "int4"
-        pool.append(
-            dict(
-                k=k, v=v, head_dim=rng.choice((64, 128, 128, 256)), page=rng.choice((0, 64, 128)),
-                dtype="bfloat16" if k == "bfloat16" else rng.choice(("float16", "float16", "bfloat16")),
-            )
-        )  # fmt: skip
-        if pool[-1]["page"] % max(group, 32):
-            pool[-1]["page"] = 128
+    bases = list({case.kernel: case for case in pool if case.style != "chosen"}.values())
+    sizes = [(q_len, group) for q_len in (1, 2, 3, 4, 8) for group in (1, 2, 4, 7, 8, 12)]
     cases = []
-    for _ in range(count):
-        facts = rng.choice(pool)
-        batch = rng.randint(1, 6)
+    for i in range(count):
+        base = bases[i % len(bases)]
+        fits = [(q, g) for q, g in sizes if replace(base, q_len=q, group=g).kernel == base.kernel]
+        q_len, group = rng.choice([*fits, *(size for size in fits if size[0] == 1)])
         longest = rng.choice((40, 300, 1200, 3000))
-        q_len = rng.choice((1, 1, 2, 3, 4, 8))
         cases.append(
-            Case(
-                **facts, kv_heads=rng.choice((1, 2, 3)), group=rng.choice((1, 2, 4, 7, 8, 12)), q_len=q_len,
-                lengths=tuple(rng.choice((0, rng.randint(0, longest), longest)) for _ in range(batch)),
+            replace(
+                base, q_len=q_len, group=group, kv_heads=rng.choice((1, 2, 3)),
+                lengths=tuple(rng.choice((0, rng.randint(0, longest), longest)) for _ in range(rng.randint(1, 6))),
                 splits=rng.choice((0, 0, 1, 2, 5)), window=rng.choice((0, 0, 0, 17, 500)),
                 sharp=rng.choice((0.5, 1.0, 4.0)), seed=rng.randint(1, 3),
             )

@@ -7,26 +7,30 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import TARGET, Case, built, check, fuzz, run
+from attention_cases import Case, built, check, fuzz, run
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention import op
 
 FUZZ_CASES = 320
 RAGGED = (300, 0, 1, 129, 512, 15)
-FIRST = ("float16", "int8", "int4", "int4_channel128")
-PAIRS = (
-    *((k, "float16" if k == "float16" else "int8" if k == "int8" else "int4") for k in FIRST),
-    ("bfloat16", "bfloat16"),
-    ("int2", "int2"),
-    ("int4_channel64", "int2"),
-    ("int4_channel32", "int4"),
-    ("int2_channel128", "int2"),
-    ("int2_channel32", "int4"),
-    ("int8_static", "int8_static"),
-    ("fp8", "fp8"),
-    ("int8", "int4"),
-    ("float16", "int2"),
-)
+# every format in both page kinds or in one of them, in turn; every pair of formats is a kernel of its own
+PAIRS = {
+    ("float16", "float16"): (0, 128),
+    ("int8", "int8"): (0, 128),
+    ("int4", "int4"): (0, 128),
+    ("int4_channel128", "int4"): (0, 128),
+    ("bfloat16", "bfloat16"): (128,),
+    ("int2", "int2"): (0,),
+    ("int4_channel64", "int2"): (64,),
+    ("int4_channel32", "int4"): (0,),
+    ("int2_channel128", "int2"): (128,),
+    ("int2_channel64", "int8"): (0,),
+    ("int2_channel32", "int4"): (64,),
+    ("int8_static", "int8_static"): (0,),
+    ("fp8", "fp8"): (128,),
+    ("int8", "int4"): (0,),
+    ("float16", "int2"): (128,),
+}
 
 
 def variants(base: Case) -> tuple[Case, ...]:
@@ -42,10 +46,81 @@ def variants(base: Case) -> tuple[Case, ...]:
     )
 
 
+FORMATS = {
+    f"{pair[0]}-{pair[1]}-{page}": variants(
+        Case(*pair, lengths=RAGGED, page=page, dtype="bfloat16" if pair[0] == "bfloat16" else "float16",
+             style=("few", "many")[i % 2])
+    )
+    for i, (pair, page) in enumerate((pair, page) for pair, pages in PAIRS.items() for page in pages)
+}  # fmt: skip
+WIDE = tuple(  # 16 rows share each conversion
+    Case(k, v, group=g, q_len=q, lengths=(300, 8, 3, 77), style=style, page=page)
+    for k, v, style, page in (
+        ("int4", "int4", "few", 0), ("float16", "float16", "many", 0), ("int8", "int8", "few", 128),
+        ("int4_channel128", "int4", "many", 128), ("int2_channel64", "int2", "few", 64), ("fp8", "fp8", "few", 0),
+    )
+    for q, g in ((4, 4), (8, 8), (5, 7), (1, 12))
+)  # fmt: skip
+SHAPES = {
+    "q_len": tuple(Case(q_len=n, group=g, lengths=(300, 8, 3, 77)) for n in (2, 3, 5, 8) for g in (1, 2, 4)),
+    "16 rows": WIDE,
+    "head_dim 64": tuple(
+        Case(k, v, head_dim=64, lengths=RAGGED, page=page, style=style, dtype=dtype)
+        for k, v, page, style, dtype in (
+            ("float16", "int8", 32, "few", "float16"), ("int8", "float16", 0, "many", "bfloat16"),
+            ("int4", "int2", 64, "many", "float16"), ("int4_channel64", "int4", 0, "few", "float16"),
+        )
+    ),
+    "head_dim 256": tuple(
+        Case(k, v, head_dim=256, lengths=RAGGED, group=g, page=page, style=style, dtype=dtype)
+        for k, v, page, style, dtype in (
+            ("float16", "float16", 0, "few", "float16"), ("int8", "int4", 128, "many", "float16"),
+            ("int4", "int4", 0, "few", "bfloat16"), ("int4_channel128", "int4", 0, "many", "float16"),
+        )
+        for g in (4, 12)
+    ),
+    "bfloat16 queries": tuple(
+        Case(k, v, dtype="bfloat16", lengths=RAGGED, page=page, style=style)
+        for k, v, page, style in (
+            ("float16", "float16", 32, "few"), ("int8", "int8", 0, "many"), ("int4_channel32", "int4", 64, "few"),
+        )
+    ),
+    "page sizes": tuple(Case(page=page, lengths=RAGGED, style="many") for page in (16, 256)),
+    "residual": tuple(
+        Case(k, v, residual=r, lengths=RAGGED, page=p, style=style, group=g)
+        for k, v, r, p, style, g in (
+            ("int4", "int4", 64, 0, "few", 4), ("int8", "int4", 128, 128, "many", 4),
+            ("int4", "int8", 32, 16, "few", 12),
+        )
+    ),
+    "options": tuple(
+        Case(k, "int4", softcap=cap, window=window, sinks=sinks, lengths=(300, 0, 7), q_len=2, page=page, group=g)
+        for k, cap, window, sinks, page, g in (
+            ("int4", 5.0, 0, False, 0, 4), ("int8", 0.0, 33, True, 128, 4), ("int4_channel64", 5.0, 100, True, 0, 4),
+            ("int4", 5.0, 33, True, 128, 8),
+        )
+    ),
+    "cp.async": tuple(  # the copies of sm_80, as PTX
+        case
+        for k, v, page, style, residual in (
+            ("int4", "int4", 0, "few", -1), ("int4_channel64", "int2", 64, "many", -1),
+            ("float16", "float16", 128, "few", -1), ("int8", "int8", 0, "many", 64),
+        )
+        for case in variants(Case(k, v, page=page, lengths=RAGGED, style=style, residual=residual, target="sm_80"))
+    ),
+    "chosen schedules": (
+        Case(kv_heads=8, lengths=tuple(range(1, 400, 9)), style="chosen"),
+        Case(kv_heads=8, group=4, lengths=(9000, 77), q_len=4, style="chosen"),
+        Case("int4_channel128", "int4", kv_heads=4, lengths=(5000, 130, 0), style="chosen"),
+    ),
+}  # fmt: skip
+POOL = [case for cases in (*FORMATS.values(), *SHAPES.values()) for case in cases]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_fuzz:
         given = metafunc.config.getoption("fuzz_cases", None)
-        cases = fuzz(int(os.environ.get("TERRAZZO_FUZZ_CASES", FUZZ_CASES)) if given is None else given)
+        cases = fuzz(int(os.environ.get("TERRAZZO_FUZZ_CASES", FUZZ_CASES)) if given is None else given, POOL)
         metafunc.parametrize("cases", [tuple(cases[i::16]) for i in range(16)], ids=[f"part{i}" for i in range(16)])
 
 
@@ -64,40 +139,9 @@ def run_all(cases) -> None:
     assert not failures, f"{len(failures)} of {len(cases)} cases failed:\n" + "\n".join(failures)
 
 
-def _formats(pair: tuple[str, str], page: int) -> tuple[Case, ...]:
-    dtype = "bfloat16" if pair[0] == "bfloat16" else "float16"
-    return variants(Case(*pair, lengths=RAGGED, page=page, dtype=dtype))
-
-
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(_formats(pair, page), id=f"{pair[0]}-{pair[1]}-{'paged' if page else 'contiguous'}")
-        for pair in PAIRS
-        for page in (0, 128)
-    ],
-)
+@pytest.mark.parametrize("cases", [pytest.param(cases, id=name) for name, cases in FORMATS.items()])
 def test_formats(cases):
     run_all(cases)
-
-
-SHAPES = {
-    "q_len": tuple(Case(q_len=n, group=g, lengths=(300, 8, 3, 77)) for n in (2, 3, 5, 8) for g in (1, 2, 4)),
-    "many rows": (Case(q_len=8, group=8, lengths=(500, 90)), Case(q_len=5, group=7, lengths=(333, 4))),
-    "head_dim 64": tuple(Case(k, v, head_dim=64, lengths=RAGGED) for k, v in PAIRS[:4]),
-    "head_dim 256": tuple(Case(k, v, head_dim=256, lengths=RAGGED, group=g) for k, v in PAIRS[:4] for g in (4, 12)),
-    "bfloat16 queries": tuple(Case(k, v, dtype="bfloat16", lengths=RAGGED) for k, v in PAIRS[:4]),
-    "small pages": tuple(Case(page=page, lengths=RAGGED) for page in (16, 32, 64, 256)),
-    "residual": tuple(
-        Case(k, k, residual=r, lengths=RAGGED, page=p) for k in ("int4", "int8") for r in (64, 128) for p in (0, 128)
-    ),
-    "many sequences": (Case(kv_heads=8, lengths=tuple(range(1, 400, 9))),),
-    "options": tuple(
-        Case(k, "int4", softcap=cap, window=window, sinks=sinks, lengths=(300, 0, 7), q_len=2)
-        for k in ("int4", "int4_channel64")
-        for cap, window, sinks in ((5.0, 0, False), (0.0, 33, True), (5.0, 100, True))
-    ),
-}
 
 
 @pytest.mark.parametrize("cases", [pytest.param(cases, id=name) for name, cases in SHAPES.items()])
@@ -126,7 +170,7 @@ def test_partial_sums_repeat_over_200_launches_of_several_waves(cases):
         if launch % 3 == 0:
             noise.normal_()  # another load on the memory system
         again = torch.full_like(lse, float("nan"))
-        y = op.decode(q, built(case), lse=again, splits=case.splits, target=TARGET)
+        y = op.decode(q, built(case), lse=again, splits=case.splits, schedule=case.schedule(), target=case.target)
         assert torch.equal(y, first) and torch.equal(again, lse), f"launch {launch} differs; {case.repro}"
     check(case)
 
@@ -137,20 +181,20 @@ def test_a_captured_graph_reads_lengths_from_the_device(cases):
     q, _, lse, _ = run(case)
     made = built(case)
     before = made.lengths.clone()
-    graph, y = torch.cuda.CUDAGraph(), torch.empty_like(q)
-    op.decode(q, made, out=y, lse=lse)
+    graph, y, options = torch.cuda.CUDAGraph(), torch.empty_like(q), {"schedule": case.schedule()}
+    op.decode(q, made, out=y, lse=lse, **options)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        op.decode(q, made, out=y, lse=lse)
+        op.decode(q, made, out=y, lse=lse, **options)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=side):
-            op.decode(q, made, out=y, lse=lse)
+            op.decode(q, made, out=y, lse=lse, **options)
     try:
         made.lengths.copy_(torch.tensor([200, 77], dtype=torch.int32))
         y.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(y, op.decode(q, made))
+        assert torch.equal(y, op.decode(q, made, **options))
     finally:
         made.lengths.copy_(before)
 

@@ -28,9 +28,9 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     monkeypatch.setattr(attention_cases, "DEVICE", "cpu")
-    attention_cases.built.cache_clear()
+    attention_cases._built.cache_clear()
     yield
-    attention_cases.built.cache_clear()
+    attention_cases._built.cache_clear()
 
 
 def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm_90a"):
