@@ -115,9 +115,8 @@ def build(
         "cp_async", "pack", "bulk", "semaphore", "warpgroup",
         extra=tuple(get_converter(name).device_source for name in sorted(converters)),
     )  # fmt: skip
-    chains = 1 if nt > 1 and (residual or softcap) else 2  # registers
-    tile = make_tile_macros(layout, nt, tiles, softcap, chains)
-    spare = make_tile_macros(CacheLayout("float16", "float16", head_dim), nt, 1, softcap, chains) if residual else None
+    tile = make_tile_macros(layout, nt, tiles, softcap)
+    spare = make_tile_macros(CacheLayout("float16", "float16", head_dim), nt, 1, softcap) if residual else None
     k_static, v_static = layout.k.scaling == "static", layout.v.scaling == "static"
     mixed = layout.k.operand != dtype
 

@@ -21,11 +21,10 @@ def each(*bounds: int) -> tuple[int, ...]:
     return tuple(range(*bounds))
 
 
-def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool, chains: int = 2) -> SimpleNamespace:
+def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) -> SimpleNamespace:
     """Macros over `tiles` tiles and 8 * nt rows: state, clear, sum_q, scale_q, step; and the factors they leave open.
 
-    k_shift: power of two that Q carries in each k half. v_factor: factor of O^T in each row half. Scores are summed in
-    `chains` (1 or 2) independent accumulators.
+    k_shift: power of two that Q carries in each k half. v_factor: factor of O^T in each row half.
     """
     import tilelang.language as T
 
@@ -166,14 +165,14 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool, ch
                 "handle", f"tz_load<{2 * params}>", T.access_ptr(st.par[r * 4], "w"),
                 T.call_extern("handle", "tz_at32", base, layout.param_offset + lane // 4 * (2 * params)),
             )  # fmt: skip
-        for i in each(chains * nt * 4):
+        for i in each(nt * 8):
             st.acc[i] = 0.0
         for j in each(slices // atoms[True]):
             operand(st, base, j * 32 * words[True], True, lane)
             for i in each(atoms[True]):
                 for t in each(nt):
                     mma(
-                        kb == "true", st.acc, ((j * atoms[True] + i) % chains * nt + t) * 4, st.a, i * 4,
+                        kb == "true", st.acc, ((j * atoms[True] + i) % 2 * nt + t) * 4, st.a, i * 4,
                         q, ((j * atoms[True] + i) * nt + t) * 2,
                     )  # fmt: skip
         for e in each(2):
@@ -186,9 +185,7 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool, ch
                 st.f[e] = st.scale * T.float32(k_factor[e])
         for t in each(nt):
             for e in each(4):
-                sum_ = st.acc[t * 4 + e]
-                if chains > 1:
-                    sum_ = st.acc[t * 4 + e] + st.acc[(nt + t) * 4 + e]
+                sum_ = st.acc[t * 4 + e] + st.acc[(nt + t) * 4 + e]
                 at = (r * nt + t) * 4 + e
                 if k_token:
                     st.s[at] = T.call_extern(
