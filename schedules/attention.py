@@ -2,8 +2,8 @@
 
 One wave of CTAs fills the GPU: many (sequence, kv head) pairs take several small CTAs on each SM, few pairs take one
 large CTA for each SM and as few splits as fill them, because every split is read again by the combine. Fitted to an
-H200: 64 x 8 heads of 4K tokens of int4 take 72.6 us in CTAs of 4 warps, 73.6 of 8, 78.5 of 16; 8 x 8 heads of 32K tokens
-72.2 us in CTAs of 16 warps, 73.0 of 12, 73.9 of 8.
+H200: 64 x 8 heads of 4K tokens of int4 take 72.6 us in CTAs of 4 warps, 73.6 of 8, 78.5 of 16; 8 x 8 heads of 32K
+tokens 72.2 us in CTAs of 16 warps, 73.0 of 12, 73.9 of 8.
 """
 
 from __future__ import annotations
