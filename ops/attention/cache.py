@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
@@ -62,6 +62,11 @@ class PackedCache:
     @property
     def nbytes(self) -> int:
         return 4 * self.pages.numel() + (0 if self.residual is None else 4 * self.residual.numel())
+
+    def to(self, device: str | torch.device) -> PackedCache:
+        """The cache with every tensor on a device."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{n: t.to(device) for n, t in tensors.items() if hasattr(t, "to")})
 
     def packed_words(self, sequence: int, head: int, tokens: int) -> torch.Tensor:
         """Blocks [n, block_words] that hold the first `tokens` tokens of one head."""

@@ -15,7 +15,8 @@ from terrazzo.ops.attention import launch, writing
 from terrazzo.ops.attention.cache import PackedCache
 
 TARGET = os.environ.get("TERRAZZO_TEST_TARGET")
-DEVICE = "cuda"
+DEVICE = "cpu"
+"""Where caches are made and compared."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def compare(made: PackedCache, wanted: PackedCache, where: str = "") -> None:
 def check(case: Case) -> None:
     """The new tokens are stored as the quantizer stores them, and a second call changes nothing."""
     made, wanted, rows, starts = prepare(case)
+    made, rows, starts = made.to("cuda"), [r.cuda() for r in rows], starts.cuda()
     repeats = 2 if max(case.new) <= writing.ONE_LAUNCH or not made.residual_tokens else 1
     for _ in range(repeats):
         if len(set(case.new)) == 1:
@@ -123,7 +125,7 @@ def check(case: Case) -> None:
             writing.append(made, *(r.unflatten(0, shape[:2]) for r in rows), target=case.target)
         else:
             writing.store(made, *rows, starts, max(case.new), target=case.target)
-    compare(made, wanted, case.repro)
+    compare(made.to("cpu"), wanted, case.repro)
 
 
 CASES = {

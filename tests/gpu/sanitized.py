@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import attention_cases
+import attention_write_cases
 import oracles
 import torch
 import w4a8_oracles
@@ -29,7 +30,7 @@ class Watched:
     """A case of one of the oracles. `target`: of the program, None for the GPU's own."""
 
     name: str
-    case: oracles.Case | w4a8_oracles.Case | attention_cases.Case
+    case: oracles.Case | w4a8_oracles.Case | attention_cases.Case | attention_write_cases.Case
     target: str | None = None
 
     def weight(self) -> w4a16.PackedWeight | w4a8.PackedWeight:
@@ -52,7 +53,8 @@ class Watched:
         requests = self.requests()
         assert all(is_ready(request) for request in requests), f"{self.name}: compile its kernels first"
         run = {oracles.Case: run_w4a16, w4a8_oracles.Case: run_w4a8}.get(type(self.case))
-        run(self.case, self.weight(), requests) if run else attention_cases.run(self.case)
+        plain = {attention_cases.Case: attention_cases.run, attention_write_cases.Case: attention_write_cases.check}
+        run(self.case, self.weight(), requests) if run else plain[type(self.case)](self.case)
         torch.cuda.synchronize()
 
 
@@ -108,6 +110,10 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched("int4 channels, paged, split", attention_cases.Case("int4_channel128", page=128, splits=2)),
         Watched("float16", attention_cases.Case("float16", "float16", lengths=(65, 0))),
         Watched("int8 paged", attention_cases.Case("int8", "int8", head_dim=64, page=64, lengths=(130, 3))),
+        Watched("int4 by cp.async", attention_cases.Case(lengths=(100, 7), target="sm_80")),
+        Watched("store int4", attention_write_cases.Case(old=(0, 5), new=(40, 3))),
+        Watched("append channels", attention_write_cases.Case("int4_channel64", old=(63, 60), new=(8, 8), page=64)),
+        Watched("append residual", attention_write_cases.Case(residual=32, old=(3, 31), new=(2, 2), dtype="bfloat16")),
     ),
 }
 

@@ -62,11 +62,6 @@ static void tz_ldmatrix4_trans(void *out, const void *p) { ldmatrix<true>(out, p
 """
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(attention_write_cases, "DEVICE", "cpu")
-
-
 def emulate(case: Case, folder, target: str = "sm_90a", times: int = 1) -> None:
     made, wanted, rows, starts = attention_write_cases.prepare(case)
     request = writing.write_request(made, case.dtype, Target.parse(target))
