@@ -23,9 +23,9 @@ class Support:
 
     Attributes:
         operator: name under terrazzo.ops, "w4a16".
-        format: checkpoint format, or "rtn" for what quantize() makes.
+        format: checkpoint format, or "rtn" for what quantize() makes; attention: how keys or values are stored.
         source: public function that reads it, "terrazzo.ops.w4a16.from_awq".
-        groups: group sizes of the weight; "K" is one group over all input channels.
+        groups: group sizes of the weight; "K" is one group over all input channels. Attention: what shares a scale.
         zeros: "asymmetric", "symmetric" or both.
         activations: dtypes of x and y.
         scales: dtypes of the weight's scales.
@@ -84,6 +84,29 @@ def _w4a8(format: str, source: str, zeros: tuple[str, ...], notes: str) -> Suppo
     )
 
 
+_KV_TARGETS = {"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "compiled"}
+
+
+def _attention(format: str, group: int | str, zeros: str, scales: str, notes: str) -> Support:
+    return Support(
+        operator="attention",
+        format=format,
+        source="terrazzo.ops.attention.pack_cache",
+        groups=(group,),
+        zeros=(zeros,),
+        activations=("float16", "bfloat16"),
+        scales=(scales,),
+        numerics=(),
+        targets=_KV_TARGETS,
+        notes=notes,
+    )
+
+
+def _channel(bits: int, group: int) -> Support:
+    note = "keys, one scale for each dimension of a group of tokens (BitDecoding, KIVI)"
+    return _attention(f"int{bits}_channel{group}", group, "asymmetric", "float16", note)
+
+
 REGISTRY: tuple[Support, ...] = (
     _w4a16("awq", "from_awq", _ALL_SCALES, "version gemm"),
     _w4a16("gptq", "from_gptq", _ALL_SCALES, "v1: zero points stored minus one; act-order"),
@@ -110,6 +133,16 @@ REGISTRY: tuple[Support, ...] = (
         targets={"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "compiled"},
         notes="float weight, searched clipping; FMPQ blocks of INT4 and INT8 activations; sm_90a: emulated on int8",
     ),
+    _attention("float16", "none", "none", "none", "keys and values"),
+    _attention("bfloat16", "none", "none", "none", "keys and values, both"),
+    _attention("int8", "token", "asymmetric", "float16", "keys and values (TurboMind)"),
+    _attention("int4", "token", "asymmetric", "float16", "keys and values (TurboMind; BitDecoding)"),
+    _attention("int2", "token", "asymmetric", "float16", "keys and values (BitDecoding, KIVI)"),
+    *(_channel(bits, group) for bits in (4, 2) for group in (32, 64, 128)),
+    _attention(
+        "int8_static", "static", "symmetric", "float32", "keys and values, a scale for each dimension (LiquidServe)"
+    ),
+    _attention("fp8", "static", "symmetric", "float32", "keys and values, e4m3, scaled by dimension"),
 )
 
 

@@ -9,7 +9,7 @@ tokens 72.2 us in CTAs of 16 warps, 73.0 of 12, 73.9 of 8.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
@@ -112,6 +112,12 @@ def choose(problem: DecodeProblem, target: Target) -> Decode:
     raise ArgumentError(
         "page", problem.page, f"no ring of whole stages fits on {target.arch} (group {problem.group})", "use 128 tokens"
     )
+
+
+def every(problem: DecodeProblem, target: Target) -> list[Decode]:
+    """What `choose` answers for any number of sequences and tokens, with the problem's other facts."""
+    sizes = ((2**i, 2**j) for i in range(14) for j in range(4, 21))
+    return list(dict.fromkeys(choose(replace(problem, pairs=pairs, tokens=tokens), target) for pairs, tokens in sizes))
 
 
 def _fits(schedule: Decode, problem: DecodeProblem, target: Target) -> bool:

@@ -41,6 +41,11 @@ class _Dtype(click.ParamType):
 @click.option("--scale-dtype", type=_Dtype("f16", "bf16", "f32"), help="Default: as the activations.")
 @click.option("--numerics", default="auto", show_default=True, help="w4a16: auto, exact, fused or post.")
 @click.option("--dequantization", default="auto", show_default=True, help="w4a8: auto, xor or unsigned.")
+@click.option("--kv", multiple=True, help="attention: formats of keys/values as int4/int4; may be repeated.")
+@click.option("--heads", default="32/8", show_default=True, help="attention: query/kv heads of a layer.")
+@click.option("--head-dim", default=128, show_default=True, help="attention: 64, 128 or 256.")
+@click.option("--q-len", default=1, show_default=True, help="attention: new tokens of a step, 1..8.")
+@click.option("--page", default=128, show_default=True, help="attention: tokens of a page; 0 for contiguous caches.")
 @click.option("--target", required=True, help="sm_80, sm_86, sm_89, sm_90a or a TVM tag such as nvidia/nvidia-h100.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a bundle to this folder.")
 @click.option("--replace", is_flag=True, help="Replace a bundle that is there.")
@@ -57,6 +62,11 @@ def compile_command(
     scale_dtype: str | None,
     numerics: str,
     dequantization: str,
+    kv: tuple[str, ...],
+    heads: str,
+    head_dim: int,
+    q_len: int,
+    page: int,
     target: str,
     output: Path | None,
     replace: bool,
@@ -70,7 +80,9 @@ def compile_command(
     arch = Target.parse(target)
     registered(op, arch.arch)
     problems = {**dict.fromkeys(shapes), **dict.fromkeys(_model_shapes(models))}
-    if not problems:
+    if op == "attention" and (problems or not kv):
+        raise click.UsageError("attention takes no --shape and no --model, but --kv KEYS/VALUES")
+    if not problems and op != "attention":
         raise click.UsageError("nothing to compile: name a --shape NxK or a --model")
     if output is not None and output.exists() and not replace:
         raise BundleError(f"{output} exists already; remove it, choose another folder or give --replace")
@@ -78,6 +90,9 @@ def compile_command(
     facts |= {"numerics": numerics, "dequantization": dequantization}
     group = group or ("64" if op == "w4a8" else "128")
     requests = []
+    for formats in kv if op == "attention" else ():
+        sizes = {"head_dim": head_dim, "q_len": q_len, "page": page, "dtype": dtype, "target": arch}
+        requests += _requests(op)(*_pair("--kv", formats), **_heads(heads), **sizes)
     for n, k in problems:
         requests += _requests(op)(n, k, group_size=_group(group, k), **_accepted(op, facts))
     requests = list(dict.fromkeys(requests))
@@ -89,7 +104,9 @@ def compile_command(
         from terrazzo.layouts.instances import get_instance
         from terrazzo.lowering.bundle import write_bundle
 
-        layouts = {name: get_instance(name).identity for name in _layouts(op)}
+        layouts = _cache_layouts(kv, head_dim) if op == "attention" else {
+            name: get_instance(name).identity for name in _layouts(op)
+        }  # fmt: skip
         bundle = write_bundle(output, requests, layouts=layouts, replace=replace)
     if as_json:
         print_json({"target": arch.arch, "bundle": bundle and str(bundle), "kernels": kernels})
@@ -118,6 +135,27 @@ def _group(text: str, k: int) -> int:
     if not text.isdigit():
         raise click.BadParameter(f"{text!r} is no group size: use 32, 64, 128 or K", param_hint="--group")
     return int(text)
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    first, slash, second = text.partition("/")
+    if not (first and slash and second):
+        raise click.BadParameter(f"{text!r}: write two of them, with a slash between", param_hint=option)
+    return first, second
+
+
+def _heads(text: str) -> dict[str, int]:
+    parts = _pair("--heads", text)
+    if not all(part.isdigit() for part in parts):
+        raise click.BadParameter(f"{text!r}: write query/kv heads, as 32/8", param_hint="--heads")
+    return dict(zip(("heads", "kv_heads"), map(int, parts)))
+
+
+def _cache_layouts(kv: tuple[str, ...], head_dim: int) -> dict[str, str]:
+    """Names and identities of the packed forms of some pairs of KV formats."""
+    from terrazzo.ops.attention import CacheLayout
+
+    return {f"kv.{formats}.d{head_dim}": CacheLayout(*_pair("--kv", formats), head_dim).identity for formats in kv}
 
 
 def _requests(op: str) -> Any:

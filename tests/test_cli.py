@@ -198,6 +198,28 @@ def test_operators_take_their_own_options(capsys, monkeypatch):
     assert code == 2 and "--dequantization is no option of w4a16" in err
 
 
+def test_attention_is_compiled_by_formats_and_heads(capsys, monkeypatch):
+    monkeypatch.setattr(
+        "terrazzo.commands_compile.compile_with_progress",
+        lambda requests, workers: [CompileError("no")] * len(requests),
+    )
+    given = ("compile", "--op", "attention", "--target", "sm_90a", "--json")
+    code, out, _ = run(
+        capsys, *given, "--kv", "int4_channel64/int4", "--kv", "int8/int8", "--page", "64", "--q-len", "4"
+    )
+    kernels = json.loads(out)["kernels"]
+    assert code == 1 and {kernel["kernel"] for kernel in kernels} == {"attention.decode", "attention.write"}
+    assert {kernel["params"]["k_format"] for kernel in kernels} == {"int4_channel64", "int8"}
+    assert all(kernel["params"]["page"] == 64 and kernel["params"].get("row_tiles", 2) == 2 for kernel in kernels)
+    for option, word in (
+        ((), "--kv"), (("--kv", "int4"), "slash"), (("--kv", "int4/int4", "--heads", "x/8"), "32/8"),
+        (("--kv", "int4/int4", "--shape", "8x8"), "--shape"), (("--kv", "int4/int3"), "v_format"),
+        (("--kv", "int4/int4", "--heads", "7/2"), "kv_heads"),
+    ):  # fmt: skip
+        code, _, err = run(capsys, *given, *option)
+        assert code == 2 and word in err
+
+
 def test_a_kernel_that_fails_is_exit_code_1_and_no_bundle(capsys, tmp_path, small_kernels):
     small_kernels.entry = "absent"
     code, out, err = run(capsys, *COMPILE, "-o", str(tmp_path / "bundle"))

@@ -1,11 +1,14 @@
 """Attention over a low-bit KV cache: decode with 16-, 8-, 4- and 2-bit keys and values on tensor cores.
 
+    cache = terrazzo.ops.attention.KVCache("int4", "int4", kv_heads=8, head_dim=128, pages=4096)
+    y = cache.extend({sequence: 1}).decode(q)  # or pack_cache, append, store and decode on tensors of your own
+
 Names are resolved on first use, so that importing this package imports neither torch nor tilelang.
 """
 
 from __future__ import annotations
 
-import importlib
+from terrazzo.ops import lazy
 
 _HOME = {
     "KVFormat": "format",
@@ -23,18 +26,7 @@ _HOME = {
     "store": "writing",
     "decode": "op",
     "decode_requests": "op",
+    "kernel_requests": "op",
 }
 
-__all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_HOME))
+__all__, __getattr__, __dir__ = lazy.names(__name__, _HOME)

@@ -97,6 +97,49 @@ def decode_requests(
     ]  # fmt: skip
 
 
+def kernel_requests(
+    k_format: str,
+    v_format: str,
+    *,
+    heads: int,
+    kv_heads: int,
+    target: Target,
+    head_dim: int = 128,
+    q_len: int = 1,
+    dtype: str = "float16",
+    page: int = 128,
+    residual: int | None = None,
+    softcap: bool = False,
+    sinks: bool = False,
+) -> list[KernelRequest]:
+    """The kernels of decode, append and store for any number of sequences of any length, to compile them up front.
+
+    Args:
+        heads, kv_heads, head_dim: of a layer. q_len: new tokens of a step. dtype: of q, k and v.
+        page: tokens of a page, 0 for contiguous caches. residual: tokens of the residual block, None for the format's.
+
+    Raises:
+        ArgumentError: formats or sizes that do not fit.
+    """
+    from terrazzo.ops.attention.cache import residual_of
+    from terrazzo.ops.attention.layout import CacheLayout
+    from terrazzo.ops.attention.writing import write_kernel
+
+    layout = CacheLayout(k_format, v_format, head_dim)
+    residual = residual_of(layout, residual)
+    if page:
+        layout.words(page)
+    if kv_heads < 1 or heads < 1 or heads % kv_heads:
+        raise ArgumentError("heads", f"{heads}/{kv_heads}", "must be a multiple of kv_heads", "see the model's config")
+    if not 1 <= q_len <= MAX_QUERY_TOKENS:
+        raise ArgumentError("q_len", q_len, f"must be 1..{MAX_QUERY_TOKENS}", "use fewer new tokens")
+    rows = q_len * heads // kv_heads
+    facts = dict(dtype=dtype, page=page, residual=residual, softcap=softcap, sinks=sinks, target=target)
+    schedules_ = schedules.every(problem_of(layout, 1, kv_heads, rows, 1, page), target)
+    made = [plan(layout, 1, kv_heads, rows, 1, **facts, schedule=s).request for s in schedules_]
+    return [*made, write_kernel(layout, dtype, page, residual, target)]
+
+
 def decode(
     q: torch.Tensor,
     cache: PackedCache,
@@ -132,22 +175,52 @@ def decode(
         ArgumentError: an argument that does not fit. CaptureError: a kernel never launched before, in graph capture.
     """
     import torch
-    from terrazzo.lowering.kernels import get_kernel
 
     shape = q.shape
     if q.dim() == 3:
         q = q.unsqueeze(1)
+    if torch.compiler.is_compiling() or type(q) is not torch.Tensor:  # traced, fake or another subclass: dispatch
+        from terrazzo.ops.attention import torch_op
+
+        made, sums = torch_op.call_decode(q, cache, scale, softcap, window, sinks)
+        if lse is not None:
+            lse.copy_(sums)
+        return made.view(shape) if out is None else out.copy_(made.view(shape))
+    if out is not None:
+        out = _checked(out, "out", shape, q.dtype, q).view(q.shape)
+    options = dict(splits=splits, schedule=schedule, target=target)
+    return run(q, cache, scale=scale, softcap=softcap, window=window, sinks=sinks, out=out, lse=lse, **options)[0].view(
+        shape
+    )
+
+
+def run(
+    q: torch.Tensor,
+    cache: PackedCache,
+    *,
+    scale: float | None,
+    softcap: float,
+    window: int,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    splits: int | None = None,
+    schedule: schedules.Decode | None = None,
+    target: Target | str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of `decode` for q [B, q_len, Hq, D]."""
+    import torch
+    from terrazzo.lowering.kernels import get_kernel
+
     _check(q, cache, sinks, window)
     batch, new, heads, head_dim = q.shape
-    made = (
-        torch.empty(shape, dtype=q.dtype, device=q.device) if out is None else _checked(out, "out", shape, q.dtype, q)
-    )
+    made = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if lse is None:
         lse = torch.empty(batch, new, heads, dtype=torch.float32, device=q.device)
     else:
         _checked(lse, "lse", (batch, new, heads), torch.float32, q)
     if batch == 0:
-        return made
+        return made, lse
     at, device = current_targets(target)
     chosen = plan(
         cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, cache.max_length,
@@ -175,10 +248,10 @@ def decode(
         none["static"] if cache.k_static is None else cache.k_static,
         none["static"] if cache.v_static is None else cache.v_static,
         none["sinks"] if sinks is None else sinks, partial, logs, semaphores(q.device, batch * y, capturing),
-        made.view(batch, new, heads, head_dim), lse,
+        made, lse,
         (1 / math.sqrt(head_dim) if scale is None else scale) * LOG2E, softcap * LOG2E, window,
     )  # fmt: skip
-    return made
+    return made, lse
 
 
 def _check(q: torch.Tensor, cache: PackedCache, sinks: torch.Tensor | None, window: int) -> None:

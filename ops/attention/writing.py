@@ -23,9 +23,10 @@ residual tiles has room for them beside the block."""
 
 
 @lru_cache(maxsize=1024)
-def _request(
-    layout: CacheLayout, dtype: str, page: int, residual: int, target: Target, device: Target | None
+def write_kernel(
+    layout: CacheLayout, dtype: str, page: int, residual: int, target: Target, device: Target | None = None
 ) -> KernelRequest:
+    """The kernel that stores keys and values of `dtype`; `device` runs it where that is newer than `target`."""
     params = {
         "k_format": layout.k_format, "v_format": layout.v_format, "head_dim": layout.head_dim, "dtype": dtype,
         "page": page, "residual": residual,
@@ -44,7 +45,7 @@ def write_request(cache: PackedCache, dtype: str, target: Target, device: Target
     """
     if dtype not in ("float16", "bfloat16"):
         raise ArgumentError("k", dtype, "must be float16 or bfloat16", "cast it")
-    return _request(cache.layout, dtype, cache.page_size, cache.residual_tokens, target, device)
+    return write_kernel(cache.layout, dtype, cache.page_size, cache.residual_tokens, target, device)
 
 
 def launches(most_new: int, chunk: int, residual: int) -> list[tuple[int, int]]:
@@ -70,8 +71,19 @@ def append(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, *, target: Targ
     Raises:
         ArgumentError: an argument that does not fit. CaptureError: a kernel never launched before, in graph capture.
     """
+    import torch
+
     if k.dim() == 3 and v.dim() == 3:
         k, v = k.unsqueeze(1), v.unsqueeze(1)
+    if torch.compiler.is_compiling() or type(k) is not torch.Tensor:  # traced, fake or another subclass: dispatch
+        from terrazzo.ops.attention import torch_op
+
+        return torch_op.call_append(cache, k, v)
+    run_append(cache, k, v, target)
+
+
+def run_append(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, target: Target | str | None) -> None:
+    """`append` of k and v [B, q_len, Hkv, D]."""
     if k.dim() != 4 or len(k) != len(cache.lengths):
         constraint = f"must be [{len(cache.lengths)}, q_len, {cache.kv_heads}, {cache.layout.head_dim}]"
         raise ArgumentError("k", list(k.shape), constraint, "pass the new tokens of each sequence")
@@ -101,6 +113,24 @@ def store(
     Raises:
         ArgumentError: an argument that does not fit. CaptureError: a kernel never launched before, in graph capture.
     """
+    import torch
+
+    if torch.compiler.is_compiling() or type(k) is not torch.Tensor:  # traced, fake or another subclass: dispatch
+        from terrazzo.ops.attention import torch_op
+
+        return torch_op.call_store(cache, k, v, cu_seqlens, most_new)
+    run_store(cache, k, v, cu_seqlens, most_new, target)
+
+
+def run_store(
+    cache: PackedCache,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    most_new: int,
+    target: Target | str | None,
+) -> None:
+    """`store` of eager tensors."""
     import torch
 
     if k.dim() != 3:

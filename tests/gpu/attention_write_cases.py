@@ -56,7 +56,7 @@ class Case:
         target, device = launch.current_targets(self.target)
         layout = caches.CacheLayout(self.k, self.v, self.head_dim)
         residual = caches.residual_of(layout, None if self.residual < 0 else self.residual)
-        return [writing._request(layout, self.dtype, self.page, residual, target, device)]
+        return [writing.write_kernel(layout, self.dtype, self.page, residual, target, device)]
 
 
 def static(fmt: str, heads: int, head_dim: int) -> torch.Tensor | None:

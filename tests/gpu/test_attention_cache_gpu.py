@@ -12,7 +12,7 @@ import pytest
 import torch
 from attention_write_cases import Case, check
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention import CacheFullError, KVCache, pack_cache, reference, writing
+from terrazzo.ops.attention import CacheFullError, KVCache, op, pack_cache, reference, writing
 
 STEPS = int(os.environ.get("TERRAZZO_CACHE_STEPS", 10_000))
 HEADS, GROUP, DIM = 2, 4, 128
@@ -193,6 +193,27 @@ def test_a_captured_step_appends_where_the_lengths_say(cases):
         for h in range(HEADS):
             for a, b in zip(one.dequantize(0, h), two.dequantize(0, h)):
                 assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("cases", [pytest.param(RUNS["channel"], id="channel")])
+def test_a_compiled_step_is_one_graph(cases):
+    """torch.compile sees append, decode and their order."""
+    spec = cases[0]
+    rng = torch.Generator("cuda").manual_seed(5)
+    k, v = torch.randn(2, 2, 1, HEADS, DIM, generator=rng, device="cuda").half()
+    q = torch.randn(2, 1, HEADS * GROUP, DIM, generator=rng, device="cuda").half()
+    results = []
+    for compiled in (False, True):
+        cache = spec.cache()
+        view = cache.extend({cache.new(): 1, cache.new(): 1}).layer()
+
+        def step(q, k, v, view=view):
+            writing.append(view, k * 2, v)
+            return op.decode(q, view) + 1
+
+        results.append((torch.compile(step, fullgraph=True) if compiled else step)(q, k, v))
+        results.append(cache.residual)
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
 
 
 @pytest.mark.parametrize("cases", [(Case(old=(3,), new=(2,)),)], ids=["case"])

@@ -9,6 +9,7 @@ import pytest
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import registry
+from terrazzo.ops.attention import format as kv
 from terrazzo.ops.w4a8 import activations as w4a8_activations
 from terrazzo.ops.w4a8 import format as w4a8_format
 from terrazzo.ops.w4a8 import reference as w4a8_reference
@@ -56,6 +57,15 @@ def test_the_w4ax_entry_agrees_with_the_code():
     assert entry.groups == (w4ax_fmpq.BLOCK,) and entry.numerics == w4ax_reference.GRANULARITIES
     for arch in entry.targets:  # no tensor core of s4: said so
         assert w4ax_format.native(Target.parse(arch)) or f"{arch}: emulated on int8" in entry.notes
+
+
+def test_attention_entries_agree_with_the_code():
+    entries = {entry.format: entry for entry in registry.REGISTRY if entry.operator == "attention"}
+    assert list(entries) == list(kv.FORMATS)
+    for name, fmt in kv.FORMATS.items():
+        entry = entries[name]
+        assert entry.groups == (fmt.group or fmt.scaling,)
+        assert ("values" in entry.notes) == fmt.for_values
 
 
 def test_filters():

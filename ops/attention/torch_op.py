@@ -1,0 +1,130 @@
+"""`torch.ops.terrazzo.attention_*`: the operators as torch.compile, torch.export and fake tensors see them."""
+
+from __future__ import annotations
+
+import torch
+from terrazzo.ops.attention.cache import PackedCache
+from terrazzo.ops.attention.layout import CacheLayout
+
+
+def _fields(cache: PackedCache) -> tuple:
+    """A cache as the arguments of an operator."""
+    return (
+        cache.pages, cache.lengths, cache.block_table, cache.residual, cache.slots, cache.k_static, cache.v_static,
+        cache.layout.k_format, cache.layout.v_format, cache.layout.head_dim, cache.page_size, cache.max_length,
+    )  # fmt: skip
+
+
+def _cache(pages, lengths, table, residual, slots, k_static, v_static, k_format, v_format, head_dim, page, most):
+    layout = CacheLayout(k_format, v_format, head_dim)
+    return PackedCache(layout, pages, lengths, most, table, page, residual, slots, k_static, v_static)
+
+
+def call_decode(q, cache, scale, softcap, window, sinks):
+    """`decode` as one opaque node of a graph: (out, lse)."""
+    return torch.ops.terrazzo.attention_decode(q, *_fields(cache), scale, softcap, window, sinks)
+
+
+def call_append(cache, k, v) -> None:
+    """`append` as one opaque node of a graph."""
+    torch.ops.terrazzo.attention_append(k, v, *_fields(cache))
+
+
+def call_store(cache, k, v, cu_seqlens, most_new) -> None:
+    """`store` as one opaque node of a graph."""
+    torch.ops.terrazzo.attention_store(k, v, cu_seqlens, most_new, *_fields(cache))
+
+
+@torch.library.custom_op("terrazzo::attention_decode", mutates_args=())
+def attention_decode(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    k_static: torch.Tensor | None,
+    v_static: torch.Tensor | None,
+    k_format: str,
+    v_format: str,
+    head_dim: int,
+    page_size: int,
+    max_length: int,
+    scale: float | None,
+    softcap: float,
+    window: int,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of q [B, q_len, Hq, D] and the fields of a PackedCache."""
+    from terrazzo.ops.attention.op import run
+
+    cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
+                   page_size, max_length)  # fmt: skip
+    return run(q, cache, scale=scale, softcap=softcap, window=window, sinks=sinks)
+
+
+@attention_decode.register_fake
+def _(q, *cache_and_options):
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("terrazzo::attention_append", mutates_args=("pages", "residual"))
+def attention_append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    k_static: torch.Tensor | None,
+    v_static: torch.Tensor | None,
+    k_format: str,
+    v_format: str,
+    head_dim: int,
+    page_size: int,
+    max_length: int,
+) -> None:
+    """Stores k, v [B, q_len, Hkv, D] in place."""
+    from terrazzo.ops.attention.writing import run_append
+
+    cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
+                   page_size, max_length)  # fmt: skip
+    run_append(cache, k, v, None)
+
+
+@attention_append.register_fake
+def _(k, v, *cache):
+    return None
+
+
+@torch.library.custom_op("terrazzo::attention_store", mutates_args=("pages", "residual"))
+def attention_store(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    most_new: int,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    k_static: torch.Tensor | None,
+    v_static: torch.Tensor | None,
+    k_format: str,
+    v_format: str,
+    head_dim: int,
+    page_size: int,
+    max_length: int,
+) -> None:
+    """Stores k, v [tokens, Hkv, D] in place."""
+    from terrazzo.ops.attention.writing import run_store
+
+    cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
+                   page_size, max_length)  # fmt: skip
+    run_store(cache, k, v, cu_seqlens, most_new, None)
+
+
+@attention_store.register_fake
+def _(k, v, cu_seqlens, most_new, *cache):
+    return None

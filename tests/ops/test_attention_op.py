@@ -1,0 +1,110 @@
+"""The attention operators without a GPU: fake tensors, requests, schedules, launches."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
+from terrazzo.ops.attention import append, decode, kernel_requests, op, pack_cache, store, writing
+from terrazzo.ops.attention import format as kv
+from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.schedules import attention as schedules
+from torch._subclasses import FakeTensorMode
+
+
+@pytest.fixture
+def cache():
+    return pack_cache(*torch.randn(2, 3, 2, 64, 128), "int4_channel64", "int4", lengths=torch.tensor([3, 64, 9]))
+
+
+def test_fake_tensors_know_the_results(cache):
+    with FakeTensorMode() as mode:
+        held = {f.name: getattr(cache, f.name) for f in fields(cache)}
+        fake = replace(cache, **{n: mode.from_tensor(t) for n, t in held.items() if isinstance(t, torch.Tensor)})
+        q = torch.empty(3, 2, 8, 128, dtype=torch.bfloat16)
+        y = decode(q, fake)
+        assert y.shape == q.shape and y.dtype == q.dtype
+        assert decode(q[:, 0], fake).shape == (3, 8, 128)
+        sums = torch.empty(3, 2, 8)
+        assert decode(q, fake, lse=sums, out=torch.empty_like(q)).shape == q.shape
+        k = torch.empty(3, 2, 2, 128, dtype=torch.float16)
+        assert append(fake, k, k) is None
+        assert store(fake, k.flatten(0, 1), k.flatten(0, 1), torch.empty(4, dtype=torch.int32), 2) is None
+
+
+def test_tensors_on_the_cpu_are_refused_by_name(cache):
+    k = torch.zeros(3, 1, 2, 128, dtype=torch.float16)
+    for argument, call in (
+        ("q", lambda: decode(torch.zeros(3, 1, 8, 128, dtype=torch.float16), cache)),
+        ("k", lambda: append(cache, k, k)),
+        ("k", lambda: store(cache, k[:, 0], k[:, 0], torch.zeros(4, dtype=torch.int32), 1)),
+    ):
+        with pytest.raises(ArgumentError, match=f"{argument} = .*CUDA"):
+            call()
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+def test_kernels_of_a_layer_serve_every_batch(arch):
+    target = Target.parse(arch)
+    requests = kernel_requests("int4", "int8", heads=32, kv_heads=8, q_len=2, target=target)
+    assert [r.name for r in requests].count("attention.write") == 1 and len(set(requests)) == len(requests) <= 9
+    layout = CacheLayout("int4", "int8", 128)
+    for batch, tokens in ((1, 100), (7, 3000), (300, 50_000), (64, 4096)):
+        facts = dict(dtype="float16", page=128, residual=0, softcap=False, sinks=False, target=target)
+        assert op.plan(layout, batch, 8, 8, tokens, **facts).request in requests
+
+
+@pytest.mark.parametrize(
+    ("argument", "options"),
+    [
+        ("heads", {"heads": 7}),
+        ("q_len", {"q_len": 9}),
+        ("tokens", {"page": 24}),
+        ("head_dim", {"head_dim": 96}),
+        ("residual", {"residual": 8}),
+    ],
+)
+def test_kernels_of_an_impossible_layer_are_refused(argument, options):
+    given = {"heads": 32, "kv_heads": 8, "target": Target.parse("sm_90a")} | options
+    with pytest.raises(ArgumentError, match=argument):
+        kernel_requests("int4", "int4", **given)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+def test_every_format_and_size_has_a_schedule_that_fits(arch):
+    target = Target.parse(arch)
+    for k in kv.FORMATS:
+        for head_dim in kv.HEAD_DIMS:
+            layout = CacheLayout(k, "int4", head_dim)
+            for rows in (1, 8, 16, 64):
+                problem = op.problem_of(layout, 1, 1, rows, 1, max(layout.block_tokens, 32))
+                for schedule in schedules.every(problem, target):
+                    size = schedule.smem_bytes(problem) + 2048
+                    assert size <= target.smem_per_block and schedule.min_blocks * size <= target.smem_per_sm
+                    assert schedule.stages >= 3 and not layout.k.group % (16 * schedule.tiles)
+
+
+@pytest.mark.parametrize("residual", [0, 16, 64, 256])
+def test_launches_cover_every_new_token_once(residual):
+    chunk = residual or 64
+    for most in (0, 1, 2, 15, 16, 17, 63, 64, 65, 200, 1000):
+        made = writing.launches(most, chunk, residual)
+        blocks = [block for first, count in made for block in range(first, first + count)]
+        assert blocks == list(range(len(blocks)))
+        for old in range(chunk):
+            if most:
+                assert (old + most - 1) // chunk < len(blocks)
+        if residual and len(made) == 1 and len(blocks) > 1:
+            assert most <= writing.ONE_LAUNCH
+
+
+def test_the_ring_keeps_new_tiles_apart_from_the_block_that_is_packed():
+    for residual in (16, 32, 64, 128, 256):
+        tiles = residual // 16 + 1
+        for block in range(3 * tiles):
+            packed = {tile % tiles for tile in range(block * (tiles - 1), (block + 1) * (tiles - 1))}
+            first_of_next = (block + 1) * (tiles - 1) % tiles
+            assert len(packed) == tiles - 1 and first_of_next not in packed
