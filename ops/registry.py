@@ -134,7 +134,7 @@ REGISTRY: tuple[Support, ...] = (
         notes="float weight, searched clipping; FMPQ blocks of INT4 and INT8 activations; sm_90a: emulated on int8",
     ),
     _attention("float16", "none", "none", "none", "keys and values"),
-    _attention("bfloat16", "none", "none", "none", "keys and values, both"),
+    _attention("bfloat16", "none", "none", "none", "keys and values"),
     _attention("int8", "token", "asymmetric", "float16", "keys and values (TurboMind)"),
     _attention("int4", "token", "asymmetric", "float16", "keys and values (TurboMind; BitDecoding)"),
     _attention("int2", "token", "asymmetric", "float16", "keys and values (BitDecoding, KIVI)"),
