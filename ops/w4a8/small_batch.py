@@ -8,16 +8,15 @@ memory once per `chunk` tiles. With kc > 1 the last CTA of a row range sums the 
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.resident import resident_macros
+from terrazzo.ops.resident import ROW_WORDS, resident_macros, sum_macros, unit_macros
 from terrazzo.ops.w4a8.operand import operand_macros
-from terrazzo.ops.w4a8.problem import BLOCK_WORDS, UNIT_K, Gemm
+from terrazzo.ops.w4a8.problem import UNIT_K, Gemm
 
 PASS_CONFIGS = (  # the barriers and the bounds are the program's own
     ("tl.disable_safe_memory_legalize", True),
     ("tl.disable_thread_storage_sync", True),
     ("tl.disable_warp_specialized", True),
 )
-ROW_WORDS = 8  # parameter words of 16 rows in a record
 
 
 def build(
@@ -55,11 +54,6 @@ def build(
         )
     threads = warps * 32
     pitch = cta_items * UNIT_K + 16  # bytes; 16 mod 128: ldmatrix without conflicts
-    p_words = ig * ROW_WORDS
-    p_base = chunk * 256
-    step = p_base + -(-chunk * p_words // 32) * 32  # words of a ring step, 128-byte aligned
-    q_pitch = chunk * 16 + 4  # partial tiles [token][row]: stores and vector loads without bank conflicts
-    part = nt * 8 * q_pitch
     chunks = -(-tiles // (nc * chunk)) if tiles % nc == 0 else -(-(tiles // nc + 1) // chunk)
     raw, unsigned = gemm.raw, gemm.unsigned
     pdl = target.supports("pdl")
@@ -69,6 +63,7 @@ def build(
         k=k, item_k=UNIT_K, items=items_k, cta_items=cta_items, rows=nt * 8, pitch=pitch, size=1, threads=threads,
         bulk=bulk, cluster=cluster,
     )  # fmt: skip
+    ring = unit_macros(token_tiles=nt, chunk=chunk, groups=ig, stages=stages, pitch=pitch)
     source = prelude(
         "cp_async",
         "lds",
@@ -82,55 +77,9 @@ def build(
     M = T.dynamic("m")
 
     @T.macro
-    def issue(W, R, base, q, gn, t0, t1, kg, lane):
-        """Ring step q of this warp: `chunk` row tiles x one item, with their parameters."""
-        first = t0 + T.truncdiv(q, gn) * chunk
-        item = kg + T.truncmod(q, gn)
-        slot = base + q % stages * step
-        for m in T.unroll(chunk):
-            if first + m < t1:
-                tile = first + m
-                for h in T.unroll(2):
-                    T.call_extern(
-                        "handle",
-                        "tz_cp_async",
-                        T.access_ptr(R[slot + m * 256 + h * 128 + lane * 4], "w", 4),
-                        T.access_ptr(W[item, tile // 4, h * BLOCK_WORDS + tile % 4 * 128 + lane * 4], "r", 4),
-                        16,
-                    )
-                if lane < ig * 2:
-                    T.call_extern(
-                        "handle",
-                        "tz_cp_async",
-                        T.access_ptr(R[slot + p_base + m * p_words + lane * 4], "w", 4),
-                        T.access_ptr(
-                            W[
-                                item,
-                                tile // 4,
-                                2 * BLOCK_WORDS + lane // 2 * 4 * ROW_WORDS + tile % 4 * ROW_WORDS + lane % 2 * 4,
-                            ],
-                            "r",
-                            4,
-                        ),
-                        16,
-                    )
-        T.call_extern("handle", "tz_cp_commit")
-
-    @T.macro
-    def load_x(Xs, x, col, lane):
-        """B fragments of one item from the resident X: two k32 steps for each 64 k."""
-        for j in T.unroll(2):
-            for t in T.unroll(nt):
-                T.call_extern(
-                    "handle",
-                    "tz_ldmatrix4",
-                    T.access_ptr(x[(j * nt + t) * 4], "w", 4),
-                    T.access_ptr(Xs[(t * 8 + lane % 8) * pitch + col + j * 64 + lane // 8 * 16], "r", 16),
-                )
-
-    @T.macro
-    def store(S, XS, RS, B, Y, r4, o4, tok, row):
+    def store(to, r4, tok, row):
         """Four rows of one token in the output dtype."""
+        S, XS, RS, B, Y, o4 = to
         if row < n:
             for i in T.unroll(4):
                 if unsigned:
@@ -157,6 +106,10 @@ def build(
                     if row + i < n:
                         Y[tok, row + i] = o4[i]
 
+    sums = sum_macros(
+        token_tiles=nt, chunk=chunk, chunks=chunks, warps=warps, kc=kc, add="tz_addcg4i", store=store
+    )  # fmt: skip
+
     @T.prim_func
     def main(
         X: T.Tensor((M, k), "int8"),
@@ -171,8 +124,8 @@ def build(
     ):
         with T.Kernel(kc, nc, threads=threads, prelude=source, **cluster_dims) as (bk, bn):
             Xs = T.alloc_shared((nt * 8 * pitch + 128,), "int8")  # the tail keeps what follows 128-byte aligned
-            R = T.alloc_shared((warps * stages * step,), "int32")
-            Q = T.alloc_shared((warps * part,), "int32")
+            R = T.alloc_shared((warps * stages * ring.step,), "int32")
+            Q = T.alloc_shared((sums.words,), "int32")
             xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk else None
             w = T.alloc_local((4,), "uint32")
             u = T.alloc_local((ig,), "uint32")
@@ -191,7 +144,7 @@ def build(
             kn = items_k // kc if even else (bk + 1) * items_k // kc - k0
             g0 = warp * kn // warps
             gn = kn // warps if even else (warp + 1) * kn // warps - g0
-            ring = warp * stages * step
+            base = warp * stages * ring.step
 
             # weights first where the launch may overlap the kernel before; X may be its result
             if pdl:
@@ -199,7 +152,7 @@ def build(
             else:
                 resident.fetch(X, Xs, xbar, M, k0, kn, 0, tx)
             for p in T.unroll(stages):
-                issue(W, R, ring, p, gn, t0, t1, k0 + g0, lane)
+                ring.issue(W, R, base, p, gn, t0, t1, k0 + g0, lane)
             if pdl:
                 T.pdl_sync()
                 resident.fetch(X, Xs, xbar, M, k0, kn, bn % cluster, tx)
@@ -209,14 +162,14 @@ def build(
                     acc[i] = 0
                 for gi in T.serial(gn):
                     T.call_extern("handle", f"tz_cp_wait<{stages - 1}>")
-                    slot = ring + (ci * gn + gi) % stages * step
-                    load_x(Xs, x, (g0 + gi) * UNIT_K, lane)
+                    slot = base + (ci * gn + gi) % stages * ring.step
+                    ring.load_x(Xs, x, (g0 + gi) * UNIT_K, lane)
                     for m in T.unroll(chunk):
                         for q in T.unroll(ig):
                             u[q] = T.call_extern(
                                 "uint32",
                                 "tz_lds32",
-                                T.access_ptr(R[slot + p_base + m * p_words + q * ROW_WORDS + lane // 4], "r", 1),
+                                T.access_ptr(R[slot + ring.params + (m * ig + q) * ROW_WORDS + lane // 4], "r", 1),
                             )
                         for j in T.unroll(2):
                             T.call_extern(
@@ -230,47 +183,8 @@ def build(
                                 for t in T.unroll(nt):
                                     operand.mma(acc, (m * nt + t) * 4, a, e * 4, x, (j * nt + t) * 4 + e * 2)
                     T.call_extern("handle", "tz_syncwarp")  # every lane has read the step before it is overwritten
-                    issue(W, R, ring, ci * gn + gi + stages, gn, t0, t1, k0 + g0, lane)
-                if chunks == 1:
-                    T.sync_threads()  # Q may share memory with Xs and R, whose last use this is
-                for m in T.unroll(chunk):
-                    for t in T.unroll(nt):
-                        for i in T.unroll(4):
-                            Q[
-                                warp * part + (t * 8 + lane % 4 * 2 + i % 2) * q_pitch + m * 16 + i // 2 * 8 + lane // 4
-                            ] = acc[(m * nt + t) * 4 + i]
-                T.sync_threads()
-                for e in T.serial(-(-(nt * 8 * chunk * 4) // threads)):
-                    tok = (e * threads + tx) // (chunk * 4)
-                    row = (e * threads + tx) % (chunk * 4) * 4
-                    if T.And(tok < T.min(M, nt * 8), t0 * 16 + ci * chunk * 16 + row < t1 * 16):
-                        for i in T.vectorized(4):
-                            r4[i] = Q[tok * q_pitch + row + i]
-                        for wi in T.unroll(1, warps):
-                            for i in T.vectorized(4):
-                                r4[i] = r4[i] + Q[wi * part + tok * q_pitch + row + i]
-                        if kc > 1:
-                            for i in T.vectorized(4):
-                                WS[bk, tok, (t0 + ci * chunk) * 16 + row + i] = r4[i]
-                        else:
-                            store(S, XS, RS, B, Y, r4, o4, tok, (t0 + ci * chunk) * 16 + row)
-                T.sync_threads()
-            if kc > 1:
-                if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[bn], "rw", 1), kc):
-                    for e in T.serial(T.ceildiv((t1 - t0) * 4 * T.min(M, nt * 8), threads)):
-                        tok = T.truncdiv(e * threads + tx, (t1 - t0) * 4)
-                        row = t0 * 16 + T.truncmod(e * threads + tx, (t1 - t0) * 4) * 4
-                        if tok < T.min(M, nt * 8):
-                            T.call_extern(
-                                "handle", "tz_ldcg4", T.access_ptr(r4, "w"), T.access_ptr(WS[0, tok, row], "r", 4)
-                            )
-                            for kk in T.unroll(1, kc):
-                                T.call_extern(
-                                    "handle",
-                                    "tz_addcg4i",
-                                    T.access_ptr(r4, "rw"),
-                                    T.access_ptr(WS[kk, tok, row], "r", 4),
-                                )
-                            store(S, XS, RS, B, Y, r4, o4, tok, row)
+                    ring.issue(W, R, base, ci * gn + gi + stages, gn, t0, t1, k0 + g0, lane)
+                sums.add_warps(Q, WS, (S, XS, RS, B, Y, o4), acc, r4, M, bk, t0, t1, ci, tx)
+            sums.add_ctas(WS, SEM, (S, XS, RS, B, Y, o4), r4, M, bn, t0, t1, tx)
 
     return main
