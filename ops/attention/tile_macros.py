@@ -302,6 +302,6 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
             values(T.call_extern("handle", "tz_at32", base, r * layout.tile_words), st, r, lane)
 
     return SimpleNamespace(
-        state=state, adopt=adopt, clear=clear, sum_q=sum_q, scale_q=scale_q, step=step, k_shift=k_shift,
-        v_factor=v_factor, v_token=v_token, kb=kb, tile_words=layout.tile_words,
+        state=state, adopt=adopt, clear=clear, sum_q=sum_q, scale_q=scale_q, step=step, scores=scores, rescale=rescale,
+        values=values, k_shift=k_shift, v_factor=v_factor, v_token=v_token, kb=kb, tile_words=layout.tile_words,
     )  # fmt: skip
