@@ -86,9 +86,32 @@ class StreamK:
         scales = 8 * self.block_tokens
         return self.stages * self.stage_bytes(problem) + self.warpgroups * (staged + scales) + _RESERVED
 
+    @property
+    def threads(self) -> int:
+        """Of a CTA: the warpgroups, and one for the copies."""
+        return self.warpgroups * 128 + 128
+
+    def workspace(self, grid: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the shares and flags of `grid` CTAs."""
+        return (grid, self.cta_blocks, self.block_tokens // 8, 128, 4), (grid, self.warpgroups)
+
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Basic(StreamK):
+    """The same tile without roles: all warpgroups copy, convert and multiply.
+
+    operands: sets of operand registers; with 1 a warpgroup waits for its product before it converts again.
+    """
+
+    operands: int = 1
+
+    @property
+    def threads(self) -> int:
+        return self.warpgroups * 128
 
 
 def fitted(schedule: StreamK, problem: IntegerGemm, target: Target) -> StreamK:

@@ -45,8 +45,13 @@ def operand_macros(gemm: Gemm) -> SimpleNamespace:
         for e in T.unroll(2):
             if e == 0 or split:  # groups of 32: each k32 has parameters of its own
                 T.call_extern(
-                    "handle", "tz_lqq_params", u[(h * 2 + e) * gemm.groups // 4], T.access_ptr(held.v, "w")
-                )  # fmt: skip
+                    "handle",
+                    "tz_lqq_params",
+                    u[(h * 2 + e) * gemm.groups // 4] ^ T.uint32(gemm.offset_flip)
+                    if gemm.offset_flip
+                    else u[(h * 2 + e) * gemm.groups // 4],
+                    T.access_ptr(held.v, "w"),
+                )
             for r in T.unroll(4):  # registers 0 and 2 hold row g, 1 and 3 row g + 8
                 if e == 0 or split:
                     T.call_extern(

@@ -1,11 +1,14 @@
 """What every W4A8 program shares: its parameters' meaning, the unit of a packed weight, the converter."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
 
 DEQUANTIZATIONS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq"}  # -> the converter
+BASELINE, BASELINE_CONVERTER = "vadd4", "u4_s8_vadd4"  # QServe's form, in `basic` only: what others are compared with
 OUT_DTYPES = ("float16", "bfloat16", "int32")
 UNIT_K = 128  # k extent of a unit of 64 rows: two packed blocks, then the parameter records
 BLOCK_WORDS = 512  # words of 64 rows by 64 k
@@ -31,14 +34,16 @@ class Gemm:
     dequantization: str
     bias: bool
 
+    converters: ClassVar[Mapping[str, str]] = DEQUANTIZATIONS
+
     def __post_init__(self):
         if self.group not in (32, 64, 128):
             raise ArgumentError("group", self.group, "must be 32, 64 or 128", "repeat the scales of a larger group")
         if self.out_dtype not in OUT_DTYPES:
             raise ArgumentError("out_dtype", self.out_dtype, f"must be one of {OUT_DTYPES}", "cast y")
-        if self.dequantization not in DEQUANTIZATIONS:
+        if self.dequantization not in self.converters:
             raise ArgumentError(
-                "dequantization", self.dequantization, f"must be one of {tuple(DEQUANTIZATIONS)}", "use 'xor'"
+                "dequantization", self.dequantization, f"must be one of {tuple(self.converters)}", "use 'xor'"
             )
         if self.bias and self.raw:
             raise ArgumentError("bias", True, "cannot be added to int32 sums", "ask for float16 or bfloat16")
@@ -57,7 +62,12 @@ class Gemm:
 
     @property
     def converter(self) -> Converter:
-        return get_converter(DEQUANTIZATIONS[self.dequantization])
+        return get_converter(self.converters[self.dequantization])
+
+    @property
+    def offset_flip(self) -> int:
+        """What a word of parameters is XORed with: __vadd4 adds a - 128."""
+        return 0x80008000 if self.dequantization == BASELINE else 0
 
     @property
     def row_blocks(self) -> int:
@@ -81,3 +91,9 @@ class Gemm:
     @property
     def out_bytes(self) -> int:
         return 4 if self.raw else 2
+
+
+class ComparedGemm(Gemm):
+    """A Gemm whose `dequantization` may also be the baseline."""
+
+    converters = DEQUANTIZATIONS | {BASELINE: BASELINE_CONVERTER}

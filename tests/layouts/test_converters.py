@@ -19,7 +19,7 @@ def test_words_are_exhaustive_in_both_halves():
     assert len(set(WORDS & 0xFFFF)) == len(set(WORDS >> 16)) == 1 << 16
 
 
-@pytest.mark.parametrize("name", [c.name for c in PLAIN if c.storage in ("u2", "u4", "s4", "u8", "s8", "e4m3", "e2m1")])
+@pytest.mark.parametrize("name", [c.name for c in PLAIN if c.storage in ("u2", "u4", "s4", "z4", "u8", "s8", "e4m3", "e2m1")])
 def test_plain_converter_gives_the_stored_values(name):
     c = get_converter(name)
     value = layout_oracle.table(c.storage, c.storage_bits)[layout_oracle.fields(WORDS, c.storage_bits)]
@@ -116,6 +116,22 @@ def test_lqq_is_the_signed_byte_for_every_group():
                 assert (plain[:, o, e] == unsigned).all() and (signed[:, o, e] == unsigned - 128).all()
 
 
+def test_vadd4_adds_bytes_that_wrap():
+    """QServe's order on every byte of a product and every offset; with a ^ 0x80 it gives LQQ's signed bytes."""
+    rng = np.random.default_rng(3)
+    words = rng.integers(0, 2**32, 4096, dtype=np.uint32)
+    s, least = rng.integers(1, 17, 4096).astype(np.uint32), rng.integers(0, 256, 4096).astype(np.uint32)
+    got = get_converter("u4_s8_vadd4").emulate(words, s, least * np.uint32(0x01010101))
+    code = layout_oracle.fields(words, 4)
+    lanes = np.ascontiguousarray(got).view(np.uint8).reshape(-1, 2, 4)
+    for o in range(2):
+        for e in range(4):
+            assert (lanes[:, o, e] == (code[:, o + 2 * e] * s.astype(np.int64) + least) % 256).all()
+    a = (rng.random(4096) * (256 - 15 * s)).astype(np.uint32)
+    lqq = get_converter("u4_s8_lqq").emulate(words, s, a * np.uint32(0x01010101))
+    assert (get_converter("u4_s8_vadd4").emulate(words, s, (a ^ 0x80) * np.uint32(0x01010101)) == lqq).all()
+
+
 half = st.integers(0, 0xFFFF)
 
 
@@ -146,7 +162,7 @@ def test_registry_is_closed_and_named():
     required = (
         "u4_f16_subnormal u4_f16_magic u4_bf16_biased u4_bf16_magic u4_f16_exact u4_bf16_exact  u4_f16_fused "
         "u4_bf16_fused s4_f16 s4_bf16 u8_f16 u8_bf16 s8_f16 s8_bf16 u2_f16_magic u2_f16_subnormal e4m3_f16 "
-        "e4m3_bf16 e2m1_f16  e2m1_bf16 u4_s8_lqq u4_u8_lqq s4_s8_x16 u4_u8 u2_u8 f16_f16 s8_s8 "
+        "e4m3_bf16 e2m1_f16  e2m1_bf16 u4_s8_lqq u4_u8_lqq z4_e4m3 s4_s8_x16 u4_u8 u2_u8 f16_f16 s8_s8 "
     )
     assert set(required.split()) <= set(CONVERTERS)
     with pytest.raises(LayoutError, match="u4_f16_magic"):

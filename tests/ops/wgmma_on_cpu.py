@@ -17,20 +17,20 @@ template <class F> static void wg_meet(F work) {
   Together &w = warpgroups[current / 128]; long round = w.round;
   if (++w.arrived == 128) { work(); w.arrived = 0; ++w.round; } else wait_until([&] { return w.round != round; });
 }
-struct Product { const uint32_t *a; const char *b; int32_t *c; int n; bool add; };
+struct Product { const uint32_t *a; const char *at, *b; int32_t *c; int n; bool add, sign; };  // A: registers or memory
 static std::vector<std::vector<Product>> products[1024];  // of each thread: groups, the last one open
 static void multiply(int first, size_t group, size_t index) {
   Product &head = products[first][group][index];
-  static int8_t x[64][32], y[256][32];
+  static int16_t x[64][32]; static int8_t y[256][32];
+  auto of = [&](uint8_t byte) { return head.sign ? (int16_t)(int8_t)byte : (int16_t)byte; };
+  auto swizzled = [](const char *p) { uint64_t at = (uint64_t)p; return *(const int8_t *)(at ^ (at >> 7 & 7) << 4); };
+  if (head.at) for (int m = 0; m < 64; ++m) for (int k = 0; k < 32; ++k) x[m][k] = of(swizzled(head.at + m * 128 + k));
   for (int i = 0; i < 128; ++i) {
     Product &p = products[first + i][group][index]; int g = i % 32 / 4, t = i % 4;
-    for (int r = 0; r < 4; ++r) for (int e = 0; e < 4; ++e)
-      x[i / 32 * 16 + g + 8 * (r & 1)][4 * t + e + 16 * (r >> 1)] = (int8_t)(p.a[r] >> 8 * e);
+    if (p.a) for (int r = 0; r < 4; ++r) for (int e = 0; e < 4; ++e)
+      x[i / 32 * 16 + g + 8 * (r & 1)][4 * t + e + 16 * (r >> 1)] = of(p.a[r] >> 8 * e);
   }
-  for (int n = 0; n < head.n; ++n) for (int k = 0; k < 32; ++k) {
-    uint64_t at = (uint64_t)head.b + n * 128 + k;
-    y[n][k] = *(const int8_t *)(at ^ (at >> 7 & 7) << 4);
-  }
+  for (int n = 0; n < head.n; ++n) for (int k = 0; k < 32; ++k) y[n][k] = swizzled(head.b + n * 128 + k);
   for (int i = 0; i < 128; ++i) {
     Product &p = products[first + i][group][index]; int g = i % 32 / 4, t = i % 4;
     for (int v = 0; v < p.n / 2; ++v) {
@@ -40,12 +40,19 @@ static void multiply(int first, size_t group, size_t index) {
     }
   }
 }
-template <int N> static void wgmma_s8(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
-  products[current].back().push_back({a, (const char *)b, (int32_t *)c, N, add});
+template <int N, bool SIGNED> static void wgmma_rs(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
+  products[current].back().push_back({a, nullptr, (const char *)b, (int32_t *)c, N, add, SIGNED});
+}
+template <int N, bool SIGNED> static void wgmma_ss(uint64_t a, uint64_t b, uint32_t *c, bool add) {
+  products[current].back().push_back({nullptr, (const char *)a, (const char *)b, (int32_t *)c, N, add, SIGNED});
 }
 namespace tl {
 template <> inline bool tl_shuffle_elect<32>() { return threadIdx.x % 32 == 0; }
-struct GmmaDescriptor { uint64_t base; uint64_t operator+(int offset) const { return base + 16 * (int64_t)offset; } };
+struct GmmaDescriptor {
+  uint64_t base;
+  uint64_t operator+(int offset) const { return base + 16 * (int64_t)offset; }
+  operator uint64_t() const { return base; }
+};
 template <int A, int B, int C> void initialize_wgmma_descriptor(GmmaDescriptor &d, const void *p) {
   d.base = (uint64_t)p; products[current].assign(1, {});
 }
@@ -106,5 +113,6 @@ def translated(source: str, block_tokens: int) -> str:
     """CUDA text of a wgmma program with its tensor map as a plain pointer and its products as calls of the shims."""
     source = source.replace("__grid_constant__ const CUtensorMap X_desc", "const TensorMap* X_desc")
     source = source.replace("tl::tma_load(", f"tma_tile<{block_tokens}>(")
-    product = r"tl::wgmma_rs<tl::DataType::kInt8, tl::DataType::kInt8, tl::DataType::kInt32, 64, (\d+), 32,[^>]*>"
-    return re.sub(product, r"wgmma_s8<\1>", source)
+    types = r"tl::DataType::k(U?)Int8, tl::DataType::kInt8, tl::DataType::kInt32"
+    product = rf"tl::wgmma_(rs|ss)<{types}, 64, (\d+), 32,[^>]*>"
+    return re.sub(product, lambda found: f"wgmma_{found[1]}<{found[3]}, {str(not found[2]).lower()}>", source)

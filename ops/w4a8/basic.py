@@ -1,0 +1,182 @@
+"""Tile program on wgmma (sm_90a) without roles: every warpgroup copies, converts and multiplies in turn.
+
+The software pipeline that warp specialization is compared with: a ring of stages of 128 k, filled `stages - 1` ahead.
+A CTA-wide barrier once for each stage says that its predecessor is free, and a warp that has just issued its product
+issues the next copies (X as a 128-byte-swizzled TMA tile, weights as one 1-D bulk copy). Then each warpgroup converts
+64 k of its rows and multiplies. With `operands` = 1 it waits for that product before it converts again; with 2 it has
+a second set of operand registers and converts beside the product. Copies run ahead into the CTA's next tile.
+
+Stream-K shares, the order of sums and the epilogue are those of stream_k.py; its sums are the same bits.
+"""
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.tile_scheduler import (
+    expert_macros,
+    partition_macros,
+    plan_state,
+    ring_macros,
+    ring_state,
+    scalars,
+    segment_state,
+    share_macros,
+)
+from terrazzo.ops.w4a8.epilogue import staged, store_macros
+from terrazzo.ops.w4a8.problem import UNIT_K, ComparedGemm
+from terrazzo.ops.w4a8.stages import PASS_CONFIGS as PASS_CONFIGS
+from terrazzo.ops.w4a8.stages import stage_macros
+from terrazzo.schedules.w4a8 import Basic
+
+
+def build(
+    target,
+    *,
+    n: int,
+    k: int,
+    group: int,
+    out_dtype: str,
+    dequantization: str,
+    bias: bool,
+    block_tokens: int,
+    warpgroups: int,
+    row_blocks: int,
+    stages: int,
+    raster: int = 8,
+    operands: int = 1,
+):
+    """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y, sk)`, arguments as in stream_k.build without experts.
+
+    `dequantization` may also be "vadd4", QServe's form.
+
+    Raises:
+        ArgumentError: a tile that does not fit the registers, fewer than two stages, operands other than 1 and 2.
+    """
+    import tilelang.language as T
+    from tilelang.layout import make_full_bank_swizzled_layout
+
+    gemm = ComparedGemm(n, k, group, out_dtype, dequantization, bias)
+    bm, wgs, rb = block_tokens, warpgroups, row_blocks
+    if not Basic(bm, wgs, rb, stages, operands=operands).legal():
+        raise ArgumentError(
+            "block_tokens", bm, f"is too wide for {wgs} warpgroups of {rb} row blocks (registers)", "take fewer of them"
+        )
+    if stages < 2:
+        raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
+    if operands not in (1, 2):
+        raise ArgumentError("operands", operands, "must be 1 or 2 sets of registers", "leave it out")
+    cta_blocks = wgs * rb
+    row_tiles, ct, nacc = -(-gemm.row_blocks // cta_blocks), wgs * 128, bm // 2
+    tokens = expert_macros(experts=0, block_tokens=bm, units=gemm.units, row_tiles=row_tiles)
+    tiles = partition_macros(units=gemm.units, row_tiles=row_tiles, raster=raster)
+    rings = ring_macros(stages=stages)
+    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, add="tz_addcg4i")
+    steps = stage_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
+    out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
+    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
+    source = prelude(*used, extra=(gemm.converter.device_source,))
+    M, G = T.dynamic("m"), T.dynamic("grid")
+
+    @T.macro
+    def fetch(X, W, Xs, Ws, full, p, at, c, ring, weights, cta, sk, mt, m, tx):
+        """One warp: the unit that the CTA needs `stages - 1` units from now, unless there is none."""
+        if at.segment[0] < p.all[0]:
+            steps.load_tokens(X, Xs, full, ring.stage[0], c, at.k[0])
+            if T.And(tx == 0, weights):
+                steps.load_weights(W, Ws, full, ring.stage[0], c, at.k[0])
+            T.barrier_arrive(full[ring.stage[0]])
+            rings.advance(ring)
+            at.k[0] = at.k[0] + 1
+            if at.k[0] == c.k1[0]:
+                at.segment[0] = at.segment[0] + 1
+                if at.segment[0] < p.all[0]:
+                    tiles.segment(p, c, at.segment[0], cta, G, sk, mt)
+                    tokens.locate(None, c, m)
+                    at.k[0] = c.k0[0]
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((M, k), "int8"),
+        W: T.Tensor((gemm.units, gemm.row_blocks, gemm.unit_words), "int32"),
+        S: T.Tensor((gemm.row_blocks * 64,), "float32"),
+        XS: T.Tensor((M,), "float32"),
+        RS: T.Tensor((M,), "int32"),
+        B: T.Tensor((n if bias else 1,), "float32"),
+        WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), "int32"),
+        SEM: T.Tensor((G, wgs), "int32"),
+        Y: T.Tensor((M, n), out_dtype),
+        sk: T.int32,
+    ):
+        with T.Kernel(G, threads=ct, prelude=source) as cta:
+            Xs = T.alloc_shared((stages, bm, UNIT_K), "int8")
+            Ws = T.alloc_shared((stages, cta_blocks, gemm.unit_words), "int32")
+            Os = T.alloc_shared((wgs * 4, staged(gemm, bm)), out_dtype)
+            Fs = T.alloc_shared((wgs, bm), "float32")
+            Rs = T.alloc_shared((wgs, bm if gemm.unsigned else 1), "int32")
+            full = T.alloc_barrier([32] * stages)
+            w = T.alloc_local((8,), "uint32")
+            u = T.alloc_local((gemm.groups,), "uint32")
+            codes = steps.registers()
+            a = T.alloc_local((8 * operands,), "uint32")
+            acc = T.alloc_local((rb * nacc,), "int32")
+            held = out.registers()
+            desc = T.alloc_wgmma_desc()
+            p = plan_state()
+            c = segment_state()
+            ahead = segment_state()
+            at = scalars("segment", "k", "early")
+            ring = ring_state()
+            fill = ring_state()
+            T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
+            tx = T.get_thread_binding()
+            wg = tx // 128
+            wt = tx % 128
+            rings.reset(ring)
+            rings.reset(fill)
+            T.pdl_trigger()
+            mt = T.ceildiv(M, bm)
+            tiles.plan(p, cta, G, sk, mt)
+            T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
+            at.segment[0] = 0
+            tiles.segment(p, ahead, 0, cta, G, sk, mt)
+            tokens.locate(None, ahead, M)
+            at.k[0] = ahead.k0[0]
+            at.early[0] = T.if_then_else(p.all[0] > 0, T.min(ahead.k1[0] - ahead.k0[0], stages - 1), 0)
+            if tx == 0:  # weights do not depend on the kernel before: fetch them while it still runs
+                for i in T.serial(at.early[0]):
+                    steps.load_weights(W, Ws, full, i, ahead, ahead.k0[0] + i)
+            T.pdl_sync()
+            if tx < 32:
+                for i in T.serial(stages - 1):
+                    fetch(X, W, Xs, Ws, full, p, at, ahead, fill, i >= at.early[0], cta, sk, mt, M, tx)
+            for seg in T.serial(p.all[0]):
+                tiles.segment(p, c, seg, cta, G, sk, mt)
+                tokens.locate(None, c, M)
+                out.fetch(S, XS, RS, B, held, c, wg, wt)
+                for i in T.unroll(rb * nacc):
+                    acc[i] = 0
+                for _ in T.serial(c.k1[0] - c.k0[0]):
+                    T.barrier_wait(full[ring.stage[0]], ring.parity[0])
+                    T.call_extern("handle", "tz_fence")
+                    for r in T.unroll(rb):
+                        steps.load_unit(Ws, w, u, ring.stage[0], wg * rb + r, wt)
+                        for h in T.unroll(2):
+                            steps.convert(w, h * 4, u, a, h * 8 * (operands - 1), codes, h)
+                            steps.multiply(a, h * 8 * (operands - 1), acc, desc, ring.stage[0], r, h)
+                            if r == 0 and h == 0:
+                                T.warpgroup_wait(1)  # the products on the stage before are complete
+                                T.sync_threads()  # in every warpgroup: the stage is free
+                                if tx < 32:
+                                    fetch(X, W, Xs, Ws, full, p, at, ahead, fill, True, cta, sk, mt, M, tx)
+                            T.warpgroup_wait(operands - 1)
+                    rings.advance(ring)
+                T.warpgroup_wait(0)
+                T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
+                if c.k0[0] > 0:
+                    shares.leave_share(WS, SEM, acc, cta, wg, wt)
+                else:
+                    if c.k1[0] < gemm.units:
+                        tiles.later_shares(c, cta, G, sk)
+                        shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
+                    out.store(Y, Os, Fs, Rs, acc, held, c, wg, wt)
+
+    return main

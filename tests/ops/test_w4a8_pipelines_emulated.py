@@ -1,0 +1,96 @@
+"""The wgmma pipelines of W4A8 (basic, excp, pingpong), run on the CPU from their CUDA text: int32 sums are exact."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import pytest
+import torch
+from cuda_on_cpu import CpuKernel
+from terrazzo.lowering import compile_request
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.w4a8.format import pack
+from terrazzo.ops.w4a8.problem import ComparedGemm
+from terrazzo.schedules import w4a8
+from test_w4a8_emulated import EXTRA
+from test_w4a8_grouped_emulated import ALL, weights
+from wgmma_on_cpu import SHIMS as WGMMA
+from wgmma_on_cpu import translated
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
+]
+SHIMS = r"""
+static void tz_lds64(void *out, const void *p) { memcpy(out, p, 8); }
+static void tz_wg_sync(int) { wg_meet([] {}); }
+static unsigned __vadd4(unsigned x, unsigned y) {
+  unsigned r = 0;
+  for (int i = 0; i < 32; i += 8) r |= ((x >> i) + (y >> i) & 255) << i;
+  return r;
+}
+"""
+
+
+def emulate(weight, x, x_scales, pipeline, schedule, partition, folder, *, out_dtype, dequantization):
+    """y of one launch on the CPU, in an output that was NaN (int32: garbage)."""
+    packed, (m, k) = pack(weight), x.shape
+    program = importlib.import_module(f"terrazzo.ops.w4a8.{pipeline}")
+    gemm = ComparedGemm(weight.n, k, weight.group_size, out_dtype, dequantization, out_dtype != "int32")
+    params = dict(
+        n=gemm.n, k=k, group=gemm.group, out_dtype=out_dtype, dequantization=dequantization, bias=gemm.bias,
+        **schedule.params(),
+    )  # fmt: skip
+    request = KernelRequest(
+        f"w4a8.{pipeline}", f"{program.__name__}:build", tuple(params.items()), "sm_90a", program.PASS_CONFIGS
+    )
+    source = translated((compile_request(request) / "kernel.cu").read_text(), schedule.block_tokens)
+    kernel = CpuKernel(
+        source.replace("int grid", "int ctas").replace("grid", "ctas"),
+        [WGMMA, EXTRA.replace("typedef unsigned char uchar;", ""), SHIMS, gemm.converter.device_source],
+        schedule.threads,
+        folder,
+    )
+    grid, shared = partition
+    y = torch.full((m, gemm.n), -77 if gemm.raw else float("nan"), dtype=getattr(torch, out_dtype))
+    space, flags = schedule.workspace(grid)
+    semaphores = torch.zeros(flags, dtype=torch.int32)
+    kernel(
+        (grid, 1, 1), X_desc=torch.tensor([x.data_ptr(), m, k]), W=packed.words, S=packed.channel_scales, XS=x_scales,
+        RS=x.sum(1, dtype=torch.int32), B=packed.bias, Y=y, SEM=semaphores, sk=shared, m=m, ctas=grid,
+        WS=torch.full(space, 0x5A5A5A5A, dtype=torch.int32),
+    )  # fmt: skip
+    assert not semaphores.any()
+    return y
+
+
+B = w4a8.Basic
+CASES = {  # pipeline, n, k, group, m, schedule, (grid, shared tiles), output, dequantization; True: always run
+    "basic vadd4": ("basic", 192, 400, 64, 37, B(16, 2, 1, 3), (4, 3), "int32", "vadd4", True),
+    "basic two sets": ("basic", 200, 272, 32, 20, B(16, 1, 2, 2, operands=2), (3, 0), "float16", "unsigned", False),
+    "basic one set": ("basic", 130, 656, 128, 33, B(32, 1, 2, 4), (5, 4), "int32", "xor", False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pipeline(name, tmp_path):
+    pipeline, n, k, group, m, schedule, partition, out_dtype, dequantization, always = CASES[name]
+    if not always and not os.environ.get(ALL):
+        pytest.skip(f"several seconds each: set {ALL}=1")
+    (weight,) = weights(1, n, k, group)
+    rng = torch.Generator().manual_seed(m)
+    x = torch.randint(-128, 128, (m, k), generator=rng, dtype=torch.int8)
+    x_scales = torch.rand(m, generator=rng) * 1e-3 + 1e-4
+    y = emulate(
+        weight, x, x_scales, pipeline, schedule, partition, tmp_path, out_dtype=out_dtype, dequantization=dequantization
+    )
+    exact = x.double() @ weight.bytes().double().T
+    if out_dtype == "int32":
+        assert torch.equal(y.double(), exact)
+        return
+    product = exact * weight.channel_scales.double() * x_scales.double()[:, None]
+    bound = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[out_dtype] * (product + weight.bias).abs() * 1.001
+    bound += 2.0**-21 * (product.abs() + weight.bias.abs()) + 2.0**-25
+    assert bool(((y.double() - product - weight.bias).abs() <= bound).all())
