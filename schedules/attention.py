@@ -18,7 +18,7 @@ MAX_SPLITS = 128
 _STATIC = 2048  # barriers with their alignment, and what the driver keeps of each CTA
 _ON_SM = (16, 12, 8, 4, 2)  # warps of an SM to choose from
 _FULL = 0.9  # a wave with more than this share of its CTAs counts as full
-_IN_FLIGHT = 32 << 10  # bytes on their way to an SM that hide the latency of memory at full bandwidth (H200)
+IN_FLIGHT = 32 << 10  # bytes on their way to an SM that hide the latency of memory at full bandwidth (H200)
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ def choose(problem: DecodeProblem, target: Target) -> Decode:
             if not (problem.group % (16 * tiles) or problem.page % (16 * tiles))
             for stages in ((5, 4, 3) if small and tiles == 1 else (6, 5, 4, 3))
         ]
-        possible += [schedule for schedule in made if _fits(schedule, problem, target)][:1]
+        possible += [schedule for schedule in made if fits(schedule, problem, target)][:1]
     for schedule in possible:
-        if schedule.in_flight(problem) * 4 >= _IN_FLIGHT:
+        if schedule.in_flight(problem) * 4 >= IN_FLIGHT:
             return schedule
     if possible:
         return max(possible, key=lambda schedule: schedule.in_flight(problem))
@@ -120,7 +120,7 @@ def every(problem: DecodeProblem, target: Target) -> list[Decode]:
     return list(dict.fromkeys(choose(replace(problem, pairs=pairs, tokens=tokens), target) for pairs, tokens in sizes))
 
 
-def _fits(schedule: Decode, problem: DecodeProblem, target: Target) -> bool:
+def fits(schedule: Decode, problem: DecodeProblem, target: Target) -> bool:
     size = schedule.smem_bytes(problem) + _STATIC
     return size <= target.smem_per_block and schedule.min_blocks * size <= target.smem_per_sm
 

@@ -27,18 +27,23 @@ def choose(form: ModuleType, problem: Any, target: Target, m: int, experts: int,
     """
     active = min(experts, m)
     average = -(-m // experts)
-    room = replace(target, smem_per_block=target.smem_per_block - _TABLE_BYTES * (experts + 1) - 128)
-    wide = form.choose(replace(problem, n=problem.n * active), room, average, *numerics)
+    free = room(target, experts)
+    wide = form.choose(replace(problem, n=problem.n * active), free, average, *numerics)
     if wide.block_tokens > _FEW_TOKENS:
         return wide
-    shapes = [(wgs, rb) for wgs, rb in _SHAPES if _legal(replace(wide, warpgroups=wgs, row_blocks=rb))]
+    shapes = [(wgs, rb) for wgs, rb in _SHAPES if legal(replace(wide, warpgroups=wgs, row_blocks=rb))]
     blocks = active * -(-average // wide.block_tokens)
     cost = lambda shape: _busiest(problem, target, blocks, shape[0] * shape[1], shape[0])
     warpgroups, row_blocks = min(shapes, key=cost)
-    return form.fitted(replace(wide, warpgroups=warpgroups, row_blocks=row_blocks), problem, room)
+    return form.fitted(replace(wide, warpgroups=warpgroups, row_blocks=row_blocks), problem, free)
 
 
-def _legal(schedule: Any) -> bool:
+def room(target: Target, experts: int) -> Target:
+    """The target with the shared memory that the table of the experts leaves."""
+    return replace(target, smem_per_block=target.smem_per_block - _TABLE_BYTES * (experts + 1) - 128)
+
+
+def legal(schedule: Any) -> bool:
     """Whether the accumulators leave room for the operands beside the expert's state (else ptxas serializes wgmma)."""
     if hasattr(schedule, "legal"):
         return schedule.legal()

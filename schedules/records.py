@@ -125,7 +125,7 @@ class Table:
         """(the record for m, or for the nearest m of its bucket; or None, why not)."""
         rows = self.rows.get(key(op, facts), {})
         usable = {at: row for at, row in rows.items() if not _outdated(row)}
-        near = [at for at in usable if at == m or (bucket(at) == bucket(m) and _fits(usable[at], at, m))]
+        near = [at for at in usable if at == m or (bucket(at) == bucket(m) and _fits(usable[at], at, m, self.sms))]
         if near:
             at = min(near, key=lambda at: (abs(math.log(at / m)), at))
             row = usable[at]
@@ -151,9 +151,13 @@ def _outdated(row: Mapping[str, Any]) -> str:
     return ""
 
 
-def _fits(row: Mapping[str, Any], at: int, m: int) -> bool:
-    """Whether a record's tile pads m about as little as the m that it was measured with."""
-    tile = row["schedule"].get("block_tokens")
+def _fits(row: Mapping[str, Any], at: int, m: int, sms: int) -> bool:
+    """Whether a record's tile pads m about as little as the m that it was measured with: a tile of tokens (of each
+    expert), or a wave of the CTAs that serve (sequence, kv head) pairs."""
+    schedule, experts = row["schedule"], row["facts"].get("experts", 1)
+    at, m, tile = -(-at // experts), -(-m // experts), schedule.get("block_tokens")
+    if isinstance(schedule.get("min_blocks"), int):
+        tile = sms * schedule["min_blocks"] // -(-row["facts"].get("rows", 1) // (8 * schedule.get("row_tiles", 1)))
     if not isinstance(tile, int) or tile < 1:
         return True
     pad = lambda tokens: -(-tokens // tile) * tile / tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
@@ -40,19 +40,21 @@ class Candidate:
 
     @property
     def params(self) -> dict[str, int]:
-        return self.schedule.params()
+        """All fields of the schedule, as records hold them."""
+        return asdict(self.schedule)
 
 
 class Space(ABC):
-    """The schedules of one operator for one [n, k] weight.
+    """The schedules of one operator for one weight or cache.
 
     Attributes:
-        programs: name of a program -> its schedule class.
+        programs: name of a program -> its schedule class, a dataclass of integers.
+        problem: what the schedules' own functions ask.
     """
 
     programs: Mapping[str, type]
 
-    def __init__(self, problem: WeightOnlyGemm) -> None:
+    def __init__(self, problem: Any) -> None:
         self.problem = problem
 
     @abstractmethod
@@ -60,8 +62,9 @@ class Space(ABC):
         """Program and schedule that the operator takes without a record."""
 
     @abstractmethod
-    def every(self, target: Target, m: int) -> Iterator[tuple[str, Any]]:
-        """Programs and schedules worth considering for m tokens; `refusal` filters them."""
+    def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:
+        """Programs and schedules worth considering for m tokens; `refusal` filters them. wide: also those that differ
+        only in what rarely matters (fewer stages, another raster), for a record of a whole space."""
 
     @abstractmethod
     def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
@@ -71,15 +74,18 @@ class Space(ABC):
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
         """Predicted microseconds."""
 
-    def candidates(self, target: Target, m: int, most: int = MOST, within: float = WITHIN) -> list[Candidate]:
+    def candidates(
+        self, target: Target, m: int, most: int = MOST, within: float = WITHIN, wide: bool = False
+    ) -> list[Candidate]:
         """Legal schedules, the heuristic's first, then by predicted time as a multiple of their program's shortest: the
         models of two programs are fitted each for itself, so all programs are tried.
 
         Args:
             most: at most so many. within: none predicted slower than its program's shortest by this factor.
+            wide: see `every`.
         """
-        chosen = self.heuristic(target, m)
-        legal = dict.fromkeys([chosen, *(pair for pair in self.every(target, m) if not self.refusal(*pair, target, m))])
+        chosen, every = self.heuristic(target, m), self.every(target, m, wide)
+        legal = dict.fromkeys([chosen, *(pair for pair in every if not self.refusal(*pair, target, m))])
         first, *found = [Candidate(*pair, self.cost(*pair, target, m)) for pair in legal]
         shortest: dict[str, float] = {}
         for it in (first, *found):
@@ -125,15 +131,15 @@ class W4A16(Space):
             return "stream_k", stream_k.choose(self.problem, target, m, self.scaled_sums)
         return "multistage", multistage.choose(self.problem, target, m, self.scaled_sums, self.symmetric)
 
-    def every(self, target: Target, m: int) -> Iterator[tuple[str, Any]]:
+    def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:
         if m <= small_batch.MAX_TOKENS:
             tiles = -(-m // small_batch.TOKENS_PER_TILE)
             yield from (("small_batch", s) for s in small_batch.candidates(self.problem, target, tiles))
         if target.supports("wgmma.f16"):
-            for shape in _tiles(stream_k.BLOCK_TOKENS, m, self.problem):
+            for shape in tiles_of(stream_k.BLOCK_TOKENS, m, self.problem, wide):
                 for stage_k in (64, 128):
                     s = stream_k.StreamK(*shape[:3], stages=2, stage_k=stage_k, raster=shape[3])
-                    yield "stream_k", stream_k.fitted(s, self.problem, target)
+                    yield from (("stream_k", it) for it in rings(stream_k.fitted(s, self.problem, target), wide))
         else:
             for s in _multistage(multistage.Multistage, self.problem, target, m):
                 yield "multistage", s
@@ -145,10 +151,7 @@ class W4A16(Space):
             return _multistage_refusal(schedule, self.problem, target, m, 128 if self.scaled_sums else 256)
         if not target.supports("wgmma.f16"):
             return f"{target.arch} has no wgmma"
-        sums = schedule.row_blocks * schedule.block_tokens // 2 * (2 if self.scaled_sums else 1)
-        if sums > _SUMS.get(schedule.warpgroups, 0) or schedule.stage_k not in (64, 128):
-            return f"{schedule.warpgroups} warpgroups with {sums} sums of a thread do not fit the registers"
-        return _ring_refusal(schedule, self.problem, target, 3)
+        return sums_refusal(schedule, self.scaled_sums) or ring_refusal(schedule, self.problem, target, 3)
 
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
         if program == "small_batch":
@@ -157,8 +160,9 @@ class W4A16(Space):
         unit = 4096 + self.problem.groups_per_128 * self.problem.record_bytes
         if program == "multistage":
             return _multistage_us(schedule, self.problem, target, m, unit, 2, "f16")
+        tokens = -(-m // schedule.block_tokens)
         part = stream_k.partition(schedule, self.problem, target, m)
-        return _stream_k_us(schedule, self.problem, target, m, part, unit, 2, "f16")
+        return stream_k_us(schedule, self.problem, target, (tokens, tokens), part, unit, 2, "f16")
 
 
 class W4A8(Space):
@@ -178,15 +182,15 @@ class W4A8(Space):
             return "stream_k", w4a8.choose(self.problem, target, m)
         return "multistage", w4a8.choose_multistage(self.problem, target, m)
 
-    def every(self, target: Target, m: int) -> Iterator[tuple[str, Any]]:
+    def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:
         if m <= w4a8.MAX_TOKENS:
             tiles = _w4a8_tokens(m) // w4a8.TOKENS_PER_TILE
             every = small_batch.candidates(self.problem, target, tiles, w4a8.SmallBatch)
             yield from (("small_batch", s) for s in every)
         if target.supports("wgmma.s8"):
-            for shape in _tiles(w4a8.BLOCK_TOKENS, m, self.problem):
+            for shape in tiles_of(w4a8.BLOCK_TOKENS, m, self.problem, wide):
                 s = w4a8.StreamK(*shape[:3], stages=2, raster=shape[3])
-                yield "stream_k", w4a8.fitted(s, self.problem, target)
+                yield from (("stream_k", it) for it in rings(w4a8.fitted(s, self.problem, target), wide))
         else:
             for s in _multistage(w4a8.Multistage, self.problem, target, m):
                 yield "multistage", s
@@ -200,7 +204,7 @@ class W4A8(Space):
             return f"{target.arch} has no integer wgmma"
         if not schedule.legal():
             return f"{schedule.warpgroups} warpgroups with {schedule.sums} sums of a thread do not fit the registers"
-        return _ring_refusal(schedule, self.problem, target, 2)
+        return ring_refusal(schedule, self.problem, target, 2)
 
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
         if program == "small_batch":
@@ -208,8 +212,9 @@ class W4A8(Space):
             return small_batch.cost(schedule, self.problem, target, costs[min(schedule.token_tiles, max(costs))], 1)
         if program == "multistage":
             return _multistage_us(schedule, self.problem, target, m, self.problem.unit_bytes, 1, "s8")
+        tokens = -(-m // schedule.block_tokens)
         part = w4a8.partition(schedule, self.problem, target, m)
-        return _stream_k_us(schedule, self.problem, target, m, part, self.problem.unit_bytes, 1, "s8")
+        return stream_k_us(schedule, self.problem, target, (tokens, tokens), part, self.problem.unit_bytes, 1, "s8")
 
 
 def choose(
@@ -240,16 +245,25 @@ def _w4a8_tokens(m: int) -> int:
     return next((t for t in (8, 16, w4a8.MAX_TOKENS) if m <= t), w4a8.MAX_TOKENS)
 
 
-def _tiles(block_tokens: tuple[int, ...], m: int, problem: WeightOnlyGemm) -> Iterator[tuple[int, int, int, int]]:
+def tiles_of(
+    block_tokens: tuple[int, ...], m: int, problem: WeightOnlyGemm, wide: bool = False
+) -> Iterator[tuple[int, int, int, int]]:
     """(tokens, warpgroups, row blocks of each, raster) of tiles no wider than m needs."""
     widest = next((t for t in block_tokens if m <= t), block_tokens[-1])
-    for tokens in (t for t in block_tokens if widest // 4 <= t <= widest):
-        for warpgroups in (2, 3, 4):
+    for tokens in (t for t in block_tokens if wide or widest // 4 <= t <= widest):
+        for warpgroups in (1, 2, 3, 4) if wide else (2, 3, 4):
             for row_blocks in (1, 2):
                 if warpgroups * row_blocks <= 2 * problem.row_blocks:
                     # the raster matters where several token blocks walk over the rows together
-                    for raster in _RASTERS if m > 8 * tokens else _RASTERS[1:2]:
+                    for raster in _RASTERS if m > 8 * tokens or (wide and m > tokens) else _RASTERS[1:2]:
                         yield tokens, warpgroups, row_blocks, raster
+
+
+def rings(schedule: Any, wide: bool) -> Iterator[Any]:
+    """A tile with as many stages as fit and, if wide, with each smaller number of them from three on."""
+    yield schedule
+    if wide:
+        yield from (replace(schedule, stages=stages) for stages in range(schedule.stages - 1, 2, -1))
 
 
 def _multistage(
@@ -280,13 +294,20 @@ def _small_batch_refusal(s: small_batch.SmallBatch, problem: WeightOnlyGemm, tar
         return f"{s.kc} * {s.nc} CTAs wait for each other on {target.sms} SMs"
     if s.registers() * s.warps * 32 > target.registers_per_sm:
         return f"{s.warps} warps need more registers than an SM has"
-    return _memory_refusal(s.smem_bytes(problem), target)
+    return memory_refusal(s.smem_bytes(problem), target)
 
 
-def _ring_refusal(s: Any, problem: WeightOnlyGemm, target: Target, least: int) -> str:
+def sums_refusal(s: stream_k.StreamK, scaled_sums: bool) -> str:
+    sums = s.row_blocks * s.block_tokens // 2 * (2 if scaled_sums else 1)
+    if sums > _SUMS.get(s.warpgroups, 0) or s.stage_k not in (64, 128):
+        return f"{s.warpgroups} warpgroups with {sums} sums of a thread do not fit the registers"
+    return ""
+
+
+def ring_refusal(s: Any, problem: WeightOnlyGemm, target: Target, least: int) -> str:
     if s.stages < least or s.raster < 1:
         return f"a ring of {s.stages} stages; at least {least} must fit"
-    return _memory_refusal(s.smem_bytes(problem), target)
+    return memory_refusal(s.smem_bytes(problem), target)
 
 
 def _multistage_refusal(s: multistage.Multistage, problem: WeightOnlyGemm, target: Target, m: int, most: int) -> str:
@@ -298,10 +319,10 @@ def _multistage_refusal(s: multistage.Multistage, problem: WeightOnlyGemm, targe
         return "needs two stages, and a unit of k for each split"
     if s.kc > 1 and s.tiles(problem, m) > _SEMAPHORES:
         return f"more than {_SEMAPHORES} tiles that split k"
-    return _memory_refusal(s.smem_bytes(problem), target)
+    return memory_refusal(s.smem_bytes(problem), target)
 
 
-def _memory_refusal(need: int, target: Target) -> str:
+def memory_refusal(need: int, target: Target) -> str:
     return "" if need <= target.smem_per_block else f"needs {need} bytes of shared memory, {target.arch} has less"
 
 
@@ -322,11 +343,23 @@ class _StreamKCost:
 _STREAM_K = _StreamKCost()  # fitted to 242 measurements of W4A16 on H200: 6 % rms, the first 1 % from the best
 
 
-def _stream_k_us(
-    s: Any, problem: WeightOnlyGemm, target: Target, m: int, part: Partition, unit_bytes: int, x_bytes: int, dtype: str
+def stream_k_us(
+    s: Any,
+    problem: Any,
+    target: Target,
+    blocks: tuple[int, float],
+    part: Partition,
+    unit_bytes: int,
+    x_bytes: int,
+    dtype: str,
 ) -> float:
-    """Microseconds of the busiest CTA: its units of 128 k, its epilogues, its shares."""
-    c, token_blocks = _STREAM_K, -(-m // s.block_tokens)
+    """Microseconds of the busiest CTA: its units of 128 k, its epilogues, its shares.
+
+    Args:
+        blocks: token blocks in all, and how many of them read the same weights.
+        unit_bytes: of 64 rows by 128 k. x_bytes: of an element of x. dtype: of the tensor cores' operands.
+    """
+    c, (token_blocks, sharing) = _STREAM_K, blocks
     tiles = token_blocks * -(-problem.row_blocks // s.cta_blocks)
     waves = -(-(tiles - part.shared) // part.grid)
     units = waves * problem.units - (-part.shared * problem.units // part.grid)
@@ -334,8 +367,9 @@ def _stream_k_us(
     gb = part.grid / (target.dram_gb_s * 1e3)
     mma = s.cta_blocks * 64 * 128 * 2 * s.block_tokens * target.sms / (target.tflops(dtype) * 1e6)
     area, shared = s.cta_blocks * s.block_tokens / 1e3, part.shared > 0
-    per_unit = c.stream * max(weights * gb / token_blocks, mma) + c.l2 * (weights + x) * gb + c.mma * mma
+    per_unit = c.stream * max(weights * gb / sharing, mma) + c.l2 * (weights + x) * gb + c.mma * mma
     per_unit += c.convert * s.cta_blocks * 0.8192 + c.latency / s.warpgroups
+    per_unit *= 1 + 0.02 * max(0, 4 - s.stages)  # a short ring hides less of the latency (an estimate)
     return units * per_unit + (waves + shared) * c.tile * area + shared * (c.share * area + c.split)
 
 

@@ -13,6 +13,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops.attention import decode_program
 from terrazzo.ops.attention.launch import current_targets, own_slots, semaphores, stand_ins
 from terrazzo.schedules import attention as schedules
+from terrazzo.schedules import attention_space, records, spaces
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +63,11 @@ def plan(
 ) -> Plan:
     """Kernel and sizes of one decode step. `device` runs it where that is newer than `target`."""
     problem, runs_on = problem_of(layout, batch, kv_heads, rows, tokens, page), device or target
-    schedule = schedule or schedules.choose(problem, target)
+    if schedule is None and (softcap or sinks):  # they need registers that a tuned schedule may not have left
+        schedule = schedules.choose(problem, target)
+    if schedule is None:
+        facts = tuning_facts(layout, rows, tokens, dtype, page, residual)
+        _, schedule = spaces.choose(attention_space.Decode(problem), "attention", facts, target, problem.pairs, device)
     params = schedule.params() | {
         "k_format": layout.k_format, "v_format": layout.v_format, "head_dim": layout.head_dim, "dtype": dtype,
         "page": page, "residual": residual, "softcap": softcap, "sinks": sinks,
@@ -73,6 +78,18 @@ def plan(
     )  # fmt: skip
     rows_of = 8 * schedule.row_tiles
     return Plan(request, schedules.splits(problem, schedule, runs_on), -(-rows // rows_of), rows_of)
+
+
+def tuning_facts(
+    layout: CacheLayout, rows: int, tokens: int, dtype: str, page: int, residual: int
+) -> dict[str, int | str]:
+    """What tells one tuned batch from another, besides its (sequence, kv head) pairs; `tokens` counts as its bucket."""
+    at = attention_space.bucket(tokens)
+    facts = dict(k_format=layout.k_format, v_format=layout.v_format, head_dim=layout.head_dim, rows=rows, tokens=at)
+    return facts | dict(dtype=dtype, page=page, residual=residual)
+
+
+records.on_change(plan.cache_clear)
 
 
 def decode_requests(
@@ -137,7 +154,11 @@ def kernel_requests(
     facts = dict(dtype=dtype, page=page, residual=residual, softcap=softcap, sinks=sinks, target=target)
     schedules_ = schedules.every(problem_of(layout, 1, kv_heads, rows, 1, page), target)
     made = [plan(layout, 1, kv_heads, rows, 1, **facts, schedule=s).request for s in schedules_]
-    return [*made, write_kernel(layout, dtype, page, residual, target)]
+    for tokens in () if softcap or sinks else attention_space.BUCKETS:
+        recorded = tuning_facts(layout, rows, tokens, dtype, page, residual)
+        for pairs in records.tokens("attention", recorded, target):
+            made.append(plan(layout, pairs, 1, rows, tokens, **facts).request)
+    return [*dict.fromkeys(made), write_kernel(layout, dtype, page, residual, target)]
 
 
 def decode(

@@ -15,9 +15,7 @@ from terrazzo.ops.w4a16 import op
 from terrazzo.ops.w4a16 import stream_k as program
 from terrazzo.ops.w4a16.format import PackedWeight
 from terrazzo.ops.w4a16.operand import Operand
-from terrazzo.schedules import grouped as schedules
-from terrazzo.schedules import stream_k
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules import grouped_spaces, records, spaces
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +44,9 @@ def plan(
     group, k8 = (0 if group_size >= k else group_size), -(-k // 8) * 8
     numerics = ("exact" if scale_dtype == dtype else "post") if numerics == "auto" else numerics
     operand = Operand(group, symmetric, scale_dtype, dtype, numerics)
-    of = WeightOnlyGemm(n, k8, operand.groups_per(128), operand.record_bytes)
-    s = schedules.choose(stream_k, of, target, m, experts, numerics == "post")
+    space = grouped_spaces.of_w4a16(n, k8, operand.groups_per(128), operand.record_bytes, experts, numerics == "post")
+    facts = tuning_facts(n, k, experts, group_size, symmetric, scale_dtype, dtype, numerics)
+    _, s = spaces.choose(space, "w4a16_grouped", facts, target, m)
     common = dict(n=n, k=k8, group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, bias=bias)
     params = common | s.params() | {"numerics": numerics, "experts": experts}
     entry = f"{program.__name__}:build"
@@ -57,6 +56,13 @@ def plan(
         (target.sms, s.warpgroups),
         (),
     )
+
+
+def tuning_facts(
+    n: int, k: int, experts: int, group_size: int, symmetric: bool, scale_dtype: str, dtype: str, numerics: str
+) -> dict[str, int | str | bool]:
+    """What tells one tuned stack of experts from another, besides M; numerics "exact", "fused" or "post"."""
+    return op.tuning_facts(n, k, group_size, symmetric, scale_dtype, dtype) | {"experts": experts, "numerics": numerics}
 
 
 def grouped_requests(
@@ -75,9 +81,14 @@ def grouped_requests(
 ) -> list[KernelRequest]:
     """The kernels that `grouped_gemm` uses for these M (None: M of every bucket). Needs no GPU."""
     tokens = [t * experts for t in launching.ALL_TOKENS] if m is None else launching.tokens_of(m)
-    facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, numerics=numerics)
+    facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype)
+    at = Target.parse(target)
+    if m is None:
+        tile = ("exact" if scale_dtype == dtype else "post") if numerics == "auto" else numerics
+        recorded = tuning_facts(n, k, experts, **facts, numerics=tile)
+        tokens = (*tokens, *records.tokens("w4a16_grouped", recorded, at))
     return launching.requests_of(
-        plan(t, n, k, experts, **facts, bias=bias, target=Target.parse(target)) for t in tokens
+        plan(t, n, k, experts, **facts, numerics=numerics, bias=bias, target=at) for t in tokens
     )
 
 
@@ -165,6 +176,8 @@ def run(
 
 
 _launchers: dict[tuple, tuple] = {}
+records.on_change(plan.cache_clear)
+records.on_change(_launchers.clear)
 
 
 def _prepare(key: tuple, x: torch.Tensor) -> tuple:

@@ -15,8 +15,7 @@ from terrazzo.ops.w4a8 import activations, op, problem
 from terrazzo.ops.w4a8 import stream_k as program
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import PackedWeight
-from terrazzo.schedules import grouped as schedules
-from terrazzo.schedules import w4a8
+from terrazzo.schedules import grouped_spaces, records, spaces, w4a8
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +43,9 @@ def plan(
         n=n, k=k16, group=group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias and not raw
     )
     problem.Gemm(**common)
-    s = schedules.choose(w4a8, w4a8.IntegerGemm.of(n, k16, group_size, 4 if raw else 2), target, m, experts)
+    space = grouped_spaces.of_w4a8(w4a8.IntegerGemm.of(n, k16, group_size, 4 if raw else 2), experts)
+    facts = tuning_facts(n, k, experts, group_size, out_dtype, dequantization)
+    _, s = spaces.choose(space, "w4a8_grouped", facts, target, m)
     params = common | s.params() | {"experts": experts}
     entry = f"{program.__name__}:build"
     return Plan(
@@ -53,6 +54,13 @@ def plan(
         (target.sms, s.warpgroups),
         (),
     )
+
+
+def tuning_facts(
+    n: int, k: int, experts: int, group_size: int, out_dtype: str, dequantization: str
+) -> dict[str, int | str]:
+    """What tells one tuned stack of experts from another, besides M."""
+    return op.tuning_facts(n, k, group_size, out_dtype, dequantization) | {"experts": experts}
 
 
 def grouped_requests(
@@ -69,8 +77,10 @@ def grouped_requests(
 ) -> list[KernelRequest]:
     """The kernels that `grouped_gemm` uses for these M (None: M of every bucket). Needs no GPU."""
     tokens = [t * experts for t in launching.ALL_TOKENS] if m is None else launching.tokens_of(m)
-    facts = dict(group_size=group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias)
-    return launching.requests_of(plan(t, n, k, experts, **facts, target=Target.parse(target)) for t in tokens)
+    facts, at = dict(group_size=group_size, out_dtype=out_dtype, dequantization=dequantization), Target.parse(target)
+    if m is None:
+        tokens = (*tokens, *records.tokens("w4a8_grouped", tuning_facts(n, k, experts, **facts), at))
+    return launching.requests_of(plan(t, n, k, experts, **facts, bias=bias, target=at) for t in tokens)
 
 
 def grouped_gemm(
@@ -163,6 +173,8 @@ def run(
 
 
 _launchers: dict[tuple, tuple] = {}
+records.on_change(plan.cache_clear)
+records.on_change(_launchers.clear)
 
 
 def _prepare(key: tuple, x: QuantizedActivations, w: GroupedWeight) -> tuple:

@@ -18,7 +18,9 @@ from terrazzo.ops.w4ax.activations import QuantizedActivations
 from terrazzo.ops.w4ax.fmpq import BLOCK
 from terrazzo.ops.w4ax.format import PackedWeight, identity, native
 from terrazzo.ops.w4ax.reference import GRANULARITIES, OUT_DTYPES
+from terrazzo.schedules import records, spaces
 from terrazzo.schedules import w4ax as schedules
+from terrazzo.schedules.w4ax_space import W4Ax
 
 if TYPE_CHECKING:
     import torch
@@ -45,9 +47,9 @@ def plan(
     depth = -(-k // BLOCK) * BLOCK
     common = dict(n=n, k=depth, blocks8=blocks8, out_dtype=out_dtype, bias=bias)
     gemm = schedules.MixedGemm(n, depth, blocks8, problem.Gemm(**common).out_bytes)
-    program = persistent_program if native(target) else stream_k_program
-    listed = schedules.choose_persistent(gemm, target, m) if native(target) else None
-    schedule = listed or schedules.choose(gemm, target, m)
+    facts = tuning_facts(n, k, blocks8, out_dtype)
+    name, schedule = spaces.choose(W4Ax(gemm, native(target)), "w4ax", facts, target, m, device)
+    program, listed = (persistent_program, schedule) if name == "persistent" else (stream_k_program, None)
     request = KernelRequest(
         f"w4ax.{program.__name__.rpartition('.')[2]}",
         f"{program.__name__}:build",
@@ -62,6 +64,11 @@ def plan(
     part = schedules.partition(schedule, gemm, device or target, m)
     workspace = (part.grid, schedule.warpgroups, schedule.block_tokens // 8, 128, 4)
     return Plan(request, workspace, (part.grid, schedule.warpgroups), (part.shared,)), None
+
+
+def tuning_facts(n: int, k: int, blocks8: int, out_dtype: str) -> dict[str, int | str]:
+    """What tells one tuned weight from another, besides M."""
+    return dict(n=n, k=k, blocks8=blocks8, out_dtype=out_dtype)
 
 
 def kernel_requests(
@@ -100,6 +107,7 @@ def kernel_requests(
     at, tokens = Target.parse(target), launching.tokens_of(m)
     high = round(0.25 * -(-k // BLOCK)) if blocks8 is None else blocks8
     out = out_dtype or dtype or "float16"
+    tokens += tuple(records.tokens("w4ax", tuning_facts(n, k, high, out), at)) if m is None else ()
     plans = [plan(t, n, k, high, out_dtype=out, bias=bias, target=at)[0] for t in tokens]
     facts = dict(permuted=permuted, norm=norm, granularity=granularity, wide=not native(at), target=at)
     before = [activations.plan(t, k, high, dtype=dtype, **facts) for t in tokens if dtype]
@@ -223,6 +231,8 @@ def run(
 
 
 _launchers: dict[tuple, tuple] = {}
+records.on_change(plan.cache_clear)
+records.on_change(_launchers.clear)
 
 
 def _adopt(w: PackedWeight, facts: tuple) -> None:

@@ -1,0 +1,78 @@
+"""The search space of decode attention: how many warps share a sequence, what they keep in flight, CTAs of an SM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from terrazzo.lowering.targets import Target
+from terrazzo.schedules import attention, spaces
+
+BUCKETS = tuple(1 << i for i in range(4, 23))
+"""Numbers of tokens that records are kept for."""
+_LAUNCH_US = 4.0  # start, first stage, end
+_WARP_US = 0.35  # what a warp adds to a CTA's merge
+_SPLIT_US = 0.03  # what a split adds to the combine
+_WARPS = (2, 3, 4, 6, 8, 12, 16)
+
+
+def bucket(tokens: int) -> int:
+    """The one of `BUCKETS` that a number of tokens falls under."""
+    return next((most for most in BUCKETS if tokens <= most), BUCKETS[-1])
+
+
+class Decode(spaces.Space):
+    """Schedules of one decode call; m is the number of (sequence, kv head) pairs."""
+
+    programs = {"decode": attention.Decode}  # noqa: RUF012  (read only)
+    problem: attention.DecodeProblem
+
+    def at(self, m: int) -> attention.DecodeProblem:
+        """The problem with m pairs."""
+        return replace(self.problem, pairs=m)
+
+    def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
+        return "decode", attention.choose(self.at(m), target)
+
+    def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:
+        most, tiles_of_rows = attention.warps_per_sm(self.problem), attention.row_tiles(self.problem)
+        for warps in _WARPS:
+            for blocks in range(1, most // warps + 1):
+                # fewer than half of the warps that fit hide too little; what does not divide leaves some out
+                if warps * blocks * 2 < most and not wide:
+                    continue
+                for tiles in (1, 2, 4):
+                    for stages in (2, 3, 4, 5, 6):
+                        yield "decode", attention.Decode(tiles_of_rows, warps, tiles, stages, blocks)
+
+    def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
+        problem = self.problem
+        if schedule.row_tiles != attention.row_tiles(problem):
+            return f"{problem.rows} rows need {attention.row_tiles(problem)} row tiles"
+        if min(schedule.warps, schedule.tiles, schedule.min_blocks) < 1 or schedule.stages < 2:
+            return "a count below one, or a ring of less than two stages"
+        if schedule.warps * schedule.min_blocks > attention.warps_per_sm(problem):
+            return f"{schedule.warps} warps of {schedule.min_blocks} CTAs need more registers than an SM has"
+        tokens = 16 * schedule.tiles
+        if problem.group % tokens or problem.page % tokens:
+            return f"stages of {tokens} tokens do not divide groups of {problem.group} and pages of {problem.page}"
+        return "" if attention.fits(schedule, problem, target) else "its rings do not fit the shared memory"
+
+    def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
+        problem = self.at(m)
+        splits = attention.splits(problem, schedule, target)
+        ctas = m * attention.row_groups(problem) * splits
+        waves = math.ceil(ctas / (target.sms * schedule.min_blocks))
+        on_sm = min(schedule.min_blocks, math.ceil(ctas / target.sms))
+        # a warp takes whole stages, so the longest one may have a stage more than the average
+        stages = math.ceil(problem.tokens / (splits * schedule.warps * 16 * schedule.tiles))
+        words = schedule.warps * (schedule.tiles * problem.tile_words) * stages
+        words += (
+            schedule.warps * problem.channel_words * math.ceil(stages * 16 * schedule.tiles / max(1, problem.group))
+        )
+        flight = on_sm * schedule.warps * (schedule.stages - 1) * schedule.tiles * problem.tile_words * 4
+        speed = target.dram_gb_s * 0.92 / target.sms * min(1.0, flight / attention.IN_FLIGHT)
+        stream = 4e-3 * waves * on_sm * words / speed
+        return _LAUNCH_US + stream + _WARP_US * schedule.warps / 4 * waves + _SPLIT_US * splits * (splits > 1)

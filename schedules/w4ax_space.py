@@ -1,0 +1,92 @@
+"""The search space of W4Ax GEMM: stream-K tiles on wgmma, tiles of the persistent program on mma.sync."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from terrazzo.lowering.targets import Target
+from terrazzo.schedules import spaces, w4ax
+
+_PERSISTENT = ((16, 4, 1), (32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 2))  # tokens, warps, warps along the tokens
+_SUMS = 128  # f32 sums of a thread of the persistent program, beside the s32 sums of a block
+_REGISTERS = 1.5  # of such a thread, for each f32 and s32 sum
+
+
+class W4Ax(spaces.Space):
+    """Schedules of W4Ax on quantized activations.
+
+    Args:
+        native: the kernel multiplies INT4 blocks as such (the persistent program); else all blocks as int8 on wgmma.
+    """
+
+    programs = {"stream_k": w4ax.StreamK, "persistent": w4ax.Persistent}  # noqa: RUF012  (read only)
+    problem: w4ax.MixedGemm
+
+    def __init__(self, problem: w4ax.MixedGemm, native: bool) -> None:
+        super().__init__(problem)
+        self.native = native
+
+    def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
+        if self.native:
+            return "persistent", w4ax.choose_persistent(self.problem, target, m)
+        return "stream_k", w4ax.choose(self.problem, target, m)
+
+    def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:
+        if not self.native:
+            for tokens, warpgroups, row_blocks, raster in spaces.tiles_of(w4ax.BLOCK_TOKENS, m, self.problem, True):
+                if row_blocks == 1:
+                    s = w4ax.StreamK(tokens, warpgroups, stages=2, raster=raster)
+                    yield from (("stream_k", it) for it in spaces.rings(w4ax.fitted(s, self.problem, target), wide))
+            return
+        widest = next((t for t in w4ax.BLOCK_TOKENS if m <= t), w4ax.BLOCK_TOKENS[-1])
+        for tokens, warps, token_warps in (it for it in _PERSISTENT if it[0] <= widest):
+            for row_blocks in (1, 2):
+                for stages in (2, 3, 4):
+                    for ctas in (1, 2):
+                        yield "persistent", w4ax.Persistent(tokens, warps, row_blocks, stages, token_warps, ctas)
+
+    def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
+        if (program == "persistent") != self.native:
+            return f"{program} is not the program of {target.arch}"
+        if not self.native:
+            if schedule.block_tokens not in w4ax.BLOCK_TOKENS or not schedule.legal():
+                return (
+                    f"{schedule.warpgroups} warpgroups with {schedule.sums} sums of a thread do not fit the registers"
+                )
+            return spaces.ring_refusal(schedule, self.problem, target, 2)
+        tile = (schedule.block_tokens, schedule.warps, schedule.token_warps)
+        if tile not in _PERSISTENT or schedule.row_blocks not in (1, 2) or schedule.rows % 64:
+            return "warps do not divide the tile"
+        size = schedule.smem_bytes(self.problem)
+        if schedule.stages < 2 or schedule.ctas < 1:
+            return "needs two stages and a CTA"
+        if schedule.ctas > 1 and schedule.ctas * (size + 1024) > target.smem_per_sm:
+            return f"{schedule.ctas} CTAs do not fit an SM's shared memory"
+        registers = min(255, _REGISTERS * 2 * schedule.sums + 48) * schedule.warps * 32
+        if schedule.sums > _SUMS or schedule.ctas * registers > target.registers_per_sm:
+            return f"{schedule.ctas} CTAs with {schedule.sums} sums of a thread do not fit the registers"
+        return spaces.memory_refusal(size, target)
+
+    def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
+        blocks = -(-m // schedule.block_tokens)
+        if not self.native:
+            part = w4ax.partition(schedule, self.problem, target, m)
+            tile = _Tile(schedule.block_tokens, schedule.warpgroups, schedule.warpgroups, schedule.stages)
+            of = spaces.stream_k_us(tile, self.problem, target, (blocks, blocks), part, w4ax.UNIT_BYTES, 1, "s8")
+            return of if schedule.held else 1.1 * of  # scaling waits for the wgmmas of its own block
+        tiles = -(-self.problem.row_blocks * 64 // schedule.rows) * blocks
+        ctas = schedule.ctas * target.sms
+        part = -(-tiles * self.problem.units // ctas)  # units of the busiest CTA, which splits along k at will
+        rows = schedule.rows // 64
+        load = (rows * w4ax.UNIT_BYTES + 0.3 * schedule.block_tokens * w4ax.BLOCK) * ctas / (target.dram_gb_s * 1e3)
+        mma = rows * 64 * 128 * 2 * schedule.block_tokens * ctas / (0.6 * target.tflops("s8") * 1e6)
+        return 2.0 + part * max(load, mma, 1.2 / (schedule.stages * schedule.ctas)) + 0.5 * schedule.ctas
+
+
+class _Tile:
+    """A W4Ax tile as the stream-K cost asks for it."""
+
+    def __init__(self, block_tokens: int, warpgroups: int, cta_blocks: int, stages: int) -> None:
+        self.block_tokens, self.warpgroups, self.cta_blocks, self.stages = block_tokens, warpgroups, cta_blocks, stages
