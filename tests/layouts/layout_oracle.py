@@ -15,6 +15,8 @@ def decode(storage: str, code: int) -> float:
         return float(code)
     if kind == "s":
         return float(code - (1 << bits) if code >> (bits - 1) else code)
+    if kind == "z":
+        return float(-(code + 1) // 2 if code & 1 else code // 2)
     exponent_bits, mantissa_bits, bias = {"e4m3": (4, 3, 7), "e2m1": (2, 1, 1)}[storage]
     mantissa = code & ((1 << mantissa_bits) - 1)
     exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1)

@@ -79,7 +79,8 @@ def test_instance_proof_and_its_meaning(name):
 
 
 def test_the_instances_and_their_blocks():
-    assert len(INSTANCES) == 12  # the eleven of specs.md B.1, and the W4A16 one with its blocks in another order
+    assert len(INSTANCES) == 13  # the eleven of specs.md B.1, the W4A16 one in another order, W4A8's for e4m3
+    assert get_instance("w4a8_fp8").identity == get_instance("w4a8_wgmma").identity  # e4m3 k32 lies as s8 k32
     layout = get_instance("w4a16_wgmma")
     assert (layout.block_rows, layout.block_k, layout.threads, layout.words_per_block) == (64, 64, 128, 512)
     assert get_instance("turbomind_u4").words_per_block * 4 == 256
