@@ -19,7 +19,10 @@ def test_words_are_exhaustive_in_both_halves():
     assert len(set(WORDS & 0xFFFF)) == len(set(WORDS >> 16)) == 1 << 16
 
 
-@pytest.mark.parametrize("name", [c.name for c in PLAIN if c.storage in ("u2", "u4", "s4", "z4", "u8", "s8", "e4m3", "e2m1")])
+STORAGES = ("u2", "u4", "s4", "z4", "u8", "s8", "e4m3", "e2m1")
+
+
+@pytest.mark.parametrize("name", [c.name for c in PLAIN if c.storage in STORAGES])
 def test_plain_converter_gives_the_stored_values(name):
     c = get_converter(name)
     value = layout_oracle.table(c.storage, c.storage_bits)[layout_oracle.fields(WORDS, c.storage_bits)]
