@@ -114,6 +114,27 @@ class Basic(StreamK):
         return self.warpgroups * 128
 
 
+@dataclass(frozen=True)
+class Excp(StreamK):
+    """The same tile with a warpgroup that converts for all the others, through shared memory.
+
+    operands: stages of converted weights, 128 k each.
+    """
+
+    operands: int = 2
+
+    @property
+    def threads(self) -> int:
+        return self.warpgroups * 128 + 256
+
+    def legal(self) -> bool:
+        """Whether the accumulators fit: operands take no registers, but two warpgroups at most leave enough."""
+        return self.warpgroups in (1, 2) and self.sums <= 128
+
+    def smem_bytes(self, problem: IntegerGemm) -> int:
+        return super().smem_bytes(problem) + self.operands * self.cta_blocks * 64 * 128
+
+
 def fitted(schedule: StreamK, problem: IntegerGemm, target: Target) -> StreamK:
     """The same tile with as many stages as fit, up to 12."""
     fixed = schedule.smem_bytes(problem) - schedule.stages * schedule.stage_bytes(problem)
@@ -182,15 +203,15 @@ def serves(problem: IntegerGemm, target: Target, m: int) -> bool:
     return m <= 2 * TOKENS_PER_TILE
 
 
-def choose_small_batch(problem: IntegerGemm, target: Target, m: int) -> SmallBatch:
-    """The cheapest split of k and of the warps.
+def choose_small_batch(problem: IntegerGemm, target: Target, m: int, kind: type[SmallBatch] = SmallBatch) -> SmallBatch:
+    """The cheapest split of k and of the warps; `kind`: the operator's form of the schedule.
 
     Raises:
         ArgumentError: more than MAX_TOKENS tokens, or a target whose shared memory cannot hold any slice of X.
     """
     if not 1 <= m <= MAX_TOKENS:
         raise ArgumentError("m", m, f"must be 1..{MAX_TOKENS} for the small-batch program", "use a tile program")
-    schedules = small_batch.candidates(problem, target, -(-m // TOKENS_PER_TILE), SmallBatch)
+    schedules = small_batch.candidates(problem, target, -(-m // TOKENS_PER_TILE), kind)
     best = small_batch.cheapest(schedules, problem, target, COSTS, x_bytes=1)
     if best is None:
         raise ArgumentError("target", target.arch, f"has too little shared memory for K = {problem.k}", "split K")
