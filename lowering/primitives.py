@@ -63,6 +63,17 @@ __device__ __forceinline__ void tz_ldmatrix4(void *out, const void *p) {
 """,
     ),
     Primitive(
+        "stmatrix",
+        "operand fragments go back to shared memory as they are, one instruction for four registers",
+        """\
+__device__ __forceinline__ void tz_stmatrix4(void *p, const void *a_) {
+  const unsigned *a = (const unsigned *)a_;
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};"
+               :: "r"(tz_smem(p)), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
+}
+""",
+    ),
+    Primitive(
         "stmatrix_trans",
         "T.copy stores a transposed accumulator with scalar 2-byte stores (tilelang.md traps 7 and 10)",
         """\
@@ -172,6 +183,22 @@ template <typename T, bool WHOLE> __device__ __forceinline__ void tz_store_row(
 #pragma unroll
     for (int e = 0; e < 16 / (int)sizeof(T); ++e) if (col + e < n) p[e] = ((const T *)src)[e];
   }
+}
+""",
+    ),
+    Primitive(
+        "e4m3",
+        "8-bit floats: an mma.sync whose sums start at zero without moves, rescaling of float sums as tz_rescale",
+        """\
+__device__ __forceinline__ void tz_mma_e4m3(void *d_, const void *a_, const void *b_) {
+  float *d = (float *)d_; const unsigned *a = (const unsigned *)a_, *b = (const unsigned *)b_;
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},"
+               "{%10,%10,%10,%10};"
+               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
+}
+__device__ __forceinline__ float tz_rescale(float acc, float s, float x, float b) {
+  return __fmaf_rn(__fmul_rn(acc, s), x, b);
 }
 """,
     ),

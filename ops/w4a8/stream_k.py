@@ -10,7 +10,12 @@ With experts, x holds the tokens of all of them, sorted, and the loop runs over 
 made on the device (grouped GEMM). The expert of a tile is known only after the kernel before, so nothing is fetched
 ahead of it.
 
-Sums are int32, so shares of a tile may be added in any order and give the same bits (ops/tile_scheduler.py).
+On int8, sums are int32, so shares of a tile may be added in any order and give the same bits (ops/tile_scheduler.py).
+
+On e4m3 (`dequantization` "e4m3"), the tensor core's own sums keep about 14 bits, so they run over one group of k only:
+they start at zero, and while the next 64 k are converted the tensor core finishes them; then they are multiplied with
+the factors of the group's rows and added to the float32 sums of the tile. One group of wgmma is in flight for each
+warpgroup; the other warpgroups' groups fill the tensor core meanwhile.
 
 A stage is released when the wgmmas that read it were waited for, long after the shared-memory loads of its words were
 consumed: ptxas may move an arrive in front of a load's return (measured.md, "A race to design out").
@@ -30,10 +35,11 @@ from terrazzo.ops.tile_scheduler import (
     table_state,
     table_words,
 )
+from terrazzo.ops.w4a8 import fp8_problem
 from terrazzo.ops.w4a8.epilogue import staged, store_macros
 from terrazzo.ops.w4a8.operand import operand_macros
-from terrazzo.ops.w4a8.problem import BLOCK_WORDS, UNIT_K, Gemm
-from terrazzo.schedules.w4a8 import StreamK
+from terrazzo.ops.w4a8.problem import BLOCK_WORDS, UNIT_K
+from terrazzo.schedules import w4a8, w4a8_fp8
 
 PASS_CONFIGS = (  # the barriers and the bounds are the program's own
     ("tl.disable_safe_memory_legalize", True),
@@ -65,16 +71,17 @@ def build(
     int32 [M] sums of the rows of X (read by "unsigned" only); B f32 [n] (one element without a bias); WS int32
     [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32 [grid, warpgroups], zero before the first
     launch and after each one; Y [M, n] in `out_dtype`. `grid` CTAs, at most the number of SMs; the first `sk` tiles
-    are shared along k, 0 <= sk <= tiles.
+    are shared along k, 0 <= sk <= tiles. With "e4m3", the bytes of X are e4m3, RS [1] is not read, and WS is f32.
     With experts, W, S and B hold one matrix after the other: [E * Kp/128, Np/64, unit words], [E * Np], [E * n]; expert
     e owns the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not written.
     """
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
 
-    gemm = Gemm(n, k, group, out_dtype, dequantization, bias)
+    gemm = fp8_problem.of(n, k, group, out_dtype, dequantization, bias)
     bm, wgs, rb = block_tokens, warpgroups, row_blocks
-    if not StreamK(bm, wgs, rb, stages).legal():
+    e4m3 = dequantization == fp8_problem.E4M3
+    if not (w4a8_fp8 if e4m3 else w4a8).StreamK(bm, wgs, rb, stages).legal():
         raise ArgumentError(
             "block_tokens", bm, f"is too wide for {wgs} warpgroups of {rb} row blocks (registers)", "take fewer of them"
         )
@@ -84,14 +91,16 @@ def build(
     all_blocks, cta_blocks = gemm.row_blocks, wgs * rb
     row_tiles = -(-all_blocks // cta_blocks)
     ct, nacc, unit_bytes = wgs * 128, bm // 2, unit_words * 4
-    a_type = "uint8" if gemm.unsigned else "int8"
+    a_type, x_type = ("e4m3", "e4m3") if e4m3 else ("uint8" if gemm.unsigned else "int8", "int8")
+    sum_type = "float32" if e4m3 else "int32"
+    splits = max(ig // 2, 1)  # parts of 64 k with sums of their own
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
     rings = ring_macros(stages=stages)
-    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, add="tz_addcg4i")
-    operand = operand_macros(gemm)
+    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, add="tz_addcg4" if e4m3 else "tz_addcg4i")
+    operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
     out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
-    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
+    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup", *(["e4m3"] if e4m3 else []))
     extra = (gemm.converter.device_source, *([EXPERTS_SOURCE] if experts else []))
     source = prelude(*used, extra=extra)
     matrices = max(experts, 1)
@@ -130,30 +139,61 @@ def build(
             )
 
     @T.macro
-    def multiply(a, acc, desc, stage, r, h):
+    def multiply(a, sums, at, desc, stage, h, first, steps, before):
+        """k32 steps first .. first + steps - 1 of half h, on the sums at `at`; these start anew if `before` is 0."""
         T.warpgroup_fence_operand(a, h * 8, 8)
-        T.warpgroup_fence_operand(acc, r * nacc, nacc)
+        T.warpgroup_fence_operand(sums, at, nacc)
         T.warpgroup_arrive()
-        for e in T.unroll(2):
+        for e in T.unroll(steps):
             T.ptx_wgmma_rs(
-                "int32",
+                sum_type,
                 f"m64n{bm}k32",
                 True,
                 a_type,
-                "int8",
-                "int32",
+                x_type,
+                sum_type,
                 a.data,
-                h * 8 + e * 4,
+                h * 8 + (first + e) * 4,
                 desc.data,
-                stage * (bm * UNIT_K // 16) + (h * 2 + e) * 2,
-                acc.data,
-                r * nacc,
-                T.bool(True),
+                stage * (bm * UNIT_K // 16) + (h * 2 + first + e) * 2,
+                sums.data,
+                at,
+                T.bool(before + e > 0),
                 1,
                 1,
             )
         T.warpgroup_commit_batch()
-        T.warpgroup_fence_operand(acc, r * nacc, nacc)
+        T.warpgroup_fence_operand(sums, at, nacc)
+
+    @T.macro
+    def settle(acc, part, f, r):
+        """The sums of a group of k, times the factors of the rows, join those of row block r."""
+        T.warpgroup_wait(0)
+        T.warpgroup_fence_operand(part, num_regs=nacc)
+        for i in T.unroll(nacc):
+            acc[r * nacc + i] = T.call_extern("float32", "__fmaf_rn", part[i], f[i % 4 // 2], acc[r * nacc + i])
+
+    @T.macro
+    def step(a, acc, part, w, u, f, codes, desc, empty, ring, r, h, free):
+        """64 k of row block r; `free`: whether this lane gives the stage before back."""
+        operand.convert(w, h * 4, u, a, h * 8, codes, h)
+        multiply(a, acc, r * nacc, desc, ring.stage[0], h, 0, 2, 1)
+        T.warpgroup_wait(1)
+        if r == 0 and h == 0:  # the wgmmas on the stage before are complete
+            rings.release(empty, ring, free)
+
+    @T.macro
+    def step_e4m3(a, acc, part, w, u, f, codes, desc, empty, ring, r, h, free):
+        """The same; at each beginning of a group of k, the group before joins the sums."""
+        T.warpgroup_wait(1)  # the set of operands that is written next is free
+        operand.convert(w, h * 4, u, a, h * 8, codes, h)
+        for e in T.unroll(splits):
+            if ig > 1 or h == 0:
+                settle(acc, part, f, (r + rb - 1 + T.min(h + e, 1)) % rb)
+                operand.factors(f, 0, u[(h * 2 + e) * ig // 4])
+                if r == 0 and h == 0 and e == 0:
+                    rings.release(empty, ring, free)
+            multiply(a, part, 0, desc, ring.stage[0], h, e, 2 // splits, h * 2 if ig == 1 else 0)
 
     @T.prim_func
     def main(
@@ -161,9 +201,9 @@ def build(
         W: T.Tensor((matrices * units, all_blocks, unit_words), "int32"),
         S: T.Tensor((matrices * all_blocks * 64,), "float32"),
         XS: T.Tensor((M,), "float32"),
-        RS: T.Tensor((M,), "int32"),
+        RS: T.Tensor((1 if e4m3 else M,), "int32"),
         B: T.Tensor((matrices * n if bias else 1,), "float32"),
-        WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), "int32"),
+        WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), sum_type),
         SEM: T.Tensor((G, wgs), "int32"),
         Y: T.Tensor((M, n), out_dtype),
         parts: last,
@@ -181,7 +221,9 @@ def build(
             u = T.alloc_local((ig,), "uint32")
             codes = operand.registers()
             a = T.alloc_local((16,), "uint32")
-            acc = T.alloc_local((rb * nacc,), "int32")
+            acc = T.alloc_local((rb * nacc,), sum_type)
+            part = T.alloc_local((nacc if e4m3 else 1,), "float32")
+            f = T.alloc_local((2,), "float32")
             held = out.registers()
             desc = T.alloc_wgmma_desc()
             p = plan_state()
@@ -247,18 +289,23 @@ def build(
                     out.fetch(S, XS, RS, B, held, c, wg, wt)
                     for i in T.unroll(rb * nacc):
                         acc[i] = 0
+                    if e4m3:  # the first group of k is preceded by one of nothing
+                        for i in T.unroll(nacc):
+                            part[i] = 0
+                        for i in T.unroll(2):
+                            f[i] = 0
                     for kb in T.serial(c.k1[0] - c.k0[0]):
                         T.barrier_wait(full[ring.stage[0]], ring.parity[0])
                         T.call_extern("handle", "tz_fence")
                         for r in T.unroll(rb):
                             load_unit(Ws, w, u, ring.stage[0], wg * rb + r, wt)
                             for h in T.unroll(2):
-                                operand.convert(w, h * 4, u, a, h * 8, codes, h)
-                                multiply(a, acc, desc, ring.stage[0], r, h)
-                                T.warpgroup_wait(1)
-                                if r == 0 and h == 0:  # the wgmmas on the stage before are complete
-                                    rings.release(empty, ring, T.And(lane == 0, kb > 0))
+                                (step_e4m3 if e4m3 else step)(
+                                    a, acc, part, w, u, f, codes, desc, empty, ring, r, h, T.And(lane == 0, kb > 0)
+                                )
                         rings.advance(ring)
+                    if e4m3:
+                        settle(acc, part, f, rb - 1)
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
                     rings.release(empty, ring, lane == 0)

@@ -1,0 +1,59 @@
+"""What the programs on e4m3 activations share with those on int8 (`problem`), and what is their own."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from terrazzo.layouts.converters import Converter, get_converter
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.w4a8 import problem
+
+E4M3 = "e4m3"
+"""The `dequantization` of this form: codes become e4m3 operands, and their sums are float32."""
+CONVERTER = "z4_e4m3"
+OUT_DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Gemm(problem.Gemm):
+    """y[M, n] = x[M, k] w[n, k]^T as `problem.Gemm`, x e4m3; a record holds a float16 factor for each of 64 rows."""
+
+    def __post_init__(self):
+        if self.out_dtype not in OUT_DTYPES:
+            raise ArgumentError("out_dtype", self.out_dtype, f"must be one of {OUT_DTYPES}: sums are floats", "cast y")
+        problem.Gemm(self.n, self.k, self.group, self.out_dtype, "xor", self.bias)  # the checks that both share
+
+    @property
+    def converter(self) -> Converter:
+        return get_converter(CONVERTER)
+
+
+def of(n: int, k: int, group: int, out_dtype: str, dequantization: str, bias: bool) -> problem.Gemm:
+    """The Gemm of a program's parameters, on e4m3 or on int8 activations."""
+    kind = Gemm if dequantization == E4M3 else problem.Gemm
+    return kind(n, k, group, out_dtype, dequantization, bias)
+
+
+def operand_macros(gemm: Gemm) -> SimpleNamespace:
+    """Macro `convert`, as of `operand.operand_macros` but without parameters, and `factors` of a record."""
+    import tilelang.language as T
+
+    name = gemm.converter.device_name
+
+    def registers() -> SimpleNamespace:
+        return SimpleNamespace(o=T.alloc_local((2,), "uint32"))
+
+    @T.macro
+    def convert(w, at, u, a, to, held, h):
+        """Words w[at .. at + 3] into a[to .. to + 7]: A fragments of two k32 steps, low nibbles first."""
+        for r in T.unroll(4):
+            T.call_extern("handle", name, w[at + r], T.access_ptr(held.o, "w", 2))
+            a[to + r] = held.o[0]
+            a[to + 4 + r] = held.o[1]
+
+    @T.macro
+    def factors(f, at, u):
+        """f[at], f[at + 1]: of rows g and g + 8, from the word u of their record."""
+        f[at] = T.call_extern("float32", "tz_unpack<false, 0>", u)
+        f[at + 1] = T.call_extern("float32", "tz_unpack<false, 1>", u)
+
+    return SimpleNamespace(registers=registers, convert=convert, factors=factors)
