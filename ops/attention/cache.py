@@ -205,7 +205,7 @@ def pack_cache(
         .reshape(batch * (room // page_size), heads, -1)
     )
     order = torch.arange(len(pages)) if permutation is None else permutation
-    stored = torch.zeros_like(pages)
+    stored = torch.zeros_like(pages, memory_format=torch.contiguous_format)  # a batch of 1 is a permuted view
     stored[order.to(device)] = pages
     table = order.to(device=device, dtype=torch.int32).reshape(batch, -1).contiguous()
     return PackedCache(layout, stored, block_table=table, page_size=page_size, **facts)
