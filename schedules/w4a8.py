@@ -128,8 +128,8 @@ class Excp(StreamK):
         return self.warpgroups * 128 + 256
 
     def legal(self) -> bool:
-        """Whether the accumulators fit: operands take no registers, but two warpgroups at most leave enough."""
-        return self.warpgroups in (1, 2) and self.sums <= 128
+        """Whether the accumulators fit; ptxas refuses wgmma of 256 tokens in a CTA of 512 threads."""
+        return self.sums <= 128 and (self.warpgroups == 1 or self.warpgroups == 2 and self.block_tokens <= 128)
 
     def smem_bytes(self, problem: IntegerGemm) -> int:
         return super().smem_bytes(problem) + self.operands * self.cta_blocks * 64 * 128

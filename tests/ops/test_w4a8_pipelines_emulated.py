@@ -33,6 +33,18 @@ static unsigned __vadd4(unsigned x, unsigned y) {
 }
 """
 
+STMATRIX = r"""
+static void tz_stmatrix4(void *p, const void *a) {
+  uint64_t at = (uint64_t)p; uint32_t in[6] = {(uint32_t)at, (uint32_t)(at >> 32)}; memcpy(in + 2, a, 16);
+  meet(in, 6, nullptr, 0, [](Meeting &w) {
+    for (int j = 0; j < 4; ++j) for (int l = 0; l < 32; ++l) {
+      auto &row = w.in[j * 8 + l / 4];
+      memcpy((char *)(row[0] | (uint64_t)row[1] << 32) + l % 4 * 4, &w.in[l][2 + j], 4);
+    }
+  });
+}
+"""
+
 
 def emulate(weight, x, x_scales, pipeline, schedule, partition, folder, *, out_dtype, dequantization):
     """y of one launch on the CPU, in an output that was NaN (int32: garbage)."""
@@ -49,7 +61,7 @@ def emulate(weight, x, x_scales, pipeline, schedule, partition, folder, *, out_d
     source = translated((compile_request(request) / "kernel.cu").read_text(), schedule.block_tokens)
     kernel = CpuKernel(
         source.replace("int grid", "int ctas").replace("grid", "ctas"),
-        [WGMMA, EXTRA.replace("typedef unsigned char uchar;", ""), SHIMS, gemm.converter.device_source],
+        [WGMMA, EXTRA.replace("typedef unsigned char uchar;", ""), SHIMS, STMATRIX, gemm.converter.device_source],
         schedule.threads,
         folder,
     )
@@ -66,11 +78,14 @@ def emulate(weight, x, x_scales, pipeline, schedule, partition, folder, *, out_d
     return y
 
 
-B = w4a8.Basic
+B, E = w4a8.Basic, w4a8.Excp
 CASES = {  # pipeline, n, k, group, m, schedule, (grid, shared tiles), output, dequantization; True: always run
     "basic vadd4": ("basic", 192, 400, 64, 37, B(16, 2, 1, 3), (4, 3), "int32", "vadd4", True),
     "basic two sets": ("basic", 200, 272, 32, 20, B(16, 1, 2, 2, operands=2), (3, 0), "float16", "unsigned", False),
     "basic one set": ("basic", 130, 656, 128, 33, B(32, 1, 2, 4), (5, 4), "int32", "xor", False),
+    "excp": ("excp", 192, 400, 64, 37, E(16, 2, 1, 3), (4, 3), "int32", "xor", True),
+    "excp one stage": ("excp", 200, 272, 32, 20, E(16, 1, 2, 2, operands=1), (3, 0), "bfloat16", "unsigned", False),
+    "excp three stages": ("excp", 130, 656, 128, 33, E(32, 1, 1, 4, operands=3), (5, 6), "int32", "unsigned", False),
 }
 
 

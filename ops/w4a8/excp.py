@@ -1,0 +1,253 @@
+"""Tile program on wgmma (sm_90a), LiquidGEMM's explicit coarse-grained pipeline: load, convert and multiply apart.
+
+One warp copies (X as a 128-byte-swizzled TMA tile, weights as one 1-D bulk copy), a warpgroup converts, one or two
+warpgroups multiply. Converted weights pass through shared memory: the converting warpgroup stores the fragments of 64
+rows by 128 k with stmatrix, swizzled by 128 bytes as a K-major wgmma operand, and both operands of the product are
+descriptors. Two rings join the three roles, each with full and empty mbarriers: the copied stages (read by converters
+and, for X, by multipliers) and the converted ones. The program exists to be compared with stream_k.py, where each
+warpgroup keeps what it converts in registers.
+
+Stream-K shares, the order of sums and the epilogue are those of stream_k.py; its sums are the same bits.
+
+A copied stage is given back by the converters when its words went through stmatrix, by the multipliers when the
+products on it were waited for.
+"""
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.tile_scheduler import (
+    expert_macros,
+    partition_macros,
+    plan_state,
+    ring_macros,
+    ring_state,
+    scalars,
+    segment_state,
+    share_macros,
+)
+from terrazzo.ops.w4a8.epilogue import staged, store_macros
+from terrazzo.ops.w4a8.problem import UNIT_K, Gemm
+from terrazzo.ops.w4a8.stages import PASS_CONFIGS as PASS_CONFIGS
+from terrazzo.ops.w4a8.stages import stage_macros
+from terrazzo.schedules.w4a8 import Excp
+
+REGISTERS = {1: (40, 152, 240), 2: (40, 120, 176)}  # warpgroups that multiply -> of a loader, a converter, a multiplier
+BLOCK_BYTES = 64 * UNIT_K  # converted: 64 rows by 128 k
+
+
+def build(
+    target,
+    *,
+    n: int,
+    k: int,
+    group: int,
+    out_dtype: str,
+    dequantization: str,
+    bias: bool,
+    block_tokens: int,
+    warpgroups: int,
+    row_blocks: int,
+    stages: int,
+    raster: int = 8,
+    operands: int = 2,
+):
+    """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y, sk)`, arguments as in stream_k.build without experts.
+
+    Args:
+        warpgroups: those that multiply. operands: stages of converted weights.
+
+    Raises:
+        ArgumentError: a tile that does not fit the registers, fewer than two stages, no stage of converted weights.
+    """
+    import tilelang.language as T
+    from tilelang.layout import make_full_bank_swizzled_layout
+
+    gemm = Gemm(n, k, group, out_dtype, dequantization, bias)
+    bm, wgs, rb = block_tokens, warpgroups, row_blocks
+    if not Excp(bm, wgs, rb, stages, operands=operands).legal():
+        raise ArgumentError(
+            "block_tokens", bm, f"is too wide for {wgs} warpgroups of {rb} row blocks (registers)", "take fewer of them"
+        )
+    if stages < 2:
+        raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
+    if operands < 1:
+        raise ArgumentError("operands", operands, "must be at least 1 stage of converted weights", "leave it out")
+    cta_blocks = wgs * rb
+    row_tiles, ct, nacc = -(-gemm.row_blocks // cta_blocks), wgs * 128, bm // 2
+    tokens = expert_macros(experts=0, block_tokens=bm, units=gemm.units, row_tiles=row_tiles)
+    tiles = partition_macros(units=gemm.units, row_tiles=row_tiles, raster=raster)
+    rings, made = ring_macros(stages=stages), ring_macros(stages=operands)
+    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, add="tz_addcg4i")
+    steps = stage_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
+    out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
+    used = ("lds", "pack", "bulk", "stmatrix", "stmatrix_trans", "semaphore", "int8", "warpgroup")
+    source = prelude(*used, extra=(gemm.converter.device_source,))
+    a_type = "uint8" if gemm.unsigned else "int8"
+    M, G = T.dynamic("m"), T.dynamic("grid")
+
+    @T.macro
+    def convert_stage(Ws, As, w, u, a, codes, stage, to, wt):
+        """The converters' warpgroup: every unit of a copied stage, as K-major operands in stage `to`."""
+        lane = wt % 32
+        for b in T.unroll(cta_blocks):
+            steps.load_unit(Ws, w, u, stage, b, wt)
+            for h in T.unroll(2):
+                steps.convert(w, h * 4, u, a, h * 8, codes, h)
+                for e in T.unroll(2):  # lanes 8i .. 8i + 7 name the rows of register i: row half i % 2, k half i / 2
+                    T.call_extern(
+                        "handle",
+                        "tz_stmatrix4",
+                        T.access_ptr(
+                            As[
+                                to * cta_blocks + b,
+                                wt // 32 * 16 + lane // 8 % 2 * 8 + lane % 8,
+                                (h * 2 + e) * 32 + lane // 16 * 16,
+                            ],
+                            "w",
+                            16,
+                        ),
+                        T.access_ptr(a[h * 8 + e * 4], "r", 4),
+                    )
+
+    @T.macro
+    def multiply(acc, a_desc, desc, stage, to, wg):
+        """A warpgroup: its rows by 128 k, as one group."""
+        T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
+        T.warpgroup_arrive()
+        for r in T.unroll(rb):
+            for e in T.unroll(4):
+                T.ptx_wgmma_ss(
+                    "int32", f"m64n{bm}k32", True, True, a_type, "int8", "int32",
+                    a_desc.data, (to * cta_blocks + wg * rb + r) * (BLOCK_BYTES // 16) + e * 2,
+                    desc.data, stage * (bm * UNIT_K // 16) + e * 2,
+                    acc.data, r * nacc, T.bool(True), 1, 1,
+                )  # fmt: skip
+        T.warpgroup_commit_batch()
+        T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((M, k), "int8"),
+        W: T.Tensor((gemm.units, gemm.row_blocks, gemm.unit_words), "int32"),
+        S: T.Tensor((gemm.row_blocks * 64,), "float32"),
+        XS: T.Tensor((M,), "float32"),
+        RS: T.Tensor((M,), "int32"),
+        B: T.Tensor((n if bias else 1,), "float32"),
+        WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), "int32"),
+        SEM: T.Tensor((G, wgs), "int32"),
+        Y: T.Tensor((M, n), out_dtype),
+        sk: T.int32,
+    ):
+        with T.Kernel(G, threads=ct + 256, prelude=source) as cta:
+            Xs = T.alloc_shared((stages, bm, UNIT_K), "int8")
+            As = T.alloc_shared((operands * cta_blocks, 64, UNIT_K), "int8")
+            Ws = T.alloc_shared((stages, cta_blocks, gemm.unit_words), "int32")
+            Os = T.alloc_shared((wgs * 4, staged(gemm, bm)), out_dtype)
+            Fs = T.alloc_shared((wgs, bm), "float32")
+            Rs = T.alloc_shared((wgs, bm if gemm.unsigned else 1), "int32")
+            full = T.alloc_barrier([32] * stages)
+            empty = T.alloc_barrier([wgs * 4 + 4] * stages)
+            converted = T.alloc_barrier([4] * operands)
+            used_up = T.alloc_barrier([wgs * 4] * operands)
+            w = T.alloc_local((8,), "uint32")
+            u = T.alloc_local((gemm.groups,), "uint32")
+            codes = steps.registers()
+            a = T.alloc_local((16,), "uint32")
+            acc = T.alloc_local((rb * nacc,), "int32")
+            held = out.registers()
+            desc = T.alloc_wgmma_desc()
+            a_desc = T.alloc_wgmma_desc()
+            p = plan_state()
+            c = segment_state()
+            ring = ring_state()
+            to = ring_state()
+            ahead = scalars("units")
+            T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs), As: make_full_bank_swizzled_layout(As)})
+            tx = T.get_thread_binding()
+            lane = tx % 32
+            rings.reset(ring)
+            made.reset(to)
+            T.pdl_trigger()
+            mt = T.ceildiv(M, bm)
+            tiles.plan(p, cta, G, sk, mt)
+            if tx >= ct + 128:
+                T.dec_max_nreg(REGISTERS[wgs][0])
+                if tx < ct + 160:
+                    # weights do not depend on the kernel before: fetch the first ring while it still runs
+                    tiles.segment(p, c, 0, cta, G, sk, mt)
+                    tokens.locate(None, c, M)
+                    ahead.units[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages), 0)
+                    if tx == ct + 128:
+                        for kb in T.serial(ahead.units[0]):
+                            steps.load_weights(W, Ws, full, kb, c, c.k0[0] + kb)
+                    T.pdl_sync()
+                    for seg in T.serial(p.all[0]):
+                        tiles.segment(p, c, seg, cta, G, sk, mt)
+                        tokens.locate(None, c, M)
+                        for kb in T.serial(c.k1[0] - c.k0[0]):
+                            T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
+                            steps.load_tokens(X, Xs, full, ring.stage[0], c, c.k0[0] + kb)
+                            if T.And(tx == ct + 128, T.Or(seg > 0, kb >= ahead.units[0])):
+                                steps.load_weights(W, Ws, full, ring.stage[0], c, c.k0[0] + kb)
+                            T.barrier_arrive(full[ring.stage[0]])
+                            rings.advance(ring)
+            else:
+                if tx >= ct:
+                    T.dec_max_nreg(REGISTERS[wgs][1])
+                    for seg in T.serial(p.all[0]):
+                        tiles.segment(p, c, seg, cta, G, sk, mt)
+                        for _ in T.serial(c.k1[0] - c.k0[0]):
+                            T.barrier_wait(full[ring.stage[0]], ring.parity[0])
+                            T.barrier_wait(used_up[to.stage[0]], to.parity[0] ^ 1)
+                            T.call_extern("handle", "tz_fence")
+                            convert_stage(Ws, As, w, u, a, codes, ring.stage[0], to.stage[0], tx - ct)
+                            T.fence_proxy_async()  # wgmma reads through the asynchronous proxy
+                            T.call_extern("handle", "tz_syncwarp")
+                            if lane == 0:
+                                T.barrier_arrive(converted[to.stage[0]])
+                                T.barrier_arrive(empty[ring.stage[0]])
+                            rings.advance(ring)
+                            made.advance(to)
+                else:
+                    T.inc_max_nreg(REGISTERS[wgs][2])
+                    wg = tx // 128
+                    wt = tx % 128
+                    T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
+                    T.initialize_wgmma_descriptor(a_desc, T.access_ptr(As[0, 0, 0], "r"), 1, 1, 64)
+                    T.pdl_sync()
+                    for seg in T.serial(p.all[0]):
+                        tiles.segment(p, c, seg, cta, G, sk, mt)
+                        tokens.locate(None, c, M)
+                        out.fetch(S, XS, RS, B, held, c, wg, wt)
+                        for i in T.unroll(rb * nacc):
+                            acc[i] = 0
+                        for kb in T.serial(c.k1[0] - c.k0[0]):
+                            T.barrier_wait(full[ring.stage[0]], ring.parity[0])
+                            T.barrier_wait(converted[to.stage[0]], to.parity[0])
+                            multiply(acc, a_desc, desc, ring.stage[0], to.stage[0], wg)
+                            if operands == 1:
+                                T.warpgroup_wait(0)
+                                rings.advance(ring)
+                                made.advance(to)
+                                rings.release(empty, ring, lane == 0)
+                                made.release(used_up, to, lane == 0)
+                            else:
+                                T.warpgroup_wait(1)  # the products on the stages before are complete
+                                rings.release(empty, ring, T.And(lane == 0, kb > 0))
+                                made.release(used_up, to, T.And(lane == 0, kb > 0))
+                                rings.advance(ring)
+                                made.advance(to)
+                        T.warpgroup_wait(0)
+                        T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
+                        if operands > 1:
+                            rings.release(empty, ring, lane == 0)
+                            made.release(used_up, to, lane == 0)
+                        if c.k0[0] > 0:
+                            shares.leave_share(WS, SEM, acc, cta, wg, wt)
+                        else:
+                            if c.k1[0] < gemm.units:
+                                tiles.later_shares(c, cta, G, sk)
+                                shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
+                            out.store(Y, Os, Fs, Rs, acc, held, c, wg, wt)
+
+    return main
