@@ -18,7 +18,7 @@ from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.ops.attention.tile_macros import LOWEST, each, make_tile_macros
+from terrazzo.ops.attention.tile_macros import LOWEST, each, larger, less, make_tile_macros, smaller
 
 PASS_CONFIGS = (  # barriers and bounds are the program's own
     ("tl.disable_safe_memory_legalize", True),
@@ -31,6 +31,8 @@ INTEGERS = (
     *("length", "group", "rows", "h", "y", "here"),  # of the sequence and of the CTA's rows
     *("packed", "start", "r0", "r1", "first", "count"),  # tokens and stages of the warp
     *("page", "fill", "read", "parity"),  # of the ring
+    *("lane", "warp", "query", "head"),  # of the thread, and of a row
+    *("least", "floor"),  # tokens in [floor, least) need no mask
 )
 
 
@@ -131,7 +133,7 @@ def build(
         return w.first[0] + i // per_chunk * (warps * chunk) + i % per_chunk * mini
 
     @T.macro
-    def fetch(KV, TABLE, ring, full, w, i, lane):
+    def fetch(KV, TABLE, ring, full, w, i):
         """Copies of the warp's stage i, into the slot behind the one that is read now."""
         token = token_of(w, i)
         inside = token % page if page else token
@@ -139,10 +141,10 @@ def build(
         skip = T.if_then_else(i % per_chunk == 0, 0, head_words) if group else 0
         at = word + (skip + i % per_chunk * (tiles * tile_words) if group else 0)
         words = stage - skip
-        slot = (w.warp * stages + w.fill[0]) * stage + skip
+        slot = (w.warp[0] * stages + w.fill[0]) * stage + skip
         if bulk:
-            if lane == 0:
-                bar = w.warp * stages + w.fill[0]
+            if less(w.lane[0], 1):
+                bar = w.warp[0] * stages + w.fill[0]
                 T.mbarrier_expect_tx(full[bar], words * 4)
                 T.call_extern(
                     "handle",
@@ -157,96 +159,94 @@ def build(
                 T.barrier_arrive(full[bar])
         else:
             for j in each(-(-stage // 128)):
-                if j * 128 + lane * 4 < words:
+                if less(j * 128 + w.lane[0] * 4, words):
                     T.call_extern(
                         "handle",
                         "tz_cp_async",
-                        T.access_ptr(ring[slot + j * 128 + lane * 4], "w", 4),
+                        T.access_ptr(ring[slot + j * 128 + w.lane[0] * 4], "w", 4),
                         T.call_extern(
                             "handle",
                             "tz_page",
                             T.access_ptr(KV[0, 0, 0], "r", 1),
                             w.page[0],
                             HK * PAGE_WORDS,
-                            at + j * 128 + lane * 4,
+                            at + j * 128 + w.lane[0] * 4,
                         ),
                         16,
                     )
         w.fill[0] = T.if_then_else(w.fill[0] == stages - 1, 0, w.fill[0] + 1)
         if page:  # the page of the next stage, an iteration ahead of its use
-            w.page[0] = TABLE[w.b, token_of(w, T.min(i + 1, w.count[0] - 1)) // page]
+            w.page[0] = TABLE[w.b, token_of(w, smaller(i + 1, w.count[0] - 1)) // page]
 
     @T.macro
-    def limits(st, w, lane):
+    def limits(st, w):
         """End of what each row sees."""
         for t in each(nt):
             for j in each(2):
-                row2 = w.y[0] * cols + t * 8 + lane % 4 * 2 + j
-                st.hi[t * 2 + j] = w.length[0] - w.q_len + 1 + T.min(T.truncdiv(row2, w.group[0]), w.q_len - 1)
+                w.query[0] = T.truncdiv(w.y[0] * cols + t * 8 + w.lane[0] % 4 * 2 + j, w.group[0])
+                st.hi[t * 2 + j] = w.length[0] - w.q_len + 1 + smaller(w.query[0], w.q_len - 1)
 
     @T.macro
-    def load_q(Q, SK, st, w, lane):
+    def row_words(Q, words, w, t):
+        """Words of a lane's row of tile t, as they lie in Q; zeros for rows that do not exist."""
+        row = w.y[0] * cols + t * 8 + w.lane[0] // 4
+        exists = T.call_extern("uint32", "tz_less_mask", row, w.rows[0])
+        w.query[0] = smaller(row, w.rows[0] - 1)
+        w.head[0] = w.h[0] * w.group[0] + T.truncmod(w.query[0], w.group[0])
+        w.query[0] = T.truncdiv(w.query[0], w.group[0])
+        for k in each(slices):
+            for half in each(2):
+                words[(k * nt + t) * 2 + half] = exists & T.call_extern(
+                    "uint32",
+                    "tz_load32",
+                    T.access_ptr(Q[w.b, w.query[0], w.head[0], k * 16 + half * 8 + w.lane[0] % 4 * 2], "r", 2),
+                )
+
+    @T.macro
+    def load_q(Q, SK, st, w):
         """B fragments of the rows, and the sums of Q that zeros multiply."""
         for t in each(nt):
-            row = w.y[0] * cols + t * 8 + lane // 4
-            query = T.truncdiv(row, w.group[0])
-            head = w.h[0] * w.group[0] + T.truncmod(row, w.group[0])
-            for k in each(slices):
-                for half in each(2):
-                    at = (k * nt + t) * 2 + half
-                    st.q[at] = T.uint32(0)
-                    if row < w.rows[0]:
-                        st.q[at] = T.call_extern(
-                            "uint32",
-                            "tz_load32",
-                            T.access_ptr(Q[w.b, query, head, k * 16 + half * 8 + lane % 4 * 2], "r", 2),
-                        )
-                        if mixed or k_static or tile.k_shift != (0, 0):
-                            st.f[0] = T.call_extern("float32", f"tz_unpack<{bf16}, 0>", st.q[at])
-                            st.f[1] = T.call_extern("float32", f"tz_unpack<{bf16}, 1>", st.q[at])
-                            for e in each(2):
-                                st.f[e] = st.f[e] * T.float32(2.0 ** tile.k_shift[half])
-                                if k_static:
-                                    st.f[e] = st.f[e] * SK[w.h[0], k * 16 + half * 8 + lane % 4 * 2 + e]
-                            st.q[at] = T.call_extern("uint32", f"tz_pack2<{tile.kb}>", st.f[0], st.f[1])
+            row_words(Q, st.q, w, t)
+            if mixed or k_static or tile.k_shift != (0, 0):
+                for k in each(slices):
+                    for half in each(2):
+                        at = (k * nt + t) * 2 + half
+                        st.f[0] = T.call_extern("float32", f"tz_unpack<{bf16}, 0>", st.q[at])
+                        st.f[1] = T.call_extern("float32", f"tz_unpack<{bf16}, 1>", st.q[at])
+                        for e in each(2):
+                            st.f[e] = st.f[e] * T.float32(2.0 ** tile.k_shift[half])
+                            if k_static:
+                                st.f[e] = st.f[e] * SK[w.h[0], k * 16 + half * 8 + w.lane[0] % 4 * 2 + e]
+                        st.q[at] = T.call_extern("uint32", f"tz_pack2<{tile.kb}>", st.f[0], st.f[1])
         tile.sum_q(st)
 
     @T.macro
-    def share_q(ring, st, w, lane):
+    def share_q(ring, st, w):
         """The B fragments to shared memory, so that no register holds them beside the scaled ones of a group."""
-        if w.warp == 0:
+        if less(w.warp[0], 1):
             for j in each(slices // 2):
                 for t in each(nt):
                     for i in each(4):
-                        ring[queries + ((j * nt + t) * 32 + lane) * 4 + i] = T.reinterpret(
+                        ring[queries + ((j * nt + t) * 32 + w.lane[0]) * 4 + i] = T.reinterpret(
                             st.q[((j * 2 + i // 2) * nt + t) * 2 + i % 2], "int32"
                         )
         T.sync_threads()
 
     @T.macro
-    def spare_q(Q, st, w, lane):
+    def spare_q(Q, st, w):
         """The same fragments for the f16 residual block, where the packed keys want other ones."""
         for t in each(nt):
-            row = w.y[0] * cols + t * 8 + lane // 4
-            query = T.truncdiv(row, w.group[0])
-            head = w.h[0] * w.group[0] + T.truncmod(row, w.group[0])
-            for k in each(slices):
-                for half in each(2):
-                    at = (k * nt + t) * 2 + half
-                    st.qk[at] = T.uint32(0)
-                    if row < w.rows[0]:
-                        st.qk[at] = T.call_extern(
-                            "uint32",
-                            "tz_load32",
-                            T.access_ptr(Q[w.b, query, head, k * 16 + half * 8 + lane % 4 * 2], "r", 2),
-                        )
-                        if dtype == "bfloat16":
-                            st.f[0] = T.call_extern("float32", "tz_unpack<true, 0>", st.qk[at])
-                            st.f[1] = T.call_extern("float32", "tz_unpack<true, 1>", st.qk[at])
-                            st.qk[at] = T.call_extern("uint32", "tz_pack2<false>", st.f[0], st.f[1])
+            row_words(Q, st.qk, w, t)
+            if dtype == "bfloat16":
+                for k in each(slices):
+                    for half in each(2):
+                        at = (k * nt + t) * 2 + half
+                        st.f[0] = T.call_extern("float32", "tz_unpack<true, 0>", st.qk[at])
+                        st.f[1] = T.call_extern("float32", "tz_unpack<true, 1>", st.qk[at])
+                        st.qk[at] = T.call_extern("uint32", "tz_pack2<false>", st.f[0], st.f[1])
 
     @T.macro
-    def stage_sums(ring, SV, st, w, lane):
+    def stage_sums(ring, SV, st, w):
         """The warp's sums to shared memory, true scale, rows [row][dim] | m | l."""
         for i in each(nt * 2):
             for d in each(3):
@@ -256,8 +256,8 @@ def build(
         T.sync_threads()  # every warp is done with its ring
         for t in each(nt):
             for j in each(2):
-                row = t * 8 + lane % 4 * 2 + j
-                at = w.warp * merge_warp + row * pitch + lane // 4
+                row = t * 8 + w.lane[0] % 4 * 2 + j
+                at = w.warp[0] * merge_warp + row * pitch + w.lane[0] // 4
                 for a in each(slices):
                     for half in each(2):
                         st.f[0] = st.o[(a * nt + t) * 4 + half * 2 + j] * T.float32(tile.v_factor[half])
@@ -266,23 +266,23 @@ def build(
                         if layout.v.bias:
                             st.f[0] = st.f[0] + st.l[t * 2 + j] * T.float32(layout.v.bias)
                         if v_static:
-                            st.f[0] = st.f[0] * SV[w.h[0], a * 16 + half * 8 + lane // 4]
+                            st.f[0] = st.f[0] * SV[w.h[0], a * 16 + half * 8 + w.lane[0] // 4]
                         ring[at + a * 16 + half * 8] = T.reinterpret(st.f[0], "int32")
-                if lane // 4 == 0:
-                    ring[w.warp * merge_warp + cols * pitch + row] = T.reinterpret(st.m[t * 2 + j], "int32")
-                    ring[w.warp * merge_warp + cols * (pitch + 1) + row] = T.reinterpret(st.l[t * 2 + j], "int32")
+                if less(w.lane[0], 4):
+                    ring[w.warp[0] * merge_warp + cols * pitch + row] = T.reinterpret(st.m[t * 2 + j], "int32")
+                    ring[w.warp[0] * merge_warp + cols * (pitch + 1) + row] = T.reinterpret(st.l[t * 2 + j], "int32")
         T.sync_threads()
 
     @T.macro
     def finish_row(O, LSE, SINK, c, w, row, col):
         """Four head dimensions of an output row from their weighted sum, c.l and c.m."""
-        query = T.truncdiv(row, w.group[0])
-        head = w.h[0] * w.group[0] + T.truncmod(row, w.group[0])
+        w.query[0] = T.truncdiv(row, w.group[0])
+        w.head[0] = w.h[0] * w.group[0] + T.truncmod(row, w.group[0])
         if sinks:  # one more column of logits, without a value
-            c.top[0] = T.max(c.m[0], SINK[head] * T.float32(1.4426950408889634))
+            c.top[0] = T.max(c.m[0], SINK[w.head[0]] * T.float32(1.4426950408889634))
             c.f[0] = T.call_extern("float32", "tz_ex2", c.m[0] - c.top[0])
             c.l[0] = c.l[0] * c.f[0] + T.call_extern(
-                "float32", "tz_ex2", SINK[head] * T.float32(1.4426950408889634) - c.top[0]
+                "float32", "tz_ex2", SINK[w.head[0]] * T.float32(1.4426950408889634) - c.top[0]
             )
             for e in each(4):
                 c.o[e] = c.o[e] * c.f[0]
@@ -291,12 +291,12 @@ def build(
         T.call_extern(
             "handle",
             "tz_store8",
-            T.access_ptr(O[w.b, query, head, col], "w", 4),
+            T.access_ptr(O[w.b, w.query[0], w.head[0], col], "w", 4),
             T.call_extern("uint32", f"tz_pack2<{bf16}>", c.o[0] * c.f[0], c.o[1] * c.f[0]),
             T.call_extern("uint32", f"tz_pack2<{bf16}>", c.o[2] * c.f[0], c.o[3] * c.f[0]),
         )
-        if col == 0:
-            LSE[w.b, query, head] = T.if_then_else(
+        if less(col, 1):
+            LSE[w.b, w.query[0], w.head[0]] = T.if_then_else(
                 c.l[0] > 0, c.m[0] + T.call_extern("float32", "tz_log2", c.l[0]), -T.infinity("float32")
             )
 
@@ -306,7 +306,7 @@ def build(
         for v in T.serial(T.ceildiv(w.here[0] * (D // 4), threads)):
             row = (v * threads + tx) // (D // 4)
             col = (v * threads + tx) % (D // 4) * 4
-            if row < w.here[0]:
+            if less(row, w.here[0]):
                 c.m[0] = T.float32(LOWEST)
                 c.l[0] = 0.0
                 for e in each(4):
@@ -340,7 +340,7 @@ def build(
                         T.access_ptr(OP[w.b, w.hy, w.split, row, col], "w", 4),
                         T.access_ptr(c.o, "r"),
                     )
-                    if col == 0:
+                    if less(col, 1):
                         LP[w.b, w.hy, w.split, row] = T.if_then_else(
                             c.l[0] > 0,
                             c.m[0] + T.call_extern("float32", "tz_log2", c.l[0]),
@@ -351,7 +351,7 @@ def build(
     def combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx):
         """The last split adds all of them in their order."""
         for i in T.serial(T.ceildiv(S * cols, threads)):
-            if i * threads + tx < S * cols:
+            if less(i * threads + tx, S * cols):
                 ring[i * threads + tx] = T.reinterpret(
                     T.call_extern(
                         "float32",
@@ -364,7 +364,7 @@ def build(
         for v in T.serial(T.ceildiv(w.here[0] * (D // 4), threads)):
             row = (v * threads + tx) // (D // 4)
             col = (v * threads + tx) % (D // 4) * 4
-            if row < w.here[0]:
+            if less(row, w.here[0]):
                 c.m[0] = T.float32(LOWEST)
                 c.l[0] = 0.0
                 for e in each(4):
@@ -377,10 +377,10 @@ def build(
                             "handle",
                             "tz_load16cg",
                             T.access_ptr(c.x[i * 4], "w", 4),
-                            T.access_ptr(OP[w.b, w.hy, T.min(k * BATCH + i, S - 1), row, col], "r", 4),
+                            T.access_ptr(OP[w.b, w.hy, smaller(k * BATCH + i, S - 1), row, col], "r", 4),
                         )
                     for i in each(BATCH):
-                        if k * BATCH + i < S:
+                        if less(k * BATCH + i, S):
                             c.f[0] = T.reinterpret(ring[(k * BATCH + i) * cols + row], "float32")
                             c.f[0] = T.if_then_else(
                                 c.f[0] > T.float32(LOWEST),
@@ -417,7 +417,6 @@ def build(
             full = T.alloc_barrier([1] * (warps * stages)) if bulk else None
             T.annotate_min_blocks_per_sm(min_blocks)
             tx = T.get_thread_binding()
-            lane = tx % 32
             st = tile.state(scale, cap, window)
             c = SimpleNamespace(
                 **{name: T.alloc_local((1,), "float32") for name in ("m", "l", "f", "top")},
@@ -425,48 +424,50 @@ def build(
                 x=T.alloc_local((4 * BATCH,), "float32"),
             )
             ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
-            w = SimpleNamespace(b=b, hy=hy, split=split, warp=tx // 32, q_len=QL, **ints)
+            w = SimpleNamespace(b=b, hy=hy, split=split, q_len=QL, **ints)
+            w.lane[0] = tx % 32
+            w.warp[0] = tx // 32
             w.length[0] = LEN[b]
             w.group[0] = T.truncdiv(HQ, HK)
             w.rows[0] = w.group[0] * QL
             w.h[0] = T.truncdiv(hy * HK, Y)
             w.y[0] = hy - w.h[0] * T.truncdiv(Y, HK)
-            w.here[0] = T.min(cols, w.rows[0] - w.y[0] * cols)
+            w.here[0] = smaller(cols, w.rows[0] - w.y[0] * cols)
             w.packed[0] = w.length[0] - w.length[0] % residual if residual else w.length[0]
             w.start[0] = 0
             if window > 0:
-                w.start[0] = T.max(w.length[0] - w.q_len + 1 - window, 0) // chunk * chunk
-            rounds = T.ceildiv(T.max(w.packed[0] - w.start[0], 0), warps * chunk)
-            w.r0[0] = T.truncdiv(split * rounds, S)
-            w.r1[0] = T.truncdiv((split + 1) * rounds, S)
-            w.first[0] = w.start[0] + (w.r0[0] * warps + w.warp) * chunk
-            last = w.packed[0] - (w.start[0] + ((w.r1[0] - 1) * warps + w.warp) * chunk)
-            w.count[0] = T.if_then_else(
-                w.r1[0] > w.r0[0],
-                (w.r1[0] - w.r0[0] - 1) * per_chunk + T.min(T.max((last + mini - 1) // mini, 0), per_chunk),
-                0,
+                w.start[0] = larger(w.length[0] - w.q_len + 1 - window, 0) // chunk * chunk
+            w.r1[0] = larger(w.packed[0] - w.start[0] + warps * chunk - 1, 0) // (warps * chunk)  # rounds of the CTAs
+            w.r0[0] = T.truncdiv(split * w.r1[0], S)
+            w.r1[0] = T.truncdiv((split + 1) * w.r1[0], S)
+            w.first[0] = w.start[0] + (w.r0[0] * warps + w.warp[0]) * chunk
+            w.count[0] = w.packed[0] - (w.start[0] + ((w.r1[0] - 1) * warps + w.warp[0]) * chunk)  # of the last round
+            w.count[0] = smaller(larger(w.count[0] + mini - 1, 0) // mini, per_chunk)
+            w.count[0] = T.call_extern(
+                "int32", "tz_select", less(w.r0[0], w.r1[0]), (w.r1[0] - w.r0[0] - 1) * per_chunk + w.count[0], 0
             )
             w.fill[0] = 0
             w.read[0] = 0
             w.parity[0] = 0
             w.page[0] = b
             if page:
-                if w.count[0] > 0:
+                if less(0, w.count[0]):
                     w.page[0] = TABLE[b, w.first[0] // page]
             for i in each(stages - 1):
-                if i < w.count[0]:
-                    fetch(KV, TABLE, ring, full, w, i, lane)
+                if less(i, w.count[0]):
+                    fetch(KV, TABLE, ring, full, w, i)
                 if not bulk:
                     T.call_extern("handle", "tz_cp_commit")
             tile.clear(st)
-            limits(st, w, lane)
-            least = w.length[0] - w.q_len + 1 + T.truncdiv(w.y[0] * cols, w.group[0])
+            limits(st, w)
+            w.least[0] = w.length[0] - w.q_len + 1 + T.truncdiv(w.y[0] * cols, w.group[0])
+            w.floor[0] = T.call_extern("int32", "tz_select", less(0, window), w.length[0] - window, 0)
             if residual:
-                if w.length[0] > w.packed[0]:
-                    spare_q(Q, st, w, lane)
+                if less(w.packed[0], w.length[0]):
+                    spare_q(Q, st, w)
                     for i in T.serial(T.ceildiv(w.length[0] - w.packed[0], 16 * warps * S)):
-                        j = (i * warps + w.warp) * S + split
-                        if w.packed[0] + j * 16 < w.length[0]:
+                        j = (i * warps + w.warp[0]) * S + split
+                        if less(w.packed[0] + j * 16, w.length[0]):
                             spare.step(
                                 T.call_extern(
                                     "handle",
@@ -476,37 +477,39 @@ def build(
                                     RES_H * RES_WORDS,
                                     w.h[0] * RES_WORDS + (w.packed[0] // 16 + j) % spare_tiles * spare.tile_words,
                                 ),
-                                st, st.qk, w.packed[0] + j * 16, w.length[0], True, lane,
+                                st, st.qk, w.packed[0] + j * 16, w.length[0], True, w.lane[0],
                             )  # fmt: skip
                     tile.adopt(st)
-            load_q(Q, SK, st, w, lane)  # behind the residual block, which has fragments of its own
+            load_q(Q, SK, st, w)  # behind the residual block, which has fragments of its own
             if group:
-                share_q(ring, st, w, lane)
+                share_q(ring, st, w)
             for i in T.serial(w.count[0]):
                 if bulk:
-                    T.barrier_wait(full[w.warp * stages + w.read[0]], w.parity[0])
+                    T.barrier_wait(full[w.warp[0] * stages + w.read[0]], w.parity[0])
                     T.call_extern("handle", "tz_fence")
                 else:
                     T.call_extern("handle", f"tz_cp_wait<{stages - 2}>")
-                if i + stages - 1 < w.count[0]:
-                    fetch(KV, TABLE, ring, full, w, i + stages - 1, lane)
+                if less(i + stages - 1, w.count[0]):
+                    fetch(KV, TABLE, ring, full, w, i + stages - 1)
                 if not bulk:
                     T.call_extern("handle", "tz_cp_commit")
                 token = token_of(w, i)
-                at = (w.warp * stages + w.read[0]) * stage
+                at = (w.warp[0] * stages + w.read[0]) * stage
                 if group:
                     if i % per_chunk == 0:
-                        tile.scale_q(T.access_ptr(ring[at], "r", stage), T.access_ptr(ring[queries], "r"), st, lane)
+                        tile.scale_q(
+                            T.access_ptr(ring[at], "r", stage), T.access_ptr(ring[queries], "r"), st, w.lane[0]
+                        )
                 tile.step(
                     T.access_ptr(ring[at + head_words], "r", stage),
                     st, st.qk if group else st.q, token, w.length[0],
-                    T.Or(token + mini > least, T.And(window > 0, token < w.length[0] - window)), lane,
+                    T.Or(less(w.least[0], token + mini), less(token, w.floor[0])), w.lane[0],
                 )  # fmt: skip
                 w.read[0] = w.read[0] + 1
                 if w.read[0] == stages:
                     w.read[0] = 0
                     w.parity[0] = w.parity[0] ^ 1
-            stage_sums(ring, SV, st, w, lane)
+            stage_sums(ring, SV, st, w)
             merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx)
             if S > 1:
                 if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[b * Y + hy], "rw", 1), S):

@@ -21,6 +21,27 @@ def each(*bounds: int) -> tuple[int, ...]:
     return tuple(range(*bounds))
 
 
+def less(a, b):
+    """a < b as a condition that TileLang does not try to prove (device.py says why)."""
+    import tilelang.language as T
+
+    return T.call_extern("bool", "tz_less", a, b)
+
+
+def smaller(a, b):
+    """min(a, b), likewise."""
+    import tilelang.language as T
+
+    return T.call_extern("int32", "tz_min", a, b)
+
+
+def larger(a, b):
+    """max(a, b), likewise."""
+    import tilelang.language as T
+
+    return T.call_extern("int32", "tz_max", a, b)
+
+
 def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) -> SimpleNamespace:
     """Macros over `tiles` tiles and 8 * nt rows: state, clear, sum_q, scale_q, step; and the factors they leave open.
 
@@ -59,10 +80,12 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
             ("keep", tiles * 2),
         )}  # fmt: skip
         hi = T.alloc_local((nt * 2,), "int32")
-        return SimpleNamespace(**f32, **u32, hi=hi, scale=scale, cap=cap, window=window)
+        span = T.alloc_local((1,), "int32")  # tokens that a row sees
+        return SimpleNamespace(**f32, **u32, hi=hi, scale=scale, cap=cap, window=window, span=span)
 
     @T.macro
     def clear(st):
+        st.span[0] = T.call_extern("int32", "tz_select", less(0, st.window), st.window, 0x7FFFFFFF)
         for i in each(slices * nt * 4):
             st.o[i] = 0.0
         for i in each(nt * 2):
@@ -205,21 +228,20 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
             for e in each(4):
                 at = token + lane // 4 + e // 2 * 8
                 st.s[(r * nt + t) * 4 + e] = T.if_then_else(
-                    T.And(at < st.hi[t * 2 + e % 2], T.Or(st.window <= 0, at >= st.hi[t * 2 + e % 2] - st.window)),
+                    T.call_extern("bool", "tz_among", at, st.hi[t * 2 + e % 2], st.span[0]),
                     st.s[(r * nt + t) * 4 + e],
                     -T.infinity("float32"),
                 )
         if v_token:
             for e in each(2):
-                if token + lane // 4 + e * 8 >= length:
-                    st.par[r * 4 + 2 * (params - 1) + e] = T.uint32(0)
+                st.par[r * 4 + 2 * (params - 1) + e] = st.par[r * 4 + 2 * (params - 1) + e] & T.call_extern(
+                    "uint32", "tz_less_mask", token + lane // 4 + e * 8, length
+                )
         if clean:
             for e in each(2):
                 first = token + lane % 4 * 2 + e * 8
-                st.keep[r * 2 + e] = T.if_then_else(
-                    first + 1 < length,
-                    T.uint32(0xFFFFFFFF),
-                    T.if_then_else(first < length, T.uint32(0xFFFF), T.uint32(0)),
+                st.keep[r * 2 + e] = (T.call_extern("uint32", "tz_less_mask", first, length) & T.uint32(0xFFFF)) | (
+                    T.call_extern("uint32", "tz_less_mask", first + 1, length) & T.uint32(0xFFFF0000)
                 )
 
     @T.macro

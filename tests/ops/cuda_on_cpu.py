@@ -11,6 +11,8 @@ import re
 import subprocess
 from pathlib import Path
 
+from terrazzo.ops.attention.device import PRIMITIVES as attention_primitives
+
 HEADER = r"""
 #include <ucontext.h>
 #include <algorithm>
@@ -255,7 +257,8 @@ class CpuKernel:
             kind = re.search(r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) " + name, source).group(1)
             shared += f"static {kind} *const {name} = ({kind} *)smem;\n"
         cpp, library = folder / "kernel.cpp", folder / "kernel.so"
-        cpp.write_text(HEADER + "".join(converters) + shared + body + LAUNCH.replace("ARGS", args))
+        plain = attention_primitives["compare"].source  # host C++ as it is
+        cpp.write_text(HEADER + plain + "".join(converters) + shared + body + LAUNCH.replace("ARGS", args))
         done = subprocess.run(
             ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-o", str(library), str(cpp)],
             capture_output=True,
