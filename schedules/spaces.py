@@ -146,7 +146,7 @@ class W4A16(Space):
 
     def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
         if program == "small_batch":
-            return _small_batch_refusal(schedule, self.problem, target, m, small_batch.MAX_TOKENS)
+            return small_batch_refusal(schedule, self.problem, target, m, small_batch.MAX_TOKENS)
         if program == "multistage":
             return _multistage_refusal(schedule, self.problem, target, m, 128 if self.scaled_sums else 256)
         if not target.supports("wgmma.f16"):
@@ -197,7 +197,7 @@ class W4A8(Space):
 
     def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
         if program == "small_batch":
-            return _small_batch_refusal(schedule, self.problem, target, m, w4a8.MAX_TOKENS)
+            return small_batch_refusal(schedule, self.problem, target, m, w4a8.MAX_TOKENS)
         if program == "multistage":
             return _multistage_refusal(schedule, self.problem, target, m, 256)
         if not target.supports("wgmma.s8"):
@@ -283,7 +283,7 @@ def _multistage(
                             yield replace(base, kc=kc)
 
 
-def _small_batch_refusal(s: small_batch.SmallBatch, problem: WeightOnlyGemm, target: Target, m: int, most: int) -> str:
+def small_batch_refusal(s: small_batch.SmallBatch, problem: WeightOnlyGemm, target: Target, m: int, most: int) -> str:
     if m > most or m > s.token_tiles * small_batch.TOKENS_PER_TILE:
         return f"small_batch with {s.token_tiles} token tiles does not hold {m} tokens"
     if min(s.kc, s.nc, s.warps, s.chunk, s.stages, s.cluster, s.token_tiles) < 1 or s.nc % s.cluster:

@@ -1,4 +1,4 @@
-"""Schedules of the W4Ax programs: the activation quantizer, stream-K on wgmma, the persistent program on mma.sync."""
+"""Schedules of the W4Ax programs: quantizer, small batches, stream-K on wgmma, the persistent program on mma.sync."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from dataclasses import asdict, dataclass, replace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import work_items
+from terrazzo.schedules import small_batch, w4a8, work_items
 from terrazzo.schedules.partition import Partition, share_tiles
 
 BLOCK = 128
 UNIT_BYTES = 4224
 """Of 64 rows by 128 channels: codes, and a bfloat16 scale for each row."""
 BLOCK_TOKENS = (16, 32, 64, 128)
+TOKENS_PER_TILE = small_batch.TOKENS_PER_TILE
+MAX_TOKENS = small_batch.MAX_TOKENS
+"""Of the small-batch program; `serves` says where it is also the faster one."""
 _RESERVED = 2048  # barriers, alignment
 # warpgroups -> f32 and s32 sums of a thread that ptxas places without serializing wgmma
 _SUMS = {1: 144, 2: 144, 3: 96, 4: 48}
@@ -39,6 +42,21 @@ class MixedGemm:
         return -(-self.k // BLOCK)
 
     @property
+    def row_tiles(self) -> int:
+        """Row tiles of 16, padding included."""
+        return self.row_blocks * 4
+
+    @property
+    def groups_per_128(self) -> int:
+        """Records of scales in a block."""
+        return 1
+
+    @property
+    def record_bytes(self) -> int:
+        """Of such a record: 64 scales."""
+        return UNIT_BYTES - 4096
+
+    @property
     def weight_bytes(self) -> int:
         return self.row_blocks * self.units * UNIT_BYTES
 
@@ -54,6 +72,34 @@ def quantizer_warps(k: int, target: Target, m: int) -> int:
         most = (target.smem_per_block - _RESERVED) // (BLOCK * 2 + 4) * BLOCK
         raise ArgumentError("K", k, f"must be at most {most}: a row is held in shared memory", "split K")
     return min(blocks, 32 if m <= 2 * target.sms else 8)
+
+
+class SmallBatch(w4a8.SmallBatch):
+    """The W4Ax form of the small-batch schedule: scales of the tokens lie beside X, sums are scaled for each block."""
+
+    def smem_bytes(self, problem: MixedGemm) -> int:
+        """Dynamic and static shared memory of one CTA."""
+        return super().smem_bytes(problem) + -(-problem.units // self.kc) * self.token_tiles * 32
+
+
+def serves(problem: MixedGemm, target: Target, m: int) -> bool:
+    """Whether small_batch is the program for m tokens: where it is for W4A8, whose weights have the same bytes."""
+    return w4a8.serves(problem, target, m)
+
+
+def choose_small_batch(problem: MixedGemm, target: Target, m: int) -> SmallBatch:
+    """The cheapest split of k and of the warps, by the costs of W4A8.
+
+    Raises:
+        ArgumentError: more than MAX_TOKENS tokens, or a target whose shared memory cannot hold any slice of X.
+    """
+    return w4a8.choose_small_batch(problem, target, m, SmallBatch)
+
+
+def small_batch_us(schedule: SmallBatch, problem: MixedGemm, target: Target) -> float:
+    """Predicted microseconds, up to a constant."""
+    costs = w4a8.COSTS
+    return small_batch.cost(schedule, problem, target, costs[min(schedule.token_tiles, max(costs))], x_bytes=1)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
-"""The search space of W4Ax GEMM: stream-K tiles on wgmma, tiles of the persistent program on mma.sync."""
+"""The search space of W4Ax GEMM: small batches and stream-K on sm_90a, tiles of the persistent program elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import spaces, w4ax
+from terrazzo.schedules import small_batch, spaces, w4ax
 
 _PERSISTENT = ((16, 4, 1), (32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 2))  # tokens, warps, warps along the tokens
 _SUMS = 128  # f32 sums of a thread of the persistent program, beside the s32 sums of a block
@@ -15,26 +14,29 @@ _REGISTERS = 1.5  # of such a thread, for each f32 and s32 sum
 
 
 class W4Ax(spaces.Space):
-    """Schedules of W4Ax on quantized activations.
+    """Schedules of W4Ax on quantized activations: where a target has native s4, the persistent program multiplies INT4
+    blocks as such; elsewhere all blocks are int8."""
 
-    Args:
-        native: the kernel multiplies INT4 blocks as such (the persistent program); else all blocks as int8 on wgmma.
-    """
-
-    programs = {"stream_k": w4ax.StreamK, "persistent": w4ax.Persistent}  # noqa: RUF012  (read only)
+    programs = {  # noqa: RUF012  (read only)
+        "small_batch": w4ax.SmallBatch,
+        "stream_k": w4ax.StreamK,
+        "persistent": w4ax.Persistent,
+    }
     problem: w4ax.MixedGemm
 
-    def __init__(self, problem: w4ax.MixedGemm, native: bool) -> None:
-        super().__init__(problem)
-        self.native = native
-
     def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
-        if self.native:
+        if _native(target):
             return "persistent", w4ax.choose_persistent(self.problem, target, m)
+        if w4ax.serves(self.problem, target, m):
+            return "small_batch", w4ax.choose_small_batch(self.problem, target, m)
         return "stream_k", w4ax.choose(self.problem, target, m)
 
     def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:
-        if not self.native:
+        if not _native(target):
+            if m <= w4ax.MAX_TOKENS:
+                tiles = -(-m // small_batch.TOKENS_PER_TILE)
+                every = small_batch.candidates(self.problem, target, tiles, w4ax.SmallBatch)
+                yield from (("small_batch", s) for s in every)
             for tokens, warpgroups, row_blocks, raster in spaces.tiles_of(w4ax.BLOCK_TOKENS, m, self.problem, True):
                 if row_blocks == 1:
                     s = w4ax.StreamK(tokens, warpgroups, stages=2, raster=raster)
@@ -48,9 +50,11 @@ class W4Ax(spaces.Space):
                         yield "persistent", w4ax.Persistent(tokens, warps, row_blocks, stages, token_warps, ctas)
 
     def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
-        if (program == "persistent") != self.native:
+        if (program == "persistent") != _native(target):
             return f"{program} is not the program of {target.arch}"
-        if not self.native:
+        if program == "small_batch":
+            return spaces.small_batch_refusal(schedule, self.problem, target, m, w4ax.MAX_TOKENS)
+        if not _native(target):
             if schedule.block_tokens not in w4ax.BLOCK_TOKENS or not schedule.legal():
                 return (
                     f"{schedule.warpgroups} warpgroups with {schedule.sums} sums of a thread do not fit the registers"
@@ -70,8 +74,10 @@ class W4Ax(spaces.Space):
         return spaces.memory_refusal(size, target)
 
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
+        if program == "small_batch":
+            return w4ax.small_batch_us(schedule, self.problem, target)
         blocks = -(-m // schedule.block_tokens)
-        if not self.native:
+        if not _native(target):
             part = w4ax.partition(schedule, self.problem, target, m)
             tile = _Tile(schedule.block_tokens, schedule.warpgroups, schedule.warpgroups, schedule.stages)
             of = spaces.stream_k_us(tile, self.problem, target, (blocks, blocks), part, w4ax.UNIT_BYTES, 1, "s8")
@@ -83,6 +89,10 @@ class W4Ax(spaces.Space):
         load = (rows * w4ax.UNIT_BYTES + 0.3 * schedule.block_tokens * w4ax.BLOCK) * ctas / (target.dram_gb_s * 1e3)
         mma = rows * 64 * 128 * 2 * schedule.block_tokens * ctas / (0.6 * target.tflops("s8") * 1e6)
         return 2.0 + part * max(load, mma, 1.2 / (schedule.stages * schedule.ctas)) + 0.5 * schedule.ctas
+
+
+def _native(target: Target) -> bool:
+    return target.supports("mma.s4")
 
 
 class _Tile:

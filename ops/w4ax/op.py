@@ -13,6 +13,7 @@ from terrazzo.ops import launching
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.w4ax import activations, problem
 from terrazzo.ops.w4ax import persistent as persistent_program
+from terrazzo.ops.w4ax import small_batch as small_batch_program
 from terrazzo.ops.w4ax import stream_k as stream_k_program
 from terrazzo.ops.w4ax.activations import QuantizedActivations
 from terrazzo.ops.w4ax.fmpq import BLOCK
@@ -24,6 +25,8 @@ from terrazzo.schedules.w4ax_space import W4Ax
 
 if TYPE_CHECKING:
     import torch
+
+_PROGRAMS = {"small_batch": small_batch_program, "stream_k": stream_k_program, "persistent": persistent_program}
 
 
 @lru_cache(maxsize=1024)
@@ -48,19 +51,22 @@ def plan(
     common = dict(n=n, k=depth, blocks8=blocks8, out_dtype=out_dtype, bias=bias)
     gemm = schedules.MixedGemm(n, depth, blocks8, problem.Gemm(**common).out_bytes)
     facts = tuning_facts(n, k, blocks8, out_dtype)
-    name, schedule = spaces.choose(W4Ax(gemm, native(target)), "w4ax", facts, target, m, device)
-    program, listed = (persistent_program, schedule) if name == "persistent" else (stream_k_program, None)
+    name, schedule = spaces.choose(W4Ax(gemm), "w4ax", facts, target, m, device)
+    program = _PROGRAMS[name]
     request = KernelRequest(
-        f"w4ax.{program.__name__.rpartition('.')[2]}",
+        f"w4ax.{name}",
         f"{program.__name__}:build",
         tuple((common | schedule.params()).items()),
         target,
         program.PASS_CONFIGS,
         launching.ptx_flags(target, device),
     )
-    if listed is not None:
-        slots = listed.ctas * (device or target).sms  # a CTA leaves at most one sum
-        return Plan(request, (slots, listed.sums // 4, listed.warps * 32, 4), (slots,), ()), listed
+    if name == "persistent":
+        slots = schedule.ctas * (device or target).sms  # a CTA leaves at most one sum
+        return Plan(request, (slots, schedule.sums // 4, schedule.warps * 32, 4), (slots,), ()), schedule
+    if name == "small_batch":
+        workspace = (schedule.kc, schedule.token_tiles * schedules.TOKENS_PER_TILE, gemm.row_blocks * 64)
+        return Plan(request, workspace, (schedule.nc,), ()), None
     part = schedules.partition(schedule, gemm, device or target, m)
     workspace = (part.grid, schedule.warpgroups, schedule.block_tokens // 8, 128, 4)
     return Plan(request, workspace, (part.grid, schedule.warpgroups), (part.shared,)), None

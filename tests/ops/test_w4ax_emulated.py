@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+
 import pytest
 import torch
 from cuda_on_cpu import CpuKernel
@@ -9,7 +12,7 @@ from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.w4ax import activations, persistent, problem, reference, stream_k
+from terrazzo.ops.w4ax import activations, persistent, problem, reference, small_batch, stream_k
 from terrazzo.schedules import w4ax as schedules
 from test_w4a8_emulated import EXTRA
 from test_w4ax_format import random_weight
@@ -20,6 +23,8 @@ pytestmark = [
     pytest.mark.compiles,
     pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
 ]
+ALL = "TERRAZZO_EMULATE_ALL"
+"""Environment variable: every case; the default is one of each kind."""
 SHIMS = r"""
 static float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
 static void tz_lds64(void *out, const void *p) { memcpy(out, p, 8); }
@@ -29,6 +34,11 @@ static void tz_cta_await(int *flag, int count) {
   for (int i = threadIdx.x; i < count; i += THREADS) { wait_until([&] { return flag[i] == 1; }); flag[i] = 0; }
   __syncthreads();
 }
+struct float4 { float x, y, z, w; };
+struct uint2 { unsigned x, y; };
+static half_t half_of(float v) { return {narrow<false>(v)}; }
+static bfloat16_t bfloat16_of(float v) { return {narrow<true>(v)}; }
+static void tz_zero16(void *p) { memset(p, 0, 16); }
 static int nibble(uint32_t w, int i) { return (int)(w << (28 - 4 * i)) >> 28; }
 static void tz_mma_s4(void *c, const void *a, const void *b) {
   uint32_t in[10]; memcpy(in, a, 16); memcpy(in + 4, b, 8); memcpy(in + 6, c, 16);
@@ -173,6 +183,54 @@ def test_stream_k(name, tmp_path):
     weight = random_weight(n, k, blocks8, seed=n, bias=bias)
     q, scales = random_activations(m, weight)
     y = emulate_stream_k(weight, q, scales, schedule, partition, tmp_path, out_dtype=out_dtype)
+    ref = reference.gemm(q, scales, weight)
+    bound = reference.forward_error_bound(q, scales, weight, getattr(torch, out_dtype))
+    assert bool(((y.double() - ref).abs() <= bound).all())
+
+
+def emulate_small_batch(weight, q, scales, schedule, folder, *, out_dtype):
+    """y of one launch of the small-batch program, in an output that was NaN."""
+    packed, m = weight.pack(target="sm_90a"), q.shape[0]
+    x = activations.from_codes(q, scales, packed)
+    k, bias = packed.blocks * 128, weight.bias
+    params = dict(
+        n=weight.n, k=k, blocks8=weight.blocks8, out_dtype=out_dtype, bias=bias is not None, **schedule.params()
+    )
+    request = KernelRequest(
+        "w4ax.small_batch", f"{small_batch.__name__}:build", tuple(params.items()), "sm_90a", small_batch.PASS_CONFIGS
+    )
+    source = (compile_request(request) / "kernel.cu").read_text()
+    source = re.sub(r"\(((?:half|bfloat16)_t)\)(\w+\[\w+\])", r"(\1)(\2)", source.replace(MMA, "mma_s8"))
+    source = source.replace("(half_t)(", "half_of(").replace("(bfloat16_t)(", "bfloat16_of(")
+    gemm = problem.Gemm(weight.n, k, weight.blocks8, out_dtype, bias is not None)
+    base = EXTRA.replace("typedef unsigned char uchar;", "")
+    kernel = CpuKernel(
+        source, [WGMMA, base, SHIMS, gemm.converter.device_source, problem.SOURCE], schedule.warps * 32, folder
+    )
+    y = torch.full((m, weight.n), float("nan"), dtype=getattr(torch, out_dtype))
+    semaphores = torch.zeros(schedule.nc, dtype=torch.int32)
+    workspace = torch.full((schedule.kc, schedule.token_tiles * 8, packed.words.shape[1] * 64), float("nan"))
+    kernel(
+        (schedule.kc, schedule.nc, 1), X=x.q8, W=packed.words, XS=x.scales, B=bias, WS=workspace, SEM=semaphores, Y=y,
+        m=m, mp=x.scales.shape[1],
+    )  # fmt: skip
+    assert not semaphores.any()
+    return y
+
+
+SMALL_BATCH = {  # n, k, INT8 blocks, m, schedule, output, bias
+    "one tile": (130, 900, 3, 5, schedules.SmallBatch(1, 2, 3, 3, 2, 2), "float16", True),
+    "two tiles": (200, 640, 1, 15, schedules.SmallBatch(2, 1, 4, 2, 1, 1), "bfloat16", False),
+    "one chunk": (67, 333, 0, 1, schedules.SmallBatch(1, 1, 1, 2, 8, 3), "float32", True),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_BATCH if os.environ.get(ALL) else list(SMALL_BATCH)[:1])
+def test_small_batch(name, tmp_path):
+    n, k, blocks8, m, schedule, out_dtype, bias = SMALL_BATCH[name]
+    weight = random_weight(n, k, blocks8, seed=n, bias=bias)
+    q, scales = random_activations(m, weight)
+    y = emulate_small_batch(weight, q, scales, schedule, tmp_path, out_dtype=out_dtype)
     ref = reference.gemm(q, scales, weight)
     bound = reference.forward_error_bound(q, scales, weight, getattr(torch, out_dtype))
     assert bool(((y.double() - ref).abs() <= bound).all())

@@ -10,7 +10,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import find_nvcc
-from terrazzo.ops.w4ax import persistent, stream_k
+from terrazzo.ops.w4ax import persistent, small_batch, stream_k
 from terrazzo.schedules import w4ax as schedules
 from test_w4a8_programs import counter, sass
 
@@ -24,6 +24,12 @@ WGMMA = {  # changes, tokens of the instruction
 MMA = {
     "few tokens": {"block_tokens": 16, "warps": 4, "row_blocks": 2, "stages": 4},
     "widest": {"block_tokens": 128, "warps": 8, "row_blocks": 2, "stages": 3, "token_warps": 2, "bias": True, "n": 450},
+}
+
+
+SMALL = {
+    "one tile": {"token_tiles": 1, "kc": 1, "nc": 7, "warps": 5, "chunk": 2, "stages": 2, "bias": True, "n": 450},
+    "two tiles": {"token_tiles": 2, "kc": 2, "nc": 10, "warps": 2, "chunk": 2, "stages": 2, "cluster": 2},
 }
 
 
@@ -85,6 +91,27 @@ def test_native_s4_and_s8(name):
     assert not [i for i in masks if s4[0] < i < s4[-1]]
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_small_batch(name):
+    changes = SMALL[name]
+    folder, report = compiled(small_batch, "sm_90a", changes)
+    schedule = schedules.SmallBatch(**{key: value for key, value in changes.items() if key not in FACTS})
+    assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(schedules.MixedGemm(448, 640, 2))
+    assert report.registers <= schedule.registers() + 32
+    if not report.instructions:
+        pytest.skip(report.note)
+    assert report.tensor_instructions == ["IMMA.16832.S8.S8"]
+    assert report.count("LDGSTS") and report.count("LDSM") and report.count(r"LDS\.128") and report.count("UBLKCP")
+    lines = sass(folder)
+    products = report.count("IMMA")
+    blocks = products // (4 * schedule.token_tiles)  # of 16 rows by 128 channels in the code
+    count = counter(lines)
+    assert (
+        count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0xf0f0f0f0, RZ, 0xc0") == 16 * blocks
+    )  # 8 words: two masks, one shift
+    assert count(r"I2FP?\.F(32|P)") == 4 * schedule.token_tiles * blocks  # a sum becomes f32 once
+
+
 def test_other_targets_and_single_kinds():
     for target, blocks8, wanted in (("sm_86", 0, {"IMMA.16864.S4.S4"}), ("sm_89", 5, {"IMMA.16832.S8.S8"})):
         _, report = compiled(persistent, target, MMA["few tokens"] | {"blocks8": blocks8, "out_dtype": "float32"})
@@ -102,6 +129,7 @@ def test_other_targets_and_single_kinds():
         (stream_k, WGMMA["widest"][0] | {"k": 650}, "k"),
         (stream_k, WGMMA["widest"][0] | {"blocks8": 6}, "blocks8"),
         (stream_k, WGMMA["widest"][0] | {"out_dtype": "int32"}, "out_dtype"),
+        (small_batch, SMALL["one tile"] | {"warps": 6}, "warps"),
         (persistent, MMA["widest"] | {"stages": 30}, "stages"),
         (persistent, MMA["widest"] | {"token_warps": 1}, "row_blocks"),
         (persistent, MMA["widest"] | {"warps": 5}, "warps"),
