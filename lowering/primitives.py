@@ -300,6 +300,23 @@ template <int WARPS> __device__ __forceinline__ int tz_row_sum(int sum, void *sh
 }
 """,
     ),
+    Primitive(
+        "e4m3_rows",
+        "rows of e4m3 codes: TileLang converts single values, not packed pairs",
+        """\
+// 8 values times `inverse`, rounded half to even, as 8 bytes of e4m3; there is no sum of codes
+template <bool BF16, bool GAIN> __device__ __forceinline__ void tz_row_e4m3(
+    void *q, void *, const void *x, const void *g, float inverse) {
+  float v[8]; unsigned short p[4];
+  tz_row_values<BF16, GAIN>(v, x, g);
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0,%1,%2;"
+        : "=h"(p[i]) : "f"(__fmul_rn(v[2 * i + 1], inverse)), "f"(__fmul_rn(v[2 * i], inverse)));
+  *(uint2 *)q = make_uint2(p[0] | (unsigned)p[1] << 16, p[2] | (unsigned)p[3] << 16);
+}
+""",
+    ),
 )
 
 PRIMITIVES = {p.name: p for p in _ALL}

@@ -11,13 +11,14 @@ def names(package: str, homes: Mapping[str, str]) -> tuple[list[str], Callable[[
     """A package's `__all__`, `__getattr__` and `__dir__`.
 
     Args:
-        package: its `__name__`. homes: public name -> submodule that defines it.
+        package: its `__name__`. homes: public name -> submodule that defines it, or that it is.
     """
 
     def find(name: str) -> object:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        module = importlib.import_module(f"{package}.{homes[name]}")
+        value = module if homes[name] == name else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -1,12 +1,19 @@
 """Schedules of the W4A8 programs on e4m3 activations: those on int8, with a second accumulator beside the sums.
 
 The tensor core's sums of a group of k are scaled and added to float32 sums (ops/w4a8/fp8_reference.py says why), so a
-tile of as many tokens takes more registers than on int8.
+tile of as many tokens takes more registers than on int8. A problem is an `IntegerGemm` here too: its bytes are as many.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+from terrazzo.lowering.targets import Target
 from terrazzo.schedules import w4a8
+from terrazzo.schedules.w4a8 import IntegerGemm
+
+BLOCK_TOKENS = (16, 32, 64, 128)
+_LARGE = 100  # millions of weights from which four warpgroups have enough tiles to share, as on int8
 
 
 class StreamK(w4a8.StreamK):
@@ -16,3 +23,27 @@ class StreamK(w4a8.StreamK):
     def sums(self) -> int:
         """Accumulator registers of a thread: the sums of all row blocks, and those of one group of k."""
         return (self.row_blocks + 1) * self.block_tokens // 2
+
+
+def choose(problem: IntegerGemm, target: Target, m: int) -> StreamK:
+    """Tile by tokens; four warpgroups where the accumulators and the number of tiles allow it.
+
+    A warpgroup has one group of wgmma in flight and converts 64 k meanwhile, so more of them fill the tensor core.
+    """
+    tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
+    millions = problem.row_blocks * 64 * problem.units * 128 / 1e6
+    warpgroups = 4 if tokens <= 64 and millions >= _LARGE else 2
+    return w4a8.fitted(StreamK(tokens, warpgroups, 1, stages=2), problem, target)
+
+
+def choose_program(problem: IntegerGemm, target: Target, m: int) -> tuple[str, Any]:
+    """(program, schedule) for m tokens: stream_k where e4m3 wgmma is, else small_batch up to 16 tokens, multistage.
+
+    sm_90a has no mma.sync of e4m3 (it emulates it through f16), so small batches run on wgmma there.
+    """
+    if target.supports("wgmma.e4m3"):
+        return "stream_k", choose(problem, target, m)
+    if m <= 2 * w4a8.TOKENS_PER_TILE:
+        tokens = next(t for t in (w4a8.TOKENS_PER_TILE, 2 * w4a8.TOKENS_PER_TILE) if m <= t)
+        return "small_batch", w4a8.choose_small_batch(problem, target, tokens)
+    return "multistage", w4a8.choose_multistage(problem, target, m)

@@ -4,7 +4,8 @@
     y = terrazzo.ops.w4a8.gemm(x, w)                     # x float16 or bfloat16: quantized first, in one kernel
     y = terrazzo.ops.w4a8.gemm(quantize_activations(x), w)
 
-Names are resolved on first use, so that importing this package imports neither torch nor tilelang.
+`fp8` holds the form on e4m3 activations (sm_89, sm_90a). Names are resolved on first use, so that importing this
+package imports neither torch nor tilelang.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _HOME = {
     "quantize_weight": "quantizer",
     "search_smooth": "smooth",
     "dequantize": "reference",
+    "fp8": "fp8",
 }
 
 __all__, __getattr__, __dir__ = lazy.names(__name__, _HOME)

@@ -11,6 +11,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching, weights
+from terrazzo.ops.w4a8 import fp8_format
 from terrazzo.ops.w4a8 import quantize_rows as program
 from terrazzo.ops.w4a8.reference import activation_gain
 from terrazzo.schedules import quantize_rows
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float16", "bfloat16")
+CODES = {"int8": "int8", "e4m3": "float8_e4m3fn"}
+"""Form of quantized activations -> dtype of their codes."""
 ALIGNMENT = 16
 """Columns that rows of q are padded to: rows of 16 bytes."""
 
@@ -28,15 +31,15 @@ class QuantizedActivations:
     """Activations x ~= q * scales (times the smooth vector that they were divided by), per token, symmetric.
 
     Attributes:
-        q: int8 [M, K16], -127..127; K16 = K rounded up to 16, columns from K on are 0.
+        q: int8 [M, K16], -127..127, or float8_e4m3fn, -448..448; K16 = K rounded up to 16, columns from K on are 0.
         scales: float32 [M].
-        row_sums: int32 [M], sum of q over a row; 128 times it is what an unsigned weight adds to a product.
+        row_sums: int32 [M], sum of q over a row; 128 times it is what an unsigned weight adds to a product. e4m3: None.
         shape: of the activations, [..., K]; M is the product of the leading dimensions.
     """
 
     q: torch.Tensor
     scales: torch.Tensor
-    row_sums: torch.Tensor
+    row_sums: torch.Tensor | None
     shape: tuple[int, ...]
 
     @property
@@ -47,6 +50,11 @@ class QuantizedActivations:
     def device(self) -> torch.device:
         return self.q.device
 
+    @property
+    def codes(self) -> str:
+        """Form of q: "int8" or "e4m3"."""
+        return "e4m3" if weights.dtype_name(self.q) == CODES["e4m3"] else "int8"
+
     def dequantize(self) -> torch.Tensor:
         """float32 [..., K]: q * scales."""
         return (self.q[:, : self.k].float() * self.scales[:, None]).view(self.shape)
@@ -54,7 +62,10 @@ class QuantizedActivations:
     def check(self) -> None:
         """Raise ArgumentError unless the tensors have the shapes and dtypes of the attributes' description."""
         m, k = prod(self.shape[:-1]), padded(self.k)
-        for name, shape, dtype in (("q", (m, k), "int8"), ("scales", (m,), "float32"), ("row_sums", (m,), "int32")):
+        expected = [("q", (m, k), weights.dtype_name(self.q)), ("scales", (m,), "float32")]
+        if self.codes == "int8":
+            expected = [("q", (m, k), "int8"), *expected[1:], ("row_sums", (m,), "int32")]
+        for name, shape, dtype in expected:
             weights.check_tensor(self, name, shape, dtype, "quantize them with quantize_activations")
 
     def __repr__(self) -> str:
@@ -68,11 +79,15 @@ def padded(k: int) -> int:
 
 @lru_cache(maxsize=1024)
 def plan(
-    m: int, k: int, *, dtype: str, gain: bool, norm: bool, target: Target, device: Target | None = None
-) -> KernelRequest:
+    m: int, k: int, *, dtype: str, gain: bool, norm: bool, target: Target, device: Target | None = None,
+    codes: str = "int8",
+) -> KernelRequest:  # fmt: skip
     """The kernel that quantizes m >= 1 rows of k values. `device` is the GPU where that is newer than `target`."""
+    if codes == "e4m3":
+        fp8_format.check_target(target)
     k = k if k % program.VECTOR == 0 else padded(k)
     params = dict(k=k, dtype=dtype, gain=gain, norm=norm) | quantize_rows.choose(k, device or target, m).params()
+    params |= {} if codes == "int8" else {"codes": codes}
     flags = launching.ptx_flags(target, device)
     entry = f"{program.__name__}:build"
     return KernelRequest("w4a8.quantize_rows", entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
@@ -86,11 +101,13 @@ def quantize_activations(
     eps: float = 1e-6,
     out: QuantizedActivations | None = None,
     target: Target | str | None = None,
+    codes: str = "int8",
 ) -> QuantizedActivations:
-    """Quantize activations to int8 with a scale for each token, on the current stream, in one kernel.
+    """Quantize activations to bytes with a scale for each token, on the current stream, in one kernel.
 
     With `rms_weight`, RMSNorm stands in front: x / sqrt(mean(x^2) + eps) * rms_weight, without rounding in between.
-    `reference.quantize_activations` defines the codes to the bit, and without `rms_weight` the scales too.
+    `reference.quantize_activations` (`fp8_reference` for e4m3) defines the codes to the bit, and without `rms_weight`
+    the scales too.
 
     Args:
         x: float16 or bfloat16 [..., K] on a CUDA device, K up to 65536; leading dimensions may be strided (then they
@@ -99,6 +116,7 @@ def quantize_activations(
         rms_weight: float [K].
         out: written and returned instead of new tensors.
         target: "sm_80" runs the program of that target on a newer GPU.
+        codes: "int8", or "e4m3" for weights of `fp8` (sm_89, sm_90a).
 
     Raises:
         ArgumentError: an operand that does not fit. CaptureError: a kernel that was never launched is met during CUDA
@@ -109,9 +127,9 @@ def quantize_activations(
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # traced, fake or another subclass: dispatch
         from terrazzo.ops.w4a8 import torch_op
 
-        found = torch_op.quantize(x, smooth, rms_weight, eps, target)
+        found = torch_op.quantize(x, smooth, rms_weight, eps, target, codes)
         return found if out is None else _copy_into(out, found)
-    return run(x, smooth, rms_weight, eps, out, None if target is None else Target.parse(target).arch)
+    return run(x, smooth, rms_weight, eps, out, None if target is None else Target.parse(target).arch, codes)
 
 
 def run(
@@ -121,26 +139,27 @@ def run(
     eps: float,
     out: QuantizedActivations | None,
     target: str | None,
+    codes: str = "int8",
 ) -> QuantizedActivations:
     """The eager path of `quantize_activations`."""
     import torch
 
+    if codes not in CODES:
+        raise ArgumentError("codes", codes, f"must be one of {tuple(CODES)}", "use int8")
     launching.check_no_grad(x, "quantize_activations")
     shape = tuple(x.shape)
     if not shape or not shape[-1]:
         raise ArgumentError("x", list(shape), "must be [..., K] with K >= 1", "pass activations")
     k, m = shape[-1], x.numel() // shape[-1]
-    key = (m, k, x.dtype, x.device, smooth is None, rms_weight is None, target)
+    key = (m, k, x.dtype, x.device, smooth is None, rms_weight is None, target, codes)
     found = _kernels.get(key)
     gain = _gain(smooth, rms_weight, k, x.device)
     if out is None:
-        q = torch.empty((m, padded(k)), dtype=torch.int8, device=x.device)
-        scales, sums = (torch.empty(m, dtype=d, device=x.device) for d in (torch.float32, torch.int32))
-        out = QuantizedActivations(q, scales, sums, shape)
-    elif out.shape != shape or out.device != x.device:
-        seen = f"{list(out.shape)} on {out.device}"
+        out = empty(shape, x.device, codes)
+    elif out.shape != shape or out.device != x.device or out.codes != codes:
+        seen = f"{out.codes} {list(out.shape)} on {out.device}"
         raise ArgumentError(
-            "out", seen, f"must be {list(shape)} on {x.device}", "make it for activations of this shape"
+            "out", seen, f"must be {codes} {list(shape)} on {x.device}", "make it for activations of this shape"
         )
     else:
         out.check()
@@ -152,30 +171,42 @@ def run(
     x = x.reshape(m, -1)
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    kernel, stand_in = found
-    kernel(x, stand_in if gain is None else gain, out.q, out.scales, out.row_sums, eps, float(k))
+    kernel, no_gain, no_sums = found
+    q, sums = (out.q, out.row_sums) if codes == "int8" else (out.q.view(torch.int8), no_sums)
+    kernel(x, no_gain if gain is None else gain, q, out.scales, sums, eps, float(k))
     return out
+
+
+def empty(shape: tuple[int, ...], device: torch.device, codes: str) -> QuantizedActivations:
+    """Activations of this shape with nothing in them."""
+    import torch
+
+    m = prod(shape[:-1])
+    q = torch.empty((m, padded(shape[-1])), dtype=getattr(torch, CODES[codes]), device=device)
+    sums = torch.empty(m, dtype=torch.int32, device=device) if codes == "int8" else None
+    return QuantizedActivations(q, torch.empty(m, dtype=torch.float32, device=device), sums, shape)
 
 
 _kernels: dict[tuple, tuple] = {}
 
 
 def _prepare(key: tuple, x: torch.Tensor) -> tuple:
-    """Kernel and a stand-in for no gain, remembered under `key`."""
+    """Kernel and stand-ins for no gain and no row sums, remembered under `key`."""
     import torch
 
-    m, k, _, _, no_smooth, no_norm, target = key
+    m, k, _, _, no_smooth, no_norm, target, codes = key
     if not x.is_cuda:
         raise ArgumentError("x", str(x.device), "must be on a CUDA device", "move it, or use the torch reference")
     dtype = weights.dtype_name(x)
     if dtype not in DTYPES:
         raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
     if m == 0:
-        return (None, None)
+        return (None, None, None)
     at, device = launching.targets(target, x.device, "x")
-    request = plan(m, k, dtype=dtype, gain=not (no_smooth and no_norm), norm=not no_norm, target=at, device=device)
-    kernel = launching.warm_kernel(request, m, "w4a8.quantize_activations")
-    found = _kernels[key] = (kernel, torch.empty(1, dtype=torch.float32, device=x.device))
+    facts = dict(gain=not (no_smooth and no_norm), norm=not no_norm, target=at, device=device, codes=codes)
+    kernel = launching.warm_kernel(plan(m, k, dtype=dtype, **facts), m, "w4a8.quantize_activations")
+    stand_ins = (torch.empty(1, dtype=d, device=x.device) for d in (torch.float32, torch.int32))
+    found = _kernels[key] = (kernel, *stand_ins)
     return found
 
 
@@ -207,6 +238,6 @@ def _gain(smooth, rms_weight, k: int, device: torch.device) -> torch.Tensor | No
 
 
 def _copy_into(out: QuantizedActivations, found: QuantizedActivations) -> QuantizedActivations:
-    for name in ("q", "scales", "row_sums"):
+    for name in ("q", "scales", *(["row_sums"] if found.row_sums is not None else [])):
         getattr(out, name).copy_(getattr(found, name))
     return out

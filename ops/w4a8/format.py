@@ -12,7 +12,7 @@ No lane of codes * s + a may leave its byte: a word of four codes is converted b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
@@ -147,6 +147,7 @@ class PackedWeight(weights.Packed):
     """
 
     VERSION = FILE_VERSION
+    ACTIVATIONS: ClassVar[str] = "int8"
 
     words: torch.Tensor
     channel_scales: torch.Tensor

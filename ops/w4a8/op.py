@@ -12,14 +12,15 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
 from terrazzo.ops.launching import Plan
-from terrazzo.ops.w4a8 import activations, problem
+from terrazzo.ops.w4a8 import activations, fp8_format, fp8_problem
 from terrazzo.ops.w4a8 import multistage as multistage_program
 from terrazzo.ops.w4a8 import small_batch as small_batch_program
 from terrazzo.ops.w4a8 import stream_k as stream_k_program
 from terrazzo.ops.w4a8.activations import QuantizedActivations
-from terrazzo.ops.w4a8.format import PackedWeight, unit_layout
+from terrazzo.ops.w4a8.format import GROUPS, PackedWeight
+from terrazzo.ops.w4a8.fp8_problem import E4M3
 from terrazzo.ops.w4a8.reference import DEQUANTIZATIONS, OUT_DTYPES
-from terrazzo.schedules import multistage, records, spaces
+from terrazzo.schedules import multistage, records, spaces, w4a8_fp8
 from terrazzo.schedules import w4a8 as schedules
 
 if TYPE_CHECKING:
@@ -46,14 +47,18 @@ def plan(
     target: Target,
     device: Target | None = None,
 ) -> Plan:
-    """Kernel and launch sizes for M = m >= 1. `device` is the GPU that runs it where that is newer than `target`."""
+    """Kernel and launch sizes for M = m >= 1. `device` is the GPU that runs it where that is newer than `target`.
+
+    `dequantization` "e4m3" is the form of `fp8` weights.
+    """
     check_choices(k, out_dtype, dequantization, pipeline)
     dequantization = AUTO if dequantization == "auto" else dequantization
+    e4m3 = dequantization == E4M3
     k16, raw = activations.padded(k), out_dtype == "int32"
     common = dict(
         n=n, k=k16, group=group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias and not raw
     )
-    problem.Gemm(**common)
+    fp8_problem.of(**common)
     gemm = schedules.IntegerGemm.of(n, k16, group_size, 4 if raw else 2)
 
     def request(program: ModuleType, schedule: Any) -> KernelRequest:
@@ -63,9 +68,15 @@ def plan(
         entry = f"{program.__name__}:build"
         return KernelRequest(name, entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
 
+    if e4m3:
+        fp8_format.check_target(target)
     if pipeline == "imfp" and not target.supports("wgmma.s8"):
-        raise ArgumentError("pipeline", pipeline, f"{target.arch} has no integer wgmma", "leave it 'auto'")
-    if pipeline == "auto":
+        raise ArgumentError("pipeline", pipeline, f"{target.arch} has no wgmma of bytes", "leave it 'auto'")
+    if e4m3 and pipeline in ("small_batch", "multistage") and not target.supports("mma.e4m3"):
+        raise ArgumentError("pipeline", pipeline, f"{target.arch} emulates mma.sync of e4m3", "leave it 'auto'")
+    if pipeline == "auto" and e4m3:
+        program, s = w4a8_fp8.choose_program(gemm, target, m)
+    elif pipeline == "auto":
         facts = tuning_facts(n, k, group_size, out_dtype, dequantization)
         program, s = spaces.choose(spaces.W4A8(gemm), "w4a8", facts, target, m, device)
     elif pipeline == "small_batch":
@@ -74,7 +85,7 @@ def plan(
     elif pipeline == "multistage":
         program, s = pipeline, schedules.choose_multistage(gemm, target, m)
     else:
-        program, s = "stream_k", schedules.choose(gemm, target, m)
+        program, s = "stream_k", (w4a8_fp8 if e4m3 else schedules).choose(gemm, target, m)
     if program == "small_batch":
         workspace = (s.kc, s.token_tiles * schedules.TOKENS_PER_TILE, gemm.row_blocks * 64)
         return Plan(request(small_batch_program, s), workspace, (s.nc,), ())
@@ -118,9 +129,10 @@ def kernel_requests(
     """The kernels that serve an [n, k] weight: for the given M, or for every M (None). Needs no GPU.
 
     Args:
+        group_size: 32, 64 or 128; with "e4m3", K too.
         dtype: of the activations that are quantized, "float16" or "bfloat16"; None leaves their kernel out.
         out_dtype: "float16", "bfloat16" or "int32"; None takes dtype.
-        dequantization, pipeline: see `gemm`.
+        dequantization, pipeline: see `gemm`; "e4m3" for the weights and activations of `fp8`.
         bias, smooth: whether the weight has one.
 
     Raises:
@@ -129,12 +141,15 @@ def kernel_requests(
     if dtype not in (None, *activations.DTYPES):
         raise ArgumentError("dtype", dtype, f"must be one of {activations.DTYPES}", "cast the activations")
     at, out = Target.parse(target), out_dtype or dtype or "float16"
+    codes = E4M3 if dequantization == E4M3 else "int8"
+    group_size = 128 if codes == E4M3 and group_size == k and k not in GROUPS else group_size
     recorded = tuning_facts(n, k, group_size, out, dequantization)
     more = records.tokens("w4a8", recorded, at) if m is None else ()
     tokens = (*launching.tokens_of(m), *more)
     facts = dict(group_size=group_size, dequantization=dequantization, pipeline=pipeline, bias=bias, target=at)
     plans = [plan(t, n, k, **facts, out_dtype=out) for t in tokens]
-    before = [activations.plan(t, k, dtype=dtype, gain=smooth, norm=False, target=at) for t in tokens if dtype]
+    made = dict(dtype=dtype, gain=smooth, norm=False, target=at, codes=codes)
+    before = [activations.plan(t, k, **made) for t in tokens if dtype]
     return list(dict.fromkeys([*launching.requests_of(plans), *before]))
 
 
@@ -161,6 +176,7 @@ def weight_requests(
     before = []
     if dtype is not None:
         facts = dict(dtype=str(dtype)[6:], gain=w.smooth is not None, norm=False, target=target, device=device)
+        facts |= dict(codes=w.ACTIVATIONS)
         before = [activations.plan(t, w.k, **facts) for t in tokens]
     return list(dict.fromkeys([*launching.requests_of(plans), *before]))
 
@@ -180,13 +196,14 @@ def gemm(
     Args:
         x: quantized activations, or float16 or bfloat16 [..., K] on w's GPU, which are divided by w.smooth and
             quantized first, in one more kernel.
-        w: packed weight. Its own bias is added unless `bias` is given.
+        w: packed weight, of this package (int8 activations) or of `fp8` (e4m3). Its own bias is added unless `bias` is
+            given.
         bias: float [N]; added in float32.
         out: contiguous [..., N] of the output dtype, written and returned. M = 0 writes nothing.
         out_dtype: torch.float16, torch.bfloat16, or torch.int32: the sums of products of bytes, without scales or bias,
-            bit-exact for every schedule and target. None takes x's dtype, or float16.
+            bit-exact for every schedule and target (not with e4m3). None takes x's dtype, or float16.
         dequantization: "xor" makes signed bytes, "unsigned" leaves 128 in them and takes it off the sums by the row
-            sums of x (K up to 66311); "auto" is xor. Both give the same bits.
+            sums of x (K up to 66311); "auto" is xor. Both give the same bits. Weights of `fp8` have one form, "e4m3".
         pipeline: "imfp" (one producer, consumers that dequantize and multiply; wgmma), "multistage" (mma.sync behind a
             ring of cp.async), "small_batch" (mma.sync, 32 tokens for each launch), "auto" by M, size and target.
 
@@ -211,7 +228,8 @@ def gemm(
         return y if out is None else out.copy_(y)
     if held is x:
         _check_inputs(x.shape, x, w)
-        x = activations.run(x, w.smooth, None, 0.0, None, w.target if w.target == "sm_80" else None)
+        at = w.target if w.target == "sm_80" else None
+        x = activations.run(x, w.smooth, None, 0.0, None, at, w.ACTIVATIONS)
         out_dtype = out_dtype or held.dtype
     return run(x, w, bias, out, out_dtype or torch.float16, dequantization, pipeline)
 
@@ -229,6 +247,11 @@ def run(
     import torch
 
     _check_inputs(x.shape, x.q, w)
+    if x.codes != w.ACTIVATIONS:
+        raise ArgumentError(
+            "x", x.codes, f"{w!r} multiplies {w.ACTIVATIONS}",
+            f"quantize_activations(x, codes={w.ACTIVATIONS!r})",
+        )  # fmt: skip
     m, n = x.q.shape[0], w.n
     raw = out_dtype == torch.int32
     if bias is not None:
@@ -238,7 +261,7 @@ def run(
         bias = bias.float()
     elif w.bias is not None and not raw:
         bias = launching.cast_once(w, "bias", torch.float32)
-    facts = (n, w.k, w.group_size, w.target)
+    facts = (n, w.k, w.group_size, w.target, w.ACTIVATIONS)
     if getattr(w.words, "_terrazzo", None) != (launching.writes(w.words, w.channel_scales), facts):
         _adopt(w, facts)
     stream = launching.current_stream(x.q)
@@ -254,13 +277,14 @@ def run(
         return y
     if w.device != x.device:
         raise launching.elsewhere(x.q, w.device)
-    kernel, workspace, semaphores, scalars, step, no_bias = found
+    kernel, workspace, semaphores, scalars, step, no_bias, no_sums = found
     bias = no_bias if bias is None else bias
+    codes, row_sums = (x.q, x.row_sums) if no_sums is None else (x.q.view(torch.int8), no_sums)
     written = y if y.data_ptr() % 16 == 0 else torch.empty_like(y)
     rows = written.view(m, n)
     for lo in range(0, m, step):
         part = slice(lo, lo + step)
-        q, scales, sums = (x.q, x.scales, x.row_sums) if step >= m else (x.q[part], x.scales[part], x.row_sums[part])
+        q, scales, sums = (codes, x.scales, row_sums) if step >= m else (codes[part], x.scales[part], row_sums[part])
         to = rows if step >= m else rows[part]
         kernel(q, w.words, w.channel_scales, scales, sums, bias, workspace, semaphores, to, *scalars)
     return y if written is y else y.copy_(written)
@@ -277,14 +301,15 @@ def _adopt(w: PackedWeight, facts: tuple) -> None:
     Kernels fetch weights before the kernel ahead of them on the stream has ended (programmatic dependent launch), so
     the last writer of the weight must not be that kernel: a tiny one is launched between.
     """
-    w.check_layout(unit_layout(w.group_size).identity)
+    w.check_layout(w.expected_layout())
     w.check_sizes()
     w.channel_scales.new_zeros(1)
     w.words._terrazzo = (launching.writes(w.words, w.channel_scales), facts)
 
 
 def _prepare(key: tuple, x: QuantizedActivations, w: PackedWeight) -> tuple:
-    """Kernel, workspace, semaphores, trailing arguments, tokens of a launch, a stand-in for no bias; kept."""
+    """Kernel, workspace, semaphores, trailing arguments, tokens of a launch, stand-ins for no bias and (with e4m3,
+    else None) no row sums; kept."""
     import torch
 
     _, m, _, stream, out_dtype, dequantization, pipeline, no_bias = key
@@ -297,9 +322,10 @@ def _prepare(key: tuple, x: QuantizedActivations, w: PackedWeight) -> tuple:
         return ()
     target, device = launching.targets(w.target, x.device)
     chosen = _plan_for(w, m, out, not no_bias, dequantization, pipeline, target, device)
-    launch = launching.ready(chosen, m, x.device, stream, "w4a8.gemm", "int32")
-    stand_in = torch.empty(1, dtype=torch.float32, device=x.device)
-    found = _launchers[key] = (*launch, tokens_per_launch(chosen, m), stand_in)
+    e4m3 = w.ACTIVATIONS == E4M3
+    launch = launching.ready(chosen, m, x.device, stream, "w4a8.gemm", "float32" if e4m3 else "int32")
+    no_bias, no_sums = (torch.empty(1, dtype=d, device=x.device) for d in (torch.float32, torch.int32))
+    found = _launchers[key] = (*launch, tokens_per_launch(chosen, m), no_bias, no_sums if e4m3 else None)
     return found
 
 
@@ -313,6 +339,9 @@ def _plan_for(
     target: Target,
     device: Target,
 ) -> Plan:
+    if (dequantization == E4M3) != (w.ACTIVATIONS == E4M3) and dequantization != "auto":
+        raise ArgumentError("dequantization", dequantization, f"is not that of {w!r}", "leave it 'auto'")
+    dequantization = E4M3 if w.ACTIVATIONS == E4M3 else dequantization
     return plan(
         m, w.n, w.k, group_size=w.group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias,
         pipeline=pipeline, target=target, device=device,
@@ -328,7 +357,7 @@ def _check_inputs(shape: Sequence[int], x: torch.Tensor, w: PackedWeight) -> Non
 def check_choices(k: int, out_dtype: str, dequantization: str, pipeline: str) -> None:
     for name, value, known in (
         ("out_dtype", out_dtype, OUT_DTYPES),
-        ("dequantization", dequantization, DEQUANTIZATIONS),
+        ("dequantization", dequantization, (*DEQUANTIZATIONS, E4M3)),
         ("pipeline", pipeline, PIPELINES),
     ):
         if value not in known:

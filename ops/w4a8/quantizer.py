@@ -58,10 +58,11 @@ def quantize_weight(
     """
     import torch
 
-    _check(weight, group_size, rule)
-    n, k = weight.shape
-    if smooth is not None and (tuple(smooth.shape) != (k,) or not bool((smooth > 0).all() & smooth.isfinite().all())):
-        raise ArgumentError("smooth", list(smooth.shape), f"must be positive, finite [{k}]", "use search_smooth")
+    n, k = check_weight(weight, smooth)
+    if group_size not in GROUPS:
+        raise ArgumentError("group_size", group_size, f"must be one of {GROUPS}", "use 64")
+    if rule not in RULES:
+        raise ArgumentError("rule", rule, f"must be one of {RULES}", "use 'best2'")
     groups = -(-k // group_size)
     codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(n, groups, dtype=torch.uint8, device=weight.device)
@@ -129,7 +130,8 @@ def _round(v: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (v / scale).add_(0.5).floor_().clamp_(max=15)
 
 
-def _check(weight: torch.Tensor, group_size: int, rule: str) -> None:
+def check_weight(weight: torch.Tensor, smooth: torch.Tensor | None) -> tuple[int, int]:
+    """(N, K) of a float weight that can be quantized; else an ArgumentError that names it, or the smooth vector."""
     import torch
 
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -138,7 +140,7 @@ def _check(weight: torch.Tensor, group_size: int, rule: str) -> None:
         raise ArgumentError("weight", seen, "must be a float tensor [N, K] with N, K >= 1", "pass nn.Linear.weight")
     if not bool(torch.isfinite(weight).all()):
         raise ArgumentError("weight", "NaN or infinity", "must be finite", "repair the checkpoint")
-    if group_size not in GROUPS:
-        raise ArgumentError("group_size", group_size, f"must be one of {GROUPS}", "use 64")
-    if rule not in RULES:
-        raise ArgumentError("rule", rule, f"must be one of {RULES}", "use 'best2'")
+    n, k = weight.shape
+    if smooth is not None and (tuple(smooth.shape) != (k,) or not bool((smooth > 0).all() & smooth.isfinite().all())):
+        raise ArgumentError("smooth", list(smooth.shape), f"must be positive, finite [{k}]", "use search_smooth")
+    return n, k

@@ -6,15 +6,20 @@ from math import prod
 
 import torch
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.w4a8 import fp8_format
 from terrazzo.ops.w4a8.activations import QuantizedActivations, padded
 from terrazzo.ops.w4a8.format import PackedWeight
 
 
 def quantize(
-    x: torch.Tensor, smooth: torch.Tensor | None, rms_weight: torch.Tensor | None, eps: float, target: object
-) -> QuantizedActivations:
+    x: torch.Tensor, smooth: torch.Tensor | None, rms_weight: torch.Tensor | None, eps: float, target: object,
+    codes: str = "int8",
+) -> QuantizedActivations:  # fmt: skip
     """`quantize_activations` as one opaque node of a graph."""
     arch = "" if target is None else str(getattr(target, "arch", target))
+    if codes == "e4m3":
+        q, scales = torch.ops.terrazzo.w4a8_fp8_quantize(x, smooth, rms_weight, eps, arch)
+        return QuantizedActivations(q, scales, None, tuple(x.shape))
     q, scales, sums = torch.ops.terrazzo.w4a8_quantize(x, smooth, rms_weight, eps, arch)
     return QuantizedActivations(q, scales, sums, tuple(x.shape))
 
@@ -30,14 +35,15 @@ def call(
     """`gemm` as one opaque node of a graph (two, if x must be quantized first); see `terrazzo.ops.w4a8.gemm`."""
     if not isinstance(x, QuantizedActivations):
         out_dtype = out_dtype or x.dtype
-        x = quantize(x, w.smooth, None, 0.0, "sm_80" if w.target == "sm_80" else None)
+        x = quantize(x, w.smooth, None, 0.0, "sm_80" if w.target == "sm_80" else None, w.ACTIVATIONS)
     out_dtype = out_dtype or torch.float16
     if bias is None and w.bias is not None and out_dtype != torch.int32:
         bias = w.bias
-    y = torch.ops.terrazzo.w4a8_gemm(
-        x.q, x.scales, x.row_sums, w.words, w.channel_scales, bias, w.n, w.k, w.group_size, w.layout, w.target or "",
-        out_dtype, dequantization, pipeline,
-    )  # fmt: skip
+    fields = (w.words, w.channel_scales, bias, w.n, w.k, w.group_size, w.layout, w.target or "", out_dtype)
+    if w.ACTIVATIONS == "e4m3":
+        y = torch.ops.terrazzo.w4a8_fp8_gemm(x.q, x.scales, *fields, pipeline)
+    else:
+        y = torch.ops.terrazzo.w4a8_gemm(x.q, x.scales, x.row_sums, *fields, dequantization, pipeline)
     return y.view(*x.shape[:-1], w.n)
 
 
@@ -57,6 +63,52 @@ def _(x, smooth, rms_weight, eps, target):
     m = prod(x.shape[:-1])
     make = lambda *shape, dtype: x.new_empty(shape, dtype=dtype)
     return make(m, padded(x.shape[-1]), dtype=torch.int8), make(m, dtype=torch.float32), make(m, dtype=torch.int32)
+
+
+@torch.library.custom_op("terrazzo::w4a8_fp8_quantize", mutates_args=())
+def w4a8_fp8_quantize(
+    x: torch.Tensor, smooth: torch.Tensor | None, rms_weight: torch.Tensor | None, eps: float, target: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q float8_e4m3fn [M, K16], scales [M] of x [..., K]."""
+    from terrazzo.ops.w4a8.activations import run
+
+    made = run(x, smooth, rms_weight, eps, None, target or None, "e4m3")
+    return made.q, made.scales
+
+
+@w4a8_fp8_quantize.register_fake
+def _(x, smooth, rms_weight, eps, target):
+    m = prod(x.shape[:-1])
+    q = x.new_empty((m, padded(x.shape[-1])), dtype=torch.float8_e4m3fn)
+    return q, x.new_empty(m, dtype=torch.float32)
+
+
+@torch.library.custom_op("terrazzo::w4a8_fp8_gemm", mutates_args=())
+def w4a8_fp8_gemm(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    words: torch.Tensor,
+    channel_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+    layout: str,
+    target: str,
+    out_dtype: torch.dtype,
+    pipeline: str,
+) -> torch.Tensor:
+    """y [M, n] from e4m3 activations [M, k] and the fields of an fp8.PackedWeight."""
+    from terrazzo.ops.w4a8.op import run
+
+    w = fp8_format.PackedWeight(words, channel_scales, n, k, group_size, layout, None, None, target or None)
+    x = QuantizedActivations(q, scales, None, (q.shape[0], k))
+    return run(x, w, bias, None, out_dtype, "auto", pipeline)
+
+
+@w4a8_fp8_gemm.register_fake
+def _(q, scales, words, channel_scales, bias, n, k, group_size, layout, target, out_dtype, pipeline):
+    return q.new_empty((q.shape[0], n), dtype=out_dtype)
 
 
 @torch.library.custom_op("terrazzo::w4a8_gemm", mutates_args=())

@@ -1,0 +1,27 @@
+"""W4A8 on e4m3 activations (sm_89, sm_90a): 4-bit codes with a free scale for each group, x with a scale per token.
+
+    w = terrazzo.ops.w4a8.fp8.quantize(weight)           # or pack(QuantizedWeight.canonical(codes, scales, ...))
+    y = terrazzo.ops.w4a8.gemm(x, w)                     # the same gemm as on int8: the weight says which
+    y = terrazzo.ops.w4a8.gemm(fp8.quantize_activations(x), w)
+
+`fp8_reference` says what is computed, and how accurately.
+"""
+
+from __future__ import annotations
+
+from terrazzo.ops.w4a8.activations import QuantizedActivations
+from terrazzo.ops.w4a8.fp8_format import PackedWeight, QuantizedWeight, pack
+from terrazzo.ops.w4a8.fp8_quantizer import quantize, quantize_activations, quantize_weight
+from terrazzo.ops.w4a8.op import gemm, weight_requests
+
+__all__ = [
+    "PackedWeight",
+    "QuantizedActivations",
+    "QuantizedWeight",
+    "gemm",
+    "pack",
+    "quantize",
+    "quantize_activations",
+    "quantize_weight",
+    "weight_requests",
+]

@@ -1,0 +1,111 @@
+"""Quantize a float weight, or activations, for W4A8 on e4m3."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.w4a8 import activations
+from terrazzo.ops.w4a8.activations import QuantizedActivations
+from terrazzo.ops.w4a8.format import GROUPS, UNIT_K
+from terrazzo.ops.w4a8.fp8_format import PackedWeight, QuantizedWeight, pack, split_scales
+from terrazzo.ops.w4a8.quantizer import check_weight, row_chunks
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.lowering.targets import Target
+
+DIVISORS = (-8.0, -8.6, -9.4, 7.0, 7.6, 8.4)
+"""Candidates: a group's largest value becomes this code, or is cut to -8 or 7."""
+
+
+def quantize_activations(
+    x: torch.Tensor,
+    *,
+    smooth: torch.Tensor | None = None,
+    rms_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    out: QuantizedActivations | None = None,
+) -> QuantizedActivations:
+    """`w4a8.quantize_activations` with codes in e4m3, scale max / 448; see there."""
+    return activations.quantize_activations(
+        x, smooth=smooth, rms_weight=rms_weight, eps=eps, out=out, codes="e4m3"
+    )  # fmt: skip
+
+
+def quantize(
+    weight: torch.Tensor,
+    *,
+    group_size: int = 128,
+    smooth: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    target: Target | str | None = None,
+) -> PackedWeight:
+    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
+    return pack(quantize_weight(weight, group_size=group_size, smooth=smooth, bias=bias), target=target)
+
+
+def quantize_weight(
+    weight: torch.Tensor,
+    *,
+    group_size: int = 128,
+    smooth: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> QuantizedWeight:
+    """Round to nearest with the scale of `DIVISORS` that leaves each group the smallest squared error.
+
+    Scales have the sign that puts a group's largest value on the side of -8, or not, whichever is better; they are
+    rounded to what is stored before codes are chosen. On the weight's device.
+
+    Args:
+        weight: float [N, K], finite; any K, a ragged last group included.
+        group_size: 32, 64, 128, or K for one scale in a row.
+        smooth: positive float [K], multiplied into the weight and kept with it: activations are divided by it.
+        bias: float [N], kept with the weight.
+
+    Raises:
+        ArgumentError: for anything else.
+    """
+    import torch
+
+    n, k = check_weight(weight, smooth)
+    if group_size not in GROUPS and group_size != k:
+        raise ArgumentError("group_size", group_size, f"must be one of {GROUPS}, or K = {k}", "use 128")
+    groups = -(-k // group_size)
+    codes = torch.empty(n, k, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(n, groups, dtype=torch.float16, device=weight.device)
+    channel_scales = torch.empty(n, dtype=torch.float32, device=weight.device)
+    factor = None if smooth is None else smooth.to(weight.device, torch.float32)
+    for part in row_chunks(n, k, weight.device.type):
+        w = weight[part].float() if factor is None else weight[part].float() * factor
+        codes[part], scales[part], channel_scales[part] = _round(w, group_size)
+    if group_size not in GROUPS:
+        scales, group_size = scales.expand(n, -(-k // UNIT_K)), UNIT_K
+    return QuantizedWeight.canonical(
+        codes, scales, channel_scales, group_size=group_size, smooth=factor, bias=bias
+    )  # fmt: skip
+
+
+def _round(w: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes int8 [R, K], factors f16 [R, G], channel scales f32 [R]) of float32 rows."""
+    import torch
+
+    rows, k = w.shape
+    short = -k % group_size
+    v = torch.nn.functional.pad(w, (0, short)).view(rows, -1, group_size)
+    index = v.abs().argmax(dim=-1, keepdim=True)
+    peak = v.gather(-1, index)[..., 0]
+    best = None
+    _, channel = split_scales(peak / min(abs(d) for d in DIVISORS))
+    for divisor in DIVISORS:
+        factors = (peak / divisor / channel[:, None]).half()
+        scale = (factors.float() * channel[:, None])[..., None]
+        codes = torch.where(scale == 0, 0, v / scale).round_().clamp_(-8, 7)
+        error = (codes * scale - v).square_().sum(-1)
+        if best is None:
+            best = [codes, factors, error]
+            continue
+        better = error < best[2]
+        for i, found in enumerate((codes, factors, error)):
+            best[i] = torch.where(better[..., None] if i == 0 else better, found, best[i])
+    return best[0].to(torch.int8).view(rows, -1)[:, :k], best[1], channel
