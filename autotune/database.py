@@ -58,7 +58,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is tuned: an operator, the facts of its weight (N, K, format) and the number of tokens."""
+    """What is tuned: an operator, the facts of its weight (N, K, format) or cache, and the number of tokens (of
+    sequences times kv heads for attention)."""
 
     op: str
     facts: tuple[tuple[str, Any], ...]
@@ -81,8 +82,18 @@ class Problem:
         """The facts as the database keeps them."""
         return json.dumps(dict(self.facts), sort_keys=True)
 
+    @property
+    def what(self) -> str:
+        """The weight or cache in words."""
+        facts = dict(self.facts)
+        if "n" in facts:
+            experts = f"{facts['experts']} x " if "experts" in facts else ""
+            return f"{experts}({facts['n']}, {facts['k']})"
+        page = f" page {facts['page']}" if facts.get("page") else ""
+        return f"{facts.get('k_format')}/{facts.get('v_format')} {facts.get('tokens')} x {facts.get('rows')} rows{page}"
+
     def __str__(self) -> str:
-        return f"{self.op} ({self.n}, {self.k}) M {self.m}"
+        return f"{self.op} {self.what} M {self.m}"
 
 
 @dataclass(frozen=True)
@@ -325,9 +336,8 @@ def table(found: Iterable[Best], gpu: str, sms: int) -> dict[str, Any]:
         row |= {name: getattr(machine, name) for name in ("driver", "cuda", "torch", "tilelang", "terrazzo", "sources")}
         row["date"] = datetime.fromtimestamp(trial.created, timezone.utc).date().isoformat()
         rows.append(row)
-    rows.sort(
-        key=lambda row: (row["op"], row["facts"]["n"], row["facts"]["k"], records.key("", row["facts"]), row["m"])
-    )
+    size = lambda row: (row["facts"].get("n", 0), row["facts"].get("k", 0), row["facts"].get("tokens", 0))
+    rows.sort(key=lambda row: (row["op"], size(row), records.key("", row["facts"]), row["m"]))
     return {"schema": records.SCHEMA, "gpu": gpu, "sms": sms, "records": rows}
 
 

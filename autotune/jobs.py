@@ -13,9 +13,8 @@ from terrazzo.autotune.database import Problem
 from terrazzo.autotune.operators import DTYPES, get_operator
 from terrazzo.autotune.search import STRATEGIES
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.schedules import spaces
 
-TOKENS = {"w4a16": (8, 16, 32, 64, 128, 256, 1024, 4096), "w4a8": (8, 16, 32, 64, 128, 256, 1024, 4096)}
-"""M that a job tunes when it names none: one of each bucket that kernels tell apart."""
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _SHORT = {"f16": "float16", "bf16": "bfloat16"}
 
@@ -26,7 +25,10 @@ class Job:
 
     Attributes:
         ops: operators. models: names of schedules/models.py. shapes: further weights (N, K). extra: weights with tokens
-            of their own, (N, K, tokens). m: numbers of tokens; empty takes `TOKENS`.
+            of their own, (N, K, tokens). m: numbers of tokens; empty takes `operators.TOKENS`.
+        experts: numbers of experts of the grouped operators, for `shapes` and `extra`; models name their own.
+        caches, formats, q_len, pages, head_dim: of attention: batches "8x32/8x32k", formats "int4/int4" of keys and
+            values, new tokens of a step, tokens of a page (0: contiguous); empty ones take the operator's usual.
         dtype: of activations and output. group: input channels for each scale; None takes each operator's usual one.
         symmetric: without zero points.
         target: "auto", or what `Target.parse` takes; a job measures on the GPU that is there, so another target is
@@ -35,7 +37,9 @@ class Job:
             progress after which a problem ends; 0 for never. seed: of the strategy.
         budget_s: seconds for all of it, 0 for no limit. budget_trials: trials for all of it, 0 for no limit.
         confirm: best schedules of each problem that are measured again beside the heuristic's in the end.
-        measure_ms: GPU time of one trial. most: schedules of a problem's space. peers: time cuBLAS too.
+        measure_ms: GPU time of one trial. peers: time cuBLAS too.
+        most, within, wide: of a problem's space, see `spaces.Space.candidates`.
+        parts: jobs that name further problems; only the fields that name problems are theirs.
     """
 
     ops: tuple[str, ...] = ("w4a16",)
@@ -54,9 +58,18 @@ class Job:
     budget_trials: int = 0
     confirm: int = 2
     measure_ms: float = 15.0
-    most: int = 160
+    most: int = spaces.MOST
+    within: float = spaces.WITHIN
+    wide: bool = False
     peers: bool = True
     extra: tuple[tuple[int, int, tuple[int, ...]], ...] = field(default=())
+    experts: tuple[int, ...] = (8,)
+    caches: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+    q_len: tuple[int, ...] = (1,)
+    pages: tuple[int, ...] = (0,)
+    head_dim: int = 128
+    parts: tuple[Job, ...] = ()
 
     def __post_init__(self) -> None:
         for op in self.ops:
@@ -66,32 +79,35 @@ class Job:
         for name in ("trials", "patience", "budget_s", "budget_trials", "confirm", "seed"):
             if getattr(self, name) < 0:
                 raise ArgumentError(name, getattr(self, name), "must not be negative", "0 means no limit")
-        if self.measure_ms <= 0 or self.most < 1:
-            raise ArgumentError("measure_ms", self.measure_ms, "must be positive, and most at least 1", "leave it out")
+        if self.measure_ms <= 0 or self.most < 1 or self.within < 1:
+            constraint = "must be positive, most and within at least 1"
+            raise ArgumentError("measure_ms", self.measure_ms, constraint, "leave it out")
         if any(m < 1 for m in self.m):
             raise ArgumentError("m", self.m, "must be numbers of tokens, at least 1", "write [1, 16, 256]")
+        if min((*self.experts, *self.q_len, self.head_dim), default=1) < 1 or any(page < 0 for page in self.pages):
+            raise ArgumentError("experts", self.experts, "must be positive, as q_len and head_dim", "leave them out")
 
     def problems(self) -> list[Problem]:
-        """Operators times weights times tokens, each once, those of one weight side by side.
+        """What the job and its parts name, each once, those with the same data side by side.
 
         Raises:
-            ArgumentError: no weight is named, or an unknown model.
+            ArgumentError: nothing is named, or an unknown model.
         """
-        from terrazzo.schedules.models import shapes
-
-        weights = {**dict.fromkeys(shapes(list(self.models))), **dict.fromkeys(self.shapes)}
-        if not weights and not self.extra:
+        found: dict[Problem, None] = {}
+        own = () if self.parts and not self.named else (self,)
+        for part in (*own, *self.parts):
+            for op in part.ops:
+                found |= dict.fromkeys(get_operator(op).problems(part))
+        if not found:
             raise ArgumentError(
                 "models", self.models, "no weight is named", "name a model, a shape NxK or a shapes file"
             )
-        found: dict[Problem, None] = {}
-        for op in self.ops:
-            every = [(n, k, self.m or TOKENS[op]) for n, k in weights]
-            every += [(n, k, m or self.m or TOKENS[op]) for n, k, m in self.extra]
-            for n, k, tokens in every:
-                facts = get_operator(op).facts(n, k, dtype=self.dtype, group=self.group, symmetric=self.symmetric)
-                found |= dict.fromkeys(Problem.of(op, facts, m) for m in tokens)
         return list(found)
+
+    @property
+    def named(self) -> bool:
+        """Whether the job itself names something."""
+        return bool(self.models or self.shapes or self.extra or self.caches)
 
 
 def _one_of(name: str, value: object, known: Sequence[str]) -> None:
@@ -154,7 +170,17 @@ def read_shapes(path: Path) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     return tuple(found)
 
 
-_LISTS = {"op": str, "models": str, "shapes": str, "m": int}
+_LISTS = {
+    "op": str,
+    "models": str,
+    "shapes": str,
+    "m": int,
+    "experts": int,
+    "caches": str,
+    "formats": str,
+    "q_len": int,
+    "pages": int,
+}
 _SCALARS = {
     "dtype": str,
     "group": int,
@@ -167,10 +193,18 @@ _SCALARS = {
     "confirm": int,
     "measure_ms": (int, float),
     "most": int,
+    "within": (int, float),
+    "wide": bool,
     "peers": bool,
+    "head_dim": int,
     "budget": (str, int, float),
     "shapes_file": str,
 }
+
+
+_INHERITED = ("op", "m", "dtype", "group", "symmetric")
+"""Fields that a part has from the job unless it has its own."""
+_NAMING = {*_LISTS, "dtype", "group", "symmetric", "head_dim", "shapes_file"}
 
 
 def read_job(path: Path) -> Job:
@@ -196,7 +230,9 @@ def job_of(data: Mapping[str, Any], source: str, folder: Path = Path()) -> Job:
     """A job from the object of a job file. `shapes_file` is relative to `folder`."""
     made: dict[str, Any] = {}
     for name, value in data.items():
-        if name in _LISTS:
+        if name == "part":
+            made["parts"] = _parts(data, value, source, folder)
+        elif name in _LISTS:
             values = value if isinstance(value, list) else [value]
             if not values or not all(type(it) is _LISTS[name] for it in values):
                 kind = "numbers" if _LISTS[name] is int else "strings"
@@ -215,9 +251,23 @@ def job_of(data: Mapping[str, Any], source: str, folder: Path = Path()) -> Job:
             else:
                 made[name] = _SHORT.get(value, value) if name == "dtype" else value
         else:
-            known = ", ".join(sorted({*_LISTS, *_SCALARS}))
+            known = ", ".join(sorted({*_LISTS, *_SCALARS, "part"}))
             raise ArgumentError(f"{source}: {name}", value, "is no field of a job", f"use one of {known}")
     return Job(**made)
+
+
+def _parts(data: Mapping[str, Any], parts: Any, source: str, folder: Path) -> tuple[Job, ...]:
+    """The tables [[part]] of a job file, with what they have from the job."""
+    if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+        raise ArgumentError(f"{source}: part", parts, "must be tables [[part]]", "see docs/tuning.md")
+    common, found = {name: data[name] for name in _INHERITED if name in data}, []
+    for at, part in enumerate(parts, 1):
+        odd = sorted(set(part) - _NAMING)
+        if odd:
+            constraint = "is no field of a part, which only names problems"
+            raise ArgumentError(f"{source}: part {at}: {odd[0]}", part[odd[0]], constraint, "move it above the parts")
+        found.append(job_of({**common, **part}, f"{source}: part {at}", folder))
+    return tuple(found)
 
 
 def override(job: Job, **given: Any) -> Job:

@@ -93,20 +93,26 @@ def features(problem: Problem, candidate: Candidate) -> dict[str, float]:
     """Numbers that describe a schedule of a problem; logarithms where ratios matter. Fields of other programs are
     missing values."""
     facts = dict(problem.facts)
-    row = {f"{candidate.program}.is": 1.0, "predicted": math.log(candidate.us)}
-    row |= {name: math.log2(facts[name]) for name in ("n", "k")}
+    row = {f"{problem.op}.{candidate.program}": 1.0, "predicted": math.log(candidate.us)}
+    row |= {name: math.log2(facts[name]) for name in ("n", "k", "tokens", "rows", "experts") if name in facts}
     row["m"] = math.log2(problem.m)
-    for name, value in candidate.params.items():
-        row[name] = math.log2(value) if value > 0 else -1.0
     p = candidate.params
+    for name, value in p.items():
+        row[name] = math.log2(value) if value > 0 else -1.0
     if "block_tokens" in p:
-        blocks = p.get("warpgroups", 0) * p["row_blocks"] or p.get("warps", 4) * p["row_blocks"] / 4
-        tiles = -(-problem.m // p["block_tokens"]) * -(-facts["n"] // (64 * blocks))
+        m = -(-problem.m // facts.get("experts", 1))
+        blocks = p.get("warpgroups", 0) * p.get("row_blocks", 1) or p.get("warps", 4) * p.get("row_blocks", 1) / 4
+        tiles = min(problem.m, facts.get("experts", 1)) * -(-m // p["block_tokens"]) * -(-facts["n"] // (64 * blocks))
         row |= {"tiles": math.log2(tiles), "last wave": tiles / 132 % 1.0}
-        row["padding"] = -(-problem.m // p["block_tokens"]) * p["block_tokens"] / problem.m
+        row["padding"] = -(-m // p["block_tokens"]) * p["block_tokens"] / m
+        row["rows of a tile"] = math.log2(64 * blocks)
+        row["ring"] = math.log2(p["stages"] * p.get("stage_k", 128))
     if "kc" in p and "nc" in p:
         rows, items = -(-facts["n"] // 16) / p["nc"], -(-facts["k"] // 128) / p["kc"]
         row |= {"ctas": p["kc"] * p["nc"], "steps": math.ceil(rows / p["chunk"]) * math.ceil(items / p["warps"])}
         row["waste"] = math.ceil(items / p["warps"]) * p["warps"] / items
         row["in flight"] = p["warps"] * p["stages"] * p["chunk"]
+    if "min_blocks" in p:
+        row["on sm"] = p["warps"] * p["min_blocks"]
+        row["in flight"] = p["warps"] * p["min_blocks"] * (p["stages"] - 1) * p["tiles"]
     return row

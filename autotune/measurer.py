@@ -1,6 +1,6 @@
 """The process that measures: started as `python -m terrazzo.autotune.measurer`, it speaks JSON lines and owns a GPU.
 
-It holds the weights of one problem, checks each candidate's output against the oracle (and that two runs give the same
+It holds the data of some problems, checks each candidate's output against the oracle (and that two runs give the same
 bits), and only then times it. It ends after anything that may have harmed the device or its memory: a CUDA error, or a
 wrong result. A lock for each GPU lets one process measure at a time, also those of other jobs.
 """
@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.autotune import measure
@@ -22,82 +23,105 @@ from terrazzo.lowering.errors import TerrazzoError
 from terrazzo.schedules import records
 
 if TYPE_CHECKING:
-    from terrazzo.autotune.gemm_bench import Shape
+    from terrazzo.autotune.subjects import Subject
     from terrazzo.lowering.targets import Target
 
 PEER_MS = 15.0
+_FULL = 0.5
 
 
 class Bench:
-    """The weights of one problem at a time, and what they are checked against."""
+    """The data of some problems, and what their outputs are checked against.
+
+    Data stay until the GPU's memory is `_FULL`, so that a job may go from one weight to another and back.
+    """
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.weight: Any = None
-        self.shape: Shape | None = None
-        self.inputs: dict[int, Any] = {}
-        self.expected: dict[tuple[int, str], tuple] = {}
+        self.subjects: dict[tuple, Subject] = {}  # the one used last stands last
+        self.inputs: dict[tuple, Any] = {}
+        self.expected: dict[tuple, Any] = {}
 
-    def load(self, problem: Problem) -> Shape:
-        if self.weight != (problem.op, problem.facts):
-            if self.shape is not None:
-                self.shape.drop()
-            self.inputs, self.expected = {}, {}
-            self.shape = get_operator(problem.op).shape(problem, self.target)
-            self.weight = (problem.op, problem.facts)
-        return self.shape
+    def load(self, problem: Problem) -> Subject:
+        operator = get_operator(problem.op)
+        key = operator.data(problem)
+        if key not in self.subjects:
+            while self.subjects and _used() > _FULL:
+                self._drop(next(iter(self.subjects)))
+            self.subjects[key] = operator.subject(problem, self.target)
+        self.subjects[key] = self.subjects.pop(key)
+        return self.subjects[key]
 
-    def tokens(self, problem: Problem) -> Any:
-        if problem.m not in self.inputs:
-            self.inputs, self.expected = {problem.m: self.shape.tokens(problem.m)}, {}
-        return self.inputs[problem.m]
+    def _drop(self, key: tuple) -> None:
+        import torch
+
+        self.subjects.pop(key).drop()
+        self.inputs = {place: held for place, held in self.inputs.items() if place[0] != key}
+        self.expected = {place: held for place, held in self.expected.items() if place[0] != key}
+        torch.cuda.empty_cache()
+
+    def given(self, problem: Problem) -> Any:
+        """The inputs of a problem."""
+        place = get_operator(problem.op).data(problem), problem.m
+        if place not in self.inputs:
+            self.inputs[place] = self.load(problem).inputs(problem.m)
+        return self.inputs[place]
 
     def trial(self, problem: Problem, program: str, params: dict[str, int], budget_ms: float) -> dict[str, Any]:
         """Status, time and spread of one schedule. CUDA errors are raised."""
-        shape = self.load(problem)
-        x = self.tokens(problem)
+        import torch
+
         with records.forced(problem.op, program, params):
             records.changed()
             try:
-                return self._trial(shape, problem, x, budget_ms)
+                return self._trial(problem, budget_ms)
+            except torch.cuda.OutOfMemoryError:  # other problems' data are in the way
+                for key in list(self.subjects):
+                    self._drop(key)
+                return self._trial(problem, budget_ms)
             except TerrazzoError as error:
                 return {"status": "error", "error": _line(error)}
             finally:
                 records.changed()
 
-    def _trial(self, shape: Shape, problem: Problem, x: Any, budget_ms: float) -> dict[str, Any]:
+    def _trial(self, problem: Problem, budget_ms: float) -> dict[str, Any]:
         import torch
-        from terrazzo.autotune import gemm_bench
 
-        requests = shape.requests(shape.n, shape.k, problem.m, shape.settings, self.target)
-        kind = next((str(value) for key, value in requests[0].params if key == "numerics"), "")
-        if (problem.m, kind) not in self.expected:
-            self.expected[problem.m, kind] = shape.expected(x, requests)
-        rows, reference, bound, _ = self.expected[problem.m, kind]
-        call = shape.calls(x)[gemm_bench.OURS]
-        first, second = (measure.poisoned((problem.m, shape.n), shape.dtype, gemm_bench.DEVICE) for _ in range(2))
+        subject, given, m = self.load(problem), self.given(problem), problem.m
+        place = get_operator(problem.op).data(problem), m, subject.kind(m)
+        if place not in self.expected:
+            self.expected[place] = subject.expected(given, m)
+        copies, first, second = subject.copies(m), subject.output(m), subject.output(m)
         for y in (first, second):
-            call(shape.packed[0], y)
-        problems = gemm_bench.wrong(first, rows, reference, bound)
+            subject.launch(given, copies[0], y)
+        problems = subject.wrong(first, self.expected[place])
         if not problems and not torch.equal(first, second):
             problems = "two launches gave different bits"
         if problems:
             return {"status": "wrong", "error": problems}
-        timing = measure.time_calls([gemm_bench.bound_call(call, packed, second) for packed in shape.packed], budget_ms)
+        timing = measure.time_calls([partial(subject.launch, given, copy, second) for copy in copies], budget_ms)
         torch.cuda.synchronize()
-        if len(shape.packed) == 1 and not torch.equal(first, second):
+        if len(copies) == 1 and not torch.equal(first, second):
             return {"status": "wrong", "error": "the timed launches gave other bits than the first one"}
         return {"status": "ok", "us": timing.us, "spread": timing.spread}
 
     def peer(self, problem: Problem) -> dict[str, Any]:
-        """cuBLAS on the same problem."""
-        from terrazzo.autotune import gemm_bench
+        """Another implementation of the same problem, cuBLAS for a weight."""
+        found = self.load(problem).peer(self.given(problem))
+        if found is None:
+            return {"status": "error", "error": f"{problem.op} has no peer"}
+        name, calls = found
+        return {"status": "ok", "name": name, "us": measure.time_calls(calls, PEER_MS).us}
 
-        shape = self.load(problem)
-        x = self.tokens(problem)
-        peer, loaded = shape.peers[gemm_bench.Cublas.name]
-        timing = measure.time_calls([gemm_bench.peer_call(peer, x, copy) for copy in loaded], PEER_MS)
-        return {"status": "ok", "name": peer.name, "us": timing.us}
+
+def _used() -> float:
+    """Share of the GPU's memory that is taken."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return 1 - free / total
 
 
 def describe(target: Target) -> dict[str, Any]:

@@ -1,38 +1,49 @@
-"""One adapter for each operator that can be tuned: its weight's facts, search space, kernel of a schedule, bounds."""
+"""One adapter for each operator that can be tuned: its problems, search space, the kernel of a schedule, its data.
+
+A new operator is a subclass of `Operator` in `OPERATORS`: a `Space` of schedules/, a `Subject` of autotune/subjects.py,
+and an operator that asks `spaces.choose` for its schedule and forgets its plans when `records.changed` is called.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.autotune.database import Problem
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import records, spaces
+from terrazzo.schedules import attention, attention_space, grouped_spaces, records, spaces, w4ax, w4ax_space
 from terrazzo.schedules import w4a8 as integer
 from terrazzo.schedules.problem import WeightOnlyGemm
 from terrazzo.schedules.roofline import Roofline, weight_only_gemm
 
 if TYPE_CHECKING:
-    from terrazzo.autotune.gemm_bench import Shape
-    from terrazzo.ops.launching import Plan
+    from terrazzo.autotune.jobs import Job
+    from terrazzo.autotune.subjects import Subject
 
 DTYPES = ("float16", "bfloat16")
+TOKENS = (8, 16, 32, 64, 128, 256, 1024, 4096)
+"""M that a job tunes when it names none: one of each bucket that kernels tell apart."""
 
 
 class Operator(ABC):
-    """What tuning must know of an operator."""
+    """What tuning must know of an operator.
+
+    Attributes:
+        name: under which records are kept. rate: dtype of the tensor cores' operands.
+    """
 
     name: str
+    rate: str = "f16"
 
     @abstractmethod
-    def facts(self, n: int, k: int, *, dtype: str, group: int | None, symmetric: bool) -> dict[str, Any]:
-        """The facts of an [n, k] weight under which records are kept. group: None takes the operator's usual one.
+    def problems(self, job: Job) -> list[Problem]:
+        """The problems that a job's fields name for this operator; none where they name none.
 
         Raises:
-            ArgumentError: a format that the operator does not have.
+            ArgumentError: a field that the operator does not serve.
         """
 
     @abstractmethod
@@ -40,20 +51,28 @@ class Operator(ABC):
         """The schedules of a problem."""
 
     @abstractmethod
-    def _plan(self, problem: Problem, target: Target) -> Plan:
-        """The operator's plan, not a kept one."""
-
-    @abstractmethod
-    def beside(self, problem: Problem, target: Target) -> list[KernelRequest]:
-        """Kernels that a measurement needs besides the schedule's own."""
+    def _plan(self, problem: Problem, target: Target) -> Any:
+        """The operator's plan, not a kept one; it has the `request`."""
 
     @abstractmethod
     def roofline(self, problem: Problem, target: Target) -> Roofline:
         """What bounds the problem."""
 
     @abstractmethod
-    def shape(self, problem: Problem, target: Target) -> Shape:
-        """The problem's weight on the GPU, with cuBLAS beside it."""
+    def flop(self, problem: Problem) -> float:
+        """Floating-point (or integer) operations of the problem."""
+
+    @abstractmethod
+    def subject(self, problem: Problem, target: Target) -> Subject:
+        """The problem's data on the GPU."""
+
+    def data(self, problem: Problem) -> tuple:
+        """What problems with the same data on the GPU share."""
+        return problem.op, problem.facts
+
+    def beside(self, problem: Problem, target: Target) -> list[KernelRequest]:
+        """Kernels that a measurement needs besides the schedule's own."""
+        return []
 
     def request(self, problem: Problem, program: str, params: Mapping[str, int], target: Target) -> KernelRequest:
         """The kernel of a schedule, as the operator would ask for it.
@@ -65,7 +84,32 @@ class Operator(ABC):
             return self._plan(problem, target).request
 
 
-class W4A16(Operator):
+class _Linear(Operator):
+    """Operators on an [n, k] weight."""
+
+    @abstractmethod
+    def facts(self, n: int, k: int, *, dtype: str, group: int | None, symmetric: bool) -> dict[str, Any]:
+        """The facts of an [n, k] weight under which records are kept. group: None takes the operator's usual one.
+
+        Raises:
+            ArgumentError: a format that the operator does not have.
+        """
+
+    def problems(self, job: Job) -> list[Problem]:
+        from terrazzo.schedules.models import shapes
+
+        weights = [(n, k, job.m) for n, k in {**dict.fromkeys(shapes(list(job.models))), **dict.fromkeys(job.shapes)}]
+        found: list[Problem] = []
+        for n, k, tokens in (*weights, *job.extra):
+            facts = self.facts(n, k, dtype=job.dtype, group=job.group, symmetric=job.symmetric)
+            found += [Problem.of(self.name, facts, m) for m in tokens or job.m or TOKENS]
+        return found
+
+    def flop(self, problem: Problem) -> float:
+        return 2.0 * problem.m * problem.n * problem.k
+
+
+class W4A16(_Linear):
     name = "w4a16"
 
     def facts(self, n: int, k: int, *, dtype: str, group: int | None, symmetric: bool) -> dict[str, Any]:
@@ -75,48 +119,57 @@ class W4A16(Operator):
         operand.Operand(0 if size >= k else size, symmetric, dtype, dtype, "post")
         return op.tuning_facts(n, k, size, symmetric, dtype, dtype)
 
-    def space(self, problem: Problem) -> spaces.W4A16:
-        facts = dict(problem.facts)
-        of = self._operand(facts)
+    def space(self, problem: Problem) -> spaces.Space:
+        facts, of = dict(problem.facts), self._operand(problem)
         gemm = WeightOnlyGemm(facts["n"], -(-facts["k"] // 8) * 8, of.groups_per(128), of.record_bytes)
         return spaces.W4A16(gemm, facts["scale_dtype"] != facts["dtype"], facts["symmetric"])
 
-    def _operand(self, facts: Mapping[str, Any]) -> Any:
+    def _operand(self, problem: Problem) -> Any:
         from terrazzo.ops.w4a16.operand import Operand
 
+        facts = dict(problem.facts)
         return Operand(facts["group"], facts["symmetric"], facts["scale_dtype"], facts["dtype"], "post")
 
-    def _plan(self, problem: Problem, target: Target) -> Plan:
-        from terrazzo.ops.w4a16 import op
-
+    def _common(self, problem: Problem) -> dict[str, Any]:
         facts = dict(problem.facts)
         own = {name: facts[name] for name in ("symmetric", "scale_dtype", "dtype")}
-        size = facts["group"] or facts["k"]
+        return own | {"group_size": facts["group"] or facts["k"]}
+
+    def _plan(self, problem: Problem, target: Target) -> Any:
+        from terrazzo.ops.w4a16 import op
+
         made = op.plan.__wrapped__  # not the kept one, which may answer with another schedule
-        return made(problem.m, problem.n, problem.k, group_size=size, **own, bias=False, numerics="auto", target=target)
+        own = self._common(problem)
+        return made(problem.m, problem.n, problem.k, **own, bias=False, numerics="auto", target=target)
 
-    def beside(self, problem: Problem, target: Target) -> list[KernelRequest]:
-        return []
-
-    def roofline(self, problem: Problem, target: Target) -> Roofline:
+    def _roofline(self, problem: Problem, target: Target, m: int, weights: int) -> Roofline:
+        """Of `weights` matrices that m tokens share."""
         from terrazzo.layouts.converters import get_converter
 
-        facts = dict(problem.facts)
-        operand = self._operand(facts)
+        operand = self._operand(problem)
         alu = get_converter(operand.converter).alu_per_element
-        size = operand.weight_bytes(problem.n, problem.k)
-        return weight_only_gemm(target, problem.m, problem.n, problem.k, size, alu)
+        size = weights * operand.weight_bytes(problem.n, problem.k)
+        return weight_only_gemm(target, m, problem.n, problem.k, size, alu)
 
-    def shape(self, problem: Problem, target: Target) -> Shape:
-        from terrazzo.autotune.gemm_bench import Cublas, Settings, W4A16Shape
+    def roofline(self, problem: Problem, target: Target) -> Roofline:
+        return self._roofline(problem, target, problem.m, 1)
+
+    def _settings(self, problem: Problem) -> Any:
+        from terrazzo.autotune.gemm_bench import Settings
 
         facts = dict(problem.facts)
-        settings = Settings(facts["dtype"], facts["group"] or facts["k"], facts["symmetric"])
-        return W4A16Shape(problem.n, problem.k, settings, target, [Cublas()], target.dram_gb_s)
+        return Settings(facts["dtype"], facts["group"] or facts["k"], facts["symmetric"])
+
+    def subject(self, problem: Problem, target: Target) -> Subject:
+        from terrazzo.autotune import gemm_bench, subjects
+
+        peers, speed = [gemm_bench.Cublas()], target.dram_gb_s
+        shape = gemm_bench.W4A16Shape(problem.n, problem.k, self._settings(problem), target, peers, speed)
+        return subjects.Gemm(shape)
 
 
-class W4A8(Operator):
-    name = "w4a8"
+class W4A8(_Linear):
+    name, rate = "w4a8", "s8"
 
     def facts(self, n: int, k: int, *, dtype: str, group: int | None, symmetric: bool) -> dict[str, Any]:
         from terrazzo.ops.w4a8 import op
@@ -127,16 +180,21 @@ class W4A8(Operator):
             raise ArgumentError("group", group, "must be 32, 64 or 128", "leave it out for 64")
         return op.tuning_facts(n, k, group or 64, dtype, "auto")
 
-    def space(self, problem: Problem) -> spaces.W4A8:
-        facts = dict(problem.facts)
-        return spaces.W4A8(integer.IntegerGemm.of(problem.n, -(-problem.k // 16) * 16, facts["group"]))
+    def _gemm(self, problem: Problem) -> integer.IntegerGemm:
+        return integer.IntegerGemm.of(problem.n, -(-problem.k // 16) * 16, dict(problem.facts)["group"])
 
-    def _plan(self, problem: Problem, target: Target) -> Plan:
+    def space(self, problem: Problem) -> spaces.Space:
+        return spaces.W4A8(self._gemm(problem))
+
+    def _common(self, problem: Problem) -> dict[str, Any]:
+        facts = dict(problem.facts)
+        return {"group_size": facts["group"], "out_dtype": facts["out_dtype"], "dequantization": "auto"}
+
+    def _plan(self, problem: Problem, target: Target) -> Any:
         from terrazzo.ops.w4a8 import op
 
-        facts = dict(problem.facts)
-        own = {"group_size": facts["group"], "out_dtype": facts["out_dtype"], "dequantization": "auto"}
         made = op.plan.__wrapped__  # not the kept one, which may answer with another schedule
+        own = self._common(problem)
         return made(problem.m, problem.n, problem.k, **own, bias=False, pipeline="auto", target=target)
 
     def beside(self, problem: Problem, target: Target) -> list[KernelRequest]:
@@ -146,18 +204,250 @@ class W4A8(Operator):
         return [activations.plan(problem.m, problem.k, dtype=dtype, gain=False, norm=False, target=target)]
 
     def roofline(self, problem: Problem, target: Target) -> Roofline:
-        return integer.bounds(self.space(problem).problem, target, problem.m)
+        return integer.bounds(self._gemm(problem), target, problem.m)
 
-    def shape(self, problem: Problem, target: Target) -> Shape:
-        from terrazzo.autotune.gemm_bench import Cublas
-        from terrazzo.autotune.w4a8_bench import W4A8Settings, W4A8Shape
+    def _settings(self, problem: Problem) -> Any:
+        from terrazzo.autotune.w4a8_bench import W4A8Settings
 
         facts = dict(problem.facts)
-        settings = W4A8Settings(facts["out_dtype"], facts["group"])
-        return W4A8Shape(problem.n, problem.k, settings, target, [Cublas()], target.dram_gb_s)
+        return W4A8Settings(facts["out_dtype"], facts["group"])
+
+    def subject(self, problem: Problem, target: Target) -> Subject:
+        from terrazzo.autotune import gemm_bench, subjects
+        from terrazzo.autotune.w4a8_bench import W4A8Shape
+
+        peers, speed = [gemm_bench.Cublas()], target.dram_gb_s
+        return subjects.Gemm(W4A8Shape(problem.n, problem.k, self._settings(problem), target, peers, speed))
 
 
-OPERATORS: dict[str, Operator] = {operator.name: operator for operator in (W4A16(), W4A8())}
+class W4Ax(_Linear):
+    """With a quarter of the blocks in 8 bits, as the paper's kernel measurements."""
+
+    name, rate = "w4ax", "s8"
+
+    def facts(self, n: int, k: int, *, dtype: str, group: int | None, symmetric: bool) -> dict[str, Any]:
+        from terrazzo.ops.w4ax import op
+
+        if (group or w4ax.BLOCK) != w4ax.BLOCK:
+            raise ArgumentError("group", group, f"must be {w4ax.BLOCK}, the block", "leave it out")
+        return op.tuning_facts(n, k, round(0.25 * -(-k // w4ax.BLOCK)), dtype)
+
+    def _gemm(self, problem: Problem) -> w4ax.MixedGemm:
+        facts = dict(problem.facts)
+        return w4ax.MixedGemm(facts["n"], -(-facts["k"] // w4ax.BLOCK) * w4ax.BLOCK, facts["blocks8"])
+
+    def space(self, problem: Problem) -> spaces.Space:
+        return w4ax_space.W4Ax(self._gemm(problem))
+
+    def _plan(self, problem: Problem, target: Target) -> Any:
+        from terrazzo.ops.w4ax import op
+
+        facts = dict(problem.facts)
+        made = op.plan.__wrapped__
+        own = dict(out_dtype=facts["out_dtype"], bias=False, target=target)
+        return made(problem.m, problem.n, problem.k, facts["blocks8"], **own)[0]
+
+    def beside(self, problem: Problem, target: Target) -> list[KernelRequest]:
+        from terrazzo.ops.w4ax import activations
+        from terrazzo.ops.w4ax.format import native
+
+        facts = dict(problem.facts)
+        own = dict(dtype=facts["out_dtype"], permuted=True, norm=False, granularity="block", wide=not native(target))
+        return [activations.plan(problem.m, problem.k, facts["blocks8"], **own, target=target)]
+
+    def roofline(self, problem: Problem, target: Target) -> Roofline:
+        from terrazzo.layouts.converters import get_converter
+
+        alpha, size = get_converter("s4_s8_x16").alu_per_element, self._gemm(problem).weight_bytes
+        return weight_only_gemm(target, problem.m, problem.n, problem.k, size, alpha, dtype="s8", x_bytes=1)
+
+    def subject(self, problem: Problem, target: Target) -> Subject:
+        from terrazzo.autotune import gemm_bench, subjects
+        from terrazzo.autotune.w4ax_bench import W4AxSettings, W4AxShape
+
+        facts = dict(problem.facts)
+        ratio = facts["blocks8"] / -(-problem.k // w4ax.BLOCK)
+        settings, peers = W4AxSettings(facts["out_dtype"], ratio=ratio), [gemm_bench.Cublas()]
+        return subjects.Gemm(W4AxShape(problem.n, problem.k, settings, target, peers, target.dram_gb_s))
+
+
+class _Grouped:
+    """What the grouped operators share: experts of one shape, m tokens of all of them together."""
+
+    family: str
+
+    def problems(self, job: Job) -> list[Problem]:
+        from terrazzo.schedules.models import get_model
+
+        layers = [layer for model in job.models for layer in get_model(model) if layer.count > 1]
+        weights = {(layer.n, layer.k, layer.count): job.m for layer in layers}
+        weights |= {(n, k, experts): job.m for experts in job.experts for n, k in job.shapes}
+        weights |= {(n, k, experts): tokens or job.m for experts in job.experts for n, k, tokens in job.extra}
+        found: list[Problem] = []
+        for (n, k, experts), tokens in weights.items():
+            facts = self.facts(n, k, experts, dtype=job.dtype, group=job.group, symmetric=job.symmetric)
+            found += [Problem.of(self.name, facts, m) for m in tokens or TOKENS]
+        return found
+
+    def flop(self, problem: Problem) -> float:
+        return 2.0 * problem.m * problem.n * problem.k
+
+    def active(self, problem: Problem) -> int:
+        """Experts that m tokens reach at most."""
+        return min(problem.m, dict(problem.facts)["experts"])
+
+
+class GroupedW4A16(_Grouped, W4A16):
+    name, family = "w4a16_grouped", "w4a16"
+
+    def facts(
+        self, n: int, k: int, experts: int = 8, *, dtype: str, group: int | None, symmetric: bool
+    ) -> dict[str, Any]:
+        from terrazzo.ops.w4a16 import grouped
+
+        super().facts(n, k, dtype=dtype, group=group, symmetric=symmetric)
+        return grouped.tuning_facts(n, k, experts, group or 128, symmetric, dtype, dtype, "exact")
+
+    def space(self, problem: Problem) -> spaces.Space:
+        facts, of = dict(problem.facts), self._operand(problem)
+        own = (of.groups_per(128), of.record_bytes, facts["experts"], facts["numerics"] == "post")
+        return grouped_spaces.of_w4a16(facts["n"], -(-facts["k"] // 8) * 8, *own)
+
+    def _plan(self, problem: Problem, target: Target) -> Any:
+        from terrazzo.ops.w4a16 import grouped
+
+        facts, made = dict(problem.facts), grouped.plan.__wrapped__
+        own = self._common(problem) | dict(bias=False, numerics=facts["numerics"], target=target)
+        return made(problem.m, problem.n, problem.k, facts["experts"], **own)
+
+    def roofline(self, problem: Problem, target: Target) -> Roofline:
+        return self._roofline(problem, target, problem.m, self.active(problem))
+
+    def subject(self, problem: Problem, target: Target) -> Subject:
+        from terrazzo.autotune.grouped_bench import Grouped
+        from terrazzo.ops import w4a16
+
+        own, experts = self._common(problem), dict(problem.facts)["experts"]
+        requests = lambda m: w4a16.grouped_requests(problem.n, problem.k, experts, m=m, target=target, **own)
+        return Grouped("w4a16", problem.n, problem.k, experts, self._settings(problem), target, requests)
+
+
+class GroupedW4A8(_Grouped, W4A8):
+    name, family = "w4a8_grouped", "w4a8"
+
+    def facts(
+        self, n: int, k: int, experts: int = 8, *, dtype: str, group: int | None, symmetric: bool
+    ) -> dict[str, Any]:
+        from terrazzo.ops.w4a8 import grouped
+
+        super().facts(n, k, dtype=dtype, group=group, symmetric=symmetric)
+        return grouped.tuning_facts(n, k, experts, group or 64, dtype, "auto")
+
+    def space(self, problem: Problem) -> spaces.Space:
+        return grouped_spaces.of_w4a8(self._gemm(problem), dict(problem.facts)["experts"])
+
+    def _plan(self, problem: Problem, target: Target) -> Any:
+        from terrazzo.ops.w4a8 import grouped
+
+        facts, made = dict(problem.facts), grouped.plan.__wrapped__
+        own = self._common(problem) | dict(bias=False, target=target)
+        return made(problem.m, problem.n, problem.k, facts["experts"], **own)
+
+    def roofline(self, problem: Problem, target: Target) -> Roofline:
+        roof, active = super().roofline(problem, target), self.active(problem)
+        more = (active - 1) * self._gemm(problem).weight_bytes / target.dram_gb_s / 1e3
+        return Roofline(roof.load_us + more, roof.dequant_us, roof.mma_us)
+
+    def subject(self, problem: Problem, target: Target) -> Subject:
+        from terrazzo.autotune.grouped_bench import Grouped
+        from terrazzo.ops import w4a8
+
+        own, experts = self._common(problem), dict(problem.facts)["experts"]
+        requests = lambda m: w4a8.grouped_requests(problem.n, problem.k, experts, m=m, target=target, **own)
+        return Grouped("w4a8", problem.n, problem.k, experts, self._settings(problem), target, requests)
+
+
+class Attention(Operator):
+    """Decode attention; a problem's m is its number of (sequence, kv head) pairs."""
+
+    name = "attention"
+    caches: Sequence[str] = ("1x32/8x4k", "1x32/8x32k", "1x32/8x128k", "8x32/8x32k", "64x32/8x4k", "8x32/32x4k")
+    formats: Sequence[str] = ("int4/int4", "int8/int8", "int4_channel128/int4", "float16/float16")
+
+    def problems(self, job: Job) -> list[Problem]:
+        from terrazzo.autotune.attention_bench import Shape
+        from terrazzo.ops.attention.cache import residual_of
+        from terrazzo.ops.attention.layout import CacheLayout
+        from terrazzo.ops.attention.op import tuning_facts
+
+        found: list[Problem] = []
+        for shape in map(Shape.parse, job.caches or self.caches):
+            for text in job.formats or self.formats:
+                k_format, slash, v_format = text.partition("/")
+                if not slash:
+                    raise ArgumentError("formats", text, "is no pair of formats", "write keys/values, as int4/int4")
+                layout = CacheLayout(k_format, v_format, job.head_dim)
+                for q_len in job.q_len:
+                    rows = q_len * shape.heads // shape.kv_heads
+                    for page in job.pages:
+                        facts = tuning_facts(layout, rows, shape.tokens, job.dtype, page, residual_of(layout, None))
+                        found.append(Problem.of(self.name, facts, shape.batch * shape.kv_heads))
+        return found
+
+    def _layout(self, problem: Problem) -> Any:
+        from terrazzo.ops.attention.layout import CacheLayout
+
+        facts = dict(problem.facts)
+        return CacheLayout(facts["k_format"], facts["v_format"], facts["head_dim"])
+
+    def _of(self, problem: Problem) -> attention.DecodeProblem:
+        from terrazzo.ops.attention.op import problem_of
+
+        facts = dict(problem.facts)
+        return problem_of(self._layout(problem), problem.m, 1, facts["rows"], facts["tokens"], facts["page"])
+
+    def space(self, problem: Problem) -> spaces.Space:
+        return attention_space.Decode(self._of(problem))
+
+    def _plan(self, problem: Problem, target: Target) -> Any:
+        from terrazzo.ops.attention import op
+
+        facts, made = dict(problem.facts), op.plan.__wrapped__
+        own = {name: facts[name] for name in ("dtype", "page", "residual")} | dict(softcap=False, sinks=False)
+        return made(self._layout(problem), problem.m, 1, facts["rows"], facts["tokens"], **own, target=target)
+
+    def roofline(self, problem: Problem, target: Target) -> Roofline:
+        of, facts = self._of(problem), dict(problem.facts)
+        words = problem.m * of.tokens / 16 * (of.tile_words + (of.channel_words * 16 / of.group if of.group else 0))
+        nbytes = 4 * words + 4 * problem.m * facts["rows"] * of.head_dim
+        return Roofline(nbytes / target.dram_gb_s / 1e3, 0.0, self.flop(problem) / target.tflops("f16") / 1e6)
+
+    def flop(self, problem: Problem) -> float:
+        of = self._of(problem)
+        return 4.0 * problem.m * of.rows * of.tokens * of.head_dim
+
+    def subject(self, problem: Problem, target: Target) -> Subject:
+        from terrazzo.autotune.attention_bench import Decode, Shape
+
+        facts = dict(problem.facts)
+        kv_heads = next(heads for heads in (8, 4, 2, 1) if problem.m % heads == 0)
+        q_len = next(length for length in (1, 2, 3, 4, 5, 6, 7, 8) if self._splits(facts["rows"], length))
+        heads = facts["rows"] // q_len * kv_heads
+        shape = Shape(problem.m // kv_heads, heads, kv_heads, facts["tokens"])
+        formats = facts["k_format"], facts["v_format"]
+        return Decode(formats, shape, facts["head_dim"], facts["page"], q_len, facts["dtype"])
+
+    @staticmethod
+    def _splits(rows: int, q_len: int) -> bool:
+        """Whether rows may be those of q_len tokens: a group of at most 16 query heads."""
+        return rows % q_len == 0 and rows // q_len <= 16
+
+    def data(self, problem: Problem) -> tuple:
+        return problem.op, problem.facts, problem.m
+
+
+ALL = (W4A16(), W4A8(), W4Ax(), GroupedW4A16(), GroupedW4A8(), Attention())
+OPERATORS: dict[str, Operator] = {operator.name: operator for operator in ALL}
 
 
 def get_operator(name: str) -> Operator:

@@ -24,7 +24,14 @@ from terrazzo.lowering.targets import TARGET_NAMES, Target
 
 EXTRA = "pip install 'terrazzo[tune]'"
 SLOWEST = 12
-_COLORS = {"w4a16": "#1f6feb", "w4a8": "#bf5700"}
+_COLORS = {
+    "w4a16": "#1f6feb",
+    "w4a8": "#bf5700",
+    "w4ax": "#8250df",
+    "w4a16_grouped": "#0a7ea4",
+    "w4a8_grouped": "#9a6700",
+    "attention": "#1a7f37",
+}
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 46rem; padding: 0.8rem; color: #1b1f24; }
@@ -101,8 +108,10 @@ def points_of(trials: Sequence[Trial], peers: dict[tuple[Problem, str], float]) 
     found = []
     for it in best(trials):
         problem, target = it.trial.problem, target_of(it.trial)
+        if problem.op not in OPERATORS:  # of another version
+            continue
         roof = OPERATORS[problem.op].roofline(problem, target)
-        flop = 2.0 * problem.m * problem.n * problem.k
+        flop = OPERATORS[problem.op].flop(problem)
         nbytes = roof.load_us * target.dram_gb_s * 1e3
         peer = other.get(problem)
         found.append(Point(it, it.trial.us, it.heuristic_us, peer, roof.bound, roof.us, flop, nbytes))
@@ -133,7 +142,7 @@ def roofline(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target
     intensity = [point.flop / point.nbytes for point in points]
     span = [min(intensity) / 2, max(max(intensity) * 2, 1e3)]
     for op in sorted({point.problem.op for point in points}):
-        rate = target.tflops("s8" if op == "w4a8" else "f16")
+        rate = target.tflops(OPERATORS[op].rate)
         line = [min(rate, at * target.dram_gb_s / 1e3) for at in (span[0], rate * 1e3 / target.dram_gb_s, span[1])]
         at = [span[0], rate * 1e3 / target.dram_gb_s, span[1]]
         axes.plot(at, line, color=_COLORS.get(op, "black"), linewidth=1)
@@ -245,10 +254,10 @@ def page(points: Sequence[Point], trials: Sequence[Trial], target: Target, figur
         "<h2>Search</h2><p>The best time so far as a multiple of the final one, for each problem.</p>" + figures[2],
         "<h2>Slowest against their bound</h2><p>The bound is the time that one resource alone needs: loading, "
         "dequantization or the tensor cores.</p>"
-        + _table(("operator", "N", "K", "M", "us", "bound", "bound us", "times bound"), map(_slow_row, slow)),
+        + _table(("operator", "problem", "M", "us", "bound", "bound us", "times bound"), map(_slow_row, slow)),
         "<h2>All problems</h2>"
         + _table(
-            ("operator", "N", "K", "M", "us", "heuristic us", "cuBLAS us", "tried", "failed", "schedule"),
+            ("operator", "problem", "M", "us", "heuristic us", "cuBLAS us", "tried", "failed", "schedule"),
             map(_best_row, points),
         ),
     ]
@@ -272,14 +281,14 @@ def _gain_rows(points: Sequence[Point]) -> list[tuple]:
 def _slow_row(point: Point) -> tuple:
     problem = point.problem
     ratio = point.us / point.bound_us
-    return problem.op, problem.n, problem.k, problem.m, point.us, point.bound, point.bound_us, ratio
+    return problem.op, problem.what, problem.m, point.us, point.bound, point.bound_us, ratio
 
 
 def _best_row(point: Point) -> tuple:
     problem, it = point.problem, point.best
     schedule = " ".join([it.trial.program, *(f"{name}={value}" for name, value in it.trial.params)])
     times = (point.us, point.heuristic_us, point.peer_us)
-    return problem.op, problem.n, problem.k, problem.m, *times, it.tried, it.failed, schedule
+    return problem.op, problem.what, problem.m, *times, it.tried, it.failed, schedule
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,8 +32,13 @@ from terrazzo.schedules.roofline import Roofline
 from terrazzo.schedules.spaces import Candidate
 
 WINDOW = 3
-"""Problems that are open at a time: while one is measured, kernels of the next are compiled."""
+"""Problems that are open at a time: while one is measured, kernels of the next are compiled. With a budget of time all
+problems are open, and get `ROUND` schedules in turn, so that each of them has results whenever the job ends."""
+ROUND = 4
+STEAL = 8
+"""Ready schedules from which a GPU takes work on data that another GPU holds."""
 _TICK_S = 0.5
+_CONFIRMING = 0.25  # most of a budget of time that confirmation may take
 
 
 class Compiler(Protocol):
@@ -102,7 +108,6 @@ class _Open:
     problem: Problem
     search: searching.Search
     roof: Roofline
-    until: float | None = None
     heuristic_us: float | None = None
     confirming: int = 0
     confirmed: bool = False
@@ -142,16 +147,16 @@ def _device_names(arch: str) -> list[str]:
     return [name for name in TARGET_NAMES if name.startswith("nvidia/") and Target.parse(name).arch == arch]
 
 
-def candidates(problem: Problem, target: Target, most: int) -> list[Candidate]:
+def candidates(problem: Problem, target: Target, job: Job) -> list[Candidate]:
     """The search space of a problem, the heuristic's schedule first."""
-    return get_operator(problem.op).space(problem).candidates(target, problem.m, most)
+    return get_operator(problem.op).space(problem).candidates(target, problem.m, job.most, job.within, job.wide)
 
 
 def preview(job: Job) -> tuple[Target, list[dict[str, Any]]]:
     """What a job would do, without a GPU: for each problem the counts, the predicted times and the bound."""
     target, rows = resolve(job, None), []
     for problem in job.problems():
-        found = candidates(problem, target, job.most)
+        found = candidates(problem, target, job)
         roof = get_operator(problem.op).roofline(problem, target)
         fastest = min(found, key=lambda it: it.us)
         programs = {program: sum(it.program == program for it in found) for program in {it.program for it in found}}
@@ -159,8 +164,7 @@ def preview(job: Job) -> tuple[Target, list[dict[str, Any]]]:
         rows.append(
             {
                 "op": problem.op,
-                "n": problem.n,
-                "k": problem.k,
+                "what": problem.what,
                 "m": problem.m,
                 "schedules": len(found),
                 "trials": min(len(found), search.trials or len(found)),
@@ -208,7 +212,8 @@ class Runner:
     ) -> None:
         self.job, self.database, self.measurers, self.resume = job, database, list(measurers), resume
         self.report = report or (lambda progress: None)
-        self.machine, *others = [measurer.hello() for measurer in self.measurers]
+        with ThreadPoolExecutor(len(self.measurers)) as pool:
+            self.machine, *others = pool.map(lambda measurer: measurer.hello(), self.measurers)
         for other in others:
             if (other.gpu, other.sms) != (self.machine.gpu, self.machine.sms):
                 seen = f"{self.machine.gpu} and {other.gpu}"
@@ -216,7 +221,7 @@ class Runner:
         self.target = resolve(job, self.machine)
         self.problems = job.problems() if problems is None else list(problems)
         self.plan = searching.Plan(job.strategy, _limits(job), job.seed)
-        self.spaces = {problem: candidates(problem, self.target, job.most) for problem in self.problems}
+        self.window = len(self.problems) if job.budget_s else WINDOW
         self.events: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         self.compiler = (compiler or (lambda done: CompilePool(done, workers)))(
             lambda request, outcome: self.events.put(("compiled", request, outcome))
@@ -231,7 +236,9 @@ class Runner:
         self.busy: dict[int, _Item] = {}
         self.inboxes: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in self.measurers]
         self.last: dict[int, tuple] = {}
+        self.holders: dict[tuple, int] = {}  # data -> the GPU that loaded them first
         self.finished_total = 0
+        self.measuring_s, self.closing = 0.0, False
         self.start = time.monotonic()
 
     def run(self) -> Summary:
@@ -283,6 +290,8 @@ class Runner:
             self.ready.clear()
             self.compiling.clear()
         else:
+            if not self.closing and self._late():
+                self._close()
             self._fill()
             self._feed()
         if not (self.busy or self.ready or self.compiling):
@@ -299,13 +308,40 @@ class Runner:
             self._measured(*rest)
         return True
 
+    def _late(self) -> bool:
+        """Whether what is left of a budget of time is needed to confirm the best schedules."""
+        if self.left_s is None or not self.job.confirm:
+            return False
+        each = self.measuring_s / max(1, self.summary.trials)
+        found = sum(it.best is not None for it in (one.search for one in self.opened))
+        need = found * (self.job.confirm + 1) * each / len(self.measurers)
+        return self.left_s < min(1.2 * need, _CONFIRMING * self.job.budget_s)
+
+    def _close(self) -> None:
+        """End all searches; what is neither confirmed nor on a GPU is given up."""
+        self.closing = True
+        busy = {(id(it.open), it.index) for it in self.busy.values()}
+        if self.waiting:
+            self.summary.ended = "budget"
+        self.waiting.clear()
+        self.compiling.clear()
+        self.ready = [it for it in self.ready if it.role == "confirm"]
+        for one in self.opened:
+            if not one.search.exhausted or one.search.out:
+                self.summary.ended = "budget"
+            one.search.left.clear()
+            one.search.out = {index for index in one.search.out if (id(one), index) in busy}
+
     def _fill(self) -> None:
         """Ask the searches for as much as is to be compiled ahead; open and close problems."""
         while True:
             changed = self._turn_over()
             if self.spent or len(self.ready) + sum(map(len, self.compiling.values())) >= self.ahead:
                 return
-            item = next(filter(None, (self._ask(one) for one in self.opened)), None)
+            turn = self.opened
+            if self.job.budget_s:  # the fewest rounds first; sorted() keeps the order of equal ones
+                turn = sorted(self.opened, key=lambda one: one.search.spent // ROUND)
+            item = next(filter(None, (self._ask(one) for one in turn)), None)
             if item is not None:
                 self._submit(item)
             elif not changed:
@@ -315,22 +351,19 @@ class Runner:
         """Close problems that are done, open the next ones; whether there was one."""
         before = len(self.opened), len(self.waiting)
         for one in list(self.opened):
-            late = one.until is not None and time.monotonic() > one.until
-            if (self.spent or late) and not one.search.exhausted:
+            if self.spent and not one.search.exhausted:
                 one.search.left.clear()
                 self.summary.ended = "budget"
-            if late:
-                for item in [it for it in self.ready if it.open is one and it.role != "confirm"]:
-                    self.ready.remove(item)
-                    one.search.out.discard(item.index)
             self._advance(one)
-        while self.waiting and len(self.opened) < WINDOW and not self.spent:
+        while self.waiting and len(self.opened) < self.window and not self.spent:
+            if self.job.budget_s and any(one.search.spent < ROUND and not one.search.exhausted for one in self.opened):
+                break  # its first round is not handed out yet
             self._open(self.waiting.pop(0))
         return before != (len(self.opened), len(self.waiting))
 
     def _open(self, problem: Problem) -> None:
         operator = get_operator(problem.op)
-        search = self.plan.search(problem, self.spaces[problem])
+        search = self.plan.search(problem, candidates(problem, self.target, self.job))
         one = _Open(problem, search, operator.roofline(problem, self.target))
         if self.resume:
             self._recall(one)
@@ -416,14 +449,19 @@ class Runner:
             self.ready.append(item)
 
     def _feed(self) -> None:
-        """Give every idle GPU an item, of the weight that it holds if there is one."""
+        """Give every idle GPU an item: of the data that it used last, else of data that it holds or nobody does."""
         for at, inbox in enumerate(self.inboxes):
             able = [item for item in self.ready if not item.open.beside]
             if at in self.busy or not able:
                 continue
-            item = next((it for it in able if _weight(it) == self.last.get(at)), able[0])
+            item = next((it for it in able if _data(it) == self.last.get(at)), None)
+            item = item or next((it for it in able if self.holders.get(_data(it), at) == at), None)
+            if item is None and len(able) < STEAL:
+                continue  # loading the data once more would take longer than waiting
+            item = item or able[-1]
             self.ready.remove(item)
-            self.busy[at], self.last[at] = item, _weight(item)
+            self.busy[at], self.last[at] = item, _data(item)
+            self.holders.setdefault(_data(item), at)
             inbox.put(item)
 
     def _serve(self, at: int) -> None:
@@ -434,18 +472,18 @@ class Runner:
             if item is None:
                 return
             candidate = item.open.candidates[item.index]
+            begun = time.monotonic()
             result = measurer.trial(item.open.problem, candidate.program, candidate.params, self.job.measure_ms)
+            seconds = time.monotonic() - begun
             peer = None
             if self.job.peers and result.status == "ok" and not item.open.peer:
                 item.open.peer = True
                 peer = measurer.peer(item.open.problem)
-            self.events.put(("measured", at, item, result, peer))
+            self.events.put(("measured", at, item, result, peer, seconds))
 
-    def _measured(self, at: int, item: _Item, result: Result, peer: Result | None) -> None:
+    def _measured(self, at: int, item: _Item, result: Result, peer: Result | None, seconds: float) -> None:
         del self.busy[at]
-        left = self.left_s
-        if left is not None and item.open.until is None:  # every problem gets an equal share of what is left
-            item.open.until = time.monotonic() + left / (len(self.waiting) + len(self.opened))
+        self.measuring_s += seconds
         self._keep(item, result)
         if peer is not None and peer.status == "ok":
             uid = f"{self.summary.job}:peer:{item.open.problem}"
@@ -490,15 +528,16 @@ class Runner:
         left = self.left_s
         best = self.summary.best.get(one.problem, (None, None))[0]
         total = self.finished_total + sum(it.search.total for it in self.opened)
-        total += sum(min(len(self.spaces[it]), self.plan.limits.trials or len(self.spaces[it])) for it in self.waiting)
+        opened = [it.search.total for it in self.opened]
+        total += round(len(self.waiting) * (sum(opened) / len(opened) if opened else 0.0))  # those not seen yet
         if self.job.budget_trials:
             total = min(total, self.job.budget_trials)
         done = self.summary.trials
         self.report(Progress(one.problem, trial, done, max(total, done), best, one.heuristic_us, left))
 
 
-def _weight(item: _Item) -> tuple:
-    return item.open.problem.op, item.open.problem.facts
+def _data(item: _Item) -> tuple:
+    return get_operator(item.open.problem.op).data(item.open.problem)
 
 
 def _spills(folder: Path) -> int:

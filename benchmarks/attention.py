@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from terrazzo.autotune import attention_bench
+from terrazzo.autotune.attention_bench import Shape, random_cache
 from terrazzo.lowering.errors import TerrazzoError
 
 from benchmarks import report
@@ -31,28 +31,6 @@ FORMATS = (
 )  # fmt: skip
 QUICK_SHAPES = ("8x32/8x32k", "64x32/8x4k", "1x32/8x128k")
 QUICK_FORMATS = FORMATS[:4]
-CHECKED_HEADS = 3
-
-
-@dataclass(frozen=True)
-class Shape:
-    """batch x query heads / kv heads x tokens."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    tokens: int
-
-    @staticmethod
-    def parse(text: str) -> Shape:
-        found = re.fullmatch(r"(\d+)x(\d+)/(\d+)x(\d+)(k?)", text)
-        if not found:
-            raise argparse.ArgumentTypeError(f"{text!r}: write batch x heads / kv heads x tokens, as 8x32/8x32k")
-        b, h, k, n = map(int, found.groups()[:4])
-        return Shape(b, h, k, n * (1024 if found.group(5) else 1))
-
-    def __str__(self) -> str:
-        return f"{self.batch}x{self.heads}/{self.kv_heads}x{self.tokens // 1024}k"
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -81,77 +59,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return o
 
 
-def random_cache(k_format: str, v_format: str, shape: Shape, head_dim: int, page: int, seed: int = 0) -> Any:
-    """A packed cache of random codes with parameters like those of normal data, made in place."""
-    import torch
-    from terrazzo.ops.attention.cache import PackedCache, residual_words
-    from terrazzo.ops.attention.layout import CacheLayout
-
-    layout = CacheLayout(k_format, v_format, head_dim)
-    rng = torch.Generator(DEVICE).manual_seed(seed)
-    per = shape.tokens // page if page else 1
-    count, tokens = shape.batch * per, page or shape.tokens
-    blocks = tokens // layout.block_tokens
-    words = torch.empty(count, shape.kv_heads, blocks, layout.block_words, dtype=torch.int32, device=DEVICE)
-    words.random_(-(1 << 31), 1 << 31, generator=rng)
-    body = words[..., layout.channel_words :].unflatten(-1, (-1, layout.tile_words))
-    for fmt, at, size in ((layout.k, 0, layout.k_words), (layout.v, layout.k_words, layout.v_words)):
-        if fmt.scaling == "none":
-            dtype = torch.float16 if fmt.storage == "f16" else torch.bfloat16
-            for page_words in body[..., at : at + size]:
-                values = torch.randn((*page_words.shape[:-1], 2 * size), generator=rng, device=DEVICE)
-                page_words.copy_(values.to(dtype).view(torch.int32))
-        elif fmt.storage == "e4m3":
-            body[..., at : at + size] &= 0x3F3F3F3F | -0x80000000 | 0x00808080
-
-    def limit(*size: int) -> torch.Tensor:
-        """Ends of value ranges of about -3..3."""
-        return torch.rand(size, generator=rng, device=DEVICE) / 2 + 2.5
-
-    token_wise = [f.levels for f in (layout.k, layout.v) if f.scaling == "token"]
-    for part in body[..., layout.param_offset :]:
-        for i, levels in enumerate(token_wise):
-            lanes = part.unflatten(-1, (8, len(token_wise), 2))[..., i, :]
-            made = torch.stack([limit(*lanes.shape) * (2 / levels), -limit(*lanes.shape)], -1)
-            lanes.copy_(made.half().view(torch.int32).squeeze(-1))
-    for part in words[..., : layout.channel_words] if layout.channel_words else ():
-        size = (*part.shape[:-1], layout.channel_words)
-        part.copy_(torch.cat([limit(*size) * (2 / layout.k.levels), -limit(*size)], -1).half().view(torch.int32))
-    static = [
-        torch.full((shape.kv_heads, head_dim), 0.03, device=DEVICE) if f.scaling == "static" else None
-        for f in (layout.k, layout.v)
-    ]
-    words_of = (shape.batch, shape.kv_heads, residual_words(layout, layout.k.group))
-    return PackedCache(
-        layout, words.reshape(count, shape.kv_heads, -1),
-        torch.full((shape.batch,), shape.tokens, dtype=torch.int32, device=DEVICE), shape.tokens,
-        block_table=torch.randperm(count, generator=rng, device=DEVICE).int().reshape(-1, per) if page else None,
-        page_size=page,
-        residual=torch.zeros(words_of, dtype=torch.int32, device=DEVICE) if layout.k.group else None,
-        k_static=static[0], v_static=static[1],
-    )  # fmt: skip
-
-
-def wrong(q: Any, y: Any, cache: Any) -> str:
-    """What is wrong with the output, judged on a few heads of the first and the last sequence."""
-    from terrazzo.autotune import measure
-    from terrazzo.ops.attention import reference
-
-    group = q.shape[2] // cache.kv_heads
-    for b in {0, q.shape[0] - 1}:
-        for h in range(0, cache.kv_heads, -(-cache.kv_heads // CHECKED_HEADS)):
-            span = slice(h * group, (h + 1) * group)
-            k, v = cache.dequantize(b, h)
-            rows = q[b, :, span]
-            options = reference.Options()
-            out, _, weights = reference.attend(rows, k, v, options)
-            bound = reference.forward_error_bound(rows, cache, b, h, out, weights, options)
-            problem = measure.check_outputs(y[b, :, span], out, bound)
-            if problem:
-                return f"sequence {b}, kv head {h}: {problem}"
-    return ""
-
-
 def ours(
     o: argparse.Namespace, shape: Shape, formats: tuple[str, str], page: int, copy_gb_s: float
 ) -> list[dict[str, Any]]:
@@ -171,6 +78,7 @@ def ours(
     rows = []
     for q_len in o.q_len:
         q = torch.randn(shape.batch, q_len, shape.heads, o.head_dim, device=DEVICE).half()
+        exact = None
         for wanted in o.schedules:
             problem = op.problem_of(
                 cache.layout, shape.batch, shape.kv_heads, q_len * shape.heads // shape.kv_heads, shape.tokens, page
@@ -188,11 +96,12 @@ def ours(
                     f" splits {number}",
                 }  # fmt: skip
                 rows.append(row)
+                exact = attention_bench.expected(q, cache) if exact is None else exact
                 y = measure.poisoned(q.shape, q.dtype, DEVICE)
                 options = dict(splits=splits, schedule=chosen)
                 try:
                     op.decode(q, cache, out=y, **options)
-                    row |= {"failure": why} if (why := wrong(q, y, cache)) else {}
+                    row |= {"failure": why} if (why := attention_bench.wrong(y, exact)) else {}
                     if not why:
                         calls = [partial(op.decode, q, c, out=y, **options) for c in copies]
                         timing = measure.time_calls(calls, o.budget_ms)

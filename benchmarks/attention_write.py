@@ -13,9 +13,10 @@ import sys
 from functools import partial
 from typing import Any
 
+from terrazzo.autotune.attention_bench import Shape, random_cache
 from terrazzo.lowering.errors import TerrazzoError
 
-from benchmarks.attention import DEVICE, FORMATS, Shape, random_cache
+from benchmarks.attention import DEVICE, FORMATS
 
 CHECKED_TOKENS = 2048
 HEADS, TOKENS, DIM = 8, 131072, 128

@@ -83,6 +83,7 @@ def experts_of(op: str, layer: Layer) -> Any:
     """Stacked weights: one random weight whose blocks of rows are rotated for each expert."""
     import torch
     from terrazzo.autotune import gemm_bench, w4a8_bench
+    from terrazzo.autotune.grouped_bench import turned
     from terrazzo.ops import w4a8, w4a16
 
     random = torch.Generator("cuda").manual_seed(7)
@@ -91,17 +92,14 @@ def experts_of(op: str, layer: Layer) -> Any:
     else:
         settings = gemm_bench.Settings(dtype="bfloat16", group=GROUP[op])
         packed = gemm_bench.random_weight(layer.n, layer.k, settings, random).pack()
-    family, names = (w4a8, ("words",)) if op == "w4a8" else (w4a16, ("words", "params"))
-    turned = [
-        replace(packed, **{name: getattr(packed, name).roll(e, 1).contiguous() for name in names})
-        for e in range(layer.experts)
-    ]
-    return family.GroupedWeight.stack(turned)
+    family = w4a8 if op == "w4a8" else w4a16
+    return family.GroupedWeight.stack(turned(packed, layer.experts))
 
 
 def measure_row(op: str, layer: Layer, tokens: int, stacked: Any, options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from terrazzo.autotune import measure
+    from terrazzo.autotune.grouped_bench import clone
     from terrazzo.ops import w4a8, w4a16
 
     family, counts = (w4a8 if op == "w4a8" else w4a16), counts_of(layer, tokens)
@@ -125,7 +123,7 @@ def measure_row(op: str, layer: Layer, tokens: int, stacked: Any, options: argpa
     row["bytes"] = stacked.nbytes // layer.experts * active + given_bytes(given) + out.numel() * 2
     target = options.target
     most = measure.copies_beyond_l2(row["bytes"], target.l2_bytes, 8)
-    copies = [stacked, *(family.GroupedWeight(_clone(stacked.stacked)) for _ in range(most - 1))]
+    copies = [stacked, *(family.GroupedWeight(clone(stacked.stacked)) for _ in range(most - 1))]
     call = lambda w: lambda: family.grouped_gemm(given, w, offsets, out=out, **more)
     call(stacked)()
     wrong = _wrong(op, given, stacked, starts, out)
@@ -142,12 +140,6 @@ def given_bytes(x: Any) -> int:
     import torch
 
     return x.numel() * 2 if torch.is_tensor(x) else x.q.numel() + 8 * x.scales.numel()
-
-
-def _clone(packed: Any) -> Any:
-    from terrazzo.ops import weights
-
-    return replace(packed, **{name: t.clone() for name, t in weights.tensor_fields(packed).items()})
 
 
 def _timed(measure: Any, calls: list, options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:

@@ -75,4 +75,7 @@ class Decode(spaces.Space):
         flight = on_sm * schedule.warps * (schedule.stages - 1) * schedule.tiles * problem.tile_words * 4
         speed = target.dram_gb_s * 0.92 / target.sms * min(1.0, flight / attention.IN_FLIGHT)
         stream = 4e-3 * waves * on_sm * words / speed
+        # estimates: idle warps hide less of the conversions, and what is in flight covers bursts
+        stream *= 1 + 0.12 * (1 - schedule.warps * schedule.min_blocks / attention.warps_per_sm(problem))
+        stream *= 1 + 0.03 * max(0.0, 1 - flight / (2 * attention.IN_FLIGHT))
         return _LAUNCH_US + stream + _WARP_US * schedule.warps / 4 * waves + _SPLIT_US * splits * (splits > 1)

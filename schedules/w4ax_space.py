@@ -80,8 +80,7 @@ class W4Ax(spaces.Space):
         if not _native(target):
             part = w4ax.partition(schedule, self.problem, target, m)
             tile = _Tile(schedule.block_tokens, schedule.warpgroups, schedule.warpgroups, schedule.stages)
-            of = spaces.stream_k_us(tile, self.problem, target, (blocks, blocks), part, w4ax.UNIT_BYTES, 1, "s8")
-            return of if schedule.held else 1.1 * of  # scaling waits for the wgmmas of its own block
+            return spaces.stream_k_us(tile, self.problem, target, (blocks, blocks), part, w4ax.UNIT_BYTES, 1, "s8")
         tiles = -(-self.problem.row_blocks * 64 // schedule.rows) * blocks
         ctas = schedule.ctas * target.sms
         part = -(-tiles * self.problem.units // ctas)  # units of the busiest CTA, which splits along k at will

@@ -49,7 +49,7 @@ def _open(path: Path | None) -> Database:
 
 @tune_group.command("run")
 @click.option("--job", "job_file", type=click.Path(path_type=Path), help="Job file (TOML); flags override its fields.")
-@click.option("--op", "ops", multiple=True, help="Operator, w4a16 (default) or w4a8; may be repeated.")
+@click.option("--op", "ops", multiple=True, help="Operator (default w4a16; --op help names all); may be repeated.")
 @click.option("--model", "models", multiple=True, help="All layers of a model; may be repeated.")
 @click.option("--shape", "shapes", type=Shape(), multiple=True, help="Weight [N, K] as 28672x4096; may be repeated.")
 @click.option("--shapes", "shapes_file", type=click.Path(path_type=Path), help="File of lines NxK, or NxK M M ...")
@@ -63,9 +63,10 @@ def _open(path: Path | None) -> Database:
 @click.option("--budget", help="For the whole job: 90s, 10m, 1h or '200 trials'.")
 @click.option("--patience", type=int, help="Trials without progress that end a problem. Default: 24; 0 for never.")
 @click.option("--seed", type=int, help="Of the strategy.")
-@click.option("--gpus", help="CUDA devices, 0,1. Default: the first one.")
+@click.option("--gpus", help="CUDA devices, 0,1, or all. Default: the first one.")
 @click.option("--workers", type=click.IntRange(min=1), help="Compiling processes. Default: one for each CPU.")
 @click.option("--resume", is_flag=True, help="Go on: nothing that the database holds is measured again.")
+@click.option("--export", "export", type=click.Path(dir_okay=False, path_type=Path), help="Write the table in the end.")
 @click.option("--dry-run", is_flag=True, help="Only counts and predictions; needs no GPU.")
 @_database
 @json_option
@@ -82,6 +83,7 @@ def run_command(
     gpus: str | None,
     workers: int | None,
     resume: bool,
+    export: Path | None,
     dry_run: bool,
     database: Path | None,
     as_json: bool,
@@ -108,6 +110,10 @@ def run_command(
             print_json(_summary(summary))
         else:
             _show_summary(summary, trials)
+        if export is not None:
+            from terrazzo.autotune.database import best
+
+            _write_table(best(trials.trials()), export, None)
     if summary.ended == "interrupted":
         raise click.exceptions.Exit(130)
 
@@ -118,16 +124,28 @@ def _runner(
     from terrazzo.autotune.isolation import Measurer
     from terrazzo.autotune.runner import Runner
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
-    devices = (gpus or visible.split(",")[0]).split(",")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ""
+    every = visible.split(",") if visible else [str(at) for at in range(_gpu_count())]
+    devices = every if gpus == "all" else (gpus or every[0]).split(",")
     return Runner(job, trials, [Measurer(at) for at in devices], resume=resume, report=display, workers=workers)
+
+
+def _gpu_count() -> int:
+    """GPUs of this machine, asked without touching them; 1 where nobody knows."""
+    import subprocess
+
+    try:
+        said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 1
+    return max(1, sum(line.startswith("GPU ") for line in said.splitlines()))
 
 
 def _show_preview(job: Job, target: Any, rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         return print_json({"target": target.arch, "gpu": target.name, "strategy": job.strategy, "problems": rows})
-    columns = ("op", "N", "K", "M", "schedules", "trials", "heuristic us", "best us", "bound", "bound us")
-    names = ("op", "n", "k", "m", "schedules", "trials", "heuristic_us", "predicted_best_us", "bound", "bound_us")
+    columns = ("op", "problem", "M", "schedules", "trials", "heuristic us", "best us", "bound", "bound us")
+    names = ("op", "what", "m", "schedules", "trials", "heuristic_us", "predicted_best_us", "bound", "bound_us")
     print_table(columns, [tuple(row[name] for name in names) for row in rows])
     trials = sum(row["trials"] for row in rows)
     confirm = len(rows) * (job.confirm + 1 if job.confirm else 0)
@@ -264,7 +282,8 @@ def best_command(
 
     with _open(database) as trials:
         found = best(trials.trials(op=op, gpu=gpu))
-        found = [it for it in found if not shapes or (it.trial.problem.n, it.trial.problem.k) in shapes]
+        size = lambda it: tuple(dict(it.trial.problem.facts).get(name) for name in ("n", "k"))
+        found = [it for it in found if not shapes or size(it) in shapes]
         if as_json:
             return print_json([_best_row(it) for it in found])
         _print_best(found, trials)
@@ -285,9 +304,26 @@ def _print_best(found: list[Best], trials: Database) -> None:
         schedule = " ".join([trial.program, *(f"{name}={value}" for name, value in trial.params)])
         gain, over = it.heuristic_us and it.heuristic_us / trial.us, peer and peer / trial.us
         problem = trial.problem
-        rows.append((problem.op, problem.n, problem.k, problem.m, trial.us, gain, over, it.tried, it.failed, schedule))
-    columns = ("op", "N", "K", "M", "us", "x heuristic", "x cuBLAS", "tried", "failed", "schedule")
+        rows.append((problem.op, problem.what, problem.m, trial.us, gain, over, it.tried, it.failed, schedule))
+    columns = ("op", "problem", "M", "us", "x heuristic", "x cuBLAS", "tried", "failed", "schedule")
     print_table(columns, rows)
+    for line in _gains(found):
+        click.echo(line)
+
+
+def _gains(found: list[Best]) -> list[str]:
+    """For each operator, the heuristic's time over the tuned best one: the goal is a geometric mean within 10 %."""
+    from terrazzo.autotune.report import geomean
+
+    lines = []
+    for op in dict.fromkeys(it.trial.problem.op for it in found):
+        ratios = [it.heuristic_us / it.trial.us for it in found if it.trial.problem.op == op and it.heuristic_us]
+        if ratios:
+            lines.append(
+                f"{op}: the heuristic takes {geomean(ratios):.3f}x the tuned best (geometric mean of {len(ratios)} "
+                f"problems, worst {max(ratios):.3f}x; goal 1.100x)"
+            )
+    return lines
 
 
 @tune_group.command("explain")
@@ -336,11 +372,17 @@ def explain_command(
 @_database
 def export_command(output: Path | None, gpu: str | None, database: Path | None) -> None:
     """Write the best schedules of a GPU as the table that operators read (TERRAZZO_TUNED names it)."""
-    from terrazzo.autotune.database import best, table
-    from terrazzo.lowering.errors import ArgumentError
+    from terrazzo.autotune.database import best
 
     with _open(database) as trials:
-        found = best(trials.trials(gpu=gpu))
+        _write_table(best(trials.trials(gpu=gpu)), output, gpu)
+
+
+def _write_table(found: list[Best], output: Path | None, gpu: str | None) -> None:
+    """The table of the one GPU of some bests, to a file or to standard output."""
+    from terrazzo.autotune.database import table
+    from terrazzo.lowering.errors import ArgumentError
+
     machines = {(it.trial.machine.gpu, it.trial.machine.sms) for it in found}
     if len(machines) != 1:
         names = ", ".join(f"{name} with {sms} SMs" for name, sms in sorted(machines)) or "none"

@@ -1,18 +1,22 @@
 """The real measuring process where there is no GPU: operators are their references, a timing answers 10 us.
 
-A schedule with `stages` = 1 raises what a CUDA error looks like, one with `chunk` = 2 gives a wrong output.
+A schedule with `stages` = 1 raises what a CUDA error looks like; one with `chunk` = 2, `raster` = 4 or `min_blocks` = 4
+gives a wrong output.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import torch
 from terrazzo.autotune import gemm_bench, measure, measurer
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import w4a8, w4a16
+from terrazzo.ops import attention, w4a8, w4a16, w4ax
+from terrazzo.ops.attention import reference as caches
 from terrazzo.ops.w4a8 import reference as integers
 from terrazzo.ops.w4a16 import reference
+from terrazzo.ops.w4ax import reference as mixed
 from terrazzo.schedules import records
 
 H200 = Target.parse("nvidia/nvidia-h200")
@@ -22,8 +26,8 @@ def misbehave(op: str, y: torch.Tensor) -> torch.Tensor:
     params = records.pick(op, {}, 1, H200).params  # what the forced schedule is, as `plan` would see it
     if params["stages"] == 1:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    if params.get("chunk") == 2:
-        y[0, 0] += 1.0
+    if params.get("chunk") == 2 or params.get("raster") == 4 or params.get("min_blocks") == 4:
+        y.view(-1)[0] += 1.0
     return y
 
 
@@ -38,6 +42,30 @@ def gemm8(x, w, *, out, out_dtype=torch.float16, **options):
 def quantize(x, *, out=None):
     q, scales, sums = integers.quantize_activations(x)
     return w4a8.QuantizedActivations(q, scales, sums, x.shape)
+
+
+def grouped16(x, w, offsets, *, out):
+    for e, (lo, hi) in enumerate(itertools.pairwise(offsets.tolist())):
+        out[lo:hi] = reference.gemm(x[lo:hi], w[e], "exact").to(x.dtype)
+    return misbehave("w4a16_grouped", out)
+
+
+def grouped8(x, w, offsets, *, out, out_dtype):
+    for e, (lo, hi) in enumerate(itertools.pairwise(offsets.tolist())):
+        out[lo:hi] = integers.gemm(x.q[lo:hi], x.scales[lo:hi], w[e]).to(out_dtype)
+    return misbehave("w4a8_grouped", out)
+
+
+def gemmx(x, w, *, out, out_dtype=torch.float16):
+    return out.copy_(misbehave("w4ax", mixed.gemm(*x, w).to(out_dtype)))
+
+
+def quantizex(x, w):
+    return mixed.quantize_activations(x, blocks8=w.blocks8, permutation=w.permutation)
+
+
+def decode(q, cache, *, out):
+    return out.copy_(misbehave("attention", caches.decode(q, cache)[0].to(q.dtype)))
 
 
 def time_calls(calls, budget_ms):
@@ -58,8 +86,13 @@ def patch(put) -> None:
     put(measurer, "_gpu_id", lambda: "cpu")
     for holder, name, value in (
         (w4a16, "gemm", gemm16),
+        (w4a16, "grouped_gemm", grouped16),
         (w4a8, "gemm", gemm8),
+        (w4a8, "grouped_gemm", grouped8),
         (w4a8, "quantize_activations", quantize),
+        (w4ax, "gemm", gemmx),
+        (w4ax, "quantize_activations", quantizex),
+        (attention, "decode", decode),
     ):
         getattr(holder, name)  # resolved first, or the lazy name would replace it
         put(holder, name, value)

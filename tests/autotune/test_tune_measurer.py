@@ -8,12 +8,14 @@ import cpu_measurer
 import pytest
 import torch
 import tuning
+from terrazzo.autotune import measurer as measurer_module
 from terrazzo.autotune.database import Database, Problem
 from terrazzo.autotune.isolation import Measurer
 from terrazzo.autotune.jobs import Job
 from terrazzo.autotune.measurer import Bench
 from terrazzo.autotune.operators import get_operator
 from terrazzo.autotune.runner import Runner, candidates
+from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.schedules import records
 
@@ -41,11 +43,44 @@ def test_a_trial_checks_then_times(on_the_cpu, op):
     assert bench.peer(problem) == {"status": "ok", "name": "cublas_f16", "us": 10.0}
     assert records.pick(op, dict(problem.facts), 8, cpu_measurer.H200) is None  # nothing stays forced
     other = bench.trial(problem_of(op, 3), "small_batch", GOOD, 5.0)
-    assert other["status"] == "ok" and list(bench.inputs) == [3]
+    assert other["status"] == "ok" and [m for _, m in bench.inputs] == [8, 3] and len(bench.subjects) == 1
     error = bench.trial(problem, "small_batch", GOOD | {"warps": 40}, 5.0)
     assert error["status"] == "error" and "schedule" in error["error"]
     with pytest.raises(RuntimeError, match="illegal memory access"):
         bench.trial(problem, "small_batch", GOOD | {"stages": 1}, 5.0)
+
+
+TILE = dict(block_tokens=16, warpgroups=2, row_blocks=1, stages=4, raster=8)
+MANY = {
+    "w4ax": ("stream_k", dict(block_tokens=16, warpgroups=2, stages=4, raster=8), {"raster": 4}),
+    "w4a16_grouped": ("grouped", TILE | {"stage_k": 64}, {"raster": 4}),
+    "w4a8_grouped": ("grouped", TILE, {"raster": 4}),
+    "attention": ("decode", dict(row_tiles=1, warps=4, tiles=1, stages=4, min_blocks=2), {"min_blocks": 4}),
+}
+
+
+@pytest.mark.parametrize("op", MANY)
+def test_every_operator_is_checked_by_its_oracle(on_the_cpu, op):
+    """One small problem of each: a right output is timed, a wrong one is not, several problems are held at once."""
+    program, good, change = MANY[op]
+    job = Job(ops=(op,), shapes=((128, 256),), m=(9,), experts=(3,), caches=("2x8/2x128",), formats=("int4/int4",))
+    (problem,) = job.problems()
+    bench = Bench(cpu_measurer.H200)
+    assert bench.trial(problem, program, good, 5.0) == {"status": "ok", "us": 10.0, "spread": 0.01}
+    wrong = bench.trial(problem, program, good | change, 5.0)
+    assert wrong["status"] == "wrong" and "1 of" in wrong["error"]
+    said = bench.peer(problem)
+    assert said["status"] == ("ok" if op == "w4ax" else "error")
+    request = get_operator(op).request(problem, program, good, cpu_measurer.H200)
+    assert good.items() <= dict(request.params).items() and request.name == f"{op.split('_')[0]}.{program}"
+    illegal = {"warpgroups": 4, "block_tokens": 256} if "warpgroups" in good else {"warps": 40}
+    with pytest.raises(ArgumentError, match="schedule"):
+        get_operator(op).request(problem, program, good | illegal, cpu_measurer.H200)
+    bench.trial(problem_of("w4a16"), "small_batch", GOOD, 5.0)
+    assert len(bench.subjects) == 2
+    on_the_cpu.setattr(measurer_module, "_used", lambda: 0.9)
+    assert bench.trial(problem_of("w4a8"), "small_batch", GOOD, 5.0)["status"] == "ok"
+    assert len(bench.subjects) == 1 and len(bench.inputs) == 1  # there was no room for the others
 
 
 def test_two_launches_must_agree(on_the_cpu):
@@ -83,7 +118,7 @@ def test_a_job_with_real_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path))
     job = Job(shapes=((128, 256),), m=(8,), strategy="top-k", most=1)
     with Database() as database:
-        found = candidates(job.problems()[0], cpu_measurer.H200, job.most)
+        found = candidates(job.problems()[0], cpu_measurer.H200, job)
         summary = Runner(job, database, [Measurer(command=COMMAND)], workers=2).run()
         kept = database.trials()
     assert summary.ended == "done" and [it.role for it in kept] == ["heuristic"]

@@ -44,7 +44,7 @@ def test_faults_are_trials_with_a_reason(place):
     summary = tuning.run(tuning.SMALL, *place, faults=True, report=events.append)
     kept = trials(place[0])
     searched = [it for it in kept if it.role != "confirm"]
-    spaces = {p: runner.candidates(p, runner.Target.parse("sm_90a"), 14) for p in tuning.SMALL.problems()}
+    spaces = {p: runner.candidates(p, runner.Target.parse("sm_90a"), tuning.SMALL) for p in tuning.SMALL.problems()}
     tried = {(it.problem, it.program, it.params) for it in searched}
     assert tried == {(p, c.program, tuple(sorted(c.params.items()))) for p, found in spaces.items() for c in found}
     assert len(searched) == len(tried) and summary.trials == len(kept) and summary.ended == "done"

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from terrazzo.autotune import learned, search
 from terrazzo.autotune.database import Problem
+from terrazzo.autotune.jobs import Job
 from terrazzo.autotune.operators import OPERATORS, get_operator
 from terrazzo.autotune.search import Limits, Plan
 from terrazzo.lowering.errors import ArgumentError, ToolchainError
@@ -21,17 +22,24 @@ SHAPES = sorted({(layer.n, layer.k) for layers in MODELS.values() for layer in l
 shapes = st.one_of(st.sampled_from(SHAPES), st.tuples(st.integers(1, 60000), st.integers(1, 30000)))
 
 
-def problem_of(op: str, n: int, k: int, m: int, **options) -> Problem:
-    facts = dict(dtype="float16", group=None, symmetric=False) | options
-    return Problem.of(op, get_operator(op).facts(n, k, **facts), m)
+FORMATS = ("int4/int4", "int4_channel128/int4", "float16/float16", "int2_channel32/int2", "fp8/fp8")
+
+
+def problem_of(op: str, n: int, k: int, m: int) -> Problem:
+    """A problem of an [n, k] weight, or of a cache that the numbers stand for."""
+    cache = f"{1 + m % 100}x{8 * (1 + k % 9)}/8x{n}"
+    own = dict(formats=(FORMATS[k % 5],), head_dim=(64, 128, 256)[n % 3], pages=(128 * (n % 2),))
+    job = Job(ops=(op,), shapes=((n, k),), m=(m,), caches=(cache,), experts=(1 + k % 64,), **own)
+    return job.problems()[0]
 
 
 @settings(max_examples=30, deadline=None)
 @given(shapes, st.integers(1, 5000), st.sampled_from(sorted(OPERATORS)), st.sampled_from(["sm_80", "sm_89", "sm_90a"]))
 def test_spaces_are_legal_by_construction(shape, m, op, arch):
     """Every candidate fits the target, becomes the kernel that it names, and survives its record."""
+    arch = "sm_90a" if "grouped" in op else arch
     target, problem = Target.parse(arch), problem_of(op, *shape, m)
-    space = get_operator(op).space(problem)
+    space, m = get_operator(op).space(problem), problem.m
     found = space.candidates(target, m, most=40)
     assert 1 <= len(found) <= 40 and (found[0].program, found[0].schedule) == space.heuristic(target, m)
     assert len({(it.program, it.schedule) for it in found}) == len(found)
@@ -41,13 +49,14 @@ def test_spaces_are_legal_by_construction(shape, m, op, arch):
         assert space.revive(it.program, it.params, target, m) == (it.schedule, "")
     for it in (found[0], found[-1]):
         request = get_operator(op).request(problem, it.program, it.params, target)
-        assert request.name == f"{op}.{it.program}" and it.params.items() <= dict(request.params).items()
+        assert request.name == f"{op.split('_')[0]}.{it.program}"
+        assert it.schedule.params().items() <= dict(request.params).items()
 
 
 def test_spaces_hold_every_program_of_the_target():
     programs = {}
     for op in OPERATORS:
-        for arch in ("sm_80", "sm_90a"):
+        for arch in ("sm_80", "sm_90a")["grouped" in op :]:
             for m in (1, 16, 64, 4096):
                 space = get_operator(op).space(problem_of(op, 6144, 4096, m))
                 programs.setdefault((op, arch), set()).update(
@@ -55,6 +64,20 @@ def test_spaces_hold_every_program_of_the_target():
                 )
     assert programs["w4a16", "sm_90a"] == programs["w4a8", "sm_90a"] == {"small_batch", "stream_k"}
     assert programs["w4a16", "sm_80"] == programs["w4a8", "sm_80"] == {"small_batch", "multistage"}
+    assert "stream_k" in programs["w4ax", "sm_90a"] and programs["w4ax", "sm_80"] == {"persistent"}
+    assert programs["w4a16_grouped", "sm_90a"] == programs["w4a8_grouped", "sm_90a"] == {"grouped"}
+    assert programs["attention", "sm_80"] == programs["attention", "sm_90a"] == {"decode"}
+
+
+def test_a_wide_space_holds_the_usual_one():
+    """What a record of a whole space measures: every ring length and raster beside what a job tries."""
+    target = Target.parse("nvidia/nvidia-h200")
+    for op in OPERATORS:
+        problem = problem_of(op, 28672, 4096, 64)
+        space = get_operator(op).space(problem)
+        usual = {(it.program, it.schedule) for it in space.candidates(target, problem.m, 10**6, 1e9)}
+        wide = {(it.program, it.schedule) for it in space.candidates(target, problem.m, 10**6, 1e9, wide=True)}
+        assert usual <= wide and len(wide) > 1.4 * len(usual), (op, len(usual), len(wide))
 
 
 @pytest.mark.parametrize(

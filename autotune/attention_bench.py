@@ -1,0 +1,167 @@
+"""Decode attention over a random packed cache: its storage, its oracle on a few heads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.autotune import gemm_bench, measure
+from terrazzo.autotune.subjects import Subject
+from terrazzo.lowering.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+CHECKED_HEADS = 3
+"""kv heads of the first and of the last sequence that are compared with the reference."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """batch x query heads / kv heads x tokens."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    tokens: int
+
+    @staticmethod
+    def parse(text: str) -> Shape:
+        found = re.fullmatch(r"(\d+)x(\d+)/(\d+)x(\d+)(k?)", text)
+        if not found:
+            raise ArgumentError("cache", text, "is no cache", "write batch x heads / kv heads x tokens, as 8x32/8x32k")
+        b, h, k, n = map(int, found.groups()[:4])
+        return Shape(b, h, k, n * (1024 if found.group(5) else 1))
+
+    def __str__(self) -> str:
+        size = f"{self.tokens // 1024}k" if self.tokens % 1024 == 0 else str(self.tokens)
+        return f"{self.batch}x{self.heads}/{self.kv_heads}x{size}"
+
+
+def random_cache(k_format: str, v_format: str, shape: Shape, head_dim: int, page: int, seed: int = 0) -> Any:
+    """A packed cache of random codes with parameters like those of normal data, made in place."""
+    import torch
+    from terrazzo.ops.attention.cache import PackedCache, residual_words
+    from terrazzo.ops.attention.layout import CacheLayout
+
+    layout = CacheLayout(k_format, v_format, head_dim)
+    rng = torch.Generator(gemm_bench.DEVICE).manual_seed(seed)
+    per = shape.tokens // page if page else 1
+    count, tokens = shape.batch * per, page or shape.tokens
+    blocks = tokens // layout.block_tokens
+    words = torch.empty(count, shape.kv_heads, blocks, layout.block_words, dtype=torch.int32, device=gemm_bench.DEVICE)
+    words.random_(-(1 << 31), 1 << 31, generator=rng)
+    body = words[..., layout.channel_words :].unflatten(-1, (-1, layout.tile_words))
+    for fmt, at, size in ((layout.k, 0, layout.k_words), (layout.v, layout.k_words, layout.v_words)):
+        if fmt.scaling == "none":
+            dtype = torch.float16 if fmt.storage == "f16" else torch.bfloat16
+            for page_words in body[..., at : at + size]:
+                values = torch.randn((*page_words.shape[:-1], 2 * size), generator=rng, device=gemm_bench.DEVICE)
+                page_words.copy_(values.to(dtype).view(torch.int32))
+        elif fmt.storage == "e4m3":
+            body[..., at : at + size] &= 0x3F3F3F3F | -0x80000000 | 0x00808080
+
+    def limit(*size: int) -> torch.Tensor:
+        """Ends of value ranges of about -3..3."""
+        return torch.rand(size, generator=rng, device=gemm_bench.DEVICE) / 2 + 2.5
+
+    token_wise = [f.levels for f in (layout.k, layout.v) if f.scaling == "token"]
+    for part in body[..., layout.param_offset :]:
+        for i, levels in enumerate(token_wise):
+            lanes = part.unflatten(-1, (8, len(token_wise), 2))[..., i, :]
+            made = torch.stack([limit(*lanes.shape) * (2 / levels), -limit(*lanes.shape)], -1)
+            lanes.copy_(made.half().view(torch.int32).squeeze(-1))
+    for part in words[..., : layout.channel_words] if layout.channel_words else ():
+        size = (*part.shape[:-1], layout.channel_words)
+        part.copy_(torch.cat([limit(*size) * (2 / layout.k.levels), -limit(*size)], -1).half().view(torch.int32))
+    static = [
+        torch.full((shape.kv_heads, head_dim), 0.03, device=gemm_bench.DEVICE) if f.scaling == "static" else None
+        for f in (layout.k, layout.v)
+    ]
+    words_of = (shape.batch, shape.kv_heads, residual_words(layout, layout.k.group))
+    return PackedCache(
+        layout, words.reshape(count, shape.kv_heads, -1),
+        torch.full((shape.batch,), shape.tokens, dtype=torch.int32, device=gemm_bench.DEVICE), shape.tokens,
+        block_table=torch.randperm(count, generator=rng, device=rng.device).int().reshape(-1, per) if page else None,
+        page_size=page,
+        residual=torch.zeros(words_of, dtype=torch.int32, device=gemm_bench.DEVICE) if layout.k.group else None,
+        k_static=static[0], v_static=static[1],
+    )  # fmt: skip
+
+
+def expected(q: Any, cache: Any) -> list[tuple[int, slice, Any, Any]]:
+    """(sequence, query heads, output, bound) of a few heads of the first and the last sequence."""
+    from terrazzo.ops.attention import reference
+
+    group, options, found = q.shape[2] // cache.kv_heads, reference.Options(), []
+    for b in sorted({0, q.shape[0] - 1}):
+        for h in range(0, cache.kv_heads, -(-cache.kv_heads // CHECKED_HEADS)):
+            span = slice(h * group, (h + 1) * group)
+            rows, (k, v) = q[b, :, span], cache.dequantize(b, h)
+            out, _, weights = reference.attend(rows, k, v, options)
+            found.append((b, span, out, reference.forward_error_bound(rows, cache, b, h, out, weights, options)))
+    return found
+
+
+def wrong(y: Any, found: Sequence[tuple[int, slice, Any, Any]]) -> str:
+    """What is wrong with an output, or ""; `found` is of `expected`."""
+    missing = int(y.isnan().sum())
+    if missing:
+        return f"{missing} elements of the output are NaN"
+    for b, span, out, bound in found:
+        problem = measure.check_outputs(y[b, :, span], out, bound)
+        if problem:
+            return f"sequence {b}, query heads from {span.start}: {problem}"
+    return ""
+
+
+class Decode(Subject):
+    """The cache of one batch.
+
+    Args:
+        shape: of the batch. q_len: new tokens of each sequence.
+    """
+
+    def __init__(
+        self, formats: tuple[str, str], shape: Shape, head_dim: int, page: int, q_len: int, dtype: str
+    ) -> None:
+        self.shape, self.head_dim, self.q_len, self.dtype = shape, head_dim, q_len, dtype
+        self.caches = [random_cache(*formats, shape, head_dim, page)]
+
+    def inputs(self, m: int) -> Any:
+        import torch
+
+        rng = torch.Generator(gemm_bench.DEVICE).manual_seed(m)
+        return torch.randn(self._size, generator=rng, device=gemm_bench.DEVICE).to(getattr(torch, self.dtype))
+
+    def copies(self, m: int) -> Sequence[Any]:
+        from terrazzo.lowering.targets import Target
+
+        first = self.caches[0]
+        wanted = measure.copies_beyond_l2(4 * first.pages.numel(), Target.detect().l2_bytes)
+        while len(self.caches) < wanted:
+            self.caches.append(replace(first, pages=first.pages.clone()))
+        return self.caches
+
+    def output(self, m: int) -> torch.Tensor:
+        import torch
+
+        return measure.poisoned(self._size, getattr(torch, self.dtype), gemm_bench.DEVICE)
+
+    @property
+    def _size(self) -> tuple[int, ...]:
+        """Of q and of the output."""
+        return self.shape.batch, self.q_len, self.shape.heads, self.head_dim
+
+    def launch(self, given: Any, copy: Any, out: torch.Tensor) -> None:
+        from terrazzo.ops import attention
+
+        attention.decode(given, copy, out=out)
+
+    def expected(self, given: Any, m: int) -> Any:
+        return expected(given, self.caches[0])
+
+    def wrong(self, out: torch.Tensor, expected: Any) -> str:
+        return wrong(out, expected)

@@ -1,0 +1,119 @@
+"""W4Ax beside cuBLAS f16: rows whose time is the product of quantized activations with the packed weight."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from terrazzo.autotune.gemm_bench import OURS, Settings, Shape, schedule_text
+
+
+@dataclass(frozen=True)
+class W4AxSettings(Settings):
+    """`Settings`, and `ratio`: share of INT8 blocks."""
+
+    group: int = 128
+    ratio: float = 0.25
+
+
+class W4AxShape(Shape):
+    """Rows of W4Ax."""
+
+    @staticmethod
+    def requests(n: int, k: int, m: int | Sequence[int], settings: W4AxSettings, target: Any) -> list[Any]:
+        from terrazzo.ops import w4ax
+
+        facts = dict(m=m, dtype=settings.dtype, target=target, blocks8=blocks8(k, settings.ratio))
+        return w4ax.kernel_requests(n, k, **facts)
+
+    def load(self) -> tuple[Any, Any, tuple[str, ...], Any]:
+        weight = random_weight(self.n, self.k, self.settings.ratio, self.random)
+        return weight, weight.pack(target=self.target), ("words",), dense_of(weight, self.dtype)
+
+    def facts(self, m: int, requests: Sequence[Any]) -> dict[str, Any]:
+        from terrazzo.layouts import get_converter
+        from terrazzo.schedules import w4ax as schedules
+        from terrazzo.schedules.roofline import weight_only_gemm
+
+        own = next(request for request in requests if request.name != "w4ax.quantize_blocks")
+        alpha, params = get_converter("s4_s8_x16").alu_per_element, dict(own.params)
+        tile = params.get("block_tokens") or params["token_tiles"] * schedules.TOKENS_PER_TILE
+        roof = weight_only_gemm(
+            self.target, m, self.n, self.k, self.packed[0].nbytes, alpha, self.copy_gb_s, dtype="s8", x_bytes=1,
+            token_tile=tile,
+        )  # fmt: skip
+        return {
+            "op": "w4ax",
+            "format": f"s4, {self.weight.blocks8} of {self.weight.blocks} blocks INT8",
+            "dtype": self.settings.dtype,
+            "group": 128,
+            "m": m,
+            "n": self.n,
+            "k": self.k,
+            "us": None,
+            "spread": None,
+            "bytes": self.packed[0].nbytes,
+            "peers": {},
+            "schedule": schedule_text([own]),
+            "bound": roof.bound,
+            "predicted_us": round(roof.us, 2),
+        }
+
+    def expected(self, x: Any, requests: Sequence[Any]) -> tuple[Any, ...]:
+        """As `Shape.expected`; peers multiply the unquantized x, so theirs is held to what quantizing x can change."""
+        from terrazzo.ops.w4ax import reference
+
+        rows, w = self.checked_rows(x.shape[0]), self.weight
+        x = x[rows]
+        q, scales = reference.quantize_activations(x, blocks8=w.blocks8, permutation=w.permutation)
+        ref, bound = reference.gemm(q, scales, w), reference.forward_error_bound(q, scales, w, self.dtype)
+        magnitude = x.double().abs() @ w.dequantize().abs().T
+        steps = scales.double().repeat_interleave(128, dim=1) @ w.values().abs().T
+        return rows, ref, bound, bound + 4 * reference.UNIT_ROUNDOFF[self.settings.dtype] * magnitude + 0.5 * steps
+
+    def calls(self, x: Any) -> dict[str, Callable[[Any, Any], Any]]:
+        from terrazzo.ops import w4ax
+
+        quantized = w4ax.quantize_activations(x, self.packed[0])
+        made = {OURS: lambda packed, out: w4ax.gemm(quantized, packed, out=out, out_dtype=self.dtype)}
+        return made | {"with_quantizer": lambda packed, out: w4ax.gemm(x, packed, out=out)}
+
+    def side_calls(self, x: Any) -> dict[str, Callable[[], object]]:
+        from terrazzo.ops import w4ax
+
+        return {"quantizer": lambda: w4ax.quantize_activations(x, self.packed[0])}
+
+
+def blocks8(k: int, ratio: float) -> int:
+    return int(ratio * -(-k // 128) + 0.5)
+
+
+def random_weight(n: int, k: int, ratio: float, random: Any) -> Any:
+    """A canonical weight with uniform codes, on the generator's device."""
+    import torch
+    from terrazzo.ops import w4ax
+
+    make = lambda *shape: torch.rand(shape, generator=random, device=random.device)
+    plan = w4ax.plan_blocks(make(k) + 0.1, ratio=ratio)
+    codes = torch.randint(-7, 8, (n, plan.padded), generator=random, device=random.device, dtype=torch.int8)
+    return w4ax.QuantizedWeight.canonical(
+        codes.masked_fill(plan.order() < 0, 0),
+        torch.exp(make(n, plan.blocks) - 5).bfloat16(),
+        k=k,
+        blocks8=plan.blocks8,
+        permutation=plan.permutation,
+    )
+
+
+def dense_of(weight: Any, dtype: Any) -> Any:
+    """The weight in 16 bits [N, K], a slice of rows at a time: the float64 of a large one would not fit."""
+    import torch
+
+    parts = []
+    for lo in range(0, weight.n, 4096):
+        part = slice(lo, lo + 4096)
+        rows = dataclasses.replace(weight, codes=weight.codes[part], scales=weight.scales[part])
+        parts.append(rows.dequantize().to(dtype))
+    return torch.cat(parts)
