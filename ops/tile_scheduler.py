@@ -194,13 +194,16 @@ def ring_macros(*, stages: int) -> SimpleNamespace:
     return SimpleNamespace(reset=reset, advance=advance, release=release)
 
 
-def share_macros(*, vectors: int, row_blocks: int, flags: int, add: str) -> SimpleNamespace:
+def share_macros(*, vectors: int, row_blocks: int, flags: int, add: str, apart: bool = False) -> SimpleNamespace:
     """Macros `leave_share` and `add_shares`: partial tiles through the workspace.
 
     A thread holds `row_blocks` * `vectors` groups of four 32-bit sums; WS is [grid, blocks, vectors, 128, 4]. `flags`
     semaphores belong to a CTA, one for each warpgroup. `add` is the primitive that adds four sums from the workspace.
+    `apart`: warpgroups have tiles of their own; each then counts as a CTA, and `wg` only names its barrier.
     """
     import tilelang.language as T
+
+    part = (lambda wg: 0) if apart else (lambda wg: wg)
 
     @T.macro
     def leave_share(WS, SEM, acc, cta, wg, wt):
@@ -210,10 +213,10 @@ def share_macros(*, vectors: int, row_blocks: int, flags: int, add: str) -> Simp
                 T.call_extern(
                     "handle",
                     "tz_copy16",
-                    T.access_ptr(WS[cta, wg * row_blocks + r, i, wt, 0], "w", 4),
+                    T.access_ptr(WS[cta, part(wg) * row_blocks + r, i, wt, 0], "w", 4),
                     T.access_ptr(acc[(r * vectors + i) * 4], "r", 4),
                 )
-        T.call_extern("handle", "tz_signal", T.access_ptr(SEM[cta, wg], "rw", 1), wg + 1)
+        T.call_extern("handle", "tz_signal", T.access_ptr(SEM[cta, part(wg)], "rw", 1), wg + 1)
 
     @T.macro
     def add_shares(WS, SEM, acc, count, cta, wg, wt):
@@ -221,7 +224,7 @@ def share_macros(*, vectors: int, row_blocks: int, flags: int, add: str) -> Simp
         T.call_extern(
             "handle",
             "tz_await",
-            T.access_ptr(SEM[cta - 1, wg], "rw", 1),
+            T.access_ptr(SEM[cta - 1, part(wg)], "rw", 1),
             count,
             -flags,
             wg + 1,
@@ -233,7 +236,7 @@ def share_macros(*, vectors: int, row_blocks: int, flags: int, add: str) -> Simp
                         "handle",
                         add,
                         T.access_ptr(acc[(r * vectors + i) * 4], "rw", 4),
-                        T.access_ptr(WS[cta - (b + 1), wg * row_blocks + r, i, wt, 0], "r", 4),
+                        T.access_ptr(WS[cta - (b + 1), part(wg) * row_blocks + r, i, wt, 0], "r", 4),
                     )
 
     return SimpleNamespace(leave_share=leave_share, add_shares=add_shares)

@@ -67,6 +67,11 @@ class StreamK:
         return self.warpgroups * self.row_blocks
 
     @property
+    def tiles_at_once(self) -> int:
+        """Tiles that a CTA computes side by side."""
+        return 1
+
+    @property
     def sums(self) -> int:
         """Accumulator registers of a thread."""
         return self.row_blocks * self.block_tokens // 2
@@ -109,6 +114,11 @@ class Basic(StreamK):
 
     operands: int = 1
 
+    def legal(self) -> bool:
+        """With two sets of operands, ptxas serializes wgmma of two row blocks, and spills in four warpgroups."""
+        fits = self.operands == 1 or (self.row_blocks == 1 and (self.warpgroups < 4 or self.sums < 64))
+        return fits and super().legal()
+
     @property
     def threads(self) -> int:
         return self.warpgroups * 128
@@ -129,10 +139,35 @@ class Excp(StreamK):
 
     def legal(self) -> bool:
         """Whether the accumulators fit; ptxas refuses wgmma of 256 tokens in a CTA of 512 threads."""
-        return self.sums <= 128 and (self.warpgroups == 1 or self.warpgroups == 2 and self.block_tokens <= 128)
+        return self.sums <= 128 and (self.warpgroups == 1 or (self.warpgroups == 2 and self.block_tokens <= 128))
 
     def smem_bytes(self, problem: IntegerGemm) -> int:
         return super().smem_bytes(problem) + self.operands * self.cta_blocks * 64 * 128
+
+
+@dataclass(frozen=True)
+class PingPong(StreamK):
+    """A tile of 64 * row_blocks rows for each warpgroup, with a ring of its own; they run side by side."""
+
+    @property
+    def cta_blocks(self) -> int:
+        """Row blocks of 64 of one tile."""
+        return self.row_blocks
+
+    @property
+    def tiles_at_once(self) -> int:
+        return self.warpgroups
+
+    def legal(self) -> bool:
+        return self.warpgroups in (2, 3) and super().legal()  # a fourth leaves its producer too few registers
+
+    def stage_bytes(self, problem: IntegerGemm) -> int:
+        """Of one stage of every ring."""
+        return self.warpgroups * super().stage_bytes(problem)
+
+    def workspace(self, grid: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        parts = grid * self.warpgroups
+        return (parts, self.row_blocks, self.block_tokens // 8, 128, 4), (parts, 1)
 
 
 def fitted(schedule: StreamK, problem: IntegerGemm, target: Target) -> StreamK:
@@ -165,7 +200,8 @@ def choose(problem: IntegerGemm, target: Target, m: int) -> StreamK:
 def partition(schedule: StreamK, problem: IntegerGemm, target: Target, m: int) -> Partition:
     """Tiles of the schedule over the SMs of the target."""
     tiles = -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.cta_blocks)
-    return share_tiles(tiles, problem.units, target.sms)
+    part = share_tiles(tiles, problem.units, target.sms * schedule.tiles_at_once)
+    return Partition(-(-part.grid // schedule.tiles_at_once), part.shared)
 
 
 def candidates(problem: IntegerGemm, target: Target, m: int) -> Iterator[StreamK]:

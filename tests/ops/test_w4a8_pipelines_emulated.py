@@ -78,7 +78,7 @@ def emulate(weight, x, x_scales, pipeline, schedule, partition, folder, *, out_d
     return y
 
 
-B, E = w4a8.Basic, w4a8.Excp
+B, E, P = w4a8.Basic, w4a8.Excp, w4a8.PingPong
 CASES = {  # pipeline, n, k, group, m, schedule, (grid, shared tiles), output, dequantization; True: always run
     "basic vadd4": ("basic", 192, 400, 64, 37, B(16, 2, 1, 3), (4, 3), "int32", "vadd4", True),
     "basic two sets": ("basic", 200, 272, 32, 20, B(16, 1, 2, 2, operands=2), (3, 0), "float16", "unsigned", False),
@@ -86,6 +86,9 @@ CASES = {  # pipeline, n, k, group, m, schedule, (grid, shared tiles), output, d
     "excp": ("excp", 192, 400, 64, 37, E(16, 2, 1, 3), (4, 3), "int32", "xor", True),
     "excp one stage": ("excp", 200, 272, 32, 20, E(16, 1, 2, 2, operands=1), (3, 0), "bfloat16", "unsigned", False),
     "excp three stages": ("excp", 130, 656, 128, 33, E(32, 1, 1, 4, operands=3), (5, 6), "int32", "unsigned", False),
+    "pingpong": ("pingpong", 192, 400, 64, 37, P(16, 2, 1, 3), (2, 5), "int32", "xor", True),
+    "pingpong of three": ("pingpong", 200, 272, 32, 20, P(16, 3, 1, 2), (2, 4), "float16", "unsigned", False),
+    "pingpong two blocks": ("pingpong", 130, 656, 128, 33, P(32, 2, 2, 4), (2, 0), "int32", "xor", False),
 }
 
 

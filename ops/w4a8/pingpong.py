@@ -1,0 +1,178 @@
+"""Tile program on wgmma (sm_90a): stream_k.py's pipeline with a tile for each warpgroup instead of halves of one.
+
+LiquidGEMM's other reading ("ping-pong"): a warpgroup that converts and multiplies takes whole tiles of 64 * row_blocks
+rows by `block_tokens` tokens, from a ring that a producer warp of its own fills. Nothing couples the warpgroups of a
+CTA but the SM's schedulers, so one's conversion, or its epilogue, runs beside another's products; tokens are copied
+once for each of them. To the work partition a warpgroup is a CTA: number cta * warpgroups + wg of grid * warpgroups.
+
+The order of sums and the epilogue are those of stream_k.py; its sums are the same bits. A stage is released when the
+wgmmas that read it were waited for.
+"""
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.tile_scheduler import (
+    expert_macros,
+    partition_macros,
+    plan_state,
+    ring_macros,
+    ring_state,
+    scalars,
+    segment_state,
+    share_macros,
+)
+from terrazzo.ops.w4a8.epilogue import staged, store_macros
+from terrazzo.ops.w4a8.problem import UNIT_K, Gemm
+from terrazzo.ops.w4a8.stages import PASS_CONFIGS as PASS_CONFIGS
+from terrazzo.ops.w4a8.stages import stage_macros
+from terrazzo.ops.w4a8.stream_k import REGISTERS
+from terrazzo.schedules.w4a8 import PingPong
+
+
+def build(
+    target,
+    *,
+    n: int,
+    k: int,
+    group: int,
+    out_dtype: str,
+    dequantization: str,
+    bias: bool,
+    block_tokens: int,
+    warpgroups: int,
+    row_blocks: int,
+    stages: int,
+    raster: int = 8,
+):
+    """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y, sk)`, arguments as in stream_k.build without experts, but WS
+    int32 [grid * warpgroups, row_blocks, block_tokens / 8, 128, 4] and SEM int32 [grid * warpgroups, 1].
+
+    Raises:
+        ArgumentError: fewer than two warpgroups, a tile that does not fit the registers, fewer than two stages.
+    """
+    import tilelang.language as T
+    from tilelang.layout import make_full_bank_swizzled_layout
+
+    gemm = Gemm(n, k, group, out_dtype, dequantization, bias)
+    bm, wgs, rb = block_tokens, warpgroups, row_blocks
+    if wgs not in (2, 3):
+        raise ArgumentError("warpgroups", wgs, "must be 2 or 3, each with a tile", "take the program stream_k")
+    if not PingPong(bm, wgs, rb, stages).legal():
+        raise ArgumentError(
+            "block_tokens", bm, f"is too wide for {wgs} warpgroups of {rb} row blocks (registers)", "take fewer of them"
+        )
+    if stages < 2:
+        raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
+    row_tiles, ct, nacc = -(-gemm.row_blocks // rb), wgs * 128, bm // 2
+    tokens = expert_macros(experts=0, block_tokens=bm, units=gemm.units, row_tiles=row_tiles)
+    tiles = partition_macros(units=gemm.units, row_tiles=row_tiles, raster=raster)
+    rings = ring_macros(stages=stages)
+    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=1, add="tz_addcg4i", apart=True)
+    steps = stage_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=rb)
+    out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=rb)
+    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
+    source = prelude(*used, extra=(gemm.converter.device_source,))
+    M, G = T.dynamic("m"), T.dynamic("grid")
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((M, k), "int8"),
+        W: T.Tensor((gemm.units, gemm.row_blocks, gemm.unit_words), "int32"),
+        S: T.Tensor((gemm.row_blocks * 64,), "float32"),
+        XS: T.Tensor((M,), "float32"),
+        RS: T.Tensor((M,), "int32"),
+        B: T.Tensor((n if bias else 1,), "float32"),
+        WS: T.Tensor((G * wgs, rb, bm // 8, 128, 4), "int32"),
+        SEM: T.Tensor((G * wgs, 1), "int32"),
+        Y: T.Tensor((M, n), out_dtype),
+        sk: T.int32,
+    ):
+        with T.Kernel(G, threads=ct + 128, prelude=source) as cta:
+            Xs = T.alloc_shared((wgs * stages, bm, UNIT_K), "int8")
+            Ws = T.alloc_shared((wgs * stages, rb, gemm.unit_words), "int32")
+            Os = T.alloc_shared((wgs * 4, staged(gemm, bm)), out_dtype)
+            Fs = T.alloc_shared((wgs, bm), "float32")
+            Rs = T.alloc_shared((wgs, bm if gemm.unsigned else 1), "int32")
+            full = T.alloc_barrier([32] * (wgs * stages))
+            empty = T.alloc_barrier([4] * (wgs * stages))
+            w = T.alloc_local((8,), "uint32")
+            u = T.alloc_local((gemm.groups,), "uint32")
+            codes = steps.registers()
+            a = T.alloc_local((16,), "uint32")
+            acc = T.alloc_local((rb * nacc,), "int32")
+            held = out.registers()
+            desc = T.alloc_wgmma_desc()
+            p = plan_state()
+            c = segment_state()
+            ring = ring_state()
+            at = scalars("ahead", "base", "worker")
+            T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
+            tx = T.get_thread_binding()
+            lane = tx % 32
+            rings.reset(ring)
+            T.pdl_trigger()
+            mt = T.ceildiv(M, bm)
+            at.base[0] = T.if_then_else(tx >= ct, (tx - ct) // 32, tx // 128)  # the warpgroup, or the one it feeds
+            at.worker[0] = cta * wgs + at.base[0]
+            at.base[0] = at.base[0] * stages
+            tiles.plan(p, at.worker[0], G * wgs, sk, mt)
+            if tx >= ct:
+                T.dec_max_nreg(REGISTERS[wgs][0])
+                if tx < ct + wgs * 32:
+                    # weights do not depend on the kernel before: fetch the first ring while it still runs
+                    tiles.segment(p, c, 0, at.worker[0], G * wgs, sk, mt)
+                    tokens.locate(None, c, M)
+                    at.ahead[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages), 0)
+                    if lane == 0:
+                        for kb in T.serial(at.ahead[0]):
+                            steps.load_weights(W, Ws, full, at.base[0] + kb, c, c.k0[0] + kb)
+                    T.pdl_sync()
+                    for seg in T.serial(p.all[0]):
+                        tiles.segment(p, c, seg, at.worker[0], G * wgs, sk, mt)
+                        tokens.locate(None, c, M)
+                        for kb in T.serial(c.k1[0] - c.k0[0]):
+                            T.barrier_wait(empty[at.base[0] + ring.stage[0]], ring.parity[0] ^ 1)
+                            steps.load_tokens(X, Xs, full, at.base[0] + ring.stage[0], c, c.k0[0] + kb)
+                            if T.And(lane == 0, T.Or(seg > 0, kb >= at.ahead[0])):
+                                steps.load_weights(W, Ws, full, at.base[0] + ring.stage[0], c, c.k0[0] + kb)
+                            T.barrier_arrive(full[at.base[0] + ring.stage[0]])
+                            rings.advance(ring)
+            else:
+                T.inc_max_nreg(REGISTERS[wgs][1])
+                wg = tx // 128
+                wt = tx % 128
+                T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
+                T.pdl_sync()
+                for seg in T.serial(p.all[0]):
+                    tiles.segment(p, c, seg, at.worker[0], G * wgs, sk, mt)
+                    tokens.locate(None, c, M)
+                    c.rows[0] = c.rows[0] - wg  # the epilogue adds the warpgroup's place in a common tile
+                    out.fetch(S, XS, RS, B, held, c, wg, wt)
+                    for i in T.unroll(rb * nacc):
+                        acc[i] = 0
+                    for kb in T.unroll(c.k1[0] - c.k0[0], unroll_factor=1):  # unrolled, it spills
+                        T.barrier_wait(full[at.base[0] + ring.stage[0]], ring.parity[0])
+                        T.call_extern("handle", "tz_fence")
+                        for r in T.unroll(rb):
+                            steps.load_unit(Ws, w, u, at.base[0] + ring.stage[0], r, wt)
+                            for h in T.unroll(2):
+                                steps.convert(w, h * 4, u, a, h * 8, codes, h)
+                                steps.multiply(a, h * 8, acc, desc, at.base[0] + ring.stage[0], r, h)
+                                T.warpgroup_wait(1)
+                                if r == 0 and h == 0:  # the wgmmas on the stage before are complete
+                                    if T.And(lane == 0, kb > 0):
+                                        T.barrier_arrive(empty[at.base[0] + ring.before[0]])
+                        rings.advance(ring)
+                    T.warpgroup_wait(0)
+                    T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
+                    if lane == 0:
+                        T.barrier_arrive(empty[at.base[0] + ring.before[0]])
+                    if c.k0[0] > 0:
+                        shares.leave_share(WS, SEM, acc, at.worker[0], wg, wt)
+                    else:
+                        if c.k1[0] < gemm.units:
+                            tiles.later_shares(c, at.worker[0], G * wgs, sk)
+                            shares.add_shares(WS, SEM, acc, c.count[0], at.worker[0], wg, wt)
+                        out.store(Y, Os, Fs, Rs, acc, held, c, wg, wt)
+
+    return main
