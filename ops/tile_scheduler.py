@@ -1,9 +1,10 @@
 """Macros of persistent tile programs: which share of which tile comes next, and the ring that feeds it.
 
 Work partition (schedules/stream_k.py): the first `sk` tiles are cut along k into equal shares, one for each CTA, the
-others are whole tiles in waves. A CTA that starts inside a tile leaves its sum in the workspace; the CTA that holds the
-head of that tile adds the shares in order of k, so the result has the same bits in every run. A share is awaited only
-from CTAs with a lower index, which the hardware has started earlier.
+others are whole tiles in waves. A CTA that starts inside a tile leaves its sum in the workspace before all else; the
+CTA that holds the head of that tile adds the shares in order of k, after its whole tiles, so that it does not wait. The
+result has the same bits in every run. A share is awaited only from CTAs with a lower index, which the hardware has
+started earlier.
 
 Each function returns macros for one program; all of their state lives in one-element local buffers (`scalars`).
 """
@@ -19,14 +20,17 @@ def scalars(*names: str) -> SimpleNamespace:
 
 
 def plan_state() -> SimpleNamespace:
-    """What `plan` writes: k units [first, last) of shared tiles, shared segments, all segments."""
-    return scalars("first", "last", "shared", "all")
+    """What `plan` writes: k units [first, last) of shared tiles, each `length` long, of which the first `head` cost no
+    work; shared segments, whether one of them is a head to come last, all segments."""
+    return scalars("first", "last", "length", "head", "shared", "late", "all")
 
 
 def segment_state() -> SimpleNamespace:
-    """What `segment` writes: tile, k units [k0, k1), token block, row tile; `count` is a scratch value. What `locate`
-    adds: the block's tokens [first, end) as rows of x, and its expert."""
-    return scalars("tile", "k0", "k1", "tokens", "rows", "count", "first", "end", "expert")
+    """What `segment` writes: tile, k units [k0, k1), token block, row tile, whether it `leaves` its sum to the tile's
+    head or `adds` other shares; `length` of the plan, and `count`, a scratch value. What `locate` adds: the block's
+    tokens [first, end) as rows of x, and its expert."""
+    names = ("tile", "k0", "k1", "tokens", "rows", "leaves", "adds", "length", "count", "first", "end", "expert")
+    return scalars(*names)
 
 
 def table_state() -> SimpleNamespace:
@@ -39,10 +43,12 @@ def ring_state() -> SimpleNamespace:
     return scalars("stage", "parity", "before")
 
 
-def partition_macros(*, units: int, row_tiles: int, raster: int) -> SimpleNamespace:
+def partition_macros(*, units: int, row_tiles: int, raster: int, head_units: int = 0) -> SimpleNamespace:
     """Macros `plan`, `segment` and `later_shares` for tiles of `units` k units, `row_tiles` of them along the rows.
 
-    Groups of `raster` token blocks walk over the rows together, so that both operands stay in L2.
+    Groups of `raster` token blocks walk over the rows together, so that both operands stay in L2. `head_units`: where
+    whole tiles are left besides the shared ones, a head gets so many k units less for each other share that it adds up
+    (a share may then be empty: k0 = k1).
     """
     import tilelang.language as T
 
@@ -50,24 +56,45 @@ def partition_macros(*, units: int, row_tiles: int, raster: int) -> SimpleNamesp
     def plan(p, cta, grid, sk, mt):
         """Shared iterations [first, last), shared segments and all segments of CTA `cta` of `grid`."""
         r = grid - 1 - cta  # high shares on low CTAs: a share is only awaited from a CTA that started earlier
-        p.first[0] = T.truncdiv(r * (sk * units), grid)
-        p.last[0] = T.truncdiv((r + 1) * (sk * units), grid)
-        p.shared[0] = T.if_then_else(
-            p.last[0] > p.first[0], T.truncdiv(p.last[0] - 1, units) - T.truncdiv(p.first[0], units) + 1, 0
-        )
+        p.head[0] = 0
+        if head_units:
+            if T.And(sk > 0, sk < mt * row_tiles):
+                p.head[0] = T.min(T.truncdiv(grid + sk - 1, sk) * head_units, units // 4)
+        p.length[0] = units + p.head[0]
+        p.first[0] = T.truncdiv(r * (sk * p.length[0]), grid)
+        p.last[0] = T.truncdiv((r + 1) * (sk * p.length[0]), grid)
+        p.shared[0] = 0
+        p.late[0] = 0
+        if p.last[0] > p.first[0]:
+            p.shared[0] = T.truncdiv(p.last[0] - 1, p.length[0]) - T.truncdiv(p.first[0], p.length[0]) + 1
+            if T.And(
+                T.truncmod(p.last[0], p.length[0]) > 0,
+                p.last[0] - T.truncmod(p.last[0], p.length[0]) >= p.first[0],
+            ):
+                p.late[0] = 1
         p.all[0] = T.if_then_else(
             cta < grid, p.shared[0] + T.max(T.truncdiv(mt * row_tiles - sk - r + grid - 1, grid), 0), 0
         )
 
     @T.macro
     def segment(p, c, seg, cta, grid, sk, mt):
-        """Tile, k units [k0, k1), token block and row tile of the CTA's segment `seg`."""
-        if seg < p.shared[0]:
-            c.tile[0] = T.truncdiv(p.first[0], units) + seg
-            c.k0[0] = T.max(p.first[0] - c.tile[0] * units, 0)
-            c.k1[0] = T.min(p.last[0] - c.tile[0] * units, units)
+        """Tile, k units [k0, k1), token block and row tile of the CTA's segment `seg`: the shares that it leaves to
+        others, whole tiles, the head that it adds shares to."""
+        c.length[0] = p.length[0]
+        c.leaves[0] = 0
+        c.adds[0] = 0
+        if T.Or(seg < p.shared[0] - p.late[0], T.And(p.late[0] == 1, seg == p.all[0] - 1)):
+            c.tile[0] = T.truncdiv(p.first[0], p.length[0]) + T.if_then_else(
+                seg < p.shared[0] - p.late[0], seg, p.shared[0] - 1
+            )
+            c.k0[0] = T.max(p.first[0] - c.tile[0] * p.length[0], 0)
+            c.k1[0] = T.min(p.last[0] - c.tile[0] * p.length[0], p.length[0])
+            c.leaves[0] = T.if_then_else(c.k0[0] > 0, 1, 0)
+            c.adds[0] = T.if_then_else(T.And(c.k0[0] == 0, c.k1[0] < p.length[0]), 1, 0)
+            c.k0[0] = T.max(c.k0[0] - p.head[0], 0)
+            c.k1[0] = T.max(c.k1[0] - p.head[0], 0)
         else:
-            c.tile[0] = sk + grid - 1 - cta + (seg - p.shared[0]) * grid
+            c.tile[0] = sk + grid - 1 - cta + (seg - p.shared[0] + p.late[0]) * grid
             c.k0[0] = 0
             c.k1[0] = units
         c.tokens[0] = T.truncdiv(c.tile[0], raster * row_tiles) * raster
@@ -79,7 +106,7 @@ def partition_macros(*, units: int, row_tiles: int, raster: int) -> SimpleNamesp
     @T.macro
     def later_shares(c, cta, grid, sk):
         """c.count: the other shares of the tile whose head CTA `cta` holds; those of the CTAs right below."""
-        c.count[0] = T.truncdiv((c.tile[0] + 1) * units * grid - 1, sk * units) - (grid - 1 - cta)
+        c.count[0] = T.truncdiv((c.tile[0] + 1) * c.length[0] * grid - 1, sk * c.length[0]) - (grid - 1 - cta)
 
     return SimpleNamespace(plan=plan, segment=segment, later_shares=later_shares)
 

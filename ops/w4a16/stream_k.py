@@ -35,7 +35,9 @@ PASS_CONFIGS = (  # barriers are placed by hand: the automatic ones stand around
     ("tl.disable_warp_specialized", True),
 )
 UNIT_K = 128  # k extent of one unit of work: two slots of the ring
-REGISTERS = {1: (40, 240), 2: (40, 232), 3: (40, 152), 4: (32, 112)}  # warpgroups -> a producer's, a consumer's
+REGISTERS = {  # (warpgroups, CTAs on an SM) -> a producer's, a consumer's
+    (1, 1): (40, 240), (2, 1): (40, 232), (3, 1): (40, 152), (4, 1): (32, 112), (1, 2): (40, 208), (2, 2): (32, 104)
+}  # fmt: skip
 OUT_PITCH = 24  # halves of a staged output row: 16 rows and 16 bytes of padding, free of bank conflicts
 
 
@@ -56,14 +58,17 @@ def build(
     stages: int,
     stage_k: int = 64,
     raster: int = 8,
+    per_sm: int = 1,
+    head_units: int = 1,
     experts: int = 0,
 ):
     """The prim_func `main(X, W, P, B, WS, SEM, Y, sk)`; with E = `experts`, int32 [E + 1] instead of sk.
 
     Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/64, Np/64, 512]; P uint8 [G, Np/64, R]; B [n] in `dtype` (one
     element without a bias); WS f32 [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32
-    [grid, warpgroups], zero before the first launch and after each one. `grid` CTAs, at most the number of SMs; the
-    first `sk` tiles are shared along k, 0 <= sk <= tiles. A ring stage holds `stage_k` = 64 or 128 k.
+    [grid, warpgroups], zero before the first launch and after each one. `grid` CTAs, at most `per_sm` for each SM; the
+    first `sk` tiles are shared along k, 0 <= sk <= tiles. A ring stage holds `stage_k` = 64 or 128 k. `head_units`: see
+    ops/tile_scheduler.py.
     With experts, W, P and B hold one matrix after the other: [E * Kp/64, Np/64, 512], [E * G, Np/64, R], [E * n];
     expert e owns the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not
     written.
@@ -94,7 +99,7 @@ def build(
     matrices = max(experts, 1)
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
-    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
+    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, head_units=head_units)
     rings = ring_macros(stages=stages)
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, add="tz_addcg4")
     M = T.dynamic("m")
@@ -260,6 +265,8 @@ def build(
         parts: last,
     ):
         with T.Kernel(G, threads=ct + 128, prelude=source) as cta:
+            if per_sm > 1:
+                T.annotate_min_blocks_per_sm(per_sm)
             Xs = T.alloc_shared((stages * halves, bm, 64), dtype)
             Ws = T.alloc_shared((stages * halves, cta_blocks, 512), "int32")
             Ps = T.alloc_shared((stages if shared_params else stages * halves, cta_blocks * ig * rec), "uint8")
@@ -294,7 +301,7 @@ def build(
             )
             tiles.plan(p, cta, ctas, sk, mt)
             if tx >= ct:
-                T.dec_max_nreg(REGISTERS[wgs][0])
+                T.dec_max_nreg(REGISTERS[wgs, per_sm][0])
                 if tx < ct + 32:
                     ahead[0] = 0
                     if not experts:
@@ -332,7 +339,7 @@ def build(
                                     T.barrier_arrive(full[ring.stage[0]])
                                     rings.advance(ring)
             else:
-                T.inc_max_nreg(REGISTERS[wgs][1])
+                T.inc_max_nreg(REGISTERS[wgs, per_sm][1])
                 wg = tx // 128
                 wt = tx % 128
                 warp = wt // 32
@@ -412,11 +419,11 @@ def build(
                                 rings.advance(ring)
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
-                    rings.release(empty, ring, lane == 0)
-                    if c.k0[0] > 0:
+                    rings.release(empty, ring, T.And(lane == 0, c.k1[0] > c.k0[0]))
+                    if c.leaves[0] > 0:
                         shares.leave_share(WS, SEM, acc, cta, wg, wt)
                     else:
-                        if c.k1[0] < units:
+                        if c.adds[0] > 0:
                             tiles.later_shares(c, cta, ctas, sk)
                             shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
                         store_tile(Y, B, Os, acc, o, bb, c, wg, warp, lane)

@@ -267,7 +267,7 @@ class CpuKernel:
         assert done.returncode == 0, done.stderr[-3000:]
         self.launch, self.threads = ctypes.CDLL(str(library)).launch, threads
 
-    def __call__(self, grid: tuple[int, int, int], **values) -> None:
+    def __call__(self, grid: tuple[int, int, int], /, **values) -> None:
         held = []
         for kind, name in self.params:
             value = values[name]

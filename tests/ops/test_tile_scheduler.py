@@ -1,0 +1,93 @@
+"""The partition of tiles over CTAs, as the generated code computes it: run on the CPU from its CUDA text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cuda_on_cpu import CpuKernel
+from terrazzo.lowering import compile_request
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.tile_scheduler import partition_macros, plan_state, segment_state
+from terrazzo.schedules.partition import share_tiles
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
+]
+PASS_CONFIGS = (("tl.disable_thread_storage_sync", True), ("tl.disable_warp_specialized", True))
+FIELDS = ("tile", "k0", "k1", "tokens", "rows", "leaves", "adds", "count")
+RASTER, SEGMENTS = 4, 136
+
+
+def build(target, *, units: int, row_tiles: int, head_units: int):
+    """`main(OUT, sk, mt)`: OUT int32 [grid, SEGMENTS + 1, 8], the segments of each CTA behind their number."""
+    import tilelang.language as T
+
+    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=RASTER, head_units=head_units)
+    G = T.dynamic("grid")
+
+    @T.prim_func
+    def main(OUT: T.Tensor((G, SEGMENTS + 1, len(FIELDS)), "int32"), sk: T.int32, mt: T.int32):
+        with T.Kernel(G, threads=32) as cta:
+            p = plan_state()
+            c = segment_state()
+            tiles.plan(p, cta, G, sk, mt)
+            if T.get_thread_binding() == 0:
+                OUT[cta, 0, 0] = p.all[0]
+                for seg in T.serial(p.all[0]):
+                    tiles.segment(p, c, seg, cta, G, sk, mt)
+                    OUT[cta, seg + 1, 3] = c.tokens[0]
+                    OUT[cta, seg + 1, 4] = c.rows[0]
+                    tiles.later_shares(c, cta, G, T.max(sk, 1))
+                    OUT[cta, seg + 1, 0] = c.tile[0]
+                    OUT[cta, seg + 1, 1] = c.k0[0]
+                    OUT[cta, seg + 1, 2] = c.k1[0]
+                    OUT[cta, seg + 1, 5] = c.leaves[0]
+                    OUT[cta, seg + 1, 6] = c.adds[0]
+                    OUT[cta, seg + 1, 7] = c.count[0]
+
+    return main
+
+
+@pytest.mark.parametrize(("units", "row_tiles", "head_units"), [(32, 40, 1), (7, 16, 0)])
+def test_every_unit_once_and_every_head_after_its_shares(units, row_tiles, head_units, tmp_path):
+    params = {"units": units, "row_tiles": row_tiles, "head_units": head_units}
+    request = KernelRequest(
+        "tests.tiles", f"{__name__}:build", tuple(params.items()), Target.parse("sm_90a"), PASS_CONFIGS
+    )
+    kernel = CpuKernel((compile_request(request) / "kernel.cu").read_text(), [], 32, tmp_path)
+    for mt in (1, 2, 3, 4, 7, 16):
+        for slots in (132, 24, 5):
+            part = share_tiles(mt * row_tiles, units, slots)
+            for sk in {part.shared, 0, min(slots, mt * row_tiles), mt * row_tiles}:
+                out = torch.full((part.grid, SEGMENTS + 1, len(FIELDS)), -1, dtype=torch.int32)
+                kernel((part.grid, 1, 1), OUT=out, sk=sk, mt=mt, grid=part.grid)
+                check(out.tolist(), part.grid, sk, mt, row_tiles, units)
+
+
+def check(ctas: list, grid: int, sk: int, mt: int, row_tiles: int, units: int) -> None:
+    done: dict[int, list[int]] = {tile: [0] * units for tile in range(mt * row_tiles)}
+    left: dict[int, list[int]] = {}  # tile -> CTAs that leave a share of it
+    heads: dict[int, tuple[int, int]] = {}
+    where = set()
+    for cta, (first, *rows) in enumerate(ctas):
+        segments = [dict(zip(FIELDS, row)) for row in rows[: first[0]]]
+        for at, s in enumerate(segments):
+            assert 0 <= s["k0"] <= s["k1"] <= units and not (s["leaves"] and s["adds"])
+            for k in range(s["k0"], s["k1"]):
+                done[s["tile"]][k] += 1
+            if s["leaves"]:
+                assert at == 0, "a CTA has one slot of the workspace, and others wait for it"
+                left.setdefault(s["tile"], []).append(cta)
+            else:
+                where.add((s["tokens"], s["rows"]))
+            if s["adds"]:
+                assert at == len(segments) - 1, "a head comes after its whole tiles"
+                heads[s["tile"]] = cta, s["count"]
+    assert all(count == 1 for tile in done.values() for count in tile)
+    assert where == {(t, r) for t in range(mt) for r in range(row_tiles)}, "one CTA writes each tile"
+    assert heads.keys() == left.keys()
+    for tile, (cta, count) in heads.items():
+        assert sorted(left[tile]) == list(range(cta - count, cta)), "the CTAs right below hold the rest, in order of k"
