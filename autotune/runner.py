@@ -34,7 +34,7 @@ from terrazzo.schedules.spaces import Candidate
 WINDOW = 3
 """Problems that are open at a time: while one is measured, kernels of the next are compiled. With a budget of time all
 problems are open, and get `ROUND` schedules in turn, so that each of them has results whenever the job ends."""
-ROUND = 4
+ROUND = 2
 STEAL = 8
 """Ready schedules from which a GPU takes work on data that another GPU holds."""
 _TICK_S = 0.5

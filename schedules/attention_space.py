@@ -37,7 +37,7 @@ class Decode(spaces.Space):
         return "decode", attention.choose(self.at(m), target)
 
     def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:
-        most, tiles_of_rows = attention.warps_per_sm(self.problem), attention.row_tiles(self.problem)
+        most, base = attention.warps_per_sm(self.problem), attention.choose(self.at(m), target)
         for warps in _WARPS:
             for blocks in range(1, most // warps + 1):
                 # fewer than half of the warps that fit hide too little; what does not divide leaves some out
@@ -45,7 +45,7 @@ class Decode(spaces.Space):
                     continue
                 for tiles in (1, 2, 4):
                     for stages in (2, 3, 4, 5, 6):
-                        yield "decode", attention.Decode(tiles_of_rows, warps, tiles, stages, blocks)
+                        yield "decode", replace(base, warps=warps, tiles=tiles, stages=stages, min_blocks=blocks)
 
     def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
         problem = self.problem

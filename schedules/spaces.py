@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
@@ -100,7 +100,8 @@ class Space(ABC):
         if kind is None:
             return None, f"there is no program {program!r}"
         names = {field.name for field in fields(kind)}
-        if set(params) != names or not all(type(value) is int for value in params.values()):
+        needed = {field.name for field in fields(kind) if field.default is MISSING}
+        if not needed <= set(params) <= names or not all(isinstance(value, int) for value in params.values()):
             return None, f"a schedule of {program} has the integers {sorted(names)}, the record has {dict(params)}"
         schedule = kind(**params)
         reason = self.refusal(program, schedule, target, m)

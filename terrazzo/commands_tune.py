@@ -54,12 +54,19 @@ def _open(path: Path | None) -> Database:
 @click.option("--shape", "shapes", type=Shape(), multiple=True, help="Weight [N, K] as 28672x4096; may be repeated.")
 @click.option("--shapes", "shapes_file", type=click.Path(path_type=Path), help="File of lines NxK, or NxK M M ...")
 @click.option("--m", "ms", type=Counts(), help="Numbers of tokens. Default: one of each bucket, 8 to 4096.")
+@click.option("--experts", type=Counts(), help="Of the grouped operators, for --shape. Default: 8.")
+@click.option("--cache", "caches", multiple=True, help="Attention: batch x heads / kv heads x tokens, 8x32/8x32k.")
+@click.option("--format", "formats", multiple=True, help="Attention: formats of keys/values, int4/int4.")
+@click.option("--page", "pages", type=int, multiple=True, help="Attention: tokens of a page. Default: 0, contiguous.")
 @click.option("--dtype", type=click.Choice(["f16", "bf16"]), help="Activations and output. Default: f16.")
 @click.option("--group", type=int, help="Input channels for each scale. Default: 128, for w4a8 64.")
 @click.option("--symmetric", is_flag=True, help="Without zero points.")
 @click.option("--target", help="auto (default), or the GPU that must be there; with --dry-run any target.")
 @click.option("--strategy", help="learned (default; needs the extra `tune`), top-k, exhaustive or random.")
 @click.option("--trials", type=int, help="Schedules of one problem, at most.")
+@click.option("--most", type=int, help="Schedules of a problem's space, at most. Default: 160.")
+@click.option("--within", type=float, help="Leave out what is predicted slower by this factor. Default: 1.6.")
+@click.option("--wide", is_flag=True, help="Also rings of fewer stages and other rasters: a whole space, to record it.")
 @click.option("--budget", help="For the whole job: 90s, 10m, 1h or '200 trials'.")
 @click.option("--patience", type=int, help="Trials without progress that end a problem. Default: 24; 0 for never.")
 @click.option("--seed", type=int, help="Of the strategy.")
@@ -79,6 +86,7 @@ def run_command(
     ms: tuple[int, ...] | None,
     dtype: str | None,
     symmetric: bool,
+    wide: bool,
     budget: str | None,
     gpus: str | None,
     workers: int | None,
@@ -94,7 +102,8 @@ def run_command(
     from terrazzo.autotune.runner import preview
 
     job = jobs.read_job(job_file) if job_file else jobs.Job()
-    given = {"ops": ops, "models": models, "shapes": shapes, "m": ms, "symmetric": symmetric or None}
+    given = {"ops": ops, "models": models, "shapes": shapes, "m": ms}
+    given |= {"symmetric": symmetric or None, "wide": wide or None}
     given |= {"dtype": dtype and {"f16": "float16", "bf16": "bfloat16"}[dtype], **scalars}
     given |= {"extra": jobs.read_shapes(shapes_file)} if shapes_file else {}
     given |= jobs.budget(budget) if budget else {}
@@ -328,8 +337,12 @@ def _gains(found: list[Best]) -> list[str]:
 
 @tune_group.command("explain")
 @click.option("--op", default="w4a16", show_default=True, help="Operator.")
-@click.option("--shape", "shape", type=Shape(), required=True, help="Weight [N, K] as 28672x4096.")
-@click.option("--m", "ms", type=Counts(), required=True, help="Numbers of tokens.")
+@click.option("--shape", "shapes", type=Shape(), multiple=True, help="Weight [N, K] as 28672x4096.")
+@click.option("--m", "ms", type=Counts(), help="Numbers of tokens.")
+@click.option("--experts", type=Counts(), help="Of the grouped operators. Default: 8.")
+@click.option("--cache", "caches", multiple=True, help="Attention: batch x heads / kv heads x tokens, 8x32/8x32k.")
+@click.option("--format", "formats", multiple=True, help="Attention: formats of keys/values, int4/int4.")
+@click.option("--page", "pages", type=int, multiple=True, help="Attention: tokens of a page. Default: 0, contiguous.")
 @click.option("--dtype", type=click.Choice(["f16", "bf16"]), default="f16", show_default=True)
 @click.option("--group", type=int, help="Default: 128, for w4a8 64.")
 @click.option("--symmetric", is_flag=True, help="Without zero points.")
@@ -337,32 +350,35 @@ def _gains(found: list[Best]) -> list[str]:
 @json_option
 def explain_command(
     op: str,
-    shape: tuple[int, int],
-    ms: tuple[int, ...],
+    ms: tuple[int, ...] | None,
     dtype: str,
-    group: int | None,
-    symmetric: bool,
     target: str | None,
     as_json: bool,
+    **named: Any,
 ) -> None:
     """Which tuned record an operator takes, or why it takes its heuristic."""
-    from terrazzo.autotune.operators import get_operator
+    from terrazzo.autotune import jobs
     from terrazzo.lowering.targets import Target
     from terrazzo.schedules import records
 
-    at, named = Target.parse(target), {"f16": "float16", "bf16": "bfloat16"}[dtype]
-    facts = get_operator(op).facts(*shape, dtype=named, group=group, symmetric=symmetric)
+    at, given = Target.parse(target), {**named, "symmetric": named["symmetric"] or None}
+    job = jobs.override(jobs.Job(), ops=(op,), m=ms, dtype={"f16": "float16", "bf16": "bfloat16"}[dtype], **given)
     rows = []
-    for m in ms:
-        found, reasons = records.explain(op, facts, m, at)
+    for problem in job.problems():
+        found, reasons = records.explain(op, dict(problem.facts), problem.m, at)
         reasons = reasons or ["no table for this GPU"] * (found is None)
-        row = {"m": m, "how": found.how if found else "heuristic", "record_m": found.m if found else None}
+        row = {
+            "what": problem.what,
+            "m": problem.m,
+            "how": found.how if found else "heuristic",
+            "record_m": found.m if found else None,
+        }
         rows.append(row | {"us": found.us if found else None, "reasons": reasons})
     if as_json:
         return print_json(rows)
     print_table(
-        ("M", "answer", "record's M", "us", "because"),
-        [(row["m"], row["how"], row["record_m"], row["us"], "; ".join(row["reasons"])) for row in rows],
+        ("problem", "M", "answer", "record's M", "us", "because"),
+        [(row["what"], row["m"], row["how"], row["record_m"], row["us"], "; ".join(row["reasons"])) for row in rows],
     )
 
 

@@ -8,11 +8,18 @@ import sqlite3
 
 import pytest
 from terrazzo.autotune import database as store
+from terrazzo.autotune import jobs
 from terrazzo.autotune.database import Database, Machine, Problem, Trial
+from terrazzo.autotune.operators import get_operator
 from terrazzo.lowering.errors import ArgumentError, CacheError
 from terrazzo.lowering.targets import Target
+from terrazzo.ops.attention import op as attention
+from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.w4a8 import grouped as grouped8
 from terrazzo.ops.w4a8 import op as w4a8
+from terrazzo.ops.w4a16 import grouped as grouped16
 from terrazzo.ops.w4a16 import op as w4a16
+from terrazzo.ops.w4ax import op as w4ax
 from terrazzo.schedules import records
 
 H200, H100 = Target.parse("nvidia/nvidia-h200"), Target.parse("nvidia/nvidia-h100")
@@ -192,6 +199,89 @@ def test_w4a8_asks_too():
     assert other["warpgroups"] != 3 or other["stages"] != 5
 
 
+OTHERS = {
+    "w4a16": dict(shapes=((6144, 4096),), m=(60,)),
+    "w4a8": dict(shapes=((6144, 4096),), m=(60,)),
+    "w4ax": dict(shapes=((6144, 4096),), m=(60,)),
+    "w4a16_grouped": dict(shapes=((4096, 7168),), m=(480,)),
+    "w4a8_grouped": dict(shapes=((4096, 7168),), m=(480,)),
+    "attention": dict(caches=("60x32/8x4k",), formats=("int4/int4",)),
+}
+
+
+def asked(op: str, m: int, target: Target = H200, **changes) -> dict:
+    """The schedule that the operator itself takes, through its own plan."""
+    facts = dict(jobs.Job(ops=(op,), **OTHERS[op]).problems()[0].facts) | changes
+    n, k = facts.get("n"), facts.get("k")
+    if op == "attention":
+        layout = CacheLayout(facts["k_format"], facts["v_format"], facts["head_dim"])
+        own = dict(dtype="float16", page=facts["page"], residual=facts["residual"], sinks=False)
+        tokens = facts["tokens"] - 1000  # of the same bucket
+        made = attention.plan(layout, m // 8, 8, 4, tokens, **own, softcap=changes.get("softcap", False), target=target)
+    elif op == "w4ax":
+        made, _ = w4ax.plan(m, n, k, facts["blocks8"], out_dtype=facts["out_dtype"], bias=True, target=target)
+    elif op == "w4a16_grouped":
+        own = {name: facts[name] for name in ("symmetric", "scale_dtype", "dtype")}
+        experts, auto = facts["experts"], dict(bias=True, numerics="auto", target=target)
+        made = grouped16.plan(m, n, k, experts, group_size=facts["group"], **own, **auto)
+    elif op == "w4a8_grouped":
+        own = dict(group_size=facts["group"], out_dtype=facts["out_dtype"], dequantization="auto")
+        made = grouped8.plan(m, n, k, facts["experts"], **own, bias=False, target=target)
+    elif op == "w4a8":
+        own = dict(group_size=64, out_dtype=facts["out_dtype"], dequantization="auto", bias=False, pipeline="auto")
+        made = w4a8.plan(m, n, k, **own, target=target)
+    else:
+        made = w4a16.plan(m, n, k, **PLAN, target=target)
+    return dict(made.request.params)
+
+
+@pytest.mark.parametrize("op", OTHERS)
+def test_every_operator_asks_its_records(op):
+    """Exact, nearest of the bucket, another bucket, another GPU, another version: by the operator's own plan."""
+    (problem,) = jobs.Job(ops=(op,), **OTHERS[op]).problems()
+    found = get_operator(op).space(problem).candidates(H200, problem.m)
+    base = asked(op, problem.m)
+    assert found[0].schedule.params().items() <= base.items()
+    same = [it for it in found if it.program == found[0].program]
+    other = next(it for it in same if not it.schedule.params().items() <= base.items())
+    row = dict(op=op, facts=dict(problem.facts), m=problem.m, program=other.program, schedule=other.params, us=5.0)
+    records.use(table([row]))
+    wanted = other.schedule.params().items()
+    near = problem.m + 8
+    assert wanted <= asked(op, problem.m).items()
+    assert wanted <= asked(op, near - 4 if op != "attention" else near).items()
+    assert not wanted <= asked(op, 4 * problem.m).items() or asked(op, 4 * problem.m) == base
+    assert asked(op, problem.m, H100) == base  # a table of another GPU
+    if op == "attention":
+        assert not wanted <= asked(op, problem.m, softcap=True).items()
+    records.clear()
+    records.use(table([row], tilelang="0.1.14"))
+    assert asked(op, problem.m) == base
+    found, reasons = records.explain(op, dict(problem.facts), problem.m, H200)
+    assert found is None and "made with tilelang 0.1.14" in reasons[0]
+
+
+def test_records_of_attention_are_kernels_for_every_batch():
+    (problem,) = jobs.Job(ops=("attention",), **OTHERS["attention"]).problems()
+    own = dict(heads=32, kv_heads=8, target=H200, page=0)
+    before = attention.kernel_requests("int4", "int4", **own)
+    schedule = dict(row_tiles=1, warps=6, tiles=1, stages=4, min_blocks=2)
+    row = dict(op="attention", facts=dict(problem.facts), m=problem.m, program="decode", schedule=schedule, us=5.0)
+    records.use(table([row]))
+    (new,) = set(attention.kernel_requests("int4", "int4", **own)) - set(before)
+    assert schedule.items() <= dict(new.params).items()
+
+
+def test_a_decode_record_answers_where_its_waves_are_as_full():
+    schedule = dict(row_tiles=1, warps=4, tiles=1, stages=5, min_blocks=4)  # 528 CTAs at a time
+    facts = dict(rows=4, tokens=4096)
+    made = table([dict(op="attention", facts=facts, program="decode", schedule=schedule, us=9.0, m=512)])
+    assert made.find("attention", facts, 480)[0].m == 512
+    made = table([dict(op="attention", facts=facts, program="decode", schedule=schedule, us=9.0, m=1024)])
+    assert made.find("attention", facts, 1000)[0].m == 1024
+    assert made.find("attention", facts, 600)[0] is None  # two waves, the second one nearly empty
+
+
 def test_the_environment_names_a_table_or_none(tmp_path, monkeypatch):
     made = table()
     path = tmp_path / "mine.json"
@@ -211,8 +301,6 @@ def test_the_environment_names_a_table_or_none(tmp_path, monkeypatch):
 
 def test_shipped_tables_are_whole():
     """Every record of every shipped table is one that its operator takes."""
-    from terrazzo.autotune.operators import get_operator
-
     for path in records.FOLDER.glob("*.json"):
         made = records.Table.read(path)
         assert path.stem == records.slug(made.gpu)
