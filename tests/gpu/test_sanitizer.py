@@ -35,7 +35,10 @@ def processes(request: pytest.FixtureRequest, compiled) -> Iterator[dict[tuple[s
     for name, tool in (run for run in RUNS if run in wanted):
         # without PyTorch's pool every tensor is an allocation of its own, whose end memcheck knows
         env = os.environ | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {})
-        command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, str(SCRIPT), name]
+        # with padding, what is read behind a tensor is not the next tensor
+        padding = ["--padding", "512"] if tool == "memcheck" else []
+        command = [sanitizer, "--tool", tool, *padding, "--error-exitcode", str(FOUND), sys.executable, str(SCRIPT)]
+        command.append(name)
         started[name, tool] = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
         )
