@@ -188,14 +188,17 @@ template <typename T, bool WHOLE> __device__ __forceinline__ void tz_store_row(
     ),
     Primitive(
         "e4m3",
-        "8-bit floats: an mma.sync whose sums start at zero without moves, rescaling of float sums as tz_rescale",
+        "8-bit floats: mma.sync whose sums start at zero and are scaled at once, rescaling of float sums as tz_rescale",
         """\
-__device__ __forceinline__ void tz_mma_e4m3(void *d_, const void *a_, const void *b_) {
-  float *d = (float *)d_; const unsigned *a = (const unsigned *)a_, *b = (const unsigned *)b_;
-  asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},"
-               "{%10,%10,%10,%10};"
-               : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(0.0f));
+// m16n8k32: c += f * (a b), f of rows g and g + 8. One piece of asm: apart, products pile up in registers
+__device__ __forceinline__ void tz_mma_e4m3(void *c_, const void *a_, const void *b_, float f0, float f1) {
+  float *c = (float *)c_; const unsigned *a = (const unsigned *)a_, *b = (const unsigned *)b_;
+  asm volatile("{ .reg .f32 d<4>;"
+               "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {d0,d1,d2,d3},{%4,%5,%6,%7},{%8,%9},"
+               "{%12,%12,%12,%12};"
+               "fma.rn.f32 %0,d0,%10,%0; fma.rn.f32 %1,d1,%10,%1; fma.rn.f32 %2,d2,%11,%2; fma.rn.f32 %3,d3,%11,%3; }"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(f0), "f"(f1), "f"(0.0f));
 }
 __device__ __forceinline__ float tz_rescale(float acc, float s, float x, float b) {
   return __fmaf_rn(__fmul_rn(acc, s), x, b);

@@ -6,11 +6,12 @@ tile of as many tokens takes more registers than on int8. A problem is an `Integ
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import w4a8
-from terrazzo.schedules.w4a8 import IntegerGemm
+from terrazzo.schedules.w4a8 import IntegerGemm, Multistage
 
 BLOCK_TOKENS = (16, 32, 64, 128)
 _LARGE = 100  # millions of weights from which four warpgroups have enough tiles to share, as on int8
@@ -36,6 +37,21 @@ def choose(problem: IntegerGemm, target: Target, m: int) -> StreamK:
     return w4a8.fitted(StreamK(tokens, warpgroups, 1, stages=2), problem, target)
 
 
+def choose_multistage(problem: IntegerGemm, target: Target, m: int) -> Multistage:
+    """As on int8, with one row tile for each warp from 64 tokens on: products wait in registers to be scaled."""
+    schedule = w4a8.choose_multistage(problem, target, m)
+    if schedule.block_tokens < 64:
+        return schedule
+    wide = schedule.block_tokens == 128
+    schedule = replace(
+        schedule, warps=8 if wide else 4, row_blocks=1, token_warps=2 if wide else 1, stages=3, raster=8, kc=1
+    )
+    if m > 128:
+        return schedule
+    kc = 2 * target.sms // schedule.tiles(problem, schedule.block_tokens)
+    return replace(schedule, kc=max(1, min(8, kc, problem.units)))
+
+
 def choose_program(problem: IntegerGemm, target: Target, m: int) -> tuple[str, Any]:
     """(program, schedule) for m tokens: stream_k where e4m3 wgmma is, else small_batch up to 16 tokens, multistage.
 
@@ -46,4 +62,4 @@ def choose_program(problem: IntegerGemm, target: Target, m: int) -> tuple[str, A
     if m <= 2 * w4a8.TOKENS_PER_TILE:
         tokens = next(t for t in (w4a8.TOKENS_PER_TILE, 2 * w4a8.TOKENS_PER_TILE) if m <= t)
         return "small_batch", w4a8.choose_small_batch(problem, target, tokens)
-    return "multistage", w4a8.choose_multistage(problem, target, m)
+    return "multistage", choose_multistage(problem, target, m)

@@ -34,7 +34,7 @@ def of(n: int, k: int, group: int, out_dtype: str, dequantization: str, bias: bo
 
 
 def operand_macros(gemm: Gemm) -> SimpleNamespace:
-    """Macro `convert`, as of `operand.operand_macros` but without parameters, and `factors` of a record."""
+    """Macros `convert`, `word` and `mma` (mma.sync) in place of those of `operand`, and `factors` of a record."""
     import tilelang.language as T
 
     name = gemm.converter.device_name
@@ -43,10 +43,28 @@ def operand_macros(gemm: Gemm) -> SimpleNamespace:
         return SimpleNamespace(o=T.alloc_local((2,), "uint32"))
 
     @T.macro
+    def word(w, at, o, v, row):
+        """Word w[at] into o[0] and o[1], low and high nibbles; e4m3 needs no parameters v."""
+        T.call_extern("handle", name, w[at], T.access_ptr(o, "w", 2))
+
+    @T.macro
+    def mma(acc, to, a, at, x, b, f, row):
+        """m16n8k32: acc[to .. to + 3] += a[at .. at + 3] x[b .. b + 1], times f[row], f[row + 1] of rows g, g + 8."""
+        T.call_extern(
+            "handle",
+            "tz_mma_e4m3",
+            T.access_ptr(acc[to], "rw", 4),
+            T.access_ptr(a[at], "r", 4),
+            T.access_ptr(x[b], "r", 2),
+            f[row],
+            f[row + 1],
+        )
+
+    @T.macro
     def convert(w, at, u, a, to, held, h):
         """Words w[at .. at + 3] into a[to .. to + 7]: A fragments of two k32 steps, low nibbles first."""
         for r in T.unroll(4):
-            T.call_extern("handle", name, w[at + r], T.access_ptr(held.o, "w", 2))
+            word(w, at + r, held.o, None, 0)
             a[to + r] = held.o[0]
             a[to + 4 + r] = held.o[1]
 
@@ -56,4 +74,4 @@ def operand_macros(gemm: Gemm) -> SimpleNamespace:
         f[at] = T.call_extern("float32", "tz_unpack<false, 0>", u)
         f[at + 1] = T.call_extern("float32", "tz_unpack<false, 1>", u)
 
-    return SimpleNamespace(registers=registers, convert=convert, factors=factors)
+    return SimpleNamespace(registers=registers, convert=convert, word=word, mma=mma, factors=factors)

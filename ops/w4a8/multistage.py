@@ -10,7 +10,9 @@ and reloads each pair of X fragments right after its last use. The last pass of 
 barrier: the stage has been read by then, so its slot takes the copy for `stages` stages later, and the next stage is
 complete.
 
-Sums are int32. With kc > 1 the CTAs of a tile share k; the last to arrive adds the kc partial tiles.
+Sums are int32; with e4m3 they are float32, and a tensor-core instruction's own sums last for one k32 step (the tensor
+core keeps about 14 bits of them), after which they are scaled by the factors of the group and added. With kc > 1 the
+CTAs of a tile share k; the last to arrive adds the kc partial tiles.
 """
 
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from types import SimpleNamespace
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops import mma_tiles
 from terrazzo.ops.tile_scheduler import scalars
+from terrazzo.ops.w4a8 import fp8_problem
 from terrazzo.ops.w4a8.operand import operand_macros
 from terrazzo.ops.w4a8.problem import BLOCK_WORDS, RECORD_BYTES, UNIT_K, Gemm
 
@@ -27,6 +30,7 @@ PASS_CONFIGS = (  # the barriers and the bounds are the program's own
     ("tl.disable_warp_specialized", True),
 )
 MOST_SUMS = 128  # accumulator registers of a thread beside two sets of operands
+MOST_E4M3 = 32  # and beside the products of two passes, which ptxas lets wait for their scaling
 
 
 def shared_bytes(
@@ -61,7 +65,8 @@ def build(
     int32 [M] sums of the rows of X (read by "unsigned" only); B f32 [n] (one element without a bias); Y [M, n] in
     `out_dtype`. With kc > 1, WS int32 [tiles, kc, A/4, 32 * warps, 4] with A = row_blocks * block_tokens / token_warps
     / 2, and SEM int32 [tiles], zero before the first launch and after each one, where tiles is ceil(M / block_tokens) *
-    ceil(Np / rows of a CTA) or more; with kc = 1 they are unused, [1, 1, 1, 1, 4] and [1].
+    ceil(Np / rows of a CTA) or more; with kc = 1 they are unused, [1, 1, 1, 1, 4] and [1]. With `dequantization`
+    "e4m3", the bytes of X are e4m3, RS [1] is not read, and WS is f32.
 
     Args:
         target: a Target whose shared memory the ring must fit in, or None.
@@ -77,10 +82,13 @@ def build(
     """
     import tilelang.language as T
 
-    gemm = Gemm(n, k, group, out_dtype, dequantization, bias)
+    gemm = fp8_problem.of(n, k, group, out_dtype, dequantization, bias)
+    e4m3 = dequantization == fp8_problem.E4M3
     config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, stages=stages, token_warps=token_warps)
     need = shared_bytes(gemm, **config, kc=kc)
-    mma_tiles.check(**config, kc=kc, units=gemm.units, most=MOST_SUMS * 2, need=need, target=target)
+    mma_tiles.check(
+        **config, kc=kc, units=gemm.units, most=(MOST_E4M3 if e4m3 else MOST_SUMS) * 2, need=need, target=target
+    )
     bm, rb, threads = block_tokens, row_blocks, warps * 32
     units, all_blocks, ig, unit_words = gemm.units, gemm.row_blocks, gemm.groups, gemm.unit_words
     wm, row_warps = bm // token_warps, warps // token_warps  # tokens of a warp
@@ -90,12 +98,13 @@ def build(
     raw, unsigned = gemm.raw, gemm.unsigned
     pitch, tb = mma_tiles.out_pitch(rb), ("true" if out_dtype == "bfloat16" else "false")
     copies = blocks * unit_words // 4  # 16-byte pieces of a stage's weights
-    operand = operand_macros(gemm)
+    operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
+    sum_type = "float32" if e4m3 else "int32"
     tiles = mma_tiles.place_macros(block_tokens=bm, row_tiles=row_tiles, raster=raster)
     xs = mma_tiles.x_macros(k=k, stage_k=UNIT_K, block_tokens=bm, warp_tokens=wm, threads=threads)
-    partial = mma_tiles.partial_macros(sums=nacc, kc=kc, load="tz_ldcg4", add="tz_addcg4i")
+    partial = mma_tiles.partial_macros(sums=nacc, kc=kc, load="tz_ldcg4", add="tz_addcg4" if e4m3 else "tz_addcg4i")
     out = mma_tiles.out_macros(n=n, row_blocks=rb, vec=2)
-    used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8")
+    used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8", *(["e4m3"] if e4m3 else []))
     source = prelude(*used, extra=(mma_tiles.SOURCE, gemm.converter.device_source))
     M = T.dynamic("m")
     TILES = T.dynamic("tiles")
@@ -126,19 +135,18 @@ def build(
 
     @T.macro
     def load_params(Ws, v, slot, q, tile, lane):
-        """Factors and offsets of rows g and g + 8 in group q of the unit."""
+        """Parameters of rows g and g + 8 in group q of the unit: factors and offsets, or (e4m3) factors."""
         for m in T.unroll(rb):
             at = slot * (blocks * unit_words) + (tile + m) // 4 * unit_words + 2 * BLOCK_WORDS
-            T.call_extern(
-                "handle",
-                "tz_lqq_params",
-                T.call_extern(
-                    "uint32",
-                    "tz_lds32",
-                    T.access_ptr(Ws[at + q * (RECORD_BYTES // 4) + (tile + m) % 4 * 8 + lane // 4], "r", 1),
-                ),
-                T.access_ptr(v[m * 4], "w", 4),
+            word = T.call_extern(
+                "uint32",
+                "tz_lds32",
+                T.access_ptr(Ws[at + q * (RECORD_BYTES // 4) + (tile + m) % 4 * 8 + lane // 4], "r", 1),
             )
+            if e4m3:
+                operand.factors(v, m * 2, word)
+            else:
+                T.call_extern("handle", "tz_lqq_params", word, T.access_ptr(v[m * 4], "w", 4))
 
     @T.macro
     def convert(w, a, v, o, m, step):
@@ -203,9 +211,9 @@ def build(
         W: T.Tensor((units, all_blocks, unit_words), "int32"),
         S: T.Tensor((all_blocks * 64,), "float32"),
         XS: T.Tensor((M,), "float32"),
-        RS: T.Tensor((M,), "int32"),
+        RS: T.Tensor((1 if e4m3 else M,), "int32"),
         B: T.Tensor((n if bias else 1,), "float32"),
-        WS: T.Tensor((TILES, kc, nacc // 4, threads, 4) if kc > 1 else (1, 1, 1, 1, 4), "int32"),
+        WS: T.Tensor((TILES, kc, nacc // 4, threads, 4) if kc > 1 else (1, 1, 1, 1, 4), sum_type),
         SEM: T.Tensor((TILES,) if kc > 1 else (1,), "int32"),
         Y: T.Tensor((M, n), out_dtype),
     ):
@@ -215,9 +223,9 @@ def build(
             w = T.alloc_local((rb * 4,), "uint32")
             a = T.alloc_local((rb * 8,), "uint32")
             x = T.alloc_local((pairs * 4,), "uint32")
-            v = T.alloc_local((rb * 4,), "uint32")
+            v = T.alloc_local((rb * 2,), "float32") if e4m3 else T.alloc_local((rb * 4,), "uint32")
             o = T.alloc_local((2,), "uint32")
-            acc = T.alloc_local((nacc,), "int32")
+            acc = T.alloc_local((nacc,), sum_type)
             held = SimpleNamespace(
                 s=T.alloc_local((rb * 2,), "float32"),
                 b=T.alloc_local((rb * 2,), "float32"),
@@ -264,18 +272,22 @@ def build(
                         T.call_extern("handle", "tz_cp_commit")
                     if j % 2 == 1:
                         load_words(Ws, w, c.slot[0], (j + 1) % 4 // 2, tile, lane)
-                    if (j + 1) % run == 0:
+                    if not e4m3 and (j + 1) % run == 0:  # of what is converted now
                         load_params(Ws, v, c.slot[0], (j + 1) % 4 // run, tile, lane)
                     for p in T.unroll(pairs):
                         for m in T.unroll(rb):
                             for e in T.unroll(2):
-                                operand.mma(
-                                    acc, ((m * pairs + p) * 2 + e) * 4, a, (j % 2 * rb + m) * 4, x, p * 4 + e * 2
-                                )
+                                to, at = ((m * pairs + p) * 2 + e) * 4, (j % 2 * rb + m) * 4
+                                if e4m3:
+                                    operand.mma(acc, to, a, at, x, p * 4 + e * 2, v, m * 2)
+                                else:
+                                    operand.mma(acc, to, a, at, x, p * 4 + e * 2)
                         xs.load(Xs, x, c.slot[0], (j + 1) % 4, p, column, lane)
                         for m in T.unroll(rb):
                             if m * pairs // rb == p:
                                 convert(w, a, v, o, m, j + 1)
+                    if e4m3 and (j + 1) % run == 0:  # of what is multiplied next
+                        load_params(Ws, v, c.slot[0], (j + 1) % 4 // run, tile, lane)
             T.sync_threads()  # the staged output shares memory with X
             if kc > 1:
                 partial.leave(WS, acc, bx, bz, tx)

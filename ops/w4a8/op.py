@@ -12,7 +12,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
 from terrazzo.ops.launching import Plan
-from terrazzo.ops.w4a8 import activations, fp8_format, fp8_problem
+from terrazzo.ops.w4a8 import activations, basic, excp, fp8_format, fp8_problem, pingpong, problem
 from terrazzo.ops.w4a8 import multistage as multistage_program
 from terrazzo.ops.w4a8 import small_batch as small_batch_program
 from terrazzo.ops.w4a8 import stream_k as stream_k_program
@@ -26,10 +26,11 @@ from terrazzo.schedules import w4a8 as schedules
 if TYPE_CHECKING:
     import torch
 
-PIPELINES = ("auto", "small_batch", "multistage", "imfp")
+PIPELINES = ("auto", "small_batch", "multistage", "imfp", "pingpong", "excp", "basic", "basic_overlapped")
 LARGEST_UNSIGNED_K = 66311
 """Longest row whose sums of u8 x s8 products stay in int32: 255 * 127 * K < 2^31."""
 AUTO = "xor"
+_WGMMA = {"stream_k": stream_k_program, "pingpong": pingpong, "excp": excp, "basic": basic}  # int32 sums, one contract
 _SMALL = (8, 16, schedules.MAX_TOKENS)  # buckets of the small-batch program; more tokens take several launches
 
 
@@ -58,7 +59,7 @@ def plan(
     common = dict(
         n=n, k=k16, group=group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias and not raw
     )
-    fp8_problem.of(**common)
+    problem.ComparedGemm(**common) if dequantization == problem.BASELINE else fp8_problem.of(**common)
     gemm = schedules.IntegerGemm.of(n, k16, group_size, 4 if raw else 2)
 
     def request(program: ModuleType, schedule: Any) -> KernelRequest:
@@ -70,10 +71,13 @@ def plan(
 
     if e4m3:
         fp8_format.check_target(target)
-    if pipeline == "imfp" and not target.supports("wgmma.s8"):
+    wgmma = pipeline not in ("auto", "small_batch", "multistage")
+    if wgmma and not target.supports("wgmma.s8"):
         raise ArgumentError("pipeline", pipeline, f"{target.arch} has no wgmma of bytes", "leave it 'auto'")
     if e4m3 and pipeline in ("small_batch", "multistage") and not target.supports("mma.e4m3"):
         raise ArgumentError("pipeline", pipeline, f"{target.arch} emulates mma.sync of e4m3", "leave it 'auto'")
+    if e4m3 and wgmma and pipeline != "imfp":
+        raise ArgumentError("pipeline", pipeline, "has no form for e4m3 activations", "take 'imfp'")
     if pipeline == "auto" and e4m3:
         program, s = w4a8_fp8.choose_program(gemm, target, m)
     elif pipeline == "auto":
@@ -83,21 +87,18 @@ def plan(
         program = pipeline
         s = schedules.choose_small_batch(gemm, target, next((t for t in _SMALL if m <= t), _SMALL[-1]))
     elif pipeline == "multistage":
-        program, s = pipeline, schedules.choose_multistage(gemm, target, m)
+        program, s = pipeline, (w4a8_fp8 if e4m3 else schedules).choose_multistage(gemm, target, m)
+    elif e4m3:
+        program, s = "stream_k", w4a8_fp8.choose(gemm, target, m)
     else:
-        program, s = "stream_k", (w4a8_fp8 if e4m3 else schedules).choose(gemm, target, m)
+        program, s = schedules.choose_pipeline(pipeline, gemm, target, m)
     if program == "small_batch":
         workspace = (s.kc, s.token_tiles * schedules.TOKENS_PER_TILE, gemm.row_blocks * 64)
         return Plan(request(small_batch_program, s), workspace, (s.nc,), ())
     if program == "multistage":
         return Plan(request(multistage_program, s), *multistage.launch_sizes(s, gemm, m), ())
     part = schedules.partition(s, gemm, device or target, m)
-    return Plan(
-        request(stream_k_program, s),
-        (part.grid, s.cta_blocks, s.block_tokens // 8, 128, 4),
-        (part.grid, s.warpgroups),
-        (part.shared,),
-    )
+    return Plan(request(_WGMMA[program], s), *s.workspace(part.grid), (part.shared,))
 
 
 def tuning_facts(n: int, k: int, group_size: int, out_dtype: str, dequantization: str) -> dict[str, int | str]:
@@ -204,8 +205,11 @@ def gemm(
             bit-exact for every schedule and target (not with e4m3). None takes x's dtype, or float16.
         dequantization: "xor" makes signed bytes, "unsigned" leaves 128 in them and takes it off the sums by the row
             sums of x (K up to 66311); "auto" is xor. Both give the same bits. Weights of `fp8` have one form, "e4m3".
-        pipeline: "imfp" (one producer, consumers that dequantize and multiply; wgmma), "multistage" (mma.sync behind a
-            ring of cp.async), "small_batch" (mma.sync, 32 tokens for each launch), "auto" by M, size and target.
+            "vadd4" is QServe's way to the same bytes, slower, for pipelines "basic": the baseline of benchmarks.
+        pipeline: "imfp" (one producer, consumers that dequantize and multiply rows of one tile; wgmma), "pingpong" (the
+            same with a tile for each consumer), "excp" (load, dequantize and multiply apart), "basic" (no roles; with
+            "basic_overlapped" a warpgroup dequantizes beside its products), "multistage" (mma.sync behind a ring of
+            cp.async), "small_batch" (mma.sync, 32 tokens for each launch), "auto" by M, size and target.
 
     Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on
     different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time.
@@ -355,9 +359,10 @@ def _check_inputs(shape: Sequence[int], x: torch.Tensor, w: PackedWeight) -> Non
 
 
 def check_choices(k: int, out_dtype: str, dequantization: str, pipeline: str) -> None:
+    baseline = [problem.BASELINE] if pipeline.startswith("basic") else []
     for name, value, known in (
         ("out_dtype", out_dtype, OUT_DTYPES),
-        ("dequantization", dequantization, (*DEQUANTIZATIONS, E4M3)),
+        ("dequantization", dequantization, (*DEQUANTIZATIONS, E4M3, *baseline)),
         ("pipeline", pipeline, PIPELINES),
     ):
         if value not in known:

@@ -9,8 +9,9 @@ memory once per `chunk` tiles. With kc > 1 the last CTA of a row range sums the 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.resident import ROW_WORDS, resident_macros, sum_macros, unit_macros
+from terrazzo.ops.w4a8 import fp8_problem
 from terrazzo.ops.w4a8.operand import operand_macros
-from terrazzo.ops.w4a8.problem import UNIT_K, Gemm
+from terrazzo.ops.w4a8.problem import UNIT_K
 
 PASS_CONFIGS = (  # the barriers and the bounds are the program's own
     ("tl.disable_safe_memory_legalize", True),
@@ -41,10 +42,13 @@ def build(
     Shapes: X int8 [M, k]; W int32 [Kp/128, Np/64, unit words]; S f32 [Np] channel scales; XS f32 [M] token scales; RS
     int32 [M] sums of the rows of X (read by "unsigned" only); B f32 [n] (one element without a bias); WS int32
     [kc, token_tiles * 8, Np]; SEM int32 [nc], zero before the first launch and after each one; Y [M, n] in `out_dtype`.
+    With `dequantization` "e4m3", the bytes of X are e4m3, RS [1] is not read, and WS is f32.
     """
     import tilelang.language as T
 
-    gemm = Gemm(n, k, group, out_dtype, dequantization, bias)
+    gemm = fp8_problem.of(n, k, group, out_dtype, dequantization, bias)
+    e4m3 = dequantization == fp8_problem.E4M3
+    sum_type = "float32" if e4m3 else "int32"
     nt, ig, items_k, tiles = token_tiles, gemm.groups, gemm.units, gemm.row_blocks * 4
     even = items_k % kc == 0 and (items_k // kc) % warps == 0
     cta_items = -(-items_k // kc)  # most items of a CTA along k
@@ -58,7 +62,7 @@ def build(
     raw, unsigned = gemm.raw, gemm.unsigned
     pdl = target.supports("pdl")
     bulk = target.supports("bulk_copy")
-    operand = operand_macros(gemm)
+    operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
     resident = resident_macros(
         k=k, item_k=UNIT_K, items=items_k, cta_items=cta_items, rows=nt * 8, pitch=pitch, size=1, threads=threads,
         bulk=bulk, cluster=cluster,
@@ -70,6 +74,7 @@ def build(
         "ldmatrix",
         "semaphore",
         "int8",
+        *(["pack", "e4m3"] if e4m3 else []),
         *(["multicast" if cluster > 1 else "bulk"] if bulk else []),
         extra=(gemm.converter.device_source,),
     )
@@ -106,9 +111,8 @@ def build(
                     if row + i < n:
                         Y[tok, row + i] = o4[i]
 
-    sums = sum_macros(
-        token_tiles=nt, chunk=chunk, chunks=chunks, warps=warps, kc=kc, add="tz_addcg4i", store=store
-    )  # fmt: skip
+    add = "tz_addcg4" if e4m3 else "tz_addcg4i"
+    sums = sum_macros(token_tiles=nt, chunk=chunk, chunks=chunks, warps=warps, kc=kc, add=add, store=store)
 
     @T.prim_func
     def main(
@@ -116,23 +120,24 @@ def build(
         W: T.Tensor((items_k, gemm.row_blocks, gemm.unit_words), "int32"),
         S: T.Tensor((tiles * 16,), "float32"),
         XS: T.Tensor((M,), "float32"),
-        RS: T.Tensor((M,), "int32"),
+        RS: T.Tensor((1 if e4m3 else M,), "int32"),
         B: T.Tensor((n if bias else 1,), "float32"),
-        WS: T.Tensor((kc, nt * 8, tiles * 16), "int32"),
+        WS: T.Tensor((kc, nt * 8, tiles * 16), sum_type),
         SEM: T.Tensor((nc,), "int32"),
         Y: T.Tensor((M, n), out_dtype),
     ):
         with T.Kernel(kc, nc, threads=threads, prelude=source, **cluster_dims) as (bk, bn):
             Xs = T.alloc_shared((nt * 8 * pitch + 128,), "int8")  # the tail keeps what follows 128-byte aligned
             R = T.alloc_shared((warps * stages * ring.step,), "int32")
-            Q = T.alloc_shared((sums.words,), "int32")
+            Q = T.alloc_shared((sums.words,), sum_type)
             xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk else None
             w = T.alloc_local((4,), "uint32")
             u = T.alloc_local((ig,), "uint32")
             a = T.alloc_local((8,), "uint32")
             x = T.alloc_local((8 * nt,), "uint32")
-            acc = T.alloc_local((chunk * nt * 4,), "int32")
-            r4 = T.alloc_local((4,), "int32")
+            acc = T.alloc_local((chunk * nt * 4,), sum_type)
+            f = T.alloc_local((2 * ig,), "float32")
+            r4 = T.alloc_local((4,), sum_type)
             o4 = T.alloc_local((4,), out_dtype)
             held = operand.registers()
             tx = T.get_thread_binding()
@@ -171,6 +176,8 @@ def build(
                                 "tz_lds32",
                                 T.access_ptr(R[slot + ring.params + (m * ig + q) * ROW_WORDS + lane // 4], "r", 1),
                             )
+                            if e4m3:
+                                operand.factors(f, q * 2, u[q])
                         for j in T.unroll(2):
                             T.call_extern(
                                 "handle",
@@ -181,7 +188,11 @@ def build(
                             operand.convert(w, 0, u, a, 0, held, j)
                             for e in T.unroll(2):
                                 for t in T.unroll(nt):
-                                    operand.mma(acc, (m * nt + t) * 4, a, e * 4, x, (j * nt + t) * 4 + e * 2)
+                                    to, b = (m * nt + t) * 4, (j * nt + t) * 4 + e * 2
+                                    if e4m3:
+                                        operand.mma(acc, to, a, e * 4, x, b, f, (j * 2 + e) * ig // 4 * 2)
+                                    else:
+                                        operand.mma(acc, to, a, e * 4, x, b)
                     T.call_extern("handle", "tz_syncwarp")  # every lane has read the step before it is overwritten
                     ring.issue(W, R, base, ci * gn + gi + stages, gn, t0, t1, k0 + g0, lane)
                 sums.add_warps(Q, WS, (S, XS, RS, B, Y, o4), acc, r4, M, bk, t0, t1, ci, tx)
