@@ -21,16 +21,23 @@ if TYPE_CHECKING:
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
 
+AUTO_PIPELINES = ("small_batch", "multistage", "imfp")
 SMALL_BATCH_M = 32
 """Most tokens for which small_batch is timed as a pipeline of its own: one launch."""
 
 
 @dataclass(frozen=True)
 class W4A8Settings(Settings):
-    """`Settings`, and `ablation`: time every dequantization and pipeline, not only what `auto` takes."""
+    """`Settings`, and what is timed beside the calls that `auto` takes.
+
+    Attributes:
+        ablation: every pipeline that `auto` may take, with every dequantization.
+        ways: (pipeline, dequantization) instead; the calls that quantize are then left out.
+    """
 
     group: int = 64
     ablation: bool = False
+    ways: tuple[tuple[str, str], ...] = ()
 
 
 def bench_w4a8(
@@ -48,22 +55,20 @@ def bench_w4a8(
 
 
 def options_of(m: int, n: int, k: int, settings: W4A8Settings, target: Target) -> dict[str, dict[str, str]]:
-    """Name -> options of `gemm`: what `auto` takes, and with `ablation` everything else that serves the problem."""
+    """Name -> options of `gemm`: what `auto` takes, and of the settings' other ways those that serve the problem."""
     from terrazzo.ops.w4a8 import op
 
     found: dict[str, dict[str, str]] = {OURS: {}}
-    if not settings.ablation:
-        return found
+    every = tuple((pipeline, form) for pipeline in AUTO_PIPELINES for form in op.DEQUANTIZATIONS[1:])
     facts = dict(group_size=settings.group, out_dtype=settings.dtype, bias=False, target=target)
-    for pipeline in op.PIPELINES[1:]:
-        for dequantization in op.DEQUANTIZATIONS[1:]:
-            if pipeline == "small_batch" and m > SMALL_BATCH_M:
-                continue
-            try:
-                op.plan(m, n, k, **facts, dequantization=dequantization, pipeline=pipeline)
-            except ArgumentError:
-                continue  # does not serve this problem
-            found[f"{pipeline}_{dequantization}"] = {"pipeline": pipeline, "dequantization": dequantization}
+    for pipeline, dequantization in settings.ways or every * settings.ablation:
+        if pipeline == "small_batch" and m > SMALL_BATCH_M:
+            continue
+        try:
+            op.plan(m, n, k, **facts, dequantization=dequantization, pipeline=pipeline)
+        except ArgumentError:
+            continue  # does not serve this problem
+        found[f"{pipeline}_{dequantization}"] = {"pipeline": pipeline, "dequantization": dequantization}
     return found
 
 
@@ -134,11 +139,13 @@ class W4A8Shape(Shape):
             made[name] = lambda packed, out, options=options: gemm(
                 quantized, packed, out=out, out_dtype=self.dtype, **options
             )
-        return made | {"with_quantizer": lambda packed, out: gemm(x, packed, out=out)}
+        return made if self.settings.ways else made | {"with_quantizer": lambda packed, out: gemm(x, packed, out=out)}
 
     def side_calls(self, x: torch.Tensor) -> dict[str, Callable[[], object]]:
         from terrazzo.ops.w4a8 import quantize_activations
 
+        if self.settings.ways:
+            return {}
         out = quantize_activations(x)
         return {"quantizer": lambda: quantize_activations(x, out=out)}
 

@@ -25,6 +25,7 @@ class Program:
         models, ms, quick_models, quick_ms: what runs by default, and with --quick.
         group: default input channels for each scale.
         extend: adds the program's own arguments.
+        file: what the result file's name begins with, if not the operator's.
     """
 
     op: str
@@ -35,6 +36,11 @@ class Program:
     quick_ms: tuple[int, ...]
     group: int
     extend: Callable[[argparse.ArgumentParser], None]
+    file: str = ""
+
+    @property
+    def results(self) -> str:
+        return self.file or self.op
 
     @property
     def name(self) -> str:
@@ -50,7 +56,9 @@ def arguments(program: Program, argv: list[str] | None = None) -> argparse.Names
     parser.add_argument("--group", type=int, default=program.group)
     parser.add_argument("--no-peers", action="store_true", help="only cuBLAS")
     parser.add_argument("--budget-ms", type=float, default=15.0, help="GPU time of one measurement")
-    parser.add_argument("--out", type=Path, help=f"file to write; default benchmarks/results/{program.op}_<gpu>.json")
+    parser.add_argument(
+        "--out", type=Path, help=f"file to write; default benchmarks/results/{program.results}_<gpu>.json"
+    )
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     program.extend(parser)
     options = parser.parse_args(argv)
@@ -86,7 +94,7 @@ def run(program: Program, measure: Callable[..., dict[str, Any]], options: argpa
     start = time.perf_counter()
 
     def target_file(result: dict[str, Any]) -> Path | None:
-        default = None if options.quick else report.RESULTS / report.file_name(program.op, result["gpu"])
+        default = None if options.quick else report.RESULTS / report.file_name(program.results, result["gpu"])
         return options.out or default
 
     def write(result: dict[str, Any]) -> None:

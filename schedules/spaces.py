@@ -172,6 +172,9 @@ class W4A8(Space):
     programs = {  # noqa: RUF012  (read only)
         "small_batch": w4a8.SmallBatch,
         "stream_k": w4a8.StreamK,
+        "pingpong": w4a8.PingPong,
+        "excp": w4a8.Excp,
+        "basic": w4a8.Basic,
         "multistage": w4a8.Multistage,
     }
     problem: w4a8.IntegerGemm
@@ -192,9 +195,22 @@ class W4A8(Space):
             for shape in tiles_of(w4a8.BLOCK_TOKENS, m, self.problem, wide):
                 s = w4a8.StreamK(*shape[:3], stages=2, raster=shape[3])
                 yield from (("stream_k", it) for it in rings(w4a8.fitted(s, self.problem, target), wide))
+            yield from self.pipelines(target, m, wide)
         else:
             for s in _multistage(w4a8.Multistage, self.problem, target, m):
                 yield "multistage", s
+
+    def pipelines(self, target: Target, m: int, wide: bool) -> Iterator[tuple[str, w4a8.StreamK]]:
+        """The other pipelines on wgmma: the tile that each would choose, and if wide every tile."""
+        for name in w4a8.OTHER_PIPELINES:
+            yield w4a8.choose_pipeline(name, self.problem, target, m)
+        if wide:
+            for tokens, warpgroups, row_blocks, raster in tiles_of(w4a8.BLOCK_TOKENS, m, self.problem, wide):
+                tile = (tokens, warpgroups, row_blocks, 2, raster)
+                kinds = (("pingpong", w4a8.PingPong(*tile)), *(("basic", w4a8.Basic(*tile, sets)) for sets in (1, 2)))
+                for program, s in (*kinds, ("excp", w4a8.Excp(*tile))):
+                    if s.legal():
+                        yield program, w4a8.fitted(s, self.problem, target)
 
     def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
         if program == "small_batch":
@@ -214,8 +230,9 @@ class W4A8(Space):
         if program == "multistage":
             return _multistage_us(schedule, self.problem, target, m, self.problem.unit_bytes, 1, "s8")
         tokens = -(-m // schedule.block_tokens)
-        part = w4a8.partition(schedule, self.problem, target, m)
-        return stream_k_us(schedule, self.problem, target, (tokens, tokens), part, self.problem.unit_bytes, 1, "s8")
+        split = schedule.split()
+        part = w4a8.partition(split, self.problem, target, m)
+        return stream_k_us(split, self.problem, target, (tokens, tokens), part, self.problem.unit_bytes, 1, "s8")
 
 
 def choose(

@@ -18,7 +18,9 @@ TOKENS_PER_TILE = small_batch.TOKENS_PER_TILE
 MAX_TOKENS = 32
 """Of the small-batch program; `serves` says where it is also the faster one."""
 RECORD_BYTES = 128
-CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq"}
+OTHER_PIPELINES = ("pingpong", "excp", "basic", "basic_overlapped")
+"""On wgmma, besides imfp, which is stream_k."""
+CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq", "vadd4": "u4_s8_vadd4"}
 _LARGE = 80e6  # weights from which two token tiles are faster on wgmma (measured on H200)
 COSTS = {  # of small batches: token tiles -> fitted to 80 measurements on H200, 6 % rms
     1: small_batch.Cost(0.685, 0.0, 0.708, 0.172, 0.124, 0.03, 0.3, 0.2, 0.233),
@@ -104,6 +106,10 @@ class StreamK:
         """Arguments of the program's `build`."""
         return asdict(self)
 
+    def split(self) -> StreamK:
+        """The schedule of stream_k with this tile, whose cost model serves all."""
+        return StreamK(self.block_tokens, self.warpgroups, self.row_blocks, self.stages, self.raster)
+
 
 @dataclass(frozen=True)
 class Basic(StreamK):
@@ -116,8 +122,8 @@ class Basic(StreamK):
 
     def legal(self) -> bool:
         """With two sets of operands, ptxas serializes wgmma of two row blocks, and spills in four warpgroups."""
-        fits = self.operands == 1 or (self.row_blocks == 1 and (self.warpgroups < 4 or self.sums < 64))
-        return fits and super().legal()
+        two = self.row_blocks == 1 and (self.warpgroups < 4 or self.sums < 64)
+        return (self.operands == 1 or (self.operands == 2 and two)) and super().legal()
 
     @property
     def threads(self) -> int:
@@ -139,7 +145,8 @@ class Excp(StreamK):
 
     def legal(self) -> bool:
         """Whether the accumulators fit; ptxas refuses wgmma of 256 tokens in a CTA of 512 threads."""
-        return self.sums <= 128 and (self.warpgroups == 1 or (self.warpgroups == 2 and self.block_tokens <= 128))
+        fits = self.warpgroups == 1 or (self.warpgroups == 2 and self.block_tokens <= 128)
+        return fits and self.sums <= 128 and self.operands >= 1
 
     def smem_bytes(self, problem: IntegerGemm) -> int:
         return super().smem_bytes(problem) + self.operands * self.cta_blocks * 64 * 128
@@ -195,6 +202,26 @@ def choose(problem: IntegerGemm, target: Target, m: int) -> StreamK:
     elif tokens == 128 and 0.9 * target.sms <= -(-problem.row_blocks // 3) * -(-m // 128) <= target.sms:
         shape = (3, 1)  # one wave of whole tiles
     return fitted(StreamK(tokens, *shape, stages=2), problem, target)
+
+
+def choose_pipeline(name: str, problem: IntegerGemm, target: Target, m: int) -> tuple[str, StreamK]:
+    """(program, schedule) of a wgmma pipeline: "imfp", "pingpong", "excp", "basic" or "basic_overlapped".
+
+    basic takes imfp's tile, as far as it compiles with its second set of operands; the others share 256 rows where the
+    weight has enough of them.
+    """
+    split = choose(problem, target, m)
+    if name == "imfp":
+        return "stream_k", split
+    large = problem.row_blocks * 64 * problem.units * 128 >= 100e6
+    if name in ("basic", "basic_overlapped"):
+        operands = 1 + (name == "basic_overlapped")
+        s = Basic(split.block_tokens, split.warpgroups, split.row_blocks, 2, split.raster, operands)
+        if not s.legal():
+            s = replace(s, warpgroups=4 if s.block_tokens <= 64 else 3, row_blocks=1)
+        return "basic", fitted(s, problem, target)
+    tile = (min(split.block_tokens, 128), 2, 2 if large else 1)
+    return name, fitted((PingPong if name == "pingpong" else Excp)(*tile, stages=2), problem, target)
 
 
 def partition(schedule: StreamK, problem: IntegerGemm, target: Target, m: int) -> Partition:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import gemm, peers, plot, readme, report, w4a8, w4a16
+from benchmarks import gemm, peers, plot, readme, report, w4a8, w4a8_ablation, w4a16
 
 
 def row(m, n, k, us, cublas, **more):
@@ -67,6 +67,18 @@ def test_goals_of_w4a8(result):
     assert rows["(57344, 8192) at M = 16, share of the copy bandwidth"][0] == "80%"
     assert "| 16 | 3.00x | 2.50x | 2.00x |" in report.summary_markdown(result, "f.json")
     assert set(report.W4A8_GOALS) | set(report.W4A8_RIVAL_GOALS) <= set(w4a8.MS)
+
+
+def test_goals_and_table_of_the_pipelines(result):
+    times = {w4a8_ablation.column(way): 40.0 / (1 + i) for i, way in enumerate(w4a8_ablation.WAYS)}
+    rows = [row(m, 64, 64, 10.0, 20.0) | {"op": "w4a8", "variants": times} for m in (16, 256)]
+    result = result | {"rows": rows}
+    found = {what: tuple(rest) for what, *rest in report.goals_table(result)}
+    assert found["M = 256, imfp_xor against basic_xor"] == ("1.15x", "2.50x", "reached")
+    assert found["M = 256, imfp_xor against basic_vadd4"] == ("2.75x", "5.00x", "reached")
+    lines = w4a8_ablation.table(result).splitlines()
+    assert lines[0].startswith("| M | cublas_f16 | basic_xor |") and lines[3].startswith("| 256 | 2.00x | 2.00x |")
+    assert report.variant_ratios(result, "basic_vadd4", "unknown") == {}
 
 
 def test_goals_of_the_quantizer(result):

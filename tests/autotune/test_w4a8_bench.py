@@ -12,6 +12,7 @@ from test_gemm_bench import Rival
 from test_gemm_bench import on_the_cpu as clockless
 
 from benchmarks import w4a8 as program
+from benchmarks import w4a8_ablation as ablation
 from benchmarks.report import FIELDS, ROW_FIELDS
 
 SHAPES = {(128, 256): ("model.qkv",), (64, 384): ("model.o", "other.o")}
@@ -60,6 +61,8 @@ def test_ablation_times_what_serves_each_m(operator):
     both = {"imfp_xor", "imfp_unsigned", "with_quantizer", "quantizer"}
     assert set(small["variants"]) >= both | {"small_batch_xor", "small_batch_unsigned"}
     assert both <= set(wide["variants"]) and not any("small_batch" in name for name in wide["variants"])
+    (row, *_) = bench(ms=(40,), ways=ablation.WAYS)["rows"]
+    assert set(row["variants"]) == {"_".join(way) for way in ablation.WAYS} and "basic_vadd4" in row["variants"]
     older = w4a8_bench.options_of(8, 128, 256, w4a8_bench.W4A8Settings(ablation=True), Target.parse("sm_80"))
     assert not any("imfp" in name for name in older)
 

@@ -1,0 +1,89 @@
+"""LiquidGEMM's figure 13: the pipelines of W4A8 and QServe's dequantization, beside cuBLAS f16 in the same run.
+
+    python -m benchmarks.w4a8_ablation               the whole grid; writes benchmarks/results/ablation_w4a8_<gpu>.json
+    python -m benchmarks.w4a8_ablation --quick       LLaMA-2-7B, three sizes of M, result not written unless --out
+    python -m benchmarks.w4a8_ablation --count       only say how many kernels the other arguments ask for
+
+Every column is a persistent stream-K kernel on s8 wgmma, reads the same packed weight and adds the same int32 sums:
+`basic_vadd4` is the baseline (no roles, QServe's multiply and vadd4), `basic_xor` adds LiquidGEMM's dequantization,
+`basic_overlapped_xor` a second set of operand registers, `excp_xor` is the explicit coarse-grained pipeline, `imfp_xor`
+and `pingpong_xor` are the implicit fine-grained one on two halves of a tile and on two tiles. A row's own time is what
+`auto` takes. Outputs are compared with a float64 product before their time counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks import gemm, report
+from benchmarks.gemm import compile_all
+
+MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b")
+MS = (4, 16, 64, 128, 256)
+QUICK_MODELS, QUICK_MS = ("llama-2-7b",), (16, 64, 256)
+WAYS = (
+    ("basic", "vadd4"),
+    ("basic", "xor"),
+    ("basic_overlapped", "xor"),
+    ("excp", "xor"),
+    ("imfp", "xor"),
+    ("pingpong", "xor"),
+)
+"""(pipeline, dequantization) of each column; the first is the baseline."""
+
+
+def _extend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--count", action="store_true", help="only say how many kernels would be compiled; no GPU")
+
+
+PROGRAM = gemm.Program("w4a8_ablation", __doc__, MODELS, MS, QUICK_MODELS, QUICK_MS, 64, _extend, file="ablation_w4a8")
+
+
+def main(argv: list[str] | None = None) -> int:
+    from terrazzo.autotune.w4a8_bench import W4A8Settings, bench_w4a8
+
+    options = gemm.arguments(PROGRAM, argv)
+    settings = W4A8Settings(dtype=options.dtype, group=options.group, budget_ms=options.budget_ms, ways=WAYS)
+
+    def measure(problems: Any, ms: Any, on_shape: Any, **callbacks: Any) -> dict[str, Any]:
+        facts = dict(compile_all=compile_all, commit=options.commit, on_shape=on_shape)
+        result = bench_w4a8(problems, ms, settings, **facts, **callbacks)
+        print(f"\nspeed-up over {column(WAYS[0])}, geometric mean over shapes\n\n{table(result)}\n")
+        return result
+
+    if options.count:
+        print(f"{len(set(requests(options, settings)))} kernels for sm_90a")
+        return 0
+    return gemm.main(PROGRAM, measure, options)
+
+
+def requests(options: argparse.Namespace, settings: Any, arch: str = "sm_90a") -> list[Any]:
+    """All kernels that a run of these options launches."""
+    from terrazzo.autotune.w4a8_bench import W4A8Shape
+    from terrazzo.lowering.targets import Target
+    from terrazzo.schedules.models import shapes
+
+    target = Target.parse(arch)
+    return [r for n, k in shapes(options.models) for r in W4A8Shape.requests(n, k, options.m, settings, target)]
+
+
+def column(way: tuple[str, str]) -> str:
+    """The name of a column, as rows have it among their variants."""
+    return "_".join(way)
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Markdown: M, then for cuBLAS and every column the speed-up over the baseline."""
+    baseline, *others = map(column, WAYS)
+    found = {"cublas_f16": report.variant_ratios(result, baseline)}
+    found |= {name: report.variant_ratios(result, baseline, name) for name in others}
+    ms = sorted({m for ratios in found.values() for m in ratios})
+    rows = [(m, *(f"{ratios[m]:.2f}x" if m in ratios else "" for ratios in found.values())) for m in ms]
+    return report.markdown(("M", *found), rows, range(1 + len(found)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
