@@ -7,7 +7,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,8 @@ def _open(path: Path | None) -> Database:
 @click.option("--seed", type=int, help="Of the strategy.")
 @click.option("--gpus", help="CUDA devices, 0,1, or all. Default: the first one.")
 @click.option("--workers", type=click.IntRange(min=1), help="Compiling processes. Default: one for each CPU.")
+@click.option("--executor", type=click.Choice(["local", "ray"]), default="local", help="ray: the extra `cluster`.")
+@click.option("--address", help="Of a running Ray cluster, auto or ray://host:10001. Default: start one here.")
 @click.option("--resume", is_flag=True, help="Go on: nothing that the database holds is measured again.")
 @click.option("--export", "export", type=click.Path(dir_okay=False, path_type=Path), help="Write the table in the end.")
 @click.option("--dry-run", is_flag=True, help="Only counts and predictions; needs no GPU.")
@@ -90,6 +93,8 @@ def run_command(
     budget: str | None,
     gpus: str | None,
     workers: int | None,
+    executor: str,
+    address: str | None,
     resume: bool,
     export: Path | None,
     dry_run: bool,
@@ -112,8 +117,11 @@ def run_command(
     if dry_run:
         target, rows = preview(job)
         return _show_preview(job, target, rows, as_json)
-    with _open(database) as trials, _Display(job, quiet=as_json) as display:
-        summary = _runner(job, trials, gpus, resume, workers, display).run()
+    parts = _ray_parts(address, gpus) if executor == "ray" else _local_parts(gpus, workers)
+    with parts as (measurers, own), _open(database) as trials, _Display(job, quiet=as_json) as display:
+        from terrazzo.autotune.runner import Runner
+
+        summary = Runner(job, trials, measurers, resume=resume, report=display, **own).run()
         display.close(summary)
         if as_json:
             print_json(_summary(summary))
@@ -127,16 +135,26 @@ def run_command(
         raise click.exceptions.Exit(130)
 
 
-def _runner(
-    job: Job, trials: Database, gpus: str | None, resume: bool, workers: int | None, display: Callable[[Progress], None]
-) -> Any:
+@contextmanager
+def _local_parts(gpus: str | None, workers: int | None) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """Measuring processes of this machine's GPUs, and the runner's further arguments."""
     from terrazzo.autotune.isolation import Measurer
-    from terrazzo.autotune.runner import Runner
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ""
     every = visible.split(",") if visible else [str(at) for at in range(_gpu_count())]
     devices = every if gpus == "all" else (gpus or every[0]).split(",")
-    return Runner(job, trials, [Measurer(at) for at in devices], resume=resume, report=display, workers=workers)
+    yield [Measurer(at) for at in devices], {"workers": workers}
+
+
+@contextmanager
+def _ray_parts(address: str | None, gpus: str | None) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """The same of a Ray cluster; `gpus` is a number of workers there."""
+    from terrazzo.autotune.cluster import Cluster
+
+    if gpus not in (None, "all") and not gpus.isdigit():
+        raise click.UsageError("--gpus: with --executor ray a number of workers, or all")
+    with Cluster(address, None if gpus in (None, "all") else int(gpus)) as found:
+        yield found.measurers, {"compiler": found.compiler, "workers": found.cpus}
 
 
 def _gpu_count() -> int:

@@ -1,0 +1,150 @@
+"""The executor ray on a local cluster with fake parts: faults, lost workers, kernels that travel."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import types
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import tuning
+from terrazzo.autotune import cluster, runner
+from terrazzo.autotune.database import Database
+from terrazzo.cli import main
+from terrazzo.lowering import cache
+from terrazzo.lowering.errors import CacheError, ToolchainError
+
+needs_ray = pytest.mark.skipif(
+    not __import__("importlib.util").util.find_spec("ray"), reason="ray is not installed (extra cluster)"
+)
+JOB = dataclasses.replace(tuning.SMALL, m=(64,))
+
+
+def fake_compile(folder: str):
+    """A compile task that makes an entry of the cache; the first one of all takes its worker with it."""
+
+    def task(request):
+        import os
+        import signal
+        import zlib
+        from pathlib import Path
+
+        from terrazzo.autotune.cluster import entry_of
+        from terrazzo.lowering import cache
+
+        try:
+            (Path(folder) / "killed").touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+        except FileExistsError:
+            pass
+        if dict(request["params"]).get("warpgroups") == 4:
+            return {"error": "nvcc said no"}
+        key = f"{zlib.crc32(json.dumps(request, sort_keys=True, default=str).encode()):08x}"
+        private = Path(folder, key)
+        private.mkdir()
+        (private / "kernel.so").write_bytes(key.encode() * 100)
+        cache.write_manifest(private, {"identity": key})
+        return entry_of(private)
+
+    return task
+
+
+@needs_ray
+def test_nothing_is_lost_and_nothing_is_measured_twice(tmp_path, monkeypatch):
+    """Crashes, hangs, wrong results, workers killed with a trial or a kernel in hand: each schedule is one trial."""
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("RAY_DEDUP_LOGS", "0")
+    log, made = tmp_path / "log", tmp_path / "made"
+    made.mkdir()
+    command = (sys.executable, str(tuning.HERE / "fake_measurer.py"), str(log), "0", "lossy")
+    local = dict(num_cpus=2, num_gpus=2, object_store_memory=80 << 20)
+    with cluster.Cluster(None, None, command, 0.5, fake_compile(str(made)), **local) as ray:
+        assert len(ray.measurers) == 2 and ray.cpus == 2
+        with Database(tmp_path / "t.db") as database:
+            job = runner.Runner(JOB, database, ray.measurers, ray.compiler, workers=ray.cpus)
+            summary = job.run()
+            kept = database.trials()
+    assert summary.ended == "done" and summary.lost == 0 and summary.trials == len(kept)
+    target = runner.Target.parse("sm_90a")
+    space = {
+        (p, c.program, tuple(sorted(c.params.items())))
+        for p in JOB.problems()
+        for c in runner.candidates(p, target, JOB)
+    }
+    searched = Counter((it.problem, it.program, it.params) for it in kept if it.role != "confirm")
+    assert set(searched) == space and set(searched.values()) == {1}
+    statuses = Counter(it.status for it in kept)
+    assert {"ok", "crash", "hang", "wrong", "compile"} <= set(statuses), statuses
+    # what was logged as measured is what is kept, once
+    measured = Counter(json.loads(line)[0] for line in log.read_text().splitlines())
+    assert measured["ok"] == statuses["ok"] and measured["wrong"] == statuses["wrong"]
+    assert measured["hang"] == statuses["hang"]
+    lost = len(list(tmp_path.glob("log.*")))
+    assert lost == 2 and summary.restarts >= lost, (lost, summary.restarts)
+    crashes = [it.error for it in kept if it.status == "crash"]
+    assert not any("lost" in error for error in crashes)
+    # every kernel that was compiled lies whole in the cache of the machine that measures
+    entries = list((tmp_path / "cache" / "v1" / "kernels").iterdir())
+    assert len(entries) == len({it.params for it in kept if it.status != "compile"})
+    assert all(cache.lookup(entry.name) == entry for entry in entries)
+    assert (made / "killed").exists()  # a compile task whose worker died was run again
+
+
+def stand_in(**resources):
+    """What Ray says of a cluster."""
+    closed = []
+    made = types.SimpleNamespace(init=lambda **_: None, cluster_resources=lambda: resources)
+    made.shutdown = lambda: closed.append(True)
+    return made, closed
+
+
+def test_a_cluster_without_a_gpu_says_so(monkeypatch):
+    ray, closed = stand_in(CPU=4.0)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.raises(ToolchainError, match="has no GPU"):
+        cluster.Cluster()
+    assert closed
+    ray.init = lambda **_: (_ for _ in ()).throw(ConnectionError("no answer"))
+    with pytest.raises(ToolchainError, match="no Ray cluster at auto: no answer"):
+        cluster.Cluster("auto")
+
+
+def test_the_command_runs_on_a_cluster(tmp_path, monkeypatch, capsys):
+    """`--executor ray` takes its parts from the cluster and closes it; here the parts are fakes."""
+    ray, closed = stand_in(CPU=4.0, GPU=2.0)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(cluster, "RayMeasurer", lambda *_: tuning.measurer(tmp_path / "log"))
+    monkeypatch.setattr(cluster, "RayCompiler", lambda _, done: tuning.InstantCompiler(done))
+    line = ["tune", "--shape", "512x1024", "--m", "64", "--strategy", "top-k", "--trials", "3", "--executor", "ray"]
+    line += ["--database", str(tmp_path / "t.db")]
+    assert main(line) == 0 and closed
+    with Database(tmp_path / "t.db") as database:
+        assert len(database.trials()) >= 3
+    assert main([*line, "--gpus", "0,1"]) == 2
+    assert "a number of workers" in capsys.readouterr().err
+
+
+def test_the_executor_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ToolchainError, match=r"terrazzo\[cluster\]"):
+        cluster.Cluster()
+
+
+def test_kernels_travel_whole(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "here"))
+    made = cache.get_or_build("abc", {"identity": "x"}, lambda folder: (folder / "kernel.so").write_bytes(b"code"))
+    entry = cluster.entry_of(made)
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "there"))
+    assert cache.lookup("abc") is None
+    there = cluster.adopt(entry)
+    assert there == cache.lookup("abc") and (there / "kernel.so").read_bytes() == b"code"
+    assert cluster.adopt(entry) == there
+    assert json.loads((there / cache.MANIFEST).read_text())["identity"] == "x"
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "here" / "v1" / "kernels" / "abc" / "kernel.so"))
+    with pytest.raises(CacheError):
+        cluster.adopt(entry)
+    assert os.environ["TERRAZZO_CACHE_DIR"] and isinstance(there, Path)
