@@ -17,10 +17,35 @@ template <class F> static void wg_meet(F work) {
   Together &w = warpgroups[current / 128]; long round = w.round;
   if (++w.arrived == 128) { work(); w.arrived = 0; ++w.round; } else wait_until([&] { return w.round != round; });
 }
-struct Product { const uint32_t *a; const char *at, *b; int32_t *c; int n; bool add, sign; };  // A: registers or memory
+struct Product { const uint32_t *a; const char *at, *b; int32_t *c; int n; bool add, sign, e4m3; };  // A: registers or memory
 static std::vector<std::vector<Product>> products[1024];  // of each thread: groups, the last one open
+static float e4m3_value(uint8_t byte) {
+  int e = byte >> 3 & 15, m = byte & 7;
+  if ((byte & 127) == 127) return NAN;
+  return (byte & 128 ? -1 : 1) * (e ? ldexpf(8 + m, e - 10) : ldexpf(m, -9));
+}
+static void multiply_e4m3(int first, size_t group, size_t index) {  // A from registers, sums rounded once
+  static float x[64][32], y[256][32];
+  for (int i = 0; i < 128; ++i) for (int r = 0; r < 4; ++r) for (int e = 0; e < 4; ++e)
+    x[i / 32 * 16 + i % 32 / 4 + 8 * (r & 1)][4 * (i % 4) + e + 16 * (r >> 1)] =
+        e4m3_value(products[first + i][group][index].a[r] >> 8 * e);
+  for (int n = 0; n < products[first][group][index].n; ++n) for (int k = 0; k < 32; ++k) {
+    uint64_t at = (uint64_t)products[first][group][index].b + n * 128 + k;
+    y[n][k] = e4m3_value(*(const uint8_t *)(at ^ (at >> 7 & 7) << 4));
+  }
+  for (int i = 0; i < 128; ++i) {
+    Product &p = products[first + i][group][index]; float *c = (float *)p.c;
+    for (int v = 0; v < p.n / 2; ++v) {
+      int row = i / 32 * 16 + i % 32 / 4 + 8 * (v >> 1 & 1), col = 8 * (v >> 2) + 2 * (i % 4) + (v & 1);
+      double sum = p.add ? c[v] : 0;
+      for (int k = 0; k < 32; ++k) sum += (double)x[row][k] * y[col][k];
+      c[v] = (float)sum;
+    }
+  }
+}
 static void multiply(int first, size_t group, size_t index) {
   Product &head = products[first][group][index];
+  if (head.e4m3) return multiply_e4m3(first, group, index);
   static int16_t x[64][32]; static int8_t y[256][32];
   auto of = [&](uint8_t byte) { return head.sign ? (int16_t)(int8_t)byte : (int16_t)byte; };
   auto swizzled = [](const char *p) { uint64_t at = (uint64_t)p; return *(const int8_t *)(at ^ (at >> 7 & 7) << 4); };
@@ -42,6 +67,9 @@ static void multiply(int first, size_t group, size_t index) {
 }
 template <int N, bool SIGNED> static void wgmma_rs(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
   products[current].back().push_back({a, nullptr, (const char *)b, (int32_t *)c, N, add, SIGNED});
+}
+template <int N> static void wgmma_e4m3(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
+  products[current].back().push_back({a, nullptr, (const char *)b, (int32_t *)c, N, add, true, true});
 }
 template <int N, bool SIGNED> static void wgmma_ss(uint64_t a, uint64_t b, uint32_t *c, bool add) {
   products[current].back().push_back({nullptr, (const char *)a, (const char *)b, (int32_t *)c, N, add, SIGNED});
@@ -113,6 +141,8 @@ def translated(source: str, block_tokens: int) -> str:
     """CUDA text of a wgmma program with its tensor map as a plain pointer and its products as calls of the shims."""
     source = source.replace("__grid_constant__ const CUtensorMap X_desc", "const TensorMap* X_desc")
     source = source.replace("tl::tma_load(", f"tma_tile<{block_tokens}>(")
+    floats = r"tl::DataType::kFloat8_e4m3, tl::DataType::kFloat8_e4m3, tl::DataType::kFloat32"
+    source = re.sub(rf"tl::wgmma_rs<{floats}, 64, (\d+), 32,[^>]*>", r"wgmma_e4m3<\1>", source)
     types = r"tl::DataType::k(U?)Int8, tl::DataType::kInt8, tl::DataType::kInt32"
     product = rf"tl::wgmma_(rs|ss)<{types}, 64, (\d+), 32,[^>]*>"
     return re.sub(product, lambda found: f"wgmma_{found[1]}<{found[3]}, {str(not found[2]).lower()}>", source)
