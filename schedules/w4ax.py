@@ -112,14 +112,14 @@ class StreamK:
     raster: int = 8
 
     @property
-    def held(self) -> bool:
-        """Whether the sums of a block are kept in registers of their own while the next wgmmas run."""
-        return self.block_tokens <= 64
+    def wide(self) -> bool:
+        """Whether sums of two halves of the tokens alternate; else those of two blocks."""
+        return self.block_tokens > 64
 
     @property
     def sums(self) -> int:
-        """Registers of a thread for sums: f32 of the tile, s32 of a block (and their copy)."""
-        return (2 + self.held) * self.block_tokens // 2
+        """Registers of a thread for sums: f32 of the tile, two sets of s32."""
+        return (2 if self.wide else 3) * self.block_tokens // 2
 
     def legal(self) -> bool:
         return self.sums <= _SUMS.get(self.warpgroups, 0)

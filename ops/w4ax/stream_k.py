@@ -9,9 +9,10 @@ ring whose stages hold one block of 128 channels: X is one 128-byte-swizzled TMA
 groups of two wgmma m64nNk32, converting 64 channels into one of two sets of operand registers while the group before
 runs on the other set.
 
-A block's sums are s32 and become f32 with the scales of its tokens and rows, so a second accumulator stands beside the
-first. Narrow tiles move the sums to registers of their own: the next block's wgmmas then run while the last one is
-scaled. Wide tiles have no registers for that; there the other warpgroup fills the gap.
+A block's sums are s32 and become f32 with the scales of its tokens and rows, an instruction for each of conversion,
+product of the scales, and sum: as many issue slots as the wgmmas take clocks. So there are two sets of s32 sums, and one
+is scaled while wgmmas fill the other: narrow tiles alternate blocks, wide ones the two halves of the tokens, for which
+two sets of a whole tile would not fit the registers.
 
 A stage is released a whole step after its token scales were read, or behind the stores of the tile: ptxas may issue an
 arrive while loads in front of it are still on their way, but not across a loop's end or a store that needs them.
@@ -67,13 +68,15 @@ def build(
 
     gemm = Gemm(n, k, blocks8, out_dtype, bias)
     schedule = StreamK(block_tokens, warpgroups, stages)
-    bm, wgs, held_sums = block_tokens, warpgroups, schedule.held
+    bm, wgs, wide = block_tokens, warpgroups, schedule.wide
     if bm % 16 or not 16 <= bm <= 256 or not schedule.legal():
         raise ArgumentError("block_tokens", bm, f"is too wide for {wgs} warpgroups (registers)", "take fewer of them")
     if stages < 2:
         raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
     units, all_blocks, cta_blocks = gemm.units, gemm.row_blocks, wgs
     row_tiles, ct, nacc = -(-all_blocks // cta_blocks), wgs * 128, bm // 2
+    width = bm // 2 if wide else bm  # tokens of a wgmma
+    sets = width  # s32 sums of a thread: of two wgmmas, the two halves of the tokens or two blocks
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
     rings = ring_macros(stages=stages)
     shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, add="tz_addcg4")
@@ -125,48 +128,76 @@ def build(
         u[0] = T.call_extern("uint32", "tz_lds32", T.access_ptr(Ws[stage, block, SCALES + wt // 4], "r", 1))
 
     @T.macro
-    def multiply(a, part, desc, stage, h):
-        """Half h of a block; its first wgmma starts the sums."""
-        T.warpgroup_fence_operand(a, h * 8, 8)
-        if h == 0:
-            T.warpgroup_fence_operand(part, num_regs=nacc)
+    def multiply(a, part, desc, stage, set, at, first):
+        """A block's products with `width` tokens from `first` on, operands in a[set ..], sums in part[at ..]."""
+        T.warpgroup_fence_operand(a, set, 16)
+        T.warpgroup_fence_operand(part, at, width // 2)
         T.warpgroup_arrive()
-        for e in T.unroll(2):
+        for e in T.unroll(4):
             T.ptx_wgmma_rs(
                 "int32",
-                f"m64n{bm}k32",
+                f"m64n{width}k32",
                 True,
                 "int8",
                 "int8",
                 "int32",
                 a.data,
-                h * 8 + e * 4,
+                set + e * 4,
                 desc.data,
-                stage * (bm * UNIT_K // 16) + (h * 2 + e) * 2,
+                stage * (bm * UNIT_K // 16) + first * (UNIT_K // 16) + e * 2,
                 part.data,
-                0,
-                T.bool(h + e > 0),
+                at,
+                T.bool(e > 0),  # the first one starts the sums
                 1,
                 1,
             )
         T.warpgroup_commit_batch()
 
     @T.macro
-    def scale(acc, sums, Fs, f, s, stage, lane):
-        """Sums of a block, s32 or already f32, times the scales, join the tile's sums."""
-        for j in T.unroll(bm // 8):
+    def keep(part, sums, at):
+        """Sums part[at ..], as float32, in registers of their own: ptxas waits for every wgmma before it reads those of
+        another turn of a loop."""
+        T.warpgroup_wait(0)
+        T.warpgroup_fence_operand(part, at, width // 2)
+        for i in T.unroll(width // 2):
+            sums[i] = T.cast(part[at + i], "float32")
+        T.warpgroup_fence_operand(sums, num_regs=width // 2)
+
+    @T.macro
+    def scale(acc, sums, Fs, f, s, stage, lane, first):
+        """Sums of a block and `width` tokens from `first` on, s32 or already f32, join the tile's sums."""
+        for j in T.unroll(width // 8):
             T.call_extern(
-                "handle", "tz_lds64", T.access_ptr(f, "w"), T.access_ptr(Fs[stage, j * 8 + lane % 4 * 2], "r", 2)
+                "handle",
+                "tz_lds64",
+                T.access_ptr(f, "w"),
+                T.access_ptr(Fs[stage, first + j * 8 + lane % 4 * 2], "r", 2),
             )
             for i in T.unroll(4):
-                acc[j * 4 + i] = T.call_extern(
+                acc[first // 2 + j * 4 + i] = T.call_extern(
                     "float32",
                     "tz_scaled",
-                    acc[j * 4 + i],
+                    acc[first // 2 + j * 4 + i],
                     T.cast(sums[j * 4 + i], "float32"),
                     f[i % 2],
                     s[i // 2],
                 )
+
+    @T.macro
+    def begin(full, empty, Ws, w, u, a, codes, ring, local, wg, wt, set, old):
+        """Operands of the next block; the stage before the one before goes back where the tile has had an `old` one."""
+        if T.And(wt % 32 == 0, old):
+            T.barrier_arrive(empty[local.late[0]])
+        T.barrier_wait(full[ring.stage[0]], ring.parity[0])
+        T.call_extern("handle", "tz_fence")
+        load_unit(Ws, w, u, ring.stage[0], wg, wt)
+        for h in T.unroll(2):
+            operand.convert(w, h * 4, a, set + h * 8, codes)
+
+    @T.macro
+    def end(local, ring):
+        local.late[0] = ring.before[0]
+        rings.advance(ring)
 
     @T.prim_func
     def main(
@@ -189,10 +220,10 @@ def build(
             w = T.alloc_local((8,), "uint32")
             u = T.alloc_local((1,), "uint32")
             codes = operand.registers()
-            a = T.alloc_local((16,), "uint32")
+            a = T.alloc_local((16 if wide else 32,), "uint32")
             acc = T.alloc_local((nacc,), "float32")
-            part = T.alloc_local((nacc,), "int32")
-            sums = T.alloc_local((nacc if held_sums else 1,), "float32")
+            part = T.alloc_local((sets,), "int32")
+            sums = T.alloc_local((width // 2,), "float32")
             f = T.alloc_local((2,), "float32")
             s = T.alloc_local((2,), "float32")
             held = out.registers()
@@ -252,38 +283,49 @@ def build(
                     out.fetch(B, held, c, wg, wt)
                     for i in T.unroll(nacc):
                         acc[i] = 0.0
-                    for i in T.unroll(nacc):
+                    for i in T.unroll(sets):
                         part[i] = 0
+                    for i in T.unroll(width // 2):
+                        sums[i] = 0.0
                     for i in T.unroll(2):
                         s[i] = 0.0
                     ring.before[0] = ring.stage[0]  # the first step scales sums of nothing by scales that are there
-                    for kb in T.serial(c.k1[0] - c.k0[0]):
-                        if T.And(lane == 0, kb > 1):
-                            T.barrier_arrive(empty[local.late[0]])
-                        T.barrier_wait(full[ring.stage[0]], ring.parity[0])
-                        T.call_extern("handle", "tz_fence")
-                        load_unit(Ws, w, u, ring.stage[0], wg, wt)
-                        T.warpgroup_wait(1)  # the first set of operands is free
-                        operand.convert(w, 0, a, 0, codes)
-                        T.warpgroup_wait(0)
-                        T.warpgroup_fence_operand(part, num_regs=nacc)
-                        if held_sums:
-                            for i in T.unroll(nacc):
-                                sums[i] = T.cast(part[i], "float32")
-                            T.warpgroup_fence_operand(sums, num_regs=nacc)
-                        else:
-                            scale(acc, part, Fs, f, s, ring.before[0], lane)
-                        multiply(a, part, desc, ring.stage[0], 0)
-                        operand.convert(w, 4, a, 8, codes)
-                        multiply(a, part, desc, ring.stage[0], 1)
-                        if held_sums:
-                            scale(acc, sums, Fs, f, s, ring.before[0], lane)
-                        T.call_extern("handle", "tz_row_scales", T.access_ptr(s, "w"), u[0])
-                        local.late[0] = ring.before[0]
-                        rings.advance(ring)
-                    T.warpgroup_wait(0)
-                    T.warpgroup_fence_operand(part, num_regs=nacc)
-                    scale(acc, part, Fs, f, s, ring.before[0], lane)
+                    count = c.k1[0] - c.k0[0]
+                    # no wgmma runs across the end of a loop's body: ptxas would serialize all of them
+                    if wide:
+                        for kb in T.serial(count):
+                            begin(full, empty, Ws, w, u, a, codes, ring, local, wg, wt, 0, kb > 1)
+                            multiply(a, part, desc, ring.stage[0], 0, 0, 0)
+                            scale(acc, sums, Fs, f, s, ring.before[0], lane, width)
+                            multiply(a, part, desc, ring.stage[0], 0, width // 2, width)
+                            T.call_extern("handle", "tz_row_scales", T.access_ptr(s, "w"), u[0])
+                            T.warpgroup_wait(1)
+                            T.warpgroup_fence_operand(part, 0, width // 2)
+                            scale(acc, part, Fs, f, s, ring.stage[0], lane, 0)
+                            end(local, ring)
+                            keep(part, sums, width // 2)
+                    else:
+                        if count % 2 == 1:
+                            begin(full, empty, Ws, w, u, a, codes, ring, local, wg, wt, 16, False)
+                            multiply(a, part, desc, ring.stage[0], 16, nacc, 0)
+                            T.call_extern("handle", "tz_row_scales", T.access_ptr(s, "w"), u[0])
+                            end(local, ring)
+                            keep(part, sums, nacc)
+                        for kb in T.serial(count // 2):
+                            begin(full, empty, Ws, w, u, a, codes, ring, local, wg, wt, 0, kb * 2 + count % 2 > 1)
+                            multiply(a, part, desc, ring.stage[0], 0, 0, 0)
+                            scale(acc, sums, Fs, f, s, ring.before[0], lane, 0)
+                            T.call_extern("handle", "tz_row_scales", T.access_ptr(s, "w"), u[0])
+                            end(local, ring)
+                            begin(full, empty, Ws, w, u, a, codes, ring, local, wg, wt, 16, kb + count % 2 > 0)
+                            multiply(a, part, desc, ring.stage[0], 16, nacc, 0)
+                            T.warpgroup_wait(1)
+                            T.warpgroup_fence_operand(part, 0, nacc)
+                            scale(acc, part, Fs, f, s, ring.before[0], lane, 0)
+                            T.call_extern("handle", "tz_row_scales", T.access_ptr(s, "w"), u[0])
+                            end(local, ring)
+                            keep(part, sums, nacc)
+                    scale(acc, sums, Fs, f, s, ring.before[0], lane, bm - width)
                     if c.k0[0] > 0:
                         shares.leave_share(WS, SEM, acc, cta, wg, wt)
                     else:
