@@ -1,0 +1,260 @@
+"""Prefill attention: many new tokens of each sequence over its low-bit cache; validation, plan, launch.
+
+store(cache, k, v, cu_seqlens, most_new)              # then the cache holds the new tokens, quantized
+y = prefill(q, cache, cu_seqlens, most_new)
+
+y = prefill(q, cache, cu_seqlens, most_new, k=k, v=v)  # or: the new tokens as they are, the past from the cache
+store(cache, k, v, cu_seqlens, most_new)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.ops.attention import prefill_mma, writing
+from terrazzo.ops.attention.launch import current_targets, own_slots, stand_ins
+from terrazzo.ops.attention.op import LOG2E, _checked
+from terrazzo.ops.attention.prefill_stages import STAGE, Geometry, plain_layout
+from terrazzo.ops.launching import ptx_flags, warm_kernel
+from terrazzo.schedules import attention_prefill as schedules
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.ops.attention.cache import PackedCache
+    from terrazzo.ops.attention.layout import CacheLayout
+
+PROGRAMS = {"mma": prefill_mma}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernel of a prefill, and the rows of its CTAs."""
+
+    request: KernelRequest
+    rows: int
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    layout: CacheLayout,
+    *,
+    dtype: str,
+    page: int,
+    residual: int,
+    fresh: bool,
+    softcap: bool,
+    sinks: bool,
+    target: Target,
+    device: Target | None = None,
+    schedule: schedules.Prefill | None = None,
+) -> Plan:
+    """The kernel for any number of sequences and tokens. `device` runs it where that is newer than `target`.
+
+    Raises:
+        ArgumentError: a page size, a residual block or a schedule that does not fit.
+    """
+    g = Geometry(layout, page, residual, fresh)
+    problem = schedules.PrefillProblem(layout.head_dim, g.stage_words)
+    schedule = schedule or schedules.choose(problem, target)
+    program = PROGRAMS[schedule.program]
+    params = schedule.params() | {
+        "k_format": layout.k_format, "v_format": layout.v_format, "head_dim": layout.head_dim, "dtype": dtype,
+        "page": page, "residual": residual, "fresh": fresh, "softcap": softcap, "sinks": sinks,
+    }  # fmt: skip
+    request = KernelRequest(
+        f"attention.prefill_{schedule.program}", f"{program.__name__}:build", tuple(params.items()), target,
+        program.PASS_CONFIGS, ptx_flags(target, device),
+    )  # fmt: skip
+    return Plan(request, schedule.rows)
+
+
+def prefill_requests(
+    layout: CacheLayout,
+    *,
+    dtype: str = "float16",
+    page: int = 0,
+    residual: int = 0,
+    fresh: bool = False,
+    softcap: bool = False,
+    sinks: bool = False,
+    schedule: schedules.Prefill | None = None,
+    target: Target | str | None = None,
+) -> list[KernelRequest]:
+    """The kernels that `prefill` launches on caches of this kind, to compile them up front.
+
+    Args:
+        dtype: of q, k and v. page: tokens of a page, 0 for contiguous caches. residual: tokens of the residual block.
+        fresh: whether k and v are given. target: an architecture, None for this GPU's.
+    """
+    if target is None or not isinstance(target, Target):
+        at, device = current_targets(target)
+    else:
+        at = device = target
+    facts = dict(dtype=dtype, target=at, device=device)
+    made = plan(
+        layout, page=page, residual=residual, fresh=fresh, softcap=softcap, sinks=sinks, schedule=schedule, **facts
+    )
+    extra = [writing.write_kernel(plain_layout(layout), dtype, STAGE, 0, at, device)] if fresh else []
+    return [made.request, *extra]
+
+
+def prefill(
+    q: torch.Tensor,
+    cache: PackedCache,
+    cu_seqlens: torch.Tensor,
+    most_new: int,
+    *,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    schedule: schedules.Prefill | None = None,
+    target: Target | str | None = None,
+) -> torch.Tensor:
+    """Causal attention of each sequence's new tokens over its cache; `cache.lengths` counts them already.
+
+    Without k and v the cache holds the new tokens (`store` came first), and all are read as it holds them. With k and v
+    the new tokens attend to themselves unquantized, rounded only to the dtype of the cache's operands (float16 unless
+    the cache is bfloat16), and to the past as the cache holds it: call `store` afterwards.
+
+    Args:
+        q: float16 or bfloat16 [N, Hq, D], the new tokens of all sequences one after another; Hq a multiple of Hkv. The
+            last row of a sequence sees its whole length, each row before one token less.
+        cache: the sequences' keys and values.
+        cu_seqlens: int32 [B + 1], where each sequence's new tokens begin, and their number; a sequence may have none.
+        most_new: at least the new tokens of every sequence; host-side, for the number of CTAs.
+        k, v: dtype of q, [N, Hkv, D], or None.
+        scale: softmax scale, default 1 / sqrt(D). softcap: logits are capped at +-softcap by tanh; 0 for none.
+        window: newest tokens that a row sees, itself included; 0 for all.
+        sinks: f32 [Hq], logits that take part in the softmax without a value.
+        out: contiguous, shape and dtype of q. lse: f32 [N, Hq], receives log2 of the softmax's denominator (sinks
+            included).
+        schedule: the kernel's; None for the heuristic.
+        target: run the program of an older target ("sm_80", as PTX); None for this GPU's.
+
+    Returns:
+        out. A row that sees no token is 0, with lse -inf.
+
+    Raises:
+        ArgumentError: an argument that does not fit. CaptureError: a kernel never launched before, in graph capture.
+    """
+    options = dict(scale=scale, softcap=softcap, window=window, sinks=sinks)
+    return run(q, cache, cu_seqlens, most_new, k=k, v=v, **options, out=out, lse=lse, schedule=schedule, target=target)[
+        0
+    ]
+
+
+def run(
+    q: torch.Tensor,
+    cache: PackedCache,
+    cu_seqlens: torch.Tensor,
+    most_new: int,
+    *,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    scale: float | None,
+    softcap: float,
+    window: int,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    schedule: schedules.Prefill | None = None,
+    target: Target | str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of `prefill`."""
+    import torch
+
+    _check(q, cache, cu_seqlens, most_new, k, v, sinks, window)
+    count, heads, head_dim = q.shape
+    made = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if out is not None:
+        _checked(out, "out", q.shape, q.dtype, q)
+    if lse is None:
+        lse = torch.empty(count, heads, dtype=torch.float32, device=q.device)
+    else:
+        _checked(lse, "lse", (count, heads), torch.float32, q)
+    if count == 0 or most_new == 0:
+        return made, lse
+    at, device = current_targets(target)
+    chosen = plan(
+        cache.layout, dtype=str(q.dtype).removeprefix("torch."), page=cache.page_size, residual=cache.residual_tokens,
+        fresh=k is not None, softcap=softcap > 0, sinks=sinks is not None, target=at, device=device, schedule=schedule,
+    )  # fmt: skip
+    kernel = warm_kernel(chosen.request, most_new, "prefill")
+    cu_seqlens = cu_seqlens.contiguous()
+    none = stand_ins(q.device)
+    new = none["residual"]
+    if k is not None:
+        fresh = fresh_cache(cache, cu_seqlens, count, most_new)
+        writing.run_store(fresh, k, v, cu_seqlens, most_new, target)
+        new = fresh.pages
+    rows = most_new * (heads // cache.kv_heads)
+    kernel(
+        q.contiguous(), cache.pages, none["table"] if cache.block_table is None else cache.block_table, cache.lengths,
+        cu_seqlens, none["residual"] if cache.residual is None else cache.residual,
+        own_slots(len(cache.lengths), q.device) if cache.slots is None else cache.slots, new,
+        none["static"] if cache.k_static is None else cache.k_static,
+        none["static"] if cache.v_static is None else cache.v_static,
+        none["sinks"] if sinks is None else sinks, made, lse,
+        (1 / math.sqrt(head_dim) if scale is None else scale) * LOG2E, softcap * LOG2E, window,
+        -(-rows // chosen.rows),
+    )  # fmt: skip
+    return made, lse
+
+
+def fresh_cache(cache: PackedCache, cu_seqlens: torch.Tensor, count: int, most_new: int) -> PackedCache:
+    """Pages of 64 tokens for the new tokens alone, unquantized: sequence b's begin at page cu[b] // 64 + b."""
+    import torch
+
+    layout, batch = plain_layout(cache.layout), len(cache.lengths)
+    i32 = dict(dtype=torch.int32, device=cache.pages.device)
+    table = (cu_seqlens[:-1] // STAGE + torch.arange(batch, **i32))[:, None] + torch.arange(
+        -(-most_new // STAGE), **i32
+    )
+    return replace(
+        cache, layout=layout, pages=torch.empty(count // STAGE + batch, cache.kv_heads, layout.words(STAGE), **i32),
+        lengths=cu_seqlens.diff(), max_length=most_new, block_table=table, page_size=STAGE, residual=None, slots=None,
+        k_static=None, v_static=None,
+    )  # fmt: skip
+
+
+def _check(q, cache: PackedCache, cu_seqlens, most_new: int, k, v, sinks, window: int) -> None:
+    import torch
+
+    head_dim, batch = cache.layout.head_dim, len(cache.lengths)
+    if q.dim() != 3 or q.shape[2] != head_dim or q.dtype not in (torch.float16, torch.bfloat16):
+        constraint = f"must be float16 or bfloat16 [new tokens, Hq, {head_dim}]"
+        raise ArgumentError("q", f"{q.dtype} {list(q.shape)}", constraint, "reshape or cast it")
+    if not q.is_cuda or q.device != cache.pages.device:
+        where = f"must be on a CUDA device with the cache ({cache.pages.device})"
+        raise ArgumentError("q", str(q.device), where, "move it")
+    heads = q.shape[1]
+    if heads % cache.kv_heads:
+        constraint = f"Hq must be a multiple of the {cache.kv_heads} kv heads"
+        raise ArgumentError("q", list(q.shape), constraint, "repeat heads")
+    if cu_seqlens.dtype != torch.int32 or tuple(cu_seqlens.shape) != (batch + 1,) or cu_seqlens.device != q.device:
+        seen = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
+        raise ArgumentError("cu_seqlens", seen, f"must be int32 [{batch + 1}] on {q.device}", "cast it")
+    if most_new < 0:
+        raise ArgumentError("most_new", most_new, "must not be negative", "pass the longest sequence's new tokens")
+    if (k is None) != (v is None):
+        raise ArgumentError("v" if v is None else "k", None, "k and v come together", "pass both, or neither")
+    for name, x in (("k", k), ("v", v)):
+        shape = (q.shape[0], cache.kv_heads, head_dim)
+        if x is not None and (tuple(x.shape) != shape or x.dtype != q.dtype or x.device != q.device):
+            seen = f"{x.dtype} {list(x.shape)} on {x.device}"
+            raise ArgumentError(name, seen, f"must be {q.dtype} {list(shape)} on {q.device}", "cast or move it")
+    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype != torch.float32 or sinks.device != q.device):
+        raise ArgumentError("sinks", f"{sinks.dtype} {list(sinks.shape)}", f"must be float32 [{heads}]", "cast it")
+    if window < 0:
+        raise ArgumentError("window", window, "must be 0 (all tokens) or positive", "pass 0")

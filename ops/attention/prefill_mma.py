@@ -1,0 +1,385 @@
+"""Tile program of prefill attention on mma.sync m16n8k16: any GPU from sm_80 on (specs.md B.5, I.6).
+
+Tiles of 16 tokens are the A operand of S^T = K Q^T and O^T += V^T P^T, converted in registers by the warp that
+multiplies them. A warp owns 8 * row_tiles rows and walks over all tokens that they see; the warps of a CTA read the same
+stages of 64 tokens, a ring that all threads fill by cp.async. P^T is transposed in registers (movmatrix). The running
+maximum is lazy: sums are rescaled only when a score exceeds it by 2^4.
+"""
+
+from types import SimpleNamespace
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.attention.device import attention_prelude
+from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
+from terrazzo.ops.attention.prefill_stages import INTEGERS, STAGE, Geometry, make_stage_macros
+from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, smaller
+
+PASS_CONFIGS = (  # barriers and bounds are the program's own
+    ("tl.disable_safe_memory_legalize", True),
+    ("tl.disable_thread_storage_sync", True),
+    ("tl.disable_warp_specialized", True),
+)
+ALL = 1 << 30  # tokens that a row without a window sees
+LIMITS = (
+    "count",
+    "slot",
+    "fill",
+    "least",
+    "most",
+    "high",
+    "low",
+    "span",
+    "query",
+    "head",
+    "here",
+    "edge",
+    "token",
+    "end",
+)
+
+
+def shared_words(g: Geometry, stages: int) -> int:
+    """int32 words of shared memory: the ring, and static scales of keys."""
+    return stages * g.stage_words + (g.layout.head_dim if g.layout.k.scaling == "static" else 0)
+
+
+def build(
+    target,
+    *,
+    k_format: str,
+    v_format: str,
+    head_dim: int,
+    dtype: str,
+    row_tiles: int,
+    warps: int,
+    stages: int,
+    page: int,
+    residual: int,
+    fresh: bool,
+    softcap: bool,
+    sinks: bool,
+):
+    """The prim_func `main` for tiles of 8 * row_tiles * warps rows.
+
+    Args:
+        dtype: of q and out. row_tiles: groups of 8 rows of a warp. stages: of 64 tokens in the ring.
+        page: tokens of a page, 0 for a contiguous cache. residual: tokens of the f16 residual block, 0 for none.
+        fresh: the new tokens come as unquantized tiles, and the cache holds only those before them.
+        softcap, sinks: whether the logits are capped, and whether each head has a sink.
+
+    Shapes: Q and O [N, Hq, D] in `dtype`, N new tokens of all sequences; KV int32 [pages, Hkv, page words]; TABLE int32
+    [B, most pages]; LEN int32 [B], tokens in all, the new ones included; CU int32 [B + 1], where each sequence's new
+    tokens begin; RES int32 [slots, Hkv, words] and SLOT int32 [B]; NEW int32 [N / 64 + B, Hkv, words of 64 tokens],
+    page CU[b] / 64 + b + i for tokens 64 i on; SK, SV f32 [Hkv, D] for static formats; SINK f32 [Hq]; LSE f32 [N, Hq],
+    base 2. Whatever a kernel does not read may have one element. Scalars: softmax scale * log2(e), cap * log2(e),
+    window in tokens (0: none), row tiles of the longest sequence.
+    """
+    import tilelang.language as T
+
+    g = Geometry(CacheLayout(k_format, v_format, head_dim), page, residual, fresh)
+    layout, plain = g.layout, g.plain
+    D, nt, cols, slices = head_dim, row_tiles, 8 * row_tiles, head_dim // 16
+    threads, most_rows = warps * 32, 8 * row_tiles * warps
+    total = shared_words(g, stages)
+    if target is not None and 4 * total > target.smem_per_block:
+        constraint = f"needs {4 * total} bytes of shared memory, {target.arch} has {target.smem_per_block}"
+        raise ArgumentError("stages", stages, constraint, "use fewer")
+    table = stages * g.stage_words  # static scales of keys
+    bf16 = "true" if dtype == "bfloat16" else "false"
+    tile = make_operand_macros(layout)
+    spare = make_operand_macros(plain) if residual or fresh else None
+    source = attention_prelude("cp_async", "pack", extra=sources(layout, *((plain,) if spare else ())))
+
+    B, B1, N, HQ, HK = T.dynamic("b"), T.dynamic("b1"), T.dynamic("n"), T.dynamic("hq"), T.dynamic("hk")
+    PAGES, PW, TABLE_B, MOST = T.dynamic("pages"), T.dynamic("page_words"), T.dynamic("tb"), T.dynamic("most")
+    SLOTS, RH, RW = T.dynamic("slots"), T.dynamic("rh"), T.dynamic("res_words")
+    NP, NH, NW = T.dynamic("new_pages"), T.dynamic("nh"), T.dynamic("new_words")
+    SKH, SKD, SVH, SVD, SINKS = (T.dynamic(name) for name in ("skh", "skd", "svh", "svd", "n_sinks"))
+
+    @T.macro
+    def move(ring, at, start, words, most, tx):
+        for e in each(-(-most // (4 * threads))):
+            if less((e * threads + tx) * 4, words):
+                T.call_extern(
+                    "handle", "tz_cp_async", T.access_ptr(ring[at + (e * threads + tx) * 4], "w", 4),
+                    T.call_extern("handle", "tz_at32", start, (e * threads + tx) * 4), 16,
+                )  # fmt: skip
+
+    stream = make_stage_macros(g, most_rows, move)
+
+    @T.macro
+    def limits(st, w, window, lane):
+        """Ends of what each row and what the warp's rows see; rows past the sequence's are as its last one."""
+        row = w.row0[0] + w.warp * cols
+        w.span[0] = T.if_then_else(window > 0, window, ALL)
+        w.high[0] = w.before[0] + T.truncdiv(smaller(row + cols, w.rows[0]) - 1, w.group[0]) + 1
+        w.least[0] = w.before[0] + T.truncdiv(smaller(row, w.rows[0] - 1), w.group[0]) + 1
+        w.low[0] = w.least[0] - w.span[0]
+        w.most[0] = w.high[0] - w.span[0]
+        for t in each(nt):
+            for j in each(2):
+                st.hi[t * 2 + j] = (
+                    w.before[0]
+                    + T.truncdiv(smaller(row + t * 8 + lane % 4 * 2 + j, w.rows[0] - 1), w.group[0]) + 1
+                )  # fmt: skip
+
+    @T.macro
+    def load_q(Q, st, w, lane):
+        """B fragments of the rows in the dtype of the keys' operand."""
+        for t in each(nt):
+            row = w.row0[0] + w.warp * cols + t * 8 + lane // 4
+            w.query[0] = w.first[0] + T.truncdiv(row, w.group[0])
+            w.head[0] = w.h * w.group[0] + T.truncmod(row, w.group[0])
+            for k in each(slices):
+                for half in each(2):
+                    at = (k * nt + t) * 2 + half
+                    st.q[at] = T.uint32(0)
+                    if less(row, w.rows[0]):
+                        st.q[at] = T.call_extern(
+                            "uint32", "tz_load32",
+                            T.access_ptr(Q[w.query[0], w.head[0], k * 16 + half * 8 + lane % 4 * 2], "r", 2),
+                        )  # fmt: skip
+                        if tile.kb != bf16:
+                            st.f[0] = T.call_extern("float32", f"tz_unpack<{bf16}, 0>", st.q[at])
+                            st.f[1] = T.call_extern("float32", f"tz_unpack<{bf16}, 1>", st.q[at])
+                            st.q[at] = T.call_extern("uint32", f"tz_pack2<{tile.kb}>", st.f[0], st.f[1])
+
+    @T.macro
+    def mma(bf16, d, at, a, a_at, b, b_at):
+        T.ptx_mma(
+            "float32", "m16n8k16", "row", "col", "bf16" if bf16 else "fp16", "bf16" if bf16 else "fp16", "fp32",
+            a.data, a_at, b.data, b_at, d.data, at, T.bool(False),
+        )  # fmt: skip
+
+    @T.macro
+    def scores(of, base, head, st, scale, cap, lane):
+        """s = scale * K Q^T of a tile, in units of log2."""
+        of.key_params(st, base, lane)
+        for i in each(nt * 4):
+            st.s[i] = 0.0
+        for j in each(of.k_loads):
+            of.keys(st, base, head, j, st.a, 0, lane)
+            for i in each(of.k_atoms):
+                for t in each(nt):
+                    mma(of.kb == "true", st.s, t * 4, st.a, i * 4, st.q, ((j * of.k_atoms + i) * nt + t) * 2)
+        for i in each(nt * 4):
+            st.s[i] = st.s[i] * scale
+            if softcap:
+                st.s[i] = cap * T.call_extern("float32", "tz_tanh", st.s[i] / cap)
+
+    @T.macro
+    def mask(st, w, lane):
+        """Scores of tokens that a row does not see become -inf."""
+        for t in each(nt):
+            for e in each(4):
+                at = w.token[0] + lane // 4 + e // 2 * 8
+                st.s[t * 4 + e] = T.if_then_else(
+                    T.call_extern("bool", "tz_among", at, st.hi[t * 2 + e % 2], w.span[0]), st.s[t * 4 + e],
+                    -T.infinity("float32"),
+                )  # fmt: skip
+                st.s[t * 4 + e] = T.if_then_else(less(at, w.end[0]), st.s[t * 4 + e], -T.infinity("float32"))
+
+    @T.macro
+    def rescale(st):
+        """A larger running maximum, if a score of any of the warp's rows asks for one."""
+        for i in each(nt * 2):
+            st.x[i] = T.max(st.s[i // 2 * 4 + i % 2], st.s[i // 2 * 4 + i % 2 + 2])
+        st.f[0] = st.x[0] - st.m[0]
+        for i in each(1, nt * 2):
+            st.f[0] = T.max(st.f[0], st.x[i] - st.m[i])
+        if T.call_extern("bool", "tz_any", st.f[0] > T.float32(THRESHOLD)):
+            for i in each(nt * 2):
+                for d in each(3):
+                    st.x[i] = T.max(st.x[i], T.call_extern("float32", "tz_xor_shuffle", st.x[i], 4 << d))
+                st.x[i] = T.max(st.x[i], st.m[i])
+                st.f[0] = T.call_extern("float32", "tz_ex2", st.m[i] - st.x[i])
+                st.m[i] = st.x[i]
+                st.l[i] = st.l[i] * st.f[0]
+                for a in each(slices):
+                    for half in each(2):
+                        at = (a * nt + i // 2) * 4 + half * 2 + i % 2
+                        st.o[at] = st.o[at] * st.f[0]
+
+    @T.macro
+    def weigh(of, base, sv, st, w, lane):
+        """O^T += V^T P^T of a tile."""
+        for t in each(nt):
+            for e in each(4):
+                st.p[e] = T.call_extern("float32", "tz_ex2", st.s[t * 4 + e] - st.m[t * 2 + e % 2])
+            for e in each(2):
+                st.l[t * 2 + e] = st.l[t * 2 + e] + (st.p[e] + st.p[2 + e])
+                st.b[t * 2 + e] = T.call_extern(
+                    "uint32",
+                    "tz_transpose",
+                    T.call_extern("uint32", f"tz_pack2<{of.vb}>", st.p[2 * e], st.p[2 * e + 1]),
+                )
+        of.value_params(st, base, lane)
+        if w.edge[0] > 0:
+            of.guard(st, w.token[0], w.end[0], lane)
+        for j in each(of.v_loads):
+            of.values(
+                st, base, (j * 32 + lane) * of.v_words, of.v_words, of.v_atoms, 0, sv, j * of.v_atoms * 4, w.edge[0],
+                st.a, 0, 4,
+            )  # fmt: skip
+            for i in each(of.v_atoms):
+                for t in each(nt):
+                    mma(of.vb == "true", st.o, ((j * of.v_atoms + i) * nt + t) * 4, st.a, i * 4, st.b, t * 2)
+
+    @T.macro
+    def step(of, base, head, sv, st, token, end, scale, cap, w, lane):
+        """One tile, unless none of the warp's rows sees a token of it."""
+        w.token[0] = token
+        w.end[0] = end
+        w.here[0] = T.cast(
+            T.And(less(w.token[0], smaller(w.high[0], w.end[0])), less(w.low[0], w.token[0] + 16)), "int32"
+        )
+        if w.here[0] > 0:
+            w.edge[0] = T.cast(
+                T.Or(less(smaller(w.least[0], w.end[0]), w.token[0] + 16), less(w.token[0], w.most[0])), "int32"
+            )
+            scores(of, base, head, st, scale, cap, lane)
+            if w.edge[0] > 0:
+                mask(st, w, lane)
+            rescale(st)
+            weigh(of, base, sv, st, w, lane)
+
+    @T.macro
+    def finish(O, LSE, SINK, st, w, lane):
+        """O = O^T / l, transposed in registers; a row that sees nothing is 0, with lse -inf."""
+        for i in each(nt * 2):
+            for d in each(3):
+                st.l[i] = st.l[i] + T.call_extern("float32", "tz_xor_shuffle", st.l[i], 4 << d)
+        for t in each(nt):
+            for j in each(2):
+                row = w.row0[0] + w.warp * cols + t * 8 + lane % 4 * 2 + j
+                at = t * 2 + j
+                st.x[at] = 1.0  # factor of the sums
+                if less(row, w.rows[0]):
+                    w.query[0] = w.first[0] + T.truncdiv(row, w.group[0])
+                    w.head[0] = w.h * w.group[0] + T.truncmod(row, w.group[0])
+                    if sinks:
+                        st.p[2] = SINK[w.head[0]] * T.float32(1.4426950408889634)
+                        st.p[0] = T.max(st.m[at], st.p[2])
+                        st.x[at] = T.call_extern("float32", "tz_ex2", st.m[at] - st.p[0])
+                        st.p[1] = st.l[at] * st.x[at] + T.call_extern("float32", "tz_ex2", st.p[2] - st.p[0])
+                    else:
+                        st.p[0] = st.m[at]
+                        st.p[1] = st.l[at]
+                    if lane // 4 == 0:
+                        LSE[w.query[0], w.head[0]] = T.if_then_else(
+                            st.p[1] > 0, st.p[0] + T.call_extern("float32", "tz_log2", st.p[1]),
+                            -T.infinity("float32"),
+                        )  # fmt: skip
+                    st.x[at] = T.if_then_else(st.p[1] > 0, st.x[at] / st.p[1], T.float32(0))
+            row = w.row0[0] + w.warp * cols + t * 8 + lane // 4
+            w.query[0] = w.first[0] + T.truncdiv(row, w.group[0])
+            w.head[0] = w.h * w.group[0] + T.truncmod(row, w.group[0])
+            for a in each(slices):
+                for half in each(2):
+                    at = (a * nt + t) * 4 + half * 2
+                    st.w[half] = T.call_extern(
+                        "uint32", "tz_transpose", T.call_extern(
+                            "uint32", f"tz_pack2<{bf16}>", st.o[at] * st.x[t * 2], st.o[at + 1] * st.x[t * 2 + 1]
+                        ),
+                    )  # fmt: skip
+                if less(row, w.rows[0]):
+                    for half in each(2):
+                        T.call_extern(
+                            "handle", "tz_store<1>",
+                            T.access_ptr(O[w.query[0], w.head[0], a * 16 + half * 8 + lane % 4 * 2], "w", 2),
+                            T.access_ptr(st.w[half], "r", 1),
+                        )  # fmt: skip
+
+    @T.macro
+    def advance(x, ring, w, i, tx):
+        """Waits for stage i; the stage before it has been read, and its slot takes another one."""
+        T.call_extern("handle", f"tz_cp_wait<{stages - 2}>")
+        T.sync_threads()
+        if less(i + stages - 1, w.count[0]):
+            stream.fetch(x, ring, w, i + stages - 1, w.fill[0] * g.stage_words, tx)
+        T.call_extern("handle", "tz_cp_commit")
+        w.fill[0] = T.if_then_else(w.fill[0] == stages - 1, 0, w.fill[0] + 1)
+
+    @T.prim_func
+    def main(
+        Q: T.Tensor((N, HQ, D), dtype),
+        KV: T.Tensor((PAGES, HK, PW), "int32"),
+        TABLE: T.Tensor((TABLE_B, MOST), "int32"),
+        LEN: T.Tensor((B,), "int32"),
+        CU: T.Tensor((B1,), "int32"),
+        RES: T.Tensor((SLOTS, RH, RW), "int32"),
+        SLOT: T.Tensor((B,), "int32"),
+        NEW: T.Tensor((NP, NH, NW), "int32"),
+        SK: T.Tensor((SKH, SKD), "float32"),
+        SV: T.Tensor((SVH, SVD), "float32"),
+        SINK: T.Tensor((SINKS,), "float32"),
+        O: T.Tensor((N, HQ, D), dtype),
+        LSE: T.Tensor((N, HQ), "float32"),
+        scale: T.float32,
+        cap: T.float32,
+        window: T.int32,
+        tiles: T.int32,
+    ):
+        with T.Kernel(HK, tiles, B, threads=threads, prelude=source) as (h, y, b):
+            ring = T.alloc_shared((total,), "int32")
+            tx = T.get_thread_binding()
+            lane = tx % 32
+            sizes = {"o": slices * nt * 4, "s": nt * 4, "m": nt * 2, "l": nt * 2, "x": nt * 2, "f": 2, "p": 4}
+            words = {"q": slices * nt * 2, "a": 32, "b": nt * 2}
+            sv = T.alloc_local((slices * 4 if tile.v_static else 1,), "uint32")
+            st = SimpleNamespace(
+                **{name: T.alloc_local((n,), "float32") for name, n in sizes.items()},
+                **{name: T.alloc_local((n,), "uint32") for name, n in words.items()},
+                **operand_state(), hi=T.alloc_local((nt * 2,), "int32"),
+            )  # fmt: skip
+            ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, *LIMITS)}
+            w = SimpleNamespace(b_=b, h=h, warp=tx // 32, **ints)
+            x = SimpleNamespace(
+                KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW, hk=HK, pw=PW, rh=RH, rw=RW, nh=NH, nw=NW
+            )
+            stream.place(LEN, CU, w, y, window, HQ, HK)
+            if less(w.row0[0], w.rows[0]):
+                w.count[0] = w.na[0] + w.nb[0] + w.nc[0]
+                w.slot[0] = 0
+                for i in each(stages - 1):
+                    if less(i, w.count[0]):
+                        stream.fetch(x, ring, w, i, i * g.stage_words, tx)
+                    T.call_extern("handle", "tz_cp_commit")
+                w.fill[0] = stages - 1
+                for i in each(slices * nt * 4):
+                    st.o[i] = 0.0
+                for i in each(nt * 2):
+                    st.m[i] = T.float32(LOWEST)
+                    st.l[i] = 0.0
+                limits(st, w, window, lane)
+                load_q(Q, st, w, lane)
+                if tile.k_static:
+                    tile.share_static(SK, ring, table, h, tx, threads)
+                if tile.v_static:
+                    tile.load_static(SV, sv, 0, slices, h, lane)
+                if spare is not None:
+                    for i in T.serial(w.nb[0] + w.nc[0]):
+                        advance(x, ring, w, i, tx)
+                        for r in T.serial(STAGE // 16):
+                            base = T.access_ptr(
+                                ring[w.slot[0] * g.stage_words + r * plain.tile_words], "r", plain.tile_words
+                            )
+                            step(
+                                spare, base, base, sv, st, stream.token(w, i) + r * 16, stream.end(w, i), scale, cap, w,
+                                lane,
+                            )  # fmt: skip
+                        w.slot[0] = T.if_then_else(w.slot[0] == stages - 1, 0, w.slot[0] + 1)
+                for i in T.serial(w.nb[0] + w.nc[0], w.count[0]):
+                    advance(x, ring, w, i, tx)
+                    for r in T.serial(STAGE // 16):
+                        at = w.slot[0] * g.stage_words
+                        step(
+                            tile, T.access_ptr(ring[at + g.tile_at(r)], "r", layout.tile_words),
+                            T.access_ptr(ring[table if tile.k_static else at + g.channel_at(r)], "r", 1),
+                            sv, st, stream.token(w, i) + r * 16, w.packed[0], scale, cap, w, lane,
+                        )  # fmt: skip
+                    w.slot[0] = T.if_then_else(w.slot[0] == stages - 1, 0, w.slot[0] + 1)
+                finish(O, LSE, SINK, st, w, lane)
+
+    return main

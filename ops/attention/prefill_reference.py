@@ -1,0 +1,105 @@
+"""The oracle of prefill attention: float64 over what the cache and the new tokens hold, and the allowed error."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from terrazzo.ops.attention.reference import LOG2E, UNIT_ROUNDOFF, Options, _magnitudes, attend
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.ops.attention.cache import PackedCache
+
+ROWS = 256  # new tokens at a time: bounds the temporary memory
+
+
+def prefill(
+    q: torch.Tensor,
+    cache: PackedCache,
+    cu_seqlens: torch.Tensor,
+    options: Options | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out [N, Hq, D], lse [N, Hq], bound [N, Hq, D]), float64, of `prefill` with the same arguments; see `bound_of`.
+
+    cache.lengths counts the new tokens. With k and v [N, Hkv, D] the cache need only hold the tokens before them.
+    """
+    import torch
+
+    options = options or Options()
+    group = q.shape[1] // cache.kv_heads
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    lse, bound = torch.full_like(out[..., 0], -math.inf), torch.zeros_like(out)
+    starts = cu_seqlens.tolist()
+    if k is not None:
+        cache = replace(cache, lengths=cache.lengths - cu_seqlens.diff().to(cache.lengths.device))
+    for b, (first, last) in enumerate(zip(starts, starts[1:])):
+        for h in range(cache.kv_heads if last > first else 0):
+            span = slice(h * group, (h + 1) * group)
+            sinks = None if options.sinks is None else options.sinks[span]
+            if sinks is not None:
+                lse[first:last, span] = sinks.double() * LOG2E
+            tokens = list(cache.dequantize(b, h))
+            parts = [[torch.cat(p) for p in zip(*found)] if found else None for found in _parts(cache, b, h)]
+            for role, x in enumerate((k, v)):
+                if x is not None:
+                    fresh = x[first:last, h].double()
+                    tokens[role] = torch.cat([tokens[role], fresh])
+                    more = [fresh.abs(), torch.zeros_like(fresh), torch.zeros_like(fresh)]
+                    parts[role] = [torch.cat(p) for p in zip(parts[role], more)] if parts[role] else more
+            length, new = len(tokens[0]), last - first
+            for r in range(max(0, new - length), new, ROWS):  # earlier rows have no token
+                end = min(r + ROWS, new)
+                seen = length - (new - end)
+                rows = q[first + r : first + end, span]
+                o, sums, weights = attend(rows, tokens[0][:seen], tokens[1][:seen], options, sinks)
+                at = slice(first + r, first + end)
+                cut = [[p[:seen] for p in part] for part in parts]
+                out[at, span], lse[at, span] = o, sums
+                bound[at, span] = bound_of(rows, cache, tokens[0][:seen], cut, o, weights, options)
+    return out, lse, bound
+
+
+def _parts(cache: PackedCache, sequence: int, head: int):
+    return [_magnitudes(cache, sequence, head, role) for role in (0, 1)]
+
+
+def bound_of(
+    q: torch.Tensor,
+    cache: PackedCache,
+    keys: torch.Tensor,
+    parts: list,
+    out: torch.Tensor,
+    weights: torch.Tensor,
+    options: Options,
+) -> torch.Tensor:
+    """Bound of |kernel - out| [q_len, G, D] for one head.
+
+    The programs round where decode does (reference.forward_error_bound), or each dequantized key and value to the
+    operand's dtype; static scales are rounded themselves. Such errors of a logit's products are independent: six
+    standard deviations are allowed. P is rounded to the operand's dtype without a lift: 2^-25 of its subnormals.
+    """
+    import torch
+
+    layout = cache.layout
+    scale = 1 / math.sqrt(q.shape[-1]) if options.scale is None else abs(options.scale)
+    a = q.double().abs()
+    steps, zeros, _ = parts[0]
+    uv = UNIT_ROUNDOFF[layout.v.operand] * (1 if layout.v.scaling == "none" else 3)
+    quantized = float(layout.k.scaling != "none" or layout.k.operand != str(q.dtype).removeprefix("torch."))
+    ground = (layout.head_dim / 16 + 8) * 2.0**-22
+    d = scale * ground * torch.einsum("qgd,td->qgt", a, steps + zeros)
+    squares = torch.einsum("qgd,td->qgt", a**2, torch.maximum(keys.abs(), steps) ** 2)
+    d += scale * quantized * UNIT_ROUNDOFF[layout.k.operand] * 6 * (squares * (2 / 3)).sqrt()
+    d += scale * 2.0**-24 * steps.sum(-1)
+    d = torch.expm1(1.01 * d + 2.0**-20)
+    values, v_zeros, _ = parts[1]
+    whole = values + v_zeros
+    moved = (weights * d) @ whole + (weights * d).sum(-1, keepdim=True) * out.abs()
+    rounded = uv * (weights @ whole) + torch.minimum(weights, weights.new_tensor(2.0**-24)) @ whole
+    rest = (2.0**-19 + len(keys) / 16 * 2.0**-25) * (weights @ whole + out.abs())
+    total = moved + rounded + rest
+    return total + UNIT_ROUNDOFF[str(q.dtype).removeprefix("torch.")] * (out.abs() + total) + 2.0**-24

@@ -1,0 +1,190 @@
+"""What both prefill programs stream: stages of 64 tokens from pages, residual blocks and new tokens in f16.
+
+A CTA owns one kv head and a tile of rows; a row is one (new token, query head). It walks over the tokens that any of
+its rows sees, newest source first:
+
+    new       f16 tiles of the tokens of this call (`fresh`), in pages of 64 of their own
+    residual  f16 tiles of the ring behind the packed tokens
+    packed    tiles of the cache's pages
+
+Stages begin at multiples of 64 tokens of their source; tokens past a source's end are masked, and copied only where the
+source has room for them.
+"""
+
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.attention.cache import residual_layout
+from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.tile_macros import each
+
+STAGE = 64
+"""Tokens of a stage: the m64 of a wgmma over keys."""
+INTEGERS = (
+    *("length", "group", "rows", "row0", "first", "before"),  # of the sequence and of the CTA's rows
+    *("packed", "cached", "a", "b", "c", "na", "nb", "nc"),  # ends of sources; first token and stages of each
+    *("page", "at"),
+)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of stages. page: tokens of a page or 0; residual: tokens or 0; fresh: new tokens come as f16 tiles.
+
+    Raises:
+        ArgumentError: a page that no 16 tokens divide, a residual block whose dtype is not the keys' operand.
+    """
+
+    layout: CacheLayout
+    page: int
+    residual: int
+    fresh: bool
+
+    def __post_init__(self) -> None:
+        if self.page % self.layout.block_tokens:
+            constraint = f"must be a multiple of {self.layout.block_tokens}"
+            raise ArgumentError("page", self.page, constraint, "use 128 tokens")
+        if self.residual and self.plain != residual_layout(self.layout):
+            constraint = f"an f16 residual block cannot join {self.layout.k_format} keys, {self.layout.v_format} values"
+            raise ArgumentError("residual", self.residual, constraint, "use residual=0")
+
+    @property
+    def plain(self) -> CacheLayout:
+        """Tiles of unquantized tokens, in the dtypes of the packed tokens' operands."""
+        return plain_layout(self.layout)
+
+    @property
+    def part_tokens(self) -> int:
+        """Tokens that lie side by side in any page."""
+        return math.gcd(STAGE, self.page, self.layout.k.group)
+
+    @property
+    def part_words(self) -> int:
+        return self.layout.channel_words + self.part_tokens // 16 * self.layout.tile_words
+
+    @property
+    def stage_words(self) -> int:
+        """int32 words of a stage of any source."""
+        plain = STAGE // 16 * self.plain.tile_words if self.residual or self.fresh else 0
+        return max(STAGE // self.part_tokens * self.part_words, plain)
+
+    def tile_at(self, r):
+        """Word of the stage where packed tile r begins; r may be an expression."""
+        tiles = self.part_tokens // 16
+        return self.channel_at(r) + self.layout.channel_words + r % tiles * self.layout.tile_words
+
+    def channel_at(self, r):
+        """Word of the stage where the channel parameters of packed tile r lie."""
+        return r // (self.part_tokens // 16) * self.part_words
+
+
+def plain_layout(layout: CacheLayout) -> CacheLayout:
+    """How new tokens are handed to the kernel beside a cache of this layout."""
+    return CacheLayout(layout.k.operand, layout.v.operand, layout.head_dim)
+
+
+def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
+    """Macros: `place` (rows and sources of a CTA of `rows` rows), `fetch` (stage i into words `at` of the ring), and
+    expressions of a stage: `token` (its first one) and `end` (of its source).
+
+    Args:
+        move: macro (ring, at, source, words, most, io) that copies `words` words, at most `most`, to ring[at].
+    """
+    import tilelang.language as T
+
+    layout, plain = g.layout, g.plain
+    spare_tiles = g.residual // 16 + 1
+    block, group = layout.block_tokens, layout.k.group
+
+    def token(w, i):
+        made = w.a[0] + (i - w.nb[0] - w.nc[0]) * STAGE
+        if g.residual:
+            made = T.if_then_else(i < w.nb[0] + w.nc[0], w.b[0] + (i - w.nc[0]) * STAGE, made)
+        return T.if_then_else(i < w.nc[0], w.c[0] + i * STAGE, made) if g.fresh else made
+
+    def end(w, i):
+        """Of an unquantized stage."""
+        return T.if_then_else(i < w.nc[0], w.length[0], w.cached[0]) if g.fresh else w.cached[0]
+
+    @T.macro
+    def place(LEN, CU, w, y, window, hq, hk):
+        """w.rows[0] <= w.row0[0] where the CTA has nothing to do; heavy tiles, the last ones, come first."""
+        w.length[0] = LEN[w.b_]
+        w.first[0] = CU[w.b_]
+        w.group[0] = T.truncdiv(hq, hk)
+        w.rows[0] = (CU[w.b_ + 1] - w.first[0]) * w.group[0]
+        w.before[0] = w.length[0] - (CU[w.b_ + 1] - w.first[0])
+        w.row0[0] = (T.truncdiv(w.rows[0] + rows - 1, rows) - 1 - y) * rows
+        w.row0[0] = T.if_then_else(w.row0[0] < 0, w.rows[0], w.row0[0])
+        top = w.before[0] + T.truncdiv(T.min(w.row0[0] + rows, w.rows[0]) - 1, w.group[0]) + 1
+        w.at[0] = 0
+        if window > 0:
+            w.at[0] = T.max(w.before[0] + T.truncdiv(w.row0[0], w.group[0]) + 1 - window, 0)
+        w.cached[0] = T.max(w.before[0], 0) if g.fresh else w.length[0]
+        w.packed[0] = w.cached[0] - T.truncmod(w.cached[0], g.residual) if g.residual else w.cached[0]
+        w.a[0] = T.truncdiv(w.at[0], STAGE) * STAGE
+        w.na[0] = T.truncdiv(T.max(T.min(top, w.packed[0]) - w.a[0] + STAGE - 1, 0), STAGE)
+        w.nb[0] = 0
+        w.nc[0] = 0
+        if g.residual:
+            w.b[0] = w.packed[0] + T.truncdiv(T.max(w.at[0] - w.packed[0], 0), STAGE) * STAGE
+            w.nb[0] = T.truncdiv(T.max(T.min(top, w.cached[0]) - w.b[0] + STAGE - 1, 0), STAGE)
+        if g.fresh:
+            w.c[0] = w.cached[0] + T.truncdiv(T.max(w.at[0] - w.cached[0], 0), STAGE) * STAGE
+            w.nc[0] = T.truncdiv(T.max(T.min(top, w.length[0]) - w.c[0] + STAGE - 1, 0), STAGE)
+
+    @T.macro
+    def fetch(x, ring, w, i, at, io):
+        """x: the kernel's tensors and the sizes of their rows."""
+        if (g.fresh or g.residual) and i < w.nc[0] + w.nb[0]:
+            if g.fresh:
+                if i < w.nc[0]:
+                    move(
+                        ring, at, T.call_extern(
+                            "handle", "tz_page", T.access_ptr(x.NEW[0, 0, 0], "r", 1),
+                            T.truncdiv(w.first[0], STAGE) + w.b_ + T.truncdiv(token(w, i) - w.cached[0], STAGE),
+                            x.nh * x.nw, w.h * x.nw,
+                        ), STAGE // 16 * plain.tile_words, STAGE // 16 * plain.tile_words, io,
+                    )  # fmt: skip
+            if g.residual:
+                if i >= w.nc[0]:
+                    for j in each(STAGE // 16):
+                        if token(w, i) + j * 16 < w.cached[0]:
+                            move(
+                                ring, at + j * plain.tile_words, T.call_extern(
+                                    "handle", "tz_page", T.access_ptr(x.RES[0, 0, 0], "r", 1), x.SLOT[w.b_],
+                                    x.rh * x.rw, w.h * x.rw
+                                    + T.truncmod(T.truncdiv(token(w, i), 16) + j, spare_tiles) * plain.tile_words,
+                                ), plain.tile_words, plain.tile_words, io,
+                            )  # fmt: skip
+        else:
+            for j in each(STAGE // g.part_tokens):
+                start = token(w, i) + j * g.part_tokens
+                if start < w.packed[0]:
+                    w.page[0] = w.b_
+                    w.at[0] = start
+                    if g.page:
+                        w.page[0] = x.TABLE[w.b_, T.truncdiv(start, g.page)]
+                        w.at[0] = T.truncmod(start, g.page)
+                    inside = T.truncmod(w.at[0], block) if group else 0
+                    word = w.h * x.pw + T.truncdiv(w.at[0], block) * layout.block_words
+                    body = at + j * g.part_words + layout.channel_words
+                    most = g.part_tokens // 16 * layout.tile_words
+                    if group:
+                        move(
+                            ring, at + j * g.part_words, T.call_extern(
+                                "handle", "tz_page", T.access_ptr(x.KV[0, 0, 0], "r", 1), w.page[0], x.hk * x.pw, word
+                            ), layout.channel_words, layout.channel_words, io,
+                        )  # fmt: skip
+                    move(
+                        ring, body, T.call_extern(
+                            "handle", "tz_page", T.access_ptr(x.KV[0, 0, 0], "r", 1), w.page[0], x.hk * x.pw,
+                            word + layout.channel_words + T.truncdiv(inside, 16) * layout.tile_words,
+                        ), most if group else T.min(
+                            T.truncdiv(w.packed[0] - start + 15, 16) * layout.tile_words, most
+                        ), most, io,
+                    )  # fmt: skip
+
+    return SimpleNamespace(place=place, fetch=fetch, token=token, end=end)

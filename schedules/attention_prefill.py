@@ -1,0 +1,64 @@
+"""Schedules of prefill attention: the program, and how many rows and stages a CTA has.
+
+A row is one (new token, query head). Every warp (mma) or warpgroup (wgmma) converts the tokens of a stage for its own
+rows, so wide tiles of rows share each conversion; registers limit them: O^T takes half a register of a thread for each
+row and 16 head dimensions (wgmma), S^T and the softmax's state as much again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
+
+_STATIC = 2048  # bytes: barriers with their alignment, and what the driver keeps of each CTA
+_MMA_ROWS = {64: 4, 128: 2, 256: 1}  # head_dim -> groups of 8 rows of a warp
+
+
+@dataclass(frozen=True)
+class PrefillProblem:
+    """What a schedule needs to know. stage_words: int32 words of a stage of 64 tokens."""
+
+    head_dim: int
+    stage_words: int
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """program "mma" or "wgmma"; row_tiles groups of 8 rows of each of `warps` warps (mma) or of each group of four
+    (wgmma); `stages` stages of 64 tokens."""
+
+    program: str
+    row_tiles: int
+    warps: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a CTA."""
+        return 8 * self.row_tiles * (self.warps if self.program == "mma" else self.warps // 4)
+
+    def params(self) -> dict[str, int]:
+        """Arguments of the program's `build`."""
+        return {name: value for name, value in asdict(self).items() if name != "program"}
+
+    def smem_bytes(self, problem: PrefillProblem) -> int:
+        """Dynamic shared memory of a CTA: the ring, a table of channel scales; wgmma: Q and P of all rows."""
+        rows = self.rows * (problem.head_dim + 64) // 2 if self.program == "wgmma" else 0
+        return 4 * (self.stages * problem.stage_words + problem.head_dim + rows)
+
+
+def choose(problem: PrefillProblem, target: Target) -> Prefill:
+    """The widest tile of rows, and as many stages as fit, up to 4.
+
+    Raises:
+        ArgumentError: shared memory too small for two stages.
+    """
+    for warps in (8, 4):
+        for stages in (4, 3, 2):
+            made = Prefill("mma", _MMA_ROWS[problem.head_dim], warps, stages)
+            if made.smem_bytes(problem) + _STATIC <= target.smem_per_block:
+                return made
+    constraint = f"no two stages of {problem.stage_words} words fit on {target.arch}"
+    raise ArgumentError("head_dim", problem.head_dim, constraint, "use smaller formats")

@@ -1,0 +1,162 @@
+"""Cases of prefill attention and the check that holds a kernel to its error bound. A failing case prints its line:
+
+python tests/gpu/prefill_cases.py "Case('int4', 'int4', past=(100, 7), new=(40, 3))"
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, replace
+
+import torch
+from terrazzo.ops.attention import cache as caches
+from terrazzo.ops.attention import prefill_reference, reference
+from terrazzo.ops.attention import prefill as op
+from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.schedules.attention_prefill import Prefill
+
+from tests.gpu import attention_cases
+
+TARGET = os.environ.get("TERRAZZO_TEST_TARGET")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prefill call. past, new: tokens of each sequence; fresh: the new ones come as k and v. residual -1: the
+    format's own. sharp multiplies q. schedule: (program, row_tiles, warps, stages), or () for the heuristic's."""
+
+    k: str = "int4"
+    v: str = "int4"
+    head_dim: int = 128
+    kv_heads: int = 2
+    group: int = 4
+    past: tuple[int, ...] = (100,)
+    new: tuple[int, ...] = (50,)
+    fresh: bool = False
+    page: int = 0
+    residual: int = -1
+    dtype: str = "float16"
+    softcap: float = 0.0
+    window: int = 0
+    sinks: bool = False
+    sharp: float = 1.0
+    seed: int = 0
+    schedule: tuple = ()
+    target: str | None = TARGET
+
+    @property
+    def repro(self) -> str:
+        return f'python tests/gpu/prefill_cases.py "{self!r}"'
+
+    @property
+    def layout(self) -> CacheLayout:
+        return CacheLayout(self.k, self.v, self.head_dim)
+
+    @property
+    def residual_tokens(self) -> int:
+        return self.layout.k.group if self.residual < 0 else self.residual
+
+    def chosen(self) -> Prefill | None:
+        return Prefill(*self.schedule) if self.schedule else None
+
+    def requests(self) -> list:
+        """The kernels that this case launches."""
+        return op.prefill_requests(
+            self.layout, dtype=self.dtype, page=self.page, residual=self.residual_tokens, fresh=self.fresh,
+            softcap=self.softcap > 0, sinks=self.sinks, schedule=self.chosen(), target=self.target,
+        )  # fmt: skip
+
+
+@dataclass
+class Inputs:
+    """What a case passes to `prefill`."""
+
+    q: torch.Tensor
+    cache: caches.PackedCache
+    cu_seqlens: torch.Tensor
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    options: reference.Options
+
+    @property
+    def most_new(self) -> int:
+        return int(self.cu_seqlens.diff().max())
+
+
+def inputs(case: Case) -> Inputs:
+    """Storage past the lengths is overwritten with what a recycled page may hold."""
+    held = case.past if case.fresh else tuple(p + n for p, n in zip(case.past, case.new))
+    at = attention_cases.Case(
+        case.k, case.v, case.head_dim, case.kv_heads, lengths=held, page=case.page, residual=case.residual,
+        seed=case.seed,
+    )  # fmt: skip
+    made = attention_cases.built(at)
+    device = attention_cases.DEVICE
+    new = torch.tensor(case.new, dtype=torch.int32)
+    cu = torch.cat([torch.zeros(1, dtype=torch.int32), new.cumsum(0, dtype=torch.int32)]).to(device)
+    lengths = torch.tensor(case.past, dtype=torch.int32) + new
+    made = replace(made, lengths=lengths.to(device), max_length=int(lengths.max()))
+    rng = torch.Generator().manual_seed(case.seed + 1)
+    dtype, heads = getattr(torch, case.dtype), case.kv_heads * case.group
+    q = (torch.randn(sum(case.new), heads, case.head_dim, generator=rng) * case.sharp).to(dtype).to(device)
+    fresh = torch.randn(2, sum(case.new), case.kv_heads, case.head_dim, generator=rng).to(dtype).to(device)
+    sinks = (torch.randn(heads, generator=rng) * 2).to(device) if case.sinks else None
+    options = reference.Options(softcap=case.softcap, window=case.window, sinks=sinks)
+    return Inputs(q, made, cu, *((fresh[0], fresh[1]) if case.fresh else (None, None)), options)
+
+
+def judge(case: Case, given: Inputs, y: torch.Tensor, lse: torch.Tensor) -> float:
+    """The worst error as a share of its bound; AssertionError where it is beyond it."""
+    expected, sums, bound = prefill_reference.prefill(
+        given.q, given.cache, given.cu_seqlens, given.options, given.k, given.v
+    )
+    error = (y.double() - expected).abs()
+    bad = ~(error <= bound)  # NaN counts as bad
+    worst = float((error / bound.clamp(min=1e-30)).nan_to_num(9e9).max()) if error.numel() else 0.0
+    if bool(bad.any()):
+        where = bad.nonzero()
+        some = [f"{w} {float(y[tuple(w)]):.5g} for {float(expected[tuple(w)]):.5g}" for w in where[:6].tolist()]
+        count = f"{len(where)} of {y.numel()} elements outside the bound, worst {worst:.3g} times it"
+        raise AssertionError(f"{count}: {'; '.join(some)}\n  {case.repro}")
+    off = torch.where(sums.isinf() & (lse == sums), 0.0, (lse.double() - sums).abs())
+    slack = 3e-3 * (1 + case.sharp) * (1 + sums.abs().nan_to_num(posinf=0) / 16)
+    assert bool((off <= slack).all()), f"lse is off by {float(off.nan_to_num(9e9).max()):.3g}\n  {case.repro}"
+    return worst
+
+
+def run(case: Case) -> tuple[Inputs, torch.Tensor, torch.Tensor]:
+    """Two launches into poisoned memory, which must agree in every bit."""
+    given = inputs(case)
+    runs = []
+    for _ in range(2):
+        guarded = torch.full((given.q.shape[0] + 2, *given.q.shape[1:]), float("nan"), dtype=given.q.dtype).to(
+            given.q.device
+        )
+        lse = torch.full(given.q.shape[:2], float("nan"), device=given.q.device)
+        y = op.prefill(
+            given.q, given.cache, given.cu_seqlens, given.most_new, k=given.k, v=given.v, out=guarded[1:-1], lse=lse,
+            softcap=case.softcap, window=case.window, sinks=given.options.sinks, schedule=case.chosen(),
+            target=case.target,
+        )  # fmt: skip
+        assert guarded[0].isnan().all() and guarded[-1].isnan().all(), f"beside the output was written; {case.repro}"
+        runs.append((y, lse))
+    for a, b in zip(*runs):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), f"two runs differ; {case.repro}"
+    return given, *runs[0]
+
+
+def check(case: Case) -> None:
+    """Every element inside the error bound, and the log-sum-exp; AssertionError names the case."""
+    try:
+        found = run(case)
+    except AssertionError:
+        raise
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__}: {error}\n  {case.repro}") from error
+    judge(case, *found)
+
+
+if __name__ == "__main__":
+    check(eval(sys.argv[1], {"Case": Case}))
+    print("ok")

@@ -1,0 +1,159 @@
+"""The generated prefill kernels, run on the CPU from their CUDA text, against float64 inside the error bound."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+
+import pytest
+import torch
+from cuda_on_cpu import CpuKernel
+from terrazzo.layouts.converters import get_converter
+from terrazzo.lowering import compile_request
+from terrazzo.lowering.targets import Target
+from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.attention import op as decode_op
+from terrazzo.ops.attention import prefill as op
+from terrazzo.ops.attention.prefill_stages import plain_layout
+from terrazzo.ops.attention.quantizer import quantize
+
+from tests.gpu import attention_cases, prefill_cases
+from tests.gpu.prefill_cases import Case
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
+]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(attention_cases, "DEVICE", "cpu")
+    attention_cases._built.cache_clear()
+    yield
+    attention_cases._built.cache_clear()
+
+
+def new_pages(case: Case, given) -> torch.Tensor:
+    """What `store` leaves of k and v in pages of 64 tokens; other storage is poisoned."""
+    cache = op.fresh_cache(given.cache, given.cu_seqlens, len(given.q), given.most_new)
+    cache.pages.fill_(-1)
+    layout = plain_layout(given.cache.layout)
+    for b, new in enumerate(case.new):
+        first = int(given.cu_seqlens[b])
+        for i in range(-(-new // 64)):
+            rows = slice(first + 64 * i, first + min(64 * (i + 1), new))
+            parts = [
+                torch.nn.functional.pad(x[rows].float(), (0, 0, 0, 0, 0, 64 - (rows.stop - rows.start)))
+                for x in (given.k, given.v)
+            ]
+            packed = layout.pack(*(
+                quantize(x.transpose(0, 1), f) for x, f in zip(parts, (layout.k_format, layout.v_format))
+            ))  # fmt: skip
+            cache.pages[int(cache.block_table[b, i])] = packed.reshape(case.kv_heads, -1)
+    return cache.pages
+
+
+def emulate(case: Case, folder, target: str = "sm_90a") -> float:
+    """One launch on the CPU; the worst error as a share of its bound."""
+    given = prefill_cases.inputs(case)
+    made, batch, heads = given.cache, len(case.new), case.kv_heads * case.group
+    chosen = op.plan(
+        case.layout, dtype=case.dtype, page=case.page, residual=made.residual_tokens, fresh=case.fresh,
+        softcap=case.softcap > 0, sinks=case.sinks, target=Target.parse(target), schedule=case.chosen(),
+    )  # fmt: skip
+    source = (compile_request(chosen.request) / "kernel.cu").read_text()
+    names = [name for name in ALL_CONVERTERS if f"tz_{name}(" in source]
+    params = dict(chosen.request.params)
+    kernel = CpuKernel(source, [SHIMS, *map(on_cpu, names)], params["warps"] * 32, folder)
+    zero, table = torch.zeros(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    static = [torch.zeros(1, 1) if s is None else s.contiguous() for s in (made.k_static, made.v_static)]
+    residual = zero if made.residual is None else made.residual
+    new = new_pages(case, given) if case.fresh else zero
+    pages = table if made.block_table is None else made.block_table
+    out, lse = torch.full_like(given.q, float("nan")), torch.full(given.q.shape[:2], float("nan"))
+    tiles = -(-given.most_new * case.group // chosen.rows)
+    tensors = {
+        "Q": given.q, "KV": made.pages, "TABLE": pages, "LEN": made.lengths, "CU": given.cu_seqlens, "RES": residual,
+        "SLOT": torch.arange(batch, dtype=torch.int32), "NEW": new, "SK": static[0], "SV": static[1],
+        "SINK": given.options.sinks if case.sinks else torch.zeros(1), "O": out, "LSE": lse,
+    }  # fmt: skip
+    scalars = {
+        "scale": decode_op.LOG2E / math.sqrt(case.head_dim), "cap": case.softcap * decode_op.LOG2E,
+        "window": case.window, "tiles": tiles, "b": batch, "b1": batch + 1, "n": len(given.q), "hq": heads,
+        "hk": case.kv_heads, "page_words": made.pages.shape[2], "most": pages.shape[1], "rh": residual.shape[1],
+        "res_words": residual.shape[2], "nh": new.shape[1], "new_words": new.shape[2], "skd": static[0].shape[1],
+        "svd": static[1].shape[1],
+    }  # fmt: skip
+    kernel((case.kv_heads, tiles, batch), **tensors, **scalars)
+    return prefill_cases.judge(case, given, out, lse)
+
+
+SHIMS = r"""
+template <class F> static unsigned halves(unsigned a, unsigned b, F f) {
+  unsigned r = 0;
+  for (int e = 0; e < 32; e += 16) r |= (unsigned)narrow<false>(f(widen<false>(a >> e), widen<false>(b >> e))) << e;
+  return r;
+}
+static unsigned sub2(unsigned a, unsigned b) { return halves(a, b, [](float x, float y) { return x - y; }); }
+static unsigned mul2(unsigned a, unsigned b) { return halves(a, b, [](float x, float y) { return x * y; }); }
+template <int N> static void tz_store(void *p, const void *v) { memcpy(p, v, 4 * N); }
+static unsigned tz_hfma2(unsigned a, unsigned b, unsigned c) {
+  unsigned r = 0;
+  for (int e = 0; e < 32; e += 16)
+    r |= (unsigned)narrow<false>((double)widen<false>(a >> e) * widen<false>(b >> e) + widen<false>(c >> e)) << e;
+  return r;
+}
+"""
+
+
+def on_cpu(converter: str) -> str:
+    """The text of a converter with its inline PTX as C++."""
+    text = get_converter(converter).device_source
+    lop3 = r'asm\("lop3[^"]*, (0x[ea6]{2});" : "=r"\(([^)]*)\) : "r"\(([^)]*)\), "n"\(([^)]*)\), "r"\(([^)]*)\)\);'
+    text = re.sub(lop3, lambda m: f"{m[2]} = ({m[3]}) & {m[4]} {'|' if m[1] == '0xea' else '^'} {m[5]};", text)
+    pair = r'asm\("(sub|mul)\.rn\.f16x2[^"]*" : "=r"\(([^)]*)\) : "r"\(([^)]*)\), "r"\(([^)]*)\)\);'
+    made = re.sub(pair, lambda m: f"{m[2]} = {m[1]}2({m[3]}, {m[4]});", text)
+    assert "asm" not in made, made
+    return made
+
+
+ALL_CONVERTERS = (
+    *("f16_f16", "bf16_bf16", "u8_f16_subnormal", "u4_f16_subnormal", "u2_f16_separable", "e4m3_f16_moved"),
+    *("u8_f16", "u4_f16_magic", "u2_f16_magic", "e4m3_f16"),
+)
+MMA = ("mma", 2, 4, 2)
+RAGGED = dict(past=(150, 0, 37, 64), new=(40, 3, 0, 1))
+CASES = {
+    "int4": Case("int4", "int4", **RAGGED, schedule=MMA),
+    "float16": Case("float16", "float16", **RAGGED, schedule=MMA),
+    "int8": Case("int8", "int8", **RAGGED, schedule=MMA),
+    "int2 paged": Case("int2", "int2", **RAGGED, page=48, group=7, schedule=MMA),
+    "channel": Case("int4_channel128", "int4", past=(300, 100, 0), new=(30, 40, 9), schedule=MMA),
+    "channel paged": Case("int2_channel32", "int4", past=(100,), new=(70,), page=64, schedule=MMA),
+    "fresh": Case("int4", "int8", past=(100, 0, 33), new=(70, 20, 1), fresh=True, schedule=MMA),
+    "fresh channel": Case("int4_channel64", "int4", past=(100, 63), new=(70, 20), fresh=True, schedule=MMA),
+    "fresh bfloat16": Case("int4", "int4", past=(100,), new=(70,), fresh=True, dtype="bfloat16", schedule=MMA),
+    "bfloat16": Case("bfloat16", "bfloat16", past=(100,), new=(70,), dtype="bfloat16", schedule=MMA),
+    "static": Case("int8_static", "int8_static", past=(100,), new=(70,), schedule=MMA),
+    "fp8": Case("fp8", "fp8", past=(100,), new=(70,), schedule=MMA),
+    "residual": Case("int4", "int4", residual=64, past=(150, 30), new=(40, 20), schedule=MMA),
+    "options": Case(
+        "int4", "int4", past=(150, 0), new=(40, 20), softcap=5.0, window=33, sinks=True, sharp=3.0, schedule=MMA
+    ),
+    "fresh options": Case(
+        "int4_channel64", "int4", past=(150, 0), new=(90, 20), fresh=True, window=70, sinks=True, schedule=MMA
+    ),
+    "head_dim 64": Case("int4", "int2", head_dim=64, **RAGGED, schedule=("mma", 4, 4, 3)),
+    "head_dim 256": Case("int8", "int4", head_dim=256, past=(100,), new=(20,), schedule=("mma", 1, 4, 2)),
+}  # fmt: skip
+USUAL = ("fresh options",)
+ALL = "TERRAZZO_EMULATE_ALL"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prefill(name, tmp_path):
+    if name not in USUAL and not os.environ.get(ALL):
+        pytest.skip(f"20 s each: set {ALL}=1")
+    print(f"worst error {emulate(CASES[name], tmp_path):.3f} of the bound")
