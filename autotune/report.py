@@ -24,6 +24,8 @@ from terrazzo.lowering.targets import TARGET_NAMES, Target
 
 EXTRA = "pip install 'terrazzo[tune]'"
 SLOWEST = 12
+GOAL = 1.10
+"""Heuristic / tuned best, geometric mean."""
 _COLORS = {
     "w4a16": "#1f6feb",
     "w4a8": "#bf5700",
@@ -37,9 +39,11 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 46rem; padding: 0.8rem; color: #1b1f24; }
 h1 { font-size: 1.5rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin: 2rem 0 0.4rem; }
 p { margin: 0.4rem 0; } svg { width: 100%; height: auto; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 0.9rem; }
-th, td { padding: 0.2rem 0.6rem 0.2rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid #d8dee4; }
-th { border-bottom-color: #57606a; } .text { text-align: left; } small { color: #57606a; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: 0.85rem; width: 100%; }
+th, td { padding: 0.2rem 0.5rem 0.2rem 0; text-align: right; vertical-align: top; border-top: 1px solid #d8dee4; }
+th { border-color: #57606a; vertical-align: bottom; } td { white-space: nowrap; }
+.text { text-align: left; white-space: normal; overflow-wrap: break-word; } small, .more { color: #57606a; }
+td.more { border-top: 0; font-size: 0.75rem; } @media (max-width: 30rem) { table { font-size: 0.75rem; } }
 """
 
 
@@ -150,7 +154,7 @@ def roofline(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target
         xs, ys = zip(*((point.flop / point.nbytes, point.flop / point.us / 1e6) for point in own))
         axes.scatter(xs, ys, s=18, color=_COLORS.get(op, "black"), label=op)
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s")
-    axes.legend()
+    _legend(axes)
 
 
 def gains(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: Target) -> None:
@@ -169,7 +173,7 @@ def gains(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: T
     axes.set_xscale("log", base=2)
     axes.set_xticks(tokens, map(str, tokens), rotation=45)
     axes.set(xlabel="M", ylabel="time / best time")
-    axes.legend()
+    _legend(axes)
 
 
 def curves(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: Target) -> None:
@@ -181,7 +185,12 @@ def curves(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: 
     middle = [statistics.median([line[min(at, len(line) - 1)] for line in lines]) for at in range(longest)]
     axes.plot(range(1, longest + 1), middle, color="#cf222e", linewidth=2, label="median")
     axes.set(xlabel="trials", ylabel="best so far / best")
-    axes.legend()
+    _legend(axes)
+
+
+def _legend(axes: Any) -> None:
+    """Below the drawing, where it hides nothing."""
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncol=2, fontsize=8, frameon=False)
 
 
 def search_curves(trials: Sequence[Trial]) -> dict[Problem, list[float]]:
@@ -213,7 +222,7 @@ def by_m(points: Sequence[Point], of: Callable[[Point], float | None]) -> dict[i
 def _draw(draw: Draw, points: Sequence[Point], trials: Sequence[Trial], target: Target) -> str:
     """One drawing as SVG text, wide enough to be read on a phone."""
     plots = _pyplot()
-    figure, axes = plots.subplots(figsize=(5.6, 4.0), layout="constrained")
+    figure, axes = plots.subplots(figsize=(5.0, 4.4), layout="constrained")
     draw(axes, points, trials, target)
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
@@ -239,12 +248,14 @@ def page(points: Sequence[Point], trials: Sequence[Trial], target: Target, figur
     gain = geomean(point.heuristic_us / point.us for point in points if point.heuristic_us)
     head = f"{len(points)} problems, {len(trials)} trials ({counts})."
     if gain:
-        head += f" The heuristic's schedules take {gain:.3f}x the tuned ones' time (geometric mean)."
+        head += f" The heuristic's schedules take {gain:.3f}x the tuned ones' time (geometric mean, goal {GOAL:.2f}x)."
     versions = f"driver {machine.driver}, CUDA {machine.cuda}, torch {machine.torch}, TileLang {machine.tilelang}"
     slow = sorted(points, key=lambda point: point.us / point.bound_us, reverse=True)[:SLOWEST]
     parts = [
         f"<h1>Tuned schedules, {_text(machine.gpu)}</h1><p>{_text(head)}</p>",
         f"<p><small>{_text(versions)}, terrazzo {_text(machine.terrazzo)}, {last:%Y-%m-%d}</small></p>",
+        _table(("operator", "problems", "heuristic / best", "worst", "cuBLAS / best"), summary_rows(points)),
+        "<p><small>M is the number of tokens; for attention, of sequences times kv heads.</small></p>",
         "<h2>Roofline</h2><p>Each point is a problem's best schedule; the lines are the datasheet's memory bandwidth "
         "and tensor rate.</p>" + figures[0],
         "<h2>Best against heuristic and cuBLAS</h2><p>Geometric mean over weights of the other time divided by the "
@@ -254,11 +265,10 @@ def page(points: Sequence[Point], trials: Sequence[Trial], target: Target, figur
         "<h2>Search</h2><p>The best time so far as a multiple of the final one, for each problem.</p>" + figures[2],
         "<h2>Slowest against their bound</h2><p>The bound is the time that one resource alone needs: loading, "
         "dequantization or the tensor cores.</p>"
-        + _table(("operator", "problem", "M", "us", "bound", "bound us", "times bound"), map(_slow_row, slow)),
+        + _table(("problem", "M", "us", "bound", "bound us", "times bound"), map(_slow_row, slow)),
         "<h2>All problems</h2>"
         + _table(
-            ("operator", "problem", "M", "us", "heuristic us", "cuBLAS us", "tried", "failed", "schedule"),
-            map(_best_row, points),
+            ("problem", "M", "us", "heuristic us", "cuBLAS us", "tried", "failed"), map(_best_row, points), more=1
         ),
     ]
     title = f"Tuned schedules, {_text(machine.gpu)}"
@@ -267,6 +277,17 @@ def page(points: Sequence[Point], trials: Sequence[Trial], target: Target, figur
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
     )
+
+
+def summary_rows(points: Sequence[Point]) -> list[tuple]:
+    """For each operator: problems, heuristic / best (geometric mean and worst), cuBLAS / best."""
+    rows = []
+    for op in sorted({point.problem.op for point in points}):
+        own = [point for point in points if point.problem.op == op]
+        ratios = [point.heuristic_us / point.us for point in own if point.heuristic_us]
+        peers = geomean(point.peer_us / point.us for point in own if point.peer_us)
+        rows.append((op, len(own), geomean(ratios), max(ratios, default=None), peers))
+    return rows
 
 
 def _gain_rows(points: Sequence[Point]) -> list[tuple]:
@@ -281,24 +302,27 @@ def _gain_rows(points: Sequence[Point]) -> list[tuple]:
 def _slow_row(point: Point) -> tuple:
     problem = point.problem
     ratio = point.us / point.bound_us
-    return problem.op, problem.what, problem.m, point.us, point.bound, point.bound_us, ratio
+    return f"{problem.op} {problem.what}", problem.m, point.us, point.bound, point.bound_us, ratio
 
 
 def _best_row(point: Point) -> tuple:
     problem, it = point.problem, point.best
     schedule = " ".join([it.trial.program, *(f"{name}={value}" for name, value in it.trial.params)])
     times = (point.us, point.heuristic_us, point.peer_us)
-    return problem.op, problem.what, problem.m, *times, it.tried, it.failed, schedule
+    return f"{problem.op} {problem.what}", problem.m, *times, it.tried, it.failed, schedule
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]], more: int = 0) -> str:
+    """A table; the last `more` cells of a row stand below it over its whole width."""
     kept = list(rows)
     kind = ['class="text"' if any(isinstance(row[at], str) for row in kept) else "" for at in range(len(columns))]
     head = "".join(f"<th {kind[at]}>{_text(name)}</th>" for at, name in enumerate(columns))
-    body = "".join(
-        "<tr>" + "".join(f"<td {kind[at]}>{_cell(value)}</td>" for at, value in enumerate(row)) + "</tr>"
-        for row in kept
-    )
+    body = ""
+    for row in kept:
+        cells = (f"<td {kind[at]}>{_cell(value)}</td>" for at, value in enumerate(row[: len(row) - more]))
+        body += "<tr>" + "".join(cells) + "</tr>"
+        for value in row[len(row) - more :]:
+            body += f'<tr><td class="text more" colspan="{len(columns)}">{_cell(value)}</td></tr>'
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 

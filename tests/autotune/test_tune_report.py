@@ -1,0 +1,87 @@
+"""The report in a real browser: it fits a phone, draws everything, and asks for nothing else."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+from terrazzo.autotune import operators, report, runner
+from terrazzo.autotune.database import Database, Machine, Trial
+from terrazzo.autotune.jobs import Job
+from terrazzo.lowering.targets import Target
+
+H200 = Target.parse("nvidia/nvidia-h200")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PHONE = 390
+# The page in a frame as wide as a phone; the title of the outer page says what it measured.
+FRAME = """<!doctype html><body><iframe style="width:{width}px;height:844px;border:0" src="{page}"></iframe><script>
+document.querySelector("iframe").onload = event => {{
+  const page = event.target.contentDocument, root = page.documentElement, view = event.target.contentWindow;
+  const wide = [...page.querySelectorAll("p, h1, h2, svg, .wide")].filter(
+    it => it.getBoundingClientRect().right > root.clientWidth + 1).length;
+  const text = [...page.querySelectorAll("svg text")].filter(it => it.textContent.trim());
+  const smallest = Math.min(...text.map(it => it.getBoundingClientRect().height));
+  const loaded = view.performance.getEntriesByType("resource").length;
+  document.title = [root.scrollWidth - root.clientWidth, wide, page.querySelectorAll("svg").length,
+    page.querySelectorAll("tbody tr").length, smallest.toFixed(1), loaded].join(" ");
+}};
+</script>"""
+
+
+def chromium(*arguments: str) -> str:
+    """What a headless browser prints."""
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Path:
+    """A report of every operator, with times that follow the cost models."""
+    pytest.importorskip("matplotlib", reason="the tune extra is not installed")
+    folder = tmp_path_factory.mktemp("report")
+    machine = Machine("sm_90a", H200.name, 132, "580.1", "13.0", "2.13", "0.1.15", "0.1.0", "abc")
+    job = Job(ops=tuple(operators.OPERATORS), shapes=((4096, 14336), (28672, 4096)), m=(16, 256), most=4)
+    with Database(folder / "t.db") as database:
+        for problem in job.problems():
+            roof = operators.get_operator(problem.op).roofline(problem, H200)
+            for at, it in enumerate(runner.candidates(problem, H200, job)):
+                us = max(it.us, roof.us) * (1.2, 1.0, 1.1, 1.3)[at]
+                own = dict(role="search" if at else "heuristic", bound=roof.bound, bound_us=roof.us)
+                own |= dict(predicted_us=it.us, uid=f"{problem}:{at}", job="job")
+                params = tuple(sorted(it.params.items()))
+                database.add([Trial(problem, it.program, params, machine, "ok", us, 0.01, **own)])
+        report.write_report(database, folder / "report.html")
+    return folder / "report.html"
+
+
+def test_every_operator_has_its_row(page):
+    found = re.findall(r"<tr>.*?</tr>", page.read_text())
+    for op in operators.OPERATORS:
+        assert any(f">{op}</td>" in row and "1.2" in row for row in found), op
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser: install chromium")
+def test_a_phone_shows_the_report_without_scrolling_sideways(page):
+    frame = page.with_name("frame.html")
+    frame.write_text(FRAME.format(width=PHONE, page=page.name))
+    said = chromium("--allow-file-access-from-files", "--virtual-time-budget=5000", "--dump-dom", frame.as_uri())
+    title = re.search(r"<title>(.*?)</title>", said)
+    assert title, said[-2000:]
+    beyond, wide, drawings, rows, smallest, loaded = map(float, title.group(1).split())
+    assert beyond == 0 and wide == 0, "the page is wider than the screen"
+    assert drawings == 3 and rows > 40 and loaded == 0
+    assert smallest >= 7.0, "labels of a drawing are too small to read"
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser: install chromium")
+def test_a_browser_draws_the_report(page):
+    """A screenshot of the size asked for, whose pixels are not one colour."""
+    picture = page.with_name("phone.png")
+    chromium(f"--window-size={PHONE},844", f"--screenshot={picture}", page.as_uri())
+    data = picture.read_bytes()
+    assert data.startswith(b"\x89PNG") and struct.unpack(">II", data[16:24]) == (PHONE, 844)
+    assert len(data) > 20_000  # an empty page compresses to a few hundred bytes
