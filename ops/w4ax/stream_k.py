@@ -5,14 +5,13 @@ bytes throughout. What 4-bit weights save is their bytes.
 
 A CTA computes tiles of 64 * warpgroups output features by `block_tokens` tokens. The producer warp fills a
 ring whose stages hold one block of 128 channels: X is one 128-byte-swizzled TMA tile, the units of the row blocks
-(words and scales) and the scales of the tokens are 1-D bulk copies. A consumer warpgroup multiplies a block in two
-groups of two wgmma m64nNk32, converting 64 channels into one of two sets of operand registers while the group before
-runs on the other set.
+(words and scales) and the scales of the tokens are 1-D bulk copies. A consumer warpgroup converts a block into operand
+registers and multiplies it by wgmma m64nNk32.
 
-A block's sums are s32 and become f32 with the scales of its tokens and rows, an instruction for each of conversion,
-product of the scales, and sum: as many issue slots as the wgmmas take clocks. So there are two sets of s32 sums, and one
-is scaled while wgmmas fill the other: narrow tiles alternate blocks, wide ones the two halves of the tokens, for which
-two sets of a whole tile would not fit the registers.
+A block's sums are s32 and become f32 with the scales of its tokens and rows, an instruction each for conversion,
+product of scales and sum: as many issue slots as the wgmmas take clocks. So there are two sets of s32 sums, and one is
+scaled while wgmmas fill the other: narrow tiles alternate blocks, wide ones the two halves of the tokens, for which two
+sets of a whole tile would not fit the registers.
 
 A stage is released a whole step after its token scales were read, or behind the stores of the tile: ptxas may issue an
 arrive while loads in front of it are still on their way, but not across a loop's end or a store that needs them.
