@@ -122,6 +122,18 @@ REGISTRY: tuple[Support, ...] = (
     ),
     _w4a8("rtn", "quantize", ("asymmetric",), "float weight, two levels; smooth vectors"),
     Support(
+        operator="w4a8",
+        format="rtn_e4m3",
+        source="terrazzo.ops.w4a8.fp8.quantize",
+        groups=(32, 64, 128, "K"),
+        zeros=("symmetric",),
+        activations=("float8_e4m3fn", "float16", "bfloat16"),
+        scales=("float16",),
+        numerics=("e4m3",),
+        targets={"sm_89": "compiled", "sm_90a": "compiled"},
+        notes="float weight, searched scales; codes with 16-bit group scales by fp8.pack; smooth vectors",
+    ),
+    Support(
         operator="w4ax",
         format="rtn",
         source="terrazzo.ops.w4ax.quantize",

@@ -36,11 +36,11 @@ class _Dtype(click.ParamType):
 )
 @click.option("--m", "ms", type=Counts(), help="Numbers of tokens to serve, 1,16,256. Default: every M.")
 @click.option("--dtype", type=_Dtype("f16", "bf16"), default="f16", show_default=True, help="Activations and output.")
-@click.option("--group", help="Input channels for each scale; K for one group. Default: 128, for w4a8 64.")
+@click.option("--group", help="Input channels for each scale; K for one group. Default: 128, for w4a8 on int8 64.")
 @click.option("--symmetric/--asymmetric", default=False, help="Without or with (default) zero points.")
 @click.option("--scale-dtype", type=_Dtype("f16", "bf16", "f32"), help="Default: as the activations.")
 @click.option("--numerics", default="auto", show_default=True, help="w4a16: auto, exact, fused or post.")
-@click.option("--dequantization", default="auto", show_default=True, help="w4a8: auto, xor or unsigned.")
+@click.option("--dequantization", default="auto", show_default=True, help="w4a8: auto, xor, unsigned or e4m3.")
 @click.option("--kv", multiple=True, help="attention: formats of keys/values as int4/int4; may be repeated.")
 @click.option("--heads", default="32/8", show_default=True, help="attention: query/kv heads of a layer.")
 @click.option("--head-dim", default=128, show_default=True, help="attention: 64, 128 or 256.")
@@ -88,7 +88,7 @@ def compile_command(
         raise BundleError(f"{output} exists already; remove it, choose another folder or give --replace")
     facts = {"m": ms, "dtype": dtype, "target": arch, "symmetric": symmetric, "scale_dtype": scale_dtype or dtype}
     facts |= {"numerics": numerics, "dequantization": dequantization}
-    group = group or ("64" if op == "w4a8" else "128")
+    group = group or ("64" if op == "w4a8" and dequantization != "e4m3" else "128")
     requests = []
     for formats in kv if op == "attention" else ():
         sizes = {"head_dim": head_dim, "q_len": q_len, "page": page, "dtype": dtype, "target": arch}
@@ -105,7 +105,7 @@ def compile_command(
         from terrazzo.lowering.bundle import write_bundle
 
         layouts = _cache_layouts(kv, head_dim) if op == "attention" else {
-            name: get_instance(name).identity for name in _layouts(op)
+            name: get_instance(name).identity for name in _layouts(op, dequantization)
         }  # fmt: skip
         bundle = write_bundle(output, requests, layouts=layouts, replace=replace)
     if as_json:
@@ -182,11 +182,12 @@ def _accepted(op: str, facts: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if name not in dropped}
 
 
-def _layouts(op: str) -> tuple[str, ...]:
+def _layouts(op: str, dequantization: str) -> tuple[str, ...]:
     """Names of the packed layouts that an operator's kernels read."""
     import importlib
 
-    return (importlib.import_module(f"terrazzo.ops.{op}.format").LAYOUT,)
+    form = "fp8_format" if dequantization == "e4m3" else "format"
+    return (importlib.import_module(f"terrazzo.ops.{op}.{form}").LAYOUT,)
 
 
 @click.group("cache")

@@ -191,6 +191,9 @@ def test_operators_take_their_own_options(capsys, monkeypatch):
     kernels = {kernel["kernel"]: kernel["params"] for kernel in json.loads(out)["kernels"]}
     assert code == 1 and set(kernels) == {"w4a8.small_batch", "w4a8.quantize_rows"}
     assert kernels["w4a8.small_batch"]["dequantization"] == "unsigned" and kernels["w4a8.small_batch"]["group"] == 64
+    code, out, _ = run(capsys, *given, "--dequantization", "e4m3", "--group", "K")
+    kernels = {kernel["kernel"]: kernel["params"] for kernel in json.loads(out)["kernels"]}
+    assert kernels["w4a8.stream_k"]["group"] == 128 and kernels["w4a8.quantize_rows"]["codes"] == "e4m3"
     for option in (("--symmetric",), ("--numerics", "post"), ("--scale-dtype", "f32")):
         code, _, err = run(capsys, *given, *option)
         assert code == 2 and f"{option[0]} is no option of w4a8" in err

@@ -12,6 +12,8 @@ from terrazzo.ops import registry
 from terrazzo.ops.attention import format as kv
 from terrazzo.ops.w4a8 import activations as w4a8_activations
 from terrazzo.ops.w4a8 import format as w4a8_format
+from terrazzo.ops.w4a8 import fp8_format as w4a8_fp8_format
+from terrazzo.ops.w4a8 import fp8_problem as w4a8_fp8_problem
 from terrazzo.ops.w4a8 import reference as w4a8_reference
 from terrazzo.ops.w4a16.checkpoint import FORMATS
 from terrazzo.ops.w4a16.format import GROUPS, SCALE_DTYPES
@@ -46,8 +48,14 @@ def test_w4a16_entries_agree_with_the_code():
 
 def test_w4a8_entries_agree_with_the_code():
     entries = [entry for entry in registry.REGISTRY if entry.operator == "w4a8"]
-    assert {entry.format for entry in entries} == {"qserve", "compressed_tensors", "rtn"}
-    for entry in entries:
+    assert [entry.format for entry in entries] == ["qserve", "compressed_tensors", "rtn", "rtn_e4m3"]
+    *integer, e4m3 = entries
+    assert e4m3.groups == (*w4a8_format.GROUPS, "K") and e4m3.numerics == (w4a8_fp8_problem.E4M3,)
+    assert e4m3.activations == (w4a8_activations.CODES["e4m3"], *w4a8_activations.DTYPES)
+    for arch in ("sm_80", "sm_86", "sm_89", "sm_90a"):
+        native = any(Target.parse(arch).supports(name) for name in w4a8_fp8_format.INSTRUCTIONS)
+        assert native == (arch in e4m3.targets)
+    for entry in integer:
         assert entry.groups == w4a8_format.GROUPS and ("auto", *entry.numerics) == w4a8_reference.DEQUANTIZATIONS
         assert entry.activations == ("int8", *w4a8_activations.DTYPES)
 

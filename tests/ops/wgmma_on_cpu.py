@@ -17,7 +17,9 @@ template <class F> static void wg_meet(F work) {
   Together &w = warpgroups[current / 128]; long round = w.round;
   if (++w.arrived == 128) { work(); w.arrived = 0; ++w.round; } else wait_until([&] { return w.round != round; });
 }
-struct Product { const uint32_t *a; const char *at, *b; int32_t *c; int n; bool add, sign, e4m3; };  // A: registers or memory
+struct Product {  // A: registers or memory
+  const uint32_t *a; const char *at, *b; int32_t *c; int n; bool add, sign, e4m3;
+};
 static std::vector<std::vector<Product>> products[1024];  // of each thread: groups, the last one open
 static float e4m3_value(uint8_t byte) {
   int e = byte >> 3 & 15, m = byte & 7;
