@@ -14,7 +14,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def test_there_are_examples():
-    assert {"quantized_linear.py", "derive_a_layout.py", "ahead_of_time.py"} <= {path.name for path in EXAMPLES}
+    expected = {"quantized_linear.py", "derive_a_layout.py", "ahead_of_time.py", "attention_block.py"}
+    assert expected <= {path.name for path in EXAMPLES}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
