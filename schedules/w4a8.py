@@ -227,8 +227,13 @@ def choose_pipeline(name: str, problem: IntegerGemm, target: Target, m: int) -> 
 def partition(schedule: StreamK, problem: IntegerGemm, target: Target, m: int) -> Partition:
     """Tiles of the schedule over the SMs of the target."""
     tiles = -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.cta_blocks)
-    part = share_tiles(tiles, problem.units, target.sms * schedule.tiles_at_once)
-    return Partition(-(-part.grid // schedule.tiles_at_once), part.shared)
+    at_once = schedule.tiles_at_once
+    part = share_tiles(tiles, problem.units, target.sms * at_once)
+    if part.shared == 0:
+        return Partition(-(-part.grid // at_once), 0)
+    grid = max(1, part.grid // at_once)
+    # a share without a unit would be awaited for ever
+    return Partition(grid, part.shared if grid * at_once <= part.shared * problem.units else 0)
 
 
 def candidates(problem: IntegerGemm, target: Target, m: int) -> Iterator[StreamK]:

@@ -15,7 +15,10 @@ import torch
 from terrazzo.lowering.kernels import get_kernel
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
+from terrazzo.ops.w4a8 import basic as basic_program
+from terrazzo.ops.w4a8 import excp as excp_program
 from terrazzo.ops.w4a8 import multistage as multistage_program
+from terrazzo.ops.w4a8 import pingpong as pingpong_program
 from terrazzo.ops.w4a8 import small_batch as small_batch_program
 from terrazzo.ops.w4a8 import stream_k as stream_k_program
 from terrazzo.schedules import w4a8
@@ -26,7 +29,14 @@ ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
 
 
-PROGRAMS = {"stream_k": stream_k_program, "small_batch": small_batch_program, "multistage": multistage_program}
+PROGRAMS = {
+    "stream_k": stream_k_program,
+    "pingpong": pingpong_program,
+    "excp": excp_program,
+    "basic": basic_program,
+    "small_batch": small_batch_program,
+    "multistage": multistage_program,
+}
 
 
 def pack(codes: torch.Tensor, s: torch.Tensor, a: torch.Tensor, group: int) -> torch.Tensor:
@@ -125,7 +135,7 @@ def buffers(case: Case, m: int, grid: tuple[int, int] | None) -> tuple[torch.Ten
         if grid is None:
             part = w4a8.partition(s, problem(case), Target.detect(), m)
             grid = (part.grid, part.shared)
-        shape, sem, scalars = (grid[0], s.cta_blocks, s.block_tokens // 8, 128, 4), (grid[0], s.warpgroups), (grid[1],)
+        (shape, sem), scalars = s.workspace(grid[0]), (grid[1],)
     workspace = torch.full(shape, 0x5A5A5A5A, dtype=torch.int32, device=DEVICE)
     return workspace, torch.zeros(sem, dtype=torch.int32, device=DEVICE), scalars
 
@@ -197,7 +207,10 @@ SMALL, RAGGED, THIN, DEEP = Weight(448, 640, 64), Weight(450, 1040, 32), Weight(
 def stream_k(
     weight: Weight, tokens: int, warpgroups: int, row_blocks: int, out_dtype: str = "int32", **extra
 ) -> object:
-    schedule = w4a8.StreamK(tokens, warpgroups, row_blocks, stages=2, **extra)
+    return fitted(weight, w4a8.StreamK(tokens, warpgroups, row_blocks, stages=2, **extra), out_dtype)
+
+
+def fitted(weight: Weight, schedule: object, out_dtype: str = "int32") -> object:
     out_bytes = 4 if out_dtype == "int32" else 2
     of = w4a8.IntegerGemm.of(weight.n, -(-weight.k // 16) * 16, weight.group, out_bytes)
     return w4a8.fitted(schedule, of, Target.parse("sm_90a"))
@@ -220,6 +233,29 @@ def stream_k_cases() -> list[Case]:
                     ms = (3, shape[0] + 5, 1000)
                     cases.append(Case("stream_k", weight, s, ms, dequantization, out_dtype, bias, (None, (7, -1))))
     cases.append(Case("stream_k", SMALL, stream_k(SMALL, 128, 2, 1), (9, 300), partitions=(None, (4, -1), (8, 0))))
+    return cases
+
+
+def pipeline_cases() -> list[Case]:
+    """The other pipelines on wgmma: their extreme tiles, then one tile on ragged weights and in every output."""
+    tiles = {
+        "basic": (w4a8.Basic(16, 4, 1, 2), w4a8.Basic(256, 2, 1, 2, operands=2), w4a8.Basic(128, 2, 2, 2)),
+        "excp": (w4a8.Excp(16, 2, 1, 2), w4a8.Excp(256, 1, 1, 2, operands=1), w4a8.Excp(128, 2, 2, 2)),
+        "pingpong": (w4a8.PingPong(16, 3, 1, 2), w4a8.PingPong(256, 2, 1, 2), w4a8.PingPong(128, 2, 2, 2)),
+    }
+    cases, layer = [], Weight(6144, 4096, 64)
+    for i, (program, schedules) in enumerate(tiles.items()):
+        for s in schedules:
+            ms, shared = (1, s.block_tokens, 2 * s.block_tokens + 3), (None, (5, -1), (3, 0), (1, -1))
+            cases.append(Case(program, SMALL, fitted(SMALL, s), ms, partitions=shared))
+        for j, weight in enumerate((RAGGED, THIN, DEEP)):
+            out_dtype, bias = (("int32", False), ("float16", True), ("bfloat16", False))[(i + j) % 3]
+            dequantization = ("xor", "unsigned")[j % 2]
+            s = fitted(weight, schedules[-1], out_dtype)
+            cases.append(Case(program, weight, s, (3, 1000), dequantization, out_dtype, bias, (None, (7, -1))))
+        cases.append(Case(program, layer, fitted(layer, schedules[-1]), (1030,), launches=100))
+    for weight, s in ((SMALL, tiles["basic"][0]), (RAGGED, tiles["basic"][1])):
+        cases.append(Case("basic", weight, fitted(weight, s), (3, 300), "vadd4", partitions=(None, (5, -1))))
     return cases
 
 
@@ -303,6 +339,7 @@ def stress_cases() -> list[Case]:
 
 ALL = {
     "stream_k": stream_k_cases,
+    "pipelines": pipeline_cases,
     "small_batch": small_batch_cases,
     "multistage": multistage_cases,
     "chosen": chosen_cases,

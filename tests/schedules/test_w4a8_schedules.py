@@ -43,6 +43,7 @@ def test_stream_k_schedules_are_legal(problem, m):
         part = w4a8.partition(s, problem, target, m)
         tiles = -(-m // s.block_tokens) * -(-problem.row_blocks // s.cta_blocks)
         assert 1 <= part.grid <= target.sms and 0 <= part.shared <= tiles
+        assert not part.shared or part.grid * s.tiles_at_once <= part.shared * problem.units  # no share is empty
 
 
 @settings(max_examples=60, deadline=None)
