@@ -17,11 +17,13 @@ import attention_write_cases
 import oracles
 import torch
 import w4a8_oracles
+import w4ax_cases
 from terrazzo.lowering import is_ready
 from terrazzo.ops import w4a8, w4a16
 
 W4A16, F16 = oracles.Spec, oracles.Case
 W4A8, S8 = w4a8_oracles.Spec, w4a8_oracles.Case
+W4AX, S4 = w4ax_cases.Spec, w4ax_cases.Case
 DEVICE = "cuda"
 
 
@@ -30,7 +32,7 @@ class Watched:
     """A case of one of the oracles. `target`: of the program, None for the GPU's own."""
 
     name: str
-    case: oracles.Case | w4a8_oracles.Case | attention_cases.Case | attention_write_cases.Case
+    case: oracles.Case | w4a8_oracles.Case | attention_cases.Case | attention_write_cases.Case | w4ax_cases.Case
     target: str | None = None
 
     def weight(self) -> w4a16.PackedWeight | w4a8.PackedWeight:
@@ -54,6 +56,7 @@ class Watched:
         assert all(is_ready(request) for request in requests), f"{self.name}: compile its kernels first"
         run = {oracles.Case: run_w4a16, w4a8_oracles.Case: run_w4a8}.get(type(self.case))
         plain = {attention_cases.Case: attention_cases.run, attention_write_cases.Case: attention_write_cases.check}
+        plain[w4ax_cases.Case] = w4ax_cases.product
         run(self.case, self.weight(), requests) if run else plain[type(self.case)](self.case)
         torch.cuda.synchronize()
 
@@ -105,6 +108,13 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched("quantizer, many rows", S8(W4A8(64, 203), 300)),
         Watched("multistage split", S8(W4A8(257, 512, 64), 40, "int32", kind="integer"), "sm_80"),
     ),
+    "w4ax": (
+        Watched("small_batch", S4(W4AX(130, 640, 0.25, bias=True), (5,))),
+        Watched("small_batch cluster split", S4(W4AX(128, 10944, 0.25), (16,), "float16")),
+        Watched("stream_k", S4(W4AX(130, 650, 0.25), (40,), "bfloat16")),
+        Watched("stream_k, two halves of the tokens, shared", S4(W4AX(256, 2048, 0.5), (100,))),
+        Watched("persistent", S4(W4AX(130, 650, 0.4), (20,), "float16", "sm_80")),
+    ),
     "attention": (
         Watched("int4", attention_cases.Case(lengths=(100, 7), q_len=2)),
         Watched("int4 channels, paged, split", attention_cases.Case("int4_channel128", page=128, splits=2)),
@@ -127,7 +137,7 @@ def planted() -> None:
 
 
 def main(name: str, say: Callable[[str], None] = lambda text: print(text, flush=True)) -> None:
-    oracles.DEVICE = w4a8_oracles.DEVICE = "cpu"
+    oracles.DEVICE = w4a8_oracles.DEVICE = w4ax_cases.HOME = "cpu"
     if name == PLANTED.name:
         planted()
     for watched in FAMILIES.get(name, ()):
