@@ -12,13 +12,13 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import PRIMITIVES
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.w4a8 import activations, quantize_rows, reference
+from terrazzo.ops.w4a8 import activations, fp8_reference, quantize_rows, reference
 
 pytestmark = [
     pytest.mark.compiles,
     pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
 ]
-# (target, M of the bucket, K, dtype, gain, norm): a warp for each row, few and many rows, K that ends inside 16
+# (target, M of the bucket, K, dtype, gain, norm): a warp for each row, few and many rows, K that ends inside 16; e4m3
 CASES = {
     "rows of a warp": ("sm_90a", 600, 520, "float16", False, True),
     "few rows": ("sm_90a", 3, 1000, "bfloat16", True, True),
@@ -26,8 +26,10 @@ CASES = {
     "many rows, gain": ("sm_90a", 600, 2888, "bfloat16", True, False),
     "longest": ("sm_90a", 600, 65536, "float16", True, True),
     "sm_80": ("sm_80", 600, 28672, "bfloat16", True, True),
+    "e4m3": ("sm_90a", 600, 520, "bfloat16", True, True),
+    "e4m3 sm_89": ("sm_89", 600, 28672, "float16", False, False),
 }
-EMULATED = [name for name in CASES if name not in ("longest", "sm_80")]
+EMULATED = [name for name in CASES if name not in ("longest", "sm_80", "e4m3 sm_89")]
 
 SHIMS = r"""
 struct float4 { float x, y, z, w; }; struct uint2 { unsigned x, y; };
@@ -53,13 +55,22 @@ static unsigned __reduce_max_sync(unsigned, unsigned x) {
   return reduced(x, [](unsigned a, unsigned b) { return a > b ? a : b; }); }
 static int __reduce_add_sync(unsigned, int x) { return reduced(x, [](unsigned a, unsigned b) { return a + b; }); }
 static float __shfl_xor_sync(unsigned, float x, int mask) { return tz_xor_shuffle(x, mask); }
+static float __fmul_rn(float a, float b) { return a * b; }
+static unsigned e4m3(float f) {  // half to even, beyond 448 to 448
+  float a = fabsf(f); unsigned sign = std::signbit(f) ? 128 : 0; int e;
+  if (f != f) return 127;
+  if (a >= 448 || a == 0) return sign | (a ? 126 : 0);
+  frexpf(a, &e); e = std::max(e - 1, -6);
+  return sign | (unsigned)nearbyintf(ldexpf(a, 3 - e)) + (e + 6) * 8;
+}
 static float max_nan(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
 """
 
 
 def request(case: tuple):
     arch, m, k, dtype, gain, norm = case
-    return activations.plan(m, k, dtype=dtype, gain=gain, norm=norm, target=Target.parse(arch))
+    codes = next(("e4m3" for name, known in CASES.items() if known is case and "e4m3" in name), "int8")
+    return activations.plan(m, k, dtype=dtype, gain=gain, norm=norm, target=Target.parse(arch), codes=codes)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +88,8 @@ def test_machine_code(compiled, name):
         pytest.skip(report.note)
     vectors = dict(request(CASES[name]).params)["vectors"]
     assert report.count(r"LDG\.E\.NA\.128") == vectors == report.count(r"STG\.E\.64")
-    assert report.count(r"IDP\.4A") == 2 * vectors  # and x is read once
+    assert report.count(r"IDP\.4A") == (0 if "e4m3" in name else 2 * vectors)  # and x is read once
+    assert report.count(r"F2FP.*E4M3") == (4 * vectors if "e4m3" in name else 0)
     assert not report.count("F2I") and not report.count("I2F") and not report.count("FRND")
 
 
@@ -87,7 +99,10 @@ def primitives() -> str:
     text, loads = re.subn(r'asm volatile\("ld\.global.*?"l"\(p\)\);', "memcpy(r, p, 16);", text, flags=re.DOTALL)
     text, maxima = re.subn(r'asm\("max\.NaN.*?\)\)\);', "m[0] = max_nan(m[0], fabsf(v[i]));", text)
     assert (loads, maxima) == (1, 1)
-    return text
+    pair = r'asm\("cvt\.rn\.satfinite\.e4m3x2.*?"=h"\((.*?)\) : "f"\((.*?)\), "f"\((.*?)\)\);'
+    floats, pairs = re.subn(pair, r"\1 = e4m3(\2) << 8 | e4m3(\3);", PRIMITIVES["e4m3_rows"].source, flags=re.DOTALL)
+    assert pairs == 1
+    return text + floats
 
 
 @pytest.mark.parametrize("name", EMULATED)
@@ -106,15 +121,18 @@ def test_the_cuda_text_computes_the_reference(compiled, name, tmp_path):
     factor = reference.activation_gain(smooth, weight) if gain else torch.zeros(1)
     if norm and not gain:  # RMSNorm with a weight of ones: no gain
         weight = torch.ones(k)
+    e4m3 = "e4m3" in name
     out = torch.full((m + 1, activations.padded(k)), 99, dtype=torch.int8)
     scales, sums = torch.full((m + 1,), 7.0), torch.full((m + 1,), 99, dtype=torch.int32)
     values = {"X": x, "G": factor, "Q": out, "XS": scales, "RS": sums, "eps": 1e-5, "columns": float(columns), "m": m}
     kernel((-(-m // params["rows"]), 1, 1), **values)
     smooth, weight = (v if v is None else v[:columns] for v in (smooth, weight))
-    q, expected, expected_sums = reference.quantize_activations(x[:, :columns], smooth, weight, 1e-5)
-    good = [0, 1, 2, 3]
+    module = fp8_reference if e4m3 else reference
+    q, expected, *expected_sums = module.quantize_activations(x[:, :columns], smooth, weight, 1e-5)
+    q, good = q.view(torch.int8), [0, 1, 2, 3]
     assert torch.equal(out[good, :columns], q[good]) and not out[good, columns:].any() and (out[m] == 99).all()
-    assert torch.equal(sums[good], expected_sums[good]) and sums[m] == 99 and scales[m] == 7
+    assert sums[m] == 99 and scales[m] == 7
+    assert bool((sums == 99).all()) if e4m3 else torch.equal(sums[good], expected_sums[0][good])
     assert scales[4].isnan() and not scales[5].isfinite()
     if norm:
         torch.testing.assert_close(scales[good], expected[good], rtol=2e-6, atol=0)
