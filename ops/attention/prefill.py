@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import prefill_mma, writing
+from terrazzo.ops.attention import prefill_mma, prefill_wgmma, writing
 from terrazzo.ops.attention.launch import current_targets, own_slots, stand_ins
 from terrazzo.ops.attention.op import LOG2E, _checked
 from terrazzo.ops.attention.prefill_stages import STAGE, Geometry, plain_layout
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from terrazzo.ops.attention.cache import PackedCache
     from terrazzo.ops.attention.layout import CacheLayout
 
-PROGRAMS = {"mma": prefill_mma}
+PROGRAMS = {"mma": prefill_mma, "wgmma": prefill_wgmma}
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from terrazzo.ops.attention import cache as caches
-from terrazzo.ops.attention import prefill_reference, reference
 from terrazzo.ops.attention import prefill as op
+from terrazzo.ops.attention import prefill_reference, reference
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.schedules.attention_prefill import Prefill
 

@@ -17,6 +17,8 @@ from terrazzo.ops.attention import op as decode_op
 from terrazzo.ops.attention import prefill as op
 from terrazzo.ops.attention.prefill_stages import plain_layout
 from terrazzo.ops.attention.quantizer import quantize
+from wgmma_on_cpu import SHIMS as WGMMA
+from wgmma_on_cpu import translated
 
 from tests.gpu import attention_cases, prefill_cases
 from tests.gpu.prefill_cases import Case
@@ -66,7 +68,15 @@ def emulate(case: Case, folder, target: str = "sm_90a") -> float:
     source = (compile_request(chosen.request) / "kernel.cu").read_text()
     names = [name for name in ALL_CONVERTERS if f"tz_{name}(" in source]
     params = dict(chosen.request.params)
-    kernel = CpuKernel(source, [SHIMS, *map(on_cpu, names)], params["warps"] * 32, folder)
+    wgmma = "wgmma" in chosen.request.name
+    if wgmma:
+        source = translated(source, 0)
+    kernel = CpuKernel(
+        source,
+        [*([WGMMA, WARPGROUPS] if wgmma else []), SHIMS, *map(on_cpu, names)],
+        params["warps"] * 32 + 128 * wgmma,
+        folder,
+    )
     zero, table = torch.zeros(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     static = [torch.zeros(1, 1) if s is None else s.contiguous() for s in (made.k_static, made.v_static)]
     residual = zero if made.residual is None else made.residual
@@ -98,6 +108,7 @@ template <class F> static unsigned halves(unsigned a, unsigned b, F f) {
 }
 static unsigned sub2(unsigned a, unsigned b) { return halves(a, b, [](float x, float y) { return x - y; }); }
 static unsigned mul2(unsigned a, unsigned b) { return halves(a, b, [](float x, float y) { return x * y; }); }
+static void *tz_at8(const void *p, int at) { return (char *)p + at; }
 template <int N> static void tz_store(void *p, const void *v) { memcpy(p, v, 4 * N); }
 static unsigned tz_hfma2(unsigned a, unsigned b, unsigned c) {
   unsigned r = 0;
@@ -105,6 +116,17 @@ static unsigned tz_hfma2(unsigned a, unsigned b, unsigned c) {
     r |= (unsigned)narrow<false>((double)widen<false>(a >> e) * widen<false>(b >> e) + widen<false>(c >> e)) << e;
   return r;
 }
+"""
+WARPGROUPS = r"""
+static void tz_wg_sync(int) { wg_meet([] {}); }
+static bool tz_wg_any(bool x, int id) {
+  static int any[8], result[8];
+  int g = current / 128;
+  any[g] |= x;
+  wg_meet([g] { result[g] = any[g]; any[g] = 0; });
+  return result[g];
+}
+static void tz_copy16(void *d, const void *p) { memcpy(d, p, 16); }
 """
 
 
@@ -124,9 +146,24 @@ ALL_CONVERTERS = (
     *("u8_f16", "u4_f16_magic", "u2_f16_magic", "e4m3_f16"),
 )
 MMA = ("mma", 2, 4, 2)
+WGMMAS = ("wgmma", 8, 8, 2)
 RAGGED = dict(past=(150, 0, 37, 64), new=(40, 3, 0, 1))
 CASES = {
     "int4": Case("int4", "int4", **RAGGED, schedule=MMA),
+    "wgmma int4": Case("int4", "int4", **RAGGED, schedule=WGMMAS),
+    "wgmma float16": Case("float16", "float16", **RAGGED, schedule=WGMMAS),
+    "wgmma int8": Case("int8", "int8", **RAGGED, schedule=WGMMAS),
+    "wgmma channel": Case("int4_channel128", "int2", past=(300, 100, 0), new=(30, 40, 9), schedule=WGMMAS),
+    "wgmma static": Case("int8_static", "fp8", past=(100,), new=(70,), schedule=WGMMAS),
+    "wgmma bfloat16": Case("bfloat16", "bfloat16", past=(100,), new=(70,), dtype="bfloat16", schedule=WGMMAS),
+    "wgmma fresh": Case(
+        "int4_channel64", "int4", past=(150, 0), new=(90, 20), fresh=True, window=70, sinks=True, schedule=WGMMAS
+    ),
+    "wgmma options": Case(
+        "int4", "int2", head_dim=64, past=(150, 0), new=(40, 20), softcap=5.0, window=33, sinks=True, sharp=3.0,
+        page=48, schedule=WGMMAS,
+    ),
+    "wgmma head_dim 256": Case("int8", "int4", head_dim=256, past=(100,), new=(20,), schedule=("wgmma", 4, 4, 2)),
     "float16": Case("float16", "float16", **RAGGED, schedule=MMA),
     "int8": Case("int8", "int8", **RAGGED, schedule=MMA),
     "int2 paged": Case("int2", "int2", **RAGGED, page=48, group=7, schedule=MMA),

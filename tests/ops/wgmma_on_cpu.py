@@ -18,7 +18,7 @@ template <class F> static void wg_meet(F work) {
   if (++w.arrived == 128) { work(); w.arrived = 0; ++w.round; } else wait_until([&] { return w.round != round; });
 }
 struct Product {  // A: registers or memory
-  const uint32_t *a; const char *at, *b; int32_t *c; int n; bool add, sign, e4m3;
+  const uint32_t *a; const char *at, *b; int32_t *c; int n; bool add, sign, e4m3; int wide;  // wide: 16-bit operands, 1 f16, 2 bf16
 };
 static std::vector<std::vector<Product>> products[1024];  // of each thread: groups, the last one open
 static float e4m3_value(uint8_t byte) {
@@ -45,8 +45,28 @@ static void multiply_e4m3(int first, size_t group, size_t index) {  // A from re
     }
   }
 }
+template <bool BF16> static void multiply_wide(int first, size_t group, size_t index) {  // A from registers
+  static float x[64][16], y[256][16];
+  for (int i = 0; i < 128; ++i) for (int r = 0; r < 4; ++r) for (int e = 0; e < 2; ++e)
+    x[i / 32 * 16 + i % 32 / 4 + 8 * (r & 1)][2 * (i % 4) + e + 8 * (r >> 1)] =
+        widen<BF16>(products[first + i][group][index].a[r] >> 16 * e);
+  for (int n = 0; n < products[first][group][index].n; ++n) for (int k = 0; k < 16; ++k) {
+    uint64_t at = (uint64_t)products[first][group][index].b + n * 128 + k * 2;
+    y[n][k] = widen<BF16>(*(const uint16_t *)(at ^ (at >> 7 & 7) << 4));
+  }
+  for (int i = 0; i < 128; ++i) {
+    Product &p = products[first + i][group][index]; float *c = (float *)p.c;
+    for (int v = 0; v < p.n / 2; ++v) {
+      int row = i / 32 * 16 + i % 32 / 4 + 8 * (v >> 1 & 1), col = 8 * (v >> 2) + 2 * (i % 4) + (v & 1);
+      double sum = p.add ? c[v] : 0;
+      for (int k = 0; k < 16; ++k) sum += (double)x[row][k] * y[col][k];
+      c[v] = (float)sum;
+    }
+  }
+}
 static void multiply(int first, size_t group, size_t index) {
   Product &head = products[first][group][index];
+  if (head.wide) return head.wide > 1 ? multiply_wide<true>(first, group, index) : multiply_wide<false>(first, group, index);
   if (head.e4m3) return multiply_e4m3(first, group, index);
   static int16_t x[64][32]; static int8_t y[256][32];
   auto of = [&](uint8_t byte) { return head.sign ? (int16_t)(int8_t)byte : (int16_t)byte; };
@@ -69,6 +89,9 @@ static void multiply(int first, size_t group, size_t index) {
 }
 template <int N, bool SIGNED> static void wgmma_rs(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
   products[current].back().push_back({a, nullptr, (const char *)b, (int32_t *)c, N, add, SIGNED});
+}
+template <int N, int WIDE> static void wgmma_wide(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
+  products[current].back().push_back({a, nullptr, (const char *)b, (int32_t *)c, N, add, true, false, WIDE});
 }
 template <int N> static void wgmma_e4m3(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
   products[current].back().push_back({a, nullptr, (const char *)b, (int32_t *)c, N, add, true, true});
@@ -143,6 +166,8 @@ def translated(source: str, block_tokens: int) -> str:
     """CUDA text of a wgmma program with its tensor map as a plain pointer and its products as calls of the shims."""
     source = source.replace("__grid_constant__ const CUtensorMap X_desc", "const TensorMap* X_desc")
     source = source.replace("tl::tma_load(", f"tma_tile<{block_tokens}>(")
+    wide = r"tl::wgmma_rs<tl::DataType::k(B?)Float16, tl::DataType::kB?Float16, tl::DataType::kFloat32, 64, (\d+), 16,[^>]*>"
+    source = re.sub(wide, lambda found: f"wgmma_wide<{found[2]}, {2 if found[1] else 1}>", source)
     floats = r"tl::DataType::kFloat8_e4m3, tl::DataType::kFloat8_e4m3, tl::DataType::kFloat32"
     source = re.sub(rf"tl::wgmma_rs<{floats}, 64, (\d+), 32,[^>]*>", r"wgmma_e4m3<\1>", source)
     types = r"tl::DataType::k(U?)Int8, tl::DataType::kInt8, tl::DataType::kInt32"

@@ -1,0 +1,540 @@
+"""Tile program of prefill attention on wgmma (sm_90a): keys and values are the register operand (specs.md C, I.6).
+
+A producer thread fills a ring of stages of 64 tokens by bulk copies. A consumer warpgroup owns 8 * row_tiles rows and
+walks over the stages: S^T[64 tokens, rows] = K Q^T, each warp converting its own 16-token tile, then O^T[dims, rows] +=
+V^T P^T, each warp converting its own 16 head dimensions of every 64. Q lies in shared memory for the whole CTA, P^T
+passes through it (stmatrix); nothing dequantized does.
+
+While the tensor cores work on S^T of a stage, the warpgroup converts its values; while they work on O^T, the keys of
+the next one. The warpgroups of a CTA share nothing but the stages, so one's softmax overlaps the other's products.
+
+The running maximum is lazy: sums are rescaled when a score of any row exceeds it by 2^4, which the warps of a warpgroup
+agree on by one barrier with a vote. A stage is released when the products on its values were waited for.
+"""
+
+from types import SimpleNamespace
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.attention.device import attention_prelude
+from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
+from terrazzo.ops.attention.prefill_stages import INTEGERS, STAGE, Geometry, make_stage_macros
+from terrazzo.ops.attention.tile_macros import THRESHOLD, each, less, smaller
+
+PASS_CONFIGS = (  # barriers and bounds are the program's own
+    ("tl.disable_safe_memory_legalize", True),
+    ("tl.disable_thread_storage_sync", True),
+    ("tl.disable_warp_specialized", True),
+)
+ALL = 1 << 30  # tokens that a row without a window sees
+REGISTERS = {1: (40, 240), 2: (40, 232), 3: (40, 152)}  # consumer warpgroups -> a producer's, a consumer's
+LIMITS = (
+    *(
+        "count",
+        "slot",
+        "parity",
+        "least",
+        "most",
+        "high",
+        "low",
+        "span",
+        "query",
+        "head",
+        "here",
+        "edge",
+        "token",
+        "end",
+    ),
+    *("held", "seen", "odd", "offset"),
+)
+_SOURCE = """\
+// whether any thread of the warpgroup says so; a barrier of its 128 threads
+__device__ __forceinline__ bool tz_wg_any(bool x, int id) {
+  int r;
+  asm volatile("{.reg .pred p, q; setp.ne.s32 p, %1, 0; barrier.red.or.pred q, %2, 128, p; selp.s32 %0, 1, 0, q;}"
+               : "=r"(r) : "r"((int)x), "r"(id) : "memory");
+  return r;
+}
+__device__ __forceinline__ void *tz_at8(const void *p, int at) { return (char *)p + at; }
+"""
+
+
+def part_bytes(head_dim: int, row_tiles: int, wgs: int) -> tuple[int, int, int]:
+    """Bytes of Q, of P^T and of the rows' integers and partial results, each a multiple of 1024."""
+    rows = 8 * row_tiles * wgs
+    return rows * head_dim * 2, rows * STAGE * 2, -(-rows * 4 * 5 // 1024) * 1024
+
+
+def shared_words(g: Geometry, row_tiles: int, wgs: int, stages: int) -> int:
+    """int32 words of shared memory: Q, P^T, rows, static scales of keys, the ring."""
+    fixed = sum(part_bytes(g.layout.head_dim, row_tiles, wgs)) // 4
+    return fixed + stages * g.stage_words + (g.layout.head_dim if g.layout.k.scaling == "static" else 0)
+
+
+def build(
+    target,
+    *,
+    k_format: str,
+    v_format: str,
+    head_dim: int,
+    dtype: str,
+    row_tiles: int,
+    warps: int,
+    stages: int,
+    page: int,
+    residual: int,
+    fresh: bool,
+    softcap: bool,
+    sinks: bool,
+):
+    """The prim_func `main` for tiles of 8 * row_tiles * warps / 4 rows; arguments and shapes as in prefill_mma.build.
+
+    Args:
+        row_tiles: groups of 8 rows of a warpgroup, even. warps: of consumers, 4, 8 or 12.
+    """
+    import tilelang.language as T
+
+    g = Geometry(CacheLayout(k_format, v_format, head_dim), page, residual, fresh)
+    layout, plain = g.layout, g.plain
+    D, nt, rows, slices, wgs = head_dim, row_tiles, 8 * row_tiles, head_dim // 16, warps // 4
+    mt, ct = D // 64, warps * 32  # m64 tiles of O^T; consumer threads
+    total = shared_words(g, nt, wgs, stages)
+    if warps not in (4, 8, 12) or nt % 2 or not 2 <= nt <= 32:
+        raise ArgumentError("warps", (warps, nt), "4, 8 or 12 warps, an even number of row tiles", "use 8 and 8")
+    if target is not None and 4 * total > target.smem_per_block:
+        constraint = f"needs {4 * total} bytes of shared memory, {target.arch} has {target.smem_per_block}"
+        raise ArgumentError("stages", stages, constraint, "use fewer")
+    q_bytes, p_bytes, row_bytes = part_bytes(D, nt, wgs)
+    state_at = (q_bytes + p_bytes) // 4  # words: ends of what rows see, then 4 partial results of each row
+    table = state_at + row_bytes // 4  # static scales of keys
+    ring_at = total - stages * g.stage_words
+    bf16 = "true" if dtype == "bfloat16" else "false"
+    tile = make_operand_macros(layout)
+    spare = make_operand_macros(plain) if residual or fresh else None
+    ab = "bf16" if tile.kb == "true" else "fp16"
+    vb = "bf16" if tile.vb == "true" else "fp16"
+    source = attention_prelude(
+        "pack", "bulk", "lds", "warpgroup", "stmatrix_trans",
+        extra=(_SOURCE, *sources(layout, *((plain,) if spare else ()))),
+    )  # fmt: skip
+
+    B, B1, N, HQ, HK = T.dynamic("b"), T.dynamic("b1"), T.dynamic("n"), T.dynamic("hq"), T.dynamic("hk")
+    PAGES, PW, TABLE_B, MOST = T.dynamic("pages"), T.dynamic("page_words"), T.dynamic("tb"), T.dynamic("most")
+    SLOTS, RH, RW = T.dynamic("slots"), T.dynamic("rh"), T.dynamic("res_words")
+    NP, NH, NW = T.dynamic("new_pages"), T.dynamic("nh"), T.dynamic("new_words")
+    SKH, SKD, SVH, SVD, SINKS = (T.dynamic(name) for name in ("skh", "skd", "svh", "svd", "n_sinks"))
+
+    def swizzled(row, chunk):
+        """Byte of 16-byte chunk `chunk` of row `row` in a tile of 128-byte rows, as wgmma reads it."""
+        return row * 128 + T.bitwise_xor(chunk, row % 8) * 16
+
+    @T.macro
+    def move(ring, at, start, words, most, io):
+        T.mbarrier_expect_tx(io.full[io.slot[0]], words * 4)
+        T.call_extern(
+            "handle", "tz_bulk", T.access_ptr(ring[at], "w", most), start, words * 4,
+            T.access_ptr(io.full[io.slot[0]], "rw", 1),
+        )  # fmt: skip
+
+    stream = make_stage_macros(g, rows * wgs, move)
+
+    @T.macro
+    def limits(space, w, window, wt):
+        """Ends of what each row and what the warpgroup's rows see; rows past the sequence's are as its last one."""
+        row = w.row0[0] + w.wg * rows
+        w.span[0] = T.if_then_else(window > 0, window, ALL)
+        w.high[0] = w.before[0] + T.truncdiv(smaller(row + rows, w.rows[0]) - 1, w.group[0]) + 1
+        w.least[0] = w.before[0] + T.truncdiv(smaller(row, w.rows[0] - 1), w.group[0]) + 1
+        w.low[0] = w.least[0] - w.span[0]
+        w.most[0] = w.high[0] - w.span[0]
+        if less(w.rows[0] - 1, row):
+            w.high[0] = 0  # nothing to do
+        for e in each(-(-rows // 128)):
+            if less(e * 128 + wt, rows):
+                space[state_at + w.wg * rows + e * 128 + wt] = (
+                    w.before[0] + T.truncdiv(smaller(row + e * 128 + wt, w.rows[0] - 1), w.group[0]) + 1
+                )
+
+    @T.macro
+    def load_q(Q, space, st, w, wt):
+        """The warpgroup's rows to shared memory, in the dtype of the keys' operand, as K-major tiles of 64 columns."""
+        for e in each(rows * D // 8 // 128):
+            at = e * 128 + wt
+            row = at // (D // 8)
+            chunk = at % (D // 8)
+            for i in each(4):
+                st.w[i] = T.uint32(0)
+            if less(w.row0[0] + w.wg * rows + row, w.rows[0]):
+                w.query[0] = w.first[0] + T.truncdiv(w.row0[0] + w.wg * rows + row, w.group[0])
+                w.head[0] = w.h * w.group[0] + T.truncmod(w.row0[0] + w.wg * rows + row, w.group[0])
+                T.call_extern(
+                    "handle", "tz_load<4>", T.access_ptr(st.w, "w", 4),
+                    T.access_ptr(Q[w.query[0], w.head[0], chunk * 8], "r", 8),
+                )  # fmt: skip
+                if tile.kb != bf16:
+                    for i in each(4):
+                        st.w[i] = T.call_extern(
+                            "uint32", f"tz_pack2<{tile.kb}>",
+                            T.call_extern("float32", f"tz_unpack<{bf16}, 0>", st.w[i]),
+                            T.call_extern("float32", f"tz_unpack<{bf16}, 1>", st.w[i]),
+                        )  # fmt: skip
+            T.call_extern(
+                "handle", "tz_store<4>", T.call_extern(
+                    "handle", "tz_at8", T.access_ptr(space[0], "w", 1),
+                    (w.wg * mt + chunk // 8) * (rows * 128) + swizzled(row, chunk % 8),
+                ), T.access_ptr(st.w, "r", 4),
+            )  # fmt: skip
+
+    @T.macro
+    def wgmma(kind, a, a_at, desc, offset, sums, at, n, fresh_sums):
+        T.ptx_wgmma_rs(
+            "float32", f"m64n{rows}k16", True, kind, kind, "fp32", a.data, a_at, desc.data, offset, sums.data, at,
+            T.bool(not fresh_sums), 1, 1,
+        )  # fmt: skip
+
+    @T.macro
+    def score(of, base, head, desc, st, w, lane):
+        """Starts S^T of the stage: the warp's tile at `base`, in groups of up to four slices."""
+        of.key_params(st, base, lane)
+        for j in each(of.k_loads):
+            of.keys(st, base, head, j, st.ak, j * of.k_atoms * 4, lane)
+        T.warpgroup_fence_operand(st.ak, 0, slices * 4)
+        T.warpgroup_fence_operand(st.s, 0, nt * 4)
+        T.warpgroup_arrive()
+        for j in each(slices):
+            wgmma(ab, st.ak, j * 4, desc, (w.wg * mt + j // 4) * (rows * 8) + j % 4 * 2, st.s, 0, rows, j == 0)
+        T.warpgroup_commit_batch()
+        T.warpgroup_fence_operand(st.s, 0, nt * 4)
+
+    @T.macro
+    def fetch_values(of, base, st, sv, w, lane):
+        """V^T fragments of the warp, [m64 tile][16-token tile]: its 16 head dimensions of each."""
+        atoms = min(mt, of.v_atoms)  # of one load
+        words = max(1, of.v_words * atoms // of.v_atoms)
+        w.odd[0] = w.warp * mt * of.v_words // of.v_atoms * of.v_atoms // of.v_words
+        w.odd[0] = w.warp * mt - w.odd[0]  # half a word holds an atom: the second one
+        for r in each(4):
+            of.value_params(st, base(r), lane)
+            if w.edge[0] > 0:
+                of.guard(st, w.token[0] + r * 16, w.end[0], lane)
+            for c in each(mt // atoms):
+                first = w.warp * mt + c * atoms
+                of.values(
+                    st, base(r),
+                    (first // of.v_atoms * 32 + lane) * of.v_words + first % of.v_atoms * of.v_words // of.v_atoms,
+                    words, atoms, w.odd[0], sv, c * atoms * 4, w.edge[0], st.av, c * atoms * 16 + r * 4, 16,
+                )  # fmt: skip
+
+    @T.macro
+    def mask(space, st, w, lane):
+        """Scores of tokens that a row does not see become -inf."""
+        for t in each(nt):
+            for j in each(2):
+                hi = space[state_at + w.wg * rows + t * 8 + lane % 4 * 2 + j]
+                for half in each(2):
+                    at = w.token[0] + w.warp * 16 + half * 8 + lane // 4
+                    st.s[t * 4 + half * 2 + j] = T.if_then_else(
+                        T.call_extern("bool", "tz_among", at, hi, w.span[0]), st.s[t * 4 + half * 2 + j],
+                        -T.infinity("float32"),
+                    )  # fmt: skip
+                    st.s[t * 4 + half * 2 + j] = T.if_then_else(
+                        less(at, w.end[0]), st.s[t * 4 + half * 2 + j], -T.infinity("float32")
+                    )
+
+    @T.macro
+    def rescale(space, st, w, lane):
+        """The warpgroup's maxima of all rows, and everything relative to them. A row's maximum is 0 until it has seen a
+        token (bit of w.seen)."""
+        for i in each(nt * 2):
+            st.f[0] = T.max(st.s[i // 2 * 4 + i % 2], st.s[i // 2 * 4 + i % 2 + 2])
+            for d in each(3):
+                st.f[0] = T.max(st.f[0], T.call_extern("float32", "tz_xor_shuffle", st.f[0], 4 << d))
+            if lane // 4 == 0:
+                space[state_at + (wgs + w.wg * 4 + w.warp) * rows + i // 2 * 8 + lane * 2 + i % 2] = T.reinterpret(
+                    st.f[0], "int32"
+                )
+        T.call_extern("handle", "tz_wg_sync", w.wg + 1)
+        for i in each(nt * 2):
+            st.f[0] = -T.infinity("float32")
+            for k in each(4):
+                st.f[0] = T.max(
+                    st.f[0], T.reinterpret(
+                        space[state_at + (wgs + w.wg * 4 + k) * rows + i // 2 * 8 + lane % 4 * 2 + i % 2], "float32"
+                    ),
+                )  # fmt: skip
+            st.f[1] = 0.0  # what the maximum grows by
+            if st.f[0] > T.float32(-1e30):
+                st.f[1] = T.if_then_else(w.seen[0] >> i & 1 > 0, T.max(st.f[0], T.float32(0)), st.f[0])
+                w.seen[0] = w.seen[0] | (1 << i)
+            st.m[i] = st.m[i] + st.f[1]
+            st.f[0] = T.call_extern("float32", "tz_ex2", -st.f[1])
+            st.l[i] = T.if_then_else(st.l[i] > 0, st.l[i] * st.f[0], T.float32(0))
+            for half in each(2):
+                st.s[i // 2 * 4 + half * 2 + i % 2] = st.s[i // 2 * 4 + half * 2 + i % 2] - st.f[1]
+                for a in each(mt):
+                    at = (a * nt + i // 2) * 4 + half * 2 + i % 2
+                    st.o[at] = T.if_then_else(st.l[i] > 0, st.o[at] * st.f[0], T.float32(0))
+
+    @T.macro
+    def softmax(of, space, st, scale, cap, w, lane):
+        """P^T of the stage to shared memory, from S^T."""
+        for i in each(nt * 4):
+            if softcap:
+                st.s[i] = cap * T.call_extern("float32", "tz_tanh", st.s[i] * scale / cap) - st.m[i // 4 * 2 + i % 2]
+            else:
+                st.s[i] = T.call_extern("float32", "tz_fma", st.s[i], scale, -st.m[i // 4 * 2 + i % 2])
+        if w.edge[0] > 0:
+            mask(space, st, w, lane)
+        st.f[0] = T.max(st.s[0], st.s[1])
+        for i in each(2, nt * 4):
+            st.f[0] = T.max(st.f[0], st.s[i])
+        if T.call_extern(
+            "bool", "tz_wg_any", T.Or(st.f[0] > T.float32(THRESHOLD), w.seen[0] != (1 << (nt * 2)) - 1), w.wg + 1
+        ):
+            rescale(space, st, w, lane)
+        for i in each(nt * 4):
+            st.s[i] = T.call_extern("float32", "tz_ex2", st.s[i])
+        for i in each(nt * 2):
+            st.l[i] = st.l[i] + (st.s[i // 2 * 4 + i % 2] + st.s[i // 2 * 4 + 2 + i % 2])
+        for t in each(nt // 2):
+            row = t * 16 + lane // 16 * 8 + lane % 8
+            T.call_extern(
+                "handle", "tz_stmatrix4_trans", T.call_extern(
+                    "handle", "tz_at8", T.access_ptr(space[0], "w", 1),
+                    q_bytes + w.wg * (rows * 128) + swizzled(row, w.warp * 2 + lane // 8 % 2),
+                ), *(
+                    T.call_extern("uint32", f"tz_pack2<{of.vb}>", st.s[t * 8 + i * 2], st.s[t * 8 + i * 2 + 1])
+                    for i in each(4)
+                ),
+            )  # fmt: skip
+
+    @T.macro
+    def release(empty, w, lane):
+        """The stage that was held is free."""
+        if w.held[0] >= 0:
+            if lane == 0:
+                T.barrier_arrive(empty[w.held[0]])
+        w.held[0] = -1
+
+    @T.macro
+    def work(of, base, mine, head, space, empty, desc, sv, st, scale, cap, w, lane):
+        """One stage. base(r): address of its tile r; mine, head: of the warp's own, and of its channel parameters."""
+        score(of, mine, head, desc, st, w, lane)
+        T.warpgroup_wait(1)
+        release(empty, w, lane)
+        fetch_values(of, base, st, sv, w, lane)
+        T.warpgroup_wait(0)
+        T.warpgroup_fence_operand(st.s, 0, nt * 4)
+        T.warpgroup_fence_operand(st.o, 0, mt * nt * 4)
+        softmax(of, space, st, scale, cap, w, lane)
+        T.fence_proxy_async()  # wgmma reads P^T through the asynchronous proxy
+        T.call_extern("handle", "tz_wg_sync", w.wg + 1)
+        T.warpgroup_fence_operand(st.av, 0, mt * 16)
+        T.warpgroup_fence_operand(st.o, 0, mt * nt * 4)
+        T.warpgroup_arrive()
+        for a in each(mt):
+            for r in each(4):
+                wgmma(
+                    "bf16" if of.vb == "true" else "fp16", st.av, a * 16 + r * 4, desc,
+                    q_bytes // 16 + w.wg * (rows * 8) + r * 2, st.o, a * nt * 4, rows, False,
+                )  # fmt: skip
+        T.warpgroup_commit_batch()
+        T.warpgroup_fence_operand(st.o, 0, mt * nt * 4)
+        w.held[0] = w.slot[0]
+
+    @T.macro
+    def finish(O, LSE, SINK, space, st, w, wt, lane):
+        """O = O^T / l, transposed by stmatrix into the rows' place in Q; a row that sees nothing is 0, with lse -inf."""
+        for i in each(nt * 2):
+            for d in each(3):
+                st.l[i] = st.l[i] + T.call_extern("float32", "tz_xor_shuffle", st.l[i], 4 << d)
+            if lane // 4 == 0:
+                space[state_at + (wgs + w.wg * 4 + w.warp) * rows + i // 2 * 8 + lane * 2 + i % 2] = T.reinterpret(
+                    st.l[i], "int32"
+                )
+        T.call_extern("handle", "tz_wg_sync", w.wg + 1)
+        for i in each(nt * 2):
+            st.l[i] = 0.0
+            for k in each(4):
+                st.l[i] = st.l[i] + T.reinterpret(
+                    space[state_at + (wgs + w.wg * 4 + k) * rows + i // 2 * 8 + lane % 4 * 2 + i % 2], "float32"
+                )
+            st.f[1] = T.if_then_else(st.l[i] > 0, T.float32(1), T.float32(0))  # factor of the sums
+            row = w.row0[0] + w.wg * rows + i // 2 * 8 + lane % 4 * 2 + i % 2
+            if less(row, w.rows[0]):
+                w.query[0] = w.first[0] + T.truncdiv(row, w.group[0])
+                w.head[0] = w.h * w.group[0] + T.truncmod(row, w.group[0])
+                if sinks:
+                    st.f[2] = SINK[w.head[0]] * T.float32(1.4426950408889634)
+                    st.f[3] = T.if_then_else(st.l[i] > 0, T.max(st.m[i], st.f[2]), st.f[2])
+                    st.f[1] = T.if_then_else(
+                        st.l[i] > 0, T.call_extern("float32", "tz_ex2", st.m[i] - st.f[3]), T.float32(0)
+                    )
+                    st.l[i] = st.l[i] * st.f[1] + T.call_extern("float32", "tz_ex2", st.f[2] - st.f[3])
+                    st.m[i] = st.f[3]
+                if T.And(w.warp == 0, lane // 4 == 0):
+                    LSE[w.query[0], w.head[0]] = T.if_then_else(
+                        st.l[i] > 0, st.m[i] + T.call_extern("float32", "tz_log2", st.l[i]), -T.infinity("float32")
+                    )
+                st.f[1] = T.if_then_else(st.l[i] > 0, st.f[1] / st.l[i], T.float32(0))
+            for a in each(mt):
+                for half in each(2):
+                    at = (a * nt + i // 2) * 4 + half * 2 + i % 2
+                    st.o[at] = st.o[at] * st.f[1]
+        for a in each(mt):
+            chunk = (w.warp * mt + a) * 2 + lane // 8 % 2  # of 8 head dimensions
+            for t in each(nt // 2):
+                row = t * 16 + lane // 16 * 8 + lane % 8
+                T.call_extern(
+                    "handle", "tz_stmatrix4_trans", T.call_extern(
+                        "handle", "tz_at8", T.access_ptr(space[0], "w", 1),
+                        (w.wg * mt + chunk // 8) * (rows * 128) + swizzled(row, chunk % 8),
+                    ), *(
+                        T.call_extern(
+                            "uint32", f"tz_pack2<{bf16}>", st.o[(a * nt + t * 2) * 4 + i * 2],
+                            st.o[(a * nt + t * 2) * 4 + i * 2 + 1],
+                        ) for i in each(4)
+                    ),
+                )  # fmt: skip
+        T.call_extern("handle", "tz_wg_sync", w.wg + 1)
+        for e in each(rows * D // 8 // 128):
+            row = (e * 128 + wt) // (D // 8)
+            chunk = (e * 128 + wt) % (D // 8)
+            if less(w.row0[0] + w.wg * rows + row, w.rows[0]):
+                w.query[0] = w.first[0] + T.truncdiv(w.row0[0] + w.wg * rows + row, w.group[0])
+                w.head[0] = w.h * w.group[0] + T.truncmod(w.row0[0] + w.wg * rows + row, w.group[0])
+                T.call_extern(
+                    "handle", "tz_copy16", T.access_ptr(O[w.query[0], w.head[0], chunk * 8], "w", 8), T.call_extern(
+                        "handle", "tz_at8", T.access_ptr(space[0], "r", 1),
+                        (w.wg * mt + chunk // 8) * (rows * 128) + swizzled(row, chunk % 8),
+                    ),
+                )  # fmt: skip
+
+    @T.prim_func
+    def main(
+        Q: T.Tensor((N, HQ, D), dtype),
+        KV: T.Tensor((PAGES, HK, PW), "int32"),
+        TABLE: T.Tensor((TABLE_B, MOST), "int32"),
+        LEN: T.Tensor((B,), "int32"),
+        CU: T.Tensor((B1,), "int32"),
+        RES: T.Tensor((SLOTS, RH, RW), "int32"),
+        SLOT: T.Tensor((B,), "int32"),
+        NEW: T.Tensor((NP, NH, NW), "int32"),
+        SK: T.Tensor((SKH, SKD), "float32"),
+        SV: T.Tensor((SVH, SVD), "float32"),
+        SINK: T.Tensor((SINKS,), "float32"),
+        O: T.Tensor((N, HQ, D), dtype),
+        LSE: T.Tensor((N, HQ), "float32"),
+        scale: T.float32,
+        cap: T.float32,
+        window: T.int32,
+        tiles: T.int32,
+    ):
+        with T.Kernel(HK, tiles, B, threads=ct + 128, prelude=source) as (h, y, b):
+            space = T.alloc_shared((total,), "int32")
+            full = T.alloc_barrier([1] * stages)
+            empty = T.alloc_barrier([warps] * stages)
+            tx = T.get_thread_binding()
+            lane = tx % 32
+            sizes = {"o": mt * nt * 4, "s": nt * 4, "m": nt * 2, "l": nt * 2, "f": 4}
+            words = {"ak": slices * 4, "av": mt * 16}
+            st = SimpleNamespace(
+                **{name: T.alloc_local((n,), "float32") for name, n in sizes.items()},
+                **{name: T.alloc_local((n,), "uint32") for name, n in words.items()},
+                **operand_state(),
+            )  # fmt: skip
+            sv = T.alloc_local((mt * 4 if tile.v_static else 1,), "uint32")
+            desc = T.alloc_wgmma_desc()
+            ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, *LIMITS)}
+            w = SimpleNamespace(b_=b, h=h, wg=tx // 128, warp=tx // 32 % 4, **ints)
+            x = SimpleNamespace(
+                KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW, hk=HK, pw=PW, rh=RH, rw=RW, nh=NH, nw=NW
+            )
+            stream.place(LEN, CU, w, y, window, HQ, HK)
+            w.count[0] = w.na[0] + w.nb[0] + w.nc[0]
+            w.slot[0] = 0
+            w.parity[0] = 0
+            if tx >= ct:
+                T.dec_max_nreg(REGISTERS[wgs][0])
+                if tx == ct:
+                    if less(w.row0[0], w.rows[0]):
+                        for i in T.serial(w.count[0]):
+                            T.barrier_wait(empty[w.slot[0]], w.parity[0] ^ 1)
+                            stream.fetch(
+                                x, space, w, i, ring_at + w.slot[0] * g.stage_words,
+                                SimpleNamespace(full=full, slot=w.slot),
+                            )  # fmt: skip
+                            T.barrier_arrive(full[w.slot[0]])
+                            w.slot[0] = w.slot[0] + 1
+                            if w.slot[0] == stages:
+                                w.slot[0] = 0
+                                w.parity[0] = w.parity[0] ^ 1
+            else:
+                T.inc_max_nreg(REGISTERS[wgs][1])
+                if less(w.row0[0], w.rows[0]):
+                    T.initialize_wgmma_descriptor(desc, T.access_ptr(space[0], "r"), 1, 1, 64)
+                    limits(space, w, window, tx % 128)
+                    load_q(Q, space, st, w, tx % 128)
+                    if tile.k_static:
+                        tile.share_static(SK, space, table, h, tx % 128, 128)  # each warpgroup writes the same
+                    if tile.v_static:
+                        tile.load_static(SV, sv, w.warp * mt, mt, h, lane)
+                    for i in each(mt * nt * 4):
+                        st.o[i] = 0.0
+                    for i in each(nt * 2):
+                        st.m[i] = 0.0
+                        st.l[i] = 0.0
+                    w.seen[0] = 0
+                    w.held[0] = -1
+                    T.fence_proxy_async()  # wgmma reads Q through the asynchronous proxy
+                    T.call_extern("handle", "tz_wg_sync", w.wg + 1)
+                    for i in T.serial(w.count[0]):
+                        T.barrier_wait(full[w.slot[0]], w.parity[0])
+                        T.call_extern("handle", "tz_fence")
+                        at = ring_at + w.slot[0] * g.stage_words
+                        w.token[0] = stream.token(w, i)
+                        w.end[0] = w.packed[0]
+                        if spare is not None:
+                            if less(i, w.nb[0] + w.nc[0]):
+                                w.end[0] = stream.end(w, i)
+                        w.edge[0] = T.cast(
+                            T.Or(
+                                less(smaller(w.least[0], w.end[0]), w.token[0] + STAGE), less(w.token[0], w.most[0])
+                            ), "int32",
+                        )  # fmt: skip
+                        if T.And(less(w.token[0], w.high[0]), less(w.low[0], w.token[0] + STAGE)):
+                            if spare is not None:
+                                if less(i, w.nb[0] + w.nc[0]):
+                                    work(
+                                        spare, lambda r: T.access_ptr(space[at + r * plain.tile_words], "r", 1),
+                                        T.access_ptr(space[at + w.warp * plain.tile_words], "r", 1),
+                                        T.access_ptr(space[at], "r", 1), space, empty, desc, sv, st, scale, cap, w, lane,
+                                    )  # fmt: skip
+                                else:
+                                    work(
+                                        tile, lambda r: T.access_ptr(space[at + g.tile_at(r)], "r", 1),
+                                        T.access_ptr(space[at + g.tile_at(w.warp)], "r", 1), T.access_ptr(
+                                            space[table if tile.k_static else at + g.channel_at(w.warp)], "r", 1
+                                        ), space, empty, desc, sv, st, scale, cap, w, lane,
+                                    )  # fmt: skip
+                            else:
+                                work(
+                                    tile, lambda r: T.access_ptr(space[at + g.tile_at(r)], "r", 1),
+                                    T.access_ptr(space[at + g.tile_at(w.warp)], "r", 1), T.access_ptr(
+                                        space[table if tile.k_static else at + g.channel_at(w.warp)], "r", 1
+                                    ), space, empty, desc, sv, st, scale, cap, w, lane,
+                                )  # fmt: skip
+                        else:
+                            T.warpgroup_wait(0)
+                            release(empty, w, lane)
+                            if lane == 0:
+                                T.barrier_arrive(empty[w.slot[0]])
+                        w.slot[0] = w.slot[0] + 1
+                        if w.slot[0] == stages:
+                            w.slot[0] = 0
+                            w.parity[0] = w.parity[0] ^ 1
+                    T.warpgroup_wait(0)
+                    T.warpgroup_fence_operand(st.o, 0, mt * nt * 4)
+                    finish(O, LSE, SINK, space, st, w, tx % 128, lane)
+
+    return main
