@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.lowering.cache import cache_root
-from terrazzo.lowering.errors import CacheError
+from terrazzo.lowering.errors import ArgumentError, CacheError
 from terrazzo.schedules import records
 
 VERSION = 1
@@ -320,6 +320,31 @@ def best(trials: Sequence[Trial]) -> list[Best]:
         failed = {it.identity for it in same} - {it.identity for it in timed}
         found.append(Best(min(pool, key=lambda it: it.us), base, len(timed), len(failed)))
     return found
+
+
+def spaces_of(trials: Sequence[Trial]) -> dict[str, Any]:
+    """Every tried schedule of some problems of one GPU as a file to replay searches with; us is null where it failed.
+
+    Raises:
+        ArgumentError: no trials, or those of several GPUs.
+    """
+    gpus = sorted({it.machine.gpu for it in trials})
+    if len(gpus) != 1:
+        raise ArgumentError("gpu", ", ".join(gpus) or None, "must be one GPU that has trials", "name it with --gpu")
+    times = {it.identity: round(it.us, 3) for it in medians(trials)}
+    problems: dict[Problem, dict[str, dict[str, Any]]] = {}
+    for it in {trial.identity: trial for trial in trials}.values():
+        programs = problems.setdefault(it.problem, {})
+        columns = [name for name, _ in it.params]
+        own = programs.setdefault(it.program, {"columns": [*columns, "us"], "rows": []})
+        own["rows"].append([*(value for _, value in it.params), times.get(it.identity)])
+    last = trials[-1].machine
+    head = {"gpu": last.gpu, "sms": last.sms, "terrazzo": last.terrazzo, "tilelang": last.tilelang}
+    rows = [
+        {"op": problem.op, "facts": dict(problem.facts), "m": problem.m, "programs": programs}
+        for problem, programs in problems.items()
+    ]
+    return head | {"problems": rows}
 
 
 def table(found: Iterable[Best], gpu: str, sms: int) -> dict[str, Any]:

@@ -38,7 +38,8 @@ class Job:
         budget_s: seconds for all of it, 0 for no limit. budget_trials: trials for all of it, 0 for no limit.
         confirm: best schedules of each problem that are measured again beside the heuristic's in the end.
         measure_ms: GPU time of one trial. peers: time cuBLAS too.
-        most, within, wide: of a problem's space, see `spaces.Space.candidates`.
+        most, within, wide: of a problem's space, see `spaces.Space.candidates`. sample: of that, only the heuristic's
+            schedule and a random choice of so many in all; 0 for everything.
         parts: jobs that name further problems; only the fields that name problems are theirs.
     """
 
@@ -61,6 +62,7 @@ class Job:
     most: int = spaces.MOST
     within: float = spaces.WITHIN
     wide: bool = False
+    sample: int = 0
     peers: bool = True
     extra: tuple[tuple[int, int, tuple[int, ...]], ...] = field(default=())
     experts: tuple[int, ...] = (8,)
@@ -76,7 +78,7 @@ class Job:
             get_operator(op)
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("dtype", self.dtype, DTYPES)
-        for name in ("trials", "patience", "budget_s", "budget_trials", "confirm", "seed"):
+        for name in ("trials", "patience", "budget_s", "budget_trials", "confirm", "seed", "sample"):
             if getattr(self, name) < 0:
                 raise ArgumentError(name, getattr(self, name), "must not be negative", "0 means no limit")
         if self.measure_ms <= 0 or self.most < 1 or self.within < 1:
@@ -195,6 +197,7 @@ _SCALARS = {
     "most": int,
     "within": (int, float),
     "wide": bool,
+    "sample": int,
     "peers": bool,
     "head_dim": int,
     "budget": (str, int, float),

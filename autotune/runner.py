@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
+import random
 import signal
 import threading
 import time
@@ -149,7 +150,11 @@ def _device_names(arch: str) -> list[str]:
 
 def candidates(problem: Problem, target: Target, job: Job) -> list[Candidate]:
     """The search space of a problem, the heuristic's schedule first."""
-    return get_operator(problem.op).space(problem).candidates(target, problem.m, job.most, job.within, job.wide)
+    found = get_operator(problem.op).space(problem).candidates(target, problem.m, job.most, job.within, job.wide)
+    if not job.sample or len(found) <= job.sample:
+        return found
+    kept = random.Random(f"{job.seed} {problem}").sample(range(1, len(found)), job.sample - 1)
+    return [found[0], *(found[at] for at in sorted(kept))]
 
 
 def preview(job: Job) -> tuple[Target, list[dict[str, Any]]]:

@@ -67,6 +67,7 @@ def _open(path: Path | None) -> Database:
 @click.option("--trials", type=int, help="Schedules of one problem, at most.")
 @click.option("--most", type=int, help="Schedules of a problem's space, at most. Default: 160.")
 @click.option("--within", type=float, help="Leave out what is predicted slower by this factor. Default: 1.6.")
+@click.option("--sample", type=int, help="Only a random choice of so many schedules of each problem.")
 @click.option("--wide", is_flag=True, help="Also rings of fewer stages and other rasters: a whole space, to record it.")
 @click.option("--budget", help="For the whole job: 90s, 10m, 1h or '200 trials'.")
 @click.option("--patience", type=int, help="Trials without progress that end a problem. Default: 24; 0 for never.")
@@ -434,6 +435,22 @@ def _write_table(found: list[Best], output: Path | None, gpu: str | None) -> Non
     click.echo(f"{output}: {len(lines)} records of {data['gpu']}")
 
 
+@tune_group.command("space")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True)
+@click.option("--op", help="Only this operator.")
+@click.option("--gpu", help="Only this GPU's name.")
+@_database
+def space_command(output: Path, op: str | None, gpu: str | None, database: Path | None) -> None:
+    """Write every schedule that was tried, with its time: a space to replay searches with."""
+    from terrazzo.autotune.database import spaces_of
+
+    with _open(database) as trials:
+        data = spaces_of(trials.trials(op=op, gpu=gpu))
+    output.write_text(json.dumps(data).replace("], [", "],\n[") + "\n")
+    sizes = [sum(len(own["rows"]) for own in row["programs"].values()) for row in data["problems"]]
+    click.echo(f"{output}: {len(sizes)} problems, {sum(sizes)} schedules")
+
+
 @tune_group.command("import")
 @click.argument("files", type=click.Path(path_type=Path), nargs=-1, required=True)
 @_database
@@ -478,6 +495,34 @@ def prune_command(gpu: str | None, failed: bool, stale: bool, days: float | None
     with _open(database) as trials:
         done = trials.prune(gpu, package_digest()[:16] if stale else None, before, failed)
     click.echo(f"{done} trials deleted")
+
+
+@tune_group.command("throughput")
+@click.option("--workers", type=Counts(), help="Numbers of processes to try. Default: 1, 2, 4, ... up to the CPUs.")
+@click.option("--target", default="sm_90a", show_default=True, help="What is compiled for.")
+@json_option
+def throughput_command(workers: tuple[int, ...] | None, target: str, as_json: bool) -> None:
+    """Compile light kernels in 1, 2, 4, ... processes: kernels a second, and how well that scales. Needs no GPU."""
+    from terrazzo.autotune import throughput
+    from terrazzo.lowering.targets import Target
+
+    cpus = len(os.sched_getaffinity(0))
+    tried = workers or sorted({*(1 << at for at in range(cpus.bit_length()) if 1 << at <= cpus), cpus})
+    wanted = throughput.requests(throughput.ROUNDS * max(tried), Target.parse(target))
+    rows: list[dict[str, Any]] = []
+    for count in tried:
+        found = throughput.measure(count, wanted)
+        row = {"workers": count, "kernels": found.kernels, "seconds": round(found.seconds, 2)}
+        base = rows[0]["per_second"] / rows[0]["workers"] if rows else found.per_second / count
+        row |= {"per_second": round(found.per_second, 3), "efficiency": round(found.per_second / count / base, 3)}
+        rows.append(row)
+        if not as_json:
+            click.echo(
+                f"{count:3} processes: {row['per_second']:.2f} kernels/s, {row['efficiency']:.0%} of "
+                f"{rows[0]['workers']}-process speed for each"
+            )
+    if as_json:
+        print_json({"cpus": cpus, "target": target, "rows": rows})
 
 
 @tune_group.command("report")

@@ -7,8 +7,9 @@ import math
 from pathlib import Path
 
 from terrazzo.autotune.database import Problem
+from terrazzo.autotune.operators import get_operator
 from terrazzo.autotune.search import Limits, Plan, Search
-from terrazzo.lowering.targets import Target
+from terrazzo.lowering.targets import TARGET_NAMES, Target
 from terrazzo.schedules.problem import WeightOnlyGemm
 from terrazzo.schedules.spaces import W4A16, Candidate
 
@@ -32,6 +33,24 @@ def load(*names: str) -> dict[Problem, list[tuple[Candidate, float]]]:
             known = found.setdefault(Problem.of("w4a16", {"n": n, "k": k, **FACTS}, m), {})
             known[Candidate(data["program"], schedule, cost)] = us
     return {problem: sorted(known.items(), key=lambda pair: pair[0].us) for problem, known in found.items()}
+
+
+def load_spaces(path: Path) -> dict[Problem, list[tuple[Candidate, float]]]:
+    """Whole spaces as `terrazzo tune space` writes them: the heuristic's schedule first, then by predicted time."""
+    data, found = json.loads(path.read_text()), {}
+    target = next(it for it in map(Target.parse, TARGET_NAMES) if it.name == data["gpu"])
+    for one in data["problems"]:
+        problem = Problem.of(one["op"], one["facts"], one["m"])
+        space, m, known = get_operator(problem.op).space(problem), problem.m, []
+        for program, own in one["programs"].items():
+            for *values, us in own["rows"]:
+                schedule, why = space.revive(program, dict(zip(own["columns"], values)), target, m)
+                if us is not None and not why:
+                    known.append((Candidate(program, schedule, space.cost(program, schedule, target, m)), us))
+        first = space.heuristic(target, m)
+        known.sort(key=lambda pair: ((pair[0].program, pair[0].schedule) != first, pair[0].us))
+        found[problem] = known
+    return found
 
 
 def replay(search: Search, times: list[float], limit: int | None = None) -> None:
