@@ -54,6 +54,8 @@ class Grouped(spaces.Space):
             return f"{target.arch} has no warpgroup instructions"
         if schedule.block_tokens not in self.form.BLOCK_TOKENS[: -1 if self.numerics == (True,) else None]:
             return f"no tile of {schedule.block_tokens} tokens"
+        if getattr(schedule, "per_sm", 1) != 1:
+            return "one CTA on an SM"
         if not grouped.legal(schedule):
             return f"{schedule.warpgroups} warpgroups of {schedule.row_blocks} row blocks do not fit the registers"
         if self.numerics:

@@ -22,7 +22,8 @@ MOST = 160
 WITHIN = 1.6
 """Predicted times above this multiple of the shortest one are left out."""
 _RASTERS = (4, 8, 16)
-_SUMS = {2: 128, 3: 64, 4: 32}  # warpgroups -> f32 sums of a thread that leave room for two sets of operands (W4A16)
+# (warpgroups, CTAs of an SM) -> f32 sums of a thread that leave room for two sets of operands (W4A16)
+_SUMS = {(2, 1): 128, (3, 1): 64, (4, 1): 32, (1, 2): 128, (2, 2): 32}
 _SEMAPHORES = 4096  # of a stream: one for each tile that splits k
 _LAUNCH_US = 2.0  # start and end of a grid
 _LOGIC_LANES = 64  # LOP3 and the like of one SM in one clock
@@ -129,7 +130,8 @@ class W4A16(Space):
         if small_batch.serves(self.problem, target, m):
             return "small_batch", small_batch.choose(self.problem, target, m)
         if target.supports("wgmma.f16"):
-            return "stream_k", stream_k.choose(self.problem, target, m, self.scaled_sums)
+            pair = None if self.scaled_sums else stream_k.choose_pair(self.problem, target, m)
+            return "stream_k", pair or stream_k.choose(self.problem, target, m, self.scaled_sums)
         return "multistage", multistage.choose(self.problem, target, m, self.scaled_sums, self.symmetric)
 
     def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:
@@ -141,6 +143,11 @@ class W4A16(Space):
                 for stage_k in (64, 128):
                     s = stream_k.StreamK(*shape[:3], stages=2, stage_k=stage_k, raster=shape[3])
                     yield from (("stream_k", it) for it in rings(stream_k.fitted(s, self.problem, target), wide))
+            for tokens, *shape in tiles_of(stream_k.BLOCK_TOKENS, m, self.problem):
+                for warpgroups, row_blocks in ((1, 1), (1, 2), (2, 1), (2, 2)) if shape == [2, 1, 8] else ():
+                    for stage_k in (64, 128):
+                        s = stream_k.StreamK(tokens, warpgroups, row_blocks, 2, stage_k, per_sm=2)
+                        yield "stream_k", stream_k.fitted(s, self.problem, target)
         else:
             for s in _multistage(multistage.Multistage, self.problem, target, m):
                 yield "multistage", s
@@ -317,14 +324,19 @@ def small_batch_refusal(s: small_batch.SmallBatch, problem: WeightOnlyGemm, targ
 
 def sums_refusal(s: stream_k.StreamK, scaled_sums: bool) -> str:
     sums = s.row_blocks * s.block_tokens // 2 * (2 if scaled_sums else 1)
-    if sums > _SUMS.get(s.warpgroups, 0) or s.stage_k not in (64, 128):
-        return f"{s.warpgroups} warpgroups with {sums} sums of a thread do not fit the registers"
+    most = _SUMS.get((s.warpgroups, s.per_sm), 0)
+    if s.per_sm == s.warpgroups == s.row_blocks == 2:
+        most //= 2  # the words of a stage take the registers
+    if sums > most or s.stage_k not in (64, 128):
+        return f"{s.per_sm} CTAs of {s.warpgroups} warpgroups with {sums} sums of a thread do not fit the registers"
     return ""
 
 
 def ring_refusal(s: Any, problem: WeightOnlyGemm, target: Target, least: int) -> str:
     if s.stages < least or s.raster < 1:
         return f"a ring of {s.stages} stages; at least {least} must fit"
+    if getattr(s, "per_sm", 1) > 1 and s.smem_bytes(problem) > stream_k.room(s, target):
+        return f"{s.per_sm} CTAs of {s.smem_bytes(problem)} bytes do not fit the shared memory of an SM"
     return memory_refusal(s.smem_bytes(problem), target)
 
 
@@ -378,15 +390,16 @@ def stream_k_us(
         unit_bytes: of 64 rows by 128 k. x_bytes: of an element of x. dtype: of the tensor cores' operands.
     """
     c, (token_blocks, sharing) = _STREAM_K, blocks
+    per_sm = getattr(s, "per_sm", 1)  # CTAs that take turns on the units of an SM
     tiles = token_blocks * -(-problem.row_blocks // s.cta_blocks)
     waves = -(-(tiles - part.shared) // part.grid)
     units = waves * problem.units - (-part.shared * problem.units // part.grid)
     weights, x = s.cta_blocks * unit_bytes, s.block_tokens * 128 * x_bytes
     gb = part.grid / (target.dram_gb_s * 1e3)
-    mma = s.cta_blocks * 64 * 128 * 2 * s.block_tokens * target.sms / (target.tflops(dtype) * 1e6)
+    mma = per_sm * s.cta_blocks * 64 * 128 * 2 * s.block_tokens * target.sms / (target.tflops(dtype) * 1e6)
     area, shared = s.cta_blocks * s.block_tokens / 1e3, part.shared > 0
     per_unit = c.stream * max(weights * gb / sharing, mma) + c.l2 * (weights + x) * gb + c.mma * mma
-    per_unit += c.convert * s.cta_blocks * 0.8192 + c.latency / s.warpgroups
+    per_unit += c.convert * per_sm * s.cta_blocks * 0.8192 + c.latency / (per_sm * s.warpgroups)
     per_unit *= 1 + 0.02 * max(0, 4 - s.stages)  # a short ring hides less of the latency (an estimate)
     return units * per_unit + (waves + shared) * c.tile * area + shared * (c.share * area + c.split)
 
