@@ -14,6 +14,7 @@ PASS_CONFIGS = (  # the barriers are the program's own
 )
 BLOCK = 128
 VECTOR = 8  # values of one 16-byte load
+MOST_AHEAD = 32  # registers of a thread for order and gains that are loaded together with the row
 TINY = 2.0**-119  # below, 127 / max is no float32: the block counts as zeros
 GRANULARITIES = ("block", "token", "static")
 SOURCE = """\
@@ -40,12 +41,13 @@ template <int WARPS> __device__ __forceinline__ float tz_cta_sum(float sum, void
   for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
   return sum;
 }
+__device__ __forceinline__ void tz_ldg16(void *out, const void *p) { *(int4 *)out = __ldg((const int4 *)p); }
 // four values of a row: at `at` and on, or where a permutation says (negative: 0), times their gains
 template <bool BF16, bool PERM, bool GAIN> __device__ __forceinline__ void tz_gather4(
     void *v_, const void *row_, int at, const void *order, const void *gain) {
   float *v = (float *)v_; const unsigned short *row = (const unsigned short *)row_;
   if constexpr (PERM) {
-    int4 p = __ldg((const int4 *)order);
+    int4 p = *(const int4 *)order;
     v[0] = p.x < 0 ? 0.0f : tz_unpack<BF16, 0>(row[p.x]); v[1] = p.y < 0 ? 0.0f : tz_unpack<BF16, 0>(row[p.y]);
     v[2] = p.z < 0 ? 0.0f : tz_unpack<BF16, 0>(row[p.z]); v[3] = p.w < 0 ? 0.0f : tz_unpack<BF16, 0>(row[p.w]);
   } else {
@@ -54,7 +56,7 @@ template <bool BF16, bool PERM, bool GAIN> __device__ __forceinline__ void tz_ga
     v[2] = tz_unpack<BF16, 0>(x.y); v[3] = tz_unpack<BF16, 1>(x.y);
   }
   if constexpr (GAIN) {
-    float4 g = __ldg((const float4 *)gain);
+    float4 g = *(const float4 *)gain;
     v[0] *= g.x; v[1] *= g.y; v[2] *= g.z; v[3] *= g.w;
   }
 }
@@ -137,18 +139,34 @@ def build(
     static, token = granularity == "static", granularity == "token"
     clamp = str(static).lower()
     pdl = target.supports("pdl")
+    turns = -(-blocks // warps)  # blocks of a warp
+    lists = permuted + gain
+    ahead = lists and turns * lists * 4 <= MOST_AHEAD
+    turns_of = T.unroll if ahead else T.serial  # registers have no runtime index
     M, MP = T.dynamic("m"), T.dynamic("mp")
 
     @T.macro
-    def gather(v, Rs, P, G, block, lane):
+    def load_lists(P, G, order, gains, turn, slot, tx):
+        """Order and gains of the values that a thread gathers in a turn."""
+        at = (turn * warps + tx // 32) * BLOCK + tx % 32 * 4
+        if at < padded:
+            if permuted:
+                T.call_extern("handle", "tz_ldg16", T.access_ptr(order[slot * 4], "w", 4), T.access_ptr(P[at], "r", 4))
+            if gain:
+                T.call_extern("handle", "tz_ldg16", T.access_ptr(gains[slot * 4], "w", 4), T.access_ptr(G[at], "r", 4))
+
+    @T.macro
+    def gather(v, Rs, P, G, order, gains, turn, tx):
+        if not ahead:
+            load_lists(P, G, order, gains, turn, 0, tx)
         T.call_extern(
             "handle",
             f"tz_gather4<{bf16}, {perm}, {norm}>",
             T.access_ptr(v, "w"),
             T.access_ptr(Rs[0], "r", padded),
-            block * BLOCK + lane * 4,
-            T.access_ptr(P[block * BLOCK + lane * 4 if permuted else 0], "r", 1),
-            T.access_ptr(G[block * BLOCK + lane * 4 if gain else 0], "r", 1),
+            (turn * warps + tx // 32) * BLOCK + tx % 32 * 4,
+            T.access_ptr(order[turn * 4 if ahead and permuted else 0], "r", 1),
+            T.access_ptr(gains[turn * 4 if ahead and gain else 0], "r", 1),
         )
 
     @T.macro
@@ -209,12 +227,17 @@ def build(
             v = T.alloc_local((4,), "float32")
             f = T.alloc_local((5,), "float32")
             total = T.alloc_local((1,), "float32")
+            order = T.alloc_local((4 * turns if ahead and permuted else 4,), "int32")
+            gains = T.alloc_local((4 * turns if ahead and gain else 4,), "float32")
             tx = T.get_thread_binding()
             warp = tx // 32
             lane = tx % 32
             if pdl:
                 T.pdl_trigger()
                 T.pdl_sync()
+            if ahead:
+                for e in T.unroll(turns):
+                    load_lists(P, G, order, gains, e, e, tx)
             total[0] = 0.0
             for e in T.serial(-(-padded // (threads * VECTOR))):
                 at = (e * threads + tx) * VECTOR
@@ -234,10 +257,10 @@ def build(
                     )
             total[0] = T.call_extern("float32", f"tz_cta_sum<{warps}>", total[0], T.access_ptr(Ss[0], "rw", warps))
             f[1] = T.rsqrt(total[0] / T.float32(k) + eps)
-            for e in T.serial(-(-blocks // warps)):
+            for e in turns_of(turns):
                 block = e * warps + warp
                 if block < blocks:
-                    gather(v, Rs, P, G, block, lane)
+                    gather(v, Rs, P, G, order, gains, e, tx)
                     f[0] = T.call_extern("float32", "tz_warp_largest", T.access_ptr(v, "r"))
                     if token:
                         if lane == 0:
@@ -246,7 +269,7 @@ def build(
                         emit(Q4, Q8, XS, S, v, f, row, block, lane)
             if token:
                 T.sync_threads()
-                for e in T.serial(-(-blocks // warps)):
+                for e in turns_of(turns):
                     block = e * warps + warp
                     if block < blocks:
                         f[0] = T.call_extern(
@@ -256,7 +279,7 @@ def build(
                             T.if_then_else(block < blocks4, 0, blocks4),
                             T.if_then_else(block < blocks4, blocks4, blocks),
                         )
-                        gather(v, Rs, P, G, block, lane)
+                        gather(v, Rs, P, G, order, gains, e, tx)
                         emit(Q4, Q8, XS, S, v, f, row, block, lane)
 
     return main
