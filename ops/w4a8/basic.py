@@ -56,14 +56,14 @@ def build(
 
     gemm = ComparedGemm(n, k, group, out_dtype, dequantization, bias)
     bm, wgs, rb = block_tokens, warpgroups, row_blocks
+    if operands not in (1, 2):
+        raise ArgumentError("operands", operands, "must be 1 or 2 sets of registers", "leave it out")
     if not Basic(bm, wgs, rb, stages, operands=operands).legal():
         raise ArgumentError(
             "block_tokens", bm, f"is too wide for {wgs} warpgroups of {rb} row blocks (registers)", "take fewer of them"
         )
     if stages < 2:
         raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
-    if operands not in (1, 2):
-        raise ArgumentError("operands", operands, "must be 1 or 2 sets of registers", "leave it out")
     cta_blocks = wgs * rb
     row_tiles, ct, nacc = -(-gemm.row_blocks // cta_blocks), wgs * 128, bm // 2
     tokens = expert_macros(experts=0, block_tokens=bm, units=gemm.units, row_tiles=row_tiles)
@@ -171,10 +171,10 @@ def build(
                     rings.advance(ring)
                 T.warpgroup_wait(0)
                 T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
-                if c.k0[0] > 0:
+                if c.leaves[0] == 1:
                     shares.leave_share(WS, SEM, acc, cta, wg, wt)
                 else:
-                    if c.k1[0] < gemm.units:
+                    if c.adds[0] == 1:
                         tiles.later_shares(c, cta, G, sk)
                         shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
                     out.store(Y, Os, Fs, Rs, acc, held, c, wg, wt)

@@ -64,14 +64,14 @@ def build(
 
     gemm = Gemm(n, k, group, out_dtype, dequantization, bias)
     bm, wgs, rb = block_tokens, warpgroups, row_blocks
+    if operands < 1:
+        raise ArgumentError("operands", operands, "must be at least 1 stage of converted weights", "leave it out")
     if not Excp(bm, wgs, rb, stages, operands=operands).legal():
         raise ArgumentError(
             "block_tokens", bm, f"is too wide for {wgs} warpgroups of {rb} row blocks (registers)", "take fewer of them"
         )
     if stages < 2:
         raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
-    if operands < 1:
-        raise ArgumentError("operands", operands, "must be at least 1 stage of converted weights", "leave it out")
     cta_blocks = wgs * rb
     row_tiles, ct, nacc = -(-gemm.row_blocks // cta_blocks), wgs * 128, bm // 2
     tokens = expert_macros(experts=0, block_tokens=bm, units=gemm.units, row_tiles=row_tiles)
@@ -242,10 +242,10 @@ def build(
                         if operands > 1:
                             rings.release(empty, ring, lane == 0)
                             made.release(used_up, to, lane == 0)
-                        if c.k0[0] > 0:
+                        if c.leaves[0] == 1:
                             shares.leave_share(WS, SEM, acc, cta, wg, wt)
                         else:
-                            if c.k1[0] < gemm.units:
+                            if c.adds[0] == 1:
                                 tiles.later_shares(c, cta, G, sk)
                                 shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
                             out.store(Y, Os, Fs, Rs, acc, held, c, wg, wt)

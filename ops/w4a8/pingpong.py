@@ -74,6 +74,13 @@ def build(
     source = prelude(*used, extra=(gemm.converter.device_source,))
     M, G = T.dynamic("m"), T.dynamic("grid")
 
+    @T.macro
+    def begin(p, at, cta, wg, sk, mt):
+        """The plan of warpgroup `wg`, for itself or for the warp that feeds it."""
+        at.base[0] = wg * stages
+        at.worker[0] = cta * wgs + wg
+        tiles.plan(p, at.worker[0], G * wgs, sk, mt)
+
     @T.prim_func
     def main(
         X: T.Tensor((M, k), "int8"),
@@ -112,13 +119,10 @@ def build(
             rings.reset(ring)
             T.pdl_trigger()
             mt = T.ceildiv(M, bm)
-            at.base[0] = T.if_then_else(tx >= ct, (tx - ct) // 32, tx // 128)  # the warpgroup, or the one it feeds
-            at.worker[0] = cta * wgs + at.base[0]
-            at.base[0] = at.base[0] * stages
-            tiles.plan(p, at.worker[0], G * wgs, sk, mt)
             if tx >= ct:
                 T.dec_max_nreg(REGISTERS[wgs][0])
                 if tx < ct + wgs * 32:
+                    begin(p, at, cta, (tx - ct) // 32, sk, mt)
                     # weights do not depend on the kernel before: fetch the first ring while it still runs
                     tiles.segment(p, c, 0, at.worker[0], G * wgs, sk, mt)
                     tokens.locate(None, c, M)
@@ -141,6 +145,7 @@ def build(
                 T.inc_max_nreg(REGISTERS[wgs][1])
                 wg = tx // 128
                 wt = tx % 128
+                begin(p, at, cta, wg, sk, mt)
                 T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
                 T.pdl_sync()
                 for seg in T.serial(p.all[0]):
@@ -167,10 +172,10 @@ def build(
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
                     if lane == 0:
                         T.barrier_arrive(empty[at.base[0] + ring.before[0]])
-                    if c.k0[0] > 0:
+                    if c.leaves[0] == 1:
                         shares.leave_share(WS, SEM, acc, at.worker[0], wg, wt)
                     else:
-                        if c.k1[0] < gemm.units:
+                        if c.adds[0] == 1:
                             tiles.later_shares(c, at.worker[0], G * wgs, sk)
                             shares.add_shares(WS, SEM, acc, c.count[0], at.worker[0], wg, wt)
                         out.store(Y, Os, Fs, Rs, acc, held, c, wg, wt)

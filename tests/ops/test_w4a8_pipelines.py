@@ -1,0 +1,104 @@
+"""Machine code of the wgmma pipelines besides imfp: operands, copies, no spills, what a stage's release waits for."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from terrazzo.lowering import KernelReport, compile_request
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
+from terrazzo.ops.w4a8 import basic, excp, pingpong
+from terrazzo.schedules import w4a8
+from test_w4a8_programs import counter, request, sass, tools  # noqa: F401  (a fixture)
+
+TILE = {"block_tokens": 128, "warpgroups": 2, "row_blocks": 2, "stages": 3, "out_dtype": "int32"}
+CASES = {  # program, schedule class, changes, groups of wgmma in the loop, wgmmas of a group
+    "basic": (basic, w4a8.Basic, TILE | {"block_tokens": 256, "row_blocks": 1, "dequantization": "vadd4"}, 2, 2),
+    "excp": (excp, w4a8.Excp, TILE | {"operands": 2}, 1, 8),
+    "pingpong": (pingpong, w4a8.PingPong, TILE, 4, 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_machine_code(tools, name):  # noqa: F811
+    program, kind, changes, groups, each = CASES[name]
+    folder = compile_request(request(program, "sm_90a", changes))
+    report = KernelReport.read(folder / "report.json")
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    schedule = kind(**{key: value for key, value in changes.items() if key not in ("out_dtype", "dequantization")})
+    problem = w4a8.IntegerGemm.of(448, 640, 64, 4)
+    assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(problem)
+    if not report.instructions:
+        pytest.skip(report.note)
+    assert report.tensor_instructions == [f"IGMMA.64x{schedule.block_tokens}x32.S8.S8"]
+    copies = report.count("WARPGROUP.ARRIVE") // groups  # of the loop
+    assert report.count(r"WARPGROUP\.ARRIVE") == copies * groups >= groups
+    assert report.count("IGMMA") == copies * groups * each, "ptxas serializes wgmma"
+    assert report.count("UTMALDG") and report.count("UBLKCP")
+    lines = sass(folder)
+    product = next(line for line in lines if line.startswith("IGMMA"))
+    assert (re.match(r"IGMMA\S+ R\d+, R\d+", product) is None) == (program is excp)  # A by a descriptor
+    check = {basic: barrier_in_front_of_copies, excp: fence_in_front_of_arrival, pingpong: wait_in_front_of_release}
+    check[program](lines)
+
+
+def barrier_in_front_of_copies(lines: list[str]) -> None:
+    """basic: in the loop stand a wait for wgmma, the CTA's barrier, the copy. vadd4: a shift, two masks, two products
+    and eight instructions more for each word."""
+    first, last = (f(i for i, line in enumerate(lines) if line.startswith("IGMMA")) for f in (min, max))
+    loop = lines[first - 100 : last + 200]
+    order = [line.split()[0] for line in loop if line.startswith(("WARPGROUP.DEPBAR", "BAR.SYNC", "UBLKCP"))]
+    at = next(i for i, word in enumerate(order) if word.startswith("BAR.SYNC"))
+    assert order[at - 1].startswith("WARPGROUP.DEPBAR") and "UBLKCP" in order[at + 1]
+    count = counter(lines)
+    assert count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0xf0f0f0f, RZ, 0xc0") == 16
+    assert count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0x7f7f7f7f, RZ, 0xc0") >= 16  # of __vadd4
+    assert not count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0x80808080, RZ, 0x3c")
+
+
+def fence_in_front_of_arrival(lines: list[str]) -> None:
+    """excp: four stmatrix for each unit of 64 rows by 128 k, then the proxy fence, then the converted stage is full."""
+    stores = [i for i, line in enumerate(lines) if line.startswith("STSM")]
+    assert stores and len(stores) % 16 == 0  # four row blocks in each copy of the loop
+    after = lines[stores[-1] : stores[-1] + 60]
+    fence = next(i for i, line in enumerate(after) if line.startswith("FENCE.VIEW.ASYNC"))
+    assert fence < next(i for i, line in enumerate(after) if line.startswith("SYNCS.ARRIVE"))
+
+
+def wait_in_front_of_release(lines: list[str]) -> None:
+    """pingpong: between the last load of packed words and the arrive that gives the stage back stands a wait."""
+    first, last = (f(i for i, line in enumerate(lines) if line.startswith("IGMMA")) for f in (min, max))
+    seen, arrives = "", 0
+    for line in lines[first : last + 1]:
+        if line.startswith(("LDS.128", "WARPGROUP.DEPBAR")):
+            seen = line
+        elif line.startswith("SYNCS.ARRIVE"):
+            arrives += 1
+            assert seen.startswith("WARPGROUP.DEPBAR")
+    assert arrives
+
+
+@pytest.mark.parametrize(
+    ("program", "changes", "argument"),
+    [
+        (basic, {"row_blocks": 4}, "block_tokens"),
+        (basic, {"operands": 2}, "block_tokens"),
+        (basic, {"operands": 3}, "operands"),
+        (basic, {"stages": 1}, "stages"),
+        (basic, {"dequantization": "other"}, "dequantization"),
+        (excp, {"warpgroups": 3}, "block_tokens"),
+        (excp, {"operands": 0}, "operands"),
+        (excp, {"stages": 1}, "stages"),
+        (excp, {"dequantization": "vadd4"}, "dequantization"),
+        (pingpong, {"warpgroups": 1}, "warpgroups"),
+        (pingpong, {"warpgroups": 3}, "block_tokens"),
+        (pingpong, {"stages": 1}, "stages"),
+        (pingpong, {"dequantization": "vadd4"}, "dequantization"),
+    ],
+)
+def test_refusals(program, changes, argument):
+    facts = {"n": 448, "k": 640, "group": 64, "bias": False, "dequantization": "xor"}
+    with pytest.raises(ArgumentError) as error:
+        program.build(Target.parse("sm_90a"), **(facts | TILE | changes))
+    assert error.value.argument == argument
