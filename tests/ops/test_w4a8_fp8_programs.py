@@ -1,0 +1,143 @@
+"""Machine code of the W4A8 programs on e4m3: tensor cores of e4m3, no spills, seven instructions for eight codes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from terrazzo.lowering import KernelReport, compile_many
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.ops.w4a8 import multistage, small_batch, stream_k
+from terrazzo.schedules import w4a8, w4a8_fp8
+from test_w4a8_programs import counter, sass, tools  # noqa: F401  (a fixture)
+
+pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("tools")]
+FACTS = {"n": 448, "k": 640, "group": 128, "out_dtype": "float16", "dequantization": "e4m3", "bias": False}
+TWO = {"warpgroups": 2, "row_blocks": 1, "stages": 2, "block_tokens": 64}
+RAGGED = {"group": 32, "n": 450, "bias": True, "out_dtype": "bfloat16"}
+CASES = {  # program, target, changes, tensor instruction, groups of them (stream_k)
+    "wide": (
+        stream_k,
+        "sm_90a",
+        {"warpgroups": 4, "row_blocks": 1, "stages": 4, "block_tokens": 64},
+        r"QGMMA\.64x64x32\.F32\.E4M3\.E4M3$",
+        2,
+    ),
+    "widest": (
+        stream_k,
+        "sm_90a",
+        {"warpgroups": 2, "row_blocks": 1, "stages": 4, "block_tokens": 128, "group": 64},
+        r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3$",
+        2,
+    ),
+    "two row blocks": (
+        stream_k,
+        "sm_90a",
+        {"warpgroups": 2, "row_blocks": 2, "stages": 3, "block_tokens": 64} | RAGGED,
+        r"QGMMA\.64x64x32\.F32\.E4M3\.E4M3$",
+        8,
+    ),
+    "small": (
+        small_batch,
+        "sm_89",
+        {"token_tiles": 2, "kc": 2, "nc": 10, "warps": 2, "chunk": 2, "stages": 2} | RAGGED,
+        r"QMMA\.16832\.F32\.E4M3\.E4M3$",
+        0,
+    ),
+    "tiles of 128": (
+        multistage,
+        "sm_89",
+        {"block_tokens": 128, "warps": 8, "row_blocks": 1, "stages": 3, "token_warps": 2, "kc": 1},
+        r"QMMA\.16832\.F32\.E4M3\.E4M3$",
+        0,
+    ),
+    "split k": (
+        multistage,
+        "sm_89",
+        {"block_tokens": 32, "warps": 4, "row_blocks": 2, "stages": 3, "kc": 2} | RAGGED,
+        r"QMMA\.16832\.F32\.E4M3\.E4M3$",
+        0,
+    ),
+}
+FORMS = {stream_k: w4a8_fp8.StreamK, small_batch: w4a8.SmallBatch, multistage: w4a8.Multistage}
+
+
+def request(program, target, changes) -> KernelRequest:
+    params = tuple((FACTS | changes).items())
+    return KernelRequest("w4a8", f"{program.__name__}:build", params, target, program.PASS_CONFIGS)
+
+
+@pytest.fixture(scope="module")
+def compiled(tools):  # noqa: F811
+    return dict(zip(CASES, compile_many([request(*case[:3]) for case in CASES.values()])))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_machine_code(compiled, name):
+    program, _, changes, instruction, groups = CASES[name]
+    report = KernelReport.read(compiled[name] / "report.json")
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    facts = FACTS | changes
+    schedule = FORMS[program](**{key: value for key, value in changes.items() if key not in FACTS})
+    of = w4a8.IntegerGemm.of(facts["n"], facts["k"], facts["group"])
+    assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(of)
+    if not report.instructions:
+        pytest.skip(report.note)
+    assert len(report.tensor_instructions) == 1 and re.match(instruction, report.tensor_instructions[0])
+    if program is stream_k:
+        assert report.count(r"WARPGROUP\.ARRIVE") == groups, "ptxas serializes wgmma"
+        assert report.count("QGMMA") == 4 * schedule.row_blocks
+        assert report.count("UTMALDG") and report.count("UBLKCP") and report.count("STSM")
+    else:
+        assert report.count("LDGSTS") and report.count("LDSM") and report.count(r"LDS\.128")
+
+
+def test_conversion_and_scaling_of_the_main_loop(compiled):
+    """8 words of a unit: a shift, four masks and two multiply-adds for each; one FFMA for each sum of a group."""
+    lines = sass(compiled["wide"])
+    last = max(i for i, line in enumerate(lines) if line.startswith("QGMMA"))
+    first = min(i for i, line in enumerate(lines) if line.startswith("LDS.128"))
+    count = counter(lines[first : last + 1])
+    assert count(r"SHF\.R\.U32\.HI R\d+, RZ, 0x4, R\d+") == 8
+    assert count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0xe0e0e0e, RZ, 0xc0") == 16
+    assert count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0x1010101, RZ, 0xc0") == 16
+    assert count(r"IMAD R\d+, R\d+(\.reuse)?, 0x82, R\d+") == 16
+    assert count("FFMA") == 32 and count(r"HADD2\.F32") == 2
+
+
+def test_a_stage_is_released_only_after_its_wgmmas(compiled):
+    """Between the last load of packed words and the arrive that gives the stage back stands a wait for wgmma."""
+    for name in ("wide", "widest", "two row blocks"):
+        lines = sass(compiled[name])
+        first, last = (f(i for i, line in enumerate(lines) if line.startswith("QGMMA")) for f in (min, max))
+        seen, arrives = "WARPGROUP.DEPBAR", 0  # the loop begins with one
+        for line in lines[first - 200 : last + 1]:
+            if line.startswith(("LDS.128", "WARPGROUP.DEPBAR")):
+                seen = line
+            elif line.startswith("SYNCS.ARRIVE"):
+                arrives += 1
+                assert seen.startswith("WARPGROUP.DEPBAR"), name
+        assert arrives, name
+
+
+@pytest.mark.parametrize(
+    ("program", "changes", "argument"),
+    [
+        (stream_k, {"warpgroups": 2, "row_blocks": 1, "stages": 2, "block_tokens": 256}, "block_tokens"),
+        (stream_k, {"warpgroups": 4, "row_blocks": 1, "stages": 2, "block_tokens": 128}, "block_tokens"),
+        (stream_k, {"warpgroups": 2, "row_blocks": 1, "stages": 2, "block_tokens": 64, "group": 48}, "group"),
+        (
+            stream_k,
+            {"warpgroups": 2, "row_blocks": 1, "stages": 2, "block_tokens": 64, "out_dtype": "int32"},
+            "out_dtype",
+        ),
+        (multistage, {"block_tokens": 64, "warps": 4, "row_blocks": 2, "stages": 3}, "row_blocks"),
+        (multistage, {"block_tokens": 64, "warps": 4, "row_blocks": 1, "stages": 3, "k": 650}, "k"),
+    ],
+)
+def test_refusals(program, changes, argument):
+    with pytest.raises(ArgumentError) as error:
+        program.build(Target.parse("sm_89"), **(FACTS | changes))
+    assert error.value.argument == argument
