@@ -14,7 +14,16 @@ from terrazzo.autotune.database import Problem
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import attention, attention_space, grouped_spaces, records, spaces, w4ax, w4ax_space
+from terrazzo.schedules import (
+    attention,
+    attention_space,
+    grouped_spaces,
+    records,
+    spaces,
+    w4a8_fp8_space,
+    w4ax,
+    w4ax_space,
+)
 from terrazzo.schedules import w4a8 as integer
 from terrazzo.schedules.problem import WeightOnlyGemm
 from terrazzo.schedules.roofline import Roofline, weight_only_gemm
@@ -218,6 +227,44 @@ class W4A8(_Linear):
 
         peers, speed = [gemm_bench.Cublas()], target.dram_gb_s
         return subjects.Gemm(W4A8Shape(problem.n, problem.k, self._settings(problem), target, peers, speed))
+
+
+class W4A8Fp8(W4A8):
+    """W4A8 on e4m3 activations."""
+
+    name, rate = "w4a8_fp8", "e4m3"
+
+    def facts(self, n: int, k: int, *, dtype: str, group: int | None, symmetric: bool) -> dict[str, Any]:
+        from terrazzo.ops.w4a8 import op
+
+        if (group or 128) not in (32, 64, 128):
+            raise ArgumentError("group", group, "must be 32, 64 or 128", "leave it out for 128")
+        return op.tuning_facts(n, k, group or 128, dtype, "e4m3")
+
+    def space(self, problem: Problem) -> spaces.Space:
+        return w4a8_fp8_space.W4A8Fp8(self._gemm(problem))
+
+    def _common(self, problem: Problem) -> dict[str, Any]:
+        return super()._common(problem) | {"dequantization": "e4m3"}
+
+    def beside(self, problem: Problem, target: Target) -> list[KernelRequest]:
+        from terrazzo.ops.w4a8 import activations
+
+        own = dict(dtype=dict(problem.facts)["out_dtype"], gain=False, norm=False, codes="e4m3")
+        return [activations.plan(problem.m, problem.k, **own, target=target)]
+
+    def roofline(self, problem: Problem, target: Target) -> Roofline:
+        from terrazzo.layouts.converters import get_converter
+
+        alpha, size = get_converter("z4_e4m3").alu_per_element, self._gemm(problem).weight_bytes
+        return weight_only_gemm(target, problem.m, problem.n, problem.k, size, alpha, dtype="e4m3", x_bytes=1)
+
+    def subject(self, problem: Problem, target: Target) -> Subject:
+        from terrazzo.autotune import gemm_bench, subjects
+        from terrazzo.autotune.w4a8_bench import Fp8Shape
+
+        peers, speed = [gemm_bench.Cublas()], target.dram_gb_s
+        return subjects.Gemm(Fp8Shape(problem.n, problem.k, self._settings(problem), target, peers, speed))
 
 
 class W4Ax(_Linear):
@@ -446,7 +493,7 @@ class Attention(Operator):
         return problem.op, problem.facts, problem.m
 
 
-ALL = (W4A16(), W4A8(), W4Ax(), GroupedW4A16(), GroupedW4A8(), Attention())
+ALL = (W4A16(), W4A8(), W4A8Fp8(), W4Ax(), GroupedW4A16(), GroupedW4A8(), Attention())
 OPERATORS: dict[str, Operator] = {operator.name: operator for operator in ALL}
 
 

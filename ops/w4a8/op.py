@@ -22,6 +22,7 @@ from terrazzo.ops.w4a8.fp8_problem import E4M3
 from terrazzo.ops.w4a8.reference import DEQUANTIZATIONS, OUT_DTYPES
 from terrazzo.schedules import multistage, records, spaces, w4a8_fp8
 from terrazzo.schedules import w4a8 as schedules
+from terrazzo.schedules.w4a8_fp8_space import W4A8Fp8
 
 if TYPE_CHECKING:
     import torch
@@ -78,11 +79,10 @@ def plan(
         raise ArgumentError("pipeline", pipeline, f"{target.arch} emulates mma.sync of e4m3", "leave it 'auto'")
     if e4m3 and wgmma and pipeline != "imfp":
         raise ArgumentError("pipeline", pipeline, "has no form for e4m3 activations", "take 'imfp'")
-    if pipeline == "auto" and e4m3:
-        program, s = w4a8_fp8.choose_program(gemm, target, m)
-    elif pipeline == "auto":
+    if pipeline == "auto":
         facts = tuning_facts(n, k, group_size, out_dtype, dequantization)
-        program, s = spaces.choose(spaces.W4A8(gemm), "w4a8", facts, target, m, device)
+        space = W4A8Fp8(gemm) if e4m3 else spaces.W4A8(gemm)
+        program, s = spaces.choose(space, operator_of(dequantization), facts, target, m, device)
     elif pipeline == "small_batch":
         program = pipeline
         s = schedules.choose_small_batch(gemm, target, next((t for t in _SMALL if m <= t), _SMALL[-1]))
@@ -99,6 +99,11 @@ def plan(
         return Plan(request(multistage_program, s), *multistage.launch_sizes(s, gemm, m), ())
     part = schedules.partition(s, gemm, device or target, m)
     return Plan(request(_WGMMA[program], s), *s.workspace(part.grid), (part.shared,))
+
+
+def operator_of(dequantization: str) -> str:
+    """The name under which records are kept."""
+    return "w4a8_fp8" if dequantization == E4M3 else "w4a8"
 
 
 def tuning_facts(n: int, k: int, group_size: int, out_dtype: str, dequantization: str) -> dict[str, int | str]:
@@ -145,7 +150,7 @@ def kernel_requests(
     codes = E4M3 if dequantization == E4M3 else "int8"
     group_size = 128 if codes == E4M3 and group_size == k and k not in GROUPS else group_size
     recorded = tuning_facts(n, k, group_size, out, dequantization)
-    more = records.tokens("w4a8", recorded, at) if m is None else ()
+    more = records.tokens(operator_of(dequantization), recorded, at) if m is None else ()
     tokens = (*launching.tokens_of(m), *more)
     facts = dict(group_size=group_size, dequantization=dequantization, pipeline=pipeline, bias=bias, target=at)
     plans = [plan(t, n, k, **facts, out_dtype=out) for t in tokens]

@@ -14,6 +14,8 @@ from terrazzo.autotune import gemm_bench, measure, measurer
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import attention, w4a8, w4a16, w4ax
 from terrazzo.ops.attention import reference as caches
+from terrazzo.ops.w4a8 import fp8
+from terrazzo.ops.w4a8 import fp8_reference as integers_fp8
 from terrazzo.ops.w4a8 import reference as integers
 from terrazzo.ops.w4a16 import reference
 from terrazzo.ops.w4ax import reference as mixed
@@ -68,6 +70,14 @@ def decode(q, cache, *, out):
     return out.copy_(misbehave("attention", caches.decode(q, cache)[0].to(q.dtype)))
 
 
+def quantize_fp8(x):
+    return integers_fp8.quantize_activations(x)
+
+
+def gemm_fp8(x, w, *, out, out_dtype):
+    return out.copy_(misbehave("w4a8_fp8", integers_fp8.gemm(*x, w).to(out_dtype)))
+
+
 def time_calls(calls, budget_ms):
     for call in calls:
         call()
@@ -90,6 +100,8 @@ def patch(put) -> None:
         (w4a8, "gemm", gemm8),
         (w4a8, "grouped_gemm", grouped8),
         (w4a8, "quantize_activations", quantize),
+        (fp8, "gemm", gemm_fp8),
+        (fp8, "quantize_activations", quantize_fp8),
         (w4ax, "gemm", gemmx),
         (w4ax, "quantize_activations", quantizex),
         (attention, "decode", decode),

@@ -52,6 +52,7 @@ def test_a_trial_checks_then_times(on_the_cpu, op):
 
 TILE = dict(block_tokens=16, warpgroups=2, row_blocks=1, stages=4, raster=8)
 MANY = {
+    "w4a8_fp8": ("stream_k", TILE, {"raster": 4}),
     "w4ax": ("stream_k", dict(block_tokens=16, warpgroups=2, stages=4, raster=8), {"raster": 4}),
     "w4a16_grouped": ("grouped", TILE | {"stage_k": 64}, {"raster": 4}),
     "w4a8_grouped": ("grouped", TILE, {"raster": 4}),
@@ -70,7 +71,7 @@ def test_every_operator_is_checked_by_its_oracle(on_the_cpu, op):
     wrong = bench.trial(problem, program, good | change, 5.0)
     assert wrong["status"] == "wrong" and "1 of" in wrong["error"]
     said = bench.peer(problem)
-    assert said["status"] == ("ok" if op == "w4ax" else "error")
+    assert said["status"] == ("ok" if op in ("w4ax", "w4a8_fp8") else "error")
     request = get_operator(op).request(problem, program, good, cpu_measurer.H200)
     assert good.items() <= dict(request.params).items() and request.name == f"{op.split('_')[0]}.{program}"
     illegal = {"warpgroups": 4, "block_tokens": 256} if "warpgroups" in good else {"warps": 40}

@@ -203,6 +203,7 @@ OTHERS = {
     "w4a16": dict(shapes=((6144, 4096),), m=(60,)),
     "w4a8": dict(shapes=((6144, 4096),), m=(60,)),
     "w4ax": dict(shapes=((6144, 4096),), m=(60,)),
+    "w4a8_fp8": dict(shapes=((6144, 4096),), m=(60,)),
     "w4a16_grouped": dict(shapes=((4096, 7168),), m=(480,)),
     "w4a8_grouped": dict(shapes=((4096, 7168),), m=(480,)),
     "attention": dict(caches=("60x32/8x4k",), formats=("int4/int4",)),
@@ -227,8 +228,9 @@ def asked(op: str, m: int, target: Target = H200, **changes) -> dict:
     elif op == "w4a8_grouped":
         own = dict(group_size=facts["group"], out_dtype=facts["out_dtype"], dequantization="auto")
         made = grouped8.plan(m, n, k, facts["experts"], **own, bias=False, target=target)
-    elif op == "w4a8":
-        own = dict(group_size=64, out_dtype=facts["out_dtype"], dequantization="auto", bias=False, pipeline="auto")
+    elif op in ("w4a8", "w4a8_fp8"):
+        own = dict(group_size=facts["group"], out_dtype=facts["out_dtype"], dequantization=facts["dequantization"])
+        own |= dict(bias=False, pipeline="auto")
         made = w4a8.plan(m, n, k, **own, target=target)
     else:
         made = w4a16.plan(m, n, k, **PLAN, target=target)

@@ -42,7 +42,7 @@ def problem_of(op: str, n: int, k: int, m: int) -> Problem:
 @given(shapes, st.integers(1, 5000), st.sampled_from(sorted(OPERATORS)), st.sampled_from(["sm_80", "sm_89", "sm_90a"]))
 def test_spaces_are_legal_by_construction(shape, m, op, arch):
     """Every candidate fits the target, becomes the kernel that it names, and survives its record."""
-    arch = "sm_90a" if "grouped" in op else arch
+    arch = "sm_90a" if "grouped" in op else "sm_89" if (op, arch) == ("w4a8_fp8", "sm_80") else arch
     target, problem = Target.parse(arch), problem_of(op, *shape, m)
     space, m = get_operator(op).space(problem), problem.m
     found = space.candidates(target, m, most=40)
@@ -54,14 +54,14 @@ def test_spaces_are_legal_by_construction(shape, m, op, arch):
         assert space.revive(it.program, it.params, target, m) == (it.schedule, "")
     for it in (found[0], found[-1]):
         request = get_operator(op).request(problem, it.program, it.params, target)
-        assert request.name == f"{op.split('_')[0]}.{it.program}"
+        assert request.name == f"{op.split('_')[0]}.{it.program}"  # of the family
         assert it.schedule.params().items() <= dict(request.params).items()
 
 
 def test_spaces_hold_every_program_of_the_target():
     programs = {}
     for op in OPERATORS:
-        for arch in ("sm_80", "sm_90a")["grouped" in op :]:
+        for arch in ("sm_80", "sm_90a")["grouped" in op or "fp8" in op :]:
             for m in (1, 16, 64, 4096):
                 space = get_operator(op).space(problem_of(op, 6144, 4096, m))
                 programs.setdefault((op, arch), set()).update(
@@ -70,6 +70,7 @@ def test_spaces_hold_every_program_of_the_target():
     assert programs["w4a16", "sm_90a"] == {"small_batch", "stream_k"}
     assert programs["w4a8", "sm_90a"] == {"small_batch", "stream_k", "pingpong", "excp", "basic"}
     assert programs["w4a16", "sm_80"] == programs["w4a8", "sm_80"] == {"small_batch", "multistage"}
+    assert programs["w4a8_fp8", "sm_90a"] == {"stream_k"}
     assert "stream_k" in programs["w4ax", "sm_90a"] and programs["w4ax", "sm_80"] == {"persistent"}
     assert programs["w4a16_grouped", "sm_90a"] == programs["w4a8_grouped", "sm_90a"] == {"grouped"}
     assert programs["attention", "sm_80"] == programs["attention", "sm_90a"] == {"decode"}
