@@ -9,25 +9,23 @@ from terrazzo.lowering import KernelReport, compile_request
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.w4a8 import basic, excp, pingpong
+from terrazzo.ops.w4a8.problem import ComparedGemm
 from terrazzo.schedules import w4a8
-from test_w4a8_programs import counter, request, sass, tools  # noqa: F401  (a fixture)
+from test_w4a8_pipelines_emulated import CASES, request_of
+from test_w4a8_programs import counter, sass, tools  # noqa: F401  (a fixture)
 
 TILE = {"block_tokens": 128, "warpgroups": 2, "row_blocks": 2, "stages": 3, "out_dtype": "int32"}
-CASES = {  # program, schedule class, changes, groups of wgmma in the loop, wgmmas of a group
-    "basic": (basic, w4a8.Basic, TILE | {"block_tokens": 256, "row_blocks": 1, "dequantization": "vadd4"}, 2, 2),
-    "excp": (excp, w4a8.Excp, TILE | {"operands": 2}, 1, 8),
-    "pingpong": (pingpong, w4a8.PingPong, TILE, 4, 2),
-}
+GROUPS = {"basic": (2, 2), "excp": (1, 8), "pingpong": (4, 2)}  # of wgmma in the loop, wgmmas of each
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", GROUPS)
 def test_machine_code(tools, name):  # noqa: F811
-    program, kind, changes, groups, each = CASES[name]
-    folder = compile_request(request(program, "sm_90a", changes))
+    """Of the kernels that test_w4a8_pipelines_emulated.py runs."""
+    _, n, k, group, _, schedule, _, out_dtype, dequantization, _ = CASES[name]
+    folder = compile_request(request_of(name, ComparedGemm(n, k, group, out_dtype, dequantization, False), schedule))
     report = KernelReport.read(folder / "report.json")
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
-    schedule = kind(**{key: value for key, value in changes.items() if key not in ("out_dtype", "dequantization")})
-    problem = w4a8.IntegerGemm.of(448, 640, 64, 4)
+    problem, (groups, each) = w4a8.IntegerGemm.of(n, k, group, 4), GROUPS[name]
     assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(problem)
     if not report.instructions:
         pytest.skip(report.note)
@@ -38,9 +36,8 @@ def test_machine_code(tools, name):  # noqa: F811
     assert report.count("UTMALDG") and report.count("UBLKCP")
     lines = sass(folder)
     product = next(line for line in lines if line.startswith("IGMMA"))
-    assert (re.match(r"IGMMA\S+ R\d+, R\d+", product) is None) == (program is excp)  # A by a descriptor
-    check = {basic: barrier_in_front_of_copies, excp: fence_in_front_of_arrival, pingpong: wait_in_front_of_release}
-    check[program](lines)
+    assert (re.match(r"IGMMA\S+ R\d+, R\d+", product) is None) == (name == "excp")  # A by a descriptor
+    CHECKS[name](lines)
 
 
 def barrier_in_front_of_copies(lines: list[str]) -> None:
@@ -77,6 +74,13 @@ def wait_in_front_of_release(lines: list[str]) -> None:
             arrives += 1
             assert seen.startswith("WARPGROUP.DEPBAR")
     assert arrives
+
+
+CHECKS = {
+    "basic": barrier_in_front_of_copies,
+    "excp": fence_in_front_of_arrival,
+    "pingpong": wait_in_front_of_release,
+}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -46,18 +47,17 @@ static void tz_stmatrix4(void *p, const void *a) {
 """
 
 
+def request_of(pipeline: str, gemm: ComparedGemm, schedule: w4a8.StreamK) -> KernelRequest:
+    program = importlib.import_module(f"terrazzo.ops.w4a8.{pipeline}")
+    params = tuple((asdict(gemm) | schedule.params()).items())
+    return KernelRequest(f"w4a8.{pipeline}", f"{program.__name__}:build", params, "sm_90a", program.PASS_CONFIGS)
+
+
 def emulate(weight, x, x_scales, pipeline, schedule, partition, folder, *, out_dtype, dequantization):
     """y of one launch on the CPU, in an output that was NaN (int32: garbage)."""
     packed, (m, k) = pack(weight), x.shape
-    program = importlib.import_module(f"terrazzo.ops.w4a8.{pipeline}")
     gemm = ComparedGemm(weight.n, k, weight.group_size, out_dtype, dequantization, out_dtype != "int32")
-    params = dict(
-        n=gemm.n, k=k, group=gemm.group, out_dtype=out_dtype, dequantization=dequantization, bias=gemm.bias,
-        **schedule.params(),
-    )  # fmt: skip
-    request = KernelRequest(
-        f"w4a8.{pipeline}", f"{program.__name__}:build", tuple(params.items()), "sm_90a", program.PASS_CONFIGS
-    )
+    request = request_of(pipeline, gemm, schedule)
     source = translated((compile_request(request) / "kernel.cu").read_text(), schedule.block_tokens)
     kernel = CpuKernel(
         source.replace("int grid", "int ctas").replace("grid", "ctas"),
@@ -80,13 +80,16 @@ def emulate(weight, x, x_scales, pipeline, schedule, partition, folder, *, out_d
 
 B, E, P = w4a8.Basic, w4a8.Excp, w4a8.PingPong
 CASES = {  # pipeline, n, k, group, m, schedule, (grid, shared tiles), output, dequantization; True: always run
-    "basic vadd4": ("basic", 192, 400, 64, 37, B(16, 2, 1, 3), (4, 3), "int32", "vadd4", True),
+    "basic": ("basic", 450, 400, 64, 37, B(256, 2, 1, 3), (3, 4), "int32", "vadd4", True),
+    "excp": ("excp", 450, 400, 64, 37, E(128, 2, 2, 3), (3, 2), "int32", "xor", True),
+    "pingpong": ("pingpong", 450, 400, 64, 37, P(128, 2, 2, 3), (3, 4), "int32", "xor", True),
+    "basic vadd4": ("basic", 192, 400, 64, 37, B(16, 2, 1, 3), (4, 3), "int32", "vadd4", False),
     "basic two sets": ("basic", 200, 272, 32, 20, B(16, 1, 2, 2, operands=2), (3, 0), "float16", "unsigned", False),
     "basic one set": ("basic", 130, 656, 128, 33, B(32, 1, 2, 4), (5, 4), "int32", "xor", False),
-    "excp": ("excp", 192, 400, 64, 37, E(16, 2, 1, 3), (4, 3), "int32", "xor", True),
+    "excp shared": ("excp", 192, 400, 64, 37, E(16, 2, 1, 3), (4, 3), "int32", "xor", False),
     "excp one stage": ("excp", 200, 272, 32, 20, E(16, 1, 2, 2, operands=1), (3, 0), "bfloat16", "unsigned", False),
     "excp three stages": ("excp", 130, 656, 128, 33, E(32, 1, 1, 4, operands=3), (5, 6), "int32", "unsigned", False),
-    "pingpong": ("pingpong", 192, 400, 64, 37, P(16, 2, 1, 3), (2, 5), "int32", "xor", True),
+    "pingpong shared": ("pingpong", 192, 400, 64, 37, P(16, 2, 1, 3), (2, 5), "int32", "xor", False),
     "pingpong of three": ("pingpong", 200, 272, 32, 20, P(16, 3, 1, 2), (2, 4), "float16", "unsigned", False),
     "pingpong two blocks": ("pingpong", 130, 656, 128, 33, P(32, 2, 2, 4), (2, 0), "int32", "xor", False),
 }
