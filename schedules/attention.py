@@ -29,6 +29,7 @@ class DecodeProblem:
         pairs: sequences times kv heads. rows: query rows of a kv head, q_len * group. tokens: longest sequence.
         head_dim: 64, 128 or 256. tile_words, channel_words: int32 words of a packed tile, and at the head of a block.
         group: tokens of a channel-wise group, 0 for none. page: tokens of a page, 0 for contiguous caches.
+        residual: tokens of the f16 residual block, 0 for none.
     """
 
     pairs: int
@@ -39,17 +40,24 @@ class DecodeProblem:
     channel_words: int = 0
     group: int = 0
     page: int = 0
+    residual: int = 0
+
+    def divides(self, tokens: int) -> bool:
+        """Whether stages of so many tokens end where groups, pages and residual blocks do."""
+        return not (self.group % tokens or self.page % tokens or self.residual % tokens)
 
 
 @dataclass(frozen=True)
 class Decode:
-    """row_tiles groups of 8 rows; `warps` rings of `stages` stages of `tiles` tiles; min_blocks CTAs on an SM."""
+    """row_tiles groups of 8 rows; `warps` rings of `stages` stages of `tiles` tiles; min_blocks CTAs on an SM; whether
+    the rows' B fragments are read from shared memory in every step instead of staying in registers."""
 
     row_tiles: int
     warps: int
     tiles: int
     stages: int
     min_blocks: int
+    shared_rows: bool = False
 
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
@@ -64,7 +72,8 @@ class Decode:
         rows = 8 * self.row_tiles
         merge = self.warps * rows * (problem.head_dim + 6)
         rings = max(self.warps * self.stages * self.stage_words(problem), merge, MAX_SPLITS * rows + 4)
-        return 4 * (rings + (4 * problem.head_dim * self.row_tiles if problem.group else 0))
+        copies = bool(problem.group or self.shared_rows) + (self.warps if problem.group and self.shared_rows else 0)
+        return 4 * (rings + 4 * problem.head_dim * self.row_tiles * copies + (2 * rows if self.shared_rows else 0))
 
     def in_flight(self, problem: DecodeProblem) -> int:
         """Words on their way to one SM while a stage is worked on."""
@@ -81,27 +90,44 @@ def row_groups(problem: DecodeProblem) -> int:
     return -(-problem.rows // (8 * row_tiles(problem)))
 
 
+def shares_rows(problem: DecodeProblem) -> bool:
+    """Whether the fragments of 16 rows are read from shared memory: tiles of 4 bits and less are bound by instructions
+    and their latency, not by copies; the registers go to more warps or, with channel-wise keys, to larger stages."""
+    return row_tiles(problem) > 1 and problem.head_dim > 64 and problem.tile_words < 5 * problem.head_dim
+
+
 def warps_per_sm(problem: DecodeProblem) -> int:
     """Warps whose registers fit into an SM: 128 registers for the usual case, 168 for twice the state."""
+    if shares_rows(problem) and not problem.group:
+        return 16
     return 16 if row_tiles(problem) * problem.head_dim <= 128 else 12
+
+
+def _stages(problem: DecodeProblem, small: bool) -> list[tuple[int, int]]:
+    """(tiles, stages) of a ring to choose from. Small tiles come in large stages: the loop costs as much as half a tile
+    of 2 bits."""
+    most = (6, 5, 4, 3)
+    if row_tiles(problem) == 1 and problem.tile_words < 3 * problem.head_dim:
+        return [(4, 3), (4, 2), *((2, n) for n in most), *((1, n) for n in most)]
+    if small and not shares_rows(problem):
+        return [*((1, n) for n in most[1:]), *((2, n) for n in most)]
+    return [*((2, n) for n in most), *((1, n) for n in most)]
 
 
 def choose(problem: DecodeProblem, target: Target) -> Decode:
     """As many warps as registers and rings allow, in CTAs of a size whose waves are full; stages of one tile in small
-    CTAs (and where 16 rows have their Q scaled: registers) and of two in large ones, and as many stages as fit.
+    CTAs, of two in large ones and more of 2-bit tiles, and as many stages as fit.
 
     Raises:
-        ArgumentError: a page or group that no stage divides, or shared memory too small for three stages.
+        ArgumentError: a page, group or residual block that no stage divides, or too little shared memory for a ring.
     """
     possible = []
     for on_sm in (n for n in _ON_SM if n <= warps_per_sm(problem)):
         warps = _warps(problem, target, on_sm)
-        small = warps <= on_sm // 2
         made = [
-            Decode(row_tiles(problem), warps, tiles, stages, max(1, on_sm // warps))
-            for tiles in ((1, 2) if small or (problem.group and row_tiles(problem) > 1) else (2, 1))
-            if not (problem.group % (16 * tiles) or problem.page % (16 * tiles))
-            for stages in ((5, 4, 3) if small and tiles == 1 else (6, 5, 4, 3))
+            Decode(row_tiles(problem), warps, tiles, stages, max(1, on_sm // warps), shares_rows(problem))
+            for tiles, stages in _stages(problem, warps <= on_sm // 2)
+            if problem.divides(16 * tiles)
         ]
         possible += [schedule for schedule in made if fits(schedule, problem, target)][:1]
     for schedule in possible:

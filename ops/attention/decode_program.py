@@ -30,7 +30,7 @@ BATCH = 8  # partial results that the combine loads at once
 INTEGERS = (
     *("length", "group", "rows", "h", "y", "here"),  # of the sequence and of the CTA's rows
     *("packed", "start", "r0", "r1", "first", "count"),  # tokens and stages of the warp
-    *("page", "fill", "read", "parity"),  # of the ring
+    *("page", "read", "parity"),  # of the ring
     *("lane", "warp", "query", "head"),  # of the thread, and of a row
     *("least", "floor"),  # tokens in [floor, least) need no mask
 )
@@ -41,18 +41,23 @@ def stage_words(layout: CacheLayout, tiles: int) -> int:
     return layout.channel_words + tiles * layout.tile_words
 
 
-def query_words(layout: CacheLayout, row_tiles: int) -> int:
-    """int32 words of the rows' B fragments in shared memory, from where channel-wise scales take them anew."""
-    return 4 * layout.head_dim * row_tiles if layout.k.group else 0
+def query_words(layout: CacheLayout, row_tiles: int, warps: int, shared_rows: bool) -> int:
+    """int32 words of the rows' B fragments in shared memory, from where channel-wise scales take them anew, or every
+    step with `shared_rows`; then each warp's scaled ones lie there too, and where its tokens end and the sum of Q for
+    each row."""
+    copies = bool(layout.k.group or shared_rows) + (warps if layout.k.group and shared_rows else 0)
+    return 4 * layout.head_dim * row_tiles * copies + (16 * row_tiles if shared_rows else 0)
 
 
-def shared_words(layout: CacheLayout, row_tiles: int, warps: int, tiles: int, stages: int) -> int:
+def shared_words(
+    layout: CacheLayout, row_tiles: int, warps: int, tiles: int, stages: int, shared_rows: bool = False
+) -> int:
     """int32 words of shared memory: the rings, which the merge of the warps and the combine of the splits reuse, and
     behind them the B fragments of `query_words`."""
     rows = 8 * row_tiles
     merge = warps * rows * (layout.head_dim + 4 + 2)
     rings = max(warps * stages * stage_words(layout, tiles), merge, MAX_SPLITS * rows + 4)
-    return rings + query_words(layout, row_tiles)
+    return rings + query_words(layout, row_tiles, warps, shared_rows)
 
 
 def build(
@@ -67,6 +72,7 @@ def build(
     tiles: int,
     stages: int,
     min_blocks: int,
+    shared_rows: bool,
     page: int,
     residual: int,
     softcap: bool,
@@ -76,6 +82,7 @@ def build(
 
     Args:
         dtype: of q and out. tiles: 16-token tiles in a stage of a warp. min_blocks: CTAs on an SM that registers allow.
+        shared_rows: the rows' B fragments stay in shared memory, for more warps with more rows.
         page: tokens of a page, 0 for a contiguous cache (one page for each sequence).
         residual: tokens of the f16 residual block, 0 for none. Its tiles are a ring of one more (`PackedCache`).
         softcap, sinks: whether the logits are capped, and whether each head has a sink.
@@ -99,14 +106,17 @@ def build(
         raise ArgumentError(
             "v_format", v_format, "static values cannot join f16 residual tokens", "use token-wise values"
         )
+    if residual % mini:
+        raise ArgumentError("tiles", tiles, f"16 * tiles must divide the residual block of {residual}", "change it")
     if page % max(mini, layout.block_tokens):
         raise ArgumentError("page", page, f"must be a multiple of {max(mini, layout.block_tokens)}", "change tiles")
     per_chunk = max(group // mini, 1)  # stages that a warp takes from one group
     chunk = per_chunk * mini
     head_words, tile_words, stage = layout.channel_words, layout.tile_words, stage_words(layout, tiles)
     threads = warps * 32
-    total_words = shared_words(layout, nt, warps, tiles, stages)
-    queries = total_words - query_words(layout, nt)
+    total_words = shared_words(layout, nt, warps, tiles, stages, shared_rows)
+    queries = total_words - query_words(layout, nt, warps, shared_rows)
+    fragment_words, facts = 4 * D * nt, total_words - 2 * cols
     spare_tiles = residual // 16 + 1  # one more than a block: new tokens never overwrite those of a block to be packed
     bulk = target.supports("bulk_copy")
     pitch = D + 4  # of a merge row: the lanes of a quad store to different banks
@@ -114,10 +124,10 @@ def build(
     bf16 = "true" if dtype == "bfloat16" else "false"
     converters = {layout.k.converter.name, layout.v.converter.name} | ({"f16_f16"} if residual else set())
     source = attention_prelude(
-        "cp_async", "pack", "bulk", "semaphore", "warpgroup",
+        "cp_async", "lds", "pack", "bulk", "semaphore", "warpgroup",
         extra=tuple(get_converter(name).device_source for name in sorted(converters)),
     )  # fmt: skip
-    tile = make_tile_macros(layout, nt, tiles, softcap)
+    tile = make_tile_macros(layout, nt, tiles, softcap, shared_rows)
     spare = make_tile_macros(CacheLayout("float16", "float16", head_dim), nt, 1, softcap) if residual else None
     k_static, v_static = layout.k.scaling == "static", layout.v.scaling == "static"
     mixed = layout.k.operand != dtype
@@ -133,18 +143,20 @@ def build(
         return w.first[0] + i // per_chunk * (warps * chunk) + i % per_chunk * mini
 
     @T.macro
-    def fetch(KV, TABLE, ring, full, w, i):
-        """Copies of the warp's stage i, into the slot behind the one that is read now."""
+    def fetch(KV, TABLE, ring, full, w, i, place):
+        """Copies of the warp's stage i, into slot `place` of its ring."""
         token = token_of(w, i)
         inside = token % page if page else token
         word = w.h[0] * PAGE_WORDS + inside // layout.block_tokens * layout.block_words
         skip = T.if_then_else(i % per_chunk == 0, 0, head_words) if group else 0
         at = word + (skip + i % per_chunk * (tiles * tile_words) if group else 0)
         words = stage - skip
-        slot = (w.warp[0] * stages + w.fill[0]) * stage + skip
+        if not page and not group and tiles > 1:  # a sequence's storage may end inside a stage
+            words = smaller(stage, PAGE_WORDS - inside // layout.block_tokens * layout.block_words)
+        bar = w.warp[0] * stages + place
+        slot = bar * stage + skip
         if bulk:
             if less(w.lane[0], 1):
-                bar = w.warp[0] * stages + w.fill[0]
                 T.mbarrier_expect_tx(full[bar], words * 4)
                 T.call_extern(
                     "handle",
@@ -174,7 +186,6 @@ def build(
                         ),
                         16,
                     )
-        w.fill[0] = T.if_then_else(w.fill[0] == stages - 1, 0, w.fill[0] + 1)
         if page:  # the page of the next stage, an iteration ahead of its use
             w.page[0] = TABLE[w.b, token_of(w, smaller(i + 1, w.count[0] - 1)) // page]
 
@@ -230,7 +241,19 @@ def build(
                         ring[queries + ((j * nt + t) * 32 + w.lane[0]) * 4 + i] = T.reinterpret(
                             st.q[((j * 2 + i // 2) * nt + t) * 2 + i % 2], "int32"
                         )
+            if shared_rows:
+                if less(w.lane[0], 4):
+                    for t in each(nt):
+                        for j in each(2):
+                            ring[facts + t * 8 + w.lane[0] * 2 + j] = st.hi[t * 2 + j]
+                            ring[facts + (nt + t) * 8 + w.lane[0] * 2 + j] = T.reinterpret(st.qs[t * 2 + j], "int32")
         T.sync_threads()
+
+    def rows_of(ring, st, w):
+        """The B fragments that a step multiplies: registers, or their address in shared memory."""
+        if shared_rows:
+            return T.access_ptr(ring[queries + ((1 + w.warp[0]) * fragment_words if group else 0)], "r")
+        return st.qk if group else st.q
 
     @T.macro
     def spare_q(Q, st, w):
@@ -418,6 +441,7 @@ def build(
             T.annotate_min_blocks_per_sm(min_blocks)
             tx = T.get_thread_binding()
             st = tile.state(scale, cap, window)
+            setattr(st, "row_facts", T.access_ptr(ring[facts], "r"))  # noqa: B010  (TileLang takes = for a buffer's)
             c = SimpleNamespace(
                 **{name: T.alloc_local((1,), "float32") for name in ("m", "l", "f", "top")},
                 o=T.alloc_local((4,), "float32"),
@@ -446,7 +470,6 @@ def build(
             w.count[0] = T.call_extern(
                 "int32", "tz_select", less(w.r0[0], w.r1[0]), (w.r1[0] - w.r0[0] - 1) * per_chunk + w.count[0], 0
             )
-            w.fill[0] = 0
             w.read[0] = 0
             w.parity[0] = 0
             w.page[0] = b
@@ -455,7 +478,7 @@ def build(
                     w.page[0] = TABLE[b, w.first[0] // page]
             for i in each(stages - 1):
                 if less(i, w.count[0]):
-                    fetch(KV, TABLE, ring, full, w, i)
+                    fetch(KV, TABLE, ring, full, w, i, i)
                 if not bulk:
                     T.call_extern("handle", "tz_cp_commit")
             tile.clear(st)
@@ -481,7 +504,7 @@ def build(
                             )  # fmt: skip
                     tile.adopt(st)
             load_q(Q, SK, st, w)  # behind the residual block, which has fragments of its own
-            if group:
+            if group or shared_rows:
                 share_q(ring, st, w)
             for i in T.serial(w.count[0]):
                 if bulk:
@@ -489,8 +512,14 @@ def build(
                     T.call_extern("handle", "tz_fence")
                 else:
                     T.call_extern("handle", f"tz_cp_wait<{stages - 2}>")
+                T.call_extern("handle", "tz_syncwarp")  # every lane has read the slot that is refilled
                 if less(i + stages - 1, w.count[0]):
-                    fetch(KV, TABLE, ring, full, w, i + stages - 1)
+                    fetch(
+                        KV, TABLE, ring, full, w, i + stages - 1,
+                        T.call_extern(
+                            "int32", "tz_select", less(0, w.read[0]), w.read[0] - 1, stages - 1
+                        ),  # the slot that was read last
+                    )  # fmt: skip
                 if not bulk:
                     T.call_extern("handle", "tz_cp_commit")
                 token = token_of(w, i)
@@ -498,12 +527,17 @@ def build(
                 if group:
                     if i % per_chunk == 0:
                         tile.scale_q(
-                            T.access_ptr(ring[at], "r", stage), T.access_ptr(ring[queries], "r"), st, w.lane[0]
+                            T.access_ptr(ring[at], "r", stage),
+                            T.access_ptr(ring[queries], "r"),
+                            T.access_ptr(ring[queries + (1 + w.warp[0]) * fragment_words], "rw"),
+                            st,
+                            w.lane[0],
                         )
                 tile.step(
                     T.access_ptr(ring[at + head_words], "r", stage),
-                    st, st.qk if group else st.q, token, w.length[0],
-                    T.Or(less(w.least[0], token + mini), less(token, w.floor[0])), w.lane[0],
+                    st, rows_of(ring, st, w), token, w.length[0],
+                    T.Or(less(w.least[0], token + mini), less(token, w.floor[0])),
+                    w.lane[0],
                 )  # fmt: skip
                 w.read[0] = w.read[0] + 1
                 if w.read[0] == stages:

@@ -152,6 +152,15 @@ __device__ __forceinline__ unsigned tz_hfma2(unsigned a, unsigned b, unsigned c)
   unsigned r; asm("fma.rn.f16x2 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 """,
     ),
+    Primitive(
+        "swizzled",
+        "operands of wgmma are written word by word in the byte order that T.gemm reads, which T.copy alone knows",
+        """\
+// two f16 at (row, col) of a K-major operand [rows, cols], in blocks of 64 columns with the 128-byte swizzle
+__device__ __forceinline__ void tz_store_swizzled(void *p, int rows, int row, int col, unsigned v) {
+  *(unsigned *)((char *)p + col / 64 * (rows * 128) + row * 128 + ((col % 64 * 2) ^ (row % 8 << 4))) = v; }
+""",
+    ),
 )
 
 PRIMITIVES = {p.name: p for p in _ALL}

@@ -25,12 +25,13 @@ MAX_QUERY_TOKENS = 8
 
 
 def problem_of(
-    layout: CacheLayout, batch: int, kv_heads: int, rows: int, tokens: int, page: int
+    layout: CacheLayout, batch: int, kv_heads: int, rows: int, tokens: int, page: int, residual: int = 0
 ) -> schedules.DecodeProblem:
     """The schedule's question for a batch."""
     return schedules.DecodeProblem(
         pairs=max(1, batch * kv_heads), rows=rows, tokens=max(1, tokens), head_dim=layout.head_dim,
         tile_words=layout.tile_words, channel_words=layout.channel_words, group=layout.k.group, page=page,
+        residual=residual,
     )  # fmt: skip
 
 
@@ -62,7 +63,7 @@ def plan(
     schedule: schedules.Decode | None = None,
 ) -> Plan:
     """Kernel and sizes of one decode step. `device` runs it where that is newer than `target`."""
-    problem, runs_on = problem_of(layout, batch, kv_heads, rows, tokens, page), device or target
+    problem, runs_on = problem_of(layout, batch, kv_heads, rows, tokens, page, residual), device or target
     if schedule is None and (softcap or sinks):  # they need registers that a tuned schedule may not have left
         schedule = schedules.choose(problem, target)
     if schedule is None:
@@ -152,7 +153,7 @@ def kernel_requests(
         raise ArgumentError("q_len", q_len, f"must be 1..{MAX_QUERY_TOKENS}", "use fewer new tokens")
     rows = q_len * heads // kv_heads
     facts = dict(dtype=dtype, page=page, residual=residual, softcap=softcap, sinks=sinks, target=target)
-    schedules_ = schedules.every(problem_of(layout, 1, kv_heads, rows, 1, page), target)
+    schedules_ = schedules.every(problem_of(layout, 1, kv_heads, rows, 1, page, residual), target)
     made = [plan(layout, 1, kv_heads, rows, 1, **facts, schedule=s).request for s in schedules_]
     for tokens in () if softcap or sinks else attention_space.BUCKETS:
         recorded = tuning_facts(layout, rows, tokens, dtype, page, residual)
@@ -259,6 +260,7 @@ def run(
             f"{chosen.request.name} for this batch was never launched; call decode once before the capture"
         )
     y = cache.kv_heads * chosen.row_groups
+    _check_offsets(cache, batch * y * splits * chosen.rows * head_dim)
     logs = torch.empty(batch, y, splits, chosen.rows, dtype=torch.float32, device=q.device)
     partial = torch.empty(batch, y, splits, chosen.rows, head_dim, dtype=torch.float32, device=q.device)
     none = stand_ins(q.device)
@@ -273,6 +275,15 @@ def run(
         (1 / math.sqrt(head_dim) if scale is None else scale) * LOG2E, softcap * LOG2E, window,
     )  # fmt: skip
     return made, lse
+
+
+def _check_offsets(cache: PackedCache, partial: int) -> None:
+    """Kernels address a page, a residual block and the partial results with 32-bit offsets."""
+    most = 1 << 31
+    for name, words in (("pages", cache.pages[:1].numel()), ("splits", partial)):
+        if words >= most:
+            remedy = "store it in pages" if name == "pages" else "use fewer splits or smaller batches"
+            raise ArgumentError(name, words, f"must have less than {most} values", remedy)
 
 
 def _check(q: torch.Tensor, cache: PackedCache, sinks: torch.Tensor | None, window: int) -> None:

@@ -42,9 +42,13 @@ def larger(a, b):
     return T.call_extern("int32", "tz_max", a, b)
 
 
-def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) -> SimpleNamespace:
+def make_tile_macros(
+    layout: CacheLayout, nt: int, tiles: int, softcap: bool, rows_shared: bool = False
+) -> SimpleNamespace:
     """Macros over `tiles` tiles and 8 * nt rows: state, clear, sum_q, scale_q, step; and the factors they leave open.
 
+    rows_shared: `q` of a step is the address of the rows' B fragments in shared memory, int32 [slices / 2, nt, 32, 4],
+    and not registers [slices, nt, 2]; and what is true of each row, its last token and sum of Q, at st.row_facts.
     k_shift: power of two that Q carries in each k half. v_factor: factor of O^T in each row half.
     """
     import tilelang.language as T
@@ -77,7 +81,7 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
         )}  # fmt: skip
         u32 = {name: T.alloc_local((n,), "uint32") for name, n in (
             ("q", slices * nt * 2), ("qk", slices * nt * 2), ("w", 4), ("a", 32), ("par", tiles * 4), ("b", nt * 2),
-            ("keep", tiles * 2),
+            ("keep", tiles * 2), ("qf", max(atoms[True] // 2, 1) * nt * 4 if rows_shared else 4),
         )}  # fmt: skip
         hi = T.alloc_local((nt * 2,), "int32")
         span = T.alloc_local((1,), "int32")  # tokens that a row sees
@@ -123,9 +127,9 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
                     st.qs[t * 2 + j] = st.acc[t * 4 + j] * (st.scale * T.float32(q_weight))
 
     @T.macro
-    def scale_q(head, rows, st, lane):
-        """The B fragments at address `rows` times the scales of a channel group, and their products with its zeros (by
-        an MMA whose 16 rows are all the zeros)."""
+    def scale_q(head, rows, scaled, st, lane):
+        """The B fragments at address `rows` times the scales of a channel group, to registers qk or to address
+        `scaled`, and their products with its zeros (by an MMA whose 16 rows are all the zeros)."""
         for i in each(nt * 4):
             st.acc[i] = 0.0
         for j in each(slices // 2):
@@ -140,11 +144,20 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
                     T.call_extern("handle", "tz_at32", head, part * (D // 2) + j * 16 + lane % 4 * 4),
                 )  # fmt: skip
                 if part == 0:
-                    for i in each(4):
-                        for t in each(nt):
-                            st.qk[((j * 2 + i // 2) * nt + t) * 2 + i % 2] = T.call_extern(
-                                "uint32", "tz_hmul2", st.a[8 + t * 4 + i], st.w[i]
-                            )
+                    for t in each(nt):
+                        for i in each(4):
+                            if rows_shared:
+                                st.qf[i] = T.call_extern("uint32", "tz_hmul2", st.a[8 + t * 4 + i], st.w[i])
+                            else:
+                                st.qk[((j * 2 + i // 2) * nt + t) * 2 + i % 2] = T.call_extern(
+                                    "uint32", "tz_hmul2", st.a[8 + t * 4 + i], st.w[i]
+                                )
+                        if rows_shared:  # every lane reads back its own words
+                            T.call_extern(
+                                "handle", "tz_store<4>",
+                                T.call_extern("handle", "tz_at32", scaled, ((j * nt + t) * 32 + lane) * 4),
+                                T.access_ptr(st.qf, "r"),
+                            )  # fmt: skip
                 else:
                     for i in each(2):
                         for half in each(2):
@@ -180,24 +193,64 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
             for i in each(words[is_key]):
                 T.call_extern("handle", cvt.device_name, st.w[i], T.access_ptr(st.a[i * cvt.outputs], "w", cvt.outputs))
 
+    def chain(r: int, t: int, at: int):
+        """(accumulators, first) of row group t of tile r for atom `at`: two chains where there is nothing else to do
+        while a product is under way."""
+        if nt * tiles == 1 and at % 2:
+            return "acc", 0
+        return "s", (r * nt + t) * 4
+
     @T.macro
-    def scores(base, st, q, r, lane):
-        """s = scale * K Q^T of tile r, in units of log2."""
+    def fragments(st, q, j, i, lane):
+        """B fragments of the rows for atoms i and i + 1 of load j, from shared memory to st.qf."""
+        for t in each(nt):
+            T.call_extern(
+                "handle", "tz_load<4>", T.access_ptr(st.qf[(i // 2 * nt + t) * 4], "w", 4),
+                T.call_extern("handle", "tz_at32", q, (((j * atoms[True] + i) // 2 * nt + t) * 32 + lane) * 4),
+            )  # fmt: skip
+
+    @T.macro
+    def products(base, st, q, which, lane):
+        """K Q^T of the tiles `which`, the first of them at address `base`, to st.s."""
+        for i in each(4 * nt * len(which)):
+            st.s[which[0] * nt * 4 + i] = 0.0
+        if nt * tiles == 1:
+            for i in each(4):
+                st.acc[i] = 0.0
+        for j in each(slices // atoms[True]):
+            for r in which:
+                operand(
+                    st, T.call_extern("handle", "tz_at32", base, (r - which[0]) * layout.tile_words),
+                    j * 32 * words[True], True, lane,
+                )  # fmt: skip
+                for i in each(atoms[True]):
+                    at = j * atoms[True] + i
+                    if rows_shared and at % 2 == 0 and (r == which[0] or atoms[True] > 4):
+                        fragments(st, q, j, i, lane)
+                    for t in each(nt):
+                        name, first = chain(r, t, at)
+                        if rows_shared:
+                            mma(
+                                kb == "true", getattr(st, name), first, st.a, i * 4,
+                                st.qf, (i // 2 * nt + t) * 4 + at % 2 * 2,
+                            )  # fmt: skip
+                        else:
+                            mma(kb == "true", getattr(st, name), first, st.a, i * 4, q, (at * nt + t) * 2)
+
+    @T.macro
+    def finish(base, st, r, lane):
+        """The softmax's argument, in units of log2, of the products of tile r at address `base`."""
         if params:
             T.call_extern(
                 "handle", f"tz_load<{2 * params}>", T.access_ptr(st.par[r * 4], "w"),
                 T.call_extern("handle", "tz_at32", base, layout.param_offset + lane // 4 * (2 * params)),
             )  # fmt: skip
-        for i in each(nt * 8):
-            st.acc[i] = 0.0
-        for j in each(slices // atoms[True]):
-            operand(st, base, j * 32 * words[True], True, lane)
-            for i in each(atoms[True]):
-                for t in each(nt):
-                    mma(
-                        kb == "true", st.acc, ((j * atoms[True] + i) % 2 * nt + t) * 4, st.a, i * 4,
-                        q, ((j * atoms[True] + i) * nt + t) * 2,
-                    )  # fmt: skip
+        if rows_shared and (k_token or biased):
+            for t in each(nt):
+                T.call_extern(
+                    "handle", "tz_load<2>", T.access_ptr(st.qs[t * 2], "w", 2),
+                    T.call_extern("handle", "tz_at32", st.row_facts, (nt + t) * 8 + lane % 4 * 2),
+                )  # fmt: skip
         for e in each(2):
             if k_token:
                 st.f[e] = T.call_extern("float32", "tz_unpack<false, 0>", st.par[r * 4 + e]) * (
@@ -208,18 +261,25 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
                 st.f[e] = st.scale * T.float32(k_factor[e])
         for t in each(nt):
             for e in each(4):
-                sum_ = st.acc[t * 4 + e] + st.acc[(nt + t) * 4 + e]
                 at = (r * nt + t) * 4 + e
+                if nt * tiles == 1:
+                    st.s[at] = st.s[at] + st.acc[e]
                 if k_token:
                     st.s[at] = T.call_extern(
-                        "float32", "tz_fma", sum_, st.f[e // 2], st.f[2 + e // 2] * st.qs[t * 2 + e % 2]
+                        "float32", "tz_fma", st.s[at], st.f[e // 2], st.f[2 + e // 2] * st.qs[t * 2 + e % 2]
                     )
                 elif group or biased:
-                    st.s[at] = T.call_extern("float32", "tz_fma", sum_, st.f[e // 2], st.qs[t * 2 + e % 2])
+                    st.s[at] = T.call_extern("float32", "tz_fma", st.s[at], st.f[e // 2], st.qs[t * 2 + e % 2])
                 else:
-                    st.s[at] = sum_ * st.f[e // 2]
+                    st.s[at] = st.s[at] * st.f[e // 2]
                 if softcap:
                     st.s[at] = st.cap * T.call_extern("float32", "tz_tanh", st.s[at] / st.cap)
+
+    @T.macro
+    def scores(base, st, q, r, lane):
+        """s = scale * K Q^T of tile r at address `base`, in units of log2."""
+        products(base, st, q, (r,), lane)
+        finish(base, st, r, lane)
 
     @T.macro
     def mask(st, r, token, length, lane):
@@ -314,9 +374,16 @@ def make_tile_macros(layout: CacheLayout, nt: int, tiles: int, softcap: bool) ->
         if clean:
             for i in each(tiles * 2):
                 st.keep[i] = T.uint32(0xFFFFFFFF)
+        products(base, st, q, each(tiles), lane)
         for r in each(tiles):
-            scores(T.call_extern("handle", "tz_at32", base, r * layout.tile_words), st, q, r, lane)
+            finish(T.call_extern("handle", "tz_at32", base, r * layout.tile_words), st, r, lane)
         if edge:
+            if rows_shared:
+                for t in each(nt):
+                    T.call_extern(
+                        "handle", "tz_load<2>", T.access_ptr(st.hi[t * 2], "w", 2),
+                        T.call_extern("handle", "tz_at32", st.row_facts, t * 8 + lane % 4 * 2),
+                    )  # fmt: skip
             for r in each(tiles):
                 mask(st, r, token + r * 16, length, lane)
         rescale(st)

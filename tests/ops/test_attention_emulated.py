@@ -44,7 +44,9 @@ def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm
     )  # fmt: skip
     source = (compile_request(chosen.request) / "kernel.cu").read_text()
     names = {layout.k.converter.name, layout.v.converter.name} - {"bf16_bf16"} | {"f16_f16"}
-    converters = [get_converter(name).device_source for name in sorted(names | {layout.k.converter.name})]
+    converters = ["template <int N> static void tz_store(void *p, const void *v) { memcpy(p, v, 4 * N); }\n"]
+    converters.append("static void tz_syncwarp() { __syncwarp(); }\n")
+    converters += [get_converter(name).device_source for name in sorted(names | {layout.k.converter.name})]
     kernel = CpuKernel(source, converters, schedule.warps * 32, folder)
     rng = torch.Generator().manual_seed(case.seed + 1)
     q = torch.randn(batch, case.q_len, heads, case.head_dim, generator=rng) * case.sharp
@@ -91,6 +93,10 @@ CASES = {
     "static": (Case("int8_static", "int8_static", lengths=RAGGED), ONE, 2),
     "fp8": (Case("fp8", "fp8", lengths=RAGGED), ONE, 2),
     "16 rows": (Case("int4", "int4", group=4, q_len=4, lengths=(300, 3, 0)), Decode(2, 2, 2, 3, 1), 2),
+    "16 rows shared": (Case("int4", "int4", group=4, q_len=4, lengths=(300, 3, 0)), Decode(2, 2, 2, 3, 1, True), 2),
+    "40 rows shared": (
+        Case("int4_channel64", "int2", group=8, q_len=5, lengths=(200, 4), window=90), Decode(2, 2, 2, 2, 1, True), 2
+    ),
     "40 rows": (Case("int4_channel64", "int4", group=8, q_len=5, lengths=(200, 4)), Decode(2, 2, 1, 3, 1), 2),
     "head_dim 64": (Case("int4", "int2", head_dim=64, lengths=RAGGED), SMALL, 2),
     "head_dim 256": (Case("int8", "int4", head_dim=256, lengths=RAGGED), ONE, 2),
@@ -102,7 +108,7 @@ CASES = {
 }  # fmt: skip
 
 
-USUAL = ("int4 splits", "paged channel", "options")
+USUAL = ("int4 splits", "paged channel", "options", "40 rows shared")
 ALL = "TERRAZZO_EMULATE_ALL"
 
 
