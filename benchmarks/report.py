@@ -89,7 +89,7 @@ def operator(result: Mapping[str, Any]) -> str:
 
 def goals_of(result: Mapping[str, Any]) -> dict[int, float]:
     """M -> goal against the baseline, of the operator that was measured."""
-    return {"w4a8": W4A8_GOALS, "w4ax": W4AX_GOALS}.get(operator(result), GOALS)
+    return {"w4a8": W4A8_GOALS, "w4a8_fp8": {}, "w4ax": W4AX_GOALS}.get(operator(result), GOALS)
 
 
 def ratios(result: Mapping[str, Any], over: str, under: str | None = None) -> dict[int, float]:

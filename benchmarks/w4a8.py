@@ -3,6 +3,7 @@
     python -m benchmarks.w4a8                        the whole grid; writes benchmarks/results/w4a8_<gpu>.json
     python -m benchmarks.w4a8 --quick                LLaMA-3-8B, four sizes of M, result not written unless --out
     python -m benchmarks.w4a8 --ablation             also every pipeline with every dequantization; LLaMA-2-7B, four M
+    python -m benchmarks.w4a8 --fp8                  on e4m3 activations; writes benchmarks/results/w4afp8_<gpu>.json
     python -m benchmarks.w4a8 --quantizer            only the activation quantizer, more forms and sizes
     python -m benchmarks.w4a8 --count                only say how many kernels the other arguments ask for
 
@@ -36,16 +37,18 @@ DEVICE = "cuda"
 def _extend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ablation", action="store_true", help="also every pipeline with every dequantization")
     parser.add_argument("--quantizer", action="store_true", help="only the activation quantizer")
+    parser.add_argument("--fp8", action="store_true", help="activations in e4m3, weights of ops/w4a8/fp8.py")
     parser.add_argument("--count", action="store_true", help="only say how many kernels would be compiled; no GPU")
 
 
 PROGRAM = gemm.Program("w4a8", __doc__, MODELS, MS, QUICK_MODELS, QUICK_MS, 64, _extend)
 ABLATION = dataclasses.replace(PROGRAM, models=ABLATION_MODELS, ms=ABLATION_MS)
+FP8 = dataclasses.replace(PROGRAM, group=128, file="w4afp8")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     options = gemm.arguments(PROGRAM, argv)
-    return gemm.arguments(ABLATION, argv) if options.ablation else options
+    return gemm.arguments(FP8 if options.fp8 else ABLATION, argv) if options.fp8 or options.ablation else options
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,17 +77,34 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if options.quantizer:
         return quantizer(options)
+    if options.fp8:
+        return gemm.main(FP8, lambda *given, **callbacks: measure_fp8(options, *given, **callbacks), options)
     return gemm.main(PROGRAM, measure, options)
+
+
+def measure_fp8(options: argparse.Namespace, problems: Any, ms: Any, **callbacks: Any) -> dict[str, Any]:
+    """The result of a run with --fp8."""
+    from terrazzo.autotune.w4a8_bench import W4A8Settings
+    from terrazzo.autotune.w4a8_fp8_bench import PEERS, bench_w4a8_fp8
+
+    settings = W4A8Settings(
+        dtype=options.dtype, group=options.group, budget_ms=options.budget_ms, peers=() if options.no_peers else PEERS
+    )
+    return bench_w4a8_fp8(problems, ms, settings, compile_all, commit=options.commit, **callbacks)
 
 
 def requests(options: argparse.Namespace, settings: Any, arch: str = "sm_90a") -> list[Any]:
     """All kernels that a run of these options launches."""
     from terrazzo.autotune.w4a8_bench import W4A8Shape
+    from terrazzo.autotune.w4a8_fp8_bench import Fp8Shape
     from terrazzo.lowering.targets import Target
     from terrazzo.schedules.models import shapes
 
     target, problems = Target.parse(arch), shapes(() if options.quantizer else options.models)
-    found = [r for n, k in problems for r in W4A8Shape.requests(n, k, options.m, settings, target)]
+    kind = Fp8Shape if options.fp8 else W4A8Shape
+    found = [r for n, k in problems for r in kind.requests(n, k, options.m, settings, target)]
+    if options.fp8:
+        return found
     return found + quantizer_requests(quantizer_problems(options, (k for _, k in problems)), options.dtype, target)
 
 

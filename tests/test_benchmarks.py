@@ -93,7 +93,7 @@ def test_goals_of_the_quantizer(result):
 
 def test_the_benchmark_of_w4a8_compiles_few_kernels(capsys):
     """GPU time is spent on measuring: every default kernel serves one weight and a bucket of M."""
-    for arguments in ([], ["--quick"], ["--ablation"], ["--quantizer"]):
+    for arguments in ([], ["--quick"], ["--ablation"], ["--quantizer"], ["--fp8"]):
         assert w4a8.main([*arguments, "--count"]) == 0
         assert int(capsys.readouterr().out.split()[0]) <= 120
 
@@ -166,6 +166,7 @@ def test_arguments():
     other = w4a8.arguments(["--ablation"])
     assert (other.models, other.m, other.group) == (w4a8.ABLATION_MODELS, w4a8.ABLATION_MS, 64) and other.ablation
     assert (w4a8.arguments([]).models, w4a8.arguments([]).m) == (w4a8.MODELS, w4a8.MS)
+    assert w4a8.arguments(["--fp8"]).group == 128 and w4a8.FP8.results == "w4afp8"
     for bad in (["--m", "1,x"], ["--m", "0"], ["--dtype", "int8"]):
         with pytest.raises(SystemExit) as stopped:
             w4a16.arguments(bad)
