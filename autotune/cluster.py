@@ -221,6 +221,12 @@ class RayMeasurer:
         self.cluster, self.command, self.deadline = cluster, tuple(command), deadline
         self.seat: Any = None
         self.sent, self.started, self.closed = 0, 0, False
+        self.greeting: Any = None
+
+    def begin(self) -> None:
+        """Take a worker and ask for its machine; `hello` waits."""
+        self._sit()
+        self.greeting = self.seat.hello.remote()
 
     def hello(self) -> Machine:
         """The machine.
@@ -228,7 +234,11 @@ class RayMeasurer:
         Raises:
             ToolchainError: nothing can be measured there.
         """
-        said = self._ask("hello")
+        try:
+            said = self.cluster.ray.get(self.greeting)
+        except (self.cluster.ray.exceptions.RayActorError, ValueError):  # lost, or never asked
+            self.seat = None
+            said = self._ask("hello")
         if isinstance(said, Result) or "machine" not in said:
             reason = said.error if isinstance(said, Result) else said["error"]
             raise ToolchainError(reason)

@@ -53,7 +53,12 @@ class Measurer:
         self.process: subprocess.Popen | None = None
         self.noise, self.words_from = tempfile.TemporaryFile(), 0  # what it prints, and where the present one began
         self.buffer = b""
-        self.started = 0
+        self.started, self.greeted = 0, False
+
+    def begin(self) -> None:
+        """Start the process and ask for its machine; `hello` waits. It ends with the thread that calls this."""
+        self._send({"do": "hello"})
+        self.greeted = True
 
     def hello(self) -> Machine:
         """The machine.
@@ -61,8 +66,9 @@ class Measurer:
         Raises:
             ToolchainError: the process cannot measure; the message carries its reason.
         """
-        self._send({"do": "hello"})
-        said = self._answer(START_S)
+        if not self.greeted:
+            self.begin()
+        self.greeted, said = False, self._answer(START_S)
         if said is None or "machine" not in said:
             reason = said["error"] if said else self._last_words("the measuring process")
             self.close()

@@ -14,7 +14,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -217,8 +216,9 @@ class Runner:
     ) -> None:
         self.job, self.database, self.measurers, self.resume = job, database, list(measurers), resume
         self.report = report or (lambda progress: None)
-        with ThreadPoolExecutor(len(self.measurers)) as pool:
-            self.machine, *others = pool.map(lambda measurer: measurer.hello(), self.measurers)
+        for measurer in self.measurers:
+            measurer.begin()  # all at once: importing torch takes a while
+        self.machine, *others = [measurer.hello() for measurer in self.measurers]
         for other in others:
             if (other.gpu, other.sms) != (self.machine.gpu, self.machine.sms):
                 seen = f"{self.machine.gpu} and {other.gpu}"

@@ -1,11 +1,12 @@
-"""A measuring process without a GPU: times follow a formula, and chosen schedules crash, hang or give wrong results.
+"""A measuring process without a GPU: times follow a formula, and some trials crash, hang or give wrong results.
 
     python fake_measurer.py LOG SECONDS faults|lossy|clean
 
-Each answered trial is a line of LOG. What misbehaves follows from the schedule's own numbers, so that every run agrees.
-Lossy: some schedules also take the process that asked with them, the first time that they are tried.
+Each answered trial is a line of LOG. Each fault happens once for a LOG, to the first trial behind so many lines.
+Lossy: some trials also take the process that asked with them.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -15,24 +16,31 @@ import zlib
 
 MACHINE = {"arch": "sm_90a", "gpu": "NVIDIA H200", "sms": 132, "driver": "1", "cuda": "13.0", "torch": "2"}
 MACHINE |= {"tilelang": "0.1.15", "terrazzo": "0.1.0", "sources": "0123456789abcdef"}
-FATES = {3: "crash", 5: "hang", 7: "wrong", 11: "garbage"}
-LOST = (1, 8)
+FATES = {1: "crash", 3: "hang", 5: "wrong", 7: "garbage"}
+LOST = (2, 6)
 
 
-def fate(message: dict) -> str:
-    """What becomes of a trial; the first schedule of the heuristic always works."""
-    text = json.dumps([message["program"], message["schedule"]], sort_keys=True)
-    return FATES.get(zlib.crc32(text.encode()) % 13, "ok")
-
-
-def lost(message: dict, log: str) -> bool:
-    """Whether the worker that asked is to be lost by this trial, which happens once."""
-    text = json.dumps([message["m"], message["program"], message["schedule"]], sort_keys=True)
-    mark = f"{log}.{zlib.crc32(text.encode())}"
-    if zlib.crc32(text.encode()) % 13 not in LOST or os.path.exists(mark):
+def first(log: str, what: str) -> bool:
+    """Whether nobody did this before."""
+    try:
+        open(f"{log}.{what}", "x").close()
+    except FileExistsError:
         return False
-    open(mark, "w").close()
     return True
+
+
+def lines(log: str) -> int:
+    return len(open(log).readlines()) if os.path.exists(log) else 0
+
+
+def fate(log: str) -> str:
+    """What becomes of a trial."""
+    return next((what for at, what in FATES.items() if lines(log) >= at and first(log, what)), "ok")
+
+
+def lost(log: str) -> bool:
+    """Whether the worker that asked is lost with its trial."""
+    return any(lines(log) >= at and first(log, f"lost{at}") for at in LOST)
 
 
 def time_us(message: dict) -> float:
@@ -41,6 +49,7 @@ def time_us(message: dict) -> float:
 
 
 def main(log: str, seconds: float, kind: str) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as the real one: it ends with the thread that started it
     for line in sys.stdin:
         message = json.loads(line)
         if "path" in message:
@@ -53,10 +62,10 @@ def main(log: str, seconds: float, kind: str) -> None:
             print(json.dumps({"status": "ok", "name": "cublas_f16", "us": 30.0}), flush=True)
             continue
         time.sleep(seconds)
-        if kind == "lossy" and lost(message, log):
+        if kind == "lossy" and lost(log):
             os.kill(os.getppid(), signal.SIGKILL)
             os._exit(1)
-        found = "ok" if kind == "clean" else fate(message)
+        found = "ok" if kind == "clean" else fate(log)
         with open(log, "a") as file:
             file.write(json.dumps([found, message["m"], message["program"], message["schedule"]]) + "\n")
         if found == "crash":

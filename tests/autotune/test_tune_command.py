@@ -135,7 +135,7 @@ def test_dry_run_needs_no_gpu_and_starts_nothing(capsys, monkeypatch):
 def test_a_job_and_what_becomes_of_its_trials(capsys, tmp_path, fake, monkeypatch):
     """run, list, best, export, explain, import, merge, prune and report on one database."""
     code, out, err = run(capsys, *RUN, "--m", "8,64")
-    assert code == 0 and "small_batch" in out and "done: " in err
+    assert code == 0 and "(512, 1024)" in out and "done: " in err
     assert any("x the heuristic" in line for line in err.splitlines())
     code, out, err = run(capsys, *RUN, "--m", "8,64", "--resume", "--json")
     summary = json.loads(out)
@@ -150,6 +150,9 @@ def test_a_job_and_what_becomes_of_its_trials(capsys, tmp_path, fake, monkeypatc
     table, text = tmp_path / "t" / "h200.json", ("--shape", "512x1024", "--m", "8,9", "--target", "sm_90a")
     assert run(capsys, "tune", "export", "-o", str(table))[0] == 0
     assert json.loads(run(capsys, "tune", "export")[1]) == json.loads(table.read_text())
+    again = tmp_path / "again.json"
+    assert run(capsys, *RUN, "--m", "8,64", "--resume", "--export", str(again))[0] == 0
+    assert again.read_text() == table.read_text()
     monkeypatch.setenv(records.VARIABLE, str(table))
     rows = json.loads(run(capsys, "tune", "explain", *text, "--json")[1])
     assert [row["how"] for row in rows] == ["exact", "heuristic"] and "has M = 8, 64" in rows[1]["reasons"][0]

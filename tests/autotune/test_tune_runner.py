@@ -185,6 +185,37 @@ def test_a_budget_of_time_ends_the_job(place):
     assert {it.problem.m for it in trials(place[0])} == {8, 64}
 
 
+def test_a_short_budget_says_something_of_every_problem(place):
+    """Rounds over all problems, the heuristic's schedule first, and time kept to confirm the best."""
+    job = dataclasses.replace(tuning.SMALL, m=(8, 16, 32, 64), budget_s=5.0, confirm=1)
+    summary = tuning.run(job, *place, seconds=0.2, gpus=2)
+    kept = trials(place[0])
+    searched = Counter(it.problem.m for it in kept if it.role != "confirm")
+    assert summary.ended == "budget" and set(searched) == {8, 16, 32, 64}
+    assert (
+        min(searched.values()) >= runner.ROUND and max(searched.values()) - min(searched.values()) <= 3 * runner.ROUND
+    )
+    assert {it.problem.m for it in kept if it.role == "heuristic"} == {8, 16, 32, 64}
+    confirmed = [it for it in kept if it.role == "confirm"]
+    last = max(it.created for it in kept if it.role != "confirm")
+    assert confirmed and all(it.created >= last - 0.5 for it in confirmed)
+
+
+def test_each_weight_stays_on_one_gpu(place, monkeypatch):
+    """Data are loaded once: two GPUs take schedules of different weights as long as there are several."""
+    job = dataclasses.replace(tuning.SMALL, shapes=((512, 1024), (1024, 512)), m=(8,), most=6, budget_s=60.0)
+    with Database(place[0]) as database:
+        measurers, asked = [tuning.measurer(place[1], 0.02) for _ in range(2)], []
+        for at, measurer in enumerate(measurers):
+            real = measurer.trial
+            measurer.trial = lambda problem, *rest, at=at, real=real: (
+                asked.append((at, problem)) or real(problem, *rest)
+            )
+        runner.Runner(job, database, measurers, tuning.InstantCompiler, workers=2).run()
+    seats = {problem: {at for at, other in asked if other == problem} for _, problem in asked}
+    assert len(seats) == 2 and all(len(used) == 1 for used in seats.values()), seats
+
+
 def test_patience_ends_a_problem(place):
     job = dataclasses.replace(tuning.SMALL, strategy="top-k", patience=3, m=(8,), confirm=0)
     tuning.run(job, *place)

@@ -21,15 +21,14 @@ SMALL = Job(shapes=((512, 1024),), m=(8, 64), strategy="exhaustive", most=14, co
 
 
 class InstantCompiler:
-    """Compiles nothing, at once; kernels with four warpgroups do not compile."""
+    """Compiles nothing, at once; every ninth kernel does not compile."""
 
     def __init__(self, done: Callable[[KernelRequest, object], None]) -> None:
         self.done, self.asked = done, []
 
     def submit(self, request: KernelRequest) -> None:
         self.asked.append(request)
-        fails = dict(request.params).get("warpgroups") == 4
-        self.done(request, CompileError("nvcc said no") if fails else HERE)
+        self.done(request, CompileError("nvcc said no") if len(self.asked) % 9 == 0 else HERE)
 
     def close(self) -> None:
         return
