@@ -4,11 +4,12 @@
     python -m benchmarks.w4a8_ablation --quick       LLaMA-2-7B, three sizes of M, result not written unless --out
     python -m benchmarks.w4a8_ablation --count       only say how many kernels the other arguments ask for
 
-Every column is a persistent stream-K kernel on s8 wgmma, reads the same packed weight and adds the same int32 sums:
-`basic_vadd4` is the baseline (no roles, QServe's multiply and vadd4), `basic_xor` adds LiquidGEMM's dequantization,
-`basic_overlapped_xor` a second set of operand registers, `excp_xor` is the explicit coarse-grained pipeline, `imfp_xor`
-and `pingpong_xor` are the implicit fine-grained one on two halves of a tile and on two tiles. A row's own time is what
-`auto` takes. Outputs are compared with a float64 product before their time counts.
+Every column reads the same packed weight and adds the same int32 sums, all but one in a persistent stream-K kernel on
+s8 wgmma: `basic_vadd4` is the baseline (no roles, QServe's multiply and vadd4), `basic_xor` has LiquidGEMM's
+dequantization instead, `basic_overlapped_xor` also a second set of operand registers, `excp_xor` is the explicit
+coarse-grained pipeline, `imfp_xor` and `pingpong_xor` are the implicit fine-grained one on two halves of a tile and on
+two tiles. `multistage_vadd4` is built as QServe's own kernel: mma.sync behind a ring of cp.async. A row's own time is
+what `auto` takes. Outputs are compared with a float64 product before their time counts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ MS = (4, 16, 64, 128, 256)
 QUICK_MODELS, QUICK_MS = ("llama-2-7b",), (16, 64, 256)
 WAYS = (
     ("basic", "vadd4"),
+    ("multistage", "vadd4"),
     ("basic", "xor"),
     ("basic_overlapped", "xor"),
     ("excp", "xor"),

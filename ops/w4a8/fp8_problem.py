@@ -27,9 +27,11 @@ class Gemm(problem.Gemm):
         return get_converter(CONVERTER)
 
 
-def of(n: int, k: int, group: int, out_dtype: str, dequantization: str, bias: bool) -> problem.Gemm:
-    """The Gemm of a program's parameters, on e4m3 or on int8 activations."""
-    kind = Gemm if dequantization == E4M3 else problem.Gemm
+def of(
+    n: int, k: int, group: int, out_dtype: str, dequantization: str, bias: bool, compared: bool = False
+) -> problem.Gemm:
+    """The Gemm of a program's parameters, on e4m3 or on int8 activations; `compared`: also in the baseline's form."""
+    kind = Gemm if dequantization == E4M3 else problem.ComparedGemm if compared else problem.Gemm
     return kind(n, k, group, out_dtype, dequantization, bias)
 
 

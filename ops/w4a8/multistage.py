@@ -82,7 +82,7 @@ def build(
     """
     import tilelang.language as T
 
-    gemm = fp8_problem.of(n, k, group, out_dtype, dequantization, bias)
+    gemm = fp8_problem.of(n, k, group, out_dtype, dequantization, bias, compared=True)
     e4m3 = dequantization == fp8_problem.E4M3
     config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, stages=stages, token_warps=token_warps)
     need = shared_bytes(gemm, **config, kc=kc)
@@ -146,7 +146,12 @@ def build(
             if e4m3:
                 operand.factors(v, m * 2, word)
             else:
-                T.call_extern("handle", "tz_lqq_params", word, T.access_ptr(v[m * 4], "w", 4))
+                T.call_extern(
+                    "handle",
+                    "tz_lqq_params",
+                    word ^ T.uint32(gemm.offset_flip) if gemm.offset_flip else word,
+                    T.access_ptr(v[m * 4], "w", 4),
+                )
 
     @T.macro
     def convert(w, a, v, o, m, step):

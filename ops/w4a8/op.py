@@ -60,7 +60,7 @@ def plan(
     common = dict(
         n=n, k=k16, group=group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias and not raw
     )
-    problem.ComparedGemm(**common) if dequantization == problem.BASELINE else fp8_problem.of(**common)
+    fp8_problem.of(**common, compared=True)
     gemm = schedules.IntegerGemm.of(n, k16, group_size, 4 if raw else 2)
 
     def request(program: ModuleType, schedule: Any) -> KernelRequest:
@@ -210,7 +210,7 @@ def gemm(
             bit-exact for every schedule and target (not with e4m3). None takes x's dtype, or float16.
         dequantization: "xor" makes signed bytes, "unsigned" leaves 128 in them and takes it off the sums by the row
             sums of x (K up to 66311); "auto" is xor. Both give the same bits. Weights of `fp8` have one form, "e4m3".
-            "vadd4" is QServe's way to the same bytes, slower, for pipelines "basic": the baseline of benchmarks.
+            "vadd4" is QServe's way to the same bytes, slower: the baseline of benchmarks, in pipelines without roles.
         pipeline: "imfp" (one producer, consumers that dequantize and multiply rows of one tile; wgmma), "pingpong" (the
             same with a tile for each consumer), "excp" (load, dequantize and multiply apart), "basic" (no roles; with
             "basic_overlapped" a warpgroup dequantizes beside its products), "multistage" (mma.sync behind a ring of
@@ -364,7 +364,7 @@ def _check_inputs(shape: Sequence[int], x: torch.Tensor, w: PackedWeight) -> Non
 
 
 def check_choices(k: int, out_dtype: str, dequantization: str, pipeline: str) -> None:
-    baseline = [problem.BASELINE] if pipeline.startswith("basic") else []
+    baseline = [problem.BASELINE] if pipeline in ("basic", "basic_overlapped", "multistage") else []
     for name, value, known in (
         ("out_dtype", out_dtype, OUT_DTYPES),
         ("dequantization", dequantization, (*DEQUANTIZATIONS, E4M3, *baseline)),

@@ -8,7 +8,7 @@ from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
 
 DEQUANTIZATIONS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq"}  # -> the converter
-BASELINE, BASELINE_CONVERTER = "vadd4", "u4_s8_vadd4"  # QServe's form, in `basic` only: what others are compared with
+BASELINE, BASELINE_CONVERTER = "vadd4", "u4_s8_vadd4"  # QServe's form, in `basic` and `multistage`: for comparisons
 OUT_DTYPES = ("float16", "bfloat16", "int32")
 UNIT_K = 128  # k extent of a unit of 64 rows: two packed blocks, then the parameter records
 BLOCK_WORDS = 512  # words of 64 rows by 64 k

@@ -302,6 +302,7 @@ def multistage_cases() -> list[Case]:
                 out_dtype, bias = (("float16", True), ("bfloat16", False))[i % 2]
                 cases.append(Case("multistage", weight, s, ms, dequantization, arch="sm_80"))
                 cases.append(Case("multistage", weight, s, ms, dequantization, out_dtype, bias, arch="sm_80"))
+    cases.append(Case("multistage", SMALL, w4a8.Multistage(64, 4, 2, 3, kc=2), (17, 131), "vadd4", arch="sm_80"))
     for m in (32, 64, 128, 1000):
         s = w4a8.choose_multistage(w4a8.IntegerGemm.of(4096, 4096, 64), Target.parse("sm_80"), m)
         cases.append(

@@ -10,6 +10,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.w4a8 import multistage
 from terrazzo.ops.w4a8.format import QuantizedWeight, pack
+from terrazzo.ops.w4a8.problem import ComparedGemm
 from terrazzo.schedules import w4a8
 from terrazzo.schedules.multistage import launch_sizes
 
@@ -65,6 +66,11 @@ static void tz_sts32(void *p, unsigned v) { *(unsigned *)p = v; }
 static void tz_syncwarp() { __syncwarp(); }
 static void tz_ldcg4(void *r, const void *p) { memcpy(r, p, 16); }
 static void tz_addcg4i(void *r, const void *p) { for (int i = 0; i < 4; ++i) ((int *)r)[i] += ((const int *)p)[i]; }
+static unsigned __vadd4(unsigned x, unsigned y) {
+  unsigned r = 0;
+  for (int i = 0; i < 32; i += 8) r |= ((x >> i) + (y >> i) & 255) << i;
+  return r;
+}
 static float tz_rescale(int acc, float s, float x, float b) { return fmaf((float)acc * s, x, b); }
 static void tz_lqq_params(unsigned u, void *out) {
   unsigned *v = (unsigned *)out;
@@ -96,7 +102,7 @@ def emulate(weight, x, x_scales, schedule, folder, *, out_dtype, dequantization,
         ("tz_cp_async(", "cp_async_or_zero("),
     ):
         source = source.replace(name, here)
-    gemm = multistage.Gemm(weight.n, k, weight.group_size, out_dtype, dequantization, bias is not None)
+    gemm = ComparedGemm(weight.n, k, weight.group_size, out_dtype, dequantization, bias is not None)
     kernel = CpuKernel(source, [EXTRA, gemm.converter.device_source], schedule.warps * 32, folder)
     problem = w4a8.IntegerGemm.of(weight.n, k, weight.group_size, gemm.out_bytes)
     space, flags = launch_sizes(schedule, problem, m)
@@ -114,7 +120,7 @@ def emulate(weight, x, x_scales, schedule, folder, *, out_dtype, dequantization,
 
 
 CASES = {  # n, k, group, m, schedule, output, dequantization, bias
-    "split k": (192, 656, 64, 37, w4a8.Multistage(32, 4, 2, 3, kc=3), "int32", "xor", False),
+    "split k": (192, 656, 64, 37, w4a8.Multistage(32, 4, 2, 3, kc=3), "int32", "vadd4", False),
     "token warps": (130, 288, 32, 100, w4a8.Multistage(64, 8, 1, 2, token_warps=2), "int32", "unsigned", False),
     "float16": (200, 400, 128, 70, w4a8.Multistage(64, 4, 2, 4, raster=2), "float16", "unsigned", True),
     "ragged": (67, 512, 64, 33, w4a8.Multistage(32, 4, 2, 2, kc=2), "bfloat16", "xor", True),

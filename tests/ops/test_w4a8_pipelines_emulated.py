@@ -27,11 +27,6 @@ pytestmark = [
 SHIMS = r"""
 static void tz_lds64(void *out, const void *p) { memcpy(out, p, 8); }
 static void tz_wg_sync(int) { wg_meet([] {}); }
-static unsigned __vadd4(unsigned x, unsigned y) {
-  unsigned r = 0;
-  for (int i = 0; i < 32; i += 8) r |= ((x >> i) + (y >> i) & 255) << i;
-  return r;
-}
 """
 
 STMATRIX = r"""
@@ -84,7 +79,7 @@ CASES = {  # pipeline, n, k, group, m, schedule, (grid, shared tiles), output, d
     "excp": ("excp", 450, 400, 64, 37, E(128, 2, 2, 3), (3, 2), "int32", "xor", True),
     "pingpong": ("pingpong", 450, 400, 64, 37, P(128, 2, 2, 3), (3, 4), "int32", "xor", True),
     "basic vadd4": ("basic", 192, 400, 64, 37, B(16, 2, 1, 3), (4, 3), "int32", "vadd4", False),
-    "basic two sets": ("basic", 200, 272, 32, 20, B(16, 1, 2, 2, operands=2), (3, 0), "float16", "unsigned", False),
+    "basic two sets": ("basic", 200, 272, 32, 20, B(16, 2, 1, 2, operands=2), (3, 0), "float16", "unsigned", False),
     "basic one set": ("basic", 130, 656, 128, 33, B(32, 1, 2, 4), (5, 4), "int32", "xor", False),
     "excp shared": ("excp", 192, 400, 64, 37, E(16, 2, 1, 3), (4, 3), "int32", "xor", False),
     "excp one stage": ("excp", 200, 272, 32, 20, E(16, 1, 2, 2, operands=1), (3, 0), "bfloat16", "unsigned", False),
