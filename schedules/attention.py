@@ -80,6 +80,14 @@ class Decode:
         return self.min_blocks * self.warps * (self.stages - 1) * self.tiles * problem.tile_words
 
 
+@dataclass(frozen=True)
+class PlainDecode(Decode):
+    """The same with integer-to-float instructions instead of masks, to compare with (ops/attention/ablation.py)."""
+
+    def params(self) -> dict[str, int | str]:
+        return super().params() | {"convert": "plain"}
+
+
 def row_tiles(problem: DecodeProblem) -> int:
     """Groups of 8 rows that a CTA serves; 16 rows share each conversion, but not at head_dim 256 (registers)."""
     return 1 if problem.rows <= 8 or problem.head_dim > 128 else 2

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.attention.ablation import PlainLayout
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.tile_macros import LOWEST, each, larger, less, make_tile_macros, smaller
@@ -77,6 +78,7 @@ def build(
     residual: int,
     softcap: bool,
     sinks: bool,
+    convert: str = "masked",
 ):
     """The prim_func `main` for up to 8 * row_tiles rows in a CTA.
 
@@ -86,6 +88,7 @@ def build(
         page: tokens of a page, 0 for a contiguous cache (one page for each sequence).
         residual: tokens of the f16 residual block, 0 for none. Its tiles are a ring of one more (`PackedCache`).
         softcap, sinks: whether the logits are capped, and whether each head has a sink.
+        convert: "masked", or "plain" for integer-to-float instructions (ablation.py).
 
     Shapes: Q and O [B, q_len, Hq, D] in `dtype`; KV int32 [pages, Hkv, page words]; TABLE int32 [B, most pages] (one
     element when contiguous); LEN int32 [B], tokens in all, the q_len new ones included; RES int32 [slots, Hkv, words]
@@ -95,7 +98,7 @@ def build(
     """
     import tilelang.language as T
 
-    layout = CacheLayout(k_format, v_format, head_dim)
+    layout = {"masked": CacheLayout, "plain": PlainLayout}[convert](k_format, v_format, head_dim)
     D, nt, cols, slices = head_dim, row_tiles, 8 * row_tiles, head_dim // 16
     group, mini = layout.k.group, 16 * tiles
     if group and (group % mini or residual != group):
@@ -122,10 +125,10 @@ def build(
     pitch = D + 4  # of a merge row: the lanes of a quad store to different banks
     merge_warp = cols * (pitch + 2)
     bf16 = "true" if dtype == "bfloat16" else "false"
-    converters = {layout.k.converter.name, layout.v.converter.name} | ({"f16_f16"} if residual else set())
+    found = [layout.k.converter, layout.v.converter, *([get_converter("f16_f16")] if residual else [])]
     source = attention_prelude(
         "cp_async", "lds", "pack", "bulk", "semaphore", "warpgroup",
-        extra=tuple(get_converter(name).device_source for name in sorted(converters)),
+        extra=tuple(dict.fromkeys(c.device_source for c in sorted(found, key=lambda c: c.name))),
     )  # fmt: skip
     tile = make_tile_macros(layout, nt, tiles, softcap, shared_rows)
     spare = make_tile_macros(CacheLayout("float16", "float16", head_dim), nt, 1, softcap) if residual else None
@@ -507,20 +510,26 @@ def build(
             if group or shared_rows:
                 share_q(ring, st, w)
             for i in T.serial(w.count[0]):
+                if stages == 1:  # load, then compute: what the ring is compared with
+                    T.call_extern("handle", "tz_syncwarp")
+                    fetch(KV, TABLE, ring, full, w, i, 0)
+                    if not bulk:
+                        T.call_extern("handle", "tz_cp_commit")
                 if bulk:
                     T.barrier_wait(full[w.warp[0] * stages + w.read[0]], w.parity[0])
                     T.call_extern("handle", "tz_fence")
                 else:
-                    T.call_extern("handle", f"tz_cp_wait<{stages - 2}>")
+                    T.call_extern("handle", f"tz_cp_wait<{max(stages - 2, 0)}>")
                 T.call_extern("handle", "tz_syncwarp")  # every lane has read the slot that is refilled
-                if less(i + stages - 1, w.count[0]):
-                    fetch(
-                        KV, TABLE, ring, full, w, i + stages - 1,
-                        T.call_extern(
-                            "int32", "tz_select", less(0, w.read[0]), w.read[0] - 1, stages - 1
-                        ),  # the slot that was read last
-                    )  # fmt: skip
-                if not bulk:
+                if stages > 1:
+                    if less(i + stages - 1, w.count[0]):
+                        fetch(
+                            KV, TABLE, ring, full, w, i + stages - 1,
+                            T.call_extern(
+                                "int32", "tz_select", less(0, w.read[0]), w.read[0] - 1, stages - 1
+                            ),  # the slot that was read last
+                        )  # fmt: skip
+                if not bulk and stages > 1:
                     T.call_extern("handle", "tz_cp_commit")
                 token = token_of(w, i)
                 at = (w.warp[0] * stages + w.read[0]) * stage

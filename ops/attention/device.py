@@ -148,6 +148,9 @@ __device__ __forceinline__ unsigned tz_e4m3(float x) {
         """\
 __device__ __forceinline__ unsigned tz_hmul2(unsigned a, unsigned b) {
   unsigned r; asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+// bits of an integer as f16
+__device__ __forceinline__ unsigned tz_plain(unsigned x) {
+  unsigned short r; asm("cvt.rn.f16.u32 %0,%1;" : "=h"(r) : "r"(x)); return r; }
 __device__ __forceinline__ unsigned tz_hfma2(unsigned a, unsigned b, unsigned c) {
   unsigned r; asm("fma.rn.f16x2 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(b), "r"(c)); return r; }
 """,

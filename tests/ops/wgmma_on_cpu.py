@@ -45,9 +45,14 @@ static void multiply_e4m3(int first, size_t group, size_t index) {  // A from re
     }
   }
 }
-template <bool BF16> static void multiply_wide(int first, size_t group, size_t index) {  // A from registers
+template <bool BF16> static void multiply_wide(int first, size_t group, size_t index) {
   static float x[64][16], y[256][16];
-  for (int i = 0; i < 128; ++i) for (int r = 0; r < 4; ++r) for (int e = 0; e < 2; ++e)
+  if (const char *from = products[first][group][index].at) {
+    for (int m = 0; m < 64; ++m) for (int k = 0; k < 16; ++k) {
+      uint64_t at = (uint64_t)from + m * 128 + k * 2;
+      x[m][k] = widen<BF16>(*(const uint16_t *)(at ^ (at >> 7 & 7) << 4));
+    }
+  } else for (int i = 0; i < 128; ++i) for (int r = 0; r < 4; ++r) for (int e = 0; e < 2; ++e)
     x[i / 32 * 16 + i % 32 / 4 + 8 * (r & 1)][2 * (i % 4) + e + 8 * (r >> 1)] =
         widen<BF16>(products[first + i][group][index].a[r] >> 16 * e);
   for (int n = 0; n < products[first][group][index].n; ++n) for (int k = 0; k < 16; ++k) {
@@ -92,6 +97,9 @@ template <int N, bool SIGNED> static void wgmma_rs(const uint32_t *a, uint64_t b
 }
 template <int N, int WIDE> static void wgmma_wide(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
   products[current].back().push_back({a, nullptr, (const char *)b, (int32_t *)c, N, add, true, false, WIDE});
+}
+template <int N, int WIDE> static void wgmma_wide(uint64_t a, uint64_t b, uint32_t *c, bool add) {
+  products[current].back().push_back({nullptr, (const char *)a, (const char *)b, (int32_t *)c, N, add, true, false, WIDE});
 }
 template <int N> static void wgmma_e4m3(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
   products[current].back().push_back({a, nullptr, (const char *)b, (int32_t *)c, N, add, true, true});
@@ -166,7 +174,7 @@ def translated(source: str, block_tokens: int) -> str:
     """CUDA text of a wgmma program with its tensor map as a plain pointer and its products as calls of the shims."""
     source = source.replace("__grid_constant__ const CUtensorMap X_desc", "const TensorMap* X_desc")
     source = source.replace("tl::tma_load(", f"tma_tile<{block_tokens}>(")
-    wide = r"tl::wgmma_rs<tl::DataType::k(B?)Float16, tl::DataType::kB?Float16, tl::DataType::kFloat32, 64, (\d+), 16,[^>]*>"
+    wide = r"tl::wgmma_[rs]s<tl::DataType::k(B?)Float16, tl::DataType::kB?Float16, tl::DataType::kFloat32, 64, (\d+), 16,[^>]*>"
     source = re.sub(wide, lambda found: f"wgmma_wide<{found[2]}, {2 if found[1] else 1}>", source)
     floats = r"tl::DataType::kFloat8_e4m3, tl::DataType::kFloat8_e4m3, tl::DataType::kFloat32"
     source = re.sub(rf"tl::wgmma_rs<{floats}, 64, (\d+), 32,[^>]*>", r"wgmma_e4m3<\1>", source)
