@@ -261,7 +261,7 @@ class W4A8Fp8(W4A8):
 
     def subject(self, problem: Problem, target: Target) -> Subject:
         from terrazzo.autotune import gemm_bench, subjects
-        from terrazzo.autotune.w4a8_bench import Fp8Shape
+        from terrazzo.autotune.w4a8_fp8_bench import Fp8Shape
 
         peers, speed = [gemm_bench.Cublas()], target.dram_gb_s
         return subjects.Gemm(Fp8Shape(problem.n, problem.k, self._settings(problem), target, peers, speed))

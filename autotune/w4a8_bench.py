@@ -150,51 +150,6 @@ class W4A8Shape(Shape):
         return {"quantizer": lambda: quantize_activations(x, out=out)}
 
 
-class Fp8Shape(Shape):
-    """Rows of W4A8 on e4m3 activations: codes around zero, a free scale for each group."""
-
-    @staticmethod
-    def requests(n: int, k: int, m: int | Sequence[int], settings: Settings, target: Target) -> list[KernelRequest]:
-        from terrazzo.ops import w4a8
-
-        facts = dict(group_size=settings.group, m=m, dtype=settings.dtype, target=target)
-        return w4a8.kernel_requests(n, k, **facts, dequantization="e4m3")
-
-    def load(self) -> tuple[Any, Any, tuple[str, ...], torch.Tensor]:
-        import torch
-        from terrazzo.ops.w4a8 import fp8
-
-        shape, device = (self.n, -(-self.k // self.settings.group)), self.random.device
-        codes = torch.randint(-8, 8, (self.n, self.k), generator=self.random, device=device, dtype=torch.int8)
-        scales = torch.exp(0.3 * torch.randn(shape, generator=self.random, device=device) - 4.5).half().float()
-        weight = fp8.QuantizedWeight.canonical(codes, scales, group_size=self.settings.group)
-        return (
-            weight,
-            fp8.pack(weight, target=self.target),
-            ("words", "channel_scales"),
-            weight.dequantize().to(self.dtype),
-        )
-
-    def facts(self, m: int, requests: Sequence[KernelRequest]) -> dict[str, Any]:
-        return {"op": "w4a8_fp8", "m": m, "n": self.n, "k": self.k, "schedule": schedule_text(requests[:1])}
-
-    def expected(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[torch.Tensor, ...]:
-        from terrazzo.ops.w4a8 import fp8_reference, reference
-
-        rows = self.checked_rows(x.shape[0])
-        q, scales = fp8_reference.quantize_activations(x[rows])
-        ref = fp8_reference.gemm(q, scales, self.weight)
-        bound = fp8_reference.forward_error_bound(q, scales, self.weight, self.dtype)
-        magnitude = x[rows].double().abs() @ self.weight.dequantize().abs().T
-        return rows, ref, bound, bound + (2.0**-3 + 4 * reference.UNIT_ROUNDOFF[self.settings.dtype]) * magnitude
-
-    def calls(self, x: torch.Tensor) -> dict[str, Callable[[Any, torch.Tensor | None], torch.Tensor]]:
-        from terrazzo.ops.w4a8 import fp8
-
-        quantized = fp8.quantize_activations(x)
-        return {OURS: lambda packed, out: fp8.gemm(quantized, packed, out=out, out_dtype=self.dtype)}
-
-
 def random_weight(n: int, k: int, group: int, random: torch.Generator) -> Any:
     """A canonical weight with uniform codes and offsets around zero, on the generator's device."""
     import torch
