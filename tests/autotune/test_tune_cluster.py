@@ -36,16 +36,17 @@ def fake_compile(folder: str):
         from terrazzo.autotune.cluster import entry_of
         from terrazzo.lowering import cache
 
-        try:
-            (Path(folder) / "killed").touch(exist_ok=False)
+        def first(what: str) -> bool:
+            try:
+                (Path(folder) / what).touch(exist_ok=False)
+            except FileExistsError:
+                return False
+            return True
+
+        if first("killed"):
             os.kill(os.getpid(), signal.SIGKILL)
-        except FileExistsError:
-            pass
-        try:
-            (Path(folder) / "failed").touch(exist_ok=False)
+        if first("failed"):
             return {"error": "nvcc said no"}
-        except FileExistsError:
-            pass
         key = f"{zlib.crc32(json.dumps(request, sort_keys=True, default=str).encode()):08x}"
         private = Path(folder, key)
         private.mkdir()
