@@ -84,6 +84,21 @@ def _w4a8(format: str, source: str, zeros: tuple[str, ...], notes: str) -> Suppo
     )
 
 
+def _w4a8_fp8(format: str, source: str, notes: str) -> Support:
+    return Support(
+        operator="w4a8",
+        format=format,
+        source=f"terrazzo.ops.w4a8.fp8.{source}",
+        groups=(32, 64, 128, "K"),
+        zeros=("symmetric",),
+        activations=("float8_e4m3fn", "float16", "bfloat16"),
+        scales=("float16", "bfloat16"),
+        numerics=("e4m3",),
+        targets={"sm_89": "compiled", "sm_90a": "compiled"},
+        notes=notes,
+    )
+
+
 _KV_TARGETS = {"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "compiled"}
 
 
@@ -121,18 +136,8 @@ REGISTRY: tuple[Support, ...] = (
         "int-quantized and pack-quantized; free group scales only with requantize=True",
     ),
     _w4a8("rtn", "quantize", ("asymmetric",), "float weight, two levels; smooth vectors"),
-    Support(
-        operator="w4a8",
-        format="rtn_e4m3",
-        source="terrazzo.ops.w4a8.fp8.quantize",
-        groups=(32, 64, 128, "K"),
-        zeros=("symmetric",),
-        activations=("float8_e4m3fn", "float16", "bfloat16"),
-        scales=("float16",),
-        numerics=("e4m3",),
-        targets={"sm_89": "compiled", "sm_90a": "compiled"},
-        notes="float weight, searched scales; codes with 16-bit group scales by fp8.pack; smooth vectors",
-    ),
+    _w4a8_fp8("compressed_tensors_e4m3", "from_compressed_tensors", "pack-quantized and int-quantized, exact"),
+    _w4a8_fp8("rtn_e4m3", "quantize", "float weight, searched scales; smooth vectors"),
     Support(
         operator="w4ax",
         format="rtn",

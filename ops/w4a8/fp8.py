@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.fp8_format import PackedWeight, QuantizedWeight, pack
+from terrazzo.ops.w4a8.fp8_importers import from_compressed_tensors, read_compressed_tensors
 from terrazzo.ops.w4a8.fp8_quantizer import quantize, quantize_activations, quantize_weight
 from terrazzo.ops.w4a8.op import gemm, weight_requests
 
@@ -18,10 +19,12 @@ __all__ = [
     "PackedWeight",
     "QuantizedActivations",
     "QuantizedWeight",
+    "from_compressed_tensors",
     "gemm",
     "pack",
     "quantize",
     "quantize_activations",
     "quantize_weight",
+    "read_compressed_tensors",
     "weight_requests",
 ]

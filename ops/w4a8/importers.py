@@ -19,6 +19,7 @@ from terrazzo.ops.w4a8.quantizer import RANGE, divide, quantize_weight, row_chun
 if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops import w4a16
 
 QSERVE_LAYOUT = "qserve_g128"
 _STEPS = 32
@@ -136,6 +137,40 @@ def read_compressed_tensors(
         ArgumentError: wrong shapes, dtypes or formats, values outside int4, or scales that do not fit.
     """
     import torch
+
+    facts = dict(bias=bias, group_size=group_size, format=format, symmetric=symmetric)
+    source = unpack_compressed_tensors(weight, weight_scale, weight_zero_point, weight_shape, **facts)
+    zeros = torch.full_like(source.scales, 8, dtype=torch.int32) if source.zeros is None else source.zeros.int()
+    scales = source.scales.double()
+    step = scales.amin(dim=1)
+    multiples = scales / step[:, None]
+    if bool((step > 0).all() & (multiples == multiples.round()).all() & (multiples <= LARGEST_SCALE).all()):
+        shifts = 128 - zeros * multiples.int()
+        if bool((shifts >= 0).all() & (shifts + 15 * multiples <= 255).all()):
+            return _exact(source.codes, multiples.int(), shifts, step.float(), source.group_size, bias, requantize)
+    if not requantize:
+        raise ArgumentError(
+            "weight_scale",
+            f"up to {float(multiples.max()):.6g} times the smallest of its row",
+            f"the kernels need group scales that are whole multiples 1..{LARGEST_SCALE} of one number for each row",
+            "pass requantize=True, or quantize the float weight with w4a8.quantize",
+        )
+    return _fitted(source.codes, zeros, source.scales.float(), source.group_size, bias)
+
+
+def unpack_compressed_tensors(
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    weight_zero_point: torch.Tensor | None,
+    weight_shape: torch.Tensor | tuple[int, int] | None,
+    *,
+    bias: torch.Tensor | None,
+    group_size: int | None,
+    format: str | None,
+    symmetric: bool | None,
+) -> w4a16.QuantizedWeight:
+    """A layer as codes 0..15 with free scales; arguments and errors as of `read_compressed_tensors`."""
+    import torch
     from terrazzo.ops import w4a16
 
     known = {torch.int8: "int-quantized", torch.int32: "pack-quantized"}
@@ -159,22 +194,7 @@ def read_compressed_tensors(
         source = w4a16.QuantizedWeight.canonical(codes, weight_scale, zeros, group_size=group_size, bias=bias)
         if symmetric and source.zeros is not None:
             raise ArgumentError("symmetric", True, "the layer has zero points", "pass symmetric=None")
-    zeros = torch.full_like(source.scales, 8, dtype=torch.int32) if source.zeros is None else source.zeros.int()
-    scales = source.scales.double()
-    step = scales.amin(dim=1)
-    multiples = scales / step[:, None]
-    if bool((step > 0).all() & (multiples == multiples.round()).all() & (multiples <= LARGEST_SCALE).all()):
-        shifts = 128 - zeros * multiples.int()
-        if bool((shifts >= 0).all() & (shifts + 15 * multiples <= 255).all()):
-            return _exact(source.codes, multiples.int(), shifts, step.float(), source.group_size, bias, requantize)
-    if not requantize:
-        raise ArgumentError(
-            "weight_scale",
-            f"up to {float(multiples.max()):.6g} times the smallest of its row",
-            f"the kernels need group scales that are whole multiples 1..{LARGEST_SCALE} of one number for each row",
-            "pass requantize=True, or quantize the float weight with w4a8.quantize",
-        )
-    return _fitted(source.codes, zeros, source.scales.float(), source.group_size, bias)
+    return source
 
 
 def _exact(codes, scales, shifts, channel_scales, group: int, bias, requantize: bool) -> QuantizedWeight:

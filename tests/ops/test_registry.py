@@ -48,13 +48,15 @@ def test_w4a16_entries_agree_with_the_code():
 
 def test_w4a8_entries_agree_with_the_code():
     entries = [entry for entry in registry.REGISTRY if entry.operator == "w4a8"]
-    assert [entry.format for entry in entries] == ["qserve", "compressed_tensors", "rtn", "rtn_e4m3"]
-    *integer, e4m3 = entries
-    assert e4m3.groups == (*w4a8_format.GROUPS, "K") and e4m3.numerics == (w4a8_fp8_problem.E4M3,)
-    assert e4m3.activations == (w4a8_activations.CODES["e4m3"], *w4a8_activations.DTYPES)
-    for arch in ("sm_80", "sm_86", "sm_89", "sm_90a"):
-        native = any(Target.parse(arch).supports(name) for name in w4a8_fp8_format.INSTRUCTIONS)
-        assert native == (arch in e4m3.targets)
+    integer, e4m3 = ([e for e in entries if e.format.endswith("_e4m3") == kind] for kind in (False, True))
+    assert {entry.format for entry in integer} == {"qserve", "compressed_tensors", "rtn"}
+    assert {entry.format for entry in e4m3} == {"compressed_tensors_e4m3", "rtn_e4m3"}
+    for entry in e4m3:
+        assert entry.groups == (*w4a8_format.GROUPS, "K") and entry.numerics == (w4a8_fp8_problem.E4M3,)
+        assert entry.activations == (w4a8_activations.CODES["e4m3"], *w4a8_activations.DTYPES)
+        for arch in ("sm_80", "sm_86", "sm_89", "sm_90a"):
+            native = any(Target.parse(arch).supports(name) for name in w4a8_fp8_format.INSTRUCTIONS)
+            assert native == (arch in entry.targets)
     for entry in integer:
         assert entry.groups == w4a8_format.GROUPS and ("auto", *entry.numerics) == w4a8_reference.DEQUANTIZATIONS
         assert entry.activations == ("int8", *w4a8_activations.DTYPES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from terrazzo.ops import w4a8
 from terrazzo.ops.w4a8 import fp8, fp8_format, fp8_reference, op
 from terrazzo.schedules import w4a8 as schedules
 from terrazzo.schedules import w4a8_fp8
+
+DATA = Path(__file__).parents[1] / "data" / "w4a8"
 
 
 def random_weight(n=70, k=333, group=64, **options):
@@ -77,6 +80,24 @@ def test_checkpoint_scales_split_without_rounding(dtype):
     weight = fp8.QuantizedWeight.canonical(codes, scales, group_size=32)
     expected = codes.double() * scales.double().repeat_interleave(32, dim=1)
     assert torch.equal(weight.dequantize(), expected)
+
+
+@pytest.mark.parametrize("name", ["ct_channel", "ct_channel_packed", "ct_group"])
+def test_checkpoint_layers_are_read_exactly(name):
+    from safetensors.torch import load_file
+
+    tensors = load_file(DATA / f"{name}.safetensors")
+    layer = {key.removeprefix("layer."): t for key, t in tensors.items() if key.startswith("layer.")}
+    weight = fp8.read_compressed_tensors(**layer)
+    assert torch.equal(weight.dequantize(), tensors["expected.weight"].double())
+    assert torch.equal(fp8.from_compressed_tensors(**layer).dequantize(), weight.dequantize())
+
+
+def test_layers_with_zero_points_are_refused():
+    codes, scales = torch.randint(-8, 8, (4, 64)).char(), torch.rand(4, 2).half()
+    assert fp8.read_compressed_tensors(codes, scales, torch.zeros(4, 2).char()).group_size == 32
+    with pytest.raises(ArgumentError, match="symmetric"):
+        fp8.read_compressed_tensors(codes, scales, torch.ones(4, 2).char())
 
 
 def test_one_group_is_kept_as_groups_of_128():
