@@ -40,7 +40,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--q-len", default="1,4", help="comma-separated numbers of new tokens")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--pages", default="0,128", help="page sizes; 0 is contiguous")
-    parser.add_argument("--schedules", help="row_tiles is chosen; warps,tiles,stages,min_blocks separated by ;")
+    parser.add_argument(
+        "--schedules", help="row_tiles is chosen; warps,tiles,stages,min_blocks[,shared rows] separated by ;"
+    )
     parser.add_argument("--splits", help="comma-separated numbers of splits to try")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
@@ -93,7 +95,7 @@ def ours(
                     "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": o.head_dim, "q_len": q_len,
                     "kv_len": shape.tokens, "page": page, "us": None, "spread": None, "bytes": nbytes,
                     "schedule": f"{chosen.row_tiles},{chosen.warps},{chosen.tiles},{chosen.stages},{chosen.min_blocks}"
-                    f" splits {number}",
+                    f",{int(chosen.shared_rows)} splits {number}",
                 }  # fmt: skip
                 rows.append(row)
                 exact = attention_bench.expected(q, cache) if exact is None else exact
