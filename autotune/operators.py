@@ -451,7 +451,8 @@ class Attention(Operator):
         from terrazzo.ops.attention.op import problem_of
 
         facts = dict(problem.facts)
-        return problem_of(self._layout(problem), problem.m, 1, facts["rows"], facts["tokens"], facts["page"])
+        sizes = (facts["rows"], facts["tokens"], facts["page"], facts["residual"])
+        return problem_of(self._layout(problem), problem.m, 1, *sizes)
 
     def space(self, problem: Problem) -> spaces.Space:
         return attention_space.Decode(self._of(problem))

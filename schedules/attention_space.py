@@ -53,11 +53,13 @@ class Decode(spaces.Space):
             return f"{problem.rows} rows need {attention.row_tiles(problem)} row tiles"
         if min(schedule.warps, schedule.tiles, schedule.min_blocks) < 1 or schedule.stages < 2:
             return "a count below one, or a ring of less than two stages"
+        if schedule.shared_rows != attention.shares_rows(problem):
+            return "rows are shared, or not, as the format's registers ask for"
         if schedule.warps * schedule.min_blocks > attention.warps_per_sm(problem):
             return f"{schedule.warps} warps of {schedule.min_blocks} CTAs need more registers than an SM has"
         tokens = 16 * schedule.tiles
-        if problem.group % tokens or problem.page % tokens:
-            return f"stages of {tokens} tokens do not divide groups of {problem.group} and pages of {problem.page}"
+        if not problem.divides(tokens):
+            return f"stages of {tokens} tokens do not divide the groups, pages and residual blocks"
         return "" if attention.fits(schedule, problem, target) else "its rings do not fit the shared memory"
 
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
