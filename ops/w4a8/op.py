@@ -293,8 +293,8 @@ def run(
     rows = written.view(m, n)
     for lo in range(0, m, step):
         part = slice(lo, lo + step)
-        q, scales, sums = (codes, x.scales, row_sums) if step >= m else (codes[part], x.scales[part], row_sums[part])
-        to = rows if step >= m else rows[part]
+        q, scales, to = (codes, x.scales, rows) if step >= m else (codes[part], x.scales[part], rows[part])
+        sums = row_sums if step >= m or no_sums is not None else row_sums[part]
         kernel(q, w.words, w.channel_scales, scales, sums, bias, workspace, semaphores, to, *scalars)
     return y if written is y else y.copy_(written)
 

@@ -272,6 +272,23 @@ def test_bad_calls_are_refused_before_anything_runs(words, call):
         call()
 
 
+@pytest.mark.parametrize("step", [2, 5])
+def test_kernels_get_bytes_and_no_row_sums(monkeypatch, step):
+    """A launch, or several of `step` tokens: their parts of x and y, and the stand-in for row sums each time."""
+    seen, x = [], quantized(5)
+
+    def kernel(q, words, channels, scales, sums, bias, workspace, semaphores, y, *scalars):
+        assert q.dtype == torch.int8 and sums.shape == (1,) and len(q) == len(scales) == len(y)
+        seen.append(q)
+        y.fill_(len(seen))
+
+    stand_ins = (torch.empty(1), torch.empty(1, dtype=torch.int32))
+    monkeypatch.setattr(op, "_prepare", lambda key, x, w: (kernel, None, None, (), step, *stand_ins))
+    y = w4a8.gemm(x, _W)
+    assert torch.equal(torch.cat(seen), x.q.view(torch.int8)) and y.dtype == torch.float16
+    assert y[:, 0].tolist() == ([1, 1, 2, 2, 3] if step == 2 else [1] * 5)
+
+
 def test_the_traced_operator_knows_its_shapes():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
