@@ -45,6 +45,7 @@ def compile_here(request: Mapping[str, Any]) -> dict[str, Any]:
     """A compile task: the kernel's entry of the cache as bytes, or the compiler's error."""
     from terrazzo.lowering.kernels import compile_request
 
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a compiler touches no GPU
     try:
         folder = compile_request(KernelRequest.from_dict(dict(request)))
     except TerrazzoError as error:
@@ -129,7 +130,6 @@ class Cluster:
         **options: Any,
     ) -> None:
         self.ray = _ray()
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # tasks without a GPU see none
         quiet = dict(log_to_driver=False, configure_logging=False) | ({} if address else {"include_dashboard": False})
         try:
             self.ray.init(address=address, **quiet, **options)

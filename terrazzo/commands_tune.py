@@ -259,12 +259,14 @@ def _show_summary(summary: Summary, trials: Database) -> None:
 @_database
 @json_option
 def list_command(database: Path | None, as_json: bool) -> None:
-    """Jobs in the database: what they tried and how it ended."""
+    """Jobs in the database: what they tried and how it ended; each operator's heuristic against the tuned best."""
+    from terrazzo.autotune.database import best
+
     with _open(database) as trials:
         jobs: dict[str, list] = {}
         for it in trials.trials():
             jobs.setdefault(it.job, []).append(it)
-        where = str(trials.path)
+        where, gains = str(trials.path), _gains(best(trials.trials()))
     rows = []
     for job, same in jobs.items():
         counts = Counter(it.status for it in same)
@@ -293,6 +295,8 @@ def list_command(database: Path | None, as_json: bool) -> None:
             for row in rows
         ],
     )
+    for line in gains:
+        click.echo(line)
     click.echo(where)
 
 
@@ -532,8 +536,12 @@ def throughput_command(workers: tuple[int, ...] | None, target: str, as_json: bo
 @_database
 def report_command(output: Path, png: Path | None, gpu: str | None, database: Path | None) -> None:
     """Write one self-contained HTML page: rooflines, gains, search curves, what is slow and why."""
+    from terrazzo.autotune.database import best
     from terrazzo.autotune.report import write_report
 
     with _open(database) as trials:
         count = write_report(trials, output, png, gpu)
+        gains = _gains(best(trials.trials(gpu=gpu)))
+    for line in gains:
+        click.echo(line)
     click.echo(f"{output}: {count} problems" + (f"; {png}" if png else ""))
