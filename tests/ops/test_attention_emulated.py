@@ -104,6 +104,7 @@ CASES = {
         Case("int4_channel64", "int2", group=8, q_len=5, lengths=(200, 4), window=90), Decode(2, 2, 2, 2, 1, True), 2
     ),
     "plain conversions, no pipeline": (Case("int2", "int4", lengths=(150, 7)), PlainDecode(1, 2, 2, 1, 1), 2),
+    "storage ends inside a stage": (Case("int2", "int2", lengths=(257, 1)), Decode(1, 2, 4, 2, 1), 2),
     "one warp": (Case("int4", "int4", lengths=(150, 7)), Decode(1, 1, 2, 3, 1), 2),
     "40 rows": (Case("int4_channel64", "int4", group=8, q_len=5, lengths=(200, 4)), Decode(2, 2, 1, 3, 1), 2),
     "head_dim 64": (Case("int4", "int2", head_dim=64, lengths=RAGGED), SMALL, 2),
