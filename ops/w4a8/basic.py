@@ -11,20 +11,11 @@ Stream-K shares, the order of sums and the epilogue are those of stream_k.py; it
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.tile_scheduler import (
-    expert_macros,
-    partition_macros,
-    plan_state,
-    ring_macros,
-    ring_state,
-    scalars,
-    segment_state,
-    share_macros,
-)
-from terrazzo.ops.w4a8.epilogue import staged, store_macros
+from terrazzo.ops.tile_scheduler import plan_state, ring_state, scalars, segment_state
+from terrazzo.ops.w4a8.epilogue import staged
 from terrazzo.ops.w4a8.problem import UNIT_K, ComparedGemm
 from terrazzo.ops.w4a8.stages import PASS_CONFIGS as PASS_CONFIGS
-from terrazzo.ops.w4a8.stages import stage_macros
+from terrazzo.ops.w4a8.stages import PRIMITIVES, tile_macros
 from terrazzo.schedules.w4a8 import Basic
 
 
@@ -65,19 +56,16 @@ def build(
     if stages < 2:
         raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
     cta_blocks = wgs * rb
-    row_tiles, ct, nacc = -(-gemm.row_blocks // cta_blocks), wgs * 128, bm // 2
-    tokens = expert_macros(experts=0, block_tokens=bm, units=gemm.units, row_tiles=row_tiles)
-    tiles = partition_macros(units=gemm.units, row_tiles=row_tiles, raster=raster)
-    rings = ring_macros(stages=stages)
-    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, add="tz_addcg4i")
-    steps = stage_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
-    out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
-    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
-    source = prelude(*used, extra=(gemm.converter.device_source,))
+    ct, nacc = wgs * 128, bm // 2
+    tiles = tile_macros(
+        gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks, flags=wgs, raster=raster, stages=stages
+    )
+    steps, rings, out = tiles.steps, tiles.rings, tiles.out
+    source = prelude(*PRIMITIVES, extra=(gemm.converter.device_source,))
     M, G = T.dynamic("m"), T.dynamic("grid")
 
     @T.macro
-    def fetch(X, W, Xs, Ws, full, p, at, c, ring, weights, cta, sk, mt, m, tx):
+    def fetch(X, W, Xs, Ws, full, p, at, c, ring, weights, cta, sk, m, tx):
         """One warp: the unit that the CTA needs `stages - 1` units from now, unless there is none."""
         if at.segment[0] < p.all[0]:
             steps.load_tokens(X, Xs, full, ring.stage[0], c, at.k[0])
@@ -89,8 +77,7 @@ def build(
             if at.k[0] == c.k1[0]:
                 at.segment[0] = at.segment[0] + 1
                 if at.segment[0] < p.all[0]:
-                    tiles.segment(p, c, at.segment[0], cta, G, sk, mt)
-                    tokens.locate(None, c, m)
+                    tiles.segment(p, c, at.segment[0], cta, G, sk, m)
                     at.k[0] = c.k0[0]
 
     @T.prim_func
@@ -133,12 +120,10 @@ def build(
             rings.reset(ring)
             rings.reset(fill)
             T.pdl_trigger()
-            mt = T.ceildiv(M, bm)
-            tiles.plan(p, cta, G, sk, mt)
+            tiles.plan(p, cta, G, sk, M)
             T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
             at.segment[0] = 0
-            tiles.segment(p, ahead, 0, cta, G, sk, mt)
-            tokens.locate(None, ahead, M)
+            tiles.segment(p, ahead, 0, cta, G, sk, M)
             at.k[0] = ahead.k0[0]
             at.early[0] = T.if_then_else(p.all[0] > 0, T.min(ahead.k1[0] - ahead.k0[0], stages - 1), 0)
             if tx == 0:  # weights do not depend on the kernel before: fetch them while it still runs
@@ -147,10 +132,9 @@ def build(
             T.pdl_sync()
             if tx < 32:
                 for i in T.serial(stages - 1):
-                    fetch(X, W, Xs, Ws, full, p, at, ahead, fill, i >= at.early[0], cta, sk, mt, M, tx)
+                    fetch(X, W, Xs, Ws, full, p, at, ahead, fill, i >= at.early[0], cta, sk, M, tx)
             for seg in T.serial(p.all[0]):
-                tiles.segment(p, c, seg, cta, G, sk, mt)
-                tokens.locate(None, c, M)
+                tiles.segment(p, c, seg, cta, G, sk, M)
                 out.fetch(S, XS, RS, B, held, c, wg, wt)
                 for i in T.unroll(rb * nacc):
                     acc[i] = 0
@@ -166,17 +150,11 @@ def build(
                                 T.warpgroup_wait(1)  # the products on the stage before are complete
                                 T.sync_threads()  # in every warpgroup: the stage is free
                                 if tx < 32:
-                                    fetch(X, W, Xs, Ws, full, p, at, ahead, fill, True, cta, sk, mt, M, tx)
+                                    fetch(X, W, Xs, Ws, full, p, at, ahead, fill, True, cta, sk, M, tx)
                             T.warpgroup_wait(operands - 1)
                     rings.advance(ring)
                 T.warpgroup_wait(0)
                 T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
-                if c.leaves[0] == 1:
-                    shares.leave_share(WS, SEM, acc, cta, wg, wt)
-                else:
-                    if c.adds[0] == 1:
-                        tiles.later_shares(c, cta, G, sk)
-                        shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
-                    out.store(Y, Os, Fs, Rs, acc, held, c, wg, wt)
+                tiles.finish(WS, SEM, Y, Os, Fs, Rs, acc, held, c, cta, G, sk, wg, wt)
 
     return main

@@ -15,20 +15,11 @@ products on it were waited for.
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.tile_scheduler import (
-    expert_macros,
-    partition_macros,
-    plan_state,
-    ring_macros,
-    ring_state,
-    scalars,
-    segment_state,
-    share_macros,
-)
-from terrazzo.ops.w4a8.epilogue import staged, store_macros
+from terrazzo.ops.tile_scheduler import plan_state, ring_macros, ring_state, scalars, segment_state
+from terrazzo.ops.w4a8.epilogue import staged
 from terrazzo.ops.w4a8.problem import UNIT_K, Gemm
 from terrazzo.ops.w4a8.stages import PASS_CONFIGS as PASS_CONFIGS
-from terrazzo.ops.w4a8.stages import stage_macros
+from terrazzo.ops.w4a8.stages import PRIMITIVES, tile_macros
 from terrazzo.schedules.w4a8 import Excp
 
 REGISTERS = {1: (40, 152, 240), 2: (40, 120, 176)}  # warpgroups that multiply -> of a loader, a converter, a multiplier
@@ -73,15 +64,13 @@ def build(
     if stages < 2:
         raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
     cta_blocks = wgs * rb
-    row_tiles, ct, nacc = -(-gemm.row_blocks // cta_blocks), wgs * 128, bm // 2
-    tokens = expert_macros(experts=0, block_tokens=bm, units=gemm.units, row_tiles=row_tiles)
-    tiles = partition_macros(units=gemm.units, row_tiles=row_tiles, raster=raster)
-    rings, made = ring_macros(stages=stages), ring_macros(stages=operands)
-    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, add="tz_addcg4i")
-    steps = stage_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
-    out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
-    used = ("lds", "pack", "bulk", "stmatrix", "stmatrix_trans", "semaphore", "int8", "warpgroup")
-    source = prelude(*used, extra=(gemm.converter.device_source,))
+    ct, nacc = wgs * 128, bm // 2
+    tiles = tile_macros(
+        gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks, flags=wgs, raster=raster, stages=stages
+    )
+    steps, rings, out = tiles.steps, tiles.rings, tiles.out
+    made = ring_macros(stages=operands)
+    source = prelude(*PRIMITIVES, extra=(gemm.converter.device_source,))
     a_type = "uint8" if gemm.unsigned else "int8"
     M, G = T.dynamic("m"), T.dynamic("grid")
 
@@ -168,22 +157,19 @@ def build(
             rings.reset(ring)
             made.reset(to)
             T.pdl_trigger()
-            mt = T.ceildiv(M, bm)
-            tiles.plan(p, cta, G, sk, mt)
+            tiles.plan(p, cta, G, sk, M)
             if tx >= ct + 128:
                 T.dec_max_nreg(REGISTERS[wgs][0])
                 if tx < ct + 160:
                     # weights do not depend on the kernel before: fetch the first ring while it still runs
-                    tiles.segment(p, c, 0, cta, G, sk, mt)
-                    tokens.locate(None, c, M)
+                    tiles.segment(p, c, 0, cta, G, sk, M)
                     ahead.units[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages), 0)
                     if tx == ct + 128:
                         for kb in T.serial(ahead.units[0]):
                             steps.load_weights(W, Ws, full, kb, c, c.k0[0] + kb)
                     T.pdl_sync()
                     for seg in T.serial(p.all[0]):
-                        tiles.segment(p, c, seg, cta, G, sk, mt)
-                        tokens.locate(None, c, M)
+                        tiles.segment(p, c, seg, cta, G, sk, M)
                         for kb in T.serial(c.k1[0] - c.k0[0]):
                             T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
                             steps.load_tokens(X, Xs, full, ring.stage[0], c, c.k0[0] + kb)
@@ -195,7 +181,7 @@ def build(
                 if tx >= ct:
                     T.dec_max_nreg(REGISTERS[wgs][1])
                     for seg in T.serial(p.all[0]):
-                        tiles.segment(p, c, seg, cta, G, sk, mt)
+                        tiles.segment(p, c, seg, cta, G, sk, M)
                         for _ in T.serial(c.k1[0] - c.k0[0]):
                             T.barrier_wait(full[ring.stage[0]], ring.parity[0])
                             T.barrier_wait(used_up[to.stage[0]], to.parity[0] ^ 1)
@@ -216,8 +202,7 @@ def build(
                     T.initialize_wgmma_descriptor(a_desc, T.access_ptr(As[0, 0, 0], "r"), 1, 1, 64)
                     T.pdl_sync()
                     for seg in T.serial(p.all[0]):
-                        tiles.segment(p, c, seg, cta, G, sk, mt)
-                        tokens.locate(None, c, M)
+                        tiles.segment(p, c, seg, cta, G, sk, M)
                         out.fetch(S, XS, RS, B, held, c, wg, wt)
                         for i in T.unroll(rb * nacc):
                             acc[i] = 0
@@ -242,12 +227,6 @@ def build(
                         if operands > 1:
                             rings.release(empty, ring, lane == 0)
                             made.release(used_up, to, lane == 0)
-                        if c.leaves[0] == 1:
-                            shares.leave_share(WS, SEM, acc, cta, wg, wt)
-                        else:
-                            if c.adds[0] == 1:
-                                tiles.later_shares(c, cta, G, sk)
-                                shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
-                            out.store(Y, Os, Fs, Rs, acc, held, c, wg, wt)
+                        tiles.finish(WS, SEM, Y, Os, Fs, Rs, acc, held, c, cta, G, sk, wg, wt)
 
     return main

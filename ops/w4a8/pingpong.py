@@ -11,20 +11,11 @@ wgmmas that read it were waited for.
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.tile_scheduler import (
-    expert_macros,
-    partition_macros,
-    plan_state,
-    ring_macros,
-    ring_state,
-    scalars,
-    segment_state,
-    share_macros,
-)
-from terrazzo.ops.w4a8.epilogue import staged, store_macros
+from terrazzo.ops.tile_scheduler import plan_state, ring_state, scalars, segment_state
+from terrazzo.ops.w4a8.epilogue import staged
 from terrazzo.ops.w4a8.problem import UNIT_K, Gemm
 from terrazzo.ops.w4a8.stages import PASS_CONFIGS as PASS_CONFIGS
-from terrazzo.ops.w4a8.stages import stage_macros
+from terrazzo.ops.w4a8.stages import PRIMITIVES, tile_macros
 from terrazzo.ops.w4a8.stream_k import REGISTERS
 from terrazzo.schedules.w4a8 import PingPong
 
@@ -63,23 +54,18 @@ def build(
         )
     if stages < 2:
         raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
-    row_tiles, ct, nacc = -(-gemm.row_blocks // rb), wgs * 128, bm // 2
-    tokens = expert_macros(experts=0, block_tokens=bm, units=gemm.units, row_tiles=row_tiles)
-    tiles = partition_macros(units=gemm.units, row_tiles=row_tiles, raster=raster)
-    rings = ring_macros(stages=stages)
-    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=1, add="tz_addcg4i", apart=True)
-    steps = stage_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=rb)
-    out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=rb)
-    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
-    source = prelude(*used, extra=(gemm.converter.device_source,))
+    ct, nacc = wgs * 128, bm // 2
+    tiles = tile_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=rb, flags=0, raster=raster, stages=stages)
+    steps, rings, out = tiles.steps, tiles.rings, tiles.out
+    source = prelude(*PRIMITIVES, extra=(gemm.converter.device_source,))
     M, G = T.dynamic("m"), T.dynamic("grid")
 
     @T.macro
-    def begin(p, at, cta, wg, sk, mt):
+    def begin(p, at, cta, wg, sk, m):
         """The plan of warpgroup `wg`, for itself or for the warp that feeds it."""
         at.base[0] = wg * stages
         at.worker[0] = cta * wgs + wg
-        tiles.plan(p, at.worker[0], G * wgs, sk, mt)
+        tiles.plan(p, at.worker[0], G * wgs, sk, m)
 
     @T.prim_func
     def main(
@@ -118,22 +104,19 @@ def build(
             lane = tx % 32
             rings.reset(ring)
             T.pdl_trigger()
-            mt = T.ceildiv(M, bm)
             if tx >= ct:
                 T.dec_max_nreg(REGISTERS[wgs][0])
                 if tx < ct + wgs * 32:
-                    begin(p, at, cta, (tx - ct) // 32, sk, mt)
+                    begin(p, at, cta, (tx - ct) // 32, sk, M)
                     # weights do not depend on the kernel before: fetch the first ring while it still runs
-                    tiles.segment(p, c, 0, at.worker[0], G * wgs, sk, mt)
-                    tokens.locate(None, c, M)
+                    tiles.segment(p, c, 0, at.worker[0], G * wgs, sk, M)
                     at.ahead[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages), 0)
                     if lane == 0:
                         for kb in T.serial(at.ahead[0]):
                             steps.load_weights(W, Ws, full, at.base[0] + kb, c, c.k0[0] + kb)
                     T.pdl_sync()
                     for seg in T.serial(p.all[0]):
-                        tiles.segment(p, c, seg, at.worker[0], G * wgs, sk, mt)
-                        tokens.locate(None, c, M)
+                        tiles.segment(p, c, seg, at.worker[0], G * wgs, sk, M)
                         for kb in T.serial(c.k1[0] - c.k0[0]):
                             T.barrier_wait(empty[at.base[0] + ring.stage[0]], ring.parity[0] ^ 1)
                             steps.load_tokens(X, Xs, full, at.base[0] + ring.stage[0], c, c.k0[0] + kb)
@@ -145,12 +128,11 @@ def build(
                 T.inc_max_nreg(REGISTERS[wgs][1])
                 wg = tx // 128
                 wt = tx % 128
-                begin(p, at, cta, wg, sk, mt)
+                begin(p, at, cta, wg, sk, M)
                 T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
                 T.pdl_sync()
                 for seg in T.serial(p.all[0]):
-                    tiles.segment(p, c, seg, at.worker[0], G * wgs, sk, mt)
-                    tokens.locate(None, c, M)
+                    tiles.segment(p, c, seg, at.worker[0], G * wgs, sk, M)
                     c.rows[0] = c.rows[0] - wg  # the epilogue adds the warpgroup's place in a common tile
                     out.fetch(S, XS, RS, B, held, c, wg, wt)
                     for i in T.unroll(rb * nacc):
@@ -172,12 +154,6 @@ def build(
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
                     if lane == 0:
                         T.barrier_arrive(empty[at.base[0] + ring.before[0]])
-                    if c.leaves[0] == 1:
-                        shares.leave_share(WS, SEM, acc, at.worker[0], wg, wt)
-                    else:
-                        if c.adds[0] == 1:
-                            tiles.later_shares(c, at.worker[0], G * wgs, sk)
-                            shares.add_shares(WS, SEM, acc, c.count[0], at.worker[0], wg, wt)
-                        out.store(Y, Os, Fs, Rs, acc, held, c, wg, wt)
+                    tiles.finish(WS, SEM, Y, Os, Fs, Rs, acc, held, c, at.worker[0], G * wgs, sk, wg, wt)
 
     return main

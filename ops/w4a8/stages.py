@@ -1,7 +1,9 @@
-"""Ring stages of the wgmma pipelines (basic, excp, pingpong): how one is filled, and how a warpgroup uses it."""
+"""What the wgmma pipelines basic, excp and pingpong share: how a ring stage is filled and used, how a tile ends."""
 
 from types import SimpleNamespace
 
+from terrazzo.ops.tile_scheduler import expert_macros, partition_macros, ring_macros, share_macros
+from terrazzo.ops.w4a8.epilogue import store_macros
 from terrazzo.ops.w4a8.operand import operand_macros
 from terrazzo.ops.w4a8.problem import BLOCK_WORDS, UNIT_K, Gemm
 
@@ -10,6 +12,58 @@ PASS_CONFIGS = (  # the barriers and the bounds are the program's own
     ("tl.disable_thread_storage_sync", True),
     ("tl.disable_warp_specialized", True),
 )
+
+
+PRIMITIVES = ("lds", "pack", "bulk", "stmatrix", "stmatrix_trans", "semaphore", "int8", "warpgroup")
+
+
+def tile_macros(
+    gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: int, flags: int, raster: int, stages: int
+) -> SimpleNamespace:
+    """Macros `plan` (of a worker), `segment` and `finish`, those of a ring, `out` of the epilogue, and a stage's.
+
+    A worker is a CTA with `flags` warpgroups that share a tile of `cta_blocks` row blocks, or (flags = 0) a warpgroup
+    with tiles of its own.
+    """
+    import tilelang.language as T
+
+    row_tiles = -(-gemm.row_blocks // cta_blocks)
+    tokens = expert_macros(experts=0, block_tokens=block_tokens, units=gemm.units, row_tiles=row_tiles)
+    tiles = partition_macros(units=gemm.units, row_tiles=row_tiles, raster=raster)
+    shares = share_macros(
+        vectors=block_tokens // 8, row_blocks=row_blocks, flags=max(flags, 1), add="tz_addcg4i", apart=flags == 0
+    )
+    out = store_macros(gemm, block_tokens=block_tokens, row_blocks=row_blocks, cta_blocks=cta_blocks)
+
+    @T.macro
+    def plan(p, worker, workers, sk, m):
+        tiles.plan(p, worker, workers, sk, T.ceildiv(m, block_tokens))
+
+    @T.macro
+    def segment(p, c, seg, worker, workers, sk, m):
+        """The worker's segment `seg`: tile, k units, tokens."""
+        tiles.segment(p, c, seg, worker, workers, sk, T.ceildiv(m, block_tokens))
+        tokens.locate(None, c, m)
+
+    @T.macro
+    def finish(WS, SEM, Y, Os, Fs, Rs, acc, held, c, worker, workers, sk, wg, wt):
+        """The end of a segment: its sums go to the tile's head, or the other shares join them and they are stored."""
+        if c.leaves[0] == 1:
+            shares.leave_share(WS, SEM, acc, worker, wg, wt)
+        else:
+            if c.adds[0] == 1:
+                tiles.later_shares(c, worker, workers, sk)
+                shares.add_shares(WS, SEM, acc, c.count[0], worker, wg, wt)
+            out.store(Y, Os, Fs, Rs, acc, held, c, wg, wt)
+
+    return SimpleNamespace(
+        plan=plan,
+        segment=segment,
+        finish=finish,
+        out=out,
+        rings=ring_macros(stages=stages),
+        steps=stage_macros(gemm, block_tokens=block_tokens, row_blocks=row_blocks, cta_blocks=cta_blocks),
+    )
 
 
 def stage_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: int) -> SimpleNamespace:
