@@ -14,6 +14,7 @@ from terrazzo.lowering.targets import Target
 
 _STATIC = 2048  # bytes: barriers with their alignment, and what the driver keeps of each CTA
 _MMA_ROWS = {64: 4, 128: 2, 256: 1}  # head_dim -> groups of 8 rows of a warp
+_WGMMA_ROWS = {64: 8, 128: 8, 256: 4}  # head_dim -> groups of 8 rows of a warpgroup
 
 
 @dataclass(frozen=True)
@@ -45,20 +46,28 @@ class Prefill:
 
     def smem_bytes(self, problem: PrefillProblem) -> int:
         """Dynamic shared memory of a CTA: the ring, a table of channel scales; wgmma: Q and P of all rows."""
-        rows = self.rows * (problem.head_dim + 64) // 2 if self.program == "wgmma" else 0
+        rows = self.rows * (problem.head_dim + 64) // 2 + (self.rows * 5 + 256) if self.program == "wgmma" else 0
         return 4 * (self.stages * problem.stage_words + problem.head_dim + rows)
 
 
+def every(problem: PrefillProblem, target: Target) -> list[Prefill]:
+    """The schedules to choose from, best first: wgmma where the target has it, the widest tile of rows that registers
+    allow, and as many stages as fit, up to 4."""
+    made = []
+    if target.supports("wgmma.f16"):
+        made += [Prefill("wgmma", _WGMMA_ROWS[problem.head_dim], warps, n) for warps in (8, 4) for n in (4, 3, 2)]
+    made += [Prefill("mma", _MMA_ROWS[problem.head_dim], warps, n) for warps in (8, 4) for n in (4, 3, 2)]
+    return [schedule for schedule in made if schedule.smem_bytes(problem) + _STATIC <= target.smem_per_block]
+
+
 def choose(problem: PrefillProblem, target: Target) -> Prefill:
-    """The widest tile of rows, and as many stages as fit, up to 4.
+    """The first of `every`.
 
     Raises:
         ArgumentError: shared memory too small for two stages.
     """
-    for warps in (8, 4):
-        for stages in (4, 3, 2):
-            made = Prefill("mma", _MMA_ROWS[problem.head_dim], warps, stages)
-            if made.smem_bytes(problem) + _STATIC <= target.smem_per_block:
-                return made
-    constraint = f"no two stages of {problem.stage_words} words fit on {target.arch}"
-    raise ArgumentError("head_dim", problem.head_dim, constraint, "use smaller formats")
+    possible = every(problem, target)
+    if not possible:
+        constraint = f"no two stages of {problem.stage_words} words fit on {target.arch}"
+        raise ArgumentError("head_dim", problem.head_dim, constraint, "use smaller formats")
+    return possible[0]

@@ -25,6 +25,8 @@ _HOME = {
     "append": "writing",
     "store": "writing",
     "decode": "op",
+    "prefill": "prefill_op",
+    "prefill_requests": "prefill_op",
     "decode_requests": "op",
     "kernel_requests": "op",
 }

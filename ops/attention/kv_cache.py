@@ -4,6 +4,7 @@ cache = KVCache("int4", "int4", kv_heads=8, head_dim=128, pages=4096, sequences=
 sequence = cache.new()
 batch = cache.extend({sequence: len(prompt)})          # makes room, or raises CacheFullError and changes nothing
 for layer in range(32):
+    y = batch.prefill(q, layer, k=k, v=v)              # [tokens, Hq, D]
     batch.store(k, v, layer)                           # [tokens, Hkv, D]
 batch = cache.extend({sequence: 1})
 for layer in range(32):
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention import op, writing
+from terrazzo.ops.attention import op, prefill_op, writing
 from terrazzo.ops.attention.cache import PackedCache, residual_of, residual_words
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.paging import PageTable
@@ -211,6 +212,11 @@ class Batch:
     def store(self, k: torch.Tensor, v: torch.Tensor, layer: int = 0, **options: Any) -> None:
         """Store the new tokens k, v [tokens of all sequences in turn, Hkv, D] of one layer; see `store`."""
         writing.store(self.layer(layer), k, v, self.starts, max(self.new, default=0), **options)
+
+    def prefill(self, q: torch.Tensor, layer: int = 0, **options: Any) -> torch.Tensor:
+        """Attention of the new tokens q [tokens of all sequences in turn, Hq, D] of one layer, stored before, or given
+        as k and v and stored afterwards; see `prefill`."""
+        return prefill_op.prefill(q, self.layer(layer), self.starts, max(self.new, default=0), **options)
 
     def decode(self, q: torch.Tensor, layer: int = 0, **options: Any) -> torch.Tensor:
         """Attention of the newest tokens q [B, q_len, Hq, D] in one layer; see `decode`."""

@@ -1,8 +1,8 @@
 """Tile program of prefill attention on mma.sync m16n8k16: any GPU from sm_80 on (specs.md B.5, I.6).
 
 Tiles of 16 tokens are the A operand of S^T = K Q^T and O^T += V^T P^T, converted in registers by the warp that
-multiplies them. A warp owns 8 * row_tiles rows and walks over all tokens that they see; the warps of a CTA read the same
-stages of 64 tokens, a ring that all threads fill by cp.async. P^T is transposed in registers (movmatrix). The running
+multiplies them. A warp owns 8 * row_tiles rows and walks over all tokens that they see; the warps of a CTA read the
+same stages of 64 tokens, a ring that all threads fill by cp.async. P^T is transposed in registers (movmatrix). The running
 maximum is lazy: sums are rescaled only when a score exceeds it by 2^4.
 """
 

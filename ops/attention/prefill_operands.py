@@ -44,8 +44,8 @@ def operand_state() -> dict:
 
 
 def make_operand_macros(layout: CacheLayout) -> SimpleNamespace:
-    """Macros of one tile at address `base`: `key_params`, `keys` (one load of a lane), `value_params`, `guard`, `values`
-    (atoms of one load). Attributes: k_loads, k_atoms, v_loads, v_atoms: loads of a lane, 16 x 16 atoms of each.
+    """Macros of one tile at address `base`: `key_params`, `keys` (one load of a lane), `value_params`, `guard` and
+    `values` (atoms of one load). Attributes: k_loads, k_atoms, v_loads, v_atoms: loads of a lane, 16 x 16 atoms of each.
 
     Channel parameters, and static scales of keys in their order, are read from address `head`; static scales of values
     are the caller's words sv [atom, half, (scale, zero)].
@@ -148,7 +148,9 @@ def make_operand_macros(layout: CacheLayout) -> SimpleNamespace:
             for r in each(4):
                 to = at + i * stride + r
                 if v_cvt.outputs * words > 4 * atoms:
-                    a[to] = T.if_then_else(odd > 0, st.t[4 + r], st.t[r])
+                    a[to] = st.t[odd * 4 + r] if isinstance(odd, int) else T.if_then_else(
+                        odd > 0, st.t[4 + r], st.t[r]
+                    )  # fmt: skip
                 else:
                     a[to] = st.t[i * 4 + r]
                 if v_token:

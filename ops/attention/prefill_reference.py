@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from terrazzo.ops.attention.reference import LOG2E, UNIT_ROUNDOFF, Options, _magnitudes, attend
@@ -36,7 +37,7 @@ def prefill(
     starts = cu_seqlens.tolist()
     if k is not None:
         cache = replace(cache, lengths=cache.lengths - cu_seqlens.diff().to(cache.lengths.device))
-    for b, (first, last) in enumerate(zip(starts, starts[1:])):
+    for b, (first, last) in enumerate(pairwise(starts)):
         for h in range(cache.kv_heads if last > first else 0):
             span = slice(h * group, (h + 1) * group)
             sinks = None if options.sinks is None else options.sinks[span]

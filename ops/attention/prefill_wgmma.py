@@ -9,7 +9,8 @@ While the tensor cores work on S^T of a stage, the warpgroup converts its values
 the next one. The warpgroups of a CTA share nothing but the stages, so one's softmax overlaps the other's products.
 
 The running maximum is lazy: sums are rescaled when a score of any row exceeds it by 2^4, which the warps of a warpgroup
-agree on by one barrier with a vote. A stage is released when the products on its values were waited for.
+agree on by one barrier with a vote. A stage is released when the products on its values were waited for. No product is
+under way when the loop goes round: ptxas would serialize all of them (C7514).
 """
 
 from types import SimpleNamespace
@@ -34,10 +35,7 @@ LIMITS = (
         "slot",
         "parity",
         "least",
-        "most",
         "high",
-        "low",
-        "span",
         "query",
         "head",
         "here",
@@ -45,7 +43,7 @@ LIMITS = (
         "token",
         "end",
     ),
-    *("held", "seen", "odd", "offset"),
+    *("seen", "next"),
 )
 _SOURCE = """\
 // whether any thread of the warpgroup says so; a barrier of its 128 threads
@@ -111,8 +109,6 @@ def build(
     bf16 = "true" if dtype == "bfloat16" else "false"
     tile = make_operand_macros(layout)
     spare = make_operand_macros(plain) if residual or fresh else None
-    ab = "bf16" if tile.kb == "true" else "fp16"
-    vb = "bf16" if tile.vb == "true" else "fp16"
     source = attention_prelude(
         "pack", "bulk", "lds", "warpgroup", "stmatrix_trans",
         extra=(_SOURCE, *sources(layout, *((plain,) if spare else ()))),
@@ -123,6 +119,10 @@ def build(
     SLOTS, RH, RW = T.dynamic("slots"), T.dynamic("rh"), T.dynamic("res_words")
     NP, NH, NW = T.dynamic("new_pages"), T.dynamic("nh"), T.dynamic("new_words")
     SKH, SKD, SVH, SVD, SINKS = (T.dynamic(name) for name in ("skh", "skd", "svh", "svd", "n_sinks"))
+
+    def span(w):
+        """Tokens that a row sees."""
+        return T.if_then_else(w.window > 0, w.window, ALL)
 
     def swizzled(row, chunk):
         """Byte of 16-byte chunk `chunk` of row `row` in a tile of 128-byte rows, as wgmma reads it."""
@@ -139,14 +139,11 @@ def build(
     stream = make_stage_macros(g, rows * wgs, move)
 
     @T.macro
-    def limits(space, w, window, wt):
+    def limits(space, w, wt):
         """Ends of what each row and what the warpgroup's rows see; rows past the sequence's are as its last one."""
         row = w.row0[0] + w.wg * rows
-        w.span[0] = T.if_then_else(window > 0, window, ALL)
         w.high[0] = w.before[0] + T.truncdiv(smaller(row + rows, w.rows[0]) - 1, w.group[0]) + 1
         w.least[0] = w.before[0] + T.truncdiv(smaller(row, w.rows[0] - 1), w.group[0]) + 1
-        w.low[0] = w.least[0] - w.span[0]
-        w.most[0] = w.high[0] - w.span[0]
         if less(w.rows[0] - 1, row):
             w.high[0] = 0  # nothing to do
         for e in each(-(-rows // 128)):
@@ -186,44 +183,73 @@ def build(
             )  # fmt: skip
 
     @T.macro
-    def wgmma(kind, a, a_at, desc, offset, sums, at, n, fresh_sums):
+    def wgmma(bf16, a, a_at, desc, offset, sums, at, fresh_sums):
+        kind = "bf16" if bf16 == "true" else "fp16"
         T.ptx_wgmma_rs(
             "float32", f"m64n{rows}k16", True, kind, kind, "fp32", a.data, a_at, desc.data, offset, sums.data, at,
             T.bool(not fresh_sums), 1, 1,
         )  # fmt: skip
 
-    @T.macro
-    def score(of, base, head, desc, st, w, lane):
-        """Starts S^T of the stage: the warp's tile at `base`, in groups of up to four slices."""
-        of.key_params(st, base, lane)
-        for j in each(of.k_loads):
-            of.keys(st, base, head, j, st.ak, j * of.k_atoms * 4, lane)
-        T.warpgroup_fence_operand(st.ak, 0, slices * 4)
-        T.warpgroup_fence_operand(st.s, 0, nt * 4)
-        T.warpgroup_arrive()
-        for j in each(slices):
-            wgmma(ab, st.ak, j * 4, desc, (w.wg * mt + j // 4) * (rows * 8) + j % 4 * 2, st.s, 0, rows, j == 0)
-        T.warpgroup_commit_batch()
-        T.warpgroup_fence_operand(st.s, 0, nt * 4)
+    def word(kind, w, slot, r):
+        """Address of tile r of the stage in a slot."""
+        at = g.tile_at(r) if kind is tile else r * plain.tile_words
+        return T.access_ptr(w.space[ring_at + slot * g.stage_words + at], "r", 1)
+
+    def head_of(kind, w, slot):
+        """Address of the channel parameters of the warp's own tile."""
+        at = table if kind.k_static else ring_at + slot * g.stage_words + (g.channel_at(w.warp) if kind is tile else 0)
+        return T.access_ptr(w.space[at], "r", 1)
 
     @T.macro
-    def fetch_values(of, base, st, sv, w, lane):
-        """V^T fragments of the warp, [m64 tile][16-token tile]: its 16 head dimensions of each."""
-        atoms = min(mt, of.v_atoms)  # of one load
-        words = max(1, of.v_words * atoms // of.v_atoms)
-        w.odd[0] = w.warp * mt * of.v_words // of.v_atoms * of.v_atoms // of.v_words
-        w.odd[0] = w.warp * mt - w.odd[0]  # half a word holds an atom: the second one
+    def fetch_keys(kind, st, w, lane):
+        """K fragments of the warp's own tile of the next stage."""
+        kind.key_params(st, word(kind, w, w.next[0], w.warp), lane)
+        for j in each(kind.k_loads):
+            kind.keys(
+                st, word(kind, w, w.next[0], w.warp), head_of(kind, w, w.next[0]), j, st.ak, j * kind.k_atoms * 4, lane
+            )
+
+    @T.macro
+    def prepare(full, st, w, i, lane):
+        """Waits for stage i, if there is one, and converts its keys, if any of the warpgroup's rows sees them."""
+        if less(i, w.count[0]):
+            T.barrier_wait(full[w.next[0]], w.parity[0])
+            T.call_extern("handle", "tz_fence")
+            w.token[0] = stream.token(w, i)
+            w.end[0] = w.packed[0]
+            if spare is not None:
+                if less(i, w.nb[0] + w.nc[0]):
+                    w.end[0] = stream.end(w, i)
+            w.edge[0] = T.cast(
+                T.Or(less(smaller(w.least[0], w.end[0]), w.token[0] + STAGE), less(w.token[0], w.high[0] - span(w))),
+                "int32",
+            )
+            w.here[0] = T.cast(
+                T.And(less(w.token[0], w.high[0]), less(w.least[0] - span(w), w.token[0] + STAGE)), "int32"
+            )
+            if w.here[0] > 0:
+                if spare is not None:
+                    if less(i, w.nb[0] + w.nc[0]):
+                        fetch_keys(spare, st, w, lane)
+                    else:
+                        fetch_keys(tile, st, w, lane)
+                else:
+                    fetch_keys(tile, st, w, lane)
+
+    @T.macro
+    def fetch_values(of, st, sv, a, w, lane):
+        """V^T fragments of m64 tile `a`, [16-token tile]: of the warp's 16 head dimensions."""
+        words = max(1, of.v_words // of.v_atoms)  # of an atom; of two, where half a word holds one
+        atom = w.warp * mt + a
         for r in each(4):
-            of.value_params(st, base(r), lane)
+            of.value_params(st, word(of, w, w.slot[0], r), lane)
             if w.edge[0] > 0:
                 of.guard(st, w.token[0] + r * 16, w.end[0], lane)
-            for c in each(mt // atoms):
-                first = w.warp * mt + c * atoms
-                of.values(
-                    st, base(r),
-                    (first // of.v_atoms * 32 + lane) * of.v_words + first % of.v_atoms * of.v_words // of.v_atoms,
-                    words, atoms, w.odd[0], sv, c * atoms * 4, w.edge[0], st.av, c * atoms * 16 + r * 4, 16,
-                )  # fmt: skip
+            of.values(
+                st, word(of, w, w.slot[0], r),
+                (atom // of.v_atoms * 32 + lane) * of.v_words + atom % of.v_atoms * of.v_words // of.v_atoms,
+                words, 1, a % 2 if mt > 1 else w.warp % 2, sv, a * 4, w.edge[0], st.av, a % 2 * 16 + r * 4, 4,
+            )  # fmt: skip
 
     @T.macro
     def mask(space, st, w, lane):
@@ -234,7 +260,7 @@ def build(
                 for half in each(2):
                     at = w.token[0] + w.warp * 16 + half * 8 + lane // 4
                     st.s[t * 4 + half * 2 + j] = T.if_then_else(
-                        T.call_extern("bool", "tz_among", at, hi, w.span[0]), st.s[t * 4 + half * 2 + j],
+                        T.call_extern("bool", "tz_among", at, hi, span(w)), st.s[t * 4 + half * 2 + j],
                         -T.infinity("float32"),
                     )  # fmt: skip
                     st.s[t * 4 + half * 2 + j] = T.if_then_else(
@@ -309,42 +335,41 @@ def build(
             )  # fmt: skip
 
     @T.macro
-    def release(empty, w, lane):
-        """The stage that was held is free."""
-        if w.held[0] >= 0:
-            if lane == 0:
-                T.barrier_arrive(empty[w.held[0]])
-        w.held[0] = -1
-
-    @T.macro
-    def work(of, base, mine, head, space, empty, desc, sv, st, scale, cap, w, lane):
-        """One stage. base(r): address of its tile r; mine, head: of the warp's own, and of its channel parameters."""
-        score(of, mine, head, desc, st, w, lane)
-        T.warpgroup_wait(1)
-        release(empty, w, lane)
-        fetch_values(of, base, st, sv, w, lane)
+    def work(of, space, full, desc, sv, st, scale, cap, w, i, lane):
+        """Stage i, whose keys are in st.ak; afterwards the keys of the next one are."""
+        T.warpgroup_fence_operand(st.ak, 0, slices * 4)
+        T.warpgroup_fence_operand(st.s, 0, nt * 4)
+        T.warpgroup_arrive()
+        for j in each(slices):
+            wgmma(of.kb, st.ak, j * 4, desc, (w.wg * mt + j // 4) * (rows * 8) + j % 4 * 2, st.s, 0, j == 0)
+        T.warpgroup_commit_batch()
+        T.warpgroup_fence_operand(st.s, 0, nt * 4)
+        fetch_values(of, st, sv, 0, w, lane)
         T.warpgroup_wait(0)
         T.warpgroup_fence_operand(st.s, 0, nt * 4)
-        T.warpgroup_fence_operand(st.o, 0, mt * nt * 4)
         softmax(of, space, st, scale, cap, w, lane)
         T.fence_proxy_async()  # wgmma reads P^T through the asynchronous proxy
         T.call_extern("handle", "tz_wg_sync", w.wg + 1)
-        T.warpgroup_fence_operand(st.av, 0, mt * 16)
-        T.warpgroup_fence_operand(st.o, 0, mt * nt * 4)
-        T.warpgroup_arrive()
         for a in each(mt):
+            if a > 1:
+                T.warpgroup_wait(1)  # the products that read this half of st.av
+            if a > 0:
+                fetch_values(of, st, sv, a, w, lane)
+            T.warpgroup_fence_operand(st.av, a % 2 * 16, 16)
+            T.warpgroup_fence_operand(st.o, a * nt * 4, nt * 4)
+            T.warpgroup_arrive()
             for r in each(4):
-                wgmma(
-                    "bf16" if of.vb == "true" else "fp16", st.av, a * 16 + r * 4, desc,
-                    q_bytes // 16 + w.wg * (rows * 8) + r * 2, st.o, a * nt * 4, rows, False,
-                )  # fmt: skip
-        T.warpgroup_commit_batch()
+                at = q_bytes // 16 + w.wg * (rows * 8) + r * 2
+                wgmma(of.vb, st.av, a % 2 * 16 + r * 4, desc, at, st.o, a * nt * 4, False)
+            T.warpgroup_commit_batch()
+            T.warpgroup_fence_operand(st.o, a * nt * 4, nt * 4)
+        prepare(full, st, w, i + 1, lane)
+        T.warpgroup_wait(0)
         T.warpgroup_fence_operand(st.o, 0, mt * nt * 4)
-        w.held[0] = w.slot[0]
 
     @T.macro
     def finish(O, LSE, SINK, space, st, w, wt, lane):
-        """O = O^T / l, transposed by stmatrix into the rows' place in Q; a row that sees nothing is 0, with lse -inf."""
+        """O = O^T / l, by stmatrix into the rows' place in Q; a row that sees nothing is 0, with lse -inf."""
         for i in each(nt * 2):
             for d in each(3):
                 st.l[i] = st.l[i] + T.call_extern("float32", "tz_xor_shuffle", st.l[i], 4 << d)
@@ -437,7 +462,7 @@ def build(
             tx = T.get_thread_binding()
             lane = tx % 32
             sizes = {"o": mt * nt * 4, "s": nt * 4, "m": nt * 2, "l": nt * 2, "f": 4}
-            words = {"ak": slices * 4, "av": mt * 16}
+            words = {"ak": slices * 4, "av": min(mt, 2) * 16}
             st = SimpleNamespace(
                 **{name: T.alloc_local((n,), "float32") for name, n in sizes.items()},
                 **{name: T.alloc_local((n,), "uint32") for name, n in words.items()},
@@ -446,7 +471,7 @@ def build(
             sv = T.alloc_local((mt * 4 if tile.v_static else 1,), "uint32")
             desc = T.alloc_wgmma_desc()
             ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, *LIMITS)}
-            w = SimpleNamespace(b_=b, h=h, wg=tx // 128, warp=tx // 32 % 4, **ints)
+            w = SimpleNamespace(b_=b, space=space, window=window, h=h, wg=tx // 128, warp=tx // 32 % 4, **ints)
             x = SimpleNamespace(
                 KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW, hk=HK, pw=PW, rh=RH, rw=RW, nh=NH, nw=NW
             )
@@ -473,7 +498,7 @@ def build(
                 T.inc_max_nreg(REGISTERS[wgs][1])
                 if less(w.row0[0], w.rows[0]):
                     T.initialize_wgmma_descriptor(desc, T.access_ptr(space[0], "r"), 1, 1, 64)
-                    limits(space, w, window, tx % 128)
+                    limits(space, w, tx % 128)
                     load_q(Q, space, st, w, tx % 128)
                     if tile.k_static:
                         tile.share_static(SK, space, table, h, tx % 128, 128)  # each warpgroup writes the same
@@ -485,56 +510,28 @@ def build(
                         st.m[i] = 0.0
                         st.l[i] = 0.0
                     w.seen[0] = 0
-                    w.held[0] = -1
                     T.fence_proxy_async()  # wgmma reads Q through the asynchronous proxy
                     T.call_extern("handle", "tz_wg_sync", w.wg + 1)
+                    w.next[0] = 0
+                    prepare(full, st, w, 0, lane)
                     for i in T.serial(w.count[0]):
-                        T.barrier_wait(full[w.slot[0]], w.parity[0])
-                        T.call_extern("handle", "tz_fence")
-                        at = ring_at + w.slot[0] * g.stage_words
-                        w.token[0] = stream.token(w, i)
-                        w.end[0] = w.packed[0]
-                        if spare is not None:
-                            if less(i, w.nb[0] + w.nc[0]):
-                                w.end[0] = stream.end(w, i)
-                        w.edge[0] = T.cast(
-                            T.Or(
-                                less(smaller(w.least[0], w.end[0]), w.token[0] + STAGE), less(w.token[0], w.most[0])
-                            ), "int32",
-                        )  # fmt: skip
-                        if T.And(less(w.token[0], w.high[0]), less(w.low[0], w.token[0] + STAGE)):
+                        w.slot[0] = w.next[0]
+                        w.next[0] = w.next[0] + 1
+                        if w.next[0] == stages:
+                            w.next[0] = 0
+                            w.parity[0] = w.parity[0] ^ 1
+                        if w.here[0] > 0:
                             if spare is not None:
                                 if less(i, w.nb[0] + w.nc[0]):
-                                    work(
-                                        spare, lambda r: T.access_ptr(space[at + r * plain.tile_words], "r", 1),
-                                        T.access_ptr(space[at + w.warp * plain.tile_words], "r", 1),
-                                        T.access_ptr(space[at], "r", 1), space, empty, desc, sv, st, scale, cap, w, lane,
-                                    )  # fmt: skip
+                                    work(spare, space, full, desc, sv, st, scale, cap, w, i, lane)
                                 else:
-                                    work(
-                                        tile, lambda r: T.access_ptr(space[at + g.tile_at(r)], "r", 1),
-                                        T.access_ptr(space[at + g.tile_at(w.warp)], "r", 1), T.access_ptr(
-                                            space[table if tile.k_static else at + g.channel_at(w.warp)], "r", 1
-                                        ), space, empty, desc, sv, st, scale, cap, w, lane,
-                                    )  # fmt: skip
+                                    work(tile, space, full, desc, sv, st, scale, cap, w, i, lane)
                             else:
-                                work(
-                                    tile, lambda r: T.access_ptr(space[at + g.tile_at(r)], "r", 1),
-                                    T.access_ptr(space[at + g.tile_at(w.warp)], "r", 1), T.access_ptr(
-                                        space[table if tile.k_static else at + g.channel_at(w.warp)], "r", 1
-                                    ), space, empty, desc, sv, st, scale, cap, w, lane,
-                                )  # fmt: skip
+                                work(tile, space, full, desc, sv, st, scale, cap, w, i, lane)
                         else:
-                            T.warpgroup_wait(0)
-                            release(empty, w, lane)
-                            if lane == 0:
-                                T.barrier_arrive(empty[w.slot[0]])
-                        w.slot[0] = w.slot[0] + 1
-                        if w.slot[0] == stages:
-                            w.slot[0] = 0
-                            w.parity[0] = w.parity[0] ^ 1
-                    T.warpgroup_wait(0)
-                    T.warpgroup_fence_operand(st.o, 0, mt * nt * 4)
+                            prepare(full, st, w, i + 1, lane)
+                        if lane == 0:
+                            T.barrier_arrive(empty[w.slot[0]])
                     finish(O, LSE, SINK, space, st, w, tx % 128, lane)
 
     return main

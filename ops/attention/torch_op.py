@@ -25,6 +25,12 @@ def call_decode(q, cache, scale, softcap, window, sinks):
     return torch.ops.terrazzo.attention_decode(q, *_fields(cache), scale, softcap, window, sinks)
 
 
+def call_prefill(q, cache, cu_seqlens, most_new, k, v, scale, softcap, window, sinks):
+    """`prefill` as one opaque node of a graph: (out, lse)."""
+    facts = (cu_seqlens, most_new, k, v, scale, softcap, window, sinks)
+    return torch.ops.terrazzo.attention_prefill(q, *_fields(cache), *facts)
+
+
 def call_append(cache, k, v) -> None:
     """`append` as one opaque node of a graph."""
     torch.ops.terrazzo.attention_append(k, v, *_fields(cache))
@@ -66,6 +72,44 @@ def attention_decode(
 @attention_decode.register_fake
 def _(q, *cache_and_options):
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("terrazzo::attention_prefill", mutates_args=())
+def attention_prefill(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    k_static: torch.Tensor | None,
+    v_static: torch.Tensor | None,
+    k_format: str,
+    v_format: str,
+    head_dim: int,
+    page_size: int,
+    max_length: int,
+    cu_seqlens: torch.Tensor,
+    most_new: int,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    scale: float | None,
+    softcap: float,
+    window: int,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of q [N, Hq, D], the fields of a PackedCache, and the new tokens or None."""
+    from terrazzo.ops.attention.prefill_op import run
+
+    cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
+                   page_size, max_length)  # fmt: skip
+    options = dict(scale=scale, softcap=softcap, window=window, sinks=sinks)
+    return run(q, cache, cu_seqlens, most_new, k=k, v=v, **options)
+
+
+@attention_prefill.register_fake
+def _(q, *cache_and_options):
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 @torch.library.custom_op("terrazzo::attention_append", mutates_args=("pages", "residual"))

@@ -6,17 +6,21 @@ python tests/gpu/prefill_cases.py "Case('int4', 'int4', past=(100, 7), new=(40, 
 from __future__ import annotations
 
 import os
+import random
 import sys
 from dataclasses import dataclass, replace
 
 import torch
 from terrazzo.ops.attention import cache as caches
-from terrazzo.ops.attention import prefill as op
+from terrazzo.ops.attention import prefill_op as op
 from terrazzo.ops.attention import prefill_reference, reference
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.schedules.attention_prefill import Prefill
 
-from tests.gpu import attention_cases
+if __package__:
+    from tests.gpu import attention_cases
+else:  # a script, or beside the tests of the GPU
+    import attention_cases
 
 TARGET = os.environ.get("TERRAZZO_TEST_TARGET")
 
@@ -155,6 +159,25 @@ def check(case: Case) -> None:
     except Exception as error:
         raise AssertionError(f"{type(error).__name__}: {error}\n  {case.repro}") from error
     judge(case, *found)
+
+
+def fuzz(count: int, pool: list[Case], seed: int = 2026) -> list[Case]:
+    """Seeded cases that need no kernels but those of `pool`."""
+    rng = random.Random(seed)
+    cases = []
+    for i in range(count):
+        base = pool[i % len(pool)]
+        longest, chunk = rng.choice((40, 300, 1500, 4000)), rng.choice((1, 20, 64, 130, 513))
+        batch = rng.randint(1, 5)
+        cases.append(
+            replace(
+                base, group=rng.choice((1, 2, 4, 7, 8)), kv_heads=rng.choice((1, 2, 3)), seed=rng.randint(1, 3),
+                past=tuple(rng.choice((0, rng.randint(0, longest), longest)) for _ in range(batch)),
+                new=(rng.randint(1, chunk), *(rng.choice((0, rng.randint(0, chunk), chunk)) for _ in range(batch - 1))),
+                window=rng.choice((0, 0, 0, 17, 500)), sharp=rng.choice((0.5, 1.0, 4.0)),
+            )
+        )  # fmt: skip
+    return cases
 
 
 if __name__ == "__main__":

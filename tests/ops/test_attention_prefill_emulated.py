@@ -14,7 +14,7 @@ from terrazzo.lowering import compile_request
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.attention import op as decode_op
-from terrazzo.ops.attention import prefill as op
+from terrazzo.ops.attention import prefill_op as op
 from terrazzo.ops.attention.prefill_stages import plain_layout
 from terrazzo.ops.attention.quantizer import quantize
 from wgmma_on_cpu import SHIMS as WGMMA

@@ -18,7 +18,8 @@ template <class F> static void wg_meet(F work) {
   if (++w.arrived == 128) { work(); w.arrived = 0; ++w.round; } else wait_until([&] { return w.round != round; });
 }
 struct Product {  // A: registers or memory
-  const uint32_t *a; const char *at, *b; int32_t *c; int n; bool add, sign, e4m3; int wide;  // wide: 16-bit operands, 1 f16, 2 bf16
+  const uint32_t *a; const char *at, *b; int32_t *c; int n; bool add, sign, e4m3;
+  int wide;  // 16-bit operands: 1 f16, 2 bf16
 };
 static std::vector<std::vector<Product>> products[1024];  // of each thread: groups, the last one open
 static float e4m3_value(uint8_t byte) {
@@ -71,7 +72,8 @@ template <bool BF16> static void multiply_wide(int first, size_t group, size_t i
 }
 static void multiply(int first, size_t group, size_t index) {
   Product &head = products[first][group][index];
-  if (head.wide) return head.wide > 1 ? multiply_wide<true>(first, group, index) : multiply_wide<false>(first, group, index);
+  if (head.wide > 1) return multiply_wide<true>(first, group, index);
+  if (head.wide) return multiply_wide<false>(first, group, index);
   if (head.e4m3) return multiply_e4m3(first, group, index);
   static int16_t x[64][32]; static int8_t y[256][32];
   auto of = [&](uint8_t byte) { return head.sign ? (int16_t)(int8_t)byte : (int16_t)byte; };

@@ -148,10 +148,18 @@ def prefill(
     Raises:
         ArgumentError: an argument that does not fit. CaptureError: a kernel never launched before, in graph capture.
     """
+    import torch
+
     options = dict(scale=scale, softcap=softcap, window=window, sinks=sinks)
-    return run(q, cache, cu_seqlens, most_new, k=k, v=v, **options, out=out, lse=lse, schedule=schedule, target=target)[
-        0
-    ]
+    if torch.compiler.is_compiling() or type(q) is not torch.Tensor:  # traced, fake or another subclass: dispatch
+        from terrazzo.ops.attention import torch_op
+
+        made, sums = torch_op.call_prefill(q, cache, cu_seqlens, most_new, k, v, *options.values())
+        if lse is not None:
+            lse.copy_(sums)
+        return made if out is None else out.copy_(made)
+    where = dict(out=out, lse=lse, schedule=schedule, target=target)
+    return run(q, cache, cu_seqlens, most_new, k=k, v=v, **options, **where)[0]
 
 
 def run(

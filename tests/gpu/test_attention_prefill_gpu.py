@@ -1,0 +1,117 @@
+"""Prefill attention on the GPU against float64: formats, chunks over a past, new tokens as they are, options, races."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from prefill_cases import Case, check, fuzz, inputs, run
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.attention import decode, prefill, store
+
+FUZZ_CASES = 150
+RAGGED = dict(past=(300, 0, 1, 129, 512), new=(150, 33, 0, 1, 64))
+MMA = ("mma", 2, 8, 3)
+
+
+def variants(base: Case) -> tuple[Case, ...]:
+    """One kernel, many calls."""
+    return (
+        base,
+        replace(base, past=(0,), new=(700,), sharp=4.0),
+        replace(base, past=(2000, 10), new=(130, 200), group=1),
+        replace(base, past=(500, 3), new=(70, 40), group=7, window=90),
+        replace(base, past=(1000,), new=(1,), kv_heads=1, group=8, seed=1),
+    )
+
+
+FORMATS = {
+    f"{k}-{v}-{page}-{'fresh' if fresh else 'stored'}": variants(
+        Case(k, v, page=page, fresh=fresh, dtype="bfloat16" if k == "bfloat16" else "float16", **RAGGED)
+    )
+    for k, v, page, fresh in (
+        ("float16", "float16", 0, False), ("int8", "int8", 128, False), ("int4", "int4", 0, False),
+        ("int4", "int4", 64, True), ("int8", "int4", 0, True), ("int4_channel128", "int4", 128, True),
+        ("int4_channel32", "int2", 32, False), ("int2_channel64", "int2", 0, False), ("bfloat16", "bfloat16", 0, True),
+        ("int8_static", "int8_static", 0, False), ("fp8", "fp8", 128, True), ("int2", "int8", 48, False),
+    )
+}  # fmt: skip
+SHAPES = {
+    "head_dim 64": variants(Case("int4", "int2", head_dim=64, **RAGGED)),
+    "head_dim 256": variants(Case("int8", "int4", head_dim=256, page=128, **RAGGED)),
+    "bfloat16 queries": variants(Case("int4", "int8", dtype="bfloat16", fresh=True, **RAGGED)),
+    "residual": variants(Case("int4", "int4", residual=64, page=64, fresh=True, **RAGGED)),
+    "options": tuple(
+        replace(case, window=window)
+        for case in variants(Case("int4", "int4", softcap=5.0, sinks=True, **RAGGED))
+        for window in (0, 33)
+    ),
+    "mma int4": variants(Case("int4", "int4", schedule=MMA, **RAGGED)),
+    "mma fresh": variants(Case("int4_channel128", "int8", schedule=MMA, fresh=True, page=128, **RAGGED)),
+    "sm_80 as PTX": variants(Case("int8", "int4", target="sm_80", **RAGGED)),
+}
+
+
+@pytest.fixture(autouse=True)
+def small(nothing_compiles) -> None:
+    """No kernel is compiled while a test runs."""
+
+
+@pytest.mark.parametrize("cases", FORMATS.values(), ids=FORMATS)
+def test_formats(cases):
+    for case in cases:
+        check(case)
+
+
+@pytest.mark.parametrize("cases", SHAPES.values(), ids=SHAPES)
+def test_shapes(cases):
+    for case in cases:
+        check(case)
+
+
+POOL = [cases[0] for cases in (*FORMATS.values(), *SHAPES.values())]
+FUZZ = fuzz(int(os.environ.get("TERRAZZO_FUZZ_CASES", FUZZ_CASES)), POOL)
+
+
+@pytest.mark.parametrize("cases", [FUZZ[i::10] for i in range(10)], ids=lambda cases: f"{len(cases)} cases")
+def test_fuzz(cases):
+    failed = []
+    for case in cases:
+        try:
+            check(case)
+        except AssertionError as error:
+            failed.append(str(error))
+    assert not failed, f"{len(failed)} of {len(cases)} cases:\n" + "\n".join(failed)
+
+
+@pytest.mark.parametrize("cases", [(Case("int4", "int4", past=(3000,) * 4, new=(600,) * 4, kv_heads=8),)])
+def test_several_waves_give_the_same_bits(cases):
+    for case in cases:
+        given, first, _ = run(case)
+        for _ in range(100):
+            again = prefill(given.q, given.cache, given.cu_seqlens, given.most_new)
+            assert torch.equal(again.view(torch.int16), first.view(torch.int16)), case.repro
+
+
+@pytest.mark.parametrize("cases", [(Case("int4", "int4", page=64, fresh=True, past=(300,), new=(64,)),)])
+def test_chunks_then_store_then_decode(cases):
+    """The operators agree on what a cache holds: prefill without k and v is decode, where both take the rows."""
+    given = inputs(cases[0])
+    store(given.cache, given.k, given.v, given.cu_seqlens, given.most_new)
+    whole = prefill(given.q, given.cache, given.cu_seqlens, given.most_new)
+    last = decode(given.q[-4:].unsqueeze(0), given.cache)
+    assert (whole[-4:].float() - last[0].float()).abs().max() < 5e-3
+
+
+@pytest.mark.parametrize("cases", [(Case("int4", "int4", past=(300,), new=(64,)),)])
+def test_refusals(cases):
+    given = inputs(cases[0])
+    good = dict(q=given.q, cache=given.cache, cu_seqlens=given.cu_seqlens, most_new=given.most_new)
+    for wrong in (
+        dict(q=given.q[None]), dict(q=given.q.float()), dict(cu_seqlens=given.cu_seqlens.long()), dict(most_new=-1),
+        dict(k=given.q[:, :2]), dict(window=-1), dict(sinks=torch.zeros(3, device="cuda")),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError):
+            prefill(**good | wrong)
