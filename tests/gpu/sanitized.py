@@ -16,6 +16,7 @@ import attention_cases
 import attention_write_cases
 import oracles
 import torch
+import w4a8_fp8_oracles
 import w4a8_oracles
 import w4ax_cases
 from terrazzo.lowering import is_ready
@@ -23,6 +24,7 @@ from terrazzo.ops import w4a8, w4a16
 
 W4A16, F16 = oracles.Spec, oracles.Case
 W4A8, S8 = w4a8_oracles.Spec, w4a8_oracles.Case
+E4M3, S4F8 = w4a8_fp8_oracles.Spec, w4a8_fp8_oracles.Case
 W4AX, S4 = w4ax_cases.Spec, w4ax_cases.Case
 DEVICE = "cuda"
 
@@ -56,7 +58,7 @@ class Watched:
         assert all(is_ready(request) for request in requests), f"{self.name}: compile its kernels first"
         run = {oracles.Case: run_w4a16, w4a8_oracles.Case: run_w4a8}.get(type(self.case))
         plain = {attention_cases.Case: attention_cases.run, attention_write_cases.Case: attention_write_cases.check}
-        plain[w4ax_cases.Case] = w4ax_cases.product
+        plain |= {w4ax_cases.Case: w4ax_cases.product, w4a8_fp8_oracles.Case: w4a8_fp8_oracles.check}
         run(self.case, self.weight(), requests) if run else plain[type(self.case)](self.case)
         torch.cuda.synchronize()
 
@@ -110,6 +112,8 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched("pingpong shared", S8(W4A8(257, 2048, 32), 100, "float16", pipeline="pingpong", kind="integer")),
         Watched("quantizer, many rows", S8(W4A8(64, 203), 300)),
         Watched("multistage split", S8(W4A8(257, 512, 64), 40, "int32", kind="integer"), "sm_80"),
+        Watched("stream_k e4m3, quantizer", S4F8(E4M3(257, 640, 64, bias=True, smooth=True), 70)),
+        Watched("stream_k e4m3 shared", S4F8(E4M3(256, 2048, 32), 20, "integer")),
     ),
     "w4ax": (
         Watched("small_batch", S4(W4AX(130, 640, 0.25, bias=True), (5,))),
@@ -140,7 +144,7 @@ def planted() -> None:
 
 
 def main(name: str, say: Callable[[str], None] = lambda text: print(text, flush=True)) -> None:
-    oracles.DEVICE = w4a8_oracles.DEVICE = w4ax_cases.HOME = "cpu"
+    oracles.DEVICE = w4a8_oracles.DEVICE = w4ax_cases.HOME = w4a8_fp8_oracles.HOME = "cpu"
     if name == PLANTED.name:
         planted()
     for watched in FAMILIES.get(name, ()):

@@ -7,49 +7,18 @@ random    16-bit activations through the whole operator, inside the bound; toget
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import pytest
 import torch
 from oracles import TARGET, run_all
 from terrazzo.ops import w4a8
 from terrazzo.ops.w4a8 import activations, fp8, fp8_reference
+from w4a8_fp8_oracles import DEVICE, Case, Spec, check, packed
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_compiles"),
     pytest.mark.skipif(bool(TARGET), reason="sm_80 has no e4m3"),
 ]
-DEVICE = "cuda"
-
-
-@dataclass(frozen=True)
-class Spec:
-    n: int
-    k: int
-    group: int = 128
-    bias: bool = False
-    smooth: bool = False
-
-
-@dataclass(frozen=True)
-class Case:
-    """One operator call: m tokens, output dtype, "one-hot", "integer" or "random" activations."""
-
-    spec: Spec
-    m: int
-    kind: str = "random"
-    seed: int = 0
-
-    @property
-    def out(self) -> str:
-        """Kernels are few: a weight has one output dtype."""
-        return ("float16", "bfloat16")[SPECS.index(self.spec) % 2]
-
-    def requests(self) -> list:
-        dtype = getattr(torch, self.out)
-        return w4a8.weight_requests(packed(self.spec, self.kind == "random"), self.m, dtype) if self.m else []
-
-
 SPECS = (
     Spec(256, 512),
     Spec(257, 203, 64, bias=True, smooth=True),
@@ -59,77 +28,6 @@ SPECS = (
     Spec(1, 16, 32, bias=True),
 )
 MS = (0, 1, 7, 16, 17, 32, 33, 64, 65, 128, 200, 256, 300, 1000)
-
-
-@lru_cache
-def canonical(spec: Spec, free: bool) -> fp8.QuantizedWeight:
-    """A weight on the GPU; its scales are free, or powers of two."""
-    rng = torch.Generator().manual_seed(spec.n)
-    shape = (spec.n, -(-spec.k // spec.group))
-    factors = torch.randn(shape, generator=rng) if free else 2.0 ** torch.randint(-2, 2, shape, generator=rng)
-    channels = torch.exp(torch.randn(spec.n, generator=rng) * 0.5 - 5) if free else torch.full((spec.n,), 2.0**-6)
-    return fp8.QuantizedWeight.canonical(
-        torch.randint(-8, 8, (spec.n, spec.k), generator=rng),
-        factors.half(),
-        channels,
-        group_size=spec.group,
-        smooth=torch.exp(torch.randn(spec.k, generator=rng) * 0.5) if spec.smooth else None,
-        bias=torch.randint(-8, 8, (spec.n,), generator=rng).float() if spec.bias else None,
-    ).to(DEVICE)
-
-
-@lru_cache
-def packed(spec: Spec, free: bool) -> fp8.PackedWeight:
-    return canonical(spec, free).pack()
-
-
-def launch(case: Case, x: torch.Tensor | w4a8.QuantizedActivations) -> torch.Tensor:
-    """Two runs into NaN between guard rows: all of y and nothing else is written, and the bits repeat."""
-    dtype, weight, runs = getattr(torch, case.out), packed(case.spec, case.kind == "random"), []
-    for _ in range(2):
-        guarded = torch.full((case.m + 2, case.spec.n), float("nan"), dtype=dtype, device=DEVICE)
-        y = w4a8.gemm(x, weight, out=guarded[1:-1], out_dtype=dtype)
-        assert y.data_ptr() == guarded[1:-1].data_ptr(), f"out= was not used; {case}"
-        assert bool((guarded[0].isnan() & guarded[-1].isnan()).all()), f"rows beside the output were written; {case}"
-        runs.append(y)
-    assert torch.equal(runs[0].view(torch.int16), runs[1].view(torch.int16)), f"two runs differ; {case}"
-    return runs[0]
-
-
-def exact(case: Case) -> None:
-    rng = torch.Generator().manual_seed(case.seed)
-    m, k = case.m, case.spec.k
-    if case.kind == "one-hot":
-        columns = torch.randperm(max(k, m), generator=rng)[:m]  # rows past K are zero
-        values = (columns[:, None] == torch.arange(k)).float()
-    else:
-        values = torch.randint(-4, 5, (m, k), generator=rng).float()
-    q = torch.nn.functional.pad(values, (0, -k % 16)).to(torch.float8_e4m3fn).to(DEVICE)
-    scales = (2.0 ** torch.randint(-3, 1, (m,), generator=rng)).to(DEVICE)
-    y = launch(case, w4a8.QuantizedActivations(q, scales, None, (m, k)))
-    ref = fp8_reference.gemm(q[:, :k], scales, canonical(case.spec, False))
-    bad = y != ref.float().to(y.dtype)
-    assert not bool(bad.any()), f"{int(bad.sum())} of {bad.numel()} wrong, first {bad.nonzero()[:4].tolist()}; {case}"
-
-
-def within(case: Case) -> None:
-    rng = torch.Generator().manual_seed(case.seed + 1)
-    x = torch.randn(case.m, case.spec.k, generator=rng)
-    x[:, torch.randperm(case.spec.k, generator=rng)[: max(1, case.spec.k // 256)]] *= 8  # outlier channels
-    x, weight = x.to(getattr(torch, case.out)).to(DEVICE), canonical(case.spec, True)
-    y = launch(case, x)
-    if not case.m:
-        return
-    q, scales = fp8_reference.quantize_activations(x, weight.smooth)
-    ref = fp8_reference.gemm(q, scales, weight)
-    error = (y.double() - ref).abs()
-    bad = ~(error <= fp8_reference.forward_error_bound(q, scales, weight, y.dtype))
-    assert not bool(bad.any()), f"{int(bad.sum())} of {bad.numel()} outside, first {bad.nonzero()[:4].tolist()}; {case}"
-    assert error.norm() <= 1e-2 * ref.norm(), f"off by {float(error.norm() / ref.norm()):.2e} of the product; {case}"
-
-
-def check(case: Case) -> None:
-    within(case) if case.kind == "random" else exact(case)
 
 
 @pytest.mark.parametrize("kind", ["one-hot", "integer", "random"])
