@@ -99,6 +99,8 @@ def test_the_benchmark_of_w4a8_compiles_few_kernels(capsys):
     for arguments in ([], ["--quick"], ["--ablation"], ["--quantizer"], ["--fp8"]):
         assert w4a8.main([*arguments, "--count"]) == 0
         assert int(capsys.readouterr().out.split()[0]) <= 120
+    assert w4a8_ablation.main(["--quick", "--count"]) == 0
+    assert int(capsys.readouterr().out.split()[0]) <= 100
 
 
 def test_a_file_with_a_missing_field_is_named(tmp_path, result):
