@@ -219,7 +219,7 @@ def test_each_weight_stays_on_one_gpu(place, monkeypatch):
 def test_patience_ends_a_problem(place):
     job = dataclasses.replace(tuning.SMALL, strategy="top-k", patience=3, m=(8,), confirm=0)
     tuning.run(job, *place)
-    times = [it.us for it in trials(place[0])]
+    times = [it.us or 1e9 for it in trials(place[0])]
     assert len(times) < 14
     settled = min(range(len(times)), key=times.__getitem__)
     assert len(times) - 1 - settled <= 3 + 2 * 2 + 2  # and what was compiled ahead
@@ -245,7 +245,7 @@ def test_a_machine_without_a_gpu_says_so(place, tmp_path):
 def test_spilling_kernels_are_not_run(place, tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "_spills", lambda folder: 64)
     summary = tuning.run(dataclasses.replace(tuning.SMALL, m=(8,)), *place)
-    assert set(summary.statuses) == {"spills"} and not logged(place[1])
+    assert {"spills"} <= set(summary.statuses) <= {"spills", "compile"} and not logged(place[1])
 
 
 def test_preview_needs_no_gpu():
