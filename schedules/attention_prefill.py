@@ -14,7 +14,7 @@ from terrazzo.lowering.targets import Target
 
 _STATIC = 2048  # bytes: barriers with their alignment, and what the driver keeps of each CTA
 _MMA_ROWS = {64: 4, 128: 2, 256: 1}  # head_dim -> groups of 8 rows of a warp
-_WGMMA_ROWS = {64: 8, 128: 8, 256: 4}  # head_dim -> groups of 8 rows of a warpgroup
+_WGMMA_ROWS = {64: 8, 128: 8}  # head_dim -> groups of 8 rows of a warpgroup; 256 would spill
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def every(problem: PrefillProblem, target: Target) -> list[Prefill]:
     """The schedules to choose from, best first: wgmma where the target has it, the widest tile of rows that registers
     allow, and as many stages as fit, up to 4."""
     made = []
-    if target.supports("wgmma.f16"):
+    if target.supports("wgmma.f16") and problem.head_dim in _WGMMA_ROWS:
         made += [Prefill("wgmma", _WGMMA_ROWS[problem.head_dim], warps, n) for warps in (8, 4) for n in (4, 3, 2)]
     made += [Prefill("mma", _MMA_ROWS[problem.head_dim], warps, n) for warps in (8, 4) for n in (4, 3, 2)]
     return [schedule for schedule in made if schedule.smem_bytes(problem) + _STATIC <= target.smem_per_block]

@@ -2,8 +2,8 @@
 
 Tiles of 16 tokens are the A operand of S^T = K Q^T and O^T += V^T P^T, converted in registers by the warp that
 multiplies them. A warp owns 8 * row_tiles rows and walks over all tokens that they see; the warps of a CTA read the
-same stages of 64 tokens, a ring that all threads fill by cp.async. P^T is transposed in registers (movmatrix). The running
-maximum is lazy: sums are rescaled only when a score exceeds it by 2^4.
+same stages of 64 tokens, a ring that all threads fill by cp.async. P^T is transposed in registers (movmatrix). The
+running maximum is lazy: sums are rescaled only when a score exceeds it by 2^4.
 """
 
 from types import SimpleNamespace

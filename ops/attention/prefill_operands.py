@@ -45,7 +45,8 @@ def operand_state() -> dict:
 
 def make_operand_macros(layout: CacheLayout) -> SimpleNamespace:
     """Macros of one tile at address `base`: `key_params`, `keys` (one load of a lane), `value_params`, `guard` and
-    `values` (atoms of one load). Attributes: k_loads, k_atoms, v_loads, v_atoms: loads of a lane, 16 x 16 atoms of each.
+    `values` (atoms of one load). Attributes: k_loads, k_atoms, v_loads, v_atoms: loads of a lane, 16 x 16 atoms of
+    each.
 
     Channel parameters, and static scales of keys in their order, are read from address `head`; static scales of values
     are the caller's words sv [atom, half, (scale, zero)].

@@ -45,6 +45,7 @@ LIMITS = (
     ),
     *("seen", "next"),
 )
+KEPT = ("first", "group", "rows", "row0")  # in shared memory while the loop runs: registers
 _SOURCE = """\
 // whether any thread of the warpgroup says so; a barrier of its 128 threads
 __device__ __forceinline__ bool tz_wg_any(bool x, int id) {
@@ -60,7 +61,7 @@ __device__ __forceinline__ void *tz_at8(const void *p, int at) { return (char *)
 def part_bytes(head_dim: int, row_tiles: int, wgs: int) -> tuple[int, int, int]:
     """Bytes of Q, of P^T and of the rows' integers and partial results, each a multiple of 1024."""
     rows = 8 * row_tiles * wgs
-    return rows * head_dim * 2, rows * STAGE * 2, -(-rows * 4 * 5 // 1024) * 1024
+    return rows * head_dim * 2, rows * STAGE * 2, -(-(rows * 5 + len(KEPT)) * 4 // 1024) * 1024
 
 
 def shared_words(g: Geometry, row_tiles: int, wgs: int, stages: int) -> int:
@@ -104,6 +105,7 @@ def build(
         raise ArgumentError("stages", stages, constraint, "use fewer")
     q_bytes, p_bytes, row_bytes = part_bytes(D, nt, wgs)
     state_at = (q_bytes + p_bytes) // 4  # words: ends of what rows see, then 4 partial results of each row
+    kept_at = state_at + rows * wgs * 5
     table = state_at + row_bytes // 4  # static scales of keys
     ring_at = total - stages * g.stage_words
     bf16 = "true" if dtype == "bfloat16" else "false"
@@ -146,6 +148,9 @@ def build(
         w.least[0] = w.before[0] + T.truncdiv(smaller(row, w.rows[0] - 1), w.group[0]) + 1
         if less(w.rows[0] - 1, row):
             w.high[0] = 0  # nothing to do
+        if wt == 0:
+            for i in each(len(KEPT)):  # each warpgroup writes the same
+                space[kept_at + i] = getattr(w, KEPT[i])[0]
         for e in each(-(-rows // 128)):
             if less(e * 128 + wt, rows):
                 space[state_at + w.wg * rows + e * 128 + wt] = (
@@ -216,8 +221,8 @@ def build(
             T.barrier_wait(full[w.next[0]], w.parity[0])
             T.call_extern("handle", "tz_fence")
             w.token[0] = stream.token(w, i)
-            w.end[0] = w.packed[0]
             if spare is not None:
+                w.end[0] = w.packed[0]
                 if less(i, w.nb[0] + w.nc[0]):
                     w.end[0] = stream.end(w, i)
             w.edge[0] = T.cast(
@@ -370,6 +375,8 @@ def build(
     @T.macro
     def finish(O, LSE, SINK, space, st, w, wt, lane):
         """O = O^T / l, by stmatrix into the rows' place in Q; a row that sees nothing is 0, with lse -inf."""
+        for i in each(len(KEPT)):
+            getattr(w, KEPT[i])[0] = space[kept_at + i]
         for i in each(nt * 2):
             for d in each(3):
                 st.l[i] = st.l[i] + T.call_extern("float32", "tz_xor_shuffle", st.l[i], 4 << d)
@@ -471,6 +478,8 @@ def build(
             sv = T.alloc_local((mt * 4 if tile.v_static else 1,), "uint32")
             desc = T.alloc_wgmma_desc()
             ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, *LIMITS)}
+            if spare is None:
+                ints["end"] = ints["packed"]
             w = SimpleNamespace(b_=b, space=space, window=window, h=h, wg=tx // 128, warp=tx // 32 % 4, **ints)
             x = SimpleNamespace(
                 KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW, hk=HK, pw=PW, rh=RH, rw=RW, nh=NH, nw=NW

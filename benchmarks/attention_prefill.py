@@ -1,0 +1,260 @@
+"""Prefill attention over a packed KV cache beside f16 attention in torch and in installed packages.
+
+    python -m benchmarks.attention_prefill             prompts and chunks; writes results/attention_prefill_<gpu>.json
+    python -m benchmarks.attention_prefill --quick     two prompts, one chunk, not written unless --out
+    python -m benchmarks.attention_prefill --shapes 1x32/8x8k,1x32/8x512+32k --formats int4/int4 --schedules wgmma,8,8,4
+
+A shape is batch x query heads / kv heads x new tokens [+ tokens before them], causal. "stored" reads the new tokens
+from the cache too, "fresh" takes them as k and v and counts their packing into tiles. Outputs are compared with float64
+over what the kernel read, on a few heads and rows, before their time counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from terrazzo.autotune.attention_bench import Shape, random_cache
+from terrazzo.lowering.errors import ArgumentError, TerrazzoError
+
+from benchmarks import report
+from benchmarks.attention import expected
+from benchmarks.attention_peers import PEERS
+
+DEVICE = "cuda"
+SHAPES = (
+    *("1x32/8x4k", "1x32/8x8k", "1x32/8x16k", "1x32/8x32k", "8x32/8x4k", "1x32/32x8k"),
+    *("1x32/8x512+32k", "8x32/8x512+8k", "1x32/8x2k+32k"),
+)
+FORMATS = ("float16/float16", "int8/int8", "int4/int4", "int4_channel128/int4", "int8/int4")
+QUICK_SHAPES = ("1x32/8x4k", "1x32/8x16k", "1x32/8x512+32k")
+QUICK_FORMATS = FORMATS[:3]
+ROWS = 48  # new tokens at either end that are checked
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """New tokens of `shape.batch` sequences, the newest of `shape.tokens`."""
+
+    shape: Shape
+    new: int
+
+    @staticmethod
+    def parse(text: str) -> Prompt:
+        found = re.fullmatch(r"(\d+)x(\d+)/(\d+)x(\d+)(k?)(?:\+(\d+)(k?))?", text)
+        if not found:
+            raise ArgumentError("shapes", text, "must be as 1x32/8x512+32k", "batch x heads/kv heads x new + past")
+        batch, heads, kv_heads, new = (int(found[i]) for i in (1, 2, 3, 4))
+        new *= 1024 if found[5] else 1
+        past = int(found[6] or 0) * (1024 if found[7] else 1)
+        return Prompt(Shape(batch, heads, kv_heads, new + past), new)
+
+    def __str__(self) -> str:
+        past = self.shape.tokens - self.new
+        return f"{self.shape.batch}x{self.shape.heads}/{self.shape.kv_heads}x{self.new}" + (f"+{past}" if past else "")
+
+    def flops(self, head_dim: int) -> float:
+        """Of both products, over the tokens that each row sees."""
+        seen = self.new * (self.shape.tokens - self.new) + self.new * (self.new + 1) / 2
+        return 4.0 * head_dim * self.shape.heads * self.shape.batch * seen
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_prefill", description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", help="comma-separated, as 1x32/8x512+32k")
+    parser.add_argument("--formats", help="comma-separated, keys/values")
+    parser.add_argument("--modes", default="stored,fresh")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--page", type=int, default=128, help="tokens of a page; 0 is contiguous")
+    parser.add_argument("--schedules", help="program,row_tiles,warps,stages separated by ;")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--budget-ms", type=float, default=60.0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    o = parser.parse_args(argv)
+    o.shapes = [Prompt.parse(s) for s in (o.shapes.split(",") if o.shapes else QUICK_SHAPES if o.quick else SHAPES)]
+    formats = o.formats.split(",") if o.formats else QUICK_FORMATS if o.quick else FORMATS
+    o.formats = [tuple(f.split("/")) for f in formats]
+    o.modes = o.modes.split(",")
+    given = [s.split(",") for s in o.schedules.split(";")] if o.schedules else []
+    o.schedules = [(program, *map(int, sizes)) for program, *sizes in given] or [None]
+    return o
+
+
+def schedule_of(given: tuple | None):
+    from terrazzo.schedules.attention_prefill import Prefill
+
+    return Prefill(*given) if given else None
+
+
+def wrong(q: Any, y: Any, cache: Any, fresh: tuple | None, prompt: Prompt) -> str:
+    """What is wrong with the output, judged on the first and last rows of a head of the last sequence."""
+    import torch
+    from terrazzo.autotune import measure
+    from terrazzo.ops.attention import prefill_reference as oracle
+    from terrazzo.ops.attention import reference
+
+    b, h, group = prompt.shape.batch - 1, prompt.shape.kv_heads - 1, prompt.shape.heads // prompt.shape.kv_heads
+    span, options = slice(h * group, (h + 1) * group), reference.Options()
+    tokens = list(cache.dequantize(b, h))
+    parts = [[torch.cat(p) for p in zip(*found)] for found in oracle._parts(cache, b, h)]
+    first, new = b * prompt.new, prompt.new
+    if fresh:
+        for role, x in enumerate(fresh):
+            mine = x[first:, h].double()
+            tokens[role][-new:] = mine
+            parts[role][0][-new:], parts[role][1][-new:] = mine.abs(), 0
+    for end in (min(ROWS, new), new):
+        start = max(0, end - ROWS)
+        seen = prompt.shape.tokens - (new - end)
+        rows = q[first + start : first + end, span]
+        out, _, weights = reference.attend(rows, tokens[0][:seen], tokens[1][:seen], options)
+        cut = [[p[:seen] for p in part] for part in parts]
+        bound = oracle.bound_of(rows, cache, tokens[0][:seen], cut, out, weights, options)
+        problem = measure.check_outputs(y[first + start : first + end, span], out, bound)
+        if problem:
+            return f"rows {start}..{end} of sequence {b}, kv head {h}: {problem}"
+    return ""
+
+
+def ours(o: argparse.Namespace, prompt: Prompt, formats: tuple[str, str]) -> list[dict[str, Any]]:
+    """Rows of one cache: every mode and schedule asked for."""
+    import torch
+    from terrazzo.autotune import measure
+    from terrazzo.ops.attention.prefill_op import prefill
+
+    shape, rows = prompt.shape, []
+    cache = random_cache(*formats, shape, o.head_dim, o.page)
+    count = shape.batch * prompt.new
+    cu = torch.arange(0, count + 1, prompt.new, dtype=torch.int32, device=DEVICE)
+    q = torch.randn(count, shape.heads, o.head_dim, device=DEVICE, dtype=torch.float16)
+    kv = [torch.randn(count, shape.kv_heads, o.head_dim, device=DEVICE, dtype=torch.float16) for _ in "kv"]
+    for mode in o.modes:
+        static = any(f.scaling == "static" for f in (cache.layout.k, cache.layout.v))
+        if mode == "fresh" and static:
+            continue
+        given = dict(zip("kv", kv)) if mode == "fresh" else {}
+        for wanted in o.schedules:
+            row = {
+                "op": "attention_prefill", "k_format": formats[0], "v_format": formats[1], "batch": shape.batch,
+                "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": o.head_dim, "new": prompt.new,
+                "kv_len": shape.tokens, "page": o.page, "mode": mode, "schedule": wanted, "us": None,
+            }  # fmt: skip
+            rows.append(row)
+            y = measure.poisoned(q.shape, q.dtype, DEVICE)
+            try:
+                call = partial(prefill, q, cache, cu, prompt.new, out=y, schedule=schedule_of(wanted), **given)
+                call()
+                why = wrong(q, y, cache, tuple(kv) if given else None, prompt)
+                row |= {"failure": why} if why else {}
+                if not why:
+                    timing = measure.time_calls([call], o.budget_ms)
+                    row |= {"us": round(timing.us, 2), "spread": round(timing.spread, 4)}
+                    row["tflops"] = round(prompt.flops(o.head_dim) / timing.us / 1e6, 1)
+            except TerrazzoError as error:
+                row["failure"] = " ".join(str(error).split())[:300]
+            show(prompt, row)
+    return rows
+
+
+def show(prompt: Prompt, row: dict[str, Any]) -> None:
+    where = f"{prompt!s:18} {row['k_format']}/{row['v_format']:12} {row['mode']:7}"
+    if row["us"] is None:
+        print(f"{where} FAILED {row.get('failure', '')[:300]}", flush=True)
+    else:
+        print(f"{where} {row['us']:10.1f} us {row['tflops']:7.1f} TFLOP/s  {row['schedule'] or ''}", flush=True)
+
+
+def peers(o: argparse.Namespace, prompt: Prompt) -> dict[str, float]:
+    """name -> us of f16 attention over the whole sequences, checked against float64."""
+    import torch
+    from terrazzo.autotune import measure
+
+    shape, found = prompt.shape, {}
+    k, v = (
+        torch.randn(shape.batch, shape.kv_heads, shape.tokens, o.head_dim, device=DEVICE, dtype=torch.float16)
+        for _ in "kv"
+    )
+    q = torch.randn(shape.batch, prompt.new, shape.heads, o.head_dim, device=DEVICE, dtype=torch.float16)
+    last = q[:, -ROWS:].contiguous()
+    exact = expected(last, k, v)
+    for peer in PEERS:
+        if peer.missing():
+            continue
+        try:
+            call = peer.load(q, k, v)
+            y = call()
+            off = float((y.reshape(q.shape)[0, -ROWS:, 0].double() - exact).abs().max())
+            if not off < 0.01 * float(exact.abs().max()) + 1e-3:
+                raise ValueError(f"its output is off by {off:.3g}")
+            found[peer.name] = round(measure.time_calls([call], o.budget_ms).us, 2)
+        except Exception as error:  # another package's error of any kind costs its column, not the run
+            print(f"peer {peer.name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+    speeds = {name: round(prompt.flops(o.head_dim) / us / 1e6, 1) for name, us in found.items()}
+    print(f"{prompt!s:18} " + "  ".join(f"{n} {us} us {speeds[n]} TFLOP/s" for n, us in found.items()), flush=True)
+    return found
+
+
+def compile_all(o: argparse.Namespace) -> None:
+    from terrazzo.lowering.parallel import compile_many
+    from terrazzo.ops.attention import prefill_op
+    from terrazzo.ops.attention.layout import CacheLayout
+
+    wanted = []
+    for formats in o.formats:
+        layout = CacheLayout(*formats, o.head_dim)
+        for mode in o.modes:
+            for given in o.schedules:
+                wanted += prefill_op.prefill_requests(
+                    layout, page=o.page, residual=layout.k.group, fresh=mode == "fresh", schedule=schedule_of(given)
+                )
+    start = time.perf_counter()
+    failed = {str(e)[:300] for e in compile_many(wanted) if isinstance(e, Exception)}
+    print(f"{len(set(wanted))} kernels in {time.perf_counter() - start:.0f} s", *failed, sep="\n", flush=True)
+
+
+def run(o: argparse.Namespace) -> int:
+    import torch
+    from terrazzo.autotune import gemm_bench
+    from terrazzo.ops.attention import launch
+
+    start = time.perf_counter()
+    compile_all(o)
+    result = gemm_bench.header(launch.detect(), o.commit)
+    result["peers_missing"] = {p.name: p.missing() for p in PEERS if p.missing()}
+    result["rows"] = []
+    for prompt in o.shapes:
+        rivals = {} if o.no_peers else peers(o, prompt)
+        torch.cuda.empty_cache()
+        for formats in o.formats:
+            result["rows"] += [row | {"peers": rivals} for row in ours(o, prompt, formats)]
+            torch.cuda.empty_cache()
+        result["seconds"] = round(time.perf_counter() - start, 1)
+        name = report.file_name("attention_prefill", result["gpu"])
+        out = o.out or (None if o.quick else report.RESULTS / name)
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(result, indent=1) + "\n")
+    failed = [row for row in result["rows"] if row.get("failure")]
+    print(f"{len(result['rows'])} rows, {len(failed)} failed, {result['seconds']:.0f} s")
+    return 1 if failed else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        return run(arguments(argv))
+    except TerrazzoError as error:
+        print(f"benchmarks.attention_prefill: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
