@@ -162,11 +162,11 @@ def test_kernel(name, tmp_path):
 
 def test_small_integers_are_exact(tmp_path):
     """Factors that are powers of two, |q| <= 4: every sum is a float32, split along k or not."""
-    n, k, m = 128, 256, 8
+    n, k, group, _, schedule, _, out_dtype, _ = CASES["stream_k"]
     rng = torch.Generator().manual_seed(0)
     codes = torch.randint(-8, 8, (n, k), generator=rng)
-    factors = 2.0 ** torch.randint(-2, 2, (n, 2), generator=rng)
-    weight = fp8.QuantizedWeight.canonical(codes, factors.half(), torch.ones(n), group_size=128, bias=torch.zeros(n))
-    q = torch.randint(-4, 5, (m, k), generator=rng).to(torch.float8_e4m3fn)
-    y = stream_k(weight, q.view(torch.int8), torch.ones(m), S(16, 1, 1, 2), (3, 1), tmp_path, "float16")
-    assert torch.equal(y, fp8_reference.gemm(q, torch.ones(m), weight).half())
+    factors = 2.0 ** torch.randint(-2, 2, (n, 4), generator=rng)
+    weight = fp8.QuantizedWeight.canonical(codes, factors.half(), torch.ones(n), group_size=group, bias=torch.zeros(n))
+    q = torch.randint(-4, 5, (8, k), generator=rng).to(torch.float8_e4m3fn)
+    y = stream_k(weight, q.view(torch.int8), torch.ones(8), schedule, (3, 1), tmp_path, out_dtype)
+    assert torch.equal(y, fp8_reference.gemm(q, torch.ones(8), weight).half())

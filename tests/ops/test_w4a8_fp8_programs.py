@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -11,72 +12,85 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.w4a8 import multistage, small_batch, stream_k
 from terrazzo.schedules import w4a8, w4a8_fp8
+from test_w4a8_fp8_emulated import ALL
+from test_w4a8_fp8_emulated import CASES as EMULATED
 from test_w4a8_programs import counter, sass, tools  # noqa: F401  (a fixture)
 
 pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("tools")]
 FACTS = {"n": 448, "k": 640, "group": 128, "out_dtype": "float16", "dequantization": "e4m3", "bias": False}
 TWO = {"warpgroups": 2, "row_blocks": 1, "stages": 2, "block_tokens": 64}
 RAGGED = {"group": 32, "n": 450, "bias": True, "out_dtype": "bfloat16"}
-CASES = {  # program, target, changes, tensor instruction, groups of them (stream_k)
+QGMMA, QMMA = r"QGMMA\.64x%dx32\.F32\.E4M3\.E4M3$", r"QMMA\.16832\.F32\.E4M3\.E4M3$"
+
+
+def emulated(name: str) -> dict:
+    """Parameters of a kernel that test_w4a8_fp8_emulated.py compiles anyway."""
+    n, k, group, _, schedule, _, out_dtype, _ = EMULATED[name]
+    return dict(n=n, k=k, group=group, out_dtype=out_dtype, bias=True) | schedule.params()
+
+
+CASES = {  # program, target, changes, tensor instruction, groups of them (stream_k); True: always compiled
     "wide": (
         stream_k,
         "sm_90a",
         {"warpgroups": 4, "row_blocks": 1, "stages": 4, "block_tokens": 64},
-        r"QGMMA\.64x64x32\.F32\.E4M3\.E4M3$",
+        QGMMA % 64,
         2,
+        True,
     ),
     "widest": (
         stream_k,
         "sm_90a",
         {"warpgroups": 2, "row_blocks": 1, "stages": 4, "block_tokens": 128, "group": 64},
-        r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3$",
+        QGMMA % 128,
         2,
+        True,
     ),
     "two row blocks": (
         stream_k,
         "sm_90a",
         {"warpgroups": 2, "row_blocks": 2, "stages": 3, "block_tokens": 64} | RAGGED,
-        r"QGMMA\.64x64x32\.F32\.E4M3\.E4M3$",
+        QGMMA % 64,
         8,
+        False,
     ),
-    "small": (
-        small_batch,
-        "sm_89",
-        {"token_tiles": 2, "kc": 2, "nc": 10, "warps": 2, "chunk": 2, "stages": 2} | RAGGED,
-        r"QMMA\.16832\.F32\.E4M3\.E4M3$",
-        0,
-    ),
+    "narrow": (stream_k, "sm_90a", emulated("stream_k"), QGMMA % 16, 2, True),
+    "small": (small_batch, "sm_89", emulated("small_batch"), QMMA, 0, True),
+    "multistage": (multistage, "sm_89", emulated("multistage"), QMMA, 0, True),
     "tiles of 128": (
         multistage,
         "sm_89",
         {"block_tokens": 128, "warps": 8, "row_blocks": 1, "stages": 3, "token_warps": 2, "kc": 1},
-        r"QMMA\.16832\.F32\.E4M3\.E4M3$",
+        QMMA,
         0,
+        False,
     ),
     "split k": (
         multistage,
         "sm_89",
         {"block_tokens": 32, "warps": 4, "row_blocks": 2, "stages": 3, "kc": 2} | RAGGED,
-        r"QMMA\.16832\.F32\.E4M3\.E4M3$",
+        QMMA,
         0,
+        False,
     ),
 }
+COMPILED = [name for name, case in CASES.items() if case[-1] or os.environ.get(ALL)]
 FORMS = {stream_k: w4a8_fp8.StreamK, small_batch: w4a8.SmallBatch, multistage: w4a8.Multistage}
 
 
 def request(program, target, changes) -> KernelRequest:
-    params = tuple((FACTS | changes).items())
-    return KernelRequest("w4a8", f"{program.__name__}:build", params, target, program.PASS_CONFIGS)
+    name, params = program.__name__.rpartition(".")[2], tuple((FACTS | changes).items())
+    return KernelRequest(f"w4a8.{name}", f"{program.__name__}:build", params, target, program.PASS_CONFIGS)
 
 
 @pytest.fixture(scope="module")
 def compiled(tools):  # noqa: F811
-    return dict(zip(CASES, compile_many([request(*case[:3]) for case in CASES.values()])))
+    return dict(zip(COMPILED, compile_many([request(*CASES[name][:3]) for name in COMPILED])))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_machine_code(compiled, name):
-    program, _, changes, instruction, groups = CASES[name]
+    program, _, changes, instruction, groups, _ = CASES[name]
     report = KernelReport.read(compiled[name] / "report.json")
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     facts = FACTS | changes
@@ -109,7 +123,7 @@ def test_conversion_and_scaling_of_the_main_loop(compiled):
 
 def test_a_stage_is_released_only_after_its_wgmmas(compiled):
     """Between the last load of packed words and the arrive that gives the stage back stands a wait for wgmma."""
-    for name in ("wide", "widest", "two row blocks"):
+    for name in [name for name in COMPILED if CASES[name][0] is stream_k]:
         lines = sass(compiled[name])
         first, last = (f(i for i, line in enumerate(lines) if line.startswith("QGMMA")) for f in (min, max))
         seen, arrives = "WARPGROUP.DEPBAR", 0  # the loop begins with one
