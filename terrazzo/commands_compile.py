@@ -46,6 +46,7 @@ class _Dtype(click.ParamType):
 @click.option("--head-dim", default=128, show_default=True, help="attention: 64, 128 or 256.")
 @click.option("--q-len", default=1, show_default=True, help="attention: new tokens of a step, 1..8.")
 @click.option("--page", default=128, show_default=True, help="attention: tokens of a page; 0 for contiguous caches.")
+@click.option("--prefill", is_flag=True, help="attention: the kernels of prefill too.")
 @click.option("--target", required=True, help="sm_80, sm_86, sm_89, sm_90a or a TVM tag such as nvidia/nvidia-h100.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a bundle to this folder.")
 @click.option("--replace", is_flag=True, help="Replace a bundle that is there.")
@@ -67,6 +68,7 @@ def compile_command(
     head_dim: int,
     q_len: int,
     page: int,
+    prefill: bool,
     target: str,
     output: Path | None,
     replace: bool,
@@ -91,7 +93,7 @@ def compile_command(
     group = group or ("64" if op == "w4a8" and dequantization != "e4m3" else "128")
     requests = []
     for formats in kv if op == "attention" else ():
-        sizes = {"head_dim": head_dim, "q_len": q_len, "page": page, "dtype": dtype, "target": arch}
+        sizes = {"head_dim": head_dim, "q_len": q_len, "page": page, "dtype": dtype, "target": arch, "prefill": prefill}
         requests += _requests(op)(*_pair("--kv", formats), **_heads(heads), **sizes)
     for n, k in problems:
         requests += _requests(op)(n, k, group_size=_group(group, k), **_accepted(op, facts))

@@ -129,16 +129,19 @@ def kernel_requests(
     residual: int | None = None,
     softcap: bool = False,
     sinks: bool = False,
+    prefill: bool = False,
 ) -> list[KernelRequest]:
     """The kernels of decode, append and store for any number of sequences of any length, to compile them up front.
 
     Args:
         heads, kv_heads, head_dim: of a layer. q_len: new tokens of a step. dtype: of q, k and v.
         page: tokens of a page, 0 for contiguous caches. residual: tokens of the residual block, None for the format's.
+        prefill: those of prefill too, with and without the new tokens' k and v.
 
     Raises:
         ArgumentError: formats or sizes that do not fit.
     """
+    from terrazzo.ops.attention import prefill_op
     from terrazzo.ops.attention.cache import residual_of
     from terrazzo.ops.attention.layout import CacheLayout
     from terrazzo.ops.attention.writing import write_kernel
@@ -159,6 +162,9 @@ def kernel_requests(
         recorded = tuning_facts(layout, rows, tokens, dtype, page, residual)
         for pairs in records.tokens("attention", recorded, target):
             made.append(plan(layout, pairs, 1, rows, tokens, **facts).request)
+    for fresh in (False, True) if prefill else ():
+        facts = dict(dtype=dtype, page=page, residual=residual, softcap=softcap, sinks=sinks, target=target)
+        made += prefill_op.prefill_requests(layout, fresh=fresh, **facts)
     return [*dict.fromkeys(made), write_kernel(layout, dtype, page, residual, target)]
 
 
