@@ -163,7 +163,6 @@ def kernel_requests(
         for pairs in records.tokens("attention", recorded, target):
             made.append(plan(layout, pairs, 1, rows, tokens, **facts).request)
     for fresh in (False, True) if prefill else ():
-        facts = dict(dtype=dtype, page=page, residual=residual, softcap=softcap, sinks=sinks, target=target)
         made += prefill_op.prefill_requests(layout, fresh=fresh, **facts)
     return [*dict.fromkeys(made), write_kernel(layout, dtype, page, residual, target)]
 
