@@ -124,13 +124,13 @@ def mma_sync(program, weight, q, scales, schedule, grid, space, flags, folder, o
 
 S, M = w4a8_fp8.StreamK, w4a8.Multistage
 CASES = {  # n, k, group, m, schedule, (grid, shared tiles) of stream_k, output; True: always run
-    "stream_k": (192, 400, 128, 37, S(16, 2, 1, 3), (4, 3), "float16", True),
+    "stream_k": (130, 400, 128, 20, S(16, 2, 1, 3), (3, 3), "float16", True),
     "stream_k two row blocks": (200, 272, 64, 20, S(16, 1, 2, 2), (3, 3), "bfloat16", False),
     "stream_k groups of 32": (130, 656, 32, 33, S(32, 2, 1, 4), (3, 2), "float16", False),
-    "multistage": (130, 288, 32, 70, M(64, 4, 1, 2), None, "float16", True),
+    "multistage": (67, 288, 32, 40, M(64, 4, 1, 2), None, "float16", True),
     "multistage split": (67, 528, 128, 33, M(32, 4, 2, 3, kc=3), None, "bfloat16", False),
     "multistage token warps": (128, 400, 64, 130, M(128, 8, 1, 2, token_warps=2), None, "float16", False),
-    "small_batch": (67, 656, 64, 11, w4a8.SmallBatch(2, 2, 3, 2, 2, 2), None, "float16", True),
+    "small_batch": (67, 400, 64, 11, w4a8.SmallBatch(2, 2, 3, 2, 2, 2), None, "float16", True),
     "small_batch one": (48, 272, 32, 5, w4a8.SmallBatch(1, 1, 2, 2, 1, 3), None, "bfloat16", False),
 }
 
