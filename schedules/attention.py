@@ -67,11 +67,11 @@ class Decode:
         return problem.channel_words + self.tiles * problem.tile_words
 
     def smem_bytes(self, problem: DecodeProblem) -> int:
-        """Dynamic shared memory of a CTA: rings, or what merge and combine need in their place; the rows of Q where
+        """Dynamic shared memory of a CTA: rings, or what the merge needs in their place; the rows of Q where
         channel-wise scales multiply them."""
         rows = 8 * self.row_tiles
         merge = self.warps * rows * (problem.head_dim + 6)
-        rings = max(self.warps * self.stages * self.stage_words(problem), merge, MAX_SPLITS * rows + 4)
+        rings = max(self.warps * self.stages * self.stage_words(problem), merge)
         copies = bool(problem.group or self.shared_rows) + (self.warps if problem.group and self.shared_rows else 0)
         return 4 * (rings + 4 * problem.head_dim * self.row_tiles * copies + (2 * rows if self.shared_rows else 0))
 

@@ -27,13 +27,13 @@ PASS_CONFIGS = (  # barriers and bounds are the program's own
     ("tl.disable_warp_specialized", True),
 )
 MAX_SPLITS = 128
-BATCH = 8  # partial results that the combine loads at once
+BATCH = 16  # partial results that the combine loads at once
 INTEGERS = (
     *("length", "group", "rows", "h", "y", "here"),  # of the sequence and of the CTA's rows
     *("packed", "start", "r0", "r1", "first", "count"),  # tokens and stages of the warp
     *("page", "read", "parity"),  # of the ring
     *("lane", "warp", "query", "head"),  # of the thread, and of a row
-    *("least", "floor"),  # tokens in [floor, least) need no mask
+    "least",  # tokens below need no mask, unless a window ends there
 )
 
 
@@ -53,11 +53,11 @@ def query_words(layout: CacheLayout, row_tiles: int, warps: int, shared_rows: bo
 def shared_words(
     layout: CacheLayout, row_tiles: int, warps: int, tiles: int, stages: int, shared_rows: bool = False
 ) -> int:
-    """int32 words of shared memory: the rings, which the merge of the warps and the combine of the splits reuse, and
+    """int32 words of shared memory: the rings, which the merge of the warps reuses, and
     behind them the B fragments of `query_words`."""
     rows = 8 * row_tiles
     merge = warps * rows * (layout.head_dim + 4 + 2)
-    rings = max(warps * stages * stage_words(layout, tiles), merge, MAX_SPLITS * rows + 4)
+    rings = max(warps * stages * stage_words(layout, tiles), merge)
     return rings + query_words(layout, row_tiles, warps, shared_rows)
 
 
@@ -374,19 +374,35 @@ def build(
                         )
 
     @T.macro
-    def combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx):
-        """The last split adds all of them in their order."""
-        for i in T.serial(T.ceildiv(S * cols, threads)):
-            if less(i * threads + tx, S * cols):
-                ring[i * threads + tx] = T.reinterpret(
-                    T.call_extern(
-                        "float32",
-                        "tz_loadcg",
-                        T.access_ptr(LP[w.b, w.hy, (i * threads + tx) // cols, (i * threads + tx) % cols], "r", 1),
-                    ),
-                    "int32",
+    def load_partials(OP, LP, c, w, k, half, row, col):
+        """Half a batch of partial results of a row, and their lse."""
+        for i in each(half * BATCH // 2, (half + 1) * BATCH // 2):
+            T.call_extern(
+                "handle",
+                "tz_load16cg",
+                T.access_ptr(c.x[i * 4], "w", 4),
+                T.access_ptr(OP[w.b, w.hy, smaller(k * BATCH + i, S - 1), row, col], "r", 4),
+            )
+            c.lse[i] = T.call_extern(
+                "float32", "tz_loadcg", T.access_ptr(LP[w.b, w.hy, smaller(k * BATCH + i, S - 1), row], "r", 1)
+            )
+
+    @T.macro
+    def add_partials(c, k, half):
+        for i in each(half * BATCH // 2, (half + 1) * BATCH // 2):
+            if less(k * BATCH + i, S):
+                c.f[0] = T.if_then_else(
+                    c.lse[i] > T.float32(LOWEST),
+                    T.call_extern("float32", "tz_ex2", c.lse[i] - c.m[0]),
+                    T.float32(0),
                 )
-        T.sync_threads()
+                c.l[0] = c.l[0] + c.f[0]
+                for e in each(4):
+                    c.o[e] = c.o[e] + c.f[0] * c.x[i * 4 + e]
+
+    @T.macro
+    def combine_splits(OP, LP, O, LSE, SINK, c, w, tx):
+        """The last split adds all of them in their order, with a running maximum."""
         for v in T.serial(T.ceildiv(w.here[0] * (D // 4), threads)):
             row = (v * threads + tx) // (D // 4)
             col = (v * threads + tx) % (D // 4) * 4
@@ -395,27 +411,23 @@ def build(
                 c.l[0] = 0.0
                 for e in each(4):
                     c.o[e] = 0.0
-                for k in T.serial(S):
-                    c.m[0] = T.max(c.m[0], T.reinterpret(ring[k * cols + row], "float32"))
                 for k in T.serial(T.ceildiv(S, BATCH)):  # loads of a batch are in flight together
+                    load_partials(OP, LP, c, w, k, 0, row, col)
+                    for i in each(BATCH // 2, BATCH):
+                        c.lse[i] = T.float32(LOWEST)
+                    if less(k * BATCH + BATCH // 2, S):
+                        load_partials(OP, LP, c, w, k, 1, row, col)
+                    c.top[0] = c.m[0]
                     for i in each(BATCH):
-                        T.call_extern(
-                            "handle",
-                            "tz_load16cg",
-                            T.access_ptr(c.x[i * 4], "w", 4),
-                            T.access_ptr(OP[w.b, w.hy, smaller(k * BATCH + i, S - 1), row, col], "r", 4),
-                        )
-                    for i in each(BATCH):
-                        if less(k * BATCH + i, S):
-                            c.f[0] = T.reinterpret(ring[(k * BATCH + i) * cols + row], "float32")
-                            c.f[0] = T.if_then_else(
-                                c.f[0] > T.float32(LOWEST),
-                                T.call_extern("float32", "tz_ex2", c.f[0] - c.m[0]),
-                                T.float32(0),
-                            )
-                            c.l[0] = c.l[0] + c.f[0]
-                            for e in each(4):
-                                c.o[e] = c.o[e] + c.f[0] * c.x[i * 4 + e]
+                        c.top[0] = T.max(c.top[0], c.lse[i])
+                    c.f[0] = T.call_extern("float32", "tz_ex2", c.m[0] - c.top[0])
+                    c.m[0] = c.top[0]
+                    c.l[0] = c.l[0] * c.f[0]
+                    for e in each(4):
+                        c.o[e] = c.o[e] * c.f[0]
+                    add_partials(c, k, 0)
+                    if less(k * BATCH + BATCH // 2, S):
+                        add_partials(c, k, 1)
                 finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
 
     @T.prim_func
@@ -449,6 +461,7 @@ def build(
                 **{name: T.alloc_local((1,), "float32") for name in ("m", "l", "f", "top")},
                 o=T.alloc_local((4,), "float32"),
                 x=T.alloc_local((4 * BATCH,), "float32"),
+                lse=T.alloc_local((BATCH,), "float32"),
             )
             ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
             w = SimpleNamespace(b=b, hy=hy, split=split, q_len=QL, **ints)
@@ -487,7 +500,6 @@ def build(
             tile.clear(st)
             limits(st, w)
             w.least[0] = w.length[0] - w.q_len + 1 + T.truncdiv(w.y[0] * cols, w.group[0])
-            w.floor[0] = T.call_extern("int32", "tz_select", less(0, window), w.length[0] - window, 0)
             if residual:
                 if less(w.packed[0], w.length[0]):
                     spare_q(Q, st, w)
@@ -542,11 +554,11 @@ def build(
                             st,
                             w.lane[0],
                         )
+                begins = T.call_extern("int32", "tz_select", less(0, window), w.length[0] - window, 0)
                 tile.step(
                     T.access_ptr(ring[at + head_words], "r", stage),
                     st, rows_of(ring, st, w), token, w.length[0],
-                    T.Or(less(w.least[0], token + mini), less(token, w.floor[0])),
-                    w.lane[0],
+                    T.Or(less(w.least[0], token + mini), less(token, begins)), w.lane[0],
                 )  # fmt: skip
                 w.read[0] = w.read[0] + 1
                 if w.read[0] == stages:
@@ -556,6 +568,6 @@ def build(
             merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx)
             if S > 1:
                 if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[b * Y + hy], "rw", 1), S):
-                    combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx)
+                    combine_splits(OP, LP, O, LSE, SINK, c, w, tx)
 
     return main

@@ -81,15 +81,13 @@ def make_tile_macros(
         )}  # fmt: skip
         u32 = {name: T.alloc_local((n,), "uint32") for name, n in (
             ("q", slices * nt * 2), ("qk", slices * nt * 2), ("w", 4), ("a", 32), ("par", tiles * 4), ("b", nt * 2),
-            ("keep", tiles * 2), ("qf", max(atoms[True] // 2, 1) * nt * 4 if rows_shared else 4),
+            ("keep", tiles * 2), ("qf", nt * 4), ("wk", tiles * 4 if rows_shared else 1),
         )}  # fmt: skip
         hi = T.alloc_local((nt * 2,), "int32")
-        span = T.alloc_local((1,), "int32")  # tokens that a row sees
-        return SimpleNamespace(**f32, **u32, hi=hi, scale=scale, cap=cap, window=window, span=span)
+        return SimpleNamespace(**f32, **u32, hi=hi, scale=scale, cap=cap, window=window)
 
     @T.macro
     def clear(st):
-        st.span[0] = T.call_extern("int32", "tz_select", less(0, st.window), st.window, 0x7FFFFFFF)
         for i in each(slices * nt * 4):
             st.o[i] = 0.0
         for i in each(nt * 2):
@@ -201,13 +199,35 @@ def make_tile_macros(
         return "s", (r * nt + t) * 4
 
     @T.macro
-    def fragments(st, q, j, i, lane):
-        """B fragments of the rows for atoms i and i + 1 of load j, from shared memory to st.qf."""
-        for t in each(nt):
+    def shared_products(base, st, q, which, j, lane):
+        """`products` of load j, with the rows' fragments of two atoms at a time from shared memory."""
+        per_pair = 8 // k.converter.outputs  # words of two atoms
+        for r in which:
             T.call_extern(
-                "handle", "tz_load<4>", T.access_ptr(st.qf[(i // 2 * nt + t) * 4], "w", 4),
-                T.call_extern("handle", "tz_at32", q, (((j * atoms[True] + i) // 2 * nt + t) * 32 + lane) * 4),
+                "handle", f"tz_load<{words[True]}>", T.access_ptr(st.wk[(r - which[0]) * 4], "w", 4),
+                T.call_extern(
+                    "handle", "tz_at32", base,
+                    (r - which[0]) * layout.tile_words + j * 32 * words[True] + lane * words[True],
+                ),
             )  # fmt: skip
+        for pair in each(atoms[True] // 2):
+            for t in each(nt):
+                T.call_extern(
+                    "handle", "tz_load<4>", T.access_ptr(st.qf[t * 4], "w", 4),
+                    T.call_extern(
+                        "handle", "tz_at32", q, (((j * atoms[True]) // 2 + pair) * nt + t) * 128 + lane * 4
+                    ),
+                )  # fmt: skip
+            for r in which:
+                for i in each(per_pair):
+                    T.call_extern(
+                        "handle", k.converter.device_name, st.wk[(r - which[0]) * 4 + pair * per_pair + i],
+                        T.access_ptr(st.a[i * k.converter.outputs], "w", k.converter.outputs),
+                    )  # fmt: skip
+                for i in each(2):
+                    for t in each(nt):
+                        name, first = chain(r, t, j * atoms[True] + pair * 2 + i)
+                        mma(kb == "true", getattr(st, name), first, st.a, i * 4, st.qf, t * 4 + i * 2)
 
     @T.macro
     def products(base, st, q, which, lane):
@@ -218,23 +238,18 @@ def make_tile_macros(
             for i in each(4):
                 st.acc[i] = 0.0
         for j in each(slices // atoms[True]):
-            for r in which:
-                operand(
-                    st, T.call_extern("handle", "tz_at32", base, (r - which[0]) * layout.tile_words),
-                    j * 32 * words[True], True, lane,
-                )  # fmt: skip
-                for i in each(atoms[True]):
-                    at = j * atoms[True] + i
-                    if rows_shared and at % 2 == 0 and (r == which[0] or atoms[True] > 4):
-                        fragments(st, q, j, i, lane)
-                    for t in each(nt):
-                        name, first = chain(r, t, at)
-                        if rows_shared:
-                            mma(
-                                kb == "true", getattr(st, name), first, st.a, i * 4,
-                                st.qf, (i // 2 * nt + t) * 4 + at % 2 * 2,
-                            )  # fmt: skip
-                        else:
+            if rows_shared:
+                shared_products(base, st, q, which, j, lane)
+            else:
+                for r in which:
+                    operand(
+                        st, T.call_extern("handle", "tz_at32", base, (r - which[0]) * layout.tile_words),
+                        j * 32 * words[True], True, lane,
+                    )  # fmt: skip
+                    for i in each(atoms[True]):
+                        at = j * atoms[True] + i
+                        for t in each(nt):
+                            name, first = chain(r, t, at)
                             mma(kb == "true", getattr(st, name), first, st.a, i * 4, q, (at * nt + t) * 2)
 
     @T.macro
@@ -284,11 +299,12 @@ def make_tile_macros(
     @T.macro
     def mask(st, r, token, length, lane):
         """Scores outside a row's limits become -inf; parameters and values of tokens past the end must not be read."""
+        span = T.call_extern("int32", "tz_select", less(0, st.window), st.window, 0x7FFFFFFF)  # tokens that a row sees
         for t in each(nt):
             for e in each(4):
                 at = token + lane // 4 + e // 2 * 8
                 st.s[(r * nt + t) * 4 + e] = T.if_then_else(
-                    T.call_extern("bool", "tz_among", at, st.hi[t * 2 + e % 2], st.span[0]),
+                    T.call_extern("bool", "tz_among", at, st.hi[t * 2 + e % 2], span),
                     st.s[(r * nt + t) * 4 + e],
                     -T.infinity("float32"),
                 )

@@ -89,6 +89,7 @@ CASES = {
     "int8": (Case("int8", "int8", lengths=RAGGED), ONE, 3),
     "int4": (Case("int4", "int4", lengths=RAGGED), SMALL, 1),
     "int4 splits": (Case("int4", "int4", lengths=(700, 300), sharp=4.0), SMALL, 5),
+    "int4 many splits": (Case("int4", "int4", lengths=(700, 300, 0), sinks=True), Decode(1, 2, 1, 3, 1), 21),
     "int4 channel": (Case("int4_channel128", "int4", lengths=(300, 0, 1, 128, 900)), ONE, 2),
     "int2 channel": (Case("int2_channel64", "int2", lengths=(300, 63, 600)), Decode(1, 2, 2, 3, 1), 2),
     "int2": (Case("int2", "int2", lengths=RAGGED), SMALL, 2),
