@@ -294,17 +294,20 @@ def build(
                     ),
                 )  # fmt: skip
             st.f[1] = 0.0  # what the maximum grows by
+            st.f[2] = 1.0  # factor of sums; those of a row that has seen nothing are 0
             if st.f[0] > T.float32(-1e30):
                 st.f[1] = T.if_then_else(w.seen[0] >> i & 1 > 0, T.max(st.f[0], T.float32(0)), st.f[0])
+                st.f[2] = T.if_then_else(
+                    w.seen[0] >> i & 1 > 0, T.call_extern("float32", "tz_ex2", -st.f[1]), T.float32(0)
+                )
                 w.seen[0] = w.seen[0] | (1 << i)
             st.m[i] = st.m[i] + st.f[1]
-            st.f[0] = T.call_extern("float32", "tz_ex2", -st.f[1])
-            st.l[i] = T.if_then_else(st.l[i] > 0, st.l[i] * st.f[0], T.float32(0))
+            st.l[i] = st.l[i] * st.f[2]
             for half in each(2):
                 st.s[i // 2 * 4 + half * 2 + i % 2] = st.s[i // 2 * 4 + half * 2 + i % 2] - st.f[1]
                 for a in each(mt):
                     at = (a * nt + i // 2) * 4 + half * 2 + i % 2
-                    st.o[at] = T.if_then_else(st.l[i] > 0, st.o[at] * st.f[0], T.float32(0))
+                    st.o[at] = st.o[at] * st.f[2]
 
     @T.macro
     def softmax(of, space, st, scale, cap, w, lane):
