@@ -165,3 +165,30 @@ class Decode(Subject):
 
     def wrong(self, out: torch.Tensor, expected: Any) -> str:
         return wrong(out, expected)
+
+
+class Prefill(Decode):
+    """The cache of one batch whose last `q_len` tokens are new."""
+
+    def launch(self, given: Any, copy: Any, out: torch.Tensor) -> None:
+        from terrazzo.ops import attention
+
+        attention.prefill(given.flatten(0, 1), copy, self._starts(given), self.q_len, out=out.view(-1, *out.shape[2:]))
+
+    def _starts(self, q: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        if not hasattr(self, "starts"):
+            self.starts = self.q_len * torch.arange(self.shape.batch + 1, dtype=torch.int32, device=q.device)
+        return self.starts
+
+    def expected(self, given: Any, m: int) -> Any:
+        """All of it, in one piece."""
+        from terrazzo.ops.attention import prefill_reference
+
+        out, _, bound = prefill_reference.prefill(given.flatten(0, 1), self.caches[0], self._starts(given))
+        return out.view(given.shape), bound.view(given.shape)
+
+    def wrong(self, out: torch.Tensor, expected: Any) -> str:
+        missing = int(out.isnan().sum())
+        return f"{missing} elements of the output are NaN" if missing else measure.check_outputs(out, *expected)

@@ -90,7 +90,8 @@ class Problem:
             experts = f"{facts['experts']} x " if "experts" in facts else ""
             return f"{experts}({facts['n']}, {facts['k']})"
         page = f" page {facts['page']}" if facts.get("page") else ""
-        return f"{facts.get('k_format')}/{facts.get('v_format')} {facts.get('tokens')} x {facts.get('rows')} rows{page}"
+        size = f" {facts['tokens']} x {facts['rows']} rows" if "tokens" in facts else ""
+        return f"{facts.get('k_format')}/{facts.get('v_format')}{size}{page}"
 
     def __str__(self) -> str:
         return f"{self.op} {self.what} M {self.m}"

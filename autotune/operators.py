@@ -16,6 +16,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import (
     attention,
+    attention_prefill,
     attention_space,
     grouped_spaces,
     records,
@@ -25,6 +26,7 @@ from terrazzo.schedules import (
     w4ax_space,
 )
 from terrazzo.schedules import w4a8 as integer
+from terrazzo.schedules.prefill_space import Prefill
 from terrazzo.schedules.problem import WeightOnlyGemm
 from terrazzo.schedules.roofline import Roofline, weight_only_gemm
 
@@ -430,10 +432,7 @@ class Attention(Operator):
         found: list[Problem] = []
         for shape in map(Shape.parse, job.caches or self.caches):
             for text in job.formats or self.formats:
-                k_format, slash, v_format = text.partition("/")
-                if not slash:
-                    raise ArgumentError("formats", text, "is no pair of formats", "write keys/values, as int4/int4")
-                layout = CacheLayout(k_format, v_format, job.head_dim)
+                layout = CacheLayout(*_formats(text), job.head_dim)
                 for q_len in job.q_len:
                     rows = q_len * shape.heads // shape.kv_heads
                     for page in job.pages:
@@ -494,7 +493,83 @@ class Attention(Operator):
         return problem.op, problem.facts, problem.m
 
 
-ALL = (W4A16(), W4A8(), W4A8Fp8(), W4Ax(), GroupedW4A16(), GroupedW4A8(), Attention())
+class AttentionPrefill(Operator):
+    """Prefill attention over what the cache holds; a kernel serves any batch, so m is 1. Measured on one sequence whose
+    last quarter is new."""
+
+    name = "attention_prefill"
+    shape = "1x32/8x4k"
+
+    def problems(self, job: Job) -> list[Problem]:
+        from terrazzo.ops.attention.cache import residual_of
+        from terrazzo.ops.attention.layout import CacheLayout
+        from terrazzo.ops.attention.prefill_op import tuning_facts
+
+        found: list[Problem] = []
+        for text in job.formats or Attention.formats:
+            layout = CacheLayout(*_formats(text), job.head_dim)
+            for page in job.pages:
+                facts = tuning_facts(layout, job.dtype, page, residual_of(layout, None), False)
+                found.append(Problem.of(self.name, facts, 1))
+        return found
+
+    def _geometry(self, problem: Problem) -> Any:
+        from terrazzo.ops.attention.layout import CacheLayout
+        from terrazzo.ops.attention.prefill_op import Geometry
+
+        facts = dict(problem.facts)
+        layout = CacheLayout(facts["k_format"], facts["v_format"], facts["head_dim"])
+        return Geometry(layout, facts["page"], facts["residual"], facts["fresh"])
+
+    def space(self, problem: Problem) -> spaces.Space:
+        words = self._geometry(problem).stage_words
+        return Prefill(attention_prefill.PrefillProblem(dict(problem.facts)["head_dim"], words))
+
+    def _plan(self, problem: Problem, target: Target) -> Any:
+        from terrazzo.ops.attention import prefill_op
+
+        facts = dict(problem.facts)
+        own = {name: facts[name] for name in ("dtype", "page", "residual", "fresh")} | dict(softcap=False, sinks=False)
+        return prefill_op.plan.__wrapped__(self._geometry(problem).layout, **own, target=target)
+
+    def roofline(self, problem: Problem, target: Target) -> Roofline:
+        from terrazzo.autotune.attention_bench import Shape
+
+        shape = Shape.parse(self.shape)
+        nbytes = 4 * shape.batch * shape.kv_heads * shape.tokens // 64 * self._geometry(problem).stage_words
+        load = nbytes / target.dram_gb_s / 1e3
+        return Roofline(load, 0.0, self.flop(problem) / target.tflops("f16") / 1e6)
+
+    def flop(self, problem: Problem) -> float:
+        from terrazzo.autotune.attention_bench import Shape
+
+        shape = Shape.parse(self.shape)
+        new, seen = shape.tokens // 4, shape.tokens * 7 / 8
+        return 4.0 * shape.batch * shape.heads * new * seen * dict(problem.facts)["head_dim"]
+
+    def subject(self, problem: Problem, target: Target) -> Subject:
+        from terrazzo.autotune import attention_bench
+
+        facts, shape = dict(problem.facts), attention_bench.Shape.parse(self.shape)
+        formats = facts["k_format"], facts["v_format"]
+        return attention_bench.Prefill(
+            formats, shape, facts["head_dim"], facts["page"], shape.tokens // 4, facts["dtype"]
+        )
+
+
+def _formats(text: str) -> tuple[str, str]:
+    """ "int4/int4" -> its formats of keys and values.
+
+    Raises:
+        ArgumentError: something else.
+    """
+    k_format, slash, v_format = text.partition("/")
+    if not slash:
+        raise ArgumentError("formats", text, "is no pair of formats", "write keys/values, as int4/int4")
+    return k_format, v_format
+
+
+ALL = (W4A16(), W4A8(), W4A8Fp8(), W4Ax(), GroupedW4A16(), GroupedW4A8(), Attention(), AttentionPrefill())
 OPERATORS: dict[str, Operator] = {operator.name: operator for operator in ALL}
 
 

@@ -33,6 +33,8 @@ _COLORS = {
     "w4a16_grouped": "#0a7ea4",
     "w4a8_grouped": "#9a6700",
     "attention": "#1a7f37",
+    "attention_prefill": "#cf222e",
+    "w4a8_fp8": "#6e7781",
 }
 _STYLE = """
 :root { color-scheme: light; }

@@ -41,8 +41,8 @@ class Candidate:
 
     @property
     def params(self) -> dict[str, int]:
-        """All fields of the schedule, as records hold them."""
-        return asdict(self.schedule)
+        """The numbers of the schedule, as records hold them."""
+        return {name: value for name, value in asdict(self.schedule).items() if isinstance(value, int)}
 
 
 class Space(ABC):

@@ -23,6 +23,8 @@ from terrazzo.ops.attention.op import LOG2E, _checked
 from terrazzo.ops.attention.prefill_stages import STAGE, Geometry, plain_layout
 from terrazzo.ops.launching import ptx_flags, warm_kernel
 from terrazzo.schedules import attention_prefill as schedules
+from terrazzo.schedules import records, spaces
+from terrazzo.schedules.prefill_space import Prefill
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +63,11 @@ def plan(
     """
     g = Geometry(layout, page, residual, fresh)
     problem = schedules.PrefillProblem(layout.head_dim, g.stage_words)
-    schedule = schedule or schedules.choose(problem, target)
+    if schedule is None and (softcap or sinks):  # they need registers that a tuned schedule may not have left
+        schedule = schedules.choose(problem, target)
+    if schedule is None:
+        facts = tuning_facts(layout, dtype, page, residual, fresh)
+        _, schedule = spaces.choose(Prefill(problem), "attention_prefill", facts, target, 1, device)
     program = PROGRAMS[schedule.program]
     params = schedule.params() | {
         "k_format": layout.k_format, "v_format": layout.v_format, "head_dim": layout.head_dim, "dtype": dtype,
@@ -72,6 +78,15 @@ def plan(
         program.PASS_CONFIGS, ptx_flags(target, device),
     )  # fmt: skip
     return Plan(request, schedule.rows)
+
+
+def tuning_facts(layout: CacheLayout, dtype: str, page: int, residual: int, fresh: bool) -> dict[str, int | str | bool]:
+    """What tells one tuned kind of cache from another."""
+    facts = dict(k_format=layout.k_format, v_format=layout.v_format, head_dim=layout.head_dim)
+    return facts | dict(dtype=dtype, page=page, residual=residual, fresh=fresh)
+
+
+records.on_change(plan.cache_clear)
 
 
 def prefill_requests(

@@ -13,6 +13,7 @@ import torch
 from terrazzo.autotune import gemm_bench, measure, measurer
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import attention, w4a8, w4a16, w4ax
+from terrazzo.ops.attention import prefill_reference as prefills
 from terrazzo.ops.attention import reference as caches
 from terrazzo.ops.w4a8 import fp8
 from terrazzo.ops.w4a8 import fp8_reference as integers_fp8
@@ -28,7 +29,7 @@ def misbehave(op: str, y: torch.Tensor) -> torch.Tensor:
     params = records.pick(op, {}, 1, H200).params  # what the forced schedule is, as `plan` would see it
     if params["stages"] == 1:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    if params.get("chunk") == 2 or params.get("raster") == 4 or params.get("min_blocks") == 4:
+    if params.get("chunk") == 2 or params.get("raster") == 4 or params.get("min_blocks", params["stages"] + 1) == 4:
         y.view(-1)[0] += 1.0
     return y
 
@@ -72,6 +73,10 @@ def decode(q, cache, *, out):
     return out.copy_(misbehave("attention", caches.decode(q, cache)[0].to(q.dtype)))
 
 
+def prefill(q, cache, starts, most, *, out):
+    return out.copy_(misbehave("attention_prefill", prefills.prefill(q, cache, starts)[0].to(q.dtype)))
+
+
 def quantize_fp8(x):
     return integers_fp8.quantize_activations(x)
 
@@ -102,6 +107,7 @@ def patch(put) -> None:
         (w4ax, "gemm", gemmx),
         (w4ax, "quantize_activations", quantizex),
         (attention, "decode", decode),
+        (attention, "prefill", prefill),
     ):
         getattr(holder, name)  # resolved first, or the lazy name would replace it
         put(holder, name, value)

@@ -13,7 +13,7 @@ from terrazzo.autotune.database import Database, Problem
 from terrazzo.autotune.isolation import Measurer
 from terrazzo.autotune.jobs import Job
 from terrazzo.autotune.measurer import Bench
-from terrazzo.autotune.operators import get_operator
+from terrazzo.autotune.operators import AttentionPrefill, get_operator
 from terrazzo.autotune.runner import Runner, candidates
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.toolchain import toolchain
@@ -56,6 +56,7 @@ MANY = {
     "w4ax": ("stream_k", dict(block_tokens=16, warpgroups=2, stages=4, raster=8), {"raster": 4}),
     "w4a16_grouped": ("grouped", TILE | {"stage_k": 64}, {"raster": 4}),
     "w4a8_grouped": ("grouped", TILE, {"raster": 4}),
+    "attention_prefill": ("prefill_wgmma", dict(row_tiles=8, warps=8, stages=2), {"stages": 3}),
     "attention": ("decode", dict(row_tiles=1, warps=4, tiles=1, stages=4, min_blocks=2), {"min_blocks": 4}),
 }
 
@@ -66,6 +67,7 @@ def test_every_operator_is_checked_by_its_oracle(on_the_cpu, op):
     program, good, change = MANY[op]
     job = Job(ops=(op,), shapes=((128, 256),), m=(9,), experts=(3,), caches=("2x8/2x128",), formats=("int4/int4",))
     (problem,) = job.problems()
+    on_the_cpu.setattr(AttentionPrefill, "shape", "1x4/2x64")
     bench = Bench(cpu_measurer.H200)
     assert bench.trial(problem, program, good, 5.0) == {"status": "ok", "us": 10.0, "spread": 0.01}
     wrong = bench.trial(problem, program, good | change, 5.0)
