@@ -1,0 +1,118 @@
+"""Prefill attention without a GPU: fake tensors, refusals, schedules, where new tokens go."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
+from terrazzo.ops.attention import FORMATS, kernel_requests, pack_cache, prefill, prefill_requests
+from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.prefill_op import fresh_cache
+from terrazzo.ops.attention.prefill_operands import exact_converter
+from terrazzo.ops.attention.prefill_stages import STAGE, Geometry
+from terrazzo.schedules import attention_prefill as schedules
+from torch._subclasses import FakeTensorMode
+
+
+@pytest.fixture
+def cache():
+    return pack_cache(*torch.randn(2, 3, 2, 64, 128), "int4_channel64", "int4", lengths=torch.tensor([3, 64, 9]))
+
+
+def test_fake_tensors_know_the_results(cache):
+    with FakeTensorMode() as mode:
+        held = {f.name: getattr(cache, f.name) for f in fields(cache)}
+        fake = replace(cache, **{n: mode.from_tensor(t) for n, t in held.items() if isinstance(t, torch.Tensor)})
+        q, cu = torch.empty(40, 8, 128, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int32)
+        k = torch.empty(40, 2, 128, dtype=torch.bfloat16)
+        for given in ({}, {"k": k, "v": k}):
+            y = prefill(q, fake, cu, 20, **given)
+            assert y.shape == q.shape and y.dtype == q.dtype
+        assert prefill(q, fake, cu, 20, lse=torch.empty(40, 8), out=torch.empty_like(q)).shape == q.shape
+
+
+def test_tensors_on_the_cpu_are_refused_by_name(cache):
+    q = torch.zeros(40, 8, 128, dtype=torch.float16)
+    with pytest.raises(ArgumentError, match="q = .*CUDA"):
+        prefill(q, cache, torch.zeros(4, dtype=torch.int32), 20)
+    with pytest.raises(ArgumentError, match="q = .*new tokens, Hq, 128"):
+        prefill(q[None], cache, torch.zeros(4, dtype=torch.int32), 20)
+
+
+def test_geometry_refuses_what_no_stage_can_hold():
+    with pytest.raises(ArgumentError, match="page = 24"):
+        Geometry(CacheLayout("int4", "int4", 128), 24, 0, False)
+    with pytest.raises(ArgumentError, match="residual = 64"):
+        Geometry(CacheLayout("bfloat16", "int4", 128), 64, 64, False)
+
+
+@pytest.mark.parametrize("k", FORMATS)
+@pytest.mark.parametrize("page", [0, 48, 64, 128])
+def test_a_stage_holds_64_tokens_of_any_page(k, page):
+    layout = CacheLayout(k, "int4", 64)
+    if page % layout.block_tokens:
+        page = layout.block_tokens
+    g = Geometry(layout, page, 0, False)
+    assert STAGE % g.part_tokens == 0 and (not page or page % g.part_tokens == 0)
+    assert not layout.k.group or layout.k.group % g.part_tokens == 0
+    ends = [g.tile_at(r) + layout.tile_words for r in range(STAGE // 16)]
+    starts = [g.tile_at(r) for r in range(STAGE // 16)]
+    assert all(end <= start for end, start in zip(ends, starts[1:])) and ends[-1] <= g.stage_words
+    for r, start in enumerate(starts):
+        assert g.channel_at(r) + layout.channel_words <= start < g.channel_at(r) + g.part_words
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+def test_exact_converters_leave_the_codes(fmt):
+    cvt, packed = exact_converter(fmt), fmt.converter
+    words = torch.randint(-(1 << 31), (1 << 31) - 1, (64,), generator=torch.Generator().manual_seed(1)).int()
+    if fmt.storage in ("f16", "bf16"):
+        return assert_same_converter(cvt, packed)
+    raw = words.numpy().view("uint32")
+    exact, other = (torch.from_numpy(c.emulate(raw).view("float16").copy()).double() for c in (cvt, packed))
+    scale = torch.tensor([2.0**-e for e in packed.scale_exp2]).repeat_interleave(2)
+    keep = exact.abs() != 480 if fmt.storage == "e4m3" else exact == exact  # the NaN codes of e4m3
+    assert torch.equal(exact[keep], (other * scale)[keep])
+
+
+def assert_same_converter(a, b):
+    assert a is b
+
+
+def test_new_tokens_have_pages_of_their_own(cache):
+    for new in ([1, 64, 65], [0, 0, 200], [63, 1, 64], [128, 0, 1]):
+        cu = torch.tensor([0, *new]).cumsum(0).int()
+        made = fresh_cache(cache, cu, sum(new), max(new))
+        used = [made.block_table[b, : -(-n // STAGE)].tolist() for b, n in enumerate(new)]
+        pages = [page for row in used for page in row]
+        assert len(set(pages)) == len(pages) and all(0 <= page < len(made.pages) for page in pages)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_schedules_fit(arch, head_dim):
+    target = Target.parse(arch)
+    for k, v in (("float16", "float16"), ("int4", "int4"), ("int2_channel128", "int8")):
+        g = Geometry(CacheLayout(k, v, head_dim), 128, 0, True)
+        problem = schedules.PrefillProblem(head_dim, g.stage_words)
+        if head_dim == 256 and arch in ("sm_86", "sm_89"):  # two stages of 64 KB
+            with pytest.raises(ArgumentError, match="no two stages of 16384 words"):
+                schedules.choose(problem, target)
+            quantized = Geometry(CacheLayout("int4", "int4", 256), 128, 0, False)
+            problem = schedules.PrefillProblem(head_dim, quantized.stage_words)
+        chosen = schedules.choose(problem, target)
+        assert chosen.smem_bytes(problem) <= target.smem_per_block and chosen.stages >= 2
+        assert (chosen.program == "wgmma") == (arch == "sm_90a" and head_dim < 256)
+
+
+def test_the_compile_command_knows_prefill():
+    target = Target.parse("sm_90a")
+    made = kernel_requests("int4", "int8", heads=32, kv_heads=8, target=target, prefill=True)
+    wanted = [
+        request for fresh in (False, True)
+        for request in prefill_requests(CacheLayout("int4", "int8", 128), page=128, fresh=fresh, target=target)
+    ]  # fmt: skip
+    assert set(wanted) <= set(made) and len({r.name for r in wanted}) == 2
