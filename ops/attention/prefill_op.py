@@ -161,7 +161,9 @@ def prefill(
         out. A row that sees no token is 0, with lse -inf.
 
     Raises:
-        ArgumentError: an argument that does not fit. CaptureError: a kernel never launched before, in graph capture.
+        ArgumentError: an argument that does not fit; on sm_86 and sm_89, head_dim 256 with anything in f16 (k and v, a
+            residual block, the cache itself): two stages of it exceed shared memory. CaptureError: a kernel never
+            launched before, in graph capture.
     """
     import torch
 
