@@ -9,7 +9,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.schedules import attention_prefill as prefill
 from terrazzo.schedules import spaces
 
-_TOKENS, _ROWS = 4096, 4096  # what predicted times are for: they only order schedules
+_TOKENS, _ROWS = 3584, 32768  # what predicted times are for: they only order schedules
 
 
 class Prefill(spaces.Space):
