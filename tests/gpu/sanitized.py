@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import attention_cases
 import attention_write_cases
 import oracles
+import prefill_cases
 import torch
 import w4a8_fp8_oracles
 import w4a8_oracles
@@ -58,6 +59,7 @@ class Watched:
         assert all(is_ready(request) for request in requests), f"{self.name}: compile its kernels first"
         run = {oracles.Case: run_w4a16, w4a8_oracles.Case: run_w4a8}.get(type(self.case))
         plain = {attention_cases.Case: attention_cases.run, attention_write_cases.Case: attention_write_cases.check}
+        plain[prefill_cases.Case] = prefill_cases.check
         plain |= {w4ax_cases.Case: w4ax_cases.product, w4a8_fp8_oracles.Case: w4a8_fp8_oracles.check}
         run(self.case, self.weight(), requests) if run else plain[type(self.case)](self.case)
         torch.cuda.synchronize()
@@ -130,6 +132,9 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched("int4 by cp.async", attention_cases.Case(lengths=(100, 7), target="sm_80")),
         Watched("store int4", attention_write_cases.Case(old=(0, 5), new=(40, 3))),
         Watched("append channels", attention_write_cases.Case("int4_channel64", old=(63, 60), new=(8, 8), page=64)),
+        Watched("prefill int4", prefill_cases.Case(past=(100, 0), new=(40, 3))),
+        Watched("prefill channels, new tokens", prefill_cases.Case("int4_channel64", fresh=True, page=64)),
+        Watched("prefill int8 by mma.sync", prefill_cases.Case("int8", "int8", schedule=("mma", 2, 8, 3))),
         Watched("append residual", attention_write_cases.Case(residual=32, old=(3, 31), new=(2, 2), dtype="bfloat16")),
     ),
 }
