@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from prefill_cases import Case, check, fuzz, inputs, run
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention import decode, prefill, store
+from terrazzo.ops.attention import decode, launch, op, prefill, store, writing
 
 FUZZ_CASES = 150
 RAGGED = dict(past=(300, 0, 1, 129, 512), new=(150, 33, 0, 1, 64))
@@ -95,14 +95,29 @@ def test_several_waves_give_the_same_bits(cases):
             assert torch.equal(again.view(torch.int16), first.view(torch.int16)), case.repro
 
 
-@pytest.mark.parametrize("cases", [(Case("int4", "int4", page=64, fresh=True, past=(300,), new=(64,)),)])
-def test_chunks_then_store_then_decode(cases):
-    """The operators agree on what a cache holds: prefill without k and v is decode, where both take the rows."""
-    given = inputs(cases[0])
+@dataclass(frozen=True)
+class Chain:
+    """A chunk with k and v, stored, and read again by prefill and by decode."""
+
+    case: Case = Case("int4", "int4", page=64, fresh=True, past=(300,), new=(64,))
+
+    def requests(self) -> list:
+        cache = inputs(self.case).cache
+        write = writing.write_request(cache, "float16", *launch.current_targets(None))
+        again = replace(self.case, fresh=False).requests()
+        return [*self.case.requests(), *again, write, *op.decode_requests((1, 4, 8, 128), cache)]
+
+
+@pytest.mark.parametrize("cases", [(Chain(),)])
+def test_a_chunk_is_stored_and_read_again(cases):
+    """Decode and prefill of the same tokens over the same cache agree; the cache rounds what the chunk saw exactly."""
+    given = inputs(cases[0].case)
+    before = prefill(given.q, given.cache, given.cu_seqlens, given.most_new, k=given.k, v=given.v)
     store(given.cache, given.k, given.v, given.cu_seqlens, given.most_new)
     whole = prefill(given.q, given.cache, given.cu_seqlens, given.most_new)
     last = decode(given.q[-4:].unsqueeze(0), given.cache)
     assert (whole[-4:].float() - last[0].float()).abs().max() < 5e-3
+    assert 0 < (whole.float() - before.float()).abs().max() < 0.5
 
 
 @pytest.mark.parametrize("cases", [(Case("int4", "int4", past=(300,), new=(64,)),)])
