@@ -99,7 +99,7 @@ def test_several_waves_give_the_same_bits(cases):
 class Chain:
     """A chunk with k and v, stored, and read again by prefill and by decode."""
 
-    case: Case = Case("int4", "int4", page=64, fresh=True, past=(300,), new=(64,))
+    case: Case
 
     def requests(self) -> list:
         cache = inputs(self.case).cache
@@ -108,7 +108,7 @@ class Chain:
         return [*self.case.requests(), *again, write, *op.decode_requests((1, 4, 8, 128), cache)]
 
 
-@pytest.mark.parametrize("cases", [(Chain(),)])
+@pytest.mark.parametrize("cases", [(Chain(Case("int4", "int4", page=64, fresh=True, past=(300,), new=(64,))),)])
 def test_a_chunk_is_stored_and_read_again(cases):
     """Decode and prefill of the same tokens over the same cache agree; the cache rounds what the chunk saw exactly."""
     given = inputs(cases[0].case)
