@@ -117,6 +117,9 @@ def _stages(problem: DecodeProblem, small: bool) -> list[tuple[int, int]]:
     most = (6, 5, 4, 3)
     if row_tiles(problem) == 1 and problem.tile_words < 3 * problem.head_dim:
         return [(4, 3), (4, 2), *((2, n) for n in most), *((1, n) for n in most)]
+    wide = row_tiles(problem) * problem.head_dim > 128 and row_tiles(problem) > 1
+    if wide and shares_rows(problem) != bool(problem.group):  # their registers have room for one tile
+        return [*((1, n) for n in most), *((2, n) for n in most)]
     if small and not shares_rows(problem):
         return [*((1, n) for n in most[1:]), *((2, n) for n in most)]
     return [*((2, n) for n in most), *((1, n) for n in most)]
