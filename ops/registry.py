@@ -47,7 +47,7 @@ class Support:
     notes: str = ""
 
 
-_W4A16_TARGETS = {"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
+_W4A16_TARGETS = {"sm_80": "ptx-tested", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
 
 
 def _w4a16(format: str, source: str, scales: tuple[str, ...], notes: str) -> Support:
@@ -66,7 +66,7 @@ def _w4a16(format: str, source: str, scales: tuple[str, ...], notes: str) -> Sup
 
 
 _ALL_SCALES = ("float16", "bfloat16", "float32")
-_W4A8_TARGETS = {"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
+_W4A8_TARGETS = {"sm_80": "ptx-tested", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
 
 
 def _w4a8(format: str, source: str, zeros: tuple[str, ...], notes: str) -> Support:
@@ -94,12 +94,12 @@ def _w4a8_fp8(format: str, source: str, notes: str) -> Support:
         activations=("float8_e4m3fn", "float16", "bfloat16"),
         scales=("float16", "bfloat16"),
         numerics=("e4m3",),
-        targets={"sm_89": "compiled", "sm_90a": "compiled"},
+        targets={"sm_89": "compiled", "sm_90a": "tested"},
         notes=notes,
     )
 
 
-_KV_TARGETS = {"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "compiled"}
+_KV_TARGETS = {"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
 
 
 def _attention(format: str, group: int | str, zeros: str, scales: str, notes: str) -> Support:
@@ -147,7 +147,7 @@ REGISTRY: tuple[Support, ...] = (
         activations=("int4+int8", "float16", "bfloat16"),
         scales=("bfloat16",),
         numerics=("block", "token", "static"),
-        targets={"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "compiled"},
+        targets={"sm_80": "ptx-tested", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"},
         notes="float weight, searched clipping; FMPQ blocks of INT4 and INT8 activations; sm_90a: emulated on int8",
     ),
     _attention("float16", "none", "none", "none", "keys and values"),
