@@ -28,7 +28,7 @@ PASS_CONFIGS = (  # barriers and bounds are the program's own
     ("tl.disable_warp_specialized", True),
 )
 ALL = 1 << 30  # tokens that a row without a window sees
-REGISTERS = {1: (40, 240), 2: (40, 232), 3: (40, 152)}  # consumer warpgroups -> a producer's, a consumer's
+REGISTERS = {1: (40, 240), 2: (24, 240), 3: (40, 152)}  # consumer warpgroups -> a producer's, a consumer's
 LIMITS = (
     *(
         "count",

@@ -101,7 +101,8 @@ template <int N, int WIDE> static void wgmma_wide(const uint32_t *a, uint64_t b,
   products[current].back().push_back({a, nullptr, (const char *)b, (int32_t *)c, N, add, true, false, WIDE});
 }
 template <int N, int WIDE> static void wgmma_wide(uint64_t a, uint64_t b, uint32_t *c, bool add) {
-  products[current].back().push_back({nullptr, (const char *)a, (const char *)b, (int32_t *)c, N, add, true, false, WIDE});
+  products[current].back().push_back(
+      {nullptr, (const char *)a, (const char *)b, (int32_t *)c, N, add, true, false, WIDE});
 }
 template <int N> static void wgmma_e4m3(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
   products[current].back().push_back({a, nullptr, (const char *)b, (int32_t *)c, N, add, true, true});
@@ -176,7 +177,8 @@ def translated(source: str, block_tokens: int) -> str:
     """CUDA text of a wgmma program with its tensor map as a plain pointer and its products as calls of the shims."""
     source = source.replace("__grid_constant__ const CUtensorMap X_desc", "const TensorMap* X_desc")
     source = source.replace("tl::tma_load(", f"tma_tile<{block_tokens}>(")
-    wide = r"tl::wgmma_[rs]s<tl::DataType::k(B?)Float16, tl::DataType::kB?Float16, tl::DataType::kFloat32, 64, (\d+), 16,[^>]*>"
+    types = r"tl::DataType::k(B?)Float16, tl::DataType::kB?Float16, tl::DataType::kFloat32"
+    wide = rf"tl::wgmma_[rs]s<{types}, 64, (\d+), 16,[^>]*>"
     source = re.sub(wide, lambda found: f"wgmma_wide<{found[2]}, {2 if found[1] else 1}>", source)
     floats = r"tl::DataType::kFloat8_e4m3, tl::DataType::kFloat8_e4m3, tl::DataType::kFloat32"
     source = re.sub(rf"tl::wgmma_rs<{floats}, 64, (\d+), 32,[^>]*>", r"wgmma_e4m3<\1>", source)
