@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.readme import LINEAR
 
 INK, GRID = "#22303C", "#DADFE3"
 OURS, RIVALS = "#A83E26", ("#3F77A8", "#BF8336", "#4E9160", "#9C5E8C", "#6A7783")
@@ -73,7 +74,7 @@ def draw(result: Mapping[str, Any], path: Path) -> list[Path]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, help="result files; default: all of benchmarks/results")
-    for path in parser.parse_args(argv).files or [*report.files("w4a16"), *report.files("w4a8")]:
+    for path in parser.parse_args(argv).files or [path for op in LINEAR for path in report.files(op)]:
         try:
             for written in draw(report.load(path), path):
                 print(written)

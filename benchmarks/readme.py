@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import report, tables
 
 ROOT = Path(__file__).parents[1]
+LINEAR = ("w4a16", "w4a8", "w4afp8", "w4ax")
+"""Result files of linear layers, in README's order."""
 PICTURE = ROOT / "docs" / "layout_w4a16.svg"
 
 
@@ -53,7 +56,7 @@ def operators() -> str:
 def figures() -> str:
     """One table for each result file, with the plot that belongs to it."""
     parts = []
-    for path in (*report.files("w4a16"), *report.files("w4a8")):
+    for path in (path for op in LINEAR for path in report.files(op)):
         source = path.relative_to(ROOT).as_posix()
         result = report.load(path)
         if report.timed(result):
@@ -61,7 +64,22 @@ def figures() -> str:
         plot = path.with_suffix(".png")
         if plot.is_file():
             parts.append(f"![speed-up by M]({plot.relative_to(ROOT).as_posix()})")
+    parts += tables_of(tables.README)
     return "\n\n".join(parts) or "No result file is in benchmarks/results yet; `make bench` writes one on a GPU."
+
+
+def tables_of(makers: Mapping[str, tables.Table]) -> list[str]:
+    """The tables of the result files that match."""
+    return [
+        table(json.loads(path.read_text()), path.relative_to(ROOT).as_posix())
+        for pattern, table in makers.items()
+        for path in sorted(report.RESULTS.glob(pattern))
+    ]
+
+
+def details() -> str:
+    """Tables of the result files that README leaves out."""
+    return "\n\n".join(tables_of(tables.DETAILS)) or "No such result file is in benchmarks/results yet."
 
 
 def models() -> str:
@@ -77,7 +95,7 @@ def models() -> str:
     )
 
 
-PARTS: dict[str, Callable[[], str]] = {"operators": operators, "figures": figures, "models": models}
+PARTS: dict[str, Callable[[], str]] = {"operators": operators, "figures": figures, "details": details, "models": models}
 DOCUMENTS = ("README.md", "docs/benchmarks.md")
 
 

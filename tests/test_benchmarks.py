@@ -211,3 +211,19 @@ def test_gptq_words_of_the_peers():
     for row_, n, j in ((0, 0, 0), (1, 4, 7), (2, 3, 5)):
         assert (int(words[row_, n]) >> (4 * j)) & 15 == int(codes[n, 8 * row_ + j])
     assert peers.accepted(lambda a, b: None, {"a": 1, "c": 2}) == {"a": 1}
+
+
+def test_tables_of_other_results(monkeypatch, tmp_path, result):
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    cache = {"k_format": "int4", "v_format": "int4", "batch": 8, "q_heads": 32, "kv_heads": 8}
+    decode = cache | {"kv_len": 32768, "q_len": 4, "page": 0, "us": 80.0, "peers": {"a": 400.0, "b": 240.0}}
+    paged = decode | {"page": 128, "us": 90.0}
+    prefill = cache | {"kv_len": 4096, "new": 512, "mode": "fresh", "us": 100.0, "tflops": 321.0, "peers": {"a": 90.0}}
+    grouped = {"op": "w4a8", "layer": "8 experts", "m": 128, "us": 35.0, "copy_share": 0.85, "torch_bf16": 70.0}
+    rows = {"attention_h200": [decode, paged], "attention_prefill_h200": [prefill], "grouped_h200": [grouped]}
+    for name, found in rows.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({**result, "rows": found}))
+    assert "| 8 x 32/8 x 32K, q_len 4 | 80.0 (3.00x) |" in readme.figures() and "90.0" not in readme.figures()
+    assert "512 new after 3584 | `int4/int4` | fresh | 100 | 321 | 0.90x |" in readme.details()
+    assert "| 8 experts | 128 | `w4a8` | 35.0 | 85% | 2.00x |" in readme.details()

@@ -1,0 +1,91 @@
+"""README's tables of result files that are no grid of layers and numbers of tokens. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks import report
+
+
+def setting(result: Mapping[str, Any], source: str) -> str:
+    """Where, when and with what a file was measured."""
+    return (
+        f"on one {result['gpu']}, copies reach {result['copy_gb_s']:.0f} GB/s, torch {result['torch']}, "
+        f"{result['date']}, commit {result['commit']}. Source: [{source}]({source})."
+    )
+
+
+def decode(result: Mapping[str, Any], source: str) -> str:
+    """Decode attention: formats by cache shapes, time and ratio to the fastest f16 attention of torch."""
+    rows = [row for row in result["rows"] if row["us"] and row["page"] == 0]
+    shape = lambda row: (
+        f"{row['batch']} x {row['q_heads']}/{row['kv_heads']} x {row['kv_len'] // 1024}K"
+        f"{', q_len ' + str(row['q_len']) if row['q_len'] > 1 else ''}"
+    )
+    formats = list(dict.fromkeys(f"{row['k_format']}/{row['v_format']}" for row in rows))
+    lines: dict[str, dict[str, str]] = {}
+    for row in rows:
+        best = min(row["peers"].values()) if row["peers"] else None
+        text = f"{row['us']:.1f}" + (f" ({best / row['us']:.2f}x)" if best else "")
+        lines.setdefault(shape(row), {})[f"{row['k_format']}/{row['v_format']}"] = text
+    table = report.markdown(
+        ("batch x heads x tokens", *(f"`{name}`" for name in formats)),
+        [(name, *(cells.get(f, "") for f in formats)) for name, cells in lines.items()],
+        range(1, 1 + len(formats)),
+    )
+    return (
+        "Decode attention, keys/values by format: microseconds, and how many times as fast as the fastest f16 "
+        f"attention of torch (flash or cuDNN) in the same run, {setting(result, source)}\n\n{table}"
+    )
+
+
+def prefill(result: Mapping[str, Any], source: str) -> str:
+    """Prefill attention: TFLOP/s and ratio to the fastest f16 attention of torch."""
+    lines = []
+    for row in (row for row in result["rows"] if row["us"]):
+        past = row["kv_len"] - row["new"]
+        best = min(row["peers"].values()) if row.get("peers") else None
+        after = f" after {past}" if past else ""
+        lines.append((
+            f"{row['batch']} x {row['q_heads']}/{row['kv_heads']}, {row['new']} new{after}",
+            f"`{row['k_format']}/{row['v_format']}`", row["mode"], f"{row['us']:.0f}", f"{row['tflops']:.0f}",
+            f"{best / row['us']:.2f}x" if best else "",
+        ))  # fmt: skip
+    table = report.markdown(("prompt", "keys/values", "new tokens", "us", "TFLOP/s", "torch f16"), lines, range(3, 6))
+    return f"Prefill attention, causal, beside torch's fastest f16 attention, {setting(result, source)}\n\n{table}"
+
+
+def grouped(result: Mapping[str, Any], source: str) -> str:
+    """Grouped GEMM: time, share of the copy bandwidth, ratio to torch's bf16 grouped product."""
+    lines = [
+        (
+            row["layer"], row["m"], f"`{row['op']}`", f"{row['us']:.1f}", f"{row['copy_share']:.0%}",
+            f"{row['torch_bf16'] / row['us']:.2f}x" if row.get("torch_bf16") else "",
+        )
+        for row in result["rows"]
+        if row["us"]
+    ]  # fmt: skip
+    table = report.markdown(("layer", "rows", "operator", "us", "of copy", "torch bf16"), lines, (1, 3, 4, 5))
+    return f"Grouped GEMM (MoE) beside torch's grouped bf16 product, {setting(result, source)}\n\n{table}"
+
+
+def ablation(result: Mapping[str, Any], source: str) -> str:
+    """Figure 13 of LiquidGEMM: speed-up of every pipeline over `basic` with QServe's dequantization."""
+    from benchmarks.w4a8_ablation import table
+
+    return (
+        "W4A8 pipelines: speed-up over `basic` with QServe's dequantization (vadd4), geometric mean over "
+        f"{len({(row['n'], row['k']) for row in result['rows']})} shapes, {setting(result, source)}\n\n{table(result)}"
+    )
+
+
+Table = Callable[[Mapping[str, Any], str], str]
+README: dict[str, Table] = {"attention_[!p]*.json": decode}
+"""Files in benchmarks/results -> what makes their table in README.md."""
+DETAILS: dict[str, Table] = {
+    "attention_prefill_*.json": prefill,
+    "grouped_*.json": grouped,
+    "ablation_w4a8_*.json": ablation,
+}
+"""The same for docs/benchmarks.md."""
