@@ -54,8 +54,6 @@ __device__ __forceinline__ bool tz_wg_any(bool x, int id) {
                : "=r"(r) : "r"((int)x), "r"(id) : "memory");
   return r;
 }
-// stores to shared memory are seen by wgmma; the form without a state space waits for global memory too
-__device__ __forceinline__ void tz_fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void *tz_at8(const void *p, int at) { return (char *)p + at; }
 """
 
@@ -358,7 +356,7 @@ def build(
         T.warpgroup_wait(0)
         T.warpgroup_fence_operand(st.s, 0, nt * 4)
         softmax(of, space, st, scale, cap, w, lane)
-        T.call_extern("handle", "tz_fence_async")  # wgmma reads P^T through the asynchronous proxy
+        T.fence_proxy_async()  # wgmma reads P^T through the asynchronous proxy
         T.call_extern("handle", "tz_wg_sync", w.wg + 1)
         for a in each(mt):
             if a > 1:
@@ -524,7 +522,7 @@ def build(
                         st.m[i] = 0.0
                         st.l[i] = 0.0
                     w.seen[0] = 0
-                    T.call_extern("handle", "tz_fence_async")  # wgmma reads Q through the asynchronous proxy
+                    T.fence_proxy_async()  # wgmma reads Q through the asynchronous proxy
                     T.call_extern("handle", "tz_wg_sync", w.wg + 1)
                     w.next[0] = 0
                     prepare(full, st, w, 0, lane)

@@ -128,7 +128,6 @@ static unsigned tz_hfma2(unsigned a, unsigned b, unsigned c) {
 }
 """
 WARPGROUPS = r"""
-static void tz_fence_async() {}
 static void tz_wg_sync(int) { wg_meet([] {}); }
 static bool tz_wg_any(bool x, int id) {
   static int any[8], result[8];
