@@ -114,19 +114,9 @@ def forward_error_bound(
     """
     import torch
 
-    layout, u = cache.layout, UNIT_ROUNDOFF["float16"]
-    k_parts, v_parts = (
-        [torch.cat(pair) for pair in zip(*parts)]
-        for parts in (_magnitudes(cache, sequence, head, role) for role in (0, 1))
-    )
-    scale = 1 / math.sqrt(q.shape[-1]) if options.scale is None else abs(options.scale)
-    a = q.double().abs()
-    steps, zeros, folded = k_parts
-    products = torch.einsum("qgd,td->qgt", a, steps)
-    ground = (layout.head_dim / 16 + 8) * 2.0**-22
-    d = scale * (ground * (products + torch.einsum("qgd,td->qgt", a, zeros)))
-    d += scale * (u * torch.einsum("qgd,td->qgt", a, steps * folded) + 2.0**-24 * steps.sum(-1))
-    d = torch.expm1(1.01 * d + 2.0**-20)
+    layout = cache.layout
+    d = _growth(q, cache, sequence, head, options)
+    v_parts = [torch.cat(pair) for pair in zip(*_magnitudes(cache, sequence, head, 1))]
     values, v_zeros, _ = v_parts
     whole = values + v_zeros
     p_unit = UNIT_ROUNDOFF[layout.v.operand]
@@ -136,6 +126,44 @@ def forward_error_bound(
     total = moved + rounded + rest
     name = str(q.dtype).removeprefix("torch.")
     return total + UNIT_ROUNDOFF[name] * (out.abs() + total) + 2.0**-24
+
+
+def lse_error_bound(q: torch.Tensor, cache: PackedCache, options: Options | None = None) -> torch.Tensor:
+    """Bound of |kernel - lse| [B, q_len, Hq], base 2; logits as in `forward_error_bound`, P rounded before its sum."""
+    import torch
+
+    options = options or Options()
+    batch, new, heads, _ = q.shape
+    group = heads // cache.kv_heads
+    bound = torch.full((batch, new, heads), 2.0**-20, dtype=torch.float64, device=q.device)
+    if options.sinks is not None:  # of a row that sees nothing else
+        bound += 2.0**-20 * LOG2E * options.sinks.double().abs()
+    for b in range(batch):
+        for h in range(cache.kv_heads):
+            k, v = cache.dequantize(b, h)
+            if not k.shape[0]:
+                continue
+            span, first = slice(h * group, (h + 1) * group), max(0, new - k.shape[0])
+            rows, sinks = q[b, first:, span], None if options.sinks is None else options.sinks[span]
+            _, lse, weights = attend(rows, k, v, options, sinks)
+            moved = (weights * _growth(rows, cache, b, h, options)).sum(-1)
+            seen = lse.abs().nan_to_num(posinf=0.0)
+            bound[b, first:, span] = LOG2E * (moved + UNIT_ROUNDOFF["float16"]) + 2.0**-20 * (1 + seen)
+    return bound
+
+
+def _growth(q: torch.Tensor, cache: PackedCache, sequence: int, head: int, options: Options) -> torch.Tensor:
+    """By how much e^logit may grow, less 1: [q_len, G, T] of one head; see `forward_error_bound`."""
+    import torch
+
+    layout, u = cache.layout, UNIT_ROUNDOFF["float16"]
+    steps, zeros, folded = (torch.cat(pair) for pair in zip(*_magnitudes(cache, sequence, head, 0)))
+    scale = 1 / math.sqrt(q.shape[-1]) if options.scale is None else abs(options.scale)
+    a = q.double().abs()
+    ground = (layout.head_dim / 16 + 8) * 2.0**-22
+    d = scale * (ground * (torch.einsum("qgd,td->qgt", a, steps) + torch.einsum("qgd,td->qgt", a, zeros)))
+    d += scale * (u * torch.einsum("qgd,td->qgt", a, steps * folded) + 2.0**-24 * steps.sum(-1))
+    return torch.expm1(1.01 * d + 2.0**-20)
 
 
 def _magnitudes(cache: PackedCache, sequence: int, head: int, role: int):
