@@ -64,7 +64,7 @@ S = TypeVar("S", bound=SmallBatch)
 @dataclass(frozen=True)
 class Cost:
     """Microseconds of a schedule for each: microsecond of streaming, of padding, of latency, of the last chunk; chunk;
-    KB of X; k split, and whether there is one; 16 items."""
+    KB of X; k split, and whether there is one; 16 items; 64 KB of partial sums of warps."""
 
     stream: float
     padding: float
@@ -75,6 +75,7 @@ class Cost:
     kc: float
     split: float
     items: float
+    sums: float = 0.0
 
 
 COSTS = {  # token tiles -> fitted to some 180 measurements on H200: 10 % rms, schedules 2 % from the best
@@ -137,7 +138,7 @@ def candidates(problem: WeightOnlyGemm, target: Target, token_tiles: int, kind: 
             rows = -(-problem.row_tiles // nc)
             # one token tile streams best with two chunks or more, two have the more work for each
             for chunk in (c for c in (1, 2, 3, 4) if c == 1 or c <= (rows // 2 if token_tiles == 1 else rows)):
-                for stages in (1, 2, 3) if token_tiles == 1 else (1, 2):
+                for stages in (1, 2) if token_tiles == 2 else (1, 2, 3):
                     yield kind(token_tiles, kc, nc, warps, chunk, stages, cluster)
 
 
@@ -157,4 +158,5 @@ def cost(s: SmallBatch, problem: WeightOnlyGemm, target: Target, c: Cost, x_byte
         + c.x * items * x_bytes * s.token_tiles / s.cluster
         + (c.kc * s.kc + c.split) * (s.kc > 1)
         + c.items * steps * s.chunk * s.warps / 16
+        + c.sums * chunks * s.chunk * s.token_tiles * s.warps / 128
     )

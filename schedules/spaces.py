@@ -195,7 +195,7 @@ class W4A8(Space):
 
     def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:
         if m <= w4a8.MAX_TOKENS:
-            tiles = _w4a8_tokens(m) // w4a8.TOKENS_PER_TILE
+            tiles = -(-m // w4a8.TOKENS_PER_TILE)
             every = small_batch.candidates(self.problem, target, tiles, w4a8.SmallBatch)
             yield from (("small_batch", s) for s in every)
         if target.supports("wgmma.s8"):
@@ -232,8 +232,7 @@ class W4A8(Space):
 
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
         if program == "small_batch":
-            costs = w4a8.COSTS
-            return small_batch.cost(schedule, self.problem, target, costs[min(schedule.token_tiles, max(costs))], 1)
+            return w4a8.small_batch_us(schedule, self.problem, target)
         if program == "multistage":
             return _multistage_us(schedule, self.problem, target, m, self.problem.unit_bytes, 1, "s8")
         tokens = -(-m // schedule.block_tokens)

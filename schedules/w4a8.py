@@ -22,10 +22,20 @@ OTHER_PIPELINES = ("pingpong", "excp", "basic", "basic_overlapped")
 """On wgmma, besides imfp, which is stream_k."""
 CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq", "vadd4": "u4_s8_vadd4"}
 _LARGE = 80e6  # weights from which two token tiles are faster on wgmma (measured on H200)
+_MIDDLE = 60e6  # weights from which more than two token tiles are left to wgmma, which is no longer weak there
 COSTS = {  # of small batches: token tiles -> fitted to 80 measurements on H200, 6 % rms
     1: small_batch.Cost(0.685, 0.0, 0.708, 0.172, 0.124, 0.03, 0.3, 0.2, 0.233),
     2: small_batch.Cost(0.169, 0.0, 0.0, 0.0, 0.434, 0.0032, 0.131, 0.358, 0.512),
+    # estimates, not measured: the loop over items takes as many issue slots as with 2 (machine code of a row tile of
+    # 16 x 128 k: 103, 110, 105, 108 instructions with 1 to 4 token tiles, 4 IMMA more for each), half of what DRAM
+    # takes, so streaming costs the same. A chunk's 0.434 us is split into what grows with its sums and what does not;
+    # 128 KB of X come as for W4A16 on 16 tokens; the workspace grows with the tokens.
+    3: small_batch.Cost(0.169, 0.0, 0.0, 0.0, 0.23, 0.01, 0.197, 0.358, 0.512, 0.6),
+    4: small_batch.Cost(0.169, 0.0, 0.0, 0.0, 0.23, 0.01, 0.262, 0.358, 0.512, 0.6),
 }
+_START_US = 2.5  # what a cost leaves out: mean of six measurements of 16 tokens
+# of 32 tokens, and of each million weights: fitted to six measurements on H200, 3 % rms
+_STREAM_K_US = (5.4, 0.137)
 _RESERVED = 2048  # barriers, flags, alignment
 _OUT_PITCH = {2: 24 * 2, 4: 20 * 4}  # bytes of an output element -> of a staged row of 16
 # warpgroups -> accumulator registers of a thread that ptxas places without serializing wgmma (and bytes to spare)
@@ -257,7 +267,10 @@ class SmallBatch(small_batch.SmallBatch):
         x = self.token_tiles * 8 * (-(-problem.units // self.kc) * 128 + 16) + 128
         step = self.chunk * 256 + -(-self.chunk * problem.groups_per_128 * 8 // 32) * 32
         partial = self.token_tiles * 8 * (self.chunk * 16 + 4)
-        return x + 4 * self.warps * (self.stages * step + partial) + _RESERVED
+        # a single chunk leaves the ring to the partial sums; schedules up to two token tiles were fitted without that
+        one = self.token_tiles > 2 and -(-problem.row_tiles // self.nc) <= self.chunk
+        ring = self.stages * step
+        return x + 4 * self.warps * (max(ring, partial) if one else ring + partial) + _RESERVED
 
     def registers(self) -> int:
         """Estimate of the registers of a thread: accumulators, X fragments, one block of 64 k in flight."""
@@ -265,10 +278,28 @@ class SmallBatch(small_batch.SmallBatch):
 
 
 def serves(problem: IntegerGemm, target: Target, m: int) -> bool:
-    """Whether small_batch is the program for m tokens: up to 8 always, up to 16 for small weights or without wgmma."""
-    if m > TOKENS_PER_TILE and target.supports("wgmma.s8"):
-        return m <= 2 * TOKENS_PER_TILE and problem.n * problem.k < _LARGE
-    return m <= 2 * TOKENS_PER_TILE
+    """Whether small_batch is the program for m tokens: up to 8 always, up to 16 for small weights or without wgmma.
+
+    With wgmma also up to 32, for weights of at most 60 M whose estimate is below what stream_k takes.
+    """
+    if m <= TOKENS_PER_TILE or not target.supports("wgmma.s8"):
+        return m <= 2 * TOKENS_PER_TILE
+    weights = problem.n * problem.k
+    if m <= 2 * TOKENS_PER_TILE:
+        return weights < _LARGE
+    if m > MAX_TOKENS or weights > _MIDDLE:
+        return False
+    found = _cheapest(problem, target, MAX_TOKENS, SmallBatch)
+    if found is None:
+        return False
+    start, per_million = _STREAM_K_US
+    return _START_US + small_batch_us(found, problem, target) < start + per_million * weights / 1e6
+
+
+def small_batch_us(schedule: SmallBatch, problem: IntegerGemm, target: Target) -> float:
+    """Predicted microseconds, up to a constant."""
+    costs = COSTS[min(schedule.token_tiles, max(COSTS))]
+    return small_batch.cost(schedule, problem, target, costs, x_bytes=1)
 
 
 def choose_small_batch(problem: IntegerGemm, target: Target, m: int, kind: type[SmallBatch] = SmallBatch) -> SmallBatch:
@@ -279,11 +310,15 @@ def choose_small_batch(problem: IntegerGemm, target: Target, m: int, kind: type[
     """
     if not 1 <= m <= MAX_TOKENS:
         raise ArgumentError("m", m, f"must be 1..{MAX_TOKENS} for the small-batch program", "use a tile program")
-    schedules = small_batch.candidates(problem, target, -(-m // TOKENS_PER_TILE), kind)
-    best = small_batch.cheapest(schedules, problem, target, COSTS, x_bytes=1)
+    best = _cheapest(problem, target, m, kind)
     if best is None:
         raise ArgumentError("target", target.arch, f"has too little shared memory for K = {problem.k}", "split K")
     return best
+
+
+def _cheapest(problem: IntegerGemm, target: Target, m: int, kind: type[SmallBatch]) -> SmallBatch | None:
+    every = small_batch.candidates(problem, target, -(-m // TOKENS_PER_TILE), kind)
+    return small_batch.cheapest(every, problem, target, COSTS, x_bytes=1)
 
 
 class Multistage(multistage.Multistage):

@@ -84,7 +84,7 @@ class SmallBatch(w4a8.SmallBatch):
 
 def serves(problem: MixedGemm, target: Target, m: int) -> bool:
     """Whether small_batch is the program for m tokens: where it is for W4A8, whose weights have the same bytes."""
-    return w4a8.serves(problem, target, m)
+    return m <= MAX_TOKENS and w4a8.serves(problem, target, m)
 
 
 def choose_small_batch(problem: MixedGemm, target: Target, m: int) -> SmallBatch:

@@ -119,7 +119,7 @@ def test_a_large_weight(cases):
 def programs() -> tuple[Case, ...]:
     """Programs where "auto" would take another one; rotating outputs and dequantizations."""
     asked = [("small_batch", 40, 1), ("multistage", 5, 2), ("multistage", 70, 0), ("multistage", 200, 3)]
-    asked = asked[:2] if TARGET else [*asked, ("imfp", 5, 3), ("imfp", 14, 1)]
+    asked = asked[:2] if TARGET else [*asked, ("imfp", 5, 3), ("imfp", 14, 1), ("imfp", 27, 1)]
     return tuple(
         Case(SPECS[spec], m, *FORMS[(i + spec) % 6], pipeline, kind)
         for i, (pipeline, m, spec) in enumerate(asked)

@@ -268,10 +268,11 @@ def small_batch_cases() -> list[Case]:
             (1, 5, 28, 1, 4, 1),
             (2, 1, 14, 3, 2, 3, 2),
             (4, 2, 10, 2, 2, 2),
+            (4, 2, 14, 2, 2, 3, 2),
         ],
         RAGGED: [(1, 1, 32, 9, 1, 2), (2, 4, 16, 2, 1, 2, 2), (3, 3, 5, 3, 2, 2), (4, 1, 3, 8, 4, 2)],
         THIN: [(1, 1, 8, 1, 1, 2), (2, 1, 2, 1, 2, 1, 2)],
-        DEEP: [(1, 8, 12, 4, 1, 2), (2, 3, 4, 8, 2, 2), (1, 1, 12, 16, 1, 3)],
+        DEEP: [(1, 8, 12, 4, 1, 2), (2, 3, 4, 8, 2, 2), (1, 1, 12, 16, 1, 3), (3, 4, 4, 8, 2, 2, 2)],
     }
     for weight, params in splits.items():
         for i, values in enumerate(params):
@@ -335,7 +336,8 @@ def stress_cases() -> list[Case]:
         Case("stream_k", weight, w4a8.fitted(w4a8.StreamK(*shape, 2), of, target), (1030,), launches=100)
         for shape in shapes
     ]
-    return [*cases, Case("small_batch", weight, w4a8.choose_small_batch(of, target, 8), (8,), launches=200)]
+    small = (w4a8.choose_small_batch(of, target, m) for m in (8, 32))
+    return [*cases, *(Case("small_batch", weight, s, (s.token_tiles * 8,), launches=200) for s in small)]
 
 
 ALL = {

@@ -52,6 +52,7 @@ def test_requests_carry_the_facts():
 def test_both_programs_serve_by_m_and_on_request():
     names = lambda **changes: {r.name for r in w4a8.kernel_requests(4096, 4096, dtype=None, target="sm_90a", **changes)}
     assert names(m=4) == {"w4a8.small_batch"} and names(m=256) == {"w4a8.stream_k"}
+    assert names(m=[17, 32]) == {"w4a8.small_batch"} and names(m=33) == {"w4a8.stream_k"}
     assert names(m=256, pipeline="small_batch") == {"w4a8.small_batch"}
     assert names(m=4, pipeline="imfp") == {"w4a8.stream_k"}
     for pipeline in ("pingpong", "excp", "basic"):

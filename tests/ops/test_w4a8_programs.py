@@ -40,6 +40,13 @@ CASES = {  # program, target, changes, tensor instruction, groups of them (strea
         r"IMMA\.16832\.S8\.S8$",
         0,
     ),
+    "small, four token tiles": (
+        small_batch,
+        "sm_90a",
+        {"token_tiles": 4, "kc": 1, "nc": 14, "warps": 5, "chunk": 2, "stages": 3, "cluster": 2},
+        r"IMMA\.16832\.S8\.S8$",
+        0,
+    ),
     "small unsigned": (
         small_batch,
         "sm_80",
@@ -91,6 +98,8 @@ def test_machine_code(tools, name):
         pytest.skip(report.note)
     assert [opcode for opcode in report.tensor_instructions if re.match(instruction, opcode)]
     assert len(report.tensor_instructions) == 1  # both signs are never mixed up
+    if program is small_batch:
+        assert report.count("IMMA") % (4 * schedule.chunk * schedule.token_tiles) == 0  # of whole steps
     if program is stream_k:
         assert report.count(r"WARPGROUP\.ARRIVE") == groups, "ptxas serializes wgmma"
         assert report.count("IGMMA") == 2 * groups

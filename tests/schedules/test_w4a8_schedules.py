@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import w4a8
+from terrazzo.schedules import spaces, w4a8, w4ax
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a")
 problems = st.builds(
@@ -66,6 +66,26 @@ def test_small_batch_serves_few_tokens():
     hopper, ampere = Target.parse("sm_90a"), Target.parse("sm_80")
     assert w4a8.serves(problem, hopper, 16) and not w4a8.serves(large, hopper, 16) and w4a8.serves(large, hopper, 8)
     assert w4a8.serves(large, ampere, 16) and not w4a8.serves(problem, ampere, 17)
+
+
+def test_up_to_32_tokens_small_batch_serves_weights_that_are_small_and_not_deep():
+    hopper = Target.parse("sm_90a")
+    of = w4a8.IntegerGemm.of
+    for n, k in ((4096, 4096), (6144, 4096), (5120, 5120)):
+        assert all(w4a8.serves(of(n, k, 64), hopper, m) for m in (17, 24, 32))
+        assert not w4a8.serves(of(n, k, 64), hopper, 33)
+    for n, k in ((10240, 8192), (8192, 8192), (64, 28672)):  # many weights, or a split k whose sums outweigh the rest
+        assert not w4a8.serves(of(n, k, 64), hopper, 32)
+    mixed = w4ax.MixedGemm(4096, 4096, 0)
+    assert w4ax.serves(mixed, hopper, 16) and not w4ax.serves(mixed, hopper, 17)  # X of 16 tokens at most
+
+
+@settings(max_examples=30, deadline=None)
+@given(problem=problems, m=st.integers(1, w4a8.MAX_TOKENS))
+def test_the_space_holds_both_programs_for_small_batches(problem, m):
+    target = Target.parse("sm_90a")
+    every = {(program, getattr(s, "token_tiles", 0)) for program, s in spaces.W4A8(problem).every(target, m)}
+    assert {("small_batch", -(-m // w4a8.TOKENS_PER_TILE)), ("stream_k", 0)} <= every
 
 
 def test_the_tensor_cores_bound_from_about_a_hundred_tokens_on():
