@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
@@ -316,6 +317,7 @@ def choose_small_batch(problem: IntegerGemm, target: Target, m: int, kind: type[
     return best
 
 
+@lru_cache(maxsize=256)  # asked by `serves` and by the choice, for every M
 def _cheapest(problem: IntegerGemm, target: Target, m: int, kind: type[SmallBatch]) -> SmallBatch | None:
     every = small_batch.candidates(problem, target, -(-m // TOKENS_PER_TILE), kind)
     return small_batch.cheapest(every, problem, target, COSTS, x_bytes=1)
