@@ -237,28 +237,46 @@ __device__ __forceinline__ void tz_stream16(void *out_, const void *p) {
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p));
 }
-// 8 values of 16 bits as floats, times the gain of their columns
-template <bool BF16, bool GAIN> __device__ __forceinline__ void tz_row_values(float *v, const void *x_, const void *g) {
-  const unsigned *x = (const unsigned *)x_;
+// four words that the compiler knows nothing about: it keeps them, not what was made of them, in registers
+__device__ __forceinline__ void tz_row_keep(void *x_) {
+  unsigned *x = (unsigned *)x_;
+  asm volatile("" : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3]));
+}
+// gains of 8 columns; LATE: not before a barrier that stands in front, whatever ptxas would gain by it
+template <bool LATE> __device__ __forceinline__ void tz_row_gain(void *g_, const void *p) {
+  float *g = (float *)g_;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) { v[2 * i] = tz_unpack<BF16, 0>(x[i]); v[2 * i + 1] = tz_unpack<BF16, 1>(x[i]); }
-  if constexpr (GAIN) {
-    float4 lo = __ldg((const float4 *)g), hi = __ldg((const float4 *)g + 1);
-    v[0] *= lo.x; v[1] *= lo.y; v[2] *= lo.z; v[3] *= lo.w; v[4] *= hi.x; v[5] *= hi.y; v[6] *= hi.z; v[7] *= hi.w;
+  for (int i = 0; i < 8; i += 4) {
+    if constexpr (LATE)
+      asm volatile("ld.global.v4.f32 {%0,%1,%2,%3},[%4];"
+                   : "=f"(g[i]), "=f"(g[i + 1]), "=f"(g[i + 2]), "=f"(g[i + 3]) : "l"((const float *)p + i) : "memory");
+    else *(float4 *)(g + i) = __ldg((const float4 *)p + i / 4);
   }
 }
-// 8 values: their largest magnitude joins m[0] (NaN wins), with NORM their squares without gain join m[1]
-template <bool BF16, bool GAIN, bool NORM>
-__device__ __forceinline__ void tz_row_scan(void *m_, const void *x, const void *g) {
+// 8 values of 16 bits as floats; GAIN 1: times the gains g of their columns, 2: such products are in g
+template <bool BF16, int GAIN> __device__ __forceinline__ void tz_row_values(float *v, const void *x_, const void *g_) {
+  const unsigned *x = (const unsigned *)x_; const float *g = (const float *)g_;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) { v[2 * i] = tz_unpack<BF16, 0>(x[i]); v[2 * i + 1] = tz_unpack<BF16, 1>(x[i]); }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) if constexpr (GAIN) v[i] = GAIN == 2 ? g[i] : v[i] * g[i];
+}
+// 8 values: their largest magnitude joins m[0] (NaN wins), with NORM their squares without gain join m[1]; their
+// products with the gains take the place of these
+template <bool BF16, int GAIN, bool NORM>
+__device__ __forceinline__ void tz_row_scan(void *m_, const void *x, void *g) {
   float v[8], *m = (float *)m_;
   if constexpr (NORM) {
-    tz_row_values<BF16, false>(v, x, g);
+    tz_row_values<BF16, 0>(v, x, g);
 #pragma unroll
     for (int i = 0; i < 8; ++i) m[1] = fmaf(v[i], v[i], m[1]);
   }
   tz_row_values<BF16, GAIN>(v, x, g);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) asm("max.NaN.f32 %0,%0,%1;" : "+f"(m[0]) : "f"(fabsf(v[i])));
+  for (int i = 0; i < 8; ++i) {
+    asm("max.NaN.f32 %0,%0,%1;" : "+f"(m[0]) : "f"(fabsf(v[i])));
+    if constexpr (GAIN) ((float *)g)[i] = v[i];
+  }
 }
 // m[0] and, with NORM, m[1] of all threads of a row of WARPS warps; the bits of magnitudes order as integers
 template <int WARPS, bool NORM> __device__ __forceinline__ void tz_row_reduce(void *m_, void *shared_) {
@@ -276,7 +294,7 @@ template <int WARPS, bool NORM> __device__ __forceinline__ void tz_row_reduce(vo
   }
 }
 // 8 values times `inverse`, rounded half to even, as 8 bytes; their sum joins sum[0]
-template <bool BF16, bool GAIN> __device__ __forceinline__ void tz_row_quantize(
+template <bool BF16, int GAIN> __device__ __forceinline__ void tz_row_quantize(
     void *q, void *sum, const void *x, const void *g, float inverse) {
   float v[8]; unsigned b[8], w[2];
   tz_row_values<BF16, GAIN>(v, x, g);
@@ -304,11 +322,21 @@ template <int WARPS> __device__ __forceinline__ int tz_row_sum(int sum, void *sh
 """,
     ),
     Primitive(
+        "prefetch",
+        "TileLang has no prefetch: bytes on their way from DRAM to L2, where later writes of others still change them",
+        """\
+// `bytes`, a multiple of 16, from a 16-byte aligned address
+__device__ __forceinline__ void tz_prefetch(const void *p, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" :: "l"(p), "r"(bytes) : "memory");
+}
+""",
+    ),
+    Primitive(
         "e4m3_rows",
         "rows of e4m3 codes: TileLang converts single values, not packed pairs",
         """\
 // 8 values times `inverse`, rounded half to even, as 8 bytes of e4m3; there is no sum of codes
-template <bool BF16, bool GAIN> __device__ __forceinline__ void tz_row_e4m3(
+template <bool BF16, int GAIN> __device__ __forceinline__ void tz_row_e4m3(
     void *q, void *, const void *x, const void *g, float inverse) {
   float v[8]; unsigned short p[4];
   tz_row_values<BF16, GAIN>(v, x, g);

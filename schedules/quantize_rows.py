@@ -13,15 +13,25 @@ MAX_VECTORS = 8
 LARGEST_K = MAX_WARPS * 32 * MAX_VECTORS * VECTOR
 _VECTORS = 4  # loads in flight for each thread where rows are many: enough bytes, few registers
 _SMALL_ROWS = 4  # rows of a CTA where a warp holds a whole one
+_RESIDENT = 1024  # threads of an SM that have 64 registers each
+_RESIDENT_PLAIN = 2048  # a row of four vectors is held in 32 registers: the next launch's CTAs find room beside it
+_RESIDENT_GAIN = 1152  # with gains in 56; with 48, loads wait for one another
 
 
 @dataclass(frozen=True)
 class QuantizeRows:
-    """`rows` rows of `warps` warps in a CTA; a thread holds `vectors` vectors of 8 values. rows > 1 needs warps = 1."""
+    """`rows` rows of `warps` warps in a CTA; a thread holds `vectors` vectors of 8 values. rows > 1 needs warps = 1.
+
+    Attributes:
+        resident: threads that an SM is to hold; limits their registers.
+        ahead: CTAs of the first wave fetch their rows into L2 before the kernel ahead of them has ended.
+    """
 
     warps: int
     rows: int
     vectors: int
+    resident: int = _RESIDENT
+    ahead: bool = False
 
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
@@ -33,7 +43,7 @@ def many(target: Target, m: int) -> bool:
     return m > 2 * target.sms
 
 
-def choose(k: int, target: Target, m: int) -> QuantizeRows:
+def choose(k: int, target: Target, m: int, gain: bool = False) -> QuantizeRows:
     """Few rows: as many warps as a row has vectors for. Many rows: about four vectors for each thread, little waste.
 
     Raises:
@@ -42,10 +52,22 @@ def choose(k: int, target: Target, m: int) -> QuantizeRows:
     total = -(-k // 16) * 2  # vectors of a row, padding included
     if k > LARGEST_K:
         raise ArgumentError("K", k, f"must be at most {LARGEST_K}: a row is held in the registers of a CTA", "split K")
-    aim = _VECTORS if many(target, m) else 1
-    if total <= 32 * aim:
-        return QuantizeRows(1, _SMALL_ROWS if many(target, m) else 1, -(-total // 32))
-    most = 16 if many(target, m) else MAX_WARPS
-    vectors = max(aim, -(-total // (32 * most)))
-    vectors = vectors if vectors <= MAX_VECTORS else -(-total // (32 * MAX_WARPS))
-    return QuantizeRows(-(-total // (32 * vectors)), 1, vectors)
+    if not many(target, m):
+        vectors = -(-total // (32 * MAX_WARPS))
+        warps = -(-total // (32 * vectors))
+        return QuantizeRows(warps, 1, vectors, _resident(target, 32 * warps, vectors, gain, _RESIDENT))
+    pdl = target.supports("pdl")
+    if total <= 32 * _VECTORS:
+        warps, rows, vectors = 1, _SMALL_ROWS, -(-total // 32)
+    else:
+        vectors = max(_VECTORS, -(-total // (32 * 16)))
+        vectors = vectors if vectors <= MAX_VECTORS else -(-total // (32 * MAX_WARPS))
+        warps, rows = -(-total // (32 * vectors)), 1
+    short = pdl and vectors <= _VECTORS
+    resident = (_RESIDENT_GAIN if gain else _RESIDENT_PLAIN) if short else _RESIDENT
+    return QuantizeRows(warps, rows, vectors, _resident(target, 32 * warps * rows, vectors, gain, resident), pdl)
+
+
+def _resident(target: Target, threads: int, vectors: int, gain: bool, most: int) -> int:
+    """`most`, or one CTA where more makes ptxas spill: long rows with a gain, before sm_90."""
+    return threads if gain and vectors > _VECTORS and not target.supports("pdl") else max(most, threads)

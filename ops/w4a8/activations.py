@@ -86,7 +86,8 @@ def plan(
     if codes == "e4m3":
         fp8_format.check_target(target)
     k = k if k % program.VECTOR == 0 else padded(k)
-    params = dict(k=k, dtype=dtype, gain=gain, norm=norm) | quantize_rows.choose(k, device or target, m).params()
+    schedule = quantize_rows.choose(k, device or target, m, gain)
+    params = dict(k=k, dtype=dtype, gain=gain, norm=norm) | schedule.params()
     params |= {} if codes == "int8" else {"codes": codes}
     flags = launching.ptx_flags(target, device)
     entry = f"{program.__name__}:build"
@@ -211,7 +212,11 @@ def _prepare(key: tuple, x: torch.Tensor) -> tuple:
 
 
 def _gain(smooth, rms_weight, k: int, device: torch.device) -> torch.Tensor | None:
-    """float32 [K], padded to rows of the kernel, kept with the vector that it was made of until one of them changes."""
+    """float32 [K], padded to rows of the kernel, kept with the vector that it was made of until one of them changes.
+
+    The kernel reads it before the one ahead of it on the stream has ended (programmatic dependent launch), so the last
+    writer of a gain must not be that one: a tiny kernel is launched between.
+    """
     import torch
 
     given = []
@@ -233,6 +238,7 @@ def _gain(smooth, rms_weight, k: int, device: torch.device) -> torch.Tensor | No
     with torch.no_grad():
         gain = activation_gain(smooth, rms_weight).detach()
         gain = torch.nn.functional.pad(gain, (0, padded(k) - k if k % program.VECTOR else 0)).contiguous()
+        gain.new_zeros(1)
     owner._terrazzo_gain = (state, given[1:], gain)  # held, so that their ids are not used again
     return gain
 

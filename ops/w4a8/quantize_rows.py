@@ -1,9 +1,16 @@
 """Tile program that quantizes activations: per token, dynamic, to int8 or e4m3, in one pass over memory.
 
 `warps` warps hold a row of x in their registers, 16 bytes for each load, so x is read once: first the largest magnitude
-(and, with RMSNorm in front, the sum of squares) of the row, then the codes and their sum. A gain, the product of
-RMSNorm's weight and the reciprocal of the smooth vector, comes from L1 for every row. RMSNorm's factor is the same for
-the whole row, so it only enters the scale.
+(and, with RMSNorm in front, the sum of squares) of the row, then the codes and their sum. RMSNorm's factor is the same
+for the whole row, so it only enters the scale.
+
+A gain, the product of RMSNorm's weight and the reciprocal of the smooth vector, has twice the bytes of a row. It is
+read into registers before the row, whose products with it then take its place. Long rows leave no registers for it and
+read it twice from L1.
+
+Before the kernel ahead of it on the stream has ended (programmatic dependent launch), a CTA fetches its rows into L2.
+That kernel may still write them, and does so in L2: nothing is read into the SM until it has ended. Where x is in L2
+already this does nothing.
 """
 
 from terrazzo.lowering.errors import ArgumentError
@@ -14,20 +21,23 @@ PASS_CONFIGS = (  # barriers are inside the primitives
     ("tl.disable_warp_specialized", True),
 )
 VECTOR = 8  # values of one 16-byte load
+HELD_VECTORS = 4  # most vectors of a thread whose gains stay in registers
 # form of the codes -> its largest, and the largest magnitude below which a row counts as zeros: the references say why
 FORMS = {"int8": (127, 2.0**-119), "e4m3": (448, 2.0**-117)}
 
 
 def build(
-    target, *, k: int, dtype: str, gain: bool, norm: bool, warps: int, rows: int, vectors: int, codes: str = "int8"
-):
+    target, *, k: int, dtype: str, gain: bool, norm: bool, warps: int, rows: int, vectors: int, resident: int = 1024,
+    ahead: bool = False, codes: str = "int8",
+):  # fmt: skip
     """The prim_func `main(X, G, Q, XS, RS, eps, columns)`.
 
     Shapes: X [M, k] in `dtype` ("float16" or "bfloat16"), k a multiple of 8; G f32 [k] (one element without a gain); Q
     int8 [M, K], K = k rounded up to 16, columns from k on become 0; XS f32 [M] scales; RS int32 [M] sums of Q's rows;
     eps f32, RMSNorm's, and `columns` f32, those of the k that its mean counts (with `norm`). A CTA holds `rows` rows of
-    `warps` warps, each thread `vectors` vectors; rows > 1 needs warps = 1. With `codes` "e4m3", the bytes of Q are
-    e4m3 and RS [1] is not written.
+    `warps` warps, each thread `vectors` vectors; rows > 1 needs warps = 1. Registers are limited so that `resident`
+    threads fit on an SM. With `ahead`, CTAs of the first wave fetch their rows into L2 early. With `codes` "e4m3", the
+    bytes of Q are e4m3 and RS [1] is not written.
     """
     import tilelang.language as T
 
@@ -41,14 +51,24 @@ def build(
     if warps * 32 * vectors * VECTOR < out_k or (rows > 1 and warps > 1) or warps > 32:
         raise ArgumentError("warps", (warps, rows, vectors), f"do not hold rows of {k} values", "choose() them")
     threads, lanes = 32 * warps * rows, 32 * warps
-    bf16, has_gain, has_norm = (str(flag).lower() for flag in (dtype == "bfloat16", gain, norm))
+    bf16, has_norm = (str(flag).lower() for flag in (dtype == "bfloat16", norm))
     pdl = target.supports("pdl")
-    # 64 registers, so that rows of several CTAs overlap; before sm_90, ptxas spills long rows with a gain at that
-    blocks = 1 if gain and vectors > 4 and not pdl else max(1, 1024 // threads)
+    held = gain and vectors <= HELD_VECTORS
+    blocks = max(1, resident // threads)
     largest, tiny = FORMS[codes]
     integer = codes == "int8"
-    source = prelude("pack", "rows", *([] if integer else ["e4m3_rows"]))
+    ahead = ahead and pdl
+    source = prelude("pack", "rows", *(["prefetch"] if ahead else []), *([] if integer else ["e4m3_rows"]))
     M = T.dynamic("m")
+
+    @T.macro
+    def load_gain(G, g, v, at, late):
+        T.call_extern(
+            "handle",
+            f"tz_row_gain<{late}>",
+            T.access_ptr(g[v * VECTOR], "w", VECTOR),
+            T.access_ptr(G[T.min(at, k - VECTOR)], "r", VECTOR),
+        )
 
     @T.prim_func
     def main(
@@ -64,12 +84,19 @@ def build(
             T.annotate_min_blocks_per_sm(blocks)
             shared = T.alloc_shared((3 * warps,), "float32")  # one buffer: two might get the same place
             x = T.alloc_local((4 * vectors,), "uint32")
+            g = T.alloc_local((VECTOR * vectors if held else VECTOR,), "float32")
             m = T.alloc_local((2,), "float32")
             factor = T.alloc_local((2,), "float32")  # of the codes, of the scale
             total = T.alloc_local((1,), "int32")
             tx = T.get_thread_binding()
             row = block * rows + tx // lanes
             lane = tx % lanes
+            if ahead:
+                if T.And(block < blocks * target.sms, T.And(lane == 0, row < M)):
+                    T.call_extern("handle", "tz_prefetch", T.access_ptr(X[row, 0], "r", k), 2 * k)
+            if held:  # a weight: activations._gain keeps its writer from being the kernel ahead
+                for v in T.unroll(vectors):
+                    load_gain(G, g, v, (v * lanes + lane) * VECTOR, "false")
             if pdl:
                 T.pdl_trigger()
                 T.pdl_sync()
@@ -81,15 +108,19 @@ def build(
                     T.call_extern(
                         "handle", "tz_stream16", T.access_ptr(x[v * 4], "w", 4), T.access_ptr(X[row, at], "r", VECTOR)
                     )
+            if gain and not held:  # all loads of the row first: ptxas would put gains, and then sums, between them
+                T.sync_threads()
             m[0] = 0.0
             m[1] = 0.0
             for v in T.unroll(vectors):
+                if gain and not held:
+                    load_gain(G, g, 0, (v * lanes + lane) * VECTOR, "true")
                 T.call_extern(
                     "handle",
-                    f"tz_row_scan<{bf16}, {has_gain}, {has_norm}>",
+                    f"tz_row_scan<{bf16}, {int(gain)}, {has_norm}>",
                     T.access_ptr(m, "rw"),
                     T.access_ptr(x[v * 4], "r", 4),
-                    T.access_ptr(G[T.min((v * lanes + lane) * VECTOR, k - VECTOR) if gain else 0], "r", 1),
+                    T.access_ptr(g[v * VECTOR if held else 0], "rw", VECTOR),
                 )
             T.call_extern(
                 "handle",
@@ -98,21 +129,21 @@ def build(
                 T.access_ptr(shared[0], "rw", 2 * warps),
             )
             factor[0] = T.if_then_else(m[0] < T.float32(tiny), T.float32(0), T.float32(largest) / m[0])
-            factor[1] = m[0] / T.float32(largest)
-            if norm:
-                factor[1] = factor[1] * T.rsqrt(m[1] / columns + eps)
-            factor[1] = T.if_then_else(m[0] < T.float32(tiny), T.float32(1), factor[1])
             total[0] = 0
             for v in T.unroll(vectors):
+                if not held:  # x stays in registers; else its products do
+                    T.call_extern("handle", "tz_row_keep", T.access_ptr(x[v * 4], "rw", 4))
                 at = (v * lanes + lane) * VECTOR
+                if gain and not held:
+                    load_gain(G, g, 0, at, "false")
                 if T.And(row < M, at < out_k):
                     T.call_extern(
                         "handle",
-                        f"tz_row_{'quantize' if integer else 'e4m3'}<{bf16}, {has_gain}>",
+                        f"tz_row_{'quantize' if integer else 'e4m3'}<{bf16}, {2 if held else int(gain)}>",
                         T.access_ptr(Q[row, at], "w", VECTOR),
                         T.access_ptr(total, "rw"),
                         T.access_ptr(x[v * 4], "r", 4),
-                        T.access_ptr(G[T.min(at, k - VECTOR) if gain else 0], "r", 1),
+                        T.access_ptr(g[v * VECTOR if held else 0], "r", VECTOR),
                         factor[0],
                     )
             if integer:
@@ -120,7 +151,10 @@ def build(
                     "int32", f"tz_row_sum<{warps}>", total[0], T.access_ptr(shared[2 * warps], "rw", warps)
                 )
             if T.And(row < M, lane == 0):
-                XS[row] = factor[1]
+                factor[1] = m[0] / T.float32(largest)
+                if norm:
+                    factor[1] = factor[1] * T.rsqrt(m[1] / columns + eps)
+                XS[row] = T.if_then_else(m[0] < T.float32(tiny), T.float32(1), factor[1])
                 if integer:
                     RS[row] = total[0]
 
