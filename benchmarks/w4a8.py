@@ -9,7 +9,8 @@
 
 Every output is compared with a float64 product of the quantized operands before its time counts. `with_quantizer` is
 the call on 16-bit activations, both kernels counted. The quantizer is also timed alone from 1024 tokens, on activations
-that are not in the L2 cache, against the copy bandwidth: x read, codes, scales and sums written.
+that are not in the L2 cache, against the copy bandwidth (x read, codes, scales and sums written) and beside a copy of
+torch that moves as many bytes: a launch of a few microseconds never reaches the bandwidth of 2 GiB.
 """
 
 from __future__ import annotations
@@ -130,14 +131,17 @@ def quantizer_requests(problems: Iterable[tuple[int, int, str]], dtype: str, tar
 def time_quantizer(
     problems: Iterable[tuple[int, int, str]], options: argparse.Namespace, copy_gb_s: float
 ) -> list[dict[str, Any]]:
-    """A row (m, k, form, us, share of the copy bandwidth) of each problem; a wrong one has `failure` and no time."""
+    """A row of each problem: m, k, form, us, share of the copy bandwidth, copy_us of a copy that moves as many bytes.
+
+    A wrong one has `failure` and no time.
+    """
     import torch
     from terrazzo.autotune import measure
     from terrazzo.lowering.targets import Target
     from terrazzo.ops import w4a8
     from terrazzo.ops.w4a8 import reference
 
-    l2_bytes, dtype, rows = Target.detect().l2_bytes, getattr(torch, options.dtype), []
+    l2_bytes, dtype, rows, copies = Target.detect().l2_bytes, getattr(torch, options.dtype), [], {}
     for m, k, form in problems:
         nbytes, vector = m * (3 * k + 8), torch.rand(k, device=DEVICE) + 0.5
         given = {"plain": {}, "smooth": {"smooth": vector}, "norm": {"rms_weight": vector}}[form]
@@ -150,13 +154,33 @@ def time_quantizer(
                 lambda x=x, out=out, g=given: w4a8.quantize_activations(x, out=out, **g) for x, out in zip(xs, outs)
             ]
             us = measure.time_calls(calls, options.budget_ms).us
+            if nbytes not in copies:
+                copies[nbytes] = time_copy(nbytes, l2_bytes, options.budget_ms)
             row |= {"us": round(us, 3), "share": round(nbytes / us / 1e3 / copy_gb_s, 4)}
+            row["copy_us"] = round(copies[nbytes], 3)
         else:
             row["failure"] = "codes or sums differ from the reference's"
         rows.append(row)
-        said = f"{row['us']:9.2f} us {row['share']:4.0%}" if row["us"] else f"FAILED: {row['failure']}"
+        said = f"FAILED: {row.get('failure')}"
+        if row["us"]:
+            said = f"{row['us']:9.2f} us {row['share']:4.0%}, torch copies as many bytes in {row['copy_us']:9.2f} us"
         print(f"quantizer K {k:6} M {m:6} {form:6} {said}", flush=True)
     return rows
+
+
+def time_copy(nbytes: int, l2_bytes: int, budget_ms: float) -> float:
+    """Microseconds in which torch reads `nbytes` / 2 and writes as many, outside of the L2 cache and in a CUDA graph.
+
+    The faster of a copy, which a graph may give to the copy engine, and a kernel (-x): what so few bytes can come to.
+    """
+    import torch
+    from terrazzo.autotune import measure
+
+    sources = torch.ones(measure.copies_beyond_l2(nbytes, l2_bytes), nbytes // 8, dtype=torch.int32, device=DEVICE)
+    pairs = list(zip(sources, torch.empty_like(sources)))
+    copy = [lambda x=x, y=y: y.copy_(x) for x, y in pairs]
+    kernel = [lambda x=x, y=y: torch.neg(x, out=y) for x, y in pairs]
+    return min(measure.time_calls(calls, budget_ms).us for calls in (copy, kernel))
 
 
 def quantizer(options: argparse.Namespace) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from terrazzo.autotune import gemm_bench, w4a8_bench
+from terrazzo.autotune import gemm_bench, measure, w4a8_bench
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a8
 from terrazzo.ops.w4a8 import QuantizedActivations, reference
@@ -93,10 +95,28 @@ def test_the_quantizer_is_timed_where_it_is_right(operator, capsys):
     assert problems == [(1024, 64, "plain"), (1024, 64, "norm"), (1024, 9600, "plain")]
     rows = program.time_quantizer([*problems[:2], (3, 64, "smooth")], options, 4000.0)
     assert [row["share"] for row in rows] == [round(row["m"] * (3 * 64 + 8) / 10.0 / 4e6, 4) for row in rows]
+    assert [row["copy_us"] for row in rows] == [10.0] * 3
     right = vars(w4a8)["quantize_activations"]
     operator.setitem(vars(w4a8), "quantize_activations", lambda x, **given: right(x + 1, **given))
     (wrong,) = program.time_quantizer(problems[:1], options, 4000.0)
-    assert wrong["us"] is None and "FAILED: codes" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert wrong["us"] is None and "FAILED: codes" in out
+    assert out.count("torch copies as many bytes in     10.00 us") == 3
+
+
+def test_the_copy_beside_the_quantizer_moves_its_bytes(monkeypatch):
+    """x read, codes, scales and sums written; the faster of torch's two ways counts."""
+    monkeypatch.setattr(program, "DEVICE", "cpu")
+    times, moved = iter((7.0, 5.0)), []
+
+    def time_calls(calls, budget_ms):
+        moved.append([2 * call().nbytes for call in calls])
+        return SimpleNamespace(us=next(times))
+
+    monkeypatch.setattr(measure, "time_calls", time_calls)
+    assert program.time_copy(1 << 12, 1 << 14, 1.0) == 5.0
+    assert [set(each) for each in moved] == [{1 << 12}] * 2
+    assert all(sum(each) > measure.L2_FACTOR * (1 << 14) for each in moved)
 
 
 class Prepared(Rival):

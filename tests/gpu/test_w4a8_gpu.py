@@ -215,6 +215,28 @@ def test_activations_are_the_references(cases):
         assert torch.equal(first.q, second.q) and torch.equal(first.scales, second.scales), case
 
 
+@pytest.mark.parametrize("cases", [(Rows(600, 4096), Rows(600, 2880, smooth=True, norm=True))], ids=["chain"])
+def test_what_the_kernel_ahead_wrote_is_quantized(cases):
+    """Rows are fetched into L2, and gains into registers, while the kernel that wrote them may be under way."""
+    for case in cases:
+        new = [torch.randn(case.m, case.k, device="cuda").half() * (i + 1) for i in range(12)]
+        x, start = torch.empty_like(new[0]), torch.rand(case.k, device="cuda") + 0.5
+        smooth, norm = (start.clone() if flag else None for flag in (case.smooth, case.norm))
+        rows.run(x.copy_(new[0]), smooth, norm, 1e-5, None, TARGET)
+        made = []
+        for values in new:  # the host runs ahead: kernels follow one another at once
+            if smooth is not None:
+                smooth.mul_(1.25)
+            made.append(w4a8.quantize_activations(x.copy_(values), smooth=smooth, rms_weight=norm, target=TARGET))
+        if smooth is not None:
+            smooth.copy_(start)
+        for values, found in zip(new, made):
+            if smooth is not None:
+                smooth.mul_(1.25)
+            q, _, sums = reference.quantize_activations(values, smooth, norm)
+            assert torch.equal(found.q, q) and torch.equal(found.row_sums, sums), case
+
+
 @pytest.mark.parametrize("cases", [(Rows(4, 512), Rows(400, 512))], ids=["rows"])
 def test_broken_rows_show_in_their_scale_alone(cases):
     for m in (4, 400):
