@@ -19,7 +19,7 @@ MAX_TOKENS = small_batch.MAX_TOKENS
 """Of the small-batch program; `serves` says where it is also the faster one."""
 _RESERVED = 2048  # barriers, alignment
 # warpgroups -> f32 and s32 sums of a thread that ptxas places without serializing wgmma
-_SUMS = {1: 144, 2: 144, 3: 96, 4: 48}
+_SUMS = {1: 192, 2: 192, 3: 96, 4: 64}
 
 
 @dataclass(frozen=True)
@@ -110,19 +110,32 @@ class StreamK:
     warpgroups: int
     stages: int
     raster: int = 8
+    turns: int = 0
+    """1: a warpgroup issues its wgmmas when the one before it has, not as the tensor core takes them."""
 
     @property
-    def wide(self) -> bool:
-        """Whether sums of two halves of the tokens alternate; else those of two blocks."""
-        return self.block_tokens > 64
+    def form(self) -> str:
+        """How a thread holds s32 sums beside the f32 ones of the tile, by the registers of so many warpgroups.
+
+        "blocks": two sets, which alternate. "kept": one, and a copy that is scaled while wgmmas run. "whole": one.
+        "halves": one, of half of the tokens at a time.
+        """
+        narrow = self.block_tokens <= 64
+        if self.warpgroups == 4 and self.block_tokens > 32:
+            return "whole"
+        if self.warpgroups == 3 and not narrow:
+            return "halves"
+        return "blocks" if narrow and not self.turns else "kept"
 
     @property
     def sums(self) -> int:
-        """Registers of a thread for sums: f32 of the tile, two sets of s32."""
-        return (2 if self.wide else 3) * self.block_tokens // 2
+        """Registers of a thread for sums: f32 of the tile, s32, their copy."""
+        return {"blocks": 6, "kept": 6, "whole": 4, "halves": 3}[self.form] * self.block_tokens // 4
 
     def legal(self) -> bool:
-        return self.sums <= _SUMS.get(self.warpgroups, 0)
+        """Whether the sums fit the registers, and there is another warpgroup to take turns with."""
+        alone = self.turns and self.warpgroups < 2
+        return self.turns in (0, 1) and not alone and self.sums <= _SUMS.get(self.warpgroups, 0)
 
     @property
     def stage_bytes(self) -> int:

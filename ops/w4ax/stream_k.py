@@ -9,9 +9,10 @@ ring whose stages hold one block of 128 channels: X is one 128-byte-swizzled TMA
 registers and multiplies it by wgmma m64nNk32.
 
 A block's sums are s32 and become f32 with the scales of its tokens and rows, an instruction each for conversion,
-product of scales and sum: as many issue slots as the wgmmas take clocks. So there are two sets of s32 sums, and one is
-scaled while wgmmas fill the other: narrow tiles alternate blocks, wide ones the two halves of the tokens, for which two
-sets of a whole tile would not fit the registers.
+product of scales and sum: more issue slots than the wgmmas take clocks. By the registers there are (schedules.w4ax
+`StreamK.form`), two sets of s32 sums alternate, or one is copied as f32 and scaled behind the wgmmas of the next block,
+or the wgmmas that run while a warpgroup scales are those of the others. The tensor core serves all that wait, so that
+warpgroups would end, and scale, at the same time: with `turns` each issues its wgmmas when the one before it has.
 
 A stage is released a whole step after its token scales were read, or behind the stores of the tile: ptxas may issue an
 arrive while loads in front of it are still on their way, but not across a loop's end or a store that needs them.
@@ -39,6 +40,12 @@ PASS_CONFIGS = (  # the barriers and the bounds are the program's own
     ("tl.disable_thread_storage_sync", True),
     ("tl.disable_warp_specialized", True),
 )
+TURNS = """\
+// a warpgroup issues its wgmmas when its turn has come, and passes it on: a named barrier of both for each turn
+__device__ __forceinline__ void tz_turn_wait(int wg) { asm volatile("bar.sync %0, 256;" :: "r"(wg + 8) : "memory"); }
+__device__ __forceinline__ void tz_turn_pass(int wg) { asm volatile("bar.arrive %0, 256;" :: "r"(wg + 8) : "memory"); }
+"""
+"""Why not TileLang: its named barriers have no form that only arrives."""
 REGISTERS = {1: (40, 240), 2: (40, 232), 3: (40, 152), 4: (32, 112)}  # warpgroups -> a producer's, a consumer's
 
 
@@ -54,35 +61,40 @@ def build(
     warpgroups: int,
     stages: int,
     raster: int = 8,
+    turns: int = 0,
 ):
     """The prim_func `main(X, W, XS, B, WS, SEM, Y, sk)`.
 
     Shapes: X int8 [M, k]; W int32 [k/128, Np/64, 1056]; XS f32 [k/128, MP] scales of the tokens, MP a multiple of 4;
     B f32 [n] (one element without a bias); WS f32 [grid, warpgroups, block_tokens / 8, 128, 4]; SEM int32
     [grid, warpgroups], zero before the first launch and after each one; Y [M, n] in `out_dtype`. `grid` CTAs, at most
-    the number of SMs; the first `sk` tiles are shared along k, 0 <= sk <= tiles.
+    the number of SMs; the first `sk` tiles are shared along k, 0 <= sk <= tiles. With `turns` = 1, warpgroups
+    issue wgmmas in order.
     """
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
 
     gemm = Gemm(n, k, blocks8, out_dtype, bias)
-    schedule = StreamK(block_tokens, warpgroups, stages)
-    bm, wgs, wide = block_tokens, warpgroups, schedule.wide
+    schedule = StreamK(block_tokens, warpgroups, stages, raster, turns)
+    bm, wgs, form = block_tokens, warpgroups, schedule.form
+    if turns not in (0, 1) or turns >= wgs:
+        raise ArgumentError("turns", turns, "must be 0, or 1 with two warpgroups or more", "leave it out")
     if bm % 16 or not 16 <= bm <= 256 or not schedule.legal():
         raise ArgumentError("block_tokens", bm, f"is too wide for {wgs} warpgroups (registers)", "take fewer of them")
     if stages < 2:
         raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
     units, all_blocks, cta_blocks = gemm.units, gemm.row_blocks, wgs
     row_tiles, ct, nacc = -(-all_blocks // cta_blocks), wgs * 128, bm // 2
-    width = bm // 2 if wide else bm  # tokens of a wgmma
-    sets = width  # s32 sums of a thread: of two wgmmas, the two halves of the tokens or two blocks
+    width = bm // 2 if form == "halves" else bm  # tokens of a wgmma
+    parts = bm if form == "blocks" else width // 2  # s32 sums of a thread
+    copies = nacc if form in ("blocks", "kept") else 1  # of them, as f32
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
     rings = ring_macros(stages=stages)
     shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, add="tz_addcg4")
     operand = problem.convert_macros(gemm)
     out = store_macros(gemm, block_tokens=bm, cta_blocks=cta_blocks)
     used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
-    source = prelude(*used, extra=(gemm.converter.device_source, problem.SOURCE))
+    source = prelude(*used, extra=(gemm.converter.device_source, problem.SOURCE, *([TURNS] if turns else [])))
     M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
 
     @T.macro
@@ -153,6 +165,21 @@ def build(
         T.warpgroup_commit_batch()
 
     @T.macro
+    def multiply_in_turn(a, part, desc, stage, first, wg):
+        """The same from a[0 ..] into part[0 ..], not before the warpgroup ahead has issued its own."""
+        if turns:
+            T.call_extern("handle", "tz_turn_wait", wg)
+        multiply(a, part, desc, stage, 0, 0, first)
+        if turns:
+            T.call_extern("handle", "tz_turn_pass", T.if_then_else(wg == wgs - 1, 0, wg + 1))
+
+    @T.macro
+    def done(part):
+        """The only set of sums is complete."""
+        T.warpgroup_wait(0)
+        T.warpgroup_fence_operand(part, 0, width // 2)
+
+    @T.macro
     def keep(part, sums, at):
         """Sums part[at ..], as float32, in registers of their own: ptxas waits for every wgmma before it reads those of
         another turn of a loop."""
@@ -183,15 +210,24 @@ def build(
                 )
 
     @T.macro
-    def begin(full, empty, Ws, w, u, a, codes, ring, local, wg, wt, set, old):
-        """Operands of the next block; the stage before the one before goes back where the tile has had an `old` one."""
+    def fetch(full, empty, Ws, w, u, ring, local, wg, wt, old):
+        """Words of the next block; the stage before the one before goes back where the tile has had an `old` one."""
         if T.And(wt % 32 == 0, old):
             T.barrier_arrive(empty[local.late[0]])
         T.barrier_wait(full[ring.stage[0]], ring.parity[0])
         T.call_extern("handle", "tz_fence")
         load_unit(Ws, w, u, ring.stage[0], wg, wt)
+
+    @T.macro
+    def convert(w, a, codes, set):
         for h in T.unroll(2):
             operand.convert(w, h * 4, a, set + h * 8, codes)
+
+    @T.macro
+    def begin(full, empty, Ws, w, u, a, codes, ring, local, wg, wt, set, old):
+        """Operands of the next block."""
+        fetch(full, empty, Ws, w, u, ring, local, wg, wt, old)
+        convert(w, a, codes, set)
 
     @T.macro
     def end(local, ring):
@@ -219,10 +255,10 @@ def build(
             w = T.alloc_local((8,), "uint32")
             u = T.alloc_local((1,), "uint32")
             codes = operand.registers()
-            a = T.alloc_local((16 if wide else 32,), "uint32")
+            a = T.alloc_local((32 if form == "blocks" else 16,), "uint32")
             acc = T.alloc_local((nacc,), "float32")
-            part = T.alloc_local((sets,), "int32")
-            sums = T.alloc_local((width // 2,), "float32")
+            part = T.alloc_local((parts,), "int32")
+            sums = T.alloc_local((copies,), "float32")
             f = T.alloc_local((2,), "float32")
             s = T.alloc_local((2,), "float32")
             held = out.registers()
@@ -275,6 +311,9 @@ def build(
                 lane = tx % 32
                 T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
                 T.pdl_sync()
+                if turns:
+                    if wg == wgs - 1:
+                        T.call_extern("handle", "tz_turn_pass", 0)
                 for seg in T.serial(p.all[0]):
                     tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
                     c.first[0] = c.tokens[0] * bm
@@ -282,28 +321,41 @@ def build(
                     out.fetch(B, held, c, wg, wt)
                     for i in T.unroll(nacc):
                         acc[i] = 0.0
-                    for i in T.unroll(sets):
+                    for i in T.unroll(parts):
                         part[i] = 0
-                    for i in T.unroll(width // 2):
+                    for i in T.unroll(copies):
                         sums[i] = 0.0
                     for i in T.unroll(2):
                         s[i] = 0.0
                     ring.before[0] = ring.stage[0]  # the first step scales sums of nothing by scales that are there
                     count = c.k1[0] - c.k0[0]
-                    # no wgmma runs across the end of a loop's body: ptxas would serialize all of them
-                    if wide:
+                    if form in ("kept", "whole"):
+                        for kb in T.serial(count):
+                            fetch(full, empty, Ws, w, u, ring, local, wg, wt, kb > 1)
+                            if form == "kept":
+                                keep(part, sums, 0)
+                                convert(w, a, codes, 0)
+                                multiply_in_turn(a, part, desc, ring.stage[0], 0, wg)
+                                scale(acc, sums, Fs, f, s, ring.before[0], lane, 0)
+                            else:
+                                done(part)
+                                convert(w, a, codes, 0)
+                                scale(acc, part, Fs, f, s, ring.before[0], lane, 0)
+                                multiply_in_turn(a, part, desc, ring.stage[0], 0, wg)
+                            T.call_extern("handle", "tz_row_scales", T.access_ptr(s, "w"), u[0])
+                            end(local, ring)
+                        done(part)
+                        scale(acc, part, Fs, f, s, ring.before[0], lane, 0)
+                    elif form == "halves":
                         for kb in T.serial(count):
                             begin(full, empty, Ws, w, u, a, codes, ring, local, wg, wt, 0, kb > 1)
-                            multiply(a, part, desc, ring.stage[0], 0, 0, 0)
-                            scale(acc, sums, Fs, f, s, ring.before[0], lane, width)
-                            multiply(a, part, desc, ring.stage[0], 0, width // 2, width)
                             T.call_extern("handle", "tz_row_scales", T.access_ptr(s, "w"), u[0])
-                            T.warpgroup_wait(1)
-                            T.warpgroup_fence_operand(part, 0, width // 2)
-                            scale(acc, part, Fs, f, s, ring.stage[0], lane, 0)
+                            for q in T.unroll(2):
+                                multiply_in_turn(a, part, desc, ring.stage[0], q * width, wg)
+                                done(part)
+                                scale(acc, part, Fs, f, s, ring.stage[0], lane, q * width)
                             end(local, ring)
-                            keep(part, sums, width // 2)
-                    else:
+                    else:  # wgmmas on two sets must not run across the end of a loop's body: ptxas would serialize all
                         if count % 2 == 1:
                             begin(full, empty, Ws, w, u, a, codes, ring, local, wg, wt, 16, False)
                             multiply(a, part, desc, ring.stage[0], 16, nacc, 0)
@@ -324,7 +376,7 @@ def build(
                             T.call_extern("handle", "tz_row_scales", T.access_ptr(s, "w"), u[0])
                             end(local, ring)
                             keep(part, sums, nacc)
-                    scale(acc, sums, Fs, f, s, ring.before[0], lane, bm - width)
+                        scale(acc, sums, Fs, f, s, ring.before[0], lane, 0)
                     if c.k0[0] > 0:
                         shares.leave_share(WS, SEM, acc, cta, wg, wt)
                     else:
@@ -335,5 +387,8 @@ def build(
                     if T.And(lane == 0, c.k1[0] - c.k0[0] > 1):
                         T.barrier_arrive(empty[local.late[0]])
                     rings.release(empty, ring, lane == 0)
+                if turns:
+                    if wg == 0:
+                        T.call_extern("handle", "tz_turn_wait", 0)
 
     return main

@@ -57,6 +57,15 @@ static void tz_mma_s4(void *c, const void *a, const void *b) {
   });
 }
 """
+TURNS = r"""
+static struct { int here = 0; long round = 0; } turns[4];  // named barriers of two warpgroups
+static bool tz_turn_met(int wg) { return ++turns[wg].here == 256 && (turns[wg].here = 0, ++turns[wg].round); }
+static void tz_turn_pass(int wg) { tz_turn_met(wg); }
+static void tz_turn_wait(int wg) {
+  long round = turns[wg].round;
+  if (!tz_turn_met(wg)) wait_until([&] { return turns[wg].round != round; });
+}
+"""
 MMA = "tl::mma_sync<tl::DataType::kInt8, tl::DataType::kInt8, tl::DataType::kInt32, 16, 8, 32, false, true>"
 
 
@@ -154,7 +163,7 @@ def emulate_stream_k(weight, q, scales, schedule, partition, folder, *, out_dtyp
     base = EXTRA.replace("typedef unsigned char uchar;", "")
     kernel = CpuKernel(
         source.replace("int grid", "int ctas").replace("grid", "ctas"),
-        [WGMMA, base, SHIMS, gemm.converter.device_source, problem.SOURCE],
+        [WGMMA, base, SHIMS, TURNS, gemm.converter.device_source, problem.SOURCE],
         schedule.warpgroups * 128 + 128,
         folder,
     )
@@ -172,15 +181,20 @@ def emulate_stream_k(weight, q, scales, schedule, partition, folder, *, out_dtyp
 
 STREAM_K = {  # n, k, INT8 blocks, m, schedule, (grid, shared tiles), output, bias
     "narrow": (200, 640, 2, 37, schedules.StreamK(16, 2, 3), (3, 6), "float16", True),
-    "wide": (130, 333, 1, 130, schedules.StreamK(128, 2, 2), (3, 3), "bfloat16", False),
+    "wide": (130, 333, 1, 130, schedules.StreamK(128, 2, 2, turns=1), (3, 3), "bfloat16", False),
     "four": (256, 512, 4, 20, schedules.StreamK(32, 4, 4), (1, 0), "float32", True),
+    "halves": (130, 333, 1, 130, schedules.StreamK(128, 3, 2, turns=1), (2, 2), "float32", True),
     "three": (200, 896, 3, 60, schedules.StreamK(64, 3, 3), (3, 2), "float32", True),
+    "three in turn": (200, 896, 3, 60, schedules.StreamK(64, 3, 3, turns=1), (3, 2), "float32", True),
+    "four of 64 tokens": (256, 512, 2, 60, schedules.StreamK(64, 4, 2), (2, 1), "float16", False),
+    "four in turn": (256, 512, 2, 60, schedules.StreamK(64, 4, 2, turns=1), (2, 1), "float16", False),
     "one block": (70, 100, 0, 9, schedules.StreamK(16, 2, 2), (1, 0), "float16", False),
     "wide, some tiles shared": (130, 640, 2, 200, schedules.StreamK(128, 2, 3), (3, 1), "float32", True),
+    "halves, some tiles shared": (130, 640, 2, 200, schedules.StreamK(128, 3, 3), (1, 0), "float32", True),
 }
 
 
-@pytest.mark.parametrize("name", STREAM_K if os.environ.get(ALL) else list(STREAM_K)[:3])
+@pytest.mark.parametrize("name", STREAM_K if os.environ.get(ALL) else list(STREAM_K)[:4])
 def test_stream_k(name, tmp_path):
     n, k, blocks8, m, schedule, partition, out_dtype, bias = STREAM_K[name]
     weight = random_weight(n, k, blocks8, seed=n, bias=bias)

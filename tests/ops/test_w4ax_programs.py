@@ -16,11 +16,16 @@ from test_w4a8_programs import counter, sass
 
 pytestmark = pytest.mark.compiles
 FACTS = {"n": 448, "k": 640, "blocks8": 2, "out_dtype": "float16", "bias": False}
-WGMMA = {  # changes, tokens of the instruction (half a wide tile)
+WGMMA = {  # changes, tokens of the instruction (half of them in turns of halves)
     "few tokens": ({"block_tokens": 16, "warpgroups": 4, "stages": 4}, 16),
     "three warpgroups": ({"block_tokens": 64, "warpgroups": 3, "stages": 4, "out_dtype": "bfloat16", "bias": True}, 64),
-    "widest": ({"block_tokens": 128, "warpgroups": 2, "stages": 4, "n": 450}, 64),
+    "three in turn": ({"block_tokens": 64, "warpgroups": 3, "stages": 4, "turns": 1}, 64),
+    "four of 64 tokens": ({"block_tokens": 64, "warpgroups": 4, "stages": 4, "bias": True}, 64),
+    "widest": ({"block_tokens": 128, "warpgroups": 2, "stages": 4, "n": 450, "turns": 1}, 128),
+    "halves": ({"block_tokens": 128, "warpgroups": 3, "stages": 4, "bias": True, "turns": 1}, 64),
 }
+# form of the sums -> groups of wgmma in the code, waits for them, conversions of a block, scalings of a tile's sums
+FORMS = {"blocks": (3, 3, 3, 3), "kept": (1, 2, 1, 2), "whole": (1, 2, 1, 2), "halves": (2, 2, 1, 1)}
 MMA = {
     "few tokens": {"block_tokens": 16, "warps": 4, "row_blocks": 2, "stages": 4},
     "widest": {"block_tokens": 128, "warps": 8, "row_blocks": 2, "stages": 3, "token_warps": 2, "bias": True, "n": 450},
@@ -56,18 +61,19 @@ def test_wgmma(name):
     if not report.instructions:
         pytest.skip(report.note)
     assert report.tensor_instructions == [f"IGMMA.64x{tokens}x32.S8.S8"]  # INT4 blocks, too: s4 is not native
-    groups = 2 if schedule.wide else 3  # two halves of the tokens; a block before the loop, two in it
+    groups, waits, blocks, scalings = FORMS[schedule.form]
     assert report.count("IGMMA") == 4 * groups and report.count(r"WARPGROUP\.ARRIVE") == groups, (
         "ptxas serializes wgmma"
     )
-    assert report.count(r"WARPGROUP\.DEPBAR") == groups, "ptxas waits for wgmmas on its own"
+    assert report.count(r"WARPGROUP\.DEPBAR") == waits, "ptxas waits for wgmmas on its own"
+    assert report.count(r"BAR\.ARV") == (groups + 1 if schedule.turns else 0)
     assert report.count("UTMALDG") and report.count("UBLKCP") and report.count("STSM")
-    count, blocks = counter(sass(folder)), 1 if schedule.wide else 3  # in the code
+    count = counter(sass(folder))
     assert (
         count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0xf0f0f0f0, RZ, 0xc0") == 16 * blocks
     )  # 8 words: two masks, one shift
     assert count(r"(SHF\.L\.U32|IMAD\.SHL\.U32) R\d+, R\d+(\.reuse)?, 0x10?,? ?") in range(8 * blocks, 8 * blocks + 16)
-    assert count(r"I2FP?\.F(32|P)") == schedule.block_tokens // 2 * blocks  # a sum becomes f32 once
+    assert count(r"I2FP?\.F(32|P)") == schedule.block_tokens // 2 * scalings  # a sum becomes f32 once
 
 
 @pytest.mark.parametrize("name", MMA)
@@ -132,6 +138,8 @@ def test_other_targets_and_single_kinds():
         (stream_k, WGMMA["widest"][0] | {"block_tokens": 256}, "block_tokens"),
         (stream_k, WGMMA["widest"][0] | {"warpgroups": 4}, "block_tokens"),
         (stream_k, WGMMA["widest"][0] | {"stages": 1}, "stages"),
+        (stream_k, WGMMA["widest"][0] | {"warpgroups": 1}, "turns"),
+        (stream_k, WGMMA["widest"][0] | {"turns": 2}, "turns"),
         (stream_k, WGMMA["widest"][0] | {"k": 650}, "k"),
         (stream_k, WGMMA["widest"][0] | {"blocks8": 6}, "blocks8"),
         (stream_k, WGMMA["widest"][0] | {"out_dtype": "int32"}, "out_dtype"),
