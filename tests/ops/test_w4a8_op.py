@@ -110,6 +110,32 @@ def test_schedules_of_the_quantizer_hold_every_row(arch):
             assert s.warps == 1 or (s.warps - 1) * 32 * s.vectors * 8 < k + 16 + 256 * s.vectors
 
 
+def test_schedules_of_many_rows_leave_room_for_the_next_launch():
+    """A plain row in 32 registers a thread on sm_90a, one with gains in 56: what the SASS tests hold the kernels to."""
+    hopper, ampere = Target.parse("sm_90a"), Target.parse("sm_80")
+    for k in (512, 4096, 8192, 14336):
+        plain, gain = (quantize_rows.choose(k, hopper, 1024, gain) for gain in (False, True))
+        assert plain.resident == 2048 and gain.resident == 1152 and plain.ahead and gain.ahead
+        assert quantize_rows.choose(k, ampere, 1024).resident == 1024
+    assert not quantize_rows.choose(4096, ampere, 1024).ahead and not quantize_rows.choose(4096, hopper, 16).ahead
+    assert quantize_rows.choose(28672, ampere, 1024, True).resident == 32 * 16
+
+
+def test_a_kernel_is_launched_behind_the_one_that_made_a_gain():
+    """Gains are read before the kernel ahead has ended, so that one must not be their writer."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen, smooth, weight = [], torch.rand(20) + 0.5, torch.randn(20)
+    with Recorder():
+        activations._gain(smooth, weight, 20, torch.device("cpu"))
+    assert seen[-1] is torch.ops.aten.new_zeros.default and torch.ops.aten.constant_pad_nd.default in seen
+
+
 def test_gains_are_kept_until_a_vector_changes():
     smooth, weight = torch.rand(20) + 0.5, torch.randn(20).half()
     device = torch.device("cpu")
