@@ -61,7 +61,8 @@ def page(tmp_path_factory) -> Path:
 def test_every_operator_has_its_row(page):
     found = re.findall(r"<tr>.*?</tr>", page.read_text())
     for op in operators.OPERATORS:
-        assert any(f">{op}</td>" in row and "1.2" in row for row in found), op
+        gains = [float(gain) for row in found if f">{op}</td>" in row for gain in re.findall(r">(1\.\d+)<", row)]
+        assert gains and 1 < max(gains) <= 1.3, op  # heuristic over best, from the times above
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no browser: install chromium")
