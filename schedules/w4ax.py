@@ -161,9 +161,8 @@ def choose(problem: MixedGemm, target: Target, m: int) -> StreamK:
     tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
     millions = problem.row_blocks * 64 * problem.units * BLOCK / 1e6
     warpgroups = (4 if millions >= 40 else 2) if tokens <= 32 else (3 if millions >= 80 else 2) if tokens == 64 else 2
-    while not StreamK(tokens, warpgroups, 2).legal():
-        warpgroups -= 1
-    return fitted(StreamK(tokens, warpgroups, stages=2), problem, target)
+    # wide tiles scale as long as they multiply: one warpgroup after the other
+    return fitted(StreamK(tokens, warpgroups, stages=2, turns=int(tokens > 64)), problem, target)
 
 
 def candidates(problem: MixedGemm, target: Target, m: int) -> Iterator[StreamK]:
@@ -171,7 +170,7 @@ def candidates(problem: MixedGemm, target: Target, m: int) -> Iterator[StreamK]:
     widest = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
     for tokens in BLOCK_TOKENS:
         for warpgroups in (1, 2, 3, 4):
-            schedule = StreamK(tokens, warpgroups, stages=2)
+            schedule = StreamK(tokens, warpgroups, stages=2, turns=int(tokens > 64 and warpgroups > 1))
             if tokens <= widest and schedule.legal() and warpgroups <= 2 * problem.row_blocks:
                 schedule = fitted(schedule, problem, target)
                 if schedule.stages >= 2:

@@ -9,6 +9,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.schedules import small_batch, spaces, w4ax
 
 _PERSISTENT = ((16, 4, 1), (32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 2))  # tokens, warps, warps along the tokens
+_TURNS = 0.1  # of a stream-K kernel's time that warpgroups in turn save (an estimate, so that both are measured)
 _SUMS = 128  # f32 sums of a thread of the persistent program, beside the s32 sums of a block
 _REGISTERS = 1.5  # of such a thread, for each f32 and s32 sum
 
@@ -38,9 +39,11 @@ class W4Ax(spaces.Space):
                 every = small_batch.candidates(self.problem, target, tiles, w4ax.SmallBatch)
                 yield from (("small_batch", s) for s in every)
             for tokens, warpgroups, row_blocks, raster in spaces.tiles_of(w4ax.BLOCK_TOKENS, m, self.problem, True):
-                if row_blocks == 1:
-                    s = w4ax.StreamK(tokens, warpgroups, stages=2, raster=raster)
-                    yield from (("stream_k", it) for it in spaces.rings(w4ax.fitted(s, self.problem, target), wide))
+                other = wide or raster == 8 or -(-m // tokens) > min(raster, 8)  # the same order of tiles otherwise
+                for turns in (0, 1) if wide or tokens >= 64 else (0,):
+                    if row_blocks == 1 and other:
+                        s = w4ax.StreamK(tokens, warpgroups, stages=2, raster=raster, turns=turns)
+                        yield from (("stream_k", it) for it in spaces.rings(w4ax.fitted(s, self.problem, target), wide))
             return
         widest = next((t for t in w4ax.BLOCK_TOKENS if m <= t), w4ax.BLOCK_TOKENS[-1])
         for tokens, warps, token_warps in (it for it in _PERSISTENT if it[0] <= widest):
@@ -57,7 +60,8 @@ class W4Ax(spaces.Space):
         if not _native(target):
             if schedule.block_tokens not in w4ax.BLOCK_TOKENS or not schedule.legal():
                 return (
-                    f"{schedule.warpgroups} warpgroups with {schedule.sums} sums of a thread do not fit the registers"
+                    f"{schedule.warpgroups} warpgroups with {schedule.sums} sums of a thread do not fit the registers, "
+                    "or have no turns"
                 )
             return spaces.ring_refusal(schedule, self.problem, target, 2)
         tile = (schedule.block_tokens, schedule.warps, schedule.token_warps)
@@ -80,7 +84,8 @@ class W4Ax(spaces.Space):
         if not _native(target):
             part = w4ax.partition(schedule, self.problem, target, m)
             tile = _Tile(schedule.block_tokens, schedule.warpgroups, schedule.warpgroups, schedule.stages)
-            return spaces.stream_k_us(tile, self.problem, target, (blocks, blocks), part, w4ax.UNIT_BYTES, 1, "s8")
+            us = spaces.stream_k_us(tile, self.problem, target, (blocks, blocks), part, w4ax.UNIT_BYTES, 1, "s8")
+            return us * (1 - _TURNS * schedule.turns)
         tiles = -(-self.problem.row_blocks * 64 // schedule.rows) * blocks
         ctas = schedule.ctas * target.sms
         part = -(-tiles * self.problem.units // ctas)  # units of the busiest CTA, which splits along k at will
