@@ -6,6 +6,7 @@ emulates). Outputs start as NaN between guard rows that must survive, and a seco
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 from terrazzo.lowering.errors import CaptureError
 from terrazzo.ops import w4ax
 from terrazzo.ops.w4ax import activations, reference
+from terrazzo.schedules import records
+from terrazzo.schedules.w4ax import StreamK
 from w4ax_cases import DEVICE, Case, Spec, codes, compare, launch, needs, product
 
 RATIOS = tuple(Spec(448, 1024, ratio, bias=ratio == 0.25) for ratio in (0.0, 0.25, 0.75, 1.0))
@@ -132,6 +135,40 @@ def test_many_launches_give_the_same_bits(compiled, cases):
     q, scales = codes(weight, case.ms[0], 1)
     y = launch(case, activations.from_codes(q, scales, w), w)
     compare(y, reference.gemm(q, scales, weight), reference.forward_error_bound(q, scales, weight, y.dtype), str(case))
+
+
+@dataclass(frozen=True)
+class Forced(Case):
+    """A schedule of stream_k that the heuristic does not take."""
+
+    schedule: StreamK | None = None
+
+    @contextmanager
+    def forced(self):
+        with records.forced("w4ax", "stream_k", self.schedule.params()):
+            records.changed()  # operators keep their plans
+            yield
+        records.changed()
+
+    def requests(self) -> list:
+        with self.forced():
+            return super().requests()
+
+
+SCHEDULES = (
+    *(StreamK(64, 3, 10, turns=1), StreamK(64, 4, 8), StreamK(64, 4, 8, turns=1)),
+    *(StreamK(128, 2, 8), StreamK(128, 3, 7), StreamK(128, 3, 7, turns=1)),
+)
+OTHERS = [Forced(LAYER, (s.block_tokens - 4, 250), "float16", launches=50, schedule=s) for s in SCHEDULES]
+OTHERS.append(Forced(RAGGED[0], (200,), "float32", launches=50, schedule=StreamK(128, 3, 6, turns=1)))
+
+
+@pytest.mark.parametrize("cases", [pytest.param((c,), id=f"{c.spec}-{c.schedule}") for c in OTHERS])
+def test_other_schedules(compiled, cases):
+    (case,) = cases
+    needs(case.arch)
+    with case.forced():
+        product(case)
 
 
 @pytest.mark.parametrize("cases", [pytest.param((Rows(RATIOS[1], 40, "float16", False, "block", "sm_90a"),), id="M40")])
