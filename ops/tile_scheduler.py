@@ -96,7 +96,7 @@ def partition_macros(*, units: int, row_tiles: int, raster: int, head_units: int
         else:
             c.tile[0] = sk + grid - 1 - cta + (seg - p.shared[0] + p.late[0]) * grid
             c.k0[0] = 0
-            c.k1[0] = units
+            c.k1[0] = T.min(c.tile[0] + units, units)  # = units: a trip count that nvcc knows is unrolled, if small
         c.tokens[0] = T.truncdiv(c.tile[0], raster * row_tiles) * raster
         c.rows[0] = T.truncmod(c.tile[0], raster * row_tiles)
         c.count[0] = T.min(mt - c.tokens[0], raster)
