@@ -23,7 +23,7 @@ OTHER_PIPELINES = ("pingpong", "excp", "basic", "basic_overlapped")
 """On wgmma, besides imfp, which is stream_k."""
 CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq", "vadd4": "u4_s8_vadd4"}
 _LARGE = 80e6  # weights from which two token tiles are faster on wgmma (measured on H200)
-_MIDDLE = 60e6  # weights from which more than two token tiles are left to wgmma, which is no longer weak there
+_MIDDLE = 26e6  # weights from which wgmma is faster than more than two token tiles (measured on H200)
 COSTS = {  # of small batches: token tiles -> fitted to 80 measurements on H200, 6 % rms
     1: small_batch.Cost(0.685, 0.0, 0.708, 0.172, 0.124, 0.03, 0.3, 0.2, 0.233),
     2: small_batch.Cost(0.169, 0.0, 0.0, 0.0, 0.434, 0.0032, 0.131, 0.358, 0.512),
@@ -281,7 +281,7 @@ class SmallBatch(small_batch.SmallBatch):
 def serves(problem: IntegerGemm, target: Target, m: int) -> bool:
     """Whether small_batch is the program for m tokens: up to 8 always, up to 16 for small weights or without wgmma.
 
-    With wgmma also up to 32, for weights of at most 60 M whose estimate is below what stream_k takes.
+    With wgmma also up to 32, for weights of at most 26 M, k undivided, whose estimate is below what stream_k takes.
     """
     if m <= TOKENS_PER_TILE or not target.supports("wgmma.s8"):
         return m <= 2 * TOKENS_PER_TILE
@@ -291,7 +291,7 @@ def serves(problem: IntegerGemm, target: Target, m: int) -> bool:
     if m > MAX_TOKENS or weights > _MIDDLE:
         return False
     found = _cheapest(problem, target, MAX_TOKENS, SmallBatch)
-    if found is None:
+    if found is None or found.kc > 1:
         return False
     start, per_million = _STREAM_K_US
     return _START_US + small_batch_us(found, problem, target) < start + per_million * weights / 1e6
