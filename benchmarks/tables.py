@@ -10,9 +10,10 @@ from benchmarks import report
 
 def setting(result: Mapping[str, Any], source: str) -> str:
     """Where, when and with what a file was measured."""
+    copies = f"copies reach {result['copy_gb_s']:.0f} GB/s, " if result.get("copy_gb_s") else ""
     return (
-        f"on one {result['gpu']}, copies reach {result['copy_gb_s']:.0f} GB/s, torch {result['torch']}, "
-        f"{result['date']}, commit {result['commit']}. Source: [{source}]({source})."
+        f"on one {result['gpu']}, {copies}torch {result['torch']}, {result['date']}, commit {result['commit']}. "
+        f"Source: [{source}]({source})."
     )
 
 
