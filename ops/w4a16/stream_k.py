@@ -59,7 +59,6 @@ def build(
     stage_k: int = 64,
     raster: int = 8,
     per_sm: int = 1,
-    head_units: int = 1,
     experts: int = 0,
 ):
     """The prim_func `main(X, W, P, B, WS, SEM, Y, sk)`; with E = `experts`, int32 [E + 1] instead of sk.
@@ -67,8 +66,7 @@ def build(
     Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/64, Np/64, 512]; P uint8 [G, Np/64, R]; B [n] in `dtype` (one
     element without a bias); WS f32 [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32
     [grid, warpgroups], zero before the first launch and after each one. `grid` CTAs, at most `per_sm` for each SM; the
-    first `sk` tiles are shared along k, 0 <= sk <= tiles. A ring stage holds `stage_k` = 64 or 128 k. `head_units`: see
-    ops/tile_scheduler.py.
+    first `sk` tiles are shared along k, 0 <= sk <= tiles. A ring stage holds `stage_k` = 64 or 128 k.
     With experts, W, P and B hold one matrix after the other: [E * Kp/64, Np/64, 512], [E * G, Np/64, R], [E * n];
     expert e owns the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not
     written.
@@ -99,7 +97,7 @@ def build(
     matrices = max(experts, 1)
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
-    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, head_units=head_units)
+    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, head_units=1)
     rings = ring_macros(stages=stages)
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, add="tz_addcg4")
     M = T.dynamic("m")
