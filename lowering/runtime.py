@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from terrazzo.lowering.errors import ArgumentError, CaptureError, TargetError
 from terrazzo.lowering.report import KernelReport
@@ -39,7 +39,21 @@ class Kernel:
         try:
             self._function(*args)
         except RuntimeError as error:
-            raise _explain(self.name, args, error) from error
+            self.explain(args, error)
+
+    def launcher(self, index: int) -> Any:
+        """What to call for a launch on CUDA device `index`: the bare function once the kernel is warm there.
+
+        Its RuntimeErrors are for `explain`.
+        """
+        return self._function if index in self._warm else self
+
+    def explain(self, args: tuple[Any, ...], error: RuntimeError) -> NoReturn:
+        """Raise ArgumentError for a refused argument, TargetError for another GPU's machine code, else `error`."""
+        found = _explain(self.name, args, error)
+        if found is error:
+            raise error
+        raise found from error
 
     def _first_launch(self, args: tuple[Any, ...]) -> None:
         import torch
@@ -52,7 +66,7 @@ class Kernel:
         try:
             self._function(*args)
         except RuntimeError as error:
-            raise _explain(self.name, args, error) from error
+            self.explain(args, error)
         self._warm.add(args[0].get_device())
 
     @property

@@ -58,6 +58,8 @@ _pools: dict[torch.device, _Pool] = {}
 def ready(plan: Plan, m: int, device: torch.device, stream: int, operator: str, dtype: str = "float32") -> tuple:
     """(kernel, workspace of `dtype`, semaphores, scalars) for launches of a plan on a stream.
 
+    Both tensors are tvm-ffi's, which a launch takes without converting them.
+
     Raises:
         CaptureError: a CUDA graph is being captured, and the kernel was never launched or the device never used.
         ArgumentError: more streams than STREAMS. ToolchainError, CompileError: see `get_kernel`.
@@ -74,7 +76,76 @@ def ready(plan: Plan, m: int, device: torch.device, stream: int, operator: str, 
     if not spaces or spaces[-1].numel() < size:
         spaces.append(torch.empty(size, dtype=torch.float32, device=device))  # captured graphs keep the smaller ones
     workspace = spaces[-1][:size].view(getattr(torch, dtype)).view(plan.workspace)
-    return kernel, workspace, semaphores, plan.scalars
+    return kernel, argument(workspace), argument(semaphores), plan.scalars
+
+
+def argument(tensor: torch.Tensor) -> Any:
+    """The same memory as a tensor of tvm-ffi: made once for arguments of many launches, 0.2 us less for each.
+
+    A launch takes its stream from the first tensor of torch among its arguments: one must remain.
+    """
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(tensor)
+
+
+class Launches(dict):
+    """What is ready to launch for weights of one format, by whatever else may differ between two calls.
+
+    A weight keeps the object; where the weight is copied or pickled, None takes its place.
+
+    Attributes:
+        facts: what a kernel must know of the weight.
+    """
+
+    def __init__(self, facts: tuple) -> None:
+        super().__init__()
+        self.facts = facts
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return type(None), ()
+
+
+class LaunchTable:
+    """`Launches` of one operator, by format of the weight."""
+
+    def __init__(self) -> None:
+        self._formats: dict[tuple, Launches] = {}
+
+    def keep(self, w: Any, facts: tuple) -> Launches:
+        """The launches of weights with these facts; `w` keeps them as `_launches`."""
+        found = self._formats.get(facts)
+        if found is None:
+            found = self._formats.setdefault(facts, Launches(facts))
+        w.__dict__["_launches"] = found
+        return found
+
+    def clear(self) -> None:
+        """Forget what is ready, wherever it is kept."""
+        for launches in self._formats.values():
+            launches.clear()
+
+
+def adopted(words: torch.Tensor, params: torch.Tensor, facts: tuple) -> bool:
+    """Whether `adopt` noted this memory as a weight with these facts, and PyTorch has not written to it since."""
+    note = getattr(words, "_terrazzo", None)
+    return (
+        note is not None
+        and note[0] == facts
+        and note[1] == words.data_ptr()
+        and note[2] == params.data_ptr()
+        and (note[3] < 0 or note[3] == words._version + params._version)
+    )
+
+
+def adopt(words: torch.Tensor, params: torch.Tensor, facts: tuple) -> None:
+    """Note on its words, which outlive the weight around them, that a weight was checked.
+
+    Kernels fetch weights before the kernel ahead of them on the stream has ended (programmatic dependent launch), so
+    the last writer of the weight must not be that kernel: a tiny one is launched between.
+    """
+    params.new_zeros(1)
+    words._terrazzo = (facts, words.data_ptr(), params.data_ptr(), writes(words, params))
 
 
 def warm_kernel(request: KernelRequest, m: int, operator: str) -> Any:
@@ -128,10 +199,18 @@ def ptx_flags(target: Target, device: Target | None) -> tuple[str, ...]:
     return () if (device or target).arch == target.arch else ("ptx=compute_80",)
 
 
-def current_stream(x: torch.Tensor) -> int:
+def place(x: torch.Tensor) -> tuple[int, int]:
+    """Index of the CUDA device and handle of its current stream; (-1, 0) for a tensor that is elsewhere."""
     import torch
 
-    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    if not x.is_cuda:
+        return -1, 0
+    index = x.get_device()
+    return index, torch._C._cuda_getCurrentRawStream(index)  # torch.cuda.current_stream builds an object: 2 us
+
+
+def current_stream(x: torch.Tensor) -> int:
+    return place(x)[1]
 
 
 def writes(*tensors: torch.Tensor) -> int:
@@ -149,6 +228,18 @@ def check_no_grad(x: torch.Tensor, operator: str) -> None:
 
     if x.requires_grad and torch.is_grad_enabled():
         raise ArgumentError("x", "requires_grad=True", f"{operator} has no gradient", "call it under torch.no_grad()")
+
+
+def aligned_copy(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous, at an address that copies of 16 bytes take."""
+    import torch
+
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def output_fits(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, index: int) -> bool:
+    """`check_out` in a hurry; where it says no, that one says why."""
+    return out.shape == shape and out.dtype is dtype and out.get_device() == index and out.is_contiguous()
 
 
 def check_out(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

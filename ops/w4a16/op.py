@@ -11,7 +11,7 @@ from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
-from terrazzo.ops.launching import Plan, ptx_flags, requests_of, tokens_of, writes
+from terrazzo.ops.launching import Plan, ptx_flags, requests_of, tokens_of
 from terrazzo.ops.w4a16 import multistage as multistage_program
 from terrazzo.ops.w4a16 import small_batch as small_batch_program
 from terrazzo.ops.w4a16 import stream_k as stream_k_program
@@ -170,76 +170,83 @@ def gemm(
 def run(
     x: torch.Tensor, w: PackedWeight, bias: torch.Tensor | None, out: torch.Tensor | None, numerics: str
 ) -> torch.Tensor:
-    """The eager path of `gemm`: sizes are looked up by M, tensors are checked, the kernel is launched."""
-    import torch
+    """The eager path of `gemm`: what an equal call has passed before is not checked again, then the kernel is launched.
 
+    What is ready to launch is kept by M, dtype, device, stream, numerics and presence of a bias.
+    """
     if not hasattr(w, "words"):
         raise ArgumentError("w", type(w).__name__, "must be a PackedWeight", "call w4a16.pack, or w.pack()")
-    launching.check_no_grad(x, "gemm")
-    shape = x.shape
-    if not shape or shape[-1] != w.k:
-        raise ArgumentError("x", list(shape), f"its last dimension must be K = {w.k}", "pass activations [..., K]")
-    m = x.numel() // w.k
+    if x.requires_grad:
+        launching.check_no_grad(x, "gemm")
+    shape, dtype, n, k = x.shape, x.dtype, w.n, w.k
+    if not shape or shape[-1] != k:
+        raise ArgumentError("x", list(shape), f"its last dimension must be K = {k}", "pass activations [..., K]")
+    flat = len(shape) == 2  # views cost 1.5 us each
+    m = shape[0] if flat else x.numel() // k
     if bias is not None:
-        launching.check_bias(bias, w.n, x.dtype, x.device)
+        launching.check_bias(bias, n, dtype, x.device)
     elif w.bias is not None:
-        bias = launching.cast_once(w, "bias", x.dtype)
-    stream = launching.current_stream(x)
-    facts = w.__dict__.get("_facts") or _facts(w)
-    if getattr(w.words, "_terrazzo", None) != (writes(w.words, w.params), facts):
-        _adopt(w, facts)
-    key = (facts, m, x.dtype, x.device, stream, numerics, bias is None)
-    found = _launchers.get(key) or _prepare(key, x, w)
-    n = w.n
+        bias = launching.cast_once(w, "bias", dtype)
+    launches = w.__dict__.get("_launches")
+    if launches is None:
+        launches = _launches.keep(w, (n, k, w.group_size, w.symmetric, w.scale_dtype, w.target))
+    words, params = w.words, w.params
+    if not launching.adopted(words, params, launches.facts):
+        _adopt(w, launches.facts)
+    at = launching.place(x)
+    key = (m, dtype, at, numerics, bias is None)
+    found = launches.get(key) or _prepare(launches, key, x, w)
+    to = (m, n) if flat else (*shape[:-1], n)
+    aside = False  # whether the kernel writes somewhere else than to y
     if out is None:
-        y = torch.empty((*shape[:-1], n), dtype=x.dtype, device=x.device)
+        rows = x.new_empty((m, n))
+        y = rows if flat else rows.view(to)
     else:
-        launching.check_out(out, (*shape[:-1], n), x.dtype, x.device)
-        y = out
+        if not launching.output_fits(out, to, dtype, at[0]):
+            launching.check_out(out, to, dtype, x.device)
+        y, aside = out, out.data_ptr() % 16 != 0
+        rows = x.new_empty((m, n)) if aside else out if flat else out.view(m, n)
     if m == 0:
         return y
-    if w.device != x.device:
+    if words.get_device() != at[0]:
         raise launching.elsewhere(x, w.device)
     if w.perm is not None:
         x = x.index_select(-1, w.perm)
-    if w.k % 8:
-        x = torch.nn.functional.pad(x, (0, -w.k % 8))
-    x = x.reshape(m, -1)
+    if k % 8:
+        import torch
+
+        x = torch.nn.functional.pad(x, (0, -k % 8))
+    if not flat:
+        x = x.reshape(m, -1)
     if not x.is_contiguous() or x.data_ptr() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)
-    kernel, workspace, semaphores, scalars, no_bias = found
-    written = y if y.data_ptr() % 16 == 0 else torch.empty_like(y)
-    kernel(x, w.words, w.params, no_bias if bias is None else bias, workspace, semaphores, written.view(m, n), *scalars)
-    return y if written is y else y.copy_(written)
+        x = launching.aligned_copy(x)
+    kernel, launch, workspace, semaphores, scalars, no_bias = found
+    args = (x, words, params, no_bias if bias is None else bias, workspace, semaphores, rows, *scalars)
+    try:
+        launch(*args)
+    except RuntimeError as error:
+        kernel.explain(args, error)
+    if launch is kernel:  # warm now
+        launches[key] = (kernel, kernel.launcher(at[0]), *found[2:])
+    return y.copy_(rows.view(to)) if aside else y
 
 
-_launchers: dict[tuple, tuple] = {}
+_launches = launching.LaunchTable()
 records.on_change(plan.cache_clear)
-records.on_change(_launchers.clear)
-
-
-def _facts(w: PackedWeight) -> tuple:
-    """What a kernel must know of a weight."""
-    facts = w.__dict__["_facts"] = (w.n, w.k, w.group_size, w.symmetric, w.scale_dtype, w.target)
-    return facts
+records.on_change(_launches.clear)
 
 
 def _adopt(w: PackedWeight, facts: tuple) -> None:
-    """Check a weight that is new or was written to, and note so on its words, which outlive a PackedWeight around them.
-
-    Kernels fetch weights before the kernel ahead of them on the stream has ended (programmatic dependent launch), so
-    the last writer of the weight must not be that kernel: a tiny one is launched between.
-    """
+    """Check a weight that is new or was written to."""
     if w.layout != _layout_identity():
         raise LayoutMismatchError("w", w.layout, f"must have layout {_layout_identity()}", "pack it again")
     w.check_sizes()
-    w.params.new_zeros(1)
-    w.words._terrazzo = (writes(w.words, w.params), facts)
+    launching.adopt(w.words, w.params, facts)
 
 
-def _prepare(key: tuple, x: torch.Tensor, w: PackedWeight) -> tuple:
-    """Kernel, workspace, semaphores, trailing arguments and a stand-in for no bias, remembered under `key`."""
-    _, m, _, _, stream, numerics, no_bias = key
+def _prepare(launches: launching.Launches, key: tuple, x: torch.Tensor, w: PackedWeight) -> tuple:
+    """Kernel, its launcher, workspace, semaphores, trailing arguments and a stand-in for no bias; kept."""
+    m, _, (index, stream), numerics, no_bias = key
     check_numerics(numerics)
     if not x.is_cuda or x.device != w.device:
         raise launching.elsewhere(x, w.device)
@@ -249,8 +256,8 @@ def _prepare(key: tuple, x: torch.Tensor, w: PackedWeight) -> tuple:
     if m == 0:
         return ()
     chosen = _plan_for(w, m, dtype, not no_bias, numerics, *launching.targets(w.target, x.device))
-    *launch, scalars = launching.ready(chosen, m, x.device, stream, "w4a16.gemm")
-    found = _launchers[key] = (*launch, scalars, x.new_empty(1))
+    kernel, *launch, scalars = launching.ready(chosen, m, x.device, stream, "w4a16.gemm")
+    found = launches[key] = (kernel, kernel.launcher(index), *launch, scalars, launching.argument(x.new_empty(1)))
     return found
 
 

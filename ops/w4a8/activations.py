@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -24,6 +25,9 @@ CODES = {"int8": "int8", "e4m3": "float8_e4m3fn"}
 """Form of quantized activations -> dtype of their codes."""
 ALIGNMENT = 16
 """Columns that rows of q are padded to: rows of 16 bytes."""
+SCRATCH = 8 << 20
+"""Most codes that `gemm` keeps memory for, for each thread and stream: beyond, allocations do not show."""
+SCRATCH_SHAPES = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +57,7 @@ class QuantizedActivations:
     @property
     def codes(self) -> str:
         """Form of q: "int8" or "e4m3"."""
-        return "e4m3" if weights.dtype_name(self.q) == CODES["e4m3"] else "int8"
+        return "e4m3" if self.q.dtype.is_floating_point else "int8"
 
     def dequantize(self) -> torch.Tensor:
         """float32 [..., K]: q * scales."""
@@ -62,9 +66,9 @@ class QuantizedActivations:
     def check(self) -> None:
         """Raise ArgumentError unless the tensors have the shapes and dtypes of the attributes' description."""
         m, k = prod(self.shape[:-1]), padded(self.k)
-        expected = [("q", (m, k), weights.dtype_name(self.q)), ("scales", (m,), "float32")]
+        expected = [("q", (m, k), CODES[self.codes]), ("scales", (m,), "float32")]
         if self.codes == "int8":
-            expected = [("q", (m, k), "int8"), *expected[1:], ("row_sums", (m,), "int32")]
+            expected.append(("row_sums", (m,), "int32"))
         for name, shape, dtype in expected:
             weights.check_tensor(self, name, shape, dtype, "quantize them with quantize_activations")
 
@@ -141,22 +145,28 @@ def run(
     out: QuantizedActivations | None,
     target: str | None,
     codes: str = "int8",
+    scratch: bool = False,
 ) -> QuantizedActivations:
-    """The eager path of `quantize_activations`."""
-    import torch
+    """The eager path of `quantize_activations`.
 
+    With `scratch`, small results may lie in memory that the next such call of this thread on this stream takes again.
+    """
     if codes not in CODES:
         raise ArgumentError("codes", codes, f"must be one of {tuple(CODES)}", "use int8")
-    launching.check_no_grad(x, "quantize_activations")
-    shape = tuple(x.shape)
+    if x.requires_grad:
+        launching.check_no_grad(x, "quantize_activations")
+    shape = x.shape
     if not shape or not shape[-1]:
         raise ArgumentError("x", list(shape), "must be [..., K] with K >= 1", "pass activations")
-    k, m = shape[-1], x.numel() // shape[-1]
-    key = (m, k, x.dtype, x.device, smooth is None, rms_weight is None, target, codes)
+    k, flat = shape[-1], len(shape) == 2
+    m = shape[0] if flat else x.numel() // k
+    at = launching.place(x)
+    key = (m, k, x.dtype, at[0], smooth is None, rms_weight is None, target, codes)
     found = _kernels.get(key)
     gain = _gain(smooth, rms_weight, k, x.device)
     if out is None:
-        out = empty(shape, x.device, codes)
+        out = _scratch(shape, m, codes, at, x) if scratch and found else None
+        out = empty(tuple(shape), x.device, codes) if out is None else out
     elif out.shape != shape or out.device != x.device or out.codes != codes:
         seen = f"{out.codes} {list(out.shape)} on {out.device}"
         raise ArgumentError(
@@ -168,13 +178,27 @@ def run(
     if m == 0:
         return out
     if k % program.VECTOR:
+        import torch
+
         x = torch.nn.functional.pad(x, (0, padded(k) - k))
-    x = x.reshape(m, -1)
+    if not flat:
+        x = x.reshape(m, -1)
     if not x.is_contiguous() or x.data_ptr() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)
-    kernel, no_gain, no_sums = found
-    q, sums = (out.q, out.row_sums) if codes == "int8" else (out.q.view(torch.int8), no_sums)
-    kernel(x, no_gain if gain is None else gain, q, out.scales, sums, eps, float(k))
+        x = launching.aligned_copy(x)
+    kernel, launch, no_gain, no_sums = found
+    scales, sums = out.__dict__.get("_arguments") or (out.scales, out.row_sums)
+    q = out.q
+    if codes != "int8":
+        import torch
+
+        q = q.view(torch.int8)
+    args = (x, no_gain if gain is None else gain, q, scales, no_sums if sums is None else sums, eps, float(k))
+    try:
+        launch(*args)
+    except RuntimeError as error:
+        kernel.explain(args, error)
+    if launch is kernel:  # warm now
+        _kernels[key] = (kernel, kernel.launcher(at[0]), *found[2:])
     return out
 
 
@@ -188,35 +212,79 @@ def empty(shape: tuple[int, ...], device: torch.device, codes: str) -> Quantized
     return QuantizedActivations(q, torch.empty(m, dtype=torch.float32, device=device), sums, shape)
 
 
+class _Spaces(threading.local):
+    """Of each thread, whose two launches on a stream have no third one of another thread between them."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple, tuple] = {}  # (device index, stream) -> bytes, activations in them
+
+
+_spaces = _Spaces()
+
+
+def _scratch(
+    shape: tuple[int, ...], m: int, codes: str, at: tuple[int, int], x: torch.Tensor
+) -> QuantizedActivations | None:
+    """Activations in memory that is used again; None if there are many, or for a CUDA graph, whose memory must stay."""
+    import torch
+
+    k = padded(shape[-1])
+    if m * k > SCRATCH or torch.cuda.is_current_stream_capturing():
+        return None
+    space, made = _spaces.kept.get(at, (None, {}))
+    found = made.get((shape, codes))
+    if found is not None:
+        return found
+    vector = -(-m // 4) * 16  # bytes of a scale or a sum for each row, at an address of 16 bytes
+    size = m * k + 2 * vector
+    if space is None or space.numel() < size or len(made) >= SCRATCH_SHAPES:
+        made = {}
+        space = torch.empty(max(size, 0 if space is None else space.numel()), dtype=torch.uint8, device=x.device)
+        _spaces.kept[at] = space, made
+    take = lambda start, nbytes, dtype: space[start : start + nbytes].view(dtype)
+    q = take(0, m * k, getattr(torch, CODES[codes])).view(m, k)
+    scales = take(m * k, 4 * m, torch.float32)
+    sums = take(m * k + vector, 4 * m, torch.int32) if codes == "int8" else None
+    found = made[shape, codes] = QuantizedActivations(q, scales, sums, tuple(shape))
+    found.__dict__["_arguments"] = (launching.argument(scales), None if sums is None else launching.argument(sums))
+    return found
+
+
 _kernels: dict[tuple, tuple] = {}
 
 
 def _prepare(key: tuple, x: torch.Tensor) -> tuple:
-    """Kernel and stand-ins for no gain and no row sums, remembered under `key`."""
+    """Kernel, its launcher, and stand-ins for no gain and no row sums; kept."""
     import torch
 
-    m, k, _, _, no_smooth, no_norm, target, codes = key
+    m, k, _, index, no_smooth, no_norm, target, codes = key
     if not x.is_cuda:
         raise ArgumentError("x", str(x.device), "must be on a CUDA device", "move it, or use the torch reference")
     dtype = weights.dtype_name(x)
     if dtype not in DTYPES:
         raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
     if m == 0:
-        return (None, None, None)
+        return (None, None, None, None)
     at, device = launching.targets(target, x.device, "x")
     facts = dict(gain=not (no_smooth and no_norm), norm=not no_norm, target=at, device=device, codes=codes)
     kernel = launching.warm_kernel(plan(m, k, dtype=dtype, **facts), m, "w4a8.quantize_activations")
     stand_ins = (torch.empty(1, dtype=d, device=x.device) for d in (torch.float32, torch.int32))
-    found = _kernels[key] = (kernel, *stand_ins)
+    found = _kernels[key] = (kernel, kernel.launcher(index), *map(launching.argument, stand_ins))
     return found
 
 
-def _gain(smooth, rms_weight, k: int, device: torch.device) -> torch.Tensor | None:
+def _gain(smooth: torch.Tensor | None, rms_weight: torch.Tensor | None, k: int, device: torch.device) -> torch.Tensor:
     """float32 [K], padded to rows of the kernel, kept with the vector that it was made of until one of them changes.
 
     The kernel reads it before the one ahead of it on the stream has ended (programmatic dependent launch), so the last
     writer of a gain must not be that one: a tiny kernel is launched between.
     """
+    owner = smooth if rms_weight is None else rms_weight
+    if owner is None:
+        return None
+    kept = getattr(owner, "_terrazzo_gain", None)
+    if kept is not None and kept[0] == _state(smooth, rms_weight) and kept[1] == (k, device):
+        return kept[3]
     import torch
 
     given = []
@@ -229,18 +297,18 @@ def _gain(smooth, rms_weight, k: int, device: torch.device) -> torch.Tensor | No
                 name, seen, f"must be a float vector [{k}] on {device}", "pass a value for each channel"
             )
         given.append(vector)
-    if not given:
-        return None
-    owner, state = given[0], tuple((id(t), launching.writes(t)) for t in given)
-    kept = getattr(owner, "_terrazzo_gain", None)
-    if kept is not None and kept[0] == state:
-        return kept[2]
     with torch.no_grad():
         gain = activation_gain(smooth, rms_weight).detach()
         gain = torch.nn.functional.pad(gain, (0, padded(k) - k if k % program.VECTOR else 0)).contiguous()
         gain.new_zeros(1)
-    owner._terrazzo_gain = (state, given[1:], gain)  # held, so that their ids are not used again
+    state = _state(smooth, rms_weight)
+    owner._terrazzo_gain = (state, (k, device), given[1:], gain)  # held, so that their ids are not used again
     return gain
+
+
+def _state(*vectors: torch.Tensor | None) -> tuple:
+    """What changes when one of the vectors is another one, other memory, or was written to."""
+    return tuple(None if t is None else (id(t), t.data_ptr(), t.numel(), launching.writes(t)) for t in vectors)
 
 
 def _copy_into(out: QuantizedActivations, found: QuantizedActivations) -> QuantizedActivations:

@@ -236,9 +236,11 @@ def gemm(
         y = torch_op.call(x, w, bias, out_dtype, dequantization, pipeline)
         return y if out is None else out.copy_(y)
     if held is x:
-        _check_inputs(x.shape, x, w)
-        at = w.target if w.target == "sm_80" else None
-        x = activations.run(x, w.smooth, None, 0.0, None, at, w.ACTIVATIONS)
+        if x.requires_grad:
+            launching.check_no_grad(x, "gemm")
+        _check_k(x.shape, w.k)
+        at = "sm_80" if w.target == "sm_80" else None
+        x = activations.run(x, w.smooth, None, 0.0, None, at, w.ACTIVATIONS, scratch=True)
         out_dtype = out_dtype or held.dtype
     return run(x, w, bias, out, out_dtype or torch.float16, dequantization, pipeline)
 
@@ -252,76 +254,93 @@ def run(
     dequantization: str,
     pipeline: str,
 ) -> torch.Tensor:
-    """The eager path of `gemm` on quantized activations."""
+    """The eager path of `gemm` on quantized activations: what an equal call has passed before is not checked again.
+
+    What is ready to launch is kept by M, device, stream, choices and presence of a bias.
+    """
     import torch
 
-    _check_inputs(x.shape, x.q, w)
+    q, shape, n, k = x.q, x.shape, w.n, w.k
+    _check_k(shape, k)
     if x.codes != w.ACTIVATIONS:
         raise ArgumentError(
             "x", x.codes, f"{w!r} multiplies {w.ACTIVATIONS}",
             f"quantize_activations(x, codes={w.ACTIVATIONS!r})",
         )  # fmt: skip
-    m, n = x.q.shape[0], w.n
-    raw = out_dtype == torch.int32
+    flat = len(shape) == 2  # views cost 1.5 us each
+    m = shape[0] if flat else q.shape[0]
     if bias is not None:
         launching.check_bias(bias, n, None, x.device)
-        if raw:
+        if out_dtype == torch.int32:
             raise ArgumentError("bias", "given", "cannot be added to int32 sums", "ask for float16 or bfloat16")
         bias = bias.float()
-    elif w.bias is not None and not raw:
+    elif w.bias is not None and out_dtype != torch.int32:
         bias = launching.cast_once(w, "bias", torch.float32)
-    facts = (n, w.k, w.group_size, w.target, w.ACTIVATIONS)
-    if getattr(w.words, "_terrazzo", None) != (launching.writes(w.words, w.channel_scales), facts):
-        _adopt(w, facts)
-    stream = launching.current_stream(x.q)
-    key = (facts, m, x.device, stream, out_dtype, dequantization, pipeline, bias is None)
-    found = _launchers.get(key) or _prepare(key, x, w)
-    shape = (*x.shape[:-1], n)
+    launches = w.__dict__.get("_launches")
+    if launches is None:
+        launches = _launches.keep(w, (n, k, w.group_size, w.target, w.ACTIVATIONS))
+    words, channel_scales = w.words, w.channel_scales
+    if not launching.adopted(words, channel_scales, launches.facts):
+        _adopt(w, launches.facts)
+    at = launching.place(q)
+    key = (m, at, out_dtype, dequantization, pipeline, bias is None)
+    found = launches.get(key) or _prepare(launches, key, x, w)
+    to = (m, n) if flat else (*shape[:-1], n)
+    aside = False  # whether the kernel writes somewhere else than to y
     if out is None:
-        y = torch.empty(shape, dtype=out_dtype, device=x.device)
+        rows = q.new_empty((m, n), dtype=out_dtype)
+        y = rows if flat else rows.view(to)
     else:
-        launching.check_out(out, shape, out_dtype, x.device)
-        y = out
+        if not launching.output_fits(out, to, out_dtype, at[0]):
+            launching.check_out(out, to, out_dtype, x.device)
+        y, aside = out, out.data_ptr() % 16 != 0
+        rows = q.new_empty((m, n), dtype=out_dtype) if aside else out if flat else out.view(m, n)
     if m == 0:
         return y
-    if w.device != x.device:
-        raise launching.elsewhere(x.q, w.device)
-    kernel, workspace, semaphores, scalars, step, no_bias, no_sums = found
+    if words.get_device() != at[0]:
+        raise launching.elsewhere(q, w.device)
+    kernel, launch, workspace, semaphores, scalars, step, no_bias, no_sums = found
     bias = no_bias if bias is None else bias
-    codes, row_sums = (x.q, x.row_sums) if no_sums is None else (x.q.view(torch.int8), no_sums)
-    written = y if y.data_ptr() % 16 == 0 else torch.empty_like(y)
-    rows = written.view(m, n)
-    for lo in range(0, m, step):
-        part = slice(lo, lo + step)
-        q, scales, to = (codes, x.scales, rows) if step >= m else (codes[part], x.scales[part], rows[part])
-        sums = row_sums if step >= m or no_sums is not None else row_sums[part]
-        kernel(q, w.words, w.channel_scales, scales, sums, bias, workspace, semaphores, to, *scalars)
-    return y if written is y else y.copy_(written)
+    if no_sums is not None:
+        q = q.view(torch.int8)
+    try:
+        if m <= step:
+            scales, sums = x.__dict__.get("_arguments") or (x.scales, x.row_sums)
+            sums = sums if no_sums is None else no_sums
+            args = (q, words, channel_scales, scales, sums, bias, workspace, semaphores, rows, *scalars)
+            launch(*args)
+        else:
+            for lo in range(0, m, step):
+                part = slice(lo, lo + step)
+                sums = x.row_sums[part] if no_sums is None else no_sums
+                args = (q[part], words, channel_scales, x.scales[part], sums, bias, workspace, semaphores, rows[part])
+                args += scalars
+                launch(*args)
+    except RuntimeError as error:
+        kernel.explain(args, error)
+    if launch is kernel:  # warm now
+        launches[key] = (kernel, kernel.launcher(at[0]), *found[2:])
+    return y.copy_(rows.view(to)) if aside else y
 
 
-_launchers: dict[tuple, tuple] = {}
+_launches = launching.LaunchTable()
 records.on_change(plan.cache_clear)
-records.on_change(_launchers.clear)
+records.on_change(_launches.clear)
 
 
 def _adopt(w: PackedWeight, facts: tuple) -> None:
-    """Check a weight that is new or was written to, and note so on its words, which outlive a PackedWeight around them.
-
-    Kernels fetch weights before the kernel ahead of them on the stream has ended (programmatic dependent launch), so
-    the last writer of the weight must not be that kernel: a tiny one is launched between.
-    """
+    """Check a weight that is new or was written to."""
     w.check_layout(w.expected_layout())
     w.check_sizes()
-    w.channel_scales.new_zeros(1)
-    w.words._terrazzo = (launching.writes(w.words, w.channel_scales), facts)
+    launching.adopt(w.words, w.channel_scales, facts)
 
 
-def _prepare(key: tuple, x: QuantizedActivations, w: PackedWeight) -> tuple:
-    """Kernel, workspace, semaphores, trailing arguments, tokens of a launch, stand-ins for no bias and (with e4m3,
-    else None) no row sums; kept."""
+def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, w: PackedWeight) -> tuple:
+    """Kernel, its launcher, workspace, semaphores, trailing arguments, tokens of a launch, stand-ins for no bias and
+    (with e4m3, else None) no row sums; kept."""
     import torch
 
-    _, m, _, stream, out_dtype, dequantization, pipeline, no_bias = key
+    m, (index, stream), out_dtype, dequantization, pipeline, no_bias = key
     out = str(out_dtype).removeprefix("torch.")
     check_choices(w.k, out, dequantization, pipeline)
     x.check()
@@ -332,9 +351,17 @@ def _prepare(key: tuple, x: QuantizedActivations, w: PackedWeight) -> tuple:
     target, device = launching.targets(w.target, x.device)
     chosen = _plan_for(w, m, out, not no_bias, dequantization, pipeline, target, device)
     e4m3 = w.ACTIVATIONS == E4M3
-    launch = launching.ready(chosen, m, x.device, stream, "w4a8.gemm", "float32" if e4m3 else "int32")
-    no_bias, no_sums = (torch.empty(1, dtype=d, device=x.device) for d in (torch.float32, torch.int32))
-    found = _launchers[key] = (*launch, tokens_per_launch(chosen, m), no_bias, no_sums if e4m3 else None)
+    kernel, *launch = launching.ready(chosen, m, x.device, stream, "w4a8.gemm", "float32" if e4m3 else "int32")
+    stand_ins = (torch.empty(1, dtype=d, device=x.device) for d in (torch.float32, torch.int32))
+    no_bias, no_sums = map(launching.argument, stand_ins)
+    found = launches[key] = (
+        kernel,
+        kernel.launcher(index),
+        *launch,
+        tokens_per_launch(chosen, m),
+        no_bias,
+        no_sums if e4m3 else None,
+    )
     return found
 
 
@@ -357,10 +384,9 @@ def _plan_for(
     )  # fmt: skip
 
 
-def _check_inputs(shape: Sequence[int], x: torch.Tensor, w: PackedWeight) -> None:
-    launching.check_no_grad(x, "gemm")
-    if not len(shape) or shape[-1] != w.k:
-        raise ArgumentError("x", list(shape), f"its last dimension must be K = {w.k}", "pass activations [..., K]")
+def _check_k(shape: Sequence[int], k: int) -> None:
+    if not len(shape) or shape[-1] != k:
+        raise ArgumentError("x", list(shape), f"its last dimension must be K = {k}", "pass activations [..., K]")
 
 
 def check_choices(k: int, out_dtype: str, dequantization: str, pipeline: str) -> None:

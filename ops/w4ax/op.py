@@ -200,64 +200,75 @@ def run(
     out: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The eager path of `gemm` on quantized activations."""
-    import torch
+    """The eager path of `gemm` on quantized activations: what an equal call has passed before is not checked again.
 
+    What is ready to launch is kept by M, device, stream, dtype and presence of a bias.
+    """
     _check_inputs(x, w)
-    m, n = x.m, w.n
+    shape, n = x.shape, w.n
+    flat = len(shape) == 2  # views cost 1.5 us each
+    m = shape[0] if flat else x.m
     if bias is not None:
         launching.check_bias(bias, n, None, x.device)
         bias = bias.float()
     elif w.bias is not None:
+        import torch
+
         bias = launching.cast_once(w, "bias", torch.float32)
-    facts = (n, w.k, w.blocks8, w.layout, w.target)
-    if getattr(w.words, "_terrazzo", None) != (launching.writes(w.words), facts):
-        _adopt(w, facts)
-    stream = launching.current_stream(x.q8)
-    key = (facts, m, x.device, stream, out_dtype, bias is None)
-    found = _launchers.get(key) or _prepare(key, x, w)
-    shape = (*x.shape[:-1], n)
+    launches = w.__dict__.get("_launches")
+    if launches is None:
+        launches = _launches.keep(w, (n, w.k, w.blocks8, w.layout, w.target))
+    words, q8 = w.words, x.q8
+    if not launching.adopted(words, words, launches.facts):
+        _adopt(w, launches.facts)
+    at = launching.place(q8)
+    key = (m, at, out_dtype, bias is None)
+    found = launches.get(key) or _prepare(launches, key, x, w)
+    to = (m, n) if flat else (*shape[:-1], n)
+    aside = False  # whether the kernel writes somewhere else than to y
     if out is None:
-        y = torch.empty(shape, dtype=out_dtype, device=x.device)
+        rows = q8.new_empty((m, n), dtype=out_dtype)
+        y = rows if flat else rows.view(to)
     else:
-        launching.check_out(out, shape, out_dtype, x.device)
-        y = out
+        if not launching.output_fits(out, to, out_dtype, at[0]):
+            launching.check_out(out, to, out_dtype, x.device)
+        y, aside = out, out.data_ptr() % 16 != 0
+        rows = q8.new_empty((m, n), dtype=out_dtype) if aside else out if flat else out.view(m, n)
     if m == 0:
         return y
-    kernel, workspace, semaphores, scalars, none, lists = found
+    kernel, launch, workspace, semaphores, scalars, none, lists = found
     bias = none["float32"] if bias is None else bias
-    written = y if y.data_ptr() % 16 == 0 else torch.empty_like(y)
-    rows = written.view(m, n)
     if lists is None:
-        kernel(x.q8, w.words, x.scales, bias, workspace, semaphores, rows, *scalars)
+        args = (q8, words, x.scales, bias, workspace, semaphores, rows, *scalars)
     else:
-        planes = (x.q4 if x.q4.shape[1] else none["uint8"], x.q8 if x.q8.shape[1] else none["int8"])
-        kernel(*planes, w.words, x.scales, bias, *lists, workspace, semaphores, rows)
-    return y if written is y else y.copy_(written)
+        planes = (x.q4 if x.q4.shape[1] else none["uint8"], q8 if q8.shape[1] else none["int8"])
+        args = (*planes, words, x.scales, bias, *lists, workspace, semaphores, rows)
+    try:
+        launch(*args)
+    except RuntimeError as error:
+        kernel.explain(args, error)
+    if launch is kernel:  # warm now
+        launches[key] = (kernel, kernel.launcher(at[0]), *found[2:])
+    return y.copy_(rows.view(to)) if aside else y
 
 
-_launchers: dict[tuple, tuple] = {}
+_launches = launching.LaunchTable()
 records.on_change(plan.cache_clear)
-records.on_change(_launchers.clear)
+records.on_change(_launches.clear)
 
 
 def _adopt(w: PackedWeight, facts: tuple) -> None:
-    """Check a weight that is new or was written to, and note so on its words, which outlive a PackedWeight around them.
-
-    Kernels fetch weights before the kernel ahead of them on the stream has ended (programmatic dependent launch), so
-    the last writer of the weight must not be that kernel: a tiny one is launched between.
-    """
+    """Check a weight that is new or was written to."""
     w.check_layout(identity(native(Target.parse(w.target))))
     w.check_sizes()
-    w.words.new_zeros(1)
-    w.words._terrazzo = (launching.writes(w.words), facts)
+    launching.adopt(w.words, w.words, facts)
 
 
-def _prepare(key: tuple, x: QuantizedActivations, w: PackedWeight) -> tuple:
-    """Kernel, workspace, semaphores, trailing arguments, stand-ins, the work list or None; kept."""
+def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, w: PackedWeight) -> tuple:
+    """Kernel, its launcher, workspace, semaphores, trailing arguments, stand-ins, the work list or None; kept."""
     import torch
 
-    _, m, device, stream, out_dtype, no_bias = key
+    m, (index, stream), out_dtype, no_bias = key
     x.check()
     if not x.q8.is_cuda or x.device != w.device:
         raise launching.elsewhere(x.q8, w.device)
@@ -266,7 +277,7 @@ def _prepare(key: tuple, x: QuantizedActivations, w: PackedWeight) -> tuple:
     target, here = launching.targets(w.target, x.device)
     out = str(out_dtype).removeprefix("torch.")
     chosen, listed = plan(m, w.n, w.k, w.blocks8, out_dtype=out, bias=not no_bias, target=target, device=here)
-    launch = launching.ready(chosen, m, x.device, stream, "w4ax.gemm")
+    kernel, *launch = launching.ready(chosen, m, x.device, stream, "w4ax.gemm")
     lists = None
     if listed is not None:
         if torch.cuda.is_current_stream_capturing():
@@ -274,8 +285,8 @@ def _prepare(key: tuple, x: QuantizedActivations, w: PackedWeight) -> tuple:
         gemm = schedules.MixedGemm(w.n, w.blocks * BLOCK, w.blocks8)
         made = schedules.work_plan(listed, gemm, target, m, listed.ctas * here.sms)
         items, first, _ = schedules.work_list(made, -(-m // listed.block_tokens))
-        lists = [torch.tensor(rows, dtype=torch.int32, device=device) for rows in (items, first)]
-    found = _launchers[key] = (*launch, activations.stand_ins(x.device), lists)
+        lists = [torch.tensor(rows, dtype=torch.int32, device=x.device) for rows in (items, first)]
+    found = launches[key] = (kernel, kernel.launcher(index), *launch, activations.stand_ins(x.device), lists)
     return found
 
 

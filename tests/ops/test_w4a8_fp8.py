@@ -283,7 +283,8 @@ def test_kernels_get_bytes_and_no_row_sums(monkeypatch, step):
         y.fill_(len(seen))
 
     stand_ins = (torch.empty(1), torch.empty(1, dtype=torch.int32))
-    monkeypatch.setattr(op, "_prepare", lambda key, x, w: (kernel, None, None, (), step, *stand_ins))
+    ready = (None, kernel, None, None, (), step, *stand_ins)
+    monkeypatch.setattr(op, "_prepare", lambda launches, key, x, w: ready)
     y = w4a8.gemm(x, _W)
     assert torch.equal(torch.cat(seen), x.q.view(torch.int8)) and y.dtype == torch.float16
     assert y[:, 0].tolist() == ([1, 1, 2, 2, 3] if step == 2 else [1] * 5)

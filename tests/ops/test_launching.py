@@ -1,0 +1,154 @@
+"""What stands between a call and its launch, without a GPU: what is remembered, and what makes it be asked again."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.runtime import Kernel
+from terrazzo.ops import launching, w4a16
+from terrazzo.ops.w4a8 import activations
+from terrazzo.ops.w4a16 import op
+
+
+def weight(n=64, k=128):
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+    return w4a16.pack(codes, torch.rand(n, 1).half(), group_size=k)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """CPU tensors taken for CUDA ones: what was prepared, what was launched, the stream to be."""
+    seen = SimpleNamespace(prepared=[], launched=[], stream=0)
+
+    def launch(*args):
+        seen.launched.append(args)
+        args[6].fill_(len(seen.launched))
+
+    kernel = SimpleNamespace(launcher=lambda index: launch)
+
+    def prepare(launches, key, x, w):
+        seen.prepared.append(key)
+        found = launches[key] = (kernel, launch, None, None, (), None)
+        return found
+
+    monkeypatch.setattr(op, "_prepare", prepare)
+    monkeypatch.setattr(op, "_launches", launching.LaunchTable())
+    monkeypatch.setattr(launching, "place", lambda x: (x.get_device(), seen.stream))
+    return seen
+
+
+def test_equal_calls_prepare_once_and_different_ones_anew(calls):
+    x, w = torch.zeros(2, 128).half(), weight()
+    for changed in range(2):
+        w4a16.gemm(x, w)
+        assert len(calls.prepared) == 1, changed
+    w4a16.gemm(x, weight())  # a weight of the same format
+    assert len(calls.prepared) == 1
+    for call in (
+        lambda: w4a16.gemm(x[:1], w),
+        lambda: w4a16.gemm(x.bfloat16(), w),
+        lambda: w4a16.gemm(x, w, numerics="post"),
+        lambda: w4a16.gemm(x, w, bias=torch.zeros(64).half()),
+        lambda: w4a16.gemm(x, weight(n=128)),
+        lambda: (setattr(calls, "stream", 7), w4a16.gemm(x, w)),
+    ):
+        before = len(calls.prepared)
+        call(), call()
+        assert len(calls.prepared) == before + 1
+    op._launches.clear()
+    w4a16.gemm(x, w)
+    assert len(calls.prepared) == before + 2
+
+
+def test_the_kernel_gets_rows_and_the_caller_its_shape(calls):
+    x, w = torch.randn(2, 3, 128).half(), weight()
+    y = w4a16.gemm(x, w)
+    assert y.shape == (2, 3, 64) and (y == 1).all() and calls.launched[-1][0].shape == (6, 128)
+    out = torch.zeros(2, 3, 64).half()
+    assert w4a16.gemm(x, w, out=out) is out and (out == 2).all()
+    room = torch.zeros(6 * 64 + 1).half()
+    aside = room[1:].view(6, 64)  # not at 16 bytes: the kernel writes elsewhere
+    assert w4a16.gemm(x.view(6, 128), w, out=aside) is aside and (aside == 3).all() and room[0] == 0
+    assert calls.launched[-1][6].data_ptr() % 16 == 0
+    w4a16.gemm(torch.randn(128, 6).half().T, w)
+    got = calls.launched[-1][0]
+    assert got.is_contiguous() and got.shape == (6, 128)
+    w4a16.gemm(torch.randn(6 * 128 + 1).half()[1:].view(6, 128), w)
+    assert calls.launched[-1][0].data_ptr() % 16 == 0
+    wrong = (out[0], out.view(6, 64), out.float(), torch.zeros(2, 3, 128).half()[..., ::2])
+    for bad in wrong:  # although an equal call passed
+        with pytest.raises(ArgumentError, match="out"):
+            w4a16.gemm(x, w, out=bad)
+
+
+def test_a_copied_or_replaced_weight_is_adopted_again(calls, monkeypatch):
+    adopted = []
+    real = op._adopt
+    monkeypatch.setattr(op, "_adopt", lambda w, facts: adopted.append(facts) or real(w, facts))
+    x, w = torch.zeros(2, 128).half(), weight()
+    w4a16.gemm(x, w)
+    w4a16.gemm(x, w)
+    assert len(adopted) == 1
+    for again in (copy.deepcopy(w), pickle.loads(pickle.dumps(w)), dataclasses.replace(w, params=w.params.clone())):
+        assert again.__dict__.get("_launches") is None
+        before = len(adopted)
+        w4a16.gemm(x, again), w4a16.gemm(x, again)
+        assert len(adopted) == before + 1
+    w.words.data = w.words.clone()  # other memory under the same tensor: no write that PyTorch counts
+    before = len(adopted)
+    w4a16.gemm(x, w)
+    assert len(adopted) == before + 1
+
+
+def test_a_warm_kernel_is_called_without_its_wrapper():
+    kernel = Kernel.__new__(Kernel)
+    kernel.name, kernel._warm, kernel._function = "k", {1}, lambda *args: None
+    assert kernel.launcher(0) is kernel and kernel.launcher(1) is kernel._function
+    refused = RuntimeError("main input A shape[0] violates packed ABI constraint; expected: 512, got: 9")
+    with pytest.raises(ArgumentError, match="shape"):
+        kernel.explain((torch.zeros(9),), refused)
+    with pytest.raises(RuntimeError, match="launch failed"):
+        kernel.explain((torch.zeros(9),), RuntimeError("launch failed"))
+
+
+def scratch(shape, stream=0, codes="int8", m=None):
+    x = torch.empty(shape).half()
+    rows = x.numel() // shape[-1] if m is None else m
+    return activations._scratch(x.shape, rows, codes, (-1, stream), x)
+
+
+def test_activations_between_two_launches_take_the_same_memory(monkeypatch):
+    monkeypatch.setattr(activations, "_spaces", activations._Spaces())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    first = scratch((3, 100))
+    first.check()
+    assert scratch((3, 100)) is first
+    other_stream, others = scratch((3, 100), stream=5), []
+    thread = threading.Thread(target=lambda: others.append(scratch((3, 100))))
+    thread.start()
+    thread.join()
+    places = {found.q.data_ptr() for found in (first, other_stream, *others)}
+    assert len(places) == 3  # neither streams nor threads share it
+    shaped, fp8 = scratch((1, 3, 100)), scratch((3, 100), codes="e4m3")
+    shaped.check(), fp8.check()
+    assert shaped.q.data_ptr() == first.q.data_ptr() and shaped.shape == (1, 3, 100) and fp8.row_sums is None
+    larger = scratch((5, 2, 64))
+    larger.check()
+    addresses = [t.data_ptr() for t in (larger.q, larger.scales, larger.row_sums)]
+    assert all(address % 16 == 0 for address in addresses)
+    ends = [address + nbytes for address, nbytes in zip(addresses, (10 * 64, 40, 40))]
+    assert addresses[1] >= ends[0] and addresses[2] >= ends[1]
+
+
+def test_large_and_captured_activations_get_memory_of_their_own(monkeypatch):
+    monkeypatch.setattr(activations, "_spaces", activations._Spaces())
+    assert scratch((1, 1 << 12), m=1 << 12) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert scratch((3, 100)) is None
