@@ -126,6 +126,17 @@ class LaunchTable:
             launches.clear()
 
 
+def launch(kept: dict, key: tuple, found: tuple, args: tuple) -> None:
+    """Launch `found`, kept under `key`: a kernel, its launcher (another one once it is warm), and more."""
+    kernel, launcher = found[0], found[1]
+    try:
+        launcher(*args)
+    except RuntimeError as error:
+        kernel.explain(args, error)
+    if launcher is kernel:
+        kept[key] = (kernel, kernel.launcher(args[0].get_device()), *found[2:])
+
+
 def adopted(words: torch.Tensor, params: torch.Tensor, facts: tuple) -> bool:
     """Whether `adopt` noted this memory as a weight with these facts, and PyTorch has not written to it since."""
     note = getattr(words, "_terrazzo", None)

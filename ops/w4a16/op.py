@@ -220,14 +220,9 @@ def run(
         x = x.reshape(m, -1)
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = launching.aligned_copy(x)
-    kernel, launch, workspace, semaphores, scalars, no_bias = found
+    _, _, workspace, semaphores, scalars, no_bias = found
     args = (x, words, params, no_bias if bias is None else bias, workspace, semaphores, rows, *scalars)
-    try:
-        launch(*args)
-    except RuntimeError as error:
-        kernel.explain(args, error)
-    if launch is kernel:  # warm now
-        launches[key] = (kernel, kernel.launcher(at[0]), *found[2:])
+    launching.launch(launches, key, found, args)
     return y.copy_(rows.view(to)) if aside else y
 
 

@@ -185,7 +185,7 @@ def run(
         x = x.reshape(m, -1)
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = launching.aligned_copy(x)
-    kernel, launch, no_gain, no_sums = found
+    _, _, no_gain, no_sums = found
     scales, sums = out.__dict__.get("_arguments") or (out.scales, out.row_sums)
     q = out.q
     if codes != "int8":
@@ -193,12 +193,7 @@ def run(
 
         q = q.view(torch.int8)
     args = (x, no_gain if gain is None else gain, q, scales, no_sums if sums is None else sums, eps, float(k))
-    try:
-        launch(*args)
-    except RuntimeError as error:
-        kernel.explain(args, error)
-    if launch is kernel:  # warm now
-        _kernels[key] = (kernel, kernel.launcher(at[0]), *found[2:])
+    launching.launch(_kernels, key, found, args)
     return out
 
 

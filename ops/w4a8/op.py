@@ -299,27 +299,21 @@ def run(
         return y
     if words.get_device() != at[0]:
         raise launching.elsewhere(q, w.device)
-    kernel, launch, workspace, semaphores, scalars, step, no_bias, no_sums = found
+    _, _, workspace, semaphores, scalars, step, no_bias, no_sums = found
     bias = no_bias if bias is None else bias
     if no_sums is not None:
         q = q.view(torch.int8)
-    try:
-        if m <= step:
-            scales, sums = x.__dict__.get("_arguments") or (x.scales, x.row_sums)
-            sums = sums if no_sums is None else no_sums
-            args = (q, words, channel_scales, scales, sums, bias, workspace, semaphores, rows, *scalars)
-            launch(*args)
-        else:
-            for lo in range(0, m, step):
-                part = slice(lo, lo + step)
-                sums = x.row_sums[part] if no_sums is None else no_sums
-                args = (q[part], words, channel_scales, x.scales[part], sums, bias, workspace, semaphores, rows[part])
-                args += scalars
-                launch(*args)
-    except RuntimeError as error:
-        kernel.explain(args, error)
-    if launch is kernel:  # warm now
-        launches[key] = (kernel, kernel.launcher(at[0]), *found[2:])
+    if m <= step:
+        scales, sums = x.__dict__.get("_arguments") or (x.scales, x.row_sums)
+        sums = sums if no_sums is None else no_sums
+        args = (q, words, channel_scales, scales, sums, bias, workspace, semaphores, rows, *scalars)
+        launching.launch(launches, key, found, args)
+    else:
+        for lo in range(0, m, step):
+            part = slice(lo, lo + step)
+            sums = x.row_sums[part] if no_sums is None else no_sums
+            operands = (q[part], words, channel_scales, x.scales[part], sums, bias)
+            launching.launch(launches, key, found, (*operands, workspace, semaphores, rows[part], *scalars))
     return y.copy_(rows.view(to)) if aside else y
 
 

@@ -236,19 +236,14 @@ def run(
         rows = q8.new_empty((m, n), dtype=out_dtype) if aside else out if flat else out.view(m, n)
     if m == 0:
         return y
-    kernel, launch, workspace, semaphores, scalars, none, lists = found
+    _, _, workspace, semaphores, scalars, none, lists = found
     bias = none["float32"] if bias is None else bias
     if lists is None:
         args = (q8, words, x.scales, bias, workspace, semaphores, rows, *scalars)
     else:
         planes = (x.q4 if x.q4.shape[1] else none["uint8"], q8 if q8.shape[1] else none["int8"])
         args = (*planes, words, x.scales, bias, *lists, workspace, semaphores, rows)
-    try:
-        launch(*args)
-    except RuntimeError as error:
-        kernel.explain(args, error)
-    if launch is kernel:  # warm now
-        launches[key] = (kernel, kernel.launcher(at[0]), *found[2:])
+    launching.launch(launches, key, found, args)
     return y.copy_(rows.view(to)) if aside else y
 
 
