@@ -41,7 +41,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--pages", default="0,128", help="page sizes; 0 is contiguous")
     parser.add_argument(
-        "--schedules", help="row_tiles is chosen; warps,tiles,stages,min_blocks[,shared rows] separated by ;"
+        "--schedules", help="row_tiles is chosen; warps,tiles,stages,min_blocks[,shared rows[,ahead]] separated by ;"
     )
     parser.add_argument("--splits", help="comma-separated numbers of splits to try")
     parser.add_argument("--quick", action="store_true")
@@ -95,7 +95,7 @@ def ours(
                     "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": o.head_dim, "q_len": q_len,
                     "kv_len": shape.tokens, "page": page, "us": None, "spread": None, "bytes": nbytes,
                     "schedule": f"{chosen.row_tiles},{chosen.warps},{chosen.tiles},{chosen.stages},{chosen.min_blocks}"
-                    f",{int(chosen.shared_rows)} splits {number}",
+                    f",{int(chosen.shared_rows)},{chosen.ahead} splits {number}",
                 }  # fmt: skip
                 rows.append(row)
                 exact = attention_bench.expected(q, cache) if exact is None else exact

@@ -50,7 +50,8 @@ class DecodeProblem:
 @dataclass(frozen=True)
 class Decode:
     """row_tiles groups of 8 rows; `warps` rings of `stages` stages of `tiles` tiles; min_blocks CTAs on an SM; whether
-    the rows' B fragments are read from shared memory in every step instead of staying in registers."""
+    the rows' B fragments are read from shared memory in every step instead of staying in registers; how many stages of
+    a warp are fetched into L2 before the kernel ahead has ended, where a GPU starts kernels early."""
 
     row_tiles: int
     warps: int
@@ -58,6 +59,7 @@ class Decode:
     stages: int
     min_blocks: int
     shared_rows: bool = False
+    ahead: int = 0
 
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""

@@ -28,6 +28,7 @@ __device__ __forceinline__ float tz_log2(float x) { return log2f(x); }
         "TileLang asks an SMT solver about every integer condition it sees, in nine passes: 9/10 of the compile time",
         """\
 __device__ __forceinline__ bool tz_less(int a, int b) { return a < b; }
+__device__ __forceinline__ bool tz_differ(int a, int b) { return a != b; }
 // all ones if a < b
 __device__ __forceinline__ unsigned tz_less_mask(int a, int b) { return a < b ? ~0u : 0u; }
 // whether `at` is one of the `span` integers right below `end`
@@ -35,6 +36,8 @@ __device__ __forceinline__ bool tz_among(int at, int end, int span) {
   return (unsigned)(end - 1 - at) < (unsigned)span; }
 __device__ __forceinline__ int tz_min(int a, int b) { return min(a, b); }
 __device__ __forceinline__ int tz_max(int a, int b) { return max(a, b); }
+// bits of a number that is not negative
+__device__ __forceinline__ int tz_bits(int a) { return 32 - __clz(a); }
 __device__ __forceinline__ int tz_select(bool which, int a, int b) { return which ? a : b; }
 """,
     ),
@@ -62,6 +65,21 @@ __device__ __forceinline__ void tz_store8(void *p, unsigned a, unsigned b) { *(u
 __device__ __forceinline__ void tz_store16(void *p, const void *v) { __stcg((float4 *)p, *(const float4 *)v); }
 __device__ __forceinline__ void tz_load16cg(void *v, const void *p) { *(float4 *)v = __ldcg((const float4 *)p); }
 __device__ __forceinline__ float tz_loadcg(const void *p) { return __ldcg((const float *)p); }
+""",
+    ),
+    Primitive(
+        "early",
+        "a kernel that starts before the one ahead of it has ended: TileLang's loads may be moved in front of the wait",
+        """\
+// past L1, where nothing of it stays
+__device__ __forceinline__ int tz_peek(const void *p) {
+  int v; asm volatile("ld.relaxed.gpu.global.s32 %0,[%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
+__device__ __forceinline__ unsigned tz_read32(const void *p) {
+  unsigned v; asm volatile("ld.global.u32 %0,[%1];" : "=r"(v) : "l"(p)); return v; }
+// a barrier of one arrival, all of whose copies have landed, as it was before the first of them
+__device__ __forceinline__ void tz_rearm(void *bar) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0]; mbarrier.init.shared::cta.b64 [%0],1;"
+               "fence.mbarrier_init.release.cluster; fence.proxy.async;" :: "r"(tz_smem(bar)) : "memory"); }
 """,
     ),
     Primitive(

@@ -113,16 +113,16 @@ def make_tile_macros(
     def sum_q(st):
         """qs = scale * (sum of each row of Q, times the format's bias), by a product with ones."""
         if k_token or biased:
-            for i in each(nt * 4):
+            for i in each(nt * 8):
                 st.acc[i] = 0.0
             for i in each(4):
                 st.a[i] = T.uint32(unshifted(i // 2))
-            for j in each(slices):
+            for j in each(slices):  # two chains: nothing else is under way
                 for t in each(nt):
-                    mma(kb == "true", st.acc, t * 4, st.a, 0, st.q, (j * nt + t) * 2)
+                    mma(kb == "true", st.acc, (j % 2 * nt + t) * 4, st.a, 0, st.q, (j * nt + t) * 2)
             for t in each(nt):
                 for j in each(2):
-                    st.qs[t * 2 + j] = st.acc[t * 4 + j] * (st.scale * T.float32(q_weight))
+                    st.qs[t * 2 + j] = (st.acc[t * 4 + j] + st.acc[(nt + t) * 4 + j]) * (st.scale * T.float32(q_weight))
 
     @T.macro
     def scale_q(head, rows, scaled, st, lane):

@@ -6,12 +6,16 @@ tile is merged into what its page holds. With one, a CTA owns a block: a block t
 from residual tiles and new rows, the last, incomplete one goes to the residual ring. All of it is decided from lengths
 in device memory, so that a captured graph does the right thing in every replay, and a call repeated with the same
 lengths writes the same bits.
+
+The kernel may start before the one ahead of it on the stream has ended (programmatic dependent launch), and waits for
+its end before anything else: that one may write the rows, or still read the tokens that this one overwrites.
 """
 
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.cache import residual_layout
+from terrazzo.ops.attention.decode_copies import peek
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.quantize_macros import make_quantize_macros, tile_state
@@ -110,7 +114,7 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
     @T.macro
     def spare_tile(RES, SLOT, w, offset):
         """Address of the token's tile in the residual ring."""
-        w.page[0] = SLOT[w.b]
+        w.page[0] = peek(SLOT, w.b)
         w.inside[0] = w.h * RES_WORDS + w.token[0] // 16 % spare_tiles * spare.tile_words + offset
 
     @T.macro
@@ -119,7 +123,7 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
         w.page[0] = w.b
         w.inside[0] = w.token[0]
         if page:
-            w.page[0] = TABLE[w.b, w.token[0] // page]
+            w.page[0] = peek(TABLE, w.b, w.token[0] // page)
             w.inside[0] = w.token[0] % page
         w.inside[0] = w.h * PAGE_WORDS + w.inside[0] // layout.block_tokens * layout.block_words
 
@@ -195,9 +199,12 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
             st = tile_state(D)
             ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
             w = SimpleNamespace(b=b, h=h, warp=tx // 32, **ints)
-            w.length[0] = LEN[b]
-            w.row[0] = CU[b]
-            w.old[0] = w.length[0] - (CU[b + 1] - w.row[0])
+            if target.supports("pdl"):
+                T.pdl_trigger()
+                T.pdl_sync()
+            w.length[0] = peek(LEN, b)
+            w.row[0] = peek(CU, b)
+            w.old[0] = w.length[0] - (peek(CU, b + 1) - w.row[0])
             w.base[0] = (w.old[0] // chunk + first + x) * chunk
             w.token[0] = w.base[0] + w.warp * 16
             touched = T.And(w.token[0] + 16 > w.old[0], w.token[0] < w.length[0])

@@ -11,6 +11,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import torch
 from terrazzo.ops.attention.device import PRIMITIVES as attention_primitives
 
 HEADER = r"""
@@ -59,6 +60,7 @@ static void __syncthreads() {
   if (++block_arrived == THREADS) { block_arrived = 0; ++block_round; }
   else wait_until([&] { return block_round != round; });
 }
+static int __clz(int a) { return a ? __builtin_clz(a) : 32; }
 static void __syncwarp() { meet(nullptr, 0, nullptr, 0, [](Meeting &) {}); }
 
 // ---------------------------------------------------------------- 16-bit floats
@@ -193,6 +195,9 @@ static unsigned tz_load32(const void *p) { unsigned v; memcpy(&v, p, 4); return 
 static void tz_store8(void *p, unsigned a, unsigned b) { unsigned v[2] = {a, b}; memcpy(p, v, 8); }
 static void tz_store16(void *p, const void *v) { memcpy(p, v, 16); }
 static void tz_load16cg(void *v, const void *p) { memcpy(v, p, 16); }
+static int tz_peek(const void *p) { int v; memcpy(&v, p, 4); return v; }
+static unsigned tz_read32(const void *p) { return tz_load32(p); }
+static void tz_rearm(void *bar) { ((Barrier *)bar)->init(1); }
 static float tz_loadcg(const void *p) { float v; memcpy(&v, p, 4); return v; }
 static unsigned tz_hmul2(unsigned a, unsigned b) {
   unsigned r = 0;
@@ -204,6 +209,29 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
   uint64_t both = (uint64_t)b << 32 | a; unsigned r = 0;
   for (int i = 0; i < 4; ++i) r |= (unsigned)(both >> 8 * (s >> 4 * i & 7) & 255) << 8 * i;
   return r;
+}
+"""
+
+EARLY = r"""
+// programmatic dependent launch: what the kernel ahead still writes (`late`) is there once a block has waited for it
+static std::vector<Copy> later; static bool landed; static int waiting; static long waits;
+static const char *storage; static long storage_bytes;
+static void swap_later() {
+  for (auto &c : later) std::swap_ranges((char *)c.to, (char *)c.to + c.bytes, (char *)c.from);
+  landed = !landed;
+}
+extern "C" void late(void *to, void *from, int bytes) { later.push_back({to, from, bytes}); }
+extern "C" void allocation(const void *at, long bytes) { storage = (const char *)at; storage_bytes = bytes; }
+static void cudaTriggerProgrammaticLaunchCompletion() { if (landed) swap_later(); }
+static void cudaGridDependencySynchronize() {
+  long round = waits;
+  if (++waiting == THREADS) { waiting = 0; ++waits; swap_later(); }
+  else wait_until([&] { return waits != round; });
+}
+static void tz_prefetch(const void *p, int bytes) {
+  const char *at = (const char *)p;
+  if (((uintptr_t)p | bytes) & 15 || bytes <= 0 || at < storage || at + bytes > storage + storage_bytes || landed) {
+    fprintf(stderr, "prefetch of %d bytes at %ld of %ld\n", bytes, long(at - storage), storage_bytes); abort(); }
 }
 """
 
@@ -265,7 +293,18 @@ class CpuKernel:
             text=True,
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        self.launch, self.threads = ctypes.CDLL(str(library)).launch, threads
+        self.library, self.threads, self.held = ctypes.CDLL(str(library)), threads, []
+
+    def late(self, tensor: torch.Tensor, stale: torch.Tensor) -> None:
+        """Until a block waits for the kernel ahead, it sees `stale` in place of the tensor (with `EARLY`)."""
+        held = tensor.clone()
+        tensor.copy_(stale)
+        self.held.append(held)
+        self.library.late(*(ctypes.c_void_p(t.data_ptr()) for t in (tensor, held)), held.nbytes)
+
+    def allocation(self, tensor: torch.Tensor) -> None:
+        """The only memory that may be prefetched (with `EARLY`)."""
+        self.library.allocation(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_long(tensor.nbytes))
 
     def __call__(self, grid: tuple[int, int, int], /, **values) -> None:
         held = []
@@ -276,5 +315,5 @@ class CpuKernel:
             else:
                 held.append(ctypes.c_float(value) if "float" in kind else ctypes.c_int(value))
         slots = (ctypes.c_void_p * len(held))(*(ctypes.addressof(h) for h in held))
-        stuck = self.launch(slots, *grid, self.threads)
+        stuck = self.library.launch(slots, *grid, self.threads)
         assert not stuck, "the kernel waits for something that never happens"

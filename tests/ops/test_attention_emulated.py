@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
-from cuda_on_cpu import CpuKernel
+from cuda_on_cpu import EARLY, CpuKernel
 from terrazzo.layouts.converters import get_converter
 from terrazzo.layouts.converters.arith import elements
 from terrazzo.lowering import compile_request
@@ -35,8 +36,9 @@ def on_the_cpu(monkeypatch):
     attention_cases._built.cache_clear()
 
 
-def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm_90a"):
-    """(q, out, lse, options) of one launch on the CPU."""
+def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm_90a", stale: int | None = None):
+    """(q, out, lse, options) of one launch on the CPU. Until the kernel waits for the one ahead, it sees lengths that
+    are `stale` too large, and pages in another order."""
     made, layout = attention_cases.built(case), CacheLayout(case.k, case.v, case.head_dim)
     batch, heads = len(case.lengths), case.kv_heads * case.group
     chosen = op.plan(
@@ -46,7 +48,7 @@ def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm
     )  # fmt: skip
     source = (compile_request(chosen.request) / "kernel.cu").read_text()
     names = {layout.k.converter.name, layout.v.converter.name} - {"bf16_bf16"} | {"f16_f16"}
-    converters = ["template <int N> static void tz_store(void *p, const void *v) { memcpy(p, v, 4 * N); }\n"]
+    converters = [EARLY, "template <int N> static void tz_store(void *p, const void *v) { memcpy(p, v, 4 * N); }\n"]
     converters.append("static void tz_syncwarp() { __syncwarp(); }\n")
     if isinstance(schedule, PlainDecode):
         plain = PlainLayout(case.k, case.v, case.head_dim)
@@ -74,8 +76,13 @@ def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm
         "scale": op.LOG2E / math.sqrt(case.head_dim), "cap": case.softcap * op.LOG2E, "window": case.window,
         "b": batch, "q_len": case.q_len, "hq": heads, "hk": case.kv_heads, "page_words": made.pages.shape[2],
         "most": 1 if pages is None else pages.shape[1], "rh": residual.shape[1], "res_words": residual.shape[2],
-        "skd": static[0].shape[1], "svd": static[1].shape[1], "y": y, "s": splits,
+        "pages": made.pages.shape[0], "skd": static[0].shape[1], "svd": static[1].shape[1], "y": y, "s": splits,
     }  # fmt: skip
+    kernel.allocation(made.pages)
+    if stale is not None:
+        kernel.late(tensors["LEN"], tensors["LEN"] + stale)
+        if pages is not None:
+            kernel.late(tensors["TABLE"], tensors["TABLE"].flip(1) * 3 - 1)
     kernel((splits, y, batch), **tensors, **scalars)
     assert not semaphores.any()
     return q, out, lse, reference.Options(softcap=case.softcap, window=case.window, sinks=sinks if case.sinks else None)
@@ -118,7 +125,17 @@ CASES = {
 }  # fmt: skip
 
 
-USUAL = ("int4 splits", "paged channel", "options", "40 rows shared")
+EARLY_CASES = {  # case, schedule, splits, tokens too many
+    "nothing changed": (Case("int4", "int4", lengths=(700, 300, 0)), replace(SMALL, ahead=4), 5, 0),
+    "longer": (Case("int4", "int4", lengths=(700, 1, 300)), replace(SMALL, ahead=4), 3, 1 << 30),
+    "shorter": (Case("int2", "int2", lengths=(257, 1)), Decode(1, 2, 4, 2, 1, ahead=1), 2, -250),
+    "other pages": (Case("int4_channel32", "int4", lengths=RAGGED, page=64, window=90), replace(SMALL, ahead=5), 2, 0),
+    "all stale": (Case("int4", "int4", lengths=(700, 0, 300), page=64, residual=64), replace(SMALL, ahead=2), 5, 90),
+    "no length at all": (Case("int8", "int8", lengths=(90, 700), window=500), replace(ONE, ahead=3), 2, -(1 << 31)),
+    "no pipeline": (Case("int4", "int4", lengths=(90, 300), page=64), Decode(1, 2, 2, 1, 1, ahead=3), 2, 200),
+    "16 rows": (Case("int4", "int2", lengths=(300, 3), q_len=4), Decode(2, 2, 2, 3, 1, True, 3), 2, 60),
+}
+USUAL = ("all stale", "paged channel", "options", "40 rows shared")
 ALL = "TERRAZZO_EMULATE_ALL"
 
 
@@ -128,6 +145,14 @@ def test_decode(name, tmp_path):
         pytest.skip(f"20 s each: set {ALL}=1")
     case, schedule, splits = CASES[name]
     judge(case, *emulate(case, schedule, splits, tmp_path))
+
+
+@pytest.mark.parametrize("name", EARLY_CASES)
+def test_what_is_read_early_may_be_stale(name, tmp_path):
+    if name not in USUAL and not os.environ.get(ALL):
+        pytest.skip(f"20 s each: set {ALL}=1")
+    case, schedule, splits, stale = EARLY_CASES[name]
+    judge(case, *emulate(case, schedule, splits, tmp_path, stale=stale))
 
 
 def test_decode_with_cp_async(tmp_path):

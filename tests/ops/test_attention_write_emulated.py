@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_on_cpu import CpuKernel
+from cuda_on_cpu import EARLY, CpuKernel
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
@@ -67,10 +67,13 @@ def emulate(case: Case, folder, target: str = "sm_90a", times: int = 1) -> None:
     request = writing.write_request(made, case.dtype, Target.parse(target))
     source = (compile_request(request) / "kernel.cu").read_text()
     warps = write_program.chunk_warps(made.residual_tokens)
-    kernel = CpuKernel(source, [SHIMS, PRIMITIVES["codes"].source], warps * 32, folder)
+    kernel = CpuKernel(source, [EARLY, SHIMS, PRIMITIVES["codes"].source], warps * 32, folder)
     zero, table = torch.zeros(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     static = [torch.zeros(1, 1) if s is None else s.contiguous() for s in (made.k_static, made.v_static)]
     residual = zero if made.residual is None else made.residual
+    if request.target.supports("pdl"):  # until the kernel waits, it sees what the one ahead has not written yet
+        for x in (made.lengths, starts, *(r for r in rows if r.is_contiguous())):
+            kernel.late(x, torch.zeros_like(x))
     pages = table if made.block_table is None else made.block_table
     for _ in range(times):
         for first, blocks in writing.launches(max(case.new), warps * 16, made.residual_tokens):

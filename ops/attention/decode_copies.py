@@ -1,0 +1,203 @@
+"""Which tokens a warp of decode attention works on, and their way from the cache to its ring of stages.
+
+A kernel that may start before the one ahead of it has ended (programmatic dependent launch) must not rely on anything
+that this one may still write. With `ahead`, a warp reads its sequence's length and pages all the same, fetches its
+first stages into L2 (which stays coherent), and once it may, copies the stages from there at once, while it reads both
+again. Almost always they are what they were; if not, it waits for these copies and starts anew. What it reads early is
+clamped to the allocation.
+"""
+
+from types import SimpleNamespace
+
+from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.tile_macros import each, larger, less, smaller
+
+
+def peek(buffer, *at):
+    """An int32 of global memory as it is now (device.py)."""
+    import tilelang.language as T
+
+    return T.call_extern("int32", "tz_peek", T.access_ptr(buffer[at], "r", 1))
+
+
+def differ(a, b):
+    """a != b as a condition that TileLang does not try to prove."""
+    import tilelang.language as T
+
+    return T.call_extern("bool", "tz_differ", a, b)
+
+
+def make_copy_macros(
+    layout: CacheLayout, *, tiles: int, stages: int, warps: int, page: int, residual: int, bulk: bool, ahead: int
+) -> SimpleNamespace:
+    """Macros prefetch, start, confirm and fetch; token_of, and sizes.
+
+    Args:
+        tiles, stages, warps, page, residual: as of decode_program. bulk: copies are bulk copies and arrive on barriers,
+            else cp.async groups. ahead: stages of a warp that `prefetch` fetches, at most 32.
+
+    `w` holds the sizes b, split, splits, q_len, window, kv_heads, pages, page_words, most (pages of a table's row), and
+    one-element local buffers: length; h, lane, warp; packed, start, r0, r1, first, count, page.
+    """
+    import tilelang.language as T
+
+    group, mini = layout.k.group, 16 * tiles
+    per_chunk = max(group // mini, 1)  # stages that a warp takes from one group
+    chunk = per_chunk * mini
+    head_words, tile_words = layout.channel_words, layout.tile_words
+    stage = head_words + tiles * tile_words
+    first_copies = stages - 1  # of the ring, before anything is worked on
+
+    def token_of(w, i):
+        """First token of the warp's stage i."""
+        return w.first[0] + i // per_chunk * (warps * chunk) + i % per_chunk * mini
+
+    def room(w):
+        """Tokens that a sequence's pages hold."""
+        if page:
+            return w.most * page
+        return T.truncdiv(w.page_words, layout.block_words) * layout.block_tokens
+
+    @T.macro
+    def plan(w):
+        """The warp's stages: `count` of them, from token `first` on."""
+        w.packed[0] = w.length[0] - w.length[0] % residual if residual else w.length[0]
+        if ahead:
+            w.packed[0] = smaller(w.packed[0], room(w))
+        w.start[0] = 0
+        if w.window > 0:
+            w.start[0] = larger(w.length[0] - w.q_len + 1 - w.window, 0) // chunk * chunk
+        w.r1[0] = larger(w.packed[0] - w.start[0] + warps * chunk - 1, 0) // (warps * chunk)  # rounds of the CTAs
+        w.r0[0] = T.truncdiv(w.split * w.r1[0], w.splits)
+        w.r1[0] = T.truncdiv((w.split + 1) * w.r1[0], w.splits)
+        w.first[0] = w.start[0] + (w.r0[0] * warps + w.warp[0]) * chunk
+        w.count[0] = w.packed[0] - (w.start[0] + ((w.r1[0] - 1) * warps + w.warp[0]) * chunk)  # of the last round
+        w.count[0] = smaller(larger(w.count[0] + mini - 1, 0) // mini, per_chunk)
+        w.count[0] = T.call_extern(
+            "int32", "tz_select", less(w.r0[0], w.r1[0]), (w.r1[0] - w.r0[0] - 1) * per_chunk + w.count[0], 0
+        )
+
+    @T.macro
+    def find_page(TABLE, w, i):
+        """The page of stage i, or of the last one; nothing is read where there is none."""
+        w.page[0] = w.b
+        if page:
+            if less(0, w.count[0]):
+                w.page[0] = peek(TABLE, w.b, token_of(w, smaller(i, w.count[0] - 1)) // page)
+
+    def inside(w, i):
+        """Token of stage i in its page."""
+        return token_of(w, i) % page if page else token_of(w, i)
+
+    def skipped(w, i):
+        """Words at the head of a block that stage i does not copy: those of its first stage only."""
+        return T.if_then_else(i % per_chunk == 0, 0, head_words) if group else 0
+
+    def source(KV, w, i, more=0):
+        """Address of the stage, `more` words into it."""
+        skip = skipped(w, i)
+        at = w.h[0] * w.page_words + inside(w, i) // layout.block_tokens * layout.block_words
+        at = at + (skip + i % per_chunk * (tiles * tile_words) if group else 0)
+        return T.call_extern(
+            "handle", "tz_page", T.access_ptr(KV[0, 0, 0], "r", 1), w.page[0], w.kv_heads * w.page_words, at + more
+        )
+
+    def words_of(w, i):
+        """Words of stage i that there are: a sequence's storage may end inside a stage."""
+        if not page and not group and tiles > 1:
+            return smaller(stage, w.page_words - inside(w, i) // layout.block_tokens * layout.block_words)
+        return stage - skipped(w, i)
+
+    @T.macro
+    def copy(KV, ring, full, w, i, place):
+        """One thread copies the warp's stage i to slot `place` of its ring."""
+        words = words_of(w, i)
+        bar = w.warp[0] * stages + place
+        T.mbarrier_expect_tx(full[bar], words * 4)
+        T.call_extern(
+            "handle", "tz_bulk", T.access_ptr(ring[bar * stage + skipped(w, i)], "w", stage), source(KV, w, i),
+            words * 4, T.access_ptr(full[bar], "rw", 1),
+        )  # fmt: skip
+        T.barrier_arrive(full[bar])
+
+    @T.macro
+    def fetch(KV, TABLE, ring, full, w, i, place):
+        """Copies of the warp's stage i, whose page is w.page, into slot `place` of its ring."""
+        if bulk:
+            if less(w.lane[0], 1):
+                copy(KV, ring, full, w, i, place)
+        else:
+            slot = (w.warp[0] * stages + place) * stage + skipped(w, i)
+            for j in each(-(-stage // 128)):
+                if less(j * 128 + w.lane[0] * 4, words_of(w, i)):
+                    T.call_extern(
+                        "handle", "tz_cp_async", T.access_ptr(ring[slot + j * 128 + w.lane[0] * 4], "w", 4),
+                        source(KV, w, i, j * 128 + w.lane[0] * 4), 16,
+                    )  # fmt: skip
+        if page:  # the page of the next stage, an iteration ahead of its use
+            find_page(TABLE, w, i + 1)
+
+    @T.macro
+    def start_lanes(KV, ring, full, w):
+        """Copies of the first stages, one by each lane, whose w.page is that stage's."""
+        if less(w.lane[0], smaller(first_copies, w.count[0])):
+            copy(KV, ring, full, w, w.lane[0], w.lane[0])
+
+    @T.macro
+    def prefetch(KV, TABLE, LEN, w):
+        """The first stages on their way to L2, whatever the kernel ahead does; w.page is the page of stage `lane`."""
+        w.length[0] = smaller(larger(peek(LEN, w.b), 0), room(w) + residual)
+        plan(w)
+        find_page(TABLE, w, w.lane[0])
+        if page:
+            w.page[0] = smaller(larger(w.page[0], 0), w.pages - 1)
+        if less(w.lane[0], smaller(ahead, w.count[0])):
+            T.call_extern("handle", "tz_prefetch", source(KV, w, w.lane[0]), words_of(w, w.lane[0]) * 4)
+
+    @T.macro
+    def restart(KV, TABLE, ring, full, w):
+        """The first stages again, for another length or other pages than `prefetch` saw."""
+        if less(w.lane[0], smaller(first_copies, w.count[0])):
+            T.barrier_wait(full[w.warp[0] * stages + w.lane[0]], 0)
+            T.call_extern("handle", "tz_rearm", T.access_ptr(full[w.warp[0] * stages + w.lane[0]], "rw", 1))
+        T.call_extern("handle", "tz_syncwarp")
+        w.length[0] = w.now[0]
+        plan(w)
+        find_page(TABLE, w, w.lane[0])
+        start_lanes(KV, ring, full, w)
+
+    @T.macro
+    def start(KV, TABLE, LEN, ring, full, w):
+        """The plan, and the first stages on their way. `confirm` follows, whatever is between."""
+        if ahead:
+            start_lanes(KV, ring, full, w)
+            w.now[0] = peek(LEN, w.b)
+            w.old[0] = w.page[0]
+            find_page(TABLE, w, w.lane[0])
+        else:
+            w.length[0] = peek(LEN, w.b)
+            plan(w)
+            if bulk:
+                if stages > 1:
+                    find_page(TABLE, w, w.lane[0])
+                    start_lanes(KV, ring, full, w)
+            else:
+                find_page(TABLE, w, 0)
+                for i in each(first_copies):
+                    if less(i, w.count[0]):
+                        fetch(KV, TABLE, ring, full, w, i, i)
+                    T.call_extern("handle", "tz_cp_commit")
+
+    @T.macro
+    def confirm(KV, TABLE, ring, full, w):
+        """The length and the stages are the right ones; w.page is the page of the next one."""
+        if ahead:
+            moved = T.Or(differ(w.now[0], w.length[0]), differ(w.page[0], w.old[0]))
+            if T.call_extern("bool", "tz_any", moved):
+                restart(KV, TABLE, ring, full, w)
+        if bulk:
+            find_page(TABLE, w, first_copies)
+
+    return SimpleNamespace(
+        prefetch=prefetch, start=start, confirm=confirm, fetch=fetch, token_of=token_of, per_chunk=per_chunk
+    )

@@ -1,0 +1,248 @@
+"""What follows a warp's tokens in decode attention: the merge of a CTA's warps, and that of a sequence's splits.
+
+Sums are added in a fixed order, so that results have the same bits in every run: the warps in theirs, and the splits by
+the last CTA of a (sequence, row group) to end. There each thread adds a share of the splits for four head dimensions of
+a row, all of them loaded at once, and the shares follow one another through shared memory.
+"""
+
+from types import SimpleNamespace
+
+from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.tile_macros import LOWEST, each, larger, less, smaller
+
+BATCH = 16  # partial results that a thread loads at once
+_AT_LEAST = 4  # of them, rather than none
+_SHARE = 8  # words of a share's sums
+
+
+def pitch_of(head_dim: int) -> int:
+    """Words of a row of staged sums: the lanes of a quad store to different banks."""
+    return head_dim + 4
+
+
+def merge_words(head_dim: int, row_tiles: int, warps: int) -> int:
+    """int32 words of shared memory for the sums of all warps, which later hold the threads' shares of the splits."""
+    return warps * 8 * row_tiles * (pitch_of(head_dim) + 2)
+
+
+def _log2(n: int) -> int:
+    """Rounded down."""
+    return n.bit_length() - 1
+
+
+def state() -> SimpleNamespace:
+    """Registers of the merges."""
+    import tilelang.language as T
+
+    return SimpleNamespace(
+        **{name: T.alloc_local((1,), "float32") for name in ("m", "l", "f", "top")},
+        o=T.alloc_local((4,), "float32"),
+        x=T.alloc_local((4 * BATCH,), "float32"),
+        lse=T.alloc_local((BATCH,), "float32"),
+        **{
+            name: T.alloc_local((1,), "int32")
+            for name in ("items", "shift", "parts", "part", "per", "item", "k", "end", "head")
+        },
+    )
+
+
+def make_merge_macros(
+    layout: CacheLayout, tile: SimpleNamespace, *, row_tiles: int, warps: int, dtype: str, sinks: bool
+) -> SimpleNamespace:
+    """Macros stage_sums, merge_warps, combine_splits; `w` as in decode_copies, with y, group, here, query and head."""
+    import tilelang.language as T
+
+    D, nt, cols, slices, threads = layout.head_dim, row_tiles, 8 * row_tiles, layout.head_dim // 16, warps * 32
+    pitch = pitch_of(D)
+    merge_warp = cols * (pitch + 2)
+    bf16 = "true" if dtype == "bfloat16" else "false"
+    v_static = layout.v.scaling == "static"
+    log2e = 1.4426950408889634
+
+    def read(buffer, *at):
+        """A float32 that the kernel ahead may have written."""
+        return T.reinterpret(T.call_extern("uint32", "tz_read32", T.access_ptr(buffer[at], "r", 1)), "float32")
+
+    @T.macro
+    def stage_sums(ring, SV, st, w):
+        """The warp's sums to shared memory, true scale, rows [row][dim] | m | l."""
+        for i in each(nt * 2):
+            for d in each(3):
+                st.l[i] = st.l[i] + T.call_extern("float32", "tz_xor_shuffle", st.l[i], 4 << d)
+                if tile.v_token:
+                    st.z[i] = st.z[i] + T.call_extern("float32", "tz_xor_shuffle", st.z[i], 4 << d)
+        T.sync_threads()  # every warp is done with its ring
+        for t in each(nt):
+            for j in each(2):
+                row = t * 8 + w.lane[0] % 4 * 2 + j
+                at = w.warp[0] * merge_warp + row * pitch + w.lane[0] // 4
+                for a in each(slices):
+                    for half in each(2):
+                        st.f[0] = st.o[(a * nt + t) * 4 + half * 2 + j] * T.float32(tile.v_factor[half])
+                        if tile.v_token:
+                            st.f[0] = st.f[0] + st.z[t * 2 + j]
+                        if layout.v.bias:
+                            st.f[0] = st.f[0] + st.l[t * 2 + j] * T.float32(layout.v.bias)
+                        if v_static:
+                            st.f[0] = st.f[0] * read(SV, w.h[0], a * 16 + half * 8 + w.lane[0] // 4)
+                        ring[at + a * 16 + half * 8] = T.reinterpret(st.f[0], "int32")
+                if less(w.lane[0], 4):
+                    ring[w.warp[0] * merge_warp + cols * pitch + row] = T.reinterpret(st.m[t * 2 + j], "int32")
+                    ring[w.warp[0] * merge_warp + cols * (pitch + 1) + row] = T.reinterpret(st.l[t * 2 + j], "int32")
+        T.sync_threads()
+
+    @T.macro
+    def finish_row(O, LSE, SINK, c, w, row, col):
+        """Four head dimensions of an output row from their weighted sum, c.l and c.m."""
+        w.query[0] = T.truncdiv(row, w.group[0])
+        w.head[0] = w.h[0] * w.group[0] + T.truncmod(row, w.group[0])
+        if sinks:  # one more column of logits, without a value
+            c.top[0] = T.max(c.m[0], read(SINK, w.head[0]) * T.float32(log2e))
+            c.f[0] = T.call_extern("float32", "tz_ex2", c.m[0] - c.top[0])
+            c.l[0] = c.l[0] * c.f[0] + T.call_extern(
+                "float32", "tz_ex2", read(SINK, w.head[0]) * T.float32(log2e) - c.top[0]
+            )
+            for e in each(4):
+                c.o[e] = c.o[e] * c.f[0]
+            c.m[0] = c.top[0]
+        c.f[0] = T.if_then_else(c.l[0] > 0, T.float32(1) / c.l[0], T.float32(0))
+        T.call_extern(
+            "handle", "tz_store8", T.access_ptr(O[w.b, w.query[0], w.head[0], col], "w", 4),
+            T.call_extern("uint32", f"tz_pack2<{bf16}>", c.o[0] * c.f[0], c.o[1] * c.f[0]),
+            T.call_extern("uint32", f"tz_pack2<{bf16}>", c.o[2] * c.f[0], c.o[3] * c.f[0]),
+        )  # fmt: skip
+        if less(col, 1):
+            LSE[w.b, w.query[0], w.head[0]] = T.if_then_else(
+                c.l[0] > 0, c.m[0] + T.call_extern("float32", "tz_log2", c.l[0]), -T.infinity("float32")
+            )
+
+    @T.macro
+    def clear(c):
+        c.m[0] = T.float32(LOWEST)
+        c.l[0] = 0.0
+        for e in each(4):
+            c.o[e] = 0.0
+
+    @T.macro
+    def merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx):
+        """Sum over the warps in their order; the result is the output, or a partial one with its (m, l) as one lse."""
+        for v in T.serial(T.ceildiv(w.here[0] * (D // 4), threads)):
+            row = (v * threads + tx) // (D // 4)
+            col = (v * threads + tx) % (D // 4) * 4
+            if less(row, w.here[0]):
+                clear(c)
+                for k in each(warps):
+                    c.m[0] = T.max(c.m[0], T.reinterpret(ring[k * merge_warp + cols * pitch + row], "float32"))
+                for k in each(warps):
+                    c.f[0] = T.call_extern(
+                        "float32", "tz_ex2",
+                        T.reinterpret(ring[k * merge_warp + cols * pitch + row], "float32") - c.m[0],
+                    )  # fmt: skip
+                    c.l[0] = c.l[0] + c.f[0] * T.reinterpret(ring[k * merge_warp + cols * (pitch + 1) + row], "float32")
+                    T.call_extern(
+                        "handle", "tz_load<4>", T.access_ptr(c.x, "w", 4),
+                        T.access_ptr(ring[k * merge_warp + row * pitch + col], "r", 4),
+                    )  # fmt: skip
+                    for e in each(4):
+                        c.o[e] = c.o[e] + c.f[0] * c.x[e]
+                if w.splits == 1:
+                    finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
+                else:
+                    c.f[0] = T.if_then_else(c.l[0] > 0, T.float32(1) / c.l[0], T.float32(0))
+                    for e in each(4):
+                        c.o[e] = c.o[e] * c.f[0]
+                    T.call_extern(
+                        "handle", "tz_store16", T.access_ptr(OP[w.b, w.hy, w.split, row, col], "w", 4),
+                        T.access_ptr(c.o, "r"),
+                    )  # fmt: skip
+                    if less(col, 1):
+                        LP[w.b, w.hy, w.split, row] = T.if_then_else(
+                            c.l[0] > 0, c.m[0] + T.call_extern("float32", "tz_log2", c.l[0]), T.float32(LOWEST)
+                        )
+
+    @T.macro
+    def join(c, top):
+        """The sums so far relative to a running maximum of at least `top`."""
+        c.top[0] = T.max(c.m[0], top)
+        c.f[0] = T.call_extern("float32", "tz_ex2", c.m[0] - c.top[0])
+        c.m[0] = c.top[0]
+        c.l[0] = c.l[0] * c.f[0]
+        for e in each(4):
+            c.o[e] = c.o[e] * c.f[0]
+
+    @T.macro
+    def add_splits(OP, LP, c, w, row, col):
+        """Splits c.k .. c.end of a row, up to BATCH of them: all loads first."""
+        for i in each(BATCH):
+            c.lse[i] = T.float32(LOWEST)
+        for q in each(BATCH // _AT_LEAST):
+            if less(c.k[0] + q * _AT_LEAST, c.end[0]):
+                for i in each(q * _AT_LEAST, (q + 1) * _AT_LEAST):
+                    T.call_extern(
+                        "handle", "tz_load16cg", T.access_ptr(c.x[i * 4], "w", 4),
+                        T.access_ptr(OP[w.b, w.hy, smaller(c.k[0] + i, c.end[0] - 1), row, col], "r", 4),
+                    )  # fmt: skip
+                    c.lse[i] = T.call_extern(
+                        "float32", "tz_loadcg",
+                        T.access_ptr(LP[w.b, w.hy, smaller(c.k[0] + i, c.end[0] - 1), row], "r", 1),
+                    )  # fmt: skip
+        c.top[0] = c.lse[0]
+        for i in each(1, BATCH):
+            c.top[0] = T.max(c.top[0], c.lse[i])
+        join(c, c.top[0])
+        for q in each(BATCH // _AT_LEAST):
+            if less(c.k[0] + q * _AT_LEAST, c.end[0]):
+                for i in each(q * _AT_LEAST, (q + 1) * _AT_LEAST):
+                    c.f[0] = T.if_then_else(
+                        T.And(less(c.k[0] + i, c.end[0]), c.lse[i] > T.float32(LOWEST)),
+                        T.call_extern("float32", "tz_ex2", c.lse[i] - c.m[0]),
+                        T.float32(0),
+                    )
+                    c.l[0] = c.l[0] + c.f[0]
+                    for e in each(4):
+                        c.o[e] = c.o[e] + c.f[0] * c.x[i * 4 + e]
+
+    @T.macro
+    def combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx):
+        """The last split adds all of them: `parts` threads, a power of two, for four dimensions of a row where there
+        are that many. Nothing is divided: everyone else of the GPU has ended."""
+        c.items[0] = w.here[0] * (D // 4)
+        c.shift[0] = T.call_extern("int32", "tz_bits", w.here[0] - 1) + _log2(D // 4)  # of the rows, as a power of two
+        c.parts[0] = larger(_log2(threads) - c.shift[0], 0)
+        c.per[0] = (w.splits + (1 << c.parts[0]) - 1) >> c.parts[0]
+        c.parts[0] = 1 << c.parts[0]
+        c.part[0] = T.call_extern("int32", "tz_select", less(1, c.parts[0]), tx >> c.shift[0], 0)
+        c.head[0] = tx - (c.part[0] << c.shift[0])
+        for v in T.serial(T.ceildiv(c.items[0], threads)):
+            c.item[0] = v * threads + c.head[0]
+            row = c.item[0] // (D // 4)
+            col = c.item[0] % (D // 4) * 4
+            if T.And(less(c.item[0], c.items[0]), less(c.part[0], c.parts[0])):
+                clear(c)
+                c.k[0] = c.part[0] * c.per[0]
+                c.end[0] = smaller(c.k[0] + c.per[0], w.splits)
+                for _ in T.serial(T.truncdiv(c.per[0] + BATCH - 1, BATCH)):
+                    if less(c.k[0], c.end[0]):
+                        add_splits(OP, LP, c, w, row, col)
+                    c.k[0] = c.k[0] + BATCH
+                if less(1, c.parts[0]):
+                    at = (c.part[0] * c.items[0] + c.item[0]) * _SHARE
+                    T.call_extern("handle", "tz_store<4>", T.access_ptr(ring[at], "w", 4), T.access_ptr(c.o, "r"))
+                    ring[at + 4] = T.reinterpret(c.m[0], "int32")
+                    ring[at + 5] = T.reinterpret(c.l[0], "int32")
+                else:
+                    finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
+        if less(1, c.parts[0]):
+            T.sync_threads()
+            if less(tx, c.items[0]):  # the first share is in registers
+                for p in T.serial(c.parts[0] - 1):
+                    at = ((p + 1) * c.items[0] + tx) * _SHARE
+                    join(c, T.reinterpret(ring[at + 4], "float32"))
+                    c.f[0] = T.call_extern("float32", "tz_ex2", T.reinterpret(ring[at + 4], "float32") - c.m[0])
+                    T.call_extern("handle", "tz_load<4>", T.access_ptr(c.x, "w", 4), T.access_ptr(ring[at], "r", 4))
+                    c.l[0] = c.l[0] + c.f[0] * T.reinterpret(ring[at + 5], "float32")
+                    for e in each(4):
+                        c.o[e] = c.o[e] + c.f[0] * c.x[e]
+                finish_row(O, LSE, SINK, c, w, w.y[0] * cols + tx // (D // 4), tx % (D // 4) * 4)
+
+    return SimpleNamespace(stage_sums=stage_sums, merge_warps=merge_warps, combine_splits=combine_splits)
