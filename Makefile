@@ -3,11 +3,13 @@
 #
 #   TORCH="torch --index-url <index of CPU wheels>" make demo     another build of torch (pip arguments)
 #   make test PYTEST="-k layouts -x"                              arguments for pytest
+#   make test WORKERS=8                                           processes that run tests; 0: this one alone
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST ?=
+WORKERS ?= 2
 
 # One fixed torch where no GPU is used, so that runs are alike; with a GPU the newest that pip finds.
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
@@ -60,7 +62,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST)
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.w4a16 $(BENCH)

@@ -6,6 +6,9 @@ import os
 
 import pytest
 
+# What uses a GPU where there is one: all of it is one worker's, so that nothing shares the GPU with what is timed.
+ON_THE_GPU = ("tests/gpu/", "tests/test_demo.py", "tests/test_examples.py")
+
 # Importing tilelang puts its own TVM on PYTHONPATH; processes that later tests start must not inherit that.
 _BEFORE = {name: os.environ.get(name) for name in ("PYTHONPATH", "TVM_LIBRARY_PATH")}
 
@@ -17,3 +20,16 @@ def environment_of_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name, raising=False)
         else:
             monkeypatch.setenv(name, value)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """For `-n`: a worker takes whole files, so that its module's fixtures compile once, in the order of collection."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "gpu" if nodeid.startswith(ON_THE_GPU) else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False
+    return Files(config, log)

@@ -1,5 +1,6 @@
 """Fixtures of the ground floor: private caches, kernels compiled once, a CUDA driver that only takes notes."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -27,8 +28,11 @@ def cache_dir(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory) -> Path:
-    """A kernel cache for the whole test session; tests that damage entries use `cache_dir`."""
-    return tmp_path_factory.mktemp("kernels")
+    """A kernel cache for the whole test session, all workers of it; tests that damage entries use `cache_dir`."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture
