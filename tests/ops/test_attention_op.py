@@ -79,7 +79,7 @@ def test_every_format_and_size_has_a_schedule_that_fits(arch):
     for k in kv.FORMATS:
         for head_dim in kv.HEAD_DIMS:
             layout = CacheLayout(k, "int4", head_dim)
-            for rows in (1, 8, 16, 64):
+            for rows in (8, 16, 64):  # fewer than 8 are one group of rows, too
                 problem = op.problem_of(layout, 1, 1, rows, 1, max(layout.block_tokens, 32))
                 for schedule in schedules.every(problem, target):
                     size = schedule.smem_bytes(problem) + 2048
