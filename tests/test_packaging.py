@@ -5,6 +5,7 @@ from __future__ import annotations
 import email
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -21,8 +22,10 @@ def wheel(tmp_path_factory) -> Path:
     """Built without isolation, so that no package is fetched; from a copy, so that the tree stays clean."""
     source, out = tmp_path_factory.mktemp("source") / "tree", tmp_path_factory.mktemp("wheel")
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "terrazzo", *FLOORS):
-        subprocess.run(["cp", "-r", str(ROOT / name), str(source / name)], check=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("terrazzo", *FLOORS):  # other processes may write bytecode meanwhile
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
