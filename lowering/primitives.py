@@ -140,6 +140,14 @@ __device__ __forceinline__ bool tz_last_arrival(int *sem, int n) {
 }
 // four partial sums of another CTA, past the L1 that may hold stale lines
 __device__ __forceinline__ void tz_ldcg4(void *r, const void *p) { *(float4 *)r = __ldcg((const float4 *)p); }
+// the same of the CTA `back` before this one, whose sums are at p; zeros where there are fewer than `back`
+__device__ __forceinline__ void tz_load_share(void *r_, const void *p, int pitch, int back, int count) {
+  unsigned *r = (unsigned *)r_;
+  asm volatile("{ .reg .pred v; setp.le.s32 v,%5,%6; mov.b32 %0,0; mov.b32 %1,0; mov.b32 %2,0; mov.b32 %3,0;"
+               "@v ld.global.cg.v4.u32 {%0,%1,%2,%3},[%4]; }"
+               : "=&r"(r[0]), "=&r"(r[1]), "=&r"(r[2]), "=&r"(r[3])
+               : "l"((const float *)p - (long long)back * pitch), "r"(back), "r"(count));
+}
 __device__ __forceinline__ void tz_addcg4(void *r_, const void *p) {
   float4 *r = (float4 *)r_, v = __ldcg((const float4 *)p);
   r->x += v.x; r->y += v.y; r->z += v.z; r->w += v.w;
@@ -262,8 +270,8 @@ template <bool BF16, int GAIN> __device__ __forceinline__ void tz_row_values(flo
   for (int i = 0; i < 8; ++i) if constexpr (GAIN) v[i] = GAIN == 2 ? g[i] : v[i] * g[i];
 }
 // 8 values: their largest magnitude joins m[0] (NaN wins), with NORM their squares without gain join m[1]; their
-// products with the gains take the place of these
-template <bool BF16, int GAIN, bool NORM>
+// products with the gains take the place of these, unless the gains are to KEEP theirs
+template <bool BF16, int GAIN, bool NORM, bool KEEP = false>
 __device__ __forceinline__ void tz_row_scan(void *m_, const void *x, void *g) {
   float v[8], *m = (float *)m_;
   if constexpr (NORM) {
@@ -275,7 +283,7 @@ __device__ __forceinline__ void tz_row_scan(void *m_, const void *x, void *g) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     asm("max.NaN.f32 %0,%0,%1;" : "+f"(m[0]) : "f"(fabsf(v[i])));
-    if constexpr (GAIN) ((float *)g)[i] = v[i];
+    if constexpr (GAIN && !KEEP) ((float *)g)[i] = v[i];
   }
 }
 // m[0] and, with NORM, m[1] of all threads of a row of WARPS warps; the bits of magnitudes order as integers

@@ -221,16 +221,21 @@ def ring_macros(*, stages: int) -> SimpleNamespace:
     return SimpleNamespace(reset=reset, advance=advance, release=release)
 
 
-def share_macros(*, vectors: int, row_blocks: int, flags: int, add: str, apart: bool = False) -> SimpleNamespace:
+def share_macros(
+    *, vectors: int, row_blocks: int, flags: int, dtype: str, spare: int, apart: bool = False
+) -> SimpleNamespace:
     """Macros `leave_share` and `add_shares`: partial tiles through the workspace.
 
-    A thread holds `row_blocks` * `vectors` groups of four 32-bit sums; WS is [grid, blocks, vectors, 128, 4]. `flags`
-    semaphores belong to a CTA, one for each warpgroup. `add` is the primitive that adds four sums from the workspace.
+    A thread holds `row_blocks` * `vectors` groups of four 32-bit sums in `dtype`; WS is [grid, blocks, vectors, 128, 4].
+    `flags` semaphores belong to a CTA, one for each warpgroup. `spare`: registers of a thread for loads under way.
     `apart`: warpgroups have tiles of their own; each then counts as a CTA, and `wg` only names its barrier.
     """
     import tilelang.language as T
 
     part = (lambda wg: 0) if apart else (lambda wg: wg)
+    total = row_blocks * vectors
+    at_once = 4 if spare >= 64 else 2 if spare >= 16 else 1  # shares whose loads are in flight together
+    depth = max(min(spare // (4 * at_once), 8, total), 1)  # vectors of each
 
     @T.macro
     def leave_share(WS, SEM, acc, cta, wg, wt):
@@ -246,8 +251,23 @@ def share_macros(*, vectors: int, row_blocks: int, flags: int, add: str, apart: 
         T.call_extern("handle", "tz_signal", T.access_ptr(SEM[cta, part(wg)], "rw", 1), wg + 1)
 
     @T.macro
+    def load_vector(WS, coming, i, b, count, cta, wg, wt):
+        """Vector i of shares b .. b + at_once - 1; zeros from those past the last."""
+        for j in T.unroll(at_once):
+            T.call_extern(
+                "handle",
+                "tz_load_share",
+                T.access_ptr(coming[(i % depth * at_once + j) * 4], "w", 4),
+                T.access_ptr(WS[cta, part(wg) * row_blocks + i // vectors, i % vectors, wt, 0], "r", 4),
+                WS.shape[1] * (vectors * 512),
+                b + j + 1,
+                count,
+            )
+
+    @T.macro
     def add_shares(WS, SEM, acc, count, cta, wg, wt):
         """The head of a tile adds the `count` other shares in order of k."""
+        coming = T.alloc_local((depth * at_once * 4,), dtype)
         T.call_extern(
             "handle",
             "tz_await",
@@ -256,14 +276,15 @@ def share_macros(*, vectors: int, row_blocks: int, flags: int, add: str, apart: 
             -flags,
             wg + 1,
         )
-        for b in T.serial(count):
-            for r in T.unroll(row_blocks):
-                for i in T.unroll(vectors):
-                    T.call_extern(
-                        "handle",
-                        add,
-                        T.access_ptr(acc[(r * vectors + i) * 4], "rw", 4),
-                        T.access_ptr(WS[cta - (b + 1), part(wg) * row_blocks + r, i, wt, 0], "r", 4),
-                    )
+        for b in T.serial(T.ceildiv(count, at_once)):
+            for i in T.unroll(total + depth - 1):
+                if i < total:
+                    load_vector(WS, coming, i, b * at_once, count, cta, wg, wt)
+                if i >= depth - 1:
+                    for j in T.unroll(at_once):
+                        for e in T.unroll(4):
+                            acc[(i - depth + 1) * 4 + e] = (
+                                acc[(i - depth + 1) * 4 + e] + coming[((i - depth + 1) % depth * at_once + j) * 4 + e]
+                            )
 
     return SimpleNamespace(leave_share=leave_share, add_shares=add_shares)

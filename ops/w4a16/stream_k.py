@@ -1,9 +1,9 @@
-"""Tile program on wgmma (sm_90a): weights are the register operand, one producer warp, stream-K.
+"""Tile program on wgmma (sm_90a): weights are the register operand, two producer warps, stream-K.
 
-A CTA computes tiles of 64 * row_blocks * warpgroups output features by `block_tokens` tokens. The producer warp fills a
-ring whose stages hold 64 or 128 k: X by TMA (128-byte swizzle), packed weights and parameters by 1-D bulk copies. A
-consumer warpgroup owns `row_blocks` blocks of 64 rows: it loads its words, converts them into one of two sets of
-operand registers and issues four wgmma m64nNk16, while the four before are still running on the other set.
+A CTA computes tiles of 64 * row_blocks * warpgroups output features by `block_tokens` tokens. Two producer warps fill a
+ring whose stages hold 64 or 128 k: one by TMA with X (128-byte swizzle), one by 1-D bulk copies with packed weights and
+parameters. A consumer warpgroup owns `row_blocks` blocks of 64 rows: it loads its words, converts them into one of two
+sets of operand registers and issues four wgmma m64nNk16, while the four before are still running on the other set.
 
 Work partition and shares of tiles: ops/tile_scheduler.py; the result has the same bits in every run. With experts, x
 holds the tokens of all of them, sorted, and the loop runs over (expert, tile) pairs; the partition is made on the
@@ -22,7 +22,6 @@ from terrazzo.ops.tile_scheduler import (
     plan_state,
     ring_macros,
     ring_state,
-    scalars,
     segment_state,
     share_macros,
     table_state,
@@ -99,7 +98,8 @@ def build(
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, head_units=1)
     rings = ring_macros(stages=stages)
-    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, add="tz_addcg4")
+    spare = REGISTERS[wgs, per_sm][1] - rb * nacc - 48
+    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, dtype="float32", spare=spare)
     M = T.dynamic("m")
     G = T.dynamic("grid")
 
@@ -270,7 +270,7 @@ def build(
             Ps = T.alloc_shared((stages if shared_params else stages * halves, cta_blocks * ig * rec), "uint8")
             Os = T.alloc_shared((wgs * 4, out_tokens * OUT_PITCH), dtype)
             Es = T.alloc_shared((table_words(experts),), "int32")
-            full = T.alloc_barrier([32] * stages)
+            full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
             empty = T.alloc_barrier([wgs * 4] * stages)
             w = T.alloc_local((halves * rb * 4,), "uint32")
             a = T.alloc_local((32,), "uint32")
@@ -286,7 +286,6 @@ def build(
             c = segment_state()
             ring = ring_state()
             table = table_state()
-            ahead = scalars("units").units
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
             tx = T.get_thread_binding()
             rings.reset(ring)
@@ -300,39 +299,36 @@ def build(
             tiles.plan(p, cta, ctas, sk, mt)
             if tx >= ct:
                 T.dec_max_nreg(REGISTERS[wgs, per_sm][0])
-                if tx < ct + 32:
-                    ahead[0] = 0
-                    if not experts:
-                        # weights do not depend on the kernel before: fetch the first ring while it still runs
-                        tiles.segment(p, c, 0, cta, ctas, sk, mt)
+                if tx < ct + 32:  # weights do not depend on the kernel before: the first ring comes while it still runs
+                    for seg in T.serial(p.all[0]):
+                        tiles.segment(p, c, seg, cta, ctas, sk, mt)
                         tokens.locate(Es, c, M)
-                        ahead[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages * halves // 2), 0)
-                        for kb in T.serial(ahead[0]):
+                        for kb in T.unroll(c.k0[0], c.k1[0], unroll_factor=1):
                             for h in T.unroll(2):
+                                if h % halves == 0:
+                                    T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
                                 if tx == ct:
-                                    load_weights(W, P, Ws, Ps, full, ring, c, c.k0[0] + kb, h)
+                                    load_weights(W, P, Ws, Ps, full, ring, c, kb, h)
+                                    if (h + 1) % halves == 0:
+                                        T.barrier_arrive(full[ring.stage[0]])
                                 if (h + 1) % halves == 0:
                                     rings.advance(ring)
-                        rings.reset(ring)
+                elif tx < ct + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
+                    if not experts:
                         T.pdl_sync()
                     for seg in T.serial(p.all[0]):
                         tiles.segment(p, c, seg, cta, ctas, sk, mt)
                         tokens.locate(Es, c, M)
-                        for kb in T.serial(c.k1[0] - c.k0[0]):
+                        for kb in T.unroll(c.k0[0], c.k1[0], unroll_factor=1):
                             for h in T.unroll(2):
                                 if h % halves == 0:
                                     T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
                                 T.tma_copy(
-                                    X[
-                                        c.first[0] : c.first[0] + bm,
-                                        (c.k0[0] + kb) * 128 + h * 64 : (c.k0[0] + kb) * 128 + h * 64 + 64,
-                                    ],
+                                    X[c.first[0] : c.first[0] + bm, kb * 128 + h * 64 : kb * 128 + h * 64 + 64],
                                     Xs[ring.stage[0] * halves + h % halves, :, :],
                                     barrier=full[ring.stage[0]],
                                     leader_scope_threads=32,
                                 )
-                                if T.And(tx == ct, T.Or(seg > 0, kb >= ahead[0])):
-                                    load_weights(W, P, Ws, Ps, full, ring, c, c.k0[0] + kb, h)
                                 if (h + 1) % halves == 0:
                                     T.barrier_arrive(full[ring.stage[0]])
                                     rings.advance(ring)

@@ -1,8 +1,8 @@
-"""Tile program on wgmma (sm_90a): weights are the register operand, one producer warp, stream-K.
+"""Tile program on wgmma (sm_90a): weights are the register operand, two producer warps, stream-K.
 
-A CTA computes tiles of 64 * row_blocks * warpgroups output features by `block_tokens` tokens. The producer warp fills a
-ring whose stages hold 128 k: X is one 128-byte-swizzled TMA tile, the units of the row blocks (words and parameters)
-are one 1-D bulk copy. A consumer warpgroup owns `row_blocks` blocks of 64 rows: it loads its words, converts 64 k of
+A CTA computes tiles of 64 * row_blocks * warpgroups output features by `block_tokens` tokens. Two producer warps fill a
+ring whose stages hold 128 k: one fetches X, a 128-byte-swizzled TMA tile, one the units of the row blocks (words and
+parameters), a 1-D bulk copy. A consumer warpgroup owns `row_blocks` blocks of 64 rows: it loads its words, converts 64 k of
 them into one of two sets of operand registers and issues two wgmma m64nNk32, while the two before are still running on
 the other set (LiquidGEMM's implicit fine-grained pipeline: the hardware's warp schedulers do the rest).
 
@@ -97,7 +97,8 @@ def build(
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
     rings = ring_macros(stages=stages)
-    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, add="tz_addcg4" if e4m3 else "tz_addcg4i")
+    spare = REGISTERS[wgs][1] - rb * nacc - 48
+    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, dtype=sum_type, spare=spare)
     operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
     out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
     used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup", *(["e4m3"] if e4m3 else []))
@@ -215,7 +216,7 @@ def build(
             Fs = T.alloc_shared((wgs, bm), "float32")
             Rs = T.alloc_shared((wgs, bm if gemm.unsigned else 1), "int32")
             Es = T.alloc_shared((table_words(experts),), "int32")
-            full = T.alloc_barrier([32] * stages)
+            full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
             empty = T.alloc_barrier([wgs * 4] * stages)
             w = T.alloc_local((8,), "uint32")
             u = T.alloc_local((ig,), "uint32")
@@ -230,7 +231,6 @@ def build(
             c = segment_state()
             ring = ring_state()
             table = table_state()
-            ahead = T.alloc_local((1,), "int32")
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
             tx = T.get_thread_binding()
             rings.reset(ring)
@@ -244,35 +244,30 @@ def build(
             tiles.plan(p, cta, ctas, sk, mt)
             if tx >= ct:
                 T.dec_max_nreg(REGISTERS[wgs][0])
-                if tx < ct + 32:
-                    ahead[0] = 0
-                    if not experts:
-                        # weights do not depend on the kernel before: fetch the first ring while it still runs
-                        tiles.segment(p, c, 0, cta, ctas, sk, mt)
+                if tx < ct + 32:  # weights do not depend on the kernel before: the first ring comes while it still runs
+                    for seg in T.serial(p.all[0]):
+                        tiles.segment(p, c, seg, cta, ctas, sk, mt)
                         tokens.locate(Es, c, M)
-                        ahead[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages), 0)
-                        for kb in T.serial(ahead[0]):
+                        for kb in T.unroll(c.k0[0], c.k1[0], unroll_factor=1):
+                            T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
                             if tx == ct:
-                                load_weights(W, Ws, full, ring, c, c.k0[0] + kb)
+                                load_weights(W, Ws, full, ring, c, kb)
+                                T.barrier_arrive(full[ring.stage[0]])
                             rings.advance(ring)
-                        rings.reset(ring)
+                elif tx < ct + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
+                    if not experts:
                         T.pdl_sync()
                     for seg in T.serial(p.all[0]):
                         tiles.segment(p, c, seg, cta, ctas, sk, mt)
                         tokens.locate(Es, c, M)
-                        for kb in T.serial(c.k1[0] - c.k0[0]):
+                        for kb in T.unroll(c.k0[0], c.k1[0], unroll_factor=1):
                             T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
                             T.tma_copy(
-                                X[
-                                    c.first[0] : c.first[0] + bm,
-                                    (c.k0[0] + kb) * UNIT_K : (c.k0[0] + kb) * UNIT_K + UNIT_K,
-                                ],
+                                X[c.first[0] : c.first[0] + bm, kb * UNIT_K : kb * UNIT_K + UNIT_K],
                                 Xs[ring.stage[0], :, :],
                                 barrier=full[ring.stage[0]],
                                 leader_scope_threads=32,
                             )
-                            if T.And(tx == ct, T.Or(seg > 0, kb >= ahead[0])):
-                                load_weights(W, Ws, full, ring, c, c.k0[0] + kb)
                             T.barrier_arrive(full[ring.stage[0]])
                             rings.advance(ring)
             else:

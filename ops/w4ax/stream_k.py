@@ -1,11 +1,11 @@
-"""Tile program on wgmma (sm_90a): weights are the register operand, one producer warp, stream-K.
+"""Tile program on wgmma (sm_90a): weights are the register operand, two producer warps, stream-K.
 
 Hopper's tensor cores have no s4: INT4 and INT8 blocks both run as s8 wgmma on codes converted to bytes, and x comes in
 bytes throughout. What 4-bit weights save is their bytes.
 
-A CTA computes tiles of 64 * warpgroups output features by `block_tokens` tokens. The producer warp fills a
-ring whose stages hold one block of 128 channels: X is one 128-byte-swizzled TMA tile, the units of the row blocks
-(words and scales) and the scales of the tokens are 1-D bulk copies. A consumer warpgroup converts a block into operand
+A CTA computes tiles of 64 * warpgroups output features by `block_tokens` tokens. Two producer warps fill a
+ring whose stages hold one block of 128 channels: one fetches X, a 128-byte-swizzled TMA tile, and the scales of its
+tokens, one the units of the row blocks (words and scales), a 1-D bulk copy. A consumer warpgroup converts a block into operand
 registers and multiplies it by wgmma m64nNk32.
 
 A block's sums are s32 and become f32 with the scales of its tokens and rows, an instruction each for conversion,
@@ -90,7 +90,8 @@ def build(
     copies = nacc if form in ("blocks", "kept") else 1  # of them, as f32
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
     rings = ring_macros(stages=stages)
-    shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, add="tz_addcg4")
+    spare = REGISTERS[wgs][1] - nacc - 48
+    shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, dtype="float32", spare=spare)
     operand = problem.convert_macros(gemm)
     out = store_macros(gemm, block_tokens=bm, cta_blocks=cta_blocks)
     used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
@@ -250,7 +251,7 @@ def build(
             Ws = T.alloc_shared((stages, cta_blocks, UNIT_WORDS), "int32")
             Fs = T.alloc_shared((stages, max(bm, 32)), "float32")
             Os = T.alloc_shared((wgs * 4, staged(gemm, bm)), out_dtype)
-            full = T.alloc_barrier([32] * stages)
+            full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
             empty = T.alloc_barrier([wgs * 4] * stages)
             w = T.alloc_local((8,), "uint32")
             u = T.alloc_local((1,), "uint32")
@@ -266,7 +267,7 @@ def build(
             p = plan_state()
             c = segment_state()
             ring = ring_state()
-            local = scalars("ahead", "late")  # units fetched early; the stage before the one before
+            local = scalars("late")  # the stage before the one before
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
             tx = T.get_thread_binding()
             rings.reset(ring)
@@ -274,34 +275,30 @@ def build(
             tiles.plan(p, cta, G, sk, T.ceildiv(M, bm))
             if tx >= ct:
                 T.dec_max_nreg(REGISTERS[wgs][0])
-                if tx < ct + 32:
-                    # weights do not depend on the kernel before: fetch the first ring while it still runs
-                    tiles.segment(p, c, 0, cta, G, sk, T.ceildiv(M, bm))
-                    local.ahead[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages), 0)
-                    for kb in T.serial(local.ahead[0]):
-                        if tx == ct:
-                            load_weights(W, Ws, full, ring, c, c.k0[0] + kb)
-                        rings.advance(ring)
-                    rings.reset(ring)
+                if tx < ct + 32:  # weights do not depend on the kernel before: the first ring comes while it still runs
+                    for seg in T.serial(p.all[0]):
+                        tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
+                        for kb in T.unroll(c.k0[0], c.k1[0], unroll_factor=1):
+                            T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
+                            if tx == ct:
+                                load_weights(W, Ws, full, ring, c, kb)
+                                T.barrier_arrive(full[ring.stage[0]])
+                            rings.advance(ring)
+                elif tx < ct + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
                     T.pdl_sync()
                     for seg in T.serial(p.all[0]):
                         tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
                         c.first[0] = c.tokens[0] * bm
-                        for kb in T.serial(c.k1[0] - c.k0[0]):
+                        for kb in T.unroll(c.k0[0], c.k1[0], unroll_factor=1):
                             T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
                             T.tma_copy(
-                                X[
-                                    c.first[0] : c.first[0] + bm,
-                                    (c.k0[0] + kb) * UNIT_K : (c.k0[0] + kb) * UNIT_K + UNIT_K,
-                                ],
+                                X[c.first[0] : c.first[0] + bm, kb * UNIT_K : kb * UNIT_K + UNIT_K],
                                 Xs[ring.stage[0], :, :],
                                 barrier=full[ring.stage[0]],
                                 leader_scope_threads=32,
                             )
-                            if tx == ct:
-                                load_token_scales(XS, Fs, full, ring, c, c.k0[0] + kb)
-                                if T.Or(seg > 0, kb >= local.ahead[0]):
-                                    load_weights(W, Ws, full, ring, c, c.k0[0] + kb)
+                            if tx == ct + 32:
+                                load_token_scales(XS, Fs, full, ring, c, kb)
                             T.barrier_arrive(full[ring.stage[0]])
                             rings.advance(ring)
             else:

@@ -65,6 +65,10 @@ static void tz_copy16(void *d, const void *p) { tz_load<4>(d, p); }
 static void tz_sts32(void *p, unsigned v) { *(unsigned *)p = v; }
 static void tz_syncwarp() { __syncwarp(); }
 static void tz_ldcg4(void *r, const void *p) { memcpy(r, p, 16); }
+static void tz_load_share(void *r, const void *p, int pitch, int back, int count) {
+  if (back <= count) memcpy(r, (const float *)p - (long long)back * pitch, 16);
+  else memset(r, 0, 16);
+}
 static void tz_addcg4i(void *r, const void *p) { for (int i = 0; i < 4; ++i) ((int *)r)[i] += ((const int *)p)[i]; }
 static unsigned __vadd4(unsigned x, unsigned y) {
   unsigned r = 0;
