@@ -21,7 +21,8 @@ def scalars(*names: str) -> SimpleNamespace:
 
 def plan_state() -> SimpleNamespace:
     """What `plan` writes: k units [first, last) of shared tiles, each `length` long, of which the first `head` cost no
-    work; shared segments, whether one of them is a head to come last, all segments."""
+    work (or, below 0, so many more that only the head has); shared segments, whether one of them is a head to come
+    last, all segments."""
     return scalars("first", "last", "length", "head", "shared", "late", "all")
 
 
@@ -43,12 +44,15 @@ def ring_state() -> SimpleNamespace:
     return scalars("stage", "parity", "before")
 
 
-def partition_macros(*, units: int, row_tiles: int, raster: int, head_units: int = 0) -> SimpleNamespace:
+def partition_macros(
+    *, units: int, row_tiles: int, raster: int, head_units: int = 0, lead_units: int = 0
+) -> SimpleNamespace:
     """Macros `plan`, `segment` and `later_shares` for tiles of `units` k units, `row_tiles` of them along the rows.
 
     Groups of `raster` token blocks walk over the rows together, so that both operands stay in L2. `head_units`: where
     whole tiles are left besides the shared ones, a head gets so many k units less for each other share that it adds up
-    (a share may then be empty: k0 = k1).
+    (a share may then be empty: k0 = k1). `lead_units`: where all tiles are shared, a head gets so many k units more, while
+    the other shares travel.
     """
     import tilelang.language as T
 
@@ -60,6 +64,9 @@ def partition_macros(*, units: int, row_tiles: int, raster: int, head_units: int
         if head_units:
             if T.And(sk > 0, sk < mt * row_tiles):
                 p.head[0] = T.min(T.truncdiv(grid + sk - 1, sk) * head_units, units // 4)
+        if lead_units:
+            if T.And(sk == mt * row_tiles, sk < grid):  # a share keeps a unit at least
+                p.head[0] = -T.max(T.min(lead_units, units - T.truncdiv(grid + sk - 1, sk)), 0)
         p.length[0] = units + p.head[0]
         p.first[0] = T.truncdiv(r * (sk * p.length[0]), grid)
         p.last[0] = T.truncdiv((r + 1) * (sk * p.length[0]), grid)
@@ -91,7 +98,7 @@ def partition_macros(*, units: int, row_tiles: int, raster: int, head_units: int
             c.k1[0] = T.min(p.last[0] - c.tile[0] * p.length[0], p.length[0])
             c.leaves[0] = T.if_then_else(c.k0[0] > 0, 1, 0)
             c.adds[0] = T.if_then_else(T.And(c.k0[0] == 0, c.k1[0] < p.length[0]), 1, 0)
-            c.k0[0] = T.max(c.k0[0] - p.head[0], 0)
+            c.k0[0] = T.if_then_else(c.k0[0] > 0, T.max(c.k0[0] - p.head[0], 0), 0)
             c.k1[0] = T.max(c.k1[0] - p.head[0], 0)
         else:
             c.tile[0] = sk + grid - 1 - cta + (seg - p.shared[0] + p.late[0]) * grid
@@ -226,7 +233,7 @@ def share_macros(
 ) -> SimpleNamespace:
     """Macros `leave_share` and `add_shares`: partial tiles through the workspace.
 
-    A thread holds `row_blocks` * `vectors` groups of four 32-bit sums in `dtype`; WS is [grid, blocks, vectors, 128, 4].
+    A thread holds `row_blocks` * `vectors` groups of four 32-bit sums in `dtype`; WS [grid, blocks, vectors, 128, 4].
     `flags` semaphores belong to a CTA, one for each warpgroup. `spare`: registers of a thread for loads under way.
     `apart`: warpgroups have tiles of their own; each then counts as a CTA, and `wg` only names its barrier.
     """

@@ -5,8 +5,8 @@ bytes throughout. What 4-bit weights save is their bytes.
 
 A CTA computes tiles of 64 * warpgroups output features by `block_tokens` tokens. Two producer warps fill a
 ring whose stages hold one block of 128 channels: one fetches X, a 128-byte-swizzled TMA tile, and the scales of its
-tokens, one the units of the row blocks (words and scales), a 1-D bulk copy. A consumer warpgroup converts a block into operand
-registers and multiplies it by wgmma m64nNk32.
+tokens, one the units of the row blocks (words and scales), a 1-D bulk copy. A consumer warpgroup converts a block into
+operand registers and multiplies it by wgmma m64nNk32.
 
 A block's sums are s32 and become f32 with the scales of its tokens and rows, an instruction each for conversion,
 product of scales and sum: more issue slots than the wgmmas take clocks. By the registers there are (schedules.w4ax
@@ -62,6 +62,7 @@ def build(
     stages: int,
     raster: int = 8,
     turns: int = 0,
+    lead_units: int = 0,
 ):
     """The prim_func `main(X, W, XS, B, WS, SEM, Y, sk)`.
 
@@ -69,7 +70,7 @@ def build(
     B f32 [n] (one element without a bias); WS f32 [grid, warpgroups, block_tokens / 8, 128, 4]; SEM int32
     [grid, warpgroups], zero before the first launch and after each one; Y [M, n] in `out_dtype`. `grid` CTAs, at most
     the number of SMs; the first `sk` tiles are shared along k, 0 <= sk <= tiles. With `turns` = 1, warpgroups
-    issue wgmmas in order.
+    issue wgmmas in order. `lead_units`: ops/tile_scheduler.py.
     """
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
@@ -88,7 +89,7 @@ def build(
     width = bm // 2 if form == "halves" else bm  # tokens of a wgmma
     parts = bm if form == "blocks" else width // 2  # s32 sums of a thread
     copies = nacc if form in ("blocks", "kept") else 1  # of them, as f32
-    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
+    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, lead_units=lead_units)
     rings = ring_macros(stages=stages)
     spare = REGISTERS[wgs][1] - nacc - 48
     shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, dtype="float32", spare=spare)

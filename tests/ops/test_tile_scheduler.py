@@ -21,11 +21,11 @@ FIELDS = ("tile", "k0", "k1", "tokens", "rows", "leaves", "adds", "count")
 RASTER, SEGMENTS = 4, 136
 
 
-def build(target, *, units: int, row_tiles: int, head_units: int):
+def build(target, *, units: int, row_tiles: int, head_units: int, lead_units: int):
     """`main(OUT, sk, mt)`: OUT int32 [grid, SEGMENTS + 1, 8], the segments of each CTA behind their number."""
     import tilelang.language as T
 
-    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=RASTER, head_units=head_units)
+    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=RASTER, head_units=head_units, lead_units=lead_units)
     G = T.dynamic("grid")
 
     @T.prim_func
@@ -51,9 +51,9 @@ def build(target, *, units: int, row_tiles: int, head_units: int):
     return main
 
 
-@pytest.mark.parametrize(("units", "row_tiles", "head_units"), [(32, 40, 1), (7, 16, 0)])
-def test_every_unit_once_and_every_head_after_its_shares(units, row_tiles, head_units, tmp_path):
-    params = {"units": units, "row_tiles": row_tiles, "head_units": head_units}
+@pytest.mark.parametrize(("units", "row_tiles", "head_units", "lead_units"), [(32, 40, 1, 4), (7, 16, 0, 2)])
+def test_every_unit_once_and_every_head_after_its_shares(units, row_tiles, head_units, lead_units, tmp_path):
+    params = {"units": units, "row_tiles": row_tiles, "head_units": head_units, "lead_units": lead_units}
     request = KernelRequest(
         "tests.tiles", f"{__name__}:build", tuple(params.items()), Target.parse("sm_90a"), PASS_CONFIGS
     )
@@ -79,6 +79,7 @@ def check(ctas: list, grid: int, sk: int, mt: int, row_tiles: int, units: int) -
             for k in range(s["k0"], s["k1"]):
                 done[s["tile"]][k] += 1
             if s["leaves"]:
+                assert s["k0"] < s["k1"] or sk < mt * row_tiles, "where all is shared, every share has work"
                 assert at == 0, "a CTA has one slot of the workspace, and others wait for it"
                 left.setdefault(s["tile"], []).append(cta)
             else:
