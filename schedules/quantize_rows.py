@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
@@ -24,6 +24,9 @@ class QuantizeRows:
     Attributes:
         resident: threads that an SM is to hold; limits their registers.
         ahead: CTAs of the first wave fetch their rows into L2 before the kernel ahead of them has ended.
+        waves: how many waves of CTAs before its turn a row is fetched into L2; 0 for not at all. Above 1 only with
+            `ahead`, which fetches the rows of the first waves.
+        persistent: no more CTAs than fit at a time, each with many rows and its gains in registers.
     """
 
     warps: int
@@ -31,6 +34,8 @@ class QuantizeRows:
     vectors: int
     resident: int = _RESIDENT
     ahead: bool = False
+    waves: int = 0
+    persistent: bool = False
 
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
@@ -72,3 +77,23 @@ def choose(k: int, target: Target, m: int, gain: bool = False) -> QuantizeRows:
 def _resident(target: Target, threads: int, vectors: int, gain: bool, most: int) -> int:
     """`most`, or one CTA where more makes ptxas spill: long rows with a gain, before sm_90."""
     return threads if gain and vectors > _VECTORS and not target.supports("pdl") else max(most, threads)
+
+
+def candidates(k: int, target: Target, m: int, gain: bool = False) -> list[QuantizeRows]:
+    """What `choose` takes first, then what may be faster for many rows: rows fetched early, CTAs that stay."""
+    first = choose(k, target, m, gain)
+    found = [first]
+    if not many(target, m) or not target.supports("pdl"):
+        return found
+    found += [
+        replace(first, ahead=ahead, waves=waves) for waves, ahead in ((0, not first.ahead), (1, False), (1, True))
+    ]
+    found.append(replace(first, ahead=True, waves=2))
+    total = -(-k // 16) * 2
+    if gain:
+        for vectors in (_VECTORS, MAX_VECTORS):
+            threads = 32 * -(-total // (32 * vectors))
+            room = 65536 // (72 if vectors == _VECTORS else 128)  # gains, words and what they become, in registers
+            stays = QuantizeRows(threads // 32, 1, vectors, room // threads * threads, True, 1, True)
+            found += [stays, replace(stays, waves=2)] if 256 <= threads <= room else []
+    return list(dict.fromkeys(found))

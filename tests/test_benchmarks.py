@@ -7,8 +7,10 @@ import math
 import sys
 
 import pytest
+from terrazzo.lowering.targets import Target
+from terrazzo.schedules import quantize_rows
 
-from benchmarks import gemm, peers, plot, readme, report, w4a8, w4a8_ablation, w4a16
+from benchmarks import gemm, peers, plot, readme, report, w4a8, w4a8_ablation, w4a8_quantizer, w4a16
 
 
 def row(m, n, k, us, cublas, **more):
@@ -99,8 +101,26 @@ def test_the_benchmark_of_w4a8_compiles_few_kernels(capsys):
     for arguments in ([], ["--quick"], ["--ablation"], ["--quantizer"], ["--fp8"]):
         assert w4a8.main([*arguments, "--count"]) == 0
         assert int(capsys.readouterr().out.split()[0]) <= 120
-    assert w4a8_ablation.main(["--quick", "--count"]) == 0
-    assert int(capsys.readouterr().out.split()[0]) <= 100
+    for program, arguments in ((w4a8_ablation, ["--quick"]), (w4a8_quantizer, [])):
+        assert program.main([*arguments, "--count"]) == 0
+        assert int(capsys.readouterr().out.split()[0]) <= 120
+
+
+def test_schedules_of_the_quantizer_are_those_in_use_and_more():
+    stays = "warps=28,rows=1,vectors=4,resident=896,ahead=1,waves=1,persistent=1"
+    options = w4a8_quantizer.arguments(["--k", "28672", "--forms", "smooth,plain"])
+    target = Target.parse("sm_90a")
+    smooth, plain = w4a8_quantizer.problems(options, target)
+    for problem, schedules in (smooth, plain):
+        assert schedules[0] == quantize_rows.choose(28672, target, 1024, problem[2] == "smooth")
+        assert len(set(schedules)) == len(schedules) > 3
+    assert stays in map(w4a8_quantizer.words, smooth[1])
+    options = w4a8_quantizer.arguments(["--k", "28672", "--forms", "smooth", "--schedule", stays])
+    ((_, given),) = w4a8_quantizer.problems(options, target)
+    assert given[0] == smooth[1][0] and [w4a8_quantizer.words(s) for s in given[1:]] == [stays]
+    for bad in (["--forms", "none"], ["--schedule", "warp=1"], ["--schedule", "warps"]):
+        with pytest.raises(SystemExit):
+            w4a8_quantizer.arguments(bad)
 
 
 def test_a_file_with_a_missing_field_is_named(tmp_path, result):

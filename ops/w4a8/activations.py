@@ -84,13 +84,16 @@ def padded(k: int) -> int:
 @lru_cache(maxsize=1024)
 def plan(
     m: int, k: int, *, dtype: str, gain: bool, norm: bool, target: Target, device: Target | None = None,
-    codes: str = "int8",
+    codes: str = "int8", schedule: quantize_rows.QuantizeRows | None = None,
 ) -> KernelRequest:  # fmt: skip
-    """The kernel that quantizes m >= 1 rows of k values. `device` is the GPU where that is newer than `target`."""
+    """The kernel that quantizes m >= 1 rows of k values. `device` is the GPU where that is newer than `target`.
+
+    `schedule` None is what `quantize_rows.choose` takes.
+    """
     if codes == "e4m3":
         fp8_format.check_target(target)
     k = k if k % program.VECTOR == 0 else padded(k)
-    schedule = quantize_rows.choose(k, device or target, m, gain)
+    schedule = schedule or quantize_rows.choose(k, device or target, m, gain)
     params = dict(k=k, dtype=dtype, gain=gain, norm=norm) | schedule.params()
     params |= {} if codes == "int8" else {"codes": codes}
     flags = launching.ptx_flags(target, device)

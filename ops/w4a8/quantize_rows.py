@@ -11,6 +11,10 @@ read it twice from L1.
 Before the kernel ahead of it on the stream has ended (programmatic dependent launch), a CTA fetches its rows into L2.
 That kernel may still write them, and does so in L2: nothing is read into the SM until it has ended. Where x is in L2
 already this does nothing.
+
+With `waves`, a CTA also fetches the row that comes so many waves of CTAs after its own, so that bytes are on their way
+from DRAM while sums and codes are made. With `persistent`, as many CTAs as fit walk over the rows and read their gains
+once; x and gains then both stay in registers, and products are made twice.
 """
 
 from terrazzo.lowering.errors import ArgumentError
@@ -28,7 +32,7 @@ FORMS = {"int8": (127, 2.0**-119), "e4m3": (448, 2.0**-117)}
 
 def build(
     target, *, k: int, dtype: str, gain: bool, norm: bool, warps: int, rows: int, vectors: int, resident: int = 1024,
-    ahead: bool = False, codes: str = "int8",
+    ahead: bool = False, waves: int = 0, persistent: bool = False, codes: str = "int8",
 ):  # fmt: skip
     """The prim_func `main(X, G, Q, XS, RS, eps, columns)`.
 
@@ -36,8 +40,8 @@ def build(
     int8 [M, K], K = k rounded up to 16, columns from k on become 0; XS f32 [M] scales; RS int32 [M] sums of Q's rows;
     eps f32, RMSNorm's, and `columns` f32, those of the k that its mean counts (with `norm`). A CTA holds `rows` rows of
     `warps` warps, each thread `vectors` vectors; rows > 1 needs warps = 1. Registers are limited so that `resident`
-    threads fit on an SM. With `ahead`, CTAs of the first wave fetch their rows into L2 early. With `codes` "e4m3", the
-    bytes of Q are e4m3 and RS [1] is not written.
+    threads fit on an SM. With `ahead`, CTAs of the first wave fetch their rows into L2 early, and those of the next
+    `waves` - 1 waves. With `codes` "e4m3", the bytes of Q are e4m3 and RS [1] is not written.
     """
     import tilelang.language as T
 
@@ -51,14 +55,16 @@ def build(
     if warps * 32 * vectors * VECTOR < out_k or (rows > 1 and warps > 1) or warps > 32:
         raise ArgumentError("warps", (warps, rows, vectors), f"do not hold rows of {k} values", "choose() them")
     threads, lanes = 32 * warps * rows, 32 * warps
-    bf16, has_norm = (str(flag).lower() for flag in (dtype == "bfloat16", norm))
+    bf16, has_norm, kept = (str(flag).lower() for flag in (dtype == "bfloat16", norm, persistent))
     pdl = target.supports("pdl")
-    held = gain and vectors <= HELD_VECTORS
+    held = gain and (persistent or vectors <= HELD_VECTORS)
+    products = held and not persistent  # they take the place of the gains
     blocks = max(1, resident // threads)
+    wave = blocks * target.sms  # CTAs that run at a time
     largest, tiny = FORMS[codes]
     integer = codes == "int8"
-    ahead = ahead and pdl
-    source = prelude("pack", "rows", *(["prefetch"] if ahead else []), *([] if integer else ["e4m3_rows"]))
+    ahead, waves = ahead and pdl, waves if pdl else 0
+    source = prelude("pack", "rows", *(["prefetch"] if ahead or waves else []), *([] if integer else ["e4m3_rows"]))
     M = T.dynamic("m")
 
     @T.macro
@@ -70,6 +76,73 @@ def build(
             T.access_ptr(G[T.min(at, k - VECTOR)], "r", VECTOR),
         )
 
+    @T.macro
+    def fetch(X, row, lane):
+        if T.And(lane == 0, row < M):
+            T.call_extern("handle", "tz_prefetch", T.access_ptr(X[row, 0], "r", k), 2 * k)
+
+    @T.macro
+    def quantize(X, G, Q, XS, RS, eps, columns, shared, x, g, m, factor, total, row, lane):
+        for v in T.unroll(vectors):
+            for i in T.unroll(4):
+                x[v * 4 + i] = T.uint32(0)
+            at = (v * lanes + lane) * VECTOR
+            if T.And(row < M, at < k):
+                T.call_extern(
+                    "handle", "tz_stream16", T.access_ptr(x[v * 4], "w", 4), T.access_ptr(X[row, at], "r", VECTOR)
+                )
+        if waves:
+            fetch(X, row + waves * wave * rows, lane)
+        if gain and not held:  # all loads of the row first: ptxas would put gains, and then sums, between them
+            T.sync_threads()
+        m[0] = 0.0
+        m[1] = 0.0
+        for v in T.unroll(vectors):
+            if gain and not held:
+                load_gain(G, g, 0, (v * lanes + lane) * VECTOR, "true")
+            T.call_extern(
+                "handle",
+                f"tz_row_scan<{bf16}, {int(gain)}, {has_norm}, {kept}>",
+                T.access_ptr(m, "rw"),
+                T.access_ptr(x[v * 4], "r", 4),
+                T.access_ptr(g[v * VECTOR if held else 0], "rw", VECTOR),
+            )
+        T.call_extern(
+            "handle",
+            f"tz_row_reduce<{warps}, {has_norm}>",
+            T.access_ptr(m, "rw"),
+            T.access_ptr(shared[0], "rw", 2 * warps),
+        )
+        factor[0] = T.if_then_else(m[0] < T.float32(tiny), T.float32(0), T.float32(largest) / m[0])
+        total[0] = 0
+        for v in T.unroll(vectors):
+            if not products:  # x stays in registers; else its products do
+                T.call_extern("handle", "tz_row_keep", T.access_ptr(x[v * 4], "rw", 4))
+            at = (v * lanes + lane) * VECTOR
+            if gain and not held:
+                load_gain(G, g, 0, at, "false")
+            if T.And(row < M, at < out_k):
+                T.call_extern(
+                    "handle",
+                    f"tz_row_{'quantize' if integer else 'e4m3'}<{bf16}, {2 if products else int(gain)}>",
+                    T.access_ptr(Q[row, at], "w", VECTOR),
+                    T.access_ptr(total, "rw"),
+                    T.access_ptr(x[v * 4], "r", 4),
+                    T.access_ptr(g[v * VECTOR if held else 0], "r", VECTOR),
+                    factor[0],
+                )
+        if integer:
+            total[0] = T.call_extern(
+                "int32", f"tz_row_sum<{warps}>", total[0], T.access_ptr(shared[2 * warps], "rw", warps)
+            )
+        if T.And(row < M, lane == 0):
+            factor[1] = m[0] / T.float32(largest)
+            if norm:
+                factor[1] = factor[1] * T.rsqrt(m[1] / columns + eps)
+            XS[row] = T.if_then_else(m[0] < T.float32(tiny), T.float32(1), factor[1])
+            if integer:
+                RS[row] = total[0]
+
     @T.prim_func
     def main(
         X: T.Tensor((M, k), dtype),
@@ -80,7 +153,9 @@ def build(
         eps: T.float32,
         columns: T.float32,
     ):
-        with T.Kernel(T.ceildiv(M, rows), threads=threads, prelude=source) as block:
+        with T.Kernel(
+            T.min(T.ceildiv(M, rows), wave) if persistent else T.ceildiv(M, rows), threads=threads, prelude=source
+        ) as block:
             T.annotate_min_blocks_per_sm(blocks)
             shared = T.alloc_shared((3 * warps,), "float32")  # one buffer: two might get the same place
             x = T.alloc_local((4 * vectors,), "uint32")
@@ -92,70 +167,23 @@ def build(
             row = block * rows + tx // lanes
             lane = tx % lanes
             if ahead:
-                if T.And(block < blocks * target.sms, T.And(lane == 0, row < M)):
-                    T.call_extern("handle", "tz_prefetch", T.access_ptr(X[row, 0], "r", k), 2 * k)
+                if block < wave:
+                    for j in T.unroll(max(1, waves)):
+                        fetch(X, row + j * wave * rows, lane)
             if held:  # a weight: activations._gain keeps its writer from being the kernel ahead
                 for v in T.unroll(vectors):
                     load_gain(G, g, v, (v * lanes + lane) * VECTOR, "false")
             if pdl:
                 T.pdl_trigger()
                 T.pdl_sync()
-            for v in T.unroll(vectors):
-                for i in T.unroll(4):
-                    x[v * 4 + i] = T.uint32(0)
-                at = (v * lanes + lane) * VECTOR
-                if T.And(row < M, at < k):
-                    T.call_extern(
-                        "handle", "tz_stream16", T.access_ptr(x[v * 4], "w", 4), T.access_ptr(X[row, at], "r", VECTOR)
+            if persistent:
+                for turn in T.serial(T.ceildiv(T.ceildiv(M, rows) - block, wave)):
+                    if not integer and warps > 1:  # with a sum of codes, its barrier stands between two reductions
+                        T.sync_threads()
+                    quantize(
+                        X, G, Q, XS, RS, eps, columns, shared, x, g, m, factor, total, row + turn * wave * rows, lane
                     )
-            if gain and not held:  # all loads of the row first: ptxas would put gains, and then sums, between them
-                T.sync_threads()
-            m[0] = 0.0
-            m[1] = 0.0
-            for v in T.unroll(vectors):
-                if gain and not held:
-                    load_gain(G, g, 0, (v * lanes + lane) * VECTOR, "true")
-                T.call_extern(
-                    "handle",
-                    f"tz_row_scan<{bf16}, {int(gain)}, {has_norm}>",
-                    T.access_ptr(m, "rw"),
-                    T.access_ptr(x[v * 4], "r", 4),
-                    T.access_ptr(g[v * VECTOR if held else 0], "rw", VECTOR),
-                )
-            T.call_extern(
-                "handle",
-                f"tz_row_reduce<{warps}, {has_norm}>",
-                T.access_ptr(m, "rw"),
-                T.access_ptr(shared[0], "rw", 2 * warps),
-            )
-            factor[0] = T.if_then_else(m[0] < T.float32(tiny), T.float32(0), T.float32(largest) / m[0])
-            total[0] = 0
-            for v in T.unroll(vectors):
-                if not held:  # x stays in registers; else its products do
-                    T.call_extern("handle", "tz_row_keep", T.access_ptr(x[v * 4], "rw", 4))
-                at = (v * lanes + lane) * VECTOR
-                if gain and not held:
-                    load_gain(G, g, 0, at, "false")
-                if T.And(row < M, at < out_k):
-                    T.call_extern(
-                        "handle",
-                        f"tz_row_{'quantize' if integer else 'e4m3'}<{bf16}, {2 if held else int(gain)}>",
-                        T.access_ptr(Q[row, at], "w", VECTOR),
-                        T.access_ptr(total, "rw"),
-                        T.access_ptr(x[v * 4], "r", 4),
-                        T.access_ptr(g[v * VECTOR if held else 0], "r", VECTOR),
-                        factor[0],
-                    )
-            if integer:
-                total[0] = T.call_extern(
-                    "int32", f"tz_row_sum<{warps}>", total[0], T.access_ptr(shared[2 * warps], "rw", warps)
-                )
-            if T.And(row < M, lane == 0):
-                factor[1] = m[0] / T.float32(largest)
-                if norm:
-                    factor[1] = factor[1] * T.rsqrt(m[1] / columns + eps)
-                XS[row] = T.if_then_else(m[0] < T.float32(tiny), T.float32(1), factor[1])
-                if integer:
-                    RS[row] = total[0]
+            else:
+                quantize(X, G, Q, XS, RS, eps, columns, shared, x, g, m, factor, total, row, lane)
 
     return main

@@ -13,6 +13,7 @@ from terrazzo.lowering.primitives import PRIMITIVES
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.w4a8 import activations, fp8_reference, quantize_rows, reference
+from terrazzo.schedules import quantize_rows as quantize_rows_schedules
 
 pytestmark = [
     pytest.mark.compiles,
@@ -29,7 +30,11 @@ CASES = {
     "longest": ("sm_90a", 600, 65536, "float16", True, True),
     "sm_80": ("sm_80", 600, 28672, "bfloat16", True, True),
     "e4m3": ("sm_90a", 600, 520, "bfloat16", True, True),
+    "rows in turns": ("sm_90a", 600, 1000, "float16", True, True),
+    "rows in turns, e4m3": ("sm_90a", 600, 536, "bfloat16", True, False),
 }
+TURNS = quantize_rows_schedules.QuantizeRows(2, 1, 2, 64, True, 1, True)
+"""Of "rows in turns": a CTA on each SM, so that some of them have two rows."""
 EMULATED = [name for name in CASES if name not in ("longest", "sm_80")]
 
 SHIMS = r"""
@@ -74,8 +79,10 @@ static float max_nan(float a, float b) { return a != a ? a : b != b ? b : a > b 
 
 def request(case: tuple):
     arch, m, k, dtype, gain, norm = case
-    codes = next(("e4m3" for name, known in CASES.items() if known is case and "e4m3" in name), "int8")
-    return activations.plan(m, k, dtype=dtype, gain=gain, norm=norm, target=Target.parse(arch), codes=codes)
+    name = next(name for name, known in CASES.items() if known is case)
+    target, schedule = Target.parse(arch), TURNS if "turns" in name else None
+    codes = "e4m3" if "e4m3" in name else "int8"
+    return activations.plan(m, k, dtype=dtype, gain=gain, norm=norm, target=target, codes=codes, schedule=schedule)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +101,9 @@ def test_machine_code(compiled, name):
     if not report.instructions:
         pytest.skip(report.note)
     assert report.count(r"LDG\.E\.128") == params["gain"] * 2 * vectors * (2 if vectors > 4 else 1)
-    assert report.count("UBLKPF") == params["ahead"] == (params["gain"] and name not in ("few rows", "sm_80"))
+    ahead = params["ahead"] * max(1, params["waves"])
+    assert report.count("UBLKPF") == ahead + (params["waves"] > 0)
+    assert params["ahead"] == (params["gain"] and name not in ("few rows", "sm_80"))
     assert report.count(r"LDG\.E\.NA\.128") == vectors == report.count(r"STG\.E\.64")
     assert report.count(r"IDP\.4A") == (0 if "e4m3" in name else 2 * vectors)  # and x is read once
     assert report.count(r"F2FP.*E4M3") == (4 * vectors if "e4m3" in name else 0)
@@ -121,7 +130,8 @@ def test_the_cuda_text_computes_the_reference(compiled, name, tmp_path):
     params = dict(request(CASES[name]).params)
     source = (compiled[name] / "kernel.cu").read_text()
     kernel = CpuKernel(source, [SHIMS, primitives()], 32 * params["warps"] * params["rows"], tmp_path)
-    rng, m = torch.Generator().manual_seed(k), 6
+    turns, sms = params["persistent"], Target.parse("sm_90a").sms
+    rng, m = torch.Generator().manual_seed(k), sms + 6 if turns else 6
     x = torch.randn(m, k, generator=rng).to(getattr(torch, dtype))
     columns = k - 3 if norm else k  # a row may end in padding, which the mean does not count
     x[1], x[2, :: k // 3], x[4, columns - 1], x[5, 0] = 0, 40.0, float("nan"), float("inf")
@@ -135,11 +145,11 @@ def test_the_cuda_text_computes_the_reference(compiled, name, tmp_path):
     out = torch.full((m + 1, activations.padded(k)), 99, dtype=torch.int8)
     scales, sums = torch.full((m + 1,), 7.0), torch.full((m + 1,), 99, dtype=torch.int32)
     values = {"X": x, "G": factor, "Q": out, "XS": scales, "RS": sums, "eps": 1e-5, "columns": float(columns), "m": m}
-    kernel((-(-m // params["rows"]), 1, 1), **values)
+    kernel((sms if turns else -(-m // params["rows"]), 1, 1), **values)
     smooth, weight = (v if v is None else v[:columns] for v in (smooth, weight))
     module = fp8_reference if e4m3 else reference
     q, expected, *expected_sums = module.quantize_activations(x[:, :columns], smooth, weight, 1e-5)
-    q, good = q.view(torch.int8), [0, 1, 2, 3]
+    q, good = q.view(torch.int8), [0, 1, 2, 3, *range(6, m)]
     padding = out[good, columns:].view(torch.float8_e4m3fn).float() if e4m3 else out[good, columns:]  # -0 is 0
     assert torch.equal(out[good, :columns], q[good]) and not padding.any() and (out[m] == 99).all()
     assert sums[m] == 99 and scales[m] == 7
