@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import report, tables, w4a8_ablation
 from benchmarks.readme import LINEAR
 
 INK, GRID = "#22303C", "#DADFE3"
 OURS, RIVALS = "#A83E26", ("#3F77A8", "#BF8336", "#4E9160", "#9C5E8C", "#6A7783")
+BARS = ("#8A949C", "#BF8336", "#D9B56C", "#9CB7D3", "#3F77A8", "#4E9160", "#A83E26", "#9C5E8C")
 
 
 def draw(result: Mapping[str, Any], path: Path) -> list[Path]:
@@ -24,15 +26,10 @@ def draw(result: Mapping[str, Any], path: Path) -> list[Path]:
     Raises:
         ValueError: no row has both a time and a baseline.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = _pyplot()
     rows = report.timed(result)
     if not rows:
         raise ValueError(f"{path}: no row has a time and a {report.BASELINE} time")
-    matplotlib.rcParams["svg.hashsalt"] = "terrazzo"
     figure, (means, shapes) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
     ours = report.speedups(result)
     ms = list(ours)
@@ -63,20 +60,100 @@ def draw(result: Mapping[str, Any], path: Path) -> list[Path]:
     setting = rows[0]
     where = f"on {result['gpu']}, {result['date']}"
     title = f"{report.operator(result).upper()} ({setting['dtype']}, group {setting['group']}) {where}"
+    return _write(figure, title, path)
+
+
+def draw_pipelines(result: Mapping[str, Any], path: Path) -> list[Path]:
+    """LiquidGEMM's figure 13 of a file of `w4a8_ablation`: by M, bars of the speed-up over `basic` with vadd4.
+
+    Returns, Raises:
+        As `draw`.
+    """
+    baseline = w4a8_ablation.column(w4a8_ablation.WAYS[0])
+    table = {name: ratios for name, ratios in w4a8_ablation.ratios(result).items() if ratios}
+    if not table:
+        raise ValueError(f"{path}: no row has a time and a {baseline} time")
+    figure, axes = _pyplot().subplots(figsize=(8.5, 3.8), layout="constrained")
+    ms = sorted({m for ratios in table.values() for m in ratios})
+    _bars(axes, [f"M = {m}" for m in ms], {name: [ratios.get(m) for m in ms] for name, ratios in table.items()}, "x")
+    axes.set_ylabel(f"speed-up over {baseline}")
+    shapes = len({(row["n"], row["k"]) for row in result["rows"]})
+    title = f"W4A8 pipelines, geometric mean over {shapes} shapes on {result['gpu']}, {result['date']}"
+    return _write(figure, title, path)
+
+
+def draw_decode(result: Mapping[str, Any], path: Path) -> list[Path]:
+    """Of a file of `attention_ablation`: by format and new tokens, bars of the time of each variant over ours.
+
+    Returns, Raises:
+        As `draw`.
+    """
+    found = tables.decode_variants(result)
+    if not found:
+        raise ValueError(f"{path}: no row has a time")
+    figure, axes = _pyplot().subplots(figsize=(8.5, 3.8), layout="constrained")
+    variants = list(dict.fromkeys(name for cells in found.values() for name in cells))
+    labels = [f"{formats}\nq_len {q_len}" for formats, q_len in found]
+    _bars(axes, labels, {name: [cells.get(name) for cells in found.values()] for name in variants}, "x")
+    axes.set_ylabel("time over ours")
+    title = f"Decode attention without one of its parts, geometric mean over caches on {result['gpu']}"
+    return _write(figure, f"{title}, {result['date']}", path)
+
+
+def _bars(axes: Any, groups: list[str], heights: Mapping[str, list[float | None]], unit: str) -> None:
+    """Groups of bars with their heights above them; one that is missing leaves its place empty."""
+    width = 0.84 / len(heights)
+    for index, (name, values) in enumerate(heights.items()):
+        places = [group + (index - (len(heights) - 1) / 2) * width for group in range(len(groups))]
+        bars = axes.bar(places, [v or 0 for v in values], width * 0.94, color=BARS[index % len(BARS)], label=name)
+        texts = ["" if v is None else f"{v:.2f}{unit}" for v in values]
+        axes.bar_label(bars, texts, fontsize=6, color=INK, rotation=90, padding=2)
+    axes.set_xticks(range(len(groups)), groups, fontsize=8)
+    axes.axhline(1, color=INK, linewidth=0.8)
+    axes.grid(color=GRID, linewidth=0.6, axis="y")
+    axes.set_axisbelow(True)
+    axes.margins(y=0.16)
+    axes.legend(fontsize=7.5, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "terrazzo"
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def _write(figure: Any, title: str, path: Path) -> list[Path]:
     figure.suptitle(title, fontsize=11, color=INK)
     written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
     figure.savefig(written[0], dpi=144, metadata={"Software": None})
     figure.savefig(written[1], metadata={"Date": None})
-    plt.close(figure)
+    _pyplot().close(figure)
     return written
+
+
+ABLATIONS = {"ablation_w4a8": draw_pipelines, "attention_ablation": draw_decode}
+"""What the names of other result files begin with -> their plot."""
+
+
+def kind_of(path: Path) -> Callable[[Mapping[str, Any], Path], list[Path]]:
+    """What draws a file."""
+    return next((draws for start, draws in ABLATIONS.items() if path.name.startswith(f"{start}_")), draw)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, help="result files; default: all of benchmarks/results")
-    for path in parser.parse_args(argv).files or [path for op in LINEAR for path in report.files(op)]:
+    every = [path for op in (*LINEAR, *ABLATIONS) for path in report.files(op)]
+    for path in parser.parse_args(argv).files or every:
+        draws = kind_of(path)
         try:
-            for written in draw(report.load(path), path):
+            result = json.loads(path.read_text()) if draws is draw_decode else report.load(path)
+            for written in draws(result, path):
                 print(written)
         except (ValueError, OSError) as error:
             print(f"benchmarks.plot: {error}", file=sys.stderr)

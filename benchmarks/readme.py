@@ -61,25 +61,32 @@ def figures() -> str:
         result = report.load(path)
         if report.timed(result):
             parts.append(report.summary_markdown(result, source))
-        plot = path.with_suffix(".png")
-        if plot.is_file():
-            parts.append(f"![speed-up by M]({plot.relative_to(ROOT).as_posix()})")
+        parts += picture(path, "speed-up by M")
     parts += tables_of(tables.README)
     return "\n\n".join(parts) or "No result file is in benchmarks/results yet; `make bench` writes one on a GPU."
 
 
 def tables_of(makers: Mapping[str, tables.Table]) -> list[str]:
-    """The tables of the result files that match."""
-    return [
-        table(json.loads(path.read_text()), path.relative_to(ROOT).as_posix())
-        for pattern, table in makers.items()
-        for path in sorted(report.RESULTS.glob(pattern))
-    ]
+    """The tables of the result files that match, each with its plot if there is one."""
+    parts = []
+    for pattern, table in makers.items():
+        for path in sorted(report.RESULTS.glob(pattern)):
+            if tables.owner(path.name) == pattern:
+                parts.append(table(json.loads(path.read_text()), path.relative_to(ROOT).as_posix()))
+                parts += picture(path, "the table as bars")
+    return parts
+
+
+def picture(path: Path, text: str) -> list[str]:
+    """The plot beside a result file, if there is one."""
+    plot = path.with_suffix(".png")
+    return [f"![{text}]({plot.relative_to(ROOT).as_posix()})"] if plot.is_file() else []
 
 
 def details() -> str:
     """Tables of the result files that README leaves out."""
-    return "\n\n".join(tables_of(tables.DETAILS)) or "No such result file is in benchmarks/results yet."
+    found = "\n\n".join(tables_of(tables.DETAILS)) or "No such result file is in benchmarks/results yet."
+    return found.replace("](benchmarks/", "](../benchmarks/")  # the document lies in docs/
 
 
 def models() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
 from typing import Any
 
 from benchmarks import report
@@ -81,12 +82,43 @@ def ablation(result: Mapping[str, Any], source: str) -> str:
     )
 
 
+def decode_variants(result: Mapping[str, Any]) -> dict[tuple[str, int], dict[str, float]]:
+    """(formats, new tokens) -> variant of decode -> geometric mean over caches of its time over ours."""
+    cells: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for row in (row for row in result["rows"] if row["us"] and row["variant"] != "ours" and row.get("of_ours")):
+        place = f"{row['k_format']}/{row['v_format']}", row["q_len"]
+        cells.setdefault(place, {}).setdefault(row["variant"], []).append(row["of_ours"])
+    return {place: {name: report.geomean(found) for name, found in made.items()} for place, made in cells.items()}
+
+
+def decode_ablation(result: Mapping[str, Any], source: str) -> str:
+    """Decode attention without one of its parts: time over ours."""
+    found = decode_variants(result)
+    variants = list(dict.fromkeys(name for cells in found.values() for name in cells))
+    caches = len({(row["batch"], row["q_heads"], row["kv_heads"], row["kv_len"]) for row in result["rows"]})
+    lines = [
+        (f"`{formats}`", q_len, *(f"{cells[v]:.2f}x" if v in cells else "" for v in variants))
+        for (formats, q_len), cells in found.items()
+    ]
+    table = report.markdown(("keys/values", "q_len", *variants), lines, range(1, 2 + len(variants)))
+    return (
+        f"Decode attention without one of its parts: time over ours, geometric mean over {caches} caches, "
+        f"{setting(result, source)} What the columns leave out: benchmarks/attention_ablation.py.\n\n{table}"
+    )
+
+
 Table = Callable[[Mapping[str, Any], str], str]
-README: dict[str, Table] = {"attention_[!p]*.json": decode}
-"""Files in benchmarks/results -> what makes their table in README.md."""
+README: dict[str, Table] = {"attention_*.json": decode}
+"""Files in benchmarks/results -> what makes their table in README.md. The longest name that fits a file counts."""
 DETAILS: dict[str, Table] = {
     "attention_prefill_*.json": prefill,
     "grouped_*.json": grouped,
     "ablation_w4a8_*.json": ablation,
+    "attention_ablation_*.json": decode_ablation,
 }
 """The same for docs/benchmarks.md."""
+
+
+def owner(name: str) -> str | None:
+    """The entry of README or DETAILS that a file belongs to."""
+    return max((pattern for pattern in README | DETAILS if fnmatch(name, pattern)), key=len, default=None)

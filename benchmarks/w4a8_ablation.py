@@ -77,13 +77,18 @@ def column(way: tuple[str, str]) -> str:
     return "_".join(way)
 
 
-def table(result: Mapping[str, Any]) -> str:
-    """Markdown: M, then for cuBLAS and every column the speed-up over the baseline."""
+def ratios(result: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """cuBLAS and every column but the baseline -> M -> speed-up over the baseline."""
     baseline, *others = map(column, WAYS)
     found = {"cublas_f16": report.variant_ratios(result, baseline)}
-    found |= {name: report.variant_ratios(result, baseline, name) for name in others}
-    ms = sorted({m for ratios in found.values() for m in ratios})
-    rows = [(m, *(f"{ratios[m]:.2f}x" if m in ratios else "" for ratios in found.values())) for m in ms]
+    return found | {name: report.variant_ratios(result, baseline, name) for name in others}
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Markdown: M, then for cuBLAS and every column the speed-up over the baseline."""
+    found = ratios(result)
+    ms = sorted({m for by_m in found.values() for m in by_m})
+    rows = [(m, *(f"{by_m[m]:.2f}x" if m in by_m else "" for by_m in found.values())) for m in ms]
     return report.markdown(("M", *found), rows, range(1 + len(found)))
 
 

@@ -182,6 +182,15 @@ def test_plots(tmp_path, result):
     assert "<svg" in path.with_suffix(".svg").read_text()
     path.write_text(json.dumps({**result, "rows": []}))
     assert plot.main([str(path)]) == 2
+    path = tmp_path / "ablation_w4a8_h200.json"
+    times = {w4a8_ablation.column(way): 40.0 / (1 + i) for i, way in enumerate(w4a8_ablation.WAYS)}
+    rows = [row(m, 64, 64, 10.0, 20.0) | {"variants": times} for m in (16, 256)]
+    path.write_text(json.dumps({**result, "rows": rows}))
+    assert plot.main([str(path)]) == 0
+    text = path.with_suffix(".svg").read_text()
+    assert all(f"<!-- {word} -->" in text for word in ("imfp_xor", "M = 256", "6.00x", "7.00x")) and "8.00x" not in text
+    path.write_text(json.dumps({**result, "rows": [rows[0] | {"variants": {}}]}))
+    assert plot.main([str(path)]) == 2
 
 
 def test_arguments():
@@ -241,9 +250,22 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
     paged = decode | {"page": 128, "us": 90.0}
     prefill = cache | {"kv_len": 4096, "new": 512, "mode": "fresh", "us": 100.0, "tflops": 321.0, "peers": {"a": 90.0}}
     grouped = {"op": "w4a8", "layer": "8 experts", "m": 128, "us": 35.0, "copy_share": 0.85, "torch_bf16": 70.0}
+    parts = [
+        cache | {"kv_len": n, "q_len": 4, "variant": "no pipeline", "us": 9.0, "of_ours": o}
+        for n, o in ((1, 2.0), (2, 8.0))
+    ]
     rows = {"attention_h200": [decode, paged], "attention_prefill_h200": [prefill], "grouped_h200": [grouped]}
+    rows["attention_ablation_h200"] = parts
     for name, found in rows.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({**result, "rows": found}))
     assert "| 8 x 32/8 x 32K, q_len 4 | 80.0 (3.00x) |" in readme.figures() and "90.0" not in readme.figures()
+    assert "no pipeline" not in readme.figures()
+    assert "| `int4/int4` | 4 | 4.00x |" in readme.details() and "geometric mean over 2 caches" in readme.details()
+    path = tmp_path / "attention_ablation_h200.json"
+    pytest.importorskip("matplotlib")
+    assert plot.main([str(path)]) == 0 and "<svg" in path.with_suffix(".svg").read_text()
+    assert "![the table as bars](attention_ablation_h200.png)" in readme.details()
+    path.write_text(json.dumps({**result, "rows": [parts[0] | {"us": None}]}))
+    assert plot.main([str(path)]) == 2
     assert "512 new after 3584 | `int4/int4` | fresh | 100 | 321 | 0.90x |" in readme.details()
     assert "| 8 experts | 128 | `w4a8` | 35.0 | 85% | 2.00x |" in readme.details()
