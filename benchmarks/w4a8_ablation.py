@@ -3,6 +3,8 @@
     python -m benchmarks.w4a8_ablation               the whole grid; writes benchmarks/results/ablation_w4a8_<gpu>.json
     python -m benchmarks.w4a8_ablation --quick       LLaMA-2-7B, three sizes of M, result not written unless --out
     python -m benchmarks.w4a8_ablation --count       only say how many kernels the other arguments ask for
+    python -m benchmarks.w4a8_ablation --ncu         counters of each pipeline on one shape and the largest M instead of
+                                                     times: tensor pipe, issue slots, stalls, DRAM (needs ncu)
 
 Every column reads the same packed weight and adds the same int32 sums, all but one in a persistent stream-K kernel on
 s8 wgmma: `basic_vadd4` is the baseline (no roles, QServe's multiply and vadd4), `basic_xor` has LiquidGEMM's
@@ -15,11 +17,14 @@ what `auto` takes. Outputs are compared with a float64 product before their time
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import gemm, report
+from terrazzo.lowering.errors import TerrazzoError
+
+from benchmarks import gemm, report, w4a8_counters
 from benchmarks.gemm import compile_all
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b")
@@ -39,6 +44,8 @@ WAYS = (
 
 def _extend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", action="store_true", help="only say how many kernels would be compiled; no GPU")
+    parser.add_argument("--ncu", action="store_true", help="counters of Nsight Compute on one shape, no times")
+    parser.add_argument("--shape", default="22016x4096", help="of --ncu, N x K")
 
 
 PROGRAM = gemm.Program("w4a8_ablation", __doc__, MODELS, MS, QUICK_MODELS, QUICK_MS, 64, _extend, file="ablation_w4a8")
@@ -59,7 +66,31 @@ def main(argv: list[str] | None = None) -> int:
     if options.count:
         print(f"{len(set(requests(options, settings)))} kernels for sm_90a")
         return 0
+    if options.ncu:
+        return counters(options, settings)
     return gemm.main(PROGRAM, measure, options)
+
+
+def counters(options: argparse.Namespace, settings: Any) -> int:
+    """What --ncu does; 2, and a line on stderr, where there is no ncu or it may not read counters."""
+    from terrazzo.autotune.gemm_bench import header
+    from terrazzo.autotune.w4a8_bench import W4A8Shape, options_of
+    from terrazzo.lowering.targets import Target
+
+    try:
+        w4a8_counters.find_ncu()
+        (n, k), m, target = map(int, options.shape.split("x")), max(options.m), Target.detect()
+        ways = [tuple(way.values()) for way in options_of(m, n, k, settings, target).values() if way]
+        compile_all(W4A8Shape.requests(n, k, m, settings, target))
+        rows = w4a8_counters.collect(n, k, m, options.group, options.dtype, ways)
+    except (ValueError, TerrazzoError, w4a8_counters.CountersError) as error:
+        print(f"benchmarks.w4a8_ablation: {error}", file=sys.stderr)
+        return 2
+    print(f"\nW4A8 ({n}, {k}) at M = {m}\n\n{w4a8_counters.table(rows)}\n")
+    if options.out:
+        result = header(target, options.commit) | {"n": n, "k": k, "m": m, "counters": rows}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
 
 
 def requests(options: argparse.Namespace, settings: Any, arch: str = "sm_90a") -> list[Any]:
