@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -53,6 +54,7 @@ class _Pool:
 
 
 _pools: dict[torch.device, _Pool] = {}
+_pools_lock = threading.Lock()
 
 
 def ready(plan: Plan, m: int, device: torch.device, stream: int, operator: str, dtype: str = "float32") -> tuple:
@@ -66,8 +68,10 @@ def ready(plan: Plan, m: int, device: torch.device, stream: int, operator: str, 
     """
     import torch
 
-    kernel, pool = warm_kernel(plan.request, m, operator), _pool(device, operator)
-    slot = pool.slots.setdefault(stream, len(pool.slots))
+    kernel = warm_kernel(plan.request, m, operator)
+    with _pools_lock:  # two threads must not find the same slot free for two streams
+        pool = _pool(device, operator)
+        slot = pool.slots.setdefault(stream, len(pool.slots))
     if slot >= STREAMS:
         raise ArgumentError("stream", stream, f"at most {STREAMS} streams of a device", "reuse streams")
     semaphores = pool.semaphores[slot, : prod(plan.semaphores)].view(plan.semaphores)
