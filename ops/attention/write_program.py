@@ -8,7 +8,8 @@ in device memory, so that a captured graph does the right thing in every replay,
 lengths writes the same bits.
 
 The kernel may start before the one ahead of it on the stream has ended (programmatic dependent launch), and waits for
-its end before anything else: that one may write the rows, or still read the tokens that this one overwrites.
+its end before it reads or writes anything: that one may write the rows, or still read the tokens that this one
+overwrites. Until then it fetches into L2 what the residual ring holds of the block, if lengths are what they seem.
 """
 
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from terrazzo.ops.attention.decode_copies import peek
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.quantize_macros import make_quantize_macros, tile_state
-from terrazzo.ops.attention.tile_macros import each
+from terrazzo.ops.attention.tile_macros import each, larger, less, smaller
 
 PASS_CONFIGS = (  # barriers and bounds are the program's own
     ("tl.disable_safe_memory_legalize", True),
@@ -62,13 +63,23 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
     through_f16 = bool(residual) and dtype == "bfloat16"
     bf16 = dtype == "bfloat16" and not residual
     chunks_per_row = D // 8
-    sources = attention_prelude("cp_async", "lds", "ldmatrix", "pack")
+    pdl = target.supports("pdl")
+    sources = attention_prelude("cp_async", "lds", "ldmatrix", "pack", *(["prefetch"] if pdl else []))
     keys, values = (make_quantize_macros(layout, is_key, bf16, warps) for is_key in (True, False))
 
     NK, NV, B, B1, HK = T.dynamic("nk"), T.dynamic("nv"), T.dynamic("b"), T.dynamic("b1"), T.dynamic("hk")
     PAGES, PAGE_WORDS, TABLE_B, MOST = T.dynamic("pages"), T.dynamic("page_words"), T.dynamic("tb"), T.dynamic("most")
     SLOTS, RES_H, RES_WORDS = T.dynamic("slots"), T.dynamic("rh"), T.dynamic("res_words")
     SKH, SKD, SVH, SVD = (T.dynamic(name) for name in ("skh", "skd", "svh", "svd"))
+
+    @T.macro
+    def place(LEN, CU, w, block):
+        """The tile of the warp, in a block of new tokens."""
+        w.length[0] = peek(LEN, w.b)
+        w.row[0] = peek(CU, w.b)
+        w.old[0] = w.length[0] - (peek(CU, w.b + 1) - w.row[0])
+        w.base[0] = (w.old[0] // chunk + block) * chunk
+        w.token[0] = w.base[0] + w.warp * 16
 
     @T.macro
     def fetch(rows, w, of, lane):
@@ -116,6 +127,21 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
         """Address of the token's tile in the residual ring."""
         w.page[0] = peek(SLOT, w.b)
         w.inside[0] = w.h * RES_WORDS + w.token[0] // 16 % spare_tiles * spare.tile_words + offset
+
+    @T.macro
+    def prefetch(RES, SLOT, w, lane):
+        """Old tokens of the tile on their way to L2; what says where they are may be wrong, so it is clamped."""
+        spare_tile(RES, SLOT, w, 0)
+        wanted = T.Or(less(w.old[0], w.token[0] + 16), less(w.base[0] + chunk - 1, w.length[0]))
+        if T.And(T.And(less(w.token[0], w.old[0]), less(-1, w.token[0])), T.And(wanted, less(lane, 1))):
+            T.call_extern(
+                "handle", "tz_prefetch",
+                T.call_extern(
+                    "handle", "tz_page", T.access_ptr(RES[0, 0, 0], "r", 1),
+                    smaller(larger(w.page[0], 0), SLOTS - 1), RES_H * RES_WORDS, w.inside[0],
+                ),
+                4 * spare.tile_words,
+            )  # fmt: skip
 
     @T.macro
     def packed_tile(TABLE, w):
@@ -199,14 +225,13 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
             st = tile_state(D)
             ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
             w = SimpleNamespace(b=b, h=h, warp=tx // 32, **ints)
-            if target.supports("pdl"):
+            if pdl:
                 T.pdl_trigger()
+                if residual:
+                    place(LEN, CU, w, first + x)
+                    prefetch(RES, SLOT, w, lane)
                 T.pdl_sync()
-            w.length[0] = peek(LEN, b)
-            w.row[0] = peek(CU, b)
-            w.old[0] = w.length[0] - (peek(CU, b + 1) - w.row[0])
-            w.base[0] = (w.old[0] // chunk + first + x) * chunk
-            w.token[0] = w.base[0] + w.warp * 16
+            place(LEN, CU, w, first + x)
             touched = T.And(w.token[0] + 16 > w.old[0], w.token[0] < w.length[0])
             complete = w.base[0] + chunk <= w.length[0] if residual else False
             if T.And(w.old[0] < w.length[0], T.And(w.base[0] < w.length[0], T.Or(touched, complete))):

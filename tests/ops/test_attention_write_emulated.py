@@ -71,9 +71,10 @@ def emulate(case: Case, folder, target: str = "sm_90a", times: int = 1) -> None:
     zero, table = torch.zeros(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     static = [torch.zeros(1, 1) if s is None else s.contiguous() for s in (made.k_static, made.v_static)]
     residual = zero if made.residual is None else made.residual
+    kernel.allocation(residual)
     if request.target.supports("pdl"):  # until the kernel waits, it sees what the one ahead has not written yet
         for x in (made.lengths, starts, *(r for r in rows if r.is_contiguous())):
-            kernel.late(x, torch.zeros_like(x))
+            kernel.late(x, x * 3 // 2 if x.dtype == torch.int32 else torch.zeros_like(x))
     pages = table if made.block_table is None else made.block_table
     for _ in range(times):
         for first, blocks in writing.launches(max(case.new), warps * 16, made.residual_tokens):
@@ -84,6 +85,7 @@ def emulate(case: Case, folder, target: str = "sm_90a", times: int = 1) -> None:
                 v_head=case.head_dim, first=first, blocks=blocks, hk=case.heads, page_words=made.pages.shape[2],
                 most=pages.shape[1], rh=residual.shape[1], res_words=residual.shape[2], skd=static[0].shape[1],
                 svd=static[1].shape[1], b=len(case.old), b1=len(case.old) + 1,
+                slots=residual.shape[0],
             )  # fmt: skip
     attention_write_cases.compare(made, wanted)
 
