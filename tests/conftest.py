@@ -9,6 +9,11 @@ import pytest
 # What uses a GPU where there is one: all of it is one worker's, so that nothing shares the GPU with what is timed.
 ON_THE_GPU = ("tests/gpu/", "tests/test_demo.py", "tests/test_examples.py")
 
+# Workers share the cores: idle threads of torch's that spin would take them from each other.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    threads = len(os.sched_getaffinity(0)) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(threads, 1)))
+
 # Importing tilelang puts its own TVM on PYTHONPATH; processes that later tests start must not inherit that.
 _BEFORE = {name: os.environ.get(name) for name in ("PYTHONPATH", "TVM_LIBRARY_PATH")}
 
