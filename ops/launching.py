@@ -228,9 +228,11 @@ def current_stream(x: torch.Tensor) -> int:
     return place(x)[1]
 
 
-def writes(*tensors: torch.Tensor) -> int:
+def writes(first: torch.Tensor, *more: torch.Tensor) -> int:
     """Counts PyTorch's in-place writes to some tensors; inference tensors keep no count."""
-    return -1 if tensors[0].is_inference() else sum(t._version for t in tensors)
+    if first.is_inference():
+        return -1
+    return first._version + sum(t._version for t in more) if more else first._version
 
 
 def elsewhere(x: torch.Tensor, device: torch.device) -> ArgumentError:

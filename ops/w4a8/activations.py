@@ -304,9 +304,13 @@ def _gain(smooth: torch.Tensor | None, rms_weight: torch.Tensor | None, k: int, 
     return gain
 
 
-def _state(*vectors: torch.Tensor | None) -> tuple:
+def _state(smooth: torch.Tensor | None, rms_weight: torch.Tensor | None) -> tuple:
     """What changes when one of the vectors is another one, other memory, or was written to."""
-    return tuple(None if t is None else (id(t), t.data_ptr(), t.numel(), launching.writes(t)) for t in vectors)
+    return _state_of(smooth), _state_of(rms_weight)
+
+
+def _state_of(t: torch.Tensor | None) -> tuple | None:
+    return None if t is None else (id(t), t.data_ptr(), t.numel(), launching.writes(t))
 
 
 def _copy_into(out: QuantizedActivations, found: QuantizedActivations) -> QuantizedActivations:
