@@ -51,8 +51,8 @@ def partition_macros(
 
     Groups of `raster` token blocks walk over the rows together, so that both operands stay in L2. `head_units`: where
     whole tiles are left besides the shared ones, a head gets so many k units less for each other share that it adds up
-    (a share may then be empty: k0 = k1). `lead_units`: where all tiles are shared, a head gets so many k units more, while
-    the other shares travel.
+    (a share may then be empty: k0 = k1). `lead_units`: where all tiles are shared, a head gets so many k units more,
+    for the other shares still travel.
     """
     import tilelang.language as T
 
@@ -228,20 +228,27 @@ def ring_macros(*, stages: int) -> SimpleNamespace:
     return SimpleNamespace(reset=reset, advance=advance, release=release)
 
 
+def spare_registers(warpgroups: int, used: int, per_sm: int = 1) -> int:
+    """Registers of a thread that ptxas has left beside `used` in CTAs of so many warpgroups and one of producers:
+    setmaxnreg comes too late for it."""
+    return min(65536 // (128 * (warpgroups + 1) * per_sm) // 8 * 8, 240) - used
+
+
 def share_macros(
     *, vectors: int, row_blocks: int, flags: int, dtype: str, spare: int, apart: bool = False
 ) -> SimpleNamespace:
     """Macros `leave_share` and `add_shares`: partial tiles through the workspace.
 
     A thread holds `row_blocks` * `vectors` groups of four 32-bit sums in `dtype`; WS [grid, blocks, vectors, 128, 4].
-    `flags` semaphores belong to a CTA, one for each warpgroup. `spare`: registers of a thread for loads under way.
+    `flags` semaphores belong to a CTA, one for each warpgroup. `spare`: registers of a thread for loads under way,
+    of several shares from 16 on.
     `apart`: warpgroups have tiles of their own; each then counts as a CTA, and `wg` only names its barrier.
     """
     import tilelang.language as T
 
     part = (lambda wg: 0) if apart else (lambda wg: wg)
     total = row_blocks * vectors
-    at_once = 4 if spare >= 64 else 2 if spare >= 16 else 1  # shares whose loads are in flight together
+    at_once = 4 if spare >= 64 else 2  # shares whose loads are in flight together
     depth = max(min(spare // (4 * at_once), 8, total), 1)  # vectors of each
 
     @T.macro
@@ -272,17 +279,19 @@ def share_macros(
             )
 
     @T.macro
-    def add_shares(WS, SEM, acc, count, cta, wg, wt):
-        """The head of a tile adds the `count` other shares in order of k."""
+    def add_in_place(WS, acc, count, cta, wg, wt):
+        for b in T.serial(count):
+            for i in T.unroll(total):
+                T.call_extern(
+                    "handle",
+                    "tz_addcg4" if dtype == "float32" else "tz_addcg4i",
+                    T.access_ptr(acc[i * 4], "rw", 4),
+                    T.access_ptr(WS[cta - (b + 1), part(wg) * row_blocks + i // vectors, i % vectors, wt, 0], "r", 4),
+                )
+
+    @T.macro
+    def add_together(WS, acc, count, cta, wg, wt):
         coming = T.alloc_local((depth * at_once * 4,), dtype)
-        T.call_extern(
-            "handle",
-            "tz_await",
-            T.access_ptr(SEM[cta - 1, part(wg)], "rw", 1),
-            count,
-            -flags,
-            wg + 1,
-        )
         for b in T.serial(T.ceildiv(count, at_once)):
             for i in T.unroll(total + depth - 1):
                 if i < total:
@@ -293,5 +302,21 @@ def share_macros(
                             acc[(i - depth + 1) * 4 + e] = (
                                 acc[(i - depth + 1) * 4 + e] + coming[((i - depth + 1) % depth * at_once + j) * 4 + e]
                             )
+
+    @T.macro
+    def add_shares(WS, SEM, acc, count, cta, wg, wt):
+        """The head of a tile adds the `count` other shares in order of k."""
+        T.call_extern(
+            "handle",
+            "tz_await",
+            T.access_ptr(SEM[cta - 1, part(wg)], "rw", 1),
+            count,
+            -flags,
+            wg + 1,
+        )
+        if spare < 16:
+            add_in_place(WS, acc, count, cta, wg, wt)
+        else:
+            add_together(WS, acc, count, cta, wg, wt)
 
     return SimpleNamespace(leave_share=leave_share, add_shares=add_shares)

@@ -24,6 +24,7 @@ from terrazzo.ops.tile_scheduler import (
     ring_state,
     segment_state,
     share_macros,
+    spare_registers,
     table_state,
     table_words,
 )
@@ -100,7 +101,7 @@ def build(
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, head_units=1, lead_units=lead_units)
     rings = ring_macros(stages=stages)
-    spare = REGISTERS[wgs, per_sm][1] - rb * nacc - 48
+    spare = spare_registers(wgs, (rb + post) * nacc + 48, per_sm)
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, dtype="float32", spare=spare)
     M = T.dynamic("m")
     G = T.dynamic("grid")

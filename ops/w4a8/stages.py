@@ -31,7 +31,7 @@ def tile_macros(
     tokens = expert_macros(experts=0, block_tokens=block_tokens, units=gemm.units, row_tiles=row_tiles)
     tiles = partition_macros(units=gemm.units, row_tiles=row_tiles, raster=raster)
     shares = share_macros(
-        vectors=block_tokens // 8, row_blocks=row_blocks, flags=max(flags, 1), dtype="int32", spare=16, apart=flags == 0
+        vectors=block_tokens // 8, row_blocks=row_blocks, flags=max(flags, 1), dtype="int32", spare=0, apart=flags == 0
     )
     out = store_macros(gemm, block_tokens=block_tokens, row_blocks=row_blocks, cta_blocks=cta_blocks)
 

@@ -32,6 +32,7 @@ from terrazzo.ops.tile_scheduler import (
     ring_state,
     segment_state,
     share_macros,
+    spare_registers,
     table_state,
     table_words,
 )
@@ -99,7 +100,7 @@ def build(
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, lead_units=lead_units)
     rings = ring_macros(stages=stages)
-    spare = REGISTERS[wgs][1] - rb * nacc - 48
+    spare = spare_registers(wgs, (rb + e4m3) * nacc + 48)
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, dtype=sum_type, spare=spare)
     operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
     out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)

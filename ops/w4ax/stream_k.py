@@ -91,8 +91,7 @@ def build(
     copies = nacc if form in ("blocks", "kept") else 1  # of them, as f32
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, lead_units=lead_units)
     rings = ring_macros(stages=stages)
-    spare = REGISTERS[wgs][1] - nacc - 48
-    shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, dtype="float32", spare=spare)
+    shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, dtype="float32", spare=0)
     operand = problem.convert_macros(gemm)
     out = store_macros(gemm, block_tokens=bm, cta_blocks=cta_blocks)
     used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
