@@ -218,6 +218,7 @@ def gemm(
 
     Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on
     different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time.
+    Between calls on 16-bit activations each thread keeps memory for their codes, up to 8 MiB for each stream.
 
     Raises:
         ArgumentError: an operand that does not fit, named with the value seen and the remedy.
