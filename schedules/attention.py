@@ -51,7 +51,8 @@ class DecodeProblem:
 class Decode:
     """row_tiles groups of 8 rows; `warps` rings of `stages` stages of `tiles` tiles; min_blocks CTAs on an SM; whether
     the rows' B fragments are read from shared memory in every step instead of staying in registers; how many stages of
-    a warp are fetched into L2 before the kernel ahead has ended, where a GPU starts kernels early."""
+    a warp are fetched into L2 before the kernel ahead has ended, where a GPU starts kernels early (-1: those that are
+    copied before any is worked on)."""
 
     row_tiles: int
     warps: int
@@ -59,11 +60,11 @@ class Decode:
     stages: int
     min_blocks: int
     shared_rows: bool = False
-    ahead: int = 0
+    ahead: int = -1
 
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
-        return asdict(self)
+        return asdict(self) | {"ahead": self.stages - 1 if self.ahead < 0 else self.ahead}
 
     def stage_words(self, problem: DecodeProblem) -> int:
         return problem.channel_words + self.tiles * problem.tile_words
@@ -72,7 +73,7 @@ class Decode:
         """Dynamic shared memory of a CTA: rings, or what the merge needs in their place; the rows of Q where
         channel-wise scales multiply them."""
         rows = 8 * self.row_tiles
-        merge = self.warps * rows * (problem.head_dim + 6)
+        merge = self.warps * (rows * (problem.head_dim + 6) + 256)
         rings = max(self.warps * self.stages * self.stage_words(problem), merge)
         copies = bool(problem.group or self.shared_rows) + (self.warps if problem.group and self.shared_rows else 0)
         return 4 * (rings + 4 * problem.head_dim * self.row_tiles * copies + (2 * rows if self.shared_rows else 0))

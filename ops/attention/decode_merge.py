@@ -1,8 +1,8 @@
 """What follows a warp's tokens in decode attention: the merge of a CTA's warps, and that of a sequence's splits.
 
 Sums are added in a fixed order, so that results have the same bits in every run: the warps in theirs, and the splits by
-the last CTA of a (sequence, row group) to end. There each thread adds a share of the splits for four head dimensions of
-a row, all of them loaded at once, and the shares follow one another through shared memory.
+the last CTA of a (sequence, row group) to end. Each thread adds a share of them for four head dimensions of a row, all
+loaded at once, and the shares follow one another through shared memory.
 """
 
 from types import SimpleNamespace
@@ -21,8 +21,8 @@ def pitch_of(head_dim: int) -> int:
 
 
 def merge_words(head_dim: int, row_tiles: int, warps: int) -> int:
-    """int32 words of shared memory for the sums of all warps, which later hold the threads' shares of the splits."""
-    return warps * 8 * row_tiles * (pitch_of(head_dim) + 2)
+    """int32 words of shared memory for the sums of all warps, and for the threads' shares of them or of the splits."""
+    return warps * (8 * row_tiles * (pitch_of(head_dim) + 2) + 32 * _SHARE)
 
 
 def _log2(n: int) -> int:
@@ -39,6 +39,7 @@ def state() -> SimpleNamespace:
         o=T.alloc_local((4,), "float32"),
         x=T.alloc_local((4 * BATCH,), "float32"),
         lse=T.alloc_local((BATCH,), "float32"),
+        sum=T.alloc_local((BATCH,), "float32"),
         **{
             name: T.alloc_local((1,), "int32")
             for name in ("items", "shift", "parts", "part", "per", "item", "k", "end", "head")
@@ -117,48 +118,18 @@ def make_merge_macros(
             )
 
     @T.macro
-    def clear(c):
-        c.m[0] = T.float32(LOWEST)
-        c.l[0] = 0.0
+    def write_partial(OP, LP, c, w, row, col):
+        """A partial result with its (m, l) as one lse."""
+        c.f[0] = T.if_then_else(c.l[0] > 0, T.float32(1) / c.l[0], T.float32(0))
         for e in each(4):
-            c.o[e] = 0.0
-
-    @T.macro
-    def merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx):
-        """Sum over the warps in their order; the result is the output, or a partial one with its (m, l) as one lse."""
-        for v in T.serial(T.ceildiv(w.here[0] * (D // 4), threads)):
-            row = (v * threads + tx) // (D // 4)
-            col = (v * threads + tx) % (D // 4) * 4
-            if less(row, w.here[0]):
-                clear(c)
-                for k in each(warps):
-                    c.m[0] = T.max(c.m[0], T.reinterpret(ring[k * merge_warp + cols * pitch + row], "float32"))
-                for k in each(warps):
-                    c.f[0] = T.call_extern(
-                        "float32", "tz_ex2",
-                        T.reinterpret(ring[k * merge_warp + cols * pitch + row], "float32") - c.m[0],
-                    )  # fmt: skip
-                    c.l[0] = c.l[0] + c.f[0] * T.reinterpret(ring[k * merge_warp + cols * (pitch + 1) + row], "float32")
-                    T.call_extern(
-                        "handle", "tz_load<4>", T.access_ptr(c.x, "w", 4),
-                        T.access_ptr(ring[k * merge_warp + row * pitch + col], "r", 4),
-                    )  # fmt: skip
-                    for e in each(4):
-                        c.o[e] = c.o[e] + c.f[0] * c.x[e]
-                if w.splits == 1:
-                    finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
-                else:
-                    c.f[0] = T.if_then_else(c.l[0] > 0, T.float32(1) / c.l[0], T.float32(0))
-                    for e in each(4):
-                        c.o[e] = c.o[e] * c.f[0]
-                    T.call_extern(
-                        "handle", "tz_store16", T.access_ptr(OP[w.b, w.hy, w.split, row, col], "w", 4),
-                        T.access_ptr(c.o, "r"),
-                    )  # fmt: skip
-                    if less(col, 1):
-                        LP[w.b, w.hy, w.split, row] = T.if_then_else(
-                            c.l[0] > 0, c.m[0] + T.call_extern("float32", "tz_log2", c.l[0]), T.float32(LOWEST)
-                        )
+            c.o[e] = c.o[e] * c.f[0]
+        T.call_extern(
+            "handle", "tz_store16", T.access_ptr(OP[w.b, w.hy, w.split, row, col], "w", 4), T.access_ptr(c.o, "r")
+        )
+        if less(col, 1):
+            LP[w.b, w.hy, w.split, row] = T.if_then_else(
+                c.l[0] > 0, c.m[0] + T.call_extern("float32", "tz_log2", c.l[0]), T.float32(LOWEST)
+            )
 
     @T.macro
     def join(c, top):
@@ -171,26 +142,37 @@ def make_merge_macros(
             c.o[e] = c.o[e] * c.f[0]
 
     @T.macro
-    def add_splits(OP, LP, c, w, row, col):
-        """Splits c.k .. c.end of a row, up to BATCH of them: all loads first."""
-        for i in each(BATCH):
+    def load(ring, OP, LP, c, w, i, row, col, of_splits):
+        """Sums c.k + i, or the last of the share, to place i."""
+        k = smaller(c.k[0] + i, c.end[0] - 1)
+        if of_splits:
+            T.call_extern(
+                "handle", "tz_load16cg", T.access_ptr(c.x[i * 4], "w", 4),
+                T.access_ptr(OP[w.b, w.hy, k, row, col], "r", 4),
+            )  # fmt: skip
+            c.lse[i] = T.call_extern("float32", "tz_loadcg", T.access_ptr(LP[w.b, w.hy, k, row], "r", 1))
+        else:
+            T.call_extern(
+                "handle", "tz_load<4>", T.access_ptr(c.x[i * 4], "w", 4),
+                T.access_ptr(ring[k * merge_warp + row * pitch + col], "r", 4),
+            )  # fmt: skip
+            c.lse[i] = T.reinterpret(ring[k * merge_warp + cols * pitch + row], "float32")
+            c.sum[i] = T.reinterpret(ring[k * merge_warp + cols * (pitch + 1) + row], "float32")
+
+    @T.macro
+    def add(ring, OP, LP, c, w, row, col, of_splits, batch):
+        """Sums c.k .. c.end of a row, up to `batch` of them: all loads first."""
+        for i in each(batch):
             c.lse[i] = T.float32(LOWEST)
-        for q in each(BATCH // _AT_LEAST):
+        for q in each(batch // _AT_LEAST):
             if less(c.k[0] + q * _AT_LEAST, c.end[0]):
                 for i in each(q * _AT_LEAST, (q + 1) * _AT_LEAST):
-                    T.call_extern(
-                        "handle", "tz_load16cg", T.access_ptr(c.x[i * 4], "w", 4),
-                        T.access_ptr(OP[w.b, w.hy, smaller(c.k[0] + i, c.end[0] - 1), row, col], "r", 4),
-                    )  # fmt: skip
-                    c.lse[i] = T.call_extern(
-                        "float32", "tz_loadcg",
-                        T.access_ptr(LP[w.b, w.hy, smaller(c.k[0] + i, c.end[0] - 1), row], "r", 1),
-                    )  # fmt: skip
+                    load(ring, OP, LP, c, w, i, row, col, of_splits)
         c.top[0] = c.lse[0]
-        for i in each(1, BATCH):
+        for i in each(1, batch):
             c.top[0] = T.max(c.top[0], c.lse[i])
         join(c, c.top[0])
-        for q in each(BATCH // _AT_LEAST):
+        for q in each(batch // _AT_LEAST):
             if less(c.k[0] + q * _AT_LEAST, c.end[0]):
                 for i in each(q * _AT_LEAST, (q + 1) * _AT_LEAST):
                     c.f[0] = T.if_then_else(
@@ -198,18 +180,25 @@ def make_merge_macros(
                         T.call_extern("float32", "tz_ex2", c.lse[i] - c.m[0]),
                         T.float32(0),
                     )
-                    c.l[0] = c.l[0] + c.f[0]
+                    if of_splits:
+                        c.l[0] = c.l[0] + c.f[0]
+                    else:
+                        c.l[0] = c.l[0] + c.f[0] * c.sum[i]
                     for e in each(4):
                         c.o[e] = c.o[e] + c.f[0] * c.x[i * 4 + e]
 
+    def number(w, of_splits):
+        return w.splits if of_splits else warps
+
     @T.macro
-    def combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx):
-        """The last split adds all of them: `parts` threads, a power of two, for four dimensions of a row where there
-        are that many. Nothing is divided: everyone else of the GPU has ended."""
+    def merge(ring, OP, LP, O, LSE, SINK, c, w, tx, of_splits, spare, batch):
+        """The sum of all warps or splits for each row: `parts` threads, a power of two, for four dimensions of a
+        row where there are that many; their shares follow one another through `ring` from `spare` on. Nothing is
+        divided: the last CTA does this while everyone else has ended."""
         c.items[0] = w.here[0] * (D // 4)
         c.shift[0] = T.call_extern("int32", "tz_bits", w.here[0] - 1) + _log2(D // 4)  # of the rows, as a power of two
         c.parts[0] = larger(_log2(threads) - c.shift[0], 0)
-        c.per[0] = (w.splits + (1 << c.parts[0]) - 1) >> c.parts[0]
+        c.per[0] = (number(w, of_splits) + (1 << c.parts[0]) - 1) >> c.parts[0]
         c.parts[0] = 1 << c.parts[0]
         c.part[0] = T.call_extern("int32", "tz_select", less(1, c.parts[0]), tx >> c.shift[0], 0)
         c.head[0] = tx - (c.part[0] << c.shift[0])
@@ -217,32 +206,53 @@ def make_merge_macros(
             c.item[0] = v * threads + c.head[0]
             row = c.item[0] // (D // 4)
             col = c.item[0] % (D // 4) * 4
-            if T.And(less(c.item[0], c.items[0]), less(c.part[0], c.parts[0])):
-                clear(c)
+            exists = T.And(less(c.item[0], c.items[0]), less(c.part[0], c.parts[0]))
+            at = spare + (c.part[0] * c.items[0] + c.item[0]) * _SHARE
+            if exists:
+                c.m[0] = T.float32(LOWEST)
+                c.l[0] = 0.0
+                for e in each(4):
+                    c.o[e] = 0.0
                 c.k[0] = c.part[0] * c.per[0]
-                c.end[0] = smaller(c.k[0] + c.per[0], w.splits)
-                for _ in T.serial(T.truncdiv(c.per[0] + BATCH - 1, BATCH)):
+                c.end[0] = smaller(c.k[0] + c.per[0], number(w, of_splits))
+                for _ in T.serial(T.truncdiv(c.per[0] + batch - 1, batch)):
                     if less(c.k[0], c.end[0]):
-                        add_splits(OP, LP, c, w, row, col)
-                    c.k[0] = c.k[0] + BATCH
-                if less(1, c.parts[0]):
-                    at = (c.part[0] * c.items[0] + c.item[0]) * _SHARE
+                        add(ring, OP, LP, c, w, row, col, of_splits, batch)
+                    c.k[0] = c.k[0] + batch
+            if less(1, c.parts[0]):
+                if exists:
                     T.call_extern("handle", "tz_store<4>", T.access_ptr(ring[at], "w", 4), T.access_ptr(c.o, "r"))
                     ring[at + 4] = T.reinterpret(c.m[0], "int32")
                     ring[at + 5] = T.reinterpret(c.l[0], "int32")
-                else:
+                T.sync_threads()
+                if T.And(exists, less(c.part[0], 1)):  # the first share is in registers
+                    for p in T.serial(c.parts[0] - 1):
+                        other = at + (p + 1) * c.items[0] * _SHARE
+                        join(c, T.reinterpret(ring[other + 4], "float32"))
+                        c.f[0] = T.call_extern("float32", "tz_ex2", T.reinterpret(ring[other + 4], "float32") - c.m[0])
+                        T.call_extern(
+                            "handle", "tz_load<4>", T.access_ptr(c.x, "w", 4), T.access_ptr(ring[other], "r", 4)
+                        )
+                        c.l[0] = c.l[0] + c.f[0] * T.reinterpret(ring[other + 5], "float32")
+                        for e in each(4):
+                            c.o[e] = c.o[e] + c.f[0] * c.x[e]
+            if T.And(exists, less(c.part[0], 1)):
+                if of_splits:
                     finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
-        if less(1, c.parts[0]):
-            T.sync_threads()
-            if less(tx, c.items[0]):  # the first share is in registers
-                for p in T.serial(c.parts[0] - 1):
-                    at = ((p + 1) * c.items[0] + tx) * _SHARE
-                    join(c, T.reinterpret(ring[at + 4], "float32"))
-                    c.f[0] = T.call_extern("float32", "tz_ex2", T.reinterpret(ring[at + 4], "float32") - c.m[0])
-                    T.call_extern("handle", "tz_load<4>", T.access_ptr(c.x, "w", 4), T.access_ptr(ring[at], "r", 4))
-                    c.l[0] = c.l[0] + c.f[0] * T.reinterpret(ring[at + 5], "float32")
-                    for e in each(4):
-                        c.o[e] = c.o[e] + c.f[0] * c.x[e]
-                finish_row(O, LSE, SINK, c, w, w.y[0] * cols + tx // (D // 4), tx % (D // 4) * 4)
+                else:
+                    if w.splits == 1:
+                        finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
+                    else:
+                        write_partial(OP, LP, c, w, row, col)
+
+    @T.macro
+    def merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx):
+        """Sum over the warps in their order; the result is the output, or a partial one."""
+        merge(ring, OP, LP, O, LSE, SINK, c, w, tx, False, warps * merge_warp, BATCH // 2)
+
+    @T.macro
+    def combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx):
+        """The last split adds all of them."""
+        merge(ring, OP, LP, O, LSE, SINK, c, w, tx, True, 0, BATCH)
 
     return SimpleNamespace(stage_sums=stage_sums, merge_warps=merge_warps, combine_splits=combine_splits)

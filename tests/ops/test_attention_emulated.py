@@ -101,7 +101,7 @@ CASES = {
     "int2 channel": (Case("int2_channel64", "int2", lengths=(300, 63, 600)), Decode(1, 2, 2, 3, 1), 2),
     "int2": (Case("int2", "int2", lengths=RAGGED), SMALL, 2),
     "paged": (Case("int4", "int8", lengths=RAGGED, page=64, group=7), SMALL, 2),
-    "paged channel": (Case("int4_channel32", "int4", lengths=RAGGED, page=64), Decode(1, 4, 2, 3, 1), 2),
+    "paged channel": (Case("int4_channel32", "int4", lengths=RAGGED, page=64), Decode(1, 4, 2, 3, 1, ahead=0), 2),
     "bfloat16": (Case("bfloat16", "bfloat16", lengths=RAGGED, dtype="bfloat16"), ONE, 2),
     "bfloat16 queries": (Case("int4", "int4", lengths=RAGGED, dtype="bfloat16"), SMALL, 2),
     "static": (Case("int8_static", "int8_static", lengths=RAGGED), ONE, 2),
