@@ -73,7 +73,7 @@ class Decode:
         """Dynamic shared memory of a CTA: rings, or what the merge needs in their place; the rows of Q where
         channel-wise scales multiply them."""
         rows = 8 * self.row_tiles
-        merge = self.warps * (rows * (problem.head_dim + 6) + 256)
+        merge = self.warps * rows * (problem.head_dim + 6)
         rings = max(self.warps * self.stages * self.stage_words(problem), merge)
         copies = bool(problem.group or self.shared_rows) + (self.warps if problem.group and self.shared_rows else 0)
         return 4 * (rings + 4 * problem.head_dim * self.row_tiles * copies + (2 * rows if self.shared_rows else 0))

@@ -1,8 +1,8 @@
 """What follows a warp's tokens in decode attention: the merge of a CTA's warps, and that of a sequence's splits.
 
 Sums are added in a fixed order, so that results have the same bits in every run: the warps in theirs, and the splits by
-the last CTA of a (sequence, row group) to end. Each thread adds a share of them for four head dimensions of a row, all
-loaded at once, and the shares follow one another through shared memory.
+the last CTA of a (sequence, row group) to end. There each thread adds a share of the splits for four head dimensions of
+a row, all loaded at once, and the shares follow one another through shared memory.
 """
 
 from types import SimpleNamespace
@@ -21,8 +21,8 @@ def pitch_of(head_dim: int) -> int:
 
 
 def merge_words(head_dim: int, row_tiles: int, warps: int) -> int:
-    """int32 words of shared memory for the sums of all warps, and for the threads' shares of them or of the splits."""
-    return warps * (8 * row_tiles * (pitch_of(head_dim) + 2) + 32 * _SHARE)
+    """int32 words of shared memory for the sums of all warps, where the threads' shares of the splits lie later."""
+    return warps * 8 * row_tiles * (pitch_of(head_dim) + 2)
 
 
 def _log2(n: int) -> int:
@@ -39,7 +39,7 @@ def state() -> SimpleNamespace:
         o=T.alloc_local((4,), "float32"),
         x=T.alloc_local((4 * BATCH,), "float32"),
         lse=T.alloc_local((BATCH,), "float32"),
-        sum=T.alloc_local((BATCH,), "float32"),
+        sum=T.alloc_local((_AT_LEAST,), "float32"),
         **{
             name: T.alloc_local((1,), "int32")
             for name in ("items", "shift", "parts", "part", "per", "item", "k", "end", "head")
@@ -132,18 +132,8 @@ def make_merge_macros(
             )
 
     @T.macro
-    def join(c, top):
-        """The sums so far relative to a running maximum of at least `top`."""
-        c.top[0] = T.max(c.m[0], top)
-        c.f[0] = T.call_extern("float32", "tz_ex2", c.m[0] - c.top[0])
-        c.m[0] = c.top[0]
-        c.l[0] = c.l[0] * c.f[0]
-        for e in each(4):
-            c.o[e] = c.o[e] * c.f[0]
-
-    @T.macro
     def load(ring, OP, LP, c, w, i, row, col, of_splits):
-        """Sums c.k + i, or the last of the share, to place i."""
+        """Result c.k + i, or the last one, to place i: of a split, or of a thread's share of them."""
         k = smaller(c.k[0] + i, c.end[0] - 1)
         if of_splits:
             T.call_extern(
@@ -152,26 +142,28 @@ def make_merge_macros(
             )  # fmt: skip
             c.lse[i] = T.call_extern("float32", "tz_loadcg", T.access_ptr(LP[w.b, w.hy, k, row], "r", 1))
         else:
-            T.call_extern(
-                "handle", "tz_load<4>", T.access_ptr(c.x[i * 4], "w", 4),
-                T.access_ptr(ring[k * merge_warp + row * pitch + col], "r", 4),
-            )  # fmt: skip
-            c.lse[i] = T.reinterpret(ring[k * merge_warp + cols * pitch + row], "float32")
-            c.sum[i] = T.reinterpret(ring[k * merge_warp + cols * (pitch + 1) + row], "float32")
+            at = (k * c.items[0] + c.item[0]) * _SHARE
+            T.call_extern("handle", "tz_load<4>", T.access_ptr(c.x[i * 4], "w", 4), T.access_ptr(ring[at], "r", 4))
+            c.lse[i] = T.reinterpret(ring[at + 4], "float32")
+            c.sum[i] = T.reinterpret(ring[at + 5], "float32")
 
     @T.macro
     def add(ring, OP, LP, c, w, row, col, of_splits, batch):
-        """Sums c.k .. c.end of a row, up to `batch` of them: all loads first."""
+        """Results c.k .. c.end of a row, up to `batch` of them: all loads first."""
         for i in each(batch):
             c.lse[i] = T.float32(LOWEST)
         for q in each(batch // _AT_LEAST):
             if less(c.k[0] + q * _AT_LEAST, c.end[0]):
                 for i in each(q * _AT_LEAST, (q + 1) * _AT_LEAST):
                     load(ring, OP, LP, c, w, i, row, col, of_splits)
-        c.top[0] = c.lse[0]
-        for i in each(1, batch):
+        c.top[0] = c.m[0]
+        for i in each(batch):
             c.top[0] = T.max(c.top[0], c.lse[i])
-        join(c, c.top[0])
+        c.f[0] = T.call_extern("float32", "tz_ex2", c.m[0] - c.top[0])
+        c.m[0] = c.top[0]
+        c.l[0] = c.l[0] * c.f[0]
+        for e in each(4):
+            c.o[e] = c.o[e] * c.f[0]
         for q in each(batch // _AT_LEAST):
             if less(c.k[0] + q * _AT_LEAST, c.end[0]):
                 for i in each(q * _AT_LEAST, (q + 1) * _AT_LEAST):
@@ -187,18 +179,15 @@ def make_merge_macros(
                     for e in each(4):
                         c.o[e] = c.o[e] + c.f[0] * c.x[i * 4 + e]
 
-    def number(w, of_splits):
-        return w.splits if of_splits else warps
-
     @T.macro
-    def merge(ring, OP, LP, O, LSE, SINK, c, w, tx, of_splits, spare, batch):
-        """The sum of all warps or splits for each row: `parts` threads, a power of two, for four dimensions of a
-        row where there are that many; their shares follow one another through `ring` from `spare` on. Nothing is
-        divided: the last CTA does this while everyone else has ended."""
+    def combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx):
+        """The last CTA adds all splits of its rows: `parts` threads, 1, 2 or 4, for four dimensions of a row where
+        there are that many; their shares follow one another through `ring`. Nothing is divided: this is done while
+        everyone else has ended."""
         c.items[0] = w.here[0] * (D // 4)
         c.shift[0] = T.call_extern("int32", "tz_bits", w.here[0] - 1) + _log2(D // 4)  # of the rows, as a power of two
-        c.parts[0] = larger(_log2(threads) - c.shift[0], 0)
-        c.per[0] = (number(w, of_splits) + (1 << c.parts[0]) - 1) >> c.parts[0]
+        c.parts[0] = smaller(larger(_log2(threads) - c.shift[0], 0), _log2(_AT_LEAST))
+        c.per[0] = (w.splits + (1 << c.parts[0]) - 1) >> c.parts[0]
         c.parts[0] = 1 << c.parts[0]
         c.part[0] = T.call_extern("int32", "tz_select", less(1, c.parts[0]), tx >> c.shift[0], 0)
         c.head[0] = tx - (c.part[0] << c.shift[0])
@@ -207,52 +196,59 @@ def make_merge_macros(
             row = c.item[0] // (D // 4)
             col = c.item[0] % (D // 4) * 4
             exists = T.And(less(c.item[0], c.items[0]), less(c.part[0], c.parts[0]))
-            at = spare + (c.part[0] * c.items[0] + c.item[0]) * _SHARE
             if exists:
                 c.m[0] = T.float32(LOWEST)
                 c.l[0] = 0.0
                 for e in each(4):
                     c.o[e] = 0.0
                 c.k[0] = c.part[0] * c.per[0]
-                c.end[0] = smaller(c.k[0] + c.per[0], number(w, of_splits))
-                for _ in T.serial(T.truncdiv(c.per[0] + batch - 1, batch)):
+                c.end[0] = smaller(c.k[0] + c.per[0], w.splits)
+                for _ in T.serial(T.truncdiv(c.per[0] + BATCH - 1, BATCH)):
                     if less(c.k[0], c.end[0]):
-                        add(ring, OP, LP, c, w, row, col, of_splits, batch)
-                    c.k[0] = c.k[0] + batch
+                        add(ring, OP, LP, c, w, row, col, True, BATCH)
+                    c.k[0] = c.k[0] + BATCH
             if less(1, c.parts[0]):
                 if exists:
+                    at = (c.part[0] * c.items[0] + c.item[0]) * _SHARE
                     T.call_extern("handle", "tz_store<4>", T.access_ptr(ring[at], "w", 4), T.access_ptr(c.o, "r"))
                     ring[at + 4] = T.reinterpret(c.m[0], "int32")
                     ring[at + 5] = T.reinterpret(c.l[0], "int32")
                 T.sync_threads()
                 if T.And(exists, less(c.part[0], 1)):  # the first share is in registers
-                    for p in T.serial(c.parts[0] - 1):
-                        other = at + (p + 1) * c.items[0] * _SHARE
-                        join(c, T.reinterpret(ring[other + 4], "float32"))
-                        c.f[0] = T.call_extern("float32", "tz_ex2", T.reinterpret(ring[other + 4], "float32") - c.m[0])
-                        T.call_extern(
-                            "handle", "tz_load<4>", T.access_ptr(c.x, "w", 4), T.access_ptr(ring[other], "r", 4)
-                        )
-                        c.l[0] = c.l[0] + c.f[0] * T.reinterpret(ring[other + 5], "float32")
-                        for e in each(4):
-                            c.o[e] = c.o[e] + c.f[0] * c.x[e]
+                    c.k[0] = 1
+                    c.end[0] = c.parts[0]
+                    add(ring, OP, LP, c, w, row, col, False, _AT_LEAST)
             if T.And(exists, less(c.part[0], 1)):
-                if of_splits:
-                    finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
-                else:
-                    if w.splits == 1:
-                        finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
-                    else:
-                        write_partial(OP, LP, c, w, row, col)
+                finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
 
     @T.macro
     def merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx):
         """Sum over the warps in their order; the result is the output, or a partial one."""
-        merge(ring, OP, LP, O, LSE, SINK, c, w, tx, False, warps * merge_warp, BATCH // 2)
-
-    @T.macro
-    def combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx):
-        """The last split adds all of them."""
-        merge(ring, OP, LP, O, LSE, SINK, c, w, tx, True, 0, BATCH)
+        for v in T.serial(T.ceildiv(w.here[0] * (D // 4), threads)):
+            row = (v * threads + tx) // (D // 4)
+            col = (v * threads + tx) % (D // 4) * 4
+            if less(row, w.here[0]):
+                c.m[0] = T.float32(LOWEST)
+                c.l[0] = 0.0
+                for e in each(4):
+                    c.o[e] = 0.0
+                for k in each(warps):
+                    c.m[0] = T.max(c.m[0], T.reinterpret(ring[k * merge_warp + cols * pitch + row], "float32"))
+                for k in each(warps):
+                    c.f[0] = T.call_extern(
+                        "float32", "tz_ex2",
+                        T.reinterpret(ring[k * merge_warp + cols * pitch + row], "float32") - c.m[0],
+                    )  # fmt: skip
+                    c.l[0] = c.l[0] + c.f[0] * T.reinterpret(ring[k * merge_warp + cols * (pitch + 1) + row], "float32")
+                    T.call_extern(
+                        "handle", "tz_load<4>", T.access_ptr(c.x, "w", 4),
+                        T.access_ptr(ring[k * merge_warp + row * pitch + col], "r", 4),
+                    )  # fmt: skip
+                    for e in each(4):
+                        c.o[e] = c.o[e] + c.f[0] * c.x[e]
+                if w.splits == 1:
+                    finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
+                else:
+                    write_partial(OP, LP, c, w, row, col)
 
     return SimpleNamespace(stage_sums=stage_sums, merge_warps=merge_warps, combine_splits=combine_splits)
