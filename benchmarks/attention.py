@@ -95,7 +95,7 @@ def ours(
                     "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": o.head_dim, "q_len": q_len,
                     "kv_len": shape.tokens, "page": page, "us": None, "spread": None, "bytes": nbytes,
                     "schedule": f"{chosen.row_tiles},{chosen.warps},{chosen.tiles},{chosen.stages},{chosen.min_blocks}"
-                    f",{int(chosen.shared_rows)},{chosen.params()['ahead']} splits {number}",
+                    f",{int(chosen.shared_rows)},{chosen.ahead} splits {number}",
                 }  # fmt: skip
                 rows.append(row)
                 exact = attention_bench.expected(q, cache) if exact is None else exact

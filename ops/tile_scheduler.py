@@ -51,8 +51,8 @@ def partition_macros(
 
     Groups of `raster` token blocks walk over the rows together, so that both operands stay in L2. `head_units`: where
     whole tiles are left besides the shared ones, a head gets so many k units less for each other share that it adds up
-    (a share may then be empty: k0 = k1). `lead_units`: where all tiles are shared, a head gets so many k units more,
-    for the other shares still travel.
+    (a share may then be empty: k0 = k1). `lead_units`: where all tiles are shared, by as many
+    CTAs each, a head gets so many k units more, for it would wait while the other shares travel.
     """
     import tilelang.language as T
 
@@ -65,8 +65,9 @@ def partition_macros(
             if T.And(sk > 0, sk < mt * row_tiles):
                 p.head[0] = T.min(T.truncdiv(grid + sk - 1, sk) * head_units, units // 4)
         if lead_units:
-            if T.And(sk == mt * row_tiles, sk < grid):  # a share keeps a unit at least
-                p.head[0] = -T.max(T.min(lead_units, units - T.truncdiv(grid + sk - 1, sk)), 0)
+            if T.And(sk > 0, sk == mt * row_tiles):
+                if T.And(sk < grid, T.truncmod(grid, sk) == 0):  # a share keeps a unit at least
+                    p.head[0] = -T.max(T.min(lead_units, units - T.truncdiv(grid, sk)), 0)
         p.length[0] = units + p.head[0]
         p.first[0] = T.truncdiv(r * (sk * p.length[0]), grid)
         p.last[0] = T.truncdiv((r + 1) * (sk * p.length[0]), grid)

@@ -51,8 +51,8 @@ class DecodeProblem:
 class Decode:
     """row_tiles groups of 8 rows; `warps` rings of `stages` stages of `tiles` tiles; min_blocks CTAs on an SM; whether
     the rows' B fragments are read from shared memory in every step instead of staying in registers; how many stages of
-    a warp are fetched into L2 before the kernel ahead has ended, where a GPU starts kernels early (-1: those that are
-    copied before any is worked on)."""
+    a warp are fetched into L2 before the kernel ahead has ended, where a GPU starts kernels early (one is 1 to 6 %
+    faster than none on an H200, three are slower)."""
 
     row_tiles: int
     warps: int
@@ -60,11 +60,11 @@ class Decode:
     stages: int
     min_blocks: int
     shared_rows: bool = False
-    ahead: int = -1
+    ahead: int = 1
 
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
-        return asdict(self) | {"ahead": self.stages - 1 if self.ahead < 0 else self.ahead}
+        return asdict(self)
 
     def stage_words(self, problem: DecodeProblem) -> int:
         return problem.channel_words + self.tiles * problem.tile_words

@@ -53,7 +53,7 @@ class Decode(spaces.Space):
             return f"{problem.rows} rows need {attention.row_tiles(problem)} row tiles"
         if min(schedule.warps, schedule.tiles, schedule.min_blocks) < 1 or schedule.stages < 2:
             return "a count below one, or a ring of less than two stages"
-        if not -1 <= schedule.ahead <= 32:
+        if not 0 <= schedule.ahead <= 32:
             return "a lane fetches a stage ahead, of which there are 32"
         if schedule.shared_rows != attention.shares_rows(problem):
             return "rows are shared, or not, as the format's registers ask for"

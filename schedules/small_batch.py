@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 from terrazzo.lowering.errors import ArgumentError
@@ -13,7 +14,9 @@ from terrazzo.schedules.problem import WeightOnlyGemm
 TOKENS_PER_TILE = 8
 MAX_TOKENS = 16
 MAX_WARPS = 28
-_LARGE = 90e6  # weights from which two token tiles are faster on wgmma (measured on H200)
+_LARGE = 90e6  # weights from which stream_k has enough tiles of 256 rows to win on more than 8 tokens (H200)
+_START_US = 1.6  # what a cost leaves out, for 16 tokens (fitted to seven measurements on H200)
+_STREAM_K_US = (3.4, 0.192)  # stream_k on 16 tokens, and for each million weights (the same, 3 % rms)
 _USUAL_WARPS = {1: range(10, MAX_WARPS + 1), 2: range(5, 11)}  # token tiles -> warps that won on H200
 _RESERVED = 1280  # static shared memory: barriers, flags, alignment
 
@@ -85,10 +88,20 @@ COSTS = {  # token tiles -> fitted to some 180 measurements on H200: 10 % rms, s
 
 
 def serves(problem: WeightOnlyGemm, target: Target, m: int) -> bool:
-    """Whether this program is the one for m tokens: up to 8 always, up to 16 for small weights or without wgmma."""
-    if m > TOKENS_PER_TILE and target.supports("wgmma.f16"):
-        return m <= MAX_TOKENS and problem.n * problem.k < _LARGE
-    return m <= MAX_TOKENS
+    """Whether this program is the one for m tokens: up to 8 always, up to 16 without wgmma or where its estimate is
+    below that of stream_k."""
+    if m <= TOKENS_PER_TILE or m > MAX_TOKENS or not target.supports("wgmma.f16"):
+        return m <= MAX_TOKENS
+    found = _of_16_tokens(problem, target)
+    if found is None or problem.n * problem.k >= _LARGE:
+        return False
+    start, per_million = _STREAM_K_US
+    return _START_US + cost(found, problem, target, COSTS[2], 2) < start + per_million * problem.n * problem.k / 1e6
+
+
+@lru_cache(maxsize=256)  # asked for every M
+def _of_16_tokens(problem: WeightOnlyGemm, target: Target) -> SmallBatch | None:
+    return cheapest(candidates(problem, target, 2), problem, target, COSTS)
 
 
 def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:

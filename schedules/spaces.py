@@ -130,8 +130,7 @@ class W4A16(Space):
         if small_batch.serves(self.problem, target, m):
             return "small_batch", small_batch.choose(self.problem, target, m)
         if target.supports("wgmma.f16"):
-            pair = None if self.scaled_sums else stream_k.choose_pair(self.problem, target, m)
-            return "stream_k", pair or stream_k.choose(self.problem, target, m, self.scaled_sums)
+            return "stream_k", stream_k.choose(self.problem, target, m, self.scaled_sums)
         return "multistage", multistage.choose(self.problem, target, m, self.scaled_sums, self.symmetric)
 
     def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:

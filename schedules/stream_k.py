@@ -53,33 +53,22 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int, scaled_sums: bool) -
     blocks = BLOCK_TOKENS[:-1] if scaled_sums else BLOCK_TOKENS
     tokens = next((t for t in blocks if m <= t), blocks[-1])
     millions = problem.row_blocks * 64 * problem.units * 128 / 1e6
-    if 128 < m <= 256 and millions < 30:
+    if 128 < m <= 256 and millions < 100:
         tokens = 128  # too few tiles of 256
     if tokens == 256 and m > 256 and -(-m // 128) * 128 * 1.12 < -(-m // 256) * 256:
         tokens = 128  # a tile of 128 costs a little more than half of 256, less than what padding would
-    # (warpgroups, row blocks of each): two row blocks share a stage's barriers where enough tiles of 256 rows are left
+    # (warpgroups, row blocks of each): taller tiles convert a weight no more often, but leave fewer tiles to share
     shape = (2, 1)
     if tokens <= 64:
-        shape = (2, 2) if millions >= (50 if tokens <= 32 else 100) else (2, 1)
+        shape = (4, 2) if tokens == 16 and millions >= 300 else (2, 2) if millions >= 100 else (2, 1)
     elif tokens == 128 and not scaled_sums:
         tall = -(-problem.row_blocks // 4) * -(-m // 128)  # tiles of 256 rows
-        shape = (2, 2) if tall >= 0.8 * target.sms else (3, 1) if millions >= 100 else (2, 1)
-    stage_k = 128 if tokens <= 64 or (tokens == 128 and millions < 30) else 64
+        if m <= 256:
+            shape = (3, 1) if millions >= (80 if m <= 128 else 20) else (2, 1)
+        elif tall >= 0.8 * target.sms:
+            shape = (2, 2)
+    stage_k = 128 if tokens <= 64 or (tokens == 128 and m <= 256) else 64
     return fitted(StreamK(tokens, *shape, stages=2, stage_k=stage_k), problem, target)
-
-
-def choose_pair(problem: WeightOnlyGemm, target: Target, m: int) -> StreamK | None:
-    """Two CTAs on an SM, of which one converts while the other waits, where that wins: weights of few tiles (measured
-    on H200). Arguments as `choose`, without scaled sums."""
-    millions = problem.row_blocks * 64 * problem.units * 128 / 1e6
-    pair = None
-    if 16 < m <= 32 and 40 <= millions < 60:
-        pair = StreamK(32, 2, 1, stages=2, stage_k=128, per_sm=2)
-    elif 32 < m <= 64 and 50 <= millions < 100 and problem.row_blocks >= 128:
-        pair = StreamK(64, 1, 2, stages=2, stage_k=128, per_sm=2)
-    elif 64 < m <= 128 and millions < 70 and problem.units <= min(64, problem.row_blocks // 2):
-        pair = StreamK(128, 1, 1, stages=2, stage_k=64, per_sm=2)
-    return pair and fitted(pair, problem, target)
 
 
 def room(schedule: StreamK, target: Target) -> int:

@@ -22,7 +22,7 @@ RECORD_BYTES = 128
 OTHER_PIPELINES = ("pingpong", "excp", "basic", "basic_overlapped")
 """On wgmma, besides imfp, which is stream_k."""
 CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq", "vadd4": "u4_s8_vadd4"}
-_LARGE = 80e6  # weights from which two token tiles are faster on wgmma (measured on H200)
+_LARGE = 68e6  # weights from which two token tiles are faster on wgmma (measured on H200)
 _MIDDLE = 26e6  # weights from which wgmma is faster than more than two token tiles (measured on H200)
 COSTS = {  # of small batches: token tiles -> fitted to 80 measurements on H200, 6 % rms
     1: small_batch.Cost(0.685, 0.0, 0.708, 0.172, 0.124, 0.03, 0.3, 0.2, 0.233),
@@ -35,8 +35,8 @@ COSTS = {  # of small batches: token tiles -> fitted to 80 measurements on H200,
     4: small_batch.Cost(0.169, 0.0, 0.0, 0.0, 0.23, 0.01, 0.262, 0.358, 0.512, 0.6),
 }
 _START_US = 2.5  # what a cost leaves out: mean of six measurements of 16 tokens
-# of 32 tokens, and of each million weights: fitted to six measurements on H200, 3 % rms
-_STREAM_K_US = (5.4, 0.137)
+# of 32 tokens, and of each million weights: fitted to eight measurements on H200, 3 % rms
+_STREAM_K_US = (4.6, 0.135)
 _RESERVED = 2048  # barriers, flags, alignment
 _OUT_PITCH = {2: 24 * 2, 4: 20 * 4}  # bytes of an output element -> of a staged row of 16
 # warpgroups -> accumulator registers of a thread that ptxas places without serializing wgmma (and bytes to spare)

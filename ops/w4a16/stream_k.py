@@ -59,7 +59,6 @@ def build(
     stage_k: int = 64,
     raster: int = 8,
     per_sm: int = 1,
-    lead_units: int = 0,
     experts: int = 0,
 ):
     """The prim_func `main(X, W, P, B, WS, SEM, Y, sk)`; with E = `experts`, int32 [E + 1] instead of sk.
@@ -68,7 +67,7 @@ def build(
     element without a bias); WS f32 [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32
     [grid, warpgroups], zero before the first launch and after each one. `grid` CTAs, at most `per_sm` for each SM; the
     first `sk` tiles are shared along k, 0 <= sk <= tiles. A ring stage holds `stage_k` = 64 or 128 k.
-    `lead_units`: ops/tile_scheduler.py.
+
     With experts, W, P and B hold one matrix after the other: [E * Kp/64, Np/64, 512], [E * G, Np/64, R], [E * n];
     expert e owns the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not
     written.
@@ -99,7 +98,7 @@ def build(
     matrices = max(experts, 1)
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
-    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, head_units=1, lead_units=lead_units)
+    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, head_units=1, lead_units=2 * (bm == 128))
     rings = ring_macros(stages=stages)
     spare = spare_registers(wgs, (rb + post) * nacc + 48, per_sm)
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, dtype="float32", spare=spare)

@@ -64,7 +64,6 @@ def build(
     row_blocks: int,
     stages: int,
     raster: int = 8,
-    lead_units: int = 0,
     experts: int = 0,
 ):
     """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y, sk)`; with E = `experts`, int32 [E + 1] instead of sk.
@@ -73,7 +72,7 @@ def build(
     int32 [M] sums of the rows of X (read by "unsigned" only); B f32 [n] (one element without a bias); WS int32
     [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32 [grid, warpgroups], zero before the first
     launch and after each one; Y [M, n] in `out_dtype`. `grid` CTAs, at most the number of SMs; the first `sk` tiles
-    are shared along k, 0 <= sk <= tiles. `lead_units`: ops/tile_scheduler.py. With "e4m3", the bytes of X are e4m3,
+    are shared along k, 0 <= sk <= tiles. With "e4m3", the bytes of X are e4m3,
     RS [1] is not read, and WS is f32.
     With experts, W, S and B hold one matrix after the other: [E * Kp/128, Np/64, unit words], [E * Np], [E * n]; expert
     e owns the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not written.
@@ -98,7 +97,7 @@ def build(
     sum_type = "float32" if e4m3 else "int32"
     splits = max(ig // 2, 1)  # parts of 64 k with sums of their own
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
-    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, lead_units=lead_units)
+    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
     rings = ring_macros(stages=stages)
     spare = spare_registers(wgs, (rb + e4m3) * nacc + 48)
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, dtype=sum_type, spare=spare)

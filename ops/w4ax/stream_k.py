@@ -62,7 +62,6 @@ def build(
     stages: int,
     raster: int = 8,
     turns: int = 0,
-    lead_units: int = 0,
 ):
     """The prim_func `main(X, W, XS, B, WS, SEM, Y, sk)`.
 
@@ -70,7 +69,7 @@ def build(
     B f32 [n] (one element without a bias); WS f32 [grid, warpgroups, block_tokens / 8, 128, 4]; SEM int32
     [grid, warpgroups], zero before the first launch and after each one; Y [M, n] in `out_dtype`. `grid` CTAs, at most
     the number of SMs; the first `sk` tiles are shared along k, 0 <= sk <= tiles. With `turns` = 1, warpgroups
-    issue wgmmas in order. `lead_units`: ops/tile_scheduler.py.
+    issue wgmmas in order.
     """
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
@@ -89,7 +88,7 @@ def build(
     width = bm // 2 if form == "halves" else bm  # tokens of a wgmma
     parts = bm if form == "blocks" else width // 2  # s32 sums of a thread
     copies = nacc if form in ("blocks", "kept") else 1  # of them, as f32
-    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, lead_units=lead_units)
+    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
     rings = ring_macros(stages=stages)
     shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, dtype="float32", spare=0)
     operand = problem.convert_macros(gemm)
@@ -272,10 +271,10 @@ def build(
             tx = T.get_thread_binding()
             rings.reset(ring)
             T.pdl_trigger()
-            tiles.plan(p, cta, G, sk, T.ceildiv(M, bm))
-            if tx >= ct:
+            if tx >= ct:  # each role makes its own plan: made before, it would be spilled
                 T.dec_max_nreg(REGISTERS[wgs][0])
                 if tx < ct + 32:  # weights do not depend on the kernel before: the first ring comes while it still runs
+                    tiles.plan(p, cta, G, sk, T.ceildiv(M, bm))
                     for seg in T.serial(p.all[0]):
                         tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
                         for kb in T.unroll(c.k0[0], c.k1[0], unroll_factor=1):
@@ -285,6 +284,7 @@ def build(
                                 T.barrier_arrive(full[ring.stage[0]])
                             rings.advance(ring)
                 elif tx < ct + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
+                    tiles.plan(p, cta, G, sk, T.ceildiv(M, bm))
                     T.pdl_sync()
                     for seg in T.serial(p.all[0]):
                         tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
@@ -303,6 +303,7 @@ def build(
                             rings.advance(ring)
             else:
                 T.inc_max_nreg(REGISTERS[wgs][1])
+                tiles.plan(p, cta, G, sk, T.ceildiv(M, bm))
                 wg = tx // 128
                 wt = tx % 128
                 lane = tx % 32

@@ -25,7 +25,9 @@ def build(target, *, units: int, row_tiles: int, head_units: int, lead_units: in
     """`main(OUT, sk, mt)`: OUT int32 [grid, SEGMENTS + 1, 8], the segments of each CTA behind their number."""
     import tilelang.language as T
 
-    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=RASTER, head_units=head_units, lead_units=lead_units)
+    tiles = partition_macros(
+        units=units, row_tiles=row_tiles, raster=RASTER, head_units=head_units, lead_units=lead_units
+    )
     G = T.dynamic("grid")
 
     @T.prim_func
