@@ -24,7 +24,7 @@ def test_no_m_needs_a_kernel_outside_the_listed_ones(arch):
     for n, k in SHAPES:
         blocks8 = -(-k // 128) // 4
         listed = set(w4ax.kernel_requests(n, k, blocks8=blocks8, target=target))
-        assert len(listed) <= 7
+        assert len(listed) <= 8  # one more where a tuned record of this layer has a schedule of its own
         for m in TOKENS:
             plan, schedule = op.plan(m, n, k, blocks8, out_dtype="float16", bias=False, target=target)
             assert plan.request in listed, (n, k, m)
