@@ -136,10 +136,10 @@ def _pyplot() -> ModuleType:
     except ImportError as error:
         raise ToolchainError(f"the report draws with matplotlib: {EXTRA}") from error
     matplotlib.use("Agg")
-    matplotlib.rcParams.update({"font.size": 11, "svg.fonttype": "none", "axes.grid": True, "grid.alpha": 0.3})
     return importlib.import_module("matplotlib.pyplot")
 
 
+_STYLE = {"font.size": 11, "svg.fonttype": "none", "axes.grid": True, "grid.alpha": 0.3}
 Draw = Callable[[Any, Sequence[Point], Sequence[Trial], Target], None]
 
 
@@ -224,22 +224,24 @@ def by_m(points: Sequence[Point], of: Callable[[Point], float | None]) -> dict[i
 def _draw(draw: Draw, points: Sequence[Point], trials: Sequence[Trial], target: Target) -> str:
     """One drawing as SVG text, wide enough to be read on a phone."""
     plots = _pyplot()
-    figure, axes = plots.subplots(figsize=(5.0, 4.4), layout="constrained")
-    draw(axes, points, trials, target)
     out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    plots.close(figure)
+    with plots.rc_context(_STYLE):
+        figure, axes = plots.subplots(figsize=(5.0, 4.4), layout="constrained")
+        draw(axes, points, trials, target)
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        plots.close(figure)
     text = out.getvalue()
     return text[text.index("<svg") :]
 
 
 def _draw_png(points: Sequence[Point], trials: Sequence[Trial], target: Target, path: Path) -> None:
     plots = _pyplot()
-    figure, panels = plots.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
-    for axes, draw in zip(panels, (roofline, gains, curves)):
-        draw(axes, points, trials, target)
-    figure.savefig(path, format="png", dpi=120)
-    plots.close(figure)
+    with plots.rc_context(_STYLE):
+        figure, panels = plots.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
+        for axes, draw in zip(panels, (roofline, gains, curves)):
+            draw(axes, points, trials, target)
+        figure.savefig(path, format="png", dpi=120)
+        plots.close(figure)
 
 
 def page(points: Sequence[Point], trials: Sequence[Trial], target: Target, figures: Sequence[str]) -> str:
