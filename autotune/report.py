@@ -139,7 +139,7 @@ def _pyplot() -> ModuleType:
     return importlib.import_module("matplotlib.pyplot")
 
 
-_STYLE = {"font.size": 11, "svg.fonttype": "none", "axes.grid": True, "grid.alpha": 0.3}
+_RC = {"font.size": 11, "svg.fonttype": "none", "axes.grid": True, "grid.alpha": 0.3}
 Draw = Callable[[Any, Sequence[Point], Sequence[Trial], Target], None]
 
 
@@ -225,7 +225,7 @@ def _draw(draw: Draw, points: Sequence[Point], trials: Sequence[Trial], target: 
     """One drawing as SVG text, wide enough to be read on a phone."""
     plots = _pyplot()
     out = io.StringIO()
-    with plots.rc_context(_STYLE):
+    with plots.rc_context(_RC):
         figure, axes = plots.subplots(figsize=(5.0, 4.4), layout="constrained")
         draw(axes, points, trials, target)
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
@@ -236,7 +236,7 @@ def _draw(draw: Draw, points: Sequence[Point], trials: Sequence[Trial], target: 
 
 def _draw_png(points: Sequence[Point], trials: Sequence[Trial], target: Target, path: Path) -> None:
     plots = _pyplot()
-    with plots.rc_context(_STYLE):
+    with plots.rc_context(_RC):
         figure, panels = plots.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
         for axes, draw in zip(panels, (roofline, gains, curves)):
             draw(axes, points, trials, target)
