@@ -51,8 +51,8 @@ def partition_macros(
 
     Groups of `raster` token blocks walk over the rows together, so that both operands stay in L2. `head_units`: where
     whole tiles are left besides the shared ones, a head gets so many k units less for each other share that it adds up
-    (a share may then be empty: k0 = k1). `lead_units`: where all tiles are shared, by as many
-    CTAs each, a head gets so many k units more, for it would wait while the other shares travel.
+    (a share may then be empty: k0 = k1). `lead_units`: where all tiles are shared, by as many CTAs each, a head gets so
+    many k units more, for it would wait while the other shares travel.
     """
     import tilelang.language as T
 
@@ -241,9 +241,9 @@ def share_macros(
     """Macros `leave_share` and `add_shares`: partial tiles through the workspace.
 
     A thread holds `row_blocks` * `vectors` groups of four 32-bit sums in `dtype`; WS [grid, blocks, vectors, 128, 4].
-    `flags` semaphores belong to a CTA, one for each warpgroup. `spare`: registers of a thread for loads under way,
-    of several shares from 16 on.
-    `apart`: warpgroups have tiles of their own; each then counts as a CTA, and `wg` only names its barrier.
+    `flags` semaphores belong to a CTA, one for each warpgroup. `spare`: registers of a thread for loads under way; from
+    16 on, several shares are loaded together. `apart`: warpgroups have tiles of their own; each then counts as a CTA,
+    and `wg` only names its barrier.
     """
     import tilelang.language as T
 

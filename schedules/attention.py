@@ -51,8 +51,8 @@ class DecodeProblem:
 class Decode:
     """row_tiles groups of 8 rows; `warps` rings of `stages` stages of `tiles` tiles; min_blocks CTAs on an SM; whether
     the rows' B fragments are read from shared memory in every step instead of staying in registers; how many stages of
-    a warp are fetched into L2 before the kernel ahead has ended, where a GPU starts kernels early (one is 1 to 6 %
-    faster than none on an H200, three are slower)."""
+    a warp are fetched into L2 before the kernel ahead has ended, where a GPU starts kernels early (one is up to 6 %
+    faster than none on an H200, three are no better than one)."""
 
     row_tiles: int
     warps: int

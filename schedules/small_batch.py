@@ -15,8 +15,8 @@ TOKENS_PER_TILE = 8
 MAX_TOKENS = 16
 MAX_WARPS = 28
 _LARGE = 90e6  # weights from which stream_k has enough tiles of 256 rows to win on more than 8 tokens (H200)
-_START_US = 1.6  # what a cost leaves out, for 16 tokens (fitted to seven measurements on H200)
-_STREAM_K_US = (3.4, 0.192)  # stream_k on 16 tokens, and for each million weights (the same, 3 % rms)
+_START_US = 1.6  # what a cost leaves out, for 16 tokens: takes the faster one of seven pairs measured on H200
+_STREAM_K_US = (3.4, 0.192)  # stream_k on 16 tokens, and for each million weights (fitted to six of them, 3 % rms)
 _USUAL_WARPS = {1: range(10, MAX_WARPS + 1), 2: range(5, 11)}  # token tiles -> warps that won on H200
 _RESERVED = 1280  # static shared memory: barriers, flags, alignment
 
@@ -92,16 +92,16 @@ def serves(problem: WeightOnlyGemm, target: Target, m: int) -> bool:
     below that of stream_k."""
     if m <= TOKENS_PER_TILE or m > MAX_TOKENS or not target.supports("wgmma.f16"):
         return m <= MAX_TOKENS
-    found = _of_16_tokens(problem, target)
+    found = _cheapest(problem, target, 2)
     if found is None or problem.n * problem.k >= _LARGE:
         return False
     start, per_million = _STREAM_K_US
     return _START_US + cost(found, problem, target, COSTS[2], 2) < start + per_million * problem.n * problem.k / 1e6
 
 
-@lru_cache(maxsize=256)  # asked for every M
-def _of_16_tokens(problem: WeightOnlyGemm, target: Target) -> SmallBatch | None:
-    return cheapest(candidates(problem, target, 2), problem, target, COSTS)
+@lru_cache(maxsize=256)  # asked by `serves` and by the choice, for every M
+def _cheapest(problem: WeightOnlyGemm, target: Target, token_tiles: int) -> SmallBatch | None:
+    return cheapest(candidates(problem, target, token_tiles), problem, target, COSTS)
 
 
 def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:
@@ -112,7 +112,7 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:
     """
     if not 1 <= m <= MAX_TOKENS:
         raise ArgumentError("m", m, f"must be 1..{MAX_TOKENS} for the small-batch program", "use a tile program")
-    found = cheapest(candidates(problem, target, -(-m // TOKENS_PER_TILE)), problem, target, COSTS)
+    found = _cheapest(problem, target, -(-m // TOKENS_PER_TILE))
     if found is None:
         raise ArgumentError("target", target.arch, f"has too little shared memory for K = {problem.k}", "split K")
     return found

@@ -57,7 +57,7 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int, scaled_sums: bool) -
         tokens = 128  # too few tiles of 256
     if tokens == 256 and m > 256 and -(-m // 128) * 128 * 1.12 < -(-m // 256) * 256:
         tokens = 128  # a tile of 128 costs a little more than half of 256, less than what padding would
-    # (warpgroups, row blocks of each): taller tiles convert a weight no more often, but leave fewer tiles to share
+    # (warpgroups, row blocks of each): tall tiles read X less often, but leave fewer of them to share
     shape = (2, 1)
     if tokens <= 64:
         shape = (4, 2) if tokens == 16 and millions >= 300 else (2, 2) if millions >= 100 else (2, 1)

@@ -27,6 +27,18 @@ def environment_of_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(name, value)
 
 
+@pytest.fixture
+def without_records(monkeypatch: pytest.MonkeyPatch):
+    """No table of tuned schedules is shipped, none is named; plans of a test do not outlive it."""
+    from terrazzo.schedules import records
+
+    monkeypatch.delenv(records.VARIABLE, raising=False)
+    monkeypatch.setattr(records, "_shipped", lambda gpu: None)
+    records.clear()
+    yield
+    records.clear()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
     """For `-n`: a worker takes whole files, so that its module's fixtures compile once, in the order of collection."""

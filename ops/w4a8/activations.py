@@ -271,7 +271,9 @@ def _prepare(key: tuple, x: torch.Tensor) -> tuple:
     return found
 
 
-def _gain(smooth: torch.Tensor | None, rms_weight: torch.Tensor | None, k: int, device: torch.device) -> torch.Tensor:
+def _gain(
+    smooth: torch.Tensor | None, rms_weight: torch.Tensor | None, k: int, device: torch.device
+) -> torch.Tensor | None:
     """float32 [K], padded to rows of the kernel, kept with the vector that it was made of until one of them changes.
 
     The kernel reads it before the one ahead of it on the stream has ended (programmatic dependent launch), so the last

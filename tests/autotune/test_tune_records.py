@@ -23,6 +23,7 @@ from terrazzo.ops.w4a16 import op as w4a16
 from terrazzo.ops.w4ax import op as w4ax
 from terrazzo.schedules import records
 
+pytestmark = pytest.mark.usefixtures("without_records")
 H200, H100 = Target.parse("nvidia/nvidia-h200"), Target.parse("nvidia/nvidia-h100")
 HERE = Machine("sm_90a", H200.name, 132, "1", "13.0", "2", "0.1.15", "0.1.0", "abc")
 FACTS = w4a16.tuning_facts(6144, 4096, 128, False, "float16", "float16")
@@ -40,16 +41,6 @@ def trial(params=FAST, us=5.0, m=8, uid="1", **changes) -> Trial:
 def trials(tmp_path):
     with Database(tmp_path / "trials.db") as made:
         yield made
-
-
-@pytest.fixture(autouse=True)
-def no_tables(monkeypatch):
-    """Nothing is shipped, nothing is named; plans of a test do not outlive it."""
-    monkeypatch.delenv(records.VARIABLE, raising=False)
-    monkeypatch.setattr(records, "_shipped", lambda gpu: None)
-    records.clear()
-    yield
-    records.clear()
 
 
 def table(rows=None, gpu=H200.name, sms=132, **version) -> records.Table:

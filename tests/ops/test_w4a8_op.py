@@ -49,8 +49,7 @@ def test_requests_carry_the_facts():
     assert {p["dequantization"] for p in params(70, 250, dtype=None)} == {"xor"}
 
 
-def test_both_programs_serve_by_m_and_on_request(monkeypatch):
-    monkeypatch.setenv("TERRAZZO_TUNED", "off")  # what is chosen without records
+def test_both_programs_serve_by_m_and_on_request(without_records):
     names = lambda **changes: {r.name for r in w4a8.kernel_requests(4096, 4096, dtype=None, target="sm_90a", **changes)}
     assert names(m=4) == {"w4a8.small_batch"} and names(m=256) == {"w4a8.stream_k"}
     assert names(m=[17, 32]) == {"w4a8.small_batch"} and names(m=33) == {"w4a8.stream_k"}

@@ -19,12 +19,12 @@ TOKENS = (1, 2, 8, 15, 16, 17, 33, 64, 65, 128, 129, 300, 4096)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
-def test_no_m_needs_a_kernel_outside_the_listed_ones(arch):
+def test_no_m_needs_a_kernel_outside_the_listed_ones(arch, without_records):
     target = Target.parse(arch)
     for n, k in SHAPES:
         blocks8 = -(-k // 128) // 4
         listed = set(w4ax.kernel_requests(n, k, blocks8=blocks8, target=target))
-        assert len(listed) <= 8  # one more where a tuned record of this layer has a schedule of its own
+        assert len(listed) <= 7
         for m in TOKENS:
             plan, schedule = op.plan(m, n, k, blocks8, out_dtype="float16", bias=False, target=target)
             assert plan.request in listed, (n, k, m)
