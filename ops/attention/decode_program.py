@@ -34,7 +34,8 @@ INTEGERS = (
     *("length", "group", "rows", "h", "y", "here"),  # of the sequence and of the CTA's rows
     *("packed", "start", "r0", "r1", "first", "count"),  # tokens and stages of the warp
     *("now", "old"),  # length and page, read again
-    *("page", "read", "parity"),  # of the ring
+    *("page", "later", "source"),  # pages of stages
+    *("read", "parity"),  # of the ring
     *("lane", "warp", "query", "head"),  # of the thread, and of a row
     "least",  # tokens below need no mask, unless a window ends there
 )

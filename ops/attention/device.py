@@ -16,6 +16,8 @@ __device__ __forceinline__ float tz_ex2(float x) {
   float r; asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x)); return r; }
 __device__ __forceinline__ bool tz_any(bool x) { return __any_sync(~0u, x); }
 __device__ __forceinline__ float tz_xor_shuffle(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
+// x of lane `from` modulo 32
+__device__ __forceinline__ int tz_of_lane(int x, int from) { return __shfl_sync(~0u, x, from); }
 __device__ __forceinline__ float tz_fma(float a, float b, float c) { return fmaf(a, b, c); }
 // tanh from one exponential: exact to f32 rounding away from 0, and 2^-22 absolute near it
 __device__ __forceinline__ float tz_tanh(float x) {

@@ -102,6 +102,10 @@ CASES = {
     "int2": (Case("int2", "int2", lengths=RAGGED), SMALL, 2),
     "paged": (Case("int4", "int8", lengths=RAGGED, page=64, group=7), SMALL, 2),
     "paged channel": (Case("int4_channel32", "int4", lengths=RAGGED, page=64), Decode(1, 4, 2, 3, 1, ahead=0), 2),
+    "pages of many stages": (
+        Case("int4_channel32", "int4", lengths=(1300, 520), page=32, head_dim=64, kv_heads=1),
+        Decode(1, 1, 1, 3, 1, ahead=0), 1,
+    ),
     "bfloat16": (Case("bfloat16", "bfloat16", lengths=RAGGED, dtype="bfloat16"), ONE, 2),
     "bfloat16 queries": (Case("int4", "int4", lengths=RAGGED, dtype="bfloat16"), SMALL, 2),
     "static": (Case("int8_static", "int8_static", lengths=RAGGED), ONE, 2),
@@ -135,7 +139,7 @@ EARLY_CASES = {  # case, schedule, splits, tokens too many
     "no pipeline": (Case("int4", "int4", lengths=(90, 300), page=64), Decode(1, 2, 2, 1, 1, ahead=3), 2, 200),
     "16 rows": (Case("int4", "int2", lengths=(300, 3), q_len=4), Decode(2, 2, 2, 3, 1, True, 3), 2, 60),
 }
-USUAL = ("all stale", "paged channel", "options", "40 rows shared")
+USUAL = ("all stale", "pages of many stages", "options", "40 rows shared")
 ALL = "TERRAZZO_EMULATE_ALL"
 
 
