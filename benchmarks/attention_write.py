@@ -1,98 +1,186 @@
 """Storing keys and values: packing a prefill beside its copy time, and what an append adds to a decode step.
 
-    python -m benchmarks.attention_write                 128K tokens of 8 heads; 8x32/8x32k and 64x32/8x4k
-    python -m benchmarks.attention_write --formats int4/int4
+    python -m benchmarks.attention_write               every format; writes results/attention_write_<gpu>.json
+    python -m benchmarks.attention_write --formats int4/int4,int4_channel128/int4 --shapes 64x32/8x4k --no-store
 
-One line for each measurement; outputs are compared with quantizer.py, in every bit, before their time counts.
+Steps of a cache, each in pages: "plain" appends a token that completes nothing, "full" one that fills the residual
+block of every sequence at once, "mean" is over as many steps as a block has tokens, each at its own length; caches
+without residual blocks have tiles of 16 tokens in their place. What is stored is compared with quantizer.py in every
+bit, and a step's output with float64 over the cache that it wrote, on a few heads, before a time counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from terrazzo.autotune.attention_bench import Shape, random_cache
+from terrazzo.autotune import attention_bench, gemm_bench
+from terrazzo.autotune.attention_bench import Shape
 from terrazzo.lowering.errors import TerrazzoError
 
-from benchmarks.attention import DEVICE, FORMATS
+from benchmarks import report
+from benchmarks.attention import FORMATS
 
+SHAPES = ("8x32/8x32k", "64x32/8x4k")
+STORED = Shape(1, 32, 8, 131072)
+DIM, PAGE, TILE = 128, 128, 16
 CHECKED_TOKENS = 2048
-HEADS, TOKENS, DIM = 8, 131072, 128
-STEPS = ("8x32/8x32k", "64x32/8x4k")
+KINDS = ("plain", "full", "mean")
 
 
-def prefill(formats: tuple[str, str], copy_gb_s: float, budget_ms: float) -> str:
-    """Time of `store` for one long prompt."""
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_write", description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="comma-separated caches of the steps")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="comma-separated, keys/values")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated kinds of steps")
+    parser.add_argument("--no-store", action="store_true", help="only steps")
+    parser.add_argument("--budget-ms", type=float, default=15.0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    o = parser.parse_args(argv)
+    o.shapes = [Shape.parse(s) for s in o.shapes.split(",")]
+    o.formats = [tuple(f.split("/")) for f in o.formats.split(",")]
+    o.kinds = o.kinds.split(",")
+    for what in o.formats:
+        if len(what) != 2:
+            parser.error(f"--formats {'/'.join(what)}: write keys/values, as int4/int4")
+    if not set(o.kinds) <= set(KINDS):
+        parser.error(f"--kinds {','.join(o.kinds)}: known are {', '.join(KINDS)}")
+    return o
+
+
+def store(formats: tuple[str, str], shape: Shape, copy_gb_s: float, budget_ms: float) -> dict[str, Any]:
+    """Time of `store` for one long prompt, or failure."""
     import torch
     from terrazzo.autotune import measure
     from terrazzo.ops.attention import pack_cache, writing
 
-    cache = random_cache(*formats, Shape(1, 4 * HEADS, HEADS, TOKENS), DIM, 128)
+    device = gemm_bench.DEVICE
+    cache = attention_bench.random_cache(*formats, shape, DIM, PAGE)
     cache.block_table.copy_(torch.arange(cache.block_table.numel()).reshape_as(cache.block_table))
-    k, v = torch.randn(2, TOKENS, HEADS, DIM, device=DEVICE).half()
-    starts = torch.tensor([0, TOKENS], dtype=torch.int32, device=DEVICE)
-    call = partial(writing.store, cache, k, v, starts, TOKENS)
+    k, v = torch.randn(2, shape.tokens, shape.kv_heads, DIM, device=device).half()
+    starts = torch.tensor([0, shape.tokens], dtype=torch.int32, device=device)
+    call = partial(writing.store, cache, k, v, starts, shape.tokens)
     call()
-    part = (x[None, :CHECKED_TOKENS].transpose(1, 2) for x in (k, v))
-    static = dict(k_static=cache.k_static, v_static=cache.v_static)
-    wanted = pack_cache(*part, *formats, page_size=128, **static)
-    wrong = int((cache.pages[: CHECKED_TOKENS // 128] != wanted.pages).sum())
+    checked = min(CHECKED_TOKENS, shape.tokens)
+    part = (x[None, :checked].transpose(1, 2) for x in (k, v))
+    wanted = pack_cache(*part, *formats, page_size=PAGE, k_static=cache.k_static, v_static=cache.v_static)
+    wrong = int((cache.pages[: checked // PAGE] != wanted.pages).sum())
     if wrong:
-        return f"FAILED: {wrong} words differ"
+        return {"failure": f"{wrong} words differ"}
     moved = 2 * k.numel() * 2 + 4 * cache.pages.numel()
-    us = measure.time_calls([call], budget_ms).us
-    return f"{us:9.1f} us, {us * copy_gb_s * 1e3 / moved:5.2f} of the copy time of the same bytes"
+    timing = measure.time_calls([call], budget_ms)
+    times = {"us": round(timing.us, 2), "spread": round(timing.spread, 4), "bytes": moved}
+    return times | {"of_copy_time": round(timing.us * copy_gb_s * 1e3 / moved, 3)}
 
 
-def step(formats: tuple[str, str], shape: Shape, fill: int, budget_ms: float) -> str:
-    """Time of a decode step with and without the append in front; `fill`: tokens missing in the residual block."""
+def missing(kind: str, block: int) -> list[int]:
+    """Tokens that the sequences of each step lack to the end of their block, the new ones included."""
+    return {"plain": [1], "full": [0], "mean": [*range(block - 1, -1, -1)]}[kind]
+
+
+def step(formats: tuple[str, str], shape: Shape, kind: str, budget_ms: float) -> dict[str, Any]:
+    """Times of a decode step with ("us") and without ("decode_us") the append in front, or failure."""
     import torch
     from terrazzo.autotune import measure
     from terrazzo.ops.attention import op, writing
 
-    cache = random_cache(*formats, shape, DIM, 128)
-    cache.lengths.fill_(shape.tokens - fill)
-    q = torch.randn(shape.batch, 1, shape.heads, DIM, device=DEVICE).half()
-    k, v = torch.randn(2, shape.batch, 1, shape.kv_heads, DIM, device=DEVICE).half()
-    y = torch.empty_like(q)
+    device = gemm_bench.DEVICE
+    cache = attention_bench.random_cache(*formats, shape, DIM, PAGE)
+    caches = [replace(cache, lengths=cache.lengths - short) for short in missing(kind, cache.residual_tokens or TILE)]
+    q = torch.randn(shape.batch, 1, shape.heads, DIM, device=device).half()
+    k, v = torch.randn(2, shape.batch, 1, shape.kv_heads, DIM, device=device).half()
+    y = measure.poisoned(q.shape, q.dtype, device)
 
-    def both() -> None:
-        writing.append(cache, k, v)
-        op.decode(q, cache, out=y)
+    def both(at: Any) -> None:
+        writing.append(at, k, v)
+        op.decode(q, at, out=y)
 
-    found = measure.time_in_turn({"decode": [partial(op.decode, q, cache, out=y)], "both": [both]}, budget_ms)
-    decode, total = found["decode"].us, found["both"].us
-    return f"decode {decode:8.2f} us, with append {total:8.2f} us: {total / decode - 1:+.1%}"
+    both(caches[-1])
+    wrong = attention_bench.wrong(y, attention_bench.expected(q, caches[-1]))
+    if wrong:
+        return {"failure": wrong}
+    calls = {
+        "decode": [partial(op.decode, q, at, out=y) for at in caches],
+        "both": [partial(both, at) for at in caches],
+    }
+    found = measure.time_in_turn(calls, budget_ms)
+    for timing in found.values():
+        if isinstance(timing, Exception):
+            raise timing
+    us = {name: round(timing.us, 2) for name, timing in found.items()}
+    return {
+        "us": us["both"], "decode_us": us["decode"], "added": round(us["both"] / us["decode"] - 1, 4),
+        "spread": round(max(timing.spread for timing in found.values()), 4), "steps": len(caches),
+    }  # fmt: skip
+
+
+def planned(o: argparse.Namespace, copy_gb_s: float) -> list[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
+    """What each row is about, and what measures it."""
+
+    def facts(op: str, formats: tuple[str, str], shape: Shape) -> dict[str, Any]:
+        return {
+            "op": op, "k_format": formats[0], "v_format": formats[1], "head_dim": DIM, "page": PAGE,
+            "batch": shape.batch, "q_heads": shape.heads, "kv_heads": shape.kv_heads, "kv_len": shape.tokens,
+        }  # fmt: skip
+
+    made = []
+    for formats in o.formats:
+        if not o.no_store:
+            row = facts("attention_store", formats, STORED)
+            made.append((row, partial(store, formats, STORED, copy_gb_s, o.budget_ms)))
+        for shape in o.shapes:
+            for kind in o.kinds:
+                row = facts("attention_append", formats, shape) | {"kind": kind}
+                made.append((row, partial(step, formats, shape, kind, o.budget_ms)))
+    return made
+
+
+def show(row: dict[str, Any]) -> None:
+    shape = Shape(row["batch"], row["q_heads"], row["kv_heads"], row["kv_len"])
+    where = f"{row['op']} {shape!s:12} {row.get('kind', ''):6} {row['k_format']}/{row['v_format']:8}"
+    if "failure" in row:
+        said = f"FAILED: {row['failure']}"
+    elif "added" in row:
+        said = f"decode {row['decode_us']:8.2f} us, with append {row['us']:8.2f} us: {row['added']:+.1%}"
+    else:
+        said = f"{row['us']:9.1f} us, {row['of_copy_time']:5.2f} of the copy time of the same bytes"
+    print(f"{where} {said}", flush=True)
 
 
 def run(o: argparse.Namespace) -> int:
+    import torch
     from terrazzo.autotune import measure
+    from terrazzo.ops.attention import launch
 
-    copy_gb_s, failed = measure.copy_bandwidth(), False
+    start, copy_gb_s = time.perf_counter(), measure.copy_bandwidth()
+    result = gemm_bench.header(launch.detect(), o.commit) | {"copy_gb_s": round(copy_gb_s, 1), "rows": []}
     print(f"copy {copy_gb_s:.1f} GB/s", flush=True)
-    for formats in o.formats:
-        rows: dict[str, Any] = {"store 1x8x128k": partial(prefill, formats, copy_gb_s, o.budget_ms)}
-        for shape in STEPS:
-            rows[f"step {shape}"] = partial(step, formats, Shape.parse(shape), 1, o.budget_ms)
-            if "channel" in formats[0]:
-                rows[f"step {shape}, block full"] = partial(step, formats, Shape.parse(shape), 0, o.budget_ms)
-        for name, call in rows.items():
-            said = call()
-            failed |= said.startswith("FAILED")
-            print(f"{name:28} {'/'.join(formats):24} {said}", flush=True)
-    return 1 if failed else 0
+    for row, call in planned(o, copy_gb_s):
+        try:
+            row |= call()
+        except TerrazzoError as error:
+            row["failure"] = " ".join(str(error).split())[:300]
+        show(row)
+        torch.cuda.empty_cache()
+        result["rows"].append(row)
+        result["seconds"] = round(time.perf_counter() - start, 1)
+        out = o.out or report.RESULTS / report.file_name("attention_write", result["gpu"])
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    return 1 if any("failure" in row for row in result["rows"]) else 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_write", description=__doc__.splitlines()[0])
-    parser.add_argument("--formats", help="comma-separated, keys/values")
-    parser.add_argument("--budget-ms", type=float, default=15.0)
-    o = parser.parse_args(argv)
-    o.formats = [tuple(f.split("/")) for f in o.formats.split(",")] if o.formats else list(FORMATS)
     try:
-        return run(o)
+        return run(arguments(argv))
     except TerrazzoError as error:
         print(f"benchmarks.attention_write: {error}", file=sys.stderr)
         return 2

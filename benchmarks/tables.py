@@ -107,11 +107,34 @@ def decode_ablation(result: Mapping[str, Any], source: str) -> str:
     )
 
 
+def written(result: Mapping[str, Any], source: str) -> str:
+    """What an append adds to a decode step, and packing a prompt beside copying its bytes."""
+    stored, steps, kinds = [], {}, []
+    for row in (row for row in result["rows"] if row.get("us")):
+        formats = f"`{row['k_format']}/{row['v_format']}`"
+        if "kind" in row:
+            kinds.append(row["kind"])
+            place = f"{row['batch']} x {row['q_heads']}/{row['kv_heads']} x {row['kv_len'] // 1024}K"
+            steps.setdefault((formats, place), {})[row["kind"]] = f"{row['decode_us']:.1f} + {row['added']:.0%}"
+        else:
+            stored.append(f"{formats} {row['of_copy_time']:.2f}")
+    names = list(dict.fromkeys(kinds))
+    lines = [(*place, *(cells.get(name, "") for name in names)) for place, cells in steps.items()]
+    table = report.markdown(("keys/values", "batch x heads x tokens", *names), lines, range(2, 2 + len(names)))
+    packing = f" A prompt of 128K tokens is packed in {', '.join(stored)} of the time to copy it." if stored else ""
+    return (
+        "A decode step in microseconds, and what the append of its token adds, where it completes nothing (plain), "
+        "where it fills the residual block of every sequence (full), and over a block of steps (mean), "
+        f"{setting(result, source)}{packing}\n\n{table}"
+    )
+
+
 Table = Callable[[Mapping[str, Any], str], str]
 README: dict[str, Table] = {"attention_*.json": decode}
 """Files in benchmarks/results -> what makes their table in README.md. The longest name that fits a file counts."""
 DETAILS: dict[str, Table] = {
     "attention_prefill_*.json": prefill,
+    "attention_write_*.json": written,
     "grouped_*.json": grouped,
     "ablation_w4a8_*.json": ablation,
     "attention_ablation_*.json": decode_ablation,

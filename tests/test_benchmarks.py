@@ -256,6 +256,8 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
     ]
     rows = {"attention_h200": [decode, paged], "attention_prefill_h200": [prefill], "grouped_h200": [grouped]}
     rows["attention_ablation_h200"] = parts
+    step = cache | {"kv_len": 4096, "kind": "mean", "us": 88.0, "decode_us": 80.0, "added": 0.1}
+    rows["attention_write_h200"] = [cache | {"kv_len": 131072, "us": 200.0, "of_copy_time": 1.3}, step]
     for name, found in rows.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({**result, "rows": found}))
     assert "| 8 x 32/8 x 32K, q_len 4 | 80.0 (3.00x) |" in readme.figures() and "90.0" not in readme.figures()
@@ -268,4 +270,5 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
     path.write_text(json.dumps({**result, "rows": [parts[0] | {"us": None}]}))
     assert plot.main([str(path)]) == 2
     assert "512 new after 3584 | `int4/int4` | fresh | 100 | 321 | 0.90x |" in readme.details()
+    assert "| `int4/int4` | 8 x 32/8 x 4K | 80.0 + 10% |" in readme.details() and "`int4/int4` 1.30" in readme.details()
     assert "| 8 experts | 128 | `w4a8` | 35.0 | 85% | 2.00x |" in readme.details()
