@@ -20,14 +20,15 @@ def tile_state(head_dim: int) -> SimpleNamespace:
     import tilelang.language as T
 
     u32 = {name: T.alloc_local((n,), "uint32") for name, n in (
-        ("x", head_dim // 4), ("s", 4), ("w", 4), ("lo", 2), ("hi", 2), ("new", 4), ("pair", 4), ("mask", 1), ("c", 4),
+        ("x", head_dim // 4), ("old", head_dim // 4), ("s", 4), ("w", 4), ("lo", 2), ("hi", 2), ("new", 4), ("pair", 4),
+        ("mask", 1), ("c", 4),
     )}  # fmt: skip
     f32 = {name: T.alloc_local((n,), "float32") for name, n in (("par", 12), ("f", 4))}
     return SimpleNamespace(**u32, **f32)
 
 
 def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: int) -> SimpleNamespace:
-    """Macros over one operand's tile, whose registers hold bf16 or f16: classes, mix, keep, parameters, store.
+    """Macros over one operand's tile, whose registers hold bf16 or f16: classes, recall, mix, keep, parameters, store.
 
     Args:
         warps: tiles of a channel group, one for each warp of the CTA.
@@ -84,16 +85,21 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
                 st.pair[r] = (st.new[r // 2 * 2] & T.uint32(0xFFFF)) | (st.new[r // 2 * 2 + 1] & T.uint32(0xFFFF0000))
 
     @T.macro
-    def mix(st, tile, lane):
-        """Tokens that are not new come from the f16 tile at address `tile`."""
+    def recall(st, tile, lane):
+        """The f16 tile at address `tile`, for `mix`."""
         for a in each(slices):
             T.call_extern(
-                "handle", "tz_load<4>", T.access_ptr(st.s, "w"),
+                "handle", "tz_load<4>", T.access_ptr(st.old[a * 4], "w", 4),
                 T.call_extern("handle", "tz_at32", tile, a * 128 + lane * 4),
             )  # fmt: skip
+
+    @T.macro
+    def mix(st):
+        """Tokens that are not new come from the recalled tile."""
+        for a in each(slices):
             for i in each(4):
                 at = a * 4 + spare.target(i, 0)[1]
-                st.x[at] = (st.x[at] & st.pair[at % 4]) | (st.s[i] & ~st.pair[at % 4])
+                st.x[at] = (st.x[at] & st.pair[at % 4]) | (st.old[a * 4 + i] & ~st.pair[at % 4])
 
     @T.macro
     def keep(st, tile, lane):
@@ -248,30 +254,35 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
                         )  # fmt: skip
                     st.w[i] = st.w[i] + st.s[0] * T.uint32(1 << field(o, e))
 
+    def words_at(tile, j, lane):
+        """Address of a lane's words of load j of the tile at address `tile`."""
+        return T.call_extern("handle", "tz_at32", tile, offset + j * 32 * words + lane * words)
+
+    @T.macro
+    def recall_words(st, tile, lane):
+        """The words of the tile at address `tile`, for a `store` that merges."""
+        for j in each(slices // atoms):
+            T.call_extern(
+                "handle", f"tz_load<{words}>", T.access_ptr(st.old[j * words], "w", words), words_at(tile, j, lane)
+            )
+
     @T.macro
     def store(st, shared_, base, scale, head, tile, merge, lane):
-        """The words of the tile to address `tile`; with `merge`, fields of tokens that are not new stay as they are."""
+        """The words of the tile to address `tile`; with `merge`, recalled fields of tokens that are not new stay."""
         for j in each(slices // atoms):
             for i in each(words):
                 word(st, shared_, base, scale, head, j, i, lane)
             if merge:
-                T.call_extern(
-                    "handle", f"tz_load<{words}>", T.access_ptr(st.s, "w"),
-                    T.call_extern("handle", "tz_at32", tile, offset + j * 32 * words + lane * words),
-                )  # fmt: skip
                 for i in each(words):
                     st.mask[0] = T.uint32(0)
                     for c in each(classes):
                         if fields(i, c):
                             st.mask[0] = st.mask[0] | (st.new[c] & T.uint32(fields(i, c)))
-                    st.w[i] = (st.w[i] & st.mask[0]) | (st.s[i] & ~st.mask[0])
-            T.call_extern(
-                "handle", f"tz_store<{words}>",
-                T.call_extern("handle", "tz_at32", tile, offset + j * 32 * words + lane * words),
-                T.access_ptr(st.w, "r"),
-            )  # fmt: skip
+                    st.w[i] = (st.w[i] & st.mask[0]) | (st.old[j * words + i] & ~st.mask[0])
+            T.call_extern("handle", f"tz_store<{words}>", words_at(tile, j, lane), T.access_ptr(st.w, "r"))
 
     return SimpleNamespace(
-        find_new=find_new, mix=mix, keep=keep, token_parameters=token_parameters,
-        channel_parameters=channel_parameters, store=store, token_wise=token_wise, channel=bool(fmt.group),
+        find_new=find_new, recall=recall, mix=mix, keep=keep, token_parameters=token_parameters,
+        channel_parameters=channel_parameters, recall_words=recall_words, store=store, token_wise=token_wise,
+        channel=bool(fmt.group),
     )  # fmt: skip

@@ -1,22 +1,28 @@
 """Tile program that stores new tokens: append in decode, and quantize-and-pack after prefill (specs.md C, I.8).
 
-A warp holds a tile of 16 tokens of one kv head as decode's A operand: rows come through shared memory and ldmatrix
-(transposed for values), codes are made in registers, words leave as the layout wants them. Without a residual block a
-tile is merged into what its page holds. With one, a CTA owns a block: a block that the new tokens complete is packed
-from residual tiles and new rows, the last, incomplete one goes to the residual ring. All of it is decided from lengths
-in device memory, so that a captured graph does the right thing in every replay, and a call repeated with the same
-lengths writes the same bits.
+A warp holds the keys or the values of a tile of 16 tokens of one kv head as decode's A operand: rows come through
+shared memory and ldmatrix (transposed for values), codes are made in registers, words leave as the layout wants them.
+Without a residual block a tile is merged into what its page holds. With one, a block that the new tokens complete is
+packed by all warps of a CTA from residual tiles and new rows, and the last, incomplete one goes to the residual ring.
+All of it is decided from lengths in device memory, so that a captured graph does the right thing in every replay, and a
+call repeated with the same lengths writes the same bits.
+
+A CTA serves a block of `per` (sequence, kv head) pairs: its warps share the tiles that are merged or kept, keys and
+values apart, and pack complete blocks together, one pair after the other. An append is a chain of trips to memory, and
+every SM that it takes is one on which decode cannot start: what tells where tokens go is read by the lanes at once, a
+pair each, old contents are on their way beside the new rows, and many pairs need one wave of few CTAs.
 
 The kernel may start before the one ahead of it on the stream has ended (programmatic dependent launch), and waits for
 its end before it reads or writes anything: that one may write the rows, or still read the tokens that this one
-overwrites. Until then it fetches into L2 what the residual ring holds of the block, if lengths are what they seem.
+overwrites. Until then it fetches into L2 what the residual ring holds of the block, if lengths are what they seem, and
+guesses which page is asked for.
 """
 
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.cache import residual_layout
-from terrazzo.ops.attention.decode_copies import peek
+from terrazzo.ops.attention.decode_copies import differ, peek
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.quantize_macros import make_quantize_macros, tile_state
@@ -27,12 +33,21 @@ PASS_CONFIGS = (  # barriers and bounds are the program's own
     ("tl.disable_thread_storage_sync", True),
     ("tl.disable_warp_specialized", True),
 )
-INTEGERS = ("length", "old", "base", "token", "row", "page", "inside")
+OF_PAIR = ("length", "row", "new", "slot", "page", "guess")
+"""What lanes know of their pairs: tokens, first new row, new rows, residual block, and the page at a guessed place."""
+INTEGERS = ("b", "h", "length", "old", "base", "token", "row", "slot", "page", "guess", "at", "inside")
 
 
 def chunk_warps(residual: int) -> int:
-    """Tiles of a CTA: those of a residual block, or 4."""
+    """Warps of a CTA, and tiles of its blocks: those of a residual block, or 4."""
     return residual // 16 or 4
+
+
+def shares(pairs: int, most_new: int, warps: int, sms: int) -> tuple[int, int]:
+    """(pairs of a CTA, tiles of a block that up to `most_new` tokens of a sequence can touch): as many pairs as keep
+    the grid within two CTAs of an SM, and no more than the warps have hands for."""
+    touched = min(warps, (most_new + 14) // 16 + 1)
+    return max(1, min(warps // (2 * touched), -(-pairs // (2 * sms)))), touched
 
 
 def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, page: int, residual: int):
@@ -45,7 +60,7 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
     Shapes: K and V in `dtype`, flat: value d of token i and head h at i * token pitch + h * head pitch + d; CU int32
     [B + 1], where each sequence's new tokens start; LEN int32 [B], tokens in all, the new ones included; KV, TABLE,
     RES, SLOT, SK and SV as in decode_program. Scalars: pitches of K and of V, first block of new tokens, number of
-    blocks.
+    blocks, CTAs of a block, and what `shares` says (at most 32 pairs of a CTA).
     """
     import tilelang.language as T
 
@@ -73,13 +88,32 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
     SKH, SKD, SVH, SVD = (T.dynamic(name) for name in ("skh", "skd", "svh", "svd"))
 
     @T.macro
-    def place(LEN, CU, w, block):
-        """The tile of the warp, in a block of new tokens."""
-        w.length[0] = peek(LEN, w.b)
-        w.row[0] = peek(CU, w.b)
-        w.old[0] = w.length[0] - (peek(CU, w.b + 1) - w.row[0])
+    def learn(LEN, CU, SLOT, known, w, pairs, lane):
+        """What each lane knows of its pair, in one trip to memory."""
+        pair = smaller(w.first + lane, pairs - 1)
+        known.length[0] = peek(LEN, pair // HK)
+        known.row[0] = peek(CU, pair // HK)
+        known.new[0] = peek(CU, pair // HK + 1)
+        if residual:
+            known.slot[0] = peek(SLOT, pair // HK)
+        if page and pdl:  # beside the others, from where it seemed to lie
+            known.page[0] = peek(w.table, pair // HK, smaller(larger(known.guess[0], 0), MOST - 1))
+        known.new[0] = known.new[0] - known.row[0]
+
+    @T.macro
+    def place(known, w, i, block):
+        """The pair i of the CTA, and its block of new tokens."""
+        w.b[0] = T.truncdiv(w.first + i, HK)
+        w.h[0] = w.first + i - w.b[0] * HK
+        w.length[0] = T.call_extern("int32", "tz_of_lane", known.length[0], i)
+        w.row[0] = T.call_extern("int32", "tz_of_lane", known.row[0], i)
+        w.old[0] = w.length[0] - T.call_extern("int32", "tz_of_lane", known.new[0], i)
         w.base[0] = (w.old[0] // chunk + block) * chunk
-        w.token[0] = w.base[0] + w.warp * 16
+        if residual:
+            w.slot[0] = T.call_extern("int32", "tz_of_lane", known.slot[0], i)
+        if page and pdl:
+            w.page[0] = T.call_extern("int32", "tz_of_lane", known.page[0], i)
+            w.guess[0] = T.call_extern("int32", "tz_of_lane", known.guess[0], i)
 
     @T.macro
     def fetch(rows, w, of, lane):
@@ -87,16 +121,16 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
         for j in each(16 * chunks_per_row // 32):
             at = j * 32 + lane
             row = at // chunks_per_row
-            new = T.And(w.token[0] + row >= w.old[0], w.token[0] + row < w.length[0])
+            fresh = T.And(w.token[0] + row >= w.old[0], w.token[0] + row < w.length[0])
             T.call_extern(
                 "handle", "tz_cp_async",
                 T.access_ptr(rows[(w.warp * 16 + row) * pitch + at % chunks_per_row * 4], "w", 4),
                 T.call_extern(
                     "handle", "tz_row16", T.access_ptr(of.data[0], "r", 1),
-                    w.row[0] + T.if_then_else(new, w.token[0] + row - w.old[0], 0), of.token,
-                    w.h * of.head + at % chunks_per_row * 8,
+                    w.row[0] + T.if_then_else(fresh, w.token[0] + row - w.old[0], 0), of.token,
+                    w.h[0] * of.head + at % chunks_per_row * 8,
                 ),
-                T.if_then_else(new, 16, 0),
+                T.if_then_else(fresh, 16, 0),
             )  # fmt: skip
         T.call_extern("handle", "tz_cp_commit")
 
@@ -104,6 +138,7 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
     def collect(st, rows, w, is_key, lane):
         """The rows as operand registers."""
         T.call_extern("handle", "tz_cp_wait<0>")
+        T.call_extern("handle", "tz_syncwarp")
         for a in each(D // 16):
             if is_key:
                 row = lane % 16
@@ -122,81 +157,101 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
                     st.f[e] = T.call_extern("float32", f"tz_unpack<true, {e}>", st.x[i])
                 st.x[i] = T.call_extern("uint32", "tz_clamp2<false>", st.f[0], st.f[1])
 
-    @T.macro
-    def spare_tile(RES, SLOT, w, offset):
-        """Address of the token's tile in the residual ring."""
-        w.page[0] = peek(SLOT, w.b)
-        w.inside[0] = w.h * RES_WORDS + w.token[0] // 16 % spare_tiles * spare.tile_words + offset
+    def spare_tile(RES, w, slot, offset, access):
+        """Address of the token's tile in the residual ring, `offset` words into it."""
+        at = w.h[0] * RES_WORDS + w.token[0] // 16 % spare_tiles * spare.tile_words + offset
+        return T.call_extern("handle", "tz_page", T.access_ptr(RES[0, 0, 0], access, 1), slot, RES_H * RES_WORDS, at)
 
     @T.macro
-    def prefetch(RES, SLOT, w, lane):
-        """Old tokens of the tile on their way to L2; what says where they are may be wrong, so it is clamped."""
-        spare_tile(RES, SLOT, w, 0)
-        wanted = T.Or(less(w.old[0], w.token[0] + 16), less(w.base[0] + chunk - 1, w.length[0]))
-        if T.And(T.And(less(w.token[0], w.old[0]), less(-1, w.token[0])), T.And(wanted, less(lane, 1))):
-            T.call_extern(
-                "handle", "tz_prefetch",
-                T.call_extern(
-                    "handle", "tz_page", T.access_ptr(RES[0, 0, 0], "r", 1),
-                    smaller(larger(w.page[0], 0), SLOTS - 1), RES_H * RES_WORDS, w.inside[0],
-                ),
-                4 * spare.tile_words,
-            )  # fmt: skip
+    def prefetch(LEN, CU, SLOT, RES, known, w, pairs, block, per, lane):
+        """Old tokens of complete and of touched tiles on their way to L2, a tile for each warp, and a guess which page
+        is needed; what says where they are may be wrong, so it is clamped."""
+        known.guess[0] = 0
+        learn(LEN, CU, SLOT, known, w, pairs, lane)
+        known.page[0] = known.length[0] - known.new[0]
+        known.guess[0] = larger(known.page[0], (known.page[0] // chunk + block) * chunk) // max(page, 1)
+        if residual:
+            for i in T.serial(per):
+                if less(w.first + i, pairs):
+                    place(known, w, i, block)
+                    w.token[0] = w.base[0] + w.warp * 16
+                    wanted = T.Or(less(w.old[0], w.token[0] + 16), less(w.base[0] + chunk - 1, w.length[0]))
+                    if T.And(T.And(less(w.token[0], w.old[0]), less(-1, w.token[0])), T.And(wanted, less(lane, 1))):
+                        T.call_extern(
+                            "handle", "tz_prefetch",
+                            spare_tile(RES, w, smaller(larger(w.slot[0], 0), SLOTS - 1), 0, "r"), 4 * spare.tile_words,
+                        )  # fmt: skip
 
     @T.macro
-    def packed_tile(TABLE, w):
+    def find_block(w):
         """Page and word of the token's block."""
-        w.page[0] = w.b
         w.inside[0] = w.token[0]
         if page:
-            w.page[0] = peek(TABLE, w.b, w.token[0] // page)
-            w.inside[0] = w.token[0] % page
-        w.inside[0] = w.h * PAGE_WORDS + w.inside[0] // layout.block_tokens * layout.block_words
-
-    @T.macro
-    def pack(operand, st, rows, KV, TABLE, scale, w, merge, lane):
-        """The operand's words, and parameters, to the page."""
-        packed_tile(TABLE, w)
-        block = T.call_extern(
-            "handle", "tz_page", T.access_ptr(KV[0, 0, 0], "w", 1), w.page[0], HK * PAGE_WORDS, w.inside[0]
-        )
-        tile = T.call_extern(
-            "handle", "tz_at32", block,
-            layout.channel_words + w.token[0] % layout.block_tokens // 16 * layout.tile_words,
-        )  # fmt: skip
-        if operand.token_wise:
-            operand.token_parameters(st, tile, lane)
-        if operand.channel:
-            operand.channel_parameters(st, rows, stats, block, w.warp, lane)
-        operand.store(st, rows, stats, scale, w.h, tile, merge, lane)
-
-    @T.macro
-    def write(operand, st, rows, KV, TABLE, RES, SLOT, scale, w, offset, lane):
-        """One operand of the tile to where it belongs."""
-        operand.find_new(st, w.token[0], w.old[0], lane)
-        if residual:
-            if w.token[0] < w.old[0]:
-                spare_tile(RES, SLOT, w, offset)
-                operand.mix(
-                    st, T.call_extern(
-                        "handle", "tz_page", T.access_ptr(RES[0, 0, 0], "r", 1), w.page[0], RES_H * RES_WORDS,
-                        w.inside[0],
-                    ), lane,
-                )  # fmt: skip
-            for c in each(4):
-                st.new[c] = T.uint32(0xFFFFFFFF)
-            if w.base[0] + chunk <= w.length[0]:
-                pack(operand, st, rows, KV, TABLE, scale, w, False, lane)
+            w.at[0] = w.token[0] // page
+            if pdl:
+                if differ(w.at[0], w.guess[0]):
+                    w.page[0] = peek(w.table, w.b[0], w.at[0])
             else:
-                spare_tile(RES, SLOT, w, offset)
-                operand.keep(
-                    st, T.call_extern(
-                        "handle", "tz_page", T.access_ptr(RES[0, 0, 0], "w", 1), w.page[0], RES_H * RES_WORDS,
-                        w.inside[0],
-                    ), lane,
-                )  # fmt: skip
+                w.page[0] = peek(w.table, w.b[0], w.at[0])
+            w.inside[0] = w.token[0] % page
         else:
-            pack(operand, st, rows, KV, TABLE, scale, w, w.token[0] < w.old[0], lane)
+            w.page[0] = w.b[0]
+        w.inside[0] = w.h[0] * PAGE_WORDS + w.inside[0] // layout.block_tokens * layout.block_words
+
+    def block_of(KV, w, words=0):
+        """Address in the token's block, found before."""
+        return T.call_extern(
+            "handle", "tz_page", T.access_ptr(KV[0, 0, 0], "w", 1), w.page[0], HK * PAGE_WORDS, w.inside[0] + words
+        )
+
+    def tile_of(KV, w):
+        """Address of the token's tile."""
+        return block_of(KV, w, layout.channel_words + w.token[0] % layout.block_tokens // 16 * layout.tile_words)
+
+    @T.macro
+    def pack(operand, st, rows, KV, scale, w, merge, lane):
+        """The operand's words, and parameters, to the page."""
+        if operand.token_wise:
+            operand.token_parameters(st, tile_of(KV, w), lane)
+        if operand.channel:
+            operand.channel_parameters(st, rows, stats, block_of(KV, w), w.warp, lane)
+        operand.store(st, rows, stats, scale, w.h[0], tile_of(KV, w), merge, lane)
+
+    @T.macro
+    def alone(operand, is_key, of, offset, st, rows, KV, RES, scale, w, lane):
+        """One operand of a tile that a warp stores by itself: merged into its page, or kept in the residual ring."""
+        fetch(rows, w, of, lane)
+        operand.find_new(st, w.token[0], w.old[0], lane)
+        older = less(w.token[0], w.old[0])
+        if residual:
+            if older:
+                operand.recall(st, spare_tile(RES, w, w.slot[0], offset, "r"), lane)
+            collect(st, rows, w, is_key, lane)
+            if older:
+                operand.mix(st)
+            operand.keep(st, spare_tile(RES, w, w.slot[0], offset, "w"), lane)
+        else:
+            find_block(w)
+            if older:
+                operand.recall_words(st, tile_of(KV, w), lane)
+            collect(st, rows, w, is_key, lane)
+            pack(operand, st, rows, KV, scale, w, older, lane)
+
+    @T.macro
+    def together(operand, is_key, of, after, offset, st, rows, KV, RES, scale, w, lane):
+        """One operand of the warp's tile of a complete block; `after` is fetched once `of` has left shared memory."""
+        operand.find_new(st, w.token[0], w.old[0], lane)
+        older = less(w.token[0], w.old[0])
+        if older:
+            operand.recall(st, spare_tile(RES, w, w.slot[0], offset, "r"), lane)
+        collect(st, rows, w, is_key, lane)
+        if after is not None:
+            fetch(rows, w, after, lane)
+        if older:
+            operand.mix(st)
+        for c in each(4):
+            st.new[c] = T.uint32(0xFFFFFFFF)
+        pack(operand, st, rows, KV, scale, w, False, lane)
 
     @T.prim_func
     def main(
@@ -216,30 +271,48 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
         v_head: T.int32,
         first: T.int32,
         blocks: T.int32,
+        groups: T.int32,
+        per: T.int32,
+        touched: T.int32,
     ):
-        with T.Kernel(blocks, HK, B, threads=warps * 32, prelude=sources) as (x, h, b):
+        with T.Kernel(blocks, groups, threads=warps * 32, prelude=sources) as (x, group_of):
             rows = T.alloc_shared((total_words,), "int32")
             T.annotate_min_blocks_per_sm(max(1, (16 if D <= 128 else 8) // warps))
             tx = T.get_thread_binding()
             lane = tx % 32
             st = tile_state(D)
+            known = SimpleNamespace(**{name: T.alloc_local((1,), "int32") for name in OF_PAIR})
             ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
-            w = SimpleNamespace(b=b, h=h, warp=tx // 32, **ints)
+            w = SimpleNamespace(warp=tx // 32, first=group_of * per, table=TABLE, **ints)
+            keys_of = SimpleNamespace(data=K, token=k_token, head=k_head)
+            values_of = SimpleNamespace(data=V, token=v_token, head=v_head)
             if pdl:
                 T.pdl_trigger()
-                if residual:
-                    place(LEN, CU, w, first + x)
-                    prefetch(RES, SLOT, w, lane)
+                prefetch(LEN, CU, SLOT, RES, known, w, B * HK, first + x, per, lane)
                 T.pdl_sync()
-            place(LEN, CU, w, first + x)
-            touched = T.And(w.token[0] + 16 > w.old[0], w.token[0] < w.length[0])
-            complete = w.base[0] + chunk <= w.length[0] if residual else False
-            if T.And(w.old[0] < w.length[0], T.And(w.base[0] < w.length[0], T.Or(touched, complete))):
-                fetch(rows, w, SimpleNamespace(data=K, token=k_token, head=k_head), lane)
-                collect(st, rows, w, True, lane)
-                fetch(rows, w, SimpleNamespace(data=V, token=v_token, head=v_head), lane)
-                write(keys, st, rows, KV, TABLE, RES, SLOT, SK, w, 0, lane)
-                collect(st, rows, w, False, lane)
-                write(values, st, rows, KV, TABLE, RES, SLOT, SV, w, spare.k_words, lane)
+            learn(LEN, CU, SLOT, known, w, B * HK, lane)
+            for n in T.serial(T.truncdiv(2 * per * touched + warps - 1 - w.warp, warps)):  # keys | values of a tile
+                job = (n * warps + w.warp) // 2
+                if less(w.first + T.truncdiv(job, touched), B * HK):
+                    place(known, w, T.truncdiv(job, touched), first + x)
+                    w.token[0] = larger(w.base[0], w.old[0] // 16 * 16) + T.truncmod(job, touched) * 16
+                    apart = T.And(
+                        less(w.token[0], smaller(w.base[0] + chunk, w.length[0])), less(w.old[0], w.length[0])
+                    )
+                    if T.And(apart, less(w.length[0], w.base[0] + chunk)) if residual else apart:
+                        if less((n * warps + w.warp) % 2, 1):
+                            alone(keys, True, keys_of, 0, st, rows, KV, RES, SK, w, lane)
+                        else:
+                            alone(values, False, values_of, spare.k_words, st, rows, KV, RES, SV, w, lane)
+            if residual:
+                for i in T.serial(per):
+                    if less(w.first + i, B * HK):
+                        place(known, w, i, first + x)
+                        w.token[0] = w.base[0] + w.warp * 16
+                        if T.And(less(w.old[0], w.length[0]), less(w.base[0] + chunk - 1, w.length[0])):
+                            find_block(w)
+                            fetch(rows, w, keys_of, lane)
+                            together(keys, True, keys_of, values_of, 0, st, rows, KV, RES, SK, w, lane)
+                            together(values, False, values_of, None, spare.k_words, st, rows, KV, RES, SV, w, lane)
 
     return main

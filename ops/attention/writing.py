@@ -186,8 +186,9 @@ def _write(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.T
     kernel = warm_kernel(write_request(cache, str(k.dtype).removeprefix("torch."), at, device), most_new, "append")
     none = stand_ins(k.device)
     (k_rows, *k_pitches), (v_rows, *v_pitches) = _rows(k), _rows(v)
-    chunk = 16 * write_program.chunk_warps(cache.residual_tokens)
-    for first, blocks in launches(most_new, chunk, cache.residual_tokens):
+    warps, pairs = write_program.chunk_warps(cache.residual_tokens), len(cache.lengths) * cache.kv_heads
+    per, touched = write_program.shares(pairs, most_new, warps, device.sms)
+    for first, blocks in launches(most_new, 16 * warps, cache.residual_tokens):
         kernel(
             k_rows, v_rows, starts, cache.lengths, cache.pages,
             none["table"] if cache.block_table is None else cache.block_table,
@@ -195,7 +196,7 @@ def _write(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.T
             own_slots(len(cache.lengths), k.device) if cache.slots is None else cache.slots,
             none["static"] if cache.k_static is None else cache.k_static,
             none["static"] if cache.v_static is None else cache.v_static,
-            *k_pitches, *v_pitches, first, blocks,
+            *k_pitches, *v_pitches, first, blocks, -(-pairs // per), per, touched,
         )  # fmt: skip
 
 

@@ -131,6 +131,7 @@ def check(case: Case) -> None:
 CASES = {
     "int4": Case(),
     "int8 pages": Case("int8", "int4", page=32, pitch=64),
+    "one token": Case("int8", "int4", page=32, heads=3, old=(31, 5, 16, 0, 63), new=(1, 1, 1, 1, 1)),
     "int2": Case("int2", "int2", head_dim=64),
     "float16": Case("float16", "float16", page=16),
     "bfloat16": Case("bfloat16", "bfloat16", dtype="bfloat16"),

@@ -62,7 +62,8 @@ static void tz_ldmatrix4_trans(void *out, const void *p) { ldmatrix<true>(out, p
 """
 
 
-def emulate(case: Case, folder, target: str = "sm_90a", times: int = 1) -> None:
+def emulate(case: Case, folder, target: str = "sm_90a", times: int = 1, sms: int = 132) -> None:
+    """All launches of a case on the CPU; few `sms` give CTAs more pairs."""
     made, wanted, rows, starts = attention_write_cases.prepare(case)
     request = writing.write_request(made, case.dtype, Target.parse(target))
     source = (compile_request(request) / "kernel.cu").read_text()
@@ -76,13 +77,16 @@ def emulate(case: Case, folder, target: str = "sm_90a", times: int = 1) -> None:
         for x in (made.lengths, starts, *(r for r in rows if r.is_contiguous())):
             kernel.late(x, x * 3 // 2 if x.dtype == torch.int32 else torch.zeros_like(x))
     pages = table if made.block_table is None else made.block_table
+    per, touched = write_program.shares(case.heads * len(case.old), max(case.new), warps, sms)
     for _ in range(times):
         for first, blocks in writing.launches(max(case.new), warps * 16, made.residual_tokens):
+            groups = -(-case.heads * len(case.old) // per)
             kernel(
-                (blocks, case.heads, len(case.old)), K=rows[0], V=rows[1], CU=starts, LEN=made.lengths, KV=made.pages,
+                (blocks, groups, 1), K=rows[0], V=rows[1], CU=starts, LEN=made.lengths, KV=made.pages,
                 TABLE=pages, RES=residual, SLOT=torch.arange(len(case.old), dtype=torch.int32), SK=static[0],
                 SV=static[1], k_token=rows[0].stride(0), k_head=case.head_dim, v_token=rows[1].stride(0),
-                v_head=case.head_dim, first=first, blocks=blocks, hk=case.heads, page_words=made.pages.shape[2],
+                v_head=case.head_dim, first=first, blocks=blocks, groups=groups, per=per,
+                touched=touched, hk=case.heads, page_words=made.pages.shape[2],
                 most=pages.shape[1], rh=residual.shape[1], res_words=residual.shape[2], skd=static[0].shape[1],
                 svd=static[1].shape[1], b=len(case.old), b1=len(case.old) + 1,
                 slots=residual.shape[0],
@@ -91,6 +95,7 @@ def emulate(case: Case, folder, target: str = "sm_90a", times: int = 1) -> None:
 
 
 USUAL = ("int4", "bfloat16 rows")
+FEW = ("channel", "residual", "channel 128", "one token")  # on one SM: several pairs for a CTA
 ALL = "TERRAZZO_EMULATE_ALL"
 
 
@@ -98,7 +103,7 @@ ALL = "TERRAZZO_EMULATE_ALL"
 def test_new_tokens_are_stored_as_the_quantizer_stores_them(name, tmp_path):
     if name not in USUAL and not os.environ.get(ALL):
         pytest.skip(f"10 s each: set {ALL}=1")
-    emulate(CASES[name], tmp_path)
+    emulate(CASES[name], tmp_path, sms=1 if name in FEW else 132)
 
 
 def test_a_repeated_append_writes_the_same_bits(tmp_path):
