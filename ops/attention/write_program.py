@@ -138,7 +138,6 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
     def collect(st, rows, w, is_key, lane):
         """The rows as operand registers."""
         T.call_extern("handle", "tz_cp_wait<0>")
-        T.call_extern("handle", "tz_syncwarp")
         for a in each(D // 16):
             if is_key:
                 row = lane % 16
@@ -275,7 +274,7 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
         per: T.int32,
         touched: T.int32,
     ):
-        with T.Kernel(blocks, groups, threads=warps * 32, prelude=sources) as (x, group_of):
+        with T.Kernel(blocks * groups, threads=warps * 32, prelude=sources) as cta:
             rows = T.alloc_shared((total_words,), "int32")
             T.annotate_min_blocks_per_sm(max(1, (16 if D <= 128 else 8) // warps))
             tx = T.get_thread_binding()
@@ -283,7 +282,8 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
             st = tile_state(D)
             known = SimpleNamespace(**{name: T.alloc_local((1,), "int32") for name in OF_PAIR})
             ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
-            w = SimpleNamespace(warp=tx // 32, first=group_of * per, table=TABLE, **ints)
+            x = T.truncmod(cta, blocks)
+            w = SimpleNamespace(warp=tx // 32, first=T.truncdiv(cta, blocks) * per, table=TABLE, **ints)
             keys_of = SimpleNamespace(data=K, token=k_token, head=k_head)
             values_of = SimpleNamespace(data=V, token=v_token, head=v_head)
             if pdl:

@@ -82,7 +82,7 @@ def emulate(case: Case, folder, target: str = "sm_90a", times: int = 1, sms: int
         for first, blocks in writing.launches(max(case.new), warps * 16, made.residual_tokens):
             groups = -(-case.heads * len(case.old) // per)
             kernel(
-                (blocks, groups, 1), K=rows[0], V=rows[1], CU=starts, LEN=made.lengths, KV=made.pages,
+                (blocks * groups, 1, 1), K=rows[0], V=rows[1], CU=starts, LEN=made.lengths, KV=made.pages,
                 TABLE=pages, RES=residual, SLOT=torch.arange(len(case.old), dtype=torch.int32), SK=static[0],
                 SV=static[1], k_token=rows[0].stride(0), k_head=case.head_dim, v_token=rows[1].stride(0),
                 v_head=case.head_dim, first=first, blocks=blocks, groups=groups, per=per,
