@@ -270,7 +270,7 @@ class W4A8Fp8(W4A8):
 
 
 class W4Ax(_Linear):
-    """With a quarter of the blocks in 8 bits, as the paper's kernel measurements."""
+    """With two-level scales, and a quarter of the blocks in 8 bits, as the paper's kernel measurements."""
 
     name, rate = "w4ax", "s8"
 
@@ -279,11 +279,12 @@ class W4Ax(_Linear):
 
         if (group or w4ax.BLOCK) != w4ax.BLOCK:
             raise ArgumentError("group", group, f"must be {w4ax.BLOCK}, the block", "leave it out")
-        return op.tuning_facts(n, k, round(0.25 * -(-k // w4ax.BLOCK)), dtype)
+        return op.tuning_facts(n, k, round(0.25 * -(-k // w4ax.BLOCK)), dtype, True)
 
     def _gemm(self, problem: Problem) -> w4ax.MixedGemm:
         facts = dict(problem.facts)
-        return w4ax.MixedGemm(facts["n"], -(-facts["k"] // w4ax.BLOCK) * w4ax.BLOCK, facts["blocks8"])
+        depth, two_level = -(-facts["k"] // w4ax.BLOCK) * w4ax.BLOCK, facts.get("scales") == "two_level"
+        return w4ax.MixedGemm(facts["n"], depth, facts["blocks8"], two_level=two_level)
 
     def space(self, problem: Problem) -> spaces.Space:
         return w4ax_space.W4Ax(self._gemm(problem))
@@ -293,15 +294,16 @@ class W4Ax(_Linear):
 
         facts = dict(problem.facts)
         made = op.plan.__wrapped__
-        own = dict(out_dtype=facts["out_dtype"], bias=False, target=target)
-        return made(problem.m, problem.n, problem.k, facts["blocks8"], **own)[0]
+        own = dict(out_dtype=facts["out_dtype"], bias=False, two_level=facts.get("scales") == "two_level")
+        return made(problem.m, problem.n, problem.k, facts["blocks8"], **own, target=target)[0]
 
     def beside(self, problem: Problem, target: Target) -> list[KernelRequest]:
         from terrazzo.ops.w4ax import activations
         from terrazzo.ops.w4ax.format import native
 
         facts = dict(problem.facts)
-        own = dict(dtype=facts["out_dtype"], permuted=True, norm=False, granularity="block", wide=not native(target))
+        own = dict(dtype=facts["out_dtype"], permuted=True, norm=False, wide=not native(target))
+        own["granularity"] = facts.get("scales", "block")
         return [activations.plan(problem.m, problem.k, facts["blocks8"], **own, target=target)]
 
     def roofline(self, problem: Problem, target: Target) -> Roofline:
@@ -316,7 +318,8 @@ class W4Ax(_Linear):
 
         facts = dict(problem.facts)
         ratio = facts["blocks8"] / -(-problem.k // w4ax.BLOCK)
-        settings, peers = W4AxSettings(facts["out_dtype"], ratio=ratio), [gemm_bench.Cublas()]
+        settings = W4AxSettings(facts["out_dtype"], ratio=ratio, scales=facts.get("scales", "block"))
+        peers = [gemm_bench.Cublas()]
         return subjects.Gemm(W4AxShape(problem.n, problem.k, settings, target, peers, target.dram_gb_s))
 
 

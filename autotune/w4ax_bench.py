@@ -12,10 +12,13 @@ from terrazzo.autotune.gemm_bench import OURS, Settings, Shape, schedule_text
 
 @dataclass(frozen=True)
 class W4AxSettings(Settings):
-    """`Settings`, and `ratio`: share of INT8 blocks."""
+    """`Settings`, `ratio`: share of INT8 blocks, and `scales` of weight and activations; `variants`: other forms of
+    them, timed beside it."""
 
     group: int = 128
     ratio: float = 0.25
+    scales: str = "two_level"
+    variants: tuple[str, ...] = ()
 
 
 class W4AxShape(Shape):
@@ -26,10 +29,11 @@ class W4AxShape(Shape):
         from terrazzo.ops import w4ax
 
         facts = dict(m=m, dtype=settings.dtype, target=target, blocks8=blocks8(k, settings.ratio))
-        return w4ax.kernel_requests(n, k, **facts)
+        forms = (settings.scales, *settings.variants)
+        return [r for form in forms for r in w4ax.kernel_requests(n, k, **facts, granularity=form)]
 
     def load(self) -> tuple[Any, Any, tuple[str, ...], Any]:
-        weight = random_weight(self.n, self.k, self.settings.ratio, self.random)
+        weight = random_weight(self.n, self.k, self.settings.ratio, self.random, self.settings.scales)
         return weight, weight.pack(target=self.target), ("words",), dense_of(weight, self.dtype)
 
     def facts(self, m: int, requests: Sequence[Any]) -> dict[str, Any]:
@@ -38,7 +42,8 @@ class W4AxShape(Shape):
         from terrazzo.schedules.roofline import weight_only_gemm
 
         own = next(request for request in requests if request.name != "w4ax.quantize_blocks")
-        alpha, params = get_converter("s4_s8_x16").alu_per_element, dict(own.params)
+        params = dict(own.params)
+        alpha = get_converter("s4_s8_lqq" if own.name == "w4ax.integer" else "s4_s8_x16").alu_per_element
         tile = params.get("block_tokens") or params["token_tiles"] * schedules.TOKENS_PER_TILE
         roof = weight_only_gemm(
             self.target, m, self.n, self.k, self.packed[0].nbytes, alpha, self.copy_gb_s, dtype="s8", x_bytes=1,
@@ -46,7 +51,7 @@ class W4AxShape(Shape):
         )  # fmt: skip
         return {
             "op": "w4ax",
-            "format": f"s4, {self.weight.blocks8} of {self.weight.blocks} blocks INT8",
+            "format": f"s4, {self.weight.blocks8} of {self.weight.blocks} blocks INT8, {self.settings.scales} scales",
             "dtype": self.settings.dtype,
             "group": 128,
             "m": m,
@@ -67,7 +72,8 @@ class W4AxShape(Shape):
 
         rows, w = self.checked_rows(x.shape[0]), self.weight
         x = x[rows]
-        q, scales = reference.quantize_activations(x, blocks8=w.blocks8, permutation=w.permutation)
+        facts = dict(blocks8=w.blocks8, permutation=w.permutation, granularity=self.settings.scales)
+        q, scales = reference.quantize_activations(x, **facts, wide=not self.packed[0].native)
         ref, bound = reference.gemm(q, scales, w), reference.forward_error_bound(q, scales, w, self.dtype)
         magnitude = x.double().abs() @ w.dequantize().abs().T
         steps = scales.double().repeat_interleave(128, dim=1) @ w.values().abs().T
@@ -90,20 +96,25 @@ def blocks8(k: int, ratio: float) -> int:
     return int(ratio * -(-k // 128) + 0.5)
 
 
-def random_weight(n: int, k: int, ratio: float, random: Any) -> Any:
-    """A canonical weight with uniform codes, on the generator's device."""
+def random_weight(n: int, k: int, ratio: float, random: Any, scales: str) -> Any:
+    """A canonical weight with uniform codes and scales of this form, on the generator's device."""
     import torch
     from terrazzo.ops import w4ax
 
     make = lambda *shape: torch.rand(shape, generator=random, device=random.device)
     plan = w4ax.plan_blocks(make(k) + 0.1, ratio=ratio)
     codes = torch.randint(-7, 8, (n, plan.padded), generator=random, device=random.device, dtype=torch.int8)
+    held, channel = torch.exp(make(n, plan.blocks) - 5).bfloat16(), None
+    if scales == "two_level":
+        channel = torch.exp(make(n) - 7.4).bfloat16().float()
+        held = channel[:, None] * torch.randint(6, 17, (n, plan.blocks), generator=random, device=random.device)
     return w4ax.QuantizedWeight.canonical(
         codes.masked_fill(plan.order() < 0, 0),
-        torch.exp(make(n, plan.blocks) - 5).bfloat16(),
+        held,
         k=k,
         blocks8=plan.blocks8,
         permutation=plan.permutation,
+        channel_scales=channel,
     )
 
 

@@ -161,8 +161,8 @@ def emulate_w4a16(
     return y[:n].T.copy()
 
 
-W4A8_CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq"}
-"""Dequantization -> converter: signed bytes, or bytes that hold the value plus 128."""
+W4A8_CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq", "signed": "s4_s8_lqq"}
+"""Dequantization -> converter: signed bytes, bytes that hold the value plus 128, signed bytes of signed codes."""
 
 
 def operand_w4a8(words, unit: UnitLayout, dequantization: str = "xor") -> np.ndarray:

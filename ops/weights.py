@@ -165,8 +165,8 @@ def save(weight: Any, path: str | Path, version: str) -> None:
         scratch.unlink(missing_ok=True)
 
 
-def load(make: Callable[..., Weight], path: str | Path, device: str | torch.device, version: str) -> Weight:
-    """Read a file that `save` wrote: `make` is called with its tensors and plain fields.
+def load(make: Callable[..., Weight], path: str | Path, device: str | torch.device, *versions: str) -> Weight:
+    """Read a file that `save` wrote in one of `versions`: `make` is called with its tensors and plain fields.
 
     Raises:
         ArgumentError: it is no such file.
@@ -182,11 +182,12 @@ def load(make: Callable[..., Weight], path: str | Path, device: str | torch.devi
         raise ArgumentError(
             "path", str(path), f"must be a readable safetensors file ({error})", "write it with PackedWeight.save"
         ) from None
-    if meta.get("version") != version:
+    if meta.get("version") not in versions:
+        wanted = " or ".join(map(repr, versions))
         raise ArgumentError(
             "path",
             str(path),
-            f"its metadata must name version {version!r}, it names {meta.get('version')!r}",
+            f"its metadata must name version {wanted}, it names {meta.get('version')!r}",
             "a checkpoint layer is read with load_layer; a packed weight of another version is packed again",
         )
     return make(**tensors, **json.loads(meta["weight"]))

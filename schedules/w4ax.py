@@ -20,6 +20,7 @@ MAX_TOKENS = small_batch.MAX_TOKENS
 _RESERVED = 2048  # barriers, alignment
 # warpgroups -> f32 and s32 sums of a thread that ptxas places without serializing wgmma
 _SUMS = {1: 192, 2: 192, 3: 96, 4: 64}
+_INTEGER_SUMS = {1: 128, 2: 128, 3: 64, 4: 64}  # the same, beside two sets of operands
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class MixedGemm:
     k: int
     blocks8: int
     out_bytes: int = 2
+    two_level: bool = False
+    """Scales: an integer for each block times one of the channel, and of the token and precision."""
 
     @property
     def row_blocks(self) -> int:
@@ -150,10 +153,66 @@ class StreamK:
         return asdict(self)
 
 
-def fitted(schedule: StreamK, problem: MixedGemm, target: Target) -> StreamK:
+@dataclass(frozen=True)
+class Integer:
+    """Of two-level scales: tiles of 64 * warpgroups rows by block_tokens, s32 sums over the blocks of a precision; a
+    ring stage holds 128 k."""
+
+    block_tokens: int
+    warpgroups: int
+    stages: int
+    raster: int = 8
+
+    @property
+    def stash(self) -> bool:
+        """Whether the f32 sums of the INT4 blocks wait in shared memory: no registers beside the s32 sums of INT8."""
+        return self.block_tokens > _INTEGER_SUMS.get(self.warpgroups, 0)
+
+    @property
+    def sums(self) -> int:
+        """Registers of a thread for sums while products run."""
+        return self.block_tokens // 2 if self.stash else self.block_tokens
+
+    def legal(self) -> bool:
+        """Whether the sums fit the registers."""
+        narrow = self.block_tokens % 16 == 0 and 16 <= self.block_tokens <= 256
+        return narrow and self.sums <= _INTEGER_SUMS.get(self.warpgroups, 0)
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.block_tokens * BLOCK + self.warpgroups * UNIT_BYTES
+
+    def smem_bytes(self, problem: MixedGemm) -> int:
+        pitch = 24 * 2 if problem.out_bytes == 2 else 20 * 4  # bytes of a staged row of 16
+        step = min(self.block_tokens, 16 if self.stash else 32)  # tokens that a warp stages
+        own = 4 * step * pitch + max(self.block_tokens, 32) * 4  # and the tokens' scales
+        if self.stash and 0 < problem.blocks8 < problem.units:
+            own += self.block_tokens * 256
+        return self.stages * self.stage_bytes + self.warpgroups * own + _RESERVED
+
+    def params(self) -> dict[str, int]:
+        """Arguments of the program's `build`."""
+        return asdict(self)
+
+
+def fitted(schedule: StreamK | Integer, problem: MixedGemm, target: Target) -> StreamK | Integer:
     """The same tile with as many stages as fit, up to 12."""
     fixed = schedule.smem_bytes(problem) - schedule.stages * schedule.stage_bytes
     return replace(schedule, stages=min(12, (target.smem_per_block - fixed) // schedule.stage_bytes))
+
+
+def choose_integer(problem: MixedGemm, target: Target, m: int) -> Integer:
+    """Tile shape by tokens and size of the weight, as W4A8 takes them, with as many stages as fit."""
+    tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
+    millions = problem.row_blocks * 64 * problem.units * BLOCK / 1e6
+    warpgroups = 2
+    if tokens <= 64 and millions >= 100:
+        warpgroups = 4 if tokens <= 32 else 3
+    elif tokens == 128:
+        tall = -(-problem.row_blocks // 3) * -(-m // 128)  # tiles of 192 rows
+        if millions >= 100 or 0.9 * target.sms <= tall <= target.sms:  # many waves, or a single one of whole tiles
+            warpgroups = 3
+    return fitted(Integer(tokens, warpgroups, stages=2), problem, target)
 
 
 def choose(problem: MixedGemm, target: Target, m: int) -> StreamK:
@@ -177,7 +236,7 @@ def candidates(problem: MixedGemm, target: Target, m: int) -> Iterator[StreamK]:
                     yield schedule
 
 
-def partition(schedule: StreamK, problem: MixedGemm, target: Target, m: int) -> Partition:
+def partition(schedule: StreamK | Integer, problem: MixedGemm, target: Target, m: int) -> Partition:
     """Tiles of the schedule over the SMs of the target; both kinds of blocks cost the same without native s4."""
     tiles = -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.warpgroups)
     return share_tiles(tiles, problem.units, target.sms)

@@ -16,11 +16,12 @@ _REGISTERS = 1.5  # of such a thread, for each f32 and s32 sum
 
 class W4Ax(spaces.Space):
     """Schedules of W4Ax on quantized activations: where a target has native s4, the persistent program multiplies INT4
-    blocks as such; elsewhere all blocks are int8."""
+    blocks as such; elsewhere all blocks are int8, and the form of the scales picks the tile program."""
 
     programs = {  # noqa: RUF012  (read only)
         "small_batch": w4ax.SmallBatch,
         "stream_k": w4ax.StreamK,
+        "integer": w4ax.Integer,
         "persistent": w4ax.Persistent,
     }
     problem: w4ax.MixedGemm
@@ -30,6 +31,8 @@ class W4Ax(spaces.Space):
             return "persistent", w4ax.choose_persistent(self.problem, target, m)
         if w4ax.serves(self.problem, target, m):
             return "small_batch", w4ax.choose_small_batch(self.problem, target, m)
+        if self.problem.two_level:
+            return "integer", w4ax.choose_integer(self.problem, target, m)
         return "stream_k", w4ax.choose(self.problem, target, m)
 
     def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:
@@ -40,10 +43,14 @@ class W4Ax(spaces.Space):
                 yield from (("small_batch", s) for s in every)
             for tokens, warpgroups, row_blocks, raster in spaces.tiles_of(w4ax.BLOCK_TOKENS, m, self.problem, True):
                 other = wide or raster == 8 or -(-m // tokens) > min(raster, 8)  # the same order of tiles otherwise
-                for turns in (0, 1) if wide or tokens >= 64 else (0,):
-                    if row_blocks == 1 and other:
-                        s = w4ax.StreamK(tokens, warpgroups, stages=2, raster=raster, turns=turns)
-                        yield from (("stream_k", it) for it in spaces.rings(w4ax.fitted(s, self.problem, target), wide))
+                tile = dict(block_tokens=tokens, warpgroups=warpgroups, stages=2, raster=raster)
+                name, tiles = "stream_k", [w4ax.StreamK(**tile, turns=turns) for turns in (0, 1)]
+                if self.problem.two_level:
+                    name, tiles = "integer", [w4ax.Integer(**tile)]
+                elif not wide and tokens < 64:
+                    tiles = tiles[:1]
+                for s in tiles if row_blocks == 1 and other else ():
+                    yield from ((name, it) for it in spaces.rings(w4ax.fitted(s, self.problem, target), wide))
             return
         widest = next((t for t in w4ax.BLOCK_TOKENS if m <= t), w4ax.BLOCK_TOKENS[-1])
         for tokens, warps, token_warps in (it for it in _PERSISTENT if it[0] <= widest):
@@ -58,6 +65,8 @@ class W4Ax(spaces.Space):
         if program == "small_batch":
             return spaces.small_batch_refusal(schedule, self.problem, target, m, w4ax.MAX_TOKENS)
         if not _native(target):
+            if (program == "integer") != self.problem.two_level:
+                return f"{program} is not the program of {'two-level' if self.problem.two_level else 'block'} scales"
             if schedule.block_tokens not in w4ax.BLOCK_TOKENS or not schedule.legal():
                 return (
                     f"{schedule.warpgroups} warpgroups with {schedule.sums} sums of a thread do not fit the registers, "
@@ -85,7 +94,7 @@ class W4Ax(spaces.Space):
             part = w4ax.partition(schedule, self.problem, target, m)
             tile = _Tile(schedule.block_tokens, schedule.warpgroups, schedule.warpgroups, schedule.stages)
             us = spaces.stream_k_us(tile, self.problem, target, (blocks, blocks), part, w4ax.UNIT_BYTES, 1, "s8")
-            return us * (1 - _TURNS * schedule.turns)
+            return us * (1 - _TURNS * getattr(schedule, "turns", 0))
         tiles = -(-self.problem.row_blocks * 64 // schedule.rows) * blocks
         ctas = schedule.ctas * target.sms
         part = -(-tiles * self.problem.units // ctas)  # units of the busiest CTA, which splits along k at will

@@ -14,7 +14,7 @@ from terrazzo.ops import launching, weights
 from terrazzo.ops.w4ax import quantize_blocks as program
 from terrazzo.ops.w4ax.fmpq import BLOCK
 from terrazzo.ops.w4ax.format import PackedWeight
-from terrazzo.ops.w4ax.reference import GRANULARITIES, arrange
+from terrazzo.ops.w4ax.reference import GRANULARITIES, UNIFORM, arrange
 from terrazzo.schedules import w4ax as schedules
 
 if TYPE_CHECKING:
@@ -30,11 +30,13 @@ class QuantizedActivations:
     Attributes:
         q4: uint8 [M, K4/2], INT4 blocks, two channels in a byte (two's complement, the even channel low). Without
             native s4 (`wide`) it has no columns.
-        q8: int8 [M, 128 * blocks8], INT8 blocks; `wide`: [M, Kp], all blocks, INT4 ones in -7..7.
+        q8: int8 [M, 128 * blocks8], INT8 blocks; `wide`: [M, Kp], all blocks, INT4 ones in -7..7, or in -126..126 with
+            two-level scales, which are then codes times the factors of their blocks.
         scales: float32 [Kp/128, M4], M4 = M rounded up to 4; columns from M on do not count.
         shape: of the activations, [..., K]; M is the product of the leading dimensions.
         blocks8: INT8 blocks, the last ones.
         order: name of the weight's permutation, `PackedWeight.order`.
+        granularity: of the scales, see `quantize_activations`.
     """
 
     q4: torch.Tensor
@@ -43,6 +45,7 @@ class QuantizedActivations:
     shape: tuple[int, ...]
     blocks8: int
     order: str = ""
+    granularity: str = "block"
 
     @property
     def k(self) -> int:
@@ -65,8 +68,13 @@ class QuantizedActivations:
     def device(self) -> torch.device:
         return self.q8.device
 
+    @property
+    def uniform(self) -> bool:
+        """Whether, in bytes, all blocks of a token and precision have the same scale."""
+        return self.granularity in UNIFORM
+
     def codes(self) -> torch.Tensor:
-        """int8 [M, Kp]: the codes of both planes, in the weight's order."""
+        """int8 [M, Kp]: the codes of both planes, in the weight's order, times their factors where `q8` holds these."""
         import torch
 
         if not self.q4.shape[1]:
@@ -104,8 +112,10 @@ def sizes(m: int, k: int, blocks8: int, wide: bool) -> tuple[int, int, int]:
     return m, 0 if wide else (blocks - blocks8) * BLOCK // 2, (blocks if wide else blocks8) * BLOCK
 
 
-def from_codes(q: torch.Tensor, scales: torch.Tensor, w: PackedWeight) -> QuantizedActivations:
-    """Activations of codes int8 [M, Kp] in the order of `w` and scales float32 [M, Kp/128]."""
+def from_codes(
+    q: torch.Tensor, scales: torch.Tensor, w: PackedWeight, granularity: str = "block"
+) -> QuantizedActivations:
+    """Activations of codes int8 [M, Kp] in the order of `w` and scales float32 [M, Kp/128] of a `granularity`."""
     import torch
 
     m, low, high = sizes(q.shape[0], w.k, w.blocks8, not w.native)
@@ -117,6 +127,7 @@ def from_codes(q: torch.Tensor, scales: torch.Tensor, w: PackedWeight) -> Quanti
         shape=(m, w.k),
         blocks8=w.blocks8,
         order=w.order,
+        granularity=granularity,
     )
 
 
@@ -150,7 +161,7 @@ def quantize_activations(
     *,
     rms_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
-    granularity: str = "block",
+    granularity: str | None = None,
     static_scales: torch.Tensor | None = None,
 ) -> QuantizedActivations:
     """Quantize activations for a weight, and for every weight of the same plan, on the current stream, in one kernel.
@@ -162,8 +173,10 @@ def quantize_activations(
         x: float16 or bfloat16 [..., K] on w's GPU; leading dimensions may be strided (then they are copied).
         w: gives channel order, precision of the blocks and target.
         rms_weight: float [K], in the order of x.
-        granularity: "block": a scale for each token and block; "token": one for each token and precision; "static":
-            `static_scales`, float [Kp/128], for all tokens.
+        granularity: "two_level": in INT4 blocks a small integer times a unit of the token, in INT8 blocks one scale of
+            the token; "block": a scale for each token and block; "token": one for each token and precision; "static":
+            `static_scales`, float [Kp/128], for all tokens. None: "two_level" or "block", as the weight's scales are.
+            On sm_90a a weight with two-level scales takes "two_level" and "token" only.
 
     Raises:
         ArgumentError: an operand that does not fit. CaptureError: a kernel that was never launched is met during CUDA
@@ -174,7 +187,7 @@ def quantize_activations(
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # traced, fake or another subclass: dispatch
         from terrazzo.ops.w4ax import torch_op
 
-        return torch_op.quantize(x, w, rms_weight, eps, granularity, static_scales)
+        return torch_op.quantize(x, w, rms_weight, eps, granularity or default_granularity(w), static_scales)
     return run(x, w, rms_weight, eps, granularity, static_scales)
 
 
@@ -183,12 +196,13 @@ def run(
     w: PackedWeight,
     rms_weight: torch.Tensor | None,
     eps: float,
-    granularity: str,
+    granularity: str | None,
     static_scales: torch.Tensor | None,
 ) -> QuantizedActivations:
     """The eager path of `quantize_activations`."""
     import torch
 
+    granularity = granularity or default_granularity(w)
     launching.check_no_grad(x, "quantize_activations")
     shape = tuple(x.shape)
     if not shape or shape[-1] != w.k:
@@ -206,6 +220,7 @@ def run(
         shape,
         w.blocks8,
         w.order,
+        granularity,
     )
     if m == 0:
         return out
@@ -226,6 +241,11 @@ def run(
         eps,
     )
     return out
+
+
+def default_granularity(w: PackedWeight) -> str:
+    """Of activations for `w`: as its own scales are."""
+    return "two_level" if w.two_level else "block"
 
 
 _kernels: dict[tuple, tuple] = {}

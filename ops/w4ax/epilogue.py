@@ -1,4 +1,4 @@
-"""From f32 sums of a wgmma tile to rows of y: bias, transposition through shared memory.
+"""From f32 sums of a wgmma tile to rows of y: channel scales, bias, transposition through shared memory.
 
 The accumulator is y^T: a thread holds two neighbouring tokens of rows g and g + 8. A warp stages its 16 rows of up to
 32 tokens, 16-bit results by stmatrix, and stores them 16 bytes a lane.
@@ -12,33 +12,41 @@ from terrazzo.ops.w4ax.problem import Gemm
 _PITCH = {2: 24, 4: 20}  # elements of a staged row of 16, as `staged` counts them
 
 
-def store_macros(gemm: Gemm, *, block_tokens: int, cta_blocks: int) -> SimpleNamespace:
+def store_macros(gemm: Gemm, *, block_tokens: int, cta_blocks: int, step: int | None = None) -> SimpleNamespace:
     """`registers()` for the values that wait, macros `fetch` (when a tile begins) and `store` (when its sums are done).
 
-    The shared buffer of `store` belongs to the program: Os [warps, staged] in the output dtype.
+    The shared buffer of `store` belongs to the program: Os [warps, staged] in the output dtype. `step`: tokens that a
+    warp stages at a time, 16 or 32.
     """
     import tilelang.language as T
 
-    n, step = gemm.n, out_tokens(block_tokens)
+    n, step = gemm.n, step or out_tokens(block_tokens)
     pitch, wide = _PITCH[gemm.out_bytes], gemm.out_bytes == 4
     tb = str(gemm.out_dtype == "bfloat16").lower()
     lane_bytes = f"{'unsigned' if wide else 'unsigned short'}, {str(n * gemm.out_bytes % 16 == 0).lower()}"
     lanes, chunk = gemm.out_bytes, 16 // gemm.out_bytes  # 16-byte pieces of a staged row, elements of one
 
     def registers() -> SimpleNamespace:
-        return SimpleNamespace(b=T.alloc_local((2,), "float32"), o=T.alloc_local((4,), "uint32"))
+        return SimpleNamespace(
+            b=T.alloc_local((2,), "float32"), s=T.alloc_local((2,), "float32"), o=T.alloc_local((4,), "uint32")
+        )
 
     @T.macro
-    def fetch(B, held, c, wg, wt):
-        """The bias of the thread's rows."""
-        if gemm.bias:
-            for e in T.unroll(2):
-                row = (c.rows[0] * cta_blocks + wg) * 64 + wt // 32 * 16 + e * 8 + wt % 32 // 4
+    def fetch(S, B, held, c, wg, wt):
+        """Bias and channel scale (two-level ones only: else `S` is not read) of the thread's rows."""
+        for e in T.unroll(2):
+            row = (c.rows[0] * cta_blocks + wg) * 64 + wt // 32 * 16 + e * 8 + wt % 32 // 4
+            if gemm.two_level:
+                held.s[e] = S[T.min(row, gemm.row_blocks * 64 - 1)]
+            if gemm.bias:
                 held.b[e] = B[T.min(row, n - 1)]
 
     @T.macro
     def stage(Os, acc, held, at, q, slot, lane):
         """Sums of 16 tokens."""
+        if gemm.two_level:
+            for i in T.unroll(8):
+                acc[at + i] = acc[at + i] * held.s[i // 2 % 2]
         if gemm.bias:
             for i in T.unroll(8):
                 acc[at + i] = acc[at + i] + held.b[i // 2 % 2]

@@ -7,6 +7,11 @@ weight is made for one kind of tensor core. With native s4 (sm_80, sm_86, sm_89)
 of mma.m16n8k64 and go to the tensor core as they are. INT8 blocks, and all blocks of sm_90a, which has no s4, lie in
 the order of an 8-bit fragment; the fast conversion leaves 16 times the code (specs.md E.2), and their stored scale is
 a 16th.
+
+Scales are one bfloat16 for each block of a row ("block", the paper's form), or two-level, as LiquidGEMM and QServe have
+them: scales[n, b] = channel_scales[n] * multiplier[n, b], an integer 1..16. Codes times multipliers are bytes, so that
+sums over many blocks stay integers. Packed for native s4, the multiplier stands where the block's scale stands; for
+the other tensor cores a block's record is that of W4A8 with groups of 128: s = multiplier, a = 128 - 8 s.
 """
 
 from __future__ import annotations
@@ -33,7 +38,11 @@ UNIT_WORDS = 1056
 """int32 of 64 rows by 128 channels: codes, and 64 scales in bfloat16."""
 LARGEST_BLOCKS = 512
 """So that nothing counted in k overflows; K up to 65536."""
-FILE_VERSION = "terrazzo.w4ax/1"
+FILE_VERSION, TWO_LEVEL_VERSION = "terrazzo.w4ax/1", "terrazzo.w4ax/2"
+SCALES = ("two_level", "block")
+"""Forms of a weight's scales; the first is the quantizer's default."""
+LARGEST_MULTIPLIER = 16
+"""-8 times it is still a byte."""
 FLOATS = ("float16", "bfloat16", "float32")
 
 
@@ -43,11 +52,12 @@ class QuantizedWeight:
 
     Attributes:
         codes: int8 [N, Kp], -8..7; 0 in the padding.
-        scales: float32 [N, Kp/128], positive and exact in bfloat16.
+        scales: float32 [N, Kp/128], positive; exact in bfloat16 unless two-level.
         k: input features; Kp is k rounded up to 128.
         blocks8: INT8 blocks, the last ones.
         permutation: int32 [Kp] | None: the input channel at each place, -1 for padding; None for their own order.
         bias: [N] | None.
+        channel_scales: float32 [N], exact in bfloat16: scales are 1 to 16 times these (two-level); None for others.
     """
 
     codes: torch.Tensor
@@ -56,6 +66,7 @@ class QuantizedWeight:
     blocks8: int
     permutation: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    channel_scales: torch.Tensor | None = None
 
     @classmethod
     def canonical(
@@ -67,6 +78,7 @@ class QuantizedWeight:
         blocks8: int = 0,
         permutation: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
+        channel_scales: torch.Tensor | None = None,
     ) -> QuantizedWeight:
         """Check shapes, dtypes and values; see the attributes. `k` None takes Kp.
 
@@ -76,8 +88,9 @@ class QuantizedWeight:
         import torch
 
         codes = torch.as_tensor(codes)
-        scales, permutation, bias = (
-            None if t is None else torch.as_tensor(t, device=codes.device) for t in (scales, permutation, bias)
+        scales, permutation, bias, channel_scales = (
+            None if t is None else torch.as_tensor(t, device=codes.device)
+            for t in (scales, permutation, bias, channel_scales)
         )
         if codes.ndim != 2 or 0 in codes.shape or codes.shape[1] % BLOCK or not weights.is_integer(codes):
             raise _refuse("codes", codes, "must be integers [N, Kp], Kp a multiple of 128", "use quantize_weight")
@@ -95,10 +108,10 @@ class QuantizedWeight:
             raise ArgumentError("codes", value, "must be in -8..7", "take 8 off unsigned codes")
         if tuple(scales.shape) != (n, blocks) or weights.dtype_name(scales) not in FLOATS:
             raise _refuse("scales", scales, f"must be float [{n}, {blocks}]", "pass one for each block of a row")
-        if not bool((scales.isfinite() & (scales > 0)).all()):
-            raise ArgumentError("scales", "zero, negative or not finite", "must be positive", "use 1 for rows of zeros")
-        if not torch.equal(scales.float(), scales.bfloat16().float()):
-            raise ArgumentError("scales", "more than 8 bits", "must be exact in bfloat16", "round with .bfloat16()")
+        if channel_scales is None:
+            _check_positive("scales", scales, scales)
+        else:
+            _check_two_level(scales, channel_scales)
         if permutation is not None:
             _check_permutation(permutation, k, padded)
         _check_padding(codes, permutation, k)
@@ -111,6 +124,7 @@ class QuantizedWeight:
             blocks8=blocks8,
             permutation=None if permutation is None else permutation.to(torch.int32).contiguous(),
             bias=bias,
+            channel_scales=None if channel_scales is None else channel_scales.float().contiguous(),
         )
 
     @property
@@ -122,6 +136,15 @@ class QuantizedWeight:
     def blocks(self) -> int:
         """Blocks of 128 input channels, padding included."""
         return self.scales.shape[1]
+
+    @property
+    def two_level(self) -> bool:
+        """Whether scales are multiples of the channel's."""
+        return self.channel_scales is not None
+
+    def multipliers(self) -> torch.Tensor:
+        """float32 [N, Kp/128], 1..16: the scales in units of the channel's; two-level only."""
+        return (self.scales / self.channel_scales[:, None]).round()
 
     def to(self, device: str | torch.device) -> QuantizedWeight:
         """The same weight on another device."""
@@ -153,7 +176,8 @@ class PackedWeight:
     """A W4Ax weight in the derived layouts that the kernels of its target read. Np: N rounded up to 64.
 
     Attributes:
-        words: int32 [Kp/128, Np/64, 1056]: codes of 64 rows by 128 channels, then their scales (bfloat16).
+        words: int32 [Kp/128, Np/64, 1056]: codes of 64 rows by 128 channels, then their scales (bfloat16), or
+            multipliers where scales are two-level.
         n, k: true sizes.
         blocks8: INT8 blocks, the last ones.
         layout: identity of the layouts that packed `words`; a kernel built for others refuses the weight by name.
@@ -161,6 +185,7 @@ class PackedWeight:
         order: name of the permutation, "" for none; activations quantized for another order are refused by it.
         permutation: int32 [Kp] | None, see `QuantizedWeight`.
         bias: [N] | None.
+        channel_scales: float32 [Np] of two-level scales, 1 in the padding; None for others.
     """
 
     words: torch.Tensor
@@ -172,6 +197,7 @@ class PackedWeight:
     order: str = ""
     permutation: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    channel_scales: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -184,7 +210,12 @@ class PackedWeight:
     @property
     def native(self) -> bool:
         """Whether INT4 blocks run on s4 tensor cores; else they are emulated on int8."""
-        return self.layout == identity(True)
+        return self.layout == identity(True, self.two_level)
+
+    @property
+    def two_level(self) -> bool:
+        """Whether scales are multiples of the channel's."""
+        return self.channel_scales is not None
 
     @property
     def device(self) -> torch.device:
@@ -193,7 +224,7 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes that a kernel streams: words with their scales, padding included."""
-        return self.words.numel() * 4
+        return self.words.numel() * 4 + (self.channel_scales.numel() * 4 if self.two_level else 0)
 
     def to(self, device: str | torch.device) -> PackedWeight:
         """The same weight on another device."""
@@ -203,7 +234,7 @@ class PackedWeight:
         """Exact inverse of `pack`."""
         import torch
 
-        self.check_layout(identity(self.native))
+        self.check_layout(identity(self.native, self.two_level))
         codes, scales = [], []
         for bits, span in spans(self.blocks, self.blocks8, self.native):
             unit = unit_layout(bits)
@@ -211,15 +242,20 @@ class PackedWeight:
             words = self.words[span].reshape(len(range(*span.indices(self.blocks))), rows // unit.block.block_rows, -1)
             c, low, high = unit.unpack(words, rows, words.shape[0] * BLOCK)
             codes.append((c[: self.n] ^ 8).to(torch.int8) - 8)
-            raw = low[: self.n].to(torch.int16) | high[: self.n].to(torch.int16) << 8
-            scales.append(raw.view(torch.bfloat16).float() * (1 if bits == 4 else 16))
+            if self.two_level and not self.native:
+                scales.append(low[: self.n].float())
+            else:
+                raw = low[: self.n].to(torch.int16) | high[: self.n].to(torch.int16) << 8
+                scales.append(raw.view(torch.bfloat16).float() * (1 if bits == 4 else 16))
+        channel = self.channel_scales[: self.n].clone() if self.two_level else None
         return QuantizedWeight(
             codes=torch.cat(codes, dim=1),
-            scales=torch.cat(scales, dim=1),
+            scales=torch.cat(scales, dim=1) * (1 if channel is None else channel[:, None]),
             k=self.k,
             blocks8=self.blocks8,
             permutation=self.permutation,
             bias=self.bias,
+            channel_scales=channel,
         )
 
     def dequantize(self) -> torch.Tensor:
@@ -228,7 +264,7 @@ class PackedWeight:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file: the tensors, and sizes, layout identity and version in its metadata. Atomic."""
-        weights.save(self, path, FILE_VERSION)
+        weights.save(self, path, TWO_LEVEL_VERSION if self.two_level else FILE_VERSION)
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> PackedWeight:
@@ -240,8 +276,8 @@ class PackedWeight:
         """
         from terrazzo.lowering.targets import Target
 
-        weight = weights.load(cls, path, device, FILE_VERSION)
-        weight.check_layout(identity(native(Target.parse(weight.target))), "path")
+        weight = weights.load(cls, path, device, FILE_VERSION, TWO_LEVEL_VERSION)
+        weight.check_layout(identity(native(Target.parse(weight.target)), weight.two_level), "path")
         weight.check_sizes()
         return weight
 
@@ -256,6 +292,8 @@ class PackedWeight:
             raise ArgumentError("blocks8", self.blocks8, f"must be 0..{self.blocks}", "pack the weight again")
         if self.permutation is not None:
             weights.check_tensor(self, "permutation", (self.blocks * BLOCK,), "int32")
+        if self.two_level:
+            weights.check_tensor(self, "channel_scales", (-(-self.n // ROWS) * ROWS,), "float32")
 
     def __repr__(self) -> str:
         return f"PackedWeight(N={self.n}, K={self.k}, {_summary(self)}, {self.target})"
@@ -273,10 +311,10 @@ def unit_layout(bits: int) -> UnitLayout:
     return derive_unit(LAYOUT4 if bits == 4 else LAYOUT, 2, 1, 2)
 
 
-def identity(native: bool) -> str:
-    """Of the byte order of a packed weight."""
+def identity(native: bool, two_level: bool = False) -> str:
+    """Of the byte order of a packed weight, and of what its records hold."""
     byte = unit_layout(8).identity
-    return f"{unit_layout(4).identity}|{byte}" if native else byte
+    return (f"{unit_layout(4).identity}|{byte}" if native else byte) + ("|two_level" if two_level else "")
 
 
 def order_name(permutation: torch.Tensor | None) -> str:
@@ -315,14 +353,17 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
     at = Target.detect(device) if target is None and device.type == "cuda" else Target.parse(target)
     rows, blocks = -weight.n % ROWS, weight.blocks
     codes = pad(weight.codes, (0, 0, 0, rows)).bitwise_and(15).to(torch.uint8)
-    scales = pad(weight.scales, (0, 0, 0, rows), value=1.0)
+    scales = pad(weight.multipliers() if weight.two_level else weight.scales, (0, 0, 0, rows), value=1.0)
+    channel = pad(weight.channel_scales, (0, rows), value=1.0) if weight.two_level else None
     parts = []
     for bits, span in spans(blocks, weight.blocks8, native(at)):
-        stored = (scales[:, span] * (1 if bits == 4 else 0.0625)).bfloat16().contiguous().view(torch.uint8)
+        if weight.two_level and not native(at):
+            planes = (scales[:, span].to(torch.uint8), (128 - 8 * scales[:, span]).to(torch.uint8))
+        else:
+            stored = (scales[:, span] * (1 if bits == 4 else 0.0625)).bfloat16().contiguous().view(torch.uint8)
+            planes = (stored[:, 0::2], stored[:, 1::2])
         words = unit_layout(bits).pack(
-            codes[:, span.start * BLOCK : span.stop * BLOCK].contiguous(),
-            stored[:, 0::2].contiguous(),
-            stored[:, 1::2].contiguous(),
+            codes[:, span.start * BLOCK : span.stop * BLOCK].contiguous(), *(p.contiguous() for p in planes)
         )
         parts.append(words.reshape(words.shape[0], len(codes) // ROWS, UNIT_WORDS))
     return PackedWeight(
@@ -330,22 +371,46 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
         n=weight.n,
         k=weight.k,
         blocks8=weight.blocks8,
-        layout=identity(native(at)),
+        layout=identity(native(at), weight.two_level),
         target=at.arch,
         order=order_name(weight.permutation),
         permutation=weight.permutation,
         bias=weight.bias,
+        channel_scales=channel,
     )
 
 
 def _summary(weight: QuantizedWeight | PackedWeight) -> str:
     parts = [f"{weight.blocks - weight.blocks8} INT4 and {weight.blocks8} INT8 blocks"]
+    parts += ["two-level scales"] if weight.two_level else []
     parts += [name for name in ("permutation", "bias") if getattr(weight, name) is not None]
     return ", ".join(parts)
 
 
 def _refuse(name: str, tensor: torch.Tensor, constraint: str, remedy: str) -> ArgumentError:
     return ArgumentError(name, f"{weights.dtype_name(tensor)} {list(tensor.shape)}", constraint, remedy)
+
+
+def _check_positive(name: str, values: torch.Tensor, exact: torch.Tensor) -> None:
+    """Positive, and `exact` no wider than bfloat16."""
+    import torch
+
+    if not bool((values.isfinite() & (values > 0)).all()):
+        raise ArgumentError(name, "zero, negative or not finite", "must be positive", "use 1 for rows of zeros")
+    if not torch.equal(exact.float(), exact.bfloat16().float()):
+        raise ArgumentError(name, "more than 8 bits", "must be exact in bfloat16", "round with .bfloat16()")
+
+
+def _check_two_level(scales: torch.Tensor, channel: torch.Tensor) -> None:
+    """Scales are 1 to 16 times those of the channels."""
+    if tuple(channel.shape) != scales.shape[:1] or weights.dtype_name(channel) not in FLOATS:
+        raise _refuse("channel_scales", channel, f"must be a float vector [{len(scales)}]", "one for each row")
+    _check_positive("channel_scales", channel, channel)
+    multiple = (scales.float() / channel.float()[:, None]).round()
+    wrong = (multiple * channel.float()[:, None] != scales.float()) | (multiple < 1) | (multiple > LARGEST_MULTIPLIER)
+    if bool(wrong.any()):
+        constraint = f"must be 1..{LARGEST_MULTIPLIER} times the channel's"
+        raise ArgumentError("scales", float(scales[wrong][0]), constraint, "quantize with scales='two_level'")
 
 
 def _check_permutation(permutation: torch.Tensor, k: int, padded: int) -> None:

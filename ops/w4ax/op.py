@@ -12,13 +12,14 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.w4ax import activations, problem
+from terrazzo.ops.w4ax import integer as integer_program
 from terrazzo.ops.w4ax import persistent as persistent_program
 from terrazzo.ops.w4ax import small_batch as small_batch_program
 from terrazzo.ops.w4ax import stream_k as stream_k_program
 from terrazzo.ops.w4ax.activations import QuantizedActivations
 from terrazzo.ops.w4ax.fmpq import BLOCK
-from terrazzo.ops.w4ax.format import PackedWeight, identity, native
-from terrazzo.ops.w4ax.reference import GRANULARITIES, OUT_DTYPES
+from terrazzo.ops.w4ax.format import SCALES, PackedWeight, identity, native
+from terrazzo.ops.w4ax.reference import GRANULARITIES, OUT_DTYPES, UNIFORM
 from terrazzo.schedules import records, spaces
 from terrazzo.schedules import w4ax as schedules
 from terrazzo.schedules.w4ax_space import W4Ax
@@ -26,7 +27,12 @@ from terrazzo.schedules.w4ax_space import W4Ax
 if TYPE_CHECKING:
     import torch
 
-_PROGRAMS = {"small_batch": small_batch_program, "stream_k": stream_k_program, "persistent": persistent_program}
+_PROGRAMS = {
+    "small_batch": small_batch_program,
+    "stream_k": stream_k_program,
+    "integer": integer_program,
+    "persistent": persistent_program,
+}
 
 
 @lru_cache(maxsize=1024)
@@ -38,6 +44,7 @@ def plan(
     *,
     out_dtype: str,
     bias: bool,
+    two_level: bool = False,
     target: Target,
     device: Target | None = None,
 ) -> tuple[Plan, schedules.Persistent | None]:
@@ -48,9 +55,9 @@ def plan(
     if out_dtype not in OUT_DTYPES:
         raise ArgumentError("out_dtype", out_dtype, f"must be one of {OUT_DTYPES}", "leave out_dtype out")
     depth = -(-k // BLOCK) * BLOCK
-    common = dict(n=n, k=depth, blocks8=blocks8, out_dtype=out_dtype, bias=bias)
-    gemm = schedules.MixedGemm(n, depth, blocks8, problem.Gemm(**common).out_bytes)
-    facts = tuning_facts(n, k, blocks8, out_dtype)
+    common = dict(n=n, k=depth, blocks8=blocks8, out_dtype=out_dtype, bias=bias, two_level=two_level)
+    gemm = schedules.MixedGemm(n, depth, blocks8, problem.Gemm(**common).out_bytes, two_level)
+    facts = tuning_facts(n, k, blocks8, out_dtype, two_level)
     name, schedule = spaces.choose(W4Ax(gemm), "w4ax", facts, target, m, device)
     program = _PROGRAMS[name]
     request = KernelRequest(
@@ -72,9 +79,10 @@ def plan(
     return Plan(request, workspace, (part.grid, schedule.warpgroups), (part.shared,)), None
 
 
-def tuning_facts(n: int, k: int, blocks8: int, out_dtype: str) -> dict[str, int | str]:
+def tuning_facts(n: int, k: int, blocks8: int, out_dtype: str, two_level: bool) -> dict[str, int | str]:
     """What tells one tuned weight from another, besides M."""
-    return dict(n=n, k=k, blocks8=blocks8, out_dtype=out_dtype)
+    facts = dict(n=n, k=k, blocks8=blocks8, out_dtype=out_dtype)
+    return facts | ({"scales": "two_level"} if two_level else {})
 
 
 def kernel_requests(
@@ -90,7 +98,8 @@ def kernel_requests(
     bias: bool = False,
     permuted: bool = True,
     norm: bool = False,
-    granularity: str = "block",
+    granularity: str = GRANULARITIES[0],
+    scales: str | None = None,
 ) -> list[KernelRequest]:
     """The kernels that serve an [n, k] weight: for the given M, or for every M (None). Needs no GPU.
 
@@ -100,10 +109,13 @@ def kernel_requests(
         dtype: of the activations that are quantized, "float16" or "bfloat16"; None leaves their kernel out.
         out_dtype: "float16", "bfloat16" or "float32"; None takes dtype.
         bias, permuted: whether the weight has a bias, a permutation. norm, granularity: see `quantize_activations`.
+        scales: of the weight, "two_level" or "block"; None takes what `granularity` goes with.
 
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.
     """
+    if scales not in (None, *SCALES):
+        raise ArgumentError("scales", scales, f"must be one of {SCALES}", "leave it out")
     if dtype not in (None, *activations.DTYPES):
         raise ArgumentError("dtype", dtype, f"must be one of {activations.DTYPES}", "cast the activations")
     if granularity not in GRANULARITIES:
@@ -112,9 +124,10 @@ def kernel_requests(
         raise ArgumentError("group_size", group_size, f"must be {BLOCK}, the block", "leave it out")
     at, tokens = Target.parse(target), launching.tokens_of(m)
     high = round(0.25 * -(-k // BLOCK)) if blocks8 is None else blocks8
-    out = out_dtype or dtype or "float16"
-    tokens += tuple(records.tokens("w4ax", tuning_facts(n, k, high, out), at)) if m is None else ()
-    plans = [plan(t, n, k, high, out_dtype=out, bias=bias, target=at)[0] for t in tokens]
+    out, two_level = out_dtype or dtype or "float16", (scales or granularity) == "two_level"
+    _check_granularity(granularity, two_level, native(at), "granularity")
+    tokens += tuple(records.tokens("w4ax", tuning_facts(n, k, high, out, two_level), at)) if m is None else ()
+    plans = [plan(t, n, k, high, out_dtype=out, bias=bias, two_level=two_level, target=at)[0] for t in tokens]
     facts = dict(permuted=permuted, norm=norm, granularity=granularity, wide=not native(at), target=at)
     before = [activations.plan(t, k, high, dtype=dtype, **facts) for t in tokens if dtype]
     return list(dict.fromkeys([*launching.requests_of(plans), *before]))
@@ -128,7 +141,7 @@ def weight_requests(
     out_dtype: torch.dtype | None = None,
     bias: bool | None = None,
     norm: bool = False,
-    granularity: str = "block",
+    granularity: str | None = None,
 ) -> list[KernelRequest]:
     """The kernels that `gemm` will use for `w` and these M on the current GPU, to compile them up front.
 
@@ -139,8 +152,9 @@ def weight_requests(
     out = str(out_dtype or dtype or "torch.float16").removeprefix("torch.")
     has_bias = w.bias is not None if bias is None else bias
     tokens, at = launching.tokens_of(m), dict(target=target, device=device)
-    plans = [plan(t, w.n, w.k, w.blocks8, out_dtype=out, bias=has_bias, **at)[0] for t in tokens]
-    before = []
+    form = dict(out_dtype=out, bias=has_bias, two_level=w.two_level)
+    plans = [plan(t, w.n, w.k, w.blocks8, **form, **at)[0] for t in tokens]
+    before, granularity = [], granularity or activations.default_granularity(w)
     if dtype is not None:
         facts = dict(permuted=bool(w.order), norm=norm, granularity=granularity, wide=not w.native)
         before = [activations.plan(t, w.k, w.blocks8, dtype=str(dtype)[6:], **facts, **at) for t in tokens]
@@ -161,8 +175,8 @@ def gemm(
     of W4A8.
 
     Args:
-        x: activations quantized for this weight, or float16 or bfloat16 [..., K] on w's GPU, which are quantized first
-            ("block" scales), in one more kernel.
+        x: activations quantized for this weight, or float16 or bfloat16 [..., K] on w's GPU, which are quantized first,
+            with scales of the weight's form, in one more kernel.
         w: packed weight. Its own bias is added unless `bias` is given.
         bias: float [N]; added in float32.
         out: contiguous [..., N] of the output dtype, written and returned. M = 0 writes nothing.
@@ -189,7 +203,7 @@ def gemm(
         return y if out is None else out.copy_(y)
     if held is x:
         out_dtype = out_dtype or held.dtype
-        x = activations.run(x, w, None, 0.0, "block", None)
+        x = activations.run(x, w, None, 0.0, None, None)
     return run(x, w, bias, out, out_dtype or torch.float16)
 
 
@@ -217,7 +231,7 @@ def run(
         bias = launching.cast_once(w, "bias", torch.float32)
     launches = w.__dict__.get("_launches")
     if launches is None:
-        launches = _launches.keep(w, (n, w.k, w.blocks8, w.layout, w.target))
+        launches = _launches.keep(w, (n, w.k, w.blocks8, w.layout, w.target, w.two_level))
     words, q8 = w.words, x.q8
     if not launching.adopted(words, words, launches.facts):
         _adopt(w, launches.facts)
@@ -238,11 +252,12 @@ def run(
         return y
     _, _, workspace, semaphores, scalars, none, lists = found
     bias = none["float32"] if bias is None else bias
+    channel = none["float32"] if w.channel_scales is None else w.channel_scales
     if lists is None:
-        args = (q8, words, x.scales, bias, workspace, semaphores, rows, *scalars)
+        args = (q8, words, x.scales, channel, bias, workspace, semaphores, rows, *scalars)
     else:
         planes = (x.q4 if x.q4.shape[1] else none["uint8"], q8 if q8.shape[1] else none["int8"])
-        args = (*planes, words, x.scales, bias, *lists, workspace, semaphores, rows)
+        args = (*planes, words, x.scales, channel, bias, *lists, workspace, semaphores, rows)
     launching.launch(launches, key, found, args)
     return y.copy_(rows.view(to)) if aside else y
 
@@ -254,7 +269,7 @@ records.on_change(_launches.clear)
 
 def _adopt(w: PackedWeight, facts: tuple) -> None:
     """Check a weight that is new or was written to."""
-    w.check_layout(identity(native(Target.parse(w.target))))
+    w.check_layout(identity(native(Target.parse(w.target)), w.two_level))
     w.check_sizes()
     launching.adopt(w.words, w.words, facts)
 
@@ -271,7 +286,8 @@ def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, 
         return ()
     target, here = launching.targets(w.target, x.device)
     out = str(out_dtype).removeprefix("torch.")
-    chosen, listed = plan(m, w.n, w.k, w.blocks8, out_dtype=out, bias=not no_bias, target=target, device=here)
+    form = dict(out_dtype=out, bias=not no_bias, two_level=w.two_level)
+    chosen, listed = plan(m, w.n, w.k, w.blocks8, **form, target=target, device=here)
     kernel, *launch = launching.ready(chosen, m, x.device, stream, "w4ax.gemm")
     lists = None
     if listed is not None:
@@ -293,5 +309,15 @@ def _check_inputs(x: QuantizedActivations, w: PackedWeight) -> None:
         seen = f"{x!r}, order {x.order!r}{', wide' if x.wide else ''}"
         constraint = f"must be quantized for {w!r}, order {w.order!r}"
         raise ArgumentError("x", seen, constraint, "call quantize_activations(x, w) with this weight")
+    _check_granularity(x.granularity, w.two_level, w.native, "x")
     if x.device != w.device:
         raise launching.elsewhere(x.q8, w.device)
+
+
+def _check_granularity(granularity: str, two_level: bool, native: bool, argument: str) -> None:
+    """Refuse scales of activations that the kernels for a weight cannot take."""
+    if two_level and not native and granularity not in UNIFORM:
+        raise ArgumentError(
+            argument, f"{granularity!r} scales", f"must be one of {UNIFORM} for a weight with two-level scales",
+            "quantize activations with granularity='two_level', or the weight with scales='block'",
+        )  # fmt: skip

@@ -6,7 +6,8 @@ whole units of weights, and the scales of the tokens. Weights are the A operand,
 time with one LDS.128 for each lane: four registers of m16n8k64 as they are, or, converted (3 instructions for 8
 values), those of two m16n8k32. X comes by ldmatrix (ops/mma_tiles.py), 32 bytes of a token at a time in both kinds.
 
-The sums of a block are s32; they are scaled by row and token into f32 sums of the tile.
+The sums of a block are s32; they are scaled by row and token into f32 sums of the tile. With two-level scales a row's
+is the block's multiplier; the channel's comes with the output.
 
 Which CTA does which k range of which tile is a plan of schedules/work_items.py, whose costs know that an INT8 block
 takes twice the time of an INT4 block. Partial sums are added in order of k: the same bits in every run.
@@ -54,18 +55,20 @@ def build(
     blocks8: int,
     out_dtype: str,
     bias: bool,
+    two_level: bool = False,
     block_tokens: int,
     warps: int,
     row_blocks: int = 2,
     stages: int = 3,
     token_warps: int = 1,
 ):
-    """The prim_func `main(X4, X8, W, XS, B, ITEMS, FIRST, WS, SEM, Y)` for any M.
+    """The prim_func `main(X4, X8, W, XS, S, B, ITEMS, FIRST, WS, SEM, Y)` for any M.
 
     Shapes: X4 uint8 [M, K4/2] and X8 int8 [M, 128 * blocks8] (one element where a plane has no blocks); W int32
-    [k/128, Np/64, 1056]; XS f32 [k/128, MP] scales of the tokens, MP a multiple of 4; B f32 [n] (one element without a
-    bias); ITEMS, FIRST: see ops/w4ax/work_list.py; WS f32 [slots, sums / 4, 32 * warps, 4] with sums = row_blocks *
-    block_tokens / token_warps / 2; SEM int32 [slots], zero before the first launch and after each one; Y [M, n].
+    [k/128, Np/64, 1056]; XS f32 [k/128, MP] scales of the tokens, MP a multiple of 4; S f32 [Np] channel scales (one
+    element unless two-level); B f32 [n] (one element without a bias); ITEMS, FIRST: see ops/w4ax/work_list.py; WS f32
+    [slots, sums / 4, 32 * warps, 4] with sums = row_blocks * block_tokens / token_warps / 2; SEM int32 [slots], zero
+    before the first launch and after each one; Y [M, n].
 
     Args:
         target: a Target whose shared memory the ring must fit in, or None.
@@ -76,7 +79,7 @@ def build(
     """
     import tilelang.language as T
 
-    gemm = Gemm(n, k, blocks8, out_dtype, bias)
+    gemm = Gemm(n, k, blocks8, out_dtype, bias, two_level)
     config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, stages=stages, token_warps=token_warps)
     need = shared_bytes(gemm, **config)
     mma_tiles.check(**config, kc=1, units=gemm.units, most=MOST_SUMS * 2, need=need, target=target)
@@ -232,7 +235,7 @@ def build(
                         )
 
     @T.macro
-    def store(Y, B, Xs, acc, held, c, warp, tile, column, lane):
+    def store(Y, S, B, Xs, acc, held, c, warp, tile, column, lane):
         row0 = c.rows[0] * (blocks * 64) + tile * 16
         for p in T.unroll(pairs):
             token0 = c.tokens[0] + column * wm + p * 16
@@ -241,6 +244,8 @@ def build(
                 for i in T.unroll(8):
                     row = row0 + m * 16 + i % 4 // 2 * 8 + lane // 4
                     held.f[i % 2] = acc[(m * pairs + p) * 8 + i]
+                    if two_level:
+                        held.f[i % 2] = held.f[i % 2] * S[T.min(row, all_blocks * 64 - 1)]
                     if bias:
                         held.f[i % 2] = held.f[i % 2] + B[T.min(row, n - 1)]
                     if wide:
@@ -265,6 +270,7 @@ def build(
         X8: T.Tensor((M, blocks8 * UNIT_K) if blocks8 else (1, 1), "int8"),
         W: T.Tensor((units, all_blocks, UNIT_WORDS), "int32"),
         XS: T.Tensor((units, MP), "float32"),
+        S: T.Tensor((all_blocks * 64 if two_level else 1,), "float32"),
         B: T.Tensor((n if bias else 1,), "float32"),
         ITEMS: T.Tensor((COUNT, work_list.ITEM_WORDS), "int32"),
         FIRST: T.Tensor((ENDS,), "int32"),
@@ -328,6 +334,6 @@ def build(
                     if c.shares[0] > 0:
                         work.gather(WS, SEM, acc, c, tx)
                     T.sync_threads()  # the staged output shares memory with X
-                    store(Y, B, Xs, acc, held, c, warp, tile, column, lane)
+                    store(Y, S, B, Xs, acc, held, c, warp, tile, column, lane)
 
     return main

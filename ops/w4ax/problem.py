@@ -1,10 +1,13 @@
 """What every W4Ax program shares: its parameters' meaning, and the way from packed words to operand registers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import ClassVar
 
 from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.w4a8 import problem as w4a8_problem
 from terrazzo.ops.w4ax.reference import OUT_DTYPES
 
 UNIT_K = 128  # channels of a block, which is what a ring stage holds
@@ -22,6 +25,7 @@ class Gemm:
         blocks8: INT8 blocks of x, the last ones.
         out_dtype: "float16", "bfloat16" or "float32".
         bias: float32 [n] is added.
+        two_level: the scale of a weight's block is an integer times that of its output channel, see ops/w4ax/format.py.
     """
 
     n: int
@@ -29,6 +33,7 @@ class Gemm:
     blocks8: int
     out_dtype: str
     bias: bool
+    two_level: bool = False
 
     def __post_init__(self):
         if self.out_dtype not in OUT_DTYPES:
@@ -62,6 +67,17 @@ class Gemm:
         return 4 if self.out_dtype == "float32" else 2
 
 
+class ByteGemm(w4a8_problem.Gemm):
+    """The same with every block's codes times its multiplier as bytes: a W4A8 weight of groups of 128, signed codes."""
+
+    converters: ClassVar[Mapping[str, str]] = {"signed": "s4_s8_lqq"}
+
+
+def byte_gemm(gemm: Gemm) -> ByteGemm:
+    """What the macros of W4A8 take; its output is what W4Ax makes of the int32 sums."""
+    return ByteGemm(gemm.n, gemm.k, UNIT_K, "int32", "signed", False)
+
+
 SOURCE = """\
 // s32 sums of a block times the scale of their token and of their row, added to f32 sums
 __device__ __forceinline__ float tz_scaled(float y, float sum, float token, float row) {
@@ -71,6 +87,11 @@ __device__ __forceinline__ float tz_scaled(float y, float sum, float token, floa
 __device__ __forceinline__ void tz_row_scales(void *s_, unsigned u) {
   float *s = (float *)s_;
   s[0] = __uint_as_float(u << 16); s[1] = __uint_as_float(u & 0xffff0000u);
+}
+// multipliers of row g and of row g + 8, the first byte of each record, over the 16 that the fast conversion leaves
+__device__ __forceinline__ void tz_row_multipliers(void *s_, unsigned u) {
+  float *s = (float *)s_;
+  s[0] = (float)(u & 255) * 0.0625f; s[1] = (float)(u >> 16 & 255) * 0.0625f;
 }
 """
 """Why not TileLang: reinterpreted halves of a word; the association of the product is part of the result's bits."""

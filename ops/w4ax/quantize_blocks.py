@@ -1,12 +1,14 @@
-"""Tile program that quantizes activations: permutation, RMSNorm, a scale for each block of 128 channels, two planes.
+"""Tile program that quantizes activations: permutation, RMSNorm, scales of blocks of 128 channels, two planes.
 
 A CTA takes a row. It is read once, into shared memory; a warp then gathers the 128 values of a block, four for each
 lane, finds their largest magnitude, and writes codes and scale. RMSNorm's factor is the same for the whole row: it only
-enters the scales, unless they are static.
+enters the scales, unless they are static. With one scale for a token and precision, or two-level scales, the largest
+magnitudes of all blocks come first and the values are gathered a second time (ops/w4ax/reference.py has the formulas).
 """
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.w4ax.reference import GRANULARITIES, LARGEST_FACTOR, TINY, UNIFORM, UNITS
 
 PASS_CONFIGS = (  # the barriers are the program's own
     ("tl.disable_thread_storage_sync", True),
@@ -15,8 +17,6 @@ PASS_CONFIGS = (  # the barriers are the program's own
 BLOCK = 128
 VECTOR = 8  # values of one 16-byte load
 MOST_AHEAD = 32  # registers of a thread for order and gains that are loaded together with the row
-TINY = 2.0**-119  # below, 127 / max is no float32: the block counts as zeros
-GRANULARITIES = ("block", "token", "static")
 SOURCE = """\
 // 16 bytes of a row: to shared memory; with NORM the squares of its 8 values join sum[0]
 template <bool BF16, bool NORM> __device__ __forceinline__ void tz_row_stage(void *to, void *sum_, const void *x_) {
@@ -73,9 +73,10 @@ __device__ __forceinline__ float tz_largest_of(const void *shared, int lo, int h
   for (int i = lo + threadIdx.x % 32; i < hi; i += 32) m = max(m, ((const unsigned *)shared)[i]);
   return __uint_as_float(__reduce_max_sync(~0u, m));
 }
-// four values times `inverse`, half to even, as bytes or (NIBBLES) as nibbles; with CLAMP kept inside -qmax .. qmax
-template <bool NIBBLES, bool CLAMP> __device__ __forceinline__ void tz_store_codes(
-    void *to, const void *v_, float inverse, float qmax) {
+// four values times `inverse`, half to even, as bytes or (NIBBLES) as nibbles; with CLAMP kept inside -qmax .. qmax,
+// with TIMES multiplied by an integer afterwards
+template <bool NIBBLES, bool CLAMP, bool TIMES> __device__ __forceinline__ void tz_store_codes(
+    void *to, const void *v_, float inverse, float qmax, float times) {
   const float *v = (const float *)v_; unsigned b[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -84,6 +85,7 @@ template <bool NIBBLES, bool CLAMP> __device__ __forceinline__ void tz_store_cod
       if (v[i] * inverse > qmax) x = 12582912.0f + qmax;
       if (v[i] * inverse < -qmax) x = 12582912.0f - qmax;
     }
+    if constexpr (TIMES) x = fmaf(x - 12582912.0f, times, 12582912.0f);
     b[i] = __float_as_uint(x);
   }
   if constexpr (NIBBLES)
@@ -136,8 +138,8 @@ def build(
     width4 = 0 if wide else blocks4 * BLOCK // 2
     width8 = padded if wide else blocks8 * BLOCK
     bf16, perm, norm = (str(flag).lower() for flag in (dtype == "bfloat16", permuted, gain))
-    static, token = granularity == "static", granularity == "token"
-    clamp = str(static).lower()
+    static, uniform, two_level = granularity == "static", granularity in UNIFORM, granularity == "two_level"
+    clamp, times = (str(flag).lower() for flag in (static, two_level and wide))
     pdl = target.supports("pdl")
     turns = -(-blocks // warps)  # blocks of a warp
     lists = permuted + gain
@@ -170,8 +172,19 @@ def build(
         )
 
     @T.macro
-    def emit(Q4, Q8, XS, S, v, f, row, block, lane):
-        """Codes and scale of a block whose largest magnitude is f[0]; f[1] is RMSNorm's factor, f[2] qmax."""
+    def two_level_scale(f, own):
+        """Of an INT4 block whose largest magnitude is `own`: the unit into f[4], its factor into f[5], f[3] anew."""
+        f[4] = T.reinterpret(
+            T.bitwise_and(T.reinterpret(f[0] / T.float32(UNITS), "uint32"), T.uint32(0xFFFFFF00)), "float32"
+        )
+        f[5] = T.min(T.max(T.ceil(own / (f[4] * T.float32(7))), T.float32(1)), T.float32(LARGEST_FACTOR))
+        f[3] = T.float32(1) / (f[4] * f[5])
+
+    @T.macro
+    def emit(Q4, Q8, XS, S, Ss, v, f, row, block, lane):
+        """Codes and scale of a block whose largest magnitude, or that of all of its kind, is f[0]; f[1] is RMSNorm's
+        factor, f[2] qmax."""
+        f[5] = 1.0
         f[2] = T.if_then_else(block < blocks4, T.float32(7), T.float32(127))
         if static:
             f[4] = S[block]
@@ -180,30 +193,38 @@ def build(
                 for i in T.unroll(4):
                     v[i] = v[i] * f[1]
         else:
-            f[3] = T.if_then_else(f[0] < T.float32(TINY), T.float32(0), f[2] / f[0])
+            f[3] = f[2] / f[0]
             f[4] = f[0] / f[2]
+            if two_level and blocks4:
+                if block < blocks4:
+                    two_level_scale(f, Ss[warps + block])
+            f[3] = T.if_then_else(f[0] < T.float32(TINY), T.float32(0), f[3])
             if gain:
                 f[4] = f[4] * f[1]
+            if two_level and not wide:
+                f[4] = f[4] * f[5]
             f[4] = T.if_then_else(f[0] < T.float32(TINY), T.float32(1), f[4])
         if width4:
             if block < blocks4:
                 T.call_extern(
                     "handle",
-                    f"tz_store_codes<true, {clamp}>",
+                    f"tz_store_codes<true, {clamp}, false>",
                     T.access_ptr(Q4[row, block * (BLOCK // 2) + lane * 2], "w", 2),
                     T.access_ptr(v, "r"),
                     f[3],
                     f[2],
+                    T.float32(1),
                 )
         if width8:
             if T.bool(wide) or block >= blocks4:
                 T.call_extern(
                     "handle",
-                    f"tz_store_codes<false, {clamp}>",
+                    f"tz_store_codes<false, {clamp}, {times}>",
                     T.access_ptr(Q8[row, (block - (0 if wide else blocks4)) * BLOCK + lane * 4], "w", 4),
                     T.access_ptr(v, "r"),
                     f[3],
                     f[2],
+                    f[5],
                 )
         # the last row also fills the padding behind it
         if T.And(lane < 4, T.Or(lane == 0, T.And(row == M - 1, row + lane < MP))):
@@ -225,7 +246,7 @@ def build(
             Ss = T.alloc_shared((warps + blocks,), "float32")
             x = T.alloc_local((4,), "uint32")
             v = T.alloc_local((4,), "float32")
-            f = T.alloc_local((5,), "float32")
+            f = T.alloc_local((6,), "float32")
             total = T.alloc_local((1,), "float32")
             order = T.alloc_local((4 * turns if ahead and permuted else 4,), "int32")
             gains = T.alloc_local((4 * turns if ahead and gain else 4,), "float32")
@@ -262,12 +283,12 @@ def build(
                 if block < blocks:
                     gather(v, Rs, P, G, order, gains, e, tx)
                     f[0] = T.call_extern("float32", "tz_warp_largest", T.access_ptr(v, "r"))
-                    if token:
+                    if uniform:
                         if lane == 0:
                             Ss[warps + block] = f[0]
                     else:
-                        emit(Q4, Q8, XS, S, v, f, row, block, lane)
-            if token:
+                        emit(Q4, Q8, XS, S, Ss, v, f, row, block, lane)
+            if uniform:
                 T.sync_threads()
                 for e in turns_of(turns):
                     block = e * warps + warp
@@ -280,6 +301,6 @@ def build(
                             T.if_then_else(block < blocks4, blocks4, blocks),
                         )
                         gather(v, Rs, P, G, order, gains, e, tx)
-                        emit(Q4, Q8, XS, S, v, f, row, block, lane)
+                        emit(Q4, Q8, XS, S, Ss, v, f, row, block, lane)
 
     return main

@@ -1,13 +1,17 @@
-"""Quantize a float weight to s4 with a scale for each output channel and block of 128 input channels."""
+"""Quantize a float weight to s4 with a scale for each output channel and block of 128 input channels.
+
+Two-level scales (the default) are a channel's scale times an integer 1..16, see format.py; the paper leaves them open.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.w4a8.quantizer import divide, row_chunks
 from terrazzo.ops.w4ax.fmpq import BLOCK, BlockPlan
-from terrazzo.ops.w4ax.format import PackedWeight, QuantizedWeight, pack
+from terrazzo.ops.w4ax.format import LARGEST_MULTIPLIER, SCALES, PackedWeight, QuantizedWeight, pack
 
 if TYPE_CHECKING:
     import torch
@@ -26,10 +30,12 @@ def quantize(
     importance: torch.Tensor | None = None,
     folded: bool = False,
     bias: torch.Tensor | None = None,
+    scales: str = SCALES[0],
     target: Target | str | None = None,
 ) -> PackedWeight:
     """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
-    return pack(quantize_weight(weight, plan, importance=importance, folded=folded, bias=bias), target=target)
+    made = quantize_weight(weight, plan, importance=importance, folded=folded, bias=bias, scales=scales)
+    return pack(made, target=target)
 
 
 def quantize_weight(
@@ -41,11 +47,13 @@ def quantize_weight(
     smallest_clip: float = SMALLEST_CLIP,
     folded: bool = False,
     bias: torch.Tensor | None = None,
+    scales: str = SCALES[0],
 ) -> QuantizedWeight:
     """Round to nearest, symmetric, with a searched clipping of each block of a row, on the weight's device.
 
-    The scale is bfloat16(clip * max |w| / 7); of `clip_steps` values of clip from 1 down to `smallest_clip`, the one
-    with the least squared error wins.
+    A block's scale is bfloat16(clip * max |w| / 7); of `clip_steps` values of clip from 1 down to `smallest_clip`, the
+    one with the least squared error wins. Two-level: the channel's scale is bfloat16(max |w| / 7 / 16) of its row; of
+    the `clip_steps` multipliers from the first that covers the block down, none below `smallest_clip` of it, that one.
 
     Args:
         weight: float [N, K], finite, columns in the order of the input.
@@ -54,6 +62,7 @@ def quantize_weight(
         clip_steps: 1 keeps the maximum.
         folded: activations arrive in the plan's order (see `fold`), so the weight keeps no permutation.
         bias: float [N], kept with the weight.
+        scales: "two_level" or "block", a scale of its own for each block (COMET's form, as specs.md E.1 reads it).
 
     Raises:
         ArgumentError: for anything that does not fit.
@@ -61,15 +70,22 @@ def quantize_weight(
     import torch
 
     _check(weight, plan, importance, clip_steps, smallest_clip)
+    if scales not in SCALES:
+        raise ArgumentError("scales", scales, f"must be one of {SCALES}", f"use {SCALES[0]!r}")
     kept = plan.folded() if folded else plan
     n, k = weight.shape
     codes = torch.empty(n, plan.padded, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(n, plan.blocks, device=weight.device)
+    found = torch.empty(n, plan.blocks, device=weight.device)
+    channel = torch.empty(n, device=weight.device) if scales == "two_level" else None
     share = None if importance is None else plan.arrange(importance.to(weight.device).float()).view(-1, BLOCK)
     for part in row_chunks(n, k, weight.device.type):
         w = plan.arrange(weight[part].float()).view(-1, plan.blocks, BLOCK)
-        codes[part], scales[part] = _blocks(w, share, clip_steps, smallest_clip)
-    return QuantizedWeight.canonical(codes, scales, k=k, blocks8=plan.blocks8, permutation=kept.permutation, bias=bias)
+        if channel is None:
+            codes[part], found[part] = _blocks(w, share, clip_steps, smallest_clip)
+        else:
+            codes[part], found[part], channel[part] = _two_level(w, share, clip_steps, smallest_clip)
+    facts = dict(k=k, blocks8=plan.blocks8, permutation=kept.permutation, bias=bias, channel_scales=channel)
+    return QuantizedWeight.canonical(codes, found, **facts)
 
 
 def _blocks(
@@ -77,11 +93,31 @@ def _blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes [R, Kp], scales [R, B]) of float32 [R, B, 128]."""
     largest = divide(w.abs().amax(dim=-1), QMAX)
+    clips = [1.0 if steps == 1 else 1.0 - (1.0 - smallest) * step / (steps - 1) for step in range(steps)]
+    tried = ((largest * clip).bfloat16().float() for clip in clips)
+    return _cheapest(w, share, (scale.where(scale > 0, 1.0) for scale in tried))
+
+
+def _two_level(
+    w: torch.Tensor, share: torch.Tensor | None, steps: int, smallest: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes [R, Kp], scales [R, B], channel scales [R]) of float32 [R, B, 128]."""
+    largest = divide(w.abs().amax(dim=-1), QMAX)
+    channel = (largest.amax(dim=-1) / LARGEST_MULTIPLIER).bfloat16().float()
+    channel = channel.where(channel > 0, 1.0)
+    first = (largest / channel[:, None]).ceil().clamp(1, LARGEST_MULTIPLIER)
+    last = (first * smallest).ceil()
+    steps = min(steps, int(LARGEST_MULTIPLIER * (1 - smallest)) + 1)  # no more than there are
+    codes, scales = _cheapest(w, share, ((first - step).maximum(last) * channel[:, None] for step in range(steps)))
+    return codes, scales, channel
+
+
+def _cheapest(
+    w: torch.Tensor, share: torch.Tensor | None, tried: Iterable[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes [R, Kp], scales [R, B]): of the scales tried, the first with the least squared error of its block."""
     best, scales = None, None
-    for step in range(steps):
-        clip = 1.0 if steps == 1 else 1.0 - (1.0 - smallest) * step / (steps - 1)
-        scale = (largest * clip).bfloat16().float()
-        scale = scale.where(scale > 0, 1.0)
+    for scale in tried:
         error = (_round(w, scale) * scale[..., None] - w).square_()
         error = (error if share is None else error * share).sum(dim=-1)
         if best is None:

@@ -5,7 +5,14 @@
     acc_b    = sum over the 128 channels of block b of q * codes     int32, exact
     y[m, n]  = round_d(sum_b acc_b[m, n] * sa[m, b] * sw[n, b] + bias[n])                f32, see the bound
 
-The paper states neither scale granularity nor rounding; these are specs.md E.1.
+The paper states neither scale granularity nor rounding; these are specs.md E.1. Two-level scales of activations: those
+of a token's INT4 blocks are small integers times one unit, its INT8 blocks have one scale,
+
+    sa[m, b] = unit[m] * f[m, b], f = clamp(ceil(max of the block / (7 unit)), 1, 18)         INT4
+    unit[m]  = the 16 leading bits of (max of the token's INT4 blocks) / 125.9375             so that |q * f| <= 126
+    sa[m, b] = max of the token's INT8 blocks / 127                                           INT8
+
+and activations in bytes (`wide`) hold q * f with the scale unit[m]: the same values.
 """
 
 from __future__ import annotations
@@ -19,7 +26,12 @@ from terrazzo.ops.w4ax.format import PackedWeight, QuantizedWeight, spans, unit_
 if TYPE_CHECKING:
     import torch
 
-GRANULARITIES = ("block", "token", "static")
+GRANULARITIES = ("two_level", "block", "token", "static")
+UNIFORM = ("two_level", "token")
+"""Of them, in bytes: one scale for all blocks of a token and precision, so that sums run over blocks as integers."""
+UNITS = 125.9375
+"""Units in a token's largest INT4 value: 7 * 18, and what cutting the unit to 16 bits may take off it."""
+LARGEST_FACTOR = 18
 QMAX = {4: 7.0, 8: 127.0}
 OUT_DTYPES = ("float16", "bfloat16", "float32")
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 0.0}
@@ -61,6 +73,7 @@ def quantize_activations(
     eps: float = 1e-6,
     granularity: str = "block",
     static_scales: torch.Tensor | None = None,
+    wide: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(q int8 [M, Kp] in the weight's order, scales f32 [M, B]) of x [M, k], symmetric.
 
@@ -69,8 +82,9 @@ def quantize_activations(
     with static scales). A maximum below TINY counts as 0: scale 1, q 0. NaN or infinity in a block makes its scale so.
 
     Args:
-        granularity: "block", a scale for each token and block; "token", one for each token and precision; "static",
-            `static_scales` float32 [B] for all tokens, codes clamped to qmax.
+        granularity: "two_level", see the module; "block", a scale for each token and block; "token", one for each token
+            and precision; "static", `static_scales` float32 [B] for all tokens, codes clamped to qmax.
+        wide: with "two_level", codes times their factors, and the units as scales of INT4 blocks.
     """
     import torch
 
@@ -89,17 +103,32 @@ def quantize_activations(
         q = torch.minimum(torch.maximum(q, -qmax[:, None].double()), qmax[:, None].double())
         return _int8(q).view(m, -1), scales.expand(m, blocks).contiguous()
     largest = v.abs().amax(dim=2)
-    if granularity == "token":
+    own = largest.clone()
+    if granularity in UNIFORM:
         for part in (slice(0, blocks - blocks8), slice(blocks - blocks8, blocks)):
             if len(range(*part.indices(blocks))):
                 largest[:, part] = largest[:, part].amax(dim=1, keepdim=True)
     zero = largest < TINY
-    inverse = torch.where(zero, 0.0, qmax / largest)
-    q = (v.double() * inverse.double()[..., None]).round()
-    scales = largest / qmax
+    inverse, scales, times = qmax / largest, largest / qmax, torch.ones_like(largest)
+    if granularity == "two_level":
+        low, unit = qmax == QMAX[4], leading_bits(largest / torch.full_like(largest, UNITS))
+        times = torch.where(low & ~zero, (own / (7 * unit)).ceil().clamp(1, LARGEST_FACTOR), 1.0)
+        inverse, scales = torch.where(low, 1 / (unit * times), inverse), torch.where(low, unit, scales)
+    q = (v.double() * torch.where(zero, 0.0, inverse).double()[..., None]).round()
     if factor is not None:
         scales = scales * factor[:, None]
+    if wide:
+        q = q * times[..., None]
+    else:
+        scales = scales * times
     return _int8(q).view(m, -1), torch.where(zero, 1.0, scales)
+
+
+def leading_bits(values: torch.Tensor) -> torch.Tensor:
+    """float32 cut to 16 significant bits: times an integer up to 256 it is exact."""
+    import torch
+
+    return (values.view(torch.int32) & ~255).view(torch.float32)
 
 
 def _int8(q: torch.Tensor) -> torch.Tensor:
@@ -152,7 +181,8 @@ def forward_error_bound(
 
     The sum of a block is an exact float32. Its product with two scales rounds twice, then B block terms and, where k is
     split, at most B partial sums are added: each term meets at most 2 B + 2 roundings of u = 2^-24. With the bias and
-    the rounding to `dtype` of what is left. Terms are bounded through sums of their magnitudes.
+    the rounding to `dtype` of what is left. Terms are bounded through sums of their magnitudes. Sums over all blocks of
+    a precision (two-level scales) round once when they become float32, in place of the additions.
     """
     import torch
 
@@ -174,13 +204,14 @@ def _scaled(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def operand_packed(weight: PackedWeight) -> torch.Tensor:
-    """float64 [N, Kp]: codes times scales as the tensor cores and the scaling see them, from the packed bytes alone.
+    """float64 [N, Kp]: codes times scales as the tensor cores and the scaling see them, from packed bytes (and channel
+    scales) alone.
 
     Words, converter (16 times the code for bytes), fragment and records, through `layouts.emulate` on the CPU.
     """
     import numpy as np
     import torch
-    from terrazzo.layouts.emulate import operand_tiles
+    from terrazzo.layouts.emulate import operand_tiles, operand_w4a8
 
     parts, rows = [], weight.words.shape[1] * 64
     for bits, span in spans(weight.blocks, weight.blocks8, weight.native):
@@ -188,6 +219,9 @@ def operand_packed(weight: PackedWeight) -> torch.Tensor:
         words = weight.words[span].cpu()
         words = words.reshape(words.shape[0], rows // unit.block.block_rows, -1).numpy()
         codes, records = unit.split(words)
+        if weight.two_level and not weight.native:
+            parts.append(torch.from_numpy(operand_w4a8(words, unit, "signed").astype(np.float64)))
+            continue
         tiles = operand_tiles(codes, unit.block, "s4_s4" if bits == 4 else "s4_s8_x16")
         stored = np.ascontiguousarray(records).view(np.uint16)[..., 0]  # [row blocks, B, slots]
         held = torch.from_numpy((stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64))
@@ -195,4 +229,5 @@ def operand_packed(weight: PackedWeight) -> torch.Tensor:
         scales[..., torch.from_numpy(unit.rows.index)] = held
         scales = scales.transpose(1, 2).reshape(rows, -1)
         parts.append(torch.from_numpy(tiles) * scales.repeat_interleave(BLOCK, dim=1))
-    return torch.cat(parts, dim=1)[: weight.n]
+    operand = torch.cat(parts, dim=1)[: weight.n]
+    return operand * weight.channel_scales[: weight.n, None].double() if weight.two_level else operand

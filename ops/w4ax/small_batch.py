@@ -3,7 +3,8 @@
 Persistent: kc x nc CTAs, at most one for each SM. A CTA owns one k range and about N/16/nc row tiles of 16; its slice
 of X and of the tokens' scales is loaded once. The warps of a CTA split its k range, so each streams its own units (two
 runs of 512 bytes and the scales of 16 rows for each block of 128 channels) with no barrier in the main loop. The int32
-sums of a block, of either kind, become float32 with the scales of its tokens and rows. Warps, and with kc > 1 CTAs, are
+sums of a block, of either kind, become float32 with the scales of its tokens and rows; of two-level scales, the
+channel's comes with the output. Warps, and with kc > 1 CTAs, are
 added in order: the same bits in every run.
 """
 
@@ -28,6 +29,7 @@ def build(
     blocks8: int,
     out_dtype: str,
     bias: bool,
+    two_level: bool = False,
     token_tiles: int,
     kc: int,
     nc: int,
@@ -36,18 +38,19 @@ def build(
     stages: int,
     cluster: int = 1,
 ):
-    """The prim_func `main(X, W, XS, B, WS, SEM, Y)` for M <= 8 * token_tiles.
+    """The prim_func `main(X, W, XS, S, B, WS, SEM, Y)` for M <= 8 * token_tiles.
 
     Shapes: X int8 [M, k], both kinds of blocks in bytes; W int32 [k/128, Np/64, 1056]; XS f32 [k/128, MP] scales of the
-    tokens, MP >= M; B f32 [n] (one element without a bias); WS f32 [kc, token_tiles * 8, Np]; SEM int32 [nc], zero
-    before the first launch and after each one; Y [M, n] in `out_dtype`.
+    tokens, MP >= M; S f32 [Np] channel scales (one element unless two-level); B f32 [n] (one element without a bias);
+    WS f32 [kc, token_tiles * 8, Np]; SEM int32 [nc], zero before the first launch and after each one; Y [M, n] in
+    `out_dtype`.
 
     Raises:
         ArgumentError: a format outside the limits, or more warps than blocks of a CTA.
     """
     import tilelang.language as T
 
-    gemm = Gemm(n, k, blocks8, out_dtype, bias)
+    gemm = Gemm(n, k, blocks8, out_dtype, bias, two_level)
     nt, units, tiles = token_tiles, gemm.units, gemm.row_blocks * 4
     even = units % kc == 0 and (units // kc) % warps == 0
     cta_units = -(-units // kc)  # most blocks of a CTA
@@ -63,7 +66,7 @@ def build(
     )  # fmt: skip
     ring = unit_macros(token_tiles=nt, chunk=chunk, groups=1, stages=stages, pitch=pitch)
     copies = "multicast" if cluster > 1 else "bulk"
-    used = ("cp_async", "lds", "ldmatrix", "semaphore", "int8", copies)
+    used = ("cp_async", "lds", "ldmatrix", "semaphore", "int8", copies, *(["prefetch"] if two_level else []))
     source = prelude(*used, extra=(gemm.converter.device_source, problem.SOURCE))
     cluster_dims = dict(cluster_dims=(1, cluster, 1)) if cluster > 1 else {}
     M, MP = T.dynamic("m"), T.dynamic("mp")
@@ -99,9 +102,11 @@ def build(
     @T.macro
     def store(to, r4, tok, row):
         """Four rows of one token in the output dtype."""
-        B, Y, o4 = to
+        S, B, Y, o4 = to
         if row < n:
             for i in T.unroll(4):
+                if two_level:
+                    r4[i] = r4[i] * S[row + i]
                 o4[i] = T.cast(r4[i] + (B[T.min(row + i, n - 1)] if bias else T.float32(0)), out_dtype)
             if n % 4 == 0:
                 for i in T.vectorized(4):
@@ -118,6 +123,7 @@ def build(
         X: T.Tensor((M, k), "int8"),
         W: T.Tensor((units, gemm.row_blocks, UNIT_WORDS), "int32"),
         XS: T.Tensor((units, MP), "float32"),
+        S: T.Tensor((gemm.row_blocks * 64 if two_level else 1,), "float32"),
         B: T.Tensor((n if bias else 1,), "float32"),
         WS: T.Tensor((kc, nt * 8, tiles * 16), "float32"),
         SEM: T.Tensor((nc,), "int32"),
@@ -154,6 +160,9 @@ def build(
             T.pdl_trigger()
             for p in T.unroll(stages):
                 ring.issue(W, R, base, p, gn, t0, t1, k0 + g0, lane)
+            if two_level:  # read when the sums are complete, with nothing left to hide a trip to DRAM
+                if T.And(tx == 0, t1 > t0):
+                    T.call_extern("handle", "tz_prefetch", T.access_ptr(S[t0 * 16], "r", 16), (t1 - t0) * 64)
             T.pdl_sync()
             resident.fetch(X, Xs, xbar, M, k0, kn, bn % cluster, tx)
             load_token_scales(XS, Fs, k0, kn, tx)
@@ -176,7 +185,7 @@ def build(
                         multiply(R, w, a, x, part, codes, slot, m, lane)
                         T.call_extern(
                             "handle",
-                            "tz_row_scales",
+                            "tz_row_multipliers" if two_level else "tz_row_scales",
                             T.access_ptr(s, "w"),
                             T.call_extern(
                                 "uint32",
@@ -195,7 +204,7 @@ def build(
                             )
                     T.call_extern("handle", "tz_syncwarp")  # every lane has read the step before it is overwritten
                     ring.issue(W, R, base, ci * gn + gi + stages, gn, t0, t1, k0 + g0, lane)
-                sums.add_warps(Q, WS, (B, Y, o4), acc, r4, M, bk, t0, t1, ci, tx)
-            sums.add_ctas(WS, SEM, (B, Y, o4), r4, M, bn, t0, t1, tx)
+                sums.add_warps(Q, WS, (S, B, Y, o4), acc, r4, M, bk, t0, t1, ci, tx)
+            sums.add_ctas(WS, SEM, (S, B, Y, o4), r4, M, bn, t0, t1, tx)
 
     return main

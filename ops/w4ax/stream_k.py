@@ -1,4 +1,4 @@
-"""Tile program on wgmma (sm_90a): weights are the register operand, two producer warps, stream-K.
+"""Tile program on wgmma (sm_90a) for scales of each block: weights are the register operand, stream-K.
 
 Hopper's tensor cores have no s4: INT4 and INT8 blocks both run as s8 wgmma on codes converted to bytes, and x comes in
 bytes throughout. What 4-bit weights save is their bytes.
@@ -9,10 +9,11 @@ tokens, one the units of the row blocks (words and scales), a 1-D bulk copy. A c
 operand registers and multiplies it by wgmma m64nNk32.
 
 A block's sums are s32 and become f32 with the scales of its tokens and rows, an instruction each for conversion,
-product of scales and sum: more issue slots than the wgmmas take clocks. By the registers there are (schedules.w4ax
-`StreamK.form`), two sets of s32 sums alternate, or one is copied as f32 and scaled behind the wgmmas of the next block,
-or the wgmmas that run while a warpgroup scales are those of the others. The tensor core serves all that wait, so that
-warpgroups would end, and scale, at the same time: with `turns` each issues its wgmmas when the one before it has.
+product of scales and sum: more issue slots than the wgmmas take clocks (two-level scales do without: integer.py). By
+the registers there are (schedules.w4ax `StreamK.form`), two sets of s32 sums alternate, or one is copied as f32 and
+scaled behind the wgmmas of the next block, or the wgmmas that run while a warpgroup scales are those of the others. The
+tensor core serves all that wait, so that warpgroups would end, and scale, at the same time: with `turns` each issues
+its wgmmas when the one before it has.
 
 A stage is released a whole step after its token scales were read, or behind the stores of the tile: ptxas may issue an
 arrive while loads in front of it are still on their way, but not across a loop's end or a store that needs them.
@@ -57,19 +58,23 @@ def build(
     blocks8: int,
     out_dtype: str,
     bias: bool,
+    two_level: bool = False,
     block_tokens: int,
     warpgroups: int,
     stages: int,
     raster: int = 8,
     turns: int = 0,
 ):
-    """The prim_func `main(X, W, XS, B, WS, SEM, Y, sk)`.
+    """The prim_func `main(X, W, XS, S, B, WS, SEM, Y, sk)`.
 
-    Shapes: X int8 [M, k]; W int32 [k/128, Np/64, 1056]; XS f32 [k/128, MP] scales of the tokens, MP a multiple of 4;
-    B f32 [n] (one element without a bias); WS f32 [grid, warpgroups, block_tokens / 8, 128, 4]; SEM int32
-    [grid, warpgroups], zero before the first launch and after each one; Y [M, n] in `out_dtype`. `grid` CTAs, at most
-    the number of SMs; the first `sk` tiles are shared along k, 0 <= sk <= tiles. With `turns` = 1, warpgroups
+    Shapes: X int8 [M, k]; W int32 [k/128, Np/64, 1056]; XS f32 [k/128, MP] scales of the tokens, MP a multiple of 4; S
+    [1] is not read; B f32 [n] (one element without a bias); WS f32 [grid, warpgroups, block_tokens / 8, 128, 4]; SEM
+    int32 [grid, warpgroups], zero before the first launch and after each one; Y [M, n] in `out_dtype`. `grid` CTAs, at
+    most the number of SMs; the first `sk` tiles are shared along k, 0 <= sk <= tiles. With `turns` = 1, warpgroups
     issue wgmmas in order.
+
+    Raises:
+        ArgumentError: a weight with two-level scales, or a tile that does not fit.
     """
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
@@ -77,6 +82,8 @@ def build(
     gemm = Gemm(n, k, blocks8, out_dtype, bias)
     schedule = StreamK(block_tokens, warpgroups, stages, raster, turns)
     bm, wgs, form = block_tokens, warpgroups, schedule.form
+    if two_level:
+        raise ArgumentError("two_level", two_level, "must be false: records hold scales", "use integer")
     if turns not in (0, 1) or turns >= wgs:
         raise ArgumentError("turns", turns, "must be 0, or 1 with two warpgroups or more", "leave it out")
     if bm % 16 or not 16 <= bm <= 256 or not schedule.legal():
@@ -239,6 +246,7 @@ def build(
         X: T.Tensor((M, k), "int8"),
         W: T.Tensor((units, all_blocks, UNIT_WORDS), "int32"),
         XS: T.Tensor((units, MP), "float32"),
+        S: T.Tensor((1,), "float32"),
         B: T.Tensor((n if bias else 1,), "float32"),
         WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), "float32"),
         SEM: T.Tensor((G, wgs), "int32"),
@@ -316,7 +324,7 @@ def build(
                     tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
                     c.first[0] = c.tokens[0] * bm
                     c.end[0] = M
-                    out.fetch(B, held, c, wg, wt)
+                    out.fetch(None, B, held, c, wg, wt)
                     for i in T.unroll(nacc):
                         acc[i] = 0.0
                     for i in T.unroll(parts):

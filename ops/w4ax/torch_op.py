@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import torch
-from terrazzo.ops.w4ax.activations import QuantizedActivations, sizes
+from terrazzo.ops.w4ax.activations import QuantizedActivations, default_granularity, sizes
 from terrazzo.ops.w4ax.format import PackedWeight
 
 
@@ -21,7 +21,7 @@ def quantize(
     q4, q8, scales = torch.ops.terrazzo.w4ax_quantize(
         x, rms_weight, eps, granularity, static_scales, *_fields(w), w.permutation
     )
-    return QuantizedActivations(q4, q8, scales, tuple(x.shape), w.blocks8, w.order)
+    return QuantizedActivations(q4, q8, scales, tuple(x.shape), w.blocks8, w.order, granularity)
 
 
 def call(
@@ -30,15 +30,16 @@ def call(
     """`gemm` as one opaque node of a graph (two, if x must be quantized first); see `terrazzo.ops.w4ax.gemm`."""
     if not isinstance(x, QuantizedActivations):
         out_dtype = out_dtype or x.dtype
-        x = quantize(x, w, None, 0.0, "block", None)
+        x = quantize(x, w, None, 0.0, default_granularity(w), None)
     y = torch.ops.terrazzo.w4ax_gemm(
-        x.q4, x.q8, x.scales, x.m, x.order, w.bias if bias is None else bias, *_fields(w), out_dtype or torch.float16
-    )
+        x.q4, x.q8, x.scales, x.m, x.order, x.granularity, w.bias if bias is None else bias, *_fields(w),
+        out_dtype or torch.float16,
+    )  # fmt: skip
     return y.view(*x.shape[:-1], w.n)
 
 
 def _fields(w: PackedWeight) -> tuple:
-    return w.words, w.n, w.k, w.blocks8, w.layout, w.target, w.order
+    return w.words, w.channel_scales, w.n, w.k, w.blocks8, w.layout, w.target, w.order
 
 
 @torch.library.custom_op("terrazzo::w4ax_quantize", mutates_args=())
@@ -49,6 +50,7 @@ def w4ax_quantize(
     granularity: str,
     static_scales: torch.Tensor | None,
     words: torch.Tensor,
+    channel_scales: torch.Tensor | None,
     n: int,
     k: int,
     blocks8: int,
@@ -60,14 +62,16 @@ def w4ax_quantize(
     """q4, q8, scales of x [..., K] for the weight with these fields."""
     from terrazzo.ops.w4ax.activations import run
 
-    w = PackedWeight(words, n, k, blocks8, layout, target, order, permutation)
+    w = PackedWeight(words, n, k, blocks8, layout, target, order, permutation, channel_scales=channel_scales)
     made = run(x, w, rms_weight, eps, granularity, static_scales)
     return made.q4, made.q8, made.scales
 
 
 @w4ax_quantize.register_fake
-def _(x, rms_weight, eps, granularity, static_scales, words, n, k, blocks8, layout, target, order, permutation):
-    w = PackedWeight(words, n, k, blocks8, layout, target)
+def _(
+    x, rms_weight, eps, granularity, static_scales, words, channel_scales, n, k, blocks8, layout, target, order, perm
+):
+    w = PackedWeight(words, n, k, blocks8, layout, target, channel_scales=channel_scales)
     m, low, high = sizes(prod(x.shape[:-1]), k, blocks8, not w.native)
     make = lambda *shape, dtype: x.new_empty(shape, dtype=dtype)
     return (
@@ -84,8 +88,10 @@ def w4ax_gemm(
     scales: torch.Tensor,
     m: int,
     x_order: str,
+    granularity: str,
     bias: torch.Tensor | None,
     words: torch.Tensor,
+    channel_scales: torch.Tensor | None,
     n: int,
     k: int,
     blocks8: int,
@@ -97,10 +103,27 @@ def w4ax_gemm(
     """y [M, n] from quantized activations and the fields of a PackedWeight."""
     from terrazzo.ops.w4ax.op import run
 
-    w = PackedWeight(words, n, k, blocks8, layout, target, order)
-    return run(QuantizedActivations(q4, q8, scales, (m, k), blocks8, x_order), w, bias, None, out_dtype)
+    w = PackedWeight(words, n, k, blocks8, layout, target, order, channel_scales=channel_scales)
+    return run(QuantizedActivations(q4, q8, scales, (m, k), blocks8, x_order, granularity), w, bias, None, out_dtype)
 
 
 @w4ax_gemm.register_fake
-def _(q4, q8, scales, m, x_order, bias, words, n, k, blocks8, layout, target, order, out_dtype):
+def _(
+    q4,
+    q8,
+    scales,
+    m,
+    x_order,
+    granularity,
+    bias,
+    words,
+    channel_scales,
+    n,
+    k,
+    blocks8,
+    layout,
+    target,
+    order,
+    out_dtype,
+):
     return q8.new_empty((m, n), dtype=out_dtype)

@@ -20,6 +20,7 @@ from terrazzo.ops.w4a8 import fp8_reference as integers_fp8
 from terrazzo.ops.w4a8 import reference as integers
 from terrazzo.ops.w4a16 import reference
 from terrazzo.ops.w4ax import reference as mixed
+from terrazzo.ops.w4ax.activations import default_granularity
 from terrazzo.schedules import records
 
 H200 = Target.parse("nvidia/nvidia-h200")
@@ -66,7 +67,8 @@ def gemmx(x, w, *, out, out_dtype=torch.float16):
 
 
 def quantizex(x, w):
-    return mixed.quantize_activations(x, blocks8=w.blocks8, permutation=w.permutation)
+    facts = dict(blocks8=w.blocks8, permutation=w.permutation, granularity=default_granularity(w))
+    return mixed.quantize_activations(x, **facts, wide=not w.native)
 
 
 def decode(q, cache, *, out):

@@ -53,7 +53,7 @@ def test_a_trial_checks_then_times(on_the_cpu, op):
 TILE = dict(block_tokens=16, warpgroups=2, row_blocks=1, stages=4, raster=8)
 MANY = {
     "w4a8_fp8": ("stream_k", TILE, {"raster": 4}),
-    "w4ax": ("stream_k", dict(block_tokens=16, warpgroups=2, stages=4, raster=8), {"raster": 4}),
+    "w4ax": ("integer", dict(block_tokens=16, warpgroups=2, stages=4, raster=8), {"raster": 4}),
     "w4a16_grouped": ("grouped", TILE | {"stage_k": 64}, {"raster": 4}),
     "w4a8_grouped": ("grouped", TILE, {"raster": 4}),
     "attention_prefill": ("prefill_wgmma", dict(row_tiles=8, warps=8, stages=2), {"stages": 3}),

@@ -123,6 +123,8 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched("stream_k", S4(W4AX(130, 650, 0.25), (40,), "bfloat16")),
         Watched("stream_k, two halves of the tokens, shared", S4(W4AX(256, 2048, 0.5), (100,))),
         Watched("persistent", S4(W4AX(130, 650, 0.4), (20,), "float16", "sm_80")),
+        Watched("integer", S4(W4AX(130, 650, 0.25, True, "two_level"), (5, 40), "bfloat16")),
+        Watched("integer shared", S4(W4AX(256, 2048, 0.5, scales="two_level"), (100,))),
     ),
     "attention": (
         Watched("int4", attention_cases.Case(lengths=(100, 7), q_len=2)),

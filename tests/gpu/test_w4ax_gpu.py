@@ -1,26 +1,30 @@
 """W4Ax on the GPU: block sums exact in int32, scaled outputs inside their bound, activations quantized to the bit.
 
-Ratios of INT8 blocks 0, 25, 75 and 100 %, ragged N, K and M. sm_80 runs from its PTX (native s4, which a newer GPU
-emulates). Outputs start as NaN between guard rows that must survive, and a second run must give the same bits.
+Both forms of scales; ratios of INT8 blocks 0, 25, 75 and 100 %; ragged N, K and M. sm_80 runs from its PTX (native s4,
+which a newer GPU emulates). Outputs start as NaN between guard rows that must survive, and a second run must give the
+same bits.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from terrazzo.lowering.errors import CaptureError
+from terrazzo.lowering.errors import ArgumentError, CaptureError
 from terrazzo.ops import w4ax
 from terrazzo.ops.w4ax import activations, reference
 from terrazzo.schedules import records
-from terrazzo.schedules.w4ax import StreamK
-from w4ax_cases import DEVICE, Case, Spec, codes, compare, launch, needs, product
+from terrazzo.schedules.w4ax import Integer, StreamK
+from w4ax_cases import DEVICE, Case, Spec, codes, compare, launch, needs, product, quantized
 
 RATIOS = tuple(Spec(448, 1024, ratio, bias=ratio == 0.25) for ratio in (0.0, 0.25, 0.75, 1.0))
 RAGGED = (Spec(450, 1000, 0.25), Spec(67, 333, 0.34, bias=True), Spec(130, 100, 0.0))
 LAYER = Spec(6144, 4096, 0.25)
+TWO = tuple(replace(spec, scales="two_level") for spec in RATIOS)
+TWO_RAGGED = tuple(replace(spec, scales="two_level") for spec in RAGGED)
+TWO_LAYER = replace(LAYER, scales="two_level")
 EVERY = [
     *(Case(spec, (1, 15, 20, 40, 130, 300)) for spec in RATIOS),
     *(Case(spec, (3, 33, 200), out) for spec, out in zip(RAGGED, ("float16", "bfloat16", "float32"))),
@@ -28,6 +32,11 @@ EVERY = [
     *(Case(spec, (1, 40, 130), arch="sm_80") for spec in RATIOS),
     *(Case(spec, (3, 33, 200), out, "sm_80") for spec, out in zip(RAGGED, ("float16", "bfloat16", "float32"))),
     Case(LAYER, (256,), "float16", "sm_80"),
+    *(Case(spec, (1, 15, 20, 40, 130, 300)) for spec in TWO),
+    *(Case(spec, (3, 33, 200), out) for spec, out in zip(TWO_RAGGED, ("float16", "bfloat16", "float32"))),
+    Case(TWO_LAYER, (2, 16, 64, 256, 1000), "float16"),
+    Case(TWO[1], (1, 40, 130), arch="sm_80"),
+    Case(TWO_RAGGED[1], (33, 200), "bfloat16", "sm_80"),
 ]
 
 
@@ -62,6 +71,39 @@ def test_block_sums_are_exact(compiled, cases):
             compare(y, sums[block].double(), torch.zeros_like(y).double(), f"{case}, M = {m}, block {block}")
 
 
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param((Case(spec, (5, 12, 20, 50, 130)),), id=f"{spec.ratio}") for spec in TWO],
+)
+def test_integer_sums_are_exact(compiled, cases):
+    """All scales 1: y is the integer product of bytes, below 2^24 and so exact in float32 however it was added up."""
+    (case,) = cases
+    needs(case.arch)
+    given = case.spec.build()
+    ones = torch.ones(given.n, device=given.codes.device)
+    weight = replace(given, scales=given.multipliers(), channel_scales=ones, bias=None)
+    w = weight.pack(target=case.arch).to(DEVICE)
+    for m in case.ms:
+        q, _ = codes(weight, m, m)
+        y = launch(case, quantized(q, torch.ones(m, weight.blocks), w), w)
+        compare(y, q.double() @ weight.values().T, torch.zeros_like(y).double(), f"{case}, M = {m}")
+
+
+def test_forms_of_scales_that_do_not_go_together():
+    """A block weight takes two-level activations; a two-level weight without native s4 refuses those of blocks."""
+    needs("sm_90a")
+    for spec, granularity in ((RATIOS[1], "two_level"), (TWO[1], "token")):
+        weight, w = spec.build(), spec.packed("sm_90a")
+        x = torch.randn(40, w.k, dtype=torch.float16, device=DEVICE)
+        made = w4ax.quantize_activations(x, w, granularity=granularity)
+        y = w4ax.gemm(made, w, out_dtype=torch.float32)
+        held = made.codes(), made.token_scales()
+        bound = reference.forward_error_bound(*held, weight, y.dtype)
+        compare(y, reference.gemm(*held, weight), bound, f"{spec}, {granularity}")
+    with pytest.raises(ArgumentError, match="two-level"):
+        w4ax.gemm(w4ax.quantize_activations(x, w, granularity="block"), w)
+
+
 @dataclass(frozen=True)
 class Rows:
     """One call of the activation quantizer."""
@@ -87,6 +129,10 @@ ROWS = [
     Rows(RATIOS[2], 40, "bfloat16", True, "block", "sm_80"),
     Rows(RAGGED[0], 7, "float16", False, "token", "sm_80"),
     Rows(RATIOS[0], 600, "float16", False, "block", "sm_80"),
+    Rows(TWO[1], 40, "float16", False, "two_level", "sm_90a"),
+    Rows(TWO_RAGGED[0], 600, "bfloat16", True, "two_level", "sm_90a"),
+    Rows(TWO_LAYER, 256, "float16", True, "two_level", "sm_90a"),
+    Rows(TWO[2], 7, "float16", False, "two_level", "sm_80"),
 ]
 
 
@@ -103,7 +149,8 @@ def test_activations(compiled, cases):
     static = torch.rand(weight.blocks, generator=rng).to(DEVICE) * 0.1 + 0.02 if case.granularity == "static" else None
     options = dict(rms_weight=gain, eps=1e-5, granularity=case.granularity, static_scales=static)
     made, again = (w4ax.quantize_activations(x, w, **options) for _ in range(2))
-    q, scales = reference.quantize_activations(x, blocks8=weight.blocks8, permutation=weight.permutation, **options)
+    facts = dict(blocks8=weight.blocks8, permutation=weight.permutation, wide=not w.native)
+    q, scales = reference.quantize_activations(x, **facts, **options)
     assert torch.equal(made.codes(), q) and torch.equal(made.codes(), again.codes())
     if case.norm:
         torch.testing.assert_close(made.token_scales(), scales, rtol=2e-6, atol=0)
@@ -113,7 +160,7 @@ def test_activations(compiled, cases):
     held = made.token_scales()
     bound = reference.forward_error_bound(q, held, weight, x.dtype)
     compare(y, reference.gemm(q, held, weight), bound, str(case))
-    if case.granularity == "block" and not case.norm:
+    if case.granularity == activations.default_granularity(w) and not case.norm:
         assert torch.equal(w4ax.gemm(x, w), y)
 
 
@@ -123,29 +170,31 @@ STRESS = [
     Case(Spec(6144, 4096, 0.25), (30,), "float16", launches=200),
     Case(Spec(6144, 4096, 0.25), (64,), "float16", launches=200),
     Case(Spec(6144, 4096, 0.25), (1030,), "float16", launches=100),
+    *(Case(TWO_LAYER, (m,), "float16", launches=200) for m in (8, 30, 64, 250)),
 ]
 
 
-@pytest.mark.parametrize("cases", [pytest.param((c,), id=f"M{c.ms[0]}") for c in STRESS])
+@pytest.mark.parametrize("cases", [pytest.param((c,), id=f"{c.spec.scales}-M{c.ms[0]}") for c in STRESS])
 def test_many_launches_give_the_same_bits(compiled, cases):
     """A stage that is given back too early shows as a changed bit."""
     (case,) = cases
     needs(case.arch)
     weight, w = case.spec.build(), case.spec.packed(case.arch)
     q, scales = codes(weight, case.ms[0], 1)
-    y = launch(case, activations.from_codes(q, scales, w), w)
+    y = launch(case, quantized(q, scales, w), w)
     compare(y, reference.gemm(q, scales, weight), reference.forward_error_bound(q, scales, weight, y.dtype), str(case))
 
 
 @dataclass(frozen=True)
 class Forced(Case):
-    """A schedule of stream_k that the heuristic does not take."""
+    """A schedule of stream_k or integer that the heuristic does not take."""
 
-    schedule: StreamK | None = None
+    schedule: StreamK | Integer | None = None
 
     @contextmanager
     def forced(self):
-        with records.forced("w4ax", "stream_k", self.schedule.params()):
+        program = "integer" if isinstance(self.schedule, Integer) else "stream_k"
+        with records.forced("w4ax", program, self.schedule.params()):
             records.changed()  # operators keep their plans
             yield
         records.changed()
@@ -160,6 +209,13 @@ SCHEDULES = (
     *(StreamK(128, 2, 8), StreamK(128, 3, 7), StreamK(128, 3, 7, turns=1)),
 )
 OTHERS = [Forced(LAYER, (s.block_tokens - 4, 250), "float16", launches=50, schedule=s) for s in SCHEDULES]
+INTEGER = (
+    *(Integer(64, 2, 12), Integer(64, 3, 10), Integer(64, 4, 6), Integer(32, 4, 10), Integer(16, 1, 12)),
+    *(Integer(128, 1, 6), Integer(128, 2, 8), Integer(128, 3, 4), Integer(128, 3, 2)),
+)
+OTHERS += [Forced(TWO_LAYER, (s.block_tokens - 4, 250), "float16", launches=50, schedule=s) for s in INTEGER]
+ODD = (TWO_RAGGED[0], TWO[0], TWO[3])
+OTHERS += [Forced(spec, (200,), "float32", launches=50, schedule=Integer(128, 3, 3)) for spec in ODD]
 OTHERS.append(Forced(RAGGED[0], (200,), "float32", launches=50, schedule=StreamK(128, 3, 6, turns=1)))
 
 
@@ -171,7 +227,11 @@ def test_other_schedules(compiled, cases):
         product(case)
 
 
-@pytest.mark.parametrize("cases", [pytest.param((Rows(RATIOS[1], 40, "float16", False, "block", "sm_90a"),), id="M40")])
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param((Rows(spec, 40, "float16", False, form, "sm_90a"),), id=form)
+     for spec, form in ((RATIOS[1], "block"), (TWO[1], "two_level"))],
+)  # fmt: skip
 def test_graphs_and_torch_compile(compiled, cases):
     (case,) = cases
     needs(case.arch)

@@ -16,22 +16,26 @@ DEVICE = HOME = "cuda"
 
 @dataclass(frozen=True)
 class Spec:
-    """A random weight: codes -8..7, a permutation unless all blocks are of one kind."""
+    """A random weight: codes -8..7, a permutation unless all blocks are of one kind; `scales` as the quantizer has."""
 
     n: int
     k: int
     ratio: float
     bias: bool = False
+    scales: str = "block"
 
     @lru_cache(maxsize=32)  # noqa: B019  a handful of weights for the session
     def build(self) -> w4ax.QuantizedWeight:
         rng = torch.Generator().manual_seed(self.n * 31 + self.k)
         plan = w4ax.plan_blocks(torch.rand(self.k, generator=rng) + 0.1, ratio=self.ratio)
         codes = torch.randint(-8, 8, (self.n, plan.padded), generator=rng).masked_fill(plan.order() < 0, 0)
-        scales = torch.exp(torch.randn(self.n, plan.blocks, generator=rng) * 0.5 - 4).bfloat16()
+        scales, channel = torch.exp(torch.randn(self.n, plan.blocks, generator=rng) * 0.5 - 4).bfloat16(), None
+        if self.scales == "two_level":
+            channel = scales[:, 0].float() / 8
+            scales = channel[:, None] * torch.randint(1, 17, scales.shape, generator=rng)
         return w4ax.QuantizedWeight.canonical(
             codes, scales, k=self.k, blocks8=plan.blocks8, permutation=plan.permutation,
-            bias=torch.randn(self.n, generator=rng) if self.bias else None,
+            bias=torch.randn(self.n, generator=rng) if self.bias else None, channel_scales=channel,
         ).to(HOME)  # fmt: skip
 
     @lru_cache(maxsize=64)  # noqa: B019
@@ -60,12 +64,27 @@ def needs(arch: str) -> None:
 
 
 def codes(weight: w4ax.QuantizedWeight, m: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes that use the whole range of their blocks, and scales."""
+    """Codes that use the whole range of their blocks, and scales. For two-level weights they are as bytes hold them:
+    times a factor of their block, scales the same in all blocks of a precision."""
     rng = torch.Generator().manual_seed(seed)
     limit = reference.limits(weight.blocks, weight.blocks8).int().repeat_interleave(128)
     q = torch.randint(-127, 128, (m, weight.codes.shape[1]), generator=rng)
     q = torch.where(limit == 7, q % 15 - 7, q).to(torch.int8)
-    return q.to(HOME), torch.exp(torch.randn(m, weight.blocks, generator=rng) * 0.3 - 3).to(HOME)
+    scales = torch.exp(torch.randn(m, weight.blocks, generator=rng) * 0.3 - 3)
+    if weight.two_level:
+        high = weight.blocks - weight.blocks8
+        factor = torch.randint(1, 19, (m, high, 1), generator=rng)
+        q[:, : high * 128] = (q[:, : high * 128].view(m, high, 128) * factor).view(m, -1)
+        scales[:, :high], scales[:, high:] = scales[:, :1].clone(), scales[:, -1:].clone()
+    return q.to(HOME), scales.to(HOME)
+
+
+def quantized(q: torch.Tensor, scales: torch.Tensor, w: w4ax.PackedWeight) -> w4ax.QuantizedActivations:
+    """`codes` as activations for `w`, whose form their scales have. Native s4 holds no product with a factor."""
+    if w.two_level and w.native:
+        high = (w.blocks - w.blocks8) * 128
+        q = torch.cat([q[:, :high].clamp(-7, 7), q[:, high:]], dim=1)
+    return activations.from_codes(q.to(DEVICE), scales.to(DEVICE), w, activations.default_granularity(w))
 
 
 def launch(case: Case, x: w4ax.QuantizedActivations, w: w4ax.PackedWeight) -> torch.Tensor:
@@ -96,7 +115,9 @@ def product(case: Case) -> None:
     weight, w = case.spec.build(), case.spec.packed(case.arch)
     for m in case.ms:
         q, scales = codes(weight, m, m)
-        y = launch(case, activations.from_codes(q.to(DEVICE), scales.to(DEVICE), w), w)
+        x = quantized(q, scales, w)
+        q = x.codes().to(HOME)
+        y = launch(case, x, w)
         ref = reference.gemm(q, scales, weight)
         bound = reference.forward_error_bound(q, scales, weight, y.dtype)
         compare(y.to(HOME), ref, bound, f"{case}, M = {m}")

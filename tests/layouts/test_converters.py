@@ -119,6 +119,18 @@ def test_lqq_is_the_signed_byte_for_every_group():
                 assert (plain[:, o, e] == unsigned).all() and (signed[:, o, e] == unsigned - 128).all()
 
 
+def test_lqq_of_signed_codes_multiplies_them():
+    """All codes, all multipliers 1..16: the offset that takes the 8 of the unsigned code away."""
+    s = np.arange(1, 17, dtype=np.uint32)
+    for word in (np.uint32(0xFEDCBA98), np.uint32(0x76543210)):
+        code = (layout_oracle.fields(np.array(word), 4) ^ 8).astype(np.int64) - 8
+        made = get_converter("s4_s8_lqq").emulate(word, s, (128 - 8 * s) * np.uint32(0x01010101))
+        values = arith.elements(made, "int8")
+        for o in range(2):
+            for e in range(4):
+                assert (values[:, o, e] == code[o + 2 * e] * s.astype(np.int64)).all()
+
+
 def test_vadd4_adds_bytes_that_wrap():
     """QServe's order on every byte of a product and every offset; with a ^ 0x80 it gives LQQ's signed bytes."""
     rng = np.random.default_rng(3)
@@ -166,6 +178,7 @@ def test_registry_is_closed_and_named():
         "u4_f16_subnormal u4_f16_magic u4_bf16_biased u4_bf16_magic u4_f16_exact u4_bf16_exact  u4_f16_fused "
         "u4_bf16_fused s4_f16 s4_bf16 u8_f16 u8_bf16 s8_f16 s8_bf16 u2_f16_magic u2_f16_subnormal e4m3_f16 "
         "e4m3_bf16 e2m1_f16  e2m1_bf16 u4_s8_lqq u4_u8_lqq z4_e4m3 s4_s8_x16 u4_u8 u2_u8 f16_f16 s8_s8 "
+        "s4_s8_lqq"
     )
     assert set(required.split()) <= set(CONVERTERS)
     with pytest.raises(LayoutError, match="u4_f16_magic"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 
@@ -12,8 +13,9 @@ from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.w4ax import activations, persistent, problem, reference, small_batch, stream_k
+from terrazzo.ops.w4ax import activations, integer, persistent, problem, reference, small_batch, stream_k
 from terrazzo.schedules import w4ax as schedules
+from test_attention_prefill_emulated import on_cpu
 from test_w4a8_emulated import EXTRA
 from test_w4ax_format import random_weight
 from wgmma_on_cpu import SHIMS as WGMMA
@@ -39,6 +41,9 @@ struct uint2 { unsigned x, y; };
 static half_t half_of(float v) { return {narrow<false>(v)}; }
 static bfloat16_t bfloat16_of(float v) { return {narrow<true>(v)}; }
 static void tz_zero16(void *p) { memset(p, 0, 16); }
+static void tz_prefetch(const void *, int) {}
+static void tz_not_before(void *) {}
+static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static int nibble(uint32_t w, int i) { return (int)(w << (28 - 4 * i)) >> 28; }
 static void tz_mma_s4(void *c, const void *a, const void *b) {
   uint32_t in[10]; memcpy(in, a, 16); memcpy(in + 4, b, 8); memcpy(in + 6, c, 16);
@@ -58,6 +63,7 @@ static void tz_mma_s4(void *c, const void *a, const void *b) {
 }
 """
 TURNS = r"""
+static void tz_wg_sync(int) { wg_meet([] {}); }
 static struct { int here = 0; long round = 0; } turns[4];  // named barriers of two warpgroups
 static bool tz_turn_met(int wg) { return ++turns[wg].here == 256 && (turns[wg].here = 0, ++turns[wg].round); }
 static void tz_turn_pass(int wg) { tz_turn_met(wg); }
@@ -69,14 +75,19 @@ static void tz_turn_wait(int wg) {
 MMA = "tl::mma_sync<tl::DataType::kInt8, tl::DataType::kInt8, tl::DataType::kInt32, 16, 8, 32, false, true>"
 
 
+def channel_scales(packed):
+    return torch.full((1,), float("nan")) if packed.channel_scales is None else packed.channel_scales
+
+
 def emulate(weight, q, scales, schedule, ctas, folder, *, out_dtype):
     """y of one launch on the CPU, in an output that was NaN."""
     packed, m = weight.pack(target="sm_80"), q.shape[0]
     x = activations.from_codes(q, scales, packed)
     k = packed.blocks * 128
     params = dict(
-        n=weight.n, k=k, blocks8=weight.blocks8, out_dtype=out_dtype, bias=weight.bias is not None, **schedule.params()
-    )
+        n=weight.n, k=k, blocks8=weight.blocks8, out_dtype=out_dtype, bias=weight.bias is not None,
+        two_level=weight.two_level, **schedule.params(),
+    )  # fmt: skip
     request = KernelRequest(
         "w4ax.persistent", f"{persistent.__name__}:build", tuple(params.items()), "sm_80", persistent.PASS_CONFIGS
     )
@@ -96,7 +107,7 @@ def emulate(weight, q, scales, schedule, ctas, folder, *, out_dtype):
     semaphores = torch.zeros(max(slots, 1), dtype=torch.int32)
     workspace = torch.full((max(slots, 1), schedule.sums // 4, schedule.warps * 32, 4), float("nan"))
     kernel(
-        (plan.sms, 1, 1), X4=x.q4, X8=x.q8, W=packed.words, XS=x.scales, B=weight.bias,
+        (plan.sms, 1, 1), X4=x.q4, X8=x.q8, W=packed.words, XS=x.scales, S=channel_scales(packed), B=weight.bias,
         ITEMS=torch.tensor(items, dtype=torch.int32), FIRST=torch.tensor(first, dtype=torch.int32), WS=workspace,
         SEM=semaphores, Y=y, m=m, mp=x.scales.shape[1], ends=len(first), count=len(items), slots=max(slots, 1),
     )  # fmt: skip
@@ -113,18 +124,18 @@ def random_activations(m: int, weight, seed: int = 1) -> tuple[torch.Tensor, tor
     return q, torch.exp(torch.randn(m, weight.blocks, generator=rng) * 0.3 - 3)
 
 
-CASES = {  # n, k, INT8 blocks, m, schedule, CTAs, output, bias
-    "mixed": (192, 640, 2, 37, schedules.Persistent(32, 4, 2, 3), 3, "float16", True),
-    "all int4": (70, 333, 0, 20, schedules.Persistent(16, 4, 1, 2), 3, "bfloat16", False),
-    "all int8": (128, 256, 2, 9, schedules.Persistent(16, 4, 2, 4), 1, "float32", True),
-    "token warps": (200, 512, 1, 70, schedules.Persistent(64, 8, 2, 2, token_warps=2), 5, "float32", False),
+CASES = {  # n, k, INT8 blocks, m, schedule, CTAs, output, bias, two-level scales
+    "mixed": (192, 640, 2, 37, schedules.Persistent(32, 4, 2, 3), 3, "float16", True, True),
+    "all int4": (70, 333, 0, 20, schedules.Persistent(16, 4, 1, 2), 3, "bfloat16", False, False),
+    "all int8": (128, 256, 2, 9, schedules.Persistent(16, 4, 2, 4), 1, "float32", True, False),
+    "token warps": (200, 512, 1, 70, schedules.Persistent(64, 8, 2, 2, token_warps=2), 5, "float32", False, True),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_persistent(name, tmp_path):
-    n, k, blocks8, m, schedule, ctas, out_dtype, bias = CASES[name]
-    weight = random_weight(n, k, blocks8, seed=n, bias=bias)
+    n, k, blocks8, m, schedule, ctas, out_dtype, bias, two_level = CASES[name]
+    weight = random_weight(n, k, blocks8, seed=n, bias=bias, two_level=two_level)
     q, scales = random_activations(m, weight)
     y, slots = emulate(weight, q, scales, schedule, ctas, tmp_path, out_dtype=out_dtype)
     assert slots or ctas == 1  # some tile is shared
@@ -153,17 +164,18 @@ def emulate_stream_k(weight, q, scales, schedule, partition, folder, *, out_dtyp
     x = activations.from_codes(q, scales, packed)
     k, bias = packed.blocks * 128, weight.bias
     params = dict(
-        n=weight.n, k=k, blocks8=weight.blocks8, out_dtype=out_dtype, bias=bias is not None, **schedule.params()
-    )
-    request = KernelRequest(
-        "w4ax.stream_k", f"{stream_k.__name__}:build", tuple(params.items()), "sm_90a", stream_k.PASS_CONFIGS
-    )
+        n=weight.n, k=k, blocks8=weight.blocks8, out_dtype=out_dtype, bias=bias is not None, two_level=weight.two_level,
+        **schedule.params(),
+    )  # fmt: skip
+    program = integer if weight.two_level else stream_k
+    request = KernelRequest("w4ax", f"{program.__name__}:build", tuple(params.items()), "sm_90a", program.PASS_CONFIGS)
     source = translated((compile_request(request) / "kernel.cu").read_text(), schedule.block_tokens)
     gemm = problem.Gemm(weight.n, k, weight.blocks8, out_dtype, bias is not None)
+    converter = (problem.byte_gemm(gemm) if weight.two_level else gemm).converter
     base = EXTRA.replace("typedef unsigned char uchar;", "")
     kernel = CpuKernel(
         source.replace("int grid", "int ctas").replace("grid", "ctas"),
-        [WGMMA, base, SHIMS, TURNS, gemm.converter.device_source, problem.SOURCE],
+        [WGMMA, base, SHIMS, TURNS, on_cpu(converter), problem.SOURCE],
         schedule.warpgroups * 128 + 128,
         folder,
     )
@@ -172,8 +184,9 @@ def emulate_stream_k(weight, q, scales, schedule, partition, folder, *, out_dtyp
     semaphores = torch.zeros(grid, schedule.warpgroups, dtype=torch.int32)
     workspace = torch.full((grid, schedule.warpgroups, schedule.block_tokens // 8, 128, 4), float("nan"))
     kernel(
-        (grid, 1, 1), X_desc=torch.tensor([x.q8.data_ptr(), m, k]), W=packed.words, XS=x.scales, B=bias, WS=workspace,
-        SEM=semaphores, Y=y, sk=shared, m=m, mp=x.scales.shape[1], ctas=grid,
+        (grid, 1, 1), X_desc=torch.tensor([x.q8.data_ptr(), m, k]), W=packed.words, XS=x.scales,
+        S=channel_scales(packed), B=bias, WS=workspace, SEM=semaphores, Y=y, sk=shared, m=m, mp=x.scales.shape[1],
+        ctas=grid,
     )  # fmt: skip
     assert not semaphores.any()
     return y
@@ -211,8 +224,9 @@ def emulate_small_batch(weight, q, scales, schedule, folder, *, out_dtype):
     x = activations.from_codes(q, scales, packed)
     k, bias = packed.blocks * 128, weight.bias
     params = dict(
-        n=weight.n, k=k, blocks8=weight.blocks8, out_dtype=out_dtype, bias=bias is not None, **schedule.params()
-    )
+        n=weight.n, k=k, blocks8=weight.blocks8, out_dtype=out_dtype, bias=bias is not None, two_level=weight.two_level,
+        **schedule.params(),
+    )  # fmt: skip
     request = KernelRequest(
         "w4ax.small_batch", f"{small_batch.__name__}:build", tuple(params.items()), "sm_90a", small_batch.PASS_CONFIGS
     )
@@ -228,25 +242,68 @@ def emulate_small_batch(weight, q, scales, schedule, folder, *, out_dtype):
     semaphores = torch.zeros(schedule.nc, dtype=torch.int32)
     workspace = torch.full((schedule.kc, schedule.token_tiles * 8, packed.words.shape[1] * 64), float("nan"))
     kernel(
-        (schedule.kc, schedule.nc, 1), X=x.q8, W=packed.words, XS=x.scales, B=bias, WS=workspace, SEM=semaphores, Y=y,
-        m=m, mp=x.scales.shape[1],
+        (schedule.kc, schedule.nc, 1), X=x.q8, W=packed.words, XS=x.scales, S=channel_scales(packed), B=bias,
+        WS=workspace, SEM=semaphores, Y=y, m=m, mp=x.scales.shape[1],
     )  # fmt: skip
     assert not semaphores.any()
     return y
 
 
-SMALL_BATCH = {  # n, k, INT8 blocks, m, schedule, output, bias
-    "one tile": (130, 900, 3, 5, schedules.SmallBatch(1, 2, 3, 3, 2, 2), "float16", True),
-    "two tiles": (200, 640, 1, 15, schedules.SmallBatch(2, 1, 4, 2, 1, 1), "bfloat16", False),
-    "one chunk": (67, 333, 0, 1, schedules.SmallBatch(1, 1, 1, 2, 8, 3), "float32", True),
+def uniform_activations(m: int, weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes as bytes hold them with two-level scales, and scales that are the same in all blocks of a precision."""
+    q, scales = random_activations(m, weight)
+    high = weight.blocks - weight.blocks8
+    factor = torch.randint(1, 19, (m, high, 1), generator=torch.Generator().manual_seed(m))
+    q[:, : high * 128] = (q[:, : high * 128].view(m, high, 128) * factor).view(m, -1)
+    scales[:, :high], scales[:, high:] = scales[:, :1].clone(), scales[:, -1:].clone()
+    return q, scales
+
+
+INTEGER = {  # n, k, INT8 blocks, m, schedule, (grid, shared tiles), output, bias
+    "narrow, shared": (200, 640, 2, 37, schedules.Integer(16, 2, 3), (3, 6), "float16", True),
+    "sums in shared memory": (130, 512, 1, 130, schedules.Integer(128, 3, 2), (2, 2), "float32", True),
+    "wide": (130, 333, 1, 130, schedules.Integer(128, 2, 2), (3, 3), "bfloat16", False),
+    "all int4": (256, 512, 0, 20, schedules.Integer(32, 4, 4), (1, 0), "float32", True),
+    "all int8": (200, 384, 3, 60, schedules.Integer(64, 3, 3), (2, 1), "bfloat16", False),
+    "four of 64 tokens": (256, 512, 2, 60, schedules.Integer(64, 4, 2), (2, 1), "float16", True),
+    "one block": (70, 100, 0, 9, schedules.Integer(16, 1, 2), (1, 0), "float16", False),
 }
 
 
-@pytest.mark.parametrize("name", SMALL_BATCH if os.environ.get(ALL) else list(SMALL_BATCH)[:1])
+@pytest.mark.parametrize("name", INTEGER if os.environ.get(ALL) else list(INTEGER)[:2])
+def test_integer(name, tmp_path):
+    n, k, blocks8, m, schedule, partition, out_dtype, bias = INTEGER[name]
+    weight = random_weight(n, k, blocks8, seed=n, bias=bias, two_level=True)
+    q, scales = uniform_activations(m, weight)
+    y = emulate_stream_k(weight, q, scales, schedule, partition, tmp_path, out_dtype=out_dtype)
+    ref = reference.gemm(q, scales, weight)
+    bound = reference.forward_error_bound(q, scales, weight, getattr(torch, out_dtype))
+    assert bool(((y.double() - ref).abs() <= bound).all())
+
+
+def test_integer_sums_are_exact(tmp_path):
+    """Scales of 1: y is the sum over all of k, however tiles are shared, below 2^24."""
+    weight = random_weight(128, 512, 2, seed=3, two_level=True)
+    weight = dataclasses.replace(weight, scales=weight.multipliers(), channel_scales=torch.ones(128))
+    q, _ = uniform_activations(20, weight)
+    schedule, ones = schedules.Integer(32, 2, 2), torch.ones(20, 4)
+    y = emulate_stream_k(weight, q, ones, schedule, (3, 1), tmp_path, out_dtype="float32")
+    assert torch.equal(y.double(), q.double() @ weight.values().T)
+
+
+SMALL_BATCH = {  # n, k, INT8 blocks, m, schedule, output, bias, two-level scales
+    "one tile": (130, 900, 3, 5, schedules.SmallBatch(1, 2, 3, 3, 2, 2), "float16", True, False),
+    "two levels": (130, 900, 3, 5, schedules.SmallBatch(1, 2, 3, 3, 2, 2), "float16", True, True),
+    "two tiles": (200, 640, 1, 15, schedules.SmallBatch(2, 1, 4, 2, 1, 1), "bfloat16", False, False),
+    "one chunk": (67, 333, 0, 1, schedules.SmallBatch(1, 1, 1, 2, 8, 3), "float32", True, True),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_BATCH if os.environ.get(ALL) else list(SMALL_BATCH)[:2])
 def test_small_batch(name, tmp_path):
-    n, k, blocks8, m, schedule, out_dtype, bias = SMALL_BATCH[name]
-    weight = random_weight(n, k, blocks8, seed=n, bias=bias)
-    q, scales = random_activations(m, weight)
+    n, k, blocks8, m, schedule, out_dtype, bias, two_level = SMALL_BATCH[name]
+    weight = random_weight(n, k, blocks8, seed=n, bias=bias, two_level=two_level)
+    q, scales = (uniform_activations if two_level else random_activations)(m, weight)
     y = emulate_small_batch(weight, q, scales, schedule, tmp_path, out_dtype=out_dtype)
     ref = reference.gemm(q, scales, weight)
     bound = reference.forward_error_bound(q, scales, weight, getattr(torch, out_dtype))

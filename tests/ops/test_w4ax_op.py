@@ -18,20 +18,23 @@ SHAPES = ((13824, 5120), (5120, 13824), (6144, 4096), (57344, 8192), (8192, 2956
 TOKENS = (1, 2, 8, 15, 16, 17, 33, 64, 65, 128, 129, 300, 4096)
 
 
+@pytest.mark.parametrize("granularity", ["block", "two_level"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
-def test_no_m_needs_a_kernel_outside_the_listed_ones(arch, without_records):
-    target = Target.parse(arch)
+def test_no_m_needs_a_kernel_outside_the_listed_ones(arch, granularity, without_records):
+    target, two_level = Target.parse(arch), granularity == "two_level"
     for n, k in SHAPES:
         blocks8 = -(-k // 128) // 4
-        listed = set(w4ax.kernel_requests(n, k, blocks8=blocks8, target=target))
+        listed = set(w4ax.kernel_requests(n, k, blocks8=blocks8, granularity=granularity, target=target))
         assert len(listed) <= 7
         for m in TOKENS:
-            plan, schedule = op.plan(m, n, k, blocks8, out_dtype="float16", bias=False, target=target)
+            plan, schedule = op.plan(
+                m, n, k, blocks8, out_dtype="float16", bias=False, two_level=two_level, target=target
+            )
             assert plan.request in listed, (n, k, m)
             assert all(extent > 0 for extent in (*plan.workspace, *plan.semaphores))
             assert prod(plan.semaphores) <= launching.SEMAPHORES
             assert (schedule is None) == (arch == "sm_90a")
-            facts = dict(dtype="float16", permuted=True, norm=False, granularity="block", wide=arch == "sm_90a")
+            facts = dict(dtype="float16", permuted=True, norm=False, granularity=granularity, wide=arch == "sm_90a")
             assert activations.plan(m, k, blocks8, **facts, target=target) in listed
 
 
@@ -40,8 +43,9 @@ def test_schedules_fit_their_targets():
         gemm = schedules.MixedGemm(n, k, 0)
         for m in TOKENS:
             hopper = schedules.choose(gemm, Target.parse("sm_90a"), m)
-            assert hopper.legal() and hopper.stages >= 2
-            for each in (hopper, *schedules.candidates(gemm, Target.parse("sm_90a"), m)):
+            integer = schedules.choose_integer(gemm, Target.parse("sm_90a"), m)
+            assert hopper.legal() and hopper.stages >= 2 and integer.legal() and integer.stages >= 3
+            for each in (hopper, integer, *schedules.candidates(gemm, Target.parse("sm_90a"), m)):
                 assert each.smem_bytes(gemm) <= Target.parse("sm_90a").smem_per_block
             for arch in ("sm_80", "sm_86"):
                 target = Target.parse(arch)
@@ -70,6 +74,9 @@ def test_the_work_list_covers_every_block_once():
         ({"blocks8": 3}, "blocks8"),
         ({"granularity": "row"}, "granularity"),
         ({"group_size": 64}, "group_size"),
+        ({"scales": "row"}, "scales"),
+        ({"scales": "two_level", "granularity": "block"}, "granularity"),
+        ({"scales": "two_level", "granularity": "static"}, "granularity"),
     ],
 )
 def test_requests_that_no_kernel_serves(changes, words):
@@ -114,11 +121,32 @@ def test_activations_must_be_made_for_the_weight():
         activations._static(None, "static", 3, torch.device("cpu"))
 
 
+def test_two_level_weights_take_uniform_scales():
+    weight = random_weight(70, 300, 1, two_level=True)
+    for target, refused in (("sm_90a", True), ("sm_80", False)):
+        packed = weight.pack(target=target)
+        q, scales = torch.zeros(5, 384, dtype=torch.int8), torch.ones(5, 3)
+        assert activations.default_granularity(packed) == "two_level"
+        for granularity in ("two_level", "token", "block", "static"):
+            x = activations.from_codes(q, scales, packed, granularity)
+            bad = refused and granularity in ("block", "static")
+            with pytest.raises(ArgumentError, match="two-level scales" if bad else "CUDA device"):
+                w4ax.gemm(x, packed)
+    block = random_weight(70, 300, 1).pack(target="sm_90a")
+    assert activations.default_granularity(block) == "block"
+    with pytest.raises(ArgumentError, match="CUDA device"):  # all but the device fits
+        w4ax.gemm(activations.from_codes(q, scales, block, "two_level"), block)
+
+
 def test_torch_sees_the_operator():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    weight = random_weight(70, 300, 1, bias=True)
-    for target, low, high in (("sm_90a", 0, 384), ("sm_80", 128, 128)):
+    for target, low, high, two_level in (
+        ("sm_90a", 0, 384, False),
+        ("sm_80", 128, 128, False),
+        ("sm_90a", 0, 384, True),
+    ):
+        weight = random_weight(70, 300, 1, bias=True, two_level=two_level)
         mode, packed = FakeTensorMode(), weight.pack(target=target)
         fake = packed.__class__(
             **{k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in packed.__dict__.items()}
@@ -126,6 +154,7 @@ def test_torch_sees_the_operator():
         with mode:
             x = torch.empty(2, 3, 300, dtype=torch.bfloat16)
             made = w4ax.quantize_activations(x, fake)
+            assert made.granularity == ("two_level" if two_level else "block")
             assert made.q4.shape == (6, low) and made.q8.shape == (6, high) and made.scales.shape == (3, 8)
             y = w4ax.gemm(x, fake)
             assert y.shape == (2, 3, 70) and y.dtype == torch.bfloat16

@@ -10,7 +10,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import find_nvcc
-from terrazzo.ops.w4ax import persistent, small_batch, stream_k
+from terrazzo.ops.w4ax import integer, persistent, small_batch, stream_k
 from terrazzo.schedules import w4ax as schedules
 from test_w4a8_programs import counter, sass
 
@@ -23,6 +23,12 @@ WGMMA = {  # changes, tokens of the instruction (half of them in turns of halves
     "four of 64 tokens": ({"block_tokens": 64, "warpgroups": 4, "stages": 4, "bias": True}, 64),
     "widest": ({"block_tokens": 128, "warpgroups": 2, "stages": 4, "n": 450, "turns": 1}, 128),
     "halves": ({"block_tokens": 128, "warpgroups": 3, "stages": 4, "bias": True, "turns": 1}, 64),
+}
+INTEGER = {
+    "few tokens": {"block_tokens": 16, "warpgroups": 4, "stages": 4},
+    "two warpgroups": {"block_tokens": 128, "warpgroups": 2, "stages": 4, "bias": True, "out_dtype": "bfloat16"},
+    "sums in shared memory": {"block_tokens": 128, "warpgroups": 3, "stages": 4, "n": 450, "bias": True},
+    "one kind": {"block_tokens": 64, "warpgroups": 3, "stages": 4, "blocks8": 0, "out_dtype": "float32"},
 }
 # form of the sums -> groups of wgmma in the code, waits for them, conversions of a block, scalings of a tile's sums
 FORMS = {"blocks": (3, 3, 3, 3), "kept": (1, 2, 1, 2), "whole": (1, 2, 1, 2), "halves": (2, 2, 1, 1)}
@@ -74,6 +80,30 @@ def test_wgmma(name):
     )  # 8 words: two masks, one shift
     assert count(r"(SHF\.L\.U32|IMAD\.SHL\.U32) R\d+, R\d+(\.reuse)?, 0x10?,? ?") in range(8 * blocks, 8 * blocks + 16)
     assert count(r"I2FP?\.F(32|P)") == schedule.block_tokens // 2 * scalings  # a sum becomes f32 once
+
+
+@pytest.mark.parametrize("name", INTEGER)
+def test_integer(name):
+    """A main loop for each kind of block, or one for both: pairs of wgmmas, of which one pair stays under way."""
+    changes = INTEGER[name]
+    folder, report = compiled(integer, "sm_90a", changes | {"two_level": True})
+    schedule = schedules.Integer(**{key: value for key, value in changes.items() if key not in FACTS})
+    facts = FACTS | changes
+    gemm = schedules.MixedGemm(448, 640, facts["blocks8"], 4 if facts["out_dtype"] == "float32" else 2, True)
+    assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(gemm) <= 232448
+    if not report.instructions:
+        pytest.skip(report.note)
+    assert report.tensor_instructions == [f"IGMMA.64x{schedule.block_tokens}x32.S8.S8"]
+    loops, rest = divmod(report.count("IGMMA"), 4)
+    assert rest == 0 and loops in (1, 2) and report.count(r"WARPGROUP\.ARRIVE") == 2 * loops, "wgmma is serialized"
+    assert report.count(r"WARPGROUP\.DEPBAR") == 3 * loops, "ptxas waits for wgmmas on its own"
+    assert report.count("UTMALDG") and report.count("UBLKCP")
+    count = counter(sass(folder))
+    masked = count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0xf0f0f0f, (U?R\d+)(\.reuse)?, 0x6a")
+    flipped = count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0x80808080, RZ, 0x3c")
+    assert (masked, flipped) == (16 * loops, 16 * loops)  # 8 words: mask and plus 8 at once, multiply-add, flip
+    each = schedule.block_tokens // 2  # a sum becomes f32 once for each kind of block; divisions of plans take some
+    assert count(r"I2FP\.F32\.S32") in (each, each * loops)
 
 
 @pytest.mark.parametrize("name", MMA)
@@ -136,6 +166,15 @@ def test_other_targets_and_single_kinds():
     ("program", "changes", "argument"),
     [
         (stream_k, WGMMA["widest"][0] | {"block_tokens": 256}, "block_tokens"),
+        (stream_k, WGMMA["widest"][0] | {"two_level": True}, "two_level"),
+        (integer, INTEGER["few tokens"] | {"two_level": False}, "two_level"),
+        (integer, INTEGER["few tokens"] | {"two_level": True, "block_tokens": 40}, "block_tokens"),
+        (
+            integer,
+            INTEGER["two warpgroups"] | {"two_level": True, "warpgroups": 3, "block_tokens": 256},
+            "block_tokens",
+        ),
+        (integer, INTEGER["few tokens"] | {"two_level": True, "stages": 1}, "stages"),
         (stream_k, WGMMA["widest"][0] | {"warpgroups": 4}, "block_tokens"),
         (stream_k, WGMMA["widest"][0] | {"stages": 1}, "stages"),
         (stream_k, WGMMA["widest"][0] | {"warpgroups": 1}, "turns"),

@@ -22,6 +22,8 @@ CASES = {  # target, K, INT8 blocks, dtype, permuted, norm, granularity
     "wide": ("sm_90a", 4300, 1, "bfloat16", True, True, "block"),
     "tokens": ("sm_80", 333, 1, "bfloat16", True, False, "token"),
     "static": ("sm_90a", 512, 4, "float16", False, False, "static"),
+    "two levels": ("sm_90a", 900, 2, "float16", True, False, "two_level"),
+    "two levels, planes": ("sm_80", 640, 2, "bfloat16", True, True, "two_level"),
     "all int4": ("sm_80", 200, 0, "float16", False, True, "block"),
 }
 MORE_SHIMS = r"""
@@ -54,7 +56,8 @@ def test_machine_code(compiled, name):
         pytest.skip(report.note)
     vectors = -(-params["k"] // 128) * 16  # of 16 bytes in a row
     assert report.count(r"LDG\.E\.NA\.128") == -(-vectors // (32 * params["warps"]))  # x is read once
-    assert not report.count("F2I") and not report.count("I2F") and not report.count("FRND")
+    rounded = params["granularity"] == "two_level"  # a block's factor
+    assert not report.count("F2I") and not report.count("I2F") and report.count("FRND") == rounded
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,7 +94,7 @@ def test_the_cuda_text_computes_the_reference(compiled, name, tmp_path):
     made.check()
     q, expected = reference.quantize_activations(
         x, blocks8=blocks8, permutation=permutation, rms_weight=gain, eps=1e-5, granularity=granularity,
-        static_scales=static,
+        static_scales=static, wide=wide,
     )  # fmt: skip
     good = [0, 1, 2, 3]
     assert torch.equal(made.codes()[good], q[good])
@@ -105,7 +108,7 @@ def test_the_cuda_text_computes_the_reference(compiled, name, tmp_path):
         assert torch.equal(found[4].isfinite(), expected[4].isfinite())
     assert (scales != -7).all()  # the padding is written, too
     weight = w4ax.quantize_weight(torch.randn(3, k, generator=rng), plan)
-    again = activations.from_codes(q[good], expected[good], weight.pack(target=arch))
+    again = activations.from_codes(q[good], expected[good], weight.pack(target=arch), granularity)
     assert torch.equal(again.codes(), q[good]) and torch.equal(again.token_scales(), expected[good])
     again.check()
 

@@ -1,0 +1,283 @@
+"""Tile program on wgmma (sm_90a) for two-level scales: int32 sums over all blocks of a precision, stream-K.
+
+The multiplier of a weight's block is applied when its codes become bytes, that of an activation's block when it was
+quantized. What is left of the scales is one for each token and precision and one for each output channel, so the
+main loop is that of W4A8 (ops/w4a8/stream_k.py): words of 64 channels are converted into one of two sets of operand
+registers while the two wgmmas before still run on the other.
+
+A segment of k runs in up to two phases, INT4 blocks and INT8 blocks. At the end of a phase its sums, exact in int32,
+become float32 with the scales of its tokens. Those of the INT4 phase wait for the others in registers, or, where a
+thread has no registers for both (schedules.w4ax `Integer.stash`), in shared memory. Shares of a tile are float32 and
+are added in order of k; the channel's scale is applied when the tile is stored.
+"""
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.tile_scheduler import (
+    partition_macros,
+    plan_state,
+    ring_macros,
+    ring_state,
+    scalars,
+    segment_state,
+    share_macros,
+    spare_registers,
+)
+from terrazzo.ops.w4a8.epilogue import out_tokens, staged
+from terrazzo.ops.w4a8.stages import PASS_CONFIGS, stage_macros
+from terrazzo.ops.w4a8.stream_k import REGISTERS
+from terrazzo.ops.w4ax.epilogue import store_macros
+from terrazzo.ops.w4ax.problem import UNIT_K, UNIT_WORDS, Gemm, byte_gemm
+from terrazzo.schedules.w4ax import Integer
+
+__all__ = ["PASS_CONFIGS", "build"]
+SOURCE = """\
+// what depends on this integer is not computed further ahead, where it would take registers from the products
+__device__ __forceinline__ void tz_not_before(void *x) { asm volatile("" : "+r"(*(int *)x)); }
+"""
+"""Why not TileLang: an empty asm, no instruction."""
+
+
+def build(
+    target,
+    *,
+    n: int,
+    k: int,
+    blocks8: int,
+    out_dtype: str,
+    bias: bool,
+    two_level: bool,
+    block_tokens: int,
+    warpgroups: int,
+    stages: int,
+    raster: int = 8,
+):
+    """The prim_func `main(X, W, XS, S, B, WS, SEM, Y, sk)`.
+
+    Shapes: X int8 [M, k], codes times the multipliers of their blocks; W int32 [k/128, Np/64, 1056]; XS f32
+    [k/128, MP] scales of the tokens, the same in all INT4 blocks and in all INT8 blocks; S f32 [Np] channel scales; B
+    f32 [n] (one element without a bias); WS f32 [grid, warpgroups, block_tokens / 8, 128, 4]; SEM int32
+    [grid, warpgroups], zero before the first launch and after each one; Y [M, n] in `out_dtype`. `grid` CTAs, at most
+    the number of SMs; the first `sk` tiles are shared along k, 0 <= sk <= tiles.
+
+    Raises:
+        ArgumentError: a weight without two-level scales, or a tile that does not fit.
+    """
+    import tilelang.language as T
+    from tilelang.layout import make_full_bank_swizzled_layout
+
+    gemm = Gemm(n, k, blocks8, out_dtype, bias, two_level)
+    schedule = Integer(block_tokens, warpgroups, stages, raster)
+    if not two_level:
+        raise ArgumentError("two_level", two_level, "must be true: sums run over blocks", "use stream_k")
+    if not schedule.legal():
+        raise ArgumentError(
+            "block_tokens", block_tokens, f"is too wide for {warpgroups} warpgroups (registers)", "take fewer of them"
+        )
+    if stages < 2:
+        raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
+    bm, wgs, stash = block_tokens, warpgroups, schedule.stash
+    units, all_blocks, blocks4 = gemm.units, gemm.row_blocks, gemm.blocks4
+    row_tiles, ct, nacc = -(-all_blocks // wgs), wgs * 128, bm // 2
+    both = 0 < blocks4 < units
+    late = stash  # scales and bias are fetched behind the products: no registers for them before
+    own = -(-bm // 128)  # tokens whose scales a thread fetches
+    inner = byte_gemm(gemm)
+    steps = stage_macros(inner, block_tokens=bm, row_blocks=1, cta_blocks=wgs)
+    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
+    rings = ring_macros(stages=stages)
+    spare = 0 if bm > 64 else spare_registers(wgs, nacc + 48)  # wide tiles add shares in place: 48 bytes of spills
+    shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, dtype="float32", spare=spare)
+    step = 16 if stash else out_tokens(bm)  # less of them to leave room for the ring
+    out = store_macros(gemm, block_tokens=bm, cta_blocks=wgs, step=step)
+    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
+    source = prelude(*used, extra=(inner.converter.device_source, SOURCE))
+    M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
+
+    @T.macro
+    def phase(c, local, ph):
+        """Blocks [lo, hi) of a precision in the segment; none if lo >= hi."""
+        local.lo[0] = c.k0[0]
+        local.hi[0] = c.k1[0]
+        if both:
+            if ph == 0:
+                local.hi[0] = T.min(c.k1[0], blocks4)
+            else:
+                local.lo[0] = T.max(c.k0[0], blocks4)
+
+    @T.macro
+    def sum_blocks(Ws, full, empty, ring, w, u, a, codes, acc, desc, count, wg, wt, lane):
+        """The int32 sums of a phase."""
+        for i in T.unroll(nacc):
+            acc[i] = 0
+        for kb in T.serial(count):
+            T.barrier_wait(full[ring.stage[0]], ring.parity[0])
+            T.call_extern("handle", "tz_fence")
+            steps.load_unit(Ws, w, u, ring.stage[0], wg, wt)
+            for h in T.unroll(2):
+                steps.convert(w, h * 4, u, a, h * 8, codes, h)
+                steps.multiply(a, h * 8, acc, desc, ring.stage[0], 0, h)
+                T.warpgroup_wait(1)
+                if h == 0:  # the wgmmas on the stage before are complete
+                    rings.release(empty, ring, T.And(lane == 0, kb > 0))
+            rings.advance(ring)
+        T.warpgroup_wait(0)
+        T.warpgroup_fence_operand(acc, num_regs=nacc)
+        rings.release(empty, ring, lane == 0)
+
+    @T.macro
+    def fetch_scales(XS, x, c, local, wt):
+        """The tokens' scales of a phase, one for each thread."""
+        for e in T.unroll(own):
+            x[e] = XS[local.lo[0], T.min(c.first[0] + (e * 128 + wt) % bm, MP - 1)]
+
+    @T.macro
+    def share_scales(Fs, x, wg, wt):
+        """Those scales for all threads of the warpgroup."""
+        T.call_extern("handle", "tz_wg_sync", wg + 1)  # every warp is done with those of the phase before
+        for e in T.unroll(own):
+            if e * 128 + wt < bm:
+                Fs[wg, e * 128 + wt] = x[e]
+        T.call_extern("handle", "tz_wg_sync", wg + 1)
+
+    @T.macro
+    def settle(Fs, acc, sums, f, j, wg, lane, fresh):
+        """Four sums of tokens j * 8 .. j * 8 + 7 become float32 and join `sums`, or start them."""
+        T.call_extern("handle", "tz_lds64", T.access_ptr(f, "w"), T.access_ptr(Fs[wg, j * 8 + lane % 4 * 2], "r", 2))
+        for i in T.unroll(4):
+            if fresh:
+                sums[j * 4 + i] = T.cast(acc[j * 4 + i], "float32") * f[i % 2]
+            else:
+                sums[j * 4 + i] = T.call_extern(
+                    "float32", "__fmaf_rn", T.cast(acc[j * 4 + i], "float32"), f[i % 2], sums[j * 4 + i]
+                )
+
+    @T.macro
+    def finish(WS, SEM, Y, Os, sums, held, c, cta, G, sk, wg, wt):
+        """The end of a segment: its sums go to the tile's head, or the other shares join them and they are stored."""
+        if c.k0[0] > 0:
+            shares.leave_share(WS, SEM, sums, cta, wg, wt)
+        else:
+            if c.k1[0] < units:
+                tiles.later_shares(c, cta, G, sk)
+                shares.add_shares(WS, SEM, sums, c.count[0], cta, wg, wt)
+            out.store(Y, Os, sums, held, c, wg, wt)
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((M, k), "int8"),
+        W: T.Tensor((units, all_blocks, UNIT_WORDS), "int32"),
+        XS: T.Tensor((units, MP), "float32"),
+        S: T.Tensor((all_blocks * 64,), "float32"),
+        B: T.Tensor((n if bias else 1,), "float32"),
+        WS: T.Tensor((G, wgs, bm // 8, 128, 4), "float32"),
+        SEM: T.Tensor((G, wgs), "int32"),
+        Y: T.Tensor((M, n), out_dtype),
+        sk: T.int32,
+    ):
+        with T.Kernel(G, threads=ct + 128, prelude=source) as cta:
+            Xs = T.alloc_shared((stages, bm, UNIT_K), "int8")
+            Ws = T.alloc_shared((stages, wgs, UNIT_WORDS), "int32")
+            Os = T.alloc_shared((wgs * 4, staged(gemm, step)), out_dtype)
+            Fs = T.alloc_shared((wgs, max(bm, 32)), "float32")
+            Ps = T.alloc_shared((wgs, bm // 8, 128, 4) if stash and both else (1, 1, 1, 4), "float32")
+            full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
+            empty = T.alloc_barrier([wgs * 4] * stages)
+            w = T.alloc_local((8,), "uint32")
+            u = T.alloc_local((1,), "uint32")
+            codes = steps.registers()
+            a = T.alloc_local((16,), "uint32")
+            acc = T.alloc_local((nacc,), "int32")
+            sums = T.alloc_local((nacc,), "float32")
+            x = T.alloc_local((own,), "float32")
+            f = T.alloc_local((4,), "float32")
+            held = out.registers()
+            desc = T.alloc_wgmma_desc()
+            p = plan_state()
+            c = segment_state()
+            ring = ring_state()
+            local = scalars("lo", "hi")
+            T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
+            tx = T.get_thread_binding()
+            rings.reset(ring)
+            T.pdl_trigger()
+            if tx >= ct:  # each role makes its own plan: made before, it would live in the registers of both
+                T.dec_max_nreg(REGISTERS[wgs][0])
+                if tx < ct + 32:  # weights do not depend on the kernel before: the first ring comes while it still runs
+                    tiles.plan(p, cta, G, sk, T.ceildiv(M, bm))
+                    for seg in T.serial(p.all[0]):
+                        tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
+                        for kb in T.unroll(c.k0[0], c.k1[0], unroll_factor=1):
+                            T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
+                            if tx == ct:
+                                steps.load_weights(W, Ws, full, ring.stage[0], c, kb)
+                                T.barrier_arrive(full[ring.stage[0]])
+                            rings.advance(ring)
+                elif tx < ct + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
+                    tiles.plan(p, cta, G, sk, T.ceildiv(M, bm))
+                    T.pdl_sync()
+                    for seg in T.serial(p.all[0]):
+                        tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
+                        c.first[0] = c.tokens[0] * bm
+                        for kb in T.unroll(c.k0[0], c.k1[0], unroll_factor=1):
+                            T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
+                            steps.load_tokens(X, Xs, full, ring.stage[0], c, kb)
+                            T.barrier_arrive(full[ring.stage[0]])
+                            rings.advance(ring)
+            else:
+                T.inc_max_nreg(REGISTERS[wgs][1])
+                tiles.plan(p, cta, G, sk, T.ceildiv(M, bm))
+                wg = tx // 128
+                wt = tx % 128
+                lane = tx % 32
+                T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
+                T.pdl_sync()
+                for seg in T.serial(p.all[0]):
+                    tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
+                    c.first[0] = c.tokens[0] * bm
+                    c.end[0] = M
+                    if not late:
+                        out.fetch(S, B, held, c, wg, wt)
+                    if both and not stash:
+                        for i in T.unroll(nacc):
+                            sums[i] = 0.0
+                    for ph in T.serial(1 + both):
+                        phase(c, local, ph)
+                        if local.lo[0] < local.hi[0]:
+                            if not late:
+                                fetch_scales(XS, x, c, local, wt)
+                            count = local.hi[0] - local.lo[0]
+                            sum_blocks(Ws, full, empty, ring, w, u, a, codes, acc, desc, count, wg, wt, lane)
+                            if late:
+                                T.call_extern("handle", "tz_not_before", T.access_ptr(c.first, "rw"))
+                                fetch_scales(XS, x, c, local, wt)
+                                out.fetch(S, B, held, c, wg, wt)
+                            share_scales(Fs, x, wg, wt)
+                            if stash and both:
+                                for j in T.unroll(bm // 8):
+                                    settle(Fs, acc, sums, f, j, wg, lane, True)
+                                if local.hi[0] < c.k1[0]:
+                                    for j in T.unroll(bm // 8):
+                                        T.call_extern(
+                                            "handle",
+                                            "tz_copy16",
+                                            T.access_ptr(Ps[wg, j, wt, 0], "w", 4),
+                                            T.access_ptr(sums[j * 4], "r", 4),
+                                        )
+                                elif local.lo[0] > c.k0[0]:
+                                    for j in T.unroll(bm // 8):
+                                        T.call_extern(
+                                            "handle",
+                                            "tz_lds128",
+                                            T.access_ptr(f, "w", 4),
+                                            T.access_ptr(Ps[wg, j, wt, 0], "r", 4),
+                                        )
+                                        for i in T.unroll(4):
+                                            sums[j * 4 + i] = sums[j * 4 + i] + f[i]
+                            else:
+                                for j in T.unroll(bm // 8):
+                                    settle(Fs, acc, sums, f, j, wg, lane, not both)
+                            if local.hi[0] == c.k1[0]:
+                                finish(WS, SEM, Y, Os, sums, held, c, cta, G, sk, wg, wt)
+
+    return main
