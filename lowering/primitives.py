@@ -155,6 +155,66 @@ __device__ __forceinline__ void tz_addcg4(void *r_, const void *p) {
 """,
     ),
     Primitive(
+        "exchange",
+        "CTAs that part the sum of a tile: a word for each warp counts arrivals (bits 0-7), departures and withdrawals",
+        """\
+// units of the `share`-th of q slices of a tile of `parts` units, a bit for each
+__device__ __forceinline__ int tz_slice(unsigned share, unsigned q, unsigned parts) {
+  return (int)((1u << (share + 1) * parts / q) - (1u << share * parts / q));
+}
+__device__ __forceinline__ bool tz_has(int units, int unit) { return units >> unit & 1; }
+// a value that the compiler knows nothing about: what is made of it is not kept in registers across a loop
+__device__ __forceinline__ void tz_opaque(void *x) { asm volatile("" : "+r"(*(int *)x)); }
+// an accumulator vector of unit `unit` goes `bytes` past `to` if that is one of `units`
+__device__ __forceinline__ void tz_give(void *to, int bytes, const void *from, int units, int unit) {
+  if (tz_has(units, unit)) *(uint4 *)((char *)to + bytes) = *(const uint4 *)from;
+}
+// the warp's part is written: 1 once those of all q are, with a bit more for each withdrawal; 0 after some 60 us
+__device__ __forceinline__ int tz_meet(int *word, int q) {
+  int seen = 0, got = 1;
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0,[%1],1;" : "=r"(seen) : "l"(word) : "memory");
+    if ((seen & 255) == q - 1) got |= seen >> 16 << 1;
+    else {
+      long long begin = clock64();
+      do {
+        asm volatile("ld.acquire.gpu.global.s32 %0,[%1];" : "=r"(seen) : "l"(word) : "memory");
+        if (clock64() - begin > 100000) got = 0;
+      } while (got && (seen & 255) != q);
+      if ((seen & 255) == q) got = 1;
+    }
+  }
+  return __shfl_sync(~0u, got, 0);
+}
+// the warp's slice is written too, and left to whoever comes last; 1 if all had come, so that nobody would add it
+__device__ __forceinline__ int tz_withdraw(int *word, int q, int share) {
+  int seen = 0;
+  __syncwarp();
+  if (threadIdx.x % 32 == 0)
+    asm volatile("atom.acq_rel.gpu.global.or.b32 %0,[%1],%2;" : "=r"(seen) : "l"(word), "r"(65536 << share) : "memory");
+  return __shfl_sync(~0u, (seen & 255) == q, 0);
+}
+// the word is not looked at again by this warp; the last of q clears it
+__device__ __forceinline__ void tz_depart(int *word, int q) {
+  int seen;
+  if (threadIdx.x % 32) return;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0,[%1],256;" : "=r"(seen) : "l"(word) : "memory");
+  if ((seen >> 8 & 255) == q - 1) *word = 0;
+}
+// the vector `bytes` past p + `elements`, a share's sums, of unit `unit`; zeros if that is none of `units`
+__device__ __forceinline__ void tz_load_part(void *r_, const void *p, int elements, int bytes, int units, int unit) {
+  unsigned *r = (unsigned *)r_;
+  const float *at = (const float *)p + elements;
+  asm("" : "+l"(at));  // opaque, so that vectors are constant offsets from it
+  asm volatile("{ .reg .pred v; .reg .b32 t; and.b32 t,%5,%6; setp.ne.b32 v,t,0;"
+               "mov.b32 %0,0; mov.b32 %1,0; mov.b32 %2,0; mov.b32 %3,0; @v ld.global.cg.v4.u32 {%0,%1,%2,%3},[%4]; }"
+               : "=&r"(r[0]), "=&r"(r[1]), "=&r"(r[2]), "=&r"(r[3])
+               : "l"((const char *)at + bytes), "r"(units), "r"(1 << unit));
+}
+""",
+    ),
+    Primitive(
         "int8",
         "8-bit operands: packed parameters, the mixed-sign mma.sync, exact rescaling of int32 sums",
         """\

@@ -6,10 +6,17 @@ CTA that holds the head of that tile adds the shares in order of k, after its wh
 result has the same bits in every run. A share is awaited only from CTAs with a lower index, which the hardware has
 started earlier.
 
+Where every tile is shared by as many CTAs (`exchange`), they part the sum instead: each leaves what the others add,
+and adds and stores a slice of the tile's tokens. They wait for each other, which is free of deadlock only while all of
+them run; so a warp that waited for too long leaves its slice to the one that comes last.
+
 Each function returns macros for one program; all of their state lives in one-element local buffers (`scalars`).
 """
 
 from types import SimpleNamespace
+
+MOST_SLICES = 16
+"""CTAs that may part a tile: bits of their word."""
 
 
 def scalars(*names: str) -> SimpleNamespace:
@@ -21,9 +28,9 @@ def scalars(*names: str) -> SimpleNamespace:
 
 def plan_state() -> SimpleNamespace:
     """What `plan` writes: k units [first, last) of shared tiles, each `length` long, of which the first `head` cost no
-    work (or, below 0, so many more that only the head has); shared segments, whether one of them is a head to come
-    last, all segments."""
-    return scalars("first", "last", "length", "head", "shared", "late", "all")
+    work; shared segments, whether one of them is a head to come
+    last, all segments; `among`, the CTAs that part each tile, or 0."""
+    return scalars("first", "last", "length", "head", "shared", "late", "all", "among")
 
 
 def segment_state() -> SimpleNamespace:
@@ -32,6 +39,13 @@ def segment_state() -> SimpleNamespace:
     tokens [first, end) as rows of x, and its expert."""
     names = ("tile", "k0", "k1", "tokens", "rows", "leaves", "adds", "length", "count", "first", "end", "expert")
     return scalars(*names)
+
+
+def slice_state() -> SimpleNamespace:
+    """What `give` and `take` of the share macros write: which `share` of its tile the CTA has, in order of k, of how
+    many (`among`); the slice `at` and a bit for each of its `units`; slices left to add and how many they were, whether
+    the other CTAs came in time."""
+    return scalars("share", "among", "units", "at", "todo", "rounds", "met")
 
 
 def table_state() -> SimpleNamespace:
@@ -45,14 +59,14 @@ def ring_state() -> SimpleNamespace:
 
 
 def partition_macros(
-    *, units: int, row_tiles: int, raster: int, head_units: int = 0, lead_units: int = 0
+    *, units: int, row_tiles: int, raster: int, head_units: int = 0, exchange: bool = False
 ) -> SimpleNamespace:
     """Macros `plan`, `segment` and `later_shares` for tiles of `units` k units, `row_tiles` of them along the rows.
 
     Groups of `raster` token blocks walk over the rows together, so that both operands stay in L2. `head_units`: where
     whole tiles are left besides the shared ones, a head gets so many k units less for each other share that it adds up
-    (a share may then be empty: k0 = k1). `lead_units`: where all tiles are shared, by as many CTAs each, a head gets so
-    many k units more, for it would wait while the other shares travel.
+    (a share may then be empty: k0 = k1). `exchange`: where all tiles are shared, by as many CTAs each and no more than
+    MOST_SLICES, nobody leaves or adds a share; all of them part the sum.
     """
     import tilelang.language as T
 
@@ -64,10 +78,11 @@ def partition_macros(
         if head_units:
             if T.And(sk > 0, sk < mt * row_tiles):
                 p.head[0] = T.min(T.truncdiv(grid + sk - 1, sk) * head_units, units // 4)
-        if lead_units:
+        p.among[0] = 0
+        if exchange:
             if T.And(sk > 0, sk == mt * row_tiles):
-                if T.And(sk < grid, T.truncmod(grid, sk) == 0):  # a share keeps a unit at least
-                    p.head[0] = -T.max(T.min(lead_units, units - T.truncdiv(grid, sk)), 0)
+                if T.And(T.And(sk < grid, T.truncmod(grid, sk) == 0), grid <= MOST_SLICES * sk):
+                    p.among[0] = T.truncdiv(grid, sk)
         p.length[0] = units + p.head[0]
         p.first[0] = T.truncdiv(r * (sk * p.length[0]), grid)
         p.last[0] = T.truncdiv((r + 1) * (sk * p.length[0]), grid)
@@ -99,6 +114,10 @@ def partition_macros(
             c.k1[0] = T.min(p.last[0] - c.tile[0] * p.length[0], p.length[0])
             c.leaves[0] = T.if_then_else(c.k0[0] > 0, 1, 0)
             c.adds[0] = T.if_then_else(T.And(c.k0[0] == 0, c.k1[0] < p.length[0]), 1, 0)
+            if exchange:
+                if p.among[0] > 0:
+                    c.leaves[0] = 0
+                    c.adds[0] = 0
             c.k0[0] = T.if_then_else(c.k0[0] > 0, T.max(c.k0[0] - p.head[0], 0), 0)
             c.k1[0] = T.max(c.k1[0] - p.head[0], 0)
         else:
@@ -238,12 +257,12 @@ def spare_registers(warpgroups: int, used: int, per_sm: int = 1) -> int:
 def share_macros(
     *, vectors: int, row_blocks: int, flags: int, dtype: str, spare: int, apart: bool = False
 ) -> SimpleNamespace:
-    """Macros `leave_share` and `add_shares`: partial tiles through the workspace.
+    """Macros `leave_share` and `add_shares`, or `give`, `take` and `close`: partial tiles through the workspace.
 
     A thread holds `row_blocks` * `vectors` groups of four 32-bit sums in `dtype`; WS [grid, blocks, vectors, 128, 4].
-    `flags` semaphores belong to a CTA, one for each warpgroup. `spare`: registers of a thread for loads under way; from
-    16 on, several shares are loaded together. `apart`: warpgroups have tiles of their own; each then counts as a CTA,
-    and `wg` only names its barrier.
+    `flags` semaphores belong to a CTA, one for each warpgroup (each warp, where tiles are parted). `spare`: registers
+    of a thread for loads under way; from 16 on, several shares are loaded together. `apart`: warpgroups have tiles of
+    their own; each then counts as a CTA, and `wg` only names its barrier.
     """
     import tilelang.language as T
 
@@ -320,4 +339,87 @@ def share_macros(
         else:
             add_together(WS, acc, count, cta, wg, wt)
 
-    return SimpleNamespace(leave_share=leave_share, add_shares=add_shares)
+    parts = row_blocks * vectors // 2  # of 16 tokens: what a slice is made of
+    others = 3  # shares whose loads are in flight together
+    ahead = max(min((spare + 24) // (4 * others), 8, total), 1)  # vectors of each; a tile's end needs no operands
+
+    def word(SEM, x, cta, wg, wt):
+        return T.access_ptr(SEM[cta + x.share[0], wg * 4 + wt // 32], "rw", 1)
+
+    @T.macro
+    def write(WS, acc, units, cta, wg, wt):
+        for i in T.unroll(total):
+            T.call_extern(
+                "handle",
+                "tz_give",
+                T.access_ptr(WS[cta, wg * row_blocks, 0, wt, 0], "w", 4),
+                i * 2048,
+                T.access_ptr(acc[i * 4], "r", 4),
+                units,
+                i // 2,
+            )
+
+    @T.macro
+    def give(WS, SEM, acc, x, among, cta, grid, wg, wt):
+        """All but this CTA's slice of its sums goes to the others. `x.rounds`: the slices that this warp adds, one if
+        the others came in time; x.todo has their bits."""
+        x.among[0] = among
+        x.share[0] = T.truncmod(grid - 1 - cta, among)
+        x.units[0] = T.call_extern("int32", "tz_slice", x.share[0], x.among[0], parts)
+        write(WS, acc, ~x.units[0], cta, wg, wt)
+        x.met[0] = T.call_extern("int32", "tz_meet", word(SEM, x, cta, wg, wt), x.among[0])
+        if x.met[0] == 0:  # the others do not run yet
+            write(WS, acc, x.units[0], cta, wg, wt)
+            x.met[0] = T.call_extern("int32", "tz_withdraw", word(SEM, x, cta, wg, wt), x.among[0], x.share[0])
+        x.todo[0] = T.if_then_else(x.met[0] > 0, T.int32(1) << x.share[0] | x.met[0] >> 1, 0)
+        x.rounds[0] = T.call_extern("int32", "__popc", x.todo[0])
+
+    @T.macro
+    def load_part(WS, out, at, i, units, other, x, cta, wg, wt):
+        T.call_extern(
+            "handle",
+            "tz_load_part",
+            T.access_ptr(out[at], "rw", 4),
+            T.access_ptr(WS[cta, wg * row_blocks, 0, wt, 0], "r", 4),
+            (x.share[0] - other) * (WS.shape[1] * (vectors * 512)),
+            i * 2048,
+            units,
+            i // 2,
+        )
+
+    @T.macro
+    def take(WS, acc, x, c, cta, wg, wt):
+        """The next slice of x.todo: its own CTA's part, and the others in order of k."""
+        coming = T.alloc_local((ahead * others * 4,), dtype)
+        wanted = T.alloc_local((others,), "int32")
+        T.call_extern("handle", "tz_opaque", T.access_ptr(c.first[0], "rw", 1))  # addresses of y wait for their turn
+        which = T.alloc_local((others,), "int32")
+        x.at[0] = T.call_extern("int32", "__ffs", x.todo[0]) - 1
+        x.todo[0] = x.todo[0] & (x.todo[0] - 1)
+        x.units[0] = T.call_extern("int32", "tz_slice", x.at[0], x.among[0], parts)
+        if x.at[0] != x.share[0]:
+            for i in T.unroll(total):
+                if T.call_extern("int32", "tz_has", x.units[0], i // 2) > 0:
+                    load_part(WS, acc, i * 4, i, x.units[0], x.at[0], x, cta, wg, wt)
+        for b in T.serial(T.truncdiv(x.among[0] + others - 2, others)):
+            for j in T.unroll(others):  # zeros from those past the last
+                wanted[j] = T.if_then_else(b * others + j < x.among[0] - 1, x.units[0], 0)
+                which[j] = b * others + j + T.if_then_else(b * others + j >= x.at[0], 1, 0)
+            for i in T.unroll(total + ahead - 1):
+                if i < total:
+                    for j in T.unroll(others):
+                        at = (i % ahead * others + j) * 4
+                        load_part(WS, coming, at, i, wanted[j], which[j], x, cta, wg, wt)
+                if i >= ahead - 1:
+                    for j in T.unroll(others):
+                        for e in T.unroll(4):
+                            acc[(i - ahead + 1) * 4 + e] = (
+                                acc[(i - ahead + 1) * 4 + e] + coming[((i - ahead + 1) % ahead * others + j) * 4 + e]
+                            )
+
+    @T.macro
+    def close(SEM, x, cta, wg, wt):
+        """This warp is done with the word of its tile; the last one clears it, for the next launch."""
+        T.call_extern("handle", "tz_depart", word(SEM, x, cta, wg, wt), x.among[0])
+
+    return SimpleNamespace(leave_share=leave_share, add_shares=add_shares, give=give, take=take, close=close)

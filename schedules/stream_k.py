@@ -30,6 +30,11 @@ class StreamK:
         """Row blocks of 64 of one CTA."""
         return self.warpgroups * self.row_blocks
 
+    @property
+    def flags(self) -> int:
+        """Semaphores of a CTA: one for each warp."""
+        return self.warpgroups * 4
+
     def stage_bytes(self, problem: WeightOnlyGemm) -> int:
         shared = problem.groups_per_128 == 1  # one set of parameters for both halves of 128 k
         params = (1 if shared else problem.groups_per_128 * self.stage_k // 128) * problem.record_bytes

@@ -109,9 +109,14 @@ class StreamK:
         """Of a CTA: the warpgroups, and one for the copies."""
         return self.warpgroups * 128 + 128
 
+    @property
+    def flags(self) -> int:
+        """Semaphores of a CTA: one for each warp."""
+        return self.warpgroups * 4
+
     def workspace(self, grid: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of the shares and flags of `grid` CTAs."""
-        return (grid, self.cta_blocks, self.block_tokens // 8, 128, 4), (grid, self.warpgroups)
+        """Shapes of the shares and semaphores of `grid` CTAs."""
+        return (grid, self.cta_blocks, self.block_tokens // 8, 128, 4), (grid, self.flags)
 
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
@@ -131,6 +136,10 @@ class Basic(StreamK):
 
     operands: int = 1
 
+    @property
+    def flags(self) -> int:
+        return self.warpgroups
+
     def legal(self) -> bool:
         """With two sets of operands, ptxas serializes wgmma of two row blocks, and spills in four warpgroups."""
         two = self.row_blocks == 1 and (self.warpgroups < 4 or self.sums < 64)
@@ -149,6 +158,10 @@ class Excp(StreamK):
     """
 
     operands: int = 2
+
+    @property
+    def flags(self) -> int:
+        return self.warpgroups
 
     @property
     def threads(self) -> int:

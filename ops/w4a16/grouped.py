@@ -53,7 +53,7 @@ def plan(
     return Plan(
         KernelRequest("w4a16.grouped", entry, tuple(params.items()), target, program.PASS_CONFIGS),
         (target.sms, s.cta_blocks, s.block_tokens // 8, 128, 4),
-        (target.sms, s.warpgroups),
+        (target.sms, s.flags),
         (),
     )
 

@@ -73,7 +73,7 @@ def plan(
         return Plan(
             request(stream_k_program, s, tile_numerics),
             (part.grid, s.cta_blocks, s.block_tokens // 8, 128, 4),
-            (part.grid, s.warpgroups),
+            (part.grid, s.flags),
             (part.shared,),
         )
     return Plan(request(multistage_program, s, tile_numerics), *multistage.launch_sizes(s, problem, m), ())

@@ -24,11 +24,13 @@ from terrazzo.ops.tile_scheduler import (
     ring_state,
     segment_state,
     share_macros,
+    slice_state,
     spare_registers,
     table_state,
     table_words,
 )
 from terrazzo.ops.w4a16.operand import Operand
+from terrazzo.schedules import tile_costs
 
 PASS_CONFIGS = (  # barriers are placed by hand: the automatic ones stand around every access by a primitive
     ("tl.disable_thread_storage_sync", True),
@@ -65,8 +67,8 @@ def build(
 
     Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/64, Np/64, 512]; P uint8 [G, Np/64, R]; B [n] in `dtype` (one
     element without a bias); WS f32 [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32
-    [grid, warpgroups], zero before the first launch and after each one. `grid` CTAs, at most `per_sm` for each SM; the
-    first `sk` tiles are shared along k, 0 <= sk <= tiles. A ring stage holds `stage_k` = 64 or 128 k.
+    [grid, 4 * warpgroups], zero before the first launch and after each one. `grid` CTAs, at most `per_sm` for each SM;
+    the first `sk` tiles are shared along k, 0 <= sk <= tiles. A ring stage holds `stage_k` = 64 or 128 k.
 
     With experts, W, P and B hold one matrix after the other: [E * Kp/64, Np/64, 512], [E * G, Np/64, R], [E * n];
     expert e owns the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not
@@ -93,15 +95,16 @@ def build(
     one2 = 0x3F803F80 if bf16 else 0x3C003C00
     out_tokens = next(t for t in (32, 16) if bm % t == 0)
     slot_bytes = bm * 64 * 2
-    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "warpgroup")
+    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "exchange", "warpgroup")
     source = prelude(*used, extra=(cvt.device_source, *([EXPERTS_SOURCE] if experts else [])))
     matrices = max(experts, 1)
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
-    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, head_units=1, lead_units=2 * (bm == 128))
+    exchange = per_sm == 1 and tile_costs.parts_sums(wgs, (rb + post) * nacc)
+    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, head_units=1, exchange=exchange)
     rings = ring_macros(stages=stages)
     spare = spare_registers(wgs, (rb + post) * nacc + 48, per_sm)
-    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, dtype="float32", spare=spare)
+    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype="float32", spare=spare)
     M = T.dynamic("m")
     G = T.dynamic("grid")
 
@@ -228,30 +231,50 @@ def build(
         bb[1] = T.cast(B[expert * n + T.min(row + 8, n - 1)], "float32")
 
     @T.macro
-    def store_tile(Y, B, Os, acc, o, bb, c, wg, warp, lane):
-        """Each warp stores its 16 rows of every row block, with the bias."""
+    def store_block(Y, Os, acc, o, c, row0, first, count, r, wg, warp, lane):
+        """`count` tokens of row block r from token `first` of the tile."""
+        T.call_extern("handle", "tz_syncwarp")
+        for q in T.unroll(count // 16):
+            stage_out(Os, acc, r * nacc + (first // 8 + q * 2) * 4, o, wg, warp, lane, q)
+        T.call_extern("handle", "tz_syncwarp")
+        for q in T.unroll(count // 16):
+            write_out(
+                Y,
+                Os,
+                c.first[0] + first + q * 16 + lane // 2,
+                row0 + lane % 2 * 8,
+                (q * 16 + lane // 2) * OUT_PITCH + lane % 2 * 8,
+                wg,
+                warp,
+                c.end[0],
+            )
+
+    @T.macro
+    def store_tile(Y, B, Os, acc, o, bb, c, x, wg, warp, lane, sliced):
+        """Each warp stores its 16 rows of every row block, with the bias; `sliced`: of 16 tokens, those of x.units."""
         for r in T.unroll(rb):
             row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + warp * 16
             if bias:
                 load_bias(B, bb, c.expert[0], row0 + lane // 4)
                 for i in T.unroll(nacc):
                     acc[r * nacc + i] = acc[r * nacc + i] + bb[i % 4 // 2]
-            for b in T.unroll(bm // out_tokens):
-                T.call_extern("handle", "tz_syncwarp")
-                for q in T.unroll(out_tokens // 16):
-                    stage_out(Os, acc, r * nacc + (b * out_tokens // 8 + q * 2) * 4, o, wg, warp, lane, q)
-                T.call_extern("handle", "tz_syncwarp")
-                for q in T.unroll(out_tokens // 16):
-                    write_out(
-                        Y,
-                        Os,
-                        c.first[0] + b * out_tokens + q * 16 + lane // 2,
-                        row0 + lane % 2 * 8,
-                        (q * 16 + lane // 2) * OUT_PITCH + lane % 2 * 8,
-                        wg,
-                        warp,
-                        c.end[0],
-                    )
+            if sliced:
+                for b in T.unroll(bm // 16):
+                    if T.call_extern("int32", "tz_has", x.units[0], r * (bm // 16) + b) > 0:
+                        store_block(Y, Os, acc, o, c, row0, b * 16, 16, r, wg, warp, lane)
+            else:
+                for b in T.unroll(bm // out_tokens):
+                    store_block(Y, Os, acc, o, c, row0, b * out_tokens, out_tokens, r, wg, warp, lane)
+
+    @T.macro
+    def end_segment(WS, SEM, Y, B, Os, acc, o, bb, c, x, cta, ctas, sk, wg, wt):
+        if c.leaves[0] > 0:
+            shares.leave_share(WS, SEM, acc, cta, wg, wt)
+        else:
+            if c.adds[0] > 0:
+                tiles.later_shares(c, cta, ctas, sk)
+                shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
+            store_tile(Y, B, Os, acc, o, bb, c, x, wg, wt // 32, wt % 32, False)
 
     @T.prim_func
     def main(
@@ -260,7 +283,7 @@ def build(
         P: T.Tensor((matrices * groups, all_blocks, rec), "uint8"),
         B: T.Tensor((matrices * n if bias else 1,), dtype),
         WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), "float32"),
-        SEM: T.Tensor((G, wgs), "int32"),
+        SEM: T.Tensor((G, wgs * 4), "int32"),
         Y: T.Tensor((M, n), dtype),
         parts: last,
     ):
@@ -286,6 +309,7 @@ def build(
             desc = T.alloc_wgmma_desc()
             p = plan_state()
             c = segment_state()
+            x = slice_state()
             ring = ring_state()
             table = table_state()
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
@@ -416,12 +440,16 @@ def build(
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
                     rings.release(empty, ring, T.And(lane == 0, c.k1[0] > c.k0[0]))
-                    if c.leaves[0] > 0:
-                        shares.leave_share(WS, SEM, acc, cta, wg, wt)
+                    if exchange:
+                        if p.among[0] > 0:
+                            shares.give(WS, SEM, acc, x, p.among[0], cta, ctas, wg, wt)
+                            for _ in T.serial(x.rounds[0]):
+                                shares.take(WS, acc, x, c, cta, wg, wt)
+                                store_tile(Y, B, Os, acc, o, bb, c, x, wg, warp, lane, True)
+                            shares.close(SEM, x, cta, wg, wt)
+                        else:
+                            end_segment(WS, SEM, Y, B, Os, acc, o, bb, c, x, cta, ctas, sk, wg, wt)
                     else:
-                        if c.adds[0] > 0:
-                            tiles.later_shares(c, cta, ctas, sk)
-                            shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
-                        store_tile(Y, B, Os, acc, o, bb, c, wg, warp, lane)
+                        end_segment(WS, SEM, Y, B, Os, acc, o, bb, c, x, cta, ctas, sk, wg, wt)
 
     return main

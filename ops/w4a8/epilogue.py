@@ -28,7 +28,8 @@ def shared_bytes(gemm: Gemm, block_tokens: int, warpgroups: int) -> int:
 
 
 def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: int) -> SimpleNamespace:
-    """`registers()` for the values that wait, macros `fetch` (when a tile begins) and `store` (when its sums are done).
+    """`registers()` for the values that wait, macros `fetch` (when a tile begins) and `store` (when its sums are done),
+    or `prepare` and `store_slice`.
 
     The shared buffers of `store` belong to the program: Os [warps, staged], Fs f32 and Rs int32 [warpgroups, tokens].
     """
@@ -77,10 +78,8 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
         held.f[i] = T.call_extern("float32", "tz_rescale", acc[at + i], held.s[e], held.x2[i], held.b[e])
 
     @T.macro
-    def store(Y, Os, Fs, Rs, acc, held, c, wg, wt):
-        """Each warp stores its 16 rows of every row block, `step` tokens at a time."""
-        warp = wt // 32
-        lane = wt % 32
+    def prepare(Fs, Rs, held, wg, wt):
+        """The token scales of the tile go to shared memory, before its first `store` or `store_slice`."""
         if not raw or gemm.unsigned:
             T.call_extern("handle", "tz_wg_sync", wg + 1)  # every warp is done with the scales of the tile before
             for e in T.unroll(per_thread):
@@ -90,70 +89,93 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
                     if gemm.unsigned:
                         Rs[wg, e * 128 + wt] = held.r[e]
             T.call_extern("handle", "tz_wg_sync", wg + 1)
-        for r in T.unroll(rb):
-            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + warp * 16
-            for b in T.unroll(bm // step):
-                T.call_extern("handle", "tz_syncwarp")
-                for q in T.unroll(step // 16):
-                    for e in T.unroll(4):
-                        at = r * nacc + (b * step // 8 + q * 2) * 4 + e * 2
-                        column = b * step + q * 16 + e // 2 * 8 + lane % 4 * 2
-                        if e % 2 == 0:
-                            if not raw:
-                                T.call_extern(
-                                    "handle",
-                                    "tz_lds64",
-                                    T.access_ptr(held.x2, "w"),
-                                    T.access_ptr(Fs[wg, column], "r", 2),
-                                )
-                            if gemm.unsigned:
-                                T.call_extern(
-                                    "handle",
-                                    "tz_lds64",
-                                    T.access_ptr(held.r2, "w"),
-                                    T.access_ptr(Rs[wg, column], "r", 2),
-                                )
-                        for i in T.unroll(2):
-                            if gemm.unsigned:
-                                acc[at + i] = acc[at + i] - held.r2[i] * 128
-                            if raw:
-                                Os[
-                                    wg * 4 + warp,
-                                    (q * 16 + e // 2 * 8 + lane % 4 * 2 + i) * pitch + e % 2 * 8 + lane // 4,
-                                ] = acc[at + i]
-                            else:
-                                element(acc, held, at, i, r * 2 + e % 2)
-                        if not raw:
-                            held.o[e] = T.call_extern("uint32", f"tz_pack2<{tb}>", held.f[0], held.f[1])
+
+    @T.macro
+    def block(Y, Os, Fs, Rs, acc, held, c, wg, warp, lane, row0, r, first, count):
+        """`count` tokens of row block r from token `first` of the tile."""
+        T.call_extern("handle", "tz_syncwarp")
+        for q in T.unroll(count // 16):
+            for e in T.unroll(4):
+                at = r * nacc + (first // 8 + q * 2) * 4 + e * 2
+                column = first + q * 16 + e // 2 * 8 + lane % 4 * 2
+                if e % 2 == 0:
                     if not raw:
                         T.call_extern(
                             "handle",
-                            "tz_stmatrix4_trans",
-                            T.access_ptr(
-                                Os[wg * 4 + warp, (q * 16 + lane // 16 * 8 + lane % 8) * pitch + lane // 8 % 2 * 8],
-                                "w",
-                                8,
-                            ),
-                            held.o[0],
-                            held.o[1],
-                            held.o[2],
-                            held.o[3],
+                            "tz_lds64",
+                            T.access_ptr(held.x2, "w"),
+                            T.access_ptr(Fs[wg, column], "r", 2),
                         )
-                T.call_extern("handle", "tz_syncwarp")
-                for q in T.unroll(step * lanes // 32):
-                    token = c.first[0] + b * step + (q * 32 + lane) // lanes
-                    row = row0 + lane % lanes * chunk
-                    if T.And(token < c.end[0], row < n):
+                    if gemm.unsigned:
                         T.call_extern(
                             "handle",
-                            f"tz_store_row<{stored}, {whole}>",
-                            T.access_ptr(Y[0, 0], "w", 1),
-                            token,
-                            n,
-                            row,
-                            T.access_ptr(
-                                Os[wg * 4 + warp, (q * 32 + lane) // lanes * pitch + lane % lanes * chunk], "r", chunk
-                            ),
+                            "tz_lds64",
+                            T.access_ptr(held.r2, "w"),
+                            T.access_ptr(Rs[wg, column], "r", 2),
                         )
+                for i in T.unroll(2):
+                    if gemm.unsigned:
+                        acc[at + i] = acc[at + i] - held.r2[i] * 128
+                    if raw:
+                        Os[
+                            wg * 4 + warp,
+                            (q * 16 + e // 2 * 8 + lane % 4 * 2 + i) * pitch + e % 2 * 8 + lane // 4,
+                        ] = acc[at + i]
+                    else:
+                        element(acc, held, at, i, r * 2 + e % 2)
+                if not raw:
+                    held.o[e] = T.call_extern("uint32", f"tz_pack2<{tb}>", held.f[0], held.f[1])
+            if not raw:
+                T.call_extern(
+                    "handle",
+                    "tz_stmatrix4_trans",
+                    T.access_ptr(
+                        Os[wg * 4 + warp, (q * 16 + lane // 16 * 8 + lane % 8) * pitch + lane // 8 % 2 * 8],
+                        "w",
+                        8,
+                    ),
+                    held.o[0],
+                    held.o[1],
+                    held.o[2],
+                    held.o[3],
+                )
+        T.call_extern("handle", "tz_syncwarp")
+        for q in T.unroll(count * lanes // 32):
+            token = c.first[0] + first + (q * 32 + lane) // lanes
+            row = row0 + lane % lanes * chunk
+            if T.And(token < c.end[0], row < n):
+                T.call_extern(
+                    "handle",
+                    f"tz_store_row<{stored}, {whole}>",
+                    T.access_ptr(Y[0, 0], "w", 1),
+                    token,
+                    n,
+                    row,
+                    T.access_ptr(
+                        Os[wg * 4 + warp, (q * 32 + lane) // lanes * pitch + lane % lanes * chunk], "r", chunk
+                    ),
+                )
 
-    return SimpleNamespace(registers=registers, fetch=fetch, store=store)
+    @T.macro
+    def store(Y, Os, Fs, Rs, acc, held, c, wg, wt):
+        """Each warp stores its 16 rows of every row block, `step` tokens at a time."""
+        warp = wt // 32
+        lane = wt % 32
+        prepare(Fs, Rs, held, wg, wt)
+        for r in T.unroll(rb):
+            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + warp * 16
+            for b in T.unroll(bm // step):
+                block(Y, Os, Fs, Rs, acc, held, c, wg, warp, lane, row0, r, b * step, step)
+
+    @T.macro
+    def store_slice(Y, Os, Fs, Rs, acc, held, c, x, wg, wt):
+        """The same of 16 tokens for each bit of x.units, counted through the row blocks, after `prepare`."""
+        warp = wt // 32
+        lane = wt % 32
+        for r in T.unroll(rb):
+            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + warp * 16
+            for b in T.unroll(bm // 16):
+                if T.call_extern("int32", "tz_has", x.units[0], r * (bm // 16) + b) > 0:
+                    block(Y, Os, Fs, Rs, acc, held, c, wg, warp, lane, row0, r, b * 16, 16)
+
+    return SimpleNamespace(registers=registers, fetch=fetch, prepare=prepare, store=store, store_slice=store_slice)

@@ -32,6 +32,7 @@ from terrazzo.ops.tile_scheduler import (
     ring_state,
     segment_state,
     share_macros,
+    slice_state,
     spare_registers,
     table_state,
     table_words,
@@ -40,7 +41,7 @@ from terrazzo.ops.w4a8 import fp8_problem
 from terrazzo.ops.w4a8.epilogue import staged, store_macros
 from terrazzo.ops.w4a8.operand import operand_macros
 from terrazzo.ops.w4a8.problem import BLOCK_WORDS, UNIT_K
-from terrazzo.schedules import w4a8, w4a8_fp8
+from terrazzo.schedules import tile_costs, w4a8, w4a8_fp8
 
 PASS_CONFIGS = (  # the barriers and the bounds are the program's own
     ("tl.disable_safe_memory_legalize", True),
@@ -70,7 +71,7 @@ def build(
 
     Shapes: X int8 [M, k]; W int32 [Kp/128, Np/64, unit words]; S f32 [Np] channel scales; XS f32 [M] token scales; RS
     int32 [M] sums of the rows of X (read by "unsigned" only); B f32 [n] (one element without a bias); WS int32
-    [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32 [grid, warpgroups], zero before the first
+    [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32 [grid, 4 * warpgroups], zero before the first
     launch and after each one; Y [M, n] in `out_dtype`. `grid` CTAs, at most the number of SMs; the first `sk` tiles
     are shared along k, 0 <= sk <= tiles. With "e4m3", the bytes of X are e4m3,
     RS [1] is not read, and WS is f32.
@@ -97,13 +98,24 @@ def build(
     sum_type = "float32" if e4m3 else "int32"
     splits = max(ig // 2, 1)  # parts of 64 k with sums of their own
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
-    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
+    exchange = tile_costs.parts_sums(wgs, (rb + e4m3) * nacc)
+    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, exchange=exchange)
     rings = ring_macros(stages=stages)
     spare = spare_registers(wgs, (rb + e4m3) * nacc + 48)
-    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs, dtype=sum_type, spare=spare)
+    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype=sum_type, spare=spare)
     operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
     out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
-    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup", *(["e4m3"] if e4m3 else []))
+    used = (
+        "lds",
+        "pack",
+        "bulk",
+        "stmatrix_trans",
+        "semaphore",
+        "exchange",
+        "int8",
+        "warpgroup",
+        *(["e4m3"] if e4m3 else []),
+    )
     extra = (gemm.converter.device_source, *([EXPERTS_SOURCE] if experts else []))
     source = prelude(*used, extra=extra)
     matrices = max(experts, 1)
@@ -198,6 +210,16 @@ def build(
                     rings.release(empty, ring, free)
             multiply(a, part, 0, desc, ring.stage[0], h, e, 2 // splits, h * 2 if ig == 1 else 0)
 
+    @T.macro
+    def end_segment(WS, SEM, Y, Os, Fs, Rs, acc, held, c, cta, ctas, sk, wg, wt):
+        if c.leaves[0] > 0:
+            shares.leave_share(WS, SEM, acc, cta, wg, wt)
+        else:
+            if c.adds[0] > 0:
+                tiles.later_shares(c, cta, ctas, sk)
+                shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
+            out.store(Y, Os, Fs, Rs, acc, held, c, wg, wt)
+
     @T.prim_func
     def main(
         X: T.Tensor((M, k), "int8"),
@@ -207,7 +229,7 @@ def build(
         RS: T.Tensor((1 if e4m3 else M,), "int32"),
         B: T.Tensor((matrices * n if bias else 1,), "float32"),
         WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), sum_type),
-        SEM: T.Tensor((G, wgs), "int32"),
+        SEM: T.Tensor((G, wgs * 4), "int32"),
         Y: T.Tensor((M, n), out_dtype),
         parts: last,
     ):
@@ -231,6 +253,7 @@ def build(
             desc = T.alloc_wgmma_desc()
             p = plan_state()
             c = segment_state()
+            x = slice_state()
             ring = ring_state()
             table = table_state()
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
@@ -306,12 +329,17 @@ def build(
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
                     rings.release(empty, ring, lane == 0)
-                    if c.k0[0] > 0:
-                        shares.leave_share(WS, SEM, acc, cta, wg, wt)
+                    if exchange:
+                        if p.among[0] > 0:
+                            out.prepare(Fs, Rs, held, wg, wt)
+                            shares.give(WS, SEM, acc, x, p.among[0], cta, ctas, wg, wt)
+                            for _ in T.serial(x.rounds[0]):
+                                shares.take(WS, acc, x, c, cta, wg, wt)
+                                out.store_slice(Y, Os, Fs, Rs, acc, held, c, x, wg, wt)
+                            shares.close(SEM, x, cta, wg, wt)
+                        else:
+                            end_segment(WS, SEM, Y, Os, Fs, Rs, acc, held, c, cta, ctas, sk, wg, wt)
                     else:
-                        if c.k1[0] < units:
-                            tiles.later_shares(c, cta, ctas, sk)
-                            shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
-                        out.store(Y, Os, Fs, Rs, acc, held, c, wg, wt)
+                        end_segment(WS, SEM, Y, Os, Fs, Rs, acc, held, c, cta, ctas, sk, wg, wt)
 
     return main

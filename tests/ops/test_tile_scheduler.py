@@ -9,7 +9,7 @@ from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.tile_scheduler import partition_macros, plan_state, segment_state
+from terrazzo.ops.tile_scheduler import MOST_SLICES, partition_macros, plan_state, segment_state
 from terrazzo.schedules.partition import share_tiles
 
 pytestmark = [
@@ -21,13 +21,12 @@ FIELDS = ("tile", "k0", "k1", "tokens", "rows", "leaves", "adds", "count")
 RASTER, SEGMENTS = 4, 136
 
 
-def build(target, *, units: int, row_tiles: int, head_units: int, lead_units: int):
-    """`main(OUT, sk, mt)`: OUT int32 [grid, SEGMENTS + 1, 8], the segments of each CTA behind their number."""
+def build(target, *, units: int, row_tiles: int, head_units: int, exchange: bool):
+    """`main(OUT, sk, mt)`: OUT int32 [grid, SEGMENTS + 1, 8], the segments of each CTA behind their number and how many
+    CTAs part each tile."""
     import tilelang.language as T
 
-    tiles = partition_macros(
-        units=units, row_tiles=row_tiles, raster=RASTER, head_units=head_units, lead_units=lead_units
-    )
+    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=RASTER, head_units=head_units, exchange=exchange)
     G = T.dynamic("grid")
 
     @T.prim_func
@@ -38,6 +37,7 @@ def build(target, *, units: int, row_tiles: int, head_units: int, lead_units: in
             tiles.plan(p, cta, G, sk, mt)
             if T.get_thread_binding() == 0:
                 OUT[cta, 0, 0] = p.all[0]
+                OUT[cta, 0, 1] = p.among[0]
                 for seg in T.serial(p.all[0]):
                     tiles.segment(p, c, seg, cta, G, sk, mt)
                     OUT[cta, seg + 1, 3] = c.tokens[0]
@@ -53,9 +53,9 @@ def build(target, *, units: int, row_tiles: int, head_units: int, lead_units: in
     return main
 
 
-@pytest.mark.parametrize(("units", "row_tiles", "head_units", "lead_units"), [(32, 40, 1, 4), (7, 16, 0, 2)])
-def test_every_unit_once_and_every_head_after_its_shares(units, row_tiles, head_units, lead_units, tmp_path):
-    params = {"units": units, "row_tiles": row_tiles, "head_units": head_units, "lead_units": lead_units}
+@pytest.mark.parametrize(("units", "row_tiles", "head_units", "exchange"), [(32, 40, 1, True), (7, 16, 0, False)])
+def test_every_unit_once_and_every_head_after_its_shares(units, row_tiles, head_units, exchange, tmp_path):
+    params = {"units": units, "row_tiles": row_tiles, "head_units": head_units, "exchange": exchange}
     request = KernelRequest(
         "tests.tiles", f"{__name__}:build", tuple(params.items()), Target.parse("sm_90a"), PASS_CONFIGS
     )
@@ -67,6 +67,26 @@ def test_every_unit_once_and_every_head_after_its_shares(units, row_tiles, head_
                 out = torch.full((part.grid, SEGMENTS + 1, len(FIELDS)), -1, dtype=torch.int32)
                 kernel((part.grid, 1, 1), OUT=out, sk=sk, mt=mt, grid=part.grid)
                 check(out.tolist(), part.grid, sk, mt, row_tiles, units)
+        for each in (1, 2, 3, 17) if exchange and mt < 4 else ():
+            grid = mt * row_tiles * each
+            out = torch.full((grid, SEGMENTS + 1, len(FIELDS)), -1, dtype=torch.int32)
+            kernel((grid, 1, 1), OUT=out, sk=mt * row_tiles, mt=mt, grid=grid)
+            if 1 < each <= MOST_SLICES:
+                check_parted(out.tolist(), each, mt, row_tiles, units)
+            else:  # whole tiles, or more CTAs than a tile's word has bits for
+                check(out.tolist(), grid, mt * row_tiles, mt, row_tiles, units)
+
+
+def check_parted(ctas: list, each: int, mt: int, row_tiles: int, units: int) -> None:
+    """CTA after CTA, from the last one on, holds the next share of a tile; nobody leaves or adds shares."""
+    where = set()
+    for index, (first, segment, *_) in enumerate(reversed(ctas)):
+        s = dict(zip(FIELDS, segment))
+        assert first[:2] == [1, each] and not s["leaves"] and not s["adds"]
+        assert s["tile"] == index // each
+        assert (s["k0"], s["k1"]) == (index % each * units // each, (index % each + 1) * units // each)
+        where.add((s["tokens"], s["rows"]))
+    assert where == {(t, r) for t in range(mt) for r in range(row_tiles)}
 
 
 def check(ctas: list, grid: int, sk: int, mt: int, row_tiles: int, units: int) -> None:

@@ -69,6 +69,40 @@ static void tz_load_share(void *r, const void *p, int pitch, int back, int count
   if (back <= count) memcpy(r, (const float *)p - (long long)back * pitch, 16);
   else memset(r, 0, 16);
 }
+// CTAs run one after the other here: only the last of a tile finds that all have come, the others leave it their slices
+static int tz_slice(unsigned share, unsigned q, unsigned parts) {
+  return (1 << (share + 1) * parts / q) - (1 << share * parts / q);
+}
+static bool tz_has(int units, int unit) { return units >> unit & 1; }
+static void tz_opaque(void *) {}
+static void tz_give(void *to, int bytes, const void *from, int units, int unit) {
+  if (tz_has(units, unit)) memcpy((char *)to + bytes, from, 16);
+}
+static int first_lane(int *word, int add, int (*answer)(int before)) {
+  uint32_t in[3] = {(uint32_t)(uint64_t)word, (uint32_t)((uint64_t)word >> 32), (uint32_t)add}, before;
+  meet(in, 3, &before, 1, [](Meeting &w) {
+    int *at = (int *)(w.in[0][0] | (uint64_t)w.in[0][1] << 32);
+    for (int l = 0; l < 32; ++l) w.out[l][0] = *at;
+    *at += (int)w.in[0][2];
+  });
+  return answer((int)before);
+}
+static int tz_meet(int *word, int q) {
+  static int all; all = q;
+  return first_lane(word, 1, [](int before) { return (before & 255) == all - 1 ? 1 | before >> 16 << 1 : 0; });
+}
+static int tz_withdraw(int *word, int, int share) { return first_lane(word, 65536 << share, [](int) { return 0; }); }
+static void tz_depart(int *word, int q) {
+  if (threadIdx.x % 32) return;
+  *word += 256;
+  if ((*word >> 8 & 255) == q) *word = 0;
+}
+static void tz_load_part(void *r, const void *p, int elements, int bytes, int units, int unit) {
+  if (tz_has(units, unit)) memcpy(r, (const char *)((const float *)p + elements) + bytes, 16);
+  else memset(r, 0, 16);
+}
+static unsigned __popc(unsigned v) { return __builtin_popcount(v); }
+static int __ffs(int v) { return __builtin_ffs(v); }
 static void tz_addcg4i(void *r, const void *p) { for (int i = 0; i < 4; ++i) ((int *)r)[i] += ((const int *)p)[i]; }
 static unsigned __vadd4(unsigned x, unsigned y) {
   unsigned r = 0;

@@ -90,7 +90,7 @@ def build(program: str, weight, q, scales, schedule, target, out_dtype, fold):
 def stream_k(weight, q, scales, schedule, partition, folder, out_dtype):
     grid, shared = partition
     space = (grid, schedule.cta_blocks, schedule.block_tokens // 8, 128, 4)
-    semaphores = torch.zeros(grid, schedule.warpgroups, dtype=torch.int32)
+    semaphores = torch.zeros(grid, schedule.flags, dtype=torch.int32)
     more = lambda gemm: dict(
         X_desc=torch.tensor([q.data_ptr(), *q.shape]), WS=torch.full(space, float("nan")), SEM=semaphores,
         parts=shared, sk=shared, ctas=grid,

@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
 ]
 HOPPER = r"""
-static unsigned __popc(unsigned v) { return __builtin_popcount(v); }
 static int __shfl_up_sync(unsigned, int x, int d) {
   uint32_t in[2] = {(uint32_t)x, (uint32_t)d}, out;
   meet(in, 2, &out, 1, [](Meeting &w) {
@@ -156,7 +155,7 @@ def emulate(made, x, x_scales, last, schedule, grid, folder, *, out_dtype, dequa
     extra = [EXTRA, sizes, HOPPER, EXPERTS_SOURCE, gemm.converter.device_source]
     kernel = CpuKernel(source, extra, schedule.warpgroups * 128 + 128, folder)
     y = torch.full((m, w.n), -77 if gemm.raw else float("nan"), dtype=getattr(torch, out_dtype))
-    semaphores = torch.zeros(grid, schedule.warpgroups, dtype=torch.int32)
+    semaphores = torch.zeros(grid, schedule.flags, dtype=torch.int32)
     space = (grid, schedule.cta_blocks, schedule.block_tokens // 8, 128, 4)
     kernel(
         (grid, 1, 1), X_desc=x, W=w.words, S=w.channel_scales, XS=x_scales, RS=x.sum(1, dtype=torch.int32), B=w.bias,
@@ -209,14 +208,16 @@ def test_grouped(name, tmp_path):
         assert bool(((y[rows].double() - product - w.bias).abs() <= bound).all()), f"expert {e}"
 
 
-@pytest.mark.parametrize("shared", [0, 3, 6])
-def test_one_matrix(shared, tmp_path):
-    """The same program without experts: 6 tiles, some of them shared by the 4 CTAs."""
+@pytest.mark.parametrize(("shared", "grid"), [(0, 4), (3, 4), (6, 4), (6, 18), (6, 12)])
+def test_one_matrix(shared, grid, tmp_path):
+    """The same program without experts: 6 tiles, some of them shared by the CTAs, or each parted by 3 or 2."""
+    if (shared, grid) in ((0, 4), (6, 12)) and not os.environ.get(ALL):
+        pytest.skip(f"set {ALL}=1")
     made, m = weights(1, 180, 512, 64), 37
     rng = torch.Generator().manual_seed(m)
     x = torch.randint(-128, 128, (m, 512), generator=rng, dtype=torch.int8)
     y = emulate(
-        made, x, torch.ones(m), shared, S(32, 1, 1, 2), 4, tmp_path, out_dtype="int32", dequantization="xor",
+        made, x, torch.ones(m), shared, S(32, 1, 1, 2), grid, tmp_path, out_dtype="int32", dequantization="xor",
         bias=False, experts=0,
     )  # fmt: skip
     assert torch.equal(y.double(), x.double() @ made[0].bytes().double().T)
