@@ -90,7 +90,8 @@ class Weight:
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel and the launches that check it. `partitions`: (grid, shared) of stream-K, None for the schedule's."""
+    """One kernel and the launches that check it. `partitions`: (grid, shared) of stream-K, None for the schedule's;
+    shared = -1: all tiles, and then grid = -q: q CTAs for each of them."""
 
     program: str
     weight: Weight
@@ -160,7 +161,8 @@ def check(case: Case) -> None:
         for grid in case.partitions:
             if grid is not None and grid[1] == -1:  # all tiles shared
                 s = case.schedule
-                grid = (grid[0], -(-m // s.block_tokens) * -(-problem(case).row_blocks // s.cta_blocks))
+                tiles = -(-m // s.block_tokens) * -(-problem(case).row_blocks // s.cta_blocks)
+                grid = (grid[0] if grid[0] > 0 else -grid[0] * tiles, tiles)
             workspace, semaphores, scalars = buffers(case, m, grid)
             where = f"{case} m={m} partition={grid or scalars}"
             first = None
@@ -218,7 +220,7 @@ def fitted(weight: Weight, schedule: object, out_dtype: str = "int32") -> object
 
 def stream_k_cases() -> list[Case]:
     cases = []
-    shared = (None, (5, -1), (3, 0), (1, -1))
+    shared = (None, (5, -1), (3, 0), (1, -1), (-2, -1), (-3, -1), (-5, -1))
     for tokens in (16, 32, 64, 128, 256):
         for warpgroups in (1, 2, 3, 4):
             for row_blocks in (1, 2):
