@@ -1,4 +1,8 @@
-"""W4Ax beside cuBLAS f16: rows whose time is the product of quantized activations with the packed weight."""
+"""W4Ax beside cuBLAS f16: rows whose time is the product of quantized activations with the packed weight.
+
+With two-level scales, a row's variant `block` is the same product with a packed weight that has a scale for each block
+(the random weight's scales are exact in both forms): the kernel whose sums are scaled block by block.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,13 @@ from terrazzo.autotune.gemm_bench import OURS, Settings, Shape, schedule_text
 
 @dataclass(frozen=True)
 class W4AxSettings(Settings):
-    """`Settings`, `ratio`: share of INT8 blocks, and `scales` of weight and activations; `variants`: other forms of
-    them, timed beside it."""
+    """`Settings`, `ratio`: share of INT8 blocks, `scales` of weight and activations; `both`: two-level ones are timed
+    beside a scale for each block."""
 
     group: int = 128
     ratio: float = 0.25
     scales: str = "two_level"
-    variants: tuple[str, ...] = ()
+    both: bool = False
 
 
 class W4AxShape(Shape):
@@ -29,10 +33,11 @@ class W4AxShape(Shape):
         from terrazzo.ops import w4ax
 
         facts = dict(m=m, dtype=settings.dtype, target=target, blocks8=blocks8(k, settings.ratio))
-        forms = (settings.scales, *settings.variants)
+        forms = (settings.scales, "block")[: 1 + settings.both]
         return [r for form in forms for r in w4ax.kernel_requests(n, k, **facts, granularity=form)]
 
     def load(self) -> tuple[Any, Any, tuple[str, ...], Any]:
+        self._blocks: dict[int, Any] = {}
         weight = random_weight(self.n, self.k, self.settings.ratio, self.random, self.settings.scales)
         return weight, weight.pack(target=self.target), ("words",), dense_of(weight, self.dtype)
 
@@ -84,7 +89,22 @@ class W4AxShape(Shape):
 
         quantized = w4ax.quantize_activations(x, self.packed[0])
         made = {OURS: lambda packed, out: w4ax.gemm(quantized, packed, out=out, out_dtype=self.dtype)}
+        if self.settings.both:
+            form = self.block_form()
+            made["block"] = lambda packed, out: w4ax.gemm(quantized, form[id(packed)], out=out, out_dtype=self.dtype)
         return made | {"with_quantizer": lambda packed, out: w4ax.gemm(x, packed, out=out)}
+
+    def block_form(self) -> dict[int, Any]:
+        """id of each packed weight -> the same weight, packed with a scale for each block."""
+        if not self._blocks:
+            other = dataclasses.replace(self.weight, channel_scales=None).pack(target=self.target)
+            for held in self.packed:
+                self._blocks[id(held)] = dataclasses.replace(other, words=other.words.clone())
+        return self._blocks
+
+    def drop(self) -> None:
+        self._blocks.clear()
+        super().drop()
 
     def side_calls(self, x: Any) -> dict[str, Callable[[], object]]:
         from terrazzo.ops import w4ax
@@ -106,7 +126,7 @@ def random_weight(n: int, k: int, ratio: float, random: Any, scales: str) -> Any
     codes = torch.randint(-7, 8, (n, plan.padded), generator=random, device=random.device, dtype=torch.int8)
     held, channel = torch.exp(make(n, plan.blocks) - 5).bfloat16(), None
     if scales == "two_level":
-        channel = torch.exp(make(n) - 7.4).bfloat16().float()
+        channel = (8 + (make(n) * 8).floor()) * 2.0**-14  # four bits, four of the multiplier: exact in bfloat16
         held = channel[:, None] * torch.randint(6, 17, (n, plan.blocks), generator=random, device=random.device)
     return w4ax.QuantizedWeight.canonical(
         codes.masked_fill(plan.order() < 0, 0),

@@ -3,10 +3,12 @@
     python -m benchmarks.w4ax                        the whole grid; writes benchmarks/results/w4ax_<gpu>.json
     python -m benchmarks.w4ax --quick                LLaMA-3-8B, four sizes of M, result not written unless --out
     python -m benchmarks.w4ax --ratio 0.5            another share of INT8 blocks than the paper's 25 %
+    python -m benchmarks.w4ax --scales block         a scale for each block, weights and activations
     python -m benchmarks.w4ax --count                only say how many kernels the other arguments ask for
 
 Every output is compared with a float64 product of the quantized operands before its time counts. `with_quantizer` is
-the call on 16-bit activations, both kernels counted; `quantizer` is the first of them alone.
+the call on 16-bit activations, both kernels counted; `quantizer` is the first of them alone. Scales are two-level, the
+default; `block` is the same product with a weight that has a scale for each block.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class IntMm(TorchInt8):
 
 def _extend(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratio", type=float, default=0.25, help="share of INT8 blocks")
+    parser.add_argument("--scales", choices=("two_level", "block"), default="two_level", help="form of the scales")
     parser.add_argument("--count", action="store_true", help="only say how many kernels would be compiled; no GPU")
 
 
@@ -58,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         budget_ms=options.budget_ms,
         peers=() if options.no_peers else (IntMm(),),
         ratio=options.ratio,
+        scales=options.scales,
+        both=options.scales == "two_level",
     )
     if options.count:
         from terrazzo.lowering.targets import Target

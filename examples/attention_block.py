@@ -66,7 +66,7 @@ def product(x: torch.Tensor, w: w4ax.QuantizedWeight, gain: torch.Tensor | None 
     """The definition of `quantize_activations` and `gemm`."""
     from terrazzo.ops.w4ax import reference
 
-    facts = dict(blocks8=w.blocks8, permutation=w.permutation, rms_weight=gain, eps=EPS)
+    facts = dict(blocks8=w.blocks8, permutation=w.permutation, rms_weight=gain, eps=EPS, granularity="two_level")
     return (
         reference.gemm(*reference.quantize_activations(x.flatten(0, -2), **facts), w)
         .to(x.dtype)

@@ -102,7 +102,9 @@ def report(
     errors = {}
     for name, each in plans.items():
         w = quantize_weight(weight, each, **quantizer)
-        q, scales = reference.quantize_activations(x, blocks8=each.blocks8, permutation=each.permutation)
+        facts = dict(blocks8=each.blocks8, permutation=each.permutation)
+        facts["granularity"] = "two_level" if w.two_level else "block"
+        q, scales = reference.quantize_activations(x, **facts)
         errors[name] = float((reference.gemm(q, scales, w) - wanted).norm()) / norm
         if each is plan:
             errors["w4"] = float((x.double() @ w.dequantize().T - wanted).norm()) / norm

@@ -260,8 +260,8 @@ def uniform_activations(m: int, weight) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 INTEGER = {  # n, k, INT8 blocks, m, schedule, (grid, shared tiles), output, bias
-    "narrow, shared": (200, 640, 2, 37, schedules.Integer(16, 2, 3), (3, 6), "float16", True),
     "sums in shared memory": (130, 512, 1, 130, schedules.Integer(128, 3, 2), (2, 2), "float32", True),
+    "narrow": (200, 640, 2, 37, schedules.Integer(16, 2, 3), (3, 6), "float16", True),
     "wide": (130, 333, 1, 130, schedules.Integer(128, 2, 2), (3, 3), "bfloat16", False),
     "all int4": (256, 512, 0, 20, schedules.Integer(32, 4, 4), (1, 0), "float32", True),
     "all int8": (200, 384, 3, 60, schedules.Integer(64, 3, 3), (2, 1), "bfloat16", False),
@@ -270,7 +270,7 @@ INTEGER = {  # n, k, INT8 blocks, m, schedule, (grid, shared tiles), output, bia
 }
 
 
-@pytest.mark.parametrize("name", INTEGER if os.environ.get(ALL) else list(INTEGER)[:2])
+@pytest.mark.parametrize("name", INTEGER if os.environ.get(ALL) else list(INTEGER)[:1])
 def test_integer(name, tmp_path):
     n, k, blocks8, m, schedule, partition, out_dtype, bias = INTEGER[name]
     weight = random_weight(n, k, blocks8, seed=n, bias=bias, two_level=True)
@@ -283,23 +283,24 @@ def test_integer(name, tmp_path):
 
 def test_integer_sums_are_exact(tmp_path):
     """Scales of 1: y is the sum over all of k, however tiles are shared, below 2^24."""
-    weight = random_weight(128, 512, 2, seed=3, two_level=True)
-    weight = dataclasses.replace(weight, scales=weight.multipliers(), channel_scales=torch.ones(128))
-    q, _ = uniform_activations(20, weight)
-    schedule, ones = schedules.Integer(32, 2, 2), torch.ones(20, 4)
-    y = emulate_stream_k(weight, q, ones, schedule, (3, 1), tmp_path, out_dtype="float32")
+    n, k, blocks8, _, schedule, partition, out_dtype, _ = INTEGER["sums in shared memory"]
+    weight, m = random_weight(n, k, blocks8, seed=3, two_level=True), 20
+    ones = dict(scales=weight.multipliers(), channel_scales=torch.ones(n), bias=torch.zeros(n))
+    weight = dataclasses.replace(weight, **ones)
+    q, _ = uniform_activations(m, weight)
+    y = emulate_stream_k(weight, q, torch.ones(m, k // 128), schedule, partition, tmp_path, out_dtype=out_dtype)
     assert torch.equal(y.double(), q.double() @ weight.values().T)
 
 
 SMALL_BATCH = {  # n, k, INT8 blocks, m, schedule, output, bias, two-level scales
-    "one tile": (130, 900, 3, 5, schedules.SmallBatch(1, 2, 3, 3, 2, 2), "float16", True, False),
     "two levels": (130, 900, 3, 5, schedules.SmallBatch(1, 2, 3, 3, 2, 2), "float16", True, True),
+    "one tile": (130, 900, 3, 5, schedules.SmallBatch(1, 2, 3, 3, 2, 2), "float16", True, False),
     "two tiles": (200, 640, 1, 15, schedules.SmallBatch(2, 1, 4, 2, 1, 1), "bfloat16", False, False),
     "one chunk": (67, 333, 0, 1, schedules.SmallBatch(1, 1, 1, 2, 8, 3), "float32", True, True),
 }
 
 
-@pytest.mark.parametrize("name", SMALL_BATCH if os.environ.get(ALL) else list(SMALL_BATCH)[:2])
+@pytest.mark.parametrize("name", SMALL_BATCH if os.environ.get(ALL) else list(SMALL_BATCH)[:1])
 def test_small_batch(name, tmp_path):
     n, k, blocks8, m, schedule, out_dtype, bias, two_level = SMALL_BATCH[name]
     weight = random_weight(n, k, blocks8, seed=n, bias=bias, two_level=two_level)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -13,6 +14,7 @@ from terrazzo.lowering.toolchain import find_nvcc
 from terrazzo.ops.w4ax import integer, persistent, small_batch, stream_k
 from terrazzo.schedules import w4ax as schedules
 from test_w4a8_programs import counter, sass
+from test_w4ax_emulated import ALL
 
 pytestmark = pytest.mark.compiles
 FACTS = {"n": 448, "k": 640, "blocks8": 2, "out_dtype": "float16", "bias": False}
@@ -24,12 +26,16 @@ WGMMA = {  # changes, tokens of the instruction (half of them in turns of halves
     "widest": ({"block_tokens": 128, "warpgroups": 2, "stages": 4, "n": 450, "turns": 1}, 128),
     "halves": ({"block_tokens": 128, "warpgroups": 3, "stages": 4, "bias": True, "turns": 1}, 64),
 }
+# the kernel that the emulated tests run, and others: changes
 INTEGER = {
-    "few tokens": {"block_tokens": 16, "warpgroups": 4, "stages": 4},
-    "two warpgroups": {"block_tokens": 128, "warpgroups": 2, "stages": 4, "bias": True, "out_dtype": "bfloat16"},
-    "sums in shared memory": {"block_tokens": 128, "warpgroups": 3, "stages": 4, "n": 450, "bias": True},
-    "one kind": {"block_tokens": 64, "warpgroups": 3, "stages": 4, "blocks8": 0, "out_dtype": "float32"},
+    "shared": {"n": 130, "k": 512, "blocks8": 1, "bias": True, "out_dtype": "float32", "tile": (128, 3, 2)},
+    "few tokens": {"tile": (16, 4, 4)},
+    "two warpgroups": {"bias": True, "out_dtype": "bfloat16", "tile": (128, 2, 4)},
+    "four stages": {"n": 450, "bias": True, "tile": (128, 3, 4)},
+    "four warpgroups": {"tile": (64, 4, 4)},
+    "one kind": {"blocks8": 0, "out_dtype": "float32", "tile": (64, 3, 4)},
 }
+TILE = {"two_level": True, "block_tokens": 16, "warpgroups": 4, "stages": 4}
 # form of the sums -> groups of wgmma in the code, waits for them, conversions of a block, scalings of a tile's sums
 FORMS = {"blocks": (3, 3, 3, 3), "kept": (1, 2, 1, 2), "whole": (1, 2, 1, 2), "halves": (2, 2, 1, 1)}
 MMA = {
@@ -82,14 +88,14 @@ def test_wgmma(name):
     assert count(r"I2FP?\.F(32|P)") == schedule.block_tokens // 2 * scalings  # a sum becomes f32 once
 
 
-@pytest.mark.parametrize("name", INTEGER)
+@pytest.mark.parametrize("name", INTEGER if os.environ.get(ALL) else list(INTEGER)[:1])
 def test_integer(name):
     """A main loop for each kind of block, or one for both: pairs of wgmmas, of which one pair stays under way."""
-    changes = INTEGER[name]
-    folder, report = compiled(integer, "sm_90a", changes | {"two_level": True})
-    schedule = schedules.Integer(**{key: value for key, value in changes.items() if key not in FACTS})
-    facts = FACTS | changes
-    gemm = schedules.MixedGemm(448, 640, facts["blocks8"], 4 if facts["out_dtype"] == "float32" else 2, True)
+    facts = FACTS | INTEGER[name]
+    schedule = schedules.Integer(*facts.pop("tile"))
+    folder, report = compiled(integer, "sm_90a", facts | {"two_level": True} | schedule.params())
+    out_bytes = 4 if facts["out_dtype"] == "float32" else 2
+    gemm = schedules.MixedGemm(facts["n"], facts["k"], facts["blocks8"], out_bytes, True)
     assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(gemm) <= 232448
     if not report.instructions:
         pytest.skip(report.note)
@@ -167,14 +173,10 @@ def test_other_targets_and_single_kinds():
     [
         (stream_k, WGMMA["widest"][0] | {"block_tokens": 256}, "block_tokens"),
         (stream_k, WGMMA["widest"][0] | {"two_level": True}, "two_level"),
-        (integer, INTEGER["few tokens"] | {"two_level": False}, "two_level"),
-        (integer, INTEGER["few tokens"] | {"two_level": True, "block_tokens": 40}, "block_tokens"),
-        (
-            integer,
-            INTEGER["two warpgroups"] | {"two_level": True, "warpgroups": 3, "block_tokens": 256},
-            "block_tokens",
-        ),
-        (integer, INTEGER["few tokens"] | {"two_level": True, "stages": 1}, "stages"),
+        (integer, TILE | {"two_level": False}, "two_level"),
+        (integer, TILE | {"block_tokens": 40}, "block_tokens"),
+        (integer, TILE | {"block_tokens": 256}, "block_tokens"),
+        (integer, TILE | {"stages": 1}, "stages"),
         (stream_k, WGMMA["widest"][0] | {"warpgroups": 4}, "block_tokens"),
         (stream_k, WGMMA["widest"][0] | {"stages": 1}, "stages"),
         (stream_k, WGMMA["widest"][0] | {"warpgroups": 1}, "turns"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from cuda_on_cpu import CpuKernel
@@ -12,6 +14,7 @@ from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops import w4ax
 from terrazzo.ops.w4ax import activations, quantize_blocks, reference
 from test_w4a8_quantize_rows import SHIMS, primitives
+from test_w4ax_emulated import ALL
 
 pytestmark = [
     pytest.mark.compiles,
@@ -23,9 +26,14 @@ CASES = {  # target, K, INT8 blocks, dtype, permuted, norm, granularity
     "tokens": ("sm_80", 333, 1, "bfloat16", True, False, "token"),
     "static": ("sm_90a", 512, 4, "float16", False, False, "static"),
     "two levels": ("sm_90a", 900, 2, "float16", True, False, "two_level"),
-    "two levels, planes": ("sm_80", 640, 2, "bfloat16", True, True, "two_level"),
     "all int4": ("sm_80", 200, 0, "float16", False, True, "block"),
 }
+if os.environ.get(ALL):
+    CASES |= {
+        "two levels, planes": ("sm_80", 640, 2, "bfloat16", True, True, "two_level"),
+        "two levels of an int8 row": ("sm_90a", 640, 5, "bfloat16", False, False, "two_level"),
+        "two levels of an int4 row": ("sm_90a", 640, 0, "bfloat16", False, True, "two_level"),
+    }
 MORE_SHIMS = r"""
 typedef unsigned char uchar;
 struct int4 { int x, y, z, w; };
@@ -56,7 +64,7 @@ def test_machine_code(compiled, name):
         pytest.skip(report.note)
     vectors = -(-params["k"] // 128) * 16  # of 16 bytes in a row
     assert report.count(r"LDG\.E\.NA\.128") == -(-vectors // (32 * params["warps"]))  # x is read once
-    rounded = params["granularity"] == "two_level"  # a block's factor
+    rounded = params["granularity"] == "two_level" and params["blocks8"] * 128 < params["k"]  # factors of INT4 blocks
     assert not report.count("F2I") and not report.count("I2F") and report.count("FRND") == rounded
 
 
