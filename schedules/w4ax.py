@@ -20,7 +20,7 @@ MAX_TOKENS = small_batch.MAX_TOKENS
 _RESERVED = 2048  # barriers, alignment
 # warpgroups -> f32 and s32 sums of a thread that ptxas places without serializing wgmma
 _SUMS = {1: 192, 2: 192, 3: 96, 4: 64}
-_INTEGER_SUMS = {1: 128, 2: 128, 3: 64, 4: 64}  # the same, beside two sets of operands
+_INTEGER_SUMS = {1: 128, 2: 128, 3: 64, 4: 32}  # the same, beside two sets of operands
 
 
 @dataclass(frozen=True)
@@ -202,13 +202,14 @@ def fitted(schedule: StreamK | Integer, problem: MixedGemm, target: Target) -> S
 
 
 def choose_integer(problem: MixedGemm, target: Target, m: int) -> Integer:
-    """Tile shape by tokens and size of the weight, as W4A8 takes them, with as many stages as fit."""
+    """Tile shape by tokens and size of the weight, with as many stages as fit: up to 64 tokens that of `choose`, for
+    more the choice of W4A8."""
     tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
     millions = problem.row_blocks * 64 * problem.units * BLOCK / 1e6
     warpgroups = 2
-    if tokens <= 64 and millions >= 100:
-        warpgroups = 4 if tokens <= 32 else 3
-    elif tokens == 128:
+    if tokens <= 64:
+        warpgroups = choose(problem, target, m).warpgroups
+    else:
         tall = -(-problem.row_blocks // 3) * -(-m // 128)  # tiles of 192 rows
         if millions >= 100 or 0.9 * target.sms <= tall <= target.sms:  # many waves, or a single one of whole tiles
             warpgroups = 3
