@@ -70,12 +70,14 @@ class Decode:
         return problem.channel_words + self.tiles * problem.tile_words
 
     def smem_bytes(self, problem: DecodeProblem) -> int:
-        """Dynamic shared memory of a CTA: rings, or what the merge needs in their place; the rows of Q where
-        channel-wise scales multiply them."""
+        """Dynamic shared memory of a CTA: rings, or what the merge needs in their place; the rows of Q if they do not
+        fit into a stage of each ring, and their fragments where channel-wise scales multiply them."""
         rows = 8 * self.row_tiles
         merge = self.warps * rows * (problem.head_dim + 6)
         rings = max(self.warps * self.stages * self.stage_words(problem), merge)
         copies = bool(problem.group or self.shared_rows) + (self.warps if problem.group and self.shared_rows else 0)
+        pitch = problem.head_dim // 2 + 4
+        rings += rows * pitch if self.stage_words(problem) // pitch * self.warps < rows else 0
         return 4 * (rings + 4 * problem.head_dim * self.row_tiles * copies + (2 * rows if self.shared_rows else 0))
 
     def in_flight(self, problem: DecodeProblem) -> int:

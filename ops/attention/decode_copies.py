@@ -180,20 +180,22 @@ def make_copy_macros(
         w.length[0] = w.now[0]
         plan(w)
         find_page(TABLE, w.page, w, w.lane[0])
+        find_later(TABLE, w, 32)
         start_lanes(KV, ring, full, w)
 
     @T.macro
     def start(KV, TABLE, LEN, ring, full, w):
         """The plan, and the first stages on their way. `confirm` follows, whatever is between."""
-        if ahead:
-            start_lanes(KV, ring, full, w)
+        if ahead:  # what is read again goes first: behind the copies it would wait for all their bytes
             w.now[0] = peek(LEN, w.b)
-            w.old[0] = w.page[0]
-            find_page(TABLE, w.page, w, w.lane[0])
+            find_page(TABLE, w.again, w, w.lane[0])
+            find_later(TABLE, w, 32)
+            start_lanes(KV, ring, full, w)
         else:
             w.length[0] = peek(LEN, w.b)
             plan(w)
             find_page(TABLE, w.page, w, w.lane[0])
+            find_later(TABLE, w, 32)
             if bulk:
                 if stages > 1:
                     start_lanes(KV, ring, full, w)
@@ -205,12 +207,11 @@ def make_copy_macros(
 
     @T.macro
     def confirm(KV, TABLE, ring, full, w):
-        """The length and the stages are the right ones; pages are on their way for the next 64."""
+        """The length and the stages are the right ones, and the pages of the first 64."""
         if ahead:
-            moved = T.Or(differ(w.now[0], w.length[0]), differ(w.page[0], w.old[0]))
+            moved = T.Or(differ(w.now[0], w.length[0]), differ(w.again[0], w.page[0]))
             if T.call_extern("bool", "tz_any", moved):
                 restart(KV, TABLE, ring, full, w)
-        find_later(TABLE, w, 32)
 
     return SimpleNamespace(
         prefetch=prefetch, start=start, confirm=confirm, fetch=fetch, token_of=token_of, per_chunk=per_chunk

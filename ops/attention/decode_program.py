@@ -33,7 +33,7 @@ MAX_SPLITS = 128
 INTEGERS = (
     *("length", "group", "rows", "h", "y", "here"),  # of the sequence and of the CTA's rows
     *("packed", "start", "r0", "r1", "first", "count"),  # tokens and stages of the warp
-    *("now", "old"),  # length and page, read again
+    *("now", "again"),  # length and page, read once more
     *("page", "later", "source"),  # pages of stages
     *("read", "parity"),  # of the ring
     *("lane", "warp", "query", "head"),  # of the thread, and of a row
@@ -44,6 +44,17 @@ INTEGERS = (
 def stage_words(layout: CacheLayout, tiles: int) -> int:
     """int32 words of one stage of a warp's ring."""
     return layout.channel_words + tiles * layout.tile_words
+
+
+def row_pitch(head_dim: int) -> int:
+    """int32 words of a row of Q in shared memory, where the eight rows of a matrix lie in different banks."""
+    return head_dim // 2 + 4
+
+
+def rows_of_slot(layout: CacheLayout, row_tiles: int, warps: int, tiles: int) -> int:
+    """How many rows of Q wait in the slot of each ring that the first copies leave free; 0: they do not fit there."""
+    rows = stage_words(layout, tiles) // row_pitch(layout.head_dim)
+    return rows if rows * warps >= 8 * row_tiles else 0
 
 
 def query_words(layout: CacheLayout, row_tiles: int, warps: int, shared_rows: bool) -> int:
@@ -57,10 +68,11 @@ def query_words(layout: CacheLayout, row_tiles: int, warps: int, shared_rows: bo
 def shared_words(
     layout: CacheLayout, row_tiles: int, warps: int, tiles: int, stages: int, shared_rows: bool = False
 ) -> int:
-    """int32 words of shared memory: the rings, which the merge of the warps reuses, and
-    behind them the B fragments of `query_words`."""
+    """int32 words of shared memory: the rings, which the merge of the warps reuses, and behind them the rows of Q if
+    no ring has room for them, and their B fragments (`query_words`)."""
     rings = max(warps * stages * stage_words(layout, tiles), merge_words(layout.head_dim, row_tiles, warps))
-    return rings + query_words(layout, row_tiles, warps, shared_rows)
+    apart = 0 if rows_of_slot(layout, row_tiles, warps, tiles) else 8 * row_tiles * row_pitch(layout.head_dim)
+    return rings + apart + query_words(layout, row_tiles, warps, shared_rows)
 
 
 def build(
@@ -123,13 +135,15 @@ def build(
     threads = warps * 32
     total_words = shared_words(layout, nt, warps, tiles, stages, shared_rows)
     queries = total_words - query_words(layout, nt, warps, shared_rows)
+    q_pitch, in_slot = row_pitch(D), rows_of_slot(layout, nt, warps, tiles)
+    turns = -(-cols * (D // 8) // threads)  # pieces of Q that a thread fetches
     fragment_words, facts = 4 * D * nt, total_words - 2 * cols
     spare_tiles = residual // 16 + 1  # one more than a block: new tokens never overwrite those of a block to be packed
     bulk, pdl = target.supports("bulk_copy"), target.supports("pdl")
     bf16 = "true" if dtype == "bfloat16" else "false"
     found = [layout.k.converter, layout.v.converter, *([get_converter("f16_f16")] if residual else [])]
     source = attention_prelude(
-        "cp_async", "lds", "pack", "bulk", "semaphore", "warpgroup", "prefetch",
+        "cp_async", "lds", "ldmatrix", "pack", "bulk", "semaphore", "warpgroup", "prefetch",
         extra=tuple(dict.fromkeys(c.device_source for c in sorted(found, key=lambda c: c.name))),
     )  # fmt: skip
     tile = make_tile_macros(layout, nt, tiles, softcap, shared_rows)
@@ -141,7 +155,6 @@ def build(
     merge = make_merge_macros(layout, tile, row_tiles=nt, warps=warps, dtype=dtype, sinks=sinks)
     k_static = layout.k.scaling == "static"
     mixed = layout.k.operand != dtype
-    soon = not residual or nt == 1  # Q is read beside the first copies: registers hold it beside the residual block
 
     B, QL, HQ, HK = T.dynamic("b"), T.dynamic("q_len"), T.dynamic("hq"), T.dynamic("hk")
     PAGES, PAGE_WORDS, TABLE_B, MOST = T.dynamic("pages"), T.dynamic("page_words"), T.dynamic("tb"), T.dynamic("most")
@@ -149,36 +162,65 @@ def build(
     SKH, SKD, SVH, SVD, SINKS = (T.dynamic(name) for name in ("skh", "skd", "svh", "svd", "n_sinks"))
     Y, S = T.dynamic("y"), T.dynamic("s")
 
+    def piece(v, tx):
+        """(row of the CTA, first value) of the 16 bytes of Q that a thread fetches in turn v."""
+        return (v * threads + tx) // (D // 8), (v * threads + tx) % (D // 8) * 8
+
     @T.macro
-    def place_rows(st, w):
-        """Which token and head each row of a lane is, and where what it sees ends, from the sequence's end."""
+    def place_rows(st, w, tx):
+        """Where what each row of a lane sees ends, from the sequence's end; token and head of the rows it fetches."""
+        for v in each(turns):
+            row = smaller(w.y[0] * cols + piece(v, tx)[0], w.rows[0] - 1)
+            w.row_query[v] = T.truncdiv(row, w.group[0])
+            w.row_head[v] = w.h[0] * w.group[0] + row - w.row_query[v] * w.group[0]
         for t in each(nt):
             for j in each(2):
                 w.query[0] = T.truncdiv(w.y[0] * cols + t * 8 + w.lane[0] % 4 * 2 + j, w.group[0])
                 st.hi[t * 2 + j] = 1 - w.q_len + smaller(w.query[0], w.q_len - 1)
-            row = smaller(w.y[0] * cols + t * 8 + w.lane[0] // 4, w.rows[0] - 1)
-            w.row_query[t] = T.truncdiv(row, w.group[0])
-            w.row_head[t] = w.h[0] * w.group[0] + row - w.row_query[t] * w.group[0]
         w.least[0] = 1 - w.q_len + T.truncdiv(w.y[0] * cols, w.group[0])
 
-    @T.macro
-    def row_words(Q, words, w, t):
-        """Words of a lane's row of tile t, as they lie in Q; zeros for rows that do not exist."""
-        exists = T.call_extern("uint32", "tz_less_mask", w.y[0] * cols + t * 8 + w.lane[0] // 4, w.rows[0])
-        for k in each(slices):
-            for half in each(2):
-                words[(k * nt + t) * 2 + half] = exists & T.call_extern(
-                    "uint32",
-                    "tz_read32",
-                    T.access_ptr(Q[w.b, w.row_query[t], w.row_head[t], k * 16 + half * 8 + w.lane[0] % 4 * 2], "r", 2),
-                )
+    def at_row(row):
+        """Word of shared memory where a row of Q begins."""
+        if not in_slot:
+            return queries - (cols - row) * q_pitch
+        return row // in_slot * (stages * stage) + (stages - 1) * stage + row % in_slot * q_pitch
 
     @T.macro
-    def load_q(Q, SK, st, w):
+    def ask_rows(Q, ring, w, tx):
+        """The rows on their way to shared memory, ahead of the first copies: behind them they would wait for as many
+        bytes as a full ring. Rows that do not exist become zeros."""
+        for v in each(turns):
+            row, col = piece(v, tx)
+            if less(row, cols):
+                T.call_extern(
+                    "handle", "tz_cp_async", T.access_ptr(ring[at_row(row) + col // 2], "w", 4),
+                    T.access_ptr(Q[w.b, w.row_query[v], w.row_head[v], col], "r", 8),
+                    T.call_extern("int32", "tz_select", less(w.y[0] * cols + row, w.rows[0]), 16, 0),
+                )  # fmt: skip
+        T.call_extern("handle", "tz_cp_commit")
+
+    @T.macro
+    def await_rows():
+        """The rows are there, for all warps."""
+        T.call_extern("handle", f"tz_cp_wait<{0 if bulk else stages - 1}>")
+        T.sync_threads()
+
+    @T.macro
+    def take_rows(ring, words, st, w, t):
+        """Words of a lane's row of tile t."""
+        for k in each(0, slices, 2):
+            T.call_extern(
+                "handle", "tz_ldmatrix4", T.access_ptr(st.w, "w", 4),
+                T.access_ptr(ring[at_row(t * 8 + w.lane[0] % 8) + k * 8 + w.lane[0] // 8 * 4], "r", 4),
+            )  # fmt: skip
+            for i in each(4):
+                words[((k + i // 2) * nt + t) * 2 + i % 2] = st.w[i]
+
+    @T.macro
+    def load_q(ring, SK, st, w):
         """B fragments of the rows, and the sums of Q that zeros multiply."""
         for t in each(nt):
-            if not soon:
-                row_words(Q, st.q, w, t)
+            take_rows(ring, st.q, st, w, t)
             if mixed or k_static or tile.k_shift != (0, 0):
                 for k in each(slices):
                     for half in each(2):
@@ -223,10 +265,10 @@ def build(
         return st.qk if group else st.q
 
     @T.macro
-    def spare_q(Q, st, w):
+    def spare_q(ring, st, w):
         """The same fragments for the f16 residual block, where the packed keys want other ones."""
         for t in each(nt):
-            row_words(Q, st.qk, w, t)
+            take_rows(ring, st.qk, st, w, t)
             if dtype == "bfloat16":
                 for k in each(slices):
                     for half in each(2):
@@ -266,8 +308,8 @@ def build(
             ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
             w = SimpleNamespace(
                 b=b, hy=hy, split=split, splits=S, q_len=QL, window=window, kv_heads=HK, pages=PAGES, most=MOST,
-                page_words=PAGE_WORDS, row_query=T.alloc_local((nt,), "int32"), row_head=T.alloc_local((nt,), "int32"),
-                **ints,
+                page_words=PAGE_WORDS, row_query=T.alloc_local((turns,), "int32"),
+                row_head=T.alloc_local((turns,), "int32"), **ints,
             )  # fmt: skip
             if pdl:
                 T.pdl_trigger()
@@ -280,23 +322,22 @@ def build(
             w.here[0] = smaller(cols, w.rows[0] - w.y[0] * cols)
             w.read[0] = 0
             w.parity[0] = 0
-            place_rows(st, w)
+            place_rows(st, w, tx)
             if pdl and ahead:
                 copies.prefetch(KV, TABLE, LEN, w)
             if pdl:
                 T.pdl_sync()
+            ask_rows(Q, ring, w, tx)
             copies.start(KV, TABLE, LEN, ring, full, w)
-            if soon:
-                for t in each(nt):
-                    row_words(Q, st.q, w, t)
             copies.confirm(KV, TABLE, ring, full, w)
             tile.clear(st)
+            await_rows()
             for i in each(nt * 2):
                 st.hi[i] = st.hi[i] + w.length[0]
             w.least[0] = w.least[0] + w.length[0]
             if residual:
                 if less(w.packed[0], w.length[0]):
-                    spare_q(Q, st, w)
+                    spare_q(ring, st, w)
                     for i in T.serial(T.ceildiv(w.length[0] - w.packed[0], 16 * warps * S)):
                         j = (i * warps + w.warp[0]) * S + split
                         if less(w.packed[0] + j * 16, w.length[0]):
@@ -312,9 +353,11 @@ def build(
                                 st, st.qk, w.packed[0] + j * 16, w.length[0], True, w.lane[0],
                             )  # fmt: skip
                     tile.adopt(st)
-            load_q(Q, SK, st, w)  # behind the residual block, which has fragments of its own
+            load_q(ring, SK, st, w)  # behind the residual block, which has fragments of its own
             if group or shared_rows:
                 share_q(ring, st, w)
+            elif in_slot:
+                T.sync_threads()  # every warp has its rows before a slot of any ring is refilled
             for i in T.serial(w.count[0]):
                 if stages == 1:  # load, then compute: what the ring is compared with
                     T.call_extern("handle", "tz_syncwarp")

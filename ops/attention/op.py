@@ -269,8 +269,10 @@ def run(
     logs = torch.empty(batch, y, splits, chosen.rows, dtype=torch.float32, device=q.device)
     partial = torch.empty(batch, y, splits, chosen.rows, head_dim, dtype=torch.float32, device=q.device)
     none = stand_ins(q.device)
+    q = q.contiguous()
     kernel(
-        q.contiguous(), cache.pages, none["table"] if cache.block_table is None else cache.block_table, cache.lengths,
+        q.clone() if q.data_ptr() % 16 else q, cache.pages,
+        none["table"] if cache.block_table is None else cache.block_table, cache.lengths,
         none["residual"] if cache.residual is None else cache.residual,
         own_slots(batch, q.device) if cache.slots is None else cache.slots,
         none["static"] if cache.k_static is None else cache.k_static,

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_on_cpu import EARLY, CpuKernel
+from cuda_on_cpu import EARLY, LDMATRIX, CpuKernel
 from terrazzo.layouts.converters import get_converter
 from terrazzo.layouts.converters.arith import elements
 from terrazzo.lowering import compile_request
@@ -48,7 +48,11 @@ def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm
     )  # fmt: skip
     source = (compile_request(chosen.request) / "kernel.cu").read_text()
     names = {layout.k.converter.name, layout.v.converter.name} - {"bf16_bf16"} | {"f16_f16"}
-    converters = [EARLY, "template <int N> static void tz_store(void *p, const void *v) { memcpy(p, v, 4 * N); }\n"]
+    converters = [
+        EARLY,
+        LDMATRIX,
+        "template <int N> static void tz_store(void *p, const void *v) { memcpy(p, v, 4 * N); }\n",
+    ]
     converters.append("static void tz_syncwarp() { __syncwarp(); }\n")
     if isinstance(schedule, PlainDecode):
         plain = PlainLayout(case.k, case.v, case.head_dim)

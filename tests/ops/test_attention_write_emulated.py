@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_on_cpu import EARLY, CpuKernel
+from cuda_on_cpu import EARLY, LDMATRIX, CpuKernel
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
@@ -43,22 +43,6 @@ template <bool BF16> static unsigned tz_max2(unsigned a, unsigned b) {
   for (int e = 0; e < 32; e += 16) r |= (widen<BF16>(b >> e) > widen<BF16>(a >> e) ? b : a) & 0xFFFFu << e;
   return r;
 }
-template <bool TRANS> static void ldmatrix(void *out, const void *p) {
-  uint32_t in[4]; memcpy(in, p, 16);
-  if ((uintptr_t)p % 16) { fprintf(stderr, "misaligned ldmatrix\n"); abort(); }
-  meet(in, 4, (uint32_t *)out, 4, [](Meeting &w) {
-    for (int l = 0; l < 32; ++l) for (int j = 0; j < 4; ++j) {
-      uint32_t r = 0;
-      for (int e = 0; e < 2; ++e) {
-        int row = TRANS ? l % 4 * 2 + e : l / 4, col = TRANS ? l / 4 : l % 4 * 2 + e;
-        r |= (w.in[j * 8 + row][col / 2] >> 16 * (col % 2) & 0xFFFF) << 16 * e;
-      }
-      w.out[l][j] = r;
-    }
-  });
-}
-static void tz_ldmatrix4(void *out, const void *p) { ldmatrix<false>(out, p); }
-static void tz_ldmatrix4_trans(void *out, const void *p) { ldmatrix<true>(out, p); }
 """
 
 
@@ -68,7 +52,7 @@ def emulate(case: Case, folder, target: str = "sm_90a", times: int = 1, sms: int
     request = writing.write_request(made, case.dtype, Target.parse(target))
     source = (compile_request(request) / "kernel.cu").read_text()
     warps = write_program.chunk_warps(made.residual_tokens)
-    kernel = CpuKernel(source, [EARLY, SHIMS, PRIMITIVES["codes"].source], warps * 32, folder)
+    kernel = CpuKernel(source, [EARLY, LDMATRIX, SHIMS, PRIMITIVES["codes"].source], warps * 32, folder)
     zero, table = torch.zeros(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     static = [torch.zeros(1, 1) if s is None else s.contiguous() for s in (made.k_static, made.v_static)]
     residual = zero if made.residual is None else made.residual
