@@ -40,6 +40,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--q-len", default="1,4", help="comma-separated numbers of new tokens")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--pages", default="0,128", help="page sizes; 0 is contiguous")
+    parser.add_argument("--pages-in-order", action="store_true", help="pages of a sequence side by side, not scattered")
     parser.add_argument(
         "--schedules", help="row_tiles is chosen; warps,tiles,stages,min_blocks[,shared rows[,ahead]] separated by ;"
     )
@@ -71,6 +72,8 @@ def ours(
     from terrazzo.schedules import attention as schedules
 
     cache = random_cache(*formats, shape, o.head_dim, page)
+    if page and o.pages_in_order:
+        cache.block_table.copy_(torch.arange(cache.block_table.numel()).view_as(cache.block_table))
     nbytes = 4 * cache.pages.numel()
     target = launch.detect()
     copies = [cache] + [
@@ -93,7 +96,8 @@ def ours(
                 row = {
                     "op": "attention_decode", "k_format": formats[0], "v_format": formats[1], "batch": shape.batch,
                     "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": o.head_dim, "q_len": q_len,
-                    "kv_len": shape.tokens, "page": page, "us": None, "spread": None, "bytes": nbytes,
+                    "kv_len": shape.tokens, "page": page, "in_order": o.pages_in_order, "us": None,
+                    "spread": None, "bytes": nbytes,
                     "schedule": f"{chosen.row_tiles},{chosen.warps},{chosen.tiles},{chosen.stages},{chosen.min_blocks}"
                     f",{int(chosen.shared_rows)},{chosen.ahead} splits {number}",
                 }  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import append, decode, kernel_requests, op, pack_cache, store, writing
+from terrazzo.ops.attention import append, decode, decode_program, kernel_requests, op, pack_cache, store, writing
 from terrazzo.ops.attention import format as kv
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.schedules import attention as schedules
@@ -85,6 +85,8 @@ def test_every_format_and_size_has_a_schedule_that_fits(arch):
                     size = schedule.smem_bytes(problem) + 2048
                     assert size <= target.smem_per_block and schedule.min_blocks * size <= target.smem_per_sm
                     assert schedule.stages >= 2 and not layout.k.group % (16 * schedule.tiles)
+                    sizes = (schedule.row_tiles, schedule.warps, schedule.tiles, schedule.stages, schedule.shared_rows)
+                    assert size - 2048 == 4 * decode_program.shared_words(layout, *sizes)
 
 
 @pytest.mark.parametrize("residual", [16, 48, 80])
