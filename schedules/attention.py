@@ -17,6 +17,7 @@ from terrazzo.lowering.targets import Target
 MAX_SPLITS = 128
 _STATIC = 2048  # barriers with their alignment, and what the driver keeps of each CTA
 _ON_SM = (16, 12, 8, 4, 2)  # warps of an SM to choose from
+_COMBINE = 4  # warps for each eight rows: fewer go to memory more than once to add the splits of a sequence
 _FULL = 0.9  # a wave with more than this share of its CTAs counts as full
 IN_FLIGHT = 32 << 10  # bytes on their way to an SM that hide the latency of memory at full bandwidth (H200)
 
@@ -182,8 +183,9 @@ def _warps(problem: DecodeProblem, target: Target, on_sm: int) -> int:
     if whole and max(whole.values()) >= _FULL:
         return next(warps for warps, filled in whole.items() if filled >= max(whole.values()) - 0.02)
     warps, per_warp = on_sm, max(problem.group, 32)
-    while warps % 2 == 0 and warps > 2 and target.sms // pairs * warps * per_warp > problem.tokens:
-        warps //= 2
+    least = min(on_sm, _COMBINE * row_tiles(problem)) if row_tiles(problem) > 1 or problem.group else 2
+    while warps > least and warps % 2 == 0 and target.sms // pairs * warps * per_warp > problem.tokens:
+        warps = max(least, warps // 2)
     return warps
 
 
