@@ -20,7 +20,8 @@ MAX_TOKENS = small_batch.MAX_TOKENS
 _RESERVED = 2048  # barriers, alignment
 # warpgroups -> f32 and s32 sums of a thread that ptxas places without serializing wgmma
 _SUMS = {1: 192, 2: 192, 3: 96, 4: 64}
-_INTEGER_SUMS = {1: 128, 2: 128, 3: 64, 4: 32}  # the same, beside two sets of operands
+# the same of the integer program, beside two sets of operands; s32 sums alone, where the f32 ones lie in shared memory
+_INTEGER_SUMS, _STASHED_SUMS = {1: 128, 2: 128, 3: 64, 4: 64}, {3: 64}
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,8 @@ class Integer:
 
     def legal(self) -> bool:
         """Whether the sums fit the registers."""
-        narrow = self.block_tokens % 16 == 0 and 16 <= self.block_tokens <= 256
-        return narrow and self.sums <= _INTEGER_SUMS.get(self.warpgroups, 0)
+        most = (_STASHED_SUMS if self.stash else _INTEGER_SUMS).get(self.warpgroups, 0)
+        return self.block_tokens % 16 == 0 and 16 <= self.block_tokens and self.sums <= most
 
     @property
     def stage_bytes(self) -> int:
@@ -206,13 +207,12 @@ def choose_integer(problem: MixedGemm, target: Target, m: int) -> Integer:
     more the choice of W4A8."""
     tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
     millions = problem.row_blocks * 64 * problem.units * BLOCK / 1e6
-    warpgroups = 2
     if tokens <= 64:
         warpgroups = choose(problem, target, m).warpgroups
     else:
         tall = -(-problem.row_blocks // 3) * -(-m // 128)  # tiles of 192 rows
-        if millions >= 100 or 0.9 * target.sms <= tall <= target.sms:  # many waves, or a single one of whole tiles
-            warpgroups = 3
+        single = m <= 256 and 0.9 * target.sms <= tall <= target.sms  # wave of whole tiles
+        warpgroups = 3 if millions >= 100 or single else 2
     return fitted(Integer(tokens, warpgroups, stages=2), problem, target)
 
 

@@ -80,13 +80,12 @@ def build(
     units, all_blocks, blocks4 = gemm.units, gemm.row_blocks, gemm.blocks4
     row_tiles, ct, nacc = -(-all_blocks // wgs), wgs * 128, bm // 2
     both = 0 < blocks4 < units
-    late = stash  # scales and bias are fetched behind the products: no registers for them before
     own = -(-bm // 128)  # tokens whose scales a thread fetches
     inner = byte_gemm(gemm)
     steps = stage_macros(inner, block_tokens=bm, row_blocks=1, cta_blocks=wgs)
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
     rings = ring_macros(stages=stages)
-    spare = 0 if bm > 64 else spare_registers(wgs, nacc + 48)  # wide tiles add shares in place: 48 bytes of spills
+    spare = 0 if stash else spare_registers(wgs, nacc + 48)  # then shares are added in place: no registers for loads
     shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, dtype="float32", spare=spare)
     step = 16 if stash else out_tokens(bm)  # less of them to leave room for the ring
     out = store_macros(gemm, block_tokens=bm, cta_blocks=wgs, step=step)
@@ -236,22 +235,17 @@ def build(
                     tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
                     c.first[0] = c.tokens[0] * bm
                     c.end[0] = M
-                    if not late:
-                        out.fetch(S, B, held, c, wg, wt)
+                    out.fetch(S, B, held, c, wg, wt)
                     if both and not stash:
                         for i in T.unroll(nacc):
                             sums[i] = 0.0
                     for ph in T.serial(1 + both):
                         phase(c, local, ph)
                         if local.lo[0] < local.hi[0]:
-                            if not late:
-                                fetch_scales(XS, x, c, local, wt)
+                            fetch_scales(XS, x, c, local, wt)
                             count = local.hi[0] - local.lo[0]
                             sum_blocks(Ws, full, empty, ring, w, u, a, codes, acc, desc, count, wg, wt, lane)
-                            if late:
-                                T.call_extern("handle", "tz_not_before", T.access_ptr(c.first, "rw"))
-                                fetch_scales(XS, x, c, local, wt)
-                                out.fetch(S, B, held, c, wg, wt)
+                            T.call_extern("handle", "tz_not_before", T.access_ptr(c.first, "rw"))
                             share_scales(Fs, x, wg, wt)
                             if stash and both:
                                 for j in T.unroll(bm // 8):

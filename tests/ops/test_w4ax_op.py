@@ -12,6 +12,7 @@ from terrazzo.ops import launching, w4ax
 from terrazzo.ops.w4ax import activations, op
 from terrazzo.schedules import w4ax as schedules
 from terrazzo.schedules import work_items
+from terrazzo.schedules.w4ax_space import W4Ax
 from test_w4ax_format import random_weight
 
 SHAPES = ((13824, 5120), (5120, 13824), (6144, 4096), (57344, 8192), (8192, 29568), (257, 203), (1, 1))
@@ -25,7 +26,7 @@ def test_no_m_needs_a_kernel_outside_the_listed_ones(arch, granularity, without_
     for n, k in SHAPES:
         blocks8 = -(-k // 128) // 4
         listed = set(w4ax.kernel_requests(n, k, blocks8=blocks8, granularity=granularity, target=target))
-        assert len(listed) <= 7
+        assert len(listed) <= 7 + (two_level and arch == "sm_90a")  # wide tiles of two or of three warpgroups
         for m in TOKENS:
             plan, schedule = op.plan(
                 m, n, k, blocks8, out_dtype="float16", bias=False, two_level=two_level, target=target
@@ -52,6 +53,30 @@ def test_schedules_fit_their_targets():
                 s = schedules.choose_persistent(gemm, target, m)
                 assert s.smem_bytes(gemm) <= target.smem_per_block
                 assert s.ctas * (s.smem_bytes(gemm) + 1024) <= target.smem_per_sm
+
+
+def test_each_form_of_scales_has_its_tile_program():
+    hopper, old = Target.parse("sm_90a"), Target.parse("sm_80")
+    for two_level, program, other in ((False, "stream_k", "integer"), (True, "integer", "stream_k")):
+        space = W4Ax(schedules.MixedGemm(6144, 4096, 8, two_level=two_level))
+        for m, first in ((8, "small_batch"), (64, program), (256, program)):
+            assert space.heuristic(hopper, m)[0] == first
+            found = {c.program for c in space.candidates(hopper, m)}
+            assert found == ({"small_batch", program} if m <= schedules.MAX_TOKENS else {program})
+        tile = dict(block_tokens=64, warpgroups=2, stages=4, raster=8)
+        assert not space.revive(program, tile, hopper, 64)[1] and "scales" in space.revive(other, tile, hopper, 64)[1]
+        assert space.heuristic(old, 64)[0] == "persistent"
+
+
+def test_tiles_of_integer_sums():
+    """Both kinds of sums in registers as far as these go; at 128 tokens three warpgroups keep some in shared memory."""
+    every = [schedules.Integer(t, w, 2) for t in (16, 32, 64, 128, 256) for w in (1, 2, 3, 4)]
+    assert [(s.block_tokens, s.warpgroups) for s in every if s.legal() and s.stash] == [(128, 3)]
+    refused = [(s.block_tokens, s.warpgroups) for s in every if not s.legal()]
+    assert refused == [(128, 4), *((256, warpgroups) for warpgroups in (1, 2, 3, 4))]
+    mixed, alone = (schedules.MixedGemm(4096, 4096, blocks8, two_level=True) for blocks8 in (8, 0))
+    wide = schedules.Integer(128, 3, 2)
+    assert wide.smem_bytes(mixed) - wide.smem_bytes(alone) == 3 * 128 * 64 * 4
 
 
 def test_the_work_list_covers_every_block_once():
