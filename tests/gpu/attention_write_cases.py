@@ -128,6 +128,7 @@ def check(case: Case) -> None:
     compare(made.to("cpu"), wanted, case.repro)
 
 
+MANY = range(70)  # sequences: CTAs with more than one pair
 CASES = {
     "int4": Case(),
     "int8 pages": Case("int8", "int4", page=32, pitch=64),
@@ -142,6 +143,10 @@ CASES = {
     "residual": Case("int4", "int8", residual=64, old=(0, 63, 60, 130), new=(8, 1, 8, 8), page=64),
     "residual bfloat16": Case(residual=32, old=(3, 31), new=(100, 2), dtype="bfloat16"),
     "channel": Case("int4_channel64", "int4", old=(63, 0, 60, 127, 16), new=(1, 64, 8, 3, 5), page=64),
+    "channel, many": Case(
+        "int4_channel64", "int4", heads=8, old=tuple(i * 7 % 130 for i in MANY), new=tuple(1 for _ in MANY), page=64
+    ),
+    "int4, many": Case(heads=8, old=tuple(i * 5 % 67 for i in MANY), new=tuple(1 for _ in MANY)),
     "channel prefill": Case("int4_channel32", "int2", old=(0, 17), new=(150, 99), head_dim=64),
     "channel 128": Case("int2_channel128", "int2", old=(120, 0), new=(8, 300)),
     "channel 256": Case("int4_channel32", "int4", head_dim=256, old=(30,), new=(70,), dtype="bfloat16"),
