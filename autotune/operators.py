@@ -309,8 +309,11 @@ class W4Ax(_Linear):
     def roofline(self, problem: Problem, target: Target) -> Roofline:
         from terrazzo.layouts.converters import get_converter
 
-        alpha, size = get_converter("s4_s8_x16").alu_per_element, self._gemm(problem).weight_bytes
-        return weight_only_gemm(target, problem.m, problem.n, problem.k, size, alpha, dtype="s8", x_bytes=1)
+        gemm = self._gemm(problem)
+        alpha = get_converter("s4_s8_lqq" if gemm.two_level else "s4_s8_x16").alu_per_element
+        return weight_only_gemm(
+            target, problem.m, problem.n, problem.k, gemm.weight_bytes, alpha, dtype="s8", x_bytes=1
+        )
 
     def subject(self, problem: Problem, target: Target) -> Subject:
         from terrazzo.autotune import gemm_bench, subjects

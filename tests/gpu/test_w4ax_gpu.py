@@ -81,7 +81,7 @@ def test_integer_sums_are_exact(compiled, cases):
     needs(case.arch)
     given = case.spec.build()
     ones = torch.ones(given.n, device=given.codes.device)
-    weight = replace(given, scales=given.multipliers(), channel_scales=ones, bias=None)
+    weight = replace(given, scales=given.multipliers(), channel_scales=ones, bias=ones * 0 if case.spec.bias else None)
     w = weight.pack(target=case.arch).to(DEVICE)
     for m in case.ms:
         q, _ = codes(weight, m, m)
