@@ -15,8 +15,7 @@ Each function returns macros for one program; all of their state lives in one-el
 
 from types import SimpleNamespace
 
-MOST_SLICES = 16
-"""CTAs that may part a tile: bits of their word."""
+from terrazzo.schedules.tile_costs import MOST_SLICES
 
 
 def scalars(*names: str) -> SimpleNamespace:
@@ -65,8 +64,8 @@ def partition_macros(
 
     Groups of `raster` token blocks walk over the rows together, so that both operands stay in L2. `head_units`: where
     whole tiles are left besides the shared ones, a head gets so many k units less for each other share that it adds up
-    (a share may then be empty: k0 = k1). `exchange`: where all tiles are shared, by as many CTAs each and no more than
-    MOST_SLICES, nobody leaves or adds a share; all of them part the sum.
+    (a share may then be empty: k0 = k1). `exchange`: where all tiles are shared, by as many CTAs each, at most
+    MOST_SLICES and a unit of k for each, nobody leaves or adds a share; all of them part the sum.
     """
     import tilelang.language as T
 
@@ -80,8 +79,8 @@ def partition_macros(
                 p.head[0] = T.min(T.truncdiv(grid + sk - 1, sk) * head_units, units // 4)
         p.among[0] = 0
         if exchange:
-            if T.And(sk > 0, sk == mt * row_tiles):
-                if T.And(T.And(sk < grid, T.truncmod(grid, sk) == 0), grid <= MOST_SLICES * sk):
+            if T.And(sk > 0, sk == mt * row_tiles):  # and a unit of k for each share
+                if T.And(T.And(sk < grid, T.truncmod(grid, sk) == 0), grid <= min(MOST_SLICES, units) * sk):
                     p.among[0] = T.truncdiv(grid, sk)
         p.length[0] = units + p.head[0]
         p.first[0] = T.truncdiv(r * (sk * p.length[0]), grid)

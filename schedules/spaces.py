@@ -167,9 +167,7 @@ class W4A16(Space):
         unit = 4096 + self.problem.groups_per_128 * self.problem.record_bytes
         if program == "multistage":
             return _multistage_us(schedule, self.problem, target, m, unit, 2, "f16")
-        tokens = -(-m // schedule.block_tokens)
-        part = stream_k.partition(schedule, self.problem, target, m)
-        return stream_k_us(schedule, self.problem, target, (tokens, tokens), part, unit, 2, "f16")
+        return stream_k.us(schedule, self.problem, target, m)
 
 
 class W4A8(Space):
@@ -234,10 +232,7 @@ class W4A8(Space):
             return w4a8.small_batch_us(schedule, self.problem, target)
         if program == "multistage":
             return _multistage_us(schedule, self.problem, target, m, self.problem.unit_bytes, 1, "s8")
-        tokens = -(-m // schedule.block_tokens)
-        split = schedule.split()
-        part = w4a8.partition(split, self.problem, target, m)
-        return stream_k_us(split, self.problem, target, (tokens, tokens), part, self.problem.unit_bytes, 1, "s8")
+        return w4a8.stream_k_us(schedule.split(), self.problem, target, m)
 
 
 def choose(

@@ -28,62 +28,86 @@ def parts_sums(warpgroups: int, sums: int) -> bool:
     return sums <= _SUMS_TO_PART[warpgroups]
 
 
+MOST_SLICES = 16
+"""CTAs that may part a tile: ops/tile_scheduler.py has a bit for each."""
+
+
 @dataclass(frozen=True)
 class TileCosts:
     """Microseconds of the parts of a launch, on all SMs of an H200; an area is in tiles of 128 x 128 sums.
 
     Attributes:
         start: begin and end of a grid. store: an area's epilogue.
-        share, share_area: the trip of partial sums, and of an area. add: each further share of an area.
+        share: the trip of partial sums. add: each further share of an area.
         uneven, uneven_area: more where CTAs hold parts of two tiles.
+        part, part_area, part_each: the trip and the epilogue where CTAs part the sum: in all, of an area, for each
+            other CTA.
         traffic: time of the bytes, as a multiple of what 88.5 % of the datasheet's bandwidth takes.
         busy: how much faster a unit is where hardly any other SM works.
-        units: tile -> 128 k of it. convert, product, latency, sharp: the same of a tile that is not in `units`, from
-            64 rows of weights, 64 rows by 128 tokens, and what more warpgroups hide.
+        units: tile -> 128 k of it, of tiles that were measured.
     """
 
     start: float
     store: float
     share: float
-    share_area: float
     add: float
     uneven: float
     uneven_area: float
+    part: float
+    part_area: float
+    part_each: float
     traffic: float
     busy: float
-    convert: float
-    product: float
-    latency: float
-    sharp: float
     units: Mapping[Tile, float] = field(default_factory=dict)
 
     def unit(self, tile: Tile) -> float:
-        """128 k of a tile."""
-        tokens, warpgroups, row_blocks = tile
+        """128 k of a tile; one that was not measured costs what its neighbours do, by rows and by tokens."""
         if tile in self.units:
             return self.units[tile]
-        both = (self.convert**self.sharp + (self.product * tokens / 128) ** self.sharp) ** (1 / self.sharp)
-        return warpgroups * row_blocks * both + self.latency / warpgroups
+        tokens, warpgroups, row_blocks = tile
+        near = min(self.units, key=lambda it: (abs(it[0] - tokens), abs(it[1] * it[2] - warpgroups * row_blocks)))
+        return self.units[near] * warpgroups * row_blocks / (near[1] * near[2]) * (0.5 + 0.5 * tokens / near[0])
 
-    def us(self, tile: Tile, tiles: int, units: int, part: Partition, dram_us: float, slots: int) -> float:
-        """Of `tiles` of `units` each, divided by `part` over at most `slots` CTAs at once, that read for `dram_us`."""
+    def us(
+        self, tile: Tile, tiles: int, units: int, part: Partition, dram_us: float, slots: int, parted: bool, slow: float
+    ) -> float:
+        """A launch of `tiles` of `units` each, divided by `part` over at most `slots` CTAs at once.
+
+        Args:
+            dram_us: see the function of that name. parted: whether the program can part sums (`parts_sums`).
+            slow: time of a unit of a shared tile in a later wave, as a multiple: all of k is read at once.
+        """
         tokens, warpgroups, row_blocks = tile
         area = 64 * warpgroups * row_blocks * tokens / _AREA
         shared, grid = part.shared, part.grid
         whole = -(-(tiles - shared) // grid)
-        busiest = -(-shared * units // grid) + whole * units
+        busiest = -(-shared * units // grid) * (slow if whole else 1) + whole * units
         loop = busiest * self.unit(tile) * (1 + self.busy * (min(grid / slots, 1) - 1))
-        tail = self.store * area * (whole + (shared > 0))
-        others = -(-grid // shared) - 1 if 0 < shared < grid else int(shared > 0)
-        if others and shared % grid:
-            tail += self.share + (self.share_area + self.add * others) * area
-            tail += (self.uneven + self.uneven_area * area) * (grid % shared > 0)
+        if parted and parts_alike(tiles, units, part):
+            tail = self.part + self.part_area * area + self.part_each * (grid // shared - 1)
+        else:
+            tail = self.store * area * (whole + (shared > 0))
+            others = -(-grid // shared) - 1 if 0 < shared < grid else int(shared > 0)
+            if others and shared % grid:
+                tail += self.share + self.add * others * area
+                tail += (self.uneven + self.uneven_area * area) * (grid % shared > 0)
         return self.start + (loop**_SHARP + (dram_us * self.traffic) ** _SHARP) ** (1 / _SHARP) + tail
 
-    def divide(self, tile: Tile, tiles: int, units: int, dram_us: float, slots: int) -> tuple[float, Partition]:
-        """The cheapest partition and its microseconds."""
-        every = ((self.us(tile, tiles, units, part, dram_us, slots), part) for part in partitions(tiles, units, slots))
+    def divide(
+        self, tile: Tile, tiles: int, units: int, dram_us: float, slots: int, parted: bool, slow: float = 1
+    ) -> tuple[float, Partition]:
+        """Microseconds of the cheapest partition, and the partition; arguments as of `us`."""
+        every = (
+            (self.us(tile, tiles, units, part, dram_us, slots, parted, slow), part)
+            for part in partitions(tiles, units, slots)
+        )
         return min(every, key=lambda it: it[0])
+
+
+def parts_alike(tiles: int, units: int, part: Partition) -> bool:
+    """Whether the CTAs of each tile part its sum, in a program that can."""
+    among, rest = divmod(part.grid, max(part.shared, 1))
+    return part.shared == tiles and not rest and 1 < among <= min(MOST_SLICES, units)
 
 
 def partitions(tiles: int, units: int, slots: int) -> Iterator[Partition]:
@@ -101,6 +125,25 @@ def partitions(tiles: int, units: int, slots: int) -> Iterator[Partition]:
             yield Partition(slots, shared)
 
 
-def dram_us(target: Target, weight_bytes: int, x_bytes: int, y_bytes: int) -> float:
+def bucket(m: int) -> int:
+    """The M that tiles are chosen for, so that no M between two of them needs another kernel."""
+    return min(max(16, 1 << (m - 1).bit_length()), 4096)
+
+
+def widths(m: int) -> tuple[int, ...]:
+    """Tokens of the tiles worth considering for m, the same for all M of a bucket and of equal padding."""
+    if m <= 128:
+        return (bucket(m),) if m <= 64 else (64, 128)
+    if m > 256 and -(-m // 128) * 128 * 1.12 < -(-m // 256) * 256:  # 128 tokens cost a little more than half of 256
+        return (128,)
+    return (128, 256) if m <= 512 else (256,)
+
+
+def dram_us(target: Target, nbytes: int) -> float:
     """Microseconds of a GEMM's bytes at 88.5 % of the datasheet's bandwidth, what a copy reaches on H200."""
-    return (weight_bytes + x_bytes + y_bytes) / (0.885e3 * target.dram_gb_s)
+    return nbytes / (0.885e3 * target.dram_gb_s)
+
+
+def later_wave(target: Target, m: int, k: int, x_bytes: int) -> float:
+    """`slow` of `TileCosts.us`: tiles that are shared in a later wave read all of x at once, which may exceed L2."""
+    return 1.1 if m * k * x_bytes > 0.9 * target.l2_bytes else 1.0

@@ -17,7 +17,7 @@ from terrazzo.lowering.errors import CompileError
 from terrazzo.lowering.request import KernelRequest
 
 HERE = Path(__file__).parent
-SMALL = Job(shapes=((512, 1024),), m=(8, 64), strategy="exhaustive", most=14, confirm=2)
+SMALL = Job(shapes=((512, 1024),), m=(8, 64), strategy="exhaustive", most=13, confirm=2)
 
 
 class InstantCompiler:

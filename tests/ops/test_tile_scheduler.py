@@ -9,8 +9,9 @@ from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.tile_scheduler import MOST_SLICES, partition_macros, plan_state, segment_state
+from terrazzo.ops.tile_scheduler import partition_macros, plan_state, segment_state
 from terrazzo.schedules.partition import share_tiles
+from terrazzo.schedules.tile_costs import MOST_SLICES
 
 pytestmark = [
     pytest.mark.compiles,
