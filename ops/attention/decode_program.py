@@ -171,8 +171,8 @@ def build(
         """Where what each row of a lane sees ends, from the sequence's end; token and head of the rows it fetches."""
         for v in each(turns):
             row = smaller(w.y[0] * cols + piece(v, tx)[0], w.rows[0] - 1)
-            w.row_query[v] = T.truncdiv(row, w.group[0])
-            w.row_head[v] = w.h[0] * w.group[0] + row - w.row_query[v] * w.group[0]
+            w.row_query[v] = T.call_extern("int32", "tz_now", T.truncdiv(row, w.group[0]))
+            w.row_head[v] = T.call_extern("int32", "tz_now", w.h[0] * w.group[0] + row - w.row_query[v] * w.group[0])
         for t in each(nt):
             for j in each(2):
                 w.query[0] = T.truncdiv(w.y[0] * cols + t * 8 + w.lane[0] % 4 * 2 + j, w.group[0])

@@ -78,6 +78,8 @@ __device__ __forceinline__ int tz_peek(const void *p) {
   int v; asm volatile("ld.relaxed.gpu.global.s32 %0,[%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
 __device__ __forceinline__ unsigned tz_read32(const void *p) {
   unsigned v; asm volatile("ld.global.u32 %0,[%1];" : "=r"(v) : "l"(p)); return v; }
+// x, computed where this stands and not behind a wait
+__device__ __forceinline__ int tz_now(int x) { asm volatile("" : "+r"(x)); return x; }
 // a barrier of one arrival, all of whose copies have landed, as it was before the first of them
 __device__ __forceinline__ void tz_rearm(void *bar) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0]; mbarrier.init.shared::cta.b64 [%0],1;"

@@ -182,6 +182,7 @@ static float tz_xor_shuffle(float x, int mask) {
   meet(in, 2, &out, 1, [](Meeting &w) { for (int l = 0; l < 32; ++l) w.out[l][0] = w.in[l ^ w.in[l][1]][0]; });
   memcpy(&x, &out, 4); return x;
 }
+static int tz_now(int x) { return x; }
 static int tz_of_lane(int x, int from) {
   uint32_t in[2] = {(uint32_t)x, (uint32_t)from}, out;
   meet(in, 2, &out, 1, [](Meeting &w) { for (int l = 0; l < 32; ++l) w.out[l][0] = w.in[w.in[l][1] % 32][0]; });
