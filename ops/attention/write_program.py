@@ -90,14 +90,14 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
     @T.macro
     def learn(LEN, CU, SLOT, known, w, pairs, lane):
         """What each lane knows of its pair, in one trip to memory."""
-        pair = smaller(w.first + lane, pairs - 1)
-        known.length[0] = peek(LEN, pair // HK)
-        known.row[0] = peek(CU, pair // HK)
-        known.new[0] = peek(CU, pair // HK + 1)
+        w.b[0] = T.truncdiv(smaller(w.first + lane, pairs - 1), HK)
+        known.length[0] = peek(LEN, w.b[0])
+        known.row[0] = peek(CU, w.b[0])
+        known.new[0] = peek(CU, w.b[0] + 1)
         if residual:
-            known.slot[0] = peek(SLOT, pair // HK)
+            known.slot[0] = peek(SLOT, w.b[0])
         if page and pdl:  # beside the others, from where it seemed to lie
-            known.page[0] = peek(w.table, pair // HK, smaller(larger(known.guess[0], 0), MOST - 1))
+            known.page[0] = peek(w.table, w.b[0], smaller(larger(known.guess[0], 0), MOST - 1))
         known.new[0] = known.new[0] - known.row[0]
 
     @T.macro
