@@ -83,7 +83,8 @@ class SmallBatch(w4a8.SmallBatch):
 
     def smem_bytes(self, problem: MixedGemm) -> int:
         """Dynamic and static shared memory of one CTA."""
-        return super().smem_bytes(problem) + -(-problem.units // self.kc) * self.token_tiles * 32
+        rows = -(-problem.row_tiles // self.nc) + self.chunk if problem.two_level else 0  # whose channel scales wait
+        return super().smem_bytes(problem) + -(-problem.units // self.kc) * self.token_tiles * 32 + rows * 64
 
 
 def serves(problem: MixedGemm, target: Target, m: int) -> bool:

@@ -88,10 +88,11 @@ __device__ __forceinline__ void tz_row_scales(void *s_, unsigned u) {
   float *s = (float *)s_;
   s[0] = __uint_as_float(u << 16); s[1] = __uint_as_float(u & 0xffff0000u);
 }
-// multipliers of row g and of row g + 8, the first byte of each record, over the 16 that the fast conversion leaves
+// multipliers of row g and of row g + 8, the first byte of each record
 __device__ __forceinline__ void tz_row_multipliers(void *s_, unsigned u) {
   float *s = (float *)s_;
-  s[0] = (float)(u & 255) * 0.0625f; s[1] = (float)(u >> 16 & 255) * 0.0625f;
+  s[0] = __uint_as_float(__byte_perm(u, 0x4b000000u, 0x7440)) - 8388608.0f;  // 2^23 and a byte, without it
+  s[1] = __uint_as_float(__byte_perm(u, 0x4b000000u, 0x7442)) - 8388608.0f;
 }
 """
 """Why not TileLang: reinterpreted halves of a word; the association of the product is part of the result's bits."""

@@ -66,18 +66,26 @@ def build(
     )  # fmt: skip
     ring = unit_macros(token_tiles=nt, chunk=chunk, groups=1, stages=stages, pitch=pitch)
     copies = "multicast" if cluster > 1 else "bulk"
-    used = ("cp_async", "lds", "ldmatrix", "semaphore", "int8", copies, *(["prefetch"] if two_level else []))
+    used = ("cp_async", "lds", "ldmatrix", "semaphore", "int8", copies)
     source = prelude(*used, extra=(gemm.converter.device_source, problem.SOURCE))
     cluster_dims = dict(cluster_dims=(1, cluster, 1)) if cluster > 1 else {}
     M, MP = T.dynamic("m"), T.dynamic("mp")
 
     @T.macro
     def load_token_scales(XS, Fs, k0, kn, tx):
-        """Scales of the CTA's blocks; those of tokens from M on do not count."""
+        """Scales of the CTA's blocks; those of tokens from M on do not count. Two-level: over the 16 of the fast
+        conversion."""
         for e in T.serial(-(-(cta_units * nt * 8) // threads)):
             at = e * threads + tx
             if at < kn * (nt * 8):
-                Fs[at] = XS[k0 + at // (nt * 8), T.min(at % (nt * 8), MP - 1)]
+                Fs[at] = XS[k0 + at // (nt * 8), T.min(at % (nt * 8), MP - 1)] * T.float32(0.0625 if two_level else 1)
+
+    @T.macro
+    def load_channel_scales(S, Cs, t0, t1, tx):
+        """Those of the CTA's rows."""
+        for e in T.serial(-(-(chunks * chunk * 16) // threads)):
+            if e * threads + tx < (t1 - t0) * 16:
+                Cs[e * threads + tx] = S[t0 * 16 + e * threads + tx]
 
     @T.macro
     def multiply(R, w, a, x, part, codes, slot, m, lane):
@@ -102,11 +110,11 @@ def build(
     @T.macro
     def store(to, r4, tok, row):
         """Four rows of one token in the output dtype."""
-        S, B, Y, o4 = to
+        Cs, t0, B, Y, o4 = to
         if row < n:
             for i in T.unroll(4):
                 if two_level:
-                    r4[i] = r4[i] * S[row + i]
+                    r4[i] = r4[i] * Cs[row - t0 * 16 + i]
                 o4[i] = T.cast(r4[i] + (B[T.min(row + i, n - 1)] if bias else T.float32(0)), out_dtype)
             if n % 4 == 0:
                 for i in T.vectorized(4):
@@ -134,6 +142,7 @@ def build(
             R = T.alloc_shared((warps * stages * ring.step,), "int32")
             Q = T.alloc_shared((sums.words,), "float32")
             Fs = T.alloc_shared((cta_units * nt * 8,), "float32")
+            Cs = T.alloc_shared((chunks * chunk * 16 if two_level else 1,), "float32")
             xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1])
             w = T.alloc_local((4,), "uint32")
             a = T.alloc_local((8,), "uint32")
@@ -160,9 +169,8 @@ def build(
             T.pdl_trigger()
             for p in T.unroll(stages):
                 ring.issue(W, R, base, p, gn, t0, t1, k0 + g0, lane)
-            if two_level:  # read when the sums are complete, with nothing left to hide a trip to DRAM
-                if T.And(tx == 0, t1 > t0):
-                    T.call_extern("handle", "tz_prefetch", T.access_ptr(S[t0 * 16], "r", 16), (t1 - t0) * 64)
+            if two_level:
+                load_channel_scales(S, Cs, t0, t1, tx)
             T.pdl_sync()
             resident.fetch(X, Xs, xbar, M, k0, kn, bn % cluster, tx)
             load_token_scales(XS, Fs, k0, kn, tx)
@@ -204,7 +212,7 @@ def build(
                             )
                     T.call_extern("handle", "tz_syncwarp")  # every lane has read the step before it is overwritten
                     ring.issue(W, R, base, ci * gn + gi + stages, gn, t0, t1, k0 + g0, lane)
-                sums.add_warps(Q, WS, (S, B, Y, o4), acc, r4, M, bk, t0, t1, ci, tx)
-            sums.add_ctas(WS, SEM, (S, B, Y, o4), r4, M, bn, t0, t1, tx)
+                sums.add_warps(Q, WS, (Cs, t0, B, Y, o4), acc, r4, M, bk, t0, t1, ci, tx)
+            sums.add_ctas(WS, SEM, (Cs, t0, B, Y, o4), r4, M, bn, t0, t1, tx)
 
     return main
