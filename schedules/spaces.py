@@ -318,6 +318,8 @@ def small_batch_refusal(s: small_batch.SmallBatch, problem: WeightOnlyGemm, targ
 def sums_refusal(s: stream_k.StreamK, scaled_sums: bool) -> str:
     sums = s.row_blocks * s.block_tokens // 2 * (2 if scaled_sums else 1)
     most = _SUMS.get((s.warpgroups, s.per_sm), 0)
+    if (s.warpgroups, s.row_blocks, s.per_sm, s.stage_k) == (4, 1, 1, 64) and not scaled_sums:
+        most = 64  # sets of half as many operands
     if s.per_sm == s.warpgroups == s.row_blocks == 2:
         most //= 2  # the words of a stage take the registers
     if sums > most or s.stage_k not in (64, 128):

@@ -3,7 +3,8 @@
 A CTA computes tiles of 64 * row_blocks * warpgroups output features by `block_tokens` tokens. Two producer warps fill a
 ring whose stages hold 64 or 128 k: one by TMA with X (128-byte swizzle), one by 1-D bulk copies with packed weights and
 parameters. A consumer warpgroup owns `row_blocks` blocks of 64 rows: it loads its words, converts them into one of two
-sets of operand registers and issues four wgmma m64nNk16, while the four before are still running on the other set.
+sets of operand registers and issues four wgmma m64nNk16 (two where registers are short), while those before are still
+running on the other set.
 
 Work partition and shares of tiles: ops/tile_scheduler.py; the result has the same bits in every run. With experts, x
 holds the tokens of all of them, sorted, and the loop runs over (expert, tile) pairs; the partition is made on the
@@ -85,6 +86,7 @@ def build(
     np_, kp = -(-n // 64) * 64, -(-k // UNIT_K) * UNIT_K
     units, groups, rec, sb = kp // UNIT_K, op.groups(kp), op.record_bytes, op.scale_bytes
     ig = op.groups_per(64)  # parameter records of a stage
+    batch = 2 if wgs == 4 and bm == 128 else 4  # k16 steps of a set of operands: registers for more sums
     shared_params = group in (0, 128)  # then only even slots carry parameters
     all_blocks, cta_blocks = np_ // 64, wgs * rb
     row_tiles = -(-all_blocks // cta_blocks)
@@ -189,6 +191,38 @@ def build(
             1,
             1,
         )
+
+    @T.macro
+    def convert(w, words, a, half, v, r, first, count):
+        """k16 steps first .. first + count - 1 of 64 k of row block r."""
+        for j in T.unroll(count):
+            at = (r * ig + (first + j) * ig // 4) * 4
+            T.call_extern(
+                "handle",
+                cvt.device_name,
+                w[words + first + j],
+                T.access_ptr(a[half + j * 4], "w", 4),
+                v[at],
+                v[at + 1],
+                v[at + 2],
+                v[at + 3],
+            )
+        T.warpgroup_fence_operand(a, half, count * 4)
+
+    @T.macro
+    def multiply_scaled(a, half, desc, slot, part, acc, s, r):
+        """64 k of row block r: the sums of each group of k are scaled and added to the tile's."""
+        for q in T.unroll(ig):
+            T.warpgroup_fence_operand(part, num_regs=nacc)
+            T.warpgroup_arrive()
+            for j in T.unroll(4 // ig):
+                at = q * (4 // ig) + j
+                wgmma(a, half + at * 4, desc, slot + at * 2, part, 0, j == 0)
+            T.warpgroup_commit_batch()
+            T.warpgroup_wait(0)
+            T.warpgroup_fence_operand(part, num_regs=nacc)
+            for e in T.unroll(nacc):
+                acc[r * nacc + e] = acc[r * nacc + e] + s[(r * ig + q) * 2 + e % 4 // 2] * part[e]
 
     @T.macro
     def stage_out(Os, values, at, o, wg, warp, lane, q):
@@ -298,7 +332,7 @@ def build(
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
             empty = T.alloc_barrier([wgs * 4] * stages)
             w = T.alloc_local((halves * rb * 4,), "uint32")
-            a = T.alloc_local((32,), "uint32")
+            a = T.alloc_local((8 * batch,), "uint32")
             acc = T.alloc_local((rb * nacc,), "float32")
             part = T.alloc_local((nacc if post else 1,), "float32")
             s = T.alloc_local((rb * ig * 2,), "float32")
@@ -387,52 +421,24 @@ def build(
                                         ),
                                     )
                             for r in T.unroll(rb):
-                                half = (h * rb + r) % 2 * 16
                                 if h == 0 or not shared_params:
                                     load_params(Ps, param_slot(ring, h), wg * rb + r, warp * 8 + lane // 4, s, u, v, r)
-                                for j in T.unroll(4):
-                                    at = (r * ig + j * ig // 4) * 4
-                                    T.call_extern(
-                                        "handle",
-                                        cvt.device_name,
-                                        w[(h % halves * rb + r) * 4 + j],
-                                        T.access_ptr(a[half + j * 4], "w", 4),
-                                        v[at],
-                                        v[at + 1],
-                                        v[at + 2],
-                                        v[at + 3],
-                                    )
-                                T.warpgroup_fence_operand(a, half, 16)
                                 slot = (ring.stage[0] * halves + h % halves) * (slot_bytes // 16)
                                 if post:
-                                    for q in T.unroll(ig):
-                                        T.warpgroup_fence_operand(part, num_regs=nacc)
-                                        T.warpgroup_arrive()
-                                        for j in T.unroll(4 // ig):
-                                            wgmma(
-                                                a,
-                                                half + (q * (4 // ig) + j) * 4,
-                                                desc,
-                                                slot + (q * (4 // ig) + j) * 2,
-                                                part,
-                                                0,
-                                                j == 0,
-                                            )
-                                        T.warpgroup_commit_batch()
-                                        T.warpgroup_wait(0)
-                                        T.warpgroup_fence_operand(part, num_regs=nacc)
-                                        for e in T.unroll(nacc):
-                                            acc[r * nacc + e] = (
-                                                acc[r * nacc + e] + s[(r * ig + q) * 2 + e % 4 // 2] * part[e]
-                                            )
+                                    convert(w, (h % halves * rb + r) * 4, a, (h * rb + r) % 2 * 16, v, r, 0, 4)
+                                    multiply_scaled(a, (h * rb + r) % 2 * 16, desc, slot, part, acc, s, r)
                                 else:
-                                    T.warpgroup_fence_operand(acc, r * nacc, nacc)
-                                    T.warpgroup_arrive()
-                                    for j in T.unroll(4):
-                                        wgmma(a, half + j * 4, desc, slot + j * 2, acc, r * nacc, False)
-                                    T.warpgroup_commit_batch()
-                                    T.warpgroup_fence_operand(acc, r * nacc, nacc)
-                                    T.warpgroup_wait(1)
+                                    for b in T.unroll(4 // batch):
+                                        half = ((h * rb + r) * (4 // batch) + b) % 2 * (batch * 4)
+                                        convert(w, (h % halves * rb + r) * 4, a, half, v, r, b * batch, batch)
+                                        T.warpgroup_fence_operand(acc, r * nacc, nacc)
+                                        T.warpgroup_arrive()
+                                        for j in T.unroll(batch):
+                                            at = (b * batch + j) * 2
+                                            wgmma(a, half + j * 4, desc, slot + at, acc, r * nacc, False)
+                                        T.warpgroup_commit_batch()
+                                        T.warpgroup_fence_operand(acc, r * nacc, nacc)
+                                        T.warpgroup_wait(1)
                                 if r == 0 and h % halves == 0:  # the wgmmas on the stage before are complete
                                     rings.release(empty, ring, T.And(lane == 0, kb * 2 + h > 0))
                             if (h + 1) % halves == 0:
