@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -134,6 +136,18 @@ def test_packing_needs_a_target():
         w4ax.QuantizedWeight.canonical(**GOOD).pack(target="sm_75")
     with pytest.raises(ArgumentError):
         w4ax.pack(GOOD["codes"], target="sm_80")
+
+
+def test_the_weight_of_the_benchmark_is_exact_in_both_forms():
+    from terrazzo.autotune.w4ax_bench import random_weight as of_the_benchmark
+
+    weight = of_the_benchmark(130, 640, 0.25, torch.Generator().manual_seed(0), "two_level")
+    checked = w4ax.QuantizedWeight.canonical(
+        weight.codes, weight.scales, k=640, blocks8=weight.blocks8, permutation=weight.permutation,
+        channel_scales=weight.channel_scales,
+    )  # fmt: skip
+    block = dataclasses.replace(checked, channel_scales=None).pack(target="sm_90a")
+    assert torch.equal(block.dequantize(), weight.dequantize()) and not block.two_level
 
 
 def test_clipping_is_searched():
