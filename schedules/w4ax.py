@@ -204,16 +204,16 @@ def fitted(schedule: StreamK | Integer, problem: MixedGemm, target: Target) -> S
 
 
 def choose_integer(problem: MixedGemm, target: Target, m: int) -> Integer:
-    """Tile shape by tokens and size of the weight, with as many stages as fit: up to 64 tokens that of `choose`, for
-    more the choice of W4A8."""
+    """Tile shape by tokens and size of the weight, with as many stages as fit: up to 64 tokens that of `choose`."""
     tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
     millions = problem.row_blocks * 64 * problem.units * BLOCK / 1e6
     if tokens <= 64:
         warpgroups = choose(problem, target, m).warpgroups
     else:
-        tall = -(-problem.row_blocks // 3) * -(-m // 128)  # tiles of 192 rows
-        single = m <= 256 and 0.9 * target.sms <= tall <= target.sms  # wave of whole tiles
-        warpgroups = 3 if millions >= 100 or single else 2
+        tiles = {count: -(-problem.row_blocks // count) * -(-m // 128) for count in (2, 3)}
+        # a single wave of whole tiles; else tall tiles, which read X less often, where there are many of them
+        wave = [count for count, made in tiles.items() if m <= 256 and 0.9 * target.sms <= made <= target.sms]
+        warpgroups = wave[0] if wave else 3 if millions >= 100 else 2
     return fitted(Integer(tokens, warpgroups, stages=2), problem, target)
 
 
