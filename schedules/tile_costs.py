@@ -136,7 +136,7 @@ def widths(m: int) -> tuple[int, ...]:
         return (bucket(m),) if m <= 64 else (64, 128)
     if m > 256 and -(-m // 128) * 128 * 1.12 < -(-m // 256) * 256:  # 128 tokens cost a little more than half of 256
         return (128,)
-    return (128, 256) if m <= 512 else (256,)
+    return 128, 256
 
 
 def dram_us(target: Target, nbytes: int) -> float:
@@ -146,4 +146,4 @@ def dram_us(target: Target, nbytes: int) -> float:
 
 def later_wave(target: Target, m: int, k: int, x_bytes: int) -> float:
     """`slow` of `TileCosts.us`: tiles that are shared in a later wave read all of x at once, which may exceed L2."""
-    return 1.1 if m * k * x_bytes > 0.9 * target.l2_bytes else 1.0
+    return 1.2 if m * k * x_bytes > 0.9 * target.l2_bytes else 1.0
