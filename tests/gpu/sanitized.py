@@ -101,6 +101,7 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched("small_batch cluster", F16(W4A16(257, 512, 64), 16)),
         Watched("small_batch split", F16(W4A16(128, 10944), 8)),
         Watched("stream_k", F16(W4A16(257, 640, bias=True), 64)),
+        Watched("stream_k parted", F16(W4A16(256, 4096), 100)),
         Watched("stream_k post", F16(W4A16(256, 512, 32, scale="float32"), 33)),
         Watched("multistage", F16(W4A16(256, 512), 64), "sm_80"),
     ),
