@@ -17,7 +17,8 @@ from terrazzo.lowering.targets import Target
 MAX_SPLITS = 128
 _STATIC = 2048  # barriers with their alignment, and what the driver keeps of each CTA
 _ON_SM = (16, 12, 8, 4, 2)  # warps of an SM to choose from
-_COMBINE = 4  # warps for each eight rows: fewer go to memory more than once to add the splits of a sequence
+_COMBINE = 8  # warps of 16 rows or of channel groups: fewer add the splits of a sequence in more trips to memory
+_MANY_SPLITS = 8  # from here on they rather merge early: 18.2 us with 8 warps, 18.9 with 12 (one of 32K int4, H200)
 _FULL = 0.9  # a wave with more than this share of its CTAs counts as full
 IN_FLIGHT = 32 << 10  # bytes on their way to an SM that hide the latency of memory at full bandwidth (H200)
 
@@ -117,7 +118,7 @@ def warps_per_sm(problem: DecodeProblem) -> int:
     return 16 if row_tiles(problem) * problem.head_dim <= 128 else 12
 
 
-def _stages(problem: DecodeProblem, small: bool) -> list[tuple[int, int]]:
+def _stages(problem: DecodeProblem, small: bool, warps: int) -> list[tuple[int, int]]:
     """(tiles, stages) of a ring to choose from. Small tiles come in large stages: the loop costs as much as half a tile
     of 2 bits."""
     most = (6, 5, 4, 3)
@@ -125,11 +126,13 @@ def _stages(problem: DecodeProblem, small: bool) -> list[tuple[int, int]]:
         return [(4, 3), (4, 2), *((2, n) for n in most), *((1, n) for n in most)]
     wide = row_tiles(problem) * problem.head_dim > 128 and row_tiles(problem) > 1
     if wide and problem.tile_words < 5 * problem.head_dim and not problem.group:
-        return [(2, 4 if small else 3), (2, 3), *((1, n) for n in most)]
+        return [(2, 4 if small else 5 if warps <= _COMBINE else 3), (2, 3), *((1, n) for n in most)]
     if wide and shares_rows(problem, small) != bool(problem.group):  # their registers have room for one tile
         return [*((1, n) for n in most), *((2, n) for n in most)]
     if small and not shares_rows(problem, small):
         return [*((1, n) for n in most[1:]), *((2, n) for n in most)]
+    if small and wide and problem.group:  # 16 rows share the conversion of two tiles: 77.9 us, and 89.5 with one (H200)
+        return [*((2, n) for n in (*most, 2)), *((1, n) for n in most)]
     return [*((2, n) for n in most), *((1, n) for n in most)]
 
 
@@ -146,7 +149,7 @@ def choose(problem: DecodeProblem, target: Target) -> Decode:
         small = warps <= on_sm // 2
         made = [
             Decode(row_tiles(problem), warps, tiles, stages, max(1, on_sm // warps), shares_rows(problem, small))
-            for tiles, stages in _stages(problem, small)
+            for tiles, stages in _stages(problem, small, warps)
             if problem.divides(16 * tiles)
         ]
         possible += [schedule for schedule in made if fits(schedule, problem, target)][:1]
@@ -182,8 +185,9 @@ def _warps(problem: DecodeProblem, target: Target, on_sm: int) -> int:
             whole[warps] = waves / math.ceil(waves)
     if whole and max(whole.values()) >= _FULL:
         return next(warps for warps, filled in whole.items() if filled >= max(whole.values()) - 0.02)
-    warps, per_warp = on_sm, max(problem.group, 32)
-    least = min(on_sm, _COMBINE * row_tiles(problem)) if row_tiles(problem) > 1 or problem.group else 2
+    many = row_tiles(problem) > 1 and target.sms // pairs >= _MANY_SPLITS
+    warps, per_warp = min(on_sm, _COMBINE) if many else on_sm, max(problem.group, 32)
+    least = min(on_sm, _COMBINE) if row_tiles(problem) > 1 or problem.group else 2
     while warps > least and warps % 2 == 0 and target.sms // pairs * warps * per_warp > problem.tokens:
         warps = max(least, warps // 2)
     return warps

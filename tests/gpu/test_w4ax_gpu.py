@@ -210,7 +210,7 @@ SCHEDULES = (
 )
 OTHERS = [Forced(LAYER, (s.block_tokens - 4, 250), "float16", launches=50, schedule=s) for s in SCHEDULES]
 INTEGER = (
-    *(Integer(64, 2, 12), Integer(64, 3, 10), Integer(64, 4, 6), Integer(32, 4, 10), Integer(16, 1, 12)),
+    *(Integer(64, 2, 12), Integer(64, 3, 10), Integer(64, 4, 6), Integer(32, 4, 9), Integer(16, 1, 12)),
     *(Integer(128, 1, 6), Integer(128, 2, 8), Integer(128, 3, 4), Integer(128, 3, 2)),
 )
 OTHERS += [Forced(TWO_LAYER, (s.block_tokens - 4, 250), "float16", launches=50, schedule=s) for s in INTEGER]
