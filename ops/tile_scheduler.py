@@ -240,7 +240,8 @@ def ring_macros(*, stages: int) -> SimpleNamespace:
 
     @T.macro
     def release(empty, ring, condition):
-        """The stage before goes back to the producer."""
+        """The stage before goes back to the producer, on behalf of the warp."""
+        T.call_extern("handle", "tz_syncwarp")  # the other lanes' reads come before the arrive, too
         if condition:
             T.barrier_arrive(empty[ring.before[0]])
 

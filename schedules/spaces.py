@@ -23,7 +23,7 @@ WITHIN = 1.6
 """Predicted times above this multiple of the shortest one are left out."""
 _RASTERS = (4, 8, 16)
 # (warpgroups, CTAs of an SM) -> f32 sums of a thread that leave room for two sets of operands (W4A16)
-_SUMS = {(2, 1): 128, (3, 1): 64, (4, 1): 32, (1, 2): 128, (2, 2): 32}
+_SUMS = {(2, 1): 128, (3, 1): 64, (4, 1): 32, (1, 2): 64, (2, 2): 32}
 _SEMAPHORES = 4096  # of a stream: one for each tile that splits k
 _LAUNCH_US = 2.0  # start and end of a grid
 _LOGIC_LANES = 64  # LOP3 and the like of one SM in one clock

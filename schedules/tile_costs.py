@@ -19,7 +19,7 @@ _AREA = 16384  # a tile of 128 rows by 128 tokens, the unit of an area
 _SHARP = 6  # how sharply the longer of loads and products hides the shorter
 
 
-_SUMS_TO_PART = {1: 32, 2: 64, 3: 32, 4: 16}
+_SUMS_TO_PART = {1: 32, 2: 64, 3: 32, 4: 8}
 """Warpgroups -> sums of a thread beside which ptxas finds registers for the shares that it adds."""
 
 

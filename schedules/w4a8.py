@@ -99,6 +99,11 @@ class StreamK:
         """Accumulator registers of a thread."""
         return self.row_blocks * self.block_tokens // 2
 
+    @property
+    def parts(self) -> bool:
+        """Whether CTAs that share a tile alike part its sum; two row blocks with that many sums would spill."""
+        return tile_costs.parts_sums(self.warpgroups, self.sums) and (self.row_blocks == 1 or self.sums < 64)
+
     def legal(self) -> bool:
         """Whether the accumulators leave room for two sets of operands (two row blocks need more addresses)."""
         if self.warpgroups not in _SUMS:
@@ -273,7 +278,7 @@ def _divide(schedule: StreamK, problem: IntegerGemm, target: Target, m: int) -> 
         problem.units,
         tile_costs.dram_us(target, problem.weight_bytes + m * (problem.k + problem.n * problem.out_bytes)),
         target.sms,
-        tile_costs.parts_sums(schedule.warpgroups, schedule.sums),
+        schedule.parts,
         tile_costs.later_wave(target, m, problem.k, 1),
     )
 

@@ -41,7 +41,7 @@ from terrazzo.ops.w4a8 import fp8_problem
 from terrazzo.ops.w4a8.epilogue import staged, store_macros
 from terrazzo.ops.w4a8.operand import operand_macros
 from terrazzo.ops.w4a8.problem import BLOCK_WORDS, UNIT_K
-from terrazzo.schedules import tile_costs, w4a8, w4a8_fp8
+from terrazzo.schedules import w4a8, w4a8_fp8
 
 PASS_CONFIGS = (  # the barriers and the bounds are the program's own
     ("tl.disable_safe_memory_legalize", True),
@@ -84,7 +84,8 @@ def build(
     gemm = fp8_problem.of(n, k, group, out_dtype, dequantization, bias)
     bm, wgs, rb = block_tokens, warpgroups, row_blocks
     e4m3 = dequantization == fp8_problem.E4M3
-    if not (w4a8_fp8 if e4m3 else w4a8).StreamK(bm, wgs, rb, stages).legal():
+    schedule = (w4a8_fp8 if e4m3 else w4a8).StreamK(bm, wgs, rb, stages)
+    if not schedule.legal():
         raise ArgumentError(
             "block_tokens", bm, f"is too wide for {wgs} warpgroups of {rb} row blocks (registers)", "take fewer of them"
         )
@@ -98,7 +99,7 @@ def build(
     sum_type = "float32" if e4m3 else "int32"
     splits = max(ig // 2, 1)  # parts of 64 k with sums of their own
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
-    exchange = tile_costs.parts_sums(wgs, (rb + e4m3) * nacc)
+    exchange = not experts and schedule.parts
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, exchange=exchange)
     rings = ring_macros(stages=stages)
     spare = spare_registers(wgs, (rb + e4m3) * nacc + 48)

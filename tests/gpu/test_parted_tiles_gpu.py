@@ -1,5 +1,5 @@
-"""Tiles that CTAs share (ops/tile_scheduler.py), by partitions that the cost model rarely takes for small shapes: W4A16,
-and launches of CTAs that wait for each other and get in each other's way."""
+"""Tiles that CTAs share (ops/tile_scheduler.py), by partitions that the cost model rarely takes for small shapes, of
+W4A16; and launches of CTAs that wait for each other and get in each other's way."""
 
 from __future__ import annotations
 
@@ -124,7 +124,6 @@ def test_parted_tiles(cases, compiled):
 def test_launches_that_hold_half_of_the_gpu_each(cases, compiled):
     """Two streams, one of them of high priority: CTAs of either may wait for some that find no place."""
     streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1)]
-    amongs = (16, 32)  # 128 and 128 CTAs
     made = [case.launch(index, case.tiles * 16, case.tiles) for index, case in enumerate(cases)]
     torch.cuda.synchronize()
     for _ in range(20):

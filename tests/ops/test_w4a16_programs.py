@@ -10,6 +10,7 @@ from terrazzo.lowering import KernelReport, compile_request
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import find_cuda_tool, find_nvcc
 from terrazzo.ops.w4a16 import op
+from terrazzo.schedules import records, stream_k
 
 CASES = {
     "small f16": (4, {}, r"HMMA\.16816\.F32$"),
@@ -21,19 +22,38 @@ CASES = {
     "wide exact": (64, {}, r"HGMMA\.64x64x16\.F32$"),
     "wide post f32 scales": (32, {"scale_dtype": "float32", "group_size": 64}, r"HGMMA\.64x32x16\.F32$"),
     "wide post, many tokens": (1000, {"numerics": "post", "group_size": 64}, r"HGMMA\.64x128x16\.F32$"),
-    "widest fused bf16, bias": (
-        1000,
+    "many tokens, fused bf16, bias": (
+        4096,
         {"dtype": "bfloat16", "scale_dtype": "bfloat16", "numerics": "fused", "bias": True},
-        r"HGMMA\.64x256x16\.F32\.BF16$",
+        r"HGMMA\.64x128x16\.F32\.BF16$",
+    ),
+    "widest, groups of 32": (
+        1000,
+        {"group_size": 32, "tile": (256, 2, 1, 64)},
+        r"HGMMA\.64x256x16\.F32$",
+    ),
+    "two row blocks, bf16": (
+        1000,
+        {"dtype": "bfloat16", "scale_dtype": "bfloat16", "tile": (64, 2, 2, 128)},
+        r"HGMMA\.64x64x16\.F32\.BF16$",
     ),
 }
 FACTS = {"group_size": 128, "symmetric": False, "scale_dtype": "float16", "dtype": "float16", "bias": False}
 
 
 def compiled(m, changes):
-    facts = FACTS | changes
-    numerics = facts.pop("numerics", "auto")
-    plan = op.plan(m, 448, 640, **facts, numerics=numerics, target=Target.parse("sm_90a"))
+    facts, target = FACTS | changes, Target.parse("sm_90a")
+    numerics, tile = facts.pop("numerics", "auto"), facts.pop("tile", None)
+    if tile is None:
+        plan = op.plan(m, 448, 640, **facts, numerics=numerics, target=target)
+        return plan, compile_request(plan.request)
+    tokens, warpgroups, row_blocks, stage_k = tile
+    schedule = stream_k.StreamK(tokens, warpgroups, row_blocks, stages=4, stage_k=stage_k)
+    with records.forced("w4a16", "stream_k", schedule.params()):
+        records.changed()
+        plan = op.plan(m, 448, 640, **facts, numerics=numerics, target=target)
+    records.changed()
+    assert dict(plan.request.params)["block_tokens"] == tokens
     return plan, compile_request(plan.request)
 
 

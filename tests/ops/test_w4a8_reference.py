@@ -87,7 +87,7 @@ def test_the_emulation_refuses_what_it_cannot_compute():
     for x, n, options, name in (
         (np.zeros((1, 129)), 64, {}, "x"),
         (np.zeros((1, 128)), 65, {}, "x"),
-        (np.zeros((1, 128)), 64, {"dequantization": "signed"}, "dequantization"),
+        (np.zeros((1, 128)), 64, {"dequantization": "vadd4"}, "dequantization"),
         (np.full((1, 128), 1 << 24), 64, {}, "x"),
     ):
         with pytest.raises(LayoutError) as caught:
