@@ -163,8 +163,6 @@ __device__ __forceinline__ int tz_slice(unsigned share, unsigned q, unsigned par
   return (int)((1u << (share + 1) * parts / q) - (1u << share * parts / q));
 }
 __device__ __forceinline__ bool tz_has(int units, int unit) { return units >> unit & 1; }
-// a value that the compiler knows nothing about: what is made of it is not kept in registers across a loop
-__device__ __forceinline__ void tz_opaque(void *x) { asm volatile("" : "+r"(*(int *)x)); }
 // an accumulator vector of unit `unit` goes `bytes` past `to` if that is one of `units`
 __device__ __forceinline__ void tz_give(void *to, int bytes, const void *from, int units, int unit) {
   if (tz_has(units, unit)) *(uint4 *)((char *)to + bytes) = *(const uint4 *)from;
@@ -280,6 +278,8 @@ __device__ __forceinline__ float tz_rescale(float acc, float s, float x, float b
 // keeps shared-memory loads behind TileLang's mbarrier waits, whose asm has no memory clobber
 __device__ __forceinline__ void tz_fence() { asm volatile("" ::: "memory"); }
 __device__ __forceinline__ void tz_wg_sync(int id) { asm volatile("bar.sync %0, 128;" :: "r"(id) : "memory"); }
+// an integer that the compiler knows nothing about: what depends on it is not hoisted from a loop, nor computed ahead
+__device__ __forceinline__ void tz_opaque(void *x) { asm volatile("" : "+r"(*(int *)x)); }
 // the warpgroup's earlier stores are visible to whoever sees the flag
 __device__ __forceinline__ void tz_signal(int *flag, int id) {
   tz_wg_sync(id);

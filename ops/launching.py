@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 SEMAPHORES = 4096
-"""int32 for each stream: a counter for each row range, or a flag for each warpgroup."""
+"""int32 for each stream: a counter for each row range, or a flag for each warp."""
 STREAMS = 64
 ALL_TOKENS = (8, 16, 32, 64, 128, 256, 300, 512, 600, 1024, 2048, 4096)
 """One M of every bucket; 300 and 600 where tiles of 128 tokens pad less than tiles of 256."""

@@ -27,8 +27,8 @@ def scalars(*names: str) -> SimpleNamespace:
 
 def plan_state() -> SimpleNamespace:
     """What `plan` writes: k units [first, last) of shared tiles, each `length` long, of which the first `head` cost no
-    work; shared segments, whether one of them is a head to come
-    last, all segments; `among`, the CTAs that part each tile, or 0."""
+    work; shared segments, whether one of them is a head to come last, all segments; `among`, the CTAs that part each
+    tile, or 0."""
     return scalars("first", "last", "length", "head", "shared", "late", "all", "among")
 
 

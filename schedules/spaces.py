@@ -164,8 +164,8 @@ class W4A16(Space):
         if program == "small_batch":
             costs = small_batch.COSTS
             return small_batch.cost(schedule, self.problem, target, costs[min(schedule.token_tiles, max(costs))], 2)
-        unit = 4096 + self.problem.groups_per_128 * self.problem.record_bytes
         if program == "multistage":
+            unit = 4096 + self.problem.groups_per_128 * self.problem.record_bytes
             return _multistage_us(schedule, self.problem, target, m, unit, 2, "f16")
         return stream_k.us(schedule, self.problem, target, m)
 

@@ -8,7 +8,7 @@ number of CTAs, often beat an equal share of all units for everyone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules.partition import Partition
@@ -17,8 +17,6 @@ Tile = tuple[int, int, int]
 """(tokens, warpgroups, row blocks of each)."""
 _AREA = 16384  # a tile of 128 rows by 128 tokens, the unit of an area
 _SHARP = 6  # how sharply the longer of loads and products hides the shorter
-
-
 _SUMS_TO_PART = {1: 32, 2: 64, 3: 32, 4: 8}
 """Warpgroups -> sums of a thread beside which ptxas finds registers for the shares that it adds."""
 
@@ -28,8 +26,8 @@ def parts_sums(warpgroups: int, sums: int) -> bool:
     return sums <= _SUMS_TO_PART[warpgroups]
 
 
-MOST_SLICES = 16
-"""CTAs that may part a tile: ops/tile_scheduler.py has a bit for each."""
+MOST_SLICES = 15
+"""CTAs that may part a tile: each has a bit of a word's upper half, which must not become negative (tz_withdraw)."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class TileCosts:
     part_each: float
     traffic: float
     busy: float
-    units: Mapping[Tile, float] = field(default_factory=dict)
+    units: Mapping[Tile, float]
 
     def unit(self, tile: Tile) -> float:
         """128 k of a tile; one that was not measured costs what its neighbours do, by rows and by tokens."""

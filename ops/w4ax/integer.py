@@ -31,11 +31,6 @@ from terrazzo.ops.w4ax.problem import UNIT_K, UNIT_WORDS, Gemm, byte_gemm
 from terrazzo.schedules.w4ax import Integer
 
 __all__ = ["PASS_CONFIGS", "build"]
-SOURCE = """\
-// what depends on this integer is not computed further ahead, where it would take registers from the products
-__device__ __forceinline__ void tz_not_before(void *x) { asm volatile("" : "+r"(*(int *)x)); }
-"""
-"""Why not TileLang: an empty asm, no instruction."""
 
 
 def build(
@@ -90,7 +85,7 @@ def build(
     step = 16 if stash else out_tokens(bm)  # less of them to leave room for the ring
     out = store_macros(gemm, block_tokens=bm, cta_blocks=wgs, step=step)
     used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
-    source = prelude(*used, extra=(inner.converter.device_source, SOURCE))
+    source = prelude(*used, extra=(inner.converter.device_source,))
     M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
 
     @T.macro
@@ -245,7 +240,7 @@ def build(
                             fetch_scales(XS, x, c, local, wt)
                             count = local.hi[0] - local.lo[0]
                             sum_blocks(Ws, full, empty, ring, w, u, a, codes, acc, desc, count, wg, wt, lane)
-                            T.call_extern("handle", "tz_not_before", T.access_ptr(c.first, "rw"))
+                            T.call_extern("handle", "tz_opaque", T.access_ptr(c.first, "rw"))  # rows' bounds: later
                             share_scales(Fs, x, wg, wt)
                             if stash and both:
                                 for j in T.unroll(bm // 8):

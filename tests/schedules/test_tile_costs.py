@@ -62,3 +62,8 @@ def test_a_new_number_of_tokens_never_needs_a_new_tile(n, k, m):
     assert chosen("w4a8", n, k, m)[0] in known
     known = {chosen("w4a16", n, k, of)[0] for of in launching.ALL_TOKENS}
     assert chosen("w4a16", n, k, m)[0] in known
+
+
+def test_withdrawals_leave_the_word_positive():
+    """Each CTA of a tile has a bit from 16 on; the last one reads them with a signed shift."""
+    assert sum(65536 << share for share in range(tile_costs.MOST_SLICES)) < 2**31
