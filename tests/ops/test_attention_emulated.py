@@ -53,7 +53,6 @@ def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm
         LDMATRIX,
         "template <int N> static void tz_store(void *p, const void *v) { memcpy(p, v, 4 * N); }\n",
     ]
-    converters.append("static void tz_syncwarp() { __syncwarp(); }\n")
     if isinstance(schedule, PlainDecode):
         plain = PlainLayout(case.k, case.v, case.head_dim)
         converters += ["static unsigned tz_plain(unsigned x) { return narrow<false>(x); }\n"]

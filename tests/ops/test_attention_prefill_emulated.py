@@ -128,12 +128,11 @@ static unsigned tz_hfma2(unsigned a, unsigned b, unsigned c) {
 }
 """
 WARPGROUPS = r"""
-static void tz_wg_sync(int) { wg_meet([] {}); }
+static PerCta<std::array<int, 8>> any, result;
 static bool tz_wg_any(bool x, int id) {
-  static int any[8], result[8];
-  int g = current / 128;
+  Unseen unseen; int g = current / 128;
   any[g] |= x;
-  wg_meet([g] { result[g] = any[g]; any[g] = 0; });
+  gather<true>(named[id], 128, [g] { result[g] = any[g]; any[g] = 0; });
   return result[g];
 }
 static void tz_copy16(void *d, const void *p) { memcpy(d, p, 16); }

@@ -23,7 +23,7 @@ typedef unsigned char uchar;
 static void mma_8bit(uint32_t *c, const uint32_t *a, const uint32_t *b, bool is_signed) {
   uint32_t in[11]; memcpy(in, a, 16); memcpy(in + 4, b, 8); memcpy(in + 6, c, 16); in[10] = is_signed;
   meet(in, 11, c, 4, [](Meeting &w) {
-    static int x[16][32], y[32][8];
+    int x[16][32], y[32][8];
     for (int l = 0; l < 32; ++l) for (int e = 0; e < 4; ++e) {
       int g = l / 4, t = l % 4;
       for (int r = 0; r < 4; ++r) {
@@ -44,13 +44,10 @@ static void tz_mma_u8s8(void *c, const void *a, const void *b) {
   mma_8bit((uint32_t *)c, (const uint32_t *)a, (const uint32_t *)b, false);
 }
 static void tz_ldmatrix4(void *out, const void *p) {
-  uint64_t at = (uint64_t)p; uint32_t in[2] = {(uint32_t)at, (uint32_t)(at >> 32)};
-  meet(in, 2, (uint32_t *)out, 4, [](Meeting &w) {
-    for (int l = 0; l < 32; ++l) for (int r = 0; r < 4; ++r) {
-      uint64_t row = w.in[r * 8 + l / 4][0] | (uint64_t)w.in[r * 8 + l / 4][1] << 32;
-      if (row % 16) { fprintf(stderr, "misaligned ldmatrix\n"); abort(); }
-      memcpy(&w.out[l][r], (const char *)row + l % 4 * 4, 4);
-    }
+  if ((uintptr_t)p % 16) { fprintf(stderr, "misaligned ldmatrix\n"); abort(); }
+  uint32_t row[4]; memcpy(row, p, 16);
+  meet(row, 4, (uint32_t *)out, 4, [](Meeting &w) {
+    for (int l = 0; l < 32; ++l) for (int r = 0; r < 4; ++r) w.out[l][r] = w.in[r * 8 + l / 4][l % 4];
   });
 }
 static unsigned tz_movmatrix(unsigned x) { return tz_transpose(x); }
@@ -63,13 +60,11 @@ static void tz_lds128(void *out, const void *p) { memcpy(out, p, 16); }
 static unsigned tz_lds32(const void *p) { return *(const unsigned *)p; }
 static void tz_copy16(void *d, const void *p) { tz_load<4>(d, p); }
 static void tz_sts32(void *p, unsigned v) { *(unsigned *)p = v; }
-static void tz_syncwarp() { __syncwarp(); }
 static void tz_ldcg4(void *r, const void *p) { memcpy(r, p, 16); }
 static void tz_load_share(void *r, const void *p, int pitch, int back, int count) {
   if (back <= count) memcpy(r, (const float *)p - (long long)back * pitch, 16);
   else memset(r, 0, 16);
 }
-// CTAs run one after the other here: only the last of a tile finds that all have come, the others leave it their slices
 static int tz_slice(unsigned share, unsigned q, unsigned parts) {
   return (1 << (share + 1) * parts / q) - (1 << share * parts / q);
 }
@@ -78,24 +73,35 @@ static void tz_opaque(void *) {}
 static void tz_give(void *to, int bytes, const void *from, int units, int unit) {
   if (tz_has(units, unit)) memcpy((char *)to + bytes, from, 16);
 }
-static int first_lane(int *word, int add, int (*answer)(int before)) {
-  uint32_t in[3] = {(uint32_t)(uint64_t)word, (uint32_t)((uint64_t)word >> 32), (uint32_t)add}, before;
-  meet(in, 3, &before, 1, [](Meeting &w) {
-    int *at = (int *)(w.in[0][0] | (uint64_t)w.in[0][1] << 32);
-    for (int l = 0; l < 32; ++l) w.out[l][0] = *at;
-    *at += (int)w.in[0][2];
-  });
-  return answer((int)before);
+static int of_first_lane(int x) {
+  uint32_t out, in = x;
+  meet(&in, 1, &out, 1, [](Meeting &w) { for (int l = 0; l < 32; ++l) w.out[l][0] = w.in[0][0]; });
+  return out;
 }
-static int tz_meet(int *word, int q) {
-  static int all; all = q;
-  return first_lane(word, 1, [](int before) { return (before & 255) == all - 1 ? 1 | before >> 16 << 1 : 0; });
+static int tz_meet(int *word, int q) {  // the clock is a count of turns
+  int seen = 0, got = 1;
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    seen = add_acq_rel(word, 1);
+    if ((seen & 255) == q - 1) got |= seen >> 16 << 1;
+    else {
+      int patience = 20000;
+      wait_until([&] { return (load_acquire(word) & 255) == q || --patience < 0; });
+      got = (load_acquire(word) & 255) == q;
+    }
+  }
+  return of_first_lane(got);
 }
-static int tz_withdraw(int *word, int, int share) { return first_lane(word, 65536 << share, [](int) { return 0; }); }
+static int tz_withdraw(int *word, int q, int share) {
+  int seen = 0;
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) seen = __atomic_fetch_or(word, 65536 << share, __ATOMIC_ACQ_REL);
+  return of_first_lane((seen & 255) == q);
+}
 static void tz_depart(int *word, int q) {
   if (threadIdx.x % 32) return;
-  *word += 256;
-  if ((*word >> 8 & 255) == q) *word = 0;
+  int seen = __atomic_fetch_add(word, 256, __ATOMIC_RELAXED);
+  if ((seen >> 8 & 255) == q - 1) *word = 0;
 }
 static void tz_load_part(void *r, const void *p, int elements, int bytes, int units, int unit) {
   if (tz_has(units, unit)) memcpy(r, (const char *)((const float *)p + elements) + bytes, 16);

@@ -29,7 +29,6 @@ static void tz_addcg4(void *r, const void *p) { for (int i = 0; i < 4; ++i) ((fl
 """
 HOPPER = r"""
 static void tz_lds64(void *out, const void *p) { memcpy(out, p, 8); }
-static void tz_wg_sync(int) { wg_meet([] {}); }
 """
 ADA = r"""
 struct float4 { float x, y, z, w; }; struct uint2 { unsigned x, y; };
@@ -43,7 +42,7 @@ static float e4m3_value(uint8_t byte) {
 static void tz_mma_e4m3(void *c_, const void *a, const void *b, float f0, float f1) {
   uint32_t in[6]; float d[4], *c = (float *)c_; memcpy(in, a, 16); memcpy(in + 4, b, 8);
   meet(in, 6, (uint32_t *)d, 4, [](Meeting &w) {
-    static double x[16][32], y[32][8];
+    double x[16][32], y[32][8];
     for (int l = 0; l < 32; ++l) for (int e = 0; e < 4; ++e) {
       int g = l / 4, t = l % 4;
       for (int r = 0; r < 4; ++r) x[g + 8 * (r & 1)][4 * t + e + 16 * (r >> 1)] = e4m3_value(w.in[l][r] >> 8 * e);

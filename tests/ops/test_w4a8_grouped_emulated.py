@@ -45,29 +45,23 @@ static unsigned __ballot_sync(unsigned, bool x) {
 }
 static void cudaTriggerProgrammaticLaunchCompletion() {}
 static void cudaGridDependencySynchronize() {}
-struct Group { int arrived = 0; long round = 0; };
-static Group meetings[16];
-static void tz_wg_sync(int id) {
-  Group &g = meetings[id]; long round = g.round;
-  if (++g.arrived == 128) { g.arrived = 0; ++g.round; }
-  else wait_until([&] { return g.round != round; });
-}
-static void tz_signal(int *flag, int id) { tz_wg_sync(id); if (threadIdx.x % 128 == 0) *flag = 1; }
+static void tz_wg_sync(int id) { bar_sync(id, 128); }
+static void tz_signal(int *flag, int id) { tz_wg_sync(id); if (threadIdx.x % 128 == 0) store_release(flag, 1); }
 static void tz_await(int *flag, int count, int stride, int id) {
   for (int i = threadIdx.x % 128; i < count; i += 128) {
-    if (!flag[i * stride]) { fprintf(stderr, "a share of a CTA that has not run is awaited\n"); abort(); }
-    flag[i * stride] = 0;
+    int *f = flag + i * stride;
+    wait_until([&] { return load_acquire(f) == 1; }); *f = 0;
   }
   tz_wg_sync(id);
 }
 static void tz_lds64(void *out, const void *p) { memcpy(out, p, 8); }
 static void tz_stmatrix4_trans(void *p, unsigned a, unsigned b, unsigned c, unsigned d) {
-  uint64_t at = (uint64_t)p; uint32_t in[6] = {(uint32_t)at, (uint32_t)(at >> 32), a, b, c, d};
-  meet(in, 6, nullptr, 0, [](Meeting &w) {
-    for (int i = 0; i < 4; ++i) for (int l = 0; l < 32; ++l) for (int e = 0; e < 2; ++e) {
-      auto &row = w.in[i * 8 + l % 4 * 2 + e];
-      ((uint16_t *)(row[0] | (uint64_t)row[1] << 32))[l / 4] = w.in[l][2 + i] >> 16 * e;
-    } });
+  uint32_t in[4] = {a, b, c, d}, row[4];
+  meet(in, 4, row, 4, [](Meeting &w) {
+    for (int j = 0; j < 4; ++j) for (int l = 0; l < 32; ++l) for (int h = 0; h < 2; ++h)
+      ((uint16_t *)w.out[j * 8 + l % 4 * 2 + h])[l / 4] = w.in[l][j] >> 16 * h;
+  });
+  memcpy(p, row, 16);
 }
 template <typename T, bool WHOLE> static void tz_store_row(void *y, int row, int n, int col, const void *src) {
   T *p = (T *)y + (long long)row * n + col;
@@ -92,14 +86,14 @@ template <int N, bool SIGNED> static void wgmma(const uint32_t *a, uint64_t b, u
     }
     c[j * 4 + v] = sum;
   }
-  __syncwarp();
+  meet(nullptr, 0, nullptr, 0, [](Meeting &) {});
 }
 static void tma(const signed char *x, Barrier &bar, void *to, int column, int row) {
   for (int r = 0; r < BOX; ++r) for (int e = 0; e < 8; ++e) {
-    char *at = swizzled((uint64_t)to + r * 128 + e * 16); poison(at, 16);
+    char *at = swizzled((uint64_t)to + r * 128 + e * 16);
     bool inside = row + r < M && column + e * 16 < K;
     const char *from = inside ? (const char *)x + (long long)(row + r) * K + column + e * 16 : zeros;
-    Barrier::flying.push_back({&bar, {at, from, 16}});
+    fly(bar, at, from, 16);
   }
 }
 namespace tl {

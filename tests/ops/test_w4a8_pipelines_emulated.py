@@ -26,18 +26,15 @@ pytestmark = [
 ]
 SHIMS = r"""
 static void tz_lds64(void *out, const void *p) { memcpy(out, p, 8); }
-static void tz_wg_sync(int) { wg_meet([] {}); }
 """
 
 STMATRIX = r"""
 static void tz_stmatrix4(void *p, const void *a) {
-  uint64_t at = (uint64_t)p; uint32_t in[6] = {(uint32_t)at, (uint32_t)(at >> 32)}; memcpy(in + 2, a, 16);
-  meet(in, 6, nullptr, 0, [](Meeting &w) {
-    for (int j = 0; j < 4; ++j) for (int l = 0; l < 32; ++l) {
-      auto &row = w.in[j * 8 + l / 4];
-      memcpy((char *)(row[0] | (uint64_t)row[1] << 32) + l % 4 * 4, &w.in[l][2 + j], 4);
-    }
+  uint32_t row[4];
+  meet((const uint32_t *)a, 4, row, 4, [](Meeting &w) {
+    for (int j = 0; j < 4; ++j) for (int l = 0; l < 32; ++l) w.out[j * 8 + l / 4][l % 4] = w.in[l][j];
   });
+  memcpy(p, row, 16);
 }
 """
 

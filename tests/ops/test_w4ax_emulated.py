@@ -31,9 +31,11 @@ SHIMS = r"""
 static float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
 static void tz_lds64(void *out, const void *p) { memcpy(out, p, 8); }
 static void tz_addcg4(void *r, const void *p) { for (int i = 0; i < 4; ++i) ((float *)r)[i] += ((const float *)p)[i]; }
-static void tz_cta_signal(int *flag) { __syncthreads(); if (threadIdx.x == 0) *flag = 1; }
+static void tz_cta_signal(int *flag) { __syncthreads(); if (threadIdx.x == 0) store_release(flag, 1); }
 static void tz_cta_await(int *flag, int count) {
-  for (int i = threadIdx.x; i < count; i += THREADS) { wait_until([&] { return flag[i] == 1; }); flag[i] = 0; }
+  for (int i = threadIdx.x; i < count; i += THREADS) {
+    wait_until([&] { return load_acquire(flag + i) == 1; }); flag[i] = 0;
+  }
   __syncthreads();
 }
 struct float4 { float x, y, z, w; };
@@ -46,7 +48,7 @@ static int nibble(uint32_t w, int i) { return (int)(w << (28 - 4 * i)) >> 28; }
 static void tz_mma_s4(void *c, const void *a, const void *b) {
   uint32_t in[10]; memcpy(in, a, 16); memcpy(in + 4, b, 8); memcpy(in + 6, c, 16);
   meet(in, 10, (uint32_t *)c, 4, [](Meeting &w) {
-    static int x[16][64], y[64][8];
+    int x[16][64], y[64][8];
     for (int l = 0; l < 32; ++l) for (int e = 0; e < 8; ++e) {
       int g = l / 4, t = l % 4;
       for (int r = 0; r < 4; ++r) x[g + 8 * (r & 1)][8 * t + e + 32 * (r >> 1)] = nibble(w.in[l][r], e);
@@ -61,14 +63,13 @@ static void tz_mma_s4(void *c, const void *a, const void *b) {
 }
 """
 TURNS = r"""
-static void tz_wg_sync(int) { wg_meet([] {}); }
-static struct { int here = 0; long round = 0; } turns[4];  // named barriers of two warpgroups
-static bool tz_turn_met(int wg) { return ++turns[wg].here == 256 && (turns[wg].here = 0, ++turns[wg].round); }
-static void tz_turn_pass(int wg) { tz_turn_met(wg); }
-static void tz_turn_wait(int wg) {
-  long round = turns[wg].round;
-  if (!tz_turn_met(wg)) wait_until([&] { return turns[wg].round != round; });
+static PerCta<std::array<Together, 4>> turns;  // named barriers of two warpgroups, one of which does not wait
+static void tz_turn_pass(int wg) {
+  Unseen unseen; Together &t = turns[wg];
+  released(&t.order[t.round & 1]);
+  if (++t.arrived == 256) { t.arrived = 0; ++t.round; }
 }
+static void tz_turn_wait(int wg) { gather<true>(turns[wg], 256, [] {}); }
 """
 MMA = "tl::mma_sync<tl::DataType::kInt8, tl::DataType::kInt8, tl::DataType::kInt32, 16, 8, 32, false, true>"
 

@@ -11,17 +11,13 @@ import re
 SHIMS = r"""
 typedef unsigned char uchar;
 struct TensorMap { long long base, rows, bytes; };  // of a matrix of bytes
-struct Together { int arrived = 0; long round = 0; };
-static Together warpgroups[8];
-template <class F> static void wg_meet(F work) {
-  Together &w = warpgroups[current / 128]; long round = w.round;
-  if (++w.arrived == 128) { work(); w.arrived = 0; ++w.round; } else wait_until([&] { return w.round != round; });
-}
 struct Product {  // A: registers or memory
   const uint32_t *a; const char *at, *b; int32_t *c; int n; bool add, sign, e4m3;
   int wide;  // 16-bit operands: 1 f16, 2 bf16
 };
-static std::vector<std::vector<Product>> products[1024];  // of each thread: groups, the last one open
+struct Products { std::vector<std::vector<Product>> of[1024]; };  // of each thread: groups, the last one open
+static PerCta<Products> all_products;
+#define products (*all_products).of
 static float e4m3_value(uint8_t byte) {
   int e = byte >> 3 & 15, m = byte & 7;
   if ((byte & 127) == 127) return NAN;
@@ -94,21 +90,21 @@ static void multiply(int first, size_t group, size_t index) {
     }
   }
 }
+static void issue(const Product &p) { Unseen unseen; products[current].back().push_back(p); }
 template <int N, bool SIGNED> static void wgmma_rs(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
-  products[current].back().push_back({a, nullptr, (const char *)b, (int32_t *)c, N, add, SIGNED});
+  issue({a, nullptr, (const char *)b, (int32_t *)c, N, add, SIGNED});
 }
 template <int N, int WIDE> static void wgmma_wide(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
-  products[current].back().push_back({a, nullptr, (const char *)b, (int32_t *)c, N, add, true, false, WIDE});
+  issue({a, nullptr, (const char *)b, (int32_t *)c, N, add, true, false, WIDE});
 }
 template <int N, int WIDE> static void wgmma_wide(uint64_t a, uint64_t b, uint32_t *c, bool add) {
-  products[current].back().push_back(
-      {nullptr, (const char *)a, (const char *)b, (int32_t *)c, N, add, true, false, WIDE});
+  issue({nullptr, (const char *)a, (const char *)b, (int32_t *)c, N, add, true, false, WIDE});
 }
 template <int N> static void wgmma_e4m3(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
-  products[current].back().push_back({a, nullptr, (const char *)b, (int32_t *)c, N, add, true, true});
+  issue({a, nullptr, (const char *)b, (int32_t *)c, N, add, true, true});
 }
 template <int N, bool SIGNED> static void wgmma_ss(uint64_t a, uint64_t b, uint32_t *c, bool add) {
-  products[current].back().push_back({nullptr, (const char *)a, (const char *)b, (int32_t *)c, N, add, SIGNED});
+  issue({nullptr, (const char *)a, (const char *)b, (int32_t *)c, N, add, SIGNED});
 }
 namespace tl {
 template <> inline bool tl_shuffle_elect<32>() { return threadIdx.x % 32 == 0; }
@@ -118,21 +114,39 @@ struct GmmaDescriptor {
   operator uint64_t() const { return base; }
 };
 template <int A, int B, int C> void initialize_wgmma_descriptor(GmmaDescriptor &d, const void *p) {
-  d.base = (uint64_t)p; products[current].assign(1, {});
+  Unseen unseen; d.base = (uint64_t)p; products[current].assign(1, {});
 }
 template <class T> void prefetch_tma_descriptor(T) {}
 inline void fence_proxy_async() {}
 template <class T> void warpgroup_fence_operand(T *, int) {}
 inline void warpgroup_arrive() {}
-inline void warpgroup_commit_batch() { products[current].emplace_back(); }
+inline void warpgroup_commit_batch() { Unseen unseen; products[current].emplace_back(); }
 template <int N> void warpgroup_wait() {
-  wg_meet([] {
+  auto done = [] {
+    size_t closed = products[current].size() - 1;
+    return closed > N ? closed - N : 0;
+  };
+  if (current % 32 == 0) {  // a warp's part of a product has read its tiles; other warps' parts may still be under way
+    std::vector<std::pair<const char *, int>> tiles;
+    {
+      Unseen unseen;
+      for (size_t g = 0; g < done(); ++g) for (auto &p : products[current][g]) {
+        tiles.push_back({p.b, p.n});
+        if (p.at) tiles.push_back({p.at + current / 32 % 4 * 16 * 128, 16});
+      }
+    }
+    for (auto &[at, rows] : tiles) for (int i = 0; i < 2 * rows; ++i) {
+      uint64_t piece = (uint64_t)at + i / 2 * 128 + i % 2 * 16;
+      reads((void *)(piece ^ (piece >> 7 & 7) << 4), 16);
+    }
+  }
+  wg_meet([&] {
     int first = current / 128 * 128;
-    size_t closed = products[first].size() - 1, done = closed > N ? closed - N : 0;
-    for (size_t g = 0; g < done; ++g)
+    size_t count = done();
+    for (size_t g = 0; g < count; ++g)
       for (size_t i = 0; i < products[first][g].size(); ++i) multiply(first, g, i);
     for (int i = 0; i < 128; ++i)
-      products[first + i].erase(products[first + i].begin(), products[first + i].begin() + done);
+      products[first + i].erase(products[first + i].begin(), products[first + i].begin() + count);
   });
 }
 template <int N> void warpgroup_reg_alloc() {}
@@ -141,30 +155,33 @@ template <int N> void warpgroup_reg_dealloc() {}
 static void cudaTriggerProgrammaticLaunchCompletion() {}
 static void cudaGridDependencySynchronize() {}
 template <int ROWS> static void tma_tile(const TensorMap *map, Barrier &bar, void *to, int col, int row) {
-  static std::vector<std::vector<char>> held; held.emplace_back(ROWS * 128, 0);
-  std::vector<char> &tile = held.back();
+  static std::deque<std::vector<char>> held;
+  for (int r = 0; r < ROWS; ++r) if (row + r < map->rows && col < map->bytes)
+    reads((const char *)map->base + (row + r) * map->bytes + col, std::min<long long>(128, map->bytes - col));
+  poison(to, ROWS * 128);
+  Unseen unseen;
+  std::vector<char> &tile = held.emplace_back(ROWS * 128, 0);
   for (int r = 0; r < ROWS; ++r) for (int c = 0; c < 128; ++c)
     if (row + r < map->rows && col + c < map->bytes)
       tile[r * 128 + ((c / 16 ^ r % 8) * 16 + c % 16)] = ((const char *)map->base)[(row + r) * map->bytes + col + c];
-  poison(to, ROWS * 128); Barrier::flying.push_back({&bar, {to, tile.data(), ROWS * 128}});
+  released(bar.order(bar.state & 1)); Barrier::flying.push_back({&bar, {to, tile.data(), ROWS * 128}});
 }
-static void tz_signal(int *flag, int) { wg_meet([] {}); if (threadIdx.x % 128 == 0) *flag = 1; }
-static void tz_await(int *flag, int count, int stride, int) {
+static void tz_wg_sync(int id) { bar_sync(id, 128); }
+static void tz_signal(int *flag, int id) { tz_wg_sync(id); if (threadIdx.x % 128 == 0) store_release(flag, 1); }
+static void tz_await(int *flag, int count, int stride, int id) {
   for (int i = threadIdx.x % 128; i < count; i += 128) {
     int *f = flag + i * stride;
-    wait_until([&] { return *f == 1; }); *f = 0;
+    wait_until([&] { return load_acquire(f) == 1; }); *f = 0;
   }
-  wg_meet([] {});
+  tz_wg_sync(id);
 }
 static void tz_stmatrix4_trans(void *p, unsigned a, unsigned b, unsigned c, unsigned d) {
-  uint64_t at = (uint64_t)p; uint32_t in[6] = {(uint32_t)at, (uint32_t)(at >> 32), a, b, c, d};
-  meet(in, 6, nullptr, 0, [](Meeting &w) {
-    for (int j = 0; j < 4; ++j) for (int l = 0; l < 32; ++l) for (int h = 0; h < 2; ++h) {
-      int i = j * 8 + l % 4 * 2 + h;
-      uint16_t *row = (uint16_t *)(w.in[i][0] | (uint64_t)w.in[i][1] << 32);
-      row[l / 4] = w.in[l][2 + j] >> 16 * h;
-    }
+  uint32_t in[4] = {a, b, c, d}, row[4];
+  meet(in, 4, row, 4, [](Meeting &w) {
+    for (int j = 0; j < 4; ++j) for (int l = 0; l < 32; ++l) for (int h = 0; h < 2; ++h)
+      ((uint16_t *)w.out[j * 8 + l % 4 * 2 + h])[l / 4] = w.in[l][j] >> 16 * h;
   });
+  memcpy(p, row, 16);
 }
 template <class T, bool WHOLE> static void tz_store_row(void *y, int row, int n, int col, const void *src) {
   for (int e = 0; e < 16 / (int)sizeof(T) && col + e < n; ++e)
