@@ -123,7 +123,9 @@ static void tz_lqq_params(unsigned u, void *out) {
 template <int SIZE> static void *tz_at(const void *p, int row, int pitch, int col, int ahead) {
   return (char *)p + SIZE * ((long long)row * pitch + col + ahead);
 }
-static void tz_store_ragged(void *d, const void *p, int count) { memcpy(d, p, 2 * std::min(count, 8)); }
+static void tz_store_ragged(void *d, const void *p, int count) {
+  for (int i = 0; i < std::min(count, 8); ++i) ((uint16_t *)d)[i] = ((const uint16_t *)p)[i];
+}
 """
 
 

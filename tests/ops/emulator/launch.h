@@ -12,6 +12,9 @@ static void start(Cta &c, int slot, dim index, int threads) {
   long bytes = SHARED + HEAP + threads * STACK;
   c.memory = (char *)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (c.memory == MAP_FAILED) { perror("stacks"); abort(); }
+#ifdef __SANITIZE_ADDRESS__
+  __asan_unpoison_memory_region(c.memory, bytes);  // of an earlier CTA
+#endif
   memset(c.memory, 0xff, SHARED + HEAP);
   for (auto *state : PerCtaState::all()) state->start(slot);
   for (int i = 0; i < threads; ++i) {

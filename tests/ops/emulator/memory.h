@@ -1,7 +1,11 @@
 // Copies that are under way: they poison their destination when they are issued and deliver when they are waited for,
 // so that a stage that is read too early or refilled too soon is seen.
 struct Copy { void *to; const void *from; int bytes; };
-static void poison(void *to, int bytes) { memset(to, 0xff, bytes); }
+static void poison(void *to, int bytes) {
+  writes(to, bytes);
+  Unseen unseen;
+  memset(to, 0xff, bytes);
+}
 static void deliver(std::vector<Copy> &copies) {
   Unseen unseen;  // the copy was seen when it was issued
   for (auto &c : copies) { memcpy(c.to, c.from, c.bytes); memset((char *)c.to + c.bytes, 0, 16 - c.bytes); }

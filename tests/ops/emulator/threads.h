@@ -30,7 +30,7 @@ struct dim { unsigned x, y, z; };
 extern "C" {
 void *__tsan_get_current_fiber(); void *__tsan_create_fiber(unsigned); void __tsan_destroy_fiber(void *);
 void __tsan_switch_to_fiber(void *, unsigned); void __tsan_acquire(void *); void __tsan_release(void *);
-void __tsan_read_range(void *, unsigned long);
+void __tsan_read_range(void *, unsigned long); void __tsan_write_range(void *, unsigned long);
 void AnnotateIgnoreReadsBegin(const char *, int); void AnnotateIgnoreReadsEnd(const char *, int);
 void AnnotateIgnoreWritesBegin(const char *, int); void AnnotateIgnoreWritesEnd(const char *, int);
 }
@@ -41,13 +41,19 @@ struct Unseen {  // the emulator's own accesses, while one of these lives
 static void released(const volatile void *at) { __tsan_release((void *)at); }  // earlier accesses come before `acquired`
 static void acquired(const volatile void *at) { __tsan_acquire((void *)at); }
 static void reads(const void *at, long bytes) { __tsan_read_range((void *)at, bytes); }
+static void writes(void *at, long bytes) { __tsan_write_range(at, bytes); }
 static void become(void *fiber) { __tsan_switch_to_fiber(fiber, 1); }
 #else
 struct Unseen { Unseen() {} };
 static void released(const volatile void *) {}
 static void acquired(const volatile void *) {}
 static void reads(const void *, long) {}
+static void writes(void *, long) {}
 static void become(void *) {}
+#endif
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
 #endif
 
 // ---------------------------------------------------------------- CTAs and their threads
