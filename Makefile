@@ -23,7 +23,7 @@ endif
 NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
 COMPILER := $(if $(NVCC),,nvcc,)
 
-.PHONY: help demo test lint format bench docs docs-check clean
+.PHONY: help demo test lint format bench gpu docs docs-check clean
 
 help:
 	@echo "make demo         one quantized layer through the whole library"
@@ -31,6 +31,7 @@ help:
 	@echo "make lint         ruff check and ruff format --check"
 	@echo "make format       rewrite what the linter can rewrite"
 	@echo "make bench        measure on this machine's GPU; BENCH='--quick' for a short run"
+	@echo "make gpu          GPU tests and benchmarks on every GPU, in 29 minutes; HOST='--budget 600 --only test.*'"
 	@echo "make docs         rewrite the generated parts of README.md and docs/"
 	@echo "make docs-check   fail if a generated part is out of date"
 
@@ -67,6 +68,9 @@ test: $(VENV)/.test
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.w4a16 $(BENCH)
 	$(BIN)/python -m benchmarks.w4a8 $(BENCH)
+
+gpu: $(VENV)/.test
+	$(BIN)/python -m benchmarks.host $(HOST)
 
 docs: $(VENV)/.test
 	$(BIN)/python -m benchmarks.readme

@@ -274,6 +274,18 @@ def _parts(data: Mapping[str, Any], parts: Any, source: str, folder: Path) -> tu
 
 
 def override(job: Job, **given: Any) -> Job:
-    """The job with the fields that are given (None and empty ones are not)."""
+    """The job with the fields that are given (None and empty ones are not). Of its parts, `ops` keeps these operators.
+
+    Raises:
+        ArgumentError: the parts, all that names problems, have none of `ops`.
+    """
     known = {item.name for item in fields(Job)}
-    return replace(job, **{name: value for name, value in given.items() if name in known and value not in (None, ())})
+    made = replace(job, **{name: value for name, value in given.items() if name in known and value not in (None, ())})
+    if not job.parts or not given.get("ops"):
+        return made
+    parts = [replace(part, ops=tuple(op for op in part.ops if op in made.ops)) for part in job.parts]
+    kept = tuple(part for part in parts if part.ops)
+    if not kept and not made.named:
+        has = ", ".join(dict.fromkeys(op for part in job.parts for op in part.ops))
+        raise ArgumentError("op", ", ".join(made.ops), "is in no part of the job", f"name one of {has}")
+    return replace(made, parts=kept)

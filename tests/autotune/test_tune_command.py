@@ -11,7 +11,7 @@ import pytest
 import tuning
 from terrazzo.autotune import enabled, first_use, isolation, report, runner
 from terrazzo.autotune.database import Database
-from terrazzo.autotune.jobs import Job, budget, job_of, read_job, read_shapes, seconds
+from terrazzo.autotune.jobs import Job, budget, job_of, override, read_job, read_shapes, seconds
 from terrazzo.autotune.runner import Runner
 from terrazzo.cli import main
 from terrazzo.lowering.errors import ArgumentError, CaptureError, ToolchainError
@@ -121,6 +121,17 @@ def test_a_job_file_means_what_it_says(tmp_path):
     assert [seconds(text) for text in ("90s", "10m", "1.5h", 2)] == [90, 600, 5400, 120]
     assert budget("200 trials") == {"budget_trials": 200}
     assert job_of({"m": 8}, "x").m == (8,)
+
+
+def test_an_operator_picks_its_problems_from_the_parts_of_a_job():
+    parts = [{"op": ["w4a16", "w4a8"], "shapes": ["512x1024"]}, {"op": "w4ax", "shapes": ["256x512"]}]
+    job = job_of({"m": [8], "part": parts}, "x")
+    assert {it.op for it in job.problems()} == {"w4a16", "w4a8", "w4ax"}
+    assert [(it.op, it.n) for it in override(job, ops=("w4a8",)).problems()] == [("w4a8", 512)]
+    assert [it.op for it in override(job, ops=("w4ax", "w4a16")).problems()] == ["w4a16", "w4ax"]
+    assert override(job, ops=(), m=(16,)).parts == job.parts
+    with pytest.raises(ArgumentError, match="in no part of the job.*w4a16, w4a8, w4ax"):
+        override(job, ops=("attention",))
 
 
 def test_dry_run_needs_no_gpu_and_starts_nothing(capsys, monkeypatch):

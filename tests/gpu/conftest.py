@@ -14,6 +14,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="random cases of each fuzz (default $TERRAZZO_FUZZ_CASES)",
     )
+    parser.addoption("--compile-only", action="store_true", help="compile the kernels of the selected tests, run none")
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """With --compile-only, in place of the tests."""
+    if not session.config.getoption("compile_only", False):
+        return None
+    said, failed = compile_cases(session)
+    print(said or "nothing to compile")
+    session.testsfailed = failed
+    return True
 
 
 @pytest.fixture(autouse=True)
@@ -34,22 +45,26 @@ def compiled(request: pytest.FixtureRequest) -> None:
 
     if not torch.cuda.is_available():
         return
+    said, _ = compile_cases(request.session)
+    terminal = request.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and said:
+        terminal.write_line(said)
+
+
+def compile_cases(session: pytest.Session) -> tuple[str, int]:
+    """A line about the kernels of all `cases` that had to be compiled ("" for none), and how many failed."""
     from terrazzo.lowering import compile_many, is_ready
 
     wanted = {}
-    for item in request.session.items:
+    for item in session.items:
         for case in (getattr(item, "callspec", None) and item.callspec.params.get("cases")) or ():
             wanted.update({kernel.identity(): kernel for kernel in case.requests()})
     cold = [kernel for kernel in wanted.values() if not is_ready(kernel)]
     start = time.monotonic()
-    results = compile_many(cold)
-    failed = sum(isinstance(result, Exception) for result in results)
-    terminal = request.config.pluginmanager.get_plugin("terminalreporter")
-    if terminal is not None and cold:
-        seconds = time.monotonic() - start
-        terminal.write_line(
-            f"compiled {len(cold) - failed} of {len(wanted)} kernels in {seconds:.0f} s, {failed} failed"
-        )
+    failed = sum(isinstance(result, Exception) for result in compile_many(cold))
+    seconds = time.monotonic() - start
+    said = f"compiled {len(cold) - failed} of {len(wanted)} kernels in {seconds:.0f} s, {failed} failed"
+    return said if cold else "", failed
 
 
 @pytest.fixture

@@ -1,0 +1,41 @@
+"""Compiles the kernels of a benchmark and stops where it would launch the first; the GPU is only asked for its name.
+
+python -m benchmarks.compile_ahead w4a16 --models yi-34b       the benchmark's name and arguments
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from terrazzo.lowering import parallel
+
+
+class _Compiled(BaseException):
+    """Ends the benchmark; no `except Exception` of its own holds it."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    name, *rest = sys.argv[1:] if argv is None else argv
+    original, failed = parallel.compile_many, []
+
+    def and_stop(requests: Any, *args: Any, **options: Any) -> None:
+        outcomes = original(requests, *args, **options)
+        failed.extend(out for out in outcomes if isinstance(out, Exception))
+        print(f"{len(set(requests))} kernels, {len(failed)} failed")
+        raise _Compiled
+
+    parallel.compile_many = and_stop
+    try:
+        code = importlib.import_module(f"benchmarks.{name}").main(rest)
+    except _Compiled:
+        return 1 if failed else 0
+    finally:
+        parallel.compile_many = original
+    print(f"benchmarks.{name} ended with {code} before it compiled anything", file=sys.stderr)
+    return code or 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
