@@ -31,7 +31,7 @@ help:
 	@echo "make lint         ruff check and ruff format --check"
 	@echo "make format       rewrite what the linter can rewrite"
 	@echo "make bench        measure on this machine's GPU; BENCH='--quick' for a short run"
-	@echo "make gpu          GPU tests and benchmarks on every GPU, in 29 minutes; HOST='--budget 600 --only test.*'"
+	@echo "make gpu          GPU tests and benchmarks on every GPU, in 29 minutes; ARGS='--budget 600'"
 	@echo "make docs         rewrite the generated parts of README.md and docs/"
 	@echo "make docs-check   fail if a generated part is out of date"
 
@@ -70,7 +70,7 @@ bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.w4a8 $(BENCH)
 
 gpu: $(VENV)/.test
-	$(BIN)/python -m benchmarks.host $(HOST)
+	$(BIN)/python -m benchmarks.host $(ARGS)
 
 docs: $(VENV)/.test
 	$(BIN)/python -m benchmarks.readme
