@@ -23,7 +23,7 @@ def tile_state(head_dim: int) -> SimpleNamespace:
         ("x", head_dim // 4), ("old", head_dim // 4), ("s", 4), ("w", 4), ("lo", 2), ("hi", 2), ("new", 4), ("pair", 4),
         ("mask", 1), ("c", 4),
     )}  # fmt: skip
-    f32 = {name: T.alloc_local((n,), "float32") for name, n in (("par", 12), ("f", 4))}
+    f32 = {name: T.alloc_local((n,), "float32") for name, n in (("par", 12), ("f", 4), ("scale", head_dim // 4))}
     return SimpleNamespace(**u32, **f32)
 
 
@@ -83,6 +83,13 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
                 st.pair[r] = st.new[r % 2]
             else:
                 st.pair[r] = (st.new[r // 2 * 2] & T.uint32(0xFFFF)) | (st.new[r // 2 * 2 + 1] & T.uint32(0xFFFF0000))
+
+    @T.macro
+    def recall_scales(st, scale, head, lane):
+        """Static scales of the lane's dimensions: all in flight at once, as they would not be between divisions."""
+        for i in each(D // 4 if is_key else D // 8):
+            dim = i // 4 * 16 + i % 4 // 2 * 8 + lane % 4 * 2 + i % 2 if is_key else i * 8 + lane // 4
+            st.scale[i] = scale[head, dim]
 
     @T.macro
     def recall(st, tile, lane):
@@ -223,7 +230,7 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
             st.par[e * 3 + 2] = T.reinterpret(st.c[2 + e], "float32")
 
     @T.macro
-    def word(st, shared_, base, scale, head, j, i, lane):
+    def word(st, shared_, base, j, i, lane):
         """w[i]: word i of load j."""
         if fmt.scaling == "none":
             st.w[i] = st.x[register(j, i, 0)]
@@ -240,8 +247,8 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
                 for e in each(2):
                     st.f[0] = T.call_extern("float32", f"tz_unpack<{dtype}, {e}>", st.x[r])
                     if static:
-                        dim = r // 4 * 16 + (r % 4 // 2 * 8 + lane % 4 * 2 + e if is_key else r % 2 * 8 + lane // 4)
-                        st.f[0] = T.call_extern("float32", "__fdiv_rn", st.f[0], scale[head, dim])
+                        dim = r // 2 * 2 + e if is_key else r // 4 * 2 + r % 2
+                        st.f[0] = T.call_extern("float32", "__fdiv_rn", st.f[0], st.scale[dim])
                         if integer:
                             st.s[0] = T.call_extern("uint32", "tz_code8", st.f[0])
                         else:
@@ -267,11 +274,11 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
             )
 
     @T.macro
-    def store(st, shared_, base, scale, head, tile, merge, lane):
+    def store(st, shared_, base, tile, merge, lane):
         """The words of the tile to address `tile`; with `merge`, recalled fields of tokens that are not new stay."""
         for j in each(slices // atoms):
             for i in each(words):
-                word(st, shared_, base, scale, head, j, i, lane)
+                word(st, shared_, base, j, i, lane)
             if merge:
                 for i in each(words):
                     st.mask[0] = T.uint32(0)
@@ -282,7 +289,7 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
             T.call_extern("handle", f"tz_store<{words}>", words_at(tile, j, lane), T.access_ptr(st.w, "r"))
 
     return SimpleNamespace(
-        find_new=find_new, recall=recall, mix=mix, keep=keep, token_parameters=token_parameters,
+        find_new=find_new, recall=recall, recall_scales=recall_scales, mix=mix, keep=keep, token_parameters=token_parameters,
         channel_parameters=channel_parameters, recall_words=recall_words, store=store, token_wise=token_wise,
-        channel=bool(fmt.group),
+        channel=bool(fmt.group), static=static,
     )  # fmt: skip

@@ -208,13 +208,13 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
         return block_of(KV, w, layout.channel_words + w.token[0] % layout.block_tokens // 16 * layout.tile_words)
 
     @T.macro
-    def pack(operand, st, rows, KV, scale, w, merge, lane):
+    def pack(operand, st, rows, KV, w, merge, lane):
         """The operand's words, and parameters, to the page."""
         if operand.token_wise:
             operand.token_parameters(st, tile_of(KV, w), lane)
         if operand.channel:
             operand.channel_parameters(st, rows, stats, block_of(KV, w), w.warp, lane)
-        operand.store(st, rows, stats, scale, w.h[0], tile_of(KV, w), merge, lane)
+        operand.store(st, rows, stats, tile_of(KV, w), merge, lane)
 
     @T.macro
     def alone(operand, is_key, of, offset, st, rows, KV, RES, scale, w, lane):
@@ -231,10 +231,12 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
             operand.keep(st, spare_tile(RES, w, w.slot[0], offset, "w"), lane)
         else:
             find_block(w)
+            if operand.static:
+                operand.recall_scales(st, scale, w.h[0], lane)
             if older:
                 operand.recall_words(st, tile_of(KV, w), lane)
             collect(st, rows, w, is_key, lane)
-            pack(operand, st, rows, KV, scale, w, older, lane)
+            pack(operand, st, rows, KV, w, older, lane)
 
     @T.macro
     def together(operand, is_key, of, after, offset, st, rows, KV, RES, scale, w, lane):
@@ -243,6 +245,8 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
         older = less(w.token[0], w.old[0])
         if older:
             operand.recall(st, spare_tile(RES, w, w.slot[0], offset, "r"), lane)
+        if operand.static:
+            operand.recall_scales(st, scale, w.h[0], lane)
         collect(st, rows, w, is_key, lane)
         if after is not None:
             fetch(rows, w, after, lane)
@@ -250,7 +254,7 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
             operand.mix(st)
         for c in each(4):
             st.new[c] = T.uint32(0xFFFFFFFF)
-        pack(operand, st, rows, KV, scale, w, False, lane)
+        pack(operand, st, rows, KV, w, False, lane)
 
     @T.prim_func
     def main(
