@@ -289,7 +289,7 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
             T.call_extern("handle", f"tz_store<{words}>", words_at(tile, j, lane), T.access_ptr(st.w, "r"))
 
     return SimpleNamespace(
-        find_new=find_new, recall=recall, recall_scales=recall_scales, mix=mix, keep=keep, token_parameters=token_parameters,
-        channel_parameters=channel_parameters, recall_words=recall_words, store=store, token_wise=token_wise,
-        channel=bool(fmt.group), static=static,
+        find_new=find_new, recall=recall, recall_scales=recall_scales, recall_words=recall_words, mix=mix, keep=keep,
+        token_parameters=token_parameters, channel_parameters=channel_parameters, store=store,
+        token_wise=token_wise, channel=bool(fmt.group), static=static,
     )  # fmt: skip
