@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError, CaptureError, TargetError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
+from terrazzo.ops import weights
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 SEMAPHORES = 4096
 """int32 for each stream: a counter for each row range, or a flag for each warp."""
 STREAMS = 64
+LARGEST = 1 << 31
+"""Rows, columns and tokens are int32 in kernels; addresses have 64 bits."""
 ALL_TOKENS = (8, 16, 32, 64, 128, 256, 300, 512, 600, 1024, 2048, 4096)
 """One M of every bucket; 300 and 600 where tiles of 128 tokens pad less than tiles of 256."""
 
@@ -39,9 +42,32 @@ def requests_of(plans: Iterable[Plan]) -> list[KernelRequest]:
 
 
 def tokens_of(m: int | Iterable[int] | None) -> tuple[int, ...]:
-    """The numbers of tokens that a request names: one, several, or (None) one of every bucket; 0 needs no kernel."""
-    tokens = ALL_TOKENS if m is None else (m,) if isinstance(m, int) else tuple(m)
+    """The numbers of tokens that a request names: one, several, or (None) one of every bucket; 0 needs no kernel.
+
+    Raises:
+        ArgumentError: something else than numbers of tokens.
+    """
+    try:
+        tokens = ALL_TOKENS if m is None else (m,) if isinstance(m, int) else tuple(m)
+    except TypeError:
+        tokens = (m,)
+    if not all(type(t) is int and 0 <= t < LARGEST for t in tokens):
+        raise ArgumentError("m", m, "must be a number of tokens, or several, not negative", "write m=[1, 16, 256]")
     return tuple(t for t in tokens if t > 0)
+
+
+def check_shape(n: int, k: int) -> None:
+    """Raise ArgumentError unless [n, k] can be a weight: kernels count rows and channels in 32 bits."""
+    for name, size in (("n", n), ("k", k)):
+        if type(size) is not int or not 1 <= size < LARGEST:
+            raise ArgumentError(name, size, f"must be an integer, 1..{LARGEST - 1}", "pass the weight's shape [N, K]")
+
+
+def check_group(group_size: int, k: int, groups: tuple[int, ...]) -> None:
+    """Raise ArgumentError unless the group size is one of `groups`, or K: one group."""
+    if type(group_size) is not int or group_size not in (*groups, k):
+        constraint = f"must be one of {groups}, or K = {k} for one group"
+        raise ArgumentError("group_size", group_size, constraint, "pass the group size of the weight")
 
 
 @dataclass
@@ -117,7 +143,8 @@ class LaunchTable:
         self._formats: dict[tuple, Launches] = {}
 
     def keep(self, w: Any, facts: tuple) -> Launches:
-        """The launches of weights with these facts; `w` keeps them as `_launches`."""
+        """The launches of weights with these facts; `w`, whose vectors are checked, keeps them as `_launches`."""
+        weights.check_vectors(w)
         found = self._formats.get(facts)
         if found is None:
             found = self._formats.setdefault(facts, Launches(facts))
@@ -240,11 +267,44 @@ def elsewhere(x: torch.Tensor, device: torch.device) -> ArgumentError:
     return ArgumentError("x", str(x.device), constraint, "move both there")
 
 
-def check_no_grad(x: torch.Tensor, operator: str) -> None:
+def not_packed(w: Any, operator: str) -> ArgumentError:
+    """What to say of `w` where a PackedWeight of `operator` is needed."""
+    kind = weights.kind(w)
+    family, _, form = kind.rpartition(".")
+    if form == "GroupedWeight":
+        remedy = "call grouped_gemm with it, or gemm with one expert: w[0]"
+    elif form in ("QuantizedWeight", "PackedWeight"):
+        packed, own = "w" if form == "PackedWeight" else "w.pack()", family.partition(".")[0]
+        remedy = f"call {own}.gemm with {packed}"
+    else:
+        remedy = f"make one with {operator}.pack, {operator}.quantize or an importer"
+    return ArgumentError("w", kind, f"must be a PackedWeight of {operator}", remedy)
+
+
+def check_tensor(x: Any, name: str, what: str) -> None:
+    """Raise ArgumentError unless x is a torch tensor."""
+    import torch
+
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError(name, type(x).__name__, f"must be a torch tensor, {what}", "convert it: torch.as_tensor")
+
+
+def check_last(x: torch.Tensor, k: int) -> None:
+    """Raise ArgumentError unless x is [..., K]."""
+    if not x.ndim or x.shape[-1] != k:
+        raise ArgumentError("x", list(x.shape), f"its last dimension must be K = {k}", "pass activations [..., K]")
+
+
+def check_tokens(m: int) -> None:
+    if m >= LARGEST:
+        raise ArgumentError("x", m, f"must have less than {LARGEST} rows", "split it: rows do not depend on each other")
+
+
+def check_no_grad(x: torch.Tensor, operator: str, name: str = "x") -> None:
     import torch
 
     if x.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError("x", "requires_grad=True", f"{operator} has no gradient", "call it under torch.no_grad()")
+        raise ArgumentError(name, "requires_grad=True", f"{operator} has no gradient", "call it under torch.no_grad()")
 
 
 def aligned_copy(x: torch.Tensor) -> torch.Tensor:
@@ -256,37 +316,69 @@ def aligned_copy(x: torch.Tensor) -> torch.Tensor:
 
 def output_fits(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, index: int) -> bool:
     """`check_out` in a hurry; where it says no, that one says why."""
-    return out.shape == shape and out.dtype is dtype and out.get_device() == index and out.is_contiguous()
+    same = getattr(out, "shape", None) == shape and out.dtype is dtype
+    return same and out.get_device() == index and out.is_contiguous()
 
 
-def check_out(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    if tuple(out.shape) != shape or out.dtype != dtype or out.device != device or not out.is_contiguous():
+def check_out(out: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str = "out") -> None:
+    check_tensor(out, name, f"{dtype} {list(shape)}")
+    if tuple(out.shape) != tuple(shape) or out.dtype != dtype or out.device != device or not out.is_contiguous():
         raise ArgumentError(
-            "out",
+            name,
             f"{out.dtype} {list(out.shape)} strides {list(out.stride())} on {out.device}",
             f"must be contiguous {dtype} {list(shape)} on {device}",
             "allocate it with torch.empty of that shape",
         )
 
 
-def check_bias(bias: torch.Tensor, n: int, dtype: torch.dtype | None, device: torch.device) -> None:
+def check_written(
+    x: torch.Tensor, n: int, bias: torch.Tensor | None, out: torch.Tensor | None, dtype: torch.dtype
+) -> None:
+    """What a product of x [..., K] checks before x is quantized: a float bias, and `out` of this dtype."""
+    if bias is not None:
+        check_bias(bias, n, None, x.device)
+    if out is not None and not output_fits(out, (*x.shape[:-1], n), dtype, x.get_device()):
+        check_out(out, (*x.shape[:-1], n), dtype, x.device)
+
+
+def copy_out(out: torch.Tensor | None, y: torch.Tensor) -> torch.Tensor:
+    """y of a traced operator, in `out` if that is given."""
+    if out is None:
+        return y
+    check_out(out, y.shape, y.dtype, y.device)
+    return out.copy_(y)
+
+
+def check_apart(out: torch.Tensor, name: str, **read: torch.Tensor | None) -> None:
+    """Raise ArgumentError if a kernel would write to contiguous `out` what it reads as one of the contiguous others."""
+    start = out.data_ptr()
+    end = start + out.nbytes
+    for other, x in read.items():
+        if x is not None and x.data_ptr() < end and start < x.data_ptr() + x.nbytes:
+            constraint = f"shares memory with {other}, which is read while it is written"
+            raise ArgumentError(name, f"{list(out.shape)}", constraint, f"write to other memory, or clone {other}")
+
+
+def check_bias(bias: Any, n: int, dtype: torch.dtype | None, device: torch.device) -> None:
     """`dtype` None accepts any float."""
+    check_tensor(bias, "bias", f"{dtype or 'float'} [{n}]")
     fits = bias.dtype == dtype if dtype is not None else bias.dtype.is_floating_point
     if tuple(bias.shape) != (n,) or not fits or bias.device != device or not bias.is_contiguous():
         raise ArgumentError(
             "bias",
-            f"{bias.dtype} {list(bias.shape)} on {bias.device}",
+            f"{bias.dtype} {list(bias.shape)} strides {list(bias.stride())} on {bias.device}",
             f"must be contiguous {dtype or 'float'} [{n}] on {device}",
             "cast and move it",
         )
 
 
 def cast_once(owner: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """The owner's tensor `name` in another dtype, kept with the owner."""
+    """The owner's tensor `name` in another dtype, kept with the owner until PyTorch writes to the tensor."""
     tensor = getattr(owner, name)
     if tensor.dtype == dtype:
         return tensor
-    cast = owner.__dict__.setdefault("_casts", {})
-    if (name, dtype) not in cast:
-        cast[name, dtype] = tensor.to(dtype)
-    return cast[name, dtype]
+    casts, state = owner.__dict__.setdefault("_casts", {}), (tensor.data_ptr(), writes(tensor))
+    kept = casts.get((name, dtype))
+    if kept is None or kept[0] != state:
+        kept = casts[name, dtype] = (state, tensor.to(dtype))
+    return kept[1]

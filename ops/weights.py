@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from terrazzo.lowering.targets import Target
 
 Weight = TypeVar("Weight")
+FLOATS = ("float16", "bfloat16", "float32")
 
 
 class Canonical:
@@ -41,13 +43,17 @@ class Canonical:
 class Packed:
     """Of a packed weight, a dataclass with `words`, `n`, `k` and `layout`: what does not depend on the format.
 
-    A format adds `expected_layout()`, identity of the layout that its kernels read, and `check_sizes()`.
+    A format adds `expected_layout()`, identity of the layout that its kernels read, and `check_sizes()`. It is no
+    `nn.Module` and has no parameters: a module that holds one names it in its own state, see
+    examples/quantized_linear.py.
 
     Attributes:
         VERSION: named in its files; another one is refused.
+        GROUPS: group sizes that kernels read; a row of one group is k.
     """
 
     VERSION: ClassVar[str]
+    GROUPS: ClassVar[tuple[int, ...]] = (32, 64, 128)
     words: torch.Tensor
     n: int
     k: int
@@ -78,9 +84,25 @@ class Packed:
             LayoutMismatchError: it was packed with another layout than this version's.
         """
         weight = load(cls, path, device, cls.VERSION)
+        weight.check_facts()
         weight.check_layout(weight.expected_layout(), "path")
         weight.check_sizes()
+        check_vectors(weight)
+        weight.check_values()
         return weight
+
+    def check_facts(self) -> None:
+        """Raise ArgumentError unless n, k and group_size are numbers that a weight can have."""
+        for name in ("n", "k", "group_size"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ArgumentError(name, value, "must be a positive integer", "pack the weight again")
+        if self.group_size not in (*self.GROUPS, self.k):
+            constraint = f"must be one of {self.GROUPS}, or K = {self.k}"
+            raise ArgumentError("group_size", self.group_size, constraint, "pack the weight again")
+
+    def check_values(self) -> None:
+        """Raise ArgumentError for values that would send a kernel out of bounds; read where they come from a file."""
 
     def check_layout(self, identity: str, argument: str = "w") -> None:
         """Raise LayoutMismatchError unless the weight was packed with the layout named `identity`."""
@@ -92,8 +114,36 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def kind(value: Any) -> str:
+    """What a caller passed, for messages: "w4a8.PackedWeight", or the name of another type."""
+    parts = type(value).__module__.split(".")
+    family = parts[2] if parts[:2] == ["terrazzo", "ops"] and len(parts) > 3 else ""
+    form = "fp8." if family and parts[-1].startswith("fp8") else ""
+    return f"{family}.{form}{type(value).__name__}" if family else type(value).__name__
+
+
 def is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or dtype_name(tensor) == "bool")
+
+
+def as_tensor(name: str, value: Any, device: torch.device | None = None) -> torch.Tensor:
+    """`value` as a tensor without a gradient, on `device` if given.
+
+    Raises:
+        ArgumentError: it is no tensor, array or list of numbers, or holds no data.
+    """
+    import torch
+
+    try:
+        tensor = torch.as_tensor(value, device=device).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(name, type(value).__name__, "must be a tensor", "pass a tensor or an array") from error
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        seen = f"{dtype_name(tensor)} {list(tensor.shape)} on {tensor.device}, {tensor.layout}"
+        raise ArgumentError(name, seen, "must be dense and hold data", "load the checkpoint first, or call .to_dense()")
+    if dtype_name(tensor) in ("uint16", "uint32", "uint64"):  # torch compares these with nothing
+        tensor = tensor.long()
+    return tensor
 
 
 def out_of_range(values: torch.Tensor, low: int, high: int) -> int | None:
@@ -110,9 +160,28 @@ def tensor_fields(weight: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
 
 
+def device_of(device: Any) -> torch.device:
+    """The torch device that a caller named.
+
+    Raises:
+        ArgumentError: it is no device (a dtype, say), or a CUDA device and torch sees none.
+    """
+    import torch
+
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        constraint = "must be a device: the bytes of a weight have no other dtype"
+        raise ArgumentError("device", device, constraint, "pass 'cuda', 'cuda:1' or 'cpu'") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("device", str(found), "torch sees no CUDA device", "pass 'cpu'; `terrazzo info` says why")
+    return found
+
+
 def move(weight: Weight, device: str | torch.device) -> Weight:
-    """The same weight on another device."""
-    return dataclasses.replace(weight, **{name: t.to(device) for name, t in tensor_fields(weight).items()})
+    """The same weight on another device; ArgumentError for what is none."""
+    to = device_of(device)
+    return dataclasses.replace(weight, **{name: t.to(to) for name, t in tensor_fields(weight).items()})
 
 
 def arch_of(target: Target | str | None, device: torch.device) -> str | None:
@@ -149,18 +218,40 @@ def check_tensor(
         )
 
 
+def check_vectors(weight: Any) -> None:
+    """Raise ArgumentError unless bias, permutation and smooth vector fit the weight and lie where its words are."""
+    rules = (("bias", weight.n, FLOATS), ("perm", weight.k, ("int32",)), ("smooth", weight.k, ("float32",)))
+    for name, size, dtypes in rules:
+        t = getattr(weight, name, None)
+        if t is None:
+            continue
+        device = weight.words.device
+        if tuple(t.shape) != (size,) or dtype_name(t) not in dtypes or t.device != device or not t.is_contiguous():
+            seen = f"{dtype_name(t)} {list(t.shape)} on {t.device}"
+            constraint = f"must be contiguous {' or '.join(dtypes)} [{size}] on {device} for {weight!r}"
+            raise ArgumentError(name, seen, constraint, "pack the weight again, or move it with .to()")
+
+
 def save(weight: Any, path: str | Path, version: str) -> None:
-    """Write one safetensors file: the tensors, and version and plain fields in its metadata. Atomic."""
+    """Write one safetensors file: the tensors, and version and plain fields in its metadata. Atomic.
+
+    Raises:
+        ArgumentError: the file cannot be written.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors = {name: t.contiguous() for name, t in tensor_fields(weight).items()}
     facts = {f.name: getattr(weight, f.name) for f in dataclasses.fields(weight)}
     facts = {name: value for name, value in facts.items() if name not in tensors and value is not None}
     path = Path(path)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         save_file(tensors, scratch, metadata={"format": "pt", "version": version, "weight": json.dumps(facts)})
         os.replace(scratch, path)
+    except (SafetensorError, OSError) as error:
+        constraint = f"cannot be written ({error})"
+        raise ArgumentError("path", str(path), constraint, "name a file in a folder that exists and is yours") from None
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -169,13 +260,13 @@ def load(make: Callable[..., Weight], path: str | Path, device: str | torch.devi
     """Read a file that `save` wrote in one of `versions`: `make` is called with its tensors and plain fields.
 
     Raises:
-        ArgumentError: it is no such file.
+        ArgumentError: it is no such file, or a device that is not there.
     """
     from safetensors import SafetensorError, safe_open
 
-    path = Path(path)
+    path, to = Path(path), device_of(device)
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with safe_open(path, framework="pt", device=str(to)) as file:
             meta = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError) as error:
@@ -190,4 +281,8 @@ def load(make: Callable[..., Weight], path: str | Path, device: str | torch.devi
             f"its metadata must name version {wanted}, it names {meta.get('version')!r}",
             "a checkpoint layer is read with load_layer; a packed weight of another version is packed again",
         )
-    return make(**tensors, **json.loads(meta["weight"]))
+    try:
+        return make(**tensors, **json.loads(meta["weight"]))
+    except (KeyError, ValueError, TypeError) as error:
+        said = f"its tensors and metadata are not those that save writes ({type(error).__name__}: {error})"
+        raise ArgumentError("path", str(path), said, "save the weight again") from None

@@ -76,9 +76,10 @@ class QuantizedWeight(weights.Canonical):
         """
         import torch
 
-        codes = torch.as_tensor(codes)
+        codes = weights.as_tensor("codes", codes)
+        given = {"scales": scales, "zeros": zeros, "perm": perm, "bias": bias}
         scales, zeros, perm, bias = (
-            None if t is None else torch.as_tensor(t, device=codes.device) for t in (scales, zeros, perm, bias)
+            None if t is None else weights.as_tensor(name, t, codes.device) for name, t in given.items()
         )
         n, k = _check_codes(codes)
         group_size = _check_scales(scales, n, k, group_size)
@@ -109,7 +110,7 @@ class QuantizedWeight(weights.Canonical):
             group_size=group_size,
             zeros=None if zeros is None else zeros.contiguous(),
             perm=perm,
-            bias=bias,
+            bias=None if bias is None else bias.contiguous(),
         )
 
     @property
@@ -200,6 +201,18 @@ class PackedWeight(weights.Packed):
         """Identity of the layout that the kernels of this version read."""
         return layout_identity(self)
 
+    def check_facts(self) -> None:
+        """Raise ArgumentError unless n, k, group_size and scale_dtype are such as `pack` writes."""
+        super().check_facts()
+        if self.scale_dtype not in SCALE_DTYPES:
+            constraint = f"must be one of {SCALE_DTYPES}"
+            raise ArgumentError("scale_dtype", self.scale_dtype, constraint, "pack the weight again")
+
+    def check_values(self) -> None:
+        """Raise ArgumentError unless perm is a permutation: x is gathered by it."""
+        if self.perm is not None:
+            _check_perm(self.perm, self.k)
+
     def check_sizes(self) -> None:
         """Raise ArgumentError unless words and params have the shapes and dtypes that n, k and group_size ask for."""
         np_, kp, gp, width = packed_sizes(self.n, self.k, self.group_size, self.scale_dtype, self.symmetric)
@@ -245,10 +258,12 @@ def pack(
     Any N >= 1 and K >= 1: rows are padded to 64 and input channels to 128 with code 0 and scale 0.
 
     Raises:
-        ArgumentError, TargetError: see `QuantizedWeight.canonical` and `Target.parse`.
+        ArgumentError: see `QuantizedWeight.canonical`; a PackedWeight. TargetError: see `Target.parse`.
     """
     import torch
 
+    if hasattr(codes, "words"):
+        raise ArgumentError("codes", repr(codes), "is packed already", "call unpack() first to pack it again")
     if isinstance(codes, QuantizedWeight):
         given = {"scales": scales, "zeros": zeros, "group_size": group_size, "perm": perm, "bias": bias}
         for name in (name for name, value in given.items() if value is not None):
@@ -359,7 +374,7 @@ def _check_scales(scales: torch.Tensor, n: int, k: int, group_size: int | None) 
                 "pass group_size, or all the scales",
             )
         return fits[0]
-    if not isinstance(group_size, int) or group_size < 1 or -(-k // group_size) != groups:
+    if type(group_size) is not int or group_size < 1 or -(-k // group_size) != groups:
         raise ArgumentError(
             "group_size",
             group_size,

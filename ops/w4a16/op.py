@@ -15,13 +15,13 @@ from terrazzo.ops.launching import Plan, ptx_flags, requests_of, tokens_of
 from terrazzo.ops.w4a16 import multistage as multistage_program
 from terrazzo.ops.w4a16 import small_batch as small_batch_program
 from terrazzo.ops.w4a16 import stream_k as stream_k_program
+from terrazzo.ops.w4a16.format import GROUPS, PackedWeight
 from terrazzo.ops.w4a16.operand import Operand
 from terrazzo.schedules import multistage, records, spaces, stream_k
 from terrazzo.schedules.problem import WeightOnlyGemm
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.ops.w4a16.format import PackedWeight
 
 NUMERICS = ("auto", "exact", "fused", "post")
 
@@ -103,12 +103,15 @@ def kernel_requests(
     """The kernels that serve an [n, k] weight: for the given M, or for every M (None). Needs no GPU.
 
     Args:
-        dtype: of activations and output, "float16" or "bfloat16". scale_dtype also "float32".
+        group_size: 32, 64, 128, or k for one group. scale_dtype: "float16", "bfloat16" or "float32".
+        dtype: of activations and output, "float16" or "bfloat16".
         numerics: see `gemm`.
 
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.
     """
+    launching.check_shape(n, k)
+    launching.check_group(group_size, k, GROUPS)
     check_numerics(numerics)
     facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, bias=bias)
     at = Target.parse(target)
@@ -141,7 +144,7 @@ def gemm(
         x: float16 or bfloat16 [..., K] on w's GPU; leading dimensions may be strided (then they are copied).
         w: packed weight. Its own bias is added unless `bias` is given.
         bias: [N] in x's dtype.
-        out: contiguous [..., N] in x's dtype, written and returned. M = 0 writes nothing.
+        out: contiguous [..., N] in x's dtype, written and returned; no memory of x. M = 0 writes nothing.
         numerics: "exact" scales each weight with one rounding; "fused" is fma(q, s, -z*s), as TurboMind; "post"
             applies scale and zero point to the f32 sum of each group (specs.md B.3). "auto" is post where the
             small-batch program runs (up to 16 tokens), else exact (post where the scales are not in x's dtype).
@@ -149,7 +152,7 @@ def gemm(
     Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on
     different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time.
     A weight that something else than PyTorch writes to (a communication library, say) needs a kernel between that
-    writer and `gemm`.
+    writer and `gemm`. There is no gradient: x that requires one is refused unless gradients are off.
 
     Raises:
         ArgumentError: an operand that does not fit, named with the value seen and the remedy.
@@ -159,11 +162,13 @@ def gemm(
     """
     import torch
 
+    if not isinstance(w, PackedWeight):
+        raise launching.not_packed(w, "w4a16")
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # traced, fake or another subclass: dispatch
         from terrazzo.ops.w4a16 import torch_op
 
-        y = torch_op.call(x, w, bias, numerics)
-        return y if out is None else out.copy_(y)
+        launching.check_tensor(x, "x", f"[..., {w.k}]")
+        return launching.copy_out(out, torch_op.call(x, w, bias, numerics))
     return run(x, w, bias, out, numerics)
 
 
@@ -174,13 +179,11 @@ def run(
 
     What is ready to launch is kept by M, dtype, device, stream, numerics and presence of a bias.
     """
-    if not hasattr(w, "words"):
-        raise ArgumentError("w", type(w).__name__, "must be a PackedWeight", "call w4a16.pack, or w.pack()")
     if x.requires_grad:
         launching.check_no_grad(x, "gemm")
     shape, dtype, n, k = x.shape, x.dtype, w.n, w.k
     if not shape or shape[-1] != k:
-        raise ArgumentError("x", list(shape), f"its last dimension must be K = {k}", "pass activations [..., K]")
+        launching.check_last(x, k)
     flat = len(shape) == 2  # views cost 1.5 us each
     m = shape[0] if flat else x.numel() // k
     if bias is not None:
@@ -220,6 +223,8 @@ def run(
         x = x.reshape(m, -1)
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = launching.aligned_copy(x)
+    if out is not None and not aside:
+        launching.check_apart(out, "out", x=x)
     _, _, workspace, semaphores, scalars, no_bias = found
     args = (x, words, params, no_bias if bias is None else bias, workspace, semaphores, rows, *scalars)
     launching.launch(launches, key, found, args)
@@ -243,11 +248,12 @@ def _prepare(launches: launching.Launches, key: tuple, x: torch.Tensor, w: Packe
     """Kernel, its launcher, workspace, semaphores, trailing arguments and a stand-in for no bias; kept."""
     m, _, (index, stream), numerics, no_bias = key
     check_numerics(numerics)
-    if not x.is_cuda or x.device != w.device:
-        raise launching.elsewhere(x, w.device)
     dtype = str(x.dtype)[6:]
     if dtype not in ("float16", "bfloat16"):
         raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
+    if not x.is_cuda or x.device != w.device:
+        raise launching.elsewhere(x, w.device)
+    launching.check_tokens(m)
     if m == 0:
         return ()
     chosen = _plan_for(w, m, dtype, not no_bias, numerics, *launching.targets(w.target, x.device))

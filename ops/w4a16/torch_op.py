@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from terrazzo.ops import launching
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4a16.format import PackedWeight
 
@@ -42,6 +43,7 @@ def w4a16_gemm(
 
 @w4a16_gemm.register_fake
 def _(x, words, params, perm, bias, n, k, group_size, scale_dtype, symmetric, layout, target, numerics):
+    launching.check_last(x, k)
     return x.new_empty((*x.shape[:-1], n))
 
 

@@ -30,7 +30,7 @@ LARGEST_SCALE = 16
 """Of a group: what 16 levels need for a range of 2 * 119 (specs.md D, brute force)."""
 LARGEST_K = 131072
 """Longest row whose sums of int8 products stay in int32: 128 * 127 * K < 2^31."""
-FLOATS = ("float16", "bfloat16", "float32")
+FLOATS = weights.FLOATS
 FILE_VERSION = "terrazzo.w4a8/1"
 PAD_OFFSET = 128
 """Offset of padding: code 0, scale 1 and this offset are the weight 0."""
@@ -77,13 +77,13 @@ class QuantizedWeight(weights.Canonical):
         """
         import torch
 
-        codes = torch.as_tensor(codes)
+        codes = weights.as_tensor("codes", codes)
+        given = dict(scales=scales, offsets=offsets, channel_scales=channel_scales, smooth=smooth, bias=bias)
         scales, offsets, channel_scales, smooth, bias = (
-            None if t is None else torch.as_tensor(t, device=codes.device)
-            for t in (scales, offsets, channel_scales, smooth, bias)
+            None if t is None else weights.as_tensor(name, t, codes.device) for name, t in given.items()
         )
         n, k = _check_codes(codes)
-        if group_size not in GROUPS:
+        if type(group_size) is not int or group_size not in GROUPS:
             raise ArgumentError(
                 "group_size", group_size, f"must be one of {GROUPS}", "repeat the scales of a larger group"
             )
@@ -108,7 +108,7 @@ class QuantizedWeight(weights.Canonical):
             channel_scales=channel_scales.float().contiguous(),
             group_size=group_size,
             smooth=None if smooth is None else smooth.float().contiguous(),
-            bias=bias,
+            bias=None if bias is None else bias.contiguous(),
         )
 
     def pack(self, *, target: Target | str | None = None) -> PackedWeight:
@@ -223,7 +223,7 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
 
     if not isinstance(weight, QuantizedWeight):
         raise ArgumentError(
-            "weight", type(weight).__name__, "must be a QuantizedWeight", "use quantize() for a float weight"
+            "weight", weights.kind(weight), "must be a w4a8 QuantizedWeight", "use quantize() for a float weight"
         )
     unit = unit_layout(weight.group_size)
     np_, kp = unit.padded(weight.n, weight.k)

@@ -74,10 +74,10 @@ class QuantizedWeight(weights.Canonical):
         """
         import torch
 
-        codes = torch.as_tensor(codes)
+        codes = weights.as_tensor("codes", codes)
+        given = dict(scales=scales, channel_scales=channel_scales, smooth=smooth, bias=bias)
         scales, channel_scales, smooth, bias = (
-            None if t is None else torch.as_tensor(t, device=codes.device)
-            for t in (scales, channel_scales, smooth, bias)
+            None if t is None else weights.as_tensor(name, t, codes.device) for name, t in given.items()
         )
         if codes.ndim != 2 or 0 in codes.shape or not weights.is_integer(codes):
             raise ArgumentError(
@@ -123,7 +123,7 @@ class QuantizedWeight(weights.Canonical):
             channel_scales=channel_scales.float().contiguous(),
             group_size=group_size,
             smooth=None if smooth is None else smooth.float().contiguous(),
-            bias=bias,
+            bias=None if bias is None else bias.contiguous(),
         )
 
     def pack(self, *, target: Target | str | None = None) -> PackedWeight:

@@ -32,6 +32,7 @@ LARGEST_UNSIGNED_K = 66311
 """Longest row whose sums of u8 x s8 products stay in int32: 255 * 127 * K < 2^31."""
 AUTO = "xor"
 _WGMMA = {"stream_k": stream_k_program, "pingpong": pingpong, "excp": excp, "basic": basic}  # int32 sums, one contract
+_WEIGHTS = (PackedWeight, fp8_format.PackedWeight)
 _SMALL = (8, 16, schedules.MAX_TOKENS)  # buckets of the small-batch program; more tokens take several launches
 
 
@@ -144,8 +145,10 @@ def kernel_requests(
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.
     """
+    launching.check_shape(n, k)
     if dtype not in (None, *activations.DTYPES):
         raise ArgumentError("dtype", dtype, f"must be one of {activations.DTYPES}", "cast the activations")
+    launching.check_group(group_size, k, GROUPS)
     at, out = Target.parse(target), out_dtype or dtype or "float16"
     codes = E4M3 if dequantization == E4M3 else "int8"
     group_size = 128 if codes == E4M3 and group_size == k and k not in GROUPS else group_size
@@ -205,7 +208,7 @@ def gemm(
         w: packed weight, of this package (int8 activations) or of `fp8` (e4m3). Its own bias is added unless `bias` is
             given.
         bias: float [N]; added in float32.
-        out: contiguous [..., N] of the output dtype, written and returned. M = 0 writes nothing.
+        out: contiguous [..., N] of the output dtype, written and returned; no memory of x. M = 0 writes nothing.
         out_dtype: torch.float16, torch.bfloat16, or torch.int32: the sums of products of bytes, without scales or bias,
             bit-exact for every schedule and target (not with e4m3). None takes x's dtype, or float16.
         dequantization: "xor" makes signed bytes, "unsigned" leaves 128 in them and takes it off the sums by the row
@@ -218,7 +221,8 @@ def gemm(
 
     Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on
     different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time.
-    Between calls on 16-bit activations each thread keeps memory for their codes, up to 8 MiB for each stream.
+    Between calls on 16-bit activations each thread keeps memory for their codes, up to 8 MiB for each stream. There is
+    no gradient: x that requires one is refused unless gradients are off.
 
     Raises:
         ArgumentError: an operand that does not fit, named with the value seen and the remedy.
@@ -228,21 +232,21 @@ def gemm(
     """
     import torch
 
-    if not hasattr(w, "words"):
-        raise ArgumentError("w", type(w).__name__, "must be a PackedWeight", "call w4a8.pack, or w.pack()")
+    if not isinstance(w, _WEIGHTS):
+        raise launching.not_packed(w, "w4a8")
     held = x.q if isinstance(x, QuantizedActivations) else x
     if torch.compiler.is_compiling() or type(held) is not torch.Tensor:  # traced, fake or another subclass: dispatch
         from terrazzo.ops.w4a8 import torch_op
 
-        y = torch_op.call(x, w, bias, out_dtype, dequantization, pipeline)
-        return y if out is None else out.copy_(y)
+        launching.check_tensor(held, "x", f"[..., {w.k}], or QuantizedActivations of w4a8")
+        return launching.copy_out(out, torch_op.call(x, w, bias, out_dtype, dequantization, pipeline))
     if held is x:
         if x.requires_grad:
             launching.check_no_grad(x, "gemm")
-        _check_k(x.shape, w.k)
-        at = "sm_80" if w.target == "sm_80" else None
+        launching.check_last(x, w.k)
+        at, out_dtype = "sm_80" if w.target == "sm_80" else None, out_dtype or held.dtype
+        launching.check_written(x, w.n, bias, out, out_dtype)
         x = activations.run(x, w.smooth, None, 0.0, None, at, w.ACTIVATIONS, scratch=True)
-        out_dtype = out_dtype or held.dtype
     return run(x, w, bias, out, out_dtype or torch.float16, dequantization, pipeline)
 
 
@@ -262,7 +266,8 @@ def run(
     import torch
 
     q, shape, n, k = x.q, x.shape, w.n, w.k
-    _check_k(shape, k)
+    if not shape or shape[-1] != k:
+        raise ArgumentError("x", list(shape), f"its last dimension must be K = {k}", "pass activations [..., K]")
     if x.codes != w.ACTIVATIONS:
         raise ArgumentError(
             "x", x.codes, f"{w!r} multiplies {w.ACTIVATIONS}",
@@ -300,6 +305,8 @@ def run(
         return y
     if words.get_device() != at[0]:
         raise launching.elsewhere(q, w.device)
+    if out is not None and not aside:
+        launching.check_apart(out, "out", x=q)
     _, _, workspace, semaphores, scalars, step, no_bias, no_sums = found
     bias = no_bias if bias is None else bias
     if no_sums is not None:
@@ -339,6 +346,7 @@ def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, 
     out = str(out_dtype).removeprefix("torch.")
     check_choices(w.k, out, dequantization, pipeline)
     x.check()
+    launching.check_tokens(m)
     if not x.q.is_cuda or x.device != w.device:
         raise launching.elsewhere(x.q, w.device)
     if m == 0:
@@ -377,11 +385,6 @@ def _plan_for(
         m, w.n, w.k, group_size=w.group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias,
         pipeline=pipeline, target=target, device=device,
     )  # fmt: skip
-
-
-def _check_k(shape: Sequence[int], k: int) -> None:
-    if not len(shape) or shape[-1] != k:
-        raise ArgumentError("x", list(shape), f"its last dimension must be K = {k}", "pass activations [..., K]")
 
 
 def check_choices(k: int, out_dtype: str, dequantization: str, pipeline: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import torch
+from terrazzo.ops import launching
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4a8 import fp8_format
 from terrazzo.ops.w4a8.activations import QuantizedActivations, padded
@@ -34,6 +35,7 @@ def call(
 ) -> torch.Tensor:
     """`gemm` as one opaque node of a graph (two, if x must be quantized first); see `terrazzo.ops.w4a8.gemm`."""
     if not isinstance(x, QuantizedActivations):
+        launching.check_last(x, w.k)
         out_dtype = out_dtype or x.dtype
         x = quantize(x, w.smooth, None, 0.0, "sm_80" if w.target == "sm_80" else None, w.ACTIVATIONS)
     out_dtype = out_dtype or torch.float16

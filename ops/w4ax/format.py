@@ -43,7 +43,7 @@ SCALES = ("two_level", "block")
 """Forms of a weight's scales; the first is the quantizer's default."""
 LARGEST_MULTIPLIER = 16
 """-8 times it is still a byte."""
-FLOATS = ("float16", "bfloat16", "float32")
+FLOATS = weights.FLOATS
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +87,10 @@ class QuantizedWeight:
         """
         import torch
 
-        codes = torch.as_tensor(codes)
+        codes = weights.as_tensor("codes", codes)
+        given = dict(scales=scales, permutation=permutation, bias=bias, channel_scales=channel_scales)
         scales, permutation, bias, channel_scales = (
-            None if t is None else torch.as_tensor(t, device=codes.device)
-            for t in (scales, permutation, bias, channel_scales)
+            None if t is None else weights.as_tensor(name, t, codes.device) for name, t in given.items()
         )
         if codes.ndim != 2 or 0 in codes.shape or codes.shape[1] % BLOCK or not weights.is_integer(codes):
             raise _refuse("codes", codes, "must be integers [N, Kp], Kp a multiple of 128", "use quantize_weight")
@@ -98,15 +98,15 @@ class QuantizedWeight:
         blocks, k = padded // BLOCK, padded if k is None else k
         if blocks > LARGEST_BLOCKS:
             raise _refuse("codes", codes, f"K must be at most {LARGEST_BLOCKS * BLOCK}", "split K")
-        if not padded - BLOCK < k <= padded:
+        if type(k) is not int or not padded - BLOCK < k <= padded:
             raise ArgumentError(
                 "k", k, f"must be in {padded - BLOCK + 1}..{padded}", "pad K to the next multiple of 128"
             )
-        if not 0 <= blocks8 <= blocks:
+        if type(blocks8) is not int or not 0 <= blocks8 <= blocks:
             raise ArgumentError("blocks8", blocks8, f"must be 0..{blocks}, the blocks of 128", "use plan_blocks")
         if (value := weights.out_of_range(codes, -8, 7)) is not None:
             raise ArgumentError("codes", value, "must be in -8..7", "take 8 off unsigned codes")
-        if tuple(scales.shape) != (n, blocks) or weights.dtype_name(scales) not in FLOATS:
+        if scales is None or tuple(scales.shape) != (n, blocks) or weights.dtype_name(scales) not in FLOATS:
             raise _refuse("scales", scales, f"must be float [{n}, {blocks}]", "pass one for each block of a row")
         if channel_scales is None:
             _check_positive("scales", scales, scales)
@@ -123,7 +123,7 @@ class QuantizedWeight:
             k=k,
             blocks8=blocks8,
             permutation=None if permutation is None else permutation.to(torch.int32).contiguous(),
-            bias=bias,
+            bias=None if bias is None else bias.contiguous(),
             channel_scales=None if channel_scales is None else channel_scales.float().contiguous(),
         )
 
@@ -279,6 +279,11 @@ class PackedWeight:
         weight = weights.load(cls, path, device, FILE_VERSION, TWO_LEVEL_VERSION)
         weight.check_layout(identity(native(Target.parse(weight.target)), weight.two_level), "path")
         weight.check_sizes()
+        weights.check_vectors(weight)
+        if weight.permutation is not None:
+            _check_permutation(weight.permutation, weight.k, weight.blocks * BLOCK)
+        if weight.order != order_name(weight.permutation):
+            raise ArgumentError("order", weight.order, "is not the name of its permutation", "save the weight again")
         return weight
 
     def check_layout(self, identity: str, argument: str = "w") -> None:
@@ -287,8 +292,12 @@ class PackedWeight:
 
     def check_sizes(self) -> None:
         """Raise ArgumentError unless the tensors have the shapes and dtypes that n, k and blocks8 ask for."""
+        for name, least in (("n", 1), ("k", 1), ("blocks8", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ArgumentError(name, value, f"must be an integer, {least} at least", "pack the weight again")
         weights.check_tensor(self, "words", (self.blocks, -(-self.n // ROWS), UNIT_WORDS), "int32")
-        if not 0 <= self.blocks8 <= self.blocks:
+        if self.blocks8 > self.blocks:
             raise ArgumentError("blocks8", self.blocks8, f"must be 0..{self.blocks}", "pack the weight again")
         if self.permutation is not None:
             weights.check_tensor(self, "permutation", (self.blocks * BLOCK,), "int32")
@@ -347,7 +356,7 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
 
     if not isinstance(weight, QuantizedWeight):
         raise ArgumentError(
-            "weight", type(weight).__name__, "must be a QuantizedWeight", "use quantize() for a float weight"
+            "weight", weights.kind(weight), "must be a w4ax QuantizedWeight", "use quantize() for a float weight"
         )
     device = weight.codes.device
     at = Target.detect(device) if target is None and device.type == "cuda" else Target.parse(target)
@@ -387,8 +396,9 @@ def _summary(weight: QuantizedWeight | PackedWeight) -> str:
     return ", ".join(parts)
 
 
-def _refuse(name: str, tensor: torch.Tensor, constraint: str, remedy: str) -> ArgumentError:
-    return ArgumentError(name, f"{weights.dtype_name(tensor)} {list(tensor.shape)}", constraint, remedy)
+def _refuse(name: str, tensor: torch.Tensor | None, constraint: str, remedy: str) -> ArgumentError:
+    seen = None if tensor is None else f"{weights.dtype_name(tensor)} {list(tensor.shape)}"
+    return ArgumentError(name, seen, constraint, remedy)
 
 
 def _check_positive(name: str, values: torch.Tensor, exact: torch.Tensor) -> None:

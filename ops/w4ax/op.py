@@ -114,6 +114,7 @@ def kernel_requests(
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.
     """
+    launching.check_shape(n, k)
     if scales not in (None, *SCALES):
         raise ArgumentError("scales", scales, f"must be one of {SCALES}", "leave it out")
     if dtype not in (None, *activations.DTYPES):
@@ -179,11 +180,12 @@ def gemm(
             with scales of the weight's form, in one more kernel.
         w: packed weight. Its own bias is added unless `bias` is given.
         bias: float [N]; added in float32.
-        out: contiguous [..., N] of the output dtype, written and returned. M = 0 writes nothing.
+        out: contiguous [..., N] of the output dtype, written and returned; no memory of x. M = 0 writes nothing.
         out_dtype: torch.float16, torch.bfloat16 or torch.float32. None takes x's dtype, or float16.
 
     Works under torch.compile(fullgraph=True) and, once each M was called, in CUDA graph capture. Calls on different
-    streams use different workspaces; two graphs captured on one stream must not be replayed at the same time.
+    streams use different workspaces; two graphs captured on one stream must not be replayed at the same time. There is
+    no gradient: x that requires one is refused unless gradients are off.
 
     Raises:
         ArgumentError: an operand that does not fit, named with the value seen and the remedy.
@@ -193,16 +195,18 @@ def gemm(
     """
     import torch
 
-    if not hasattr(w, "words"):
-        raise ArgumentError("w", type(w).__name__, "must be a PackedWeight", "call w4ax.pack, or w.pack()")
+    if not isinstance(w, PackedWeight):
+        raise launching.not_packed(w, "w4ax")
     held = x.q8 if isinstance(x, QuantizedActivations) else x
     if torch.compiler.is_compiling() or type(held) is not torch.Tensor:  # traced, fake or another subclass: dispatch
         from terrazzo.ops.w4ax import torch_op
 
-        y = torch_op.call(x, w, bias, out_dtype)
-        return y if out is None else out.copy_(y)
+        launching.check_tensor(held, "x", f"[..., {w.k}], or QuantizedActivations of w4ax")
+        return launching.copy_out(out, torch_op.call(x, w, bias, out_dtype))
     if held is x:
         out_dtype = out_dtype or held.dtype
+        launching.check_last(x, w.k)
+        launching.check_written(x, w.n, bias, out, out_dtype)
         x = activations.run(x, w, None, 0.0, None, None)
     return run(x, w, bias, out, out_dtype or torch.float16)
 
@@ -250,6 +254,8 @@ def run(
         rows = q8.new_empty((m, n), dtype=out_dtype) if aside else out if flat else out.view(m, n)
     if m == 0:
         return y
+    if out is not None and not aside:
+        launching.check_apart(out, "out", x=q8)
     _, _, workspace, semaphores, scalars, none, lists = found
     bias = none["float32"] if bias is None else bias
     channel = none["float32"] if w.channel_scales is None else w.channel_scales
@@ -280,6 +286,7 @@ def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, 
 
     m, (index, stream), out_dtype, no_bias = key
     x.check()
+    launching.check_tokens(m)
     if not x.q8.is_cuda or x.device != w.device:
         raise launching.elsewhere(x.q8, w.device)
     if m == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import torch
+from terrazzo.ops import launching
 from terrazzo.ops.w4ax.activations import QuantizedActivations, default_granularity, sizes
 from terrazzo.ops.w4ax.format import PackedWeight
 
@@ -29,6 +30,7 @@ def call(
 ) -> torch.Tensor:
     """`gemm` as one opaque node of a graph (two, if x must be quantized first); see `terrazzo.ops.w4ax.gemm`."""
     if not isinstance(x, QuantizedActivations):
+        launching.check_last(x, w.k)
         out_dtype = out_dtype or x.dtype
         x = quantize(x, w, None, 0.0, default_granularity(w), None)
     y = torch.ops.terrazzo.w4ax_gemm(

@@ -107,6 +107,43 @@ def test_a_copied_or_replaced_weight_is_adopted_again(calls, monkeypatch):
     assert len(adopted) == before + 1
 
 
+def test_an_output_that_shares_memory_with_x_is_refused(calls):
+    room, w = torch.zeros(6 * 128).half(), weight(n=128)
+    x = room[: 4 * 128].view(4, 128)
+    for out in (x, room[2 * 128 :].view(4, 128)):
+        with pytest.raises(ArgumentError, match="out = .*shares memory with x"):
+            w4a16.gemm(x, w, out=out)
+    w4a16.gemm(x[:2], w, out=room[2 * 128 : 4 * 128].view(2, 128))  # side by side
+    w4a16.gemm(room[: 2 * 128].view(128, 2).T, w, out=room[: 2 * 128].view(2, 128))  # a strided x is copied first
+    assert len(calls.launched) == 2
+    for bad in ([0.0], None.__class__):
+        with pytest.raises(ArgumentError, match="out = .*torch tensor"):
+            w4a16.gemm(x, w, out=bad)
+
+
+def test_vectors_of_a_new_weight_are_checked(calls):
+    x, w = torch.zeros(2, 128).half(), weight()
+    w4a16.gemm(x, w)  # its words are adopted
+    for name, bad in (
+        ("bias", torch.zeros(63)),
+        ("bias", torch.zeros(64).double()),
+        ("bias", torch.zeros(64, device="meta")),
+        ("perm", torch.arange(128)),
+        ("perm", torch.arange(127, dtype=torch.int32)),
+    ):
+        with pytest.raises(ArgumentError, match=f"{name} = .*must be contiguous"):
+            w4a16.gemm(x, dataclasses.replace(w, **{name: bad}))
+
+
+def test_a_bias_is_cast_again_when_it_was_written_to(calls):
+    x, w = torch.zeros(2, 128).half(), dataclasses.replace(weight(), bias=torch.zeros(64))
+    bias = lambda: w4a16.gemm(x, w) is not None and calls.launched[-1][3]
+    first = bias()
+    assert first.dtype == torch.float16 and bias() is first
+    w.bias.fill_(3)  # as load_state_dict does
+    assert (bias() == 3).all()
+
+
 def test_a_warm_kernel_is_called_without_its_wrapper():
     kernel = Kernel.__new__(Kernel)
     kernel.name, kernel._warm, kernel._function = "k", {1}, lambda *args: None

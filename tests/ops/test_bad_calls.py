@@ -1,0 +1,82 @@
+"""Calls that no operator can take: each is refused by name before anything runs, on the CPU as on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import w4a8, w4a16, w4ax
+from terrazzo.ops.w4a8 import fp8
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+N, K = 64, 128
+X = torch.zeros(2, K).half()
+GEMMS = {"w4a16": w4a16.gemm, "w4a8": w4a8.gemm, "fp8": w4a8.gemm, "w4ax": w4ax.gemm}
+
+
+@pytest.fixture(scope="module")
+def weights():
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    plan = w4ax.plan_blocks(torch.rand(K))
+    return {
+        "w4a16": w4a16.quantize(w),
+        "w4a8": w4a8.quantize(w),
+        "fp8": fp8.quantize(w),
+        "w4ax": w4ax.quantize(w, plan, target="sm_90a"),
+    }
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_what_is_no_activation_or_no_weight(name, weights):
+    gemm, w = GEMMS[name], weights[name]
+    for bad in (None, [[1.0] * K], X.numpy()):
+        with pytest.raises(ArgumentError, match="x = .*must be a torch tensor"):
+            gemm(bad, w)
+    for bad in (None, X, w.unpack(), w4a16.GroupedWeight.stack([weights["w4a16"]] * 2)):
+        with pytest.raises(ArgumentError, match="w = .*must be a PackedWeight of"):
+            gemm(X, bad)
+    for other, taken in weights.items():
+        if GEMMS[other] is not gemm:
+            with pytest.raises(ArgumentError, match=rf"{other.replace('fp8', 'w4a8')}\.gemm with w"):
+                gemm(X, taken)
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_bias_and_out_are_checked_before_x_is_quantized(name, weights):
+    gemm, w = GEMMS[name], weights[name]
+    for bad in ([0.0] * N, torch.zeros(N - 1).half(), torch.zeros(N).int(), torch.zeros(2 * N).half()[::2]):
+        with pytest.raises(ArgumentError, match="bias"):
+            gemm(X, w, bias=bad)
+    if name != "w4a16":
+        with pytest.raises(ArgumentError, match="out = .*must be contiguous"):
+            gemm(X, w, out=torch.zeros(2, N - 1).half())
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_traced_calls_are_checked_too(name, weights):
+    gemm, w = GEMMS[name], weights[name]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(3, 2, K, dtype=torch.float16)
+        with pytest.raises(ArgumentError, match=f"K = {K}"):
+            gemm(x[..., 1:], w)
+        with pytest.raises(ArgumentError, match="out"):  # copy_ would repeat y
+            gemm(x[0, :1], w, out=torch.empty(5, N, dtype=torch.float16))
+        out = torch.empty(3, 2, N, dtype=torch.float16)
+        assert gemm(x, w, out=out).shape == out.shape
+
+
+@pytest.mark.parametrize("name", ["w4a16", "w4a8", "w4ax"])
+def test_sizes_and_tokens_of_requests(name):
+    facts = dict(group_size=128, symmetric=False, scale_dtype="float16") if name == "w4a16" else {}
+    requests = {"w4a16": w4a16, "w4a8": w4a8, "w4ax": w4ax}[name].kernel_requests
+    given = lambda **changes: requests(**({"n": N, "k": K, "m": 1, "target": "sm_90a"} | facts | changes))
+    assert len(given()) == len(given(m=[1, 0])) >= 1 and given(m=0) == []
+    for argument, bad in (("n", 0), ("n", -1), ("n", 64.0), ("n", 1 << 31), ("k", 0), ("k", "128")):
+        with pytest.raises(ArgumentError, match=f"{argument} = .*must be an integer"):
+            given(**{argument: bad})
+    for bad in (-1, 2.5, "4", [1, "a"], True):
+        with pytest.raises(ArgumentError, match="m = .*number of tokens"):
+            given(m=bad)
+    for bad in (0, -1, 48, "128", None):
+        with pytest.raises(ArgumentError, match="group"):
+            given(group_size=bad)
