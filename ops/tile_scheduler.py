@@ -148,7 +148,8 @@ template <int E> __device__ __forceinline__ void tz_expert_table(void *table_, c
     int e = base + lane, lo = min(max(offsets[min(e, E)], 0), m), hi = min(max(offsets[min(e + 1, E)], 0), m);
     int sum = (max(hi - lo, 0) + block - 1) / block;
     for (int d = 1; d < 32; d *= 2) { int v = __shfl_up_sync(~0u, sum, d); if (lane >= d) sum += v; }
-    if (e < E) { tokens[e] = lo; tokens[e + 1] = hi; blocks[e + 1] = before + sum; }
+    if (e < E) { tokens[e] = lo; blocks[e + 1] = before + sum; }
+    if (e == E - 1) tokens[E] = hi;
     before += __shfl_sync(~0u, sum, 31);
   }
   if (lane == 0) blocks[0] = 0;

@@ -90,18 +90,22 @@ static int tz_meet(int *word, int q) {  // the clock is a count of turns
       got = (load_acquire(word) & 255) == q;
     }
   }
-  return of_first_lane(got);
+  got = of_first_lane(got);
+  __syncwarp();
+  return got;
 }
 static int tz_withdraw(int *word, int q, int share) {
   int seen = 0;
   __syncwarp();
   if (threadIdx.x % 32 == 0) seen = __atomic_fetch_or(word, 65536 << share, __ATOMIC_ACQ_REL);
-  return of_first_lane((seen & 255) == q);
+  seen = of_first_lane(seen);
+  __syncwarp();
+  return (seen & 255) == q;
 }
 static void tz_depart(int *word, int q) {
   if (threadIdx.x % 32) return;
   int seen = __atomic_fetch_add(word, 256, __ATOMIC_RELAXED);
-  if ((seen >> 8 & 255) == q - 1) *word = 0;
+  if ((seen >> 8 & 255) == q - 1) __atomic_store_n(word, 0, __ATOMIC_RELAXED);
 }
 static void tz_load_part(void *r, const void *p, int elements, int bytes, int units, int unit) {
   if (tz_has(units, unit)) memcpy(r, (const char *)((const float *)p + elements) + bytes, 16);
