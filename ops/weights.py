@@ -6,7 +6,8 @@ import dataclasses
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -120,6 +121,17 @@ def kind(value: Any) -> str:
     family = parts[2] if parts[:2] == ["terrazzo", "ops"] and len(parts) > 3 else ""
     form = "fp8." if family and parts[-1].startswith("fp8") else ""
     return f"{family}.{form}{type(value).__name__}" if family else type(value).__name__
+
+
+@contextmanager
+def renamed(**names: str) -> Iterator[None]:
+    """ArgumentErrors from inside name what the caller passed: argument of the canonical form -> the caller's."""
+    try:
+        yield
+    except ArgumentError as error:
+        if error.argument not in names:
+            raise
+        raise type(error)(names[error.argument], error.value, error.constraint, error.remedy) from None
 
 
 def is_integer(tensor: torch.Tensor) -> bool:

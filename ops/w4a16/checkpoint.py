@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
 from terrazzo.ops.w4a16.format import PackedWeight, QuantizedWeight, pack
 from terrazzo.ops.w4a16.importers import read_awq, read_compressed_tensors, read_gptq
 
@@ -29,6 +30,8 @@ _TENSORS = {
 }
 _OPTIONAL = {"qzeros", "g_idx", "weight_zero_point", "weight_shape", "weight_g_idx"}
 _CONFIGS = ("config.json", "quantize_config.json", "quant_config.json")
+_KINDS = {"dynamic": dict, "config_groups": dict, "version": str, "checkpoint_format": str, "format": str}
+"""Fields of a config whose kind is checked at once."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,11 @@ class Config:
 
     def __init__(self, raw: dict | None = None) -> None:
         self.raw = raw or {}
+        if not isinstance(self.raw, dict):
+            raise _bad_config("quantization_config", self.raw, "must be an object")
+        for name, kind in _KINDS.items():
+            if not isinstance(self.raw.get(name), kind | None):
+                raise _bad_config(name, self.raw[name], "must be an object" if kind is dict else "must be a string")
         method = str(self.raw.get("quant_method", "")).lower()
         if not method and self.raw:  # files older than quant_method: AWQ wrote w_bit, GPTQ desc_act
             method = (
@@ -122,12 +130,11 @@ class Config:
             path = folder / name
             if not path.is_file():
                 continue
-            try:
-                raw = json.loads(path.read_text())
-            except ValueError as error:
-                raise ArgumentError("path", str(path), f"must hold JSON ({error})", "download the file again") from None
-            if name == "config.json":
-                raw = raw.get("quantization_config") or raw.get("compression_config")
+            raw = _object(path)
+            if name == "config.json":  # models of several modalities state it in the text model's part
+                parts = [raw, *(raw[part] for part in ("text_config", "llm_config") if isinstance(raw.get(part), dict))]
+                found = (part.get("quantization_config") or part.get("compression_config") for part in parts)
+                raw = next(filter(None, found), None)
             if raw:
                 return cls(raw)
         return cls()
@@ -136,12 +143,12 @@ class Config:
         """The config of one layer, by the rules of its format (overrides, ignore lists and targets included)."""
         raw = self.raw
         if self.method == "awq":
-            skip = [part for part in raw.get("modules_to_not_convert") or () if part in name]
+            skip = [part for part in _names_of(raw, "modules_to_not_convert") if part in name]
             return LayerConfig(
                 "awq",
-                raw.get("bits", raw.get("w_bit", 4)),
-                raw.get("group_size", raw.get("q_group_size")),
-                raw.get("version", "gemm"),
+                _whole(raw, "bits" if "bits" in raw else "w_bit", 4),
+                _whole(raw, "group_size" if "group_size" in raw else "q_group_size"),
+                raw.get("version") or "gemm",
                 skip=f"modules_to_not_convert names {skip[0]!r}" if skip else "",
             )
         if self.method == "gptq":
@@ -149,7 +156,7 @@ class Config:
             for pattern, overrides in (
                 raw.get("dynamic") or {}
             ).items():  # GPTQModel: the first match decides, "-:" excludes
-                if re.match(pattern.removeprefix("+:").removeprefix("-:"), name):
+                if _matches(pattern.removeprefix("+:").removeprefix("-:"), name):
                     skip = f"dynamic rule {pattern!r} excludes it" if pattern.startswith("-:") else ""
                     facts |= overrides if isinstance(overrides, dict) else {}
                     break
@@ -157,8 +164,8 @@ class Config:
             version = "marlin" if facts.get("is_marlin_format") else version
             return LayerConfig(
                 "gptq_v2" if version == "gptq_v2" else "gptq",
-                facts.get("bits", 4),
-                facts.get("group_size"),
+                _whole(facts, "bits", 4),
+                _whole(facts, "group_size"),
                 version,
                 facts.get("sym"),
                 facts.get("desc_act"),
@@ -169,24 +176,27 @@ class Config:
         return LayerConfig()
 
     def _compressed(self, name: str) -> LayerConfig:
-        ignored = [entry for entry in self.raw.get("ignore") or () if _names(entry, name)]
+        ignored = [entry for entry in _names_of(self.raw, "ignore") if _names(entry, name)]
         if ignored:
             return LayerConfig("compressed_tensors", skip=f"ignore lists {ignored[0]!r}")
         groups = list((self.raw.get("config_groups") or {}).values())
-        by_name = [g for g in groups if any(_names(target, name) for target in g.get("targets", ()))]
-        by_class = [g for g in groups if "Linear" in g.get("targets", ())]
+        if not all(isinstance(group, dict) for group in groups):
+            raise _bad_config("config_groups", groups, "must be objects")
+        by_name = [g for g in groups if any(_names(target, name) for target in _names_of(g, "targets"))]
+        by_class = [g for g in groups if "Linear" in _names_of(g, "targets")]
         for group in by_name + by_class:  # a name or pattern is more specific than a module class
-            weights, acts = group.get("weights") or {}, group.get("input_activations")
+            stated, acts = group.get("weights") or {}, group.get("input_activations")
             if acts:
                 return LayerConfig(
                     "compressed_tensors",
                     skip=f"activations are quantized too ({acts.get('num_bits')}-bit {acts.get('type')})",
                 )
-            if weights.get("type", "int") != "int":
-                return LayerConfig("compressed_tensors", skip=f"weights are of type {weights['type']}, not int")
-            size = weights.get("group_size") if weights.get("strategy") != "channel" else -1
-            layout = group.get("format") or self.raw.get("format", "pack-quantized")
-            return LayerConfig("compressed_tensors", weights.get("num_bits", 4), size, layout, weights.get("symmetric"))
+            if stated.get("type", "int") != "int":
+                return LayerConfig("compressed_tensors", skip=f"weights are of type {stated['type']}, not int")
+            size = _whole(stated, "group_size") if stated.get("strategy") != "channel" else -1
+            layout = group.get("format") or self.raw.get("format") or "pack-quantized"
+            bits = _whole(stated, "num_bits", 4)
+            return LayerConfig("compressed_tensors", bits, size, layout, stated.get("symmetric"))
         return (
             LayerConfig("compressed_tensors", skip="no config group targets it")
             if groups
@@ -206,13 +216,16 @@ class Checkpoint:
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
+        if not path.exists():
+            remedy = "download it first (huggingface_hub.snapshot_download), and pass its folder"
+            raise ArgumentError("path", str(path), "is no file or folder of this machine", remedy)
         self.folder = path if path.is_dir() else path.parent
-        indices = sorted(path.glob("*.safetensors.index.json"))
+        own = path / "model.safetensors.index.json"
+        indices = [own] if own.is_file() else sorted(path.glob("*.safetensors.index.json"))
         if path.is_file():
             files = [path]
         elif indices:
-            shards = sorted(set(json.loads(indices[0].read_text())["weight_map"].values()))
-            files = [path / shard for shard in shards]
+            files = [path / shard for shard in _shards(indices[0])]
         else:
             files = sorted(path.glob("*.safetensors"))
         if not files:
@@ -271,15 +284,15 @@ class Checkpoint:
         return "awq" if _join(prefix, "g_idx") not in self.places and words[-1] * 8 == n else "gptq"
 
     def matrices(self) -> dict[str, str]:
-        """Prefix of every other matrix -> what it is: "BF16 [4096, 4096]"."""
+        """Every other matrix, `<name>.weight` or another tensor's whole name -> what it is: "BF16 [4096, 4096]"."""
         taken, found = self.layers(), {}
         for name in self.places:
             prefix, _, leaf = name.rpartition(".")
-            if prefix in taken or leaf not in ("weight", "blocks", "B"):
+            if prefix in taken and leaf in _TENSORS[taken[prefix]]:
                 continue
             dtype, shape = self.describe(name)
             if len(shape) >= 2:
-                found[prefix] = f"{dtype} {shape}"
+                found[prefix if leaf == "weight" and prefix not in taken else name] = f"{dtype} {shape}"
         return found
 
     def read(
@@ -292,8 +305,10 @@ class Checkpoint:
             raise ArgumentError(
                 "name", prefix, "is no 4-bit layer of this checkpoint", f"name one of its layers: {known}"
             )
-        config = self.config.layer(prefix) if config is None else config
-        if config.format is not None and config.format.removesuffix("_v2") != kind:
+        device, config = str(weights.device_of(device)), self.config.layer(prefix) if config is None else config
+        scales = _join(prefix, "scales")
+        unscaled = kind == "gptq" and scales not in self.places  # without scales it may be AWQ too
+        if config.format is not None and config.format.removesuffix("_v2") != kind and not unscaled:
             raise ArgumentError(
                 "format",
                 config.format,
@@ -312,14 +327,10 @@ class Checkpoint:
                     "get the missing shard, or the file again",
                 )
         bias, options = tensors.pop("bias", None), {"bits": config.bits, "group_size": config.group_size}
+        if kind in ("awq", "gptq") and "qzeros" not in tensors and not (kind == "gptq" and config.symmetric):
+            remedy = f"get the missing shard; for a symmetric layer call from_{kind} with qzeros=None"
+            raise ArgumentError("qzeros", None, f"layer {prefix!r} needs its zero points", remedy)
         if kind == "awq":
-            if "qzeros" not in tensors:
-                raise ArgumentError(
-                    "qzeros",
-                    None,
-                    f"layer {prefix!r} needs its zero points",
-                    "for a symmetric layer call from_awq with qzeros=None",
-                )
             return read_awq(**tensors, bias=bias, version=config.version or "gemm", **options)
         if kind == "gptq":
             version = config.version if config.version not in (None, "gptq", "gptq_v2") else config.format
@@ -360,6 +371,9 @@ def read_layer(
     checkpoint = Checkpoint(path)
     if name is None:
         layers = checkpoint.layers()
+        if not layers:
+            remedy = "iter_layers says what it holds; quantize() takes float weights"
+            raise ArgumentError("path", str(path), "holds no 4-bit layer", remedy)
         if len(layers) != 1:
             raise ArgumentError(
                 "name",
@@ -413,10 +427,11 @@ def iter_layers(
     Yields:
         a `Layer` for every 4-bit layer and for every other matrix (with the reason why it is skipped).
     """
-    checkpoint = Checkpoint(path)
+    weights.device_of(device)
+    checkpoint, wanted = Checkpoint(path), _pattern("select", select)
     others = checkpoint.matrices()
     for name in sorted({*checkpoint.layers(), *others}, key=_natural):
-        if not re.search(select, name):
+        if not wanted.search(name):
             continue
         config = checkpoint.config.layer(name)
         if name in others:
@@ -451,7 +466,60 @@ def load_model(path: str | Path, **options) -> Model:
 
 def _names(entry: str, name: str) -> bool:
     """compressed-tensors' rule: "re:<pattern>" matches from the start, anything else is the whole name."""
-    return bool(re.match(entry[3:], name)) if entry.startswith("re:") else entry == name
+    return _matches(entry[3:], name) if entry.startswith("re:") else entry == name
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return bool(_pattern("pattern", pattern).match(name))
+
+
+def _pattern(argument: str, text: str) -> re.Pattern:
+    try:
+        return re.compile(text)
+    except (re.error, TypeError) as error:
+        raise ArgumentError(argument, text, f"must be a regular expression ({error})", "correct it") from None
+
+
+def _bad_config(name: str, value: object, constraint: str) -> ArgumentError:
+    return ArgumentError(name, value, f"{constraint} in the checkpoint's config", "correct it, or download it again")
+
+
+def _whole(stated: dict, name: str, default: int | None = None) -> int | None:
+    """An integer of a config; 128.0 counts as one."""
+    value = stated.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool | str) or not isinstance(value, int | float) or value != int(value):
+        raise _bad_config(name, value, "must be an integer")
+    return int(value)
+
+
+def _names_of(stated: dict, name: str) -> list[str]:
+    """A list of names of a config; one name counts as a list of it."""
+    value = stated.get(name) or []
+    value = [value] if isinstance(value, str) else value
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise _bad_config(name, value, "must be a list of names")
+    return value
+
+
+def _object(path: Path) -> dict:
+    """The object in a JSON file."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ArgumentError("path", str(path), f"must hold JSON ({error})", "download the file again") from None
+    if not isinstance(data, dict):
+        raise ArgumentError("path", str(path), "must hold a JSON object", "download the file again")
+    return data
+
+
+def _shards(index: Path) -> list[str]:
+    """Names of the files that an index maps tensors to."""
+    found = _object(index).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(shard, str) for shard in found.values()):
+        raise ArgumentError("path", str(index), "must map names of tensors to files (weight_map)", "download it again")
+    return sorted(set(found.values()))
 
 
 def _join(prefix: str, leaf: str) -> str:

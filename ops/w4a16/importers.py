@@ -10,6 +10,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
 from terrazzo.ops.w4a16.format import GROUPS, PackedWeight, QuantizedWeight, pack
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def read_awq(
     Raises:
         ArgumentError: wrong shapes or dtypes, other bits, or version gemv, gemv_fast, marlin.
     """
-    if version.lower() != "gemm":
+    if not isinstance(version, str) or version.lower() != "gemm":
         raise ArgumentError(
             "version",
             version,
@@ -79,7 +80,7 @@ def read_awq(
         _check_words("qzeros", qzeros, (scales.shape[0], n // 8))
         zeros = _awq_nibbles(qzeros).T
     codes = _awq_nibbles(qweight).T
-    return _canonical(codes, scales.T, zeros, bias, _exact_groups(k, scales.shape[0], group_size))
+    return _canonical(codes, scales.T, zeros, bias, _exact_groups(k, scales.shape[0], _whole(group_size)))
 
 
 def read_gptq(
@@ -137,8 +138,10 @@ def read_gptq(
     _check_float("scales", scales, "[G, N]")
     groups, n = scales.shape
     rows = _check_words("qweight", qweight, (None, n))[0]
-    if g_idx is not None and g_idx.ndim == 1 and rows * 8 != len(g_idx):
-        _check_bits(rows * 32 / len(g_idx) if len(g_idx) else 0)
+    if g_idx is not None:
+        _check_index("g_idx", g_idx)
+        if len(g_idx) and rows * 8 != len(g_idx):
+            _check_bits(rows * 32 / len(g_idx))
     zeros = None
     if qzeros is not None:
         _check_words("qzeros", qzeros, (groups, -(-n // 8)))
@@ -198,16 +201,12 @@ def read_compressed_tensors(
     _check_float("weight_scale", weight_scale, "[N, G]")
     n, groups = weight_scale.shape
     columns = _check_words("weight_packed", weight_packed, (n, None))[1]
-    shape = (n, columns * 8) if weight_shape is None else tuple(int(size) for size in weight_shape)
-    if len(shape) != 2 or shape[0] != n or shape[1] < 1:
-        raise ArgumentError(
-            "weight_shape", shape, f"must be (N, K) with N = {n} scale rows", "pass the layer's weight_shape tensor"
-        )
+    shape = (n, columns * 8) if weight_shape is None else check_weight_shape(weight_shape, n)
     if columns != -(-shape[1] // 8):
         _check_bits(columns * 32 / shape[1], "weight_shape")
     zeros = None
     if weight_zero_point is not None:
-        if weight_zero_point.dtype == torch.int8:
+        if getattr(weight_zero_point, "dtype", None) == torch.int8:
             if tuple(weight_zero_point.shape) != (n, groups):
                 raise _shape_error("weight_zero_point", weight_zero_point, f"int8 [{n}, {groups}]")
             zeros = weight_zero_point.to(torch.int16) + 8
@@ -228,10 +227,12 @@ def read_compressed_tensors(
             "the config says so, but the layer has other zero points",
             "pass symmetric=None to believe the tensors",
         )
-    if weight_g_idx is not None and bool((weight_g_idx == -1).all()):
-        weight_g_idx = None
+    if weight_g_idx is not None:
+        _check_index("weight_g_idx", weight_g_idx)
+        weight_g_idx = None if bool((weight_g_idx == -1).all()) else weight_g_idx
     codes = _nibbles(weight_packed)[:, : shape[1]]
-    return _grouped(codes, weight_scale, zeros, weight_g_idx, bias, group_size, None)
+    with weights.renamed(scales="weight_scale", zeros="weight_zero_point", g_idx="weight_g_idx"):
+        return _grouped(codes, weight_scale, zeros, weight_g_idx, bias, group_size, None)
 
 
 def _nibbles(words: torch.Tensor) -> torch.Tensor:
@@ -281,7 +282,7 @@ def _grouped(codes, scales, zeros, g_idx, bias, group_size, desc_act) -> Quantiz
     import torch
 
     k, groups = codes.shape[1], scales.shape[1]
-    size = _ceil_groups(k, groups, group_size)
+    size = _ceil_groups(k, groups, _whole(group_size))
     if g_idx is None:
         if desc_act and groups > 1:
             raise ArgumentError(
@@ -291,7 +292,7 @@ def _grouped(codes, scales, zeros, g_idx, bias, group_size, desc_act) -> Quantiz
                 "add the layer's g_idx tensor",
             )
         return _canonical(codes, scales, zeros, bias, size)
-    if g_idx.ndim != 1 or len(g_idx) != k or g_idx.dtype not in (torch.int32, torch.int64):
+    if len(g_idx) != k:
         raise _shape_error("g_idx", g_idx, f"int32 [{k}]")
     g_idx = g_idx.to(codes.device).long()
     if bool((g_idx < 0).any()) or bool((g_idx >= groups).any()):
@@ -374,7 +375,37 @@ def _ceil_groups(k: int, groups: int, group_size: int | None) -> int:
     return size
 
 
+def _whole(group_size: int | None) -> int | None:
+    if group_size is not None and type(group_size) is not int:
+        remedy = "pass the group size that the checkpoint's config states, -1 for one group"
+        raise ArgumentError("group_size", group_size, "must be an integer", remedy)
+    return group_size
+
+
+def check_weight_shape(shape: torch.Tensor | tuple[int, int], n: int) -> tuple[int, int]:
+    """(N, K) of a compressed-tensors layer, as integers."""
+    try:
+        found = tuple(int(size) for size in shape)
+    except (TypeError, ValueError, RuntimeError):
+        found = shape
+    if not isinstance(found, tuple) or len(found) != 2 or found[0] != n or found[1] < 1:
+        raise ArgumentError(
+            "weight_shape", found, f"must be (N, K) with N = {n} scale rows", "pass the layer's weight_shape tensor"
+        )
+    return found
+
+
+def _check_index(name: str, index: torch.Tensor) -> None:
+    """A vector of group numbers."""
+    if str(getattr(index, "dtype", None)) not in ("torch.int32", "torch.int64") or index.ndim != 1:
+        seen = f"{index.dtype} {list(index.shape)}" if hasattr(index, "dtype") else type(index).__name__
+        remedy = "pass the layer's tensors as the checkpoint stores them"
+        raise ArgumentError(name, seen, "must be int32 [K], the group of each channel", remedy)
+
+
 def _check_bits(bits: float, argument: str = "bits") -> None:
+    if not isinstance(bits, int | float):
+        raise ArgumentError(argument, bits, "must be the number 4", "pass what the checkpoint's config states")
     if bits != 4:
         bits = int(bits) if bits == int(bits) else round(bits, 2)
         raise ArgumentError(

@@ -15,6 +15,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
 from terrazzo.ops.w4a8.format import GROUPS, LARGEST_SCALE, PackedWeight, QuantizedWeight, pack
 from terrazzo.ops.w4a8.quantizer import RANGE, divide, quantize_weight, row_chunks, second_level
+from terrazzo.ops.w4a16.importers import check_weight_shape
 
 if TYPE_CHECKING:
     import torch
@@ -149,6 +150,10 @@ def read_compressed_tensors(
         if bool((shifts >= 0).all() & (shifts + 15 * multiples <= 255).all()):
             return _exact(source.codes, multiples.int(), shifts, step.float(), source.group_size, bias, requantize)
     if not requantize:
+        least = float(step.min())
+        if not least > 0:
+            remedy = "pass requantize=True, or quantize the float weight with w4a8.quantize"
+            raise ArgumentError("weight_scale", least, "the kernels need positive group scales", remedy)
         raise ArgumentError(
             "weight_scale",
             f"up to {float(multiples.max()):.6g} times the smallest of its row",
@@ -176,7 +181,7 @@ def unpack_compressed_tensors(
     known = {torch.int8: "int-quantized", torch.int32: "pack-quantized"}
     stored = known.get(getattr(weight, "dtype", None))
     if stored is None or format not in (None, stored):
-        seen = None if weight is None else weights.dtype_name(weight)
+        seen = weights.dtype_name(weight) if hasattr(weight, "dtype") else type(weight).__name__
         raise ArgumentError(
             "format",
             format,
@@ -184,14 +189,25 @@ def unpack_compressed_tensors(
             "pass the layer's weight or weight_packed tensor",
         )
     if stored == "pack-quantized":
-        source = w4a16.read_compressed_tensors(
-            weight, weight_scale, weight_zero_point, weight_shape, bias=bias, group_size=group_size, symmetric=symmetric
-        )
+        facts = dict(bias=bias, group_size=group_size, symmetric=symmetric)
+        with weights.renamed(weight_packed="weight"):
+            source = w4a16.read_compressed_tensors(weight, weight_scale, weight_zero_point, weight_shape, **facts)
     else:
         if (value := weights.out_of_range(weight, -8, 7)) is not None:
             raise ArgumentError("weight", value, "must be in -8..7", "an 8-bit weight has no W4A8 form")
-        codes, zeros = (None if t is None else t.to(torch.int16) + 8 for t in (weight, weight_zero_point))
-        source = w4a16.QuantizedWeight.canonical(codes, weight_scale, zeros, group_size=group_size, bias=bias)
+        if weight_shape is not None and check_weight_shape(weight_shape, weight.shape[0]) != tuple(weight.shape):
+            constraint = f"must be that of the weight, {list(weight.shape)}"
+            raise ArgumentError("weight_shape", tuple(map(int, weight_shape)), constraint, "leave it out")
+        zeros = weight_zero_point
+        if zeros is not None:
+            if not hasattr(zeros, "dtype") or not weights.is_integer(zeros):
+                seen = weights.dtype_name(zeros) if hasattr(zeros, "dtype") else type(zeros).__name__
+                raise ArgumentError("weight_zero_point", seen, "must be int8 [N, G]", "add the layer's tensor")
+            zeros = zeros.to(torch.int16) + 8
+        with weights.renamed(codes="weight", scales="weight_scale", zeros="weight_zero_point"):
+            source = w4a16.QuantizedWeight.canonical(
+                weight.to(torch.int16) + 8, weight_scale, zeros, group_size=group_size, bias=bias
+            )
         if symmetric and source.zeros is not None:
             raise ArgumentError("symmetric", True, "the layer has zero points", "pass symmetric=None")
     return source

@@ -169,6 +169,10 @@ def test_bad_paths_and_names(tmp_path):
     refused("must be one of", path, "a", format="gguf")
     refused("the tensors of 'a' are awq", path, "a", format="compressed_tensors")
     refused("holds no .safetensors file", tmp_path)
+    refused("is no file or folder of this machine; download it first", "someone/a-model-AWQ", "a")
+    save_file({"x.weight": torch.zeros(4, 4)}, tmp_path / "float.safetensors")
+    refused("holds no 4-bit layer", tmp_path / "float.safetensors")
+    refused("device = 'gpu'", path, "a", device="gpu")
     (path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "hqq"}}))
     refused("quant_method = 'hqq': must be awq, gptq or compressed-tensors", path, "a")
     (path / "config.json").write_text("{")
@@ -179,6 +183,74 @@ def test_bad_paths_and_names(tmp_path):
     shutil.copy(DATA / "awq.safetensors", tmp_path / "cut.safetensors")
     (tmp_path / "cut.safetensors").write_bytes((DATA / "awq.safetensors").read_bytes()[:1000])
     refused("must be a readable safetensors file", tmp_path / "cut.safetensors")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}'])
+def test_a_broken_index_is_named(tmp_path, text):
+    path = folder(tmp_path / "m", {"a": "awq", "b": "awq"}, shards=2)
+    (path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ArgumentError, match=r"model\.safetensors\.index\.json': must"):
+        w4a16.load_model(path)
+
+
+def test_the_index_of_another_packing_beside_it_is_ignored(tmp_path):
+    path = folder(tmp_path / "m", {"a": "awq"}, shards=2)
+    (path / "consolidated.safetensors.index.json").write_text('{"weight_map": {"z": "consolidated.safetensors"}}')
+    assert list(w4a16.load_model(path).layers) == ["a"]
+
+
+def test_the_config_of_a_model_of_several_modalities(tmp_path):
+    path, config = folder(tmp_path / "m", {"a": "awq"}), load("awq")[2]
+    (path / "config.json").write_text(json.dumps({"text_config": {"quantization_config": config | {"group_size": 64}}}))
+    assert "group_size = 64" in w4a16.load_model(path).skipped["a"]
+
+
+@pytest.mark.parametrize(
+    ("words", "config"),
+    [
+        ("quantization_config = .*must be an object", ["awq"]),
+        ("must hold a JSON object", None),
+        ("bits = '4': must be an integer", {"quant_method": "awq", "bits": "4"}),
+        ("group_size = '64': must be an integer", {"quant_method": "gptq", "group_size": "64"}),
+        ("modules_to_not_convert = 5: must be a list", {"quant_method": "awq", "modules_to_not_convert": 5}),
+        ("version = 3: must be a string", {"quant_method": "awq", "version": 3}),
+        ("dynamic = .*must be an object", {"quant_method": "gptq", "dynamic": ["a"]}),
+        ("must be a regular expression", {"quant_method": "gptq", "dynamic": {"+:(": {}}}),
+        ("must be a regular expression", {"quant_method": "compressed-tensors", "ignore": ["re:("]}),
+        ("config_groups = .*must be objects", {"quant_method": "compressed-tensors", "config_groups": {"a": 1}}),
+    ],
+)
+def test_a_config_that_says_nonsense_is_refused(tmp_path, words, config):
+    path = folder(tmp_path / "m", {"a": "awq"})
+    (path / "config.json").write_text("[]" if config is None else json.dumps({"quantization_config": config}))
+    with pytest.raises(ArgumentError, match=words):
+        w4a16.load_model(path)
+
+
+def test_one_name_stands_for_a_list_of_it():
+    config = Config({"quant_method": "awq", "modules_to_not_convert": "gate", "bits": 4.0}).layer
+    assert config("m.gate").skip and not config("m.up").skip and config("m.up").bits == 4
+    four = {"num_bits": 4, "type": "int", "group_size": 64, "strategy": "group"}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"a": {"targets": "Linear", "weights": four}}}
+    assert Config(config).layer("x").group_size == 64
+
+
+def test_zero_points_are_not_guessed_where_their_tensor_is_missing(tmp_path):
+    lost = {f"a.{leaf}": t for leaf, t in load("gptq_asym")[0].items() if leaf != "qzeros"}
+    save_file(lost, tmp_path / "lost.safetensors")
+    with pytest.raises(ArgumentError, match="qzeros = None: .*call from_gptq with qzeros=None"):
+        w4a16.load_layer(tmp_path / "lost.safetensors", "a", format="gptq")
+
+
+def test_every_matrix_is_reported(tmp_path):
+    fused = {"experts.gate_up_proj": torch.zeros(2, 4, 8), "a.weight": torch.zeros(4, 4), "norm.weight": torch.ones(4)}
+    model = w4a16.load_model(folder(tmp_path / "m", {"a": "awq"}, extra=fused))
+    assert list(model.layers) == ["a"] and set(model.skipped) == {"a.weight", "experts.gate_up_proj", "lm_head"}
+
+
+def test_a_bad_pattern_of_names(tmp_path):
+    with pytest.raises(ArgumentError, match="select = .*regular expression"):
+        list(w4a16.iter_layers(folder(tmp_path / "m", {"a": "awq"}), select="("))
 
 
 def test_nothing_is_loaded_before_it_is_needed(tmp_path):
