@@ -1,0 +1,221 @@
+"""The W4A16 kernels, run on the CPU from their CUDA text: y inside its bound, sums of integers exact."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from cuda_on_cpu import RESIDENT
+from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.w4a16 import QuantizedWeight, multistage, reference, small_batch, stream_k
+from terrazzo.schedules.multistage import Multistage
+from terrazzo.schedules.small_batch import SmallBatch
+from terrazzo.schedules.stream_k import StreamK
+from w4a16_on_cpu import Program
+
+from tests.gpu import oracles, test_parted_tiles_gpu
+from tests.gpu.oracles import Spec
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
+]
+ALL = bool(os.environ.get("TERRAZZO_EMULATE_ALL"))
+"""Every case; the default is one of each kind, on kernels that other tests compile too where there are such."""
+F16, BF16, F32 = "float16", "bfloat16", "float32"
+KINDS = ("integer", "random")
+
+
+@pytest.fixture(autouse=True)
+def weights_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(oracles, "DEVICE", "cpu")
+
+
+def data(spec: Spec, m: int, kind: str, seed: int = 0) -> tuple[QuantizedWeight, torch.Tensor]:
+    """The weight and x [m, k] of an oracle of tests/gpu/oracles.py."""
+    rng = torch.Generator().manual_seed(seed + 1)
+    x = torch.randint(-3, 4, (m, spec.k), generator=rng) if kind == "integer" else torch.randn(m, spec.k, generator=rng)
+    return oracles.canonical.__wrapped__(spec, kind == "integer", seed), x.to(getattr(torch, spec.dtype))
+
+
+def judge(y: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight, numerics: str, kind: str, what: object) -> None:
+    """No float32 sum of the integer data rounds, so that y has one right value."""
+    ref = reference.gemm(x, weight, numerics)
+    if kind == "integer":
+        assert torch.equal(y, ref.to(y.dtype)), what
+    bad = ~((y.double() - ref).abs() <= reference.forward_error_bound(x, weight, numerics))
+    assert not bad.any(), f"{int(bad.sum())} of {y.numel()} wrong: {what}"
+
+
+STREAM_K = {  # weight, m, numerics, schedule, (CTAs, shared tiles) of each launch
+    "two row blocks": (
+        Spec(448, 640, dtype=BF16), 61, "exact", StreamK(64, 2, 2, 4, 128), ((2, 0), (3, 2), (8, 2), (6, 2), (4, 2)),
+    ),
+    "ragged": (
+        Spec(203, 651, 64, bias=True), 70, "exact", StreamK(64, 2, 1, 2, 128),
+        ((4, 0), (3, 0), (3, 4), (3, 2), (7, 4), (8, 4), (12, 4), (16, 4), (20, 4)),
+    ),
+    "half sets": (
+        Spec(450, 400, symmetric=True, dtype=BF16, bias=True), 200, "fused", StreamK(128, 4, 1, 3, 64),
+        ((4, 0), (3, 4), (5, 4), (8, 4), (3, 1)),
+    ),
+    "half sets, 128 k": (
+        Spec(300, 528, 32), 130, "exact", StreamK(128, 4, 1, 2, 128), ((2, 0), (3, 4), (4, 4), (8, 4), (3, 1)),
+    ),
+    "half sets of bf16": (
+        Spec(256, 384, 64, dtype=BF16), 100, "exact", StreamK(128, 4, 1, 4, 64), ((1, 0), (3, 1), (2, 1)),
+    ),
+    "post, f32 scales": (
+        Spec(200, 640, 64, scale=F32, bias=True), 33, "post", StreamK(32, 2, 1, 3, 128),
+        ((4, 0), (3, 4), (8, 4), (12, 4), (16, 4), (3, 2)),
+    ),
+    "post of bf16": (
+        Spec(130, 512, 32, symmetric=True, dtype=BF16, scale=F16), 100, "post", StreamK(64, 1, 1, 3, 64),
+        ((6, 0), (4, 6), (12, 6), (18, 6), (24, 6), (4, 2)),
+    ),
+    "post, a scale for each row": (
+        Spec(67, 333, -1, dtype=BF16, scale=F32, bias=True), 20, "post", StreamK(16, 2, 1, 2, 128),
+        ((2, 0), (3, 2), (4, 2), (6, 2)),
+    ),
+    "post, two row blocks": (
+        Spec(260, 512), 16, "post", StreamK(16, 2, 2, 2, 128), ((2, 0), (3, 2), (4, 2), (6, 2), (8, 2)),
+    ),
+    "fused": (
+        Spec(390, 512, 32), 16, "fused", StreamK(16, 3, 2, 2, 128), ((2, 0), (3, 2), (4, 2), (6, 2), (8, 2)),
+    ),
+    "fused, bf16": (
+        Spec(130, 384, 64, dtype=BF16, bias=True), 40, "fused", StreamK(32, 1, 1, 2, 64),
+        ((5, 0), (4, 6), (12, 6), (18, 6), (5, 3)),
+    ),
+    "a scale for each row": (
+        Spec(192, 1024, -1, symmetric=True, dtype=BF16), 50, "exact", StreamK(64, 3, 1, 3, 128),
+        ((1, 0), (2, 1), (3, 1), (4, 1), (7, 1), (8, 1)),
+    ),
+    "widest": (
+        Spec(448, 640, 32), 300, "exact", StreamK(256, 2, 1, 4, 64), ((5, 0), (7, 8), (16, 8), (24, 8), (5, 3)),
+    ),
+    "two CTAs on an SM": (
+        Spec(200, 640, 64, bias=True), 40, "exact", StreamK(32, 2, 1, 2, 64, per_sm=2), ((4, 0), (3, 4), (8, 4)),
+    ),
+    "raster": (
+        Spec(200, 256, 128, symmetric=True), 100, "fused", StreamK(16, 1, 1, 2, 64, raster=2),
+        ((5, 0), (5, 3), (9, 10), (28, 28), (56, 28)),
+    ),
+    "four warpgroups": (
+        Spec(500, 640, 128), 16, "exact", StreamK(16, 4, 1, 3, 128), ((2, 0), (3, 2), (4, 2), (6, 2), (8, 2), (10, 2)),
+    ),
+    "one row": (Spec(1, 32, 32), 3, "exact", StreamK(16, 1, 1, 2, 64), ((1, 0), (1, 1))),
+}  # fmt: skip
+
+
+def launches(program: Program, spec: Spec, m: int, numerics: str, partitions: tuple[tuple[int, int], ...]) -> None:
+    """Each partition with some CTAs at once, with all, or one by one: then none meets those of its tile."""
+    for seed, (ctas, shared) in enumerate(partitions):
+        for kind, at_once in (("integer", (RESIDENT,)), ("random", (ctas, 1))):
+            weight, x = data(spec, m, kind, seed)
+            y, *others = (program.stream_k(x, weight.pack(), ctas, shared, resident) for resident in at_once)
+            judge(y, x, weight, numerics, kind, (kind, ctas, shared))
+            assert all(torch.equal(y, other) for other in others), f"bits depend on who adds: {ctas, shared}"
+
+
+@pytest.mark.parametrize("name", STREAM_K if ALL else list(STREAM_K)[:1])
+def test_stream_k(name, tmp_path):
+    spec, m, numerics, schedule, partitions = STREAM_K[name]
+    launches(Program(stream_k, schedule, spec, numerics, tmp_path), spec, m, numerics, partitions)
+
+
+@pytest.mark.skipif(not ALL, reason="a minute and more: set TERRAZZO_EMULATE_ALL=1")
+@pytest.mark.parametrize("case", test_parted_tiles_gpu.CASES, ids=lambda case: f"{case.n}-{case.k}-{case.m}")
+def test_parted_tiles(case, tmp_path):
+    spec = Spec(case.n, case.k, case.group, dtype=case.dtype)
+    program = Program(stream_k, case.schedule, spec, case.numerics, tmp_path)
+    launches(program, spec, case.m, case.numerics, case.every())
+
+
+GROUPED = {  # weight, tokens of each expert, rows of nobody before and after, numerics, schedule, CTAs
+    "rows of nobody": (Spec(200, 384, 64, bias=True), (7, 0, 33), (3, 6), "exact", StreamK(32, 2, 1, 2, 128), 7),
+    "empty experts": (
+        Spec(130, 272, 32, dtype=BF16), (0, 5, 0, 0, 40, 1, 0), (0, 0), "post", StreamK(16, 1, 2, 3, 64, raster=2), 4,
+    ),
+    "waves and shares": (
+        Spec(320, 256, 128, symmetric=True, bias=True), (20, 30, 1, 16), (0, 0), "fused", StreamK(16, 1, 1, 2, 128), 9,
+    ),
+    "all shared": (Spec(64, 1280, 64, dtype=BF16), (9,), (0, 0), "exact", StreamK(16, 1, 1, 2, 128), 6),
+    "no tokens": (Spec(64, 128, 64), (0, 0), (2, 3), "exact", StreamK(16, 1, 1, 2, 64), 3),
+    "forty experts": (
+        Spec(100, 256, 64), (0,) * 31 + (3, 17, 0, 0, 2, 0, 0, 0, 40), (0, 1), "exact", StreamK(64, 2, 1, 2, 64), 5,
+    ),
+    "half sets": (Spec(256, 384, 32), (130, 0, 20), (0, 0), "exact", StreamK(128, 4, 1, 2, 64), 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROUPED if ALL else list(GROUPED)[:1])
+def test_grouped(name, tmp_path):
+    spec, counts, (before, after), numerics, schedule, ctas = GROUPED[name]
+    program = Program(stream_k, schedule, spec, numerics, tmp_path, experts=len(counts))
+    offsets = torch.tensor([0, *counts]).cumsum(0).int() + before
+    m = sum(counts) + before + after
+    for kind in KINDS:
+        _, x = data(spec, m, kind)
+        experts = [data(spec, 0, kind, seed)[0] for seed in range(len(counts))]
+        y = program.stream_k(x, GroupedWeight.stack([w.pack() for w in experts]).stacked, ctas, offsets)
+        assert y[:before].isnan().all() and y[m - after :].isnan().all()
+        for e, weight in enumerate(experts):
+            rows = slice(int(offsets[e]), int(offsets[e + 1]))
+            judge(y[rows], x[rows], weight, numerics, kind, (kind, f"expert {e}"))
+
+
+SMALL_BATCH = {  # weight, m, numerics, schedule, target
+    "one tile": (Spec(448, 640), 4, "post", SmallBatch(1, 1, 28, 5, 1, 3), "sm_90a"),
+    "split k": (Spec(130, 651, 64, bias=True), 11, "post", SmallBatch(2, 2, 3, 2, 2, 2), "sm_90a"),
+    "groups of 32": (Spec(203, 640, 32, dtype=BF16, bias=True), 16, "exact", SmallBatch(2, 1, 4, 2, 2, 2), "sm_90a"),
+    "fused": (Spec(70, 912, symmetric=True, bias=True), 5, "fused", SmallBatch(1, 3, 2, 2, 1, 2), "sm_80"),
+    "f32 scales": (
+        Spec(67, 333, -1, dtype=BF16, scale=F32, bias=True), 1, "post", SmallBatch(1, 1, 1, 2, 8, 3), "sm_90a",
+    ),
+    "bf16 on sm_80": (
+        Spec(96, 645, 32, dtype=BF16, scale=F16), 13, "post", SmallBatch(2, 2, 2, 2, 4, 2), "sm_80",
+    ),
+    "fused, bf16": (Spec(130, 400, 64, dtype=BF16), 8, "fused", SmallBatch(1, 2, 4, 2, 3, 3), "sm_90a"),
+    "a scale for each row": (Spec(192, 1024, -1), 9, "exact", SmallBatch(2, 2, 5, 4, 1, 4), "sm_90a"),
+    "symmetric": (Spec(64, 768, 64, symmetric=True), 7, "post", SmallBatch(1, 1, 2, 6, 2, 2), "sm_80"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMALL_BATCH if ALL else list(SMALL_BATCH)[:1])
+def test_small_batch(name, tmp_path):
+    spec, m, numerics, schedule, target = SMALL_BATCH[name]
+    program = Program(small_batch, schedule, spec, numerics, tmp_path, target=target)
+    for kind in KINDS:
+        weight, x = data(spec, m, kind)
+        judge(program.small_batch(x, weight.pack()), x, weight, numerics, kind, kind)
+
+
+MULTISTAGE = {  # weight, m, numerics, schedule
+    "split k": (Spec(200, 640, 64, bias=True), 37, "exact", Multistage(32, 4, 2, 3, kc=2)),
+    "ragged": (
+        Spec(131, 333, 32, dtype=BF16, scale=F32, bias=True), 70, "post", Multistage(64, 4, 2, 4, kc=3),
+    ),
+    "token warps": (
+        Spec(320, 512, symmetric=True), 150, "fused", Multistage(128, 8, 2, 3, token_warps=2, raster=16),
+    ),
+    "a scale for each row": (Spec(192, 400, -1, dtype=BF16), 130, "exact", Multistage(128, 4, 2, 3)),
+    "f16 scales of bf16": (
+        Spec(256, 384, 64, symmetric=True, dtype=BF16, scale=F16), 33, "post", Multistage(64, 8, 1, 2, token_warps=2),
+    ),
+    "tall": (Spec(300, 256, 32, dtype=BF16), 140, "exact", Multistage(128, 8, 2, 3, raster=1)),
+    "post, split k": (Spec(128, 640, bias=True), 32, "post", Multistage(32, 4, 2, 4, kc=5)),
+    "post, a scale for each row": (Spec(70, 136, -1, scale=BF16), 50, "post", Multistage(32, 4, 1, 2)),
+    "fused, bf16": (Spec(128, 384, dtype=BF16, bias=True), 64, "fused", Multistage(64, 4, 2, 3, kc=2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MULTISTAGE if ALL else list(MULTISTAGE)[:1])
+def test_multistage(name, tmp_path):
+    spec, m, numerics, schedule = MULTISTAGE[name]
+    program = Program(multistage, schedule, spec, numerics, tmp_path, target="sm_80")
+    for kind in KINDS:
+        weight, x = data(spec, m, kind)
+        judge(program.multistage(x, weight.pack()), x, weight, numerics, kind, kind)
