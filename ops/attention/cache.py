@@ -6,11 +6,14 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.quantizer import F16_MAX, QuantizedBlock, dequantize, quantize
 
 MAX_RESIDUAL = 256
 """Tokens: a warp of the kernel that packs a block holds 16 of them."""
+LARGEST = 1 << 31
+"""Kernels address the words of a page, and of a residual block, with 32-bit offsets; pages with 64."""
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +26,8 @@ class PackedCache:
     Tokens [0, length - length % residual_tokens) of a sequence are packed, the others lie in its f16 residual block;
     without a residual block all are packed. The residual block is a ring of one tile more than it has tokens for: token
     p lies in tile p // 16 % tiles, so that new tokens never overwrite those of a block that is about to be packed.
-    Unwritten storage must hold finite numbers: allocate it with zeros.
+    Unwritten storage must hold finite numbers: allocate it with zeros. Operators check shapes and dtypes, once for each
+    object; the values of lengths, block_table and slots lie on the device and are not read: `check_values` does that.
 
     Attributes:
         layout: formats and byte order.
@@ -64,9 +68,100 @@ class PackedCache:
         return 4 * self.pages.numel() + (0 if self.residual is None else 4 * self.residual.numel())
 
     def to(self, device: str | torch.device) -> PackedCache:
-        """The cache with every tensor on a device."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{n: t.to(device) for n, t in tensors.items() if hasattr(t, "to")})
+        """The cache with every tensor on a device; ArgumentError for what is none."""
+        to, tensors = weights.device_of(device), {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{n: t.to(to) for n, t in tensors.items() if hasattr(t, "to")})
+
+    def check(self) -> None:
+        """Raise ArgumentError unless the tensors are such as the attributes' description says; nothing is read."""
+        if self.__dict__.get("_checked"):
+            return
+        layout, page, table = self.layout, self.page_size, self.block_table
+        if not isinstance(layout, CacheLayout):
+            raise ArgumentError("layout", type(layout).__name__, "must be a CacheLayout", "CacheLayout('int4', ...)")
+        self._tensor("pages", "int32", (None, None, None), "see PackedCache")
+        self._tensor("lengths", "int32", (None,), "a number of tokens for each sequence")
+        batch = len(self.lengths)
+        pages, heads, words = self.pages.shape
+        if (table is None) == bool(page):
+            constraint = "goes with a page_size, which is 0 without one"
+            raise ArgumentError("block_table", None if table is None else list(table.shape), constraint, "pass both")
+        if table is not None:
+            self._tensor("block_table", "int32", (None, None), "numbers of pages")
+            if len(table) < batch:
+                constraint = f"must have {batch} rows"
+                raise ArgumentError("block_table", list(table.shape), constraint, "pass one for each sequence")
+            if words != page_words(layout, page):
+                constraint = f"must have {page_words(layout, page)} words for {page} tokens of {layout.identity}"
+                raise ArgumentError("pages", list(self.pages.shape), constraint, "allocate layout.words(page_size)")
+        elif words % layout.block_words or not words or pages < batch:
+            constraint = f"must be [{batch} or more, heads, a multiple of {layout.block_words} words]"
+            raise ArgumentError("pages", list(self.pages.shape), constraint, "allocate layout.words(tokens)")
+        if heads < 1 or heads * words >= LARGEST:
+            constraint = f"a page must have heads, and less than {LARGEST} words"
+            raise ArgumentError("pages", list(self.pages.shape), constraint, "store it in pages, or in smaller ones")
+        self._check_residual(batch, heads)
+        for name, fmt in (("k_static", layout.k), ("v_static", layout.v)):
+            given = getattr(self, name)
+            if (given is not None) != (fmt.scaling == "static"):
+                constraint = f"format {fmt} {'takes none' if given is not None else 'needs its scales'}"
+                raise ArgumentError(name, None if given is None else list(given.shape), constraint, "see KVFormat")
+            if given is not None:
+                self._tensor(name, "float32", (heads, layout.head_dim), "one scale for each dimension")
+        if type(self.max_length) is not int or self.max_length < 0:
+            raise ArgumentError("max_length", self.max_length, "must be a number of tokens", "bound the lengths")
+        self.__dict__["_checked"] = True
+
+    def _check_residual(self, batch: int, heads: int) -> None:
+        """Raise ArgumentError unless there is a residual block where the keys need one, and it is of a ring's size."""
+        if self.residual is None:
+            residual_of(self.layout, 0)
+            return
+        tile = residual_layout(self.layout).tile_words
+        self._tensor("residual", "int32", (None, heads, None), "see PackedCache")
+        slots, _, words = self.residual.shape
+        if words % tile or words < 2 * tile or heads * words >= LARGEST or (self.slots is None and slots < batch):
+            constraint = f"must be [a block for each of {batch} sequences, {heads}, two or more tiles of {tile} words]"
+            raise ArgumentError("residual", list(self.residual.shape), constraint, "see residual_words")
+        residual_of(self.layout, self.residual_tokens)
+        if self.slots is not None:
+            self._tensor("slots", "int32", (batch,), "the residual block of each sequence")
+
+    def _tensor(self, name: str, dtype: str, shape: tuple[int | None, ...], remedy: str) -> None:
+        """Raise ArgumentError unless a tensor is contiguous, beside the pages, and of this form; None: any size."""
+        t, device = getattr(self, name), getattr(self.pages, "device", None)
+        fits = hasattr(t, "dtype") and weights.dtype_name(t) == dtype and t.dim() == len(shape) and t.is_contiguous()
+        if not fits or t.device != device or any(w not in (None, h) for w, h in zip(shape, t.shape)):
+            seen = f"{weights.dtype_name(t)} {list(t.shape)} on {t.device}" if hasattr(t, "dtype") else type(t).__name__
+            wanted = ", ".join("*" if size is None else str(size) for size in shape)
+            raise ArgumentError(name, seen, f"must be contiguous {dtype} [{wanted}] on {device}", remedy)
+
+    def check_values(self) -> None:
+        """Raise ArgumentError for lengths, pages or slots outside of the storage. For debugging: it waits for the GPU.
+
+        The lengths must count tokens that are stored: before `prefill` with k and v they count more.
+        """
+        self.check()
+        lengths = self.lengths.tolist()
+        packed = [n - n % self.residual_tokens if self.residual_tokens else n for n in lengths]
+        if self.block_table is None:
+            room = [self.pages.shape[2] // self.layout.block_words * self.layout.block_tokens] * len(lengths)
+        else:
+            room = [self.block_table.shape[1] * self.page_size] * len(lengths)
+        for b, (length, held, most) in enumerate(zip(lengths, packed, room)):
+            if not 0 <= length <= self.max_length or held > most:
+                constraint = f"must be in 0..{self.max_length}, max_length, and {most} tokens find room"
+                raise ArgumentError("lengths", length, f"{constraint} (sequence {b})", "allocate more pages")
+            used = [] if self.block_table is None else self.block_table[b, : -(-held // (self.page_size or 1))].tolist()
+            for page in used:
+                if not 0 <= page < len(self.pages):
+                    constraint = f"must be in 0..{len(self.pages) - 1}, the pages (sequence {b})"
+                    raise ArgumentError("block_table", page, constraint, "see KVCache, which counts them")
+        if self.slots is not None and self.residual is not None:
+            found = self.slots.tolist()
+            if len(set(found)) < len(found) or not all(0 <= slot < len(self.residual) for slot in found):
+                constraint = f"must be different numbers in 0..{len(self.residual) - 1}"
+                raise ArgumentError("slots", found, constraint, "one residual block for each sequence")
 
     def packed_words(self, sequence: int, head: int, tokens: int) -> torch.Tensor:
         """Blocks [n, block_words] that hold the first `tokens` tokens of one head."""
@@ -100,6 +195,18 @@ class PackedCache:
         return self.layout.unpack(self.packed_words(sequence, head, tokens))
 
 
+def page_words(layout: CacheLayout, page_size: int) -> int:
+    """Words of a page of one head.
+
+    Raises:
+        ArgumentError: no positive multiple of the layout's block.
+    """
+    if type(page_size) is not int or page_size < 1 or page_size % layout.block_tokens:
+        constraint = f"must be a positive multiple of {layout.block_tokens} tokens for {layout.k_format} keys"
+        raise ArgumentError("page_size", page_size, constraint, "use 128")
+    return layout.words(page_size)
+
+
 def residual_of(layout: CacheLayout, residual: int | None) -> int:
     """Tokens of the residual block that a cache of this layout gets; None asks for what it needs.
 
@@ -108,7 +215,7 @@ def residual_of(layout: CacheLayout, residual: int | None) -> int:
     """
     group = layout.k.group
     residual = group if residual is None else residual
-    if residual % 16 or not 0 <= residual <= MAX_RESIDUAL or (group and residual != group):
+    if type(residual) is not int or residual % 16 or not 0 <= residual <= MAX_RESIDUAL or (group and residual != group):
         constraint = f"must be {group or f'a multiple of 16 up to {MAX_RESIDUAL}'} for {layout.k} keys"
         raise ArgumentError("residual", residual, constraint, "leave it out")
     if residual and layout.v.scaling == "static":
@@ -143,28 +250,42 @@ def pack_cache(
     """Quantize and pack whole sequences in torch, on the device of k; the definition of what kernels write.
 
     Args:
-        k, v: [B, Hkv, T, D]; tokens at and past a sequence's length are stored as zeros.
-        lengths: int32 [B], default T for all.
+        k, v: float [B, Hkv, T, D]; tokens at and past a sequence's length are stored as zeros.
+        lengths: integers [B], 0..T, default T for all.
         page_size: tokens of a page, 0 for contiguous storage.
         residual: tokens of the f16 residual block; default the channel group of the keys, or none. 0: none.
-        k_static, v_static: f32 [Hkv, D] for static formats.
-        permutation: order in which pages are handed out, int64 [pages]; default in turn.
+        k_static, v_static: f32 [Hkv, D] for static formats; positive.
+        permutation: order in which pages are handed out, int64 [pages], each once; default in turn.
 
     Raises:
         ArgumentError: formats, head_dim or sizes that do not fit.
     """
     import torch
 
+    k, v = weights.as_tensor("k", k), weights.as_tensor("v", v)
+    if k.dim() != 4 or 0 in k.shape or not k.is_floating_point():
+        seen = f"{k.dtype} {list(k.shape)}"
+        raise ArgumentError("k", seen, "must be float [B, Hkv, T, D], nothing empty", "pass keys by head")
+    if v.shape != k.shape or not v.is_floating_point() or v.device != k.device:
+        seen = f"{v.dtype} {list(v.shape)} on {v.device}"
+        raise ArgumentError("v", seen, f"must be float {list(k.shape)} on {k.device}, as k", "pass values by head")
     batch, heads, tokens, head_dim = k.shape
     layout = CacheLayout(k_format, v_format, head_dim)
     residual = residual_of(layout, residual)
+    for name, given, fmt in (("k_static", k_static, layout.k), ("v_static", v_static, layout.v)):
+        check_static(name, given, fmt.scaling == "static", (heads, head_dim))
     if residual:  # tokens pass through the f16 block, so what is packed does not depend on how they came
         k, v = (x.float().clamp(-F16_MAX, F16_MAX).half() for x in (k, v))
     device = k.device
-    lengths = torch.full((batch,), tokens) if lengths is None else lengths
+    lengths = torch.full((batch,), tokens) if lengths is None else weights.as_tensor("lengths", lengths)
+    if tuple(lengths.shape) != (batch,) or not weights.is_integer(lengths):
+        seen = f"{lengths.dtype} {list(lengths.shape)}"
+        raise ArgumentError("lengths", seen, f"must be integers [{batch}]", "pass the tokens of each sequence")
+    if (value := weights.out_of_range(lengths, 0, tokens)) is not None:
+        raise ArgumentError("lengths", value, f"must be in 0..{tokens}, the tokens of k", "pass longer k and v")
     lengths = lengths.to(device=device, dtype=torch.int32)
-    unit = page_size or layout.block_tokens
-    layout.words(unit)
+    unit = layout.block_tokens if page_size == 0 else page_size
+    page_words(layout, unit)
     room = -(-tokens // unit) * unit
     unit = max(unit, layout.block_tokens)
     keep = (
@@ -204,8 +325,24 @@ def pack_cache(
         .transpose(1, 2)
         .reshape(batch * (room // page_size), heads, -1)
     )
-    order = torch.arange(len(pages)) if permutation is None else permutation
+    order = torch.arange(len(pages)) if permutation is None else weights.as_tensor("permutation", permutation)
+    if not weights.is_integer(order) or not torch.equal(order.cpu().long().sort().values, torch.arange(len(pages))):
+        seen = f"{order.dtype} {list(order.shape)}"
+        raise ArgumentError("permutation", seen, f"must hold 0..{len(pages) - 1} once", "pass torch.randperm")
     stored = torch.zeros_like(pages, memory_format=torch.contiguous_format)  # a batch of 1 is a permuted view
     stored[order.to(device)] = pages
     table = order.to(device=device, dtype=torch.int32).reshape(batch, -1).contiguous()
     return PackedCache(layout, stored, block_table=table, page_size=page_size, **facts)
+
+
+def check_static(name: str, scales: torch.Tensor | None, needed: bool, shape: tuple[int, ...]) -> None:
+    """Raise ArgumentError unless scales are there where a format needs them, positive, and end in this shape."""
+    seen = None if scales is None else list(scales.shape) if hasattr(scales, "shape") else type(scales).__name__
+    if (scales is not None) != needed:
+        raise ArgumentError(name, seen, "static formats need their scales, others take none", "see KVFormat")
+    if scales is None:
+        return
+    if not isinstance(seen, list) or tuple(seen[-len(shape) :]) != shape or not scales.is_floating_point():
+        raise ArgumentError(name, seen, f"must be float {list(shape)}", "one scale for each dimension")
+    if not bool((scales.isfinite() & (scales > 0)).all()):
+        raise ArgumentError(name, "zero, negative or not finite", "must be positive", "calibrate, or use 1")

@@ -16,11 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import launching, weights
 from terrazzo.ops.attention import op, prefill_op, writing
-from terrazzo.ops.attention.cache import PackedCache, residual_of, residual_words
+from terrazzo.ops.attention.cache import PackedCache, check_static, page_words, residual_of, residual_words
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.paging import PageTable
 
@@ -82,15 +85,16 @@ class KVCache:
     ) -> None:
         import torch
 
-        self.layout = CacheLayout(k_format, v_format, head_dim)
-        for name, value in (("kv_heads", kv_heads), ("pages", pages), ("sequences", sequences), ("layers", layers)):
-            if value < 1:
-                raise ArgumentError(name, value, "must be positive", "ask for at least one")
+        self.layout, device = CacheLayout(k_format, v_format, head_dim), weights.device_of(device)
+        words, numbers = page_words(self.layout, page_size), dict(kv_heads=kv_heads, pages=pages, sequences=sequences)
+        numbers |= {"layers": layers} | ({} if max_tokens is None else {"max_tokens": max_tokens})
+        for name, value in numbers.items():
+            if type(value) is not int or value < 1:
+                raise ArgumentError(name, value, "must be a positive integer", "ask for at least one")
         residual = residual_of(self.layout, residual)
-        most = max_tokens or pages * page_size
+        most = pages * page_size if max_tokens is None else max_tokens
         self.table_width = -(-most // page_size)
         self.max_tokens = most
-        words = self.layout.words(page_size)
         self.pages = torch.zeros(layers, pages, kv_heads, words, dtype=torch.int32, device=device)
         self.residual = None
         if residual:
@@ -135,13 +139,16 @@ class KVCache:
         Raises:
             CacheFullError: too few free pages; nothing changed. ArgumentError: an unknown sequence, too many tokens.
         """
+        if not isinstance(new, Mapping):
+            raise ArgumentError("new", type(new).__name__, "must map sequences to numbers of tokens", "pass {s: 1}")
         for sequence, count in new.items():
-            if self.length(sequence) + count > self.max_tokens:
+            if isinstance(count, Integral) and self.length(sequence) + count > self.max_tokens:
                 seen = f"{self.length(sequence)} + {count}"
                 raise ArgumentError("new", seen, f"a sequence has at most {self.max_tokens} tokens", "free it")
-        if into is not None and len(into.sequences) != len(new):
-            constraint = f"must be a batch of {len(new)} sequences"
-            raise ArgumentError("into", len(into.sequences), constraint, "make a batch of its own")
+        if into is not None and (getattr(into, "cache", None) is not self or len(into.sequences) != len(new)):
+            seen = len(into.sequences) if isinstance(into, Batch) else type(into).__name__
+            constraint = f"must be a batch of {len(new)} sequences of this cache"
+            raise ArgumentError("into", seen, constraint, "make a batch of its own")
         copies = self.table.extend(new)
         if copies:
             source, target = (list(part) for part in zip(*copies))
@@ -149,7 +156,9 @@ class KVCache:
         return Batch(self, new, into)
 
     def batch(self, sequences: list[int]) -> Batch:
-        """The batch that reads these sequences, without new tokens."""
+        """The batch that reads these sequences, without new tokens; ArgumentError for one that is named twice."""
+        if len(set(sequences)) < len(sequences):
+            raise ArgumentError("sequences", sequences, "must be different", "name each once, or fork()")
         return Batch(self, dict.fromkeys(sequences, 0), None)
 
     def usage(self) -> Usage:
@@ -172,25 +181,23 @@ class Batch:
     """Some sequences of a `KVCache` as kernels see them: lengths, block table and slots on the device."""
 
     def __init__(self, cache: KVCache, new: Mapping[int, int], into: Batch | None) -> None:
+        import numpy as np
         import torch
 
-        self.cache, self.sequences, self.new = cache, list(new), list(new.values())
+        self.cache, self.sequences, self.new = cache, list(new), [int(count) for count in new.values()]
         found = [cache.table.get(s) for s in self.sequences]
-        width = cache.table_width
-        starts = [0]
-        for count in self.new:
-            starts.append(starts[-1] + count)
+        table = np.zeros((len(found), cache.table_width), np.int32)
+        for row, sequence in zip(table, found):
+            row[: len(sequence.pages)] = sequence.pages
         facts = {
-            "lengths": [s.length for s in found],
-            "table": [(s.pages + [0] * width)[:width] for s in found],
-            "slots": [s.slot for s in found],
-            "starts": starts,
+            "lengths": np.array([s.length for s in found], np.int32),
+            "table": table,
+            "slots": np.array([s.slot for s in found], np.int32),
+            "starts": np.array([0, *accumulate(self.new)], np.int32),
         }
-        self.max_length = max(facts["lengths"], default=0)
+        self.max_length = max((s.length for s in found), default=0)
         for name, values in facts.items():
-            made = torch.tensor(values, dtype=torch.int32, device=cache.pages.device)
-            if name == "table":
-                made = made.reshape(-1, width)
+            made = torch.from_numpy(values).to(cache.pages.device)
             if into is not None:
                 made = getattr(into, name).copy_(made)
             setattr(self, name, made)
@@ -198,6 +205,8 @@ class Batch:
     def layer(self, layer: int = 0) -> PackedCache:
         """The sequences' keys and values in one layer."""
         cache = self.cache
+        if type(layer) is not int or not 0 <= layer < len(cache.pages):
+            raise ArgumentError("layer", layer, f"must be 0..{len(cache.pages) - 1}", "see KVCache(layers=...)")
         k_static, v_static = (None if s is None else s[layer] for s in cache.static)
         return PackedCache(
             cache.layout, cache.pages[layer], self.lengths, max(self.max_length, 1), block_table=self.table,
@@ -206,30 +215,58 @@ class Batch:
         )  # fmt: skip
 
     def append(self, k: torch.Tensor, v: torch.Tensor, layer: int = 0, **options: Any) -> None:
-        """Store the new tokens k, v [B, q_len, Hkv, D] of one layer; see `append`."""
+        """Store the new tokens k, v [B, q_len, Hkv, D] of one layer, q_len for each sequence; see `append`.
+
+        Raises:
+            ArgumentError: another number of tokens than `extend` made room for, and as `append`.
+        """
+        for name, x in (("k", k), ("v", v)):
+            launching.check_tensor(x, name, "[B, q_len, Hkv, D]")
+            launching.check_no_grad(x, "append", name)
+        tokens = 1 if k.dim() == 3 else k.shape[1] if k.dim() == 4 else None
+        if tokens is not None and any(count != tokens for count in self.new):
+            constraint = f"must have as many tokens as extend was asked for, {self.new}"
+            raise ArgumentError("k", list(k.shape), constraint, "pass all of them; store takes ragged batches")
         writing.append(self.layer(layer), k, v, **options)
 
     def store(self, k: torch.Tensor, v: torch.Tensor, layer: int = 0, **options: Any) -> None:
-        """Store the new tokens k, v [tokens of all sequences in turn, Hkv, D] of one layer; see `store`."""
+        """Store the new tokens k, v [tokens of all sequences in turn, Hkv, D] of one layer; see `store`.
+
+        Raises:
+            ArgumentError: another number of tokens than `extend` made room for, and as `store`.
+        """
+        self._check_tokens(k=k, v=v)
         writing.store(self.layer(layer), k, v, self.starts, max(self.new, default=0), **options)
 
     def prefill(self, q: torch.Tensor, layer: int = 0, **options: Any) -> torch.Tensor:
         """Attention of the new tokens q [tokens of all sequences in turn, Hq, D] of one layer, stored before, or given
-        as k and v and stored afterwards; see `prefill`."""
+        as k and v and stored afterwards; see `prefill`.
+
+        Raises:
+            ArgumentError: another number of tokens than `extend` made room for, and as `prefill`.
+        """
+        self._check_tokens(q=q)
         return prefill_op.prefill(q, self.layer(layer), self.starts, max(self.new, default=0), **options)
 
     def decode(self, q: torch.Tensor, layer: int = 0, **options: Any) -> torch.Tensor:
         """Attention of the newest tokens q [B, q_len, Hq, D] in one layer; see `decode`."""
         return op.decode(q, self.layer(layer), **options)
 
+    def _check_tokens(self, **rows: torch.Tensor) -> None:
+        """Kernels take the number of rows from `starts`: rows that are not there would be read past the end."""
+        for name, x in rows.items():
+            launching.check_tensor(x, name, "[new tokens, heads, D]")
+            launching.check_no_grad(x, "attention", name)
+            if x.dim() == 3 and len(x) != sum(self.new):
+                constraint = f"must have the {sum(self.new)} tokens that extend was asked for, {self.new}"
+                raise ArgumentError(name, list(x.shape), constraint, "pass those of all sequences, one after another")
+
 
 def _static(name: str, scales, needed: bool, shape: tuple[int, int, int], device):
     """f32 [layers, Hkv, D] on the device, or None."""
     import torch
 
-    if (scales is not None) != needed:
-        constraint = "static formats need their scales, others take none"
-        raise ArgumentError(name, None if scales is None else list(scales.shape), constraint, "see KVFormat")
+    check_static(name, scales, needed, shape[1:])
     if scales is None:
         return None
     if tuple(scales.shape) not in (shape, shape[1:]) or (scales.dim() == 2 and shape[0] > 1):

@@ -10,18 +10,22 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError, CaptureError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
+from terrazzo.ops import launching
 from terrazzo.ops.attention import decode_program
+from terrazzo.ops.attention.cache import PackedCache
 from terrazzo.ops.attention.launch import current_targets, own_slots, semaphores, stand_ins
 from terrazzo.schedules import attention as schedules
 from terrazzo.schedules import attention_space, records, spaces
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.ops.attention.cache import PackedCache
     from terrazzo.ops.attention.layout import CacheLayout
 
 LOG2E = math.log2(math.e)
 MAX_QUERY_TOKENS = 8
+DTYPES = ("float16", "bfloat16")
+GRID = 65535
+"""Most CTAs along the second and third dimension of a launch."""
 
 
 def problem_of(
@@ -121,7 +125,7 @@ def kernel_requests(
     *,
     heads: int,
     kv_heads: int,
-    target: Target,
+    target: Target | str,
     head_dim: int = 128,
     q_len: int = 1,
     dtype: str = "float16",
@@ -142,17 +146,19 @@ def kernel_requests(
         ArgumentError: formats or sizes that do not fit.
     """
     from terrazzo.ops.attention import prefill_op
-    from terrazzo.ops.attention.cache import residual_of
+    from terrazzo.ops.attention.cache import page_words, residual_of
     from terrazzo.ops.attention.layout import CacheLayout
     from terrazzo.ops.attention.writing import write_kernel
 
-    layout = CacheLayout(k_format, v_format, head_dim)
+    layout, target = CacheLayout(k_format, v_format, head_dim), Target.parse(target)
     residual = residual_of(layout, residual)
-    if page:
-        layout.words(page)
+    if page != 0:
+        page_words(layout, page)
+    if dtype not in DTYPES:
+        raise ArgumentError("dtype", dtype, f"must be one of {DTYPES}", "cast q, k and v")
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ArgumentError("heads", f"{heads}/{kv_heads}", "must be a multiple of kv_heads", "see the model's config")
-    if not 1 <= q_len <= MAX_QUERY_TOKENS:
+    if type(q_len) is not int or not 1 <= q_len <= MAX_QUERY_TOKENS:
         raise ArgumentError("q_len", q_len, f"must be 1..{MAX_QUERY_TOKENS}", "use fewer new tokens")
     rows = q_len * heads // kv_heads
     facts = dict(dtype=dtype, page=page, residual=residual, softcap=softcap, sinks=sinks, target=target)
@@ -190,8 +196,8 @@ def decode(
         scale: softmax scale, default 1 / sqrt(D). softcap: logits are capped at +-softcap by tanh; 0 for none.
         window: newest tokens that a row sees, itself included; 0 for all.
         sinks: f32 [Hq], logits that take part in the softmax without a value.
-        out: contiguous, shape and dtype of q. lse: f32 [B, q_len, Hq], receives log2 of the softmax's denominator
-            (sinks included).
+        out: contiguous, shape and dtype of q, no memory of it. lse: f32 [B, q_len, Hq], receives log2 of the softmax's
+            denominator (sinks included).
         splits: CTAs along each sequence; schedule: the kernel's; None for the heuristics.
         target: run the program of an older target ("sm_80", as PTX); None for this GPU's.
 
@@ -199,10 +205,13 @@ def decode(
         out. A row that sees no token is 0, with lse -inf.
 
     Raises:
-        ArgumentError: an argument that does not fit. CaptureError: a kernel never launched before, in graph capture.
+        ArgumentError: an argument that does not fit; q that requires a gradient, as there is none. CaptureError: a
+            kernel never launched before, in graph capture.
     """
     import torch
 
+    launching.check_tensor(q, "q", "[B, q_len, Hq, D]")
+    check_kind(cache)
     shape = q.shape
     if q.dim() == 3:
         q = q.unsqueeze(1)
@@ -211,10 +220,12 @@ def decode(
 
         made, sums = torch_op.call_decode(q, cache, scale, softcap, window, sinks)
         if lse is not None:
+            launching.check_out(lse, sums.shape, sums.dtype, sums.device, "lse")
             lse.copy_(sums)
-        return made.view(shape) if out is None else out.copy_(made.view(shape))
+        return launching.copy_out(out, made.view(shape))
     if out is not None:
-        out = _checked(out, "out", shape, q.dtype, q).view(q.shape)
+        launching.check_out(out, shape, q.dtype, q.device)
+        out = out.view(q.shape)
     options = dict(splits=splits, schedule=schedule, target=target)
     return run(q, cache, scale=scale, softcap=softcap, window=window, sinks=sinks, out=out, lse=lse, **options)[0].view(
         shape
@@ -239,13 +250,14 @@ def run(
     import torch
     from terrazzo.lowering.kernels import get_kernel
 
-    _check(q, cache, sinks, window)
+    _check(q, cache, sinks)
+    check_options(q, scale, softcap, window)
     batch, new, heads, head_dim = q.shape
     made = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if lse is None:
         lse = torch.empty(batch, new, heads, dtype=torch.float32, device=q.device)
     else:
-        _checked(lse, "lse", (batch, new, heads), torch.float32, q)
+        launching.check_out(lse, (batch, new, heads), torch.float32, q.device, "lse")
     if batch == 0:
         return made, lse
     at, device = current_targets(target)
@@ -256,7 +268,7 @@ def run(
         schedule=schedule,
     )  # fmt: skip
     splits = chosen.splits if splits is None else splits
-    if not 1 <= splits <= decode_program.MAX_SPLITS:
+    if type(splits) is not int or not 1 <= splits <= decode_program.MAX_SPLITS:
         raise ArgumentError("splits", splits, f"must be 1..{decode_program.MAX_SPLITS}", "leave it out")
     kernel = get_kernel(chosen.request)
     capturing = torch.cuda.is_current_stream_capturing()
@@ -265,13 +277,20 @@ def run(
             f"{chosen.request.name} for this batch was never launched; call decode once before the capture"
         )
     y = cache.kv_heads * chosen.row_groups
-    _check_offsets(cache, batch * y * splits * chosen.rows * head_dim)
+    check_grid(batch, y)
+    partial = batch * y * splits * chosen.rows * head_dim
+    if partial >= launching.LARGEST:  # their offsets have 32 bits
+        constraint = f"partial results must have less than {launching.LARGEST} values, they have {partial}"
+        raise ArgumentError("splits", splits, constraint, "use fewer splits or smaller batches")
     logs = torch.empty(batch, y, splits, chosen.rows, dtype=torch.float32, device=q.device)
     partial = torch.empty(batch, y, splits, chosen.rows, head_dim, dtype=torch.float32, device=q.device)
     none = stand_ins(q.device)
     q = q.contiguous()
+    q = q.clone() if q.data_ptr() % 16 else q
+    if out is not None:
+        launching.check_apart(out, "out", q=q)
     kernel(
-        q.clone() if q.data_ptr() % 16 else q, cache.pages,
+        q, cache.pages,
         none["table"] if cache.block_table is None else cache.block_table, cache.lengths,
         none["residual"] if cache.residual is None else cache.residual,
         own_slots(batch, q.device) if cache.slots is None else cache.slots,
@@ -284,51 +303,71 @@ def run(
     return made, lse
 
 
-def _check_offsets(cache: PackedCache, partial: int) -> None:
-    """Kernels address a page, a residual block and the partial results with 32-bit offsets."""
-    most = 1 << 31
-    for name, words in (("pages", cache.pages[:1].numel()), ("splits", partial)):
-        if words >= most:
-            remedy = "store it in pages" if name == "pages" else "use fewer splits or smaller batches"
-            raise ArgumentError(name, words, f"must have less than {most} values", remedy)
+def check_kind(cache: PackedCache) -> None:
+    """Raise ArgumentError unless it is a PackedCache; its tensors are checked by eager calls alone."""
+    if not isinstance(cache, PackedCache):
+        remedy = "a KVCache is read by its batches: cache.batch([sequence]).decode(q)"
+        raise ArgumentError("cache", type(cache).__name__, "must be a PackedCache", remedy)
 
 
-def _check(q: torch.Tensor, cache: PackedCache, sinks: torch.Tensor | None, window: int) -> None:
-    import torch
+def check_options(q: torch.Tensor, scale: float | None, softcap: float, window: int) -> None:
+    """What decode and prefill ask of their options and, after all else, of the place of q."""
+    launching.check_no_grad(q, "attention", "q")
+    if scale is not None and not math.isfinite(scale):
+        raise ArgumentError("scale", scale, "must be finite", "leave it out for 1 / sqrt(D)")
+    if not 0 <= softcap < math.inf:
+        raise ArgumentError("softcap", softcap, "must be finite, 0 (none) or positive", "pass 0.0")
+    if type(window) is not int or window < 0:
+        raise ArgumentError("window", window, "must be 0 (all tokens) or positive", "pass 0")
+    if not q.is_cuda:
+        raise ArgumentError("q", str(q.device), "must be on a CUDA device, with the cache", "move both there")
 
-    if q.dim() != 4 or q.shape[3] != cache.layout.head_dim or q.dtype not in (torch.float16, torch.bfloat16):
+
+def check_grid(batch: int, second: int) -> None:
+    """Raise ArgumentError where a launch would have more CTAs along a dimension than CUDA takes."""
+    if batch > GRID:
+        raise ArgumentError("cache", batch, f"must have at most {GRID} sequences", "split the batch")
+    if second > GRID:
+        constraint = f"must have at most {GRID} tiles of rows for a sequence"
+        raise ArgumentError("q", second, constraint, "pass fewer new tokens at a time")
+
+
+def check_sinks(sinks: torch.Tensor | None, heads: int, q: torch.Tensor) -> None:
+    """Raise ArgumentError unless sinks are f32 [Hq] beside q."""
+    if sinks is None:
+        return
+    launching.check_tensor(sinks, "sinks", f"float32 [{heads}]")
+    fits = tuple(sinks.shape) == (heads,) and str(sinks.dtype) == "torch.float32" and sinks.is_contiguous()
+    if not fits or sinks.device != q.device:
+        seen = f"{sinks.dtype} {list(sinks.shape)} on {sinks.device}"
+        raise ArgumentError("sinks", seen, f"must be contiguous float32 [{heads}] on {q.device}", "cast or move it")
+
+
+def check_place(q: torch.Tensor, cache: PackedCache) -> None:
+    if q.device != cache.pages.device:
+        where = f"must be on a CUDA device, with the cache ({cache.pages.device})"
+        raise ArgumentError("q", str(q.device), where, "move it")
+
+
+def check_heads(q: torch.Tensor, heads: int, kv_heads: int) -> None:
+    if heads < 1 or heads % kv_heads:
+        raise ArgumentError("q", list(q.shape), f"Hq must be a multiple of the {kv_heads} kv heads", "repeat heads")
+
+
+def _check(q: torch.Tensor, cache: PackedCache, sinks: torch.Tensor | None) -> None:
+    cache.check()
+    if q.dim() != 4 or q.shape[3] != cache.layout.head_dim or str(q.dtype)[6:] not in DTYPES:
         constraint = f"must be float16 or bfloat16 [B, q_len, Hq, {cache.layout.head_dim}]"
         raise ArgumentError("q", f"{q.dtype} {list(q.shape)}", constraint, "reshape or cast it")
-    if not q.is_cuda or q.device != cache.pages.device:
-        raise ArgumentError(
-            "q", str(q.device), f"must be on a CUDA device with the cache ({cache.pages.device})", "move it"
-        )
     batch, new, heads, _ = q.shape
     if not 1 <= new <= MAX_QUERY_TOKENS:
         raise ArgumentError(
             "q", list(q.shape), f"q_len must be 1..{MAX_QUERY_TOKENS}", "use prefill for more new tokens"
         )
-    if heads % cache.kv_heads:
-        raise ArgumentError(
-            "q", list(q.shape), f"Hq must be a multiple of the {cache.kv_heads} kv heads", "repeat heads"
-        )
+    check_heads(q, heads, cache.kv_heads)
     if cache.lengths.shape != (batch,):
         raise ArgumentError(
             "q", list(q.shape), f"the cache has {cache.lengths.numel()} sequences", "pass one q for each"
         )
-    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype != torch.float32 or sinks.device != q.device):
-        raise ArgumentError("sinks", f"{sinks.dtype} {list(sinks.shape)}", f"must be float32 [{heads}]", "cast it")
-    if window < 0:
-        raise ArgumentError("window", window, "must be 0 (all tokens) or positive", "pass 0")
-
-
-def _checked(tensor: torch.Tensor, name: str, shape, dtype, q: torch.Tensor) -> torch.Tensor:
-    if (
-        tuple(tensor.shape) != tuple(shape)
-        or tensor.dtype != dtype
-        or tensor.device != q.device
-        or not tensor.is_contiguous()
-    ):
-        seen = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        raise ArgumentError(name, seen, f"must be contiguous {dtype} {list(shape)} on {q.device}", "allocate it so")
-    return tensor
+    check_sinks(sinks, heads, q)
+    check_place(q, cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from terrazzo.lowering.errors import ArgumentError, TerrazzoError
 
@@ -120,6 +121,8 @@ class PageTable:
         """
         wanted, writers = 0, {}
         for sequence, count in new.items():
+            if not isinstance(count, Integral):
+                raise ArgumentError("new", count, "must be a number of tokens", "pass {sequence: tokens}")
             if count < 0:
                 raise ArgumentError("new", count, "must not be negative", "fork before tokens that may be dropped")
             more, touched = self.needed(sequence, count)
@@ -147,7 +150,7 @@ class PageTable:
         for sequence, count in new.items():
             found = self.sequences[sequence]
             found.pages += [self._take() for _ in range(self.needed(sequence, count)[0])]
-            found.length += count
+            found.length += int(count)
         return moved
 
     def rows(self, sequences: Iterable[int]) -> list[list[int]]:

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import prefill_mma, prefill_wgmma, writing
+from terrazzo.ops import launching
+from terrazzo.ops.attention import op, prefill_mma, prefill_wgmma, writing
 from terrazzo.ops.attention.launch import current_targets, own_slots, stand_ins
-from terrazzo.ops.attention.op import LOG2E, _checked
+from terrazzo.ops.attention.op import LOG2E
 from terrazzo.ops.attention.prefill_stages import STAGE, Geometry, plain_layout
 from terrazzo.ops.launching import ptx_flags, warm_kernel
 from terrazzo.schedules import attention_prefill as schedules
@@ -152,8 +153,8 @@ def prefill(
         scale: softmax scale, default 1 / sqrt(D). softcap: logits are capped at +-softcap by tanh; 0 for none.
         window: newest tokens that a row sees, itself included; 0 for all.
         sinks: f32 [Hq], logits that take part in the softmax without a value.
-        out: contiguous, shape and dtype of q. lse: f32 [N, Hq], receives log2 of the softmax's denominator (sinks
-            included).
+        out: contiguous, shape and dtype of q, no memory of it. lse: f32 [N, Hq], receives log2 of the softmax's
+            denominator (sinks included).
         schedule: the kernel's; None for the heuristic.
         target: run the program of an older target ("sm_80", as PTX); None for this GPU's.
 
@@ -162,19 +163,22 @@ def prefill(
 
     Raises:
         ArgumentError: an argument that does not fit; on sm_86 and sm_89, head_dim 256 with anything in f16 (k and v, a
-            residual block, the cache itself): two stages of it exceed shared memory. CaptureError: a kernel never
-            launched before, in graph capture.
+            residual block, the cache itself): two stages of it exceed shared memory; q that requires a gradient, as
+            there is none. CaptureError: a kernel never launched before, in graph capture.
     """
     import torch
 
+    launching.check_tensor(q, "q", "[new tokens, Hq, D]")
+    op.check_kind(cache)
     options = dict(scale=scale, softcap=softcap, window=window, sinks=sinks)
     if torch.compiler.is_compiling() or type(q) is not torch.Tensor:  # traced, fake or another subclass: dispatch
         from terrazzo.ops.attention import torch_op
 
         made, sums = torch_op.call_prefill(q, cache, cu_seqlens, most_new, k, v, *options.values())
         if lse is not None:
+            launching.check_out(lse, sums.shape, sums.dtype, sums.device, "lse")
             lse.copy_(sums)
-        return made if out is None else out.copy_(made)
+        return launching.copy_out(out, made)
     where = dict(out=out, lse=lse, schedule=schedule, target=target)
     return run(q, cache, cu_seqlens, most_new, k=k, v=v, **options, **where)[0]
 
@@ -199,15 +203,16 @@ def run(
     """(out, lse) of `prefill`."""
     import torch
 
-    _check(q, cache, cu_seqlens, most_new, k, v, sinks, window)
+    _check(q, cache, cu_seqlens, most_new, k, v, sinks)
+    op.check_options(q, scale, softcap, window)
     count, heads, head_dim = q.shape
     made = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if out is not None:
-        _checked(out, "out", q.shape, q.dtype, q)
+        launching.check_out(out, q.shape, q.dtype, q.device)
     if lse is None:
         lse = torch.empty(count, heads, dtype=torch.float32, device=q.device)
     else:
-        _checked(lse, "lse", (count, heads), torch.float32, q)
+        launching.check_out(lse, (count, heads), torch.float32, q.device, "lse")
     if count == 0 or most_new == 0:
         return made, lse
     at, device = current_targets(target)
@@ -215,6 +220,11 @@ def run(
         cache.layout, dtype=str(q.dtype).removeprefix("torch."), page=cache.page_size, residual=cache.residual_tokens,
         fresh=k is not None, softcap=softcap > 0, sinks=sinks is not None, target=at, device=device, schedule=schedule,
     )  # fmt: skip
+    rows = most_new * (heads // cache.kv_heads)
+    op.check_grid(len(cache.lengths), -(-rows // chosen.rows))
+    q = q.contiguous()
+    if out is not None:
+        launching.check_apart(out, "out", q=q)
     kernel = warm_kernel(chosen.request, most_new, "prefill")
     cu_seqlens = cu_seqlens.contiguous()
     none = stand_ins(q.device)
@@ -223,9 +233,8 @@ def run(
         fresh = fresh_cache(cache, cu_seqlens, count, most_new)
         writing.run_store(fresh, k, v, cu_seqlens, most_new, target)
         new = fresh.pages
-    rows = most_new * (heads // cache.kv_heads)
     kernel(
-        q.contiguous(), cache.pages, none["table"] if cache.block_table is None else cache.block_table, cache.lengths,
+        q, cache.pages, none["table"] if cache.block_table is None else cache.block_table, cache.lengths,
         cu_seqlens, none["residual"] if cache.residual is None else cache.residual,
         own_slots(len(cache.lengths), q.device) if cache.slots is None else cache.slots, new,
         none["static"] if cache.k_static is None else cache.k_static,
@@ -253,33 +262,32 @@ def fresh_cache(cache: PackedCache, cu_seqlens: torch.Tensor, count: int, most_n
     )  # fmt: skip
 
 
-def _check(q, cache: PackedCache, cu_seqlens, most_new: int, k, v, sinks, window: int) -> None:
-    import torch
-
+def _check(q, cache: PackedCache, cu_seqlens, most_new: int, k, v, sinks) -> None:
+    cache.check()
     head_dim, batch = cache.layout.head_dim, len(cache.lengths)
-    if q.dim() != 3 or q.shape[2] != head_dim or q.dtype not in (torch.float16, torch.bfloat16):
+    if q.dim() != 3 or q.shape[2] != head_dim or str(q.dtype)[6:] not in op.DTYPES:
         constraint = f"must be float16 or bfloat16 [new tokens, Hq, {head_dim}]"
         raise ArgumentError("q", f"{q.dtype} {list(q.shape)}", constraint, "reshape or cast it")
-    if not q.is_cuda or q.device != cache.pages.device:
-        where = f"must be on a CUDA device with the cache ({cache.pages.device})"
-        raise ArgumentError("q", str(q.device), where, "move it")
     heads = q.shape[1]
-    if heads % cache.kv_heads:
-        constraint = f"Hq must be a multiple of the {cache.kv_heads} kv heads"
-        raise ArgumentError("q", list(q.shape), constraint, "repeat heads")
-    if cu_seqlens.dtype != torch.int32 or tuple(cu_seqlens.shape) != (batch + 1,) or cu_seqlens.device != q.device:
+    op.check_heads(q, heads, cache.kv_heads)
+    launching.check_tensor(cu_seqlens, "cu_seqlens", f"int32 [{batch + 1}]")
+    fits = str(cu_seqlens.dtype) == "torch.int32" and tuple(cu_seqlens.shape) == (batch + 1,)
+    if not fits or cu_seqlens.device != q.device:
         seen = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
         raise ArgumentError("cu_seqlens", seen, f"must be int32 [{batch + 1}] on {q.device}", "cast it")
-    if most_new < 0:
-        raise ArgumentError("most_new", most_new, "must not be negative", "pass the longest sequence's new tokens")
+    if type(most_new) is not int or most_new < 0:
+        remedy = "pass the longest sequence's new tokens"
+        raise ArgumentError("most_new", most_new, "must be an integer, not negative", remedy)
     if (k is None) != (v is None):
         raise ArgumentError("v" if v is None else "k", None, "k and v come together", "pass both, or neither")
     for name, x in (("k", k), ("v", v)):
+        if x is None:
+            continue
         shape = (q.shape[0], cache.kv_heads, head_dim)
-        if x is not None and (tuple(x.shape) != shape or x.dtype != q.dtype or x.device != q.device):
+        launching.check_tensor(x, name, f"{q.dtype} {list(shape)}")
+        if tuple(x.shape) != shape or x.dtype != q.dtype or x.device != q.device:
             seen = f"{x.dtype} {list(x.shape)} on {x.device}"
             raise ArgumentError(name, seen, f"must be {q.dtype} {list(shape)} on {q.device}", "cast or move it")
-    if sinks is not None and (sinks.shape != (heads,) or sinks.dtype != torch.float32 or sinks.device != q.device):
-        raise ArgumentError("sinks", f"{sinks.dtype} {list(sinks.shape)}", f"must be float32 [{heads}]", "cast it")
-    if window < 0:
-        raise ArgumentError("window", window, "must be 0 (all tokens) or positive", "pass 0")
+        launching.check_no_grad(x, "attention", name)
+    op.check_sinks(sinks, heads, q)
+    op.check_place(q, cache)

@@ -234,3 +234,27 @@ def test_oracle_options():
 def test_bad_arguments_are_named(argument, call):
     with pytest.raises(ArgumentError, match=argument):
         call()
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ("k = 'NoneType'", {"k": None}),
+        ("k = .*nothing empty", {"k": torch.zeros(2, 64, 64)}),
+        ("k = .*must be float", {"k": torch.zeros(2, 1, 64, 64, dtype=torch.int32)}),
+        ("v = .*as k", {"v": torch.zeros(2, 1, 32, 64)}),
+        ("lengths = 65", {"lengths": torch.tensor([65, 1])}),
+        ("lengths = -1", {"lengths": torch.tensor([1, -1])}),
+        ("lengths = .*integers", {"lengths": torch.tensor([1.5, 1])}),
+        ("lengths = .*integers", {"lengths": torch.tensor([1])}),
+        ("page_size = 24", {"page_size": 24}),
+        ("permutation", {"page_size": 64, "permutation": torch.zeros(2, dtype=torch.int64)}),
+        ("k_static = .*must be positive", {"k_format": "fp8", "k_static": torch.zeros(1, 64)}),
+        ("k_static = .*must be float", {"k_format": "fp8", "k_static": torch.ones(64)}),
+        ("k_static = None", {"k_format": "fp8"}),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(words, changes):
+    given = {"k": torch.zeros(2, 1, 64, 64), "v": torch.zeros(2, 1, 64, 64), "k_format": "int4", "v_format": "int4"}
+    with pytest.raises(ArgumentError, match=words):
+        caches.pack_cache(**given | changes)

@@ -140,7 +140,7 @@ def test_a_full_cache_loses_nothing():
     ("argument", "call"),
     [
         ("pages", lambda: make(pages=0)),
-        ("tokens", lambda: make("int4_channel128", "int4", page_size=64)),
+        ("page_size", lambda: make("int4_channel128", "int4", page_size=64)),
         ("residual", lambda: make(residual=24)),
         ("k_static", lambda: make("fp8", "int4")),
         ("v_static", lambda: make(v_static=torch.ones(2, HEADS, DIM))),
@@ -149,11 +149,42 @@ def test_a_full_cache_loses_nothing():
         ("sequence", lambda: make().length(3)),
         ("new", lambda: (c := make(max_tokens=10)).extend({c.new(): 11})),
         ("into", lambda: (c := make()).extend({c.new(): 1}, into=c.batch([]))),
+        ("into", lambda: (c := make()).extend({c.new(): 1}, into=(d := make()).extend({d.new(): 1}))),
+        ("kv_heads|pages", lambda: make(pages=2.0)),
+        ("page_size", lambda: make(page_size=0)),
+        ("max_tokens", lambda: make(max_tokens=-5)),
+        ("device", lambda: KVCache("int4", "int4", kv_heads=1, head_dim=64, pages=1, device="gpu")),
+        ("k_static", lambda: make("fp8", "int4", k_static=torch.zeros(2, HEADS, DIM))),
+        ("new", lambda: (c := make()).extend({c.new(): 1.5})),
+        ("new", lambda: (c := make()).extend([c.new()])),
+        ("layer", lambda: (c := make()).batch([c.new()]).layer(2)),
+        ("layer", lambda: (c := make()).batch([c.new()]).layer(-1)),
+        ("sequences", lambda: (c := make()).batch([s := c.new(), s])),
     ],
 )
 def test_bad_arguments_are_named(argument, call):
     with pytest.raises(ArgumentError, match=argument):
         call()
+
+
+def test_a_batch_takes_the_tokens_that_extend_made_room_for():
+    cache = make()
+    a, b = cache.new(), cache.new()
+    even, ragged = cache.extend({a: 2, b: 2}), cache.extend({a: 3, b: 1})
+    rows = lambda *shape: torch.zeros(*shape, HEADS, DIM, dtype=torch.float16)
+    for words, call in (
+        ("k = .*as many tokens as extend was asked for", lambda: even.append(rows(2, 1), rows(2, 1))),
+        ("k = .*store takes ragged batches", lambda: ragged.append(rows(2, 2), rows(2, 2))),
+        ("v = .*the 4 tokens", lambda: ragged.store(rows(4), rows(3))),
+        ("q = .*the 4 tokens", lambda: ragged.prefill(rows(5))),
+        ("k = .*requires_grad", lambda: ragged.store(rows(4).requires_grad_(), rows(4))),
+        ("k = .*torch tensor", lambda: even.append(None, None)),
+        ("CUDA", lambda: even.append(rows(2, 2), rows(2, 2))),
+        ("CUDA", lambda: ragged.store(rows(4), rows(4))),
+        ("CUDA", lambda: ragged.prefill(rows(4))),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            call()
 
 
 def test_static_scales_reach_their_layer():

@@ -8,7 +8,17 @@ import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import append, decode, decode_program, kernel_requests, op, pack_cache, store, writing
+from terrazzo.ops.attention import (
+    KVCache,
+    append,
+    decode,
+    decode_program,
+    kernel_requests,
+    op,
+    pack_cache,
+    store,
+    writing,
+)
 from terrazzo.ops.attention import format as kv
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.schedules import attention as schedules
@@ -46,6 +56,98 @@ def test_tensors_on_the_cpu_are_refused_by_name(cache):
             call()
 
 
+Q = torch.zeros(3, 1, 8, 128, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("words", "q", "options"),
+    [
+        ("q = .*torch tensor", [1.0], {}),
+        ("q = .*q_len must be", Q.expand(3, 9, 8, 128), {}),
+        ("q = .*kv heads", Q[:, :, :7], {}),
+        ("q = .*kv heads", Q[:, :, :0], {}),
+        ("q = .*3 sequences", Q[:2], {}),
+        ("q = .*no gradient|q = 'requires_grad", Q.clone().requires_grad_(), {}),
+        ("scale", Q, {"scale": float("nan")}),
+        ("softcap", Q, {"softcap": -1.0}),  # once taken for none
+        ("softcap", Q, {"softcap": float("inf")}),
+        ("window", Q, {"window": -1}),
+        ("sinks", Q, {"sinks": torch.zeros(7)}),
+        ("sinks", Q, {"sinks": torch.zeros(16)[::2]}),
+        ("out", Q, {"out": Q.float()}),
+        ("out", Q, {"out": [0.0]}),
+    ],
+)
+def test_bad_decodes_are_refused_on_any_device(cache, words, q, options):
+    with pytest.raises(ArgumentError, match=words):
+        decode(q, cache, **options)
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ("block_table = 'int64", lambda c: {"block_table": c.block_table.long()}),
+        ("block_table = .*3 rows", lambda c: {"block_table": c.block_table[:1]}),
+        ("block_table = .*page_size", lambda c: {"page_size": 0}),
+        ("pages = .*words for 128 tokens", lambda c: {"page_size": 128}),
+        ("page_size = 24", lambda c: {"page_size": 24}),
+        ("pages = 'float32", lambda c: {"pages": c.pages.float()}),
+        ("pages = .*contiguous", lambda c: {"pages": c.pages[:, :, ::2]}),
+        ("pages = 'list'", lambda c: {"pages": [0]}),
+        ("lengths = 'int64", lambda c: {"lengths": c.lengths.long()}),
+        ("residual = None|residual = 0", lambda c: {"residual": None}),
+        ("residual = .*tiles", lambda c: {"residual": c.residual[:, :, 1:].contiguous()}),
+        ("residual = .*3 sequences", lambda c: {"residual": c.residual[:2]}),
+        ("slots = ", lambda c: {"slots": torch.zeros(2, dtype=torch.int32)}),
+        ("k_static = .*takes none", lambda c: {"k_static": torch.ones(2, 128)}),
+        ("max_length = -1", lambda c: {"max_length": -1}),
+        ("layout = 'str'", lambda c: {"layout": "int4"}),
+        ("lengths = .*on meta", lambda c: {"lengths": c.lengths.to("meta")}),
+    ],
+)
+def test_a_cache_of_ones_own_tensors_is_checked(words, changes):
+    made = pack_cache(*torch.randn(2, 3, 2, 64, 128), "int4_channel64", "int4", page_size=64)
+    made.check()
+    made.check_values()
+    with pytest.raises(ArgumentError, match=words):
+        decode(Q, replace(made, **changes(made)))
+
+
+def test_what_lies_on_the_device_is_checked_on_request():
+    made = pack_cache(*torch.randn(2, 3, 2, 128, 128), "int4", "int4", page_size=64, residual=64)
+    made = replace(made, slots=torch.tensor([2, 0, 1], dtype=torch.int32))
+    made.check_values()
+    for name, value, words in (
+        ("lengths", -1, "lengths = -1"),
+        ("lengths", 129, "lengths = 129: must be in 0..128"),
+        ("block_table", -1, "block_table = -1: must be in 0..5"),
+        ("block_table", 6, "block_table = 6"),
+        ("slots", 0, "slots = .*different numbers"),
+        ("slots", 3, "slots = .*0..2"),
+    ):
+        wrong = getattr(made, name).clone()
+        wrong[(2, 0)[: wrong.dim()]] = value
+        with pytest.raises(ArgumentError, match=words):
+            replace(made, **{name: wrong}).check_values()
+    short = replace(made, block_table=made.block_table[:, :1].contiguous())
+    with pytest.raises(ArgumentError, match="64 tokens find room"):
+        short.check_values()
+    with pytest.raises(ArgumentError, match="device"):
+        made.to(torch.float16)
+
+
+def test_other_caches_and_grids_are_refused():
+    held = KVCache("int4", "int4", kv_heads=2, head_dim=128, pages=2, device="cpu")
+    for bad in (None, held):
+        with pytest.raises(ArgumentError, match="cache = .*must be a PackedCache"):
+            decode(Q, bad)
+    op.check_grid(65535, 65535)
+    with pytest.raises(ArgumentError, match="65535 sequences"):
+        op.check_grid(65536, 1)
+    with pytest.raises(ArgumentError, match="fewer new tokens"):
+        op.check_grid(1, 65536)
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
 def test_kernels_of_a_layer_serve_every_batch(arch):
     target = Target.parse(arch)
@@ -62,9 +164,11 @@ def test_kernels_of_a_layer_serve_every_batch(arch):
     [
         ("heads", {"heads": 7}),
         ("q_len", {"q_len": 9}),
-        ("tokens", {"page": 24}),
+        ("page_size", {"page": 24}),
         ("head_dim", {"head_dim": 96}),
         ("residual", {"residual": 8}),
+        ("dtype", {"dtype": "float32"}),
+        ("target", {"target": "sm_75"}),
     ],
 )
 def test_kernels_of_an_impossible_layer_are_refused(argument, options):

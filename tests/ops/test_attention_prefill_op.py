@@ -42,6 +42,29 @@ def test_tensors_on_the_cpu_are_refused_by_name(cache):
         prefill(q[None], cache, torch.zeros(4, dtype=torch.int32), 20)
 
 
+def test_bad_prefills_are_refused_on_any_device(cache):
+    q, cu = torch.zeros(40, 8, 128, dtype=torch.float16), torch.zeros(4, dtype=torch.int32)
+    k, good = torch.zeros(40, 2, 128, dtype=torch.float16), dict(q=q, cache=cache, cu_seqlens=cu, most_new=20)
+    for words, wrong in (
+        ("q = .*torch tensor", dict(q=[1.0])),
+        ("q = .*kv heads", dict(q=q[:, :7])),
+        ("q = .*requires_grad", dict(q=q.clone().requires_grad_())),
+        ("cu_seqlens", dict(cu_seqlens=cu.long())),
+        ("cu_seqlens", dict(cu_seqlens=[0, 40])),
+        ("most_new", dict(most_new=-1)),
+        ("most_new", dict(most_new=2.5)),
+        ("v = None", dict(k=k)),
+        ("v = ", dict(k=k, v=k[1:])),
+        ("k = .*requires_grad", dict(k=k.clone().requires_grad_(), v=k)),
+        ("softcap", dict(softcap=-1.0)),
+        ("window", dict(window=-1)),
+        ("cache", dict(cache=None)),
+        ("lengths", dict(cache=replace(cache, lengths=cache.lengths.long()))),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            prefill(**good | wrong)
+
+
 def test_geometry_refuses_what_no_stage_can_hold():
     with pytest.raises(ArgumentError, match="page = 24"):
         Geometry(CacheLayout("int4", "int4", 128), 24, 0, False)

@@ -80,3 +80,29 @@ def test_sizes_and_tokens_of_requests(name):
     for bad in (0, -1, 48, "128", None):
         with pytest.raises(ArgumentError, match="group"):
             given(group_size=bad)
+
+
+def test_one_graph_holds_a_call():
+    """torch.compile(fullgraph=True) traces through the checks; what the graph holds is not run."""
+    from terrazzo.ops import attention
+
+    graphs = []
+
+    def keep(graph, examples):
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return lambda *args: (torch.zeros(2, N).half(), torch.zeros(2, 1, 8, 128).half())
+
+    w = w4a16.quantize(torch.zeros(N, K), bias=torch.zeros(N))
+    cache = attention.KVCache("int4", "int4", kv_heads=2, head_dim=128, pages=2, device="cpu")
+    batch = cache.extend({cache.new(): 1, cache.new(): 1})
+    q, kv = torch.zeros(2, 1, 8, 128).half(), torch.zeros(2, 1, 2, 128).half()
+
+    def step(x, q, kv, out):
+        y = w4a16.gemm(x, w, out=out)
+        batch.append(kv, kv)
+        return y, batch.decode(q)
+
+    torch.compile(step, backend=keep, fullgraph=True)(X, q, kv, torch.zeros(2, N).half())
+    (found,) = graphs
+    named = [name for name in found if name.startswith("terrazzo.")]
+    assert named == ["terrazzo.w4a16_gemm", "terrazzo.attention_append", "terrazzo.attention_decode"]
