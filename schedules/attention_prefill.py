@@ -2,7 +2,8 @@
 
 A row is one (new token, query head). Every warp (mma) or warpgroup (wgmma) converts the tokens of a stage for its own
 rows, so wide tiles of rows share each conversion; registers limit them: O^T takes half a register of a thread for each
-row and 16 head dimensions (wgmma), S^T and the softmax's state as much again.
+row and 16 head dimensions (wgmma), S^T and the softmax's state as much again. In "shared" one more warpgroup converts
+for all rows of a CTA, 64 of each of its warpgroups.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from terrazzo.lowering.targets import Target
 _STATIC = 2048  # bytes: barriers with their alignment, and what the driver keeps of each CTA
 _MMA_ROWS = {64: 4, 128: 2, 256: 1}  # head_dim -> groups of 8 rows of a warp
 _WGMMA_ROWS = {64: 8, 128: 8}  # head_dim -> groups of 8 rows of a warpgroup; 256 would spill
+_SHARED_WARPS = {64: (12, 8), 128: (8, 4), 256: (4,)}  # head_dim -> warps of consumers; more would spill
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class PrefillProblem:
 
 @dataclass(frozen=True)
 class Prefill:
-    """program "mma" or "wgmma"; row_tiles groups of 8 rows of each of `warps` warps (mma) or of each group of four
-    (wgmma); `stages` stages of 64 tokens."""
+    """program "mma", "wgmma" or "shared"; row_tiles groups of 8 rows of each of `warps` warps (mma) or of each group of
+    four; `stages` stages of 64 tokens."""
 
     program: str
     row_tiles: int
@@ -45,19 +47,28 @@ class Prefill:
         return {name: value for name, value in asdict(self).items() if name != "program"}
 
     def smem_bytes(self, problem: PrefillProblem) -> int:
-        """Dynamic shared memory of a CTA: the ring, a table of channel scales; wgmma: Q and P of all rows."""
-        rows = self.rows * (problem.head_dim + 64) // 2 + (self.rows * 5 + 256) if self.program == "wgmma" else 0
-        return 4 * (self.stages * problem.stage_words + problem.head_dim + rows)
+        """Dynamic shared memory of a CTA: the ring, a table of channel scales; wgmma: Q and P of all rows; shared: Q,
+        and two stages of keys and of values in 16 bits."""
+        rows = {
+            "mma": 0,
+            "wgmma": self.rows * (problem.head_dim + 64) // 2 + (self.rows * 5 + 256),
+            "shared": (self.rows + 4 * 64) * problem.head_dim // 2,
+        }
+        return 4 * (self.stages * problem.stage_words + problem.head_dim + rows[self.program])
 
 
 def every(problem: PrefillProblem, target: Target) -> list[Prefill]:
     """The schedules to choose from, best first: wgmma where the target has it, the widest tile of rows that registers
-    allow, and as many stages as fit, up to 4."""
-    made = []
-    if target.supports("wgmma.f16") and problem.head_dim in _WGMMA_ROWS:
-        made += [Prefill("wgmma", _WGMMA_ROWS[problem.head_dim], warps, n) for warps in (8, 4) for n in (4, 3, 2)]
+    allow, and as many stages as fit, up to 4. Those of "shared" have not been timed yet and come last."""
+    made, shared = [], []
+    if target.supports("wgmma.f16"):
+        if problem.head_dim in _WGMMA_ROWS:
+            made += [Prefill("wgmma", _WGMMA_ROWS[problem.head_dim], warps, n) for warps in (8, 4) for n in (4, 3, 2)]
+        shared = [Prefill("shared", 8, warps, n) for warps in _SHARED_WARPS[problem.head_dim] for n in (4, 3, 2)]
     made += [Prefill("mma", _MMA_ROWS[problem.head_dim], warps, n) for warps in (8, 4) for n in (4, 3, 2)]
-    return [schedule for schedule in made if schedule.smem_bytes(problem) + _STATIC <= target.smem_per_block]
+    return [
+        schedule for schedule in (*made, *shared) if schedule.smem_bytes(problem) + _STATIC <= target.smem_per_block
+    ]
 
 
 def choose(problem: PrefillProblem, target: Target) -> Prefill:

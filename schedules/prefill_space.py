@@ -15,7 +15,7 @@ _TOKENS, _ROWS = 3584, 32768  # what predicted times are for: they only order sc
 class Prefill(spaces.Space):
     """Schedules of prefill over one kind of cache; a kernel serves any number of sequences and tokens, so m is 1."""
 
-    programs = {"prefill_mma": prefill.Prefill, "prefill_wgmma": prefill.Prefill}  # noqa: RUF012  (read only)
+    programs = {f"prefill_{name}": prefill.Prefill for name in ("mma", "wgmma", "shared")}  # noqa: RUF012  (read only)
     problem: prefill.PrefillProblem
 
     def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
@@ -33,9 +33,7 @@ class Prefill(spaces.Space):
         with short rings."""
         flop = 4.0 * _TOKENS * _ROWS * self.problem.head_dim
         slow = (
-            (1.5 if schedule.program == "wgmma" else 2.5)
-            * (1 + 32 / schedule.rows)
-            * (1 + 0.05 * (4 - schedule.stages))
+            (2.5 if schedule.program == "mma" else 1.5) * (1 + 32 / schedule.rows) * (1 + 0.05 * (4 - schedule.stages))
         )
         return 5.0 + slow * flop / target.tflops("f16") / 1e6
 

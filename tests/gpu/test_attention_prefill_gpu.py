@@ -13,7 +13,7 @@ from terrazzo.ops.attention import decode, launch, op, prefill, store, writing
 
 FUZZ_CASES = 150
 RAGGED = dict(past=(300, 0, 1, 129, 512), new=(150, 33, 0, 1, 64))
-MMA = ("mma", 2, 8, 3)
+MMA, SHARED = ("mma", 2, 8, 3), ("shared", 8, 8, 2)
 
 
 def variants(base: Case) -> tuple[Case, ...]:
@@ -50,6 +50,18 @@ SHAPES = {
     ),
     "mma int4": variants(Case("int4", "int4", schedule=MMA, **RAGGED)),
     "mma fresh": variants(Case("int4_channel128", "int8", schedule=MMA, fresh=True, page=128, **RAGGED)),
+    "shared int4": variants(Case("int4", "int4", schedule=SHARED, **RAGGED)),
+    "shared float16": variants(Case("float16", "float16", schedule=SHARED, page=128, **RAGGED)),
+    "shared fresh": variants(Case("int4_channel128", "int8", schedule=SHARED, fresh=True, page=128, **RAGGED)),
+    "shared static": variants(Case("int8_static", "fp8", schedule=SHARED, **RAGGED)),
+    "shared bfloat16": variants(Case("bfloat16", "bfloat16", dtype="bfloat16", schedule=SHARED, **RAGGED)),
+    "shared head_dim 64": variants(Case("int2", "int4", head_dim=64, schedule=("shared", 8, 12, 4), **RAGGED)),
+    "shared head_dim 256": variants(Case("int8", "int4", head_dim=256, schedule=("shared", 8, 4, 2), **RAGGED)),
+    "shared options": tuple(
+        replace(case, window=window)
+        for case in variants(Case("int4", "int2", softcap=5.0, sinks=True, schedule=SHARED, **RAGGED))
+        for window in (0, 33)
+    ),
     "sm_80 as PTX": variants(Case("int8", "int4", target="sm_80", **RAGGED)),
 }
 

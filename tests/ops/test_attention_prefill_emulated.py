@@ -18,6 +18,7 @@ from terrazzo.ops.attention import op as decode_op
 from terrazzo.ops.attention import prefill_op as op
 from terrazzo.ops.attention.prefill_stages import plain_layout
 from terrazzo.ops.attention.quantizer import quantize
+from test_w4a8_pipelines_emulated import STMATRIX
 from wgmma_on_cpu import SHIMS as WGMMA
 from wgmma_on_cpu import translated
 
@@ -78,12 +79,12 @@ def emulate(case: Case, folder, target: str = "sm_90a") -> float:
     source = (made_in / "kernel.cu").read_text()
     names = [name for name in ALL_CONVERTERS if f"tz_{name}(" in source]
     params = dict(chosen.request.params)
-    wgmma = "wgmma" in chosen.request.name
+    wgmma = not chosen.request.name.endswith("_mma")
     if wgmma:
         source = translated(source, 0)
     kernel = CpuKernel(
         source,
-        [*([WGMMA, WARPGROUPS] if wgmma else []), SHIMS, *map(on_cpu, names)],
+        [*([WGMMA, WARPGROUPS, STMATRIX] if wgmma else []), SHIMS, *map(on_cpu, names)],
         params["warps"] * 32 + 128 * wgmma,
         folder,
     )
@@ -156,6 +157,7 @@ ALL_CONVERTERS = (
 )
 MMA = ("mma", 2, 4, 2)
 WGMMAS = ("wgmma", 8, 8, 2)
+SHARED = ("shared", 8, 8, 2)
 RAGGED = dict(past=(150, 0, 37, 64), new=(40, 3, 0, 1))
 CASES = {
     "int4": Case("int4", "int4", **RAGGED, schedule=MMA),
@@ -173,6 +175,19 @@ CASES = {
         page=48, schedule=WGMMAS,
     ),
     "wgmma head_dim 256": Case("int8", "int4", head_dim=256, past=(100,), new=(20,), schedule=("wgmma", 4, 4, 2)),
+    "shared int4": Case("int4", "int4", **RAGGED, schedule=("shared", 8, 4, 3)),
+    "shared float16": Case("float16", "float16", **RAGGED, schedule=SHARED),
+    "shared channel": Case("int4_channel128", "int2", past=(300, 100, 0), new=(30, 40, 9), schedule=SHARED),
+    "shared static": Case("int8_static", "fp8", past=(100,), new=(70,), schedule=SHARED),
+    "shared bfloat16": Case("bfloat16", "bfloat16", past=(100,), new=(70,), dtype="bfloat16", schedule=SHARED),
+    "shared fresh": Case(
+        "int4_channel64", "int4", past=(150, 0), new=(90, 20), fresh=True, window=70, sinks=True, schedule=SHARED
+    ),
+    "shared options": Case(
+        "int4", "int2", head_dim=64, past=(150, 0), new=(40, 20), softcap=5.0, window=33, sinks=True, sharp=3.0,
+        page=48, schedule=("shared", 8, 12, 4),
+    ),
+    "shared head_dim 256": Case("int8", "int4", head_dim=256, past=(100,), new=(20,), schedule=("shared", 8, 4, 2)),
     "float16": Case("float16", "float16", **RAGGED, schedule=MMA),
     "int8": Case("int8", "int8", **RAGGED, schedule=MMA),
     "int2 paged": Case("int2", "int2", **RAGGED, page=48, group=7, schedule=MMA),

@@ -1,0 +1,522 @@
+"""Tile program of prefill attention on wgmma (sm_90a): keys and values are converted once for all rows of a CTA.
+
+A warpgroup of converters turns each stage of 64 packed tokens into two operands in shared memory, keys [token, dim] and
+values [dim, token], both K-major. Warpgroups of consumers own 64 rows each: S = Q K^T reads both operands from shared
+memory, O += P V has P in registers, where the softmax leaves it (FlashAttention-3, arXiv 2407.08608, section 3).
+Against prefill_wgmma.py, where every warpgroup converts for its own rows: wider products, no P and no maxima through
+shared memory, a quarter of the threads for conversion.
+
+The converters' first thread keeps a ring of stages full by bulk copies. Operands are double buffered, keys and values
+apart: S of a stage is multiplied while the softmax of the one before waits for nothing, and P V of a stage runs under
+the softmax of the next one. No product is under way when the loop goes round: ptxas would serialize all of them.
+
+The running maximum is lazy, for each warp: its sums are rescaled when a score exceeds it by 2^4.
+"""
+
+from types import SimpleNamespace
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.attention.device import attention_prelude
+from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
+from terrazzo.ops.attention.prefill_stages import INTEGERS, STAGE, Geometry, make_stage_macros
+from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, smaller
+
+PASS_CONFIGS = (  # barriers and bounds are the program's own
+    ("tl.disable_safe_memory_legalize", True),
+    ("tl.disable_thread_storage_sync", True),
+    ("tl.disable_warp_specialized", True),
+)
+ALL = 1 << 30  # tokens that a row without a window sees
+ROWS = 64  # of a warpgroup: the m64 of its products
+REGISTERS = {1: (128, 240), 2: (96, 208), 3: (80, 144)}  # consumer warpgroups -> a converter's, a consumer's
+STATE = ("count", "slot", "parity", "to", "turn", "least", "high", "query", "head", "edge", "token", "end")
+_SOURCE = """\
+__device__ __forceinline__ void *tz_at8(const void *p, int at) { return (char *)p + at; }
+"""
+
+
+def operand_words(head_dim: int, wgs: int) -> int:
+    """int32 words of Q of all rows, and of two stages of keys and of values."""
+    return (wgs * ROWS + 4 * STAGE) * head_dim // 2
+
+
+def shared_words(g: Geometry, wgs: int, stages: int) -> int:
+    """int32 words of shared memory: Q, operands, static scales of keys, the ring."""
+    static = g.layout.head_dim if g.layout.k.scaling == "static" else 0
+    return operand_words(g.layout.head_dim, wgs) + static + stages * g.stage_words
+
+
+def build(
+    target,
+    *,
+    k_format: str,
+    v_format: str,
+    head_dim: int,
+    dtype: str,
+    row_tiles: int,
+    warps: int,
+    stages: int,
+    page: int,
+    residual: int,
+    fresh: bool,
+    softcap: bool,
+    sinks: bool,
+):
+    """The prim_func `main` for tiles of 16 * warps rows; arguments and shapes as in prefill_mma.build.
+
+    Args:
+        row_tiles: 8, the groups of 8 rows of a warpgroup. warps: of consumers, 4, 8 or 12.
+    """
+    import tilelang.language as T
+
+    g = Geometry(CacheLayout(k_format, v_format, head_dim), page, residual, fresh)
+    layout, plain = g.layout, g.plain
+    D, slices, wgs, mt = head_dim, head_dim // 16, warps // 4, head_dim // 64
+    ct, nt, row_chunks = warps * 32, STAGE // 8, head_dim // 8  # consumer threads; n8 tiles of S; 16 bytes of a row
+    total = shared_words(g, wgs, stages)
+    if warps not in (4, 8, 12) or row_tiles * 8 != ROWS:
+        raise ArgumentError("warps", (warps, row_tiles), "4, 8 or 12 warps, 8 row tiles", "use 8 and 8")
+    if target is not None and 4 * total > target.smem_per_block:
+        constraint = f"needs {4 * total} bytes of shared memory, {target.arch} has {target.smem_per_block}"
+        raise ArgumentError("stages", stages, constraint, "use fewer")
+    stage_bytes = STAGE * D * 2  # of keys, and of values
+    keys_at, values_at = wgs * ROWS * D * 2, wgs * ROWS * D * 2 + 2 * stage_bytes
+    table = operand_words(D, wgs)  # static scales of keys
+    ring_at = total - stages * g.stage_words
+    bf16 = "true" if dtype == "bfloat16" else "false"
+    tile = make_operand_macros(layout)
+    spare = make_operand_macros(plain) if residual or fresh else None
+    source = attention_prelude(
+        "pack", "bulk", "lds", "warpgroup", "stmatrix",
+        extra=(_SOURCE, *sources(layout, *((plain,) if spare else ()))),
+    )  # fmt: skip
+
+    B, B1, N, HQ, HK = T.dynamic("b"), T.dynamic("b1"), T.dynamic("n"), T.dynamic("hq"), T.dynamic("hk")
+    PAGES, PW, TABLE_B, MOST = T.dynamic("pages"), T.dynamic("page_words"), T.dynamic("tb"), T.dynamic("most")
+    SLOTS, RH, RW = T.dynamic("slots"), T.dynamic("rh"), T.dynamic("res_words")
+    NP, NH, NW = T.dynamic("new_pages"), T.dynamic("nh"), T.dynamic("new_words")
+    SKH, SKD, SVH, SVD, SINKS = (T.dynamic(name) for name in ("skh", "skd", "svh", "svd", "n_sinks"))
+
+    def span(w):
+        """Tokens that a row sees."""
+        return T.if_then_else(w.window > 0, w.window, ALL)
+
+    def at8(space, byte):
+        return T.call_extern("handle", "tz_at8", T.access_ptr(space[0], "w", 1), byte)
+
+    def piece(lane, row, chunk):
+        """Byte, in a tile of 128-byte rows as wgmma reads it, of the row that a lane stores of a 16 x 16 atom whose
+        first row and 16-byte chunk are given: lanes 8i .. 8i + 7 name the rows of register i."""
+        at = row + lane // 8 % 2 * 8 + lane % 8
+        return at * 128 + T.bitwise_xor(chunk + lane // 16, at % 8) * 16
+
+    @T.macro
+    def store_atom(space, byte, a, first):
+        """Four registers of an atom to shared memory."""
+        T.call_extern("handle", "tz_stmatrix4", at8(space, byte), T.access_ptr(a[first], "r", 4))
+
+    @T.macro
+    def move(ring, at, start, words, most, io):
+        T.mbarrier_expect_tx(io.full[io.slot[0]], words * 4)
+        T.call_extern(
+            "handle", "tz_bulk", T.access_ptr(ring[at], "w", most), start, words * 4,
+            T.access_ptr(io.full[io.slot[0]], "rw", 1),
+        )  # fmt: skip
+
+    stream = make_stage_macros(g, ROWS * wgs, move)
+
+    @T.macro
+    def place_stage(w, i):
+        """First token of stage i and the end of its source."""
+        w.token[0] = stream.token(w, i)
+        if spare is not None:
+            w.end[0] = w.packed[0]
+            if less(i, w.nb[0] + w.nc[0]):
+                w.end[0] = stream.end(w, i)
+
+    # ------------------------------------------------------------------ converters: warp r has the stage's tile r
+
+    def word(of, w):
+        """Address of the warp's tile of the stage in the ring."""
+        at = g.tile_at(w.warp) if of is tile else w.warp * plain.tile_words
+        return T.access_ptr(w.space[ring_at + w.slot[0] * g.stage_words + at], "r", 1)
+
+    def head_of(of, w):
+        """Address of the channel parameters of the warp's tile."""
+        at = ring_at + w.slot[0] * g.stage_words + (g.channel_at(w.warp) if of is tile else 0)
+        return T.access_ptr(w.space[table if of.k_static else at], "r", 1)
+
+    @T.macro
+    def convert_keys(of, space, st, w, lane):
+        of.key_params(st, word(of, w), lane)
+        for j in each(of.k_loads):
+            of.keys(st, word(of, w), head_of(of, w), j, st.a, 0, lane)
+            for i in each(of.k_atoms):
+                at = j * of.k_atoms + i
+                store_atom(
+                    space, keys_at + w.to[0] * stage_bytes + at // 4 * (STAGE * 128)
+                    + piece(lane, w.warp * 16, at % 4 * 2), st.a, i * 4,
+                )  # fmt: skip
+
+    @T.macro
+    def convert_values(of, space, sv, st, w, lane):
+        of.value_params(st, word(of, w), lane)
+        if w.edge[0] > 0:
+            of.guard(st, w.token[0] + w.warp * 16, w.end[0], lane)
+        for j in each(of.v_loads):
+            of.values(
+                st, word(of, w), (j * 32 + lane) * of.v_words, of.v_words, of.v_atoms, 0, sv, j * of.v_atoms * 4,
+                w.edge[0], st.a, 0, 4,
+            )  # fmt: skip
+            for i in each(of.v_atoms):
+                store_atom(
+                    space,
+                    values_at + w.to[0] * stage_bytes + piece(lane, (j * of.v_atoms + i) * 16, w.warp * 2),
+                    st.a,
+                    i * 4,
+                )
+
+    @T.macro
+    def hand_over(ready, w, lane):
+        """The warp's part of an operand is written; wgmma reads it through the asynchronous proxy."""
+        T.fence_proxy_async()
+        T.call_extern("handle", "tz_syncwarp")
+        if lane == 0:
+            T.barrier_arrive(ready[w.to[0]])
+
+    @T.macro
+    def convert(space, bars, sv, st, w, i, lane):
+        """Stage i, from the ring to the operands."""
+        T.barrier_wait(bars.full[w.slot[0]], w.parity[0])
+        T.barrier_wait(bars.keys_free[w.to[0]], w.turn[0] ^ 1)
+        T.call_extern("handle", "tz_fence")
+        place_stage(w, i)
+        w.edge[0] = T.cast(less(w.end[0], w.token[0] + STAGE), "int32")
+        if spare is not None:
+            if less(i, w.nb[0] + w.nc[0]):
+                convert_keys(spare, space, st, w, lane)
+            else:
+                convert_keys(tile, space, st, w, lane)
+        else:
+            convert_keys(tile, space, st, w, lane)
+        hand_over(bars.keys, w, lane)
+        T.barrier_wait(bars.values_free[w.to[0]], w.turn[0] ^ 1)
+        T.call_extern("handle", "tz_fence")
+        if spare is not None:
+            if less(i, w.nb[0] + w.nc[0]):
+                convert_values(spare, space, sv, st, w, lane)
+            else:
+                convert_values(tile, space, sv, st, w, lane)
+        else:
+            convert_values(tile, space, sv, st, w, lane)
+        hand_over(bars.values, w, lane)
+
+    # ------------------------------------------------------------------ consumers
+
+    @T.macro
+    def limits(st, w, lane):
+        """Ends of what the lane's two rows see, and of what the warp's first and last row do; rows past the sequence's
+        are as its last one."""
+        row = w.row0[0] + w.wg * ROWS + w.warp * 16
+        w.least[0] = w.before[0] + T.truncdiv(smaller(row, w.rows[0] - 1), w.group[0]) + 1
+        w.high[0] = w.before[0] + T.truncdiv(smaller(row + 15, w.rows[0] - 1), w.group[0]) + 1
+        for half in each(2):
+            st.hi[half] = w.before[0] + T.truncdiv(smaller(row + half * 8 + lane // 4, w.rows[0] - 1), w.group[0]) + 1
+
+    @T.macro
+    def load_q(Q, space, st, w, wt):
+        """The warpgroup's rows to shared memory, in the dtype of the keys' operand, as K-major tiles of 64 columns."""
+        for e in each(ROWS * row_chunks // 128):
+            row = (e * 128 + wt) // row_chunks
+            chunk = (e * 128 + wt) % row_chunks
+            for i in each(4):
+                st.w[i] = T.uint32(0)
+            if less(w.row0[0] + w.wg * ROWS + row, w.rows[0]):
+                w.query[0] = w.first[0] + T.truncdiv(w.row0[0] + w.wg * ROWS + row, w.group[0])
+                w.head[0] = w.h * w.group[0] + T.truncmod(w.row0[0] + w.wg * ROWS + row, w.group[0])
+                T.call_extern(
+                    "handle", "tz_load<4>", T.access_ptr(st.w, "w", 4),
+                    T.access_ptr(Q[w.query[0], w.head[0], chunk * 8], "r", 8),
+                )  # fmt: skip
+                if tile.kb != bf16:
+                    for i in each(4):
+                        st.w[i] = T.call_extern(
+                            "uint32", f"tz_pack2<{tile.kb}>",
+                            T.call_extern("float32", f"tz_unpack<{bf16}, 0>", st.w[i]),
+                            T.call_extern("float32", f"tz_unpack<{bf16}, 1>", st.w[i]),
+                        )  # fmt: skip
+            T.call_extern(
+                "handle", "tz_store<4>",
+                at8(
+                    space,
+                    (w.wg * mt + chunk // 8) * (ROWS * 128) + row * 128 + T.bitwise_xor(chunk % 8, row % 8) * 16,
+                ),
+                T.access_ptr(st.w, "r", 4),
+            )  # fmt: skip
+
+    @T.macro
+    def scores(desc, st, w, to):
+        """S = Q K^T of the keys in buffer `to`."""
+        kind = "bf16" if tile.kb == "true" else "fp16"
+        T.warpgroup_fence_operand(st.s, 0, nt * 4)
+        T.warpgroup_arrive()
+        for j in each(slices):
+            T.ptx_wgmma_ss(
+                "float32", f"m64n{STAGE}k16", True, True, kind, kind, "fp32",
+                desc.data, (w.wg * mt + j // 4) * (ROWS * 8) + j % 4 * 2,
+                desc.data, keys_at // 16 + to * (stage_bytes // 16) + j // 4 * (STAGE * 8) + j % 4 * 2,
+                st.s.data, 0, T.bool(j > 0), 1, 1,
+            )  # fmt: skip
+        T.warpgroup_commit_batch()
+
+    @T.macro
+    def weigh(desc, st, to):
+        """O += P V of the values in buffer `to`."""
+        kind = "bf16" if tile.vb == "true" else "fp16"
+        T.warpgroup_fence_operand(st.p, 0, nt * 2)
+        T.warpgroup_fence_operand(st.o, 0, D // 2)
+        T.warpgroup_arrive()
+        for r in each(STAGE // 16):
+            T.ptx_wgmma_rs(
+                "float32", f"m64n{D}k16", True, kind, kind, "fp32", st.p.data, r * 4,
+                desc.data, values_at // 16 + to * (stage_bytes // 16) + r * 2, st.o.data, 0, T.bool(True), 1, 1,
+            )  # fmt: skip
+        T.warpgroup_commit_batch()
+
+    @T.macro
+    def mask(st, w, lane):
+        """Scores of tokens that a row does not see become -inf."""
+        for j in each(nt):
+            for half in each(2):
+                for e in each(2):
+                    at = w.token[0] + j * 8 + lane % 4 * 2 + e
+                    seen = T.call_extern("bool", "tz_among", at, st.hi[half], span(w))
+                    st.s[j * 4 + half * 2 + e] = T.if_then_else(
+                        seen, st.s[j * 4 + half * 2 + e], -T.infinity("float32")
+                    )
+                    st.s[j * 4 + half * 2 + e] = T.if_then_else(
+                        less(at, w.end[0]), st.s[j * 4 + half * 2 + e], -T.infinity("float32")
+                    )
+
+    @T.macro
+    def softmax(st, scale, cap, w, i, lane):
+        """Weights of stage i in place of its scores, and the factors of what was summed before."""
+        place_stage(w, i)
+        w.edge[0] = T.cast(
+            T.Or(less(smaller(w.least[0], w.end[0]), w.token[0] + STAGE), less(w.token[0], w.high[0] - span(w))),
+            "int32",
+        )
+        for e in each(nt * 4):
+            if softcap:
+                st.s[e] = cap * T.call_extern("float32", "tz_tanh", st.s[e] * scale / cap)
+            else:
+                st.s[e] = st.s[e] * scale
+        if w.edge[0] > 0:
+            mask(st, w, lane)
+        for half in each(2):
+            st.x[0] = T.max(st.s[half * 2], st.s[half * 2 + 1])
+            for j in each(1, nt):
+                st.x[0] = T.max(st.x[0], T.max(st.s[j * 4 + half * 2], st.s[j * 4 + half * 2 + 1]))
+            for d in each(2):
+                st.x[0] = T.max(st.x[0], T.call_extern("float32", "tz_xor_shuffle", st.x[0], 1 << d))
+            st.x[1] = T.if_then_else(st.x[0] > st.m[half] + T.float32(THRESHOLD), st.x[0], st.m[half])
+            st.f[half] = T.call_extern("float32", "tz_ex2", st.m[half] - st.x[1])
+            st.m[half] = st.x[1]
+            st.l[half] = st.l[half] * st.f[half]
+            for j in each(nt):
+                for e in each(2):
+                    at = j * 4 + half * 2 + e
+                    st.s[at] = T.call_extern("float32", "tz_ex2", st.s[at] - st.m[half])
+                    st.l[half] = st.l[half] + st.s[at]
+
+    @T.macro
+    def take(st):
+        """P in the values' dtype, and sums relative to the new maxima; no product is under way."""
+        if T.call_extern("bool", "tz_any", T.min(st.f[0], st.f[1]) < T.float32(1)):
+            for i in each(D // 2):
+                st.o[i] = st.o[i] * st.f[i % 4 // 2]
+        for i in each(nt * 2):
+            st.p[i] = T.call_extern("uint32", f"tz_pack2<{tile.vb}>", st.s[i * 2], st.s[i * 2 + 1])
+
+    @T.macro
+    def swap(w):
+        """The other buffer of operands."""
+        w.to[0] = w.to[0] ^ 1
+        w.turn[0] = w.turn[0] ^ (w.to[0] ^ 1)
+
+    @T.macro
+    def consume(desc, bars, st, scale, cap, w, lane):
+        """All stages; at the top of the loop the weights of stage i are in st.s, and its values in buffer w.to."""
+        T.barrier_wait(bars.keys[0], 0)
+        scores(desc, st, w, 0)
+        T.warpgroup_wait(0)
+        T.warpgroup_fence_operand(st.s, 0, nt * 4)
+        if lane == 0:
+            T.barrier_arrive(bars.keys_free[0])
+        softmax(st, scale, cap, w, 0, lane)
+        for i in T.serial(w.count[0] - 1):
+            take(st)
+            T.barrier_wait(bars.keys[w.to[0] ^ 1], w.turn[0] ^ w.to[0])
+            scores(desc, st, w, w.to[0] ^ 1)
+            T.barrier_wait(bars.values[w.to[0]], w.turn[0])
+            weigh(desc, st, w.to[0])
+            T.warpgroup_wait(1)
+            T.warpgroup_fence_operand(st.s, 0, nt * 4)
+            if lane == 0:
+                T.barrier_arrive(bars.keys_free[w.to[0] ^ 1])
+            softmax(st, scale, cap, w, i + 1, lane)
+            T.warpgroup_wait(0)
+            T.warpgroup_fence_operand(st.o, 0, D // 2)
+            if lane == 0:
+                T.barrier_arrive(bars.values_free[w.to[0]])
+            swap(w)
+        take(st)
+        T.barrier_wait(bars.values[w.to[0]], w.turn[0])
+        weigh(desc, st, w.to[0])
+        T.warpgroup_wait(0)
+        T.warpgroup_fence_operand(st.o, 0, D // 2)
+
+    @T.macro
+    def finish(O, LSE, SINK, space, st, w, lane):
+        """O / l, by stmatrix into the rows' place in Q; a row that sees nothing is 0, with lse -inf."""
+        for half in each(2):
+            for d in each(2):
+                st.l[half] = st.l[half] + T.call_extern("float32", "tz_xor_shuffle", st.l[half], 1 << d)
+            row = w.row0[0] + w.wg * ROWS + w.warp * 16 + half * 8 + lane // 4
+            st.f[half] = 1.0  # factor of the sums
+            if less(row, w.rows[0]):
+                w.query[0] = w.first[0] + T.truncdiv(row, w.group[0])
+                w.head[0] = w.h * w.group[0] + T.truncmod(row, w.group[0])
+                if sinks:
+                    st.x[0] = SINK[w.head[0]] * T.float32(1.4426950408889634)
+                    st.x[1] = T.max(st.m[half], st.x[0])
+                    st.f[half] = T.call_extern("float32", "tz_ex2", st.m[half] - st.x[1])
+                    st.l[half] = st.l[half] * st.f[half] + T.call_extern("float32", "tz_ex2", st.x[0] - st.x[1])
+                    st.m[half] = st.x[1]
+                if lane % 4 == 0:
+                    LSE[w.query[0], w.head[0]] = T.if_then_else(
+                        st.l[half] > 0, st.m[half] + T.call_extern("float32", "tz_log2", st.l[half]),
+                        -T.infinity("float32"),
+                    )  # fmt: skip
+                st.f[half] = T.if_then_else(st.l[half] > 0, st.f[half] / st.l[half], T.float32(0))
+        for i in each(D // 2):
+            st.o[i] = st.o[i] * st.f[i % 4 // 2]
+        for a in each(slices):
+            for i in each(4):
+                st.w[i] = T.call_extern("uint32", f"tz_pack2<{bf16}>", st.o[a * 8 + i * 2], st.o[a * 8 + i * 2 + 1])
+            store_atom(
+                space, (w.wg * mt + a // 4) * (ROWS * 128) + piece(lane, w.warp * 16, a % 4 * 2), st.w, 0
+            )  # fmt: skip
+        T.call_extern("handle", "tz_syncwarp")  # a warp's rows are its own
+        for e in each(16 * row_chunks // 32):
+            row = w.warp * 16 + (e * 32 + lane) // row_chunks
+            chunk = (e * 32 + lane) % row_chunks
+            if less(w.row0[0] + w.wg * ROWS + row, w.rows[0]):
+                w.query[0] = w.first[0] + T.truncdiv(w.row0[0] + w.wg * ROWS + row, w.group[0])
+                w.head[0] = w.h * w.group[0] + T.truncmod(w.row0[0] + w.wg * ROWS + row, w.group[0])
+                T.call_extern(
+                    "handle", "tz_copy16", T.access_ptr(O[w.query[0], w.head[0], chunk * 8], "w", 8),
+                    at8(
+                        space,
+                        (w.wg * mt + chunk // 8) * (ROWS * 128) + row * 128 + T.bitwise_xor(chunk % 8, row % 8) * 16,
+                    ),
+                )  # fmt: skip
+
+    @T.prim_func
+    def main(
+        Q: T.Tensor((N, HQ, D), dtype),
+        KV: T.Tensor((PAGES, HK, PW), "int32"),
+        TABLE: T.Tensor((TABLE_B, MOST), "int32"),
+        LEN: T.Tensor((B,), "int32"),
+        CU: T.Tensor((B1,), "int32"),
+        RES: T.Tensor((SLOTS, RH, RW), "int32"),
+        SLOT: T.Tensor((B,), "int32"),
+        NEW: T.Tensor((NP, NH, NW), "int32"),
+        SK: T.Tensor((SKH, SKD), "float32"),
+        SV: T.Tensor((SVH, SVD), "float32"),
+        SINK: T.Tensor((SINKS,), "float32"),
+        O: T.Tensor((N, HQ, D), dtype),
+        LSE: T.Tensor((N, HQ), "float32"),
+        scale: T.float32,
+        cap: T.float32,
+        window: T.int32,
+        tiles: T.int32,
+    ):
+        with T.Kernel(HK, tiles, B, threads=ct + 128, prelude=source) as (h, y, b):
+            space = T.alloc_shared((total,), "int32")
+            full = T.alloc_barrier([1] * stages)
+            keys = T.alloc_barrier([4] * 2)
+            values = T.alloc_barrier([4] * 2)
+            keys_free = T.alloc_barrier([warps] * 2)
+            values_free = T.alloc_barrier([warps] * 2)
+            bars = SimpleNamespace(full=full, keys=keys, values=values, keys_free=keys_free, values_free=values_free)
+            tx = T.get_thread_binding()
+            lane = tx % 32
+            sizes = {"o": D // 2, "s": nt * 4, "m": 2, "l": 2, "f": 2, "x": 2}
+            words = {"p": nt * 2, "a": 32}
+            st = SimpleNamespace(
+                **{name: T.alloc_local((n,), "float32") for name, n in sizes.items()},
+                **{name: T.alloc_local((n,), "uint32") for name, n in words.items()},
+                **operand_state(), hi=T.alloc_local((2,), "int32"),
+            )  # fmt: skip
+            sv = T.alloc_local((slices * 4 if tile.v_static else 1,), "uint32")
+            desc = T.alloc_wgmma_desc()
+            ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, *STATE)}
+            if spare is None:
+                ints["end"] = ints["packed"]
+            w = SimpleNamespace(b_=b, space=space, window=window, h=h, wg=tx // 128, warp=tx // 32 % 4, **ints)
+            x = SimpleNamespace(
+                KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW, hk=HK, pw=PW, rh=RH, rw=RW, nh=NH, nw=NW
+            )
+            stream.place(LEN, CU, w, y, window, HQ, HK)
+            w.count[0] = w.na[0] + w.nb[0] + w.nc[0]
+            w.slot[0] = 0
+            w.parity[0] = 0
+            w.to[0] = 0
+            w.turn[0] = 0
+            io = SimpleNamespace(full=full, slot=w.slot)
+            if tx >= ct:
+                T.dec_max_nreg(REGISTERS[wgs][0])
+                if less(w.row0[0], w.rows[0]):
+                    if tx == ct:
+                        for i in T.serial(smaller(stages, w.count[0])):
+                            stream.fetch(x, space, w, i, ring_at + i * g.stage_words, io)
+                            T.barrier_arrive(full[w.slot[0]])
+                            w.slot[0] = w.slot[0] + 1
+                        w.slot[0] = 0
+                    if tile.k_static:
+                        tile.share_static(SK, space, table, h, tx - ct, 128)
+                        T.call_extern("handle", "tz_wg_sync", wgs + 1)
+                    if tile.v_static:
+                        tile.load_static(SV, sv, 0, slices, h, lane)
+                    for i in T.serial(w.count[0]):
+                        convert(space, bars, sv, st, w, i, lane)
+                        T.call_extern("handle", "tz_wg_sync", wgs + 1)  # the slot has been read
+                        if tx == ct:
+                            if less(i + stages, w.count[0]):
+                                stream.fetch(x, space, w, i + stages, ring_at + w.slot[0] * g.stage_words, io)
+                                T.barrier_arrive(full[w.slot[0]])
+                        w.slot[0] = w.slot[0] + 1
+                        if w.slot[0] == stages:
+                            w.slot[0] = 0
+                            w.parity[0] = w.parity[0] ^ 1
+                        swap(w)
+            else:
+                T.inc_max_nreg(REGISTERS[wgs][1])
+                if less(w.row0[0], w.rows[0]):
+                    T.initialize_wgmma_descriptor(desc, T.access_ptr(space[0], "r"), 1, 1, 64)
+                    limits(st, w, lane)
+                    load_q(Q, space, st, w, tx % 128)
+                    for i in each(D // 2):
+                        st.o[i] = 0.0
+                    for half in each(2):
+                        st.m[half] = T.float32(LOWEST)
+                        st.l[half] = 0.0
+                    T.fence_proxy_async()  # wgmma reads Q through the asynchronous proxy
+                    T.call_extern("handle", "tz_wg_sync", w.wg + 1)
+                    if less(0, w.count[0]):
+                        consume(desc, bars, st, scale, cap, w, lane)
+                    finish(O, LSE, SINK, space, st, w, lane)
+
+    return main
