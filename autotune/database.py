@@ -213,8 +213,15 @@ class Database:
             self.link.execute("INSERT OR IGNORE INTO peers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     def trials(self, **where: Any) -> list[Trial]:
-        """Trials in order, those whose columns have the given values (None values are left out)."""
+        """Trials in order, those whose columns have the given values (None values are left out).
+
+        Raises:
+            ArgumentError: there is no such column.
+        """
         given = {name: value for name, value in where.items() if value is not None}
+        known = [row["name"] for row in self.link.execute("PRAGMA table_info(trials)")]
+        for name in set(given) - set(known):
+            raise ArgumentError(name, given[name], "is no column of the trials", f"use one of {', '.join(known)}")
         text = " AND ".join(f"{name} = ?" for name in given) or "1"
         rows = self.link.execute(f"SELECT * FROM trials WHERE {text} ORDER BY id", tuple(given.values()))
         return [_trial(row) for row in rows]

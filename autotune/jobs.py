@@ -74,20 +74,40 @@ class Job:
     parts: tuple[Job, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("ops", *(name for name in _LISTS if name != "op")):
+            if not isinstance(getattr(self, name), tuple | list):
+                raise ArgumentError(name, getattr(self, name), "must be a tuple", "write one value as (value,)")
         for op in self.ops:
             get_operator(op)
         _one_of("strategy", self.strategy, STRATEGIES)
         _one_of("dtype", self.dtype, DTYPES)
         for name in ("trials", "patience", "budget_s", "budget_trials", "confirm", "seed", "sample"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ArgumentError(name, getattr(self, name), "must not be negative", "0 means no limit")
-        if self.measure_ms <= 0 or self.most < 1 or self.within < 1:
-            constraint = "must be positive, most and within at least 1"
-            raise ArgumentError("measure_ms", self.measure_ms, constraint, "leave it out")
-        if any(m < 1 for m in self.m):
-            raise ArgumentError("m", self.m, "must be numbers of tokens, at least 1", "write [1, 16, 256]")
-        if min((*self.experts, *self.q_len, self.head_dim), default=1) < 1 or any(page < 0 for page in self.pages):
-            raise ArgumentError("experts", self.experts, "must be positive, as q_len and head_dim", "leave them out")
+        for name, least in (("most", 1), ("within", 1)):
+            if not getattr(self, name) >= least:
+                raise ArgumentError(name, getattr(self, name), f"must be at least {least}", "leave it out")
+        if not self.measure_ms > 0:
+            raise ArgumentError("measure_ms", self.measure_ms, "must be positive", "leave it out")
+        for name, least, most in (("m", 1, None), ("experts", 1, None), ("pages", 0, None), ("q_len", 1, 8)):
+            if not all(type(it) is int and it >= least and (most is None or it <= most) for it in getattr(self, name)):
+                constraint = f"must be integers, at least {least}" + (f" and at most {most}" if most else "")
+                raise ArgumentError(name, getattr(self, name), constraint, "write a list of them, or leave it out")
+        for size in (*self.shapes, *(it[:2] for it in self.extra)):
+            if len(size) != 2 or not all(type(it) is int and it > 0 for it in size):
+                raise ArgumentError("shapes", size, "must be (N, K), positive integers", "write (28672, 4096)")
+        if self.group is not None and (type(self.group) is not int or self.group < 1):
+            raise ArgumentError("group", self.group, "must be 32, 64 or 128, or K for one group", "leave it out")
+        self._check_caches()
+
+    def _check_caches(self) -> None:
+        from terrazzo.autotune.attention_bench import Shape
+
+        for text in self.caches:
+            found = Shape.parse(text)
+            if found.heads % found.kv_heads:
+                constraint = "query heads must be a multiple of the kv heads"
+                raise ArgumentError("caches", text, constraint, "write 8x32/8x32k")
 
     def problems(self) -> list[Problem]:
         """What the job and its parts name, each once, those with the same data side by side.
@@ -210,7 +230,7 @@ _INHERITED = ("op", "m", "dtype", "group", "symmetric")
 _NAMING = {*_LISTS, "dtype", "group", "symmetric", "head_dim", "shapes_file"}
 
 
-def read_job(path: Path) -> Job:
+def read_job(path: Path | str) -> Job:
     """A job from a TOML file: the fields of `Job`, with `op` for ops, `budget` for both budgets, `shapes_file`.
 
     Raises:
@@ -220,6 +240,7 @@ def read_job(path: Path) -> Job:
         import tomllib
     else:
         import tomli as tomllib
+    path = Path(path)
     try:
         data = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:

@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; keep Python's exit quiet
         return 141
+    except OSError as error:  # a file or folder that cannot be read or written
+        named = f"{error.filename}: " if error.filename else ""
+        return _refuse(f"{named}{error.strerror or error}; name another file or folder")
     return code if isinstance(code, int) else 0  # click hands over the code of an Exit
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 from terrazzo.building import compile_with_progress, describe, print_kernels
-from terrazzo.console import Counts, Shape, json_option, print_json, print_table, size
+from terrazzo.console import Counts, Shape, check_writable, json_option, print_json, print_table, size
 from terrazzo.lowering.errors import BundleError, CompileError
 
 _DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
@@ -58,7 +58,7 @@ def compile_command(
     models: tuple[str, ...],
     ms: tuple[int, ...] | None,
     dtype: str,
-    group: str,
+    group: str | None,
     symmetric: bool,
     scale_dtype: str | None,
     numerics: str,
@@ -81,16 +81,23 @@ def compile_command(
 
     arch = Target.parse(target)
     registered(op, arch.arch)
+    _refuse_foreign(op)
     problems = {**dict.fromkeys(shapes), **dict.fromkeys(_model_shapes(models))}
     if op == "attention" and (problems or not kv):
         raise click.UsageError("attention takes no --shape and no --model, but --kv KEYS/VALUES")
     if not problems and op != "attention":
         raise click.UsageError("nothing to compile: name a --shape NxK or a --model")
-    if output is not None and output.exists() and not replace:
-        raise BundleError(f"{output} exists already; remove it, choose another folder or give --replace")
+    if output is not None and output.exists():
+        from terrazzo.lowering.cache import MANIFEST
+
+        if not replace:
+            raise BundleError(f"{output} exists already; remove it, choose another folder or give --replace")
+        if not (output / MANIFEST).is_file():
+            raise BundleError(f"{output} is no bundle, so --replace leaves it alone; choose another folder")
+    check_writable("--output", output)
     facts = {"m": ms, "dtype": dtype, "target": arch, "symmetric": symmetric, "scale_dtype": scale_dtype or dtype}
     facts |= {"numerics": numerics, "dequantization": dequantization}
-    group = group or ("64" if op == "w4a8" and dequantization != "e4m3" else "128")
+    group = ("64" if op == "w4a8" and dequantization != "e4m3" else "128") if group is None else group
     requests = []
     for formats in kv if op == "attention" else ():
         sizes = {"head_dim": head_dim, "q_len": q_len, "page": page, "dtype": dtype, "target": arch, "prefill": prefill}
@@ -168,20 +175,31 @@ def _requests(op: str) -> Any:
 
 
 _OPTIONS = {"symmetric", "scale_dtype", "numerics", "dequantization"}
-"""Facts that not every operator's kernels differ by."""
+"""Facts that not every linear layer's kernels differ by."""
+_LINEAR, _ATTENTION = _OPTIONS | {"group", "ms"}, {"kv", "heads", "head_dim", "q_len", "page", "prefill"}
+"""Options of linear layers alone, and of attention alone."""
 
 
 def _accepted(op: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts that an operator's kernels differ by; one that was given and is none of them is an error."""
+    """The facts that a linear layer's kernels differ by."""
+    dropped = _OPTIONS - _parameters(op)
+    return {name: value for name, value in facts.items() if name not in dropped}
+
+
+def _parameters(op: str) -> set[str]:
     import inspect
 
-    known = inspect.signature(_requests(op)).parameters
-    dropped = _OPTIONS - known.keys()
+    return set(inspect.signature(_requests(op)).parameters)
+
+
+def _refuse_foreign(op: str) -> None:
+    """An option that was given and does not change this operator's kernels is an error, never passed over."""
+    foreign = _LINEAR if op == "attention" else _ATTENTION | _OPTIONS - _parameters(op)
     context = click.get_current_context()
-    for name in sorted(dropped):
-        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name.replace('_', '-')} is no option of {op}")
-    return {name: value for name, value in facts.items() if name not in dropped}
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
+        if parameter.name in foreign and given:
+            raise click.UsageError(f"{parameter.opts[0]} is no option of {op}")
 
 
 def _layouts(op: str, dequantization: str) -> tuple[str, ...]:

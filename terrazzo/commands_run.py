@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import click
-from terrazzo.console import Counts, Shape, json_option, print_json, print_table
+from terrazzo.console import Counts, Shape, check_writable, json_option, print_json, print_table
 
 
 @click.command()
@@ -21,7 +21,10 @@ def demo(data: Path | None, targets: str, as_json: bool) -> None:
     """One quantized layer through the whole library; needs no GPU, and uses one if it is there."""
     from terrazzo.demo import run_demo
 
-    report = run_demo(data, tuple(filter(None, targets.split(","))), quiet=as_json)
+    named = tuple(filter(None, map(str.strip, targets.split(","))))
+    if not named:
+        raise click.BadParameter("name at least one architecture, for example sm_90a", param_hint="--targets")
+    report = run_demo(data, named, quiet=as_json)
     if as_json:
         print_json(report)
     if not report["ok"]:
@@ -52,6 +55,7 @@ def bench(
     from terrazzo.building import compile_with_progress
     from terrazzo.schedules.models import shapes as layers_of
 
+    check_writable("--out", out)
     if not shapes and not models:
         models = ("llama-3-8b",)
     problems = {**dict.fromkeys(shapes, ()), **layers_of(models)}

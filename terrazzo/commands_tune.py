@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from terrazzo.console import Counts, Shape, console, json_option, print_json, print_table
+from terrazzo.console import Counts, Shape, check_writable, console, json_option, print_json, print_table
 
 if TYPE_CHECKING:
     from terrazzo.autotune.database import Best, Database
@@ -27,7 +27,7 @@ class _DefaultRun(click.Group):
     """`terrazzo tune --op ...` is `terrazzo tune run --op ...`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+        if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
@@ -115,6 +115,7 @@ def run_command(
     given |= jobs.budget(budget) if budget else {}
     job = jobs.override(job, **given)
     job.problems()  # a job that names none is refused before anything starts
+    check_writable("--export", export)
     if dry_run:
         target, rows = preview(job)
         return _show_preview(job, target, rows, as_json)
@@ -413,6 +414,7 @@ def export_command(output: Path | None, gpu: str | None, database: Path | None) 
     """Write the best schedules of a GPU as the table that operators read (TERRAZZO_TUNED names it)."""
     from terrazzo.autotune.database import best
 
+    check_writable("--output", output)
     with _open(database) as trials:
         _write_table(best(trials.trials(gpu=gpu)), output, gpu)
 
@@ -448,8 +450,10 @@ def space_command(output: Path, op: str | None, gpu: str | None, database: Path 
     """Write every schedule that was tried, with its time: a space to replay searches with."""
     from terrazzo.autotune.database import spaces_of
 
+    check_writable("--output", output)
     with _open(database) as trials:
         data = spaces_of(trials.trials(op=op, gpu=gpu))
+    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(data).replace("], [", "],\n[") + "\n")
     sizes = [sum(len(own["rows"]) for own in row["programs"].values()) for row in data["problems"]]
     click.echo(f"{output}: {len(sizes)} problems, {sum(sizes)} schedules")
@@ -495,6 +499,8 @@ def prune_command(gpu: str | None, failed: bool, stale: bool, days: float | None
 
     if not (gpu or failed or stale or days is not None):
         raise click.UsageError("name what to delete: --gpu, --failed, --stale or --older-than")
+    if days is not None and not 0 <= days < float("inf"):
+        raise click.BadParameter(f"{days} is no number of days: write 30", param_hint="--older-than")
     before = None if days is None else time.time() - days * 86400
     with _open(database) as trials:
         done = trials.prune(gpu, package_digest()[:16] if stale else None, before, failed)
@@ -539,6 +545,8 @@ def report_command(output: Path, png: Path | None, gpu: str | None, database: Pa
     from terrazzo.autotune.database import best
     from terrazzo.autotune.report import write_report
 
+    check_writable("--output", output)
+    check_writable("--png", png)
     with _open(database) as trials:
         count = write_report(trials, output, png, gpu)
         gains = _gains(best(trials.trials(gpu=gpu)))

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -51,6 +52,16 @@ def cell(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(str, value)) or "-"
     return str(value).replace("[", r"\[")
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Refuse, before the work is done, a file or folder that could not be made at `path`."""
+    if path is None:
+        return
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        reason = "is no folder" if not above.is_dir() else "is not yours to write to"
+        raise click.UsageError(f"{option} {path} cannot be written: {above} {reason}; name another place")
 
 
 def size(number: float) -> str:

@@ -96,6 +96,28 @@ def test_tables_come_as_text_and_as_json(capsys, arguments):
         (("demo", "--data", "absent.safetensors"), "absent.safetensors"),
         (("bench", "--shape", "3"), "'3'"),
         (("bench", "--model", "gpt-9"), "gpt-9"),
+        (("bench", "--out", "/dev/null/x.json"), "--out /dev/null/x.json cannot be written"),
+        (("demo", "--targets", " ,"), "at least one"),
+        ((*COMPILE, "--group", "0"), "group_size = 0"),
+        ((*COMPILE, "--group", ""), "--group"),
+        ((*COMPILE[:1], "--shape", "99999999999x64", *COMPILE[3:]), "n = 99999999999"),
+        ((*COMPILE, "-o", "/dev/null/bundle"), "--output /dev/null/bundle cannot be written"),
+        ((*COMPILE, "-o", "/dev/null"), "exists"),
+        ((*COMPILE, "-o", "/dev", "--replace"), "/dev is no bundle"),
+        ((*COMPILE, "--kv", "int4/int4"), "--kv is no option of w4a16"),
+        ((*COMPILE, "--prefill"), "--prefill is no option of w4a16"),
+        (("tune", "frob"), "No such command 'frob'"),
+        (("tune", "--shape", "64x128", "--within", "nan"), "within = nan"),
+        (("tune", "--shape", "64x128", "--group", "0"), "group = 0"),
+        (("tune", "--shape", "64x128", "--page", "-1"), "pages = (-1,)"),
+        (("tune", "--op", "attention", "--cache", "8x33/8x4k"), "multiple of the kv heads"),
+        (("tune", "--shape", "64x128", "--export", "/dev/null/t.json"), "--export /dev/null/t.json cannot be written"),
+        (("tune", "export", "-o", "/dev/null/t.json"), "--output /dev/null/t.json cannot be written"),
+        (("tune", "space", "-o", "/dev/null/s.json"), "--output /dev/null/s.json cannot be written"),
+        (("tune", "report", "--png", "/dev/null/r.png"), "--png /dev/null/r.png cannot be written"),
+        (("tune", "prune", "--older-than", "-1"), "--older-than"),  # would delete everything
+        (("tune", "prune", "--older-than", "nan"), "--older-than"),
+        (("tune", "--job", "absent.toml"), "absent.toml"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -103,6 +125,18 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, words):
     code, out, err = run(capsys, *arguments)
     assert code == 2 and not out
     assert err.count("\n") == 1 and err.startswith("terrazzo: ") and words in err
+
+
+def test_files_that_cannot_be_written_are_one_line(capsys, monkeypatch):
+    """Whatever a verb did not see coming: a full disk, a folder that is someone else's."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "/somewhere/file")
+
+    monkeypatch.setattr("terrazzo.lowering.cache.list_entries", refuse)
+    code, out, err = run(capsys, "cache", "list")
+    assert (code, out) == (2, "")
+    assert err == "terrazzo: /somewhere/file: Permission denied; name another file or folder\n"
 
 
 def test_bench_without_a_gpu_says_so(capsys):
@@ -218,6 +252,9 @@ def test_attention_is_compiled_by_formats_and_heads(capsys, monkeypatch):
         ((), "--kv"), (("--kv", "int4"), "slash"), (("--kv", "int4/int4", "--heads", "x/8"), "32/8"),
         (("--kv", "int4/int4", "--shape", "8x8"), "--shape"), (("--kv", "int4/int3"), "v_format"),
         (("--kv", "int4/int4", "--heads", "7/2"), "kv_heads"),
+        (("--kv", "int4/int4", "--page", "24"), "page_size = 24"),
+        (("--kv", "int4/int4", "--group", "64"), "--group is no option of attention"),
+        (("--kv", "int4/int4", "--m", "3"), "--m is no option of attention"),
     ):  # fmt: skip
         code, _, err = run(capsys, *given, *option)
         assert code == 2 and word in err

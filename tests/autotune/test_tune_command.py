@@ -292,3 +292,15 @@ def test_jobs_refuse_nonsense():
         Job(measure_ms=0.0)
     with pytest.raises(ArgumentError, match="at least 1"):
         Job(m=(0,))
+    for name, bad in (
+        ("within", float("nan")), ("most", 0), ("group", 0), ("group", 2.5), ("pages", (-1,)), ("q_len", (9,)),
+        ("experts", (0,)), ("shapes", ((0, 64),)), ("shapes", ((64, 64.0),)), ("shapes", ("64x64",)), ("m", 4),
+        ("models", "llama-3-8b"), ("caches", ("8x33/8x4k",)), ("trials", -1), ("budget_s", float("nan")),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=f"{name} = "):
+            Job(**{name: bad})
+
+
+def test_trials_are_asked_by_their_columns(tmp_path):
+    with Database(tmp_path / "t.db") as trials, pytest.raises(ArgumentError, match="gpus = 'x': is no column"):
+        trials.trials(gpus="x")
