@@ -121,11 +121,13 @@ inline void fence_proxy_async() {}
 template <class T> void warpgroup_fence_operand(T *, int) {}
 inline void warpgroup_arrive() {}
 inline void warpgroup_commit_batch() { Unseen unseen; products[current].emplace_back(); }
+static PerCta<std::array<char, 32>> wgmma_reads;
 template <int N> void warpgroup_wait() {
   auto done = [] {
     size_t closed = products[current].size() - 1;
     return closed > N ? closed - N : 0;
   };
+  char &warp_has_read = wgmma_reads[current / 32];
   if (current % 32 == 0) {  // a warp's part of a product has read its tiles; other warps' parts may still be under way
     std::vector<std::pair<const char *, int>> tiles;
     {
@@ -139,6 +141,7 @@ template <int N> void warpgroup_wait() {
       uint64_t piece = (uint64_t)at + i / 2 * 128 + i % 2 * 16;
       reads((void *)(piece ^ (piece >> 7 & 7) << 4), 16);
     }
+    released(&warp_has_read);
   }
   wg_meet([&] {
     int first = current / 128 * 128;
@@ -148,6 +151,7 @@ template <int N> void warpgroup_wait() {
     for (int i = 0; i < 128; ++i)
       products[first + i].erase(products[first + i].begin(), products[first + i].begin() + count);
   });
+  acquired(&warp_has_read);
 }
 template <int N> void warpgroup_reg_alloc() {}
 template <int N> void warpgroup_reg_dealloc() {}
