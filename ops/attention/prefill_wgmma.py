@@ -54,6 +54,10 @@ __device__ __forceinline__ bool tz_wg_any(bool x, int id) {
                : "=r"(r) : "r"((int)x), "r"(id) : "memory");
   return r;
 }
+// a barrier of the first `threads` threads of the CTA
+__device__ __forceinline__ void tz_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
 __device__ __forceinline__ void *tz_at8(const void *p, int at) { return (char *)p + at; }
 """
 
@@ -148,8 +152,8 @@ def build(
         w.least[0] = w.before[0] + T.truncdiv(smaller(row, w.rows[0] - 1), w.group[0]) + 1
         if less(w.rows[0] - 1, row):
             w.high[0] = 0  # nothing to do
-        if wt == 0:
-            for i in each(len(KEPT)):  # each warpgroup writes the same
+        if T.And(w.wg == 0, wt == 0):
+            for i in each(len(KEPT)):
                 space[kept_at + i] = getattr(w, KEPT[i])[0]
         for e in each(-(-rows // 128)):
             if less(e * 128 + wt, rows):
@@ -513,7 +517,8 @@ def build(
                     limits(space, w, tx % 128)
                     load_q(Q, space, st, w, tx % 128)
                     if tile.k_static:
-                        tile.share_static(SK, space, table, h, tx % 128, 128)  # each warpgroup writes the same
+                        if tx < 128:
+                            tile.share_static(SK, space, table, h, tx, 128)
                     if tile.v_static:
                         tile.load_static(SV, sv, w.warp * mt, mt, h, lane)
                     for i in each(mt * nt * 4):
@@ -523,7 +528,7 @@ def build(
                         st.l[i] = 0.0
                     w.seen[0] = 0
                     T.fence_proxy_async()  # wgmma reads Q through the asynchronous proxy
-                    T.call_extern("handle", "tz_wg_sync", w.wg + 1)
+                    T.call_extern("handle", "tz_sync", 1, ct)
                     w.next[0] = 0
                     prepare(full, st, w, 0, lane)
                     for i in T.serial(w.count[0]):
@@ -542,6 +547,7 @@ def build(
                                 work(tile, space, full, desc, sv, st, scale, cap, w, i, lane)
                         else:
                             prepare(full, st, w, i + 1, lane)
+                        T.call_extern("handle", "tz_syncwarp")  # the other lanes' reads come before the arrive, too
                         if lane == 0:
                             T.barrier_arrive(empty[w.slot[0]])
                     finish(O, LSE, SINK, space, st, w, tx % 128, lane)

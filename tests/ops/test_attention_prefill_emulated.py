@@ -129,6 +129,7 @@ static unsigned tz_hfma2(unsigned a, unsigned b, unsigned c) {
 }
 """
 WARPGROUPS = r"""
+static void tz_sync(int id, int threads) { bar_sync(id, threads); }
 static PerCta<std::array<int, 8>> any, result;
 static bool tz_wg_any(bool x, int id) {
   Unseen unseen; int g = current / 128;
