@@ -85,7 +85,7 @@ static int tz_meet(int *word, int q) {  // the clock is a count of turns
     seen = add_acq_rel(word, 1);
     if ((seen & 255) == q - 1) got |= seen >> 16 << 1;
     else {
-      int patience = 20000;
+      int patience = 300;
       wait_until([&] { return (load_acquire(word) & 255) == q || --patience < 0; });
       got = (load_acquire(word) & 255) == q;
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 
+import cuda_on_cpu
 import pytest
 import torch
 from cuda_on_cpu import CpuKernel
@@ -215,3 +216,13 @@ def test_one_matrix(shared, grid, tmp_path):
         bias=False, experts=0,
     )  # fmt: skip
     assert torch.equal(y.double(), x.double() @ made[0].bytes().double().T)
+
+
+@pytest.mark.parametrize(("resident", "seed"), [(1, 0), (18, 5), (2, 0), (3, 7), (5, 1), (18, 0)])
+def test_parted_tiles_in_any_order(resident, seed, monkeypatch, tmp_path):
+    """6 tiles parted by 3 CTAs each: one CTA at a time (all but a tile's last withdraw), all at once, by chance."""
+    if (resident, seed) not in ((1, 0), (18, 5)) and not os.environ.get(ALL):
+        pytest.skip(f"set {ALL}=1")
+    monkeypatch.setattr(cuda_on_cpu, "RESIDENT", resident)
+    monkeypatch.setattr(cuda_on_cpu, "SEED", seed)
+    test_one_matrix(6, 18, tmp_path)
