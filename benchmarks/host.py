@@ -3,6 +3,7 @@
     python -m benchmarks.host                                      everything, 29 minutes, every GPU
     python -m benchmarks.host --budget 600 --only 'test.*'         names are those of --list
     python -m benchmarks.host --gpus 0,1 --skip 'tune.*' --skip 'compile.*'
+    python -m benchmarks.host --resume                             what has not passed at this commit yet
     python -m benchmarks.host --list --gpus 0,1                    steps and the plan for two GPUs; needs none
 
 Leaves OUT/<step>.log, OUT/results/*.json and OUT/summary.json. Exit code 1: a test failed; 2: bad arguments; 130:
@@ -185,6 +186,15 @@ def failed(row: Mapping[str, Any]) -> bool:
     return row["name"].startswith("test.") and (row["status"] == "failed" or counted is not None)
 
 
+def passed_before(out: Path, commit: str) -> dict[str, dict[str, Any]]:
+    """Rows of the steps that passed in an earlier run at this commit; none where its summary cannot be read."""
+    try:
+        before = json.loads((out / "summary.json").read_text())
+        return {row["name"]: row for row in before["steps"] if row["status"] == "passed" and before["commit"] == commit}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
 def gpus_here() -> dict[str, tuple[str, str]]:
     """Index and UUID of each GPU -> its name and driver, asked without touching it; empty where there is none."""
     said = _said("nvidia-smi", "--query-gpu=index,uuid,name,driver_version", "--format=csv,noheader")
@@ -209,6 +219,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--skip", action="append", default=[], metavar="GLOB", help="steps to leave out; may be repeated"
     )
     parser.add_argument("--out", type=Path, default=Path("build/host"), help="folder of logs and results")
+    parser.add_argument("--resume", action="store_true", help="leave out what passed under --out at this commit")
     parser.add_argument("--list", action="store_true", help="only show the steps and the plan; needs no GPU")
     parser.add_argument("--json", action="store_true", help="print the summary, or the plan, as JSON")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
@@ -270,7 +281,10 @@ def main(argv: list[str] | None = None) -> int:
         summary["steps"] = list(host.rows.values())
         (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
 
-    host = Host(options.steps, crew, options.budget, out, facts, changed)
+    done = passed_before(out, commit) if options.resume and commit else {}
+    steps = [step for step in options.steps if step.name not in done and step.ahead_of not in done]
+    host = Host(steps, crew, options.budget, out, facts, changed)
+    host.rows |= {name: row for name, row in done.items() if row["kind"] != "compile"}
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, host.stop)
     host.run()

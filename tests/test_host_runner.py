@@ -198,7 +198,7 @@ sys.exit(host.main(sys.argv[1:]))
 def start(folder: Path, steps: list[tuple[str, str]], *options: str) -> subprocess.Popen:
     """`python -m benchmarks.host` with these steps, on a machine with two GPUs."""
     smi = folder / "bin" / "nvidia-smi"
-    smi.parent.mkdir()
+    smi.parent.mkdir(exist_ok=True)
     smi.write_text(SMI)
     smi.chmod(0o755)
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
@@ -231,6 +231,15 @@ def test_exit_codes_and_json(tmp_path):
     (tmp_path / "again").mkdir()
     tests = start(tmp_path / "again", [("b", ""), ("test.bad", "exit(1)")], "--gpus", "1")
     assert "GPU 1" in tests.communicate(timeout=60)[0] and tests.returncode == 1
+
+
+def test_a_resumed_run_leaves_out_what_passed_at_the_same_commit(tmp_path):
+    steps = [("test.good", f"open({str(tmp_path / 'ran')!r}, 'a').write('x')"), ("test.bad", "exit(1)")]
+    for commit, ran in (("aaaa", "x"), ("aaaa", "x"), ("bbbb", "xx")):
+        start(tmp_path, steps, "--resume", "--commit", commit).communicate(timeout=60)
+        summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+        assert (tmp_path / "ran").read_text() == ran
+        assert {row["name"]: row["status"] for row in summary["steps"]} == {"test.good": "passed", "test.bad": "failed"}
 
 
 def test_an_interrupt_ends_the_children_and_still_writes_the_summary(tmp_path):
