@@ -76,7 +76,7 @@ def test_spaces_hold_every_program_of_the_target():
     assert programs["w4ax", "sm_90a"] == {"small_batch", "integer"} and programs["w4ax", "sm_80"] == {"persistent"}
     assert programs["w4a16_grouped", "sm_90a"] == programs["w4a8_grouped", "sm_90a"] == {"grouped"}
     assert programs["attention_prefill", "sm_80"] == {"prefill_mma"}
-    assert programs["attention_prefill", "sm_90a"] == {"prefill_mma", "prefill_wgmma"}
+    assert programs["attention_prefill", "sm_90a"] == {"prefill_mma", "prefill_wgmma", "prefill_shared"}
     assert programs["attention", "sm_80"] == programs["attention", "sm_90a"] == {"decode"}
 
 
