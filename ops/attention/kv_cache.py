@@ -185,6 +185,7 @@ class Batch:
         import torch
 
         self.cache, self.sequences, self.new = cache, list(new), [int(count) for count in new.values()]
+        self._layers: dict[int, PackedCache] = {}
         found = [cache.table.get(s) for s in self.sequences]
         table = np.zeros((len(found), cache.table_width), np.int32)
         for row, sequence in zip(table, found):
@@ -203,16 +204,23 @@ class Batch:
             setattr(self, name, made)
 
     def layer(self, layer: int = 0) -> PackedCache:
-        """The sequences' keys and values in one layer."""
+        """The sequences' keys and values in one layer; the same object again, so that it is checked once."""
+        import torch
+
         cache = self.cache
         if type(layer) is not int or not 0 <= layer < len(cache.pages):
             raise ArgumentError("layer", layer, f"must be 0..{len(cache.pages) - 1}", "see KVCache(layers=...)")
+        if layer in self._layers:
+            return self._layers[layer]
         k_static, v_static = (None if s is None else s[layer] for s in cache.static)
-        return PackedCache(
+        made = PackedCache(
             cache.layout, cache.pages[layer], self.lengths, max(self.max_length, 1), block_table=self.table,
             page_size=cache.table.page_size, residual=None if cache.residual is None else cache.residual[layer],
             slots=self.slots, k_static=k_static, v_static=v_static,
         )  # fmt: skip
+        if not torch.compiler.is_compiling():  # a traced view of the pages is of its graph alone
+            self._layers[layer] = made
+        return made
 
     def append(self, k: torch.Tensor, v: torch.Tensor, layer: int = 0, **options: Any) -> None:
         """Store the new tokens k, v [B, q_len, Hkv, D] of one layer, q_len for each sequence; see `append`.
@@ -220,9 +228,7 @@ class Batch:
         Raises:
             ArgumentError: another number of tokens than `extend` made room for, and as `append`.
         """
-        for name, x in (("k", k), ("v", v)):
-            launching.check_tensor(x, name, "[B, q_len, Hkv, D]")
-            launching.check_no_grad(x, "append", name)
+        launching.check_tensor(k, "k", "[B, q_len, Hkv, D]")
         tokens = 1 if k.dim() == 3 else k.shape[1] if k.dim() == 4 else None
         if tokens is not None and any(count != tokens for count in self.new):
             constraint = f"must have as many tokens as extend was asked for, {self.new}"

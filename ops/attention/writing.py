@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import write_program
+from terrazzo.ops import launching
+from terrazzo.ops.attention import op, write_program
 from terrazzo.ops.attention.launch import current_targets, own_slots, stand_ins
-from terrazzo.ops.launching import ptx_flags, warm_kernel
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ def write_kernel(
     }  # fmt: skip
     return KernelRequest(
         "attention.write", f"{write_program.__name__}:build", tuple(params.items()), target,
-        write_program.PASS_CONFIGS, ptx_flags(target, device),
+        write_program.PASS_CONFIGS, launching.ptx_flags(target, device),
     )  # fmt: skip
 
 
@@ -69,10 +69,12 @@ def append(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, *, target: Targ
         target: run the program of an older target ("sm_80", as PTX); None for this GPU's.
 
     Raises:
-        ArgumentError: an argument that does not fit. CaptureError: a kernel never launched before, in graph capture.
+        ArgumentError: an argument that does not fit; k or v that requires a gradient, as there is none. CaptureError: a
+            kernel never launched before, in graph capture.
     """
     import torch
 
+    _check_kinds("append", cache, k, v, "[B, q_len, Hkv, D]")
     if k.dim() == 3 and v.dim() == 3:
         k, v = k.unsqueeze(1), v.unsqueeze(1)
     if torch.compiler.is_compiling() or type(k) is not torch.Tensor:  # traced, fake or another subclass: dispatch
@@ -84,6 +86,7 @@ def append(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, *, target: Targ
 
 def run_append(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, target: Target | str | None) -> None:
     """`append` of k and v [B, q_len, Hkv, D]."""
+    cache.check()
     if k.dim() != 4 or len(k) != len(cache.lengths):
         constraint = f"must be [{len(cache.lengths)}, q_len, {cache.kv_heads}, {cache.layout.head_dim}]"
         raise ArgumentError("k", list(k.shape), constraint, "pass the new tokens of each sequence")
@@ -111,10 +114,13 @@ def store(
         most_new: at least the new tokens of every sequence; host-side, for the number of CTAs.
 
     Raises:
-        ArgumentError: an argument that does not fit. CaptureError: a kernel never launched before, in graph capture.
+        ArgumentError: an argument that does not fit; k or v that requires a gradient, as there is none. CaptureError: a
+            kernel never launched before, in graph capture.
     """
     import torch
 
+    _check_kinds("store", cache, k, v, "[tokens, Hkv, D]")
+    launching.check_tensor(cu_seqlens, "cu_seqlens", "int32 [B + 1]")
     if torch.compiler.is_compiling() or type(k) is not torch.Tensor:  # traced, fake or another subclass: dispatch
         from terrazzo.ops.attention import torch_op
 
@@ -133,6 +139,7 @@ def run_store(
     """`store` of eager tensors."""
     import torch
 
+    cache.check()
     if k.dim() != 3:
         constraint = f"must be [tokens, {cache.kv_heads}, {cache.layout.head_dim}]"
         raise ArgumentError("k", list(k.shape), constraint, "flatten batch and tokens")
@@ -140,12 +147,21 @@ def run_store(
     if cu_seqlens.dtype != torch.int32 or tuple(cu_seqlens.shape) != size or cu_seqlens.device != k.device:
         seen = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
         raise ArgumentError("cu_seqlens", seen, f"must be int32 {list(size)} on {k.device}", "cast it")
-    if not 0 <= most_new:
-        raise ArgumentError("most_new", most_new, "must not be negative", "pass the longest sequence's new tokens")
+    if type(most_new) is not int or most_new < 0:
+        remedy = "pass the longest sequence's new tokens"
+        raise ArgumentError("most_new", most_new, "must be an integer, not negative", remedy)
     if len(k) and most_new:
         _write(cache, k, v, cu_seqlens.contiguous(), most_new, target)
     else:
         _check(cache, k, v)
+
+
+def _check_kinds(operator: str, cache: PackedCache, k: torch.Tensor, v: torch.Tensor, shape: str) -> None:
+    """What traced calls are asked too; the cache's own tensors are checked by eager calls alone."""
+    op.check_kind(cache)
+    for name, x in (("k", k), ("v", v)):
+        launching.check_tensor(x, name, shape)
+        launching.check_no_grad(x, operator, name)
 
 
 def _check(cache: PackedCache, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -183,7 +199,9 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 def _write(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, most_new: int, target) -> None:
     _check(cache, k, v)
     at, device = current_targets(target)
-    kernel = warm_kernel(write_request(cache, str(k.dtype).removeprefix("torch."), at, device), most_new, "append")
+    kernel = launching.warm_kernel(
+        write_request(cache, str(k.dtype).removeprefix("torch."), at, device), most_new, "append"
+    )
     none = stand_ins(k.device)
     (k_rows, *k_pitches), (v_rows, *v_pitches) = _rows(k), _rows(v)
     warps, pairs = write_program.chunk_warps(cache.residual_tokens), len(cache.lengths) * cache.kv_heads

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import w4a8, w4a16, w4ax
+from terrazzo.ops import attention, w4a8, w4a16, w4ax
 from terrazzo.ops.w4a8 import fp8
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -84,8 +86,6 @@ def test_sizes_and_tokens_of_requests(name):
 
 def test_one_graph_holds_a_call():
     """torch.compile(fullgraph=True) traces through the checks; what the graph holds is not run."""
-    from terrazzo.ops import attention
-
     graphs = []
 
     def keep(graph, examples):
@@ -106,3 +106,31 @@ def test_one_graph_holds_a_call():
     (found,) = graphs
     named = [name for name in found if name.startswith("terrazzo.")]
     assert named == ["terrazzo.w4a16_gemm", "terrazzo.attention_append", "terrazzo.attention_decode"]
+
+
+def test_stored_tokens_and_caches():
+    cache = attention.KVCache("int4", "int4", kv_heads=2, head_dim=128, pages=2, device="cpu")
+    batch = cache.extend({cache.new(): 1, cache.new(): 1})
+    view, kv, starts = batch.layer(), torch.zeros(2, 1, 2, 128).half(), torch.tensor([0, 1, 2], dtype=torch.int32)
+    assert batch.layer() is view and "_checked" not in view.__dict__
+    broken = replace(view, lengths=view.lengths.long())
+    with_grad = kv.clone().requires_grad_()
+    rows = kv[:, 0]
+    for call, said in (
+        (lambda: attention.append(cache, kv, kv), "cache = .*must be a PackedCache"),
+        (lambda: attention.append(broken, kv, kv), "lengths = .*must be contiguous int32"),
+        (lambda: attention.append(view, None, kv), "k = .*must be a torch tensor"),
+        (lambda: attention.append(view, kv, [0.0]), "v = .*must be a torch tensor"),
+        (lambda: attention.append(view, kv, with_grad), "v = .*no gradient"),
+        (lambda: batch.append(None, kv), "k = .*must be a torch tensor"),
+        (lambda: batch.append(with_grad, kv), "k = .*no gradient"),
+        (lambda: attention.store(broken, rows, rows, starts, 1), "lengths = .*must be contiguous int32"),
+        (lambda: attention.store(view, rows, None, starts, 1), "v = .*must be a torch tensor"),
+        (lambda: attention.store(view, rows, rows, [0, 1, 2], 1), "cu_seqlens = .*must be a torch tensor"),
+        (lambda: attention.store(view, rows, rows, starts, 1.0), "most_new = .*must be an integer"),
+        (lambda: attention.store(view, rows, rows, starts, 1), "k = 'cpu'"),
+        (lambda: attention.append(view, kv, kv), "k = 'cpu'"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            call()
+    assert view.__dict__["_checked"]
