@@ -16,7 +16,8 @@ from terrazzo.lowering.targets import Target
 _STATIC = 2048  # bytes: barriers with their alignment, and what the driver keeps of each CTA
 _MMA_ROWS = {64: 4, 128: 2, 256: 1}  # head_dim -> groups of 8 rows of a warp
 _WGMMA_ROWS = {64: 8, 128: 8}  # head_dim -> groups of 8 rows of a warpgroup; 256 would spill
-_SHARED_WARPS = {64: (12, 8), 128: (8, 4), 256: (4,)}  # head_dim -> warps of consumers; more would spill
+_SHARED_WARPS = {64: (12, 8), 128: (12, 8, 4), 256: (4,)}
+"""head_dim -> warps of consumers; more would spill, and 12 do with head_dim 128, two words in the loop."""
 
 
 @dataclass(frozen=True)
