@@ -341,8 +341,9 @@ def build(
                                 d[i] = 0.0
                             for j in T.unroll(8 // ig):
                                 mma(d, 0, a, x, q * (8 // ig) + j, t)
-                            for i in T.unroll(2):
-                                C0[(((g0 + gi) * ig + q) * nt + t) * 8 + lane % 4 * 2 + i] = d[i] * T.float32(-e0)
+                            if lane < 4:  # all rows of `a` are ones: each has the same sums
+                                for i in T.unroll(2):
+                                    C0[(((g0 + gi) * ig + q) * nt + t) * 8 + lane * 2 + i] = d[i] * T.float32(-e0)
                 T.call_extern("handle", "tz_syncwarp")
             for ci in T.serial(chunks):
                 for i in T.unroll(chunk * nt * 4):
