@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError, CaptureError, TargetError
@@ -305,6 +305,12 @@ def check_no_grad(x: torch.Tensor, operator: str, name: str = "x") -> None:
 
     if x.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(name, "requires_grad=True", f"{operator} has no gradient", "call it under torch.no_grad()")
+
+
+def check_eps(eps: float) -> None:
+    """Raise ArgumentError unless RMSNorm can add eps to a mean square."""
+    if not isinstance(eps, (int, float)) or not 0 <= eps < inf:
+        raise ArgumentError("eps", eps, "must be a finite number, not negative", "pass that of the norm, 1e-6")
 
 
 def aligned_copy(x: torch.Tensor) -> torch.Tensor:

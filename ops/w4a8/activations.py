@@ -135,6 +135,11 @@ def quantize_activations(
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # traced, fake or another subclass: dispatch
         from terrazzo.ops.w4a8 import torch_op
 
+        launching.check_tensor(x, "x", "[..., K]")
+        for name, vector in (("smooth", smooth), ("rms_weight", rms_weight)):
+            if vector is not None:
+                launching.check_tensor(vector, name, f"float [{x.shape[-1] if x.ndim else 'K'}]")
+        check_codes(codes)
         found = torch_op.quantize(x, smooth, rms_weight, eps, target, codes)
         return found if out is None else _copy_into(out, found)
     return run(x, smooth, rms_weight, eps, out, None if target is None else Target.parse(target).arch, codes)
@@ -154,8 +159,7 @@ def run(
 
     With `scratch`, small results may lie in memory that the next such call of this thread on this stream takes again.
     """
-    if codes not in CODES:
-        raise ArgumentError("codes", codes, f"must be one of {tuple(CODES)}", "use int8")
+    check_codes(codes)
     if x.requires_grad:
         launching.check_no_grad(x, "quantize_activations")
     shape = x.shape
@@ -167,16 +171,16 @@ def run(
     key = (m, k, x.dtype, at[0], smooth is None, rms_weight is None, target, codes)
     found = _kernels.get(key)
     gain = _gain(smooth, rms_weight, k, x.device)
+    if rms_weight is not None:
+        launching.check_eps(eps)
     if out is None:
         out = _scratch(shape, m, codes, at, x) if scratch and found else None
         out = empty(tuple(shape), x.device, codes) if out is None else out
-    elif out.shape != shape or out.device != x.device or out.codes != codes:
-        seen = f"{out.codes} {list(out.shape)} on {out.device}"
-        raise ArgumentError(
-            "out", seen, f"must be {codes} {list(shape)} on {x.device}", "make it for activations of this shape"
-        )
     else:
-        out.check()
+        _check_out(out, shape, x.device, codes)
+        for part in (out.q, out.scales, out.row_sums):
+            if part is not None and x.is_contiguous():  # else a copy is read
+                launching.check_apart(part, "out", x=x)
     found = found or _prepare(key, x)
     if m == 0:
         return out
@@ -198,6 +202,11 @@ def run(
     args = (x, no_gain if gain is None else gain, q, scales, no_sums if sums is None else sums, eps, float(k))
     launching.launch(_kernels, key, found, args)
     return out
+
+
+def check_codes(codes: str) -> None:
+    if codes not in CODES:
+        raise ArgumentError("codes", codes, f"must be one of {tuple(CODES)}", "use int8")
 
 
 def empty(shape: tuple[int, ...], device: torch.device, codes: str) -> QuantizedActivations:
@@ -256,11 +265,12 @@ def _prepare(key: tuple, x: torch.Tensor) -> tuple:
     import torch
 
     m, k, _, index, no_smooth, no_norm, target, codes = key
-    if not x.is_cuda:
-        raise ArgumentError("x", str(x.device), "must be on a CUDA device", "move it, or use the torch reference")
     dtype = weights.dtype_name(x)
     if dtype not in DTYPES:
         raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
+    launching.check_tokens(m)
+    if not x.is_cuda:
+        raise ArgumentError("x", str(x.device), "must be on a CUDA device", "move it, or use the torch reference")
     if m == 0:
         return (None, None, None, None)
     at, device = launching.targets(target, x.device, "x")
@@ -291,6 +301,7 @@ def _gain(
     for name, vector in (("rms_weight", rms_weight), ("smooth", smooth)):
         if vector is None:
             continue
+        launching.check_tensor(vector, name, f"float [{k}]")
         if tuple(vector.shape) != (k,) or not vector.dtype.is_floating_point or vector.device != device:
             seen = f"{weights.dtype_name(vector)} {list(vector.shape)} on {vector.device}"
             raise ArgumentError(
@@ -315,7 +326,19 @@ def _state_of(t: torch.Tensor | None) -> tuple | None:
     return None if t is None else (id(t), t.data_ptr(), t.numel(), launching.writes(t))
 
 
+def _check_out(out: QuantizedActivations, shape: tuple[int, ...], device: torch.device, codes: str) -> None:
+    if not isinstance(out, QuantizedActivations):
+        remedy = "keep what an earlier call returned"
+        raise ArgumentError("out", weights.kind(out), "must be QuantizedActivations of w4a8", remedy)
+    if out.shape != shape or out.device != device or out.codes != codes:
+        seen = f"{out.codes} {list(out.shape)} on {out.device}"
+        constraint = f"must be {codes} {list(shape)} on {device}"
+        raise ArgumentError("out", seen, constraint, "make it for activations of this shape")
+    out.check()
+
+
 def _copy_into(out: QuantizedActivations, found: QuantizedActivations) -> QuantizedActivations:
+    _check_out(out, found.shape, found.device, found.codes)
     for name in ("q", "scales", *(["row_sums"] if found.row_sums is not None else [])):
         getattr(out, name).copy_(getattr(found, name))
     return out

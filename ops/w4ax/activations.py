@@ -184,9 +184,16 @@ def quantize_activations(
     """
     import torch
 
+    if not isinstance(w, PackedWeight):
+        raise launching.not_packed(w, "w4ax")
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # traced, fake or another subclass: dispatch
         from terrazzo.ops.w4ax import torch_op
 
+        launching.check_tensor(x, "x", f"[..., {w.k}]")
+        launching.check_last(x, w.k)
+        for name, vector in (("rms_weight", rms_weight), ("static_scales", static_scales)):
+            if vector is not None:
+                launching.check_tensor(vector, name, f"float [{w.k if name == 'rms_weight' else w.blocks}]")
         return torch_op.quantize(x, w, rms_weight, eps, granularity or default_granularity(w), static_scales)
     return run(x, w, rms_weight, eps, granularity, static_scales)
 
@@ -204,14 +211,15 @@ def run(
 
     granularity = granularity or default_granularity(w)
     launching.check_no_grad(x, "quantize_activations")
+    launching.check_last(x, w.k)
     shape = tuple(x.shape)
-    if not shape or shape[-1] != w.k:
-        raise ArgumentError("x", list(shape), f"its last dimension must be K = {w.k}", "pass activations [..., K]")
     m, low, high = sizes(prod(shape[:-1]), w.k, w.blocks8, not w.native)
     key = (m, w.k, w.blocks8, w.layout, w.target, not w.order, x.dtype, x.device, rms_weight is None, granularity)
-    found = _kernels.get(key) or _prepare(key, x, w)
-    gain = _gain(rms_weight, w, x.device)
+    if rms_weight is not None:
+        _check_norm(rms_weight, eps, w.k, x.device)
     static = _static(static_scales, granularity, w.blocks, x.device)
+    found = _kernels.get(key) or _prepare(key, x, w)
+    gain = None if rms_weight is None else _gain(rms_weight, w)
     make = lambda *extent, dtype: torch.empty(extent, dtype=dtype, device=x.device)
     out = QuantizedActivations(
         make(m, low, dtype=torch.uint8),
@@ -254,13 +262,14 @@ _kernels: dict[tuple, tuple] = {}
 def _prepare(key: tuple, x: torch.Tensor, w: PackedWeight) -> tuple:
     """Kernel and stand-ins for what it does not read or write, remembered under `key`."""
     m, _, _, _, _, in_order, _, _, no_norm, granularity = key
-    if not x.is_cuda or x.device != w.device:
-        raise launching.elsewhere(x, w.device)
     dtype = weights.dtype_name(x)
     if dtype not in DTYPES:
         raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
     if granularity not in GRANULARITIES:
-        raise ArgumentError("granularity", granularity, f"must be one of {GRANULARITIES}", "use 'block'")
+        raise ArgumentError("granularity", granularity, f"must be one of {GRANULARITIES}", "leave it out")
+    launching.check_tokens(m)
+    if not x.is_cuda or x.device != w.device:
+        raise launching.elsewhere(x, w.device)
     if m == 0:
         return (None, None)
     target, device = launching.targets(w.target, x.device)
@@ -281,16 +290,19 @@ def stand_ins(device: torch.device) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(shape, dtype=getattr(torch, name), device=device) for name, shape in shapes.items()}
 
 
-def _gain(rms_weight: torch.Tensor | None, w: PackedWeight, device: torch.device) -> torch.Tensor | None:
+def _check_norm(rms_weight: torch.Tensor, eps: float, k: int, device: torch.device) -> None:
+    launching.check_tensor(rms_weight, "rms_weight", f"float [{k}]")
+    if tuple(rms_weight.shape) != (k,) or not rms_weight.dtype.is_floating_point or rms_weight.device != device:
+        seen = f"{weights.dtype_name(rms_weight)} {list(rms_weight.shape)} on {rms_weight.device}"
+        constraint = f"must be a float vector [{k}] on {device}"
+        raise ArgumentError("rms_weight", seen, constraint, "pass a value for each channel")
+    launching.check_eps(eps)
+
+
+def _gain(rms_weight: torch.Tensor, w: PackedWeight) -> torch.Tensor:
     """float32 [Kp] in the weight's order, kept with the vector that it was made of until that changes."""
     import torch
 
-    if rms_weight is None:
-        return None
-    if tuple(rms_weight.shape) != (w.k,) or not rms_weight.dtype.is_floating_point or rms_weight.device != device:
-        seen = f"{weights.dtype_name(rms_weight)} {list(rms_weight.shape)} on {rms_weight.device}"
-        constraint = f"must be a float vector [{w.k}] on {device}"
-        raise ArgumentError("rms_weight", seen, constraint, "pass a value for each channel")
     state = (launching.writes(rms_weight), w.order)
     kept = getattr(rms_weight, "_terrazzo_w4ax_gain", None)
     if kept is None or kept[0] != state:
@@ -301,6 +313,8 @@ def _gain(rms_weight: torch.Tensor | None, w: PackedWeight, device: torch.device
 
 
 def _static(scales: torch.Tensor | None, granularity: str, blocks: int, device: torch.device) -> torch.Tensor | None:
+    if scales is not None:
+        launching.check_tensor(scales, "static_scales", f"float [{blocks}]")
     if (granularity == "static") != (scales is not None):
         seen = None if scales is None else list(scales.shape)
         raise ArgumentError("static_scales", seen, "goes with granularity='static'", "pass both or none")

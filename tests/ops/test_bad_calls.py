@@ -8,7 +8,7 @@ import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import attention, w4a8, w4a16, w4ax
-from terrazzo.ops.w4a8 import fp8
+from terrazzo.ops.w4a8 import QuantizedActivations, fp8
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 N, K = 64, 128
@@ -134,3 +134,53 @@ def test_stored_tokens_and_caches():
         with pytest.raises(ArgumentError, match=said):
             call()
     assert view.__dict__["_checked"]
+
+
+@pytest.mark.parametrize("name", ["w4a8", "fp8", "w4ax"])
+def test_activations_before_they_are_quantized(name, weights):
+    quantize = {"w4a8": w4a8, "fp8": fp8, "w4ax": w4ax}[name].quantize_activations
+    own = {"w": weights[name]} if name == "w4ax" else {}
+    ones = torch.ones(K)
+    cases = [
+        ("x", "must be a torch tensor", dict(x=None)),
+        ("x", "must be a torch tensor", dict(x=[[1.0] * K])),
+        ("x", "float16 or bfloat16", dict(x=X.float())),
+        ("x", "has no gradient", dict(x=X.clone().requires_grad_())),
+        ("rms_weight", "must be a torch tensor", dict(rms_weight=[1.0] * K)),
+        ("rms_weight", "float vector", dict(rms_weight=ones[1:])),
+        ("eps", "finite number", dict(rms_weight=ones, eps=None)),
+        ("eps", "finite number", dict(rms_weight=ones, eps=-1.0)),
+        ("x", "must be on a CUDA device", dict(rms_weight=ones)),
+    ]
+    if name == "w4ax":
+        cases += [
+            ("w", "must be a PackedWeight of w4ax", dict(w=weights["w4a8"])),
+            ("granularity", "must be one of", dict(granularity="row")),
+            ("static_scales", "must be a torch tensor", dict(granularity="static", static_scales=[1.0])),
+        ]
+    else:
+        x = torch.zeros(1, K).half()
+        inside = QuantizedActivations(x.view(torch.int8)[:, :K], torch.zeros(1), torch.zeros(1).int(), (1, K))
+        if name == "fp8":
+            inside = replace(inside, q=inside.q.view(torch.float8_e4m3fn), row_sums=None)
+        cases += [
+            ("smooth", "must be a torch tensor", dict(smooth=[1.0] * K)),
+            ("out", "must be QuantizedActivations", dict(out=X)),
+            ("out", "shares memory with x", dict(x=x, out=inside)),
+        ]
+    for argument, said, changes in cases:
+        with pytest.raises(ArgumentError, match=f"^{argument} = .*{said}"):
+            quantize(**({"x": X} | own | changes))
+
+
+def test_traced_activations_are_checked_too(weights):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, other = torch.empty(2, K, dtype=torch.float16), torch.empty(3, K, dtype=torch.float16)
+        with pytest.raises(ArgumentError, match="smooth = .*must be a torch tensor"):
+            w4a8.quantize_activations(x, smooth=[1.0] * K)
+        with pytest.raises(ArgumentError, match="codes"):
+            w4a8.quantize_activations(x, codes="int4")
+        with pytest.raises(ArgumentError, match="out = .*must be int8"):  # copy_ would repeat the rows
+            w4a8.quantize_activations(x, out=w4a8.quantize_activations(other))
+        with pytest.raises(ArgumentError, match=f"K = {K}"):
+            w4ax.quantize_activations(x[:, 1:], weights["w4ax"])
