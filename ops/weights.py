@@ -146,16 +146,68 @@ def as_tensor(name: str, value: Any, device: torch.device | None = None) -> torc
     """
     import torch
 
+    if isinstance(value, torch.Tensor):
+        check_dense(name, value)
     try:
         tensor = torch.as_tensor(value, device=device).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ArgumentError(name, type(value).__name__, "must be a tensor", "pass a tensor or an array") from error
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        seen = f"{dtype_name(tensor)} {list(tensor.shape)} on {tensor.device}, {tensor.layout}"
-        raise ArgumentError(name, seen, "must be dense and hold data", "load the checkpoint first, or call .to_dense()")
     if dtype_name(tensor) in ("uint16", "uint32", "uint64"):  # torch compares these with nothing
         tensor = tensor.long()
     return tensor
+
+
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Raise ArgumentError for sparse tensors, and for those on the meta device."""
+    import torch
+
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        seen = f"{dtype_name(tensor)} {list(tensor.shape)} on {tensor.device}, {tensor.layout}"
+        raise ArgumentError(name, seen, "must be dense and hold data", "load the checkpoint first, or call .to_dense()")
+
+
+def check_floats(name: str, value: Any, shape: str, remedy: str) -> None:
+    """Raise ArgumentError unless a value is a tensor of floats, up to 64 bits, that holds data."""
+    import torch
+
+    if not isinstance(value, torch.Tensor) or dtype_name(value) not in (*FLOATS, "float64"):
+        seen = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ArgumentError(name, seen, f"must be a float tensor {shape}", remedy)
+    check_dense(name, value)
+
+
+def check_finite(name: str, value: torch.Tensor, remedy: str) -> None:
+    """Raise ArgumentError for floats that are no float32: quantizers compute in it."""
+    if not bool(value.isfinite().all()):
+        raise ArgumentError(name, "NaN or infinity", "must be finite", remedy)
+    if dtype_name(value) == "float64" and not bool(value.float().isfinite().all()):
+        seen = float(value.abs().max())
+        raise ArgumentError(name, seen, "must be in the range of float32, up to 3.4e38", "scale it down")
+
+
+def check_matrix(weight: Any) -> tuple[int, int]:
+    """(N, K) of a float weight that can be quantized.
+
+    Raises:
+        ArgumentError: it is no matrix of floats, empty, without data, or beyond float32.
+    """
+    check_floats("weight", weight, "[N, K] with N, K >= 1", "pass nn.Linear.weight")
+    if weight.ndim != 2 or 0 in weight.shape:
+        raise ArgumentError("weight", list(weight.shape), "must be [N, K] with N, K >= 1", "pass nn.Linear.weight")
+    check_finite("weight", weight, "repair the checkpoint")
+    return weight.shape[0], weight.shape[1]
+
+
+def check_count(name: str, value: Any, remedy: str = "use the default") -> None:
+    """Raise ArgumentError unless a value is a positive integer."""
+    if type(value) is not int or value < 1:
+        raise ArgumentError(name, value, "must be a positive integer", remedy)
+
+
+def check_share(name: str, value: Any, remedy: str = "use the default") -> None:
+    """Raise ArgumentError unless a value is a number above 0, up to 1."""
+    if not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise ArgumentError(name, value, "must be a number above 0, up to 1", remedy)
 
 
 def out_of_range(values: torch.Tensor, low: int, high: int) -> int | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
 from terrazzo.ops.attention.format import KVFormat, get_format
 
 if TYPE_CHECKING:
@@ -41,14 +42,24 @@ def quantize(x: torch.Tensor, fmt: str | KVFormat, static: torch.Tensor | None =
         static: f32 scales that broadcast against [..., T, D], for static formats.
 
     Raises:
-        ArgumentError: static scales missing or superfluous, T no multiple of the group.
+        ArgumentError: x no float tensor, static scales missing, superfluous or of another shape, T no multiple of the
+            group.
     """
     import torch
 
     fmt = get_format(fmt)
+    weights.check_floats("x", x, "[..., T, D]", "pass keys or values")
+    if x.dim() < 2:
+        raise ArgumentError("x", list(x.shape), "must be [..., T, D]", "pass keys or values")
     if (static is not None) != (fmt.scaling == "static"):
         constraint = f"format {fmt} {'needs' if fmt.scaling == 'static' else 'takes no'} static scales"
-        raise ArgumentError("static", None if static is None else list(static.shape), constraint, "see KVFormat")
+        seen = list(static.shape) if isinstance(static, torch.Tensor) else static
+        raise ArgumentError("static", seen, constraint, "see KVFormat")
+    if static is not None:
+        static = weights.as_tensor("static", static)
+        if not _broadcasts(tuple(static.shape), tuple(x.shape)):
+            constraint = f"must broadcast against {list(x.shape)}"
+            raise ArgumentError("static", list(static.shape), constraint, "one scale for each dimension")
     if fmt.scaling == "none":
         dtype = torch.float16 if fmt.storage == "f16" else torch.bfloat16
         limit = F16_MAX if fmt.storage == "f16" else torch.finfo(torch.bfloat16).max
@@ -72,6 +83,11 @@ def quantize(x: torch.Tensor, fmt: str | KVFormat, static: torch.Tensor | None =
     return QuantizedBlock(codes, scale, zero)
 
 
+def _broadcasts(shape: tuple[int, ...], against: tuple[int, ...]) -> bool:
+    """Whether a tensor of `shape` broadcasts to `against`."""
+    return len(shape) <= len(against) and all(a in (1, b) for a, b in zip(shape[::-1], against[::-1]))
+
+
 def _range(x: torch.Tensor, dim: int, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(scale, zero) in f16 of the values along `dim`."""
     zero = (x.amin(dim).clamp(-F16_MAX, F16_MAX) + 0.0).half()
@@ -88,10 +104,19 @@ def _codes(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, levels: int
 
 
 def dequantize(q: QuantizedBlock, fmt: str | KVFormat, static: torch.Tensor | None = None) -> torch.Tensor:
-    """The stored values, float64 [..., T, D]: (code + bias) * scale + zero without any rounding."""
+    """The stored values, float64 [..., T, D]: (code + bias) * scale + zero without any rounding.
+
+    Raises:
+        ArgumentError: no QuantizedBlock, or one of another format.
+    """
     import torch
 
     fmt = get_format(fmt)
+    if not isinstance(q, QuantizedBlock):
+        raise ArgumentError("q", type(q).__name__, "must be a QuantizedBlock", "make one with quantize")
+    if (q.scale is None) != (fmt.scaling in ("none", "static")) or (static is None) != (fmt.scaling != "static"):
+        constraint = "must come with the scales of the block, or static ones"
+        raise ArgumentError("fmt", str(fmt), constraint, "pass the format and static scales that quantize was given")
     if fmt.storage in ("f16", "bf16"):
         return q.codes.view(torch.float16 if fmt.storage == "f16" else torch.bfloat16).double()
     steps = q.codes.view(torch.float8_e4m3fn).double() if fmt.storage == "e4m3" else q.codes.double() + fmt.bias

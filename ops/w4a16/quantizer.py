@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
 from terrazzo.ops.w4a16.format import GROUPS, PackedWeight, QuantizedWeight, pack
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def quantize_weight(
             "scale_dtype",
             str(scale_dtype),
             "cannot hold the scale of this weight",
-            "use torch.float32 or torch.bfloat16",
+            "scale the weight down" if scale_dtype == torch.float32 else "use torch.float32 or torch.bfloat16",
         )
     return QuantizedWeight.canonical(codes, scales, None if symmetric else zeros, group_size=group, bias=bias)
 
@@ -123,29 +124,17 @@ def _round(w: torch.Tensor, s: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
 def _check(weight, group_size, scale_dtype, clip_steps, clip_min):
     import torch
 
-    floats = (torch.float16, torch.bfloat16, torch.float32)
-    if (
-        not isinstance(weight, torch.Tensor)
-        or weight.ndim != 2
-        or 0 in weight.shape
-        or weight.dtype not in (*floats, torch.float64)
-    ):
-        seen = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
-        raise ArgumentError("weight", seen, "must be a float tensor [N, K] with N, K >= 1", "pass nn.Linear.weight")
-    if not bool(torch.isfinite(weight).all()):
-        raise ArgumentError("weight", "NaN or infinity", "must be finite", "repair the checkpoint")
-    n, k = weight.shape
+    n, k = weights.check_matrix(weight)
     group = k if group_size in (-1, k) else group_size
-    if group not in (k, *GROUPS):
+    if type(group_size) is not int or group not in (k, *GROUPS):
         raise ArgumentError("group_size", group_size, f"must be one of {GROUPS}, or -1 for all of K = {k}", "use 128")
+    floats = (torch.float16, torch.bfloat16, torch.float32)
     if scale_dtype is None:
         scale_dtype = weight.dtype if weight.dtype in floats[:2] else torch.float16
     if scale_dtype not in floats:
         raise ArgumentError(
             "scale_dtype", str(scale_dtype), f"must be one of {tuple(map(str, floats))}", "use torch.float16"
         )
-    if clip_steps < 1 or not 0 < clip_min <= 1:
-        raise ArgumentError(
-            "clip_steps", (clip_steps, clip_min), "needs clip_steps >= 1 and 0 < clip_min <= 1", "use the defaults"
-        )
+    weights.check_count("clip_steps", clip_steps, "pass 1 for no search")
+    weights.check_share("clip_min", clip_min)
     return n, k, min(group, k), scale_dtype

@@ -9,7 +9,7 @@ from terrazzo.ops.w4a8 import activations
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import GROUPS, UNIT_K
 from terrazzo.ops.w4a8.fp8_format import PackedWeight, QuantizedWeight, pack, split_scales
-from terrazzo.ops.w4a8.quantizer import check_weight, row_chunks
+from terrazzo.ops.w4a8.quantizer import check_weight, row_chunks, smoothed
 
 if TYPE_CHECKING:
     import torch
@@ -68,17 +68,15 @@ def quantize_weight(
     """
     import torch
 
-    n, k = check_weight(weight, smooth)
-    if group_size not in GROUPS and group_size != k:
+    n, k, factor = check_weight(weight, smooth)
+    if type(group_size) is not int or group_size not in (*GROUPS, k):
         raise ArgumentError("group_size", group_size, f"must be one of {GROUPS}, or K = {k}", "use 128")
     groups = -(-k // group_size)
     codes = torch.empty(n, k, dtype=torch.int8, device=weight.device)
     scales = torch.empty(n, groups, dtype=torch.float16, device=weight.device)
     channel_scales = torch.empty(n, dtype=torch.float32, device=weight.device)
-    factor = None if smooth is None else smooth.to(weight.device, torch.float32)
     for part in row_chunks(n, k, weight.device.type):
-        w = weight[part].float() if factor is None else weight[part].float() * factor
-        codes[part], scales[part], channel_scales[part] = _round(w, group_size)
+        codes[part], scales[part], channel_scales[part] = _round(smoothed(weight[part], factor), group_size)
     if group_size not in GROUPS:
         scales, group_size = scales.expand(n, -(-k // UNIT_K)), UNIT_K
     return QuantizedWeight.canonical(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
 from terrazzo.ops.w4a8.format import GROUPS, LARGEST_SCALE, PackedWeight, QuantizedWeight, pack
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ def quantize_weight(
     """
     import torch
 
-    n, k = check_weight(weight, smooth)
-    if group_size not in GROUPS:
+    n, k, factor = check_weight(weight, smooth)
+    if type(group_size) is not int or group_size not in GROUPS:
         raise ArgumentError("group_size", group_size, f"must be one of {GROUPS}", "use 64")
     if rule not in RULES:
         raise ArgumentError("rule", rule, f"must be one of {RULES}", "use 'best2'")
@@ -67,10 +68,8 @@ def quantize_weight(
     codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(n, groups, dtype=torch.uint8, device=weight.device)
     offsets, channel_scales = torch.empty_like(scales), torch.empty(n, dtype=torch.float32, device=weight.device)
-    factor = None if smooth is None else smooth.to(weight.device, torch.float32)
     for part in row_chunks(n, k, weight.device.type):
-        w = weight[part].float() if factor is None else weight[part].float() * factor
-        s1, values = first_level(w)
+        s1, values = first_level(smoothed(weight[part], factor))
         codes[part], scales[part], offsets[part] = second_level(values, group_size, rule)
         channel_scales[part] = s1
     return QuantizedWeight.canonical(
@@ -130,17 +129,29 @@ def _round(v: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (v / scale).add_(0.5).floor_().clamp_(max=15)
 
 
-def check_weight(weight: torch.Tensor, smooth: torch.Tensor | None) -> tuple[int, int]:
-    """(N, K) of a float weight that can be quantized; else an ArgumentError that names it, or the smooth vector."""
+def check_weight(weight: torch.Tensor, smooth: torch.Tensor | None) -> tuple[int, int, torch.Tensor | None]:
+    """(N, K, smooth vector in float32 beside the weight) of a float weight to quantize; else an ArgumentError."""
     import torch
 
-    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or 0 in weight.shape or weight.dtype not in floats:
-        seen = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
-        raise ArgumentError("weight", seen, "must be a float tensor [N, K] with N, K >= 1", "pass nn.Linear.weight")
-    if not bool(torch.isfinite(weight).all()):
-        raise ArgumentError("weight", "NaN or infinity", "must be finite", "repair the checkpoint")
-    n, k = weight.shape
-    if smooth is not None and (tuple(smooth.shape) != (k,) or not bool((smooth > 0).all() & smooth.isfinite().all())):
-        raise ArgumentError("smooth", list(smooth.shape), f"must be positive, finite [{k}]", "use search_smooth")
-    return n, k
+    n, k = weights.check_matrix(weight)
+    if smooth is None:
+        return n, k, None
+    given = weights.as_tensor("smooth", smooth, weight.device)
+    if tuple(given.shape) != (k,) or given.is_complex():
+        seen = f"{given.dtype} {list(given.shape)}"
+        raise ArgumentError("smooth", seen, f"must be positive, finite [{k}]", "use search_smooth")
+    factor = given.to(torch.float32)
+    if not bool(((factor > 0) & factor.isfinite()).all()):
+        seen = "zero, negative or not finite"
+        raise ArgumentError("smooth", seen, f"must be positive, finite [{k}] in float32", "use search_smooth")
+    return n, k, factor
+
+
+def smoothed(weight: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+    """Rows of a weight times the smooth vector, float32; ArgumentError where that leaves its range."""
+    if factor is None:
+        return weight.float()
+    w = weight.float() * factor
+    if not bool(w.isfinite().all()):
+        raise ArgumentError("smooth", float(factor.max()), "times the weight must fit float32", "use search_smooth")
+    return w

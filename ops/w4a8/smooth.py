@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
 from terrazzo.ops.w4a8 import reference
 from terrazzo.ops.w4a8.quantizer import quantize_weight
 
@@ -60,18 +61,19 @@ def search_smooth(
         max_tokens: rows of x that are used, evenly spread.
 
     Raises:
-        ArgumentError: shapes that do not fit, or x that is not finite.
+        ArgumentError: shapes or devices that do not fit, or x that is not finite.
     """
     import torch
 
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or 0 in x.shape:
-        raise ArgumentError(
-            "x", list(x.shape), f"must be calibration activations [T, {weight.shape[-1]}], T >= 1", "flatten tokens"
-        )
-    if not bool(x.isfinite().all()):
-        raise ArgumentError("x", "NaN or infinity", "must be finite", "leave broken samples out")
-    if steps < 1 or max_tokens < 1:
-        raise ArgumentError("steps", (steps, max_tokens), "needs steps >= 1 and max_tokens >= 1", "use the defaults")
+    weights.check_matrix(weight)
+    shape = f"[T, {weight.shape[1]}]"
+    weights.check_floats("x", x, shape, "flatten tokens")
+    if x.ndim != 2 or not len(x) or x.shape[1] != weight.shape[1] or x.device != weight.device:
+        seen, constraint = f"{list(x.shape)} on {x.device}", f"must be calibration activations {shape}, T >= 1"
+        raise ArgumentError("x", seen, f"{constraint}, on {weight.device}", "flatten tokens")
+    weights.check_finite("x", x, "leave broken samples out")
+    weights.check_count("steps", steps)
+    weights.check_count("max_tokens", max_tokens)
     x_max, w_max = x.abs().amax(0).float(), weight.abs().amax(0).float()
     pick = torch.linspace(0, len(x) - 1, min(len(x), max_tokens), device=x.device).round().long()
     x = x[pick].float()

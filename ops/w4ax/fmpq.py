@@ -51,13 +51,13 @@ class ActivationStatistics:
         """Of no tokens yet, for k channels. `percentile` in (0, 1), for example 0.999: single spikes do not count.
 
         Raises:
-            ArgumentError: k < 1 or a percentile outside (0, 1).
+            ArgumentError: k < 1, a percentile outside (0, 1), or no device.
         """
         import torch
 
-        if k < 1:
-            raise ArgumentError("k", k, "must be at least 1", "pass the layer's input features")
-        if percentile is not None and not 0 < percentile < 1:
+        weights.check_count("k", k, "pass the layer's input features")
+        device = weights.device_of(device)
+        if percentile is not None and (not isinstance(percentile, float) or not 0 < percentile < 1):
             raise ArgumentError("percentile", percentile, "must be in (0, 1)", "leave it out for the maximum")
         bins = (_HIGH - _LOW) * _OCTAVE
         return cls(
@@ -76,10 +76,13 @@ class ActivationStatistics:
         """Add the tokens of x, float [..., K] on any device; returns itself.
 
         Raises:
-            ArgumentError: another number of channels, or NaN or infinity.
+            ArgumentError: no tensor, another number of channels, or values that are not finite in float32.
         """
         import torch
 
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentError("x", type(x).__name__, f"must be a tensor [..., {self.k}]", "pass this layer's input")
+        weights.check_dense("x", x)
         if not x.ndim or x.shape[-1] != self.k or not x.dtype.is_floating_point:
             raise ArgumentError("x", list(x.shape), f"must be float [..., {self.k}]", "pass this layer's input")
         x = x.detach().reshape(-1, self.k).to(self.maximum.device, torch.float32).abs()
@@ -87,7 +90,7 @@ class ActivationStatistics:
             return self
         largest = x.amax(dim=0)
         if not bool(largest.isfinite().all()):
-            raise ArgumentError("x", "NaN or infinity", "must be finite", "leave broken samples out")
+            raise ArgumentError("x", "NaN or infinity", "must be finite in float32", "leave broken samples out")
         torch.maximum(self.maximum, largest, out=self.maximum)
         self.squares += x.double().square_().sum(dim=0)
         if self.histogram is not None:
@@ -97,9 +100,10 @@ class ActivationStatistics:
         return self
 
     def merge(self, other: ActivationStatistics) -> ActivationStatistics:
-        """Add what another process has seen of the same layer; returns itself."""
+        """Add what another process has seen of the same layer; returns itself. ArgumentError for another layer's."""
         import torch
 
+        _check_kind("other", other, ActivationStatistics)
         if other.k != self.k or other.percentile != self.percentile:
             seen = (other.k, other.percentile)
             raise ArgumentError("other", seen, f"must be of {(self.k, self.percentile)}", "merge statistics of a layer")
@@ -184,12 +188,15 @@ class BlockPlan:
         return places.where(places < self.k, PADDING)
 
     def arrange(self, t: torch.Tensor) -> torch.Tensor:
-        """[..., k] to [..., Kp] in the plan's order; padding becomes 0."""
+        """[..., k] to [..., Kp] in the plan's order; padding becomes 0. ArgumentError for another extent."""
+        _check_extent("t", t, self.k)
         order = self.order().to(t.device)
         return t.index_select(-1, order.clamp(min=0)).masked_fill(order < 0, 0)
 
     def restore(self, t: torch.Tensor) -> torch.Tensor:
-        """[..., Kp] back to [..., k]: the inverse of `arrange`."""
+        """[..., Kp] back to [..., k]: the inverse of `arrange`. ArgumentError for another extent."""
+        _check_extent("t", t, self.padded)
+        weights.check_dense("t", t)
         order = self.order().to(t.device)
         out = t.new_zeros(*t.shape[:-1], self.k)
         out[..., order[order >= 0]] = t[..., order >= 0]
@@ -241,22 +248,26 @@ def plan_blocks(
     Raises:
         ArgumentError: for anything that does not fit.
     """
-    import torch
-
-    c = statistics.magnitude if isinstance(statistics, ActivationStatistics) else torch.as_tensor(statistics)
-    if c.ndim != 1 or not len(c) or not c.dtype.is_floating_point or not bool((c.isfinite() & (c >= 0)).all()):
-        raise ArgumentError("statistics", list(c.shape), "must be finite magnitudes [K], >= 0", "calibrate the layer")
-    if not tau > 0:
-        raise ArgumentError("tau", tau, "must be positive", f"use {TAU}")
+    own = isinstance(statistics, ActivationStatistics)
+    c = statistics.magnitude if own else weights.as_tensor("statistics", statistics)
+    if c.ndim != 1 or not len(c) or not c.dtype.is_floating_point:
+        seen = f"{c.dtype} {list(c.shape)}"
+        raise ArgumentError("statistics", seen, "must be float magnitudes [K]", "calibrate the layer")
+    c = c.float()
+    if not bool((c.isfinite() & (c >= 0)).all()):
+        seen = "negative or not finite"
+        raise ArgumentError("statistics", seen, "must be finite in float32, >= 0", "calibrate the layer again")
+    if not isinstance(tau, (int, float)) or not tau > 0:
+        raise ArgumentError("tau", tau, "must be a positive number", f"use {TAU}")
     k, blocks = len(c), -(-len(c) // BLOCK)
     most = blocks if ceiling is None else ceiling
-    if not 0 <= floor <= most <= blocks:
-        constraint = f"must be 0 <= floor <= ceiling <= {blocks}"
+    if type(floor) is not int or type(most) is not int or not 0 <= floor <= most <= blocks:
+        constraint = f"must be integers, 0 <= floor <= ceiling <= {blocks}"
         raise ArgumentError("floor", (floor, ceiling), constraint, "count blocks of 128 channels")
-    if ratio is not None and (not 0 <= ratio <= 1 or floor or ceiling is not None):
+    fits = ratio is None or (isinstance(ratio, (int, float)) and 0 <= ratio <= 1)
+    if not fits or (ratio is not None and (floor or ceiling is not None)):
         seen = (ratio, floor, ceiling)
         raise ArgumentError("ratio", seen, "must be in [0, 1], without floor and ceiling", "pass one of them")
-    c = c.float()
     carrying = c[c > 0]
     threshold = tau * float(carrying.median()) if len(carrying) else 0.0
     outliers = c > threshold
@@ -293,12 +304,12 @@ def fold(plan: BlockPlan, *tensors: torch.Tensor, dim: int = 0) -> tuple[torch.T
     Raises:
         ArgumentError: k is no multiple of 128, or a tensor has another extent.
     """
+    _check_kind("plan", plan, BlockPlan)
     _check_foldable(plan)
+    if type(dim) is not int:
+        raise ArgumentError("dim", dim, "must be an integer", "pass the dimension of the channels")
     for t in tensors:
-        if t.ndim <= dim or t.shape[dim] != plan.k:
-            raise ArgumentError(
-                "tensors", list(t.shape), f"must have {plan.k} entries along {dim}", "pass the producer"
-            )
+        _check_extent("tensors", t, plan.k, dim)
     if plan.permutation is None:
         return tuple(tensors)
     return tuple(t.index_select(dim, plan.permutation.long().to(t.device)) for t in tensors)
@@ -310,3 +321,20 @@ def _check_foldable(plan: BlockPlan) -> None:
             "plan", plan.k, f"K must be a multiple of {BLOCK} to be folded: padding lies inside the order",
             "let the activation quantizer permute",
         )  # fmt: skip
+
+
+def _check_extent(name: str, t: torch.Tensor, size: int, dim: int = -1) -> None:
+    import torch
+
+    if not isinstance(t, torch.Tensor):
+        raise ArgumentError(name, type(t).__name__, f"must be a tensor with {size} entries along {dim}", "convert it")
+    if not t.is_meta:
+        weights.check_dense(name, t)
+    if not -t.ndim <= dim < t.ndim or t.shape[dim] != size:
+        constraint = f"must have {size} entries along {dim}"
+        raise ArgumentError(name, list(t.shape), constraint, "pass one of the layer of the plan")
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ArgumentError(name, type(value).__name__, f"must be {kind.__name__}", "see terrazzo.ops.w4ax")

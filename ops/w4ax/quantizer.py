@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
 from terrazzo.ops.w4a8.quantizer import divide, row_chunks
 from terrazzo.ops.w4ax.fmpq import BLOCK, BlockPlan
 from terrazzo.ops.w4ax.format import LARGEST_MULTIPLIER, SCALES, PackedWeight, QuantizedWeight, pack
@@ -69,7 +70,7 @@ def quantize_weight(
     """
     import torch
 
-    _check(weight, plan, importance, clip_steps, smallest_clip)
+    importance = _check(weight, plan, importance, clip_steps, smallest_clip)
     if scales not in SCALES:
         raise ArgumentError("scales", scales, f"must be one of {SCALES}", f"use {SCALES[0]!r}")
     kept = plan.folded() if folded else plan
@@ -77,7 +78,7 @@ def quantize_weight(
     codes = torch.empty(n, plan.padded, dtype=torch.int8, device=weight.device)
     found = torch.empty(n, plan.blocks, device=weight.device)
     channel = torch.empty(n, device=weight.device) if scales == "two_level" else None
-    share = None if importance is None else plan.arrange(importance.to(weight.device).float()).view(-1, BLOCK)
+    share = None if importance is None else plan.arrange(importance).view(-1, BLOCK)
     for part in row_chunks(n, k, weight.device.type):
         w = plan.arrange(weight[part].float()).view(-1, plan.blocks, BLOCK)
         if channel is None:
@@ -132,21 +133,18 @@ def _round(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (w / scale[..., None]).round_().clamp_(-QMAX, QMAX)
 
 
-def _check(weight, plan, importance, clip_steps: int, smallest_clip: float) -> None:
-    import torch
-
-    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or 0 in weight.shape or weight.dtype not in floats:
-        seen = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
-        raise ArgumentError("weight", seen, "must be a float tensor [N, K] with N, K >= 1", "pass nn.Linear.weight")
-    if not bool(weight.isfinite().all()):
-        raise ArgumentError("weight", "NaN or infinity", "must be finite", "repair the checkpoint")
-    if not isinstance(plan, BlockPlan) or plan.k != weight.shape[1]:
+def _check(weight, plan, importance, clip_steps: int, smallest_clip: float) -> torch.Tensor | None:
+    """What `quantize_weight` is given; the importance in float32 beside the weight."""
+    _, k = weights.check_matrix(weight)
+    if not isinstance(plan, BlockPlan) or plan.k != k:
         seen = getattr(plan, "k", type(plan).__name__)
-        raise ArgumentError("plan", seen, f"must be a BlockPlan of {weight.shape[1]} channels", "use plan_blocks")
-    if importance is not None and (tuple(importance.shape) != (plan.k,) or not bool((importance >= 0).all())):
-        seen = list(importance.shape)
-        raise ArgumentError("importance", seen, f"must be [{plan.k}], >= 0", "pass statistics.mean_square")
-    if clip_steps < 1 or not 0 < smallest_clip <= 1:
-        seen = (clip_steps, smallest_clip)
-        raise ArgumentError("clip_steps", seen, "needs clip_steps >= 1, 0 < smallest_clip <= 1", "use the defaults")
+        raise ArgumentError("plan", seen, f"must be a BlockPlan of {k} channels", "use plan_blocks")
+    weights.check_count("clip_steps", clip_steps, "pass 1 to keep the maximum")
+    weights.check_share("smallest_clip", smallest_clip)
+    if importance is None:
+        return None
+    given = weights.as_tensor("importance", importance, weight.device)
+    if tuple(given.shape) != (k,) or given.is_complex() or not bool((given.float().isfinite() & (given >= 0)).all()):
+        seen = f"{given.dtype} {list(given.shape)}"
+        raise ArgumentError("importance", seen, f"must be finite [{k}], >= 0", "pass statistics.mean_square")
+    return given.float()

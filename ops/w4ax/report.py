@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
 from terrazzo.ops.w4ax import reference
 from terrazzo.ops.w4ax.fmpq import BLOCK, ActivationStatistics, BlockPlan, plan_blocks
 from terrazzo.ops.w4ax.quantizer import quantize_weight
@@ -58,7 +59,7 @@ class FmpqReport:
         """Write a picture: magnitude of the channels in the plan's order, INT8 blocks shaded, and the errors.
 
         Raises:
-            ArgumentError: matplotlib is not installed.
+            ArgumentError: matplotlib is not installed, or the file cannot be written.
         """
         try:
             from matplotlib.figure import Figure
@@ -74,7 +75,11 @@ class FmpqReport:
         left.legend(loc="upper left", fontsize=8)
         right.bar(list(self.errors), list(self.errors.values()), color="#2980b9")
         right.set(ylabel="relative error of the output")
-        figure.savefig(path, dpi=150)
+        try:
+            figure.savefig(path, dpi=150)
+        except (OSError, ValueError, AttributeError) as error:  # a folder, a suffix, or what is no path
+            constraint = f"cannot be written ({error})"
+            raise ArgumentError("path", str(path), constraint, "name a .png in a folder that exists") from None
 
 
 def report(
@@ -88,12 +93,22 @@ def report(
         quantizer: further arguments of `quantize_weight`.
 
     Raises:
-        ArgumentError: shapes that do not fit.
+        ArgumentError: shapes or devices that do not fit, or values that are not finite.
     """
     import torch
 
-    if x.ndim != 2 or x.shape[1] != plan.k or not len(x):
-        raise ArgumentError("x", list(x.shape), f"must be activations [T, {plan.k}]", "flatten tokens")
+    for name, value, kind in (("statistics", statistics, ActivationStatistics), ("plan", plan, BlockPlan)):
+        if not isinstance(value, kind):
+            raise ArgumentError(name, type(value).__name__, f"must be {kind.__name__}", "see terrazzo.ops.w4ax")
+    _, k = weights.check_matrix(weight)
+    if not k == plan.k == statistics.k:
+        constraint = f"must be of the weight's {k} channels, as the statistics ({statistics.k})"
+        raise ArgumentError("plan", plan.k, constraint, "pass those of one layer")
+    weights.check_floats("x", x, f"[T, {k}]", "flatten tokens")
+    if x.ndim != 2 or not len(x) or x.shape[1] != k or x.device != weight.device:
+        seen = f"{list(x.shape)} on {x.device}"
+        raise ArgumentError("x", seen, f"must be activations [T, {k}], T >= 1, on {weight.device}", "flatten tokens")
+    weights.check_finite("x", x, "leave broken samples out")
     pick = torch.linspace(0, len(x) - 1, min(len(x), _MOST_TOKENS), device=x.device).round().long()
     x = x[pick].float()
     wanted = x.double() @ weight.double().T

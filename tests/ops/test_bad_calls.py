@@ -184,3 +184,78 @@ def test_traced_activations_are_checked_too(weights):
             w4a8.quantize_activations(x, out=w4a8.quantize_activations(other))
         with pytest.raises(ArgumentError, match=f"K = {K}"):
             w4ax.quantize_activations(x[:, 1:], weights["w4ax"])
+
+
+QUANTIZERS = {"w4a16": w4a16, "w4a8": w4a8, "fp8": fp8, "w4ax": w4ax}
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_weights_before_they_are_quantized(name):
+    w, plan = torch.randn(4, K, generator=torch.Generator().manual_seed(0)), w4ax.plan_blocks(torch.rand(K))
+    own = {"plan": plan} if name == "w4ax" else {}
+    cases = [
+        ("weight", "must be a float tensor", dict(weight=None)),
+        ("weight", "must be a float tensor", dict(weight=[[1.0] * K])),
+        ("weight", "must be a float tensor", dict(weight=w.int())),
+        ("weight", "N, K >= 1", dict(weight=w[:0])),
+        ("weight", "must be dense and hold data", dict(weight=w.to("meta"))),
+        ("weight", "must be dense and hold data", dict(weight=w.to_sparse())),
+        ("weight", "range of float32", dict(weight=w.double() * 1e39)),
+        ("bias", "must be dense and hold data", dict(bias=torch.ones(4, device="meta"))),
+    ]
+    if name != "w4ax":
+        cases += [("group_size", "must be one of", dict(group_size=bad)) for bad in (64.0, None, "64", [64])]
+    if name in ("w4a16", "w4ax"):
+        clip = "clip_min" if name == "w4a16" else "smallest_clip"
+        cases += [("clip_steps", "positive integer", dict(clip_steps=bad)) for bad in (0, 2.0, None)]
+        cases += [(clip, "must be a number", {clip: bad}) for bad in (0, None, float("nan"))]
+    vector = {"w4a8": "smooth", "fp8": "smooth", "w4ax": "importance"}.get(name)
+    if vector:
+        cases += [(vector, "must be a tensor", {vector: "best"}), (vector, "must be", {vector: [1.0]})]
+        cases.append((vector, "hold data", {vector: torch.ones(K, device="meta")}))
+    if vector == "smooth":
+        cases.append(("smooth", "must fit float32", dict(weight=w * 100, smooth=torch.full((K,), 3e38))))
+    for argument, said, changes in cases:
+        with pytest.raises(ArgumentError, match=f"^{argument} = .*{said}"):
+            QUANTIZERS[name].quantize_weight(**({"weight": w} | own | changes))
+
+
+def test_calibration_and_reports():
+    w, statistics = torch.randn(8, K, generator=torch.Generator().manual_seed(0)), w4ax.ActivationStatistics.empty(K)
+    plan = w4ax.plan_blocks(torch.rand(K))
+    search, report = w4a8.search_smooth, w4ax.report
+    observed = w4ax.ActivationStatistics.empty(K).observe(w)
+    for call, said in (
+        (lambda: search(None, w), "x = .*must be a float tensor"),
+        (lambda: search(w, None), "weight = .*must be a float tensor"),
+        (lambda: search(w.to("meta"), w), "x = .*must be dense"),
+        (lambda: search(w.double() * 1e39, w), "x = .*range of float32"),
+        (lambda: search(w, w, steps=2.0), "steps = .*positive integer"),
+        (lambda: search(w, w, max_tokens=None), "max_tokens = .*positive integer"),
+        (lambda: w4ax.ActivationStatistics.empty(1.5), "k = .*positive integer"),
+        (lambda: w4ax.ActivationStatistics.empty(K, percentile="p99"), "percentile = "),
+        (lambda: w4ax.ActivationStatistics.empty(K, device="nowhere"), "device = "),
+        (lambda: statistics.observe([1.0]), "x = .*must be a tensor"),
+        (lambda: statistics.observe(w.to("meta")), "x = .*must be dense"),
+        (lambda: statistics.merge(plan), "other = .*must be ActivationStatistics"),
+        (lambda: w4ax.plan_blocks(None), "statistics = .*must be a tensor"),
+        (lambda: w4ax.plan_blocks(torch.rand(K).double() * 1e300), "statistics = .*float32"),
+        (lambda: w4ax.plan_blocks(torch.rand(K), tau=None), "tau = .*positive number"),
+        (lambda: w4ax.plan_blocks(torch.rand(K), floor=0.5), "floor = .*must be integers"),
+        (lambda: w4ax.plan_blocks(torch.rand(K), ratio="all"), "ratio = "),
+        (lambda: w4ax.fold(None, w.T), "plan = .*must be BlockPlan"),
+        (lambda: w4ax.fold(plan, None), "tensors = .*must be a tensor"),
+        (lambda: w4ax.fold(plan, w, dim=3), "tensors = .*entries along 3"),
+        (lambda: plan.arrange(w[:, 1:]), "t = .*must have 128 entries"),
+        (lambda: plan.restore(None), "t = .*must be a tensor"),
+        (lambda: report(None, plan, w, w), "statistics = .*must be ActivationStatistics"),
+        (lambda: report(observed, plan, w[:, 1:], w), "plan = .*must be of the weight's 127 channels"),
+        (lambda: report(observed, plan, w, None), "x = .*must be a float tensor"),
+        (lambda: report(observed, plan, w.to_sparse(), w), "weight = .*must be dense"),
+        (lambda: report(observed, plan, w, w).plot("/nowhere/at/all.png"), "path = .*(cannot be written|matplotlib)"),
+        (lambda: attention.quantize([1.0], "int4"), "x = .*must be a float tensor"),
+        (lambda: attention.quantize(w, "int8_static", [1.0, 2.0]), "static = .*must broadcast"),
+        (lambda: attention.dequantize(attention.quantize(w, "float16"), "int4"), "fmt = .*scales of the block"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            call()

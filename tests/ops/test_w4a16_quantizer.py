@@ -107,8 +107,8 @@ def test_chunks_do_not_matter(monkeypatch):
         ({"group_size": 16}, "group_size", "use 128"),
         ({"scale_dtype": torch.float64}, "scale_dtype", "use torch.float16"),
         ({"weight": torch.full((8, 64), 3e6), "scale_dtype": torch.float16}, "scale_dtype", "cannot hold"),
-        ({"clip_steps": 0}, "clip_steps", "use the defaults"),
-        ({"clip_min": 0.0}, "clip_steps", "use the defaults"),
+        ({"clip_steps": 0}, "clip_steps", "1 for no search"),
+        ({"clip_min": 0.0}, "clip_min", "use the default"),
     ],
 )
 def test_bad_input_names_argument_and_remedy(changes, argument, words):
