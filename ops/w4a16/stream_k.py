@@ -6,16 +6,21 @@ parameters. A consumer warpgroup owns `row_blocks` blocks of 64 rows: it loads i
 sets of operand registers and issues four wgmma m64nNk16 (two where registers are short), while those before are still
 running on the other set.
 
-Work partition and shares of tiles: ops/tile_scheduler.py; the result has the same bits in every run. With experts, x
-holds the tokens of all of them, sorted, and the loop runs over (expert, tile) pairs; the partition is made on the
-device (grouped GEMM). The expert of a tile is known only after the kernel before: nothing is fetched ahead of it.
+Work partition: ops/tile_scheduler.py; shares of tiles: ops/tile_shares.py. The result has the same bits in every run.
+With experts, x holds the tokens of all of them, sorted, and the loop runs over (expert, tile) pairs; the partition is
+made on the device (grouped GEMM). The expert of a tile is known only after the kernel before: nothing is fetched ahead
+of it.
 
 A stage is released when the wgmmas that read it were waited for, long after the shared-memory loads of its words were
 consumed: ptxas may move an arrive in front of a load's return (measured.md, "A race to design out").
 """
 
+from types import SimpleNamespace
+
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.calls import bulk, lds16_at, lds32, lds128, mma_kind, pack2, wgmma
+from terrazzo.ops.tile_program import OWN_BARRIERS, REGISTERS
 from terrazzo.ops.tile_scheduler import (
     EXPERTS_SOURCE,
     expert_macros,
@@ -24,24 +29,17 @@ from terrazzo.ops.tile_scheduler import (
     ring_macros,
     ring_state,
     segment_state,
-    share_macros,
-    slice_state,
-    spare_registers,
     table_state,
     table_words,
 )
+from terrazzo.ops.tile_shares import finish_macros, share_macros, slice_state, spare_registers
+from terrazzo.ops.w4a16.epilogue import OUT_PITCH, out_tokens, store_macros
 from terrazzo.ops.w4a16.operand import Operand
+from terrazzo.ops.w4a16.param_macros import param_macros
 from terrazzo.schedules import tile_costs
 
-PASS_CONFIGS = (  # barriers are placed by hand: the automatic ones stand around every access by a primitive
-    ("tl.disable_thread_storage_sync", True),
-    ("tl.disable_warp_specialized", True),
-)
+PASS_CONFIGS = OWN_BARRIERS
 UNIT_K = 128  # k extent of one unit of work: two slots of the ring
-REGISTERS = {  # (warpgroups, CTAs on an SM) -> a producer's, a consumer's
-    (1, 1): (40, 240), (2, 1): (40, 232), (3, 1): (40, 152), (4, 1): (32, 112), (1, 2): (40, 208), (2, 2): (32, 104)
-}  # fmt: skip
-OUT_PITCH = 24  # halves of a staged output row: 16 rows and 16 bytes of padding, free of bank conflicts
 
 
 def build(
@@ -85,18 +83,14 @@ def build(
     halves = stage_k // 64  # a stage is so many slots of 64 k
     np_, kp = -(-n // 64) * 64, -(-k // UNIT_K) * UNIT_K
     units, groups, rec, sb = kp // UNIT_K, op.groups(kp), op.record_bytes, op.scale_bytes
-    ig = op.groups_per(64)  # parameter records of a stage
+    ig = op.groups_per(64)  # parameter records of a slot
     batch = 2 if wgs == 4 and bm == 128 else 4  # k16 steps of a set of operands: registers for more sums
     shared_params = group in (0, 128)  # then only even slots carry parameters
     all_blocks, cta_blocks = np_ // 64, wgs * rb
     row_tiles = -(-all_blocks // cta_blocks)
     ct, nacc = wgs * 128, bm // 2
-    f32, vec8 = scale_dtype == "float32", n % 8 == 0
-    tb, stb = ("true" if bf16 else "false"), ("true" if scale_dtype == "bfloat16" else "false")
-    ab = "bf16" if bf16 else "fp16"
-    one2 = 0x3F803F80 if bf16 else 0x3C003C00
-    out_tokens = next(t for t in (32, 16) if bm % t == 0)
-    slot_bytes = bm * 64 * 2
+    kinds = (mma_kind(dtype),) * 2
+    slot_units = bm * 64 * 2 // 16  # of a descriptor
     used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "exchange", "warpgroup")
     source = prelude(*used, extra=(cvt.device_source, *([EXPERTS_SOURCE] if experts else [])))
     matrices = max(experts, 1)
@@ -107,6 +101,9 @@ def build(
     rings = ring_macros(stages=stages)
     spare = spare_registers(wgs, (rb + post) * nacc + 48, per_sm)
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype="float32", spare=spare)
+    out = store_macros(n=n, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks, bf16=bf16, bias=bias)
+    tail = finish_macros(tiles, shares, store=out.store, store_slice=out.store_slice, exchange=exchange)
+    words = param_macros(op)
     M = T.dynamic("m")
     G = T.dynamic("grid")
 
@@ -114,83 +111,89 @@ def build(
         return ring.stage[0] if shared_params else ring.stage[0] * halves + h % halves
 
     @T.macro
-    def load_weights(W, P, Ws, Ps, full, ring, c, kb, h):
-        """One thread: the packed words of 64 k, and the parameters where the stage carries them."""
+    def load_weights(io, c, kb, h):
+        """One thread: the packed words of 64 k, and the parameters where the slot carries them."""
         count = T.max(T.min(cta_blocks, all_blocks - c.rows[0] * cta_blocks), 0)
         params = h == 0 or not shared_params
-        T.mbarrier_expect_tx(full[ring.stage[0]], count * (2048 + (ig * rec if params else 0)))
+        T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * (2048 + (ig * rec if params else 0)))
         if count > 0:
-            T.call_extern(
-                "handle",
-                "tz_bulk",
-                T.access_ptr(Ws[ring.stage[0] * halves + h % halves, 0, 0], "w", 512),
-                T.access_ptr(W[(c.expert[0] * units + kb) * 2 + h, c.rows[0] * cta_blocks, 0], "r", 512),
+            bulk(
+                io.Ws[io.ring.stage[0] * halves + h % halves, 0, 0],
+                io.W[(c.expert[0] * units + kb) * 2 + h, c.rows[0] * cta_blocks, 0],
                 count * 2048,
-                T.access_ptr(full[ring.stage[0]], "rw", 1),
+                io.full[io.ring.stage[0]],
             )
             if params:
                 for q in T.unroll(ig):
                     record = 0 if group == 0 else (kb if shared_params else (kb * 2 + h) * ig + q)
-                    T.call_extern(
-                        "handle",
-                        "tz_bulk",
-                        T.access_ptr(Ps[param_slot(ring, h), q * cta_blocks * rec], "w", rec),
-                        T.access_ptr(P[c.expert[0] * groups + record, c.rows[0] * cta_blocks, 0], "r", rec),
+                    bulk(
+                        io.Ps[param_slot(io.ring, h), q * cta_blocks * rec],
+                        io.P[c.expert[0] * groups + record, c.rows[0] * cta_blocks, 0],
                         count * rec,
-                        T.access_ptr(full[ring.stage[0]], "rw", 1),
+                        io.full[io.ring.stage[0]],
                     )
+
+    @T.macro
+    def fill_weights(io, c, kb):
+        """The warp of the weights: 128 k, in two slots."""
+        for h in T.unroll(2):
+            if h % halves == 0:
+                rings.acquire(io.empty, io.ring)
+            if io.leader:
+                load_weights(io, c, kb, h)
+                if (h + 1) % halves == 0:
+                    T.barrier_arrive(io.full[io.ring.stage[0]])
+            if (h + 1) % halves == 0:
+                rings.advance(io.ring)
+
+    @T.macro
+    def fill_tokens(io, c, kb):
+        """The warp of X: 128 k, in two slots."""
+        for h in T.unroll(2):
+            if h % halves == 0:
+                rings.acquire(io.empty, io.ring)
+            T.tma_copy(
+                io.X[c.first[0] : c.first[0] + bm, kb * 128 + h * 64 : kb * 128 + h * 64 + 64],
+                io.Xs[io.ring.stage[0] * halves + h % halves, :, :],
+                barrier=io.full[io.ring.stage[0]],
+                leader_scope_threads=32,
+            )
+            if (h + 1) % halves == 0:
+                T.barrier_arrive(io.full[io.ring.stage[0]])
+                rings.advance(io.ring)
+
+    @T.macro
+    def locate(io, c):
+        """The tokens of the segment's tile, and its expert."""
+        tokens.locate(io.Es, c, M)
+
+    @T.macro
+    def load_words(Ws, w, ring, wg, wt):
+        """A thread's words of a whole stage, with one latency."""
+        for q in T.unroll(halves * rb):
+            lds128(w[q * 4], Ws[ring.stage[0] * halves + q // rb, wg * rb + q % rb, wt * 4])
 
     @T.macro
     def load_params(Ps, stage, block, lane_row, s, u, v, slot):
         """Registers of slot: f32 scales of rows g and g + 8, and the converter's (bias, scale) words."""
         for q in T.unroll(ig):
             at = (q * cta_blocks + block) * rec
-            u[0] = T.call_extern("uint32", "tz_lds32", T.access_ptr(Ps[stage, at + lane_row * 2 * sb], "r", 4))
-            if f32:
-                u[1] = T.call_extern("uint32", "tz_lds32", T.access_ptr(Ps[stage, at + lane_row * 2 * sb + 4], "r", 4))
+            u[0] = lds32(Ps[stage, at + lane_row * 2 * sb])
+            if scale_dtype == "float32":
+                u[1] = lds32(Ps[stage, at + lane_row * 2 * sb + 4])
             if symmetric:
                 u[2] = T.uint32(0x0808)
             else:
-                u[2] = T.call_extern("uint32", "tz_lds16_at", T.access_ptr(Ps[stage, at + 64 * sb], "r", 64), lane_row)
+                u[2] = lds16_at(Ps[stage, at + 64 * sb], lane_row, nbytes=64)
             if post or numerics == "fused":
-                if f32:
-                    s[(slot * ig + q) * 2] = T.reinterpret(u[0], "float32")
-                    s[(slot * ig + q) * 2 + 1] = T.reinterpret(u[1], "float32")
-                else:
-                    s[(slot * ig + q) * 2] = T.call_extern("float32", f"tz_unpack<{stb}, 0>", u[0])
-                    s[(slot * ig + q) * 2 + 1] = T.call_extern("float32", f"tz_unpack<{stb}, 1>", u[0])
+                words.scales(s, (slot * ig + q) * 2, u)
             if numerics == "fused":
                 for e in T.unroll(2):
                     zs = -T.cast(u[2] >> T.uint32(8 * e) & T.uint32(255), "float32") * s[(slot * ig + q) * 2 + e]
-                    v[(slot * ig + q) * 4 + 2 * e] = T.call_extern("uint32", f"tz_pack2<{tb}>", zs, zs)
-            elif bf16:
-                v[(slot * ig + q) * 4] = (u[2] & T.uint32(255)) * T.uint32(0x10001) + T.uint32(0x43004300)
-                v[(slot * ig + q) * 4 + 2] = (u[2] >> T.uint32(8)) * T.uint32(0x10001) + T.uint32(0x43004300)
+                    v[(slot * ig + q) * 4 + 2 * e] = pack2(zs, zs, bf16=bf16)
             else:
-                v[(slot * ig + q) * 4] = (u[2] & T.uint32(255)) * T.uint32(0x10001) + T.uint32(0x64006400)
-                v[(slot * ig + q) * 4 + 2] = (u[2] >> T.uint32(8)) * T.uint32(0x100010) + T.uint32(0x54005400)
-            v[(slot * ig + q) * 4 + 1] = T.uint32(one2) if post else (u[0] & T.uint32(0xFFFF)) * T.uint32(0x10001)
-            v[(slot * ig + q) * 4 + 3] = T.uint32(one2) if post else (u[0] >> T.uint32(16)) * T.uint32(0x10001)
-
-    @T.macro
-    def wgmma(a, half, desc, offset, sums, at, fresh):
-        T.ptx_wgmma_rs(
-            "float32",
-            f"m64n{bm}k16",
-            True,
-            ab,
-            ab,
-            "fp32",
-            a.data,
-            half,
-            desc.data,
-            offset,
-            sums.data,
-            at,
-            T.bool(not fresh),
-            1,
-            1,
-        )
+                words.bias_words(v, (slot * ig + q) * 4, u)
+            words.scale_words(v, (slot * ig + q) * 4, u)
 
     @T.macro
     def convert(w, words, a, half, v, r, first, count):
@@ -198,117 +201,42 @@ def build(
         for j in T.unroll(count):
             at = (r * ig + (first + j) * ig // 4) * 4
             T.call_extern(
-                "handle",
-                cvt.device_name,
-                w[words + first + j],
-                T.access_ptr(a[half + j * 4], "w", 4),
-                v[at],
-                v[at + 1],
-                v[at + 2],
-                v[at + 3],
-            )
+                "handle", cvt.device_name, w[words + first + j], T.access_ptr(a[half + j * 4], "w", 4),
+                v[at], v[at + 1], v[at + 2], v[at + 3],
+            )  # fmt: skip
         T.warpgroup_fence_operand(a, half, count * 4)
 
     @T.macro
-    def multiply_scaled(a, half, desc, slot, part, acc, s, r):
-        """64 k of row block r: the sums of each group of k are scaled and added to the tile's."""
+    def multiply(w, a, acc, part, s, v, desc, slot, h, r):
+        """64 k of row block r, by sets of operands: while the products of one run, the other is converted."""
+        for b in T.unroll(4 // batch):
+            half = ((h * rb + r) * (4 // batch) + b) % 2 * (batch * 4)
+            convert(w, (h % halves * rb + r) * 4, a, half, v, r, b * batch, batch)
+            T.warpgroup_fence_operand(acc, r * nacc, nacc)
+            T.warpgroup_arrive()
+            for j in T.unroll(batch):
+                at = (b * batch + j) * 2
+                wgmma(bm, kinds, acc, r * nacc, a, half + j * 4, desc, slot + at)
+            T.warpgroup_commit_batch()
+            T.warpgroup_fence_operand(acc, r * nacc, nacc)
+            T.warpgroup_wait(1)
+
+    @T.macro
+    def multiply_post(w, a, acc, part, s, v, desc, slot, h, r):
+        """64 k of row block r: the sums of each group of k, `part`, are scaled and added to the tile's."""
+        half = (h * rb + r) % 2 * 16
+        convert(w, (h % halves * rb + r) * 4, a, half, v, r, 0, 4)
         for q in T.unroll(ig):
             T.warpgroup_fence_operand(part, num_regs=nacc)
             T.warpgroup_arrive()
             for j in T.unroll(4 // ig):
                 at = q * (4 // ig) + j
-                wgmma(a, half + at * 4, desc, slot + at * 2, part, 0, j == 0)
+                wgmma(bm, kinds, part, 0, a, half + at * 4, desc, slot + at * 2, j != 0)
             T.warpgroup_commit_batch()
             T.warpgroup_wait(0)
             T.warpgroup_fence_operand(part, num_regs=nacc)
             for e in T.unroll(nacc):
                 acc[r * nacc + e] = acc[r * nacc + e] + s[(r * ig + q) * 2 + e % 4 // 2] * part[e]
-
-    @T.macro
-    def stage_out(Os, values, at, o, wg, warp, lane, q):
-        """16 rows x 16 tokens of a warp, from eight accumulator registers, transposed into part q of its buffer."""
-        for e in T.unroll(4):
-            o[e] = T.call_extern("uint32", f"tz_pack2<{tb}>", values[at + e * 2], values[at + e * 2 + 1])
-        T.call_extern(
-            "handle",
-            "tz_stmatrix4_trans",
-            T.access_ptr(
-                Os[wg * 4 + warp, (q * 16 + lane // 16 * 8 + lane % 8) * OUT_PITCH + lane // 8 % 2 * 8],
-                "w",
-                8,
-            ),
-            o[0],
-            o[1],
-            o[2],
-            o[3],
-        )
-
-    @T.macro
-    def write_out(Y, Os, token, row, at, wg, warp, end):
-        """Eight rows of one token."""
-        if vec8:
-            if T.And(token < end, row < n):
-                T.call_extern(
-                    "handle",
-                    "tz_copy16",
-                    T.access_ptr(Y[token, row], "w", 8),
-                    T.access_ptr(Os[wg * 4 + warp, at], "r", 8),
-                )
-        elif token < end:
-            for e in T.unroll(8):
-                if row + e < n:
-                    Y[token, row + e] = Os[wg * 4 + warp, at + e]
-
-    @T.macro
-    def load_bias(B, bb, expert, row):
-        bb[0] = T.cast(B[expert * n + T.min(row, n - 1)], "float32")
-        bb[1] = T.cast(B[expert * n + T.min(row + 8, n - 1)], "float32")
-
-    @T.macro
-    def store_block(Y, Os, acc, o, c, row0, first, count, r, wg, warp, lane):
-        """`count` tokens of row block r from token `first` of the tile."""
-        T.call_extern("handle", "tz_syncwarp")
-        for q in T.unroll(count // 16):
-            stage_out(Os, acc, r * nacc + (first // 8 + q * 2) * 4, o, wg, warp, lane, q)
-        T.call_extern("handle", "tz_syncwarp")
-        for q in T.unroll(count // 16):
-            write_out(
-                Y,
-                Os,
-                c.first[0] + first + q * 16 + lane // 2,
-                row0 + lane % 2 * 8,
-                (q * 16 + lane // 2) * OUT_PITCH + lane % 2 * 8,
-                wg,
-                warp,
-                c.end[0],
-            )
-
-    @T.macro
-    def store_tile(Y, B, Os, acc, o, bb, c, x, wg, warp, lane, sliced):
-        """Each warp stores its 16 rows of every row block, with the bias; `sliced`: of 16 tokens, those of x.units."""
-        for r in T.unroll(rb):
-            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + warp * 16
-            if bias:
-                load_bias(B, bb, c.expert[0], row0 + lane // 4)
-                for i in T.unroll(nacc):
-                    acc[r * nacc + i] = acc[r * nacc + i] + bb[i % 4 // 2]
-            if sliced:
-                for b in T.unroll(bm // 16):
-                    if T.call_extern("int32", "tz_has", x.units[0], r * (bm // 16) + b) > 0:
-                        store_block(Y, Os, acc, o, c, row0, b * 16, 16, r, wg, warp, lane)
-            else:
-                for b in T.unroll(bm // out_tokens):
-                    store_block(Y, Os, acc, o, c, row0, b * out_tokens, out_tokens, r, wg, warp, lane)
-
-    @T.macro
-    def end_segment(WS, SEM, Y, B, Os, acc, o, bb, c, x, cta, ctas, sk, wg, wt):
-        if c.leaves[0] > 0:
-            shares.leave_share(WS, SEM, acc, cta, wg, wt)
-        else:
-            if c.adds[0] > 0:
-                tiles.later_shares(c, cta, ctas, sk)
-                shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
-            store_tile(Y, B, Os, acc, o, bb, c, x, wg, wt // 32, wt % 32, False)
 
     @T.prim_func
     def main(
@@ -327,7 +255,7 @@ def build(
             Xs = T.alloc_shared((stages * halves, bm, 64), dtype)
             Ws = T.alloc_shared((stages * halves, cta_blocks, 512), "int32")
             Ps = T.alloc_shared((stages if shared_params else stages * halves, cta_blocks * ig * rec), "uint8")
-            Os = T.alloc_shared((wgs * 4, out_tokens * OUT_PITCH), dtype)
+            Os = T.alloc_shared((wgs * 4, out_tokens(bm) * OUT_PITCH), dtype)
             Es = T.alloc_shared((table_words(experts),), "int32")
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
             empty = T.alloc_barrier([wgs * 4] * stages)
@@ -359,39 +287,15 @@ def build(
             tiles.plan(p, cta, ctas, sk, mt)
             if tx >= ct:
                 T.dec_max_nreg(REGISTERS[wgs, per_sm][0])
+                io = SimpleNamespace(
+                    X=X, W=W, P=P, Xs=Xs, Ws=Ws, Ps=Ps, Es=Es, full=full, empty=empty, ring=ring, leader=tx == ct
+                )
                 if tx < ct + 32:  # weights do not depend on the kernel before: the first ring comes while it still runs
-                    for seg in T.serial(p.all[0]):
-                        tiles.segment(p, c, seg, cta, ctas, sk, mt)
-                        tokens.locate(Es, c, M)
-                        for kb in T.unroll(c.k0[0], c.k1[0], unroll_factor=1):
-                            for h in T.unroll(2):
-                                if h % halves == 0:
-                                    T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
-                                if tx == ct:
-                                    load_weights(W, P, Ws, Ps, full, ring, c, kb, h)
-                                    if (h + 1) % halves == 0:
-                                        T.barrier_arrive(full[ring.stage[0]])
-                                if (h + 1) % halves == 0:
-                                    rings.advance(ring)
+                    tiles.each_unit(fill_weights, io, locate, p, c, cta, ctas, sk, mt)
                 elif tx < ct + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
                     if not experts:
                         T.pdl_sync()
-                    for seg in T.serial(p.all[0]):
-                        tiles.segment(p, c, seg, cta, ctas, sk, mt)
-                        tokens.locate(Es, c, M)
-                        for kb in T.unroll(c.k0[0], c.k1[0], unroll_factor=1):
-                            for h in T.unroll(2):
-                                if h % halves == 0:
-                                    T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
-                                T.tma_copy(
-                                    X[c.first[0] : c.first[0] + bm, kb * 128 + h * 64 : kb * 128 + h * 64 + 64],
-                                    Xs[ring.stage[0] * halves + h % halves, :, :],
-                                    barrier=full[ring.stage[0]],
-                                    leader_scope_threads=32,
-                                )
-                                if (h + 1) % halves == 0:
-                                    T.barrier_arrive(full[ring.stage[0]])
-                                    rings.advance(ring)
+                    tiles.each_unit(fill_tokens, io, locate, p, c, cta, ctas, sk, mt)
             else:
                 T.inc_max_nreg(REGISTERS[wgs, per_sm][1])
                 wg = tx // 128
@@ -409,36 +313,13 @@ def build(
                     for kb in T.serial(c.k1[0] - c.k0[0]):
                         for h in T.unroll(2):
                             if h % halves == 0:
-                                T.barrier_wait(full[ring.stage[0]], ring.parity[0])
-                                T.call_extern("handle", "tz_fence")
-                                for q in T.unroll(halves * rb):  # the words of the whole stage: one latency
-                                    T.call_extern(
-                                        "handle",
-                                        "tz_lds128",
-                                        T.access_ptr(w[q * 4], "w", 4),
-                                        T.access_ptr(
-                                            Ws[ring.stage[0] * halves + q // rb, wg * rb + q % rb, wt * 4], "r", 4
-                                        ),
-                                    )
+                                rings.wait(full, ring)
+                                load_words(Ws, w, ring, wg, wt)
                             for r in T.unroll(rb):
                                 if h == 0 or not shared_params:
                                     load_params(Ps, param_slot(ring, h), wg * rb + r, warp * 8 + lane // 4, s, u, v, r)
-                                slot = (ring.stage[0] * halves + h % halves) * (slot_bytes // 16)
-                                if post:
-                                    convert(w, (h % halves * rb + r) * 4, a, (h * rb + r) % 2 * 16, v, r, 0, 4)
-                                    multiply_scaled(a, (h * rb + r) % 2 * 16, desc, slot, part, acc, s, r)
-                                else:
-                                    for b in T.unroll(4 // batch):
-                                        half = ((h * rb + r) * (4 // batch) + b) % 2 * (batch * 4)
-                                        convert(w, (h % halves * rb + r) * 4, a, half, v, r, b * batch, batch)
-                                        T.warpgroup_fence_operand(acc, r * nacc, nacc)
-                                        T.warpgroup_arrive()
-                                        for j in T.unroll(batch):
-                                            at = (b * batch + j) * 2
-                                            wgmma(a, half + j * 4, desc, slot + at, acc, r * nacc, False)
-                                        T.warpgroup_commit_batch()
-                                        T.warpgroup_fence_operand(acc, r * nacc, nacc)
-                                        T.warpgroup_wait(1)
+                                slot = (ring.stage[0] * halves + h % halves) * slot_units
+                                (multiply_post if post else multiply)(w, a, acc, part, s, v, desc, slot, h, r)
                                 if r == 0 and h % halves == 0:  # the wgmmas on the stage before are complete
                                     rings.release(empty, ring, T.And(lane == 0, kb * 2 + h > 0))
                             if (h + 1) % halves == 0:
@@ -446,16 +327,7 @@ def build(
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
                     rings.release(empty, ring, T.And(lane == 0, c.k1[0] > c.k0[0]))
-                    if exchange:
-                        if p.among[0] > 0:
-                            shares.give(WS, SEM, acc, x, p.among[0], cta, ctas, wg, wt)
-                            for _ in T.serial(x.rounds[0]):
-                                shares.take(WS, acc, x, c, cta, wg, wt)
-                                store_tile(Y, B, Os, acc, o, bb, c, x, wg, warp, lane, True)
-                            shares.close(SEM, x, cta, wg, wt)
-                        else:
-                            end_segment(WS, SEM, Y, B, Os, acc, o, bb, c, x, cta, ctas, sk, wg, wt)
-                    else:
-                        end_segment(WS, SEM, Y, B, Os, acc, o, bb, c, x, cta, ctas, sk, wg, wt)
+                    to = SimpleNamespace(Y=Y, B=B, Os=Os, o=o, bb=bb)
+                    tail.finish(WS, SEM, acc, to, p, c, x, cta, ctas, sk, wg, wt)
 
     return main

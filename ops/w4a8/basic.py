@@ -11,12 +11,14 @@ Stream-K shares, the order of sums and the epilogue are those of stream_k.py; it
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, check_tile
 from terrazzo.ops.tile_scheduler import plan_state, ring_state, scalars, segment_state
 from terrazzo.ops.w4a8.epilogue import staged
 from terrazzo.ops.w4a8.problem import UNIT_K, ComparedGemm
-from terrazzo.ops.w4a8.stages import PASS_CONFIGS as PASS_CONFIGS
 from terrazzo.ops.w4a8.stages import PRIMITIVES, tile_macros
 from terrazzo.schedules.w4a8 import Basic
+
+PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 
 
 def build(
@@ -49,12 +51,7 @@ def build(
     bm, wgs, rb = block_tokens, warpgroups, row_blocks
     if operands not in (1, 2):
         raise ArgumentError("operands", operands, "must be 1 or 2 sets of registers", "leave it out")
-    if not Basic(bm, wgs, rb, stages, operands=operands).legal():
-        raise ArgumentError(
-            "block_tokens", bm, f"is too wide for {wgs} warpgroups of {rb} row blocks (registers)", "take fewer of them"
-        )
-    if stages < 2:
-        raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
+    check_tile(Basic(bm, wgs, rb, stages, operands=operands))
     cta_blocks = wgs * rb
     ct, nacc = wgs * 128, bm // 2
     tiles = tile_macros(
@@ -105,7 +102,7 @@ def build(
             codes = steps.registers()
             a = T.alloc_local((8 * operands,), "uint32")
             acc = T.alloc_local((rb * nacc,), "int32")
-            held = out.registers()
+            to = out.state(Y, Os, Fs, Rs)
             desc = T.alloc_wgmma_desc()
             p = plan_state()
             c = segment_state()
@@ -135,12 +132,11 @@ def build(
                     fetch(X, W, Xs, Ws, full, p, at, ahead, fill, i >= at.early[0], cta, sk, M, tx)
             for seg in T.serial(p.all[0]):
                 tiles.segment(p, c, seg, cta, G, sk, M)
-                out.fetch(S, XS, RS, B, held, c, wg, wt)
+                out.fetch(S, XS, RS, B, to, c, wg, wt)
                 for i in T.unroll(rb * nacc):
                     acc[i] = 0
                 for _ in T.serial(c.k1[0] - c.k0[0]):
-                    T.barrier_wait(full[ring.stage[0]], ring.parity[0])
-                    T.call_extern("handle", "tz_fence")
+                    rings.wait(full, ring)
                     for r in T.unroll(rb):
                         steps.load_unit(Ws, w, u, ring.stage[0], wg * rb + r, wt)
                         for h in T.unroll(2):
@@ -155,6 +151,6 @@ def build(
                     rings.advance(ring)
                 T.warpgroup_wait(0)
                 T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
-                tiles.finish(WS, SEM, Y, Os, Fs, Rs, acc, held, c, cta, G, sk, wg, wt)
+                tiles.finish(WS, SEM, acc, to, c, cta, G, sk, wg, wt)
 
     return main

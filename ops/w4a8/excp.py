@@ -13,15 +13,19 @@ A copied stage is given back by the converters when its words went through stmat
 products on it were waited for.
 """
 
+from types import SimpleNamespace
+
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.calls import fence, stmatrix4, syncwarp
+from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, check_tile
 from terrazzo.ops.tile_scheduler import plan_state, ring_macros, ring_state, scalars, segment_state
 from terrazzo.ops.w4a8.epilogue import staged
 from terrazzo.ops.w4a8.problem import UNIT_K, Gemm
-from terrazzo.ops.w4a8.stages import PASS_CONFIGS as PASS_CONFIGS
 from terrazzo.ops.w4a8.stages import PRIMITIVES, tile_macros
 from terrazzo.schedules.w4a8 import Excp
 
+PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 REGISTERS = {1: (40, 152, 240), 2: (40, 120, 176)}  # warpgroups that multiply -> of a loader, a converter, a multiplier
 BLOCK_BYTES = 64 * UNIT_K  # converted: 64 rows by 128 k
 
@@ -57,12 +61,7 @@ def build(
     bm, wgs, rb = block_tokens, warpgroups, row_blocks
     if operands < 1:
         raise ArgumentError("operands", operands, "must be at least 1 stage of converted weights", "leave it out")
-    if not Excp(bm, wgs, rb, stages, operands=operands).legal():
-        raise ArgumentError(
-            "block_tokens", bm, f"is too wide for {wgs} warpgroups of {rb} row blocks (registers)", "take fewer of them"
-        )
-    if stages < 2:
-        raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
+    check_tile(Excp(bm, wgs, rb, stages, operands=operands))
     cta_blocks = wgs * rb
     ct, nacc = wgs * 128, bm // 2
     tiles = tile_macros(
@@ -83,19 +82,13 @@ def build(
             for h in T.unroll(2):
                 steps.convert(w, h * 4, u, a, h * 8, codes, h)
                 for e in T.unroll(2):  # lanes 8i .. 8i + 7 name the rows of register i: row half i % 2, k half i / 2
-                    T.call_extern(
-                        "handle",
-                        "tz_stmatrix4",
-                        T.access_ptr(
-                            As[
-                                to * cta_blocks + b,
-                                wt // 32 * 16 + lane // 8 % 2 * 8 + lane % 8,
-                                (h * 2 + e) * 32 + lane // 16 * 16,
-                            ],
-                            "w",
-                            16,
-                        ),
-                        T.access_ptr(a[h * 8 + e * 4], "r", 4),
+                    stmatrix4(
+                        As[
+                            to * cta_blocks + b,
+                            wt // 32 * 16 + lane // 8 % 2 * 8 + lane % 8,
+                            (h * 2 + e) * 32 + lane // 16 * 16,
+                        ],
+                        a[h * 8 + e * 4],
                     )
 
     @T.macro
@@ -143,40 +136,29 @@ def build(
             codes = steps.registers()
             a = T.alloc_local((16,), "uint32")
             acc = T.alloc_local((rb * nacc,), "int32")
-            held = out.registers()
+            to = out.state(Y, Os, Fs, Rs)
             desc = T.alloc_wgmma_desc()
             a_desc = T.alloc_wgmma_desc()
             p = plan_state()
             c = segment_state()
             ring = ring_state()
-            to = ring_state()
+            made_ring = ring_state()
             ahead = scalars("units")
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs), As: make_full_bank_swizzled_layout(As)})
             tx = T.get_thread_binding()
             lane = tx % 32
             rings.reset(ring)
-            made.reset(to)
+            made.reset(made_ring)
             T.pdl_trigger()
             tiles.plan(p, cta, G, sk, M)
             if tx >= ct + 128:
                 T.dec_max_nreg(REGISTERS[wgs][0])
                 if tx < ct + 160:
-                    # weights do not depend on the kernel before: fetch the first ring while it still runs
-                    tiles.segment(p, c, 0, cta, G, sk, M)
-                    ahead.units[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages), 0)
-                    if tx == ct + 128:
-                        for kb in T.serial(ahead.units[0]):
-                            steps.load_weights(W, Ws, full, kb, c, c.k0[0] + kb)
-                    T.pdl_sync()
-                    for seg in T.serial(p.all[0]):
-                        tiles.segment(p, c, seg, cta, G, sk, M)
-                        for kb in T.serial(c.k1[0] - c.k0[0]):
-                            T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
-                            steps.load_tokens(X, Xs, full, ring.stage[0], c, c.k0[0] + kb)
-                            if T.And(tx == ct + 128, T.Or(seg > 0, kb >= ahead.units[0])):
-                                steps.load_weights(W, Ws, full, ring.stage[0], c, c.k0[0] + kb)
-                            T.barrier_arrive(full[ring.stage[0]])
-                            rings.advance(ring)
+                    io = SimpleNamespace(
+                        X=X, W=W, Xs=Xs, Ws=Ws, full=full, empty=empty, ring=ring, worker=cta, base=0,
+                        leader=tx == ct + 128, ahead=ahead.units,
+                    )  # fmt: skip
+                    tiles.feed(io, p, c, G, sk, M)
             else:
                 if tx >= ct:
                     T.dec_max_nreg(REGISTERS[wgs][1])
@@ -184,16 +166,16 @@ def build(
                         tiles.segment(p, c, seg, cta, G, sk, M)
                         for _ in T.serial(c.k1[0] - c.k0[0]):
                             T.barrier_wait(full[ring.stage[0]], ring.parity[0])
-                            T.barrier_wait(used_up[to.stage[0]], to.parity[0] ^ 1)
-                            T.call_extern("handle", "tz_fence")
-                            convert_stage(Ws, As, w, u, a, codes, ring.stage[0], to.stage[0], tx - ct)
+                            made.acquire(used_up, made_ring)
+                            fence()
+                            convert_stage(Ws, As, w, u, a, codes, ring.stage[0], made_ring.stage[0], tx - ct)
                             T.fence_proxy_async()  # wgmma reads through the asynchronous proxy
-                            T.call_extern("handle", "tz_syncwarp")
+                            syncwarp()
                             if lane == 0:
-                                T.barrier_arrive(converted[to.stage[0]])
+                                T.barrier_arrive(converted[made_ring.stage[0]])
                                 T.barrier_arrive(empty[ring.stage[0]])
                             rings.advance(ring)
-                            made.advance(to)
+                            made.advance(made_ring)
                 else:
                     T.inc_max_nreg(REGISTERS[wgs][2])
                     wg = tx // 128
@@ -203,30 +185,30 @@ def build(
                     T.pdl_sync()
                     for seg in T.serial(p.all[0]):
                         tiles.segment(p, c, seg, cta, G, sk, M)
-                        out.fetch(S, XS, RS, B, held, c, wg, wt)
+                        out.fetch(S, XS, RS, B, to, c, wg, wt)
                         for i in T.unroll(rb * nacc):
                             acc[i] = 0
                         for kb in T.serial(c.k1[0] - c.k0[0]):
                             T.barrier_wait(full[ring.stage[0]], ring.parity[0])
-                            T.barrier_wait(converted[to.stage[0]], to.parity[0])
-                            multiply(acc, a_desc, desc, ring.stage[0], to.stage[0], wg)
+                            T.barrier_wait(converted[made_ring.stage[0]], made_ring.parity[0])
+                            multiply(acc, a_desc, desc, ring.stage[0], made_ring.stage[0], wg)
                             if operands == 1:
                                 T.warpgroup_wait(0)
                                 rings.advance(ring)
-                                made.advance(to)
+                                made.advance(made_ring)
                                 rings.release(empty, ring, lane == 0)
-                                made.release(used_up, to, lane == 0)
+                                made.release(used_up, made_ring, lane == 0)
                             else:
                                 T.warpgroup_wait(1)  # the products on the stages before are complete
                                 rings.release(empty, ring, T.And(lane == 0, kb > 0))
-                                made.release(used_up, to, T.And(lane == 0, kb > 0))
+                                made.release(used_up, made_ring, T.And(lane == 0, kb > 0))
                                 rings.advance(ring)
-                                made.advance(to)
+                                made.advance(made_ring)
                         T.warpgroup_wait(0)
                         T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
                         if operands > 1:
                             rings.release(empty, ring, lane == 0)
-                            made.release(used_up, to, lane == 0)
-                        tiles.finish(WS, SEM, Y, Os, Fs, Rs, acc, held, c, cta, G, sk, wg, wt)
+                            made.release(used_up, made_ring, lane == 0)
+                        tiles.finish(WS, SEM, acc, to, c, cta, G, sk, wg, wt)
 
     return main

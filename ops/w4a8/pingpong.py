@@ -9,15 +9,19 @@ The order of sums and the epilogue are those of stream_k.py; its sums are the sa
 wgmmas that read it were waited for.
 """
 
+from types import SimpleNamespace
+
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.calls import fence
+from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
 from terrazzo.ops.tile_scheduler import plan_state, ring_state, scalars, segment_state
 from terrazzo.ops.w4a8.epilogue import staged
 from terrazzo.ops.w4a8.problem import UNIT_K, Gemm
-from terrazzo.ops.w4a8.stages import PASS_CONFIGS as PASS_CONFIGS
 from terrazzo.ops.w4a8.stages import PRIMITIVES, tile_macros
-from terrazzo.ops.w4a8.stream_k import REGISTERS
 from terrazzo.schedules.w4a8 import PingPong
+
+PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 
 
 def build(
@@ -48,12 +52,7 @@ def build(
     bm, wgs, rb = block_tokens, warpgroups, row_blocks
     if wgs not in (2, 3):
         raise ArgumentError("warpgroups", wgs, "must be 2 or 3, each with a tile", "take the program stream_k")
-    if not PingPong(bm, wgs, rb, stages).legal():
-        raise ArgumentError(
-            "block_tokens", bm, f"is too wide for {wgs} warpgroups of {rb} row blocks (registers)", "take fewer of them"
-        )
-    if stages < 2:
-        raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
+    check_tile(PingPong(bm, wgs, rb, stages))
     ct, nacc = wgs * 128, bm // 2
     tiles = tile_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=rb, flags=0, raster=raster, stages=stages)
     steps, rings, out = tiles.steps, tiles.rings, tiles.out
@@ -93,7 +92,7 @@ def build(
             codes = steps.registers()
             a = T.alloc_local((16,), "uint32")
             acc = T.alloc_local((rb * nacc,), "int32")
-            held = out.registers()
+            to = out.state(Y, Os, Fs, Rs)
             desc = T.alloc_wgmma_desc()
             p = plan_state()
             c = segment_state()
@@ -105,27 +104,16 @@ def build(
             rings.reset(ring)
             T.pdl_trigger()
             if tx >= ct:
-                T.dec_max_nreg(REGISTERS[wgs][0])
+                T.dec_max_nreg(REGISTERS[wgs, 1][0])
                 if tx < ct + wgs * 32:
                     begin(p, at, cta, (tx - ct) // 32, sk, M)
-                    # weights do not depend on the kernel before: fetch the first ring while it still runs
-                    tiles.segment(p, c, 0, at.worker[0], G * wgs, sk, M)
-                    at.ahead[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages), 0)
-                    if lane == 0:
-                        for kb in T.serial(at.ahead[0]):
-                            steps.load_weights(W, Ws, full, at.base[0] + kb, c, c.k0[0] + kb)
-                    T.pdl_sync()
-                    for seg in T.serial(p.all[0]):
-                        tiles.segment(p, c, seg, at.worker[0], G * wgs, sk, M)
-                        for kb in T.serial(c.k1[0] - c.k0[0]):
-                            T.barrier_wait(empty[at.base[0] + ring.stage[0]], ring.parity[0] ^ 1)
-                            steps.load_tokens(X, Xs, full, at.base[0] + ring.stage[0], c, c.k0[0] + kb)
-                            if T.And(lane == 0, T.Or(seg > 0, kb >= at.ahead[0])):
-                                steps.load_weights(W, Ws, full, at.base[0] + ring.stage[0], c, c.k0[0] + kb)
-                            T.barrier_arrive(full[at.base[0] + ring.stage[0]])
-                            rings.advance(ring)
+                    io = SimpleNamespace(
+                        X=X, W=W, Xs=Xs, Ws=Ws, full=full, empty=empty, ring=ring, worker=at.worker[0],
+                        base=at.base[0], leader=lane == 0, ahead=at.ahead,
+                    )  # fmt: skip
+                    tiles.feed(io, p, c, G * wgs, sk, M)
             else:
-                T.inc_max_nreg(REGISTERS[wgs][1])
+                T.inc_max_nreg(REGISTERS[wgs, 1][1])
                 wg = tx // 128
                 wt = tx % 128
                 begin(p, at, cta, wg, sk, M)
@@ -134,12 +122,12 @@ def build(
                 for seg in T.serial(p.all[0]):
                     tiles.segment(p, c, seg, at.worker[0], G * wgs, sk, M)
                     c.rows[0] = c.rows[0] - wg  # the epilogue adds the warpgroup's place in a common tile
-                    out.fetch(S, XS, RS, B, held, c, wg, wt)
+                    out.fetch(S, XS, RS, B, to, c, wg, wt)
                     for i in T.unroll(rb * nacc):
                         acc[i] = 0
                     for kb in T.unroll(c.k1[0] - c.k0[0], unroll_factor=1):  # unrolled, it spills
                         T.barrier_wait(full[at.base[0] + ring.stage[0]], ring.parity[0])
-                        T.call_extern("handle", "tz_fence")
+                        fence()
                         for r in T.unroll(rb):
                             steps.load_unit(Ws, w, u, at.base[0] + ring.stage[0], r, wt)
                             for h in T.unroll(2):
@@ -154,6 +142,6 @@ def build(
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
                     if lane == 0:
                         T.barrier_arrive(empty[at.base[0] + ring.before[0]])
-                    tiles.finish(WS, SEM, Y, Os, Fs, Rs, acc, held, c, at.worker[0], G * wgs, sk, wg, wt)
+                    tiles.finish(WS, SEM, acc, to, c, at.worker[0], G * wgs, sk, wg, wt)
 
     return main

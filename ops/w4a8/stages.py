@@ -1,26 +1,71 @@
-"""What the wgmma pipelines basic, excp and pingpong share: how a ring stage is filled and used, how a tile ends."""
+"""What the wgmma pipelines share: how a ring stage is filled and used, how a tile ends.
 
+The shared memory of a stage is X int8 [block_tokens, 128], swizzled by 128 bytes, and the units of the row blocks of a
+tile, int32 [row blocks, unit words]; programs hold them for all stages in Xs and Ws.
+"""
+
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
-from terrazzo.ops.tile_scheduler import expert_macros, partition_macros, ring_macros, share_macros
+from terrazzo.ops.calls import bulk, lds32, lds128, tma_tile, wgmma
+from terrazzo.ops.tile_scheduler import expert_macros, partition_macros, ring_macros
+from terrazzo.ops.tile_shares import finish_macros, share_macros
 from terrazzo.ops.w4a8.epilogue import store_macros
 from terrazzo.ops.w4a8.operand import operand_macros
 from terrazzo.ops.w4a8.problem import BLOCK_WORDS, UNIT_K, Gemm
 
-PASS_CONFIGS = (  # the barriers and the bounds are the program's own
-    ("tl.disable_safe_memory_legalize", True),
-    ("tl.disable_thread_storage_sync", True),
-    ("tl.disable_warp_specialized", True),
-)
-
-
 PRIMITIVES = ("lds", "pack", "bulk", "stmatrix", "stmatrix_trans", "semaphore", "int8", "warpgroup")
+
+
+def fill_macros(
+    rings: SimpleNamespace,
+    *,
+    row_blocks: int,
+    cta_blocks: int,
+    unit_words: int,
+    unit: Callable[[SimpleNamespace, Any], Any] = lambda c, kb: kb,
+) -> SimpleNamespace:
+    """Macro `fill_weights(io, c, kb)`: the warp of the weights fills a stage, for `each_unit` of the tile scheduler.
+
+    Args:
+        rings: of `ring_macros`. row_blocks: of 64 rows, of the weight; cta_blocks: of them, those of a tile.
+        unit: expression of the first index of W [units, row_blocks, unit_words].
+
+    `io` holds W, Ws, the barriers `full` and `empty`, `ring` and `leader`, whether this thread is the warp's first.
+    """
+    import tilelang.language as T
+
+    @T.macro
+    def load_weights(io, c, kb):
+        """One thread: the units of the tile's row blocks, words and parameters in one copy."""
+        count = T.max(T.min(cta_blocks, row_blocks - c.rows[0] * cta_blocks), 0)
+        T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * (unit_words * 4))
+        if count > 0:
+            bulk(
+                io.Ws[io.ring.stage[0], 0, 0],
+                io.W[unit(c, kb), c.rows[0] * cta_blocks, 0],
+                count * (unit_words * 4),
+                io.full[io.ring.stage[0]],
+            )
+
+    @T.macro
+    def fill_weights(io, c, kb):
+        """One stage: waits for it, copies, arrives."""
+        rings.acquire(io.empty, io.ring)
+        if io.leader:
+            load_weights(io, c, kb)
+            T.barrier_arrive(io.full[io.ring.stage[0]])
+        rings.advance(io.ring)
+
+    return SimpleNamespace(fill_weights=fill_weights)
 
 
 def tile_macros(
     gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: int, flags: int, raster: int, stages: int
 ) -> SimpleNamespace:
-    """Macros `plan` (of a worker), `segment` and `finish`, those of a ring, `out` of the epilogue, and a stage's.
+    """Macros `plan` (of a worker), `segment`, `feed` and `finish`; `rings` of a ring, `out` of the epilogue, `steps` of
+    a stage.
 
     A worker is a CTA with `flags` warpgroups that share a tile of `cta_blocks` row blocks, or (flags = 0) a warpgroup
     with tiles of its own.
@@ -33,10 +78,16 @@ def tile_macros(
     shares = share_macros(
         vectors=block_tokens // 8, row_blocks=row_blocks, flags=max(flags, 1), dtype="int32", spare=0, apart=flags == 0
     )
+    rings = ring_macros(stages=stages)
+    steps = stage_macros(gemm, block_tokens=block_tokens, row_blocks=row_blocks, cta_blocks=cta_blocks)
     out = store_macros(gemm, block_tokens=block_tokens, row_blocks=row_blocks, cta_blocks=cta_blocks)
+    tail = finish_macros(
+        tiles, shares, store=out.store, leaves=lambda c: c.leaves[0] == 1, adds=lambda c: c.adds[0] == 1
+    )
 
     @T.macro
     def plan(p, worker, workers, sk, m):
+        """The plan of a worker among `workers` for m tokens."""
         tiles.plan(p, worker, workers, sk, T.ceildiv(m, block_tokens))
 
     @T.macro
@@ -46,37 +97,44 @@ def tile_macros(
         tokens.locate(None, c, m)
 
     @T.macro
-    def finish(WS, SEM, Y, Os, Fs, Rs, acc, held, c, worker, workers, sk, wg, wt):
-        """The end of a segment: its sums go to the tile's head, or the other shares join them and they are stored."""
-        if c.leaves[0] == 1:
-            shares.leave_share(WS, SEM, acc, worker, wg, wt)
-        else:
-            if c.adds[0] == 1:
-                tiles.later_shares(c, worker, workers, sk)
-                shares.add_shares(WS, SEM, acc, c.count[0], worker, wg, wt)
-            out.store(Y, Os, Fs, Rs, acc, held, c, wg, wt)
+    def feed(io, p, c, workers, sk, m):
+        """A warp fills the ring of a worker, tokens and weights of a stage together. Weights do not depend on the
+        kernel before: those of the first stages come while it still runs.
+
+        io: X, W, Xs, Ws, the barriers `full` and `empty`, `ring`; `worker`; `base`, its first stage; `leader`, whether
+        this thread is the warp's first; `ahead`, one int32.
+        """
+        segment(p, c, 0, io.worker, workers, sk, m)
+        io.ahead[0] = T.if_then_else(p.all[0] > 0, T.min(c.k1[0] - c.k0[0], stages), 0)
+        if io.leader:
+            for kb in T.serial(io.ahead[0]):
+                steps.load_weights(io.W, io.Ws, io.full, io.base + kb, c, c.k0[0] + kb)
+        T.pdl_sync()
+        for seg in T.serial(p.all[0]):
+            segment(p, c, seg, io.worker, workers, sk, m)
+            for kb in T.serial(c.k1[0] - c.k0[0]):
+                T.barrier_wait(io.empty[io.base + io.ring.stage[0]], io.ring.parity[0] ^ 1)
+                steps.load_tokens(io.X, io.Xs, io.full, io.base + io.ring.stage[0], c, c.k0[0] + kb)
+                if T.And(io.leader, T.Or(seg > 0, kb >= io.ahead[0])):
+                    steps.load_weights(io.W, io.Ws, io.full, io.base + io.ring.stage[0], c, c.k0[0] + kb)
+                T.barrier_arrive(io.full[io.base + io.ring.stage[0]])
+                rings.advance(io.ring)
 
     return SimpleNamespace(
-        plan=plan,
-        segment=segment,
-        finish=finish,
-        out=out,
-        rings=ring_macros(stages=stages),
-        steps=stage_macros(gemm, block_tokens=block_tokens, row_blocks=row_blocks, cta_blocks=cta_blocks),
+        plan=plan, segment=segment, feed=feed, finish=tail.finish_alone, out=out, rings=rings, steps=steps
     )
 
 
 def stage_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: int) -> SimpleNamespace:
     """Macros `load_weights`, `load_tokens`, `load_unit`, `convert`, `multiply`; `registers()` is convert's scratch.
 
-    A stage holds 128 k of a tile: X int8 [block_tokens, 128], swizzled by 128 bytes, and the units of `cta_blocks` row
-    blocks of which a warpgroup owns `row_blocks`.
+    A stage holds 128 k of a tile: X, and the units of `cta_blocks` row blocks of which a warpgroup owns `row_blocks`.
     """
     import tilelang.language as T
 
     bm, nacc, unit_words = block_tokens, block_tokens // 2, gemm.unit_words
     operand = operand_macros(gemm)
-    a_type = "uint8" if gemm.unsigned else "int8"
+    kinds = ("uint8" if gemm.unsigned else "int8", "int8")
 
     @T.macro
     def load_weights(W, Ws, full, slot, c, kb):
@@ -84,39 +142,20 @@ def stage_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
         count = T.max(T.min(cta_blocks, gemm.row_blocks - c.rows[0] * cta_blocks), 0)
         T.mbarrier_expect_tx(full[slot], count * (unit_words * 4))
         if count > 0:
-            T.call_extern(
-                "handle",
-                "tz_bulk",
-                T.access_ptr(Ws[slot, 0, 0], "w", unit_words),
-                T.access_ptr(W[kb, c.rows[0] * cta_blocks, 0], "r", unit_words),
-                count * (unit_words * 4),
-                T.access_ptr(full[slot], "rw", 1),
-            )
+            bulk(Ws[slot, 0, 0], W[kb, c.rows[0] * cta_blocks, 0], count * (unit_words * 4), full[slot])
 
     @T.macro
     def load_tokens(X, Xs, full, slot, c, kb):
         """One warp: the tile's tokens."""
-        T.tma_copy(
-            X[c.first[0] : c.first[0] + bm, kb * UNIT_K : kb * UNIT_K + UNIT_K],
-            Xs[slot, :, :],
-            barrier=full[slot],
-            leader_scope_threads=32,
-        )
+        tma_tile(Xs, slot, X, c.first[0], kb * UNIT_K, full[slot])
 
     @T.macro
     def load_unit(Ws, w, u, slot, block, wt):
         """A thread's words of both 64 k of a row block, and the parameters of its rows g and g + 8 for each group."""
         for h in T.unroll(2):
-            T.call_extern(
-                "handle",
-                "tz_lds128",
-                T.access_ptr(w[h * 4], "w", 4),
-                T.access_ptr(Ws[slot, block, h * BLOCK_WORDS + wt * 4], "r", 4),
-            )
+            lds128(w[h * 4], Ws[slot, block, h * BLOCK_WORDS + wt * 4])
         for q in T.unroll(gemm.groups):
-            u[q] = T.call_extern(
-                "uint32", "tz_lds32", T.access_ptr(Ws[slot, block, 2 * BLOCK_WORDS + q * 32 + wt // 4], "r", 1)
-            )
+            u[q] = lds32(Ws[slot, block, 2 * BLOCK_WORDS + q * 32 + wt // 4])
 
     @T.macro
     def multiply(a, at, acc, desc, slot, r, h):
@@ -125,11 +164,7 @@ def stage_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
         T.warpgroup_fence_operand(acc, r * nacc, nacc)
         T.warpgroup_arrive()
         for e in T.unroll(2):
-            T.ptx_wgmma_rs(
-                "int32", f"m64n{bm}k32", True, a_type, "int8", "int32",
-                a.data, at + e * 4, desc.data, slot * (bm * UNIT_K // 16) + (h * 2 + e) * 2,
-                acc.data, r * nacc, T.bool(True), 1, 1,
-            )  # fmt: skip
+            wgmma(bm, kinds, acc, r * nacc, a, at + e * 4, desc, slot * (bm * UNIT_K // 16) + (h * 2 + e) * 2)
         T.warpgroup_commit_batch()
         T.warpgroup_fence_operand(acc, r * nacc, nacc)
 

@@ -10,7 +10,7 @@ With experts, x holds the tokens of all of them, sorted, and the loop runs over 
 made on the device (grouped GEMM). The expert of a tile is known only after the kernel before, so nothing is fetched
 ahead of it.
 
-On int8, sums are int32, so shares of a tile may be added in any order and give the same bits (ops/tile_scheduler.py).
+On int8, sums are int32, so shares of a tile may be added in any order and give the same bits (ops/tile_shares.py).
 
 On e4m3 (`dequantization` "e4m3"), the tensor core's own sums keep about 14 bits, so they run over one group of k only:
 they start at zero, and while the next 64 k are converted the tensor core finishes them; then they are multiplied with
@@ -21,8 +21,11 @@ A stage is released when the wgmmas that read it were waited for, long after the
 consumed: ptxas may move an arrive in front of a load's return (measured.md, "A race to design out").
 """
 
-from terrazzo.lowering.errors import ArgumentError
+from types import SimpleNamespace
+
 from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.calls import lds32, lds128, tma_tile, wgmma
+from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
 from terrazzo.ops.tile_scheduler import (
     EXPERTS_SOURCE,
     expert_macros,
@@ -31,24 +34,18 @@ from terrazzo.ops.tile_scheduler import (
     ring_macros,
     ring_state,
     segment_state,
-    share_macros,
-    slice_state,
-    spare_registers,
     table_state,
     table_words,
 )
+from terrazzo.ops.tile_shares import finish_macros, share_macros, slice_state, spare_registers
 from terrazzo.ops.w4a8 import fp8_problem
 from terrazzo.ops.w4a8.epilogue import staged, store_macros
 from terrazzo.ops.w4a8.operand import operand_macros
 from terrazzo.ops.w4a8.problem import BLOCK_WORDS, UNIT_K
+from terrazzo.ops.w4a8.stages import fill_macros
 from terrazzo.schedules import w4a8, w4a8_fp8
 
-PASS_CONFIGS = (  # the barriers and the bounds are the program's own
-    ("tl.disable_safe_memory_legalize", True),
-    ("tl.disable_thread_storage_sync", True),
-    ("tl.disable_warp_specialized", True),
-)
-REGISTERS = {1: (40, 240), 2: (40, 232), 3: (40, 152), 4: (32, 112)}  # warpgroups -> a producer's, a consumer's
+PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 
 
 def build(
@@ -85,17 +82,12 @@ def build(
     bm, wgs, rb = block_tokens, warpgroups, row_blocks
     e4m3 = dequantization == fp8_problem.E4M3
     schedule = (w4a8_fp8 if e4m3 else w4a8).StreamK(bm, wgs, rb, stages)
-    if not schedule.legal():
-        raise ArgumentError(
-            "block_tokens", bm, f"is too wide for {wgs} warpgroups of {rb} row blocks (registers)", "take fewer of them"
-        )
-    if stages < 2:
-        raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
+    check_tile(schedule)
     units, ig, unit_words = gemm.units, gemm.groups, gemm.unit_words
     all_blocks, cta_blocks = gemm.row_blocks, wgs * rb
     row_tiles = -(-all_blocks // cta_blocks)
-    ct, nacc, unit_bytes = wgs * 128, bm // 2, unit_words * 4
-    a_type, x_type = ("e4m3", "e4m3") if e4m3 else ("uint8" if gemm.unsigned else "int8", "int8")
+    ct, nacc = wgs * 128, bm // 2
+    kinds = ("e4m3", "e4m3") if e4m3 else ("uint8" if gemm.unsigned else "int8", "int8")
     sum_type = "float32" if e4m3 else "int32"
     splits = max(ig // 2, 1)  # parts of 64 k with sums of their own
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
@@ -106,17 +98,15 @@ def build(
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype=sum_type, spare=spare)
     operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
     out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
-    used = (
-        "lds",
-        "pack",
-        "bulk",
-        "stmatrix_trans",
-        "semaphore",
-        "exchange",
-        "int8",
-        "warpgroup",
-        *(["e4m3"] if e4m3 else []),
+    tail = finish_macros(
+        tiles, shares, store=out.store, exchange=exchange, prepare=out.prepare, store_slice=out.store_slice
     )
+    fills = fill_macros(
+        rings, row_blocks=all_blocks, cta_blocks=cta_blocks, unit_words=unit_words,
+        unit=lambda c, kb: c.expert[0] * units + kb,
+    )  # fmt: skip
+    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "exchange", "int8", "warpgroup")
+    used += ("e4m3",) if e4m3 else ()
     extra = (gemm.converter.device_source, *([EXPERTS_SOURCE] if experts else []))
     source = prelude(*used, extra=extra)
     matrices = max(experts, 1)
@@ -125,34 +115,25 @@ def build(
     G = T.dynamic("grid")
 
     @T.macro
-    def load_weights(W, Ws, full, ring, c, kb):
-        """One thread: the units of the CTA's row blocks, words and parameters in one copy."""
-        count = T.max(T.min(cta_blocks, all_blocks - c.rows[0] * cta_blocks), 0)
-        T.mbarrier_expect_tx(full[ring.stage[0]], count * unit_bytes)
-        if count > 0:
-            T.call_extern(
-                "handle",
-                "tz_bulk",
-                T.access_ptr(Ws[ring.stage[0], 0, 0], "w", unit_words),
-                T.access_ptr(W[c.expert[0] * units + kb, c.rows[0] * cta_blocks, 0], "r", unit_words),
-                count * unit_bytes,
-                T.access_ptr(full[ring.stage[0]], "rw", 1),
-            )
+    def fill_tokens(io, c, kb):
+        """The warp of X fills a stage."""
+        rings.acquire(io.empty, io.ring)
+        tma_tile(io.Xs, io.ring.stage[0], io.X, c.first[0], kb * UNIT_K, io.full[io.ring.stage[0]])
+        T.barrier_arrive(io.full[io.ring.stage[0]])
+        rings.advance(io.ring)
+
+    @T.macro
+    def locate(io, c):
+        """The tokens of the segment's tile, and its expert."""
+        tokens.locate(io.Es, c, M)
 
     @T.macro
     def load_unit(Ws, w, u, stage, block, wt):
         """A thread's words of both 64 k of a row block, and the parameters of its rows g and g + 8 for each group."""
         for h in T.unroll(2):
-            T.call_extern(
-                "handle",
-                "tz_lds128",
-                T.access_ptr(w[h * 4], "w", 4),
-                T.access_ptr(Ws[stage, block, h * BLOCK_WORDS + wt * 4], "r", 4),
-            )
+            lds128(w[h * 4], Ws[stage, block, h * BLOCK_WORDS + wt * 4])
         for q in T.unroll(ig):
-            u[q] = T.call_extern(
-                "uint32", "tz_lds32", T.access_ptr(Ws[stage, block, 2 * BLOCK_WORDS + q * 32 + wt // 4], "r", 1)
-            )
+            u[q] = lds32(Ws[stage, block, 2 * BLOCK_WORDS + q * 32 + wt // 4])
 
     @T.macro
     def multiply(a, sums, at, desc, stage, h, first, steps, before):
@@ -161,23 +142,8 @@ def build(
         T.warpgroup_fence_operand(sums, at, nacc)
         T.warpgroup_arrive()
         for e in T.unroll(steps):
-            T.ptx_wgmma_rs(
-                sum_type,
-                f"m64n{bm}k32",
-                True,
-                a_type,
-                x_type,
-                sum_type,
-                a.data,
-                h * 8 + (first + e) * 4,
-                desc.data,
-                stage * (bm * UNIT_K // 16) + (h * 2 + first + e) * 2,
-                sums.data,
-                at,
-                T.bool(before + e > 0),
-                1,
-                1,
-            )
+            offset = stage * (bm * UNIT_K // 16) + (h * 2 + first + e) * 2
+            wgmma(bm, kinds, sums, at, a, h * 8 + (first + e) * 4, desc, offset, before + e > 0)
         T.warpgroup_commit_batch()
         T.warpgroup_fence_operand(sums, at, nacc)
 
@@ -211,16 +177,6 @@ def build(
                     rings.release(empty, ring, free)
             multiply(a, part, 0, desc, ring.stage[0], h, e, 2 // splits, h * 2 if ig == 1 else 0)
 
-    @T.macro
-    def end_segment(WS, SEM, Y, Os, Fs, Rs, acc, held, c, cta, ctas, sk, wg, wt):
-        if c.leaves[0] > 0:
-            shares.leave_share(WS, SEM, acc, cta, wg, wt)
-        else:
-            if c.adds[0] > 0:
-                tiles.later_shares(c, cta, ctas, sk)
-                shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
-            out.store(Y, Os, Fs, Rs, acc, held, c, wg, wt)
-
     @T.prim_func
     def main(
         X: T.Tensor((M, k), "int8"),
@@ -250,7 +206,7 @@ def build(
             acc = T.alloc_local((rb * nacc,), sum_type)
             part = T.alloc_local((nacc if e4m3 else 1,), "float32")
             f = T.alloc_local((2,), "float32")
-            held = out.registers()
+            to = out.state(Y, Os, Fs, Rs)
             desc = T.alloc_wgmma_desc()
             p = plan_state()
             c = segment_state()
@@ -269,35 +225,16 @@ def build(
             )
             tiles.plan(p, cta, ctas, sk, mt)
             if tx >= ct:
-                T.dec_max_nreg(REGISTERS[wgs][0])
+                T.dec_max_nreg(REGISTERS[wgs, 1][0])
+                io = SimpleNamespace(X=X, W=W, Xs=Xs, Ws=Ws, Es=Es, full=full, empty=empty, ring=ring, leader=tx == ct)
                 if tx < ct + 32:  # weights do not depend on the kernel before: the first ring comes while it still runs
-                    for seg in T.serial(p.all[0]):
-                        tiles.segment(p, c, seg, cta, ctas, sk, mt)
-                        tokens.locate(Es, c, M)
-                        for kb in T.unroll(c.k0[0], c.k1[0], unroll_factor=1):
-                            T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
-                            if tx == ct:
-                                load_weights(W, Ws, full, ring, c, kb)
-                                T.barrier_arrive(full[ring.stage[0]])
-                            rings.advance(ring)
+                    tiles.each_unit(fills.fill_weights, io, locate, p, c, cta, ctas, sk, mt)
                 elif tx < ct + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
                     if not experts:
                         T.pdl_sync()
-                    for seg in T.serial(p.all[0]):
-                        tiles.segment(p, c, seg, cta, ctas, sk, mt)
-                        tokens.locate(Es, c, M)
-                        for kb in T.unroll(c.k0[0], c.k1[0], unroll_factor=1):
-                            T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
-                            T.tma_copy(
-                                X[c.first[0] : c.first[0] + bm, kb * UNIT_K : kb * UNIT_K + UNIT_K],
-                                Xs[ring.stage[0], :, :],
-                                barrier=full[ring.stage[0]],
-                                leader_scope_threads=32,
-                            )
-                            T.barrier_arrive(full[ring.stage[0]])
-                            rings.advance(ring)
+                    tiles.each_unit(fill_tokens, io, locate, p, c, cta, ctas, sk, mt)
             else:
-                T.inc_max_nreg(REGISTERS[wgs][1])
+                T.inc_max_nreg(REGISTERS[wgs, 1][1])
                 wg = tx // 128
                 wt = tx % 128
                 lane = tx % 32
@@ -307,7 +244,7 @@ def build(
                 for seg in T.serial(p.all[0]):
                     tiles.segment(p, c, seg, cta, ctas, sk, mt)
                     tokens.locate(Es, c, M)
-                    out.fetch(S, XS, RS, B, held, c, wg, wt)
+                    out.fetch(S, XS, RS, B, to, c, wg, wt)
                     for i in T.unroll(rb * nacc):
                         acc[i] = 0
                     if e4m3:  # the first group of k is preceded by one of nothing
@@ -316,8 +253,7 @@ def build(
                         for i in T.unroll(2):
                             f[i] = 0
                     for kb in T.serial(c.k1[0] - c.k0[0]):
-                        T.barrier_wait(full[ring.stage[0]], ring.parity[0])
-                        T.call_extern("handle", "tz_fence")
+                        rings.wait(full, ring)
                         for r in T.unroll(rb):
                             load_unit(Ws, w, u, ring.stage[0], wg * rb + r, wt)
                             for h in T.unroll(2):
@@ -330,17 +266,6 @@ def build(
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
                     rings.release(empty, ring, lane == 0)
-                    if exchange:
-                        if p.among[0] > 0:
-                            out.prepare(Fs, Rs, held, wg, wt)
-                            shares.give(WS, SEM, acc, x, p.among[0], cta, ctas, wg, wt)
-                            for _ in T.serial(x.rounds[0]):
-                                shares.take(WS, acc, x, c, cta, wg, wt)
-                                out.store_slice(Y, Os, Fs, Rs, acc, held, c, x, wg, wt)
-                            shares.close(SEM, x, cta, wg, wt)
-                        else:
-                            end_segment(WS, SEM, Y, Os, Fs, Rs, acc, held, c, cta, ctas, sk, wg, wt)
-                    else:
-                        end_segment(WS, SEM, Y, Os, Fs, Rs, acc, held, c, cta, ctas, sk, wg, wt)
+                    tail.finish(WS, SEM, acc, to, p, c, x, cta, ctas, sk, wg, wt)
 
     return main

@@ -6,6 +6,7 @@ The accumulator is y^T: a thread holds two neighbouring tokens of rows g and g +
 
 from types import SimpleNamespace
 
+from terrazzo.ops.calls import pack2, stmatrix4_trans, store_row, syncwarp
 from terrazzo.ops.w4a8.epilogue import out_tokens
 from terrazzo.ops.w4ax.problem import Gemm
 
@@ -13,81 +14,76 @@ _PITCH = {2: 24, 4: 20}  # elements of a staged row of 16, as `staged` counts th
 
 
 def store_macros(gemm: Gemm, *, block_tokens: int, cta_blocks: int, step: int | None = None) -> SimpleNamespace:
-    """`registers()` for the values that wait, macros `fetch` (when a tile begins) and `store` (when its sums are done).
+    """`state` of the epilogue, macros `fetch` (when a tile begins) and `store` (when its sums are done).
 
-    The shared buffer of `store` belongs to the program: Os [warps, staged] in the output dtype. `step`: tokens that a
-    warp stages at a time, 16 or 32.
+    A thread's sums `acc` are float32 [block_tokens / 2]; a tile has `cta_blocks` row blocks, one for each warpgroup.
+    `step`: tokens that a warp stages at a time, 16 or 32.
     """
     import tilelang.language as T
 
     n, step = gemm.n, step or out_tokens(block_tokens)
     pitch, wide = _PITCH[gemm.out_bytes], gemm.out_bytes == 4
-    tb = str(gemm.out_dtype == "bfloat16").lower()
-    lane_bytes = f"{'unsigned' if wide else 'unsigned short'}, {str(n * gemm.out_bytes % 16 == 0).lower()}"
+    bf16, whole = gemm.out_dtype == "bfloat16", n * gemm.out_bytes % 16 == 0
     lanes, chunk = gemm.out_bytes, 16 // gemm.out_bytes  # 16-byte pieces of a staged row, elements of one
 
-    def registers() -> SimpleNamespace:
+    def state(Y, Os) -> SimpleNamespace:
+        """Y [M, n], the program's shared buffer Os [warps, staged] in the dtype of Y, and registers for the values that
+        wait."""
         return SimpleNamespace(
-            b=T.alloc_local((2,), "float32"), s=T.alloc_local((2,), "float32"), o=T.alloc_local((4,), "uint32")
+            Y=Y,
+            Os=Os,
+            b=T.alloc_local((2,), "float32"),
+            s=T.alloc_local((2,), "float32"),
+            o=T.alloc_local((4,), "uint32"),
         )
 
     @T.macro
-    def fetch(S, B, held, c, wg, wt):
+    def fetch(S, B, to, c, wg, wt):
         """Bias and channel scale (two-level ones only: else `S` is not read) of the thread's rows."""
         for e in T.unroll(2):
             row = (c.rows[0] * cta_blocks + wg) * 64 + wt // 32 * 16 + e * 8 + wt % 32 // 4
             if gemm.two_level:
-                held.s[e] = S[T.min(row, gemm.row_blocks * 64 - 1)]
+                to.s[e] = S[T.min(row, gemm.row_blocks * 64 - 1)]
             if gemm.bias:
-                held.b[e] = B[T.min(row, n - 1)]
+                to.b[e] = B[T.min(row, n - 1)]
 
     @T.macro
-    def stage(Os, acc, held, at, q, slot, lane):
-        """Sums of 16 tokens."""
+    def stage(to, acc, at, q, slot, lane):
+        """Sums of 16 tokens, from acc[at] on, into part q of a warp's buffer."""
         if gemm.two_level:
             for i in T.unroll(8):
-                acc[at + i] = acc[at + i] * held.s[i // 2 % 2]
+                acc[at + i] = acc[at + i] * to.s[i // 2 % 2]
         if gemm.bias:
             for i in T.unroll(8):
-                acc[at + i] = acc[at + i] + held.b[i // 2 % 2]
+                acc[at + i] = acc[at + i] + to.b[i // 2 % 2]
         if wide:
             for i in T.unroll(8):
                 token = q * 16 + i // 4 * 8 + lane % 4 * 2 + i % 2
-                Os[slot, token * pitch + i // 2 % 2 * 8 + lane // 4] = acc[at + i]
+                to.Os[slot, token * pitch + i // 2 % 2 * 8 + lane // 4] = acc[at + i]
         else:
             for e in T.unroll(4):
-                held.o[e] = T.call_extern("uint32", f"tz_pack2<{tb}>", acc[at + e * 2], acc[at + e * 2 + 1])
-            to = (q * 16 + lane // 16 * 8 + lane % 8) * pitch + lane // 8 % 2 * 8
-            T.call_extern(
-                "handle",
-                "tz_stmatrix4_trans",
-                T.access_ptr(Os[slot, to], "w", 8),
-                *(held.o[e] for e in range(4)),
-            )
+                to.o[e] = pack2(acc[at + e * 2], acc[at + e * 2 + 1], bf16=bf16)
+            place = (q * 16 + lane // 16 * 8 + lane % 8) * pitch + lane // 8 % 2 * 8
+            stmatrix4_trans(to.Os[slot, place], *(to.o[e] for e in range(4)))
 
     @T.macro
-    def store(Y, Os, acc, held, c, wg, wt):
+    def store(to, acc, c, wg, wt):
         """Each warp stores its 16 rows, `step` tokens at a time."""
         slot = wg * 4 + wt // 32
         lane = wt % 32
         row0 = (c.rows[0] * cta_blocks + wg) * 64 + wt // 32 * 16
         for b in T.unroll(block_tokens // step):
-            T.call_extern("handle", "tz_syncwarp")
+            syncwarp()
             for q in T.unroll(step // 16):
-                stage(Os, acc, held, (b * step // 8 + q * 2) * 4, q, slot, lane)
-            T.call_extern("handle", "tz_syncwarp")
+                stage(to, acc, (b * step // 8 + q * 2) * 4, q, slot, lane)
+            syncwarp()
             for q in T.unroll(step * lanes // 32):
                 place = (q * 32 + lane) // lanes
                 column = lane % lanes * chunk
                 if T.And(c.first[0] + b * step + place < c.end[0], row0 + column < n):
-                    T.call_extern(
-                        "handle",
-                        f"tz_store_row<{lane_bytes}>",
-                        T.access_ptr(Y[0, 0], "w", 1),
-                        c.first[0] + b * step + place,
-                        n,
-                        row0 + column,
-                        T.access_ptr(Os[slot, place * pitch + column], "r", chunk),
-                    )
+                    store_row(
+                        gemm.out_dtype, whole, to.Y, c.first[0] + b * step + place, n, row0 + column,
+                        to.Os[slot, place * pitch + column],
+                    )  # fmt: skip
 
-    return SimpleNamespace(registers=registers, fetch=fetch, store=store)
+    return SimpleNamespace(state=state, fetch=fetch, store=store)

@@ -11,26 +11,21 @@ thread has no registers for both (schedules.w4ax `Integer.stash`), in shared mem
 are added in order of k; the channel's scale is applied when the tile is stored.
 """
 
+from types import SimpleNamespace
+
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.tile_scheduler import (
-    partition_macros,
-    plan_state,
-    ring_macros,
-    ring_state,
-    scalars,
-    segment_state,
-    share_macros,
-    spare_registers,
-)
+from terrazzo.ops.calls import copy16, lds64, lds128, opaque, wg_sync
+from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
+from terrazzo.ops.tile_scheduler import partition_macros, plan_state, ring_macros, ring_state, scalars, segment_state
+from terrazzo.ops.tile_shares import finish_macros, share_macros, spare_registers
 from terrazzo.ops.w4a8.epilogue import out_tokens, staged
-from terrazzo.ops.w4a8.stages import PASS_CONFIGS, stage_macros
-from terrazzo.ops.w4a8.stream_k import REGISTERS
+from terrazzo.ops.w4a8.stages import stage_macros
 from terrazzo.ops.w4ax.epilogue import store_macros
 from terrazzo.ops.w4ax.problem import UNIT_K, UNIT_WORDS, Gemm, byte_gemm
 from terrazzo.schedules.w4ax import Integer
 
-__all__ = ["PASS_CONFIGS", "build"]
+PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 
 
 def build(
@@ -65,12 +60,7 @@ def build(
     schedule = Integer(block_tokens, warpgroups, stages, raster)
     if not two_level:
         raise ArgumentError("two_level", two_level, "must be true: sums run over blocks", "use stream_k")
-    if not schedule.legal():
-        raise ArgumentError(
-            "block_tokens", block_tokens, f"is too wide for {warpgroups} warpgroups (registers)", "take fewer of them"
-        )
-    if stages < 2:
-        raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
+    check_tile(schedule)
     bm, wgs, stash = block_tokens, warpgroups, schedule.stash
     units, all_blocks, blocks4 = gemm.units, gemm.row_blocks, gemm.blocks4
     row_tiles, ct, nacc = -(-all_blocks // wgs), wgs * 128, bm // 2
@@ -84,9 +74,32 @@ def build(
     shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, dtype="float32", spare=spare)
     step = 16 if stash else out_tokens(bm)  # less of them to leave room for the ring
     out = store_macros(gemm, block_tokens=bm, cta_blocks=wgs, step=step)
+    tail = finish_macros(tiles, shares, store=out.store, leaves=lambda c: c.k0[0] > 0, adds=lambda c: c.k1[0] < units)
     used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
     source = prelude(*used, extra=(inner.converter.device_source,))
     M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
+
+    @T.macro
+    def fill_weights(io, c, kb):
+        """The warp of the weights fills a stage."""
+        rings.acquire(io.empty, io.ring)
+        if io.leader:
+            steps.load_weights(io.W, io.Ws, io.full, io.ring.stage[0], c, kb)
+            T.barrier_arrive(io.full[io.ring.stage[0]])
+        rings.advance(io.ring)
+
+    @T.macro
+    def fill_tokens(io, c, kb):
+        """The warp of X fills a stage."""
+        rings.acquire(io.empty, io.ring)
+        steps.load_tokens(io.X, io.Xs, io.full, io.ring.stage[0], c, kb)
+        T.barrier_arrive(io.full[io.ring.stage[0]])
+        rings.advance(io.ring)
+
+    @T.macro
+    def locate(io, c):
+        """The first token of the segment's tile."""
+        c.first[0] = c.tokens[0] * bm
 
     @T.macro
     def phase(c, local, ph):
@@ -105,8 +118,7 @@ def build(
         for i in T.unroll(nacc):
             acc[i] = 0
         for kb in T.serial(count):
-            T.barrier_wait(full[ring.stage[0]], ring.parity[0])
-            T.call_extern("handle", "tz_fence")
+            rings.wait(full, ring)
             steps.load_unit(Ws, w, u, ring.stage[0], wg, wt)
             for h in T.unroll(2):
                 steps.convert(w, h * 4, u, a, h * 8, codes, h)
@@ -128,16 +140,16 @@ def build(
     @T.macro
     def share_scales(Fs, x, wg, wt):
         """Those scales for all threads of the warpgroup."""
-        T.call_extern("handle", "tz_wg_sync", wg + 1)  # every warp is done with those of the phase before
+        wg_sync(wg)  # every warp is done with those of the phase before
         for e in T.unroll(own):
             if e * 128 + wt < bm:
                 Fs[wg, e * 128 + wt] = x[e]
-        T.call_extern("handle", "tz_wg_sync", wg + 1)
+        wg_sync(wg)
 
     @T.macro
     def settle(Fs, acc, sums, f, j, wg, lane, fresh):
         """Four sums of tokens j * 8 .. j * 8 + 7 become float32 and join `sums`, or start them."""
-        T.call_extern("handle", "tz_lds64", T.access_ptr(f, "w"), T.access_ptr(Fs[wg, j * 8 + lane % 4 * 2], "r", 2))
+        lds64(f, Fs[wg, j * 8 + lane % 4 * 2])
         for i in T.unroll(4):
             if fresh:
                 sums[j * 4 + i] = T.cast(acc[j * 4 + i], "float32") * f[i % 2]
@@ -147,15 +159,18 @@ def build(
                 )
 
     @T.macro
-    def finish(WS, SEM, Y, Os, sums, held, c, cta, G, sk, wg, wt):
-        """The end of a segment: its sums go to the tile's head, or the other shares join them and they are stored."""
-        if c.k0[0] > 0:
-            shares.leave_share(WS, SEM, sums, cta, wg, wt)
-        else:
-            if c.k1[0] < units:
-                tiles.later_shares(c, cta, G, sk)
-                shares.add_shares(WS, SEM, sums, c.count[0], cta, wg, wt)
-            out.store(Y, Os, sums, held, c, wg, wt)
+    def stash_sums(Ps, sums, wg, wt):
+        """The float32 sums of the INT4 blocks wait in shared memory."""
+        for j in T.unroll(bm // 8):
+            copy16(Ps[wg, j, wt, 0], sums[j * 4])
+
+    @T.macro
+    def add_stash(Ps, sums, f, wg, wt):
+        """Those sums join the ones of the INT8 blocks."""
+        for j in T.unroll(bm // 8):
+            lds128(f, Ps[wg, j, wt, 0])
+            for i in T.unroll(4):
+                sums[j * 4 + i] = sums[j * 4 + i] + f[i]
 
     @T.prim_func
     def main(
@@ -185,7 +200,7 @@ def build(
             sums = T.alloc_local((nacc,), "float32")
             x = T.alloc_local((own,), "float32")
             f = T.alloc_local((4,), "float32")
-            held = out.registers()
+            to = out.state(Y, Os)
             desc = T.alloc_wgmma_desc()
             p = plan_state()
             c = segment_state()
@@ -196,30 +211,17 @@ def build(
             rings.reset(ring)
             T.pdl_trigger()
             if tx >= ct:  # each role makes its own plan: made before, it would live in the registers of both
-                T.dec_max_nreg(REGISTERS[wgs][0])
+                T.dec_max_nreg(REGISTERS[wgs, 1][0])
+                io = SimpleNamespace(X=X, W=W, Xs=Xs, Ws=Ws, full=full, empty=empty, ring=ring, leader=tx == ct)
                 if tx < ct + 32:  # weights do not depend on the kernel before: the first ring comes while it still runs
                     tiles.plan(p, cta, G, sk, T.ceildiv(M, bm))
-                    for seg in T.serial(p.all[0]):
-                        tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
-                        for kb in T.unroll(c.k0[0], c.k1[0], unroll_factor=1):
-                            T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
-                            if tx == ct:
-                                steps.load_weights(W, Ws, full, ring.stage[0], c, kb)
-                                T.barrier_arrive(full[ring.stage[0]])
-                            rings.advance(ring)
+                    tiles.each_unit(fill_weights, io, None, p, c, cta, G, sk, T.ceildiv(M, bm))
                 elif tx < ct + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
                     tiles.plan(p, cta, G, sk, T.ceildiv(M, bm))
                     T.pdl_sync()
-                    for seg in T.serial(p.all[0]):
-                        tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
-                        c.first[0] = c.tokens[0] * bm
-                        for kb in T.unroll(c.k0[0], c.k1[0], unroll_factor=1):
-                            T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
-                            steps.load_tokens(X, Xs, full, ring.stage[0], c, kb)
-                            T.barrier_arrive(full[ring.stage[0]])
-                            rings.advance(ring)
+                    tiles.each_unit(fill_tokens, io, locate, p, c, cta, G, sk, T.ceildiv(M, bm))
             else:
-                T.inc_max_nreg(REGISTERS[wgs][1])
+                T.inc_max_nreg(REGISTERS[wgs, 1][1])
                 tiles.plan(p, cta, G, sk, T.ceildiv(M, bm))
                 wg = tx // 128
                 wt = tx % 128
@@ -230,7 +232,7 @@ def build(
                     tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
                     c.first[0] = c.tokens[0] * bm
                     c.end[0] = M
-                    out.fetch(S, B, held, c, wg, wt)
+                    out.fetch(S, B, to, c, wg, wt)
                     if both and not stash:
                         for i in T.unroll(nacc):
                             sums[i] = 0.0
@@ -240,33 +242,16 @@ def build(
                             fetch_scales(XS, x, c, local, wt)
                             count = local.hi[0] - local.lo[0]
                             sum_blocks(Ws, full, empty, ring, w, u, a, codes, acc, desc, count, wg, wt, lane)
-                            T.call_extern("handle", "tz_opaque", T.access_ptr(c.first, "rw"))  # rows' bounds: later
+                            opaque(c.first)  # rows' bounds: later
                             share_scales(Fs, x, wg, wt)
+                            for j in T.unroll(bm // 8):
+                                settle(Fs, acc, sums, f, j, wg, lane, stash or not both)
                             if stash and both:
-                                for j in T.unroll(bm // 8):
-                                    settle(Fs, acc, sums, f, j, wg, lane, True)
                                 if local.hi[0] < c.k1[0]:
-                                    for j in T.unroll(bm // 8):
-                                        T.call_extern(
-                                            "handle",
-                                            "tz_copy16",
-                                            T.access_ptr(Ps[wg, j, wt, 0], "w", 4),
-                                            T.access_ptr(sums[j * 4], "r", 4),
-                                        )
+                                    stash_sums(Ps, sums, wg, wt)
                                 elif local.lo[0] > c.k0[0]:
-                                    for j in T.unroll(bm // 8):
-                                        T.call_extern(
-                                            "handle",
-                                            "tz_lds128",
-                                            T.access_ptr(f, "w", 4),
-                                            T.access_ptr(Ps[wg, j, wt, 0], "r", 4),
-                                        )
-                                        for i in T.unroll(4):
-                                            sums[j * 4 + i] = sums[j * 4 + i] + f[i]
-                            else:
-                                for j in T.unroll(bm // 8):
-                                    settle(Fs, acc, sums, f, j, wg, lane, not both)
+                                    add_stash(Ps, sums, f, wg, wt)
                             if local.hi[0] == c.k1[0]:
-                                finish(WS, SEM, Y, Os, sums, held, c, cta, G, sk, wg, wt)
+                                tail.finish_alone(WS, SEM, sums, to, c, cta, G, sk, wg, wt)
 
     return main

@@ -19,35 +19,28 @@ A stage is released a whole step after its token scales were read, or behind the
 arrive while loads in front of it are still on their way, but not across a loop's end or a store that needs them.
 """
 
+from types import SimpleNamespace
+
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.tile_scheduler import (
-    partition_macros,
-    plan_state,
-    ring_macros,
-    ring_state,
-    scalars,
-    segment_state,
-    share_macros,
-)
+from terrazzo.ops.calls import bulk, lds32, lds64, lds128, tma_tile, wgmma
+from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
+from terrazzo.ops.tile_scheduler import partition_macros, plan_state, ring_macros, ring_state, scalars, segment_state
+from terrazzo.ops.tile_shares import finish_macros, share_macros
 from terrazzo.ops.w4a8.epilogue import staged
+from terrazzo.ops.w4a8.stages import fill_macros
 from terrazzo.ops.w4ax import problem
 from terrazzo.ops.w4ax.epilogue import store_macros
 from terrazzo.ops.w4ax.problem import BLOCK_WORDS, SCALES, UNIT_K, UNIT_WORDS, Gemm
 from terrazzo.schedules.w4ax import StreamK
 
-PASS_CONFIGS = (  # the barriers and the bounds are the program's own
-    ("tl.disable_safe_memory_legalize", True),
-    ("tl.disable_thread_storage_sync", True),
-    ("tl.disable_warp_specialized", True),
-)
+PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 TURNS = """\
 // a warpgroup issues its wgmmas when its turn has come, and passes it on: a named barrier of both for each turn
 __device__ __forceinline__ void tz_turn_wait(int wg) { asm volatile("bar.sync %0, 256;" :: "r"(wg + 8) : "memory"); }
 __device__ __forceinline__ void tz_turn_pass(int wg) { asm volatile("bar.arrive %0, 256;" :: "r"(wg + 8) : "memory"); }
 """
 """Why not TileLang: its named barriers have no form that only arrives."""
-REGISTERS = {1: (40, 240), 2: (40, 232), 3: (40, 152), 4: (32, 112)}  # warpgroups -> a producer's, a consumer's
 
 
 def build(
@@ -86,10 +79,9 @@ def build(
         raise ArgumentError("two_level", two_level, "must be false: records hold scales", "use integer")
     if turns not in (0, 1) or turns >= wgs:
         raise ArgumentError("turns", turns, "must be 0, or 1 with two warpgroups or more", "leave it out")
-    if bm % 16 or not 16 <= bm <= 256 or not schedule.legal():
-        raise ArgumentError("block_tokens", bm, f"is too wide for {wgs} warpgroups (registers)", "take fewer of them")
-    if stages < 2:
-        raise ArgumentError("stages", stages, "must be at least 2", "take a smaller tile")
+    if bm % 16 or not 16 <= bm <= 256:
+        raise ArgumentError("block_tokens", bm, "must be a multiple of 16 up to 256", "use 16, 32, 64 or 128")
+    check_tile(schedule)
     units, all_blocks, cta_blocks = gemm.units, gemm.row_blocks, wgs
     row_tiles, ct, nacc = -(-all_blocks // cta_blocks), wgs * 128, bm // 2
     width = bm // 2 if form == "halves" else bm  # tokens of a wgmma
@@ -100,50 +92,40 @@ def build(
     shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, dtype="float32", spare=0)
     operand = problem.convert_macros(gemm)
     out = store_macros(gemm, block_tokens=bm, cta_blocks=cta_blocks)
+    tail = finish_macros(tiles, shares, store=out.store, leaves=lambda c: c.k0[0] > 0, adds=lambda c: c.k1[0] < units)
+    fills = fill_macros(rings, row_blocks=all_blocks, cta_blocks=cta_blocks, unit_words=UNIT_WORDS)
     used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
     source = prelude(*used, extra=(gemm.converter.device_source, problem.SOURCE, *([TURNS] if turns else [])))
     M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
 
     @T.macro
-    def load_weights(W, Ws, full, ring, c, kb):
-        """One thread: the units of the CTA's row blocks, words and scales in one copy."""
-        count = T.max(T.min(cta_blocks, all_blocks - c.rows[0] * cta_blocks), 0)
-        T.mbarrier_expect_tx(full[ring.stage[0]], count * (UNIT_WORDS * 4))
-        if count > 0:
-            T.call_extern(
-                "handle",
-                "tz_bulk",
-                T.access_ptr(Ws[ring.stage[0], 0, 0], "w", UNIT_WORDS),
-                T.access_ptr(W[kb, c.rows[0] * cta_blocks, 0], "r", UNIT_WORDS),
-                count * (UNIT_WORDS * 4),
-                T.access_ptr(full[ring.stage[0]], "rw", 1),
-            )
-
-    @T.macro
-    def load_token_scales(XS, Fs, full, ring, c, kb):
+    def load_token_scales(io, c, kb):
         """One thread: the block's scales of the tile's tokens."""
         count = T.min(bm, MP - c.first[0])
-        T.mbarrier_expect_tx(full[ring.stage[0]], count * 4)
-        T.call_extern(
-            "handle",
-            "tz_bulk",
-            T.access_ptr(Fs[ring.stage[0], 0], "w", bm),
-            T.access_ptr(XS[kb, c.first[0]], "r", bm),
-            count * 4,
-            T.access_ptr(full[ring.stage[0]], "rw", 1),
-        )
+        T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * 4)
+        bulk(io.Fs[io.ring.stage[0], 0], io.XS[kb, c.first[0]], count * 4, io.full[io.ring.stage[0]])
+
+    @T.macro
+    def fill_tokens(io, c, kb):
+        """The warp of X fills a stage."""
+        rings.acquire(io.empty, io.ring)
+        tma_tile(io.Xs, io.ring.stage[0], io.X, c.first[0], kb * UNIT_K, io.full[io.ring.stage[0]])
+        if io.leader_of_tokens:
+            load_token_scales(io, c, kb)
+        T.barrier_arrive(io.full[io.ring.stage[0]])
+        rings.advance(io.ring)
+
+    @T.macro
+    def locate(io, c):
+        """The first token of the segment's tile."""
+        c.first[0] = c.tokens[0] * bm
 
     @T.macro
     def load_unit(Ws, w, u, stage, block, wt):
         """A thread's words of both 64 channels of a row block, and the scales of its rows g and g + 8."""
         for h in T.unroll(2):
-            T.call_extern(
-                "handle",
-                "tz_lds128",
-                T.access_ptr(w[h * 4], "w", 4),
-                T.access_ptr(Ws[stage, block, h * BLOCK_WORDS + wt * 4], "r", 4),
-            )
-        u[0] = T.call_extern("uint32", "tz_lds32", T.access_ptr(Ws[stage, block, SCALES + wt // 4], "r", 1))
+            lds128(w[h * 4], Ws[stage, block, h * BLOCK_WORDS + wt * 4])
+        u[0] = lds32(Ws[stage, block, SCALES + wt // 4])
 
     @T.macro
     def multiply(a, part, desc, stage, set, at, first):
@@ -152,23 +134,8 @@ def build(
         T.warpgroup_fence_operand(part, at, width // 2)
         T.warpgroup_arrive()
         for e in T.unroll(4):
-            T.ptx_wgmma_rs(
-                "int32",
-                f"m64n{width}k32",
-                True,
-                "int8",
-                "int8",
-                "int32",
-                a.data,
-                set + e * 4,
-                desc.data,
-                stage * (bm * UNIT_K // 16) + first * (UNIT_K // 16) + e * 2,
-                part.data,
-                at,
-                T.bool(e > 0),  # the first one starts the sums
-                1,
-                1,
-            )
+            offset = stage * (bm * UNIT_K // 16) + first * (UNIT_K // 16) + e * 2
+            wgmma(width, ("int8", "int8"), part, at, a, set + e * 4, desc, offset, e > 0)  # the first starts the sums
         T.warpgroup_commit_batch()
 
     @T.macro
@@ -200,12 +167,7 @@ def build(
     def scale(acc, sums, Fs, f, s, stage, lane, first):
         """Sums of a block and `width` tokens from `first` on, s32 or already f32, join the tile's sums."""
         for j in T.unroll(width // 8):
-            T.call_extern(
-                "handle",
-                "tz_lds64",
-                T.access_ptr(f, "w"),
-                T.access_ptr(Fs[stage, first + j * 8 + lane % 4 * 2], "r", 2),
-            )
+            lds64(f, Fs[stage, first + j * 8 + lane % 4 * 2])
             for i in T.unroll(4):
                 acc[first // 2 + j * 4 + i] = T.call_extern(
                     "float32",
@@ -221,12 +183,12 @@ def build(
         """Words of the next block; the stage before the one before goes back where the tile has had an `old` one."""
         if T.And(wt % 32 == 0, old):
             T.barrier_arrive(empty[local.late[0]])
-        T.barrier_wait(full[ring.stage[0]], ring.parity[0])
-        T.call_extern("handle", "tz_fence")
+        rings.wait(full, ring)
         load_unit(Ws, w, u, ring.stage[0], wg, wt)
 
     @T.macro
     def convert(w, a, codes, set):
+        """The words of a block into a[set .. set + 15]: A fragments of four k32."""
         for h in T.unroll(2):
             operand.convert(w, h * 4, a, set + h * 8, codes)
 
@@ -238,6 +200,7 @@ def build(
 
     @T.macro
     def end(local, ring):
+        """The step of a block is done: the ring goes on."""
         local.late[0] = ring.before[0]
         rings.advance(ring)
 
@@ -269,7 +232,7 @@ def build(
             sums = T.alloc_local((copies,), "float32")
             f = T.alloc_local((2,), "float32")
             s = T.alloc_local((2,), "float32")
-            held = out.registers()
+            to = out.state(Y, Os)
             desc = T.alloc_wgmma_desc()
             p = plan_state()
             c = segment_state()
@@ -280,37 +243,20 @@ def build(
             rings.reset(ring)
             T.pdl_trigger()
             if tx >= ct:  # each role makes its own plan: made before, it would be spilled
-                T.dec_max_nreg(REGISTERS[wgs][0])
+                T.dec_max_nreg(REGISTERS[wgs, 1][0])
+                io = SimpleNamespace(
+                    X=X, W=W, XS=XS, Xs=Xs, Ws=Ws, Fs=Fs, full=full, empty=empty, ring=ring, leader=tx == ct,
+                    leader_of_tokens=tx == ct + 32,
+                )  # fmt: skip
                 if tx < ct + 32:  # weights do not depend on the kernel before: the first ring comes while it still runs
                     tiles.plan(p, cta, G, sk, T.ceildiv(M, bm))
-                    for seg in T.serial(p.all[0]):
-                        tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
-                        for kb in T.unroll(c.k0[0], c.k1[0], unroll_factor=1):
-                            T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
-                            if tx == ct:
-                                load_weights(W, Ws, full, ring, c, kb)
-                                T.barrier_arrive(full[ring.stage[0]])
-                            rings.advance(ring)
+                    tiles.each_unit(fills.fill_weights, io, None, p, c, cta, G, sk, T.ceildiv(M, bm))
                 elif tx < ct + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
                     tiles.plan(p, cta, G, sk, T.ceildiv(M, bm))
                     T.pdl_sync()
-                    for seg in T.serial(p.all[0]):
-                        tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
-                        c.first[0] = c.tokens[0] * bm
-                        for kb in T.unroll(c.k0[0], c.k1[0], unroll_factor=1):
-                            T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
-                            T.tma_copy(
-                                X[c.first[0] : c.first[0] + bm, kb * UNIT_K : kb * UNIT_K + UNIT_K],
-                                Xs[ring.stage[0], :, :],
-                                barrier=full[ring.stage[0]],
-                                leader_scope_threads=32,
-                            )
-                            if tx == ct + 32:
-                                load_token_scales(XS, Fs, full, ring, c, kb)
-                            T.barrier_arrive(full[ring.stage[0]])
-                            rings.advance(ring)
+                    tiles.each_unit(fill_tokens, io, locate, p, c, cta, G, sk, T.ceildiv(M, bm))
             else:
-                T.inc_max_nreg(REGISTERS[wgs][1])
+                T.inc_max_nreg(REGISTERS[wgs, 1][1])
                 tiles.plan(p, cta, G, sk, T.ceildiv(M, bm))
                 wg = tx // 128
                 wt = tx % 128
@@ -324,7 +270,7 @@ def build(
                     tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
                     c.first[0] = c.tokens[0] * bm
                     c.end[0] = M
-                    out.fetch(None, B, held, c, wg, wt)
+                    out.fetch(None, B, to, c, wg, wt)
                     for i in T.unroll(nacc):
                         acc[i] = 0.0
                     for i in T.unroll(parts):
@@ -383,13 +329,7 @@ def build(
                             end(local, ring)
                             keep(part, sums, nacc)
                         scale(acc, sums, Fs, f, s, ring.before[0], lane, 0)
-                    if c.k0[0] > 0:
-                        shares.leave_share(WS, SEM, acc, cta, wg, wt)
-                    else:
-                        if c.k1[0] < units:
-                            tiles.later_shares(c, cta, G, sk)
-                            shares.add_shares(WS, SEM, acc, c.count[0], cta, wg, wt)
-                        out.store(Y, Os, acc, held, c, wg, wt)
+                    tail.finish_alone(WS, SEM, acc, to, c, cta, G, sk, wg, wt)
                     if T.And(lane == 0, c.k1[0] - c.k0[0] > 1):
                         T.barrier_arrive(empty[local.late[0]])
                     rings.release(empty, ring, lane == 0)
