@@ -1,93 +1,140 @@
-"""Macros of programs that keep their slice of X in shared memory while each warp streams weights (small batches)."""
+"""What programs share that keep their slice of X in shared memory while each warp streams weights (small batches)."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.calls import addcg4, bulk, cp_async, cp_commit, cp_wait, last_arrival, ldcg4, ldmatrix4, zero16
+
+ITEM_K = 128
+"""k extent of an item, the unit of work along k."""
 ROW_WORDS = 8
 """Parameter words of 16 rows in a record of a unit."""
 
 
+@dataclass(frozen=True)
+class Split:
+    """How work is divided: `items` of ITEM_K k by `tiles` row tiles of 16 among kc x nc CTAs, the items of a CTA among
+    its warps; a warp takes `chunk` row tiles at a time.
+
+    Raises:
+        ArgumentError: more warps than items of a CTA.
+    """
+
+    items: int
+    tiles: int
+    kc: int
+    nc: int
+    warps: int
+    chunk: int
+
+    def __post_init__(self) -> None:
+        if self.warps > self.items // self.kc:  # TileLang drops the guard of a loop that runs zero times or once
+            most = self.items // self.kc
+            raise ArgumentError(
+                "warps", self.warps, f"must be at most the {most} items of a CTA along k", "take fewer warps"
+            )
+
+    @property
+    def threads(self) -> int:
+        return self.warps * 32
+
+    @property
+    def cta_items(self) -> int:
+        """Most items of a CTA along k."""
+        return -(-self.items // self.kc)
+
+    @property
+    def chunks(self) -> int:
+        """Most chunks of row tiles of a CTA."""
+        return -(-(self.tiles // self.nc + (self.tiles % self.nc > 0)) // self.chunk)
+
+
 def resident_macros(
-    *, k: int, item_k: int, items: int, cta_items: int, rows: int, pitch: int, size: int, threads: int, bulk: bool,
-    cluster: int = 1,
-) -> SimpleNamespace:  # fmt: skip
-    """Macros `fetch` and `wait` for X [m, k] in elements of `size` bytes.
+    split: Split, *, k: int, rows: int, pitch: int, size: int, bulk_copies: bool, cluster: int = 1
+) -> SimpleNamespace:
+    """Macros `place` of a CTA, and `fetch` and `wait` for X [m, k] in elements of `size` bytes.
 
     Args:
-        k: columns of X, a multiple of 16 bytes. item_k: columns of one item; `items` of them cover k.
-        cta_items: most items of a CTA. rows: rows of the resident slice, m at most. pitch: elements of its row.
-        threads: of the CTA. bulk: rows come by bulk copies, so that they do not queue behind the first weights.
+        k: columns of X, a multiple of 16 bytes; the items of `split` cover them.
+        rows: of the resident slice, m at most; those from m on become zero.
+        pitch: elements of a row of the slice, Xs [rows * pitch] in shared memory.
+        bulk_copies: of whole rows, so that they do not queue behind the first weights.
         cluster: CTAs with the same slice, which share the load by multicast.
     """
     import tilelang.language as T
 
-    vec, kp = 16 // size, items * item_k
-    copies, chunks = rows * cta_items * item_k // vec, cta_items * item_k // vec  # 16-byte pieces: of all, of a row
+    vec, threads, kp = 16 // size, split.threads, split.items * ITEM_K
+    chunks = split.cta_items * ITEM_K // vec  # 16-byte pieces of a row
+    copies = rows * chunks
 
     @T.macro
-    def fetch_bulk(X, Xs, bar, m, k0, kn, rank, tx):
+    def place(bk, bn, warp):
+        """Row tiles [t0, t1) and items k0 .. k0 + kn - 1 of CTA (bk, bn); of these its warp `warp` has gn from
+        kg = k0 + g0 on."""
+        even = split.items % split.kc == 0 and (split.items // split.kc) % split.warps == 0
+        t0 = bn * split.tiles // split.nc
+        t1 = (bn + 1) * split.tiles // split.nc
+        k0 = bk * split.items // split.kc
+        kn = split.items // split.kc if even else (bk + 1) * split.items // split.kc - k0
+        g0 = warp * kn // split.warps
+        gn = kn // split.warps if even else (warp + 1) * kn // split.warps - g0
+        kg = k0 + g0
+        return SimpleNamespace(t0=t0, t1=t1, k0=k0, kn=kn, g0=g0, gn=gn, kg=kg)
+
+    @T.macro
+    def fetch_bulk(X, Xs, bar, m, at, rank, tx):
+        """The items of CTA `at` (`place`), number `rank` of its cluster."""
         for e in T.serial(T.ceildiv((rows - m) * (pitch // vec), threads)):
             if e * threads + tx < (rows - m) * (pitch // vec):
-                T.call_extern("handle", "tz_zero16", T.access_ptr(Xs[m * pitch + (e * threads + tx) * vec], "w", vec))
+                zero16(Xs[m * pitch + (e * threads + tx) * vec])
         if kp > k:  # the last CTA along k: columns past the end
             tail = (kp - k) // vec
             for e in T.serial(T.ceildiv(m * tail, threads)):
-                at = e * threads + tx
-                if T.And(at < m * tail, k0 + kn == items):
-                    T.call_extern(
-                        "handle",
-                        "tz_zero16",
-                        T.access_ptr(Xs[at // tail * pitch + (k - k0 * item_k) + at % tail * vec], "w", vec),
-                    )
+                piece = e * threads + tx
+                if T.And(piece < m * tail, at.k0 + at.kn == split.items):
+                    zero16(Xs[piece // tail * pitch + (k - at.k0 * ITEM_K) + piece % tail * vec])
         if tx == 0:
-            row_bytes = T.min(kn * item_k, k - k0 * item_k) * size
+            row_bytes = T.min(at.kn * ITEM_K, k - at.k0 * ITEM_K) * size
             T.mbarrier_expect_tx(bar, m * row_bytes)
             T.barrier_arrive(bar)
             for r in T.serial(T.ceildiv(m - rank, cluster)):
                 row = r * cluster + rank
-                T.call_extern(
-                    "handle",
-                    "tz_bulk_multicast" if cluster > 1 else "tz_bulk",
-                    T.access_ptr(Xs[row * pitch], "w", vec),
-                    T.access_ptr(X[row, k0 * item_k], "r", vec),
-                    row_bytes,
-                    T.access_ptr(bar, "rw", 1),
-                    *([(1 << cluster) - 1] if cluster > 1 else []),
-                )
+                bulk(Xs[row * pitch], X[row, at.k0 * ITEM_K], row_bytes, bar, cluster)
 
     @T.macro
-    def fetch_async(X, Xs, bar, m, k0, kn, rank, tx):
+    def fetch_async(X, Xs, bar, m, at, rank, tx):
+        """The same by cp.async of every thread, each CTA for itself."""
         for e in T.serial(-(-copies // threads)):
-            at = e * threads + tx
-            row = at // chunks
-            col = k0 * item_k + at % chunks * vec
-            if at < copies:
-                T.call_extern(
-                    "handle",
-                    "tz_cp_async",
-                    T.access_ptr(Xs[row * pitch + at % chunks * vec], "w", vec),
-                    T.access_ptr(X[T.min(row, m - 1), T.min(col, k - vec)], "r", vec),
+            piece = e * threads + tx
+            row = piece // chunks
+            col = at.k0 * ITEM_K + piece % chunks * vec
+            if piece < copies:
+                cp_async(
+                    Xs[row * pitch + piece % chunks * vec],
+                    X[T.min(row, m - 1), T.min(col, k - vec)],
                     T.if_then_else(T.And(row < m, col < k), 16, 0),
                 )
-        T.call_extern("handle", "tz_cp_commit")
+        cp_commit()
 
     @T.macro
     def wait(bar, newer):
         """X is there; of the cp.async groups, the `newer` newest may be missing."""
-        if bulk:
+        if bulk_copies:
             T.barrier_wait(bar, 0)
         else:
-            T.call_extern("handle", f"tz_cp_wait<{newer}>")
+            cp_wait(newer)
         T.sync_threads()
 
-    return SimpleNamespace(fetch=fetch_bulk if bulk else fetch_async, wait=wait)
+    return SimpleNamespace(place=place, fetch=fetch_bulk if bulk_copies else fetch_async, wait=wait)
 
 
 def unit_macros(*, token_tiles: int, chunk: int, groups: int, stages: int, pitch: int) -> SimpleNamespace:
-    """Macros `issue` and `load_x` of 8-bit fragments; words of a ring `step`, of which `params` are codes.
+    """Macros `issue` and `load_x` of 8-bit fragments; words of a ring `step`, of which the first `params` are codes.
 
-    A unit of 64 rows by 128 k is two blocks of 512 words and `groups` records of 32; a ring step holds that of `chunk`
-    row tiles of 16. `pitch`: bytes of a row of X.
+    A unit of 64 rows by 128 k, W [items, row blocks, words], is two blocks of 512 words and `groups` records of 32; a
+    step of a warp's ring in R holds those of `chunk` row tiles of 16. `pitch`: bytes of a row of X.
     """
     import tilelang.language as T
 
@@ -96,90 +143,81 @@ def unit_macros(*, token_tiles: int, chunk: int, groups: int, stages: int, pitch
     step = params + -(-chunk * record // 32) * 32  # 128-byte aligned
 
     @T.macro
-    def issue(W, R, base, q, gn, t0, t1, kg, lane):
-        """Ring step q of this warp: `chunk` row tiles x one item, with their parameters."""
-        first = t0 + T.truncdiv(q, gn) * chunk
-        item = kg + T.truncmod(q, gn)
+    def issue(W, R, base, q, at, lane):
+        """Ring step q of a warp of CTA `at` (`place`), whose ring begins at R[base]: `chunk` row tiles x one item,
+        with their parameters."""
+        first = at.t0 + T.truncdiv(q, at.gn) * chunk
+        item = at.kg + T.truncmod(q, at.gn)
         slot = base + q % stages * step
         for m in T.unroll(chunk):
-            if first + m < t1:
+            if first + m < at.t1:
                 tile = first + m
                 for h in T.unroll(2):
-                    T.call_extern(
-                        "handle",
-                        "tz_cp_async",
-                        T.access_ptr(R[slot + m * 256 + h * 128 + lane * 4], "w", 4),
-                        T.access_ptr(W[item, tile // 4, h * 512 + tile % 4 * 128 + lane * 4], "r", 4),
-                        16,
+                    cp_async(
+                        R[slot + m * 256 + h * 128 + lane * 4], W[item, tile // 4, h * 512 + tile % 4 * 128 + lane * 4]
                     )
                 if lane < groups * 2:
-                    T.call_extern(
-                        "handle",
-                        "tz_cp_async",
-                        T.access_ptr(R[slot + params + m * record + lane * 4], "w", 4),
-                        T.access_ptr(
-                            W[
-                                item,
-                                tile // 4,
-                                1024 + lane // 2 * 4 * ROW_WORDS + tile % 4 * ROW_WORDS + lane % 2 * 4,
-                            ],
-                            "r",
-                            4,
-                        ),
-                        16,
+                    cp_async(
+                        R[slot + params + m * record + lane * 4],
+                        W[item, tile // 4, 1024 + lane // 2 * 4 * ROW_WORDS + tile % 4 * ROW_WORDS + lane % 2 * 4],
                     )
-        T.call_extern("handle", "tz_cp_commit")
+        cp_commit()
 
     @T.macro
     def load_x(Xs, x, col, lane):
         """B fragments of one item from the resident X: two k32 steps for each 64 k."""
         for j in T.unroll(2):
             for t in T.unroll(token_tiles):
-                T.call_extern(
-                    "handle",
-                    "tz_ldmatrix4",
-                    T.access_ptr(x[(j * token_tiles + t) * 4], "w", 4),
-                    T.access_ptr(Xs[(t * 8 + lane % 8) * pitch + col + j * 64 + lane // 8 * 16], "r", 16),
-                )
+                ldmatrix4(x[(j * token_tiles + t) * 4], Xs[(t * 8 + lane % 8) * pitch + col + j * 64 + lane // 8 * 16])
 
     return SimpleNamespace(issue=issue, load_x=load_x, params=params, step=step)
 
 
 def sum_macros(
-    *, token_tiles: int, chunk: int, chunks: int, warps: int, kc: int, add: str, store: Callable[..., None]
-) -> SimpleNamespace:  # fmt: skip
-    """Macros `add_warps`, once for each chunk of row tiles, and `add_ctas`, after the last; `words` of shared Q.
+    split: Split, *, token_tiles: int, dtype: str, store: Callable[..., None], floor: bool = False
+) -> SimpleNamespace:
+    """Macros `stage` and `add_warps`, for each chunk of row tiles, and `add_ctas`, after the last; Q, shared memory of
+    `words` sums, and the `place` of a sum in it.
 
     A thread's sums `acc` are four 32-bit values of each row tile and 8 tokens; WS is [kc, 8 * token_tiles, rows]. Warps
     and then CTAs are added in order.
 
     Args:
-        chunks: of a CTA. warps: of a CTA. kc: CTAs along k. add: the primitive that adds four sums from WS.
-        store: macro `store(to, r4, tok, row)` of four sums r4, rows row .. row + 3 of a token.
+        dtype: of the sums, "int32" or "float32".
+        store: macro `store(to, r4, tok, row)` of four sums r4, rows row .. row + 3 of a token; `to` is the program's.
+        floor: divide as Python does. The numbers are not negative, but the compiler does not know it.
     """
     import tilelang.language as T
 
-    nt, threads = token_tiles, warps * 32
+    nt, threads, warps, chunk, kc = token_tiles, split.threads, split.warps, split.chunk, split.kc
+    divide, modulo = (T.floordiv, T.floormod) if floor else (T.truncdiv, T.truncmod)
     pitch = chunk * 16 + 4  # partial tiles [token][row]: stores and vector loads without bank conflicts
     part = nt * 8 * pitch
 
+    def place(warp, lane, tile, t, i):
+        """Where in Q sum i of a lane's four of row tile `tile` and token tile t lies."""
+        return warp * part + (t * 8 + lane % 4 * 2 + i % 2) * pitch + tile * 16 + i // 2 * 8 + lane // 4
+
     @T.macro
-    def add_warps(Q, WS, to, acc, r4, m, bk, t0, t1, ci, tx):
+    def stage(Q, acc, tx):
+        """The sums of a chunk to Q."""
         warp = tx // 32
         lane = tx % 32
-        if chunks == 1:
+        if split.chunks == 1:
             T.sync_threads()  # Q may share memory with what the main loop read, whose last use this is
         for r in T.unroll(chunk):
             for t in T.unroll(nt):
                 for i in T.unroll(4):
-                    Q[warp * part + (t * 8 + lane % 4 * 2 + i % 2) * pitch + r * 16 + i // 2 * 8 + lane // 4] = acc[
-                        (r * nt + t) * 4 + i
-                    ]
+                    Q[place(warp, lane, r, t, i)] = acc[(r * nt + t) * 4 + i]
+
+    @T.macro
+    def add_warps(Q, WS, to, r4, m, bk, at, ci, tx):
+        """What chunk `ci` of CTA `at` has in Q, tokens below m, to `store` or, with several CTAs along k, to WS."""
         T.sync_threads()
         for e in T.serial(-(-(nt * 8 * chunk * 4) // threads)):
             tok = (e * threads + tx) // (chunk * 4)
             row = (e * threads + tx) % (chunk * 4) * 4
-            if T.And(tok < T.min(m, nt * 8), t0 * 16 + ci * chunk * 16 + row < t1 * 16):
+            if T.And(tok < T.min(m, nt * 8), at.t0 * 16 + ci * chunk * 16 + row < at.t1 * 16):
                 for i in T.vectorized(4):
                     r4[i] = Q[tok * pitch + row + i]
                 for wi in T.unroll(1, warps):
@@ -187,25 +225,23 @@ def sum_macros(
                         r4[i] = r4[i] + Q[wi * part + tok * pitch + row + i]
                 if kc > 1:
                     for i in T.vectorized(4):
-                        WS[bk, tok, (t0 + ci * chunk) * 16 + row + i] = r4[i]
+                        WS[bk, tok, (at.t0 + ci * chunk) * 16 + row + i] = r4[i]
                 else:
-                    store(to, r4, tok, (t0 + ci * chunk) * 16 + row)
+                    store(to, r4, tok, (at.t0 + ci * chunk) * 16 + row)
         T.sync_threads()
 
     @T.macro
-    def add_ctas(WS, SEM, to, r4, m, bn, t0, t1, tx):
+    def add_ctas(WS, SEM, to, r4, m, bn, at, tx):
         """The last CTA of a row range adds the partial sums of all of them."""
         if kc > 1:
-            if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[bn], "rw", 1), kc):
-                for e in T.serial(T.ceildiv((t1 - t0) * 4 * T.min(m, nt * 8), threads)):
-                    tok = T.truncdiv(e * threads + tx, (t1 - t0) * 4)
-                    row = t0 * 16 + T.truncmod(e * threads + tx, (t1 - t0) * 4) * 4
+            if last_arrival(SEM[bn], kc):
+                for e in T.serial(T.ceildiv((at.t1 - at.t0) * 4 * T.min(m, nt * 8), threads)):
+                    tok = divide(e * threads + tx, (at.t1 - at.t0) * 4)
+                    row = at.t0 * 16 + modulo(e * threads + tx, (at.t1 - at.t0) * 4) * 4
                     if tok < T.min(m, nt * 8):
-                        T.call_extern(
-                            "handle", "tz_ldcg4", T.access_ptr(r4, "w"), T.access_ptr(WS[0, tok, row], "r", 4)
-                        )
+                        ldcg4(r4, WS[0, tok, row])
                         for kk in T.unroll(1, kc):
-                            T.call_extern("handle", add, T.access_ptr(r4, "rw"), T.access_ptr(WS[kk, tok, row], "r", 4))
+                            addcg4(r4, WS[kk, tok, row], dtype=dtype)
                         store(to, r4, tok, row)
 
-    return SimpleNamespace(add_warps=add_warps, add_ctas=add_ctas, words=warps * part)
+    return SimpleNamespace(place=place, stage=stage, add_warps=add_warps, add_ctas=add_ctas, words=warps * part)

@@ -6,18 +6,15 @@ parameters of 16 rows for each 128 k) with no barrier in the main loop; they sum
 memory once per `chunk` tiles. With kc > 1 the last CTA of a row range sums the kc partials. All sums are int32.
 """
 
-from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.resident import ROW_WORDS, resident_macros, sum_macros, unit_macros
+from terrazzo.ops.calls import cp_wait, lds32, lds128, syncwarp
+from terrazzo.ops.resident import ROW_WORDS, Split, resident_macros, sum_macros, unit_macros
+from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.w4a8 import fp8_problem
 from terrazzo.ops.w4a8.operand import operand_macros
 from terrazzo.ops.w4a8.problem import UNIT_K
 
-PASS_CONFIGS = (  # the barriers and the bounds are the program's own
-    ("tl.disable_safe_memory_legalize", True),
-    ("tl.disable_thread_storage_sync", True),
-    ("tl.disable_warp_specialized", True),
-)
+PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 
 
 def build(
@@ -49,24 +46,14 @@ def build(
     gemm = fp8_problem.of(n, k, group, out_dtype, dequantization, bias)
     e4m3 = dequantization == fp8_problem.E4M3
     sum_type = "float32" if e4m3 else "int32"
-    nt, ig, items_k, tiles = token_tiles, gemm.groups, gemm.units, gemm.row_blocks * 4
-    even = items_k % kc == 0 and (items_k // kc) % warps == 0
-    cta_items = -(-items_k // kc)  # most items of a CTA along k
-    if warps > items_k // kc:  # TileLang drops the guard of a loop that runs zero times or once
-        raise ArgumentError(
-            "warps", warps, f"must be at most the {items_k // kc} items of a CTA along k", "take fewer warps"
-        )
-    threads = warps * 32
-    pitch = cta_items * UNIT_K + 16  # bytes; 16 mod 128: ldmatrix without conflicts
-    chunks = -(-tiles // (nc * chunk)) if tiles % nc == 0 else -(-(tiles // nc + 1) // chunk)
+    nt, ig, rows = token_tiles, gemm.groups, gemm.row_blocks * 64
+    split = Split(gemm.units, gemm.row_blocks * 4, kc, nc, warps, chunk)
+    pitch = split.cta_items * UNIT_K + 16  # bytes; 16 mod 128: ldmatrix without conflicts
     raw, unsigned = gemm.raw, gemm.unsigned
     pdl = target.supports("pdl")
-    bulk = target.supports("bulk_copy")
+    bulk_copies = target.supports("bulk_copy")
     operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
-    resident = resident_macros(
-        k=k, item_k=UNIT_K, items=items_k, cta_items=cta_items, rows=nt * 8, pitch=pitch, size=1, threads=threads,
-        bulk=bulk, cluster=cluster,
-    )  # fmt: skip
+    resident = resident_macros(split, k=k, rows=nt * 8, pitch=pitch, size=1, bulk_copies=bulk_copies, cluster=cluster)
     ring = unit_macros(token_tiles=nt, chunk=chunk, groups=ig, stages=stages, pitch=pitch)
     source = prelude(
         "cp_async",
@@ -75,7 +62,7 @@ def build(
         "semaphore",
         "int8",
         *(["pack", "e4m3"] if e4m3 else []),
-        *(["multicast" if cluster > 1 else "bulk"] if bulk else []),
+        *(["multicast" if cluster > 1 else "bulk"] if bulk_copies else []),
         extra=(gemm.converter.device_source,),
     )
     cluster_dims = dict(cluster_dims=(1, cluster, 1)) if cluster > 1 else {}
@@ -111,26 +98,25 @@ def build(
                     if row + i < n:
                         Y[tok, row + i] = o4[i]
 
-    add = "tz_addcg4" if e4m3 else "tz_addcg4i"
-    sums = sum_macros(token_tiles=nt, chunk=chunk, chunks=chunks, warps=warps, kc=kc, add=add, store=store)
+    sums = sum_macros(split, token_tiles=nt, dtype=sum_type, store=store)
 
     @T.prim_func
     def main(
         X: T.Tensor((M, k), "int8"),
-        W: T.Tensor((items_k, gemm.row_blocks, gemm.unit_words), "int32"),
-        S: T.Tensor((tiles * 16,), "float32"),
+        W: T.Tensor((gemm.units, gemm.row_blocks, gemm.unit_words), "int32"),
+        S: T.Tensor((rows,), "float32"),
         XS: T.Tensor((M,), "float32"),
         RS: T.Tensor((1 if e4m3 else M,), "int32"),
         B: T.Tensor((n if bias else 1,), "float32"),
-        WS: T.Tensor((kc, nt * 8, tiles * 16), sum_type),
+        WS: T.Tensor((kc, nt * 8, rows), sum_type),
         SEM: T.Tensor((nc,), "int32"),
         Y: T.Tensor((M, n), out_dtype),
     ):
-        with T.Kernel(kc, nc, threads=threads, prelude=source, **cluster_dims) as (bk, bn):
+        with T.Kernel(kc, nc, threads=split.threads, prelude=source, **cluster_dims) as (bk, bn):
             Xs = T.alloc_shared((nt * 8 * pitch + 128,), "int8")  # the tail keeps what follows 128-byte aligned
             R = T.alloc_shared((warps * stages * ring.step,), "int32")
             Q = T.alloc_shared((sums.words,), sum_type)
-            xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk else None
+            xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk_copies else None
             w = T.alloc_local((4,), "uint32")
             u = T.alloc_local((ig,), "uint32")
             a = T.alloc_local((8,), "uint32")
@@ -143,48 +129,34 @@ def build(
             tx = T.get_thread_binding()
             warp = tx // 32
             lane = tx % 32
-            t0 = bn * tiles // nc
-            t1 = (bn + 1) * tiles // nc
-            k0 = bk * items_k // kc
-            kn = items_k // kc if even else (bk + 1) * items_k // kc - k0
-            g0 = warp * kn // warps
-            gn = kn // warps if even else (warp + 1) * kn // warps - g0
+            at = resident.place(bk, bn, warp)
             base = warp * stages * ring.step
 
             # weights first where the launch may overlap the kernel before; X may be its result
             if pdl:
                 T.pdl_trigger()
             else:
-                resident.fetch(X, Xs, xbar, M, k0, kn, 0, tx)
+                resident.fetch(X, Xs, xbar, M, at, 0, tx)
             for p in T.unroll(stages):
-                ring.issue(W, R, base, p, gn, t0, t1, k0 + g0, lane)
+                ring.issue(W, R, base, p, at, lane)
             if pdl:
                 T.pdl_sync()
-                resident.fetch(X, Xs, xbar, M, k0, kn, bn % cluster, tx)
+                resident.fetch(X, Xs, xbar, M, at, bn % cluster, tx)
             resident.wait(xbar, stages)
-            for ci in T.serial(chunks):
+            for ci in T.serial(split.chunks):
                 for i in T.unroll(chunk * nt * 4):
                     acc[i] = 0
-                for gi in T.serial(gn):
-                    T.call_extern("handle", f"tz_cp_wait<{stages - 1}>")
-                    slot = base + (ci * gn + gi) % stages * ring.step
-                    ring.load_x(Xs, x, (g0 + gi) * UNIT_K, lane)
+                for gi in T.serial(at.gn):
+                    cp_wait(stages - 1)
+                    slot = base + (ci * at.gn + gi) % stages * ring.step
+                    ring.load_x(Xs, x, (at.g0 + gi) * UNIT_K, lane)
                     for m in T.unroll(chunk):
                         for q in T.unroll(ig):
-                            u[q] = T.call_extern(
-                                "uint32",
-                                "tz_lds32",
-                                T.access_ptr(R[slot + ring.params + (m * ig + q) * ROW_WORDS + lane // 4], "r", 1),
-                            )
+                            u[q] = lds32(R[slot + ring.params + (m * ig + q) * ROW_WORDS + lane // 4])
                             if e4m3:
                                 operand.factors(f, q * 2, u[q])
                         for j in T.unroll(2):
-                            T.call_extern(
-                                "handle",
-                                "tz_lds128",
-                                T.access_ptr(w, "w"),
-                                T.access_ptr(R[slot + m * 256 + j * 128 + lane * 4], "r", 4),
-                            )
+                            lds128(w, R[slot + m * 256 + j * 128 + lane * 4])
                             operand.convert(w, 0, u, a, 0, held, j)
                             for e in T.unroll(2):
                                 for t in T.unroll(nt):
@@ -193,9 +165,10 @@ def build(
                                         operand.mma(acc, to, a, e * 4, x, b, f, (j * 2 + e) * ig // 4 * 2)
                                     else:
                                         operand.mma(acc, to, a, e * 4, x, b)
-                    T.call_extern("handle", "tz_syncwarp")  # every lane has read the step before it is overwritten
-                    ring.issue(W, R, base, ci * gn + gi + stages, gn, t0, t1, k0 + g0, lane)
-                sums.add_warps(Q, WS, (S, XS, RS, B, Y, o4), acc, r4, M, bk, t0, t1, ci, tx)
-            sums.add_ctas(WS, SEM, (S, XS, RS, B, Y, o4), r4, M, bn, t0, t1, tx)
+                    syncwarp()  # every lane has read the step before it is overwritten
+                    ring.issue(W, R, base, ci * at.gn + gi + stages, at, lane)
+                sums.stage(Q, acc, tx)
+                sums.add_warps(Q, WS, (S, XS, RS, B, Y, o4), r4, M, bk, at, ci, tx)
+            sums.add_ctas(WS, SEM, (S, XS, RS, B, Y, o4), r4, M, bn, at, tx)
 
     return main
