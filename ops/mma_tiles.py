@@ -7,10 +7,13 @@ and pair p of token tiles, eight sums at (m * pairs + p) * 8: token tile, row g 
 Each function returns macros for one program.
 """
 
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
+from terrazzo.ops.calls import addcg4, address, copy16, cp_async, ldcg4, ldmatrix4
 
 STAGE_BYTES = 128  # of a token in a ring stage
 SOURCE = """\
@@ -33,17 +36,113 @@ __device__ __forceinline__ void tz_sts32(void *p, unsigned v) { *(unsigned *)p =
 """
 
 
-def out_pitch(row_blocks: int) -> int:
-    """16-bit elements of a staged output token of a warp, free of bank conflicts."""
-    return row_blocks * 16 + 8
+@dataclass(frozen=True)
+class Tile:
+    """What a CTA computes: `block_tokens` tokens, an equal multiple of 16 for each of `token_warps` columns of warps;
+    `row_blocks` row tiles of 16 for each warp of a column, whole blocks of 64 rows in all."""
+
+    block_tokens: int
+    warps: int
+    row_blocks: int
+    token_warps: int = 1
+
+    @property
+    def threads(self) -> int:
+        return self.warps * 32
+
+    @property
+    def tokens(self) -> int:
+        """Of a warp."""
+        return self.block_tokens // self.token_warps
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of token tiles of a warp."""
+        return self.tokens // 16
+
+    @property
+    def sums(self) -> int:
+        """Accumulators of a thread."""
+        return self.row_blocks * self.tokens // 2
+
+    @property
+    def row_warps(self) -> int:
+        """Warps of a column."""
+        return self.warps // self.token_warps
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 64 rows."""
+        return self.row_warps * self.row_blocks // 4
+
+    @property
+    def out_pitch(self) -> int:
+        """16-bit elements of a staged output token of a warp, free of bank conflicts."""
+        return self.row_blocks * 16 + 8
+
+    def x_bytes(self, stages: int) -> int:
+        """Shared memory of the ring of X, which the staged output of 16-bit results reuses."""
+        return max(stages * self.block_tokens * STAGE_BYTES, self.warps * 16 * self.out_pitch * 2)
+
+    def check(self, *, stages: int, kc: int, units: int, most: int, need: int, target: Target | None) -> None:
+        """Refuse configurations that the programs have no code for, or that cannot run.
+
+        Args:
+            kc: CTAs that share the k of a tile; units: of 128 along k.
+            most: row_blocks * tokens of a warp, twice the accumulators of a thread.
+            need: bytes of shared memory; target: a Target that must have them, or None.
+
+        Raises:
+            ArgumentError: what cannot run, by name.
+        """
+        tw = self.token_warps
+        if tw < 1 or self.block_tokens % (16 * tw) or self.block_tokens < 16 * tw:
+            raise ArgumentError(
+                "block_tokens", self.block_tokens, f"must be a multiple of 16 * token_warps = {16 * tw}", "round it up"
+            )
+        if not 1 <= self.warps <= 16 or self.warps % tw or self.row_warps * self.row_blocks % 4:
+            raise ArgumentError(
+                "warps",
+                self.warps,
+                f"must be at most 16, and warps / {tw} * {self.row_blocks} row tiles of 16 a multiple of 4",
+                "use 4 or 8 warps with token_warps 1 or 2",
+            )
+        if stages < 2:
+            raise ArgumentError("stages", stages, "must be at least 2", "use 3 or 4")
+        if self.row_blocks * self.tokens > most:
+            raise ArgumentError(
+                "row_blocks",
+                self.row_blocks,
+                f"row_blocks * block_tokens / token_warps must be at most {most} here (registers)",
+                "use fewer row blocks, or split the tokens over more warps",
+            )
+        if not 1 <= kc <= units:
+            raise ArgumentError("kc", kc, f"must be 1 to {units}, the units of 128 along k", "use a smaller kc")
+        if target is not None and need > target.smem_per_block:
+            raise ArgumentError(
+                "stages",
+                stages,
+                f"needs {need} bytes of shared memory, {target.arch} has {target.smem_per_block}",
+                "use fewer",
+            )
 
 
-def x_bytes(block_tokens: int, stages: int, warps: int, row_blocks: int) -> int:
-    """Shared memory of the ring of X, which the staged output of 16-bit results reuses."""
-    return max(stages * block_tokens * STAGE_BYTES, warps * 16 * out_pitch(row_blocks) * 2)
+def element(size: int, matrix: Any, access: str, row: Any, pitch: int, col: Any, ahead: Any = 0) -> Any:
+    """Address of element `ahead` of (row, col) of a matrix in global memory, whose rows are `pitch` elements of `size`
+    bytes apart; it is read ("r") or written ("w")."""
+    import tilelang.language as T
+
+    return T.call_extern("handle", f"tz_at<{size}>", T.access_ptr(matrix[0, 0], access, 1), row, pitch, col, ahead)
 
 
-def place_macros(*, block_tokens: int, row_tiles: int, raster: int) -> SimpleNamespace:
+def sts32(to: Any, word: Any) -> Any:
+    """A 32-bit value to an address."""
+    import tilelang.language as T
+
+    return T.call_extern("handle", "tz_sts32", address(to, "w", 4), word)
+
+
+def place_macros(tile: Tile, *, row_tiles: int, raster: int) -> SimpleNamespace:
     """Macro `place`: c.tokens, the first token, and c.rows, the row tile, of CTA `at`; c.count is scratch.
 
     Groups of `raster` token blocks walk over the rows together, so that both operands stay in L2.
@@ -52,25 +151,25 @@ def place_macros(*, block_tokens: int, row_tiles: int, raster: int) -> SimpleNam
 
     @T.macro
     def place(c, at, m):
+        """CTA `at` of those for m tokens."""
         c.tokens[0] = T.truncdiv(at, raster * row_tiles) * raster
         c.rows[0] = T.truncmod(at, raster * row_tiles)
-        c.count[0] = T.min(T.ceildiv(m, block_tokens) - c.tokens[0], raster)
-        c.tokens[0] = (c.tokens[0] + T.truncmod(c.rows[0], c.count[0])) * block_tokens
+        c.count[0] = T.min(T.ceildiv(m, tile.block_tokens) - c.tokens[0], raster)
+        c.tokens[0] = (c.tokens[0] + T.truncmod(c.rows[0], c.count[0])) * tile.block_tokens
         c.rows[0] = T.truncdiv(c.rows[0], c.count[0])
 
     return SimpleNamespace(place=place)
 
 
-def x_macros(*, k: int, stage_k: int, block_tokens: int, warp_tokens: int, threads: int) -> SimpleNamespace:
-    """Macros `issue` (one stage of X by `copy`, a primitive as tz_cp_async) and `load` (fragments of 16 tokens).
+def x_macros(tile: Tile, *, k: int, stage_k: int) -> SimpleNamespace:
+    """Macros `issue` (one stage of X [m, k] by `copy`, a primitive as tz_cp_async) and `load` (fragments of 16 tokens).
 
-    Args:
-        k: columns of X. stage_k: columns of a stage, STAGE_BYTES in all.
-        block_tokens, warp_tokens: tokens of a CTA and of a warp. threads: of the CTA.
+    A stage holds `stage_k` columns, STAGE_BYTES in all; Xs [stages * block_tokens * stage_k].
     """
     import tilelang.language as T
 
     size, vec, pitch = STAGE_BYTES // stage_k, stage_k // 8, stage_k
+    block_tokens, threads = tile.block_tokens, tile.threads
 
     @T.macro
     def issue(X, Xs, copy, tokens, at, slot, tx, m):
@@ -81,18 +180,8 @@ def x_macros(*, k: int, stage_k: int, block_tokens: int, warp_tokens: int, threa
             col = at * stage_k + tx % 8 * vec
             if row < block_tokens:
                 T.call_extern(
-                    "handle",
-                    copy,
-                    T.access_ptr(Xs[to], "w", vec),
-                    T.call_extern(
-                        "handle",
-                        f"tz_at<{size}>",
-                        T.access_ptr(X[0, 0], "r", 1),
-                        tokens + tx // 8,
-                        k,
-                        col,
-                        e * (threads // 8) * k,
-                    ),
+                    "handle", copy, T.access_ptr(Xs[to], "w", vec),
+                    element(size, X, "r", tokens + tx // 8, k, col, e * (threads // 8) * k),
                     T.if_then_else(
                         tokens + row < m, 16 if k % 128 == 0 else T.max(T.min(k - col, vec), 0) * size, 0
                     ),
@@ -101,140 +190,83 @@ def x_macros(*, k: int, stage_k: int, block_tokens: int, warp_tokens: int, threa
     @T.macro
     def load(Xs, x, slot, step, p, column, lane):
         """B fragments of 16 tokens and 32 bytes of k."""
-        row = column * warp_tokens + p * 16 + lane // 16 * 8 + lane % 8
-        T.call_extern(
-            "handle",
-            "tz_ldmatrix4",
-            T.access_ptr(x[p * 4], "w", 4),
-            T.access_ptr(
-                Xs[slot * (block_tokens * pitch) + row * pitch + ((lane // 8 % 2 ^ lane % 8) ^ step * 2) * vec],
-                "r",
-                vec,
-            ),
+        row = column * tile.tokens + p * 16 + lane // 16 * 8 + lane % 8
+        ldmatrix4(
+            x[p * 4], Xs[slot * (block_tokens * pitch) + row * pitch + ((lane // 8 % 2 ^ lane % 8) ^ step * 2) * vec]
         )
 
     return SimpleNamespace(issue=issue, load=load)
 
 
-def partial_macros(*, sums: int, kc: int, load: str, add: str) -> SimpleNamespace:
-    """Macros `leave` and `gather` of `sums` 32-bit sums of a thread through WS [tiles, kc, sums / 4, threads, 4].
+def unit_macros(tile: Tile, *, row_blocks: int, unit_words: int) -> SimpleNamespace:
+    """Macro `issue`: the units of 64 rows by 128 k of a CTA's rows, of W [units, row_blocks, unit_words], to a slot of
+    Ws [slots * tile.blocks * unit_words], both int32."""
+    import tilelang.language as T
 
-    `load` and `add` are the primitives that read and add four of them.
-    """
+    blocks, threads = tile.blocks, tile.threads
+    copies = blocks * unit_words // 4  # 16-byte pieces
+
+    @T.macro
+    def issue(W, Ws, c, unit, slot, tx):
+        """Row blocks past the end keep what is there: their rows are not stored."""
+        for e in T.unroll(-(-copies // threads)):
+            at = e * threads + tx
+            if at < T.min(copies, (row_blocks - c.rows[0] * blocks) * (unit_words // 4)):
+                cp_async(Ws[slot * (blocks * unit_words) + at * 4], W[unit, c.rows[0] * blocks, at * 4])
+
+    return SimpleNamespace(issue=issue)
+
+
+def partial_macros(tile: Tile, *, kc: int, dtype: str) -> SimpleNamespace:
+    """Macros `leave` and `gather` of a thread's sums in `dtype`, through WS [tiles, kc, tile.sums / 4, threads, 4]."""
     import tilelang.language as T
 
     @T.macro
-    def leave(WS, acc, tile, z, tx):
-        for i in T.unroll(sums // 4):
-            T.call_extern(
-                "handle", "tz_copy16", T.access_ptr(WS[tile, z, i, tx, 0], "w", 4), T.access_ptr(acc[i * 4], "r", 4)
-            )
+    def leave(WS, acc, tile_, z, tx):
+        """The sums of CTA z along k of a tile."""
+        for i in T.unroll(tile.sums // 4):
+            copy16(WS[tile_, z, i, tx, 0], acc[i * 4])
 
     @T.macro
-    def gather(WS, acc, tile, tx):
+    def gather(WS, acc, tile_, tx):
         """The kc partial tiles in order of k."""
-        for i in T.unroll(sums // 4):
-            T.call_extern("handle", load, T.access_ptr(acc[i * 4], "w", 4), T.access_ptr(WS[tile, 0, i, tx, 0], "r", 4))
+        for i in T.unroll(tile.sums // 4):
+            ldcg4(acc[i * 4], WS[tile_, 0, i, tx, 0])
         for z in T.unroll(1, kc, unroll_factor=1):  # unrolled, its loads would take every register
-            for i in T.unroll(sums // 4):
-                T.call_extern(
-                    "handle", add, T.access_ptr(acc[i * 4], "rw", 4), T.access_ptr(WS[tile, z, i, tx, 0], "r", 4)
-                )
+            for i in T.unroll(tile.sums // 4):
+                addcg4(acc[i * 4], WS[tile_, z, i, tx, 0], dtype=dtype)
 
     return SimpleNamespace(leave=leave, gather=gather)
 
 
-def out_macros(*, n: int, row_blocks: int, vec: int) -> SimpleNamespace:
-    """Macros `stage` and `write`: 16 tokens of a warp, transposed in registers, staged, written 16 bytes a lane.
+def out_macros(tile: Tile, *, n: int, vec: int) -> SimpleNamespace:
+    """Macros `stage` and `write`: 16 tokens of a warp, transposed in registers, staged in Os, written 16 bytes a lane.
 
-    `vec`: elements of the staging buffer in 16 bits (a buffer of bytes has 2).
+    `vec`: elements of Os in 16 bits (a buffer of bytes has 2).
     """
     import tilelang.language as T
 
-    pitch = out_pitch(row_blocks)
+    pitch, row_blocks = tile.out_pitch, tile.row_blocks
     whole = n % 8 == 0
 
     @T.macro
     def stage(Os, o, at, m, i, lane):
         """o[0]: two tokens of a row. i // 2 is the token tile, i % 2 picks row g or g + 8 of row tile m."""
         o[0] = T.call_extern("uint32", "tz_movmatrix", o[0])
-        T.call_extern(
-            "handle",
-            "tz_sts32",
-            T.access_ptr(
-                Os[(at + (i // 2 * 8 + lane // 4) * pitch + m * 16 + i % 2 * 8 + lane % 4 * 2) * vec], "w", 2 * vec
-            ),
-            o[0],
-        )
+        sts32(Os[(at + (i // 2 * 8 + lane // 4) * pitch + m * 16 + i % 2 * 8 + lane % 4 * 2) * vec], o[0])
 
     @T.macro
     def write(Y, Os, at, token0, row0, m, lane):
+        """Tokens from token0 on, below m; rows from row0 on, below n, of Y [m, n]."""
         for q in T.unroll(row_blocks):
             token = (q * 32 + lane) // (row_blocks * 2)
             chunk = (q * 32 + lane) % (row_blocks * 2) * 8
             if T.And(token0 + token < m, row0 + chunk < n):
                 T.call_extern(
-                    "handle",
-                    "tz_copy16" if whole else "tz_store_ragged",
-                    T.call_extern(
-                        "handle", "tz_at<2>", T.access_ptr(Y[0, 0], "w", 1), token0 + token, n, row0 + chunk, 0
-                    ),
+                    "handle", "tz_copy16" if whole else "tz_store_ragged",
+                    element(2, Y, "w", token0 + token, n, row0 + chunk),
                     T.access_ptr(Os[(at + token * pitch + chunk) * vec], "r", 8 * vec),
                     *([] if whole else [T.min(n - row0 - chunk, 8)]),
-                )
+                )  # fmt: skip
 
     return SimpleNamespace(stage=stage, write=write)
-
-
-def check(
-    *,
-    block_tokens: int,
-    warps: int,
-    row_blocks: int,
-    stages: int,
-    token_warps: int,
-    kc: int,
-    units: int,
-    most: int,
-    need: int,
-    target: Target | None,
-) -> None:
-    """Refuse configurations that the programs have no code for, or that cannot run.
-
-    Args:
-        units: of 128 along k. most: row_blocks * tokens of a warp, twice the accumulators of a thread.
-        need: bytes of shared memory; target: a Target that must have them, or None.
-
-    Raises:
-        ArgumentError: what cannot run, by name.
-    """
-    tw = token_warps
-    if tw < 1 or block_tokens % (16 * tw) or block_tokens < 16 * tw:
-        raise ArgumentError(
-            "block_tokens", block_tokens, f"must be a multiple of 16 * token_warps = {16 * tw}", "round it up"
-        )
-    if not 1 <= warps <= 16 or warps % tw or warps // tw * row_blocks % 4:
-        raise ArgumentError(
-            "warps",
-            warps,
-            f"must be at most 16, and warps / {tw} * {row_blocks} row tiles of 16 a multiple of 4",
-            "use 4 or 8 warps with token_warps 1 or 2",
-        )
-    if stages < 2:
-        raise ArgumentError("stages", stages, "must be at least 2", "use 3 or 4")
-    if row_blocks * block_tokens // tw > most:
-        raise ArgumentError(
-            "row_blocks",
-            row_blocks,
-            f"row_blocks * block_tokens / token_warps must be at most {most} here (registers)",
-            "use fewer row blocks, or split the tokens over more warps",
-        )
-    if not 1 <= kc <= units:
-        raise ArgumentError("kc", kc, f"must be 1 to {units}, the units of 128 along k", "use a smaller kc")
-    if target is not None and need > target.smem_per_block:
-        raise ArgumentError(
-            "stages",
-            stages,
-            f"needs {need} bytes of shared memory, {target.arch} has {target.smem_per_block}",
-            "use fewer",
-        )

@@ -18,15 +18,28 @@ in a fixed order, so the result has the same bits in every run.
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops import mma_tiles
+from terrazzo.ops.calls import (
+    cp_async,
+    cp_commit,
+    cp_wait,
+    last_arrival,
+    lds16_at,
+    lds32,
+    lds128,
+    mma,
+    mma_kind,
+    pack2,
+    syncwarp,
+    unpack,
+)
+from terrazzo.ops.mma_tiles import Tile
+from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.tile_scheduler import scalars
 from terrazzo.ops.w4a16.operand import Operand
+from terrazzo.ops.w4a16.param_macros import param_macros
 
 UNIT_K = 128  # k extent of one unit of work: two ring stages
-PASS_CONFIGS = (  # the barriers and the bounds are the program's own
-    ("tl.disable_safe_memory_legalize", True),
-    ("tl.disable_thread_storage_sync", True),
-    ("tl.disable_warp_specialized", True),
-)
+PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 _SOURCE = """\
 // what cp.async does, for rows that are not aligned to 16 bytes
 __device__ __forceinline__ void tz_copy_ragged(void *dst, const void *src, int bytes) {
@@ -46,10 +59,9 @@ def shared_bytes(
     op: Operand, *, block_tokens: int, warps: int, row_blocks: int, stages: int, token_warps: int = 1, kc: int = 1
 ) -> int:
     """Shared memory of a CTA, bytes."""
-    blocks = warps // token_warps * row_blocks // 4
-    x = mma_tiles.x_bytes(block_tokens, stages, warps, row_blocks)
+    shape = Tile(block_tokens, warps, row_blocks, token_warps)
     flag = 1024 if kc > 1 else 0  # one word, and the alignment of what follows
-    return x + stages * blocks * (2048 + op.groups_per(64) * op.record_bytes) + flag
+    return shape.x_bytes(stages) + stages * shape.blocks * (2048 + op.groups_per(64) * op.record_bytes) + flag
 
 
 def build(
@@ -95,30 +107,26 @@ def build(
     op = Operand(group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, numerics=numerics)
     post, bf16 = numerics == "post", dtype == "bfloat16"
     cvt = get_converter(f"u4_{'bf16' if bf16 else 'f16'}_exact" if post else op.converter)
-    bm, rb, threads = block_tokens, row_blocks, warps * 32
     np_, kp = -(-n // 64) * 64, -(-k // UNIT_K) * UNIT_K
     units = kp // UNIT_K
     grouped = post and group > 0  # otherwise MMAs add straight to the result
-    config = dict(block_tokens=bm, warps=warps, row_blocks=rb, stages=stages, token_warps=token_warps)
-    need = shared_bytes(op, **config, kc=kc)
-    mma_tiles.check(**config, kc=kc, units=units, most=128 if grouped else 256, need=need, target=target)
-
-    wm = bm // token_warps  # tokens of a warp
-    pairs, nacc, row_warps = wm // 16, rb * wm // 2, warps // token_warps
-    blocks, all_blocks = row_warps * rb // 4, np_ // 64
+    config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, token_warps=token_warps)
+    shape, need = Tile(**config), shared_bytes(op, **config, stages=stages, kc=kc)
+    shape.check(stages=stages, kc=kc, units=units, most=128 if grouped else 256, need=need, target=target)
+    bm, rb, threads = block_tokens, row_blocks, shape.threads
+    pairs, nacc, blocks, all_blocks = shape.pairs, shape.sums, shape.blocks, np_ // 64
     row_tiles = -(-all_blocks // blocks)
     groups, rec, sb, ig = op.groups(kp), op.record_bytes, op.scale_bytes, op.groups_per(64)
     run = 4 // ig  # passes of a stage with the same parameters
     copies, ragged = rec // 16, k % 8 != 0  # ragged: rows of X are not aligned to 16 bytes
-    f32 = scale_dtype == "float32"
-    tb, stb = ("true" if bf16 else "false"), ("true" if scale_dtype == "bfloat16" else "false")
-    ab = "bf16" if bf16 else "fp16"
-    one2 = 0x3F803F80 if bf16 else 0x3C003C00
-    pitch = mma_tiles.out_pitch(rb)
-    tiles = mma_tiles.place_macros(block_tokens=bm, row_tiles=row_tiles, raster=raster)
-    xs = mma_tiles.x_macros(k=k, stage_k=64, block_tokens=bm, warp_tokens=wm, threads=threads)
-    partial = mma_tiles.partial_macros(sums=nacc, kc=kc, load="tz_ldcg4", add="tz_addcg4")
-    out = mma_tiles.out_macros(n=n, row_blocks=rb, vec=1)
+    scale_bf16 = scale_dtype == "bfloat16"
+    kind = mma_kind(dtype)
+    pitch = shape.out_pitch
+    tiles = mma_tiles.place_macros(shape, row_tiles=row_tiles, raster=raster)
+    xs = mma_tiles.x_macros(shape, k=k, stage_k=64)
+    partial = mma_tiles.partial_macros(shape, kc=kc, dtype="float32")
+    out = mma_tiles.out_macros(shape, n=n, vec=1)
+    words = param_macros(op)
     source = prelude(
         "cp_async", "lds", "ldmatrix", "pack", "semaphore", extra=(mma_tiles.SOURCE, _SOURCE, cvt.device_source)
     )
@@ -137,57 +145,32 @@ def build(
         for e in T.unroll(-(-blocks * 128 // threads)):
             at = e * threads + tx
             if at < blocks * 128:
-                T.call_extern(
-                    "handle",
-                    "tz_cp_async",
-                    T.access_ptr(Ws[slot * (blocks * 512) + at * 4], "w", 4),
-                    T.access_ptr(W[kb, block_at(c, at // 128), at % 128 * 4], "r", 4),
-                    16,
-                )
+                cp_async(Ws[slot * (blocks * 512) + at * 4], W[kb, block_at(c, at // 128), at % 128 * 4])
         if params:
             for e in T.unroll(-(-ig * blocks * copies // threads)):
                 at = e * threads + tx
                 record = 0 if group == 0 else (kb // 2 if group == 128 else kb * ig + at // (blocks * copies))
                 if at < ig * blocks * copies:
-                    T.call_extern(
-                        "handle",
-                        "tz_cp_async",
-                        T.access_ptr(Ps[slot * (ig * blocks * rec) + at * 16], "w", 16),
-                        T.access_ptr(
-                            P[
-                                record,
-                                block_at(c, at // copies % blocks),
-                                at % copies * 16,
-                            ],
-                            "r",
-                            16,
-                        ),
-                        16,
+                    cp_async(
+                        Ps[slot * (ig * blocks * rec) + at * 16],
+                        P[record, block_at(c, at // copies % blocks), at % copies * 16],
                     )
 
     @T.macro
     def load_words(Ws, w, slot, tile, lane):
+        """A lane's words of a stage: 64 k of each row tile of the warp."""
         for m in T.unroll(rb):
-            T.call_extern(
-                "handle",
-                "tz_lds128",
-                T.access_ptr(w[m * 4], "w", 4),
-                T.access_ptr(Ws[slot * (blocks * 512) + (tile + m) * 128 + lane * 4], "r", 4),
-            )
+            lds128(w[m * 4], Ws[slot * (blocks * 512) + (tile + m) * 128 + lane * 4])
 
     @T.macro
     def load_scales(Ps, s, u, slot, q, tile, lane):
         """f32 scales of rows g and g + 8 of each row tile."""
         for m in T.unroll(rb):
             at = (slot * ig + q) * (blocks * rec) + (tile + m) // 4 * rec + ((tile + m) % 4 * 8 + lane // 4) * 2 * sb
-            u[0] = T.call_extern("uint32", "tz_lds32", T.access_ptr(Ps[at], "r", 4))
-            if f32:
-                u[1] = T.call_extern("uint32", "tz_lds32", T.access_ptr(Ps[at + 4], "r", 4))
-                s[m * 2] = T.reinterpret(u[0], "float32")
-                s[m * 2 + 1] = T.reinterpret(u[1], "float32")
-            else:
-                s[m * 2] = T.call_extern("float32", f"tz_unpack<{stb}, 0>", u[0])
-                s[m * 2 + 1] = T.call_extern("float32", f"tz_unpack<{stb}, 1>", u[0])
+            u[0] = lds32(Ps[at])
+            if scale_dtype == "float32":
+                u[1] = lds32(Ps[at + 4])
+            words.scales(s, m * 2, u)
 
     @T.macro
     def load_operands(Ps, v, u, zs, slot, q, tile, lane):
@@ -196,56 +179,39 @@ def build(
             base = (slot * ig + q) * (blocks * rec) + (tile + m) // 4 * rec
             row = (tile + m) % 4 * 8 + lane // 4
             if not post:
-                u[0] = T.call_extern("uint32", "tz_lds32", T.access_ptr(Ps[base + row * 2 * sb], "r", 4))
+                u[0] = lds32(Ps[base + row * 2 * sb])
             if symmetric:
                 u[2] = T.uint32(0x0808)
             else:
-                u[2] = T.call_extern("uint32", "tz_lds16_at", T.access_ptr(Ps[base + 64 * sb], "r", 64), row)
-            v[m * 4 + 1] = T.uint32(one2) if post else (u[0] & T.uint32(0xFFFF)) * T.uint32(0x10001)
-            v[m * 4 + 3] = T.uint32(one2) if post else (u[0] >> T.uint32(16)) * T.uint32(0x10001)
+                u[2] = lds16_at(Ps[base + 64 * sb], row, nbytes=64)
+            words.scale_words(v, m * 4, u)
             if numerics == "fused":
-                zs[0] = T.call_extern("float32", f"tz_unpack<{stb}, 0>", u[0])
-                zs[1] = T.call_extern("float32", f"tz_unpack<{stb}, 1>", u[0])
+                zs[0] = unpack(0, u[0], bf16=scale_bf16)
+                zs[1] = unpack(1, u[0], bf16=scale_bf16)
                 for e in T.unroll(2):
                     zs[e] = -T.cast(u[2] >> T.uint32(8 * e) & T.uint32(255), "float32") * zs[e]
-                    v[m * 4 + 2 * e] = T.call_extern("uint32", f"tz_pack2<{tb}>", zs[e], zs[e])
-            elif bf16:
-                v[m * 4] = (u[2] & T.uint32(255)) * T.uint32(0x10001) + T.uint32(0x43004300)
-                v[m * 4 + 2] = (u[2] >> T.uint32(8)) * T.uint32(0x10001) + T.uint32(0x43004300)
+                    v[m * 4 + 2 * e] = pack2(zs[e], zs[e], bf16=bf16)
             else:
-                v[m * 4] = (u[2] & T.uint32(255)) * T.uint32(0x10001) + T.uint32(0x64006400)
-                v[m * 4 + 2] = (u[2] >> T.uint32(8)) * T.uint32(0x100010) + T.uint32(0x54005400)
+                words.bias_words(v, m * 4, u)
 
     @T.macro
     def convert(w, a, v, m, step):
+        """The words of pass `step` into its half of a."""
         T.call_extern(
-            "handle",
-            cvt.device_name,
-            w[m * 4 + step],
-            T.access_ptr(a[(step % 2 * rb + m) * 4], "w", 4),
-            v[m * 4],
-            v[m * 4 + 1],
-            v[m * 4 + 2],
-            v[m * 4 + 3],
-        )
-
-    @T.macro
-    def mma(d, a, x, step, m, p):
-        for e in T.unroll(2):
-            T.ptx_mma(
-                "float32", "m16n8k16", "row", "col", ab, ab, "fp32",
-                a.data, (step % 2 * rb + m) * 4, x.data, p * 4 + e * 2, d.data, ((m * pairs + p) * 2 + e) * 4,
-                T.bool(False),
-            )  # fmt: skip
+            "handle", cvt.device_name, w[m * 4 + step], T.access_ptr(a[(step % 2 * rb + m) * 4], "w", 4),
+            v[m * 4], v[m * 4 + 1], v[m * 4 + 2], v[m * 4 + 3],
+        )  # fmt: skip
 
     @T.macro
     def clear(part, p):
+        """The sums of a group of k, of pair p of token tiles, start anew."""
         for m in T.unroll(rb):
             for i in T.unroll(8):
                 part[(m * pairs + p) * 8 + i] = 0.0
 
     @T.macro
     def add_scaled(acc, part, s, p):
+        """Those sums, times the scales of the rows, join the tile's."""
         for m in T.unroll(rb):
             for i in T.unroll(8):
                 at = (m * pairs + p) * 8 + i
@@ -263,14 +229,14 @@ def build(
                 for i in T.unroll(pairs * 8):
                     acc[m * pairs * 8 + i] = acc[m * pairs * 8 + i] + bb[i % 4 // 2]
         for p in T.unroll(pairs):
-            T.call_extern("handle", "tz_syncwarp")
+            syncwarp()
             for m in T.unroll(rb):
                 for i in T.unroll(4):
                     at = (m * pairs + p) * 8 + i * 2
-                    o[0] = T.call_extern("uint32", f"tz_pack2<{tb}>", acc[at], acc[at + 1])
+                    o[0] = pack2(acc[at], acc[at + 1], bf16=bf16)
                     out.stage(Xs, o, stage, m, i, lane)
-            T.call_extern("handle", "tz_syncwarp")
-            out.write(Y, Xs, stage, c.tokens[0] + column * wm + p * 16, row0, M, lane)
+            syncwarp()
+            out.write(Y, Xs, stage, c.tokens[0] + column * shape.tokens + p * 16, row0, M, lane)
 
     @T.prim_func
     def main(
@@ -283,7 +249,7 @@ def build(
         Y: T.Tensor((M, n), dtype),
     ):
         with T.Kernel(T.ceildiv(M, bm) * row_tiles, kc, threads=threads, prelude=source) as (bx, bz):
-            Xs = T.alloc_shared((mma_tiles.x_bytes(bm, stages, warps, rb) // 2,), dtype)
+            Xs = T.alloc_shared((shape.x_bytes(stages) // 2,), dtype)
             Ws = T.alloc_shared((stages * blocks * 512,), "int32")
             Ps = T.alloc_shared((stages * ig * blocks * rec,), "uint8")
             w = T.alloc_local((rb * 4,), "uint32")
@@ -302,8 +268,8 @@ def build(
             tx = T.get_thread_binding()
             lane = tx % 32
             warp = tx // 32
-            tile = warp % row_warps * rb
-            column = warp // row_warps
+            tile = warp % shape.row_warps * rb
+            column = warp // shape.row_warps
             tiles.place(c, bx, M)
             k0 = bz * units // kc
             kn = (bz + 1) * units // kc - k0
@@ -312,11 +278,11 @@ def build(
                 if p < kn * 2:
                     params = p == 0 if group == 0 else group != 128 or p % 2 == 0
                     issue(X, W, P, Xs, Ws, Ps, c, k0 * 2 + p, p, params, tx)
-                T.call_extern("handle", "tz_cp_commit")
+                cp_commit()
             for i in T.unroll(nacc):
                 acc[i] = 0.0
             c.slot[0] = 0
-            T.call_extern("handle", f"tz_cp_wait<{stages - 1}>")
+            cp_wait(stages - 1)
             T.sync_threads()
             load_words(Ws, w, 0, tile, lane)
             load_operands(Ps, v, u, zs, 0, 0, tile, lane)
@@ -329,9 +295,9 @@ def build(
 
             for unit in T.serial(kn):
                 for h in T.unroll(2):
-                    for j in T.unroll(4):
-                        if j == 3:  # this stage has been read, the next one is complete
-                            T.call_extern("handle", f"tz_cp_wait<{stages - 2}>")
+                    for step in T.unroll(4):
+                        if step == 3:  # this stage has been read, the next one is complete
+                            cp_wait(stages - 2)
                             T.sync_threads()
                             c.free[0] = c.slot[0]
                             c.slot[0] = T.if_then_else(c.slot[0] == stages - 1, 0, c.slot[0] + 1)
@@ -340,35 +306,44 @@ def build(
                                     X, W, P, Xs, Ws, Ps, c, (k0 + unit) * 2 + h + stages, c.free[0],
                                     group != 0 and (group != 128 or (h + stages) % 2 == 0), tx,
                                 )  # fmt: skip
-                            T.call_extern("handle", "tz_cp_commit")
+                            cp_commit()
                             load_words(Ws, w, c.slot[0], tile, lane)
                         if group != 0:
-                            if T.And((j + 1) % run == 0, h == 1 or group != 128):
-                                load_operands(Ps, v, u, zs, c.slot[0], (j + 1) % 4 // run, tile, lane)
+                            if T.And((step + 1) % run == 0, h == 1 or group != 128):
+                                load_operands(Ps, v, u, zs, c.slot[0], (step + 1) % 4 // run, tile, lane)
                         for p in T.unroll(pairs):
                             if grouped:
-                                if T.And(j % run == 0, h == 0 or group != 128):
+                                if T.And(step % run == 0, h == 0 or group != 128):
                                     clear(part, p)
                             for m in T.unroll(rb):
-                                mma(d, a, x, j, m, p)
-                            xs.load(Xs, x, c.slot[0], (j + 1) % 4, p, column, lane)
+                                for e in T.unroll(2):
+                                    mma(
+                                        kind,
+                                        d,
+                                        ((m * pairs + p) * 2 + e) * 4,
+                                        a,
+                                        (step % 2 * rb + m) * 4,
+                                        x,
+                                        p * 4 + e * 2,
+                                    )
+                            xs.load(Xs, x, c.slot[0], (step + 1) % 4, p, column, lane)
                             for m in T.unroll(rb):
                                 if m * pairs // rb == p:
-                                    convert(w, a, v, m, (j + 1) % 4)
+                                    convert(w, a, v, m, (step + 1) % 4)
                         if grouped:
-                            if T.And((j + 1) % run == 0, h == 1 or group != 128):
+                            if T.And((step + 1) % run == 0, h == 1 or group != 128):
                                 # a branch that ptxas cannot see through keeps it from working on two groups at once
                                 if T.call_extern("bool", "tz_not_negative", M):
                                     for p in T.unroll(pairs):
                                         add_scaled(acc, part, s, p)
-                                load_scales(Ps, s, u, c.slot[0], (j + 1) % 4 // run, tile, lane)
+                                load_scales(Ps, s, u, c.slot[0], (step + 1) % 4 // run, tile, lane)
             if post and group == 0:
                 for i in T.unroll(nacc):
                     acc[i] = acc[i] * s[i // (pairs * 8) * 2 + i % 4 // 2]
             T.sync_threads()  # the staged output shares memory with X
             if kc > 1:
                 partial.leave(WS, acc, bx, bz, tx)
-                if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[bx], "rw", 1), kc):
+                if last_arrival(SEM[bx], kc):
                     partial.gather(WS, acc, bx, tx)
                     store(Y, B, Xs, acc, o, bb, c, warp, tile, column, lane)
             else:

@@ -19,16 +19,15 @@ from types import SimpleNamespace
 
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops import mma_tiles
+from terrazzo.ops.calls import cp_commit, cp_wait, last_arrival, lds32, lds128, pack2, syncwarp
+from terrazzo.ops.mma_tiles import Tile, element, sts32
+from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.tile_scheduler import scalars
 from terrazzo.ops.w4a8 import fp8_problem
 from terrazzo.ops.w4a8.operand import operand_macros
 from terrazzo.ops.w4a8.problem import BLOCK_WORDS, RECORD_BYTES, UNIT_K, Gemm
 
-PASS_CONFIGS = (  # the barriers and the bounds are the program's own
-    ("tl.disable_safe_memory_legalize", True),
-    ("tl.disable_thread_storage_sync", True),
-    ("tl.disable_warp_specialized", True),
-)
+PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 MOST_SUMS = 128  # accumulator registers of a thread beside two sets of operands
 MOST_E4M3 = 32  # and beside the products of two passes, which ptxas lets wait for their scaling
 
@@ -37,9 +36,9 @@ def shared_bytes(
     gemm: Gemm, *, block_tokens: int, warps: int, row_blocks: int, stages: int, token_warps: int = 1, kc: int = 1
 ) -> int:
     """Shared memory of a CTA, bytes."""
-    blocks = warps // token_warps * row_blocks // 4
+    shape = Tile(block_tokens, warps, row_blocks, token_warps)
     flag = 1024 if kc > 1 else 0  # one word, and the alignment of what follows
-    return mma_tiles.x_bytes(block_tokens, stages, warps, row_blocks) + stages * blocks * gemm.unit_words * 4 + flag
+    return shape.x_bytes(stages) + stages * shape.blocks * gemm.unit_words * 4 + flag
 
 
 def build(
@@ -84,26 +83,24 @@ def build(
 
     gemm = fp8_problem.of(n, k, group, out_dtype, dequantization, bias, compared=True)
     e4m3 = dequantization == fp8_problem.E4M3
-    config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, stages=stages, token_warps=token_warps)
-    need = shared_bytes(gemm, **config, kc=kc)
-    mma_tiles.check(
-        **config, kc=kc, units=gemm.units, most=(MOST_E4M3 if e4m3 else MOST_SUMS) * 2, need=need, target=target
-    )
-    bm, rb, threads = block_tokens, row_blocks, warps * 32
+    config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, token_warps=token_warps)
+    shape, need = Tile(**config), shared_bytes(gemm, **config, stages=stages, kc=kc)
+    most = (MOST_E4M3 if e4m3 else MOST_SUMS) * 2
+    shape.check(stages=stages, kc=kc, units=gemm.units, most=most, need=need, target=target)
+    bm, rb, threads = block_tokens, row_blocks, shape.threads
     units, all_blocks, ig, unit_words = gemm.units, gemm.row_blocks, gemm.groups, gemm.unit_words
-    wm, row_warps = bm // token_warps, warps // token_warps  # tokens of a warp
-    pairs, nacc, blocks = wm // 16, rb * wm // 2, row_warps * rb // 4
+    pairs, nacc, blocks = shape.pairs, shape.sums, shape.blocks
     row_tiles = -(-all_blocks // blocks)
     run = 4 // ig  # passes of a stage with the same parameters
     raw, unsigned = gemm.raw, gemm.unsigned
-    pitch, tb = mma_tiles.out_pitch(rb), ("true" if out_dtype == "bfloat16" else "false")
-    copies = blocks * unit_words // 4  # 16-byte pieces of a stage's weights
+    pitch, bf16 = shape.out_pitch, out_dtype == "bfloat16"
     operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
     sum_type = "float32" if e4m3 else "int32"
-    tiles = mma_tiles.place_macros(block_tokens=bm, row_tiles=row_tiles, raster=raster)
-    xs = mma_tiles.x_macros(k=k, stage_k=UNIT_K, block_tokens=bm, warp_tokens=wm, threads=threads)
-    partial = mma_tiles.partial_macros(sums=nacc, kc=kc, load="tz_ldcg4", add="tz_addcg4" if e4m3 else "tz_addcg4i")
-    out = mma_tiles.out_macros(n=n, row_blocks=rb, vec=2)
+    tiles = mma_tiles.place_macros(shape, row_tiles=row_tiles, raster=raster)
+    xs = mma_tiles.x_macros(shape, k=k, stage_k=UNIT_K)
+    ws = mma_tiles.unit_macros(shape, row_blocks=all_blocks, unit_words=unit_words)
+    partial = mma_tiles.partial_macros(shape, kc=kc, dtype=sum_type)
+    out = mma_tiles.out_macros(shape, n=n, vec=2)
     used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8", *(["e4m3"] if e4m3 else []))
     source = prelude(*used, extra=(mma_tiles.SOURCE, gemm.converter.device_source))
     M = T.dynamic("m")
@@ -111,38 +108,23 @@ def build(
 
     @T.macro
     def issue(X, W, Xs, Ws, c, unit, slot, tx):
-        """Copies of 128 k; row blocks past the end keep what is there, their rows are not stored."""
+        """Copies of 128 k."""
         xs.issue(X, Xs, "tz_cp_async", c.tokens[0], unit, slot, tx, M)
-        for e in T.unroll(-(-copies // threads)):
-            at = e * threads + tx
-            if at < T.min(copies, (all_blocks - c.rows[0] * blocks) * (unit_words // 4)):
-                T.call_extern(
-                    "handle",
-                    "tz_cp_async",
-                    T.access_ptr(Ws[slot * (blocks * unit_words) + at * 4], "w", 4),
-                    T.access_ptr(W[unit, c.rows[0] * blocks, at * 4], "r", 4),
-                    16,
-                )
+        ws.issue(W, Ws, c, unit, slot, tx)
 
     @T.macro
     def load_words(Ws, w, slot, h, tile, lane):
         """Words of 64 k: block h of the unit."""
         for m in T.unroll(rb):
             at = slot * (blocks * unit_words) + (tile + m) // 4 * unit_words + h * BLOCK_WORDS + (tile + m) % 4 * 128
-            T.call_extern(
-                "handle", "tz_lds128", T.access_ptr(w[m * 4], "w", 4), T.access_ptr(Ws[at + lane * 4], "r", 4)
-            )
+            lds128(w[m * 4], Ws[at + lane * 4])
 
     @T.macro
     def load_params(Ws, v, slot, q, tile, lane):
         """Parameters of rows g and g + 8 in group q of the unit: factors and offsets, or (e4m3) factors."""
         for m in T.unroll(rb):
             at = slot * (blocks * unit_words) + (tile + m) // 4 * unit_words + 2 * BLOCK_WORDS
-            word = T.call_extern(
-                "uint32",
-                "tz_lds32",
-                T.access_ptr(Ws[at + q * (RECORD_BYTES // 4) + (tile + m) % 4 * 8 + lane // 4], "r", 1),
-            )
+            word = lds32(Ws[at + q * (RECORD_BYTES // 4) + (tile + m) % 4 * 8 + lane // 4])
             if e4m3:
                 operand.factors(v, m * 2, word)
             else:
@@ -155,12 +137,15 @@ def build(
 
     @T.macro
     def convert(w, a, v, o, m, step):
+        """The nibbles of pass `step`, low ones of w first, into its half of a, for row tile m."""
         for r in T.unroll(4):  # registers 0 and 2 hold row g, 1 and 3 row g + 8
             operand.word(w, m * 4 + r, o, v, m * 4 + r % 2 * 2)
             a[(step % 2 * rb + m) * 4 + r] = o[step % 2]
 
     @T.macro
     def store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane):
+        """16 tokens at a time: scaled, transposed in registers, staged by the warp, written 16 bytes a lane; raw sums
+        as they are."""
         row0 = c.rows[0] * (blocks * 64) + tile * 16
         if not raw:
             for i in T.unroll(rb * 2):
@@ -171,14 +156,14 @@ def build(
                 else:
                     held.b[i] = 0.0
         for p in T.unroll(pairs):
-            token0 = c.tokens[0] + column * wm + p * 16
+            token0 = c.tokens[0] + column * shape.tokens + p * 16
             for i in T.unroll(4):
                 token = T.min(token0 + i // 2 * 8 + lane % 4 * 2 + i % 2, M - 1)
                 if not raw:
                     held.x[i] = XS[token]
                 if unsigned:
                     held.r[i] = RS[token]
-            T.call_extern("handle", "tz_syncwarp")
+            syncwarp()
             for m in T.unroll(rb):
                 for i in T.unroll(8):
                     at = (m * pairs + p) * 8 + i
@@ -188,12 +173,7 @@ def build(
                         token = token0 + i // 4 * 8 + lane % 4 * 2 + i % 2
                         row = row0 + m * 16 + i % 4 // 2 * 8 + lane // 4
                         if T.And(token < M, row < n):
-                            T.call_extern(
-                                "handle",
-                                "tz_sts32",
-                                T.call_extern("handle", "tz_at<4>", T.access_ptr(Y[0, 0], "w", 1), token, n, row, 0),
-                                T.reinterpret(acc[at], "uint32"),
-                            )
+                            sts32(element(4, Y, "w", token, n, row), T.reinterpret(acc[at], "uint32"))
                     else:
                         held.f[i % 2] = T.call_extern(
                             "float32",
@@ -204,10 +184,10 @@ def build(
                             held.b[m * 2 + i % 4 // 2],
                         )
                         if i % 2 == 1:
-                            held.o[0] = T.call_extern("uint32", f"tz_pack2<{tb}>", held.f[0], held.f[1])
+                            held.o[0] = pack2(held.f[0], held.f[1], bf16=bf16)
                             out.stage(Xs, held.o, warp * (16 * pitch), m, i // 2, lane)
             if not raw:
-                T.call_extern("handle", "tz_syncwarp")
+                syncwarp()
                 out.write(Y, Xs, warp * (16 * pitch), token0, row0, M, lane)
 
     @T.prim_func
@@ -223,7 +203,7 @@ def build(
         Y: T.Tensor((M, n), out_dtype),
     ):
         with T.Kernel(T.ceildiv(M, bm) * row_tiles, kc, threads=threads, prelude=source) as (bx, bz):
-            Xs = T.alloc_shared((mma_tiles.x_bytes(bm, stages, warps, rb),), "int8")
+            Xs = T.alloc_shared((shape.x_bytes(stages),), "int8")
             Ws = T.alloc_shared((stages * blocks * unit_words,), "int32")
             w = T.alloc_local((rb * 4,), "uint32")
             a = T.alloc_local((rb * 8,), "uint32")
@@ -243,8 +223,8 @@ def build(
             tx = T.get_thread_binding()
             lane = tx % 32
             warp = tx // 32
-            tile = warp % row_warps * rb
-            column = warp // row_warps
+            tile = warp % shape.row_warps * rb
+            column = warp // shape.row_warps
             tiles.place(c, bx, M)
             k0 = bz * units // kc
             kn = (bz + 1) * units // kc - k0
@@ -252,11 +232,11 @@ def build(
             for p in T.unroll(stages):
                 if p < kn:
                     issue(X, W, Xs, Ws, c, k0 + p, p, tx)
-                T.call_extern("handle", "tz_cp_commit")
+                cp_commit()
             for i in T.unroll(nacc):
                 acc[i] = 0
             c.slot[0] = 0
-            T.call_extern("handle", f"tz_cp_wait<{stages - 1}>")
+            cp_wait(stages - 1)
             T.sync_threads()
             load_words(Ws, w, 0, 0, tile, lane)
             load_params(Ws, v, 0, 0, tile, lane)
@@ -268,13 +248,13 @@ def build(
             for unit in T.serial(kn):
                 for j in T.unroll(4):
                     if j == 3:  # this stage has been read, the next one is complete
-                        T.call_extern("handle", f"tz_cp_wait<{stages - 2}>")
+                        cp_wait(stages - 2)
                         T.sync_threads()
                         c.free[0] = c.slot[0]
                         c.slot[0] = T.if_then_else(c.slot[0] == stages - 1, 0, c.slot[0] + 1)
                         if unit + stages < kn:
                             issue(X, W, Xs, Ws, c, k0 + unit + stages, c.free[0], tx)
-                        T.call_extern("handle", "tz_cp_commit")
+                        cp_commit()
                     if j % 2 == 1:
                         load_words(Ws, w, c.slot[0], (j + 1) % 4 // 2, tile, lane)
                     if not e4m3 and (j + 1) % run == 0:  # of what is converted now
@@ -296,7 +276,7 @@ def build(
             T.sync_threads()  # the staged output shares memory with X
             if kc > 1:
                 partial.leave(WS, acc, bx, bz, tx)
-                if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[bx], "rw", 1), kc):
+                if last_arrival(SEM[bx], kc):
                     partial.gather(WS, acc, bx, tx)
                     store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane)
             else:

@@ -17,15 +17,14 @@ from types import SimpleNamespace
 
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops import mma_tiles
+from terrazzo.ops.calls import cp_async, cp_commit, cp_wait, lds32, lds64, lds128, mma, pack2, syncwarp
+from terrazzo.ops.mma_tiles import Tile, element, sts32
+from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.tile_scheduler import scalars
 from terrazzo.ops.w4ax import problem, work_list
 from terrazzo.ops.w4ax.problem import BLOCK_WORDS, SCALES, TILE4_WORDS, UNIT_K, UNIT_WORDS, Gemm
 
-PASS_CONFIGS = (  # the barriers and the bounds are the program's own
-    ("tl.disable_safe_memory_legalize", True),
-    ("tl.disable_thread_storage_sync", True),
-    ("tl.disable_warp_specialized", True),
-)
+PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 SOURCE = """\
 __device__ __forceinline__ void tz_mma_s4(void *d_, const void *a_, const void *b_) {
   int *d = (int *)d_; const unsigned *a = (const unsigned *)a_, *b = (const unsigned *)b_;
@@ -42,9 +41,8 @@ def shared_bytes(
     gemm: Gemm, *, block_tokens: int, warps: int, row_blocks: int, stages: int, token_warps: int = 1
 ) -> int:
     """Shared memory of a CTA, bytes."""
-    blocks = warps // token_warps * row_blocks // 4
-    x = mma_tiles.x_bytes(block_tokens, stages, warps, row_blocks)
-    return x + stages * (blocks * UNIT_WORDS + max(block_tokens, 32)) * 4
+    shape = Tile(block_tokens, warps, row_blocks, token_warps)
+    return shape.x_bytes(stages) + stages * (shape.blocks * UNIT_WORDS + max(block_tokens, 32)) * 4
 
 
 def build(
@@ -72,7 +70,7 @@ def build(
 
     Args:
         target: a Target whose shared memory the ring must fit in, or None.
-        block_tokens, warps, row_blocks, stages, token_warps: see `mma_tiles.check`.
+        block_tokens, warps, row_blocks, token_warps: see `mma_tiles.Tile`. stages: of the ring, at least 2.
 
     Raises:
         ArgumentError: a format or a configuration outside the limits.
@@ -80,21 +78,20 @@ def build(
     import tilelang.language as T
 
     gemm = Gemm(n, k, blocks8, out_dtype, bias, two_level)
-    config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, stages=stages, token_warps=token_warps)
-    need = shared_bytes(gemm, **config)
-    mma_tiles.check(**config, kc=1, units=gemm.units, most=MOST_SUMS * 2, need=need, target=target)
-    bm, rb, threads = block_tokens, row_blocks, warps * 32
-    wm, row_warps = bm // token_warps, warps // token_warps  # tokens of a warp
-    pairs, nacc, blocks = wm // 16, rb * wm // 2, row_warps * rb // 4
+    config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, token_warps=token_warps)
+    shape, need = Tile(**config), shared_bytes(gemm, **config, stages=stages)
+    shape.check(stages=stages, kc=1, units=gemm.units, most=MOST_SUMS * 2, need=need, target=target)
+    bm, rb, threads = block_tokens, row_blocks, shape.threads
+    pairs, nacc, blocks = shape.pairs, shape.sums, shape.blocks
     units, all_blocks, blocks4 = gemm.units, gemm.row_blocks, gemm.blocks4
-    pitch, wide = mma_tiles.out_pitch(rb), gemm.out_bytes == 4
-    tb = str(out_dtype == "bfloat16").lower()
+    pitch, wide = shape.out_pitch, gemm.out_bytes == 4
+    bf16 = out_dtype == "bfloat16"
     f_pitch = max(bm, 32)
-    copies = blocks * UNIT_WORDS // 4  # 16-byte pieces of a stage's weights
     operand = problem.convert_macros(gemm)
     work = work_list.work_macros(block_tokens=bm, sums=nacc)
-    xs = mma_tiles.x_macros(k=k, stage_k=UNIT_K, block_tokens=bm, warp_tokens=wm, threads=threads)
-    out = mma_tiles.out_macros(n=n, row_blocks=rb, vec=2)
+    xs = mma_tiles.x_macros(shape, k=k, stage_k=UNIT_K)
+    ws = mma_tiles.unit_macros(shape, row_blocks=all_blocks, unit_words=UNIT_WORDS)
+    out = mma_tiles.out_macros(shape, n=n, vec=2)
     used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8")
     source = prelude(
         *used, extra=(mma_tiles.SOURCE, gemm.converter.device_source, problem.SOURCE, work_list.SOURCE, SOURCE)
@@ -109,25 +106,22 @@ def build(
             row = at // (width // 16)
             piece = at % (width // 16)
             if at < bm * width // 16:
-                T.call_extern(
-                    "handle",
-                    "tz_cp_async",
-                    T.access_ptr(Xs[slot * (bm * UNIT_K) + row * UNIT_K + (piece ^ row % 8) * 16], "w", 16),
-                    T.call_extern(
-                        "handle",
-                        "tz_at<1>",
-                        T.access_ptr(X[0, 0], "r", 1),
+                cp_async(
+                    Xs[slot * (bm * UNIT_K) + row * UNIT_K + (piece ^ row % 8) * 16],
+                    element(
+                        1,
+                        X,
+                        "r",
                         T.min(c.tokens[0] + row, M - 1),
-                        (blocks4 * UNIT_K // 2 if width == 64 else blocks8 * UNIT_K),
+                        blocks4 * UNIT_K // 2 if width == 64 else blocks8 * UNIT_K,
                         block * width + piece * 16,
-                        0,
                     ),
                     T.if_then_else(c.tokens[0] + row < M, 16, 0),
                 )
 
     @T.macro
     def issue(X4, X8, W, XS, Xs, Ws, Fs, c, unit, slot, tx):
-        """Copies of a block; row blocks past the end keep what is there, their rows are not stored."""
+        """Copies of a block."""
         if blocks8 == 0:
             issue_x(X4, Xs, c, unit, 64, slot, tx)
         elif blocks4 == 0:
@@ -137,23 +131,8 @@ def build(
         else:
             issue_x(X8, Xs, c, unit - blocks4, 128, slot, tx)
         if tx * 4 < bm:
-            T.call_extern(
-                "handle",
-                "tz_cp_async",
-                T.access_ptr(Fs[slot * f_pitch + tx * 4], "w", 4),
-                T.access_ptr(XS[unit, T.min(c.tokens[0] + tx * 4, MP - 4)], "r", 4),
-                16,
-            )
-        for e in T.unroll(-(-copies // threads)):
-            at = e * threads + tx
-            if at < T.min(copies, (all_blocks - c.rows[0] * blocks) * (UNIT_WORDS // 4)):
-                T.call_extern(
-                    "handle",
-                    "tz_cp_async",
-                    T.access_ptr(Ws[slot * (blocks * UNIT_WORDS) + at * 4], "w", 4),
-                    T.access_ptr(W[unit, c.rows[0] * blocks, at * 4], "r", 4),
-                    16,
-                )
+            cp_async(Fs[slot * f_pitch + tx * 4], XS[unit, T.min(c.tokens[0] + tx * 4, MP - 4)])
+        ws.issue(W, Ws, c, unit, slot, tx)
 
     @T.macro
     def multiply4(Xs, Ws, w, x, part, slot, tile, column, lane):
@@ -161,9 +140,7 @@ def build(
         for j in T.unroll(2):
             for m in T.unroll(rb):
                 at = slot * (blocks * UNIT_WORDS) + (tile + m) * TILE4_WORDS + j * 128
-                T.call_extern(
-                    "handle", "tz_lds128", T.access_ptr(w[m * 4], "w", 4), T.access_ptr(Ws[at + lane * 4], "r", 4)
-                )
+                lds128(w[m * 4], Ws[at + lane * 4])
             for p in T.unroll(pairs):
                 xs.load(Xs, x, slot, j, p, column, lane)
                 for m in T.unroll(rb):
@@ -184,25 +161,23 @@ def build(
                 at = (
                     slot * (blocks * UNIT_WORDS) + (tile + m) // 4 * UNIT_WORDS + j * BLOCK_WORDS + (tile + m) % 4 * 128
                 )
-                T.call_extern("handle", "tz_lds128", T.access_ptr(w, "w", 4), T.access_ptr(Ws[at + lane * 4], "r", 4))
+                lds128(w, Ws[at + lane * 4])
                 operand.convert(w, 0, a, m * 8, codes)
             for h in T.unroll(2):
                 for p in T.unroll(pairs):
                     xs.load(Xs, x, slot, j * 2 + h, p, column, lane)
                     for m in T.unroll(rb):
                         for e in T.unroll(2):
-                            T.ptx_mma(
-                                "int32", "m16n8k32", "row", "col", "int8", "int8", "int32", a.data, m * 8 + h * 4,
-                                x.data, p * 4 + e * 2, part.data, ((m * pairs + p) * 2 + e) * 4, T.bool(False),
-                            )  # fmt: skip
+                            mma("int8", part, ((m * pairs + p) * 2 + e) * 4, a, m * 8 + h * 4, x, p * 4 + e * 2)
 
     @T.macro
     def row_scales(Ws, s, at, m):
+        """s[2 m] and s[2 m + 1]: the scales of rows g and g + 8 of row tile m, from word `at` of the stage."""
         T.call_extern(
             "handle",
             "tz_row_scales",
             T.access_ptr(s[m * 2], "w", 2),
-            T.call_extern("uint32", "tz_lds32", T.access_ptr(Ws[at], "r", 1)),
+            lds32(Ws[at]),
         )
 
     @T.macro
@@ -219,10 +194,8 @@ def build(
                     row_scales(Ws, s, at8 + lane // 4, m)
         for p in T.unroll(pairs):
             for e in T.unroll(2):
-                token = column * wm + p * 16 + e * 8 + lane % 4 * 2
-                T.call_extern(
-                    "handle", "tz_lds64", T.access_ptr(f, "w"), T.access_ptr(Fs[slot * f_pitch + token], "r", 2)
-                )
+                token = column * shape.tokens + p * 16 + e * 8 + lane % 4 * 2
+                lds64(f, Fs[slot * f_pitch + token])
                 for m in T.unroll(rb):
                     for i in T.unroll(4):
                         acc[(m * pairs + p) * 8 + e * 4 + i] = T.call_extern(
@@ -236,10 +209,12 @@ def build(
 
     @T.macro
     def store(Y, S, B, Xs, acc, held, c, warp, tile, column, lane):
+        """16 tokens at a time, with channel scales and bias: 16-bit results transposed in registers, staged by the warp
+        and written 16 bytes a lane, float32 ones as they are."""
         row0 = c.rows[0] * (blocks * 64) + tile * 16
         for p in T.unroll(pairs):
-            token0 = c.tokens[0] + column * wm + p * 16
-            T.call_extern("handle", "tz_syncwarp")
+            token0 = c.tokens[0] + column * shape.tokens + p * 16
+            syncwarp()
             for m in T.unroll(rb):
                 for i in T.unroll(8):
                     row = row0 + m * 16 + i % 4 // 2 * 8 + lane // 4
@@ -251,17 +226,12 @@ def build(
                     if wide:
                         token = token0 + i // 4 * 8 + lane % 4 * 2 + i % 2
                         if T.And(token < M, row < n):
-                            T.call_extern(
-                                "handle",
-                                "tz_sts32",
-                                T.call_extern("handle", "tz_at<4>", T.access_ptr(Y[0, 0], "w", 1), token, n, row, 0),
-                                T.reinterpret(held.f[i % 2], "uint32"),
-                            )
+                            sts32(element(4, Y, "w", token, n, row), T.reinterpret(held.f[i % 2], "uint32"))
                     elif i % 2 == 1:
-                        held.o[0] = T.call_extern("uint32", f"tz_pack2<{tb}>", held.f[0], held.f[1])
+                        held.o[0] = pack2(held.f[0], held.f[1], bf16=bf16)
                         out.stage(Xs, held.o, warp * (16 * pitch), m, i // 2, lane)
             if not wide:
-                T.call_extern("handle", "tz_syncwarp")
+                syncwarp()
                 out.write(Y, Xs, warp * (16 * pitch), token0, row0, M, lane)
 
     @T.prim_func
@@ -279,7 +249,7 @@ def build(
         Y: T.Tensor((M, n), out_dtype),
     ):
         with T.Kernel(ENDS - 1, threads=threads, prelude=source) as cta:
-            Xs = T.alloc_shared((mma_tiles.x_bytes(bm, stages, warps, rb),), "int8")
+            Xs = T.alloc_shared((shape.x_bytes(stages),), "int8")
             Ws = T.alloc_shared((stages * blocks * UNIT_WORDS,), "int32")
             Fs = T.alloc_shared((stages * f_pitch,), "float32")
             w = T.alloc_local((rb * 4,), "uint32")
@@ -296,26 +266,26 @@ def build(
             tx = T.get_thread_binding()
             lane = tx % 32
             warp = tx // 32
-            tile = warp % row_warps * rb
-            column = warp // row_warps
+            tile = warp % shape.row_warps * rb
+            column = warp // shape.row_warps
             for it in T.serial(FIRST[cta + 1] - FIRST[cta]):
                 work.load(ITEMS, c, FIRST[cta] + it)
                 T.sync_threads()  # the ring and the staged output of the item before were read
                 for p in T.unroll(stages - 1):
                     if c.k0[0] + p < c.k1[0]:
                         issue(X4, X8, W, XS, Xs, Ws, Fs, c, c.k0[0] + p, p, tx)
-                    T.call_extern("handle", "tz_cp_commit")
+                    cp_commit()
                 for i in T.unroll(nacc):
                     acc[i] = 0.0
                 ring.slot[0] = 0
                 for u in T.serial(c.k1[0] - c.k0[0]):
                     unit = c.k0[0] + u
-                    T.call_extern("handle", f"tz_cp_wait<{stages - 2}>")
+                    cp_wait(stages - 2)
                     T.sync_threads()  # this stage is complete, and the one before was read by every warp
                     if unit + stages - 1 < c.k1[0]:
                         free = T.if_then_else(ring.slot[0] == 0, stages - 1, ring.slot[0] - 1)
                         issue(X4, X8, W, XS, Xs, Ws, Fs, c, unit + stages - 1, free, tx)
-                    T.call_extern("handle", "tz_cp_commit")
+                    cp_commit()
                     for i in T.unroll(nacc):
                         part[i] = 0
                     if blocks8 == 0:
