@@ -9,34 +9,40 @@ running maximum is lazy: sums are rescaled only when a score exceeds it by 2^4.
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.attention.calls import (
+    among,
+    any_lane,
+    at32,
+    ex2,
+    load32,
+    log2,
+    store_words,
+    tanh,
+    transpose,
+    xor_shuffle,
+)
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
-from terrazzo.ops.attention.prefill_stages import INTEGERS, STAGE, Geometry, make_stage_macros
+from terrazzo.ops.attention.prefill_stages import (
+    ALL,
+    INTEGERS,
+    STAGE,
+    Geometry,
+    arguments,
+    head_of,
+    make_stage_macros,
+    query_of,
+    seen_by,
+)
 from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, smaller
+from terrazzo.ops.calls import cp_async, cp_commit, cp_wait, mma, pack2, unpack
+from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 
-PASS_CONFIGS = (  # barriers and bounds are the program's own
-    ("tl.disable_safe_memory_legalize", True),
-    ("tl.disable_thread_storage_sync", True),
-    ("tl.disable_warp_specialized", True),
-)
-ALL = 1 << 30  # tokens that a row without a window sees
+PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 LIMITS = (
-    "count",
-    "slot",
-    "fill",
-    "least",
-    "most",
-    "high",
-    "low",
-    "span",
-    "query",
-    "head",
-    "here",
-    "edge",
-    "token",
-    "end",
-)
+    "count", "slot", "fill", "least", "most", "high", "low", "span", "query", "head", "here", "edge", "token", "end",
+)  # fmt: skip
 
 
 def shared_words(g: Geometry, stages: int) -> int:
@@ -86,25 +92,18 @@ def build(
         constraint = f"needs {4 * total} bytes of shared memory, {target.arch} has {target.smem_per_block}"
         raise ArgumentError("stages", stages, constraint, "use fewer")
     table = stages * g.stage_words  # static scales of keys
-    bf16 = "true" if dtype == "bfloat16" else "false"
+    bf16 = dtype == "bfloat16"
     tile = make_operand_macros(layout)
     spare = make_operand_macros(plain) if residual or fresh else None
+    args = arguments(D, dtype)
     source = attention_prelude("cp_async", "pack", extra=sources(layout, *((plain,) if spare else ())))
-
-    B, B1, N, HQ, HK = T.dynamic("b"), T.dynamic("b1"), T.dynamic("n"), T.dynamic("hq"), T.dynamic("hk")
-    PAGES, PW, TABLE_B, MOST = T.dynamic("pages"), T.dynamic("page_words"), T.dynamic("tb"), T.dynamic("most")
-    SLOTS, RH, RW = T.dynamic("slots"), T.dynamic("rh"), T.dynamic("res_words")
-    NP, NH, NW = T.dynamic("new_pages"), T.dynamic("nh"), T.dynamic("new_words")
-    SKH, SKD, SVH, SVD, SINKS = (T.dynamic(name) for name in ("skh", "skd", "svh", "svd", "n_sinks"))
 
     @T.macro
     def move(ring, at, start, words, most, tx):
+        """By all threads, 16 bytes each at a time."""
         for e in each(-(-most // (4 * threads))):
             if less((e * threads + tx) * 4, words):
-                T.call_extern(
-                    "handle", "tz_cp_async", T.access_ptr(ring[at + (e * threads + tx) * 4], "w", 4),
-                    T.call_extern("handle", "tz_at32", start, (e * threads + tx) * 4), 16,
-                )  # fmt: skip
+                cp_async(ring[at + (e * threads + tx) * 4], at32(start, (e * threads + tx) * 4))
 
     stream = make_stage_macros(g, most_rows, move)
 
@@ -113,44 +112,31 @@ def build(
         """Ends of what each row and what the warp's rows see; rows past the sequence's are as its last one."""
         row = w.row0[0] + w.warp * cols
         w.span[0] = T.if_then_else(window > 0, window, ALL)
-        w.high[0] = w.before[0] + T.truncdiv(smaller(row + cols, w.rows[0]) - 1, w.group[0]) + 1
-        w.least[0] = w.before[0] + T.truncdiv(smaller(row, w.rows[0] - 1), w.group[0]) + 1
+        w.high[0] = seen_by(w, smaller(row + cols, w.rows[0]) - 1)
+        w.least[0] = seen_by(w, smaller(row, w.rows[0] - 1))
         w.low[0] = w.least[0] - w.span[0]
         w.most[0] = w.high[0] - w.span[0]
         for t in each(nt):
             for j in each(2):
-                st.hi[t * 2 + j] = (
-                    w.before[0]
-                    + T.truncdiv(smaller(row + t * 8 + lane % 4 * 2 + j, w.rows[0] - 1), w.group[0]) + 1
-                )  # fmt: skip
+                st.hi[t * 2 + j] = seen_by(w, smaller(row + t * 8 + lane % 4 * 2 + j, w.rows[0] - 1))
 
     @T.macro
     def load_q(Q, st, w, lane):
         """B fragments of the rows in the dtype of the keys' operand."""
         for t in each(nt):
             row = w.row0[0] + w.warp * cols + t * 8 + lane // 4
-            w.query[0] = w.first[0] + T.truncdiv(row, w.group[0])
-            w.head[0] = w.h * w.group[0] + T.truncmod(row, w.group[0])
+            w.query[0] = query_of(w, row)
+            w.head[0] = head_of(w, row)
             for k in each(slices):
                 for half in each(2):
                     at = (k * nt + t) * 2 + half
                     st.q[at] = T.uint32(0)
                     if less(row, w.rows[0]):
-                        st.q[at] = T.call_extern(
-                            "uint32", "tz_load32",
-                            T.access_ptr(Q[w.query[0], w.head[0], k * 16 + half * 8 + lane % 4 * 2], "r", 2),
-                        )  # fmt: skip
-                        if tile.kb != bf16:
-                            st.f[0] = T.call_extern("float32", f"tz_unpack<{bf16}, 0>", st.q[at])
-                            st.f[1] = T.call_extern("float32", f"tz_unpack<{bf16}, 1>", st.q[at])
-                            st.q[at] = T.call_extern("uint32", f"tz_pack2<{tile.kb}>", st.f[0], st.f[1])
-
-    @T.macro
-    def mma(bf16, d, at, a, a_at, b, b_at):
-        T.ptx_mma(
-            "float32", "m16n8k16", "row", "col", "bf16" if bf16 else "fp16", "bf16" if bf16 else "fp16", "fp32",
-            a.data, a_at, b.data, b_at, d.data, at, T.bool(False),
-        )  # fmt: skip
+                        st.q[at] = load32(Q[w.query[0], w.head[0], k * 16 + half * 8 + lane % 4 * 2])
+                        if tile.k_bf16 != bf16:
+                            st.f[0] = unpack(0, st.q[at], bf16=bf16)
+                            st.f[1] = unpack(1, st.q[at], bf16=bf16)
+                            st.q[at] = pack2(st.f[0], st.f[1], bf16=tile.k_bf16)
 
     @T.macro
     def scores(of, base, head, st, scale, cap, lane):
@@ -162,11 +148,11 @@ def build(
             of.keys(st, base, head, j, st.a, 0, lane)
             for i in each(of.k_atoms):
                 for t in each(nt):
-                    mma(of.kb == "true", st.s, t * 4, st.a, i * 4, st.q, ((j * of.k_atoms + i) * nt + t) * 2)
+                    mma(of.k_kind, st.s, t * 4, st.a, i * 4, st.q, ((j * of.k_atoms + i) * nt + t) * 2)
         for i in each(nt * 4):
             st.s[i] = st.s[i] * scale
             if softcap:
-                st.s[i] = cap * T.call_extern("float32", "tz_tanh", st.s[i] / cap)
+                st.s[i] = cap * tanh(st.s[i] / cap)
 
     @T.macro
     def mask(st, w, lane):
@@ -175,9 +161,8 @@ def build(
             for e in each(4):
                 at = w.token[0] + lane // 4 + e // 2 * 8
                 st.s[t * 4 + e] = T.if_then_else(
-                    T.call_extern("bool", "tz_among", at, st.hi[t * 2 + e % 2], w.span[0]), st.s[t * 4 + e],
-                    -T.infinity("float32"),
-                )  # fmt: skip
+                    among(at, st.hi[t * 2 + e % 2], w.span[0]), st.s[t * 4 + e], -T.infinity("float32")
+                )
                 st.s[t * 4 + e] = T.if_then_else(less(at, w.end[0]), st.s[t * 4 + e], -T.infinity("float32"))
 
     @T.macro
@@ -188,12 +173,12 @@ def build(
         st.f[0] = st.x[0] - st.m[0]
         for i in each(1, nt * 2):
             st.f[0] = T.max(st.f[0], st.x[i] - st.m[i])
-        if T.call_extern("bool", "tz_any", st.f[0] > T.float32(THRESHOLD)):
+        if any_lane(st.f[0] > T.float32(THRESHOLD)):
             for i in each(nt * 2):
                 for d in each(3):
-                    st.x[i] = T.max(st.x[i], T.call_extern("float32", "tz_xor_shuffle", st.x[i], 4 << d))
+                    st.x[i] = T.max(st.x[i], xor_shuffle(st.x[i], 4 << d))
                 st.x[i] = T.max(st.x[i], st.m[i])
-                st.f[0] = T.call_extern("float32", "tz_ex2", st.m[i] - st.x[i])
+                st.f[0] = ex2(st.m[i] - st.x[i])
                 st.m[i] = st.x[i]
                 st.l[i] = st.l[i] * st.f[0]
                 for a in each(slices):
@@ -206,14 +191,10 @@ def build(
         """O^T += V^T P^T of a tile."""
         for t in each(nt):
             for e in each(4):
-                st.p[e] = T.call_extern("float32", "tz_ex2", st.s[t * 4 + e] - st.m[t * 2 + e % 2])
+                st.p[e] = ex2(st.s[t * 4 + e] - st.m[t * 2 + e % 2])
             for e in each(2):
                 st.l[t * 2 + e] = st.l[t * 2 + e] + (st.p[e] + st.p[2 + e])
-                st.b[t * 2 + e] = T.call_extern(
-                    "uint32",
-                    "tz_transpose",
-                    T.call_extern("uint32", f"tz_pack2<{of.vb}>", st.p[2 * e], st.p[2 * e + 1]),
-                )
+                st.b[t * 2 + e] = transpose(pack2(st.p[2 * e], st.p[2 * e + 1], bf16=of.v_bf16))
         of.value_params(st, base, lane)
         if w.edge[0] > 0:
             of.guard(st, w.token[0], w.end[0], lane)
@@ -224,7 +205,7 @@ def build(
             )  # fmt: skip
             for i in each(of.v_atoms):
                 for t in each(nt):
-                    mma(of.vb == "true", st.o, ((j * of.v_atoms + i) * nt + t) * 4, st.a, i * 4, st.b, t * 2)
+                    mma(of.v_kind, st.o, ((j * of.v_atoms + i) * nt + t) * 4, st.a, i * 4, st.b, t * 2)
 
     @T.macro
     def step(of, base, head, sv, st, token, end, scale, cap, w, lane):
@@ -249,79 +230,56 @@ def build(
         """O = O^T / l, transposed in registers; a row that sees nothing is 0, with lse -inf."""
         for i in each(nt * 2):
             for d in each(3):
-                st.l[i] = st.l[i] + T.call_extern("float32", "tz_xor_shuffle", st.l[i], 4 << d)
+                st.l[i] = st.l[i] + xor_shuffle(st.l[i], 4 << d)
         for t in each(nt):
             for j in each(2):
                 row = w.row0[0] + w.warp * cols + t * 8 + lane % 4 * 2 + j
                 at = t * 2 + j
                 st.x[at] = 1.0  # factor of the sums
                 if less(row, w.rows[0]):
-                    w.query[0] = w.first[0] + T.truncdiv(row, w.group[0])
-                    w.head[0] = w.h * w.group[0] + T.truncmod(row, w.group[0])
+                    w.query[0] = query_of(w, row)
+                    w.head[0] = head_of(w, row)
                     if sinks:
                         st.p[2] = SINK[w.head[0]] * T.float32(1.4426950408889634)
                         st.p[0] = T.max(st.m[at], st.p[2])
-                        st.x[at] = T.call_extern("float32", "tz_ex2", st.m[at] - st.p[0])
-                        st.p[1] = st.l[at] * st.x[at] + T.call_extern("float32", "tz_ex2", st.p[2] - st.p[0])
+                        st.x[at] = ex2(st.m[at] - st.p[0])
+                        st.p[1] = st.l[at] * st.x[at] + ex2(st.p[2] - st.p[0])
                     else:
                         st.p[0] = st.m[at]
                         st.p[1] = st.l[at]
                     if lane // 4 == 0:
                         LSE[w.query[0], w.head[0]] = T.if_then_else(
-                            st.p[1] > 0, st.p[0] + T.call_extern("float32", "tz_log2", st.p[1]),
-                            -T.infinity("float32"),
-                        )  # fmt: skip
+                            st.p[1] > 0, st.p[0] + log2(st.p[1]), -T.infinity("float32")
+                        )
                     st.x[at] = T.if_then_else(st.p[1] > 0, st.x[at] / st.p[1], T.float32(0))
             row = w.row0[0] + w.warp * cols + t * 8 + lane // 4
-            w.query[0] = w.first[0] + T.truncdiv(row, w.group[0])
-            w.head[0] = w.h * w.group[0] + T.truncmod(row, w.group[0])
+            w.query[0] = query_of(w, row)
+            w.head[0] = head_of(w, row)
             for a in each(slices):
                 for half in each(2):
                     at = (a * nt + t) * 4 + half * 2
-                    st.w[half] = T.call_extern(
-                        "uint32", "tz_transpose", T.call_extern(
-                            "uint32", f"tz_pack2<{bf16}>", st.o[at] * st.x[t * 2], st.o[at + 1] * st.x[t * 2 + 1]
-                        ),
-                    )  # fmt: skip
+                    st.w[half] = transpose(pack2(st.o[at] * st.x[t * 2], st.o[at + 1] * st.x[t * 2 + 1], bf16=bf16))
                 if less(row, w.rows[0]):
                     for half in each(2):
-                        T.call_extern(
-                            "handle", "tz_store<1>",
-                            T.access_ptr(O[w.query[0], w.head[0], a * 16 + half * 8 + lane % 4 * 2], "w", 2),
-                            T.access_ptr(st.w[half], "r", 1),
-                        )  # fmt: skip
+                        store_words(1, O[w.query[0], w.head[0], a * 16 + half * 8 + lane % 4 * 2], st.w[half])
 
     @T.macro
     def advance(x, ring, w, i, tx):
         """Waits for stage i; the stage before it has been read, and its slot takes another one."""
-        T.call_extern("handle", f"tz_cp_wait<{stages - 2}>")
+        cp_wait(stages - 2)
         T.sync_threads()
         if less(i + stages - 1, w.count[0]):
             stream.fetch(x, ring, w, i + stages - 1, w.fill[0] * g.stage_words, tx)
-        T.call_extern("handle", "tz_cp_commit")
+        cp_commit()
         w.fill[0] = T.if_then_else(w.fill[0] == stages - 1, 0, w.fill[0] + 1)
 
     @T.prim_func
     def main(
-        Q: T.Tensor((N, HQ, D), dtype),
-        KV: T.Tensor((PAGES, HK, PW), "int32"),
-        TABLE: T.Tensor((TABLE_B, MOST), "int32"),
-        LEN: T.Tensor((B,), "int32"),
-        CU: T.Tensor((B1,), "int32"),
-        RES: T.Tensor((SLOTS, RH, RW), "int32"),
-        SLOT: T.Tensor((B,), "int32"),
-        NEW: T.Tensor((NP, NH, NW), "int32"),
-        SK: T.Tensor((SKH, SKD), "float32"),
-        SV: T.Tensor((SVH, SVD), "float32"),
-        SINK: T.Tensor((SINKS,), "float32"),
-        O: T.Tensor((N, HQ, D), dtype),
-        LSE: T.Tensor((N, HQ), "float32"),
-        scale: T.float32,
-        cap: T.float32,
-        window: T.int32,
-        tiles: T.int32,
-    ):
-        with T.Kernel(HK, tiles, B, threads=threads, prelude=source) as (h, y, b):
+        Q: args.Q, KV: args.KV, TABLE: args.TABLE, LEN: args.LEN, CU: args.CU, RES: args.RES, SLOT: args.SLOT,
+        NEW: args.NEW, SK: args.SK, SV: args.SV, SINK: args.SINK, O: args.O, LSE: args.LSE,
+        scale: T.float32, cap: T.float32, window: T.int32, tiles: T.int32,
+    ):  # fmt: skip
+        with T.Kernel(args.hk, tiles, args.b, threads=threads, prelude=source) as (h, y, b):
             ring = T.alloc_shared((total,), "int32")
             tx = T.get_thread_binding()
             lane = tx % 32
@@ -335,17 +293,15 @@ def build(
             )  # fmt: skip
             ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, *LIMITS)}
             w = SimpleNamespace(b_=b, h=h, warp=tx // 32, **ints)
-            x = SimpleNamespace(
-                KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW, hk=HK, pw=PW, rh=RH, rw=RW, nh=NH, nw=NW
-            )
-            stream.place(LEN, CU, w, y, window, HQ, HK)
+            x = SimpleNamespace(KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW)
+            stream.place(LEN, CU, w, y, window, args.hq, args.hk)
             if less(w.row0[0], w.rows[0]):
                 w.count[0] = w.na[0] + w.nb[0] + w.nc[0]
                 w.slot[0] = 0
                 for i in each(stages - 1):
                     if less(i, w.count[0]):
                         stream.fetch(x, ring, w, i, i * g.stage_words, tx)
-                    T.call_extern("handle", "tz_cp_commit")
+                    cp_commit()
                 w.fill[0] = stages - 1
                 for i in each(slices * nt * 4):
                     st.o[i] = 0.0

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import LayoutError
+from terrazzo.ops.attention.calls import at32, byte_perm, hfma2, load_words
 from terrazzo.ops.attention.format import KVFormat
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.tile_macros import each
+from terrazzo.ops.calls import mma_kind, pack2
 
 _EXACT = {"u8": "u8_f16", "u4": "u4_f16_magic", "u2": "u2_f16_magic", "e4m3": "e4m3_f16"}
 
@@ -63,25 +65,23 @@ def make_operand_macros(layout: CacheLayout) -> SimpleNamespace:
     by_channel, v_static = k.scaling in ("channel", "static"), v.scaling == "static"
 
     def permute(a, b, select: int):
-        return T.call_extern("uint32", "__byte_perm", a, b, T.uint32(select))
+        return byte_perm(a, b, T.uint32(select))
 
     @T.macro
     def convert(st, cvt, address, words):
         """st.t = operand registers of `words` words."""
         if cvt.outputs == 1:
-            T.call_extern("handle", f"tz_load<{words}>", T.access_ptr(st.t, "w", words), address)
+            load_words(words, st.t, address)
         else:
-            T.call_extern("handle", f"tz_load<{words}>", T.access_ptr(st.w, "w", words), address)
+            load_words(words, st.w, address)
             for i in each(words):
                 T.call_extern("handle", cvt.device_name, st.w[i], T.access_ptr(st.t[i * cvt.outputs], "w", cvt.outputs))
 
     @T.macro
     def key_params(st, base, lane):
+        """Registers kp: scale and zero of the lane's tokens g and g + 8, each twice in a word."""
         if k_token:
-            T.call_extern(
-                "handle", "tz_load<2>", T.access_ptr(st.w, "w", 2),
-                T.call_extern("handle", "tz_at32", base, layout.param_offset + lane // 4 * (2 * params)),
-            )  # fmt: skip
+            load_words(2, st.w, at32(base, layout.param_offset + lane // 4 * (2 * params)))
             for e in each(2):
                 st.kp[e * 2] = permute(st.w[e], st.w[e], 0x1010)
                 st.kp[e * 2 + 1] = permute(st.w[e], st.w[e], 0x3232)
@@ -89,41 +89,34 @@ def make_operand_macros(layout: CacheLayout) -> SimpleNamespace:
     @T.macro
     def keys(st, base, head, j, a, at, lane):
         """Load j, k_atoms k16 slices of 16 tokens, to registers a[at ..]."""
-        convert(st, k_cvt, T.call_extern("handle", "tz_at32", base, (j * 32 + lane) * k_words), k_words)
+        convert(st, k_cvt, at32(base, (j * 32 + lane) * k_words), k_words)
         for i in each(k_atoms):
             if by_channel:
                 if i % 2 == 0:
                     for part in each(2):
-                        T.call_extern(
-                            "handle", "tz_load<4>", T.access_ptr(st.ch[part * 4], "w", 4),
-                            T.call_extern(
-                                "handle", "tz_at32", head,
-                                part * (layout.head_dim // 2) + (j * k_atoms + i) // 2 * 16 + lane % 4 * 4,
-                            ),
-                        )  # fmt: skip
+                        load_words(
+                            4,
+                            st.ch[part * 4],
+                            at32(head, part * (layout.head_dim // 2) + (j * k_atoms + i) // 2 * 16 + lane % 4 * 4),
+                        )
             for r in each(4):
                 if by_channel:
-                    a[at + i * 4 + r] = T.call_extern(
-                        "uint32", "tz_hfma2", st.t[i * 4 + r], st.ch[i % 2 * 2 + r // 2], st.ch[4 + i % 2 * 2 + r // 2]
-                    )
+                    a[at + i * 4 + r] = hfma2(st.t[i * 4 + r], st.ch[i % 2 * 2 + r // 2], st.ch[4 + i % 2 * 2 + r // 2])
                 elif k_token:
-                    a[at + i * 4 + r] = T.call_extern(
-                        "uint32", "tz_hfma2", st.t[i * 4 + r], st.kp[r % 2 * 2], st.kp[r % 2 * 2 + 1]
-                    )
+                    a[at + i * 4 + r] = hfma2(st.t[i * 4 + r], st.kp[r % 2 * 2], st.kp[r % 2 * 2 + 1])
                 else:
                     a[at + i * 4 + r] = st.t[i * 4 + r]
 
     @T.macro
     def value_params(st, base, lane):
+        """Registers vp: scales and zeros of the lane's token pairs 2t and 2t + 8."""
         if v_token:
             for e in each(2):
-                T.call_extern(
-                    "handle", "tz_load<2>", T.access_ptr(st.w[e * 2], "w", 2),
-                    T.call_extern(
-                        "handle", "tz_at32", base,
-                        layout.param_offset + (lane % 4 * 2 + e) * (2 * params) + 2 * (params - 1),
-                    ),
-                )  # fmt: skip
+                load_words(
+                    2,
+                    st.w[e * 2],
+                    at32(base, layout.param_offset + (lane % 4 * 2 + e) * (2 * params) + 2 * (params - 1)),
+                )
             for e in each(2):
                 st.vp[e * 2] = permute(st.w[e], st.w[2 + e], 0x5410)
                 st.vp[e * 2 + 1] = permute(st.w[e], st.w[2 + e], 0x7632)
@@ -144,7 +137,7 @@ def make_operand_macros(layout: CacheLayout) -> SimpleNamespace:
     def values(st, base, offset, words, atoms, odd, sv, sv_at, guarded, a, at, stride):
         """`atoms` atoms of `words` words at `offset` of a lane's load, to a[at + atom * stride ..]; half a word holds
         an atom where codes have two bits: `odd` then picks it."""
-        convert(st, v_cvt, T.call_extern("handle", "tz_at32", base, layout.k_words + offset), words)
+        convert(st, v_cvt, at32(base, layout.k_words + offset), words)
         for i in each(atoms):
             for r in each(4):
                 to = at + i * stride + r
@@ -155,11 +148,9 @@ def make_operand_macros(layout: CacheLayout) -> SimpleNamespace:
                 else:
                     a[to] = st.t[i * 4 + r]
                 if v_token:
-                    a[to] = T.call_extern("uint32", "tz_hfma2", a[to], st.vp[r // 2 * 2], st.vp[r // 2 * 2 + 1])
+                    a[to] = hfma2(a[to], st.vp[r // 2 * 2], st.vp[r // 2 * 2 + 1])
                 elif v_static:
-                    a[to] = T.call_extern(
-                        "uint32", "tz_hfma2", a[to], sv[sv_at + i * 4 + r % 2 * 2], sv[sv_at + i * 4 + r % 2 * 2 + 1]
-                    )
+                    a[to] = hfma2(a[to], sv[sv_at + i * 4 + r % 2 * 2], sv[sv_at + i * 4 + r % 2 * 2 + 1])
         if not v_token:
             if guarded > 0:
                 for i in each(atoms):
@@ -176,9 +167,7 @@ def make_operand_macros(layout: CacheLayout) -> SimpleNamespace:
                 for part in each(2):
                     factor = T.float32(k.bias if part else 1)
                     ring[at + part * (layout.head_dim // 2) + x] = T.reinterpret(
-                        T.call_extern(
-                            "uint32", "tz_pack2<false>", SK[h, channel] * factor, SK[h, channel + 1] * factor
-                        ),
+                        pack2(SK[h, channel] * factor, SK[h, channel + 1] * factor, bf16=False),
                         "int32",
                     )
 
@@ -188,16 +177,16 @@ def make_operand_macros(layout: CacheLayout) -> SimpleNamespace:
         for i in each(count):
             for half in each(2):
                 for part in each(2):
-                    sv[(i * 2 + half) * 2 + part] = T.call_extern(
-                        "uint32", "tz_pack2<false>",
+                    sv[(i * 2 + half) * 2 + part] = pack2(
                         SV[h, (first + i) * 16 + half * 8 + lane // 4] * T.float32(v.bias if part else 1),
                         SV[h, (first + i) * 16 + half * 8 + lane // 4] * T.float32(v.bias if part else 1),
-                    )  # fmt: skip
+                        bf16=False,
+                    )
 
     return SimpleNamespace(
         key_params=key_params, keys=keys, value_params=value_params, guard=guard, values=values,
         share_static=share_static, load_static=load_static, k_atoms=k_atoms, k_loads=slices // k_atoms,
         v_atoms=v_atoms, v_words=v_words, v_loads=slices // v_atoms, v_static=v_static, k_static=k.scaling == "static",
-        by_channel=by_channel, kb="true" if k.operand == "bfloat16" else "false",
-        vb="true" if v.operand == "bfloat16" else "false",
+        by_channel=by_channel, k_bf16=k.operand == "bfloat16", v_bf16=v.operand == "bfloat16",
+        k_kind=mma_kind(k.operand), v_kind=mma_kind(v.operand),
     )  # fmt: skip

@@ -16,18 +16,26 @@ The running maximum is lazy, for each warp: its sums are rescaled when a score e
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.attention.calls import among, any_lane, at8, ex2, load_words, log2, store_words, tanh, xor_shuffle
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
-from terrazzo.ops.attention.prefill_stages import INTEGERS, STAGE, Geometry, make_stage_macros
-from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, smaller
-
-PASS_CONFIGS = (  # barriers and bounds are the program's own
-    ("tl.disable_safe_memory_legalize", True),
-    ("tl.disable_thread_storage_sync", True),
-    ("tl.disable_warp_specialized", True),
+from terrazzo.ops.attention.prefill_stages import (
+    ALL,
+    INTEGERS,
+    STAGE,
+    Geometry,
+    arguments,
+    head_of,
+    make_stage_macros,
+    query_of,
+    seen_by,
 )
-ALL = 1 << 30  # tokens that a row without a window sees
+from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, smaller
+from terrazzo.ops.calls import bulk, copy16, fence, pack2, stmatrix4, syncwarp, unpack, wg_sync, wgmma
+from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
+
+PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 ROWS = 64  # of a warpgroup: the m64 of its products
 REGISTERS = {1: (128, 240), 2: (96, 208), 3: (80, 144)}  # consumer warpgroups -> a converter's, a consumer's
 STATE = ("count", "slot", "parity", "to", "turn", "least", "high", "query", "head", "edge", "token", "end")
@@ -84,26 +92,22 @@ def build(
     keys_at, values_at = wgs * ROWS * D * 2, wgs * ROWS * D * 2 + 2 * stage_bytes
     table = operand_words(D, wgs)  # static scales of keys
     ring_at = total - stages * g.stage_words
-    bf16 = "true" if dtype == "bfloat16" else "false"
+    bf16 = dtype == "bfloat16"
     tile = make_operand_macros(layout)
     spare = make_operand_macros(plain) if residual or fresh else None
+    args = arguments(D, dtype)
     source = attention_prelude(
         "pack", "bulk", "lds", "warpgroup", "stmatrix",
         extra=(_SOURCE, *sources(layout, *((plain,) if spare else ()))),
     )  # fmt: skip
 
-    B, B1, N, HQ, HK = T.dynamic("b"), T.dynamic("b1"), T.dynamic("n"), T.dynamic("hq"), T.dynamic("hk")
-    PAGES, PW, TABLE_B, MOST = T.dynamic("pages"), T.dynamic("page_words"), T.dynamic("tb"), T.dynamic("most")
-    SLOTS, RH, RW = T.dynamic("slots"), T.dynamic("rh"), T.dynamic("res_words")
-    NP, NH, NW = T.dynamic("new_pages"), T.dynamic("nh"), T.dynamic("new_words")
-    SKH, SKD, SVH, SVD, SINKS = (T.dynamic(name) for name in ("skh", "skd", "svh", "svd", "n_sinks"))
-
     def span(w):
         """Tokens that a row sees."""
         return T.if_then_else(w.window > 0, w.window, ALL)
 
-    def at8(space, byte):
-        return T.call_extern("handle", "tz_at8", T.access_ptr(space[0], "w", 1), byte)
+    def in_q(row, chunk, w):
+        """Byte of 16-byte chunk `chunk` of a row of the warpgroup's Q."""
+        return (w.wg * mt + chunk // 8) * (ROWS * 128) + row * 128 + T.bitwise_xor(chunk % 8, row % 8) * 16
 
     def piece(lane, row, chunk):
         """Byte, in a tile of 128-byte rows as wgmma reads it, of the row that a lane stores of a 16 x 16 atom whose
@@ -114,15 +118,12 @@ def build(
     @T.macro
     def store_atom(space, byte, a, first):
         """Four registers of an atom to shared memory."""
-        T.call_extern("handle", "tz_stmatrix4", at8(space, byte), T.access_ptr(a[first], "r", 4))
+        stmatrix4(at8(space[0], byte, "w"), a[first])
 
     @T.macro
     def move(ring, at, start, words, most, io):
         T.mbarrier_expect_tx(io.full[io.slot[0]], words * 4)
-        T.call_extern(
-            "handle", "tz_bulk", T.access_ptr(ring[at], "w", most), start, words * 4,
-            T.access_ptr(io.full[io.slot[0]], "rw", 1),
-        )  # fmt: skip
+        bulk(ring[at], start, words * 4, io.full[io.slot[0]])
 
     stream = make_stage_macros(g, ROWS * wgs, move)
 
@@ -142,7 +143,7 @@ def build(
         at = g.tile_at(w.warp) if of is tile else w.warp * plain.tile_words
         return T.access_ptr(w.space[ring_at + w.slot[0] * g.stage_words + at], "r", 1)
 
-    def head_of(of, w):
+    def channels_of(of, w):
         """Address of the channel parameters of the warp's tile."""
         at = ring_at + w.slot[0] * g.stage_words + (g.channel_at(w.warp) if of is tile else 0)
         return T.access_ptr(w.space[table if of.k_static else at], "r", 1)
@@ -151,7 +152,7 @@ def build(
     def convert_keys(of, space, st, w, lane):
         of.key_params(st, word(of, w), lane)
         for j in each(of.k_loads):
-            of.keys(st, word(of, w), head_of(of, w), j, st.a, 0, lane)
+            of.keys(st, word(of, w), channels_of(of, w), j, st.a, 0, lane)
             for i in each(of.k_atoms):
                 at = j * of.k_atoms + i
                 store_atom(
@@ -181,7 +182,7 @@ def build(
     def hand_over(ready, w, lane):
         """The warp's part of an operand is written; wgmma reads it through the asynchronous proxy."""
         T.fence_proxy_async()
-        T.call_extern("handle", "tz_syncwarp")
+        syncwarp()
         if lane == 0:
             T.barrier_arrive(ready[w.to[0]])
 
@@ -190,7 +191,7 @@ def build(
         """Stage i, from the ring to the operands."""
         T.barrier_wait(bars.full[w.slot[0]], w.parity[0])
         T.barrier_wait(bars.keys_free[w.to[0]], w.turn[0] ^ 1)
-        T.call_extern("handle", "tz_fence")
+        fence()
         place_stage(w, i)
         w.edge[0] = T.cast(less(w.end[0], w.token[0] + STAGE), "int32")
         if spare is not None:
@@ -202,7 +203,7 @@ def build(
             convert_keys(tile, space, st, w, lane)
         hand_over(bars.keys, w, lane)
         T.barrier_wait(bars.values_free[w.to[0]], w.turn[0] ^ 1)
-        T.call_extern("handle", "tz_fence")
+        fence()
         if spare is not None:
             if less(i, w.nb[0] + w.nc[0]):
                 convert_values(spare, space, sv, st, w, lane)
@@ -219,10 +220,10 @@ def build(
         """Ends of what the lane's two rows see, and of what the warp's first and last row do; rows past the sequence's
         are as its last one."""
         row = w.row0[0] + w.wg * ROWS + w.warp * 16
-        w.least[0] = w.before[0] + T.truncdiv(smaller(row, w.rows[0] - 1), w.group[0]) + 1
-        w.high[0] = w.before[0] + T.truncdiv(smaller(row + 15, w.rows[0] - 1), w.group[0]) + 1
+        w.least[0] = seen_by(w, smaller(row, w.rows[0] - 1))
+        w.high[0] = seen_by(w, smaller(row + 15, w.rows[0] - 1))
         for half in each(2):
-            st.hi[half] = w.before[0] + T.truncdiv(smaller(row + half * 8 + lane // 4, w.rows[0] - 1), w.group[0]) + 1
+            st.hi[half] = seen_by(w, smaller(row + half * 8 + lane // 4, w.rows[0] - 1))
 
     @T.macro
     def load_q(Q, space, st, w, wt):
@@ -233,32 +234,18 @@ def build(
             for i in each(4):
                 st.w[i] = T.uint32(0)
             if less(w.row0[0] + w.wg * ROWS + row, w.rows[0]):
-                w.query[0] = w.first[0] + T.truncdiv(w.row0[0] + w.wg * ROWS + row, w.group[0])
-                w.head[0] = w.h * w.group[0] + T.truncmod(w.row0[0] + w.wg * ROWS + row, w.group[0])
-                T.call_extern(
-                    "handle", "tz_load<4>", T.access_ptr(st.w, "w", 4),
-                    T.access_ptr(Q[w.query[0], w.head[0], chunk * 8], "r", 8),
-                )  # fmt: skip
-                if tile.kb != bf16:
+                w.query[0] = query_of(w, w.row0[0] + w.wg * ROWS + row)
+                w.head[0] = head_of(w, w.row0[0] + w.wg * ROWS + row)
+                load_words(4, st.w, Q[w.query[0], w.head[0], chunk * 8])
+                if tile.k_bf16 != bf16:
                     for i in each(4):
-                        st.w[i] = T.call_extern(
-                            "uint32", f"tz_pack2<{tile.kb}>",
-                            T.call_extern("float32", f"tz_unpack<{bf16}, 0>", st.w[i]),
-                            T.call_extern("float32", f"tz_unpack<{bf16}, 1>", st.w[i]),
-                        )  # fmt: skip
-            T.call_extern(
-                "handle", "tz_store<4>",
-                at8(
-                    space,
-                    (w.wg * mt + chunk // 8) * (ROWS * 128) + row * 128 + T.bitwise_xor(chunk % 8, row % 8) * 16,
-                ),
-                T.access_ptr(st.w, "r", 4),
-            )  # fmt: skip
+                        st.w[i] = pack2(unpack(0, st.w[i], bf16=bf16), unpack(1, st.w[i], bf16=bf16), bf16=tile.k_bf16)
+            store_words(4, at8(space[0], in_q(row, chunk, w), "w"), st.w)
 
     @T.macro
     def scores(desc, st, w, to):
         """S = Q K^T of the keys in buffer `to`."""
-        kind = "bf16" if tile.kb == "true" else "fp16"
+        kind = tile.k_kind
         T.warpgroup_fence_operand(st.s, 0, nt * 4)
         T.warpgroup_arrive()
         for j in each(slices):
@@ -273,15 +260,12 @@ def build(
     @T.macro
     def weigh(desc, st, to):
         """O += P V of the values in buffer `to`."""
-        kind = "bf16" if tile.vb == "true" else "fp16"
         T.warpgroup_fence_operand(st.p, 0, nt * 2)
         T.warpgroup_fence_operand(st.o, 0, D // 2)
         T.warpgroup_arrive()
         for r in each(STAGE // 16):
-            T.ptx_wgmma_rs(
-                "float32", f"m64n{D}k16", True, kind, kind, "fp32", st.p.data, r * 4,
-                desc.data, values_at // 16 + to * (stage_bytes // 16) + r * 2, st.o.data, 0, T.bool(True), 1, 1,
-            )  # fmt: skip
+            at = values_at // 16 + to * (stage_bytes // 16) + r * 2
+            wgmma(D, (tile.v_kind, tile.v_kind), st.o, 0, st.p, r * 4, desc, at)
         T.warpgroup_commit_batch()
 
     @T.macro
@@ -291,7 +275,7 @@ def build(
             for half in each(2):
                 for e in each(2):
                     at = w.token[0] + j * 8 + lane % 4 * 2 + e
-                    seen = T.call_extern("bool", "tz_among", at, st.hi[half], span(w))
+                    seen = among(at, st.hi[half], span(w))
                     st.s[j * 4 + half * 2 + e] = T.if_then_else(
                         seen, st.s[j * 4 + half * 2 + e], -T.infinity("float32")
                     )
@@ -309,7 +293,7 @@ def build(
         )
         for e in each(nt * 4):
             if softcap:
-                st.s[e] = cap * T.call_extern("float32", "tz_tanh", st.s[e] * scale / cap)
+                st.s[e] = cap * tanh(st.s[e] * scale / cap)
             else:
                 st.s[e] = st.s[e] * scale
         if w.edge[0] > 0:
@@ -319,25 +303,25 @@ def build(
             for j in each(1, nt):
                 st.x[0] = T.max(st.x[0], T.max(st.s[j * 4 + half * 2], st.s[j * 4 + half * 2 + 1]))
             for d in each(2):
-                st.x[0] = T.max(st.x[0], T.call_extern("float32", "tz_xor_shuffle", st.x[0], 1 << d))
+                st.x[0] = T.max(st.x[0], xor_shuffle(st.x[0], 1 << d))
             st.x[1] = T.if_then_else(st.x[0] > st.m[half] + T.float32(THRESHOLD), st.x[0], st.m[half])
-            st.f[half] = T.call_extern("float32", "tz_ex2", st.m[half] - st.x[1])
+            st.f[half] = ex2(st.m[half] - st.x[1])
             st.m[half] = st.x[1]
             st.l[half] = st.l[half] * st.f[half]
             for j in each(nt):
                 for e in each(2):
                     at = j * 4 + half * 2 + e
-                    st.s[at] = T.call_extern("float32", "tz_ex2", st.s[at] - st.m[half])
+                    st.s[at] = ex2(st.s[at] - st.m[half])
                     st.l[half] = st.l[half] + st.s[at]
 
     @T.macro
     def take(st):
         """P in the values' dtype, and sums relative to the new maxima; no product is under way."""
-        if T.call_extern("bool", "tz_any", T.min(st.f[0], st.f[1]) < T.float32(1)):
+        if any_lane(T.min(st.f[0], st.f[1]) < T.float32(1)):
             for i in each(D // 2):
                 st.o[i] = st.o[i] * st.f[i % 4 // 2]
         for i in each(nt * 2):
-            st.p[i] = T.call_extern("uint32", f"tz_pack2<{tile.vb}>", st.s[i * 2], st.s[i * 2 + 1])
+            st.p[i] = pack2(st.s[i * 2], st.s[i * 2 + 1], bf16=tile.v_bf16)
 
     @T.macro
     def swap(w):
@@ -382,68 +366,47 @@ def build(
         """O / l, by stmatrix into the rows' place in Q; a row that sees nothing is 0, with lse -inf."""
         for half in each(2):
             for d in each(2):
-                st.l[half] = st.l[half] + T.call_extern("float32", "tz_xor_shuffle", st.l[half], 1 << d)
+                st.l[half] = st.l[half] + xor_shuffle(st.l[half], 1 << d)
             row = w.row0[0] + w.wg * ROWS + w.warp * 16 + half * 8 + lane // 4
             st.f[half] = 1.0  # factor of the sums
             if less(row, w.rows[0]):
-                w.query[0] = w.first[0] + T.truncdiv(row, w.group[0])
-                w.head[0] = w.h * w.group[0] + T.truncmod(row, w.group[0])
+                w.query[0] = query_of(w, row)
+                w.head[0] = head_of(w, row)
                 if sinks:
                     st.x[0] = SINK[w.head[0]] * T.float32(1.4426950408889634)
                     st.x[1] = T.max(st.m[half], st.x[0])
-                    st.f[half] = T.call_extern("float32", "tz_ex2", st.m[half] - st.x[1])
-                    st.l[half] = st.l[half] * st.f[half] + T.call_extern("float32", "tz_ex2", st.x[0] - st.x[1])
+                    st.f[half] = ex2(st.m[half] - st.x[1])
+                    st.l[half] = st.l[half] * st.f[half] + ex2(st.x[0] - st.x[1])
                     st.m[half] = st.x[1]
                 if lane % 4 == 0:
                     LSE[w.query[0], w.head[0]] = T.if_then_else(
-                        st.l[half] > 0, st.m[half] + T.call_extern("float32", "tz_log2", st.l[half]),
-                        -T.infinity("float32"),
-                    )  # fmt: skip
+                        st.l[half] > 0, st.m[half] + log2(st.l[half]), -T.infinity("float32")
+                    )
                 st.f[half] = T.if_then_else(st.l[half] > 0, st.f[half] / st.l[half], T.float32(0))
         for i in each(D // 2):
             st.o[i] = st.o[i] * st.f[i % 4 // 2]
         for a in each(slices):
             for i in each(4):
-                st.w[i] = T.call_extern("uint32", f"tz_pack2<{bf16}>", st.o[a * 8 + i * 2], st.o[a * 8 + i * 2 + 1])
+                st.w[i] = pack2(st.o[a * 8 + i * 2], st.o[a * 8 + i * 2 + 1], bf16=bf16)
             store_atom(
                 space, (w.wg * mt + a // 4) * (ROWS * 128) + piece(lane, w.warp * 16, a % 4 * 2), st.w, 0
             )  # fmt: skip
-        T.call_extern("handle", "tz_syncwarp")  # a warp's rows are its own
+        syncwarp()  # a warp's rows are its own
         for e in each(16 * row_chunks // 32):
             row = w.warp * 16 + (e * 32 + lane) // row_chunks
             chunk = (e * 32 + lane) % row_chunks
             if less(w.row0[0] + w.wg * ROWS + row, w.rows[0]):
-                w.query[0] = w.first[0] + T.truncdiv(w.row0[0] + w.wg * ROWS + row, w.group[0])
-                w.head[0] = w.h * w.group[0] + T.truncmod(w.row0[0] + w.wg * ROWS + row, w.group[0])
-                T.call_extern(
-                    "handle", "tz_copy16", T.access_ptr(O[w.query[0], w.head[0], chunk * 8], "w", 8),
-                    at8(
-                        space,
-                        (w.wg * mt + chunk // 8) * (ROWS * 128) + row * 128 + T.bitwise_xor(chunk % 8, row % 8) * 16,
-                    ),
-                )  # fmt: skip
+                w.query[0] = query_of(w, w.row0[0] + w.wg * ROWS + row)
+                w.head[0] = head_of(w, w.row0[0] + w.wg * ROWS + row)
+                copy16(O[w.query[0], w.head[0], chunk * 8], at8(space[0], in_q(row, chunk, w), "w"))
 
     @T.prim_func
     def main(
-        Q: T.Tensor((N, HQ, D), dtype),
-        KV: T.Tensor((PAGES, HK, PW), "int32"),
-        TABLE: T.Tensor((TABLE_B, MOST), "int32"),
-        LEN: T.Tensor((B,), "int32"),
-        CU: T.Tensor((B1,), "int32"),
-        RES: T.Tensor((SLOTS, RH, RW), "int32"),
-        SLOT: T.Tensor((B,), "int32"),
-        NEW: T.Tensor((NP, NH, NW), "int32"),
-        SK: T.Tensor((SKH, SKD), "float32"),
-        SV: T.Tensor((SVH, SVD), "float32"),
-        SINK: T.Tensor((SINKS,), "float32"),
-        O: T.Tensor((N, HQ, D), dtype),
-        LSE: T.Tensor((N, HQ), "float32"),
-        scale: T.float32,
-        cap: T.float32,
-        window: T.int32,
-        tiles: T.int32,
-    ):
-        with T.Kernel(HK, tiles, B, threads=ct + 128, prelude=source) as (h, y, b):
+        Q: args.Q, KV: args.KV, TABLE: args.TABLE, LEN: args.LEN, CU: args.CU, RES: args.RES, SLOT: args.SLOT,
+        NEW: args.NEW, SK: args.SK, SV: args.SV, SINK: args.SINK, O: args.O, LSE: args.LSE,
+        scale: T.float32, cap: T.float32, window: T.int32, tiles: T.int32,
+    ):  # fmt: skip
+        with T.Kernel(args.hk, tiles, args.b, threads=ct + 128, prelude=source) as (h, y, b):
             space = T.alloc_shared((total,), "int32")
             full = T.alloc_barrier([1] * stages)
             keys = T.alloc_barrier([4] * 2)
@@ -466,10 +429,8 @@ def build(
             if spare is None:
                 ints["end"] = ints["packed"]
             w = SimpleNamespace(b_=b, space=space, window=window, h=h, wg=tx // 128, warp=tx // 32 % 4, **ints)
-            x = SimpleNamespace(
-                KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW, hk=HK, pw=PW, rh=RH, rw=RW, nh=NH, nw=NW
-            )
-            stream.place(LEN, CU, w, y, window, HQ, HK)
+            x = SimpleNamespace(KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW)
+            stream.place(LEN, CU, w, y, window, args.hq, args.hk)
             w.count[0] = w.na[0] + w.nb[0] + w.nc[0]
             w.slot[0] = 0
             w.parity[0] = 0
@@ -487,12 +448,12 @@ def build(
                         w.slot[0] = 0
                     if tile.k_static:
                         tile.share_static(SK, space, table, h, tx - ct, 128)
-                        T.call_extern("handle", "tz_wg_sync", wgs + 1)
+                        wg_sync(wgs)
                     if tile.v_static:
                         tile.load_static(SV, sv, 0, slices, h, lane)
                     for i in T.serial(w.count[0]):
                         convert(space, bars, sv, st, w, i, lane)
-                        T.call_extern("handle", "tz_wg_sync", wgs + 1)  # the slot has been read
+                        wg_sync(wgs)  # the slot has been read
                         if tx == ct:
                             if less(i + stages, w.count[0]):
                                 stream.fetch(x, space, w, i + stages, ring_at + w.slot[0] * g.stage_words, io)
@@ -514,7 +475,7 @@ def build(
                         st.m[half] = T.float32(LOWEST)
                         st.l[half] = 0.0
                     T.fence_proxy_async()  # wgmma reads Q through the asynchronous proxy
-                    T.call_extern("handle", "tz_wg_sync", w.wg + 1)
+                    wg_sync(w.wg)
                     if less(0, w.count[0]):
                         consume(desc, bars, st, scale, cap, w, lane)
                     finish(O, LSE, SINK, space, st, w, lane)

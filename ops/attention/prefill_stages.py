@@ -17,9 +17,12 @@ from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.cache import residual_layout
+from terrazzo.ops.attention.calls import at_page
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.tile_macros import each
 
+ALL = 1 << 30
+"""Tokens that a row without a window sees."""
 STAGE = 64
 """Tokens of a stage: the m64 of a wgmma over keys."""
 INTEGERS = (
@@ -85,6 +88,54 @@ def plain_layout(layout: CacheLayout) -> CacheLayout:
     return CacheLayout(layout.k.operand, layout.v.operand, layout.head_dim)
 
 
+def arguments(head_dim: int, dtype: str) -> SimpleNamespace:
+    """The types of the tensors that both programs take (shapes: prefill_mma.build), and the sizes b, hq and hk."""
+    import tilelang.language as T
+
+    names = ("b", "b1", "n", "hq", "hk", "pages", "page_words", "tb", "most", "slots", "rh", "res_words")
+    names += ("new_pages", "nh", "new_words", "skh", "skd", "svh", "svd", "n_sinks")
+    d = SimpleNamespace(**{name: T.dynamic(name) for name in names})
+    return SimpleNamespace(
+        Q=T.Tensor((d.n, d.hq, head_dim), dtype),
+        KV=T.Tensor((d.pages, d.hk, d.page_words), "int32"),
+        TABLE=T.Tensor((d.tb, d.most), "int32"),
+        LEN=T.Tensor((d.b,), "int32"),
+        CU=T.Tensor((d.b1,), "int32"),
+        RES=T.Tensor((d.slots, d.rh, d.res_words), "int32"),
+        SLOT=T.Tensor((d.b,), "int32"),
+        NEW=T.Tensor((d.new_pages, d.nh, d.new_words), "int32"),
+        SK=T.Tensor((d.skh, d.skd), "float32"),
+        SV=T.Tensor((d.svh, d.svd), "float32"),
+        SINK=T.Tensor((d.n_sinks,), "float32"),
+        O=T.Tensor((d.n, d.hq, head_dim), dtype),
+        LSE=T.Tensor((d.n, d.hq), "float32"),
+        b=d.b,
+        hq=d.hq,
+        hk=d.hk,
+    )
+
+
+def seen_by(w, row):
+    """The tokens of the sequence that a row sees without a window."""
+    import tilelang.language as T
+
+    return w.before[0] + T.truncdiv(row, w.group[0]) + 1
+
+
+def query_of(w, row):
+    """The new token, counted through all sequences, of a row of the CTA's sequence."""
+    import tilelang.language as T
+
+    return w.first[0] + T.truncdiv(row, w.group[0])
+
+
+def head_of(w, row):
+    """The query head of a row."""
+    import tilelang.language as T
+
+    return w.h * w.group[0] + T.truncmod(row, w.group[0])
+
+
 def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
     """Macros: `place` (rows and sources of a CTA of `rows` rows), `fetch` (stage i into words `at` of the ring), and
     expressions of a stage: `token` (its first one) and `end` (of its source).
@@ -118,10 +169,10 @@ def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
         w.before[0] = w.length[0] - (CU[w.b_ + 1] - w.first[0])
         w.row0[0] = (T.truncdiv(w.rows[0] + rows - 1, rows) - 1 - y) * rows
         w.row0[0] = T.if_then_else(w.row0[0] < 0, w.rows[0], w.row0[0])
-        top = w.before[0] + T.truncdiv(T.min(w.row0[0] + rows, w.rows[0]) - 1, w.group[0]) + 1
+        top = seen_by(w, T.min(w.row0[0] + rows, w.rows[0]) - 1)
         w.at[0] = 0
         if window > 0:
-            w.at[0] = T.max(w.before[0] + T.truncdiv(w.row0[0], w.group[0]) + 1 - window, 0)
+            w.at[0] = T.max(seen_by(w, w.row0[0]) - window, 0)
         w.cached[0] = T.max(w.before[0], 0) if g.fresh else w.length[0]
         w.packed[0] = w.cached[0] - T.truncmod(w.cached[0], g.residual) if g.residual else w.cached[0]
         w.a[0] = T.truncdiv(w.at[0], STAGE) * STAGE
@@ -137,27 +188,22 @@ def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
 
     @T.macro
     def fetch(x, ring, w, i, at, io):
-        """x: the kernel's tensors and the sizes of their rows."""
+        """Stage i to ring[at ..]; x: the kernel's tensors KV, TABLE, RES, SLOT and NEW."""
         if (g.fresh or g.residual) and i < w.nc[0] + w.nb[0]:
             if g.fresh:
                 if i < w.nc[0]:
-                    move(
-                        ring, at, T.call_extern(
-                            "handle", "tz_page", T.access_ptr(x.NEW[0, 0, 0], "r", 1),
-                            T.truncdiv(w.first[0], STAGE) + w.b_ + T.truncdiv(token(w, i) - w.cached[0], STAGE),
-                            x.nh * x.nw, w.h * x.nw,
-                        ), STAGE // 16 * plain.tile_words, STAGE // 16 * plain.tile_words, io,
-                    )  # fmt: skip
+                    page = T.truncdiv(w.first[0], STAGE) + w.b_ + T.truncdiv(token(w, i) - w.cached[0], STAGE)
+                    words = STAGE // 16 * plain.tile_words
+                    move(ring, at, at_page(x.NEW, page, w.h * x.NEW.shape[2]), words, words, io)
             if g.residual:
                 if i >= w.nc[0]:
                     for j in each(STAGE // 16):
                         if token(w, i) + j * 16 < w.cached[0]:
+                            tile = T.truncmod(T.truncdiv(token(w, i), 16) + j, spare_tiles)
+                            word = w.h * x.RES.shape[2] + tile * plain.tile_words
                             move(
-                                ring, at + j * plain.tile_words, T.call_extern(
-                                    "handle", "tz_page", T.access_ptr(x.RES[0, 0, 0], "r", 1), x.SLOT[w.b_],
-                                    x.rh * x.rw, w.h * x.rw
-                                    + T.truncmod(T.truncdiv(token(w, i), 16) + j, spare_tiles) * plain.tile_words,
-                                ), plain.tile_words, plain.tile_words, io,
+                                ring, at + j * plain.tile_words, at_page(x.RES, x.SLOT[w.b_], word), plain.tile_words,
+                                plain.tile_words, io,
                             )  # fmt: skip
         else:
             for j in each(STAGE // g.part_tokens):
@@ -169,19 +215,15 @@ def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
                         w.page[0] = x.TABLE[w.b_, T.truncdiv(start, g.page)]
                         w.at[0] = T.truncmod(start, g.page)
                     inside = T.truncmod(w.at[0], block) if group else 0
-                    word = w.h * x.pw + T.truncdiv(w.at[0], block) * layout.block_words
+                    word = w.h * x.KV.shape[2] + T.truncdiv(w.at[0], block) * layout.block_words
                     body = at + j * g.part_words + layout.channel_words
                     most = g.part_tokens // 16 * layout.tile_words
                     if group:
-                        move(
-                            ring, at + j * g.part_words, T.call_extern(
-                                "handle", "tz_page", T.access_ptr(x.KV[0, 0, 0], "r", 1), w.page[0], x.hk * x.pw, word
-                            ), layout.channel_words, layout.channel_words, io,
-                        )  # fmt: skip
+                        head = at_page(x.KV, w.page[0], word)
+                        move(ring, at + j * g.part_words, head, layout.channel_words, layout.channel_words, io)
                     move(
-                        ring, body, T.call_extern(
-                            "handle", "tz_page", T.access_ptr(x.KV[0, 0, 0], "r", 1), w.page[0], x.hk * x.pw,
-                            word + layout.channel_words + T.truncdiv(inside, 16) * layout.tile_words,
+                        ring, body, at_page(
+                            x.KV, w.page[0], word + layout.channel_words + T.truncdiv(inside, 16) * layout.tile_words
                         ), most if group else T.min(
                             T.truncdiv(w.packed[0] - start + 15, 16) * layout.tile_words, most
                         ), most, io,

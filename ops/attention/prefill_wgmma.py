@@ -16,35 +16,28 @@ under way when the loop goes round: ptxas would serialize all of them (C7514).
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.attention.calls import among, at8, ex2, fma, load_words, log2, store_words, tanh, xor_shuffle
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
-from terrazzo.ops.attention.prefill_stages import INTEGERS, STAGE, Geometry, make_stage_macros
+from terrazzo.ops.attention.prefill_stages import (
+    ALL,
+    INTEGERS,
+    STAGE,
+    Geometry,
+    arguments,
+    head_of,
+    make_stage_macros,
+    query_of,
+    seen_by,
+)
 from terrazzo.ops.attention.tile_macros import THRESHOLD, each, less, smaller
+from terrazzo.ops.calls import bulk, copy16, fence, pack2, stmatrix4_trans, syncwarp, unpack, wg_sync, wgmma
+from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 
-PASS_CONFIGS = (  # barriers and bounds are the program's own
-    ("tl.disable_safe_memory_legalize", True),
-    ("tl.disable_thread_storage_sync", True),
-    ("tl.disable_warp_specialized", True),
-)
-ALL = 1 << 30  # tokens that a row without a window sees
+PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 REGISTERS = {1: (40, 240), 2: (24, 240), 3: (40, 152)}  # consumer warpgroups -> a producer's, a consumer's
-LIMITS = (
-    *(
-        "count",
-        "slot",
-        "parity",
-        "least",
-        "high",
-        "query",
-        "head",
-        "here",
-        "edge",
-        "token",
-        "end",
-    ),
-    *("seen", "next"),
-)
+LIMITS = ("count", "slot", "parity", "least", "high", "query", "head", "here", "edge", "token", "end", "seen", "next")
 KEPT = ("first", "group", "rows", "row0")  # in shared memory while the loop runs: registers
 _SOURCE = """\
 // whether any thread of the warpgroup says so; a barrier of its 128 threads
@@ -112,19 +105,14 @@ def build(
     kept_at = state_at + rows * wgs * 5
     table = state_at + row_bytes // 4  # static scales of keys
     ring_at = total - stages * g.stage_words
-    bf16 = "true" if dtype == "bfloat16" else "false"
+    bf16 = dtype == "bfloat16"
     tile = make_operand_macros(layout)
     spare = make_operand_macros(plain) if residual or fresh else None
+    args = arguments(D, dtype)
     source = attention_prelude(
         "pack", "bulk", "lds", "warpgroup", "stmatrix_trans",
         extra=(_SOURCE, *sources(layout, *((plain,) if spare else ()))),
     )  # fmt: skip
-
-    B, B1, N, HQ, HK = T.dynamic("b"), T.dynamic("b1"), T.dynamic("n"), T.dynamic("hq"), T.dynamic("hk")
-    PAGES, PW, TABLE_B, MOST = T.dynamic("pages"), T.dynamic("page_words"), T.dynamic("tb"), T.dynamic("most")
-    SLOTS, RH, RW = T.dynamic("slots"), T.dynamic("rh"), T.dynamic("res_words")
-    NP, NH, NW = T.dynamic("new_pages"), T.dynamic("nh"), T.dynamic("new_words")
-    SKH, SKD, SVH, SVD, SINKS = (T.dynamic(name) for name in ("skh", "skd", "svh", "svd", "n_sinks"))
 
     def span(w):
         """Tokens that a row sees."""
@@ -136,20 +124,22 @@ def build(
 
     @T.macro
     def move(ring, at, start, words, most, io):
+        """By the producer thread, counted by the barrier of the slot that io names."""
         T.mbarrier_expect_tx(io.full[io.slot[0]], words * 4)
-        T.call_extern(
-            "handle", "tz_bulk", T.access_ptr(ring[at], "w", most), start, words * 4,
-            T.access_ptr(io.full[io.slot[0]], "rw", 1),
-        )  # fmt: skip
+        bulk(ring[at], start, words * 4, io.full[io.slot[0]])
 
     stream = make_stage_macros(g, rows * wgs, move)
+
+    def in_q(row, chunk, w):
+        """Byte of 16-byte chunk `chunk` of a row of the warpgroup's Q."""
+        return (w.wg * mt + chunk // 8) * (rows * 128) + swizzled(row, chunk % 8)
 
     @T.macro
     def limits(space, w, wt):
         """Ends of what each row and what the warpgroup's rows see; rows past the sequence's are as its last one."""
         row = w.row0[0] + w.wg * rows
-        w.high[0] = w.before[0] + T.truncdiv(smaller(row + rows, w.rows[0]) - 1, w.group[0]) + 1
-        w.least[0] = w.before[0] + T.truncdiv(smaller(row, w.rows[0] - 1), w.group[0]) + 1
+        w.high[0] = seen_by(w, smaller(row + rows, w.rows[0]) - 1)
+        w.least[0] = seen_by(w, smaller(row, w.rows[0] - 1))
         if less(w.rows[0] - 1, row):
             w.high[0] = 0  # nothing to do
         if T.And(w.wg == 0, wt == 0):
@@ -157,9 +147,7 @@ def build(
                 space[kept_at + i] = getattr(w, KEPT[i])[0]
         for e in each(-(-rows // 128)):
             if less(e * 128 + wt, rows):
-                space[state_at + w.wg * rows + e * 128 + wt] = (
-                    w.before[0] + T.truncdiv(smaller(row + e * 128 + wt, w.rows[0] - 1), w.group[0]) + 1
-                )
+                space[state_at + w.wg * rows + e * 128 + wt] = seen_by(w, smaller(row + e * 128 + wt, w.rows[0] - 1))
 
     @T.macro
     def load_q(Q, space, st, w, wt):
@@ -171,40 +159,20 @@ def build(
             for i in each(4):
                 st.w[i] = T.uint32(0)
             if less(w.row0[0] + w.wg * rows + row, w.rows[0]):
-                w.query[0] = w.first[0] + T.truncdiv(w.row0[0] + w.wg * rows + row, w.group[0])
-                w.head[0] = w.h * w.group[0] + T.truncmod(w.row0[0] + w.wg * rows + row, w.group[0])
-                T.call_extern(
-                    "handle", "tz_load<4>", T.access_ptr(st.w, "w", 4),
-                    T.access_ptr(Q[w.query[0], w.head[0], chunk * 8], "r", 8),
-                )  # fmt: skip
-                if tile.kb != bf16:
+                w.query[0] = query_of(w, w.row0[0] + w.wg * rows + row)
+                w.head[0] = head_of(w, w.row0[0] + w.wg * rows + row)
+                load_words(4, st.w, Q[w.query[0], w.head[0], chunk * 8])
+                if tile.k_bf16 != bf16:
                     for i in each(4):
-                        st.w[i] = T.call_extern(
-                            "uint32", f"tz_pack2<{tile.kb}>",
-                            T.call_extern("float32", f"tz_unpack<{bf16}, 0>", st.w[i]),
-                            T.call_extern("float32", f"tz_unpack<{bf16}, 1>", st.w[i]),
-                        )  # fmt: skip
-            T.call_extern(
-                "handle", "tz_store<4>", T.call_extern(
-                    "handle", "tz_at8", T.access_ptr(space[0], "w", 1),
-                    (w.wg * mt + chunk // 8) * (rows * 128) + swizzled(row, chunk % 8),
-                ), T.access_ptr(st.w, "r", 4),
-            )  # fmt: skip
-
-    @T.macro
-    def wgmma(bf16, a, a_at, desc, offset, sums, at, fresh_sums):
-        kind = "bf16" if bf16 == "true" else "fp16"
-        T.ptx_wgmma_rs(
-            "float32", f"m64n{rows}k16", True, kind, kind, "fp32", a.data, a_at, desc.data, offset, sums.data, at,
-            T.bool(not fresh_sums), 1, 1,
-        )  # fmt: skip
+                        st.w[i] = pack2(unpack(0, st.w[i], bf16=bf16), unpack(1, st.w[i], bf16=bf16), bf16=tile.k_bf16)
+            store_words(4, at8(space[0], in_q(row, chunk, w), "w"), st.w)
 
     def word(kind, w, slot, r):
         """Address of tile r of the stage in a slot."""
         at = g.tile_at(r) if kind is tile else r * plain.tile_words
         return T.access_ptr(w.space[ring_at + slot * g.stage_words + at], "r", 1)
 
-    def head_of(kind, w, slot):
+    def channels_of(kind, w, slot):
         """Address of the channel parameters of the warp's own tile."""
         at = table if kind.k_static else ring_at + slot * g.stage_words + (g.channel_at(w.warp) if kind is tile else 0)
         return T.access_ptr(w.space[at], "r", 1)
@@ -215,15 +183,16 @@ def build(
         kind.key_params(st, word(kind, w, w.next[0], w.warp), lane)
         for j in each(kind.k_loads):
             kind.keys(
-                st, word(kind, w, w.next[0], w.warp), head_of(kind, w, w.next[0]), j, st.ak, j * kind.k_atoms * 4, lane
-            )
+                st, word(kind, w, w.next[0], w.warp), channels_of(kind, w, w.next[0]), j, st.ak, j * kind.k_atoms * 4,
+                lane,
+            )  # fmt: skip
 
     @T.macro
     def prepare(full, st, w, i, lane):
         """Waits for stage i, if there is one, and converts its keys, if any of the warpgroup's rows sees them."""
         if less(i, w.count[0]):
             T.barrier_wait(full[w.next[0]], w.parity[0])
-            T.call_extern("handle", "tz_fence")
+            fence()
             w.token[0] = stream.token(w, i)
             if spare is not None:
                 w.end[0] = w.packed[0]
@@ -269,9 +238,8 @@ def build(
                 for half in each(2):
                     at = w.token[0] + w.warp * 16 + half * 8 + lane // 4
                     st.s[t * 4 + half * 2 + j] = T.if_then_else(
-                        T.call_extern("bool", "tz_among", at, hi, span(w)), st.s[t * 4 + half * 2 + j],
-                        -T.infinity("float32"),
-                    )  # fmt: skip
+                        among(at, hi, span(w)), st.s[t * 4 + half * 2 + j], -T.infinity("float32")
+                    )
                     st.s[t * 4 + half * 2 + j] = T.if_then_else(
                         less(at, w.end[0]), st.s[t * 4 + half * 2 + j], -T.infinity("float32")
                     )
@@ -283,12 +251,12 @@ def build(
         for i in each(nt * 2):
             st.f[0] = T.max(st.s[i // 2 * 4 + i % 2], st.s[i // 2 * 4 + i % 2 + 2])
             for d in each(3):
-                st.f[0] = T.max(st.f[0], T.call_extern("float32", "tz_xor_shuffle", st.f[0], 4 << d))
+                st.f[0] = T.max(st.f[0], xor_shuffle(st.f[0], 4 << d))
             if lane // 4 == 0:
                 space[state_at + (wgs + w.wg * 4 + w.warp) * rows + i // 2 * 8 + lane * 2 + i % 2] = T.reinterpret(
                     st.f[0], "int32"
                 )
-        T.call_extern("handle", "tz_wg_sync", w.wg + 1)
+        wg_sync(w.wg)
         for i in each(nt * 2):
             st.f[0] = -T.infinity("float32")
             for k in each(4):
@@ -301,9 +269,7 @@ def build(
             st.f[2] = 1.0  # factor of sums; those of a row that has seen nothing are 0
             if st.f[0] > T.float32(-1e30):
                 st.f[1] = T.if_then_else(w.seen[0] >> i & 1 > 0, T.max(st.f[0], T.float32(0)), st.f[0])
-                st.f[2] = T.if_then_else(
-                    w.seen[0] >> i & 1 > 0, T.call_extern("float32", "tz_ex2", -st.f[1]), T.float32(0)
-                )
+                st.f[2] = T.if_then_else(w.seen[0] >> i & 1 > 0, ex2(-st.f[1]), T.float32(0))
                 w.seen[0] = w.seen[0] | (1 << i)
             st.m[i] = st.m[i] + st.f[1]
             st.l[i] = st.l[i] * st.f[2]
@@ -318,9 +284,9 @@ def build(
         """P^T of the stage to shared memory, from S^T."""
         for i in each(nt * 4):
             if softcap:
-                st.s[i] = cap * T.call_extern("float32", "tz_tanh", st.s[i] * scale / cap) - st.m[i // 4 * 2 + i % 2]
+                st.s[i] = cap * tanh(st.s[i] * scale / cap) - st.m[i // 4 * 2 + i % 2]
             else:
-                st.s[i] = T.call_extern("float32", "tz_fma", st.s[i], scale, -st.m[i // 4 * 2 + i % 2])
+                st.s[i] = fma(st.s[i], scale, -st.m[i // 4 * 2 + i % 2])
         if w.edge[0] > 0:
             mask(space, st, w, lane)
         st.f[0] = T.max(st.s[0], st.s[1])
@@ -331,20 +297,15 @@ def build(
         ):
             rescale(space, st, w, lane)
         for i in each(nt * 4):
-            st.s[i] = T.call_extern("float32", "tz_ex2", st.s[i])
+            st.s[i] = ex2(st.s[i])
         for i in each(nt * 2):
             st.l[i] = st.l[i] + (st.s[i // 2 * 4 + i % 2] + st.s[i // 2 * 4 + 2 + i % 2])
         for t in each(nt // 2):
             row = t * 16 + lane // 16 * 8 + lane % 8
-            T.call_extern(
-                "handle", "tz_stmatrix4_trans", T.call_extern(
-                    "handle", "tz_at8", T.access_ptr(space[0], "w", 1),
-                    q_bytes + w.wg * (rows * 128) + swizzled(row, w.warp * 2 + lane // 8 % 2),
-                ), *(
-                    T.call_extern("uint32", f"tz_pack2<{of.vb}>", st.s[t * 8 + i * 2], st.s[t * 8 + i * 2 + 1])
-                    for i in each(4)
-                ),
-            )  # fmt: skip
+            stmatrix4_trans(
+                at8(space[0], q_bytes + w.wg * (rows * 128) + swizzled(row, w.warp * 2 + lane // 8 % 2), "w"),
+                *(pack2(st.s[t * 8 + i * 2], st.s[t * 8 + i * 2 + 1], bf16=of.v_bf16) for i in each(4)),
+            )
 
     @T.macro
     def work(of, space, full, desc, sv, st, scale, cap, w, i, lane):
@@ -353,7 +314,8 @@ def build(
         T.warpgroup_fence_operand(st.s, 0, nt * 4)
         T.warpgroup_arrive()
         for j in each(slices):
-            wgmma(of.kb, st.ak, j * 4, desc, (w.wg * mt + j // 4) * (rows * 8) + j % 4 * 2, st.s, 0, j == 0)
+            at = (w.wg * mt + j // 4) * (rows * 8) + j % 4 * 2
+            wgmma(rows, (of.k_kind, of.k_kind), st.s, 0, st.ak, j * 4, desc, at, j > 0)
         T.warpgroup_commit_batch()
         T.warpgroup_fence_operand(st.s, 0, nt * 4)
         fetch_values(of, st, sv, 0, w, lane)
@@ -361,7 +323,7 @@ def build(
         T.warpgroup_fence_operand(st.s, 0, nt * 4)
         softmax(of, space, st, scale, cap, w, lane)
         T.fence_proxy_async()  # wgmma reads P^T through the asynchronous proxy
-        T.call_extern("handle", "tz_wg_sync", w.wg + 1)
+        wg_sync(w.wg)
         for a in each(mt):
             if a > 1:
                 T.warpgroup_wait(1)  # the products that read this half of st.av
@@ -372,7 +334,7 @@ def build(
             T.warpgroup_arrive()
             for r in each(4):
                 at = q_bytes // 16 + w.wg * (rows * 8) + r * 2
-                wgmma(of.vb, st.av, a % 2 * 16 + r * 4, desc, at, st.o, a * nt * 4, False)
+                wgmma(rows, (of.v_kind, of.v_kind), st.o, a * nt * 4, st.av, a % 2 * 16 + r * 4, desc, at)
             T.warpgroup_commit_batch()
             T.warpgroup_fence_operand(st.o, a * nt * 4, nt * 4)
         prepare(full, st, w, i + 1, lane)
@@ -386,12 +348,12 @@ def build(
             getattr(w, KEPT[i])[0] = space[kept_at + i]
         for i in each(nt * 2):
             for d in each(3):
-                st.l[i] = st.l[i] + T.call_extern("float32", "tz_xor_shuffle", st.l[i], 4 << d)
+                st.l[i] = st.l[i] + xor_shuffle(st.l[i], 4 << d)
             if lane // 4 == 0:
                 space[state_at + (wgs + w.wg * 4 + w.warp) * rows + i // 2 * 8 + lane * 2 + i % 2] = T.reinterpret(
                     st.l[i], "int32"
                 )
-        T.call_extern("handle", "tz_wg_sync", w.wg + 1)
+        wg_sync(w.wg)
         for i in each(nt * 2):
             st.l[i] = 0.0
             for k in each(4):
@@ -401,19 +363,17 @@ def build(
             st.f[1] = T.if_then_else(st.l[i] > 0, T.float32(1), T.float32(0))  # factor of the sums
             row = w.row0[0] + w.wg * rows + i // 2 * 8 + lane % 4 * 2 + i % 2
             if less(row, w.rows[0]):
-                w.query[0] = w.first[0] + T.truncdiv(row, w.group[0])
-                w.head[0] = w.h * w.group[0] + T.truncmod(row, w.group[0])
+                w.query[0] = query_of(w, row)
+                w.head[0] = head_of(w, row)
                 if sinks:
                     st.f[2] = SINK[w.head[0]] * T.float32(1.4426950408889634)
                     st.f[3] = T.if_then_else(st.l[i] > 0, T.max(st.m[i], st.f[2]), st.f[2])
-                    st.f[1] = T.if_then_else(
-                        st.l[i] > 0, T.call_extern("float32", "tz_ex2", st.m[i] - st.f[3]), T.float32(0)
-                    )
-                    st.l[i] = st.l[i] * st.f[1] + T.call_extern("float32", "tz_ex2", st.f[2] - st.f[3])
+                    st.f[1] = T.if_then_else(st.l[i] > 0, ex2(st.m[i] - st.f[3]), T.float32(0))
+                    st.l[i] = st.l[i] * st.f[1] + ex2(st.f[2] - st.f[3])
                     st.m[i] = st.f[3]
                 if T.And(w.warp == 0, lane // 4 == 0):
                     LSE[w.query[0], w.head[0]] = T.if_then_else(
-                        st.l[i] > 0, st.m[i] + T.call_extern("float32", "tz_log2", st.l[i]), -T.infinity("float32")
+                        st.l[i] > 0, st.m[i] + log2(st.l[i]), -T.infinity("float32")
                     )
                 st.f[1] = T.if_then_else(st.l[i] > 0, st.f[1] / st.l[i], T.float32(0))
             for a in each(mt):
@@ -424,52 +384,32 @@ def build(
             chunk = (w.warp * mt + a) * 2 + lane // 8 % 2  # of 8 head dimensions
             for t in each(nt // 2):
                 row = t * 16 + lane // 16 * 8 + lane % 8
-                T.call_extern(
-                    "handle", "tz_stmatrix4_trans", T.call_extern(
-                        "handle", "tz_at8", T.access_ptr(space[0], "w", 1),
-                        (w.wg * mt + chunk // 8) * (rows * 128) + swizzled(row, chunk % 8),
-                    ), *(
-                        T.call_extern(
-                            "uint32", f"tz_pack2<{bf16}>", st.o[(a * nt + t * 2) * 4 + i * 2],
-                            st.o[(a * nt + t * 2) * 4 + i * 2 + 1],
-                        ) for i in each(4)
+                stmatrix4_trans(
+                    at8(space[0], in_q(row, chunk, w), "w"),
+                    *(
+                        pack2(st.o[(a * nt + t * 2) * 4 + i * 2], st.o[(a * nt + t * 2) * 4 + i * 2 + 1], bf16=bf16)
+                        for i in each(4)
                     ),
-                )  # fmt: skip
-        T.call_extern("handle", "tz_wg_sync", w.wg + 1)
+                )
+        wg_sync(w.wg)
         for e in each(rows * D // 8 // 128):
             row = (e * 128 + wt) // (D // 8)
             chunk = (e * 128 + wt) % (D // 8)
             if less(w.row0[0] + w.wg * rows + row, w.rows[0]):
-                w.query[0] = w.first[0] + T.truncdiv(w.row0[0] + w.wg * rows + row, w.group[0])
-                w.head[0] = w.h * w.group[0] + T.truncmod(w.row0[0] + w.wg * rows + row, w.group[0])
-                T.call_extern(
-                    "handle", "tz_copy16", T.access_ptr(O[w.query[0], w.head[0], chunk * 8], "w", 8), T.call_extern(
-                        "handle", "tz_at8", T.access_ptr(space[0], "r", 1),
-                        (w.wg * mt + chunk // 8) * (rows * 128) + swizzled(row, chunk % 8),
-                    ),
-                )  # fmt: skip
+                w.query[0] = query_of(w, w.row0[0] + w.wg * rows + row)
+                w.head[0] = head_of(w, w.row0[0] + w.wg * rows + row)
+                copy16(
+                    O[w.query[0], w.head[0], chunk * 8],
+                    at8(space[0], in_q(row, chunk, w)),
+                )
 
     @T.prim_func
     def main(
-        Q: T.Tensor((N, HQ, D), dtype),
-        KV: T.Tensor((PAGES, HK, PW), "int32"),
-        TABLE: T.Tensor((TABLE_B, MOST), "int32"),
-        LEN: T.Tensor((B,), "int32"),
-        CU: T.Tensor((B1,), "int32"),
-        RES: T.Tensor((SLOTS, RH, RW), "int32"),
-        SLOT: T.Tensor((B,), "int32"),
-        NEW: T.Tensor((NP, NH, NW), "int32"),
-        SK: T.Tensor((SKH, SKD), "float32"),
-        SV: T.Tensor((SVH, SVD), "float32"),
-        SINK: T.Tensor((SINKS,), "float32"),
-        O: T.Tensor((N, HQ, D), dtype),
-        LSE: T.Tensor((N, HQ), "float32"),
-        scale: T.float32,
-        cap: T.float32,
-        window: T.int32,
-        tiles: T.int32,
-    ):
-        with T.Kernel(HK, tiles, B, threads=ct + 128, prelude=source) as (h, y, b):
+        Q: args.Q, KV: args.KV, TABLE: args.TABLE, LEN: args.LEN, CU: args.CU, RES: args.RES, SLOT: args.SLOT,
+        NEW: args.NEW, SK: args.SK, SV: args.SV, SINK: args.SINK, O: args.O, LSE: args.LSE,
+        scale: T.float32, cap: T.float32, window: T.int32, tiles: T.int32,
+    ):  # fmt: skip
+        with T.Kernel(args.hk, tiles, args.b, threads=ct + 128, prelude=source) as (h, y, b):
             space = T.alloc_shared((total,), "int32")
             full = T.alloc_barrier([1] * stages)
             empty = T.alloc_barrier([warps] * stages)
@@ -488,10 +428,8 @@ def build(
             if spare is None:
                 ints["end"] = ints["packed"]
             w = SimpleNamespace(b_=b, space=space, window=window, h=h, wg=tx // 128, warp=tx // 32 % 4, **ints)
-            x = SimpleNamespace(
-                KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW, hk=HK, pw=PW, rh=RH, rw=RW, nh=NH, nw=NW
-            )
-            stream.place(LEN, CU, w, y, window, HQ, HK)
+            x = SimpleNamespace(KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW)
+            stream.place(LEN, CU, w, y, window, args.hq, args.hk)
             w.count[0] = w.na[0] + w.nb[0] + w.nc[0]
             w.slot[0] = 0
             w.parity[0] = 0
@@ -547,7 +485,7 @@ def build(
                                 work(tile, space, full, desc, sv, st, scale, cap, w, i, lane)
                         else:
                             prepare(full, st, w, i + 1, lane)
-                        T.call_extern("handle", "tz_syncwarp")  # the other lanes' reads come before the arrive, too
+                        syncwarp()  # the other lanes' reads come before the arrive, too
                         if lane == 0:
                             T.barrier_arrive(empty[w.slot[0]])
                     finish(O, LSE, SINK, space, st, w, tx % 128, lane)

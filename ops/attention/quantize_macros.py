@@ -8,8 +8,10 @@ the two row halves for keys, (k half, element) for values. Codes are those of qu
 
 from types import SimpleNamespace
 
+from terrazzo.ops.attention.calls import at32, byte_perm, load_words, max2, min2, store_words, xor_word
 from terrazzo.ops.attention.layout import CacheLayout, operand_layout
 from terrazzo.ops.attention.tile_macros import each
+from terrazzo.ops.calls import unpack
 
 CODE_BIAS = 0x4B000000
 """tz_code returns 2^23 + code as a float's bits; words start at minus the sum of what its fields bring along."""
@@ -95,10 +97,7 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
     def recall(st, tile, lane):
         """The f16 tile at address `tile`, for `mix`."""
         for a in each(slices):
-            T.call_extern(
-                "handle", "tz_load<4>", T.access_ptr(st.old[a * 4], "w", 4),
-                T.call_extern("handle", "tz_at32", tile, a * 128 + lane * 4),
-            )  # fmt: skip
+            load_words(4, st.old[a * 4], at32(tile, a * 128 + lane * 4))
 
     @T.macro
     def mix(st):
@@ -114,10 +113,7 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
         for a in each(slices):
             for i in each(4):
                 st.s[i] = st.x[a * 4 + spare.target(i, 0)[1]]
-            T.call_extern(
-                "handle", "tz_store<4>", T.call_extern("handle", "tz_at32", tile, a * 128 + lane * 4),
-                T.access_ptr(st.s, "r"),
-            )  # fmt: skip
+            store_words(4, at32(tile, a * 128 + lane * 4), st.s)
 
     @T.macro
     def reduce_pairs(st, c, registers):
@@ -125,24 +121,20 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
         st.lo[c] = st.x[registers[0]]
         st.hi[c] = st.x[registers[0]]
         for i in each(1, len(registers)):
-            st.lo[c] = T.call_extern("uint32", f"tz_min2<{dtype}>", st.lo[c], st.x[registers[i]])
-            st.hi[c] = T.call_extern("uint32", f"tz_max2<{dtype}>", st.hi[c], st.x[registers[i]])
+            st.lo[c] = min2(st.lo[c], st.x[registers[i]], bf16=bf16)
+            st.hi[c] = max2(st.hi[c], st.x[registers[i]], bf16=bf16)
 
     @T.macro
     def shuffle_pairs(st, c, masks):
         for d in masks:
-            st.lo[c] = T.call_extern(
-                "uint32", f"tz_min2<{dtype}>", st.lo[c], T.call_extern("uint32", "tz_xor_word", st.lo[c], d)
-            )
-            st.hi[c] = T.call_extern(
-                "uint32", f"tz_max2<{dtype}>", st.hi[c], T.call_extern("uint32", "tz_xor_word", st.hi[c], d)
-            )
+            st.lo[c] = min2(st.lo[c], xor_word(st.lo[c], d), bf16=bf16)
+            st.hi[c] = max2(st.hi[c], xor_word(st.hi[c], d), bf16=bf16)
 
     @T.macro
     def unpack_range(st, c):
         for e in each(2):
-            st.f[e] = T.call_extern("float32", f"tz_unpack<{dtype}, {e}>", st.lo[c])
-            st.f[2 + e] = T.call_extern("float32", f"tz_unpack<{dtype}, {e}>", st.hi[c])
+            st.f[e] = unpack(e, st.lo[c], bf16=bf16)
+            st.f[2 + e] = unpack(e, st.hi[c], bf16=bf16)
 
     @T.macro
     def token_parameters(st, tile, lane):
@@ -165,14 +157,11 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
         for c in each(classes):
             if T.And(st.new[c] != T.uint32(0), (lane % 4 if is_key else lane // 4) == 0):
                 row = token_of(c, lane)
-                T.call_extern(
-                    "handle", "tz_store<1>",
-                    T.call_extern(
-                        "handle", "tz_at32", tile,
-                        layout.param_offset + row % 8 * (2 * layout.token_params) + role * 2 + row // 8,
-                    ),
-                    T.access_ptr(st.c[c], "r", 1),
-                )  # fmt: skip
+                store_words(
+                    1,
+                    at32(tile, layout.param_offset + row % 8 * (2 * layout.token_params) + role * 2 + row // 8),
+                    st.c[c],
+                )
 
     @T.macro
     def channel_parameters(st, shared_, base, block, warp, lane):
@@ -194,27 +183,20 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
                 st.hi[0] = T.reinterpret(shared_[base + 2 * D + D // 2 + word], "uint32")
                 for i in each(1, warps):
                     at = base + 2 * D + i * D + word
-                    st.lo[0] = T.call_extern(
-                        "uint32", f"tz_min2<{dtype}>", st.lo[0], T.reinterpret(shared_[at], "uint32")
-                    )
-                    st.hi[0] = T.call_extern(
-                        "uint32", f"tz_max2<{dtype}>", st.hi[0], T.reinterpret(shared_[at + D // 2], "uint32")
-                    )
+                    st.lo[0] = min2(st.lo[0], T.reinterpret(shared_[at], "uint32"), bf16=bf16)
+                    st.hi[0] = max2(st.hi[0], T.reinterpret(shared_[at + D // 2], "uint32"), bf16=bf16)
                 unpack_range(st, 0)
                 for e in each(2):
                     st.c[e] = T.call_extern(
                         "uint32", "tz_range", st.f[e], st.f[2 + e], T.float32(fmt.levels),
                         T.access_ptr(st.par[e * 3], "w", 3),
                     )  # fmt: skip
-                st.s[0] = T.call_extern("uint32", "__byte_perm", st.c[0], st.c[1], 0x5410)
-                st.s[1] = T.call_extern("uint32", "__byte_perm", st.c[0], st.c[1], 0x7632)
+                st.s[0] = byte_perm(st.c[0], st.c[1], 0x5410)
+                st.s[1] = byte_perm(st.c[0], st.c[1], 0x7632)
                 for i in each(2):
                     shared_[base + word * 4 + i] = T.reinterpret(st.s[i], "int32")
                     shared_[base + word * 4 + 2 + i] = T.reinterpret(st.par[i * 3 + 2], "int32")
-                    T.call_extern(
-                        "handle", "tz_store<1>", T.call_extern("handle", "tz_at32", block, i * (D // 2) + word),
-                        T.access_ptr(st.s[i], "r", 1),
-                    )  # fmt: skip
+                    store_words(1, at32(block, i * (D // 2) + word), st.s[i])
         T.sync_threads()
 
     @T.macro
@@ -225,8 +207,8 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
                 shared_[base + (r // 8 * 16 + lane % 4 * 4 + r // 4 % 2 * 2 + r % 4 // 2) * 4 + i], "uint32"
             )
         for e in each(2):
-            st.par[e * 3] = T.call_extern("float32", f"tz_unpack<false, {e}>", st.c[0])
-            st.par[e * 3 + 1] = T.call_extern("float32", f"tz_unpack<false, {e}>", st.c[1])
+            st.par[e * 3] = unpack(e, st.c[0], bf16=False)
+            st.par[e * 3 + 1] = unpack(e, st.c[1], bf16=False)
             st.par[e * 3 + 2] = T.reinterpret(st.c[2 + e], "float32")
 
     @T.macro
@@ -236,7 +218,7 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
             st.w[i] = st.x[register(j, i, 0)]
             if stored_bf16 != dtype:
                 for e in each(2):
-                    st.f[e] = T.call_extern("float32", f"tz_unpack<{dtype}, {e}>", st.x[register(j, i, 0)])
+                    st.f[e] = unpack(e, st.x[register(j, i, 0)], bf16=bf16)
                 st.w[i] = T.call_extern("uint32", f"tz_clamp2<{stored_bf16}>", st.f[0], st.f[1])
         else:
             st.w[i] = T.uint32(start)
@@ -245,7 +227,7 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
                 if fmt.group:
                     channel_row(st, shared_, base, r, lane)
                 for e in each(2):
-                    st.f[0] = T.call_extern("float32", f"tz_unpack<{dtype}, {e}>", st.x[r])
+                    st.f[0] = unpack(e, st.x[r], bf16=bf16)
                     if static:
                         dim = r // 2 * 2 + e if is_key else r // 4 * 2 + r % 2
                         st.f[0] = T.call_extern("float32", "__fdiv_rn", st.f[0], st.scale[dim])
@@ -263,15 +245,13 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
 
     def words_at(tile, j, lane):
         """Address of a lane's words of load j of the tile at address `tile`."""
-        return T.call_extern("handle", "tz_at32", tile, offset + j * 32 * words + lane * words)
+        return at32(tile, offset + j * 32 * words + lane * words)
 
     @T.macro
     def recall_words(st, tile, lane):
         """The words of the tile at address `tile`, for a `store` that merges."""
         for j in each(slices // atoms):
-            T.call_extern(
-                "handle", f"tz_load<{words}>", T.access_ptr(st.old[j * words], "w", words), words_at(tile, j, lane)
-            )
+            load_words(words, st.old[j * words], words_at(tile, j, lane))
 
     @T.macro
     def store(st, shared_, base, tile, merge, lane):
@@ -286,7 +266,7 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
                         if fields(i, c):
                             st.mask[0] = st.mask[0] | (st.new[c] & T.uint32(fields(i, c)))
                     st.w[i] = (st.w[i] & st.mask[0]) | (st.old[j * words + i] & ~st.mask[0])
-            T.call_extern("handle", f"tz_store<{words}>", words_at(tile, j, lane), T.access_ptr(st.w, "r"))
+            store_words(words, words_at(tile, j, lane), st.w)
 
     return SimpleNamespace(
         find_new=find_new, recall=recall, recall_scales=recall_scales, recall_words=recall_words, mix=mix, keep=keep,

@@ -6,7 +6,22 @@ Accumulator registers of a tile (lane = 4 g + t): value e belongs to token (or d
 
 from types import SimpleNamespace
 
+from terrazzo.ops.attention.calls import (
+    among,
+    any_lane,
+    at32,
+    ex2,
+    fma,
+    hmul2,
+    less_mask,
+    load_words,
+    store_words,
+    tanh,
+    transpose,
+    xor_shuffle,
+)
 from terrazzo.ops.attention.layout import CacheLayout, exponents
+from terrazzo.ops.calls import mma, mma_kind, pack2, unpack
 
 LOWEST = -1e30
 """Running maximum before any token."""
@@ -63,10 +78,11 @@ def make_tile_macros(
     lift = P_EXPONENT if v_token else 0
     p_factor = tuple(2.0 ** (lift + v_mid - half) for half in ve.k)
     v_factor = tuple(2.0 ** -(row + lift + v_mid) for row in ve.row)
-    kb, vb = ("true" if f.operand == "bfloat16" else "false" for f in (k, v))
+    k_bf16, v_bf16 = (f.operand == "bfloat16" for f in (k, v))
     atoms = {True: layout.k_layout.block_k // 16, False: layout.v_layout.block_rows // 16}  # of one load
     words = {True: layout.k_layout.load_words, False: layout.v_layout.load_words}
-    one = 0x3F803F80 if kb == "true" else 0x3C003C00
+    k_kind, v_kind = mma_kind(k.operand), mma_kind(v.operand)
+    one = 0x3F803F80 if k_bf16 else 0x3C003C00
     unshifted = lambda half: one - k_shift[half] * 0x04000400  # the 16-bit pair of 2^-k_shift
     biased = k.bias != 0
     q_weight = k.bias if biased else 1  # of the sum of Q in a score
@@ -88,6 +104,7 @@ def make_tile_macros(
 
     @T.macro
     def clear(st):
+        """No token has been seen."""
         for i in each(slices * nt * 4):
             st.o[i] = 0.0
         for i in each(nt * 2):
@@ -103,13 +120,6 @@ def make_tile_macros(
                 st.o[i] = st.o[i] * T.float32(1 / v_factor[i % 4 // 2])
 
     @T.macro
-    def mma(bf16, d, at, a, a_at, b, b_at):
-        T.ptx_mma(
-            "float32", "m16n8k16", "row", "col", "bf16" if bf16 else "fp16", "bf16" if bf16 else "fp16", "fp32",
-            a.data, a_at, b.data, b_at, d.data, at, T.bool(False),
-        )  # fmt: skip
-
-    @T.macro
     def sum_q(st):
         """qs = scale * (sum of each row of Q, times the format's bias), by a product with ones."""
         if k_token or biased:
@@ -119,7 +129,7 @@ def make_tile_macros(
                 st.a[i] = T.uint32(unshifted(i // 2))
             for j in each(slices):  # two chains: nothing else is under way
                 for t in each(nt):
-                    mma(kb == "true", st.acc, (j % 2 * nt + t) * 4, st.a, 0, st.q, (j * nt + t) * 2)
+                    mma(k_kind, st.acc, (j % 2 * nt + t) * 4, st.a, 0, st.q, (j * nt + t) * 2)
             for t in each(nt):
                 for j in each(2):
                     st.qs[t * 2 + j] = (st.acc[t * 4 + j] + st.acc[(nt + t) * 4 + j]) * (st.scale * T.float32(q_weight))
@@ -132,41 +142,27 @@ def make_tile_macros(
             st.acc[i] = 0.0
         for j in each(slices // 2):
             for t in each(nt):
-                T.call_extern(
-                    "handle", "tz_load<4>", T.access_ptr(st.a[8 + t * 4], "w", 4),
-                    T.call_extern("handle", "tz_at32", rows, ((j * nt + t) * 32 + lane) * 4),
-                )  # fmt: skip
+                load_words(4, st.a[8 + t * 4], at32(rows, ((j * nt + t) * 32 + lane) * 4))
             for part in each(2):
-                T.call_extern(
-                    "handle", "tz_load<4>", T.access_ptr(st.w, "w"),
-                    T.call_extern("handle", "tz_at32", head, part * (D // 2) + j * 16 + lane % 4 * 4),
-                )  # fmt: skip
+                load_words(4, st.w, at32(head, part * (D // 2) + j * 16 + lane % 4 * 4))
                 if part == 0:
                     for t in each(nt):
                         for i in each(4):
                             if rows_shared:
-                                st.qf[i] = T.call_extern("uint32", "tz_hmul2", st.a[8 + t * 4 + i], st.w[i])
+                                st.qf[i] = hmul2(st.a[8 + t * 4 + i], st.w[i])
                             else:
-                                st.qk[((j * 2 + i // 2) * nt + t) * 2 + i % 2] = T.call_extern(
-                                    "uint32", "tz_hmul2", st.a[8 + t * 4 + i], st.w[i]
-                                )
+                                st.qk[((j * 2 + i // 2) * nt + t) * 2 + i % 2] = hmul2(st.a[8 + t * 4 + i], st.w[i])
                         if rows_shared:  # every lane reads back its own words
-                            T.call_extern(
-                                "handle", "tz_store<4>",
-                                T.call_extern("handle", "tz_at32", scaled, ((j * nt + t) * 32 + lane) * 4),
-                                T.access_ptr(st.qf, "r"),
-                            )  # fmt: skip
+                            store_words(4, at32(scaled, ((j * nt + t) * 32 + lane) * 4), st.qf)
                 else:
                     for i in each(2):
                         for half in each(2):
                             st.a[half * 2] = st.w[i * 2 + half]
                             if k_shift[half]:
-                                st.a[half * 2] = T.call_extern(
-                                    "uint32", "tz_hmul2", st.a[half * 2], T.uint32(unshifted(half))
-                                )
+                                st.a[half * 2] = hmul2(st.a[half * 2], T.uint32(unshifted(half)))
                             st.a[half * 2 + 1] = st.a[half * 2]
                         for t in each(nt):
-                            mma(False, st.acc, t * 4, st.a, 0, st.a, 8 + t * 4 + i * 2)
+                            mma("fp16", st.acc, t * 4, st.a, 0, st.a, 8 + t * 4 + i * 2)
         for t in each(nt):
             for j in each(2):
                 st.qs[t * 2 + j] = st.acc[t * 4 + j] * st.scale
@@ -179,15 +175,9 @@ def make_tile_macros(
         else:
             cvt = v.converter
         if cvt.outputs == 1:
-            T.call_extern(
-                "handle", f"tz_load<{words[is_key]}>", T.access_ptr(st.a, "w"),
-                T.call_extern("handle", "tz_at32", base, offset + lane * words[is_key]),
-            )  # fmt: skip
+            load_words(words[is_key], st.a, at32(base, offset + lane * words[is_key]))
         else:
-            T.call_extern(
-                "handle", f"tz_load<{words[is_key]}>", T.access_ptr(st.w, "w"),
-                T.call_extern("handle", "tz_at32", base, offset + lane * words[is_key]),
-            )  # fmt: skip
+            load_words(words[is_key], st.w, at32(base, offset + lane * words[is_key]))
             for i in each(words[is_key]):
                 T.call_extern("handle", cvt.device_name, st.w[i], T.access_ptr(st.a[i * cvt.outputs], "w", cvt.outputs))
 
@@ -203,21 +193,14 @@ def make_tile_macros(
         """`products` of load j, with the rows' fragments of two atoms at a time from shared memory."""
         per_pair = 8 // k.converter.outputs  # words of two atoms
         for r in which:
-            T.call_extern(
-                "handle", f"tz_load<{words[True]}>", T.access_ptr(st.wk[(r - which[0]) * 4], "w", 4),
-                T.call_extern(
-                    "handle", "tz_at32", base,
-                    (r - which[0]) * layout.tile_words + j * 32 * words[True] + lane * words[True],
-                ),
-            )  # fmt: skip
+            load_words(
+                words[True],
+                st.wk[(r - which[0]) * 4],
+                at32(base, (r - which[0]) * layout.tile_words + j * 32 * words[True] + lane * words[True]),
+            )
         for pair in each(atoms[True] // 2):
             for t in each(nt):
-                T.call_extern(
-                    "handle", "tz_load<4>", T.access_ptr(st.qf[t * 4], "w", 4),
-                    T.call_extern(
-                        "handle", "tz_at32", q, (((j * atoms[True]) // 2 + pair) * nt + t) * 128 + lane * 4
-                    ),
-                )  # fmt: skip
+                load_words(4, st.qf[t * 4], at32(q, (((j * atoms[True]) // 2 + pair) * nt + t) * 128 + lane * 4))
             for r in which:
                 for i in each(per_pair):
                     T.call_extern(
@@ -227,7 +210,7 @@ def make_tile_macros(
                 for i in each(2):
                     for t in each(nt):
                         name, first = chain(r, t, j * atoms[True] + pair * 2 + i)
-                        mma(kb == "true", getattr(st, name), first, st.a, i * 4, st.qf, t * 4 + i * 2)
+                        mma(k_kind, getattr(st, name), first, st.a, i * 4, st.qf, t * 4 + i * 2)
 
     @T.macro
     def products(base, st, q, which, lane):
@@ -243,35 +226,27 @@ def make_tile_macros(
             else:
                 for r in which:
                     operand(
-                        st, T.call_extern("handle", "tz_at32", base, (r - which[0]) * layout.tile_words),
+                        st, at32(base, (r - which[0]) * layout.tile_words),
                         j * 32 * words[True], True, lane,
                     )  # fmt: skip
                     for i in each(atoms[True]):
                         at = j * atoms[True] + i
                         for t in each(nt):
                             name, first = chain(r, t, at)
-                            mma(kb == "true", getattr(st, name), first, st.a, i * 4, q, (at * nt + t) * 2)
+                            mma(k_kind, getattr(st, name), first, st.a, i * 4, q, (at * nt + t) * 2)
 
     @T.macro
     def finish(base, st, r, lane):
         """The softmax's argument, in units of log2, of the products of tile r at address `base`."""
         if params:
-            T.call_extern(
-                "handle", f"tz_load<{2 * params}>", T.access_ptr(st.par[r * 4], "w"),
-                T.call_extern("handle", "tz_at32", base, layout.param_offset + lane // 4 * (2 * params)),
-            )  # fmt: skip
+            load_words(2 * params, st.par[r * 4], at32(base, layout.param_offset + lane // 4 * (2 * params)))
         if rows_shared and (k_token or biased):
             for t in each(nt):
-                T.call_extern(
-                    "handle", "tz_load<2>", T.access_ptr(st.qs[t * 2], "w", 2),
-                    T.call_extern("handle", "tz_at32", st.row_facts, (nt + t) * 8 + lane % 4 * 2),
-                )  # fmt: skip
+                load_words(2, st.qs[t * 2], at32(st.row_facts, (nt + t) * 8 + lane % 4 * 2))
         for e in each(2):
             if k_token:
-                st.f[e] = T.call_extern("float32", "tz_unpack<false, 0>", st.par[r * 4 + e]) * (
-                    st.scale * T.float32(k_factor[e])
-                )
-                st.f[2 + e] = T.call_extern("float32", "tz_unpack<false, 1>", st.par[r * 4 + e])
+                st.f[e] = unpack(0, st.par[r * 4 + e], bf16=False) * (st.scale * T.float32(k_factor[e]))
+                st.f[2 + e] = unpack(1, st.par[r * 4 + e], bf16=False)
             else:
                 st.f[e] = st.scale * T.float32(k_factor[e])
         for t in each(nt):
@@ -280,15 +255,13 @@ def make_tile_macros(
                 if nt * tiles == 1:
                     st.s[at] = st.s[at] + st.acc[e]
                 if k_token:
-                    st.s[at] = T.call_extern(
-                        "float32", "tz_fma", st.s[at], st.f[e // 2], st.f[2 + e // 2] * st.qs[t * 2 + e % 2]
-                    )
+                    st.s[at] = fma(st.s[at], st.f[e // 2], st.f[2 + e // 2] * st.qs[t * 2 + e % 2])
                 elif group or biased:
-                    st.s[at] = T.call_extern("float32", "tz_fma", st.s[at], st.f[e // 2], st.qs[t * 2 + e % 2])
+                    st.s[at] = fma(st.s[at], st.f[e // 2], st.qs[t * 2 + e % 2])
                 else:
                     st.s[at] = st.s[at] * st.f[e // 2]
                 if softcap:
-                    st.s[at] = st.cap * T.call_extern("float32", "tz_tanh", st.s[at] / st.cap)
+                    st.s[at] = st.cap * tanh(st.s[at] / st.cap)
 
     @T.macro
     def scores(base, st, q, r, lane):
@@ -304,20 +277,20 @@ def make_tile_macros(
             for e in each(4):
                 at = token + lane // 4 + e // 2 * 8
                 st.s[(r * nt + t) * 4 + e] = T.if_then_else(
-                    T.call_extern("bool", "tz_among", at, st.hi[t * 2 + e % 2], span),
+                    among(at, st.hi[t * 2 + e % 2], span),
                     st.s[(r * nt + t) * 4 + e],
                     -T.infinity("float32"),
                 )
         if v_token:
             for e in each(2):
-                st.par[r * 4 + 2 * (params - 1) + e] = st.par[r * 4 + 2 * (params - 1) + e] & T.call_extern(
-                    "uint32", "tz_less_mask", token + lane // 4 + e * 8, length
+                st.par[r * 4 + 2 * (params - 1) + e] = st.par[r * 4 + 2 * (params - 1) + e] & less_mask(
+                    token + lane // 4 + e * 8, length
                 )
         if clean:
             for e in each(2):
                 first = token + lane % 4 * 2 + e * 8
-                st.keep[r * 2 + e] = (T.call_extern("uint32", "tz_less_mask", first, length) & T.uint32(0xFFFF)) | (
-                    T.call_extern("uint32", "tz_less_mask", first + 1, length) & T.uint32(0xFFFF0000)
+                st.keep[r * 2 + e] = (less_mask(first, length) & T.uint32(0xFFFF)) | (
+                    less_mask(first + 1, length) & T.uint32(0xFFFF0000)
                 )
 
     @T.macro
@@ -332,12 +305,12 @@ def make_tile_macros(
             st.f[i] = T.max(st.x[i * 2] - st.m[i * 2], st.x[i * 2 + 1] - st.m[i * 2 + 1])
         for i in each(1, nt):
             st.f[0] = T.max(st.f[0], st.f[i])
-        if T.call_extern("bool", "tz_any", st.f[0] > T.float32(THRESHOLD)):
+        if any_lane(st.f[0] > T.float32(THRESHOLD)):
             for i in each(nt * 2):
                 for d in each(3):
-                    st.x[i] = T.max(st.x[i], T.call_extern("float32", "tz_xor_shuffle", st.x[i], 4 << d))
+                    st.x[i] = T.max(st.x[i], xor_shuffle(st.x[i], 4 << d))
                 st.x[i] = T.max(st.x[i], st.m[i])
-                st.f[0] = T.call_extern("float32", "tz_ex2", st.m[i] - st.x[i])
+                st.f[0] = ex2(st.m[i] - st.x[i])
                 st.m[i] = st.x[i]
                 st.l[i] = st.l[i] * st.f[0]
                 if v_token:
@@ -352,29 +325,22 @@ def make_tile_macros(
         """O^T += V^T P^T of tile r."""
         if v_token:
             for e in each(2):
-                st.f[e] = T.call_extern(
-                    "float32", "tz_unpack<false, 0>", st.par[r * 4 + 2 * (params - 1) + e]
-                ) * T.float32(p_factor[e])
-                st.f[2 + e] = T.call_extern("float32", "tz_unpack<false, 1>", st.par[r * 4 + 2 * (params - 1) + e])
+                st.f[e] = unpack(0, st.par[r * 4 + 2 * (params - 1) + e], bf16=False) * T.float32(p_factor[e])
+                st.f[2 + e] = unpack(1, st.par[r * 4 + 2 * (params - 1) + e], bf16=False)
         for t in each(nt):
             for e in each(4):
-                st.p[e] = T.call_extern("float32", "tz_ex2", st.s[(r * nt + t) * 4 + e] - st.m[t * 2 + e % 2])
+                st.p[e] = ex2(st.s[(r * nt + t) * 4 + e] - st.m[t * 2 + e % 2])
             for e in each(2):
                 st.l[t * 2 + e] = st.l[t * 2 + e] + (st.p[e] + st.p[2 + e])
                 if v_token:
-                    st.z[t * 2 + e] = T.call_extern(
-                        "float32", "tz_fma", st.p[e], st.f[2],
-                        T.call_extern("float32", "tz_fma", st.p[2 + e], st.f[3], st.z[t * 2 + e]),
-                    )  # fmt: skip
+                    st.z[t * 2 + e] = fma(st.p[e], st.f[2], fma(st.p[2 + e], st.f[3], st.z[t * 2 + e]))
             for e in each(4):
                 if v_token:
                     st.p[e] = st.p[e] * st.f[e // 2]
                 elif p_factor[e // 2] != 1:
                     st.p[e] = st.p[e] * T.float32(p_factor[e // 2])
             for e in each(2):
-                st.b[t * 2 + e] = T.call_extern(
-                    "uint32", "tz_transpose", T.call_extern("uint32", f"tz_pack2<{vb}>", st.p[2 * e], st.p[2 * e + 1])
-                )
+                st.b[t * 2 + e] = transpose(pack2(st.p[2 * e], st.p[2 * e + 1], bf16=v_bf16))
         for j in each(slices // atoms[False]):
             operand(st, base, layout.k_words + j * 32 * words[False], False, lane)
             for i in each(atoms[False]):
@@ -382,7 +348,7 @@ def make_tile_macros(
                     for e in each(4):
                         st.a[i * 4 + e] = st.a[i * 4 + e] & st.keep[r * 2 + e // 2]
                 for t in each(nt):
-                    mma(vb == "true", st.o, ((j * atoms[False] + i) * nt + t) * 4, st.a, i * 4, st.b, t * 2)
+                    mma(v_kind, st.o, ((j * atoms[False] + i) * nt + t) * 4, st.a, i * 4, st.b, t * 2)
 
     @T.macro
     def step(base, st, q, token, length, edge, lane):
@@ -392,21 +358,19 @@ def make_tile_macros(
                 st.keep[i] = T.uint32(0xFFFFFFFF)
         products(base, st, q, each(tiles), lane)
         for r in each(tiles):
-            finish(T.call_extern("handle", "tz_at32", base, r * layout.tile_words), st, r, lane)
+            finish(at32(base, r * layout.tile_words), st, r, lane)
         if edge:
             if rows_shared:
                 for t in each(nt):
-                    T.call_extern(
-                        "handle", "tz_load<2>", T.access_ptr(st.hi[t * 2], "w", 2),
-                        T.call_extern("handle", "tz_at32", st.row_facts, t * 8 + lane % 4 * 2),
-                    )  # fmt: skip
+                    load_words(2, st.hi[t * 2], at32(st.row_facts, t * 8 + lane % 4 * 2))
             for r in each(tiles):
                 mask(st, r, token + r * 16, length, lane)
         rescale(st)
         for r in each(tiles):
-            values(T.call_extern("handle", "tz_at32", base, r * layout.tile_words), st, r, lane)
+            values(at32(base, r * layout.tile_words), st, r, lane)
 
     return SimpleNamespace(
         state=state, adopt=adopt, clear=clear, sum_q=sum_q, scale_q=scale_q, step=step, scores=scores, rescale=rescale,
-        values=values, k_shift=k_shift, v_factor=v_factor, v_token=v_token, kb=kb, tile_words=layout.tile_words,
+        values=values, k_shift=k_shift, v_factor=v_factor, v_token=v_token, kb=str(k_bf16).lower(),
+        tile_words=layout.tile_words,
     )  # fmt: skip

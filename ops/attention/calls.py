@@ -1,0 +1,142 @@
+"""The primitives of attention (device.py) as functions of TileLang expressions, beside those of ops/calls.py.
+
+A function has its primitive's name without `tz_`, or a longer one where that would say too little. Addresses, elements
+and buffers are as in ops/calls.py.
+"""
+
+from typing import Any
+
+from terrazzo.ops.calls import address
+
+
+def _call(returns: str, name: str, *arguments: Any) -> Any:
+    import tilelang.language as T
+
+    return T.call_extern(returns, f"tz_{name}", *arguments)
+
+
+# addresses
+
+
+def at32(base: Any, words: Any) -> Any:
+    """The address `words` 32-bit words behind an address or an element."""
+    return _call("handle", "at32", address(base, "r", 4), words)
+
+
+def at8(base: Any, nbytes: Any, access: str = "r") -> Any:
+    """The address `nbytes` bytes behind an element."""
+    return _call("handle", "at8", address(base, access, 4), nbytes)
+
+
+def at_page(pages: Any, page: Any, word: Any) -> Any:
+    """The address of word `word` of a page of a tensor int32 [pages, heads, words], counted through the heads; it may
+    lie past 2^31 words."""
+    _, heads, words = pages.shape
+    return _call("handle", "page", address(pages[0, 0, 0], "r", 4), page, heads * words, word)
+
+
+# between memory and registers
+
+
+def load_words(words: int, to: Any, at: Any) -> Any:
+    """1, 2 or 4 words to registers."""
+    return _call("handle", f"load<{words}>", address(to, "w", 4 * words), address(at, "r", 4 * words))
+
+
+def load32(at: Any) -> Any:
+    """The word at an address, as a uint32."""
+    return _call("uint32", "load32", address(at, "r", 4))
+
+
+def store_words(words: int, to: Any, at: Any) -> Any:
+    """1, 2 or 4 words from registers."""
+    return _call("handle", f"store<{words}>", address(to, "w", 4 * words), address(at, "r", 4 * words))
+
+
+# floats
+
+
+def ex2(x: Any) -> Any:
+    """2^x."""
+    return _call("float32", "ex2", x)
+
+
+def log2(x: Any) -> Any:
+    """The logarithm to base 2."""
+    return _call("float32", "log2", x)
+
+
+def tanh(x: Any) -> Any:
+    """The hyperbolic tangent, from one exponential."""
+    return _call("float32", "tanh", x)
+
+
+def fma(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+    return _call("float32", "fma", a, b, c)
+
+
+# two 16-bit values in a word
+
+
+def hmul2(a: Any, b: Any) -> Any:
+    """Products of f16 pairs."""
+    return _call("uint32", "hmul2", a, b)
+
+
+def hfma2(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of f16 pairs, rounded once."""
+    return _call("uint32", "hfma2", a, b, c)
+
+
+def min2(a: Any, b: Any, *, bf16: bool) -> Any:
+    """The smaller one of each half."""
+    return _call("uint32", f"min2<{str(bf16).lower()}>", a, b)
+
+
+def max2(a: Any, b: Any, *, bf16: bool) -> Any:
+    """The larger one of each half."""
+    return _call("uint32", f"max2<{str(bf16).lower()}>", a, b)
+
+
+def byte_perm(a: Any, b: Any, select: int) -> Any:
+    """Four of the bytes of a (0 to 3) and b (4 to 7), by the hexadecimal digits of `select`."""
+    import tilelang.language as T
+
+    return T.call_extern("uint32", "__byte_perm", a, b, select)
+
+
+# the lanes of a warp
+
+
+def transpose(word: Any) -> Any:
+    """An 8x8 matrix of 16-bit values, two in each lane, transposed."""
+    return _call("uint32", "transpose", word)
+
+
+def xor_shuffle(x: Any, mask: int) -> Any:
+    """The float x of the lane whose number differs in the bits of `mask`."""
+    return _call("float32", "xor_shuffle", x, mask)
+
+
+def xor_word(word: Any, mask: int) -> Any:
+    """The same of a uint32."""
+    return _call("uint32", "xor_word", word, mask)
+
+
+def any_lane(condition: Any) -> Any:
+    """Whether it holds in any lane."""
+    return _call("bool", "any", condition)
+
+
+# conditions that TileLang does not try to prove (device.py says why)
+
+
+def among(at: Any, end: Any, span: Any) -> Any:
+    """Whether `at` is one of the `span` integers right below `end`."""
+    return _call("bool", "among", at, end, span)
+
+
+def less_mask(a: Any, b: Any) -> Any:
+    """All ones if a < b, else 0, as a uint32."""
+    return _call("uint32", "less_mask", a, b)
