@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 PER_EXPERT = ("words", "params", "channel_scales", "bias")
 """Tensors of a packed weight that each expert has of its own."""
 MOST_EXPERTS = 1024
-"""Their table lies in shared memory."""
+"""Their table, 8 bytes each, lies in shared memory beside the ring: schedules of all sizes leave it room."""
+FAMILIES = ("w4a16.PackedWeight", "w4a8.PackedWeight")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,24 +46,30 @@ class GroupedWeight:
         """
         import torch
 
-        if not 1 <= len(experts) <= MOST_EXPERTS:
-            raise ArgumentError("experts", len(experts), f"must be 1..{MOST_EXPERTS} weights", "split the experts")
+        if not isinstance(experts, (list, tuple)):
+            seen = weights.kind(experts)
+            raise ArgumentError("experts", seen, "must be a list of packed weights", "pass [w.pack() for w in made]")
+        check_experts(len(experts))
+        for expert in experts:
+            if weights.kind(expert) not in FAMILIES or type(expert) is not type(experts[0]):
+                seen, constraint = weights.kind(expert), f"must all be of one kind, {' or '.join(FAMILIES)}"
+                raise ArgumentError("experts", seen, constraint, "pack each expert")
         first, fields = experts[0], {}
         for field in dataclasses.fields(first):
-            values = [_value(expert, field.name, first) for expert in experts]
+            values = [getattr(expert, field.name) for expert in experts]
             tensors = [torch.is_tensor(value) for value in values]
             if field.name == "perm" and any(tensors):
                 raise ArgumentError("perm", "given", "experts share the order of x", "quantize without act-order")
-            if not any(tensors):
-                same = all(value == values[0] for value in values)
-            elif field.name in PER_EXPERT:
-                same = all(tensors) and all(v.shape == values[0].shape and v.dtype == values[0].dtype for v in values)
+            if any(tensors):
+                forms = dict.fromkeys(_form(v) for v in values)
+                shared = field.name not in PER_EXPERT and len(forms) == 1
+                same = len(forms) == 1 and not (shared and any(not torch.equal(v, values[0]) for v in values))
+                seen = "different values" if shared else " and ".join(list(forms)[:2])
             else:
-                same = all(tensors) and all(torch.equal(v, values[0]) for v in values)
+                same = all(value == values[0] for value in values)
+                seen = " and ".join(map(str, list(dict.fromkeys(values))[:2]))
             if not same:
-                raise ArgumentError(
-                    field.name, "different values", "must be the same for all experts", "pack the experts alike"
-                )
+                raise ArgumentError(field.name, seen, "must be the same for all experts", "pack the experts alike")
             fields[field.name] = torch.stack(values) if field.name in PER_EXPERT and any(tensors) else values[0]
         return cls(type(first)(**fields))
 
@@ -109,39 +116,60 @@ class GroupedWeight:
         Raises:
             ArgumentError: it is no such file. LayoutMismatchError: it was packed with another layout.
         """
+        known = isinstance(make, type) and issubclass(make, weights.Packed)
+        if not known or weights.kind(object.__new__(make)) not in FAMILIES:
+            raise ArgumentError("make", str(make), f"must be one of {FAMILIES}", "pass w4a16.PackedWeight")
         loaded = cls(weights.load(make, path, device, _version(make)))
         loaded.check()
         return loaded
 
     def check(self) -> None:
         """Raise LayoutMismatchError or ArgumentError unless a kernel of this version can read the weights."""
-        self[0].check_layout(sys.modules[type(self.stacked).__module__].layout_identity(self.stacked))
-        self[0].check_sizes()
+        check_experts(len(self))
         for name, tensor in weights.tensor_fields(self.stacked).items():
-            if name in PER_EXPERT and (tensor.shape[0] != len(self) or not tensor.is_contiguous()):
-                raise ArgumentError(
-                    name, list(tensor.shape), f"must be contiguous [{len(self)}, ...]", "stack the experts"
-                )
+            if name in PER_EXPERT and (
+                not tensor.ndim
+                or tensor.shape[0] != len(self)
+                or not tensor.is_contiguous()
+                or tensor.device != self.device
+            ):
+                seen = f"{list(tensor.shape)} on {tensor.device}"
+                constraint = f"must be contiguous [{len(self)}, ...] on {self.device}"
+                raise ArgumentError(name, seen, constraint, "stack the experts")
+        one = self[0]
+        one.check_layout(sys.modules[type(self.stacked).__module__].layout_identity(self.stacked))
+        one.check_sizes()
+        weights.check_vectors(one)
 
     def __repr__(self) -> str:
         return f"GroupedWeight({len(self)} x {self[0]!r})"
 
 
-def _value(expert: Any, name: str, first: Any) -> Any:
-    if type(expert) is not type(first) or not hasattr(expert, "words"):
-        raise ArgumentError(
-            "experts", type(expert).__name__, "must be PackedWeights of one operator", "pack each expert"
-        )
-    return getattr(expert, name)
+def _form(value: Any) -> str:
+    """What tensors that are stacked must have in common."""
+    return "none" if value is None else f"{weights.dtype_name(value)} {list(value.shape)} on {value.device}"
 
 
 def _version(make: type) -> str:
     return sys.modules[make.__module__].FILE_VERSION + "/grouped"
 
 
+def check_experts(experts: int, argument: str = "experts") -> None:
+    """Raise ArgumentError unless kernels can serve this many experts."""
+    if type(experts) is not int or not 1 <= experts <= MOST_EXPERTS:
+        raise ArgumentError(argument, experts, f"must be an integer, 1..{MOST_EXPERTS}", "split the experts")
+
+
+def check_request(n: int, k: int, experts: int, group_size: int, groups: tuple[int, ...]) -> None:
+    """What requests of a grouped GEMM are asked before anything is planned."""
+    launching.check_shape(n, k)
+    check_experts(experts)
+    launching.check_group(group_size, k, groups)
+
+
 def check_kind(w: Any, make: type, operator: str) -> None:
     if not isinstance(w, GroupedWeight) or not isinstance(w.stacked, make):
-        seen = type(getattr(w, "stacked", w)).__name__
+        seen = weights.kind(getattr(w, "stacked", w))
         raise ArgumentError("w", seen, f"must be a GroupedWeight of {operator}", "stack packed weights")
 
 
@@ -152,13 +180,29 @@ def check_once(w: GroupedWeight) -> None:
         w.stacked.words._terrazzo_checked = True
 
 
+def check_traced(x: Any, held: Any, k: int, offsets: Any) -> None:
+    """What traced calls are asked, and those whose x (tensor `held`) is no plain tensor: the rest is an opaque node."""
+    launching.check_tensor(held, "x", f"[M, {k}]")
+    check_rows(x.shape, k)
+    launching.check_tensor(offsets, "expert_offsets", "int32 [E + 1]")
+
+
 def check_rows(shape: Sequence[int], k: int) -> None:
     if len(shape) != 2 or shape[1] != k:
         raise ArgumentError("x", list(shape), f"must be [M, {k}], tokens sorted by expert", "see ops/moe.py")
 
 
+def check_dtype(x: torch.Tensor) -> None:
+    import torch
+
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        dtype = weights.dtype_name(x)
+        raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
+
+
 def check_offsets(offsets: torch.Tensor, experts: int, device: torch.device) -> None:
     """The values are not read: that would wait for the GPU. The kernel keeps them inside 0..M."""
+    launching.check_tensor(offsets, "expert_offsets", f"int32 [{experts + 1}]")
     if (
         tuple(offsets.shape) != (experts + 1,)
         or weights.dtype_name(offsets) != "int32"
@@ -175,8 +219,10 @@ def check_offsets(offsets: torch.Tensor, experts: int, device: torch.device) -> 
 
 def check_bias(bias: torch.Tensor, experts: int, n: int, dtype: torch.dtype | None, device: torch.device) -> None:
     """`dtype` None accepts any float."""
-    if tuple(bias.shape) != (experts, n):
-        raise ArgumentError("bias", list(bias.shape), f"must be [{experts}, {n}]", "stack the experts' biases")
+    launching.check_tensor(bias, "bias", f"{dtype or 'float'} [{experts}, {n}]")
+    if tuple(bias.shape) != (experts, n) or not bias.is_contiguous():
+        seen = f"{list(bias.shape)} strides {list(bias.stride())}"
+        raise ArgumentError("bias", seen, f"must be contiguous [{experts}, {n}]", "stack the experts' biases")
     launching.check_bias(bias.view(-1), experts * n, dtype, device)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import weights
+from terrazzo.ops import launching, weights
 
 if TYPE_CHECKING:
     import torch
@@ -45,13 +45,18 @@ def sort_by_expert(expert_ids: torch.Tensor, experts: int) -> Routing:
         experts: E.
 
     Raises:
-        ArgumentError: ids that are no integers or not [T, top_k].
+        ArgumentError: ids that are no integers or not [T, top_k]; experts that are no positive number.
     """
     import torch
 
+    launching.check_tensor(expert_ids, "expert_ids", "integers [T, top_k]")
+    weights.check_count("experts", experts, "pass the number of experts")
     if expert_ids.ndim != 2 or not weights.is_integer(expert_ids):
         seen = f"{weights.dtype_name(expert_ids)} {list(expert_ids.shape)}"
         raise ArgumentError("expert_ids", seen, "must be integers [T, top_k]", "pass topk(...).indices")
+    if expert_ids.numel() >= launching.LARGEST:
+        constraint = f"must have less than {launching.LARGEST} picks"
+        raise ArgumentError("expert_ids", list(expert_ids.shape), constraint, "route fewer tokens at a time")
     ids, order = expert_ids.flatten().long().sort(stable=True)
     every = torch.arange(experts + 1, device=ids.device)
     positions = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=ids.device))
@@ -63,12 +68,26 @@ def sort_by_expert(expert_ids: torch.Tensor, experts: int) -> Routing:
 
 
 def gather(x: torch.Tensor | QuantizedActivations, routing: Routing) -> torch.Tensor | QuantizedActivations:
-    """The rows of x [T, K], one for each pick, sorted by expert: [P, K]. Quantized rows are quantized once."""
-    import torch
+    """The rows of x [T, K], one for each pick, sorted by expert: [P, K]. Quantized rows are quantized once.
 
+    Raises:
+        ArgumentError: x is not of the T tokens that the routing is of, or lies elsewhere.
+    """
+    import torch
+    from terrazzo.ops.w4a8.activations import QuantizedActivations
+
+    _check_routing(routing)
+    if not isinstance(x, QuantizedActivations):
+        launching.check_tensor(x, "x", "[T, K], or QuantizedActivations of w4a8")
+    tokens = len(routing.positions)
+    if len(x.shape) != 2 or x.shape[0] != tokens or x.device != routing.tokens.device:
+        seen, constraint = f"{list(x.shape)} on {x.device}", f"must be [{tokens}, K] on {routing.tokens.device}"
+        raise ArgumentError("x", seen, constraint, "pass the tokens that were routed")
     if torch.is_tensor(x):
         return x.index_select(0, routing.tokens)
-    own = {name: getattr(x, name).index_select(0, routing.tokens) for name in ("q", "scales", "row_sums")}
+    x.check()
+    held = ("q", "scales", *(["row_sums"] if x.row_sums is not None else []))
+    own = {name: getattr(x, name).index_select(0, routing.tokens) for name in held}
     return replace(x, **own, shape=(len(routing.tokens), x.k))
 
 
@@ -84,19 +103,27 @@ def combine(y: torch.Tensor, routing: Routing, gates: torch.Tensor) -> torch.Ten
         [T, N] in y's dtype; the same bits in every run, since nothing is added atomically.
 
     Raises:
-        ArgumentError: shapes that do not fit.
+        ArgumentError: shapes, dtypes or devices that do not fit.
     """
     import torch
 
-    if gates.shape != routing.positions.shape:
-        raise ArgumentError(
-            "gates", list(gates.shape), f"must be {list(routing.positions.shape)}", "pass a gate for each pick"
-        )
-    if y.ndim != 2 or len(y) != len(routing.tokens):
-        raise ArgumentError("y", list(y.shape), f"must be [{len(routing.tokens)}, N]", "pass a row for each pick")
+    _check_routing(routing)
+    picks, device = list(routing.positions.shape), routing.positions.device
+    for name, given, shape in (("gates", gates, str(picks)), ("y", y, f"[{len(routing.tokens)}, N]")):
+        launching.check_tensor(given, name, f"float {shape}")
+        fits = list(given.shape) == picks if name == "gates" else given.ndim == 2 and len(given) == len(routing.tokens)
+        if not fits or not given.dtype.is_floating_point or given.device != device:
+            seen = f"{weights.dtype_name(given)} {list(given.shape)} on {given.device}"
+            remedy = "pass a gate for each pick" if name == "gates" else "pass a row for each pick"
+            raise ArgumentError(name, seen, f"must be float {shape} on {device}", remedy)
     total = torch.zeros(len(gates), y.shape[1], dtype=torch.float32, device=y.device)
     for slot in range(gates.shape[1]):
         gate = gates[:, slot, None].float()
         rows = y.index_select(0, routing.positions[:, slot]).float()
         total = torch.where(gate == 0, total, torch.addcmul(total, gate, rows))
     return total.to(y.dtype)
+
+
+def _check_routing(routing: Routing) -> None:
+    if not isinstance(routing, Routing):
+        raise ArgumentError("routing", type(routing).__name__, "must be a Routing", "make one with sort_by_expert")

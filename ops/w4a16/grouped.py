@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import grouped, launching, weights
@@ -13,14 +12,12 @@ from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.w4a16 import op
 from terrazzo.ops.w4a16 import stream_k as program
-from terrazzo.ops.w4a16.format import PackedWeight
+from terrazzo.ops.w4a16.format import GROUPS, PackedWeight
 from terrazzo.ops.w4a16.operand import Operand
 from terrazzo.schedules import grouped_spaces, records, spaces
 
 if TYPE_CHECKING:
     import torch
-
-DTYPES = ("float16", "bfloat16")
 
 
 @lru_cache(maxsize=1024)
@@ -39,6 +36,7 @@ def plan(
     target: Target,
 ) -> Plan:
     """Kernel and launch sizes for m >= 1 tokens of all experts together."""
+    grouped.check_request(n, k, experts, group_size, GROUPS)
     op.check_numerics(numerics)
     grouped.check_target(target, "wgmma.f16")
     group, k8 = (0 if group_size >= k else group_size), -(-k // 8) * 8
@@ -79,7 +77,12 @@ def grouped_requests(
     bias: bool = False,
     target: Target | str = "sm_90a",
 ) -> list[KernelRequest]:
-    """The kernels that `grouped_gemm` uses for these M (None: M of every bucket). Needs no GPU."""
+    """The kernels that `grouped_gemm` uses for these M (None: M of every bucket). Needs no GPU.
+
+    Raises:
+        ArgumentError: a value that no kernel serves. TargetError: an unknown target.
+    """
+    grouped.check_request(n, k, experts, group_size, GROUPS)
     tokens = [t * experts for t in launching.ALL_TOKENS] if m is None else launching.tokens_of(m)
     facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype)
     at = Target.parse(target)
@@ -112,7 +115,7 @@ def grouped_gemm(
             `bias` is given.
         expert_offsets: int32 [E + 1] on the GPU, ascending; rows outside of offsets[0] .. offsets[E] are not written.
         bias: [E, N] in x's dtype.
-        out: contiguous [M, N] in x's dtype, written and returned.
+        out: contiguous [M, N] in x's dtype, written and returned; no memory of x.
         numerics: see `gemm`; "auto" is exact, or post where the scales are not in x's dtype.
 
     Raises:
@@ -125,8 +128,8 @@ def grouped_gemm(
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # traced, fake or another subclass: dispatch
         from terrazzo.ops.w4a16 import torch_op
 
-        y = torch_op.call_grouped(x, w, expert_offsets, bias, numerics)
-        return y if out is None else out.copy_(y)
+        grouped.check_traced(x, x, w.k, expert_offsets)
+        return launching.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, numerics))
     return run(x, w, expert_offsets, bias, out, numerics)
 
 
@@ -144,22 +147,26 @@ def run(
     grouped.check_once(w)
     grouped.check_rows(x.shape, w.k)
     launching.check_no_grad(x, "grouped_gemm")
+    grouped.check_dtype(x)
     experts, m, n, s = len(w), x.shape[0], w.n, w.stacked
-    if not x.is_cuda or x.device != w.device:
-        raise launching.elsewhere(x, w.device)
     grouped.check_offsets(expert_offsets, experts, x.device)
     if bias is not None:
         grouped.check_bias(bias, experts, n, x.dtype, x.device)
-    elif s.bias is not None:
+    read = not w.k % 8 and x.is_contiguous() and not x.data_ptr() % 16  # else a copy of it
+    if out is not None:
+        launching.check_out(out, (m, n), x.dtype, x.device)
+        if read and not out.data_ptr() % 16:
+            launching.check_apart(out, "out", x=x)
+    op.check_numerics(numerics)
+    launching.check_tokens(m)
+    if not x.is_cuda or x.device != w.device:
+        raise launching.elsewhere(x, w.device)
+    if bias is None and s.bias is not None:
         bias = launching.cast_once(s, "bias", x.dtype)
     format = (s.group_size, s.symmetric, s.scale_dtype, s.target)
     key = (experts, n, w.k, format, m, x.dtype, x.device, launching.current_stream(x), numerics, bias is None)
     found = _launchers.get(key) or _prepare(key, x)
-    if out is None:
-        y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    else:
-        launching.check_out(out, (m, n), x.dtype, x.device)
-        y = out
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device) if out is None else out
     if m == 0:
         return y
     if w.k % 8:
@@ -183,10 +190,7 @@ records.on_change(_launchers.clear)
 def _prepare(key: tuple, x: torch.Tensor) -> tuple:
     """Kernel, workspace, semaphores and a stand-in for no bias, kept."""
     experts, n, k, (group_size, symmetric, scale_dtype, packed_for), m, _, device, stream, numerics, no_bias = key
-    op.check_numerics(numerics)
     dtype = weights.dtype_name(x)
-    if dtype not in DTYPES:
-        raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
     if m == 0:
         return ()
     target, _ = launching.targets(packed_for, device)

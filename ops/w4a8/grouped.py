@@ -14,7 +14,7 @@ from terrazzo.ops.launching import Plan
 from terrazzo.ops.w4a8 import activations, op, problem
 from terrazzo.ops.w4a8 import stream_k as program
 from terrazzo.ops.w4a8.activations import QuantizedActivations
-from terrazzo.ops.w4a8.format import PackedWeight
+from terrazzo.ops.w4a8.format import GROUPS, PackedWeight
 from terrazzo.schedules import grouped_spaces, records, spaces, w4a8
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def plan(
     target: Target,
 ) -> Plan:
     """Kernel and launch sizes for m >= 1 tokens of all experts together."""
+    grouped.check_request(n, k, experts, group_size, GROUPS)
     op.check_choices(k, out_dtype, dequantization, "imfp")
     grouped.check_target(target, "wgmma.s8")
     k16, raw = activations.padded(k), out_dtype == "int32"
@@ -75,7 +76,12 @@ def grouped_requests(
     bias: bool = False,
     target: Target | str = "sm_90a",
 ) -> list[KernelRequest]:
-    """The kernels that `grouped_gemm` uses for these M (None: M of every bucket). Needs no GPU."""
+    """The kernels that `grouped_gemm` uses for these M (None: M of every bucket). Needs no GPU.
+
+    Raises:
+        ArgumentError: a value that no kernel serves. TargetError: an unknown target.
+    """
+    grouped.check_request(n, k, experts, group_size, GROUPS)
     tokens = [t * experts for t in launching.ALL_TOKENS] if m is None else launching.tokens_of(m)
     facts, at = dict(group_size=group_size, out_dtype=out_dtype, dequantization=dequantization), Target.parse(target)
     if m is None:
@@ -104,7 +110,7 @@ def grouped_gemm(
         w: `GroupedWeight.stack` of the experts' packed weights. Their own biases are added unless `bias` is given.
         expert_offsets: int32 [E + 1] on the GPU, ascending; rows outside of offsets[0] .. offsets[E] are not written.
         bias: float [E, N]; added in float32.
-        out: contiguous [M, N] of the output dtype, written and returned.
+        out: contiguous [M, N] of the output dtype, written and returned; no memory of x.
         out_dtype, dequantization: see `gemm`.
 
     Raises:
@@ -118,12 +124,17 @@ def grouped_gemm(
     if torch.compiler.is_compiling() or type(held) is not torch.Tensor:  # traced, fake or another subclass: dispatch
         from terrazzo.ops.w4a8 import torch_op
 
-        y = torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype, dequantization)
-        return y if out is None else out.copy_(y)
+        grouped.check_traced(x, held, w.k, expert_offsets)
+        if held is not x:
+            _check_codes(x)
+        return launching.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype, dequantization))
     if held is x:
-        grouped.check_rows(x.shape, w.k)
+        launching.check_no_grad(x, "grouped_gemm")
+        grouped.check_dtype(x)
+        out_dtype = out_dtype or x.dtype
+        _check(x.shape, x.device, w, expert_offsets, bias, out, out_dtype, dequantization)
         x = activations.run(x, w.stacked.smooth, None, 0.0, None, None)
-        out_dtype = out_dtype or held.dtype
+        return _multiply(x, w, expert_offsets, bias, out, out_dtype, dequantization)
     return run(x, w, expert_offsets, bias, out, out_dtype or torch.float16, dequantization)
 
 
@@ -137,37 +148,77 @@ def run(
     dequantization: str,
 ) -> torch.Tensor:
     """The eager path of `grouped_gemm` on quantized activations."""
+    launching.check_no_grad(x.q, "grouped_gemm")
+    _check_codes(x)
+    _check(x.shape, x.device, w, expert_offsets, bias, out, out_dtype, dequantization)
+    if x.q.shape[0] != x.shape[0]:
+        x.check()
+    return _multiply(x, w, expert_offsets, bias, out, out_dtype, dequantization)
+
+
+def _check_codes(x: QuantizedActivations) -> None:
+    if x.codes != "int8":
+        raise ArgumentError("x", x.codes, "must be int8 codes", "quantize_activations(x, codes='int8')")
+
+
+def _check(
+    shape: tuple[int, ...],
+    device: torch.device,
+    w: GroupedWeight,
+    expert_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    dequantization: str,
+) -> None:
+    """What a call is asked before x [M, K] is quantized."""
+    grouped.check_once(w)
+    grouped.check_rows(shape, w.k)
+    launching.check_tokens(shape[0])
+    raw = str(out_dtype).removeprefix("torch.")
+    op.check_choices(w.k, raw, dequantization, "imfp")
+    grouped.check_offsets(expert_offsets, len(w), device)
+    if bias is not None:
+        grouped.check_bias(bias, len(w), w.n, None, device)
+        if raw == "int32":
+            raise ArgumentError("bias", "given", "cannot be added to int32 sums", "ask for float16 or bfloat16")
+    if out is not None:
+        launching.check_out(out, (shape[0], w.n), out_dtype, device)
+
+
+def _multiply(
+    x: QuantizedActivations,
+    w: GroupedWeight,
+    expert_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    dequantization: str,
+) -> torch.Tensor:
+    """The launch on what `_check` has passed."""
     import torch
 
-    grouped.check_once(w)
-    grouped.check_rows(x.shape, w.k)
-    launching.check_no_grad(x.q, "grouped_gemm")
     experts, m, n, s = len(w), x.q.shape[0], w.n, w.stacked
+    if out is not None and not out.data_ptr() % 16:
+        launching.check_apart(out, "out", x=x.q)
+    stream = launching.current_stream(x.q)
+    no_bias = bias is None and (s.bias is None or out_dtype == torch.int32)
+    key = (experts, n, w.k, s.group_size, s.target, m, x.device, stream, out_dtype, dequantization, no_bias)
+    found = _launchers.get(key) or _prepare(key, x, w)
     if not x.q.is_cuda or x.device != w.device:
         raise launching.elsewhere(x.q, w.device)
-    grouped.check_offsets(expert_offsets, experts, x.device)
     if bias is not None:
-        grouped.check_bias(bias, experts, n, None, x.device)
-        if out_dtype == torch.int32:
-            raise ArgumentError("bias", "given", "cannot be added to int32 sums", "ask for float16 or bfloat16")
         bias = bias.float()
-    elif s.bias is not None and out_dtype != torch.int32:
+    elif not no_bias:
         bias = launching.cast_once(s, "bias", torch.float32)
-    stream = launching.current_stream(x.q)
-    key = (experts, n, w.k, s.group_size, s.target, m, x.device, stream, out_dtype, dequantization, bias is None)
-    found = _launchers.get(key) or _prepare(key, x, w)
-    if out is None:
-        y = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    else:
-        launching.check_out(out, (m, n), out_dtype, x.device)
-        y = out
+    y = torch.empty((m, n), dtype=out_dtype, device=x.device) if out is None else out
     if m == 0:
         return y
-    kernel, workspace, semaphores, no_bias = found
+    kernel, workspace, semaphores, none = found
     written = y if y.data_ptr() % 16 == 0 else torch.empty_like(y)
     kernel(
         x.q, s.words.flatten(0, 1), s.channel_scales.view(-1), x.scales, x.row_sums,
-        no_bias if bias is None else bias.view(-1), workspace, semaphores, written, expert_offsets,
+        none if bias is None else bias.view(-1), workspace, semaphores, written, expert_offsets,
     )  # fmt: skip
     return y if written is y else y.copy_(written)
 
@@ -183,8 +234,9 @@ def _prepare(key: tuple, x: QuantizedActivations, w: GroupedWeight) -> tuple:
 
     experts, n, k, group_size, packed_for, m, device, stream, out_dtype, dequantization, no_bias = key
     out = str(out_dtype).removeprefix("torch.")
-    op.check_choices(k, out, dequantization, "imfp")
     x.check()
+    if not x.q.is_cuda or x.device != w.device:
+        raise launching.elsewhere(x.q, w.device)
     if m == 0:
         return ()
     target, _ = launching.targets(packed_for, device)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import attention, w4a8, w4a16, w4ax
+from terrazzo.ops import attention, moe, w4a8, w4a16, w4ax
+from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4a8 import QuantizedActivations, fp8
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -256,6 +257,101 @@ def test_calibration_and_reports():
         (lambda: attention.quantize([1.0], "int4"), "x = .*must be a float tensor"),
         (lambda: attention.quantize(w, "int8_static", [1.0, 2.0]), "static = .*must broadcast"),
         (lambda: attention.dequantize(attention.quantize(w, "float16"), "int4"), "fmt = .*scales of the block"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            call()
+
+
+@pytest.mark.parametrize("family", [w4a16, w4a8], ids=["w4a16", "w4a8"])
+def test_grouped_calls(family, weights):
+    one = weights[family.__name__.rpartition(".")[2]]
+    w, offsets = family.GroupedWeight.stack([one, one]), torch.tensor([0, 1, 2], dtype=torch.int32)
+    bias = torch.zeros(2, N).half()
+    cases = [
+        ("x", "must be a torch tensor", dict(x=None)),
+        ("x", "float16 or bfloat16", dict(x=X.float())),
+        ("x", "must be .M, 128", dict(x=X[:, 1:])),
+        ("x", "no gradient", dict(x=X.clone().requires_grad_())),
+        ("w", "must be a GroupedWeight", dict(w=one)),
+        ("params|channel_scales", "must be contiguous", dict(w=GroupedWeight(one))),
+        ("experts", "1..1024", dict(w=GroupedWeight(replace(w.stacked, words=w.stacked.words[:0])))),
+        ("expert_offsets", "must be a torch tensor", dict(expert_offsets=[0, 1, 2])),
+        ("expert_offsets", "must be contiguous int32", dict(expert_offsets=offsets.long())),
+        ("bias", "must be a torch tensor", dict(bias=[0.0])),
+        ("bias", "must be contiguous .2, 64", dict(bias=torch.zeros(N, 2).half().T)),
+        ("bias", "must be contiguous", dict(bias=bias.int())),
+        ("out", "must be contiguous", dict(out=torch.zeros(3, N).half())),
+        ("x", "must be on a CUDA device", dict(bias=bias, out=torch.zeros(2, N).half())),
+    ]
+    if family is w4a16:
+        memory = torch.zeros(4, K).half()
+        inside = dict(x=memory[:2], out=memory[1:2].view(2, N))
+        cases += [("out", "shares memory with x", inside), ("numerics", "must be one of", dict(numerics="best"))]
+    else:
+        made = QuantizedActivations(torch.zeros(2, K).char(), torch.zeros(2), torch.zeros(2).int(), (2, K))
+        cases += [
+            ("x", "must be int8 codes", dict(x=replace(made, q=made.q.view(torch.float8_e4m3fn)))),
+            ("q", "must be contiguous int8 .3, 128", dict(x=replace(made, shape=(3, K)))),
+            ("scales", "must be contiguous float32", dict(x=replace(made, scales=made.scales[:1]))),
+            ("out", "shares memory with x", dict(x=made, out=made.q.view(torch.float16))),
+            ("out_dtype", "must be one of", dict(out_dtype=torch.int8)),
+        ]
+    for argument, said, changes in cases:
+        with pytest.raises(ArgumentError, match=f"^({argument}) = .*{said}"):
+            family.grouped_gemm(**({"x": X, "w": w, "expert_offsets": offsets} | changes))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(2, K, dtype=torch.float16)
+        with pytest.raises(ArgumentError, match="x = .*must be .M, 128"):
+            family.grouped_gemm(x[:, 1:], w, offsets)
+        with pytest.raises(ArgumentError, match="out = .*must be contiguous"):  # copy_ would repeat y
+            family.grouped_gemm(x[:1], w, offsets, out=torch.empty(2, N, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("family", [w4a16, w4a8], ids=["w4a16", "w4a8"])
+def test_numbers_and_stacks_of_experts(family, weights, tmp_path):
+    facts = dict(group_size=128, symmetric=False, scale_dtype="float16") if family is w4a16 else {}
+    assert len(family.grouped_requests(N, K, 1024, m=1, **facts)) == 1
+    for bad in (0, 1025, None, 2.0):
+        for m in (1, None):
+            with pytest.raises(ArgumentError, match="experts = .*must be an integer, 1..1024"):
+                family.grouped_requests(N, K, bad, m=m, **facts)
+    with pytest.raises(ArgumentError, match="^n = "):
+        family.grouped_requests(0, K, 4, m=1, **facts)
+    one, stack = weights[family.__name__.rpartition(".")[2]], family.GroupedWeight.stack
+    for bad, said in (
+        (None, "experts = .*must be a list"),
+        (one, "experts = .*must be a list"),
+        ([None, None], "experts = .*must all be of one kind"),
+        ([weights["fp8"]], "experts = 'w4a8.fp8.PackedWeight'"),
+        ([one] * 1025, "experts = 1025"),
+        ([one, one.to("meta")], "words = .*meta"),
+        ([one, replace(one, bias=torch.zeros(N))], "bias = 'none and float32"),
+        ([one, replace(one, k=K - 1)], "k = '128 and 127'"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            stack(bad)
+    with pytest.raises(ArgumentError, match="make = "):
+        family.GroupedWeight.load(fp8.PackedWeight, tmp_path / "none")
+
+
+def test_routing():
+    ids, x, gates = torch.tensor([[0, 1], [2, 0], [1, 2]]), torch.ones(3, 16), torch.ones(3, 2)
+    routing = moe.sort_by_expert(ids, 3)
+    e4m3 = QuantizedActivations(x.to(torch.float8_e4m3fn), torch.ones(3), None, (3, 16))
+    assert moe.gather(e4m3, routing).q.shape == (6, 16)
+    for call, said in (
+        (lambda: moe.sort_by_expert([[0]], 3), "expert_ids = .*must be a torch tensor"),
+        (lambda: moe.sort_by_expert(ids, 0), "experts = .*positive integer"),
+        (lambda: moe.sort_by_expert(ids, 3.0), "experts = .*positive integer"),
+        (lambda: moe.gather(x, None), "routing = .*must be a Routing"),
+        (lambda: moe.gather([1.0], routing), "x = .*must be a torch tensor"),
+        (lambda: moe.gather(x[:2], routing), "x = .*must be .3, K"),
+        (lambda: moe.gather(x.to("meta"), routing), "x = .*on cpu"),
+        (lambda: moe.gather(replace(e4m3, scales=e4m3.scales[:2]), routing), "scales = "),
+        (lambda: moe.combine(None, routing, gates), "y = .*must be a torch tensor"),
+        (lambda: moe.combine(torch.ones(6, 4).int(), routing, gates), "y = .*must be float"),
+        (lambda: moe.combine(torch.ones(6, 4), routing, gates.int()), "gates = .*must be float"),
+        (lambda: moe.combine(torch.ones(6, 4), routing, gates.to("meta")), "gates = .*on cpu"),
     ):
         with pytest.raises(ArgumentError, match=said):
             call()

@@ -13,7 +13,7 @@ from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops import w4a8, w4a16
-from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.grouped import MOST_EXPERTS, GroupedWeight
 from terrazzo.ops.w4a8 import grouped as w4a8_grouped
 from terrazzo.ops.w4a16 import grouped as w4a16_grouped
 from terrazzo.schedules import grouped, stream_k
@@ -84,7 +84,7 @@ problems = st.tuples(st.integers(1, 20000), st.integers(1, 15000), st.sampled_fr
 
 
 @settings(max_examples=80, deadline=None)
-@given(sizes=problems, experts=st.integers(1, 512), m=st.integers(1, 20000))
+@given(sizes=problems, experts=st.integers(1, MOST_EXPERTS), m=st.integers(1, 20000))
 def test_schedules_are_legal(sizes, experts, m):
     n, k, group = sizes
     room = HOPPER.smem_per_block - 8 * (experts + 1)
