@@ -124,6 +124,8 @@ class PackedLayout:
             return self._pack_torch(codes, pad)
         codes = self._checked(np.asarray(codes), pad)
         n, k = codes.shape
+        if not codes.size:
+            return np.empty((*self.blocks(n, k), self.words_per_block), np.uint32)
         (rows, depth), unit = self.padded(n, k), codes.dtype
         if (rows, depth) != (n, k):
             whole = np.full((rows, depth), pad, dtype=unit)
@@ -140,11 +142,18 @@ class PackedLayout:
         return out if self.block_order == "rk" else np.ascontiguousarray(out.swapaxes(0, 1))
 
     def unpack(self, words, n: int, k: int):
-        """The codes [n, k] (uint8, uint16 when b is 16) of a packed operand; numpy or torch, the inverse of `pack`."""
+        """The codes [n, k] (uint8, uint16 when b is 16) of a packed operand; numpy or torch, the inverse of `pack`.
+
+        Raises:
+            LayoutError: words that `pack` does not make of [n, k] codes.
+        """
         if type(words).__module__.split(".")[0] == "torch":
             return self._unpack_torch(words, n, k)
+        words = np.asarray(words)
+        self._check_words(words, words.dtype in (np.uint32, np.int32), n, k)
+        if not words.size:
+            return np.empty((n, k), self._unit)
         words = np.ascontiguousarray(words).view(np.uint32)
-        self._check_words(words.shape, n, k)
         if self.block_order == "kr":
             words = words.swapaxes(0, 1)
         grid = words.shape[:2]
@@ -182,32 +191,37 @@ class PackedLayout:
             fields[..., part::share] = (units >> (self.storage_bits * part)) & mask
         return fields
 
-    def _check_words(self, shape, n: int, k: int) -> None:
+    def _check_words(self, words, known: bool, n: int, k: int) -> None:
+        for name, size in (("n", n), ("k", k)):
+            if not isinstance(size, (int, np.integer)) or size < 0:
+                raise LayoutError(name, size, "must be an integer, not negative", "pass the operand's [N, K]")
         expected = (*self.blocks(n, k), self.words_per_block)
-        if tuple(shape) != expected:
+        if not known:
+            raise LayoutError("words", str(words.dtype), "must be dense 32-bit integers", "pack with this layout")
+        if tuple(words.shape) != expected:
             raise LayoutError(
-                "words", tuple(shape), f"must have shape {expected} for [{n}, {k}]", "pack with this layout"
+                "words", tuple(words.shape), f"must have shape {expected} for [{n}, {k}]", "pack with this layout"
             )
 
     def _checked(self, codes: np.ndarray, pad: int) -> np.ndarray:
         """Rank, dtype and range of numpy codes; the codes as unsigned fields."""
         b = self.storage_bits
         kinds = (np.uint16, np.int16) if b == 16 else (np.uint8, np.int8)
-        self._check_form(codes.ndim, codes.dtype, codes.dtype in kinds, pad)
+        self._check_form(codes.shape, codes.dtype, codes.dtype in kinds, pad)
         if b in (8, 16):
             return codes.view(self._unit)
         low = -(1 << (b - 1)) if codes.dtype == np.int8 else 0
         self._check_range(codes.min(initial=low), codes.max(initial=low), low)
         return codes if low == 0 else codes.view(np.uint8) & np.uint8((1 << b) - 1)
 
-    def _check_form(self, rank: int, dtype, known: bool, pad: int) -> None:
+    def _check_form(self, shape: Sequence[int], dtype, known: bool, pad: int) -> None:
         b = self.storage_bits
-        if rank != 2:
-            raise LayoutError("codes", f"rank {rank}", "must be [N, K]", "reshape to two dimensions")
+        if len(shape) != 2:
+            raise LayoutError("codes", f"rank {len(shape)}", "must be [N, K]", "reshape to two dimensions")
         if not known:
             kind = "16-bit integers" if b == 16 else "uint8 or int8"
             raise LayoutError("codes", str(dtype), f"must be {kind}", "convert or view the codes")
-        if not 0 <= pad < 1 << b:
+        if not isinstance(pad, (int, np.integer)) or not 0 <= pad < 1 << b:
             raise LayoutError("pad", pad, f"must be a code of {b} bits", "use the zero point, or 0 with scale 0")
 
     def _check_range(self, low: int, high: int, least: int) -> None:
@@ -229,7 +243,9 @@ class PackedLayout:
 
         b = self.storage_bits
         kinds = (torch.uint16, torch.int16) if b == 16 else (torch.uint8, torch.int8)
-        self._check_form(codes.dim(), codes.dtype, codes.dtype in kinds, pad)
+        if codes.layout is not torch.strided or codes.is_meta:
+            raise LayoutError("codes", f"{codes.layout} on {codes.device}", "must be dense and hold data", "load them")
+        self._check_form(codes.shape, codes.dtype, codes.dtype in kinds, pad)
         unit = torch.int16 if b == 16 else torch.uint8
         if b < 8 and codes.numel():
             low = -(1 << (b - 1)) if codes.dtype == torch.int8 else 0
@@ -237,6 +253,8 @@ class PackedLayout:
             codes = codes.view(unit) & ((1 << b) - 1) if low else codes
         codes = codes.contiguous().view(unit)
         n, k = codes.shape
+        if not codes.numel():
+            return codes.new_empty((*self.blocks(n, k), self.words_per_block), dtype=torch.int32)
         rows, depth = self.padded(n, k)
         if (rows, depth) != (n, k):
             codes = torch.nn.functional.pad(codes, (0, depth - k, 0, rows - n), value=pad)
@@ -265,7 +283,9 @@ class PackedLayout:
     def _unpack_torch(self, words, n: int, k: int):
         import torch
 
-        self._check_words(words.shape, n, k)
+        self._check_words(words, words.dtype in (torch.int32, torch.uint32) and words.layout is torch.strided, n, k)
+        if not words.numel():
+            return words.new_empty((n, k), dtype=torch.int16 if self.storage_bits == 16 else torch.uint8)
         units = words.contiguous().view(torch.int16 if self.storage_bits == 16 else torch.uint8)
         fields = self._split(units)
         if self.block_order == "kr":

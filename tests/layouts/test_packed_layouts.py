@@ -244,6 +244,35 @@ def test_random_derivations_pack_as_specified(derivation, rows, depth, less_n, l
     check(layout, random_codes(layout, rows * layout.block_rows - less_n, depth * layout.block_k - less_k))
 
 
+@pytest.mark.parametrize("torch_side", [False, True], ids=["numpy", "torch"])
+def test_empty_codes_pack_to_nothing_and_other_words_are_refused(torch_side):
+    layout = get_instance("w4a16_wgmma")
+    made = (lambda a: torch.from_numpy(a)) if torch_side else (lambda a: a)
+    codes = made(np.zeros((70, 60), np.uint8))
+    words = layout.pack(codes)
+    assert layout.unpack(words, 70, 60).shape == (70, 60)
+    for empty in (codes[:0], codes[:, :0]):
+        packed = layout.pack(empty)
+        assert tuple(packed.shape[:2]) == layout.blocks(*empty.shape) and packed.dtype == words.dtype
+        back = layout.unpack(packed, *empty.shape)
+        assert back.shape == empty.shape and back.dtype == empty.dtype
+    bad = [
+        ("codes", lambda: layout.pack(None)),
+        ("pad", lambda: layout.pack(codes, pad=None)),
+        ("words", lambda: layout.unpack(made(np.zeros(tuple(words.shape), np.float32)), 70, 60)),
+        ("words", lambda: layout.unpack(made(np.zeros(tuple(words.shape), np.int64)), 70, 60)),
+        ("words", lambda: layout.unpack(None, 70, 60)),
+        ("n", lambda: layout.unpack(words, None, 60)),
+        ("k", lambda: layout.unpack(words, 70, 60.0)),
+    ]
+    if torch_side:
+        bad += [("codes", lambda: layout.pack(codes.to("meta"))), ("codes", lambda: layout.pack(codes.to_sparse()))]
+        bad.append(("words", lambda: layout.unpack(words.to_sparse(), 70, 60)))
+    for argument, call in bad:
+        with pytest.raises(LayoutError, match=f"^{argument} = "):
+            call()
+
+
 def test_describes_itself():
     text = str(get_instance("w4a16_wgmma"))
     assert "64 x 64, 128 threads x 4 words (2048 bytes)" in text and "field   1 -> row 8" in text
