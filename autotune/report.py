@@ -191,8 +191,9 @@ def curves(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: 
 
 
 def _legend(axes: Any) -> None:
-    """Below the drawing, where it hides nothing."""
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncol=2, fontsize=8, frameon=False)
+    """Below the drawing, where it hides nothing; none where nothing is drawn, of which matplotlib would warn."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncol=2, fontsize=8, frameon=False)
 
 
 def search_curves(trials: Sequence[Trial]) -> dict[Problem, list[float]]:

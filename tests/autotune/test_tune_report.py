@@ -65,6 +65,15 @@ def test_every_operator_has_its_row(page):
         assert gains and max(gains) > 1, op  # heuristic over best
 
 
+def test_what_nothing_was_compared_with_has_no_legend(recwarn):
+    """matplotlib warns of a legend without entries."""
+    axes = pytest.importorskip("matplotlib.figure", reason="the tune extra is not installed").Figure().subplots()
+    report.gains(axes, [], [], H200)
+    assert axes.get_legend() is None and not recwarn.list
+    report.curves(axes, [], [], H200)
+    assert axes.get_legend() is not None
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no browser: install chromium")
 def test_a_phone_shows_the_report_without_scrolling_sideways(page):
     frame = page.with_name("frame.html")
