@@ -8,7 +8,6 @@ running maximum is lazy: sums are rescaled only when a score exceeds it by 2^4.
 
 from types import SimpleNamespace
 
-from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.calls import (
     among,
     any_lane,
@@ -24,17 +23,8 @@ from terrazzo.ops.attention.calls import (
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
-from terrazzo.ops.attention.prefill_stages import (
-    ALL,
-    INTEGERS,
-    STAGE,
-    Geometry,
-    arguments,
-    head_of,
-    make_stage_macros,
-    query_of,
-    seen_by,
-)
+from terrazzo.ops.attention.prefill_rows import head_of, query_of, seen_by, span
+from terrazzo.ops.attention.prefill_stages import INTEGERS, STAGE, Geometry, arguments, check_memory, make_stage_macros
 from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, smaller
 from terrazzo.ops.calls import cp_async, cp_commit, cp_wait, mma, pack2, unpack
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
@@ -88,9 +78,7 @@ def build(
     D, nt, cols, slices = head_dim, row_tiles, 8 * row_tiles, head_dim // 16
     threads, most_rows = warps * 32, 8 * row_tiles * warps
     total = shared_words(g, stages)
-    if target is not None and 4 * total > target.smem_per_block:
-        constraint = f"needs {4 * total} bytes of shared memory, {target.arch} has {target.smem_per_block}"
-        raise ArgumentError("stages", stages, constraint, "use fewer")
+    check_memory(target, stages, total)
     table = stages * g.stage_words  # static scales of keys
     bf16 = dtype == "bfloat16"
     tile = make_operand_macros(layout)
@@ -111,7 +99,7 @@ def build(
     def limits(st, w, window, lane):
         """Ends of what each row and what the warp's rows see; rows past the sequence's are as its last one."""
         row = w.row0[0] + w.warp * cols
-        w.span[0] = T.if_then_else(window > 0, window, ALL)
+        w.span[0] = span(window)
         w.high[0] = seen_by(w, smaller(row + cols, w.rows[0]) - 1)
         w.least[0] = seen_by(w, smaller(row, w.rows[0] - 1))
         w.low[0] = w.least[0] - w.span[0]

@@ -16,23 +16,14 @@ The running maximum is lazy, for each warp: its sums are rescaled when a score e
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention.calls import among, any_lane, at8, ex2, load_words, log2, store_words, tanh, xor_shuffle
+from terrazzo.ops.attention.calls import among, any_lane, at8, ex2, log2, tanh, xor_shuffle
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
-from terrazzo.ops.attention.prefill_stages import (
-    ALL,
-    INTEGERS,
-    STAGE,
-    Geometry,
-    arguments,
-    head_of,
-    make_stage_macros,
-    query_of,
-    seen_by,
-)
+from terrazzo.ops.attention.prefill_rows import head_of, make_q_macros, query_of, seen_by, span
+from terrazzo.ops.attention.prefill_stages import INTEGERS, STAGE, Geometry, arguments, check_memory, make_stage_macros
 from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, smaller
-from terrazzo.ops.calls import bulk, copy16, fence, pack2, stmatrix4, syncwarp, unpack, wg_sync, wgmma
+from terrazzo.ops.calls import bulk, copy16, fence, pack2, stmatrix4, syncwarp, wg_sync, wgmma
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
@@ -85,9 +76,7 @@ def build(
     total = shared_words(g, wgs, stages)
     if warps not in (4, 8, 12) or row_tiles * 8 != ROWS:
         raise ArgumentError("warps", (warps, row_tiles), "4, 8 or 12 warps, 8 row tiles", "use 8 and 8")
-    if target is not None and 4 * total > target.smem_per_block:
-        constraint = f"needs {4 * total} bytes of shared memory, {target.arch} has {target.smem_per_block}"
-        raise ArgumentError("stages", stages, constraint, "use fewer")
+    check_memory(target, stages, total)
     stage_bytes = STAGE * D * 2  # of keys, and of values
     keys_at, values_at = wgs * ROWS * D * 2, wgs * ROWS * D * 2 + 2 * stage_bytes
     table = operand_words(D, wgs)  # static scales of keys
@@ -96,18 +85,11 @@ def build(
     tile = make_operand_macros(layout)
     spare = make_operand_macros(plain) if residual or fresh else None
     args = arguments(D, dtype)
+    qs = make_q_macros(ROWS, D, bf16, tile.k_bf16)
     source = attention_prelude(
         "pack", "bulk", "lds", "warpgroup", "stmatrix",
         extra=(_SOURCE, *sources(layout, *((plain,) if spare else ()))),
     )  # fmt: skip
-
-    def span(w):
-        """Tokens that a row sees."""
-        return T.if_then_else(w.window > 0, w.window, ALL)
-
-    def in_q(row, chunk, w):
-        """Byte of 16-byte chunk `chunk` of a row of the warpgroup's Q."""
-        return (w.wg * mt + chunk // 8) * (ROWS * 128) + row * 128 + T.bitwise_xor(chunk % 8, row % 8) * 16
 
     def piece(lane, row, chunk):
         """Byte, in a tile of 128-byte rows as wgmma reads it, of the row that a lane stores of a 16 x 16 atom whose
@@ -126,15 +108,6 @@ def build(
         bulk(ring[at], start, words * 4, io.full[io.slot[0]])
 
     stream = make_stage_macros(g, ROWS * wgs, move)
-
-    @T.macro
-    def place_stage(w, i):
-        """First token of stage i and the end of its source."""
-        w.token[0] = stream.token(w, i)
-        if spare is not None:
-            w.end[0] = w.packed[0]
-            if less(i, w.nb[0] + w.nc[0]):
-                w.end[0] = stream.end(w, i)
 
     # ------------------------------------------------------------------ converters: warp r has the stage's tile r
 
@@ -192,7 +165,7 @@ def build(
         T.barrier_wait(bars.full[w.slot[0]], w.parity[0])
         T.barrier_wait(bars.keys_free[w.to[0]], w.turn[0] ^ 1)
         fence()
-        place_stage(w, i)
+        stream.locate(w, i)
         w.edge[0] = T.cast(less(w.end[0], w.token[0] + STAGE), "int32")
         if spare is not None:
             if less(i, w.nb[0] + w.nc[0]):
@@ -224,23 +197,6 @@ def build(
         w.high[0] = seen_by(w, smaller(row + 15, w.rows[0] - 1))
         for half in each(2):
             st.hi[half] = seen_by(w, smaller(row + half * 8 + lane // 4, w.rows[0] - 1))
-
-    @T.macro
-    def load_q(Q, space, st, w, wt):
-        """The warpgroup's rows to shared memory, in the dtype of the keys' operand, as K-major tiles of 64 columns."""
-        for e in each(ROWS * row_chunks // 128):
-            row = (e * 128 + wt) // row_chunks
-            chunk = (e * 128 + wt) % row_chunks
-            for i in each(4):
-                st.w[i] = T.uint32(0)
-            if less(w.row0[0] + w.wg * ROWS + row, w.rows[0]):
-                w.query[0] = query_of(w, w.row0[0] + w.wg * ROWS + row)
-                w.head[0] = head_of(w, w.row0[0] + w.wg * ROWS + row)
-                load_words(4, st.w, Q[w.query[0], w.head[0], chunk * 8])
-                if tile.k_bf16 != bf16:
-                    for i in each(4):
-                        st.w[i] = pack2(unpack(0, st.w[i], bf16=bf16), unpack(1, st.w[i], bf16=bf16), bf16=tile.k_bf16)
-            store_words(4, at8(space[0], in_q(row, chunk, w), "w"), st.w)
 
     @T.macro
     def scores(desc, st, w, to):
@@ -275,7 +231,7 @@ def build(
             for half in each(2):
                 for e in each(2):
                     at = w.token[0] + j * 8 + lane % 4 * 2 + e
-                    seen = among(at, st.hi[half], span(w))
+                    seen = among(at, st.hi[half], span(w.window))
                     st.s[j * 4 + half * 2 + e] = T.if_then_else(
                         seen, st.s[j * 4 + half * 2 + e], -T.infinity("float32")
                     )
@@ -286,9 +242,9 @@ def build(
     @T.macro
     def softmax(st, scale, cap, w, i, lane):
         """Weights of stage i in place of its scores, and the factors of what was summed before."""
-        place_stage(w, i)
+        stream.locate(w, i)
         w.edge[0] = T.cast(
-            T.Or(less(smaller(w.least[0], w.end[0]), w.token[0] + STAGE), less(w.token[0], w.high[0] - span(w))),
+            T.Or(less(smaller(w.least[0], w.end[0]), w.token[0] + STAGE), less(w.token[0], w.high[0] - span(w.window))),
             "int32",
         )
         for e in each(nt * 4):
@@ -398,7 +354,7 @@ def build(
             if less(w.row0[0] + w.wg * ROWS + row, w.rows[0]):
                 w.query[0] = query_of(w, w.row0[0] + w.wg * ROWS + row)
                 w.head[0] = head_of(w, w.row0[0] + w.wg * ROWS + row)
-                copy16(O[w.query[0], w.head[0], chunk * 8], at8(space[0], in_q(row, chunk, w), "w"))
+                copy16(O[w.query[0], w.head[0], chunk * 8], at8(space[0], qs.in_q(row, chunk, w), "w"))
 
     @T.prim_func
     def main(
@@ -468,7 +424,7 @@ def build(
                 if less(w.row0[0], w.rows[0]):
                     T.initialize_wgmma_descriptor(desc, T.access_ptr(space[0], "r"), 1, 1, 64)
                     limits(st, w, lane)
-                    load_q(Q, space, st, w, tx % 128)
+                    qs.load_q(Q, space, st, w, tx % 128)
                     for i in each(D // 2):
                         st.o[i] = 0.0
                     for half in each(2):

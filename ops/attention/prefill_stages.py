@@ -19,10 +19,9 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.cache import residual_layout
 from terrazzo.ops.attention.calls import at_page
 from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.ops.attention.tile_macros import each
+from terrazzo.ops.attention.prefill_rows import seen_by
+from terrazzo.ops.attention.tile_macros import each, less
 
-ALL = 1 << 30
-"""Tokens that a row without a window sees."""
 STAGE = 64
 """Tokens of a stage: the m64 of a wgmma over keys."""
 INTEGERS = (
@@ -115,30 +114,20 @@ def arguments(head_dim: int, dtype: str) -> SimpleNamespace:
     )
 
 
-def seen_by(w, row):
-    """The tokens of the sequence that a row sees without a window."""
-    import tilelang.language as T
+def check_memory(target, stages: int, words: int) -> None:
+    """Refuse a ring of `stages` stages that makes `words` int32 words of shared memory in all more than a Target has.
 
-    return w.before[0] + T.truncdiv(row, w.group[0]) + 1
-
-
-def query_of(w, row):
-    """The new token, counted through all sequences, of a row of the CTA's sequence."""
-    import tilelang.language as T
-
-    return w.first[0] + T.truncdiv(row, w.group[0])
-
-
-def head_of(w, row):
-    """The query head of a row."""
-    import tilelang.language as T
-
-    return w.h * w.group[0] + T.truncmod(row, w.group[0])
+    Raises:
+        ArgumentError: too many stages.
+    """
+    if target is not None and 4 * words > target.smem_per_block:
+        constraint = f"needs {4 * words} bytes of shared memory, {target.arch} has {target.smem_per_block}"
+        raise ArgumentError("stages", stages, constraint, "use fewer")
 
 
 def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
-    """Macros: `place` (rows and sources of a CTA of `rows` rows), `fetch` (stage i into words `at` of the ring), and
-    expressions of a stage: `token` (its first one) and `end` (of its source).
+    """Macros: `place` (rows and sources of a CTA of `rows` rows), `fetch` (stage i into words `at` of the ring) and
+    `locate` (what tokens it has), and expressions of a stage: `token` (its first one) and `end` (of its source).
 
     Args:
         move: macro (ring, at, source, words, most, io) that copies `words` words, at most `most`, to ring[at].
@@ -158,6 +147,15 @@ def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
     def end(w, i):
         """Of an unquantized stage."""
         return T.if_then_else(i < w.nc[0], w.length[0], w.cached[0]) if g.fresh else w.cached[0]
+
+    @T.macro
+    def locate(w, i):
+        """w.token and w.end: the first token of stage i, and the end of its source."""
+        w.token[0] = token(w, i)
+        if g.residual or g.fresh:
+            w.end[0] = w.packed[0]
+            if less(i, w.nb[0] + w.nc[0]):
+                w.end[0] = end(w, i)
 
     @T.macro
     def place(LEN, CU, w, y, window, hq, hk):
@@ -229,4 +227,4 @@ def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
                         ), most, io,
                     )  # fmt: skip
 
-    return SimpleNamespace(place=place, fetch=fetch, token=token, end=end)
+    return SimpleNamespace(place=place, fetch=fetch, locate=locate, token=token, end=end)

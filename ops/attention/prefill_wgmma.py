@@ -16,23 +16,14 @@ under way when the loop goes round: ptxas would serialize all of them (C7514).
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention.calls import among, at8, ex2, fma, load_words, log2, store_words, tanh, xor_shuffle
+from terrazzo.ops.attention.calls import among, at8, ex2, fma, log2, tanh, xor_shuffle
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
-from terrazzo.ops.attention.prefill_stages import (
-    ALL,
-    INTEGERS,
-    STAGE,
-    Geometry,
-    arguments,
-    head_of,
-    make_stage_macros,
-    query_of,
-    seen_by,
-)
+from terrazzo.ops.attention.prefill_rows import head_of, make_q_macros, query_of, seen_by, span, swizzled
+from terrazzo.ops.attention.prefill_stages import INTEGERS, STAGE, Geometry, arguments, check_memory, make_stage_macros
 from terrazzo.ops.attention.tile_macros import THRESHOLD, each, less, smaller
-from terrazzo.ops.calls import bulk, copy16, fence, pack2, stmatrix4_trans, syncwarp, unpack, wg_sync, wgmma
+from terrazzo.ops.calls import bulk, copy16, fence, pack2, stmatrix4_trans, syncwarp, wg_sync, wgmma
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
@@ -97,9 +88,7 @@ def build(
     total = shared_words(g, nt, wgs, stages)
     if warps not in (4, 8, 12) or nt % 2 or not 2 <= nt <= 32:
         raise ArgumentError("warps", (warps, nt), "4, 8 or 12 warps, an even number of row tiles", "use 8 and 8")
-    if target is not None and 4 * total > target.smem_per_block:
-        constraint = f"needs {4 * total} bytes of shared memory, {target.arch} has {target.smem_per_block}"
-        raise ArgumentError("stages", stages, constraint, "use fewer")
+    check_memory(target, stages, total)
     q_bytes, p_bytes, row_bytes = part_bytes(D, nt, wgs)
     state_at = (q_bytes + p_bytes) // 4  # words: ends of what rows see, then 4 partial results of each row
     kept_at = state_at + rows * wgs * 5
@@ -109,18 +98,11 @@ def build(
     tile = make_operand_macros(layout)
     spare = make_operand_macros(plain) if residual or fresh else None
     args = arguments(D, dtype)
+    qs = make_q_macros(rows, D, bf16, tile.k_bf16)
     source = attention_prelude(
         "pack", "bulk", "lds", "warpgroup", "stmatrix_trans",
         extra=(_SOURCE, *sources(layout, *((plain,) if spare else ()))),
     )  # fmt: skip
-
-    def span(w):
-        """Tokens that a row sees."""
-        return T.if_then_else(w.window > 0, w.window, ALL)
-
-    def swizzled(row, chunk):
-        """Byte of 16-byte chunk `chunk` of row `row` in a tile of 128-byte rows, as wgmma reads it."""
-        return row * 128 + T.bitwise_xor(chunk, row % 8) * 16
 
     @T.macro
     def move(ring, at, start, words, most, io):
@@ -129,10 +111,6 @@ def build(
         bulk(ring[at], start, words * 4, io.full[io.slot[0]])
 
     stream = make_stage_macros(g, rows * wgs, move)
-
-    def in_q(row, chunk, w):
-        """Byte of 16-byte chunk `chunk` of a row of the warpgroup's Q."""
-        return (w.wg * mt + chunk // 8) * (rows * 128) + swizzled(row, chunk % 8)
 
     @T.macro
     def limits(space, w, wt):
@@ -148,24 +126,6 @@ def build(
         for e in each(-(-rows // 128)):
             if less(e * 128 + wt, rows):
                 space[state_at + w.wg * rows + e * 128 + wt] = seen_by(w, smaller(row + e * 128 + wt, w.rows[0] - 1))
-
-    @T.macro
-    def load_q(Q, space, st, w, wt):
-        """The warpgroup's rows to shared memory, in the dtype of the keys' operand, as K-major tiles of 64 columns."""
-        for e in each(rows * D // 8 // 128):
-            at = e * 128 + wt
-            row = at // (D // 8)
-            chunk = at % (D // 8)
-            for i in each(4):
-                st.w[i] = T.uint32(0)
-            if less(w.row0[0] + w.wg * rows + row, w.rows[0]):
-                w.query[0] = query_of(w, w.row0[0] + w.wg * rows + row)
-                w.head[0] = head_of(w, w.row0[0] + w.wg * rows + row)
-                load_words(4, st.w, Q[w.query[0], w.head[0], chunk * 8])
-                if tile.k_bf16 != bf16:
-                    for i in each(4):
-                        st.w[i] = pack2(unpack(0, st.w[i], bf16=bf16), unpack(1, st.w[i], bf16=bf16), bf16=tile.k_bf16)
-            store_words(4, at8(space[0], in_q(row, chunk, w), "w"), st.w)
 
     def word(kind, w, slot, r):
         """Address of tile r of the stage in a slot."""
@@ -193,17 +153,16 @@ def build(
         if less(i, w.count[0]):
             T.barrier_wait(full[w.next[0]], w.parity[0])
             fence()
-            w.token[0] = stream.token(w, i)
-            if spare is not None:
-                w.end[0] = w.packed[0]
-                if less(i, w.nb[0] + w.nc[0]):
-                    w.end[0] = stream.end(w, i)
+            stream.locate(w, i)
             w.edge[0] = T.cast(
-                T.Or(less(smaller(w.least[0], w.end[0]), w.token[0] + STAGE), less(w.token[0], w.high[0] - span(w))),
+                T.Or(
+                    less(smaller(w.least[0], w.end[0]), w.token[0] + STAGE),
+                    less(w.token[0], w.high[0] - span(w.window)),
+                ),
                 "int32",
             )
             w.here[0] = T.cast(
-                T.And(less(w.token[0], w.high[0]), less(w.least[0] - span(w), w.token[0] + STAGE)), "int32"
+                T.And(less(w.token[0], w.high[0]), less(w.least[0] - span(w.window), w.token[0] + STAGE)), "int32"
             )
             if w.here[0] > 0:
                 if spare is not None:
@@ -238,7 +197,7 @@ def build(
                 for half in each(2):
                     at = w.token[0] + w.warp * 16 + half * 8 + lane // 4
                     st.s[t * 4 + half * 2 + j] = T.if_then_else(
-                        among(at, hi, span(w)), st.s[t * 4 + half * 2 + j], -T.infinity("float32")
+                        among(at, hi, span(w.window)), st.s[t * 4 + half * 2 + j], -T.infinity("float32")
                     )
                     st.s[t * 4 + half * 2 + j] = T.if_then_else(
                         less(at, w.end[0]), st.s[t * 4 + half * 2 + j], -T.infinity("float32")
@@ -385,7 +344,7 @@ def build(
             for t in each(nt // 2):
                 row = t * 16 + lane // 16 * 8 + lane % 8
                 stmatrix4_trans(
-                    at8(space[0], in_q(row, chunk, w), "w"),
+                    at8(space[0], qs.in_q(row, chunk, w), "w"),
                     *(
                         pack2(st.o[(a * nt + t * 2) * 4 + i * 2], st.o[(a * nt + t * 2) * 4 + i * 2 + 1], bf16=bf16)
                         for i in each(4)
@@ -400,7 +359,7 @@ def build(
                 w.head[0] = head_of(w, w.row0[0] + w.wg * rows + row)
                 copy16(
                     O[w.query[0], w.head[0], chunk * 8],
-                    at8(space[0], in_q(row, chunk, w)),
+                    at8(space[0], qs.in_q(row, chunk, w)),
                 )
 
     @T.prim_func
@@ -453,7 +412,7 @@ def build(
                 if less(w.row0[0], w.rows[0]):
                     T.initialize_wgmma_descriptor(desc, T.access_ptr(space[0], "r"), 1, 1, 64)
                     limits(space, w, tx % 128)
-                    load_q(Q, space, st, w, tx % 128)
+                    qs.load_q(Q, space, st, w, tx % 128)
                     if tile.k_static:
                         if tx < 128:
                             tile.share_static(SK, space, table, h, tx, 128)
