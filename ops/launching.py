@@ -378,6 +378,13 @@ def check_bias(bias: Any, n: int, dtype: torch.dtype | None, device: torch.devic
         )
 
 
+def may_keep() -> bool:
+    """Whether what is computed now may serve later calls: in a capture it has no value before the graph is replayed."""
+    import torch
+
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
 def cast_once(owner: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
     """The owner's tensor `name` in another dtype, kept with the owner until PyTorch writes to the tensor."""
     tensor = getattr(owner, name)
@@ -386,5 +393,7 @@ def cast_once(owner: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
     casts, state = owner.__dict__.setdefault("_casts", {}), (tensor.data_ptr(), writes(tensor))
     kept = casts.get((name, dtype))
     if kept is None or kept[0] != state:
-        kept = casts[name, dtype] = (state, tensor.to(dtype))
+        kept = (state, tensor.to(dtype))
+        if may_keep():
+            casts[name, dtype] = kept
     return kept[1]

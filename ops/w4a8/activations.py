@@ -312,8 +312,9 @@ def _gain(
         gain = activation_gain(smooth, rms_weight).detach()
         gain = torch.nn.functional.pad(gain, (0, padded(k) - k if k % program.VECTOR else 0)).contiguous()
         gain.new_zeros(1)
-    state = _state(smooth, rms_weight)
-    owner._terrazzo_gain = (state, (k, device), given[1:], gain)  # held, so that their ids are not used again
+    if launching.may_keep():
+        state = _state(smooth, rms_weight)
+        owner._terrazzo_gain = (state, (k, device), given[1:], gain)  # held, so that their ids are not used again
     return gain
 
 

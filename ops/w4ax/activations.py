@@ -308,7 +308,8 @@ def _gain(rms_weight: torch.Tensor, w: PackedWeight) -> torch.Tensor:
     if kept is None or kept[0] != state:
         with torch.no_grad():
             kept = (state, arrange(rms_weight.float()[None], w.blocks, w.permutation)[0].contiguous())
-        rms_weight._terrazzo_w4ax_gain = kept
+        if launching.may_keep():
+            rms_weight._terrazzo_w4ax_gain = kept
     return kept[1]
 
 

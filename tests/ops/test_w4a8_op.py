@@ -151,6 +151,18 @@ def test_gains_are_kept_until_a_vector_changes():
             activations._gain(*arguments, 20, device)
 
 
+def test_nothing_is_kept_that_a_capture_has_only_recorded(monkeypatch):
+    smooth, device = torch.rand(20) + 0.5, torch.device("cpu")
+    weight = w4a8.quantize(torch.randn(64, 64), bias=torch.ones(64, dtype=torch.bfloat16))
+    with monkeypatch.context() as capture:
+        for says_so in ("is_initialized", "is_current_stream_capturing"):
+            capture.setattr(torch.cuda, says_so, lambda: True)
+        gain, bias = activations._gain(smooth, None, 20, device), launching.cast_once(weight, "bias", torch.float32)
+    after = activations._gain(smooth, None, 20, device)
+    assert after is not gain and activations._gain(smooth, None, 20, device) is after
+    assert launching.cast_once(weight, "bias", torch.float32) is not bias
+
+
 def test_quantized_activations_are_checked():
     x = torch.randn(2, 3, 20)
     q, scales, sums = reference.quantize_activations(x.view(6, 20))
