@@ -81,6 +81,7 @@ CONVERTERS = (
 )
 PATIENCE = "int patience = 200;"
 """How often a warp looks whether the CTAs that part a tile with it have come: until then a few CTAs compute theirs."""
+MOST_THREADS = 8000  # at once: ThreadSanitizer knows 8128
 GUARD = 8  # rows in front of y and behind it that nobody may write
 
 
@@ -141,7 +142,7 @@ class Program:
 
     def stream_k(self, x: torch.Tensor, packed: PackedWeight, ctas: int, last: int | torch.Tensor, resident=RESIDENT):
         """`last`: how many tiles are shared, or with experts their int32 offsets [E + 1]. `resident`: CTAs at once."""
-        s, self.kernel.resident = self.schedule, resident
+        s, self.kernel.resident = self.schedule, min(resident, MOST_THREADS // self.kernel.threads)
         space = (ctas, s.cta_blocks, s.block_tokens // 8, 128, 4)
         return self._launch((ctas, 1, 1), x, packed, space, (ctas, s.flags), ctas=ctas, sk=last, parts=last)
 
