@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.calls import fence
+from terrazzo.ops.calls import fence, syncwarp
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
 from terrazzo.ops.tile_scheduler import plan_state, ring_state, scalars, segment_state
 from terrazzo.ops.w4a8.epilogue import staged
@@ -65,6 +65,13 @@ def build(
         at.base[0] = wg * stages
         at.worker[0] = cta * wgs + wg
         tiles.plan(p, at.worker[0], G * wgs, sk, m)
+
+    @T.macro
+    def release(empty, at, ring, condition):
+        """`rings.release` in the warpgroup's own ring."""
+        syncwarp()  # the other lanes' reads come before the arrive, too
+        if condition:
+            T.barrier_arrive(empty[at.base[0] + ring.before[0]])
 
     @T.prim_func
     def main(
@@ -135,13 +142,11 @@ def build(
                                 steps.multiply(a, h * 8, acc, desc, at.base[0] + ring.stage[0], r, h)
                                 T.warpgroup_wait(1)
                                 if r == 0 and h == 0:  # the wgmmas on the stage before are complete
-                                    if T.And(lane == 0, kb > 0):
-                                        T.barrier_arrive(empty[at.base[0] + ring.before[0]])
+                                    release(empty, at, ring, T.And(lane == 0, kb > 0))
                         rings.advance(ring)
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
-                    if lane == 0:
-                        T.barrier_arrive(empty[at.base[0] + ring.before[0]])
+                    release(empty, at, ring, lane == 0)
                     tiles.finish(WS, SEM, acc, to, c, at.worker[0], G * wgs, sk, wg, wt)
 
     return main

@@ -16,14 +16,15 @@ tensor core serves all that wait, so that warpgroups would end, and scale, at th
 its wgmmas when the one before it has.
 
 A stage is released a whole step after its token scales were read, or behind the stores of the tile: ptxas may issue an
-arrive while loads in front of it are still on their way, but not across a loop's end or a store that needs them.
+arrive while loads in front of it are still on their way, but not across a loop's end or a store that needs them. The
+warp's other lanes have read by then, too: it meets before one of them arrives.
 """
 
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.calls import bulk, lds32, lds64, lds128, tma_tile, wgmma
+from terrazzo.ops.calls import bulk, lds32, lds64, lds128, syncwarp, tma_tile, wgmma
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
 from terrazzo.ops.tile_scheduler import partition_macros, plan_state, ring_macros, ring_state, scalars, segment_state
 from terrazzo.ops.tile_shares import finish_macros, share_macros
@@ -181,6 +182,7 @@ def build(
     @T.macro
     def fetch(full, empty, Ws, w, u, ring, local, wg, wt, old):
         """Words of the next block; the stage before the one before goes back where the tile has had an `old` one."""
+        syncwarp()  # the other lanes' reads of its scales come before the arrive, too
         if T.And(wt % 32 == 0, old):
             T.barrier_arrive(empty[local.late[0]])
         rings.wait(full, ring)
@@ -330,7 +332,7 @@ def build(
                             keep(part, sums, nacc)
                         scale(acc, sums, Fs, f, s, ring.before[0], lane, 0)
                     tail.finish_alone(WS, SEM, acc, to, c, cta, G, sk, wg, wt)
-                    if T.And(lane == 0, c.k1[0] - c.k0[0] > 1):
+                    if T.And(lane == 0, c.k1[0] - c.k0[0] > 1):  # the warp has met since it read this stage
                         T.barrier_arrive(empty[local.late[0]])
                     rings.release(empty, ring, lane == 0)
                 if turns:

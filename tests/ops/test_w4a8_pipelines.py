@@ -12,7 +12,7 @@ from terrazzo.ops.w4a8 import basic, excp, pingpong
 from terrazzo.ops.w4a8.problem import ComparedGemm
 from terrazzo.schedules import w4a8
 from test_w4a8_pipelines_emulated import CASES, request_of
-from test_w4a8_programs import counter, sass, tools  # noqa: F401  (a fixture)
+from test_w4a8_programs import check_releases, counter, sass, tools  # noqa: F401  (a fixture)
 
 TILE = {"block_tokens": 128, "warpgroups": 2, "row_blocks": 2, "stages": 3, "out_dtype": "int32"}
 GROUPS = {"basic": (2, 2), "excp": (1, 8), "pingpong": (4, 2)}  # of wgmma in the loop, wgmmas of each
@@ -38,6 +38,13 @@ def test_machine_code(tools, name):  # noqa: F811
     product = next(line for line in lines if line.startswith("IGMMA"))
     assert (re.match(r"IGMMA\S+ R\d+, R\d+", product) is None) == (name == "excp")  # A by a descriptor
     CHECKS[name](lines)
+
+
+@pytest.mark.parametrize("name", ["excp", "pingpong"])
+def test_a_warp_meets_before_it_gives_a_stage_back(tools, name):  # noqa: F811
+    _, n, k, group, _, schedule, _, out_dtype, dequantization, _ = CASES[name]
+    folder = compile_request(request_of(name, ComparedGemm(n, k, group, out_dtype, dequantization, False), schedule))
+    check_releases((folder / "kernel.cu").read_text())
 
 
 def barrier_in_front_of_copies(lines: list[str]) -> None:

@@ -147,9 +147,29 @@ def test_multistage_converts_each_nibble_once(tools):
     assert count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0x80808080, RZ, 0x3c") in range(32, 32 + 9)
 
 
+def check_releases(source: str) -> None:
+    """In CUDA text, between the last load from shared memory and an arrive that gives a stage back, the warp meets: one
+    lane arrives for all. At the top of a loop that loads, its bottom may have been the last."""
+    met, arrives = True, 0
+    lines = source[source.index("main_kernel(") :].splitlines()
+    for i, line in enumerate(lines):
+        loop = re.match(r"( *)for \(", line)
+        body = lines[i : lines.index(loop[1] + "}", i)] if loop else [line]
+        if any("tz_lds" in inner for inner in body):
+            met = False
+        elif re.search(r"\btz_(syncwarp|wg_sync|signal|await)\(", line):
+            met = True
+        elif re.search(r"\b(empty|used_up)\[.*\.arrive\(\)", line):
+            arrives += 1
+            assert met, line
+    assert arrives
+
+
 def test_a_stage_is_released_only_after_its_wgmmas(tools):
     """Between the last load of packed words and the arrive that gives the stage back stands a wait for wgmma."""
-    lines = sass(compile_request(request(*CASES["wide"][:3])))
+    folder = compile_request(request(*CASES["wide"][:3]))
+    check_releases((folder / "kernel.cu").read_text())
+    lines = sass(folder)
     first, last = (f(i for i, line in enumerate(lines) if line.startswith("IGMMA")) for f in (min, max))
     seen, arrives = "", 0
     for line in lines[first : last + 1]:

@@ -13,7 +13,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import find_nvcc
 from terrazzo.ops.w4ax import integer, persistent, small_batch, stream_k
 from terrazzo.schedules import w4ax as schedules
-from test_w4a8_programs import counter, sass
+from test_w4a8_programs import check_releases, counter, sass
 from test_w4ax_emulated import ALL
 
 pytestmark = pytest.mark.compiles
@@ -68,6 +68,7 @@ def compiled(program, target: str, changes: dict):
 def test_wgmma(name):
     changes, tokens = WGMMA[name]
     folder, report = compiled(stream_k, "sm_90a", changes)
+    check_releases((folder / "kernel.cu").read_text())
     schedule = schedules.StreamK(**{key: value for key, value in changes.items() if key not in FACTS})
     assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(schedules.MixedGemm(448, 640, 2))
     if not report.instructions:
@@ -94,6 +95,7 @@ def test_integer(name):
     facts = FACTS | INTEGER[name]
     schedule = schedules.Integer(*facts.pop("tile"))
     folder, report = compiled(integer, "sm_90a", facts | {"two_level": True} | schedule.params())
+    check_releases((folder / "kernel.cu").read_text())
     out_bytes = 4 if facts["out_dtype"] == "float32" else 2
     gemm = schedules.MixedGemm(facts["n"], facts["k"], facts["blocks8"], out_bytes, True)
     assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(gemm) <= 232448
