@@ -100,7 +100,7 @@ def requests_for(n: int, k: int, m: int | Sequence[int], settings: Settings, tar
     return w4a16.kernel_requests(
         n,
         k,
-        group_size=settings.group,
+        group_size=min(settings.group, k),
         symmetric=settings.symmetric,
         scale_dtype=settings.dtype,
         m=m,
@@ -431,7 +431,7 @@ def random_weight(n: int, k: int, settings: Settings, random: torch.Generator) -
         torch.randint(0, 16, (n, k), generator=random, device=device, dtype=torch.uint8),
         scales.to(getattr(torch, settings.dtype)),
         None if settings.symmetric else zeros,
-        group_size=settings.group,
+        group_size=min(settings.group, k),
     )
 
 
