@@ -193,16 +193,16 @@ __device__ __forceinline__ int tz_withdraw(int *word, int q, int share) {
   __syncwarp();
   if (threadIdx.x % 32 == 0)
     asm volatile("atom.acq_rel.gpu.global.or.b32 %0,[%1],%2;" : "=r"(seen) : "l"(word), "r"(65536 << share) : "memory");
-  seen = __shfl_sync(~0u, seen, 0);
+  seen = __shfl_sync(~0u, (seen & 255) == q, 0);
   __syncwarp();
-  return (seen & 255) == q;
+  return seen;
 }
 // the word is not looked at again by this warp; the last of q clears it
 __device__ __forceinline__ void tz_depart(int *word, int q) {
   int seen;
   if (threadIdx.x % 32) return;
   asm volatile("atom.relaxed.gpu.global.add.s32 %0,[%1],256;" : "=r"(seen) : "l"(word) : "memory");
-  if ((seen >> 8 & 255) == q - 1) asm volatile("st.relaxed.gpu.global.s32 [%0],0;" :: "l"(word) : "memory");
+  if ((seen >> 8 & 255) == q - 1) *(volatile int *)word = 0;  // st.volatile: as strong as the atomics of others
 }
 // the vector `bytes` past p + `elements`, a share's sums, of unit `unit`; zeros if that is none of `units`
 __device__ __forceinline__ void tz_load_part(void *r_, const void *p, int elements, int bytes, int units, int unit) {
