@@ -10,6 +10,7 @@ from terrazzo.autotune import gemm_bench, measure
 from terrazzo.autotune.gemm_bench import Shape, W4A16Shape
 from terrazzo.autotune.subjects import Subject
 from terrazzo.autotune.w4a8_bench import W4A8Shape
+from terrazzo.autotune.w4a8_fp8_bench import Fp8Shape
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,18 @@ class _W4A8(_Alone, W4A8Shape):
     """One expert."""
 
 
-SHAPES: dict[str, type[Shape]] = {"w4a16": _W4A16, "w4a8": _W4A8}
+class _Fp8(_Alone, Fp8Shape):
+    """One expert."""
+
+
+SHAPES: dict[str, type[Shape]] = {"w4a16": _W4A16, "w4a8": _W4A8, "w4a8_fp8": _Fp8}
+
+
+def operator_of(family: str) -> Any:
+    """The module that has `grouped_gemm`, `GroupedWeight` and, of W4A8, `quantize_activations`."""
+    from terrazzo.ops import w4a8, w4a16
+
+    return w4a8.fp8 if family == "w4a8_fp8" else {"w4a8": w4a8, "w4a16": w4a16}[family]
 
 
 def turned(packed: Any, experts: int) -> list[Any]:
@@ -57,16 +69,14 @@ def random_counts(m: int, experts: int, seed: int = 0) -> list[int]:
 
 
 class Grouped(Subject):
-    """The experts of a grouped W4A16 or W4A8 GEMM.
+    """The experts of a grouped GEMM.
 
     Args:
-        family: "w4a16" or "w4a8". requests: of a number of rows, the kernels of the grouped operator.
+        family: of `SHAPES`. requests: of a number of rows, the kernels of the grouped operator.
     """
 
     def __init__(self, family: str, n: int, k: int, experts: int, settings: Any, target: Any, requests: Any) -> None:
-        from terrazzo.ops import w4a8, w4a16
-
-        self.operator = {"w4a16": w4a16, "w4a8": w4a8}[family]
+        self.operator = operator_of(family)
         self.family, self.experts, self.requests = family, experts, requests
         self.base = SHAPES[family](n, k, settings, target, [], target.dram_gb_s)
         self.stacks = [self.operator.GroupedWeight.stack(turned(self.base.packed[0], experts))]
@@ -77,7 +87,7 @@ class Grouped(Subject):
         x = self.base.tokens(m)
         counts = torch.tensor(random_counts(m, self.experts))
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int().to(gemm_bench.DEVICE)
-        given = self.operator.quantize_activations(x) if self.family == "w4a8" else x
+        given = x if self.family == "w4a16" else self.operator.quantize_activations(x)
         return x, given, offsets, torch.arange(self.experts).repeat_interleave(counts)
 
     def copies(self, m: int) -> Sequence[Any]:
@@ -94,7 +104,7 @@ class Grouped(Subject):
 
     def launch(self, given: Any, copy: Any, out: torch.Tensor) -> None:
         _, x, offsets, _ = given
-        more = {"out_dtype": self.base.dtype} if self.family == "w4a8" else {}
+        more = {} if self.family == "w4a16" else {"out_dtype": self.base.dtype}
         self.operator.grouped_gemm(x, copy, offsets, out=out, **more)
 
     def kind(self, m: int) -> str:

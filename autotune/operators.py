@@ -393,10 +393,7 @@ class GroupedW4A8(_Grouped, W4A8):
     def facts(
         self, n: int, k: int, experts: int = 8, *, dtype: str, group: int | None, symmetric: bool
     ) -> dict[str, Any]:
-        from terrazzo.ops.w4a8 import grouped
-
-        super().facts(n, k, dtype=dtype, group=group, symmetric=symmetric)
-        return grouped.tuning_facts(n, k, experts, group or 64, dtype, "auto")
+        return super().facts(n, k, dtype=dtype, group=group, symmetric=symmetric) | {"experts": experts}
 
     def space(self, problem: Problem) -> spaces.Space:
         return grouped_spaces.of_w4a8(self._gemm(problem), dict(problem.facts)["experts"])
@@ -419,7 +416,16 @@ class GroupedW4A8(_Grouped, W4A8):
 
         own, experts = self._common(problem), dict(problem.facts)["experts"]
         requests = lambda m: w4a8.grouped_requests(problem.n, problem.k, experts, m=m, target=target, **own)
-        return Grouped("w4a8", problem.n, problem.k, experts, self._settings(problem), target, requests)
+        return Grouped(self.family, problem.n, problem.k, experts, self._settings(problem), target, requests)
+
+
+class GroupedW4A8Fp8(GroupedW4A8, W4A8Fp8):
+    """Grouped W4A8 on e4m3 activations."""
+
+    name, family = "w4a8_fp8_grouped", "w4a8_fp8"
+
+    def space(self, problem: Problem) -> spaces.Space:
+        return grouped_spaces.of_w4a8_fp8(self._gemm(problem), dict(problem.facts)["experts"])
 
 
 class Attention(Operator):
@@ -575,7 +581,9 @@ def _formats(text: str) -> tuple[str, str]:
     return k_format, v_format
 
 
-ALL = (W4A16(), W4A8(), W4A8Fp8(), W4Ax(), GroupedW4A16(), GroupedW4A8(), Attention(), AttentionPrefill())
+_LINEAR = (W4A16(), W4A8(), W4A8Fp8(), W4Ax())
+_GROUPED = (GroupedW4A16(), GroupedW4A8(), GroupedW4A8Fp8())
+ALL = (*_LINEAR, *_GROUPED, Attention(), AttentionPrefill())
 OPERATORS: dict[str, Operator] = {operator.name: operator for operator in ALL}
 
 

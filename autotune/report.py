@@ -32,6 +32,7 @@ _COLORS = {
     "w4ax": "#8250df",
     "w4a16_grouped": "#0a7ea4",
     "w4a8_grouped": "#9a6700",
+    "w4a8_fp8_grouped": "#bf3989",
     "attention": "#1a7f37",
     "attention_prefill": "#cf222e",
     "w4a8_fp8": "#6e7781",

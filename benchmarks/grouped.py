@@ -1,10 +1,11 @@
 """Grouped GEMMs (mixture of experts) beside torch's grouped product in bf16, activations quantized beforehand.
 
-    python -m benchmarks.grouped                     W4A8 and W4A16, all layers; writes nothing unless --out
+    python -m benchmarks.grouped                     W4A8 (int8, e4m3), W4A16, all layers; writes nothing unless --out
     python -m benchmarks.grouped --op w4a8 --quick   the layer with a goal only
 
-Before its time counts, W4A8 must have the bits of one `gemm` for each expert, and W4A16 must stay inside its error
-bound for two of them. The share of the copy bandwidth counts the weights of experts with tokens, x and y.
+Before its time counts, W4A8 on int8 must have the bits of one `gemm` for each expert, and W4A8 on e4m3 and W4A16 must
+stay inside their error bounds for two of them. The share of the copy bandwidth counts the weights of experts with
+tokens, x and y.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 GOAL = 0.75
 """Share of the copy bandwidth on the layer with a goal (public figure on an H200: 48 us, 2.65 TB/s)."""
-GROUP = {"w4a8": 64, "w4a16": 128}
+GROUP = {"w4a8": 64, "w4a8_fp8": 128, "w4a16": 128}
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ LAYERS = (
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.grouped", description=__doc__.splitlines()[0])
-    parser.add_argument("--op", choices=tuple(GROUP), help="default: both")
+    parser.add_argument("--op", choices=tuple(GROUP), help="default: all")
     parser.add_argument("--quick", action="store_true", help="the layer with a goal only")
     parser.add_argument("--no-peers", action="store_true", help="only ours")
     parser.add_argument("--budget-ms", type=float, default=15.0, help="GPU time of one measurement")
@@ -74,6 +75,9 @@ def requests_of(op: str, layer: Layer) -> list[Any]:
     if op == "w4a16":
         facts = dict(group_size=GROUP[op], symmetric=False, scale_dtype="bfloat16", dtype="bfloat16")
         return w4a16.grouped_requests(layer.n, layer.k, layer.experts, m=rows, **facts)
+    if op == "w4a8_fp8":
+        facts = dict(group_size=GROUP[op], out_dtype="bfloat16", dequantization="e4m3")
+        return w4a8.grouped_requests(layer.n, layer.k, layer.experts, m=rows, **facts)
     own = w4a8.grouped_requests(layer.n, layer.k, layer.experts, m=rows, out_dtype="bfloat16")
     facts = dict(group_size=GROUP[op], m=each, out_dtype="bfloat16", dtype=None, target="sm_90a")
     return [*own, *w4a8.kernel_requests(layer.n, layer.k, **facts)]
@@ -82,34 +86,32 @@ def requests_of(op: str, layer: Layer) -> list[Any]:
 def experts_of(op: str, layer: Layer) -> Any:
     """Stacked weights: one random weight whose blocks of rows are rotated for each expert."""
     import torch
-    from terrazzo.autotune import gemm_bench, w4a8_bench
-    from terrazzo.autotune.grouped_bench import turned
-    from terrazzo.ops import w4a8, w4a16
+    from terrazzo.autotune import gemm_bench, w4a8_bench, w4a8_fp8_bench
+    from terrazzo.autotune.grouped_bench import operator_of, turned
 
     random = torch.Generator("cuda").manual_seed(7)
-    if op == "w4a8":
-        packed = w4a8_bench.random_weight(layer.n, layer.k, GROUP[op], random).pack()
+    if op != "w4a16":
+        made = w4a8_bench if op == "w4a8" else w4a8_fp8_bench
+        packed = made.random_weight(layer.n, layer.k, GROUP[op], random).pack()
     else:
         settings = gemm_bench.Settings(dtype="bfloat16", group=GROUP[op])
         packed = gemm_bench.random_weight(layer.n, layer.k, settings, random).pack()
-    family = w4a8 if op == "w4a8" else w4a16
-    return family.GroupedWeight.stack(turned(packed, layer.experts))
+    return operator_of(op).GroupedWeight.stack(turned(packed, layer.experts))
 
 
 def measure_row(op: str, layer: Layer, tokens: int, stacked: Any, options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from terrazzo.autotune import measure
-    from terrazzo.autotune.grouped_bench import clone
-    from terrazzo.ops import w4a8, w4a16
+    from terrazzo.autotune.grouped_bench import clone, operator_of
 
-    family, counts = (w4a8 if op == "w4a8" else w4a16), counts_of(layer, tokens)
+    family, counts = operator_of(op), counts_of(layer, tokens)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     starts, m = offsets.tolist(), int(offsets[-1])
     offsets = offsets.int().cuda()
     x = torch.randn(m, layer.k, device="cuda", dtype=torch.bfloat16)
-    given = w4a8.quantize_activations(x) if op == "w4a8" else x
+    given = x if op == "w4a16" else family.quantize_activations(x)
     out = torch.empty(m, layer.n, device="cuda", dtype=torch.bfloat16)
-    more = dict(out_dtype=torch.bfloat16) if op == "w4a8" else {}
+    more = {} if op == "w4a16" else dict(out_dtype=torch.bfloat16)
     active = int((counts > 0).sum())
     row = {
         "op": op,
@@ -139,7 +141,9 @@ def measure_row(op: str, layer: Layer, tokens: int, stacked: Any, options: argpa
 def given_bytes(x: Any) -> int:
     import torch
 
-    return x.numel() * 2 if torch.is_tensor(x) else x.q.numel() + 8 * x.scales.numel()
+    if torch.is_tensor(x):
+        return x.numel() * 2
+    return x.q.numel() + (4 if x.row_sums is None else 8) * x.scales.numel()
 
 
 def _timed(measure: Any, calls: list, options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
@@ -152,6 +156,7 @@ def _wrong(op: str, x: Any, stacked: Any, starts: list[int], y: Any) -> str | No
     """What is wrong with y, or None."""
     import torch
     from terrazzo.ops import w4a8
+    from terrazzo.ops.w4a8 import fp8_reference
     from terrazzo.ops.w4a16 import reference
 
     used = [e for e in range(len(starts) - 1) if starts[e] < starts[e + 1]]
@@ -165,8 +170,13 @@ def _wrong(op: str, x: Any, stacked: Any, starts: list[int], y: Any) -> str | No
                 return f"expert {e}: other bits than its gemm"
             continue
         rows = slice(starts[e], min(starts[e + 1], starts[e] + 16))
-        ref = reference.gemm(x[rows], stacked[e], "exact")
-        bound = reference.forward_error_bound(x[rows], stacked[e], "exact")
+        if op == "w4a16":
+            ref = reference.gemm(x[rows], stacked[e], "exact")
+            bound = reference.forward_error_bound(x[rows], stacked[e], "exact")
+        else:
+            q, weight = x.q[rows, : x.k], stacked[e].unpack()
+            ref = fp8_reference.gemm(q, x.scales[rows], weight)
+            bound = fp8_reference.forward_error_bound(q, x.scales[rows], weight, y.dtype)
         if not bool(((y[rows].double() - ref).abs() <= bound).all()):
             return f"expert {e}: outside the error bound"
     return None
@@ -195,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
                 result["rows"].append(row)
                 peer = f"torch bf16 {row['torch_bf16']:9.2f} us" if "torch_bf16" in row else ""
                 said = f"{row['us']:9.2f} us {row['copy_share']:4.0%} of copy" if row["us"] else row["failure"]
-                print(f"{op:6} {layer.name:26} T {tokens:5} M {row['m']:6}  {said}  {peer}", flush=True)
+                print(f"{op:8} {layer.name:26} T {tokens:5} M {row['m']:6}  {said}  {peer}", flush=True)
             del stacked
             torch.cuda.empty_cache()
     if options.out is not None:

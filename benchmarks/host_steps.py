@@ -136,7 +136,7 @@ STEPS: tuple[Step, ...] = (
     bench("w4a8", 170, 2, "--fp8", out="w4afp8"),
     bench("w4ax", 160, 2),
     bench("attention_prefill", 170, 2),
-    bench("grouped", 120, 2),
+    bench("grouped", 170, 2),
     bench("attention_write", 80, 2, ahead=False),
     *suite("gpu/test_attention_ablation_gpu.py", 70, 3, ahead=True),
     *suite("gpu/test_sanitizer.py", 300, 3, needs=("nvcc", "compute-sanitizer")),
@@ -145,6 +145,7 @@ STEPS: tuple[Step, ...] = (
     bench("w4a8_quantizer", 100, 3),
     bench("w4a8_ablation", 120, 4, "--ncu", out="counters_w4a8", needs="nvcc ncu"),
     *(tune(op, 90) for op in ("w4a16", "w4a8", "w4ax", "w4a8_fp8", "w4a8_grouped", "w4a16_grouped")),
+    tune("w4a8_fp8_grouped", 60),
     *(tune(op, 60) for op in ("attention", "attention_prefill")),
 )
 

@@ -6,7 +6,6 @@ Tokens are sorted by expert (ops/moe.py): expert e owns the rows offsets[e] .. o
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,9 @@ PER_EXPERT = ("words", "params", "channel_scales", "bias")
 """Tensors of a packed weight that each expert has of its own."""
 MOST_EXPERTS = 1024
 """Their table, 8 bytes each, lies in shared memory beside the ring: schedules of all sizes leave it room."""
-FAMILIES = ("w4a16.PackedWeight", "w4a8.PackedWeight")
+FAMILIES = ("w4a16.PackedWeight", "w4a8.PackedWeight", "w4a8.fp8.PackedWeight")
+_GROUPED = "/grouped"
+"""Behind the version that a single weight's file has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +108,7 @@ class GroupedWeight:
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file. Atomic."""
-        weights.save(self.stacked, path, _version(type(self.stacked)))
+        weights.save(self.stacked, path, self.stacked.VERSION + _GROUPED)
 
     @classmethod
     def load(cls, make: type, path: str | Path, device: str | torch.device = "cpu") -> GroupedWeight:
@@ -119,7 +120,7 @@ class GroupedWeight:
         known = isinstance(make, type) and issubclass(make, weights.Packed)
         if not known or weights.kind(object.__new__(make)) not in FAMILIES:
             raise ArgumentError("make", str(make), f"must be one of {FAMILIES}", "pass w4a16.PackedWeight")
-        loaded = cls(weights.load(make, path, device, _version(make)))
+        loaded = cls(weights.load(make, path, device, make.VERSION + _GROUPED))
         loaded.check()
         return loaded
 
@@ -137,7 +138,7 @@ class GroupedWeight:
                 constraint = f"must be contiguous [{len(self)}, ...] on {self.device}"
                 raise ArgumentError(name, seen, constraint, "stack the experts")
         one = self[0]
-        one.check_layout(sys.modules[type(self.stacked).__module__].layout_identity(self.stacked))
+        one.check_layout(one.expected_layout())
         one.check_sizes()
         weights.check_vectors(one)
 
@@ -148,10 +149,6 @@ class GroupedWeight:
 def _form(value: Any) -> str:
     """What tensors that are stacked must have in common."""
     return "none" if value is None else f"{weights.dtype_name(value)} {list(value.shape)} on {value.device}"
-
-
-def _version(make: type) -> str:
-    return sys.modules[make.__module__].FILE_VERSION + "/grouped"
 
 
 def check_experts(experts: int, argument: str = "experts") -> None:
@@ -167,7 +164,7 @@ def check_request(n: int, k: int, experts: int, group_size: int, groups: tuple[i
     launching.check_group(group_size, k, groups)
 
 
-def check_kind(w: Any, make: type, operator: str) -> None:
+def check_kind(w: Any, make: type | tuple[type, ...], operator: str) -> None:
     if not isinstance(w, GroupedWeight) or not isinstance(w.stacked, make):
         seen = weights.kind(getattr(w, "stacked", w))
         raise ArgumentError("w", seen, f"must be a GroupedWeight of {operator}", "stack packed weights")

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import grouped, spaces, stream_k, w4a8
+from terrazzo.schedules import grouped, spaces, stream_k, w4a8, w4a8_fp8, w4a8_fp8_space
 from terrazzo.schedules.partition import share_tiles
 from terrazzo.schedules.problem import WeightOnlyGemm
 
@@ -16,9 +16,10 @@ class Grouped(spaces.Space):
     """Schedules of a grouped GEMM for m tokens of all experts together.
 
     Args:
-        form: schedules.stream_k or schedules.w4a8, whose tiles the experts share.
+        form: schedules.stream_k, schedules.w4a8 or schedules.w4a8_fp8, whose tiles the experts share.
         problem: of one expert. experts: their number.
         unit_bytes: of 64 rows by 128 k, parameters included. x_bytes: of an element of x.
+        dtype: of the tensor cores' operands.
         scaled_sums: W4A16 only: the kernel scales f32 sums of each group; None for W4A8.
     """
 
@@ -29,12 +30,13 @@ class Grouped(spaces.Space):
         experts: int,
         unit_bytes: int,
         x_bytes: int,
+        dtype: str,
         scaled_sums: bool | None = None,
     ) -> None:
         super().__init__(problem)
         self.form, self.experts, self.unit_bytes, self.x_bytes = form, experts, unit_bytes, x_bytes
         self.numerics = () if scaled_sums is None else (scaled_sums,)
-        self.dtype = "s8" if scaled_sums is None else "f16"
+        self.dtype = dtype
         self.programs = {"grouped": form.StreamK}
 
     def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
@@ -77,12 +79,24 @@ class Grouped(spaces.Space):
         )
 
 
+class GroupedFp8(Grouped):
+    """As grouped W4A8 on int8; sums of a group of k are scaled and added."""
+
+    def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
+        return super().cost(program, schedule, target, m) + w4a8_fp8_space.settle_us(self.problem, target, m)
+
+
 def of_w4a16(n: int, k: int, groups_per_128: int, record_bytes: int, experts: int, scaled_sums: bool) -> Grouped:
     """The space of grouped W4A16; arguments as `WeightOnlyGemm` and `Grouped`."""
     problem = WeightOnlyGemm(n, k, groups_per_128, record_bytes)
-    return Grouped(stream_k, problem, experts, 4096 + groups_per_128 * record_bytes, 2, scaled_sums)
+    return Grouped(stream_k, problem, experts, 4096 + groups_per_128 * record_bytes, 2, "f16", scaled_sums)
 
 
 def of_w4a8(problem: Any, experts: int) -> Grouped:
     """The space of grouped W4A8 for an `IntegerGemm` of one expert."""
-    return Grouped(w4a8, problem, experts, problem.unit_bytes, 1)
+    return Grouped(w4a8, problem, experts, problem.unit_bytes, 1, "s8")
+
+
+def of_w4a8_fp8(problem: Any, experts: int) -> Grouped:
+    """The space of grouped W4A8 on e4m3 activations for an `IntegerGemm` of one expert."""
+    return GroupedFp8(w4a8_fp8, problem, experts, problem.unit_bytes, 1, "e4m3")

@@ -11,7 +11,7 @@ from typing import Any
 
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import w4a8
-from terrazzo.schedules.w4a8 import IntegerGemm, Multistage
+from terrazzo.schedules.w4a8 import IntegerGemm, Multistage, fitted
 
 BLOCK_TOKENS = (16, 32, 64, 128)
 _LARGE = 100  # millions of weights from which four warpgroups have enough tiles to share, as on int8
@@ -34,7 +34,7 @@ def choose(problem: IntegerGemm, target: Target, m: int) -> StreamK:
     tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
     millions = problem.row_blocks * 64 * problem.units * 128 / 1e6
     warpgroups = 4 if tokens <= 64 and millions >= _LARGE else 2
-    return w4a8.fitted(StreamK(tokens, warpgroups, 1, stages=2), problem, target)
+    return fitted(StreamK(tokens, warpgroups, 1, stages=2), problem, target)
 
 
 def choose_multistage(problem: IntegerGemm, target: Target, m: int) -> Multistage:

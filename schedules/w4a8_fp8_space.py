@@ -43,5 +43,9 @@ class W4A8Fp8(spaces.W4A8):
         return super().refusal(program, schedule, target, m)
 
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
-        more = _SETTLE * 2 * m * self.problem.n * self.problem.k / target.tflops("e4m3") / 1e6
-        return super().cost(program, schedule, target, m) + more
+        return super().cost(program, schedule, target, m) + settle_us(self.problem, target, m)
+
+
+def settle_us(problem: w4a8.IntegerGemm, target: Target, m: int) -> float:
+    """Predicted microseconds of scaling and adding the sums of m tokens."""
+    return _SETTLE * 2 * m * problem.n * problem.k / target.tflops("e4m3") / 1e6

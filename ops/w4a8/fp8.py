@@ -3,24 +3,29 @@
     w = terrazzo.ops.w4a8.fp8.quantize(weight)           # or pack(QuantizedWeight.canonical(codes, scales, ...))
     y = terrazzo.ops.w4a8.gemm(x, w)                     # the same gemm as on int8: the weight says which
     y = terrazzo.ops.w4a8.gemm(fp8.quantize_activations(x), w)
+    y = terrazzo.ops.w4a8.grouped_gemm(x, fp8.GroupedWeight.stack(experts), expert_offsets)   # sm_90a
 
 `fp8_reference` says what is computed, and how accurately.
 """
 
 from __future__ import annotations
 
+from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.fp8_format import PackedWeight, QuantizedWeight, pack
 from terrazzo.ops.w4a8.fp8_importers import from_compressed_tensors, read_compressed_tensors
 from terrazzo.ops.w4a8.fp8_quantizer import quantize, quantize_activations, quantize_weight
+from terrazzo.ops.w4a8.grouped import grouped_gemm
 from terrazzo.ops.w4a8.op import gemm, weight_requests
 
 __all__ = [
+    "GroupedWeight",
     "PackedWeight",
     "QuantizedActivations",
     "QuantizedWeight",
     "from_compressed_tensors",
     "gemm",
+    "grouped_gemm",
     "pack",
     "quantize",
     "quantize_activations",

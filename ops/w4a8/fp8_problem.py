@@ -18,13 +18,18 @@ class Gemm(problem.Gemm):
     """y[M, n] = x[M, k] w[n, k]^T as `problem.Gemm`, x e4m3; a record holds a float16 factor for each of 64 rows."""
 
     def __post_init__(self):
-        if self.out_dtype not in OUT_DTYPES:
-            raise ArgumentError("out_dtype", self.out_dtype, f"must be one of {OUT_DTYPES}: sums are floats", "cast y")
+        check_out_dtype(self.out_dtype)
         problem.Gemm(self.n, self.k, self.group, self.out_dtype, "xor", self.bias)  # the checks that both share
 
     @property
     def converter(self) -> Converter:
         return get_converter(CONVERTER)
+
+
+def check_out_dtype(out_dtype: str) -> None:
+    """Raise ArgumentError unless the float32 sums can be written in it."""
+    if out_dtype not in OUT_DTYPES:
+        raise ArgumentError("out_dtype", out_dtype, f"must be one of {OUT_DTYPES}: sums are floats", "cast y")
 
 
 def of(

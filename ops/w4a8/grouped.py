@@ -1,4 +1,7 @@
-"""Grouped W4A8 GEMM: the tokens of many experts, each with a weight of its own, in one persistent kernel."""
+"""Grouped W4A8 GEMM: the tokens of many experts, each with a weight of its own, in one persistent kernel.
+
+The weights say which form: of this package for int8 activations, or of `fp8` for e4m3.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import grouped, launching
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.launching import Plan
-from terrazzo.ops.w4a8 import activations, op, problem
+from terrazzo.ops.w4a8 import activations, fp8_format, fp8_problem, op
 from terrazzo.ops.w4a8 import stream_k as program
 from terrazzo.ops.w4a8.activations import QuantizedActivations
-from terrazzo.ops.w4a8.format import GROUPS, PackedWeight
+from terrazzo.ops.w4a8.format import GROUPS, UNIT_K
+from terrazzo.ops.w4a8.fp8_problem import E4M3
 from terrazzo.schedules import grouped_spaces, records, spaces, w4a8
 
 if TYPE_CHECKING:
@@ -34,19 +38,23 @@ def plan(
     bias: bool,
     target: Target,
 ) -> Plan:
-    """Kernel and launch sizes for m >= 1 tokens of all experts together."""
+    """Kernel and launch sizes for m >= 1 tokens of all experts together; `dequantization` "e4m3" for `fp8` weights."""
     grouped.check_request(n, k, experts, group_size, GROUPS)
     op.check_choices(k, out_dtype, dequantization, "imfp")
-    grouped.check_target(target, "wgmma.s8")
+    e4m3 = dequantization == E4M3
+    if e4m3:
+        fp8_format.check_target(target)
+    grouped.check_target(target, "wgmma.e4m3" if e4m3 else "wgmma.s8")
     k16, raw = activations.padded(k), out_dtype == "int32"
     dequantization = op.AUTO if dequantization == "auto" else dequantization
     common = dict(
         n=n, k=k16, group=group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias and not raw
     )
-    problem.Gemm(**common)
-    space = grouped_spaces.of_w4a8(w4a8.IntegerGemm.of(n, k16, group_size, 4 if raw else 2), experts)
+    fp8_problem.of(**common)
+    gemm = w4a8.IntegerGemm.of(n, k16, group_size, 4 if raw else 2)
+    space = (grouped_spaces.of_w4a8_fp8 if e4m3 else grouped_spaces.of_w4a8)(gemm, experts)
     facts = tuning_facts(n, k, experts, group_size, out_dtype, dequantization)
-    _, s = spaces.choose(space, "w4a8_grouped", facts, target, m)
+    _, s = spaces.choose(space, operator_of(dequantization), facts, target, m)
     params = common | s.params() | {"experts": experts}
     entry = f"{program.__name__}:build"
     return Plan(
@@ -55,6 +63,11 @@ def plan(
         (target.sms, s.flags),
         (),
     )
+
+
+def operator_of(dequantization: str) -> str:
+    """The name under which records are kept."""
+    return f"{op.operator_of(dequantization)}_grouped"
 
 
 def tuning_facts(
@@ -78,14 +91,21 @@ def grouped_requests(
 ) -> list[KernelRequest]:
     """The kernels that `grouped_gemm` uses for these M (None: M of every bucket). Needs no GPU.
 
+    Args:
+        group_size: 32, 64 or 128; with "e4m3", K too.
+        out_dtype: "float16", "bfloat16" or "int32" (not with "e4m3").
+        dequantization: see `gemm`; "e4m3" for the weights and activations of `fp8`.
+
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.
     """
     grouped.check_request(n, k, experts, group_size, GROUPS)
+    if dequantization == E4M3 and group_size == k and k not in GROUPS:
+        group_size = UNIT_K  # as fp8.QuantizedWeight keeps it
     tokens = [t * experts for t in launching.ALL_TOKENS] if m is None else launching.tokens_of(m)
     facts, at = dict(group_size=group_size, out_dtype=out_dtype, dequantization=dequantization), Target.parse(target)
     if m is None:
-        tokens = (*tokens, *records.tokens("w4a8_grouped", tuning_facts(n, k, experts, **facts), at))
+        tokens = (*tokens, *records.tokens(operator_of(dequantization), tuning_facts(n, k, experts, **facts), at))
     return launching.requests_of(plan(t, n, k, experts, **facts, bias=bias, target=at) for t in tokens)
 
 
@@ -102,38 +122,41 @@ def grouped_gemm(
     """y[i] = x[i] w[e]^T + bias[e] for the rows i of expert e, offsets[e] <= i < offsets[e + 1]; on the current stream.
 
     One launch of one CTA for each SM, whatever the offsets hold: the tiles are partitioned on the device, empty experts
-    cost nothing, and nothing waits for the GPU. The same bits in every run and as `gemm` for each expert.
+    cost nothing, and nothing waits for the GPU. The same bits in every run; on int8 as `gemm` for each expert, on e4m3
+    inside the same error bound.
 
     Args:
         x: [M, K], tokens sorted by expert (`ops.moe.sort_by_expert`): quantized activations, or float16 or bfloat16,
             which are divided by w's smooth vector and quantized first.
-        w: `GroupedWeight.stack` of the experts' packed weights. Their own biases are added unless `bias` is given.
+        w: `GroupedWeight.stack` of the experts' packed weights, of this package (int8 activations) or of `fp8` (e4m3).
+            Their own biases are added unless `bias` is given.
         expert_offsets: int32 [E + 1] on the GPU, ascending; rows outside of offsets[0] .. offsets[E] are not written.
         bias: float [E, N]; added in float32.
         out: contiguous [M, N] of the output dtype, written and returned; no memory of x.
         out_dtype, dequantization: see `gemm`.
 
     Raises:
-        ArgumentError: an operand that does not fit, or a GPU without integer warpgroup instructions.
+        ArgumentError: an operand that does not fit, or a GPU without warpgroup instructions (sm_90a has them).
         LayoutMismatchError, TargetError, CaptureError, ToolchainError, CompileError: see `gemm`.
     """
     import torch
 
-    grouped.check_kind(w, PackedWeight, "w4a8")
+    grouped.check_kind(w, op.WEIGHTS, "w4a8")
     held = x.q if isinstance(x, QuantizedActivations) else x
     if torch.compiler.is_compiling() or type(held) is not torch.Tensor:  # traced, fake or another subclass: dispatch
         from terrazzo.ops.w4a8 import torch_op
 
         grouped.check_traced(x, held, w.k, expert_offsets)
         if held is not x:
-            _check_codes(x)
+            _check_codes(x, w)
+        op.dequantization_of(w.stacked, dequantization)
         return launching.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype, dequantization))
     if held is x:
         launching.check_no_grad(x, "grouped_gemm")
         grouped.check_dtype(x)
         out_dtype = out_dtype or x.dtype
         _check(x.shape, x.device, w, expert_offsets, bias, out, out_dtype, dequantization)
-        x = activations.run(x, w.stacked.smooth, None, 0.0, None, None)
+        x = activations.run(x, w.stacked.smooth, None, 0.0, None, None, w.stacked.ACTIVATIONS)
         return _multiply(x, w, expert_offsets, bias, out, out_dtype, dequantization)
     return run(x, w, expert_offsets, bias, out, out_dtype or torch.float16, dequantization)
 
@@ -149,16 +172,18 @@ def run(
 ) -> torch.Tensor:
     """The eager path of `grouped_gemm` on quantized activations."""
     launching.check_no_grad(x.q, "grouped_gemm")
-    _check_codes(x)
+    _check_codes(x, w)
     _check(x.shape, x.device, w, expert_offsets, bias, out, out_dtype, dequantization)
     if x.q.shape[0] != x.shape[0]:
         x.check()
     return _multiply(x, w, expert_offsets, bias, out, out_dtype, dequantization)
 
 
-def _check_codes(x: QuantizedActivations) -> None:
-    if x.codes != "int8":
-        raise ArgumentError("x", x.codes, "must be int8 codes", "quantize_activations(x, codes='int8')")
+def _check_codes(x: QuantizedActivations, w: GroupedWeight) -> None:
+    codes = w.stacked.ACTIVATIONS
+    if x.codes != codes:
+        constraint = f"must be {codes} codes, which the weights multiply"
+        raise ArgumentError("x", x.codes, constraint, f"quantize_activations(x, codes={codes!r})")
 
 
 def _check(
@@ -177,6 +202,8 @@ def _check(
     launching.check_tokens(shape[0])
     raw = str(out_dtype).removeprefix("torch.")
     op.check_choices(w.k, raw, dequantization, "imfp")
+    if op.dequantization_of(w.stacked, dequantization) == E4M3:
+        fp8_problem.check_out_dtype(raw)
     grouped.check_offsets(expert_offsets, len(w), device)
     if bias is not None:
         grouped.check_bias(bias, len(w), w.n, None, device)
@@ -198,7 +225,8 @@ def _multiply(
     """The launch on what `_check` has passed."""
     import torch
 
-    experts, m, n, s = len(w), x.q.shape[0], w.n, w.stacked
+    experts, m, n, s, q = len(w), x.q.shape[0], w.n, w.stacked, x.q
+    dequantization = op.dequantization_of(s, dequantization)
     if out is not None and not out.data_ptr() % 16:
         launching.check_apart(out, "out", x=x.q)
     stream = launching.current_stream(x.q)
@@ -214,10 +242,13 @@ def _multiply(
     y = torch.empty((m, n), dtype=out_dtype, device=x.device) if out is None else out
     if m == 0:
         return y
-    kernel, workspace, semaphores, none = found
+    kernel, workspace, semaphores, none, no_sums = found
     written = y if y.data_ptr() % 16 == 0 else torch.empty_like(y)
+    sums = x.row_sums
+    if no_sums is not None:
+        q, sums = q.view(torch.int8), no_sums
     kernel(
-        x.q, s.words.flatten(0, 1), s.channel_scales.view(-1), x.scales, x.row_sums,
+        q, s.words.flatten(0, 1), s.channel_scales.view(-1), x.scales, sums,
         none if bias is None else bias.view(-1), workspace, semaphores, written, expert_offsets,
     )  # fmt: skip
     return y if written is y else y.copy_(written)
@@ -229,7 +260,7 @@ records.on_change(_launchers.clear)
 
 
 def _prepare(key: tuple, x: QuantizedActivations, w: GroupedWeight) -> tuple:
-    """Kernel, workspace, semaphores and a stand-in for no bias, kept."""
+    """Kernel, workspace, semaphores, and stand-ins for no bias and (with e4m3, else None) no row sums; kept."""
     import torch
 
     experts, n, k, group_size, packed_for, m, device, stream, out_dtype, dequantization, no_bias = key
@@ -242,6 +273,9 @@ def _prepare(key: tuple, x: QuantizedActivations, w: GroupedWeight) -> tuple:
     target, _ = launching.targets(packed_for, device)
     facts = dict(group_size=group_size, out_dtype=out, dequantization=dequantization, bias=not no_bias, target=target)
     chosen = plan(m, n, k, experts, **facts)
-    kernel, workspace, semaphores, _ = launching.ready(chosen, m, device, stream, "w4a8.grouped_gemm", "int32")
-    found = _launchers[key] = (kernel, workspace, semaphores, torch.empty(1, dtype=torch.float32, device=device))
+    e4m3 = dequantization == E4M3
+    sums = "float32" if e4m3 else "int32"
+    kernel, workspace, semaphores, _ = launching.ready(chosen, m, device, stream, "w4a8.grouped_gemm", sums)
+    none, no_sums = (torch.empty(1, dtype=d, device=device) for d in (torch.float32, torch.int32))
+    found = _launchers[key] = (kernel, workspace, semaphores, none, no_sums if e4m3 else None)
     return found

@@ -32,7 +32,7 @@ LARGEST_UNSIGNED_K = 66311
 """Longest row whose sums of u8 x s8 products stay in int32: 255 * 127 * K < 2^31."""
 AUTO = "xor"
 _WGMMA = {"stream_k": stream_k_program, "pingpong": pingpong, "excp": excp, "basic": basic}  # int32 sums, one contract
-_WEIGHTS = (PackedWeight, fp8_format.PackedWeight)
+WEIGHTS = (PackedWeight, fp8_format.PackedWeight)
 _SMALL = (8, 16, schedules.MAX_TOKENS)  # buckets of the small-batch program; more tokens take several launches
 
 
@@ -232,7 +232,7 @@ def gemm(
     """
     import torch
 
-    if not isinstance(w, _WEIGHTS):
+    if not isinstance(w, WEIGHTS):
         raise launching.not_packed(w, "w4a8")
     held = x.q if isinstance(x, QuantizedActivations) else x
     if torch.compiler.is_compiling() or type(held) is not torch.Tensor:  # traced, fake or another subclass: dispatch
@@ -378,13 +378,22 @@ def _plan_for(
     target: Target,
     device: Target,
 ) -> Plan:
-    if (dequantization == E4M3) != (w.ACTIVATIONS == E4M3) and dequantization != "auto":
-        raise ArgumentError("dequantization", dequantization, f"is not that of {w!r}", "leave it 'auto'")
-    dequantization = E4M3 if w.ACTIVATIONS == E4M3 else dequantization
+    dequantization = dequantization_of(w, dequantization)
     return plan(
         m, w.n, w.k, group_size=w.group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias,
         pipeline=pipeline, target=target, device=device,
     )  # fmt: skip
+
+
+def dequantization_of(w: PackedWeight, asked: str) -> str:
+    """What `plan` is asked for: "e4m3" for the weights of `fp8`, which have no other; else as asked.
+
+    Raises:
+        ArgumentError: the other form of weights is asked for.
+    """
+    if (asked == E4M3) != (w.ACTIVATIONS == E4M3) and asked != "auto":
+        raise ArgumentError("dequantization", asked, f"is not that of {w!r}", "leave it 'auto'")
+    return E4M3 if w.ACTIVATIONS == E4M3 else asked
 
 
 def check_choices(k: int, out_dtype: str, dequantization: str, pipeline: str) -> None:

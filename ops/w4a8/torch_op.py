@@ -1,4 +1,4 @@
-"""`torch.ops.terrazzo.w4a8_gemm`, `w4a8_quantize`: the operator as torch.compile, export and fake tensors see it."""
+"""`torch.ops.terrazzo.w4a8_gemm` and its like: the operators as torch.compile, export and fake tensors see them."""
 
 from __future__ import annotations
 
@@ -156,14 +156,14 @@ def call_grouped(
     s = w.stacked
     if not isinstance(x, QuantizedActivations):
         out_dtype = out_dtype or x.dtype
-        x = quantize(x, s.smooth, None, 0.0, None)
+        x = quantize(x, s.smooth, None, 0.0, None, s.ACTIVATIONS)
     out_dtype = out_dtype or torch.float16
     if bias is None and s.bias is not None and out_dtype != torch.int32:
         bias = s.bias
-    return torch.ops.terrazzo.w4a8_grouped_gemm(
-        x.q, x.scales, x.row_sums, s.words, s.channel_scales, expert_offsets, bias, s.n, s.k, s.group_size, s.layout,
-        s.target or "", out_dtype, dequantization,
-    )  # fmt: skip
+    fields = (s.words, s.channel_scales, expert_offsets, bias, s.n, s.k, s.group_size, s.layout, s.target or "")
+    if s.ACTIVATIONS == "e4m3":
+        return torch.ops.terrazzo.w4a8_fp8_grouped_gemm(x.q, x.scales, *fields, out_dtype)
+    return torch.ops.terrazzo.w4a8_grouped_gemm(x.q, x.scales, x.row_sums, *fields, out_dtype, dequantization)
 
 
 @torch.library.custom_op("terrazzo::w4a8_grouped_gemm", mutates_args=())
@@ -194,4 +194,32 @@ def w4a8_grouped_gemm(
 @w4a8_grouped_gemm.register_fake
 def _(q, scales, row_sums, words, channel_scales, expert_offsets, bias, n, k, group_size, layout, target, out_dtype,
       dequantization):  # fmt: skip
+    return q.new_empty((q.shape[0], n), dtype=out_dtype)
+
+
+@torch.library.custom_op("terrazzo::w4a8_fp8_grouped_gemm", mutates_args=())
+def w4a8_fp8_grouped_gemm(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    words: torch.Tensor,
+    channel_scales: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    k: int,
+    group_size: int,
+    layout: str,
+    target: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """y [M, n] from e4m3 activations [M, k] sorted by expert and the fields of a GroupedWeight of `fp8`."""
+    from terrazzo.ops.w4a8.grouped import run
+
+    stacked = fp8_format.PackedWeight(words, channel_scales, n, k, group_size, layout, None, None, target or None)
+    x = QuantizedActivations(q, scales, None, (q.shape[0], k))
+    return run(x, GroupedWeight(stacked), expert_offsets, bias, None, out_dtype, "auto")
+
+
+@w4a8_fp8_grouped_gemm.register_fake
+def _(q, scales, words, channel_scales, expert_offsets, bias, n, k, group_size, layout, target, out_dtype):
     return q.new_empty((q.shape[0], n), dtype=out_dtype)

@@ -62,6 +62,13 @@ def grouped8(x, w, offsets, *, out, out_dtype):
     return misbehave("w4a8_grouped", out)
 
 
+def grouped_fp8(x, w, offsets, *, out, out_dtype):
+    q, scales = x
+    for e, (lo, hi) in enumerate(itertools.pairwise(offsets.tolist())):
+        out[lo:hi] = integers_fp8.gemm(q[lo:hi], scales[lo:hi], w[e]).to(out_dtype)
+    return misbehave("w4a8_fp8_grouped", out)
+
+
 def gemmx(x, w, *, out, out_dtype=torch.float16):
     return out.copy_(misbehave("w4ax", mixed.gemm(*x, w).to(out_dtype)))
 
@@ -106,6 +113,7 @@ def patch(put) -> None:
         (w4a8, "grouped_gemm", grouped8),
         (w4a8, "quantize_activations", quantize),
         (fp8, "quantize_activations", quantize_fp8),
+        (fp8, "grouped_gemm", grouped_fp8),
         (w4ax, "gemm", gemmx),
         (w4ax, "quantize_activations", quantizex),
         (attention, "decode", decode),

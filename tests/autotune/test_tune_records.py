@@ -198,6 +198,7 @@ OTHERS = {
     "w4a8_fp8": dict(shapes=((6144, 4096),), m=(60,)),
     "w4a16_grouped": dict(shapes=((4096, 7168),), m=(480,)),
     "w4a8_grouped": dict(shapes=((4096, 7168),), m=(480,)),
+    "w4a8_fp8_grouped": dict(shapes=((4096, 7168),), m=(480,)),
     "attention_prefill": dict(formats=("int4/int4",)),
     "attention": dict(caches=("60x32/8x4k",), formats=("int4/int4",)),
 }
@@ -223,8 +224,8 @@ def asked(op: str, m: int, target: Target = H200, **changes) -> dict:
         own = {name: facts[name] for name in ("symmetric", "scale_dtype", "dtype")}
         experts, auto = facts["experts"], dict(bias=True, numerics="auto", target=target)
         made = grouped16.plan(m, n, k, experts, group_size=facts["group"], **own, **auto)
-    elif op == "w4a8_grouped":
-        own = dict(group_size=facts["group"], out_dtype=facts["out_dtype"], dequantization="auto")
+    elif op in ("w4a8_grouped", "w4a8_fp8_grouped"):
+        own = dict(group_size=facts["group"], out_dtype=facts["out_dtype"], dequantization=facts["dequantization"])
         made = grouped8.plan(m, n, k, facts["experts"], **own, bias=False, target=target)
     elif op in ("w4a8", "w4a8_fp8"):
         own = dict(group_size=facts["group"], out_dtype=facts["out_dtype"], dequantization=facts["dequantization"])

@@ -74,7 +74,8 @@ def test_spaces_hold_every_program_of_the_target():
     assert programs["w4a16", "sm_80"] == programs["w4a8", "sm_80"] == {"small_batch", "multistage"}
     assert programs["w4a8_fp8", "sm_90a"] == {"stream_k"}
     assert programs["w4ax", "sm_90a"] == {"small_batch", "integer"} and programs["w4ax", "sm_80"] == {"persistent"}
-    assert programs["w4a16_grouped", "sm_90a"] == programs["w4a8_grouped", "sm_90a"] == {"grouped"}
+    for op in ("w4a16_grouped", "w4a8_grouped", "w4a8_fp8_grouped"):
+        assert programs[op, "sm_90a"] == {"grouped"}
     assert programs["attention_prefill", "sm_80"] == {"prefill_mma"}
     assert programs["attention_prefill", "sm_90a"] == {"prefill_mma", "prefill_wgmma", "prefill_shared"}
     assert programs["attention", "sm_80"] == programs["attention", "sm_90a"] == {"decode"}

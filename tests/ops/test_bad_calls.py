@@ -262,7 +262,7 @@ def test_calibration_and_reports():
             call()
 
 
-@pytest.mark.parametrize("family", [w4a16, w4a8], ids=["w4a16", "w4a8"])
+@pytest.mark.parametrize("family", [w4a16, w4a8, fp8], ids=["w4a16", "w4a8", "fp8"])
 def test_grouped_calls(family, weights):
     one = weights[family.__name__.rpartition(".")[2]]
     w, offsets = family.GroupedWeight.stack([one, one]), torch.tensor([0, 1, 2], dtype=torch.int32)
@@ -289,9 +289,19 @@ def test_grouped_calls(family, weights):
         cases += [("out", "shares memory with x", inside), ("numerics", "must be one of", dict(numerics="best"))]
     else:
         made = QuantizedActivations(torch.zeros(2, K).char(), torch.zeros(2), torch.zeros(2).int(), (2, K))
+        other = QuantizedActivations(made.q.view(torch.float8_e4m3fn), made.scales, None, (2, K))
+        own, dtype = "int8", "int8"
+        if family is fp8:
+            made, other, own, dtype = other, made, "e4m3", "float8_e4m3fn"
+            cases += [
+                ("out_dtype", "sums are floats", dict(out_dtype=torch.int32)),
+                ("dequantization", "is not that of fp8", dict(dequantization="xor")),
+            ]
+        else:
+            cases.append(("dequantization", "is not that of", dict(dequantization="e4m3")))
         cases += [
-            ("x", "must be int8 codes", dict(x=replace(made, q=made.q.view(torch.float8_e4m3fn)))),
-            ("q", "must be contiguous int8 .3, 128", dict(x=replace(made, shape=(3, K)))),
+            ("x", f"must be {own} codes", dict(x=other)),
+            ("q", f"must be contiguous {dtype} .3, 128", dict(x=replace(made, shape=(3, K)))),
             ("scales", "must be contiguous float32", dict(x=replace(made, scales=made.scales[:1]))),
             ("out", "shares memory with x", dict(x=made, out=made.q.view(torch.float16))),
             ("out_dtype", "must be one of", dict(out_dtype=torch.int8)),
@@ -303,6 +313,12 @@ def test_grouped_calls(family, weights):
         x = torch.empty(2, K, dtype=torch.float16)
         with pytest.raises(ArgumentError, match="x = .*must be .M, 128"):
             family.grouped_gemm(x[:, 1:], w, offsets)
+        if family is not w4a16:
+            y = family.grouped_gemm(x, w, offsets, out_dtype=torch.bfloat16)
+            assert (y.shape, y.dtype) == ((2, N), torch.bfloat16)
+            for bad in (dict(x=other), dict(dequantization="xor" if family is fp8 else "e4m3")):
+                with pytest.raises(ArgumentError, match="must be|is not"):
+                    family.grouped_gemm(**(dict(x=x, w=w, expert_offsets=offsets) | bad))
         with pytest.raises(ArgumentError, match="out = .*must be contiguous"):  # copy_ would repeat y
             family.grouped_gemm(x[:1], w, offsets, out=torch.empty(2, N, dtype=torch.float16))
 
@@ -322,7 +338,8 @@ def test_numbers_and_stacks_of_experts(family, weights, tmp_path):
         (None, "experts = .*must be a list"),
         (one, "experts = .*must be a list"),
         ([None, None], "experts = .*must all be of one kind"),
-        ([weights["fp8"]], "experts = 'w4a8.fp8.PackedWeight'"),
+        ([one, weights["fp8"]], "experts = 'w4a8.fp8.PackedWeight'"),
+        ([weights["w4ax"]], "experts = 'w4ax.PackedWeight'"),
         ([one] * 1025, "experts = 1025"),
         ([one, one.to("meta")], "words = .*meta"),
         ([one, replace(one, bias=torch.zeros(N))], "bias = 'none and float32"),
@@ -331,7 +348,7 @@ def test_numbers_and_stacks_of_experts(family, weights, tmp_path):
         with pytest.raises(ArgumentError, match=said):
             stack(bad)
     with pytest.raises(ArgumentError, match="make = "):
-        family.GroupedWeight.load(fp8.PackedWeight, tmp_path / "none")
+        family.GroupedWeight.load(w4ax.PackedWeight, tmp_path / "none")
 
 
 def test_routing():

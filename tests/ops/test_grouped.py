@@ -14,9 +14,10 @@ from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops import w4a8, w4a16
 from terrazzo.ops.grouped import MOST_EXPERTS, GroupedWeight
+from terrazzo.ops.w4a8 import fp8
 from terrazzo.ops.w4a8 import grouped as w4a8_grouped
 from terrazzo.ops.w4a16 import grouped as w4a16_grouped
-from terrazzo.schedules import grouped, stream_k
+from terrazzo.schedules import grouped, stream_k, w4a8_fp8
 from terrazzo.schedules import w4a8 as w4a8_schedules
 from terrazzo.schedules.problem import WeightOnlyGemm
 
@@ -30,7 +31,7 @@ def experts(family, count: int = 3, n: int = 70, k: int = 200, **more) -> list:
     return [quantize(torch.randn(n, k, generator=rng), group_size=64, **more) for _ in range(count)]
 
 
-@pytest.mark.parametrize("family", [w4a8, w4a16], ids=["w4a8", "w4a16"])
+@pytest.mark.parametrize("family", [w4a8, w4a16, fp8], ids=["w4a8", "w4a16", "fp8"])
 def test_stacked_weights_keep_every_expert(family, tmp_path):
     packed = [w.pack() for w in experts(family)]
     stacked = family.GroupedWeight.stack(packed)
@@ -45,7 +46,9 @@ def test_stacked_weights_keep_every_expert(family, tmp_path):
             assert torch.equal(of[e].dequantize(), weight.dequantize())
     with pytest.raises(IndexError):
         stacked[3]
-    assert "3 x PackedWeight" in repr(stacked)
+    assert "3 x " in repr(stacked) and "PackedWeight" in repr(stacked)
+    with pytest.raises(ArgumentError, match="grouped"):
+        GroupedWeight.load((w4a16 if family is not w4a16 else fp8).PackedWeight, tmp_path / "experts.safetensors")
 
 
 def test_a_single_expert_is_no_file_of_many(tmp_path):
@@ -61,10 +64,11 @@ def test_a_single_expert_is_no_file_of_many(tmp_path):
         (lambda: [], "experts"),
         (lambda: experts(w4a8, 2), "experts"),  # not packed
         (lambda: [experts(w4a8, 1)[0].pack(), experts(w4a16, 1)[0].pack()], "experts"),
+        (lambda: [experts(w4a8, 1)[0].pack(), experts(fp8, 1)[0].pack()], "experts"),
         (lambda: [experts(w4a8, 1, n=70)[0].pack(), experts(w4a8, 1, n=71)[0].pack()], "n"),
         (lambda: [experts(w4a16, 1)[0].pack(), experts(w4a16, 1, symmetric=True)[0].pack()], "symmetric"),
     ],
-    ids=["none", "unpacked", "mixed", "sizes", "zeros"],
+    ids=["none", "unpacked", "mixed", "mixed codes", "sizes", "zeros"],
 )
 def test_experts_that_differ_are_refused(make, argument):
     with pytest.raises(ArgumentError) as error:
@@ -89,8 +93,9 @@ def test_schedules_are_legal(sizes, experts, m):
     n, k, group = sizes
     room = HOPPER.smem_per_block - 8 * (experts + 1)
     of = w4a8_schedules.IntegerGemm.of(n, k, group)
-    s = grouped.choose(w4a8_schedules, of, HOPPER, m, experts)
-    assert s.legal() and s.stages >= 2 and s.smem_bytes(of) <= room
+    for form in (w4a8_schedules, w4a8_fp8):
+        s = grouped.choose(form, of, HOPPER, m, experts)
+        assert grouped.legal(s) and s.stages >= 2 and s.smem_bytes(of) <= room
     for record, post in ((128 * 3 // 2, False), (320, True)):
         of = WeightOnlyGemm(n, k, 128 // group, record)
         s = grouped.choose(stream_k, of, HOPPER, m, experts, post)
@@ -111,11 +116,17 @@ def test_requests_depend_on_the_tokens_of_an_expert_alone():
     assert len(w4a8.grouped_requests(4096, 7168, 8)) <= 7
     one = w4a8.grouped_requests(4096, 7168, 8, m=(100, 128))
     assert len(one) == 1 and dict(one[0].params)["experts"] == 8
+    (e4m3,) = w4a8.grouped_requests(4096, 7168, 8, m=(100, 128), dequantization="e4m3", group_size=128)
+    assert e4m3.name == "w4a8.grouped" and dict(e4m3.params)["dequantization"] == "e4m3"
+    assert [e4m3] == w4a8.grouped_requests(4096, 7168, 8, m=128, dequantization="e4m3", group_size=7168)
     assert dict(w4a16.grouped_requests(4096, 7168, 8, m=128, **W4A16)[0].params)["block_tokens"] == 16
     for made, argument in (
         (lambda: w4a8.grouped_requests(64, 128, 2, m=4, target="sm_80"), "target"),
         (lambda: w4a16.grouped_requests(64, 128, 2, m=4, target="sm_89", **W4A16), "target"),
         (lambda: w4a8.grouped_requests(64, 128, 2, m=4, dequantization="vadd"), "dequantization"),
+        (lambda: w4a8.grouped_requests(64, 128, 2, m=4, dequantization="e4m3", target="sm_80"), "target"),
+        (lambda: w4a8.grouped_requests(64, 128, 2, m=4, dequantization="e4m3", target="sm_89"), "target"),
+        (lambda: w4a8.grouped_requests(64, 128, 2, m=4, dequantization="e4m3", out_dtype="int32"), "out_dtype"),
         (lambda: w4a16.grouped_requests(64, 128, 2, m=4, numerics="best", **W4A16), "numerics"),
     ):
         with pytest.raises(ArgumentError) as error:
@@ -123,9 +134,38 @@ def test_requests_depend_on_the_tokens_of_an_expert_alone():
         assert error.value.argument == argument
 
 
+@pytest.mark.parametrize("codes", ["int8", "e4m3"])
+def test_kernels_get_one_matrix_after_the_other(monkeypatch, codes):
+    """What a launch is given: bytes of x, stacked words and vectors, and a stand-in where e4m3 has no row sums."""
+    seen = []
+
+    def kernel(q, words, channels, scales, sums, bias, workspace, semaphores, y, offsets):
+        assert (q.dtype, len(words), channels.shape, bias.shape) == (torch.int8, 3 * 2, (3 * 128,), (3 * 70,))
+        assert sums.dtype == torch.int32 and sums.shape == ((4,) if codes == "int8" else (1,))
+        seen.append((q, scales, offsets))
+        y.fill_(1.0)
+
+    nothing = torch.empty(1), torch.empty(1, dtype=torch.int32) if codes == "e4m3" else None
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr("terrazzo.ops.launching.current_stream", lambda x: 0)
+    monkeypatch.setattr(w4a8_grouped, "_prepare", lambda key, x, w: (kernel, None, None, *nothing))
+    family = fp8 if codes == "e4m3" else w4a8
+    stacked = family.GroupedWeight.stack([w.pack() for w in experts(family, bias=torch.ones(70))])
+    q, offsets = torch.ones(4, 208, dtype=torch.int8), torch.tensor([0, 1, 1, 4], dtype=torch.int32)
+    x = w4a8.QuantizedActivations(q, torch.ones(4), torch.ones(4, dtype=torch.int32), (4, 200))
+    if codes == "e4m3":
+        x = w4a8.QuantizedActivations(q.view(torch.float8_e4m3fn), torch.ones(4), None, (4, 200))
+    y = w4a8.grouped_gemm(x, stacked, offsets, out_dtype=torch.bfloat16)
+    assert (y.shape, y.dtype) == ((4, 70), torch.bfloat16) and bool((y == 1).all())
+    assert torch.equal(seen[0][0], q) and seen[0][1] is x.scales and seen[0][2] is offsets
+
+
 PLANS = {  # operator's plan, tensor instruction
     "w4a8": lambda: w4a8_grouped.plan(
         128, 4096, 7168, 8, group_size=64, out_dtype="float16", dequantization="auto", bias=True, target=HOPPER
+    ),
+    "fp8": lambda: w4a8_grouped.plan(
+        128, 4096, 7168, 8, group_size=128, out_dtype="bfloat16", dequantization="e4m3", bias=True, target=HOPPER
     ),
     "w4a16": lambda: w4a16_grouped.plan(
         4096, 1536, 2048, 128, dtype="bfloat16", bias=False, numerics="auto", target=HOPPER,
@@ -136,7 +176,7 @@ PLANS = {  # operator's plan, tensor instruction
 
 @pytest.mark.compiles
 @pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing")
-@pytest.mark.parametrize(("name", "instruction"), [("w4a8", "IGMMA"), ("w4a16", "HGMMA")])
+@pytest.mark.parametrize(("name", "instruction"), [("w4a8", "IGMMA"), ("fp8", "QGMMA"), ("w4a16", "HGMMA")])
 def test_machine_code(name, instruction):
     plan = PLANS[name]()
     report = KernelReport.read(compile_request(plan.request) / "report.json")
@@ -147,7 +187,7 @@ def test_machine_code(name, instruction):
         pytest.skip(report.note)
     assert all(re.match(instruction, opcode) for opcode in report.tensor_instructions)
     groups = report.count(r"WARPGROUP\.ARRIVE")
-    assert report.count(instruction) == groups * (2 if name == "w4a8" else 4), "ptxas serializes wgmma"
+    assert report.count(instruction) == groups * (4 if name == "w4a16" else 2), "ptxas serializes wgmma"
     assert report.count("VOTE") and report.count("SHFL")  # the table of experts and its search
 
 
@@ -163,3 +203,4 @@ def test_the_benchmark_routes_every_pick():
             assert int(counts.max()) <= tokens  # a token picks an expert once
     kinds = {request.name for request in bench.requests_of("w4a8", bench.GOAL_LAYER)}
     assert "w4a8.grouped" in kinds and len(kinds) == 2  # and what gemm takes for one expert's tokens
+    assert {request.name for request in bench.requests_of("w4a8_fp8", bench.GOAL_LAYER)} == {"w4a8.grouped"}
