@@ -1,4 +1,5 @@
-"""Grouped GEMM on the GPU: W4A8 sums are exact, W4A16 stays inside the error bound, whatever the offsets hold.
+"""Grouped GEMM on the GPU, whatever the offsets hold: W4A8 sums on int8 are exact, and those on e4m3 for unit vectors
+and small integers; W4A16 and random data on e4m3 stay inside the error bound.
 
 Outputs start as NaN (int32: garbage); rows of no expert must keep it, and a second run must give the same bits.
 """
@@ -12,7 +13,7 @@ import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import launching, moe, w4a8, w4a16
-from terrazzo.ops.w4a8 import activations
+from terrazzo.ops.w4a8 import activations, fp8, fp8_reference
 from terrazzo.ops.w4a8 import reference as w4a8_reference
 from terrazzo.ops.w4a16 import reference as w4a16_reference
 
@@ -29,7 +30,7 @@ def hopper(gpu):
 
 @dataclass(frozen=True)
 class Spec:
-    """The weights of some experts. `scale`, `symmetric`: of W4A16."""
+    """The weights of some experts. `scale`, `symmetric`: of W4A16; `free`: of e4m3, else scales are powers of two."""
 
     op: str
     experts: int
@@ -39,13 +40,14 @@ class Spec:
     bias: bool = False
     symmetric: bool = False
     scale: str = "float16"
+    free: bool = False
 
     @lru_cache(maxsize=8)  # noqa: B019  a handful of small weights for the session
     def build(self) -> tuple[list, object]:
         """Canonical weights, and their stack, on the GPU."""
         rng = torch.Generator().manual_seed(self.n + self.k + self.experts)
-        made = [(_w4a8 if self.op == "w4a8" else _w4a16)(self, rng) for _ in range(self.experts)]
-        family = w4a8 if self.op == "w4a8" else w4a16
+        make, family = {"w4a8": (_w4a8, w4a8), "w4a8_fp8": (_fp8, fp8), "w4a16": (_w4a16, w4a16)}[self.op]
+        made = [make(self, rng) for _ in range(self.experts)]
         return made, family.GroupedWeight.stack([w.pack() for w in made])
 
 
@@ -59,6 +61,19 @@ def _w4a8(spec: Spec, rng: torch.Generator):
         torch.rand(spec.n, generator=rng) * 1e-2 + 1e-3,
         group_size=spec.group,
         bias=torch.randn(spec.n, generator=rng) if spec.bias else None,
+    )
+
+
+def _fp8(spec: Spec, rng: torch.Generator):
+    shape = (spec.n, -(-spec.k // spec.group))
+    factors = torch.randn(shape, generator=rng) if spec.free else 2.0 ** torch.randint(-2, 2, shape, generator=rng)
+    channels = torch.rand(spec.n, generator=rng) * 1e-2 + 1e-3 if spec.free else torch.full((spec.n,), 2.0**-6)
+    return fp8.QuantizedWeight.canonical(
+        torch.randint(-8, 8, (spec.n, spec.k), generator=rng).to(DEVICE),
+        factors.half(),
+        channels,
+        group_size=spec.group,
+        bias=torch.randint(-8, 8, (spec.n,), generator=rng).float() if spec.bias else None,
     )
 
 
@@ -88,10 +103,10 @@ def counts_of(name: str, experts: int, average: int) -> list[int]:
     return torch.bincount(torch.randint(0, experts, (average * experts,), generator=rng), minlength=experts).tolist()
 
 
-def quantizer(m: int, k: int, dtype: str = "float16"):
+def quantizer(m: int, k: int, dtype: str = "float16", codes: str = "int8"):
     """The kernel that quantizes these activations."""
     target, device = launching.targets(None, torch.device(DEVICE))
-    return activations.plan(m, k, dtype=dtype, gain=False, norm=False, target=target, device=device)
+    return activations.plan(m, k, dtype=dtype, gain=False, norm=False, target=target, device=device, codes=codes)
 
 
 @dataclass(frozen=True)
@@ -104,6 +119,7 @@ class Case:
     outside: tuple[int, int] = (0, 0)
     out: str = "float16"
     option: str = "auto"  # dequantization or numerics
+    data: str = "random"  # of e4m3 also "unit" vectors and "integer"
 
     @property
     def dtype(self) -> str:
@@ -117,16 +133,32 @@ class Case:
     def requests(self) -> list:
         s, rows = self.spec, {int(o[-1]) + self.outside[1] for o in self.offsets()} - {0}
         facts = dict(m=tuple(rows), group_size=s.group, bias=s.bias and self.out != "int32")
-        if s.op == "w4a8":
-            own = w4a8.grouped_requests(s.n, s.k, s.experts, out_dtype=self.out, dequantization=self.option, **facts)
-            return [*own, *(quantizer(m, s.k, self.dtype) for m in rows)]
+        if s.op != "w4a16":
+            codes, option = ("e4m3", "e4m3") if s.op == "w4a8_fp8" else ("int8", self.option)
+            own = w4a8.grouped_requests(s.n, s.k, s.experts, out_dtype=self.out, dequantization=option, **facts)
+            return [*own, *(quantizer(m, s.k, self.dtype, codes) for m in rows)]
         return w4a16.grouped_requests(
             s.n, s.k, s.experts, symmetric=s.symmetric, scale_dtype=s.scale, dtype=self.out, numerics=self.option,
             **facts,
         )  # fmt: skip
 
+    def activations(self, m: int):
+        """What the operator is given for m rows: quantized, or (W4A16) of 16 bits."""
+        k, rng = self.spec.k, torch.Generator().manual_seed(m)
+        if self.data != "random":
+            columns = torch.randint(k, (m, 1), generator=rng)
+            unit = self.data == "unit"
+            values = columns == torch.arange(k) if unit else torch.randint(-4, 5, (m, k), generator=rng)
+            q = torch.nn.functional.pad(values.float(), (0, -k % 16)).to(torch.float8_e4m3fn).to(DEVICE)
+            scales = 2.0 ** torch.randint(-3, 1, (m,), generator=rng)
+            return w4a8.QuantizedActivations(q, scales.to(DEVICE), None, (m, k))
+        x = torch.randn(m, k, generator=rng).to(getattr(torch, self.dtype)).to(DEVICE)
+        if self.spec.op == "w4a16":
+            return x
+        return (fp8 if self.spec.op == "w4a8_fp8" else w4a8).quantize_activations(x)
+
     def call(self, x, stacked, offsets, out):
-        if self.spec.op == "w4a8":
+        if self.spec.op != "w4a16":
             return w4a8.grouped_gemm(x, stacked, offsets, out=out, out_dtype=out.dtype, dequantization=self.option)
         return w4a16.grouped_gemm(x, stacked, offsets, out=out, numerics=self.option)
 
@@ -137,6 +169,12 @@ class Case:
             of = x[rows]
             return w4a16_reference.gemm(of, weight, numerics), w4a16_reference.forward_error_bound(of, weight, numerics)
         q = x.q[rows, : weight.k]
+        if self.spec.op == "w4a8_fp8":
+            dtype = getattr(torch, self.out)
+            ref = fp8_reference.gemm(q, x.scales[rows], weight)
+            if self.data != "random":
+                return ref.float().to(dtype).double(), torch.zeros_like(ref)
+            return ref, fp8_reference.forward_error_bound(q, x.scales[rows], weight, dtype)
         if self.out == "int32":
             exact = q.double() @ weight.bytes().double().T
             return exact, torch.zeros_like(exact)
@@ -152,10 +190,7 @@ def check(case: Case) -> None:
         starts = offsets.tolist()
         m = starts[-1] + case.outside[1]
         where = f"{case} {name} offsets={starts[:20]}"
-        rng = torch.Generator().manual_seed(m)
-        x = torch.randn(m, case.spec.k, generator=rng).to(getattr(torch, case.dtype)).to(DEVICE)
-        x = w4a8.quantize_activations(x) if case.spec.op == "w4a8" else x
-        first = None
+        x, first = case.activations(m), None
         for _ in range(LAUNCHES):
             guarded = torch.full((m + 16, case.spec.n), blank, dtype=dtype, device=DEVICE)
             y = case.call(x, stacked, offsets, guarded[8:-8])
@@ -178,6 +213,8 @@ def check(case: Case) -> None:
 
 
 SMALL = Spec("w4a8", 5, 320, 640)
+E4M3 = Spec("w4a8_fp8", 5, 320, 640, 128, free=True)
+POWERS = Spec("w4a8_fp8", 5, 320, 640, 64, bias=True)
 CASES = {
     "w4a8 one token": (Case(SMALL, 1, out="int32"), Case(SMALL, 1, out="int32", option="unsigned")),
     "w4a8 few": (Case(SMALL, 16, out="int32"), Case(SMALL, 16), Case(SMALL, 16, ("random", "none"), (5, 9))),
@@ -190,6 +227,20 @@ CASES = {
     "w4a8 one expert": tuple(Case(Spec("w4a8", 1, 192, 4112, 128), a, ("even",), out="int32") for a in (3, 64, 500)),
     "w4a8 many": tuple(Case(Spec("w4a8", 128, 192, 256, 64), a, out="int32") for a in (1, 8, 33)),
     "w4a8 goal": (Case(Spec("w4a8", 8, 4096, 7168), 16, ("even", "random"), out="int32"),),
+    "fp8 unit": tuple(Case(POWERS, a, data="unit") for a in (1, 16, 60, 250)),
+    "fp8 integer": tuple(Case(POWERS, a, data="integer", outside=(3, 2)) for a in (1, 16, 30, 60, 100, 700)),
+    "fp8 few": (Case(E4M3, 1), Case(E4M3, 16, out="bfloat16"), Case(E4M3, 16, ("random", "none"), (5, 9))),
+    "fp8 wider": tuple(Case(E4M3, a, outside=(3, 0)) for a in (30, 60, 100, 250)),
+    "fp8 ragged": tuple(
+        Case(Spec("w4a8_fp8", 7, 450, 1036, 32, bias=True, free=True), a, out=out, outside=(0, 2))
+        for a, out in ((5, "bfloat16"), (40, "float16"), (200, "bfloat16"))
+    ),
+    "fp8 thin": tuple(Case(Spec("w4a8_fp8", 33, 65, 16, 128), a, data="integer") for a in (1, 17, 300)),
+    "fp8 one expert": tuple(
+        Case(Spec("w4a8_fp8", 1, 192, 4112, 128), a, ("even",), data="unit") for a in (3, 64, 500)
+    ),
+    "fp8 many": tuple(Case(Spec("w4a8_fp8", 128, 192, 256, 64), a, data="integer") for a in (1, 8, 33)),
+    "fp8 goal": (Case(Spec("w4a8_fp8", 8, 4096, 7168, 128, free=True), 16, ("even", "random")),),
     "w4a16 few": (Case(Spec("w4a16", 5, 320, 640, 128), 16), Case(Spec("w4a16", 5, 320, 640, 128), 1, outside=(4, 4))),
     "w4a16 wider": tuple(Case(Spec("w4a16", 5, 320, 640, 128, symmetric=True), a) for a in (30, 60, 100, 250)),
     "w4a16 ragged": tuple(
@@ -210,11 +261,12 @@ def test_grouped(compiled, cases):
         check(case)
 
 
-@pytest.mark.parametrize("cases", [(Case(SMALL, 16),)], ids=["graph"])
+@pytest.mark.parametrize("cases", [(Case(SMALL, 16),), (Case(E4M3, 16),)], ids=["int8", "e4m3"])
 def test_a_graph_follows_its_offsets(compiled, cases):
     """The launch does not depend on the values of the offsets: a captured graph serves any routing of its M tokens."""
-    made, stacked = SMALL.build()
-    x = w4a8.quantize_activations(torch.randn(80, SMALL.k, device=DEVICE).half())
+    (case,) = cases
+    made, stacked = case.spec.build()
+    x = case.activations(80)
     offsets = torch.zeros(6, dtype=torch.int32, device=DEVICE)
     y = torch.empty(80, SMALL.n, dtype=torch.float16, device=DEVICE)
     side = torch.cuda.Stream()
@@ -231,8 +283,8 @@ def test_a_graph_follows_its_offsets(compiled, cases):
         torch.cuda.synchronize()
         for e, weight in enumerate(made):
             rows = slice(int(offsets[e]), int(offsets[e + 1]))
-            ref = w4a8_reference.gemm(x.q[rows, : SMALL.k], x.scales[rows], weight)
-            assert bool(((y[rows].double() - ref).abs() <= w4a8_reference.forward_error_bound(ref, y.dtype)).all())
+            ref, bound = case.expected(x, rows, weight)
+            assert bool(((y[rows].double() - ref).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("cases", [(Case(SMALL, 16),)], ids=["bad"])
@@ -306,11 +358,13 @@ def test_refusals(compiled, cases):
         with pytest.raises(ArgumentError) as error:
             call()
         assert error.value.argument == argument
+    with pytest.raises(ArgumentError, match="must be e4m3 codes"):
+        w4a8.grouped_gemm(x, E4M3.build()[1], good)
 
 
-@pytest.mark.parametrize("cases", [(Case(SMALL, 16),)], ids=["compile"])
+@pytest.mark.parametrize("cases", [(Case(SMALL, 16),), (Case(E4M3, 16),)], ids=["int8", "e4m3"])
 def test_torch_compile(compiled, cases):
-    _, stacked = SMALL.build()
+    _, stacked = cases[0].spec.build()
     x = torch.randn(80, SMALL.k, device=DEVICE).half()
     offsets = cases[0].offsets()[0]
     eager = w4a8.grouped_gemm(x, stacked, offsets)
