@@ -52,6 +52,46 @@ __device__ __forceinline__ unsigned tz_lds16_at(const void *p, int i) { return (
 """,
     ),
     Primitive(
+        "place",
+        "ptxas makes the address of a stage anew for each load and barrier, in turns of the scheduler that wgmma leaves",
+        """\
+// an address in shared memory that stays in a register: the compiler does not know how it was made
+__device__ __forceinline__ unsigned tz_place(const void *p) {
+  unsigned at = tz_smem(p);
+  asm volatile("" : "+r"(at));
+  return at;
+}
+// what a wgmma descriptor says, for sums in 64 bits: one instruction each
+template <class D> __device__ __forceinline__ unsigned long long tz_matrix(const D &descriptor) {
+  unsigned long long at = descriptor.desc_;
+  asm volatile("" : "+l"(at));
+  return at;
+}
+__device__ __forceinline__ void tz_lds128(void *out, unsigned at) {
+  unsigned *r = (unsigned *)out;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
+}
+__device__ __forceinline__ unsigned tz_lds32(unsigned at) {
+  unsigned r;
+  asm volatile("ld.shared.u32 %0,[%1];" : "=r"(r) : "r"(at));
+  return r;
+}
+__device__ __forceinline__ unsigned tz_lds16(unsigned at) {
+  unsigned short r;
+  asm volatile("ld.shared.u16 %0,[%1];" : "=h"(r) : "r"(at));
+  return r;
+}
+// an mbarrier's phase of this parity is complete, and what was written for it is seen
+__device__ __forceinline__ void tz_wait(unsigned barrier, int parity) {
+  asm volatile("{\\n.reg .pred p;\\nagain: mbarrier.try_wait.parity.shared::cta.b64 p,[%0],%1;\\n@!p bra again;\\n}"
+               :: "r"(barrier), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void tz_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" :: "r"(barrier) : "memory");
+}
+""",
+    ),
+    Primitive(
         "ldmatrix",
         "T.ptx_ldmatrix takes access pointers only inside its own pipelines; this one orders with the rings above",
         """\
@@ -167,23 +207,28 @@ __device__ __forceinline__ bool tz_has(int units, int unit) { return units >> un
 __device__ __forceinline__ void tz_give(void *to, int bytes, const void *from, int units, int unit) {
   if (tz_has(units, unit)) *(uint4 *)((char *)to + bytes) = *(const uint4 *)from;
 }
-// the warp's part is written: 1 once those of all q are, with a bit more for each withdrawal; 0 after some 60 us
+// the warp's part is written: 1 once those of all q are, with a bit more for each withdrawal; 0 after some 60 us.
+// All lanes wait, by reductions: after a loop of one lane, or a shuffle, ptxas would not know that the warp goes on as
+// one, and would keep nothing of the main loop in uniform registers
 __device__ __forceinline__ int tz_meet(int *word, int q) {
-  int seen = 0, got = 1;
+  int seen = 0, got;
+  bool first = threadIdx.x % 32 == 0;
   __syncwarp();
-  if (threadIdx.x % 32 == 0) {
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0,[%1],1;" : "=r"(seen) : "l"(word) : "memory");
-    if ((seen & 255) == q - 1) got |= seen >> 16 << 1;
-    else {
-      long long begin = clock64();
-      do {
+  if (first) asm volatile("atom.acq_rel.gpu.global.add.s32 %0,[%1],1;" : "=r"(seen) : "l"(word) : "memory");
+  seen = __reduce_or_sync(~0u, seen);
+  if ((seen & 255) == q - 1) got = 1 | seen >> 16 << 1;
+  else {
+    long long begin = clock64();
+    do {
+      seen = 0;
+      if (first) {
         asm volatile("ld.acquire.gpu.global.s32 %0,[%1];" : "=r"(seen) : "l"(word) : "memory");
-        if (clock64() - begin > 100000) got = 0;
-      } while (got && (seen & 255) != q);
-      if ((seen & 255) == q) got = 1;
-    }
+        if ((seen & 255) != q && clock64() - begin > 100000) seen |= 1 << 31;
+      }
+      seen = __reduce_or_sync(~0u, seen);
+    } while (seen >= 0 && (seen & 255) != q);
+    got = seen >= 0;
   }
-  got = __shfl_sync(~0u, got, 0);
   __syncwarp();  // what the first lane has acquired, the others see
   return got;
 }
@@ -193,7 +238,7 @@ __device__ __forceinline__ int tz_withdraw(int *word, int q, int share) {
   __syncwarp();
   if (threadIdx.x % 32 == 0)
     asm volatile("atom.acq_rel.gpu.global.or.b32 %0,[%1],%2;" : "=r"(seen) : "l"(word), "r"(65536 << share) : "memory");
-  seen = __shfl_sync(~0u, (seen & 255) == q, 0);
+  seen = __reduce_or_sync(~0u, threadIdx.x % 32 ? 0 : (seen & 255) == q);
   __syncwarp();
   return seen;
 }

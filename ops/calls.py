@@ -68,6 +68,11 @@ def lds32(at: Any) -> Any:
     return _call("lds32", address(at, "r", 4), returns="uint32")
 
 
+def lds16(at: Any) -> Any:
+    """The 16-bit word at a `place`, as a uint32."""
+    return _call("lds16", at, returns="uint32")
+
+
 def lds16_at(at: Any, index: Any, nbytes: int) -> Any:
     """The 16-bit word `index` of the `nbytes` bytes from `at` on, as a uint32."""
     return _call("lds16_at", address(at, "r", nbytes), index, returns="uint32")
@@ -152,14 +157,15 @@ def wgmma(
 ) -> Any:
     """wgmma of 64 rows, four registers from a[at] on, by `tokens` tokens in shared memory, 16 bytes * `offset` behind
     what the descriptor x names. kinds: of A and B, "fp16" or "bf16" (k16), "int8", "uint8" or "e4m3" (k32). The sums
-    from sums[to] on are added to where `add` is true, else they start anew."""
+    from sums[to] on are added to where `add` is true, else they start anew. x: a descriptor, or a name bound to a sum
+    with what `matrix` returns."""
     import tilelang.language as T
 
     wide = kinds[1] in ("fp16", "bf16")
     dtype = "int32" if kinds[1] == "int8" else "float32"
     return T.ptx_wgmma_rs(
-        dtype, f"m64n{tokens}k{16 if wide else 32}", True, *kinds, "fp32" if wide else dtype, a.data, at, x.data,
-        offset, sums.data, to, T.bool(add), 1, 1,
+        dtype, f"m64n{tokens}k{16 if wide else 32}", True, *kinds, "fp32" if wide else dtype, a.data, at,
+        getattr(x, "data", x), offset, sums.data, to, T.bool(add), 1, 1,
     )  # fmt: skip
 
 
@@ -174,6 +180,14 @@ def pack2(low: Any, high: Any, *, bf16: bool) -> Any:
 def unpack(half: int, word: Any, *, bf16: bool) -> Any:
     """The low (0) or high (1) half of a uint32 as a float."""
     return _call(f"unpack<{str(bf16).lower()}, {half}>", word, returns="float32")
+
+
+def byte_perm(low: Any, high: Any, selector: int) -> Any:
+    """Four bytes of two uint32 words, each named by a digit of the selector, the lowest byte by the last one: 0 to 3 of
+    `low`, 4 to 7 of `high`."""
+    import tilelang.language as T
+
+    return T.call_extern("uint32", "__byte_perm", low, high, T.uint32(selector))
 
 
 # order
@@ -192,6 +206,29 @@ def wg_sync(warpgroup: Any) -> Any:
 def fence() -> Any:
     """Loads from shared memory stay behind the mbarrier that was waited for."""
     return _call("fence")
+
+
+def place(at: Any, access: str = "r") -> Any:
+    """uint32 address in shared memory of an element, or of the first one of a buffer, from where on the program finds
+    all that it reads by adding bytes. It stays in a register, where the address of an element is made anew each time."""
+    import tilelang.language as T
+
+    return _call("place", T.access_ptr(at, access, 1), returns="uint32")
+
+
+def matrix(descriptor: Any) -> Any:
+    """A wgmma descriptor as a uint64, to which 16-byte steps may be added."""
+    return _call("matrix", descriptor.data, returns="uint64")
+
+
+def wait(barrier: Any, parity: Any) -> Any:
+    """The mbarrier at a `place` has completed its phase of this parity."""
+    return _call("wait", barrier, parity)
+
+
+def arrive(barrier: Any) -> Any:
+    """At the mbarrier at a `place`."""
+    return _call("arrive", barrier)
 
 
 def opaque(scalar: Any) -> Any:

@@ -10,7 +10,8 @@ Each function returns macros for one program; all of their state lives in one-el
 
 from types import SimpleNamespace
 
-from terrazzo.ops.calls import fence, syncwarp
+from terrazzo.ops.calls import arrive, fence, place, syncwarp
+from terrazzo.ops.calls import wait as wait_at
 from terrazzo.schedules.tile_costs import MOST_SLICES
 
 
@@ -42,8 +43,11 @@ def table_state() -> SimpleNamespace:
 
 
 def ring_state() -> SimpleNamespace:
-    """Stage and parity of a ring, and the stage before."""
-    return scalars("stage", "parity", "before")
+    """Stage and parity of a ring, and the stage before; where its barriers lie, for a consumer."""
+    import tilelang.language as T
+
+    places = {name: T.alloc_local((1,), "uint32") for name in ("full", "empty")}
+    return SimpleNamespace(**vars(scalars("stage", "parity", "before")), **places)
 
 
 def partition_macros(
@@ -225,7 +229,8 @@ def expert_macros(*, experts: int, block_tokens: int, units: int, row_tiles: int
 
 def ring_macros(*, stages: int) -> SimpleNamespace:
     """Macros of a ring of shared-memory stages: `reset`, `acquire` (a producer's wait for a stage), `wait` (a
-    consumer's), `advance`, `release`. `full` and `empty` are its mbarriers, one of each for a stage."""
+    consumer's), `advance`, `release`. `full` and `empty` are its mbarriers, one of each for a stage. A consumer whose
+    loop is short of instructions finds them once (`find`), and then takes `wait_found` and `release_found`."""
     import tilelang.language as T
 
     @T.macro
@@ -262,4 +267,23 @@ def ring_macros(*, stages: int) -> SimpleNamespace:
         if condition:
             T.barrier_arrive(empty[ring.before[0]])
 
-    return SimpleNamespace(reset=reset, acquire=acquire, wait=wait, advance=advance, release=release)
+    @T.macro
+    def find(full, empty, ring):
+        """Where the barriers lie."""
+        ring.full[0] = place(full[0], "rw")
+        ring.empty[0] = place(empty[0], "rw")
+
+    @T.macro
+    def wait_found(ring):
+        wait_at(ring.full[0] + T.cast(ring.stage[0], "uint32") * T.uint32(8), ring.parity[0])
+
+    @T.macro
+    def release_found(ring, condition):
+        syncwarp()
+        if condition:
+            arrive(ring.empty[0] + T.cast(ring.before[0], "uint32") * T.uint32(8))
+
+    return SimpleNamespace(
+        reset=reset, acquire=acquire, wait=wait, advance=advance, release=release, find=find, wait_found=wait_found,
+        release_found=release_found,
+    )  # fmt: skip

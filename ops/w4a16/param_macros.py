@@ -6,7 +6,7 @@ u[1] two of float32; u[2] two zero points, a byte each.
 
 from types import SimpleNamespace
 
-from terrazzo.ops.calls import unpack
+from terrazzo.ops.calls import byte_perm, unpack
 from terrazzo.ops.w4a16.operand import Operand
 
 
@@ -34,16 +34,16 @@ def param_macros(op: Operand) -> SimpleNamespace:
     def bias_words(v, at, u):
         """What is subtracted from a converted field: the power of two that it was put behind, and the zero point."""
         if bf16:
-            v[at] = (u[2] & T.uint32(255)) * T.uint32(0x10001) + T.uint32(0x43004300)
-            v[at + 2] = (u[2] >> T.uint32(8)) * T.uint32(0x10001) + T.uint32(0x43004300)
+            v[at] = byte_perm(u[2], T.uint32(0x43434343), 0x4040)
+            v[at + 2] = byte_perm(u[2], T.uint32(0x43434343), 0x4141)
         else:
-            v[at] = (u[2] & T.uint32(255)) * T.uint32(0x10001) + T.uint32(0x64006400)
+            v[at] = byte_perm(u[2], T.uint32(0x64646464), 0x4040)
             v[at + 2] = (u[2] >> T.uint32(8)) * T.uint32(0x100010) + T.uint32(0x54005400)
 
     @T.macro
     def scale_words(v, at, u):
         """The scales, or (numerics "post") ones."""
-        v[at + 1] = T.uint32(one) if op.numerics == "post" else (u[0] & T.uint32(0xFFFF)) * T.uint32(0x10001)
-        v[at + 3] = T.uint32(one) if op.numerics == "post" else (u[0] >> T.uint32(16)) * T.uint32(0x10001)
+        v[at + 1] = T.uint32(one) if op.numerics == "post" else byte_perm(u[0], u[0], 0x1010)
+        v[at + 3] = T.uint32(one) if op.numerics == "post" else byte_perm(u[0], u[0], 0x3232)
 
     return SimpleNamespace(scales=scales, bias_words=bias_words, scale_words=scale_words)

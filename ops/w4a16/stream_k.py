@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.calls import bulk, lds16_at, lds32, lds128, mma_kind, pack2, wgmma
+from terrazzo.ops.calls import bulk, lds16, lds32, lds128, matrix, mma_kind, pack2, place, wgmma
 from terrazzo.ops.tile_program import OWN_BARRIERS, REGISTERS
 from terrazzo.ops.tile_scheduler import (
     EXPERTS_SOURCE,
@@ -91,7 +91,7 @@ def build(
     ct, nacc = wgs * 128, bm // 2
     kinds = (mma_kind(dtype),) * 2
     slot_units = bm * 64 * 2 // 16  # of a descriptor
-    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "exchange", "warpgroup")
+    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "exchange", "warpgroup")
     source = prelude(*used, extra=(cvt.device_source, *([EXPERTS_SOURCE] if experts else [])))
     matrices = max(experts, 1)
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32
@@ -107,8 +107,15 @@ def build(
     M = T.dynamic("m")
     G = T.dynamic("grid")
 
+    def bytes_of(stage, each, more):
+        return T.cast(stage, "uint32") * T.uint32(each) + T.uint32(more)
+
     def param_slot(ring, h):
         return ring.stage[0] if shared_params else ring.stage[0] * halves + h % halves
+
+    def first_tile(ring):
+        """From the first stage's tiles of X to this one's, in the 16 bytes of a descriptor."""
+        return T.cast(T.cast(ring.stage[0], "uint32") * T.uint32(halves * slot_units), "uint64")
 
     @T.macro
     def load_weights(io, c, kb, h):
@@ -168,32 +175,42 @@ def build(
         tokens.locate(io.Es, c, M)
 
     @T.macro
-    def load_words(Ws, w, ring, wg, wt):
-        """A thread's words of a whole stage, with one latency."""
-        for q in T.unroll(halves * rb):
-            lds128(w[q * 4], Ws[ring.stage[0] * halves + q // rb, wg * rb + q % rb, wt * 4])
+    def find(at, Ws, Ps, wg, wt):
+        """Where a thread's words and parameters begin: of its warpgroup's first row block, in the first stage."""
+        at.words[0] = place(Ws[0, wg * rb, wt * 4])
+        at.scales[0] = place(Ps[0, wg * rb * rec + wt // 4 * 2 * sb])
+        if not symmetric:
+            at.zeros[0] = place(Ps[0, wg * rb * rec + 64 * sb + wt // 4 * 2])
 
     @T.macro
-    def load_params(Ps, stage, block, lane_row, s, u, v, slot):
-        """Registers of slot: f32 scales of rows g and g + 8, and the converter's (bias, scale) words."""
+    def load_words(at, w, ring):
+        """A thread's words of a whole stage, with one latency."""
+        for q in T.unroll(halves * rb):
+            row_block = q // rb * cta_blocks + q % rb
+            lds128(w[q * 4], at.words[0] + bytes_of(ring.stage[0], halves * cta_blocks * 2048, row_block * 2048))
+
+    @T.macro
+    def load_params(at, stage, r, s, u, v):
+        """Registers of row block r: f32 scales of rows g and g + 8, and the converter's (bias, scale) words."""
         for q in T.unroll(ig):
-            at = (q * cta_blocks + block) * rec
-            u[0] = lds32(Ps[stage, at + lane_row * 2 * sb])
+            here = bytes_of(stage, cta_blocks * ig * rec, (q * cta_blocks + r) * rec)
+            slot = r * ig + q
+            u[0] = lds32(at.scales[0] + here)
             if scale_dtype == "float32":
-                u[1] = lds32(Ps[stage, at + lane_row * 2 * sb + 4])
+                u[1] = lds32(at.scales[0] + here + T.uint32(4))
             if symmetric:
                 u[2] = T.uint32(0x0808)
             else:
-                u[2] = lds16_at(Ps[stage, at + 64 * sb], lane_row, nbytes=64)
+                u[2] = lds16(at.zeros[0] + here)
             if post or numerics == "fused":
-                words.scales(s, (slot * ig + q) * 2, u)
+                words.scales(s, slot * 2, u)
             if numerics == "fused":
                 for e in T.unroll(2):
-                    zs = -T.cast(u[2] >> T.uint32(8 * e) & T.uint32(255), "float32") * s[(slot * ig + q) * 2 + e]
-                    v[(slot * ig + q) * 4 + 2 * e] = pack2(zs, zs, bf16=bf16)
+                    zs = -T.cast(u[2] >> T.uint32(8 * e) & T.uint32(255), "float32") * s[slot * 2 + e]
+                    v[slot * 4 + 2 * e] = pack2(zs, zs, bf16=bf16)
             else:
-                words.bias_words(v, (slot * ig + q) * 4, u)
-            words.scale_words(v, (slot * ig + q) * 4, u)
+                words.bias_words(v, slot * 4, u)
+            words.scale_words(v, slot * 4, u)
 
     @T.macro
     def convert(w, words, a, half, v, r, first, count):
@@ -207,7 +224,7 @@ def build(
         T.warpgroup_fence_operand(a, half, count * 4)
 
     @T.macro
-    def multiply(w, a, acc, part, s, v, desc, slot, h, r):
+    def multiply(w, a, acc, part, s, v, x, h, r):
         """64 k of row block r, by sets of operands: while the products of one run, the other is converted."""
         for b in T.unroll(4 // batch):
             half = ((h * rb + r) * (4 // batch) + b) % 2 * (batch * 4)
@@ -216,13 +233,13 @@ def build(
             T.warpgroup_arrive()
             for j in T.unroll(batch):
                 at = (b * batch + j) * 2
-                wgmma(bm, kinds, acc, r * nacc, a, half + j * 4, desc, slot + at)
+                wgmma(bm, kinds, acc, r * nacc, a, half + j * 4, x, h % halves * slot_units + at)
             T.warpgroup_commit_batch()
             T.warpgroup_fence_operand(acc, r * nacc, nacc)
             T.warpgroup_wait(1)
 
     @T.macro
-    def multiply_post(w, a, acc, part, s, v, desc, slot, h, r):
+    def multiply_post(w, a, acc, part, s, v, x, h, r):
         """64 k of row block r: the sums of each group of k, `part`, are scaled and added to the tile's."""
         half = (h * rb + r) % 2 * 16
         convert(w, (h % halves * rb + r) * 4, a, half, v, r, 0, 4)
@@ -231,7 +248,7 @@ def build(
             T.warpgroup_arrive()
             for j in T.unroll(4 // ig):
                 at = q * (4 // ig) + j
-                wgmma(bm, kinds, part, 0, a, half + at * 4, desc, slot + at * 2, j != 0)
+                wgmma(bm, kinds, part, 0, a, half + at * 4, x, h % halves * slot_units + at * 2, j != 0)
             T.warpgroup_commit_batch()
             T.warpgroup_wait(0)
             T.warpgroup_fence_operand(part, num_regs=nacc)
@@ -269,6 +286,8 @@ def build(
             o = T.alloc_local((4,), "uint32")
             bb = T.alloc_local((2,), "float32")
             desc = T.alloc_wgmma_desc()
+            kinds_of = {"words": "uint32", "scales": "uint32", "zeros": "uint32", "x": "uint64"}
+            at = SimpleNamespace(**{name: T.alloc_local((1,), kind) for name, kind in kinds_of.items()})
             p = plan_state()
             c = segment_state()
             x = slice_state()
@@ -303,6 +322,9 @@ def build(
                 warp = wt // 32
                 lane = tx % 32
                 T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
+                at.x[0] = matrix(desc)
+                find(at, Ws, Ps, wg, wt)
+                rings.find(full, empty, ring)
                 if not experts:
                     T.pdl_sync()
                 for seg in T.serial(p.all[0]):
@@ -313,20 +335,20 @@ def build(
                     for kb in T.serial(c.k1[0] - c.k0[0]):
                         for h in T.unroll(2):
                             if h % halves == 0:
-                                rings.wait(full, ring)
-                                load_words(Ws, w, ring, wg, wt)
+                                rings.wait_found(ring)
+                                load_words(at, w, ring)
                             for r in T.unroll(rb):
                                 if h == 0 or not shared_params:
-                                    load_params(Ps, param_slot(ring, h), wg * rb + r, warp * 8 + lane // 4, s, u, v, r)
-                                slot = (ring.stage[0] * halves + h % halves) * slot_units
-                                (multiply_post if post else multiply)(w, a, acc, part, s, v, desc, slot, h, r)
+                                    load_params(at, param_slot(ring, h), r, s, u, v)
+                                tile = at.x[0] + first_tile(ring)
+                                (multiply_post if post else multiply)(w, a, acc, part, s, v, tile, h, r)
                                 if r == 0 and h % halves == 0:  # the wgmmas on the stage before are complete
-                                    rings.release(empty, ring, T.And(lane == 0, kb * 2 + h > 0))
+                                    rings.release_found(ring, T.And(lane == 0, kb * 2 + h > 0))
                             if (h + 1) % halves == 0:
                                 rings.advance(ring)
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
-                    rings.release(empty, ring, T.And(lane == 0, c.k1[0] > c.k0[0]))
+                    rings.release_found(ring, T.And(lane == 0, c.k1[0] > c.k0[0]))
                     to = SimpleNamespace(Y=Y, B=B, Os=Os, o=o, bb=bb)
                     tail.finish(WS, SEM, acc, to, p, c, x, cta, ctas, sk, wg, wt)
 

@@ -90,31 +90,33 @@ static void multiply(int first, size_t group, size_t index) {
     }
   }
 }
+// a descriptor counts 16 bytes from the beginning of shared memory
+static const char *described(uint64_t at) { return shared_memory() + 16 * at; }
 static void issue(const Product &p) { Unseen unseen; products[current].back().push_back(p); }
 template <int N, bool SIGNED> static void wgmma_rs(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
-  issue({a, nullptr, (const char *)b, (int32_t *)c, N, add, SIGNED});
+  issue({a, nullptr, described(b), (int32_t *)c, N, add, SIGNED});
 }
 template <int N, int WIDE> static void wgmma_wide(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
-  issue({a, nullptr, (const char *)b, (int32_t *)c, N, add, true, false, WIDE});
+  issue({a, nullptr, described(b), (int32_t *)c, N, add, true, false, WIDE});
 }
 template <int N, int WIDE> static void wgmma_wide(uint64_t a, uint64_t b, uint32_t *c, bool add) {
-  issue({nullptr, (const char *)a, (const char *)b, (int32_t *)c, N, add, true, false, WIDE});
+  issue({nullptr, described(a), described(b), (int32_t *)c, N, add, true, false, WIDE});
 }
 template <int N> static void wgmma_e4m3(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
-  issue({a, nullptr, (const char *)b, (int32_t *)c, N, add, true, true});
+  issue({a, nullptr, described(b), (int32_t *)c, N, add, true, true});
 }
 template <int N, bool SIGNED> static void wgmma_ss(uint64_t a, uint64_t b, uint32_t *c, bool add) {
-  issue({nullptr, (const char *)a, (const char *)b, (int32_t *)c, N, add, SIGNED});
+  issue({nullptr, described(a), described(b), (int32_t *)c, N, add, SIGNED});
 }
 namespace tl {
 template <> inline bool tl_shuffle_elect<32>() { return threadIdx.x % 32 == 0; }
 struct GmmaDescriptor {
-  uint64_t base;
-  uint64_t operator+(int offset) const { return base + 16 * (int64_t)offset; }
-  operator uint64_t() const { return base; }
+  uint64_t desc_;
+  uint64_t operator+(int offset) const { return desc_ + offset; }
+  operator uint64_t() const { return desc_; }
 };
 template <int A, int B, int C> void initialize_wgmma_descriptor(GmmaDescriptor &d, const void *p) {
-  Unseen unseen; d.base = (uint64_t)p; products[current].assign(1, {});
+  Unseen unseen; d.desc_ = ((const char *)p - shared_memory()) / 16; products[current].assign(1, {});
 }
 template <class T> void prefetch_tma_descriptor(T) {}
 inline void fence_proxy_async() {}
@@ -156,6 +158,7 @@ template <int N> void warpgroup_wait() {
 template <int N> void warpgroup_reg_alloc() {}
 template <int N> void warpgroup_reg_dealloc() {}
 }  // namespace tl
+static uint64_t tz_matrix(const tl::GmmaDescriptor &d) { return d.desc_; }
 static void cudaTriggerProgrammaticLaunchCompletion() {}
 static void cudaGridDependencySynchronize() {}
 template <int ROWS> static void tma_tile(const TensorMap *map, Barrier &bar, void *to, int col, int row) {

@@ -44,6 +44,17 @@ static void fly(Barrier &barrier, void *to, const void *from, int bytes) {
   released(barrier.order(barrier.state & 1)); Barrier::flying.push_back({&barrier, {to, from, bytes}});
 }
 struct Groups { std::vector<std::vector<std::vector<Copy>>> of; };
+// addresses in shared memory as numbers
+static unsigned tz_place(const void *p) { return (const char *)p - shared_memory(); }
+static char *placed(unsigned at, int bytes) {
+  if (at % bytes || at + bytes > SHARED + HEAP) { fprintf(stderr, "misaligned, or not in shared memory\n"); abort(); }
+  return shared_memory() + at;
+}
+static void tz_lds128(void *out, unsigned at) { memcpy(out, placed(at, 16), 16); }
+static unsigned tz_lds32(unsigned at) { return *(const unsigned *)placed(at, 4); }
+static unsigned tz_lds16(unsigned at) { return *(const uint16_t *)placed(at, 2); }
+static void tz_wait(unsigned barrier, int parity) { ((Barrier *)placed(barrier, 8))->wait(parity); }
+static void tz_arrive(unsigned barrier) { ((Barrier *)placed(barrier, 8))->arrive(); }
 static PerCta<Groups> groups;
 static std::vector<std::vector<Copy>> &my_groups() {
   auto &all = (*groups).of;
