@@ -8,7 +8,9 @@ for all rows of a CTA, 64 of each of its warpgroups.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
@@ -16,8 +18,10 @@ from terrazzo.lowering.targets import Target
 _STATIC = 2048  # bytes: barriers with their alignment, and what the driver keeps of each CTA
 _MMA_ROWS = {64: 4, 128: 2, 256: 1}  # head_dim -> groups of 8 rows of a warp
 _WGMMA_ROWS = {64: 8, 128: 8}  # head_dim -> groups of 8 rows of a warpgroup; 256 would spill
-_SHARED_WARPS = {64: (12, 8), 128: (12, 8, 4), 256: (4,)}
-"""head_dim -> warps of consumers; more would spill, and 12 do with head_dim 128, two words in the loop."""
+_SHARED_WARPS = {64: (12, 8, 4), 128: (12, 8, 4), 256: (4,)}
+"""head_dim -> warps of consumers; more would spill, and 12 do with head_dim 128, four words in the loop."""
+_SHARED_COST = {192: 1.3, 128: 1.0, 64: 0.72}
+"""Rows of a CTA of "shared" -> time of a stage, measured on H200 with head_dim 128, int4 (64 rows: estimated)."""
 
 
 @dataclass(frozen=True)
@@ -59,21 +63,19 @@ class Prefill:
 
 
 def every(problem: PrefillProblem, target: Target) -> list[Prefill]:
-    """The schedules to choose from, best first: wgmma where the target has it, the widest tile of rows that registers
-    allow, and as many stages as fit, up to 4. Those of "shared" have not been timed yet and come last."""
-    made, shared = [], []
+    """The schedules to choose from, best first for long prompts: "shared" where the target has wgmma, the widest tile of
+    rows that registers allow, and as many stages as fit, up to 4."""
+    made = []
     if target.supports("wgmma.f16"):
+        made += [Prefill("shared", 8, warps, n) for warps in _SHARED_WARPS[problem.head_dim] for n in (4, 3, 2)]
         if problem.head_dim in _WGMMA_ROWS:
             made += [Prefill("wgmma", _WGMMA_ROWS[problem.head_dim], warps, n) for warps in (8, 4) for n in (4, 3, 2)]
-        shared = [Prefill("shared", 8, warps, n) for warps in _SHARED_WARPS[problem.head_dim] for n in (4, 3, 2)]
     made += [Prefill("mma", _MMA_ROWS[problem.head_dim], warps, n) for warps in (8, 4) for n in (4, 3, 2)]
-    return [
-        schedule for schedule in (*made, *shared) if schedule.smem_bytes(problem) + _STATIC <= target.smem_per_block
-    ]
+    return [schedule for schedule in made if schedule.smem_bytes(problem) + _STATIC <= target.smem_per_block]
 
 
-def choose(problem: PrefillProblem, target: Target) -> Prefill:
-    """The first of `every`.
+def choose(problem: PrefillProblem, target: Target, rows: int = 0) -> Prefill:
+    """The first of `every`, or the first with so many rows in a CTA.
 
     Raises:
         ArgumentError: shared memory too small for two stages.
@@ -82,4 +84,27 @@ def choose(problem: PrefillProblem, target: Target) -> Prefill:
     if not possible:
         constraint = f"no two stages of {problem.stage_words} words fit on {target.arch}"
         raise ArgumentError("head_dim", problem.head_dim, constraint, "use smaller formats")
-    return possible[0]
+    return next((it for it in possible if it.rows == rows), possible[0])
+
+
+def widths(problem: PrefillProblem, target: Target) -> list[int]:
+    """Rows of the CTAs that `narrower` may choose from, the widest first; empty where there is one program for all."""
+    return list(dict.fromkeys(it.rows for it in every(problem, target) if it.program == "shared"))
+
+
+@lru_cache(maxsize=4096)
+def narrower(problem: PrefillProblem, target: Target, sms: int, rows: int, groups: int) -> int:
+    """Rows of a CTA for a launch whose widest tiles would leave SMs idle, 0 for one that has enough of them.
+
+    Args:
+        sms: of the GPU. rows: of the longest sequence, (new token, query head of a group). groups: sequences times kv
+            heads.
+    """
+
+    def cost(width: int) -> float:
+        waves = -(-rows // width) * groups / sms
+        return (math.ceil(waves) if waves <= 2 else waves + 0.5) * _SHARED_COST[width]
+
+    possible = widths(problem, target)
+    best = min(possible, key=cost, default=0)
+    return 0 if possible and best == possible[0] else best

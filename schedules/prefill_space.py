@@ -9,6 +9,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.schedules import attention_prefill as prefill
 from terrazzo.schedules import spaces
 
+_SLOW = {"shared": 1.55, "wgmma": 2.65, "mma": 4.4}  # times the tensor cores' best, with wide tiles, on H200
 _TOKENS, _ROWS = 3584, 32768  # what predicted times are for: they only order schedules
 
 
@@ -29,12 +30,10 @@ class Prefill(spaces.Space):
         return "" if schedule in prefill.every(self.problem, target) else f"{program} has no such tile on {target.arch}"
 
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
-        """An estimate: the tensor cores' time, longer on mma.sync, with narrow tiles (each converts for itself) and
-        with short rings."""
+        """An estimate: the tensor cores' time, longer where every warp or warpgroup converts for its own rows, with
+        narrow tiles and with short rings."""
         flop = 4.0 * _TOKENS * _ROWS * self.problem.head_dim
-        slow = (
-            (2.5 if schedule.program == "mma" else 1.5) * (1 + 32 / schedule.rows) * (1 + 0.05 * (4 - schedule.stages))
-        )
+        slow = _SLOW[schedule.program] * (1 + 32 / schedule.rows) * (1 + 0.05 * (4 - schedule.stages))
         return 5.0 + slow * flop / target.tflops("f16") / 1e6
 
     def revive(self, program: str, params: Mapping[str, Any], target: Target, m: int) -> tuple[Any, str]:

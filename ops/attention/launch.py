@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from terrazzo.lowering.errors import CaptureError
+from terrazzo.lowering.errors import CaptureError, TargetError
 from terrazzo.lowering.targets import Target
 
 if TYPE_CHECKING:
@@ -17,6 +17,19 @@ def current_targets(target: Target | str | None) -> tuple[Target, Target]:
     here = detect()
     at = here if target is None else Target.parse(target)
     return (here if at.arch == here.arch else at), here
+
+
+def requested_targets(target: Target | str | None) -> tuple[Target, Target]:
+    """As `current_targets`, to compile ahead: where no GPU is seen, or for a `Target`, the target stands for both."""
+    if isinstance(target, Target):
+        return target, target
+    try:
+        return current_targets(target)
+    except TargetError:
+        if target is None:
+            raise
+    at = Target.parse(target)
+    return at, at
 
 
 @lru_cache(maxsize=1)

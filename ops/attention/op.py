@@ -13,7 +13,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
 from terrazzo.ops.attention import decode_program
 from terrazzo.ops.attention.cache import PackedCache
-from terrazzo.ops.attention.launch import current_targets, own_slots, semaphores, stand_ins
+from terrazzo.ops.attention.launch import current_targets, own_slots, requested_targets, semaphores, stand_ins
 from terrazzo.schedules import attention as schedules
 from terrazzo.schedules import attention_space, records, spaces
 
@@ -108,7 +108,7 @@ def decode_requests(
     target: Target | str | None = None,
 ) -> list[KernelRequest]:
     """The kernels that `decode` of q [B, q_len, Hq, D] launches, to compile them up front."""
-    at, device = current_targets(target)
+    at, device = requested_targets(target)
     batch, new, heads, _ = q_shape
     return [
         plan(

@@ -19,7 +19,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
 from terrazzo.ops.attention import op, prefill_mma, prefill_shared, prefill_wgmma, writing
-from terrazzo.ops.attention.launch import current_targets, own_slots, stand_ins
+from terrazzo.ops.attention.launch import current_targets, own_slots, requested_targets, stand_ins
 from terrazzo.ops.attention.op import LOG2E
 from terrazzo.ops.attention.prefill_stages import STAGE, Geometry, plain_layout
 from terrazzo.ops.launching import ptx_flags, warm_kernel
@@ -43,6 +43,11 @@ class Plan:
     rows: int
 
 
+@lru_cache(maxsize=256)
+def _problem(layout: CacheLayout, page: int, residual: int, fresh: bool) -> schedules.PrefillProblem:
+    return schedules.PrefillProblem(layout.head_dim, Geometry(layout, page, residual, fresh).stage_words)
+
+
 @lru_cache(maxsize=1024)
 def plan(
     layout: CacheLayout,
@@ -56,16 +61,19 @@ def plan(
     target: Target,
     device: Target | None = None,
     schedule: schedules.Prefill | None = None,
+    rows: int = 0,
 ) -> Plan:
-    """The kernel for any number of sequences and tokens. `device` runs it where that is newer than `target`.
+    """The kernel for any number of sequences and tokens. `device` runs it where that is newer than `target`; `rows`, if
+    not 0, are those of a CTA, for launches of few (`schedules.narrower`).
 
     Raises:
         ArgumentError: a page size, a residual block or a schedule that does not fit.
     """
-    g = Geometry(layout, page, residual, fresh)
-    problem = schedules.PrefillProblem(layout.head_dim, g.stage_words)
-    if schedule is None and (softcap or sinks):  # they need registers that a tuned schedule may not have left
-        schedule = schedules.choose(problem, target)
+    problem = _problem(layout, page, residual, fresh)
+    if schedule is None and (softcap or sinks):  # options need registers that a tuned or a wide schedule may not leave
+        rows = min(rows or 128, 128)
+    if schedule is None and rows:
+        schedule = schedules.choose(problem, target, rows)
     if schedule is None:
         facts = tuning_facts(layout, dtype, page, residual, fresh)
         _, schedule = spaces.choose(Prefill(problem), "attention_prefill", facts, target, 1, device)
@@ -108,16 +116,13 @@ def prefill_requests(
         dtype: of q, k and v. page: tokens of a page, 0 for contiguous caches. residual: tokens of the residual block.
         fresh: whether k and v are given. target: an architecture, None for this GPU's.
     """
-    if target is None or not isinstance(target, Target):
-        at, device = current_targets(target)
-    else:
-        at = device = target
-    facts = dict(dtype=dtype, target=at, device=device)
-    made = plan(
-        layout, page=page, residual=residual, fresh=fresh, softcap=softcap, sinks=sinks, schedule=schedule, **facts
-    )
+    at, device = requested_targets(target)
+    kind = dict(page=page, residual=residual, fresh=fresh)
+    facts = dict(dtype=dtype, softcap=softcap, sinks=sinks, schedule=schedule, target=at, device=device)
+    widths = [0] if schedule else schedules.widths(_problem(layout, **kind), at)
+    made = [plan(layout, **kind, **facts, rows=rows).request for rows in (0, *widths)]
     extra = [writing.write_kernel(plain_layout(layout), dtype, STAGE, 0, at, device)] if fresh else []
-    return [made.request, *extra]
+    return list(dict.fromkeys((*made, *extra)))
 
 
 def prefill(
@@ -216,11 +221,15 @@ def run(
     if count == 0 or most_new == 0:
         return made, lse
     at, device = current_targets(target)
+    kind = dict(page=cache.page_size, residual=cache.residual_tokens, fresh=k is not None)
+    rows, width = most_new * (heads // cache.kv_heads), 0
+    if schedule is None:
+        groups = len(cache.lengths) * cache.kv_heads
+        width = schedules.narrower(_problem(cache.layout, **kind), at, device.sms, rows, groups)
     chosen = plan(
-        cache.layout, dtype=str(q.dtype).removeprefix("torch."), page=cache.page_size, residual=cache.residual_tokens,
-        fresh=k is not None, softcap=softcap > 0, sinks=sinks is not None, target=at, device=device, schedule=schedule,
+        cache.layout, dtype=str(q.dtype).removeprefix("torch."), **kind, softcap=softcap > 0, sinks=sinks is not None,
+        target=at, device=device, schedule=schedule, rows=width,
     )  # fmt: skip
-    rows = most_new * (heads // cache.kv_heads)
     op.check_grid(len(cache.lengths), -(-rows // chosen.rows))
     q = q.contiguous()
     if out is not None:

@@ -28,7 +28,7 @@ from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 ROWS = 64  # of a warpgroup: the m64 of its products
-REGISTERS = {1: (128, 240), 2: (88, 208), 3: (80, 144)}  # consumer warpgroups -> a converter's, a consumer's
+REGISTERS = {1: (128, 240), 2: (88, 208), 3: (56, 152)}  # consumer warpgroups -> a converter's, a consumer's
 STATE = ("count", "slot", "parity", "to", "turn", "least", "high", "query", "head", "edge", "token", "end")
 _SOURCE = """\
 __device__ __forceinline__ void *tz_at8(const void *p, int at) { return (char *)p + at; }

@@ -128,7 +128,30 @@ def test_schedules_fit(arch, head_dim):
             problem = schedules.PrefillProblem(head_dim, quantized.stage_words)
         chosen = schedules.choose(problem, target)
         assert chosen.smem_bytes(problem) <= target.smem_per_block and chosen.stages >= 2
-        assert (chosen.program == "wgmma") == (arch == "sm_90a" and head_dim < 256)
+        assert chosen.program == (
+            "shared" if arch == "sm_90a" and head_dim < 256 else "mma"
+        )  # 256: memory, for k and v
+
+
+@pytest.mark.parametrize(
+    ("new", "group", "groups", "rows"),
+    [(8192, 4, 8, 0), (512, 4, 8, 128), (128, 4, 8, 64), (512, 4, 64, 0), (4096, 1, 32, 0), (1, 1, 1, 64)],
+)
+def test_few_rows_take_narrower_tiles(new, group, groups, rows):
+    target, layout = Target.parse("nvidia/nvidia-h200"), CacheLayout("int4", "int4", 128)
+    problem = schedules.PrefillProblem(128, Geometry(layout, 128, 0, False).stage_words)
+    assert schedules.narrower(problem, target, 132, new * group, groups) == rows
+    assert schedules.choose(problem, target, rows).rows == (rows or 192)
+    assert schedules.narrower(problem, Target.parse("sm_80"), 108, new * group, groups) == 0
+
+
+def test_every_width_is_compiled_ahead():
+    target, layout = Target.parse("sm_90a"), CacheLayout("int4", "int4", 128)
+    rows = {dict(request.params)["warps"] * 16 for request in prefill_requests(layout, page=128, target=target)}
+    assert rows == {192, 128, 64}
+    assert prefill_requests(layout, page=128, target="sm_90a") == prefill_requests(layout, page=128, target=target)
+    with_options = prefill_requests(layout, page=128, softcap=True, target=target)
+    assert {dict(request.params)["warps"] for request in with_options} == {8, 4}  # 12 warps would spill
 
 
 def test_the_compile_command_knows_prefill():
