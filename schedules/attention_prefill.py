@@ -63,8 +63,8 @@ class Prefill:
 
 
 def every(problem: PrefillProblem, target: Target) -> list[Prefill]:
-    """The schedules to choose from, best first for long prompts: "shared" where the target has wgmma, the widest tile of
-    rows that registers allow, and as many stages as fit, up to 4."""
+    """The schedules to choose from, best first for long prompts: "shared" where the target has wgmma, the widest tile
+    of rows that registers allow, and as many stages as fit, up to 4."""
     made = []
     if target.supports("wgmma.f16"):
         made += [Prefill("shared", 8, warps, n) for warps in _SHARED_WARPS[problem.head_dim] for n in (4, 3, 2)]
