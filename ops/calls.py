@@ -210,7 +210,7 @@ def fence() -> Any:
 
 def place(at: Any, access: str = "r") -> Any:
     """uint32 address in shared memory of an element, or of the first one of a buffer, from where on the program finds
-    all that it reads by adding bytes. It stays in a register, where the address of an element is made anew each time."""
+    all that it reads by adding bytes. It stays in a register; the address of an element is made anew each time."""
     import tilelang.language as T
 
     return _call("place", T.access_ptr(at, access, 1), returns="uint32")

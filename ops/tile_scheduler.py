@@ -10,7 +10,7 @@ Each function returns macros for one program; all of their state lives in one-el
 
 from types import SimpleNamespace
 
-from terrazzo.ops.calls import arrive, fence, place, syncwarp
+from terrazzo.ops.calls import arrive, place, syncwarp
 from terrazzo.ops.calls import wait as wait_at
 from terrazzo.schedules.tile_costs import MOST_SLICES
 
@@ -228,9 +228,9 @@ def expert_macros(*, experts: int, block_tokens: int, units: int, row_tiles: int
 
 
 def ring_macros(*, stages: int) -> SimpleNamespace:
-    """Macros of a ring of shared-memory stages: `reset`, `acquire` (a producer's wait for a stage), `wait` (a
-    consumer's), `advance`, `release`. `full` and `empty` are its mbarriers, one of each for a stage. A consumer whose
-    loop is short of instructions finds them once (`find`), and then takes `wait_found` and `release_found`."""
+    """Macros of a ring of shared-memory stages: `reset`, `acquire` (a producer's wait for a stage), `find`, `wait` (a
+    consumer's), `advance`, `release`, `give_back`. `full` and `empty` are its mbarriers, one of each for a stage; a
+    consumer, whose loop is short of instructions, finds them once."""
     import tilelang.language as T
 
     @T.macro
@@ -246,12 +246,6 @@ def ring_macros(*, stages: int) -> SimpleNamespace:
         T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
 
     @T.macro
-    def wait(full, ring):
-        """The loads that follow see the stage."""
-        T.barrier_wait(full[ring.stage[0]], ring.parity[0])
-        fence()
-
-    @T.macro
     def advance(ring):
         """To the next stage."""
         ring.before[0] = ring.stage[0]
@@ -261,29 +255,30 @@ def ring_macros(*, stages: int) -> SimpleNamespace:
             ring.parity[0] = ring.parity[0] ^ 1
 
     @T.macro
-    def release(empty, ring, condition):
-        """The stage before goes back to the producer, on behalf of the warp."""
-        syncwarp()  # the other lanes' reads come before the arrive, too
-        if condition:
-            T.barrier_arrive(empty[ring.before[0]])
+    def find(full, empty, ring, first):
+        """Where the barriers lie; `first`: of the ring's stages, among those of a buffer. empty: None without a
+        producer that waits for them."""
+        ring.full[0] = place(full[first], "rw")
+        if empty is not None:
+            ring.empty[0] = place(empty[first], "rw")
 
     @T.macro
-    def find(full, empty, ring):
-        """Where the barriers lie."""
-        ring.full[0] = place(full[0], "rw")
-        ring.empty[0] = place(empty[0], "rw")
-
-    @T.macro
-    def wait_found(ring):
+    def wait(ring):
+        """The loads that follow see the stage."""
         wait_at(ring.full[0] + T.cast(ring.stage[0], "uint32") * T.uint32(8), ring.parity[0])
 
     @T.macro
-    def release_found(ring, condition):
-        syncwarp()
+    def give_back(ring, stage):
+        """A stage goes back to the producer, on behalf of the warp."""
+        arrive(ring.empty[0] + T.cast(stage, "uint32") * T.uint32(8))
+
+    @T.macro
+    def release(ring, condition):
+        """The stage before is given back."""
+        syncwarp()  # the other lanes' reads come before the arrive, too
         if condition:
-            arrive(ring.empty[0] + T.cast(ring.before[0], "uint32") * T.uint32(8))
+            give_back(ring, ring.before[0])
 
     return SimpleNamespace(
-        reset=reset, acquire=acquire, wait=wait, advance=advance, release=release, find=find, wait_found=wait_found,
-        release_found=release_found,
-    )  # fmt: skip
+        reset=reset, acquire=acquire, find=find, wait=wait, advance=advance, release=release, give_back=give_back
+    )

@@ -324,7 +324,7 @@ def build(
                 T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
                 at.x[0] = matrix(desc)
                 find(at, Ws, Ps, wg, wt)
-                rings.find(full, empty, ring)
+                rings.find(full, empty, ring, 0)
                 if not experts:
                     T.pdl_sync()
                 for seg in T.serial(p.all[0]):
@@ -335,7 +335,7 @@ def build(
                     for kb in T.serial(c.k1[0] - c.k0[0]):
                         for h in T.unroll(2):
                             if h % halves == 0:
-                                rings.wait_found(ring)
+                                rings.wait(ring)
                                 load_words(at, w, ring)
                             for r in T.unroll(rb):
                                 if h == 0 or not shared_params:
@@ -343,12 +343,12 @@ def build(
                                 tile = at.x[0] + first_tile(ring)
                                 (multiply_post if post else multiply)(w, a, acc, part, s, v, tile, h, r)
                                 if r == 0 and h % halves == 0:  # the wgmmas on the stage before are complete
-                                    rings.release_found(ring, T.And(lane == 0, kb * 2 + h > 0))
+                                    rings.release(ring, T.And(lane == 0, kb * 2 + h > 0))
                             if (h + 1) % halves == 0:
                                 rings.advance(ring)
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
-                    rings.release_found(ring, T.And(lane == 0, c.k1[0] > c.k0[0]))
+                    rings.release(ring, T.And(lane == 0, c.k1[0] > c.k0[0]))
                     to = SimpleNamespace(Y=Y, B=B, Os=Os, o=o, bb=bb)
                     tail.finish(WS, SEM, acc, to, p, c, x, cta, ctas, sk, wg, wt)
 

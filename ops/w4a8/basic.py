@@ -104,6 +104,7 @@ def build(
             acc = T.alloc_local((rb * nacc,), "int32")
             to = out.state(Y, Os, Fs, Rs)
             desc = T.alloc_wgmma_desc()
+            found = steps.places()
             p = plan_state()
             c = segment_state()
             ahead = segment_state()
@@ -118,7 +119,9 @@ def build(
             rings.reset(fill)
             T.pdl_trigger()
             tiles.plan(p, cta, G, sk, M)
-            T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
+            steps.find_tokens(found, desc, Xs, 0)
+            steps.find_units(found, Ws, 0, wg * rb, wt)
+            rings.find(full, None, ring, 0)
             at.segment[0] = 0
             tiles.segment(p, ahead, 0, cta, G, sk, M)
             at.k[0] = ahead.k0[0]
@@ -136,12 +139,13 @@ def build(
                 for i in T.unroll(rb * nacc):
                     acc[i] = 0
                 for _ in T.serial(c.k1[0] - c.k0[0]):
-                    rings.wait(full, ring)
+                    rings.wait(ring)
+                    tile = steps.tokens(found, ring.stage[0])
                     for r in T.unroll(rb):
-                        steps.load_unit(Ws, w, u, ring.stage[0], wg * rb + r, wt)
+                        steps.load_unit(found, w, u, ring.stage[0], r)
                         for h in T.unroll(2):
                             steps.convert(w, h * 4, u, a, h * 8 * (operands - 1), codes, h)
-                            steps.multiply(a, h * 8 * (operands - 1), acc, desc, ring.stage[0], r, h)
+                            steps.multiply(a, h * 8 * (operands - 1), acc, tile, r, h)
                             if r == 0 and h == 0:
                                 T.warpgroup_wait(1)  # the products on the stage before are complete
                                 T.sync_threads()  # in every warpgroup: the stage is free

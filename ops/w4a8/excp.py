@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.calls import fence, stmatrix4, syncwarp
+from terrazzo.ops.calls import stmatrix4, syncwarp
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, check_tile
 from terrazzo.ops.tile_scheduler import plan_state, ring_macros, ring_state, scalars, segment_state
 from terrazzo.ops.w4a8.epilogue import staged
@@ -74,11 +74,11 @@ def build(
     M, G = T.dynamic("m"), T.dynamic("grid")
 
     @T.macro
-    def convert_stage(Ws, As, w, u, a, codes, stage, to, wt):
+    def convert_stage(at, As, w, u, a, codes, stage, to, wt):
         """The converters' warpgroup: every unit of a copied stage, as K-major operands in stage `to`."""
         lane = wt % 32
         for b in T.unroll(cta_blocks):
-            steps.load_unit(Ws, w, u, stage, b, wt)
+            steps.load_unit(at, w, u, stage, b)
             for h in T.unroll(2):
                 steps.convert(w, h * 4, u, a, h * 8, codes, h)
                 for e in T.unroll(2):  # lanes 8i .. 8i + 7 name the rows of register i: row half i % 2, k half i / 2
@@ -139,6 +139,7 @@ def build(
             to = out.state(Y, Os, Fs, Rs)
             desc = T.alloc_wgmma_desc()
             a_desc = T.alloc_wgmma_desc()
+            at = steps.places()
             p = plan_state()
             c = segment_state()
             ring = ring_state()
@@ -162,18 +163,19 @@ def build(
             else:
                 if tx >= ct:
                     T.dec_max_nreg(REGISTERS[wgs][1])
+                    steps.find_units(at, Ws, 0, 0, tx - ct)
+                    rings.find(full, empty, ring, 0)
                     for seg in T.serial(p.all[0]):
                         tiles.segment(p, c, seg, cta, G, sk, M)
                         for _ in T.serial(c.k1[0] - c.k0[0]):
-                            T.barrier_wait(full[ring.stage[0]], ring.parity[0])
+                            rings.wait(ring)
                             made.acquire(used_up, made_ring)
-                            fence()
-                            convert_stage(Ws, As, w, u, a, codes, ring.stage[0], made_ring.stage[0], tx - ct)
+                            convert_stage(at, As, w, u, a, codes, ring.stage[0], made_ring.stage[0], tx - ct)
                             T.fence_proxy_async()  # wgmma reads through the asynchronous proxy
                             syncwarp()
                             if lane == 0:
                                 T.barrier_arrive(converted[made_ring.stage[0]])
-                                T.barrier_arrive(empty[ring.stage[0]])
+                                rings.give_back(ring, ring.stage[0])
                             rings.advance(ring)
                             made.advance(made_ring)
                 else:
@@ -181,6 +183,8 @@ def build(
                     wg = tx // 128
                     wt = tx % 128
                     T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
+                    rings.find(full, empty, ring, 0)
+                    made.find(converted, used_up, made_ring, 0)
                     T.initialize_wgmma_descriptor(a_desc, T.access_ptr(As[0, 0, 0], "r"), 1, 1, 64)
                     T.pdl_sync()
                     for seg in T.serial(p.all[0]):
@@ -189,26 +193,26 @@ def build(
                         for i in T.unroll(rb * nacc):
                             acc[i] = 0
                         for kb in T.serial(c.k1[0] - c.k0[0]):
-                            T.barrier_wait(full[ring.stage[0]], ring.parity[0])
-                            T.barrier_wait(converted[made_ring.stage[0]], made_ring.parity[0])
+                            rings.wait(ring)
+                            made.wait(made_ring)
                             multiply(acc, a_desc, desc, ring.stage[0], made_ring.stage[0], wg)
                             if operands == 1:
                                 T.warpgroup_wait(0)
                                 rings.advance(ring)
                                 made.advance(made_ring)
-                                rings.release(empty, ring, lane == 0)
-                                made.release(used_up, made_ring, lane == 0)
+                                rings.release(ring, lane == 0)
+                                made.release(made_ring, lane == 0)
                             else:
                                 T.warpgroup_wait(1)  # the products on the stages before are complete
-                                rings.release(empty, ring, T.And(lane == 0, kb > 0))
-                                made.release(used_up, made_ring, T.And(lane == 0, kb > 0))
+                                rings.release(ring, T.And(lane == 0, kb > 0))
+                                made.release(made_ring, T.And(lane == 0, kb > 0))
                                 rings.advance(ring)
                                 made.advance(made_ring)
                         T.warpgroup_wait(0)
                         T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
                         if operands > 1:
-                            rings.release(empty, ring, lane == 0)
-                            made.release(used_up, made_ring, lane == 0)
+                            rings.release(ring, lane == 0)
+                            made.release(made_ring, lane == 0)
                         tiles.finish(WS, SEM, acc, to, c, cta, G, sk, wg, wt)
 
     return main

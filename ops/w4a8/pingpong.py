@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.calls import fence, syncwarp
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
 from terrazzo.ops.tile_scheduler import plan_state, ring_state, scalars, segment_state
 from terrazzo.ops.w4a8.epilogue import staged
@@ -66,13 +65,6 @@ def build(
         at.worker[0] = cta * wgs + wg
         tiles.plan(p, at.worker[0], G * wgs, sk, m)
 
-    @T.macro
-    def release(empty, at, ring, condition):
-        """`rings.release` in the warpgroup's own ring."""
-        syncwarp()  # the other lanes' reads come before the arrive, too
-        if condition:
-            T.barrier_arrive(empty[at.base[0] + ring.before[0]])
-
     @T.prim_func
     def main(
         X: T.Tensor((M, k), "int8"),
@@ -101,6 +93,7 @@ def build(
             acc = T.alloc_local((rb * nacc,), "int32")
             to = out.state(Y, Os, Fs, Rs)
             desc = T.alloc_wgmma_desc()
+            own = steps.places()
             p = plan_state()
             c = segment_state()
             ring = ring_state()
@@ -124,7 +117,9 @@ def build(
                 wg = tx // 128
                 wt = tx % 128
                 begin(p, at, cta, wg, sk, M)
-                T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
+                steps.find_tokens(own, desc, Xs, at.base[0])
+                steps.find_units(own, Ws, at.base[0], 0, wt)
+                rings.find(full, empty, ring, at.base[0])
                 T.pdl_sync()
                 for seg in T.serial(p.all[0]):
                     tiles.segment(p, c, seg, at.worker[0], G * wgs, sk, M)
@@ -133,20 +128,20 @@ def build(
                     for i in T.unroll(rb * nacc):
                         acc[i] = 0
                     for kb in T.unroll(c.k1[0] - c.k0[0], unroll_factor=1):  # unrolled, it spills
-                        T.barrier_wait(full[at.base[0] + ring.stage[0]], ring.parity[0])
-                        fence()
+                        rings.wait(ring)
+                        tile = steps.tokens(own, ring.stage[0])
                         for r in T.unroll(rb):
-                            steps.load_unit(Ws, w, u, at.base[0] + ring.stage[0], r, wt)
+                            steps.load_unit(own, w, u, ring.stage[0], r)
                             for h in T.unroll(2):
                                 steps.convert(w, h * 4, u, a, h * 8, codes, h)
-                                steps.multiply(a, h * 8, acc, desc, at.base[0] + ring.stage[0], r, h)
+                                steps.multiply(a, h * 8, acc, tile, r, h)
                                 T.warpgroup_wait(1)
                                 if r == 0 and h == 0:  # the wgmmas on the stage before are complete
-                                    release(empty, at, ring, T.And(lane == 0, kb > 0))
+                                    rings.release(ring, T.And(lane == 0, kb > 0))
                         rings.advance(ring)
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
-                    release(empty, at, ring, lane == 0)
+                    rings.release(ring, lane == 0)
                     tiles.finish(WS, SEM, acc, to, c, at.worker[0], G * wgs, sk, wg, wt)
 
     return main

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from terrazzo.ops.calls import bulk, lds32, lds128, tma_tile, wgmma
+from terrazzo.ops.calls import bulk, lds32, lds128, matrix, place, tma_tile, wgmma
 from terrazzo.ops.tile_scheduler import expert_macros, partition_macros, ring_macros
 from terrazzo.ops.tile_shares import finish_macros, share_macros
 from terrazzo.ops.w4a8.epilogue import store_macros
 from terrazzo.ops.w4a8.operand import operand_macros
 from terrazzo.ops.w4a8.problem import BLOCK_WORDS, UNIT_K, Gemm
 
-PRIMITIVES = ("lds", "pack", "bulk", "stmatrix", "stmatrix_trans", "semaphore", "int8", "warpgroup")
+PRIMITIVES = ("lds", "place", "pack", "bulk", "stmatrix", "stmatrix_trans", "semaphore", "int8", "warpgroup")
 
 
 def fill_macros(
@@ -59,6 +59,49 @@ def fill_macros(
         rings.advance(io.ring)
 
     return SimpleNamespace(fill_weights=fill_weights)
+
+
+def consumer_macros(*, block_tokens: int, cta_blocks: int, unit_words: int, groups: int) -> SimpleNamespace:
+    """What a consumer finds once and then reads by adding bytes: `places()`, its state, macros `find_tokens`,
+    `find_units` and `load_unit`, and `tokens(at, stage)`, for `wgmma`, the tile of X in a stage.
+
+    A unit is of 64 rows by 128 k: int32 [unit_words], words of its two 64 k and 32 parameters for each group. A stage
+    counts from the one that was found.
+    """
+    import tilelang.language as T
+
+    def places() -> SimpleNamespace:
+        kinds = {"words": "uint32", "params": "uint32", "x": "uint64"}
+        return SimpleNamespace(**{name: T.alloc_local((1,), kind) for name, kind in kinds.items()})
+
+    @T.macro
+    def find_tokens(at, desc, Xs, stage):
+        """X, from this stage on; desc: the descriptor to be made of it."""
+        T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[stage, 0, 0], "r"), 1, 1, 64)
+        at.x[0] = matrix(desc)
+
+    @T.macro
+    def find_units(at, Ws, stage, block, wt):
+        """A thread's words and parameters, from this stage and row block of the tile on."""
+        at.words[0] = place(Ws[stage, block, wt * 4])
+        at.params[0] = place(Ws[stage, block, 2 * BLOCK_WORDS + wt // 4])
+
+    @T.macro
+    def load_unit(at, w, u, stage, r):
+        """A thread's words of both 64 k of a row block, and the parameters of its rows g and g + 8 for each group."""
+        first = T.cast(stage, "uint32") * T.uint32(cta_blocks * unit_words * 4) + T.uint32(r * unit_words * 4)
+        for h in T.unroll(2):
+            lds128(w[h * 4], at.words[0] + first + T.uint32(h * BLOCK_WORDS * 4))
+        for q in T.unroll(groups):
+            u[q] = lds32(at.params[0] + first + T.uint32(q * 32 * 4))
+
+    def tokens(at: SimpleNamespace, stage: Any) -> Any:
+        step = T.cast(stage, "uint32") * T.uint32(block_tokens * UNIT_K // 16)
+        return at.x[0] + T.cast(step, "uint64")
+
+    return SimpleNamespace(
+        places=places, find_tokens=find_tokens, find_units=find_units, load_unit=load_unit, tokens=tokens
+    )
 
 
 def tile_macros(
@@ -126,7 +169,8 @@ def tile_macros(
 
 
 def stage_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: int) -> SimpleNamespace:
-    """Macros `load_weights`, `load_tokens`, `load_unit`, `convert`, `multiply`; `registers()` is convert's scratch.
+    """Macros `load_weights`, `load_tokens`, `convert`, `multiply`, those of `consumer_macros`; `registers()` is
+    convert's scratch.
 
     A stage holds 128 k of a tile: X, and the units of `cta_blocks` row blocks of which a warpgroup owns `row_blocks`.
     """
@@ -134,6 +178,7 @@ def stage_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
 
     bm, nacc, unit_words = block_tokens, block_tokens // 2, gemm.unit_words
     operand = operand_macros(gemm)
+    consumer = consumer_macros(block_tokens=bm, cta_blocks=cta_blocks, unit_words=unit_words, groups=gemm.groups)
     kinds = ("uint8" if gemm.unsigned else "int8", "int8")
 
     @T.macro
@@ -150,29 +195,21 @@ def stage_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
         tma_tile(Xs, slot, X, c.first[0], kb * UNIT_K, full[slot])
 
     @T.macro
-    def load_unit(Ws, w, u, slot, block, wt):
-        """A thread's words of both 64 k of a row block, and the parameters of its rows g and g + 8 for each group."""
-        for h in T.unroll(2):
-            lds128(w[h * 4], Ws[slot, block, h * BLOCK_WORDS + wt * 4])
-        for q in T.unroll(gemm.groups):
-            u[q] = lds32(Ws[slot, block, 2 * BLOCK_WORDS + q * 32 + wt // 4])
-
-    @T.macro
-    def multiply(a, at, acc, desc, slot, r, h):
-        """Two wgmma on 64 k, A in registers a[at .. at + 7], as one group."""
+    def multiply(a, at, acc, x, r, h):
+        """Two wgmma on 64 k, A in registers a[at .. at + 7], as one group; x: the stage's `tokens`."""
         T.warpgroup_fence_operand(a, at, 8)
         T.warpgroup_fence_operand(acc, r * nacc, nacc)
         T.warpgroup_arrive()
         for e in T.unroll(2):
-            wgmma(bm, kinds, acc, r * nacc, a, at + e * 4, desc, slot * (bm * UNIT_K // 16) + (h * 2 + e) * 2)
+            wgmma(bm, kinds, acc, r * nacc, a, at + e * 4, x, (h * 2 + e) * 2)
         T.warpgroup_commit_batch()
         T.warpgroup_fence_operand(acc, r * nacc, nacc)
 
     return SimpleNamespace(
         load_weights=load_weights,
         load_tokens=load_tokens,
-        load_unit=load_unit,
         convert=operand.convert,
         registers=operand.registers,
         multiply=multiply,
+        **vars(consumer),
     )

@@ -24,7 +24,7 @@ consumed: ptxas may move an arrive in front of a load's return (measured.md, "A 
 from types import SimpleNamespace
 
 from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.calls import lds32, lds128, tma_tile, wgmma
+from terrazzo.ops.calls import tma_tile, wgmma
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
 from terrazzo.ops.tile_scheduler import (
     EXPERTS_SOURCE,
@@ -41,8 +41,8 @@ from terrazzo.ops.tile_shares import finish_macros, share_macros, slice_state, s
 from terrazzo.ops.w4a8 import fp8_problem
 from terrazzo.ops.w4a8.epilogue import staged, store_macros
 from terrazzo.ops.w4a8.operand import operand_macros
-from terrazzo.ops.w4a8.problem import BLOCK_WORDS, UNIT_K
-from terrazzo.ops.w4a8.stages import fill_macros
+from terrazzo.ops.w4a8.problem import UNIT_K
+from terrazzo.ops.w4a8.stages import consumer_macros, fill_macros
 from terrazzo.schedules import w4a8, w4a8_fp8
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
@@ -105,7 +105,8 @@ def build(
         rings, row_blocks=all_blocks, cta_blocks=cta_blocks, unit_words=unit_words,
         unit=lambda c, kb: c.expert[0] * units + kb,
     )  # fmt: skip
-    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "exchange", "int8", "warpgroup")
+    steps = consumer_macros(block_tokens=bm, cta_blocks=cta_blocks, unit_words=unit_words, groups=ig)
+    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "exchange", "int8", "warpgroup")
     used += ("e4m3",) if e4m3 else ()
     extra = (gemm.converter.device_source, *([EXPERTS_SOURCE] if experts else []))
     source = prelude(*used, extra=extra)
@@ -128,22 +129,13 @@ def build(
         tokens.locate(io.Es, c, M)
 
     @T.macro
-    def load_unit(Ws, w, u, stage, block, wt):
-        """A thread's words of both 64 k of a row block, and the parameters of its rows g and g + 8 for each group."""
-        for h in T.unroll(2):
-            lds128(w[h * 4], Ws[stage, block, h * BLOCK_WORDS + wt * 4])
-        for q in T.unroll(ig):
-            u[q] = lds32(Ws[stage, block, 2 * BLOCK_WORDS + q * 32 + wt // 4])
-
-    @T.macro
-    def multiply(a, sums, at, desc, stage, h, first, steps, before):
-        """k32 steps first .. first + steps - 1 of half h, on the sums at `at`; these start anew if `before` is 0."""
+    def multiply(a, sums, at, x, h, first, count, before):
+        """k32 steps first .. first + count - 1 of half h, on the sums at `at`; these start anew if `before` is 0."""
         T.warpgroup_fence_operand(a, h * 8, 8)
         T.warpgroup_fence_operand(sums, at, nacc)
         T.warpgroup_arrive()
-        for e in T.unroll(steps):
-            offset = stage * (bm * UNIT_K // 16) + (h * 2 + first + e) * 2
-            wgmma(bm, kinds, sums, at, a, h * 8 + (first + e) * 4, desc, offset, before + e > 0)
+        for e in T.unroll(count):
+            wgmma(bm, kinds, sums, at, a, h * 8 + (first + e) * 4, x, (h * 2 + first + e) * 2, before + e > 0)
         T.warpgroup_commit_batch()
         T.warpgroup_fence_operand(sums, at, nacc)
 
@@ -154,18 +146,19 @@ def build(
         T.warpgroup_fence_operand(part, num_regs=nacc)
         for i in T.unroll(nacc):
             acc[r * nacc + i] = T.call_extern("float32", "__fmaf_rn", part[i], f[i % 4 // 2], acc[r * nacc + i])
+        T.warpgroup_fence_operand(acc, r * nacc, nacc)  # before the next wgmma: moved behind it, ptxas serializes all
 
     @T.macro
-    def step(a, acc, part, w, u, f, codes, desc, empty, ring, r, h, free):
+    def step(a, acc, part, w, u, f, codes, x, ring, r, h, free):
         """64 k of row block r; `free`: whether this lane gives the stage before back."""
         operand.convert(w, h * 4, u, a, h * 8, codes, h)
-        multiply(a, acc, r * nacc, desc, ring.stage[0], h, 0, 2, 1)
+        multiply(a, acc, r * nacc, x, h, 0, 2, 1)
         T.warpgroup_wait(1)
         if r == 0 and h == 0:  # the wgmmas on the stage before are complete
-            rings.release(empty, ring, free)
+            rings.release(ring, free)
 
     @T.macro
-    def step_e4m3(a, acc, part, w, u, f, codes, desc, empty, ring, r, h, free):
+    def step_e4m3(a, acc, part, w, u, f, codes, x, ring, r, h, free):
         """The same; at each beginning of a group of k, the group before joins the sums."""
         T.warpgroup_wait(1)  # the set of operands that is written next is free
         operand.convert(w, h * 4, u, a, h * 8, codes, h)
@@ -174,8 +167,8 @@ def build(
                 settle(acc, part, f, (r + rb - 1 + T.min(h + e, 1)) % rb)
                 operand.factors(f, 0, u[(h * 2 + e) * ig // 4])
                 if r == 0 and h == 0 and e == 0:
-                    rings.release(empty, ring, free)
-            multiply(a, part, 0, desc, ring.stage[0], h, e, 2 // splits, h * 2 if ig == 1 else 0)
+                    rings.release(ring, free)
+            multiply(a, part, 0, x, h, e, 2 // splits, h * 2 if ig == 1 else 0)
 
     @T.prim_func
     def main(
@@ -208,6 +201,7 @@ def build(
             f = T.alloc_local((2,), "float32")
             to = out.state(Y, Os, Fs, Rs)
             desc = T.alloc_wgmma_desc()
+            at = steps.places()
             p = plan_state()
             c = segment_state()
             x = slice_state()
@@ -238,7 +232,8 @@ def build(
                 wg = tx // 128
                 wt = tx % 128
                 lane = tx % 32
-                T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
+                steps.find_tokens(at, desc, Xs, 0)
+                rings.find(full, empty, ring, 0)
                 if not experts:
                     T.pdl_sync()
                 for seg in T.serial(p.all[0]):
@@ -252,20 +247,22 @@ def build(
                             part[i] = 0
                         for i in T.unroll(2):
                             f[i] = 0
+                    steps.find_units(at, Ws, 0, wg * rb, wt)  # anew: kept while the tile ends, it would be spilled
                     for kb in T.serial(c.k1[0] - c.k0[0]):
-                        rings.wait(full, ring)
+                        rings.wait(ring)
+                        tile = steps.tokens(at, ring.stage[0])
                         for r in T.unroll(rb):
-                            load_unit(Ws, w, u, ring.stage[0], wg * rb + r, wt)
+                            steps.load_unit(at, w, u, ring.stage[0], r)
                             for h in T.unroll(2):
                                 (step_e4m3 if e4m3 else step)(
-                                    a, acc, part, w, u, f, codes, desc, empty, ring, r, h, T.And(lane == 0, kb > 0)
+                                    a, acc, part, w, u, f, codes, tile, ring, r, h, T.And(lane == 0, kb > 0)
                                 )
                         rings.advance(ring)
                     if e4m3:
                         settle(acc, part, f, rb - 1)
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
-                    rings.release(empty, ring, lane == 0)
+                    rings.release(ring, lane == 0)
                     tail.finish(WS, SEM, acc, to, p, c, x, cta, ctas, sk, wg, wt)
 
     return main

@@ -75,7 +75,7 @@ def build(
     step = 16 if stash else out_tokens(bm)  # less of them to leave room for the ring
     out = store_macros(gemm, block_tokens=bm, cta_blocks=wgs, step=step)
     tail = finish_macros(tiles, shares, store=out.store, leaves=lambda c: c.k0[0] > 0, adds=lambda c: c.k1[0] < units)
-    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
+    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
     source = prelude(*used, extra=(inner.converter.device_source,))
     M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
 
@@ -113,23 +113,24 @@ def build(
                 local.lo[0] = T.max(c.k0[0], blocks4)
 
     @T.macro
-    def sum_blocks(Ws, full, empty, ring, w, u, a, codes, acc, desc, count, wg, wt, lane):
+    def sum_blocks(at, ring, w, u, a, codes, acc, count, lane):
         """The int32 sums of a phase."""
         for i in T.unroll(nacc):
             acc[i] = 0
         for kb in T.serial(count):
-            rings.wait(full, ring)
-            steps.load_unit(Ws, w, u, ring.stage[0], wg, wt)
+            rings.wait(ring)
+            tile = steps.tokens(at, ring.stage[0])
+            steps.load_unit(at, w, u, ring.stage[0], 0)
             for h in T.unroll(2):
                 steps.convert(w, h * 4, u, a, h * 8, codes, h)
-                steps.multiply(a, h * 8, acc, desc, ring.stage[0], 0, h)
+                steps.multiply(a, h * 8, acc, tile, 0, h)
                 T.warpgroup_wait(1)
                 if h == 0:  # the wgmmas on the stage before are complete
-                    rings.release(empty, ring, T.And(lane == 0, kb > 0))
+                    rings.release(ring, T.And(lane == 0, kb > 0))
             rings.advance(ring)
         T.warpgroup_wait(0)
         T.warpgroup_fence_operand(acc, num_regs=nacc)
-        rings.release(empty, ring, lane == 0)
+        rings.release(ring, lane == 0)
 
     @T.macro
     def fetch_scales(XS, x, c, local, wt):
@@ -202,6 +203,7 @@ def build(
             f = T.alloc_local((4,), "float32")
             to = out.state(Y, Os)
             desc = T.alloc_wgmma_desc()
+            at = steps.places()
             p = plan_state()
             c = segment_state()
             ring = ring_state()
@@ -226,7 +228,9 @@ def build(
                 wg = tx // 128
                 wt = tx % 128
                 lane = tx % 32
-                T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
+                steps.find_tokens(at, desc, Xs, 0)
+                steps.find_units(at, Ws, 0, wg, wt)
+                rings.find(full, empty, ring, 0)
                 T.pdl_sync()
                 for seg in T.serial(p.all[0]):
                     tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
@@ -241,7 +245,7 @@ def build(
                         if local.lo[0] < local.hi[0]:
                             fetch_scales(XS, x, c, local, wt)
                             count = local.hi[0] - local.lo[0]
-                            sum_blocks(Ws, full, empty, ring, w, u, a, codes, acc, desc, count, wg, wt, lane)
+                            sum_blocks(at, ring, w, u, a, codes, acc, count, lane)
                             opaque(c.first)  # rows' bounds: later
                             share_scales(Fs, x, wg, wt)
                             for j in T.unroll(bm // 8):

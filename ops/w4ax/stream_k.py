@@ -29,7 +29,7 @@ from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_
 from terrazzo.ops.tile_scheduler import partition_macros, plan_state, ring_macros, ring_state, scalars, segment_state
 from terrazzo.ops.tile_shares import finish_macros, share_macros
 from terrazzo.ops.w4a8.epilogue import staged
-from terrazzo.ops.w4a8.stages import fill_macros
+from terrazzo.ops.w4a8.stages import consumer_macros, fill_macros
 from terrazzo.ops.w4ax import problem
 from terrazzo.ops.w4ax.epilogue import store_macros
 from terrazzo.ops.w4ax.problem import BLOCK_WORDS, SCALES, UNIT_K, UNIT_WORDS, Gemm
@@ -91,11 +91,12 @@ def build(
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
     rings = ring_macros(stages=stages)
     shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, dtype="float32", spare=0)
+    steps = consumer_macros(block_tokens=bm, cta_blocks=cta_blocks, unit_words=UNIT_WORDS, groups=1)
     operand = problem.convert_macros(gemm)
     out = store_macros(gemm, block_tokens=bm, cta_blocks=cta_blocks)
     tail = finish_macros(tiles, shares, store=out.store, leaves=lambda c: c.k0[0] > 0, adds=lambda c: c.k1[0] < units)
     fills = fill_macros(rings, row_blocks=all_blocks, cta_blocks=cta_blocks, unit_words=UNIT_WORDS)
-    used = ("lds", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
+    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
     source = prelude(*used, extra=(gemm.converter.device_source, problem.SOURCE, *([TURNS] if turns else [])))
     M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
 
@@ -123,28 +124,29 @@ def build(
 
     @T.macro
     def load_unit(Ws, w, u, stage, block, wt):
-        """A thread's words of both 64 channels of a row block, and the scales of its rows g and g + 8."""
+        """A thread's words of both 64 channels of a row block, and the scales of its rows g and g + 8. Addresses are
+        made anew: a thread has no registers for `steps.find_units`."""
         for h in T.unroll(2):
             lds128(w[h * 4], Ws[stage, block, h * BLOCK_WORDS + wt * 4])
         u[0] = lds32(Ws[stage, block, SCALES + wt // 4])
 
     @T.macro
-    def multiply(a, part, desc, stage, set, at, first):
+    def multiply(a, part, x, set, at, first):
         """A block's products with `width` tokens from `first` on, operands in a[set ..], sums in part[at ..]."""
         T.warpgroup_fence_operand(a, set, 16)
         T.warpgroup_fence_operand(part, at, width // 2)
         T.warpgroup_arrive()
         for e in T.unroll(4):
-            offset = stage * (bm * UNIT_K // 16) + first * (UNIT_K // 16) + e * 2
-            wgmma(width, ("int8", "int8"), part, at, a, set + e * 4, desc, offset, e > 0)  # the first starts the sums
+            offset = first * (UNIT_K // 16) + e * 2
+            wgmma(width, ("int8", "int8"), part, at, a, set + e * 4, x, offset, e > 0)  # the first starts the sums
         T.warpgroup_commit_batch()
 
     @T.macro
-    def multiply_in_turn(a, part, desc, stage, first, wg):
+    def multiply_in_turn(a, part, x, first, wg):
         """The same from a[0 ..] into part[0 ..], not before the warpgroup ahead has issued its own."""
         if turns:
             T.call_extern("handle", "tz_turn_wait", wg)
-        multiply(a, part, desc, stage, 0, 0, first)
+        multiply(a, part, x, 0, 0, first)
         if turns:
             T.call_extern("handle", "tz_turn_pass", T.if_then_else(wg == wgs - 1, 0, wg + 1))
 
@@ -180,12 +182,12 @@ def build(
                 )
 
     @T.macro
-    def fetch(full, empty, Ws, w, u, ring, local, wg, wt, old):
+    def fetch(Ws, w, u, ring, local, wg, wt, old):
         """Words of the next block; the stage before the one before goes back where the tile has had an `old` one."""
         syncwarp()  # the other lanes' reads of its scales come before the arrive, too
         if T.And(wt % 32 == 0, old):
-            T.barrier_arrive(empty[local.late[0]])
-        rings.wait(full, ring)
+            rings.give_back(ring, local.late[0])
+        rings.wait(ring)
         load_unit(Ws, w, u, ring.stage[0], wg, wt)
 
     @T.macro
@@ -195,9 +197,9 @@ def build(
             operand.convert(w, h * 4, a, set + h * 8, codes)
 
     @T.macro
-    def begin(full, empty, Ws, w, u, a, codes, ring, local, wg, wt, set, old):
+    def begin(Ws, w, u, a, codes, ring, local, wg, wt, set, old):
         """Operands of the next block."""
-        fetch(full, empty, Ws, w, u, ring, local, wg, wt, old)
+        fetch(Ws, w, u, ring, local, wg, wt, old)
         convert(w, a, codes, set)
 
     @T.macro
@@ -236,6 +238,7 @@ def build(
             s = T.alloc_local((2,), "float32")
             to = out.state(Y, Os)
             desc = T.alloc_wgmma_desc()
+            at = steps.places()
             p = plan_state()
             c = segment_state()
             ring = ring_state()
@@ -263,7 +266,8 @@ def build(
                 wg = tx // 128
                 wt = tx % 128
                 lane = tx % 32
-                T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
+                steps.find_tokens(at, desc, Xs, 0)
+                rings.find(full, empty, ring, 0)
                 T.pdl_sync()
                 if turns:
                     if wg == wgs - 1:
@@ -285,45 +289,45 @@ def build(
                     count = c.k1[0] - c.k0[0]
                     if form in ("kept", "whole"):
                         for kb in T.serial(count):
-                            fetch(full, empty, Ws, w, u, ring, local, wg, wt, kb > 1)
+                            fetch(Ws, w, u, ring, local, wg, wt, kb > 1)
                             if form == "kept":
                                 keep(part, sums, 0)
                                 convert(w, a, codes, 0)
-                                multiply_in_turn(a, part, desc, ring.stage[0], 0, wg)
+                                multiply_in_turn(a, part, steps.tokens(at, ring.stage[0]), 0, wg)
                                 scale(acc, sums, Fs, f, s, ring.before[0], lane, 0)
                             else:
                                 done(part)
                                 convert(w, a, codes, 0)
                                 scale(acc, part, Fs, f, s, ring.before[0], lane, 0)
-                                multiply_in_turn(a, part, desc, ring.stage[0], 0, wg)
+                                multiply_in_turn(a, part, steps.tokens(at, ring.stage[0]), 0, wg)
                             T.call_extern("handle", "tz_row_scales", T.access_ptr(s, "w"), u[0])
                             end(local, ring)
                         done(part)
                         scale(acc, part, Fs, f, s, ring.before[0], lane, 0)
                     elif form == "halves":
                         for kb in T.serial(count):
-                            begin(full, empty, Ws, w, u, a, codes, ring, local, wg, wt, 0, kb > 1)
+                            begin(Ws, w, u, a, codes, ring, local, wg, wt, 0, kb > 1)
                             T.call_extern("handle", "tz_row_scales", T.access_ptr(s, "w"), u[0])
                             for q in T.unroll(2):
-                                multiply_in_turn(a, part, desc, ring.stage[0], q * width, wg)
+                                multiply_in_turn(a, part, steps.tokens(at, ring.stage[0]), q * width, wg)
                                 done(part)
                                 scale(acc, part, Fs, f, s, ring.stage[0], lane, q * width)
                             end(local, ring)
                     else:  # wgmmas on two sets must not run across the end of a loop's body: ptxas would serialize all
                         if count % 2 == 1:
-                            begin(full, empty, Ws, w, u, a, codes, ring, local, wg, wt, 16, False)
-                            multiply(a, part, desc, ring.stage[0], 16, nacc, 0)
+                            begin(Ws, w, u, a, codes, ring, local, wg, wt, 16, False)
+                            multiply(a, part, steps.tokens(at, ring.stage[0]), 16, nacc, 0)
                             T.call_extern("handle", "tz_row_scales", T.access_ptr(s, "w"), u[0])
                             end(local, ring)
                             keep(part, sums, nacc)
                         for kb in T.serial(count // 2):
-                            begin(full, empty, Ws, w, u, a, codes, ring, local, wg, wt, 0, kb * 2 + count % 2 > 1)
-                            multiply(a, part, desc, ring.stage[0], 0, 0, 0)
+                            begin(Ws, w, u, a, codes, ring, local, wg, wt, 0, kb * 2 + count % 2 > 1)
+                            multiply(a, part, steps.tokens(at, ring.stage[0]), 0, 0, 0)
                             scale(acc, sums, Fs, f, s, ring.before[0], lane, 0)
                             T.call_extern("handle", "tz_row_scales", T.access_ptr(s, "w"), u[0])
                             end(local, ring)
-                            begin(full, empty, Ws, w, u, a, codes, ring, local, wg, wt, 16, kb + count % 2 > 0)
-                            multiply(a, part, desc, ring.stage[0], 16, nacc, 0)
+                            begin(Ws, w, u, a, codes, ring, local, wg, wt, 16, kb + count % 2 > 0)
+                            multiply(a, part, steps.tokens(at, ring.stage[0]), 16, nacc, 0)
                             T.warpgroup_wait(1)
                             T.warpgroup_fence_operand(part, 0, nacc)
                             scale(acc, part, Fs, f, s, ring.before[0], lane, 0)
@@ -333,8 +337,8 @@ def build(
                         scale(acc, sums, Fs, f, s, ring.before[0], lane, 0)
                     tail.finish_alone(WS, SEM, acc, to, c, cta, G, sk, wg, wt)
                     if T.And(lane == 0, c.k1[0] - c.k0[0] > 1):  # the warp has met since it read this stage
-                        T.barrier_arrive(empty[local.late[0]])
-                    rings.release(empty, ring, lane == 0)
+                        rings.give_back(ring, local.late[0])
+                    rings.release(ring, lane == 0)
                 if turns:
                     if wg == 0:
                         T.call_extern("handle", "tz_turn_wait", 0)

@@ -70,20 +70,18 @@ template <typename T, bool WHOLE> static void tz_store_row(void *y, int row, int
 }
 // what a descriptor and a tensor map address: rows of 128 bytes, 16-byte pieces swizzled by the row
 static char *swizzled(uint64_t at) { return (char *)(at ^ (at >> 7 & 7) << 4); }
-struct Descriptor {
-  uint64_t at;
-  Descriptor operator+(int64_t step) const { return {at + 16 * step}; }
-  operator uint64_t() const { return at; }
-};
+struct Descriptor { uint64_t desc_; };  // counts 16 bytes from the beginning of shared memory
+static uint64_t tz_matrix(const Descriptor &d) { return d.desc_; }
 template <int N, bool SIGNED> static void wgmma(const uint32_t *a, uint64_t b, uint32_t *c) {
   meet(a, 4, nullptr, 0, [](Meeting &) {});
   Meeting &w = warps[current / 32];
+  uint64_t x = (uint64_t)shared_memory() + 16 * b;
   int g = current % 32 / 4, t = current % 4;
   for (int j = 0; j < N / 8; ++j) for (int v = 0; v < 4; ++v) {
     int row = g + 8 * (v >> 1), col = j * 8 + 2 * t + (v & 1), sum = (int)c[j * 4 + v];
     for (int k = 0; k < 32; ++k) {
       uint8_t byte = w.in[row % 8 * 4 + k % 16 / 4][row / 8 + 2 * (k / 16)] >> 8 * (k % 4);
-      sum += (SIGNED ? (int)(int8_t)byte : (int)byte) * (int)*(int8_t *)swizzled(b + col * 128 + k);
+      sum += (SIGNED ? (int)(int8_t)byte : (int)byte) * (int)*(int8_t *)swizzled(x + col * 128 + k);
     }
     c[j * 4 + v] = sum;
   }
@@ -98,7 +96,9 @@ static void tma(const signed char *x, Barrier &bar, void *to, int column, int ro
   }
 }
 namespace tl {
-template <int A, int B, int C> void initialize_wgmma_descriptor(Descriptor &d, const void *p) { d.at = (uint64_t)p; }
+template <int A, int B, int C> void initialize_wgmma_descriptor(Descriptor &d, const void *p) {
+  d.desc_ = ((const char *)p - shared_memory()) / 16;
+}
 template <int N> void warpgroup_reg_alloc() {}
 template <int N> void warpgroup_reg_dealloc() {}
 template <int N> void warpgroup_wait() {}

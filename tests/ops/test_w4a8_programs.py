@@ -130,7 +130,7 @@ def test_dequantization_of_the_main_loop(tools, name, flips):
     program, target, changes, _, _ = CASES[name]
     lines = sass(compile_request(request(program, target, changes)))
     last = max(i for i, line in enumerate(lines) if line.startswith("IGMMA"))
-    first = min(i for i, line in enumerate(lines) if "0xf0f0f0f" in line)
+    first = min(i for i, line in enumerate(lines) if line.startswith("LDS.128"))
     count = counter(lines[first : last + 1])
     assert count(r"SHF\.R\.U32\.HI R\d+, RZ, 0x4, R\d+") == 8
     assert count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0xf0f0f0f, RZ, 0xc0") == 16
@@ -159,7 +159,7 @@ def check_releases(source: str) -> None:
             met = False
         elif re.search(r"\btz_(syncwarp|wg_sync|signal|await)\(", line):
             met = True
-        elif re.search(r"\b(empty|used_up)\[.*\.arrive\(\)", line):
+        elif "tz_arrive(" in line:
             arrives += 1
             assert met, line
     assert arrives
