@@ -53,7 +53,7 @@ __device__ __forceinline__ unsigned tz_lds16_at(const void *p, int i) { return (
     ),
     Primitive(
         "place",
-        "ptxas makes the address of a stage anew for each load and barrier, in turns of the scheduler that wgmma leaves",
+        "ptxas makes a stage's addresses anew for every load and barrier, in turns of the scheduler that wgmma leaves",
         """\
 // an address in shared memory that stays in a register: the compiler does not know how it was made
 __device__ __forceinline__ unsigned tz_place(const void *p) {

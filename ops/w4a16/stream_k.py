@@ -319,7 +319,6 @@ def build(
                 T.inc_max_nreg(REGISTERS[wgs, per_sm][1])
                 wg = tx // 128
                 wt = tx % 128
-                warp = wt // 32
                 lane = tx % 32
                 T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
                 at.x[0] = matrix(desc)
