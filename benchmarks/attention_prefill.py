@@ -2,7 +2,7 @@
 
     python -m benchmarks.attention_prefill             prompts and chunks; writes results/attention_prefill_<gpu>.json
     python -m benchmarks.attention_prefill --quick     two prompts, one chunk, not written unless --out
-    python -m benchmarks.attention_prefill --shapes 1x32/8x8k,1x32/8x512+32k --formats int4/int4 --schedules wgmma,8,8,4
+    python -m benchmarks.attention_prefill --shapes 1x32/8x8k,1x32/8x512+32k --formats int4/int4 --schedules mma,2,8,4
 
 A shape is batch x query heads / kv heads x new tokens [+ tokens before them], causal. "stored" reads the new tokens
 from the cache too, "fresh" takes them as k and v and counts their packing into tiles. Outputs are compared with float64

@@ -1,9 +1,7 @@
 """Schedules of prefill attention: the program, and how many rows and stages a CTA has.
 
-A row is one (new token, query head). Every warp (mma) or warpgroup (wgmma) converts the tokens of a stage for its own
-rows, so wide tiles of rows share each conversion; registers limit them: O^T takes half a register of a thread for each
-row and 16 head dimensions (wgmma), S^T and the softmax's state as much again. In "shared" one more warpgroup converts
-for all rows of a CTA, 64 of each of its warpgroups.
+A row is one (new token, query head). In "mma" every warp converts the tokens of a stage for its own rows, whose number
+registers limit. In "shared" one more warpgroup converts for all rows of a CTA, 64 of each of its warpgroups.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from terrazzo.lowering.targets import Target
 
 _STATIC = 2048  # bytes: barriers with their alignment, and what the driver keeps of each CTA
 _MMA_ROWS = {64: 4, 128: 2, 256: 1}  # head_dim -> groups of 8 rows of a warp
-_WGMMA_ROWS = {64: 8, 128: 8}  # head_dim -> groups of 8 rows of a warpgroup; 256 would spill
 _SHARED_WARPS = {64: (12, 8, 4), 128: (12, 8, 4), 256: (4,)}
 """head_dim -> warps of consumers; more would spill, and 12 do with head_dim 128, four words in the loop."""
 _SHARED_COST = {192: 1.3, 128: 1.0, 64: 0.72}
@@ -34,7 +31,7 @@ class PrefillProblem:
 
 @dataclass(frozen=True)
 class Prefill:
-    """program "mma", "wgmma" or "shared"; row_tiles groups of 8 rows of each of `warps` warps (mma) or of each group of
+    """program "mma" or "shared"; row_tiles groups of 8 rows of each of `warps` warps (mma) or of each group of
     four; `stages` stages of 64 tokens."""
 
     program: str
@@ -52,11 +49,10 @@ class Prefill:
         return {name: value for name, value in asdict(self).items() if name != "program"}
 
     def smem_bytes(self, problem: PrefillProblem) -> int:
-        """Dynamic shared memory of a CTA: the ring, a table of channel scales; wgmma: Q and P of all rows; shared: Q,
-        and two stages of keys and of values in 16 bits."""
+        """Dynamic shared memory of a CTA: the ring, a table of channel scales; shared: Q, and two stages of keys and of
+        values in 16 bits."""
         rows = {
             "mma": 0,
-            "wgmma": self.rows * (problem.head_dim + 64) // 2 + (self.rows * 5 + 256),
             "shared": (self.rows + 4 * 64) * problem.head_dim // 2,
         }
         return 4 * (self.stages * problem.stage_words + problem.head_dim + rows[self.program])
@@ -68,8 +64,6 @@ def every(problem: PrefillProblem, target: Target) -> list[Prefill]:
     made = []
     if target.supports("wgmma.f16"):
         made += [Prefill("shared", 8, warps, n) for warps in _SHARED_WARPS[problem.head_dim] for n in (4, 3, 2)]
-        if problem.head_dim in _WGMMA_ROWS:
-            made += [Prefill("wgmma", _WGMMA_ROWS[problem.head_dim], warps, n) for warps in (8, 4) for n in (4, 3, 2)]
     made += [Prefill("mma", _MMA_ROWS[problem.head_dim], warps, n) for warps in (8, 4) for n in (4, 3, 2)]
     return [schedule for schedule in made if schedule.smem_bytes(problem) + _STATIC <= target.smem_per_block]
 

@@ -9,14 +9,14 @@ from terrazzo.lowering.targets import Target
 from terrazzo.schedules import attention_prefill as prefill
 from terrazzo.schedules import spaces
 
-_SLOW = {"shared": 1.55, "wgmma": 2.65, "mma": 4.4}  # times the tensor cores' best, with wide tiles, on H200
+_SLOW = {"shared": 1.55, "mma": 4.4}  # times the tensor cores' best, with wide tiles, on H200
 _TOKENS, _ROWS = 3584, 32768  # what predicted times are for: they only order schedules
 
 
 class Prefill(spaces.Space):
     """Schedules of prefill over one kind of cache; a kernel serves any number of sequences and tokens, so m is 1."""
 
-    programs = {f"prefill_{name}": prefill.Prefill for name in ("mma", "wgmma", "shared")}  # noqa: RUF012  (read only)
+    programs = {f"prefill_{name}": prefill.Prefill for name in ("mma", "shared")}  # noqa: RUF012  (read only)
     problem: prefill.PrefillProblem
 
     def heuristic(self, target: Target, m: int) -> tuple[str, Any]:

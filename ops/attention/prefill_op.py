@@ -18,7 +18,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
-from terrazzo.ops.attention import op, prefill_mma, prefill_shared, prefill_wgmma, writing
+from terrazzo.ops.attention import op, prefill_mma, prefill_shared, writing
 from terrazzo.ops.attention.launch import current_targets, own_slots, requested_targets, stand_ins
 from terrazzo.ops.attention.op import LOG2E
 from terrazzo.ops.attention.prefill_stages import STAGE, Geometry, plain_layout
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from terrazzo.ops.attention.cache import PackedCache
     from terrazzo.ops.attention.layout import CacheLayout
 
-PROGRAMS = {"mma": prefill_mma, "wgmma": prefill_wgmma, "shared": prefill_shared}
+PROGRAMS = {"mma": prefill_mma, "shared": prefill_shared}
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 A warpgroup of converters turns each stage of 64 packed tokens into two operands in shared memory, keys [token, dim] and
 values [dim, token], both K-major. Warpgroups of consumers own 64 rows each: S = Q K^T reads both operands from shared
 memory, O += P V has P in registers, where the softmax leaves it (FlashAttention-3, arXiv 2407.08608, section 3).
-Against prefill_wgmma.py, where every warpgroup converts for its own rows: wider products, no P and no maxima through
-shared memory, a quarter of the threads for conversion.
+Were every warpgroup to convert for its own rows, products would be narrower, conversions as many as warpgroups.
 
 The converters' first thread keeps a ring of stages full by bulk copies. Operands are double buffered, keys and values
 apart: S of a stage is multiplied while the softmax of the one before waits for nothing, and P V of a stage runs under

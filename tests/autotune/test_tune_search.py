@@ -77,7 +77,7 @@ def test_spaces_hold_every_program_of_the_target():
     for op in ("w4a16_grouped", "w4a8_grouped", "w4a8_fp8_grouped"):
         assert programs[op, "sm_90a"] == {"grouped"}
     assert programs["attention_prefill", "sm_80"] == {"prefill_mma"}
-    assert programs["attention_prefill", "sm_90a"] == {"prefill_mma", "prefill_wgmma", "prefill_shared"}
+    assert programs["attention_prefill", "sm_90a"] == {"prefill_mma", "prefill_shared"}
     assert programs["attention", "sm_80"] == programs["attention", "sm_90a"] == {"decode"}
 
 

@@ -157,25 +157,10 @@ ALL_CONVERTERS = (
     *("u8_f16", "u4_f16_magic", "u2_f16_magic", "e4m3_f16"),
 )
 MMA = ("mma", 2, 4, 2)
-WGMMAS = ("wgmma", 8, 8, 2)
 SHARED = ("shared", 8, 8, 2)
 RAGGED = dict(past=(150, 0, 37, 64), new=(40, 3, 0, 1))
 CASES = {
     "int4": Case("int4", "int4", **RAGGED, schedule=MMA),
-    "wgmma int4": Case("int4", "int4", **RAGGED, schedule=WGMMAS),
-    "wgmma float16": Case("float16", "float16", **RAGGED, schedule=WGMMAS),
-    "wgmma int8": Case("int8", "int8", **RAGGED, schedule=WGMMAS),
-    "wgmma channel": Case("int4_channel128", "int2", past=(300, 100, 0), new=(30, 40, 9), schedule=WGMMAS),
-    "wgmma static": Case("int8_static", "fp8", past=(100,), new=(70,), schedule=WGMMAS),
-    "wgmma bfloat16": Case("bfloat16", "bfloat16", past=(100,), new=(70,), dtype="bfloat16", schedule=WGMMAS),
-    "wgmma fresh": Case(
-        "int4_channel64", "int4", past=(150, 0), new=(90, 20), fresh=True, window=70, sinks=True, schedule=WGMMAS
-    ),
-    "wgmma options": Case(
-        "int4", "int2", head_dim=64, past=(150, 0), new=(40, 20), softcap=5.0, window=33, sinks=True, sharp=3.0,
-        page=48, schedule=WGMMAS,
-    ),
-    "wgmma head_dim 256": Case("int8", "int4", head_dim=256, past=(100,), new=(20,), schedule=("wgmma", 4, 4, 2)),
     "shared int4": Case("int4", "int4", **RAGGED, schedule=("shared", 8, 4, 3)),
     "shared float16": Case("float16", "float16", **RAGGED, schedule=SHARED),
     "shared channel": Case("int4_channel128", "int2", past=(300, 100, 0), new=(30, 40, 9), schedule=SHARED),
@@ -210,7 +195,7 @@ CASES = {
     "head_dim 64": Case("int4", "int2", head_dim=64, **RAGGED, schedule=("mma", 4, 4, 3)),
     "head_dim 256": Case("int8", "int4", head_dim=256, past=(100,), new=(20,), schedule=("mma", 1, 4, 2)),
 }  # fmt: skip
-USUAL = ("wgmma options",)
+USUAL = ("shared options",)
 ALL = "TERRAZZO_EMULATE_ALL"
 
 
