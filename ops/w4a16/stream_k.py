@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.calls import bulk, lds16, lds32, lds128, matrix, mma_kind, pack2, place, wgmma
+from terrazzo.ops.calls import bulk, lds16, lds32, lds128, matrix, mma_kind, opaque, pack2, place, wgmma
 from terrazzo.ops.tile_program import OWN_BARRIERS, REGISTERS
 from terrazzo.ops.tile_scheduler import (
     EXPERTS_SOURCE,
@@ -322,8 +322,6 @@ def build(
                 lane = tx % 32
                 T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
                 at.x[0] = matrix(desc)
-                find(at, Ws, Ps, wg, wt)
-                rings.find(full, empty, ring, 0)
                 if not experts:
                     T.pdl_sync()
                 for seg in T.serial(p.all[0]):
@@ -331,6 +329,8 @@ def build(
                     tokens.locate(Es, c, M)
                     for i in T.unroll(rb * nacc):
                         acc[i] = 0.0
+                    find(at, Ws, Ps, wg, wt)  # anew: kept while the tile ends, it would be spilled
+                    rings.find(full, empty, ring, 0)
                     for kb in T.serial(c.k1[0] - c.k0[0]):
                         for h in T.unroll(2):
                             if h % halves == 0:
@@ -348,6 +348,7 @@ def build(
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
                     rings.release(ring, T.And(lane == 0, c.k1[0] > c.k0[0]))
+                    opaque(c.first[0])  # addresses of y are not made before, and spilled
                     to = SimpleNamespace(Y=Y, B=B, Os=Os, o=o, bb=bb)
                     tail.finish(WS, SEM, acc, to, p, c, x, cta, ctas, sk, wg, wt)
 

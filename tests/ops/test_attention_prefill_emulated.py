@@ -84,7 +84,7 @@ def emulate(case: Case, folder, target: str = "sm_90a") -> float:
         source = translated(source, 0)
     kernel = CpuKernel(
         source,
-        [*([WGMMA, WARPGROUPS, STMATRIX] if wgmma else []), SHIMS, *map(on_cpu, names)],
+        [*([WGMMA, COPY, STMATRIX] if wgmma else []), SHIMS, *map(on_cpu, names)],
         params["warps"] * 32 + 128 * wgmma,
         folder,
     )
@@ -128,15 +128,7 @@ static unsigned tz_hfma2(unsigned a, unsigned b, unsigned c) {
   return r;
 }
 """
-WARPGROUPS = r"""
-static void tz_sync(int id, int threads) { bar_sync(id, threads); }
-static PerCta<std::array<int, 8>> any, result;
-static bool tz_wg_any(bool x, int id) {
-  Unseen unseen; int g = current / 128;
-  any[g] |= x;
-  gather<true>(named[id], 128, [g] { result[g] = any[g]; any[g] = 0; });
-  return result[g];
-}
+COPY = r"""
 static void tz_copy16(void *d, const void *p) { memcpy(d, p, 16); }
 """
 
