@@ -25,8 +25,10 @@ COSTS = tile_costs.TileCosts(  # fitted to 340 measurements of group 128 on H200
 
 _FINE_RING = ((128, 2, 2), (128, 4, 1), (256, 2, 1))
 """Tiles whose ring stages hold 64 k: more of them fit, or registers for the words of one."""
-_MANY_TOKENS = ((128, 2, 2), (128, 4, 1), (256, 2, 1), (128, 3, 1))
+_MANY_TOKENS = ((128, 4, 1), (256, 2, 1), (128, 3, 1))
 """Those that are worth comparing for more than 512 tokens; the last one up to 1024."""
+_COOL = (128, 2, 2)
+"""Best of a short sweep from 256 tokens on, up to 8 % slower than the others once the clock follows the power."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,9 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int, scaled_sums: bool) -
         return fitted(_of_scaled_sums(problem, m), problem, target)
     top, tokens = tile_costs.bucket(m), tile_costs.widths(m)
     found = []
-    for tile in COSTS.units if m <= 512 else _MANY_TOKENS[: 4 if m <= 1024 else 3]:
-        if tile[0] in tokens and (tile != (64, 3, 2) or problem.groups_per_128 == 1):  # else it spills
+    for tile in COSTS.units if m <= 512 else _MANY_TOKENS[: 3 if m <= 1024 else 2]:
+        spills = tile == (64, 3, 2) and problem.groups_per_128 > 1
+        if tile[0] in tokens and not spills and (tile != _COOL or m <= 128):
             s = StreamK(*tile, stages=2, stage_k=64 if tile in _FINE_RING else 128)
             found.append((_divide(s, problem, target, top)[0], s))
     return fitted(min(found, key=lambda it: it[0])[1], problem, target)

@@ -138,7 +138,7 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched("prefill int4", prefill_cases.Case(past=(100, 0), new=(40, 3))),
         Watched("prefill channels, new tokens", prefill_cases.Case("int4_channel64", fresh=True, page=64)),
         Watched("prefill int8 by mma.sync", prefill_cases.Case("int8", "int8", schedule=("mma", 2, 8, 3))),
-        Watched("prefill through shared memory", prefill_cases.Case(past=(300, 0), schedule=("shared", 8, 8, 2))),
+        Watched("prefill through shared memory", prefill_cases.Case(past=(300,), schedule=("shared", 8, 8, 2))),
         Watched("append residual", attention_write_cases.Case(residual=32, old=(3, 31), new=(2, 2), dtype="bfloat16")),
     ),
 }
