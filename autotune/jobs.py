@@ -11,7 +11,7 @@ from typing import Any
 
 from terrazzo.autotune.database import Problem
 from terrazzo.autotune.operators import DTYPES, get_operator
-from terrazzo.autotune.search import STRATEGIES
+from terrazzo.autotune.search import STRATEGIES, usual
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.schedules import spaces
 
@@ -33,8 +33,9 @@ class Job:
         symmetric: without zero points.
         target: "auto", or what `Target.parse` takes; a job measures on the GPU that is there, so another target is
             refused unless it is a dry run.
-        strategy: see autotune/search.py. trials: of one problem, at most; 0 for no limit. patience: trials without
-            progress after which a problem ends; 0 for never. seed: of the strategy.
+        strategy: see autotune/search.py; "auto" becomes "learned" where its extra is installed, else "top-k". seed: of
+            the strategy. trials: of one problem, at most; 0 for no limit. patience: trials without progress after
+            which a problem ends; 0 for never.
         budget_s: seconds for all of it, 0 for no limit. budget_trials: trials for all of it, 0 for no limit.
         confirm: best schedules of each problem that are measured again beside the heuristic's in the end.
         measure_ms: GPU time of one trial. peers: time cuBLAS too.
@@ -51,7 +52,7 @@ class Job:
     group: int | None = None
     symmetric: bool = False
     target: str = "auto"
-    strategy: str = "learned"
+    strategy: str = "auto"
     trials: int = 0
     patience: int = 24
     seed: int = 0
@@ -79,7 +80,9 @@ class Job:
                 raise ArgumentError(name, getattr(self, name), "must be a tuple", "write one value as (value,)")
         for op in self.ops:
             get_operator(op)
-        _one_of("strategy", self.strategy, STRATEGIES)
+        _one_of("strategy", self.strategy, ("auto", *STRATEGIES))
+        if self.strategy == "auto":
+            object.__setattr__(self, "strategy", usual())
         _one_of("dtype", self.dtype, DTYPES)
         for name in ("trials", "patience", "budget_s", "budget_trials", "confirm", "seed", "sample"):
             if not getattr(self, name) >= 0:

@@ -15,6 +15,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
@@ -30,6 +31,11 @@ GAIN = 0.99
 """A new best must be below this multiple of the old one to count as progress for early stopping."""
 BATCH = 4
 EXPLORE = 0.15
+
+
+def usual() -> str:
+    """The strategy of a job that names none: "top-k" where xgboost, which "learned" needs, is not installed."""
+    return "learned" if find_spec("xgboost") else "top-k"
 
 
 @dataclass(frozen=True)

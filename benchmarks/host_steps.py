@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
 
 from terrazzo.lowering.toolchain import find_nvcc
 
@@ -53,7 +52,6 @@ NEEDS: dict[str, Callable[[], object]] = {
     "nvcc": find_nvcc,
     "ncu": _ncu,
     "compute-sanitizer": lambda: shutil.which("compute-sanitizer"),
-    "xgboost": lambda: find_spec("xgboost"),
 }
 """Tool or package -> something true where it is installed."""
 
@@ -103,7 +101,7 @@ def tune(op: str, seconds: int, priority: int = 4) -> Step:
     """An operator of the tuning job, with a database of its own; it compiles while it measures."""
     where = ("--database", f"{{out}}/tune/{op}.db", "--export", f"{{results}}/tuned_{op}_{{gpu}}.json")
     job = ("-m", "terrazzo", "tune", "run", "--job", "docs/jobs/h200.toml", "--op", op, "--budget", f"{seconds}s")
-    return Step(f"tune.{op}", (*job, *where), seconds + 30, priority, "timed", ("nvcc", "xgboost"))
+    return Step(f"tune.{op}", (*job, *where), seconds + 30, priority, "timed")
 
 
 # What compares times on the CPU is "timed", so that no other GPU's compilers slow it down.

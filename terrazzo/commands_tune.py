@@ -63,7 +63,7 @@ def _open(path: Path | None) -> Database:
 @click.option("--group", type=int, help="Input channels for each scale. Default: 128, for w4a8 64.")
 @click.option("--symmetric", is_flag=True, help="Without zero points.")
 @click.option("--target", help="auto (default), or the GPU that must be there; with --dry-run any target.")
-@click.option("--strategy", help="learned (default; needs the extra `tune`), top-k, exhaustive or random.")
+@click.option("--strategy", help="learned (default with the extra `tune`), top-k (without), exhaustive or random.")
 @click.option("--trials", type=int, help="Schedules of one problem, at most.")
 @click.option("--most", type=int, help="Schedules of a problem's space, at most. Default: 160.")
 @click.option("--within", type=float, help="Leave out what is predicted slower by this factor. Default: 1.6.")
@@ -106,6 +106,7 @@ def run_command(
     """Measure schedules and keep every trial. Ctrl-C keeps what was measured; --resume goes on."""
     from terrazzo.autotune import jobs
     from terrazzo.autotune.runner import preview
+    from terrazzo.autotune.search import usual
 
     job = jobs.read_job(job_file) if job_file else jobs.Job()
     given = {"ops": ops, "models": models, "shapes": shapes, "m": ms}
@@ -115,6 +116,8 @@ def run_command(
     given |= jobs.budget(budget) if budget else {}
     job = jobs.override(job, **given)
     job.problems()  # a job that names none is refused before anything starts
+    if not scalars.get("strategy") and job.strategy == "top-k" == usual():
+        click.echo("strategy top-k; with xgboost (pip install 'terrazzo[tune]') the usual one is learned", err=True)
     check_writable("--export", export)
     if dry_run:
         target, rows = preview(job)

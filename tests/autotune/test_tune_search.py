@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 import sys
+from importlib.util import find_spec
 
 import pytest
 import recorded
@@ -233,8 +234,10 @@ def test_early_stopping_counts_trials_without_progress():
 
 
 def test_the_learned_strategy_names_its_extra(monkeypatch):
+    assert Job().strategy == ("learned" if find_spec("xgboost") else "top-k")
     monkeypatch.setitem(sys.modules, "xgboost", None)
     with pytest.raises(ToolchainError, match=r"terrazzo\[tune\].*--strategy top-k"):
         learned.Model()
+    assert Job().strategy == "top-k" and Job(strategy="learned").strategy == "learned"
     with pytest.raises(ArgumentError, match="strategy = 'magic'"):
         Plan("magic")
