@@ -97,3 +97,28 @@ def test_a_stage_is_released_only_after_its_wgmmas():
             arrives += 1
             assert seen is not None and seen.startswith("WARPGROUP.DEPBAR"), opcode
     assert arrives
+
+
+@pytest.mark.parametrize(("name", "most"), [("wide exact", 22), ("two row blocks, bf16", 21)])
+def test_instructions_of_the_main_loop(name, most):
+    """For each wgmma; every one takes a turn of a scheduler, of which wgmma leaves few. 13 convert 8 weights of a thread.
+    Parted sums come behind the loop in both programs: its stage and descriptors stay in uniform registers all the same.
+    """
+    m, changes, _ = CASES[name]
+    _, folder = compiled(m, changes)
+    disassembler = find_cuda_tool("cuobjdump")
+    if disassembler is None:
+        pytest.skip("needs cuobjdump")
+    text = subprocess.run([disassembler, "-sass", str(folder / "kernel.cubin")], capture_output=True, text=True).stdout
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.MULTILINE)
+    at = {int(address, 16): index for index, (address, _) in enumerate(lines)}
+    loops = []
+    for index, (_, line) in enumerate(lines):
+        back = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", line)
+        if back and at.get(int(back[1], 16), index) < index:
+            body = [line for _, line in lines[at[int(back[1], 16)] : index + 1]]
+            products = sum("HGMMA" in line for line in body)
+            loops += [(len(body) / products, body)] if products else []
+    assert loops
+    each, body = min(loops, key=lambda it: len(it[1]))
+    assert each <= most and not any("R2UR" in line for line in body), each
