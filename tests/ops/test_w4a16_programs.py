@@ -101,7 +101,7 @@ def test_a_stage_is_released_only_after_its_wgmmas():
 
 @pytest.mark.parametrize(("name", "most"), [("wide exact", 22), ("two row blocks, bf16", 21)])
 def test_instructions_of_the_main_loop(name, most):
-    """For each wgmma; every one takes a turn of a scheduler, of which wgmma leaves few. 13 convert 8 weights of a thread.
+    """For each wgmma. Each takes a turn of a scheduler, and wgmma leaves few; 13 convert 8 weights of a thread.
     Parted sums come behind the loop in both programs: its stage and descriptors stay in uniform registers all the same.
     """
     m, changes, _ = CASES[name]
