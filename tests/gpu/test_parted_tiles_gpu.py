@@ -59,6 +59,7 @@ class Case:
 
     def every(self) -> list[tuple[int, int]]:
         """(CTAs, shared tiles)."""
+        assert all(each <= self.problem.units for each in self.among), "a CTA without a unit of k never comes"
         parted = [(self.tiles * each, self.tiles) for each in self.among]
         return [*parted, *((grid, self.tiles if shared < 0 else shared) for grid, shared in self.partitions)]
 
@@ -100,7 +101,7 @@ CASES = (
     Case(1024, 1024, 200, (256, 2, 1, 64), (2, 4), dtype="bfloat16", partitions=((11, -1), (3, 2))),
     Case(512, 2048, 33, (32, 2, 1, 128), (2, 4), numerics="post"),
     Case(512, 2048, 16, (16, 2, 2, 128), (2, 6)),
-    Case(1536, 1536, 40, (64, 2, 1, 128), (12, 15)),  # 144 and 180 CTAs: not all of them fit at once
+    Case(1536, 2048, 40, (64, 2, 1, 128), (12, 15)),  # 144 and 180 CTAs: not all of them fit at once
 )
 
 
