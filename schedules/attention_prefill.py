@@ -17,8 +17,8 @@ _STATIC = 2048  # bytes: barriers with their alignment, and what the driver keep
 _MMA_ROWS = {64: 4, 128: 2, 256: 1}  # head_dim -> groups of 8 rows of a warp
 _SHARED_WARPS = {64: (12, 8, 4), 128: (12, 8, 4), 256: (4,)}
 """head_dim -> warps of consumers; more would spill, and 12 do with head_dim 128, four words in the loop."""
-_SHARED_COST = {192: 1.3, 128: 1.0, 64: 0.72}
-"""Rows of a CTA of "shared" -> time of a stage, measured on H200 with head_dim 128, int4 (64 rows: estimated)."""
+_SHARED_COST = {192: 1.3, 128: 1.0, 64: 0.8}
+"""Rows of a CTA of "shared" -> time of a stage, measured on H200 with int4, head_dim 128 (64 rows: head_dim 64)."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,10 @@ class Prefill:
     row_tiles: int
     warps: int
     stages: int
+
+    def __post_init__(self) -> None:
+        if self.program not in ("mma", "shared"):
+            raise ArgumentError("program", self.program, "must be mma or shared", "leave the schedule out")
 
     @property
     def rows(self) -> int:

@@ -28,7 +28,7 @@ _FINE_RING = ((128, 2, 2), (128, 4, 1), (256, 2, 1))
 _MANY_TOKENS = ((128, 4, 1), (256, 2, 1), (128, 3, 1))
 """Those that are worth comparing for more than 512 tokens; the last one up to 1024."""
 _COOL = (128, 2, 2)
-"""Best of a short sweep from 256 tokens on, up to 8 % slower than the others once the clock follows the power."""
+"""The fastest of short sweeps from 256 tokens on; of long benchmarks, where the clock follows the power, it is not."""
 
 
 @dataclass(frozen=True)

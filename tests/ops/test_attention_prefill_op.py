@@ -145,6 +145,11 @@ def test_few_rows_take_narrower_tiles(new, group, groups, rows):
     assert schedules.narrower(problem, Target.parse("sm_80"), 108, new * group, groups) == 0
 
 
+def test_an_unknown_program_is_refused():
+    with pytest.raises(ArgumentError, match="program = 'wgmma': must be mma or shared"):
+        schedules.Prefill("wgmma", 8, 8, 4)
+
+
 def test_every_width_is_compiled_ahead():
     target, layout = Target.parse("sm_90a"), CacheLayout("int4", "int4", 128)
     rows = {dict(request.params)["warps"] * 16 for request in prefill_requests(layout, page=128, target=target)}

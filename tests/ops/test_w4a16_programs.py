@@ -57,6 +57,13 @@ def compiled(m, changes):
     return plan, compile_request(plan.request)
 
 
+def disassembled(folder) -> str:
+    disassembler = find_cuda_tool("cuobjdump")
+    if disassembler is None:
+        pytest.skip("needs cuobjdump")
+    return subprocess.run([disassembler, "-sass", str(folder / "kernel.cubin")], capture_output=True, text=True).stdout
+
+
 @pytest.fixture(scope="module", autouse=True)
 def tools():
     if find_nvcc() is None:
@@ -82,10 +89,7 @@ def test_machine_code(name):
 def test_a_stage_is_released_only_after_its_wgmmas():
     """Between the last load of packed words and the arrive that gives the stage back stands a wait for wgmma."""
     _, folder = compiled(64, {})
-    disassembler = find_cuda_tool("cuobjdump")
-    if disassembler is None:
-        pytest.skip("needs cuobjdump")
-    text = subprocess.run([disassembler, "-sass", str(folder / "kernel.cubin")], capture_output=True, text=True).stdout
+    text = disassembled(folder)
     opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", text, re.MULTILINE)
     first, last = (f(i for i, op in enumerate(opcodes) if op.startswith("HGMMA")) for f in (min, max))
     seen = None
@@ -106,10 +110,7 @@ def test_instructions_of_the_main_loop(name, most):
     """
     m, changes, _ = CASES[name]
     _, folder = compiled(m, changes)
-    disassembler = find_cuda_tool("cuobjdump")
-    if disassembler is None:
-        pytest.skip("needs cuobjdump")
-    text = subprocess.run([disassembler, "-sass", str(folder / "kernel.cubin")], capture_output=True, text=True).stdout
+    text = disassembled(folder)
     lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", text, re.MULTILINE)
     at = {int(address, 16): index for index, (address, _) in enumerate(lines)}
     loops = []
