@@ -20,9 +20,7 @@ def current_targets(target: Target | str | None) -> tuple[Target, Target]:
 
 
 def requested_targets(target: Target | str | None) -> tuple[Target, Target]:
-    """As `current_targets`, to compile ahead: where no GPU is seen, or for a `Target`, the target stands for both."""
-    if isinstance(target, Target):
-        return target, target
+    """As `current_targets`, to compile ahead: where no GPU is seen, a target that is named stands for both."""
     try:
         return current_targets(target)
     except TargetError:

@@ -116,7 +116,7 @@ def prefill_requests(
         dtype: of q, k and v. page: tokens of a page, 0 for contiguous caches. residual: tokens of the residual block.
         fresh: whether k and v are given. target: an architecture, None for this GPU's.
     """
-    at, device = requested_targets(target)
+    at, device = (target, target) if isinstance(target, Target) else requested_targets(target)
     kind = dict(page=page, residual=residual, fresh=fresh)
     facts = dict(dtype=dtype, softcap=softcap, sinks=sinks, schedule=schedule, target=at, device=device)
     widths = [0] if schedule else schedules.widths(_problem(layout, **kind), at)
