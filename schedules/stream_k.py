@@ -115,7 +115,9 @@ def partition(schedule: StreamK, problem: WeightOnlyGemm, target: Target, m: int
 def us(schedule: StreamK, problem: WeightOnlyGemm, target: Target, m: int) -> float:
     """Predicted microseconds."""
     short = 1 + 0.02 * max(0, 4 - schedule.stages * schedule.stage_k // 64)  # a ring that hides less of the latency
-    return _divide(schedule, problem, target, m)[0] * short
+    alone = _divide(schedule, problem, target, m)[0]
+    both = 1 if schedule.per_sm == 1 else 0.95 * schedule.per_sm  # CTAs of an SM share its tensor cores (an estimate)
+    return (COSTS.start + (alone - COSTS.start) * both) * short
 
 
 def _divide(schedule: StreamK, problem: WeightOnlyGemm, target: Target, m: int) -> tuple[float, Partition]:
