@@ -23,8 +23,8 @@ from terrazzo.schedules import records
 
 VERSION = 1
 STATUSES = ("ok", "compile", "spills", "wrong", "crash", "hang", "error")
-"""ok: timed and correct. compile: does not compile. spills: registers spill, not run. wrong: its output is. crash,
-hang: its process died or was stopped. error: the operator or CUDA refused it."""
+"""ok: timed and correct. compile: does not compile. spills: too many registers spill (runner.MOST_SPILLED), not run.
+wrong: its output is. crash, hang: its process died or was stopped. error: the operator or CUDA refused it."""
 BUSY_S = 60.0
 _TABLES = """
 CREATE TABLE IF NOT EXISTS trials (

@@ -37,6 +37,9 @@ problems are open, and get `ROUND` schedules in turn, so that each of them has r
 ROUND = 2
 STEAL = 8
 """Ready schedules from which a GPU takes work on data that another GPU holds."""
+MOST_SPILLED = 256
+"""Bytes of spills, stores and loads, with which a kernel is measured. Wide tiles of W4A8 spill 8 to 124 outside of
+their loops, those of prefill 44 inside, and they are the fastest: their times say what it costs."""
 _TICK_S = 0.5
 _CONFIRMING = 0.25  # most of a budget of time that confirmation may take
 
@@ -448,7 +451,7 @@ class Runner:
             self._keep(item, Result("compile", error=" ".join(str(outcome).split())[:500]))
             return
         spills = _spills(outcome)
-        if spills:
+        if spills > MOST_SPILLED:
             self._keep(item, Result("spills", error=f"{spills} bytes of registers spill"))
         else:
             self.ready.append(item)

@@ -28,6 +28,8 @@ def choose(form: ModuleType, problem: Any, target: Target, m: int, experts: int,
     active = min(experts, m)
     average = -(-m // experts)
     free = room(target, experts)
+    if hasattr(form, "OF_EXPERTS") and average <= 2 * max(form.OF_EXPERTS):
+        return _converting(form, problem, free, average)
     wide = form.choose(replace(problem, n=problem.n * active), free, average, *numerics)
     if wide.block_tokens > _FEW_TOKENS:
         return wide
@@ -36,6 +38,13 @@ def choose(form: ModuleType, problem: Any, target: Target, m: int, experts: int,
     cost = lambda shape: _busiest(problem, target, blocks, shape[0] * shape[1], shape[0])
     warpgroups, row_blocks = min(shapes, key=cost)
     return form.fitted(replace(wide, warpgroups=warpgroups, row_blocks=row_blocks), problem, free)
+
+
+def _converting(form: ModuleType, problem: Any, free: Target, average: int) -> Any:
+    """Where converting bounds the time and not the bytes, an expert's second tile costs as much as its first: as wide
+    as most experts' tokens, two standard deviations over the average."""
+    tokens = next((t for t in form.OF_EXPERTS if average + 2 * average**0.5 <= t), max(form.OF_EXPERTS))
+    return form.fitted(form.StreamK(tokens, *form.OF_EXPERTS[tokens], stages=2), problem, free)
 
 
 def room(target: Target, experts: int) -> Target:

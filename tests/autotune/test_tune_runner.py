@@ -242,8 +242,11 @@ def test_a_machine_without_a_gpu_says_so(place, tmp_path):
         runner.Runner(tuning.SMALL, database, [Measurer()], tuning.InstantCompiler)
 
 
-def test_spilling_kernels_are_not_run(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "_spills", lambda folder: 64)
+def test_kernels_that_spill_a_lot_are_not_run(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "_spills", lambda folder: runner.MOST_SPILLED)
+    assert "ok" in tuning.run(tuning.SMALL, *place).statuses
+    place = (tmp_path / "more.db", tmp_path / "more.log")
+    monkeypatch.setattr(runner, "_spills", lambda folder: runner.MOST_SPILLED + 1)
     summary = tuning.run(dataclasses.replace(tuning.SMALL, m=(8,)), *place)
     assert {"spills"} <= set(summary.statuses) <= {"spills", "compile"} and not logged(place[1])
 
