@@ -25,6 +25,8 @@ VERSION = 1
 STATUSES = ("ok", "compile", "spills", "wrong", "crash", "hang", "error")
 """ok: timed and correct. compile: does not compile. spills: too many registers spill (runner.MOST_SPILLED), not run.
 wrong: its output is. crash, hang: its process died or was stopped. error: the operator or CUDA refused it."""
+UNKNOWN = "unknown"
+"""Program of an imported heuristic's time."""
 BUSY_S = 60.0
 _TABLES = """
 CREATE TABLE IF NOT EXISTS trials (
@@ -339,6 +341,7 @@ def spaces_of(trials: Sequence[Trial]) -> dict[str, Any]:
     gpus = sorted({it.machine.gpu for it in trials})
     if len(gpus) != 1:
         raise ArgumentError("gpu", ", ".join(gpus) or None, "must be one GPU that has trials", "name it with --gpu")
+    trials = [it for it in trials if it.program != UNKNOWN]
     times = {it.identity: round(it.us, 3) for it in medians(trials)}
     problems: dict[Problem, dict[str, dict[str, Any]]] = {}
     for it in {trial.identity: trial for trial in trials}.values():
@@ -389,5 +392,10 @@ def from_table(data: Mapping[str, Any], source: str) -> list[Trial]:
             problem = Problem.of(row["op"], row["facts"], row["m"])
             uid = f"table:{records.key(row['op'], row)}"
             one = Trial(problem, row["program"], tuple(sorted(row["schedule"].items())), machine, "ok", row["us"])
-            found.append(replace(one, spread=row.get("spread"), role="confirm", job=f"import {source}", uid=uid))
+            one = replace(one, spread=row.get("spread"), role="confirm", job=f"import {source}", uid=uid)
+            base = row.get("heuristic_us")
+            if base is not None:  # of a schedule that a table does not name, unless it is the fastest
+                unknown = {} if base == row["us"] else dict(program=UNKNOWN, params=(), spread=None)
+                found.append(replace(one, us=base, role="heuristic", uid=f"{uid} heuristic", **unknown))
+            found.append(one)
     return found

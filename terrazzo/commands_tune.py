@@ -477,7 +477,7 @@ def import_command(files: tuple[Path, ...], database: Path | None) -> None:
             except (OSError, ValueError) as error:
                 raise ArgumentError("table", str(path), f"cannot be read: {error}", "name an exported table") from error
             found = from_table(data, path.name)
-            click.echo(f"{path}: {trials.add(found)} new records of {len(found)}")
+            click.echo(f"{path}: {trials.add(found)} new trials of {len(found)}")
 
 
 @tune_group.command("merge")

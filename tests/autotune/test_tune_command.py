@@ -169,7 +169,7 @@ def test_a_job_and_what_becomes_of_its_trials(capsys, tmp_path, fake, monkeypatc
     assert [row["how"] for row in rows] == ["exact", "heuristic"] and "has M = 8, 64" in rows[1]["reasons"][0]
     assert "exact" in run(capsys, "tune", "explain", *text)[1]
     second = ("--database", str(tmp_path / "second.db"))
-    assert "2 new records of 2" in run(capsys, "tune", "import", str(table), *second)[1]
+    assert "4 new trials of 4" in run(capsys, "tune", "import", str(table), *second)[1]
     assert "new trials" in run(capsys, "tune", "merge", str(tmp_path / "cache" / "tuning" / "trials.db"), *second)[1]
     assert "0 trials deleted" in run(capsys, "tune", "prune", "--gpu", "another", *second)[1]
     assert run(capsys, "tune", "prune", "--older-than", "0", *second)[0] == 0
