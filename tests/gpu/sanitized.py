@@ -116,7 +116,11 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched("quantizer, many rows", S8(W4A8(64, 203), 300)),
         Watched("multistage split", S8(W4A8(257, 512, 64), 40, "int32", kind="integer"), "sm_80"),
         Watched("stream_k e4m3, quantizer", S4F8(E4M3(257, 640, 64, bias=True, smooth=True), 70)),
-        Watched("stream_k e4m3 shared", S4F8(E4M3(256, 2048, 32), 20, "integer")),
+    ),
+    # More units of k for a CTA than stages of its ring: the cases above refill none.
+    "refills": (
+        Watched("w4a8 int8", S8(W4A8(256, 2048, 64), 40, "int32", kind="integer")),
+        Watched("w4a8 e4m3", S4F8(E4M3(256, 2048, 32), 20, "integer")),
     ),
     "w4ax": (
         Watched("small_batch", S4(W4AX(130, 640, 0.25, bias=True), (5,))),
