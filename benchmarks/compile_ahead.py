@@ -1,6 +1,7 @@
 """Compiles the kernels of a benchmark and stops where it would launch the first; the GPU is only asked for its name.
 
 python -m benchmarks.compile_ahead w4a16 --models yi-34b       the benchmark's name and arguments
+python -m benchmarks.compile_ahead --gpu nvidia/nvidia-h200 w4a16      on a machine without a GPU (pretended_gpu.py)
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 from typing import Any
 
 from terrazzo.lowering import parallel
+from terrazzo.lowering.errors import TargetError
 
 
 class _Compiled(BaseException):
@@ -17,7 +19,17 @@ class _Compiled(BaseException):
 
 
 def main(argv: list[str] | None = None) -> int:
-    name, *rest = sys.argv[1:] if argv is None else argv
+    given = sys.argv[1:] if argv is None else argv
+    if given[:1] == ["--gpu"]:
+        from benchmarks.pretended_gpu import pretend
+
+        try:
+            pretend("".join(given[1:2]))
+        except TargetError as error:
+            print(error, file=sys.stderr)
+            return 2
+        given = given[2:]
+    name, *rest = given
     original, failed = parallel.compile_many, []
 
     def and_stop(requests: Any, *args: Any, **options: Any) -> None:

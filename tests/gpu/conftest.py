@@ -14,7 +14,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="random cases of each fuzz (default $TERRAZZO_FUZZ_CASES)",
     )
+    parser.addoption("--gpu", help="with --compile-only, and no GPU: the one to compile for, as nvidia/nvidia-h200")
     parser.addoption("--compile-only", action="store_true", help="compile the kernels of the selected tests, run none")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With --gpu, before the tests' modules ask what GPU there is."""
+    gpu = config.getoption("gpu", None)
+    if gpu is None:
+        return
+    if not config.getoption("compile_only", False):
+        raise pytest.UsageError("--gpu only compiles: add --compile-only")
+    from terrazzo.lowering.errors import TargetError
+
+    from benchmarks.pretended_gpu import pretend
+
+    try:
+        pretend(gpu)
+    except TargetError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
