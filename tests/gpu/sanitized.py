@@ -9,7 +9,8 @@ names are printed as they run. `planted` reads behind the end of a weight, which
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import attention_cases
@@ -22,6 +23,7 @@ import w4a8_oracles
 import w4ax_cases
 from terrazzo.lowering import is_ready
 from terrazzo.ops import w4a8, w4a16
+from terrazzo.schedules import records, stream_k
 
 W4A16, F16 = oracles.Spec, oracles.Case
 W4A8, S8 = w4a8_oracles.Spec, w4a8_oracles.Case
@@ -32,11 +34,24 @@ DEVICE = "cuda"
 
 @dataclass(frozen=True)
 class Watched:
-    """A case of one of the oracles. `target`: of the program, None for the GPU's own."""
+    """A case of one of the oracles. `target`: of the program, None for the GPU's own; `tile`: of W4A16's stream_k, None
+    for the usual one."""
 
     name: str
     case: oracles.Case | w4a8_oracles.Case | attention_cases.Case | attention_write_cases.Case | w4ax_cases.Case
     target: str | None = None
+    tile: stream_k.StreamK | None = None
+
+    @contextmanager
+    def forced(self) -> Iterator[None]:
+        """Inside, W4A16 takes the tile."""
+        if self.tile is None:
+            yield
+            return
+        with records.forced("w4a16", "stream_k", self.tile.params()):
+            records.changed()
+            yield
+        records.changed()
 
     def weight(self) -> w4a16.PackedWeight | w4a8.PackedWeight:
         case = self.case
@@ -45,6 +60,10 @@ class Watched:
 
     def requests(self) -> list:
         """The kernels that this case launches."""
+        with self.forced():
+            return self._requests()
+
+    def _requests(self) -> list:
         case = self.case
         if isinstance(case, oracles.Case):
             return w4a16.weight_requests(self.weight(), case.m, getattr(torch, case.spec.dtype), case.numerics)
@@ -61,7 +80,8 @@ class Watched:
         plain = {attention_cases.Case: attention_cases.run, attention_write_cases.Case: attention_write_cases.check}
         plain[prefill_cases.Case] = prefill_cases.check
         plain |= {w4ax_cases.Case: w4ax_cases.product, w4a8_fp8_oracles.Case: w4a8_fp8_oracles.check}
-        run(self.case, self.weight(), requests) if run else plain[type(self.case)](self.case)
+        with self.forced():
+            run(self.case, self.weight(), requests) if run else plain[type(self.case)](self.case)
         torch.cuda.synchronize()
 
 
@@ -119,6 +139,7 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
     ),
     # More units of k for a CTA than stages of its ring: the cases above refill none.
     "refills": (
+        Watched("w4a16", F16(W4A16(256, 1536), 64), tile=stream_k.StreamK(64, 2, 1, 3, stage_k=64)),
         Watched("w4a8 int8", S8(W4A8(256, 2048, 64), 40, "int32", kind="integer")),
         Watched("w4a8 e4m3", S4F8(E4M3(256, 2048, 32), 20, "integer")),
     ),
