@@ -29,6 +29,9 @@ def main(argv: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
         given = given[2:]
+    if not given:
+        print(__doc__, file=sys.stderr)
+        return 2
     name, *rest = given
     original, failed = parallel.compile_many, []
 

@@ -85,10 +85,7 @@ def test_merge_import_export_and_prune(trials, tmp_path):
         assert row["schedule"] == FAST and row["us"] == 5.0 and row["tilelang"] == "0.1.15" and row["driver"] == "1"
         assert other.add(store.from_table(data, "x.json")) == 1 and other.add(store.from_table(data, "x.json")) == 0
         assert store.best(other.trials())[0].trial.us == 5.0
-        for base, program in (
-            (5.0, row["program"]),
-            (6.5, store.UNKNOWN),
-        ):  # the heuristic's time, of whichever schedule
+        for base, program in ((5.0, row["program"]), (6.5, store.UNKNOWN)):  # the heuristic's time and schedule
             again = {**data, "records": [row | {"heuristic_us": base}]}
             with Database(tmp_path / f"{base}.db") as one:
                 assert one.add(store.from_table(again, "x.json")) == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sanitizer_report import unknown_findings
+from tests.gpu.sanitizer_report import unknown_findings
 
 REFILL = """\
 ========= COMPUTE-SANITIZER

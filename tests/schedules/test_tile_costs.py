@@ -46,6 +46,17 @@ def regret(times: dict[str, float], key: str) -> float:
     return times[key] / min(times.values())
 
 
+@pytest.mark.parametrize("m", [64, 128, 256])
+def test_ctas_of_an_sm_share_its_tensor_cores(m):
+    """Two tiles of 64 rows on an SM are not predicted faster than one of 128, whose products are as many."""
+    problem, target = WeightOnlyGemm(6144, 4096, 1, 64), Target.parse("nvidia/nvidia-h200")
+    two, one = (
+        stream_k.us(stream_k.StreamK(64, 2 // per_sm, 1, 5, 128, per_sm=per_sm), problem, target, m)
+        for per_sm in (2, 1)
+    )
+    assert 0.9 * one <= two <= 1.5 * one
+
+
 @pytest.mark.parametrize("op", ["w4a16", "w4a8"])
 def test_tiles_beside_the_fastest_that_was_measured(op):
     """Tiles that the model chooses take 1 % more than the best of all that were timed, and none 10. W4A16 of more than
