@@ -86,20 +86,22 @@ def ours(
         exact = None
         for wanted in o.schedules:
             problem = op.problem_of(
-                cache.layout, shape.batch, shape.kv_heads, q_len * shape.heads // shape.kv_heads, shape.tokens, page
-            )
+                cache.layout, shape.batch, shape.kv_heads, q_len * shape.heads // shape.kv_heads, shape.tokens, page,
+                cache.residual_tokens,
+            )  # fmt: skip
             chosen = schedules.choose(problem, target)
             if wanted is not None:
                 chosen = schedules.Decode(chosen.row_tiles, *wanted)
             for splits in o.splits:
-                number = splits or schedules.splits(problem, chosen, target)
+                made = schedules.divide(problem, chosen, target, splits=splits or 0)
                 row = {
                     "op": "attention_decode", "k_format": formats[0], "v_format": formats[1], "batch": shape.batch,
                     "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": o.head_dim, "q_len": q_len,
                     "kv_len": shape.tokens, "page": page, "in_order": o.pages_in_order, "us": None,
                     "spread": None, "bytes": nbytes,
                     "schedule": f"{chosen.row_tiles},{chosen.warps},{chosen.tiles},{chosen.stages},{chosen.min_blocks}"
-                    f",{int(chosen.shared_rows)},{chosen.ahead} splits {number}",
+                    f",{int(chosen.shared_rows)},{chosen.ahead} splits {made.splits} parts {made.parts} "
+                    f"cluster {made.cluster}",
                 }  # fmt: skip
                 rows.append(row)
                 exact = attention_bench.expected(q, cache) if exact is None else exact
@@ -186,9 +188,8 @@ def compile_all(o: argparse.Namespace) -> None:
                         rows_of = schedules.row_tiles(op.problem_of(*sizes, page))
                         schedule = schedules.Decode(rows_of, *given) if given else None
                         facts = dict(page=page, residual=layout.k.group, softcap=False, sinks=False)
-                        wanted.append(
-                            op.plan(*sizes, dtype="float16", target=target, schedule=schedule, **facts).request
-                        )
+                        facts |= dict(dtype="float16", target=target, schedule=schedule)
+                        wanted += [op.plan(*sizes, splits=n or 0, **facts).request for n in o.splits]
     start = time.perf_counter()
     outcomes = compile_many(wanted)
     failed = {str(e)[:300] for e in outcomes if isinstance(e, Exception)}

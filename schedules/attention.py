@@ -1,9 +1,9 @@
 """Schedules of decode attention: how many warps share a sequence's tokens, what each keeps in flight, how many splits.
 
 One wave of CTAs fills the GPU: many (sequence, kv head) pairs take several small CTAs on each SM, few pairs take one
-large CTA for each SM and as few splits as fill them, because every split is read again by the combine. Fitted to an
-H200: 64 x 8 heads of 4K tokens of int4 take 72.6 us in CTAs of 4 warps, 73.6 of 8, 78.5 of 16; 8 x 8 heads of 32K
-tokens 72.2 us in CTAs of 16 warps, 73.0 of 12, 73.9 of 8.
+large CTA for each SM and as few splits as fill them, because the splits' sums have to meet: in one cluster if it can
+be, in memory otherwise. Fitted to an H200: 64 x 8 heads of 4K tokens of int4 take 72.6 us in CTAs of 4 warps, 73.6 of
+8, 78.5 of 16; 8 x 8 heads of 32K tokens 72.2 us in CTAs of 16 warps, 73.0 of 12, 73.9 of 8.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ _STATIC = 2048  # barriers with their alignment, and what the driver keeps of ea
 _ON_SM = (16, 12, 8, 4, 2)  # warps of an SM to choose from
 _COMBINE = 8  # warps of 16 rows or of channel groups: fewer add the splits of a sequence in more trips to memory
 _MANY_SPLITS = 8  # from here on they rather merge early: 18.2 us with 8 warps, 18.9 with 12 (one of 32K int4, H200)
+_SHORT = 1 << 17  # tokens of all pairs: up to here two CTAs of an SM are faster than a large one (9.5 and 10.2 us)
 _FULL = 0.9  # a wave with more than this share of its CTAs counts as full
+_CLUSTERS = ((2, 1.0), (4, 0.9), (8, 0.9), (16, 0.84))
+"""CTAs of a cluster, and the share of the SMs that such clusters reach at once: GPCs hold 10 to 18 (H200; cluster 16:
+112 of 132)."""
+_SATURATE = 0.85  # of the SMs saturate the memory
 IN_FLIGHT = 32 << 10  # bytes on their way to an SM that hide the latency of memory at full bandwidth (H200)
 
 
@@ -71,11 +76,13 @@ class Decode:
     def stage_words(self, problem: DecodeProblem) -> int:
         return problem.channel_words + self.tiles * problem.tile_words
 
-    def smem_bytes(self, problem: DecodeProblem) -> int:
+    def smem_bytes(self, problem: DecodeProblem, cluster: int = 1) -> int:
         """Dynamic shared memory of a CTA: rings, or what the merge needs in their place; the rows of Q if they do not
         fit into a stage of each ring, and their fragments where channel-wise scales multiply them."""
         rows = 8 * self.row_tiles
         merge = self.warps * rows * (problem.head_dim + 6)
+        if cluster > 1:
+            merge += cluster * (4 * -(-rows * problem.head_dim // 4 // cluster) + 2 * rows)
         rings = max(self.warps * self.stages * self.stage_words(problem), merge)
         copies = bool(problem.group or self.shared_rows) + (self.warps if problem.group and self.shared_rows else 0)
         pitch = problem.head_dim // 2 + 4
@@ -163,14 +170,25 @@ def choose(problem: DecodeProblem, target: Target) -> Decode:
     )
 
 
-def every(problem: DecodeProblem, target: Target) -> list[Decode]:
-    """What `choose` answers for any number of sequences and tokens, with the problem's other facts."""
-    sizes = ((2**i, 2**j) for i in range(14) for j in range(4, 21))
-    return list(dict.fromkeys(choose(replace(problem, pairs=pairs, tokens=tokens), target) for pairs, tokens in sizes))
+def every(problem: DecodeProblem, target: Target) -> list[tuple[DecodeProblem, Decode]]:
+    """What `choose` answers for any number of sequences and tokens, with the problem's other facts, and for each
+    different kernel a problem that asks for it."""
+    made = {}
+    for i, j in ((i, j) for i in range(14) for j in range(4, 21)):
+        at = replace(problem, pairs=2**i, tokens=2**j)
+        chosen = choose(at, target)
+        division = divide(at, chosen, target)
+        made.setdefault((chosen, division.parts, division.cluster), (at, chosen))
+    return list(made.values())
 
 
 def fits(schedule: Decode, problem: DecodeProblem, target: Target) -> bool:
-    size = schedule.smem_bytes(problem) + _STATIC
+    """Whether an SM has the shared memory, that of the cluster included which `divide` would like."""
+    return _has_room(schedule, problem, target, _divisions(problem, schedule, target, target, 0)[0].cluster)
+
+
+def _has_room(schedule: Decode, problem: DecodeProblem, target: Target, cluster: int) -> bool:
+    size = schedule.smem_bytes(problem, cluster) + _STATIC
     return size <= target.smem_per_block and schedule.min_blocks * size <= target.smem_per_sm
 
 
@@ -190,6 +208,8 @@ def _warps(problem: DecodeProblem, target: Target, on_sm: int) -> int:
     least = min(on_sm, _COMBINE) if row_tiles(problem) > 1 or problem.group else 2
     while warps > least and warps % 2 == 0 and target.sms // pairs * warps * per_warp > problem.tokens:
         warps = max(least, warps // 2)
+    if warps == _ON_SM[0] and problem.pairs * problem.tokens <= _SHORT:
+        return warps // 2
     return warps
 
 
@@ -198,8 +218,57 @@ def _sizes(on_sm: int) -> list[int]:
     return [warps for warps in (on_sm // 4, on_sm // 2, on_sm) if warps >= min(on_sm, 3) and on_sm % warps == 0]
 
 
-def splits(problem: DecodeProblem, schedule: Decode, target: Target) -> int:
-    """Splits of each sequence: what fills the GPU once, as long as every warp of a split has 32 tokens to work on."""
-    room = target.sms * schedule.min_blocks // (problem.pairs * row_groups(problem))
-    chunk = schedule.warps * max(problem.group, 32)
-    return max(1, min(room, -(-problem.tokens // chunk), MAX_SPLITS))
+@dataclass(frozen=True)
+class Division:
+    """Who works on the tokens of a sequence: CTAs, `splits` of them, `cluster` of which are a cluster; `parts` warps
+    share a group of channel-wise keys."""
+
+    splits: int
+    parts: int = 1
+    cluster: int = 1
+
+
+def divide(
+    problem: DecodeProblem, schedule: Decode, target: Target, device: Target | None = None, splits: int = 0
+) -> Division:
+    """What fills the GPU once, as long as every warp of a split has 32 tokens to work on, in the clusters that cost
+    least; or so many splits. `device` runs the program where that is newer than its target. The costs are fitted to 430
+    timings of 88 problems on an H200, where the choice takes 1.006 times the fastest (geometric mean)."""
+    possible = _divisions(problem, schedule, target, device or target, splits)
+    return next(it for it in possible if it.cluster == 1 or _has_room(schedule, problem, target, it.cluster))
+
+
+def _divisions(problem: DecodeProblem, schedule: Decode, target: Target, device: Target, splits: int) -> list[Division]:
+    """The best one first, whether the shared memory suffices or not."""
+    slots = device.sms * schedule.min_blocks / (problem.pairs * row_groups(problem))
+    clusters = ((1, 1.0), *(_CLUSTERS if target.supports("cluster") else ()))
+    made = []
+    for parts in dict.fromkeys((1, max(1, problem.group // max(32, 16 * schedule.tiles)))):
+        most = -(-problem.tokens // (schedule.warps * max(problem.group // parts, 32)))
+        for cluster, share in clusters:
+            taken = splits or max(1, min(most, MAX_SPLITS, int(slots * share))) // cluster * cluster
+            if taken and taken % cluster == 0:
+                made.append(Division(taken, parts, cluster))
+    return sorted(made, key=lambda it: tail_us(problem, it) + stream_us(problem, schedule, device, it))
+
+
+def stream_us(problem: DecodeProblem, schedule: Decode, target: Target, division: Division) -> float:
+    """Time of the tokens: of their bytes, or of what the busiest SM does with them, the slower the fewer its warps."""
+    ctas = problem.pairs * row_groups(problem) * division.splits
+    words = problem.pairs * (problem.tokens / 16 * problem.tile_words)
+    reached = 0.92 * target.dram_gb_s * min(1.0, ctas / (_SATURATE * target.sms))
+    on_sm = math.ceil(ctas / target.sms)
+    work = on_sm * max(problem.tokens / division.splits, schedule.warps * problem.group / division.parts)
+    work *= max(1.0, 18 / (on_sm * schedule.warps)) ** 0.73
+    if division.parts > 1:  # each of them scales the rows
+        work *= 1.2 if schedule.row_tiles == 1 else 1.4
+    return max(4e-3 * words / reached, 3e-3 * work)
+
+
+def tail_us(problem: DecodeProblem, division: Division) -> float:
+    """Time of what follows the tokens: sums through memory, which one CTA of each place in a cluster reads."""
+    partials = division.splits // division.cluster
+    if partials == 1:
+        return 0.03 * (division.cluster > 1)
+    kbytes = problem.rows / row_groups(problem) * problem.head_dim * partials / division.cluster / 256
+    return 1.1 + 0.022 * kbytes + 1.0 * (division.cluster > 1)

@@ -14,7 +14,6 @@ BUCKETS = tuple(1 << i for i in range(4, 23))
 """Numbers of tokens that records are kept for."""
 _LAUNCH_US = 4.0  # start, first stage, end
 _WARP_US = 0.35  # what a warp adds to a CTA's merge
-_SPLIT_US = 0.03  # what a split adds to the combine
 _WARPS = (2, 3, 4, 6, 8, 12, 16)
 
 
@@ -66,7 +65,8 @@ class Decode(spaces.Space):
 
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
         problem = self.at(m)
-        splits = attention.splits(problem, schedule, target)
+        division = attention.divide(problem, schedule, target)
+        splits = division.splits
         ctas = m * attention.row_groups(problem) * splits
         waves = math.ceil(ctas / (target.sms * schedule.min_blocks))
         on_sm = min(schedule.min_blocks, math.ceil(ctas / target.sms))
@@ -82,4 +82,4 @@ class Decode(spaces.Space):
         # estimates: idle warps hide less of the conversions, and what is in flight covers bursts
         stream *= 1 + 0.12 * (1 - schedule.warps * schedule.min_blocks / attention.warps_per_sm(problem))
         stream *= 1 + 0.03 * max(0.0, 1 - flight / (2 * attention.IN_FLIGHT))
-        return _LAUNCH_US + stream + _WARP_US * schedule.warps / 4 * waves + _SPLIT_US * splits * (splits > 1)
+        return _LAUNCH_US + stream + _WARP_US * schedule.warps / 4 * waves + attention.tail_us(problem, division)

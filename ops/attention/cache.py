@@ -38,7 +38,7 @@ class PackedCache:
         page_size: tokens of a page, 0 when contiguous.
         residual: int32 [slots, Hkv, (residual_tokens / 16 + 1) * words of an f16 tile], or None.
         slots: int32 [B], the residual block of each sequence, or None for its own number.
-        k_static, v_static: f32 [Hkv, D] scales of static formats.
+        k_static, v_static: f32 [Hkv, D] scales of static formats, 2^-100..2^100.
     """
 
     layout: CacheLayout
@@ -254,7 +254,7 @@ def pack_cache(
         lengths: integers [B], 0..T, default T for all.
         page_size: tokens of a page, 0 for contiguous storage.
         residual: tokens of the f16 residual block; default the channel group of the keys, or none. 0: none.
-        k_static, v_static: f32 [Hkv, D] for static formats; positive.
+        k_static, v_static: f32 [Hkv, D] for static formats; 2^-100..2^100.
         permutation: order in which pages are handed out, int64 [pages], each once; default in turn.
 
     Raises:
@@ -344,5 +344,6 @@ def check_static(name: str, scales: torch.Tensor | None, needed: bool, shape: tu
         return
     if not isinstance(seen, list) or tuple(seen[-len(shape) :]) != shape or not scales.is_floating_point():
         raise ArgumentError(name, seen, f"must be float {list(shape)}", "one scale for each dimension")
-    if not bool((scales.isfinite() & (scales > 0)).all()):
-        raise ArgumentError(name, "zero, negative or not finite", "must be positive", "calibrate, or use 1")
+    if not bool(((scales >= 2.0**-100) & (scales <= 2.0**100)).all()):
+        low, high = scales.float().min().item(), scales.float().max().item()
+        raise ArgumentError(name, f"{low:.3g}..{high:.3g}", "must be within 2^-100..2^100", "calibrate, or use 1")

@@ -31,13 +31,22 @@ def differ(a, b):
 
 
 def make_copy_macros(
-    layout: CacheLayout, *, tiles: int, stages: int, warps: int, page: int, residual: int, bulk: bool, ahead: int
+    layout: CacheLayout,
+    *,
+    tiles: int,
+    stages: int,
+    warps: int,
+    parts: int,
+    page: int,
+    residual: int,
+    bulk: bool,
+    ahead: int,
 ) -> SimpleNamespace:
     """Macros prefetch, start, confirm and fetch; token_of, and sizes.
 
     Args:
-        tiles, stages, warps, page, residual: as of decode_program. bulk: copies are bulk copies and arrive on barriers,
-            else cp.async groups. ahead: stages of a warp that `prefetch` fetches, at most 32.
+        tiles, stages, warps, parts, page, residual: as of decode_program. bulk: copies are bulk copies and arrive on
+            barriers, else cp.async groups. ahead: stages of a warp that `prefetch` fetches, at most 32.
 
     `w` holds the sizes b, split, splits, q_len, window, kv_heads, pages, page_words, most (pages of a table's row), and
     one-element local buffers: length; h, lane, warp; packed, start, r0, r1, first, count; page and later, the pages of
@@ -46,7 +55,7 @@ def make_copy_macros(
     import tilelang.language as T
 
     group, mini = layout.k.group, 16 * tiles
-    per_chunk = max(group // mini, 1)  # stages that a warp takes from one group
+    per_chunk = max(group // parts // mini, 1)  # stages that a warp takes from one group
     chunk = per_chunk * mini
     head_words, tile_words = layout.channel_words, layout.tile_words
     stage = head_words + tiles * tile_words
@@ -104,13 +113,15 @@ def make_copy_macros(
         """Words at the head of a block that stage i does not copy: those of its first stage only."""
         return T.if_then_else(i % per_chunk == 0, 0, head_words) if group else 0
 
-    def source(KV, w, number, i, more=0):
-        """Address of the stage in page `number`, `more` words into it."""
-        skip = skipped(w, i)
-        at = w.h[0] * w.page_words + inside(w, i) // layout.block_tokens * layout.block_words
-        at = at + (skip + i % per_chunk * (tiles * tile_words) if group else 0)
+    def source(KV, w, number, i, word):
+        """Address in page `number` of what is word `word` of the slot of stage i: a group's parameters lie ahead of its
+        first tile."""
+        at = w.h[0] * w.page_words + inside(w, i) // layout.block_tokens * layout.block_words + word
+        if group:
+            tile = inside(w, i) % group // 16 if parts > 1 else i % per_chunk * tiles
+            at = at + (T.if_then_else(word < head_words, 0, tile * tile_words) if parts > 1 else tile * tile_words)
         return T.call_extern(
-            "handle", "tz_page", T.access_ptr(KV[0, 0, 0], "r", 1), number, w.kv_heads * w.page_words, at + more
+            "handle", "tz_page", T.access_ptr(KV[0, 0, 0], "r", 1), number, w.kv_heads * w.page_words, at
         )
 
     def words_of(w, i):
@@ -120,15 +131,26 @@ def make_copy_macros(
         return stage - skipped(w, i)
 
     @T.macro
+    def send(KV, ring, full, w, number, i, place, word, words):
+        """One thread copies `words` words to the slot of stage i, from word `word` of it on."""
+        bar = w.warp[0] * stages + place
+        T.call_extern(
+            "handle", "tz_bulk", T.access_ptr(ring[bar * stage + word], "w", stage), source(KV, w, number, i, word),
+            words * 4, T.access_ptr(full[bar], "rw", 1),
+        )  # fmt: skip
+
+    @T.macro
     def copy(KV, ring, full, w, number, i, place):
         """One thread copies the warp's stage i, of page `number`, to slot `place` of its ring."""
         words = words_of(w, i)
         bar = w.warp[0] * stages + place
         T.mbarrier_expect_tx(full[bar], words * 4)
-        T.call_extern(
-            "handle", "tz_bulk", T.access_ptr(ring[bar * stage + skipped(w, i)], "w", stage), source(KV, w, number, i),
-            words * 4, T.access_ptr(full[bar], "rw", 1),
-        )  # fmt: skip
+        if parts > 1:
+            if less(skipped(w, i), 1):
+                send(KV, ring, full, w, number, i, place, 0, head_words)
+            send(KV, ring, full, w, number, i, place, head_words, stage - head_words)
+        else:
+            send(KV, ring, full, w, number, i, place, skipped(w, i), words)
         T.barrier_arrive(full[bar])
 
     @T.macro
@@ -141,12 +163,13 @@ def make_copy_macros(
             if less(w.lane[0], 1):
                 copy(KV, ring, full, w, w.source[0], i, place)
         else:
-            slot = (w.warp[0] * stages + place) * stage + skipped(w, i)
+            slot = (w.warp[0] * stages + place) * stage
             for j in each(-(-stage // 128)):
                 if less(j * 128 + w.lane[0] * 4, words_of(w, i)):
+                    word = skipped(w, i) + j * 128 + w.lane[0] * 4
                     T.call_extern(
-                        "handle", "tz_cp_async", T.access_ptr(ring[slot + j * 128 + w.lane[0] * 4], "w", 4),
-                        source(KV, w, w.source[0], i, j * 128 + w.lane[0] * 4), 16,
+                        "handle", "tz_cp_async", T.access_ptr(ring[slot + word], "w", 4),
+                        source(KV, w, w.source[0], i, word), 16,
                     )  # fmt: skip
         if page:
             if less(30, T.bitwise_and(i, 31)):  # the last one of the round
@@ -168,7 +191,16 @@ def make_copy_macros(
         if page:
             w.page[0] = smaller(larger(w.page[0], 0), w.pages - 1)
         if less(w.lane[0], smaller(ahead, w.count[0])):
-            T.call_extern("handle", "tz_prefetch", source(KV, w, w.page[0], w.lane[0]), words_of(w, w.lane[0]) * 4)
+            if parts > 1:
+                T.call_extern("handle", "tz_prefetch", source(KV, w, w.page[0], w.lane[0], 0), head_words * 4)
+                T.call_extern(
+                    "handle", "tz_prefetch", source(KV, w, w.page[0], w.lane[0], head_words), (stage - head_words) * 4
+                )
+            else:
+                T.call_extern(
+                    "handle", "tz_prefetch", source(KV, w, w.page[0], w.lane[0], skipped(w, w.lane[0])),
+                    words_of(w, w.lane[0]) * 4,
+                )  # fmt: skip
 
     @T.macro
     def restart(KV, TABLE, ring, full, w):

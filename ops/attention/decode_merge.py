@@ -1,8 +1,10 @@
 """What follows a warp's tokens in decode attention: the merge of a CTA's warps, and that of a sequence's splits.
 
-Sums are added in a fixed order, so that results have the same bits in every run: the warps in theirs, and the splits by
-the last CTA of a (sequence, row group) to end. There each thread adds a share of the splits for four head dimensions of
-a row, all loaded at once, and the shares follow one another through shared memory.
+Sums are added in a fixed order, so that results have the same bits in every run: first the warps in theirs. Each CTA of
+a cluster then sends the others their shares of the output, to where their rings were, and adds up its own in the order
+of the CTAs, without a fence or a round trip. What several clusters, or CTAs without one,
+have for the same output is added by the last of them to end: there each thread adds a share of the partial results for
+four head dimensions of a row, all loaded at once, and the shares follow one another through shared memory.
 """
 
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ from types import SimpleNamespace
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.tile_macros import LOWEST, each, larger, less, smaller
 
-BATCH = 16  # partial results that a thread loads at once
+BATCH = 16  # partial results that a thread loads at once, and most CTAs of a cluster
 _AT_LEAST = 4  # of them, rather than none
 _SHARE = 8  # words of a share's sums
 
@@ -23,6 +25,16 @@ def pitch_of(head_dim: int) -> int:
 def merge_words(head_dim: int, row_tiles: int, warps: int) -> int:
     """int32 words of shared memory for the sums of all warps, where the threads' shares of the splits lie later."""
     return warps * 8 * row_tiles * (pitch_of(head_dim) + 2)
+
+
+def share(head_dim: int, row_tiles: int, cluster: int) -> int:
+    """Most pieces of four head dimensions that a CTA of a cluster adds up."""
+    return -(-2 * row_tiles * head_dim // cluster)
+
+
+def inbox_words(head_dim: int, row_tiles: int, cluster: int) -> int:
+    """int32 words of shared memory for what the CTAs of a cluster send: pieces, then m and l of each row."""
+    return cluster * (4 * share(head_dim, row_tiles, cluster) + 16 * row_tiles) if cluster > 1 else 0
 
 
 def _log2(n: int) -> int:
@@ -38,19 +50,24 @@ def state() -> SimpleNamespace:
         **{name: T.alloc_local((1,), "float32") for name in ("m", "l", "f", "top")},
         o=T.alloc_local((4,), "float32"),
         x=T.alloc_local((4 * BATCH,), "float32"),
-        lse=T.alloc_local((BATCH,), "float32"),
+        lse=T.alloc_local((2 * BATCH,), "float32"),
         sum=T.alloc_local((_AT_LEAST,), "float32"),
         **{
             name: T.alloc_local((1,), "int32")
-            for name in ("items", "shift", "parts", "part", "per", "item", "k", "end", "head")
+            for name in ("items", "first", "shift", "parts", "part", "per", "item", "k", "end", "head")
         },
     )
 
 
 def make_merge_macros(
-    layout: CacheLayout, tile: SimpleNamespace, *, row_tiles: int, warps: int, dtype: str, sinks: bool
+    layout: CacheLayout, tile: SimpleNamespace, *, row_tiles: int, warps: int, cluster: int, dtype: str, sinks: bool
 ) -> SimpleNamespace:
-    """Macros stage_sums, merge_warps, combine_splits; `w` as in decode_copies, with y, group, here, query and head."""
+    """Macros stage_sums, merge_warps, merge_cluster, combine_splits.
+
+    `w` as in decode_copies, with y, group, here, query, head, `partials`, how many results there are of an output, and
+    in a cluster `sent`, the barrier of what the others send, of one arrival. Before `merge_warps` a cluster waits for
+    the arrivals in `stage_sums`.
+    """
     import tilelang.language as T
 
     D, nt, cols, slices, threads = layout.head_dim, row_tiles, 8 * row_tiles, layout.head_dim // 16, warps * 32
@@ -73,6 +90,8 @@ def make_merge_macros(
                 if tile.v_token:
                     st.z[i] = st.z[i] + T.call_extern("float32", "tz_xor_shuffle", st.z[i], 4 << d)
         T.sync_threads()  # every warp is done with its ring
+        if cluster > 1:
+            T.cluster_arrive_relaxed()  # what it read it has used, and the fence of the barriers is long past
         for t in each(nt):
             for j in each(2):
                 row = t * 8 + w.lane[0] % 4 * 2 + j
@@ -124,12 +143,21 @@ def make_merge_macros(
         for e in each(4):
             c.o[e] = c.o[e] * c.f[0]
         T.call_extern(
-            "handle", "tz_store16", T.access_ptr(OP[w.b, w.hy, w.split, row, col], "w", 4), T.access_ptr(c.o, "r")
-        )
+            "handle", "tz_store16", T.access_ptr(OP[w.b, w.hy, w.split // cluster, row, col], "w", 4),
+            T.access_ptr(c.o, "r"),
+        )  # fmt: skip
         if less(col, 1):
-            LP[w.b, w.hy, w.split, row] = T.if_then_else(
+            LP[w.b, w.hy, w.split // cluster, row] = T.if_then_else(
                 c.l[0] > 0, c.m[0] + T.call_extern("float32", "tz_log2", c.l[0]), T.float32(LOWEST)
             )
+
+    @T.macro
+    def write_result(OP, LP, O, LSE, SINK, c, w, row, col):
+        """Four head dimensions of the output, or of a partial result."""
+        if w.partials == 1:
+            finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
+        else:
+            write_partial(OP, LP, c, w, row, col)
 
     @T.macro
     def load(ring, OP, LP, c, w, i, row, col, of_splits):
@@ -180,21 +208,99 @@ def make_merge_macros(
                         c.o[e] = c.o[e] + c.f[0] * c.x[i * 4 + e]
 
     @T.macro
-    def combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx):
-        """The last CTA adds all splits of its rows: `parts` threads, 1, 2 or 4, for four dimensions of a row where
-        there are that many; their shares follow one another through `ring`. Nothing is divided: this is done while
-        everyone else has ended."""
+    def share_of(c, w):
+        """The share of the output, in pieces of four dimensions, that this CTA of its cluster adds up."""
         c.items[0] = w.here[0] * (D // 4)
-        c.shift[0] = T.call_extern("int32", "tz_bits", w.here[0] - 1) + _log2(D // 4)  # of the rows, as a power of two
+        c.first[0] = 0
+        if cluster > 1:
+            c.per[0] = (c.items[0] + cluster - 1) // cluster
+            c.first[0] = w.split % cluster * c.per[0]
+            c.items[0] = larger(smaller(c.items[0] - c.first[0], c.per[0]), 0)
+
+    most, inbox = share(D, nt, cluster), merge_words(D, nt, warps)
+
+    def piece_from(k, item):
+        """Word of shared memory where piece `item` of this CTA's share arrives from CTA k."""
+        return inbox + (k * most + item) * 4
+
+    def facts_from(k, row):
+        """Where m and l of a row arrive from CTA k."""
+        return inbox + cluster * most * 4 + (k * cols + row) * 2
+
+    @T.macro
+    def send(ring, c, w, row, col):
+        """A piece to the CTA that adds it up; m and l of the row go with the first piece of it that this one gets."""
+        c.item[0] = row * (D // 4) + col // 4
+        c.k[0] = T.truncdiv(c.item[0], c.per[0])
+        c.item[0] = c.item[0] - c.k[0] * c.per[0]
+        T.call_extern(
+            "handle", "tz_send16", T.access_ptr(ring[piece_from(w.split % cluster, c.item[0])], "w", 4), c.k[0],
+            T.access_ptr(c.o, "r"), T.access_ptr(w.sent[0], "rw", 1),
+        )  # fmt: skip
+        if T.Or(less(col, 1), less(c.item[0], 1)):
+            T.call_extern(
+                "handle", "tz_send8", T.access_ptr(ring[facts_from(w.split % cluster, row)], "w", 2), c.k[0],
+                c.m[0], c.l[0], T.access_ptr(w.sent[0], "rw", 1),
+            )  # fmt: skip
+
+    @T.macro
+    def expect(c, w, tx):
+        """What the cluster's CTAs send to this one."""
+        share_of(c, w)
+        if less(tx, 1):
+            if less(0, c.items[0]):
+                T.mbarrier_expect_tx(
+                    w.sent[0],
+                    cluster
+                    * (c.items[0] * 16 + ((c.first[0] + c.items[0] - 1) // (D // 4) - c.first[0] // (D // 4) + 1) * 8),
+                )
+            T.barrier_arrive(w.sent[0])
+
+    @T.macro
+    def merge_cluster(ring, OP, LP, O, LSE, SINK, c, w, tx):
+        """Sum over the CTAs of a cluster in their order; the result is the output, or a partial one."""
+        T.barrier_wait(w.sent[0], 0)
+        for v in T.serial(T.ceildiv(c.items[0], threads)):
+            row = (c.first[0] + v * threads + tx) // (D // 4)
+            col = (c.first[0] + v * threads + tx) % (D // 4) * 4
+            if less(v * threads + tx, c.items[0]):
+                c.m[0] = T.float32(LOWEST)
+                for k in each(cluster):
+                    T.call_extern(
+                        "handle", "tz_load<2>", T.access_ptr(c.lse[k * 2], "w", 2),
+                        T.access_ptr(ring[facts_from(k, row)], "r", 2),
+                    )  # fmt: skip
+                    c.m[0] = T.max(c.m[0], c.lse[k * 2])
+                c.l[0] = 0.0
+                for e in each(4):
+                    c.o[e] = 0.0
+                for k in each(cluster):
+                    T.call_extern(
+                        "handle", "tz_load<4>", T.access_ptr(c.x, "w", 4),
+                        T.access_ptr(ring[piece_from(k, v * threads + tx)], "r", 4),
+                    )  # fmt: skip
+                    c.f[0] = T.call_extern("float32", "tz_ex2", c.lse[k * 2] - c.m[0])
+                    c.l[0] = c.l[0] + c.f[0] * c.lse[k * 2 + 1]
+                    for e in each(4):
+                        c.o[e] = c.o[e] + c.f[0] * c.x[e]
+                write_result(OP, LP, O, LSE, SINK, c, w, row, col)
+
+    @T.macro
+    def combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx):
+        """The last CTA adds all partial results of its share of the rows: `parts` threads, 1, 2 or 4, for four
+        dimensions of a row where there are that many; what they have follows one another through `ring`. Nothing is
+        divided: this is done while everyone else has ended."""
+        share_of(c, w)
+        c.shift[0] = T.call_extern("int32", "tz_bits", c.items[0] - 1)  # as a power of two
         c.parts[0] = smaller(larger(_log2(threads) - c.shift[0], 0), _log2(_AT_LEAST))
-        c.per[0] = (w.splits + (1 << c.parts[0]) - 1) >> c.parts[0]
+        c.per[0] = (w.partials + (1 << c.parts[0]) - 1) >> c.parts[0]
         c.parts[0] = 1 << c.parts[0]
         c.part[0] = T.call_extern("int32", "tz_select", less(1, c.parts[0]), tx >> c.shift[0], 0)
         c.head[0] = tx - (c.part[0] << c.shift[0])
         for v in T.serial(T.ceildiv(c.items[0], threads)):
             c.item[0] = v * threads + c.head[0]
-            row = c.item[0] // (D // 4)
-            col = c.item[0] % (D // 4) * 4
+            row = (c.first[0] + c.item[0]) // (D // 4)
+            col = (c.first[0] + c.item[0]) % (D // 4) * 4
             exists = T.And(less(c.item[0], c.items[0]), less(c.part[0], c.parts[0]))
             if exists:
                 c.m[0] = T.float32(LOWEST)
@@ -202,7 +308,7 @@ def make_merge_macros(
                 for e in each(4):
                     c.o[e] = 0.0
                 c.k[0] = c.part[0] * c.per[0]
-                c.end[0] = smaller(c.k[0] + c.per[0], w.splits)
+                c.end[0] = smaller(c.k[0] + c.per[0], w.partials)
                 for _ in T.serial(T.truncdiv(c.per[0] + BATCH - 1, BATCH)):
                     if less(c.k[0], c.end[0]):
                         add(ring, OP, LP, c, w, row, col, True, BATCH)
@@ -223,7 +329,9 @@ def make_merge_macros(
 
     @T.macro
     def merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx):
-        """Sum over the warps in their order; the result is the output, or a partial one."""
+        """Sum over the warps in their order; the result is the output, or a partial one, or goes to the cluster."""
+        if cluster > 1:
+            expect(c, w, tx)
         for v in T.serial(T.ceildiv(w.here[0] * (D // 4), threads)):
             row = (v * threads + tx) // (D // 4)
             col = (v * threads + tx) % (D // 4) * 4
@@ -246,9 +354,11 @@ def make_merge_macros(
                     )  # fmt: skip
                     for e in each(4):
                         c.o[e] = c.o[e] + c.f[0] * c.x[e]
-                if w.splits == 1:
-                    finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
+                if cluster > 1:
+                    send(ring, c, w, row, col)
                 else:
-                    write_partial(OP, LP, c, w, row, col)
+                    write_result(OP, LP, O, LSE, SINK, c, w, row, col)
 
-    return SimpleNamespace(stage_sums=stage_sums, merge_warps=merge_warps, combine_splits=combine_splits)
+    return SimpleNamespace(
+        stage_sums=stage_sums, merge_warps=merge_warps, merge_cluster=merge_cluster, combine_splits=combine_splits
+    )

@@ -9,7 +9,8 @@ Codes enter the tensor core unscaled. Token-wise scales multiply rows of S^T and
 once for each group, static ones Q and O; zeros become a rank-one term. P^T is transposed in registers (movmatrix). The
 running maximum is lazy: sums are rescaled only when a score exceeds it by 2^4, so steady iterations shuffle nothing.
 
-The last split to finish combines all splits of its rows in a fixed order: results have the same bits in every run.
+The splits of a cluster add up what they send to one another's shared memory, and the last cluster to finish combines
+what is left, in a fixed order: results have the same bits in every run.
 """
 
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.ablation import PlainLayout
 from terrazzo.ops.attention.decode_copies import make_copy_macros, peek
-from terrazzo.ops.attention.decode_merge import make_merge_macros, merge_words
+from terrazzo.ops.attention.decode_merge import BATCH, inbox_words, make_merge_macros, merge_words
 from terrazzo.ops.attention.decode_merge import state as merge_state
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
@@ -66,11 +67,18 @@ def query_words(layout: CacheLayout, row_tiles: int, warps: int, shared_rows: bo
 
 
 def shared_words(
-    layout: CacheLayout, row_tiles: int, warps: int, tiles: int, stages: int, shared_rows: bool = False
+    layout: CacheLayout,
+    row_tiles: int,
+    warps: int,
+    tiles: int,
+    stages: int,
+    shared_rows: bool = False,
+    cluster: int = 1,
 ) -> int:
-    """int32 words of shared memory: the rings, which the merge of the warps reuses, and behind them the rows of Q if
-    no ring has room for them, and their B fragments (`query_words`)."""
-    rings = max(warps * stages * stage_words(layout, tiles), merge_words(layout.head_dim, row_tiles, warps))
+    """int32 words of shared memory: the rings, which the merges reuse, and behind them the rows of Q if no ring has
+    room for them, and their B fragments (`query_words`)."""
+    merges = merge_words(layout.head_dim, row_tiles, warps) + inbox_words(layout.head_dim, row_tiles, cluster)
+    rings = max(warps * stages * stage_words(layout, tiles), merges)
     apart = 0 if rows_of_slot(layout, row_tiles, warps, tiles) else 8 * row_tiles * row_pitch(layout.head_dim)
     return rings + apart + query_words(layout, row_tiles, warps, shared_rows)
 
@@ -93,6 +101,8 @@ def build(
     softcap: bool,
     sinks: bool,
     ahead: int = 0,
+    parts: int = 1,
+    cluster: int = 1,
     convert: str = "masked",
 ):
     """The prim_func `main` for up to 8 * row_tiles rows in a CTA.
@@ -104,13 +114,15 @@ def build(
         residual: tokens of the f16 residual block, 0 for none. Its tiles are a ring of one more (`PackedCache`).
         softcap, sinks: whether the logits are capped, and whether each head has a sink.
         ahead: stages of a warp that are fetched into L2 while the kernel ahead may still run (decode_copies.py), 0..32.
+        parts: warps that share a group of channel-wise keys. cluster: splits whose CTAs are a cluster, 1..16.
         convert: "masked", or "plain" for integer-to-float instructions (ablation.py).
 
     Shapes: Q and O [B, q_len, Hq, D] in `dtype`; KV int32 [pages, Hkv, page words]; TABLE int32 [B, most pages] (one
     element when contiguous); LEN int32 [B], tokens in all, the q_len new ones included; RES int32 [slots, Hkv, words]
     and SLOT int32 [B]; SK, SV f32 [Hkv, D] for static formats (one element otherwise); SINK f32 [Hq]; OP f32
-    [B, Y, S, rows, D] and LP f32 [B, Y, S, rows], Y = Hkv * row groups; SEM int32 [B * Y], zero between launches; LSE
-    f32 [B, q_len, Hq], base 2. Scalars: softmax scale * log2(e), cap * log2(e), window in tokens (0: none).
+    [B, Y, P, rows, D] and LP f32 [B, Y, P, rows], Y = Hkv * row groups, P = splits / cluster; SEM int32
+    [B * Y * cluster], zero between launches; LSE f32 [B, q_len, Hq], base 2. Scalars: softmax scale * log2(e),
+    cap * log2(e), window in tokens (0: none).
     """
     import tilelang.language as T
 
@@ -121,6 +133,8 @@ def build(
         raise ArgumentError(
             "tiles", tiles, f"16 * tiles must divide the group {group}, and residual be {group}", "change it"
         )
+    if parts > 1 and (not group or group % (mini * parts)):
+        raise ArgumentError("parts", parts, f"warps take whole stages of {mini} tokens of a group of {group}", "use 1")
     if residual and layout.v.scaling == "static":
         raise ArgumentError(
             "v_format", v_format, "static values cannot join f16 residual tokens", "use token-wise values"
@@ -131,9 +145,11 @@ def build(
         raise ArgumentError("page", page, f"must be a multiple of {max(mini, layout.block_tokens)}", "change tiles")
     if not 0 <= ahead <= 32:
         raise ArgumentError("ahead", ahead, "must be 0..32: a lane fetches a stage", "use 0")
+    if not 1 <= cluster <= (BATCH if target.supports("cluster") else 1):
+        raise ArgumentError("cluster", cluster, f"{target.arch} has clusters of 1..16 CTAs or none", "use 1")
     stage = stage_words(layout, tiles)
     threads = warps * 32
-    total_words = shared_words(layout, nt, warps, tiles, stages, shared_rows)
+    total_words = shared_words(layout, nt, warps, tiles, stages, shared_rows, cluster)
     queries = total_words - query_words(layout, nt, warps, shared_rows)
     q_pitch, in_slot = row_pitch(D), rows_of_slot(layout, nt, warps, tiles)
     turns = -(-cols * (D // 8) // threads)  # pieces of Q that a thread fetches
@@ -149,10 +165,11 @@ def build(
     tile = make_tile_macros(layout, nt, tiles, softcap, shared_rows)
     spare = make_tile_macros(CacheLayout("float16", "float16", head_dim), nt, 1, softcap) if residual else None
     copies = make_copy_macros(
-        layout, tiles=tiles, stages=stages, warps=warps, page=page, residual=residual, bulk=bulk,
+        layout, tiles=tiles, stages=stages, warps=warps, parts=parts, page=page, residual=residual, bulk=bulk,
         ahead=ahead if pdl else 0,
     )  # fmt: skip
-    merge = make_merge_macros(layout, tile, row_tiles=nt, warps=warps, dtype=dtype, sinks=sinks)
+    merge = make_merge_macros(layout, tile, row_tiles=nt, warps=warps, cluster=cluster, dtype=dtype, sinks=sinks)
+    cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
     k_static = layout.k.scaling == "static"
     mixed = layout.k.operand != dtype
 
@@ -160,7 +177,8 @@ def build(
     PAGES, PAGE_WORDS, TABLE_B, MOST = T.dynamic("pages"), T.dynamic("page_words"), T.dynamic("tb"), T.dynamic("most")
     SLOTS, RES_H, RES_WORDS = T.dynamic("slots"), T.dynamic("rh"), T.dynamic("res_words")
     SKH, SKD, SVH, SVD, SINKS = (T.dynamic(name) for name in ("skh", "skd", "svh", "svd", "n_sinks"))
-    Y, S = T.dynamic("y"), T.dynamic("s")
+    Y, P = T.dynamic("y"), T.dynamic("p")
+    S = P * cluster
 
     def piece(v, tx):
         """(row of the CTA, first value) of the 16 bytes of Q that a thread fetches in turn v."""
@@ -288,18 +306,19 @@ def build(
         SK: T.Tensor((SKH, SKD), "float32"),
         SV: T.Tensor((SVH, SVD), "float32"),
         SINK: T.Tensor((SINKS,), "float32"),
-        OP: T.Tensor((B, Y, S, cols, D), "float32"),
-        LP: T.Tensor((B, Y, S, cols), "float32"),
-        SEM: T.Tensor((B * Y,), "int32"),
+        OP: T.Tensor((B, Y, P, cols, D), "float32"),
+        LP: T.Tensor((B, Y, P, cols), "float32"),
+        SEM: T.Tensor((B * Y * cluster,), "int32"),
         O: T.Tensor((B, QL, HQ, D), dtype),
         LSE: T.Tensor((B, QL, HQ), "float32"),
         scale: T.float32,
         cap: T.float32,
         window: T.int32,
     ):
-        with T.Kernel(S, Y, B, threads=threads, prelude=source) as (split, hy, b):
+        with T.Kernel(S, Y, B, threads=threads, prelude=source, **cluster_dims) as (split, hy, b):
             ring = T.alloc_shared((total_words,), "int32")
             full = T.alloc_barrier([1] * (warps * stages)) if bulk else None
+            sent = T.alloc_barrier([1]) if cluster > 1 else None
             T.annotate_min_blocks_per_sm(min_blocks)
             tx = T.get_thread_binding()
             st = tile.state(scale, cap, window)
@@ -307,9 +326,9 @@ def build(
             c = merge_state()
             ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
             w = SimpleNamespace(
-                b=b, hy=hy, split=split, splits=S, q_len=QL, window=window, kv_heads=HK, pages=PAGES, most=MOST,
-                page_words=PAGE_WORDS, row_query=T.alloc_local((turns,), "int32"),
-                row_head=T.alloc_local((turns,), "int32"), **ints,
+                b=b, hy=hy, split=split, splits=S, partials=P, q_len=QL, window=window, kv_heads=HK, pages=PAGES,
+                most=MOST, page_words=PAGE_WORDS, row_query=T.alloc_local((turns,), "int32"),
+                row_head=T.alloc_local((turns,), "int32"), sent=sent, **ints,
             )  # fmt: skip
             if pdl:
                 T.pdl_trigger()
@@ -402,9 +421,14 @@ def build(
                     w.read[0] = 0
                     w.parity[0] = w.parity[0] ^ 1
             merge.stage_sums(ring, SV, st, w)
+            if cluster > 1:
+                T.cluster_wait()
             merge.merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx)
-            if S > 1:
-                if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[b * Y + hy], "rw", 1), S):
+            if cluster > 1:
+                merge.merge_cluster(ring, OP, LP, O, LSE, SINK, c, w, tx)
+            if P > 1:
+                group_of = (b * Y + hy) * cluster + split % cluster
+                if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[group_of], "rw", 1), P):
                     merge.combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx)
 
     return main

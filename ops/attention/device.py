@@ -87,6 +87,23 @@ __device__ __forceinline__ void tz_rearm(void *bar) {
 """,
     ),
     Primitive(
+        "cluster",
+        "TileLang's copies between the CTAs of a cluster take whole tiles, and one thread for each",
+        """\
+// 16 or 8 bytes to where CTA `rank` of the cluster has what this one has at p, counted by that CTA's barrier
+__device__ __forceinline__ void tz_send16(void *p, int rank, const void *v, const void *bar) {
+  const uint4 x = *(const uint4 *)v;
+  asm volatile("{ .reg .b32 a, b; mapa.shared::cluster.u32 a,%0,%1; mapa.shared::cluster.u32 b,%2,%1;"
+               " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [a],{%3,%4,%5,%6},[b]; }"
+               :: "r"(tz_smem(p)), "r"(rank), "r"(tz_smem(bar)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory"); }
+__device__ __forceinline__ void tz_send8(void *p, int rank, float x, float y, const void *bar) {
+  asm volatile("{ .reg .b32 a, b; mapa.shared::cluster.u32 a,%0,%1; mapa.shared::cluster.u32 b,%2,%1;"
+               " st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [a],{%3,%4},[b]; }"
+               :: "r"(tz_smem(p)), "r"(rank), "r"(tz_smem(bar)), "r"(__float_as_uint(x)), "r"(__float_as_uint(y))
+               : "memory"); }
+""",
+    ),
+    Primitive(
         "tiles",
         "16-bit rows go to registers as operand tiles, transposed or not, and packed words to runtime addresses",
         """\
@@ -142,25 +159,38 @@ __device__ __forceinline__ unsigned tz_range(float lo, float hi, float levels, v
   out[2] = out[0] > 0.f ? __fdiv_rn(1.f, out[0]) : 0.f;
   return both;
 }
-// bits of 2^23 + rint((x - z) / s), clamped to 0 .. top, half to even. r is 1 / s, rounded: two Newton steps then end
-// at the correctly rounded quotient (Markstein), as s is an f16 number.
+// bits of 2^23 + rint((x - z) / s), clamped to 0 .. top, half to even. r is 1 / s, rounded: a Newton step then ends at
+// the correctly rounded quotient (Markstein), as s is an f16 number, whose quotients keep away from halves of a step
 __device__ __forceinline__ unsigned tz_code(float x, float z, float s, float r, float top) {
   float a = x - z, q = a * r;
   q = fmaf(fmaf(-q, s, a), r, q);
-  q = fmaf(fmaf(-q, s, a), r, q);
   return __float_as_uint(fminf(fmaxf(q, 0.f), top) + 8388608.f);
+}
+// x / s, rounded once, for s in 2^-100 .. 2^100, or far beyond all codes: as CUDA divides such numbers, without the
+// branch for others that would keep one quotient from the next
+__device__ __forceinline__ float tz_quotient(float x, float s) {
+  float r = __fdividef(1.f, s);
+  r = fmaf(fmaf(-s, r, 1.f), r, r);
+  float q = x * r, p = fmaf(fmaf(-q, s, x), r, q);
+  p = fmaf(fmaf(-p, s, x), r, p);
+  return fabsf(q) < 1e6f ? copysignf(p, x) : q;  // -0 / s is -0
 }
 // bits of 2^23 + 128 + rint(x), clamped to -127 .. 127
 __device__ __forceinline__ unsigned tz_code8(float x) {
   return __float_as_uint(fminf(fmaxf(x, -127.f), 127.f) + 8388736.f); }
-// e4m3 of x, clamped to +-448, half to even; sm_80 and sm_86 have no instruction for it
+// e4m3 of x, clamped to +-448, half to even
 __device__ __forceinline__ unsigned tz_e4m3(float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  unsigned short r; asm("cvt.rn.satfinite.e4m3x2.f32 %0,%1,%2;" : "=h"(r) : "f"(0.f), "f"(x)); return r;
+#else
+  if (x != x) return 0x7Fu;
   unsigned sign = __float_as_uint(x) >> 24 & 0x80u;
   x = fminf(fabsf(x), 448.f);
   unsigned u = __float_as_uint(x);
   unsigned normal = (u + 0x7FFFFu + (u >> 20 & 1u) >> 20) - 960u;          // exponent bias 127 -> 7
   unsigned small = __float_as_uint(x + 16384.f) - __float_as_uint(16384.f);  // ulp 2^-9
   return sign | (x < 0.015625f ? small : normal);
+#endif
 }
 """,
     ),

@@ -47,6 +47,12 @@ class Plan:
     splits: int
     row_groups: int
     rows: int
+    cluster: int
+
+    @property
+    def partials(self) -> int:
+        """Results of a row that are added up in memory."""
+        return self.splits // self.cluster
 
 
 @lru_cache(maxsize=4096)
@@ -65,15 +71,19 @@ def plan(
     target: Target,
     device: Target | None = None,
     schedule: schedules.Decode | None = None,
+    splits: int = 0,
 ) -> Plan:
-    """Kernel and sizes of one decode step. `device` runs it where that is newer than `target`."""
+    """Kernel and sizes of one decode step. `device` runs it where that is newer than `target`; `splits` of each
+    sequence, 0 for what fills the GPU."""
     problem, runs_on = problem_of(layout, batch, kv_heads, rows, tokens, page, residual), device or target
     if schedule is None and (softcap or sinks):  # they need registers that a tuned schedule may not have left
         schedule = schedules.choose(problem, target)
     if schedule is None:
         facts = tuning_facts(layout, rows, tokens, dtype, page, residual)
         _, schedule = spaces.choose(attention_space.Decode(problem), "attention", facts, target, problem.pairs, device)
+    division = schedules.divide(problem, schedule, target, device, splits)
     params = schedule.params() | {
+        "parts": division.parts, "cluster": division.cluster,
         "k_format": layout.k_format, "v_format": layout.v_format, "head_dim": layout.head_dim, "dtype": dtype,
         "page": page, "residual": residual, "softcap": softcap, "sinks": sinks,
     }  # fmt: skip
@@ -82,7 +92,7 @@ def plan(
         decode_program.PASS_CONFIGS, () if runs_on.arch == target.arch else ("ptx=compute_80",),
     )  # fmt: skip
     rows_of = 8 * schedule.row_tiles
-    return Plan(request, schedules.splits(problem, schedule, runs_on), -(-rows // rows_of), rows_of)
+    return Plan(request, division.splits, -(-rows // rows_of), rows_of, division.cluster)
 
 
 def tuning_facts(
@@ -162,8 +172,8 @@ def kernel_requests(
         raise ArgumentError("q_len", q_len, f"must be 1..{MAX_QUERY_TOKENS}", "use fewer new tokens")
     rows = q_len * heads // kv_heads
     facts = dict(dtype=dtype, page=page, residual=residual, softcap=softcap, sinks=sinks, target=target)
-    schedules_ = schedules.every(problem_of(layout, 1, kv_heads, rows, 1, page, residual), target)
-    made = [plan(layout, 1, kv_heads, rows, 1, **facts, schedule=s).request for s in schedules_]
+    chosen = schedules.every(problem_of(layout, 1, kv_heads, rows, 1, page, residual), target)
+    made = [plan(layout, at.pairs, 1, rows, at.tokens, **facts, schedule=s).request for at, s in chosen]
     for tokens in () if softcap or sinks else attention_space.BUCKETS:
         recorded = tuning_facts(layout, rows, tokens, dtype, page, residual)
         for pairs in records.tokens("attention", recorded, target):
@@ -260,16 +270,15 @@ def run(
         launching.check_out(lse, (batch, new, heads), torch.float32, q.device, "lse")
     if batch == 0:
         return made, lse
+    if splits is not None and (type(splits) is not int or not 1 <= splits <= decode_program.MAX_SPLITS):
+        raise ArgumentError("splits", splits, f"must be 1..{decode_program.MAX_SPLITS}", "leave it out")
     at, device = current_targets(target)
     chosen = plan(
         cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, cache.max_length,
         dtype=str(q.dtype).removeprefix("torch."), page=cache.page_size, residual=cache.residual_tokens,
         softcap=softcap > 0, sinks=sinks is not None, target=at, device=device,
-        schedule=schedule,
+        schedule=schedule, splits=splits or 0,
     )  # fmt: skip
-    splits = chosen.splits if splits is None else splits
-    if type(splits) is not int or not 1 <= splits <= decode_program.MAX_SPLITS:
-        raise ArgumentError("splits", splits, f"must be 1..{decode_program.MAX_SPLITS}", "leave it out")
     kernel = get_kernel(chosen.request)
     capturing = torch.cuda.is_current_stream_capturing()
     if capturing and not kernel.warm:
@@ -278,12 +287,13 @@ def run(
         )
     y = cache.kv_heads * chosen.row_groups
     check_grid(batch, y)
-    partial = batch * y * splits * chosen.rows * head_dim
+    partial = batch * y * chosen.partials * chosen.rows * head_dim
     if partial >= launching.LARGEST:  # their offsets have 32 bits
         constraint = f"partial results must have less than {launching.LARGEST} values, they have {partial}"
         raise ArgumentError("splits", splits, constraint, "use fewer splits or smaller batches")
-    logs = torch.empty(batch, y, splits, chosen.rows, dtype=torch.float32, device=q.device)
-    partial = torch.empty(batch, y, splits, chosen.rows, head_dim, dtype=torch.float32, device=q.device)
+    sizes = (batch, y, chosen.partials, chosen.rows)
+    logs = torch.empty(*sizes, dtype=torch.float32, device=q.device)
+    partial = torch.empty(*sizes, head_dim, dtype=torch.float32, device=q.device)
     none = stand_ins(q.device)
     q = q.contiguous()
     q = q.clone() if q.data_ptr() % 16 else q
@@ -296,8 +306,8 @@ def run(
         own_slots(batch, q.device) if cache.slots is None else cache.slots,
         none["static"] if cache.k_static is None else cache.k_static,
         none["static"] if cache.v_static is None else cache.v_static,
-        none["sinks"] if sinks is None else sinks, partial, logs, semaphores(q.device, batch * y, capturing),
-        made, lse,
+        none["sinks"] if sinks is None else sinks, partial, logs,
+        semaphores(q.device, batch * y * chosen.cluster, capturing), made, lse,
         (1 / math.sqrt(head_dim) if scale is None else scale) * LOG2E, softcap * LOG2E, window,
     )  # fmt: skip
     return made, lse

@@ -230,7 +230,7 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
                     st.f[0] = unpack(e, st.x[r], bf16=bf16)
                     if static:
                         dim = r // 2 * 2 + e if is_key else r // 4 * 2 + r % 2
-                        st.f[0] = T.call_extern("float32", "__fdiv_rn", st.f[0], st.scale[dim])
+                        st.f[0] = T.call_extern("float32", "tz_quotient", st.f[0], st.scale[dim])
                         if integer:
                             st.s[0] = T.call_extern("uint32", "tz_code8", st.f[0])
                         else:

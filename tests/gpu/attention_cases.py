@@ -64,7 +64,7 @@ class Case:
 
     @property
     def kernel(self) -> tuple:
-        """What tells this case's kernel from others."""
+        """What tells this case's kernels, one for each size of cluster, from others."""
         facts = (self.k, self.v, self.head_dim, self.page, self.residual, self.dtype, self.softcap > 0, self.sinks)
         return (*facts, self.rows > 8 and self.head_dim <= 128, self.style, self.target)
 
@@ -78,15 +78,20 @@ class Case:
         problem = op.problem_of(layout, batch, 8, 8 if self.rows <= 8 else 16, tokens, self.page, residual)
         return schedules.choose(problem, launch.current_targets(self.target)[0])
 
-    def requests(self) -> list:
-        """The kernels that this case launches."""
+    def plan(self) -> op.Plan:
+        """What this case launches."""
         layout = CacheLayout(self.k, self.v, self.head_dim)
         residual = layout.k.group if self.residual < 0 else self.residual
         target, device = launch.current_targets(self.target)
-        sizes = (len(self.lengths), self.kv_heads, self.rows, self.tokens)
-        options = dict(softcap=self.softcap > 0, sinks=self.sinks, target=target, device=device)
-        options["schedule"] = self.schedule()
-        return [op.plan(layout, *sizes, dtype=self.dtype, page=self.page, residual=residual, **options).request]
+        return op.plan(
+            layout, len(self.lengths), self.kv_heads, self.rows, self.tokens, dtype=self.dtype, page=self.page,
+            residual=residual, softcap=self.softcap > 0, sinks=self.sinks, target=target, device=device,
+            schedule=self.schedule(), splits=self.splits,
+        )  # fmt: skip
+
+    def requests(self) -> list:
+        """The kernels that this case launches."""
+        return [self.plan().request]
 
     @property
     def tokens(self) -> int:
@@ -209,12 +214,13 @@ FUZZ_KERNELS = 40
 
 
 def fuzz(count: int, pool: list[Case], seed: int = 2026) -> list[Case]:
-    """Seeded cases that need no kernels but FUZZ_KERNELS of those of `pool`."""
+    """Seeded cases that need no kernels but FUZZ_KERNELS of those of `pool`, each as one CTA for a sequence and in
+    clusters of one size."""
     rng = random.Random(seed)
     bases = list({case.kernel: case for case in pool if case.style != "chosen"}.values())
     bases = [bases[i * len(bases) // FUZZ_KERNELS] for i in range(FUZZ_KERNELS)] if len(bases) > FUZZ_KERNELS else bases
     sizes = [(q_len, group) for q_len in (1, 2, 3, 4, 8) for group in (1, 2, 4, 7, 8, 12)]
-    cases = []
+    splits, cases = (2, 3, 4, 8, 16, 5, 32), []
     for i in range(count):
         base = bases[i % len(bases)]
         fits = [(q, g) for q, g in sizes if replace(base, q_len=q, group=g).kernel == base.kernel]
@@ -224,7 +230,7 @@ def fuzz(count: int, pool: list[Case], seed: int = 2026) -> list[Case]:
             replace(
                 base, q_len=q_len, group=group, kv_heads=rng.choice((1, 2, 3)),
                 lengths=tuple(rng.choice((0, rng.randint(0, longest), longest)) for _ in range(rng.randint(1, 6))),
-                splits=rng.choice((0, 0, 1, 2, 5)), window=rng.choice((0, 0, 0, 17, 500)),
+                splits=rng.choice((1, splits[i % len(bases) % 7])), window=rng.choice((0, 0, 0, 17, 500)),
                 sharp=rng.choice((0.5, 1.0, 4.0)), seed=rng.randint(1, 3),
             )
         )  # fmt: skip

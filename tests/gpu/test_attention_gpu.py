@@ -155,19 +155,19 @@ def test_fuzz(cases):
     run_all(cases)
 
 
-RACE = (
-    Case(kv_heads=8, lengths=(4096,) * 4, splits=16),
+RACE = (  # without clusters, in clusters of three, of eight and sixteen for all splits, and of two
+    Case(kv_heads=8, lengths=(4096,) * 4, splits=17),
     Case("int4_channel128", "int4", kv_heads=8, lengths=(4000,) * 4, splits=9),
-    Case("float16", "float16", kv_heads=8, lengths=(2048,) * 4, splits=16),
+    Case("float16", "float16", kv_heads=8, lengths=(2048,) * 4, splits=8),
     Case("int2", "int2", kv_heads=8, lengths=(4096,) * 4, splits=16),
-    Case("int4", "int4", kv_heads=8, lengths=(4096,) * 4, splits=16, q_len=4),
+    Case("int4", "int4", kv_heads=8, lengths=(4096,) * 4, splits=22, q_len=4),
     Case("int4_channel128", "int4", kv_heads=8, lengths=(4000,) * 4, splits=9, q_len=4, page=128, style="many"),
 )
 
 
 @contextmanager
 def partial_results(monkeypatch):
-    """Buffers of partial results, f32 [B, Y, S, rows, D] and [B, Y, S, rows], of every decode inside; NaN before."""
+    """Buffers of partial results, f32 [B, Y, P, rows, D] and [B, Y, P, rows], of every decode inside; NaN before."""
     original, found = torch.empty, []
 
     def empty(*size, **options):
@@ -188,7 +188,8 @@ def test_partial_sums_repeat_over_200_launches_of_several_waves(cases, monkeypat
     q, first, lse, _ = run(case)
     with partial_results(monkeypatch) as wanted:
         op.decode(q, built(case), splits=case.splits, schedule=case.schedule(), target=case.target)
-    assert len(wanted) == 2 and not wanted[1][:, :, :, : min(case.rows, 8)].isnan().any()
+    unwritten = wanted[0][:, :, :, : min(case.rows, 8)].isnan()
+    assert len(wanted) == 2 and bool(unwritten.all() if case.plan().partials == 1 else not unwritten.any())
     noise = torch.empty(1 << 24, device="cuda")
     for launch in range(200):
         if launch % 3 == 0:

@@ -37,7 +37,7 @@ class CpuKernel:
 
     known = 0  # characters of the sanitizer's reports that a test has seen
 
-    def __init__(self, source: str, converters: list[str], threads: int, folder: Path) -> None:
+    def __init__(self, source: str, converters: list[str], threads: int, folder: Path, cluster: int = 1) -> None:
         text = source[source.index('extern "C" __global__') :]
         start = text.index("main_kernel", text.index("main_kernel") + 1)  # the second is the definition
         body = text[text.rindex("extern", 0, start) :]
@@ -54,6 +54,7 @@ class CpuKernel:
         cpp, library = folder / "kernel.cpp", folder / "kernel.so"
         plain = attention_primitives["compare"].source  # host C++ as it is
         before = [*map(emulator, ("threads", "warp", "memory")), plain, *converters]
+        before += [f"constexpr int CLUSTER = {cluster};", emulator("cluster")] if cluster > 1 else []
         cpp.write_text("\n".join([*before, body, emulator("launch").replace("ARGS", args)]))
         kind, _, self.reports = os.environ.get(SANITIZER, "").partition(":")
         flags = ["-g", f"-fsanitize={kind}", *(["-DRACES"] if kind == "thread" else [])] if kind else []
@@ -64,7 +65,8 @@ class CpuKernel:
         )
         assert done.returncode == 0, done.stderr[-3000:]
         self.library, self.threads, self.held = ctypes.CDLL(str(library)), threads, []
-        self.resident = RESIDENT if EARLY not in converters else 1  # what lands late is there for all CTAs at once
+        # what lands late is there for all CTAs at once
+        self.resident = max(cluster, RESIDENT if EARLY not in converters else 1)
 
     def late(self, tensor: torch.Tensor, stale: torch.Tensor) -> None:
         """Until a block waits for the kernel ahead, it sees `stale` in place of the tensor (with `EARLY`)."""

@@ -44,7 +44,7 @@ def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm
     chosen = op.plan(
         layout, batch, case.kv_heads, case.q_len * case.group, case.tokens, dtype=case.dtype, page=case.page,
         residual=made.residual_tokens, softcap=case.softcap > 0, sinks=case.sinks, target=Target.parse(target),
-        schedule=schedule,
+        schedule=schedule, splits=splits,
     )  # fmt: skip
     source = (compile_request(chosen.request) / "kernel.cu").read_text()
     names = {layout.k.converter.name, layout.v.converter.name} - {"bf16_bf16"} | {"f16_f16"}
@@ -58,7 +58,7 @@ def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm
         converters += ["static unsigned tz_plain(unsigned x) { return narrow<false>(x); }\n"]
         converters += [f.converter.device_source for f in (plain.k, plain.v)]
     converters += [get_converter(name).device_source for name in sorted(names | {layout.k.converter.name})]
-    kernel = CpuKernel(source, converters, schedule.warps * 32, folder)
+    kernel = CpuKernel(source, converters, schedule.warps * 32, folder, chosen.cluster)
     rng = torch.Generator().manual_seed(case.seed + 1)
     q = torch.randn(batch, case.q_len, heads, case.head_dim, generator=rng) * case.sharp
     q = q.to(getattr(torch, case.dtype))
@@ -68,18 +68,20 @@ def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm
     zero, table = torch.zeros(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     static = [torch.zeros(1, 1) if s is None else s.contiguous() for s in (made.k_static, made.v_static)]
     residual, pages = zero if made.residual is None else made.residual, made.block_table
-    semaphores = torch.zeros(batch * y, dtype=torch.int32)
+    semaphores = torch.zeros(batch * y * chosen.cluster, dtype=torch.int32)
     tensors = {
         "Q": q, "KV": made.pages, "TABLE": table if pages is None else pages, "LEN": made.lengths, "RES": residual,
         "SLOT": torch.arange(batch, dtype=torch.int32), "SK": static[0], "SV": static[1], "SINK": sinks,
-        "OP": torch.full((batch, y, splits, chosen.rows, case.head_dim), float("nan")),
-        "LP": torch.full((batch, y, splits, chosen.rows), float("nan")), "SEM": semaphores, "O": out, "LSE": lse,
+        "OP": torch.full((batch, y, chosen.partials, chosen.rows, case.head_dim), float("nan")),
+        "LP": torch.full((batch, y, chosen.partials, chosen.rows), float("nan")),
+        "SEM": semaphores, "O": out, "LSE": lse,
     }  # fmt: skip
     scalars = {
         "scale": op.LOG2E / math.sqrt(case.head_dim), "cap": case.softcap * op.LOG2E, "window": case.window,
         "b": batch, "q_len": case.q_len, "hq": heads, "hk": case.kv_heads, "page_words": made.pages.shape[2],
         "most": 1 if pages is None else pages.shape[1], "rh": residual.shape[1], "res_words": residual.shape[2],
-        "pages": made.pages.shape[0], "skd": static[0].shape[1], "svd": static[1].shape[1], "y": y, "s": splits,
+        "pages": made.pages.shape[0], "skd": static[0].shape[1], "svd": static[1].shape[1],
+        "y": y, "p": chosen.partials,
     }  # fmt: skip
     kernel.allocation(made.pages)
     if stale is not None:
@@ -101,6 +103,14 @@ CASES = {
     "int4 splits": (Case("int4", "int4", lengths=(700, 300), sharp=4.0), SMALL, 5),
     "int4 many splits": (Case("int4", "int4", lengths=(700, 300, 0), sinks=True), Decode(1, 2, 1, 3, 1), 21),
     "int4 channel": (Case("int4_channel128", "int4", lengths=(300, 0, 1, 128, 900)), ONE, 2),
+    "group of four warps": (Case("int4_channel128", "int4", lengths=(300, 0, 1, 128, 900)), ONE, 8),
+    "group of two warps, pages": (
+        Case("int4_channel64", "int4", lengths=(300, 64, 200), page=64, window=90), SMALL, 6
+    ),
+    "two clusters": (Case("int4", "int4", lengths=(700, 300), group=7, sinks=True), Decode(1, 2, 1, 3, 1), 16),
+    "two clusters of 16 rows": (
+        Case("int4", "int2", lengths=(700, 30), q_len=3, head_dim=64), Decode(2, 1, 1, 3, 1, ahead=0), 8
+    ),
     "int2 channel": (Case("int2_channel64", "int2", lengths=(300, 63, 600)), Decode(1, 2, 2, 3, 1), 2),
     "int2": (Case("int2", "int2", lengths=RAGGED), SMALL, 2),
     "paged": (Case("int4", "int8", lengths=RAGGED, page=64, group=7), SMALL, 2),
@@ -142,7 +152,7 @@ EARLY_CASES = {  # case, schedule, splits, tokens too many
     "no pipeline": (Case("int4", "int4", lengths=(90, 300), page=64), Decode(1, 2, 2, 1, 1, ahead=3), 2, 200),
     "16 rows": (Case("int4", "int2", lengths=(300, 3), q_len=4), Decode(2, 2, 2, 3, 1, True, 3), 2, 60),
 }
-USUAL = ("all stale", "pages of many stages", "options", "40 rows shared")
+USUAL = ("all stale", "pages of many stages", "two clusters", "group of four warps", "options", "40 rows shared")
 ALL = "TERRAZZO_EMULATE_ALL"
 
 
@@ -164,7 +174,7 @@ def test_what_is_read_early_may_be_stale(name, tmp_path):
 
 def test_decode_with_cp_async(tmp_path):
     case = Case("int4_channel64", "int4", lengths=(300, 63, 0), page=128)
-    judge(case, *emulate(case, SMALL, 2, tmp_path, target="sm_80"))
+    judge(case, *emulate(case, SMALL, 4, tmp_path, target="sm_80"))
 
 
 def test_plain_conversions_read_the_same_bytes():

@@ -25,6 +25,7 @@ SHIMS = r"""
 template <class T, class F> static T as(F x) { T r; memcpy(&r, &x, 4); return r; }
 static unsigned __float_as_uint(float x) { return as<unsigned>(x); }
 static float __fdiv_rn(float a, float b) { return a / b; }
+static float __fdividef(float a, float b) { return a / b; }
 static void *tz_row16(const void *p, int row, int pitch, int at) {
   return (uint16_t *)p + ((long long)row * pitch + at); }
 template <int N> static void tz_store(void *p, const void *v) {

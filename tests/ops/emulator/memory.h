@@ -25,7 +25,7 @@ struct Barrier {
     for (auto &f : flying) if (mine(f)) {
       memcpy(f.second.to, f.second.from, f.second.bytes); state -= 2 * f.second.bytes; }
     flying.erase(std::remove_if(flying.begin(), flying.end(), mine), flying.end());
-    if (state >> 1) { fprintf(stderr, "a barrier expects other bytes than were copied\n"); abort(); }
+    if (state >> 1) return;  // more is sent, or a wait that never ends
     state ^= 1; pending = expected;
   }
   void wait(int parity) {
