@@ -29,6 +29,7 @@ SHAPES = ("1x32/8x4k", "1x32/8x32k", "1x32/8x128k", "8x32/8x32k", "64x32/8x4k", 
 FORMATS = (
     "float16/float16", "int8/int8", "int4/int4", "int4_channel128/int4", "int2_channel128/int2", "fp8/fp8", "int8/int4",
 )  # fmt: skip
+SCHEDULE = ("row_tiles", "warps", "tiles", "stages", "min_blocks", "shared_rows", "ahead")
 QUICK_SHAPES = ("8x32/8x32k", "64x32/8x4k", "1x32/8x128k")
 QUICK_FORMATS = FORMATS[:4]
 
@@ -42,7 +43,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pages", default="0,128", help="page sizes; 0 is contiguous")
     parser.add_argument("--pages-in-order", action="store_true", help="pages of a sequence side by side, not scattered")
     parser.add_argument(
-        "--schedules", help="row_tiles is chosen; warps,tiles,stages,min_blocks[,shared rows[,ahead]] separated by ;"
+        "--schedules",
+        help="in place of what a user gets; warps,tiles,stages,min_blocks[,shared rows[,ahead]] separated by ;",
     )
     parser.add_argument("--splits", help="comma-separated numbers of splits to try")
     parser.add_argument("--quick", action="store_true")
@@ -85,28 +87,27 @@ def ours(
         q = torch.randn(shape.batch, q_len, shape.heads, o.head_dim, device=DEVICE).half()
         exact = None
         for wanted in o.schedules:
-            problem = op.problem_of(
-                cache.layout, shape.batch, shape.kv_heads, q_len * shape.heads // shape.kv_heads, shape.tokens, page,
-                cache.residual_tokens,
-            )  # fmt: skip
-            chosen = schedules.choose(problem, target)
-            if wanted is not None:
-                chosen = schedules.Decode(chosen.row_tiles, *wanted)
+            rows_of = q_len * shape.heads // shape.kv_heads
+            sizes = (cache.layout, shape.batch, shape.kv_heads, rows_of, cache.max_length)
+            given = schedules.Decode(schedules.row_tiles(op.problem_of(*sizes, page)), *wanted) if wanted else None
             for splits in o.splits:
-                made = schedules.divide(problem, chosen, target, splits=splits or 0)
+                plan = op.plan(
+                    *sizes, dtype="float16", page=page, residual=cache.residual_tokens, softcap=False, sinks=False,
+                    target=target, schedule=given, splits=splits or 0,
+                )  # fmt: skip
+                made = dict(plan.request.params)
                 row = {
                     "op": "attention_decode", "k_format": formats[0], "v_format": formats[1], "batch": shape.batch,
                     "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": o.head_dim, "q_len": q_len,
                     "kv_len": shape.tokens, "page": page, "in_order": o.pages_in_order, "us": None,
                     "spread": None, "bytes": nbytes,
-                    "schedule": f"{chosen.row_tiles},{chosen.warps},{chosen.tiles},{chosen.stages},{chosen.min_blocks}"
-                    f",{int(chosen.shared_rows)},{chosen.ahead} splits {made.splits} parts {made.parts} "
-                    f"cluster {made.cluster}",
+                    "schedule": ",".join(str(int(made[name])) for name in SCHEDULE) + f" splits {plan.splits} "
+                    f"parts {made['parts']} cluster {plan.cluster}",
                 }  # fmt: skip
                 rows.append(row)
                 exact = attention_bench.expected(q, cache) if exact is None else exact
                 y = measure.poisoned(q.shape, q.dtype, DEVICE)
-                options = dict(splits=splits, schedule=chosen)
+                options = dict(splits=splits, schedule=given)
                 try:
                     op.decode(q, cache, out=y, **options)
                     row |= {"failure": why} if (why := attention_bench.wrong(y, exact)) else {}

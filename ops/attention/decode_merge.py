@@ -91,7 +91,10 @@ def make_merge_macros(
                     st.z[i] = st.z[i] + T.call_extern("float32", "tz_xor_shuffle", st.z[i], 4 << d)
         T.sync_threads()  # every warp is done with its ring
         if cluster > 1:
-            T.cluster_arrive_relaxed()  # what it read it has used, and the fence of the barriers is long past
+            if less(w.warp[0], 1):
+                T.cluster_arrive()  # a release, for all threads that met before it: one warp waits for its fence
+            else:
+                T.cluster_arrive_relaxed()
         for t in each(nt):
             for j in each(2):
                 row = t * 8 + w.lane[0] % 4 * 2 + j

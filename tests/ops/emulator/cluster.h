@@ -17,9 +17,12 @@ static Cta &peer(int rank) {
 }
 template <class T> static T *of_peer(const T *p, int rank) {
   return (T *)(peer(rank).memory + ((const char *)p - shared_memory())); }
+static char all_arrived;
 namespace tl {
 static void cluster_arrive_relaxed() { Unseen unseen; ++my_cluster()[3]; }
-static void cluster_wait() { wait_until([&] { return my_cluster()[3] == CLUSTER * THREADS; }); }
+static void cluster_arrive() { released(&all_arrived); cluster_arrive_relaxed(); }
+static void cluster_wait() {
+  wait_until([&] { return my_cluster()[3] == CLUSTER * THREADS; }); acquired(&all_arrived); }
 }
 static void send(void *p, int rank, const void *v, int bytes, const void *bar) {
   if ((uintptr_t)p % bytes) { fprintf(stderr, "misaligned st.async\n"); abort(); }
