@@ -18,8 +18,7 @@ MAX_SPLITS = 128
 _STATIC = 2048  # barriers with their alignment, and what the driver keeps of each CTA
 _ON_SM = (16, 12, 8, 4, 2)  # warps of an SM to choose from
 _COMBINE = 8  # warps of 16 rows or of channel groups: fewer add the splits of a sequence in more trips to memory
-_MANY_SPLITS = 8  # from here on they rather merge early: 18.2 us with 8 warps, 18.9 with 12 (one of 32K int4, H200)
-_SHORT = 1 << 17  # tokens of all pairs: up to here two CTAs of an SM are faster than a large one (9.5 and 10.2 us)
+_SHORT = 1 << 16  # tokens of all pairs: up to here two CTAs of an SM are faster than a large one
 _FULL = 0.9  # a wave with more than this share of its CTAs counts as full
 _CLUSTERS = ((2, 1.0), (4, 0.9), (8, 0.9), (16, 0.84))
 """CTAs of a cluster, and the share of the SMs that such clusters reach at once: GPCs hold 10 to 18 (H200; cluster 16:
@@ -112,40 +111,48 @@ def row_groups(problem: DecodeProblem) -> int:
     return -(-problem.rows // (8 * row_tiles(problem)))
 
 
-def shares_rows(problem: DecodeProblem, small: bool = False) -> bool:
-    """Whether the fragments of 16 rows are read from shared memory: tiles of 4 bits and less are bound by instructions
-    and their latency, not by copies, and the registers go to larger stages. In CTAs of at most half of an SM's warps
-    (`small`) only with channel-wise keys: 79.3 us against 82.9 in large ones, 87.6 against 83.5 in small (H200)."""
-    wide = row_tiles(problem) > 1 and problem.head_dim > 64 and problem.tile_words < 5 * problem.head_dim
-    return wide and bool(problem.group or not small)
+def is_wide(problem: DecodeProblem) -> bool:
+    """Whether a warp holds sums of 16 rows and 128 dimensions."""
+    return row_tiles(problem) > 1 and problem.head_dim > 64
 
 
-def warps_per_sm(problem: DecodeProblem) -> int:
-    """Warps whose registers fit into an SM: 128 registers for the usual case, 168 for twice the state."""
+def warps_per_sm(problem: DecodeProblem, shared_rows: bool = False) -> int:
+    """Warps whose registers fit into an SM: 128 registers for the usual case, 255 for 16 rows, 168 if their fragments
+    are in shared memory."""
+    if is_wide(problem):
+        return 12 if shared_rows else 8
     return 16 if row_tiles(problem) * problem.head_dim <= 128 else 12
 
 
-def _stages(problem: DecodeProblem, small: bool, warps: int) -> list[tuple[int, int]]:
-    """(tiles, stages) of a ring to choose from. Small tiles come in large stages: the loop costs as much as half a tile
-    of 2 bits."""
-    most = (6, 5, 4, 3)
-    if row_tiles(problem) == 1 and problem.tile_words < 3 * problem.head_dim:
-        return [(4, 3), (4, 2), *((2, n) for n in most), *((1, n) for n in most)]
-    wide = row_tiles(problem) * problem.head_dim > 128 and row_tiles(problem) > 1
-    if wide and problem.tile_words < 5 * problem.head_dim and not problem.group:
-        return [(2, 4 if small else 5 if warps <= _COMBINE else 3), (2, 3), *((1, n) for n in most)]
-    if wide and shares_rows(problem, small) != bool(problem.group):  # their registers have room for one tile
-        return [*((1, n) for n in most), *((2, n) for n in most)]
-    if small and not shares_rows(problem, small):
-        return [*((1, n) for n in most[1:]), *((2, n) for n in most)]
-    if small and wide and problem.group:  # 16 rows share the conversion of two tiles: 77.9 us, and 89.5 with one (H200)
-        return [*((2, n) for n in (*most, 2)), *((1, n) for n in most)]
-    return [*((2, n) for n in most), *((1, n) for n in most)]
+def _stages(problem: DecodeProblem) -> list[tuple[int, int]]:
+    """(tiles, stages) of a ring to choose from: two stages as large as registers allow beat more and smaller ones. int4
+    on an H200, pages, one row tile: 2 x 2 tiles 13.4, 68.9 and 35.4 us (one sequence and 8 of 32K, 8 x 32 heads of
+    4K), 3 x 2 tiles 14.8, 70.8 and 36.7, 5 x 1 tiles 15.0, 75.1 and 38.0; two row tiles, 2 x 4 tiles 72.9 us, 3 x 2
+    75.0 (8 of 32K)."""
+    bits, more = problem.tile_words / problem.head_dim * 0.98, 2 if problem.head_dim < 128 else 1
+    one = [(1, n) for n in (6, 5, 4, 3)]
+    if bits < 3 or (bits < 5 and is_wide(problem)):
+        return [(4, 2), (2, 3), (2, 2), *one]
+    if problem.head_dim > 128:
+        return one
+    if bits < 5 or (bits < 9 and is_wide(problem)):
+        return [(2 * more, 2), (2, 3), (2, 2), *one]
+    if 7 < bits < 9:
+        return [(more, 2), (1, 2), *one]
+    return [(more, 3), *one]
+
+
+def _brief(problem: DecodeProblem) -> list[Decode]:
+    """Schedules of few pairs with few tokens, whose splits fit into one cluster each: small CTAs, because all warps of
+    one start and end together. A sequence of 4K and 8K int4 tokens: 5.3 and 7.0 us, in CTAs of 8 warps 5.5 and 7.5."""
+    bits = problem.tile_words / problem.head_dim
+    if row_tiles(problem) > 1 or problem.head_dim != 128 or problem.pairs > 16 or not 3 < bits < 9:
+        return []
+    return [Decode(1, 4, 2 if bits < 5 else 1, stages, 2) for stages in ((5, 4) if bits < 5 else (6, 5, 4))]
 
 
 def choose(problem: DecodeProblem, target: Target) -> Decode:
-    """As many warps as registers and rings allow, in CTAs of a size whose waves are full; stages of one tile in small
-    CTAs, of two in large ones and more of 2-bit tiles, and as many stages as fit.
+    """As many warps as registers and rings allow, in CTAs of a size whose waves are full.
 
     Raises:
         ArgumentError: a page, group or residual block that no stage divides, or too little shared memory for a ring.
@@ -153,12 +160,12 @@ def choose(problem: DecodeProblem, target: Target) -> Decode:
     possible = []
     for on_sm in (n for n in _ON_SM if n <= warps_per_sm(problem)):
         warps = _warps(problem, target, on_sm)
-        small = warps <= on_sm // 2
-        made = [
-            Decode(row_tiles(problem), warps, tiles, stages, max(1, on_sm // warps), shares_rows(problem, small))
-            for tiles, stages in _stages(problem, small, warps)
-            if problem.divides(16 * tiles)
+        made = _brief(problem) if (on_sm, warps) == (16, 8) else []
+        made += [
+            Decode(row_tiles(problem), warps, tiles, stages, max(1, on_sm // warps))
+            for tiles, stages in _stages(problem)
         ]
+        made = [schedule for schedule in made if problem.divides(16 * schedule.tiles)]
         possible += [schedule for schedule in made if fits(schedule, problem, target)][:1]
     for schedule in possible:
         if schedule.in_flight(problem) * 4 >= IN_FLIGHT:
@@ -203,10 +210,8 @@ def _warps(problem: DecodeProblem, target: Target, on_sm: int) -> int:
             whole[warps] = waves / math.ceil(waves)
     if whole and max(whole.values()) >= _FULL:
         return next(warps for warps, filled in whole.items() if filled >= max(whole.values()) - 0.02)
-    many = row_tiles(problem) > 1 and target.sms // pairs >= _MANY_SPLITS
-    warps, per_warp = min(on_sm, _COMBINE) if many else on_sm, max(problem.group, 32)
-    least = min(on_sm, _COMBINE) if row_tiles(problem) > 1 or problem.group else 2
-    while warps > least and warps % 2 == 0 and target.sms // pairs * warps * per_warp > problem.tokens:
+    warps, least = on_sm, min(on_sm, _COMBINE) if row_tiles(problem) > 1 or problem.group else 2
+    while warps > least and warps % 2 == 0 and target.sms // pairs * warps * 32 > problem.tokens:
         warps = max(least, warps // 2)
     if warps == _ON_SM[0] and problem.pairs * problem.tokens <= _SHORT:
         return warps // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -36,15 +37,18 @@ class Decode(spaces.Space):
         return "decode", attention.choose(self.at(m), target)
 
     def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:
-        most, base = attention.warps_per_sm(self.problem), attention.choose(self.at(m), target)
-        for warps in _WARPS:
+        base = attention.choose(self.at(m), target)
+        kinds = (False, True) if attention.is_wide(self.problem) else (False,)
+        for shared, warps in itertools.product(kinds, _WARPS):
+            most = attention.warps_per_sm(self.problem, shared)
             for blocks in range(1, most // warps + 1):
                 # fewer than half of the warps that fit hide too little; what does not divide leaves some out
                 if warps * blocks * 2 < most and not wide:
                     continue
                 for tiles in (1, 2, 4):
                     for stages in (2, 3, 4, 5, 6):
-                        yield "decode", replace(base, warps=warps, tiles=tiles, stages=stages, min_blocks=blocks)
+                        sizes = dict(warps=warps, tiles=tiles, stages=stages, min_blocks=blocks)
+                        yield "decode", replace(base, **sizes, shared_rows=shared)
 
     def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
         problem = self.problem
@@ -54,9 +58,9 @@ class Decode(spaces.Space):
             return "a count below one, or a ring of less than two stages"
         if not 0 <= schedule.ahead <= 32:
             return "a lane fetches a stage ahead, of which there are 32"
-        if schedule.shared_rows != attention.shares_rows(problem):
-            return "rows are shared, or not, as the format's registers ask for"
-        if schedule.warps * schedule.min_blocks > attention.warps_per_sm(problem):
+        if schedule.shared_rows and not attention.is_wide(problem):
+            return "only the fragments of 16 rows of 128 dimensions are kept in shared memory"
+        if schedule.warps * schedule.min_blocks > attention.warps_per_sm(problem, schedule.shared_rows):
             return f"{schedule.warps} warps of {schedule.min_blocks} CTAs need more registers than an SM has"
         tokens = 16 * schedule.tiles
         if not problem.divides(tokens):
@@ -80,6 +84,8 @@ class Decode(spaces.Space):
         speed = target.dram_gb_s * 0.92 / target.sms * min(1.0, flight / attention.IN_FLIGHT)
         stream = 4e-3 * waves * on_sm * words / speed
         # estimates: idle warps hide less of the conversions, and what is in flight covers bursts
-        stream *= 1 + 0.12 * (1 - schedule.warps * schedule.min_blocks / attention.warps_per_sm(problem))
+        stream *= 1 + 0.12 * (
+            1 - schedule.warps * schedule.min_blocks / attention.warps_per_sm(problem, schedule.shared_rows)
+        )
         stream *= 1 + 0.03 * max(0.0, 1 - flight / (2 * attention.IN_FLIGHT))
         return _LAUNCH_US + stream + _WARP_US * schedule.warps / 4 * waves + attention.tail_us(problem, division)

@@ -125,6 +125,18 @@ CASES = {
     "fp8": (Case("fp8", "fp8", lengths=RAGGED), ONE, 2),
     "16 rows": (Case("int4", "int4", group=4, q_len=4, lengths=(300, 3, 0)), Decode(2, 2, 2, 3, 1), 2),
     "16 rows shared": (Case("int4", "int4", group=4, q_len=4, lengths=(300, 3, 0)), Decode(2, 2, 2, 3, 1, True), 2),
+    "16 rows of four tiles": (
+        Case("int4", "int4", group=4, q_len=4, lengths=(700, 3, 0), page=128, window=400), Decode(2, 2, 4, 2, 1), 4
+    ),
+    "16 rows of four tiles, channels": (
+        Case("int4_channel128", "int4", group=4, q_len=3, lengths=(700, 129)), Decode(2, 2, 4, 2, 1), 2
+    ),
+    "16 rows of four tiles, 2 bits": (
+        Case("int2_channel64", "int2", group=8, q_len=2, lengths=(700, 64), dtype="bfloat16", softcap=9.0, sinks=True),
+        Decode(2, 3, 4, 2, 1), 3
+    ),
+    "16 rows of int8": (Case("int8", "int4", group=4, q_len=4, lengths=(500, 3)), Decode(2, 2, 2, 2, 1), 2),
+    "two stages": (Case("int4_channel128", "int4", page=128, lengths=(1100, 129)), Decode(1, 4, 2, 2, 1), 2),
     "40 rows shared": (
         Case("int4_channel64", "int2", group=8, q_len=5, lengths=(200, 4), window=90), Decode(2, 2, 2, 2, 1, True), 2
     ),
