@@ -142,11 +142,12 @@ def _stages(problem: DecodeProblem) -> list[tuple[int, int]]:
     return [(more, 3), *one]
 
 
-def _brief(problem: DecodeProblem) -> list[Decode]:
+def _brief(problem: DecodeProblem, target: Target) -> list[Decode]:
     """Schedules of few pairs with few tokens, whose splits fit into one cluster each: small CTAs, because all warps of
     one start and end together. A sequence of 4K and 8K int4 tokens: 5.3 and 7.0 us, in CTAs of 8 warps 5.5 and 7.5."""
     bits = problem.tile_words / problem.head_dim
-    if row_tiles(problem) > 1 or problem.head_dim != 128 or problem.pairs > 16 or not 3 < bits < 9:
+    few = row_tiles(problem) == 1 and problem.pairs <= 16 and target.supports("cluster")
+    if not few or problem.head_dim != 128 or not 3 < bits < 9:
         return []
     return [Decode(1, 4, 2 if bits < 5 else 1, stages, 2) for stages in ((5, 4) if bits < 5 else (6, 5, 4))]
 
@@ -160,7 +161,7 @@ def choose(problem: DecodeProblem, target: Target) -> Decode:
     possible = []
     for on_sm in (n for n in _ON_SM if n <= warps_per_sm(problem)):
         warps = _warps(problem, target, on_sm)
-        made = _brief(problem) if (on_sm, warps) == (16, 8) else []
+        made = _brief(problem, target) if (on_sm, warps) == (16, 8) else []
         made += [
             Decode(row_tiles(problem), warps, tiles, stages, max(1, on_sm // warps))
             for tiles, stages in _stages(problem)
@@ -213,7 +214,7 @@ def _warps(problem: DecodeProblem, target: Target, on_sm: int) -> int:
     warps, least = on_sm, min(on_sm, _COMBINE) if row_tiles(problem) > 1 or problem.group else 2
     while warps > least and warps % 2 == 0 and target.sms // pairs * warps * 32 > problem.tokens:
         warps = max(least, warps // 2)
-    if warps == _ON_SM[0] and problem.pairs * problem.tokens <= _SHORT:
+    if warps == _ON_SM[0] and problem.pairs * problem.tokens <= _SHORT and target.supports("cluster"):
         return warps // 2
     return warps
 
