@@ -8,6 +8,7 @@ be, in memory otherwise. Fitted to an H200: 64 x 8 heads of 4K tokens of int4 ta
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import asdict, dataclass, replace
 
@@ -23,6 +24,7 @@ _FULL = 0.9  # a wave with more than this share of its CTAs counts as full
 _CLUSTERS = ((2, 1.0), (4, 0.9), (8, 0.9), (16, 0.84))
 """CTAs of a cluster, and the share of the SMs that such clusters reach at once: GPCs hold 10 to 18 (H200; cluster 16:
 112 of 132)."""
+_IN_GPC = 8  # SMs that every GPC has: a cluster must fit into one
 _SATURATE = 0.85  # of the SMs saturate the memory
 IN_FLIGHT = 32 << 10  # bytes on their way to an SM that hide the latency of memory at full bandwidth (H200)
 
@@ -182,8 +184,9 @@ def every(problem: DecodeProblem, target: Target) -> list[tuple[DecodeProblem, D
     """What `choose` answers for any number of sequences and tokens, with the problem's other facts, and for each
     different kernel a problem that asks for it."""
     made = {}
-    for i, j in ((i, j) for i in range(14) for j in range(4, 21)):
-        at = replace(problem, pairs=2**i, tokens=2**j)
+    pairs = sorted({n << i for n in (1, 3, 5, 7) for i in range(8)} | {1 << i for i in range(14)})
+    for i, j in itertools.product(pairs, sorted({n << i for n in (1, 3) for i in range(4, 20)})):
+        at = replace(problem, pairs=i, tokens=j)
         chosen = choose(at, target)
         division = divide(at, chosen, target)
         made.setdefault((chosen, division.parts, division.cluster), (at, chosen))
@@ -191,8 +194,8 @@ def every(problem: DecodeProblem, target: Target) -> list[tuple[DecodeProblem, D
 
 
 def fits(schedule: Decode, problem: DecodeProblem, target: Target) -> bool:
-    """Whether an SM has the shared memory, that of the cluster included which `divide` would like."""
-    return _has_room(schedule, problem, target, _divisions(problem, schedule, target, target, 0)[0].cluster)
+    """Whether an SM has the shared memory, for CTAs in clusters of any size."""
+    return _has_room(schedule, problem, target, _CLUSTERS[-1][0] if target.supports("cluster") else 1)
 
 
 def _has_room(schedule: Decode, problem: DecodeProblem, target: Target, cluster: int) -> bool:
@@ -240,12 +243,7 @@ def divide(
     """What fills the GPU once, as long as every warp of a split has 32 tokens to work on, in the clusters that cost
     least; or so many splits. `device` runs the program where that is newer than its target. The costs are fitted to 430
     timings of 88 problems on an H200, where the choice takes 1.006 times the fastest (geometric mean)."""
-    possible = _divisions(problem, schedule, target, device or target, splits)
-    return next(it for it in possible if it.cluster == 1 or _has_room(schedule, problem, target, it.cluster))
-
-
-def _divisions(problem: DecodeProblem, schedule: Decode, target: Target, device: Target, splits: int) -> list[Division]:
-    """The best one first, whether the shared memory suffices or not."""
+    device = device or target
     slots = device.sms * schedule.min_blocks / (problem.pairs * row_groups(problem))
     clusters = ((1, 1.0), *(_CLUSTERS if target.supports("cluster") else ()))
     made = []
@@ -253,9 +251,10 @@ def _divisions(problem: DecodeProblem, schedule: Decode, target: Target, device:
         most = -(-problem.tokens // (schedule.warps * max(problem.group // parts, 32)))
         for cluster, share in clusters:
             taken = splits or max(1, min(most, MAX_SPLITS, int(slots * share))) // cluster * cluster
-            if taken and taken % cluster == 0:
+            held = cluster <= _IN_GPC * schedule.min_blocks and _has_room(schedule, problem, target, cluster)
+            if cluster == 1 or (taken and taken % cluster == 0 and held):
                 made.append(Division(taken, parts, cluster))
-    return sorted(made, key=lambda it: tail_us(problem, it) + stream_us(problem, schedule, device, it))
+    return min(made, key=lambda it: tail_us(problem, it) + stream_us(problem, schedule, device, it))
 
 
 def stream_us(problem: DecodeProblem, schedule: Decode, target: Target, division: Division) -> float:

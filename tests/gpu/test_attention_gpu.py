@@ -155,11 +155,11 @@ def test_fuzz(cases):
     run_all(cases)
 
 
-RACE = (  # without clusters, in clusters of three, of eight and sixteen for all splits, and of two
+RACE = (  # without clusters, in clusters of eight and sixteen that hold all splits, and of two
     Case(kv_heads=8, lengths=(4096,) * 4, splits=17),
     Case("int4_channel128", "int4", kv_heads=8, lengths=(4000,) * 4, splits=9),
     Case("float16", "float16", kv_heads=8, lengths=(2048,) * 4, splits=8),
-    Case("int2", "int2", kv_heads=8, lengths=(4096,) * 4, splits=16),
+    Case("int2", "int2", kv_heads=8, lengths=(4096,) * 4, splits=16, style="many"),
     Case("int4", "int4", kv_heads=8, lengths=(4096,) * 4, splits=22, q_len=4),
     Case("int4_channel128", "int4", kv_heads=8, lengths=(4000,) * 4, splits=9, q_len=4, page=128, style="many"),
 )
