@@ -2,9 +2,9 @@
 
 Sums are added in a fixed order, so that results have the same bits in every run: first the warps in theirs. Each CTA of
 a cluster then sends the others their shares of the output, to where their rings were, and adds up its own in the order
-of the CTAs, without a fence or a round trip. What several clusters, or CTAs without one,
-have for the same output is added by the last of them to end: there each thread adds a share of the partial results for
-four head dimensions of a row, all loaded at once, and the shares follow one another through shared memory.
+of the CTAs, without a fence or a round trip. What several clusters, or CTAs without one, have for the same output is
+added by the last of them to end: there each thread adds a share of the partial results for four head dimensions of a
+row, all loaded at once, and the shares follow one another through shared memory.
 """
 
 from types import SimpleNamespace
@@ -252,11 +252,8 @@ def make_merge_macros(
         share_of(c, w)
         if less(tx, 1):
             if less(0, c.items[0]):
-                T.mbarrier_expect_tx(
-                    w.sent[0],
-                    cluster
-                    * (c.items[0] * 16 + ((c.first[0] + c.items[0] - 1) // (D // 4) - c.first[0] // (D // 4) + 1) * 8),
-                )
+                rows = (c.first[0] + c.items[0] - 1) // (D // 4) - c.first[0] // (D // 4) + 1
+                T.mbarrier_expect_tx(w.sent[0], cluster * (c.items[0] * 16 + rows * 8))
             T.barrier_arrive(w.sent[0])
 
     @T.macro

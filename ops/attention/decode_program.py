@@ -422,7 +422,7 @@ def build(
                     w.parity[0] = w.parity[0] ^ 1
             merge.stage_sums(ring, SV, st, w)
             if cluster > 1:
-                T.cluster_wait()
+                T.cluster_wait()  # the others' rings are free, too
             merge.merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx)
             if cluster > 1:
                 merge.merge_cluster(ring, OP, LP, O, LSE, SINK, c, w, tx)
