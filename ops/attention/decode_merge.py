@@ -140,8 +140,8 @@ def make_merge_macros(
             )
 
     @T.macro
-    def write_partial(OP, LP, c, w, row, col):
-        """A partial result with its (m, l) as one lse."""
+    def write_partial(OP, LP, c, w, row, col, leads):
+        """A partial result, and with the piece of it that leads its (m, l) as one lse, for the CTAs of this place."""
         c.f[0] = T.if_then_else(c.l[0] > 0, T.float32(1) / c.l[0], T.float32(0))
         for e in each(4):
             c.o[e] = c.o[e] * c.f[0]
@@ -149,18 +149,18 @@ def make_merge_macros(
             "handle", "tz_store16", T.access_ptr(OP[w.b, w.hy, w.split // cluster, row, col], "w", 4),
             T.access_ptr(c.o, "r"),
         )  # fmt: skip
-        if less(col, 1):
-            LP[w.b, w.hy, w.split // cluster, row] = T.if_then_else(
+        if leads:
+            LP[w.b, w.hy, w.split // cluster, w.split % cluster * cols + row] = T.if_then_else(
                 c.l[0] > 0, c.m[0] + T.call_extern("float32", "tz_log2", c.l[0]), T.float32(LOWEST)
             )
 
     @T.macro
-    def write_result(OP, LP, O, LSE, SINK, c, w, row, col):
+    def write_result(OP, LP, O, LSE, SINK, c, w, row, col, leads):
         """Four head dimensions of the output, or of a partial result."""
         if w.partials == 1:
             finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
         else:
-            write_partial(OP, LP, c, w, row, col)
+            write_partial(OP, LP, c, w, row, col, leads)
 
     @T.macro
     def load(ring, OP, LP, c, w, i, row, col, of_splits):
@@ -171,7 +171,9 @@ def make_merge_macros(
                 "handle", "tz_load16cg", T.access_ptr(c.x[i * 4], "w", 4),
                 T.access_ptr(OP[w.b, w.hy, k, row, col], "r", 4),
             )  # fmt: skip
-            c.lse[i] = T.call_extern("float32", "tz_loadcg", T.access_ptr(LP[w.b, w.hy, k, row], "r", 1))
+            c.lse[i] = T.call_extern(
+                "float32", "tz_loadcg", T.access_ptr(LP[w.b, w.hy, k, w.split % cluster * cols + row], "r", 1)
+            )
         else:
             at = (k * c.items[0] + c.item[0]) * _SHARE
             T.call_extern("handle", "tz_load<4>", T.access_ptr(c.x[i * 4], "w", 4), T.access_ptr(ring[at], "r", 4))
@@ -283,7 +285,8 @@ def make_merge_macros(
                     c.l[0] = c.l[0] + c.f[0] * c.lse[k * 2 + 1]
                     for e in each(4):
                         c.o[e] = c.o[e] + c.f[0] * c.x[e]
-                write_result(OP, LP, O, LSE, SINK, c, w, row, col)
+                leads = T.Or(less(col, 1), less(v * threads + tx, 1))
+                write_result(OP, LP, O, LSE, SINK, c, w, row, col, leads)
 
     @T.macro
     def combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx):
@@ -357,7 +360,7 @@ def make_merge_macros(
                 if cluster > 1:
                     send(ring, c, w, row, col)
                 else:
-                    write_result(OP, LP, O, LSE, SINK, c, w, row, col)
+                    write_result(OP, LP, O, LSE, SINK, c, w, row, col, less(col, 1))
 
     return SimpleNamespace(
         stage_sums=stage_sums, merge_warps=merge_warps, merge_cluster=merge_cluster, combine_splits=combine_splits

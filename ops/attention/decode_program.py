@@ -120,7 +120,7 @@ def build(
     Shapes: Q and O [B, q_len, Hq, D] in `dtype`; KV int32 [pages, Hkv, page words]; TABLE int32 [B, most pages] (one
     element when contiguous); LEN int32 [B], tokens in all, the q_len new ones included; RES int32 [slots, Hkv, words]
     and SLOT int32 [B]; SK, SV f32 [Hkv, D] for static formats (one element otherwise); SINK f32 [Hq]; OP f32
-    [B, Y, P, rows, D] and LP f32 [B, Y, P, rows], Y = Hkv * row groups, P = splits / cluster; SEM int32
+    [B, Y, P, rows, D] and LP f32 [B, Y, P, cluster * rows], Y = Hkv * row groups, P = splits / cluster; SEM int32
     [B * Y * cluster], zero between launches; LSE f32 [B, q_len, Hq], base 2. Scalars: softmax scale * log2(e),
     cap * log2(e), window in tokens (0: none).
     """
@@ -307,7 +307,7 @@ def build(
         SV: T.Tensor((SVH, SVD), "float32"),
         SINK: T.Tensor((SINKS,), "float32"),
         OP: T.Tensor((B, Y, P, cols, D), "float32"),
-        LP: T.Tensor((B, Y, P, cols), "float32"),
+        LP: T.Tensor((B, Y, P, cluster * cols), "float32"),
         SEM: T.Tensor((B * Y * cluster,), "int32"),
         O: T.Tensor((B, QL, HQ, D), dtype),
         LSE: T.Tensor((B, QL, HQ), "float32"),

@@ -291,9 +291,9 @@ def run(
     if partial >= launching.LARGEST:  # their offsets have 32 bits
         constraint = f"partial results must have less than {launching.LARGEST} values, they have {partial}"
         raise ArgumentError("splits", splits, constraint, "use fewer splits or smaller batches")
-    sizes = (batch, y, chosen.partials, chosen.rows)
-    logs = torch.empty(*sizes, dtype=torch.float32, device=q.device)
-    partial = torch.empty(*sizes, head_dim, dtype=torch.float32, device=q.device)
+    sizes = (batch, y, chosen.partials)
+    logs = torch.empty(*sizes, chosen.cluster * chosen.rows, dtype=torch.float32, device=q.device)
+    partial = torch.empty(*sizes, chosen.rows, head_dim, dtype=torch.float32, device=q.device)
     none = stand_ins(q.device)
     q = q.contiguous()
     q = q.clone() if q.data_ptr() % 16 else q

@@ -167,7 +167,7 @@ RACE = (  # without clusters, in clusters of eight and sixteen that hold all spl
 
 @contextmanager
 def partial_results(monkeypatch):
-    """Buffers of partial results, f32 [B, Y, P, rows, D] and [B, Y, P, rows], of every decode inside; NaN before."""
+    """Buffers of partial results, f32 [B, Y, P, rows, D] and [B, Y, P, cluster * rows], of every decode inside; NaN."""
     original, found = torch.empty, []
 
     def empty(*size, **options):

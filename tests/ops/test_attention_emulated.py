@@ -73,7 +73,7 @@ def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm
         "Q": q, "KV": made.pages, "TABLE": table if pages is None else pages, "LEN": made.lengths, "RES": residual,
         "SLOT": torch.arange(batch, dtype=torch.int32), "SK": static[0], "SV": static[1], "SINK": sinks,
         "OP": torch.full((batch, y, chosen.partials, chosen.rows, case.head_dim), float("nan")),
-        "LP": torch.full((batch, y, chosen.partials, chosen.rows), float("nan")),
+        "LP": torch.full((batch, y, chosen.partials, chosen.cluster * chosen.rows), float("nan")),
         "SEM": semaphores, "O": out, "LSE": lse,
     }  # fmt: skip
     scalars = {
@@ -109,7 +109,7 @@ CASES = {
     ),
     "two clusters": (Case("int4", "int4", lengths=(700, 300), group=7, sinks=True), Decode(1, 2, 1, 3, 1), 16),
     "two clusters of 16 rows": (
-        Case("int4", "int2", lengths=(700, 30), q_len=3, head_dim=64), Decode(2, 1, 1, 3, 1, ahead=0), 8
+        Case("int4", "int2", lengths=(700, 30), q_len=3, head_dim=64), Decode(2, 1, 1, 3, 1, ahead=0), 16
     ),
     "int2 channel": (Case("int2_channel64", "int2", lengths=(300, 63, 600)), Decode(1, 2, 2, 3, 1), 2),
     "int2": (Case("int2", "int2", lengths=RAGGED), SMALL, 2),
