@@ -22,9 +22,9 @@ _COMBINE = 8  # warps of 16 rows or of channel groups: fewer add the splits of a
 _SHORT = 1 << 16  # tokens of all pairs: up to here two CTAs of an SM are faster than a large one
 _FULL = 0.9  # a wave with more than this share of its CTAs counts as full
 _CLUSTERS = ((2, 1.0), (4, 0.9), (8, 0.9), (16, 0.84))
-"""CTAs of a cluster, and the share of the SMs that such clusters reach at once: GPCs hold 10 to 18 (H200; cluster 16:
-112 of 132)."""
-_IN_GPC = 8  # SMs that every GPC has: a cluster must fit into one
+"""CTAs of a cluster, and the share of the SMs that such clusters are taken to reach at once, because they do not divide
+the SMs of a GPC: cudaOccupancyMaxActiveClusters says 120 of 132 for 4 and 8, 112 for 16 (an H200)."""
+_IN_GPC = 8  # CTAs of a cluster that CUDA promises to place, with one on an SM
 _SATURATE = 0.85  # of the SMs saturate the memory
 IN_FLIGHT = 32 << 10  # bytes on their way to an SM that hide the latency of memory at full bandwidth (H200)
 
@@ -128,9 +128,9 @@ def warps_per_sm(problem: DecodeProblem, shared_rows: bool = False) -> int:
 
 def _stages(problem: DecodeProblem) -> list[tuple[int, int]]:
     """(tiles, stages) of a ring to choose from: two stages as large as registers allow beat more and smaller ones. int4
-    on an H200, pages, one row tile: 2 x 2 tiles 13.4, 68.9 and 35.4 us (one sequence and 8 of 32K, 8 x 32 heads of
-    4K), 3 x 2 tiles 14.8, 70.8 and 36.7, 5 x 1 tiles 15.0, 75.1 and 38.0; two row tiles, 2 x 4 tiles 72.9 us, 3 x 2
-    75.0 (8 of 32K)."""
+    in pages on an H200, one row tile: 2 x 2 tiles 13.4, 38.4 and 35.4 us (one sequence of 32K and of 128K, 8 x 32 heads
+    of 4K), 3 x 2 tiles 14.8, 39.7 and 36.7, 5 x 1 tiles 15.0, 42.8 and 38.0; two row tiles, 2 x 4 tiles 72.9 us, 3 x 2
+    75.0 (8 of 32K; tests/data/tuning/decode_h200.json)."""
     bits, more = problem.tile_words / problem.head_dim * 0.98, 2 if problem.head_dim < 128 else 1
     one = [(1, n) for n in (6, 5, 4, 3)]
     if bits < 3 or (bits < 5 and is_wide(problem)):
@@ -241,8 +241,8 @@ def divide(
     problem: DecodeProblem, schedule: Decode, target: Target, device: Target | None = None, splits: int = 0
 ) -> Division:
     """What fills the GPU once, as long as every warp of a split has 32 tokens to work on, in the clusters that cost
-    least; or so many splits. `device` runs the program where that is newer than its target. The costs are fitted to 430
-    timings of 88 problems on an H200, where the choice takes 1.006 times the fastest (geometric mean)."""
+    least; or so many splits. `device` runs the program where that is newer than its target. The costs are fitted to
+    timings on an H200 (tests/data/tuning/decode_h200.json)."""
     device = device or target
     slots = device.sms * schedule.min_blocks / (problem.pairs * row_groups(problem))
     clusters = ((1, 1.0), *(_CLUSTERS if target.supports("cluster") else ()))

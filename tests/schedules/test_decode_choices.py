@@ -1,0 +1,58 @@
+"""What the heuristic of decode attention chooses, held against timings of an H200 (data/tuning/decode_h200.json):
+`divisions`, the splits and clusters of one schedule each; `rings`, schedules over pages of 128 tokens."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from math import exp, log
+from pathlib import Path
+
+from terrazzo.autotune.attention_bench import Shape
+from terrazzo.lowering.targets import Target
+from terrazzo.ops.attention import op
+from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.schedules import attention
+
+DATA = json.loads((Path(__file__).parents[1] / "data/tuning/decode_h200.json").read_text())
+TARGET = Target.parse("sm_90a")
+
+
+def timed(kind: str) -> dict[tuple, list[tuple[attention.Decode, list, float]]]:
+    """Problem -> what was timed for it: schedule, [splits, parts, cluster], us."""
+    found = defaultdict(list)
+    for cache, keys, q_len, page, sizes, division, us in DATA[kind]:
+        shape, values = Shape.parse(cache), keys.replace("int2_channel128", "int2").replace("int4_channel128", "int4")
+        layout = CacheLayout(keys, values, 128)
+        rows = q_len * shape.heads // shape.kv_heads
+        sizes_of = (shape.batch, shape.kv_heads, rows, shape.tokens, page, layout.k.group)
+        problem = op.problem_of(layout, *sizes_of)
+        schedule = attention.Decode(attention.row_tiles(problem), *sizes[:4], bool(sizes[4]))
+        found[problem].append((schedule, division, us))
+    return found
+
+
+def mean(ratios: list[float]) -> float:
+    return exp(sum(map(log, ratios)) / len(ratios))
+
+
+def test_divisions_are_close_to_the_fastest_that_was_timed():
+    ratios = []
+    for problem, runs in timed("divisions").items():
+        chosen = attention.divide(problem, runs[0][0], TARGET)
+        us = [us for _, division, us in runs if division == [chosen.splits, chosen.parts, chosen.cluster]]
+        if len(runs) > 1 and us:
+            ratios.append(us[0] / min(us for *_, us in runs))
+    print(len(ratios), mean(ratios), max(ratios))
+    assert len(ratios) >= 80 and mean(ratios) < 1.02 and max(ratios) < 1.2
+
+
+def test_schedules_are_close_to_the_fastest_that_was_timed():
+    ratios = []
+    for problem, runs in timed("rings").items():
+        chosen = attention.choose(problem, TARGET)
+        us = [us for schedule, _, us in runs if schedule == chosen]
+        if us:
+            ratios.append(us[0] / min(us for *_, us in runs))
+    print(len(ratios), mean(ratios), max(ratios))
+    assert len(ratios) >= 30 and mean(ratios) < 1.02 and max(ratios) < 1.12
