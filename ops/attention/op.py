@@ -290,7 +290,7 @@ def run(
     partial = batch * y * chosen.partials * chosen.rows * head_dim
     if partial >= launching.LARGEST:  # their offsets have 32 bits
         constraint = f"partial results must have less than {launching.LARGEST} values, they have {partial}"
-        raise ArgumentError("splits", splits, constraint, "use fewer splits or smaller batches")
+        raise ArgumentError("splits", chosen.splits, constraint, "use fewer splits or smaller batches")
     sizes = (batch, y, chosen.partials)
     logs = torch.empty(*sizes, chosen.cluster * chosen.rows, dtype=torch.float32, device=q.device)
     partial = torch.empty(*sizes, chosen.rows, head_dim, dtype=torch.float32, device=q.device)
