@@ -198,6 +198,21 @@ def fits(schedule: Decode, problem: DecodeProblem, target: Target) -> bool:
     return _has_room(schedule, problem, target, _CLUSTERS[-1][0] if target.supports("cluster") else 1)
 
 
+def check(schedule: Decode, problem: DecodeProblem, target: Target, cluster: int) -> None:
+    """That a schedule which somebody chose can be launched.
+
+    Raises:
+        ArgumentError: a block with more shared memory or more warps than there are.
+    """
+    size, made = schedule.smem_bytes(problem, cluster) + _STATIC, ", ".join(map(str, asdict(schedule).values()))
+    remedy = "use fewer warps, tiles or stages"
+    if size > target.smem_per_block:
+        constraint = f"needs {size} bytes of shared memory, a block on {target.arch} has {target.smem_per_block}"
+        raise ArgumentError("schedule", f"Decode({made})", constraint, remedy)
+    if not 1 <= schedule.warps <= 32:
+        raise ArgumentError("schedule", f"Decode({made})", "a block has 1 to 32 warps", remedy)
+
+
 def _has_room(schedule: Decode, problem: DecodeProblem, target: Target, cluster: int) -> bool:
     size = schedule.smem_bytes(problem, cluster) + _STATIC
     return size <= target.smem_per_block and schedule.min_blocks * size <= target.smem_per_sm

@@ -76,12 +76,15 @@ def plan(
     """Kernel and sizes of one decode step. `device` runs it where that is newer than `target`; `splits` of each
     sequence, 0 for what fills the GPU."""
     problem, runs_on = problem_of(layout, batch, kv_heads, rows, tokens, page, residual), device or target
+    given = schedule
     if schedule is None and (softcap or sinks):  # they need registers that a tuned schedule may not have left
         schedule = schedules.choose(problem, target)
     if schedule is None:
         facts = tuning_facts(layout, rows, tokens, dtype, page, residual)
         _, schedule = spaces.choose(attention_space.Decode(problem), "attention", facts, target, problem.pairs, device)
     division = schedules.divide(problem, schedule, target, device, splits)
+    if given is not None:
+        schedules.check(given, problem, target, division.cluster)
     params = schedule.params() | {
         "parts": division.parts, "cluster": division.cluster,
         "k_format": layout.k_format, "v_format": layout.v_format, "head_dim": layout.head_dim, "dtype": dtype,

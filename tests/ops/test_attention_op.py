@@ -230,3 +230,19 @@ def test_the_ring_keeps_new_tiles_apart_from_the_block_that_is_packed():
             packed = {tile % tiles for tile in range(block * (tiles - 1), (block + 1) * (tiles - 1))}
             first_of_next = (block + 1) * (tiles - 1) % tiles
             assert len(packed) == tiles - 1 and first_of_next not in packed
+
+
+@pytest.mark.parametrize(
+    ("schedule", "constraint"),
+    [
+        (schedules.Decode(1, 16, 4, 2, 1), "280576 bytes of shared memory, a block on sm_90a has 232448"),
+        (schedules.Decode(1, 33, 1, 3, 1), "a block has 1 to 32 warps"),
+    ],
+)
+def test_a_schedule_that_cannot_be_launched_is_refused(schedule, constraint):
+    with pytest.raises(ArgumentError, match=constraint) as caught:
+        op.plan(
+            CacheLayout("int4", "int4", 128), 8, 8, 4, 32768, dtype="float16", page=0, residual=0, softcap=False,
+            sinks=False, target=Target.parse("sm_90a"), schedule=schedule,
+        )  # fmt: skip
+    assert "schedule" in str(caught.value) and "fewer warps" in str(caught.value)
