@@ -145,13 +145,26 @@ def _stages(problem: DecodeProblem) -> list[tuple[int, int]]:
 
 
 def _brief(problem: DecodeProblem, target: Target) -> list[Decode]:
-    """Schedules of few pairs with few tokens, whose splits fit into one cluster each: small CTAs, because all warps of
-    one start and end together. A sequence of 4K and 8K int4 tokens: 5.3 and 7.0 us, in CTAs of 8 warps 5.5 and 7.5."""
-    bits = problem.tile_words / problem.head_dim
-    few = row_tiles(problem) == 1 and problem.pairs <= 16 and target.supports("cluster")
-    if not few or problem.head_dim != 128 or not 3 < bits < 9:
+    """Schedules for so few bytes that latency is most of the time: CTAs of few warps with deep rings, whose splits fit
+    into a cluster, and of eight for somewhat more (us of a sequence with 8 kv heads, int4 in pages, against what
+    follows for more tokens: 4K 5.4 and 5.5, 8K 7.1 and 7.6, 32K 12.7 and 13.2; with one kv head 32K 7.1 and 9.6)."""
+    if not target.supports("cluster"):
         return []
-    return [Decode(1, 4, 2 if bits < 5 else 1, stages, 2) for stages in ((5, 4) if bits < 5 else (6, 5, 4))]
+    words, bits = problem.tokens * problem.tile_words, problem.tile_words / problem.head_dim
+    of_all = problem.pairs * words
+    if row_tiles(problem) > 1:
+        few = is_wide(problem) and of_all <= (1 << 22 if bits < 3 else 75 << 20 if bits < 5 else 0)
+        return [Decode(2, 8, 2, 2, 1)] if few else []
+    scarce = problem.pairs <= 4 and problem.head_dim > 64
+    tiles = 512 if bits < 3 else 256 if bits < 7 or (bits < 9 and scarce) else 128 if bits < 9 else 64
+    tiles = min(4, max(1, tiles // problem.head_dim))
+    static = bits == 8  # scales that every CTA fetches
+    if of_all <= 36 << 20 and problem.pairs <= (32 if bits < 5 else 16) and not static:
+        if words <= 4.5 * (1 << 20) if problem.head_dim > 64 else problem.tokens <= 4096:
+            return [Decode(1, 4, tiles, stages, 2) for stages in ((3,) if bits > 9 else (5, 4, 3))]
+    if of_all <= 144 << 20 and problem.pairs <= 32 and (problem.head_dim > 64 or bits > 9):
+        return [Decode(1, 8, tiles, stages, 1) for stages in ((4, 3) if 7 < bits < 9 else (3,))]
+    return []
 
 
 def choose(problem: DecodeProblem, target: Target) -> Decode:
@@ -160,11 +173,13 @@ def choose(problem: DecodeProblem, target: Target) -> Decode:
     Raises:
         ArgumentError: a page, group or residual block that no stage divides, or too little shared memory for a ring.
     """
+    for schedule in _brief(problem, target):
+        if problem.divides(16 * schedule.tiles) and fits(schedule, problem, target):
+            return schedule
     possible = []
     for on_sm in (n for n in _ON_SM if n <= warps_per_sm(problem)):
         warps = _warps(problem, target, on_sm)
-        made = _brief(problem, target) if (on_sm, warps) == (16, 8) else []
-        made += [
+        made = [
             Decode(row_tiles(problem), warps, tiles, stages, max(1, on_sm // warps))
             for tiles, stages in _stages(problem)
         ]
@@ -223,7 +238,7 @@ def _warps(problem: DecodeProblem, target: Target, on_sm: int) -> int:
     sequences are split, over the largest CTAs, because every split is read again; fewer warps where tokens are few."""
     pairs = problem.pairs * row_groups(problem)
     whole = {}
-    for warps in _sizes(on_sm):
+    for warps in _sizes(on_sm, problem.tokens):
         waves = pairs / (target.sms * (on_sm // warps))
         if waves >= _FULL:
             whole[warps] = waves / math.ceil(waves)
@@ -237,9 +252,11 @@ def _warps(problem: DecodeProblem, target: Target, on_sm: int) -> int:
     return warps
 
 
-def _sizes(on_sm: int) -> list[int]:
-    """Warps of a CTA, from the smallest, that share an SM's `on_sm` evenly."""
-    return [warps for warps in (on_sm // 4, on_sm // 2, on_sm) if warps >= min(on_sm, 3) and on_sm % warps == 0]
+def _sizes(on_sm: int, tokens: int) -> list[int]:
+    """Warps of a CTA, from the smallest, that share an SM's `on_sm` evenly; two where tokens are few."""
+    least = 2 if tokens <= 2048 and on_sm == _ON_SM[0] else min(on_sm, 3)
+    sizes = (on_sm // 8, on_sm // 4, on_sm // 2, on_sm)
+    return [warps for warps in sizes if warps >= least and on_sm % warps == 0]
 
 
 @dataclass(frozen=True)
@@ -268,7 +285,8 @@ def divide(
             taken = splits or max(1, min(most, MAX_SPLITS, int(slots * share))) // cluster * cluster
             held = cluster <= _IN_GPC * schedule.min_blocks and _has_room(schedule, problem, target, cluster)
             if cluster == 1 or (taken and taken % cluster == 0 and held):
-                made.append(Division(taken, parts, cluster))
+                alone = () if splits or cluster == 1 else (cluster,)  # needs no sums in memory
+                made += [Division(taken, parts, cluster), *(Division(n, parts, cluster) for n in alone if n < taken)]
     return min(made, key=lambda it: tail_us(problem, it) + stream_us(problem, schedule, device, it))
 
 

@@ -1,5 +1,6 @@
 """What the heuristic of decode attention chooses, held against timings of an H200 (data/tuning/decode_h200.json):
-`divisions`, the splits and clusters of one schedule each; `rings`, schedules over pages of 128 tokens."""
+`divisions`, the splits and clusters of one schedule each; `rings`, schedules over pages of 128 tokens; `brief`,
+schedules of few tokens, all head dimensions."""
 
 from __future__ import annotations
 
@@ -56,3 +57,21 @@ def test_schedules_are_close_to_the_fastest_that_was_timed():
             ratios.append(us[0] / min(us for *_, us in runs))
     print(len(ratios), mean(ratios), max(ratios))
     assert len(ratios) >= 30 and mean(ratios) < 1.02 and max(ratios) < 1.12
+
+
+def test_schedules_of_few_tokens_are_close_to_the_fastest_that_was_timed():
+    found = defaultdict(dict)
+    for head_dim, cache, formats, q_len, page, sizes, division, us in DATA["brief"]:
+        shape, layout = Shape.parse(cache), CacheLayout(*formats.split("/"), head_dim)
+        rows = q_len * shape.heads // shape.kv_heads
+        problem = op.problem_of(layout, shape.batch, shape.kv_heads, rows, shape.tokens, page, layout.k.group)
+        found[problem][(*sizes, *division)] = us
+    ratios = []
+    for problem, runs in found.items():
+        chosen = attention.choose(problem, TARGET)
+        made = attention.divide(problem, chosen, TARGET)
+        sizes = (chosen.warps, chosen.tiles, chosen.stages, chosen.min_blocks)
+        if us := runs.get((*sizes, made.splits, made.parts, made.cluster)):
+            ratios.append(us / min(runs.values()))
+    print(len(ratios), mean(ratios), max(ratios))
+    assert len(ratios) >= 140 and mean(ratios) < 1.02 and max(ratios) < 1.12
