@@ -20,6 +20,8 @@ _STATIC = 2048  # barriers with their alignment, and what the driver keeps of ea
 _ON_SM = (16, 12, 8, 4, 2)  # warps of an SM to choose from
 _COMBINE = 8  # warps of 16 rows or of channel groups: fewer add the splits of a sequence in more trips to memory
 _SHORT = 1 << 16  # tokens of all pairs: up to here two CTAs of an SM are faster than a large one
+_SHORT_PAIR = 9 << 17  # bytes of a pair up to which four warps make a CTA (_brief)
+_FEW, _FEWEST = 9 << 20, 1 << 20  # bytes of all pairs, likewise
 _FULL = 0.9  # a wave with more than this share of its CTAs counts as full
 _CLUSTERS = ((2, 1.0), (4, 0.9), (8, 0.9), (16, 0.84))
 """CTAs of a cluster, and the share of the SMs that such clusters are taken to reach at once, because they do not divide
@@ -126,11 +128,11 @@ def warps_per_sm(problem: DecodeProblem, shared_rows: bool = False) -> int:
     return 16 if row_tiles(problem) * problem.head_dim <= 128 else 12
 
 
-def _stages(problem: DecodeProblem) -> list[tuple[int, int]]:
-    """(tiles, stages) of a ring to choose from: two stages as large as registers allow beat more and smaller ones. int4
-    in pages on an H200, one row tile: 2 x 2 tiles 13.4, 38.4 and 35.4 us (one sequence of 32K and of 128K, 8 x 32 heads
-    of 4K), 3 x 2 tiles 14.8, 39.7 and 36.7, 5 x 1 tiles 15.0, 42.8 and 38.0; two row tiles, 2 x 4 tiles 72.9 us, 3 x 2
-    75.0 (8 of 32K; tests/data/tuning/decode_h200.json)."""
+def _stages(problem: DecodeProblem, blocks: int) -> list[tuple[int, int]]:
+    """(tiles, stages) of a ring to choose from, with so many CTAs on an SM: two stages as large as registers allow beat
+    more and smaller ones. int4 in pages on an H200, one row tile: 2 x 2 tiles 13.4, 38.4 and 35.4 us (one sequence of
+    32K and of 128K, 8 x 32 heads of 4K), 3 x 2 tiles 14.8, 39.7 and 36.7, 5 x 1 tiles 15.0, 42.8 and 38.0; two row
+    tiles, 2 x 4 tiles 72.9 us, 3 x 2 75.0 (8 of 32K; tests/data/tuning/decode_h200.json)."""
     bits, more = problem.tile_words / problem.head_dim * 0.98, 2 if problem.head_dim < 128 else 1
     one = [(1, n) for n in (6, 5, 4, 3)]
     if bits < 3 or (bits < 5 and is_wide(problem)):
@@ -141,28 +143,32 @@ def _stages(problem: DecodeProblem) -> list[tuple[int, int]]:
         return [(2 * more, 2), (2, 3), (2, 2), *one]
     if 7 < bits < 9:
         return [(more, 2), (1, 2), *one]
-    return [(more, 3), *one]
+    # int8 keys and int4 values, 64 x 4K tokens: 3 stages 100 us and 122 behind an append, 4 stages 100 and 107
+    return [(more, 4 if bits < 7 and blocks > 2 else 3), *one]
 
 
 def _brief(problem: DecodeProblem, target: Target) -> list[Decode]:
-    """Schedules for so few bytes that latency is most of the time: CTAs of few warps with deep rings, whose splits fit
-    into a cluster, and of eight for somewhat more (us of a sequence with 8 kv heads, int4 in pages, against what
-    follows for more tokens: 4K 5.4 and 5.5, 8K 7.1 and 7.6, 32K 12.7 and 13.2; with one kv head 32K 7.1 and 9.6)."""
+    """Schedules for so few bytes that latency is most of the time: CTAs of four warps with deep rings, two on an SM,
+    whose splits fit into a cluster, and of eight warps for somewhat more. Of a sequence with 8 kv heads, int4 in pages,
+    beside what follows for more tokens: 4K 5.4 and 5.5 us, 8K 7.1 and 7.6, 32K 12.7 and 13.2; one kv head, 32K 7.1 and
+    9.6 (tests/data/tuning/decode_h200.json)."""
     if not target.supports("cluster"):
         return []
-    words, bits = problem.tokens * problem.tile_words, problem.tile_words / problem.head_dim
-    of_all = problem.pairs * words
-    if row_tiles(problem) > 1:
-        few = is_wide(problem) and of_all <= (1 << 22 if bits < 3 else 75 << 20 if bits < 5 else 0)
+    bits, of_pair = problem.tile_words / problem.head_dim, problem.tokens * problem.tile_words // 4
+    of_all, narrow = problem.pairs * of_pair, problem.head_dim < 128
+    if row_tiles(problem) > 1:  # steps of fewer tiles end sooner
+        few = is_wide(problem) and of_all <= (_FEWEST if bits < 3 else 2 * _FEW if bits < 5 else 0)
         return [Decode(2, 8, 2, 2, 1)] if few else []
-    scarce = problem.pairs <= 4 and problem.head_dim > 64
-    tiles = 512 if bits < 3 else 256 if bits < 7 or (bits < 9 and scarce) else 128 if bits < 9 else 64
-    tiles = min(4, max(1, tiles // problem.head_dim))
+    scarce = problem.pairs <= 4 and not narrow
+    values = 512 if bits < 3 else 256 if bits < 7 or (bits < 9 and scarce) else 128 if bits < 9 else 64
+    tiles = min(4, max(1, values // problem.head_dim))
+    short = problem.tokens <= 4096 if narrow else of_pair <= _SHORT_PAIR
     static = bits == 8  # scales that every CTA fetches
-    if of_all <= 36 << 20 and problem.pairs <= (32 if bits < 5 else 16) and not static:
-        if words <= 4.5 * (1 << 20) if problem.head_dim > 64 else problem.tokens <= 4096:
-            return [Decode(1, 4, tiles, stages, 2) for stages in ((3,) if bits > 9 else (5, 4, 3))]
-    if of_all <= 144 << 20 and problem.pairs <= 32 and (problem.head_dim > 64 or bits > 9):
+    if short and of_all <= _FEW and problem.pairs <= (32 if bits < 5 else 16) and not static:
+        if 5 < bits < 7:
+            return [Decode(1, 4, max(1, tiles // 2), stages, 2) for stages in (6, 5, 4)]
+        return [Decode(1, 4, tiles, stages, 2) for stages in ((3,) if bits > 9 else (5, 4, 3))]
+    if of_all <= 4 * _FEW and problem.pairs <= 32 and not (narrow and bits < 9):
         return [Decode(1, 8, tiles, stages, 1) for stages in ((4, 3) if 7 < bits < 9 else (3,))]
     return []
 
@@ -181,7 +187,7 @@ def choose(problem: DecodeProblem, target: Target) -> Decode:
         warps = _warps(problem, target, on_sm)
         made = [
             Decode(row_tiles(problem), warps, tiles, stages, max(1, on_sm // warps))
-            for tiles, stages in _stages(problem)
+            for tiles, stages in _stages(problem, on_sm // warps)
         ]
         made = [schedule for schedule in made if problem.divides(16 * schedule.tiles)]
         possible += [schedule for schedule in made if fits(schedule, problem, target)][:1]
