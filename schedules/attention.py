@@ -296,6 +296,11 @@ def divide(
     return min(made, key=lambda it: tail_us(problem, it) + stream_us(problem, schedule, device, it))
 
 
+def clusters_at_once(target: Target, cluster: int) -> int:
+    """How many clusters find an SM for each of their CTAs."""
+    return round(target.sms * dict(_CLUSTERS).get(cluster, 1.0) / cluster)
+
+
 def stream_us(problem: DecodeProblem, schedule: Decode, target: Target, division: Division) -> float:
     """Time of the tokens: of their bytes, or of what the busiest SM does with them, the slower the fewer its warps."""
     ctas = problem.pairs * row_groups(problem) * division.splits

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import attention, spaces
+from terrazzo.schedules import attention, attention_cost, spaces
 
 BUCKETS = tuple(1 << i for i in range(4, 23))
 """Numbers of tokens that records are kept for."""
-_LAUNCH_US = 4.0  # start, first stage, end
-_WARP_US = 0.35  # what a warp adds to a CTA's merge
 _WARPS = (2, 3, 4, 6, 8, 12, 16)
 
 
@@ -70,22 +67,4 @@ class Decode(spaces.Space):
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
         problem = self.at(m)
         division = attention.divide(problem, schedule, target)
-        splits = division.splits
-        ctas = m * attention.row_groups(problem) * splits
-        waves = math.ceil(ctas / (target.sms * schedule.min_blocks))
-        on_sm = min(schedule.min_blocks, math.ceil(ctas / target.sms))
-        # a warp takes whole stages, so the longest one may have a stage more than the average
-        stages = math.ceil(problem.tokens / (splits * schedule.warps * 16 * schedule.tiles))
-        words = schedule.warps * (schedule.tiles * problem.tile_words) * stages
-        words += (
-            schedule.warps * problem.channel_words * math.ceil(stages * 16 * schedule.tiles / max(1, problem.group))
-        )
-        flight = on_sm * schedule.warps * (schedule.stages - 1) * schedule.tiles * problem.tile_words * 4
-        speed = target.dram_gb_s * 0.92 / target.sms * min(1.0, flight / attention.IN_FLIGHT)
-        stream = 4e-3 * waves * on_sm * words / speed
-        # estimates: idle warps hide less of the conversions, and what is in flight covers bursts
-        stream *= 1 + 0.12 * (
-            1 - schedule.warps * schedule.min_blocks / attention.warps_per_sm(problem, schedule.shared_rows)
-        )
-        stream *= 1 + 0.03 * max(0.0, 1 - flight / (2 * attention.IN_FLIGHT))
-        return _LAUNCH_US + stream + _WARP_US * schedule.warps / 4 * waves + attention.tail_us(problem, division)
+        return attention_cost.predicted_us(problem, schedule, target, division)

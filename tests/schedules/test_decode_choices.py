@@ -13,7 +13,7 @@ from terrazzo.autotune.attention_bench import Shape
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.attention import op
 from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.schedules import attention
+from terrazzo.schedules import attention, attention_space
 
 DATA = json.loads((Path(__file__).parents[1] / "data/tuning/decode_h200.json").read_text())
 TARGET = Target.parse("sm_90a")
@@ -59,15 +59,20 @@ def test_schedules_are_close_to_the_fastest_that_was_timed():
     assert len(ratios) >= 30 and mean(ratios) < 1.02 and max(ratios) < 1.12
 
 
-def test_schedules_of_few_tokens_are_close_to_the_fastest_that_was_timed():
+def brief() -> dict[tuple, dict[tuple, float]]:
+    """Problem -> (warps, tiles, stages, min_blocks, splits, parts, cluster) -> us."""
     found = defaultdict(dict)
     for head_dim, cache, formats, q_len, page, sizes, division, us in DATA["brief"]:
         shape, layout = Shape.parse(cache), CacheLayout(*formats.split("/"), head_dim)
         rows = q_len * shape.heads // shape.kv_heads
         problem = op.problem_of(layout, shape.batch, shape.kv_heads, rows, shape.tokens, page, layout.k.group)
         found[problem][(*sizes, *division)] = us
+    return found
+
+
+def test_schedules_of_few_tokens_are_close_to_the_fastest_that_was_timed():
     ratios = []
-    for problem, runs in found.items():
+    for problem, runs in brief().items():
         chosen = attention.choose(problem, TARGET)
         made = attention.divide(problem, chosen, TARGET)
         sizes = (chosen.warps, chosen.tiles, chosen.stages, chosen.min_blocks)
@@ -75,3 +80,25 @@ def test_schedules_of_few_tokens_are_close_to_the_fastest_that_was_timed():
             ratios.append(us / min(runs.values()))
     print(len(ratios), mean(ratios), max(ratios))
     assert len(ratios) >= 140 and mean(ratios) < 1.02 and max(ratios) < 1.12
+
+
+def test_the_tuner_tries_good_schedules_first():
+    found = {problem: [(schedule, us) for schedule, _, us in runs] for problem, runs in timed("rings").items()}
+    for problem, runs in brief().items():
+        made = {}
+        for sizes, us in runs.items():
+            schedule = attention.Decode(attention.row_tiles(problem), *sizes[:4])
+            made[schedule] = min(us, made.get(schedule, us))
+        found[problem] = found.get(problem, []) + list(made.items())
+    first, third, errors, right = [], [], [], []
+    for problem, runs in found.items():
+        space = attention_space.Decode(problem)
+        tried = sorted((space.cost("decode", schedule, TARGET, problem.pairs), us) for schedule, us in runs)
+        best = min(us for _, us in tried)
+        first.append(tried[0][1] / best)
+        third.append(min(us for _, us in tried[:3]) / best)
+        errors += [log(cost / us) for cost, us in tried]
+        right += [a < b for i, (_, b) in enumerate(tried) for _, a in tried[:i] if abs(a / b - 1) > 0.03]
+    rms = (sum(error**2 for error in errors) / len(errors)) ** 0.5
+    print(len(found), mean(first), mean(third), rms, sum(right) / len(right))
+    assert mean(first) < 1.04 and mean(third) < 1.01 and rms < 0.12 and sum(right) > 0.75 * len(right)
