@@ -55,7 +55,7 @@ class Point:
     """One problem's best schedule beside its bounds.
 
     Attributes:
-        us, heuristic_us, peer_us: microseconds, None where not measured.
+        us, heuristic_us, peer_us: microseconds, None where not measured. peer: whose, "" of none.
         bound, bound_us: the resource that the roofline names, and its time alone.
         flop, nbytes: of the problem.
     """
@@ -64,6 +64,7 @@ class Point:
     us: float
     heuristic_us: float | None
     peer_us: float | None
+    peer: str
     bound: str
     bound_us: float
     flop: float
@@ -111,7 +112,7 @@ def target_of(trial: Trial) -> Target:
 
 def points_of(trials: Sequence[Trial], peers: dict[tuple[Problem, str], float]) -> list[Point]:
     """The best of each problem, with what it is compared with."""
-    other = {problem: us for (problem, _), us in peers.items()}
+    other = {problem: (us, name) for (problem, name), us in sorted(peers.items(), key=lambda it: -it[1])}
     found = []
     for it in best(trials):
         problem, target = it.trial.problem, target_of(it.trial)
@@ -120,8 +121,8 @@ def points_of(trials: Sequence[Trial], peers: dict[tuple[Problem, str], float]) 
         roof = OPERATORS[problem.op].roofline(problem, target)
         flop = OPERATORS[problem.op].flop(problem)
         nbytes = roof.load_us * target.dram_gb_s * 1e3
-        peer = other.get(problem)
-        found.append(Point(it, it.trial.us, it.heuristic_us, peer, roof.bound, roof.us, flop, nbytes))
+        peer_us, peer = other.get(problem, (None, ""))
+        found.append(Point(it, it.trial.us, it.heuristic_us, peer_us, peer, roof.bound, roof.us, flop, nbytes))
     return found
 
 
@@ -161,16 +162,19 @@ def roofline(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target
 
 
 def gains(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: Target) -> None:
-    """Heuristic / best and cuBLAS / best over M."""
+    """Heuristic / best and 16-bit peer / best over M."""
+    styles = {"heuristic": ("-", lambda point: point.heuristic_us), "16-bit peer": ("--", lambda point: point.peer_us)}
+    drawn = {}
     for op in sorted({point.problem.op for point in points}):
-        color = _COLORS.get(op, "black")
-        for style, name, of in (
-            ("--", "cuBLAS f16", lambda point: point.peer_us),
-            ("-", "heuristic", lambda point: point.heuristic_us),
-        ):
+        for name, (style, of) in styles.items():
             table = by_m([point for point in points if point.problem.op == op], of)
             if table:
-                axes.plot(list(table), list(table.values()), style, marker="o", color=color, label=f"{op}, {name}")
+                color, label = _COLORS.get(op, "black"), op if op not in drawn.values() else None
+                axes.plot(list(table), list(table.values()), style, marker="o", color=color, label=label)
+                drawn[op, name] = op
+    for name in styles:
+        if any(name == of for _, of in drawn):
+            axes.plot([], [], styles[name][0], color="black", label=name)
     axes.axhline(1.0, color="black", linewidth=0.8)
     tokens = sorted({point.problem.m for point in points})
     axes.set_xscale("log", base=2)
@@ -194,7 +198,7 @@ def curves(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: 
 def _legend(axes: Any) -> None:
     """Below the drawing, where it hides nothing; none where nothing is drawn, of which matplotlib would warn."""
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncol=2, fontsize=8, frameon=False)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3), ncol=2, fontsize=8, frameon=False)
 
 
 def search_curves(trials: Sequence[Trial]) -> dict[Problem, list[float]]:
@@ -230,7 +234,7 @@ def _draw(draw: Draw, points: Sequence[Point], trials: Sequence[Trial], target: 
     with plots.rc_context(_RC):
         figure, axes = plots.subplots(figsize=(5.0, 4.4), layout="constrained")
         draw(axes, points, trials, target)
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(out, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
         plots.close(figure)
     text = out.getvalue()
     return text[text.index("<svg") :]
@@ -242,7 +246,7 @@ def _draw_png(points: Sequence[Point], trials: Sequence[Trial], target: Target, 
         figure, panels = plots.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
         for axes, draw in zip(panels, (roofline, gains, curves)):
             draw(axes, points, trials, target)
-        figure.savefig(path, format="png", dpi=120)
+        figure.savefig(path, format="png", dpi=120, bbox_inches="tight")
         plots.close(figure)
 
 
@@ -256,26 +260,24 @@ def page(points: Sequence[Point], trials: Sequence[Trial], target: Target, figur
     if gain:
         head += f" The heuristic's schedules take {gain:.3f}x the tuned ones' time (geometric mean, goal {GOAL:.2f}x)."
     versions = f"driver {machine.driver}, CUDA {machine.cuda}, torch {machine.torch}, TileLang {machine.tilelang}"
+    named = sorted({point.peer for point in points if point.peer})
+    others = f" Peers, in 16 bits: {', '.join(named)}." if named else ""
     slow = sorted(points, key=lambda point: point.us / point.bound_us, reverse=True)[:SLOWEST]
     parts = [
         f"<h1>Tuned schedules, {_text(machine.gpu)}</h1><p>{_text(head)}</p>",
         f"<p><small>{_text(versions)}, terrazzo {_text(machine.terrazzo)}, {last:%Y-%m-%d}</small></p>",
-        _table(("operator", "problems", "heuristic / best", "worst", "cuBLAS / best"), summary_rows(points)),
-        "<p><small>M is the number of tokens; for attention, of sequences times kv heads.</small></p>",
+        _table(("operator", "problems", "heuristic / best", "worst", "peer / best"), summary_rows(points)),
+        f"<p><small>M is the number of tokens; for attention, of sequences times kv heads.{_text(others)}</small></p>",
         "<h2>Roofline</h2><p>Each point is a problem's best schedule; the lines are the datasheet's memory bandwidth "
         "and tensor rate.</p>" + figures[0],
-        "<h2>Best against heuristic and cuBLAS</h2><p>Geometric mean over weights of the other time divided by the "
-        "best one.</p>"
-        + figures[1]
-        + _table(("operator", "M", "heuristic / best", "cuBLAS / best"), _gain_rows(points)),
+        "<h2>Best against heuristic and peer</h2><p>Geometric mean over weights of the other time divided by the "
+        "best one.</p>" + figures[1] + _table(("operator", "M", "heuristic / best", "peer / best"), _gain_rows(points)),
         "<h2>Search</h2><p>The best time so far as a multiple of the final one, for each problem.</p>" + figures[2],
         "<h2>Slowest against their bound</h2><p>The bound is the time that one resource alone needs: loading, "
         "dequantization or the tensor cores.</p>"
         + _table(("problem", "M", "us", "bound", "bound us", "times bound"), map(_slow_row, slow)),
         "<h2>All problems</h2>"
-        + _table(
-            ("problem", "M", "us", "heuristic us", "cuBLAS us", "tried", "failed"), map(_best_row, points), more=1
-        ),
+        + _table(("problem", "M", "us", "heuristic us", "peer us", "tried", "failed"), map(_best_row, points), more=1),
     ]
     title = f"Tuned schedules, {_text(machine.gpu)}"
     return (
@@ -286,7 +288,7 @@ def page(points: Sequence[Point], trials: Sequence[Trial], target: Target, figur
 
 
 def summary_rows(points: Sequence[Point]) -> list[tuple]:
-    """For each operator: problems, heuristic / best (geometric mean and worst), cuBLAS / best."""
+    """For each operator: problems, heuristic / best (geometric mean and worst), peer / best."""
     rows = []
     for op in sorted({point.problem.op for point in points}):
         own = [point for point in points if point.problem.op == op]

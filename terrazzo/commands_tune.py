@@ -466,7 +466,8 @@ def space_command(output: Path, op: str | None, gpu: str | None, database: Path 
 @click.argument("files", type=click.Path(path_type=Path), nargs=-1, required=True)
 @_database
 def import_command(files: tuple[Path, ...], database: Path | None) -> None:
-    """Add the records of exported tables to the database."""
+    """Add the records of exported tables to the database; of benchmark results, others' times for its problems."""
+    from terrazzo.autotune.benchmark_peers import is_result, peers_of
     from terrazzo.autotune.database import from_table
     from terrazzo.lowering.errors import ArgumentError
 
@@ -475,7 +476,17 @@ def import_command(files: tuple[Path, ...], database: Path | None) -> None:
             try:
                 data = json.loads(path.read_text())
             except (OSError, ValueError) as error:
-                raise ArgumentError("table", str(path), f"cannot be read: {error}", "name an exported table") from error
+                raise ArgumentError(
+                    "table", str(path), f"cannot be read: {error}", "name an exported table or a benchmark's result"
+                ) from error
+            if is_result(data):
+                known = dict.fromkeys(it.problem for it in trials.trials(gpu=data.get("gpu")))
+                made = list(peers_of(data, known, path.name))
+                for problem, name, us in made:
+                    uid = f"{path.name} {problem.op} {problem.text} {problem.m} {name}"
+                    trials.add_peer(problem, data["gpu"], name, us, f"import {path.name}", uid)
+                click.echo(f"{path}: times of others for {len(made)} of {len(known)} problems")
+                continue
             found = from_table(data, path.name)
             click.echo(f"{path}: {trials.add(found)} new trials of {len(found)}")
 

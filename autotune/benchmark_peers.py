@@ -1,0 +1,60 @@
+"""Times of other implementations in benchmark results (benchmarks/results/*.json), for tuned problems of the same size:
+cuBLAS f16 for linear layers, torch's grouped product for experts, the fastest f16 attention for decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from terrazzo.autotune.database import Problem
+from terrazzo.lowering.errors import ArgumentError
+
+
+def is_result(data: Any) -> bool:
+    """Whether a file's content is a benchmark's result, and not a table of records."""
+    return isinstance(data, Mapping) and "rows" in data and "records" not in data
+
+
+def peers_of(data: Mapping[str, Any], problems: Iterable[Problem], source: str) -> Iterator[tuple[Problem, str, float]]:
+    """(problem, name, microseconds) for each problem that a row of the result has the size of.
+
+    Raises:
+        ArgumentError: the result lacks its GPU, or its rows are no rows.
+    """
+    rows = data["rows"]
+    if not isinstance(data.get("gpu"), str) or not all(isinstance(row, Mapping) for row in rows):
+        raise ArgumentError("result", source, "is no benchmark's result", "name a file that a benchmark wrote")
+    times: dict[tuple, tuple[float, str]] = {}
+    for row in rows:
+        size, peer = _measured(row)
+        if size is not None and peer is not None:
+            times[size] = min(times.get(size, peer), peer)
+    for problem in problems:
+        if found := times.get(_size(problem)):
+            yield problem, found[1], found[0]
+
+
+def _measured(row: Mapping[str, Any]) -> tuple[tuple | None, tuple[float, str] | None]:
+    """Size of a row's problem, and (microseconds, name) of its peer."""
+    peers = row.get("peers") or {}
+    if "experts" in row and "torch_bf16" in row:
+        return ("grouped", row["experts"], row["n"], row["k"], row["m"]), (row["torch_bf16"], "torch_bf16")
+    if "cublas_f16" in peers and "n" in row:
+        return ("linear", row["n"], row["k"], row["m"]), (peers["cublas_f16"], "cublas_f16")
+    if row.get("op") == "attention_decode" and peers:
+        pairs, rows = row["batch"] * row["kv_heads"], row["q_len"] * row["q_heads"] // row["kv_heads"]
+        best = min((us, name) for name, us in peers.items())
+        return ("decode", row["head_dim"], rows, row["kv_len"], pairs), best
+    return None, None
+
+
+def _size(problem: Problem) -> tuple:
+    """The same of a tuned problem."""
+    facts = dict(problem.facts)
+    if "experts" in facts:
+        return "grouped", facts["experts"], facts["n"], facts["k"], problem.m
+    if "n" in facts:
+        return "linear", facts["n"], facts["k"], problem.m
+    if problem.op == "attention":
+        return "decode", facts["head_dim"], facts["rows"], facts["tokens"], problem.m
+    return ("other",)
