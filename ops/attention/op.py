@@ -179,8 +179,10 @@ def kernel_requests(
     made = [plan(layout, at.pairs, 1, rows, at.tokens, **facts, schedule=s).request for at, s in chosen]
     for tokens in () if softcap or sinks else attention_space.BUCKETS:
         recorded = tuning_facts(layout, rows, tokens, dtype, page, residual)
-        for pairs in records.tokens("attention", recorded, target):
-            made.append(plan(layout, pairs, 1, rows, tokens, **facts).request)
+        for pairs in records.tokens("attention", recorded, target):  # and what its schedule may be taken for
+            full = {target.sms * blocks // splits for blocks in (1, 2, 4, 8) for splits in range(1, 17)}
+            around = {pairs, *(n for n in full if pairs < 2 * n < 4 * pairs)}
+            made += [plan(layout, n, 1, rows, at, **facts).request for n in around for at in (tokens, 3 * tokens // 4)]
     for fresh in (False, True) if prefill else ():
         made += prefill_op.prefill_requests(layout, fresh=fresh, **facts)
     return [*dict.fromkeys(made), write_kernel(layout, dtype, page, residual, target)]

@@ -246,3 +246,14 @@ def test_a_schedule_that_cannot_be_launched_is_refused(schedule, constraint):
             sinks=False, target=Target.parse("sm_90a"), schedule=schedule,
         )  # fmt: skip
     assert "schedule" in str(caught.value) and "fewer warps" in str(caught.value)
+
+
+@pytest.mark.parametrize("formats", [("int4_channel128", "int4"), ("int4", "int4"), ("int8", "int4")])
+def test_kernels_of_a_layer_serve_every_batch_beside_tuned_records(formats):
+    target = Target.parse("nvidia/nvidia-h200")
+    requests = set(kernel_requests(*formats, heads=32, kv_heads=8, target=target))
+    layout = CacheLayout(*formats, 128)
+    facts = dict(dtype="float16", page=128, residual=layout.k.group, softcap=False, sinks=False, target=target)
+    for batch in (*range(1, 40), 63, 64, 65, 66, 67, 100, 131, 132, 133, 300):
+        for tokens in (128, 640, 2048, 3072, 3968, 4096, 12_288, 32_768, 100_096):
+            assert op.plan(layout, batch, 8, 4, tokens, **facts).request in requests, (batch, tokens)
