@@ -137,11 +137,15 @@ class PackedCache:
             raise ArgumentError(name, seen, f"must be contiguous {dtype} [{wanted}] on {device}", remedy)
 
     def check_values(self) -> None:
-        """Raise ArgumentError for lengths, pages or slots outside of the storage. For debugging: it waits for the GPU.
+        """Raise ArgumentError for lengths, pages or slots outside of the storage, and static scales out of range.
 
+        For debugging: it waits for the GPU.
         The lengths must count tokens that are stored: before `prefill` with k and v they count more.
         """
         self.check()
+        for name, fmt in (("k_static", self.layout.k), ("v_static", self.layout.v)):
+            size = (self.pages.shape[1], self.layout.head_dim)
+            check_static(name, getattr(self, name), fmt.scaling == "static", size)
         lengths = self.lengths.tolist()
         packed = [n - n % self.residual_tokens if self.residual_tokens else n for n in lengths]
         if self.block_table is None:

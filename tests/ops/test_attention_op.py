@@ -129,6 +129,11 @@ def test_what_lies_on_the_device_is_checked_on_request():
         wrong[(2, 0)[: wrong.dim()]] = value
         with pytest.raises(ArgumentError, match=words):
             replace(made, **{name: wrong}).check_values()
+    scales = torch.full((2, 128), 0.1)
+    static = pack_cache(*torch.randn(2, 3, 2, 128, 128), "fp8", "fp8", k_static=scales, v_static=scales)
+    static.check_values()
+    with pytest.raises(ArgumentError, match=r"v_static = .*within 2\^-100"):
+        replace(static, v_static=scales * 0).check_values()
     short = replace(made, block_table=made.block_table[:, :1].contiguous())
     with pytest.raises(ArgumentError, match="64 tokens find room"):
         short.check_values()
