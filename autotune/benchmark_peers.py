@@ -19,33 +19,35 @@ def peers_of(data: Mapping[str, Any], problems: Iterable[Problem], source: str) 
     """(problem, name, microseconds) for each problem that a row of the result has the size of.
 
     Raises:
-        ArgumentError: the result lacks its GPU, or its rows are no rows.
+        ArgumentError: not what a benchmark writes.
     """
-    rows = data["rows"]
-    if not isinstance(data.get("gpu"), str) or not all(isinstance(row, Mapping) for row in rows):
-        raise ArgumentError("result", source, "is no benchmark's result", "name a file that a benchmark wrote")
     times: dict[tuple, tuple[float, str]] = {}
-    for row in rows:
-        size, peer = _measured(row)
-        if size is not None and peer is not None:
-            times[size] = min(times.get(size, peer), peer)
+    try:
+        for size, peer in map(_measured, data["rows"]):
+            if size is not None:
+                times[size] = min(times.get(size, peer), peer)
+    except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:
+        why = f"is no benchmark's result: {type(error).__name__} {error}"
+        raise ArgumentError("result", source, why, "name a file that a benchmark wrote") from error
+    if not isinstance(data.get("gpu"), str):
+        raise ArgumentError("result", source, "is no benchmark's result: its GPU is missing", "run the benchmark again")
     for problem in problems:
         if found := times.get(_size(problem)):
             yield problem, found[1], found[0]
 
 
-def _measured(row: Mapping[str, Any]) -> tuple[tuple | None, tuple[float, str] | None]:
-    """Size of a row's problem, and (microseconds, name) of its peer."""
-    peers = row.get("peers") or {}
+def _measured(row: Mapping[str, Any]) -> tuple[tuple | None, tuple[float, str]]:
+    """Size of a row's problem, None without a peer, and (microseconds, name) of that."""
+    peers = {name: us + 0.0 for name, us in (row.get("peers") or {}).items()}
     if "experts" in row and "torch_bf16" in row:
-        return ("grouped", row["experts"], row["n"], row["k"], row["m"]), (row["torch_bf16"], "torch_bf16")
+        return ("grouped", row["experts"], row["n"], row["k"], row["m"]), (row["torch_bf16"] + 0.0, "torch_bf16")
     if "cublas_f16" in peers and "n" in row:
         return ("linear", row["n"], row["k"], row["m"]), (peers["cublas_f16"], "cublas_f16")
     if row.get("op") == "attention_decode" and peers:
         pairs, rows = row["batch"] * row["kv_heads"], row["q_len"] * row["q_heads"] // row["kv_heads"]
         best = min((us, name) for name, us in peers.items())
         return ("decode", row["head_dim"], rows, row["kv_len"], pairs), best
-    return None, None
+    return None, (0.0, "")
 
 
 def _size(problem: Problem) -> tuple:

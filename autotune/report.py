@@ -111,7 +111,7 @@ def target_of(trial: Trial) -> Target:
 
 
 def points_of(trials: Sequence[Trial], peers: dict[tuple[Problem, str], float]) -> list[Point]:
-    """The best of each problem, with what it is compared with."""
+    """The best of each problem, with what it is compared with: its heuristic, and the fastest of others."""
     other = {problem: (us, name) for (problem, name), us in sorted(peers.items(), key=lambda it: -it[1])}
     found = []
     for it in best(trials):
@@ -164,17 +164,17 @@ def roofline(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target
 def gains(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: Target) -> None:
     """Heuristic / best and 16-bit peer / best over M."""
     styles = {"heuristic": ("-", lambda point: point.heuristic_us), "16-bit peer": ("--", lambda point: point.peer_us)}
-    drawn = {}
+    found = set()
     for op in sorted({point.problem.op for point in points}):
+        own, label = [point for point in points if point.problem.op == op], op
         for name, (style, of) in styles.items():
-            table = by_m([point for point in points if point.problem.op == op], of)
-            if table:
-                color, label = _COLORS.get(op, "black"), op if op not in drawn.values() else None
+            if table := by_m(own, of):
+                color = _COLORS.get(op, "black")
                 axes.plot(list(table), list(table.values()), style, marker="o", color=color, label=label)
-                drawn[op, name] = op
-    for name in styles:
-        if any(name == of for _, of in drawn):
-            axes.plot([], [], styles[name][0], color="black", label=name)
+                label = None  # one entry for each operator
+                found.add(name)
+    for name in (name for name in styles if name in found):
+        axes.plot([], [], styles[name][0], color="black", label=name)
     axes.axhline(1.0, color="black", linewidth=0.8)
     tokens = sorted({point.problem.m for point in points})
     axes.set_xscale("log", base=2)

@@ -143,14 +143,14 @@ def _stages(problem: DecodeProblem, blocks: int) -> list[tuple[int, int]]:
         return [(2 * more, 2), (2, 3), (2, 2), *one]
     if 7 < bits < 9:
         return [(more, 2), (1, 2), *one]
-    # int8 keys and int4 values, 64 x 4K tokens: 3 stages 100 us and 122 behind an append, 4 stages 100 and 107
+    # int8/int4, 64 x 4K: 3 stages 100 us and 122 with an append (ae66eaf), 4 stages 101 and 107 (0763bc2); cause open
     return [(more, 4 if bits < 7 and blocks > 2 else 3), *one]
 
 
 def _brief(problem: DecodeProblem, target: Target) -> list[Decode]:
     """Schedules for so few bytes that latency is most of the time: CTAs of four warps with deep rings, two on an SM,
     whose splits fit into a cluster, and of eight warps for somewhat more. Of a sequence with 8 kv heads, int4 in pages,
-    beside what follows for more tokens: 4K 5.4 and 5.5 us, 8K 7.1 and 7.6, 32K 12.7 and 13.2; one kv head, 32K 7.1 and
+    beside what follows for more tokens: 4K 5.4 and 5.5 us, 8K 7.1 and 7.6, 16K 9.1 and 9.5; one kv head, 32K 7.1 and
     9.6 (tests/data/tuning/decode_h200.json)."""
     if not target.supports("cluster"):
         return []
@@ -219,19 +219,20 @@ def fits(schedule: Decode, problem: DecodeProblem, target: Target) -> bool:
     return _has_room(schedule, problem, target, _CLUSTERS[-1][0] if target.supports("cluster") else 1)
 
 
-def check(schedule: Decode, problem: DecodeProblem, target: Target, cluster: int) -> None:
+def check(schedule: Decode, problem: DecodeProblem, target: Target) -> None:
     """That a schedule which somebody chose can be launched.
 
     Raises:
-        ArgumentError: a block with more shared memory or more warps than there are.
+        ArgumentError: a count below one, or a block with more shared memory or more warps than there are.
     """
-    size, made = schedule.smem_bytes(problem, cluster) + _STATIC, ", ".join(map(str, asdict(schedule).values()))
-    remedy = "use fewer warps, tiles or stages"
+    made = f"Decode({', '.join(map(str, asdict(schedule).values()))})"
+    counts = (schedule.row_tiles, schedule.warps, schedule.tiles, schedule.stages, schedule.min_blocks)
+    if min(counts) < 1 or schedule.warps > 32:
+        raise ArgumentError("schedule", made, "counts start at one, and a block has 32 warps at most", "see Decode")
+    size = schedule.smem_bytes(problem) + _STATIC
     if size > target.smem_per_block:
         constraint = f"needs {size} bytes of shared memory, a block on {target.arch} has {target.smem_per_block}"
-        raise ArgumentError("schedule", f"Decode({made})", constraint, remedy)
-    if not 1 <= schedule.warps <= 32:
-        raise ArgumentError("schedule", f"Decode({made})", "a block has 1 to 32 warps", remedy)
+        raise ArgumentError("schedule", made, constraint, "use fewer warps, tiles or stages")
 
 
 def _has_room(schedule: Decode, problem: DecodeProblem, target: Target, cluster: int) -> bool:
@@ -298,7 +299,7 @@ def divide(
 
 def clusters_at_once(target: Target, cluster: int) -> int:
     """How many clusters find an SM for each of their CTAs."""
-    return round(target.sms * dict(_CLUSTERS).get(cluster, 1.0) / cluster)
+    return max(1, round(target.sms * dict(_CLUSTERS).get(cluster, 1.0) / cluster))
 
 
 def stream_us(problem: DecodeProblem, schedule: Decode, target: Target, division: Division) -> float:

@@ -1,6 +1,5 @@
 """Predicted time of a decode call, which orders the tuner's candidates: fitted to 1325 timings of one H200
-(tests/data/tuning/decode_h200.json), 9 % rms. What it names is not far from what was seen, but each constant takes on
-what the form leaves out."""
+(tests/data/tuning/decode_h200.json; 10 % rms). A constant is named after what it mostly stands for."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import math
 from typing import NamedTuple
 
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules.attention import Decode, DecodeProblem, Division, clusters_at_once, row_groups
+from terrazzo.schedules.attention import Decode, DecodeProblem, Division, clusters_at_once, row_groups, tail_us
 
 _LAUNCH_US = 1.85  # start, rows, end
 _FIRST_US = 0.60  # the first stage, and any that is waited for
@@ -18,7 +17,6 @@ _BUSY_US = 0.179  # of a scheduler's four warps for a tile each
 _SECOND_ROWS = 0.37  # what a second group of 8 rows adds to a tile
 _GROUP_US = 0.18  # scaling rows for a group of channel-wise keys
 _WARP_US, _ROW_US = 0.039, 0.052  # of the merge of a CTA
-_SUMS_US, _SUMS_KB_US, _SUMS_CLUSTERS_US = 1.37, 0.029, 0.75  # sums through memory; kilobytes that a CTA reads
 _LONGEST = 0.76  # weight of the busiest warp's stages; the rest is the average's
 _SM_SHARE = 1.2  # bandwidth of an SM as a multiple of its share
 _DRAM = 0.97  # of the datasheet's bandwidth
@@ -54,8 +52,8 @@ def predicted_us(problem: DecodeProblem, schedule: Decode, target: Target, divis
     work = work_of(problem, schedule, target, division)
     rows, width = 1 + _SECOND_ROWS * (schedule.row_tiles > 1), problem.head_dim / 128
     warps = schedule.warps * work.on_sm
-    heads = problem.channel_words / max(1, work.stages / max(1, work.groups))
-    stage_bytes = 4 * (schedule.tiles * problem.tile_words + heads)
+    channel_words = problem.channel_words * max(1, work.groups) / max(1, work.stages)  # of a stage
+    stage_bytes = 4 * (schedule.tiles * problem.tile_words + min(channel_words, problem.channel_words))
     step = _norm(
         4,
         _STEP_US + _TILE_US * schedule.tiles * width * rows,
@@ -68,18 +66,10 @@ def predicted_us(problem: DecodeProblem, schedule: Decode, target: Target, divis
     words = problem.tokens / 16 * problem.tile_words
     words += problem.tokens / max(1, problem.group) * problem.channel_words * division.parts
     memory = 4e-3 * problem.pairs * row_groups(problem) * words / (_DRAM * target.dram_gb_s)
-    few = min(problem.rows / row_groups(problem), 16)
-    merge = _WARP_US * schedule.warps * work.waves + _ROW_US * few * width
+    merged = min(problem.rows / row_groups(problem), 16)
+    merge = _WARP_US * schedule.warps * work.waves + _ROW_US * merged * width
     around = _LAUNCH_US + _FIRST_US + (_PAGED_US if problem.page else 0.0)
-    return around + _norm(6, busy, memory) + merge + _sums_us(problem, division)
-
-
-def _sums_us(problem: DecodeProblem, division: Division) -> float:
-    partials = division.splits // division.cluster
-    if partials == 1:
-        return 0.0
-    kbytes = problem.rows / row_groups(problem) * problem.head_dim * partials / division.cluster / 256
-    return _SUMS_US + _SUMS_KB_US * kbytes + _SUMS_CLUSTERS_US * (division.cluster > 1)
+    return around + _norm(6, busy, memory) + merge + tail_us(problem, division)
 
 
 def _norm(p: int, *times: float) -> float:

@@ -483,7 +483,8 @@ def import_command(files: tuple[Path, ...], database: Path | None) -> None:
                 known = dict.fromkeys(it.problem for it in trials.trials(gpu=data.get("gpu")))
                 made = list(peers_of(data, known, path.name))
                 for problem, name, us in made:
-                    uid = f"{path.name} {problem.op} {problem.text} {problem.m} {name}"
+                    run = f"{path.name} {data.get('commit')} {data.get('date')}"
+                    uid = f"{run} {problem.op} {problem.text} {problem.m} {name}"
                     trials.add_peer(problem, data["gpu"], name, us, f"import {path.name}", uid)
                 click.echo(f"{path}: times of others for {len(made)} of {len(known)} problems")
                 continue

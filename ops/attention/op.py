@@ -76,15 +76,14 @@ def plan(
     """Kernel and sizes of one decode step. `device` runs it where that is newer than `target`; `splits` of each
     sequence, 0 for what fills the GPU."""
     problem, runs_on = problem_of(layout, batch, kv_heads, rows, tokens, page, residual), device or target
-    given = schedule
+    if schedule is not None:
+        schedules.check(schedule, problem, target)
     if schedule is None and (softcap or sinks):  # they need registers that a tuned schedule may not have left
         schedule = schedules.choose(problem, target)
     if schedule is None:
         facts = tuning_facts(layout, rows, tokens, dtype, page, residual)
         _, schedule = spaces.choose(attention_space.Decode(problem), "attention", facts, target, problem.pairs, device)
     division = schedules.divide(problem, schedule, target, device, splits)
-    if given is not None:
-        schedules.check(given, problem, target, division.cluster)
     params = schedule.params() | {
         "parts": division.parts, "cluster": division.cluster,
         "k_format": layout.k_format, "v_format": layout.v_format, "head_dim": layout.head_dim, "dtype": dtype,
@@ -177,10 +176,10 @@ def kernel_requests(
     facts = dict(dtype=dtype, page=page, residual=residual, softcap=softcap, sinks=sinks, target=target)
     chosen = schedules.every(problem_of(layout, 1, kv_heads, rows, 1, page, residual), target)
     made = [plan(layout, at.pairs, 1, rows, at.tokens, **facts, schedule=s).request for at, s in chosen]
+    full = {target.sms * blocks // splits for blocks in (1, 2, 4, 8) for splits in range(1, 17)}  # pairs that fill SMs
     for tokens in () if softcap or sinks else attention_space.BUCKETS:
         recorded = tuning_facts(layout, rows, tokens, dtype, page, residual)
         for pairs in records.tokens("attention", recorded, target):  # and what its schedule may be taken for
-            full = {target.sms * blocks // splits for blocks in (1, 2, 4, 8) for splits in range(1, 17)}
             around = {pairs, *(n for n in full if pairs < 2 * n < 4 * pairs)}
             made += [plan(layout, n, 1, rows, at, **facts).request for n in around for at in (tokens, 3 * tokens // 4)]
     for fresh in (False, True) if prefill else ():

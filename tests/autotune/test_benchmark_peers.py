@@ -34,7 +34,17 @@ def test_sizes_meet():
     assert found == [(LINEAR, "cublas_f16", 30.0), (GROUPED, "torch_bf16", 171.5), (DECODE, "cudnn", 238.5)]
 
 
-@pytest.mark.parametrize("data", [{"rows": []}, {"gpu": "x", "rows": [1]}])
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"rows": []},
+        {"gpu": "x", "rows": [1]},
+        {"gpu": "x", "rows": None},
+        {"gpu": "x", "rows": [{"n": 1, "peers": {"cublas_f16": 1.0}}]},
+        {"gpu": "x", "rows": [ROWS[0] | {"peers": {"cublas_f16": None}}]},
+        {"gpu": "x", "rows": [ROWS[5] | {"kv_heads": 0}]},
+    ],
+)
 def test_what_is_no_result_is_refused(data):
     with pytest.raises(ArgumentError, match="no benchmark's result"):
         list(peers_of(data, [LINEAR], "x.json"))
