@@ -27,6 +27,8 @@ STATUSES = ("ok", "compile", "spills", "wrong", "crash", "hang", "error")
 wrong: its output is. crash, hang: its process died or was stopped. error: the operator or CUDA refused it."""
 UNKNOWN = "unknown"
 """Program of an imported heuristic's time."""
+TABLE = "table:"
+"""How the uid of an imported record begins."""
 BUSY_S = 60.0
 _TABLES = """
 CREATE TABLE IF NOT EXISTS trials (
@@ -131,6 +133,11 @@ class Trial:
     def schedule(self) -> str:
         """The schedule as the database keeps it."""
         return json.dumps(dict(self.params), sort_keys=True)
+
+    @property
+    def imported(self) -> bool:
+        """Whether it is a record of a table, or the heuristic's time in one, and no trial of a job in this database."""
+        return self.uid.startswith(TABLE)
 
     @property
     def identity(self) -> tuple[str, str, str, int, str, str]:
@@ -390,7 +397,7 @@ def from_table(data: Mapping[str, Any], source: str) -> list[Trial]:
             made = {name: row.get(name) for name in MACHINE if name not in ("arch", "gpu", "sms")}
             machine = Machine(arch=str(row.get("arch", "")), gpu=checked.gpu, sms=checked.sms, **made)
             problem = Problem.of(row["op"], row["facts"], row["m"])
-            uid = f"table:{records.key(row['op'], row)}"
+            uid = f"{TABLE}{records.key(row['op'], row)}"
             one = Trial(problem, row["program"], tuple(sorted(row["schedule"].items())), machine, "ok", row["us"])
             one = replace(one, spread=row.get("spread"), role="confirm", job=f"import {source}", uid=uid)
             base = row.get("heuristic_us")

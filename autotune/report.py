@@ -46,7 +46,8 @@ p { margin: 0.4rem 0; } svg { width: 100%; height: auto; }
 th, td { padding: 0.2rem 0.5rem 0.2rem 0; text-align: right; vertical-align: top; border-top: 1px solid #d8dee4; }
 th { border-color: #57606a; vertical-align: bottom; } td { white-space: nowrap; }
 .text { text-align: left; white-space: normal; overflow-wrap: break-word; } small, .more { color: #57606a; }
-td.more { border-top: 0; font-size: 0.75rem; } @media (max-width: 30rem) { table { font-size: 0.75rem; } }
+td.more { border-top: 0; font-size: 0.75rem; } summary { cursor: pointer; padding: 0.2rem 0; }
+@media (max-width: 30rem) { table { font-size: 0.75rem; } }
 """
 
 
@@ -156,7 +157,7 @@ def roofline(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target
         axes.plot(at, line, color=_COLORS.get(op, "black"), linewidth=1)
         own = [point for point in points if point.problem.op == op]
         xs, ys = zip(*((point.flop / point.nbytes, point.flop / point.us / 1e6) for point in own))
-        axes.scatter(xs, ys, s=18, color=_COLORS.get(op, "black"), label=op)
+        axes.scatter(xs, ys, s=14, alpha=0.6, linewidths=0, color=_COLORS.get(op, "black"), label=op)
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s")
     _legend(axes)
 
@@ -184,13 +185,14 @@ def gains(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: T
 
 
 def curves(axes: Any, points: Sequence[Point], trials: Sequence[Trial], target: Target) -> None:
-    """Best so far / best in the end, over the trials of each problem; the middle one in bold."""
+    """Best so far / best in the end, over the trials: what half, 90 % and 99 % of the problems are within."""
     lines = list(search_curves(trials).values())
-    for line in lines:
-        axes.plot(range(1, len(line) + 1), line, color="#8c959f", linewidth=0.7)
     longest = max(map(len, lines), default=0)
-    middle = [statistics.median([line[min(at, len(line) - 1)] for line in lines]) for at in range(longest)]
-    axes.plot(range(1, longest + 1), middle, color="#cf222e", linewidth=2, label="median")
+    columns = [sorted(line[min(at, len(line) - 1)] for line in lines) for at in range(longest)]
+    for share, color, width in ((0.5, "#cf222e", 2.0), (0.9, "#57606a", 1.5), (0.99, "#8c959f", 1.0)):
+        line = [column[math.ceil(share * len(column)) - 1] for column in columns]
+        label = "median" if share == 0.5 else f"{share:.0%} of problems"
+        axes.plot(range(1, longest + 1), line, marker=".", color=color, linewidth=width, label=label)
     axes.set(xlabel="trials", ylabel="best so far / best")
     _legend(axes)
 
@@ -202,10 +204,13 @@ def _legend(axes: Any) -> None:
 
 
 def search_curves(trials: Sequence[Trial]) -> dict[Problem, list[float]]:
-    """Problem -> best so far as a multiple of the best in the end, after each trial that has a result."""
+    """Problem -> best so far as a multiple of the best in the end, after each trial that has a result.
+
+    Imported records are the end of searches elsewhere: they are no trials here.
+    """
     times: dict[Problem, list[float]] = {}
     for it in trials:
-        if it.role == "confirm":
+        if it.role == "confirm" or it.imported:
             continue
         before = times.setdefault(it.problem, [])
         last = before[-1] if before else math.inf
@@ -272,12 +277,13 @@ def page(points: Sequence[Point], trials: Sequence[Trial], target: Target, figur
         "and tensor rate.</p>" + figures[0],
         "<h2>Best against heuristic and peer</h2><p>Geometric mean over weights of the other time divided by the "
         "best one.</p>" + figures[1] + _table(("operator", "M", "heuristic / best", "peer / best"), _gain_rows(points)),
-        "<h2>Search</h2><p>The best time so far as a multiple of the final one, for each problem.</p>" + figures[2],
+        "<h2>Search</h2><p>The best time so far as a multiple of the final one: what half, 90 % and 99 % of the "
+        f"{len(search_curves(trials))} problems that were searched here are within.</p>" + figures[2],
         "<h2>Slowest against their bound</h2><p>The bound is the time that one resource alone needs: loading, "
         "dequantization or the tensor cores.</p>"
         + _table(("problem", "M", "us", "bound", "bound us", "times bound"), map(_slow_row, slow)),
-        "<h2>All problems</h2>"
-        + _table(("problem", "M", "us", "heuristic us", "peer us", "tried", "failed"), map(_best_row, points), more=1),
+        "<h2>All problems</h2><p>The best schedule of each; an operator's name opens its list.</p>",
+        *_lists(points),
     ]
     title = f"Tuned schedules, {_text(machine.gpu)}"
     return (
@@ -313,11 +319,27 @@ def _slow_row(point: Point) -> tuple:
     return f"{problem.op} {problem.what}", problem.m, point.us, point.bound, point.bound_us, ratio
 
 
+def _lists(points: Sequence[Point]) -> list[str]:
+    """For each operator a list of its problems by size, folded up: a table has hundreds."""
+    columns, found = ("problem", "M", "us", "heuristic us", "peer us", "tried", "failed"), []
+    for op in sorted({point.problem.op for point in points}):
+        own = sorted((point for point in points if point.problem.op == op), key=_size)
+        rows = _table(columns, map(_best_row, own), more=1)
+        found.append(f"<details><summary>{_text(op)}, {len(own)} problems</summary>{rows}</details>")
+    return found
+
+
+def _size(point: Point) -> tuple:
+    facts = dict(point.problem.facts)
+    sizes = (facts.get(name, 0) for name in ("experts", "n", "k", "tokens", "rows"))
+    return *sizes, point.problem.what, point.problem.m
+
+
 def _best_row(point: Point) -> tuple:
     problem, it = point.problem, point.best
     schedule = " ".join([it.trial.program, *(f"{name}={value}" for name, value in it.trial.params)])
     times = (point.us, point.heuristic_us, point.peer_us)
-    return f"{problem.op} {problem.what}", problem.m, *times, it.tried, it.failed, schedule
+    return problem.what, problem.m, *times, it.tried, it.failed, schedule
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]], more: int = 0) -> str:

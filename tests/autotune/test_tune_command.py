@@ -10,7 +10,7 @@ import sys
 import pytest
 import tuning
 from terrazzo.autotune import enabled, first_use, isolation, report, runner
-from terrazzo.autotune.database import Database
+from terrazzo.autotune.database import Database, best, from_table, table
 from terrazzo.autotune.jobs import Job, budget, job_of, override, read_job, read_shapes, seconds
 from terrazzo.autotune.runner import Runner
 from terrazzo.cli import main
@@ -213,7 +213,7 @@ def test_the_report_is_one_page_that_loads_nothing(tmp_path, capsys):
     page = _Page()
     page.feed(out.read_text())
     assert (
-        page.tags.count("svg") == 3 and page.tags.count("table") == 4 and not page.loads and "script" not in page.tags
+        page.tags.count("svg") == 3 and page.tags.count("table") == 5 and not page.loads and "script" not in page.tags
     )
     assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.metas and not page.open
     words = " ".join(page.text)
@@ -221,9 +221,13 @@ def test_the_report_is_one_page_that_loads_nothing(tmp_path, capsys):
     with Database(tmp_path / "t.db") as database:
         trials = database.trials()
         points = report.points_of(trials, database.peers())
+    assert page.tags.count("details") == 2 and "w4a16, 2 problems" in words
     assert all(point.peer_us == 30.0 and point.us > point.bound_us for point in points)
     for line in report.search_curves(trials).values():
         assert line[-1] == 1.0 and line == sorted(line, reverse=True)
+    machine = trials[0].machine
+    kept = from_table(table(best(trials), machine.gpu, machine.sms), "t.json")
+    assert not report.search_curves(kept) and len(report.points_of(kept, {})) == 4  # imported records are no trials
     slow = max(points, key=lambda point: point.us / point.bound_us)
     assert f"{slow.us / slow.bound_us:.3f}" in words or f"{slow.us / slow.bound_us:.1f}" in words
 

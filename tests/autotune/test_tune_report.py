@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from terrazzo.autotune import operators, report, runner
-from terrazzo.autotune.database import Database, Machine, Trial
+from terrazzo.autotune.database import Database, Machine, Problem, Trial
 from terrazzo.autotune.jobs import Job
 from terrazzo.lowering.targets import Target
 
@@ -72,6 +72,19 @@ def test_what_nothing_was_compared_with_has_no_legend(recwarn):
     assert axes.get_legend() is None and not recwarn.list
     report.curves(axes, [], [], H200)
     assert axes.get_legend() is not None
+
+
+def test_curves_are_what_a_share_of_the_problems_is_within():
+    """Of ten problems one begins at twice its best: the median and 90 % are at once, 99 % take two trials."""
+    axes = pytest.importorskip("matplotlib.figure", reason="the tune extra is not installed").Figure().subplots()
+    machine, trials = Machine("sm_90a", H200.name, 132), []
+    for m in range(1, 11):
+        problem = Problem.of("w4a16", {"n": 512, "k": 1024}, m)
+        times = (4.0, 2.0) if m == 7 else (2.0, 3.0)
+        trials += [Trial(problem, "p", (), machine, "ok", us, uid=f"{m} {at}") for at, us in enumerate(times)]
+    report.curves(axes, [], trials, H200)
+    found = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert found == {"median": [1, 1], "90% of problems": [1, 1], "99% of problems": [2, 1]}
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no browser: install chromium")
