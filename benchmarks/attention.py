@@ -34,6 +34,12 @@ QUICK_SHAPES = ("8x32/8x32k", "64x32/8x4k", "1x32/8x128k")
 QUICK_FORMATS = FORMATS[:4]
 
 
+def described(made: dict[str, Any]) -> str:
+    """The schedule of a kernel, in the order of --schedules, behind its rows; of warpgroups what they have of it."""
+    found = ",".join(str(int(made[name])) for name in SCHEDULE if name in made)
+    return found if "tiles" in made else f"warpgroups {found}"
+
+
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", help="comma-separated, as 8x32/8x32k")
@@ -101,7 +107,7 @@ def ours(
                     "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": o.head_dim, "q_len": q_len,
                     "kv_len": shape.tokens, "page": page, "in_order": o.pages_in_order, "us": None,
                     "spread": None, "bytes": nbytes,
-                    "schedule": ",".join(str(int(made[name])) for name in SCHEDULE) + f" splits {plan.splits} "
+                    "schedule": described(made) + f" splits {plan.splits} "
                     f"parts {made['parts']} cluster {plan.cluster}",
                 }  # fmt: skip
                 rows.append(row)

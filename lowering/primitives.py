@@ -327,6 +327,12 @@ __device__ __forceinline__ float tz_rescale(float acc, float s, float x, float b
 // keeps shared-memory loads behind TileLang's mbarrier waits, whose asm has no memory clobber
 __device__ __forceinline__ void tz_fence() { asm volatile("" ::: "memory"); }
 __device__ __forceinline__ void tz_wg_sync(int id) { asm volatile("bar.sync %0, 128;" :: "r"(id) : "memory"); }
+// whether x holds in any thread of the 128; a barrier
+__device__ __forceinline__ bool tz_wg_any(int id, bool x) {
+  int r;
+  asm volatile("{ .reg .pred p, q; setp.ne.s32 p,%2,0; bar.red.or.pred q,%1,128,p; selp.s32 %0,1,0,q; }"
+               : "=r"(r) : "r"(id), "r"((int)x) : "memory");
+  return r; }
 // an integer that the compiler knows nothing about: what depends on it is not hoisted from a loop, nor computed ahead
 __device__ __forceinline__ void tz_opaque(void *x) { asm volatile("" : "+r"(*(int *)x)); }
 // the warpgroup's earlier stores are visible to whoever sees the flag

@@ -203,6 +203,11 @@ def wg_sync(warpgroup: Any) -> Any:
     return _call("wg_sync", warpgroup + 1)
 
 
+def wg_any(warpgroup: Any, condition: Any) -> Any:
+    """Whether it holds in any thread of the warpgroup; a barrier of its threads."""
+    return _call("wg_any", warpgroup + 1, condition, returns="bool")
+
+
 def fence() -> Any:
     """Loads from shared memory stay behind the mbarrier that was waited for."""
     return _call("fence")

@@ -22,6 +22,7 @@ _COMBINE = 8  # warps of 16 rows or of channel groups: fewer add the splits of a
 _SHORT = 1 << 16  # tokens of all pairs: up to here two CTAs of an SM are faster than a large one
 _SHORT_PAIR = 9 << 17  # bytes of a pair up to which four warps make a CTA (_brief)
 _FEW, _FEWEST = 9 << 20, 1 << 20  # bytes of all pairs, likewise
+_MANY = 64 << 20  # bytes of all pairs from which on warpgroups serve many rows (_many_rows)
 _FULL = 0.9  # a wave with more than this share of its CTAs counts as full
 _CLUSTERS = ((2, 1.0), (4, 0.9), (8, 0.9), (16, 0.84))
 """CTAs of a cluster, and the share of the SMs that such clusters are taken to reach at once, because they do not divide
@@ -39,7 +40,7 @@ class DecodeProblem:
         pairs: sequences times kv heads. rows: query rows of a kv head, q_len * group. tokens: longest sequence.
         head_dim: 64, 128 or 256. tile_words, channel_words: int32 words of a packed tile, and at the head of a block.
         group: tokens of a channel-wise group, 0 for none. page: tokens of a page, 0 for contiguous caches.
-        residual: tokens of the f16 residual block, 0 for none.
+        residual: tokens of the f16 residual block, 0 for none. parted: whether four warps can part a tile's values.
     """
 
     pairs: int
@@ -51,6 +52,7 @@ class DecodeProblem:
     group: int = 0
     page: int = 0
     residual: int = 0
+    parted: bool = False
 
     def divides(self, tokens: int) -> bool:
         """Whether stages of so many tokens end where groups, pages and residual blocks do."""
@@ -76,6 +78,15 @@ class Decode:
         """Arguments of the program's `build`."""
         return asdict(self)
 
+    @property
+    def rings(self) -> int:
+        """Rings of stages, each with tokens of its own."""
+        return self.warps
+
+    def row_groups(self, problem: DecodeProblem) -> int:
+        """CTAs side by side over the rows of a kv head."""
+        return -(-problem.rows // (8 * self.row_tiles))
+
     def stage_words(self, problem: DecodeProblem) -> int:
         return problem.channel_words + self.tiles * problem.tile_words
 
@@ -94,7 +105,7 @@ class Decode:
 
     def in_flight(self, problem: DecodeProblem) -> int:
         """Words on their way to one SM while a stage is worked on."""
-        return self.min_blocks * self.warps * (self.stages - 1) * self.tiles * problem.tile_words
+        return self.min_blocks * self.rings * (self.stages - 1) * self.tiles * problem.tile_words
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,29 @@ class PlainDecode(Decode):
 
     def params(self) -> dict[str, int | str]:
         return super().params() | {"convert": "plain"}
+
+
+@dataclass(frozen=True)
+class WarpgroupDecode(Decode):
+    """16, 32, 48 or 64 rows by wgmma (sm_90a): every four warps share a ring of stages of four tiles."""
+
+    def params(self) -> dict[str, int]:
+        return {name: value for name, value in asdict(self).items() if name not in ("tiles", "shared_rows")}
+
+    @property
+    def rings(self) -> int:
+        return self.warps // 4
+
+    def smem_bytes(self, problem: DecodeProblem, cluster: int = 1) -> int:
+        """Dynamic shared memory of a CTA: rings, or what the merge needs in their place; Q for the packed keys, for the
+        residual block and for each warpgroup's channel group; P of two steps, four warps' two numbers for each row."""
+        rows = 8 * self.row_tiles
+        merge = self.rings * rows * (problem.head_dim + 6)
+        if cluster > 1:
+            merge += cluster * (4 * -(-rows * problem.head_dim // 4 // cluster) + 2 * rows)
+        rings = max(self.rings * self.stages * self.stage_words(problem), merge)
+        copies = 1 + (self.rings if problem.group else 0) + bool(problem.residual)
+        return 4 * (rings + copies * rows * problem.head_dim // 2 + self.rings * rows * (64 + 8))
 
 
 def row_tiles(problem: DecodeProblem) -> int:
@@ -126,6 +160,18 @@ def warps_per_sm(problem: DecodeProblem, shared_rows: bool = False) -> int:
     if is_wide(problem):
         return 12 if shared_rows else 8
     return 16 if row_tiles(problem) * problem.head_dim <= 128 else 12
+
+
+def warpgroup_tiles(problem: DecodeProblem) -> int:
+    """Groups of 8 rows of a CTA of warpgroups: 16 rows at head_dim 256, else as few groups of up to 64 as there can be,
+    of the same size."""
+    groups = -(-problem.rows // (64 if problem.head_dim <= 128 else 16))
+    return 2 * -(-problem.rows // (16 * groups))
+
+
+def warpgroup_warps(problem: DecodeProblem, tiles: int) -> int:
+    """Warps on an SM for whose sums of 8 * tiles rows and operands there are registers."""
+    return {2: 16, 4: 12}.get(tiles, 8) if problem.head_dim <= 128 else 8
 
 
 def _stages(problem: DecodeProblem, blocks: int) -> list[tuple[int, int]]:
@@ -173,13 +219,30 @@ def _brief(problem: DecodeProblem, target: Target) -> list[Decode]:
     return []
 
 
+def _many_rows(problem: DecodeProblem, target: Target) -> list[Decode]:
+    """Warpgroups, where rows are more than the warps of decode share a conversion for, and bytes enough to hide what
+    the four warps wait for. Beside row groups of 8 and 16 (H200, us, 8 sequences of 32K, 8 kv heads): 32 rows int4 114
+    and 128, int8 136 and 156, f16 246 and 269; 64 rows 195 and 248, 210 and 277, 250 and 426; channel-wise keys lose,
+    because every warpgroup scales all rows (tests/data/tuning/decode_h200.json, `rows`)."""
+    of_all = problem.pairs * problem.tokens * problem.tile_words // 4
+    least = {64: 32, 128: 16, 256: 8}[problem.head_dim]
+    if not target.supports("wgmma.f16") or not problem.parted or problem.group or not problem.divides(64):
+        return []
+    if problem.rows <= least or of_all < _MANY:
+        return []
+    tiles = warpgroup_tiles(problem)
+    few_bits = problem.tile_words / problem.head_dim < 5
+    warps = min(12 if few_bits and not problem.residual else 8, warpgroup_warps(problem, tiles))
+    return [WarpgroupDecode(tiles, warps, 4, stages, 1) for stages in (6, 5, 4, 3, 2)]
+
+
 def choose(problem: DecodeProblem, target: Target) -> Decode:
-    """As many warps as registers and rings allow, in CTAs of a size whose waves are full.
+    """As many warps as registers and rings allow, in CTAs of a size whose waves are full; warpgroups for many rows.
 
     Raises:
         ArgumentError: a page, group or residual block that no stage divides, or too little shared memory for a ring.
     """
-    for schedule in _brief(problem, target):
+    for schedule in (*_many_rows(problem, target), *_brief(problem, target)):
         if problem.divides(16 * schedule.tiles) and fits(schedule, problem, target):
             return schedule
     possible = []
@@ -225,10 +288,17 @@ def check(schedule: Decode, problem: DecodeProblem, target: Target) -> None:
     Raises:
         ArgumentError: a count below one, or a block with more shared memory or more warps than there are.
     """
-    made = f"Decode({', '.join(map(str, asdict(schedule).values()))})"
+    made = f"{type(schedule).__name__}({', '.join(map(str, asdict(schedule).values()))})"
     counts = (schedule.row_tiles, schedule.warps, schedule.tiles, schedule.stages, schedule.min_blocks)
     if min(counts) < 1 or schedule.warps > 32:
         raise ArgumentError("schedule", made, "counts start at one, and a block has 32 warps at most", "see Decode")
+    if isinstance(schedule, WarpgroupDecode):
+        if not (target.supports("wgmma.f16") and problem.parted and problem.divides(64)):
+            constraint = "needs sm_90a, values that four warps can part, and pages and groups of whole 64 tokens"
+            raise ArgumentError("schedule", made, constraint, "use Decode")
+        if schedule.warps % 4 or schedule.row_tiles not in (2, 4, 6, 8) or schedule.tiles != 4 or schedule.stages < 2:
+            constraint = "has whole warpgroups, 2, 4, 6 or 8 row tiles, 4 tiles and at least two stages"
+            raise ArgumentError("schedule", made, constraint, "see WarpgroupDecode")
     size = schedule.smem_bytes(problem) + _STATIC
     if size > target.smem_per_block:
         constraint = f"needs {size} bytes of shared memory, a block on {target.arch} has {target.smem_per_block}"
@@ -283,18 +353,18 @@ def divide(
     least; or so many splits. `device` runs the program where that is newer than its target. The costs are fitted to
     timings on an H200 (tests/data/tuning/decode_h200.json)."""
     device = device or target
-    slots = device.sms * schedule.min_blocks / (problem.pairs * row_groups(problem))
+    slots = device.sms * schedule.min_blocks / (problem.pairs * schedule.row_groups(problem))
     clusters = ((1, 1.0), *(_CLUSTERS if target.supports("cluster") else ()))
     made = []
     for parts in dict.fromkeys((1, max(1, problem.group // max(32, 16 * schedule.tiles)))):
-        most = -(-problem.tokens // (schedule.warps * max(problem.group // parts, 32)))
+        most = -(-problem.tokens // (schedule.rings * max(problem.group // parts, 32)))
         for cluster, share in clusters:
             taken = splits or max(1, min(most, MAX_SPLITS, int(slots * share))) // cluster * cluster
             held = cluster <= _IN_GPC * schedule.min_blocks and _has_room(schedule, problem, target, cluster)
             if cluster == 1 or (taken and taken % cluster == 0 and held):
                 alone = () if splits or cluster == 1 else (cluster,)  # needs no sums in memory
                 made += [Division(taken, parts, cluster), *(Division(n, parts, cluster) for n in alone if n < taken)]
-    return min(made, key=lambda it: tail_us(problem, it) + stream_us(problem, schedule, device, it))
+    return min(made, key=lambda it: tail_us(problem, schedule, it) + stream_us(problem, schedule, device, it))
 
 
 def clusters_at_once(target: Target, cluster: int) -> int:
@@ -304,21 +374,21 @@ def clusters_at_once(target: Target, cluster: int) -> int:
 
 def stream_us(problem: DecodeProblem, schedule: Decode, target: Target, division: Division) -> float:
     """Time of the tokens: of their bytes, or of what the busiest SM does with them, the slower the fewer its warps."""
-    ctas = problem.pairs * row_groups(problem) * division.splits
+    ctas = problem.pairs * schedule.row_groups(problem) * division.splits
     words = problem.pairs * (problem.tokens / 16 * problem.tile_words)
     reached = 0.92 * target.dram_gb_s * min(1.0, ctas / (_SATURATE * target.sms))
     on_sm = math.ceil(ctas / target.sms)
-    work = on_sm * max(problem.tokens / division.splits, schedule.warps * problem.group / division.parts)
+    work = on_sm * max(problem.tokens / division.splits, schedule.rings * problem.group / division.parts)
     work *= max(1.0, 18 / (on_sm * schedule.warps)) ** 0.73
     if division.parts > 1:  # each of them scales the rows
         work *= 1.2 if schedule.row_tiles == 1 else 1.4
     return max(4e-3 * words / reached, 3e-3 * work)
 
 
-def tail_us(problem: DecodeProblem, division: Division) -> float:
+def tail_us(problem: DecodeProblem, schedule: Decode, division: Division) -> float:
     """Time of what follows the tokens: sums through memory, which one CTA of each place in a cluster reads."""
     partials = division.splits // division.cluster
     if partials == 1:
         return 0.03 * (division.cluster > 1)
-    kbytes = problem.rows / row_groups(problem) * problem.head_dim * partials / division.cluster / 256
+    kbytes = problem.rows / schedule.row_groups(problem) * problem.head_dim * partials / division.cluster / 256
     return 1.1 + 0.022 * kbytes + 1.0 * (division.cluster > 1)

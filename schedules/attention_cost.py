@@ -7,7 +7,14 @@ import math
 from typing import NamedTuple
 
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules.attention import Decode, DecodeProblem, Division, clusters_at_once, row_groups, tail_us
+from terrazzo.schedules.attention import (
+    Decode,
+    DecodeProblem,
+    Division,
+    WarpgroupDecode,
+    clusters_at_once,
+    tail_us,
+)
 
 _LAUNCH_US = 1.85  # start, rows, end
 _FIRST_US = 0.60  # the first stage, and any that is waited for
@@ -20,6 +27,8 @@ _WARP_US, _ROW_US = 0.039, 0.052  # of the merge of a CTA
 _LONGEST = 0.76  # weight of the busiest warp's stages; the rest is the average's
 _SM_SHARE = 1.2  # bandwidth of an SM as a multiple of its share
 _DRAM = 0.97  # of the datasheet's bandwidth
+_CONVERT_US, _ROWS_US, _WAIT_US = 0.076, 0.054, 0.56  # a warpgroup's step: conversions, every 8 rows, its products
+_SCALED = 1.7  # factor of channel-wise keys, for which it scales all rows
 
 
 class Work(NamedTuple):
@@ -35,7 +44,7 @@ class Work(NamedTuple):
 def work_of(problem: DecodeProblem, schedule: Decode, target: Target, division: Division) -> Work:
     """How a launch falls on the GPU. Clusters of 8 and 16 reach fewer SMs: of 8 clusters of 16 CTAs 7 find an SM for
     each CTA, so some SMs get two, and all take as long."""
-    clusters = problem.pairs * row_groups(problem) * division.splits // division.cluster
+    clusters = problem.pairs * schedule.row_groups(problem) * division.splits // division.cluster
     once = clusters_at_once(target, division.cluster)
     waves = math.ceil(clusters / (once * schedule.min_blocks))
     on_sm = min(schedule.min_blocks, math.ceil(clusters / once))
@@ -65,11 +74,29 @@ def predicted_us(problem: DecodeProblem, schedule: Decode, target: Target, divis
     busy = work.waves * (stages * step + _GROUP_US * work.groups * schedule.row_tiles)
     words = problem.tokens / 16 * problem.tile_words
     words += problem.tokens / max(1, problem.group) * problem.channel_words * division.parts
-    memory = 4e-3 * problem.pairs * row_groups(problem) * words / (_DRAM * target.dram_gb_s)
-    merged = min(problem.rows / row_groups(problem), 16)
+    memory = 4e-3 * problem.pairs * schedule.row_groups(problem) * words / (_DRAM * target.dram_gb_s)
+    merged = min(problem.rows / schedule.row_groups(problem), 16)
     merge = _WARP_US * schedule.warps * work.waves + _ROW_US * merged * width
     around = _LAUNCH_US + _FIRST_US + (_PAGED_US if problem.page else 0.0)
-    return around + _norm(6, busy, memory) + merge + tail_us(problem, division)
+    return around + _norm(6, busy, memory) + merge + tail_us(problem, schedule, division)
+
+
+def warpgroups_us(problem: DecodeProblem, schedule: WarpgroupDecode, target: Target, division: Division) -> float:
+    """us of a launch of warpgroups: the slower of an SM's steps of 64 tokens, each of which waits for its own products,
+    and of all bytes through memory."""
+    groups, width = schedule.row_groups(problem), problem.head_dim / 128
+    ctas = problem.pairs * groups * division.splits
+    on_sm = min(schedule.min_blocks, math.ceil(ctas / target.sms))
+    waves = math.ceil(ctas / (target.sms * schedule.min_blocks))
+    steps = math.ceil(math.ceil(problem.tokens / 64) / (division.splits * schedule.rings))
+    busy = (_CONVERT_US + _ROWS_US * schedule.row_tiles) * width * schedule.rings * on_sm
+    if problem.group:
+        busy *= _SCALED
+    work = waves * steps * (busy + _WAIT_US)
+    nbytes = 4 * problem.pairs * (problem.tokens / 16 * problem.tile_words)
+    memory = 1e-3 * nbytes / (_DRAM * target.dram_gb_s)
+    around = _LAUNCH_US + _FIRST_US + 0.5 * schedule.row_tiles
+    return around + _norm(6, work, memory) + tail_us(problem, schedule, division)
 
 
 def _norm(p: int, *times: float) -> float:

@@ -48,6 +48,11 @@ def load32(at: Any) -> Any:
     return _call("uint32", "load32", address(at, "r", 4))
 
 
+def read128(to: Any, at: Any) -> Any:
+    """16 bytes of global memory that the kernel ahead may have written, to registers."""
+    return _call("handle", "read128", address(to, "w", 16), address(at, "r", 16))
+
+
 def store_words(words: int, to: Any, at: Any) -> Any:
     """1, 2 or 4 words from registers."""
     return _call("handle", f"store<{words}>", address(to, "w", 4 * words), address(at, "r", 4 * words))

@@ -49,7 +49,8 @@ def make_copy_macros(
             barriers, else cp.async groups. ahead: stages of a warp that `prefetch` fetches, at most 32.
 
     `w` holds the sizes b, split, splits, q_len, window, kv_heads, pages, page_words, most (pages of a table's row), and
-    one-element local buffers: length; h, lane, warp; packed, start, r0, r1, first, count; page and later, the pages of
+    one-element local buffers: length; h, lane, warp, whose ring it is, member, the number of a thread among those of a
+    ring, of which the first 32 fetch; packed, start, r0, r1, first, count; page and later, the pages of
     stages `lane` and 32 + `lane` of the round of 32 that is being copied; source, a stage's page.
     """
     import tilelang.language as T
@@ -132,11 +133,12 @@ def make_copy_macros(
 
     @T.macro
     def send(KV, ring, full, w, number, i, place, word, words):
-        """One thread copies `words` words to the slot of stage i, from word `word` of it on."""
+        """One thread copies `words` words to the slot of stage i, from word `word` of it on. To TileLang it is
+        said to read: a store of threads would be fenced off from wgmma, which a copy need not be."""
         bar = w.warp[0] * stages + place
         T.call_extern(
-            "handle", "tz_bulk", T.access_ptr(ring[bar * stage + word], "w", stage), source(KV, w, number, i, word),
-            words * 4, T.access_ptr(full[bar], "rw", 1),
+            "handle", "tz_bulk", T.access_ptr(ring[bar * stage + word], "r", stage), source(KV, w, number, i, word),
+            words * 4, T.access_ptr(full[bar], "r", 1),
         )  # fmt: skip
 
     @T.macro
@@ -160,7 +162,7 @@ def make_copy_macros(
         if page:
             w.source[0] = T.call_extern("int32", "tz_of_lane", w.page[0], i)
         if bulk:
-            if less(w.lane[0], 1):
+            if less(w.member[0], 1):
                 copy(KV, ring, full, w, w.source[0], i, place)
         else:
             slot = (w.warp[0] * stages + place) * stage
@@ -179,7 +181,7 @@ def make_copy_macros(
     @T.macro
     def start_lanes(KV, ring, full, w):
         """Copies of the first stages, one by each lane, whose w.page is that stage's."""
-        if less(w.lane[0], smaller(first_copies, w.count[0])):
+        if less(w.member[0], smaller(first_copies, w.count[0])):
             copy(KV, ring, full, w, w.page[0], w.lane[0], w.lane[0])
 
     @T.macro
@@ -190,7 +192,7 @@ def make_copy_macros(
         find_page(TABLE, w.page, w, w.lane[0])
         if page:
             w.page[0] = smaller(larger(w.page[0], 0), w.pages - 1)
-        if less(w.lane[0], smaller(ahead, w.count[0])):
+        if less(w.member[0], smaller(ahead, w.count[0])):
             if parts > 1:
                 T.call_extern("handle", "tz_prefetch", source(KV, w, w.page[0], w.lane[0], 0), head_words * 4)
                 T.call_extern(
@@ -205,7 +207,7 @@ def make_copy_macros(
     @T.macro
     def restart(KV, TABLE, ring, full, w):
         """The first stages again, for another length or other pages than `prefetch` saw."""
-        if less(w.lane[0], smaller(first_copies, w.count[0])):
+        if less(w.member[0], smaller(first_copies, w.count[0])):
             T.barrier_wait(full[w.warp[0] * stages + w.lane[0]], 0)
             T.call_extern("handle", "tz_rearm", T.access_ptr(full[w.warp[0] * stages + w.lane[0]], "rw", 1))
         T.call_extern("handle", "tz_syncwarp")

@@ -60,9 +60,19 @@ def state() -> SimpleNamespace:
 
 
 def make_merge_macros(
-    layout: CacheLayout, tile: SimpleNamespace, *, row_tiles: int, warps: int, cluster: int, dtype: str, sinks: bool
+    layout: CacheLayout,
+    tile: SimpleNamespace,
+    *,
+    row_tiles: int,
+    warps: int,
+    cluster: int,
+    dtype: str,
+    sinks: bool,
+    threads: int = 0,
 ) -> SimpleNamespace:
-    """Macros stage_sums, merge_warps, merge_cluster, combine_splits.
+    """Macros stage_sums, merge_warps, merge_cluster, combine_splits; `words` of the sums of a warp.
+
+    warps: or warpgroups, whose sums are merged. threads: of the CTA, 0 for those of the warps.
 
     `w` as in decode_copies, with y, group, here, query, head, `partials`, how many results there are of an output, and
     in a cluster `sent`, the barrier of what the others send, of one arrival. Before `merge_warps` a cluster waits for
@@ -70,7 +80,8 @@ def make_merge_macros(
     """
     import tilelang.language as T
 
-    D, nt, cols, slices, threads = layout.head_dim, row_tiles, 8 * row_tiles, layout.head_dim // 16, warps * 32
+    D, nt, cols, slices = layout.head_dim, row_tiles, 8 * row_tiles, layout.head_dim // 16
+    threads = threads or warps * 32
     pitch = pitch_of(D)
     merge_warp = cols * (pitch + 2)
     bf16 = "true" if dtype == "bfloat16" else "false"
@@ -363,5 +374,9 @@ def make_merge_macros(
                     write_result(OP, LP, O, LSE, SINK, c, w, row, col, less(col, 1))
 
     return SimpleNamespace(
-        stage_sums=stage_sums, merge_warps=merge_warps, merge_cluster=merge_cluster, combine_splits=combine_splits
+        stage_sums=stage_sums,
+        merge_warps=merge_warps,
+        merge_cluster=merge_cluster,
+        combine_splits=combine_splits,
+        words=merge_warp,
     )

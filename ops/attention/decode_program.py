@@ -328,7 +328,7 @@ def build(
             w = SimpleNamespace(
                 b=b, hy=hy, split=split, splits=S, partials=P, q_len=QL, window=window, kv_heads=HK, pages=PAGES,
                 most=MOST, page_words=PAGE_WORDS, row_query=T.alloc_local((turns,), "int32"),
-                row_head=T.alloc_local((turns,), "int32"), sent=sent, **ints,
+                row_head=T.alloc_local((turns,), "int32"), sent=sent, member=ints["lane"], **ints,
             )  # fmt: skip
             if pdl:
                 T.pdl_trigger()

@@ -78,6 +78,9 @@ __device__ __forceinline__ int tz_peek(const void *p) {
   int v; asm volatile("ld.relaxed.gpu.global.s32 %0,[%1];" : "=r"(v) : "l"(p) : "memory"); return v; }
 __device__ __forceinline__ unsigned tz_read32(const void *p) {
   unsigned v; asm volatile("ld.global.u32 %0,[%1];" : "=r"(v) : "l"(p)); return v; }
+__device__ __forceinline__ void tz_read128(void *out_, const void *p) {
+  unsigned *r = (unsigned *)out_;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "l"(p)); }
 // x, computed where this stands and not behind a wait
 __device__ __forceinline__ int tz_now(int x) { asm volatile("" : "+r"(x)); return x; }
 // a barrier of one arrival, all of whose copies have landed, as it was before the first of them

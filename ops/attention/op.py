@@ -11,9 +11,10 @@ from terrazzo.lowering.errors import ArgumentError, CaptureError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
-from terrazzo.ops.attention import decode_program
+from terrazzo.ops.attention import decode_program, decode_warpgroup_program
 from terrazzo.ops.attention.cache import PackedCache
 from terrazzo.ops.attention.launch import current_targets, own_slots, requested_targets, semaphores, stand_ins
+from terrazzo.ops.attention.warpgroup_macros import supports
 from terrazzo.schedules import attention as schedules
 from terrazzo.schedules import attention_space, records, spaces
 
@@ -35,7 +36,7 @@ def problem_of(
     return schedules.DecodeProblem(
         pairs=max(1, batch * kv_heads), rows=rows, tokens=max(1, tokens), head_dim=layout.head_dim,
         tile_words=layout.tile_words, channel_words=layout.channel_words, group=layout.k.group, page=page,
-        residual=residual,
+        residual=residual, parted=supports(layout),
     )  # fmt: skip
 
 
@@ -89,9 +90,10 @@ def plan(
         "k_format": layout.k_format, "v_format": layout.v_format, "head_dim": layout.head_dim, "dtype": dtype,
         "page": page, "residual": residual, "softcap": softcap, "sinks": sinks,
     }  # fmt: skip
+    program = decode_warpgroup_program if isinstance(schedule, schedules.WarpgroupDecode) else decode_program
     request = KernelRequest(
-        "attention.decode", f"{decode_program.__name__}:build", tuple(params.items()), target,
-        decode_program.PASS_CONFIGS, () if runs_on.arch == target.arch else ("ptx=compute_80",),
+        "attention.decode", f"{program.__name__}:build", tuple(params.items()), target, program.PASS_CONFIGS,
+        () if runs_on.arch == target.arch else ("ptx=compute_80",),
     )  # fmt: skip
     rows_of = 8 * schedule.row_tiles
     return Plan(request, division.splits, -(-rows // rows_of), rows_of, division.cluster)

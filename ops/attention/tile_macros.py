@@ -372,5 +372,6 @@ def make_tile_macros(
     return SimpleNamespace(
         state=state, adopt=adopt, clear=clear, sum_q=sum_q, scale_q=scale_q, step=step, scores=scores, rescale=rescale,
         values=values, k_shift=k_shift, v_factor=v_factor, v_token=v_token, kb=str(k_bf16).lower(),
-        tile_words=layout.tile_words,
+        tile_words=layout.tile_words, finish=finish, mask=mask, p_factor=p_factor, unshifted=unshifted,
+        q_weight=q_weight if k_token or biased else 0,
     )  # fmt: skip

@@ -157,6 +157,13 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched("int4 channels, paged, split", attention_cases.Case("int4_channel128", page=128, splits=2)),
         Watched("float16", attention_cases.Case("float16", "float16", lengths=(65, 0))),
         Watched("int8 paged", attention_cases.Case("int8", "int8", head_dim=64, page=64, lengths=(130, 3))),
+        Watched("int4, 16 rows on wgmma", attention_cases.Case(q_len=4, lengths=(150, 7), page=64, style="warpgroups")),
+        Watched(
+            "int4 channels, 28 rows on wgmma, split",
+            attention_cases.Case(
+                "int4_channel64", "int2", group=7, q_len=4, lengths=(210, 3), splits=2, style="warpgroups"
+            ),
+        ),
         Watched("int4 by cp.async", attention_cases.Case(lengths=(100, 7), target="sm_80")),
         Watched("store int4", attention_write_cases.Case(old=(0, 5), new=(40, 3))),
         Watched("append channels", attention_write_cases.Case("int4_channel64", old=(63, 60), new=(8, 8), page=64)),

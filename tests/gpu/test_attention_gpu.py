@@ -62,9 +62,46 @@ WIDE = tuple(  # 16 rows share each conversion
     )
     for q, g in ((4, 4), (8, 8), (5, 7), (1, 12))
 )  # fmt: skip
+ON_WGMMA = (  # 16 to 64 rows of a warpgroup
+    *(
+        Case(k, v, group=g, q_len=q, lengths=lengths, page=page, style="warpgroups", splits=splits, sharp=sharp)
+        for k, v, page in (
+            ("int4", "int4", 128), ("int2", "int2", 0), ("int8", "int8", 64), ("float16", "float16", 128),
+            ("int8", "int4", 0), ("fp8", "fp8", 64), ("int8_static", "int8_static", 0), ("int4_channel128", "int4", 0),
+            ("int4_channel64", "int2", 64), ("int2_channel128", "int2", 128),
+        )
+        for q, g, lengths, splits, sharp in (
+            (4, 4, RAGGED, 0, 1.0), (1, 12, RAGGED, 0, 1.0), (2, 3, RAGGED, 0, 1.0), (8, 7, RAGGED, 0, 1.0),
+            (4, 4, (2100, 700), 3, 5.0), (4, 4, (9000,), 16, 1.0),
+        )
+    ),
+    *(Case(group=g, q_len=8, lengths=RAGGED, page=64, style="warpgroups") for g in (4, 6, 12)),
+    *(
+        Case(k, v, group=g, head_dim=d, lengths=RAGGED, page=page, style="warpgroups")
+        for k, v, g, d, page in (
+            ("int4", "int4", 40, 64, 0), ("int8", "int4", 16, 256, 0), ("int2", "int2", 12, 256, 64),
+        )
+    ),
+    *(
+        Case(k, v, group=12, lengths=RAGGED, page=page, residual=r, dtype=dtype, style="warpgroups")
+        for k, v, page, r, dtype in (
+            ("int4", "int4", 0, 64, "bfloat16"), ("bfloat16", "bfloat16", 128, -1, "bfloat16"),
+            ("int4", "int4", 128, 128, "float16"),
+        )
+    ),
+    *(
+        Case(k, "int4", softcap=cap, window=window, sinks=sinks, lengths=(300, 0, 7, 900), q_len=4, page=page, group=g,
+             style="warpgroups")
+        for k, cap, window, sinks, page, g in (
+            ("int4", 5.0, 0, False, 0, 4), ("int8", 0.0, 33, True, 128, 8), ("int4_channel64", 5.0, 100, True, 64, 4),
+            ("int4", 0.0, 200, False, 128, 4),
+        )
+    ),
+)  # fmt: skip
 SHAPES = {
     "q_len": tuple(Case(q_len=n, group=g, lengths=(300, 8, 3, 77)) for n in (2, 3, 5, 8) for g in (1, 2, 4)),
     "16 rows": WIDE,
+    "rows on wgmma": ON_WGMMA,
     "head_dim 64": tuple(
         Case(k, v, head_dim=64, lengths=RAGGED, page=page, style=style, dtype=dtype)
         for k, v, page, style, dtype in (
@@ -113,6 +150,7 @@ SHAPES = {
     "chosen schedules": (
         Case(kv_heads=8, lengths=tuple(range(1, 400, 9)), style="chosen"),
         Case(kv_heads=8, group=4, lengths=(9000, 77), q_len=4, style="chosen"),
+        Case("float16", "float16", kv_heads=8, group=8, lengths=(9000, 20000), q_len=4, style="chosen"),
         Case("int4_channel128", "int4", kv_heads=4, lengths=(5000, 130, 0), style="chosen"),
     ),
 }  # fmt: skip
@@ -162,6 +200,8 @@ RACE = (  # without clusters, in clusters of eight and sixteen that hold all spl
     Case("int2", "int2", kv_heads=8, lengths=(4096,) * 4, splits=16, style="many"),
     Case("int4", "int4", kv_heads=8, lengths=(4096,) * 4, splits=22, q_len=4),
     Case("int4_channel128", "int4", kv_heads=8, lengths=(4000,) * 4, splits=9, q_len=4, page=128, style="many"),
+    Case("int2", "int2", kv_heads=8, lengths=(4096,) * 4, splits=8, q_len=8, style="warpgroups"),
+    Case("int8", "int8", kv_heads=8, lengths=(4096,) * 4, splits=5, q_len=8, page=64, style="warpgroups"),
 )
 
 
@@ -181,7 +221,7 @@ def partial_results(monkeypatch):
         yield found
 
 
-@pytest.mark.parametrize("cases", [pytest.param((case,), id=f"{case.k} q{case.q_len}") for case in RACE])
+@pytest.mark.parametrize("cases", [pytest.param((case,), id=f"{case.k} q{case.q_len} {case.splits}") for case in RACE])
 def test_partial_sums_repeat_over_200_launches_of_several_waves(cases, monkeypatch):
     """A stage refilled before it was read shows up as a partial sum that differs now and then."""
     case = cases[0]

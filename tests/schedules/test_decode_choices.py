@@ -1,6 +1,6 @@
 """What the heuristic of decode attention chooses, held against timings of an H200 (data/tuning/decode_h200.json):
 `divisions`, the splits and clusters of one schedule each; `rings`, schedules over pages of 128 tokens; `brief`,
-schedules of few tokens, all head dimensions."""
+schedules of few tokens, all head dimensions; `many_rows`, warpgroups beside the warps that serve row groups of 16."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from terrazzo.autotune.attention_bench import Shape
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.attention import op
 from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.schedules import attention, attention_space
+from terrazzo.schedules import attention, attention_cost, attention_space
 
 DATA = json.loads((Path(__file__).parents[1] / "data/tuning/decode_h200.json").read_text())
 TARGET = Target.parse("sm_90a")
@@ -80,6 +80,44 @@ def test_schedules_of_few_tokens_are_close_to_the_fastest_that_was_timed():
             ratios.append(us / min(runs.values()))
     print(len(ratios), mean(ratios), max(ratios))
     assert len(ratios) >= 140 and mean(ratios) < 1.02 and max(ratios) < 1.12
+
+
+def many_rows() -> dict[attention.DecodeProblem, list[tuple]]:
+    """Problem -> what was timed: schedule of warpgroups, or None for warps, division, us."""
+    found = defaultdict(list)
+    for head_dim, cache, formats, q_len, page, sizes, division, us in DATA["many_rows"]:
+        shape, layout = Shape.parse(cache), CacheLayout(*formats.split("/"), head_dim)
+        rows = q_len * shape.heads // shape.kv_heads
+        problem = op.problem_of(layout, shape.batch, shape.kv_heads, rows, shape.tokens, page, layout.k.group)
+        row_tiles, warps, stages, blocks = sizes or (0, 0, 0, 0)
+        schedule = attention.WarpgroupDecode(row_tiles, warps, 4, stages, blocks) if sizes else None
+        found[problem].append((schedule, attention.Division(*division), us))
+    return found
+
+
+def test_many_rows_get_warpgroups_where_they_are_faster():
+    ratios, gains = [], []
+    for problem, runs in many_rows().items():
+        warps = [us for schedule, _, us in runs if schedule is None]
+        groups = [us for schedule, _, us in runs if schedule is not None]
+        if warps and groups:
+            chosen = isinstance(attention.choose(problem, TARGET), attention.WarpgroupDecode)
+            ratios.append(min(groups if chosen else warps) / min(*warps, *groups))
+            gains += [min(warps) / min(groups)] if chosen else []
+    print(len(ratios), mean(ratios), max(ratios), len(gains), mean(gains), min(gains))
+    assert len(ratios) >= 60 and mean(ratios) < 1.01 and max(ratios) < 1.2
+    assert len(gains) >= 20 and mean(gains) > 1.12
+
+
+def test_predicted_times_of_warpgroups():
+    errors = []
+    for problem, runs in many_rows().items():
+        for schedule, division, us in runs:
+            if schedule is not None:
+                errors.append(log(attention_cost.warpgroups_us(problem, schedule, TARGET, division) / us))
+    rms = (sum(error**2 for error in errors) / len(errors)) ** 0.5
+    print(len(errors), rms)
+    assert rms < 0.18
 
 
 def test_the_tuner_tries_good_schedules_first():

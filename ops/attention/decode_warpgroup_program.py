@@ -1,0 +1,361 @@
+"""Tile program of decode attention for many query rows: split-KV over packed tiles on wgmma (sm_90a).
+
+What decode_program does for 8 and 16 rows with warps, this one does with warpgroups for 16 to 64: each owns a private
+ring of stages of 64 tokens, its tokens, and its (m, l, O^T), and all rows of a kv head share each conversion. Products
+of keys and of values are asynchronous; what one warpgroup waits for, the others hide (warpgroup_macros.py).
+
+Why: mma.sync m16n8k16 keeps the scheduler of its warp for 6 cycles (H200), 12 for 16 rows, a wgmma of as many values
+for about one. With 16 rows of int2 that is more than the bytes of a tile take.
+"""
+
+from types import SimpleNamespace
+
+from terrazzo.layouts.converters import get_converter
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.attention.calls import read128, store_words
+from terrazzo.ops.attention.decode_copies import make_copy_macros, peek
+from terrazzo.ops.attention.decode_merge import BATCH, inbox_words, make_merge_macros, merge_words, pitch_of
+from terrazzo.ops.attention.decode_merge import state as merge_state
+from terrazzo.ops.attention.decode_program import INTEGERS, PASS_CONFIGS, stage_words
+from terrazzo.ops.attention.device import attention_prelude
+from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.tile_macros import each, less, smaller
+from terrazzo.ops.attention.warpgroup_macros import TILES, TOKENS, exchange_words, make_warpgroup_macros
+from terrazzo.ops.calls import pack2, place, unpack, wait
+
+OWN_INTEGERS = ("atom", "values", "member", "turn", "bars")
+
+__all__ = ["PASS_CONFIGS", "build", "shared_words"]
+
+
+def query_copies(layout: CacheLayout, warpgroups: int, residual: int) -> int:
+    """How often Q lies in shared memory: for the packed keys, times each warpgroup's scales of a channel group, and as
+    it is for the residual block."""
+    return 1 + (warpgroups if layout.k.group else 0) + (1 if residual else 0)
+
+
+def shared_words(layout: CacheLayout, row_tiles: int, warpgroups: int, stages: int, cluster: int, residual: int) -> int:
+    """int32 words of shared memory: the rings, which the merges reuse, Q, and the warpgroups' exchanges."""
+    merges = merge_words(layout.head_dim, row_tiles, warpgroups) + inbox_words(layout.head_dim, row_tiles, cluster)
+    rings = max(warpgroups * stages * stage_words(layout, TILES), merges)
+    queries = query_copies(layout, warpgroups, residual) * 4 * row_tiles * layout.head_dim
+    return rings + queries + warpgroups * exchange_words(row_tiles)
+
+
+def build(
+    target,
+    *,
+    k_format: str,
+    v_format: str,
+    head_dim: int,
+    dtype: str,
+    row_tiles: int,
+    warps: int,
+    stages: int,
+    min_blocks: int,
+    page: int,
+    residual: int,
+    softcap: bool,
+    sinks: bool,
+    ahead: int = 0,
+    parts: int = 1,
+    cluster: int = 1,
+):
+    """The prim_func `main` for up to 8 * row_tiles rows in a CTA; arguments and shapes as of decode_program.build.
+
+    Args:
+        row_tiles: groups of 8 rows, 2, 4, 6 or 8. warps: 4 for each warpgroup.
+    """
+    import tilelang.language as T
+
+    layout, plain = CacheLayout(k_format, v_format, head_dim), CacheLayout("float16", "float16", head_dim)
+    D, nt, cols, wgs = head_dim, row_tiles, 8 * row_tiles, warps // 4
+    group = layout.k.group
+    if warps % 4 or row_tiles % 2 or not 2 <= row_tiles <= 8:
+        raise ArgumentError("warps", (warps, row_tiles), "whole warpgroups, 2, 4, 6 or 8 row tiles", "use 16 and 2")
+    if not target.supports("wgmma.f16"):
+        raise ArgumentError("target", target.arch, "must be sm_90a: wgmma", "use the program of single warps")
+    if group and residual != group:
+        raise ArgumentError("residual", residual, f"must be the group {group}", "change it")
+    if parts > 1 and (not group or group % (TOKENS * parts)):
+        raise ArgumentError("parts", parts, f"warpgroups take whole stages of {TOKENS} tokens of a group", "use 1")
+    if residual and layout.v.scaling == "static":
+        raise ArgumentError(
+            "v_format", v_format, "static values cannot join f16 residual tokens", "use token-wise values"
+        )
+    if residual % TOKENS or page % max(TOKENS, layout.block_tokens):
+        raise ArgumentError("page", (page, residual), f"must be multiples of {TOKENS}", "use single warps")
+    if not 1 <= cluster <= BATCH:
+        raise ArgumentError("cluster", cluster, f"{target.arch} has clusters of 1..16 CTAs", "use 1")
+    stage = stage_words(layout, TILES)
+    threads = warps * 32
+    total_words = shared_words(layout, nt, wgs, stages, cluster, residual)
+    of_q = 4 * nt * D  # words of Q
+    exchanges = total_words - wgs * exchange_words(nt)
+    queries = exchanges - query_copies(layout, wgs, residual) * of_q
+    scaled, plainly = queries + of_q, exchanges - of_q
+    chunks = D // 8  # 16-byte pieces of a row
+    turns = -(-cols * chunks // threads)
+    spare_tiles = residual // 16 + 1  # one more than a block: new tokens never overwrite those of a block to be packed
+    bf16 = dtype == "bfloat16"
+    found = [layout.k.converter, layout.v.converter, *([get_converter("f16_f16")] if residual else [])]
+    source = attention_prelude(
+        "cp_async", "lds", "place", "pack", "bulk", "semaphore", "warpgroup", "prefetch", "stmatrix_trans",
+        extra=tuple(dict.fromkeys(c.device_source for c in sorted(found, key=lambda c: c.name))),
+    )  # fmt: skip
+    tile = make_warpgroup_macros(layout, nt, softcap, early=warps <= 8 and nt <= 6)
+    spare = make_warpgroup_macros(plain, nt, softcap) if residual else None
+    copies = make_copy_macros(
+        layout, tiles=TILES, stages=stages, warps=wgs, parts=parts, page=page, residual=residual, bulk=True,
+        ahead=ahead,
+    )  # fmt: skip
+    merge = make_merge_macros(
+        layout, tile, row_tiles=nt, warps=wgs, threads=threads, cluster=cluster, dtype=dtype, sinks=sinks
+    )
+    cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
+    k_static, v_static = layout.k.scaling == "static", layout.v.scaling == "static"
+
+    B, QL, HQ, HK = T.dynamic("b"), T.dynamic("q_len"), T.dynamic("hq"), T.dynamic("hk")
+    PAGES, PAGE_WORDS, TABLE_B, MOST = T.dynamic("pages"), T.dynamic("page_words"), T.dynamic("tb"), T.dynamic("most")
+    SLOTS, RES_H, RES_WORDS = T.dynamic("slots"), T.dynamic("rh"), T.dynamic("res_words")
+    SKH, SKD, SVH, SVD, SINKS = (T.dynamic(name) for name in ("skh", "skd", "svh", "svd", "n_sinks"))
+    Y, P = T.dynamic("y"), T.dynamic("p")
+    S = P * cluster
+
+    def piece(v, tx):
+        """(row of the CTA, 16-byte piece of it) of Q that a thread fetches in turn v."""
+        return (v * threads + tx) // chunks, (v * threads + tx) % chunks
+
+    def core(row, chunk):
+        """Word of an operand in shared memory where a piece of a row lies."""
+        return ((chunk * nt + row // 8) * 8 + row % 8) * 4
+
+    @T.macro
+    def ends(st, w):
+        """Where what each row of a lane sees ends; made anew where it is asked for, which spares registers."""
+        for t in each(nt):
+            for j in each(2):
+                w.query[0] = T.truncdiv(w.y[0] * cols + t * 8 + w.lane[0] % 4 * 2 + j, w.group[0])
+                st.hi[t * 2 + j] = w.length[0] + 1 - w.q_len + smaller(w.query[0], w.q_len - 1)
+
+    @T.macro
+    def ask_rows(Q, st, w, tx):
+        """The rows on their way to registers, ahead of the first copies; rows that do not exist are zeros."""
+        for v in each(turns):
+            for i in each(4):
+                st.rows[v * 4 + i] = T.uint32(0)
+            w.query[0] = w.y[0] * cols + piece(v, tx)[0]
+            if T.And(less(piece(v, tx)[0], cols), less(w.query[0], w.rows[0])):
+                w.head[0] = T.truncdiv(w.query[0], w.group[0])
+                read128(
+                    st.rows[v * 4],
+                    Q[
+                        w.b, w.head[0], w.h[0] * w.group[0] + w.query[0] - w.head[0] * w.group[0], piece(v, tx)[1] * 8
+                    ],
+                )  # fmt: skip
+
+    @T.macro
+    def place_rows(ring, SK, st, w, tx):
+        """Q in the dtype of the keys' operand to shared memory, as the packed keys want it, and as it is."""
+        for v in each(turns):
+            if less(piece(v, tx)[0], cols):
+                if residual:
+                    if bf16:
+                        for i in each(4):
+                            st.w[i] = pack2(
+                                unpack(0, st.rows[v * 4 + i], bf16=True), unpack(1, st.rows[v * 4 + i], bf16=True),
+                                bf16=False,
+                            )  # fmt: skip
+                    else:
+                        for i in each(4):
+                            st.w[i] = st.rows[v * 4 + i]
+                    store_words(4, ring[plainly + core(piece(v, tx)[0], piece(v, tx)[1])], st.w)
+                for i in each(4):
+                    if tile.k_bf16 != bf16 or k_static or tile.k_shift != (0, 0):
+                        for e in each(2):
+                            st.f[e] = unpack(e, st.rows[v * 4 + i], bf16=bf16) * T.if_then_else(
+                                piece(v, tx)[1] % 2 == 0,
+                                T.float32(2.0 ** tile.k_shift[0]),
+                                T.float32(2.0 ** tile.k_shift[1]),
+                            )
+                            if k_static:
+                                st.f[e] = st.f[e] * T.reinterpret(
+                                    T.call_extern(
+                                        "uint32", "tz_read32",
+                                        T.access_ptr(SK[w.h[0], piece(v, tx)[1] * 8 + i * 2 + e], "r", 1),
+                                    ),
+                                    "float32",
+                                )  # fmt: skip
+                        st.w[i] = pack2(st.f[0], st.f[1], bf16=tile.k_bf16)
+                    else:
+                        st.w[i] = st.rows[v * 4 + i]
+                store_words(4, ring[queries + core(piece(v, tx)[0], piece(v, tx)[1])], st.w)
+        T.fence_proxy_async()
+        T.sync_threads()
+
+    def packed_tile(ring, at):
+        """Addresses of the tiles of a stage at word `at`."""
+        return lambda r: T.access_ptr(ring[at + layout.channel_words + r * layout.tile_words], "r", layout.tile_words)
+
+    def spare_tile(RES, w):
+        """Addresses of the tiles of residual block w.source from number w.now on."""
+        return lambda r: T.call_extern(
+            "handle", "tz_page", T.access_ptr(RES[0, 0, 0], "r", 1), w.source[0], RES_H * RES_WORDS,
+            w.h[0] * RES_WORDS + (w.now[0] + r) % spare_tiles * plain.tile_words,
+        )  # fmt: skip
+
+    @T.macro
+    def take_residual(RES, SLOT, q, ring, x, st, w, split):
+        """The f16 tokens behind the packed ones."""
+        spare.find_values(w)
+        w.source[0] = peek(SLOT, w.b)
+        for i in T.serial(T.ceildiv(w.length[0] - w.packed[0], TOKENS * wgs * S)):
+            j = (i * wgs + w.warp[0]) * S + split
+            if less(w.packed[0] + j * TOKENS, w.length[0]):
+                w.now[0] = w.packed[0] // 16 + j * TILES
+                spare.step(
+                    spare_tile(RES, w), q, plainly // 4, ring, x, st, w.packed[0] + j * TOKENS, w.length[0], True, ends,
+                    w,
+                )  # fmt: skip
+        spare.flush(x, st, w)
+        tile.adopt(st)
+
+    @T.macro
+    def stage_sums(ring, SV, x, st, w, tx):
+        """The warpgroup's sums to shared memory, true scale, rows [row][dim] | m | l."""
+        tile.totals(ring, x, st, w)
+        T.sync_threads()  # every warpgroup is done with its ring
+        if cluster > 1:
+            if less(tx, 32):
+                T.cluster_arrive()  # a release, for all threads that met before it: one warp waits for its fence
+            else:
+                T.cluster_arrive_relaxed()
+        for t in each(nt):
+            for j in each(2):
+                row = t * 8 + w.lane[0] % 4 * 2 + j
+                at = w.warp[0] * merge.words + row * pitch_of(D) + w.lane[0] // 4 + w.atom[0] * 16
+                for a in each(D // 64):
+                    for half in each(2):
+                        st.f[0] = st.o[(a * nt + t) * 4 + half * 2 + j] * T.float32(tile.v_factor[half])
+                        if tile.v_token:
+                            st.f[0] = st.f[0] + st.z[t * 2 + j]
+                        if layout.v.bias:
+                            st.f[0] = st.f[0] + st.l[t * 2 + j] * T.float32(layout.v.bias)
+                        if v_static:
+                            st.f[0] = st.f[0] * T.reinterpret(
+                                T.call_extern(
+                                    "uint32", "tz_read32",
+                                    T.access_ptr(SV[w.h[0], (w.atom[0] + a) * 16 + half * 8 + w.lane[0] // 4], "r", 1),
+                                ),
+                                "float32",
+                            )  # fmt: skip
+                        ring[at + a * 16 + half * 8] = T.reinterpret(st.f[0], "int32")
+                if T.And(less(w.lane[0], 4), less(w.quarter, 1)):
+                    facts = w.warp[0] * merge.words + cols * pitch_of(D) + row
+                    ring[facts] = T.reinterpret(st.m[t * 2 + j], "int32")
+                    ring[facts + cols] = T.reinterpret(st.l[t * 2 + j], "int32")
+        T.sync_threads()
+
+    @T.prim_func
+    def main(
+        Q: T.Tensor((B, QL, HQ, D), dtype),
+        KV: T.Tensor((PAGES, HK, PAGE_WORDS), "int32"),
+        TABLE: T.Tensor((TABLE_B, MOST), "int32"),
+        LEN: T.Tensor((B,), "int32"),
+        RES: T.Tensor((SLOTS, RES_H, RES_WORDS), "int32"),
+        SLOT: T.Tensor((B,), "int32"),
+        SK: T.Tensor((SKH, SKD), "float32"),
+        SV: T.Tensor((SVH, SVD), "float32"),
+        SINK: T.Tensor((SINKS,), "float32"),
+        OP: T.Tensor((B, Y, P, cols, D), "float32"),
+        LP: T.Tensor((B, Y, P, cluster * cols), "float32"),
+        SEM: T.Tensor((B * Y * cluster,), "int32"),
+        O: T.Tensor((B, QL, HQ, D), dtype),
+        LSE: T.Tensor((B, QL, HQ), "float32"),
+        scale: T.float32,
+        cap: T.float32,
+        window: T.int32,
+    ):
+        with T.Kernel(S, Y, B, threads=threads, prelude=source, **cluster_dims) as (split, hy, b):
+            ring = T.alloc_shared((total_words,), "int32")
+            full = T.alloc_barrier([1] * (wgs * stages))
+            sent = T.alloc_barrier([1]) if cluster > 1 else None
+            T.annotate_min_blocks_per_sm(min_blocks)
+            tx = T.get_thread_binding()
+            st = tile.state(scale, cap, window)
+            setattr(st, "rows", T.alloc_local((turns * 4,), "uint32"))  # noqa: B010  (TileLang takes = for a buffer's)
+            c = merge_state()
+            ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, *OWN_INTEGERS)}
+            q, p = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()
+            w = SimpleNamespace(
+                b=b, hy=hy, split=split, splits=S, partials=P, q_len=QL, window=window, kv_heads=HK, pages=PAGES,
+                most=MOST, page_words=PAGE_WORDS, sent=sent, quarter=tx // 32 % 4, **ints,
+            )  # fmt: skip
+            T.pdl_trigger()
+            w.lane[0] = tx % 32
+            w.member[0] = tx % 128  # the warpgroup's first warp fetches its stages
+            w.warp[0] = tx // 128
+            w.group[0] = T.truncdiv(HQ, HK)
+            w.rows[0] = w.group[0] * QL
+            w.h[0] = T.truncdiv(hy * HK, Y)
+            w.y[0] = hy - w.h[0] * T.truncdiv(Y, HK)
+            w.here[0] = smaller(cols, w.rows[0] - w.y[0] * cols)
+            w.read[0] = 0
+            w.parity[0] = 0
+            w.bars[0] = T.cast(place(full[w.warp[0] * stages], "rw"), "int32")
+            x = SimpleNamespace(p=p, at=exchanges + w.warp[0] * exchange_words(nt))
+            T.initialize_wgmma_descriptor(q, T.access_ptr(ring[0], "r"), 0, nt * 8, 8)
+            T.initialize_wgmma_descriptor(p, T.access_ptr(ring[x.at], "r"), 0, nt * 8, 8)
+            if ahead:
+                copies.prefetch(KV, TABLE, LEN, w)
+            T.pdl_sync()
+            ask_rows(Q, st, w, tx)
+            copies.start(KV, TABLE, LEN, ring, full, w)
+            copies.confirm(KV, TABLE, ring, full, w)
+            tile.clear(ring, x, st, w)
+            place_rows(ring, SK, st, w, tx)
+            w.least[0] = w.length[0] + 1 - w.q_len + T.truncdiv(w.y[0] * cols, w.group[0])
+            tile.place_values(w)
+            if residual:
+                if less(w.packed[0], w.length[0]):
+                    take_residual(RES, SLOT, q, ring, x, st, w, split)
+            tile.find_values(w)
+            tile.sum_q(q, queries // 4, st)
+            for i in T.serial(w.count[0]):
+                wait(w.bars[0] + w.read[0] * 8, w.parity[0])
+                if less(i + stages - 1, w.count[0]):
+                    copies.fetch(
+                        KV, TABLE, ring, full, w, i + stages - 1,
+                        T.call_extern(
+                            "int32", "tz_select", less(0, w.read[0]), w.read[0] - 1, stages - 1
+                        ),  # the slot that was read last
+                    )  # fmt: skip
+                token = copies.token_of(w, i)
+                at = (w.warp[0] * stages + w.read[0]) * stage
+                if group:
+                    if i % copies.per_chunk == 0:
+                        tile.scale_q(
+                            T.access_ptr(ring[at], "r", stage), q, queries, scaled + w.warp[0] * of_q, ring, st, w
+                        )
+                begins = T.call_extern("int32", "tz_select", less(0, window), w.length[0] - window, 0)
+                tile.step(
+                    packed_tile(ring, at), q, (scaled + w.warp[0] * of_q) // 4 if group else queries // 4, ring, x, st,
+                    token, w.length[0], T.Or(less(w.least[0], token + TOKENS), less(token, begins)), ends, w,
+                )  # fmt: skip
+                w.read[0] = w.read[0] + 1
+                if w.read[0] == stages:
+                    w.read[0] = 0
+                    w.parity[0] = w.parity[0] ^ 1
+            tile.flush(x, st, w)
+            stage_sums(ring, SV, x, st, w, tx)
+            if cluster > 1:
+                T.cluster_wait()  # the others' rings are free, too
+            merge.merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx)
+            if cluster > 1:
+                merge.merge_cluster(ring, OP, LP, O, LSE, SINK, c, w, tx)
+            if P > 1:
+                group_of = (b * Y + hy) * cluster + split % cluster
+                if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[group_of], "rw", 1), P):
+                    merge.combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx)
+
+    return main
