@@ -22,7 +22,7 @@ _COMBINE = 8  # warps of 16 rows or of channel groups: fewer add the splits of a
 _SHORT = 1 << 16  # tokens of all pairs: up to here two CTAs of an SM are faster than a large one
 _SHORT_PAIR = 9 << 17  # bytes of a pair up to which four warps make a CTA (_brief)
 _FEW, _FEWEST = 9 << 20, 1 << 20  # bytes of all pairs, likewise
-_MANY = 64 << 20  # bytes of all pairs from which on warpgroups serve many rows (_many_rows)
+_MANY = 64 << 20  # bytes of all pairs, at head_dim 256 twice them, from which on warpgroups serve many rows
 _FULL = 0.9  # a wave with more than this share of its CTAs counts as full
 _CLUSTERS = ((2, 1.0), (4, 0.9), (8, 0.9), (16, 0.84))
 """CTAs of a cluster, and the share of the SMs that such clusters are taken to reach at once, because they do not divide
@@ -224,7 +224,7 @@ def _many_rows(problem: DecodeProblem, target: Target) -> list[Decode]:
     the four warps wait for. Beside row groups of 8 and 16 (H200, us, 8 sequences of 32K, 8 kv heads): 32 rows int4 114
     and 128, int8 136 and 156, f16 246 and 269; 64 rows 195 and 248, 210 and 277, 250 and 426; channel-wise keys lose,
     because every warpgroup scales all rows (tests/data/tuning/decode_h200.json, `rows`)."""
-    of_all = problem.pairs * problem.tokens * problem.tile_words // 4
+    of_all = problem.pairs * problem.tokens * problem.tile_words // 4 * (2 if problem.head_dim > 128 else 1)
     least = {64: 32, 128: 16, 256: 8}[problem.head_dim]
     if not target.supports("wgmma.f16") or not problem.parted or problem.group or not problem.divides(64):
         return []
