@@ -20,7 +20,8 @@ def setting(result: Mapping[str, Any], source: str) -> str:
 
 def decode(result: Mapping[str, Any], source: str) -> str:
     """Decode attention: formats by cache shapes, time and ratio to the fastest f16 attention of torch."""
-    rows = [row for row in result["rows"] if row["us"] and row["page"] == 0]
+    page = min(row["page"] for row in result["rows"])
+    rows = [row for row in result["rows"] if row["us"] and row["page"] == page]
     shape = lambda row: (
         f"{row['batch']} x {row['q_heads']}/{row['kv_heads']} x {row['kv_len'] // 1024}K"
         f"{', q_len ' + str(row['q_len']) if row['q_len'] > 1 else ''}"
@@ -36,8 +37,9 @@ def decode(result: Mapping[str, Any], source: str) -> str:
         [(name, *(cells.get(f, "") for f in formats)) for name, cells in lines.items()],
         range(1, 1 + len(formats)),
     )
+    where = f" in pages of {page} tokens" if page else ""
     return (
-        "Decode attention, keys/values by format: microseconds, and how many times as fast as the fastest f16 "
+        f"Decode attention{where}, keys/values by format: microseconds, and how many times as fast as the fastest f16 "
         f"attention of torch (flash or cuDNN) in the same run, {setting(result, source)}\n\n{table}"
     )
 
@@ -135,6 +137,7 @@ README: dict[str, Table] = {"attention_*.json": decode}
 DETAILS: dict[str, Table] = {
     "attention_prefill_*.json": prefill,
     "attention_write_*.json": written,
+    "decode_rows_*.json": decode,
     "grouped_*.json": grouped,
     "ablation_w4a8_*.json": ablation,
     "attention_ablation_*.json": decode_ablation,

@@ -41,6 +41,7 @@ class DecodeProblem:
         head_dim: 64, 128 or 256. tile_words, channel_words: int32 words of a packed tile, and at the head of a block.
         group: tokens of a channel-wise group, 0 for none. page: tokens of a page, 0 for contiguous caches.
         residual: tokens of the f16 residual block, 0 for none. parted: whether four warps can part a tile's values.
+        paired: whether a lane loads two atoms of keys at once, which rows in shared memory are read for.
     """
 
     pairs: int
@@ -53,6 +54,7 @@ class DecodeProblem:
     page: int = 0
     residual: int = 0
     parted: bool = False
+    paired: bool = True
 
     def divides(self, tokens: int) -> bool:
         """Whether stages of so many tokens end where groups, pages and residual blocks do."""
@@ -292,6 +294,9 @@ def check(schedule: Decode, problem: DecodeProblem, target: Target) -> None:
     counts = (schedule.row_tiles, schedule.warps, schedule.tiles, schedule.stages, schedule.min_blocks)
     if min(counts) < 1 or schedule.warps > 32:
         raise ArgumentError("schedule", made, "counts start at one, and a block has 32 warps at most", "see Decode")
+    if schedule.shared_rows and not problem.paired:
+        constraint = "shared_rows takes keys of at most 8 bits: those of 16 are loaded one atom at a time"
+        raise ArgumentError("schedule", made, constraint, "leave shared_rows out")
     if isinstance(schedule, WarpgroupDecode):
         if not (target.supports("wgmma.f16") and problem.parted and problem.divides(64)):
             constraint = "needs sm_90a, values that four warps can part, and pages and groups of whole 64 tokens"

@@ -40,7 +40,7 @@ class Decode(spaces.Space):
     def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:
         yield from self._warpgroups(target, wide)
         base = attention.Decode(attention.row_tiles(self.problem), 1, 1, 2, 1)
-        kinds = (False, True) if attention.is_wide(self.problem) else (False,)
+        kinds = (False, True) if attention.is_wide(self.problem) and self.problem.paired else (False,)
         for shared, warps in itertools.product(kinds, _WARPS):
             most = attention.warps_per_sm(self.problem, shared)
             for blocks in range(1, most // warps + 1):
@@ -71,6 +71,8 @@ class Decode(spaces.Space):
             return "a count below one, or a ring of less than two stages"
         if not 0 <= schedule.ahead <= 32:
             return "a lane fetches a stage ahead, of which there are 32"
+        if schedule.shared_rows and not problem.paired:
+            return "rows in shared memory are read for two atoms of keys, of which 16-bit keys have one in a load"
         if schedule.shared_rows and not attention.is_wide(problem):
             return "only the fragments of 16 rows of 128 dimensions are kept in shared memory"
         if schedule.warps * schedule.min_blocks > attention.warps_per_sm(problem, schedule.shared_rows):

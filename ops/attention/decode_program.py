@@ -135,6 +135,8 @@ def build(
         )
     if parts > 1 and (not group or group % (mini * parts)):
         raise ArgumentError("parts", parts, f"warps take whole stages of {mini} tokens of a group of {group}", "use 1")
+    if shared_rows and layout.k_layout.block_k < 32:
+        raise ArgumentError("shared_rows", shared_rows, f"{k_format} keys are loaded one atom at a time", "use False")
     if residual and layout.v.scaling == "static":
         raise ArgumentError(
             "v_format", v_format, "static values cannot join f16 residual tokens", "use token-wise values"

@@ -36,7 +36,7 @@ def problem_of(
     return schedules.DecodeProblem(
         pairs=max(1, batch * kv_heads), rows=rows, tokens=max(1, tokens), head_dim=layout.head_dim,
         tile_words=layout.tile_words, channel_words=layout.channel_words, group=layout.k.group, page=page,
-        residual=residual, parted=supports(layout),
+        residual=residual, parted=supports(layout), paired=layout.k_layout.block_k >= 32,
     )  # fmt: skip
 
 
