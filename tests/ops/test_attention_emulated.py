@@ -17,7 +17,9 @@ from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.attention import op, reference
 from terrazzo.ops.attention.ablation import PlainLayout
 from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.schedules.attention import Decode, PlainDecode
+from terrazzo.schedules.attention import Decode, PlainDecode, WarpgroupDecode
+from wgmma_on_cpu import SHIMS as WGMMA
+from wgmma_on_cpu import translated
 
 from tests.gpu import attention_cases
 from tests.gpu.attention_cases import Case
@@ -38,7 +40,7 @@ def on_the_cpu(monkeypatch):
 
 def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm_90a", stale: int | None = None):
     """(q, out, lse, options) of one launch on the CPU. Until the kernel waits for the one ahead, it sees lengths that
-    are `stale` too large, and pages in another order."""
+    are `stale` too large, pages in another order, and no queries."""
     made, layout = attention_cases.built(case), CacheLayout(case.k, case.v, case.head_dim)
     batch, heads = len(case.lengths), case.kv_heads * case.group
     chosen = op.plan(
@@ -58,6 +60,9 @@ def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm
         converters += ["static unsigned tz_plain(unsigned x) { return narrow<false>(x); }\n"]
         converters += [f.converter.device_source for f in (plain.k, plain.v)]
     converters += [get_converter(name).device_source for name in sorted(names | {layout.k.converter.name})]
+    if isinstance(schedule, WarpgroupDecode):
+        source = translated(source, 0)
+        converters.insert(1, WGMMA)
     kernel = CpuKernel(source, converters, schedule.warps * 32, folder, chosen.cluster)
     rng = torch.Generator().manual_seed(case.seed + 1)
     q = torch.randn(batch, case.q_len, heads, case.head_dim, generator=rng) * case.sharp
@@ -86,6 +91,7 @@ def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm
     kernel.allocation(made.pages)
     if stale is not None:
         kernel.late(tensors["LEN"], tensors["LEN"] + stale)
+        kernel.late(q, torch.full_like(q, float("nan")))
         if pages is not None:
             kernel.late(tensors["TABLE"], tensors["TABLE"].flip(1) * 3 - 1)
     kernel((splits, y, batch), **tensors, **scalars)
@@ -152,6 +158,67 @@ CASES = {
     ),
     "window": (Case("int4_channel64", "int4", window=100, lengths=(500, 130), q_len=3), SMALL, 2),
 }  # fmt: skip
+WIDE = WarpgroupDecode(2, 8, 4, 3, 1)
+NARROW = WarpgroupDecode(2, 4, 4, 2, 1)
+CASES |= {
+    "warpgroups of int2": (Case("int2", "int2", group=16, lengths=RAGGED), WIDE, 2),
+    "warpgroups of int4, pages": (
+        Case("int4", "int4", group=3, q_len=4, page=64, lengths=(300, 0, 1, 64, 129), sharp=4.0), WIDE, 3
+    ),
+    "warpgroup channels": (
+        Case("int4_channel128", "int4", group=16, kv_heads=1, lengths=(900, 0, 1, 128, 300)), WIDE, 2
+    ),
+    "warpgroups that share a channel group": (
+        Case("int4_channel128", "int4", group=16, kv_heads=1, lengths=(896, 127, 300)),
+        WarpgroupDecode(2, 16, 4, 2, 1), 3
+    ),
+    "warpgroup channels, options, pages": (
+        Case(
+            "int4_channel64", "int2", group=5, q_len=3, page=64, lengths=(400, 64, 63, 7), softcap=5.0, sinks=True,
+            window=70,
+        ), WIDE, 2
+    ),
+    "warpgroup channels of 2 bits, bfloat16 queries": (
+        Case("int2_channel64", "int4", group=9, kv_heads=1, lengths=(300, 63), dtype="bfloat16"), NARROW, 1
+    ),
+    "warpgroups of int8": (Case("int8", "int4", group=8, q_len=2, lengths=RAGGED), WIDE, 2),
+    "warpgroups of float16": (Case("float16", "float16", group=16, kv_heads=1, lengths=RAGGED), NARROW, 2),
+    "warpgroups of bfloat16": (
+        Case("bfloat16", "bfloat16", group=16, kv_heads=1, lengths=RAGGED, dtype="bfloat16"), NARROW, 2
+    ),
+    "warpgroups of fp8": (Case("fp8", "fp8", group=16, kv_heads=1, lengths=RAGGED), WIDE, 2),
+    "warpgroups of static int8": (Case("int8_static", "int8_static", group=16, lengths=RAGGED), NARROW, 2),
+    "warpgroups, residual block": (
+        Case("int4", "int4", group=16, residual=64, lengths=(300, 0, 1, 64, 127), dtype="bfloat16"), WIDE, 2
+    ),
+    "warpgroups, large residual block": (
+        Case("int4", "int4", group=16, residual=128, lengths=(380, 127, 128, 15), page=128, dtype="bfloat16"), WIDE, 1
+    ),
+    "warpgroups, head_dim 64": (Case("int4", "int4", head_dim=64, group=16, lengths=RAGGED), WIDE, 2),
+    "warpgroups, head_dim 256": (
+        Case("int8", "int4", head_dim=256, group=16, kv_heads=1, lengths=RAGGED), NARROW, 2
+    ),
+    "warpgroups, int2 of head_dim 256": (
+        Case("int2", "int2", head_dim=256, group=16, kv_heads=1, lengths=RAGGED), NARROW, 1
+    ),
+    "warpgroups, 28 rows": (
+        Case("int4", "int4", group=7, q_len=4, lengths=(300, 3, 0)), WarpgroupDecode(4, 4, 4, 3, 1), 2
+    ),
+    "warpgroups, 64 rows": (
+        Case("int2", "int4", group=8, q_len=8, kv_heads=1, lengths=(200, 5)), WarpgroupDecode(8, 4, 4, 3, 1), 1
+    ),
+    "warpgroups, two groups of 48 rows": (
+        Case("int4_channel128", "int4", group=16, q_len=5, kv_heads=1, lengths=(300, 4), window=200),
+        WarpgroupDecode(6, 4, 4, 2, 1), 2
+    ),
+    "warpgroups, two clusters": (
+        Case("int4", "int2", group=16, kv_heads=1, lengths=(1500, 300), sinks=True), NARROW, 16
+    ),
+    "three warpgroups": (Case("int2", "int2", group=16, lengths=(700, 130)), WarpgroupDecode(2, 12, 4, 2, 1), 1),
+    "four warpgroups, storage ends inside a stage": (
+        Case("int2", "int2", group=16, lengths=(257, 1)), WarpgroupDecode(2, 16, 4, 2, 1), 1
+    ),
+}  # fmt: skip
 
 
 EARLY_CASES = {  # case, schedule, splits, tokens too many
@@ -163,8 +230,22 @@ EARLY_CASES = {  # case, schedule, splits, tokens too many
     "no length at all": (Case("int8", "int8", lengths=(90, 700), window=500), replace(ONE, ahead=3), 2, -(1 << 31)),
     "no pipeline": (Case("int4", "int4", lengths=(90, 300), page=64), Decode(1, 2, 2, 1, 1, ahead=3), 2, 200),
     "16 rows": (Case("int4", "int2", lengths=(300, 3), q_len=4), Decode(2, 2, 2, 3, 1, True, 3), 2, 60),
-}
+    "warpgroups, longer": (
+        Case("int4", "int4", group=16, lengths=(700, 1, 300)), replace(WIDE, stages=4, ahead=4), 1, 1 << 30
+    ),
+    "warpgroups, shorter": (Case("int2", "int2", group=16, lengths=(257, 1)), WIDE, 1, -250),
+    "warpgroups, other pages": (
+        Case("int4_channel64", "int4", group=16, lengths=(300, 64, 1), page=64, window=90), replace(WIDE, ahead=2), 1, 0
+    ),
+    "warpgroups, all stale": (
+        Case("int4", "int4", group=12, lengths=(700, 0, 300), page=64, residual=64), replace(WIDE, ahead=2), 3, 90
+    ),
+    "warpgroups, no length at all": (
+        Case("int8", "int8", group=16, kv_heads=1, lengths=(90, 700), window=500), NARROW, 2, -(1 << 31)
+    ),
+}  # fmt: skip
 USUAL = ("all stale", "pages of many stages", "two clusters", "group of four warps", "options", "40 rows shared")
+USUAL += ("warpgroups of int2", "warpgroup channels, options, pages", "warpgroups, all stale")
 ALL = "TERRAZZO_EMULATE_ALL"
 
 

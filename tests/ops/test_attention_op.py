@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields, replace
 
 import pytest
@@ -13,6 +14,7 @@ from terrazzo.ops.attention import (
     append,
     decode,
     decode_program,
+    decode_warpgroup_program,
     kernel_requests,
     op,
     pack_cache,
@@ -22,6 +24,7 @@ from terrazzo.ops.attention import (
 from terrazzo.ops.attention import format as kv
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.schedules import attention as schedules
+from terrazzo.schedules import attention_space
 from torch._subclasses import FakeTensorMode
 
 
@@ -203,6 +206,20 @@ def test_every_format_and_size_has_a_schedule_that_fits(arch):
                     assert size - 2048 == 4 * decode_program.shared_words(layout, *sizes)
 
 
+def test_shared_memory_of_warpgroups_is_what_the_program_takes():
+    for k, v in itertools.product(kv.FORMATS, [name for name, found in kv.FORMATS.items() if found.for_values]):
+        for head_dim, residual in itertools.product(kv.HEAD_DIMS, (0, 64, 128)):
+            layout = CacheLayout(k, v, head_dim)
+            problem = op.problem_of(layout, 1, 1, 16, 1000, 0, layout.k.group or residual)
+            if not (problem.parted and problem.divides(64)):
+                continue
+            for row_tiles, warps, stages, cluster in itertools.product((2, 4, 6, 8), (4, 8, 12), (2, 4), (1, 2, 8, 16)):
+                schedule = schedules.WarpgroupDecode(row_tiles, warps, 4, stages, 1)
+                sizes = (row_tiles, warps // 4, stages, cluster, problem.residual)
+                size = 4 * decode_warpgroup_program.shared_words(layout, *sizes)
+                assert schedule.smem_bytes(problem, cluster) == size, (k, v, head_dim, sizes)
+
+
 @pytest.mark.parametrize("residual", [16, 48, 80])
 def test_stages_end_where_the_residual_block_begins(residual):
     """A stage of two tiles behind 48 packed tokens would take 16 tokens of stale storage for visible ones."""
@@ -253,6 +270,47 @@ def test_a_schedule_that_cannot_be_launched_is_refused(schedule, constraint):
             sinks=False, target=Target.parse("sm_90a"), schedule=schedule,
         )  # fmt: skip
     assert "schedule = 'Decode(1, " in str(caught.value)
+
+
+WIDE = schedules.WarpgroupDecode(2, 8, 4, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "changes", "constraint"),
+    [
+        (WIDE, {"target": "sm_80"}, "needs sm_90a"),
+        (WIDE, {"page": 16}, "pages and groups of whole 64 tokens"),
+        (WIDE, {"page": 32}, "pages and groups of whole 64 tokens"),
+        (WIDE, {"k": "int4_channel32"}, "pages and groups of whole 64 tokens"),
+        (WIDE, {"residual": 32}, "pages and groups of whole 64 tokens"),
+        (WIDE, {"v": "int2", "head_dim": 64}, "values that four warps can part"),
+        (replace(WIDE, warps=6), {}, "whole warpgroups"),
+        (replace(WIDE, row_tiles=3), {}, "2, 4, 6 or 8 row tiles"),
+        (replace(WIDE, row_tiles=10), {}, "2, 4, 6 or 8 row tiles"),
+        (replace(WIDE, tiles=2), {}, "4 tiles"),
+        (replace(WIDE, stages=1), {}, "at least two stages"),
+        (replace(WIDE, warps=32, stages=4), {}, "bytes of shared memory, a block on sm_90a has 232448"),
+    ],
+)
+def test_what_warpgroups_cannot_do_is_refused(schedule, changes, constraint):
+    given = {"target": "sm_90a", "k": "int4", "v": "int4", "head_dim": 128, "page": 0, "residual": 0} | changes
+    layout = CacheLayout(given["k"], given["v"], given["head_dim"])
+    facts = dict(page=given["page"], residual=layout.k.group or given["residual"], target=Target.parse(given["target"]))
+    with pytest.raises(ArgumentError, match=constraint) as caught:
+        op.plan(layout, 8, 8, 16, 32768, dtype="float16", softcap=False, sinks=False, schedule=schedule, **facts)
+    assert caught.value.argument == "schedule" and "'WarpgroupDecode(" in str(caught.value)
+
+
+@pytest.mark.parametrize("keys", ["float16", "bfloat16"])
+def test_rows_in_shared_memory_are_refused_for_keys_loaded_one_atom_at_a_time(keys):
+    given = schedules.Decode(2, 4, 1, 3, 1, shared_rows=True)
+    facts = dict(page=0, residual=0, softcap=False, sinks=False, schedule=given, target=Target.parse("sm_90a"))
+    with pytest.raises(ArgumentError, match="keys of at most 8 bits") as caught:
+        op.plan(CacheLayout(keys, keys, 128), 8, 8, 16, 32768, dtype="float16", **facts)
+    assert caught.value.argument == "schedule"
+    space = attention_space.Decode(op.problem_of(CacheLayout(keys, keys, 128), 8, 8, 16, 32768, 0))
+    assert "16-bit keys" in space.refusal("decode", given, facts["target"], 64)
+    assert not any(schedule.shared_rows for _, schedule in space.every(facts["target"], 64))
 
 
 @pytest.mark.parametrize("formats", [("int4_channel128", "int4"), ("int4", "int4"), ("int8", "int4")])

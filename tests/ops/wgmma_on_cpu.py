@@ -11,8 +11,17 @@ import re
 SHIMS = r"""
 typedef unsigned char uchar;
 struct TensorMap { long long base, rows, bytes; };  // of a matrix of bytes
+// a descriptor's matrix, K-major: rows of 128 swizzled bytes, or core matrices of 8 rows of 16 bytes as they are
+struct Tile {
+  const char *base; bool swizzled; int leading, stride;  // bytes from one core matrix to the next along k, to 8 rows on
+  const char *at(int row, int byte) const {
+    if (!swizzled) return base + byte / 16 * leading + row / 8 * stride + row % 8 * 16 + byte % 16;
+    uint64_t place = (uint64_t)base + row / 8 * stride + row % 8 * 128 + byte;
+    return (const char *)(place ^ (place >> 7 & 7) << 4);
+  }
+};
 struct Product {  // A: registers or memory
-  const uint32_t *a; const char *at, *b; int32_t *c; int n; bool add, sign, e4m3;
+  const uint32_t *a; Tile at, b; int32_t *c; int n; bool add, sign, e4m3;
   int wide;  // 16-bit operands: 1 f16, 2 bf16
 };
 struct Products { std::vector<std::vector<Product>> of[1024]; };  // of each thread: groups, the last one open
@@ -28,10 +37,8 @@ static void multiply_e4m3(int first, size_t group, size_t index) {  // A from re
   for (int i = 0; i < 128; ++i) for (int r = 0; r < 4; ++r) for (int e = 0; e < 4; ++e)
     x[i / 32 * 16 + i % 32 / 4 + 8 * (r & 1)][4 * (i % 4) + e + 16 * (r >> 1)] =
         e4m3_value(products[first + i][group][index].a[r] >> 8 * e);
-  for (int n = 0; n < products[first][group][index].n; ++n) for (int k = 0; k < 32; ++k) {
-    uint64_t at = (uint64_t)products[first][group][index].b + n * 128 + k;
-    y[n][k] = e4m3_value(*(const uint8_t *)(at ^ (at >> 7 & 7) << 4));
-  }
+  for (int n = 0; n < products[first][group][index].n; ++n) for (int k = 0; k < 32; ++k)
+    y[n][k] = e4m3_value(*(const uint8_t *)products[first][group][index].b.at(n, k));
   for (int i = 0; i < 128; ++i) {
     Product &p = products[first + i][group][index]; float *c = (float *)p.c;
     for (int v = 0; v < p.n / 2; ++v) {
@@ -44,18 +51,14 @@ static void multiply_e4m3(int first, size_t group, size_t index) {  // A from re
 }
 template <bool BF16> static void multiply_wide(int first, size_t group, size_t index) {
   static float x[64][16], y[256][16];
-  if (const char *from = products[first][group][index].at) {
-    for (int m = 0; m < 64; ++m) for (int k = 0; k < 16; ++k) {
-      uint64_t at = (uint64_t)from + m * 128 + k * 2;
-      x[m][k] = widen<BF16>(*(const uint16_t *)(at ^ (at >> 7 & 7) << 4));
-    }
-  } else for (int i = 0; i < 128; ++i) for (int r = 0; r < 4; ++r) for (int e = 0; e < 2; ++e)
+  Product &head = products[first][group][index];
+  if (head.at.base) for (int m = 0; m < 64; ++m) for (int k = 0; k < 16; ++k)
+    x[m][k] = widen<BF16>(*(const uint16_t *)head.at.at(m, k * 2));
+  else for (int i = 0; i < 128; ++i) for (int r = 0; r < 4; ++r) for (int e = 0; e < 2; ++e)
     x[i / 32 * 16 + i % 32 / 4 + 8 * (r & 1)][2 * (i % 4) + e + 8 * (r >> 1)] =
         widen<BF16>(products[first + i][group][index].a[r] >> 16 * e);
-  for (int n = 0; n < products[first][group][index].n; ++n) for (int k = 0; k < 16; ++k) {
-    uint64_t at = (uint64_t)products[first][group][index].b + n * 128 + k * 2;
-    y[n][k] = widen<BF16>(*(const uint16_t *)(at ^ (at >> 7 & 7) << 4));
-  }
+  for (int n = 0; n < head.n; ++n) for (int k = 0; k < 16; ++k)
+    y[n][k] = widen<BF16>(*(const uint16_t *)head.b.at(n, k * 2));
   for (int i = 0; i < 128; ++i) {
     Product &p = products[first + i][group][index]; float *c = (float *)p.c;
     for (int v = 0; v < p.n / 2; ++v) {
@@ -73,14 +76,13 @@ static void multiply(int first, size_t group, size_t index) {
   if (head.e4m3) return multiply_e4m3(first, group, index);
   static int16_t x[64][32]; static int8_t y[256][32];
   auto of = [&](uint8_t byte) { return head.sign ? (int16_t)(int8_t)byte : (int16_t)byte; };
-  auto swizzled = [](const char *p) { uint64_t at = (uint64_t)p; return *(const int8_t *)(at ^ (at >> 7 & 7) << 4); };
-  if (head.at) for (int m = 0; m < 64; ++m) for (int k = 0; k < 32; ++k) x[m][k] = of(swizzled(head.at + m * 128 + k));
+  if (head.at.base) for (int m = 0; m < 64; ++m) for (int k = 0; k < 32; ++k) x[m][k] = of(*head.at.at(m, k));
   for (int i = 0; i < 128; ++i) {
     Product &p = products[first + i][group][index]; int g = i % 32 / 4, t = i % 4;
     if (p.a) for (int r = 0; r < 4; ++r) for (int e = 0; e < 4; ++e)
       x[i / 32 * 16 + g + 8 * (r & 1)][4 * t + e + 16 * (r >> 1)] = of(p.a[r] >> 8 * e);
   }
-  for (int n = 0; n < head.n; ++n) for (int k = 0; k < 32; ++k) y[n][k] = swizzled(head.b + n * 128 + k);
+  for (int n = 0; n < head.n; ++n) for (int k = 0; k < 32; ++k) y[n][k] = *head.b.at(n, k);
   for (int i = 0; i < 128; ++i) {
     Product &p = products[first + i][group][index]; int g = i % 32 / 4, t = i % 4;
     for (int v = 0; v < p.n / 2; ++v) {
@@ -90,20 +92,25 @@ static void multiply(int first, size_t group, size_t index) {
     }
   }
 }
-// a descriptor counts 16 bytes from the beginning of shared memory
-static const char *described(uint64_t at) { return shared_memory() + 16 * at; }
+// a descriptor counts units of 16 bytes, its place from the beginning of shared memory
+static Tile described(uint64_t d) {
+  int kind = d >> 62;
+  if (kind > 1) { fprintf(stderr, "an unknown swizzle\n"); abort(); }
+  auto bytes = [&](int bit) { return int(d >> bit & 0x3FFF) * 16; };
+  return {shared_memory() + bytes(0), kind == 1, bytes(16), bytes(32)};
+}
 static void issue(const Product &p) { Unseen unseen; products[current].back().push_back(p); }
 template <int N, bool SIGNED> static void wgmma_rs(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
-  issue({a, nullptr, described(b), (int32_t *)c, N, add, SIGNED});
+  issue({a, {}, described(b), (int32_t *)c, N, add, SIGNED});
 }
 template <int N, int WIDE> static void wgmma_wide(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
-  issue({a, nullptr, described(b), (int32_t *)c, N, add, true, false, WIDE});
+  issue({a, {}, described(b), (int32_t *)c, N, add, true, false, WIDE});
 }
 template <int N, int WIDE> static void wgmma_wide(uint64_t a, uint64_t b, uint32_t *c, bool add) {
   issue({nullptr, described(a), described(b), (int32_t *)c, N, add, true, false, WIDE});
 }
 template <int N> static void wgmma_e4m3(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
-  issue({a, nullptr, described(b), (int32_t *)c, N, add, true, true});
+  issue({a, {}, described(b), (int32_t *)c, N, add, true, true});
 }
 template <int N, bool SIGNED> static void wgmma_ss(uint64_t a, uint64_t b, uint32_t *c, bool add) {
   issue({nullptr, described(a), described(b), (int32_t *)c, N, add, SIGNED});
@@ -115,8 +122,10 @@ struct GmmaDescriptor {
   uint64_t operator+(int offset) const { return desc_ + offset; }
   operator uint64_t() const { return desc_; }
 };
-template <int A, int B, int C> void initialize_wgmma_descriptor(GmmaDescriptor &d, const void *p) {
-  Unseen unseen; d.desc_ = ((const char *)p - shared_memory()) / 16; products[current].assign(1, {});
+template <int KIND, int LEADING, int STRIDE> void initialize_wgmma_descriptor(GmmaDescriptor &d, const void *p) {
+  Unseen unseen; products[current].assign(1, {});
+  if ((uintptr_t)p % 16) { fprintf(stderr, "misaligned operand\n"); abort(); }
+  d.desc_ = (uint64_t)KIND << 62 | (uint64_t)STRIDE << 32 | LEADING << 16 | ((const char *)p - shared_memory()) / 16;
 }
 template <class T> void prefetch_tma_descriptor(T) {}
 inline void fence_proxy_async() {}
@@ -131,18 +140,16 @@ template <int N> void warpgroup_wait() {
   };
   char &warp_has_read = wgmma_reads[current / 32];
   if (current % 32 == 0) {  // a warp's part of a product has read its tiles; other warps' parts may still be under way
-    std::vector<std::pair<const char *, int>> tiles;
+    std::vector<std::array<int, 2>> rows; std::vector<Tile> tiles;
     {
       Unseen unseen;
       for (size_t g = 0; g < done(); ++g) for (auto &p : products[current][g]) {
-        tiles.push_back({p.b, p.n});
-        if (p.at) tiles.push_back({p.at + current / 32 % 4 * 16 * 128, 16});
+        tiles.push_back(p.b); rows.push_back({0, p.n});
+        if (p.at.base) { tiles.push_back(p.at); rows.push_back({current / 32 % 4 * 16, 16}); }
       }
     }
-    for (auto &[at, rows] : tiles) for (int i = 0; i < 2 * rows; ++i) {
-      uint64_t piece = (uint64_t)at + i / 2 * 128 + i % 2 * 16;
-      reads((void *)(piece ^ (piece >> 7 & 7) << 4), 16);
-    }
+    for (size_t t = 0; t < tiles.size(); ++t) for (int i = 0; i < 2 * rows[t][1]; ++i)
+      reads(tiles[t].at(rows[t][0] + i / 2, i % 2 * 16), 16);
     released(&warp_has_read);
   }
   wg_meet([&] {
@@ -159,8 +166,10 @@ template <int N> void warpgroup_reg_alloc() {}
 template <int N> void warpgroup_reg_dealloc() {}
 }  // namespace tl
 static uint64_t tz_matrix(const tl::GmmaDescriptor &d) { return d.desc_; }
+#ifndef EARLY
 static void cudaTriggerProgrammaticLaunchCompletion() {}
 static void cudaGridDependencySynchronize() {}
+#endif
 template <int ROWS> static void tma_tile(const TensorMap *map, Barrier &bar, void *to, int col, int row) {
   static std::deque<std::vector<char>> held;
   for (int r = 0; r < ROWS; ++r) if (row + r < map->rows && col < map->bytes)
@@ -174,6 +183,14 @@ template <int ROWS> static void tma_tile(const TensorMap *map, Barrier &bar, voi
   released(bar.order(bar.state & 1)); Barrier::flying.push_back({&bar, {to, tile.data(), ROWS * 128}});
 }
 static void tz_wg_sync(int id) { bar_sync(id, 128); }
+struct Vote { int so_far, said; };
+static PerCta<std::array<Vote, 32>> votes;
+static bool tz_wg_any(int id, bool x) {
+  { Unseen unseen; votes[id].so_far |= x; }
+  gather<true>(named[id], 128, [&] { votes[id] = {0, votes[id].so_far}; });
+  Unseen unseen;
+  return votes[id].said;
+}
 static void tz_signal(int *flag, int id) { tz_wg_sync(id); if (threadIdx.x % 128 == 0) store_release(flag, 1); }
 static void tz_await(int *flag, int count, int stride, int id) {
   for (int i = threadIdx.x % 128; i < count; i += 128) {
@@ -188,6 +205,7 @@ static void tz_stmatrix4_trans(void *p, unsigned a, unsigned b, unsigned c, unsi
     for (int j = 0; j < 4; ++j) for (int l = 0; l < 32; ++l) for (int h = 0; h < 2; ++h)
       ((uint16_t *)w.out[j * 8 + l % 4 * 2 + h])[l / 4] = w.in[l][j] >> 16 * h;
   });
+  if ((uintptr_t)p % 16) { fprintf(stderr, "misaligned stmatrix\n"); abort(); }
   memcpy(p, row, 16);
 }
 template <class T, bool WHOLE> static void tz_store_row(void *y, int row, int n, int col, const void *src) {

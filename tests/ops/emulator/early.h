@@ -1,4 +1,5 @@
 // programmatic dependent launch: what the kernel ahead still writes (`late`) is there once a block has waited for it
+#define EARLY
 static std::vector<Copy> later; static bool landed; static PerCta<Together> waiting;
 static const char *storage; static long storage_bytes;
 static void swap_later() {

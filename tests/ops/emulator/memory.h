@@ -141,6 +141,7 @@ static void tz_store16(void *p, const void *v) { memcpy(p, v, 16); }
 static void tz_load16cg(void *v, const void *p) { memcpy(v, p, 16); }
 static int tz_peek(const void *p) { int v; memcpy(&v, p, 4); return v; }
 static unsigned tz_read32(const void *p) { return tz_load32(p); }
+static void tz_read128(void *out, const void *p) { tz_load<4>(out, p); }
 static void tz_rearm(void *bar) { ((Barrier *)bar)->init(1); }
 static float tz_loadcg(const void *p) { float v; memcpy(&v, p, 4); return v; }
 static unsigned tz_hmul2(unsigned a, unsigned b) {
