@@ -270,8 +270,8 @@ def every(problem: DecodeProblem, target: Target) -> list[tuple[DecodeProblem, D
     """What `choose` answers for any number of sequences and tokens, with the problem's other facts, and for each
     different kernel a problem that asks for it."""
     made = {}
-    pairs = sorted({n << i for n in (1, 3, 5, 7) for i in range(8)} | {1 << i for i in range(14)})
-    for i, j in itertools.product(pairs, sorted({n << i for n in (1, 3) for i in range(4, 20)})):
+    pairs = sorted({n << i for n in range(1, 16, 2) for i in range(8)} | {1 << i for i in range(14)})
+    for i, j in itertools.product(pairs, sorted({n << i for n in (1, 3, 5) for i in range(4, 20)})):
         at = replace(problem, pairs=i, tokens=j)
         chosen = choose(at, target)
         division = divide(at, chosen, target)

@@ -40,7 +40,8 @@ def exchange_words(nt: int) -> int:
 
 def make_warpgroup_macros(layout: CacheLayout, nt: int, softcap: bool, early: bool = False) -> SimpleNamespace:
     """Macros over a step of 64 tokens and 8 * nt rows, state; `early`: values are converted while keys are multiplied,
-    where registers allow. Macros: place_values, find_values, clear, adopt, sum_q, scale_q, step, totals.
+    where registers allow. Macros: place_values, find_values, clear, adopt, sum_q, scale_q, step,
+    flush, totals.
 
     `w` holds `lane`, the warp `quarter` of its warpgroup, that one's index `warp`, and one-element local buffers
     `atom`, the first of the lane's atoms of 16 head dimensions, and `values`, the word of a tile's values where those
@@ -64,13 +65,12 @@ def make_warpgroup_macros(layout: CacheLayout, nt: int, softcap: bool, early: bo
     clean, v_bf16, params = v.scaling == "none", v.operand == "bfloat16", layout.token_params
     p_words = TOKENS * n // 2
     notes = 2 * p_words  # word of the exchange behind P
-    chains = 1  # of products of keys: with few rows one of them waits for the other
     step_16 = 2 * nt * 8  # 16-byte units of a k16 slice of an operand in shared memory
 
     def state(scale, cap, window):
         """Registers of a thread; scale and cap in units of log2, window in tokens."""
         f32 = {name: T.alloc_local((size,), "float32") for name, size in (
-            ("o", atoms * nt * 4), ("s", nt * 4), ("t", nt * 4), ("m", nt * 2), ("l", nt * 2), ("z", nt * 2),
+            ("o", atoms * nt * 4), ("s", nt * 4), ("m", nt * 2), ("l", nt * 2), ("z", nt * 2),
             ("qs", nt * 2), ("x", nt * 2), ("ln", nt * 2), ("zn", nt * 2), ("f", 4), ("p", 4), ("top", 1),
         )}  # fmt: skip
         u32 = {name: T.alloc_local((size,), "uint32") for name, size in (
@@ -140,12 +140,10 @@ def make_warpgroup_macros(layout: CacheLayout, nt: int, softcap: bool, early: bo
     def product(q, at, st):
         """s = (A registers) Q^T, Q at 16-byte unit `at` behind descriptor q: one group of products, to be awaited."""
         T.warpgroup_fence_operand(st.s, 0, nt * 4)
-        if chains > 1:
-            T.warpgroup_fence_operand(st.t, 0, nt * 4)
         T.warpgroup_fence_operand(st.a, 0, slices * 4)
         T.warpgroup_arrive()
         for j in each(slices):
-            wgmma(n, k_kinds, st.t if j % chains else st.s, 0, st.a, j * 4, q, at + j * step_16, j >= chains)
+            wgmma(n, k_kinds, st.s, 0, st.a, j * 4, q, at + j * step_16, j > 0)
         T.warpgroup_commit_batch()
 
     @T.macro
@@ -153,10 +151,6 @@ def make_warpgroup_macros(layout: CacheLayout, nt: int, softcap: bool, early: bo
         """All products have ended."""
         T.warpgroup_wait(0)
         T.warpgroup_fence_operand(st.s, 0, nt * 4)
-        if chains > 1:
-            T.warpgroup_fence_operand(st.t, 0, nt * 4)
-            for i in each(nt * 4):
-                st.s[i] = st.s[i] + st.t[i]
 
     @T.macro
     def weigh_values(x, st, w):
