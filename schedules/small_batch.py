@@ -15,8 +15,8 @@ TOKENS_PER_TILE = 8
 MAX_TOKENS = 16
 MAX_WARPS = 28
 _LARGE = 90e6  # weights from which stream_k has enough tiles of 256 rows to win on more than 8 tokens (H200)
-_START_US = 1.6  # what a cost leaves out, for 16 tokens: takes the faster one of seven pairs measured on H200
-_STREAM_K_US = (3.4, 0.192)  # stream_k on 16 tokens, and for each million weights (fitted to six of them, 3 % rms)
+_START_US = 1.8  # what a cost leaves out, for 16 tokens: takes the faster one of 23 pairs recorded on an H200
+_STREAM_K_US = (3.4, 0.175)  # stream_k on 16 tokens, and for each million weights (14 of up to 84 million, 5 % rms)
 _USUAL_WARPS = {1: range(10, MAX_WARPS + 1), 2: range(5, 11)}  # token tiles -> warps that won on H200
 _RESERVED = 1280  # static shared memory: barriers, flags, alignment
 

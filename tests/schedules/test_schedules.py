@@ -104,3 +104,17 @@ def test_multistage_schedules_fit(arch, m):
             assert s.smem_bytes(problem) <= target.smem_per_block and s.rows % 64 == 0
             workspace, semaphores = multistage.launch_sizes(s, problem, m)
             assert len(workspace) == 5 and semaphores[0] <= 4096
+
+
+PAIRS = {  # W4A16 weight -> us of 16 tokens on an H200, the fastest recorded of small_batch and of stream_k
+    (4096, 4096): (7.00, 6.21), (6144, 4096): (8.63, 8.34), (5120, 5120): (11.34, 8.70), (6656, 6656): (16.02, 12.12),
+    (4096, 11008): (13.19, 11.86), (12288, 4096): (13.09, 11.86), (7168, 7168): (16.15, 12.84),
+    (4096, 14336): (14.30, 13.73), (9216, 7168): (18.62, 15.89), (8192, 8192): (15.40, 14.92),
+    (5120, 13824): (18.69, 15.88), (15360, 5120): (20.09, 16.38), (10240, 8192): (18.29, 17.76),
+}  # fmt: skip
+
+
+def test_sixteen_tokens_get_the_program_that_was_faster():
+    target = Target.parse("nvidia/nvidia-h200")
+    for (n, k), (small, tiles) in PAIRS.items():
+        assert small_batch.serves(WeightOnlyGemm(n, k, 1, 192), target, 16) == (small < tiles), (n, k)
