@@ -225,7 +225,7 @@ def _many_rows(problem: DecodeProblem, target: Target) -> list[Decode]:
     """Warpgroups, where rows are more than the warps of decode share a conversion for, and bytes enough to hide what
     the four warps wait for. Beside row groups of 8 and 16 (H200, us, 8 sequences of 32K, 8 kv heads): 32 rows int4 114
     and 128, int8 136 and 156, f16 246 and 269; 64 rows 195 and 248, 210 and 277, 250 and 426; channel-wise keys lose,
-    because every warpgroup scales all rows (tests/data/tuning/decode_h200.json, `rows`)."""
+    because every warpgroup scales all rows (`many_rows` of tests/data/tuning/decode_h200.json)."""
     of_all = problem.pairs * problem.tokens * problem.tile_words // 4 * (2 if problem.head_dim > 128 else 1)
     least = {64: 32, 128: 16, 256: 8}[problem.head_dim]
     if not target.supports("wgmma.f16") or not problem.parted or problem.group or not problem.divides(64):
@@ -294,6 +294,9 @@ def check(schedule: Decode, problem: DecodeProblem, target: Target) -> None:
     counts = (schedule.row_tiles, schedule.warps, schedule.tiles, schedule.stages, schedule.min_blocks)
     if min(counts) < 1 or schedule.warps > 32:
         raise ArgumentError("schedule", made, "counts start at one, and a block has 32 warps at most", "see Decode")
+    if schedule.stages > 33 or not 0 <= schedule.ahead <= 32:
+        constraint = "a lane fetches one of the first stages, and there are 32: at most 33 stages, ahead 0 to 32"
+        raise ArgumentError("schedule", made, constraint, "use fewer")
     if schedule.shared_rows and not problem.paired:
         constraint = "shared_rows takes keys of at most 8 bits: those of 16 are loaded one atom at a time"
         raise ArgumentError("schedule", made, constraint, "leave shared_rows out")

@@ -289,6 +289,8 @@ WIDE = schedules.WarpgroupDecode(2, 8, 4, 3, 1)
         (replace(WIDE, row_tiles=10), {}, "2, 4, 6 or 8 row tiles"),
         (replace(WIDE, tiles=2), {}, "4 tiles"),
         (replace(WIDE, stages=1), {}, "at least two stages"),
+        (replace(WIDE, warps=4, stages=34), {"k": "int2", "v": "int2"}, "at most 33 stages"),
+        (replace(WIDE, ahead=33), {}, "ahead 0 to 32"),
         (replace(WIDE, warps=32, stages=4), {}, "bytes of shared memory, a block on sm_90a has 232448"),
     ],
 )
