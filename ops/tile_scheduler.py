@@ -1,9 +1,10 @@
 """Macros of persistent tile programs: which share of which tile comes next, and the ring that feeds it.
 
 Work partition (schedules/stream_k.py): the first `sk` tiles are cut along k into equal shares, one for each CTA, the
-others are whole tiles in waves. A CTA that starts inside a tile leaves its sum before all else; the CTA that holds the
-head of that tile adds the shares after its whole tiles, so that it does not wait (ops/tile_shares.py). A share is
-awaited only from CTAs with a lower index, which the hardware has started earlier.
+others are whole tiles in waves. The whole tiles come first: CTAs then walk along k side by side, and what one has read
+another finds in L2, while shares begin anywhere along k and would part them for good. Then a CTA leaves its sum of a
+tile that another one began, and adds the shares of the tile that it begins (ops/tile_shares.py). A share is awaited
+only from CTAs with a lower index, which the hardware has started earlier.
 
 Each function returns macros for one program; all of their state lives in one-element local buffers (`scalars`).
 """
@@ -24,9 +25,8 @@ def scalars(*names: str) -> SimpleNamespace:
 
 def plan_state() -> SimpleNamespace:
     """What `plan` writes: k units [first, last) of shared tiles, each `length` long, of which the first `head` cost no
-    work; shared segments, whether one of them is a head to come last, all segments; `among`, the CTAs that part each
-    tile, or 0."""
-    return scalars("first", "last", "length", "head", "shared", "late", "all", "among")
+    work; shared segments, all segments; `among`, the CTAs that part each tile, or 0."""
+    return scalars("first", "last", "length", "head", "shared", "all", "among")
 
 
 def segment_state() -> SimpleNamespace:
@@ -80,29 +80,21 @@ def partition_macros(
         p.first[0] = T.truncdiv(r * (sk * p.length[0]), grid)
         p.last[0] = T.truncdiv((r + 1) * (sk * p.length[0]), grid)
         p.shared[0] = 0
-        p.late[0] = 0
         if p.last[0] > p.first[0]:
             p.shared[0] = T.truncdiv(p.last[0] - 1, p.length[0]) - T.truncdiv(p.first[0], p.length[0]) + 1
-            if T.And(
-                T.truncmod(p.last[0], p.length[0]) > 0,
-                p.last[0] - T.truncmod(p.last[0], p.length[0]) >= p.first[0],
-            ):
-                p.late[0] = 1
         p.all[0] = T.if_then_else(
             cta < grid, p.shared[0] + T.max(T.truncdiv(mt * row_tiles - sk - r + grid - 1, grid), 0), 0
         )
 
     @T.macro
     def segment(p, c, seg, cta, grid, sk, mt):
-        """Tile, k units [k0, k1), token block and row tile of the CTA's segment `seg`: the shares that it leaves to
-        others, whole tiles, the head that it adds shares to."""
+        """Tile, k units [k0, k1), token block and row tile of the CTA's segment `seg`: whole tiles, the share that it
+        leaves to another CTA, the head that it adds shares to."""
         c.length[0] = p.length[0]
         c.leaves[0] = 0
         c.adds[0] = 0
-        if T.Or(seg < p.shared[0] - p.late[0], T.And(p.late[0] == 1, seg == p.all[0] - 1)):
-            c.tile[0] = T.truncdiv(p.first[0], p.length[0]) + T.if_then_else(
-                seg < p.shared[0] - p.late[0], seg, p.shared[0] - 1
-            )
+        if seg >= p.all[0] - p.shared[0]:
+            c.tile[0] = T.truncdiv(p.first[0], p.length[0]) + seg - (p.all[0] - p.shared[0])
             c.k0[0] = T.max(p.first[0] - c.tile[0] * p.length[0], 0)
             c.k1[0] = T.min(p.last[0] - c.tile[0] * p.length[0], p.length[0])
             c.leaves[0] = T.if_then_else(c.k0[0] > 0, 1, 0)
@@ -114,7 +106,7 @@ def partition_macros(
             c.k0[0] = T.if_then_else(c.k0[0] > 0, T.max(c.k0[0] - p.head[0], 0), 0)
             c.k1[0] = T.max(c.k1[0] - p.head[0], 0)
         else:
-            c.tile[0] = sk + grid - 1 - cta + (seg - p.shared[0] + p.late[0]) * grid
+            c.tile[0] = sk + grid - 1 - cta + seg * grid
             c.k0[0] = 0
             c.k1[0] = T.min(c.tile[0] + units, units)  # = units: a trip count that nvcc knows is unrolled, if small
         c.tokens[0] = T.truncdiv(c.tile[0], raster * row_tiles) * raster

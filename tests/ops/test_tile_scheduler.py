@@ -94,21 +94,24 @@ def check(ctas: list, grid: int, sk: int, mt: int, row_tiles: int, units: int) -
     done: dict[int, list[int]] = {tile: [0] * units for tile in range(mt * row_tiles)}
     left: dict[int, list[int]] = {}  # tile -> CTAs that leave a share of it
     heads: dict[int, tuple[int, int]] = {}
-    where = set()
+    where, leavers = set(), set()
     for cta, (first, *rows) in enumerate(ctas):
         segments = [dict(zip(FIELDS, row)) for row in rows[: first[0]]]
+        kinds = [s["tile"] < sk for s in segments]
+        assert kinds == sorted(kinds), "whole tiles come before shares"
         for at, s in enumerate(segments):
             assert 0 <= s["k0"] <= s["k1"] <= units and not (s["leaves"] and s["adds"])
             for k in range(s["k0"], s["k1"]):
                 done[s["tile"]][k] += 1
             if s["leaves"]:
                 assert s["k0"] < s["k1"] or sk < mt * row_tiles, "where all is shared, every share has work"
-                assert at == 0, "a CTA has one slot of the workspace, and others wait for it"
+                assert cta not in leavers, "a CTA has one slot of the workspace"
+                leavers.add(cta)
                 left.setdefault(s["tile"], []).append(cta)
             else:
                 where.add((s["tokens"], s["rows"]))
             if s["adds"]:
-                assert at == len(segments) - 1, "a head comes after its whole tiles"
+                assert at == len(segments) - 1, "nobody waits with work left to do"
                 heads[s["tile"]] = cta, s["count"]
     assert all(count == 1 for tile in done.values() for count in tile)
     assert where == {(t, r) for t in range(mt) for r in range(row_tiles)}, "one CTA writes each tile"
