@@ -2,16 +2,20 @@
 
 A kernel of a few microseconds is measured inside a CUDA graph, so that the launch from Python does not count; its
 weights are rotated over copies that together exceed the L2 cache, so that they come from memory as in a model; and the
-median of several replays is reported with their spread.
+median of several replays is reported with their spread. Implementations that are compared take turns, replay by replay.
+
+A tensor-bound kernel on an H200 that idled for 20 ms or more runs for 50 ms at the highest clock and meets its power
+limit by 120 ms: 15 % slower, whatever it computes. So times are taken in one of two states, not between them: in bursts
+after a pause, or sustained, behind 150 ms of the same work.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -25,8 +29,10 @@ L2_FACTOR = 2.0
 """Copies of rotated data exceed the L2 cache by this factor."""
 BUDGET_MS = 15.0
 """GPU time spent on one measurement, unless the least number of replays takes longer."""
-WARM_UP_MS = 30.0
-"""GPU time before the first measurement of a group."""
+WARM_UP_MS = 150.0
+"""GPU time before sustained measurements."""
+PAUSE_S, BURST_MS, RAMP_MS = 0.05, 35.0, 2.0
+"""Idle time before a burst, its GPU time, and how much of that passes before the clock: an idle GPU runs slowly."""
 MIN_REPLAYS, MAX_REPLAYS = 5, 40
 _GRAPH_MS = 1.0  # length of one replay aimed at: long against the microseconds between two replays
 _MAX_LAUNCHES = 512
@@ -81,71 +87,105 @@ def plan_launches(copies: int, call_us: float, budget_ms: float = BUDGET_MS) -> 
     return calls, max(MIN_REPLAYS, min(MAX_REPLAYS, replays))
 
 
-def time_calls(calls: Sequence[Callable[[], object]], budget_ms: float = BUDGET_MS) -> Timing:
+def time_calls(calls: Sequence[Callable[[], object]], budget_ms: float = BUDGET_MS, sustained: bool = False) -> Timing:
     """Time equivalent calls (one for each copy of the data) by replaying them as one CUDA graph, in turn.
 
     Args:
         calls: functions without arguments that launch on the current stream and can be captured. Each is called twice
             before the capture, so that nothing is compiled or loaded in it.
-        budget_ms: GPU time to spend.
+        budget_ms: GPU time to spend. sustained: behind WARM_UP_MS of the same, else in bursts.
 
     Raises:
         ArgumentError: no calls.
         RuntimeError: whatever a call raises, and CUDA's errors.
     """
-    import torch
+    with _on_side_stream() as side:
+        run = _prepare(calls, budget_ms, side)
+        return _measure([run], sustained)[0]
 
+
+def time_in_turn(
+    candidates: Mapping[str, Sequence[Callable[[], object]]], budget_ms: float = BUDGET_MS, sustained: bool = False
+) -> dict[str, Timing | Exception]:
+    """Time several implementations replay by replay, in order and in reverse order by turns: all see the same clock.
+
+    Args:
+        candidates: name -> calls as `time_calls` takes them. budget_ms: GPU time for each name.
+        sustained: behind WARM_UP_MS of the same, else in bursts.
+
+    Returns:
+        name -> its timing, or what the candidate raised.
+    """
+    runs: dict[str, _Run] = {}
+    failed: dict[str, Timing | Exception] = {}
+    with _on_side_stream() as side:
+        for name, calls in candidates.items():
+            try:
+                runs[name] = _prepare(calls, budget_ms, side)
+            except Exception as error:  # the caller decides which errors of which candidate it can go on with
+                failed[name] = error
+        return failed | dict(zip(runs, _measure(list(runs.values()), sustained)))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A captured graph of `calls` calls, how long a replay takes, and how many of them spend the budget."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: int
+    us: float
+    replays: int
+
+
+def _prepare(calls: Sequence[Callable[[], object]], budget_ms: float, stream: torch.cuda.Stream) -> _Run:
     if not calls:
         raise ArgumentError(
             "calls", calls, "must hold at least one function", "pass one call for each copy of the data"
         )
+    for call in (*calls, *calls):
+        call()
+    graph = _capture(calls, len(calls), stream)
+    us = min(_times([graph.replay], 3)[0])
+    number, replays = plan_launches(len(calls), us / len(calls), budget_ms)
+    if number != len(calls):
+        graph = _capture(calls, number, stream)
+        us = _times([graph.replay], 1)[0][0]
+    return _Run(graph, number, us, replays)
+
+
+def _measure(runs: Sequence[_Run], sustained: bool) -> list[Timing]:
+    """Timings of runs that take turns."""
+    import torch
+
+    replays = [run.graph.replay for run in runs]
+    turns, turn_ms = max((run.replays for run in runs), default=0), sum(run.us for run in runs) / 1e3
+    times: list[list[float]] = [[] for _ in runs]
+    while turns > 0:
+        if sustained:
+            count, before = turns, math.ceil(WARM_UP_MS / turn_ms) * replays
+        else:
+            count = min(turns, max(1, int((BURST_MS - RAMP_MS) / turn_ms)))
+            before = math.ceil(RAMP_MS * 1e3 / runs[0].us) * replays[:1]
+            torch.cuda.current_stream().synchronize()
+            time.sleep(PAUSE_S)
+        for replay in before:
+            replay()
+        for all_, more in zip(times, _times(replays, count)):
+            all_.extend(more)
+        turns -= count
+    return [summarize(each, run.calls) for each, run in zip(times, runs)]
+
+
+@contextlib.contextmanager
+def _on_side_stream() -> Iterator[torch.cuda.Stream]:
+    """The stream of all measurements, after what the current one was asked to do, and before what it will be."""
+    import torch
+
     side = _side_stream(torch.cuda.current_device())
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for call in (*calls, *calls):
-            call()
-        graph = _capture(calls, len(calls), side)
-        number, replays = plan_launches(len(calls), min(_times(graph.replay, 3)) / len(calls), budget_ms)
-        if number != len(calls):
-            graph = _capture(calls, number, side)
-            _times(graph.replay, 1)
-        times = _times(graph.replay, replays)
+        yield side
     torch.cuda.current_stream().wait_stream(side)
-    return summarize(times, number)
-
-
-def time_in_turn(
-    candidates: Mapping[str, Sequence[Callable[[], object]]], budget_ms: float = BUDGET_MS
-) -> dict[str, Timing | Exception]:
-    """Time several implementations in order and again in reverse order, so that none gains from a cooler chip.
-
-    The first one runs for WARM_UP_MS before the clock: a GPU that idled takes milliseconds to raise its clocks.
-
-    Args:
-        candidates: name -> calls as `time_calls` takes them. budget_ms: GPU time for each name.
-
-    Returns:
-        name -> mean of both passes, its spread including their difference; or what the candidate raised.
-    """
-    passes: dict[str, list[Timing]] = {name: [] for name in candidates}
-    failed: dict[str, Timing | Exception] = {}
-    for name in list(candidates)[:1]:
-        with contextlib.suppress(Exception):  # what it raises, it raises again below
-            time_calls(candidates[name], WARM_UP_MS)
-    for name in (*candidates, *reversed(list(candidates))):
-        if name not in failed:
-            try:
-                passes[name].append(time_calls(candidates[name], budget_ms / 2))
-            except Exception as error:  # the caller decides which errors of which candidate it can go on with
-                failed[name] = error
-    return failed | {name: merge(*timings) for name, timings in passes.items() if name not in failed}
-
-
-def merge(first: Timing, second: Timing) -> Timing:
-    """Two measurements of the same thing as one."""
-    us = (first.us + second.us) / 2
-    spread = max(first.spread, second.spread, abs(first.us - second.us) / us)
-    return Timing(us, spread, first.calls, first.replays + second.replays)
 
 
 @cache
@@ -167,17 +207,23 @@ def _capture(calls: Sequence[Callable[[], object]], number: int, stream: torch.c
     return graph
 
 
-def _times(launch: Callable[[], object], count: int) -> list[float]:
-    """Time of each of `count` launches, microseconds."""
+def _times(launches: Sequence[Callable[[], object]], count: int) -> list[list[float]]:
+    """Times of `count` turns of each launch, microseconds; every other turn goes through them in reverse."""
     import torch
 
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks, order = [torch.cuda.Event(enable_timing=True)], []
     marks[0].record()
-    for mark in marks[1:]:
-        launch()
-        mark.record()
+    for turn in range(count):
+        for index in range(len(launches))[:: -1 if turn % 2 else 1]:
+            launches[index]()
+            order.append(index)
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
     marks[-1].synchronize()
-    return [1e3 * before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
+    found: list[list[float]] = [[] for _ in launches]
+    for index, before, after in zip(order, marks, marks[1:]):
+        found[index].append(1e3 * before.elapsed_time(after))
+    return found
 
 
 def copy_bandwidth(nbytes: int = 1 << 31, device: str = "cuda", repeats: int = 12) -> float:
@@ -190,7 +236,7 @@ def copy_bandwidth(nbytes: int = 1 << 31, device: str = "cuda", repeats: int = 1
     source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
-    times = _times(lambda: target.copy_(source), repeats)
+    times = _times([lambda: target.copy_(source)], repeats)[0]
     return 2 * nbytes / summarize(times).us / 1e3
 
 

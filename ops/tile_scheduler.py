@@ -9,7 +9,9 @@ only from CTAs with a lower index, which the hardware has started earlier.
 Each function returns macros for one program; all of their state lives in one-element local buffers (`scalars`).
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 from terrazzo.ops.calls import arrive, place, syncwarp
 from terrazzo.ops.calls import wait as wait_at
@@ -219,11 +221,21 @@ def expert_macros(*, experts: int, block_tokens: int, units: int, row_tiles: int
     return SimpleNamespace(partition=partition, locate=locate)
 
 
-def ring_macros(*, stages: int) -> SimpleNamespace:
-    """Macros of a ring of shared-memory stages: `reset`, `acquire` (a producer's wait for a stage), `find`, `wait` (a
-    consumer's), `advance`, `release`, `give_back`. `full` and `empty` are its mbarriers, one of each for a stage; a
-    consumer, whose loop is short of instructions, finds them once."""
+def steps_to(stage: Any) -> Callable[[int], Any]:
+    """From the first stage to another one in units of which a stage has `size`: uint32, by size."""
     import tilelang.language as T
+
+    return lambda size: T.cast(stage, "uint32") * T.uint32(size)
+
+
+def ring_macros(*, stages: int, each: int = 1) -> SimpleNamespace:
+    """Macros of a ring of shared-memory stages: `reset`, `acquire` (a producer's wait for a stage), `find`, `wait` (a
+    consumer's), `advance`, `release`, `give_back`, `each_unit`. `full` and `empty` are its mbarriers, one of each for a
+    stage; a consumer, whose loop is short of instructions, finds them once. each: stages of a unit of k."""
+    import tilelang.language as T
+
+    turns = 2 if stages % each else 1  # of the ring, until a unit begins with the first stage again
+    unrolled = turns * stages // each
 
     @T.macro
     def reset(ring):
@@ -271,6 +283,73 @@ def ring_macros(*, stages: int) -> SimpleNamespace:
         if condition:
             give_back(ring, ring.before[0])
 
+    @T.macro
+    def wait_slot(ring, index):
+        """`wait` for the stage that `index` others of a round come before."""
+        wait_at(ring.full[0] + T.cast(index % stages * 8, "uint32"), ring.parity[0] ^ (index // stages))
+
+    @T.macro
+    def release_before(ring, index, condition):
+        """`release` of the stage before that one."""
+        syncwarp()
+        if condition:
+            give_back(ring, (index + stages - 1) % stages)
+
+    def moving(ring):
+        return SimpleNamespace(
+            steps=lambda h: steps_to(ring.stage[0]),
+            wait=lambda h: wait(ring),
+            release=lambda h, condition: release(ring, condition),
+            advance=lambda: advance(ring),
+        )
+
+    def fixed(ring, first):
+        return SimpleNamespace(
+            steps=lambda h: steps_to((first + h) % stages),
+            wait=lambda h: wait_slot(ring, first + h),
+            release=lambda h, condition: release_before(ring, first + h, condition),
+            advance=lambda: None,
+        )
+
+    def units_to_first(stage):
+        """Units of k until one begins with the first stage."""
+        if turns == 1:
+            return T.truncmod(stages - stage, stages) // each
+        return T.if_then_else(stage % 2 == 1, (stages - stage) // 2, T.truncmod(stages - stage // 2, stages))
+
+    @T.macro
+    def each_unit(unit, drain, io, ring, count):
+        """What a consumer does: macro `unit(io, at, follows)` for each of `count` units of k, and `drain(io)`, which
+        completes its products. `at` has, of the unit's stage h, `steps(h)` (`steps_to`), `wait(h)`, `advance()` behind
+        its last use, and `release(h, condition)` of the stage before; `follows`: whether a unit came before.
+
+        A seventh of a unit's instructions are addresses and barriers, which cost next to nothing where the compiler
+        knows the stages: rounds of the ring are unrolled, between the units that lead to the first stage of one and
+        those that are left. ptxas serializes products that are under way from one loop to another: hence `drain`.
+        """
+        ahead = T.alloc_local((1,), "int32")
+        rounds = T.alloc_local((1,), "int32")
+        ahead[0] = T.min(units_to_first(ring.stage[0]), count)
+        rounds[0] = T.truncdiv(count - ahead[0], unrolled)
+        for i in T.serial(ahead[0]):
+            unit(io, moving(ring), i > 0)
+        drain(io)
+        for i in T.serial(rounds[0]):
+            for j in T.unroll(unrolled):
+                unit(io, fixed(ring, j * each), T.Or(j > 0, i + ahead[0] > 0))
+            ring.parity[0] = ring.parity[0] ^ (turns & 1)
+            ring.before[0] = stages - 1
+        drain(io)
+        for i in T.serial(count - ahead[0] - rounds[0] * unrolled):
+            unit(io, moving(ring), i + ahead[0] + rounds[0] > 0)
+
     return SimpleNamespace(
-        reset=reset, acquire=acquire, find=find, wait=wait, advance=advance, release=release, give_back=give_back
+        reset=reset,
+        acquire=acquire,
+        find=find,
+        wait=wait,
+        advance=advance,
+        release=release,
+        give_back=give_back,
+        each_unit=each_unit,
     )

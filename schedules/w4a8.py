@@ -217,9 +217,11 @@ class PingPong(StreamK):
 
 
 def fitted(schedule: StreamK, problem: IntegerGemm, target: Target) -> StreamK:
-    """The same tile with as many stages as fit, up to 12."""
+    """The same tile with as many stages as fit, up to `tile_costs.MOST_STAGES`."""
     fixed = schedule.smem_bytes(problem) - schedule.stages * schedule.stage_bytes(problem)
-    return replace(schedule, stages=min(12, (target.smem_per_block - fixed) // schedule.stage_bytes(problem)))
+    return replace(
+        schedule, stages=min(tile_costs.MOST_STAGES, (target.smem_per_block - fixed) // schedule.stage_bytes(problem))
+    )
 
 
 def choose(problem: IntegerGemm, target: Target, m: int) -> StreamK:

@@ -149,26 +149,45 @@ def build(
         T.warpgroup_fence_operand(acc, r * nacc, nacc)  # before the next wgmma: moved behind it, ptxas serializes all
 
     @T.macro
-    def step(a, acc, part, w, u, f, codes, x, ring, r, h, free):
+    def step(io, x, place, r, h, free):
         """64 k of row block r; `free`: whether this lane gives the stage before back."""
-        operand.convert(w, h * 4, u, a, h * 8, codes, h)
-        multiply(a, acc, r * nacc, x, h, 0, 2, 1)
+        operand.convert(io.w, h * 4, io.u, io.a, h * 8, io.codes, h)
+        multiply(io.a, io.acc, r * nacc, x, h, 0, 2, 1)
         T.warpgroup_wait(1)
         if r == 0 and h == 0:  # the wgmmas on the stage before are complete
-            rings.release(ring, free)
+            place.release(0, free)
 
     @T.macro
-    def step_e4m3(a, acc, part, w, u, f, codes, x, ring, r, h, free):
+    def step_e4m3(io, x, place, r, h, free):
         """The same; at each beginning of a group of k, the group before joins the sums."""
         T.warpgroup_wait(1)  # the set of operands that is written next is free
-        operand.convert(w, h * 4, u, a, h * 8, codes, h)
+        operand.convert(io.w, h * 4, io.u, io.a, h * 8, io.codes, h)
         for e in T.unroll(splits):
             if ig > 1 or h == 0:
-                settle(acc, part, f, (r + rb - 1 + T.min(h + e, 1)) % rb)
-                operand.factors(f, 0, u[(h * 2 + e) * ig // 4])
+                settle(io.acc, io.part, io.f, (r + rb - 1 + T.min(h + e, 1)) % rb)
+                operand.factors(io.f, 0, io.u[(h * 2 + e) * ig // 4])
                 if r == 0 and h == 0 and e == 0:
-                    rings.release(ring, free)
-            multiply(a, part, 0, x, h, e, 2 // splits, h * 2 if ig == 1 else 0)
+                    place.release(0, free)
+            multiply(io.a, io.part, 0, x, h, e, 2 // splits, h * 2 if ig == 1 else 0)
+
+    @T.macro
+    def consume(io, place, follows):
+        """128 k."""
+        place.wait(0)
+        tile = steps.tokens(io.at, place.steps(0))
+        for r in T.unroll(rb):
+            steps.load_unit(io.at, io.w, io.u, place.steps(0), r)
+            for h in T.unroll(2):
+                (step_e4m3 if e4m3 else step)(io, tile, place, r, h, T.And(io.lane == 0, follows))
+        place.advance()
+
+    @T.macro
+    def drain(io):
+        """All products are complete."""
+        T.warpgroup_wait(0)
+        T.warpgroup_fence_operand(io.acc, num_regs=rb * nacc)
+        if e4m3:
+            T.warpgroup_fence_operand(io.part, num_regs=nacc)
 
     @T.prim_func
     def main(
@@ -248,16 +267,8 @@ def build(
                         for i in T.unroll(2):
                             f[i] = 0
                     steps.find_units(at, Ws, 0, wg * rb, wt)  # anew: kept while the tile ends, it would be spilled
-                    for kb in T.serial(c.k1[0] - c.k0[0]):
-                        rings.wait(ring)
-                        tile = steps.tokens(at, ring.stage[0])
-                        for r in T.unroll(rb):
-                            steps.load_unit(at, w, u, ring.stage[0], r)
-                            for h in T.unroll(2):
-                                (step_e4m3 if e4m3 else step)(
-                                    a, acc, part, w, u, f, codes, tile, ring, r, h, T.And(lane == 0, kb > 0)
-                                )
-                        rings.advance(ring)
+                    io = SimpleNamespace(w=w, u=u, a=a, f=f, acc=acc, part=part, codes=codes, at=at, lane=lane)
+                    rings.each_unit(consume, drain, io, ring, c.k1[0] - c.k0[0])
                     if e4m3:
                         settle(acc, part, f, rb - 1)
                     T.warpgroup_wait(0)
