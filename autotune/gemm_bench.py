@@ -34,6 +34,10 @@ _SHORT = {"float16": "f16", "bfloat16": "bf16"}
 _PROBLEM = {"n", "k", "bias", "dtype", "out_dtype", "scale_dtype", "symmetric", "group", "group_size"}
 
 
+SUSTAINED_M = 64
+"""From so many tokens on, rows also have the times at the power limit: `sustained`, ours and cuBLAS's in turn."""
+
+
 class Peer(Protocol):
     """Another implementation of the same product.
 
@@ -304,6 +308,10 @@ class Shape(ABC):
             else:
                 row.setdefault("variants", {}) if ours else None
                 row["variants" if ours else "peers"][name] = round(timing.us, 3)
+        if m >= SUSTAINED_M and not failure:
+            rivals = {name: candidates[name] for name in (OURS, Cublas.name) if name in candidates}
+            slow = measure.time_in_turn(rivals, self.settings.budget_ms, sustained=True)
+            row["sustained"] = {name: round(it.us, 3) for name, it in slow.items() if not isinstance(it, Exception)}
         return row | ({"failure": failure} if failure else {}) | ({"peers_failed": problems} if problems else {})
 
     def first_launch(

@@ -99,9 +99,12 @@ def time_calls(calls: Sequence[Callable[[], object]], budget_ms: float = BUDGET_
         ArgumentError: no calls.
         RuntimeError: whatever a call raises, and CUDA's errors.
     """
+    if not calls:
+        raise ArgumentError(
+            "calls", calls, "must hold at least one function", "pass one call for each copy of the data"
+        )
     with _on_side_stream() as side:
-        run = _prepare(calls, budget_ms, side)
-        return _measure([run], sustained)[0]
+        return _measure([_prepare(calls, budget_ms, side)], sustained)[0]
 
 
 def time_in_turn(
@@ -138,10 +141,7 @@ class _Run:
 
 
 def _prepare(calls: Sequence[Callable[[], object]], budget_ms: float, stream: torch.cuda.Stream) -> _Run:
-    if not calls:
-        raise ArgumentError(
-            "calls", calls, "must hold at least one function", "pass one call for each copy of the data"
-        )
+    """Capture equivalent calls, at least one."""
     for call in (*calls, *calls):
         call()
     graph = _capture(calls, len(calls), stream)

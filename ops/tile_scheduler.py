@@ -27,8 +27,8 @@ def scalars(*names: str) -> SimpleNamespace:
 
 def plan_state() -> SimpleNamespace:
     """What `plan` writes: k units [first, last) of shared tiles, each `length` long, of which the first `head` cost no
-    work; shared segments, all segments; `among`, the CTAs that part each tile, or 0."""
-    return scalars("first", "last", "length", "head", "shared", "all", "among")
+    work; segments that are whole tiles, all segments; `among`, the CTAs that part each tile, or 0."""
+    return scalars("first", "last", "length", "head", "whole", "all", "among")
 
 
 def segment_state() -> SimpleNamespace:
@@ -81,12 +81,10 @@ def partition_macros(
         p.length[0] = units + p.head[0]
         p.first[0] = T.truncdiv(r * (sk * p.length[0]), grid)
         p.last[0] = T.truncdiv((r + 1) * (sk * p.length[0]), grid)
-        p.shared[0] = 0
-        if p.last[0] > p.first[0]:
-            p.shared[0] = T.truncdiv(p.last[0] - 1, p.length[0]) - T.truncdiv(p.first[0], p.length[0]) + 1
-        p.all[0] = T.if_then_else(
-            cta < grid, p.shared[0] + T.max(T.truncdiv(mt * row_tiles - sk - r + grid - 1, grid), 0), 0
-        )
+        p.whole[0] = T.if_then_else(cta < grid, T.max(T.truncdiv(mt * row_tiles - sk - r + grid - 1, grid), 0), 0)
+        p.all[0] = p.whole[0]
+        if T.And(cta < grid, p.last[0] > p.first[0]):
+            p.all[0] = p.all[0] + T.truncdiv(p.last[0] - 1, p.length[0]) - T.truncdiv(p.first[0], p.length[0]) + 1
 
     @T.macro
     def segment(p, c, seg, cta, grid, sk, mt):
@@ -95,8 +93,8 @@ def partition_macros(
         c.length[0] = p.length[0]
         c.leaves[0] = 0
         c.adds[0] = 0
-        if seg >= p.all[0] - p.shared[0]:
-            c.tile[0] = T.truncdiv(p.first[0], p.length[0]) + seg - (p.all[0] - p.shared[0])
+        if seg >= p.whole[0]:
+            c.tile[0] = T.truncdiv(p.first[0], p.length[0]) + seg - p.whole[0]
             c.k0[0] = T.max(p.first[0] - c.tile[0] * p.length[0], 0)
             c.k1[0] = T.min(p.last[0] - c.tile[0] * p.length[0], p.length[0])
             c.leaves[0] = T.if_then_else(c.k0[0] > 0, 1, 0)
@@ -228,10 +226,11 @@ def steps_to(stage: Any) -> Callable[[int], Any]:
     return lambda size: T.cast(stage, "uint32") * T.uint32(size)
 
 
-def ring_macros(*, stages: int, each: int = 1) -> SimpleNamespace:
+def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> SimpleNamespace:
     """Macros of a ring of shared-memory stages: `reset`, `acquire` (a producer's wait for a stage), `find`, `wait` (a
     consumer's), `advance`, `release`, `give_back`, `each_unit`. `full` and `empty` are its mbarriers, one of each for a
-    stage; a consumer, whose loop is short of instructions, finds them once. each: stages of a unit of k."""
+    stage; a consumer, whose loop is short of instructions, finds them once. each: stages of a unit of k. rounds:
+    `each_unit` unrolls them, which takes registers."""
     import tilelang.language as T
 
     turns = 2 if stages % each else 1  # of the ring, until a unit begins with the first stage again
@@ -327,21 +326,24 @@ def ring_macros(*, stages: int, each: int = 1) -> SimpleNamespace:
         knows the stages: rounds of the ring are unrolled, between the units that lead to the first stage of one and
         those that are left. ptxas serializes products that are under way from one loop to another: hence `drain`.
         """
-        ahead = T.alloc_local((1,), "int32")
-        rounds = T.alloc_local((1,), "int32")
-        ahead[0] = T.min(units_to_first(ring.stage[0]), count)
-        rounds[0] = T.truncdiv(count - ahead[0], unrolled)
-        for i in T.serial(ahead[0]):
-            unit(io, moving(ring), i > 0)
-        drain(io)
-        for i in T.serial(rounds[0]):
-            for j in T.unroll(unrolled):
-                unit(io, fixed(ring, j * each), T.Or(j > 0, i + ahead[0] > 0))
-            ring.parity[0] = ring.parity[0] ^ (turns & 1)
-            ring.before[0] = stages - 1
-        drain(io)
-        for i in T.serial(count - ahead[0] - rounds[0] * unrolled):
-            unit(io, moving(ring), i + ahead[0] + rounds[0] > 0)
+        if not rounds:
+            for i in T.serial(count):
+                unit(io, moving(ring), i > 0)
+        else:
+            ring.before[0] = -1  # none of this count
+            left = T.alloc_local((1,), "int32")
+            left[0] = count - T.min(units_to_first(ring.stage[0]), count)
+            for _ in T.serial(count - left[0]):
+                unit(io, moving(ring), ring.before[0] >= 0)
+            drain(io)
+            for _ in T.serial(T.truncdiv(left[0], unrolled)):
+                for j in T.unroll(unrolled):
+                    unit(io, fixed(ring, j * each), T.Or(j > 0, ring.before[0] >= 0))
+                ring.parity[0] = ring.parity[0] ^ (turns & 1)
+                ring.before[0] = stages - 1
+            drain(io)
+            for _ in T.serial(T.truncmod(left[0], unrolled)):
+                unit(io, moving(ring), ring.before[0] >= 0)
 
     return SimpleNamespace(
         reset=reset,

@@ -24,7 +24,7 @@ consumed: ptxas may move an arrive in front of a load's return (measured.md, "A 
 from types import SimpleNamespace
 
 from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.calls import tma_tile, wgmma
+from terrazzo.ops.calls import opaque, tma_tile, wgmma
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
 from terrazzo.ops.tile_scheduler import (
     EXPERTS_SOURCE,
@@ -93,7 +93,7 @@ def build(
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
     exchange = not experts and schedule.parts
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, exchange=exchange)
-    rings = ring_macros(stages=stages)
+    rings = ring_macros(stages=stages, rounds=not experts and rb == 1)
     spare = spare_registers(wgs, (rb + e4m3) * nacc + 48)
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype=sum_type, spare=spare)
     operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
@@ -274,6 +274,8 @@ def build(
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
                     rings.release(ring, lane == 0)
+                    if rb > 1:
+                        opaque(c.first[0])  # addresses of y are not made before, and spilled
                     tail.finish(WS, SEM, acc, to, p, c, x, cta, ctas, sk, wg, wt)
 
     return main

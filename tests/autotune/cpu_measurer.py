@@ -90,7 +90,7 @@ def quantize_fp8(x):
     return integers_fp8.quantize_activations(x)
 
 
-def time_calls(calls, budget_ms):
+def time_calls(calls, budget_ms, sustained=False):
     for call in calls:
         call()
     return measure.Timing(10.0, 0.01, len(calls), 5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from terrazzo.autotune import gemm_bench, measure
@@ -44,15 +46,20 @@ def on_the_cpu(monkeypatch):
         y = reference.gemm(x, w, "post").to(x.dtype)
         return y if out is None else out.copy_(y)
 
-    def time_calls(calls, budget_ms):
+    def prepare(calls, budget_ms, stream):
         for call in (*calls, *calls):
             call()
-        return measure.Timing(10.0, 0.01, len(calls), 5)
+        return calls
+
+    def timings(runs, sustained):
+        return [measure.Timing(10.0, 0.01, len(calls), 5) for calls in runs]
 
     monkeypatch.setattr(gemm_bench, "DEVICE", "cpu")
     monkeypatch.setattr(gemm_bench, "require_gpu", lambda: None)
     monkeypatch.setattr(Target, "detect", staticmethod(lambda device=None: target))
-    monkeypatch.setattr(measure, "time_calls", time_calls)
+    monkeypatch.setattr(measure, "_on_side_stream", contextlib.nullcontext)
+    monkeypatch.setattr(measure, "_prepare", prepare)
+    monkeypatch.setattr(measure, "_measure", timings)
     monkeypatch.setattr(measure, "copy_bandwidth", lambda: 4000.0)
     monkeypatch.setattr(measure, "call_overhead_us", lambda call: call() is None or 5.0)
     monkeypatch.setattr(measure, "copies_beyond_l2", lambda nbytes, l2: 3)
@@ -87,6 +94,12 @@ def test_a_run_has_every_field(on_the_cpu):
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"group": 32}, {"symmetric": True}, {"group": 4096}])
 def test_other_settings(on_the_cpu, settings):
     assert all(row["us"] for row in bench(**settings)["rows"])
+
+
+def test_many_tokens_are_timed_at_the_power_limit_too(on_the_cpu):
+    on_the_cpu.setattr(gemm_bench, "SUSTAINED_M", 7)
+    few, many = bench(ms=(1, 7))["rows"][:2]
+    assert "sustained" not in few and many["sustained"] == {gemm_bench.OURS: 10.0, "cublas_f16": 10.0}
 
 
 def test_many_tokens_are_sampled(on_the_cpu):

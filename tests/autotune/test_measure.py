@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -71,18 +74,61 @@ def test_benchmarks_ask_for_a_gpu():
         bench_w4a16({(64, 64): ()}, [1])
 
 
-def test_implementations_are_timed_in_both_orders(monkeypatch):
-    order, times = [], {"a": iter([99.0, 10.0, 12.0]), "b": iter([20.0, 20.0])}
+class Clock:
+    """Stands for the GPU: launches take their time, events note it."""
 
-    def time_calls(calls, budget_ms):
-        name = calls[0]()
-        order.append((name, budget_ms))
-        if name == "broken":
-            raise RuntimeError("no")
-        return measure.Timing(next(times[name]), 0.01, 4, 5)
+    def __init__(self, monkeypatch):
+        self.now, self.order, self.pauses = 0.0, [], []
+        clock = self
 
-    monkeypatch.setattr(measure, "time_calls", time_calls)
-    found = measure.time_in_turn({name: [lambda name=name: name] for name in ("a", "broken", "b")}, 8.0)
-    assert order == [("a", measure.WARM_UP_MS), ("a", 4.0), ("broken", 4.0), ("b", 4.0), ("b", 4.0), ("a", 4.0)]
-    assert found["a"] == measure.Timing(11.0, 2 / 11, 4, 10) and found["b"].spread == 0.01
-    assert isinstance(found["broken"], RuntimeError)
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = clock.now
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, after):
+                return after.at - self.at
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: Event(True))
+        monkeypatch.setattr(measure.time, "sleep", self.pauses.append)
+        monkeypatch.setattr(measure, "_on_side_stream", contextlib.nullcontext)
+
+    def run(self, name, ms, replays):
+        def replay():
+            self.order.append(name)
+            self.now += ms
+
+        return measure._Run(SimpleNamespace(replay=replay), 4, 1e3 * ms, replays)
+
+
+def test_every_other_turn_is_in_reverse(monkeypatch):
+    clock = Clock(monkeypatch)
+    a, b = clock.run("a", 2.0, 3), clock.run("b", 3.0, 3)
+    assert measure._times([a.graph.replay, b.graph.replay], 3) == [[2000.0] * 3, [3000.0] * 3]
+    assert "".join(clock.order) == "abbaab"
+
+
+def test_implementations_take_turns_in_bursts_or_behind_the_same_work(monkeypatch):
+    clock = Clock(monkeypatch)
+    runs = {"a": clock.run("a", 4.0, 5), "b": clock.run("b", 6.0, 2)}
+
+    def prepare(calls, budget_ms, stream):
+        assert budget_ms == 8.0
+        return runs[calls[0]()]
+
+    monkeypatch.setattr(measure, "_prepare", prepare)
+    calls = {name: [lambda name=name: name] for name in ("a", "broken", "b")}
+    found = measure.time_in_turn(calls, 8.0)
+    assert found["a"] == measure.Timing(1000.0, 0.0, 4, 5) and found["b"].us == 1500.0
+    assert isinstance(found["broken"], KeyError)
+    assert clock.pauses == [measure.PAUSE_S] * 2  # three turns of 10 ms in a burst, two in the next
+    assert "".join(clock.order) == "a" + "abbaab" + "a" + "abba"  # one replay before the clock
+    clock.order.clear()
+    measure.time_in_turn(calls, 8.0, sustained=True)
+    assert len(clock.pauses) == 2 and "".join(clock.order) == "ab" * 15 + "abbaabbaab"
