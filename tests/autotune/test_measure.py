@@ -89,13 +89,13 @@ class Clock:
                 self.at = clock.now
 
             def synchronize(self):
-                pass
+                assert self.at <= clock.now
 
             def elapsed_time(self, after):
                 return after.at - self.at
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: Event(True))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=list))
         monkeypatch.setattr(measure.time, "sleep", self.pauses.append)
         monkeypatch.setattr(measure, "_on_side_stream", contextlib.nullcontext)
 
