@@ -151,6 +151,13 @@ def test_the_summary_names_its_source(result):
     assert "| 16 | 2.00x | 2.30x |  |" in text
 
 
+def test_the_summary_has_what_was_timed_at_the_power_limit(result):
+    timed = row(64, 64, 64, 10.0, 20.0) | {"sustained": {report.OURS: 10.0, report.BASELINE: 15.0}}
+    text = report.summary_markdown(result | {"rows": [row(1, 64, 64, 10.0, 20.0), timed]}, "f.json")
+    assert "| terrazzo | goal | at the power limit |" in text
+    assert "| 1 | 2.00x | 3.00x |  |" in text and "| 64 | 2.00x | 1.80x | 1.50x |" in text
+
+
 def test_the_documents_are_current():
     assert readme.stale() == {}
     assert readme.main(["--check"]) == 0
