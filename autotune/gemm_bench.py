@@ -32,8 +32,6 @@ DEVICE = "cuda"
 OURS = "terrazzo"
 _SHORT = {"float16": "f16", "bfloat16": "bf16"}
 _PROBLEM = {"n", "k", "bias", "dtype", "out_dtype", "scale_dtype", "symmetric", "group", "group_size"}
-
-
 SUSTAINED_M = 64
 """From so many tokens on, rows also have the times at the power limit: `sustained`, ours and cuBLAS's in turn."""
 

@@ -4,9 +4,9 @@ A kernel of a few microseconds is measured inside a CUDA graph, so that the laun
 weights are rotated over copies that together exceed the L2 cache, so that they come from memory as in a model; and the
 median of several replays is reported with their spread. Implementations that are compared take turns, replay by replay.
 
-A tensor-bound kernel on an H200 that idled for 20 ms or more runs for 50 ms at the highest clock and meets its power
-limit by 120 ms: 15 % slower, whatever it computes. So times are taken in one of two states, not between them: in bursts
-after a pause, or sustained, behind 150 ms of the same work.
+A GPU that idled runs tensor-bound kernels at its highest clock until it meets its power limit (docs/benchmarks.md, "Two
+states of the chip"). So times are taken in one of the two states, not between them: in bursts after a pause, or
+sustained, behind 150 ms of the same work.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def time_in_turn(
     """Time several implementations replay by replay, in order and in reverse order by turns: all see the same clock.
 
     Args:
-        candidates: name -> calls as `time_calls` takes them. budget_ms: GPU time for each name.
+        candidates: name -> calls as `time_calls` takes them.
+        budget_ms: GPU time for each name, at least; all are replayed as often as the one that needs it most.
         sustained: behind WARM_UP_MS of the same, else in bursts.
 
     Returns:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from terrazzo.lowering.targets import Target
 
 PEER_MS = 15.0
-SUSTAINED_M = 512
-"""From so many tokens on, a model's products follow one another at the power limit: prefill."""
+PREFILL_M = 512
+"""From so many tokens on, trials are timed at the power limit, where the products of a prefill follow one another."""
 _FULL = 0.5
 
 
@@ -102,7 +102,7 @@ class Bench:
         if problems:
             return {"status": "wrong", "error": problems}
         calls = [partial(subject.launch, given, copy, second) for copy in copies]
-        timing = measure.time_calls(calls, budget_ms, m >= SUSTAINED_M)
+        timing = measure.time_calls(calls, budget_ms, m >= PREFILL_M)
         torch.cuda.synchronize()
         if len(copies) == 1 and not torch.equal(first, second):
             return {"status": "wrong", "error": "the timed launches gave other bits than the first one"}
@@ -114,7 +114,7 @@ class Bench:
         if found is None:
             return {"status": "error", "error": f"{problem.op} has no peer"}
         name, calls = found
-        return {"status": "ok", "name": name, "us": measure.time_calls(calls, PEER_MS, problem.m >= SUSTAINED_M).us}
+        return {"status": "ok", "name": name, "us": measure.time_calls(calls, PEER_MS, problem.m >= PREFILL_M).us}
 
 
 def _used() -> float:

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from terrazzo.autotune.gemm_bench import OURS
+
 RESULTS = Path(__file__).parent / "results"
-OURS, BASELINE = "terrazzo", "cublas_f16"
+BASELINE = "cublas_f16"
 GOALS = {1: 3.0, 4: 2.7, 16: 2.3, 32: 1.9, 64: 1.8, 128: 1.4, 256: 1.05, 1024: 1.0, 4096: 1.0, 8192: 1.0}
 """M -> geometric mean over shapes against cuBLAS f16 that W4A16 aims at on an H200."""
 W4A8_GOALS = {4: 2.5, 8: 2.5, 16: 2.5, 32: 2.5, 64: 2.2, 256: 1.7}
@@ -76,24 +78,24 @@ def timed(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [row for row in result["rows"] if row["us"] and row["peers"].get(BASELINE)]
 
 
+def means(ratios: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """M -> geometric mean of its ratios."""
+    by_m: dict[int, list[float]] = {}
+    for m, ratio in ratios:
+        by_m.setdefault(m, []).append(ratio)
+    return {m: geomean(found) for m, found in sorted(by_m.items())}
+
+
 def speedups(result: Mapping[str, Any], name: str | None = None) -> dict[int, float]:
     """M -> geometric mean over shapes of cuBLAS time / time of ours (or of a peer, where it was measured)."""
-    by_m: dict[int, list[float]] = {}
-    for row in timed(result):
-        us = row["us"] if name is None else row["peers"].get(name)
-        if us:
-            by_m.setdefault(row["m"], []).append(row["peers"][BASELINE] / us)
-    return {m: geomean(ratios) for m, ratios in sorted(by_m.items())}
+    times = ((row, row["us"] if name is None else row["peers"].get(name)) for row in timed(result))
+    return means((row["m"], row["peers"][BASELINE] / us) for row, us in times if us)
 
 
 def sustained(result: Mapping[str, Any]) -> dict[int, float]:
     """`speedups` at the power limit, over the rows that were timed there."""
-    by_m: dict[int, list[float]] = {}
-    for row in timed(result):
-        found = row.get("sustained", {})
-        if found.get(OURS) and found.get(BASELINE):
-            by_m.setdefault(row["m"], []).append(found[BASELINE] / found[OURS])
-    return {m: geomean(ratios) for m, ratios in sorted(by_m.items())}
+    times = ((row["m"], row.get("sustained", {})) for row in timed(result))
+    return means((m, us[BASELINE] / us[OURS]) for m, us in times if OURS in us and BASELINE in us)
 
 
 def operator(result: Mapping[str, Any]) -> str:
@@ -108,23 +110,15 @@ def goals_of(result: Mapping[str, Any]) -> dict[int, float]:
 
 def ratios(result: Mapping[str, Any], over: str, under: str | None = None) -> dict[int, float]:
     """M -> geometric mean of peer `over`'s time / ours, or variant `under`'s, over the rows that have both."""
-    by_m: dict[int, list[float]] = {}
-    for row in timed(result):
-        us = row["us"] if under is None else row.get("variants", {}).get(under)
-        if us and row["peers"].get(over):
-            by_m.setdefault(row["m"], []).append(row["peers"][over] / us)
-    return {m: geomean(found) for m, found in sorted(by_m.items())}
+    times = ((row, row["us"] if under is None else row.get("variants", {}).get(under)) for row in timed(result))
+    return means((row["m"], row["peers"][over] / us) for row, us in times if us and row["peers"].get(over))
 
 
 def variant_ratios(result: Mapping[str, Any], slow: str, fast: str | None = None) -> dict[int, float]:
     """M -> geometric mean of variant `slow`'s time / variant `fast`'s, or the baseline's, over the rows with both."""
-    by_m: dict[int, list[float]] = {}
-    for row in timed(result):
-        found = row.get("variants", {})
-        us = row["peers"][BASELINE] if fast is None else found.get(fast)
-        if us and found.get(slow):
-            by_m.setdefault(row["m"], []).append(found[slow] / us)
-    return {m: geomean(ratios) for m, ratios in sorted(by_m.items())}
+    rows = ((row, row.get("variants", {})) for row in timed(result))
+    times = ((row["m"], us.get(slow), row["peers"][BASELINE] if fast is None else us.get(fast)) for row, us in rows)
+    return means((m, of_slow / of_fast) for m, of_slow, of_fast in times if of_slow and of_fast)
 
 
 def peer_names(result: Mapping[str, Any]) -> list[str]:

@@ -9,9 +9,7 @@ only from CTAs with a lower index, which the hardware has started earlier.
 Each function returns macros for one program; all of their state lives in one-element local buffers (`scalars`).
 """
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 from terrazzo.ops.calls import arrive, place, syncwarp
 from terrazzo.ops.calls import wait as wait_at
@@ -219,18 +217,11 @@ def expert_macros(*, experts: int, block_tokens: int, units: int, row_tiles: int
     return SimpleNamespace(partition=partition, locate=locate)
 
 
-def steps_to(stage: Any) -> Callable[[int], Any]:
-    """From the first stage to another one in units of which a stage has `size`: uint32, by size."""
-    import tilelang.language as T
-
-    return lambda size: T.cast(stage, "uint32") * T.uint32(size)
-
-
 def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> SimpleNamespace:
     """Macros of a ring of shared-memory stages: `reset`, `acquire` (a producer's wait for a stage), `find`, `wait` (a
-    consumer's), `advance`, `release`, `give_back`, `each_unit`. `full` and `empty` are its mbarriers, one of each for a
-    stage; a consumer, whose loop is short of instructions, finds them once. each: stages of a unit of k. rounds:
-    `each_unit` unrolls them, which takes registers."""
+    consumer's), `advance`, `release`, `give_back`, `consume`. `full` and `empty` are its mbarriers, one of each for a
+    stage; a consumer, whose loop is short of instructions, finds them once. `each`: stages of a unit
+    of k. `rounds`: `consume` unrolls those of the ring, which takes registers."""
     import tilelang.language as T
 
     turns = 2 if stages % each else 1  # of the ring, until a unit begins with the first stage again
@@ -265,10 +256,13 @@ def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> SimpleNam
         if empty is not None:
             ring.empty[0] = place(empty[first], "rw")
 
+    def wait_for(ring, stage, parity):
+        return wait_at(ring.full[0] + T.cast(stage, "uint32") * T.uint32(8), parity)
+
     @T.macro
     def wait(ring):
         """The loads that follow see the stage."""
-        wait_at(ring.full[0] + T.cast(ring.stage[0], "uint32") * T.uint32(8), ring.parity[0])
+        wait_for(ring, ring.stage[0], ring.parity[0])
 
     @T.macro
     def give_back(ring, stage):
@@ -283,29 +277,26 @@ def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> SimpleNam
             give_back(ring, ring.before[0])
 
     @T.macro
-    def wait_slot(ring, index):
-        """`wait` for the stage that `index` others of a round come before."""
-        wait_at(ring.full[0] + T.cast(index % stages * 8, "uint32"), ring.parity[0] ^ (index // stages))
-
-    @T.macro
-    def release_before(ring, index, condition):
-        """`release` of the stage before that one."""
+    def release_before(ring, stage, condition):
+        """`release`, where the compiler knows the stage."""
         syncwarp()
         if condition:
-            give_back(ring, (index + stages - 1) % stages)
+            give_back(ring, (stage + stages - 1) % stages)
 
     def moving(ring):
+        """A unit that begins with the ring's stage, wherever that is."""
         return SimpleNamespace(
-            steps=lambda h: steps_to(ring.stage[0]),
+            stage=lambda h: ring.stage[0],
             wait=lambda h: wait(ring),
             release=lambda h, condition: release(ring, condition),
             advance=lambda: advance(ring),
         )
 
     def fixed(ring, first):
+        """A unit that begins `first` stages after the ring's first one, where a round began."""
         return SimpleNamespace(
-            steps=lambda h: steps_to((first + h) % stages),
-            wait=lambda h: wait_slot(ring, first + h),
+            stage=lambda h: (first + h) % stages,
+            wait=lambda h: wait_for(ring, (first + h) % stages, ring.parity[0] ^ ((first + h) // stages)),
             release=lambda h, condition: release_before(ring, first + h, condition),
             advance=lambda: None,
         )
@@ -317,9 +308,9 @@ def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> SimpleNam
         return T.if_then_else(stage % 2 == 1, (stages - stage) // 2, T.truncmod(stages - stage // 2, stages))
 
     @T.macro
-    def each_unit(unit, drain, io, ring, count):
+    def consume(unit, drain, io, ring, count):
         """What a consumer does: macro `unit(io, at, follows)` for each of `count` units of k, and `drain(io)`, which
-        completes its products. `at` has, of the unit's stage h, `steps(h)` (`steps_to`), `wait(h)`, `advance()` behind
+        completes its products. `at` has, of the unit's stage h, its number `stage(h)`, `wait(h)`, `advance()` behind
         its last use, and `release(h, condition)` of the stage before; `follows`: whether a unit came before.
 
         A seventh of a unit's instructions are addresses and barriers, which cost next to nothing where the compiler
@@ -346,12 +337,6 @@ def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> SimpleNam
                 unit(io, moving(ring), ring.before[0] >= 0)
 
     return SimpleNamespace(
-        reset=reset,
-        acquire=acquire,
-        find=find,
-        wait=wait,
-        advance=advance,
-        release=release,
-        give_back=give_back,
-        each_unit=each_unit,
-    )
+        reset=reset, acquire=acquire, find=find, wait=wait, advance=advance, release=release, give_back=give_back,
+        consume=consume,
+    )  # fmt: skip

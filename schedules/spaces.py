@@ -198,7 +198,8 @@ class W4A8(Space):
         if target.supports("wgmma.s8"):
             for shape in tiles_of(w4a8.BLOCK_TOKENS, m, self.problem, wide):
                 s = w4a8.StreamK(*shape[:3], stages=2, raster=shape[3])
-                yield from (("stream_k", it) for it in rings(w4a8.fitted(s, self.problem, target), wide))
+                s = w4a8.fitted(s, self.problem, target, w4a8.UNROLLED_STAGES)
+                yield from (("stream_k", it) for it in rings(s, wide))
             yield from self.pipelines(target, m, wide)
         else:
             for s in _multistage(w4a8.Multistage, self.problem, target, m):

@@ -26,9 +26,6 @@ def parts_sums(warpgroups: int, sums: int) -> bool:
     return sums <= _SUMS_TO_PART[warpgroups]
 
 
-MOST_STAGES = 8
-"""Of a ring: a round of it is unrolled (ops/tile_scheduler.py), and more code costs more than more stages bring: W4A8
-at 64 tokens takes 2 to 5 % less with 8 than with 12, e4m3 5 % less than with 10 (H200)."""
 MOST_SLICES = 15
 """CTAs that may part a tile: each has a bit of a word's upper half, which must not become negative (tz_withdraw)."""
 

@@ -36,7 +36,7 @@ def choose(problem: IntegerGemm, target: Target, m: int) -> StreamK:
     tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
     millions = problem.row_blocks * 64 * problem.units * 128 / 1e6
     warpgroups = 4 if tokens <= 64 and millions >= _LARGE else 2
-    return fitted(StreamK(tokens, warpgroups, 1, stages=2), problem, target)
+    return fitted(StreamK(tokens, warpgroups, 1, stages=2), problem, target, w4a8.UNROLLED_STAGES)
 
 
 def choose_multistage(problem: IntegerGemm, target: Target, m: int) -> Multistage:

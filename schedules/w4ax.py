@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import small_batch, tile_costs, w4a8, work_items
+from terrazzo.schedules import small_batch, w4a8, work_items
 from terrazzo.schedules.partition import Partition, share_tiles
 
 BLOCK = 128
@@ -198,11 +198,9 @@ class Integer:
 
 
 def fitted(schedule: StreamK | Integer, problem: MixedGemm, target: Target) -> StreamK | Integer:
-    """The same tile with as many stages as fit, up to `tile_costs.MOST_STAGES`."""
+    """The same tile with as many stages as fit, up to 12."""
     fixed = schedule.smem_bytes(problem) - schedule.stages * schedule.stage_bytes
-    return replace(
-        schedule, stages=min(tile_costs.MOST_STAGES, (target.smem_per_block - fixed) // schedule.stage_bytes)
-    )
+    return replace(schedule, stages=min(12, (target.smem_per_block - fixed) // schedule.stage_bytes))
 
 
 def choose_integer(problem: MixedGemm, target: Target, m: int) -> Integer:

@@ -87,8 +87,6 @@ def build(
     batch = 2 if wgs == 4 and bm == 128 else 4  # k16 steps of a set of operands: registers for more sums
     shared_params = group in (0, 128)  # then only even slots carry parameters
     all_blocks, cta_blocks = np_ // 64, wgs * rb
-    slot_records = cta_blocks * ig * rec  # bytes
-    param_slots = 1 if shared_params else halves  # of a stage
     row_tiles = -(-all_blocks // cta_blocks)
     ct, nacc = wgs * 128, bm // 2
     kinds = (mma_kind(dtype),) * 2
@@ -100,7 +98,7 @@ def build(
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
     exchange = per_sm == 1 and not experts and tile_costs.parts_sums(wgs, (rb + post) * nacc)
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, head_units=1, exchange=exchange)
-    rings = ring_macros(stages=stages, each=2 // halves)
+    rings = ring_macros(stages=stages, each=2 // halves, rounds=not experts)
     spare = spare_registers(wgs, (rb + post) * nacc + 48, per_sm)
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype="float32", spare=spare)
     out = store_macros(n=n, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks, bf16=bf16, bias=bias)
@@ -108,6 +106,16 @@ def build(
     words = param_macros(op)
     M = T.dynamic("m")
     G = T.dynamic("grid")
+
+    def bytes_of(stage, each, more):
+        return T.cast(stage, "uint32") * T.uint32(each) + T.uint32(more)
+
+    def param_slot(stage, h):
+        return stage if shared_params else stage * halves + h % halves
+
+    def first_tile(stage):
+        """From the first stage's tiles of X to this one's, in the 16 bytes of a descriptor."""
+        return T.cast(T.cast(stage, "uint32") * T.uint32(halves * slot_units), "uint64")
 
     @T.macro
     def load_weights(io, c, kb, h):
@@ -126,7 +134,7 @@ def build(
                 for q in T.unroll(ig):
                     record = 0 if group == 0 else (kb if shared_params else (kb * 2 + h) * ig + q)
                     bulk(
-                        io.Ps[io.ring.stage[0] * param_slots + h % param_slots, q * cta_blocks * rec],
+                        io.Ps[param_slot(io.ring.stage[0], h), q * cta_blocks * rec],
                         io.P[c.expert[0] * groups + record, c.rows[0] * cta_blocks, 0],
                         count * rec,
                         io.full[io.ring.stage[0]],
@@ -176,17 +184,16 @@ def build(
 
     @T.macro
     def load_words(at, w, stage):
-        """A thread's words of a whole stage, which begins `stage` bytes behind the first; with one latency."""
+        """A thread's words of a whole stage, with one latency."""
         for q in T.unroll(halves * rb):
             row_block = q // rb * cta_blocks + q % rb
-            lds128(w[q * 4], at.words[0] + stage + T.uint32(row_block * 2048))
+            lds128(w[q * 4], at.words[0] + bytes_of(stage, halves * cta_blocks * 2048, row_block * 2048))
 
     @T.macro
     def load_params(at, stage, r, s, u, v):
-        """Registers of row block r: f32 scales of rows g and g + 8, and the converter's (bias, scale) words; records
-        begin `stage` bytes behind the first."""
+        """Registers of row block r: f32 scales of rows g and g + 8, and the converter's (bias, scale) words."""
         for q in T.unroll(ig):
-            here = stage + T.uint32((q * cta_blocks + r) * rec)
+            here = bytes_of(stage, cta_blocks * ig * rec, (q * cta_blocks + r) * rec)
             slot = r * ig + q
             u[0] = lds32(at.scales[0] + here)
             if scale_dtype == "float32":
@@ -255,20 +262,20 @@ def build(
         T.warpgroup_fence_operand(io.acc, num_regs=rb * nacc)
 
     @T.macro
-    def consume(io, place, follows):
+    def unit(io, place, follows):
         """128 k, in two slots."""
         for h in T.unroll(2):
+            stage = h // halves
             if h % halves == 0:
-                place.wait(h // halves)
-                load_words(io.at, io.w, place.steps(h // halves)(halves * cta_blocks * 2048))
+                place.wait(stage)
+                load_words(io.at, io.w, place.stage(stage))
             for r in T.unroll(rb):
                 if h == 0 or not shared_params:
-                    records = place.steps(h // halves)(param_slots * slot_records)
-                    load_params(io.at, records + T.uint32(h % param_slots * slot_records), r, io.s, io.u, io.v)
-                tile = io.at.x[0] + T.cast(place.steps(h // halves)(halves * slot_units), "uint64")
+                    load_params(io.at, param_slot(place.stage(stage), h), r, io.s, io.u, io.v)
+                tile = io.at.x[0] + first_tile(place.stage(stage))
                 (multiply_post if post else multiply)(io.w, io.a, io.acc, io.part, io.s, io.v, tile, h, r)
                 if r == 0 and h % halves == 0:  # the wgmmas on the stage before are complete
-                    place.release(h // halves, T.And(io.lane == 0, T.Or(h > 0, follows)))
+                    place.release(stage, T.And(io.lane == 0, T.Or(h > 0, follows)))
             if (h + 1) % halves == 0:
                 place.advance()
 
@@ -288,7 +295,7 @@ def build(
                 T.annotate_min_blocks_per_sm(per_sm)
             Xs = T.alloc_shared((stages * halves, bm, 64), dtype)
             Ws = T.alloc_shared((stages * halves, cta_blocks, 512), "int32")
-            Ps = T.alloc_shared((stages * param_slots, slot_records), "uint8")
+            Ps = T.alloc_shared((stages if shared_params else stages * halves, cta_blocks * ig * rec), "uint8")
             Os = T.alloc_shared((wgs * 4, out_tokens(bm) * OUT_PITCH), dtype)
             Es = T.alloc_shared((table_words(experts),), "int32")
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
@@ -349,7 +356,7 @@ def build(
                     find(at, Ws, Ps, wg, wt)  # anew: kept while the tile ends, it would be spilled
                     rings.find(full, empty, ring, 0)
                     io = SimpleNamespace(w=w, a=a, acc=acc, part=part, s=s, u=u, v=v, at=at, lane=lane)
-                    rings.each_unit(consume, drain, io, ring, c.k1[0] - c.k0[0])
+                    rings.consume(unit, drain, io, ring, c.k1[0] - c.k0[0])
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
                     rings.release(ring, T.And(lane == 0, c.k1[0] > c.k0[0]))

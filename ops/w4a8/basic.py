@@ -12,7 +12,7 @@ Stream-K shares, the order of sums and the epilogue are those of stream_k.py; it
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, check_tile
-from terrazzo.ops.tile_scheduler import plan_state, ring_state, scalars, segment_state, steps_to
+from terrazzo.ops.tile_scheduler import plan_state, ring_state, scalars, segment_state
 from terrazzo.ops.w4a8.epilogue import staged
 from terrazzo.ops.w4a8.problem import UNIT_K, ComparedGemm
 from terrazzo.ops.w4a8.stages import PRIMITIVES, tile_macros
@@ -140,9 +140,9 @@ def build(
                     acc[i] = 0
                 for _ in T.serial(c.k1[0] - c.k0[0]):
                     rings.wait(ring)
-                    tile = steps.tokens(found, steps_to(ring.stage[0]))
+                    tile = steps.tokens(found, ring.stage[0])
                     for r in T.unroll(rb):
-                        steps.load_unit(found, w, u, steps_to(ring.stage[0]), r)
+                        steps.load_unit(found, w, u, ring.stage[0], r)
                         for h in T.unroll(2):
                             steps.convert(w, h * 4, u, a, h * 8 * (operands - 1), codes, h)
                             steps.multiply(a, h * 8 * (operands - 1), acc, tile, r, h)

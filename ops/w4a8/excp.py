@@ -19,7 +19,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.calls import stmatrix4, syncwarp
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, check_tile
-from terrazzo.ops.tile_scheduler import plan_state, ring_macros, ring_state, scalars, segment_state, steps_to
+from terrazzo.ops.tile_scheduler import plan_state, ring_macros, ring_state, scalars, segment_state
 from terrazzo.ops.w4a8.epilogue import staged
 from terrazzo.ops.w4a8.problem import UNIT_K, Gemm
 from terrazzo.ops.w4a8.stages import PRIMITIVES, tile_macros
@@ -78,7 +78,7 @@ def build(
         """The converters' warpgroup: every unit of a copied stage, as K-major operands in stage `to`."""
         lane = wt % 32
         for b in T.unroll(cta_blocks):
-            steps.load_unit(at, w, u, steps_to(stage), b)
+            steps.load_unit(at, w, u, stage, b)
             for h in T.unroll(2):
                 steps.convert(w, h * 4, u, a, h * 8, codes, h)
                 for e in T.unroll(2):  # lanes 8i .. 8i + 7 name the rows of register i: row half i % 2, k half i / 2

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
-from terrazzo.ops.tile_scheduler import plan_state, ring_state, scalars, segment_state, steps_to
+from terrazzo.ops.tile_scheduler import plan_state, ring_state, scalars, segment_state
 from terrazzo.ops.w4a8.epilogue import staged
 from terrazzo.ops.w4a8.problem import UNIT_K, Gemm
 from terrazzo.ops.w4a8.stages import PRIMITIVES, tile_macros
@@ -129,9 +129,9 @@ def build(
                         acc[i] = 0
                     for kb in T.unroll(c.k1[0] - c.k0[0], unroll_factor=1):  # unrolled, it spills
                         rings.wait(ring)
-                        tile = steps.tokens(own, steps_to(ring.stage[0]))
+                        tile = steps.tokens(own, ring.stage[0])
                         for r in T.unroll(rb):
-                            steps.load_unit(own, w, u, steps_to(ring.stage[0]), r)
+                            steps.load_unit(own, w, u, ring.stage[0], r)
                             for h in T.unroll(2):
                                 steps.convert(w, h * 4, u, a, h * 8, codes, h)
                                 steps.multiply(a, h * 8, acc, tile, r, h)

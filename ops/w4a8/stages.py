@@ -63,10 +63,10 @@ def fill_macros(
 
 def consumer_macros(*, block_tokens: int, cta_blocks: int, unit_words: int, groups: int) -> SimpleNamespace:
     """What a consumer finds once and then reads by adding bytes: `places()`, its state, macros `find_tokens`,
-    `find_units` and `load_unit`, and `tokens(at, steps)`, for `wgmma`, the tile of X in a stage.
+    `find_units` and `load_unit`, and `tokens(at, stage)`, for `wgmma`, the tile of X in a stage.
 
-    A unit is of 64 rows by 128 k: int32 [unit_words], words of its two 64 k and 32 parameters for each group. `steps`
-    leads from the stage that was found to the one that is read (`steps_to`).
+    A unit is of 64 rows by 128 k: int32 [unit_words], words of its two 64 k and 32 parameters for each group. A stage
+    counts from the one that was found.
     """
     import tilelang.language as T
 
@@ -87,16 +87,17 @@ def consumer_macros(*, block_tokens: int, cta_blocks: int, unit_words: int, grou
         at.params[0] = place(Ws[stage, block, 2 * BLOCK_WORDS + wt // 4])
 
     @T.macro
-    def load_unit(at, w, u, steps, r):
+    def load_unit(at, w, u, stage, r):
         """A thread's words of both 64 k of a row block, and the parameters of its rows g and g + 8 for each group."""
-        first = steps(cta_blocks * unit_words * 4) + T.uint32(r * unit_words * 4)
+        first = T.cast(stage, "uint32") * T.uint32(cta_blocks * unit_words * 4) + T.uint32(r * unit_words * 4)
         for h in T.unroll(2):
             lds128(w[h * 4], at.words[0] + first + T.uint32(h * BLOCK_WORDS * 4))
         for q in T.unroll(groups):
             u[q] = lds32(at.params[0] + first + T.uint32(q * 32 * 4))
 
-    def tokens(at: SimpleNamespace, steps: Callable[[int], Any]) -> Any:
-        return at.x[0] + T.cast(steps(block_tokens * UNIT_K // 16), "uint64")
+    def tokens(at: SimpleNamespace, stage: Any) -> Any:
+        step = T.cast(stage, "uint32") * T.uint32(block_tokens * UNIT_K // 16)
+        return at.x[0] + T.cast(step, "uint64")
 
     return SimpleNamespace(
         places=places, find_tokens=find_tokens, find_units=find_units, load_unit=load_unit, tokens=tokens

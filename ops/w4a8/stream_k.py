@@ -171,12 +171,12 @@ def build(
             multiply(io.a, io.part, 0, x, h, e, 2 // splits, h * 2 if ig == 1 else 0)
 
     @T.macro
-    def consume(io, place, follows):
+    def unit(io, place, follows):
         """128 k."""
         place.wait(0)
-        tile = steps.tokens(io.at, place.steps(0))
+        tile = steps.tokens(io.at, place.stage(0))
         for r in T.unroll(rb):
-            steps.load_unit(io.at, io.w, io.u, place.steps(0), r)
+            steps.load_unit(io.at, io.w, io.u, place.stage(0), r)
             for h in T.unroll(2):
                 (step_e4m3 if e4m3 else step)(io, tile, place, r, h, T.And(io.lane == 0, follows))
         place.advance()
@@ -268,7 +268,7 @@ def build(
                             f[i] = 0
                     steps.find_units(at, Ws, 0, wg * rb, wt)  # anew: kept while the tile ends, it would be spilled
                     io = SimpleNamespace(w=w, u=u, a=a, f=f, acc=acc, part=part, codes=codes, at=at, lane=lane)
-                    rings.each_unit(consume, drain, io, ring, c.k1[0] - c.k0[0])
+                    rings.consume(unit, drain, io, ring, c.k1[0] - c.k0[0])
                     if e4m3:
                         settle(acc, part, f, rb - 1)
                     T.warpgroup_wait(0)

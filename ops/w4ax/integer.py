@@ -17,14 +17,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.calls import copy16, lds64, lds128, opaque, wg_sync
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
-from terrazzo.ops.tile_scheduler import (
-    partition_macros,
-    plan_state,
-    ring_macros,
-    ring_state,
-    scalars,
-    segment_state,
-)
+from terrazzo.ops.tile_scheduler import partition_macros, plan_state, ring_macros, ring_state, scalars, segment_state
 from terrazzo.ops.tile_shares import finish_macros, share_macros, spare_registers
 from terrazzo.ops.w4a8.epilogue import out_tokens, staged
 from terrazzo.ops.w4a8.stages import stage_macros
@@ -76,7 +69,7 @@ def build(
     inner = byte_gemm(gemm)
     steps = stage_macros(inner, block_tokens=bm, row_blocks=1, cta_blocks=wgs)
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
-    rings = ring_macros(stages=stages, rounds=False)  # unrolled, ptxas serializes the products of a phase
+    rings = ring_macros(stages=stages)
     spare = 0 if stash else spare_registers(wgs, nacc + 48)  # then shares are added in place: no registers for loads
     shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, dtype="float32", spare=spare)
     step = 16 if stash else out_tokens(bm)  # less of them to leave room for the ring
@@ -120,33 +113,24 @@ def build(
                 local.lo[0] = T.max(c.k0[0], blocks4)
 
     @T.macro
-    def consume(io, place, follows):
-        """128 k."""
-        place.wait(0)
-        tile = steps.tokens(io.at, place.steps(0))
-        steps.load_unit(io.at, io.w, io.u, place.steps(0), 0)
-        for h in T.unroll(2):
-            steps.convert(io.w, h * 4, io.u, io.a, h * 8, io.codes, h)
-            steps.multiply(io.a, h * 8, io.acc, tile, 0, h)
-            T.warpgroup_wait(1)
-            if h == 0:  # the wgmmas on the stage before are complete
-                place.release(0, T.And(io.lane == 0, follows))
-        place.advance()
-
-    @T.macro
-    def drain(io):
-        """All products are complete."""
-        T.warpgroup_wait(0)
-        T.warpgroup_fence_operand(io.acc, num_regs=nacc)
-
-    @T.macro
-    def sum_blocks(io, ring, count):
+    def sum_blocks(at, ring, w, u, a, codes, acc, count, lane):
         """The int32 sums of a phase."""
         for i in T.unroll(nacc):
-            io.acc[i] = 0
-        rings.each_unit(consume, drain, io, ring, count)
-        drain(io)
-        rings.release(ring, io.lane == 0)
+            acc[i] = 0
+        for kb in T.serial(count):
+            rings.wait(ring)
+            tile = steps.tokens(at, ring.stage[0])
+            steps.load_unit(at, w, u, ring.stage[0], 0)
+            for h in T.unroll(2):
+                steps.convert(w, h * 4, u, a, h * 8, codes, h)
+                steps.multiply(a, h * 8, acc, tile, 0, h)
+                T.warpgroup_wait(1)
+                if h == 0:  # the wgmmas on the stage before are complete
+                    rings.release(ring, T.And(lane == 0, kb > 0))
+            rings.advance(ring)
+        T.warpgroup_wait(0)
+        T.warpgroup_fence_operand(acc, num_regs=nacc)
+        rings.release(ring, lane == 0)
 
     @T.macro
     def fetch_scales(XS, x, c, local, wt):
@@ -261,8 +245,7 @@ def build(
                         if local.lo[0] < local.hi[0]:
                             fetch_scales(XS, x, c, local, wt)
                             count = local.hi[0] - local.lo[0]
-                            data = SimpleNamespace(w=w, u=u, a=a, codes=codes, acc=acc, at=at, lane=lane)
-                            sum_blocks(data, ring, count)
+                            sum_blocks(at, ring, w, u, a, codes, acc, count, lane)
                             opaque(c.first)  # rows' bounds: later
                             share_scales(Fs, x, wg, wt)
                             for j in T.unroll(bm // 8):

@@ -26,15 +26,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.calls import bulk, lds32, lds64, lds128, syncwarp, tma_tile, wgmma
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
-from terrazzo.ops.tile_scheduler import (
-    partition_macros,
-    plan_state,
-    ring_macros,
-    ring_state,
-    scalars,
-    segment_state,
-    steps_to,
-)
+from terrazzo.ops.tile_scheduler import partition_macros, plan_state, ring_macros, ring_state, scalars, segment_state
 from terrazzo.ops.tile_shares import finish_macros, share_macros
 from terrazzo.ops.w4a8.epilogue import staged
 from terrazzo.ops.w4a8.stages import consumer_macros, fill_macros
@@ -301,13 +293,13 @@ def build(
                             if form == "kept":
                                 keep(part, sums, 0)
                                 convert(w, a, codes, 0)
-                                multiply_in_turn(a, part, steps.tokens(at, steps_to(ring.stage[0])), 0, wg)
+                                multiply_in_turn(a, part, steps.tokens(at, ring.stage[0]), 0, wg)
                                 scale(acc, sums, Fs, f, s, ring.before[0], lane, 0)
                             else:
                                 done(part)
                                 convert(w, a, codes, 0)
                                 scale(acc, part, Fs, f, s, ring.before[0], lane, 0)
-                                multiply_in_turn(a, part, steps.tokens(at, steps_to(ring.stage[0])), 0, wg)
+                                multiply_in_turn(a, part, steps.tokens(at, ring.stage[0]), 0, wg)
                             T.call_extern("handle", "tz_row_scales", T.access_ptr(s, "w"), u[0])
                             end(local, ring)
                         done(part)
@@ -317,25 +309,25 @@ def build(
                             begin(Ws, w, u, a, codes, ring, local, wg, wt, 0, kb > 1)
                             T.call_extern("handle", "tz_row_scales", T.access_ptr(s, "w"), u[0])
                             for q in T.unroll(2):
-                                multiply_in_turn(a, part, steps.tokens(at, steps_to(ring.stage[0])), q * width, wg)
+                                multiply_in_turn(a, part, steps.tokens(at, ring.stage[0]), q * width, wg)
                                 done(part)
                                 scale(acc, part, Fs, f, s, ring.stage[0], lane, q * width)
                             end(local, ring)
                     else:  # wgmmas on two sets must not run across the end of a loop's body: ptxas would serialize all
                         if count % 2 == 1:
                             begin(Ws, w, u, a, codes, ring, local, wg, wt, 16, False)
-                            multiply(a, part, steps.tokens(at, steps_to(ring.stage[0])), 16, nacc, 0)
+                            multiply(a, part, steps.tokens(at, ring.stage[0]), 16, nacc, 0)
                             T.call_extern("handle", "tz_row_scales", T.access_ptr(s, "w"), u[0])
                             end(local, ring)
                             keep(part, sums, nacc)
                         for kb in T.serial(count // 2):
                             begin(Ws, w, u, a, codes, ring, local, wg, wt, 0, kb * 2 + count % 2 > 1)
-                            multiply(a, part, steps.tokens(at, steps_to(ring.stage[0])), 0, 0, 0)
+                            multiply(a, part, steps.tokens(at, ring.stage[0]), 0, 0, 0)
                             scale(acc, sums, Fs, f, s, ring.before[0], lane, 0)
                             T.call_extern("handle", "tz_row_scales", T.access_ptr(s, "w"), u[0])
                             end(local, ring)
                             begin(Ws, w, u, a, codes, ring, local, wg, wt, 16, kb + count % 2 > 0)
-                            multiply(a, part, steps.tokens(at, steps_to(ring.stage[0])), 16, nacc, 0)
+                            multiply(a, part, steps.tokens(at, ring.stage[0]), 16, nacc, 0)
                             T.warpgroup_wait(1)
                             T.warpgroup_fence_operand(part, 0, nacc)
                             scale(acc, part, Fs, f, s, ring.before[0], lane, 0)

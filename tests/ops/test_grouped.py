@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -160,6 +161,13 @@ def test_kernels_get_one_matrix_after_the_other(monkeypatch, codes):
     assert torch.equal(seen[0][0], q) and seen[0][1] is x.scales and seen[0][2] is offsets
 
 
+def of_tile(plan, **changes):
+    """The plan with another kernel of the same program."""
+    params = dict(plan.request.params)
+    assert changes.keys() <= params.keys()
+    return replace(plan, request=replace(plan.request, params=tuple((params | changes).items())))
+
+
 PLANS = {  # operator's plan, tensor instruction
     "w4a8": lambda: w4a8_grouped.plan(
         128, 4096, 7168, 8, group_size=64, out_dtype="float16", dequantization="auto", bias=True, target=HOPPER
@@ -171,12 +179,19 @@ PLANS = {  # operator's plan, tensor instruction
         4096, 1536, 2048, 128, dtype="bfloat16", bias=False, numerics="auto", target=HOPPER,
         **(W4A16 | {"scale_dtype": "bfloat16"}),
     ),
+    "w4a16, another tile": lambda: of_tile(
+        PLANS["w4a16"](), n=8192, k=8192, dtype="float16", scale_dtype="float16", block_tokens=64, warpgroups=2,
+        row_blocks=1, stages=4, stage_k=128,
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.compiles
 @pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing")
-@pytest.mark.parametrize(("name", "instruction"), [("w4a8", "IGMMA"), ("fp8", "QGMMA"), ("w4a16", "HGMMA")])
+@pytest.mark.parametrize(
+    ("name", "instruction"),
+    [("w4a8", "IGMMA"), ("fp8", "QGMMA"), ("w4a16", "HGMMA"), ("w4a16, another tile", "HGMMA")],
+)
 def test_machine_code(name, instruction):
     plan = PLANS[name]()
     report = KernelReport.read(compile_request(plan.request) / "report.json")
@@ -187,7 +202,7 @@ def test_machine_code(name, instruction):
         pytest.skip(report.note)
     assert all(re.match(instruction, opcode) for opcode in report.tensor_instructions)
     groups = report.count(r"WARPGROUP\.ARRIVE")
-    assert report.count(instruction) == groups * (4 if name == "w4a16" else 2), "ptxas serializes wgmma"
+    assert report.count(instruction) == groups * (4 if name.startswith("w4a16") else 2), "ptxas serializes wgmma"
     assert report.count("VOTE") and report.count("SHFL")  # the table of experts and its search
 
 

@@ -94,7 +94,7 @@ def check(ctas: list, grid: int, sk: int, mt: int, row_tiles: int, units: int) -
     done: dict[int, list[int]] = {tile: [0] * units for tile in range(mt * row_tiles)}
     left: dict[int, list[int]] = {}  # tile -> CTAs that leave a share of it
     heads: dict[int, tuple[int, int]] = {}
-    where, leavers = set(), set()
+    where = set()
     for cta, (first, *rows) in enumerate(ctas):
         segments = [dict(zip(FIELDS, row)) for row in rows[: first[0]]]
         kinds = [s["tile"] < sk for s in segments]
@@ -105,8 +105,7 @@ def check(ctas: list, grid: int, sk: int, mt: int, row_tiles: int, units: int) -
                 done[s["tile"]][k] += 1
             if s["leaves"]:
                 assert s["k0"] < s["k1"] or sk < mt * row_tiles, "where all is shared, every share has work"
-                assert cta not in leavers, "a CTA has one slot of the workspace"
-                leavers.add(cta)
+                assert at == kinds.index(True), "a CTA has one slot of the workspace, and others wait for it"
                 left.setdefault(s["tile"], []).append(cta)
             else:
                 where.add((s["tokens"], s["rows"]))

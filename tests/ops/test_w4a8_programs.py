@@ -102,10 +102,8 @@ def test_machine_code(tools, name):
         assert report.count("IMMA") % (4 * schedule.chunk * schedule.token_tiles) == 0  # of whole steps
     if program is stream_k:
         assert report.count("IGMMA") == 2 * report.count(r"WARPGROUP\.ARRIVE"), "ptxas serializes wgmma"
-        copies, rest = divmod(
-            report.count("IGMMA"), 2 * groups
-        )  # of the code of 128 k: a round of the ring, and others
-        assert rest == 0 and copies >= (schedule.stages + 2 if schedule.row_blocks == 1 else 1)
+        units, rest = divmod(report.count("IGMMA"), 2 * groups)
+        assert rest == 0 and units >= (schedule.stages + 2 if schedule.row_blocks == 1 else 1)  # a round, and others
         assert report.count("UTMALDG") and report.count("UBLKCP") and not report.count(r"STS\.U16")
         assert bool(report.count("STSM")) == (changes.get("out_dtype") != "int32")
     else:
