@@ -195,6 +195,17 @@ __device__ __forceinline__ void tz_addcg4(void *r_, const void *p) {
 """,
     ),
     Primitive(
+        "quotient",
+        "a division by a runtime value is 30 instructions one after the other, and a CTA's plan takes a chain of them",
+        """\
+// n / d for 0 <= n, 0 < d and a quotient below 2^22: what float32 says is off by one at most
+__device__ __forceinline__ int tz_quotient(int n, int d) {
+  int q = (int)((float)n * __fdividef(1.f, (float)d)), rest = n - q * d;
+  return q + (rest >= d) - (rest < 0);
+}
+""",
+    ),
+    Primitive(
         "exchange",
         "CTAs that part the sum of a tile: a word for each warp counts arrivals (bits 0-7), departures and withdrawals",
         """\
@@ -242,11 +253,16 @@ __device__ __forceinline__ int tz_withdraw(int *word, int q, int share) {
   __syncwarp();
   return seen;
 }
-// the word is not looked at again by this warp; the last of q clears it
-__device__ __forceinline__ void tz_depart(int *word, int q) {
-  int seen;
+// the word is not looked at again by this warp: what tz_depart wants, which nobody waits for until then
+__device__ __forceinline__ int tz_turn_away(int *word) {
+  int seen = 0;
+  if (threadIdx.x % 32 == 0)
+    asm volatile("atom.relaxed.gpu.global.add.s32 %0,[%1],256;" : "=r"(seen) : "l"(word) : "memory");
+  return seen;
+}
+// the last of q warps that turned away clears the word
+__device__ __forceinline__ void tz_depart(int *word, int q, int seen) {
   if (threadIdx.x % 32) return;
-  asm volatile("atom.relaxed.gpu.global.add.s32 %0,[%1],256;" : "=r"(seen) : "l"(word) : "memory");
   if ((seen >> 8 & 255) == q - 1) *(volatile int *)word = 0;  // st.volatile: as strong as the atomics of others
 }
 // the vector `bytes` past p + `elements`, a share's sums, of unit `unit`; zeros if that is none of `units`

@@ -246,6 +246,11 @@ def last_arrival(semaphore: Any, count: int) -> Any:
     return _call("last_arrival", address(semaphore, "rw", 4), count, returns="bool")
 
 
+def quotient(n: Any, d: Any) -> Any:
+    """n / d of int32 n >= 0 and d > 0 whose quotient is below 2^22, in a third of the time of `T.truncdiv`."""
+    return _call("quotient", n, d, returns="int32")
+
+
 # sums that CTAs part (ops/tile_shares.py)
 
 

@@ -11,7 +11,7 @@ Each function returns macros for one program; all of their state lives in one-el
 
 from types import SimpleNamespace
 
-from terrazzo.ops.calls import arrive, place, syncwarp
+from terrazzo.ops.calls import arrive, place, quotient, syncwarp
 from terrazzo.ops.calls import wait as wait_at
 from terrazzo.schedules.tile_costs import MOST_SLICES
 
@@ -70,19 +70,20 @@ def partition_macros(
         p.head[0] = 0
         if head_units:
             if T.And(sk > 0, sk < mt * row_tiles):
-                p.head[0] = T.min(T.truncdiv(grid + sk - 1, sk) * head_units, units // 4)
+                p.head[0] = T.min(quotient(grid + sk - 1, sk) * head_units, units // 4)
         p.among[0] = 0
         if exchange:
             if T.And(sk > 0, sk == mt * row_tiles):  # and a unit of k for each share
-                if T.And(T.And(sk < grid, T.truncmod(grid, sk) == 0), grid <= min(MOST_SLICES, units) * sk):
-                    p.among[0] = T.truncdiv(grid, sk)
+                p.among[0] = quotient(grid, sk)
+                if T.Or(T.Or(p.among[0] * sk != grid, p.among[0] < 2), p.among[0] > min(MOST_SLICES, units)):
+                    p.among[0] = 0
         p.length[0] = units + p.head[0]
-        p.first[0] = T.truncdiv(r * (sk * p.length[0]), grid)
-        p.last[0] = T.truncdiv((r + 1) * (sk * p.length[0]), grid)
-        p.whole[0] = T.if_then_else(cta < grid, T.max(T.truncdiv(mt * row_tiles - sk - r + grid - 1, grid), 0), 0)
+        p.first[0] = quotient(r * (sk * p.length[0]), grid)
+        p.last[0] = quotient((r + 1) * (sk * p.length[0]), grid)
+        p.whole[0] = T.if_then_else(cta < grid, quotient(mt * row_tiles - sk + cta, grid), 0)
         p.all[0] = p.whole[0]
         if T.And(cta < grid, p.last[0] > p.first[0]):
-            p.all[0] = p.all[0] + T.truncdiv(p.last[0] - 1, p.length[0]) - T.truncdiv(p.first[0], p.length[0]) + 1
+            p.all[0] = p.all[0] + quotient(p.last[0] - 1, p.length[0]) - quotient(p.first[0], p.length[0]) + 1
 
     @T.macro
     def segment(p, c, seg, cta, grid, sk, mt):
@@ -92,7 +93,7 @@ def partition_macros(
         c.leaves[0] = 0
         c.adds[0] = 0
         if seg >= p.whole[0]:
-            c.tile[0] = T.truncdiv(p.first[0], p.length[0]) + seg - p.whole[0]
+            c.tile[0] = quotient(p.first[0], p.length[0]) + seg - p.whole[0]
             c.k0[0] = T.max(p.first[0] - c.tile[0] * p.length[0], 0)
             c.k1[0] = T.min(p.last[0] - c.tile[0] * p.length[0], p.length[0])
             c.leaves[0] = T.if_then_else(c.k0[0] > 0, 1, 0)
@@ -110,8 +111,9 @@ def partition_macros(
         c.tokens[0] = T.truncdiv(c.tile[0], raster * row_tiles) * raster
         c.rows[0] = T.truncmod(c.tile[0], raster * row_tiles)
         c.count[0] = T.min(mt - c.tokens[0], raster)
-        c.tokens[0] = c.tokens[0] + T.truncmod(c.rows[0], c.count[0])
-        c.rows[0] = T.truncdiv(c.rows[0], c.count[0])
+        c.tokens[0] = c.tokens[0] + c.rows[0]
+        c.rows[0] = quotient(c.rows[0], c.count[0])
+        c.tokens[0] = c.tokens[0] - c.rows[0] * c.count[0]
 
     @T.macro
     def each_unit(fill, io, locate, p, c, cta, grid, sk, mt):
@@ -127,7 +129,7 @@ def partition_macros(
     @T.macro
     def later_shares(c, cta, grid, sk):
         """c.count: the other shares of the tile whose head CTA `cta` holds; those of the CTAs right below."""
-        c.count[0] = T.truncdiv((c.tile[0] + 1) * c.length[0] * grid - 1, sk * c.length[0]) - (grid - 1 - cta)
+        c.count[0] = quotient((c.tile[0] + 1) * c.length[0] * grid - 1, sk * c.length[0]) - (grid - 1 - cta)
 
     return SimpleNamespace(plan=plan, segment=segment, each_unit=each_unit, later_shares=later_shares)
 

@@ -14,15 +14,15 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from terrazzo.ops.calls import addcg4, copy16, has, opaque
+from terrazzo.ops.calls import addcg4, copy16, has, opaque, quotient
 from terrazzo.ops.tile_scheduler import scalars
 
 
 def slice_state() -> SimpleNamespace:
     """What `give` and `take` of the share macros write: which `share` of its tile the CTA has, in order of k, of how
     many (`among`); the slice `at` and a bit for each of its `units`; slices left to add and how many they were, whether
-    the other CTAs came in time."""
-    return scalars("share", "among", "units", "at", "todo", "rounds", "met")
+    the other CTAs came in time; what the tile's `word` held when the warp turned away from it."""
+    return scalars("share", "among", "units", "at", "todo", "rounds", "met", "word")
 
 
 def spare_registers(warpgroups: int, used: int, per_sm: int = 1) -> int:
@@ -127,17 +127,18 @@ def share_macros(
     @T.macro
     def give(WS, SEM, acc, x, among, cta, grid, wg, wt):
         """All but this CTA's slice of its sums goes to the others. `x.rounds`: the slices that this warp adds, one if
-        the others came in time; x.todo has their bits."""
+        the others came in time; x.todo has their bits, none of them where the warp withdrew (one round of nothing)."""
         x.among[0] = among
-        x.share[0] = T.truncmod(grid - 1 - cta, among)
+        x.share[0] = grid - 1 - cta - quotient(grid - 1 - cta, among) * among
         x.units[0] = T.call_extern("int32", "tz_slice", x.share[0], x.among[0], parts)
         write(WS, acc, ~x.units[0], cta, wg, wt)
         x.met[0] = T.call_extern("int32", "tz_meet", word(SEM, x, cta, wg, wt), x.among[0])
         if x.met[0] == 0:  # the others do not run yet
             write(WS, acc, x.units[0], cta, wg, wt)
             x.met[0] = T.call_extern("int32", "tz_withdraw", word(SEM, x, cta, wg, wt), x.among[0], x.share[0])
+        x.word[0] = T.call_extern("int32", "tz_turn_away", word(SEM, x, cta, wg, wt))
         x.todo[0] = T.if_then_else(x.met[0] > 0, T.int32(1) << x.share[0] | x.met[0] >> 1, 0)
-        x.rounds[0] = T.call_extern("int32", "__popc", x.todo[0])
+        x.rounds[0] = T.max(T.call_extern("int32", "__popc", x.todo[0]), 1)
 
     @T.macro
     def load_part(WS, out, at, i, units, other, x, cta, wg, wt):
@@ -161,8 +162,10 @@ def share_macros(
         opaque(c.first[0])  # addresses of y wait for their turn
         which = T.alloc_local((others,), "int32")
         x.at[0] = T.call_extern("int32", "__ffs", x.todo[0]) - 1
+        x.units[0] = T.call_extern("int32", "tz_slice", T.max(x.at[0], 0), x.among[0], parts)
+        if x.todo[0] == 0:
+            x.units[0] = 0
         x.todo[0] = x.todo[0] & (x.todo[0] - 1)
-        x.units[0] = T.call_extern("int32", "tz_slice", x.at[0], x.among[0], parts)
         if x.at[0] != x.share[0]:
             for i in T.unroll(total):
                 if has(x.units[0], i // 2):
@@ -185,8 +188,8 @@ def share_macros(
 
     @T.macro
     def close(SEM, x, cta, wg, wt):
-        """This warp is done with the word of its tile; the last one clears it, for the next launch."""
-        T.call_extern("handle", "tz_depart", word(SEM, x, cta, wg, wt), x.among[0])
+        """The last warp that turned away from the word of its tile clears it, for the next launch."""
+        T.call_extern("handle", "tz_depart", word(SEM, x, cta, wg, wt), x.among[0], x.word[0])
 
     return SimpleNamespace(leave_share=leave_share, add_shares=add_shares, give=give, take=take, close=close)
 
@@ -233,10 +236,11 @@ def finish_macros(
                 if prepare is not None:
                     prepare(to, wg, wt)
                 shares.give(WS, SEM, acc, x, p.among[0], cta, grid, wg, wt)
-                for _ in T.serial(x.rounds[0]):
+                for i in T.serial(x.rounds[0]):
                     shares.take(WS, acc, x, c, cta, wg, wt)
+                    if i == 0:  # behind the loads, with which the word's last value has come; later it would be spilled
+                        shares.close(SEM, x, cta, wg, wt)
                     store_slice(to, acc, c, x, wg, wt)
-                shares.close(SEM, x, cta, wg, wt)
             else:
                 finish_alone(WS, SEM, acc, to, c, cta, grid, sk, wg, wt)
         else:

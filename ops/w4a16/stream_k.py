@@ -91,7 +91,7 @@ def build(
     ct, nacc = wgs * 128, bm // 2
     kinds = (mma_kind(dtype),) * 2
     slot_units = bm * 64 * 2 // 16  # of a descriptor
-    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "exchange", "warpgroup")
+    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "quotient", "exchange", "warpgroup")
     source = prelude(*used, extra=(cvt.device_source, *([EXPERTS_SOURCE] if experts else [])))
     matrices = max(experts, 1)
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32

@@ -15,7 +15,9 @@ from terrazzo.ops.w4a8.epilogue import store_macros
 from terrazzo.ops.w4a8.operand import operand_macros
 from terrazzo.ops.w4a8.problem import BLOCK_WORDS, UNIT_K, Gemm
 
-PRIMITIVES = ("lds", "place", "pack", "bulk", "stmatrix", "stmatrix_trans", "semaphore", "int8", "warpgroup")
+PRIMITIVES = (
+    "lds", "place", "pack", "bulk", "stmatrix", "stmatrix_trans", "semaphore", "quotient", "int8", "warpgroup"
+)  # fmt: skip
 
 
 def fill_macros(

@@ -106,7 +106,7 @@ def build(
         unit=lambda c, kb: c.expert[0] * units + kb,
     )  # fmt: skip
     steps = consumer_macros(block_tokens=bm, cta_blocks=cta_blocks, unit_words=unit_words, groups=ig)
-    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "exchange", "int8", "warpgroup")
+    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "quotient", "exchange", "int8", "warpgroup")
     used += ("e4m3",) if e4m3 else ()
     extra = (gemm.converter.device_source, *([EXPERTS_SOURCE] if experts else []))
     source = prelude(*used, extra=extra)

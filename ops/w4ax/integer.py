@@ -75,7 +75,7 @@ def build(
     step = 16 if stash else out_tokens(bm)  # less of them to leave room for the ring
     out = store_macros(gemm, block_tokens=bm, cta_blocks=wgs, step=step)
     tail = finish_macros(tiles, shares, store=out.store, leaves=lambda c: c.k0[0] > 0, adds=lambda c: c.k1[0] < units)
-    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
+    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "quotient", "int8", "warpgroup")
     source = prelude(*used, extra=(inner.converter.device_source,))
     M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
 

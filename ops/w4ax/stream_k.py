@@ -96,7 +96,7 @@ def build(
     out = store_macros(gemm, block_tokens=bm, cta_blocks=cta_blocks)
     tail = finish_macros(tiles, shares, store=out.store, leaves=lambda c: c.k0[0] > 0, adds=lambda c: c.k1[0] < units)
     fills = fill_macros(rings, row_blocks=all_blocks, cta_blocks=cta_blocks, unit_words=UNIT_WORDS)
-    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "int8", "warpgroup")
+    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "quotient", "int8", "warpgroup")
     source = prelude(*used, extra=(gemm.converter.device_source, problem.SOURCE, *([TURNS] if turns else [])))
     M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
 

@@ -102,9 +102,11 @@ static int tz_withdraw(int *word, int q, int share) {
   __syncwarp();
   return (seen & 255) == q;
 }
-static void tz_depart(int *word, int q) {
+static int tz_turn_away(int *word) {
+  return threadIdx.x % 32 ? 0 : __atomic_fetch_add(word, 256, __ATOMIC_RELAXED);
+}
+static void tz_depart(int *word, int q, int seen) {
   if (threadIdx.x % 32) return;
-  int seen = __atomic_fetch_add(word, 256, __ATOMIC_RELAXED);
   if ((seen >> 8 & 255) == q - 1) __atomic_store_n(word, 0, __ATOMIC_RELAXED);
 }
 static void tz_load_part(void *r, const void *p, int elements, int bytes, int units, int unit) {
