@@ -198,8 +198,10 @@ __device__ __forceinline__ void tz_addcg4(void *r_, const void *p) {
         "quotient",
         "a division by a runtime value is 30 instructions one after the other, and a CTA's plan takes a chain of them",
         """\
-// n / d for 0 <= n, 0 < d and a quotient below 2^22: what float32 says is off by one at most
+// n / d for 0 <= n, 0 < d and a quotient below 2^22: what float32 says is off by one at most. Opaque: no part of it is
+// computed before the main loop and kept in a register
 __device__ __forceinline__ int tz_quotient(int n, int d) {
+  asm volatile("" : "+r"(n), "+r"(d));
   int q = (int)((float)n * __fdividef(1.f, (float)d)), rest = n - q * d;
   return q + (rest >= d) - (rest < 0);
 }
@@ -305,6 +307,12 @@ __device__ __forceinline__ float tz_rescale(int acc, float s, float x, float b) 
 }
 __device__ __forceinline__ void tz_lds64(void *out, const void *p) { *(uint2 *)out = *(const uint2 *)p; }
 __device__ __forceinline__ void tz_zero16(void *p) { *(uint4 *)p = make_uint4(0, 0, 0, 0); }
+""",
+    ),
+    Primitive(
+        "rows_out",
+        "16 bytes of a matrix whose rows may not be multiples of 16 bytes: a branch on a constant, not on a pointer",
+        """\
 // 16 bytes of row `row` of a matrix with n columns: at once, or (rows not 16-byte aligned) element by element up to n
 template <typename T, bool WHOLE> __device__ __forceinline__ void tz_store_row(
     void *y, int row, int n, int col, const void *src) {

@@ -1,19 +1,9 @@
-"""From float32 sums of a wgmma tile to rows of y: bias, transposition through shared memory.
-
-The accumulator is y^T: a thread holds two neighbouring tokens of rows g and g + 8. A warp stages its 16 rows of up to
-32 tokens by stmatrix and stores them 16 bytes a lane.
-"""
+"""From float32 sums of a wgmma tile to rows of y: bias, transposition through shared memory (ops/staged_rows.py)."""
 
 from types import SimpleNamespace
 
-from terrazzo.ops.calls import copy16, has, pack2, stmatrix4_trans, syncwarp
-
-OUT_PITCH = 24  # halves of a staged output row: 16 rows and 16 bytes of padding, free of bank conflicts
-
-
-def out_tokens(block_tokens: int) -> int:
-    """Tokens that a warp stages at a time."""
-    return next(t for t in (32, 16) if block_tokens % t == 0)
+from terrazzo.ops.calls import has, pack2, syncwarp, wg_sync
+from terrazzo.ops.staged_rows import out_tokens, row_macros
 
 
 def store_macros(
@@ -21,33 +11,13 @@ def store_macros(
 ) -> SimpleNamespace:
     """Macros `store` and `store_slice` of `row_blocks` row blocks of 64 of a warpgroup, whose tile has `cta_blocks`.
 
-    `to` holds Y [M, n]; B [n of every expert] or, without a bias, [1]; Os [warps, out_tokens * OUT_PITCH] in the dtype
-    of Y; registers o, uint32 [4], and bb, float32 [2].
+    `to` holds Y [M, n]; B [n of every expert] or, without a bias, [1]; Os [warpgroups, staged] in the dtype of Y;
+    registers o, uint32 [4], and bb, float32 [2].
     """
     import tilelang.language as T
 
     bm, rb, nacc, step = block_tokens, row_blocks, block_tokens // 2, out_tokens(block_tokens)
-
-    @T.macro
-    def stage_out(Os, values, at, o, wg, warp, lane, q):
-        """16 rows x 16 tokens of a warp, from eight accumulator registers, transposed into part q of its buffer."""
-        for e in T.unroll(4):
-            o[e] = pack2(values[at + e * 2], values[at + e * 2 + 1], bf16=bf16)
-        stmatrix4_trans(
-            Os[wg * 4 + warp, (q * 16 + lane // 16 * 8 + lane % 8) * OUT_PITCH + lane // 8 % 2 * 8],
-            *(o[i] for i in range(4)),
-        )
-
-    @T.macro
-    def write_out(Y, Os, token, row, at, wg, warp, end):
-        """Eight rows of one token."""
-        if n % 8 == 0:
-            if T.And(token < end, row < n):
-                copy16(Y[token, row], Os[wg * 4 + warp, at])
-        elif token < end:
-            for e in T.unroll(8):
-                if row + e < n:
-                    Y[token, row + e] = Os[wg * 4 + warp, at + e]
+    rows = row_macros(n=n, out_dtype="bfloat16" if bf16 else "float16", out_bytes=2)
 
     @T.macro
     def add_bias(B, acc, bb, expert, row, r):
@@ -58,33 +28,32 @@ def store_macros(
             acc[r * nacc + i] = acc[r * nacc + i] + bb[i % 4 // 2]
 
     @T.macro
-    def block(to, acc, c, row0, first, count, r, wg, warp, lane):
-        """`count` tokens of row block r from token `first` of the tile."""
-        syncwarp()
-        for q in T.unroll(count // 16):
-            stage_out(to.Os, acc, r * nacc + (first // 8 + q * 2) * 4, to.o, wg, warp, lane, q)
-        syncwarp()
-        for q in T.unroll(count // 16):
-            write_out(
-                to.Y, to.Os, c.first[0] + first + q * 16 + lane // 2, row0 + lane % 2 * 8,
-                (q * 16 + lane // 2) * OUT_PITCH + lane % 2 * 8, wg, warp, c.end[0],
-            )  # fmt: skip
+    def stage(to, acc, r, first, q, wg, warp, lane, alone):
+        """16 tokens of row block r, from token `first` + 16 q of the tile on."""
+        for e in T.unroll(4):
+            at = r * nacc + (first // 8 + q * 2) * 4 + e * 2
+            to.o[e] = pack2(acc[at], acc[at + 1], bf16=bf16)
+        rows.put(to.Os, wg, warp, lane, q, to.o, alone)
 
     @T.macro
     def store(to, acc, c, wg, wt):
-        """Each warp stores its 16 rows of every row block, `step` tokens at a time."""
+        """The warpgroup stores every row block, `step` tokens at a time."""
         warp = wt // 32
         lane = wt % 32
         for r in T.unroll(rb):
-            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + warp * 16
+            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64
             if bias:
-                add_bias(to.B, acc, to.bb, c.expert[0], row0 + lane // 4, r)
+                add_bias(to.B, acc, to.bb, c.expert[0], row0 + warp * 16 + lane // 4, r)
             for b in T.unroll(bm // step):
-                block(to, acc, c, row0, b * step, step, r, wg, warp, lane)
+                wg_sync(wg)
+                for q in T.unroll(step // 16):
+                    stage(to, acc, r, b * step, q, wg, warp, lane, False)
+                wg_sync(wg)
+                rows.write(to.Y, to.Os, wg, warp, lane, c.first[0] + b * step, c.end[0], row0, step, False)
 
     @T.macro
     def store_slice(to, acc, c, x, wg, wt):
-        """The same of 16 tokens for each bit of x.units, counted through the row blocks."""
+        """Each warp stores its 16 rows of 16 tokens for each bit of x.units, counted through the row blocks."""
         warp = wt // 32
         lane = wt % 32
         for r in T.unroll(rb):
@@ -93,6 +62,9 @@ def store_macros(
                 add_bias(to.B, acc, to.bb, c.expert[0], row0 + lane // 4, r)
             for b in T.unroll(bm // 16):
                 if has(x.units[0], r * (bm // 16) + b):
-                    block(to, acc, c, row0, b * 16, 16, r, wg, warp, lane)
+                    syncwarp()
+                    stage(to, acc, r, b * 16, 0, wg, warp, lane, True)
+                    syncwarp()
+                    rows.write(to.Y, to.Os, wg, warp, lane, c.first[0] + b * 16, c.end[0], row0, 16, True)
 
     return SimpleNamespace(store=store, store_slice=store_slice)

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.calls import bulk, lds16, lds32, lds128, matrix, mma_kind, opaque, pack2, place, wgmma
+from terrazzo.ops.staged_rows import out_tokens, staged
 from terrazzo.ops.tile_program import OWN_BARRIERS, REGISTERS
 from terrazzo.ops.tile_scheduler import (
     EXPERTS_SOURCE,
@@ -33,7 +34,7 @@ from terrazzo.ops.tile_scheduler import (
     table_words,
 )
 from terrazzo.ops.tile_shares import finish_macros, share_macros, slice_state, spare_registers
-from terrazzo.ops.w4a16.epilogue import OUT_PITCH, out_tokens, store_macros
+from terrazzo.ops.w4a16.epilogue import store_macros
 from terrazzo.ops.w4a16.operand import Operand
 from terrazzo.ops.w4a16.param_macros import param_macros
 from terrazzo.schedules import tile_costs
@@ -91,7 +92,18 @@ def build(
     ct, nacc = wgs * 128, bm // 2
     kinds = (mma_kind(dtype),) * 2
     slot_units = bm * 64 * 2 // 16  # of a descriptor
-    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "quotient", "exchange", "warpgroup")
+    used = (
+        "lds",
+        "place",
+        "pack",
+        "bulk",
+        "stmatrix_trans",
+        "semaphore",
+        "quotient",
+        "exchange",
+        "warpgroup",
+        "rows_out",
+    )
     source = prelude(*used, extra=(cvt.device_source, *([EXPERTS_SOURCE] if experts else [])))
     matrices = max(experts, 1)
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32
@@ -296,7 +308,7 @@ def build(
             Xs = T.alloc_shared((stages * halves, bm, 64), dtype)
             Ws = T.alloc_shared((stages * halves, cta_blocks, 512), "int32")
             Ps = T.alloc_shared((stages if shared_params else stages * halves, cta_blocks * ig * rec), "uint8")
-            Os = T.alloc_shared((wgs * 4, out_tokens(bm) * OUT_PITCH), dtype)
+            Os = T.alloc_shared((wgs, staged(2, out_tokens(bm))), dtype)
             Es = T.alloc_shared((table_words(experts),), "int32")
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
             empty = T.alloc_barrier([wgs * 4] * stages)

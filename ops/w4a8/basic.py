@@ -11,9 +11,9 @@ Stream-K shares, the order of sums and the epilogue are those of stream_k.py; it
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.staged_rows import out_tokens, staged
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, check_tile
 from terrazzo.ops.tile_scheduler import plan_state, ring_state, scalars, segment_state
-from terrazzo.ops.w4a8.epilogue import staged
 from terrazzo.ops.w4a8.problem import UNIT_K, ComparedGemm
 from terrazzo.ops.w4a8.stages import PRIMITIVES, tile_macros
 from terrazzo.schedules.w4a8 import Basic
@@ -93,7 +93,7 @@ def build(
         with T.Kernel(G, threads=ct, prelude=source) as cta:
             Xs = T.alloc_shared((stages, bm, UNIT_K), "int8")
             Ws = T.alloc_shared((stages, cta_blocks, gemm.unit_words), "int32")
-            Os = T.alloc_shared((wgs * 4, staged(gemm, bm)), out_dtype)
+            Os = T.alloc_shared((wgs, staged(gemm.out_bytes, out_tokens(bm))), out_dtype)
             Fs = T.alloc_shared((wgs, bm), "float32")
             Rs = T.alloc_shared((wgs, bm if gemm.unsigned else 1), "int32")
             full = T.alloc_barrier([32] * stages)

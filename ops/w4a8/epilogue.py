@@ -1,31 +1,14 @@
-"""From int32 sums of a wgmma tile to rows of y: scales, bias, transposition through shared memory.
+"""From int32 sums of a wgmma tile to rows of y: scales, bias, transposition through shared memory (ops/staged_rows.py).
 
-The accumulator is y^T: a thread holds two neighbouring tokens of rows g and g + 8. Token scales are fetched when the
-tile begins, one for each thread, and meet the sums through shared memory; channel scales and bias wait in registers.
+Token scales are fetched when the tile begins, one for each thread, and meet the sums through shared memory; channel
+scales and bias wait in registers.
 """
 
 from types import SimpleNamespace
 
-from terrazzo.ops.calls import has, lds64, pack2, stmatrix4_trans, store_row, syncwarp, wg_sync
+from terrazzo.ops.calls import has, lds64, pack2, syncwarp, wg_sync
+from terrazzo.ops.staged_rows import out_tokens, row_macros
 from terrazzo.ops.w4a8.problem import Gemm
-
-_PITCH = {2: 24, 4: 20}  # elements of a staged row of 16: free of bank conflicts, 16-byte aligned
-
-
-def out_tokens(block_tokens: int) -> int:
-    """Tokens that a warp stages at a time."""
-    return next(t for t in (32, 16) if block_tokens % t == 0)
-
-
-def staged(gemm: Gemm, block_tokens: int) -> int:
-    """Output elements that a warp stages at a time, padding included."""
-    return out_tokens(block_tokens) * _PITCH[gemm.out_bytes]
-
-
-def shared_bytes(gemm: Gemm, block_tokens: int, warpgroups: int) -> int:
-    """Shared memory of the epilogue, bytes."""
-    scales = block_tokens * (8 if gemm.unsigned else 4)
-    return warpgroups * (4 * staged(gemm, block_tokens) * gemm.out_bytes + scales)
 
 
 def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: int) -> SimpleNamespace:
@@ -37,13 +20,12 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
     import tilelang.language as T
 
     n, bm, rb, nacc = gemm.n, block_tokens, row_blocks, block_tokens // 2
-    step, pitch, raw = out_tokens(bm), _PITCH[gemm.out_bytes], gemm.raw
-    bf16, whole = gemm.out_dtype == "bfloat16", n * gemm.out_bytes % 16 == 0
+    step, raw, bf16 = out_tokens(bm), gemm.raw, gemm.out_dtype == "bfloat16"
     per_thread = -(-bm // 128)
-    lanes, chunk = 16 * gemm.out_bytes // 16, 16 // gemm.out_bytes  # 16-byte pieces of a staged row, elements of one
+    rows = row_macros(n=n, out_dtype=gemm.out_dtype, out_bytes=gemm.out_bytes)
 
     def state(Y, Os, Fs, Rs) -> SimpleNamespace:
-        """Y [M, n], the program's shared buffers Os [warps, staged], Fs f32 and Rs int32 [warpgroups, tokens], and
+        """Y [M, n], the program's shared buffers Os [warpgroups, staged], Fs f32 and Rs int32 [warpgroups, tokens], and
         registers for the values that wait."""
         return SimpleNamespace(
             Y=Y,
@@ -97,8 +79,8 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
         to.f[i] = T.call_extern("float32", "tz_rescale", acc[at + i], to.s[e], to.x2[i], to.b[e])
 
     @T.macro
-    def stage(to, acc, wg, warp, lane, r, first, q):
-        """16 tokens of row block r, from token `first` + 16 q of the tile on, into part q of the warp's buffer."""
+    def stage(to, acc, wg, warp, lane, r, first, q, alone):
+        """16 tokens of row block r, from token `first` + 16 q of the tile on."""
         for e in T.unroll(4):
             at = r * nacc + (first // 8 + q * 2) * 4 + e * 2
             column = first + q * 16 + e // 2 * 8 + lane % 4 * 2
@@ -111,52 +93,44 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
                 if gemm.unsigned:
                     acc[at + i] = acc[at + i] - to.r2[i] * 128
                 if raw:
-                    place = (q * 16 + e // 2 * 8 + lane % 4 * 2 + i) * pitch + e % 2 * 8 + lane // 4
-                    to.Os[wg * 4 + warp, place] = acc[at + i]
+                    token = q * 16 + e // 2 * 8 + lane % 4 * 2 + i
+                    to.Os[wg, rows.place(warp, token, e % 2 * 8 + lane // 4, alone)] = acc[at + i]
                 else:
                     scale(to, acc, at, i, r * 2 + e % 2)
             if not raw:
                 to.o[e] = pack2(to.f[0], to.f[1], bf16=bf16)
         if not raw:
-            stmatrix4_trans(
-                to.Os[wg * 4 + warp, (q * 16 + lane // 16 * 8 + lane % 8) * pitch + lane // 8 % 2 * 8],
-                *(to.o[i] for i in range(4)),
-            )
-
-    @T.macro
-    def block(to, acc, c, wg, warp, lane, row0, r, first, count):
-        """`count` tokens of row block r from token `first` of the tile."""
-        syncwarp()
-        for q in T.unroll(count // 16):
-            stage(to, acc, wg, warp, lane, r, first, q)
-        syncwarp()
-        for q in T.unroll(count * lanes // 32):
-            token = c.first[0] + first + (q * 32 + lane) // lanes
-            row = row0 + lane % lanes * chunk
-            if T.And(token < c.end[0], row < n):
-                place = (q * 32 + lane) // lanes * pitch + lane % lanes * chunk
-                store_row(gemm.out_dtype, whole, to.Y, token, n, row, to.Os[wg * 4 + warp, place])
+            rows.put(to.Os, wg, warp, lane, q, to.o, alone)
 
     @T.macro
     def store(to, acc, c, wg, wt):
-        """Each warp stores its 16 rows of every row block, `step` tokens at a time."""
+        """The warpgroup stores every row block, `step` tokens at a time."""
         warp = wt // 32
         lane = wt % 32
         prepare(to, wg, wt)
         for r in T.unroll(rb):
-            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + warp * 16
+            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64
             for b in T.unroll(bm // step):
-                block(to, acc, c, wg, warp, lane, row0, r, b * step, step)
+                if (raw and not gemm.unsigned) or r + b > 0:  # else `prepare` was a barrier
+                    wg_sync(wg)
+                for q in T.unroll(step // 16):
+                    stage(to, acc, wg, warp, lane, r, b * step, q, False)
+                wg_sync(wg)
+                rows.write(to.Y, to.Os, wg, warp, lane, c.first[0] + b * step, c.end[0], row0, step, False)
 
     @T.macro
     def store_slice(to, acc, c, x, wg, wt):
-        """The same of 16 tokens for each bit of x.units, counted through the row blocks, after `prepare`."""
+        """Each warp stores its 16 rows of 16 tokens for each bit of x.units, counted through the row blocks, after
+        `prepare`."""
         warp = wt // 32
         lane = wt % 32
         for r in T.unroll(rb):
             row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + warp * 16
             for b in T.unroll(bm // 16):
                 if has(x.units[0], r * (bm // 16) + b):
-                    block(to, acc, c, wg, warp, lane, row0, r, b * 16, 16)
+                    syncwarp()
+                    stage(to, acc, wg, warp, lane, r, b * 16, 0, True)
+                    syncwarp()
+                    rows.write(to.Y, to.Os, wg, warp, lane, c.first[0] + b * 16, c.end[0], row0, 16, True)
 
     return SimpleNamespace(state=state, fetch=fetch, prepare=prepare, store=store, store_slice=store_slice)

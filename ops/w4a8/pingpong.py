@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.staged_rows import out_tokens, staged
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
 from terrazzo.ops.tile_scheduler import plan_state, ring_state, scalars, segment_state
-from terrazzo.ops.w4a8.epilogue import staged
 from terrazzo.ops.w4a8.problem import UNIT_K, Gemm
 from terrazzo.ops.w4a8.stages import PRIMITIVES, tile_macros
 from terrazzo.schedules.w4a8 import PingPong
@@ -81,7 +81,7 @@ def build(
         with T.Kernel(G, threads=ct + 128, prelude=source) as cta:
             Xs = T.alloc_shared((wgs * stages, bm, UNIT_K), "int8")
             Ws = T.alloc_shared((wgs * stages, rb, gemm.unit_words), "int32")
-            Os = T.alloc_shared((wgs * 4, staged(gemm, bm)), out_dtype)
+            Os = T.alloc_shared((wgs, staged(gemm.out_bytes, out_tokens(bm))), out_dtype)
             Fs = T.alloc_shared((wgs, bm), "float32")
             Rs = T.alloc_shared((wgs, bm if gemm.unsigned else 1), "int32")
             full = T.alloc_barrier([32] * (wgs * stages))

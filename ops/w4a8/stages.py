@@ -16,7 +16,8 @@ from terrazzo.ops.w4a8.operand import operand_macros
 from terrazzo.ops.w4a8.problem import BLOCK_WORDS, UNIT_K, Gemm
 
 PRIMITIVES = (
-    "lds", "place", "pack", "bulk", "stmatrix", "stmatrix_trans", "semaphore", "quotient", "int8", "warpgroup"
+    "lds", "place", "pack", "bulk", "stmatrix", "stmatrix_trans", "semaphore", "quotient", "int8", "rows_out",
+    "warpgroup",
 )  # fmt: skip
 
 

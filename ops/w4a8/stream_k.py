@@ -25,6 +25,7 @@ from types import SimpleNamespace
 
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.calls import opaque, tma_tile, wgmma
+from terrazzo.ops.staged_rows import out_tokens, staged
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
 from terrazzo.ops.tile_scheduler import (
     EXPERTS_SOURCE,
@@ -39,7 +40,7 @@ from terrazzo.ops.tile_scheduler import (
 )
 from terrazzo.ops.tile_shares import finish_macros, share_macros, slice_state, spare_registers
 from terrazzo.ops.w4a8 import fp8_problem
-from terrazzo.ops.w4a8.epilogue import staged, store_macros
+from terrazzo.ops.w4a8.epilogue import store_macros
 from terrazzo.ops.w4a8.operand import operand_macros
 from terrazzo.ops.w4a8.problem import UNIT_K
 from terrazzo.ops.w4a8.stages import consumer_macros, fill_macros
@@ -106,8 +107,20 @@ def build(
         unit=lambda c, kb: c.expert[0] * units + kb,
     )  # fmt: skip
     steps = consumer_macros(block_tokens=bm, cta_blocks=cta_blocks, unit_words=unit_words, groups=ig)
-    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "quotient", "exchange", "int8", "warpgroup")
-    used += ("e4m3",) if e4m3 else ()
+    used = (
+        "lds",
+        "place",
+        "pack",
+        "bulk",
+        "stmatrix_trans",
+        "semaphore",
+        "quotient",
+        "exchange",
+        "int8",
+        "rows_out",
+        "warpgroup",
+    )
+    used += ("warpgroup", "e4m3") if e4m3 else ("warpgroup",)
     extra = (gemm.converter.device_source, *([EXPERTS_SOURCE] if experts else []))
     source = prelude(*used, extra=extra)
     matrices = max(experts, 1)
@@ -205,7 +218,7 @@ def build(
         with T.Kernel(G, threads=ct + 128, prelude=source) as cta:
             Xs = T.alloc_shared((stages, bm, UNIT_K), "int8")
             Ws = T.alloc_shared((stages, cta_blocks, unit_words), "int32")
-            Os = T.alloc_shared((wgs * 4, staged(gemm, bm)), out_dtype)
+            Os = T.alloc_shared((wgs, staged(gemm.out_bytes, out_tokens(bm))), out_dtype)
             Fs = T.alloc_shared((wgs, bm), "float32")
             Rs = T.alloc_shared((wgs, bm if gemm.unsigned else 1), "int32")
             Es = T.alloc_shared((table_words(experts),), "int32")

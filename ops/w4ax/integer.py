@@ -16,10 +16,10 @@ from types import SimpleNamespace
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.calls import copy16, lds64, lds128, opaque, wg_sync
+from terrazzo.ops.staged_rows import out_tokens, staged
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
 from terrazzo.ops.tile_scheduler import partition_macros, plan_state, ring_macros, ring_state, scalars, segment_state
 from terrazzo.ops.tile_shares import finish_macros, share_macros, spare_registers
-from terrazzo.ops.w4a8.epilogue import out_tokens, staged
 from terrazzo.ops.w4a8.stages import stage_macros
 from terrazzo.ops.w4ax.epilogue import store_macros
 from terrazzo.ops.w4ax.problem import UNIT_K, UNIT_WORDS, Gemm, byte_gemm
@@ -75,7 +75,7 @@ def build(
     step = 16 if stash else out_tokens(bm)  # less of them to leave room for the ring
     out = store_macros(gemm, block_tokens=bm, cta_blocks=wgs, step=step)
     tail = finish_macros(tiles, shares, store=out.store, leaves=lambda c: c.k0[0] > 0, adds=lambda c: c.k1[0] < units)
-    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "quotient", "int8", "warpgroup")
+    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "quotient", "int8", "rows_out", "warpgroup")
     source = prelude(*used, extra=(inner.converter.device_source,))
     M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
 
@@ -188,7 +188,7 @@ def build(
         with T.Kernel(G, threads=ct + 128, prelude=source) as cta:
             Xs = T.alloc_shared((stages, bm, UNIT_K), "int8")
             Ws = T.alloc_shared((stages, wgs, UNIT_WORDS), "int32")
-            Os = T.alloc_shared((wgs * 4, staged(gemm, step)), out_dtype)
+            Os = T.alloc_shared((wgs, staged(gemm.out_bytes, step)), out_dtype)
             Fs = T.alloc_shared((wgs, max(bm, 32)), "float32")
             Ps = T.alloc_shared((wgs, bm // 8, 128, 4) if stash and both else (1, 1, 1, 4), "float32")
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X

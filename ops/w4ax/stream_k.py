@@ -25,10 +25,10 @@ from types import SimpleNamespace
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.calls import bulk, lds32, lds64, lds128, syncwarp, tma_tile, wgmma
+from terrazzo.ops.staged_rows import out_tokens, staged
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
 from terrazzo.ops.tile_scheduler import partition_macros, plan_state, ring_macros, ring_state, scalars, segment_state
 from terrazzo.ops.tile_shares import finish_macros, share_macros
-from terrazzo.ops.w4a8.epilogue import staged
 from terrazzo.ops.w4a8.stages import consumer_macros, fill_macros
 from terrazzo.ops.w4ax import problem
 from terrazzo.ops.w4ax.epilogue import store_macros
@@ -96,7 +96,7 @@ def build(
     out = store_macros(gemm, block_tokens=bm, cta_blocks=cta_blocks)
     tail = finish_macros(tiles, shares, store=out.store, leaves=lambda c: c.k0[0] > 0, adds=lambda c: c.k1[0] < units)
     fills = fill_macros(rings, row_blocks=all_blocks, cta_blocks=cta_blocks, unit_words=UNIT_WORDS)
-    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "quotient", "int8", "warpgroup")
+    used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "quotient", "int8", "rows_out", "warpgroup")
     source = prelude(*used, extra=(gemm.converter.device_source, problem.SOURCE, *([TURNS] if turns else [])))
     M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
 
@@ -224,7 +224,7 @@ def build(
             Xs = T.alloc_shared((stages, bm, UNIT_K), "int8")
             Ws = T.alloc_shared((stages, cta_blocks, UNIT_WORDS), "int32")
             Fs = T.alloc_shared((stages, max(bm, 32)), "float32")
-            Os = T.alloc_shared((wgs * 4, staged(gemm, bm)), out_dtype)
+            Os = T.alloc_shared((wgs, staged(gemm.out_bytes, out_tokens(bm))), out_dtype)
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
             empty = T.alloc_barrier([wgs * 4] * stages)
             w = T.alloc_local((8,), "uint32")
