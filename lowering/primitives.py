@@ -201,8 +201,10 @@ __device__ __forceinline__ void tz_addcg4(void *r_, const void *p) {
 // n / d for 0 <= n, 0 < d and a quotient below 2^22: what float32 says is off by one at most. Opaque: no part of it is
 // computed before the main loop and kept in a register
 __device__ __forceinline__ int tz_quotient(int n, int d) {
+  float r;
   asm volatile("" : "+r"(n), "+r"(d));
-  int q = (int)((float)n * __fdividef(1.f, (float)d)), rest = n - q * d;
+  asm volatile("rcp.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"((float)d));
+  int q = (int)((float)n * r), rest = n - q * d;
   return q + (rest >= d) - (rest < 0);
 }
 """,

@@ -22,6 +22,8 @@ SEMAPHORES = 4096
 STREAMS = 64
 LARGEST = 1 << 31
 """Rows, columns and tokens are int32 in kernels; addresses have 64 bits."""
+MOST_ROWS = 1 << 27
+"""Output features of a weight."""
 ALL_TOKENS = (8, 16, 32, 64, 128, 256, 300, 512, 600, 1024, 2048, 4096)
 """One M of every bucket; 300 and 600 where tiles of 128 tokens pad less than tiles of 256."""
 
@@ -57,10 +59,10 @@ def tokens_of(m: int | Iterable[int] | None) -> tuple[int, ...]:
 
 
 def check_shape(n: int, k: int) -> None:
-    """Raise ArgumentError unless [n, k] can be a weight: kernels count rows and channels in 32 bits."""
-    for name, size in (("n", n), ("k", k)):
-        if type(size) is not int or not 1 <= size < LARGEST:
-            raise ArgumentError(name, size, f"must be an integer, 1..{LARGEST - 1}", "pass the weight's shape [N, K]")
+    """Raise ArgumentError unless [n, k] can be a weight: kernels count channels in 32 bits, blocks of rows in 22."""
+    for name, size, end in (("n", n, MOST_ROWS), ("k", k, LARGEST)):
+        if type(size) is not int or not 1 <= size < end:
+            raise ArgumentError(name, size, f"must be an integer, 1..{end - 1}", "pass the weight's shape [N, K]")
 
 
 def check_group(group_size: int, k: int, groups: tuple[int, ...]) -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 from terrazzo.ops.calls import arrive, place, quotient, syncwarp
 from terrazzo.ops.calls import wait as wait_at
+from terrazzo.schedules.partition import MOST_SHARED
 from terrazzo.schedules.tile_costs import MOST_SLICES
 
 
@@ -194,7 +195,8 @@ def expert_macros(*, experts: int, block_tokens: int, units: int, row_tiles: int
         e.rest[0] = T.truncmod(e.tiles[0], grid)
         e.grid[0] = grid
         e.shared[0] = 0
-        if T.And(e.rest[0] > 0, (e.tiles[0] - e.rest[0] + grid) * 50 >= e.tiles[0] * 53):
+        thin = (e.tiles[0] - e.rest[0] + grid) * 50 >= e.tiles[0] * 53
+        if T.And(T.And(e.rest[0] > 0, 2 * grid * units <= MOST_SHARED), thin):
             if e.tiles[0] < grid:
                 e.shared[0] = e.tiles[0]
                 e.grid[0] = T.truncdiv(e.tiles[0] * units + grid - 1, grid)  # k units of the busiest CTA

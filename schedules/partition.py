@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _SHARE_UNITS = 12  # k units of a share below which adding it up costs more than it saves
+MOST_SHARED = 3 << 20
+"""k units of all shared tiles: the programs count up to 2^22 (`quotient` of ops/calls.py), with a quarter for heads."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ def share_tiles(tiles: int, units: int, slots: int) -> Partition:
     Shares only where whole waves would leave more than a few percent of the slots idle.
     """
     rest = tiles % slots
-    if rest == 0 or -(-tiles // slots) * slots < 1.06 * tiles:
+    if rest == 0 or -(-tiles // slots) * slots < 1.06 * tiles or 2 * slots * units > MOST_SHARED:
         return Partition(min(tiles, slots), 0)
     if tiles < slots:
         share = -(-tiles * units // slots)  # k units of the busiest slot: no more slots than that needs

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules.partition import Partition
+from terrazzo.schedules.partition import MOST_SHARED, Partition
 
 Tile = tuple[int, int, int]
 """(tokens, warpgroups, row blocks of each)."""
@@ -111,6 +111,8 @@ def parts_alike(tiles: int, units: int, part: Partition) -> bool:
 def partitions(tiles: int, units: int, slots: int) -> Iterator[Partition]:
     """Ways to divide tiles over CTAs, no share without a unit of k: whole tiles first."""
     yield Partition(min(tiles, slots), 0)
+    if 2 * slots * units > MOST_SHARED:
+        return
     if tiles <= slots:
         for each in range(2, min(slots // tiles, units) + 1):  # the same number of CTAs for every tile
             yield Partition(tiles * each, tiles)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from cuda_on_cpu import CpuKernel
 from terrazzo.lowering import compile_request
+from terrazzo.lowering.primitives import prelude
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
@@ -32,7 +34,7 @@ def build(target, *, units: int, row_tiles: int, head_units: int, exchange: bool
 
     @T.prim_func
     def main(OUT: T.Tensor((G, SEGMENTS + 1, len(FIELDS)), "int32"), sk: T.int32, mt: T.int32):
-        with T.Kernel(G, threads=32) as cta:
+        with T.Kernel(G, threads=32, prelude=prelude("quotient")) as cta:
             p = plan_state()
             c = segment_state()
             tiles.plan(p, cta, G, sk, mt)
@@ -76,6 +78,19 @@ def test_every_unit_once_and_every_head_after_its_shares(units, row_tiles, head_
                 check_parted(out.tolist(), each, mt, row_tiles, units)
             else:  # whole tiles, or more CTAs than a tile's word has bits for
                 check(out.tolist(), grid, mt * row_tiles, mt, row_tiles, units)
+
+
+@pytest.mark.parametrize("ulps", [-1, 0, 1])
+def test_quotient(ulps):
+    """tz_quotient with a reciprocal that is off by as much as the GPU's may be: exact for quotients below 2^22."""
+    i = np.random.default_rng(0).integers
+    d = np.concatenate([i(1, 200, 200000), i(1, 1 << 24, 200000), i(1, 2**31 - 1, 200000)])
+    q = np.minimum(i(0, 1 << 22, d.size), (2**31 - 1) // d)
+    n = np.clip(q * d + i(-2, 3, d.size), 0, np.minimum(2**31 - 1, (d << 22) - 1))
+    r = (np.float32(1) / d.astype(np.float32)).view(np.int32) + ulps
+    got = (n.astype(np.float32) * r.view(np.float32)).astype(np.int64)
+    rest = n - got * d
+    assert np.array_equal(got + (rest >= d) - (rest < 0), n // d)
 
 
 def check_parted(ctas: list, each: int, mt: int, row_tiles: int, units: int) -> None:

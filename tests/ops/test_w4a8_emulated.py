@@ -113,7 +113,7 @@ static void tz_load_part(void *r, const void *p, int elements, int bytes, int un
   if (tz_has(units, unit)) memcpy(r, (const char *)((const float *)p + elements) + bytes, 16);
   else memset(r, 0, 16);
 }
-static unsigned __popc(unsigned v) { return __builtin_popcount(v); }
+static int __popc(unsigned v) { return __builtin_popcount(v); }
 static int __ffs(int v) { return __builtin_ffs(v); }
 static void tz_addcg4i(void *r, const void *p) { for (int i = 0; i < 4; ++i) ((int *)r)[i] += ((const int *)p)[i]; }
 static unsigned __vadd4(unsigned x, unsigned y) {

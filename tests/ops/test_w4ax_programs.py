@@ -86,7 +86,13 @@ def test_wgmma(name):
         count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0xf0f0f0f0, RZ, 0xc0") == 16 * blocks
     )  # 8 words: two masks, one shift
     assert count(r"(SHF\.L\.U32|IMAD\.SHL\.U32) R\d+, R\d+(\.reuse)?, 0x10?,? ?") in range(8 * blocks, 8 * blocks + 16)
-    assert count(r"I2FP?\.F(32|P)") == schedule.block_tokens // 2 * scalings  # a sum becomes f32 once
+    assert converted(count, schedule.block_tokens // 2 * scalings)  # a sum becomes f32 once
+
+
+def converted(count, sums: int) -> bool:
+    """Whether `sums` int32 values become f32 beside those of the plan: a quotient converts one or two, and one back."""
+    quotients = count(r"F2I\.TRUNC")
+    return quotients <= count(r"I2FP?\.F(32|P)") - sums <= 2 * quotients
 
 
 @pytest.mark.parametrize("name", INTEGER if os.environ.get(ALL) else list(INTEGER)[:1])
@@ -110,8 +116,8 @@ def test_integer(name):
     masked = count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0xf0f0f0f, (U?R\d+)(\.reuse)?, 0x6a")
     flipped = count(r"LOP3\.LUT R\d+, R\d+(\.reuse)?, 0x80808080, RZ, 0x3c")
     assert (masked, flipped) == (16 * loops, 16 * loops)  # 8 words: mask and plus 8 at once, multiply-add, flip
-    each = schedule.block_tokens // 2  # a sum becomes f32 once for each kind of block; divisions of plans take some
-    assert count(r"I2FP\.F32\.S32") in (each, each * loops)
+    each = schedule.block_tokens // 2  # a sum becomes f32 once for each kind of block
+    assert converted(count, each) or converted(count, each * loops)
 
 
 @pytest.mark.parametrize("name", MMA)

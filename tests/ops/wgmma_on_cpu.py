@@ -165,7 +165,6 @@ template <int N> void warpgroup_wait() {
 template <int N> void warpgroup_reg_alloc() {}
 template <int N> void warpgroup_reg_dealloc() {}
 }  // namespace tl
-static int tz_quotient(int n, int d) { return n / d; }
 static uint64_t tz_matrix(const tl::GmmaDescriptor &d) { return d.desc_; }
 #ifndef EARLY
 static void cudaTriggerProgrammaticLaunchCompletion() {}
