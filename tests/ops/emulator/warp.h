@@ -1,6 +1,7 @@
+// ---------------------------------------------------------------- integers
+static int tz_quotient(int n, int d) { return n / d; }
 // ---------------------------------------------------------------- 16-bit floats
-template <bool BF16> static int tz_quotient(int n, int d) { return n / d; }
-static float widen(uint16_t v) {
+template <bool BF16> static float widen(uint16_t v) {
   if (BF16) { uint32_t u = (uint32_t)v << 16; float f; memcpy(&f, &u, 4); return f; }
   _Float16 h; memcpy(&h, &v, 2); return (float)h;
 }
