@@ -129,12 +129,18 @@ def measure_row(op: str, layer: Layer, tokens: int, stacked: Any, options: argpa
     call = lambda w: lambda: family.grouped_gemm(given, w, offsets, out=out, **more)
     call(stacked)()
     wrong = _wrong(op, given, stacked, starts, out)
-    row |= {"us": None, "failure": wrong} if wrong else _timed(measure, [call(w) for w in copies], options, row)
+    row |= {"us": None, "failure": wrong} if wrong else {}
+    candidates = {} if wrong else {"us": [call(w) for w in copies]}
     if not options.no_peers and hasattr(torch, "_grouped_mm"):
         dense = torch.randn(layer.experts, layer.n, layer.k, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-        row["torch_bf16"] = measure.time_calls(
-            [lambda: torch._grouped_mm(x, dense, offs=offsets[1:])], options.budget_ms
-        ).us
+        candidates["torch_bf16"] = [lambda: torch._grouped_mm(x, dense, offs=offsets[1:])]
+    for name, timing in measure.time_in_turn(candidates, options.budget_ms).items():
+        if isinstance(timing, Exception):
+            raise timing
+        row[name] = round(timing.us, 3)
+        if name == "us":
+            share = row["bytes"] / timing.us / 1e3 / options.copy_gb_s
+            row |= {"spread": round(timing.spread, 4), "copy_share": round(share, 4)}
     return row
 
 
@@ -144,12 +150,6 @@ def given_bytes(x: Any) -> int:
     if torch.is_tensor(x):
         return x.numel() * 2
     return x.q.numel() + (4 if x.row_sums is None else 8) * x.scales.numel()
-
-
-def _timed(measure: Any, calls: list, options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
-    timing = measure.time_calls(calls, options.budget_ms)
-    share = row["bytes"] / timing.us / 1e3 / options.copy_gb_s
-    return {"us": round(timing.us, 3), "spread": round(timing.spread, 4), "copy_share": round(share, 4)}
 
 
 def _wrong(op: str, x: Any, stacked: Any, starts: list[int], y: Any) -> str | None:
