@@ -12,7 +12,7 @@ from typing import Any
 from terrazzo.ops.calls import stmatrix4_trans, store_row
 
 _PITCH = {2: 72, 4: 68}  # elements of a staged token of 64 rows: free of bank conflicts, 16-byte aligned
-_WARP_PITCH = {2: 24, 4: 20}  # of 16 rows
+_WARP_PITCH = {2: 24, 4: 20}  # of 16 rows: stmatrix without conflicts, pairs of them as it is read
 
 
 def out_tokens(block_tokens: int) -> int:
@@ -20,9 +20,10 @@ def out_tokens(block_tokens: int) -> int:
     return next(t for t in (32, 16) if block_tokens % t == 0)
 
 
-def staged(out_bytes: int, tokens: int) -> int:
-    """Elements of a warpgroup's buffer for `tokens` tokens, padding included."""
-    return tokens * _PITCH[out_bytes]
+def staged(out_bytes: int, tokens: int, *, alone: bool = False) -> int:
+    """Elements of a warpgroup's buffer for `tokens` tokens, padding included; with `alone`, also for 16 tokens of each
+    warp's own rows."""
+    return max(tokens * _PITCH[out_bytes], 4 * 16 * _WARP_PITCH[out_bytes] if alone else 0)
 
 
 def row_macros(*, n: int, out_dtype: str, out_bytes: int) -> SimpleNamespace:

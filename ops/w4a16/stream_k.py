@@ -308,7 +308,7 @@ def build(
             Xs = T.alloc_shared((stages * halves, bm, 64), dtype)
             Ws = T.alloc_shared((stages * halves, cta_blocks, 512), "int32")
             Ps = T.alloc_shared((stages if shared_params else stages * halves, cta_blocks * ig * rec), "uint8")
-            Os = T.alloc_shared((wgs, staged(2, out_tokens(bm))), dtype)
+            Os = T.alloc_shared((wgs, staged(2, out_tokens(bm), alone=exchange)), dtype)
             Es = T.alloc_shared((table_words(experts),), "int32")
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
             empty = T.alloc_barrier([wgs * 4] * stages)
