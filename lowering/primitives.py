@@ -38,6 +38,7 @@ __device__ __forceinline__ void tz_cp_commit() { asm volatile("cp.async.commit_g
 template <int N> __device__ __forceinline__ void tz_cp_wait() {
   asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); __syncwarp();
 }
+__device__ __forceinline__ void tz_zero16(void *p) { *(uint4 *)p = make_uint4(0, 0, 0, 0); }
 """,
     ),
     Primitive(
@@ -308,7 +309,6 @@ __device__ __forceinline__ float tz_rescale(int acc, float s, float x, float b) 
   return __fmaf_rn(__fmul_rn((float)acc, s), x, b);
 }
 __device__ __forceinline__ void tz_lds64(void *out, const void *p) { *(uint2 *)out = *(const uint2 *)p; }
-__device__ __forceinline__ void tz_zero16(void *p) { *(uint4 *)p = make_uint4(0, 0, 0, 0); }
 """,
     ),
     Primitive(

@@ -84,8 +84,9 @@ def resident_macros(
         return SimpleNamespace(t0=t0, t1=t1, k0=k0, kn=kn, g0=g0, gn=gn, kg=kg)
 
     @T.macro
-    def fetch_bulk(X, Xs, bar, m, at, rank, tx):
-        """The items of CTA `at` (`place`), number `rank` of its cluster."""
+    def clear(Xs, m, at, tx):
+        """What X does not fill of the items of CTA `at` becomes zero: rows from m on, columns from k on. It depends on
+        no other kernel."""
         for e in T.serial(T.ceildiv((rows - m) * (pitch // vec), threads)):
             if e * threads + tx < (rows - m) * (pitch // vec):
                 zero16(Xs[m * pitch + (e * threads + tx) * vec])
@@ -95,17 +96,25 @@ def resident_macros(
                 piece = e * threads + tx
                 if T.And(piece < m * tail, at.k0 + at.kn == split.items):
                     zero16(Xs[piece // tail * pitch + (k - at.k0 * ITEM_K) + piece % tail * vec])
+
+    @T.macro
+    def fetch_bulk(X, Xs, bar, m, at, bn, tx):
+        """The items of CTA `at`, number bn along n; the CTAs of a cluster share the copies of a row."""
         if tx == 0:
             row_bytes = T.min(at.kn * ITEM_K, k - at.k0 * ITEM_K) * size
             T.mbarrier_expect_tx(bar, m * row_bytes)
             T.barrier_arrive(bar)
-            for r in T.serial(T.ceildiv(m - rank, cluster)):
-                row = r * cluster + rank
-                bulk(Xs[row * pitch], X[row, at.k0 * ITEM_K], row_bytes, bar, cluster)
+            row = T.alloc_local((1,), "int32")
+            count = T.ceildiv(m - bn % cluster, cluster)
+            row[0] = bn // cluster % rows * count // rows  # not all CTAs at the same row: it lies in a few L2 slices
+            for _ in T.serial(count):
+                at_row = row[0] * cluster + bn % cluster
+                bulk(Xs[at_row * pitch], X[at_row, at.k0 * ITEM_K], row_bytes, bar, cluster)
+                row[0] = T.if_then_else(row[0] + 1 < count, row[0] + 1, 0)
 
     @T.macro
-    def fetch_async(X, Xs, bar, m, at, rank, tx):
-        """The same by cp.async of every thread, each CTA for itself."""
+    def fetch_async(X, Xs, bar, m, at, bn, tx):
+        """The same by cp.async of every thread, each CTA for itself, and what `clear` does."""
         for e in T.serial(-(-copies // threads)):
             piece = e * threads + tx
             row = piece // chunks
@@ -127,7 +136,7 @@ def resident_macros(
             cp_wait(newer)
         T.sync_threads()
 
-    return SimpleNamespace(place=place, fetch=fetch_bulk if bulk_copies else fetch_async, wait=wait)
+    return SimpleNamespace(place=place, clear=clear, fetch=fetch_bulk if bulk_copies else fetch_async, wait=wait)
 
 
 def unit_macros(*, token_tiles: int, chunk: int, groups: int, stages: int, pitch: int) -> SimpleNamespace:
@@ -199,12 +208,12 @@ def sum_macros(
         return warp * part + (t * 8 + lane % 4 * 2 + i % 2) * pitch + tile * 16 + i // 2 * 8 + lane // 4
 
     @T.macro
-    def stage(Q, acc, tx):
-        """The sums of a chunk to Q."""
+    def stage(Q, acc, ci, tx):
+        """The sums of chunk ci to Q."""
         warp = tx // 32
         lane = tx % 32
-        if split.chunks == 1:
-            T.sync_threads()  # Q may share memory with what the main loop read, whose last use this is
+        if T.Or(split.chunks == 1, ci > 0):
+            T.sync_threads()  # the chunk before was read; an only chunk may lie where the main loop has read
         for r in T.unroll(chunk):
             for t in T.unroll(nt):
                 for i in T.unroll(4):
@@ -212,7 +221,8 @@ def sum_macros(
 
     @T.macro
     def add_warps(Q, WS, to, r4, m, bk, at, ci, tx):
-        """What chunk `ci` of CTA `at` has in Q, tokens below m, to `store` or, with several CTAs along k, to WS."""
+        """What chunk `ci` of CTA `at` has in Q, tokens below m, to `store` or, with several CTAs along k, to WS. A few
+        warps do it; the others go on with the next chunk."""
         T.sync_threads()
         for e in T.serial(-(-(nt * 8 * chunk * 4) // threads)):
             tok = (e * threads + tx) // (chunk * 4)
@@ -228,7 +238,6 @@ def sum_macros(
                         WS[bk, tok, (at.t0 + ci * chunk) * 16 + row + i] = r4[i]
                 else:
                     store(to, r4, tok, (at.t0 + ci * chunk) * 16 + row)
-        T.sync_threads()
 
     @T.macro
     def add_ctas(WS, SEM, to, r4, m, bn, at, tx):

@@ -12,7 +12,6 @@ Numerics (specs.md B.3): `post` multiplies unscaled codes and applies scale and 
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.calls import (
-    bulk,
     cp_async,
     cp_commit,
     cp_wait,
@@ -121,33 +120,6 @@ def build(
                         ],
                     )
         cp_commit()
-
-    @T.macro
-    def fetch_bulk(X, Xs, xbar, m, at, bn, tx):
-        """X of the k range of CTA `at`; rows >= m and columns >= k become zero. The CTAs of a cluster share it."""
-        for e in T.serial(T.ceildiv((nt * 8 - m) * (pitch // 8), threads)):
-            if e * threads + tx < (nt * 8 - m) * (pitch // 8):
-                for i in T.vectorized(8):
-                    Xs[m * pitch + (e * threads + tx) * 8 + i] = T.cast(0, dtype)
-        if kp > k:  # the last CTA along k: columns past the end
-            tail = (kp - k) // 8
-            for e in T.serial(T.ceildiv(m * (kp - k) // 8, threads)):
-                piece = e * threads + tx
-                if T.And(piece < m * tail, at.k0 + at.kn == split.items):
-                    for i in T.vectorized(8):
-                        Xs[piece // tail * pitch + (k - at.k0 * ITEM_K) + piece % tail * 8 + i] = T.cast(0, dtype)
-        if tx == 0:
-            row_bytes = T.min(at.kn * ITEM_K, k - at.k0 * ITEM_K) * 2
-            T.mbarrier_expect_tx(xbar, m * row_bytes)
-            T.barrier_arrive(xbar)
-            rank = bn % cluster
-            count = T.ceildiv(m - rank, cluster)
-            for i in T.serial(count):
-                r = T.truncmod(i + bn // cluster, count)  # not all CTAs at the same row: it lies in a few L2 slices
-                row = r * cluster + rank
-                bulk(Xs[row * pitch], X[row, at.k0 * ITEM_K], row_bytes, xbar, cluster)
-
-    fetch = fetch_bulk if bulk_copies else resident.fetch
 
     @T.macro
     def load_x(Xs, x, col, lane):
@@ -289,12 +261,13 @@ def build(
             if pdl:
                 T.pdl_trigger()
             else:
-                fetch(X, Xs, xbar, M, at, 0, tx)
+                resident.fetch(X, Xs, xbar, M, at, 0, tx)
             for p in T.unroll(stages):
                 issue(W, P, R, ring, p, at, lane)
             if pdl:
+                resident.clear(Xs, M, at, tx)
                 T.pdl_sync()
-                fetch(X, Xs, xbar, M, at, bn, tx)
+                resident.fetch(X, Xs, xbar, M, at, bn, tx)
             resident.wait(xbar, stages)
             if post:
                 sum_tokens(Xs, C0, x, a, d, at, lane)
@@ -332,12 +305,7 @@ def build(
                                 end_sums(acc, d, s, m)
                     syncwarp()  # every lane has read the step before it is overwritten
                     issue(W, P, R, ring, ci * at.gn + gi + stages, at, lane)
-                if split.chunks == 1:
-                    T.sync_threads()  # Q may share memory with Xs and R, whose last use this is
-                for m in T.unroll(chunk):
-                    for t in T.unroll(nt):
-                        for i in T.unroll(4):
-                            Q[sums.place(warp, lane, m, t, i)] = acc[(m * nt + t) * 4 + i]
+                sums.stage(Q, acc, ci, tx)
                 sums.add_warps(Q, WS, (Y, B, o4), r4, M, bk, at, ci, tx)
             sums.add_ctas(WS, SEM, (Y, B, o4), r4, M, bn, at, tx)
 

@@ -140,8 +140,9 @@ def build(
             for p in T.unroll(stages):
                 ring.issue(W, R, base, p, at, lane)
             if pdl:
+                resident.clear(Xs, M, at, tx)
                 T.pdl_sync()
-                resident.fetch(X, Xs, xbar, M, at, bn % cluster, tx)
+                resident.fetch(X, Xs, xbar, M, at, bn, tx)
             resident.wait(xbar, stages)
             for ci in T.serial(split.chunks):
                 for i in T.unroll(chunk * nt * 4):
@@ -167,7 +168,7 @@ def build(
                                         operand.mma(acc, to, a, e * 4, x, b)
                     syncwarp()  # every lane has read the step before it is overwritten
                     ring.issue(W, R, base, ci * at.gn + gi + stages, at, lane)
-                sums.stage(Q, acc, tx)
+                sums.stage(Q, acc, ci, tx)
                 sums.add_warps(Q, WS, (S, XS, RS, B, Y, o4), r4, M, bk, at, ci, tx)
             sums.add_ctas(WS, SEM, (S, XS, RS, B, Y, o4), r4, M, bn, at, tx)
 

@@ -148,8 +148,9 @@ def build(
                 ring.issue(W, R, base, p, at, lane)
             if two_level:
                 load_channel_scales(S, Cs, at, tx)
+            resident.clear(Xs, M, at, tx)
             T.pdl_sync()
-            resident.fetch(X, Xs, xbar, M, at, bn % cluster, tx)
+            resident.fetch(X, Xs, xbar, M, at, bn, tx)
             load_token_scales(XS, Fs, at, tx)
             resident.wait(xbar, stages)
             for ci in T.serial(split.chunks):
@@ -180,7 +181,7 @@ def build(
                             )
                     syncwarp()  # every lane has read the step before it is overwritten
                     ring.issue(W, R, base, ci * at.gn + gi + stages, at, lane)
-                sums.stage(Q, acc, tx)
+                sums.stage(Q, acc, ci, tx)
                 sums.add_warps(Q, WS, (Cs, at, B, Y, o4), r4, M, bk, at, ci, tx)
             sums.add_ctas(WS, SEM, (Cs, at, B, Y, o4), r4, M, bn, at, tx)
 
