@@ -50,11 +50,16 @@ class Split:
         """Most chunks of row tiles of a CTA."""
         return -(-(self.tiles // self.nc + (self.tiles % self.nc > 0)) // self.chunk)
 
+    @property
+    def most_rows(self) -> int:
+        """Of a CTA, in whole chunks."""
+        return self.chunks * self.chunk * 16
+
 
 def resident_macros(
     split: Split, *, k: int, rows: int, pitch: int, size: int, bulk_copies: bool, cluster: int = 1
 ) -> SimpleNamespace:
-    """Macros `place` of a CTA, and `fetch` and `wait` for X [m, k] in elements of `size` bytes.
+    """Macros `place` of a CTA; `clear`, `fetch` and `wait` for X [m, k] in elements of `size` bytes; `fetch_scales`.
 
     Args:
         k: columns of X, a multiple of 16 bytes; the items of `split` cover them.
@@ -128,6 +133,14 @@ def resident_macros(
         cp_commit()
 
     @T.macro
+    def fetch_scales(S, Cs, at, tx):
+        """Scales of the rows of CTA `at`, float32, to Cs [split.most_rows], by cp.async of the group that is open."""
+        for e in T.serial(-(-split.most_rows // 4 // threads)):
+            piece = e * threads + tx
+            if piece < (at.t1 - at.t0) * 4:
+                cp_async(Cs[piece * 4], S[at.t0 * 16 + piece * 4])
+
+    @T.macro
     def wait(bar, newer):
         """X is there; of the cp.async groups, the `newer` newest may be missing."""
         if bulk_copies:
@@ -136,7 +149,8 @@ def resident_macros(
             cp_wait(newer)
         T.sync_threads()
 
-    return SimpleNamespace(place=place, clear=clear, fetch=fetch_bulk if bulk_copies else fetch_async, wait=wait)
+    fetch = fetch_bulk if bulk_copies else fetch_async
+    return SimpleNamespace(place=place, clear=clear, fetch=fetch, fetch_scales=fetch_scales, wait=wait)
 
 
 def unit_macros(*, token_tiles: int, chunk: int, groups: int, stages: int, pitch: int) -> SimpleNamespace:

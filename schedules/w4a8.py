@@ -309,7 +309,16 @@ class SmallBatch(small_batch.SmallBatch):
         # a single chunk leaves the ring to the partial sums; schedules up to two token tiles were fitted without that
         one = self.token_tiles > 2 and -(-problem.row_tiles // self.nc) <= self.chunk
         ring = self.stages * step
-        return x + 4 * self.warps * (max(ring, partial) if one else ring + partial) + _RESERVED
+        sums = 4 * self.warps * (max(ring, partial) if one else ring + partial)
+        return x + sums + self.scale_bytes(problem) + _RESERVED
+
+    def most_rows(self, problem: IntegerGemm) -> int:
+        """Rows of a CTA, with those of a whole last chunk."""
+        return (-(-problem.row_tiles // self.nc) + self.chunk) * 16
+
+    def scale_bytes(self, problem: IntegerGemm) -> int:
+        """Scales of rows and tokens, and sums of tokens, that wait in shared memory."""
+        return 4 * self.most_rows(problem) + 64 * self.token_tiles
 
     def registers(self) -> int:
         """Estimate of the registers of a thread: accumulators, X fragments, one block of 64 k in flight."""

@@ -81,10 +81,10 @@ def quantizer_warps(k: int, target: Target, m: int) -> int:
 class SmallBatch(w4a8.SmallBatch):
     """The W4Ax form of the small-batch schedule: scales of the tokens lie beside X, sums are scaled for each block."""
 
-    def smem_bytes(self, problem: MixedGemm) -> int:
-        """Dynamic and static shared memory of one CTA."""
-        rows = -(-problem.row_tiles // self.nc) + self.chunk if problem.two_level else 0  # whose channel scales wait
-        return super().smem_bytes(problem) + -(-problem.units // self.kc) * self.token_tiles * 32 + rows * 64
+    def scale_bytes(self, problem: MixedGemm) -> int:
+        """Scales of tokens and blocks, and with two levels of rows, that wait in shared memory."""
+        rows = self.most_rows(problem) if problem.two_level else 0
+        return 4 * rows + -(-problem.units // self.kc) * self.token_tiles * 32
 
 
 def serves(problem: MixedGemm, target: Target, m: int) -> bool:

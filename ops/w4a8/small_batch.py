@@ -71,11 +71,11 @@ def build(
     @T.macro
     def store(to, r4, tok, row):
         """Four rows of one token in the output dtype."""
-        S, XS, RS, B, Y, o4 = to
+        Cs, Fs, Rs, at, B, Y, o4 = to
         if row < n:
             for i in T.unroll(4):
                 if unsigned:
-                    r4[i] = r4[i] - RS[tok] * 128
+                    r4[i] = r4[i] - Rs[tok] * 128
                 if raw:
                     o4[i] = r4[i]
                 else:
@@ -84,8 +84,8 @@ def build(
                             "float32",
                             "tz_rescale",
                             r4[i],
-                            S[row + i],
-                            XS[tok],
+                            Cs[row - at.t0 * 16 + i],
+                            Fs[tok],
                             B[T.min(row + i, n - 1)] if bias else T.float32(0),
                         ),
                         out_dtype,
@@ -97,6 +97,16 @@ def build(
                 for i in T.unroll(4):
                     if row + i < n:
                         Y[tok, row + i] = o4[i]
+
+    @T.macro
+    def fetch_tokens(XS, RS, Fs, Rs, m, tx):
+        """What the sums of the tokens below m are scaled with, and what is subtracted from them."""
+        tok = split.threads - 1 - tx  # the first warp asks for X
+        if tok < T.min(m, nt * 8):
+            if not raw:
+                Fs[tok] = XS[tok]
+            if unsigned:
+                Rs[tok] = RS[tok]
 
     sums = sum_macros(split, token_tiles=nt, dtype=sum_type, store=store)
 
@@ -116,6 +126,9 @@ def build(
             Xs = T.alloc_shared((nt * 8 * pitch + 128,), "int8")  # the tail keeps what follows 128-byte aligned
             R = T.alloc_shared((warps * stages * ring.step,), "int32")
             Q = T.alloc_shared((sums.words,), sum_type)
+            Cs = T.alloc_shared((4 if raw else split.most_rows,), "float32")
+            Fs = T.alloc_shared((nt * 8,), "float32")
+            Rs = T.alloc_shared((nt * 8 if unsigned else 1,), "int32")
             xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk_copies else None
             w = T.alloc_local((4,), "uint32")
             u = T.alloc_local((ig,), "uint32")
@@ -137,12 +150,15 @@ def build(
                 T.pdl_trigger()
             else:
                 resident.fetch(X, Xs, xbar, M, at, 0, tx)
+            if not raw:
+                resident.fetch_scales(S, Cs, at, tx)
             for p in T.unroll(stages):
                 ring.issue(W, R, base, p, at, lane)
             if pdl:
                 resident.clear(Xs, M, at, tx)
                 T.pdl_sync()
                 resident.fetch(X, Xs, xbar, M, at, bn, tx)
+            fetch_tokens(XS, RS, Fs, Rs, M, tx)
             resident.wait(xbar, stages)
             for ci in T.serial(split.chunks):
                 for i in T.unroll(chunk * nt * 4):
@@ -169,7 +185,7 @@ def build(
                     syncwarp()  # every lane has read the step before it is overwritten
                     ring.issue(W, R, base, ci * at.gn + gi + stages, at, lane)
                 sums.stage(Q, acc, ci, tx)
-                sums.add_warps(Q, WS, (S, XS, RS, B, Y, o4), r4, M, bk, at, ci, tx)
-            sums.add_ctas(WS, SEM, (S, XS, RS, B, Y, o4), r4, M, bn, at, tx)
+                sums.add_warps(Q, WS, (Cs, Fs, Rs, at, B, Y, o4), r4, M, bk, at, ci, tx)
+            sums.add_ctas(WS, SEM, (Cs, Fs, Rs, at, B, Y, o4), r4, M, bn, at, tx)
 
     return main

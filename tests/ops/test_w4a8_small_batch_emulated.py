@@ -29,7 +29,6 @@ struct int4 { int x, y, z, w; };
 template <class T, bool BF16> static T rescaled(int acc, float s, float x, float b) {
   return {narrow<BF16>(tz_rescale(acc, s, x, b))};
 }
-static void tz_zero16(void *p) { memset(p, 0, 16); }
 """
 CALLS = (
     ("tl::mma_sync<tl::DataType::kInt8, tl::DataType::kInt8, tl::DataType::kInt32, 16, 8, 32, false, true>", "mma_s8"),

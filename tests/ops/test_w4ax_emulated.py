@@ -42,7 +42,6 @@ struct float4 { float x, y, z, w; };
 struct uint2 { unsigned x, y; };
 static half_t half_of(float v) { return {narrow<false>(v)}; }
 static bfloat16_t bfloat16_of(float v) { return {narrow<true>(v)}; }
-static void tz_zero16(void *p) { memset(p, 0, 16); }
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static int nibble(uint32_t w, int i) { return (int)(w << (28 - 4 * i)) >> 28; }
 static void tz_mma_s4(void *c, const void *a, const void *b) {

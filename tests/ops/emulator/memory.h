@@ -155,3 +155,4 @@ static unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
   for (int i = 0; i < 4; ++i) r |= (unsigned)(both >> 8 * (s >> 4 * i & 7) & 255) << 8 * i;
   return r;
 }
+static void tz_zero16(void *p) { memset(p, 0, 16); }
