@@ -22,7 +22,9 @@ RECORD_BYTES = 128
 OTHER_PIPELINES = ("pingpong", "excp", "basic", "basic_overlapped")
 """On wgmma, besides imfp, which is stream_k."""
 CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq", "vadd4": "u4_s8_vadd4"}
-_LARGE = 68e6  # weights from which two token tiles are faster on wgmma (measured on H200)
+# weights from which up to 16 tokens are faster on wgmma, and from which up to 8 are where k is not divided (15 weights
+# of docs/jobs/small.toml on an H200: the faster program, or one at most 2 % slower)
+_LARGE, _LARGEST = 40e6, 60e6
 _MIDDLE = 26e6  # weights from which wgmma is faster than more than two token tiles (measured on H200)
 COSTS = {  # of small batches: token tiles -> fitted to 80 measurements on H200, 6 % rms
     1: small_batch.Cost(0.685, 0.0, 0.708, 0.172, 0.124, 0.03, 0.3, 0.2, 0.233),
@@ -326,20 +328,22 @@ class SmallBatch(small_batch.SmallBatch):
 
 
 def serves(problem: IntegerGemm, target: Target, m: int) -> bool:
-    """Whether small_batch is the program for m tokens: up to 8 always, up to 16 for small weights or without wgmma.
+    """Whether small_batch is the program for m tokens: up to 16 for small weights or without wgmma, up to 8 also for
+    somewhat larger ones with k undivided.
 
     With wgmma also up to 32, for weights of at most 26 M, k undivided, whose estimate is below what stream_k takes.
     """
-    if m <= TOKENS_PER_TILE or not target.supports("wgmma.s8"):
-        return m <= 2 * TOKENS_PER_TILE
-    weights = problem.n * problem.k
-    if m <= 2 * TOKENS_PER_TILE:
-        return weights < _LARGE
-    if m > MAX_TOKENS or weights > _MIDDLE:
+    weights, two = problem.n * problem.k, 2 * TOKENS_PER_TILE
+    if m <= two and (weights < _LARGE or not target.supports("wgmma.s8")):
+        return True
+    most = _LARGEST if m <= TOKENS_PER_TILE else 0 if m <= two or not target.supports("wgmma.s8") else _MIDDLE
+    if m > MAX_TOKENS or weights > most:
         return False
-    found = _cheapest(problem, target, MAX_TOKENS, SmallBatch)
+    found = _cheapest(problem, target, m if m <= TOKENS_PER_TILE else MAX_TOKENS, SmallBatch)
     if found is None or found.kc > 1:
         return False
+    if m <= TOKENS_PER_TILE:
+        return True
     start, per_million = _STREAM_K_US
     return _START_US + small_batch_us(found, problem, target) < start + per_million * weights / 1e6
 

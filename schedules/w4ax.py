@@ -16,6 +16,7 @@ UNIT_BYTES = 4224
 BLOCK_TOKENS = (16, 32, 64, 128)
 TOKENS_PER_TILE = small_batch.TOKENS_PER_TILE
 MAX_TOKENS = small_batch.MAX_TOKENS
+_LARGE = 68e6  # weights from which two token tiles are faster on wgmma (of W4A8, measured on H200)
 """Of the small-batch program; `serves` says where it is also the faster one."""
 _RESERVED = 2048  # barriers, alignment
 # warpgroups -> f32 and s32 sums of a thread that ptxas places without serializing wgmma
@@ -88,8 +89,10 @@ class SmallBatch(w4a8.SmallBatch):
 
 
 def serves(problem: MixedGemm, target: Target, m: int) -> bool:
-    """Whether small_batch is the program for m tokens: where it is for W4A8, whose weights have the same bytes."""
-    return m <= MAX_TOKENS and w4a8.serves(problem, target, m)
+    """Whether small_batch is the program for m tokens: up to 8 always, up to 16 for small weights or without wgmma."""
+    if m <= w4a8.TOKENS_PER_TILE or not target.supports("wgmma.s8"):
+        return m <= MAX_TOKENS
+    return m <= MAX_TOKENS and problem.n * problem.k < _LARGE
 
 
 def choose_small_batch(problem: MixedGemm, target: Target, m: int) -> SmallBatch:
