@@ -187,7 +187,14 @@ def adopt(words: torch.Tensor, params: torch.Tensor, facts: tuple) -> None:
 
     Kernels fetch weights before the kernel ahead of them on the stream has ended (programmatic dependent launch), so
     the last writer of the weight must not be that kernel: a tiny one is launched between.
+
+    Raises:
+        ArgumentError: memory that is not 16-byte aligned, as a view into a larger tensor may be.
     """
+    for place in (words.data_ptr(), params.data_ptr()):
+        if place % 16:
+            constraint = "must hold tensors at multiples of 16 bytes, which kernels copy at a time"
+            raise ArgumentError("w", f"a tensor at {place:#x}", constraint, "clone the tensors of the weight")
     params.new_zeros(1)
     words._terrazzo = (facts, words.data_ptr(), params.data_ptr(), writes(words, params))
 

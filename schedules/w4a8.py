@@ -22,9 +22,9 @@ RECORD_BYTES = 128
 OTHER_PIPELINES = ("pingpong", "excp", "basic", "basic_overlapped")
 """On wgmma, besides imfp, which is stream_k."""
 CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq", "vadd4": "u4_s8_vadd4"}
-# weights from which up to 16 tokens are faster on wgmma, and from which up to 8 are where k is not divided (15 weights
-# of docs/jobs/small.toml on an H200: the faster program, or one at most 2 % slower)
-_LARGE, _LARGEST = 40e6, 60e6
+# weights from which up to 16 tokens are faster on wgmma, or up to 8 where k is not divided: the choice was the faster
+# program or at most 3 % slower for 15 weights on an H200 (docs/jobs/small.toml; the records hold the faster one)
+_LARGE, _LARGE_UNDIVIDED = 40e6, 60e6
 _MIDDLE = 26e6  # weights from which wgmma is faster than more than two token tiles (measured on H200)
 COSTS = {  # of small batches: token tiles -> fitted to 80 measurements on H200, 6 % rms
     1: small_batch.Cost(0.685, 0.0, 0.708, 0.172, 0.124, 0.03, 0.3, 0.2, 0.233),
@@ -328,24 +328,24 @@ class SmallBatch(small_batch.SmallBatch):
 
 
 def serves(problem: IntegerGemm, target: Target, m: int) -> bool:
-    """Whether small_batch is the program for m tokens: up to 16 for small weights or without wgmma, up to 8 also for
-    somewhat larger ones with k undivided.
+    """Whether small_batch is the program for m tokens: up to 16 without wgmma or for small weights, up to 8 for larger
+    and up to 32 for still smaller ones with k undivided; never where no CTA can hold its part of X.
 
-    With wgmma also up to 32, for weights of at most 26 M, k undivided, whose estimate is below what stream_k takes.
+    Up to 32 tokens its estimate must be below what stream_k takes.
     """
-    weights, two = problem.n * problem.k, 2 * TOKENS_PER_TILE
-    if m <= two and (weights < _LARGE or not target.supports("wgmma.s8")):
-        return True
-    most = _LARGEST if m <= TOKENS_PER_TILE else 0 if m <= two or not target.supports("wgmma.s8") else _MIDDLE
-    if m > MAX_TOKENS or weights > most:
+    wgmma, weights = target.supports("wgmma.s8"), problem.n * problem.k
+    if m > (MAX_TOKENS if wgmma else 2 * TOKENS_PER_TILE):
         return False
-    found = _cheapest(problem, target, m if m <= TOKENS_PER_TILE else MAX_TOKENS, SmallBatch)
-    if found is None or found.kc > 1:
+    wide = m > 2 * TOKENS_PER_TILE
+    found = _cheapest(problem, target, MAX_TOKENS if wide else m, SmallBatch)
+    if found is None:
         return False
-    if m <= TOKENS_PER_TILE:
+    if not wide and (weights < _LARGE or not wgmma):
         return True
+    if found.kc > 1 or weights > (_LARGE_UNDIVIDED if m <= TOKENS_PER_TILE else _MIDDLE):
+        return False
     start, per_million = _STREAM_K_US
-    return _START_US + small_batch_us(found, problem, target) < start + per_million * weights / 1e6
+    return not wide or _START_US + small_batch_us(found, problem, target) < start + per_million * weights / 1e6
 
 
 def small_batch_us(schedule: SmallBatch, problem: IntegerGemm, target: Target) -> float:

@@ -16,8 +16,8 @@ UNIT_BYTES = 4224
 BLOCK_TOKENS = (16, 32, 64, 128)
 TOKENS_PER_TILE = small_batch.TOKENS_PER_TILE
 MAX_TOKENS = small_batch.MAX_TOKENS
-_LARGE = 68e6  # weights from which two token tiles are faster on wgmma (of W4A8, measured on H200)
 """Of the small-batch program; `serves` says where it is also the faster one."""
+_LARGE = 68e6  # weights from which two token tiles are faster on wgmma (taken over from W4A8, as it was)
 _RESERVED = 2048  # barriers, alignment
 # warpgroups -> f32 and s32 sums of a thread that ptxas places without serializing wgmma
 _SUMS = {1: 192, 2: 192, 3: 96, 4: 64}

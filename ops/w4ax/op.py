@@ -237,7 +237,7 @@ def run(
     if launches is None:
         launches = _launches.keep(w, (n, w.k, w.blocks8, w.layout, w.target, w.two_level))
     words, q8 = w.words, x.q8
-    if not launching.adopted(words, words, launches.facts):
+    if not launching.adopted(words, _scales(w), launches.facts):
         _adopt(w, launches.facts)
     at = launching.place(q8)
     key = (m, at, out_dtype, bias is None)
@@ -277,7 +277,12 @@ def _adopt(w: PackedWeight, facts: tuple) -> None:
     """Check a weight that is new or was written to."""
     w.check_layout(identity(native(Target.parse(w.target)), w.two_level))
     w.check_sizes()
-    launching.adopt(w.words, w.words, facts)
+    launching.adopt(w.words, _scales(w), facts)
+
+
+def _scales(w: PackedWeight) -> torch.Tensor:
+    """What a kernel reads of the weight, before the kernel ahead has ended, besides its words; or these once more."""
+    return w.words if w.channel_scales is None else w.channel_scales
 
 
 def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, w: PackedWeight) -> tuple:

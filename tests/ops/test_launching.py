@@ -107,6 +107,18 @@ def test_a_copied_or_replaced_weight_is_adopted_again(calls, monkeypatch):
     assert len(adopted) == before + 1
 
 
+@pytest.mark.parametrize("name", ["words", "params"])
+def test_a_weight_that_is_not_aligned_is_refused(calls, name):
+    x, w = torch.zeros(2, 128).half(), weight()
+    aligned = getattr(w, name)
+    room = torch.zeros(aligned.nbytes + 4, dtype=torch.uint8)
+    moved = room[4:].view(aligned.dtype).view(aligned.shape)
+    with pytest.raises(ArgumentError, match="w = .*multiples of 16 bytes.*clone"):
+        w4a16.gemm(x, dataclasses.replace(w, **{name: moved}))
+    assert not calls.launched
+    w4a16.gemm(x, dataclasses.replace(w, **{name: moved.clone()}))
+
+
 def test_an_output_that_shares_memory_with_x_is_refused(calls):
     room, w = torch.zeros(6 * 128).half(), weight(n=128)
     x = room[: 4 * 128].view(4, 128)

@@ -5,7 +5,6 @@ import itertools
 import pytest
 from terrazzo.ops import staged_rows
 
-ROWS = {True: 16, False: 64}
 CASES = [(size, tokens, alone) for size in (2, 4) for tokens in (16, 32) for alone in (False, True)]
 
 
