@@ -2,7 +2,7 @@
 
     python -m benchmarks.w4a8_quantizer                    every candidate, M = 1024, all forms and K
     python -m benchmarks.w4a8_quantizer --m 1024,4096 --k 28672 --forms smooth,norm
-    python -m benchmarks.w4a8_quantizer --k 28672 --schedule warps=28,vectors=4,resident=896,persistent=1,waves=1
+    python -m benchmarks.w4a8_quantizer --k 28672 --schedule warps=28,vectors=4,resident=896,persistent=1,later=16
     python -m benchmarks.w4a8_quantizer --count            only say how many kernels the other arguments ask for
 
 The first line of a problem is what `schedules/quantize_rows.choose` takes. Codes and sums are compared with the
@@ -47,9 +47,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def parse(text: str) -> QuantizeRows:
-    """`warps=28,vectors=4` as a schedule; rows is 1 unless given, `ahead` and `persistent` are 0 or 1."""
+    """`warps=28,vectors=4` as a schedule; rows is 1 unless given, `persistent` is 0 or 1."""
     given = {"rows": 1} | {name: int(value) for name, value in (part.split("=") for part in text.split(","))}
-    flags = {name: bool(given[name]) for name in ("ahead", "persistent") if name in given}
+    flags = {"persistent": bool(given["persistent"])} if "persistent" in given else {}
     try:
         return QuantizeRows(**(given | flags))
     except TypeError as error:

@@ -427,6 +427,20 @@ __device__ __forceinline__ void tz_row_scan(void *m_, const void *x, void *g) {
     if constexpr (GAIN && !KEEP) ((float *)g)[i] = v[i];
   }
 }
+// the largest magnitude of WORDS pairs of 16-bit values, in pairs (NaN wins)
+template <bool BF16, int WORDS> __device__ __forceinline__ float tz_row_largest(const void *x_) {
+  const unsigned *x = (const unsigned *)x_;
+  unsigned most = 0;
+#pragma unroll
+  for (int i = 0; i < WORDS; ++i) {
+    unsigned pair = x[i] & 0x7fff7fffu;
+    if constexpr (BF16) asm("max.NaN.bf16x2 %0,%0,%1;" : "+r"(most) : "r"(pair));
+    else asm("max.NaN.f16x2 %0,%0,%1;" : "+r"(most) : "r"(pair));
+  }
+  float low = tz_unpack<BF16, 0>(most), high = tz_unpack<BF16, 1>(most);
+  asm("max.NaN.f32 %0,%0,%1;" : "+f"(low) : "f"(high));
+  return low;
+}
 // m[0] and, with NORM, m[1] of all threads of a row of WARPS warps; the bits of magnitudes order as integers
 template <int WARPS, bool NORM> __device__ __forceinline__ void tz_row_reduce(void *m_, void *shared_) {
   float *m = (float *)m_, *shared = (float *)shared_;

@@ -12,9 +12,14 @@ MAX_WARPS = 32
 MAX_VECTORS = 8
 LARGEST_K = MAX_WARPS * 32 * MAX_VECTORS * VECTOR
 _VECTORS = 4  # loads in flight for each thread where rows are many: enough bytes, few registers
+_SHORT_VECTORS = 2  # the same for rows of up to 8192 without gains, on all threads that an SM can hold
 _SMALL_ROWS = 4  # rows of a CTA where a warp holds a whole one
 _RESIDENT = 1024  # threads of an SM that have 64 registers each
-_RESIDENT_GAIN = 1152  # with gains in 56; with 48, loads wait for one another
+_RESIDENT_SHORT = 2048  # 32 each
+_SHORT_K = 8192
+# H200, 1024 and 4096 rows, sixteenths of (the first wave's rows, a later row): half of a row takes 3 to 8 % less time
+# than all of it and 7 to 11 % less than none; long rows with gains want all of it
+_SHARES_SHORT, _SHARES, _SHARES_GAIN, _SHARES_LONG_GAIN = (8, 8), (10, 8), (12, 8), (16, 16)
 
 
 @dataclass(frozen=True)
@@ -23,9 +28,8 @@ class QuantizeRows:
 
     Attributes:
         resident: threads that an SM is to hold; limits their registers.
-        ahead: CTAs of the first wave fetch their rows into L2 before the kernel ahead of them has ended.
-        waves: how many waves of CTAs before its turn a row is fetched into L2; 0 for not at all. Above 1 only with
-            `ahead`, which fetches the rows of the first waves.
+        ahead: sixteenths of their rows that CTAs of the first wave fetch into L2 before the kernel ahead has ended.
+        later: sixteenths of a row that are fetched into L2 a wave of CTAs before its turn.
         persistent: no more CTAs than fit at a time, each with many rows and its gains in registers.
     """
 
@@ -33,8 +37,8 @@ class QuantizeRows:
     rows: int
     vectors: int
     resident: int = _RESIDENT
-    ahead: bool = False
-    waves: int = 0
+    ahead: int = 0
+    later: int = 0
     persistent: bool = False
 
     def params(self) -> dict[str, int]:
@@ -61,26 +65,33 @@ def choose(k: int, target: Target, m: int, gain: bool = False) -> QuantizeRows:
         warps = -(-total // (32 * vectors))
         return QuantizeRows(warps, 1, vectors, _resident(target, 32 * warps, vectors, gain, _RESIDENT))
     pdl = target.supports("pdl")
+    short = pdl and not gain and 32 * _VECTORS < total and k <= _SHORT_K
     if total <= 32 * _VECTORS:
         warps, rows, vectors = 1, _SMALL_ROWS, -(-total // 32)
     else:
-        vectors = max(_VECTORS, -(-total // (32 * 16)))
+        vectors = _SHORT_VECTORS if short else max(_VECTORS, -(-total // (32 * 16)))
         vectors = vectors if vectors <= MAX_VECTORS else -(-total // (32 * MAX_WARPS))
         warps, rows = -(-total // (32 * vectors)), 1
-    # H200, 1024 rows of 8192 to 28672: rows in L2 a wave before their turn are 1 to 10 % faster, with the first wave's
-    # fetched before the kernel ahead ends; long rows with a gain, which is then read once for each CTA, 27 %
+    # long rows with a gain, which is then read once for each CTA: 27 % less time
     if pdl and gain and vectors > _VECTORS and total <= 32 * MAX_WARPS * _VECTORS:
         return _staying(total, _VECTORS)
-    resident = _RESIDENT_GAIN if pdl and gain and vectors <= _VECTORS else _RESIDENT
-    resident = _resident(target, 32 * warps * rows, vectors, gain, resident)
-    return QuantizeRows(warps, rows, vectors, resident, ahead=pdl, waves=int(pdl))
+    threads = 32 * warps * rows
+    if short or gain:
+        most = (_RESIDENT_SHORT if short else _RESIDENT) // threads * threads
+    else:
+        most = max(1, round(_RESIDENT / threads)) * threads
+    resident = _resident(target, threads, vectors, gain, most)
+    if not pdl:
+        return QuantizeRows(warps, rows, vectors, resident)
+    of_gain = _SHARES_GAIN if k <= _SHORT_K else _SHARES_LONG_GAIN
+    return QuantizeRows(warps, rows, vectors, resident, *(of_gain if gain else _SHARES_SHORT if short else _SHARES))
 
 
-def _staying(total: int, vectors: int, waves: int = 1) -> QuantizeRows:
+def _staying(total: int, vectors: int) -> QuantizeRows:
     """CTAs that keep their gains over many rows."""
     threads = 32 * -(-total // (32 * vectors))
     room = 65536 // (72 if vectors == _VECTORS else 128)  # gains, words and what they become, in registers
-    return QuantizeRows(threads // 32, 1, vectors, room // threads * threads, True, waves, True)
+    return QuantizeRows(threads // 32, 1, vectors, room // threads * threads, 16, 16, True)
 
 
 def _resident(target: Target, threads: int, vectors: int, gain: bool, most: int) -> int:
@@ -89,18 +100,16 @@ def _resident(target: Target, threads: int, vectors: int, gain: bool, most: int)
 
 
 def candidates(k: int, target: Target, m: int, gain: bool = False) -> list[QuantizeRows]:
-    """What `choose` takes first, then what may be faster for many rows: rows fetched early, CTAs that stay."""
+    """What `choose` takes first, then what may be faster for many rows: other shapes and shares fetched early."""
     first = choose(k, target, m, gain)
     found = [first]
     if not many(target, m) or not target.supports("pdl"):
         return found
     total = -(-k // 16) * 2
     plain = replace(first, persistent=False)
-    found += [
-        replace(plain, ahead=ahead, waves=waves) for waves, ahead in ((0, True), (0, False), (1, False), (1, True))
-    ]
+    found += [replace(plain, ahead=ahead, later=later) for ahead, later in ((0, 0), (8, 0), (8, 8), (12, 8), (16, 16))]
     for vectors in (_VECTORS, MAX_VECTORS) if gain else ():
         threads = 32 * -(-total // (32 * vectors))
         if 256 <= threads <= min(1024, 65536 // (72 if vectors == _VECTORS else 128)):
-            found += [_staying(total, vectors), _staying(total, vectors, waves=2)]
+            found.append(_staying(total, vectors))
     return list(dict.fromkeys(found))

@@ -107,7 +107,7 @@ def test_the_benchmark_of_w4a8_compiles_few_kernels(capsys):
 
 
 def test_schedules_of_the_quantizer_are_those_in_use_and_more():
-    stays = "warps=14,rows=1,vectors=8,resident=448,ahead=1,waves=1,persistent=1"
+    stays = "warps=14,rows=1,vectors=8,resident=448,ahead=16,later=16,persistent=1"
     options = w4a8_quantizer.arguments(["--k", "28672", "--forms", "smooth,plain"])
     target = Target.parse("sm_90a")
     smooth, plain = w4a8_quantizer.problems(options, target)

@@ -8,11 +8,12 @@ A gain, the product of RMSNorm's weight and the reciprocal of the smooth vector,
 read into registers before the row, whose products with it then take its place. Long rows leave no registers for it and
 read it twice from L1.
 
-Before the kernel ahead of it on the stream has ended (programmatic dependent launch), a CTA fetches its rows into L2.
-That kernel may still write them, and does so in L2: nothing is read into the SM until it has ended. Where x is in L2
-already this does nothing.
+Before the kernel ahead of it on the stream has ended (programmatic dependent launch), a CTA of the first wave fetches
+`ahead` sixteenths of its rows into L2. That kernel may still write them, and does so in L2: nothing is read into the SM
+until it has ended. Where x is in L2 already this does nothing. Half of a row is best: loads of what has come would wait
+behind the fetches of what has not.
 
-With `waves`, a CTA also fetches the row that comes so many waves of CTAs after its own, so that bytes are on their way
+A CTA also fetches `later` sixteenths of the row that comes a wave of CTAs after its own, so that bytes are on their way
 from DRAM while sums and codes are made. With `persistent`, as many CTAs as fit walk over the rows and read their gains
 once; x and gains then both stay in registers, and products are made twice.
 """
@@ -32,7 +33,7 @@ FORMS = {"int8": (127, 2.0**-119), "e4m3": (448, 2.0**-117)}
 
 def build(
     target, *, k: int, dtype: str, gain: bool, norm: bool, warps: int, rows: int, vectors: int, resident: int = 1024,
-    ahead: bool = False, waves: int = 0, persistent: bool = False, codes: str = "int8",
+    ahead: int = 0, later: int = 0, persistent: bool = False, codes: str = "int8",
 ):  # fmt: skip
     """The prim_func `main(X, G, Q, XS, RS, eps, columns)`.
 
@@ -40,8 +41,8 @@ def build(
     int8 [M, K], K = k rounded up to 16, columns from k on become 0; XS f32 [M] scales; RS int32 [M] sums of Q's rows;
     eps f32, RMSNorm's, and `columns` f32, those of the k that its mean counts (with `norm`). A CTA holds `rows` rows of
     `warps` warps, each thread `vectors` vectors; rows > 1 needs warps = 1. Registers are limited so that `resident`
-    threads fit on an SM. With `ahead`, CTAs of the first wave fetch their rows into L2 early, and those of the next
-    `waves` - 1 waves. With `codes` "e4m3", the bytes of Q are e4m3 and RS [1] is not written.
+    threads fit on an SM. `ahead` and `later`: sixteenths of rows that are fetched into L2 early. With `codes` "e4m3",
+    the bytes of Q are e4m3 and RS [1] is not written.
     """
     import tilelang.language as T
 
@@ -63,8 +64,8 @@ def build(
     wave = blocks * target.sms  # CTAs that run at a time
     largest, tiny = FORMS[codes]
     integer = codes == "int8"
-    ahead, waves = ahead and pdl, waves if pdl else 0
-    source = prelude("pack", "rows", *(["prefetch"] if ahead or waves else []), *([] if integer else ["e4m3_rows"]))
+    ahead, later = (part * k // VECTOR // 16 * VECTOR if pdl else 0 for part in (ahead, later))  # values
+    source = prelude("pack", "rows", *(["prefetch"] if ahead or later else []), *([] if integer else ["e4m3_rows"]))
     M = T.dynamic("m")
 
     @T.macro
@@ -77,9 +78,9 @@ def build(
         )
 
     @T.macro
-    def fetch(X, row, lane):
+    def fetch(X, row, lane, values):
         if T.And(lane == 0, row < M):
-            T.call_extern("handle", "tz_prefetch", T.access_ptr(X[row, 0], "r", k), 2 * k)
+            T.call_extern("handle", "tz_prefetch", T.access_ptr(X[row, 0], "r", values), 2 * values)
 
     @T.macro
     def quantize(X, G, Q, XS, RS, eps, columns, shared, x, g, m, factor, total, row, lane):
@@ -91,22 +92,25 @@ def build(
                 T.call_extern(
                     "handle", "tz_stream16", T.access_ptr(x[v * 4], "w", 4), T.access_ptr(X[row, at], "r", VECTOR)
                 )
-        if waves:
-            fetch(X, row + waves * wave * rows, lane)
+        if later:
+            fetch(X, row + wave * rows, lane, later)
         if gain and not held:  # all loads of the row first: ptxas would put gains, and then sums, between them
             T.sync_threads()
         m[0] = 0.0
         m[1] = 0.0
-        for v in T.unroll(vectors):
-            if gain and not held:
-                load_gain(G, g, 0, (v * lanes + lane) * VECTOR, "true")
-            T.call_extern(
-                "handle",
-                f"tz_row_scan<{bf16}, {int(gain)}, {has_norm}, {kept}>",
-                T.access_ptr(m, "rw"),
-                T.access_ptr(x[v * 4], "r", 4),
-                T.access_ptr(g[v * VECTOR if held else 0], "rw", VECTOR),
-            )
+        if not gain and not norm:
+            m[0] = T.call_extern("float32", f"tz_row_largest<{bf16}, {4 * vectors}>", T.access_ptr(x, "r"))
+        else:
+            for v in T.unroll(vectors):
+                if gain and not held:
+                    load_gain(G, g, 0, (v * lanes + lane) * VECTOR, "true")
+                T.call_extern(
+                    "handle",
+                    f"tz_row_scan<{bf16}, {int(gain)}, {has_norm}, {kept}>",
+                    T.access_ptr(m, "rw"),
+                    T.access_ptr(x[v * 4], "r", 4),
+                    T.access_ptr(g[v * VECTOR if held else 0], "rw", VECTOR),
+                )
         T.call_extern(
             "handle",
             f"tz_row_reduce<{warps}, {has_norm}>",
@@ -168,8 +172,7 @@ def build(
             lane = tx % lanes
             if ahead:
                 if block < wave:
-                    for j in T.unroll(max(1, waves)):
-                        fetch(X, row + j * wave * rows, lane)
+                    fetch(X, row, lane, ahead)
             if held:  # a weight: activations._gain keeps its writer from being the kernel ahead
                 for v in T.unroll(vectors):
                     load_gain(G, g, v, (v * lanes + lane) * VECTOR, "false")
