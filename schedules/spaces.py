@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
+from math import log2
 from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
@@ -21,7 +22,9 @@ MOST = 160
 """Schedules of a problem that are worth a compilation, by default."""
 WITHIN = 1.6
 """Predicted times above this multiple of the shortest one are left out."""
-_RASTERS = (4, 8, 16)
+_RASTERS = (8, 4, 2, 1, 16)
+_FEW = 512  # tokens up to which the raster hardly matters
+_FAR = 0.01  # of its time, by which a schedule is tried later for each halving or doubling of the first raster
 # (warpgroups, CTAs of an SM) -> f32 sums of a thread that leave room for two sets of operands (W4A16)
 _SUMS = {(2, 1): 128, (3, 1): 64, (4, 1): 32, (1, 2): 64, (2, 2): 32}
 _SEMAPHORES = 4096  # of a stream: one for each tile that splits k
@@ -92,7 +95,7 @@ class Space(ABC):
         for it in (first, *found):
             shortest[it.program] = min(it.us, shortest.get(it.program, it.us))
         found = [it for it in found if it.us <= within * shortest[it.program]]
-        found.sort(key=lambda it: (it.us / shortest[it.program], it.us))
+        found.sort(key=lambda it: (it.us / shortest[it.program] * _later(it.schedule), it.us))
         return [first, *found[: most - 1]]
 
     def revive(self, program: str, params: Mapping[str, Any], target: Target, m: int) -> tuple[Any, str]:
@@ -264,6 +267,11 @@ def _w4a8_tokens(m: int) -> int:
     return next((t for t in (8, 16, w4a8.MAX_TOKENS) if m <= t), w4a8.MAX_TOKENS)
 
 
+def _later(schedule: Any) -> float:
+    """1, or more for rasters that no cost model tells apart: the usual one of every tile is tried before the others."""
+    return 1 + _FAR * abs(log2(getattr(schedule, "raster", _RASTERS[0]) / _RASTERS[0]))
+
+
 def tiles_of(
     block_tokens: tuple[int, ...], m: int, problem: WeightOnlyGemm, wide: bool = False
 ) -> Iterator[tuple[int, int, int, int]]:
@@ -273,9 +281,10 @@ def tiles_of(
         for warpgroups in (1, 2, 3, 4) if wide else (2, 3, 4):
             for row_blocks in (1, 2):
                 if warpgroups * row_blocks <= 2 * problem.row_blocks:
-                    # the raster matters where several token blocks walk over the rows together
-                    for raster in _RASTERS if m > 8 * tokens or (wide and m > tokens) else _RASTERS[1:2]:
-                        yield tokens, warpgroups, row_blocks, raster
+                    # token blocks that walk over the rows together: all of them or, where they are many, fewer
+                    for raster in _RASTERS:
+                        if raster == _RASTERS[0] or raster * tokens < m > _FEW:
+                            yield tokens, warpgroups, row_blocks, raster
 
 
 def rings(schedule: Any, wide: bool) -> Iterator[Any]:

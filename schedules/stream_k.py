@@ -80,7 +80,8 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int, scaled_sums: bool) -
     for tile in COSTS.units if m <= 512 else _MANY_TOKENS[: 3 if m <= 1024 else 2]:
         spills = tile == (64, 3, 2) and problem.groups_per_128 > 1
         if tile[0] in tokens and not spills and (tile != _COOL or m <= 128):
-            s = StreamK(*tile, stages=2, stage_k=64 if tile in _FINE_RING else 128)
+            raster = tile_costs.raster(-(-top // tile[0]), problem.row_blocks, target)
+            s = StreamK(*tile, stages=2, stage_k=64 if tile in _FINE_RING else 128, raster=raster)
             found.append((_divide(s, problem, target, top)[0], s))
     return fitted(min(found, key=lambda it: it[0])[1], problem, target)
 

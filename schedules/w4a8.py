@@ -231,7 +231,8 @@ def choose(problem: IntegerGemm, target: Target, m: int) -> StreamK:
     """The tile whose launch is cheapest for the bucket of m (`tile_costs`), with as many stages as fit."""
     top, tokens = tile_costs.bucket(m), tile_costs.widths(m)
     tokens = tokens[-1:] if m > 512 else tokens
-    tiles = [StreamK(*tile, stages=2) for tile in TILE_COSTS.units if tile[0] in tokens]
+    raster = lambda tile: tile_costs.raster(-(-top // tile[0]), problem.row_blocks, target)
+    tiles = [StreamK(*tile, stages=2, raster=raster(tile)) for tile in TILE_COSTS.units if tile[0] in tokens]
     return fitted(min(tiles, key=lambda s: _divide(s, problem, target, top)[0]), problem, target, UNROLLED_STAGES)
 
 

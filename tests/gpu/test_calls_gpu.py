@@ -110,10 +110,10 @@ class Scheduled:
 
 
 def scheduled() -> tuple[Scheduled, ...]:
-    """The forms that `choose` does not take: rows fetched waves ahead, CTAs that stay."""
+    """The forms that `choose` does not take: other shares of rows fetched early, CTAs that stay."""
     sizes = ((1000, 28672, False), (1000, 28672, True), (2000, 8192, True))
     found = [(m, k, norm, candidates(k, Target.parse("sm_90a"), m, True)[1:]) for m, k, norm in sizes]
-    return tuple(Scheduled(m, k, norm, s) for m, k, norm, schedules in found for s in schedules if s.waves)
+    return tuple(Scheduled(m, k, norm, s) for m, k, norm, schedules in found for s in schedules)
 
 
 @pytest.mark.parametrize("cases", [scheduled()], ids=["all"])

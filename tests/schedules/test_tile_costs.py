@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
-from terrazzo.schedules import stream_k, tile_costs, w4a8
+from terrazzo.schedules import spaces, stream_k, tile_costs, w4a8
 from terrazzo.schedules.problem import WeightOnlyGemm
 
 DATA = Path(__file__).parents[1] / "data/tuning"
@@ -108,3 +108,23 @@ def test_a_new_number_of_tokens_never_needs_a_new_tile(n, k, m):
 def test_withdrawals_leave_the_word_positive():
     """Each CTA of a tile has a bit from 16 on; the last one reads them with a signed shift."""
     assert sum(65536 << share for share in range(tile_costs.MOST_SLICES)) < 2**31
+
+
+def test_narrow_weights_walk_over_their_rows_one_token_block_after_the_other():
+    target = Target.parse("nvidia/nvidia-h200")
+    for n, rasters in ((8192, [8, 8, 1, 1]), (10240, [8, 8, 8, 8])):
+        found = [stream_k.choose(WeightOnlyGemm(n, 4096, 1, 512), target, m, False) for m in (64, 256, 1024, 4096)]
+        assert [s.raster for s in found] == rasters
+        found = [w4a8.choose(w4a8.IntegerGemm.of(n, 4096, 64), target, m) for m in (64, 256, 1024, 4096)]
+        assert [s.raster for s in found] == rasters
+
+
+def test_rasters_are_tried_after_the_other_tiles_that_cost_the_same():
+    """No cost model tells them apart, so a search that ends early has seen several tiles."""
+    target = Target.parse("nvidia/nvidia-h200")
+    space = spaces.W4A16(WeightOnlyGemm(10240, 4096, 1, 512), False, False)
+    found = [it.schedule for it in space.candidates(target, 1024)]
+    tile = [s for s in found if (s.block_tokens, s.warpgroups, s.row_blocks, s.stage_k) == (128, 4, 1, 64)]
+    assert [s.raster for s in tile if s.per_sm == 1] == [8, 4, 2, 1]  # 8 token blocks: no more than all of them
+    assert len({(s.block_tokens, s.warpgroups, s.row_blocks) for s in found[:4]}) > 1
+    assert {s.raster for s in (it.schedule for it in space.candidates(target, 128))} == {8}
