@@ -52,7 +52,8 @@ def many(target: Target, m: int) -> bool:
 
 
 def choose(k: int, target: Target, m: int, gain: bool = False) -> QuantizeRows:
-    """Few rows: as many warps as a row has vectors for. Many rows: about four vectors for each thread, little waste.
+    """Few rows: as many warps as a row has vectors for. Many rows: about four vectors for each thread, little waste, or
+    two where rows are short and have no gains.
 
     Raises:
         ArgumentError: k above LARGEST_K, whose rows no CTA holds.
