@@ -283,7 +283,7 @@ def tiles_of(
                 if warpgroups * row_blocks <= 2 * problem.row_blocks:
                     # token blocks that walk over the rows together: all of them or, where they are many, fewer
                     for raster in _RASTERS:
-                        if raster == _RASTERS[0] or raster * tokens < m > _FEW:
+                        if raster == _RASTERS[0] or (raster * tokens < m and (wide or m > _FEW)):
                             yield tokens, warpgroups, row_blocks, raster
 
 
