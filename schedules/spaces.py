@@ -23,7 +23,7 @@ MOST = 160
 WITHIN = 1.6
 """Predicted times above this multiple of the shortest one are left out."""
 _RASTERS = (8, 4, 2, 1, 16)
-_FEW = 512  # tokens up to which the raster hardly matters
+_FEW = 512  # tokens up to which only a wide space has other rasters than the first
 _FAR = 0.01  # of its time, by which a schedule is tried later for each halving or doubling of the first raster
 # (warpgroups, CTAs of an SM) -> f32 sums of a thread that leave room for two sets of operands (W4A16)
 _SUMS = {(2, 1): 128, (3, 1): 64, (4, 1): 32, (1, 2): 64, (2, 2): 32}

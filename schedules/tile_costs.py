@@ -29,9 +29,9 @@ def parts_sums(warpgroups: int, sums: int) -> bool:
 def raster(token_blocks: int, row_blocks: int, target: Target) -> int:
     """How many of the blocks of tokens walk together over the rows of a weight of so many blocks of 64.
 
-    Few where one wave of CTAs holds all rows of several token blocks anyway: X is then read once, and the weight stays
-    in L2. H200, W4A16 and W4A8, 1024 tokens: up to 8192 rows 1 is up to 8 % faster than 8, from 10240 on 4 and 8 are up
-    to 6 % faster than 1; 4096 tokens: 1 % and 6 %. On e4m3 and in W4Ax 8 is as fast or up to 2 % faster.
+    One where a wave of CTAs holds all rows of several token blocks anyway: each block of X is then read once.
+    docs/designs.md has what was measured: W4A16 of weights above 65 MB, of which records hold the usual ones, is up to
+    6 % faster with 8 at 1024 tokens; on e4m3 and in W4Ax 8 is nearly always as fast or faster.
     """
     return 1 if token_blocks > 2 and row_blocks <= target.sms else 8
 

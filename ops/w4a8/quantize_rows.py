@@ -10,8 +10,8 @@ read it twice from L1.
 
 Before the kernel ahead of it on the stream has ended (programmatic dependent launch), a CTA of the first wave fetches
 `ahead` sixteenths of its rows into L2. That kernel may still write them, and does so in L2: nothing is read into the SM
-until it has ended. Where x is in L2 already this does nothing. Half of a row is best: loads of what has come would wait
-behind the fetches of what has not.
+until it has ended. Where x is in L2 already this does nothing. Half of a short row is best: loads of what has come
+would wait behind the fetches of what has not.
 
 A CTA also fetches `later` sixteenths of the row that comes a wave of CTAs after its own, so that bytes are on their way
 from DRAM while sums and codes are made. With `persistent`, as many CTAs as fit walk over the rows and read their gains
@@ -50,6 +50,9 @@ def build(
         raise ArgumentError("dtype", dtype, "must be float16 or bfloat16", "cast the activations")
     if codes not in FORMS:
         raise ArgumentError("codes", codes, f"must be one of {tuple(FORMS)}", "use int8")
+    for name, part in (("ahead", ahead), ("later", later)):
+        if not 0 <= part <= 16:
+            raise ArgumentError(name, part, "must be 0..16, sixteenths of a row", "fetch no more than a row")
     if k % VECTOR or k < VECTOR:
         raise ArgumentError("k", k, "must be a multiple of 8", "pad x with zeros")
     out_k = -(-k // 16) * 16

@@ -178,7 +178,14 @@ def test_the_cuda_text_computes_the_reference(compiled, name, tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "argument"),
-    [({"k": 12}, "k"), ({"dtype": "float32"}, "dtype"), ({"warps": 1}, "warps"), ({"rows": 2}, "warps")],
+    [
+        ({"k": 12}, "k"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"warps": 1}, "warps"),
+        ({"rows": 2}, "warps"),
+        ({"ahead": 17}, "ahead"),
+        ({"later": -1}, "later"),
+    ],
 )
 def test_a_program_that_cannot_hold_a_row_is_refused(changes, argument):
     params = dict(request(CASES["many rows"]).params) | changes
