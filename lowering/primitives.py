@@ -153,6 +153,24 @@ __device__ __forceinline__ void tz_bulk_multicast(void *dst, const void *src, in
 """,
     ),
     Primitive(
+        "cluster",
+        "TileLang's copies between the CTAs of a cluster take whole tiles, and one thread for each",
+        """\
+__device__ __forceinline__ void *tz_past(void *p, int bytes) { return (char *)p + bytes; }
+// 16 or 8 bytes to where CTA `rank` of the cluster has what this one has at p, counted by that CTA's barrier
+__device__ __forceinline__ void tz_send16(void *p, int rank, const void *v, const void *bar) {
+  const uint4 x = *(const uint4 *)v;
+  asm volatile("{ .reg .b32 a, b; mapa.shared::cluster.u32 a,%0,%1; mapa.shared::cluster.u32 b,%2,%1;"
+               " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [a],{%3,%4,%5,%6},[b]; }"
+               :: "r"(tz_smem(p)), "r"(rank), "r"(tz_smem(bar)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory"); }
+__device__ __forceinline__ void tz_send8(void *p, int rank, float x, float y, const void *bar) {
+  asm volatile("{ .reg .b32 a, b; mapa.shared::cluster.u32 a,%0,%1; mapa.shared::cluster.u32 b,%2,%1;"
+               " st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [a],{%3,%4},[b]; }"
+               :: "r"(tz_smem(p)), "r"(rank), "r"(tz_smem(bar)), "r"(__float_as_uint(x)), "r"(__float_as_uint(y))
+               : "memory"); }
+""",
+    ),
+    Primitive(
         "bulk",
         "1-D bulk copies from runtime addresses: T.tma_copy turns them into tensor maps when it cannot prove bounds",
         """\

@@ -60,6 +60,20 @@ def tma_tile(to: Any, stage: Any, matrix: Any, row: Any, column: Any, barrier: A
     return T.tma_copy(part, to[stage, :, :], barrier=barrier, leader_scope_threads=32)
 
 
+# between the CTAs of a cluster
+
+
+def send16(to: Any, rank: Any, at: Any, barrier: Any) -> Any:
+    """Sixteen bytes of registers to where CTA `rank` of the cluster has what this one has at `to`, counted by that
+    CTA's `barrier`."""
+    return _call("send16", address(to, "w", 16), rank, address(at, "r", 16), address(barrier, "rw", 8))
+
+
+def past(to: Any, nbytes: Any) -> Any:
+    """The address `nbytes` bytes behind an element that is written."""
+    return _call("past", address(to, "w", 1), nbytes)
+
+
 # between memory and registers
 
 

@@ -52,7 +52,7 @@ def ring_state() -> SimpleNamespace:
 
 
 def partition_macros(
-    *, units: int, row_tiles: int, raster: int, head_units: int = 0, exchange: bool = False
+    *, units: int, row_tiles: int, raster: int, head_units: int = 0, exchange: bool = False, cluster: int = 1
 ) -> SimpleNamespace:
     """Macros `plan`, `segment`, `each_unit` and `later_shares` for tiles of `units` k units, `row_tiles` of them along
     the rows.
@@ -60,7 +60,8 @@ def partition_macros(
     Groups of `raster` token blocks walk over the rows together, so that both operands stay in L2. `head_units`: where
     whole tiles are left besides the shared ones, a head gets so many k units less for each other share that it adds up
     (a share may then be empty: k0 = k1). `exchange`: where all tiles are shared, by as many CTAs each, at most
-    MOST_SLICES and a unit of k for each, nobody leaves or adds a share; all of them part the sum.
+    MOST_SLICES and a unit of k for each, nobody leaves or adds a share; all of them part the sum. In clusters of several
+    CTAs these must be the `cluster` CTAs of each tile.
     """
     import tilelang.language as T
 
@@ -76,8 +77,12 @@ def partition_macros(
         if exchange:
             if T.And(sk > 0, sk == mt * row_tiles):  # and a unit of k for each share
                 p.among[0] = quotient(grid, sk)
-                if T.Or(T.Or(p.among[0] * sk != grid, p.among[0] < 2), p.among[0] > min(MOST_SLICES, units)):
-                    p.among[0] = 0
+                if cluster > 1:
+                    if T.Or(p.among[0] * sk != grid, p.among[0] != cluster):
+                        p.among[0] = 0
+                else:
+                    if T.Or(T.Or(p.among[0] * sk != grid, p.among[0] < 2), p.among[0] > min(MOST_SLICES, units)):
+                        p.among[0] = 0
         p.length[0] = units + p.head[0]
         p.first[0] = quotient(r * (sk * p.length[0]), grid)
         p.last[0] = quotient((r + 1) * (sk * p.length[0]), grid)

@@ -204,6 +204,8 @@ def finish_macros(
     exchange: bool = False,
     prepare: Callable[..., None] | None = None,
     store_slice: Callable[..., None] | None = None,
+    peers: SimpleNamespace | None = None,
+    store_share: Callable[..., None] | None = None,
 ) -> SimpleNamespace:
     """Macro `finish`: what becomes of a segment's sums, `acc`.
 
@@ -214,6 +216,8 @@ def finish_macros(
         exchange: as of `partition_macros`; then macro `store_slice(to, acc, c, x, wg, wt)` stores the units of a tile
             that x (`slice_state`) names, and macro `prepare(to, wg, wt)` comes before the first of them, if there is
             something to prepare.
+        peers: of `cluster_macros`, where a cluster may part the sum of a tile; `to` then has `ring` and `sent` for its
+            exchange, and macro `store_share(to, acc, c, share, units, wg, wt)` stores its slice.
     """
     import tilelang.language as T
 
@@ -244,6 +248,13 @@ def finish_macros(
             else:
                 finish_alone(WS, SEM, acc, to, c, cta, grid, sk, wg, wt)
         else:
-            finish_alone(WS, SEM, acc, to, c, cta, grid, sk, wg, wt)
+            if peers is not None:
+                if p.among[0] > 0:
+                    peers.exchange(to.ring, to.sent, acc, x.share, cta, wg * 128 + wt)
+                    store_share(to, acc, c, x.share[0], peers.units, wg, wt)
+                else:
+                    finish_alone(WS, SEM, acc, to, c, cta, grid, sk, wg, wt)
+            else:
+                finish_alone(WS, SEM, acc, to, c, cta, grid, sk, wg, wt)
 
     return SimpleNamespace(finish=finish, finish_alone=finish_alone)

@@ -33,7 +33,8 @@ _COOL = (128, 2, 2)
 
 @dataclass(frozen=True)
 class StreamK:
-    """Tiles of 64 * row_blocks * warpgroups rows by block_tokens; a ring stage holds `stage_k`, an SM `per_sm` CTAs."""
+    """Tiles of 64 * row_blocks * warpgroups rows by block_tokens; a ring stage holds `stage_k`, an SM `per_sm` CTAs.
+    `cluster` CTAs may share a tile alike, and add it up without a trip to memory."""
 
     block_tokens: int
     warpgroups: int
@@ -42,6 +43,7 @@ class StreamK:
     stage_k: int = 64
     raster: int = 8
     per_sm: int = 1
+    cluster: int = 1
 
     @property
     def cta_blocks(self) -> int:

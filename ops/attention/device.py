@@ -90,23 +90,6 @@ __device__ __forceinline__ void tz_rearm(void *bar) {
 """,
     ),
     Primitive(
-        "cluster",
-        "TileLang's copies between the CTAs of a cluster take whole tiles, and one thread for each",
-        """\
-// 16 or 8 bytes to where CTA `rank` of the cluster has what this one has at p, counted by that CTA's barrier
-__device__ __forceinline__ void tz_send16(void *p, int rank, const void *v, const void *bar) {
-  const uint4 x = *(const uint4 *)v;
-  asm volatile("{ .reg .b32 a, b; mapa.shared::cluster.u32 a,%0,%1; mapa.shared::cluster.u32 b,%2,%1;"
-               " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [a],{%3,%4,%5,%6},[b]; }"
-               :: "r"(tz_smem(p)), "r"(rank), "r"(tz_smem(bar)), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory"); }
-__device__ __forceinline__ void tz_send8(void *p, int rank, float x, float y, const void *bar) {
-  asm volatile("{ .reg .b32 a, b; mapa.shared::cluster.u32 a,%0,%1; mapa.shared::cluster.u32 b,%2,%1;"
-               " st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [a],{%3,%4},[b]; }"
-               :: "r"(tz_smem(p)), "r"(rank), "r"(tz_smem(bar)), "r"(__float_as_uint(x)), "r"(__float_as_uint(y))
-               : "memory"); }
-""",
-    ),
-    Primitive(
         "tiles",
         "16-bit rows go to registers as operand tiles, transposed or not, and packed words to runtime addresses",
         """\
@@ -226,4 +209,4 @@ PRIMITIVES = {p.name: p for p in _ALL}
 
 def attention_prelude(*names: str, extra: tuple[str, ...] = ()) -> str:
     """CUDA text of general primitives (by name), all of the attention primitives, then `extra` sources."""
-    return prelude(*names, extra=(*(p.source for p in _ALL), *extra))
+    return prelude(*names, "cluster", extra=(*(p.source for p in _ALL), *extra))

@@ -9,7 +9,7 @@ from terrazzo.ops.staged_rows import out_tokens, row_macros
 def store_macros(
     *, n: int, block_tokens: int, row_blocks: int, cta_blocks: int, bf16: bool, bias: bool
 ) -> SimpleNamespace:
-    """Macros `store` and `store_slice` of `row_blocks` row blocks of 64 of a warpgroup, whose tile has `cta_blocks`.
+    """Macros `store`, `store_slice` and `store_share` of `row_blocks` row blocks of 64 of a warpgroup, whose tile has `cta_blocks`.
 
     `to` holds Y [M, n]; B [n of every expert] or, without a bias, [1]; Os [warpgroups, staged] in the dtype of Y;
     registers o, uint32 [4], and bb, float32 [2].
@@ -67,4 +67,21 @@ def store_macros(
                     syncwarp()
                     rows.write(to.Y, to.Os, wg, warp, lane, c.first[0] + b * 16, c.end[0], row0, 16, True)
 
-    return SimpleNamespace(store=store, store_slice=store_slice)
+    @T.macro
+    def store_share(to, acc, c, share, units, wg, wt):
+        """The warpgroup stores the share-th part of its sums, `units` units of 16 tokens, counted through the row
+        blocks."""
+        warp = wt // 32
+        lane = wt % 32
+        for r in T.unroll(rb):
+            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64
+            if bias:
+                add_bias(to.B, acc, to.bb, c.expert[0], row0 + warp * 16 + lane // 4, r)
+            for b in T.unroll(bm // 16):
+                if share == (r * (bm // 16) + b) // units:
+                    wg_sync(wg)
+                    stage(to, acc, r, b * 16, 0, wg, warp, lane, False)
+                    wg_sync(wg)
+                    rows.write(to.Y, to.Os, wg, warp, lane, c.first[0] + b * 16, c.end[0], row0, 16, False)
+
+    return SimpleNamespace(store=store, store_slice=store_slice, store_share=store_share)

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.calls import bulk, lds16, lds32, lds128, matrix, mma_kind, opaque, pack2, place, wgmma
+from terrazzo.ops.cluster_shares import cluster_macros
 from terrazzo.ops.staged_rows import out_tokens, staged
 from terrazzo.ops.tile_program import OWN_BARRIERS, REGISTERS
 from terrazzo.ops.tile_scheduler import (
@@ -61,6 +62,7 @@ def build(
     stage_k: int = 64,
     raster: int = 8,
     per_sm: int = 1,
+    cluster: int = 1,
     experts: int = 0,
 ):
     """The prim_func `main(X, W, P, B, WS, SEM, Y, sk)`; with E = `experts`, int32 [E + 1] instead of sk.
@@ -68,7 +70,8 @@ def build(
     Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/64, Np/64, 512]; P uint8 [G, Np/64, R]; B [n] in `dtype` (one
     element without a bias); WS f32 [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32
     [grid, 4 * warpgroups], zero before the first launch and after each one. `grid` CTAs, at most `per_sm` for each SM;
-    the first `sk` tiles are shared along k, 0 <= sk <= tiles. A ring stage holds `stage_k` = 64 or 128 k.
+    the first `sk` tiles are shared along k, 0 <= sk <= tiles. A ring stage holds `stage_k` = 64 or 128 k. `cluster`: of
+    so many CTAs, which divide `grid`; where each tile is shared by as many, its sum does not leave the chip's SMs.
 
     With experts, W, P and B hold one matrix after the other: [E * Kp/64, Np/64, 512], [E * G, Np/64, R], [E * n];
     expert e owns the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not
@@ -103,18 +106,27 @@ def build(
         "exchange",
         "warpgroup",
         "rows_out",
+        *(["cluster"] if cluster > 1 else []),
     )
     source = prelude(*used, extra=(cvt.device_source, *([EXPERTS_SOURCE] if experts else [])))
     matrices = max(experts, 1)
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
     exchange = per_sm == 1 and not experts and tile_costs.parts_sums(wgs, (rb + post) * nacc)
-    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, head_units=1, exchange=exchange)
+    exchange = exchange and cluster == 1
+    tiles = partition_macros(
+        units=units, row_tiles=row_tiles, raster=raster, head_units=1, exchange=exchange or cluster > 1, cluster=cluster
+    )
     rings = ring_macros(stages=stages, each=2 // halves, rounds=not experts)
-    spare = spare_registers(wgs, (rb + post) * nacc + 48, per_sm)
+    spare = spare_registers(wgs, (rb + post) * nacc + 48, per_sm) if cluster == 1 else 0  # shares are rare there
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype="float32", spare=spare)
     out = store_macros(n=n, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks, bf16=bf16, bias=bias)
-    tail = finish_macros(tiles, shares, store=out.store, store_slice=out.store_slice, exchange=exchange)
+    peers = cluster_macros(size=cluster, warpgroups=wgs, row_blocks=rb, block_tokens=bm, dtype="float32")
+    tail = finish_macros(
+        tiles, shares, store=out.store, store_slice=out.store_slice, exchange=exchange,
+        peers=peers if cluster > 1 else None, store_share=out.store_share,
+    )  # fmt: skip
+    cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
     words = param_macros(op)
     M = T.dynamic("m")
     G = T.dynamic("grid")
@@ -302,7 +314,7 @@ def build(
         Y: T.Tensor((M, n), dtype),
         parts: last,
     ):
-        with T.Kernel(G, threads=ct + 128, prelude=source) as cta:
+        with T.Kernel(G, threads=ct + 128, prelude=source, **cluster_dims) as cta:
             if per_sm > 1:
                 T.annotate_min_blocks_per_sm(per_sm)
             Xs = T.alloc_shared((stages * halves, bm, 64), dtype)
@@ -312,6 +324,7 @@ def build(
             Es = T.alloc_shared((table_words(experts),), "int32")
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
             empty = T.alloc_barrier([wgs * 4] * stages)
+            sent = T.alloc_barrier([1] * (wgs * 4)) if cluster > 1 else None
             w = T.alloc_local((halves * rb * 4,), "uint32")
             a = T.alloc_local((8 * batch,), "uint32")
             acc = T.alloc_local((rb * nacc,), "float32")
@@ -373,7 +386,7 @@ def build(
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
                     rings.release(ring, T.And(lane == 0, c.k1[0] > c.k0[0]))
                     opaque(c.first[0])  # addresses of y are not made before, and spilled
-                    to = SimpleNamespace(Y=Y, B=B, Os=Os, o=o, bb=bb)
+                    to = SimpleNamespace(Y=Y, B=B, Os=Os, o=o, bb=bb, ring=Xs, sent=sent)
                     tail.finish(WS, SEM, acc, to, p, c, x, cta, ctas, sk, wg, wt)
 
     return main

@@ -123,7 +123,8 @@ class Program:
         source = re.sub(r"\bbfloat16_t\b", "bf16", re.sub(r"\bhalf_t\b", "f16", source))
         shims += [on_cpu(name) for name in CONVERTERS if f"tz_{name}(" in source]
         threads = schedule.warpgroups * 128 + 128 if program is stream_k else schedule.warps * 32
-        self.kernel = CpuKernel(source, shims, threads, folder)
+        cluster = schedule.cluster if program is stream_k else 1
+        self.kernel = CpuKernel(source, shims, threads, folder, cluster)
 
     def _launch(self, grid, x: torch.Tensor, packed: PackedWeight, workspace, semaphores, **more) -> torch.Tensor:
         n, bias = self.spec.n, packed.bias
@@ -142,7 +143,8 @@ class Program:
 
     def stream_k(self, x: torch.Tensor, packed: PackedWeight, ctas: int, last: int | torch.Tensor, resident=RESIDENT):
         """`last`: how many tiles are shared, or with experts their int32 offsets [E + 1]. `resident`: CTAs at once."""
-        s, self.kernel.resident = self.schedule, min(resident, MOST_THREADS // self.kernel.threads)
+        s = self.schedule
+        self.kernel.resident = max(min(resident, MOST_THREADS // self.kernel.threads), s.cluster)
         space = (ctas, s.cta_blocks, s.block_tokens // 8, 128, 4)
         return self._launch((ctas, 1, 1), x, packed, space, (ctas, s.flags), ctas=ctas, sk=last, parts=last)
 

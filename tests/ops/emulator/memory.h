@@ -46,6 +46,7 @@ static void fly(Barrier &barrier, void *to, const void *from, int bytes) {
 struct Groups { std::vector<std::vector<std::vector<Copy>>> of; };
 // addresses in shared memory as numbers
 static unsigned tz_place(const void *p) { return (const char *)p - shared_memory(); }
+static void *tz_past(void *p, int bytes) { return (char *)p + bytes; }
 static char *placed(unsigned at, int bytes) {
   if (at % bytes || at + bytes > SHARED + HEAP) { fprintf(stderr, "misaligned, or not in shared memory\n"); abort(); }
   return shared_memory() + at;
