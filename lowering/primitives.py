@@ -156,6 +156,11 @@ __device__ __forceinline__ void tz_bulk_multicast(void *dst, const void *src, in
         "cluster",
         "TileLang's copies between the CTAs of a cluster take whole tiles, and one thread for each",
         """\
+// arrives at the mbarrier that CTA `rank` of the cluster has where this one has `bar`
+__device__ __forceinline__ void tz_arrive_at(const void *bar, int rank) {
+  asm volatile("{ .reg .b32 b; mapa.shared::cluster.u32 b,%0,%1;"
+               " mbarrier.arrive.release.cluster.shared::cluster.b64 _,[b]; }"
+               :: "r"(tz_smem(bar)), "r"(rank) : "memory"); }
 __device__ __forceinline__ void *tz_past(void *p, int bytes) { return (char *)p + bytes; }
 // 16 or 8 bytes to where CTA `rank` of the cluster has what this one has at p, counted by that CTA's barrier
 __device__ __forceinline__ void tz_send16(void *p, int rank, const void *v, const void *bar) {

@@ -69,6 +69,11 @@ def send16(to: Any, rank: Any, at: Any, barrier: Any) -> Any:
     return _call("send16", address(to, "w", 16), rank, address(at, "r", 16), address(barrier, "rw", 8))
 
 
+def arrive_at(barrier: Any, rank: Any) -> Any:
+    """At the mbarrier of CTA `rank` of the cluster that is this one's `barrier` there; earlier reads come before."""
+    return _call("arrive_at", address(barrier, "rw", 8), rank)
+
+
 def past(to: Any, nbytes: Any) -> Any:
     """The address `nbytes` bytes behind an element that is written."""
     return _call("past", address(to, "w", 1), nbytes)

@@ -1,13 +1,16 @@
 """The sum of a tile whose k is split among the CTAs of a cluster: each sends the others their slices of it.
 
-The CTAs of a cluster run at once, so that nobody is waited for in vain, and what they send lands in shared memory, where
-their rings were: no workspace, no fence and no trip to L2. A slice is so many of the tile's units of 16 tokens; its CTA
-adds the others' sums to its own in order of k, the same bits in every run, and stores it.
+The CTAs of a cluster run at once, so that nobody is waited for in vain, and what they send lands in shared memory,
+where the receiver's ring was: no workspace, no fence and no trip to L2. A slice is so many of the tile's units of 16
+tokens; its CTA adds the others' sums to its own in order of k, the same bits in every run, and stores it.
+
+Room for the letters is a run of ring stages that the last products hardly ever read. The producer, which knows when a
+stage was read, tells the other CTAs that theirs may come; mostly long before they are written.
 """
 
 from types import SimpleNamespace
 
-from terrazzo.ops.calls import lds128, past, place, send16
+from terrazzo.ops.calls import arrive_at, lds128, past, place, send16
 
 
 def divides(size: int, row_blocks: int, block_tokens: int) -> bool:
@@ -20,47 +23,85 @@ def inbox_bytes(size: int, warpgroups: int, row_blocks: int, block_tokens: int) 
     return (size - 1) * row_blocks * block_tokens // size * warpgroups * 256
 
 
-def cluster_macros(*, size: int, warpgroups: int, row_blocks: int, block_tokens: int, dtype: str) -> SimpleNamespace:
-    """Macro `exchange` among the `size` CTAs of a cluster, and `units`, those of 16 tokens in a slice; a thread holds
-    row_blocks * block_tokens / 2 sums, a warp has a barrier of one arrival."""
+def inbox(nbytes: int, stages: int, stage_bytes: int, first: int, last: int) -> range:
+    """The stages of a ring that hold `nbytes`, as few as possible of them read by the last products: of the stages that
+    were filled, counted from 0, the last one is number `first` - 1 .. `last` - 1, and two before it count as well.
+    Empty if the ring is too small."""
+    late = [number % stages for number in range(max(first - 3, 0), last)]
+    count = -(-nbytes // stage_bytes)
+    runs = [range(start, start + count) for start in range(stages - count + 1)]
+    return min(runs, key=lambda run: sum(late.count(stage) for stage in run), default=range(0))
+
+
+def cluster_macros(
+    *, size: int, warpgroups: int, row_blocks: int, block_tokens: int, dtype: str, units: int, stages: int, each: int,
+    stage_bytes: int,
+) -> SimpleNamespace:  # fmt: skip
+    """Macros `open`, `invite` and `exchange` among the `size` CTAs of a cluster that share a tile of `units` units of
+    k; `units` of the result are those of 16 tokens in a slice.
+
+    A thread holds row_blocks * block_tokens / 2 sums in `dtype`. A unit of k fills `each` of the ring's `stages`, of
+    which the buffer that the letters go to has `stage_bytes`. The CTA of rank 0 has the last share of k.
+    """
     import tilelang.language as T
 
-    units = row_blocks * block_tokens // (16 * size)
-    vectors = 2 * units  # of four sums, in a slice
+    of_tokens = row_blocks * block_tokens // (16 * size)
+    vectors = 2 * of_tokens  # of four sums, in a slice
     threads = warpgroups * 128
+    nbytes = inbox_bytes(size, warpgroups, row_blocks, block_tokens)
+    room = inbox(nbytes, stages, stage_bytes, units // size * each, -(-units // size) * each)
 
     def letter(sender, vector, thread):
         """Bytes from the ring's first one to where a vector of a slice arrives from the sender-th of the others."""
-        return ((sender * vectors + vector) * threads + thread) * 16
+        return room.start * stage_bytes + ((sender * vectors + vector) * threads + thread) * 16
 
     @T.macro
-    def exchange(ring, sent, acc, share, cta, tx):
-        """acc of this CTA's slice, the `share`-th, becomes the sum over the cluster; share is in order of k.
+    def open():
+        """By all threads, once the barriers are made: the others may arrive at them."""
+        T.cluster_arrive()
 
-        ring: a buffer of shared memory that nothing is read from any more, `inbox_bytes` at least. sent:
-        mbarriers, one for each warp.
+    @T.macro
+    def invite(empty, ring, ready, cta, lane):
+        """By a producer's warp, behind its last fill of the `ring` whose stages `empty` gives back: the others' letters
+        may come."""
+        T.cluster_wait()
+        for _ in T.unroll(stages):
+            if T.And(ring.stage[0] >= room.start, ring.stage[0] < room.stop):
+                T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
+            ring.stage[0] = ring.stage[0] + 1
+            if ring.stage[0] == stages:
+                ring.stage[0] = 0
+                ring.parity[0] = ring.parity[0] ^ 1
+        if lane < size - 1:
+            arrive_at(ready[0], T.truncmod(cta + 1 + lane, size))
+
+    @T.macro
+    def exchange(words, ready, sent, acc, share, cta, tx):
+        """By a warp whose products are complete: acc of this CTA's slice, the `share`-th in order of k, becomes the sum
+        over the cluster.
+
+        words: the ring's buffer. ready: an mbarrier of size - 1 arrivals. sent: one of one arrival for each warp.
         """
         coming = T.alloc_local((4,), dtype)
-        inbox = T.alloc_local((1,), "uint32")
-        T.cluster_arrive()
+        at = T.alloc_local((1,), "uint32")
         share[0] = size - 1 - T.truncmod(cta, size)
         if tx % 32 == 0:
             T.mbarrier_expect_tx(sent[tx // 32], (size - 1) * vectors * 512)
             T.barrier_arrive(sent[tx // 32])
-        T.cluster_wait()  # the others' products are complete, and with them their rings free
+        T.barrier_wait(ready[0], 0)
         for to in T.unroll(size):
             if share[0] != to:
                 for v in T.unroll(vectors):
-                    at = past(ring, letter(share[0] - T.if_then_else(share[0] > to, 1, 0), v, tx))
-                    send16(at, size - 1 - to, acc[(to * vectors + v) * 4], sent[tx // 32])
+                    there = past(words, letter(share[0] - T.if_then_else(share[0] > to, 1, 0), v, tx))
+                    send16(there, size - 1 - to, acc[(to * vectors + v) * 4], sent[tx // 32])
         T.barrier_wait(sent[tx // 32], 0)
-        inbox[0] = place(ring)
+        at[0] = place(words)
         for mine in T.unroll(size):
             if share[0] == mine:
                 for sender in T.unroll(size - 1):
                     for v in T.unroll(vectors):
-                        lds128(coming, inbox[0] + T.cast(letter(sender, v, tx), "uint32"))
+                        lds128(coming, at[0] + T.cast(letter(sender, v, tx), "uint32"))
                         for e in T.unroll(4):
                             acc[(mine * vectors + v) * 4 + e] = acc[(mine * vectors + v) * 4 + e] + coming[e]
 
-    return SimpleNamespace(exchange=exchange, units=units)
+    return SimpleNamespace(open=open, invite=invite, exchange=exchange, units=of_tokens)

@@ -60,8 +60,8 @@ def partition_macros(
     Groups of `raster` token blocks walk over the rows together, so that both operands stay in L2. `head_units`: where
     whole tiles are left besides the shared ones, a head gets so many k units less for each other share that it adds up
     (a share may then be empty: k0 = k1). `exchange`: where all tiles are shared, by as many CTAs each, at most
-    MOST_SLICES and a unit of k for each, nobody leaves or adds a share; all of them part the sum. In clusters of several
-    CTAs these must be the `cluster` CTAs of each tile.
+    MOST_SLICES and a unit of k for each, nobody leaves or adds a share; all of them part the sum. In clusters of
+    several CTAs these must be the `cluster` CTAs of each tile.
     """
     import tilelang.language as T
 

@@ -216,8 +216,8 @@ def finish_macros(
         exchange: as of `partition_macros`; then macro `store_slice(to, acc, c, x, wg, wt)` stores the units of a tile
             that x (`slice_state`) names, and macro `prepare(to, wg, wt)` comes before the first of them, if there is
             something to prepare.
-        peers: of `cluster_macros`, where a cluster may part the sum of a tile; `to` then has `ring` and `sent` for its
-            exchange, and macro `store_share(to, acc, c, share, units, wg, wt)` stores its slice.
+        peers: of `cluster_macros`, where a cluster may part the sum of a tile; `to` then has `ring`, `ready` and `sent`
+            for its exchange, and macro `store_share(to, acc, c, share, units, wg, wt)` stores its slice.
     """
     import tilelang.language as T
 
@@ -250,7 +250,7 @@ def finish_macros(
         else:
             if peers is not None:
                 if p.among[0] > 0:
-                    peers.exchange(to.ring, to.sent, acc, x.share, cta, wg * 128 + wt)
+                    peers.exchange(to.ring, to.ready, to.sent, acc, x.share, cta, wg * 128 + wt)
                     store_share(to, acc, c, x.share[0], peers.units, wg, wt)
                 else:
                     finish_alone(WS, SEM, acc, to, c, cta, grid, sk, wg, wt)

@@ -9,7 +9,8 @@ from terrazzo.ops.staged_rows import out_tokens, row_macros
 def store_macros(
     *, n: int, block_tokens: int, row_blocks: int, cta_blocks: int, bf16: bool, bias: bool
 ) -> SimpleNamespace:
-    """Macros `store`, `store_slice` and `store_share` of `row_blocks` row blocks of 64 of a warpgroup, whose tile has `cta_blocks`.
+    """Macros `store`, `store_slice` and `store_share` of `row_blocks` row blocks of 64 of a warpgroup, whose tile has
+    `cta_blocks`.
 
     `to` holds Y [M, n]; B [n of every expert] or, without a bias, [1]; Os [warpgroups, staged] in the dtype of Y;
     registers o, uint32 [4], and bb, float32 [2].

@@ -121,7 +121,10 @@ def build(
     spare = spare_registers(wgs, (rb + post) * nacc + 48, per_sm) if cluster == 1 else 0  # shares are rare there
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype="float32", spare=spare)
     out = store_macros(n=n, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks, bf16=bf16, bias=bias)
-    peers = cluster_macros(size=cluster, warpgroups=wgs, row_blocks=rb, block_tokens=bm, dtype="float32")
+    peers = cluster_macros(
+        size=cluster, warpgroups=wgs, row_blocks=rb, block_tokens=bm, dtype="float32", units=units, stages=stages,
+        each=2 // halves, stage_bytes=bm * stage_k * 2,
+    )  # fmt: skip
     tail = finish_macros(
         tiles, shares, store=out.store, store_slice=out.store_slice, exchange=exchange,
         peers=peers if cluster > 1 else None, store_share=out.store_share,
@@ -325,6 +328,7 @@ def build(
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
             empty = T.alloc_barrier([wgs * 4] * stages)
             sent = T.alloc_barrier([1] * (wgs * 4)) if cluster > 1 else None
+            ready = T.alloc_barrier([cluster - 1]) if cluster > 1 else None
             w = T.alloc_local((halves * rb * 4,), "uint32")
             a = T.alloc_local((8 * batch,), "uint32")
             acc = T.alloc_local((rb * nacc,), "float32")
@@ -346,6 +350,8 @@ def build(
             tx = T.get_thread_binding()
             rings.reset(ring)
             T.pdl_trigger()
+            if cluster > 1:
+                peers.open()
             if experts:
                 T.pdl_sync()
                 tokens.partition(Es, table, parts, M, G)
@@ -360,6 +366,9 @@ def build(
                 )
                 if tx < ct + 32:  # weights do not depend on the kernel before: the first ring comes while it still runs
                     tiles.each_unit(fill_weights, io, locate, p, c, cta, ctas, sk, mt)
+                    if cluster > 1:
+                        if p.among[0] > 0:
+                            peers.invite(empty, ring, ready, cta, tx % 32)
                 elif tx < ct + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
                     if not experts:
                         T.pdl_sync()
@@ -386,7 +395,7 @@ def build(
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
                     rings.release(ring, T.And(lane == 0, c.k1[0] > c.k0[0]))
                     opaque(c.first[0])  # addresses of y are not made before, and spilled
-                    to = SimpleNamespace(Y=Y, B=B, Os=Os, o=o, bb=bb, ring=Xs, sent=sent)
+                    to = SimpleNamespace(Y=Y, B=B, Os=Os, o=o, bb=bb, ring=Xs, ready=ready, sent=sent)
                     tail.finish(WS, SEM, acc, to, p, c, x, cta, ctas, sk, wg, wt)
 
     return main

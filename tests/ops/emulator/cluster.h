@@ -21,16 +21,8 @@ static char all_arrived;
 namespace tl {
 static void cluster_arrive_relaxed() { Unseen unseen; ++my_cluster()[3]; }
 static void cluster_arrive() { released(&all_arrived); cluster_arrive_relaxed(); }
-// threads that have ended are not waited for
-static long ended() {
-  long found = 0;
-  for (auto &it : ctas)
-    if (it.index.x / CLUSTER == cta->index.x / CLUSTER && it.index.y == cta->index.y && it.index.z == cta->index.z)
-      found += THREADS - it.left;
-  return found;
-}
 static void cluster_wait() {
-  wait_until([&] { return my_cluster()[3] + ended() >= CLUSTER * THREADS; }); acquired(&all_arrived); }
+  wait_until([&] { return my_cluster()[3] == CLUSTER * THREADS; }); acquired(&all_arrived); }
 }
 static void send(void *p, int rank, const void *v, int bytes, const void *bar) {
   if ((uintptr_t)p % bytes) { fprintf(stderr, "misaligned st.async\n"); abort(); }
@@ -44,3 +36,4 @@ static void send(void *p, int rank, const void *v, int bytes, const void *bar) {
 static void tz_send16(void *p, int rank, const void *v, const void *bar) { send(p, rank, v, 16, bar); }
 static void tz_send8(void *p, int rank, float x, float y, const void *bar) {
   float v[2] = {x, y}; send(p, rank, v, 8, bar); }
+static void tz_arrive_at(const void *bar, int rank) { of_peer((Barrier *)bar, rank)->arrive(); }
