@@ -161,6 +161,15 @@ __device__ __forceinline__ void tz_arrive_at(const void *bar, int rank) {
   asm volatile("{ .reg .b32 b; mapa.shared::cluster.u32 b,%0,%1;"
                " mbarrier.arrive.release.cluster.shared::cluster.b64 _,[b]; }"
                :: "r"(tz_smem(bar)), "r"(rank) : "memory"); }
+// tz_wait by a warp whose lanes stay together: behind the plain loop ptxas keeps nothing in uniform registers
+__device__ __forceinline__ void tz_wait_together(unsigned barrier, int parity) {
+  unsigned done;
+  do {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2; selp.u32 %0,1,0,p; }"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    done = __reduce_min_sync(~0u, done);
+  } while (!done);
+}
 __device__ __forceinline__ void *tz_past(void *p, int bytes) { return (char *)p + bytes; }
 // 16 or 8 bytes to where CTA `rank` of the cluster has what this one has at p, counted by that CTA's barrier
 __device__ __forceinline__ void tz_send16(void *p, int rank, const void *v, const void *bar) {

@@ -69,6 +69,11 @@ def send16(to: Any, rank: Any, at: Any, barrier: Any) -> Any:
     return _call("send16", address(to, "w", 16), rank, address(at, "r", 16), address(barrier, "rw", 8))
 
 
+def wait_together(barrier: Any, parity: Any) -> Any:
+    """`wait` by a whole warp, outside of loops that are short of instructions."""
+    return _call("wait_together", barrier, parity)
+
+
 def arrive_at(barrier: Any, rank: Any) -> Any:
     """At the mbarrier of CTA `rank` of the cluster that is this one's `barrier` there; earlier reads come before."""
     return _call("arrive_at", address(barrier, "rw", 8), rank)

@@ -10,27 +10,8 @@ stage was read, tells the other CTAs that theirs may come; mostly long before th
 
 from types import SimpleNamespace
 
-from terrazzo.ops.calls import arrive_at, lds128, past, place, send16
-
-
-def divides(size: int, row_blocks: int, block_tokens: int) -> bool:
-    """Whether the sums of a thread fall into slices alike for the CTAs of a cluster."""
-    return row_blocks * block_tokens % (16 * size) == 0
-
-
-def inbox_bytes(size: int, warpgroups: int, row_blocks: int, block_tokens: int) -> int:
-    """Bytes of shared memory for what the other CTAs of a cluster send."""
-    return (size - 1) * row_blocks * block_tokens // size * warpgroups * 256
-
-
-def inbox(nbytes: int, stages: int, stage_bytes: int, first: int, last: int) -> range:
-    """The stages of a ring that hold `nbytes`, as few as possible of them read by the last products: of the stages that
-    were filled, counted from 0, the last one is number `first` - 1 .. `last` - 1, and two before it count as well.
-    Empty if the ring is too small."""
-    late = [number % stages for number in range(max(first - 3, 0), last)]
-    count = -(-nbytes // stage_bytes)
-    runs = [range(start, start + count) for start in range(stages - count + 1)]
-    return min(runs, key=lambda run: sum(late.count(stage) for stage in run), default=range(0))
+from terrazzo.ops.calls import arrive_at, lds128, past, place, send16, wait_together
+from terrazzo.schedules.clusters import inbox, inbox_bytes
 
 
 def cluster_macros(
@@ -88,13 +69,13 @@ def cluster_macros(
         if tx % 32 == 0:
             T.mbarrier_expect_tx(sent[tx // 32], (size - 1) * vectors * 512)
             T.barrier_arrive(sent[tx // 32])
-        T.barrier_wait(ready[0], 0)
+        wait_together(place(ready[0], "rw"), 0)
         for to in T.unroll(size):
             if share[0] != to:
                 for v in T.unroll(vectors):
                     there = past(words, letter(share[0] - T.if_then_else(share[0] > to, 1, 0), v, tx))
                     send16(there, size - 1 - to, acc[(to * vectors + v) * 4], sent[tx // 32])
-        T.barrier_wait(sent[tx // 32], 0)
+        wait_together(place(sent[tx // 32], "rw"), 0)
         at[0] = place(words)
         for mine in T.unroll(size):
             if share[0] == mine:

@@ -145,14 +145,23 @@ class W4A16(Space):
                 for stage_k in (64, 128):
                     s = stream_k.StreamK(*shape[:3], stages=2, stage_k=stage_k, raster=shape[3])
                     yield from (("stream_k", it) for it in rings(stream_k.fitted(s, self.problem, target), wide))
+                    yield from self._pairs(s, target, m)
             for tokens, *shape in tiles_of(stream_k.BLOCK_TOKENS, m, self.problem):
                 for warpgroups, row_blocks in ((1, 1), (1, 2), (2, 1), (2, 2)) if shape == [2, 1, 8] else ():
                     for stage_k in (64, 128):
                         s = stream_k.StreamK(tokens, warpgroups, row_blocks, 2, stage_k, per_sm=2)
                         yield "stream_k", stream_k.fitted(s, self.problem, target)
+                        if (warpgroups, row_blocks) == (1, 1):
+                            yield from self._pairs(replace(s, per_sm=1), target, m)
         else:
             for s in _multistage(multistage.Multistage, self.problem, target, m):
                 yield "multistage", s
+
+    def _pairs(self, s: stream_k.StreamK, target: Target, m: int) -> Iterator[tuple[str, stream_k.StreamK]]:
+        """The tile with pairs of CTAs, where there may be such."""
+        found = stream_k.pairs(stream_k.fitted(s, self.problem, target), self.problem, target, m)
+        if found:
+            yield "stream_k", found
 
     def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
         if program == "small_batch":
@@ -161,7 +170,8 @@ class W4A16(Space):
             return _multistage_refusal(schedule, self.problem, target, m, 128 if self.scaled_sums else 256)
         if not target.supports("wgmma.f16"):
             return f"{target.arch} has no wgmma"
-        return sums_refusal(schedule, self.scaled_sums) or ring_refusal(schedule, self.problem, target, 3)
+        of_cluster = schedule.cluster_refusal(self.problem, target)
+        return sums_refusal(schedule, self.scaled_sums) or of_cluster or ring_refusal(schedule, self.problem, target, 3)
 
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
         if program == "small_batch":
@@ -327,7 +337,7 @@ def small_batch_refusal(s: small_batch.SmallBatch, problem: WeightOnlyGemm, targ
 
 def sums_refusal(s: stream_k.StreamK, scaled_sums: bool) -> str:
     sums = s.row_blocks * s.block_tokens // 2 * (2 if scaled_sums else 1)
-    most = _SUMS.get((s.warpgroups, s.per_sm), 0)
+    most = _SUMS.get((s.warpgroups, s.per_sm), 64 if s.warpgroups == 1 and s.cluster > 1 else 0)
     if (s.warpgroups, s.row_blocks, s.per_sm, s.stage_k) == (4, 1, 1, 64) and not scaled_sums:
         most = 64  # sets of half as many operands
     if s.per_sm == s.warpgroups == s.row_blocks == 2:

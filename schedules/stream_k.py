@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import tile_costs
+from terrazzo.schedules import clusters, tile_costs
 from terrazzo.schedules.partition import Partition
 from terrazzo.schedules.problem import WeightOnlyGemm
 
@@ -14,7 +14,7 @@ _OUT_PITCH = 24 * 2  # bytes of a staged output row
 _RESERVED = 2048  # barriers, alignment
 COSTS = tile_costs.TileCosts(  # fitted to 340 measurements of group 128 on H200 (4 % rms), sharing to 1091 before
     start=1.45, store=0.615, share=1.786, add=0.743, uneven=1.175, uneven_area=0.628,
-    part=1.599, part_area=1.04, part_each=0.342, traffic=0.881, busy=0.222,
+    part=1.599, part_area=1.04, part_each=0.342, pair=0.573, traffic=0.881, busy=0.222,
     units={
         (16, 2, 1): 0.427, (16, 2, 2): 0.695, (16, 3, 1): 0.522, (16, 4, 1): 0.66, (16, 4, 2): 1.289,
         (32, 2, 1): 0.392, (32, 2, 2): 0.701, (32, 3, 1): 0.524, (32, 3, 2): 1.052, (32, 4, 1): 0.702,
@@ -23,6 +23,8 @@ COSTS = tile_costs.TileCosts(  # fitted to 340 measurements of group 128 on H200
     },
 )  # fmt: skip
 
+_OF_PAIRS = replace(COSTS, units={**COSTS.units, (128, 1, 1): 0.47, (64, 1, 1): 0.328, (32, 1, 1): 0.306})
+"""Where the CTAs of a tile are pairs, tiles of one warpgroup are worth it too; 70 measurements on H200 (4 % rms)."""
 _FINE_RING = ((128, 2, 2), (128, 4, 1), (256, 2, 1))
 """Tiles whose ring stages hold 64 k: more of them fit, or registers for the words of one."""
 _MANY_TOKENS = ((128, 4, 1), (256, 2, 1), (128, 3, 1))
@@ -64,6 +66,14 @@ class StreamK:
         out = self.warpgroups * 4 * min(self.block_tokens, 32) * _OUT_PITCH
         return self.stages * self.stage_bytes(problem) + out + _RESERVED
 
+    def cluster_refusal(self, problem: WeightOnlyGemm, target: Target) -> str:
+        """Why the CTAs of a tile cannot be a cluster, or ""."""
+        ring = self.stages * self.stage_k * self.block_tokens * 2
+        of_tile = self.cluster, self.warpgroups, self.row_blocks, self.block_tokens
+        if self.cluster > 1 and self.per_sm > 1:
+            return f"clusters with {self.per_sm} CTAs on an SM"
+        return clusters.refusal(*of_tile, ring, problem.units, target)
+
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
         return asdict(self)
@@ -79,13 +89,22 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int, scaled_sums: bool) -
         return fitted(_of_scaled_sums(problem, m), problem, target)
     top, tokens = tile_costs.bucket(m), tile_costs.widths(m)
     found = []
-    for tile in COSTS.units if m <= 512 else _MANY_TOKENS[: 3 if m <= 1024 else 2]:
+    for tile in _OF_PAIRS.units if m <= 512 else _MANY_TOKENS[: 3 if m <= 1024 else 2]:
         spills = tile == (64, 3, 2) and problem.groups_per_128 > 1
         if tile[0] in tokens and not spills and (tile != _COOL or m <= 128):
             raster = tile_costs.raster(-(-top // tile[0]), problem.row_blocks, target)
             s = StreamK(*tile, stages=2, stage_k=64 if tile in _FINE_RING else 128, raster=raster)
-            found.append((_divide(s, problem, target, top)[0], s))
+            both = [s] if tile in COSTS.units else []
+            both += [it for it in [pairs(fitted(s, problem, target), problem, target, top)] if it]
+            found += [(_divide(it, problem, target, top)[0], it) for it in both]
     return fitted(min(found, key=lambda it: it[0])[1], problem, target)
+
+
+def pairs(schedule: StreamK, problem: WeightOnlyGemm, target: Target, m: int) -> StreamK | None:
+    """The schedule with two CTAs for each tile, which are a cluster, where all of them run at once; else None."""
+    s = replace(schedule, cluster=clusters.PAIR)
+    tiles = -(-m // s.block_tokens) * -(-problem.row_blocks // s.cta_blocks)
+    return None if clusters.PAIR * tiles > target.sms or s.cluster_refusal(problem, target) else s
 
 
 def _of_scaled_sums(problem: WeightOnlyGemm, m: int) -> StreamK:
@@ -128,7 +147,7 @@ def _divide(schedule: StreamK, problem: WeightOnlyGemm, target: Target, m: int) 
     nbytes = problem.row_blocks * problem.units * (4096 + record) + 2 * m * (problem.k + problem.n)
     sums = schedule.row_blocks * schedule.block_tokens // 2
     tile = schedule.block_tokens, schedule.warpgroups, schedule.row_blocks
-    costs = COSTS
+    costs = COSTS if schedule.cluster == 1 else _OF_PAIRS
     if schedule.per_sm > 1:  # they share the tensor cores: 46 tuned launches on H200 within 9 % (rms)
         costs = replace(COSTS, units={tile: 1.2 * schedule.per_sm * COSTS.unit(tile)})
     return costs.divide(
@@ -139,4 +158,5 @@ def _divide(schedule: StreamK, problem: WeightOnlyGemm, target: Target, m: int) 
         target.sms * schedule.per_sm,
         schedule.per_sm == 1 and tile_costs.parts_sums(schedule.warpgroups, sums),
         tile_costs.later_wave(target, m, problem.k, 2),
+        schedule.cluster,
     )

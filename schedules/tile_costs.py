@@ -50,6 +50,7 @@ class TileCosts:
         uneven, uneven_area: more where CTAs hold parts of two tiles.
         part, part_area, part_each: the trip and the epilogue where CTAs part the sum: in all, of an area, for each
             other CTA.
+        pair: the trip and the epilogue where the two CTAs of a cluster part the sum, whatever its area.
         traffic: time of the bytes, as a multiple of what 88.5 % of the datasheet's bandwidth takes.
         busy: how much faster a unit is where hardly any other SM works.
         units: tile -> 128 k of it, of tiles that were measured.
@@ -64,6 +65,7 @@ class TileCosts:
     part: float
     part_area: float
     part_each: float
+    pair: float
     traffic: float
     busy: float
     units: Mapping[Tile, float]
@@ -77,13 +79,23 @@ class TileCosts:
         return self.units[near] * warpgroups * row_blocks / (near[1] * near[2]) * (0.5 + 0.5 * tokens / near[0])
 
     def us(
-        self, tile: Tile, tiles: int, units: int, part: Partition, dram_us: float, slots: int, parted: bool, slow: float
+        self,
+        tile: Tile,
+        tiles: int,
+        units: int,
+        part: Partition,
+        dram_us: float,
+        slots: int,
+        parted: bool,
+        slow: float,
+        cluster: int = 1,
     ) -> float:
         """A launch of `tiles` of `units` each, divided by `part` over at most `slots` CTAs at once.
 
         Args:
             dram_us: see the function of that name. parted: whether the program can part sums (`parts_sums`).
             slow: time of a unit of a shared tile in a later wave, as a multiple: all of k is read at once.
+            cluster: CTAs of a cluster, which part the sums of the tiles that they share.
         """
         tokens, warpgroups, row_blocks = tile
         area = 64 * warpgroups * row_blocks * tokens / _AREA
@@ -91,7 +103,9 @@ class TileCosts:
         whole = -(-(tiles - shared) // grid)
         busiest = -(-shared * units // grid) * (slow if whole else 1) + whole * units
         loop = busiest * self.unit(tile) * (1 + self.busy * (min(grid / slots, 1) - 1))
-        if parted and parts_alike(tiles, units, part):
+        if cluster > 1 and part == Partition(tiles * cluster, tiles):
+            tail = self.pair
+        elif parted and parts_alike(tiles, units, part):
             tail = self.part + self.part_area * area + self.part_each * (grid // shared - 1)
         else:
             tail = self.store * area * (whole + (shared > 0))
@@ -102,12 +116,20 @@ class TileCosts:
         return self.start + (loop**_SHARP + (dram_us * self.traffic) ** _SHARP) ** (1 / _SHARP) + tail
 
     def divide(
-        self, tile: Tile, tiles: int, units: int, dram_us: float, slots: int, parted: bool, slow: float = 1
+        self,
+        tile: Tile,
+        tiles: int,
+        units: int,
+        dram_us: float,
+        slots: int,
+        parted: bool,
+        slow: float = 1,
+        cluster: int = 1,
     ) -> tuple[float, Partition]:
         """Microseconds of the cheapest partition, and the partition; arguments as of `us`."""
         every = (
-            (self.us(tile, tiles, units, part, dram_us, slots, parted, slow), part)
-            for part in partitions(tiles, units, slots)
+            (self.us(tile, tiles, units, part, dram_us, slots, parted, slow, cluster), part)
+            for part in partitions(tiles, units, slots, cluster)
         )
         return min(every, key=lambda it: it[0])
 
@@ -118,8 +140,14 @@ def parts_alike(tiles: int, units: int, part: Partition) -> bool:
     return part.shared == tiles and not rest and 1 < among <= min(MOST_SLICES, units)
 
 
-def partitions(tiles: int, units: int, slots: int) -> Iterator[Partition]:
-    """Ways to divide tiles over CTAs, no share without a unit of k: whole tiles first."""
+def partitions(tiles: int, units: int, slots: int, cluster: int = 1) -> Iterator[Partition]:
+    """Ways to divide tiles over CTAs, no share without a unit of k: whole tiles first. Clusters of several CTAs: those
+    with as many CTAs for each tile, and whole tiles, for which some CTAs of a cluster may be too many."""
+    if cluster > 1:
+        yield Partition(-(-min(tiles, slots) // cluster) * cluster, 0)
+        if tiles * cluster <= slots and cluster <= units and 2 * slots * units <= MOST_SHARED:
+            yield Partition(tiles * cluster, tiles)
+        return
     yield Partition(min(tiles, slots), 0)
     if 2 * slots * units > MOST_SHARED:
         return

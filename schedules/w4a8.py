@@ -38,7 +38,7 @@ COSTS = {  # of small batches: token tiles -> fitted to 80 measurements on H200,
 }
 TILE_COSTS = tile_costs.TileCosts(  # units fitted to 192 measurements of group 64 on H200 (5 % rms), the rest to 1337
     start=1.58, store=0.985, share=2.308, add=0.728, uneven=0.254, uneven_area=1.398,
-    part=1.802, part_area=1.263, part_each=0.349, traffic=0.952, busy=0.2,
+    part=1.802, part_area=1.263, part_each=0.349, pair=0.573, traffic=0.952, busy=0.2,
     units={
         (16, 2, 1): 0.232, (16, 2, 2): 0.455, (16, 3, 1): 0.32, (16, 4, 1): 0.43, (16, 4, 2): 0.747,
         (32, 2, 1): 0.232, (32, 2, 2): 0.512, (32, 3, 1): 0.353, (32, 4, 1): 0.448, (32, 4, 2): 0.899,

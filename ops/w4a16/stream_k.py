@@ -18,6 +18,7 @@ consumed: ptxas may move an arrive in front of a load's return (measured.md, "A 
 from types import SimpleNamespace
 
 from terrazzo.layouts.converters import get_converter
+from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.calls import bulk, lds16, lds32, lds128, matrix, mma_kind, opaque, pack2, place, wgmma
 from terrazzo.ops.cluster_shares import cluster_macros
@@ -80,6 +81,10 @@ def build(
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
 
+    if cluster > 1 and experts:
+        raise ArgumentError(
+            "cluster", cluster, "tiles of experts are found on the device, not shared by clusters", "use 1"
+        )
     op = Operand(group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, numerics=numerics)
     post, bf16 = numerics == "post", dtype == "bfloat16"
     cvt = get_converter(f"u4_{'bf16' if bf16 else 'f16'}_exact" if post else op.converter)

@@ -107,7 +107,8 @@ STREAM_K = {  # weight, m, numerics, schedule, (CTAs, shared tiles) of each laun
         Spec(500, 640, 128), 16, "exact", StreamK(16, 4, 1, 3, 128), ((2, 0), (3, 2), (4, 2), (6, 2), (8, 2), (10, 2)),
     ),
     "clusters": (
-        Spec(203, 651, 64, bias=True), 70, "exact", StreamK(64, 2, 1, 2, 128, cluster=2), ((8, 4), (4, 0), (6, 4), (4, 2)),
+        Spec(203, 651, 64, bias=True), 70, "exact", StreamK(64, 2, 1, 2, 128, cluster=2),
+        ((8, 4), (4, 0), (6, 4), (4, 2)),
     ),
     "clusters of four": (
         Spec(300, 640, 32, dtype=BF16), 100, "exact", StreamK(128, 3, 1, 3, 128, cluster=4), ((8, 2), (4, 0), (4, 2)),
@@ -126,7 +127,8 @@ def launches(program: Program, spec: Spec, m: int, numerics: str, partitions: tu
             assert all(torch.equal(y, other) for other in others), f"bits depend on who adds: {ctas, shared}"
 
 
-@pytest.mark.parametrize("name", STREAM_K if ALL else ("two row blocks", "half sets", "clusters"))  # a ring of odd stages
+# half sets: a ring of odd stages
+@pytest.mark.parametrize("name", STREAM_K if ALL else ("two row blocks", "half sets", "clusters"))
 def test_stream_k(name, tmp_path):
     spec, m, numerics, schedule, partitions = STREAM_K[name]
     launches(Program(stream_k, schedule, spec, numerics, tmp_path), spec, m, numerics, partitions)

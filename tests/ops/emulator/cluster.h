@@ -37,3 +37,4 @@ static void tz_send16(void *p, int rank, const void *v, const void *bar) { send(
 static void tz_send8(void *p, int rank, float x, float y, const void *bar) {
   float v[2] = {x, y}; send(p, rank, v, 8, bar); }
 static void tz_arrive_at(const void *bar, int rank) { of_peer((Barrier *)bar, rank)->arrive(); }
+static void tz_wait_together(unsigned barrier, int parity) { tz_wait(barrier, parity); }
