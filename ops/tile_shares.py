@@ -251,6 +251,8 @@ def finish_macros(
             if peers is not None:
                 if p.among[0] > 0:
                     peers.exchange(to.ring, to.ready, to.sent, acc, x.share, cta, wg * 128 + wt)
+                    opaque(c.rows[0])  # addresses of bias and y are not made before, and spilled
+                    opaque(c.first[0])
                     store_share(to, acc, c, x.share[0], peers.units, wg, wt)
                 else:
                     finish_alone(WS, SEM, acc, to, c, cta, grid, sk, wg, wt)

@@ -21,7 +21,7 @@ DEVICE = "cuda"
 @dataclass(frozen=True)
 class Case:
     """A kernel of W4A16; its tiles of m tokens are parted by `among` CTAs each, or shared as `partitions` say: CTAs,
-    and shared tiles (-1: all)."""
+    and shared tiles (-1: all). With clusters of several CTAs these are the CTAs of a tile."""
 
     n: int
     k: int
@@ -32,6 +32,7 @@ class Case:
     group: int = 128
     numerics: str = "exact"
     partitions: tuple[tuple[int, int], ...] = ()
+    cluster: int = 1
 
     @property
     def problem(self) -> WeightOnlyGemm:
@@ -41,7 +42,7 @@ class Case:
     @property
     def schedule(self) -> schedules.StreamK:
         tokens, warpgroups, row_blocks, stage_k = self.tile
-        s = schedules.StreamK(tokens, warpgroups, row_blocks, 2, stage_k)
+        s = schedules.StreamK(tokens, warpgroups, row_blocks, 2, stage_k, cluster=self.cluster)
         return schedules.fitted(s, self.problem, Target.parse("sm_90a"))
 
     @property
@@ -101,6 +102,14 @@ CASES = (
     Case(1024, 1024, 200, (256, 2, 1, 64), (2, 4), dtype="bfloat16", partitions=((11, -1), (3, 2))),
     Case(512, 2048, 33, (32, 2, 1, 128), (2, 4), numerics="post"),
     Case(512, 2048, 16, (16, 2, 2, 128), (2, 6)),
+    Case(1024, 2048, 128, (128, 2, 1, 128), (2,), partitions=((8, 0), (6, -1), (4, 5)), cluster=2),
+    Case(1000, 2080, 100, (64, 1, 1, 128), (2,), cluster=2),
+    Case(1024, 2048, 61, (64, 2, 2, 128), (2,), dtype="bfloat16", group=32, cluster=2),
+    Case(768, 4224, 64, (64, 3, 1, 128), (2,), cluster=2),  # 33 units of k: 16 and 17
+    Case(1024, 1024, 256, (128, 4, 1, 64), (2,), cluster=2),
+    Case(512, 2048, 33, (32, 2, 1, 128), (2,), numerics="post", cluster=2),
+    Case(8192, 4096, 250, (128, 2, 1, 128), (2,), cluster=2),  # 256 CTAs
+    Case(1024, 2048, 128, (128, 3, 1, 128), (4,), cluster=4),
     Case(1536, 2048, 40, (64, 2, 1, 128), (12, 15)),  # 144 and 180 CTAs: not all of them fit at once
 )
 
