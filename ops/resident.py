@@ -5,7 +5,21 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.calls import addcg4, bulk, cp_async, cp_commit, cp_wait, last_arrival, ldcg4, ldmatrix4, zero16
+from terrazzo.lowering.targets import Target
+from terrazzo.ops.calls import (
+    addcg4,
+    bulk,
+    cp_async,
+    cp_commit,
+    cp_wait,
+    last_arrival,
+    ldcg4,
+    ldmatrix4,
+    lds128,
+    past,
+    send16,
+    zero16,
+)  # fmt: skip
 
 ITEM_K = 128
 """k extent of an item, the unit of work along k."""
@@ -54,6 +68,19 @@ class Split:
     def most_rows(self) -> int:
         """Of a CTA, in whole chunks."""
         return self.chunks * self.chunk * 16
+
+
+def cluster_shape(target: Target, kc: int, cluster: int, joined: bool) -> dict[str, tuple[int, int, int]]:
+    """Arguments of T.Kernel(kc, nc): clusters of CTAs with the same slice of X, or of those of a row range.
+
+    Raises:
+        ArgumentError: both, or more CTAs than CUDA promises a place for.
+    """
+    if joined and (cluster > 1 or not 2 <= kc <= 8 or not target.supports("cluster")):
+        constraint = f"{kc} CTAs along k and {cluster} that share X: must be 2 to 8 and 1, on sm_90a"
+        raise ArgumentError("joined", joined, constraint, "take joined=False")
+    shape = (kc, 1, 1) if joined else (1, cluster, 1)
+    return dict(cluster_dims=shape) if max(shape) > 1 else {}
 
 
 def resident_macros(
@@ -197,7 +224,7 @@ def unit_macros(*, token_tiles: int, chunk: int, groups: int, stages: int, pitch
 
 
 def sum_macros(
-    split: Split, *, token_tiles: int, dtype: str, store: Callable[..., None], floor: bool = False
+    split: Split, *, token_tiles: int, dtype: str, store: Callable[..., None], floor: bool = False, joined: bool = False
 ) -> SimpleNamespace:
     """Macros `stage` and `add_warps`, for each chunk of row tiles, and `add_ctas`, after the last; Q, shared memory of
     `words` sums, and the `place` of a sum in it.
@@ -209,6 +236,9 @@ def sum_macros(
         dtype: of the sums, "int32" or "float32".
         store: macro `store(to, r4, tok, row)` of four sums r4, rows row .. row + 3 of a token; `to` is the program's.
         floor: divide as Python does. The numbers are not negative, but the compiler does not know it.
+        joined: the CTAs along k are a cluster, each of which adds the sums of its share of the rows, as they come to
+            its inbox: no workspace, no fence, and nobody who adds all. `mail()` makes what that takes, macro `open`
+            comes first.
     """
     import tilelang.language as T
 
@@ -216,6 +246,29 @@ def sum_macros(
     divide, modulo = (T.floordiv, T.floormod) if floor else (T.truncdiv, T.truncmod)
     pitch = chunk * 16 + 4  # partial tiles [token][row]: stores and vector loads without bank conflicts
     part = nt * 8 * pitch
+
+    quads = -(-split.most_rows // 4 // kc)  # of rows, that a CTA of a cluster adds
+
+    def mail() -> SimpleNamespace | None:
+        """Shared memory for the sums of others, and the mbarrier that counts them, where programs are `joined`."""
+        if not joined:
+            return None
+        words = kc * nt * 8 * quads * 4
+        return SimpleNamespace(inbox=T.alloc_shared((words,), dtype), sent=T.alloc_barrier([1]))
+
+    @T.macro
+    def open(mail, m, bk, at, tx):
+        """What will come to this CTA's `inbox`, counted by its mbarrier `sent`."""
+        past(mail.inbox[0], 0)  # in use from here on: no other buffer gets its place
+        if tx == 0:
+            mine = T.max(T.min((at.t1 - at.t0) * 4 - bk * quads, quads), 0)
+            T.mbarrier_expect_tx(mail.sent[0], mine * T.min(m, nt * 8) * (kc * 16))
+            T.barrier_arrive(mail.sent[0])
+        T.cluster_arrive()
+
+    def letter(sender, tok, quad):
+        """Where in the inbox the sums of four rows arrive from CTA `sender` along k."""
+        return ((sender * nt * 8 + tok) * quads + quad) * 4
 
     def place(warp, lane, tile, t, i):
         """Where in Q sum i of a lane's four of row tile `tile` and token tile t lies."""
@@ -234,7 +287,7 @@ def sum_macros(
                     Q[place(warp, lane, r, t, i)] = acc[(r * nt + t) * 4 + i]
 
     @T.macro
-    def add_warps(Q, WS, to, r4, m, bk, at, ci, tx):
+    def add_warps(Q, WS, mail, to, r4, m, bk, at, ci, tx):
         """What chunk `ci` of CTA `at` has in Q, tokens below m, to `store` or, with several CTAs along k, to WS. A few
         warps do it; the others go on with the next chunk."""
         T.sync_threads()
@@ -247,16 +300,38 @@ def sum_macros(
                 for wi in T.unroll(1, warps):
                     for i in T.vectorized(4):
                         r4[i] = r4[i] + Q[wi * part + tok * pitch + row + i]
-                if kc > 1:
+                if joined:
+                    quad = ci * chunk * 4 + row // 4
+                    send16(mail.inbox[letter(bk, tok, quad % quads)], quad // quads, r4[0], mail.sent[0])
+                elif kc > 1:
                     for i in T.vectorized(4):
                         WS[bk, tok, (at.t0 + ci * chunk) * 16 + row + i] = r4[i]
                 else:
                     store(to, r4, tok, (at.t0 + ci * chunk) * 16 + row)
 
     @T.macro
-    def add_ctas(WS, SEM, to, r4, m, bn, at, tx):
-        """The last CTA of a row range adds the partial sums of all of them."""
-        if kc > 1:
+    def add_letters(mail, to, r4, m, bk, at, tx):
+        """This CTA's share of the rows: what all of the cluster have sent, in order of k."""
+        part = T.alloc_local((4,), dtype)
+        T.barrier_wait(mail.sent[0], 0)
+        mine = T.max(T.min((at.t1 - at.t0) * 4 - bk * quads, quads), 0)
+        for e in T.serial(T.ceildiv(quads * T.min(m, nt * 8), threads)):
+            tok = (e * threads + tx) // quads
+            quad = (e * threads + tx) % quads
+            if T.And(tok < T.min(m, nt * 8), quad < mine):
+                lds128(r4, mail.inbox[letter(0, tok, quad)])
+                for kk in T.unroll(1, kc):
+                    lds128(part, mail.inbox[letter(kk, tok, quad)])
+                    for i in T.unroll(4):
+                        r4[i] = r4[i] + part[i]
+                store(to, r4, tok, (at.t0 * 4 + bk * quads + quad) * 4)
+
+    @T.macro
+    def add_ctas(WS, SEM, mail, to, r4, m, bk, bn, at, tx):
+        """The last CTA of a row range adds the partial sums of all of them; or each its share of the rows."""
+        if joined:
+            add_letters(mail, to, r4, m, bk, at, tx)
+        elif kc > 1:
             if last_arrival(SEM[bn], kc):
                 for e in T.serial(T.ceildiv((at.t1 - at.t0) * 4 * T.min(m, nt * 8), threads)):
                     tok = divide(e * threads + tx, (at.t1 - at.t0) * 4)
@@ -267,4 +342,6 @@ def sum_macros(
                             addcg4(r4, WS[kk, tok, row], dtype=dtype)
                         store(to, r4, tok, row)
 
-    return SimpleNamespace(place=place, stage=stage, add_warps=add_warps, add_ctas=add_ctas, words=warps * part)
+    return SimpleNamespace(
+        mail=mail, open=open, place=place, stage=stage, add_warps=add_warps, add_ctas=add_ctas, words=warps * part,
+    )  # fmt: skip

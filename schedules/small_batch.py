@@ -18,6 +18,7 @@ _LARGE = 90e6  # weights from which stream_k has enough tiles of 256 rows to win
 _START_US = 1.8  # what a cost leaves out, for 16 tokens: takes the faster one of 23 pairs recorded on an H200
 _STREAM_K_US = (3.4, 0.175)  # stream_k on 16 tokens, and for each million weights (14 of up to 84 million, 5 % rms)
 _USUAL_WARPS = {1: range(10, MAX_WARPS + 1), 2: range(5, 11)}  # token tiles -> warps that won on H200
+MOST_JOINED = 8  # CTAs of a cluster that CUDA promises a place for
 _RESERVED = 1280  # static shared memory: barriers, flags, alignment
 
 
@@ -32,6 +33,7 @@ class SmallBatch:
         chunk: row tiles of one ring step; their partial sums are added across the warps together.
         stages: ring steps in flight for each warp.
         cluster: CTAs that share the load of X by multicast (1 or 2).
+        joined: the kc CTAs of a row range are a cluster, and add their sums through shared memory.
     """
 
     token_tiles: int
@@ -41,6 +43,7 @@ class SmallBatch:
     chunk: int
     stages: int
     cluster: int = 1
+    joined: bool = False
 
     def smem_bytes(self, problem: WeightOnlyGemm) -> int:
         """Dynamic and static shared memory of one CTA."""
@@ -50,7 +53,18 @@ class SmallBatch:
         step = self.chunk * 256 + -(-params // 32) * 32
         partial = self.token_tiles * 8 * (self.chunk * 16 + 4)
         sums = items * problem.groups_per_128 * self.token_tiles * 8
-        return x + 4 * (self.warps * self.stages * step + self.warps * partial + sums) + _RESERVED
+        return (
+            x
+            + 4 * (self.warps * self.stages * step + self.warps * partial + sums)
+            + self.inbox_bytes(problem)
+            + _RESERVED
+        )
+
+    def inbox_bytes(self, problem: WeightOnlyGemm) -> int:
+        """Shared memory for the sums that a cluster's CTAs send each other."""
+        chunks = -(-problem.row_tiles // self.nc // self.chunk) + 1
+        quads = -(-chunks * self.chunk * 4 // self.kc)
+        return quads * self.kc * self.token_tiles * 8 * 16 if self.joined else 0
 
     def registers(self) -> int:
         """Estimate of the registers of a thread: accumulators, X fragments, one item in flight."""

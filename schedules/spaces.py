@@ -326,6 +326,8 @@ def small_batch_refusal(s: small_batch.SmallBatch, problem: WeightOnlyGemm, targ
         return f"small_batch with {s.token_tiles} token tiles does not hold {m} tokens"
     if min(s.kc, s.nc, s.warps, s.chunk, s.stages, s.cluster, s.token_tiles) < 1 or s.nc % s.cluster:
         return "a count below one, or CTAs that do not divide into clusters"
+    if s.joined and (s.cluster > 1 or not 2 <= s.kc <= small_batch.MOST_JOINED or not target.supports("cluster")):
+        return f"{s.kc} CTAs along k, {s.cluster} with the same slice of x, cannot be a cluster"
     if s.warps > min(small_batch.MAX_WARPS, problem.units // s.kc):
         return f"{s.warps} warps have no work in k / {s.kc}"
     if s.kc * s.nc > target.sms:

@@ -313,7 +313,7 @@ class SmallBatch(small_batch.SmallBatch):
         one = self.token_tiles > 2 and -(-problem.row_tiles // self.nc) <= self.chunk
         ring = self.stages * step
         sums = 4 * self.warps * (max(ring, partial) if one else ring + partial)
-        return x + sums + self.scale_bytes(problem) + _RESERVED
+        return x + sums + self.scale_bytes(problem) + self.inbox_bytes(problem) + _RESERVED
 
     def most_rows(self, problem: IntegerGemm) -> int:
         """Rows of a CTA, with those of a whole last chunk."""

@@ -24,7 +24,7 @@ from terrazzo.ops.calls import (
     pack2,
     syncwarp,
 )
-from terrazzo.ops.resident import ITEM_K, Split, resident_macros, sum_macros
+from terrazzo.ops.resident import ITEM_K, Split, cluster_shape, resident_macros, sum_macros
 from terrazzo.ops.tile_program import OWN_BARRIERS
 from terrazzo.ops.w4a16.operand import Operand
 from terrazzo.ops.w4a16.param_macros import param_macros
@@ -50,12 +50,14 @@ def build(
     chunk: int,
     stages: int,
     cluster: int = 1,
+    joined: bool = False,
 ):
     """The prim_func `main(X, W, P, B, WS, SEM, Y)` for M <= 8 * token_tiles.
 
     Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/64, Np/64, 512]; P uint8 [G, Np/64, R]; B [n] in `dtype`
     (one element when there is no bias); WS f32 [kc, token_tiles * 8, Np]; SEM int32 [nc], zero before the first
-    launch and after each one. `group` is 0 for one scale per row.
+    launch and after each one. `group` is 0 for one scale per row. With `joined`, the kc CTAs of a row range are a
+    cluster and need neither WS nor SEM.
     """
     import tilelang.language as T
 
@@ -88,9 +90,10 @@ def build(
         "pack",
         "semaphore",
         *(["multicast" if cluster > 1 else "bulk"] if bulk_copies else []),
+        *(["cluster"] if joined else []),
         extra=(cvt.device_source,),
     )
-    cluster_dims = dict(cluster_dims=(1, cluster, 1)) if cluster > 1 else {}
+    cluster_dims = cluster_shape(target, kc, cluster, joined)
     M = T.dynamic("m")
 
     @T.macro
@@ -221,7 +224,7 @@ def build(
                 if row + i < n:
                     Y[tok, row + i] = T.cast(r4[i] + (T.cast(B[row + i], "float32") if bias else T.float32(0)), dtype)
 
-    sums = sum_macros(split, token_tiles=nt, dtype="float32", store=store, floor=True)
+    sums = sum_macros(split, token_tiles=nt, dtype="float32", store=store, floor=True, joined=joined)
 
     @T.prim_func
     def main(
@@ -239,6 +242,7 @@ def build(
             Q = T.alloc_shared((sums.words,), "float32")
             C0 = T.alloc_shared((split.cta_items * ig * nt * 8,), "float32")
             xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk_copies else None
+            mail = sums.mail()
             w = T.alloc_local((4,), "uint32")
             a = T.alloc_local((4,), "uint32")
             x = T.alloc_local((16 * nt,), "uint32")
@@ -257,6 +261,8 @@ def build(
             at = resident.place(bk, bn, warp)
             ring = warp * stages * step
 
+            if joined:
+                sums.open(mail, M, bk, at, tx)
             # weights first where the launch may overlap the kernel before; X may be its result
             if pdl:
                 T.pdl_trigger()
@@ -269,6 +275,8 @@ def build(
                 T.pdl_sync()
                 resident.fetch(X, Xs, xbar, M, at, bn, tx)
             resident.wait(xbar, stages)
+            if joined:
+                T.cluster_wait()  # the others' barriers are made
             if post:
                 sum_tokens(Xs, C0, x, a, d, at, lane)
             for ci in T.serial(split.chunks):
@@ -306,7 +314,7 @@ def build(
                     syncwarp()  # every lane has read the step before it is overwritten
                     issue(W, P, R, ring, ci * at.gn + gi + stages, at, lane)
                 sums.stage(Q, acc, ci, tx)
-                sums.add_warps(Q, WS, (Y, B, o4), r4, M, bk, at, ci, tx)
-            sums.add_ctas(WS, SEM, (Y, B, o4), r4, M, bn, at, tx)
+                sums.add_warps(Q, WS, mail, (Y, B, o4), r4, M, bk, at, ci, tx)
+            sums.add_ctas(WS, SEM, mail, (Y, B, o4), r4, M, bk, bn, at, tx)
 
     return main

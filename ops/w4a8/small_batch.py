@@ -8,7 +8,7 @@ memory once per `chunk` tiles. With kc > 1 the last CTA of a row range sums the 
 
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.calls import cp_wait, lds32, lds128, syncwarp
-from terrazzo.ops.resident import ROW_WORDS, Split, resident_macros, sum_macros, unit_macros
+from terrazzo.ops.resident import ROW_WORDS, Split, cluster_shape, resident_macros, sum_macros, unit_macros
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.w4a8 import fp8_problem
 from terrazzo.ops.w4a8.operand import operand_macros
@@ -33,13 +33,15 @@ def build(
     chunk: int,
     stages: int,
     cluster: int = 1,
+    joined: bool = False,
 ):
     """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y)` for M <= 8 * token_tiles.
 
     Shapes: X int8 [M, k]; W int32 [Kp/128, Np/64, unit words]; S f32 [Np] channel scales; XS f32 [M] token scales; RS
     int32 [M] sums of the rows of X (read by "unsigned" only); B f32 [n] (one element without a bias); WS int32
     [kc, token_tiles * 8, Np]; SEM int32 [nc], zero before the first launch and after each one; Y [M, n] in `out_dtype`.
-    With `dequantization` "e4m3", the bytes of X are e4m3, RS [1] is not read, and WS is f32.
+    With `dequantization` "e4m3", the bytes of X are e4m3, RS [1] is not read, and WS is f32. With `joined`,
+    the kc CTAs of a row range are a cluster and need neither WS nor SEM.
     """
     import tilelang.language as T
 
@@ -63,9 +65,10 @@ def build(
         "int8",
         *(["pack", "e4m3"] if e4m3 else []),
         *(["multicast" if cluster > 1 else "bulk"] if bulk_copies else []),
+        *(["cluster"] if joined else []),
         extra=(gemm.converter.device_source,),
     )
-    cluster_dims = dict(cluster_dims=(1, cluster, 1)) if cluster > 1 else {}
+    cluster_dims = cluster_shape(target, kc, cluster, joined)
     M = T.dynamic("m")
 
     @T.macro
@@ -108,7 +111,7 @@ def build(
             if unsigned:
                 Rs[tok] = RS[tok]
 
-    sums = sum_macros(split, token_tiles=nt, dtype=sum_type, store=store)
+    sums = sum_macros(split, token_tiles=nt, dtype=sum_type, store=store, joined=joined)
 
     @T.prim_func
     def main(
@@ -130,6 +133,7 @@ def build(
             Fs = T.alloc_shared((nt * 8,), "float32")
             Rs = T.alloc_shared((nt * 8 if unsigned else 1,), "int32")
             xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk_copies else None
+            mail = sums.mail()
             w = T.alloc_local((4,), "uint32")
             u = T.alloc_local((ig,), "uint32")
             a = T.alloc_local((8,), "uint32")
@@ -145,6 +149,8 @@ def build(
             at = resident.place(bk, bn, warp)
             base = warp * stages * ring.step
 
+            if joined:
+                sums.open(mail, M, bk, at, tx)
             # weights first where the launch may overlap the kernel before; X may be its result
             if pdl:
                 T.pdl_trigger()
@@ -160,6 +166,8 @@ def build(
                 resident.fetch(X, Xs, xbar, M, at, bn, tx)
             fetch_tokens(XS, RS, Fs, Rs, M, tx)
             resident.wait(xbar, stages)
+            if joined:
+                T.cluster_wait()  # the others' barriers are made
             for ci in T.serial(split.chunks):
                 for i in T.unroll(chunk * nt * 4):
                     acc[i] = 0
@@ -185,7 +193,7 @@ def build(
                     syncwarp()  # every lane has read the step before it is overwritten
                     ring.issue(W, R, base, ci * at.gn + gi + stages, at, lane)
                 sums.stage(Q, acc, ci, tx)
-                sums.add_warps(Q, WS, (Cs, Fs, Rs, at, B, Y, o4), r4, M, bk, at, ci, tx)
-            sums.add_ctas(WS, SEM, (Cs, Fs, Rs, at, B, Y, o4), r4, M, bn, at, tx)
+                sums.add_warps(Q, WS, mail, (Cs, Fs, Rs, at, B, Y, o4), r4, M, bk, at, ci, tx)
+            sums.add_ctas(WS, SEM, mail, (Cs, Fs, Rs, at, B, Y, o4), r4, M, bk, bn, at, tx)
 
     return main

@@ -10,7 +10,7 @@ added in order: the same bits in every run.
 
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.calls import cp_wait, lds32, lds64, lds128, mma, syncwarp
-from terrazzo.ops.resident import ROW_WORDS, Split, resident_macros, sum_macros, unit_macros
+from terrazzo.ops.resident import ROW_WORDS, Split, cluster_shape, resident_macros, sum_macros, unit_macros
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.w4ax import problem
 from terrazzo.ops.w4ax.problem import UNIT_K, UNIT_WORDS, Gemm
@@ -34,13 +34,14 @@ def build(
     chunk: int,
     stages: int,
     cluster: int = 1,
+    joined: bool = False,
 ):
     """The prim_func `main(X, W, XS, S, B, WS, SEM, Y)` for M <= 8 * token_tiles.
 
     Shapes: X int8 [M, k], both kinds of blocks in bytes; W int32 [k/128, Np/64, 1056]; XS f32 [k/128, MP] scales of the
     tokens, MP >= M; S f32 [Np] channel scales (one element unless two-level); B f32 [n] (one element without a bias);
     WS f32 [kc, token_tiles * 8, Np]; SEM int32 [nc], zero before the first launch and after each one; Y [M, n] in
-    `out_dtype`.
+    `out_dtype`. With `joined`, the kc CTAs of a row range are a cluster and need neither WS nor SEM.
 
     Raises:
         ArgumentError: a format outside the limits, or more warps than blocks of a CTA.
@@ -56,9 +57,9 @@ def build(
     resident = resident_macros(split, k=k, rows=nt * 8, pitch=pitch, size=1, bulk_copies=True, cluster=cluster)
     ring = unit_macros(token_tiles=nt, chunk=chunk, groups=1, stages=stages, pitch=pitch)
     copies = "multicast" if cluster > 1 else "bulk"
-    used = ("cp_async", "lds", "ldmatrix", "semaphore", "int8", copies)
+    used = ("cp_async", "lds", "ldmatrix", "semaphore", "int8", copies, *(["cluster"] if joined else []))
     source = prelude(*used, extra=(gemm.converter.device_source, problem.SOURCE))
-    cluster_dims = dict(cluster_dims=(1, cluster, 1)) if cluster > 1 else {}
+    cluster_dims = cluster_shape(target, kc, cluster, joined)
     M, MP = T.dynamic("m"), T.dynamic("mp")
 
     @T.macro
@@ -106,7 +107,7 @@ def build(
                     if row + i < n:
                         Y[tok, row + i] = o4[i]
 
-    sums = sum_macros(split, token_tiles=nt, dtype="float32", store=store)
+    sums = sum_macros(split, token_tiles=nt, dtype="float32", store=store, joined=joined)
 
     @T.prim_func
     def main(
@@ -126,6 +127,7 @@ def build(
             Fs = T.alloc_shared((split.cta_items * nt * 8,), "float32")
             Cs = T.alloc_shared((split.most_rows if two_level else 4,), "float32")
             xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1])
+            mail = sums.mail()
             w = T.alloc_local((4,), "uint32")
             a = T.alloc_local((8,), "uint32")
             x = T.alloc_local((8 * nt,), "uint32")
@@ -142,6 +144,8 @@ def build(
             at = resident.place(bk, bn, warp)
             base = warp * stages * ring.step
 
+            if joined:
+                sums.open(mail, M, bk, at, tx)
             # weights first: the launch may overlap the kernel before, whose result X is
             T.pdl_trigger()
             for p in T.unroll(stages):
@@ -153,6 +157,8 @@ def build(
             resident.fetch(X, Xs, xbar, M, at, bn, tx)
             load_token_scales(XS, Fs, at, tx)
             resident.wait(xbar, stages)
+            if joined:
+                T.cluster_wait()  # the others' barriers are made
             for ci in T.serial(split.chunks):
                 for i in T.unroll(chunk * nt * 4):
                     acc[i] = 0.0
@@ -182,7 +188,7 @@ def build(
                     syncwarp()  # every lane has read the step before it is overwritten
                     ring.issue(W, R, base, ci * at.gn + gi + stages, at, lane)
                 sums.stage(Q, acc, ci, tx)
-                sums.add_warps(Q, WS, (Cs, at, B, Y, o4), r4, M, bk, at, ci, tx)
-            sums.add_ctas(WS, SEM, (Cs, at, B, Y, o4), r4, M, bn, at, tx)
+                sums.add_warps(Q, WS, mail, (Cs, at, B, Y, o4), r4, M, bk, at, ci, tx)
+            sums.add_ctas(WS, SEM, mail, (Cs, at, B, Y, o4), r4, M, bk, bn, at, tx)
 
     return main

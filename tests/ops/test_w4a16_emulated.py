@@ -188,11 +188,16 @@ SMALL_BATCH = {  # weight, m, numerics, schedule, target
     ),
     "fused, bf16": (Spec(130, 400, 64, dtype=BF16), 8, "fused", SmallBatch(1, 2, 4, 2, 3, 3), "sm_90a"),
     "a scale for each row": (Spec(192, 1024, -1), 9, "exact", SmallBatch(2, 2, 5, 4, 1, 4), "sm_90a"),
+    "joined": (Spec(203, 651, 64, bias=True), 5, "post", SmallBatch(1, 3, 2, 2, 2, 2, joined=True), "sm_90a"),
+    "joined, two tiles": (
+        Spec(130, 1040, 32, dtype=BF16), 13, "exact", SmallBatch(2, 8, 1, 1, 3, 2, joined=True), "sm_90a",
+    ),
+    "joined, few rows": (Spec(17, 640), 8, "fused", SmallBatch(1, 4, 2, 1, 1, 2, joined=True), "sm_90a"),
     "symmetric": (Spec(64, 768, 64, symmetric=True), 7, "post", SmallBatch(1, 1, 2, 6, 2, 2), "sm_80"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SMALL_BATCH if ALL else list(SMALL_BATCH)[:1])
+@pytest.mark.parametrize("name", SMALL_BATCH if ALL else ("one tile", "joined"))
 def test_small_batch(name, tmp_path):
     spec, m, numerics, schedule, target = SMALL_BATCH[name]
     program = Program(small_batch, schedule, spec, numerics, tmp_path, target=target)

@@ -124,6 +124,8 @@ class Program:
         shims += [on_cpu(name) for name in CONVERTERS if f"tz_{name}(" in source]
         threads = schedule.warpgroups * 128 + 128 if program is stream_k else schedule.warps * 32
         cluster = schedule.cluster if program is stream_k else 1
+        if getattr(schedule, "joined", False):
+            cluster = schedule.kc
         self.kernel = CpuKernel(source, shims, threads, folder, cluster)
 
     def _launch(self, grid, x: torch.Tensor, packed: PackedWeight, workspace, semaphores, **more) -> torch.Tensor:
