@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -18,6 +18,9 @@ _LARGE = 90e6  # weights from which stream_k has enough tiles of 256 rows to win
 _START_US = 1.8  # what a cost leaves out, for 16 tokens: takes the faster one of 23 pairs recorded on an H200
 _STREAM_K_US = (3.4, 0.175)  # stream_k on 16 tokens, and for each million weights (14 of up to 84 million, 5 % rms)
 _USUAL_WARPS = {1: range(10, MAX_WARPS + 1), 2: range(5, 11)}  # token tiles -> warps that won on H200
+_JOINED_US = (
+    0.72  # the sums of a pair; of 12 weights and 4 tokens on an H200 then 1.5 % from the fastest that was timed
+)
 MOST_JOINED = 8  # CTAs of a cluster that CUDA promises a place for
 _RESERVED = 1280  # static shared memory: barriers, flags, alignment
 
@@ -115,7 +118,7 @@ def serves(problem: WeightOnlyGemm, target: Target, m: int) -> bool:
 
 @lru_cache(maxsize=256)  # asked by `serves` and by the choice, for every M
 def _cheapest(problem: WeightOnlyGemm, target: Target, token_tiles: int) -> SmallBatch | None:
-    return cheapest(candidates(problem, target, token_tiles), problem, target, COSTS)
+    return cheapest(every(problem, target, token_tiles), problem, target, COSTS)
 
 
 def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:
@@ -156,10 +159,19 @@ def cheapest(
     return min(even or usual or streaming or legal, key=microseconds, default=None)
 
 
-def candidates(problem: WeightOnlyGemm, target: Target, token_tiles: int, kind: type[S] = SmallBatch) -> Iterator[S]:
-    """Splits of k over CTAs and warps with some steps each; not all of them fit."""
+def every(problem: WeightOnlyGemm, target: Target, token_tiles: int) -> Iterator[SmallBatch]:
+    """`candidates`, and pairs of CTAs along k that are a cluster."""
+    yield from candidates(problem, target, token_tiles)
+    if token_tiles == 1 and target.supports("cluster"):
+        yield from (replace(s, joined=True) for s in candidates(problem, target, 1, kcs=range(2, 3)))
+
+
+def candidates(
+    problem: WeightOnlyGemm, target: Target, token_tiles: int, kind: type[S] = SmallBatch, kcs: range = range(1, 17)
+) -> Iterator[S]:
+    """Splits of k over CTAs (`kcs`) and warps with some steps each; not all of them fit."""
     cluster = 2 if token_tiles > 1 and target.supports("cluster") else 1
-    for kc in range(1, min(16, problem.units) + 1):
+    for kc in kcs[: problem.units]:
         nc = min(target.sms // kc, problem.row_tiles) // cluster * cluster
         for warps in range(min(MAX_WARPS, problem.units // kc) if nc else 0, 0, -1):
             rows = -(-problem.row_tiles // nc)
@@ -183,7 +195,7 @@ def cost(s: SmallBatch, problem: WeightOnlyGemm, target: Target, c: Cost, x_byte
         stream * (c.stream + c.padding * padding + c.latency * max(0, 32 / in_flight - 1) + c.tail * s.chunk / rows)
         + c.chunk * chunks
         + c.x * items * x_bytes * s.token_tiles / s.cluster
-        + (c.kc * s.kc + c.split) * (s.kc > 1)
+        + (_JOINED_US if s.joined else (c.kc * s.kc + c.split) * (s.kc > 1))
         + c.items * steps * s.chunk * s.warps / 16
         + c.sums * chunks * s.chunk * s.token_tiles * s.warps / 128
     )
