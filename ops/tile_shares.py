@@ -250,6 +250,8 @@ def finish_macros(
         else:
             if peers is not None:
                 if p.among[0] > 0:
+                    if prepare is not None:
+                        prepare(to, wg, wt)
                     peers.exchange(to.ring, to.ready, to.sent, acc, x.share, cta, wg * 128 + wt)
                     opaque(c.rows[0])  # addresses of bias and y are not made before, and spilled
                     opaque(c.first[0])

@@ -8,6 +8,9 @@ PAIR = 2
 """The size that heuristics and search take: 66 clusters of two reach all 132 SMs of an H200, of three 39 (117 SMs), of
 four 30, of eight 15 (cudaOccupancyMaxActiveClusters)."""
 
+TALLEST_PAIR = 4
+"""Row blocks of 64 of a tile that pairs may share."""
+
 
 def inbox_bytes(size: int, warpgroups: int, row_blocks: int, block_tokens: int) -> int:
     """Bytes of shared memory for what the other CTAs of a cluster send."""

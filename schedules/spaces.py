@@ -213,6 +213,11 @@ class W4A8(Space):
                 s = w4a8.StreamK(*shape[:3], stages=2, raster=shape[3])
                 s = w4a8.fitted(s, self.problem, target, w4a8.UNROLLED_STAGES)
                 yield from (("stream_k", it) for it in rings(s, wide))
+                for it in (s, replace(s, warpgroups=1)) if shape[1:] == (2, 1, _RASTERS[0]) else (s,):
+                    found = w4a8.pairs(
+                        w4a8.fitted(it, self.problem, target, w4a8.UNROLLED_STAGES), self.problem, target, m
+                    )
+                    yield from [("stream_k", found)] if found else []
             yield from self.pipelines(target, m, wide)
         else:
             for s in _multistage(w4a8.Multistage, self.problem, target, m):
@@ -239,14 +244,15 @@ class W4A8(Space):
             return f"{target.arch} has no integer wgmma"
         if not schedule.legal():
             return f"{schedule.warpgroups} warpgroups with {schedule.sums} sums of a thread do not fit the registers"
-        return ring_refusal(schedule, self.problem, target, 2)
+        return schedule.cluster_refusal(self.problem, target) or ring_refusal(schedule, self.problem, target, 2)
 
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
         if program == "small_batch":
             return w4a8.small_batch_us(schedule, self.problem, target)
         if program == "multistage":
             return _multistage_us(schedule, self.problem, target, m, self.problem.unit_bytes, 1, "s8")
-        return w4a8.stream_k_us(schedule.split(), self.problem, target, m)
+        one = schedule if program == "stream_k" else schedule.split()
+        return w4a8.stream_k_us(one, self.problem, target, m)
 
 
 def choose(

@@ -25,7 +25,6 @@ COSTS = tile_costs.TileCosts(  # fitted to 340 measurements of group 128 on H200
 
 _OF_PAIRS = replace(COSTS, units={**COSTS.units, (128, 1, 1): 0.47, (64, 1, 1): 0.328, (32, 1, 1): 0.306})
 """Where the CTAs of a tile are pairs, tiles of one warpgroup are worth it too; 70 measurements on H200 (4 % rms)."""
-_TALLEST_PAIR = 4  # row blocks of 64
 _FINE_RING = ((128, 2, 2), (128, 4, 1), (256, 2, 1))
 """Tiles whose ring stages hold 64 k: more of them fit, or registers for the words of one."""
 _MANY_TOKENS = ((128, 4, 1), (256, 2, 1), (128, 3, 1))
@@ -107,7 +106,7 @@ def pairs(schedule: StreamK, problem: WeightOnlyGemm, target: Target, m: int) ->
     """
     s = replace(schedule, cluster=clusters.PAIR)
     tiles = -(-m // s.block_tokens) * -(-problem.row_blocks // s.cta_blocks)
-    fits = clusters.PAIR * tiles <= target.sms and s.cta_blocks <= _TALLEST_PAIR
+    fits = clusters.PAIR * tiles <= target.sms and s.cta_blocks <= clusters.TALLEST_PAIR
     return s if fits and not s.cluster_refusal(problem, target) else None
 
 

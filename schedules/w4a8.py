@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
+from typing import ClassVar, TypeVar
 
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import multistage, small_batch, tile_costs
+from terrazzo.schedules import clusters, multistage, small_batch, tile_costs
 from terrazzo.schedules.partition import Partition, share_tiles
 from terrazzo.schedules.problem import WeightOnlyGemm
 from terrazzo.schedules.roofline import Roofline, weight_only_gemm
@@ -38,7 +39,7 @@ COSTS = {  # of small batches: token tiles -> fitted to 80 measurements on H200,
 }
 TILE_COSTS = tile_costs.TileCosts(  # units fitted to 192 measurements of group 64 on H200 (5 % rms), the rest to 1337
     start=1.58, store=0.985, share=2.308, add=0.728, uneven=0.254, uneven_area=1.398,
-    part=1.802, part_area=1.263, part_each=0.349, pair=0.573, traffic=0.952, busy=0.2,
+    part=1.802, part_area=1.263, part_each=0.349, pair=1.3, traffic=0.952, busy=0.2,
     units={
         (16, 2, 1): 0.232, (16, 2, 2): 0.455, (16, 3, 1): 0.32, (16, 4, 1): 0.43, (16, 4, 2): 0.747,
         (32, 2, 1): 0.232, (32, 2, 2): 0.512, (32, 3, 1): 0.353, (32, 4, 1): 0.448, (32, 4, 2): 0.899,
@@ -46,6 +47,8 @@ TILE_COSTS = tile_costs.TileCosts(  # units fitted to 192 measurements of group 
         (128, 2, 1): 0.376, (128, 2, 2): 0.747, (128, 3, 1): 0.565, (128, 4, 1): 0.704, (256, 2, 1): 0.69,
     },
 )  # fmt: skip
+_OF_PAIRS = replace(TILE_COSTS, units={**TILE_COSTS.units, (128, 1, 1): 0.22, (64, 1, 1): 0.19, (32, 1, 1): 0.18})
+"""Where the CTAs of a tile are pairs, tiles of one warpgroup are worth it too."""
 _START_US = 2.5  # what a cost leaves out: mean of six measurements of 16 tokens
 # of 32 tokens, and of each million weights: fitted to eight measurements on H200, 3 % rms
 _STREAM_K_US = (4.6, 0.135)
@@ -81,13 +84,17 @@ class IntegerGemm(WeightOnlyGemm):
 
 @dataclass(frozen=True)
 class StreamK:
-    """Tiles of 64 * row_blocks * warpgroups rows by block_tokens; a ring stage holds 128 k."""
+    """Tiles of 64 * row_blocks * warpgroups rows by block_tokens; a ring stage holds 128 k. In stream_k, `cluster` CTAs
+    may share a tile alike, and add it up without a trip to memory."""
 
     block_tokens: int
     warpgroups: int
     row_blocks: int
     stages: int
     raster: int = 8
+    cluster: int = field(default=1, kw_only=True)
+
+    has_clusters: ClassVar[bool] = True
 
     @property
     def cta_blocks(self) -> int:
@@ -138,13 +145,24 @@ class StreamK:
         """Shapes of the shares and semaphores of `grid` CTAs."""
         return (grid, self.cta_blocks, self.block_tokens // 8, 128, 4), (grid, self.flags)
 
+    def cluster_refusal(self, problem: IntegerGemm, target: Target) -> str:
+        """Why the CTAs of a tile cannot be a cluster, or ""."""
+        if self.cluster > 1 and not self.has_clusters:
+            return f"{type(self).__name__} has no clusters"
+        ring = self.stages * 128 * self.block_tokens
+        of_tile = self.cluster, self.warpgroups, self.row_blocks, self.block_tokens
+        return clusters.refusal(*of_tile, ring, problem.units, target)
+
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "cluster" or self.has_clusters}
 
     def split(self) -> StreamK:
         """The schedule of stream_k with this tile, whose cost model serves all."""
         return StreamK(self.block_tokens, self.warpgroups, self.row_blocks, self.stages, self.raster)
+
+
+S = TypeVar("S", bound=StreamK)
 
 
 @dataclass(frozen=True)
@@ -155,6 +173,7 @@ class Basic(StreamK):
     """
 
     operands: int = 1
+    has_clusters = False
 
     @property
     def flags(self) -> int:
@@ -178,6 +197,7 @@ class Excp(StreamK):
     """
 
     operands: int = 2
+    has_clusters = False
 
     @property
     def flags(self) -> int:
@@ -199,6 +219,8 @@ class Excp(StreamK):
 @dataclass(frozen=True)
 class PingPong(StreamK):
     """A tile of 64 * row_blocks rows for each warpgroup, with a ring of its own; they run side by side."""
+
+    has_clusters = False
 
     @property
     def cta_blocks(self) -> int:
@@ -227,13 +249,28 @@ def fitted(schedule: StreamK, problem: IntegerGemm, target: Target, most: int = 
     return replace(schedule, stages=min(most, (target.smem_per_block - fixed) // schedule.stage_bytes(problem)))
 
 
-def choose(problem: IntegerGemm, target: Target, m: int) -> StreamK:
+def choose(problem: IntegerGemm, target: Target, m: int, may_pair: bool = True) -> StreamK:
     """The tile whose launch is cheapest for the bucket of m (`tile_costs`), with as many stages as fit."""
     top, tokens = tile_costs.bucket(m), tile_costs.widths(m)
     tokens = tokens[-1:] if m > 512 else tokens
-    raster = lambda tile: tile_costs.raster(-(-top // tile[0]), problem.row_blocks, target)
-    tiles = [StreamK(*tile, stages=2, raster=raster(tile)) for tile in TILE_COSTS.units if tile[0] in tokens]
-    return fitted(min(tiles, key=lambda s: _divide(s, problem, target, top)[0]), problem, target, UNROLLED_STAGES)
+    found = []
+    for tile in _OF_PAIRS.units:
+        if tile[0] in tokens:
+            raster = tile_costs.raster(-(-top // tile[0]), problem.row_blocks, target)
+            s = fitted(StreamK(*tile, stages=2, raster=raster), problem, target, UNROLLED_STAGES)
+            both = [s] if tile in TILE_COSTS.units else []
+            both += [it for it in [may_pair and pairs(s, problem, target, top)] if it]
+            found += [(_divide(it, problem, target, top)[0], it) for it in both]
+    return min(found, key=lambda it: it[0])[1]
+
+
+def pairs(schedule: S, problem: IntegerGemm, target: Target, m: int) -> S | None:
+    """The schedule with two CTAs for each tile, which are a cluster, where all of them run at once; else None. As in
+    W4A16, tall tiles have none."""
+    s = replace(schedule, cluster=clusters.PAIR)
+    tiles = -(-m // s.block_tokens) * -(-problem.row_blocks // s.cta_blocks)
+    fits = clusters.PAIR * tiles <= target.sms and s.cta_blocks <= clusters.TALLEST_PAIR
+    return s if fits and not s.cluster_refusal(problem, target) else None
 
 
 def choose_pipeline(name: str, problem: IntegerGemm, target: Target, m: int) -> tuple[str, StreamK]:
@@ -242,9 +279,9 @@ def choose_pipeline(name: str, problem: IntegerGemm, target: Target, m: int) -> 
     basic takes imfp's tile, as far as it compiles with its second set of operands; the others share 256 rows where the
     weight has enough of them.
     """
-    split = choose(problem, target, m)
     if name == "imfp":
-        return "stream_k", split
+        return "stream_k", choose(problem, target, m)
+    split = choose(problem, target, m, may_pair=False)
     large = problem.row_blocks * 64 * problem.units * 128 >= 100e6
     if name in ("basic", "basic_overlapped"):
         operands = 1 + (name == "basic_overlapped")
@@ -277,7 +314,8 @@ def stream_k_us(schedule: StreamK, problem: IntegerGemm, target: Target, m: int)
 
 def _divide(schedule: StreamK, problem: IntegerGemm, target: Target, m: int) -> tuple[float, Partition]:
     """Microseconds, and the partition."""
-    return TILE_COSTS.divide(
+    costs = TILE_COSTS if schedule.cluster == 1 else _OF_PAIRS
+    return costs.divide(
         (schedule.block_tokens, schedule.warpgroups, schedule.row_blocks),
         -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.cta_blocks),
         problem.units,
@@ -285,6 +323,7 @@ def _divide(schedule: StreamK, problem: IntegerGemm, target: Target, m: int) -> 
         target.sms,
         schedule.parts,
         tile_costs.later_wave(target, m, problem.k, 1),
+        schedule.cluster,
     )
 
 

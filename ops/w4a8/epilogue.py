@@ -13,7 +13,7 @@ from terrazzo.ops.w4a8.problem import Gemm
 
 def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: int) -> SimpleNamespace:
     """`state` of the epilogue, macros `fetch` (when a tile begins) and `store` (when its sums are done), or `prepare`
-    and `store_slice`.
+    and `store_slice` or `store_share`.
 
     A thread's sums `acc` are int32 or float32 [row_blocks * block_tokens / 2]; a tile has `cta_blocks` row blocks.
     """
@@ -24,10 +24,11 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
     per_thread = -(-bm // 128)
     rows = row_macros(n=n, out_dtype=gemm.out_dtype, out_bytes=gemm.out_bytes)
 
-    def state(Y, Os, Fs, Rs) -> SimpleNamespace:
-        """Y [M, n], the program's shared buffers Os [warpgroups, staged], Fs f32 and Rs int32 [warpgroups, tokens], and
-        registers for the values that wait."""
+    def state(Y, Os, Fs, Rs, **more) -> SimpleNamespace:
+        """Y [M, n], the program's shared buffers Os [warpgroups, staged], Fs f32 and Rs int32 [warpgroups, tokens],
+        registers for the values that wait, and what else the program adds."""
         return SimpleNamespace(
+            **more,
             Y=Y,
             Os=Os,
             Fs=Fs,
@@ -133,4 +134,21 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
                     syncwarp()
                     rows.write(to.Y, to.Os, wg, warp, lane, c.first[0] + b * 16, c.end[0], row0, 16, True)
 
-    return SimpleNamespace(state=state, fetch=fetch, prepare=prepare, store=store, store_slice=store_slice)
+    @T.macro
+    def store_share(to, acc, c, share, units, wg, wt):
+        """The warpgroup stores the share-th part of its sums, `units` units of 16 tokens, counted through the row
+        blocks, after `prepare`."""
+        warp = wt // 32
+        lane = wt % 32
+        for r in T.unroll(rb):
+            row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64
+            for b in T.unroll(bm // 16):
+                if share == (r * (bm // 16) + b) // units:
+                    wg_sync(wg)
+                    stage(to, acc, wg, warp, lane, r, b * 16, 0, False)
+                    wg_sync(wg)
+                    rows.write(to.Y, to.Os, wg, warp, lane, c.first[0] + b * 16, c.end[0], row0, 16, False)
+
+    return SimpleNamespace(
+        state=state, fetch=fetch, prepare=prepare, store=store, store_slice=store_slice, store_share=store_share
+    )

@@ -23,8 +23,10 @@ consumed: ptxas may move an arrive in front of a load's return (measured.md, "A 
 
 from types import SimpleNamespace
 
+from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.calls import opaque, tma_tile, wgmma
+from terrazzo.ops.cluster_shares import cluster_macros
 from terrazzo.ops.staged_rows import out_tokens, staged
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
 from terrazzo.ops.tile_scheduler import (
@@ -63,6 +65,7 @@ def build(
     row_blocks: int,
     stages: int,
     raster: int = 8,
+    cluster: int = 1,
     experts: int = 0,
 ):
     """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y, sk)`; with E = `experts`, int32 [E + 1] instead of sk.
@@ -71,7 +74,8 @@ def build(
     int32 [M] sums of the rows of X (read by "unsigned" only); B f32 [n] (one element without a bias); WS int32
     [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32 [grid, 4 * warpgroups], zero before the first
     launch and after each one; Y [M, n] in `out_dtype`. `grid` CTAs, at most the number of SMs; the first `sk` tiles
-    are shared along k, 0 <= sk <= tiles. With "e4m3", the bytes of X are e4m3,
+    are shared along k, 0 <= sk <= tiles. `cluster`: of so many CTAs, which divide `grid`; where each tile is shared by
+    as many, its sum does not leave the chip's SMs. With "e4m3", the bytes of X are e4m3,
     RS [1] is not read, and WS is f32.
     With experts, W, S and B hold one matrix after the other: [E * Kp/128, Np/64, unit words], [E * Np], [E * n]; expert
     e owns the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not written.
@@ -79,6 +83,9 @@ def build(
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
 
+    if cluster > 1 and experts:
+        constraint = "tiles of experts are found on the device, not shared by clusters"
+        raise ArgumentError("cluster", cluster, constraint, "use 1")
     gemm = fp8_problem.of(n, k, group, out_dtype, dequantization, bias)
     bm, wgs, rb = block_tokens, warpgroups, row_blocks
     e4m3 = dequantization == fp8_problem.E4M3
@@ -92,16 +99,24 @@ def build(
     sum_type = "float32" if e4m3 else "int32"
     splits = max(ig // 2, 1)  # parts of 64 k with sums of their own
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
-    exchange = not experts and schedule.parts
-    tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster, exchange=exchange)
+    exchange = not experts and schedule.parts and cluster == 1
+    tiles = partition_macros(
+        units=units, row_tiles=row_tiles, raster=raster, exchange=exchange or cluster > 1, cluster=cluster
+    )
     rings = ring_macros(stages=stages, rounds=not experts and rb == 1)
-    spare = spare_registers(wgs, (rb + e4m3) * nacc + 48)
+    spare = spare_registers(wgs, (rb + e4m3) * nacc + 48) if cluster == 1 else 0  # shares are rare there
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype=sum_type, spare=spare)
     operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
     out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
+    peers = cluster_macros(
+        size=cluster, warpgroups=wgs, row_blocks=rb, block_tokens=bm, dtype=sum_type, units=units, stages=stages,
+        each=1, stage_bytes=bm * UNIT_K,
+    )  # fmt: skip
     tail = finish_macros(
-        tiles, shares, store=out.store, exchange=exchange, prepare=out.prepare, store_slice=out.store_slice
-    )
+        tiles, shares, store=out.store, exchange=exchange, prepare=out.prepare, store_slice=out.store_slice,
+        peers=peers if cluster > 1 else None, store_share=out.store_share,
+    )  # fmt: skip
+    cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
     fills = fill_macros(
         rings, row_blocks=all_blocks, cta_blocks=cta_blocks, unit_words=unit_words,
         unit=lambda c, kb: c.expert[0] * units + kb,
@@ -121,6 +136,7 @@ def build(
         "warpgroup",
     )
     used += ("warpgroup", "e4m3") if e4m3 else ("warpgroup",)
+    used += ("cluster",) if cluster > 1 else ()
     extra = (gemm.converter.device_source, *([EXPERTS_SOURCE] if experts else []))
     source = prelude(*used, extra=extra)
     matrices = max(experts, 1)
@@ -215,7 +231,7 @@ def build(
         Y: T.Tensor((M, n), out_dtype),
         parts: last,
     ):
-        with T.Kernel(G, threads=ct + 128, prelude=source) as cta:
+        with T.Kernel(G, threads=ct + 128, prelude=source, **cluster_dims) as cta:
             Xs = T.alloc_shared((stages, bm, UNIT_K), "int8")
             Ws = T.alloc_shared((stages, cta_blocks, unit_words), "int32")
             Os = T.alloc_shared((wgs, staged(gemm.out_bytes, out_tokens(bm), alone=exchange)), out_dtype)
@@ -224,6 +240,8 @@ def build(
             Es = T.alloc_shared((table_words(experts),), "int32")
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
             empty = T.alloc_barrier([wgs * 4] * stages)
+            sent = T.alloc_barrier([1] * (wgs * 4)) if cluster > 1 else None
+            ready = T.alloc_barrier([cluster - 1]) if cluster > 1 else None
             w = T.alloc_local((8,), "uint32")
             u = T.alloc_local((ig,), "uint32")
             codes = operand.registers()
@@ -231,7 +249,7 @@ def build(
             acc = T.alloc_local((rb * nacc,), sum_type)
             part = T.alloc_local((nacc if e4m3 else 1,), "float32")
             f = T.alloc_local((2,), "float32")
-            to = out.state(Y, Os, Fs, Rs)
+            to = out.state(Y, Os, Fs, Rs, ring=Xs, ready=ready, sent=sent)
             desc = T.alloc_wgmma_desc()
             at = steps.places()
             p = plan_state()
@@ -243,6 +261,8 @@ def build(
             tx = T.get_thread_binding()
             rings.reset(ring)
             T.pdl_trigger()
+            if cluster > 1:
+                peers.open()
             if experts:
                 T.pdl_sync()
                 tokens.partition(Es, table, parts, M, G)
@@ -255,6 +275,9 @@ def build(
                 io = SimpleNamespace(X=X, W=W, Xs=Xs, Ws=Ws, Es=Es, full=full, empty=empty, ring=ring, leader=tx == ct)
                 if tx < ct + 32:  # weights do not depend on the kernel before: the first ring comes while it still runs
                     tiles.each_unit(fills.fill_weights, io, locate, p, c, cta, ctas, sk, mt)
+                    if cluster > 1:
+                        if p.among[0] > 0:
+                            peers.invite(empty, ring, ready, cta, tx % 32)
                 elif tx < ct + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
                     if not experts:
                         T.pdl_sync()

@@ -245,7 +245,7 @@ def first_use_job(job, database, problem):
 
 def plan(m: int) -> dict:
     facts = dict(group_size=128, symmetric=False, scale_dtype="float16", dtype="float16", bias=False, numerics="auto")
-    return dict(w4a16.plan(m, 512, 1024, **facts, target=H200).request.params)
+    return dict(w4a16.plan(m, 512, 2048, **facts, target=H200).request.params)
 
 
 def test_first_use_tunes_each_bucket_once(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ import w4a8_oracles
 import w4ax_cases
 from terrazzo.lowering import is_ready
 from terrazzo.ops import w4a8, w4a16
-from terrazzo.schedules import records, stream_k
+from terrazzo.schedules import records, small_batch, stream_k
 
 W4A16, F16 = oracles.Spec, oracles.Case
 W4A8, S8 = w4a8_oracles.Spec, w4a8_oracles.Case
@@ -34,13 +34,13 @@ DEVICE = "cuda"
 
 @dataclass(frozen=True)
 class Watched:
-    """A case of one of the oracles. `target`: of the program, None for the GPU's own; `tile`: of W4A16's stream_k, None
-    for the usual one."""
+    """A case of one of the oracles. `target`: of the program, None for the GPU's own; `tile`: of W4A16's stream_k or
+    small_batch, None for the usual one."""
 
     name: str
     case: oracles.Case | w4a8_oracles.Case | attention_cases.Case | attention_write_cases.Case | w4ax_cases.Case
     target: str | None = None
-    tile: stream_k.StreamK | None = None
+    tile: stream_k.StreamK | small_batch.SmallBatch | None = None
 
     @contextmanager
     def forced(self) -> Iterator[None]:
@@ -48,7 +48,8 @@ class Watched:
         if self.tile is None:
             yield
             return
-        with records.forced("w4a16", "stream_k", self.tile.params()):
+        program = "stream_k" if isinstance(self.tile, stream_k.StreamK) else "small_batch"
+        with records.forced("w4a16", program, self.tile.params()):
             records.changed()
             yield
         records.changed()
@@ -121,7 +122,11 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched("small_batch cluster", F16(W4A16(257, 512, 64), 16)),
         Watched("small_batch split", F16(W4A16(128, 10944), 8)),
         Watched("stream_k", F16(W4A16(257, 640, bias=True), 64)),
-        Watched("stream_k parted", F16(W4A16(256, 4096), 100)),
+        Watched("stream_k parted", F16(W4A16(256, 4096), 100), tile=stream_k.StreamK(64, 2, 1, 4, 128)),
+        Watched("stream_k pairs", F16(W4A16(256, 4096), 100), tile=stream_k.StreamK(128, 2, 1, 4, 128, cluster=2)),
+        Watched(
+            "small_batch joined", F16(W4A16(257, 1024), 8), tile=small_batch.SmallBatch(1, 2, 4, 4, 2, 2, joined=True)
+        ),
         Watched("stream_k post", F16(W4A16(256, 512, 32, scale="float32"), 33)),
         Watched("multistage", F16(W4A16(256, 512), 64), "sm_80"),
     ),

@@ -98,8 +98,9 @@ def stream_k(weight, q, scales, schedule, partition, folder, out_dtype):
     source = translated(source, schedule.block_tokens).replace("int grid", "int ctas").replace("grid", "ctas")
     base = EXTRA.replace("typedef unsigned char uchar;", "")
     kernel = CpuKernel(
-        source, [WGMMA, base, FLOATS, HOPPER, gemm.converter.device_source], schedule.warpgroups * 128 + 128, folder
-    )
+        source, [WGMMA, base, FLOATS, HOPPER, gemm.converter.device_source], schedule.warpgroups * 128 + 128, folder,
+        schedule.cluster,
+    )  # fmt: skip
     kernel((grid, 1, 1), **values)
     assert not semaphores.any()
     return y
@@ -126,6 +127,7 @@ CASES = {  # n, k, group, m, schedule, (grid, shared tiles) of stream_k, output;
     "stream_k": (130, 400, 128, 20, S(16, 2, 1, 3), (3, 3), "float16", True),
     "stream_k two row blocks": (200, 272, 64, 20, S(16, 1, 2, 2), (3, 3), "bfloat16", False),
     "stream_k groups of 32": (130, 656, 32, 33, S(32, 2, 1, 4), (3, 2), "float16", False),
+    "stream_k clusters": (200, 656, 64, 37, S(32, 2, 1, 3, cluster=2), (8, 4), "float16", False),
     "multistage": (67, 288, 32, 40, M(64, 4, 1, 2), None, "float16", True),
     "multistage split": (67, 528, 128, 33, M(32, 4, 2, 3, kc=3), None, "bfloat16", False),
     "multistage token warps": (128, 400, 64, 130, M(128, 8, 1, 2, token_warps=2), None, "float16", False),

@@ -148,7 +148,7 @@ def emulate(made, x, x_scales, last, schedule, grid, folder, *, out_dtype, dequa
     sizes = f"enum {{ BOX = {schedule.block_tokens}, M = {m}, K = {k} }};\n"
     gemm = Gemm(w.n, k, w.group_size, out_dtype, dequantization, bias)
     extra = [EXTRA, sizes, HOPPER, EXPERTS_SOURCE, gemm.converter.device_source]
-    kernel = CpuKernel(source, extra, schedule.warpgroups * 128 + 128, folder)
+    kernel = CpuKernel(source, extra, schedule.warpgroups * 128 + 128, folder, schedule.cluster)
     y = torch.full((m, w.n), -77 if gemm.raw else float("nan"), dtype=getattr(torch, out_dtype))
     semaphores = torch.zeros(grid, schedule.flags, dtype=torch.int32)
     space = (grid, schedule.cta_blocks, schedule.block_tokens // 8, 128, 4)
@@ -216,6 +216,36 @@ def test_one_matrix(shared, grid, tmp_path):
         bias=False, experts=0,
     )  # fmt: skip
     assert torch.equal(y.double(), x.double() @ made[0].bytes().double().T)
+
+
+PAIRS = {  # n, k, m, schedule, output, dequantization, (CTAs, shared tiles)
+    "int32": (180, 640, 37, S(32, 1, 1, 2, cluster=2), "int32", "unsigned", (12, 6)),
+    "two row blocks": (200, 656, 70, S(64, 1, 2, 3, cluster=2), "float16", "xor", (8, 4)),
+    "whole tiles": (180, 512, 37, S(32, 2, 1, 2, cluster=2), "float16", "xor", (4, 0)),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_clusters(name, tmp_path):
+    """Two CTAs for each tile, which part its sum through shared memory."""
+    n, k, m, schedule, out_dtype, dequantization, (grid, shared) = PAIRS[name]
+    if name != "int32" and not os.environ.get(ALL):
+        pytest.skip(f"set {ALL}=1")
+    made, raw, rng = weights(1, n, k, 64), out_dtype == "int32", torch.Generator().manual_seed(m)
+    x = torch.randint(-128, 128, (m, k), generator=rng, dtype=torch.int8)
+    scales = torch.ones(m) if raw else torch.rand(m, generator=rng) * 1e-3 + 1e-4
+    y = emulate(
+        made, x, scales, shared, schedule, grid, tmp_path, out_dtype=out_dtype, dequantization=dequantization,
+        bias=not raw, experts=0,
+    )  # fmt: skip
+    exact = x.double() @ made[0].bytes().double().T
+    if raw:
+        assert torch.equal(y.double(), exact)
+        return
+    product = exact * made[0].channel_scales.double() * scales.double()[:, None]
+    bound = 2.0**-11 * (product + made[0].bias).abs() * 1.001
+    bound += 2.0**-21 * (product.abs() + made[0].bias.abs()) + 2.0**-25
+    assert bool(((y.double() - product - made[0].bias).abs() <= bound).all())
 
 
 @pytest.mark.parametrize(("resident", "seed"), [(1, 0), (18, 5), (2, 0), (3, 7), (5, 1), (18, 0)])

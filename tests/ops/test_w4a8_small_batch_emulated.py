@@ -51,7 +51,13 @@ def emulate(weight, x, x_scales, schedule, folder, *, target, out_dtype, dequant
     gemm = ComparedGemm(weight.n, k, weight.group_size, out_dtype, dequantization, bias is not None)
     hopper = [WGMMA, EXTRA.replace("typedef unsigned char uchar;", "")]
     base = [EXTRA] if target == "sm_80" else hopper
-    kernel = CpuKernel(source, [*base, SHIMS, gemm.converter.device_source], schedule.warps * 32, folder)
+    kernel = CpuKernel(
+        source,
+        [*base, SHIMS, gemm.converter.device_source],
+        schedule.warps * 32,
+        folder,
+        schedule.kc if schedule.joined else 1,
+    )
     y = torch.full((m, weight.n), -77 if gemm.raw else float("nan"), dtype=getattr(torch, out_dtype))
     semaphores = torch.zeros(schedule.nc, dtype=torch.int32)
     workspace = (schedule.kc, schedule.token_tiles * 8, -(-weight.n // 64) * 64)
@@ -69,6 +75,18 @@ CASES = {  # n, k, group, m, schedule, target, output, dequantization, bias; the
     "three tiles": (67, 528, 32, 24, SmallBatch(3, 1, 2, 3, 2, 2), "sm_80", "float16", "unsigned", True),
     "four tiles, one chunk": (96, 640, 128, 32, SmallBatch(4, 1, 2, 5, 4, 2), "sm_90a", "bfloat16", "unsigned", True),
     "three tiles, split k": (70, 912, 64, 17, SmallBatch(3, 3, 2, 2, 1, 2), "sm_90a", "float16", "xor", True),
+    "joined": (130, 656, 64, 11, SmallBatch(2, 2, 3, 2, 2, 2, joined=True), "sm_90a", "float16", "xor", True),
+    "joined, four along k": (
+        67,
+        1040,
+        32,
+        5,
+        SmallBatch(1, 4, 2, 2, 1, 2, joined=True),
+        "sm_90a",
+        "int32",
+        "xor",
+        False,
+    ),
     "four tiles on sm_80": (130, 400, 32, 30, SmallBatch(4, 2, 4, 1, 3, 2), "sm_80", "int32", "unsigned", False),
     "two tiles": (130, 656, 64, 11, SmallBatch(2, 2, 3, 2, 2, 2), "sm_90a", "float16", "xor", True),
 }

@@ -234,8 +234,9 @@ def emulate_small_batch(weight, q, scales, schedule, folder, *, out_dtype):
     gemm = problem.Gemm(weight.n, k, weight.blocks8, out_dtype, bias is not None)
     base = EXTRA.replace("typedef unsigned char uchar;", "")
     kernel = CpuKernel(
-        source, [WGMMA, base, SHIMS, gemm.converter.device_source, problem.SOURCE], schedule.warps * 32, folder
-    )
+        source, [WGMMA, base, SHIMS, gemm.converter.device_source, problem.SOURCE], schedule.warps * 32, folder,
+        schedule.kc if schedule.joined else 1,
+    )  # fmt: skip
     y = torch.full((m, weight.n), float("nan"), dtype=getattr(torch, out_dtype))
     semaphores = torch.zeros(schedule.nc, dtype=torch.int32)
     workspace = torch.full((schedule.kc, schedule.token_tiles * 8, packed.words.shape[1] * 64), float("nan"))
@@ -293,6 +294,7 @@ def test_integer_sums_are_exact(tmp_path):
 SMALL_BATCH = {  # n, k, INT8 blocks, m, schedule, output, bias, two-level scales
     "two levels": (130, 900, 3, 5, schedules.SmallBatch(1, 2, 3, 3, 2, 2), "float16", True, True),
     "one tile": (130, 900, 3, 5, schedules.SmallBatch(1, 2, 3, 3, 2, 2), "float16", True, False),
+    "joined": (130, 900, 3, 5, schedules.SmallBatch(1, 2, 3, 3, 2, 2, joined=True), "float16", True, True),
     "two tiles": (200, 640, 1, 15, schedules.SmallBatch(2, 1, 4, 2, 1, 1), "bfloat16", False, False),
     "one chunk": (67, 333, 0, 1, schedules.SmallBatch(1, 1, 1, 2, 8, 3), "float32", True, True),
 }
