@@ -19,7 +19,7 @@ from terrazzo.ops.calls import (
     past,
     send16,
     zero16,
-)  # fmt: skip
+)
 
 ITEM_K = 128
 """k extent of an item, the unit of work along k."""

@@ -18,9 +18,7 @@ _LARGE = 90e6  # weights from which stream_k has enough tiles of 256 rows to win
 _START_US = 1.8  # what a cost leaves out, for 16 tokens: takes the faster one of 23 pairs recorded on an H200
 _STREAM_K_US = (3.4, 0.175)  # stream_k on 16 tokens, and for each million weights (14 of up to 84 million, 5 % rms)
 _USUAL_WARPS = {1: range(10, MAX_WARPS + 1), 2: range(5, 11)}  # token tiles -> warps that won on H200
-_JOINED_US = (
-    0.72  # the sums of a pair; of 12 weights and 4 tokens on an H200 then 1.5 % from the fastest that was timed
-)
+_JOINED_US = 0.72  # sums of a pair: 12 weights of 4 tokens on an H200, 1.5 % from the fastest that was timed
 MOST_JOINED = 8  # CTAs of a cluster that CUDA promises a place for
 _RESERVED = 1280  # static shared memory: barriers, flags, alignment
 

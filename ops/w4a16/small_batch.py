@@ -3,7 +3,8 @@
 Persistent: kc x nc CTAs, at most one for each SM. A CTA owns one k range and about N/16/nc row tiles of 16; its slice
 of X is loaded once. The warps of a CTA split its k range, so each streams its own weights with no barrier in the main
 loop; they sum their partial tiles through shared memory in a fixed order once per `chunk` tiles. With kc > 1 the last
-CTA of a row range sums the kc partials in a fixed order, so the result has the same bits in every run.
+CTA of a row range sums the kc partials in a fixed order, so the result has the same bits in every run. `joined`: the kc
+CTAs of a row range are a cluster, and each sums a share of the rows, as the others send them to its shared memory.
 
 Numerics (specs.md B.3): `post` multiplies unscaled codes and applies scale and zero to f32 sums, once per group;
 `exact` and `fused` scale the operand.
