@@ -10,6 +10,7 @@ stage was read, tells the other CTAs that theirs may come; mostly long before th
 
 from types import SimpleNamespace
 
+from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.calls import arrive_at, lds128, past, place, send16, wait_together
 from terrazzo.schedules.clusters import inbox, inbox_bytes
 
@@ -23,6 +24,9 @@ def cluster_macros(
 
     A thread holds row_blocks * block_tokens / 2 sums in `dtype`. A unit of k fills `each` of the ring's `stages`, of
     which the buffer that the letters go to has `stage_bytes`. The CTA of rank 0 has the last share of k.
+
+    Raises:
+        ArgumentError: sums that do not fall into slices alike, or a ring without room for those of others.
     """
     import tilelang.language as T
 
@@ -31,6 +35,11 @@ def cluster_macros(
     threads = warpgroups * 128
     nbytes = inbox_bytes(size, warpgroups, row_blocks, block_tokens)
     room = inbox(nbytes, stages, stage_bytes, units // size * each, -(-units // size) * each)
+    if size > 1 and (not room or row_blocks * block_tokens % (16 * size)):
+        constraint = (
+            f"tiles of {row_blocks} * {block_tokens} tokens and {stages} stages have no slices or no room for it"
+        )
+        raise ArgumentError("cluster", size, constraint, "take 1, or what schedules.clusters.refusal lets pass")
 
     def letter(sender, vector, thread):
         """Bytes from the ring's first one to where a vector of a slice arrives from the sender-th of the others."""
