@@ -20,6 +20,7 @@ from terrazzo.ops.calls import (
     send16,
     zero16,
 )
+from terrazzo.schedules.small_batch import MOST_JOINED
 
 ITEM_K = 128
 """k extent of an item, the unit of work along k."""
@@ -76,8 +77,8 @@ def cluster_shape(target: Target, kc: int, cluster: int, joined: bool) -> dict[s
     Raises:
         ArgumentError: both, or more CTAs than CUDA promises a place for.
     """
-    if joined and (cluster > 1 or not 2 <= kc <= 8 or not target.supports("cluster")):
-        constraint = f"{kc} CTAs along k and {cluster} that share X: must be 2 to 8 and 1, on sm_90a"
+    if joined and (cluster > 1 or not 2 <= kc <= MOST_JOINED or not target.supports("cluster")):
+        constraint = f"{kc} CTAs along k and {cluster} that share X: must be 2 to {MOST_JOINED} and 1, on sm_90a"
         raise ArgumentError("joined", joined, constraint, "take joined=False")
     shape = (kc, 1, 1) if joined else (1, cluster, 1)
     return dict(cluster_dims=shape) if max(shape) > 1 else {}

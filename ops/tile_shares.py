@@ -247,18 +247,17 @@ def finish_macros(
                     store_slice(to, acc, c, x, wg, wt)
             else:
                 finish_alone(WS, SEM, acc, to, c, cta, grid, sk, wg, wt)
-        else:
-            if peers is not None:
-                if p.among[0] > 0:
-                    if prepare is not None:
-                        prepare(to, wg, wt)
-                    peers.exchange(to.ring, to.ready, to.sent, acc, x.share, cta, wg * 128 + wt)
-                    opaque(c.rows[0])  # addresses of bias and y are not made before, and spilled
-                    opaque(c.first[0])
-                    store_share(to, acc, c, x.share[0], peers.units, wg, wt)
-                else:
-                    finish_alone(WS, SEM, acc, to, c, cta, grid, sk, wg, wt)
+        elif peers is not None:
+            if p.among[0] > 0:
+                if prepare is not None:
+                    prepare(to, wg, wt)
+                peers.exchange(to.ring, to.ready, to.sent, acc, x.share, cta, wg * 128 + wt)
+                opaque(c.rows[0])  # addresses of bias and y are not made before, and spilled
+                opaque(c.first[0])
+                store_share(to, acc, c, x.share[0], peers.units, wg, wt)
             else:
                 finish_alone(WS, SEM, acc, to, c, cta, grid, sk, wg, wt)
+        else:
+            finish_alone(WS, SEM, acc, to, c, cta, grid, sk, wg, wt)
 
     return SimpleNamespace(finish=finish, finish_alone=finish_alone)

@@ -48,8 +48,10 @@ def _converting(form: ModuleType, problem: Any, free: Target, average: int) -> A
 
 
 def room(target: Target, experts: int) -> Target:
-    """The target with the shared memory that the table of the experts leaves."""
-    return replace(target, smem_per_block=target.smem_per_block - _TABLE_BYTES * (experts + 1) - 128)
+    """The target with the shared memory that the table of the experts leaves, and without clusters: which CTAs share a
+    tile is found on the device."""
+    left = target.smem_per_block - _TABLE_BYTES * (experts + 1) - 128
+    return replace(target, smem_per_block=left, capabilities=target.capabilities - {"cluster"})
 
 
 def legal(schedule: Any) -> bool:

@@ -58,6 +58,9 @@ class Grouped(spaces.Space):
             return f"no tile of {schedule.block_tokens} tokens"
         if getattr(schedule, "per_sm", 1) != 1:
             return "one CTA on an SM"
+        of_cluster = schedule.cluster_refusal(self.problem, grouped.room(target, self.experts))
+        if of_cluster:
+            return of_cluster
         if not grouped.legal(schedule):
             return f"{schedule.warpgroups} warpgroups of {schedule.row_blocks} row blocks do not fit the registers"
         if self.numerics:

@@ -117,8 +117,7 @@ def build(
     matrices = max(experts, 1)
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
-    exchange = per_sm == 1 and not experts and tile_costs.parts_sums(wgs, (rb + post) * nacc)
-    exchange = exchange and cluster == 1
+    exchange = cluster == per_sm == 1 and not experts and tile_costs.parts_sums(wgs, (rb + post) * nacc)
     tiles = partition_macros(
         units=units, row_tiles=row_tiles, raster=raster, head_units=1, exchange=exchange or cluster > 1, cluster=cluster
     )

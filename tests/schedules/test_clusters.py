@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.cluster_shares import cluster_macros
 from terrazzo.ops.resident import cluster_shape
-from terrazzo.schedules import clusters, small_batch, spaces, stream_k, w4a8
+from terrazzo.schedules import clusters, grouped_spaces, small_batch, spaces, stream_k, w4a8
 from terrazzo.schedules.problem import WeightOnlyGemm
 
 H200, A100 = Target.parse("nvidia/nvidia-h200"), Target.parse("sm_80")
@@ -54,6 +56,21 @@ def test_other_pipelines_and_older_gpus_have_no_clusters():
     assert not w4a8.StreamK(128, 2, 1, 4, cluster=2).cluster_refusal(problem, H200)
     assert "sm_80 has none" in stream_k.StreamK(128, 2, 1, 4, 128, cluster=2).cluster_refusal(PROBLEM, A100)
     assert "cluster" not in w4a8.PingPong(64, 2, 1, 4).params() and "cluster" in w4a8.StreamK(64, 2, 1, 4).params()
+
+
+@pytest.mark.parametrize("form", ["w4a16", "w4a8"])
+@given(
+    n=st.integers(1, 9000), k=st.integers(16, 9000), m=st.integers(1, 4000), experts=st.sampled_from([1, 2, 4, 8, 64])
+)
+def test_experts_do_not_share_tiles_by_clusters(form, n, k, m, experts):
+    """Which CTAs share a tile is found on the device: neither the heuristic nor a record may say it."""
+    if form == "w4a16":
+        space = grouped_spaces.of_w4a16(n, k, 1, 192, experts, False)
+    else:
+        space = grouped_spaces.of_w4a8(w4a8.IntegerGemm.of(n, k, 64), experts)
+    schedule = space.heuristic(H200, m)[1]
+    assert schedule.cluster == 1 and not space.refusal("grouped", schedule, H200, m)
+    assert "cluster" in space.refusal("grouped", replace(schedule, cluster=2), H200, m)
 
 
 @pytest.mark.parametrize(
