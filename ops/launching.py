@@ -24,7 +24,7 @@ LARGEST = 1 << 31
 """Rows, columns and tokens are int32 in kernels; addresses have 64 bits."""
 MOST_ROWS = 1 << 27
 """Output features of a weight."""
-ALL_TOKENS = (8, 16, 32, 64, 65, 128, 129, 256, 300, 512, 520, 600, 1024, 2048, 4096)
+ALL_TOKENS = (1, 2, 4, 8, 16, 32, 64, 65, 128, 129, 256, 300, 512, 520, 600, 1024, 2048, 4096)
 """One M of every bucket; 300 and 600 where tiles of 128 tokens pad less than tiles of 256; 65, 129 and 520 where a
 record of the bucket would pad too much, and the heuristic decides."""
 

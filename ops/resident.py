@@ -20,7 +20,7 @@ from terrazzo.ops.calls import (
     send16,
     zero16,
 )
-from terrazzo.schedules.small_batch import MOST_JOINED
+from terrazzo.schedules.small_batch import MOST_JOINED, TOKENS_PER_TILE
 
 ITEM_K = 128
 """k extent of an item, the unit of work along k."""
@@ -71,6 +71,25 @@ class Split:
         return self.chunks * self.chunk * 16
 
 
+def resident_rows(token_tiles: int, tokens: int) -> int:
+    """Rows of X that a CTA holds: `tokens`, or as many as the token tiles have where that is 0.
+
+    Raises:
+        ArgumentError: more tokens than the tiles have, or a tile without any.
+    """
+    most = token_tiles * TOKENS_PER_TILE
+    if tokens and not most - TOKENS_PER_TILE < tokens <= most:
+        constraint = f"{token_tiles} token tiles serve {most - TOKENS_PER_TILE + 1} to {most} tokens"
+        raise ArgumentError("tokens", tokens, constraint, "change either, or take tokens=0 for all of them")
+    return tokens or most
+
+
+def x_row(token_tiles: int, rows: int, t: int, lane):
+    """Resident row of token `lane` % 8 of token tile t. The last tile may have fewer than 8: what tokens that do not
+    exist are multiplied with is not read, so they take the rows of others."""
+    return t * 8 + lane % 8 % (rows - t * 8 if t == token_tiles - 1 else 8)
+
+
 def cluster_shape(target: Target, kc: int, cluster: int, joined: bool) -> dict[str, tuple[int, int, int]]:
     """Arguments of T.Kernel(kc, nc): clusters of CTAs with the same slice of X, or of those of a row range.
 
@@ -101,6 +120,8 @@ def resident_macros(
     vec, threads, kp = 16 // size, split.threads, split.items * ITEM_K
     chunks = split.cta_items * ITEM_K // vec  # 16-byte pieces of a row
     copies = rows * chunks
+    parts = max(1, 8 // rows) if cluster == 1 else 1  # of a row: where rows are few, CTAs start in different ones
+    part = -(-split.cta_items // parts) * ITEM_K * size  # bytes
 
     @T.macro
     def place(bk, bn, warp):
@@ -137,13 +158,22 @@ def resident_macros(
             row_bytes = T.min(at.kn * ITEM_K, k - at.k0 * ITEM_K) * size
             T.mbarrier_expect_tx(bar, m * row_bytes)
             T.barrier_arrive(bar)
-            row = T.alloc_local((1,), "int32")
-            count = T.ceildiv(m - bn % cluster, cluster)
-            row[0] = bn // cluster % rows * count // rows  # not all CTAs at the same row: it lies in a few L2 slices
+            piece = T.alloc_local((1,), "int32")
+            count = T.ceildiv(m - bn % cluster, cluster) * parts
+            # not all CTAs at the same place: it lies in a few L2 slices
+            piece[0] = bn // cluster % (rows * parts) * count // (rows * parts)
             for _ in T.serial(count):
-                at_row = row[0] * cluster + bn % cluster
-                bulk(Xs[at_row * pitch], X[at_row, at.k0 * ITEM_K], row_bytes, bar, cluster)
-                row[0] = T.if_then_else(row[0] + 1 < count, row[0] + 1, 0)
+                at_row = piece[0] // parts * cluster + bn % cluster
+                first = piece[0] % parts * part
+                if first < row_bytes:
+                    bulk(
+                        Xs[at_row * pitch + first // size],
+                        X[at_row, at.k0 * ITEM_K + first // size],
+                        T.min(row_bytes - first, part),
+                        bar,
+                        cluster,
+                    )
+                piece[0] = T.if_then_else(piece[0] + 1 < count, piece[0] + 1, 0)
 
     @T.macro
     def fetch_async(X, Xs, bar, m, at, bn, tx):
@@ -181,11 +211,12 @@ def resident_macros(
     return SimpleNamespace(place=place, clear=clear, fetch=fetch, fetch_scales=fetch_scales, wait=wait)
 
 
-def unit_macros(*, token_tiles: int, chunk: int, groups: int, stages: int, pitch: int) -> SimpleNamespace:
+def unit_macros(*, token_tiles: int, rows: int, chunk: int, groups: int, stages: int, pitch: int) -> SimpleNamespace:
     """Macros `issue` and `load_x` of 8-bit fragments; words of a ring `step`, of which the first `params` are codes.
 
     A unit of 64 rows by 128 k, W [items, row blocks, words], is two blocks of 512 words and `groups` records of 32; a
-    step of a warp's ring in R holds those of `chunk` row tiles of 16. `pitch`: bytes of a row of X.
+    step of a warp's ring in R holds those of `chunk` row tiles of 16. `rows` of X are resident, `pitch` bytes
+    apart.
     """
     import tilelang.language as T
 
@@ -219,21 +250,32 @@ def unit_macros(*, token_tiles: int, chunk: int, groups: int, stages: int, pitch
         """B fragments of one item from the resident X: two k32 steps for each 64 k."""
         for j in T.unroll(2):
             for t in T.unroll(token_tiles):
-                ldmatrix4(x[(j * token_tiles + t) * 4], Xs[(t * 8 + lane % 8) * pitch + col + j * 64 + lane // 8 * 16])
+                ldmatrix4(
+                    x[(j * token_tiles + t) * 4],
+                    Xs[x_row(token_tiles, rows, t, lane) * pitch + col + j * 64 + lane // 8 * 16],
+                )
 
     return SimpleNamespace(issue=issue, load_x=load_x, params=params, step=step)
 
 
 def sum_macros(
-    split: Split, *, token_tiles: int, dtype: str, store: Callable[..., None], floor: bool = False, joined: bool = False
+    split: Split,
+    *,
+    token_tiles: int,
+    tokens: int,
+    dtype: str,
+    store: Callable[..., None],
+    floor: bool = False,
+    joined: bool = False,
 ) -> SimpleNamespace:
     """Macros `stage` and `add_warps`, for each chunk of row tiles, and `add_ctas`, after the last; Q, shared memory of
     `words` sums, and the `place` of a sum in it.
 
-    A thread's sums `acc` are four 32-bit values of each row tile and 8 tokens; WS is [kc, 8 * token_tiles, rows]. Warps
-    and then CTAs are added in order.
+    A thread's sums `acc` are four 32-bit values of each row tile and 8 tokens; WS is [kc, tokens, rows]. Warps and
+    then CTAs are added in order.
 
     Args:
+        tokens: that a launch has at most; the columns of others are dropped.
         dtype: of the sums, "int32" or "float32".
         store: macro `store(to, r4, tok, row)` of four sums r4, rows row .. row + 3 of a token; `to` is the program's.
         floor: divide as Python does. The numbers are not negative, but the compiler does not know it.
@@ -246,7 +288,7 @@ def sum_macros(
     nt, threads, warps, chunk, kc = token_tiles, split.threads, split.warps, split.chunk, split.kc
     divide, modulo = (T.floordiv, T.floormod) if floor else (T.truncdiv, T.truncmod)
     pitch = chunk * 16 + 4  # partial tiles [token][row]: stores and vector loads without bank conflicts
-    part = nt * 8 * pitch
+    part = tokens * pitch
 
     quads = -(-split.most_rows // 4 // kc)  # of rows, that a CTA of a cluster adds
 
@@ -254,7 +296,7 @@ def sum_macros(
         """Shared memory for the sums of others, and the mbarrier that counts them, where programs are `joined`."""
         if not joined:
             return None
-        words = kc * nt * 8 * quads * 4
+        words = kc * tokens * quads * 4
         return SimpleNamespace(inbox=T.alloc_shared((words,), dtype), sent=T.alloc_barrier([1]))
 
     @T.macro
@@ -263,13 +305,13 @@ def sum_macros(
         past(mail.inbox[0], 0)  # in use from here on: no other buffer gets its place
         if tx == 0:
             mine = T.max(T.min((at.t1 - at.t0) * 4 - bk * quads, quads), 0)
-            T.mbarrier_expect_tx(mail.sent[0], mine * T.min(m, nt * 8) * (kc * 16))
+            T.mbarrier_expect_tx(mail.sent[0], mine * T.min(m, tokens) * (kc * 16))
             T.barrier_arrive(mail.sent[0])
         T.cluster_arrive()
 
     def letter(sender, tok, quad):
         """Where in the inbox the sums of four rows arrive from CTA `sender` along k."""
-        return ((sender * nt * 8 + tok) * quads + quad) * 4
+        return ((sender * tokens + tok) * quads + quad) * 4
 
     def place(warp, lane, tile, t, i):
         """Where in Q sum i of a lane's four of row tile `tile` and token tile t lies."""
@@ -285,17 +327,20 @@ def sum_macros(
         for r in T.unroll(chunk):
             for t in T.unroll(nt):
                 for i in T.unroll(4):
-                    Q[place(warp, lane, r, t, i)] = acc[(r * nt + t) * 4 + i]
+                    if t * 8 + 8 <= tokens:
+                        Q[place(warp, lane, r, t, i)] = acc[(r * nt + t) * 4 + i]
+                    elif t * 8 + lane % 4 * 2 + i % 2 < tokens:
+                        Q[place(warp, lane, r, t, i)] = acc[(r * nt + t) * 4 + i]
 
     @T.macro
     def add_warps(Q, WS, mail, to, r4, m, bk, at, ci, tx):
         """What chunk `ci` of CTA `at` has in Q, tokens below m, to `store` or, with several CTAs along k, to WS. A few
         warps do it; the others go on with the next chunk."""
         T.sync_threads()
-        for e in T.serial(-(-(nt * 8 * chunk * 4) // threads)):
+        for e in T.serial(-(-(tokens * chunk * 4) // threads)):
             tok = (e * threads + tx) // (chunk * 4)
             row = (e * threads + tx) % (chunk * 4) * 4
-            if T.And(tok < T.min(m, nt * 8), at.t0 * 16 + ci * chunk * 16 + row < at.t1 * 16):
+            if T.And(tok < T.min(m, tokens), at.t0 * 16 + ci * chunk * 16 + row < at.t1 * 16):
                 for i in T.vectorized(4):
                     r4[i] = Q[tok * pitch + row + i]
                 for wi in T.unroll(1, warps):
@@ -316,10 +361,10 @@ def sum_macros(
         part = T.alloc_local((4,), dtype)
         T.barrier_wait(mail.sent[0], 0)
         mine = T.max(T.min((at.t1 - at.t0) * 4 - bk * quads, quads), 0)
-        for e in T.serial(T.ceildiv(quads * T.min(m, nt * 8), threads)):
+        for e in T.serial(T.ceildiv(quads * T.min(m, tokens), threads)):
             tok = (e * threads + tx) // quads
             quad = (e * threads + tx) % quads
-            if T.And(tok < T.min(m, nt * 8), quad < mine):
+            if T.And(tok < T.min(m, tokens), quad < mine):
                 lds128(r4, mail.inbox[letter(0, tok, quad)])
                 for kk in T.unroll(1, kc):
                     lds128(part, mail.inbox[letter(kk, tok, quad)])
@@ -334,10 +379,10 @@ def sum_macros(
             add_letters(mail, to, r4, m, bk, at, tx)
         elif kc > 1:
             if last_arrival(SEM[bn], kc):
-                for e in T.serial(T.ceildiv((at.t1 - at.t0) * 4 * T.min(m, nt * 8), threads)):
+                for e in T.serial(T.ceildiv((at.t1 - at.t0) * 4 * T.min(m, tokens), threads)):
                     tok = divide(e * threads + tx, (at.t1 - at.t0) * 4)
                     row = at.t0 * 16 + modulo(e * threads + tx, (at.t1 - at.t0) * 4) * 4
-                    if tok < T.min(m, nt * 8):
+                    if tok < T.min(m, tokens):
                         ldcg4(r4, WS[0, tok, row])
                         for kk in T.unroll(1, kc):
                             addcg4(r4, WS[kk, tok, row], dtype=dtype)

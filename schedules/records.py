@@ -152,10 +152,12 @@ def _outdated(row: Mapping[str, Any]) -> str:
 
 
 def _fits(row: Mapping[str, Any], at: int, m: int, sms: int) -> bool:
-    """Whether a record's tile pads m about as little as the m that it was measured with: a tile of tokens (of each
-    expert), or a wave of the CTAs that serve (sequence, kv head) pairs."""
+    """Whether a record's kernel holds m tokens, and its tile pads m about as little as the m that it was measured with:
+    a tile of tokens (of each expert), or a wave of the CTAs that serve (sequence, kv head) pairs."""
     schedule, experts = row["schedule"], row["facts"].get("experts", 1)
     at, m, tile = -(-at // experts), -(-m // experts), schedule.get("block_tokens")
+    if m > (schedule.get("tokens") or m):
+        return False
     if isinstance(schedule.get("min_blocks"), int):
         tile = sms * schedule["min_blocks"] // -(-row["facts"].get("rows", 1) // (8 * schedule.get("row_tiles", 1)))
     if not isinstance(tile, int) or tile < 1:

@@ -35,6 +35,7 @@ class SmallBatch:
         stages: ring steps in flight for each warp.
         cluster: CTAs that share the load of X by multicast (1 or 2).
         joined: the kc CTAs of a row range are a cluster, and add their sums through shared memory.
+        tokens: most tokens of a launch, 0 for those of all token tiles; so many rows of X are resident.
     """
 
     token_tiles: int
@@ -45,15 +46,21 @@ class SmallBatch:
     stages: int
     cluster: int = 1
     joined: bool = False
+    tokens: int = 0
+
+    @property
+    def x_rows(self) -> int:
+        """Resident rows of X."""
+        return self.tokens or self.token_tiles * TOKENS_PER_TILE
 
     def smem_bytes(self, problem: WeightOnlyGemm) -> int:
         """Dynamic and static shared memory of one CTA."""
         items = -(-problem.units // self.kc)
-        x = (self.token_tiles * 8 * (items * 128 + 8) + 64) * 2
+        x = (self.x_rows * (items * 128 + 8) + 64) * 2
         params = self.chunk * problem.groups_per_128 * problem.record_bytes // 16
         step = self.chunk * 256 + -(-params // 32) * 32
-        partial = self.token_tiles * 8 * (self.chunk * 16 + 4)
-        sums = items * problem.groups_per_128 * self.token_tiles * 8
+        partial = self.x_rows * (self.chunk * 16 + 4)
+        sums = items * problem.groups_per_128 * self.x_rows
         return (
             x
             + 4 * (self.warps * self.stages * step + self.warps * partial + sums)
@@ -65,7 +72,7 @@ class SmallBatch:
         """Shared memory for the sums that a cluster's CTAs send each other."""
         chunks = -(-problem.row_tiles // self.nc // self.chunk) + 1
         quads = -(-chunks * self.chunk * 4 // self.kc)
-        return quads * self.kc * self.token_tiles * 8 * 16 if self.joined else 0
+        return quads * self.kc * self.x_rows * 16 if self.joined else 0
 
     def registers(self) -> int:
         """Estimate of the registers of a thread: accumulators, X fragments, one item in flight."""
@@ -107,16 +114,25 @@ def serves(problem: WeightOnlyGemm, target: Target, m: int) -> bool:
     below that of stream_k."""
     if m <= TOKENS_PER_TILE or m > MAX_TOKENS or not target.supports("wgmma.f16"):
         return m <= MAX_TOKENS
-    found = _cheapest(problem, target, 2)
+    found = _cheapest(problem, target, m)
     if found is None or problem.n * problem.k >= _LARGE:
         return False
     start, per_million = _STREAM_K_US
     return _START_US + cost(found, problem, target, COSTS[2], 2) < start + per_million * problem.n * problem.k / 1e6
 
 
+def _cheapest(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch | None:
+    return _cheapest_of(problem, target, -(-m // TOKENS_PER_TILE), tokens_for(m))
+
+
 @lru_cache(maxsize=256)  # asked by `serves` and by the choice, for every M
-def _cheapest(problem: WeightOnlyGemm, target: Target, token_tiles: int) -> SmallBatch | None:
-    return cheapest(every(problem, target, token_tiles), problem, target, COSTS)
+def _cheapest_of(problem: WeightOnlyGemm, target: Target, token_tiles: int, tokens: int) -> SmallBatch | None:
+    return cheapest(every(problem, target, token_tiles, tokens), problem, target, COSTS)
+
+
+def tokens_for(m: int) -> int:
+    """`tokens` of the kernel that serves m of them: 1, 2, 4, or 0 for whole tiles."""
+    return 1 << (m - 1).bit_length() if m <= TOKENS_PER_TILE // 2 else 0
 
 
 def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:
@@ -127,7 +143,7 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:
     """
     if not 1 <= m <= MAX_TOKENS:
         raise ArgumentError("m", m, f"must be 1..{MAX_TOKENS} for the small-batch program", "use a tile program")
-    found = _cheapest(problem, target, -(-m // TOKENS_PER_TILE))
+    found = _cheapest(problem, target, m)
     if found is None:
         raise ArgumentError("target", target.arch, f"has too little shared memory for K = {problem.k}", "split K")
     return found
@@ -157,11 +173,12 @@ def cheapest(
     return min(even or usual or streaming or legal, key=microseconds, default=None)
 
 
-def every(problem: WeightOnlyGemm, target: Target, token_tiles: int) -> Iterator[SmallBatch]:
+def every(problem: WeightOnlyGemm, target: Target, token_tiles: int, tokens: int) -> Iterator[SmallBatch]:
     """`candidates`, and pairs of CTAs along k that are a cluster."""
-    yield from candidates(problem, target, token_tiles)
+    made = [*candidates(problem, target, token_tiles)]
     if token_tiles == 1 and target.supports("cluster"):
-        yield from (replace(s, joined=True) for s in candidates(problem, target, 1, kcs=range(2, 3)))
+        made += [replace(s, joined=True) for s in candidates(problem, target, 1, kcs=range(2, 3))]
+    yield from (replace(s, tokens=tokens) for s in made)
 
 
 def candidates(
@@ -192,8 +209,8 @@ def cost(s: SmallBatch, problem: WeightOnlyGemm, target: Target, c: Cost, x_byte
     return (
         stream * (c.stream + c.padding * padding + c.latency * max(0, 32 / in_flight - 1) + c.tail * s.chunk / rows)
         + c.chunk * chunks
-        + c.x * items * x_bytes * s.token_tiles / s.cluster
+        + c.x * items * x_bytes * s.x_rows / TOKENS_PER_TILE / s.cluster
         + (_JOINED_US if s.joined else (c.kc * s.kc + c.split) * (s.kc > 1))
         + c.items * steps * s.chunk * s.warps / 16
-        + c.sums * chunks * s.chunk * s.token_tiles * s.warps / 128
+        + c.sums * chunks * s.chunk * s.x_rows / TOKENS_PER_TILE * s.warps / 128
     )

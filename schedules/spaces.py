@@ -139,7 +139,9 @@ class W4A16(Space):
     def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:
         if m <= small_batch.MAX_TOKENS:
             tiles = -(-m // small_batch.TOKENS_PER_TILE)
-            yield from (("small_batch", s) for s in small_batch.every(self.problem, target, tiles))
+            yield from (
+                ("small_batch", s) for s in small_batch.every(self.problem, target, tiles, small_batch.tokens_for(m))
+            )
         if target.supports("wgmma.f16"):
             for shape in tiles_of(stream_k.BLOCK_TOKENS, m, self.problem, wide):
                 for stage_k in (64, 128):
@@ -328,8 +330,10 @@ def _multistage(
 
 
 def small_batch_refusal(s: small_batch.SmallBatch, problem: WeightOnlyGemm, target: Target, m: int, most: int) -> str:
-    if m > most or m > s.token_tiles * small_batch.TOKENS_PER_TILE:
-        return f"small_batch with {s.token_tiles} token tiles does not hold {m} tokens"
+    if m > min(most, s.x_rows):
+        return f"small_batch with {s.x_rows} resident rows does not hold {m} tokens"
+    if s.tokens and not 0 <= s.token_tiles * small_batch.TOKENS_PER_TILE - s.tokens < small_batch.TOKENS_PER_TILE:
+        return f"{s.tokens} tokens are not those of {s.token_tiles} tiles"
     if min(s.kc, s.nc, s.warps, s.chunk, s.stages, s.cluster, s.token_tiles) < 1 or s.nc % s.cluster:
         return "a count below one, or CTAs that do not divide into clusters"
     if s.joined and (s.cluster > 1 or not 2 <= s.kc <= small_batch.MOST_JOINED or not target.supports("cluster")):

@@ -346,9 +346,9 @@ class SmallBatch(small_batch.SmallBatch):
 
     def smem_bytes(self, problem: IntegerGemm) -> int:
         """Dynamic and static shared memory of one CTA."""
-        x = self.token_tiles * 8 * (-(-problem.units // self.kc) * 128 + 16) + 128
+        x = self.x_rows * (-(-problem.units // self.kc) * 128 + 16) + 128
         step = self.chunk * 256 + -(-self.chunk * problem.groups_per_128 * 8 // 32) * 32
-        partial = self.token_tiles * 8 * (self.chunk * 16 + 4)
+        partial = self.x_rows * (self.chunk * 16 + 4)
         # a single chunk leaves the ring to the partial sums; schedules up to two token tiles were fitted without that
         one = self.token_tiles > 2 and -(-problem.row_tiles // self.nc) <= self.chunk
         ring = self.stages * step

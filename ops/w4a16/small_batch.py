@@ -25,7 +25,7 @@ from terrazzo.ops.calls import (
     pack2,
     syncwarp,
 )
-from terrazzo.ops.resident import ITEM_K, Split, cluster_shape, resident_macros, sum_macros
+from terrazzo.ops.resident import ITEM_K, Split, cluster_shape, resident_macros, resident_rows, sum_macros, x_row
 from terrazzo.ops.tile_program import OWN_BARRIERS
 from terrazzo.ops.w4a16.operand import Operand
 from terrazzo.ops.w4a16.param_macros import param_macros
@@ -52,11 +52,12 @@ def build(
     stages: int,
     cluster: int = 1,
     joined: bool = False,
+    tokens: int = 0,
 ):
-    """The prim_func `main(X, W, P, B, WS, SEM, Y)` for M <= 8 * token_tiles.
+    """The prim_func `main(X, W, P, B, WS, SEM, Y)` for M <= tokens, which is 8 * token_tiles where it is 0.
 
     Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/64, Np/64, 512]; P uint8 [G, Np/64, R]; B [n] in `dtype`
-    (one element when there is no bias); WS f32 [kc, token_tiles * 8, Np]; SEM int32 [nc], zero before the first
+    (one element when there is no bias); WS f32 [kc, tokens, Np]; SEM int32 [nc], zero before the first
     launch and after each one. `group` is 0 for one scale per row. With `joined`, the kc CTAs of a row range are a
     cluster and need neither WS nor SEM.
     """
@@ -67,6 +68,7 @@ def build(
     nt, post, bf16 = token_tiles, numerics == "post", dtype == "bfloat16"
     np_, kp = -(-n // 64) * 64, -(-k // ITEM_K) * ITEM_K
     split = Split(kp // ITEM_K, np_ // 16, kc, nc, warps, chunk)
+    rows = resident_rows(nt, tokens)
     threads = split.threads
     pitch = split.cta_items * ITEM_K + 8  # halves; 16 bytes mod 128: ldmatrix without conflicts
     groups, ig = op.groups(kp), op.groups_per(ITEM_K)
@@ -82,7 +84,7 @@ def build(
     zero8 = float(8 + cvt.bias[0]) if post else 0.0
     pdl = target.supports("pdl")
     bulk_copies = target.supports("bulk_copy")  # then X does not queue behind the first weights
-    resident = resident_macros(split, k=k, rows=nt * 8, pitch=pitch, size=2, bulk_copies=bulk_copies, cluster=cluster)
+    resident = resident_macros(split, k=k, rows=rows, pitch=pitch, size=2, bulk_copies=bulk_copies, cluster=cluster)
     words = param_macros(op)
     source = prelude(
         "cp_async",
@@ -130,7 +132,7 @@ def build(
         """B fragments of one item from the resident X."""
         for j in T.unroll(4):
             for t in T.unroll(nt):
-                ldmatrix4(x[(j * nt + t) * 4], Xs[(t * 8 + lane % 8) * pitch + col + j * 32 + lane // 8 * 8])
+                ldmatrix4(x[(j * nt + t) * 4], Xs[x_row(nt, rows, t, lane) * pitch + col + j * 32 + lane // 8 * 8])
 
     def fragment(j, t):
         """Where in x the B fragment of k16 step j and token tile t begins."""
@@ -181,9 +183,9 @@ def build(
                         d[i] = 0.0
                     for j in T.unroll(steps):
                         mma(kind, d, 0, a, 0, x, fragment(q * steps + j, t))
-                    if lane < 4:  # all rows of `a` are ones: each has the same sums
-                        for i in T.unroll(2):
-                            C0[(((at.g0 + gi) * ig + q) * nt + t) * 8 + lane * 2 + i] = d[i] * T.float32(-e0)
+                    for i in T.unroll(2):  # all rows of `a` are ones: each has the same sums
+                        if T.And(lane < 4, t * 8 + lane * 2 + i < rows):
+                            C0[((at.g0 + gi) * ig + q) * rows + t * 8 + lane * 2 + i] = d[i] * T.float32(-e0)
         syncwarp()
 
     @T.macro
@@ -191,7 +193,7 @@ def build(
         """post: the sums of group q start with what its zero points and the codes' bias make of the tokens' sums."""
         for t in T.unroll(nt):
             for i in T.unroll(2):
-                c[i] = C0[(((at.g0 + gi) * ig + q) * nt + t) * 8 + lane % 4 * 2 + i]
+                c[i] = C0[((at.g0 + gi) * ig + q) * rows + T.min(t * 8 + lane % 4 * 2 + i, rows - 1)]
                 d[t * 8 + i] = c[i] * (T.float32(zero8) if symmetric else z[0] + T.float32(cvt.bias[0]))
                 d[t * 8 + 2 + i] = c[i] * (
                     T.float32(zero8 * e1 / e0)
@@ -225,7 +227,7 @@ def build(
                 if row + i < n:
                     Y[tok, row + i] = T.cast(r4[i] + (T.cast(B[row + i], "float32") if bias else T.float32(0)), dtype)
 
-    sums = sum_macros(split, token_tiles=nt, dtype="float32", store=store, floor=True, joined=joined)
+    sums = sum_macros(split, token_tiles=nt, tokens=rows, dtype="float32", store=store, floor=True, joined=joined)
 
     @T.prim_func
     def main(
@@ -233,15 +235,15 @@ def build(
         W: T.Tensor((kp // 64, np_ // 64, 512), "int32"),
         P: T.Tensor((groups, np_ // 64, rec), "uint8"),
         B: T.Tensor((n if bias else 1,), dtype),
-        WS: T.Tensor((kc, nt * 8, np_), "float32"),
+        WS: T.Tensor((kc, rows, np_), "float32"),
         SEM: T.Tensor((nc,), "int32"),
         Y: T.Tensor((M, n), dtype),
     ):
         with T.Kernel(kc, nc, threads=threads, prelude=source, **cluster_dims) as (bk, bn):
-            Xs = T.alloc_shared((nt * 8 * pitch + 64,), dtype)  # the tail keeps what follows 128-byte aligned
+            Xs = T.alloc_shared((rows * pitch + 64,), dtype)  # the tail keeps what follows 128-byte aligned
             R = T.alloc_shared((warps * stages * step,), "int32")
             Q = T.alloc_shared((sums.words,), "float32")
-            C0 = T.alloc_shared((split.cta_items * ig * nt * 8,), "float32")
+            C0 = T.alloc_shared((split.cta_items * ig * rows,), "float32")
             xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk_copies else None
             mail = sums.mail()
             w = T.alloc_local((4,), "uint32")

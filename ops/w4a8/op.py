@@ -94,7 +94,7 @@ def plan(
     else:
         program, s = schedules.choose_pipeline(pipeline, gemm, target, m)
     if program == "small_batch":
-        workspace = (s.kc, s.token_tiles * schedules.TOKENS_PER_TILE, gemm.row_blocks * 64)
+        workspace = (s.kc, s.x_rows, gemm.row_blocks * 64)
         return Plan(request(small_batch_program, s), workspace, (s.nc,), ())
     if program == "multistage":
         return Plan(request(multistage_program, s), *multistage.launch_sizes(s, gemm, m), ())
@@ -115,8 +115,9 @@ def tuning_facts(n: int, k: int, group_size: int, out_dtype: str, dequantization
 
 def tokens_per_launch(chosen: Plan, m: int) -> int:
     """Tokens that one launch takes: all, or as many as the small-batch program holds."""
-    tiles = dict(chosen.request.params).get("token_tiles")
-    return m if tiles is None else min(m, tiles * schedules.TOKENS_PER_TILE)
+    params = dict(chosen.request.params)
+    tiles = params.get("token_tiles")
+    return m if tiles is None else min(m, params["tokens"] or tiles * schedules.TOKENS_PER_TILE)
 
 
 def kernel_requests(

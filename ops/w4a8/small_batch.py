@@ -8,7 +8,15 @@ memory once per `chunk` tiles. With kc > 1 the last CTA of a row range sums the 
 
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.calls import cp_wait, lds32, lds128, syncwarp
-from terrazzo.ops.resident import ROW_WORDS, Split, cluster_shape, resident_macros, sum_macros, unit_macros
+from terrazzo.ops.resident import (
+    ROW_WORDS,
+    Split,
+    cluster_shape,
+    resident_macros,
+    resident_rows,
+    sum_macros,
+    unit_macros,
+)
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.w4a8 import fp8_problem
 from terrazzo.ops.w4a8.operand import operand_macros
@@ -34,12 +42,13 @@ def build(
     stages: int,
     cluster: int = 1,
     joined: bool = False,
+    tokens: int = 0,
 ):
-    """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y)` for M <= 8 * token_tiles.
+    """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y)` for M <= tokens, which is 8 * token_tiles where it is 0.
 
     Shapes: X int8 [M, k]; W int32 [Kp/128, Np/64, unit words]; S f32 [Np] channel scales; XS f32 [M] token scales; RS
     int32 [M] sums of the rows of X (read by "unsigned" only); B f32 [n] (one element without a bias); WS int32
-    [kc, token_tiles * 8, Np]; SEM int32 [nc], zero before the first launch and after each one; Y [M, n] in `out_dtype`.
+    [kc, tokens, Np]; SEM int32 [nc], zero before the first launch and after each one; Y [M, n] in `out_dtype`.
     With `dequantization` "e4m3", the bytes of X are e4m3, RS [1] is not read, and WS is f32. With `joined`,
     the kc CTAs of a row range are a cluster and need neither WS nor SEM.
     """
@@ -49,14 +58,15 @@ def build(
     e4m3 = dequantization == fp8_problem.E4M3
     sum_type = "float32" if e4m3 else "int32"
     nt, ig, rows = token_tiles, gemm.groups, gemm.row_blocks * 64
+    most = resident_rows(nt, tokens)
     split = Split(gemm.units, gemm.row_blocks * 4, kc, nc, warps, chunk)
     pitch = split.cta_items * UNIT_K + 16  # bytes; 16 mod 128: ldmatrix without conflicts
     raw, unsigned = gemm.raw, gemm.unsigned
     pdl = target.supports("pdl")
     bulk_copies = target.supports("bulk_copy")
     operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
-    resident = resident_macros(split, k=k, rows=nt * 8, pitch=pitch, size=1, bulk_copies=bulk_copies, cluster=cluster)
-    ring = unit_macros(token_tiles=nt, chunk=chunk, groups=ig, stages=stages, pitch=pitch)
+    resident = resident_macros(split, k=k, rows=most, pitch=pitch, size=1, bulk_copies=bulk_copies, cluster=cluster)
+    ring = unit_macros(token_tiles=nt, rows=most, chunk=chunk, groups=ig, stages=stages, pitch=pitch)
     source = prelude(
         "cp_async",
         "lds",
@@ -105,13 +115,13 @@ def build(
     def fetch_tokens(XS, RS, Fs, Rs, m, tx):
         """What the sums of the tokens below m are scaled with, and what is subtracted from them."""
         tok = split.threads - 1 - tx  # the first warp asks for X
-        if tok < T.min(m, nt * 8):
+        if tok < T.min(m, most):
             if not raw:
                 Fs[tok] = XS[tok]
             if unsigned:
                 Rs[tok] = RS[tok]
 
-    sums = sum_macros(split, token_tiles=nt, dtype=sum_type, store=store, joined=joined)
+    sums = sum_macros(split, token_tiles=nt, tokens=most, dtype=sum_type, store=store, joined=joined)
 
     @T.prim_func
     def main(
@@ -121,17 +131,17 @@ def build(
         XS: T.Tensor((M,), "float32"),
         RS: T.Tensor((1 if e4m3 else M,), "int32"),
         B: T.Tensor((n if bias else 1,), "float32"),
-        WS: T.Tensor((kc, nt * 8, rows), sum_type),
+        WS: T.Tensor((kc, most, rows), sum_type),
         SEM: T.Tensor((nc,), "int32"),
         Y: T.Tensor((M, n), out_dtype),
     ):
         with T.Kernel(kc, nc, threads=split.threads, prelude=source, **cluster_dims) as (bk, bn):
-            Xs = T.alloc_shared((nt * 8 * pitch + 128,), "int8")  # the tail keeps what follows 128-byte aligned
+            Xs = T.alloc_shared((most * pitch + 128,), "int8")  # the tail keeps what follows 128-byte aligned
             R = T.alloc_shared((warps * stages * ring.step,), "int32")
             Q = T.alloc_shared((sums.words,), sum_type)
             Cs = T.alloc_shared((4 if raw else split.most_rows,), "float32")
-            Fs = T.alloc_shared((nt * 8,), "float32")
-            Rs = T.alloc_shared((nt * 8 if unsigned else 1,), "int32")
+            Fs = T.alloc_shared((most,), "float32")
+            Rs = T.alloc_shared((most if unsigned else 1,), "int32")
             xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk_copies else None
             mail = sums.mail()
             w = T.alloc_local((4,), "uint32")

@@ -10,7 +10,15 @@ added in order: the same bits in every run.
 
 from terrazzo.lowering.primitives import prelude
 from terrazzo.ops.calls import cp_wait, lds32, lds64, lds128, mma, syncwarp
-from terrazzo.ops.resident import ROW_WORDS, Split, cluster_shape, resident_macros, sum_macros, unit_macros
+from terrazzo.ops.resident import (
+    ROW_WORDS,
+    Split,
+    cluster_shape,
+    resident_macros,
+    resident_rows,
+    sum_macros,
+    unit_macros,
+)
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.w4ax import problem
 from terrazzo.ops.w4ax.problem import UNIT_K, UNIT_WORDS, Gemm
@@ -35,12 +43,13 @@ def build(
     stages: int,
     cluster: int = 1,
     joined: bool = False,
+    tokens: int = 0,
 ):
-    """The prim_func `main(X, W, XS, S, B, WS, SEM, Y)` for M <= 8 * token_tiles.
+    """The prim_func `main(X, W, XS, S, B, WS, SEM, Y)` for M <= tokens, which is 8 * token_tiles where it is 0.
 
     Shapes: X int8 [M, k], both kinds of blocks in bytes; W int32 [k/128, Np/64, 1056]; XS f32 [k/128, MP] scales of the
     tokens, MP >= M; S f32 [Np] channel scales (one element unless two-level); B f32 [n] (one element without a bias);
-    WS f32 [kc, token_tiles * 8, Np]; SEM int32 [nc], zero before the first launch and after each one; Y [M, n] in
+    WS f32 [kc, tokens, Np]; SEM int32 [nc], zero before the first launch and after each one; Y [M, n] in
     `out_dtype`. With `joined`, the kc CTAs of a row range are a cluster and need neither WS nor SEM.
 
     Raises:
@@ -50,12 +59,13 @@ def build(
 
     gemm = Gemm(n, k, blocks8, out_dtype, bias, two_level)
     nt, units, rows = token_tiles, gemm.units, gemm.row_blocks * 64
+    most = resident_rows(nt, tokens)
     split = Split(units, gemm.row_blocks * 4, kc, nc, warps, chunk)
     threads = split.threads
     pitch = split.cta_items * UNIT_K + 16  # bytes; 16 mod 128: ldmatrix without conflicts
     operand = problem.convert_macros(gemm)
-    resident = resident_macros(split, k=k, rows=nt * 8, pitch=pitch, size=1, bulk_copies=True, cluster=cluster)
-    ring = unit_macros(token_tiles=nt, chunk=chunk, groups=1, stages=stages, pitch=pitch)
+    resident = resident_macros(split, k=k, rows=most, pitch=pitch, size=1, bulk_copies=True, cluster=cluster)
+    ring = unit_macros(token_tiles=nt, rows=most, chunk=chunk, groups=1, stages=stages, pitch=pitch)
     copies = "multicast" if cluster > 1 else "bulk"
     used = ("cp_async", "lds", "ldmatrix", "semaphore", "int8", copies, *(["cluster"] if joined else []))
     source = prelude(*used, extra=(gemm.converter.device_source, problem.SOURCE))
@@ -107,7 +117,7 @@ def build(
                     if row + i < n:
                         Y[tok, row + i] = o4[i]
 
-    sums = sum_macros(split, token_tiles=nt, dtype="float32", store=store, joined=joined)
+    sums = sum_macros(split, token_tiles=nt, tokens=most, dtype="float32", store=store, joined=joined)
 
     @T.prim_func
     def main(
@@ -116,12 +126,12 @@ def build(
         XS: T.Tensor((units, MP), "float32"),
         S: T.Tensor((rows if two_level else 1,), "float32"),
         B: T.Tensor((n if bias else 1,), "float32"),
-        WS: T.Tensor((kc, nt * 8, rows), "float32"),
+        WS: T.Tensor((kc, most, rows), "float32"),
         SEM: T.Tensor((nc,), "int32"),
         Y: T.Tensor((M, n), out_dtype),
     ):
         with T.Kernel(kc, nc, threads=threads, prelude=source, **cluster_dims) as (bk, bn):
-            Xs = T.alloc_shared((nt * 8 * pitch + 128,), "int8")  # the tail keeps what follows 128-byte aligned
+            Xs = T.alloc_shared((most * pitch + 128,), "int8")  # the tail keeps what follows 128-byte aligned
             R = T.alloc_shared((warps * stages * ring.step,), "int32")
             Q = T.alloc_shared((sums.words,), "float32")
             Fs = T.alloc_shared((split.cta_items * nt * 8,), "float32")

@@ -129,7 +129,7 @@ def buffers(case: Case, m: int, grid: tuple[int, int] | None) -> tuple[torch.Ten
     """Workspace full of garbage, semaphores, trailing scalars."""
     s = case.schedule
     if case.program == "small_batch":
-        shape, sem, scalars = (s.kc, s.token_tiles * 8, -(-case.weight.n // 64) * 64), (s.nc,), ()
+        shape, sem, scalars = (s.kc, s.x_rows, -(-case.weight.n // 64) * 64), (s.nc,), ()
     elif case.program == "multistage":
         (shape, sem), scalars = launch_sizes(s, problem(case), m), ()
     else:
@@ -279,7 +279,7 @@ def small_batch_cases() -> list[Case]:
     for weight, params in splits.items():
         for i, values in enumerate(params):
             s = w4a8.SmallBatch(*values)
-            ms = tuple(sorted({1, s.token_tiles * 8 - 7, s.token_tiles * 8 - 1, s.token_tiles * 8}))
+            ms = tuple(sorted({max(1, s.x_rows - 7), max(1, s.x_rows - 1), s.x_rows}))
             for dequantization in ("xor", "unsigned"):
                 out_dtype, bias = (("int32", False), ("float16", True), ("bfloat16", False))[(i + len(cases)) % 3]
                 cases.append(Case("small_batch", weight, s, ms, dequantization, out_dtype, bias))
@@ -339,7 +339,7 @@ def stress_cases() -> list[Case]:
         for shape in shapes
     ]
     small = (w4a8.choose_small_batch(of, target, m) for m in (8, 32))
-    return [*cases, *(Case("small_batch", weight, s, (s.token_tiles * 8,), launches=200) for s in small)]
+    return [*cases, *(Case("small_batch", weight, s, (s.x_rows,), launches=200) for s in small)]
 
 
 ALL = {

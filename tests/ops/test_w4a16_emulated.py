@@ -193,11 +193,17 @@ SMALL_BATCH = {  # weight, m, numerics, schedule, target
         Spec(130, 1040, 32, dtype=BF16), 13, "exact", SmallBatch(2, 8, 1, 1, 3, 2, joined=True), "sm_90a",
     ),
     "joined, few rows": (Spec(17, 640), 8, "fused", SmallBatch(1, 4, 2, 1, 1, 2, joined=True), "sm_90a"),
+    "one row of x": (Spec(130, 1035, 64, bias=True), 1, "post", SmallBatch(1, 1, 3, 4, 2, 2, tokens=1), "sm_90a"),
+    "three of four rows": (
+        Spec(203, 1100, 32, dtype=BF16), 3, "post", SmallBatch(1, 2, 2, 3, 1, 2, joined=True, tokens=4), "sm_90a",
+    ),
+    "eleven of twelve rows": (Spec(67, 640, 64), 11, "exact", SmallBatch(2, 2, 2, 2, 2, 2, tokens=12), "sm_90a"),
+    "two rows": (Spec(130, 400, bias=True), 2, "fused", SmallBatch(1, 2, 2, 2, 1, 2, tokens=2), "sm_80"),
     "symmetric": (Spec(64, 768, 64, symmetric=True), 7, "post", SmallBatch(1, 1, 2, 6, 2, 2), "sm_80"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SMALL_BATCH if ALL else ("one tile", "joined"))
+@pytest.mark.parametrize("name", SMALL_BATCH if ALL else ("one tile", "joined", "three of four rows"))
 def test_small_batch(name, tmp_path):
     spec, m, numerics, schedule, target = SMALL_BATCH[name]
     program = Program(small_batch, schedule, spec, numerics, tmp_path, target=target)

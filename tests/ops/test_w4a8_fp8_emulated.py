@@ -153,7 +153,7 @@ def test_kernel(name, tmp_path):
         space, flags = multistage.launch_sizes(schedule, problem, m)
         y = mma_sync("multistage", weight, given, scales, schedule, grid, space, flags, tmp_path, out_dtype)
     else:
-        space = (schedule.kc, schedule.token_tiles * 8, -(-n // 64) * 64)
+        space = (schedule.kc, schedule.x_rows, -(-n // 64) * 64)
         grid = (schedule.kc, schedule.nc, 1)
         y = mma_sync("small_batch", weight, given, scales, schedule, grid, space, (schedule.nc,), tmp_path, out_dtype)
     ref = fp8_reference.gemm(q, scales, weight)

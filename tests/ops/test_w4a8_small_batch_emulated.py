@@ -60,7 +60,7 @@ def emulate(weight, x, x_scales, schedule, folder, *, target, out_dtype, dequant
     )
     y = torch.full((m, weight.n), -77 if gemm.raw else float("nan"), dtype=getattr(torch, out_dtype))
     semaphores = torch.zeros(schedule.nc, dtype=torch.int32)
-    workspace = (schedule.kc, schedule.token_tiles * 8, -(-weight.n // 64) * 64)
+    workspace = (schedule.kc, schedule.x_rows, -(-weight.n // 64) * 64)
     kernel(
         (schedule.kc, schedule.nc, 1), X=x, W=packed.words, S=packed.channel_scales, XS=x_scales,
         RS=x.sum(1, dtype=torch.int32), B=bias, WS=torch.full(workspace, 0x5A5A5A5A, dtype=torch.int32),
@@ -89,6 +89,9 @@ CASES = {  # n, k, group, m, schedule, target, output, dequantization, bias; the
     ),
     "four tiles on sm_80": (130, 400, 32, 30, SmallBatch(4, 2, 4, 1, 3, 2), "sm_80", "int32", "unsigned", False),
     "two tiles": (130, 656, 64, 11, SmallBatch(2, 2, 3, 2, 2, 2), "sm_90a", "float16", "xor", True),
+    "one row of x": (130, 1040, 64, 1, SmallBatch(1, 2, 3, 3, 2, 2, tokens=1), "sm_90a", "float16", "unsigned", True),
+    "three of four rows": (67, 800, 32, 3, SmallBatch(1, 1, 2, 2, 1, 3, tokens=4), "sm_80", "bfloat16", "xor", True),
+    "17 of 20 rows": (67, 656, 64, 17, SmallBatch(3, 2, 2, 2, 2, 2, tokens=20), "sm_90a", "float16", "xor", True),
 }
 
 

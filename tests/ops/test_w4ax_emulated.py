@@ -239,7 +239,7 @@ def emulate_small_batch(weight, q, scales, schedule, folder, *, out_dtype):
     )  # fmt: skip
     y = torch.full((m, weight.n), float("nan"), dtype=getattr(torch, out_dtype))
     semaphores = torch.zeros(schedule.nc, dtype=torch.int32)
-    workspace = torch.full((schedule.kc, schedule.token_tiles * 8, packed.words.shape[1] * 64), float("nan"))
+    workspace = torch.full((schedule.kc, schedule.x_rows, packed.words.shape[1] * 64), float("nan"))
     kernel(
         (schedule.kc, schedule.nc, 1), X=x.q8, W=packed.words, XS=x.scales, S=channel_scales(packed), B=bias,
         WS=workspace, SEM=semaphores, Y=y, m=m, mp=x.scales.shape[1],
@@ -295,6 +295,16 @@ SMALL_BATCH = {  # n, k, INT8 blocks, m, schedule, output, bias, two-level scale
     "two levels": (130, 900, 3, 5, schedules.SmallBatch(1, 2, 3, 3, 2, 2), "float16", True, True),
     "one tile": (130, 900, 3, 5, schedules.SmallBatch(1, 2, 3, 3, 2, 2), "float16", True, False),
     "joined": (130, 900, 3, 5, schedules.SmallBatch(1, 2, 3, 3, 2, 2, joined=True), "float16", True, True),
+    "three of four rows": (
+        130,
+        900,
+        3,
+        3,
+        schedules.SmallBatch(1, 2, 3, 3, 2, 2, joined=True, tokens=4),
+        "float16",
+        True,
+        True,
+    ),
     "two tiles": (200, 640, 1, 15, schedules.SmallBatch(2, 1, 4, 2, 1, 1), "bfloat16", False, False),
     "one chunk": (67, 333, 0, 1, schedules.SmallBatch(1, 1, 1, 2, 8, 3), "float32", True, True),
 }

@@ -152,7 +152,7 @@ class Program:
 
     def small_batch(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
         s = self.schedule
-        space = (s.kc, s.token_tiles * 8, packed.words.shape[1] * 64)
+        space = (s.kc, s.x_rows, packed.words.shape[1] * 64)
         return self._launch((s.kc, s.nc, 1), x, packed, space, (s.nc,))
 
     def multistage(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
