@@ -84,10 +84,16 @@ def resident_rows(token_tiles: int, tokens: int) -> int:
     return tokens or most
 
 
-def x_row(token_tiles: int, rows: int, t: int, lane):
-    """Resident row of token `lane` % 8 of token tile t. The last tile may have fewer than 8: what tokens that do not
-    exist are multiplied with is not read, so they take the rows of others."""
-    return t * 8 + lane % 8 % (rows - t * 8 if t == token_tiles - 1 else 8)
+def x_row(token_tiles: int, rows: int, t, lane):
+    """Resident row of token `lane` % 8 of token tile t. The last tile may have fewer than 8: what is computed for tokens
+    that do not exist is not read, so they take the rows of others."""
+    import tilelang.language as T
+
+    last = rows - (token_tiles - 1) * TOKENS_PER_TILE
+    if last == TOKENS_PER_TILE:
+        return t * TOKENS_PER_TILE + lane % TOKENS_PER_TILE
+    of_tile = last if token_tiles == 1 else T.if_then_else(t == token_tiles - 1, last, TOKENS_PER_TILE)
+    return t * TOKENS_PER_TILE + lane % TOKENS_PER_TILE % of_tile
 
 
 def cluster_shape(target: Target, kc: int, cluster: int, joined: bool) -> dict[str, tuple[int, int, int]]:

@@ -215,15 +215,18 @@ class W4A8(Space):
                 s = w4a8.StreamK(*shape[:3], stages=2, raster=shape[3])
                 s = w4a8.fitted(s, self.problem, target, w4a8.UNROLLED_STAGES)
                 yield from (("stream_k", it) for it in rings(s, wide))
-                for it in (s, replace(s, warpgroups=1)) if shape[1:] == (2, 1, _RASTERS[0]) else (s,):
-                    found = w4a8.pairs(
-                        w4a8.fitted(it, self.problem, target, w4a8.UNROLLED_STAGES), self.problem, target, m
-                    )
-                    yield from [("stream_k", found)] if found else []
+                yield from self._pairs(s, shape, target, m)
             yield from self.pipelines(target, m, wide)
         else:
             for s in _multistage(w4a8.Multistage, self.problem, target, m):
                 yield "multistage", s
+
+    def _pairs(self, s: w4a8.S, shape: tuple[int, ...], target: Target, m: int) -> Iterator[tuple[str, w4a8.S]]:
+        """The tile with pairs of CTAs, and one of half its rows, where there may be such."""
+        for it in (s, replace(s, warpgroups=1)) if shape[1:] == (2, 1, _RASTERS[0]) else (s,):
+            found = w4a8.pairs(w4a8.fitted(it, self.problem, target, w4a8.UNROLLED_STAGES), self.problem, target, m)
+            if found:
+                yield "stream_k", found
 
     def pipelines(self, target: Target, m: int, wide: bool) -> Iterator[tuple[str, w4a8.StreamK]]:
         """The other pipelines on wgmma: the tile that each would choose, and if wide every tile."""

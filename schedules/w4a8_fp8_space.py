@@ -31,6 +31,7 @@ class W4A8Fp8(spaces.W4A8):
             s = w4a8_fp8.StreamK(*shape[:3], stages=2, raster=shape[3])
             s = w4a8.fitted(s, self.problem, target, w4a8.UNROLLED_STAGES)
             yield from (("stream_k", it) for it in spaces.rings(s, wide))
+            yield from self._pairs(s, shape, target, m)
 
     def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
         if program == "stream_k" and not target.supports("wgmma.e4m3"):

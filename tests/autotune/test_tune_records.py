@@ -170,6 +170,15 @@ def test_refused_records_have_a_reason_and_the_heuristic_answers():
     assert schedule_of(8) == heuristic
 
 
+def test_a_record_serves_no_more_tokens_than_its_kernel_holds():
+    row = dict(op="w4a16", facts=FACTS, program="small_batch", us=1.0)
+    made = table([row | {"m": m, "schedule": dict(FAST, tokens=m)} for m in (1, 4)])
+    assert [made.find("w4a16", FACTS, m)[0].m for m in (1, 2, 3, 4)] == [1, 4, 4, 4]
+    assert made.find("w4a16", FACTS, 5)[0] is None
+    made = table([row | {"m": 4, "schedule": FAST}])
+    assert [made.find("w4a16", FACTS, m)[0].m for m in (1, 8)] == [4, 4]
+
+
 def test_the_nearest_record_of_a_bucket_does_not_pad_more():
     schedule = dict(block_tokens=256, warpgroups=2, row_blocks=1, stages=4, stage_k=64, raster=8)
     row = dict(op="w4a16", facts=FACTS, program="stream_k", schedule=schedule, us=9.0)

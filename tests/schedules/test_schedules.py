@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import multistage, small_batch, stream_k
+from terrazzo.ops.resident import resident_rows
+from terrazzo.schedules import multistage, small_batch, spaces, stream_k
 from terrazzo.schedules.models import MODELS
 from terrazzo.schedules.problem import WeightOnlyGemm
 
@@ -33,7 +34,29 @@ def test_small_batch_schedules_are_legal(problem, m, arch):
     assert s.registers() * s.warps * 32 <= target.registers_per_sm
     assert s.kc * s.nc <= target.sms and s.nc % s.cluster == 0
     assert s.token_tiles * small_batch.TOKENS_PER_TILE >= m
+    assert s.x_rows == next(rows for rows in (1, 2, 4, 8, 16) if rows >= m)
     assert 1 <= s.warps <= problem.units // s.kc  # no warp without work: the program's loops run at least once
+
+
+@pytest.mark.parametrize(
+    ("tiles", "tokens", "m", "said"),
+    [(1, 4, 4, ""), (1, 4, 5, "does not hold 5"), (1, 0, 8, ""), (1, 9, 4, "are not those"), (2, 8, 8, "are not those")],
+)
+def test_small_batches_hold_the_tokens_that_they_say(tiles, tokens, m, said):
+    target, problem = Target.parse("sm_90a"), WeightOnlyGemm(4096, 4096, 1, 192)
+    s = small_batch.SmallBatch(tiles, 1, 128, 8, 1, 2, tokens=tokens)
+    found = spaces.small_batch_refusal(s, problem, target, m, small_batch.MAX_TOKENS)
+    assert said in found and bool(said) == bool(found)
+    if "those" in said:
+        with pytest.raises(ArgumentError, match="tokens"):
+            resident_rows(tiles, tokens)
+
+
+def test_fewer_rows_of_x_leave_room():
+    """kc = 2 for 4 tokens of 28672 channels, which eight rows of x would not leave room for."""
+    target, problem = Target.parse("sm_90a"), WeightOnlyGemm(8192, 28672, 1, 192)
+    sizes = [small_batch.SmallBatch(1, 2, 66, 14, 2, 2, tokens=rows).smem_bytes(problem) for rows in (1, 4, 0)]
+    assert sizes[0] < sizes[1] <= target.smem_per_block < sizes[2]
 
 
 def test_small_batch_refuses_wide_batches():
