@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import os
 import re
 import subprocess
 from pathlib import Path
 
 import torch
+from terrazzo.lowering.kernels import compile_request
+from terrazzo.lowering.parallel import compile_many
+from terrazzo.lowering.request import KernelRequest
 from terrazzo.ops.attention.device import PRIMITIVES as attention_primitives
 
 SANITIZER = "TERRAZZO_EMULATE_SANITIZER"
@@ -30,6 +34,16 @@ def emulator(name: str) -> str:
 
 
 LDMATRIX, EARLY = emulator("ldmatrix"), emulator("early")
+
+
+def built(request: KernelRequest) -> Path:
+    """The folder of a compiled kernel. Where a sanitizer watches, another process compiles: z3 throws, which
+    AddressSanitizer does not survive."""
+    if SANITIZER not in os.environ:
+        return compile_request(request)
+    found = compile_many([request])[0]
+    assert isinstance(found, Path), found
+    return found
 
 
 class CpuKernel:
@@ -67,6 +81,11 @@ class CpuKernel:
         self.library, self.threads, self.held = ctypes.CDLL(str(library)), threads, []
         # what lands late is there for all CTAs at once
         self.resident = max(cluster, RESIDENT if EARLY not in converters else 1)
+
+    def give(self, folder: Path) -> None:
+        """No more shared memory than a launch of the compiled kernel gives, as AddressSanitizer sees it."""
+        size = json.loads((folder / "report.json").read_text())["smem_dynamic"]
+        ctypes.c_long.in_dll(self.library, "dynamic_shared").value = size
 
     def late(self, tensor: torch.Tensor, stale: torch.Tensor) -> None:
         """Until a block waits for the kernel ahead, it sees `stale` in place of the tensor (with `EARLY`)."""

@@ -203,7 +203,7 @@ SMALL_BATCH = {  # weight, m, numerics, schedule, target
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SMALL_BATCH if ALL else ("one tile", "joined", "three of four rows"))
+@pytest.mark.parametrize("name", SMALL_BATCH if ALL else ("joined", "one row of x", "three of four rows"))
 def test_small_batch(name, tmp_path):
     spec, m, numerics, schedule, target = SMALL_BATCH[name]
     program = Program(small_batch, schedule, spec, numerics, tmp_path, target=target)

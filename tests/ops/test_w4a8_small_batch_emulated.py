@@ -6,8 +6,7 @@ import os
 
 import pytest
 import torch
-from cuda_on_cpu import CpuKernel
-from terrazzo.lowering import compile_request
+from cuda_on_cpu import CpuKernel, built
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.w4a8 import small_batch
@@ -45,7 +44,8 @@ def emulate(weight, x, x_scales, schedule, folder, *, target, out_dtype, dequant
     params = facts | dict(bias=bias is not None) | schedule.params()
     entry = f"{small_batch.__name__}:build"
     request = KernelRequest("w4a8.small_batch", entry, tuple(params.items()), target, small_batch.PASS_CONFIGS)
-    source = (compile_request(request) / "kernel.cu").read_text()
+    home = built(request)
+    source = (home / "kernel.cu").read_text()
     for name, here in CALLS if target == "sm_80" else (CALLS[0], *CALLS[2:]):
         source = source.replace(name, here)
     gemm = ComparedGemm(weight.n, k, weight.group_size, out_dtype, dequantization, bias is not None)
@@ -58,6 +58,7 @@ def emulate(weight, x, x_scales, schedule, folder, *, target, out_dtype, dequant
         folder,
         schedule.kc if schedule.joined else 1,
     )
+    kernel.give(home)
     y = torch.full((m, weight.n), -77 if gemm.raw else float("nan"), dtype=getattr(torch, out_dtype))
     semaphores = torch.zeros(schedule.nc, dtype=torch.int32)
     workspace = (schedule.kc, schedule.x_rows, -(-weight.n // 64) * 64)

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from cuda_on_cpu import CpuKernel
+from cuda_on_cpu import CpuKernel, built
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
@@ -228,7 +228,8 @@ def emulate_small_batch(weight, q, scales, schedule, folder, *, out_dtype):
     request = KernelRequest(
         "w4ax.small_batch", f"{small_batch.__name__}:build", tuple(params.items()), "sm_90a", small_batch.PASS_CONFIGS
     )
-    source = (compile_request(request) / "kernel.cu").read_text()
+    home = built(request)
+    source = (home / "kernel.cu").read_text()
     source = re.sub(r"\(((?:half|bfloat16)_t)\)(\w+\[\w+\])", r"(\1)(\2)", source.replace(MMA, "mma_s8"))
     source = source.replace("(half_t)(", "half_of(").replace("(bfloat16_t)(", "bfloat16_of(")
     gemm = problem.Gemm(weight.n, k, weight.blocks8, out_dtype, bias is not None)
@@ -237,6 +238,7 @@ def emulate_small_batch(weight, q, scales, schedule, folder, *, out_dtype):
         source, [WGMMA, base, SHIMS, gemm.converter.device_source, problem.SOURCE], schedule.warps * 32, folder,
         schedule.kc if schedule.joined else 1,
     )  # fmt: skip
+    kernel.give(home)
     y = torch.full((m, weight.n), float("nan"), dtype=getattr(torch, out_dtype))
     semaphores = torch.zeros(schedule.nc, dtype=torch.int32)
     workspace = torch.full((schedule.kc, schedule.x_rows, packed.words.shape[1] * 64), float("nan"))

@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import torch
-from cuda_on_cpu import RESIDENT, CpuKernel
+from cuda_on_cpu import RESIDENT, CpuKernel, built
 from terrazzo.layouts.converters import get_converter
-from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.ops.tile_scheduler import EXPERTS_SOURCE
 from terrazzo.ops.w4a16 import multistage, stream_k
@@ -107,7 +106,8 @@ class Program:
         request = KernelRequest(
             f"w4a16.{name}", f"{program.__name__}:build", tuple(params.items()), target, program.PASS_CONFIGS
         )
-        source = (compile_request(request) / "kernel.cu").read_text()
+        home = built(request)
+        source = (home / "kernel.cu").read_text()
         extra, once = re.subn(r"int patience = \d+;", PATIENCE, EXTRA)
         assert once == 1
         shims = [extra, SHIMS]
@@ -127,6 +127,7 @@ class Program:
         if getattr(schedule, "joined", False):
             cluster = schedule.kc
         self.kernel = CpuKernel(source, shims, threads, folder, cluster)
+        self.kernel.give(home)
 
     def _launch(self, grid, x: torch.Tensor, packed: PackedWeight, workspace, semaphores, **more) -> torch.Tensor:
         n, bias = self.spec.n, packed.bias

@@ -40,7 +40,13 @@ def test_small_batch_schedules_are_legal(problem, m, arch):
 
 @pytest.mark.parametrize(
     ("tiles", "tokens", "m", "said"),
-    [(1, 4, 4, ""), (1, 4, 5, "does not hold 5"), (1, 0, 8, ""), (1, 9, 4, "are not those"), (2, 8, 8, "are not those")],
+    [
+        (1, 4, 4, ""),
+        (1, 4, 5, "does not hold 5"),
+        (1, 0, 8, ""),
+        (1, 9, 4, "are not those"),
+        (2, 8, 8, "are not those"),
+    ],
 )
 def test_small_batches_hold_the_tokens_that_they_say(tiles, tokens, m, said):
     target, problem = Target.parse("sm_90a"), WeightOnlyGemm(4096, 4096, 1, 192)

@@ -6,6 +6,7 @@ static void entry() {
   { Unseen unseen; mine->finished[me] = 1; }
   released(&finish); become(home_known); swapcontext(&mine->fibers[me], &home);
 }
+extern "C" long dynamic_shared = SHARED;  // bytes that a launch gives a CTA
 static void start(Cta &c, int slot, dim index, int threads) {
   c.slot = slot; c.index = index; c.left = threads;
   c.fibers.assign(threads, {}); c.finished.assign(threads, 0); c.known.assign(threads, nullptr);
@@ -16,6 +17,9 @@ static void start(Cta &c, int slot, dim index, int threads) {
   __asan_unpoison_memory_region(c.memory, bytes);  // of an earlier CTA
 #endif
   memset(c.memory, 0xff, SHARED + HEAP);
+#ifdef __SANITIZE_ADDRESS__
+  __asan_poison_memory_region(c.memory + dynamic_shared, SHARED - dynamic_shared);
+#endif
   for (auto *state : PerCtaState::all()) state->start(slot);
   for (int i = 0; i < threads; ++i) {
     getcontext(&c.fibers[i]); c.fibers[i].uc_stack.ss_sp = c.memory + SHARED + HEAP + i * STACK;
