@@ -121,13 +121,9 @@ def serves(problem: WeightOnlyGemm, target: Target, m: int) -> bool:
     return _START_US + cost(found, problem, target, COSTS[2], 2) < start + per_million * problem.n * problem.k / 1e6
 
 
-def _cheapest(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch | None:
-    return _cheapest_of(problem, target, -(-m // TOKENS_PER_TILE), tokens_for(m))
-
-
 @lru_cache(maxsize=256)  # asked by `serves` and by the choice, for every M
-def _cheapest_of(problem: WeightOnlyGemm, target: Target, token_tiles: int, tokens: int) -> SmallBatch | None:
-    return cheapest(every(problem, target, token_tiles, tokens), problem, target, COSTS)
+def _cheapest(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch | None:
+    return cheapest(every(problem, target, m), problem, target, COSTS)
 
 
 def tokens_for(m: int) -> int:
@@ -173,12 +169,13 @@ def cheapest(
     return min(even or usual or streaming or legal, key=microseconds, default=None)
 
 
-def every(problem: WeightOnlyGemm, target: Target, token_tiles: int, tokens: int) -> Iterator[SmallBatch]:
-    """`candidates`, and pairs of CTAs along k that are a cluster."""
-    made = [*candidates(problem, target, token_tiles)]
-    if token_tiles == 1 and target.supports("cluster"):
-        made += [replace(s, joined=True) for s in candidates(problem, target, 1, kcs=range(2, 3))]
-    yield from (replace(s, tokens=tokens) for s in made)
+def every(problem: WeightOnlyGemm, target: Target, m: int, kind: type[S] = SmallBatch) -> Iterator[S]:
+    """`candidates` for m tokens, and pairs of CTAs along k that are a cluster."""
+    tiles = -(-m // TOKENS_PER_TILE)
+    made = [*candidates(problem, target, tiles, kind)]
+    if tiles == 1 and target.supports("cluster"):
+        made += [replace(s, joined=True) for s in candidates(problem, target, 1, kind, kcs=range(2, 3))]
+    yield from (replace(s, tokens=tokens_for(m)) for s in made)
 
 
 def candidates(

@@ -138,10 +138,7 @@ class W4A16(Space):
 
     def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:
         if m <= small_batch.MAX_TOKENS:
-            tiles = -(-m // small_batch.TOKENS_PER_TILE)
-            yield from (
-                ("small_batch", s) for s in small_batch.every(self.problem, target, tiles, small_batch.tokens_for(m))
-            )
+            yield from (("small_batch", s) for s in small_batch.every(self.problem, target, m))
         if target.supports("wgmma.f16"):
             for shape in tiles_of(stream_k.BLOCK_TOKENS, m, self.problem, wide):
                 for stage_k in (64, 128):
