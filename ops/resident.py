@@ -24,6 +24,8 @@ from terrazzo.schedules.small_batch import MOST_JOINED, TOKENS_PER_TILE
 
 ITEM_K = 128
 """k extent of an item, the unit of work along k."""
+LEAST_PIECE = 2048
+"""Bytes of a row of X that are worth a copy of their own."""
 ROW_WORDS = 8
 """Parameter words of 16 rows in a record of a unit."""
 
@@ -126,7 +128,8 @@ def resident_macros(
     vec, threads, kp = 16 // size, split.threads, split.items * ITEM_K
     chunks = split.cta_items * ITEM_K // vec  # 16-byte pieces of a row
     copies = rows * chunks
-    parts = max(1, 8 // rows) if cluster == 1 else 1  # of a row: where rows are few, CTAs start in different ones
+    # of a row, so that about every warp asks for one piece: one copy after the other takes a thread 0.1 us each
+    parts = max(1, min(split.warps * cluster // rows, split.cta_items * ITEM_K * size // LEAST_PIECE))
     part = -(-split.cta_items // parts) * ITEM_K * size  # bytes
 
     @T.macro
@@ -160,18 +163,17 @@ def resident_macros(
     @T.macro
     def fetch_bulk(X, Xs, bar, m, at, bn, tx):
         """The items of CTA `at`, number bn along n; the CTAs of a cluster share the copies of a row."""
+        row_bytes = T.min(at.kn * ITEM_K, k - at.k0 * ITEM_K) * size
         if tx == 0:
-            row_bytes = T.min(at.kn * ITEM_K, k - at.k0 * ITEM_K) * size
             T.mbarrier_expect_tx(bar, m * row_bytes)
             T.barrier_arrive(bar)
-            piece = T.alloc_local((1,), "int32")
-            count = T.ceildiv(m - bn % cluster, cluster) * parts
-            # not all CTAs at the same place: it lies in a few L2 slices
-            piece[0] = bn // cluster % (rows * parts) * count // (rows * parts)
-            for _ in T.serial(count):
-                at_row = piece[0] // parts * cluster + bn % cluster
-                first = piece[0] % parts * part
-                if first < row_bytes:
+        if tx % 32 == 0:
+            # not all CTAs at the same place first: it lies in a few L2 slices
+            turn = (tx // 32 + bn // cluster) % split.warps
+            for e in T.unroll(-(-rows // cluster * parts // split.warps)):
+                at_row = (e * split.warps + turn) // parts * cluster + bn % cluster
+                first = (e * split.warps + turn) % parts * part
+                if T.And(at_row < m, first < row_bytes):
                     bulk(
                         Xs[at_row * pitch + first // size],
                         X[at_row, at.k0 * ITEM_K + first // size],
@@ -179,7 +181,6 @@ def resident_macros(
                         bar,
                         cluster,
                     )
-                piece[0] = T.if_then_else(piece[0] + 1 < count, piece[0] + 1, 0)
 
     @T.macro
     def fetch_async(X, Xs, bar, m, at, bn, tx):
