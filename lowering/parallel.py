@@ -1,7 +1,7 @@
 """Compiles many kernels at once, each in a process that sees no GPU.
 
-Workers are started as `python -m terrazzo.lowering.parallel` and speak JSON lines, one request and one answer at a
-time. A compiler that crashes or hangs costs the request it had in hand; the next request gets a fresh worker. Nothing
+Workers import what their parent would, from its sys.path and not from the folder that they start in, and speak JSON
+lines, one request and one answer at a time. A compiler that crashes or hangs costs the request it had in hand; the next request gets a fresh worker. Nothing
 is forked, so a parent with threads, CUDA or a script without a main guard is safe.
 """
 
@@ -26,6 +26,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import require_compiler
 
 Outcome = Path | CompileError
+_START = f"import sys; sys.path[:] = sys.argv[1:]; from {__name__} import _serve; _serve()"
 DEADLINE_S = 900.0
 
 
@@ -144,16 +145,16 @@ class _Worker(threading.Thread):
     def compile(self, request: KernelRequest) -> Outcome:
         if self.process is None:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
+                [sys.executable, "-c", _START, *sys.path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.noise,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
                 start_new_session=True,  # so that nvcc and its children can be stopped with it
             )
-            self.send({"path": sys.path})
         process = self.process
-        self.send({"request": request.as_dict()})
+        process.stdin.write(json.dumps(request.as_dict()).encode() + b"\n")
+        process.stdin.flush()
         ready, _, _ = select.select([process.stdout], [], [], self.deadline)
         answer = process.stdout.readline() if ready else b""
         if not answer:
@@ -166,10 +167,6 @@ class _Worker(threading.Thread):
             )
         said = json.loads(answer)
         return Path(said["folder"]) if "folder" in said else CompileError(said["error"])
-
-    def send(self, message: dict) -> None:
-        self.process.stdin.write(json.dumps(message).encode() + b"\n")
-        self.process.stdin.flush()
 
     def kill(self) -> None:
         process, self.process = self.process, None
@@ -191,18 +188,10 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        message = json.loads(line)
-        if "path" in message:
-            sys.path.extend(entry for entry in message["path"] if entry not in sys.path)
-            continue
-        request = KernelRequest.from_dict(message["request"])
+        request = KernelRequest.from_dict(json.loads(line))
         try:
             said = {"folder": str(compile_request(request))}
         except TerrazzoError as error:
             said = {"error": str(error)}
         answers.write(json.dumps(said) + "\n")
         answers.flush()
-
-
-if __name__ == "__main__":
-    _serve()

@@ -127,6 +127,11 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched(
             "small_batch joined", F16(W4A16(257, 1024), 8), tile=small_batch.SmallBatch(1, 2, 4, 4, 2, 2, joined=True)
         ),
+        Watched(
+            "small_batch with three of four rows",
+            F16(W4A16(257, 1152, 64), 3),
+            tile=small_batch.SmallBatch(1, 1, 8, 4, 1, 2, tokens=4),
+        ),
         Watched("stream_k post", F16(W4A16(256, 512, 32, scale="float32"), 33)),
         Watched("multistage", F16(W4A16(256, 512), 64), "sm_80"),
     ),

@@ -263,18 +263,27 @@ def pipeline_cases() -> list[Case]:
 
 def small_batch_cases() -> list[Case]:
     cases = []
-    splits = {  # token_tiles, kc, nc, warps, chunk, stages, cluster
+    splits = {  # token_tiles, kc, nc, warps, chunk, stages, cluster, joined, tokens
         SMALL: [
             (1, 1, 20, 5, 1, 2),
+            (1, 1, 7, 4, 2, 2, 1, False, 2),
             (1, 2, 7, 2, 2, 2),
+            (1, 2, 10, 2, 2, 2, 1, True),
+            (1, 2, 7, 2, 2, 2, 1, True, 4),
             (1, 5, 28, 1, 4, 1),
             (2, 1, 14, 3, 2, 3, 2),
             (4, 2, 10, 2, 2, 2),
             (4, 2, 14, 2, 2, 3, 2),
         ],
         RAGGED: [(1, 1, 32, 9, 1, 2), (2, 4, 16, 2, 1, 2, 2), (3, 3, 5, 3, 2, 2), (4, 1, 3, 8, 4, 2)],
-        THIN: [(1, 1, 8, 1, 1, 2), (2, 1, 2, 1, 2, 1, 2)],
-        DEEP: [(1, 8, 12, 4, 1, 2), (2, 3, 4, 8, 2, 2), (1, 1, 12, 16, 1, 3), (3, 4, 4, 8, 2, 2, 2)],
+        THIN: [(1, 1, 8, 1, 1, 2), (1, 1, 8, 1, 1, 2, 1, False, 1), (2, 1, 2, 1, 2, 1, 2)],
+        DEEP: [
+            (1, 8, 12, 4, 1, 2),
+            (1, 4, 12, 8, 1, 2, 1, True, 3),
+            (2, 3, 4, 8, 2, 2),
+            (1, 1, 12, 16, 1, 3),
+            (3, 4, 4, 8, 2, 2, 2),
+        ],
     }
     for weight, params in splits.items():
         for i, values in enumerate(params):
@@ -283,7 +292,7 @@ def small_batch_cases() -> list[Case]:
             for dequantization in ("xor", "unsigned"):
                 out_dtype, bias = (("int32", False), ("float16", True), ("bfloat16", False))[(i + len(cases)) % 3]
                 cases.append(Case("small_batch", weight, s, ms, dequantization, out_dtype, bias))
-                if len(values) == 6 and i < 2:
+                if s.cluster == 1 and not s.joined and i < 2:
                     cases.append(Case("small_batch", weight, s, ms, dequantization, arch="sm_80"))
             cases.append(Case("small_batch", weight, s, ms))
     return cases

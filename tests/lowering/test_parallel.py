@@ -7,6 +7,7 @@ import pytest
 from lowering_tools import needs_compiler, request_for
 from terrazzo.lowering import KernelRequest, compile_many, is_ready
 from terrazzo.lowering.errors import CompileError, ToolchainError
+from terrazzo.lowering.toolchain import toolchain
 
 FAULTS = """
 import os, time
@@ -60,3 +61,13 @@ def test_no_work_needs_no_compiler(cache_dir, monkeypatch):
     assert compile_many([]) == []
     with pytest.raises(ToolchainError, match="nvcc missing"):
         compile_many([request_for("scale")])
+
+
+@needs_compiler
+def test_a_worker_imports_nothing_from_the_folder_that_it_starts_in(cache_dir, tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise ImportError('not the one of the library')")
+    (tmp_path / "terrazzo").mkdir()
+    (tmp_path / "terrazzo" / "__init__.py").write_text("raise ImportError('not this one')")
+    monkeypatch.chdir(tmp_path)
+    request = request_for("scale")
+    assert compile_many([request])[0].name == request.cache_key(toolchain())
