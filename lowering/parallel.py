@@ -1,8 +1,8 @@
 """Compiles many kernels at once, each in a process that sees no GPU.
 
 Workers import what their parent would, from its sys.path and not from the folder that they start in, and speak JSON
-lines, one request and one answer at a time. A compiler that crashes or hangs costs the request it had in hand; the next request gets a fresh worker. Nothing
-is forked, so a parent with threads, CUDA or a script without a main guard is safe.
+lines, one request and one answer at a time. A compiler that crashes or hangs costs the request it had in hand; the next
+request gets a fresh worker. Nothing is forked, so a parent with threads, CUDA or a script without a main guard is safe.
 """
 
 from __future__ import annotations

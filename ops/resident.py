@@ -20,7 +20,8 @@ from terrazzo.ops.calls import (
     send16,
     zero16,
 )
-from terrazzo.schedules.small_batch import MOST_JOINED, TOKENS_PER_TILE
+from terrazzo.schedules.clusters import PAIR
+from terrazzo.schedules.small_batch import TOKENS_PER_TILE
 
 ITEM_K = 128
 """k extent of an item, the unit of work along k."""
@@ -87,8 +88,8 @@ def resident_rows(token_tiles: int, tokens: int) -> int:
 
 
 def x_row(token_tiles: int, rows: int, t, lane):
-    """Resident row of token `lane` % 8 of token tile t. The last tile may have fewer than 8: what is computed for tokens
-    that do not exist is not read, so they take the rows of others."""
+    """Resident row of token `lane` % 8 of token tile t. The last tile may have fewer than 8: what is computed for
+    tokens that do not exist is not read, so they take the rows of others."""
     import tilelang.language as T
 
     last = rows - (token_tiles - 1) * TOKENS_PER_TILE
@@ -99,15 +100,15 @@ def x_row(token_tiles: int, rows: int, t, lane):
 
 
 def cluster_shape(target: Target, kc: int, cluster: int, joined: bool) -> dict[str, tuple[int, int, int]]:
-    """Arguments of T.Kernel(kc, nc): clusters of CTAs with the same slice of X, or of those of a row range.
+    """Arguments of T.Kernel(kc, nc): clusters of CTAs with the same slice of X, or pairs along k.
 
     Raises:
-        ArgumentError: both, or more CTAs than CUDA promises a place for.
+        ArgumentError: both, or an odd number of CTAs along k.
     """
-    if joined and (cluster > 1 or not 2 <= kc <= MOST_JOINED or not target.supports("cluster")):
-        constraint = f"{kc} CTAs along k and {cluster} that share X: must be 2 to {MOST_JOINED} and 1, on sm_90a"
+    if joined and (cluster > 1 or kc % PAIR or not target.supports("cluster")):
+        constraint = f"{kc} CTAs along k and {cluster} that share X: must be even and 1, on sm_90a"
         raise ArgumentError("joined", joined, constraint, "take joined=False")
-    shape = (kc, 1, 1) if joined else (1, cluster, 1)
+    shape = (PAIR, 1, 1) if joined else (1, cluster, 1)
     return dict(cluster_dims=shape) if max(shape) > 1 else {}
 
 
@@ -278,17 +279,18 @@ def sum_macros(
     """Macros `stage` and `add_warps`, for each chunk of row tiles, and `add_ctas`, after the last; Q, shared memory of
     `words` sums, and the `place` of a sum in it.
 
-    A thread's sums `acc` are four 32-bit values of each row tile and 8 tokens; WS is [kc, tokens, rows]. Warps and
-    then CTAs are added in order.
+    A thread's sums `acc` are four 32-bit values of each row tile and 8 tokens. Warps and then CTAs are added in order,
+    these through WS [kc, tokens, rows] and a counter in SEM for each row range; if joined, [kc / 2, tokens, rows] and
+    two counters.
 
     Args:
         tokens: that a launch has at most; the columns of others are dropped.
         dtype: of the sums, "int32" or "float32".
         store: macro `store(to, r4, tok, row)` of four sums r4, rows row .. row + 3 of a token; `to` is the program's.
         floor: divide as Python does. The numbers are not negative, but the compiler does not know it.
-        joined: the CTAs along k are a cluster, each of which adds the sums of its share of the rows, as they come to
-            its inbox: no workspace, no fence, and nobody who adds all. `mail()` makes what that takes, macro `open`
-            comes first.
+        joined: pairs of CTAs along k are clusters; each adds the sums of its half of the rows, as they come to its
+            inbox. A single pair needs no workspace, no fence, and nobody who adds all. `mail()` makes what that takes,
+            macro `open` comes first.
     """
     import tilelang.language as T
 
@@ -297,27 +299,31 @@ def sum_macros(
     pitch = chunk * 16 + 4  # partial tiles [token][row]: stores and vector loads without bank conflicts
     part = tokens * pitch
 
-    quads = -(-split.most_rows // 4 // kc)  # of rows, that a CTA of a cluster adds
+    quads = -(-split.most_rows // 4 // PAIR)  # of rows, that a CTA of a pair adds
+    shares = kc // PAIR if joined else kc  # of the sums of a row, in WS
 
     def mail() -> SimpleNamespace | None:
         """Shared memory for the sums of others, and the mbarrier that counts them, where programs are `joined`."""
         if not joined:
             return None
-        words = kc * tokens * quads * 4
+        words = PAIR * tokens * quads * 4
         return SimpleNamespace(inbox=T.alloc_shared((words,), dtype), sent=T.alloc_barrier([1]))
+
+    def own_quads(bk, at):
+        """How many quads of rows CTA bk of a pair adds: the first half or what is left."""
+        return T.max(T.min((at.t1 - at.t0) * 4 - bk % PAIR * quads, quads), 0)
 
     @T.macro
     def open(mail, m, bk, at, tx):
         """What will come to this CTA's `inbox`, counted by its mbarrier `sent`."""
         past(mail.inbox[0], 0)  # in use from here on: no other buffer gets its place
         if tx == 0:
-            mine = T.max(T.min((at.t1 - at.t0) * 4 - bk * quads, quads), 0)
-            T.mbarrier_expect_tx(mail.sent[0], mine * T.min(m, tokens) * (kc * 16))
+            T.mbarrier_expect_tx(mail.sent[0], own_quads(bk, at) * T.min(m, tokens) * (PAIR * 16))
             T.barrier_arrive(mail.sent[0])
         T.cluster_arrive()
 
     def letter(sender, tok, quad):
-        """Where in the inbox the sums of four rows arrive from CTA `sender` along k."""
+        """Where in the inbox the sums of four rows arrive from CTA `sender` of the pair."""
         return ((sender * tokens + tok) * quads + quad) * 4
 
     def place(warp, lane, tile, t, i):
@@ -355,7 +361,7 @@ def sum_macros(
                         r4[i] = r4[i] + Q[wi * part + tok * pitch + row + i]
                 if joined:
                     quad = ci * chunk * 4 + row // 4
-                    send16(mail.inbox[letter(bk, tok, quad % quads)], quad // quads, r4[0], mail.sent[0])
+                    send16(mail.inbox[letter(bk % PAIR, tok, quad % quads)], quad // quads, r4[0], mail.sent[0])
                 elif kc > 1:
                     for i in T.vectorized(4):
                         WS[bk, tok, (at.t0 + ci * chunk) * 16 + row + i] = r4[i]
@@ -363,27 +369,47 @@ def sum_macros(
                     store(to, r4, tok, (at.t0 + ci * chunk) * 16 + row)
 
     @T.macro
-    def add_letters(mail, to, r4, m, bk, at, tx):
-        """This CTA's share of the rows: what all of the cluster have sent, in order of k."""
+    def add_letters(WS, mail, to, r4, m, bk, at, tx):
+        """This CTA's half of the rows: what both of the pair have sent, in order of k; stored, or with several pairs to
+        WS."""
         part = T.alloc_local((4,), dtype)
         T.barrier_wait(mail.sent[0], 0)
-        mine = T.max(T.min((at.t1 - at.t0) * 4 - bk * quads, quads), 0)
         for e in T.serial(T.ceildiv(quads * T.min(m, tokens), threads)):
             tok = (e * threads + tx) // quads
             quad = (e * threads + tx) % quads
-            if T.And(tok < T.min(m, tokens), quad < mine):
+            row = (at.t0 * 4 + bk % PAIR * quads + quad) * 4
+            if T.And(tok < T.min(m, tokens), quad < own_quads(bk, at)):
                 lds128(r4, mail.inbox[letter(0, tok, quad)])
-                for kk in T.unroll(1, kc):
-                    lds128(part, mail.inbox[letter(kk, tok, quad)])
-                    for i in T.unroll(4):
-                        r4[i] = r4[i] + part[i]
-                store(to, r4, tok, (at.t0 * 4 + bk * quads + quad) * 4)
+                lds128(part, mail.inbox[letter(1, tok, quad)])
+                for i in T.unroll(4):
+                    r4[i] = r4[i] + part[i]
+                if shares == 1:
+                    store(to, r4, tok, row)
+                else:
+                    for i in T.vectorized(4):
+                        WS[bk // PAIR, tok, row + i] = r4[i]
+
+    @T.macro
+    def add_pairs(WS, SEM, to, r4, m, bk, bn, at, tx):
+        """The last CTA of a half of a row range adds the sums of all pairs."""
+        if last_arrival(SEM[bn * PAIR + bk % PAIR], shares):
+            for e in T.serial(T.ceildiv(quads * T.min(m, tokens), threads)):
+                tok = (e * threads + tx) // quads
+                quad = (e * threads + tx) % quads
+                row = (at.t0 * 4 + bk % PAIR * quads + quad) * 4
+                if T.And(tok < T.min(m, tokens), quad < own_quads(bk, at)):
+                    ldcg4(r4, WS[0, tok, row])
+                    for kk in T.unroll(1, shares):
+                        addcg4(r4, WS[kk, tok, row], dtype=dtype)
+                    store(to, r4, tok, row)
 
     @T.macro
     def add_ctas(WS, SEM, mail, to, r4, m, bk, bn, at, tx):
-        """The last CTA of a row range adds the partial sums of all of them; or each its share of the rows."""
+        """The last CTA of a row range adds the partial sums of all of them; or of pairs, each for its half."""
         if joined:
-            add_letters(mail, to, r4, m, bk, at, tx)
+            add_letters(WS, mail, to, r4, m, bk, at, tx)
+            if shares > 1:
+                add_pairs(WS, SEM, to, r4, m, bk, bn, at, tx)
         elif kc > 1:
             if last_arrival(SEM[bn], kc):
                 for e in T.serial(T.ceildiv((at.t1 - at.t0) * 4 * T.min(m, tokens), threads)):

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
+from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.problem import WeightOnlyGemm
 
 TOKENS_PER_TILE = 8
@@ -19,7 +20,6 @@ _START_US = 1.8  # what a cost leaves out, for 16 tokens: takes the faster one o
 _STREAM_K_US = (3.4, 0.175)  # stream_k on 16 tokens, and for each million weights (14 of up to 84 million, 5 % rms)
 _USUAL_WARPS = {1: range(10, MAX_WARPS + 1), 2: range(5, 11)}  # token tiles -> warps that won on H200
 _JOINED_US = 0.72  # sums of a pair: 12 weights of 4 tokens on an H200, 1.5 % from the fastest that was timed
-MOST_JOINED = 8  # CTAs of a cluster that CUDA promises a place for
 _RESERVED = 1280  # static shared memory: barriers, flags, alignment
 
 
@@ -34,7 +34,7 @@ class SmallBatch:
         chunk: row tiles of one ring step; their partial sums are added across the warps together.
         stages: ring steps in flight for each warp.
         cluster: CTAs that share the load of X by multicast (1 or 2).
-        joined: the kc CTAs of a row range are a cluster, and add their sums through shared memory.
+        joined: pairs of CTAs along k are clusters, and add their sums through shared memory.
         tokens: most tokens of a launch, 0 for those of all token tiles; so many rows of X are resident.
     """
 
@@ -71,8 +71,14 @@ class SmallBatch:
     def inbox_bytes(self, problem: WeightOnlyGemm) -> int:
         """Shared memory for the sums that a cluster's CTAs send each other."""
         chunks = -(-problem.row_tiles // self.nc // self.chunk) + 1
-        quads = -(-chunks * self.chunk * 4 // self.kc)
-        return quads * self.kc * self.x_rows * 16 if self.joined else 0
+        quads = -(-chunks * self.chunk * 4 // PAIR)
+        return quads * PAIR * self.x_rows * 16 if self.joined else 0
+
+    def workspace(self, rows: int) -> tuple[tuple[int, int, int], tuple[int]]:
+        """Shapes of the sums and of the counters of CTAs along k, for a weight of `rows` rows."""
+        if self.joined:
+            return (self.kc // PAIR, self.x_rows, rows), (self.nc * PAIR,)
+        return (self.kc, self.x_rows, rows), (self.nc,)
 
     def registers(self) -> int:
         """Estimate of the registers of a thread: accumulators, X fragments, one item in flight."""
@@ -170,11 +176,11 @@ def cheapest(
 
 
 def every(problem: WeightOnlyGemm, target: Target, m: int, kind: type[S] = SmallBatch) -> Iterator[S]:
-    """`candidates` for m tokens, and pairs of CTAs along k that are a cluster."""
+    """`candidates` for m tokens, and those where pairs of CTAs along k are clusters."""
     tiles = -(-m // TOKENS_PER_TILE)
     made = [*candidates(problem, target, tiles, kind)]
     if tiles == 1 and target.supports("cluster"):
-        made += [replace(s, joined=True) for s in candidates(problem, target, 1, kind, kcs=range(2, 3))]
+        made += [replace(s, joined=True) for s in candidates(problem, target, 1, kind, kcs=range(PAIR, 17, PAIR))]
     yield from (replace(s, tokens=tokens_for(m)) for s in made)
 
 
@@ -199,6 +205,7 @@ def cost(s: SmallBatch, problem: WeightOnlyGemm, target: Target, c: Cost, x_byte
     chunks = -(-rows // s.chunk)
     items = -(-problem.units // s.kc)
     steps = chunks * -(-items // s.warps)  # of a warp
+    shares = s.kc // PAIR if s.joined else s.kc
     item_bytes = 1024 + problem.groups_per_128 * problem.record_bytes / 4
     stream = problem.row_tiles * problem.units * item_bytes / (target.dram_gb_s * 900)
     padding = steps * s.chunk * s.warps * s.nc * s.kc / (problem.row_tiles * problem.units) - 1  # steps not full
@@ -207,7 +214,8 @@ def cost(s: SmallBatch, problem: WeightOnlyGemm, target: Target, c: Cost, x_byte
         stream * (c.stream + c.padding * padding + c.latency * max(0, 32 / in_flight - 1) + c.tail * s.chunk / rows)
         + c.chunk * chunks
         + c.x * items * x_bytes * s.x_rows / TOKENS_PER_TILE / s.cluster
-        + (_JOINED_US if s.joined else (c.kc * s.kc + c.split) * (s.kc > 1))
+        + _JOINED_US * s.joined
+        + (c.kc * shares + c.split) * (shares > 1)
         + c.items * steps * s.chunk * s.warps / 16
         + c.sums * chunks * s.chunk * s.x_rows / TOKENS_PER_TILE * s.warps / 128
     )

@@ -15,6 +15,7 @@ from typing import Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import multistage, records, small_batch, stream_k, w4a8
+from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.partition import Partition
 from terrazzo.schedules.problem import WeightOnlyGemm
 
@@ -336,8 +337,8 @@ def small_batch_refusal(s: small_batch.SmallBatch, problem: WeightOnlyGemm, targ
         return f"{s.tokens} tokens are not those of {s.token_tiles} tiles"
     if min(s.kc, s.nc, s.warps, s.chunk, s.stages, s.cluster, s.token_tiles) < 1 or s.nc % s.cluster:
         return "a count below one, or CTAs that do not divide into clusters"
-    if s.joined and (s.cluster > 1 or not 2 <= s.kc <= small_batch.MOST_JOINED or not target.supports("cluster")):
-        return f"{s.kc} CTAs along k, {s.cluster} with the same slice of x, cannot be a cluster"
+    if s.joined and (s.cluster > 1 or s.kc % PAIR or not target.supports("cluster")):
+        return f"{s.kc} CTAs along k, {s.cluster} with the same slice of x, cannot be pairs"
     if s.warps > min(small_batch.MAX_WARPS, problem.units // s.kc):
         return f"{s.warps} warps have no work in k / {s.kc}"
     if s.kc * s.nc > target.sms:

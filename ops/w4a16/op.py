@@ -66,8 +66,7 @@ def plan(
         program, s = space.heuristic(target, m)
     if program == "small_batch":
         chosen = request(small_batch_program, s, "post" if numerics == "auto" else numerics)
-        workspace = (s.kc, s.x_rows, problem.row_blocks * 64)
-        return Plan(chosen, workspace, (s.nc,), ())
+        return Plan(chosen, *s.workspace(problem.row_blocks * 64), ())
     if program == "stream_k":
         part = stream_k.partition(s, problem, runs_on, m)
         return Plan(

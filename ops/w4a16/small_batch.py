@@ -3,8 +3,8 @@
 Persistent: kc x nc CTAs, at most one for each SM. A CTA owns one k range and about N/16/nc row tiles of 16; its slice
 of X is loaded once. The warps of a CTA split its k range, so each streams its own weights with no barrier in the main
 loop; they sum their partial tiles through shared memory in a fixed order once per `chunk` tiles. With kc > 1 the last
-CTA of a row range sums the kc partials in a fixed order, so the result has the same bits in every run. `joined`: the kc
-CTAs of a row range are a cluster, and each sums a share of the rows, as the others send them to its shared memory.
+CTA of a row range sums the kc partials in a fixed order, so the result has the same bits in every run. `joined`: pairs
+of CTAs along k are clusters, and each sums half of the rows, as the other sends them to its shared memory.
 
 Numerics (specs.md B.3): `post` multiplies unscaled codes and applies scale and zero to f32 sums, once per group;
 `exact` and `fused` scale the operand.
@@ -29,6 +29,7 @@ from terrazzo.ops.resident import ITEM_K, Split, cluster_shape, resident_macros,
 from terrazzo.ops.tile_program import OWN_BARRIERS
 from terrazzo.ops.w4a16.operand import Operand
 from terrazzo.ops.w4a16.param_macros import param_macros
+from terrazzo.schedules.clusters import PAIR
 
 PASS_CONFIGS = OWN_BARRIERS
 
@@ -58,8 +59,8 @@ def build(
 
     Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/64, Np/64, 512]; P uint8 [G, Np/64, R]; B [n] in `dtype`
     (one element when there is no bias); WS f32 [kc, tokens, Np]; SEM int32 [nc], zero before the first
-    launch and after each one. `group` is 0 for one scale per row. With `joined`, the kc CTAs of a row range are a
-    cluster and need neither WS nor SEM.
+    launch and after each one. `group` is 0 for one scale per row. With `joined`, pairs of CTAs along k are
+    clusters, WS is [kc / 2, tokens, Np] and SEM [2 nc]; one pair needs neither.
     """
     import tilelang.language as T
 
@@ -235,8 +236,8 @@ def build(
         W: T.Tensor((kp // 64, np_ // 64, 512), "int32"),
         P: T.Tensor((groups, np_ // 64, rec), "uint8"),
         B: T.Tensor((n if bias else 1,), dtype),
-        WS: T.Tensor((kc, rows, np_), "float32"),
-        SEM: T.Tensor((nc,), "int32"),
+        WS: T.Tensor((kc // PAIR if joined else kc, rows, np_), "float32"),
+        SEM: T.Tensor((nc * PAIR if joined else nc,), "int32"),
         Y: T.Tensor((M, n), dtype),
     ):
         with T.Kernel(kc, nc, threads=threads, prelude=source, **cluster_dims) as (bk, bn):

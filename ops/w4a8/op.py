@@ -94,8 +94,7 @@ def plan(
     else:
         program, s = schedules.choose_pipeline(pipeline, gemm, target, m)
     if program == "small_batch":
-        workspace = (s.kc, s.x_rows, gemm.row_blocks * 64)
-        return Plan(request(small_batch_program, s), workspace, (s.nc,), ())
+        return Plan(request(small_batch_program, s), *s.workspace(gemm.row_blocks * 64), ())
     if program == "multistage":
         return Plan(request(multistage_program, s), *multistage.launch_sizes(s, gemm, m), ())
     part = schedules.partition(s, gemm, device or target, m)

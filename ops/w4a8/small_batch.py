@@ -21,6 +21,7 @@ from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.w4a8 import fp8_problem
 from terrazzo.ops.w4a8.operand import operand_macros
 from terrazzo.ops.w4a8.problem import UNIT_K
+from terrazzo.schedules.clusters import PAIR
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 
@@ -50,7 +51,7 @@ def build(
     int32 [M] sums of the rows of X (read by "unsigned" only); B f32 [n] (one element without a bias); WS int32
     [kc, tokens, Np]; SEM int32 [nc], zero before the first launch and after each one; Y [M, n] in `out_dtype`.
     With `dequantization` "e4m3", the bytes of X are e4m3, RS [1] is not read, and WS is f32. With `joined`,
-    the kc CTAs of a row range are a cluster and need neither WS nor SEM.
+    pairs of CTAs along k are clusters, WS is [kc / 2, tokens, Np] and SEM [2 nc]; one pair needs neither.
     """
     import tilelang.language as T
 
@@ -131,8 +132,8 @@ def build(
         XS: T.Tensor((M,), "float32"),
         RS: T.Tensor((1 if e4m3 else M,), "int32"),
         B: T.Tensor((n if bias else 1,), "float32"),
-        WS: T.Tensor((kc, most, rows), sum_type),
-        SEM: T.Tensor((nc,), "int32"),
+        WS: T.Tensor((kc // PAIR if joined else kc, most, rows), sum_type),
+        SEM: T.Tensor((nc * PAIR if joined else nc,), "int32"),
         Y: T.Tensor((M, n), out_dtype),
     ):
         with T.Kernel(kc, nc, threads=split.threads, prelude=source, **cluster_dims) as (bk, bn):

@@ -72,8 +72,7 @@ def plan(
         slots = schedule.ctas * (device or target).sms  # a CTA leaves at most one sum
         return Plan(request, (slots, schedule.sums // 4, schedule.warps * 32, 4), (slots,), ()), schedule
     if name == "small_batch":
-        workspace = (schedule.kc, schedule.x_rows, gemm.row_blocks * 64)
-        return Plan(request, workspace, (schedule.nc,), ()), None
+        return Plan(request, *schedule.workspace(gemm.row_blocks * 64), ()), None
     part = schedules.partition(schedule, gemm, device or target, m)
     workspace = (part.grid, schedule.warpgroups, schedule.block_tokens // 8, 128, 4)
     return Plan(request, workspace, (part.grid, schedule.warpgroups), (part.shared,)), None

@@ -22,6 +22,7 @@ from terrazzo.ops.resident import (
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.w4ax import problem
 from terrazzo.ops.w4ax.problem import UNIT_K, UNIT_WORDS, Gemm
+from terrazzo.schedules.clusters import PAIR
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 
@@ -50,7 +51,8 @@ def build(
     Shapes: X int8 [M, k], both kinds of blocks in bytes; W int32 [k/128, Np/64, 1056]; XS f32 [k/128, MP] scales of the
     tokens, MP >= M; S f32 [Np] channel scales (one element unless two-level); B f32 [n] (one element without a bias);
     WS f32 [kc, tokens, Np]; SEM int32 [nc], zero before the first launch and after each one; Y [M, n] in
-    `out_dtype`. With `joined`, the kc CTAs of a row range are a cluster and need neither WS nor SEM.
+    `out_dtype`. With `joined`, pairs of CTAs along k are clusters, WS is [kc / 2, tokens, Np] and SEM [2 nc]; one pair
+    needs neither.
 
     Raises:
         ArgumentError: a format outside the limits, or more warps than blocks of a CTA.
@@ -126,8 +128,8 @@ def build(
         XS: T.Tensor((units, MP), "float32"),
         S: T.Tensor((rows if two_level else 1,), "float32"),
         B: T.Tensor((n if bias else 1,), "float32"),
-        WS: T.Tensor((kc, most, rows), "float32"),
-        SEM: T.Tensor((nc,), "int32"),
+        WS: T.Tensor((kc // PAIR if joined else kc, most, rows), "float32"),
+        SEM: T.Tensor((nc * PAIR if joined else nc,), "int32"),
         Y: T.Tensor((M, n), out_dtype),
     ):
         with T.Kernel(kc, nc, threads=threads, prelude=source, **cluster_dims) as (bk, bn):

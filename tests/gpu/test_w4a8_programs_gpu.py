@@ -129,7 +129,7 @@ def buffers(case: Case, m: int, grid: tuple[int, int] | None) -> tuple[torch.Ten
     """Workspace full of garbage, semaphores, trailing scalars."""
     s = case.schedule
     if case.program == "small_batch":
-        shape, sem, scalars = (s.kc, s.x_rows, -(-case.weight.n // 64) * 64), (s.nc,), ()
+        (shape, sem), scalars = s.workspace(-(-case.weight.n // 64) * 64), ()
     elif case.program == "multistage":
         (shape, sem), scalars = launch_sizes(s, problem(case), m), ()
     else:

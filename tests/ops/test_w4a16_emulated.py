@@ -188,7 +188,7 @@ SMALL_BATCH = {  # weight, m, numerics, schedule, target
     ),
     "fused, bf16": (Spec(130, 400, 64, dtype=BF16), 8, "fused", SmallBatch(1, 2, 4, 2, 3, 3), "sm_90a"),
     "a scale for each row": (Spec(192, 1024, -1), 9, "exact", SmallBatch(2, 2, 5, 4, 1, 4), "sm_90a"),
-    "joined": (Spec(203, 651, 64, bias=True), 5, "post", SmallBatch(1, 3, 2, 2, 2, 2, joined=True), "sm_90a"),
+    "joined": (Spec(203, 651, 64, bias=True), 5, "post", SmallBatch(1, 2, 3, 2, 2, 2, joined=True), "sm_90a"),
     "joined, two tiles": (
         Spec(130, 1040, 32, dtype=BF16), 13, "exact", SmallBatch(2, 8, 1, 1, 3, 2, joined=True), "sm_90a",
     ),

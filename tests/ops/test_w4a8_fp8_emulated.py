@@ -153,9 +153,9 @@ def test_kernel(name, tmp_path):
         space, flags = multistage.launch_sizes(schedule, problem, m)
         y = mma_sync("multistage", weight, given, scales, schedule, grid, space, flags, tmp_path, out_dtype)
     else:
-        space = (schedule.kc, schedule.x_rows, -(-n // 64) * 64)
+        space, counters = schedule.workspace(-(-n // 64) * 64)
         grid = (schedule.kc, schedule.nc, 1)
-        y = mma_sync("small_batch", weight, given, scales, schedule, grid, space, (schedule.nc,), tmp_path, out_dtype)
+        y = mma_sync("small_batch", weight, given, scales, schedule, grid, space, counters, tmp_path, out_dtype)
     ref = fp8_reference.gemm(q, scales, weight)
     bound = fp8_reference.forward_error_bound(q, scales, weight, y.dtype, fraction_bits=23)
     assert bool(((y.double() - ref).abs() <= bound).all())

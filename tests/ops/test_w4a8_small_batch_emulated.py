@@ -12,6 +12,7 @@ from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.w4a8 import small_batch
 from terrazzo.ops.w4a8.format import QuantizedWeight, pack
 from terrazzo.ops.w4a8.problem import ComparedGemm
+from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.w4a8 import SmallBatch
 from test_w4a8_emulated import EXTRA
 from test_w4a8_grouped_emulated import ALL
@@ -56,12 +57,12 @@ def emulate(weight, x, x_scales, schedule, folder, *, target, out_dtype, dequant
         [*base, SHIMS, gemm.converter.device_source],
         schedule.warps * 32,
         folder,
-        schedule.kc if schedule.joined else 1,
+        PAIR if schedule.joined else 1,
     )
     kernel.give(home)
     y = torch.full((m, weight.n), -77 if gemm.raw else float("nan"), dtype=getattr(torch, out_dtype))
-    semaphores = torch.zeros(schedule.nc, dtype=torch.int32)
-    workspace = (schedule.kc, schedule.x_rows, -(-weight.n // 64) * 64)
+    workspace, counters = schedule.workspace(-(-weight.n // 64) * 64)
+    semaphores = torch.zeros(counters, dtype=torch.int32)
     kernel(
         (schedule.kc, schedule.nc, 1), X=x, W=packed.words, S=packed.channel_scales, XS=x_scales,
         RS=x.sum(1, dtype=torch.int32), B=bias, WS=torch.full(workspace, 0x5A5A5A5A, dtype=torch.int32),

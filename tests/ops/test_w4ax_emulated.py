@@ -15,6 +15,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.w4ax import activations, integer, persistent, problem, reference, small_batch, stream_k
 from terrazzo.schedules import w4ax as schedules
+from terrazzo.schedules.clusters import PAIR
 from test_attention_prefill_emulated import on_cpu
 from test_w4a8_emulated import EXTRA
 from test_w4ax_format import random_weight
@@ -236,12 +237,12 @@ def emulate_small_batch(weight, q, scales, schedule, folder, *, out_dtype):
     base = EXTRA.replace("typedef unsigned char uchar;", "")
     kernel = CpuKernel(
         source, [WGMMA, base, SHIMS, gemm.converter.device_source, problem.SOURCE], schedule.warps * 32, folder,
-        schedule.kc if schedule.joined else 1,
+        PAIR if schedule.joined else 1,
     )  # fmt: skip
     kernel.give(home)
     y = torch.full((m, weight.n), float("nan"), dtype=getattr(torch, out_dtype))
-    semaphores = torch.zeros(schedule.nc, dtype=torch.int32)
-    workspace = torch.full((schedule.kc, schedule.x_rows, packed.words.shape[1] * 64), float("nan"))
+    space, counters = schedule.workspace(packed.words.shape[1] * 64)
+    semaphores, workspace = torch.zeros(counters, dtype=torch.int32), torch.full(space, float("nan"))
     kernel(
         (schedule.kc, schedule.nc, 1), X=x.q8, W=packed.words, XS=x.scales, S=channel_scales(packed), B=bias,
         WS=workspace, SEM=semaphores, Y=y, m=m, mp=x.scales.shape[1],

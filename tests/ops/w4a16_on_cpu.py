@@ -12,6 +12,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.ops.tile_scheduler import EXPERTS_SOURCE
 from terrazzo.ops.w4a16 import multistage, stream_k
 from terrazzo.ops.w4a16.format import PackedWeight
+from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.multistage import launch_sizes
 from terrazzo.schedules.problem import WeightOnlyGemm
 from test_w4a8_emulated import EXTRA
@@ -125,7 +126,7 @@ class Program:
         threads = schedule.warpgroups * 128 + 128 if program is stream_k else schedule.warps * 32
         cluster = schedule.cluster if program is stream_k else 1
         if getattr(schedule, "joined", False):
-            cluster = schedule.kc
+            cluster = PAIR
         self.kernel = CpuKernel(source, shims, threads, folder, cluster)
         self.kernel.give(home)
 
@@ -153,8 +154,7 @@ class Program:
 
     def small_batch(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
         s = self.schedule
-        space = (s.kc, s.x_rows, packed.words.shape[1] * 64)
-        return self._launch((s.kc, s.nc, 1), x, packed, space, (s.nc,))
+        return self._launch((s.kc, s.nc, 1), x, packed, *s.workspace(packed.words.shape[1] * 64))
 
     def multistage(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
         s, problem = self.schedule, WeightOnlyGemm(self.spec.n, self.k, 1, 64)

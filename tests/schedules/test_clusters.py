@@ -75,7 +75,7 @@ def test_experts_do_not_share_tiles_by_clusters(form, n, k, m, experts):
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [(dict(kc=1), "cannot be a cluster"), (dict(cluster=2), "cannot be a cluster"), (dict(kc=9), "9")],
+    [(dict(kc=1), "cannot be pairs"), (dict(cluster=2), "cannot be pairs"), (dict(kc=9), "9")],
 )
 def test_small_batches_that_cannot_be_joined_are_refused(change, said):
     schedule = small_batch.SmallBatch(
