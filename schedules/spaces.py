@@ -175,8 +175,7 @@ class W4A16(Space):
 
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
         if program == "small_batch":
-            costs = small_batch.COSTS
-            return small_batch.cost(schedule, self.problem, target, costs[min(schedule.token_tiles, max(costs))], 2)
+            return small_batch.cost(schedule, self.problem, target, small_batch.COSTS, 2)
         if program == "multistage":
             unit = 4096 + self.problem.groups_per_128 * self.problem.record_bytes
             return _multistage_us(schedule, self.problem, target, m, unit, 2, "f16")
@@ -198,16 +197,14 @@ class W4A8(Space):
 
     def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
         if w4a8.serves(self.problem, target, m):
-            return "small_batch", w4a8.choose_small_batch(self.problem, target, _w4a8_tokens(m))
+            return "small_batch", w4a8.choose_small_batch(self.problem, target, m)
         if target.supports("wgmma.s8"):
             return "stream_k", w4a8.choose(self.problem, target, m)
         return "multistage", w4a8.choose_multistage(self.problem, target, m)
 
     def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:
         if m <= w4a8.MAX_TOKENS:
-            tiles = -(-m // w4a8.TOKENS_PER_TILE)
-            every = small_batch.candidates(self.problem, target, tiles, w4a8.SmallBatch)
-            yield from (("small_batch", s) for s in every)
+            yield from (("small_batch", s) for s in w4a8.small_batches(self.problem, target, m))
         if target.supports("wgmma.s8"):
             for shape in tiles_of(w4a8.BLOCK_TOKENS, m, self.problem, wide):
                 s = w4a8.StreamK(*shape[:3], stages=2, raster=shape[3])
@@ -279,11 +276,6 @@ def choose(
             if found.how == "forced":
                 raise ArgumentError("schedule", dict(found.params), reason, "take one of the space")
     return space.heuristic(target, m)
-
-
-def _w4a8_tokens(m: int) -> int:
-    """Tokens of the small-batch kernel that serves m."""
-    return next((t for t in (8, 16, w4a8.MAX_TOKENS) if m <= t), w4a8.MAX_TOKENS)
 
 
 def _later(schedule: Any) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import ClassVar, TypeVar
@@ -23,19 +23,20 @@ RECORD_BYTES = 128
 OTHER_PIPELINES = ("pingpong", "excp", "basic", "basic_overlapped")
 """On wgmma, besides imfp, which is stream_k."""
 CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq", "vadd4": "u4_s8_vadd4"}
-# weights from which up to 16 tokens are faster on wgmma, or up to 8 where k is not divided: the choice was the faster
-# program or at most 3 % slower for 15 weights on an H200 (docs/jobs/small.toml; the records hold the faster one)
-_LARGE, _LARGE_UNDIVIDED = 40e6, 60e6
+_LARGE = 40e6  # weights from which 9 to 16 tokens are faster on wgmma, and up to 8 may be (H200)
 _MIDDLE = 26e6  # weights from which wgmma is faster than more than two token tiles (measured on H200)
-COSTS = {  # of small batches: token tiles -> fitted to 80 measurements on H200, 6 % rms
-    1: small_batch.Cost(0.685, 0.0, 0.708, 0.172, 0.124, 0.03, 0.3, 0.2, 0.233),
-    2: small_batch.Cost(0.169, 0.0, 0.0, 0.0, 0.434, 0.0032, 0.131, 0.358, 0.512),
+COSTS = {  # of small batches: resident rows -> fitted to measurements on H200: 155 of 1 and 4 tokens, 5 % rms, the
+    # choice within 3 % of the fastest of 15 weights (tests/data/tuning/small_batch_h200.json); some 40 of 16
+    8: small_batch.Cost(
+        0.0494, 0.0, 0.2536, 0.3695, 0.1217, 0.0175, 0.364, 0.9313, 0.4707, joined=0.7125, alone=0.474, flight=48
+    ),
+    16: small_batch.Cost(0.169, 0.0, 0.0, 0.0, 0.434, 0.0032, 0.131, 0.358, 0.512),
     # estimates, not measured: the loop over items takes as many issue slots as with 2 (machine code of a row tile of
     # 16 x 128 k: 103, 110, 105, 108 instructions with 1 to 4 token tiles, 4 IMMA more for each), half of what DRAM
     # takes, so streaming costs the same. A chunk's 0.434 us is split into what grows with its sums and what does not;
     # 128 KB of X come as for W4A16 on 16 tokens; the workspace grows with the tokens.
-    3: small_batch.Cost(0.169, 0.0, 0.0, 0.0, 0.23, 0.01, 0.197, 0.358, 0.512, 0.6),
-    4: small_batch.Cost(0.169, 0.0, 0.0, 0.0, 0.23, 0.01, 0.262, 0.358, 0.512, 0.6),
+    24: small_batch.Cost(0.169, 0.0, 0.0, 0.0, 0.23, 0.01, 0.197, 0.358, 0.512, 0.6),
+    32: small_batch.Cost(0.169, 0.0, 0.0, 0.0, 0.23, 0.01, 0.262, 0.358, 0.512, 0.6),
 }
 TILE_COSTS = tile_costs.TileCosts(  # units fitted to 192 measurements of group 64 on H200 (5 % rms), the rest to 1337
     start=1.58, store=0.985, share=2.308, add=0.728, uneven=0.254, uneven_area=1.398,
@@ -53,6 +54,8 @@ which the choice is within 0.6 % of the fastest of 33 problems (H200)."""
 _START_US = 2.5  # what a cost leaves out: mean of six measurements of 16 tokens
 # of 32 tokens, and of each million weights: fitted to eight measurements on H200, 3 % rms
 _STREAM_K_US = (4.6, 0.135)
+# up to 8 tokens: what the cost of small_batch leaves out, and what that of stream_k has too much
+_SMALL_START_US, _OVERRATED_US = 0.44, 1.1
 _RESERVED = 2048  # barriers, flags, alignment
 UNROLLED_STAGES = 8
 """Most stages of `stream_k`, which unrolls a round of its ring: more code costs what more stages bring. At 64 tokens
@@ -344,6 +347,10 @@ def candidates(problem: IntegerGemm, target: Target, m: int) -> Iterator[StreamK
 class SmallBatch(small_batch.SmallBatch):
     """The W4A8 form of the small-batch schedule: X is int8, parameters are part of the units."""
 
+    costs: ClassVar[Mapping[int, small_batch.Cost]] = COSTS
+    pairs: ClassVar[bool] = True
+    """Whether heuristic and search take those where pairs of CTAs along k are clusters, and few rows of X."""
+
     def smem_bytes(self, problem: IntegerGemm) -> int:
         """Dynamic and static shared memory of one CTA."""
         x = self.x_rows * (-(-problem.units // self.kc) * 128 + 16) + 128
@@ -370,10 +377,8 @@ class SmallBatch(small_batch.SmallBatch):
 
 def serves(problem: IntegerGemm, target: Target, m: int) -> bool:
     """Whether small_batch is the program for m tokens: up to 16 without wgmma or for small weights, up to 8 for larger
-    and up to 32 for still smaller ones with k undivided; never where no CTA can hold its part of X.
-
-    Up to 32 tokens its estimate must be below what stream_k takes.
-    """
+    and up to 32 for still smaller ones with k undivided, where its estimate is below that of stream_k; never where no
+    CTA can hold its part of X."""
     wgmma, weights = target.supports("wgmma.s8"), problem.n * problem.k
     if m > (MAX_TOKENS if wgmma else 2 * TOKENS_PER_TILE):
         return False
@@ -383,7 +388,10 @@ def serves(problem: IntegerGemm, target: Target, m: int) -> bool:
         return False
     if not wide and (weights < _LARGE or not wgmma):
         return True
-    if found.kc > 1 or weights > (_LARGE_UNDIVIDED if m <= TOKENS_PER_TILE else _MIDDLE):
+    if m <= TOKENS_PER_TILE:
+        other = stream_k_us(choose(problem, target, m), problem, target, m) - _OVERRATED_US
+        return _SMALL_START_US + small_batch_us(found, problem, target) < other
+    if found.kc > 1 or weights > _MIDDLE:
         return False
     start, per_million = _STREAM_K_US
     return not wide or _START_US + small_batch_us(found, problem, target) < start + per_million * weights / 1e6
@@ -391,19 +399,19 @@ def serves(problem: IntegerGemm, target: Target, m: int) -> bool:
 
 def small_batch_us(schedule: SmallBatch, problem: IntegerGemm, target: Target) -> float:
     """Predicted microseconds, up to a constant."""
-    costs = COSTS[min(schedule.token_tiles, max(COSTS))]
-    return small_batch.cost(schedule, problem, target, costs, x_bytes=1)
+    return small_batch.cost(schedule, problem, target, schedule.costs, x_bytes=1)
 
 
 def choose_small_batch(problem: IntegerGemm, target: Target, m: int, kind: type[SmallBatch] = SmallBatch) -> SmallBatch:
-    """The cheapest split of k and of the warps; `kind`: the operator's form of the schedule.
+    """The cheapest split of k and of the warps for m tokens, from 17 on for all that it holds; `kind`: the operator's
+    form of the schedule.
 
     Raises:
         ArgumentError: more than MAX_TOKENS tokens, or a target whose shared memory cannot hold any slice of X.
     """
     if not 1 <= m <= MAX_TOKENS:
         raise ArgumentError("m", m, f"must be 1..{MAX_TOKENS} for the small-batch program", "use a tile program")
-    best = _cheapest(problem, target, m, kind)
+    best = _cheapest(problem, target, m if m <= 2 * TOKENS_PER_TILE else MAX_TOKENS, kind)
     if best is None:
         raise ArgumentError("target", target.arch, f"has too little shared memory for K = {problem.k}", "split K")
     return best
@@ -411,8 +419,18 @@ def choose_small_batch(problem: IntegerGemm, target: Target, m: int, kind: type[
 
 @lru_cache(maxsize=256)  # asked by `serves` and by the choice, for every M
 def _cheapest(problem: IntegerGemm, target: Target, m: int, kind: type[SmallBatch]) -> SmallBatch | None:
-    every = small_batch.candidates(problem, target, -(-m // TOKENS_PER_TILE), kind)
-    return small_batch.cheapest(every, problem, target, COSTS, x_bytes=1)
+    made = small_batches(problem, target, m, kind)
+    few = (s for s in made if not kind.pairs or s.token_tiles > 1 or s.stages <= small_batch.MOST_STAGES)
+    return small_batch.cheapest(few, problem, target, kind.costs, x_bytes=1)
+
+
+def small_batches(
+    problem: IntegerGemm, target: Target, m: int, kind: type[SmallBatch] = SmallBatch
+) -> Iterator[SmallBatch]:
+    """Every schedule of small batches worth a look for m tokens."""
+    if kind.pairs:
+        return small_batch.every(problem, target, m, kind)
+    return small_batch.candidates(problem, target, -(-m // TOKENS_PER_TILE), kind)
 
 
 class Multistage(multistage.Multistage):

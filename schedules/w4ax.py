@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
@@ -82,6 +83,11 @@ def quantizer_warps(k: int, target: Target, m: int) -> int:
 class SmallBatch(w4a8.SmallBatch):
     """The W4Ax form of the small-batch schedule: scales of the tokens lie beside X, sums are scaled for each block."""
 
+    costs: ClassVar[Mapping[int, small_batch.Cost]] = w4a8.COSTS | {
+        8: small_batch.Cost(0.685, 0.0, 0.708, 0.172, 0.124, 0.03, 0.3, 0.2, 0.233)
+    }
+    pairs = False  # not measured
+
     def scale_bytes(self, problem: MixedGemm) -> int:
         """Scales of tokens and blocks, and with two levels of rows, that wait in shared memory."""
         rows = self.most_rows(problem) if problem.two_level else 0
@@ -106,8 +112,7 @@ def choose_small_batch(problem: MixedGemm, target: Target, m: int) -> SmallBatch
 
 def small_batch_us(schedule: SmallBatch, problem: MixedGemm, target: Target) -> float:
     """Predicted microseconds, up to a constant."""
-    costs = w4a8.COSTS
-    return small_batch.cost(schedule, problem, target, costs[min(schedule.token_tiles, max(costs))], x_bytes=1)
+    return small_batch.cost(schedule, problem, target, schedule.costs, x_bytes=1)
 
 
 @dataclass(frozen=True)

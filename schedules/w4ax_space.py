@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import small_batch, spaces, w4ax
+from terrazzo.schedules import spaces, w4a8, w4ax
 
 _PERSISTENT = ((16, 4, 1), (32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 2))  # tokens, warps, warps along the tokens
 _TURNS = 0.1  # of a stream-K kernel's time that warpgroups in turn save (an estimate, so that both are measured)
@@ -38,9 +38,8 @@ class W4Ax(spaces.Space):
     def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:
         if not _native(target):
             if m <= w4ax.MAX_TOKENS:
-                tiles = -(-m // small_batch.TOKENS_PER_TILE)
-                every = small_batch.candidates(self.problem, target, tiles, w4ax.SmallBatch)
-                yield from (("small_batch", s) for s in every)
+                made = w4a8.small_batches(self.problem, target, m, w4ax.SmallBatch)
+                yield from (("small_batch", s) for s in made)
             for tokens, warpgroups, row_blocks, raster in spaces.tiles_of(w4ax.BLOCK_TOKENS, m, self.problem, True):
                 other = wide or raster == 8 or -(-m // tokens) > min(raster, 8)  # the same order of tiles otherwise
                 tile = dict(block_tokens=tokens, warpgroups=warpgroups, stages=2, raster=raster)

@@ -33,7 +33,6 @@ LARGEST_UNSIGNED_K = 66311
 AUTO = "xor"
 _WGMMA = {"stream_k": stream_k_program, "pingpong": pingpong, "excp": excp, "basic": basic}  # int32 sums, one contract
 WEIGHTS = (PackedWeight, fp8_format.PackedWeight)
-_SMALL = (8, 16, schedules.MAX_TOKENS)  # buckets of the small-batch program; more tokens take several launches
 
 
 @lru_cache(maxsize=1024)
@@ -86,7 +85,7 @@ def plan(
         program, s = spaces.choose(space, operator_of(dequantization), facts, target, m, device)
     elif pipeline == "small_batch":
         program = pipeline
-        s = schedules.choose_small_batch(gemm, target, next((t for t in _SMALL if m <= t), _SMALL[-1]))
+        s = schedules.choose_small_batch(gemm, target, min(m, schedules.MAX_TOKENS))  # more take several launches
     elif pipeline == "multistage":
         program, s = pipeline, (w4a8_fp8 if e4m3 else schedules).choose_multistage(gemm, target, m)
     elif e4m3:

@@ -68,8 +68,8 @@ def test_small_batch_serves_few_tokens():
     hopper, ampere = Target.parse("sm_90a"), Target.parse("sm_80")
     assert w4a8.serves(problem, hopper, 16) and not w4a8.serves(large, hopper, 16) and not w4a8.serves(large, hopper, 8)
     assert w4a8.serves(large, ampere, 16) and not w4a8.serves(problem, ampere, 17)
-    wide, deep = w4a8.IntegerGemm.of(12288, 4096, 64), w4a8.IntegerGemm.of(4096, 12288, 64)
-    assert w4a8.serves(wide, hopper, 8) and not w4a8.serves(wide, hopper, 9) and not w4a8.serves(deep, hopper, 8)
+    wide, deep = w4a8.IntegerGemm.of(28672, 4096, 64), w4a8.IntegerGemm.of(4096, 14336, 64)
+    assert w4a8.serves(deep, hopper, 4) and not w4a8.serves(deep, hopper, 9) and not w4a8.serves(wide, hopper, 4)
 
 
 @pytest.mark.parametrize("target", ["sm_89", "sm_90a"])
