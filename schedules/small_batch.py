@@ -15,7 +15,7 @@ from terrazzo.schedules.problem import WeightOnlyGemm
 TOKENS_PER_TILE = 8
 MAX_TOKENS = 16
 MAX_WARPS = 28
-MOST_STAGES = 2  # three took up to 13 % more time in 20 of 28 problems, up to 3 % less in the others (H200)
+MOST_STAGES = 2  # of the choice; three took up to 10 % more in 22 of 33 comparisons, 1 to 8 % less in others (H200)
 _LARGE = 90e6  # weights from which stream_k has enough tiles of 256 rows to win on more than 8 tokens (H200)
 _START_US = 1.8  # what a cost leaves out, for 16 tokens: takes the faster one of 23 pairs recorded on an H200
 _STREAM_K_US = (3.4, 0.175)  # stream_k on 16 tokens, and for each million weights (14 of up to 84 million, 5 % rms)

@@ -28,7 +28,7 @@ _MIDDLE = 26e6  # weights from which wgmma is faster than more than two token ti
 COSTS = {  # of small batches: resident rows -> fitted to measurements on H200: 155 of 1 and 4 tokens, 5 % rms, the
     # choice within 3 % of the fastest of 15 weights (tests/data/tuning/small_batch_h200.json); some 40 of 16
     8: small_batch.Cost(
-        0.0494, 0.0, 0.2536, 0.3695, 0.1217, 0.0175, 0.364, 0.9313, 0.4707, joined=0.7125, alone=0.474, flight=48
+        0.0494, 0.6, 0.2536, 0.3695, 0.1217, 0.0175, 0.364, 0.9313, 0.4707, joined=0.7125, alone=0.474, flight=48
     ),
     16: small_batch.Cost(0.169, 0.0, 0.0, 0.0, 0.434, 0.0032, 0.131, 0.358, 0.512),
     # estimates, not measured: the loop over items takes as many issue slots as with 2 (machine code of a row tile of
@@ -55,7 +55,7 @@ _START_US = 2.5  # what a cost leaves out: mean of six measurements of 16 tokens
 # of 32 tokens, and of each million weights: fitted to eight measurements on H200, 3 % rms
 _STREAM_K_US = (4.6, 0.135)
 # up to 8 tokens: what the cost of small_batch leaves out, and what that of stream_k has too much
-_SMALL_START_US, _OVERRATED_US = 0.44, 1.1
+_SMALL_START_US, _OVERRATED_US = 0.44, 0.94
 _RESERVED = 2048  # barriers, flags, alignment
 UNROLLED_STAGES = 8
 """Most stages of `stream_k`, which unrolls a round of its ring: more code costs what more stages bring. At 64 tokens

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import w4a8
+from terrazzo.schedules import tile_costs, w4a8
 from terrazzo.schedules.w4a8 import IntegerGemm, Multistage, fitted
 
 BLOCK_TOKENS = (16, 32, 64, 128)
@@ -29,14 +29,20 @@ class StreamK(w4a8.StreamK):
 
 
 def choose(problem: IntegerGemm, target: Target, m: int) -> StreamK:
-    """Tile by tokens; four warpgroups where the accumulators and the number of tiles allow it.
+    """Tile by tokens; four warpgroups where the accumulators and the number of tiles allow it, or pairs of CTAs for
+    each tile, of one warpgroup or two, where the cost model of int8 says so: of 33 problems on an H200, 1.1 % from the
+    fastest that was timed (docs/jobs/pairs.toml).
 
     A warpgroup has one group of wgmma in flight and converts 64 k meanwhile, so more of them fill the tensor core.
     """
     tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
     millions = problem.row_blocks * 64 * problem.units * 128 / 1e6
     warpgroups = 4 if tokens <= 64 and millions >= _LARGE else 2
-    return fitted(StreamK(tokens, warpgroups, 1, stages=2), problem, target, w4a8.UNROLLED_STAGES)
+    top = tile_costs.bucket(m)
+    tiles = [StreamK(tokens, number, 1, stages=2) for number in dict.fromkeys((warpgroups, 2, 1))]
+    tiles = [fitted(s, problem, target, w4a8.UNROLLED_STAGES) for s in tiles]
+    found = [tiles[0], *filter(None, (w4a8.pairs(s, problem, target, top) for s in tiles))]
+    return min(found, key=lambda s: w4a8.stream_k_us(s, problem, target, top)) if found[1:] else found[0]
 
 
 def choose_multistage(problem: IntegerGemm, target: Target, m: int) -> Multistage:
