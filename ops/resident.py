@@ -20,7 +20,7 @@ from terrazzo.ops.calls import (
     send16,
     zero16,
 )
-from terrazzo.schedules.clusters import PAIR
+from terrazzo.schedules.clusters import HALF_SM, PAIR
 from terrazzo.schedules.small_batch import TOKENS_PER_TILE
 
 ITEM_K = 128
@@ -302,11 +302,12 @@ def sum_macros(
     quads = -(-split.most_rows // 4 // PAIR)  # of rows, that a CTA of a pair adds
     shares = kc // PAIR if joined else kc  # of the sums of a row, in WS
 
-    def mail() -> SimpleNamespace | None:
-        """Shared memory for the sums of others, and the mbarrier that counts them, where programs are `joined`."""
+    def mail(held: int) -> SimpleNamespace | None:
+        """Shared memory for the sums of others, and the mbarrier that counts them, where programs are `joined`; with
+        the `held` bytes beside it so much that an SM has no room for two CTAs."""
         if not joined:
             return None
-        words = PAIR * tokens * quads * 4
+        words = max(PAIR * tokens * quads * 4, (HALF_SM - held) // 4)
         return SimpleNamespace(inbox=T.alloc_shared((words,), dtype), sent=T.alloc_barrier([1]))
 
     def own_quads(bk, at):

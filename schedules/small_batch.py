@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules.clusters import PAIR
+from terrazzo.schedules.clusters import HALF_SM, PAIR
 from terrazzo.schedules.problem import WeightOnlyGemm
 
 TOKENS_PER_TILE = 8
@@ -57,13 +57,11 @@ class SmallBatch:
         """Dynamic and static shared memory of one CTA."""
         items = -(-problem.units // self.kc)
         x = (self.x_rows * (items * 128 + 8) + 64) * 2
-        params = self.chunk * problem.groups_per_128 * problem.record_bytes // 16
-        step = self.chunk * 256 + -(-params // 32) * 32
         partial = self.x_rows * (self.chunk * 16 + 4)
         sums = items * problem.groups_per_128 * self.x_rows
         return (
             x
-            + 4 * (self.warps * self.stages * step + self.warps * partial + sums)
+            + 4 * (self.warps * self.stages * self._step(problem) + self.warps * partial + sums)
             + self.inbox_bytes(problem)
             + _RESERVED
         )
@@ -72,7 +70,18 @@ class SmallBatch:
         """Shared memory for the sums that a cluster's CTAs send each other."""
         chunks = -(-problem.row_tiles // self.nc // self.chunk) + 1
         quads = -(-chunks * self.chunk * 4 // PAIR)
-        return quads * PAIR * self.x_rows * 16 if self.joined else 0
+        return max(quads * PAIR * self.x_rows * 16, HALF_SM - self.held_bytes(problem)) if self.joined else 0
+
+    def held_bytes(self, problem: WeightOnlyGemm) -> int:
+        """Of x and the ring, which are in use at the same time."""
+        return self.x_rows * (-(-problem.units // self.kc) * 128 + 8) * 2 + 4 * self.warps * self.stages * self._step(
+            problem
+        )
+
+    def _step(self, problem: WeightOnlyGemm) -> int:
+        """Words of a warp's ring step."""
+        params = self.chunk * problem.groups_per_128 * problem.record_bytes // 16
+        return self.chunk * 256 + -(-params // 32) * 32
 
     def workspace(self, rows: int) -> tuple[tuple[int, int, int], tuple[int]]:
         """Shapes of the sums and of the counters of CTAs along k, for a weight of `rows` rows."""

@@ -246,7 +246,7 @@ def build(
             Q = T.alloc_shared((sums.words,), "float32")
             C0 = T.alloc_shared((split.cta_items * ig * rows,), "float32")
             xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk_copies else None
-            mail = sums.mail()
+            mail = sums.mail(2 * rows * pitch + 4 * warps * stages * step)
             w = T.alloc_local((4,), "uint32")
             a = T.alloc_local((4,), "uint32")
             x = T.alloc_local((16 * nt,), "uint32")

@@ -144,7 +144,7 @@ def build(
             Fs = T.alloc_shared((most,), "float32")
             Rs = T.alloc_shared((most if unsigned else 1,), "int32")
             xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk_copies else None
-            mail = sums.mail()
+            mail = sums.mail(most * pitch + 4 * warps * stages * ring.step)
             w = T.alloc_local((4,), "uint32")
             u = T.alloc_local((ig,), "uint32")
             a = T.alloc_local((8,), "uint32")

@@ -139,7 +139,7 @@ def build(
             Fs = T.alloc_shared((split.cta_items * nt * 8,), "float32")
             Cs = T.alloc_shared((split.most_rows if two_level else 4,), "float32")
             xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1])
-            mail = sums.mail()
+            mail = sums.mail(most * pitch + 4 * warps * stages * ring.step)
             w = T.alloc_local((4,), "uint32")
             a = T.alloc_local((8,), "uint32")
             x = T.alloc_local((8 * nt,), "uint32")
