@@ -20,7 +20,7 @@ from terrazzo.ops.calls import (
     send16,
     zero16,
 )
-from terrazzo.schedules.clusters import HALF_SM, PAIR
+from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.small_batch import TOKENS_PER_TILE
 
 ITEM_K = 128
@@ -85,6 +85,14 @@ def resident_rows(token_tiles: int, tokens: int) -> int:
         constraint = f"{token_tiles} token tiles serve {most - TOKENS_PER_TILE + 1} to {most} tokens"
         raise ArgumentError("tokens", tokens, constraint, "change either, or take tokens=0 for all of them")
     return tokens or most
+
+
+def x_bytes(target: Target, rows: int, pitch: int, ring: int) -> int:
+    """Shared memory of X, `rows` of `pitch` bytes: as it is needed, or with the `ring` bytes, in use at the same time,
+    what gives a CTA an SM for itself. Where launches overlap and two fit, CTAs share SMs while a kernel ahead of them
+    still holds others, and a launch of one CTA for each SM takes up to twice its time (docs/designs.md)."""
+    needed = rows * pitch + 128  # the tail keeps what follows 128-byte aligned
+    return max(needed, (target.smem_per_sm // 2 - ring) // 128 * 128 + 128) if target.supports("pdl") else needed
 
 
 def x_row(token_tiles: int, rows: int, t, lane):
@@ -302,12 +310,11 @@ def sum_macros(
     quads = -(-split.most_rows // 4 // PAIR)  # of rows, that a CTA of a pair adds
     shares = kc // PAIR if joined else kc  # of the sums of a row, in WS
 
-    def mail(held: int) -> SimpleNamespace | None:
-        """Shared memory for the sums of others, and the mbarrier that counts them, where programs are `joined`; with
-        the `held` bytes beside it so much that an SM has no room for two CTAs."""
+    def mail() -> SimpleNamespace | None:
+        """Shared memory for the sums of others, and the mbarrier that counts them, where programs are `joined`."""
         if not joined:
             return None
-        words = max(PAIR * tokens * quads * 4, (HALF_SM - held) // 4)
+        words = PAIR * tokens * quads * 4
         return SimpleNamespace(inbox=T.alloc_shared((words,), dtype), sent=T.alloc_barrier([1]))
 
     def own_quads(bk, at):

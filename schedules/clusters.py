@@ -8,10 +8,6 @@ PAIR = 2
 """The size that heuristics and search take: 66 clusters of two reach all 132 SMs of an H200, of three 39 (117 SMs), of
 four 30, of eight 15 (cudaOccupancyMaxActiveClusters)."""
 
-HALF_SM = 114 * 1024
-"""Bytes of shared memory with which a CTA has an SM of sm_90 for itself. Where two fit, CTAs of one launch of clusters
-share SMs while a kernel ahead of it still holds others, and the launch takes up to twice its time (docs/designs.md)."""
-
 TALLEST_PAIR = 4
 """Row blocks of 64 of a tile that pairs may share."""
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules.clusters import HALF_SM, PAIR
+from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.problem import WeightOnlyGemm
 
 TOKENS_PER_TILE = 8
@@ -57,11 +57,13 @@ class SmallBatch:
         """Dynamic and static shared memory of one CTA."""
         items = -(-problem.units // self.kc)
         x = (self.x_rows * (items * 128 + 8) + 64) * 2
+        params = self.chunk * problem.groups_per_128 * problem.record_bytes // 16
+        step = self.chunk * 256 + -(-params // 32) * 32
         partial = self.x_rows * (self.chunk * 16 + 4)
         sums = items * problem.groups_per_128 * self.x_rows
         return (
             x
-            + 4 * (self.warps * self.stages * self._step(problem) + self.warps * partial + sums)
+            + 4 * (self.warps * self.stages * step + self.warps * partial + sums)
             + self.inbox_bytes(problem)
             + _RESERVED
         )
@@ -70,18 +72,7 @@ class SmallBatch:
         """Shared memory for the sums that a cluster's CTAs send each other."""
         chunks = -(-problem.row_tiles // self.nc // self.chunk) + 1
         quads = -(-chunks * self.chunk * 4 // PAIR)
-        return max(quads * PAIR * self.x_rows * 16, HALF_SM - self.held_bytes(problem)) if self.joined else 0
-
-    def held_bytes(self, problem: WeightOnlyGemm) -> int:
-        """Of x and the ring, which are in use at the same time."""
-        return self.x_rows * (-(-problem.units // self.kc) * 128 + 8) * 2 + 4 * self.warps * self.stages * self._step(
-            problem
-        )
-
-    def _step(self, problem: WeightOnlyGemm) -> int:
-        """Words of a warp's ring step."""
-        params = self.chunk * problem.groups_per_128 * problem.record_bytes // 16
-        return self.chunk * 256 + -(-params // 32) * 32
+        return quads * PAIR * self.x_rows * 16 if self.joined else 0
 
     def workspace(self, rows: int) -> tuple[tuple[int, int, int], tuple[int]]:
         """Shapes of the sums and of the counters of CTAs along k, for a weight of `rows` rows."""
@@ -104,8 +95,8 @@ S = TypeVar("S", bound=SmallBatch)
 @dataclass(frozen=True)
 class Cost:
     """Microseconds of a schedule for each: microsecond of streaming, of padding, of latency, of the last chunk; chunk;
-    KB of X; share of a sum of CTAs, and whether there are several; 16 items; 64 KB of partial sums of warps; pairs; an
-    SM that has no room for the next kernel. flight: items under way that hide the latency."""
+    KB of X; share of a sum of CTAs, and whether there are several; 16 items; 64 KB of partial sums of warps; pairs.
+    flight: items under way that hide the latency."""
 
     stream: float
     padding: float
@@ -118,15 +109,13 @@ class Cost:
     items: float
     sums: float = 0.0
     joined: float = 0.72
-    alone: float = 0.0
     flight: int = 32
 
 
-COSTS = {  # resident rows -> fitted to measurements on H200: 545 of 16 weights up to 8 tokens, 5 to 6 % rms, the choice
-    # 1.5 to 2 % from the best (tests/data/tuning/small_batch_h200.json); some 90 of 16
-    1: Cost(0.896, 1.339, 0.383, 0.414, 0.307, 0.0075, 0.22, 0.878, 0.0, 0.0, joined=0.359, alone=0.201, flight=48),
-    4: Cost(0.908, 1.147, 0.324, 0.552, 0.345, 0.01, 0.0826, 1.338, 0.0, 0.0, joined=0.3, alone=0.4, flight=48),
-    8: Cost(0.908, 1.147, 0.324, 0.552, 0.345, 0.0, 0.0826, 1.338, 0.0, 0.0, joined=0.239, alone=0.246, flight=48),
+COSTS = {  # resident rows -> fitted to measurements on H200: 231 of 17 weights up to 8 tokens, 6 % rms, the choice 2 %
+    # from the best that was timed (tests/data/tuning/small_batch_h200.json); some 90 of 16
+    4: Cost(0.596, 0.632, 0.27, 0.684, 0.209, 0.0, 0.134, 0.78, 0.166, 0.0, joined=0.513, flight=48),
+    8: Cost(1.01, 0.808, 0.176, 0.264, 0.138, 0.014, 0.237, 1.357, 0.0, 0.0, joined=0.907, flight=48),
     16: Cost(1.31, 1.50, 1.09, 0.33, 0.493, 0.01, 0.219, 0.0, 0.0),
 }
 
@@ -215,13 +204,6 @@ def candidates(
                     yield kind(token_tiles, kc, nc, warps, chunk, stages, cluster)
 
 
-def _has_room_for_two(s: SmallBatch, problem: WeightOnlyGemm, target: Target) -> bool:
-    """Whether the next launch finds room on an SM beside this one, and can fetch its weights meanwhile."""
-    only = -(-problem.row_tiles // s.nc) <= s.chunk  # chunk: the partial sums take the place of the ring
-    smem = s.smem_bytes(problem) - only * 4 * s.warps * s.x_rows * (s.chunk * 16 + 4)
-    return 2 * smem <= target.smem_per_sm and 2 * s.registers() * s.warps * 32 <= target.registers_per_sm
-
-
 def cost(s: SmallBatch, problem: WeightOnlyGemm, target: Target, costs: Mapping[int, Cost], x_bytes: int) -> float:
     """Microseconds up to a constant, to compare schedules of one problem.
 
@@ -245,7 +227,6 @@ def cost(s: SmallBatch, problem: WeightOnlyGemm, target: Target, costs: Mapping[
         + c.chunk * chunks
         + c.x * items * x_bytes * s.x_rows / TOKENS_PER_TILE / s.cluster
         + c.joined * s.joined
-        + c.alone * (not _has_room_for_two(s, problem, target))
         + (c.kc * shares + c.split) * (shares > 1)
         + c.items * steps * s.chunk * s.warps / 16
         + c.sums * chunks * s.chunk * s.x_rows / TOKENS_PER_TILE * s.warps / 128

@@ -26,10 +26,8 @@ CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq", "vadd4": "u4_s8_vadd4
 _LARGE = 40e6  # weights from which 9 to 16 tokens are faster on wgmma, and up to 8 may be (H200)
 _MIDDLE = 26e6  # weights from which wgmma is faster than more than two token tiles (measured on H200)
 COSTS = {  # of small batches: resident rows -> fitted to measurements on H200: 155 of 1 and 4 tokens, 5 % rms, the
-    # choice within 3 % of the fastest of 15 weights (tests/data/tuning/small_batch_h200.json); some 40 of 16
-    8: small_batch.Cost(
-        0.0494, 0.6, 0.2536, 0.3695, 0.1217, 0.0175, 0.364, 0.9313, 0.4707, joined=0.7125, alone=0.474, flight=48
-    ),
+    # choice 1 % from the fastest that was timed (tests/data/tuning/small_batch_h200.json: 109 of them); some 40 of 16
+    8: small_batch.Cost(0.0494, 0.6, 0.2536, 0.3695, 0.1217, 0.0175, 0.364, 0.9313, 0.4707, joined=0.7125, flight=48),
     16: small_batch.Cost(0.169, 0.0, 0.0, 0.0, 0.434, 0.0032, 0.131, 0.358, 0.512),
     # estimates, not measured: the loop over items takes as many issue slots as with 2 (machine code of a row tile of
     # 16 x 128 k: 103, 110, 105, 108 instructions with 1 to 4 token tiles, 4 IMMA more for each), half of what DRAM
@@ -361,11 +359,6 @@ class SmallBatch(small_batch.SmallBatch):
         ring = self.stages * step
         sums = 4 * self.warps * (max(ring, partial) if one else ring + partial)
         return x + sums + self.scale_bytes(problem) + self.inbox_bytes(problem) + _RESERVED
-
-    def held_bytes(self, problem: IntegerGemm) -> int:
-        """Of x and the ring, which are in use at the same time."""
-        step = self.chunk * 256 + -(-self.chunk * problem.groups_per_128 * 8 // 32) * 32
-        return self.x_rows * (-(-problem.units // self.kc) * 128 + 16) + 4 * self.warps * self.stages * step
 
     def most_rows(self, problem: IntegerGemm) -> int:
         """Rows of a CTA, with those of a whole last chunk."""

@@ -25,7 +25,16 @@ from terrazzo.ops.calls import (
     pack2,
     syncwarp,
 )
-from terrazzo.ops.resident import ITEM_K, Split, cluster_shape, resident_macros, resident_rows, sum_macros, x_row
+from terrazzo.ops.resident import (
+    ITEM_K,
+    Split,
+    cluster_shape,
+    resident_macros,
+    resident_rows,
+    sum_macros,
+    x_bytes,
+    x_row,
+)
 from terrazzo.ops.tile_program import OWN_BARRIERS
 from terrazzo.ops.w4a16.operand import Operand
 from terrazzo.ops.w4a16.param_macros import param_macros
@@ -241,12 +250,12 @@ def build(
         Y: T.Tensor((M, n), dtype),
     ):
         with T.Kernel(kc, nc, threads=threads, prelude=source, **cluster_dims) as (bk, bn):
-            Xs = T.alloc_shared((rows * pitch + 64,), dtype)  # the tail keeps what follows 128-byte aligned
+            Xs = T.alloc_shared((x_bytes(target, rows, 2 * pitch, 4 * warps * stages * step) // 2,), dtype)
             R = T.alloc_shared((warps * stages * step,), "int32")
             Q = T.alloc_shared((sums.words,), "float32")
             C0 = T.alloc_shared((split.cta_items * ig * rows,), "float32")
             xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk_copies else None
-            mail = sums.mail(2 * rows * pitch + 4 * warps * stages * step)
+            mail = sums.mail()
             w = T.alloc_local((4,), "uint32")
             a = T.alloc_local((4,), "uint32")
             x = T.alloc_local((16 * nt,), "uint32")

@@ -16,6 +16,7 @@ from terrazzo.ops.resident import (
     resident_rows,
     sum_macros,
     unit_macros,
+    x_bytes,
 )
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.w4a8 import fp8_problem
@@ -137,14 +138,14 @@ def build(
         Y: T.Tensor((M, n), out_dtype),
     ):
         with T.Kernel(kc, nc, threads=split.threads, prelude=source, **cluster_dims) as (bk, bn):
-            Xs = T.alloc_shared((most * pitch + 128,), "int8")  # the tail keeps what follows 128-byte aligned
+            Xs = T.alloc_shared((x_bytes(target, most, pitch, 4 * warps * stages * ring.step),), "int8")
             R = T.alloc_shared((warps * stages * ring.step,), "int32")
             Q = T.alloc_shared((sums.words,), sum_type)
             Cs = T.alloc_shared((4 if raw else split.most_rows,), "float32")
             Fs = T.alloc_shared((most,), "float32")
             Rs = T.alloc_shared((most if unsigned else 1,), "int32")
             xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk_copies else None
-            mail = sums.mail(most * pitch + 4 * warps * stages * ring.step)
+            mail = sums.mail()
             w = T.alloc_local((4,), "uint32")
             u = T.alloc_local((ig,), "uint32")
             a = T.alloc_local((8,), "uint32")

@@ -18,6 +18,7 @@ from terrazzo.ops.resident import (
     resident_rows,
     sum_macros,
     unit_macros,
+    x_bytes,
 )
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.w4ax import problem
@@ -133,13 +134,13 @@ def build(
         Y: T.Tensor((M, n), out_dtype),
     ):
         with T.Kernel(kc, nc, threads=threads, prelude=source, **cluster_dims) as (bk, bn):
-            Xs = T.alloc_shared((most * pitch + 128,), "int8")  # the tail keeps what follows 128-byte aligned
+            Xs = T.alloc_shared((x_bytes(target, most, pitch, 4 * warps * stages * ring.step),), "int8")
             R = T.alloc_shared((warps * stages * ring.step,), "int32")
             Q = T.alloc_shared((sums.words,), "float32")
             Fs = T.alloc_shared((split.cta_items * nt * 8,), "float32")
             Cs = T.alloc_shared((split.most_rows if two_level else 4,), "float32")
             xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1])
-            mail = sums.mail(most * pitch + 4 * warps * stages * ring.step)
+            mail = sums.mail()
             w = T.alloc_local((4,), "uint32")
             a = T.alloc_local((8,), "uint32")
             x = T.alloc_local((8 * nt,), "uint32")

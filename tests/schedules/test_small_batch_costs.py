@@ -33,5 +33,5 @@ def test_the_cheapest_of_those_measured_is_nearly_the_fastest(op, tokens):
         if len(runs) > 1:
             chosen = min(runs, key=lambda run: small_batch.cost(run[0], problem, TARGET, costs, size))
             lost.append(chosen[1] / min(us for _, us in runs))
-    assert len(lost) >= 15
+    assert len(lost) >= 8
     assert exp(sum(map(log, lost)) / len(lost)) < 1.03 and max(lost) < 1.2, sorted(lost)[-4:]
