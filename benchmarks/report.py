@@ -240,6 +240,6 @@ def summary_markdown(result: Mapping[str, Any], source: str) -> str:
         f"{operator(result).upper()} on one {result['gpu']}, {setting['dtype']}, group {setting['group']}"
         f"{', zero points' if setting['format'].endswith('zeros') else ''}: speed-up over cuBLAS f16 in the same run,"
         f" geometric mean over {shapes} layer shapes; {copies}torch"
-        f" {result['torch']}, driver {result['driver']}, {result['date']}, commit {result['commit']}."
+        f" {result['torch']}, driver {result['driver']}, {result['date']}, commit {result['commit'][:7]}."
         f" Source: [{source}]({source}).\n\n{table}{chr(10) if notes else ''}{notes}"
     )
