@@ -68,6 +68,18 @@ class SmallBatch:
             + _RESERVED
         )
 
+    def held_bytes(self, problem: WeightOnlyGemm) -> int:
+        """Of x and the ring, which are in use at the same time."""
+        params = self.chunk * problem.groups_per_128 * problem.record_bytes // 16
+        step = self.chunk * 256 + -(-params // 32) * 32
+        x = self.x_rows * (-(-problem.units // self.kc) * 128 + 8) * 2
+        return x + 4 * self.warps * self.stages * step
+
+    def launch_bytes(self, problem: WeightOnlyGemm, target: Target) -> int:
+        """`smem_bytes`, and what gives a CTA an SM for itself where launches overlap (`x_bytes` of ops/resident.py)."""
+        missing = target.smem_per_sm // 2 + 128 - self.held_bytes(problem)
+        return self.smem_bytes(problem) + (max(0, missing) if target.supports("pdl") else 0)
+
     def inbox_bytes(self, problem: WeightOnlyGemm) -> int:
         """Shared memory for the sums that a cluster's CTAs send each other."""
         chunks = -(-problem.row_tiles // self.nc // self.chunk) + 1
@@ -169,7 +181,8 @@ def cheapest(
     legal = [
         s
         for s in schedules
-        if s.smem_bytes(problem) <= target.smem_per_block and s.registers() * s.warps * 32 <= target.registers_per_sm
+        if s.launch_bytes(problem, target) <= target.smem_per_block
+        and s.registers() * s.warps * 32 <= target.registers_per_sm
     ]
     streaming = [s for s in legal if s.stages > 1]
     usual = [s for s in streaming if s.warps in _USUAL_WARPS[min(s.token_tiles, 2)]]

@@ -337,7 +337,7 @@ def small_batch_refusal(s: small_batch.SmallBatch, problem: WeightOnlyGemm, targ
         return f"{s.kc} * {s.nc} CTAs wait for each other on {target.sms} SMs"
     if s.registers() * s.warps * 32 > target.registers_per_sm:
         return f"{s.warps} warps need more registers than an SM has"
-    return memory_refusal(s.smem_bytes(problem), target)
+    return memory_refusal(s.launch_bytes(problem, target), target)
 
 
 def sums_refusal(s: stream_k.StreamK, scaled_sums: bool) -> str:

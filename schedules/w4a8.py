@@ -360,6 +360,11 @@ class SmallBatch(small_batch.SmallBatch):
         sums = 4 * self.warps * (max(ring, partial) if one else ring + partial)
         return x + sums + self.scale_bytes(problem) + self.inbox_bytes(problem) + _RESERVED
 
+    def held_bytes(self, problem: IntegerGemm) -> int:
+        """Of x and the ring, which are in use at the same time."""
+        step = self.chunk * 256 + -(-self.chunk * problem.groups_per_128 * 8 // 32) * 32
+        return self.x_rows * (-(-problem.units // self.kc) * 128 + 16) + 4 * self.warps * self.stages * step
+
     def most_rows(self, problem: IntegerGemm) -> int:
         """Rows of a CTA, with those of a whole last chunk."""
         return (-(-problem.row_tiles // self.nc) + self.chunk) * 16

@@ -30,7 +30,7 @@ problems = st.builds(
 def test_small_batch_schedules_are_legal(problem, m, arch):
     target = Target.parse(arch)
     s = small_batch.choose(problem, target, m)
-    assert s.smem_bytes(problem) <= target.smem_per_block
+    assert s.launch_bytes(problem, target) <= target.smem_per_block
     assert s.registers() * s.warps * 32 <= target.registers_per_sm
     assert s.kc * s.nc <= target.sms and s.nc % s.cluster == 0
     assert s.token_tiles * small_batch.TOKENS_PER_TILE >= m
@@ -63,6 +63,16 @@ def test_fewer_rows_of_x_leave_room():
     target, problem = Target.parse("sm_90a"), WeightOnlyGemm(8192, 28672, 1, 192)
     sizes = [small_batch.SmallBatch(1, 2, 66, 14, 2, 2, tokens=rows).smem_bytes(problem) for rows in (1, 4, 0)]
     assert sizes[0] < sizes[1] <= target.smem_per_block < sizes[2]
+
+
+def test_an_sm_for_each_cta_must_fit_beside_the_sums_of_pairs():
+    """A long inbox beside little x: what fits by itself does not with what keeps a second CTA from the SM."""
+    target, problem = Target.parse("sm_90a"), WeightOnlyGemm(400_000, 512, 1, 192)
+    s = small_batch.SmallBatch(1, 2, 66, 2, 4, 2, joined=True)
+    assert s.smem_bytes(problem) <= target.smem_per_block < s.launch_bytes(problem, target)
+    assert "shared memory" in spaces.small_batch_refusal(s, problem, target, 8, small_batch.MAX_TOKENS)
+    ampere = Target.parse("sm_80")  # launches do not overlap there
+    assert small_batch.SmallBatch(1, 1, 108, 2, 4, 2).launch_bytes(problem, ampere) < ampere.smem_per_sm // 2
 
 
 def test_small_batch_refuses_wide_batches():

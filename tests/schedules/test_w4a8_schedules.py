@@ -26,7 +26,7 @@ problems = st.builds(
 def test_small_batch_schedules_are_legal(problem, m, arch):
     target = Target.parse(arch)
     s = w4a8.choose_small_batch(problem, target, m)
-    assert s.smem_bytes(problem) <= target.smem_per_block
+    assert s.launch_bytes(problem, target) <= target.smem_per_block
     assert s.registers() * s.warps * 32 <= target.registers_per_sm
     assert s.kc * s.nc <= target.sms and s.nc % s.cluster == 0
     assert s.token_tiles * w4a8.TOKENS_PER_TILE >= m
