@@ -100,10 +100,10 @@ def test_the_benchmark_of_w4a8_compiles_few_kernels(capsys):
     """GPU time is spent on measuring: every default kernel serves one weight and a bucket of M."""
     for arguments in ([], ["--quick"], ["--ablation"], ["--quantizer"], ["--fp8"]):
         assert w4a8.main([*arguments, "--count"]) == 0
-        assert int(capsys.readouterr().out.split()[0]) <= 120
+        assert int(capsys.readouterr().out.split()[0]) <= 135
     for program, arguments in ((w4a8_ablation, ["--quick"]), (w4a8_quantizer, [])):
         assert program.main([*arguments, "--count"]) == 0
-        assert int(capsys.readouterr().out.split()[0]) <= 120
+        assert int(capsys.readouterr().out.split()[0]) <= 135
 
 
 def test_schedules_of_the_quantizer_are_those_in_use_and_more():
