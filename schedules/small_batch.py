@@ -55,18 +55,10 @@ class SmallBatch:
 
     def smem_bytes(self, problem: WeightOnlyGemm) -> int:
         """Dynamic and static shared memory of one CTA."""
-        items = -(-problem.units // self.kc)
-        x = (self.x_rows * (items * 128 + 8) + 64) * 2
-        params = self.chunk * problem.groups_per_128 * problem.record_bytes // 16
-        step = self.chunk * 256 + -(-params // 32) * 32
         partial = self.x_rows * (self.chunk * 16 + 4)
-        sums = items * problem.groups_per_128 * self.x_rows
-        return (
-            x
-            + 4 * (self.warps * self.stages * step + self.warps * partial + sums)
-            + self.inbox_bytes(problem)
-            + _RESERVED
-        )
+        sums = -(-problem.units // self.kc) * problem.groups_per_128 * self.x_rows
+        own = 128 + 4 * (self.warps * partial + sums) + self.inbox_bytes(problem) + _RESERVED
+        return self.held_bytes(problem) + own
 
     def held_bytes(self, problem: WeightOnlyGemm) -> int:
         """Of x and the ring, which are in use at the same time."""
