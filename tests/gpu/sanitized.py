@@ -123,7 +123,7 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched("small_batch split", F16(W4A16(128, 10944), 8)),
         Watched("stream_k", F16(W4A16(257, 640, bias=True), 64)),
         Watched("stream_k parted", F16(W4A16(256, 4096), 100), tile=stream_k.StreamK(64, 2, 1, 4, 128)),
-        Watched("stream_k pairs", F16(W4A16(256, 4096), 100), tile=stream_k.StreamK(128, 2, 1, 4, 128, cluster=2)),
+        Watched("stream_k pairs", F16(W4A16(256, 1024), 100), tile=stream_k.StreamK(128, 2, 1, 4, 128, cluster=2)),
         Watched(
             "small_batch joined", F16(W4A16(257, 1024), 8), tile=small_batch.SmallBatch(1, 2, 4, 4, 2, 2, joined=True)
         ),

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -43,11 +45,12 @@ def processes(request: pytest.FixtureRequest, compiled) -> Iterator[dict[tuple[s
         command = [sanitizer, "--tool", tool, *padding, "--error-exitcode", str(FOUND), sys.executable, str(SCRIPT)]
         command.append(name)
         started[name, tool] = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
         )
     yield started
     for process in started.values():
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the watched process too, which holds the pipe
         process.communicate()
 
 
