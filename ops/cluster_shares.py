@@ -17,13 +17,14 @@ from terrazzo.schedules.clusters import inbox, inbox_bytes
 
 def cluster_macros(
     *, size: int, warpgroups: int, row_blocks: int, block_tokens: int, dtype: str, units: int, stages: int, each: int,
-    stage_bytes: int,
+    stage_bytes: int, rings: SimpleNamespace,
 ) -> SimpleNamespace:  # fmt: skip
     """Macros `open`, `invite` and `exchange` among the `size` CTAs of a cluster that share a tile of `units` units of
     k; `units` of the result are those of 16 tokens in a slice.
 
     A thread holds row_blocks * block_tokens / 2 sums in `dtype`. A unit of k fills `each` of the ring's `stages`, of
-    which the buffer that the letters go to has `stage_bytes`. The CTA of rank 0 has the last share of k.
+    which the buffer that the letters go to has `stage_bytes`; `rings` are its macros. The CTA of rank 0 has the last
+    share of k.
 
     Raises:
         ArgumentError: sums that do not fall into slices alike, or a ring without room for those of others.
@@ -51,19 +52,17 @@ def cluster_macros(
         T.cluster_arrive()
 
     @T.macro
-    def invite(empty, ring, ready, cta, lane):
-        """By a producer's warp, behind its last fill of the `ring` whose stages `empty` gives back: the others' letters
-        may come."""
+    def invite(empty, ring, ready, cta, thread):
+        """By the producer's warpgroup, behind the last fill of the `ring` whose stages `empty` gives back: the others'
+        letters may come, says its first warp. All wait for the cluster: racecheck hangs where only some threads do."""
         T.cluster_wait()
-        for _ in T.unroll(stages):
-            if T.And(ring.stage[0] >= room.start, ring.stage[0] < room.stop):
-                T.barrier_wait(empty[ring.stage[0]], ring.parity[0] ^ 1)
-            ring.stage[0] = ring.stage[0] + 1
-            if ring.stage[0] == stages:
-                ring.stage[0] = 0
-                ring.parity[0] = ring.parity[0] ^ 1
-        if lane < size - 1:
-            arrive_at(ready[0], T.truncmod(cta + 1 + lane, size))
+        if thread < 32:
+            for _ in T.unroll(stages):
+                if T.And(ring.stage[0] >= room.start, ring.stage[0] < room.stop):
+                    rings.acquire(empty, ring)
+                rings.advance(ring)
+            if thread < size - 1:
+                arrive_at(ready[0], T.truncmod(cta + 1 + thread, size))
 
     @T.macro
     def exchange(words, ready, sent, acc, share, cta, tx):
@@ -72,6 +71,7 @@ def cluster_macros(
 
         words: the ring's buffer. ready: an mbarrier of size - 1 arrivals. sent: one of one arrival for each warp.
         """
+        T.cluster_wait()
         coming = T.alloc_local((4,), dtype)
         at = T.alloc_local((1,), "uint32")
         share[0] = size - 1 - T.truncmod(cta, size)

@@ -127,7 +127,7 @@ def build(
     out = store_macros(n=n, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks, bf16=bf16, bias=bias)
     peers = cluster_macros(
         size=cluster, warpgroups=wgs, row_blocks=rb, block_tokens=bm, dtype="float32", units=units, stages=stages,
-        each=2 // halves, stage_bytes=bm * stage_k * 2,
+        each=2 // halves, stage_bytes=bm * stage_k * 2, rings=rings,
     )  # fmt: skip
     tail = finish_macros(
         tiles, shares, store=out.store, store_slice=out.store_slice, exchange=exchange,
@@ -370,13 +370,13 @@ def build(
                 )
                 if tx < ct + 32:  # weights do not depend on the kernel before: the first ring comes while it still runs
                     tiles.each_unit(fill_weights, io, locate, p, c, cta, ctas, sk, mt)
-                    if cluster > 1:
-                        if p.among[0] > 0:
-                            peers.invite(empty, ring, ready, cta, tx % 32)
                 elif tx < ct + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
                     if not experts:
                         T.pdl_sync()
                     tiles.each_unit(fill_tokens, io, locate, p, c, cta, ctas, sk, mt)
+                if cluster > 1:
+                    if p.among[0] > 0:
+                        peers.invite(empty, ring, ready, cta, tx - ct)
             else:
                 T.inc_max_nreg(REGISTERS[wgs, per_sm][1])
                 wg = tx // 128

@@ -110,7 +110,7 @@ def build(
     out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
     peers = cluster_macros(
         size=cluster, warpgroups=wgs, row_blocks=rb, block_tokens=bm, dtype=sum_type, units=units, stages=stages,
-        each=1, stage_bytes=bm * UNIT_K,
+        each=1, stage_bytes=bm * UNIT_K, rings=rings,
     )  # fmt: skip
     tail = finish_macros(
         tiles, shares, store=out.store, exchange=exchange, prepare=out.prepare, store_slice=out.store_slice,
@@ -275,13 +275,13 @@ def build(
                 io = SimpleNamespace(X=X, W=W, Xs=Xs, Ws=Ws, Es=Es, full=full, empty=empty, ring=ring, leader=tx == ct)
                 if tx < ct + 32:  # weights do not depend on the kernel before: the first ring comes while it still runs
                     tiles.each_unit(fills.fill_weights, io, locate, p, c, cta, ctas, sk, mt)
-                    if cluster > 1:
-                        if p.among[0] > 0:
-                            peers.invite(empty, ring, ready, cta, tx % 32)
                 elif tx < ct + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
                     if not experts:
                         T.pdl_sync()
                     tiles.each_unit(fill_tokens, io, locate, p, c, cta, ctas, sk, mt)
+                if cluster > 1:
+                    if p.among[0] > 0:
+                        peers.invite(empty, ring, ready, cta, tx - ct)
             else:
                 T.inc_max_nreg(REGISTERS[wgs, 1][1])
                 wg = tx // 128

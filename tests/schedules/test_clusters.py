@@ -11,12 +11,13 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.cluster_shares import cluster_macros
 from terrazzo.ops.resident import cluster_shape
+from terrazzo.ops.tile_scheduler import ring_macros
 from terrazzo.schedules import clusters, grouped_spaces, small_batch, spaces, stream_k, w4a8
 from terrazzo.schedules.problem import WeightOnlyGemm
 
 H200, A100 = Target.parse("nvidia/nvidia-h200"), Target.parse("sm_80")
 PROBLEM = WeightOnlyGemm(4096, 4096, 1, 192)
-RING = dict(dtype="float32", units=32, stages=6, each=1, stage_bytes=16384)
+RING = dict(dtype="float32", units=32, stages=6, each=1, stage_bytes=16384, rings=ring_macros(stages=6))
 
 
 @given(
