@@ -32,8 +32,8 @@ class Case:
     """One decode call. residual -1: the format's own; splits 0: the heuristic's; sharp multiplies q.
 
     style: the schedule of "few" long sequences, of "many" short ones, whatever the case's own sizes are, so that cases
-    share kernels; "warpgroups" for rows on wgmma; or the one that is "chosen" for its sizes. target: another than the
-    GPU's own.
+    share kernels; "warpgroups" for rows on wgmma ("many" for targets without); or the one that is "chosen" for its
+    sizes. target: another than the GPU's own.
     """
 
     k: str = "int4"
@@ -64,22 +64,26 @@ class Case:
         return self.q_len * self.group
 
     @property
+    def on_wgmma(self) -> bool:
+        return self.style == "warpgroups" and self.target in (None, "sm_90a")
+
+    @property
     def kernel(self) -> tuple:
         """What tells this case's kernels, one for each size of cluster, from others."""
         facts = (self.k, self.v, self.head_dim, self.page, self.residual, self.dtype, self.softcap > 0, self.sinks)
-        groups = -(-min(self.rows, 64) // 16) if self.style == "warpgroups" else self.rows > 8 and self.head_dim <= 128
+        groups = -(-min(self.rows, 64) // 16) if self.on_wgmma else self.rows > 8 and self.head_dim <= 128
         return (*facts, groups, self.style, self.target)
 
     def schedule(self) -> schedules.Decode | None:
         """The schedule that `style` names; None leaves it to the operator."""
         if self.style == "chosen":
             return None
-        if self.style == "warpgroups":
+        if self.on_wgmma:
             groups = -(-min(self.rows, 64) // 16)
             bits = get_format(self.k).bits + get_format(self.v).bits
             warps = 8 if groups <= 2 and bits * self.head_dim <= 2048 else 4
             return schedules.WarpgroupDecode(2 * groups, warps, 4, 3 if bits * self.head_dim <= 4096 else 2, 1)
-        batch, tokens = {"few": (1, 131072), "many": (64, 4096)}[self.style]
+        batch, tokens = (1, 131072) if self.style == "few" else (64, 4096)
         layout = CacheLayout(self.k, self.v, self.head_dim)
         residual = layout.k.group if self.residual < 0 else self.residual
         problem = op.problem_of(layout, batch, 8, 8 if self.rows <= 8 else 16, tokens, self.page, residual)
