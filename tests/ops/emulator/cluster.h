@@ -18,11 +18,18 @@ static Cta &peer(int rank) {
 template <class T> static T *of_peer(const T *p, int rank) {
   return (T *)(peer(rank).memory + ((const char *)p - shared_memory())); }
 static char all_arrived;
+struct Waits : PerCta<int> {  // of threads, for the cluster
+  void end(int slot) {
+    if (at[slot] % THREADS == 0) return;
+    fprintf(stderr, "%d of %d threads wait for the cluster: racecheck hangs\n", at[slot] % THREADS, THREADS); abort();
+  }
+};
+static Waits waits;
 namespace tl {
 static void cluster_arrive_relaxed() { Unseen unseen; ++my_cluster()[3]; }
 static void cluster_arrive() { released(&all_arrived); cluster_arrive_relaxed(); }
 static void cluster_wait() {
-  wait_until([&] { return my_cluster()[3] == CLUSTER * THREADS; }); acquired(&all_arrived); }
+  wait_until([&] { return my_cluster()[3] == CLUSTER * THREADS; }); acquired(&all_arrived); ++*waits; }
 }
 static void send(void *p, int rank, const void *v, int bytes, const void *bar) {
   if ((uintptr_t)p % bytes) { fprintf(stderr, "misaligned st.async\n"); abort(); }

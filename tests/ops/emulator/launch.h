@@ -30,6 +30,7 @@ static void start(Cta &c, int slot, dim index, int threads) {
   }
 }
 static void end(Cta &c) {
+  for (auto *state : PerCtaState::all()) state->end(c.slot);
   munmap(c.memory, SHARED + HEAP + THREADS * STACK);
 #ifdef RACES
   for (void *fiber : c.known) __tsan_destroy_fiber(fiber);

@@ -75,6 +75,7 @@ struct PerCtaState {
   static std::vector<PerCtaState *> &all() { static std::vector<PerCtaState *> states; return states; }
   PerCtaState() { all().push_back(this); }
   virtual void start(int slot) = 0;
+  virtual void end(int) {}
 };
 template <class T> struct PerCta : PerCtaState {  // state of the emulator that each CTA has for itself
   std::deque<T> at;
