@@ -250,7 +250,8 @@ def test_a_captured_graph_reads_lengths_from_the_device(cases):
     q, _, lse, _ = run(case)
     made = built(case)
     before = made.lengths.clone()
-    graph, y, options = torch.cuda.CUDAGraph(), torch.empty_like(q), {"schedule": case.schedule()}
+    graph, y = torch.cuda.CUDAGraph(), torch.empty_like(q)
+    options = {"schedule": case.schedule(), "target": case.target}
     op.decode(q, made, out=y, lse=lse, **options)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
