@@ -28,7 +28,8 @@ TARGET = os.environ.get("TERRAZZO_TEST_TARGET")
 @dataclass(frozen=True)
 class Case:
     """One prefill call. past, new: tokens of each sequence; fresh: the new ones come as k and v. residual -1: the
-    format's own. sharp multiplies q. schedule: (program, row_tiles, warps, stages), or () for the heuristic's."""
+    format's own. sharp multiplies q. schedule: (program, row_tiles, warps, stages), or () for the heuristic's, which
+    targets without wgmma take in place of "shared"."""
 
     k: str = "int4"
     v: str = "int4"
@@ -62,7 +63,8 @@ class Case:
         return self.layout.k.group if self.residual < 0 else self.residual
 
     def chosen(self) -> Prefill | None:
-        return Prefill(*self.schedule) if self.schedule else None
+        able = self.schedule and (self.schedule[0] == "mma" or self.target in (None, "sm_90a"))
+        return Prefill(*self.schedule) if able else None
 
     def requests(self) -> list:
         """The kernels that this case launches."""
