@@ -139,7 +139,6 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched("small_batch", S8(W4A8(257, 512, 64), 7, "int32", kind="integer")),
         Watched("small_batch cluster split", S8(W4A8(128, 10944, 32), 16, "float16", "unsigned", kind="integer")),
         Watched("stream_k, quantizer with smooth", S8(W4A8(257, 640, bias=True, smooth=True), 64)),
-        Watched("stream_k shared", S8(W4A8(256, 4096, 128), 100, "bfloat16", "unsigned", kind="integer")),
         Watched("basic", S8(W4A8(257, 640, 64), 40, "int32", "vadd4", pipeline="basic", kind="integer")),
         Watched("excp shared", S8(W4A8(256, 4096, 128), 100, "int32", pipeline="excp", kind="integer")),
         Watched("pingpong shared", S8(W4A8(257, 2048, 32), 100, "float16", pipeline="pingpong", kind="integer")),
@@ -151,6 +150,7 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
     "refills": (
         Watched("w4a16", F16(W4A16(256, 1536), 64), tile=stream_k.StreamK(64, 2, 1, 3, stage_k=64)),
         Watched("w4a8 int8", S8(W4A8(256, 2048, 64), 40, "int32", kind="integer")),
+        Watched("w4a8 unsigned", S8(W4A8(256, 4096, 128), 100, "bfloat16", "unsigned", kind="integer")),
         Watched("w4a8 e4m3", S4F8(E4M3(256, 2048, 32), 20, "integer")),
     ),
     "w4ax": (
