@@ -13,7 +13,7 @@ from terrazzo.lowering.errors import ArgumentError
 STATUS = {
     "tested": "runs on this GPU; the three oracles hold on it",
     "ptx-tested": "its PTX passes the same tests, compiled by the driver for a newer GPU",
-    "compiled": "compiles, and its machine code is checked; never run",
+    "compiled": "compiles, and its machine code is checked; not run, or not by all tests",
 }
 
 
