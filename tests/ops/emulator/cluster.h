@@ -29,7 +29,7 @@ namespace tl {
 static void cluster_arrive_relaxed() { Unseen unseen; ++my_cluster()[3]; }
 static void cluster_arrive() { released(&all_arrived); cluster_arrive_relaxed(); }
 static void cluster_wait() {
-  wait_until([&] { return my_cluster()[3] == CLUSTER * THREADS; }); acquired(&all_arrived); ++*waits; }
+  wait_until([&] { return my_cluster()[3] == CLUSTER * THREADS; }); acquired(&all_arrived); Unseen unseen; ++*waits; }
 }
 static void send(void *p, int rank, const void *v, int bytes, const void *bar) {
   if ((uintptr_t)p % bytes) { fprintf(stderr, "misaligned st.async\n"); abort(); }
