@@ -83,7 +83,7 @@ class Case:
             bits = get_format(self.k).bits + get_format(self.v).bits
             warps = 8 if groups <= 2 and bits * self.head_dim <= 2048 else 4
             return schedules.WarpgroupDecode(2 * groups, warps, 4, 3 if bits * self.head_dim <= 4096 else 2, 1)
-        batch, tokens = (1, 131072) if self.style == "few" else (64, 4096)
+        batch, tokens = {"few": (1, 131072), "many": (64, 4096), "warpgroups": (64, 4096)}[self.style]
         layout = CacheLayout(self.k, self.v, self.head_dim)
         residual = layout.k.group if self.residual < 0 else self.residual
         problem = op.problem_of(layout, batch, 8, 8 if self.rows <= 8 else 16, tokens, self.page, residual)
