@@ -17,9 +17,10 @@ _SMALL_ROWS = 4  # rows of a CTA where a warp holds a whole one
 _RESIDENT = 1024  # threads of an SM that have 64 registers each
 _RESIDENT_SHORT = 2048  # 32 each
 _SHORT_K = 8192
+_EARLY_K = 2048  # such rows are too few bytes to hide the time that gains take behind them: 9 to 29 % (RMSNorm)
 # Sixteenths of (the first wave's rows, a later row). H200, 1024 and 4096 rows of up to 8192 without gains: half takes 2
 # to 8 % less time than all and 5 to 11 % less than none. Long rows with gains want all
-_SHARES_SHORT, _SHARES, _SHARES_GAIN, _SHARES_LONG_GAIN = (8, 8), (10, 8), (12, 8), (16, 16)
+_SHARES_SHORT, _SHARES, _SHARES_EARLY, _SHARES_GAIN, _SHARES_LONG_GAIN = (8, 8), (10, 8), (12, 8), (8, 8), (16, 16)
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class QuantizeRows:
         ahead: sixteenths of their rows that CTAs of the first wave fetch into L2 before the kernel ahead has ended.
         later: sixteenths of a row that are fetched into L2 a wave of CTAs before its turn.
         persistent: no more CTAs than fit at a time, each with many rows and its gains in registers.
+        early: gains are read before the kernel ahead has ended, not behind the row.
     """
 
     warps: int
@@ -40,6 +42,7 @@ class QuantizeRows:
     ahead: int = 0
     later: int = 0
     persistent: bool = False
+    early: bool = False
 
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
@@ -84,8 +87,11 @@ def choose(k: int, target: Target, m: int, gain: bool = False) -> QuantizeRows:
     resident = _resident(target, threads, vectors, gain, most)
     if not pdl:
         return QuantizeRows(warps, rows, vectors, resident)
-    of_gain = _SHARES_GAIN if k <= _SHORT_K else _SHARES_LONG_GAIN
-    return QuantizeRows(warps, rows, vectors, resident, *(of_gain if gain else _SHARES_SHORT if short else _SHARES))
+    if not gain:
+        return QuantizeRows(warps, rows, vectors, resident, *(_SHARES_SHORT if short else _SHARES))
+    early = k <= _EARLY_K
+    shares = _SHARES_EARLY if early else _SHARES_GAIN if k <= _SHORT_K else _SHARES_LONG_GAIN
+    return QuantizeRows(warps, rows, vectors, resident, *shares, early=early)
 
 
 def _staying(total: int, vectors: int) -> QuantizeRows:
@@ -108,6 +114,7 @@ def candidates(k: int, target: Target, m: int, gain: bool = False) -> list[Quant
         return found
     total = -(-k // 16) * 2
     plain = replace(first, persistent=False)
+    found += [replace(plain, early=not plain.early)] if gain else []
     found += [replace(plain, ahead=ahead, later=later) for ahead, later in ((0, 0), (8, 0), (8, 8), (12, 8), (16, 16))]
     for vectors in (_VECTORS, MAX_VECTORS) if gain else ():
         threads = 32 * -(-total // (32 * vectors))

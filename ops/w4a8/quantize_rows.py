@@ -4,9 +4,11 @@
 (and, with RMSNorm in front, the sum of squares) of the row, then the codes and their sum. RMSNorm's factor is the same
 for the whole row, so it only enters the scale.
 
-A gain, the product of RMSNorm's weight and the reciprocal of the smooth vector, has twice the bytes of a row. It is
-read into registers before the row, whose products with it then take its place. Long rows leave no registers for it and
-read it twice from L1.
+A warp's vectors lie side by side in the row.
+
+A gain, the product of RMSNorm's weight and the reciprocal of the smooth vector, has twice the bytes of a row. Its loads
+follow those of the row, whose products with it stay in registers; `early`, they come before the kernel ahead has ended.
+Long rows leave no registers for products and read the gain twice.
 
 Before the kernel ahead of it on the stream has ended (programmatic dependent launch), a CTA of the first wave fetches
 `ahead` sixteenths of its rows into L2. That kernel may still write them, and does so in L2: nothing is read into the SM
@@ -26,14 +28,14 @@ PASS_CONFIGS = (  # barriers are inside the primitives
     ("tl.disable_warp_specialized", True),
 )
 VECTOR = 8  # values of one 16-byte load
-HELD_VECTORS = 4  # most vectors of a thread whose gains stay in registers
+HELD_VECTORS = 4  # most vectors of a thread whose products with gains stay in registers
 # form of the codes -> its largest, and the largest magnitude below which a row counts as zeros: the references say why
 FORMS = {"int8": (127, 2.0**-119), "e4m3": (448, 2.0**-117)}
 
 
 def build(
     target, *, k: int, dtype: str, gain: bool, norm: bool, warps: int, rows: int, vectors: int, resident: int = 1024,
-    ahead: int = 0, later: int = 0, persistent: bool = False, codes: str = "int8",
+    ahead: int = 0, later: int = 0, persistent: bool = False, early: bool = False, codes: str = "int8",
 ):  # fmt: skip
     """The prim_func `main(X, G, Q, XS, RS, eps, columns)`.
 
@@ -41,7 +43,8 @@ def build(
     int8 [M, K], K = k rounded up to 16, columns from k on become 0; XS f32 [M] scales; RS int32 [M] sums of Q's rows;
     eps f32, RMSNorm's, and `columns` f32, those of the k that its mean counts (with `norm`). A CTA holds `rows` rows of
     `warps` warps, each thread `vectors` vectors; rows > 1 needs warps = 1. Registers are limited so that `resident`
-    threads fit on an SM. `ahead` and `later`: sixteenths of rows that are fetched into L2 early. With `codes` "e4m3",
+    threads fit on an SM. `ahead` and `later`: sixteenths of rows that are fetched into L2 early; `early`: gains are
+    read before the kernel ahead has ended. With `codes` "e4m3",
     the bytes of Q are e4m3 and RS [1] is not written.
     """
     import tilelang.language as T
@@ -61,8 +64,10 @@ def build(
     threads, lanes = 32 * warps * rows, 32 * warps
     bf16, has_norm, kept = (str(flag).lower() for flag in (dtype == "bfloat16", norm, persistent))
     pdl = target.supports("pdl")
-    held = gain and (persistent or vectors <= HELD_VECTORS)
-    products = held and not persistent  # they take the place of the gains
+    products = gain and vectors <= HELD_VECTORS and not persistent  # of x with the gains, in whose registers they stay
+    held = gain and (persistent or (products and early))  # gains are in registers before x
+    twice = gain and not (products or held)  # they are read
+    slots = vectors if held or products else 1  # of gains or products
     blocks = max(1, resident // threads)
     wave = blocks * target.sms  # CTAs that run at a time
     largest, tiny = FORMS[codes]
@@ -70,6 +75,10 @@ def build(
     ahead, later = (part * k // VECTOR // 16 * VECTOR if pdl else 0 for part in (ahead, later))  # values
     source = prelude("pack", "rows", *(["prefetch"] if ahead or later else []), *([] if integer else ["e4m3_rows"]))
     M = T.dynamic("m")
+
+    def column(v, lane):
+        """Where vector v of a thread of a row begins."""
+        return (lane // 32 * 32 * vectors + v * 32 + lane % 32) * VECTOR
 
     @T.macro
     def load_gain(G, g, v, at, late):
@@ -90,14 +99,14 @@ def build(
         for v in T.unroll(vectors):
             for i in T.unroll(4):
                 x[v * 4 + i] = T.uint32(0)
-            at = (v * lanes + lane) * VECTOR
+            at = column(v, lane)
             if T.And(row < M, at < k):
                 T.call_extern(
                     "handle", "tz_stream16", T.access_ptr(x[v * 4], "w", 4), T.access_ptr(X[row, at], "r", VECTOR)
                 )
         if later:
             fetch(X, row + wave * rows, lane, later)
-        if gain and not held:  # all loads of the row first: ptxas would put gains, and then sums, between them
+        if twice:  # all loads of the row first: ptxas would put sums between them
             T.sync_threads()
         m[0] = 0.0
         m[1] = 0.0
@@ -106,13 +115,13 @@ def build(
         else:
             for v in T.unroll(vectors):
                 if gain and not held:
-                    load_gain(G, g, 0, (v * lanes + lane) * VECTOR, "true")
+                    load_gain(G, g, v if products else 0, column(v, lane), "true")
                 T.call_extern(
                     "handle",
                     f"tz_row_scan<{bf16}, {int(gain)}, {has_norm}, {kept}>",
                     T.access_ptr(m, "rw"),
                     T.access_ptr(x[v * 4], "r", 4),
-                    T.access_ptr(g[v * VECTOR if held else 0], "rw", VECTOR),
+                    T.access_ptr(g[v % slots * VECTOR], "rw", VECTOR),
                 )
         T.call_extern(
             "handle",
@@ -125,8 +134,8 @@ def build(
         for v in T.unroll(vectors):
             if not products:  # x stays in registers; else its products do
                 T.call_extern("handle", "tz_row_keep", T.access_ptr(x[v * 4], "rw", 4))
-            at = (v * lanes + lane) * VECTOR
-            if gain and not held:
+            at = column(v, lane)
+            if twice:
                 load_gain(G, g, 0, at, "false")
             if T.And(row < M, at < out_k):
                 T.call_extern(
@@ -135,7 +144,7 @@ def build(
                     T.access_ptr(Q[row, at], "w", VECTOR),
                     T.access_ptr(total, "rw"),
                     T.access_ptr(x[v * 4], "r", 4),
-                    T.access_ptr(g[v * VECTOR if held else 0], "r", VECTOR),
+                    T.access_ptr(g[v % slots * VECTOR], "r", VECTOR),
                     factor[0],
                 )
         if integer:
@@ -166,7 +175,7 @@ def build(
             T.annotate_min_blocks_per_sm(blocks)
             shared = T.alloc_shared((3 * warps,), "float32")  # one buffer: two might get the same place
             x = T.alloc_local((4 * vectors,), "uint32")
-            g = T.alloc_local((VECTOR * vectors if held else VECTOR,), "float32")
+            g = T.alloc_local((VECTOR * slots,), "float32")
             m = T.alloc_local((2,), "float32")
             factor = T.alloc_local((2,), "float32")  # of the codes, of the scale
             total = T.alloc_local((1,), "int32")
@@ -178,7 +187,7 @@ def build(
                     fetch(X, row, lane, ahead)
             if held:  # a weight: activations._gain keeps its writer from being the kernel ahead
                 for v in T.unroll(vectors):
-                    load_gain(G, g, v, (v * lanes + lane) * VECTOR, "false")
+                    load_gain(G, g, v, column(v, lane), "false")
             if pdl:
                 T.pdl_trigger()
                 T.pdl_sync()
