@@ -24,9 +24,12 @@ LARGEST = 1 << 31
 """Rows, columns and tokens are int32 in kernels; addresses have 64 bits."""
 MOST_ROWS = 1 << 27
 """Output features of a weight."""
-ALL_TOKENS = (1, 2, 4, 8, 16, 32, 64, 65, 128, 129, 256, 300, 512, 520, 600, 1024, 2048, 4096)
-"""One M of every bucket; 300 and 600 where tiles of 128 tokens pad less than tiles of 256; 65, 129 and 520 where a
-record of the bucket would pad too much, and the heuristic decides."""
+ALL_TOKENS = (
+    *(1, 2, 4, 8, 16, 32, 64, 65, 128, 129, 192, 193, 256, 300, 384, 385, 512, 520, 600, 641, 768, 769, 897, 1024),
+    *(1025, 1536, 1537, 2048, 2049, 3072, 4096),
+)
+"""One M of every bucket; 300, 520 and 769 where tiles of 128 tokens pad less than tiles of 256; and the first M of a
+bucket, for which a record of the next power of two may pad too much, so that the heuristic decides."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def tokens_of(m: int | Iterable[int] | None) -> tuple[int, ...]:
     except TypeError:
         tokens = (m,)
     if not all(type(t) is int and 0 <= t < LARGEST for t in tokens):
-        raise ArgumentError("m", m, "must be a number of tokens, or several, not negative", "write m=[1, 16, 256]")
+        raise ArgumentError("m", m, f"must be a number of tokens, or several, 0..{LARGEST - 1}", "write m=[1, 16, 256]")
     return tuple(t for t in tokens if t > 0)
 
 
@@ -64,6 +67,13 @@ def check_shape(n: int, k: int) -> None:
     for name, size, end in (("n", n, MOST_ROWS), ("k", k, LARGEST)):
         if type(size) is not int or not 1 <= size < end:
             raise ArgumentError(name, size, f"must be an integer, 1..{end - 1}", "pass the weight's shape [N, K]")
+
+
+def check_flags(**flags: bool) -> None:
+    """Raise ArgumentError unless each is True or False: plans are kept, and 1 would find, or name, that of True."""
+    for name, flag in flags.items():
+        if type(flag) is not bool:
+            raise ArgumentError(name, flag, "must be True or False", "pass a bool")
 
 
 def check_group(group_size: int, k: int, groups: tuple[int, ...]) -> None:

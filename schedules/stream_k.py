@@ -28,7 +28,7 @@ _OF_PAIRS = replace(COSTS, units={**COSTS.units, (128, 1, 1): 0.47, (64, 1, 1): 
 _FINE_RING = ((128, 2, 2), (128, 4, 1), (256, 2, 1))
 """Tiles whose ring stages hold 64 k: more of them fit, or registers for the words of one."""
 _MANY_TOKENS = ((128, 4, 1), (256, 2, 1), (128, 3, 1))
-"""Those that are worth comparing for more than 512 tokens; the last one up to 1024."""
+"""The usual ones of more than 512 tokens; the last one up to 1024."""
 _COOL = (128, 2, 2)
 """The fastest of short sweeps from 256 tokens on; of long benchmarks, where the clock follows the power, it is not."""
 
@@ -88,15 +88,16 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int, scaled_sums: bool) -
     if scaled_sums:
         return fitted(_of_scaled_sums(problem, m), problem, target)
     top, tokens = tile_costs.bucket(m), tile_costs.widths(m)
-    found = []
-    for tile in _OF_PAIRS.units if m <= 512 else _MANY_TOKENS[: 3 if m <= 1024 else 2]:
+    found, usual = [], _MANY_TOKENS[: 3 if m <= 1024 else 2]
+    for tile in _OF_PAIRS.units:
         spills = tile == (64, 3, 2) and problem.groups_per_128 > 1
         if tile[0] in tokens and not spills and (tile != _COOL or m <= 128):
             raster = tile_costs.raster(-(-top // tile[0]), problem.row_blocks, target)
             s = StreamK(*tile, stages=2, stage_k=64 if tile in _FINE_RING else 128, raster=raster)
             both = [s] if tile in COSTS.units else []
             both += [it for it in [pairs(fitted(s, problem, target), problem, target, top)] if it]
-            found += [(_divide(it, problem, target, top)[0], it) for it in both]
+            factor = tile_costs.rarely(m, tile in usual)
+            found += [(factor * _divide(it, problem, target, top)[0], it) for it in both]
     return fitted(min(found, key=lambda it: it[0])[1], problem, target)
 
 

@@ -164,17 +164,26 @@ def partitions(tiles: int, units: int, slots: int, cluster: int = 1) -> Iterator
 
 
 def bucket(m: int) -> int:
-    """The M that tiles are chosen for, so that no M between two of them needs another kernel."""
-    return min(max(16, 1 << (m - 1).bit_length()), 4096)
+    """The M that tiles are chosen for, so that no M between two of them needs another kernel: powers of two and, from
+    128 on, the middles between them."""
+    top = min(max(16, 1 << (m - 1).bit_length()), 4096)
+    middle = top // 4 * 3
+    return middle if 128 < m <= middle else top
 
 
 def widths(m: int) -> tuple[int, ...]:
     """Tokens of the tiles worth considering for m, the same for all M of a bucket and of equal padding."""
-    if m <= 128:
+    if m <= 192:
         return (bucket(m),) if m <= 64 else (64, 128)
     if m > 256 and -(-m // 128) * 128 * 1.12 < -(-m // 256) * 256:  # 128 tokens cost a little more than half of 256
         return (128,)
     return 128, 256
+
+
+def rarely(m: int, usual: bool) -> float:
+    """Factor of the cost of tiles that are worth it in few problems of more than 512 tokens: only where they gain more
+    than what predictions are off."""
+    return 1.03 if m > 512 and not usual else 1.0
 
 
 def dram_us(target: Target, nbytes: int) -> float:

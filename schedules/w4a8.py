@@ -254,7 +254,6 @@ def fitted(schedule: StreamK, problem: IntegerGemm, target: Target, most: int = 
 def choose(problem: IntegerGemm, target: Target, m: int, may_pair: bool = True) -> StreamK:
     """The tile whose launch is cheapest for the bucket of m (`tile_costs`), with as many stages as fit."""
     top, tokens = tile_costs.bucket(m), tile_costs.widths(m)
-    tokens = tokens[-1:] if m > 512 else tokens
     found = []
     for tile in _OF_PAIRS.units:
         if tile[0] in tokens:
@@ -262,7 +261,8 @@ def choose(problem: IntegerGemm, target: Target, m: int, may_pair: bool = True) 
             s = fitted(StreamK(*tile, stages=2, raster=raster), problem, target, UNROLLED_STAGES)
             both = [s] if tile in TILE_COSTS.units else []
             both += [it for it in [may_pair and pairs(s, problem, target, top)] if it]
-            found += [(_divide(it, problem, target, top)[0], it) for it in both]
+            factor = tile_costs.rarely(m, tile[0] == tokens[-1])
+            found += [(factor * _divide(it, problem, target, top)[0], it) for it in both]
     return min(found, key=lambda it: it[0])[1]
 
 

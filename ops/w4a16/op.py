@@ -111,6 +111,7 @@ def kernel_requests(
     """
     launching.check_shape(n, k)
     launching.check_group(group_size, k, GROUPS)
+    launching.check_flags(symmetric=symmetric, bias=bias)
     check_numerics(numerics)
     facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, bias=bias)
     at = Target.parse(target)

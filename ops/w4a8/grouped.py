@@ -100,6 +100,7 @@ def grouped_requests(
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.
     """
     grouped.check_request(n, k, experts, group_size, GROUPS)
+    launching.check_flags(bias=bias)
     if dequantization == E4M3 and group_size == k and k not in GROUPS:
         group_size = UNIT_K  # as fp8.QuantizedWeight keeps it
     tokens = [t * experts for t in launching.ALL_TOKENS] if m is None else launching.tokens_of(m)

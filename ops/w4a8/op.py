@@ -148,6 +148,7 @@ def kernel_requests(
     if dtype not in (None, *activations.DTYPES):
         raise ArgumentError("dtype", dtype, f"must be one of {activations.DTYPES}", "cast the activations")
     launching.check_group(group_size, k, GROUPS)
+    launching.check_flags(bias=bias, smooth=smooth)
     at, out = Target.parse(target), out_dtype or dtype or "float16"
     codes = E4M3 if dequantization == E4M3 else "int8"
     group_size = 128 if codes == E4M3 and group_size == k and k not in GROUPS else group_size

@@ -122,6 +122,7 @@ def kernel_requests(
         raise ArgumentError("granularity", granularity, f"must be one of {GRANULARITIES}", "use 'block'")
     if group_size != BLOCK:
         raise ArgumentError("group_size", group_size, f"must be {BLOCK}, the block", "leave it out")
+    launching.check_flags(bias=bias, permuted=permuted, norm=norm)
     at, tokens = Target.parse(target), launching.tokens_of(m)
     high = round(0.25 * -(-k // BLOCK)) if blocks8 is None else blocks8
     out, two_level = out_dtype or dtype or "float16", (scales or granularity) == "two_level"

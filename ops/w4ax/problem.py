@@ -40,7 +40,7 @@ class Gemm:
             raise ArgumentError("out_dtype", self.out_dtype, f"must be one of {OUT_DTYPES}", "cast y")
         if self.k % UNIT_K or self.k < UNIT_K:
             raise ArgumentError("k", self.k, f"must be a multiple of {UNIT_K}", "pad the channels")
-        if not 0 <= self.blocks8 <= self.units:
+        if type(self.blocks8) is not int or not 0 <= self.blocks8 <= self.units:
             raise ArgumentError("blocks8", self.blocks8, f"must be 0..{self.units}", "count blocks of 128")
 
     @property

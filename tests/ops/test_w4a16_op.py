@@ -104,6 +104,8 @@ def test_a_weight_is_adopted_once_for_each_state(monkeypatch):
         ("PackedWeight", lambda w: w4a16.gemm(torch.zeros(2, 128).half(), torch.zeros(64, 128))),
         ("no_grad", lambda w: w4a16.gemm(torch.zeros(2, 128).half().requires_grad_(), w)),
         ("CUDA device", lambda w: w4a16.weight_requests(w, 4, torch.float16)),
+        ("symmetric = 1", lambda w: requests(64, 128, "sm_90a", symmetric=1)),
+        ("bias = 1.0", lambda w: requests(64, 128, "sm_90a", bias=1.0)),
     ],
 )
 def test_bad_calls_are_refused_before_anything_runs(words, call):

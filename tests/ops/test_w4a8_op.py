@@ -86,6 +86,9 @@ def test_sm_80_code_runs_on_newer_gpus_from_its_ptx():
         ({"pipeline": "imfp", "target": "sm_89"}, "wgmma"),
         ({"dequantization": "unsigned", "k": 66312}, "66311"),
         ({"k": 70000}, "65536"),
+        ({"bias": 1}, "bias = 1"),
+        ({"smooth": "yes"}, "smooth"),
+        ({"m": 2**31}, "2147483647"),
     ],
 )
 def test_requests_that_no_kernel_serves(changes, words):

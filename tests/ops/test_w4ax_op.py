@@ -97,6 +97,8 @@ def test_the_work_list_covers_every_block_once():
         ({"out_dtype": "int32"}, "out_dtype"),
         ({"dtype": "float32"}, "dtype"),
         ({"blocks8": 3}, "blocks8"),
+        ({"blocks8": 1.0}, "blocks8 = 1.0"),
+        ({"permuted": 1}, "permuted"),
         ({"granularity": "row"}, "granularity"),
         ({"group_size": 64}, "group_size"),
         ({"scales": "row"}, "scales"),
