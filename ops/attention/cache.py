@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
@@ -69,7 +69,7 @@ class PackedCache:
 
     def to(self, device: str | torch.device) -> PackedCache:
         """The cache with every tensor on a device; ArgumentError for what is none."""
-        to, tensors = weights.device_of(device), {f.name: getattr(self, f.name) for f in fields(self)}
+        to, tensors = device_of(device), {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{n: t.to(to) for n, t in tensors.items() if hasattr(t, "to")})
 
     def check(self) -> None:
@@ -79,13 +79,15 @@ class PackedCache:
         layout, page, table = self.layout, self.page_size, self.block_table
         if not isinstance(layout, CacheLayout):
             raise ArgumentError("layout", type(layout).__name__, "must be a CacheLayout", "CacheLayout('int4', ...)")
-        self._tensor("pages", "int32", (None, None, None), "see PackedCache")
+        self._tensor("pages", "int32", (None, None, None), "see PackedCache", 16)
         self._tensor("lengths", "int32", (None,), "a number of tokens for each sequence")
         batch = len(self.lengths)
         pages, heads, words = self.pages.shape
+        if type(page) is not int:  # False would be found as the kernel of 0
+            raise ArgumentError("page_size", page, "must be a number of tokens", "0 for contiguous storage")
         if (table is None) == bool(page):
             constraint = "goes with a page_size, which is 0 without one"
-            raise ArgumentError("block_table", None if table is None else list(table.shape), constraint, "pass both")
+            raise ArgumentError("block_table", _shape(table), constraint, "pass both")
         if table is not None:
             self._tensor("block_table", "int32", (None, None), "numbers of pages")
             if len(table) < batch:
@@ -105,7 +107,7 @@ class PackedCache:
             given = getattr(self, name)
             if (given is not None) != (fmt.scaling == "static"):
                 constraint = f"format {fmt} {'takes none' if given is not None else 'needs its scales'}"
-                raise ArgumentError(name, None if given is None else list(given.shape), constraint, "see KVFormat")
+                raise ArgumentError(name, _shape(given), constraint, "see KVFormat")
             if given is not None:
                 self._tensor(name, "float32", (heads, layout.head_dim), "one scale for each dimension")
         if type(self.max_length) is not int or self.max_length < 0:
@@ -118,7 +120,7 @@ class PackedCache:
             residual_of(self.layout, 0)
             return
         tile = residual_layout(self.layout).tile_words
-        self._tensor("residual", "int32", (None, heads, None), "see PackedCache")
+        self._tensor("residual", "int32", (None, heads, None), "see PackedCache", 16)
         slots, _, words = self.residual.shape
         if words % tile or words < 2 * tile or heads * words >= LARGEST or (self.slots is None and slots < batch):
             constraint = f"must be [a block for each of {batch} sequences, {heads}, two or more tiles of {tile} words]"
@@ -127,14 +129,22 @@ class PackedCache:
         if self.slots is not None:
             self._tensor("slots", "int32", (batch,), "the residual block of each sequence")
 
-    def _tensor(self, name: str, dtype: str, shape: tuple[int | None, ...], remedy: str) -> None:
+    def _tensor(self, name: str, dtype: str, shape: tuple[int | None, ...], remedy: str, align: int = 1) -> None:
         """Raise ArgumentError unless a tensor is contiguous, beside the pages, and of this form; None: any size."""
+        import torch
+
         t, device = getattr(self, name), getattr(self.pages, "device", None)
-        fits = hasattr(t, "dtype") and weights.dtype_name(t) == dtype and t.dim() == len(shape) and t.is_contiguous()
+        dense = isinstance(t, torch.Tensor) and t.layout is torch.strided
+        fits = dense and weights.dtype_name(t) == dtype and t.dim() == len(shape) and t.is_contiguous()
         if not fits or t.device != device or any(w not in (None, h) for w, h in zip(shape, t.shape)):
-            seen = f"{weights.dtype_name(t)} {list(t.shape)} on {t.device}" if hasattr(t, "dtype") else type(t).__name__
+            seen = type(t).__name__
+            if isinstance(t, torch.Tensor):
+                seen = f"{weights.dtype_name(t)} {list(t.shape)} on {t.device}" + ("" if dense else f", {t.layout}")
             wanted = ", ".join("*" if size is None else str(size) for size in shape)
             raise ArgumentError(name, seen, f"must be contiguous {dtype} [{wanted}] on {device}", remedy)
+        if t.data_ptr() % align:
+            constraint = f"must begin at a multiple of {align} bytes, which kernels copy at a time"
+            raise ArgumentError(name, f"a tensor at {t.data_ptr():#x}", constraint, "allocate it alone, or clone it")
 
     def check_values(self) -> None:
         """Raise ArgumentError for lengths, pages or slots outside of the storage, and static scales out of range.
@@ -203,12 +213,16 @@ def page_words(layout: CacheLayout, page_size: int) -> int:
     """Words of a page of one head.
 
     Raises:
-        ArgumentError: no positive multiple of the layout's block.
+        ArgumentError: no positive multiple of the layout's block, or as many words as `LARGEST`.
     """
     if type(page_size) is not int or page_size < 1 or page_size % layout.block_tokens:
         constraint = f"must be a positive multiple of {layout.block_tokens} tokens for {layout.k_format} keys"
         raise ArgumentError("page_size", page_size, constraint, "use 128")
-    return layout.words(page_size)
+    words = layout.words(page_size)
+    if words >= LARGEST:
+        constraint = f"a page must have less than {LARGEST} words, it has {words} for each head"
+        raise ArgumentError("page_size", page_size, constraint, "use 128")
+    return words
 
 
 def residual_of(layout: CacheLayout, residual: int | None) -> int:
@@ -339,15 +353,32 @@ def pack_cache(
     return PackedCache(layout, stored, block_table=table, page_size=page_size, **facts)
 
 
-def check_static(name: str, scales: torch.Tensor | None, needed: bool, shape: tuple[int, ...]) -> None:
-    """Raise ArgumentError unless scales are there where a format needs them, positive, and end in this shape."""
-    seen = None if scales is None else list(scales.shape) if hasattr(scales, "shape") else type(scales).__name__
+def device_of(device: str | torch.device) -> torch.device:
+    """As `weights.device_of`, which speaks of weights."""
+    try:
+        return weights.device_of(device)
+    except ArgumentError as error:
+        if error.__cause__ is None:  # a device, but torch does not see it
+            raise
+        raise ArgumentError("device", device, "must be a device", error.remedy) from error.__cause__
+
+
+def _shape(tensor: Any) -> list[int] | str | None:
+    """What to say of an argument that should not be there, or should."""
+    return None if tensor is None else list(tensor.shape) if hasattr(tensor, "shape") else type(tensor).__name__
+
+
+def check_static(name: str, scales: torch.Tensor | None, needed: bool, *shapes: tuple[int, ...]) -> None:
+    """Raise ArgumentError unless scales are there where a format needs them, positive, and have one of these shapes."""
     if (scales is not None) != needed:
-        raise ArgumentError(name, seen, "static formats need their scales, others take none", "see KVFormat")
+        constraint = "static formats need their scales, others take none"
+        raise ArgumentError(name, _shape(scales), constraint, "see KVFormat")
     if scales is None:
         return
-    if not isinstance(seen, list) or tuple(seen[-len(shape) :]) != shape or not scales.is_floating_point():
-        raise ArgumentError(name, seen, f"must be float {list(shape)}", "one scale for each dimension")
+    wanted, remedy = " or ".join(str(list(shape)) for shape in shapes), "pass one scale for each dimension"
+    weights.check_floats(name, scales, wanted, remedy)
+    if tuple(scales.shape) not in shapes:
+        raise ArgumentError(name, list(scales.shape), f"must be float {wanted}", remedy)
     if not bool(((scales >= 2.0**-100) & (scales <= 2.0**100)).all()):
         low, high = scales.float().min().item(), scales.float().max().item()
         raise ArgumentError(name, f"{low:.3g}..{high:.3g}", "must be within 2^-100..2^100", "calibrate, or use 1")

@@ -105,7 +105,7 @@ def get_format(name: str | KVFormat, role: str = "keys") -> KVFormat:
     Raises:
         ArgumentError: an unknown name, or a channel-wise format for values.
     """
-    found = name if isinstance(name, KVFormat) else FORMATS.get(name)
+    found = name if isinstance(name, KVFormat) else FORMATS.get(name) if isinstance(name, str) else None
     argument = {"keys": "k_format", "values": "v_format"}[role]
     if found is None:
         raise ArgumentError(argument, name, "is not a registered KV format", f"use one of {', '.join(FORMATS)}")

@@ -14,18 +14,19 @@ for layer in range(32):
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import launching, weights
+from terrazzo.ops import launching
 from terrazzo.ops.attention import op, prefill_op, writing
-from terrazzo.ops.attention.cache import PackedCache, check_static, page_words, residual_of, residual_words
+from terrazzo.ops.attention.cache import PackedCache, check_static, device_of, page_words, residual_of, residual_words
 from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.ops.attention.paging import PageTable
+from terrazzo.ops.attention.paging import PageTable, Unstored
 
 if TYPE_CHECKING:
     import torch
@@ -83,23 +84,22 @@ class KVCache:
         v_static: torch.Tensor | None = None,
         device: str | torch.device = "cuda",
     ) -> None:
-        import torch
 
-        self.layout, device = CacheLayout(k_format, v_format, head_dim), weights.device_of(device)
+        self.layout, device = CacheLayout(k_format, v_format, head_dim), device_of(device)
         words, numbers = page_words(self.layout, page_size), dict(kv_heads=kv_heads, pages=pages, sequences=sequences)
         numbers |= {"layers": layers} | ({} if max_tokens is None else {"max_tokens": max_tokens})
         for name, value in numbers.items():
-            if type(value) is not int or value < 1:
-                raise ArgumentError(name, value, "must be a positive integer", "ask for at least one")
+            if type(value) is not int or not 1 <= value < launching.LARGEST:
+                constraint = f"must be an integer, 1..{launching.LARGEST - 1}"
+                raise ArgumentError(name, value, constraint, "ask for fewer, or for at least one")
         residual = residual_of(self.layout, residual)
-        most = pages * page_size if max_tokens is None else max_tokens
-        self.table_width = -(-most // page_size)
-        self.max_tokens = most
-        self.pages = torch.zeros(layers, pages, kv_heads, words, dtype=torch.int32, device=device)
+        self.max_tokens = min(pages * page_size, launching.LARGEST - 1) if max_tokens is None else max_tokens
+        self.table_width = min(-(-self.max_tokens // page_size), pages)
+        self.pages = _zeros("pages", (layers, pages, kv_heads, words), device)
         self.residual = None
         if residual:
             size = (layers, sequences, kv_heads, residual_words(self.layout, residual))
-            self.residual = torch.zeros(size, dtype=torch.int32, device=device)
+            self.residual = _zeros("sequences", size, device)
         self.static = tuple(
             _static(name, s, fmt.scaling == "static", (layers, kv_heads, head_dim), self.pages.device)
             for name, s, fmt in (("k_static", k_static, self.layout.k), ("v_static", v_static, self.layout.v))
@@ -113,7 +113,17 @@ class KVCache:
 
     def fork(self, sequence: int) -> int:
         """A sequence that begins with the same tokens. Pages are shared until one of the two writes to them; the
-        residual block is copied. Raises CacheFullError where all slots are taken."""
+        residual block is copied: the tokens of `extend` must be stored in every layer before.
+
+        Raises:
+            CacheFullError: all slots are taken. ArgumentError: tokens of the newest `extend` were not stored by a
+                method of its batch. That is not known after `extend(into=...)`, as replays of a graph store unseen,
+                and of layers that `Batch.layer` was called for: call it where other means store the tokens.
+        """
+        unstored = self.table.get(sequence).unstored
+        if unstored is not None and unstored.layers and not unstored.unseen:
+            constraint = f"has new tokens that are not stored in layers {sorted(unstored.layers)}"
+            raise ArgumentError("sequence", sequence, constraint, "append() or store() them in every layer before")
         made = self.table.fork(sequence)
         if self.residual is not None:
             source, target = (self.table.get(s).slot for s in (sequence, made))
@@ -121,7 +131,7 @@ class KVCache:
         return made
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence; pages that nobody else holds are free again."""
+        """Forget a sequence; pages that nobody else holds are free again, and its batches refuse to be used."""
         self.table.free(sequence)
 
     def length(self, sequence: int) -> int:
@@ -131,10 +141,12 @@ class KVCache:
     def extend(self, new: Mapping[int, int], into: Batch | None = None) -> Batch:
         """Make room for new[sequence] more tokens of each sequence; the batch that stores and reads them.
 
-        The lengths count the new tokens from now on: store them in every layer before decoding.
+        The lengths count the new tokens from now on: store them in every layer before decoding, and before `fork`.
+        Pages that are shared and will be written are copied: other batches of these sequences refuse to be used.
 
         Args:
-            into: a batch of as many sequences whose device tensors are overwritten, for captured CUDA graphs.
+            into: a batch of as many sequences that becomes this one, in the same device tensors, for captured CUDA
+                graphs. What a replay stores is not checked.
 
         Raises:
             CacheFullError: too few free pages; nothing changed. ArgumentError: an unknown sequence, too many tokens.
@@ -153,13 +165,23 @@ class KVCache:
         if copies:
             source, target = (list(part) for part in zip(*copies))
             self.pages[:, target] = self.pages[:, source]
-        return Batch(self, new, into)
+        return Batch(self, new) if into is None else into._describe(new, None)
 
-    def batch(self, sequences: list[int]) -> Batch:
-        """The batch that reads these sequences, without new tokens; ArgumentError for one that is named twice."""
+    def batch(self, sequences: Iterable[int]) -> Batch:
+        """The batch that reads these sequences, without new tokens.
+
+        Raises:
+            ArgumentError: no sequences of this cache, or one that is named twice.
+        """
+        try:
+            sequences = list(sequences)
+        except TypeError:
+            raise ArgumentError("sequences", type(sequences).__name__, "must be several", "pass [sequence]") from None
+        for sequence in sequences:
+            self.table.get(sequence)
         if len(set(sequences)) < len(sequences):
             raise ArgumentError("sequences", sequences, "must be different", "name each once, or fork()")
-        return Batch(self, dict.fromkeys(sequences, 0), None)
+        return Batch(self, dict.fromkeys(sequences, 0))
 
     def usage(self) -> Usage:
         """How much memory is allocated and in use."""
@@ -178,15 +200,30 @@ class KVCache:
 
 
 class Batch:
-    """Some sequences of a `KVCache` as kernels see them: lengths, block table and slots on the device."""
+    """Some sequences of a `KVCache` as kernels see them: lengths, block table and slots on the device.
 
-    def __init__(self, cache: KVCache, new: Mapping[int, int], into: Batch | None) -> None:
+    Once one of the sequences is freed, or `extend` copies a page of it, the block table names pages of others: all
+    methods raise ArgumentError. Replays of a captured graph, and traced calls, are not checked.
+    """
+
+    def __init__(self, cache: KVCache, new: Mapping[int, int]) -> None:
+        self.cache = cache
+        self._unstored = Unstored(len(cache.pages))
+        self._describe(new, self._unstored)
+
+    def _describe(self, new: Mapping[int, int], unstored: Unstored | None) -> Batch:
+        """This batch, of new[sequence] new tokens of each sequence from now on, in the tensors that it has."""
         import numpy as np
         import torch
 
-        self.cache, self.sequences, self.new = cache, list(new), [int(count) for count in new.values()]
+        cache, self.sequences, self.new = self.cache, list(new), [int(count) for count in new.values()]
         self._layers: dict[int, PackedCache] = {}
         found = [cache.table.get(s) for s in self.sequences]
+        for sequence, count in zip(found, self.new):
+            if count:
+                sequence.unstored = unstored
+        self._generations = [(s, s.generation) for s in found]
+        self._generation = cache.table.generation
         table = np.zeros((len(found), cache.table_width), np.int32)
         for row, sequence in zip(table, found):
             row[: len(sequence.pages)] = sequence.pages
@@ -199,15 +236,23 @@ class Batch:
         self.max_length = max((s.length for s in found), default=0)
         for name, values in facts.items():
             made = torch.from_numpy(values).to(cache.pages.device)
-            if into is not None:
-                made = getattr(into, name).copy_(made)
-            setattr(self, name, made)
+            held = getattr(self, name, None)
+            setattr(self, name, made if held is None else held.copy_(made))
+        return self
 
     def layer(self, layer: int = 0) -> PackedCache:
-        """The sequences' keys and values in one layer; the same object again, so that it is checked once."""
+        """The sequences' keys and values in one layer; the same object again, so that it is checked once. What is done
+        with it is not seen by the cache."""
+        made = self._view(layer)
+        self._stored(layer)
+        return made
+
+    def _view(self, layer: int) -> PackedCache:
         import torch
 
         cache = self.cache
+        if not torch.compiler.is_compiling() and self._generation != cache.table.generation:  # no guards on counters
+            self._check_current()
         if type(layer) is not int or not 0 <= layer < len(cache.pages):
             raise ArgumentError("layer", layer, f"must be 0..{len(cache.pages) - 1}", "see KVCache(layers=...)")
         if layer in self._layers:
@@ -233,7 +278,8 @@ class Batch:
         if tokens is not None and any(count != tokens for count in self.new):
             constraint = f"must have as many tokens as extend was asked for, {self.new}"
             raise ArgumentError("k", list(k.shape), constraint, "pass all of them; store takes ragged batches")
-        writing.append(self.layer(layer), k, v, **options)
+        writing.append(self._view(layer), k, v, **options)
+        self._stored(layer)
 
     def store(self, k: torch.Tensor, v: torch.Tensor, layer: int = 0, **options: Any) -> None:
         """Store the new tokens k, v [tokens of all sequences in turn, Hkv, D] of one layer; see `store`.
@@ -242,7 +288,8 @@ class Batch:
             ArgumentError: another number of tokens than `extend` made room for, and as `store`.
         """
         self._check_tokens(k=k, v=v)
-        writing.store(self.layer(layer), k, v, self.starts, max(self.new, default=0), **options)
+        writing.store(self._view(layer), k, v, self.starts, max(self.new, default=0), **options)
+        self._stored(layer)
 
     def prefill(self, q: torch.Tensor, layer: int = 0, **options: Any) -> torch.Tensor:
         """Attention of the new tokens q [tokens of all sequences in turn, Hq, D] of one layer, stored before, or given
@@ -252,11 +299,28 @@ class Batch:
             ArgumentError: another number of tokens than `extend` made room for, and as `prefill`.
         """
         self._check_tokens(q=q)
-        return prefill_op.prefill(q, self.layer(layer), self.starts, max(self.new, default=0), **options)
+        return prefill_op.prefill(q, self._view(layer), self.starts, max(self.new, default=0), **options)
 
     def decode(self, q: torch.Tensor, layer: int = 0, **options: Any) -> torch.Tensor:
         """Attention of the newest tokens q [B, q_len, Hq, D] in one layer; see `decode`."""
-        return op.decode(q, self.layer(layer), **options)
+        return op.decode(q, self._view(layer), **options)
+
+    def _check_current(self) -> None:
+        """Raise ArgumentError for a sequence whose pages are others than when the batch was made."""
+        for sequence, (found, generation) in zip(self.sequences, self._generations):
+            if found.generation != generation:
+                constraint = "was freed or changed after this batch was made, whose pages may hold other sequences now"
+                raise ArgumentError("sequence", sequence, constraint, "call extend() or batch() again")
+        self._generation = self.cache.table.generation
+
+    def _stored(self, layer: int) -> None:
+        """Note that the new tokens of a layer are, or may be, stored."""
+        import torch
+
+        if torch.compiler.is_compiling():
+            self._unstored.unseen = True
+        else:
+            self._unstored.layers.discard(layer)
 
     def _check_tokens(self, **rows: torch.Tensor) -> None:
         """Kernels take the number of rows from `starts`: rows that are not there would be read past the end."""
@@ -268,13 +332,23 @@ class Batch:
                 raise ArgumentError(name, list(x.shape), constraint, "pass those of all sequences, one after another")
 
 
+def _zeros(name: str, size: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """int32 zeros; ArgumentError where there is no such memory."""
+    import torch
+
+    try:
+        return torch.zeros(size, dtype=torch.int32, device=device)
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        constraint = f"takes {4 * prod(size)} bytes on {device}, which could not be allocated ({said})"
+        raise ArgumentError(name, list(size), constraint, "ask for fewer or smaller ones") from error
+
+
 def _static(name: str, scales, needed: bool, shape: tuple[int, int, int], device):
     """f32 [layers, Hkv, D] on the device, or None."""
     import torch
 
-    check_static(name, scales, needed, shape[1:])
+    check_static(name, scales, needed, shape, *((shape[1:],) if shape[0] == 1 else ()))
     if scales is None:
         return None
-    if tuple(scales.shape) not in (shape, shape[1:]) or (scales.dim() == 2 and shape[0] > 1):
-        raise ArgumentError(name, list(scales.shape), f"must be {list(shape)}", "one scale for each dimension")
     return scales.to(device=device, dtype=torch.float32).reshape(shape).contiguous()

@@ -72,7 +72,7 @@ class CacheLayout:
 
     def __post_init__(self) -> None:
         get_format(self.k_format, "keys"), get_format(self.v_format, "values")
-        if self.head_dim not in HEAD_DIMS:
+        if type(self.head_dim) is not int or self.head_dim not in HEAD_DIMS:  # 128.0 would be found as 128's kernel
             raise ArgumentError("head_dim", self.head_dim, f"must be one of {HEAD_DIMS}", "pad the heads")
 
     # -- parts ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError, CaptureError
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 LOG2E = math.log2(math.e)
 MAX_QUERY_TOKENS = 8
 DTYPES = ("float16", "bfloat16")
+NUMBERS = (float, int, Real)  # in this order: an abstract type takes a microsecond to ask
+MOST = 1e38
+"""Largest scale and softcap: times LOG2E, they are float32."""
 GRID = 65535
 """Most CTAs along the second and third dimension of a launch."""
 
@@ -121,7 +125,19 @@ def decode_requests(
     schedule: schedules.Decode | None = None,
     target: Target | str | None = None,
 ) -> list[KernelRequest]:
-    """The kernels that `decode` of q [B, q_len, Hq, D] launches, to compile them up front."""
+    """The kernels that `decode` of q [B, q_len, Hq, D] launches, to compile them up front.
+
+    Raises:
+        ArgumentError: an argument that does not fit.
+    """
+    check_kind(cache)
+    cache.check()
+    check_facts(dtype, softcap=softcap, sinks=sinks)
+    kv_heads, head_dim = cache.kv_heads, cache.layout.head_dim
+    fits = isinstance(q_shape, (tuple, list)) and len(q_shape) == 4 and all(type(n) is int and n > 0 for n in q_shape)
+    if not fits or q_shape[1] > MAX_QUERY_TOKENS or q_shape[2] % kv_heads or q_shape[3] != head_dim:
+        constraint = f"must be (B, 1..{MAX_QUERY_TOKENS} tokens, a multiple of {kv_heads} heads, {head_dim})"
+        raise ArgumentError("q_shape", q_shape, constraint, "pass tuple(q.shape)")
     at, device = requested_targets(target)
     batch, new, heads, _ = q_shape
     return [
@@ -168,9 +184,11 @@ def kernel_requests(
     residual = residual_of(layout, residual)
     if page != 0:
         page_words(layout, page)
-    if dtype not in DTYPES:
-        raise ArgumentError("dtype", dtype, f"must be one of {DTYPES}", "cast q, k and v")
-    if kv_heads < 1 or heads < 1 or heads % kv_heads:
+    check_facts(dtype, page=page, softcap=softcap, sinks=sinks, prefill=prefill)
+    for name, value in (("heads", heads), ("kv_heads", kv_heads)):
+        if type(value) is not int or not 1 <= value <= GRID:
+            raise ArgumentError(name, value, f"must be an integer, 1..{GRID}", "see the model's config")
+    if heads % kv_heads:
         raise ArgumentError("heads", f"{heads}/{kv_heads}", "must be a multiple of kv_heads", "see the model's config")
     if type(q_len) is not int or not 1 <= q_len <= MAX_QUERY_TOKENS:
         raise ArgumentError("q_len", q_len, f"must be 1..{MAX_QUERY_TOKENS}", "use fewer new tokens")
@@ -187,6 +205,19 @@ def kernel_requests(
     for fresh in (False, True) if prefill else ():
         made += prefill_op.prefill_requests(layout, fresh=fresh, **facts)
     return [*dict.fromkeys(made), write_kernel(layout, dtype, page, residual, target)]
+
+
+def check_facts(dtype: str, *, page: int = 0, residual: int = 0, **flags: bool) -> None:
+    """Raise ArgumentError for another type than a kernel's parameter has: plans are kept by their arguments, and equal
+    ones of other types (1 == True == 1.0) would get the kernel of whoever came first."""
+    if type(dtype) is not str or dtype not in DTYPES:
+        raise ArgumentError("dtype", dtype, f"must be one of {DTYPES}", "cast q, k and v")
+    for name, value in (("page", page), ("residual", residual)):
+        if type(value) is not int or value < 0:
+            raise ArgumentError(name, value, "must be a number of tokens", "0 for none")
+    for name, value in flags.items():
+        if type(value) is not bool:
+            raise ArgumentError(name, value, "must be True or False", f"say whether there is any: {name}=True")
 
 
 def decode(
@@ -282,7 +313,7 @@ def run(
     chosen = plan(
         cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, cache.max_length,
         dtype=str(q.dtype).removeprefix("torch."), page=cache.page_size, residual=cache.residual_tokens,
-        softcap=softcap > 0, sinks=sinks is not None, target=at, device=device,
+        softcap=bool(softcap > 0), sinks=sinks is not None, target=at, device=device,
         schedule=schedule, splits=splits or 0,
     )  # fmt: skip
     kernel = get_kernel(chosen.request)
@@ -301,10 +332,10 @@ def run(
     logs = torch.empty(*sizes, chosen.cluster * chosen.rows, dtype=torch.float32, device=q.device)
     partial = torch.empty(*sizes, chosen.rows, head_dim, dtype=torch.float32, device=q.device)
     none = stand_ins(q.device)
-    q = q.contiguous()
-    q = q.clone() if q.data_ptr() % 16 else q
+    q = launching.aligned_copy(q) if not q.is_contiguous() or q.data_ptr() % 16 else q
     if out is not None:
         launching.check_apart(out, "out", q=q)
+    written = aligned_out(made)
     kernel(
         q, cache.pages,
         none["table"] if cache.block_table is None else cache.block_table, cache.lengths,
@@ -313,10 +344,17 @@ def run(
         none["static"] if cache.k_static is None else cache.k_static,
         none["static"] if cache.v_static is None else cache.v_static,
         none["sinks"] if sinks is None else sinks, partial, logs,
-        semaphores(q.device, batch * y * chosen.cluster, capturing), made, lse,
+        semaphores(q.device, batch * y * chosen.cluster, capturing), written, lse,
         (1 / math.sqrt(head_dim) if scale is None else scale) * LOG2E, softcap * LOG2E, window,
     )  # fmt: skip
-    return made, lse
+    return made if written is made else made.copy_(written), lse
+
+
+def aligned_out(out: torch.Tensor) -> torch.Tensor:
+    """What a kernel writes to in the place of `out`: memory of its own where stores of several values would miss."""
+    import torch
+
+    return torch.empty_like(out) if out.data_ptr() % 16 else out
 
 
 def check_kind(cache: PackedCache) -> None:
@@ -329,12 +367,14 @@ def check_kind(cache: PackedCache) -> None:
 def check_options(q: torch.Tensor, scale: float | None, softcap: float, window: int) -> None:
     """What decode and prefill ask of their options and, after all else, of the place of q."""
     launching.check_no_grad(q, "attention", "q")
-    if scale is not None and not math.isfinite(scale):
-        raise ArgumentError("scale", scale, "must be finite", "leave it out for 1 / sqrt(D)")
-    if not 0 <= softcap < math.inf:
-        raise ArgumentError("softcap", softcap, "must be finite, 0 (none) or positive", "pass 0.0")
-    if type(window) is not int or window < 0:
-        raise ArgumentError("window", window, "must be 0 (all tokens) or positive", "pass 0")
+    if scale is not None and not (isinstance(scale, NUMBERS) and -MOST <= scale <= MOST):
+        raise ArgumentError("scale", scale, f"must be finite, a number up to {MOST}", "leave it out for 1 / sqrt(D)")
+    if not (isinstance(softcap, NUMBERS) and 0 <= softcap <= MOST):
+        constraint = f"must be finite, 0 (none) or positive, up to {MOST}"
+        raise ArgumentError("softcap", softcap, constraint, "pass 0.0")
+    if type(window) is not int or not 0 <= window < launching.LARGEST:
+        constraint = f"must be 0 (all tokens) or positive, below {launching.LARGEST}"
+        raise ArgumentError("window", window, constraint, "pass 0")
     if not q.is_cuda:
         raise ArgumentError("q", str(q.device), "must be on a CUDA device, with the cache", "move both there")
 

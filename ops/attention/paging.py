@@ -15,11 +15,29 @@ class CacheFullError(TerrazzoError, RuntimeError):
 
 @dataclass
 class Sequence:
-    """Pages of a sequence in order, its tokens, and its residual slot."""
+    """Pages of a sequence in order, its tokens, and its residual slot.
+
+    Attributes:
+        generation: another one once it is freed, or one of its pages is replaced by a copy.
+        unstored: who knows in which layers its newest tokens are not stored; None for nobody.
+    """
 
     slot: int
     pages: list[int] = field(default_factory=list)
     length: int = 0
+    generation: int = 0
+    unstored: Unstored | None = None
+
+
+class Unstored:
+    """Layers in which new tokens are not stored yet, as far as the host sees.
+
+    Attributes:
+        layers: their numbers. unseen: whether a traced call may have stored some, too.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.layers, self.unseen = set(range(layers)), False
 
 
 class PageTable:
@@ -36,8 +54,11 @@ class PageTable:
         self.holders = [0] * pages
         """Sequences that hold each page."""
         self._free = list(range(pages - 1, -1, -1))
-        self._slots = list(range(slots - 1, -1, -1))
+        self._slots: list[int] = []  # given back; from _unused on they were never taken
+        self._unused, self._end = 0, slots
         self._next = 0
+        self.generation = 0
+        """Sum of the generations of all sequences: while it stays, none has changed."""
 
     # -- counting ------------------------------------------------------------------------------------------------------
     @property
@@ -51,11 +72,14 @@ class PageTable:
 
     @property
     def free_slots(self) -> int:
-        return len(self._slots)
+        return len(self._slots) + self._end - self._unused
 
     def get(self, sequence: int) -> Sequence:
         """Raises ArgumentError for a sequence that does not exist (any more)."""
-        found = self.sequences.get(sequence)
+        try:
+            found = self.sequences.get(sequence)
+        except TypeError:  # unhashable
+            found = None
         if found is None:
             raise ArgumentError("sequence", sequence, "is no sequence of this cache", "make one with new() or fork()")
         return found
@@ -67,9 +91,12 @@ class PageTable:
     # -- changing ------------------------------------------------------------------------------------------------------
     def new(self) -> int:
         """An empty sequence. Raises CacheFullError without a free slot."""
-        if not self._slots:
+        if not self.free_slots:
             raise CacheFullError(f"all {len(self.sequences)} sequence slots are taken; free a sequence first")
         self._next += 1
+        if not self._slots:
+            self._slots.append(self._unused)
+            self._unused += 1
         self.sequences[self._next] = Sequence(self._slots.pop())
         return self._next
 
@@ -87,9 +114,15 @@ class PageTable:
         """Give back a sequence's slot and the pages that nobody else holds."""
         found = self.get(sequence)
         del self.sequences[sequence]
+        self._changed(found)
         for page in found.pages:
             self._release(page)
         self._slots.append(found.slot)
+
+    def _changed(self, found: Sequence) -> None:
+        """What was read of its pages before must not be used any more."""
+        found.generation += 1
+        self.generation += 1
 
     def _release(self, page: int) -> None:
         self.holders[page] -= 1
@@ -144,6 +177,7 @@ class PageTable:
         moved = []
         for sequence, at in copies:
             pages = self.sequences[sequence].pages
+            self._changed(self.sequences[sequence])
             source, pages[at] = pages[at], self._take()
             self._release(source)
             moved.append((source, pages[at]))

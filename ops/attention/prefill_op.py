@@ -20,6 +20,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
 from terrazzo.ops.attention import op, prefill_mma, prefill_shared, writing
 from terrazzo.ops.attention.launch import current_targets, own_slots, requested_targets, stand_ins
+from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.op import LOG2E
 from terrazzo.ops.attention.prefill_stages import STAGE, Geometry, plain_layout
 from terrazzo.ops.launching import ptx_flags, warm_kernel
@@ -30,7 +31,6 @@ from terrazzo.schedules.prefill_space import Prefill
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.attention.cache import PackedCache
-    from terrazzo.ops.attention.layout import CacheLayout
 
 PROGRAMS = {"mma": prefill_mma, "shared": prefill_shared}
 
@@ -115,7 +115,13 @@ def prefill_requests(
     Args:
         dtype: of q, k and v. page: tokens of a page, 0 for contiguous caches. residual: tokens of the residual block.
         fresh: whether k and v are given. target: an architecture, None for this GPU's.
+
+    Raises:
+        ArgumentError: an argument of another type, or a size that does not fit.
     """
+    if not isinstance(layout, CacheLayout):
+        raise ArgumentError("layout", type(layout).__name__, "must be a CacheLayout", "CacheLayout('int4', ...)")
+    op.check_facts(dtype, page=page, residual=residual, fresh=fresh, softcap=softcap, sinks=sinks)
     at, device = (target, target) if isinstance(target, Target) else requested_targets(target)
     kind = dict(page=page, residual=residual, fresh=fresh)
     facts = dict(dtype=dtype, softcap=softcap, sinks=sinks, schedule=schedule, target=at, device=device)
@@ -227,13 +233,14 @@ def run(
         groups = len(cache.lengths) * cache.kv_heads
         width = schedules.narrower(_problem(cache.layout, **kind), at, device.sms, rows, groups)
     chosen = plan(
-        cache.layout, dtype=str(q.dtype).removeprefix("torch."), **kind, softcap=softcap > 0, sinks=sinks is not None,
-        target=at, device=device, schedule=schedule, rows=width,
+        cache.layout, dtype=str(q.dtype).removeprefix("torch."), **kind, softcap=bool(softcap > 0),
+        sinks=sinks is not None, target=at, device=device, schedule=schedule, rows=width,
     )  # fmt: skip
     op.check_grid(len(cache.lengths), -(-rows // chosen.rows))
-    q = q.contiguous()
+    q = launching.aligned_copy(q) if not q.is_contiguous() or q.data_ptr() % 16 else q
     if out is not None:
         launching.check_apart(out, "out", q=q)
+    written = op.aligned_out(made)
     kernel = warm_kernel(chosen.request, most_new, "prefill")
     cu_seqlens = cu_seqlens.contiguous()
     none = stand_ins(q.device)
@@ -248,11 +255,11 @@ def run(
         own_slots(len(cache.lengths), q.device) if cache.slots is None else cache.slots, new,
         none["static"] if cache.k_static is None else cache.k_static,
         none["static"] if cache.v_static is None else cache.v_static,
-        none["sinks"] if sinks is None else sinks, made, lse,
+        none["sinks"] if sinks is None else sinks, written, lse,
         (1 / math.sqrt(head_dim) if scale is None else scale) * LOG2E, softcap * LOG2E, window,
         -(-rows // chosen.rows),
     )  # fmt: skip
-    return made, lse
+    return made if written is made else made.copy_(written), lse
 
 
 def fresh_cache(cache: PackedCache, cu_seqlens: torch.Tensor, count: int, most_new: int) -> PackedCache:
@@ -284,9 +291,7 @@ def _check(q, cache: PackedCache, cu_seqlens, most_new: int, k, v, sinks) -> Non
     if not fits or cu_seqlens.device != q.device:
         seen = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
         raise ArgumentError("cu_seqlens", seen, f"must be int32 [{batch + 1}] on {q.device}", "cast it")
-    if type(most_new) is not int or most_new < 0:
-        remedy = "pass the longest sequence's new tokens"
-        raise ArgumentError("most_new", most_new, "must be an integer, not negative", remedy)
+    writing.check_most_new(most_new)
     if (k is None) != (v is None):
         raise ArgumentError("v" if v is None else "k", None, "k and v come together", "pass both, or neither")
     for name, x in (("k", k), ("v", v)):

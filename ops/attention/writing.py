@@ -147,13 +147,18 @@ def run_store(
     if cu_seqlens.dtype != torch.int32 or tuple(cu_seqlens.shape) != size or cu_seqlens.device != k.device:
         seen = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
         raise ArgumentError("cu_seqlens", seen, f"must be int32 {list(size)} on {k.device}", "cast it")
-    if type(most_new) is not int or most_new < 0:
-        remedy = "pass the longest sequence's new tokens"
-        raise ArgumentError("most_new", most_new, "must be an integer, not negative", remedy)
+    check_most_new(most_new)
     if len(k) and most_new:
         _write(cache, k, v, cu_seqlens.contiguous(), most_new, target)
     else:
         _check(cache, k, v)
+
+
+def check_most_new(most_new: int) -> None:
+    """Raise ArgumentError unless it is a number of tokens that kernels can count."""
+    if type(most_new) is not int or not 0 <= most_new < launching.LARGEST:
+        constraint = f"must be an integer, not negative, below {launching.LARGEST}"
+        raise ArgumentError("most_new", most_new, constraint, "pass the longest sequence's new tokens")
 
 
 def _check_kinds(operator: str, cache: PackedCache, k: torch.Tensor, v: torch.Tensor, shape: str) -> None:
@@ -190,7 +195,7 @@ def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
         pitch = x.stride(0)
     aligned = x.stride(-1) == 1 and not (pitch % 8 or x.stride(-2) % 8 or x.data_ptr() % 16)
     if not (even and aligned):
-        x = x.contiguous()
+        x = launching.aligned_copy(x)
         pitch = heads * dim
     span = (tokens - 1) * pitch + (heads - 1) * x.stride(-2) + dim
     return x.as_strided((span,), (1,)), pitch, x.stride(-2)

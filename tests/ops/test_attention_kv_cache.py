@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention import KVCache
+from terrazzo.ops.attention import KVCache, op, prefill_op, writing
 from terrazzo.ops.attention import cache as caches
 from terrazzo.ops.attention.paging import CacheFullError
 
@@ -15,8 +16,8 @@ HEADS, DIM = 1, 64
 
 
 def make(k="int4", v="int4", pages=8, page_size=64, **options) -> KVCache:
-    options = {"sequences": 5, "layers": 2, **options}
-    return KVCache(k, v, kv_heads=HEADS, head_dim=DIM, pages=pages, page_size=page_size, device="cpu", **options)
+    options = {"sequences": 5, "layers": 2, "kv_heads": HEADS, "head_dim": DIM, "device": "cpu", **options}
+    return KVCache(k, v, pages=pages, page_size=page_size, **options)
 
 
 def write(batch, tokens: dict[int, torch.Tensor]) -> None:
@@ -99,7 +100,9 @@ def test_usage_counts_bytes():
     assert used.allocated == 4 * (cache.pages.numel() + cache.residual.numel())
     assert used.used == used.tokens == used.sequences == 0 and used.free_pages == used.pages == 8
     first = cache.new()
-    cache.extend({first: 130})
+    batch = cache.extend({first: 130})
+    for layer in range(3):
+        batch.layer(layer)  # to store the tokens in
     second = cache.fork(first)
     used = cache.usage()
     assert used.tokens == 260 and used.sequences == 2 and used.shared_pages == 2 and used.free_pages == 6
@@ -136,6 +139,15 @@ def test_a_full_cache_loses_nothing():
     assert torch.equal(cache.pages, before[0]) and (cache.usage(), cache.length(a), cache.length(b)) == before[1:]
 
 
+STATIC = (
+    np.ones((2, HEADS, DIM), np.float32),
+    torch.ones(2, HEADS, DIM, device="meta"),
+    torch.ones(2, HEADS, DIM).to_sparse(),
+    torch.ones(3, 2, HEADS, DIM),
+    5,
+)
+
+
 @pytest.mark.parametrize(
     ("argument", "call"),
     [
@@ -160,6 +172,27 @@ def test_a_full_cache_loses_nothing():
         ("layer", lambda: (c := make()).batch([c.new()]).layer(2)),
         ("layer", lambda: (c := make()).batch([c.new()]).layer(-1)),
         ("sequences", lambda: (c := make()).batch([s := c.new(), s])),
+        ("sequences = 'int'", lambda: make().batch(5)),
+        ("sequences = 'NoneType'", lambda: make().batch(None)),
+        ("sequence = .*no sequence", lambda: make().batch([[1]])),
+        ("sequence = .*no sequence", lambda: make().length([1])),
+        ("sequence = .*no sequence", lambda: make().fork([1])),
+        ("sequence = .*no sequence", lambda: make().free([1])),
+        ("device = 'gpu': must be a device;", lambda: make(device="gpu")),
+        ("device = .*must be a device;", lambda: make(device=torch.float16)),
+        ("head_dim = 64.0", lambda: make(head_dim=64.0)),
+        ("page_size = .*words", lambda: make(page_size=1 << 40)),
+        ("pages = 1000", lambda: make(pages=10**30)),
+        ("layers = .*1..2147483647", lambda: make(layers=1 << 50)),
+        ("sequences = .*1..2147483647", lambda: make(sequences=1 << 40)),
+        ("max_tokens", lambda: make(max_tokens=1 << 31)),
+        (
+            f"pages = .*takes {4 * 2 * (2**31 - 1) ** 2 * 1152} bytes on cpu",
+            lambda: make(pages=2**31 - 1, kv_heads=2**31 - 1),
+        ),
+        ("sequences = .*bytes on cpu", lambda: make("int4_channel64", sequences=2**31 - 1)),
+        *(("k_static = .*float", lambda s=s: make("fp8", k_static=s)) for s in STATIC),
+        *(("v_static = .*float", lambda s=s: make(v="fp8", v_static=s)) for s in STATIC),
     ],
 )
 def test_bad_arguments_are_named(argument, call):
@@ -192,3 +225,142 @@ def test_static_scales_reach_their_layer():
     cache = make("fp8", "int8_static", k_static=scales, v_static=scales)
     view = cache.batch([cache.new()]).layer(1)
     assert torch.equal(view.k_static, scales[1]) and torch.equal(view.v_static, scales[1])
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list:
+    """The operators that a batch called, which do nothing."""
+    calls = []
+    for module, name in ((writing, "append"), (writing, "store"), (prefill_op, "prefill"), (op, "decode")):
+        monkeypatch.setattr(module, name, lambda *args, name=name, **options: calls.append(name))
+    return calls
+
+
+ROW = torch.zeros(1, 1, HEADS, DIM, dtype=torch.float16)
+USES = {
+    "append": lambda batch: batch.append(ROW, ROW, 1),
+    "store": lambda batch: batch.store(ROW[0], ROW[0], 1),
+    "prefill": lambda batch: batch.prefill(ROW[0], 1),
+    "decode": lambda batch: batch.decode(ROW, 1),
+}
+
+
+@pytest.mark.parametrize("name", [*USES, "layer"])
+def test_a_batch_of_a_freed_sequence_is_refused(launched, name):
+    """Its pages may belong to another sequence, which the kernel would overwrite."""
+    use = USES.get(name, lambda batch: batch.layer(1))
+    cache = make()
+    kept, gone = cache.new(), cache.new()
+    stale, other = cache.extend({gone: 1}), cache.extend({kept: 1})
+    use(stale)
+    cache.free(gone)
+    taken = cache.new()
+    cache.extend({taken: 70})
+    assert stale.table[0, 0] in cache.table.get(taken).pages
+    del launched[:]
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=rf"sequence = {gone}: was freed or changed .*call extend\(\) or batch"):
+            use(stale)
+    assert not launched
+    use(other)
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_a_batch_made_before_its_page_was_copied_is_refused(launched, use):
+    cache = make()
+    first = cache.new()
+    cache.extend({first: 40})
+    before = cache.extend({first: 1})
+    for layer in range(2):
+        before.append(ROW, ROW, layer)
+    second = cache.fork(first)
+    use(before)
+    shared = cache.batch([second])
+    after = cache.extend({first: 1})
+    assert after.table[0, 0] != before.table[0, 0]
+    with pytest.raises(ArgumentError, match=f"sequence = {first}: was freed or changed"):
+        use(before)
+    use(after)
+    shared.decode(ROW)  # still holds the page
+
+
+def test_batches_stay_in_use_while_others_come_and_go(launched):
+    cache = make()
+    first, second = cache.new(), cache.new()
+    prompt = cache.extend({first: 1})
+    for layer in range(2):
+        prompt.prefill(ROW[0], layer)
+        prompt.store(ROW[0], ROW[0], layer)
+    cache.extend({second: 100})
+    for step in range(3):
+        batch = cache.extend({first: 1})
+        for layer in range(2):
+            if step == layer == 1:
+                cache.free(second)
+            batch.append(ROW, ROW, layer)
+            batch.decode(ROW, layer)
+    assert launched.count("append") == launched.count("decode") == 6
+
+
+def test_a_batch_in_the_tensors_of_another_is_that_batch(launched):
+    """Its block table is another one, so what the host knows of it must be, too."""
+    cache = make()
+    first, second = cache.new(), cache.new()
+    batch = cache.extend({first: 1})
+    batch.append(ROW, ROW)
+    assert cache.extend({second: 3}, into=batch) is batch
+    assert batch.new == [3] and batch.max_length == 3 and batch.layer().max_length == 3
+    with pytest.raises(ArgumentError, match="k = .*3"):  # starts say 3
+        batch.store(ROW[0], ROW[0])
+    cache.free(first)
+    batch.decode(ROW)
+    cache.free(second)
+    with pytest.raises(ArgumentError, match=f"sequence = {second}"):
+        batch.decode(ROW)
+
+
+@pytest.mark.parametrize("k", ["int4", "int4_channel64"])
+def test_a_fork_between_extend_and_store_is_refused(launched, k):
+    """It would count tokens that only the first sequence gets."""
+    cache = make(k, sequences=9)
+    first, second = cache.new(), cache.new()
+    batch = cache.extend({first: 1, second: 0})
+    cache.fork(second)
+    for layer in (1, 0):
+        with pytest.raises(ArgumentError, match=r"sequence = 1: .*not stored in layers \[0"):
+            cache.fork(first)
+        batch.prefill(ROW[0], layer)
+        batch.store(ROW[0], ROW[0], layer)
+    cache.fork(cache.fork(first))
+    before = cache.usage()
+    batch = cache.extend({first: 1})
+    batch.append(ROW, ROW, 1)
+    with pytest.raises(ArgumentError, match=r"layers \[0\]"):
+        cache.fork(first)
+    assert cache.usage().sequences == before.sequences
+    batch.layer(0)  # by other means
+    cache.free(cache.fork(first))
+    cache.free(second)
+    cache.extend({first: 1}, into=batch)  # as replays of a graph would store it
+    cache.fork(first)
+
+
+def test_a_fork_after_a_traced_append_is_not_refused():
+    cache = make(layers=1)
+    first = cache.new()
+    batch = cache.extend({first: 1})
+    with pytest.raises(ArgumentError, match="not stored"):
+        cache.fork(first)
+
+    def step(k):
+        batch.append(k, k)
+        return k + 1
+
+    torch.compile(step, backend=lambda graph, examples: lambda *args: (ROW,), fullgraph=True)(ROW)
+    cache.fork(first)
+
+
+def test_a_table_is_as_wide_as_there_are_pages():
+    cache = make(pages=3, max_tokens=2**31 - 1, sequences=2**31 - 1)
+    batch = cache.extend({cache.new(): 5})
+    assert batch.table.shape == (1, 3) and cache.table.free_slots == 2**31 - 2

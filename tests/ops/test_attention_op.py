@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
+from terrazzo.lowering import kernels
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.attention import (
@@ -59,6 +61,11 @@ def test_tensors_on_the_cpu_are_refused_by_name(cache):
             call()
 
 
+def misaligned(x: torch.Tensor) -> torch.Tensor:
+    """The same values, contiguous, one element behind an aligned address."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
 Q = torch.zeros(3, 1, 8, 128, dtype=torch.float16)
 
 
@@ -74,7 +81,13 @@ Q = torch.zeros(3, 1, 8, 128, dtype=torch.float16)
         ("scale", Q, {"scale": float("nan")}),
         ("softcap", Q, {"softcap": -1.0}),  # once taken for none
         ("softcap", Q, {"softcap": float("inf")}),
+        ("softcap = 'x'", Q, {"softcap": "x"}),
+        ("softcap = None", Q, {"softcap": None}),
+        ("scale = 'x'", Q, {"scale": "x"}),
+        ("scale = 1000", Q, {"scale": 10**400}),
         ("window", Q, {"window": -1}),
+        ("window = .*below 2147483648", Q, {"window": 2**32 + 5}),  # once a window of 5
+        ("window", Q, {"window": 2**31}),
         ("sinks", Q, {"sinks": torch.zeros(7)}),
         ("sinks", Q, {"sinks": torch.zeros(16)[::2]}),
         ("out", Q, {"out": Q.float()}),
@@ -103,6 +116,12 @@ def test_bad_decodes_are_refused_on_any_device(cache, words, q, options):
         ("residual = .*3 sequences", lambda c: {"residual": c.residual[:2]}),
         ("slots = ", lambda c: {"slots": torch.zeros(2, dtype=torch.int32)}),
         ("k_static = .*takes none", lambda c: {"k_static": torch.ones(2, 128)}),
+        ("k_static = 'int'.*takes none", lambda c: {"k_static": 5}),
+        ("block_table = 'list'", lambda c: {"block_table": [[0]]}),
+        ("lengths = 'ndarray'", lambda c: {"lengths": c.lengths.numpy()}),
+        ("page_size = False", lambda c: {"page_size": False, "block_table": None}),
+        ("pages = .*multiple of 16 bytes", lambda c: {"pages": misaligned(c.pages)}),
+        ("residual = .*multiple of 16 bytes", lambda c: {"residual": misaligned(c.residual)}),
         ("max_length = -1", lambda c: {"max_length": -1}),
         ("layout = 'str'", lambda c: {"layout": "int4"}),
         ("lengths = .*on meta", lambda c: {"lengths": c.lengths.to("meta")}),
@@ -178,6 +197,19 @@ def test_kernels_of_a_layer_serve_every_batch(arch):
         ("residual", {"residual": 8}),
         ("dtype", {"dtype": "float32"}),
         ("target", {"target": "sm_75"}),
+        ("heads = '32'", {"heads": "32"}),
+        ("heads = None", {"heads": None}),
+        ("heads = 32.0", {"heads": 32.0}),
+        ("kv_heads = 8.0", {"kv_heads": 8.0}),
+        ("kv_heads = True", {"kv_heads": True}),
+        ("head_dim = 128.0", {"head_dim": 128.0}),
+        ("page = False", {"page": False}),
+        ("page = 0.0", {"page": 0.0}),
+        ("page_size = .*words", {"page": 1 << 40}),
+        ("dtype = .*x", {"dtype": ["x"]}),
+        ("softcap = 1:", {"softcap": 1}),
+        ("sinks = 'x'", {"sinks": "x"}),
+        ("prefill = 1:", {"prefill": 1}),
     ],
 )
 def test_kernels_of_an_impossible_layer_are_refused(argument, options):
@@ -324,3 +356,62 @@ def test_kernels_of_a_layer_serve_every_batch_beside_tuned_records(formats):
     for batch in (*range(1, 40), 63, 64, 65, 66, 67, 100, 131, 132, 133, 300):
         for tokens in (128, 640, 2048, 3072, 3968, 4096, 12_288, 32_768, 100_096):
             assert op.plan(layout, batch, 8, 4, tokens, **facts).request in requests, (batch, tokens)
+
+
+@pytest.mark.parametrize(
+    ("argument", "changes"),
+    [
+        *(("q_shape", {"q_shape": shape}) for shape in (5, (1, 1, 8), (1, 1, 0, 128), (1, 1, "x", 128), (3, 1, 8, 64))),
+        *(("q_shape", {"q_shape": shape}) for shape in ((3, 1, 7, 128), (3, 9, 8, 128), (3, 1.0, 8, 128), None)),
+        ("cache = 'NoneType'", {"cache": None}),
+        ("dtype = 'x'", {"dtype": "x"}),
+        ("softcap = 1.0", {"softcap": 1.0}),
+        ("sinks = 0", {"sinks": 0}),
+    ],
+)
+def test_kernels_of_an_impossible_decode_are_refused(cache, argument, changes):
+    good = {"q_shape": (3, 1, 8, 128), "cache": cache, "target": "sm_90a"}
+    assert op.decode_requests(**good)
+    with pytest.raises(ArgumentError, match=argument):
+        op.decode_requests(**good | changes)
+
+
+@pytest.mark.parametrize("static", [np.ones((2, 128), np.float32), torch.ones(1, 2, 128), torch.ones(2, 127), 5])
+def test_static_scales_of_another_form_are_refused(static):
+    x = torch.ones(1, 2, 16, 128)
+    for name, formats in (("k_static", ("fp8", "int4")), ("v_static", ("int4", "fp8"))):
+        with pytest.raises(ArgumentError, match=f"^{name} = "):
+            pack_cache(x, x, *formats, **{name: static})
+    made = pack_cache(x, x, "fp8", "int4", k_static=torch.ones(2, 128))
+    with pytest.raises(ArgumentError, match="k_static = "):
+        replace(made, k_static=static).check()
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 128), (4, 1, 2, 128), (2, 2, 2, 128)])
+def test_rows_that_kernels_copy_16_bytes_of_are_aligned(shape):
+    """`contiguous` leaves a view at an odd address where it is."""
+    x = torch.randn(shape).half()
+    rows, *pitches = writing._rows(misaligned(x))
+    assert rows.data_ptr() % 16 == 0 and pitches == [256, 128] and torch.equal(rows, x.flatten())
+    assert writing._rows(x)[0].data_ptr() == x.data_ptr()
+
+
+def test_decode_reads_and_writes_aligned_memory(cache, monkeypatch):
+    """Kernels store 8 bytes at a time: results for an odd address are copied there."""
+    target, seen = Target.parse("sm_90a"), []
+
+    def kernel(q, *rest):
+        seen.append((q, rest[-5]))
+        rest[-5].copy_(q + 1)
+
+    monkeypatch.setattr(op, "check_options", lambda *args: None)
+    monkeypatch.setattr(op, "current_targets", lambda name: (target, target))
+    monkeypatch.setattr(op, "semaphores", lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(kernels, "get_kernel", lambda request: kernel)
+    q = torch.randn(3, 1, 8, 128).half()
+    for out in (None, torch.zeros_like(q), misaligned(torch.zeros_like(q))):
+        y = decode(misaligned(q), cache, out=out)
+        assert torch.equal(y, q + 1) and (out is None or y.data_ptr() == out.data_ptr())
+        assert all(x.data_ptr() % 16 == 0 for x in seen[-1])
+    assert seen[1][1].data_ptr() != seen[2][1].data_ptr()

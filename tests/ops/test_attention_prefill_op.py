@@ -8,7 +8,7 @@ import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import FORMATS, kernel_requests, pack_cache, prefill, prefill_requests
+from terrazzo.ops.attention import FORMATS, kernel_requests, op, pack_cache, prefill, prefill_op, prefill_requests
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_op import fresh_cache
 from terrazzo.ops.attention.prefill_operands import exact_converter
@@ -53,6 +53,10 @@ def test_bad_prefills_are_refused_on_any_device(cache):
         ("cu_seqlens", dict(cu_seqlens=[0, 40])),
         ("most_new", dict(most_new=-1)),
         ("most_new", dict(most_new=2.5)),
+        ("most_new = .*below 2147483648", dict(most_new=2**31)),
+        ("window = .*below 2147483648", dict(window=2**31)),
+        ("scale = 'x'", dict(scale="x")),
+        ("softcap = None", dict(softcap=None)),
         ("v = None", dict(k=k)),
         ("v = ", dict(k=k, v=k[1:])),
         ("k = .*requires_grad", dict(k=k.clone().requires_grad_(), v=k)),
@@ -63,6 +67,41 @@ def test_bad_prefills_are_refused_on_any_device(cache):
     ):
         with pytest.raises(ArgumentError, match=words):
             prefill(**good | wrong)
+
+
+@pytest.mark.parametrize(
+    ("argument", "changes"),
+    [
+        ("dtype = 'x'", {"dtype": "x"}),
+        ("page = 128.0", {"page": 128.0}),
+        ("residual = False", {"residual": False}),
+        ("fresh = 1:", {"fresh": 1}),
+        ("softcap = 1.0", {"softcap": 1.0}),
+        ("sinks = 'x'", {"sinks": "x"}),
+        ("layout = 'str'", {"layout": "int4"}),
+    ],
+)
+def test_kernels_of_an_impossible_prefill_are_refused(argument, changes):
+    with pytest.raises(ArgumentError, match=argument):
+        prefill_requests(**{"layout": CacheLayout("int4", "int4", 128), "page": 128, "target": "sm_90a"} | changes)
+
+
+def test_prefill_reads_and_writes_aligned_memory(cache, monkeypatch):
+    target, seen = Target.parse("sm_90a"), []
+
+    def kernel(q, *rest):
+        seen.append((q, rest[-6]))
+        rest[-6].copy_(q + 1)
+
+    monkeypatch.setattr(op, "check_options", lambda *args: None)
+    monkeypatch.setattr(prefill_op, "current_targets", lambda name: (target, target))
+    monkeypatch.setattr(prefill_op, "warm_kernel", lambda *args: kernel)
+    q, starts = torch.randn(4, 8, 128).half(), torch.tensor([0, 1, 2, 4], dtype=torch.int32)
+    odd = lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    for out in (None, torch.zeros_like(q), odd(torch.zeros_like(q))):
+        y = prefill(odd(q), cache, starts, 2, out=out)
+        assert torch.equal(y, q + 1) and (out is None or y.data_ptr() == out.data_ptr())
+        assert all(x.data_ptr() % 16 == 0 for x in seen[-1])
 
 
 def test_geometry_refuses_what_no_stage_can_hold():
