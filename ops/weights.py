@@ -7,7 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -103,7 +103,12 @@ class Packed:
             raise ArgumentError("group_size", self.group_size, constraint, "pack the weight again")
 
     def check_values(self) -> None:
-        """Raise ArgumentError for values that would send a kernel out of bounds; read where they come from a file."""
+        """Raise ArgumentError for values that no weight has; read where they come from a file."""
+        for name in ("channel_scales", "smooth"):
+            if (values := getattr(self, name, None)) is not None:
+                check_finite(name, values, "save the weight again")
+        if getattr(self, "smooth", None) is not None and not bool((self.smooth > 0).all()):
+            raise ArgumentError("smooth", float(self.smooth.min()), "must be positive", "save the weight again")
 
     def check_layout(self, identity: str, argument: str = "w") -> None:
         """Raise LayoutMismatchError unless the weight was packed with the layout named `identity`."""
@@ -113,6 +118,15 @@ class Packed:
 def dtype_name(tensor: torch.Tensor) -> str:
     """ "float16" of torch.float16."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def described(value: Any) -> str | None:
+    """What a caller passed for a tensor, for messages: "float16 [2, 3]", or the name of another type; None of None."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_name(value)} {list(value.shape)}"
+    return None if value is None else type(value).__name__
 
 
 def kind(value: Any) -> str:
@@ -164,6 +178,23 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta or tensor.layout is not torch.strided:
         seen = f"{dtype_name(tensor)} {list(tensor.shape)} on {tensor.device}, {tensor.layout}"
         raise ArgumentError(name, seen, "must be dense and hold data", "load the checkpoint first, or call .to_dense()")
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., bytes of the last dimension] of a tensor in row order."""
+    import torch
+
+    tensor = tensor.contiguous()
+    if tensor.stride(-1) != 1:  # [G, 1] counts as contiguous with any last stride; a view of its bytes needs 1
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.view(torch.uint8)
+
+
+def path_of(path: Any) -> Path:
+    """The path that a caller named; ArgumentError for what is no path."""
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str) or "\0" in os.fspath(path):
+        raise ArgumentError("path", path, "must be a str or os.PathLike without NUL", "name a file or folder")
+    return Path(path)
 
 
 def check_floats(name: str, value: Any, shape: str, remedy: str) -> None:
@@ -308,8 +339,10 @@ def save(weight: Any, path: str | Path, version: str) -> None:
     tensors = {name: t.contiguous() for name, t in tensor_fields(weight).items()}
     facts = {f.name: getattr(weight, f.name) for f in dataclasses.fields(weight)}
     facts = {name: value for name, value in facts.items() if name not in tensors and value is not None}
-    path = Path(path)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    path = path_of(path)
+    if not path.name:
+        raise ArgumentError("path", str(path), "names no file", "name a file in a folder that exists and is yours")
+    scratch = path.with_name(f".{os.getpid()}.{threading.get_ident()}")  # without its name, which may have 255 bytes
     try:
         save_file(tensors, scratch, metadata={"format": "pt", "version": version, "weight": json.dumps(facts)})
         os.replace(scratch, path)
@@ -317,7 +350,8 @@ def save(weight: Any, path: str | Path, version: str) -> None:
         constraint = f"cannot be written ({error})"
         raise ArgumentError("path", str(path), constraint, "name a file in a folder that exists and is yours") from None
     finally:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):  # it may never have been there, and must not hide the error above
+            scratch.unlink()
 
 
 def load(make: Callable[..., Weight], path: str | Path, device: str | torch.device, *versions: str) -> Weight:
@@ -328,7 +362,7 @@ def load(make: Callable[..., Weight], path: str | Path, device: str | torch.devi
     """
     from safetensors import SafetensorError, safe_open
 
-    path, to = Path(path), device_of(device)
+    path, to = path_of(path), device_of(device)
     try:
         with safe_open(path, framework="pt", device=str(to)) as file:
             meta = file.metadata() or {}

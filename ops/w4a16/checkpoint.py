@@ -185,7 +185,9 @@ class Config:
         by_name = [g for g in groups if any(_names(target, name) for target in _names_of(g, "targets"))]
         by_class = [g for g in groups if "Linear" in _names_of(g, "targets")]
         for group in by_name + by_class:  # a name or pattern is more specific than a module class
-            stated, acts = group.get("weights") or {}, group.get("input_activations")
+            stated, acts = (group.get(part) or {} for part in ("weights", "input_activations"))
+            if not isinstance(stated, dict) or not isinstance(acts, dict):
+                raise _bad_config("config_groups", group, "weights and input_activations must be objects")
             if acts:
                 return LayerConfig(
                     "compressed_tensors",
@@ -215,7 +217,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path) -> None:
-        path = Path(path)
+        path = weights.path_of(path)
         if not path.exists():
             remedy = "download it first (huggingface_hub.snapshot_download), and pass its folder"
             raise ArgumentError("path", str(path), "is no file or folder of this machine", remedy)
@@ -277,11 +279,11 @@ class Checkpoint:
     def _awq_or_gptq(self, prefix: str) -> str:
         if self.config.method in ("awq", "gptq"):
             return self.config.method
-        scales, words = _join(prefix, "scales"), self.describe(_join(prefix, "qweight"))[1]
+        scales = _join(prefix, "scales")
         if scales not in self.places:
             return "gptq"
-        n = self.describe(scales)[1][-1]
-        return "awq" if _join(prefix, "g_idx") not in self.places and words[-1] * 8 == n else "gptq"
+        columns, n = (self.describe(name)[1][-1:] for name in (_join(prefix, "qweight"), scales))  # [] of 0-dim tensors
+        return "awq" if _join(prefix, "g_idx") not in self.places and [8 * c for c in columns] == n else "gptq"
 
     def matrices(self) -> dict[str, str]:
         """Every other matrix, `<name>.weight` or another tensor's whole name -> what it is: "BF16 [4096, 4096]"."""
@@ -299,7 +301,7 @@ class Checkpoint:
         self, prefix: str, *, device: str = "cpu", config: LayerConfig | None = None, zero_overflow: str = "wrap"
     ) -> QuantizedWeight:
         """Canonical weight of one layer. `config` None takes the folder's."""
-        kind = self.layers().get(prefix)
+        kind = self.layers().get(prefix) if isinstance(prefix, str) else None
         if kind is None:
             known = ", ".join(sorted(self.layers())[:6]) or "none"
             raise ArgumentError(
@@ -489,7 +491,7 @@ def _whole(stated: dict, name: str, default: int | None = None) -> int | None:
     value = stated.get(name)
     if value is None:
         return default
-    if isinstance(value, bool | str) or not isinstance(value, int | float) or value != int(value):
+    if isinstance(value, bool | str) or not isinstance(value, int | float) or value % 1 != 0:
         raise _bad_config(name, value, "must be an integer")
     return int(value)
 

@@ -101,7 +101,7 @@ class QuantizedWeight(weights.Canonical):
             raise ArgumentError(
                 "bias",
                 f"{weights.dtype_name(bias)} {list(bias.shape)}",
-                f"must be a float vector [{n}]",
+                f"must be a float vector [{n}] of {' or '.join(SCALE_DTYPES)}",
                 "pass one value for each output feature",
             )
         return cls(
@@ -364,13 +364,14 @@ def _check_scales(scales: torch.Tensor, n: int, k: int, group_size: int | None) 
         fits = (
             [k]
             if groups == 1
-            else [g for g in GROUPS if -(-k // g) == groups] or ([k // groups] if k % groups == 0 else [])
+            else [g for g in GROUPS if -(-k // g) == groups]
+            or ([k // groups] if k % (groups * GROUPS[-1]) == 0 else [])
         )
         if not fits or (group_size == -1 and groups != 1):
             raise ArgumentError(
                 "scales",
                 f"{groups} groups",
-                f"no group size gives that many groups over K = {k}",
+                f"no usual group size gives that many groups over K = {k}",
                 "pass group_size, or all the scales",
             )
         return fits[0]

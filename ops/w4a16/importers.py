@@ -209,6 +209,7 @@ def read_compressed_tensors(
         if getattr(weight_zero_point, "dtype", None) == torch.int8:
             if tuple(weight_zero_point.shape) != (n, groups):
                 raise _shape_error("weight_zero_point", weight_zero_point, f"int8 [{n}, {groups}]")
+            weights.check_dense("weight_zero_point", weight_zero_point)
             zeros = weight_zero_point.to(torch.int16) + 8
         else:
             _check_words("weight_zero_point", weight_zero_point, (-(-n // 8), groups))
@@ -249,9 +250,7 @@ def _awq_nibbles(words: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(words: torch.Tensor, *shape: int) -> torch.Tensor:
-    import torch
-
-    return words.contiguous().view(torch.uint8).view(shape)  # little-endian: byte b holds nibbles 2b and 2b + 1
+    return weights.as_bytes(words).view(shape)  # little-endian: byte b holds nibbles 2b and 2b + 1
 
 
 def _gptq_zeros(stored: torch.Tensor, version: str | None, symmetric: bool | None, zero_overflow: str) -> torch.Tensor:
@@ -291,6 +290,9 @@ def _grouped(codes, scales, zeros, g_idx, bias, group_size, desc_act) -> Quantiz
                 "the config says desc_act, which needs the group of each channel",
                 "add the layer's g_idx tensor",
             )
+        if group_size is None and size < k and size not in GROUPS and size % GROUPS[-1]:
+            constraint = f"K = {k} with {groups} scales for each row does not tell it"
+            raise ArgumentError("group_size", None, constraint, "pass what the checkpoint's config states")
         return _canonical(codes, scales, zeros, bias, size)
     if len(g_idx) != k:
         raise _shape_error("g_idx", g_idx, f"int32 [{k}]")
@@ -386,11 +388,14 @@ def check_weight_shape(shape: torch.Tensor | tuple[int, int], n: int) -> tuple[i
     """(N, K) of a compressed-tensors layer, as integers."""
     try:
         found = tuple(int(size) for size in shape)
-    except (TypeError, ValueError, RuntimeError):
-        found = shape
-    if not isinstance(found, tuple) or len(found) != 2 or found[0] != n or found[1] < 1:
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        found = None
+    if found is None or len(found) != 2 or found[0] != n or found[1] < 1:
         raise ArgumentError(
-            "weight_shape", found, f"must be (N, K) with N = {n} scale rows", "pass the layer's weight_shape tensor"
+            "weight_shape",
+            found or shape,
+            f"must be (N, K) with N = {n} scale rows",
+            "pass the layer's weight_shape tensor",
         )
     return found
 
@@ -401,13 +406,14 @@ def _check_index(name: str, index: torch.Tensor) -> None:
         seen = f"{index.dtype} {list(index.shape)}" if hasattr(index, "dtype") else type(index).__name__
         remedy = "pass the layer's tensors as the checkpoint stores them"
         raise ArgumentError(name, seen, "must be int32 [K], the group of each channel", remedy)
+    weights.check_dense(name, index)
 
 
 def _check_bits(bits: float, argument: str = "bits") -> None:
     if not isinstance(bits, int | float):
         raise ArgumentError(argument, bits, "must be the number 4", "pass what the checkpoint's config states")
     if bits != 4:
-        bits = int(bits) if bits == int(bits) else round(bits, 2)
+        bits = int(bits) if bits % 1 == 0 else round(bits, 2)
         raise ArgumentError(
             argument,
             bits,
@@ -425,6 +431,7 @@ def _check_float(name: str, tensor: torch.Tensor, shape: str) -> None:
         or str(tensor.dtype) not in ("torch.float16", "torch.bfloat16", "torch.float32")
     ):
         raise _shape_error(name, tensor, f"f16, bf16 or f32 {shape}")
+    weights.check_dense(name, tensor)
 
 
 def _check_words(name: str, words: torch.Tensor, shape: tuple[int | None, int | None]) -> tuple[int, int]:
@@ -437,11 +444,12 @@ def _check_words(name: str, words: torch.Tensor, shape: tuple[int | None, int | 
     )
     if not fits or str(words.dtype) != "torch.int32":
         raise _shape_error(name, words, wanted)
+    weights.check_dense(name, words)
     return tuple(words.shape)
 
 
 def _shape_error(name: str, tensor: torch.Tensor, wanted: str) -> ArgumentError:
-    seen = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    seen = weights.described(tensor)
     return ArgumentError(
         name, seen, f"must be {wanted} to match the scales", "pass the layer's tensors as the checkpoint stores them"
     )

@@ -59,7 +59,8 @@ def quantize_weight(
         weight: float [N, K], finite; any K, a ragged last group included.
         group_size: 32, 64, 128, or -1 (or K) for one group over all of K.
         symmetric: zero point 8 everywhere (codes - 8 in -8..7), else one integer zero point 0..15 for each group.
-        scale_dtype: f16, bf16 or f32; None takes the weight's dtype if that is 16-bit, else f16.
+        scale_dtype: f16, bf16 or f32; None takes the weight's dtype if that is 16-bit, else f16. Groups whose scale is
+            too small for it count as 0 beside larger ones; a weight of nothing else is refused.
         clip_steps: clipping ratios tried, evenly from 1 down to `clip_min`; 1 turns the search off.
         bias: float [N], kept with the weight.
 
@@ -87,6 +88,15 @@ def quantize_weight(
             str(scale_dtype),
             "cannot hold the scale of this weight",
             "scale the weight down" if scale_dtype == torch.float32 else "use torch.float32 or torch.bfloat16",
+        )
+    facts = torch.finfo(scale_dtype)
+    # A scale under 8 of the smallest steps has fewer bits than a code; beside larger groups, their rounding costs more.
+    if not bool((scales >= max(8 * facts.tiny * facts.eps, _TINY)).any()) and bool(weight.any()):
+        raise ArgumentError(
+            "scale_dtype",
+            str(scale_dtype),
+            f"is too coarse for the scales of this weight, whose largest magnitude is {float(weight.abs().max()):.3g}",
+            "use torch.float32 or torch.bfloat16" if scale_dtype == torch.float16 else "scale the weight up",
         )
     return QuantizedWeight.canonical(codes, scales, None if symmetric else zeros, group_size=group, bias=bias)
 

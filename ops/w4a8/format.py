@@ -281,6 +281,6 @@ def _check_bytes(codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tenso
 
 def _check_vector(name: str, values: torch.Tensor | None, size: int, what: str, finite: bool = True) -> None:
     if values is None or tuple(values.shape) != (size,) or weights.dtype_name(values) not in FLOATS:
-        raise _refuse(name, values, f"must be a float vector [{size}]", f"pass {what}")
+        raise _refuse(name, values, f"must be a float vector [{size}] of {' or '.join(FLOATS)}", f"pass {what}")
     if finite and not bool(values.isfinite().all()):
         raise ArgumentError(name, "NaN or infinity", "must be finite", "repair the checkpoint")

@@ -87,13 +87,14 @@ class QuantizedWeight(weights.Canonical):
         if (value := weights.out_of_range(codes, -8, 7)) is not None:
             raise ArgumentError("codes", value, "must be in -8..7", "take 8 off unsigned codes")
         n, k = codes.shape
-        if group_size not in GROUPS and group_size != k:
+        if type(group_size) is not int or group_size not in (*GROUPS, k):
             raise ArgumentError("group_size", group_size, f"must be one of {GROUPS}, or K = {k}", "repeat the scales")
         _check_floats("scales", scales, (n, -(-k // group_size)))
         if group_size not in GROUPS:
             scales, group_size = scales.expand(n, -(-k // UNIT_K)), UNIT_K
         if channel_scales is None:
-            factors, channel_scales = split_scales(scales)
+            with weights.renamed(weight="scales"):
+                factors, channel_scales = split_scales(scales)
             exact = factors.double() * channel_scales.double()[:, None] == scales.double()
             if not bool(exact.all()):
                 raise ArgumentError(
@@ -212,12 +213,19 @@ def split_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(factors float16 [N, G], channel scales f32 [N]) of scales [N, G]: rows' powers of two and what is left, rounded.
 
     The largest factor of a row is in [2^14, 2^15], so that factors down to 2^-28 of it keep eleven bits.
+
+    Raises:
+        ArgumentError: naming `weight`, where factors of the largest channel scale leave float16.
     """
     import torch
 
     largest = scales.double().abs().amax(dim=1)
     exponent = torch.where(largest > 0, torch.frexp(largest).exponent - 15, 0).clamp(-110, 100)
     channel = torch.ldexp(torch.ones_like(largest), exponent)
+    most = LARGEST_CHANNEL_SCALE * torch.finfo(torch.float16).max
+    if bool((largest > most).any()):
+        seen = f"scales up to {float(largest.max()):.3g}"
+        raise ArgumentError("weight", seen, f"scales must be at most {most:.3g}", "scale the weight down")
     return (scales.double() / channel[:, None]).half(), channel.float()
 
 
@@ -271,7 +279,7 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
     unit = unit_layout(weight.group_size)
     np_, kp = unit.padded(weight.n, weight.k)
     rows, groups = np_ - weight.n, kp // weight.group_size - weight.scales.shape[1]
-    factors = pad(weight.scales, (0, groups, 0, rows)).contiguous().view(torch.uint8).view(np_, -1, 2)
+    factors = weights.as_bytes(pad(weight.scales, (0, groups, 0, rows))).view(np_, -1, 2)
     return PackedWeight(
         words=unit.pack(
             pad(zigzag(weight.codes).to(torch.uint8), (0, kp - weight.k, 0, rows)), factors[..., 0], factors[..., 1]

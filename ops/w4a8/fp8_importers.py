@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
 from terrazzo.ops.w4a8.fp8_format import PackedWeight, QuantizedWeight, pack
 from terrazzo.ops.w4a8.importers import unpack_compressed_tensors
 
@@ -46,4 +47,5 @@ def read_compressed_tensors(
             "use int8 activations: w4a8.from_compressed_tensors",
         )  # fmt: skip
     codes = source.codes.short() - 8
-    return QuantizedWeight.canonical(codes, source.scales, group_size=source.group_size, bias=source.bias)
+    with weights.renamed(scales="weight_scale"):
+        return QuantizedWeight.canonical(codes, source.scales, group_size=source.group_size, bias=source.bias)

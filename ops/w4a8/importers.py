@@ -57,8 +57,8 @@ def read_qserve(
         s1_scales: f16 [N].
         s2_scales, s2_zeros: int8 [G, N], rows of each 32 in the order 0 8 16 24 1 9 ...; s2_zeros is -(zero * s2) in
             two's complement. Group size K / G: 32, 64 or a multiple of 128.
-        s1_szeros: f16 [N], zero * s1, of a per-channel layer instead of the two before; within half of s1 it must be a
-            whole number of steps, which the f16 of a code's zero point is.
+        s1_szeros: f16 [N], zero * s1, of a per-channel layer instead of the two before; zero is a code, 0..15, but for
+            the rounding of f16 or bf16.
         bias: [N].
         requantize: quantize the layer's values again where they do not fit: a group scale above 16, or values that wrap
             around in QServe's own kernel (level 1 beyond the protective range of 119).
@@ -88,7 +88,7 @@ def read_qserve(
         )
     if s2_scales is None:
         _check_scales("s1_szeros", s1_szeros, (n,))
-        zeros = (s1_szeros.double() / s1_scales.double()).round().int()
+        zeros = _channel_zeros(s1_scales, s1_szeros)
         scales, shifts, group = torch.ones_like(zeros)[:, None], (128 - zeros)[:, None], k
     else:
         _check_int8("s2_scales", s2_scales, (None, n))
@@ -99,8 +99,8 @@ def read_qserve(
                 "s2_scales", list(s2_scales.shape), f"must divide K = {k} into groups", "pass all of it"
             )
         scales, shifts = (_qserve_rows(t).int() for t in (s2_scales, s2_zeros))
-        shifts = shifts + 128
-    return _exact(codes, scales, shifts & 255, s1_scales.float(), group, bias, requantize)
+        shifts = (shifts + 128) & 255
+    return _exact(codes, scales, shifts, s1_scales.float(), group, bias, requantize)
 
 
 def read_compressed_tensors(
@@ -188,11 +188,13 @@ def unpack_compressed_tensors(
             f"int-quantized stores int8 [N, K], pack-quantized int32 [N, K/8]; the weight is {seen}",
             "pass the layer's weight or weight_packed tensor",
         )
+    weights.check_dense("weight", weight)
     if stored == "pack-quantized":
         facts = dict(bias=bias, group_size=group_size, symmetric=symmetric)
         with weights.renamed(weight_packed="weight"):
             source = w4a16.read_compressed_tensors(weight, weight_scale, weight_zero_point, weight_shape, **facts)
     else:
+        _check_int8("weight", weight, (None, None))
         if (value := weights.out_of_range(weight, -8, 7)) is not None:
             raise ArgumentError("weight", value, "must be in -8..7", "an 8-bit weight has no W4A8 form")
         if weight_shape is not None and check_weight_shape(weight_shape, weight.shape[0]) != tuple(weight.shape):
@@ -200,9 +202,10 @@ def unpack_compressed_tensors(
             raise ArgumentError("weight_shape", tuple(map(int, weight_shape)), constraint, "leave it out")
         zeros = weight_zero_point
         if zeros is not None:
-            if not hasattr(zeros, "dtype") or not weights.is_integer(zeros):
-                seen = weights.dtype_name(zeros) if hasattr(zeros, "dtype") else type(zeros).__name__
-                raise ArgumentError("weight_zero_point", seen, "must be int8 [N, G]", "add the layer's tensor")
+            if not isinstance(zeros, torch.Tensor) or not weights.is_integer(zeros):
+                constraint = "must be a tensor, int8 [N, G]"
+                raise ArgumentError("weight_zero_point", weights.described(zeros), constraint, "add the layer's tensor")
+            weights.check_dense("weight_zero_point", zeros)
             zeros = zeros.to(torch.int16) + 8
         with weights.renamed(codes="weight", scales="weight_scale", zeros="weight_zero_point"):
             source = w4a16.QuantizedWeight.canonical(
@@ -329,19 +332,37 @@ def _qserve_rows(stored: torch.Tensor) -> torch.Tensor:
     return stored.view(groups, n // 32, 8, 4).permute(1, 3, 2, 0).reshape(n, groups)
 
 
+def _channel_zeros(s1_scales: torch.Tensor, s1_szeros: torch.Tensor) -> torch.Tensor:
+    """int32 [N], 0..15: zero points of a per-channel layer; a row of scale 0 and product 0 is all 0."""
+    ratio = (s1_szeros.double() / s1_scales.double()).masked_fill((s1_scales == 0) & (s1_szeros == 0), 0)
+    zeros = ratio.round()
+    # Zero points up to 15, rounded twice to the 8 bits of bfloat16, are off by 15 / 128 at most.
+    wrong = ~(((ratio - zeros).abs() <= 0.125) & (zeros >= 0) & (zeros <= 15))
+    if bool(wrong.any()):
+        seen = f"{float(s1_szeros[wrong][0]):.6g} of scale {float(s1_scales[wrong][0]):.6g}"
+        constraint = "must be s1_scales times a whole zero point, 0..15"
+        raise ArgumentError("s1_szeros", seen, constraint, "pass s1_scales and s1_szeros of the same layer")
+    return zeros.int()
+
+
 def _check_int8(name: str, tensor: torch.Tensor | None, shape: tuple[int | None, int | None]) -> None:
     import torch
 
-    fits = tensor is not None and tensor.dtype == torch.int8 and tensor.ndim == 2 and 0 not in tensor.shape
+    fits = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int8 and tensor.ndim == 2 and tensor.numel()
     if not fits or any(want not in (None, size) for want, size in zip(shape, tensor.shape)):
-        seen = None if tensor is None else f"{weights.dtype_name(tensor)} {list(tensor.shape)}"
         wanted = ", ".join("*" if size is None else str(size) for size in shape)
-        raise ArgumentError(name, seen, f"must be int8 [{wanted}]", "add the layer's tensor")
+        constraint = f"must be a tensor, int8 [{wanted}]"
+        raise ArgumentError(name, weights.described(tensor), constraint, "add the layer's tensor")
+    weights.check_dense(name, tensor)
 
 
 def _check_scales(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
-    if tensor is None or not tensor.dtype.is_floating_point or tuple(tensor.shape) != shape:
-        seen = None if tensor is None else f"{weights.dtype_name(tensor)} {list(tensor.shape)}"
-        raise ArgumentError(name, seen, f"must be float {list(shape)}", "add the layer's tensor")
+    import torch
+
+    fits = isinstance(tensor, torch.Tensor) and tensor.dtype.is_floating_point and tuple(tensor.shape) == shape
+    if not fits:
+        constraint = f"must be a tensor, float {list(shape)}"
+        raise ArgumentError(name, weights.described(tensor), constraint, "add the layer's tensor")
+    weights.check_dense(name, tensor)
     if not bool(tensor.isfinite().all()):
         raise ArgumentError(name, "NaN or infinity", "must be finite", "the checkpoint is damaged: get it again")

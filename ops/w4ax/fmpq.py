@@ -219,9 +219,16 @@ class BlockPlan:
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> BlockPlan:
-        """Read a file that `save` wrote; ArgumentError if it is no such file."""
+        """Read a file that `save` wrote; ArgumentError if it is no such file, or no plan."""
         read = lambda permutation=None, **rest: cls(permutation=permutation, **rest)
-        return weights.load(read, path, device, FILE_VERSION)
+        plan = weights.load(read, path, device, FILE_VERSION)
+        weights.check_count("k", plan.k, "save the plan again")
+        if type(plan.blocks8) is not int or not 0 <= plan.blocks8 <= plan.blocks:
+            raise ArgumentError("blocks8", plan.blocks8, f"must be 0..{plan.blocks}", "save the plan again")
+        weights.check_tensor(plan, "outliers", (plan.k,), "bool", "save the plan again")
+        if plan.permutation is not None:
+            check_permutation(plan.permutation, plan.k, plan.padded)
+        return plan
 
 
 def plan_blocks(
@@ -289,6 +296,20 @@ def _permutation(c: torch.Tensor, blocks: int, blocks8: int) -> torch.Tensor | N
     if torch.equal(order, torch.arange(padded, device=c.device)):
         return None
     return order.where(order < k, PADDING).to(torch.int32)
+
+
+def check_permutation(permutation: torch.Tensor, k: int, padded: int) -> None:
+    """Raise ArgumentError unless it holds every channel once, and nothing but padding beside them."""
+    import torch
+
+    if tuple(permutation.shape) != (padded,) or not weights.is_integer(permutation):
+        seen = weights.described(permutation)
+        raise ArgumentError("permutation", seen, f"must be integers [{padded}]", "use plan_blocks")
+    expected = torch.cat([permutation.new_full((padded - k,), PADDING), torch.arange(k).to(permutation)])
+    if not torch.equal(permutation.sort().values, expected):
+        raise ArgumentError(
+            "permutation", "not one", f"must hold 0..{k - 1} once and -1 for padding", "use plan_blocks"
+        )
 
 
 def fold(plan: BlockPlan, *tensors: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:

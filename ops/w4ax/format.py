@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
-from terrazzo.ops.w4ax.fmpq import BLOCK, PADDING
+from terrazzo.ops.w4ax.fmpq import BLOCK, check_permutation
 
 if TYPE_CHECKING:
     import torch
@@ -113,10 +113,11 @@ class QuantizedWeight:
         else:
             _check_two_level(scales, channel_scales)
         if permutation is not None:
-            _check_permutation(permutation, k, padded)
+            check_permutation(permutation, k, padded)
         _check_padding(codes, permutation, k)
         if bias is not None and (tuple(bias.shape) != (n,) or weights.dtype_name(bias) not in FLOATS):
-            raise _refuse("bias", bias, f"must be a float vector [{n}]", "pass one for each output feature")
+            constraint = f"must be a float vector [{n}] of {' or '.join(FLOATS)}"
+            raise _refuse("bias", bias, constraint, "pass one for each output feature")
         return cls(
             codes=codes.to(torch.int8).contiguous(),
             scales=scales.float().contiguous(),
@@ -281,7 +282,9 @@ class PackedWeight:
         weight.check_sizes()
         weights.check_vectors(weight)
         if weight.permutation is not None:
-            _check_permutation(weight.permutation, weight.k, weight.blocks * BLOCK)
+            check_permutation(weight.permutation, weight.k, weight.blocks * BLOCK)
+        if weight.two_level:
+            _check_positive("channel_scales", weight.channel_scales, weight.channel_scales)
         if weight.order != order_name(weight.permutation):
             raise ArgumentError("order", weight.order, "is not the name of its permutation", "save the weight again")
         return weight
@@ -369,7 +372,7 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
         if weight.two_level and not native(at):
             planes = (scales[:, span].to(torch.uint8), (128 - 8 * scales[:, span]).to(torch.uint8))
         else:
-            stored = (scales[:, span] * (1 if bits == 4 else 0.0625)).bfloat16().contiguous().view(torch.uint8)
+            stored = weights.as_bytes((scales[:, span] * (1 if bits == 4 else 0.0625)).bfloat16())
             planes = (stored[:, 0::2], stored[:, 1::2])
         words = unit_layout(bits).pack(
             codes[:, span.start * BLOCK : span.stop * BLOCK].contiguous(), *(p.contiguous() for p in planes)
@@ -421,19 +424,6 @@ def _check_two_level(scales: torch.Tensor, channel: torch.Tensor) -> None:
     if bool(wrong.any()):
         constraint = f"must be 1..{LARGEST_MULTIPLIER} times the channel's"
         raise ArgumentError("scales", float(scales[wrong][0]), constraint, "quantize with scales='two_level'")
-
-
-def _check_permutation(permutation: torch.Tensor, k: int, padded: int) -> None:
-    """Every channel once, and nothing but padding beside them."""
-    import torch
-
-    if tuple(permutation.shape) != (padded,) or not weights.is_integer(permutation):
-        raise _refuse("permutation", permutation, f"must be integers [{padded}]", "use plan_blocks")
-    expected = torch.cat([permutation.new_full((padded - k,), PADDING), torch.arange(k).to(permutation)])
-    if not torch.equal(permutation.sort().values, expected):
-        raise ArgumentError(
-            "permutation", "not one", f"must hold 0..{k - 1} once and -1 for padding", "use plan_blocks"
-        )
 
 
 def _check_padding(codes: torch.Tensor, permutation: torch.Tensor | None, k: int) -> None:

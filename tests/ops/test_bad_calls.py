@@ -129,6 +129,7 @@ def test_stored_tokens_and_caches():
         (lambda: attention.store(view, rows, None, starts, 1), "v = .*must be a torch tensor"),
         (lambda: attention.store(view, rows, rows, [0, 1, 2], 1), "cu_seqlens = .*must be a torch tensor"),
         (lambda: attention.store(view, rows, rows, starts, 1.0), "most_new = .*must be an integer"),
+        (lambda: attention.store(view, rows, rows, starts, 2**31), "most_new = .*below 2147483648"),
         (lambda: attention.store(view, rows, rows, starts, 1), "k = 'cpu'"),
         (lambda: attention.append(view, kv, kv), "k = 'cpu'"),
     ):

@@ -166,6 +166,7 @@ def test_bad_paths_and_names(tmp_path):
     path = folder(tmp_path / "m", {"a": "awq", "b": "awq"}, shards=2)
     refused("2 4-bit layers; name one: a, b", path)
     refused("is no 4-bit layer of this checkpoint; name one of its layers: a, b", path, "lm_head")
+    refused("is no 4-bit layer of this checkpoint", path, ["a"])
     refused("must be one of", path, "a", format="gguf")
     refused("the tensors of 'a' are awq", path, "a", format="compressed_tensors")
     refused("holds no .safetensors file", tmp_path)
@@ -205,6 +206,10 @@ def test_the_config_of_a_model_of_several_modalities(tmp_path):
     assert "group_size = 64" in w4a16.load_model(path).skipped["a"]
 
 
+def _group(**facts) -> dict:
+    return {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"]} | facts}}
+
+
 @pytest.mark.parametrize(
     ("words", "config"),
     [
@@ -218,6 +223,12 @@ def test_the_config_of_a_model_of_several_modalities(tmp_path):
         ("must be a regular expression", {"quant_method": "gptq", "dynamic": {"+:(": {}}}),
         ("must be a regular expression", {"quant_method": "compressed-tensors", "ignore": ["re:("]}),
         ("config_groups = .*must be objects", {"quant_method": "compressed-tensors", "config_groups": {"a": 1}}),
+        ("weights and input_act.* must be objects", _group(weights=5)),
+        ("weights and input_act.* must be objects", _group(weights=[1])),
+        ("weights and input_act.* must be objects", _group(weights={}, input_activations=5)),
+        ("weights and input_act.* must be objects", _group(weights={}, input_activations=[1])),
+        ("bits = nan: must be an integer", {"quant_method": "awq", "bits": float("nan")}),
+        ("group_size = inf: must be an integer", {"quant_method": "gptq", "group_size": float("inf")}),
     ],
 )
 def test_a_config_that_says_nonsense_is_refused(tmp_path, words, config):
@@ -240,6 +251,20 @@ def test_zero_points_are_not_guessed_where_their_tensor_is_missing(tmp_path):
     save_file(lost, tmp_path / "lost.safetensors")
     with pytest.raises(ArgumentError, match="qzeros = None: .*call from_gptq with qzeros=None"):
         w4a16.load_layer(tmp_path / "lost.safetensors", "a", format="gptq")
+
+
+@pytest.mark.parametrize("leaf", ["scales", "qweight"])
+def test_a_tensor_without_dimensions_is_a_reason(tmp_path, leaf):
+    layer = {f"a.{name}": t for name, t in load("awq")[0].items()}
+    save_file(layer | {f"a.{leaf}": layer[f"a.{leaf}"].flatten()[0].clone()}, tmp_path / "w.safetensors")
+    assert f"{leaf} = " in w4a16.load_model(tmp_path).skipped["a"]
+
+
+def test_an_asymmetric_gate_is_loaded(tmp_path):
+    gate = {"weight_packed": torch.zeros(8, 32).int(), "weight_scale": torch.ones(8, 2).half()}
+    gate |= {"weight_zero_point": torch.zeros(1, 2).int(), "weight_shape": torch.tensor([8, 256])}
+    save_file({f"gate.{leaf}": t for leaf, t in gate.items()}, tmp_path / "w.safetensors")
+    assert not w4a16.load_model(tmp_path).layers["gate"].dequantize().any()
 
 
 def test_every_matrix_is_reported(tmp_path):

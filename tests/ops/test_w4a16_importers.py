@@ -143,6 +143,37 @@ def test_compressed_tensors_ignores_an_unset_g_idx():
     assert torch.equal(read("ct_asym", weight_g_idx=unset).dequantize(), expected["weight"])
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_zero_points_of_any_stride(groups):
+    """[G, 1] counts as contiguous with any stride. Layers of up to 8 rows, a Mixtral gate's, have such zero points."""
+    scales, ones = torch.ones(8, groups).half(), torch.full((8,), 0x11111111, dtype=torch.int32)
+    packed = w4a16.read_compressed_tensors(_words(8, 16 * groups), scales, ones[:groups][None], (8, 128 * groups))
+    qzeros = ones.as_strided((groups, 1), (1, 3))
+    gptq = w4a16.read_gptq(_words(16 * groups, 8), qzeros, scales.T, version="gptq_v2")
+    assert bool((packed.zeros == 1).all()) and bool((gptq.zeros == 1).all())
+
+
+@pytest.mark.parametrize("change", [lambda t: t.to("meta"), lambda t: t.to_sparse()], ids=["meta", "sparse"])
+@pytest.mark.parametrize("name", ["awq", "gptq_act_order", "ct_asym", "ct_int8_zeros", "ct_act_order"])
+def test_tensors_without_plain_data_are_refused(name, change):
+    layer = load(name)[0]
+    for leaf in set(layer) - {"weight_shape"}:
+        with pytest.raises(ArgumentError) as caught:
+            read(name, **{leaf: change(layer[leaf])})
+        assert caught.value.argument == leaf
+
+
+def test_scales_that_do_not_tell_the_group_size():
+    """Two groups of K = 640 may be 512 and 128 channels, or 384 and 256; g_idx tells."""
+    layer = _words(80, 8), None, torch.ones(2, 8).half()
+    with pytest.raises(ArgumentError, match="group_size = None: .*does not tell it; pass what the checkpoint's config"):
+        w4a16.read_gptq(*layer)
+    with pytest.raises(ArgumentError, match="no usual group size .*; pass group_size"):
+        w4a16.pack(torch.zeros(8, 640, dtype=torch.uint8), torch.ones(8, 2).half())
+    assert w4a16.read_gptq(*layer, group_size=512).scales.shape == (8, 5)
+    assert w4a16.read_gptq(*layer, torch.arange(640).int() // 512).scales.shape == (8, 5)
+
+
 def test_bias_and_target_are_kept():
     layer, _, _ = load("awq")
     packed = w4a16.from_awq(**layer, bias=torch.arange(128.0).half(), target="sm_89")
@@ -202,6 +233,10 @@ BAD = [
     ("ct_sym", {"weight_shape": 3}, "weight_shape", r"\(N, K\)"),
     ("ct_act_order", {"weight_g_idx": torch.full((256,), 2, dtype=torch.int32)}, "weight_g_idx", "0..1"),
     ("awq", {"bits": "4"}, "bits", "the number 4"),
+    ("awq", {"bits": float("nan")}, "bits", "hold nan bits"),
+    ("gptq_sym", {"bits": float("inf")}, "bits", "hold inf bits"),
+    ("ct_sym", {"weight_shape": (128, float("inf"))}, "weight_shape", r"\(N, K\)"),
+    ("awq", {"bias": torch.ones(128).double()}, "bias", r"vector \[128\] of float16 or bfloat16 or float32"),
     ("awq", {"group_size": "128"}, "group_size", "integer"),
     ("awq", {"version": None}, "version", "gemm"),
     ("ct_sym", {"weight_packed": _words(128, 32).to(torch.uint8)}, "weight_packed", "uint8"),

@@ -81,6 +81,25 @@ def test_zero_tiny_and_constant_groups():
         torch.testing.assert_close(quantized.dequantize("post"), w.double(), rtol=0.01, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("size", "dtype", "remedy"),
+    [(1e-8, torch.float16, "torch.bfloat16"), (5e-7, torch.float16, "torch.float32"), (1e-36, torch.float32, "up")],
+)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_scales_too_small_for_their_dtype_are_refused(size, dtype, remedy, symmetric):
+    w = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ArgumentError, match=f"scale_dtype = .*too coarse.*{remedy}"):
+        w4a16.quantize(w * size, scale_dtype=dtype, symmetric=symmetric)
+    held = w4a16.quantize_weight(w * max(size, 1e-5), scale_dtype=torch.bfloat16, symmetric=symmetric)
+    assert error(w * max(size, 1e-5), held) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_small_weights_that_scales_can_hold_are_taken(dtype):
+    w = torch.randn(8, 256, generator=torch.Generator().manual_seed(0)) * 2e-5
+    assert error(w, w4a16.quantize_weight(w, scale_dtype=dtype)) < 0.02
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_scale_dtype_follows_the_weight(dtype):
     assert w4a16.quantize_weight(weight(dtype=dtype)).scales.dtype == (

@@ -136,6 +136,7 @@ BAD = [
     ({"smooth": torch.ones(255)}, "smooth", r"\[256\]"),
     ({"smooth": torch.zeros(256)}, "smooth", "positive"),
     ({"bias": torch.ones(9)}, "bias", r"float vector \[8\]"),
+    ({"bias": torch.ones(8).double()}, "bias", r"vector \[8\] of float16 or bfloat16 or float32"),
 ]
 
 

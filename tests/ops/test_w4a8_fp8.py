@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from terrazzo.layouts.converters import get_converter
@@ -121,6 +122,9 @@ def test_one_group_is_kept_as_groups_of_128():
         ({"channel_scales": torch.ones(5)}, "channel_scales"),
         ({"channel_scales": torch.full((4,), 1e35)}, "channel_scales"),
         ({"group_size": 16}, "group_size"),
+        ({"group_size": 64.0}, "group_size"),
+        ({"group_size": np.int64(64)}, "group_size"),
+        ({"scales": torch.full((4, 1), 1e35)}, "scales = .*must be at most 8.3e[+]34"),
         ({"smooth": torch.zeros(64)}, "positive"),
         ({"bias": torch.zeros(3)}, "bias"),
     ],
@@ -130,6 +134,20 @@ def test_canonical_weights_are_checked(changes, words):
     codes, scales = facts.pop("codes"), facts.pop("scales")
     with pytest.raises(ArgumentError, match=words):
         fp8.QuantizedWeight.canonical(codes, scales, **facts)
+
+
+def test_messages_name_what_the_caller_passed():
+    with pytest.raises(ArgumentError, match="weight = 'scales up to .*scale the weight down"):
+        fp8.quantize(torch.full((64, 128), 3e38))
+    with pytest.raises(ArgumentError, match="weight_scale = 0.33.*must be a float16"):
+        fp8.read_compressed_tensors(torch.zeros(4, 64, dtype=torch.int8), torch.full((4, 1), 1 / 3))
+
+
+def test_scales_of_any_stride_are_packed():
+    """[64, 1] counts as contiguous with any stride."""
+    codes, scales = torch.randint(-8, 8, (64, 128)), torch.rand(1, 64).half()
+    weight = fp8.QuantizedWeight.canonical(codes, scales.T, torch.ones(64), group_size=128)
+    assert torch.equal(weight.pack().dequantize(), codes.double() * scales.T.double())
 
 
 def test_targets_without_e4m3_are_refused_by_name():

@@ -6,6 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -94,6 +95,37 @@ def test_zero_points_of_compressed_tensors():
     assert w4a8.from_qserve(**load("qserve_channel")[0], target="sm_80").target == "sm_80"
 
 
+def test_a_row_without_scale_is_zero():
+    layer = load("qserve_channel")[0]
+    scales, zeros = layer["s1_scales"].clone(), layer["s1_szeros"].clone()
+    scales[3] = zeros[3] = 0
+    weight = read("qserve_channel", s1_scales=scales, s1_szeros=zeros)
+    assert not weight.dequantize()[3].any() and torch.equal(weight.bytes()[4:], read("qserve_channel").bytes()[4:])
+
+
+def test_zero_points_of_few_rows():
+    """[1, G] zero points seen as [G, 1] count as contiguous with any stride."""
+    words, zeros = torch.zeros(8, 32, dtype=torch.int32), torch.full((1, 2), 0x11111111, dtype=torch.int32)
+    weight = w4a8.read_compressed_tensors(words, torch.ones(8, 2).half(), zeros, (8, 256))
+    assert bool((weight.dequantize() == -1).all())
+
+
+@pytest.mark.parametrize("name", ["qserve_g64", "qserve_channel", "ct_channel", "ct_channel_packed"])
+@pytest.mark.parametrize(
+    "change", [lambda t: t.to("meta"), lambda t: t.to_sparse(), lambda t: "x", lambda t: t.numpy()]
+)
+def test_what_is_no_plain_tensor_is_refused(name, change):
+    layer = load(name)[0]
+    for leaf in set(layer) - {"weight_shape"}:
+        bad = change(layer[leaf])
+        if leaf == "weight_scale" and isinstance(bad, np.ndarray):
+            continue  # taken as it is
+        named = "format" if leaf == "weight" and not isinstance(bad, torch.Tensor) else leaf
+        with pytest.raises(ArgumentError) as caught:
+            read(name, **{leaf: bad})
+        assert caught.value.argument == named
+
+
 _INT8 = torch.zeros(64, 128, dtype=torch.int8)
 BAD = [
     ("qserve_g128", {"qweight": _INT8.int()}, "qweight", "int8"),
@@ -104,11 +136,17 @@ BAD = [
     ("qserve_g128", {"s2_scales": None, "s2_zeros": None}, "s2_scales", "pass all tensors"),
     ("qserve_g128", {"s2_zeros": torch.zeros(1, 64, dtype=torch.int8)}, "s2_zeros", r"int8 \[2, 64\]"),
     ("qserve_channel", {"s1_szeros": torch.zeros(31).half()}, "s1_szeros", r"\[32\]"),
+    ("qserve_channel", {"s1_scales": torch.ones(32), "s1_szeros": torch.full((32,), 200.0)}, "s1_szeros", "200 of"),
+    ("qserve_channel", {"s1_scales": torch.ones(32), "s1_szeros": torch.full((32,), -1.0)}, "s1_szeros", r"0\.\.15"),
+    ("qserve_channel", {"s1_scales": torch.ones(32), "s1_szeros": torch.full((32,), 7.4)}, "s1_szeros", "whole"),
+    ("qserve_channel", {"s1_scales": torch.zeros(32), "s1_szeros": torch.full((32,), 0.5)}, "s1_szeros", "of scale 0"),
+    ("ct_channel", {"weight": torch.tensor(1).char(), "weight_shape": (1, 1)}, "weight", "int8"),
     ("ct_channel", {"format": "pack-quantized"}, "format", "int-quantized stores int8"),
     ("ct_channel", {"weight": None}, "format", "pass the layer's weight"),
     ("ct_channel", {"weight": torch.full((40, 203), 8, dtype=torch.int8)}, "weight", "-8..7"),
-    ("ct_channel", {"weight_scale": torch.ones(40, 2).half()}, "weight_scale", "no group size"),
+    ("ct_channel", {"weight_scale": torch.ones(40, 2).half()}, "weight_scale", "no usual group size"),
     ("ct_channel", {"weight_zero_point": torch.zeros(40, 1)}, "weight_zero_point", "int8"),
+    ("ct_channel", {"weight_zero_point": np.zeros((40, 1), np.int8)}, "weight_zero_point", "= 'ndarray'"),
     ("ct_channel", {"weight_shape": (40, 200)}, "weight_shape", "203"),
     ("ct_channel", {"weight": [[1]]}, "format", "the weight is list"),
     ("ct_channel_packed", {"weight": torch.zeros(24, 3, 2, dtype=torch.int32)}, "weight", "int32"),

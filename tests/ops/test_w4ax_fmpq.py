@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -197,3 +199,23 @@ def test_plans_are_saved(tmp_path):
         assert (back.k, back.blocks8, back.threshold) == (plan.k, plan.blocks8, plan.threshold)
     with pytest.raises(ArgumentError):
         w4ax.PackedWeight.load(tmp_path / "plan.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument"),
+    [
+        ({"permutation": torch.arange(100, dtype=torch.int32)}, "permutation"),
+        ({"permutation": torch.full((384,), 999, dtype=torch.int32)}, "permutation"),
+        ({"permutation": torch.arange(384).float()}, "permutation"),
+        ({"k": 0}, "k"),
+        ({"k": 512}, "outliers"),
+        ({"blocks8": 4}, "blocks8"),
+        ({"outliers": torch.zeros(300)}, "outliers"),
+    ],
+)
+def test_damaged_plans_are_refused(tmp_path, changes, argument):
+    plan = w4ax.plan_blocks(torch.linspace(50, 1, 300), ratio=0.5)
+    dataclasses.replace(plan, **changes).save(tmp_path / "plan.safetensors")
+    with pytest.raises(ArgumentError) as caught:
+        w4ax.BlockPlan.load(tmp_path / "plan.safetensors")
+    assert caught.value.argument == argument

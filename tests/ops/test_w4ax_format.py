@@ -131,6 +131,19 @@ def test_canonical_refuses(changes, argument):
     assert error.value.argument == argument
 
 
+def test_a_bias_of_another_dtype_is_told_the_dtypes():
+    with pytest.raises(ArgumentError, match=r"bias = 'float64 \[4\]': .* of float16 or bfloat16 or float32"):
+        w4ax.QuantizedWeight.canonical(**GOOD, bias=torch.ones(4).double())
+
+
+def test_scales_of_any_stride_are_packed():
+    """[64, 1] counts as contiguous with any stride."""
+    codes, scales = torch.ones(64, 128, dtype=torch.int8), 2.0 ** -torch.arange(64.0)[None]
+    for target in ("sm_80", "sm_90a"):
+        weight = w4ax.QuantizedWeight.canonical(codes, scales.T)
+        assert torch.equal(weight.pack(target=target).dequantize(), weight.dequantize())
+
+
 def test_packing_needs_a_target():
     with pytest.raises(TargetError):
         w4ax.QuantizedWeight.canonical(**GOOD).pack(target="sm_75")

@@ -62,6 +62,24 @@ def test_files_of_any_operator(name, tmp_path):
         type(w).load(path, device="gpu")
 
 
+@pytest.mark.parametrize("path", [None, 5, b"w", "a\0b", ["w"]])
+def test_what_is_no_path_is_refused(path):
+    w = quantized("w4a16", torch.randn(N, K))
+    for call in (w.save, w4a16.PackedWeight.load, w4ax.BlockPlan.load, w4a16.load_layer, w4a16.load_model):
+        with pytest.raises(ArgumentError, match="path = "):
+            call(path)
+
+
+def test_names_of_files(tmp_path):
+    w, longest = quantized("w4a16", torch.randn(N, K)), tmp_path / ("w" * 255)
+    w.save(longest)
+    assert torch.equal(w4a16.PackedWeight.load(longest).words, w.words)
+    for bad in ("", "/", tmp_path / ("w" * 256), longest / "w"):
+        with pytest.raises(ArgumentError, match="path = .*name a file in a folder"):
+            w.save(bad)
+    assert [item.name for item in tmp_path.iterdir()] == [longest.name]
+
+
 def altered(path, tensors: dict | None = None, **facts):
     """The file with other tensors or other metadata; None removes."""
     with safe_open(path, "pt") as file:
@@ -113,6 +131,20 @@ def test_a_damaged_w4ax_file_is_refused_by_name(tmp_path):
     ):
         with pytest.raises(ArgumentError, match=words):
             w4ax.PackedWeight.load(altered(path, tensors, **facts))
+
+
+@pytest.mark.parametrize("name", ["w4a8", "fp8", "w4ax"])
+def test_values_that_no_weight_has_are_refused(tmp_path, name):
+    path, w = tmp_path / "w.safetensors", quantized(name, torch.randn(N, 2 * K))
+    if name != "w4ax":
+        w = dataclasses.replace(w, smooth=torch.ones(2 * K))
+    w.save(path)
+    for field, values in (("channel_scales", [float("nan"), float("inf")]), ("smooth", [float("nan"), 0.0, -1.0])):
+        if (held := getattr(w, field, None)) is None:
+            continue
+        for value in values:
+            with pytest.raises(ArgumentError, match=f"{field} = "):
+                type(w).load(altered(path, {field: held.clone().fill_(value)}))
 
 
 def test_codes_without_data_are_refused():
