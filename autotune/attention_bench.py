@@ -29,9 +29,15 @@ class Shape:
 
     @staticmethod
     def parse(text: str) -> Shape:
-        found = re.fullmatch(r"(\d+)x(\d+)/(\d+)x(\d+)(k?)", text)
-        if not found:
-            raise ArgumentError("cache", text, "is no cache", "write batch x heads / kv heads x tokens, as 8x32/8x32k")
+        """Of "8x32/8x32k".
+
+        Raises:
+            ArgumentError: something else, or a number in it is 0.
+        """
+        found = re.fullmatch(r"(\d+)x(\d+)/(\d+)x(\d+)(k?)", text) if isinstance(text, str) else None
+        if not found or not all(map(int, found.groups()[:4])):
+            constraint = "is no cache of positive numbers"
+            raise ArgumentError("cache", text, constraint, "write batch x heads / kv heads x tokens, as 8x32/8x32k")
         b, h, k, n = map(int, found.groups()[:4])
         return Shape(b, h, k, n * (1024 if found.group(5) else 1))
 

@@ -154,24 +154,25 @@ class Database:
     """The trials in one file.
 
     Args:
-        path: made if it is not there, with its folder.
+        path: the file. create: make it if it is not there, with its folder.
 
     Raises:
-        CacheError: it cannot be opened, or is another kind of file or of another version.
+        CacheError: it is not there, cannot be opened, or is another kind of file or of another version.
     """
 
-    def __init__(self, path: Path | str | None = None) -> None:
+    def __init__(self, path: Path | str | None = None, create: bool = True) -> None:
         self.path = Path(path) if path is not None else default_path()
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if create:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            elif not self.path.is_file():
+                raise CacheError(f"no such trial database: {self.path}; name one with --database")
             self.link = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
             self.link.row_factory = sqlite3.Row
+            self._recognize(create)
             self.link.execute("PRAGMA journal_mode=WAL")
             self.link.execute("PRAGMA synchronous=NORMAL")
             with self.writing():
-                found = self.link.execute("PRAGMA user_version").fetchone()[0]
-                if found not in (0, VERSION):
-                    raise CacheError(f"{self.path} is a trial database of version {found}, this one writes {VERSION}")
                 for statement in filter(str.strip, _TABLES.split(";")):
                     self.link.execute(statement)
                 self.link.execute(f"PRAGMA user_version={VERSION}")
@@ -179,6 +180,15 @@ class Database:
             raise CacheError(
                 f"trial database {self.path} cannot be used: {error}; name another with --database"
             ) from error
+
+    def _recognize(self, create: bool) -> None:
+        """Refuse, before anything is written to it, a file that is no trial database, nor an empty one to make it."""
+        version = self.link.execute("PRAGMA user_version").fetchone()[0]
+        tables = {row["name"] for row in self.link.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if version not in (0, VERSION):
+            raise CacheError(f"{self.path} is a trial database of version {version}, this one writes {VERSION}")
+        if not {"trials", "peers"} <= tables and (tables or version or not create):
+            raise CacheError(f"no such trial database: {self.path} holds none; name another with --database")
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -251,7 +261,7 @@ class Database:
         """
         if not Path(other).is_file():
             raise CacheError(f"{other} is no file; name a trial database")
-        with closing(Database(other)) as source:
+        with closing(Database(other, create=False)) as source:
             new = self.add(source.trials())
             rows = [tuple(row) for row in source.link.execute("SELECT * FROM peers")]
         with self.writing():

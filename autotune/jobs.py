@@ -75,9 +75,14 @@ class Job:
     parts: tuple[Job, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("ops", *(name for name in _LISTS if name != "op")):
-            if not isinstance(getattr(self, name), tuple | list):
-                raise ArgumentError(name, getattr(self, name), "must be a tuple", "write one value as (value,)")
+        for name in ("ops", "extra", *(name for name in _LISTS if name != "op")):
+            values = getattr(self, name)
+            if not isinstance(values, tuple | list):
+                raise ArgumentError(name, values, "must be a tuple", "write one value as (value,)")
+            if name in ("ops", "models", "caches", "formats") and not all(isinstance(it, str) for it in values):
+                raise ArgumentError(name, values, "must be strings", "write names as a job file has them")
+        for name in (it.name for it in fields(self) if it.name in _KINDS and it.name not in ("group", "target")):
+            _check_kind(name, getattr(self, name), _KINDS[name])
         for op in self.ops:
             get_operator(op)
         _one_of("strategy", self.strategy, ("auto", *STRATEGIES))
@@ -96,9 +101,14 @@ class Job:
             if not all(type(it) is int and it >= least and (most is None or it <= most) for it in getattr(self, name)):
                 constraint = f"must be integers, at least {least}" + (f" and at most {most}" if most else "")
                 raise ArgumentError(name, getattr(self, name), constraint, "write a list of them, or leave it out")
-        for size in (*self.shapes, *(it[:2] for it in self.extra)):
-            if len(size) != 2 or not all(type(it) is int and it > 0 for it in size):
+        counts = lambda found: isinstance(found, tuple) and all(type(it) is int and it > 0 for it in found)
+        for size in self.shapes:
+            if not counts(size) or len(size) != 2:
                 raise ArgumentError("shapes", size, "must be (N, K), positive integers", "write (28672, 4096)")
+        for it in self.extra:
+            if not isinstance(it, tuple) or len(it) != 3 or not counts(it[:2]) or not counts(it[2]):
+                constraint = "must be (N, K, tokens), positive integers"
+                raise ArgumentError("extra", it, constraint, "write (28672, 4096, (16, 64))")
         if self.group is not None and (type(self.group) is not int or self.group < 1):
             raise ArgumentError("group", self.group, "must be 32, 64 or 128, or K for one group", "leave it out")
         self._check_caches()
@@ -138,6 +148,12 @@ class Job:
 def _one_of(name: str, value: object, known: Sequence[str]) -> None:
     if value not in known:
         raise ArgumentError(name, value, f"must be one of {', '.join(known)}", f"leave {name} out")
+
+
+def _check_kind(name: str, value: object, kind: type | tuple[type, ...]) -> None:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        raise ArgumentError(name, value, f"must be {' or '.join(it.__name__ for it in kinds)}", "see docs/tuning.md")
 
 
 def seconds(text: str | int | float) -> float:
@@ -187,7 +203,7 @@ def read_shapes(path: Path) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
         words = line.split("#")[0].replace(",", " ").split()
         if not words:
             continue
-        if not all(word.isdigit() and int(word) for word in words[1:]):
+        if not all(word.isdecimal() and int(word) for word in words[1:]):
             raise ArgumentError(f"{path}:{number}", line.strip(), "has tokens that are no numbers", "write NxK M M ...")
         found.append((*shape(words[0]), tuple(map(int, words[1:]))))
     if not found:
@@ -226,6 +242,8 @@ _SCALARS = {
     "budget": (str, int, float),
     "shapes_file": str,
 }
+_KINDS = {**_SCALARS, "budget_s": (int, float), "budget_trials": int}
+"""Of the fields of `Job` that hold one value."""
 
 
 _INHERITED = ("op", "m", "dtype", "group", "symmetric")
@@ -266,11 +284,7 @@ def job_of(data: Mapping[str, Any], source: str, folder: Path = Path()) -> Job:
                 raise ArgumentError(f"{source}: {name}", value, f"must be a list of {kind}", "see docs/tuning.md")
             made["ops" if name == "op" else name] = tuple(map(shape, values) if name == "shapes" else values)
         elif name in _SCALARS:
-            kind = _SCALARS[name]
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                kinds = kind if isinstance(kind, tuple) else (kind,)
-                wanted = " or ".join(it.__name__ for it in kinds)
-                raise ArgumentError(f"{source}: {name}", value, f"must be {wanted}", "see docs/tuning.md")
+            _check_kind(f"{source}: {name}", value, _SCALARS[name])
             if name == "budget":
                 made |= budget(value)
             elif name == "shapes_file":

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from terrazzo.autotune.subjects import Subject
 
 DTYPES = ("float16", "bfloat16")
-TOKENS = (8, 16, 32, 64, 128, 256, 1024, 4096)
-"""M that a job tunes when it names none: one of each bucket that kernels tell apart."""
+TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""M that a job tunes when it names none: one of each bucket of records, up to 4096."""
 
 
 class Operator(ABC):

@@ -272,7 +272,8 @@ def page(points: Sequence[Point], trials: Sequence[Trial], target: Target, figur
         f"<h1>Tuned schedules, {_text(machine.gpu)}</h1><p>{_text(head)}</p>",
         f"<p><small>{_text(versions)}, terrazzo {_text(machine.terrazzo)}, {last:%Y-%m-%d}</small></p>",
         _table(("operator", "problems", "heuristic / best", "worst", "peer / best"), summary_rows(points)),
-        f"<p><small>M is the number of tokens; for attention, of sequences times kv heads.{_text(others)}</small></p>",
+        "<p><small>Problems are those whose heuristic was timed. M is the number of tokens; for attention, of "
+        f"sequences times kv heads.{_text(others)}</small></p>",
         "<h2>Roofline</h2><p>Each point is a problem's best schedule; the lines are the datasheet's memory bandwidth "
         "and tensor rate.</p>" + figures[0],
         "<h2>Best against heuristic and peer</h2><p>Geometric mean over weights of the other time divided by the "
@@ -294,13 +295,14 @@ def page(points: Sequence[Point], trials: Sequence[Trial], target: Target, figur
 
 
 def summary_rows(points: Sequence[Point]) -> list[tuple]:
-    """For each operator: problems, heuristic / best (geometric mean and worst), peer / best."""
+    """For each operator: problems whose heuristic was timed, heuristic / best of them (geometric mean and worst), and
+    peer / best."""
     rows = []
     for op in sorted({point.problem.op for point in points}):
         own = [point for point in points if point.problem.op == op]
         ratios = [point.heuristic_us / point.us for point in own if point.heuristic_us]
         peers = geomean(point.peer_us / point.us for point in own if point.peer_us)
-        rows.append((op, len(own), geomean(ratios), max(ratios, default=None), peers))
+        rows.append((op, len(ratios), geomean(ratios), max(ratios, default=None), peers))
     return rows
 
 

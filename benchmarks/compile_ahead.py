@@ -7,6 +7,7 @@ python -m benchmarks.compile_ahead --gpu nvidia/nvidia-h200 w4a16      on a mach
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from typing import Any
 
@@ -20,6 +21,9 @@ class _Compiled(BaseException):
 
 def main(argv: list[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
+    if given[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     if given[:1] == ["--gpu"]:
         from benchmarks.pretended_gpu import pretend
 
@@ -43,7 +47,12 @@ def main(argv: list[str] | None = None) -> int:
 
     parallel.compile_many = and_stop
     try:
-        code = importlib.import_module(f"benchmarks.{name}").main(rest)
+        known = name.isidentifier() and importlib.util.find_spec(f"benchmarks.{name}")
+        module = importlib.import_module(f"benchmarks.{name}") if known else None
+        if not hasattr(module, "main"):
+            print(f"{name}: no benchmark of this name; name a module of benchmarks/, as w4a16", file=sys.stderr)
+            return 2
+        code = module.main(rest)
     except _Compiled:
         return 1 if failed else 0
     finally:

@@ -21,12 +21,11 @@ from terrazzo.lowering import cache
 from terrazzo.lowering.errors import ArgumentError, BundleError, TargetError
 from terrazzo.lowering.kernels import compile_request, register_bundled
 from terrazzo.lowering.report import KernelReport
-from terrazzo.lowering.request import KernelRequest, package_digest
+from terrazzo.lowering.request import KernelRequest, check_requests, package_digest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import package_version, toolchain
 
 FORMAT = "terrazzo-bundle-1"
-_FILES = ("kernel.so", "kernel.cu", "report.json")
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,7 @@ class Bundle:
     layouts: Mapping[str, str]
     requests: tuple[KernelRequest, ...]
     reports: Mapping[KernelRequest, KernelReport]
+    __hash__ = None  # it holds dicts
 
 
 def write_bundle(
@@ -63,11 +63,12 @@ def write_bundle(
         replace: whether a bundle that is there already may be replaced.
 
     Raises:
-        ArgumentError: no request, or requests for different targets.
-        BundleError: something is there already.
+        ArgumentError: no request, something that is none, or requests for different targets; no path; layouts that
+            are no names.
+        BundleError: something is there already, or the folder cannot be written.
         ToolchainError, CompileError, CacheError: see `compile_request`.
     """
-    path = Path(path)
+    path, requests, layouts = _folder(path), check_requests(requests), _names(layouts)
     targets = sorted({request.target.arch for request in requests})
     if len(targets) != 1:
         raise ArgumentError(
@@ -77,22 +78,25 @@ def write_bundle(
         raise BundleError(
             f"{path} exists already; remove it, choose another folder or pass replace=True to replace a bundle"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    private = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        private = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as error:
+        raise BundleError(f"{path} cannot be written: {error.strerror}; choose another folder") from error
     try:
         kernels = []
         for request in dict.fromkeys(requests):
             folder = private / "kernels" / request.identity()
             folder.mkdir(parents=True)
             compiled = compile_request(request)
-            for name in _FILES:
+            for name in cache.FILES:
                 shutil.copyfile(compiled / name, folder / name)
             kernels.append({"identity": request.identity(), "request": request.as_dict()})
         meta = {
             "format": FORMAT,
             **_versions(),
             "target": targets[0],
-            "layouts": dict(layouts or {}),
+            "layouts": layouts,
             "kernels": kernels,
         }
         cache.write_manifest(private, {**meta, "toolchain": toolchain().as_dict()})
@@ -118,11 +122,12 @@ def load_bundle(path: str | os.PathLike, target: Any = None, layouts: Mapping[st
         layouts: name -> identity of this installation's packed layouts; those that the bundle names must be equal.
 
     Raises:
+        ArgumentError: no path, or layouts that are no names.
         BundleError: the bundle is incomplete or altered, or made for another target, terrazzo or layout.
     """
-    path = Path(path)
+    path, installed = _folder(path), _names(layouts)
     try:
-        manifest = cache.read_manifest(path)
+        manifest = cache.read_manifest(path, needed=())
     except ValueError as error:
         raise BundleError(f"bundle {path} cannot be trusted: {error}; make it again with `terrazzo compile`") from error
     if manifest.get("format") != FORMAT:
@@ -130,28 +135,59 @@ def load_bundle(path: str | os.PathLike, target: Any = None, layouts: Mapping[st
             f"{path} is no bundle of this terrazzo: format {manifest.get('format')!r}, expected {FORMAT!r}"
         )
     for name, own in _versions().items():
-        if manifest[name] != own:
+        if manifest.get(name) != own:
             raise BundleError(
-                f"bundle {path} was made with {name} {manifest[name]}, this is {own}; "
+                f"bundle {path} was made with {name} {manifest.get(name, 'unknown')}, this is {own}; "
                 "make it again with `terrazzo compile`"
             )
+    try:
+        made_for, reads, kernels = _contents(manifest)
+        folders = {identity: path / "kernels" / identity for identity in kernels}
+        reports = {kernels[identity]: KernelReport.read(folder / "report.json") for identity, folder in folders.items()}
+    except (OSError, ValueError) as error:
+        raise BundleError(f"bundle {path} is incomplete: {error}; make it again with `terrazzo compile`") from error
     wanted = _wanted_target(target)
-    if wanted is not None and manifest["target"] != wanted.arch:
+    if wanted is not None and made_for.arch != wanted.arch:
         raise BundleError(
-            f"bundle {path} is for {manifest['target']}, wanted is {wanted.arch} ({wanted.name}); "
+            f"bundle {path} is for {made_for.arch}, wanted is {wanted.arch} ({wanted.name}); "
             f"compile one for {wanted.arch}"
         )
-    for name, identity in manifest["layouts"].items():
-        own = (layouts or {}).get(name, identity)
+    for name, identity in reads.items():
+        own = installed.get(name, identity)
         if own != identity:
             raise BundleError(
                 f"bundle {path} reads layout {name} = {identity}, this installation packs {own}; make it again"
             )
-    folders = {kernel["identity"]: path / "kernels" / kernel["identity"] for kernel in manifest["kernels"]}
-    requests = {KernelRequest.from_dict(kernel["request"]): kernel["identity"] for kernel in manifest["kernels"]}
-    reports = {request: KernelReport.read(folders[identity] / "report.json") for request, identity in requests.items()}
     register_bundled(folders)
-    return Bundle(path, Target.parse(manifest["target"]), dict(manifest["layouts"]), tuple(requests), reports)
+    return Bundle(path, made_for, reads, tuple(reports), reports)
+
+
+def _contents(manifest: Mapping[str, Any]) -> tuple[Target, dict[str, str], dict[str, KernelRequest]]:
+    """Target, layouts, and the kernels by identity; ValueError says which of them a manifest lacks."""
+    for name, kind in (("target", str), ("layouts", dict), ("kernels", list)):
+        if not isinstance(manifest.get(name), kind):
+            raise ValueError(f"{cache.MANIFEST} has no {name}")
+    kernels: dict[str, KernelRequest] = {}
+    for kernel in manifest["kernels"]:
+        if not isinstance(kernel, dict) or not isinstance(kernel.get("identity"), str) or "request" not in kernel:
+            raise ValueError(f"{cache.MANIFEST} has a kernel without identity or request")
+        cache.require_listed(manifest, [f"kernels/{kernel['identity']}/{name}" for name in cache.FILES])
+        kernels[kernel["identity"]] = KernelRequest.from_dict(kernel["request"])
+    return Target.parse(manifest["target"]), manifest["layouts"], kernels
+
+
+def _folder(path: Any) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentError("path", path, "must be the path of a folder", "name the bundle's folder")
+    return Path(path)
+
+
+def _names(layouts: Any) -> dict[str, str]:
+    """name -> identity of layouts, as a caller gave them."""
+    found = {} if layouts is None else layouts
+    if not isinstance(found, Mapping) or not all(isinstance(it, str) for pair in found.items() for it in pair):
+        raise ArgumentError("layouts", layouts, "must map names to identities", "write {'w4a16_wgmma': its identity}")
+    return dict(found)
 
 
 def _versions() -> dict[str, str]:

@@ -18,7 +18,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from terrazzo.lowering.errors import CacheError
 LOCK_TIMEOUT_S = 300.0
 STALE_AFTER_S = 3600.0
 MANIFEST = "manifest.json"
+FILES = ("kernel.so", "kernel.cu", "report.json")
+"""Of every compiled kernel; a manifest that leaves one out vouches for nothing."""
 
 
 def cache_root() -> Path:
@@ -74,19 +76,23 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read and verify a folder made by `write_manifest`.
+def read_manifest(folder: Path, needed: Sequence[str] = FILES) -> dict[str, Any]:
+    """Read and verify a folder made by `write_manifest`, whose manifest must name the `needed` files.
 
     Raises:
-        ValueError: what is wrong: no manifest, one that cannot be read, a file that is missing or whose sha256 differs.
+        ValueError: what is wrong: no manifest, one that cannot be read or names too few files, a file that is missing
+            or whose sha256 differs.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        files = dict(manifest["files"])
     except OSError as error:
         raise ValueError(f"{MANIFEST} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(f"{MANIFEST} is damaged") from error
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
+        raise ValueError(f"{MANIFEST} is damaged")
+    require_listed(manifest, needed)
     for name, digest in files.items():
         try:
             seen = sha256_file(folder / name)
@@ -95,6 +101,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if seen != digest:
             raise ValueError(f"{name} has sha256 {seen[:12]}..., the manifest says {digest[:12]}...")
     return manifest
+
+
+def require_listed(manifest: dict[str, Any], needed: Sequence[str]) -> None:
+    """Raise ValueError unless a manifest has the sha256 of these files."""
+    absent = [name for name in needed if name not in manifest["files"]]
+    if absent:
+        raise ValueError(f"{MANIFEST} has no sha256 of {', '.join(absent)}")
 
 
 def publish_folder(private: Path, final: Path) -> bool:
@@ -203,14 +216,15 @@ def list_entries() -> list[dict[str, Any]]:
     tensor_instructions. Unreadable entries are left out; `verify` names them."""
     rows = []
     for entry in _entries():
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             manifest = json.loads((entry / MANIFEST).read_text())
             report = json.loads((entry / "report.json").read_text())
             request = manifest["request"]
             rows.append(
                 {
                     "key": entry.name,
-                    **{field: request[field] for field in ("name", "target", "params")},
+                    **{field: request[field] for field in ("name", "target")},
+                    "params": dict(request["params"]),
                     "created": manifest["created"],
                     "bytes": _size(entry),
                     **{field: report[field] for field in ("registers", "spill_stores", "tensor_instructions")},

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from terrazzo.lowering.errors import CompileError, TerrazzoError
 from terrazzo.lowering.kernels import compile_request, find_compiled
-from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.request import KernelRequest, check_requests
 from terrazzo.lowering.toolchain import require_compiler
 
 Outcome = Path | CompileError
@@ -48,8 +48,10 @@ def compile_many(
         For each request the folder of its kernel, or the CompileError that stopped it.
 
     Raises:
+        ArgumentError: something among the requests is none.
         ToolchainError: something has to be compiled and a compiler is missing.
     """
+    requests = check_requests(requests)
     outcomes: dict[KernelRequest, Outcome] = {}
     todo: list[KernelRequest] = []
     distinct = list(dict.fromkeys(requests))

@@ -49,7 +49,11 @@ class KernelReport:
 
     @staticmethod
     def read(path: Path) -> KernelReport:
-        return KernelReport(**json.loads(path.read_text()))
+        """The report of `as_dict` in a file; OSError or ValueError where there is none."""
+        try:
+            return KernelReport(**json.loads(path.read_text()))
+        except TypeError as error:
+            raise ValueError(f"{path.name} is no report: {error}") from error
 
     def count(self, pattern: str) -> int:
         """Number of instructions whose opcode matches a regular expression from its start, for example "LDGSTS"."""

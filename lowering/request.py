@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -37,7 +37,8 @@ class KernelRequest:
             that newer GPUs can translate the kernel when they load it.
 
     Raises:
-        ArgumentError: an entry that is not "module:function", a param that is no scalar, a malformed ptx flag.
+        ArgumentError: a name that is no string, an entry that is not "module:function", a param that is no scalar, a
+            flag that is no string, a malformed ptx flag.
     """
 
     name: str
@@ -48,6 +49,10 @@ class KernelRequest:
     flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ArgumentError("name", self.name, "must be a string", "for example 'w4a16.small_batch'")
+        if not isinstance(self.flags, tuple | list) or not all(isinstance(flag, str) for flag in self.flags):
+            raise ArgumentError("flags", self.flags, "must be a tuple of strings", "write one flag as ('-lineinfo',)")
         arch = Target.parse(self.target).arch
         fields = {
             "target": Target.parse(arch),
@@ -57,7 +62,7 @@ class KernelRequest:
         }
         for field, value in fields.items():
             object.__setattr__(self, field, value)
-        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.entry):
+        if not isinstance(self.entry, str) or not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.entry):
             raise ArgumentError(
                 "entry", self.entry, "must be 'module:function'", "for example 'terrazzo.ops.w4a16.program:build'"
             )
@@ -96,23 +101,45 @@ class KernelRequest:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> KernelRequest:
-        return KernelRequest(**data)
+        """The request of `as_dict`.
+
+        Raises:
+            ArgumentError: fields are missing, unknown or of another kind.
+        """
+        try:
+            return KernelRequest(**data)
+        except TypeError as error:
+            raise ArgumentError(
+                "request", data, f"is no kernel request: {error}", "write what as_dict gives"
+            ) from error
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{key}={value}' for key, value in self.params)}) for {self.target.arch}"
 
 
 def _pairs(argument: str, given: Any) -> tuple[tuple[str, Scalar], ...]:
-    pairs = sorted(given.items() if isinstance(given, Mapping) else given)
+    constraint, remedy = "must map names to int, float, str, bool or None", "describe structured values by name"
+    try:
+        pairs = dict(given).items()
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(argument, given, constraint, remedy) from error
     for key, value in pairs:
         if not isinstance(key, str) or not isinstance(value, Scalar):
-            raise ArgumentError(
-                argument,
-                {key: value},
-                "must map names to int, float, str, bool or None",
-                "describe structured values by name",
-            )
-    return tuple(pairs)
+            raise ArgumentError(argument, {key: value}, constraint, remedy)
+    return tuple(sorted(pairs))
+
+
+def check_requests(requests: Any) -> list[KernelRequest]:
+    """The requests of a caller as a list.
+
+    Raises:
+        ArgumentError: something else is among them.
+    """
+    found = list(requests) if isinstance(requests, Iterable) else [requests]
+    for one in found:
+        if not isinstance(one, KernelRequest):
+            raise ArgumentError("requests", one, "must be a KernelRequest", "an operator's kernel_requests makes them")
+    return found
 
 
 def _digest(data: Any) -> str:

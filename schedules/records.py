@@ -98,6 +98,8 @@ class Table:
             for name, kind in _RECORD.items():
                 if not isinstance(row, Mapping) or not isinstance(row.get(name), kind):
                     raise ArgumentError(f"records[{index}].{name}", row, f"is no {name} in {source}", "export it again")
+            if row["m"] < 1:
+                raise ArgumentError(f"records[{index}].m", row["m"], f"is below 1 in {source}", "export it again")
             self.rows.setdefault(key(row["op"], row["facts"]), {})[row["m"]] = row
 
     @staticmethod
@@ -107,6 +109,8 @@ class Table:
         Raises:
             ArgumentError: it cannot be read, or is no table.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise ArgumentError("table", path, "must be the path of a table", "name a file of `tune export`")
         try:
             data = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
@@ -156,6 +160,8 @@ def _fits(row: Mapping[str, Any], at: int, m: int, sms: int) -> bool:
     a tile of tokens (of each expert), or a wave of the CTAs that serve (sequence, kv head) pairs."""
     schedule, experts = row["schedule"], row["facts"].get("experts", 1)
     at, m, tile = -(-at // experts), -(-m // experts), schedule.get("block_tokens")
+    if not all(isinstance(it, int) for it in schedule.values()) or schedule.get("row_tiles", 1) < 1:
+        return False  # damaged
     if m > (schedule.get("tokens") or m):
         return False
     if isinstance(schedule.get("min_blocks"), int):
@@ -205,7 +211,13 @@ def tables(gpu: str) -> list[Table]:
 
 
 def use(table: Table) -> None:
-    """Ask this table before those that were there."""
+    """Ask this table before those that were there.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if not isinstance(table, Table):
+        raise ArgumentError("table", table, "must be a Table", "read a file with Table.read")
     _used.append(table)
     changed()
 

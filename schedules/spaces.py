@@ -108,6 +108,9 @@ class Space(ABC):
         needed = {field.name for field in fields(kind) if field.default is MISSING}
         if not needed <= set(params) <= names or not all(isinstance(value, int) for value in params.values()):
             return None, f"a schedule of {program} has the integers {sorted(names)}, the record has {dict(params)}"
+        low = [it.name for it in fields(kind) if params.get(it.name, 1) < bool(it.default)]  # 0 only where it is usual
+        if low:
+            return None, f"{program} with {low[0]} = {params[low[0]]}, a count below one"
         schedule = kind(**params)
         reason = self.refusal(program, schedule, target, m)
         return (None, reason) if reason else (schedule, "")

@@ -141,7 +141,7 @@ def _model_shapes(models: tuple[str, ...]) -> list[tuple[int, int]]:
 def _group(text: str, k: int) -> int:
     if text.upper() == "K" or text == "-1":
         return k
-    if not text.isdigit():
+    if not text.isdecimal():
         raise click.BadParameter(f"{text!r} is no group size: use 32, 64, 128 or K", param_hint="--group")
     return int(text)
 
@@ -155,7 +155,7 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 def _heads(text: str) -> dict[str, int]:
     parts = _pair("--heads", text)
-    if not all(part.isdigit() for part in parts):
+    if not all(part.isdecimal() for part in parts):
         raise click.BadParameter(f"{text!r}: write query/kv heads, as 32/8", param_hint="--heads")
     return dict(zip(("heads", "kv_heads"), map(int, parts)))
 

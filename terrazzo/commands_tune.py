@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -42,10 +43,10 @@ def _database(function: Callable) -> Callable:
     return click.option("--database", type=path, help="Trial database. Default: beside the kernel cache.")(function)
 
 
-def _open(path: Path | None) -> Database:
+def _open(path: Path | None, create: bool = False) -> Database:
     from terrazzo.autotune.database import Database
 
-    return Database(path)
+    return Database(path, create)
 
 
 @tune_group.command("run")
@@ -118,12 +119,13 @@ def run_command(
     job.problems()  # a job that names none is refused before anything starts
     if not scalars.get("strategy") and job.strategy == "top-k" == usual():
         click.echo("strategy top-k; with xgboost (pip install 'terrazzo[tune]') the usual one is learned", err=True)
+    _check_gpus(gpus, executor)
     check_writable("--export", export)
     if dry_run:
         target, rows = preview(job)
         return _show_preview(job, target, rows, as_json)
     parts = _ray_parts(address, gpus) if executor == "ray" else _local_parts(gpus, workers)
-    with parts as (measurers, own), _open(database) as trials, _Display(job, quiet=as_json) as display:
+    with parts as (measurers, own), _open(database, create=True) as trials, _Display(job, quiet=as_json) as display:
         from terrazzo.autotune.runner import Runner
 
         summary = Runner(job, trials, measurers, resume=resume, report=display, **own).run()
@@ -138,6 +140,16 @@ def run_command(
             _write_table(best(trials.trials()), export, None)
     if summary.ended == "interrupted":
         raise click.exceptions.Exit(130)
+
+
+def _check_gpus(gpus: str | None, executor: str) -> None:
+    """Refuse, in a dry run too, what names no GPUs: CUDA's numbers or UUIDs, a number of workers with ray."""
+    if gpus in (None, "all"):
+        return
+    if executor == "ray" and not gpus.isdecimal():
+        raise click.UsageError("--gpus: with --executor ray a number of workers, or all")
+    if not all(re.fullmatch(r"\d+|(GPU|MIG)-\S+", at) for at in gpus.split(",")):
+        raise click.UsageError(f"--gpus {gpus!r} names no CUDA devices: write 0,1, or all")
 
 
 @contextmanager
@@ -156,8 +168,6 @@ def _ray_parts(address: str | None, gpus: str | None) -> Iterator[tuple[list[Any
     """The same of a Ray cluster; `gpus` is a number of workers there."""
     from terrazzo.autotune.cluster import Cluster
 
-    if gpus not in (None, "all") and not gpus.isdigit():
-        raise click.UsageError("--gpus: with --executor ray a number of workers, or all")
     with Cluster(address, None if gpus in (None, "all") else int(gpus)) as found:
         yield found.measurers, {"compiler": found.compiler, "workers": found.cpus}
 
@@ -471,7 +481,7 @@ def import_command(files: tuple[Path, ...], database: Path | None) -> None:
     from terrazzo.autotune.database import from_table
     from terrazzo.lowering.errors import ArgumentError
 
-    with _open(database) as trials:
+    with _open(database, create=True) as trials:
         for path in files:
             try:
                 data = json.loads(path.read_text())
@@ -497,7 +507,7 @@ def import_command(files: tuple[Path, ...], database: Path | None) -> None:
 @_database
 def merge_command(databases: tuple[Path, ...], database: Path | None) -> None:
     """Add the trials of other databases."""
-    with _open(database) as trials:
+    with _open(database, create=True) as trials:
         for path in databases:
             click.echo(f"{path}: {trials.merge(path)} new trials")
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,11 @@ def check_writable(option: str, path: Path | None) -> None:
     if path is None:
         return
     above = next(folder for folder in path.absolute().parents if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        reason = "is no folder" if not above.is_dir() else "is not yours to write to"
-        raise click.UsageError(f"{option} {path} cannot be written: {above} {reason}; name another place")
+    try:
+        tempfile.TemporaryFile(dir=above).close()  # os.access says yes to root, of /proc too
+    except OSError as error:
+        reason = f"nothing can be made in {above} ({error.strerror})"
+        raise click.UsageError(f"{option} {path} cannot be written: {reason}; name another place") from error
 
 
 def size(number: float) -> str:
@@ -96,6 +99,6 @@ class Counts(click.ParamType):
         if isinstance(value, tuple):
             return value
         parts = [part.strip() for part in value.split(",")]
-        if not all(part.isdigit() and int(part) for part in parts):
+        if not all(part.isdecimal() and int(part) for part in parts):
             self.fail(f"{value!r} is no list of positive numbers: write for example 1,16,256", param, ctx)
         return tuple(dict.fromkeys(map(int, parts)))

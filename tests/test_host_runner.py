@@ -289,6 +289,14 @@ def test_a_benchmark_stops_before_its_first_launch(monkeypatch, capsys):
     assert compile_ahead.main(["w4a8", "--count"]) == 1 and "before it compiled" in capsys.readouterr().err
 
 
+def test_compile_ahead_has_help_and_one_line_for_a_name_that_is_none(capsys):
+    for flag in ("-h", "--help"):
+        assert compile_ahead.main([flag]) == 0 and "python -m benchmarks.compile_ahead" in capsys.readouterr().out
+    for name in ("w9a9", "--frob", "no.such", "tables"):
+        assert compile_ahead.main([name]) == 2
+        assert capsys.readouterr().err == f"{name}: no benchmark of this name; name a module of benchmarks/, as w4a16\n"
+
+
 def test_pytest_compiles_only(monkeypatch, capsys):
     path = ROOT / "tests/gpu/conftest.py"
     spec = importlib.util.spec_from_file_location("gpu_conftest", path)

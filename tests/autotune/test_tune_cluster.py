@@ -35,6 +35,7 @@ def fake_compile(folder: str):
 
         from terrazzo.autotune.cluster import entry_of
         from terrazzo.lowering import cache
+        from terrazzo.lowering.report import KernelReport
 
         def first(what: str) -> bool:
             try:
@@ -50,7 +51,9 @@ def fake_compile(folder: str):
         key = f"{zlib.crc32(json.dumps(request, sort_keys=True, default=str).encode()):08x}"
         private = Path(folder, key)
         private.mkdir()
-        (private / "kernel.so").write_bytes(key.encode() * 100)
+        for name in cache.FILES:
+            (private / name).write_bytes(key.encode() * 100)
+        (private / "report.json").write_text(json.dumps(KernelReport(40, 0, 0, 0, 0, 0).as_dict()))
         cache.write_manifest(private, {"identity": key})
         return entry_of(private)
 
@@ -140,7 +143,8 @@ def test_the_executor_names_its_extra(monkeypatch):
 
 def test_kernels_travel_whole(tmp_path, monkeypatch):
     monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "here"))
-    made = cache.get_or_build("abc", {"identity": "x"}, lambda folder: (folder / "kernel.so").write_bytes(b"code"))
+    write = lambda folder: [(folder / name).write_bytes(b"code") for name in cache.FILES]
+    made = cache.get_or_build("abc", {"identity": "x"}, write)
     entry = cluster.entry_of(made)
     monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "there"))
     assert cache.lookup("abc") is None

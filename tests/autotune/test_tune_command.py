@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html.parser
 import json
+import sqlite3
 import sys
 
 import pytest
@@ -66,8 +67,6 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
         (("tune", "prune"), "name what to delete"),
         (("tune", "merge", "/nowhere/x.db"), "is no file"),
         (("tune", "import", "/nowhere/x.json"), "cannot be read"),
-        (("tune", "export"), "one such GPU, it has: none"),
-        (("tune", "report"), "no times"),
         (("tune", "frob"), "frob"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -75,6 +74,33 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, words):
     code, out, err = run(capsys, *arguments)
     assert code == 2 and words in err and len(err.strip().splitlines()) == 1 and not out
+
+
+READING = {"list": (), "best": (), "export": (), "report": (), "space": ("-o", "s.json"), "prune": ("--failed",)}
+"""Verbs that ask a database what it has, and what else they need."""
+
+
+@pytest.mark.parametrize("verb", READING)
+def test_a_verb_that_asks_makes_no_database(capsys, tmp_path, verb):
+    link = sqlite3.connect(tmp_path / "notes.db")
+    link.execute("CREATE TABLE notes (text TEXT)")
+    link.close()
+    (tmp_path / "empty").touch()
+    before = {name: (tmp_path / name).read_bytes() for name in ("notes.db", "empty")}
+    for name in ("new/t.db", *before):
+        code, out, err = run(capsys, "tune", verb, *READING[verb], "--database", str(tmp_path / name))
+        assert (code, out) == (2, "") and "no such trial database" in err and len(err.splitlines()) == 1
+    code, _, err = run(capsys, "tune", verb, *READING[verb])
+    assert code == 2 and str(tmp_path / "cache" / "tuning" / "trials.db") in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "notes.db"]
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+
+
+def test_a_database_without_trials_says_so(capsys, tmp_path):
+    Database(tmp_path / "t.db").close()
+    for verb, words in (("export", "one such GPU, it has: none"), ("report", "no times"), ("list", "")):
+        code, _, err = run(capsys, "tune", verb, "--database", str(tmp_path / "t.db"))
+        assert code == (2 if words else 0) and words in err
 
 
 @pytest.mark.parametrize(
@@ -92,6 +118,10 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, words):
         ("shapes_file = 'none.txt'", "cannot be read"),
         ("op = 'w4a7'", "op = 'w4a7'"),
         ("patience = -1", "must not be negative"),
+        *(
+            (f"op = 'attention'\ncaches = ['{cache}']", "cache of positive numbers")
+            for cache in ("8x32/0x4k", "0x8/8x4k")
+        ),
         ("models = []", "must be a list of strings"),
     ],
 )
@@ -115,9 +145,10 @@ def test_a_job_file_means_what_it_says(tmp_path):
     problems = job.problems()
     assert len(problems) == len(set(problems)) == 2 * (4 * 2 + 2 + 2 + 3)
     assert {it.m for it in problems if it.n == 128} == {1, 16, 64}
-    with pytest.raises(ArgumentError, match=r"shapes\.txt:2"):
-        (tmp_path / "shapes.txt").write_text("512x1024\n512x1024 many\n")
-        read_shapes(tmp_path / "shapes.txt")
+    for word in ("many", "²"):
+        (tmp_path / "shapes.txt").write_text(f"512x1024\n512x1024 {word}\n")
+        with pytest.raises(ArgumentError, match=r"shapes\.txt:2"):
+            read_shapes(tmp_path / "shapes.txt")
     assert [seconds(text) for text in ("90s", "10m", "1.5h", 2)] == [90, 600, 5400, 120]
     assert budget("200 trials") == {"budget_trials": 200}
     assert job_of({"m": 8}, "x").m == (8,)
@@ -137,7 +168,7 @@ def test_an_operator_picks_its_problems_from_the_parts_of_a_job():
 def test_dry_run_needs_no_gpu_and_starts_nothing(capsys, monkeypatch):
     monkeypatch.setattr(isolation.Measurer, "_send", lambda *_: pytest.fail("a process was started"))
     code, out, _ = run(capsys, "tune", "--model", "llama-3-8b", "--target", "auto", "--budget", "10m", "--dry-run")
-    assert code == 0 and "nothing was measured" in out and "28672" in out and "32 problems" in out
+    assert code == 0 and "nothing was measured" in out and "28672" in out and "40 problems" in out
     code, out, _ = run(capsys, "tune", "run", "--model", "llama-3-8b", "--target", "sm_80", "--dry-run", "--json")
     data = json.loads(out)
     assert data["gpu"].startswith("NVIDIA A100") and {"multistage"} <= set(data["problems"][-1]["programs"])
@@ -291,6 +322,11 @@ def test_ctrl_c_in_a_first_use_ends_the_program(tmp_path):
         plan(5)
 
 
+def test_a_job_of_no_tokens_has_one_of_each_bucket():
+    tokens = [it.m for it in Job(shapes=((512, 1024),)).problems()]
+    assert [records.bucket(m) for m in tokens] == tokens == [8 << at for at in range(10)]
+
+
 def test_jobs_refuse_nonsense():
     with pytest.raises(ArgumentError, match="measure_ms"):
         Job(measure_ms=0.0)
@@ -300,6 +336,9 @@ def test_jobs_refuse_nonsense():
         ("within", float("nan")), ("most", 0), ("group", 0), ("group", 2.5), ("pages", (-1,)), ("q_len", (9,)),
         ("experts", (0,)), ("shapes", ((0, 64),)), ("shapes", ((64, 64.0),)), ("shapes", ("64x64",)), ("m", 4),
         ("models", "llama-3-8b"), ("caches", ("8x33/8x4k",)), ("trials", -1), ("budget_s", float("nan")),
+        ("trials", "x"), ("trials", None), ("trials", 1.5), ("seed", [5]), ("measure_ms", "x"), ("within", True),
+        ("symmetric", []), ("ops", [["w4a16"]]), ("models", (5,)), ("caches", (5,)), ("shapes", [5]),
+        ("shapes", [[64, 64]]), ("extra", 5), ("extra", (5,)), ("extra", ((64, 64),)), ("extra", ((64, 64, 8),)),
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=f"{name} = "):
             Job(**{name: bad})

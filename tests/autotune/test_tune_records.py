@@ -29,6 +29,7 @@ HERE = Machine("sm_90a", H200.name, 132, "1", "13.0", "2", "0.1.15", "0.1.0", "a
 FACTS = w4a16.tuning_facts(6144, 4096, 128, False, "float16", "float16")
 FAST = dict(token_tiles=1, kc=2, nc=60, warps=8, chunk=2, stages=2, cluster=1)
 SLOW = dict(FAST, warps=16)
+ROW = dict(op="w4a16", facts=FACTS, m=8, program="small_batch", schedule=FAST, us=5.0)
 PLAN = dict(group_size=128, symmetric=False, scale_dtype="float16", dtype="float16", bias=False, numerics="auto")
 
 
@@ -45,8 +46,7 @@ def trials(tmp_path):
 
 def table(rows=None, gpu=H200.name, sms=132, **version) -> records.Table:
     own = dict(terrazzo="0.1.0", tilelang="0.1.15") | version
-    default = [dict(op="w4a16", facts=FACTS, m=8, program="small_batch", schedule=FAST, us=5.0)]
-    data = {"schema": 1, "gpu": gpu, "sms": sms, "records": [row | own for row in rows or default]}
+    data = {"schema": 1, "gpu": gpu, "sms": sms, "records": [row | own for row in rows or [ROW]]}
     return records.Table(data, "a table")
 
 
@@ -107,6 +107,13 @@ def test_other_files_are_refused(tmp_path):
     link.close()
     with pytest.raises(CacheError, match="version 99"):
         Database(tmp_path / "new.db")
+    with sqlite3.connect(tmp_path / "notes.db") as link:
+        link.execute("CREATE TABLE notes (text TEXT)")
+    link.close()
+    before = (tmp_path / "notes.db").read_bytes()
+    with pytest.raises(CacheError, match="no such trial database: .* holds none"):
+        Database(tmp_path / "notes.db")
+    assert (tmp_path / "notes.db").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -116,6 +123,7 @@ def test_other_files_are_refused(tmp_path):
         ({"schema": 7}, "schema = 7"),
         ({"schema": 1, "gpu": "x", "records": []}, "gpu, sms"),
         ({"schema": 1, "gpu": "x", "sms": 1, "records": [{"op": "w4a16"}]}, "facts"),
+        *(({"schema": 1, "gpu": "x", "sms": 1, "records": [ROW | {"m": m}]}, rf"m = {m}: is below 1") for m in (0, -1)),
     ],
 )
 def test_damaged_tables_say_what_is_wrong(data, words, tmp_path):
@@ -123,6 +131,41 @@ def test_damaged_tables_say_what_is_wrong(data, words, tmp_path):
         records.Table(data, "t")
     with pytest.raises(ArgumentError, match="cannot be read"):
         records.Table.read(tmp_path / "nothing.json")
+
+
+def test_what_is_no_table_is_refused():
+    for path in (None, 5, b"x"):
+        with pytest.raises(ArgumentError, match="must be the path of a table"):
+            records.Table.read(path)
+    for one in (None, 5, "x"):
+        with pytest.raises(ArgumentError, match="must be a Table"):
+            records.use(one)
+
+
+TILE = dict(block_tokens=64, warpgroups=2, row_blocks=1, stages=4, stage_k=64, raster=8, per_sm=1, cluster=1)
+
+
+@pytest.mark.parametrize("name", TILE)
+def test_schedules_of_no_size_do_not_fit(name):
+    space, heuristic = (
+        get_operator("w4a16").space(Problem.of("w4a16", FACTS, 64)),
+        w4a16.plan(64, 6144, 4096, **PLAN, target=H200),
+    )
+    assert not space.revive("stream_k", TILE, H200, 64)[1]
+    for value in (0, -1):
+        schedule, why = space.revive("stream_k", TILE | {name: value}, H200, 64)
+        assert schedule is None and f"{name} = {value}, a count below one" in why
+        records.use(
+            table([dict(op="w4a16", facts=FACTS, m=64, program="stream_k", schedule=TILE | {name: value}, us=1.0)])
+        )
+        assert w4a16.plan(64, 6144, 4096, **PLAN, target=H200).request == heuristic.request
+        records.clear()
+
+
+def test_damaged_schedules_serve_no_neighbours():
+    for damage in ({"row_tiles": 0, "min_blocks": 1}, {"row_tiles": "x", "min_blocks": 1}, {"tokens": "x"}):
+        made = table([ROW | {"m": 64, "schedule": damage}])
+        assert made.find("w4a16", FACTS, 60)[0] is None
 
 
 def schedule_of(m: int, target: Target = H200, **changes) -> dict:

@@ -9,14 +9,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from terrazzo import commands_tune
 from terrazzo.autotune import operators, report, runner
-from terrazzo.autotune.database import Database, Machine, Problem, Trial
+from terrazzo.autotune.database import Database, Machine, Problem, Trial, best
 from terrazzo.autotune.jobs import Job
 from terrazzo.lowering.targets import Target
 
 H200 = Target.parse("nvidia/nvidia-h200")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PHONE = 390
+FACTS = {"n": 512, "k": 1024, "group": 128, "symmetric": False, "scale_dtype": "float16", "dtype": "float16"}
 # The page in a frame as wide as a phone; the title of the outer page says what it measured.
 FRAME = """<!doctype html><body><iframe style="width:{width}px;height:844px;border:0" src="{page}"></iframe><script>
 document.querySelector("iframe").onload = event => {{
@@ -63,6 +65,18 @@ def test_every_operator_has_its_row(page):
     for op in operators.OPERATORS:
         gains = [float(gain) for row in found if f">{op}</td>" in row for gain in re.findall(r">(1\.\d+)<", row)]
         assert gains and max(gains) > 1, op  # heuristic over best
+
+
+def test_a_mean_counts_the_problems_that_are_in_it():
+    """Records without their heuristic's time are not of them, as in `terrazzo tune best`."""
+    machine, trials = Machine("sm_90a", H200.name, 132), []
+    for m in (8, 16, 32):
+        problem = Problem.of("w4a16", dict(FACTS), m)
+        roles = ("confirm",) if m == 8 else ("heuristic", "confirm")
+        trials += [Trial(problem, "p", (), machine, "ok", 9.0, role=role, uid=f"{m} {role}") for role in roles]
+    ((op, count, gain, *_),) = report.summary_rows(report.points_of(trials, {}))
+    assert (op, count, gain) == ("w4a16", 2, pytest.approx(1.0))
+    assert f"geometric mean of {count} problems" in commands_tune._gains(best(trials))[0]
 
 
 def test_what_nothing_was_compared_with_has_no_legend(recwarn):

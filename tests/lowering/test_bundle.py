@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from lowering_tools import needs_compiler, request_for, run_python
-from terrazzo.lowering import Target, kernels, load_bundle, write_bundle
+from terrazzo.lowering import Target, cache, kernels, load_bundle, write_bundle
 from terrazzo.lowering.errors import ArgumentError, BundleError
 from terrazzo.lowering.toolchain import package_version
 
@@ -110,6 +110,85 @@ def test_missing_parts_are_found(bundle):
         load_bundle(bundle)
 
 
+def kernel_of(bundle, **changes):
+    """The manifest's kernels, the first of them changed."""
+    first, *others = json.loads((bundle / "manifest.json").read_text())["kernels"]
+    return [{**first, **changes}, *others]
+
+
+@pytest.mark.parametrize("damage", [lambda so: so.unlink(), lambda so: so.write_bytes(b"garbage")])
+def test_files_that_the_manifest_leaves_out_are_not_trusted(bundle, damage):
+    damage(next(bundle.glob("kernels/*/kernel.so")))
+    edit_manifest(bundle, files={})
+    with pytest.raises(BundleError, match=r"has no sha256 of kernels/\w{64}/kernel\.so"):
+        load_bundle(bundle)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        *((name, value, f"has no {name}") for name in ("target", "layouts", "kernels") for value in (None, 5)),
+        ("target", "sm_1", "is not supported"),
+        ("kernels", [5], "without identity or request"),
+        ("kernels", {"identity": 5}, "without identity or request"),
+        ("kernels", {"identity": "zz"}, "no sha256 of kernels/zz/kernel.so"),
+        ("kernels", {"request": 5}, "is no kernel request"),
+        ("kernels", {"request": {"name": "a"}}, "is no kernel request"),
+        ("terrazzo", None, "made with terrazzo None"),
+        ("terrazzo sources", None, "made with terrazzo sources None"),
+        ("files", {"a": 5}, "is damaged"),
+    ],
+)
+def test_what_a_manifest_lacks_is_named(bundle, name, value, words):
+    edit_manifest(bundle, **{name: kernel_of(bundle, **value) if name == "kernels" and type(value) is dict else value})
+    with pytest.raises(BundleError, match=words):
+        load_bundle(bundle)
+
+
+def test_a_manifest_of_nothing_is_refused(bundle):
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    for name in ("terrazzo", "terrazzo sources", "target", "layouts", "kernels"):
+        (bundle / "manifest.json").write_text(json.dumps({key: manifest[key] for key in manifest if key != name}))
+        with pytest.raises(BundleError, match=name):
+            load_bundle(bundle)
+
+
+def test_a_report_that_is_none_is_refused(bundle):
+    report = next(bundle.glob("kernels/*/report.json"))
+    report.write_text('{"registers": 1}')
+    files = json.loads((bundle / "manifest.json").read_text())["files"]
+    edit_manifest(bundle, files={**files, report.relative_to(bundle).as_posix(): cache.sha256_file(report)})
+    with pytest.raises(BundleError, match=r"report\.json is no report"):
+        load_bundle(bundle)
+
+
+def test_bundles_have_no_hash(bundle):
+    with pytest.raises(TypeError, match="unhashable type: 'Bundle'"):
+        hash(load_bundle(bundle))
+
+
+@pytest.mark.parametrize("path", [None, 5, b"/tmp"])
+def test_a_bundle_is_named_by_its_path(path):
+    with pytest.raises(ArgumentError, match="must be the path of a folder"):
+        load_bundle(path)
+    with pytest.raises(ArgumentError, match="must be the path of a folder"):
+        write_bundle(path, [request_for("scale")])
+
+
+def test_layouts_are_names(bundle, tmp_path):
+    for layouts in (5, {"w4a16_wgmma": 5}):
+        with pytest.raises(ArgumentError, match="must map names to identities"):
+            load_bundle(bundle, layouts=layouts)
+        with pytest.raises(ArgumentError, match="must map names to identities"):
+            write_bundle(tmp_path / "new", [request_for("scale")], layouts)
+
+
+@pytest.mark.parametrize("path", ["/proc/zz", "/dev/null/x"])
+def test_a_place_that_cannot_be_written_is_named_as_it_was_given(path):
+    with pytest.raises(BundleError, match=f"{path} cannot be written"):
+        write_bundle(path, [request_for("scale")])
+
+
 def test_another_target_is_refused_by_name(bundle):
     with pytest.raises(BundleError, match=r"is for sm_80, wanted is sm_90a \(NVIDIA H200\)"):
         load_bundle(bundle, "sm_90a")
@@ -153,6 +232,12 @@ def test_a_bundle_appears_complete_or_not_at_all(original, compiled, tmp_path):
     with pytest.raises(Exception, match="cannot be loaded"):
         write_bundle(tmp_path / "never", [request_for("scale"), request_for("absent")])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "mine"]
+
+
+@pytest.mark.parametrize("requests", [None, 5, ["x"]])
+def test_what_is_no_request_is_refused(tmp_path, requests):
+    with pytest.raises(ArgumentError, match="must be a KernelRequest"):
+        write_bundle(tmp_path / "bundle", requests)
 
 
 @pytest.mark.parametrize("requests", [[], [request_for("scale"), request_for("scale", "sm_90a")]])

@@ -15,7 +15,7 @@ from terrazzo.lowering.errors import CacheError
 KEY = "k" * 64
 REPORT = {"registers": 40, "spill_stores": 0, "tensor_instructions": []}
 META = {"request": {"name": "n", "target": "sm_80", "params": {}}}
-# A build that notes that it ran, takes a while, and writes two files.
+# A build that notes that it ran, takes a while, and writes a kernel's files.
 BUILDER = f"""
 import os, pathlib, sys, time
 from terrazzo.lowering import cache
@@ -25,6 +25,7 @@ def build(folder):
     (folder / "kernel.so").write_bytes(b"first half")
     print("building", flush=True)
     time.sleep(float(os.environ.get("BUILD_SECONDS", "0.2")))
+    (folder / "kernel.cu").write_text("")
     (folder / "report.json").write_text({json.dumps(json.dumps(REPORT))})
 print(cache.get_or_build({KEY!r}, {META!r}, build), flush=True)
 """
@@ -44,12 +45,14 @@ def start(**environment):
     )
 
 
-def make(key=KEY, text="code"):
-    def build(folder):
-        (folder / "kernel.so").write_text(text)
-        (folder / "report.json").write_text(json.dumps(REPORT))
+def write_files(folder, text="code"):
+    (folder / "kernel.so").write_text(text)
+    (folder / "kernel.cu").write_text("")
+    (folder / "report.json").write_text(json.dumps(REPORT))
 
-    return cache.get_or_build(key, META, build)
+
+def make(key=KEY, text="code"):
+    return cache.get_or_build(key, META, lambda folder: write_files(folder, text))
 
 
 def rooms(cache_dir):
@@ -73,7 +76,7 @@ def test_many_threads_build_once(cache_dir):
     def build(folder):
         ran.append(1)
         time.sleep(0.1)
-        (folder / "kernel.so").write_text("x")
+        write_files(folder)
 
     with ThreadPoolExecutor(6) as pool:
         assert len(set(pool.map(lambda _: cache.get_or_build(KEY, META, build), range(6)))) == 1
@@ -95,7 +98,7 @@ def test_a_stopped_builder_delays_others_only_for_the_timeout(builds, cache_dir)
     stopped = start(BUILD_SECONDS="1")
     assert stopped.stdout.readline() == "building\n"
     stopped.send_signal(signal.SIGSTOP)
-    entry = cache.get_or_build(KEY, META, lambda folder: (folder / "kernel.so").write_text("mine"), timeout=0.2)
+    entry = cache.get_or_build(KEY, META, lambda folder: write_files(folder, "mine"), timeout=0.2)
     stopped.send_signal(signal.SIGCONT)
     assert stopped.communicate(timeout=60)[0].split()[-1] == str(entry)
     assert (entry / "kernel.so").read_text() == "mine"  # first come, kept
@@ -108,6 +111,10 @@ def damage_flip(entry):
     (entry / "kernel.so").write_bytes(data)
 
 
+def edit(entry, manifest):
+    (entry / "manifest.json").write_text(json.dumps(manifest))
+
+
 DAMAGES = {
     "one flipped bit": (damage_flip, "kernel.so has sha256"),
     "a cut file": (lambda entry: (entry / "kernel.so").write_text(""), "kernel.so has sha256"),
@@ -115,6 +122,9 @@ DAMAGES = {
     "no manifest": (lambda entry: (entry / "manifest.json").unlink(), "manifest.json cannot be read"),
     "a cut manifest": (lambda entry: (entry / "manifest.json").write_text('{"files": '), "manifest.json is damaged"),
     "an empty manifest": (lambda entry: (entry / "manifest.json").write_text("[]"), "manifest.json is damaged"),
+    "a manifest that is a number": (lambda entry: edit(entry, 5), "manifest.json is damaged"),
+    "digests that are none": (lambda entry: edit(entry, {"files": {"kernel.so": 5}}), "manifest.json is damaged"),
+    "a manifest of no files": (lambda entry: edit(entry, {"files": {}}), "has no sha256 of kernel.so, kernel.cu, rep"),
 }
 
 
@@ -147,6 +157,18 @@ def test_list_verify_clear(cache_dir):
         and freed["bytes"] > 0
         and rooms(cache_dir) == {"kernels": 0, "building": 0, "quarantine": 0}
     )
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [[], 5, {"request": 5, "created": 1}, {"request": {"name": "n", "target": "t", "params": 5}, "created": 1}],
+    ids=json.dumps,
+)
+def test_damaged_manifests_are_listed_by_verify_alone(cache_dir, manifest):
+    make("a" * 64)
+    edit(make("b" * 64), manifest)
+    assert [row["key"][0] for row in cache.list_entries()] == ["a"]
+    assert [row["ok"] for row in cache.verify()] == [True, False]
 
 
 def test_old_leftovers_are_swept_and_fresh_ones_kept(cache_dir):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from lowering_tools import needs_compiler, request_for
 from terrazzo.lowering import KernelRequest, compile_many, is_ready
-from terrazzo.lowering.errors import CompileError, ToolchainError
+from terrazzo.lowering.errors import ArgumentError, CompileError, ToolchainError
 from terrazzo.lowering.toolchain import toolchain
 
 FAULTS = """
@@ -61,6 +61,12 @@ def test_no_work_needs_no_compiler(cache_dir, monkeypatch):
     assert compile_many([]) == []
     with pytest.raises(ToolchainError, match="nvcc missing"):
         compile_many([request_for("scale")])
+
+
+@pytest.mark.parametrize("requests", [None, 5, ["x"]])
+def test_what_is_no_request_is_refused(requests):
+    with pytest.raises(ArgumentError, match="must be a KernelRequest"):
+        compile_many(requests)
 
 
 @needs_compiler

@@ -85,7 +85,15 @@ def test_the_builders_source_is_in_the_identity(tmp_path, monkeypatch):
     ("change", "words"),
     [
         ({"entry": "programs.scale"}, "module:function"),
+        ({"name": 5}, "name = 5: must be a string"),
+        ({"entry": 5}, "entry = 5: must be 'module:function'"),
         ({"params": {"n": [1]}}, "int, float, str, bool or None"),
+        ({"params": 5}, "params = 5: must map names"),
+        ({"params": {1: 2, "a": 3}}, "params = {1: 2}: must map names"),
+        ({"pass_configs": "ab"}, "pass_configs = 'ab': must map names"),
+        ({"flags": 5}, "flags = 5: must be a tuple of strings"),
+        ({"flags": "-lineinfo"}, "must be a tuple of strings"),
+        ({"flags": (5,)}, "must be a tuple of strings"),
         ({"flags": ("ptx=compute_90",)}, "its own virtual architecture"),
         ({"flags": ("ptx=compute_90a",), "target": "sm_90a"}, "no portable PTX"),
     ],
@@ -93,6 +101,12 @@ def test_the_builders_source_is_in_the_identity(tmp_path, monkeypatch):
 def test_bad_requests_are_refused(change, words):
     with pytest.raises(ArgumentError, match=words):
         KernelRequest(**{**BASE, **change})
+
+
+@pytest.mark.parametrize("data", [5, {"name": "a"}, {**BASE, "bogus": 1}], ids=str)
+def test_data_that_is_no_request_is_refused(data):
+    with pytest.raises(ArgumentError, match="is no kernel request"):
+        KernelRequest.from_dict(data)
 
 
 def test_bad_targets_and_modules_are_refused():
