@@ -99,7 +99,7 @@ def _w4a8_fp8(format: str, source: str, notes: str) -> Support:
     )
 
 
-_KV_TARGETS = {"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
+_KV_TARGETS = {"sm_80": "ptx-tested", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
 
 
 def _attention(format: str, group: int | str, zeros: str, scales: str, notes: str) -> Support:

@@ -103,7 +103,7 @@ def test_several_waves_give_the_same_bits(cases):
     for case in cases:
         given, first, _ = run(case)
         for _ in range(100):
-            again = prefill(given.q, given.cache, given.cu_seqlens, given.most_new)
+            again = prefill(given.q, given.cache, given.cu_seqlens, given.most_new, target=case.target)
             assert torch.equal(again.view(torch.int16), first.view(torch.int16)), case.repro
 
 
@@ -115,19 +115,20 @@ class Chain:
 
     def requests(self) -> list:
         cache = inputs(self.case).cache
-        write = writing.write_request(cache, "float16", *launch.current_targets(None))
+        write = writing.write_request(cache, "float16", *launch.current_targets(self.case.target))
         again = replace(self.case, fresh=False).requests()
-        return [*self.case.requests(), *again, write, *op.decode_requests((1, 4, 8, 128), cache)]
+        last = op.decode_requests((1, 4, 8, 128), cache, target=self.case.target)
+        return [*self.case.requests(), *again, write, *last]
 
 
 @pytest.mark.parametrize("cases", [(Chain(Case("int4", "int4", page=64, fresh=True, past=(300,), new=(64,))),)])
 def test_a_chunk_is_stored_and_read_again(cases):
     """Decode and prefill of the same tokens over the same cache agree; the cache rounds what the chunk saw exactly."""
-    given = inputs(cases[0].case)
-    before = prefill(given.q, given.cache, given.cu_seqlens, given.most_new, k=given.k, v=given.v)
-    store(given.cache, given.k, given.v, given.cu_seqlens, given.most_new)
-    whole = prefill(given.q, given.cache, given.cu_seqlens, given.most_new)
-    last = decode(given.q[-4:].unsqueeze(0), given.cache)
+    given, target = inputs(cases[0].case), cases[0].case.target
+    before = prefill(given.q, given.cache, given.cu_seqlens, given.most_new, k=given.k, v=given.v, target=target)
+    store(given.cache, given.k, given.v, given.cu_seqlens, given.most_new, target=target)
+    whole = prefill(given.q, given.cache, given.cu_seqlens, given.most_new, target=target)
+    last = decode(given.q[-4:].unsqueeze(0), given.cache, target=target)
     assert (whole[-4:].float() - last[0].float()).abs().max() < 5e-3
     assert 0 < (whole.float() - before.float()).abs().max() < 0.5
 
