@@ -122,6 +122,8 @@ class GroupedWeight:
             raise ArgumentError("make", str(make), f"must be one of {FAMILIES}", "pass w4a16.PackedWeight")
         loaded = cls(weights.load(make, path, device, make.VERSION + _GROUPED))
         loaded.check()
+        for expert in range(len(loaded)):
+            loaded[expert].check_values()
         return loaded
 
     def check(self) -> None:

@@ -59,6 +59,14 @@ def test_a_single_expert_is_no_file_of_many(tmp_path):
         GroupedWeight.load(w4a8.PackedWeight, tmp_path / "one.safetensors")
 
 
+def test_a_damaged_expert_is_refused(tmp_path):
+    stacked = GroupedWeight.stack([one.pack() for one in experts(w4a8, 2)])
+    stacked.stacked.channel_scales[1, 3] = float("nan")
+    stacked.save(tmp_path / "experts.safetensors")
+    with pytest.raises(ArgumentError, match="channel_scales"):
+        GroupedWeight.load(w4a8.PackedWeight, tmp_path / "experts.safetensors")
+
+
 @pytest.mark.parametrize(
     ("make", "argument"),
     [
