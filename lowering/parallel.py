@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from terrazzo.lowering.errors import CompileError, TerrazzoError
+from terrazzo.lowering.errors import ArgumentError, CompileError, TerrazzoError
 from terrazzo.lowering.kernels import compile_request, find_compiled
 from terrazzo.lowering.request import KernelRequest, check_requests
 from terrazzo.lowering.toolchain import require_compiler
@@ -48,10 +48,12 @@ def compile_many(
         For each request the folder of its kernel, or the CompileError that stopped it.
 
     Raises:
-        ArgumentError: something among the requests is none.
+        ArgumentError: something among the requests is none, or no number of processes.
         ToolchainError: something has to be compiled and a compiler is missing.
     """
     requests = check_requests(requests)
+    if workers is not None and (type(workers) is not int or workers < 1):
+        raise ArgumentError("workers", workers, "must be a number of processes", "leave it out for one on each CPU")
     outcomes: dict[KernelRequest, Outcome] = {}
     todo: list[KernelRequest] = []
     distinct = list(dict.fromkeys(requests))

@@ -69,6 +69,12 @@ def test_what_is_no_request_is_refused(requests):
         compile_many(requests)
 
 
+@pytest.mark.parametrize("workers", [0, -1, 1.5])
+def test_a_number_of_processes_that_is_none_is_refused(workers):
+    with pytest.raises(ArgumentError, match="workers"):
+        compile_many([request_for("scale")], workers=workers)
+
+
 @needs_compiler
 def test_a_worker_imports_nothing_from_the_folder_that_it_starts_in(cache_dir, tmp_path, monkeypatch):
     (tmp_path / "random.py").write_text("raise ImportError('not the one of the library')")
