@@ -215,9 +215,7 @@ def check_facts(dtype: str, *, page: int = 0, residual: int = 0, **flags: bool) 
     for name, value in (("page", page), ("residual", residual)):
         if type(value) is not int or value < 0:
             raise ArgumentError(name, value, "must be a number of tokens", "0 for none")
-    for name, value in flags.items():
-        if type(value) is not bool:
-            raise ArgumentError(name, value, "must be True or False", f"say whether there is any: {name}=True")
+    launching.check_flags(**flags)
 
 
 def decode(
