@@ -44,8 +44,7 @@ def build(
     eps f32, RMSNorm's, and `columns` f32, those of the k that its mean counts (with `norm`). A CTA holds `rows` rows of
     `warps` warps, each thread `vectors` vectors; rows > 1 needs warps = 1. Registers are limited so that `resident`
     threads fit on an SM. `ahead` and `later`: sixteenths of rows that are fetched into L2 early; `early`: gains are
-    read before the kernel ahead has ended. With `codes` "e4m3",
-    the bytes of Q are e4m3 and RS [1] is not written.
+    read before the kernel ahead has ended. With `codes` "e4m3", the bytes of Q are e4m3 and RS [1] is not written.
     """
     import tilelang.language as T
 
