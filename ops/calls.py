@@ -50,14 +50,41 @@ def bulk(to: Any, at: Any, nbytes: Any, barrier: Any, cluster: int = 1) -> Any:
     return _call("bulk_multicast", *parts, (1 << cluster) - 1) if cluster > 1 else _call("bulk", *parts)
 
 
-def tma_tile(to: Any, stage: Any, matrix: Any, row: Any, column: Any, barrier: Any) -> Any:
-    """By a warp: the tile of a matrix in global memory that begins at (row, column), to stage `stage` of a buffer
-    [stages, rows, columns], whose layout says how it is swizzled; `barrier` counts it."""
+def tile_boxes(rows: int) -> list[int]:
+    """Heights of the copies that fetch a tile of `rows` rows, the lowest first: its quarters, where they are 16 rows or
+    more. Fewer, and the copies take no longer whatever they hold."""
+    return [rows * quarter // 4 for quarter in (1, 2, 3, 4)] if rows % 32 == 0 and rows >= 64 else [rows]
+
+
+def tma_tile(to: Any, stage: Any, matrix: Any, row: Any, column: Any, barrier: Any, end: Any = None) -> Any:
+    """By a warp: the tile of a matrix in global memory that begins at (row, column) and ends before row `end` (None:
+    the matrix's), to stage `stage` of a buffer [stages, rows, columns], whose layout says how it is swizzled; `barrier`
+    counts it. Rows that the tile does not have are zeros or left as they are: the lowest box that holds the others is
+    fetched, as the copy engine takes longer for rows that the matrix does not have (docs/designs.md)."""
     import tilelang.language as T
 
     _, rows, columns = map(int, to.shape)
-    part = matrix[row : row + rows, column : column + columns]
-    return T.tma_copy(part, to[stage, :, :], barrier=barrier, leader_scope_threads=32)
+    count = (matrix.shape[0] if end is None else end) - row
+
+    def fetch(box):
+        part = matrix[row : row + box, column : column + columns]
+        return T.tma_copy(part, to[stage, 0:box, :], barrier=barrier, leader_scope_threads=32)
+
+    def fetch_one_of(boxes):
+        *lower, box = boxes
+        if not lower:
+            return fetch(box)
+
+        @T.macro
+        def choose():
+            if count > lower[-1]:
+                fetch(box)
+            else:
+                fetch_one_of(lower)
+
+        return choose()
+
+    return fetch_one_of(tile_boxes(rows))
 
 
 # between the CTAs of a cluster

@@ -66,7 +66,7 @@ def _w4a16(format: str, source: str, scales: tuple[str, ...], notes: str) -> Sup
 
 
 _ALL_SCALES = ("float16", "bfloat16", "float32")
-_W4A8_TARGETS = {"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
+_W4A8_TARGETS = {"sm_80": "ptx-tested", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
 
 
 def _w4a8(format: str, source: str, zeros: tuple[str, ...], notes: str) -> Support:

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.calls import bulk, lds16, lds32, lds128, matrix, mma_kind, opaque, pack2, place, wgmma
+from terrazzo.ops.calls import bulk, lds16, lds32, lds128, matrix, mma_kind, opaque, pack2, place, tma_tile, wgmma
 from terrazzo.ops.cluster_shares import cluster_macros
 from terrazzo.ops.staged_rows import out_tokens, staged
 from terrazzo.ops.tile_program import OWN_BARRIERS, REGISTERS
@@ -190,11 +190,14 @@ def build(
         for h in T.unroll(2):
             if h % halves == 0:
                 rings.acquire(io.empty, io.ring)
-            T.tma_copy(
-                io.X[c.first[0] : c.first[0] + bm, kb * 128 + h * 64 : kb * 128 + h * 64 + 64],
-                io.Xs[io.ring.stage[0] * halves + h % halves, :, :],
-                barrier=io.full[io.ring.stage[0]],
-                leader_scope_threads=32,
+            tma_tile(
+                io.Xs,
+                io.ring.stage[0] * halves + h % halves,
+                io.X,
+                c.first[0],
+                kb * 128 + h * 64,
+                io.full[io.ring.stage[0]],
+                c.end[0],
             )
             if (h + 1) % halves == 0:
                 T.barrier_arrive(io.full[io.ring.stage[0]])

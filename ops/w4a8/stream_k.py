@@ -148,7 +148,7 @@ def build(
     def fill_tokens(io, c, kb):
         """The warp of X fills a stage."""
         rings.acquire(io.empty, io.ring)
-        tma_tile(io.Xs, io.ring.stage[0], io.X, c.first[0], kb * UNIT_K, io.full[io.ring.stage[0]])
+        tma_tile(io.Xs, io.ring.stage[0], io.X, c.first[0], kb * UNIT_K, io.full[io.ring.stage[0]], c.end[0])
         T.barrier_arrive(io.full[io.ring.stage[0]])
         rings.advance(io.ring)
 

@@ -101,7 +101,7 @@ class CpuKernel:
     def __call__(self, grid: tuple[int, int, int], /, **values) -> None:
         held = []
         for kind, name in self.params:
-            value = values[name]
+            value = values[re.sub(r"_desc_\d+$", "_desc", name)]  # tensor maps of one tensor, a box each
             if "*" in kind:
                 held.append(ctypes.c_void_p(value.data_ptr()))
             else:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cuda_on_cpu import RESIDENT
 from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.calls import tile_boxes
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4a16 import QuantizedWeight, multistage, reference, small_batch, stream_k
 from terrazzo.schedules.multistage import Multistage
@@ -132,6 +133,16 @@ def launches(program: Program, spec: Spec, m: int, numerics: str, partitions: tu
 def test_stream_k(name, tmp_path):
     spec, m, numerics, schedule, partitions = STREAM_K[name]
     launches(Program(stream_k, schedule, spec, numerics, tmp_path), spec, m, numerics, partitions)
+
+
+def test_the_last_tile_fetches_the_lowest_box_that_holds_it(tmp_path):
+    """A box that is too low leaves rows out, or its barrier waits for bytes that do not come."""
+    spec, _, numerics, schedule, _ = STREAM_K["clusters"]
+    program = Program(stream_k, schedule, spec, numerics, tmp_path)
+    assert tile_boxes(schedule.block_tokens) == [16, 32, 48, 64]
+    for left in (1, 16, 17, 32, 33, 48, 49):
+        weight, x = data(spec, 64 + left, "integer")
+        judge(program.stream_k(x, weight.pack(), 4, 0), x, weight, numerics, "integer", left)
 
 
 @pytest.mark.skipif(not ALL, reason="a minute and more: set TERRAZZO_EMULATE_ALL=1")

@@ -19,6 +19,7 @@ from terrazzo.ops.w4a8.format import QuantizedWeight, pack
 from terrazzo.ops.w4a8.problem import Gemm
 from terrazzo.schedules import w4a8
 from test_w4a8_emulated import EXTRA
+from wgmma_on_cpu import boxes_named
 
 ALL = "TERRAZZO_EMULATE_ALL"
 pytestmark = [
@@ -87,7 +88,7 @@ template <int N, bool SIGNED> static void wgmma(const uint32_t *a, uint64_t b, u
   }
   meet(nullptr, 0, nullptr, 0, [](Meeting &) {});
 }
-static void tma(const signed char *x, Barrier &bar, void *to, int column, int row) {
+template <int BOX> static void tma(const signed char *x, Barrier &bar, void *to, int column, int row) {
   for (int r = 0; r < BOX; ++r) for (int e = 0; e < 8; ++e) {
     char *at = swizzled((uint64_t)to + r * 128 + e * 16);
     bool inside = row + r < M && column + e * 16 < K;
@@ -111,10 +112,9 @@ inline void fence_proxy_async() {}
 REWRITES = (
     (r"\bgrid\b", "ctas"),
     (r"__grid_constant__ const CUtensorMap X_desc", "const signed char* X_desc"),
-    (r"tl::prefetch_tma_descriptor\(X_desc\);", ""),
+    (r"tl::prefetch_tma_descriptor\(\w+\);", ""),
     (r"tl::tl_shuffle_elect<32>\(\)", "(threadIdx.x % 32 == 0)"),
     (r"tl::GmmaDescriptor", "Descriptor"),
-    (r"tl::tma_load\(X_desc, ", "tma(X_desc, "),
     (r"tl::wgmma_rs<tl::DataType::kInt8, .*?, 64, (\d+), 32, .*?>\(", r"wgmma<\1, true>("),
     (r"tl::wgmma_rs<tl::DataType::kUInt8, .*?, 64, (\d+), 32, .*?>\(", r"wgmma<\1, false>("),
     (r", \(bool\)1\);", ");"),
@@ -145,7 +145,8 @@ def emulate(made, x, x_scales, last, schedule, grid, folder, *, out_dtype, dequa
     source = (compile_request(request) / "kernel.cu").read_text()
     for pattern, text in REWRITES:
         source = re.sub(pattern, text, source)
-    sizes = f"enum {{ BOX = {schedule.block_tokens}, M = {m}, K = {k} }};\n"
+    source = boxes_named(source, "tl::tma_load(", "tma<{}>(", schedule.block_tokens)
+    sizes = f"enum {{ M = {m}, K = {k} }};\n"
     gemm = Gemm(w.n, k, w.group_size, out_dtype, dequantization, bias)
     extra = [EXTRA, sizes, HOPPER, EXPERTS_SOURCE, gemm.converter.device_source]
     kernel = CpuKernel(source, extra, schedule.warpgroups * 128 + 128, folder, schedule.cluster)

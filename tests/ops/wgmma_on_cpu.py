@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+from terrazzo.ops.calls import tile_boxes
+
 SHIMS = r"""
 typedef unsigned char uchar;
 struct TensorMap { long long base, rows, bytes; };  // of a matrix of bytes
@@ -216,9 +218,9 @@ template <class T, bool WHOLE> static void tz_store_row(void *y, int row, int n,
 
 
 def translated(source: str, block_tokens: int) -> str:
-    """CUDA text of a wgmma program with its tensor map as a plain pointer and its products as calls of the shims."""
+    """CUDA text of a wgmma program with its tensor maps as plain pointers and its products as calls of the shims."""
     source = source.replace("__grid_constant__ const CUtensorMap X_desc", "const TensorMap* X_desc")
-    source = source.replace("tl::tma_load(", f"tma_tile<{block_tokens}>(")
+    source = boxes_named(source, "tl::tma_load(", "tma_tile<{}>(", block_tokens)
     types = r"tl::DataType::k(B?)Float16, tl::DataType::kB?Float16, tl::DataType::kFloat32"
     wide = rf"tl::wgmma_[rs]s<{types}, 64, (\d+), 16,[^>]*>"
     source = re.sub(wide, lambda found: f"wgmma_wide<{found[2]}, {2 if found[1] else 1}>", source)
@@ -227,3 +229,11 @@ def translated(source: str, block_tokens: int) -> str:
     types = r"tl::DataType::k(U?)Int8, tl::DataType::kInt8, tl::DataType::kInt32"
     product = rf"tl::wgmma_(rs|ss)<{types}, 64, (\d+), 32,[^>]*>"
     return re.sub(product, lambda found: f"wgmma_{found[1]}<{found[3]}, {str(not found[2]).lower()}>", source)
+
+
+def boxes_named(source: str, load: str, named: str, block_tokens: int) -> str:
+    """The text with each copy of a box of X as a call that names its rows: the n-th tensor map has the n-th largest."""
+    for i, rows in enumerate(reversed(tile_boxes(block_tokens) if block_tokens else [])):
+        desc = f"X_desc_{i}, " if i else "X_desc, "
+        source = source.replace(load + desc, named.format(rows) + desc)
+    return source
