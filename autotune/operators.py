@@ -16,7 +16,6 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import (
     attention,
-    attention_prefill,
     attention_space,
     grouped_spaces,
     records,
@@ -526,30 +525,30 @@ class AttentionPrefill(Operator):
                 found.append(Problem.of(self.name, facts, 1))
         return found
 
-    def _geometry(self, problem: Problem) -> Any:
+    def _layout(self, problem: Problem) -> Any:
         from terrazzo.ops.attention.layout import CacheLayout
-        from terrazzo.ops.attention.prefill_op import Geometry
 
         facts = dict(problem.facts)
-        layout = CacheLayout(facts["k_format"], facts["v_format"], facts["head_dim"])
-        return Geometry(layout, facts["page"], facts["residual"], facts["fresh"])
+        return CacheLayout(facts["k_format"], facts["v_format"], facts["head_dim"])
 
     def space(self, problem: Problem) -> spaces.Space:
-        words = self._geometry(problem).stage_words
-        return Prefill(attention_prefill.PrefillProblem(dict(problem.facts)["head_dim"], words))
+        from terrazzo.ops.attention.prefill_op import problem_of
+
+        facts = dict(problem.facts)
+        return Prefill(problem_of(self._layout(problem), facts["page"], facts["residual"], facts["fresh"]))
 
     def _plan(self, problem: Problem, target: Target) -> Any:
         from terrazzo.ops.attention import prefill_op
 
         facts = dict(problem.facts)
         own = {name: facts[name] for name in ("dtype", "page", "residual", "fresh")} | dict(softcap=False, sinks=False)
-        return prefill_op.plan.__wrapped__(self._geometry(problem).layout, **own, target=target)
+        return prefill_op.plan.__wrapped__(self._layout(problem), **own, target=target)
 
     def roofline(self, problem: Problem, target: Target) -> Roofline:
         from terrazzo.autotune.attention_bench import Shape
 
         shape = Shape.parse(self.shape)
-        nbytes = 4 * shape.batch * shape.kv_heads * shape.tokens // 64 * self._geometry(problem).stage_words
+        nbytes = 4 * shape.batch * shape.kv_heads * shape.tokens // 64 * self.space(problem).problem.stage_words
         load = nbytes / target.dram_gb_s / 1e3
         return Roofline(load, 0.0, self.flop(problem) / target.tflops("f16") / 1e6)
 

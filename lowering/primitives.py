@@ -410,6 +410,15 @@ __device__ __forceinline__ void tz_await(int *flag, int count, int stride, int i
 """,
     ),
     Primitive(
+        "turns",
+        "TileLang's named barriers have no form that only arrives",
+        """\
+// a warpgroup issues its wgmmas when its turn has come, and passes it on: a named barrier of both for each turn
+__device__ __forceinline__ void tz_turn_wait(int wg) { asm volatile("bar.sync %0, 256;" :: "r"(wg + 8) : "memory"); }
+__device__ __forceinline__ void tz_turn_pass(int wg) { asm volatile("bar.arrive %0, 256;" :: "r"(wg + 8) : "memory"); }
+""",
+    ),
+    Primitive(
         "rows",
         "one pass over a row in registers: TileLang has neither maxima that keep NaN nor conversions to packed bytes",
         """\

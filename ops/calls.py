@@ -204,18 +204,27 @@ def mma(kind: str, sums: Any, to: Any, a: Any, at: Any, b: Any, b_at: Any) -> An
 
 
 def wgmma(
-    tokens: int, kinds: tuple[str, str], sums: Any, to: Any, a: Any, at: Any, x: Any, offset: Any, add: Any = True
+    tokens: int,
+    kinds: tuple[str, str],
+    sums: Any,
+    to: Any,
+    a: Any,
+    at: Any,
+    x: Any,
+    offset: Any,
+    add: Any = True,
+    k_major: bool = True,
 ) -> Any:
     """wgmma of 64 rows, four registers from a[at] on, by `tokens` tokens in shared memory, 16 bytes * `offset` behind
     what the descriptor x names. kinds: of A and B, "fp16" or "bf16" (k16), "int8", "uint8" or "e4m3" (k32). The sums
     from sums[to] on are added to where `add` is true, else they start anew. x: a descriptor, or a name bound to a sum
-    with what `matrix` returns."""
+    with what `matrix` returns, of a matrix [tokens, k], or [k, tokens] of 16-bit values if not `k_major`."""
     import tilelang.language as T
 
     wide = kinds[1] in ("fp16", "bf16")
     dtype = "int32" if kinds[1] == "int8" else "float32"
     return T.ptx_wgmma_rs(
-        dtype, f"m64n{tokens}k{16 if wide else 32}", True, *kinds, "fp32" if wide else dtype, a.data, at,
+        dtype, f"m64n{tokens}k{16 if wide else 32}", k_major, *kinds, "fp32" if wide else dtype, a.data, at,
         getattr(x, "data", x), offset, sums.data, to, T.bool(add), 1, 1,
     )  # fmt: skip
 
@@ -252,6 +261,16 @@ def syncwarp() -> Any:
 def wg_sync(warpgroup: Any) -> Any:
     """A barrier of the threads of warpgroup `warpgroup` of the CTA."""
     return _call("wg_sync", warpgroup + 1)
+
+
+def turn_wait(warpgroup: Any) -> Any:
+    """Until the warpgroup's turn has come."""
+    return _call("turn_wait", warpgroup)
+
+
+def turn_pass(warpgroup: Any) -> Any:
+    """It is the turn of warpgroup `warpgroup`, one other than the caller's."""
+    return _call("turn_pass", warpgroup)
 
 
 def wg_any(warpgroup: Any, condition: Any) -> Any:

@@ -23,10 +23,12 @@ _SHARED_COST = {192: 1.3, 128: 1.0, 64: 0.8}
 
 @dataclass(frozen=True)
 class PrefillProblem:
-    """What a schedule needs to know. stage_words: int32 words of a stage of 64 tokens."""
+    """What a schedule needs to know. stage_words, shared_words: int32 words of a stage of 64 tokens in the rings of
+    "mma" and of "shared"."""
 
     head_dim: int
     stage_words: int
+    shared_words: int
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,9 @@ class Prefill:
     def smem_bytes(self, problem: PrefillProblem) -> int:
         """Dynamic shared memory of a CTA: the ring, a table of channel scales; shared: Q, and two stages of keys and of
         values in 16 bits."""
-        rows = {
-            "mma": 0,
-            "shared": (self.rows + 4 * 64) * problem.head_dim // 2,
-        }
-        return 4 * (self.stages * problem.stage_words + problem.head_dim + rows[self.program])
+        operands = (self.rows + 4 * 64) * problem.head_dim // 2
+        words, rest = {"mma": (problem.stage_words, 0), "shared": (problem.shared_words, operands)}[self.program]
+        return 4 * (self.stages * words + problem.head_dim + rest)
 
 
 def every(problem: PrefillProblem, target: Target) -> list[Prefill]:

@@ -35,6 +35,11 @@ def at_page(pages: Any, page: Any, word: Any) -> Any:
     return _call("handle", "page", address(pages[0, 0, 0], "r", 4), page, heads * words, word)
 
 
+def row16(base: Any, row: Any, pitch: Any, at: Any) -> Any:
+    """The address of 16-bit value `at` of row `row`, rows `pitch` values apart."""
+    return _call("handle", "row16", address(base, "r", 2), row, pitch, at)
+
+
 # between memory and registers
 
 
@@ -109,6 +114,11 @@ def byte_perm(a: Any, b: Any, select: int) -> Any:
     import tilelang.language as T
 
     return T.call_extern("uint32", "__byte_perm", a, b, select)
+
+
+def clamp2(low: Any, high: Any, *, bf16: bool) -> Any:
+    """Two floats as the halves of a uint32, none beyond the largest finite value."""
+    return _call("uint32", f"clamp2<{str(bf16).lower()}>", low, high)
 
 
 # the lanes of a warp

@@ -18,7 +18,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
-from terrazzo.ops.attention import op, prefill_mma, prefill_shared, writing
+from terrazzo.ops.attention import new_tokens_program, op, prefill_mma, prefill_shared, writing
 from terrazzo.ops.attention.launch import current_targets, own_slots, requested_targets, stand_ins
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.op import LOG2E
@@ -32,20 +32,29 @@ if TYPE_CHECKING:
     import torch
     from terrazzo.ops.attention.cache import PackedCache
 
+LEAST_SCALE = 1e-30
+"""What a kernel takes for a softmax scale of 0: scores that it masks are -inf, times 0 they would be NaN."""
 PROGRAMS = {"mma": prefill_mma, "shared": prefill_shared}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernel of a prefill, and the rows of its CTAs."""
+    """The kernel of a prefill, the rows of its CTAs, and the kernel that lays out new tokens for it, or None."""
 
     request: KernelRequest
     rows: int
+    new_tokens: KernelRequest | None = None
 
 
 @lru_cache(maxsize=256)
-def _problem(layout: CacheLayout, page: int, residual: int, fresh: bool) -> schedules.PrefillProblem:
-    return schedules.PrefillProblem(layout.head_dim, Geometry(layout, page, residual, fresh).stage_words)
+def problem_of(layout: CacheLayout, page: int, residual: int, fresh: bool) -> schedules.PrefillProblem:
+    """What schedules need to know of a cache.
+
+    Raises:
+        ArgumentError: a page size or a residual block that does not fit.
+    """
+    tiles, images = (Geometry(layout, page, residual, fresh, images) for images in (False, fresh))
+    return schedules.PrefillProblem(layout.head_dim, tiles.stage_words, images.stage_words)
 
 
 @lru_cache(maxsize=1024)
@@ -69,7 +78,7 @@ def plan(
     Raises:
         ArgumentError: a page size, a residual block or a schedule that does not fit.
     """
-    problem = _problem(layout, page, residual, fresh)
+    problem = problem_of(layout, page, residual, fresh)
     if schedule is None and (softcap or sinks):  # options need registers that a tuned or a wide schedule may not leave
         rows = min(rows or 128, 128)
     if schedule is None and rows:
@@ -86,7 +95,18 @@ def plan(
         f"attention.prefill_{schedule.program}", f"{program.__name__}:build", tuple(params.items()), target,
         program.PASS_CONFIGS, ptx_flags(target, device),
     )  # fmt: skip
-    return Plan(request, schedule.rows)
+    return Plan(request, schedule.rows, _new_tokens(schedule.program, layout, dtype, target, device) if fresh else None)
+
+
+def _new_tokens(program: str, layout: CacheLayout, dtype: str, target: Target, device: Target | None) -> KernelRequest:
+    """The kernel that lays out new tokens of `dtype` for a prefill program."""
+    if program == "mma":
+        return writing.write_kernel(plain_layout(layout), dtype, STAGE, 0, target, device)
+    params = dict(head_dim=layout.head_dim, dtype=dtype, k_operand=layout.k.operand, v_operand=layout.v.operand)
+    return KernelRequest(
+        "attention.new_tokens", f"{new_tokens_program.__name__}:build", tuple(params.items()), target,
+        new_tokens_program.PASS_CONFIGS, ptx_flags(target, device),
+    )  # fmt: skip
 
 
 def tuning_facts(layout: CacheLayout, dtype: str, page: int, residual: int, fresh: bool) -> dict[str, int | str | bool]:
@@ -125,10 +145,10 @@ def prefill_requests(
     at, device = (target, target) if isinstance(target, Target) else requested_targets(target)
     kind = dict(page=page, residual=residual, fresh=fresh)
     facts = dict(dtype=dtype, softcap=softcap, sinks=sinks, schedule=schedule, target=at, device=device)
-    widths = [0] if schedule else schedules.widths(_problem(layout, **kind), at)
-    made = [plan(layout, **kind, **facts, rows=rows).request for rows in (0, *widths)]
-    extra = [writing.write_kernel(plain_layout(layout), dtype, STAGE, 0, at, device)] if fresh else []
-    return list(dict.fromkeys((*made, *extra)))
+    widths = [0] if schedule else schedules.widths(problem_of(layout, **kind), at)
+    plans = [plan(layout, **kind, **facts, rows=rows) for rows in (0, *widths)]
+    wanted = [it.request for it in plans] + [it.new_tokens for it in plans if it.new_tokens]
+    return list(dict.fromkeys(wanted))
 
 
 def prefill(
@@ -231,7 +251,7 @@ def run(
     rows, width = most_new * (heads // cache.kv_heads), 0
     if schedule is None:
         groups = len(cache.lengths) * cache.kv_heads
-        width = schedules.narrower(_problem(cache.layout, **kind), at, device.sms, rows, groups)
+        width = schedules.narrower(problem_of(cache.layout, **kind), at, device.sms, rows, groups)
     chosen = plan(
         cache.layout, dtype=str(q.dtype).removeprefix("torch."), **kind, softcap=bool(softcap > 0),
         sinks=sinks is not None, target=at, device=device, schedule=schedule, rows=width,
@@ -245,10 +265,18 @@ def run(
     cu_seqlens = cu_seqlens.contiguous()
     none = stand_ins(q.device)
     new = none["residual"]
-    if k is not None:
+    if k is not None and chosen.request.name == "attention.prefill_mma":
         fresh = fresh_cache(cache, cu_seqlens, count, most_new)
         writing.run_store(fresh, k, v, cu_seqlens, most_new, target)
         new = fresh.pages
+    elif k is not None:
+        new = fresh_pages(cache, count)
+        (k_rows, *k_pitches), (v_rows, *v_pitches) = writing.rows_of(k), writing.rows_of(v)
+        lay_out = warm_kernel(chosen.new_tokens, most_new, "prefill")
+        lay_out(k_rows, v_rows, cu_seqlens, new, *k_pitches, *v_pitches, -(-most_new // STAGE), len(cache.lengths))
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    if scale < 0:
+        q, scale = -q, -scale
     kernel(
         q, cache.pages, none["table"] if cache.block_table is None else cache.block_table, cache.lengths,
         cu_seqlens, none["residual"] if cache.residual is None else cache.residual,
@@ -256,14 +284,23 @@ def run(
         none["static"] if cache.k_static is None else cache.k_static,
         none["static"] if cache.v_static is None else cache.v_static,
         none["sinks"] if sinks is None else sinks, written, lse,
-        (1 / math.sqrt(head_dim) if scale is None else scale) * LOG2E, softcap * LOG2E, window,
+        max(scale * LOG2E, LEAST_SCALE), softcap * LOG2E, window,
         -(-rows // chosen.rows),
     )  # fmt: skip
     return made if written is made else made.copy_(written), lse
 
 
+def fresh_pages(cache: PackedCache, count: int) -> torch.Tensor:
+    """Pages of 64 tokens for `count` new tokens alone, unquantized: sequence b's begin at page cu[b] // 64 + b."""
+    import torch
+
+    words = plain_layout(cache.layout).words(STAGE)
+    pages = count // STAGE + len(cache.lengths)
+    return torch.empty(pages, cache.kv_heads, words, dtype=torch.int32, device=cache.pages.device)
+
+
 def fresh_cache(cache: PackedCache, cu_seqlens: torch.Tensor, count: int, most_new: int) -> PackedCache:
-    """Pages of 64 tokens for the new tokens alone, unquantized: sequence b's begin at page cu[b] // 64 + b."""
+    """New tokens as a cache of their own, for the program that reads their tiles."""
     import torch
 
     layout, batch = plain_layout(cache.layout), len(cache.lengths)
@@ -272,9 +309,8 @@ def fresh_cache(cache: PackedCache, cu_seqlens: torch.Tensor, count: int, most_n
         -(-most_new // STAGE), **i32
     )
     return replace(
-        cache, layout=layout, pages=torch.empty(count // STAGE + batch, cache.kv_heads, layout.words(STAGE), **i32),
-        lengths=cu_seqlens.diff(), max_length=most_new, block_table=table, page_size=STAGE, residual=None, slots=None,
-        k_static=None, v_static=None,
+        cache, layout=layout, pages=fresh_pages(cache, count), lengths=cu_seqlens.diff(), max_length=most_new,
+        block_table=table, page_size=STAGE, residual=None, slots=None, k_static=None, v_static=None,
     )  # fmt: skip
 
 

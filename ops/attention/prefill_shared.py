@@ -1,13 +1,17 @@
 """Tile program of prefill attention on wgmma (sm_90a): keys and values are converted once for all rows of a CTA.
 
-A warpgroup of converters turns each stage of 64 packed tokens into two operands in shared memory, keys [token, dim] and
-values [dim, token], both K-major. Warpgroups of consumers own 64 rows each: S = Q K^T reads both operands from shared
-memory, O += P V has P in registers, where the softmax leaves it (FlashAttention-3, arXiv 2407.08608, section 3).
+A warpgroup of converters turns each stage of 64 packed tokens into two operands in shared memory, keys and values
+[token, dim]. Warpgroups of consumers own 64 rows each: S = Q K^T reads both operands from shared memory, O += P V has
+P in registers, where the softmax leaves it (FlashAttention-3, arXiv 2407.08608, section 3). Where registers suffice, Q
+is held in them.
 Were every warpgroup to convert for its own rows, products would be narrower, conversions as many as warpgroups.
 
-The converters' first thread keeps a ring of stages full by bulk copies. Operands are double buffered, keys and values
-apart: S of a stage is multiplied while the softmax of the one before waits for nothing, and P V of a stage runs under
-the softmax of the next one. No product is under way when the loop goes round: ptxas would serialize all of them.
+The converters' first thread keeps a ring of stages full by bulk copies. New tokens come as operands already (images,
+new_tokens_program.py) and pass by the ring and the converters: shared memory is what such products are short of.
+Operands are double buffered, keys and values apart: S of a stage is multiplied while the softmax of the one before
+waits for nothing, and P V of a stage runs under the softmax of the next one. Warpgroups issue their products in turn,
+so that one's softmax falls in the others' products. No product is under way when the loop goes round: ptxas would
+serialize all of them.
 
 The running maximum is lazy, for each warp: its sums are rescaled when a score exceeds it by 2^4.
 """
@@ -15,19 +19,35 @@ The running maximum is lazy, for each warp: its sums are rescaled when a score e
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention.calls import among, any_lane, at8, ex2, log2, tanh, xor_shuffle
+from terrazzo.ops.attention.calls import among, any_lane, at8, at_page, ex2, fma, log2, tanh, xor_shuffle
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
 from terrazzo.ops.attention.prefill_rows import head_of, make_q_macros, query_of, seen_by, span
 from terrazzo.ops.attention.prefill_stages import INTEGERS, STAGE, Geometry, arguments, check_memory, make_stage_macros
 from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, smaller
-from terrazzo.ops.calls import bulk, copy16, fence, pack2, stmatrix4, syncwarp, wg_sync, wgmma
+from terrazzo.ops.calls import (
+    bulk,
+    copy16,
+    fence,
+    ldmatrix4,
+    opaque,
+    pack2,
+    stmatrix4,
+    stmatrix4_trans,
+    syncwarp,
+    turn_pass,
+    turn_wait,
+    wg_sync,
+    wgmma,
+)
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 ROWS = 64  # of a warpgroup: the m64 of its products
 REGISTERS = {1: (128, 240), 2: (88, 208), 3: (56, 152)}  # consumer warpgroups -> a converter's, a consumer's
+OTHERS = 40
+"""Registers of a consumer beside sums, weights and Q."""
 STATE = ("count", "slot", "parity", "to", "turn", "least", "high", "query", "head", "edge", "token", "end")
 _SOURCE = """\
 __device__ __forceinline__ void *tz_at8(const void *p, int at) { return (char *)p + at; }
@@ -37,6 +57,12 @@ __device__ __forceinline__ void *tz_at8(const void *p, int at) { return (char *)
 def operand_words(head_dim: int, wgs: int) -> int:
     """int32 words of Q of all rows, and of two stages of keys and of values."""
     return (wgs * ROWS + 4 * STAGE) * head_dim // 2
+
+
+def holds_q(head_dim: int, wgs: int) -> bool:
+    """Whether consumers have registers for Q: S = Q K^T is then short of shared memory's bandwidth no more."""
+    sums, weights, q = head_dim // 2 + STAGE // 2, STAGE // 4, head_dim // 4
+    return sums + weights + q + OTHERS <= REGISTERS[wgs][1]
 
 
 def shared_words(g: Geometry, wgs: int, stages: int) -> int:
@@ -61,14 +87,15 @@ def build(
     softcap: bool,
     sinks: bool,
 ):
-    """The prim_func `main` for tiles of 16 * warps rows; arguments and shapes as in prefill_mma.build.
+    """The prim_func `main` for tiles of 16 * warps rows; arguments, shapes as in prefill_mma.build, but NEW holds the
+    images of new tokens (new_tokens_program.py).
 
     Args:
         row_tiles: 8, the groups of 8 rows of a warpgroup. warps: of consumers, 4, 8 or 12.
     """
     import tilelang.language as T
 
-    g = Geometry(CacheLayout(k_format, v_format, head_dim), page, residual, fresh)
+    g = Geometry(CacheLayout(k_format, v_format, head_dim), page, residual, fresh, images=fresh)
     layout, plain = g.layout, g.plain
     D, slices, wgs, mt = head_dim, head_dim // 16, warps // 4, head_dim // 64
     ct, nt, row_chunks = warps * 32, STAGE // 8, head_dim // 8  # consumer threads; n8 tiles of S; 16 bytes of a row
@@ -80,13 +107,14 @@ def build(
     keys_at, values_at = wgs * ROWS * D * 2, wgs * ROWS * D * 2 + 2 * stage_bytes
     table = operand_words(D, wgs)  # static scales of keys
     ring_at = total - stages * g.stage_words
+    held = holds_q(D, wgs)
     bf16 = dtype == "bfloat16"
     tile = make_operand_macros(layout)
-    spare = make_operand_macros(plain) if residual or fresh else None
+    spare = make_operand_macros(plain) if residual else None
     args = arguments(D, dtype)
     qs = make_q_macros(ROWS, D, bf16, tile.k_bf16)
     source = attention_prelude(
-        "pack", "bulk", "lds", "warpgroup", "stmatrix",
+        "pack", "bulk", "lds", "warpgroup", "stmatrix", "stmatrix_trans", "ldmatrix", *(["turns"] if wgs > 1 else []),
         extra=(_SOURCE, *sources(layout, *((plain,) if spare else ()))),
     )  # fmt: skip
 
@@ -95,6 +123,11 @@ def build(
         first row and 16-byte chunk are given: lanes 8i .. 8i + 7 name the rows of register i."""
         at = row + lane // 8 % 2 * 8 + lane % 8
         return at * 128 + T.bitwise_xor(chunk + lane // 16, at % 8) * 16
+
+    def piece_across(lane, token, chunk):
+        """The same of a 16 x 16 atom [dim, token] that is stored as [token, dim], each matrix transposed."""
+        at = token + lane // 16 * 8 + lane % 8
+        return chunk // 8 * (STAGE * 128) + at * 128 + T.bitwise_xor(chunk % 8 + lane // 8 % 2, at % 8) * 16
 
     @T.macro
     def store_atom(space, byte, a, first):
@@ -143,12 +176,8 @@ def build(
                 w.edge[0], st.a, 0, 4,
             )  # fmt: skip
             for i in each(of.v_atoms):
-                store_atom(
-                    space,
-                    values_at + w.to[0] * stage_bytes + piece(lane, (j * of.v_atoms + i) * 16, w.warp * 2),
-                    st.a,
-                    i * 4,
-                )
+                byte = values_at + w.to[0] * stage_bytes + piece_across(lane, w.warp * 16, (j * of.v_atoms + i) * 2)
+                stmatrix4_trans(at8(space[0], byte, "w"), *(st.a[i * 4 + r] for r in range(4)))
 
     @T.macro
     def hand_over(ready, w, lane):
@@ -185,6 +214,21 @@ def build(
             convert_values(tile, space, sv, st, w, lane)
         hand_over(bars.values, w, lane)
 
+    @T.macro
+    def bring(NEW, space, bars, w, i, lane):
+        """Stage i of new tokens, as it is, to the operands; every warp waits, so that none arrives twice."""
+        for part, ready, free in ((0, bars.keys, bars.keys_free), (1, bars.values, bars.values_free)):
+            T.barrier_wait(free[w.to[0]], w.turn[0] ^ 1)
+            if T.And(w.warp == 0, lane == 0):
+                T.mbarrier_expect_tx(ready[w.to[0]], stage_bytes)
+                bulk(
+                    space[(values_at if part else keys_at) // 4 + w.to[0] * (stage_bytes // 4)],
+                    at_page(NEW, stream.new_page(w, i), w.h * NEW.shape[2] + part * (stage_bytes // 4)),
+                    stage_bytes, ready[w.to[0]],
+                )  # fmt: skip
+            if lane == 0:
+                T.barrier_arrive(ready[w.to[0]])
+
     # ------------------------------------------------------------------ consumers
 
     @T.macro
@@ -198,34 +242,48 @@ def build(
             st.hi[half] = seen_by(w, smaller(row + half * 8 + lane // 4, w.rows[0] - 1))
 
     @T.macro
+    def hold_q(space, st, w, lane):
+        """The warp's rows of Q as operand registers."""
+        for j in each(slices):
+            row = w.warp * 16 + lane // 8 % 2 * 8 + lane % 8
+            ldmatrix4(st.q[j * 4], at8(space[0], qs.in_q(row, j * 2 + lane // 16, w)))
+        T.warpgroup_fence_operand(st.q, 0, slices * 4)
+
+    @T.macro
     def scores(desc, st, w, to):
         """S = Q K^T of the keys in buffer `to`."""
         kind = tile.k_kind
         T.warpgroup_fence_operand(st.s, 0, nt * 4)
         T.warpgroup_arrive()
         for j in each(slices):
-            T.ptx_wgmma_ss(
-                "float32", f"m64n{STAGE}k16", True, True, kind, kind, "fp32",
-                desc.data, (w.wg * mt + j // 4) * (ROWS * 8) + j % 4 * 2,
-                desc.data, keys_at // 16 + to * (stage_bytes // 16) + j // 4 * (STAGE * 8) + j % 4 * 2,
-                st.s.data, 0, T.bool(j > 0), 1, 1,
-            )  # fmt: skip
+            at = keys_at // 16 + to * (stage_bytes // 16) + j // 4 * (STAGE * 8) + j % 4 * 2
+            if held:
+                wgmma(STAGE, (kind, kind), st.s, 0, st.q, j * 4, desc, at, j > 0)
+            else:
+                T.ptx_wgmma_ss(
+                    "float32", f"m64n{STAGE}k16", True, True, kind, kind, "fp32",
+                    desc.data, (w.wg * mt + j // 4) * (ROWS * 8) + j % 4 * 2,
+                    desc.data, at, st.s.data, 0, T.bool(j > 0), 1, 1,
+                )  # fmt: skip
         T.warpgroup_commit_batch()
 
     @T.macro
-    def weigh(desc, st, to):
-        """O += P V of the values in buffer `to`."""
+    def weigh(across, st, to):
+        """O += P V of the values in buffer `to`; across: the descriptor of a matrix [token, dim]."""
         T.warpgroup_fence_operand(st.p, 0, nt * 2)
         T.warpgroup_fence_operand(st.o, 0, D // 2)
         T.warpgroup_arrive()
         for r in each(STAGE // 16):
-            at = values_at // 16 + to * (stage_bytes // 16) + r * 2
-            wgmma(D, (tile.v_kind, tile.v_kind), st.o, 0, st.p, r * 4, desc, at)
+            at = values_at // 16 + to * (stage_bytes // 16) + r * 128
+            wgmma(D, (tile.v_kind, tile.v_kind), st.o, 0, st.p, r * 4, across, at, k_major=False)
         T.warpgroup_commit_batch()
 
     @T.macro
     def mask(st, w, lane):
         """Scores of tokens that a row does not see become -inf."""
+        opaque(st.hi[0])  # differences to 16 columns are not kept from stage to stage, and spilled
+        opaque(st.hi[1])
+        opaque(w.end[0])
         for j in each(nt):
             for half in each(2):
                 for e in each(2):
@@ -246,11 +304,9 @@ def build(
             T.Or(less(smaller(w.least[0], w.end[0]), w.token[0] + STAGE), less(w.token[0], w.high[0] - span(w.window))),
             "int32",
         )
-        for e in each(nt * 4):
-            if softcap:
+        if softcap:
+            for e in each(nt * 4):
                 st.s[e] = cap * tanh(st.s[e] * scale / cap)
-            else:
-                st.s[e] = st.s[e] * scale
         if w.edge[0] > 0:
             mask(st, w, lane)
         for half in each(2):
@@ -259,6 +315,8 @@ def build(
                 st.x[0] = T.max(st.x[0], T.max(st.s[j * 4 + half * 2], st.s[j * 4 + half * 2 + 1]))
             for d in each(2):
                 st.x[0] = T.max(st.x[0], xor_shuffle(st.x[0], 1 << d))
+            if not softcap:  # the scale is positive
+                st.x[0] = st.x[0] * scale
             st.x[1] = T.if_then_else(st.x[0] > st.m[half] + T.float32(THRESHOLD), st.x[0], st.m[half])
             st.f[half] = ex2(st.m[half] - st.x[1])
             st.m[half] = st.x[1]
@@ -266,7 +324,7 @@ def build(
             for j in each(nt):
                 for e in each(2):
                     at = j * 4 + half * 2 + e
-                    st.s[at] = ex2(st.s[at] - st.m[half])
+                    st.s[at] = ex2(st.s[at] - st.m[half] if softcap else fma(st.s[at], scale, -st.m[half]))
                     st.l[half] = st.l[half] + st.s[at]
 
     @T.macro
@@ -285,8 +343,11 @@ def build(
         w.turn[0] = w.turn[0] ^ (w.to[0] ^ 1)
 
     @T.macro
-    def consume(desc, bars, st, scale, cap, w, lane):
+    def consume(desc, across, bars, st, scale, cap, w, lane):
         """All stages; at the top of the loop the weights of stage i are in st.s, and its values in buffer w.to."""
+        if wgs > 1:
+            if w.wg == wgs - 1:
+                turn_pass(0)
         T.barrier_wait(bars.keys[0], 0)
         scores(desc, st, w, 0)
         T.warpgroup_wait(0)
@@ -297,9 +358,13 @@ def build(
         for i in T.serial(w.count[0] - 1):
             take(st)
             T.barrier_wait(bars.keys[w.to[0] ^ 1], w.turn[0] ^ w.to[0])
+            if wgs > 1:
+                turn_wait(w.wg)
             scores(desc, st, w, w.to[0] ^ 1)
             T.barrier_wait(bars.values[w.to[0]], w.turn[0])
-            weigh(desc, st, w.to[0])
+            weigh(across, st, w.to[0])
+            if wgs > 1:
+                turn_pass((w.wg + 1) % wgs)
             T.warpgroup_wait(1)
             T.warpgroup_fence_operand(st.s, 0, nt * 4)
             if lane == 0:
@@ -312,7 +377,10 @@ def build(
             swap(w)
         take(st)
         T.barrier_wait(bars.values[w.to[0]], w.turn[0])
-        weigh(desc, st, w.to[0])
+        weigh(across, st, w.to[0])
+        if wgs > 1:
+            if w.wg == 0:
+                turn_wait(0)  # what was passed last
         T.warpgroup_wait(0)
         T.warpgroup_fence_operand(st.o, 0, D // 2)
 
@@ -372,7 +440,7 @@ def build(
             tx = T.get_thread_binding()
             lane = tx % 32
             sizes = {"o": D // 2, "s": nt * 4, "m": 2, "l": 2, "f": 2, "x": 2}
-            words = {"p": nt * 2, "a": 32}
+            words = {"p": nt * 2, "a": 32, "q": slices * 4 if held else 1}
             st = SimpleNamespace(
                 **{name: T.alloc_local((n,), "float32") for name, n in sizes.items()},
                 **{name: T.alloc_local((n,), "uint32") for name, n in words.items()},
@@ -380,8 +448,9 @@ def build(
             )  # fmt: skip
             sv = T.alloc_local((slices * 4 if tile.v_static else 1,), "uint32")
             desc = T.alloc_wgmma_desc()
+            across = T.alloc_wgmma_desc()
             ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, *STATE)}
-            if spare is None:
+            if not (residual or fresh):
                 ints["end"] = ints["packed"]
             w = SimpleNamespace(b_=b, space=space, window=window, h=h, wg=tx // 128, warp=tx // 32 % 4, **ints)
             x = SimpleNamespace(KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW)
@@ -407,7 +476,13 @@ def build(
                     if tile.v_static:
                         tile.load_static(SV, sv, 0, slices, h, lane)
                     for i in T.serial(w.count[0]):
-                        convert(space, bars, sv, st, w, i, lane)
+                        if fresh:
+                            if less(i, w.nc[0]):
+                                bring(NEW, space, bars, w, i, lane)
+                            else:
+                                convert(space, bars, sv, st, w, i, lane)
+                        else:
+                            convert(space, bars, sv, st, w, i, lane)
                         wg_sync(wgs)  # the slot has been read
                         if tx == ct:
                             if less(i + stages, w.count[0]):
@@ -422,6 +497,7 @@ def build(
                 T.inc_max_nreg(REGISTERS[wgs][1])
                 if less(w.row0[0], w.rows[0]):
                     T.initialize_wgmma_descriptor(desc, T.access_ptr(space[0], "r"), 1, 1, 64)
+                    T.initialize_wgmma_descriptor(across, T.access_ptr(space[0], "r"), 1, STAGE * 8, 64)
                     limits(st, w, lane)
                     qs.load_q(Q, space, st, w, tx % 128)
                     for i in each(D // 2):
@@ -431,8 +507,10 @@ def build(
                         st.l[half] = 0.0
                     T.fence_proxy_async()  # wgmma reads Q through the asynchronous proxy
                     wg_sync(w.wg)
+                    if held:
+                        hold_q(space, st, w, lane)
                     if less(0, w.count[0]):
-                        consume(desc, bars, st, scale, cap, w, lane)
+                        consume(desc, across, bars, st, scale, cap, w, lane)
                     finish(O, LSE, SINK, space, st, w, lane)
 
     return main

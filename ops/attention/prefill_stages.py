@@ -3,7 +3,8 @@
 A CTA owns one kv head and a tile of rows; a row is one (new token, query head). It walks over the tokens that any of
 its rows sees, newest source first:
 
-    new       f16 tiles of the tokens of this call (`fresh`), in pages of 64 of their own
+    new       f16 tiles of the tokens of this call (`fresh`), in pages of 64 of their own; or their `images`, keys and
+              values as wgmma reads them from shared memory (new_tokens_program.py), which a program fetches by itself
     residual  f16 tiles of the ring behind the packed tokens
     packed    tiles of the cache's pages
 
@@ -33,7 +34,8 @@ INTEGERS = (
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of stages. page: tokens of a page or 0; residual: tokens or 0; fresh: new tokens come as f16 tiles.
+    """Sizes of stages. page: tokens of a page or 0; residual: tokens or 0; fresh: new tokens come beside the cache, as
+    f16 tiles or as `images`.
 
     Raises:
         ArgumentError: a page that no 16 tokens divide, a residual block whose dtype is not the keys' operand.
@@ -43,6 +45,7 @@ class Geometry:
     page: int
     residual: int
     fresh: bool
+    images: bool = False
 
     def __post_init__(self) -> None:
         if self.page % self.layout.block_tokens:
@@ -68,8 +71,9 @@ class Geometry:
 
     @property
     def stage_words(self) -> int:
-        """int32 words of a stage of any source."""
-        plain = STAGE // 16 * self.plain.tile_words if self.residual or self.fresh else 0
+        """int32 words of a stage of any source that goes through the ring."""
+        tiles = self.residual or (self.fresh and not self.images)
+        plain = STAGE // 16 * self.plain.tile_words if tiles else 0
         return max(STAGE // self.part_tokens * self.part_words, plain)
 
     def tile_at(self, r):
@@ -126,8 +130,9 @@ def check_memory(target, stages: int, words: int) -> None:
 
 
 def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
-    """Macros: `place` (rows and sources of a CTA of `rows` rows), `fetch` (stage i into words `at` of the ring) and
-    `locate` (what tokens it has), and expressions of a stage: `token` (its first one) and `end` (of its source).
+    """Macros: `place` (rows and sources of a CTA of `rows` rows), `fetch` (stage i into words `at` of the ring; nothing
+    for images) and `locate` (what tokens it has), and expressions of a stage: `token` (its first one), `end` (of its
+    source) and `new_page` (of new tokens).
 
     Args:
         move: macro (ring, at, source, words, most, io) that copies `words` words, at most `most`, to ring[at].
@@ -147,6 +152,10 @@ def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
     def end(w, i):
         """Of an unquantized stage."""
         return T.if_then_else(i < w.nc[0], w.length[0], w.cached[0]) if g.fresh else w.cached[0]
+
+    def new_page(w, i):
+        """Of the new tokens of stage i, among all sequences' (prefill_op.fresh_pages)."""
+        return T.truncdiv(w.first[0], STAGE) + w.b_ + T.truncdiv(token(w, i) - w.cached[0], STAGE)
 
     @T.macro
     def locate(w, i):
@@ -188,11 +197,10 @@ def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
     def fetch(x, ring, w, i, at, io):
         """Stage i to ring[at ..]; x: the kernel's tensors KV, TABLE, RES, SLOT and NEW."""
         if (g.fresh or g.residual) and i < w.nc[0] + w.nb[0]:
-            if g.fresh:
+            if g.fresh and not g.images:
                 if i < w.nc[0]:
-                    page = T.truncdiv(w.first[0], STAGE) + w.b_ + T.truncdiv(token(w, i) - w.cached[0], STAGE)
                     words = STAGE // 16 * plain.tile_words
-                    move(ring, at, at_page(x.NEW, page, w.h * x.NEW.shape[2]), words, words, io)
+                    move(ring, at, at_page(x.NEW, new_page(w, i), w.h * x.NEW.shape[2]), words, words, io)
             if g.residual:
                 if i >= w.nc[0]:
                     for j in each(STAGE // 16):
@@ -227,4 +235,4 @@ def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
                         ), most, io,
                     )  # fmt: skip
 
-    return SimpleNamespace(place=place, fetch=fetch, locate=locate, token=token, end=end)
+    return SimpleNamespace(place=place, fetch=fetch, locate=locate, token=token, end=end, new_page=new_page)

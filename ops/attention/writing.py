@@ -184,7 +184,7 @@ def _check(cache: PackedCache, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ArgumentError("k", str(k.device), "must be on a CUDA device", "move it and the cache")
 
 
-def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """(flat view of its memory, token pitch, head pitch) of x [..., Hkv, D], copied where rows are not 16-byte
     aligned or not evenly spaced."""
     heads, dim = x.shape[-2:]
@@ -208,7 +208,7 @@ def _write(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.T
         write_request(cache, str(k.dtype).removeprefix("torch."), at, device), most_new, "append"
     )
     none = stand_ins(k.device)
-    (k_rows, *k_pitches), (v_rows, *v_pitches) = _rows(k), _rows(v)
+    (k_rows, *k_pitches), (v_rows, *v_pitches) = rows_of(k), rows_of(v)
     warps, pairs = write_program.chunk_warps(cache.residual_tokens), len(cache.lengths) * cache.kv_heads
     per, touched = write_program.shares(pairs, most_new, warps, device.sms)
     for first, blocks in launches(most_new, 16 * warps, cache.residual_tokens):

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.calls import bulk, lds32, lds64, lds128, syncwarp, tma_tile, wgmma
+from terrazzo.ops.calls import bulk, lds32, lds64, lds128, syncwarp, tma_tile, turn_pass, turn_wait, wgmma
 from terrazzo.ops.staged_rows import out_tokens, staged
 from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
 from terrazzo.ops.tile_scheduler import partition_macros, plan_state, ring_macros, ring_state, scalars, segment_state
@@ -36,12 +36,6 @@ from terrazzo.ops.w4ax.problem import BLOCK_WORDS, SCALES, UNIT_K, UNIT_WORDS, G
 from terrazzo.schedules.w4ax import StreamK
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
-TURNS = """\
-// a warpgroup issues its wgmmas when its turn has come, and passes it on: a named barrier of both for each turn
-__device__ __forceinline__ void tz_turn_wait(int wg) { asm volatile("bar.sync %0, 256;" :: "r"(wg + 8) : "memory"); }
-__device__ __forceinline__ void tz_turn_pass(int wg) { asm volatile("bar.arrive %0, 256;" :: "r"(wg + 8) : "memory"); }
-"""
-"""Why not TileLang: its named barriers have no form that only arrives."""
 
 
 def build(
@@ -97,7 +91,7 @@ def build(
     tail = finish_macros(tiles, shares, store=out.store, leaves=lambda c: c.k0[0] > 0, adds=lambda c: c.k1[0] < units)
     fills = fill_macros(rings, row_blocks=all_blocks, cta_blocks=cta_blocks, unit_words=UNIT_WORDS)
     used = ("lds", "place", "pack", "bulk", "stmatrix_trans", "semaphore", "quotient", "int8", "rows_out", "warpgroup")
-    source = prelude(*used, extra=(gemm.converter.device_source, problem.SOURCE, *([TURNS] if turns else [])))
+    source = prelude(*used, *(["turns"] if turns else []), extra=(gemm.converter.device_source, problem.SOURCE))
     M, MP, G = T.dynamic("m"), T.dynamic("mp"), T.dynamic("grid")
 
     @T.macro
@@ -145,10 +139,10 @@ def build(
     def multiply_in_turn(a, part, x, first, wg):
         """The same from a[0 ..] into part[0 ..], not before the warpgroup ahead has issued its own."""
         if turns:
-            T.call_extern("handle", "tz_turn_wait", wg)
+            turn_wait(wg)
         multiply(a, part, x, 0, 0, first)
         if turns:
-            T.call_extern("handle", "tz_turn_pass", T.if_then_else(wg == wgs - 1, 0, wg + 1))
+            turn_pass(T.if_then_else(wg == wgs - 1, 0, wg + 1))
 
     @T.macro
     def done(part):
@@ -271,7 +265,7 @@ def build(
                 T.pdl_sync()
                 if turns:
                     if wg == wgs - 1:
-                        T.call_extern("handle", "tz_turn_pass", 0)
+                        turn_pass(0)
                 for seg in T.serial(p.all[0]):
                     tiles.segment(p, c, seg, cta, G, sk, T.ceildiv(M, bm))
                     c.first[0] = c.tokens[0] * bm
@@ -341,6 +335,6 @@ def build(
                     rings.release(ring, lane == 0)
                 if turns:
                     if wg == 0:
-                        T.call_extern("handle", "tz_turn_wait", 0)
+                        turn_wait(0)
 
     return main
