@@ -17,7 +17,7 @@ _STATIC = 2048  # bytes: barriers with their alignment, and what the driver keep
 _MMA_ROWS = {64: 4, 128: 2, 256: 1}  # head_dim -> groups of 8 rows of a warp
 _SHARED_WARPS = {64: (12, 8, 4), 128: (12, 8, 4), 256: (4,)}
 """head_dim -> warps of consumers; more would spill, and 12 do with head_dim 128, four words in the loop."""
-_SHARED_COST = {192: 1.3, 128: 1.0, 64: 0.8}
+_SHARED_COST = {192: 1.33, 128: 1.0, 64: 0.8}
 """Rows of a CTA of "shared" -> time of a stage, measured on H200 with int4, head_dim 128 (64 rows: head_dim 64)."""
 
 
@@ -34,12 +34,13 @@ class PrefillProblem:
 @dataclass(frozen=True)
 class Prefill:
     """program "mma" or "shared"; row_tiles groups of 8 rows of each of `warps` warps (mma) or of each group of
-    four; `stages` stages of 64 tokens."""
+    four; `stages` stages of 64 tokens; shared: `buffers` of converted stages."""
 
     program: str
     row_tiles: int
     warps: int
     stages: int
+    buffers: int = 2
 
     def __post_init__(self) -> None:
         if self.program not in ("mma", "shared"):
@@ -52,12 +53,13 @@ class Prefill:
 
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
-        return {name: value for name, value in asdict(self).items() if name != "program"}
+        without = ("program",) if self.program == "shared" else ("program", "buffers")
+        return {name: value for name, value in asdict(self).items() if name not in without}
 
     def smem_bytes(self, problem: PrefillProblem) -> int:
-        """Dynamic shared memory of a CTA: the ring, a table of channel scales; shared: Q, and two stages of keys and of
-        values in 16 bits."""
-        operands = (self.rows + 4 * 64) * problem.head_dim // 2
+        """Dynamic shared memory of a CTA: the ring, a table of channel scales; shared: Q, and `buffers` stages of keys
+        and of values in 16 bits."""
+        operands = (self.rows + 2 * self.buffers * 64) * problem.head_dim // 2
         words, rest = {"mma": (problem.stage_words, 0), "shared": (problem.shared_words, operands)}[self.program]
         return 4 * (self.stages * words + problem.head_dim + rest)
 
@@ -67,7 +69,12 @@ def every(problem: PrefillProblem, target: Target) -> list[Prefill]:
     of rows that registers allow, and as many stages as fit, up to 4."""
     made = []
     if target.supports("wgmma.f16"):
-        made += [Prefill("shared", 8, warps, n) for warps in _SHARED_WARPS[problem.head_dim] for n in (4, 3, 2)]
+        made += [
+            Prefill("shared", 8, warps, n, buffers)
+            for warps in _SHARED_WARPS[problem.head_dim]
+            for buffers in (3, 2)
+            for n in (4, 3, 2)
+        ]
     made += [Prefill("mma", _MMA_ROWS[problem.head_dim], warps, n) for warps in (8, 4) for n in (4, 3, 2)]
     return [schedule for schedule in made if schedule.smem_bytes(problem) + _STATIC <= target.smem_per_block]
 

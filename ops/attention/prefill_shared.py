@@ -8,9 +8,9 @@ Were every warpgroup to convert for its own rows, products would be narrower, co
 
 The converters' first thread keeps a ring of stages full by bulk copies. New tokens come as operands already (images,
 new_tokens_program.py) and pass by the ring and the converters: shared memory is what such products are short of.
-Operands are double buffered, keys and values apart: S of a stage is multiplied while the softmax of the one before
-waits for nothing, and P V of a stage runs under the softmax of the next one. Warpgroups issue their products in turn,
-so that one's softmax falls in the others' products. No product is under way when the loop goes round: ptxas would
+Operands have two or three buffers, keys and values apart: S of a stage is multiplied while the softmax of the one
+before waits for nothing, and P V of a stage runs under the softmax of the next one. Warpgroups issue their products in
+turn, so that one's softmax falls in the others' products. No product is under way when the loop goes round: ptxas would
 serialize all of them.
 
 The running maximum is lazy, for each warp: its sums are rescaled when a score exceeds it by 2^4.
@@ -54,9 +54,9 @@ __device__ __forceinline__ void *tz_at8(const void *p, int at) { return (char *)
 """
 
 
-def operand_words(head_dim: int, wgs: int) -> int:
-    """int32 words of Q of all rows, and of two stages of keys and of values."""
-    return (wgs * ROWS + 4 * STAGE) * head_dim // 2
+def operand_words(head_dim: int, wgs: int, buffers: int) -> int:
+    """int32 words of Q of all rows, and of `buffers` stages of keys and of values."""
+    return (wgs * ROWS + 2 * buffers * STAGE) * head_dim // 2
 
 
 def holds_q(head_dim: int, wgs: int) -> bool:
@@ -65,10 +65,10 @@ def holds_q(head_dim: int, wgs: int) -> bool:
     return sums + weights + q + OTHERS <= REGISTERS[wgs][1]
 
 
-def shared_words(g: Geometry, wgs: int, stages: int) -> int:
+def shared_words(g: Geometry, wgs: int, stages: int, buffers: int) -> int:
     """int32 words of shared memory: Q, operands, static scales of keys, the ring."""
     static = g.layout.head_dim if g.layout.k.scaling == "static" else 0
-    return operand_words(g.layout.head_dim, wgs) + static + stages * g.stage_words
+    return operand_words(g.layout.head_dim, wgs, buffers) + static + stages * g.stage_words
 
 
 def build(
@@ -81,6 +81,7 @@ def build(
     row_tiles: int,
     warps: int,
     stages: int,
+    buffers: int,
     page: int,
     residual: int,
     fresh: bool,
@@ -91,7 +92,8 @@ def build(
     images of new tokens (new_tokens_program.py).
 
     Args:
-        row_tiles: 8, the groups of 8 rows of a warpgroup. warps: of consumers, 4, 8 or 12.
+        row_tiles: 8, the groups of 8 rows of a warpgroup. warps: of consumers, 4, 8 or 12. buffers: of operands, 2 or
+            more.
     """
     import tilelang.language as T
 
@@ -99,13 +101,13 @@ def build(
     layout, plain = g.layout, g.plain
     D, slices, wgs, mt = head_dim, head_dim // 16, warps // 4, head_dim // 64
     ct, nt, row_chunks = warps * 32, STAGE // 8, head_dim // 8  # consumer threads; n8 tiles of S; 16 bytes of a row
-    total = shared_words(g, wgs, stages)
+    total = shared_words(g, wgs, stages, buffers)
     if warps not in (4, 8, 12) or row_tiles * 8 != ROWS:
         raise ArgumentError("warps", (warps, row_tiles), "4, 8 or 12 warps, 8 row tiles", "use 8 and 8")
     check_memory(target, stages, total)
     stage_bytes = STAGE * D * 2  # of keys, and of values
-    keys_at, values_at = wgs * ROWS * D * 2, wgs * ROWS * D * 2 + 2 * stage_bytes
-    table = operand_words(D, wgs)  # static scales of keys
+    keys_at, values_at = wgs * ROWS * D * 2, (wgs * ROWS + buffers * STAGE) * D * 2
+    table = operand_words(D, wgs, buffers)  # static scales of keys
     ring_at = total - stages * g.stage_words
     held = holds_q(D, wgs)
     bf16 = dtype == "bfloat16"
@@ -336,11 +338,16 @@ def build(
         for i in each(nt * 2):
             st.p[i] = pack2(st.s[i * 2], st.s[i * 2 + 1], bf16=tile.v_bf16)
 
+    def following(w):
+        """The next buffer of operands."""
+        return T.if_then_else(w.to[0] == buffers - 1, 0, w.to[0] + 1)
+
     @T.macro
-    def swap(w):
-        """The other buffer of operands."""
-        w.to[0] = w.to[0] ^ 1
-        w.turn[0] = w.turn[0] ^ (w.to[0] ^ 1)
+    def advance(w):
+        """To the next buffer of operands."""
+        w.to[0] = following(w)
+        if w.to[0] == 0:
+            w.turn[0] = w.turn[0] ^ 1
 
     @T.macro
     def consume(desc, across, bars, st, scale, cap, w, lane):
@@ -357,10 +364,10 @@ def build(
         softmax(st, scale, cap, w, 0, lane)
         for i in T.serial(w.count[0] - 1):
             take(st)
-            T.barrier_wait(bars.keys[w.to[0] ^ 1], w.turn[0] ^ w.to[0])
+            T.barrier_wait(bars.keys[following(w)], w.turn[0] ^ T.cast(w.to[0] == buffers - 1, "int32"))
             if wgs > 1:
                 turn_wait(w.wg)
-            scores(desc, st, w, w.to[0] ^ 1)
+            scores(desc, st, w, following(w))
             T.barrier_wait(bars.values[w.to[0]], w.turn[0])
             weigh(across, st, w.to[0])
             if wgs > 1:
@@ -368,13 +375,13 @@ def build(
             T.warpgroup_wait(1)
             T.warpgroup_fence_operand(st.s, 0, nt * 4)
             if lane == 0:
-                T.barrier_arrive(bars.keys_free[w.to[0] ^ 1])
+                T.barrier_arrive(bars.keys_free[following(w)])
             softmax(st, scale, cap, w, i + 1, lane)
             T.warpgroup_wait(0)
             T.warpgroup_fence_operand(st.o, 0, D // 2)
             if lane == 0:
                 T.barrier_arrive(bars.values_free[w.to[0]])
-            swap(w)
+            advance(w)
         take(st)
         T.barrier_wait(bars.values[w.to[0]], w.turn[0])
         weigh(across, st, w.to[0])
@@ -432,10 +439,10 @@ def build(
         with T.Kernel(args.hk, tiles, args.b, threads=ct + 128, prelude=source) as (h, y, b):
             space = T.alloc_shared((total,), "int32")
             full = T.alloc_barrier([1] * stages)
-            keys = T.alloc_barrier([4] * 2)
-            values = T.alloc_barrier([4] * 2)
-            keys_free = T.alloc_barrier([warps] * 2)
-            values_free = T.alloc_barrier([warps] * 2)
+            keys = T.alloc_barrier([4] * buffers)
+            values = T.alloc_barrier([4] * buffers)
+            keys_free = T.alloc_barrier([warps] * buffers)
+            values_free = T.alloc_barrier([warps] * buffers)
             bars = SimpleNamespace(full=full, keys=keys, values=values, keys_free=keys_free, values_free=values_free)
             tx = T.get_thread_binding()
             lane = tx % 32
@@ -492,7 +499,7 @@ def build(
                         if w.slot[0] == stages:
                             w.slot[0] = 0
                             w.parity[0] = w.parity[0] ^ 1
-                        swap(w)
+                        advance(w)
             else:
                 T.inc_max_nreg(REGISTERS[wgs][1])
                 if less(w.row0[0], w.rows[0]):

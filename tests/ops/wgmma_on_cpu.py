@@ -13,13 +13,24 @@ from terrazzo.ops.calls import tile_boxes
 SHIMS = r"""
 typedef unsigned char uchar;
 struct TensorMap { long long base, rows, bytes; };  // of a matrix of bytes
-// a descriptor's matrix, K-major: rows of 128 swizzled bytes, or core matrices of 8 rows of 16 bytes as they are
+// a descriptor's matrix, K-major: rows of 128 swizzled bytes, or core matrices of 8 rows of 16 bytes as they are; or
+// `across`, 16-bit values [k, row]: 64 rows of a k lie in 128 swizzled bytes, `leading` to the next 64, `stride` to 8 k on
 struct Tile {
   const char *base; bool swizzled; int leading, stride;  // bytes from one core matrix to the next along k, to 8 rows on
+  bool across;
   const char *at(int row, int byte) const {
+    if (across) {
+      int k = byte / 2;
+      uint64_t place = (uint64_t)base + row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2;
+      return (const char *)(place ^ (place >> 7 & 7) << 4);
+    }
     if (!swizzled) return base + byte / 16 * leading + row / 8 * stride + row % 8 * 16 + byte % 16;
     uint64_t place = (uint64_t)base + row / 8 * stride + row % 8 * 128 + byte;
     return (const char *)(place ^ (place >> 7 & 7) << 4);
+  }
+  // 16 bytes of 32 of each of the rows from `first` on
+  const char *piece(int first, int i) const {
+    return across ? at(first + i / 16 * 8, i % 16 * 2) : at(first + i / 2, i % 2 * 16);
   }
 };
 struct Product {  // A: registers or memory
@@ -95,21 +106,22 @@ static void multiply(int first, size_t group, size_t index) {
   }
 }
 // a descriptor counts units of 16 bytes, its place from the beginning of shared memory
-static Tile described(uint64_t d) {
+static Tile described(uint64_t d, bool across = false) {
   int kind = d >> 62;
   if (kind > 1) { fprintf(stderr, "an unknown swizzle\n"); abort(); }
   auto bytes = [&](int bit) { return int(d >> bit & 0x3FFF) * 16; };
-  return {shared_memory() + bytes(0), kind == 1, bytes(16), bytes(32)};
+  if (across && kind != 1) { fprintf(stderr, "an unknown layout\n"); abort(); }
+  return {shared_memory() + bytes(0), kind == 1, bytes(16), bytes(32), across};
 }
 static void issue(const Product &p) { Unseen unseen; products[current].back().push_back(p); }
 template <int N, bool SIGNED> static void wgmma_rs(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
   issue({a, {}, described(b), (int32_t *)c, N, add, SIGNED});
 }
-template <int N, int WIDE> static void wgmma_wide(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
-  issue({a, {}, described(b), (int32_t *)c, N, add, true, false, WIDE});
+template <int N, int WIDE, bool ACROSS> static void wgmma_wide(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
+  issue({a, {}, described(b, ACROSS), (int32_t *)c, N, add, true, false, WIDE});
 }
-template <int N, int WIDE> static void wgmma_wide(uint64_t a, uint64_t b, uint32_t *c, bool add) {
-  issue({nullptr, described(a), described(b), (int32_t *)c, N, add, true, false, WIDE});
+template <int N, int WIDE, bool ACROSS> static void wgmma_wide(uint64_t a, uint64_t b, uint32_t *c, bool add) {
+  issue({nullptr, described(a), described(b, ACROSS), (int32_t *)c, N, add, true, false, WIDE});
 }
 template <int N> static void wgmma_e4m3(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
   issue({a, {}, described(b), (int32_t *)c, N, add, true, true});
@@ -151,7 +163,7 @@ template <int N> void warpgroup_wait() {
       }
     }
     for (size_t t = 0; t < tiles.size(); ++t) for (int i = 0; i < 2 * rows[t][1]; ++i)
-      reads(tiles[t].at(rows[t][0] + i / 2, i % 2 * 16), 16);
+      reads(tiles[t].piece(rows[t][0], i), 16);
     released(&warp_has_read);
   }
   wg_meet([&] {
@@ -222,8 +234,8 @@ def translated(source: str, block_tokens: int) -> str:
     source = source.replace("__grid_constant__ const CUtensorMap X_desc", "const TensorMap* X_desc")
     source = boxes_named(source, "tl::tma_load(", "tma_tile<{}>(", block_tokens)
     types = r"tl::DataType::k(B?)Float16, tl::DataType::kB?Float16, tl::DataType::kFloat32"
-    wide = rf"tl::wgmma_[rs]s<{types}, 64, (\d+), 16,[^>]*>"
-    source = re.sub(wide, lambda found: f"wgmma_wide<{found[2]}, {2 if found[1] else 1}>", source)
+    wide = rf"tl::wgmma_[rs]s<{types}, 64, (\d+), 16, false, (true|false),[^>]*>"
+    source = re.sub(wide, lambda found: f"wgmma_wide<{found[2]}, {2 if found[1] else 1}, {found[3]}>", source)
     floats = r"tl::DataType::kFloat8_e4m3, tl::DataType::kFloat8_e4m3, tl::DataType::kFloat32"
     source = re.sub(rf"tl::wgmma_rs<{floats}, 64, (\d+), 32,[^>]*>", r"wgmma_e4m3<\1>", source)
     types = r"tl::DataType::k(U?)Int8, tl::DataType::kInt8, tl::DataType::kInt32"
