@@ -14,6 +14,7 @@ from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.attention import new_tokens_program
 from terrazzo.ops.attention import op as decode_op
 from terrazzo.ops.attention import prefill_op as op
 from terrazzo.ops.attention.prefill_stages import plain_layout
@@ -59,6 +60,27 @@ def new_pages(case: Case, given) -> torch.Tensor:
     return cache.pages
 
 
+def images(case: Case, given) -> torch.Tensor:
+    """What the kernel that lays out new tokens leaves of k and v; other storage is poisoned."""
+    layout = plain_layout(given.cache.layout)
+    pages = op.fresh_pages(given.cache, len(given.q)).fill_(-1)
+    for b, new in enumerate(case.new):
+        first = int(given.cu_seqlens[b])
+        for i in range(-(-new // 64)):
+            rows = slice(first + 64 * i, first + min(64 * (i + 1), new))
+            for part, (x, fmt) in enumerate(((given.k, layout.k), (given.v, layout.v))):
+                dtype = getattr(torch, fmt.operand)
+                x = x[rows].float().clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+                x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 64 - len(x)))
+                pieces = x.transpose(0, 1).reshape(case.kv_heads, 64, case.head_dim // 64, 8, 8).transpose(1, 2)
+                swizzled = torch.arange(8) ^ (torch.arange(64) % 8)[:, None]  # piece c of row r lies at c ^ (r % 8)
+                pieces = pieces.gather(3, swizzled[None, None, :, :, None].expand(pieces.shape)).contiguous()
+                half = pages.shape[2] // 2
+                at = first // 64 + b + i
+                pages[at, :, part * half : (part + 1) * half] = pieces.view(torch.int32).reshape(case.kv_heads, half)
+    return pages
+
+
 def serialized(instructions: dict[str, int]) -> None:
     """ptxas gives each wgmma a fence of its own where it cannot overlap them; nothing else warns."""
     products = sum(n for name, n in instructions.items() if name.startswith("HGMMA"))
@@ -91,7 +113,7 @@ def emulate(case: Case, folder, target: str = "sm_90a") -> float:
     zero, table = torch.zeros(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     static = [torch.zeros(1, 1) if s is None else s.contiguous() for s in (made.k_static, made.v_static)]
     residual = zero if made.residual is None else made.residual
-    new = new_pages(case, given) if case.fresh else zero
+    new = (images if wgmma else new_pages)(case, given) if case.fresh else zero
     pages = table if made.block_table is None else made.block_table
     out, lse = torch.full_like(given.q, float("nan")), torch.full(given.q.shape[:2], float("nan"))
     tiles = -(-given.most_new * case.group // chosen.rows)
@@ -149,17 +171,20 @@ ALL_CONVERTERS = (
     *("u8_f16", "u4_f16_magic", "u2_f16_magic", "e4m3_f16"),
 )
 MMA = ("mma", 2, 4, 2)
-SHARED = ("shared", 8, 8, 2)
+SHARED = ("shared", 8, 8, 2, 3)
 RAGGED = dict(past=(150, 0, 37, 64), new=(40, 3, 0, 1))
 CASES = {
     "int4": Case("int4", "int4", **RAGGED, schedule=MMA),
-    "shared int4": Case("int4", "int4", **RAGGED, schedule=("shared", 8, 4, 3)),
+    "shared int4": Case("int4", "int4", **RAGGED, schedule=("shared", 8, 4, 3, 2)),
     "shared float16": Case("float16", "float16", **RAGGED, schedule=SHARED),
     "shared channel": Case("int4_channel128", "int2", past=(300, 100, 0), new=(30, 40, 9), schedule=SHARED),
     "shared static": Case("int8_static", "fp8", past=(100,), new=(70,), schedule=SHARED),
     "shared bfloat16": Case("bfloat16", "bfloat16", past=(100,), new=(70,), dtype="bfloat16", schedule=SHARED),
     "shared fresh": Case(
         "int4_channel64", "int4", past=(150, 0), new=(90, 20), fresh=True, window=70, sinks=True, schedule=SHARED
+    ),
+    "shared fresh bfloat16": Case(
+        "int4", "int4", past=(0, 64, 70), new=(70, 130, 1), fresh=True, dtype="bfloat16", schedule=("shared", 8, 12, 4)
     ),
     "shared options": Case(
         "int4", "int2", head_dim=64, past=(150, 0), new=(40, 20), softcap=5.0, window=33, sinks=True, sharp=3.0,
@@ -187,7 +212,7 @@ CASES = {
     "head_dim 64": Case("int4", "int2", head_dim=64, **RAGGED, schedule=("mma", 4, 4, 3)),
     "head_dim 256": Case("int8", "int4", head_dim=256, past=(100,), new=(20,), schedule=("mma", 1, 4, 2)),
 }  # fmt: skip
-USUAL = ("shared options",)
+USUAL = ("shared options", "shared fresh")
 ALL = "TERRAZZO_EMULATE_ALL"
 
 
@@ -196,3 +221,48 @@ def test_prefill(name, tmp_path):
     if name not in USUAL and not os.environ.get(ALL):
         pytest.skip(f"20 s each: set {ALL}=1")
     print(f"worst error {emulate(CASES[name], tmp_path):.3f} of the bound")
+
+
+NEW = {  # head_dim, dtype of k and v, the cache's format
+    "f16": (128, "float16", "int4"),
+    "bf16 to f16": (64, "bfloat16", "int8"),
+    "bf16": (256, "bfloat16", "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_new_tokens_are_laid_out(name, tmp_path):
+    """Images of ragged sequences, of rows that lie apart, and nothing beside them."""
+    head_dim, dtype, fmt = NEW[name]
+    case = Case(fmt, fmt, head_dim=head_dim, past=(0, 5, 0, 64), new=(70, 0, 64, 3), fresh=True, dtype=dtype)
+    given = prefill_cases.inputs(case)
+    given.k[0, 0, :2] = 60000.0  # 2^16 in bfloat16: beyond float16
+    wanted, new = images(case, given), op.fresh_pages(given.cache, len(given.q)).fill_(-1)
+    chosen = op.plan(
+        case.layout, dtype=dtype, page=0, residual=given.cache.residual_tokens, fresh=True, softcap=False, sinks=False,
+        target=Target.parse("sm_90a"),
+    )  # fmt: skip
+    source = (compile_request(chosen.new_tokens) / "kernel.cu").read_text()
+    kernel = CpuKernel(source, [ROWS], new_tokens_program.THREADS, tmp_path)
+    apart = [torch.cat([x, torch.full_like(x, float("nan"))], -1) for x in (given.k, given.v)]
+    pitches = {
+        f"{x}_{of}": n for x in "kv" for of, n in (("token", 2 * case.kv_heads * head_dim), ("head", 2 * head_dim))
+    }
+    kernel(
+        (case.kv_heads, 2, len(case.new)), K=apart[0], V=apart[1], CU=given.cu_seqlens, NEW=new, hk=case.kv_heads,
+        **pitches,
+    )  # fmt: skip
+    assert torch.equal(new, wanted)
+
+
+ROWS = r"""
+static void *tz_row16(const void *p, int row, int pitch, int at) {
+  return (uint16_t *)p + ((long long)row * pitch + at); }
+template <int N> static void tz_store(void *p, const void *v) { memcpy(p, v, 4 * N); }
+template <bool BF16, int HALF> static float tz_unpack(unsigned x) { return widen<BF16>(x >> 16 * HALF); }
+template <bool BF16> static unsigned tz_clamp2(float lo, float hi) {
+  const float top = BF16 ? 3.3895313892515355e38f : 65504.f;
+  auto one = [&](float x) { return (unsigned)(uint16_t)narrow<BF16>(fminf(fmaxf(x, -top), top)); };
+  return one(lo) | one(hi) << 16;
+}
+"""

@@ -10,7 +10,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.attention import FORMATS, kernel_requests, op, pack_cache, prefill, prefill_op, prefill_requests
 from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.ops.attention.prefill_op import fresh_cache
+from terrazzo.ops.attention.prefill_op import fresh_cache, problem_of
 from terrazzo.ops.attention.prefill_operands import exact_converter
 from terrazzo.ops.attention.prefill_stages import STAGE, Geometry
 from terrazzo.schedules import attention_prefill as schedules
@@ -158,18 +158,15 @@ def test_new_tokens_have_pages_of_their_own(cache):
 def test_schedules_fit(arch, head_dim):
     target = Target.parse(arch)
     for k, v in (("float16", "float16"), ("int4", "int4"), ("int2_channel128", "int8")):
-        g = Geometry(CacheLayout(k, v, head_dim), 128, 0, True)
-        problem = schedules.PrefillProblem(head_dim, g.stage_words)
+        problem = problem_of(CacheLayout(k, v, head_dim), 128, 0, True)
         if head_dim == 256 and arch in ("sm_86", "sm_89"):  # two stages of 64 KB
             with pytest.raises(ArgumentError, match="no two stages of 16384 words"):
                 schedules.choose(problem, target)
-            quantized = Geometry(CacheLayout("int4", "int4", 256), 128, 0, False)
-            problem = schedules.PrefillProblem(head_dim, quantized.stage_words)
+            problem = problem_of(CacheLayout("int4", "int4", 256), 128, 0, False)
         chosen = schedules.choose(problem, target)
         assert chosen.smem_bytes(problem) <= target.smem_per_block and chosen.stages >= 2
-        assert chosen.program == (
-            "shared" if arch == "sm_90a" and head_dim < 256 else "mma"
-        )  # 256: memory, for k and v
+        fits = arch == "sm_90a" and (head_dim < 256 or k != "float16")  # 256: memory, for tiles of f16
+        assert chosen.program == ("shared" if fits else "mma")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +175,7 @@ def test_schedules_fit(arch, head_dim):
 )
 def test_few_rows_take_narrower_tiles(new, group, groups, rows):
     target, layout = Target.parse("nvidia/nvidia-h200"), CacheLayout("int4", "int4", 128)
-    problem = schedules.PrefillProblem(128, Geometry(layout, 128, 0, False).stage_words)
+    problem = problem_of(layout, 128, 0, False)
     assert schedules.narrower(problem, target, 132, new * group, groups) == rows
     assert schedules.choose(problem, target, rows).rows == (rows or 192)
     assert schedules.narrower(problem, Target.parse("sm_80"), 108, new * group, groups) == 0

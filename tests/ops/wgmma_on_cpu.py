@@ -14,7 +14,7 @@ SHIMS = r"""
 typedef unsigned char uchar;
 struct TensorMap { long long base, rows, bytes; };  // of a matrix of bytes
 // a descriptor's matrix, K-major: rows of 128 swizzled bytes, or core matrices of 8 rows of 16 bytes as they are; or
-// `across`, 16-bit values [k, row]: 64 rows of a k lie in 128 swizzled bytes, `leading` to the next 64, `stride` to 8 k on
+// `across`, 16-bit values [k, row]: 64 rows of a k lie in 128 swizzled bytes, `leading` to the next, `stride` to 8 k on
 struct Tile {
   const char *base; bool swizzled; int leading, stride;  // bytes from one core matrix to the next along k, to 8 rows on
   bool across;
