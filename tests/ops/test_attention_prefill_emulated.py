@@ -226,7 +226,8 @@ def test_prefill(name, tmp_path):
 NEW = {  # head_dim, dtype of k and v, the cache's format
     "f16": (128, "float16", "int4"),
     "bf16 to f16": (64, "bfloat16", "int8"),
-    "bf16": (256, "bfloat16", "bfloat16"),
+    "bf16": (128, "bfloat16", "bfloat16"),
+    "widest": (256, "float16", "int4"),
 }
 
 
@@ -246,11 +247,13 @@ def test_new_tokens_are_laid_out(name, tmp_path):
     kernel = CpuKernel(source, [ROWS], new_tokens_program.THREADS, tmp_path)
     apart = [torch.cat([x, torch.full_like(x, float("nan"))], -1) for x in (given.k, given.v)]
     pitches = {
-        f"{x}_{of}": n for x in "kv" for of, n in (("token", 2 * case.kv_heads * head_dim), ("head", 2 * head_dim))
+        name + of: n
+        for name, n in (("token", 2 * case.kv_heads * head_dim), ("head", 2 * head_dim))
+        for of in ("", "_1")
     }
     kernel(
         (case.kv_heads, 2, len(case.new)), K=apart[0], V=apart[1], CU=given.cu_seqlens, NEW=new, hk=case.kv_heads,
-        **pitches,
+        **pitches, stages=2, batch=len(case.new),
     )  # fmt: skip
     assert torch.equal(new, wanted)
 
@@ -259,7 +262,6 @@ ROWS = r"""
 static void *tz_row16(const void *p, int row, int pitch, int at) {
   return (uint16_t *)p + ((long long)row * pitch + at); }
 template <int N> static void tz_store(void *p, const void *v) { memcpy(p, v, 4 * N); }
-template <bool BF16, int HALF> static float tz_unpack(unsigned x) { return widen<BF16>(x >> 16 * HALF); }
 template <bool BF16> static unsigned tz_clamp2(float lo, float hi) {
   const float top = BF16 ? 3.3895313892515355e38f : 65504.f;
   auto one = [&](float x) { return (unsigned)(uint16_t)narrow<BF16>(fminf(fmaxf(x, -top), top)); };
