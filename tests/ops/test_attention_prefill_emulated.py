@@ -21,7 +21,7 @@ from terrazzo.ops.attention.prefill_stages import plain_layout
 from terrazzo.ops.attention.quantizer import quantize
 from test_w4a8_pipelines_emulated import STMATRIX
 from wgmma_on_cpu import SHIMS as WGMMA
-from wgmma_on_cpu import translated
+from wgmma_on_cpu import TURNS, translated
 
 from tests.gpu import attention_cases, prefill_cases
 from tests.gpu.prefill_cases import Case
@@ -106,7 +106,7 @@ def emulate(case: Case, folder, target: str = "sm_90a") -> float:
         source = translated(source, 0)
     kernel = CpuKernel(
         source,
-        [*([WGMMA, COPY, STMATRIX] if wgmma else []), SHIMS, *map(on_cpu, names)],
+        [*([WGMMA, COPY, TURNS, STMATRIX] if wgmma else []), SHIMS, *map(on_cpu, names)],
         params["warps"] * 32 + 128 * wgmma,
         folder,
     )
@@ -152,6 +152,14 @@ static unsigned tz_hfma2(unsigned a, unsigned b, unsigned c) {
 """
 COPY = r"""
 static void tz_copy16(void *d, const void *p) { memcpy(d, p, 16); }
+static void tz_opaque(void *) {}
+static void tz_ldmatrix4(void *out, const void *p) {
+  if ((uintptr_t)p % 16) { fprintf(stderr, "misaligned ldmatrix\n"); abort(); }
+  uint32_t row[4]; memcpy(row, p, 16);
+  meet(row, 4, (uint32_t *)out, 4, [](Meeting &w) {
+    for (int l = 0; l < 32; ++l) for (int r = 0; r < 4; ++r) w.out[l][r] = w.in[r * 8 + l / 4][l % 4];
+  });
+}
 """
 
 

@@ -20,7 +20,7 @@ from test_attention_prefill_emulated import on_cpu
 from test_w4a8_emulated import EXTRA
 from test_w4ax_format import random_weight
 from wgmma_on_cpu import SHIMS as WGMMA
-from wgmma_on_cpu import translated
+from wgmma_on_cpu import TURNS, translated
 
 pytestmark = [
     pytest.mark.compiles,
@@ -61,15 +61,6 @@ static void tz_mma_s4(void *c, const void *a, const void *b) {
     }
   });
 }
-"""
-TURNS = r"""
-static PerCta<std::array<Together, 4>> turns;  // named barriers of two warpgroups, one of which does not wait
-static void tz_turn_pass(int wg) {
-  Unseen unseen; Together &t = turns[wg];
-  released(&t.order[t.round & 1]);
-  if (++t.arrived == 256) { t.arrived = 0; ++t.round; }
-}
-static void tz_turn_wait(int wg) { gather<true>(turns[wg], 256, [] {}); }
 """
 MMA = "tl::mma_sync<tl::DataType::kInt8, tl::DataType::kInt8, tl::DataType::kInt32, 16, 8, 32, false, true>"
 

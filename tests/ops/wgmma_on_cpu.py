@@ -227,6 +227,15 @@ template <class T, bool WHOLE> static void tz_store_row(void *y, int row, int n,
     ((T *)y)[(long long)row * n + col + e] = ((const T *)src)[e];
 }
 """
+TURNS = r"""
+static PerCta<std::array<Together, 4>> turns;  // named barriers of two warpgroups, one of which does not wait
+static void tz_turn_pass(int wg) {
+  Unseen unseen; Together &t = turns[wg];
+  released(&t.order[t.round & 1]);
+  if (++t.arrived == 256) { t.arrived = 0; ++t.round; }
+}
+static void tz_turn_wait(int wg) { gather<true>(turns[wg], 256, [] {}); }
+"""
 
 
 def translated(source: str, block_tokens: int) -> str:

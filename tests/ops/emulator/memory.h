@@ -17,7 +17,10 @@ struct Barrier {
   char *order(int phase) { return (char *)this + 4 * phase; }
   void init(int n) { Unseen unseen; expected = pending = n; state = 0; }
   void expect_transaction(int bytes) { Unseen unseen; released(order(state & 1)); state += 2 * bytes; }
-  void arrive() { Unseen unseen; released(order(state & 1)); --pending; }
+  void arrive() {  // a phase without copies ends with its last arrival, waited for or not
+    Unseen unseen; released(order(state & 1));
+    if (!--pending && !(state >> 1)) { state ^= 1; pending = expected; }
+  }
   void arrive_and_expect_tx(int bytes) { expect_transaction(bytes); arrive(); }
   void settle() {
     if (pending) return;
