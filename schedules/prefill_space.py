@@ -37,9 +37,11 @@ class Prefill(spaces.Space):
         return 5.0 + slow * flop / target.tflops("f16") / 1e6
 
     def revive(self, program: str, params: Mapping[str, Any], target: Target, m: int) -> tuple[Any, str]:
-        names = {"row_tiles", "warps", "stages"} | ({"buffers"} if program == "prefill_shared" else set())
-        if program not in self.programs or set(params) != names or not all(type(it) is int for it in params.values()):
-            return None, f"a schedule of {program} has the integers {sorted(names)}, the record has {dict(params)}"
+        names = {"row_tiles", "warps", "stages", "buffers"}
+        needed = names if program == "prefill_shared" else names - {"buffers"}
+        known = program in self.programs and needed <= set(params) <= names
+        if not known or not all(type(it) is int for it in params.values()):
+            return None, f"a schedule of {program} has the integers {sorted(needed)}, the record has {dict(params)}"
         schedule = prefill.Prefill(program.removeprefix("prefill_"), **params)
         reason = self.refusal(program, schedule, target, m)
         return (None, reason) if reason else (schedule, "")

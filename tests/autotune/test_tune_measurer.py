@@ -57,7 +57,7 @@ MANY = {
     "w4a16_grouped": ("grouped", TILE | {"stage_k": 64}, {"raster": 4}),
     "w4a8_grouped": ("grouped", TILE, {"raster": 4}),
     "w4a8_fp8_grouped": ("grouped", TILE, {"raster": 4}),
-    "attention_prefill": ("prefill_shared", dict(row_tiles=8, warps=8, stages=2), {"stages": 3}),
+    "attention_prefill": ("prefill_shared", dict(row_tiles=8, warps=8, stages=2, buffers=2), {"stages": 3}),
     "attention": ("decode", dict(row_tiles=1, warps=4, tiles=1, stages=4, min_blocks=2), {"min_blocks": 4}),
 }
 

@@ -391,9 +391,9 @@ def test_static_scales_of_another_form_are_refused(static):
 def test_rows_that_kernels_copy_16_bytes_of_are_aligned(shape):
     """`contiguous` leaves a view at an odd address where it is."""
     x = torch.randn(shape).half()
-    rows, *pitches = writing._rows(misaligned(x))
+    rows, *pitches = writing.rows_of(misaligned(x))
     assert rows.data_ptr() % 16 == 0 and pitches == [256, 128] and torch.equal(rows, x.flatten())
-    assert writing._rows(x)[0].data_ptr() == x.data_ptr()
+    assert writing.rows_of(x)[0].data_ptr() == x.data_ptr()
 
 
 def test_decode_reads_and_writes_aligned_memory(cache, monkeypatch):
