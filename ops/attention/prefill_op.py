@@ -246,6 +246,7 @@ def run(
         launching.check_out(lse, (count, heads), torch.float32, q.device, "lse")
     if count == 0 or most_new == 0:
         return made, lse
+    most_new = min(most_new, count)  # a generous bound costs no CTAs
     at, device = current_targets(target)
     kind = dict(page=cache.page_size, residual=cache.residual_tokens, fresh=k is not None)
     rows, width = most_new * (heads // cache.kv_heads), 0
@@ -256,7 +257,8 @@ def run(
         cache.layout, dtype=str(q.dtype).removeprefix("torch."), **kind, softcap=bool(softcap > 0),
         sinks=sinks is not None, target=at, device=device, schedule=schedule, rows=width,
     )  # fmt: skip
-    op.check_grid(len(cache.lengths), -(-rows // chosen.rows))
+    tiles, stages = -(-rows // chosen.rows), -(-most_new // STAGE) if chosen.new_tokens else 0
+    op.check_grid(len(cache.lengths), max(tiles, stages))
     q = launching.aligned_copy(q) if not q.is_contiguous() or q.data_ptr() % 16 else q
     if out is not None:
         launching.check_apart(out, "out", q=q)
@@ -273,7 +275,7 @@ def run(
         new = fresh_pages(cache, count)
         (k_rows, *k_pitches), (v_rows, *v_pitches) = writing.rows_of(k), writing.rows_of(v)
         lay_out = warm_kernel(chosen.new_tokens, most_new, "prefill")
-        lay_out(k_rows, v_rows, cu_seqlens, new, *k_pitches, *v_pitches, -(-most_new // STAGE), len(cache.lengths))
+        lay_out(k_rows, v_rows, cu_seqlens, new, *k_pitches, *v_pitches, stages, len(cache.lengths))
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     if scale < 0:
         q, scale = -q, -scale
@@ -284,8 +286,7 @@ def run(
         none["static"] if cache.k_static is None else cache.k_static,
         none["static"] if cache.v_static is None else cache.v_static,
         none["sinks"] if sinks is None else sinks, written, lse,
-        max(scale * LOG2E, LEAST_SCALE), softcap * LOG2E, window,
-        -(-rows // chosen.rows),
+        max(scale * LOG2E, LEAST_SCALE), softcap * LOG2E, window, tiles,
     )  # fmt: skip
     return made if written is made else made.copy_(written), lse
 

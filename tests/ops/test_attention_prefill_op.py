@@ -8,7 +8,17 @@ import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import FORMATS, kernel_requests, op, pack_cache, prefill, prefill_op, prefill_requests
+from terrazzo.ops.attention import (
+    FORMATS,
+    kernel_requests,
+    op,
+    pack_cache,
+    prefill,
+    prefill_op,
+    prefill_requests,
+    store,
+    writing,
+)
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_op import fresh_cache, problem_of
 from terrazzo.ops.attention.prefill_operands import exact_converter
@@ -102,6 +112,33 @@ def test_prefill_reads_and_writes_aligned_memory(cache, monkeypatch):
         y = prefill(odd(q), cache, starts, 2, out=out)
         assert torch.equal(y, q + 1) and (out is None or y.data_ptr() == out.data_ptr())
         assert all(x.data_ptr() % 16 == 0 for x in seen[-1])
+
+
+def test_a_generous_bound_launches_no_more(cache, monkeypatch):
+    """Grids are as large as the tokens that there are ask for, those of the kernel that lays them out too."""
+    target, seen = Target.parse("sm_90a"), []
+    monkeypatch.setattr(op, "check_options", lambda *args: None)
+    monkeypatch.setattr(prefill_op, "current_targets", lambda name: (target, target))
+    monkeypatch.setattr(prefill_op, "warm_kernel", lambda *args: lambda *given: seen.append(given))
+    monkeypatch.setattr(writing, "rows_of", lambda x: (x, 256, 128))
+    q, k = torch.zeros(130, 8, 128).half(), torch.zeros(130, 2, 128).half()
+    starts = torch.tensor([0, 130, 130, 130], dtype=torch.int32)
+    for bound in (130, 2**31 - 1):
+        prefill(q, cache, starts, bound, k=k, v=k)
+    (stages, batch), rest = seen[0][-2:], seen[1]
+    assert (stages, batch) == (3, 3) and seen[2][-2:] == (stages, batch)
+    assert seen[3][-1] == rest[-1] == -(-130 * 4 // 64)
+
+
+def test_a_generous_bound_stores_no_more(cache, monkeypatch):
+    target, seen = Target.parse("sm_90a"), []
+    monkeypatch.setattr(writing, "_check", lambda *args: None)
+    monkeypatch.setattr(writing, "current_targets", lambda name: (target, target))
+    monkeypatch.setattr(writing.launching, "warm_kernel", lambda *args: lambda *given: seen.append(given[-4:]))
+    k, starts = torch.zeros(130, 2, 128).half(), torch.tensor([0, 130, 130, 130], dtype=torch.int32)
+    for bound in (130, 2**31 - 1):
+        store(cache, k, k, starts, bound)
+    assert len(seen) % 2 == 0 and seen[: len(seen) // 2] == seen[len(seen) // 2 :]
 
 
 def test_geometry_refuses_what_no_stage_can_hold():
