@@ -236,7 +236,8 @@ def _pool(device: torch.device, operator: str) -> _Pool:
 
 
 @cache
-def _detect(index: int) -> Target:
+def detect(index: int) -> Target:
+    """The GPU of a CUDA device."""
     return Target.detect(index)
 
 
@@ -246,7 +247,7 @@ def targets(packed_for: str | None, device: torch.device, argument: str = "w") -
 
     if device.type != "cuda":
         raise ArgumentError(argument, str(device), "must be on a CUDA device", f"move it with {argument}.to('cuda')")
-    here = _detect(torch.cuda.current_device() if device.index is None else device.index)
+    here = detect(torch.cuda.current_device() if device.index is None else device.index)
     if packed_for is None or packed_for == here.arch:
         return here, here
     if packed_for == "sm_80":
@@ -302,11 +303,29 @@ def not_packed(w: Any, operator: str) -> ArgumentError:
 
 
 def check_tensor(x: Any, name: str, what: str) -> None:
-    """Raise ArgumentError unless x is a torch tensor."""
+    """Raise ArgumentError unless x is a dense torch tensor."""
     import torch
 
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(name, type(x).__name__, f"must be a torch tensor, {what}", "convert it: torch.as_tensor")
+    if x.layout is not torch.strided:
+        raise ArgumentError(name, str(x.layout), f"must be a dense tensor, {what}", "convert it: x.to_dense()")
+
+
+def is_traced(*given: Any) -> bool:
+    """Whether a call goes to torch's dispatcher: it is compiled, or a tensor is fake or of another subclass."""
+    import torch
+
+    eager = (torch.Tensor, torch.nn.Parameter)
+    return torch.compiler.is_compiling() or any(isinstance(x, torch.Tensor) and type(x) not in eager for x in given)
+
+
+def check_untraced(**options: Any) -> None:
+    """Raise ArgumentError for an option that a traced call would not hand on."""
+    for name, value in options.items():
+        if value is not None:
+            constraint = "cannot be given where a call is traced (torch.compile, fake tensors, subclasses)"
+            raise ArgumentError(name, value, constraint, "leave it out")
 
 
 def check_last(x: torch.Tensor, k: int) -> None:
@@ -375,13 +394,14 @@ def copy_out(out: torch.Tensor | None, y: torch.Tensor) -> torch.Tensor:
     return out.copy_(y)
 
 
-def check_apart(out: torch.Tensor, name: str, **read: torch.Tensor | None) -> None:
-    """Raise ArgumentError if a kernel would write to contiguous `out` what it reads as one of the contiguous others."""
+def check_apart(out: torch.Tensor, name: str, /, **read: torch.Tensor | None) -> None:
+    """Raise ArgumentError if contiguous `out`, which a kernel writes to, shares memory with one of the contiguous
+    others, which it reads or writes."""
     start = out.data_ptr()
     end = start + out.nbytes
     for other, x in read.items():
         if x is not None and x.data_ptr() < end and start < x.data_ptr() + x.nbytes:
-            constraint = f"shares memory with {other}, which is read while it is written"
+            constraint = f"shares memory with {other}, which the same kernel reads or writes"
             raise ArgumentError(name, f"{list(out.shape)}", constraint, f"write to other memory, or clone {other}")
 
 

@@ -66,7 +66,7 @@ class Prefill:
 
 def every(problem: PrefillProblem, target: Target) -> list[Prefill]:
     """The schedules to choose from, best first for long prompts: "shared" where the target has wgmma, the widest tile
-    of rows that registers allow, and as many stages as fit, up to 4."""
+    of rows that registers allow, three buffers before two, and as many stages as fit beside them, up to 4."""
     made = []
     if target.supports("wgmma.f16"):
         made += [
@@ -77,6 +77,32 @@ def every(problem: PrefillProblem, target: Target) -> list[Prefill]:
         ]
     made += [Prefill("mma", _MMA_ROWS[problem.head_dim], warps, n) for warps in (8, 4) for n in (4, 3, 2)]
     return [schedule for schedule in made if schedule.smem_bytes(problem) + _STATIC <= target.smem_per_block]
+
+
+def check(schedule: Prefill, problem: PrefillProblem, target: Target) -> None:
+    """That a schedule which somebody chose can be launched.
+
+    Raises:
+        ArgumentError: counts that its program does not take, or more shared memory than a block has.
+    """
+    if schedule.program == "shared":
+        warps = _SHARED_WARPS[problem.head_dim]
+        fits = schedule.row_tiles == 8 and schedule.warps in warps and schedule.buffers in (2, 3)
+        constraint = f"shared has 8 row tiles, {warps} warps and 2 or 3 buffers"
+        if not target.supports("wgmma.f16"):
+            fits, constraint = False, f"{target.arch} has no wgmma, which shared needs"
+    else:
+        most = _MMA_ROWS[problem.head_dim]
+        fits = 1 <= schedule.row_tiles <= most and 1 <= schedule.warps <= 32
+        constraint = f"mma has 1 to {most} row tiles and 1 to 32 warps"
+    if fits and schedule.stages < 2:
+        fits, constraint = False, "a ring has two stages or more"
+    if not fits:
+        raise ArgumentError("schedule", schedule, f"head_dim {problem.head_dim}: {constraint}", "leave it out")
+    size = schedule.smem_bytes(problem) + _STATIC
+    if size > target.smem_per_block:
+        constraint = f"needs {size} bytes of shared memory, a block on {target.arch} has {target.smem_per_block}"
+        raise ArgumentError("schedule", schedule, constraint, "use fewer stages or buffers")
 
 
 def choose(problem: PrefillProblem, target: Target, rows: int = 0) -> Prefill:

@@ -47,7 +47,7 @@ def steps(monkeypatch) -> list[tuple[str, list[int]]]:
         }
 
     for holder, name, value in (
-        (gemm_bench, "DEVICE", "cpu"), (launch, "detect", lambda: Target.parse("nvidia/nvidia-h200")),
+        (gemm_bench, "DEVICE", "cpu"), (launch, "detect", lambda *args: Target.parse("nvidia/nvidia-h200")),
         (measure, "copy_bandwidth", lambda: 4000.0), (measure, "time_calls", time_calls),
         (measure, "time_in_turn", time_in_turn), (writing, "store", store), (writing, "append", append),
         (op, "decode", decode), (torch.cuda, "empty_cache", lambda: None),

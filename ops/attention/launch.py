@@ -5,35 +5,49 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from terrazzo.lowering.errors import CaptureError, TargetError
+from terrazzo.lowering.errors import ArgumentError, CaptureError, TargetError
 from terrazzo.lowering.targets import Target
+from terrazzo.ops import launching
 
 if TYPE_CHECKING:
     import torch
 
+PTX = "sm_80"
+"""The target whose programs newer GPUs run, compiled by the driver."""
 
-def current_targets(target: Target | str | None) -> tuple[Target, Target]:
-    """The target whose program runs (None: the GPU's own), and the GPU."""
-    here = detect()
+
+def current_targets(target: Target | str | None, device: torch.device | None = None) -> tuple[Target, Target]:
+    """The target whose program runs (None: the GPU's own), and the GPU: that of a device, or the current one.
+
+    Raises:
+        ArgumentError: a target whose programs that GPU does not run.
+    """
+    here = detect(device)
     at = here if target is None else Target.parse(target)
-    return (here if at.arch == here.arch else at), here
+    if at.arch == here.arch:
+        return here, here
+    if at.arch != PTX:
+        constraint = f"{here.name} runs programs of {here.arch} and, from their PTX, of {PTX}"
+        raise ArgumentError("target", at.arch, constraint, "leave it out")
+    return at, here
 
 
 def requested_targets(target: Target | str | None) -> tuple[Target, Target]:
-    """As `current_targets`, to compile ahead: where no GPU is seen, a target that is named stands for both."""
+    """As `current_targets`, to compile ahead: a Target, and an architecture that no GPU here runs, stand for both."""
+    if isinstance(target, Target):
+        return target, target
     try:
         return current_targets(target)
-    except TargetError:
+    except (TargetError, ArgumentError):
         if target is None:
             raise
     at = Target.parse(target)
     return at, at
 
 
-@lru_cache(maxsize=1)
-def detect() -> Target:
-    """The current GPU."""
-    return Target.detect()
+def detect(device: torch.device | None = None) -> Target:
+    """The GPU of a device, or the current one."""
+    return Target.detect() if device is None or device.index is None else launching.detect(device.index)
 
 
 @lru_cache(maxsize=16)
@@ -50,12 +64,29 @@ def stand_ins(device: torch.device) -> dict[str, torch.Tensor]:
     }
 
 
-@lru_cache(maxsize=256)
-def own_slots(batch: int, device: torch.device) -> torch.Tensor:
-    """Residual block b for sequence b."""
+_multiples: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+
+
+def multiples(count: int, step: int, device: torch.device) -> torch.Tensor:
+    """int32 [count] on the device: 0, step, 2 * step, ... Captured graphs hold the addresses, so nothing is freed."""
     import torch
 
-    return torch.arange(batch, dtype=torch.int32, device=device)
+    held = _multiples.setdefault((device, step), [])
+    if held and len(held[-1]) >= count:
+        return held[-1][:count]
+    room = max(64, 1 << (count - 1).bit_length())
+    room = room if room * step < launching.LARGEST else count
+    made = torch.arange(0, room * step, step, dtype=torch.int32, device=device)
+    if launching.may_keep():  # one that a graph makes has no value before the graph is replayed
+        if made.is_cuda:
+            torch.cuda.synchronize(device)  # other streams may read it at once
+        held.append(made)
+    return made[:count]
+
+
+def own_slots(batch: int, device: torch.device) -> torch.Tensor:
+    """Residual block b for sequence b."""
+    return multiples(batch, 1, device)
 
 
 _counters: dict[tuple, list[torch.Tensor]] = {}

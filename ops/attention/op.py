@@ -18,6 +18,7 @@ from terrazzo.ops.attention.launch import current_targets, own_slots, requested_
 from terrazzo.ops.attention.warpgroup_macros import supports
 from terrazzo.schedules import attention as schedules
 from terrazzo.schedules import attention_space, records, spaces
+from terrazzo.schedules.checks import check_fields
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,9 @@ MAX_QUERY_TOKENS = 8
 DTYPES = ("float16", "bfloat16")
 NUMBERS = (float, int, Real)  # in this order: an abstract type takes a microsecond to ask
 MOST = 1e38
-"""Largest scale and softcap: times LOG2E, they are float32."""
+"""Largest scale: times LOG2E, it is a float32."""
+MOST_CAP = 1024
+"""Largest softcap: tanh's error, times it, is below an ulp of a 16-bit weight."""
 GRID = 65535
 """Most CTAs along the second and third dimension of a launch."""
 
@@ -127,12 +130,20 @@ def decode_requests(
 ) -> list[KernelRequest]:
     """The kernels that `decode` of q [B, q_len, Hq, D] launches, to compile them up front.
 
+    Args:
+        q_shape: (B, q_len, Hq, D), q_len 1..8, Hq a multiple of the cache's kv heads.
+        cache: as `decode` gets it; `max_length` counts, the lengths on the device do not. It may lie on the CPU.
+        dtype: of q, "float16" or "bfloat16". softcap, sinks: whether `decode` gets one.
+        schedule: the kernel's; None for a tuned record's or the heuristic's.
+        target: see `decode`; where there is no GPU, the one to compile for.
+
     Raises:
-        ArgumentError: an argument that does not fit.
+        ArgumentError: an argument that does not fit. TargetError: an unknown target, or None where there is no GPU.
     """
     check_kind(cache)
     cache.check()
     check_facts(dtype, softcap=softcap, sinks=sinks)
+    check_fields(schedule, schedules.Decode, schedules.WarpgroupDecode)
     kv_heads, head_dim = cache.kv_heads, cache.layout.head_dim
     fits = isinstance(q_shape, (tuple, list)) and len(q_shape) == 4 and all(type(n) is int and n > 0 for n in q_shape)
     if not fits or q_shape[1] > MAX_QUERY_TOKENS or q_shape[2] % kv_heads or q_shape[3] != head_dim:
@@ -242,12 +253,12 @@ def decode(
         window: newest tokens that a row sees, itself included; 0 for all.
         sinks: f32 [Hq], logits that take part in the softmax without a value.
         out: contiguous, shape and dtype of q, no memory of it. lse: f32 [B, q_len, Hq], receives log2 of the softmax's
-            denominator (sinks included).
-        splits: CTAs along each sequence; schedule: the kernel's; None for the heuristics.
-        target: run the program of an older target ("sm_80", as PTX); None for this GPU's.
+            denominator (sinks included); no memory of another argument.
+        splits: CTAs along each sequence; schedule: the kernel's; None for tuned records and the heuristics. target: run
+            the program of an older target ("sm_80", as PTX); None for this GPU's. Not in traced calls.
 
     Returns:
-        out. A row that sees no token is 0, with lse -inf.
+        out. A row that sees no token is 0, with lse -inf, or the sink's logit in units of log2.
 
     Raises:
         ArgumentError: an argument that does not fit; q that requires a gradient, as there is none. CaptureError: a
@@ -260,9 +271,14 @@ def decode(
     shape = q.shape
     if q.dim() == 3:
         q = q.unsqueeze(1)
-    if torch.compiler.is_compiling() or type(q) is not torch.Tensor:  # traced, fake or another subclass: dispatch
+    launching.check_no_grad(q, "attention", "q")
+    if launching.is_traced(q, cache.pages):
         from terrazzo.ops.attention import torch_op
 
+        launching.check_untraced(splits=splits, schedule=schedule, target=target)
+        check_kinds(sinks=sinks)
+        if not torch.compiler.is_compiling():
+            check_numbers(scale, softcap, window)
         made, sums = torch_op.call_decode(q, cache, scale, softcap, window, sinks)
         if lse is not None:
             launching.check_out(lse, sums.shape, sums.dtype, sums.device, "lse")
@@ -297,17 +313,19 @@ def run(
 
     _check(q, cache, sinks)
     check_options(q, scale, softcap, window)
+    check_fields(schedule, schedules.Decode, schedules.WarpgroupDecode)
     batch, new, heads, head_dim = q.shape
     made = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if lse is None:
         lse = torch.empty(batch, new, heads, dtype=torch.float32, device=q.device)
     else:
         launching.check_out(lse, (batch, new, heads), torch.float32, q.device, "lse")
+        launching.check_apart(lse, "lse", q=q, out=made, sinks=sinks)
     if batch == 0:
         return made, lse
     if splits is not None and (type(splits) is not int or not 1 <= splits <= decode_program.MAX_SPLITS):
         raise ArgumentError("splits", splits, f"must be 1..{decode_program.MAX_SPLITS}", "leave it out")
-    at, device = current_targets(target)
+    at, device = current_targets(target, q.device)
     chosen = plan(
         cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, cache.max_length,
         dtype=str(q.dtype).removeprefix("torch."), page=cache.page_size, residual=cache.residual_tokens,
@@ -362,19 +380,33 @@ def check_kind(cache: PackedCache) -> None:
         raise ArgumentError("cache", type(cache).__name__, "must be a PackedCache", remedy)
 
 
+def check_kinds(**tensors: torch.Tensor | None) -> None:
+    """What traced calls are asked of tensors; the rest is checked where the operator runs."""
+    for name, x in tensors.items():
+        if x is not None:
+            launching.check_tensor(x, name, "see the operator's arguments")
+
+
 def check_options(q: torch.Tensor, scale: float | None, softcap: float, window: int) -> None:
     """What decode and prefill ask of their options and, after all else, of the place of q."""
     launching.check_no_grad(q, "attention", "q")
+    check_numbers(scale, softcap, window)
+    if not q.is_cuda:
+        raise ArgumentError("q", str(q.device), "must be on a CUDA device, with the cache", "move both there")
+
+
+def check_numbers(scale: float | None, softcap: float, window: int) -> None:
+    """Raise ArgumentError unless the options of the softmax are numbers that a kernel takes."""
     if scale is not None and not (isinstance(scale, NUMBERS) and -MOST <= scale <= MOST):
         raise ArgumentError("scale", scale, f"must be finite, a number up to {MOST}", "leave it out for 1 / sqrt(D)")
-    if not (isinstance(softcap, NUMBERS) and 0 <= softcap <= MOST):
-        constraint = f"must be finite, 0 (none) or positive, up to {MOST}"
+    if not (isinstance(softcap, NUMBERS) and 0 <= softcap <= MOST_CAP):
+        constraint = (
+            f"must be 0 (none) or positive, up to {MOST_CAP}: the kernels' tanh errs by 2^-22, logits by that many"
+        )
         raise ArgumentError("softcap", softcap, constraint, "pass 0.0")
     if type(window) is not int or not 0 <= window < launching.LARGEST:
         constraint = f"must be 0 (all tokens) or positive, below {launching.LARGEST}"
         raise ArgumentError("window", window, constraint, "pass 0")
-    if not q.is_cuda:
-        raise ArgumentError("q", str(q.device), "must be on a CUDA device, with the cache", "move both there")
 
 
 def check_grid(batch: int, second: int) -> None:

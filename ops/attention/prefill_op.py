@@ -19,6 +19,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
 from terrazzo.ops.attention import new_tokens_program, op, prefill_mma, prefill_shared, writing
+from terrazzo.ops.attention.cache import residual_of
 from terrazzo.ops.attention.launch import current_targets, own_slots, requested_targets, stand_ins
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.op import LOG2E
@@ -26,6 +27,7 @@ from terrazzo.ops.attention.prefill_stages import STAGE, Geometry, plain_layout
 from terrazzo.ops.launching import ptx_flags, warm_kernel
 from terrazzo.schedules import attention_prefill as schedules
 from terrazzo.schedules import records, spaces
+from terrazzo.schedules.checks import check_fields
 from terrazzo.schedules.prefill_space import Prefill
 
 if TYPE_CHECKING:
@@ -79,6 +81,8 @@ def plan(
         ArgumentError: a page size, a residual block or a schedule that does not fit.
     """
     problem = problem_of(layout, page, residual, fresh)
+    if schedule is not None:
+        schedules.check(schedule, problem, target)
     if schedule is None and (softcap or sinks):  # options need registers that a tuned or a wide schedule may not leave
         rows = min(rows or 128, 128)
     if schedule is None and rows:
@@ -123,7 +127,7 @@ def prefill_requests(
     *,
     dtype: str = "float16",
     page: int = 0,
-    residual: int = 0,
+    residual: int | None = None,
     fresh: bool = False,
     softcap: bool = False,
     sinks: bool = False,
@@ -133,19 +137,22 @@ def prefill_requests(
     """The kernels that `prefill` launches on caches of this kind, to compile them up front.
 
     Args:
-        dtype: of q, k and v. page: tokens of a page, 0 for contiguous caches. residual: tokens of the residual block.
-        fresh: whether k and v are given. target: an architecture, None for this GPU's.
+        dtype: of q, k and v. page: tokens of a page, 0 for contiguous caches. residual: tokens of the residual block,
+            None for the format's. fresh: whether k and v are given. schedule: see `prefill`. target: an architecture
+            or a Target, None for this GPU's.
 
     Raises:
         ArgumentError: an argument of another type, or a size that does not fit.
     """
     if not isinstance(layout, CacheLayout):
         raise ArgumentError("layout", type(layout).__name__, "must be a CacheLayout", "CacheLayout('int4', ...)")
+    residual = residual_of(layout, residual)
     op.check_facts(dtype, page=page, residual=residual, fresh=fresh, softcap=softcap, sinks=sinks)
-    at, device = (target, target) if isinstance(target, Target) else requested_targets(target)
+    check_fields(schedule, schedules.Prefill)
+    at, device = requested_targets(target)
     kind = dict(page=page, residual=residual, fresh=fresh)
     facts = dict(dtype=dtype, softcap=softcap, sinks=sinks, schedule=schedule, target=at, device=device)
-    widths = [0] if schedule else schedules.widths(problem_of(layout, **kind), at)
+    widths = [0] if schedule is not None else schedules.widths(problem_of(layout, **kind), at)
     plans = [plan(layout, **kind, **facts, rows=rows) for rows in (0, *widths)]
     wanted = [it.request for it in plans] + [it.new_tokens for it in plans if it.new_tokens]
     return list(dict.fromkeys(wanted))
@@ -179,32 +186,39 @@ def prefill(
             last row of a sequence sees its whole length, each row before one token less.
         cache: the sequences' keys and values.
         cu_seqlens: int32 [B + 1], where each sequence's new tokens begin, and their number; a sequence may have none.
-        most_new: at least the new tokens of every sequence; host-side, for the number of CTAs.
+        most_new: at least the new tokens of every sequence; host-side, for the number of CTAs. Rows of q behind the
+            last sequence's are not looked at, and what out and lse have there stays.
         k, v: dtype of q, [N, Hkv, D], or None.
         scale: softmax scale, default 1 / sqrt(D). softcap: logits are capped at +-softcap by tanh; 0 for none.
         window: newest tokens that a row sees, itself included; 0 for all.
         sinks: f32 [Hq], logits that take part in the softmax without a value.
         out: contiguous, shape and dtype of q, no memory of it. lse: f32 [N, Hq], receives log2 of the softmax's
-            denominator (sinks included).
-        schedule: the kernel's; None for the heuristic.
-        target: run the program of an older target ("sm_80", as PTX); None for this GPU's.
+            denominator (sinks included); no memory of another argument.
+        schedule: the kernel's; None for a tuned record's or the heuristic's. target: run the program of an older
+            target ("sm_80", as PTX); None for this GPU's. Neither can be given to a traced call.
 
     Returns:
-        out. A row that sees no token is 0, with lse -inf.
+        out. A row that sees no token is 0, with lse -inf, or the sink's logit in units of log2.
 
     Raises:
-        ArgumentError: an argument that does not fit; on sm_86 and sm_89, head_dim 256 with anything in f16 (k and v, a
-            residual block, the cache itself): two stages of it exceed shared memory; q that requires a gradient, as
-            there is none. CaptureError: a kernel never launched before, in graph capture.
+        ArgumentError: an argument that does not fit; on sm_86 and sm_89, head_dim 256 with unquantized tokens (k and v,
+            a residual block, or 16-bit keys and values of at least 8 bits): two stages exceed shared memory; q that
+            requires a gradient, as there is none. CaptureError: a kernel never launched before, in graph capture.
     """
     import torch
 
     launching.check_tensor(q, "q", "[new tokens, Hq, D]")
     op.check_kind(cache)
     options = dict(scale=scale, softcap=softcap, window=window, sinks=sinks)
-    if torch.compiler.is_compiling() or type(q) is not torch.Tensor:  # traced, fake or another subclass: dispatch
+    launching.check_no_grad(q, "attention", "q")
+    if launching.is_traced(q, cache.pages):
         from terrazzo.ops.attention import torch_op
 
+        launching.check_untraced(schedule=schedule, target=target)
+        op.check_kinds(cu_seqlens=cu_seqlens, k=k, v=v, sinks=sinks)
+        if not torch.compiler.is_compiling():
+            writing.check_most_new(most_new)
+            op.check_numbers(scale, softcap, window)
         made, sums = torch_op.call_prefill(q, cache, cu_seqlens, most_new, k, v, *options.values())
         if lse is not None:
             launching.check_out(lse, sums.shape, sums.dtype, sums.device, "lse")
@@ -236,6 +250,7 @@ def run(
 
     _check(q, cache, cu_seqlens, most_new, k, v, sinks)
     op.check_options(q, scale, softcap, window)
+    check_fields(schedule, schedules.Prefill)
     count, heads, head_dim = q.shape
     made = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if out is not None:
@@ -244,10 +259,11 @@ def run(
         lse = torch.empty(count, heads, dtype=torch.float32, device=q.device)
     else:
         launching.check_out(lse, (count, heads), torch.float32, q.device, "lse")
-    if count == 0 or most_new == 0:
+        launching.check_apart(lse, "lse", q=q, out=made, sinks=sinks)
+    if count == 0:
         return made, lse
     most_new = min(most_new, count)  # a generous bound costs no CTAs
-    at, device = current_targets(target)
+    at, device = current_targets(target, q.device)
     kind = dict(page=cache.page_size, residual=cache.residual_tokens, fresh=k is not None)
     rows, width = most_new * (heads // cache.kv_heads), 0
     if schedule is None:
@@ -329,6 +345,7 @@ def _check(q, cache: PackedCache, cu_seqlens, most_new: int, k, v, sinks) -> Non
         seen = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
         raise ArgumentError("cu_seqlens", seen, f"must be int32 [{batch + 1}] on {q.device}", "cast it")
     writing.check_most_new(most_new)
+    writing.check_some_new("q", len(q), most_new, batch)
     if (k is None) != (v is None):
         raise ArgumentError("v" if v is None else "k", None, "k and v come together", "pass both, or neither")
     for name, x in (("k", k), ("v", v)):

@@ -10,7 +10,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
 from terrazzo.ops.attention import op, write_program
-from terrazzo.ops.attention.launch import current_targets, own_slots, stand_ins
+from terrazzo.ops.attention.launch import current_targets, multiples, own_slots, stand_ins
 
 if TYPE_CHECKING:
     import torch
@@ -72,14 +72,14 @@ def append(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, *, target: Targ
         ArgumentError: an argument that does not fit; k or v that requires a gradient, as there is none. CaptureError: a
             kernel never launched before, in graph capture.
     """
-    import torch
 
     _check_kinds("append", cache, k, v, "[B, q_len, Hkv, D]")
     if k.dim() == 3 and v.dim() == 3:
         k, v = k.unsqueeze(1), v.unsqueeze(1)
-    if torch.compiler.is_compiling() or type(k) is not torch.Tensor:  # traced, fake or another subclass: dispatch
+    if launching.is_traced(k, cache.pages):
         from terrazzo.ops.attention import torch_op
 
+        launching.check_untraced(target=target)
         return torch_op.call_append(cache, k, v)
     run_append(cache, k, v, target)
 
@@ -94,7 +94,7 @@ def run_append(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, target: Tar
     if batch * new == 0:
         _check(cache, k, v)
         return
-    _write(cache, k, v, _even_starts(batch, new, k.device), new, target)
+    _write(cache, k, v, multiples(batch + 1, new, k.device), new, target)
 
 
 def store(
@@ -121,9 +121,12 @@ def store(
 
     _check_kinds("store", cache, k, v, "[tokens, Hkv, D]")
     launching.check_tensor(cu_seqlens, "cu_seqlens", "int32 [B + 1]")
-    if torch.compiler.is_compiling() or type(k) is not torch.Tensor:  # traced, fake or another subclass: dispatch
+    if launching.is_traced(k, cache.pages):
         from terrazzo.ops.attention import torch_op
 
+        launching.check_untraced(target=target)
+        if not torch.compiler.is_compiling():
+            check_most_new(most_new)
         return torch_op.call_store(cache, k, v, cu_seqlens, most_new)
     run_store(cache, k, v, cu_seqlens, most_new, target)
 
@@ -148,7 +151,8 @@ def run_store(
         seen = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
         raise ArgumentError("cu_seqlens", seen, f"must be int32 {list(size)} on {k.device}", "cast it")
     check_most_new(most_new)
-    if len(k) and most_new:
+    check_some_new("k", len(k), most_new, len(cache.lengths))
+    if len(k):
         _write(cache, k, v, cu_seqlens.contiguous(), min(most_new, len(k)), target)  # a generous bound costs no CTAs
     else:
         _check(cache, k, v)
@@ -159,6 +163,13 @@ def check_most_new(most_new: int) -> None:
     if type(most_new) is not int or not 0 <= most_new < launching.LARGEST:
         constraint = f"must be an integer, not negative, below {launching.LARGEST}"
         raise ArgumentError("most_new", most_new, constraint, "pass the longest sequence's new tokens")
+
+
+def check_some_new(name: str, count: int, most_new: int, batch: int) -> None:
+    """Raise ArgumentError where rows of new tokens belong to no sequence, so that no kernel would look at them."""
+    if count and not (most_new and batch):
+        seen = f"{count} tokens, most_new {most_new}, {batch} sequences"
+        raise ArgumentError(name, seen, "has new tokens of no sequence", "pass the longest sequence's as most_new")
 
 
 def _check_kinds(operator: str, cache: PackedCache, k: torch.Tensor, v: torch.Tensor, shape: str) -> None:
@@ -186,7 +197,7 @@ def _check(cache: PackedCache, k: torch.Tensor, v: torch.Tensor) -> None:
 
 def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """(flat view of its memory, token pitch, head pitch) of x [..., Hkv, D], copied where rows are not 16-byte
-    aligned or not evenly spaced."""
+    aligned or not evenly spaced, or heads so far apart that kernels cannot count it."""
     heads, dim = x.shape[-2:]
     tokens = x.shape[:-2].numel()
     pitch = x.stride(-3)
@@ -194,7 +205,7 @@ def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     if x.dim() == 4 and x.shape[1] == 1:
         pitch = x.stride(0)
     aligned = x.stride(-1) == 1 and not (pitch % 8 or x.stride(-2) % 8 or x.data_ptr() % 16)
-    if not (even and aligned):
+    if not (even and aligned) or max(pitch, heads * x.stride(-2)) >= launching.LARGEST:
         x = launching.aligned_copy(x)
         pitch = heads * dim
     span = (tokens - 1) * pitch + (heads - 1) * x.stride(-2) + dim
@@ -203,7 +214,7 @@ def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 
 def _write(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, most_new: int, target) -> None:
     _check(cache, k, v)
-    at, device = current_targets(target)
+    at, device = current_targets(target, k.device)
     kernel = launching.warm_kernel(
         write_request(cache, str(k.dtype).removeprefix("torch."), at, device), most_new, "append"
     )
@@ -221,10 +232,3 @@ def _write(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.T
             none["static"] if cache.v_static is None else cache.v_static,
             *k_pitches, *v_pitches, first, blocks, -(-pairs // per), per, touched,
         )  # fmt: skip
-
-
-@lru_cache(maxsize=256)
-def _even_starts(batch: int, new: int, device: torch.device) -> torch.Tensor:
-    import torch
-
-    return torch.arange(0, batch * new + 1, new, dtype=torch.int32, device=device)

@@ -104,7 +104,7 @@ def test_prefill_reads_and_writes_aligned_memory(cache, monkeypatch):
         rest[-6].copy_(q + 1)
 
     monkeypatch.setattr(op, "check_options", lambda *args: None)
-    monkeypatch.setattr(prefill_op, "current_targets", lambda name: (target, target))
+    monkeypatch.setattr(prefill_op, "current_targets", lambda *args: (target, target))
     monkeypatch.setattr(prefill_op, "warm_kernel", lambda *args: kernel)
     q, starts = torch.randn(4, 8, 128).half(), torch.tensor([0, 1, 2, 4], dtype=torch.int32)
     odd = lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
@@ -118,7 +118,7 @@ def test_a_generous_bound_launches_no_more(cache, monkeypatch):
     """Grids are as large as the tokens that there are ask for, those of the kernel that lays them out too."""
     target, seen = Target.parse("sm_90a"), []
     monkeypatch.setattr(op, "check_options", lambda *args: None)
-    monkeypatch.setattr(prefill_op, "current_targets", lambda name: (target, target))
+    monkeypatch.setattr(prefill_op, "current_targets", lambda *args: (target, target))
     monkeypatch.setattr(prefill_op, "warm_kernel", lambda *args: lambda *given: seen.append(given))
     monkeypatch.setattr(writing, "rows_of", lambda x: (x, 256, 128))
     q, k = torch.zeros(130, 8, 128).half(), torch.zeros(130, 2, 128).half()
@@ -133,7 +133,7 @@ def test_a_generous_bound_launches_no_more(cache, monkeypatch):
 def test_a_generous_bound_stores_no_more(cache, monkeypatch):
     target, seen = Target.parse("sm_90a"), []
     monkeypatch.setattr(writing, "_check", lambda *args: None)
-    monkeypatch.setattr(writing, "current_targets", lambda name: (target, target))
+    monkeypatch.setattr(writing, "current_targets", lambda *args: (target, target))
     monkeypatch.setattr(writing.launching, "warm_kernel", lambda *args: lambda *given: seen.append(given[-4:]))
     k, starts = torch.zeros(130, 2, 128).half(), torch.tensor([0, 130, 130, 130], dtype=torch.int32)
     for bound in (130, 2**31 - 1):
