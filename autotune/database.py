@@ -211,11 +211,18 @@ class Database:
         self.close()
 
     def add(self, trials: Iterable[Trial]) -> int:
-        """Keep trials, those whose uid is known already excepted; committed when this returns. How many were new."""
+        """Keep trials, those whose uid is known already excepted; committed when this returns. How many were new.
+
+        Raises:
+            ArgumentError: the status of a trial is none of `STATUSES`; nothing is kept.
+        """
         columns = ("uid", "job", "op", "facts", "m", "program", "schedule", "role", *MACHINE)
         columns += ("status", "us", "spread", "predicted_us", "error", "bound", "bound_us", "created")
         rows = []
         for it in trials:
+            if it.status not in STATUSES:
+                constraint = f"must be one of {', '.join(STATUSES)}"
+                raise ArgumentError("status", it.status, constraint, "give the trial one of these")
             own = (it.uid, it.job, it.problem.op, it.problem.text, it.problem.m, it.program, it.schedule, it.role)
             made = tuple(asdict(it.machine)[name] for name in MACHINE)
             rows.append((*own, *made, *(getattr(it, name) for name in columns[len(own) + len(made) :])))

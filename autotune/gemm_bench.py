@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.w4a16.format import QuantizedWeight
+    from terrazzo.schedules.roofline import Roofline
 
 CHECKED_ROWS = 512
 """Rows of y that are compared with the reference; with more tokens, the first, the last and a random choice between.
@@ -223,6 +224,31 @@ class Shape(ABC):
     def facts(self, m: int, requests: Sequence[KernelRequest]) -> dict[str, Any]:
         """What a row says before anything is measured."""
 
+    def unmeasured(
+        self, op: str, stored: str, m: int, requests: Sequence[KernelRequest], roof: Roofline
+    ) -> dict[str, Any]:
+        """`facts` in the order that result files have.
+
+        Args:
+            stored: the weight's format. requests: the kernels of the product. roof: what bounds it, and its time.
+        """
+        return {
+            "op": op,
+            "format": stored,
+            "dtype": self.settings.dtype,
+            "group": self.settings.group,
+            "m": m,
+            "n": self.n,
+            "k": self.k,
+            "us": None,
+            "spread": None,
+            "bytes": self.packed[0].nbytes,
+            "peers": {},
+            "schedule": schedule_text(requests),
+            "bound": roof.bound,
+            "predicted_us": round(roof.us, 2),
+        }
+
     @abstractmethod
     def expected(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[torch.Tensor, ...]:
         """(rows compared, float64 reference, bound for us, bound for peers, which round each weight once in 16 bits and
@@ -363,23 +389,8 @@ class W4A16Shape(Shape):
         return weight, w4a16.pack(weight), ("words", "params"), w4a16.dequantize(weight, "exact", self.dtype)
 
     def facts(self, m: int, requests: Sequence[KernelRequest]) -> dict[str, Any]:
-        s, roof = self.settings, self.roofline(m, requests)
-        return {
-            "op": "w4a16",
-            "format": "u4" if s.symmetric else "u4_zeros",
-            "dtype": s.dtype,
-            "group": s.group,
-            "m": m,
-            "n": self.n,
-            "k": self.k,
-            "us": None,
-            "spread": None,
-            "bytes": self.packed[0].nbytes,
-            "peers": {},
-            "schedule": schedule_text(requests),
-            "bound": roof.bound,
-            "predicted_us": round(roof.us, 2),
-        }
+        stored = "u4" if self.settings.symmetric else "u4_zeros"
+        return self.unmeasured("w4a16", stored, m, requests, self.roofline(m, requests))
 
     def expected(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[torch.Tensor, ...]:
         from terrazzo.ops.w4a16 import reference
@@ -396,7 +407,7 @@ class W4A16Shape(Shape):
 
         return {OURS: lambda packed, out: gemm(x, packed, out=out)}
 
-    def roofline(self, m: int, requests: Sequence[KernelRequest]) -> Any:
+    def roofline(self, m: int, requests: Sequence[KernelRequest]) -> Roofline:
         from terrazzo.layouts import get_converter
         from terrazzo.ops.w4a16.operand import Operand
         from terrazzo.schedules.roofline import weight_only_gemm

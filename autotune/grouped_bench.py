@@ -60,11 +60,11 @@ def turned(packed: Any, experts: int) -> list[Any]:
     return made
 
 
-def random_counts(m: int, experts: int, seed: int = 0) -> list[int]:
+def random_counts(m: int, experts: int) -> list[int]:
     """Rows of each expert: each of m rows goes to a random one."""
     import torch
 
-    picks = torch.randint(experts, (m,), generator=torch.Generator().manual_seed(seed + m))
+    picks = torch.randint(experts, (m,), generator=torch.Generator().manual_seed(m))
     return torch.bincount(picks, minlength=experts).tolist()
 
 

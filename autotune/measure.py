@@ -36,6 +36,7 @@ PAUSE_S, BURST_MS, RAMP_MS = 0.05, 35.0, 2.0
 MIN_REPLAYS, MAX_REPLAYS = 5, 40
 _GRAPH_MS = 1.0  # length of one replay aimed at: long against the microseconds between two replays
 _MAX_LAUNCHES = 512
+_COPIED, _COPY_REPEATS = 1 << 31, 12  # bytes: far beyond any L2 cache
 
 
 @dataclass(frozen=True)
@@ -227,18 +228,18 @@ def _times(launches: Sequence[Callable[[], object]], count: int) -> list[list[fl
     return found
 
 
-def copy_bandwidth(nbytes: int = 1 << 31, device: str = "cuda", repeats: int = 12) -> float:
-    """GB/s of a device-to-device copy of `nbytes`, bytes read plus bytes written: the ceiling that a run is held to.
+def copy_bandwidth() -> float:
+    """GB/s of a device-to-device copy of 2 GiB, bytes read plus bytes written: the ceiling that a run is held to.
 
     Launched one by one: inside a CUDA graph large copies go to the copy engine, which reaches two thirds of it (H200).
     """
     import torch
 
-    source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device=device)
+    source = torch.randint(0, 255, (_COPIED,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     target.copy_(source)
-    times = _times([lambda: target.copy_(source)], repeats)[0]
-    return 2 * nbytes / summarize(times).us / 1e3
+    times = _times([lambda: target.copy_(source)], _COPY_REPEATS)[0]
+    return 2 * _COPIED / summarize(times).us / 1e3
 
 
 def call_overhead_us(call: Callable[[], object], calls: int = 100, rounds: int = 7) -> float:

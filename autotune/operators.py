@@ -594,5 +594,5 @@ def get_operator(name: str) -> Operator:
         ArgumentError: one that cannot be tuned.
     """
     if name not in OPERATORS:
-        raise ArgumentError("op", name, f"must be one of {', '.join(OPERATORS)}", "see `terrazzo ops`")
+        raise ArgumentError("op", name, f"must be one of {', '.join(OPERATORS)}", "use one of these")
     return OPERATORS[name]

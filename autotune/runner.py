@@ -38,8 +38,7 @@ ROUND = 2
 STEAL = 8
 """Ready schedules from which a GPU takes work on data that another GPU holds."""
 MOST_SPILLED = 256
-"""Bytes of spills, stores and loads, with which a kernel is measured: its time says what they cost. The usual tiles of
-W4A8 at 128 tokens spill 8, those of prefill 44."""
+"""Bytes of spills, stores and loads, with which a kernel is measured: its time says what they cost."""
 _TICK_S = 0.5
 _CONFIRMING = 0.25  # most of a budget of time that confirmation may take
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.autotune import gemm_bench
-from terrazzo.autotune.gemm_bench import OURS, Settings, Shape, schedule_text
+from terrazzo.autotune.gemm_bench import OURS, Settings, Shape
 from terrazzo.lowering.errors import ArgumentError, CompileError
 
 if TYPE_CHECKING:
@@ -100,22 +100,7 @@ class W4A8Shape(Shape):
         problem = schedules.IntegerGemm.of(self.n, self.k, self.settings.group)
         tile = params.get("block_tokens") or params.get("token_tiles", 0) * schedules.TOKENS_PER_TILE
         roof = schedules.bounds(problem, self.target, m, params["dequantization"], tile or 256, self.copy_gb_s)
-        return {
-            "op": "w4a8",
-            "format": "u4_lqq",
-            "dtype": self.settings.dtype,
-            "group": self.settings.group,
-            "m": m,
-            "n": self.n,
-            "k": self.k,
-            "us": None,
-            "spread": None,
-            "bytes": self.packed[0].nbytes,
-            "peers": {},
-            "schedule": schedule_text([own]),
-            "bound": roof.bound,
-            "predicted_us": round(roof.us, 2),
-        }
+        return self.unmeasured("w4a8", "u4_lqq", m, [own], roof)
 
     def expected(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[torch.Tensor, ...]:
         """As `Shape.expected`; peers multiply the unquantized x, so theirs is held to what quantizing x can change."""

@@ -59,22 +59,7 @@ class Fp8Shape(w4a8_bench.W4A8Shape):
         problem = schedules.IntegerGemm.of(self.n, self.k, self.settings.group)
         tile = params.get("block_tokens") or params.get("token_tiles", 0) * schedules.TOKENS_PER_TILE
         roof = schedules.bounds(problem, self.target, m, "xor", tile, self.copy_gb_s)
-        return {
-            "op": "w4a8_fp8",
-            "format": "z4_e4m3",
-            "dtype": self.settings.dtype,
-            "group": self.settings.group,
-            "m": m,
-            "n": self.n,
-            "k": self.k,
-            "us": None,
-            "spread": None,
-            "bytes": self.packed[0].nbytes,
-            "peers": {},
-            "schedule": gemm_bench.schedule_text([own]),
-            "bound": roof.bound,
-            "predicted_us": round(roof.us, 2),
-        }
+        return self.unmeasured("w4a8_fp8", "z4_e4m3", m, [own], roof)
 
     def expected(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[torch.Tensor, ...]:
         """As `Shape.expected`; peers multiply the unquantized x, so theirs is held to what quantizing x can change."""

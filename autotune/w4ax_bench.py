@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.autotune.gemm_bench import OURS, Settings, Shape, schedule_text
+from terrazzo.autotune.gemm_bench import OURS, Settings, Shape
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,8 @@ class W4AxShape(Shape):
             self.target, m, self.n, self.k, self.packed[0].nbytes, alpha, self.copy_gb_s, dtype="s8", x_bytes=1,
             token_tile=tile,
         )  # fmt: skip
-        return {
-            "op": "w4ax",
-            "format": f"s4, {self.weight.blocks8} of {self.weight.blocks} blocks INT8, {self.settings.scales} scales",
-            "dtype": self.settings.dtype,
-            "group": 128,
-            "m": m,
-            "n": self.n,
-            "k": self.k,
-            "us": None,
-            "spread": None,
-            "bytes": self.packed[0].nbytes,
-            "peers": {},
-            "schedule": schedule_text([own]),
-            "bound": roof.bound,
-            "predicted_us": round(roof.us, 2),
-        }
+        blocks = f"{self.weight.blocks8} of {self.weight.blocks} blocks INT8"
+        return self.unmeasured("w4ax", f"s4, {blocks}, {self.settings.scales} scales", m, [own], roof)
 
     def expected(self, x: Any, requests: Sequence[Any]) -> tuple[Any, ...]:
         """As `Shape.expected`; peers multiply the unquantized x, so theirs is held to what quantizing x can change."""

@@ -10,7 +10,6 @@ Outputs are compared with float64 over the dequantized cache, on a few kv heads,
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from functools import partial
@@ -229,22 +228,13 @@ def run(o: argparse.Namespace) -> int:
                         if name.endswith(suffix) and (suffix or " q" not in name)
                     }  # fmt: skip
                 result["rows"] += made
-        result["seconds"] = round(time.perf_counter() - start, 1)
         out = o.out or (None if o.quick else report.RESULTS / report.file_name("attention", result["gpu"]))
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(result, indent=1) + "\n")
-    failed = [row for row in result["rows"] if row.get("failure")]
-    print(f"{len(result['rows'])} rows, {len(failed)} failed, {result['seconds']:.0f} s")
-    return 1 if failed else 0
+        report.write(result, out, start)
+    return report.conclude(result)
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return run(arguments(argv))
-    except TerrazzoError as error:
-        print(f"benchmarks.attention: {error}", file=sys.stderr)
-        return 2
+    return report.guarded("benchmarks.attention", lambda: run(arguments(argv)))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ warp in each); "one-warp CTAs" (as many warps, each a CTA and a split of its own
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import asdict, replace
@@ -189,21 +188,13 @@ def run(o: argparse.Namespace) -> int:
         for formats in o.formats:
             result["rows"] += rows_of(o, shape, formats, result["copy_gb_s"], target)
             torch.cuda.empty_cache()
-        result["seconds"] = round(time.perf_counter() - start, 1)
         out = o.out or report.RESULTS / report.file_name("attention_ablation", result["gpu"])
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
-    failed = [row for row in result["rows"] if row.get("failure")]
-    print(f"{len(result['rows'])} rows, {len(failed)} failed, {result['seconds']:.0f} s")
-    return 1 if failed else 0
+        report.write(result, out, start)
+    return report.conclude(result)
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return run(arguments(argv))
-    except TerrazzoError as error:
-        print(f"benchmarks.attention_ablation: {error}", file=sys.stderr)
-        return 2
+    return report.guarded("benchmarks.attention_ablation", lambda: run(arguments(argv)))
 
 
 if __name__ == "__main__":

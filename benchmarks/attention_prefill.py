@@ -12,7 +12,6 @@ over what the kernel read, on a few heads and rows, before their time counts.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
@@ -237,23 +236,14 @@ def run(o: argparse.Namespace) -> int:
         for formats in o.formats:
             result["rows"] += [row | {"peers": rivals} for row in ours(o, prompt, formats)]
             torch.cuda.empty_cache()
-        result["seconds"] = round(time.perf_counter() - start, 1)
         name = report.file_name("attention_prefill", result["gpu"])
         out = o.out or (None if o.quick else report.RESULTS / name)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(result, indent=1) + "\n")
-    failed = [row for row in result["rows"] if row.get("failure")]
-    print(f"{len(result['rows'])} rows, {len(failed)} failed, {result['seconds']:.0f} s")
-    return 1 if failed else 0
+        report.write(result, out, start)
+    return report.conclude(result)
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return run(arguments(argv))
-    except TerrazzoError as error:
-        print(f"benchmarks.attention_prefill: {error}", file=sys.stderr)
-        return 2
+    return report.guarded("benchmarks.attention_prefill", lambda: run(arguments(argv)))
 
 
 if __name__ == "__main__":

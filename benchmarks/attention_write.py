@@ -12,7 +12,6 @@ bit, and a step's output with float64 over the cache that it wrote, on a few hea
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -171,19 +170,13 @@ def run(o: argparse.Namespace) -> int:
         show(row)
         torch.cuda.empty_cache()
         result["rows"].append(row)
-        result["seconds"] = round(time.perf_counter() - start, 1)
         out = o.out or report.RESULTS / report.file_name("attention_write", result["gpu"])
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
-    return 1 if any("failure" in row for row in result["rows"]) else 0
+        report.write(result, out, start)
+    return report.conclude(result)
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return run(arguments(argv))
-    except TerrazzoError as error:
-        print(f"benchmarks.attention_write: {error}", file=sys.stderr)
-        return 2
+    return report.guarded("benchmarks.attention_write", lambda: run(arguments(argv)))
 
 
 if __name__ == "__main__":

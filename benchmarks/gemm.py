@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from terrazzo.lowering.errors import TerrazzoError
 
 from benchmarks import report
 
@@ -76,11 +72,7 @@ def arguments(program: Program, argv: list[str] | None = None) -> argparse.Names
 
 def main(program: Program, measure: Callable[..., dict[str, Any]], options: argparse.Namespace) -> int:
     """Run, with one line on stderr and exit code 2 for bad input."""
-    try:
-        return run(program, measure, options)
-    except TerrazzoError as error:
-        print(f"{program.name}: {error}", file=sys.stderr)
-        return 2
+    return report.guarded(program.name, lambda: run(program, measure, options))
 
 
 def run(program: Program, measure: Callable[..., dict[str, Any]], options: argparse.Namespace) -> int:
@@ -97,13 +89,7 @@ def run(program: Program, measure: Callable[..., dict[str, Any]], options: argpa
         default = None if options.quick else report.RESULTS / report.file_name(program.results, result["gpu"])
         return options.out or default
 
-    def write(result: dict[str, Any]) -> None:
-        result["seconds"] = round(time.perf_counter() - start, 1)
-        out = target_file(result)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(result, indent=1) + "\n")
-
+    write = lambda result: report.write(result, target_file(result), start)
     result = measure(shapes(options.models), options.m, on_row=show, on_shape=write)
     for name, reason in result["peers_missing"].items():
         print(f"peer {name}: not measured, {reason}")

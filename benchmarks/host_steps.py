@@ -97,11 +97,11 @@ def bench(
     )
 
 
-def tune(op: str, seconds: int, priority: int = 4) -> Step:
+def tune(op: str, seconds: int) -> Step:
     """An operator of the tuning job, with a database of its own; it compiles while it measures."""
     where = ("--database", f"{{out}}/tune/{op}.db", "--export", f"{{results}}/tuned_{op}_{{gpu}}.json")
     job = ("-m", "terrazzo", "tune", "run", "--job", "docs/jobs/h200.toml", "--op", op, "--budget", f"{seconds}s")
-    return Step(f"tune.{op}", (*job, *where), seconds + 30, priority, "timed")
+    return Step(f"tune.{op}", (*job, *where), seconds + 30, 4, "timed")
 
 
 # What compares times on the CPU is "timed", so that no other GPU's compilers slow it down.

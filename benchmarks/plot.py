@@ -59,7 +59,7 @@ def draw(result: Mapping[str, Any], path: Path) -> list[Path]:
         axes.spines[["top", "right"]].set_visible(False)
     setting = rows[0]
     where = f"on {result['gpu']}, {result['date']}"
-    title = f"{report.operator(result).upper()} ({setting['dtype']}, group {setting['group']}) {where}"
+    title = f"{report.TITLES[report.operator(result)]} ({setting['dtype']}, group {setting['group']}) {where}"
     return _write(figure, title, path)
 
 

@@ -1,4 +1,4 @@
-"""The generated parts of README.md: operator table and measured figures.
+"""The generated parts of README.md and docs/benchmarks.md, and the layout's picture.
 
     python -m benchmarks.readme            rewrite them
     python -m benchmarks.readme --check    exit 1 and name what is out of date

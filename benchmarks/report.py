@@ -1,14 +1,17 @@
-"""What a result file says: geometric means against goals, and tables for README.md. No torch here."""
+"""Result files, written and read: geometric means against goals, and tables for README.md. No torch here."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from terrazzo.autotune.gemm_bench import OURS
+from terrazzo.lowering.errors import TerrazzoError
 
 RESULTS = Path(__file__).parent / "results"
 BASELINE = "cublas_f16"
@@ -35,6 +38,8 @@ COPY_GOAL = 0.85
 COPY_SHAPES = ((57344, 8192), (8192, 28672))
 COPY_LARGEST_M = 4
 OVERHEAD_GOAL_US = 15.0
+TITLES = {"w4a16": "W4A16", "w4a8": "W4A8", "w4a8_fp8": "W4A8 on e4m3", "w4ax": "W4Ax"}
+"""Operator -> what the summary calls it."""
 FIELDS = ("gpu", "sms", "driver", "cuda", "torch", "tilelang", "terrazzo", "commit", "date", "copy_gb_s", "rows")
 ROW_FIELDS = ("op", "format", "dtype", "group", "m", "n", "k", "model", "us", "spread", "bytes", "peers", "schedule")
 
@@ -54,6 +59,30 @@ def load(path: Path) -> dict[str, Any]:
             if name not in row:
                 raise ValueError(f"{path}: a row has no {name!r}; measure again")
     return result
+
+
+def write(result: dict[str, Any], out: Path | None, start: float) -> None:
+    """Set `seconds` since `start` (of time.perf_counter), and write the result, if there is a file for it."""
+    result["seconds"] = round(time.perf_counter() - start, 1)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def conclude(result: Mapping[str, Any]) -> int:
+    """Say how many rows were measured, and return the exit code: 1 if one failed."""
+    failed = sum(bool(row.get("failure")) for row in result["rows"])
+    print(f"{len(result['rows'])} rows, {failed} failed, {result['seconds']:.0f} s")
+    return 1 if failed else 0
+
+
+def guarded(program: str, run: Callable[[], int]) -> int:
+    """Exit code of a run; of bad input 2, with one line on stderr."""
+    try:
+        return run()
+    except TerrazzoError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
 
 
 def files(op: str) -> list[Path]:
@@ -223,21 +252,14 @@ def summary_markdown(result: Mapping[str, Any], source: str) -> str:
     if slow := sustained(result):
         rivals = {"at the power limit": slow} | rivals
     shapes, goals = len({(row["n"], row["k"]) for row in timed(result)}), goals_of(result)
-    rows = [
-        (
-            m,
-            f"{ratio:.2f}x",
-            f"{goals[m]:.2f}x" if m in goals else "",
-            *(f"{table[m]:.2f}x" if m in table else "" for table in rivals.values()),
-        )
-        for m, ratio in ours.items()
-    ]
-    table = markdown(("M", "terrazzo", "goal", *rivals), rows, range(3 + len(rivals)))
+    columns: dict[str, Mapping[int, float]] = {"terrazzo": ours} | ({"goal": goals} if goals else {}) | rivals
+    rows = [(m, *(f"{table[m]:.2f}x" if m in table else "" for table in columns.values())) for m in ours]
+    table = markdown(("M", *columns), rows, range(1 + len(columns)))
     setting = timed(result)[0]
     copies = f"copies reach {result['copy_gb_s']:.0f} GB/s, " if result["copy_gb_s"] else ""
     notes = "".join(f"\n- {note}" for note in result.get("notes", ()))
     return (
-        f"{operator(result).upper()} on one {result['gpu']}, {setting['dtype']}, group {setting['group']}"
+        f"{TITLES[operator(result)]} on one {result['gpu']}, {setting['dtype']}, group {setting['group']}"
         f"{', zero points' if setting['format'].endswith('zeros') else ''}: speed-up over cuBLAS f16 in the same run,"
         f" geometric mean over {shapes} layer shapes; {copies}torch"
         f" {result['torch']}, driver {result['driver']}, {result['date']}, commit {result['commit'][:7]}."

@@ -56,7 +56,9 @@ def prefill(result: Mapping[str, Any], source: str) -> str:
             f"`{row['k_format']}/{row['v_format']}`", row["mode"], f"{row['us']:.0f}", f"{row['tflops']:.0f}",
             f"{best / row['us']:.2f}x" if best else "",
         ))  # fmt: skip
-    table = report.markdown(("prompt", "keys/values", "new tokens", "us", "TFLOP/s", "torch f16"), lines, range(3, 6))
+    table = report.markdown(
+        ("prompt", "keys/values", "new tokens", "us", "TFLOP/s", "over torch f16"), lines, range(3, 6)
+    )
     return f"Prefill attention, causal, beside torch's fastest f16 attention, {setting(result, source)}\n\n{table}"
 
 
@@ -70,7 +72,7 @@ def grouped(result: Mapping[str, Any], source: str) -> str:
         for row in result["rows"]
         if row["us"]
     ]  # fmt: skip
-    table = report.markdown(("layer", "rows", "operator", "us", "of copy", "torch bf16"), lines, (1, 3, 4, 5))
+    table = report.markdown(("layer", "rows", "operator", "us", "of copy", "over torch bf16"), lines, (1, 3, 4, 5))
     return f"Grouped GEMM (MoE) beside torch's grouped bf16 product, {setting(result, source)}\n\n{table}"
 
 
@@ -127,7 +129,7 @@ def written(result: Mapping[str, Any], source: str) -> str:
     return (
         "A decode step in microseconds, and what the append of its token adds, where it completes nothing (plain), "
         "where it fills the residual block of every sequence (full), and over a block of steps (mean), "
-        f"{setting(result, source)}{packing}\n\n{table}"
+        f"{setting(result, source)}{packing}{''.join(f' {note}.' for note in result.get('notes', ()))}\n\n{table}"
     )
 
 

@@ -82,8 +82,10 @@ INSTANCES: dict[str, Instance] = {
         ),
         Instance("w4a8_wgmma", "W4A8 dual-MMA, as LiquidGEMM", _wgmma(8), "u4_s8_lqq", 4, _k(2), "reg"),
         Instance("w4a8_mma", "W4A8 for mma.sync, weights as A", _mma_a(8), "u4_s8_lqq", 4, _k(2), "reg"),
-        Instance("w4a8_fp8", "W4A8 with e4m3 activations, every target", _wgmma(8), "z4_e4m3", 4, _k(2), "reg"),
-        Instance("w4a4_mma", "W4A4 blocks for native s4 mma.sync (sm_80, sm_89)", _mma_a(4), "s4_s4", 4),
+        Instance(
+            "w4a8_fp8", "W4A8 with e4m3 activations, every target that has e4m3", _wgmma(8), "z4_e4m3", 4, _k(2), "reg"
+        ),
+        Instance("w4a4_mma", "W4A4 blocks for native s4 mma.sync (sm_80, sm_86, sm_89)", _mma_a(4), "s4_s4", 4),
         Instance(
             "kv2_wgmma",
             "2-bit keys or values as A: eight k16 steps in one load",

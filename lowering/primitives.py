@@ -2,7 +2,7 @@
 
 Each is a few lines long and says in `why` what TileLang cannot express. A program asks for the ones it uses with
 `prelude(...)` and calls them with ``T.call_extern``. Pointers are ``void *`` because TileLang types a shared buffer by
-its pool, not by its element (notes: tilelang.md section 8).
+its pool, not by its element.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ __device__ __forceinline__ void tz_stmatrix4(void *p, const void *a_) {
     ),
     Primitive(
         "stmatrix_trans",
-        "T.copy stores a transposed accumulator with scalar 2-byte stores (tilelang.md traps 7 and 10)",
+        "T.copy stores a transposed accumulator with scalar 2-byte stores",
         """\
 __device__ __forceinline__ void tz_stmatrix4_trans(void *p, unsigned a, unsigned b, unsigned c, unsigned d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0],{%1,%2,%3,%4};"

@@ -153,10 +153,10 @@ def _form(value: Any) -> str:
     return "none" if value is None else f"{weights.dtype_name(value)} {list(value.shape)} on {value.device}"
 
 
-def check_experts(experts: int, argument: str = "experts") -> None:
+def check_experts(experts: int) -> None:
     """Raise ArgumentError unless kernels can serve this many experts."""
     if type(experts) is not int or not 1 <= experts <= MOST_EXPERTS:
-        raise ArgumentError(argument, experts, f"must be an integer, 1..{MOST_EXPERTS}", "split the experts")
+        raise ArgumentError("experts", experts, f"must be an integer, 1..{MOST_EXPERTS}", "split the experts")
 
 
 def check_request(n: int, k: int, experts: int, group_size: int, groups: tuple[int, ...]) -> None:

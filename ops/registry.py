@@ -1,7 +1,7 @@
 """Which operators exist, for which formats and targets, and how far each has been tried.
 
 `terrazzo ops` and the README print it.
-A new operator, format or target is one more value in `REGISTRY`; nothing else lists them.
+A new operator, format or target is one more value in `REGISTRY`; CONTRIBUTING.md lists what else it needs.
 """
 
 from __future__ import annotations

@@ -235,10 +235,10 @@ def check_count(name: str, value: Any, remedy: str = "use the default") -> None:
         raise ArgumentError(name, value, "must be a positive integer", remedy)
 
 
-def check_share(name: str, value: Any, remedy: str = "use the default") -> None:
+def check_share(name: str, value: Any) -> None:
     """Raise ArgumentError unless a value is a number above 0, up to 1."""
     if not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise ArgumentError(name, value, "must be a number above 0, up to 1", remedy)
+        raise ArgumentError(name, value, "must be a number above 0, up to 1", "use the default")
 
 
 def out_of_range(values: torch.Tensor, low: int, high: int) -> int | None:

@@ -31,11 +31,9 @@ def print_json(data: Any) -> None:
     click.echo(json.dumps(data, indent=2, sort_keys=False, default=str))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """A table whose numbers are flush right. None is shown as "-"; cells are text, never markup."""
-    table = Table(
-        title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold", show_header=any(columns)
-    )
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", show_header=any(columns))
     for index, column in enumerate(columns):
         numeric = all(isinstance(row[index], int | float | None) for row in rows)
         table.add_column(column, justify="right" if numeric and rows else "left", overflow="fold")

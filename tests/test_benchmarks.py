@@ -139,16 +139,24 @@ def test_file_names():
     assert report.file_name("w4a16", "NVIDIA GeForce RTX 4090") == "w4a16_4090.json"
 
 
-def test_every_published_result_is_complete():
-    for path in report.files("w4a16"):
+@pytest.mark.parametrize("op", readme.LINEAR)
+def test_every_published_result_is_complete(op):
+    assert report.files(op)
+    for path in report.files(op):
         result = report.load(path)
-        assert path.name == report.file_name("w4a16", result["gpu"]) and report.timed(result)
+        assert path.name == report.file_name(op, result["gpu"]) and report.timed(result)
 
 
 def test_the_summary_names_its_source(result):
     text = report.summary_markdown(result, "benchmarks/results/w4a16_h200.json")
     assert "[benchmarks/results/w4a16_h200.json]" in text and "| 1 | 3.46x | 3.00x | 1.41x |" in text
     assert "| 16 | 2.00x | 2.30x |  |" in text
+
+
+def test_the_summary_has_a_proper_name_and_no_empty_column(result):
+    made = lambda op: report.summary_markdown(result | {"rows": [row(1, 64, 64, 10.0, 20.0) | {"op": op}]}, "f.json")
+    assert made("w4ax").startswith("W4Ax on one NVIDIA H200") and "| M | terrazzo | goal |" in made("w4ax")
+    assert made("w4a8_fp8").startswith("W4A8 on e4m3 on one") and "| M | terrazzo |\n" in made("w4a8_fp8")
 
 
 def test_the_summary_has_what_was_timed_at_the_power_limit(result):

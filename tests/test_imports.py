@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -133,3 +134,12 @@ def test_lazy_names_of_the_roof():
 
 def test_one_line_reaches_an_operator():
     run("import terrazzo\nterrazzo.ops.w4a16.QuantizedWeight")
+
+
+@pytest.mark.parametrize("family", ["w4a16", "w4a8", "w4ax", "attention"])
+def test_no_submodule_hides_a_public_name(family):
+    """An import binds a submodule to its package, where it would stand in the place of a function of the same name."""
+    package = importlib.import_module(f"terrazzo.ops.{family}")
+    for name in package.__all__:
+        if importlib.util.find_spec(f"{package.__name__}.{name}") is not None:
+            assert getattr(package, name) is importlib.import_module(f"{package.__name__}.{name}"), name

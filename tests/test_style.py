@@ -32,6 +32,20 @@ def test_no_file_is_longer_than_one_idea():
     assert not {str(path): lines for path, lines in lengths.items() if lines > LONGEST}
 
 
+def test_documents_that_are_named_exist():
+    """A source that nobody can open is none: each *.md that code or a document names is in the repository."""
+    known = {path.name for path in FILES if path.suffix == ".md"}
+    found = {}
+    for path in FILES:
+        if path != Path(__file__):
+            named = {
+                name.rsplit("/", 1)[-1] for name in re.findall(r"[\w./-]*\w\.md\b", path.read_text(encoding="utf-8"))
+            }
+            if named - known:
+                found[str(path.relative_to(ROOT))] = sorted(named - known)
+    assert not found
+
+
 def test_nothing_is_left_half_done():
     found = {}
     for path in FILES:

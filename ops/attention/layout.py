@@ -142,11 +142,6 @@ class CacheLayout:
     def block_words(self) -> int:
         return self.channel_words + self.block_tokens // TILE_TOKENS * self.tile_words
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Bytes that a decode step reads for one token of one kv head."""
-        return 4 * self.block_words / self.block_tokens
-
     def words(self, tokens: int) -> int:
         """Words of a page of `tokens` tokens, a multiple of `block_tokens`."""
         if tokens % self.block_tokens or tokens < 1:

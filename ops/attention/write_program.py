@@ -239,8 +239,8 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
             pack(operand, st, rows, KV, w, older, lane)
 
     @T.macro
-    def together(operand, is_key, of, after, offset, st, rows, KV, RES, scale, w, lane):
-        """One operand of the warp's tile of a complete block; `after` is fetched once `of` has left shared memory."""
+    def together(operand, is_key, after, offset, st, rows, KV, RES, scale, w, lane):
+        """One operand of the warp's tile of a complete block; `after` is fetched once it has left shared memory."""
         operand.find_new(st, w.token[0], w.old[0], lane)
         older = less(w.token[0], w.old[0])
         if older:
@@ -316,7 +316,7 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
                         if T.And(less(w.old[0], w.length[0]), less(w.base[0] + chunk - 1, w.length[0])):
                             find_block(w)
                             fetch(rows, w, keys_of, lane)
-                            together(keys, True, keys_of, values_of, 0, st, rows, KV, RES, SK, w, lane)
-                            together(values, False, values_of, None, spare.k_words, st, rows, KV, RES, SV, w, lane)
+                            together(keys, True, values_of, 0, st, rows, KV, RES, SK, w, lane)
+                            together(values, False, None, spare.k_words, st, rows, KV, RES, SV, w, lane)
 
     return main

@@ -403,7 +403,7 @@ def load_layer(
     zero_overflow: str = "wrap",
     target: Target | str | None = None,
 ) -> PackedWeight:
-    """`pack(read_layer(...), target=target)`."""
+    """`pack(read_layer(...), target=target)`: the arguments and errors of both; the packed weight is on `device`."""
     return pack(read_layer(path, name, format=format, device=device, zero_overflow=zero_overflow), target=target)
 
 
@@ -420,14 +420,18 @@ def iter_layers(
     """Read a checkpoint one layer at a time, in the order of the names; at most one layer is held.
 
     Args:
-        path: a Hugging Face folder (sharded or not) or a .safetensors file.
+        path: a Hugging Face folder (sharded or not) or a .safetensors file; a config beside the file is read too.
         select: regular expression searched in the layer's name; others are passed over.
         packed: False yields canonical weights.
         strict: raise for a 4-bit layer that cannot be read instead of yielding the reason.
-        device, zero_overflow, target: see `load_layer`.
+        device, zero_overflow: see `read_layer`. target: see `pack`.
 
     Yields:
         a `Layer` for every 4-bit layer and for every other matrix (with the reason why it is skipped).
+
+    Raises:
+        ArgumentError: path, device, select or the checkpoint's config is no such thing; with `strict`, a 4-bit layer
+            cannot be read. TargetError: an unknown target.
     """
     weights.device_of(device)
     checkpoint, wanted = Checkpoint(path), _pattern("select", select)

@@ -79,8 +79,16 @@ def grouped_requests(
 ) -> list[KernelRequest]:
     """The kernels that `grouped_gemm` uses for these M (None: M of every bucket). Needs no GPU.
 
+    Args:
+        n, k: of each expert's weight. experts: number of them.
+        group_size: 32, 64, 128, or k for one group. scale_dtype: "float16", "bfloat16" or "float32".
+        m: tokens of all experts together.
+        dtype: of activations and output, "float16" or "bfloat16".
+        numerics: see `grouped_gemm`. bias: whether one is added.
+
     Raises:
-        ArgumentError: a value that no kernel serves. TargetError: an unknown target.
+        ArgumentError: a value that no kernel serves, or a target without warpgroup instructions.
+        TargetError: an unknown target.
     """
     grouped.check_request(n, k, experts, group_size, GROUPS)
     launching.check_flags(symmetric=symmetric, bias=bias)

@@ -123,7 +123,17 @@ def kernel_requests(
 def weight_requests(
     w: PackedWeight, m: int | Sequence[int], dtype: torch.dtype, numerics: str = "auto", bias: bool | None = None
 ) -> list[KernelRequest]:
-    """The kernels that `gemm` will use for `w` and these M on the current GPU, to compile them up front."""
+    """The kernels that `gemm` will use for `w` and these M on the current GPU, to compile them up front.
+
+    Args:
+        w: packed weight on a GPU. m: numbers of tokens.
+        dtype: of x, torch.float16 or torch.bfloat16. numerics: see `gemm`.
+        bias: whether one is added; None: w's own.
+
+    Raises:
+        ArgumentError: w on no GPU, or m, dtype or numerics that no kernel serves.
+        TargetError: w was packed for another GPU.
+    """
     check_numerics(numerics)
     at = launching.targets(w.target, w.device)
     has_bias = w.bias is not None if bias is None else bias

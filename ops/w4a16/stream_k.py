@@ -12,7 +12,8 @@ made on the device (grouped GEMM). The expert of a tile is known only after the 
 of it.
 
 A stage is released when the wgmmas that read it were waited for, long after the shared-memory loads of its words were
-consumed: ptxas may move an arrive in front of a load's return (measured.md, "A race to design out").
+consumed: ptxas may move an arrive in front of a load's return (docs/tile-programs.md,
+"A release of a stage").
 """
 
 from types import SimpleNamespace

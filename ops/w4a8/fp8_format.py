@@ -142,7 +142,7 @@ class QuantizedWeight(weights.Canonical):
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight(weights.Packed):
-    """A W4A8 weight in the derived layout that the e4m3 kernels of every target read. Np, Kp: padded sizes.
+    """A W4A8 weight in the derived layout that the e4m3 kernels read (sm_89, sm_90a). Np, Kp: padded sizes.
 
     Attributes:
         words: int32 [Kp/128, Np/64, 1024 + 32 * (128 / group_size)]; a unit holds 64 rows x 128 input channels of

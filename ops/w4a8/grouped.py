@@ -92,12 +92,14 @@ def grouped_requests(
     """The kernels that `grouped_gemm` uses for these M (None: M of every bucket). Needs no GPU.
 
     Args:
+        n, k: of each expert's weight. experts: number of them. m: tokens of all experts together.
         group_size: 32, 64 or 128; with "e4m3", K too.
         out_dtype: "float16", "bfloat16" or "int32" (not with "e4m3").
-        dequantization: see `gemm`; "e4m3" for the weights and activations of `fp8`.
+        dequantization: see `gemm`; "e4m3" for the weights and activations of `fp8`. bias: whether one is added.
 
     Raises:
-        ArgumentError: a value that no kernel serves. TargetError: an unknown target.
+        ArgumentError: a value that no kernel serves, or a target without warpgroup instructions.
+        TargetError: an unknown target.
     """
     grouped.check_request(n, k, experts, group_size, GROUPS)
     launching.check_flags(bias=bias)

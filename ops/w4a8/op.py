@@ -175,7 +175,13 @@ def weight_requests(
     """The kernels that `gemm` will use for `w` and these M on the current GPU, to compile them up front.
 
     Args:
+        w: packed weight on a GPU, of this package or of `fp8`. m: numbers of tokens.
         dtype: of 16-bit activations; None for quantized ones. out_dtype: None takes dtype, or float16.
+        dequantization, pipeline: see `gemm`.
+        bias: whether one is added; None: w's own.
+
+    Raises:
+        ArgumentError: w on no GPU, or a value that no kernel serves. TargetError: w was packed for another GPU.
     """
     target, device = launching.targets(w.target, w.device)
     out = str(out_dtype or dtype or "torch.float16").removeprefix("torch.")

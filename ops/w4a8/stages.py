@@ -125,7 +125,7 @@ def tile_macros(
         vectors=block_tokens // 8, row_blocks=row_blocks, flags=max(flags, 1), dtype="int32", spare=0, apart=flags == 0
     )
     rings = ring_macros(stages=stages)
-    steps = stage_macros(gemm, block_tokens=block_tokens, row_blocks=row_blocks, cta_blocks=cta_blocks)
+    steps = stage_macros(gemm, block_tokens=block_tokens, cta_blocks=cta_blocks)
     out = store_macros(gemm, block_tokens=block_tokens, row_blocks=row_blocks, cta_blocks=cta_blocks)
     tail = finish_macros(
         tiles, shares, store=out.store, leaves=lambda c: c.leaves[0] == 1, adds=lambda c: c.adds[0] == 1
@@ -171,11 +171,11 @@ def tile_macros(
     )
 
 
-def stage_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: int) -> SimpleNamespace:
+def stage_macros(gemm: Gemm, *, block_tokens: int, cta_blocks: int) -> SimpleNamespace:
     """Macros `load_weights`, `load_tokens`, `convert`, `multiply`, those of `consumer_macros`; `registers()` is
     convert's scratch.
 
-    A stage holds 128 k of a tile: X, and the units of `cta_blocks` row blocks of which a warpgroup owns `row_blocks`.
+    A stage holds 128 k of a tile: X, and the units of its `cta_blocks` row blocks.
     """
     import tilelang.language as T
 

@@ -18,7 +18,8 @@ the factors of the group's rows and added to the float32 sums of the tile. One g
 warpgroup; the other warpgroups' groups fill the tensor core meanwhile.
 
 A stage is released when the wgmmas that read it were waited for, long after the shared-memory loads of its words were
-consumed: ptxas may move an arrive in front of a load's return (measured.md, "A race to design out").
+consumed: ptxas may move an arrive in front of a load's return (docs/tile-programs.md,
+"A release of a stage").
 """
 
 from types import SimpleNamespace

@@ -11,7 +11,7 @@ Names are resolved on first use, so that importing this package imports neither 
 
 from __future__ import annotations
 
-import importlib
+from terrazzo.ops import lazy
 
 _HOME = {
     "gemm": "op",
@@ -23,8 +23,8 @@ _HOME = {
     "BlockPlan": "fmpq",
     "plan_blocks": "fmpq",
     "fold": "fmpq",
-    "FmpqReport": "report",
-    "report": "report",
+    "FmpqReport": "fmpq_report",
+    "report": "fmpq_report",
     "QuantizedWeight": "format",
     "PackedWeight": "format",
     "pack": "format",
@@ -33,16 +33,4 @@ _HOME = {
     "dequantize": "reference",
 }
 
-__all__ = list(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_HOME))
+__all__, __getattr__, __dir__ = lazy.names(__name__, _HOME)

@@ -67,7 +67,7 @@ def build(
     both = 0 < blocks4 < units
     own = -(-bm // 128)  # tokens whose scales a thread fetches
     inner = byte_gemm(gemm)
-    steps = stage_macros(inner, block_tokens=bm, row_blocks=1, cta_blocks=wgs)
+    steps = stage_macros(inner, block_tokens=bm, cta_blocks=wgs)
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
     rings = ring_macros(stages=stages)
     spare = 0 if stash else spare_registers(wgs, nacc + 48)  # then shares are added in place: no registers for loads

@@ -332,6 +332,8 @@ def test_jobs_refuse_nonsense():
         Job(measure_ms=0.0)
     with pytest.raises(ArgumentError, match="at least 1"):
         Job(m=(0,))
+    with pytest.raises(ArgumentError, match="must be one of .*w4a8_fp8_grouped, attention.*; use one of these"):
+        Job(ops=("w4a17",))
     for name, bad in (
         ("within", float("nan")), ("most", 0), ("group", 0), ("group", 2.5), ("pages", (-1,)), ("q_len", (9,)),
         ("experts", (0,)), ("shapes", ((0, 64),)), ("shapes", ((64, 64.0),)), ("shapes", ("64x64",)), ("m", 4),

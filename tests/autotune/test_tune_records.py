@@ -58,6 +58,12 @@ def test_trials_come_back_as_they_went(trials):
     assert trials.link.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
 
 
+def test_a_trial_of_an_unknown_status_is_refused(trials):
+    with pytest.raises(ArgumentError, match=r"^status = 'lost': must be one of ok, compile, .*error"):
+        trials.add([trial(), trial(SLOW, None, uid="2", status="lost", error="?")])
+    assert trials.trials() == []
+
+
 def test_the_best_is_a_median_of_confirmed_schedules(trials):
     trials.add(
         [trial(SLOW, 6.0, uid="h", role="heuristic"), trial(FAST, 5.0), trial(dict(FAST, kc=1), 4.9, uid="lucky")]
@@ -313,7 +319,8 @@ def test_every_operator_asks_its_records(op):
     assert wanted <= asked(op, problem.m).items()
     assert wanted <= asked(op, near - 4 if op != "attention" else near).items()
     far = asked(op, 4 * problem.m)
-    assert not wanted <= far.items() or far == base or op == "attention_prefill"
+    if op != "attention_prefill":  # one kernel for every batch: its M is always 1
+        assert not wanted <= far.items()
     assert asked(op, problem.m, H100) == elsewhere  # a table of another GPU
     if "attention" in op:
         assert not wanted <= asked(op, problem.m, softcap=True).items()

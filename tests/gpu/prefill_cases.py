@@ -163,9 +163,9 @@ def check(case: Case) -> None:
     judge(case, *found)
 
 
-def fuzz(count: int, pool: list[Case], seed: int = 2026) -> list[Case]:
+def fuzz(count: int, pool: list[Case]) -> list[Case]:
     """Seeded cases that need no kernels but those of `pool`."""
-    rng = random.Random(seed)
+    rng = random.Random(2026)
     cases = []
     for i in range(count):
         base = pool[i % len(pool)]

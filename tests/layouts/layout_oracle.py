@@ -57,9 +57,5 @@ def round_to(value: Fraction, significand: int, least: int) -> Fraction:
     return (whole * step) * (1 if value > 0 else -1)
 
 
-def bits_of_halves(registers: np.ndarray) -> np.ndarray:
-    return np.stack([registers & 0xFFFF, registers >> 16], axis=-1)
-
-
 def product(*axes):
     return np.array(list(itertools.product(*axes)))

@@ -208,7 +208,7 @@ def test_grouped(name, tmp_path):
 def test_one_matrix(shared, grid, tmp_path):
     """The same program without experts: 6 tiles, some of them shared by the CTAs, or each parted by 3 or 2."""
     if (shared, grid) in ((0, 4), (6, 12)) and not os.environ.get(ALL):
-        pytest.skip(f"set {ALL}=1")
+        pytest.skip(f"2 s each: set {ALL}=1")
     made, m = weights(1, 180, 512, 64), 37
     rng = torch.Generator().manual_seed(m)
     x = torch.randint(-128, 128, (m, 512), generator=rng, dtype=torch.int8)
@@ -231,7 +231,7 @@ def test_clusters(name, tmp_path):
     """Two CTAs for each tile, which part its sum through shared memory."""
     n, k, m, schedule, out_dtype, dequantization, (grid, shared) = PAIRS[name]
     if name != "int32" and not os.environ.get(ALL):
-        pytest.skip(f"set {ALL}=1")
+        pytest.skip(f"10 s each: set {ALL}=1")
     made, raw, rng = weights(1, n, k, 64), out_dtype == "int32", torch.Generator().manual_seed(m)
     x = torch.randint(-128, 128, (m, k), generator=rng, dtype=torch.int8)
     scales = torch.ones(m) if raw else torch.rand(m, generator=rng) * 1e-3 + 1e-4
@@ -253,7 +253,7 @@ def test_clusters(name, tmp_path):
 def test_parted_tiles_in_any_order(resident, seed, monkeypatch, tmp_path):
     """6 tiles parted by 3 CTAs each: one CTA at a time (all but a tile's last withdraw), all at once, by chance."""
     if (resident, seed) not in ((1, 0), (18, 5)) and not os.environ.get(ALL):
-        pytest.skip(f"set {ALL}=1")
+        pytest.skip(f"3 s each: set {ALL}=1")
     monkeypatch.setattr(cuda_on_cpu, "RESIDENT", resident)
     monkeypatch.setattr(cuda_on_cpu, "SEED", seed)
     test_one_matrix(6, 18, tmp_path)
