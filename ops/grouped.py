@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +140,11 @@ class GroupedWeight:
                 seen = f"{list(tensor.shape)} on {tensor.device}"
                 constraint = f"must be contiguous [{len(self)}, ...] on {self.device}"
                 raise ArgumentError(name, seen, constraint, "stack the experts")
+            if name in PER_EXPERT and tensor.is_cuda and tensor.data_ptr() % 16:
+                constraint = "must lie at a multiple of 16 bytes, which kernels copy at a time"
+                raise ArgumentError(name, f"a tensor at {tensor.data_ptr():#x}", constraint, "clone it")
+        if getattr(self.stacked, "perm", None) is not None:
+            raise ArgumentError("perm", "given", "act-order weights are no experts", "call gemm for each expert")
         one = self[0]
         one.check_layout(one.expected_layout())
         one.check_sizes()
@@ -173,10 +179,22 @@ def check_kind(w: Any, make: type | tuple[type, ...], operator: str) -> None:
 
 
 def check_once(w: GroupedWeight) -> None:
-    """`check`, noted on the words, which outlive a GroupedWeight around them."""
-    if not getattr(w.stacked.words, "_terrazzo_checked", False):
+    """`check`, noted on the words, which outlive a GroupedWeight around them, with all that it looked at."""
+    seen = _facts(w.stacked)
+    if getattr(w.stacked.words, "_terrazzo_checked", None) != seen:
         w.check()
-        w.stacked.words._terrazzo_checked = True
+        w.stacked.words._terrazzo_checked = seen
+
+
+def _facts(stacked: Any) -> tuple:
+    """The fields of a weight, addresses in the place of tensors."""
+    values = [getattr(stacked, name) for name in _names(type(stacked))]
+    return (type(stacked).__name__, *(v.data_ptr() if hasattr(v, "data_ptr") else v for v in values))
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def check_traced(x: Any, held: Any, k: int, offsets: Any) -> None:

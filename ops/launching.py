@@ -278,7 +278,7 @@ def current_stream(x: torch.Tensor) -> int:
 
 def writes(first: torch.Tensor, *more: torch.Tensor) -> int:
     """Counts PyTorch's in-place writes to some tensors; inference tensors keep no count."""
-    if first.is_inference():
+    if first.is_inference() or any(t.is_inference() for t in more):
         return -1
     return first._version + sum(t._version for t in more) if more else first._version
 
@@ -423,17 +423,3 @@ def may_keep() -> bool:
     import torch
 
     return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
-
-
-def cast_once(owner: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """The owner's tensor `name` in another dtype, kept with the owner until PyTorch writes to the tensor."""
-    tensor = getattr(owner, name)
-    if tensor.dtype == dtype:
-        return tensor
-    casts, state = owner.__dict__.setdefault("_casts", {}), (tensor.data_ptr(), writes(tensor))
-    kept = casts.get((name, dtype))
-    if kept is None or kept[0] != state:
-        kept = (state, tensor.to(dtype))
-        if may_keep():
-            casts[name, dtype] = kept
-    return kept[1]

@@ -19,6 +19,7 @@ _HOME = {
     "Target": "terrazzo.lowering.targets",
     "compile_many": "terrazzo.lowering.parallel",
     "environment_report": "terrazzo.lowering.environment",
+    "forget": "terrazzo.ops.derived",
     "get_instance": "terrazzo.layouts.instances",
     "load_bundle": "terrazzo.lowering.bundle",
     "write_bundle": "terrazzo.lowering.bundle",

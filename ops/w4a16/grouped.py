@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import grouped, launching, weights
+from terrazzo.ops import derived, grouped, launching, weights
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.w4a16 import op
@@ -131,13 +131,15 @@ def grouped_gemm(
         ArgumentError: an operand that does not fit, or a GPU without warpgroup instructions.
         LayoutMismatchError, TargetError, CaptureError, ToolchainError, CompileError: see `gemm`.
     """
-    import torch
 
     grouped.check_kind(w, PackedWeight, "w4a16")
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # traced, fake or another subclass: dispatch
+    launching.check_tensor(x, "x", f"[M, {w.k}]")
+    if launching.is_traced(x):
         from terrazzo.ops.w4a16 import torch_op
 
         grouped.check_traced(x, x, w.k, expert_offsets)
+        launching.check_no_grad(x, "grouped_gemm")
+        op.check_numerics(numerics)
         return launching.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, numerics))
     return run(x, w, expert_offsets, bias, out, numerics)
 
@@ -171,7 +173,7 @@ def run(
     if not x.is_cuda or x.device != w.device:
         raise launching.elsewhere(x, w.device)
     if bias is None and s.bias is not None:
-        bias = launching.cast_once(s, "bias", x.dtype)
+        bias = derived.cast_once(s, "bias", x.dtype)
     format = (s.group_size, s.symmetric, s.scale_dtype, s.target)
     key = (experts, n, w.k, format, m, x.dtype, x.device, launching.current_stream(x), numerics, bias is None)
     found = _launchers.get(key) or _prepare(key, x)

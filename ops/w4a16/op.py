@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import launching
+from terrazzo.ops import derived, launching
 from terrazzo.ops.launching import Plan, ptx_flags, requests_of, tokens_of
 from terrazzo.ops.w4a16 import multistage as multistage_program
 from terrazzo.ops.w4a16 import small_batch as small_batch_program
@@ -160,9 +160,10 @@ def gemm(
             small-batch program runs (up to 16 tokens), else exact (post where the scales are not in x's dtype).
 
     Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on
-    different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time.
-    A weight that something else than PyTorch writes to (a communication library, say) needs a kernel between that
-    writer and `gemm`. There is no gradient: x that requires one is refused unless gradients are off.
+    different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time,
+    nor one beside calls on that stream. After a write to w that PyTorch does not count (through `.data`, by a
+    communication library), call `terrazzo.forget(w)`. There is no gradient: x that requires one is refused unless
+    gradients are off.
 
     Raises:
         ArgumentError: an operand that does not fit, named with the value seen and the remedy.
@@ -174,11 +175,16 @@ def gemm(
 
     if not isinstance(w, PackedWeight):
         raise launching.not_packed(w, "w4a16")
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # traced, fake or another subclass: dispatch
-        from terrazzo.ops.w4a16 import torch_op
-
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:
         launching.check_tensor(x, "x", f"[..., {w.k}]")
-        return launching.copy_out(out, torch_op.call(x, w, bias, numerics))
+        if launching.is_traced(x):
+            from terrazzo.ops.w4a16 import torch_op
+
+            launching.check_no_grad(x, "gemm")
+            check_numerics(numerics)
+            if bias is not None:
+                launching.check_bias(bias, w.n, x.dtype, x.device)
+            return launching.copy_out(out, torch_op.call(x, w, bias, numerics))
     return run(x, w, bias, out, numerics)
 
 
@@ -189,6 +195,8 @@ def run(
 
     What is ready to launch is kept by M, dtype, device, stream, numerics and presence of a bias.
     """
+    if type(numerics) is not str:
+        check_numerics(numerics)
     if x.requires_grad:
         launching.check_no_grad(x, "gemm")
     shape, dtype, n, k = x.shape, x.dtype, w.n, w.k
@@ -199,10 +207,10 @@ def run(
     if bias is not None:
         launching.check_bias(bias, n, dtype, x.device)
     elif w.bias is not None:
-        bias = launching.cast_once(w, "bias", dtype)
+        bias = derived.cast_once(w, "bias", dtype)
     launches = w.__dict__.get("_launches")
     if launches is None:
-        launches = _launches.keep(w, (n, k, w.group_size, w.symmetric, w.scale_dtype, w.target))
+        launches = _launches.keep(w, (n, k, w.group_size, w.symmetric, w.scale_dtype, w.target, w.layout))
     words, params = w.words, w.params
     if not launching.adopted(words, params, launches.facts):
         _adopt(w, launches.facts)

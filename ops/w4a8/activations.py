@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import launching, weights
+from terrazzo.ops import derived, launching, weights
 from terrazzo.ops.w4a8 import fp8_format
 from terrazzo.ops.w4a8 import quantize_rows as program
 from terrazzo.ops.w4a8.reference import activation_gain
@@ -121,7 +121,8 @@ def quantize_activations(
         x: float16 or bfloat16 [..., K] on a CUDA device, K up to 65536; leading dimensions may be strided (then they
             are copied).
         smooth: float [K]; x is multiplied with its float32 reciprocal. Pass the weight's own, `w.smooth`.
-        rms_weight: float [K].
+        rms_weight: float [K]. Of both a float32 form is kept until PyTorch counts a write to them; after another one
+            (through `.data`, say), call `terrazzo.forget(rms_weight)`.
         out: written and returned instead of new tensors.
         target: "sm_80" runs the program of that target on a newer GPU.
         codes: "int8", or "e4m3" for weights of `fp8` (sm_89, sm_90a).
@@ -130,18 +131,21 @@ def quantize_activations(
         ArgumentError: an operand that does not fit. CaptureError: a kernel that was never launched is met during CUDA
             graph capture. ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
     """
+
     import torch
 
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # traced, fake or another subclass: dispatch
-        from terrazzo.ops.w4a8 import torch_op
-
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:
         launching.check_tensor(x, "x", "[..., K]")
-        for name, vector in (("smooth", smooth), ("rms_weight", rms_weight)):
-            if vector is not None:
-                launching.check_tensor(vector, name, f"float [{x.shape[-1] if x.ndim else 'K'}]")
-        check_codes(codes)
-        found = torch_op.quantize(x, smooth, rms_weight, eps, target, codes)
-        return found if out is None else _copy_into(out, found)
+        if launching.is_traced(x):
+            from terrazzo.ops.w4a8 import torch_op
+
+            launching.check_no_grad(x, "quantize_activations")
+            for name, vector in (("smooth", smooth), ("rms_weight", rms_weight)):
+                if vector is not None:
+                    launching.check_tensor(vector, name, f"float [{x.shape[-1] if x.ndim else 'K'}]")
+            check_codes(codes)
+            found = torch_op.quantize(x, smooth, rms_weight, eps, target, codes)
+            return found if out is None else _copy_into(out, found)
     return run(x, smooth, rms_weight, eps, out, None if target is None else Target.parse(target).arch, codes)
 
 
@@ -205,7 +209,7 @@ def run(
 
 
 def check_codes(codes: str) -> None:
-    if codes not in CODES:
+    if type(codes) is not str or codes not in CODES:
         raise ArgumentError("codes", codes, f"must be one of {tuple(CODES)}", "use int8")
 
 
@@ -284,20 +288,17 @@ def _prepare(key: tuple, x: torch.Tensor) -> tuple:
 def _gain(
     smooth: torch.Tensor | None, rms_weight: torch.Tensor | None, k: int, device: torch.device
 ) -> torch.Tensor | None:
-    """float32 [K], padded to rows of the kernel, kept with the vector that it was made of until one of them changes.
-
-    The kernel reads it before the one ahead of it on the stream has ended (programmatic dependent launch), so the last
-    writer of a gain must not be that one: a tiny kernel is launched between.
-    """
+    """float32 [K], padded to rows of the kernel, kept with the vector that it was made of until one of them changes."""
     owner = smooth if rms_weight is None else rms_weight
     if owner is None:
         return None
-    kept = getattr(owner, "_terrazzo_gain", None)
-    if kept is not None and kept[0] == _state(smooth, rms_weight) and kept[1] == (k, device):
-        return kept[3]
+    other = smooth if owner is rms_weight else None
+    key, state = ("w4a8", id(other), k, device), (derived.state_of(owner), derived.state_of(other))
+    found = derived.find(owner, key, state)
+    if found is not None:
+        return found
     import torch
 
-    given = []
     for name, vector in (("rms_weight", rms_weight), ("smooth", smooth)):
         if vector is None:
             continue
@@ -307,24 +308,9 @@ def _gain(
             raise ArgumentError(
                 name, seen, f"must be a float vector [{k}] on {device}", "pass a value for each channel"
             )
-        given.append(vector)
-    with torch.no_grad():
-        gain = activation_gain(smooth, rms_weight).detach()
-        gain = torch.nn.functional.pad(gain, (0, padded(k) - k if k % program.VECTOR else 0)).contiguous()
-        gain.new_zeros(1)
-    if launching.may_keep():
-        state = _state(smooth, rms_weight)
-        owner._terrazzo_gain = (state, (k, device), given[1:], gain)  # held, so that their ids are not used again
-    return gain
-
-
-def _state(smooth: torch.Tensor | None, rms_weight: torch.Tensor | None) -> tuple:
-    """What changes when one of the vectors is another one, other memory, or was written to."""
-    return _state_of(smooth), _state_of(rms_weight)
-
-
-def _state_of(t: torch.Tensor | None) -> tuple | None:
-    return None if t is None else (id(t), t.data_ptr(), t.numel(), launching.writes(t))
+    rest = padded(k) - k if k % program.VECTOR else 0
+    make = lambda: torch.nn.functional.pad(activation_gain(smooth, rms_weight), (0, rest))
+    return derived.keep(owner, key, state, make, (other,))
 
 
 def _check_out(out: QuantizedActivations, shape: tuple[int, ...], device: torch.device, codes: str) -> None:

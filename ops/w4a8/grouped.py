@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import grouped, launching
+from terrazzo.ops import derived, grouped, launching
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.w4a8 import activations, fp8_format, fp8_problem, op
@@ -146,15 +146,17 @@ def grouped_gemm(
 
     grouped.check_kind(w, op.WEIGHTS, "w4a8")
     held = x.q if isinstance(x, QuantizedActivations) else x
-    if torch.compiler.is_compiling() or type(held) is not torch.Tensor:  # traced, fake or another subclass: dispatch
+    if launching.is_traced(held):
         from terrazzo.ops.w4a8 import torch_op
 
         grouped.check_traced(x, held, w.k, expert_offsets)
+        launching.check_no_grad(held, "grouped_gemm")
         if held is not x:
             _check_codes(x, w)
         op.dequantization_of(w.stacked, dequantization)
         return launching.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype, dequantization))
     if held is x:
+        launching.check_tensor(x, "x", f"[M, {w.k}], or QuantizedActivations of w4a8")
         launching.check_no_grad(x, "grouped_gemm")
         grouped.check_dtype(x)
         out_dtype = out_dtype or x.dtype
@@ -241,7 +243,7 @@ def _multiply(
     if bias is not None:
         bias = bias.float()
     elif not no_bias:
-        bias = launching.cast_once(s, "bias", torch.float32)
+        bias = derived.cast_once(s, "bias", torch.float32)
     y = torch.empty((m, n), dtype=out_dtype, device=x.device) if out is None else out
     if m == 0:
         return y

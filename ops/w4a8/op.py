@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import launching
+from terrazzo.ops import derived, launching
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.w4a8 import activations, basic, excp, fp8_format, fp8_problem, pingpong, problem
 from terrazzo.ops.w4a8 import multistage as multistage_program
@@ -226,7 +226,8 @@ def gemm(
             cp.async), "small_batch" (mma.sync, 32 tokens for each launch), "auto" by M, size and target.
 
     Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on
-    different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time.
+    different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time,
+    nor one beside calls on that stream. After a write to w that PyTorch does not count, call `terrazzo.forget(w)`.
     Between calls on 16-bit activations each thread keeps memory for their codes, up to 8 MiB for each stream. There is
     no gradient: x that requires one is refused unless gradients are off.
 
@@ -241,11 +242,22 @@ def gemm(
     if not isinstance(w, WEIGHTS):
         raise launching.not_packed(w, "w4a8")
     held = x.q if isinstance(x, QuantizedActivations) else x
-    if torch.compiler.is_compiling() or type(held) is not torch.Tensor:  # traced, fake or another subclass: dispatch
-        from terrazzo.ops.w4a8 import torch_op
-
+    if torch.compiler.is_compiling() or type(held) is not torch.Tensor or held.layout is not torch.strided:
         launching.check_tensor(held, "x", f"[..., {w.k}], or QuantizedActivations of w4a8")
-        return launching.copy_out(out, torch_op.call(x, w, bias, out_dtype, dequantization, pipeline))
+        if launching.is_traced(held):
+            from terrazzo.ops.w4a8 import torch_op
+
+            launching.check_no_grad(held, "gemm")
+            if held is not x:
+                _check_codes(x, w)
+            check_types(out_dtype or torch.float16, dequantization=dequantization, pipeline=pipeline)
+            raw = str(out_dtype or (held.dtype if held is x else torch.float16)).removeprefix("torch.")
+            if dequantization_of(w, dequantization) == E4M3:
+                fp8_problem.check_out_dtype(raw)
+            check_choices(w.k, raw, dequantization, pipeline)
+            if bias is not None:
+                launching.check_bias(bias, w.n, None, held.device)
+            return launching.copy_out(out, torch_op.call(x, w, bias, out_dtype, dequantization, pipeline))
     if held is x:
         if x.requires_grad:
             launching.check_no_grad(x, "gemm")
@@ -272,13 +284,12 @@ def run(
     import torch
 
     q, shape, n, k = x.q, x.shape, w.n, w.k
+    if type(dequantization) is not str or type(pipeline) is not str or type(out_dtype) is not torch.dtype:
+        check_types(out_dtype, dequantization=dequantization, pipeline=pipeline)
     if not shape or shape[-1] != k:
         raise ArgumentError("x", list(shape), f"its last dimension must be K = {k}", "pass activations [..., K]")
     if x.codes != w.ACTIVATIONS:
-        raise ArgumentError(
-            "x", x.codes, f"{w!r} multiplies {w.ACTIVATIONS}",
-            f"quantize_activations(x, codes={w.ACTIVATIONS!r})",
-        )  # fmt: skip
+        _check_codes(x, w)
     flat = len(shape) == 2  # views cost 1.5 us each
     m = shape[0] if flat else q.shape[0]
     if bias is not None:
@@ -287,10 +298,10 @@ def run(
             raise ArgumentError("bias", "given", "cannot be added to int32 sums", "ask for float16 or bfloat16")
         bias = bias.float()
     elif w.bias is not None and out_dtype != torch.int32:
-        bias = launching.cast_once(w, "bias", torch.float32)
+        bias = derived.cast_once(w, "bias", torch.float32)
     launches = w.__dict__.get("_launches")
     if launches is None:
-        launches = _launches.keep(w, (n, k, w.group_size, w.target, w.ACTIVATIONS))
+        launches = _launches.keep(w, (n, k, w.group_size, w.target, w.ACTIVATIONS, w.layout))
     words, channel_scales = w.words, w.channel_scales
     if not launching.adopted(words, channel_scales, launches.facts):
         _adopt(w, launches.facts)
@@ -334,6 +345,14 @@ def run(
 _launches = launching.LaunchTable()
 records.on_change(plan.cache_clear)
 records.on_change(_launches.clear)
+
+
+def _check_codes(x: QuantizedActivations, w: PackedWeight) -> None:
+    if x.codes != w.ACTIVATIONS:
+        raise ArgumentError(
+            "x", x.codes, f"{w!r} multiplies {w.ACTIVATIONS}",
+            f"quantize_activations(x, codes={w.ACTIVATIONS!r})",
+        )  # fmt: skip
 
 
 def _adopt(w: PackedWeight, facts: tuple) -> None:
@@ -400,6 +419,17 @@ def dequantization_of(w: PackedWeight, asked: str) -> str:
     if (asked == E4M3) != (w.ACTIVATIONS == E4M3) and asked != "auto":
         raise ArgumentError("dequantization", asked, f"is not that of {w!r}", "leave it 'auto'")
     return E4M3 if w.ACTIVATIONS == E4M3 else asked
+
+
+def check_types(out_dtype: Any, **choices: Any) -> None:
+    """Raise ArgumentError unless out_dtype is torch's and each choice a string: launches are kept by them."""
+    import torch
+
+    if type(out_dtype) is not torch.dtype:
+        raise ArgumentError("out_dtype", out_dtype, "must be a torch.dtype", "write torch.float16")
+    for name, value in choices.items():
+        if type(value) is not str:
+            raise ArgumentError(name, value, "must be a string", f"leave {name} out")
 
 
 def check_choices(k: int, out_dtype: str, dequantization: str, pipeline: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import launching, weights
+from terrazzo.ops import derived, launching, weights
 from terrazzo.ops.w4ax import quantize_blocks as program
 from terrazzo.ops.w4ax.fmpq import BLOCK
 from terrazzo.ops.w4ax.format import PackedWeight
@@ -172,7 +172,8 @@ def quantize_activations(
     Args:
         x: float16 or bfloat16 [..., K] on w's GPU; leading dimensions may be strided (then they are copied).
         w: gives channel order, precision of the blocks and target.
-        rms_weight: float [K], in the order of x.
+        rms_weight: float [K], in the order of x. A float32 form is kept until PyTorch counts a write to it; after
+            another one (through `.data`, say), call `terrazzo.forget(rms_weight)`.
         granularity: "two_level": in INT4 blocks a small integer times a unit of the token, in INT8 blocks one scale of
             the token; "block": a scale for each token and block; "token": one for each token and precision; "static":
             `static_scales`, float [Kp/128], for all tokens. None: "two_level" or "block", as the weight's scales are.
@@ -182,19 +183,22 @@ def quantize_activations(
         ArgumentError: an operand that does not fit. CaptureError: a kernel that was never launched is met during CUDA
             graph capture. ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
     """
+
     import torch
 
     if not isinstance(w, PackedWeight):
         raise launching.not_packed(w, "w4ax")
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor:  # traced, fake or another subclass: dispatch
-        from terrazzo.ops.w4ax import torch_op
-
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:
         launching.check_tensor(x, "x", f"[..., {w.k}]")
-        launching.check_last(x, w.k)
-        for name, vector in (("rms_weight", rms_weight), ("static_scales", static_scales)):
-            if vector is not None:
-                launching.check_tensor(vector, name, f"float [{w.k if name == 'rms_weight' else w.blocks}]")
-        return torch_op.quantize(x, w, rms_weight, eps, granularity or default_granularity(w), static_scales)
+        if launching.is_traced(x):
+            from terrazzo.ops.w4ax import torch_op
+
+            launching.check_no_grad(x, "quantize_activations")
+            launching.check_last(x, w.k)
+            for name, vector in (("rms_weight", rms_weight), ("static_scales", static_scales)):
+                if vector is not None:
+                    launching.check_tensor(vector, name, f"float [{w.k if name == 'rms_weight' else w.blocks}]")
+            return torch_op.quantize(x, w, rms_weight, eps, granularity or default_granularity(w), static_scales)
     return run(x, w, rms_weight, eps, granularity, static_scales)
 
 
@@ -301,16 +305,10 @@ def _check_norm(rms_weight: torch.Tensor, eps: float, k: int, device: torch.devi
 
 def _gain(rms_weight: torch.Tensor, w: PackedWeight) -> torch.Tensor:
     """float32 [Kp] in the weight's order, kept with the vector that it was made of until that changes."""
-    import torch
-
-    state = (launching.writes(rms_weight), w.order)
-    kept = getattr(rms_weight, "_terrazzo_w4ax_gain", None)
-    if kept is None or kept[0] != state:
-        with torch.no_grad():
-            kept = (state, arrange(rms_weight.float()[None], w.blocks, w.permutation)[0].contiguous())
-        if launching.may_keep():
-            rms_weight._terrazzo_w4ax_gain = kept
-    return kept[1]
+    key, state = ("w4ax", w.order, w.blocks), derived.state_of(rms_weight)
+    found = derived.find(rms_weight, key, state)
+    make = lambda: arrange(rms_weight.float()[None], w.blocks, w.permutation)[0]
+    return derived.keep(rms_weight, key, state, make) if found is None else found
 
 
 def _static(scales: torch.Tensor | None, granularity: str, blocks: int, device: torch.device) -> torch.Tensor | None:

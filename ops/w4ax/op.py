@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError, CaptureError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import launching
+from terrazzo.ops import derived, launching
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.w4ax import activations, problem
 from terrazzo.ops.w4ax import integer as integer_program
@@ -190,8 +190,9 @@ def gemm(
         out_dtype: torch.float16, torch.bfloat16 or torch.float32. None takes x's dtype, or float16.
 
     Works under torch.compile(fullgraph=True) and, once each M was called, in CUDA graph capture. Calls on different
-    streams use different workspaces; two graphs captured on one stream must not be replayed at the same time. There is
-    no gradient: x that requires one is refused unless gradients are off.
+    streams use different workspaces; two graphs captured on one stream must not be replayed at the same time, nor one
+    beside calls on that stream. After a write to w that PyTorch does not count, call `terrazzo.forget(w)`. There is no
+    gradient: x that requires one is refused unless gradients are off.
 
     Raises:
         ArgumentError: an operand that does not fit, named with the value seen and the remedy.
@@ -204,11 +205,15 @@ def gemm(
     if not isinstance(w, PackedWeight):
         raise launching.not_packed(w, "w4ax")
     held = x.q8 if isinstance(x, QuantizedActivations) else x
-    if torch.compiler.is_compiling() or type(held) is not torch.Tensor:  # traced, fake or another subclass: dispatch
-        from terrazzo.ops.w4ax import torch_op
-
+    if torch.compiler.is_compiling() or type(held) is not torch.Tensor or held.layout is not torch.strided:
         launching.check_tensor(held, "x", f"[..., {w.k}], or QuantizedActivations of w4ax")
-        return launching.copy_out(out, torch_op.call(x, w, bias, out_dtype))
+        if launching.is_traced(held):
+            from terrazzo.ops.w4ax import torch_op
+
+            launching.check_no_grad(held, "gemm")
+            if bias is not None:
+                launching.check_bias(bias, w.n, None, held.device)
+            return launching.copy_out(out, torch_op.call(x, w, bias, out_dtype))
     if held is x:
         out_dtype = out_dtype or held.dtype
         launching.check_last(x, w.k)
@@ -228,7 +233,11 @@ def run(
 
     What is ready to launch is kept by M, device, stream, dtype and presence of a bias.
     """
+    import torch
+
     _check_inputs(x, w)
+    if type(out_dtype) is not torch.dtype:
+        raise ArgumentError("out_dtype", out_dtype, "must be a torch.dtype", "write torch.float16")
     shape, n = x.shape, w.n
     flat = len(shape) == 2  # views cost 1.5 us each
     m = shape[0] if flat else x.m
@@ -236,9 +245,7 @@ def run(
         launching.check_bias(bias, n, None, x.device)
         bias = bias.float()
     elif w.bias is not None:
-        import torch
-
-        bias = launching.cast_once(w, "bias", torch.float32)
+        bias = derived.cast_once(w, "bias", torch.float32)
     launches = w.__dict__.get("_launches")
     if launches is None:
         launches = _launches.keep(w, (n, w.k, w.blocks8, w.layout, w.target, w.two_level))
@@ -312,11 +319,22 @@ def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, 
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(f"w4ax.gemm never ran with M = {m}; call it once before the capture")
         gemm = schedules.MixedGemm(w.n, w.blocks * BLOCK, w.blocks8)
-        made = schedules.work_plan(listed, gemm, target, m, listed.ctas * here.sms)
-        items, first, _ = schedules.work_list(made, -(-m // listed.block_tokens))
-        lists = [torch.tensor(rows, dtype=torch.int32, device=x.device) for rows in (items, first)]
+        lists = _work_lists(listed, gemm, target, m, listed.ctas * here.sms, x.device)
     found = launches[key] = (kernel, kernel.launcher(index), *launch, activations.stand_ins(x.device), lists)
     return found
+
+
+@cache
+def _work_lists(listed: Any, gemm: Any, target: Target, m: int, ctas: int, device: torch.device) -> list[torch.Tensor]:
+    """Items of a `persistent` launch and where each CTA's begin; kept for good, as captured graphs read them."""
+    import torch
+
+    made = schedules.work_plan(listed, gemm, target, m, ctas)
+    items, first, _ = schedules.work_list(made, -(-m // listed.block_tokens))
+    lists = [torch.tensor(rows, dtype=torch.int32, device=device) for rows in (items, first)]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # other streams may read them at once
+    return lists
 
 
 def _check_inputs(x: QuantizedActivations, w: PackedWeight) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError, TargetError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import launching, w4a8
+from terrazzo.ops import derived, launching, w4a8
 from terrazzo.ops.w4a8 import QuantizedActivations, activations, op, reference
 from terrazzo.schedules import quantize_rows
 from terrazzo.schedules.models import MODELS
@@ -162,10 +162,10 @@ def test_nothing_is_kept_that_a_capture_has_only_recorded(monkeypatch):
     with monkeypatch.context() as capture:
         for says_so in ("is_initialized", "is_current_stream_capturing"):
             capture.setattr(torch.cuda, says_so, lambda: True)
-        gain, bias = activations._gain(smooth, None, 20, device), launching.cast_once(weight, "bias", torch.float32)
+        gain, bias = activations._gain(smooth, None, 20, device), derived.cast_once(weight, "bias", torch.float32)
     after = activations._gain(smooth, None, 20, device)
     assert after is not gain and activations._gain(smooth, None, 20, device) is after
-    assert launching.cast_once(weight, "bias", torch.float32) is not bias
+    assert derived.cast_once(weight, "bias", torch.float32) is not bias
 
 
 def test_quantized_activations_are_checked():

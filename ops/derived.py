@@ -1,0 +1,113 @@
+"""What is made of a caller's tensors and kept with them: gains in float32, a bias in another dtype, checks passed.
+
+A captured CUDA graph holds the address of what it read, so nothing kept here is freed before its owner, and what is
+made anew, after a write to the owner, takes the memory of the one before. Writes that PyTorch counts are seen at the
+next call; `forget` tells of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import launching, weights
+
+if TYPE_CHECKING:
+    import torch
+
+_NAME = "_terrazzo_derived"
+_NOTES = ("_terrazzo", "_terrazzo_checked")  # of words: that their weight was checked
+
+
+class _Kept(dict):
+    """key -> (state of the owner, tensor, what must live as long). A copy or a pickle of the owner has None instead."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return type(None), ()
+
+
+def find(owner: Any, key: tuple, state: tuple) -> torch.Tensor | None:
+    """What was kept with `owner` under `key`, if the state is that of then."""
+    kept = getattr(owner, _NAME, None)
+    found = kept.get(key) if kept else None
+    return found[1] if found is not None and found[0] == state else None
+
+
+def keep(owner: Any, key: tuple, state: tuple, make: Callable[[], torch.Tensor], beside: tuple = ()) -> torch.Tensor:
+    """What `make` returns, kept with `owner`; in a capture it has no value yet, and is not kept.
+
+    Kernels read it before the one ahead of them on the stream has ended (programmatic dependent launch), so a tiny
+    kernel stands behind its last writer; other streams may read it at once.
+
+    Args:
+        state: what changes when the owner does. beside: objects whose ids are part of the key or of the state.
+    """
+    import torch
+
+    with torch.inference_mode(False), torch.no_grad():
+        made = make().clone()
+        made.new_zeros(1)
+        if not launching.may_keep():
+            return made
+        kept = owner.__dict__.get(_NAME)
+        if kept is None:
+            kept = owner.__dict__[_NAME] = _Kept()
+        _, before, _ = kept.get(key, (None, None, None))
+        if before is not None and (before.shape, before.dtype, before.device) == (made.shape, made.dtype, made.device):
+            made = before.copy_(made)
+            made.new_zeros(1)
+        elif before is not None:
+            kept.setdefault("outlived", []).append(before)
+        if made.is_cuda:
+            torch.cuda.current_stream(made.device).synchronize()
+        kept[key] = (state, made, beside)
+        return made
+
+
+def state_of(t: torch.Tensor | None) -> tuple | None:
+    """What changes when a tensor is another one, has other memory, or was written to as PyTorch counts."""
+    if not hasattr(t, "data_ptr"):  # None, or what is refused later
+        return None
+    return id(t), t.data_ptr(), t.numel(), t.get_device(), launching.writes(t)
+
+
+def cast_once(owner: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """The owner's tensor `name` in another dtype, kept with the owner until PyTorch writes to the tensor."""
+    tensor = getattr(owner, name)
+    if tensor.dtype == dtype:
+        return tensor
+    key, state = (name, dtype), state_of(tensor)
+    found = find(owner, key, state)
+    return keep(owner, key, state, lambda: tensor.to(dtype), (tensor,)) if found is None else found
+
+
+def forget(*written: Any) -> None:
+    """Tell Terrazzo of writes that PyTorch does not count: through `.data`, to inference tensors, by other libraries.
+
+    Gains, smooth vectors and biases are kept in the dtype that kernels read, and weights are checked once, until
+    PyTorch counts a write to them. After this call the next one that takes them reads them anew, and graphs captured
+    before see what it read.
+
+    Args:
+        written: tensors, and weights of any kind.
+
+    Raises:
+        ArgumentError: something else.
+    """
+    import torch
+
+    for it in written:
+        weight = getattr(it, "stacked", it)
+        if not isinstance(it, torch.Tensor) and (isinstance(weight, type) or not is_dataclass(weight)):
+            raise ArgumentError(
+                "written", type(it).__name__, "must be a tensor or a weight", "pass what was written to"
+            )
+        held = [it] if isinstance(it, torch.Tensor) else [weight, *weights.tensor_fields(weight).values()]
+        for owner in held:
+            kept = owner.__dict__.get(_NAME) or {}
+            for key, (_, made, beside) in [(key, found) for key, found in kept.items() if key != "outlived"]:
+                kept[key] = (None, made, beside)
+            for note in _NOTES:
+                owner.__dict__.pop(note, None)
