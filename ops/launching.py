@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 SEMAPHORES = 4096
 """int32 for each stream: a counter for each row range, or a flag for each warp."""
-STREAMS = 64
+STREAMS = 128
+"""Of a device: torch has 32 of each priority, and the default one."""
 LARGEST = 1 << 31
 """Rows, columns and tokens are int32 in kernels; addresses have 64 bits."""
 MOST_ROWS = 1 << 27

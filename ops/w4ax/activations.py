@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -286,6 +286,7 @@ def _prepare(key: tuple, x: torch.Tensor, w: PackedWeight) -> tuple:
     return found
 
 
+@cache
 def stand_ins(device: torch.device) -> dict[str, torch.Tensor]:
     """dtype -> a tensor for arguments that a kernel does not use."""
     import torch
