@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.autotune.database import Machine, Problem
+from terrazzo.lowering.cache import cache_root
 from terrazzo.lowering.errors import ToolchainError
 
 DEADLINE_S = 90.0
@@ -111,7 +112,7 @@ class Measurer:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.noise,
-                env={**os.environ, **visible},
+                env={**os.environ, "TERRAZZO_CACHE_DIR": str(cache_root()), **visible},
                 start_new_session=True,  # Ctrl-C in a terminal is the job's alone
             )
             self.buffer, self.started = b"", self.started + 1

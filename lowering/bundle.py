@@ -4,12 +4,13 @@
     <bundle>/kernels/<identity>/       kernel.so, kernel.cu, report.json
 
 A bundle holds kernels of one target. It is written beside its final place and renamed; loading verifies every byte and
-refuses, by name, another target, another terrazzo and other layouts.
+refuses, by name, another target, another terrazzo, another machine and other layouts.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -60,7 +61,7 @@ def write_bundle(
         path: folder to make.
         requests: kernels of one target.
         layouts: name -> identity of the packed layouts that they read.
-        replace: whether a bundle that is there already may be replaced.
+        replace: whether a bundle that is there already may be replaced; it stays as it was if that fails.
 
     Raises:
         ArgumentError: no request, something that is none, or requests for different targets; no path; layouts that
@@ -81,36 +82,46 @@ def write_bundle(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         private = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        try:
+            _fill(private, targets[0], requests, layouts)
+            if path.exists():
+                _replace(private, path)
+            elif not cache.publish_folder(private, path):
+                raise BundleError(f"{path} was made by another process meanwhile")
+        finally:
+            shutil.rmtree(private, ignore_errors=True)
     except OSError as error:
-        raise BundleError(f"{path} cannot be written: {error.strerror}; choose another folder") from error
-    try:
-        kernels = []
-        for request in dict.fromkeys(requests):
-            folder = private / "kernels" / request.identity()
-            folder.mkdir(parents=True)
-            compiled = compile_request(request)
-            for name in cache.FILES:
-                shutil.copyfile(compiled / name, folder / name)
-            kernels.append({"identity": request.identity(), "request": request.as_dict()})
-        meta = {
-            "format": FORMAT,
-            **_versions(),
-            "target": targets[0],
-            "layouts": layouts,
-            "kernels": kernels,
-        }
-        cache.write_manifest(private, {**meta, "toolchain": toolchain().as_dict()})
-        private.chmod(0o755)
-        if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-            os.rename(path, old / "bundle")
-            os.rename(private, path)
-            shutil.rmtree(old, ignore_errors=True)
-        elif not cache.publish_folder(private, path):
-            raise BundleError(f"{path} was made by another process meanwhile")
-    finally:
-        shutil.rmtree(private, ignore_errors=True)
+        raise BundleError(f"{path} cannot be written: {error}; make room there or choose another folder") from error
     return path
+
+
+def _fill(private: Path, target: str, requests: Sequence[KernelRequest], layouts: Mapping[str, str]) -> None:
+    """Write everything of a bundle into an empty folder, the manifest last."""
+    kernels = []
+    for request in dict.fromkeys(requests):
+        folder = private / "kernels" / request.identity()
+        folder.mkdir(parents=True)
+        compiled = compile_request(request)
+        for name in cache.FILES:
+            shutil.copyfile(compiled / name, folder / name)
+        kernels.append({"identity": request.identity(), "request": request.as_dict()})
+    meta = {"format": FORMAT, **_versions(), "target": target, "layouts": layouts, "kernels": kernels}
+    cache.write_manifest(private, {**meta, "toolchain": toolchain().as_dict()})
+    private.chmod(0o755)
+
+
+def _replace(private: Path, path: Path) -> None:
+    """Put a complete folder in the place of a bundle, which comes back if that fails."""
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+    try:
+        os.rename(path, old / "bundle")
+        os.rename(private, path)
+    except BaseException:
+        if (old / "bundle").exists():
+            os.rename(old / "bundle", path)  # if this fails too, the bundle is kept where it is
+        old.rmdir()
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def load_bundle(path: str | os.PathLike, target: Any = None, layouts: Mapping[str, str] | None = None) -> Bundle:
@@ -123,7 +134,7 @@ def load_bundle(path: str | os.PathLike, target: Any = None, layouts: Mapping[st
 
     Raises:
         ArgumentError: no path, or layouts that are no names.
-        BundleError: the bundle is incomplete or altered, or made for another target, terrazzo or layout.
+        BundleError: the bundle is incomplete or altered, or made for another target, terrazzo, machine or layout.
     """
     path, installed = _folder(path), _names(layouts)
     try:
@@ -179,7 +190,7 @@ def _contents(manifest: Mapping[str, Any]) -> tuple[Target, dict[str, str], dict
 def _folder(path: Any) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise ArgumentError("path", path, "must be the path of a folder", "name the bundle's folder")
-    return Path(path)
+    return Path(path).absolute()
 
 
 def _names(layouts: Any) -> dict[str, str]:
@@ -192,7 +203,11 @@ def _names(layouts: Any) -> dict[str, str]:
 
 def _versions() -> dict[str, str]:
     """What must be equal where a bundle is made and where it is loaded."""
-    return {"terrazzo": package_version("terrazzo") or "uninstalled", "terrazzo sources": package_digest()[:16]}
+    return {
+        "terrazzo": package_version("terrazzo") or "uninstalled",
+        "terrazzo sources": package_digest()[:16],
+        "machine": platform.machine(),  # kernel.so is code of the host
+    }
 
 
 def _wanted_target(target: Any) -> Target | None:

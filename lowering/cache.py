@@ -19,6 +19,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,25 @@ FILES = ("kernel.so", "kernel.cu", "report.json")
 
 
 def cache_root() -> Path:
-    """$TERRAZZO_CACHE_DIR, else ~/.cache/terrazzo."""
-    return Path(os.environ.get("TERRAZZO_CACHE_DIR") or Path.home() / ".cache" / "terrazzo")
+    """$TERRAZZO_CACHE_DIR, else ~/.cache/terrazzo, as an absolute path.
+
+    A relative folder is that of the working directory at the first call; a later chdir does not move it.
+
+    Raises:
+        CacheError: there is no home folder, or no working directory, to name it from.
+    """
+    folder = os.environ.get("TERRAZZO_CACHE_DIR") or "~/.cache/terrazzo"
+    try:
+        return _absolute(Path(folder).expanduser())
+    except (RuntimeError, OSError) as error:
+        raise CacheError(
+            f"kernel cache {folder} cannot be found: {error}; set TERRAZZO_CACHE_DIR to the absolute path of a folder"
+        ) from error
+
+
+@cache
+def _absolute(folder: Path) -> Path:
+    return folder.absolute()
 
 
 def _room(name: str) -> Path:
@@ -123,9 +141,13 @@ def publish_folder(private: Path, final: Path) -> bool:
 
 
 def lookup(key: str) -> Path | None:
-    """The verified entry of a key, or None. A damaged entry is moved to quarantine/ and counts as absent."""
+    """The verified entry of a key, or None. A damaged entry counts as absent and is moved to quarantine/, if it can be.
+
+    Raises:
+        CacheError: the cache folder cannot be made.
+    """
     entry = _room("kernels") / key
-    if not entry.is_dir():
+    if not os.path.isdir(entry):  # False also where another user's folder may not be searched
         return None
     try:
         read_manifest(entry)
@@ -136,11 +158,11 @@ def lookup(key: str) -> Path | None:
 
 
 def quarantine(key: str) -> Path | None:
-    """Move an entry out of the way; None if another process did it first."""
-    place = _room("quarantine") / f"{key}.{time.time_ns()}"
+    """Move an entry out of the way; None if another process did it first, or it cannot be moved (a read-only cache)."""
     try:
+        place = _room("quarantine") / f"{key}.{time.time_ns()}"
         os.rename(_room("kernels") / key, place)
-    except FileNotFoundError:
+    except (CacheError, OSError):
         return None
     return place
 
@@ -152,28 +174,38 @@ def get_or_build(key: str, meta: dict[str, Any], build: Callable[[Path], None], 
     seconds (LOCK_TIMEOUT_S; a stopped process, a network file system without locks), the kernel is built without it.
 
     Raises:
-        CacheError: the cache folder cannot be written.
+        CacheError: the cache folder cannot be written (an OSError of `build` counts as that), or a damaged entry of
+            this key cannot be moved out of the way.
     """
-    with _key_lock(key, LOCK_TIMEOUT_S if timeout is None else timeout) as locked:
+    with _key_lock(key, LOCK_TIMEOUT_S if timeout is None else timeout) as locked, _writing():
         entry = lookup(key)
         if entry is not None:
             return entry
         _sweep(key if locked else None)
-        try:
-            private = Path(tempfile.mkdtemp(prefix=f"{key if locked else 'unlocked'}.", dir=_room("building")))
-        except OSError as error:
-            raise CacheError(
-                f"kernel cache {cache_root()} cannot be written: {error}; set TERRAZZO_CACHE_DIR"
-            ) from error
+        private = Path(tempfile.mkdtemp(prefix=f"{key if locked else 'unlocked'}.", dir=_room("building")))
         try:
             private.chmod(0o755)  # a cache may be shared between users
             build(private)
             write_manifest(private, {"key": key, "created": time.time(), **meta})
             final = _room("kernels") / key
-            publish_folder(private, final)
-            return final
+            for _ in range(2):  # a damaged entry that was there first is gone the second time
+                if publish_folder(private, final) or lookup(key) is not None:
+                    return final
         finally:
             shutil.rmtree(private, ignore_errors=True)
+    raise CacheError(f"{final} is damaged and cannot be moved; remove it, or set TERRAZZO_CACHE_DIR to another folder")
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Inside, an OSError (no space, no permission) is a CacheError."""
+    try:
+        yield
+    except OSError as error:
+        raise CacheError(
+            f"kernel cache {cache_root()} cannot be written: {error}; "
+            "make room there, or set TERRAZZO_CACHE_DIR to a writable folder"
+        ) from error
 
 
 @contextlib.contextmanager

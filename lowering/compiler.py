@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.lowering.errors import CompileError, TerrazzoError
-from terrazzo.lowering.launcher import build_host
+from terrazzo.lowering.launcher import build_host, host_text
 from terrazzo.lowering.report import make_report
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import find_host_compiler, find_nvcc, import_tilelang, package_folder
@@ -107,6 +107,7 @@ def compile_into(request: KernelRequest, folder: Path) -> None:
     Raises:
         ToolchainError: tilelang cannot be imported.
         CompileError: the builder, the lowering or nvcc failed; the message carries the tool's words.
+        OSError: the folder cannot be written.
     """
     with _lock:
         tilelang = import_tilelang()
@@ -115,16 +116,17 @@ def compile_into(request: KernelRequest, folder: Path) -> None:
         token = _current.set(nvcc)
         try:
             artifact = _lower(tilelang, request)
-            (folder / "kernel.cu").write_text(artifact.kernel_source)
-            (folder / "kernel.cubin").write_bytes(nvcc.binary)
             functions = [function for _, function in artifact.device_mod.functions.items()]
-            build_host(artifact.rt_mod.inspect_source(), functions, folder / "kernel.cubin", folder / "kernel.so")
+            host = host_text(artifact.rt_mod.inspect_source(), functions, folder / "kernel.cubin")
         except TerrazzoError:
             raise
         except Exception as error:
             raise CompileError(f"{request}: {type(error).__name__}: {error}") from error
         finally:
             _current.reset(token)
+        (folder / "kernel.cu").write_text(artifact.kernel_source)
+        (folder / "kernel.cubin").write_bytes(nvcc.binary)
+        build_host(host, folder / "kernel.so")
     report = make_report(folder / "kernel.cubin", nvcc.log, _dynamic_shared_memory(functions))
     (folder / "report.json").write_text(json.dumps(report.as_dict(), indent=1))
 

@@ -6,7 +6,7 @@ import platform
 from typing import Any
 
 from terrazzo.lowering import cache
-from terrazzo.lowering.errors import TargetError, TerrazzoError
+from terrazzo.lowering.errors import CacheError, TargetError, TerrazzoError
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import (
     INSTALL_COMPILER,
@@ -49,7 +49,11 @@ def environment_report() -> dict[str, Any]:
     disassembler = find_cuda_tool("cuobjdump")
     if disassembler is None or find_cuda_tool("nvdisasm") is None:
         miss("cuobjdump and nvdisasm", "instruction counts in reports", INSTALL_DISASSEMBLER)
-    entries = cache.list_entries()
+    try:
+        place, entries = str(cache.cache_root()), cache.list_entries()
+    except CacheError as error:
+        place, entries = None, []
+        miss("a folder for the kernel cache", "compiling kernels (bundles run without)", str(error))
     return {
         "terrazzo": package_version("terrazzo"),
         "python": platform.python_version(),
@@ -63,7 +67,7 @@ def environment_report() -> dict[str, Any]:
         "driver": driver,
         "devices": devices,
         "cache": {
-            "path": str(cache.cache_root()),
+            "path": place,
             "entries": len(entries),
             "bytes": sum(entry["bytes"] for entry in entries),
         },

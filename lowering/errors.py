@@ -46,11 +46,11 @@ class CompileError(TerrazzoError, RuntimeError):
 
 
 class CacheError(TerrazzoError, RuntimeError):
-    """The kernel cache cannot be used: its folder cannot be made or written."""
+    """The kernel cache cannot be used: its folder cannot be found or written, or a kernel in it cannot be loaded."""
 
 
 class BundleError(TerrazzoError, RuntimeError):
-    """An ahead-of-time bundle is incomplete, altered, or made for another target, version or layout."""
+    """An ahead-of-time bundle is incomplete, altered, or made for another machine, target, version or layout."""
 
 
 class CaptureError(TerrazzoError, RuntimeError):

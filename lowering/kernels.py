@@ -34,7 +34,7 @@ def compile_request(request: KernelRequest) -> Path:
     Raises:
         ToolchainError: a compiler is missing; the message says which and how to get it.
         CompileError: the builder, the lowering or nvcc failed.
-        CacheError: the cache folder cannot be used.
+        CacheError: the cache folder cannot be found or written.
     """
     tools = toolchain()
     key = request.cache_key(tools)
@@ -67,12 +67,14 @@ def get_kernel(request: KernelRequest) -> Kernel:
 
     Raises:
         ToolchainError, CompileError, CacheError: see `compile_request`.
+        CacheError, BundleError: what was compiled cannot be loaded into this process.
     """
     kernel = _kernels.get(request)
     if kernel is None:
         with _lock:
             kernel = _kernels.get(request)
             if kernel is None:
-                folder = _bundled.get(request.identity()) or compile_request(request)
-                kernel = _kernels[request] = Kernel(str(request), folder)
+                bundled = _bundled.get(request.identity())
+                kernel = Kernel(str(request), bundled or compile_request(request), bundled is not None)
+                _kernels[request] = kernel
     return kernel

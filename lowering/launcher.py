@@ -285,8 +285,12 @@ def _argument_kind(parameter: Any) -> str:
     return _ARGUMENT_KINDS[dtype]
 
 
-def build_host(host: str, device_functions: list[Any], image: Path, library: Path) -> None:
-    """Compile the host side of a kernel and link the machine code `image` into it. See `host_text`."""
+def build_host(text: str, library: Path) -> None:
+    """Compile the text of `host_text` into a shared object, which holds the machine code that the text names.
+
+    Raises:
+        CompileError: the compiler refuses it; the message carries its words.
+    """
     from tvm_ffi import libinfo
 
     tvm = package_folder("tilelang") / "3rdparty" / "tvm" / "include"
@@ -306,9 +310,7 @@ def build_host(host: str, device_functions: list[Any], image: Path, library: Pat
         "none",
     ]
     command += ["-Xcompiler", "-fPIC", *includes, "-o", str(library), "-", "-ldl"]
-    done = subprocess.run(
-        command, input=host_text(host, device_functions, image), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CompileError(
             f"the host side does not compile\n{' '.join(command)}\n{(done.stdout + done.stderr).strip()}"

@@ -20,7 +20,8 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from terrazzo.lowering.errors import ArgumentError, CompileError, TerrazzoError
+from terrazzo.lowering.cache import cache_root
+from terrazzo.lowering.errors import ArgumentError, CacheError, CompileError, TerrazzoError
 from terrazzo.lowering.kernels import compile_request, find_compiled
 from terrazzo.lowering.request import KernelRequest, check_requests
 from terrazzo.lowering.toolchain import require_compiler
@@ -50,6 +51,7 @@ def compile_many(
     Raises:
         ArgumentError: something among the requests is none, or no number of processes.
         ToolchainError: something has to be compiled and a compiler is missing.
+        CacheError: the cache folder cannot be found or made.
     """
     requests = check_requests(requests)
     if workers is not None and (type(workers) is not int or workers < 1):
@@ -141,7 +143,7 @@ class _Worker(threading.Thread):
                 return
             try:
                 outcome = self.compile(request)
-            except (OSError, ValueError) as error:  # it died while we spoke to it, or was stopped
+            except (OSError, ValueError, CacheError) as error:  # it died while we spoke to it, or was stopped
                 self.kill()
                 outcome = CompileError(f"{request}: the compiling process cannot be used: {error}")
             self.done(request, outcome)
@@ -153,7 +155,8 @@ class _Worker(threading.Thread):
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.noise,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                # a relative cache is this process's, which may have changed its folder since
+                env={**os.environ, "TERRAZZO_CACHE_DIR": str(cache_root()), "CUDA_VISIBLE_DEVICES": ""},
                 start_new_session=True,  # so that nvcc and its children can be stopped with it
             )
         process = self.process

@@ -85,7 +85,7 @@ class KernelRequest:
         return _digest({**self.as_dict(), "sources": source_digest(self.entry.partition(":")[0])})
 
     def cache_key(self, toolchain: Toolchain) -> str:
-        """Key of this kernel in the disk cache: the identity and the versions of all tools."""
+        """Key of this kernel in the disk cache: the identity, the versions of all tools and the host's platform."""
         return _digest({"identity": self.identity(), "toolchain": toolchain.as_dict()})
 
     def as_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-from terrazzo.lowering.errors import ArgumentError, CaptureError, TargetError
+from terrazzo.lowering.errors import ArgumentError, BundleError, CacheError, CaptureError, TargetError
 from terrazzo.lowering.report import KernelReport
 
 
@@ -17,15 +17,28 @@ class Kernel:
     Calling it passes its arguments straight to the generated host function: torch tensors (outputs included) and
     scalars, the first one a tensor. The first call on a device loads the machine code there, which a CUDA graph cannot
     capture.
+
+    Args:
+        name: for reports and errors. folder: what `compile_request` gives. bundled: whether it is a bundle's.
+
+    Raises:
+        CacheError, BundleError (bundled): kernel.so cannot be loaded; it is gone, damaged or of another machine.
     """
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, bundled: bool = False) -> None:
         import torch  # noqa: F401  before tvm-ffi, which then exchanges tensors and streams with it
         import tvm_ffi
 
         self.name = name
         self.folder = folder
-        self._function = tvm_ffi.load_module(str(folder / "kernel.so"))["main"]
+        library = folder / "kernel.so"
+        try:
+            self._function = tvm_ffi.load_module(str(library))["main"]
+        except (RuntimeError, AttributeError, OSError) as error:
+            said = f"{library}, kernel {name}, cannot be loaded here: {error}"
+            if bundled:
+                raise BundleError(f"{said}; make the bundle again with `terrazzo compile` for this machine") from error
+            raise CacheError(f"{said}; remove {folder}, and the kernel is compiled again") from error
         self._warm: set[int] = set()
 
     def __call__(self, *args: Any) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -27,12 +28,18 @@ INSTALL_DISASSEMBLER = "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Versions of everything outside terrazzo that decides a kernel's machine code; None where a part is missing."""
+    """Everything outside terrazzo that decides a kernel's machine code, the host's included.
+
+    Attributes:
+        tilelang, tvm_ffi, nvcc, toolkit: versions, None where a part is missing.
+        machine: instruction set of the host, "x86_64" or "aarch64".
+    """
 
     tilelang: str | None
     tvm_ffi: str | None
     nvcc: str | None
     toolkit: str | None
+    machine: str = field(default_factory=platform.machine)
 
     def as_dict(self) -> dict[str, str | None]:
         return asdict(self)

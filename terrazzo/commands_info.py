@@ -30,7 +30,7 @@ def info(as_json: bool) -> None:
         ("disassembler", report["disassembler"]),
         ("driver", report["driver"] and f"CUDA {report['driver']}"),
         *((f"GPU {device['index']}", _device(device)) for device in report["devices"]),
-        ("kernel cache", f"{cache['path']} ({cache['entries']} kernels, {size(cache['bytes'])})"),
+        ("kernel cache", cache["path"] and f"{cache['path']} ({cache['entries']} kernels, {size(cache['bytes'])})"),
     ]
     print_table(("", ""), rows)
     if report["missing"]:

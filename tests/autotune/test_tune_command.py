@@ -269,7 +269,7 @@ def test_the_report_names_its_extra(tmp_path, monkeypatch):
         report._pyplot()
 
 
-def first_use_job(job, database, problem):
+def first_use_job(job, database, problem, target):
     fast = tuning.measurer(first_use_job.log)
     return Runner(job, database, [fast], tuning.InstantCompiler, resume=True, workers=2, problems=[problem])
 

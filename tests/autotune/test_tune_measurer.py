@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import cpu_measurer
@@ -15,11 +16,13 @@ from terrazzo.autotune.jobs import Job
 from terrazzo.autotune.measurer import Bench
 from terrazzo.autotune.operators import AttentionPrefill, get_operator
 from terrazzo.autotune.runner import Runner, candidates
-from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering import cache
+from terrazzo.lowering.errors import ArgumentError, ToolchainError
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.schedules import records
 
 COMMAND = (sys.executable, str(tuning.HERE / "cpu_measurer.py"))
+SAYS_CACHE = "import os, sys; print(os.environ['TERRAZZO_CACHE_DIR'], file=sys.stderr)"
 GOOD = dict(token_tiles=1, kc=1, nc=8, warps=2, chunk=1, stages=2, cluster=1)
 
 
@@ -128,3 +131,15 @@ def test_a_job_with_real_kernels(tmp_path, monkeypatch):
     assert summary.ended == "done" and [it.role for it in kept] == ["heuristic"]
     assert {(it.program, it.params) for it in kept} == {(c.program, tuple(sorted(c.params.items()))) for c in found}
     assert set(summary.statuses) <= {"ok", "wrong", "crash"}, summary.statuses
+
+
+def test_measuring_processes_use_the_same_cache(tmp_path, monkeypatch):
+    """Wherever the working directory has gone since a relative TERRAZZO_CACHE_DIR was first read."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", "here")
+    assert cache.cache_root() == tmp_path / "here"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    measurer = Measurer(command=[sys.executable, "-c", SAYS_CACHE], deadline=60.0)
+    with pytest.raises(ToolchainError, match=re.escape(str(tmp_path / "here"))):
+        measurer.hello()

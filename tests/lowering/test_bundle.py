@@ -1,12 +1,16 @@
 """Bundles: what a process without a compiler can trust, and what it refuses by name."""
 
+import errno
 import json
+import os
+import platform
 import shutil
 
 import pytest
 from lowering_tools import needs_compiler, request_for, run_python
-from terrazzo.lowering import Target, cache, kernels, load_bundle, write_bundle
-from terrazzo.lowering.errors import ArgumentError, BundleError
+from terrazzo.lowering import Kernel, Target, cache, kernels, load_bundle, write_bundle
+from terrazzo.lowering.errors import ArgumentError, BundleError, CacheError
+from terrazzo.lowering.request import package_digest
 from terrazzo.lowering.toolchain import package_version
 
 pytestmark = [needs_compiler, pytest.mark.compiles]
@@ -47,6 +51,26 @@ def test_kernels_come_from_the_bundle(bundle, tmp_path):
     assert loaded.reports[request].registers > 0
     assert kernels.is_ready(request) and kernels.get_kernel(request).folder.parent == bundle / "kernels"
     assert not list((tmp_path / "empty" / "v1" / "kernels").iterdir())
+
+
+def test_a_relative_bundle_and_its_reports_survive_a_chdir(bundle, monkeypatch):
+    monkeypatch.chdir(bundle.parent)
+    assert load_bundle("bundle").path == bundle
+    monkeypatch.chdir("/")
+    kernel = kernels.get_kernel(request_for("scale"))
+    assert kernel.report.registers > 0 and "main_kernel" in kernel.source
+
+
+def test_a_kernel_that_cannot_be_loaded_is_named(bundle, tmp_path):
+    library = bundle / "kernels" / request_for("scale").identity() / "kernel.so"
+    library.write_bytes(b"of another machine")
+    files = json.loads((bundle / "manifest.json").read_text())["files"]
+    edit_manifest(bundle, files={**files, library.relative_to(bundle).as_posix(): cache.sha256_file(library)})
+    load_bundle(bundle)
+    with pytest.raises(BundleError, match=f"{library}, kernel test.scale.*cannot be loaded here: .*; make the bundle"):
+        kernels.get_kernel(request_for("scale"))
+    with pytest.raises(CacheError, match=f"cannot be loaded here: .*; remove {tmp_path}, and the kernel is compiled"):
+        Kernel("absent", tmp_path)
 
 
 def test_a_process_without_tilelang_tvm_or_compiler_runs_it(bundle, tmp_path):
@@ -136,6 +160,7 @@ def test_files_that_the_manifest_leaves_out_are_not_trusted(bundle, damage):
         ("kernels", {"request": {"name": "a"}}, "is no kernel request"),
         ("terrazzo", None, "made with terrazzo None"),
         ("terrazzo sources", None, "made with terrazzo sources None"),
+        ("machine", None, "made with machine None"),
         ("files", {"a": 5}, "is damaged"),
     ],
 )
@@ -147,7 +172,7 @@ def test_what_a_manifest_lacks_is_named(bundle, name, value, words):
 
 def test_a_manifest_of_nothing_is_refused(bundle):
     manifest = json.loads((bundle / "manifest.json").read_text())
-    for name in ("terrazzo", "terrazzo sources", "target", "layouts", "kernels"):
+    for name in ("terrazzo", "terrazzo sources", "machine", "target", "layouts", "kernels"):
         (bundle / "manifest.json").write_text(json.dumps({key: manifest[key] for key in manifest if key != name}))
         with pytest.raises(BundleError, match=name):
             load_bundle(bundle)
@@ -209,6 +234,9 @@ def test_another_version_is_refused_by_name(bundle):
     edit_manifest(bundle, terrazzo=package_version("terrazzo"), **{"terrazzo sources": "0" * 16})
     with pytest.raises(BundleError, match="made with terrazzo sources 0000"):
         load_bundle(bundle)
+    edit_manifest(bundle, machine="ppc64", **{"terrazzo sources": package_digest()[:16]})
+    with pytest.raises(BundleError, match=f"made with machine ppc64, this is {platform.machine()}"):
+        load_bundle(bundle)
     edit_manifest(bundle, format="terrazzo-bundle-9")
     with pytest.raises(BundleError, match="terrazzo-bundle-9"):
         load_bundle(bundle)
@@ -232,6 +260,31 @@ def test_a_bundle_appears_complete_or_not_at_all(original, compiled, tmp_path):
     with pytest.raises(Exception, match="cannot be loaded"):
         write_bundle(tmp_path / "never", [request_for("scale"), request_for("absent")])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "mine"]
+
+
+def test_a_replacement_that_fails_leaves_the_bundle(bundle, compiled, monkeypatch):
+    rename = os.rename
+
+    def refuse(source, place):
+        if place == bundle and source.name != "bundle":  # the new one; the old one may come back
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(source, place)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(BundleError, match=f"{bundle} cannot be written: .*Input/output error"):
+        write_bundle(bundle, [request_for("scale")], replace=True)
+    assert len(load_bundle(bundle).requests) == 2
+    assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
+
+
+def test_a_full_disk_is_a_clear_error(compiled, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(BundleError, match=f"{tmp_path / 'bundle'} cannot be written: .*No space left"):
+        write_bundle(tmp_path / "bundle", [request_for("scale")])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("requests", [None, 5, ["x"]])

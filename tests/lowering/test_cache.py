@@ -1,7 +1,9 @@
 """The kernel cache under many processes, damage, kills and full disks."""
 
+import errno
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -9,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from terrazzo.lowering import cache
+from terrazzo.lowering import cache, environment_report
 from terrazzo.lowering.errors import CacheError
 
 KEY = "k" * 64
@@ -142,6 +144,51 @@ def test_damage_is_quarantined_and_rebuilt(cache_dir, kind):
     }
 
 
+@pytest.mark.parametrize("kind", ["its folder is read-only", "there can be no quarantine"])
+def test_damage_that_cannot_be_moved_is_absent_and_named(cache_dir, monkeypatch, kind):
+    entry, rename = make(), os.rename
+
+    def refuse(source, place):
+        if source == entry:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(source))
+        return rename(source, place)
+
+    damage_flip(entry)
+    if kind == "its folder is read-only":
+        monkeypatch.setattr(os, "rename", refuse)
+    else:
+        (cache_dir / "v1" / "quarantine").touch()
+    assert cache.lookup(KEY) is None
+    with pytest.raises(CacheError, match=f"{KEY} is damaged and cannot be moved; remove it, or set TERRAZZO_CACHE_DIR"):
+        make(text="new")
+    assert rooms(cache_dir)["building"] == 0
+    assert [row["ok"] for row in cache.verify()] == [False]
+
+
+def test_a_damaged_entry_that_came_meanwhile_is_replaced(cache_dir):
+    def build(folder):
+        write_files(folder, "mine")
+        (cache_dir / "v1" / "kernels" / KEY).mkdir()
+        (cache_dir / "v1" / "kernels" / KEY / "kernel.so").touch()
+
+    assert (cache.get_or_build(KEY, META, build) / "kernel.so").read_text() == "mine"
+    assert rooms(cache_dir) == {"kernels": 1, "building": 0, "quarantine": 1} and cache.lookup(KEY) is not None
+
+
+@pytest.mark.parametrize("step", ["build", "write_manifest", "_flush", "rename", "mkdtemp", "_sweep"])
+def test_a_full_disk_is_a_clear_error(cache_dir, monkeypatch, step):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if step != "build":
+        holder = {"rename": os, "mkdtemp": cache.tempfile}.get(step, cache)
+        monkeypatch.setattr(holder, step, full)
+    words = f"kernel cache {cache_dir} cannot be written: .*No space left on device; .*TERRAZZO_CACHE_DIR"
+    with pytest.raises(CacheError, match=words):
+        cache.get_or_build(KEY, META, full if step == "build" else write_files)
+    assert not any(rooms(cache_dir).values())
+
+
 def test_list_verify_clear(cache_dir):
     assert cache.list_entries() == [] and cache.verify() == [] and cache.clear() == {"entries": 0, "bytes": 0}
     make("a" * 64)
@@ -195,3 +242,37 @@ def test_an_unusable_folder_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(CacheError, match="TERRAZZO_CACHE_DIR"):
         make()
+
+
+def test_a_relative_folder_does_not_move_with_the_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", f"cache-of-{tmp_path.name}")  # a name that no other test has resolved
+    monkeypatch.chdir(tmp_path)
+    entry = make()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert entry.is_relative_to(tmp_path) and (entry / "kernel.so").is_file() and cache.lookup(KEY) == entry
+    assert not list((tmp_path / "elsewhere").iterdir())
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", f"other-of-{tmp_path.name}")
+    assert cache.cache_root() == tmp_path / "elsewhere" / f"other-of-{tmp_path.name}"
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", "~/kernels")
+    assert cache.cache_root() == tmp_path / "kernels"
+    monkeypatch.delenv("TERRAZZO_CACHE_DIR")
+    assert cache.cache_root() == tmp_path / ".cache" / "terrazzo"
+
+
+def test_no_home_is_a_clear_error(monkeypatch):
+    def absent(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("TERRAZZO_CACHE_DIR", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", absent)
+    with pytest.raises(CacheError, match="home directory.*; set TERRAZZO_CACHE_DIR"):
+        make()
+    report = environment_report()
+    assert report["cache"]["path"] is None
+    assert any("TERRAZZO_CACHE_DIR" in row["remedy"] for row in report["missing"])

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lowering_tools import needs_compiler, request_for, run_python
@@ -182,3 +183,12 @@ print("main_kernel" in kernel.get_kernel_source())
 """
     done = run_python(code, TERRAZZO_CACHE_DIR=str(cache_dir), TILELANG_CACHE_DIR=str(cache_dir / "tilelang"))
     assert done.stdout.split()[0] == "[]" and done.stdout.split()[-1] == "True", done.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_not_the_compilers_fault(tmp_path, monkeypatch):
+    module = SimpleNamespace(functions={}, inspect_source=str)
+    artifact = SimpleNamespace(kernel_source="", device_mod=module, rt_mod=module)
+    for name, value in {"import_tilelang": str, "_install_callback": str, "_lower": lambda *_: artifact}.items():
+        monkeypatch.setattr(compiler, name, value)
+    with pytest.raises(FileNotFoundError):
+        compiler.compile_into(request_for("scale"), tmp_path / "gone")

@@ -1,11 +1,12 @@
 """Parallel compilation: one outcome for each request, whatever happens to a worker."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 from lowering_tools import needs_compiler, request_for
-from terrazzo.lowering import KernelRequest, compile_many, is_ready
+from terrazzo.lowering import KernelRequest, cache_root, compile_many, is_ready
 from terrazzo.lowering.errors import ArgumentError, CompileError, ToolchainError
 from terrazzo.lowering.toolchain import toolchain
 
@@ -16,6 +17,7 @@ def dies(target):
     os._exit(7)
 def hangs(target): time.sleep(600)
 def sees_gpus(target): raise RuntimeError(f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r}")
+def sees_cache(target): raise RuntimeError(f"TERRAZZO_CACHE_DIR={os.environ['TERRAZZO_CACHE_DIR']!r}")
 def talks(target):
     print("noise on stdout", flush=True)
     raise RuntimeError("said")
@@ -48,6 +50,17 @@ def test_results_stand_in_order_and_faults_cost_one_request(faults):
     assert [(done, total) for done, total, _ in seen] == [(number, 5) for number in range(1, 6)]
     before = os.times().children_user
     assert compile_many([good, good]) == [results[1]] * 2 and os.times().children_user == before  # no process for a hit
+
+
+@needs_compiler
+def test_a_worker_has_the_cache_of_its_parent_after_a_chdir(faults, tmp_path, monkeypatch):
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", f"cache-of-{tmp_path.name}")  # a name that no other test has resolved
+    monkeypatch.chdir(tmp_path)
+    root = cache_root()
+    monkeypatch.chdir("/")
+    with pytest.raises(CompileError, match=re.escape(f"TERRAZZO_CACHE_DIR={str(root)!r}")):
+        raise compile_many([faults("sees_cache")])[0]
+    assert root == tmp_path / f"cache-of-{tmp_path.name}"
 
 
 @needs_compiler

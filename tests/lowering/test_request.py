@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import pickle
+import platform
 
 import pytest
 from lowering_tools import run_python
 from terrazzo.lowering import KernelRequest, Target
 from terrazzo.lowering.errors import ArgumentError, TargetError
 from terrazzo.lowering.request import package_digest, source_digest
-from terrazzo.lowering.toolchain import Toolchain
+from terrazzo.lowering.toolchain import Toolchain, toolchain
 
 BASE = {
     "name": "a",
@@ -66,7 +67,12 @@ def test_the_toolchain_is_in_the_key_only():
     keys = {
         request.cache_key(dataclasses.replace(TOOLS, **{field.name: "other"})) for field in dataclasses.fields(TOOLS)
     }
-    assert len(keys | {request.cache_key(TOOLS)}) == 5
+    assert len(keys | {request.cache_key(TOOLS)}) == 6
+
+
+def test_the_host_is_in_the_toolchain():
+    tools = toolchain()
+    assert tools.machine == platform.machine() and tools.as_dict()["machine"] == tools.machine
 
 
 def test_the_builders_source_is_in_the_identity(tmp_path, monkeypatch):
