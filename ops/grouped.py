@@ -122,6 +122,7 @@ class GroupedWeight:
         if not known or weights.kind(object.__new__(make)) not in FAMILIES:
             raise ArgumentError("make", str(make), f"must be one of {FAMILIES}", "pass w4a16.PackedWeight")
         loaded = cls(weights.load(make, path, device, make.VERSION + _GROUPED))
+        loaded.stacked.check_facts()
         loaded.check()
         for expert in range(len(loaded)):
             loaded[expert].check_values()

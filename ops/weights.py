@@ -336,7 +336,10 @@ def save(weight: Any, path: str | Path, version: str) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    tensors = {name: t.contiguous() for name, t in tensor_fields(weight).items()}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, t in tensor_fields(weight).items():  # two fields may be one tensor, which safetensors refuses
+        shared = any(t.data_ptr() == other.data_ptr() for other in tensors.values())
+        tensors[name] = t.clone().contiguous() if shared else t.contiguous()
     facts = {f.name: getattr(weight, f.name) for f in dataclasses.fields(weight)}
     facts = {name: value for name, value in facts.items() if name not in tensors and value is not None}
     path = path_of(path)

@@ -127,7 +127,11 @@ class KVCache:
         made = self.table.fork(sequence)
         if self.residual is not None:
             source, target = (self.table.get(s).slot for s in (sequence, made))
-            self.residual[:, target].copy_(self.residual[:, source])
+            try:
+                self.residual[:, target].copy_(self.residual[:, source])
+            except BaseException:
+                self.table.free(made)
+                raise
         return made
 
     def free(self, sequence: int) -> None:
@@ -149,10 +153,12 @@ class KVCache:
                 graphs. What a replay stores is not checked.
 
         Raises:
-            CacheFullError: too few free pages; nothing changed. ArgumentError: an unknown sequence, too many tokens.
+            CacheFullError: too few free pages. ArgumentError: an unknown sequence, too many tokens. Nothing has changed
+                then, nor after any other error (of the GPU's memory, say).
         """
         if not isinstance(new, Mapping):
             raise ArgumentError("new", type(new).__name__, "must map sequences to numbers of tokens", "pass {s: 1}")
+        new = {s: int(count) if isinstance(count, Integral) else count for s, count in new.items()}
         for sequence, count in new.items():
             if isinstance(count, Integral) and self.length(sequence) + count > self.max_tokens:
                 seen = f"{self.length(sequence)} + {count}"
@@ -161,11 +167,16 @@ class KVCache:
             seen = len(into.sequences) if isinstance(into, Batch) else type(into).__name__
             constraint = f"must be a batch of {len(new)} sequences of this cache"
             raise ArgumentError("into", seen, constraint, "make a batch of its own")
-        copies = self.table.extend(new)
-        if copies:
-            source, target = (list(part) for part in zip(*copies))
-            self.pages[:, target] = self.pages[:, source]
-        return Batch(self, new) if into is None else into._describe(new, None)
+        made: list[Batch] = []
+
+        def use(copies: list[tuple[int, int]]) -> None:
+            if copies:
+                source, target = (list(part) for part in zip(*copies))
+                self.pages[:, target] = self.pages[:, source]
+            made.append(Batch(self, new) if into is None else into._describe(new, None))
+
+        self.table.extend(new, use)
+        return made[0]
 
     def batch(self, sequences: Iterable[int]) -> Batch:
         """The batch that reads these sequences, without new tokens.
@@ -203,7 +214,8 @@ class Batch:
     """Some sequences of a `KVCache` as kernels see them: lengths, block table and slots on the device.
 
     Once one of the sequences is freed, or `extend` copies a page of it, the block table names pages of others: all
-    methods raise ArgumentError. Replays of a captured graph, and traced calls, are not checked.
+    methods raise ArgumentError, and new tokens that were not stored are lost. Replays of a captured graph, and traced
+    calls, are not checked. With a residual block, a batch reads right until newer tokens of its sequences are stored.
     """
 
     def __init__(self, cache: KVCache, new: Mapping[int, int]) -> None:
@@ -216,14 +228,8 @@ class Batch:
         import numpy as np
         import torch
 
-        cache, self.sequences, self.new = self.cache, list(new), [int(count) for count in new.values()]
-        self._layers: dict[int, PackedCache] = {}
-        found = [cache.table.get(s) for s in self.sequences]
-        for sequence, count in zip(found, self.new):
-            if count:
-                sequence.unstored = unstored
-        self._generations = [(s, s.generation) for s in found]
-        self._generation = cache.table.generation
+        cache, counts = self.cache, [int(count) for count in new.values()]
+        found = [cache.table.get(s) for s in new]
         table = np.zeros((len(found), cache.table_width), np.int32)
         for row, sequence in zip(table, found):
             row[: len(sequence.pages)] = sequence.pages
@@ -231,13 +237,23 @@ class Batch:
             "lengths": np.array([s.length for s in found], np.int32),
             "table": table,
             "slots": np.array([s.slot for s in found], np.int32),
-            "starts": np.array([0, *accumulate(self.new)], np.int32),
+            "starts": np.array([0, *accumulate(counts)], np.int32),
         }
-        self.max_length = max((s.length for s in found), default=0)
-        for name, values in facts.items():
-            made = torch.from_numpy(values).to(cache.pages.device)
+        with torch.inference_mode(False):  # so that they can be written to outside of it
+            made = {name: torch.from_numpy(values).to(cache.pages.device) for name, values in facts.items()}
+        for name, tensor in made.items():
             held = getattr(self, name, None)
-            setattr(self, name, made if held is None else held.copy_(made))
+            setattr(self, name, tensor if held is None else held.copy_(tensor))
+        self.sequences, self.new = list(new), counts
+        self.max_length = max((s.length for s in found), default=0)
+        self._layers: dict[int, PackedCache] = {}
+        for sequence, count in zip(found, counts):
+            if count:
+                sequence.unstored = unstored
+        if unstored is None:
+            self._unstored = Unstored(len(cache.pages))  # what it stores from now on says nothing of tokens before
+        self._generations = [(s, s.generation) for s in found]
+        self._generation = cache.table.generation
         return self
 
     def layer(self, layer: int = 0) -> PackedCache:
@@ -310,7 +326,10 @@ class Batch:
         for sequence, (found, generation) in zip(self.sequences, self._generations):
             if found.generation != generation:
                 constraint = "was freed or changed after this batch was made, whose pages may hold other sequences now"
-                raise ArgumentError("sequence", sequence, constraint, "call extend() or batch() again")
+                remedy = "call extend() or batch() again"
+                if any(self.new):
+                    remedy += "; tokens of this one that are not stored are lost, free their sequences"
+                raise ArgumentError("sequence", sequence, constraint, remedy)
         self._generation = self.cache.table.generation
 
     def _stored(self, layer: int) -> None:
@@ -337,7 +356,8 @@ def _zeros(name: str, size: tuple[int, ...], device: torch.device) -> torch.Tens
     import torch
 
     try:
-        return torch.zeros(size, dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # so that it can be written to outside of it
+            return torch.zeros(size, dtype=torch.int32, device=device)
     except RuntimeError as error:
         said = str(error).partition("\n")[0]
         constraint = f"takes {4 * prod(size)} bytes on {device}, which could not be allocated ({said})"
@@ -351,4 +371,5 @@ def _static(name: str, scales, needed: bool, shape: tuple[int, int, int], device
     check_static(name, scales, needed, shape, *((shape[1:],) if shape[0] == 1 else ()))
     if scales is None:
         return None
-    return scales.to(device=device, dtype=torch.float32).reshape(shape).contiguous()
+    with torch.inference_mode(False):
+        return scales.to(device=device, dtype=torch.float32).reshape(shape).clone(memory_format=torch.contiguous_format)

@@ -59,8 +59,8 @@ def stand_ins(device: torch.device) -> dict[str, torch.Tensor]:
     return {
         "table": torch.zeros(1, 1, **i32),
         "residual": torch.zeros(1, 1, 4, **i32),
-        "static": torch.zeros(1, 1, device=device),
-        "sinks": torch.zeros(1, device=device),
+        "static": torch.zeros(1, 1, dtype=torch.float32, device=device),
+        "sinks": torch.zeros(1, dtype=torch.float32, device=device),
     }
 
 
@@ -90,6 +90,8 @@ def own_slots(batch: int, device: torch.device) -> torch.Tensor:
 
 
 _counters: dict[tuple, list[torch.Tensor]] = {}
+_spares: dict[torch.device, list[torch.Tensor]] = {}
+"""For a stream that is first seen in a capture, as that of torch.cuda.graph is."""
 
 
 def semaphores(device: torch.device, count: int, capturing: bool) -> torch.Tensor:
@@ -97,11 +99,16 @@ def semaphores(device: torch.device, count: int, capturing: bool) -> torch.Tenso
     import torch
 
     key = (device, torch.cuda.current_stream(device).cuda_stream)
-    held = _counters.setdefault(key, [])
+    held, spares = _counters.setdefault(key, []), _spares.setdefault(device, [])
     if not held or held[-1].numel() < count:
-        if capturing:
-            raise CaptureError(
-                "decode was never called with this batch on this stream; call it once before the capture"
-            )
-        held.append(torch.zeros(max(4096, 2 * count), dtype=torch.int32, device=device))
+        if not capturing:
+            held.append(torch.zeros(max(4096, 2 * count), dtype=torch.int32, device=device))
+        elif spares and spares[-1].numel() >= count:
+            held.append(spares.pop())
+        else:
+            raise CaptureError("decode was never called with this batch; call it once before the capture")
+    if not capturing and (not spares or spares[-1].numel() < count):
+        spares.append(torch.zeros(max(4096, 2 * count), dtype=torch.int32, device=device))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # graphs of any stream may use it at once
     return held[-1][:count]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 
@@ -143,8 +143,13 @@ class PageTable:
         touched = list(range(before // self.page_size, held)) if after > before else []
         return max(more, 0), touched
 
-    def extend(self, new: Mapping[int, int]) -> list[tuple[int, int]]:
+    def extend(
+        self, new: Mapping[int, int], use: Callable[[list[tuple[int, int]]], object] | None = None
+    ) -> list[tuple[int, int]]:
         """Make room for new[sequence] more tokens of each sequence, and count them.
+
+        Args:
+            use: called with what is returned, once tokens and pages are counted; where it raises, nothing has changed.
 
         Returns:
             (source, target) of each page that was shared and must be copied before the tokens are written.
@@ -153,11 +158,13 @@ class PageTable:
             CacheFullError: too few free pages; nothing changed. ArgumentError: unknown sequences, negative numbers.
         """
         wanted, writers = 0, {}
-        for sequence, count in new.items():
+        for count in new.values():
             if not isinstance(count, Integral):
                 raise ArgumentError("new", count, "must be a number of tokens", "pass {sequence: tokens}")
             if count < 0:
                 raise ArgumentError("new", count, "must not be negative", "fork before tokens that may be dropped")
+        new = {sequence: int(count) for sequence, count in new.items()}  # numpy's would wrap
+        for sequence, count in new.items():
             more, touched = self.needed(sequence, count)
             wanted += more
             for at in touched:
@@ -174,6 +181,7 @@ class PageTable:
                 f"{sum(new.values())} new tokens of {len(new)} sequences need {wanted} pages of {self.page_size} "
                 f"tokens, {len(self._free)} of {len(self.holders)} are free; free sequences first"
             )
+        before = {s: (self.sequences[s].length, self.sequences[s].unstored) for s in new}
         moved = []
         for sequence, at in copies:
             pages = self.sequences[sequence].pages
@@ -181,10 +189,27 @@ class PageTable:
             source, pages[at] = pages[at], self._take()
             self._release(source)
             moved.append((source, pages[at]))
+        added = {s: [self._take() for _ in range(self.needed(s, count)[0])] for s, count in new.items()}
         for sequence, count in new.items():
-            found = self.sequences[sequence]
-            found.pages += [self._take() for _ in range(self.needed(sequence, count)[0])]
-            found.length += int(count)
+            self.sequences[sequence].pages += added[sequence]
+            self.sequences[sequence].length += count
+        try:
+            if use is not None:
+                use(moved)
+        except BaseException:
+            for sequence in reversed(added):
+                found = self.sequences[sequence]
+                del found.pages[len(found.pages) - len(added[sequence]) :]
+                for page in reversed(added[sequence]):
+                    self._release(page)
+                found.length, found.unstored = before[sequence]
+            for (sequence, at), (source, target) in reversed(list(zip(copies, moved))):
+                found = self.sequences[sequence]
+                found.pages[at] = source
+                self.holders[source] += 1
+                self._release(target)
+                found.generation, self.generation = found.generation - 1, self.generation - 1
+            raise
         return moved
 
     def rows(self, sequences: Iterable[int]) -> list[list[int]]:

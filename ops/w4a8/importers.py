@@ -117,10 +117,11 @@ def read_compressed_tensors(
 ) -> QuantizedWeight:
     """compressed-tensors W4A8 (llm-compressor): int4 weights, int8 activations with a dynamic scale for each token.
 
-    A layer of strategy "channel" is read exactly. So is one of strategy "group" whose scales are, in every row, whole
-    multiples 1..16 of the smallest. Any other is refused, or, with `requantize`, fitted: for each row the channel scale
-    is searched, and each group keeps its codes with the nearest integer scale or is quantized again, whichever leaves
-    the smaller squared error. The error that this adds is one more rounding of a 4-bit weight.
+    A layer of strategy "channel" with positive scales is read exactly. So is one of strategy "group" whose scales are,
+    in every row, whole multiples 1..16 of the smallest, and whose (code - zero point) * multiple stay in a byte. Any
+    other is refused, or, with `requantize`, fitted: for each row the channel scale is searched, and each group keeps
+    its codes with the nearest integer scale or is quantized again, whichever leaves the smaller squared error. The
+    error that this adds is one more rounding of a 4-bit weight.
 
     Args:
         weight: int8 [N, K], -8..7 (format "int-quantized"), or int32 [N, K/8] (tensor `weight_packed` of format

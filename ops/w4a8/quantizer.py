@@ -116,7 +116,7 @@ def second_level(
         scale = steps.ceil().clamp_(1, LARGEST_SCALE)
     else:
         below, above = steps.floor().clamp_(1, LARGEST_SCALE), steps.ceil().clamp_(1, LARGEST_SCALE)
-        weight = torch.ones(group_size * groups, device=v.device)
+        weight = torch.ones(group_size * groups, dtype=torch.float32, device=v.device)
         weight[k:] = 0
         errors = [((_round(v, s) * s - v).square_() * weight.view(groups, group_size)).sum(-1) for s in (below, above)]
         scale = torch.where((errors[0] < errors[1])[..., None], below, above)

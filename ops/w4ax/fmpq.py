@@ -61,7 +61,7 @@ class ActivationStatistics:
             raise ArgumentError("percentile", percentile, "must be in (0, 1)", "leave it out for the maximum")
         bins = (_HIGH - _LOW) * _OCTAVE
         return cls(
-            maximum=torch.zeros(k, device=device),
+            maximum=torch.zeros(k, dtype=torch.float32, device=device),
             squares=torch.zeros(k, dtype=torch.float64, device=device),
             histogram=None if percentile is None else torch.zeros(k, bins, dtype=torch.int32, device=device),
             percentile=percentile,

@@ -232,7 +232,7 @@ class PackedWeight:
         return weights.move(self, device)
 
     def unpack(self) -> QuantizedWeight:
-        """Exact inverse of `pack`."""
+        """Exact inverse of `pack`; block scales below 2^-122 lose bits there."""
         import torch
 
         self.check_layout(identity(self.native, self.two_level))

@@ -76,8 +76,9 @@ def quantize_weight(
     kept = plan.folded() if folded else plan
     n, k = weight.shape
     codes = torch.empty(n, plan.padded, dtype=torch.int8, device=weight.device)
-    found = torch.empty(n, plan.blocks, device=weight.device)
-    channel = torch.empty(n, device=weight.device) if scales == "two_level" else None
+    f32 = dict(dtype=torch.float32, device=weight.device)
+    found = torch.empty(n, plan.blocks, **f32)
+    channel = torch.empty(n, **f32) if scales == "two_level" else None
     share = None if importance is None else plan.arrange(importance).view(-1, BLOCK)
     for part in row_chunks(n, k, weight.device.type):
         w = plan.arrange(weight[part].float()).view(-1, plan.blocks, BLOCK)

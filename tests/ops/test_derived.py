@@ -203,3 +203,37 @@ def test_sparse_activations_are_refused_by_name():
                 ops.gemm(make(x), w)
         with pytest.raises(ArgumentError, match="x = .*sparse.*dense"):
             w4a8.quantize_activations(make(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_another_default_dtype_changes_no_weight(dtype):
+    """Model loaders set one."""
+    x = torch.randn(8, 256)
+    weight = torch.randn(16, 256)
+    wanted = w4ax.ActivationStatistics.empty(256).observe(x)
+    plan = w4ax.plan_blocks(wanted)
+    whole = w4ax.quantize_weight(weight, plan)
+    torch.set_default_dtype(dtype)
+    try:
+        found = w4ax.ActivationStatistics.empty(256).observe(x)
+        again = w4ax.quantize_weight(weight, plan)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.maximum.dtype == torch.float32 and torch.equal(found.maximum, wanted.maximum)
+    assert torch.equal(again.codes, whole.codes) and torch.equal(again.scales, whole.scales)
+
+
+def test_a_file_takes_two_fields_of_one_tensor(tmp_path):
+    vector = torch.rand(64) + 0.5
+    w = replace(w4a8.quantize(torch.randn(64, 64)), smooth=vector, bias=vector)
+    w.save(tmp_path / "w.safetensors")
+    back = w4a8.PackedWeight.load(tmp_path / "w.safetensors")
+    assert torch.equal(back.smooth, vector) and torch.equal(back.bias, vector)
+
+
+def test_facts_of_a_file_of_experts_are_checked(tmp_path):
+    stacked = w4a8.GroupedWeight.stack([w4a8.quantize(torch.randn(64, 128)) for _ in range(2)])
+    for name, value in (("group_size", 48), ("group_size", 0), ("n", 1.5), ("k", "x")):
+        grouped.GroupedWeight(replace(stacked.stacked, **{name: value})).save(tmp_path / "g.safetensors")
+        with pytest.raises(ArgumentError):
+            grouped.GroupedWeight.load(w4a8.PackedWeight, tmp_path / "g.safetensors")
