@@ -75,7 +75,8 @@ def search_smooth(
     weights.check_count("steps", steps)
     weights.check_count("max_tokens", max_tokens)
     x_max, w_max = x.abs().amax(0).float(), weight.abs().amax(0).float()
-    pick = torch.linspace(0, len(x) - 1, min(len(x), max_tokens), device=x.device).round().long()
+    ends = dict(dtype=torch.float64, device=x.device)
+    pick = torch.linspace(0, len(x) - 1, min(len(x), max_tokens), **ends).round().long()
     x = x[pick].float()
     wanted = x @ weight.float().T
     power = float(wanted.square().sum()) or 1.0

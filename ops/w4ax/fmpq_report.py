@@ -109,7 +109,8 @@ def report(
         seen = f"{list(x.shape)} on {x.device}"
         raise ArgumentError("x", seen, f"must be activations [T, {k}], T >= 1, on {weight.device}", "flatten tokens")
     weights.check_finite("x", x, "leave broken samples out")
-    pick = torch.linspace(0, len(x) - 1, min(len(x), _MOST_TOKENS), device=x.device).round().long()
+    ends = dict(dtype=torch.float64, device=x.device)
+    pick = torch.linspace(0, len(x) - 1, min(len(x), _MOST_TOKENS), **ends).round().long()
     x = x[pick].float()
     wanted = x.double() @ weight.double().T
     norm = float(wanted.norm()) or 1.0
