@@ -163,7 +163,10 @@ def as_tensor(name: str, value: Any, device: torch.device | None = None) -> torc
     if isinstance(value, torch.Tensor):
         check_dense(name, value)
     try:
-        tensor = torch.as_tensor(value, device=device).detach()
+        if isinstance(value, torch.Tensor) and device is None:  # a default device would move it
+            tensor = value.detach()
+        else:
+            tensor = torch.as_tensor(value, device=device).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ArgumentError(name, type(value).__name__, "must be a tensor", "pass a tensor or an array") from error
     if dtype_name(tensor) in ("uint16", "uint32", "uint64"):  # torch compares these with nothing

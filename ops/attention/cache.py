@@ -295,7 +295,7 @@ def pack_cache(
     if residual:  # tokens pass through the f16 block, so what is packed does not depend on how they came
         k, v = (x.float().clamp(-F16_MAX, F16_MAX).half() for x in (k, v))
     device = k.device
-    lengths = torch.full((batch,), tokens) if lengths is None else weights.as_tensor("lengths", lengths)
+    lengths = torch.full((batch,), tokens, device=device) if lengths is None else weights.as_tensor("lengths", lengths)
     if tuple(lengths.shape) != (batch,) or not weights.is_integer(lengths):
         seen = f"{lengths.dtype} {list(lengths.shape)}"
         raise ArgumentError("lengths", seen, f"must be integers [{batch}]", "pass the tokens of each sequence")
@@ -343,8 +343,9 @@ def pack_cache(
         .transpose(1, 2)
         .reshape(batch * (room // page_size), heads, -1)
     )
-    order = torch.arange(len(pages)) if permutation is None else weights.as_tensor("permutation", permutation)
-    if not weights.is_integer(order) or not torch.equal(order.cpu().long().sort().values, torch.arange(len(pages))):
+    every = torch.arange(len(pages), device="cpu")
+    order = every if permutation is None else weights.as_tensor("permutation", permutation)
+    if not weights.is_integer(order) or not torch.equal(order.cpu().long().sort().values, every):
         seen = f"{order.dtype} {list(order.shape)}"
         raise ArgumentError("permutation", seen, f"must hold 0..{len(pages) - 1} once", "pass torch.randperm")
     stored = torch.zeros_like(pages, memory_format=torch.contiguous_format)  # a batch of 1 is a permuted view

@@ -74,7 +74,7 @@ def quantize_weight(
     codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(n, groups, dtype=scale_dtype, device=weight.device)
     zeros = torch.empty(n, groups, dtype=torch.uint8, device=weight.device)
-    ratios = torch.linspace(1.0, clip_min, clip_steps, dtype=torch.float32).tolist()
+    ratios = torch.linspace(1.0, clip_min, clip_steps, dtype=torch.float32, device="cpu").tolist()
     rows = max(1, _CHUNK.get(weight.device.type, 1 << 24) // (groups * group))
     for lo in range(0, n, rows):
         part = slice(lo, min(lo + rows, n))
