@@ -320,7 +320,7 @@ def run(
         lse = torch.empty(batch, new, heads, dtype=torch.float32, device=q.device)
     else:
         launching.check_out(lse, (batch, new, heads), torch.float32, q.device, "lse")
-        launching.check_apart(lse, "lse", q=q, out=made, sinks=sinks)
+        launching.check_apart(lse, "lse", q=q if q.is_contiguous() else None, out=made, sinks=sinks)
     if batch == 0:
         return made, lse
     if splits is not None and (type(splits) is not int or not 1 <= splits <= decode_program.MAX_SPLITS):

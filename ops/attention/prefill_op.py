@@ -259,7 +259,7 @@ def run(
         lse = torch.empty(count, heads, dtype=torch.float32, device=q.device)
     else:
         launching.check_out(lse, (count, heads), torch.float32, q.device, "lse")
-        launching.check_apart(lse, "lse", q=q, out=made, sinks=sinks)
+        launching.check_apart(lse, "lse", q=q if q.is_contiguous() else None, out=made, sinks=sinks)
     if count == 0:
         return made, lse
     most_new = min(most_new, count)  # a generous bound costs no CTAs
