@@ -7,8 +7,9 @@ next call; `forget` tells of others.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
@@ -21,25 +22,50 @@ _NAME = "_terrazzo_derived"
 _NOTES = ("_terrazzo", "_terrazzo_checked")  # of words: that their weight was checked
 
 
+_MOST = 8
+"""Tensors of one owner; further ones, of vectors that are new in every call, are made each time."""
+
+
 class _Kept(dict):
-    """key -> (state of the owner, tensor, what must live as long). A copy or a pickle of the owner has None instead."""
+    """key -> `_Entry`. A copy or a pickle of the owner has an empty dict instead."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        return type(None), ()
+        return OrderedDict, ()  # which torch.load takes with weights_only=True, too
+
+
+@dataclass
+class _Entry:
+    """made: when the owner was in `state`, on `stream`, where `event` was recorded behind it; None once it has ended.
+    beside: what must live as long."""
+
+    state: tuple | None
+    made: torch.Tensor
+    beside: tuple
+    stream: int
+    event: torch.cuda.Event | None
 
 
 def find(owner: Any, key: tuple, state: tuple) -> torch.Tensor | None:
     """What was kept with `owner` under `key`, if the state is that of then."""
     kept = getattr(owner, _NAME, None)
     found = kept.get(key) if kept else None
-    return found[1] if found is not None and found[0] == state else None
+    if found is None or found.state != state:
+        return None
+    if found.event is not None and launching.may_keep():
+        import torch
+
+        if found.event.query():
+            found.event = None
+        elif launching.current_stream(found.made) != found.stream:
+            found.event.wait(torch.cuda.current_stream(found.made.device))
+    return found.made
 
 
 def keep(owner: Any, key: tuple, state: tuple, make: Callable[[], torch.Tensor], beside: tuple = ()) -> torch.Tensor:
     """What `make` returns, kept with `owner`; in a capture it has no value yet, and is not kept.
 
     Kernels read it before the one ahead of them on the stream has ended (programmatic dependent launch), so a tiny
-    kernel stands behind its last writer; other streams may read it at once.
+    kernel stands behind its last writer.
 
     Args:
         state: what changes when the owner does. beside: objects whose ids are part of the key or of the state.
@@ -49,20 +75,25 @@ def keep(owner: Any, key: tuple, state: tuple, make: Callable[[], torch.Tensor],
     with torch.inference_mode(False), torch.no_grad():
         made = make().clone()
         made.new_zeros(1)
-        if not launching.may_keep():
-            return made
         kept = owner.__dict__.get(_NAME)
-        if kept is None:
-            kept = owner.__dict__[_NAME] = _Kept()
-        _, before, _ = kept.get(key, (None, None, None))
-        if before is not None and (before.shape, before.dtype, before.device) == (made.shape, made.dtype, made.device):
-            made = before.copy_(made)
-            made.new_zeros(1)
-        elif before is not None:
-            kept.setdefault("outlived", []).append(before)
+        if not isinstance(kept, _Kept):
+            kept = _Kept()
+        before = kept.get(key)
+        if not launching.may_keep() or (before is None and len(kept) >= _MOST):
+            return made
+        if before is not None:
+            old = before.made
+            if (old.shape, old.dtype, old.device) == (made.shape, made.dtype, made.device):
+                made = old.copy_(made)
+                made.new_zeros(1)
+            else:
+                beside = (*beside, before)  # a captured graph may read it
+        event = None
         if made.is_cuda:
-            torch.cuda.current_stream(made.device).synchronize()
-        kept[key] = (state, made, beside)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(made.device))
+        kept[key] = _Entry(state, made, beside, launching.current_stream(made), event)
+        owner.__dict__[_NAME] = kept
         return made
 
 
@@ -106,8 +137,7 @@ def forget(*written: Any) -> None:
             )
         held = [it] if isinstance(it, torch.Tensor) else [weight, *weights.tensor_fields(weight).values()]
         for owner in held:
-            kept = owner.__dict__.get(_NAME) or {}
-            for key, (_, made, beside) in [(key, found) for key, found in kept.items() if key != "outlived"]:
-                kept[key] = (None, made, beside)
+            for entry in (getattr(owner, _NAME, None) or {}).values():
+                entry.state = None
             for note in _NOTES:
                 owner.__dict__.pop(note, None)

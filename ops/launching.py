@@ -317,8 +317,12 @@ def is_traced(*given: Any) -> bool:
     """Whether a call goes to torch's dispatcher: it is compiled, or a tensor is fake or of another subclass."""
     import torch
 
-    eager = (torch.Tensor, torch.nn.Parameter)
-    return torch.compiler.is_compiling() or any(isinstance(x, torch.Tensor) and type(x) not in eager for x in given)
+    if torch.compiler.is_compiling():
+        return True
+    for x in given:
+        if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter and isinstance(x, torch.Tensor):
+            return True
+    return False
 
 
 def check_untraced(**options: Any) -> None:

@@ -154,7 +154,7 @@ class KVCache:
 
         Raises:
             CacheFullError: too few free pages. ArgumentError: an unknown sequence, too many tokens. Nothing has changed
-                then, nor after any other error (of the GPU's memory, say).
+                then, nor, but for `into`, after any other error (of the GPU's memory, say).
         """
         if not isinstance(new, Mapping):
             raise ArgumentError("new", type(new).__name__, "must map sequences to numbers of tokens", "pass {s: 1}")

@@ -65,15 +65,20 @@ def stand_ins(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 _multiples: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+_views: dict[tuple[torch.device, int, int], torch.Tensor] = {}  # of them, which may be dropped
+_MOST_VIEWS = 4096
 
 
 def multiples(count: int, step: int, device: torch.device) -> torch.Tensor:
     """int32 [count] on the device: 0, step, 2 * step, ... Captured graphs hold the addresses, so nothing is freed."""
     import torch
 
+    found = _views.get((device, step, count))
+    if found is not None:
+        return found
     held = _multiples.setdefault((device, step), [])
     if held and len(held[-1]) >= count:
-        return held[-1][:count]
+        return _view(held[-1], device, step, count)
     room = max(64, 1 << (count - 1).bit_length())
     room = room if room * step < launching.LARGEST else count
     made = torch.arange(0, room * step, step, dtype=torch.int32, device=device)
@@ -81,7 +86,15 @@ def multiples(count: int, step: int, device: torch.device) -> torch.Tensor:
         if made.is_cuda:
             torch.cuda.synchronize(device)  # other streams may read it at once
         held.append(made)
+        return _view(made, device, step, count)
     return made[:count]
+
+
+def _view(base: torch.Tensor, device: torch.device, step: int, count: int) -> torch.Tensor:
+    if len(_views) >= _MOST_VIEWS:
+        _views.clear()
+    made = _views[device, step, count] = base[:count]
+    return made
 
 
 def own_slots(batch: int, device: torch.device) -> torch.Tensor:

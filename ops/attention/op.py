@@ -32,6 +32,7 @@ MOST = 1e38
 """Largest scale: times LOG2E, it is a float32."""
 MOST_CAP = 1024
 """Largest softcap: tanh's error, times it, is below an ulp of a 16-bit weight."""
+SCHEDULES = (schedules.Decode, schedules.PlainDecode, schedules.WarpgroupDecode)
 GRID = 65535
 """Most CTAs along the second and third dimension of a launch."""
 
@@ -143,7 +144,7 @@ def decode_requests(
     check_kind(cache)
     cache.check()
     check_facts(dtype, softcap=softcap, sinks=sinks)
-    check_fields(schedule, schedules.Decode, schedules.WarpgroupDecode)
+    check_fields(schedule, *SCHEDULES)
     kv_heads, head_dim = cache.kv_heads, cache.layout.head_dim
     fits = isinstance(q_shape, (tuple, list)) and len(q_shape) == 4 and all(type(n) is int and n > 0 for n in q_shape)
     if not fits or q_shape[1] > MAX_QUERY_TOKENS or q_shape[2] % kv_heads or q_shape[3] != head_dim:
@@ -260,6 +261,9 @@ def decode(
     Returns:
         out. A row that sees no token is 0, with lse -inf, or the sink's logit in units of log2.
 
+    Two graphs captured on one stream (torch.cuda.graph has one of its own for all) must not be replayed at the same
+    time, nor one beside calls on that stream.
+
     Raises:
         ArgumentError: an argument that does not fit; q that requires a gradient, as there is none. CaptureError: a
             kernel never launched before, in graph capture.
@@ -313,7 +317,7 @@ def run(
 
     _check(q, cache, sinks)
     check_options(q, scale, softcap, window)
-    check_fields(schedule, schedules.Decode, schedules.WarpgroupDecode)
+    check_fields(schedule, *SCHEDULES)
     batch, new, heads, head_dim = q.shape
     made = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if lse is None:
@@ -389,7 +393,6 @@ def check_kinds(**tensors: torch.Tensor | None) -> None:
 
 def check_options(q: torch.Tensor, scale: float | None, softcap: float, window: int) -> None:
     """What decode and prefill ask of their options and, after all else, of the place of q."""
-    launching.check_no_grad(q, "attention", "q")
     check_numbers(scale, softcap, window)
     if not q.is_cuda:
         raise ArgumentError("q", str(q.device), "must be on a CUDA device, with the cache", "move both there")

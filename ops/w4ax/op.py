@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError, CaptureError
@@ -300,7 +300,6 @@ def _scales(w: PackedWeight) -> torch.Tensor:
 
 def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, w: PackedWeight) -> tuple:
     """Kernel, its launcher, workspace, semaphores, trailing arguments, stand-ins, the work list or None; kept."""
-    import torch
 
     m, (index, stream), out_dtype, no_bias = key
     x.check()
@@ -316,24 +315,34 @@ def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, 
     kernel, *launch = launching.ready(chosen, m, x.device, stream, "w4ax.gemm")
     lists = None
     if listed is not None:
-        if torch.cuda.is_current_stream_capturing():
-            raise CaptureError(f"w4ax.gemm never ran with M = {m}; call it once before the capture")
         gemm = schedules.MixedGemm(w.n, w.blocks * BLOCK, w.blocks8)
         lists = _work_lists(listed, gemm, target, m, listed.ctas * here.sms, x.device)
     found = launches[key] = (kernel, kernel.launcher(index), *launch, activations.stand_ins(x.device), lists)
     return found
 
 
-@cache
+_lists: dict[tuple, list[torch.Tensor]] = {}
+
+
 def _work_lists(listed: Any, gemm: Any, target: Target, m: int, ctas: int, device: torch.device) -> list[torch.Tensor]:
-    """Items of a `persistent` launch and where each CTA's begin; kept for good, as captured graphs read them."""
+    """Items of a `persistent` launch and where each CTA's begin; kept for good, as captured graphs read them.
+
+    Raises:
+        CaptureError: a CUDA graph is being captured, and there are none for this M yet.
+    """
     import torch
 
+    key = (listed, gemm, target, m, ctas, device)
+    if key in _lists:
+        return _lists[key]
+    if not launching.may_keep():
+        raise CaptureError(f"w4ax.gemm never ran with M = {m}; call it once before the capture")
     made = schedules.work_plan(listed, gemm, target, m, ctas)
     items, first, _ = schedules.work_list(made, -(-m // listed.block_tokens))
     lists = [torch.tensor(rows, dtype=torch.int32, device=device) for rows in (items, first)]
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # other streams may read them at once
+    _lists[key] = lists
     return lists
 
 

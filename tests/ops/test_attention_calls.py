@@ -25,6 +25,7 @@ from terrazzo.ops.attention import (
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.schedules import attention as decode_schedules
 from terrazzo.schedules import attention_prefill as prefill_schedules
+from terrazzo.schedules.checks import check_fields
 from torch._subclasses import FakeTensorMode
 
 H200 = Target.parse("nvidia/nvidia-h200")
@@ -114,9 +115,9 @@ def test_every_schedule_of_the_space_passes(arch, head_dim):
         (decode_schedules.Decode(1, 4.0, 1, 3, 1), "warps must be of type int"),
         (decode_schedules.Decode(1, "4", 1, 3, 1), "warps must be of type int"),
         (decode_schedules.Decode(1, 4, 1, 3, 1, 1), "shared_rows must be of type bool"),
-        (Prefill("mma", 2, 8, 2), "must be a schedule, Decode or WarpgroupDecode"),
-        (decode_schedules.Decode, "must be a schedule, Decode or WarpgroupDecode"),
-        (0, "must be a schedule, Decode or WarpgroupDecode"),
+        (Prefill("mma", 2, 8, 2), "must be a schedule, Decode or PlainDecode or WarpgroupDecode"),
+        (decode_schedules.Decode, "must be a schedule, Decode or PlainDecode or WarpgroupDecode"),
+        (0, "must be a schedule, Decode or PlainDecode or WarpgroupDecode"),
     ],
     ids=str,
 )
@@ -128,6 +129,15 @@ def test_decode_schedules_of_other_types_are_refused(cache, on_a_gpu, schedule, 
         with pytest.raises(ArgumentError) as error:
             call()
         assert error.value.argument == "schedule" and words in str(error.value)
+
+
+def test_schedules_of_the_ablation_pass():
+    for made in (
+        decode_schedules.PlainDecode(1, 8, 2, 3, 1),
+        decode_schedules.WarpgroupDecode(2, 4, 4, 3, 1),
+        decode_schedules.Decode(1, 4, 1, 3, 1),
+    ):
+        check_fields(made, *op.SCHEDULES)
 
 
 def test_an_equal_schedule_of_other_types_leaves_no_plan_behind(cache):
@@ -153,7 +163,7 @@ def test_multiples_live_as_long_as_the_process():
         made = launch.multiples(count, 7, device)
         assert made.tolist() == list(range(0, 7 * count, 7))
     assert any(kept.data_ptr() == address for kept in launch._multiples[device, 7])  # a captured graph reads it
-    assert launch.multiples(5, 7, device).data_ptr() == launch.multiples(40_000, 7, device).data_ptr()
+    assert launch.multiples(5, 7, device) is first  # no slice of each call
     assert launch.multiples(2, 2**30, device).tolist() == [0, 2**30]
     assert launch.own_slots(3, device).tolist() == [0, 1, 2]
 

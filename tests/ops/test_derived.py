@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import terrazzo
 import torch
-from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
+from terrazzo.lowering.errors import ArgumentError, CaptureError, LayoutMismatchError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, grouped, launching, w4a8, w4a16, w4ax
 from terrazzo.ops.w4a8 import activations
@@ -117,6 +117,22 @@ def test_copies_and_pickles_keep_nothing():
         assert torch.equal(activations._gain(None, twin, 32, CPU), norm)
 
 
+def test_an_owner_can_be_saved_and_read(tmp_path):
+    norm = torch.nn.Parameter(torch.rand(32))
+    activations._gain(None, norm, 32, CPU)
+    torch.save({"norm": norm}, tmp_path / "norm.pt")
+    back = torch.load(tmp_path / "norm.pt")["norm"]
+    assert torch.equal(activations._gain(None, back, 32, CPU), norm)
+
+
+def test_vectors_that_are_new_in_every_call_are_not_kept_for_ever():
+    norm = torch.rand(32)
+    for _ in range(40):
+        smooth = torch.rand(32) + 0.5
+        assert torch.equal(activations._gain(smooth, norm, 32, CPU), norm / smooth)
+    assert len(norm._terrazzo_derived) == derived._MOST
+
+
 def test_nothing_made_in_a_capture_is_kept(monkeypatch):
     norm = torch.rand(32)
     monkeypatch.setattr(launching, "may_keep", lambda: False)
@@ -148,7 +164,7 @@ def test_a_parameter_that_requires_a_gradient_is_refused(family):
         ops.gemm(x, w)
 
 
-def test_work_lists_outlive_tuned_records():
+def test_work_lists_outlive_tuned_records(monkeypatch):
     """Of the `persistent` program: captured graphs read them, whatever records say later."""
     target, gemm = Target.parse("sm_80"), schedules.MixedGemm(1000, 1280, 3)
     asked = (schedules.choose_persistent(gemm, target, 100), gemm, target, 100, 216, CPU)
@@ -156,6 +172,10 @@ def test_work_lists_outlive_tuned_records():
     assert [it.dtype for it in lists] == [torch.int32] * 2 and lists[1][-1] == len(lists[0])
     records.changed()
     assert mixed_op._work_lists(*asked) is lists
+    monkeypatch.setattr(launching, "may_keep", lambda: False)
+    assert mixed_op._work_lists(*asked) is lists  # whatever stream is captured
+    with pytest.raises(CaptureError, match="call it once before the capture"):
+        mixed_op._work_lists(*asked[:3], 99, *asked[4:])
 
 
 def test_options_of_other_types_are_refused_by_name():
