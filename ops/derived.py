@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 _NAME = "_terrazzo_derived"
+_TOLD = "_terrazzo_told"  # of a tensor: how often it was forgotten
 _NOTES = ("_terrazzo", "_terrazzo_checked")  # of words: that their weight was checked
-
-
 _MOST = 8
 """Tensors of one owner; further ones, of vectors that are new in every call, are made each time."""
 
@@ -38,7 +37,7 @@ class _Entry:
     """made: when the owner was in `state`, on `stream`, where `event` was recorded behind it; None once it has ended.
     beside: what must live as long."""
 
-    state: tuple | None
+    state: tuple
     made: torch.Tensor
     beside: tuple
     stream: int
@@ -98,10 +97,10 @@ def keep(owner: Any, key: tuple, state: tuple, make: Callable[[], torch.Tensor],
 
 
 def state_of(t: torch.Tensor | None) -> tuple | None:
-    """What changes when a tensor is another one, has other memory, or was written to as PyTorch counts."""
+    """What changes when a tensor is another one, has other memory, was written to as PyTorch counts, or forgotten."""
     if not hasattr(t, "data_ptr"):  # None, or what is refused later
         return None
-    return id(t), t.data_ptr(), t.numel(), t.get_device(), launching.writes(t)
+    return id(t), t.data_ptr(), t.numel(), t.get_device(), launching.writes(t), getattr(t, _TOLD, 0)
 
 
 def cast_once(owner: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -131,13 +130,14 @@ def forget(*written: Any) -> None:
 
     for it in written:
         weight = getattr(it, "stacked", it)
-        if not isinstance(it, torch.Tensor) and (isinstance(weight, type) or not is_dataclass(weight)):
-            raise ArgumentError(
-                "written", type(it).__name__, "must be a tensor or a weight", "pass what was written to"
-            )
-        held = [it] if isinstance(it, torch.Tensor) else [weight, *weights.tensor_fields(weight).values()]
-        for owner in held:
-            for entry in (getattr(owner, _NAME, None) or {}).values():
-                entry.state = None
+        if isinstance(it, torch.Tensor):
+            tensors = [it]
+        elif is_dataclass(weight) and weights.kind(weight).endswith("Weight"):
+            tensors = list(weights.tensor_fields(weight).values())
+        else:
+            seen, constraint = weights.kind(it), "must be a tensor or a weight"
+            raise ArgumentError("written", seen, constraint, "pass what was written to")
+        for tensor in tensors:
+            setattr(tensor, _TOLD, getattr(tensor, _TOLD, 0) + 1)
             for note in _NOTES:
-                owner.__dict__.pop(note, None)
+                tensor.__dict__.pop(note, None)

@@ -182,14 +182,13 @@ def check_kind(w: Any, make: type | tuple[type, ...], operator: str) -> None:
 def check_once(w: GroupedWeight) -> None:
     """`check`, noted on the words, which outlive a GroupedWeight around them, with all that it looked at."""
     s = w.stacked
-    quick = id(s), s.words.data_ptr()
-    if w.__dict__.get("_checked") == quick and hasattr(s.words, "_terrazzo_checked"):
-        return
+    if w.__dict__.get("_checked") == s.words.data_ptr() and hasattr(s.words, "_terrazzo_checked"):
+        return  # the same object
     seen = _facts(s)
     if getattr(w.stacked.words, "_terrazzo_checked", None) != seen:
         w.check()
         w.stacked.words._terrazzo_checked = seen
-    w.__dict__["_checked"] = quick
+    w.__dict__["_checked"] = s.words.data_ptr()
 
 
 def _facts(stacked: Any) -> tuple:

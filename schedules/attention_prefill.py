@@ -88,17 +88,16 @@ def check(schedule: Prefill, problem: PrefillProblem, target: Target) -> None:
     if schedule.program == "shared":
         warps = _SHARED_WARPS[problem.head_dim]
         fits = schedule.row_tiles == 8 and schedule.warps in warps and schedule.buffers in (2, 3)
-        constraint = f"shared has 8 row tiles, {warps} warps and 2 or 3 buffers"
-        if not target.supports("wgmma.f16"):
-            fits, constraint = False, f"{target.arch} has no wgmma, which shared needs"
+        takes = f"shared has 8 row tiles, {warps} warps and 2 or 3 buffers"
     else:
         most = _MMA_ROWS[problem.head_dim]
         fits = 1 <= schedule.row_tiles <= most and 1 <= schedule.warps <= 32
-        constraint = f"mma has 1 to {most} row tiles and 1 to 32 warps"
-    if fits and schedule.stages < 2:
-        fits, constraint = False, "a ring has two stages or more"
-    if not fits:
-        raise ArgumentError("schedule", schedule, f"head_dim {problem.head_dim}: {constraint}", "leave it out")
+        takes = f"mma has 1 to {most} row tiles and 1 to 32 warps"
+    if schedule.program == "shared" and not target.supports("wgmma.f16"):
+        raise ArgumentError("schedule", schedule, f"{target.arch} has no wgmma, which shared needs", "use mma")
+    if not fits or schedule.stages < 2:
+        constraint = f"with head_dim {problem.head_dim} {takes}, and a ring two stages or more"
+        raise ArgumentError("schedule", schedule, constraint, "leave it out")
     size = schedule.smem_bytes(problem) + _STATIC
     if size > target.smem_per_block:
         constraint = f"needs {size} bytes of shared memory, a block on {target.arch} has {target.smem_per_block}"

@@ -197,20 +197,24 @@ class PageTable:
             if use is not None:
                 use(moved)
         except BaseException:
-            for sequence in reversed(added):
-                found = self.sequences[sequence]
-                del found.pages[len(found.pages) - len(added[sequence]) :]
-                for page in reversed(added[sequence]):
-                    self._release(page)
-                found.length, found.unstored = before[sequence]
-            for (sequence, at), (source, target) in reversed(list(zip(copies, moved))):
-                found = self.sequences[sequence]
-                found.pages[at] = source
-                self.holders[source] += 1
-                self._release(target)
-                found.generation, self.generation = found.generation - 1, self.generation - 1
+            self._undo(before, added, list(zip(copies, moved)))
             raise
         return moved
+
+    def _undo(self, before: Mapping, added: Mapping[int, list[int]], copied: list[tuple]) -> None:
+        """Take back what `extend` has just done."""
+        for sequence in reversed(added):
+            found = self.sequences[sequence]
+            del found.pages[len(found.pages) - len(added[sequence]) :]
+            for page in reversed(added[sequence]):
+                self._release(page)
+            found.length, found.unstored = before[sequence]
+        for (sequence, at), (source, target) in reversed(copied):
+            found = self.sequences[sequence]
+            found.pages[at] = source
+            self.holders[source] += 1
+            self._release(target)
+            found.generation, self.generation = found.generation - 1, self.generation - 1
 
     def rows(self, sequences: Iterable[int]) -> list[list[int]]:
         """Pages of each sequence."""

@@ -131,7 +131,6 @@ def grouped_gemm(
         ArgumentError: an operand that does not fit, or a GPU without warpgroup instructions.
         LayoutMismatchError, TargetError, CaptureError, ToolchainError, CompileError: see `gemm`.
     """
-
     grouped.check_kind(w, PackedWeight, "w4a16")
     launching.check_tensor(x, "x", f"[M, {w.k}]")
     if launching.is_traced(x):

@@ -131,7 +131,6 @@ def quantize_activations(
         ArgumentError: an operand that does not fit. CaptureError: a kernel that was never launched is met during CUDA
             graph capture. ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
     """
-
     import torch
 
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:

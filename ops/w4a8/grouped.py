@@ -152,7 +152,7 @@ def grouped_gemm(
         grouped.check_traced(x, held, w.k, expert_offsets)
         launching.check_no_grad(held, "grouped_gemm")
         if held is not x:
-            _check_codes(x, w)
+            op.check_codes(x, w.stacked)
         op.dequantization_of(w.stacked, dequantization)
         return launching.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype, dequantization))
     if held is x:
@@ -177,18 +177,11 @@ def run(
 ) -> torch.Tensor:
     """The eager path of `grouped_gemm` on quantized activations."""
     launching.check_no_grad(x.q, "grouped_gemm")
-    _check_codes(x, w)
+    op.check_codes(x, w.stacked)
     _check(x.shape, x.device, w, expert_offsets, bias, out, out_dtype, dequantization)
     if x.q.shape[0] != x.shape[0]:
         x.check()
     return _multiply(x, w, expert_offsets, bias, out, out_dtype, dequantization)
-
-
-def _check_codes(x: QuantizedActivations, w: GroupedWeight) -> None:
-    codes = w.stacked.ACTIVATIONS
-    if x.codes != codes:
-        constraint = f"must be {codes} codes, which the weights multiply"
-        raise ArgumentError("x", x.codes, constraint, f"quantize_activations(x, codes={codes!r})")
 
 
 def _check(
@@ -205,6 +198,7 @@ def _check(
     grouped.check_once(w)
     grouped.check_rows(shape, w.k)
     launching.check_tokens(shape[0])
+    op.check_types(out_dtype, dequantization=dequantization)
     raw = str(out_dtype).removeprefix("torch.")
     op.check_choices(w.k, raw, dequantization, "imfp")
     if op.dequantization_of(w.stacked, dequantization) == E4M3:

@@ -249,7 +249,7 @@ def gemm(
 
             launching.check_no_grad(held, "gemm")
             if held is not x:
-                _check_codes(x, w)
+                check_codes(x, w)
             check_types(out_dtype or torch.float16, dequantization=dequantization, pipeline=pipeline)
             raw = str(out_dtype or (held.dtype if held is x else torch.float16)).removeprefix("torch.")
             if dequantization_of(w, dequantization) == E4M3:
@@ -289,7 +289,7 @@ def run(
     if not shape or shape[-1] != k:
         raise ArgumentError("x", list(shape), f"its last dimension must be K = {k}", "pass activations [..., K]")
     if x.codes != w.ACTIVATIONS:
-        _check_codes(x, w)
+        check_codes(x, w)
     flat = len(shape) == 2  # views cost 1.5 us each
     m = shape[0] if flat else q.shape[0]
     if bias is not None:
@@ -347,12 +347,11 @@ records.on_change(plan.cache_clear)
 records.on_change(_launches.clear)
 
 
-def _check_codes(x: QuantizedActivations, w: PackedWeight) -> None:
+def check_codes(x: QuantizedActivations, w: PackedWeight) -> None:
+    """Raise ArgumentError unless activations have the codes that a weight multiplies."""
     if x.codes != w.ACTIVATIONS:
-        raise ArgumentError(
-            "x", x.codes, f"{w!r} multiplies {w.ACTIVATIONS}",
-            f"quantize_activations(x, codes={w.ACTIVATIONS!r})",
-        )  # fmt: skip
+        constraint = f"must be {w.ACTIVATIONS} codes: {w!r} multiplies {w.ACTIVATIONS}"
+        raise ArgumentError("x", x.codes, constraint, f"quantize_activations(x, codes={w.ACTIVATIONS!r})")
 
 
 def _adopt(w: PackedWeight, facts: tuple) -> None:

@@ -95,9 +95,25 @@ def test_writes_that_are_not_counted_are_told():
     terrazzo.forget(norm, w)
     assert activations._gain(None, norm, 32, CPU) is gain and not gain.any()
     assert derived.cast_once(w, "bias", torch.float32) is cast and not cast.any()
-    for wrong in (5, None, [norm], torch.Tensor):
+    for wrong in (5, None, [norm], torch.Tensor, Target.parse("sm_80"), w4a8.PackedWeight):
         with pytest.raises(ArgumentError, match="written = .*must be a tensor or a weight"):
             terrazzo.forget(wrong)
+
+
+def test_a_forgotten_vector_is_read_anew_beside_any_norm():
+    """The gain of both is kept with the norm; what was written to is the other one."""
+    norm, smooth = torch.rand(32), torch.rand(32) + 0.5
+    gain = activations._gain(smooth, norm, 32, CPU)
+    smooth.data.mul_(2)
+    terrazzo.forget(smooth)
+    assert activations._gain(smooth, norm, 32, CPU) is gain and torch.equal(gain, norm / smooth)
+    w = replace(weight_with_bias(), smooth=smooth[:1].expand(64).contiguous())
+    gain = activations._gain(w.smooth, torch.ones(64), 64, CPU)
+    norm = torch.ones(64)
+    first = activations._gain(w.smooth, norm, 64, CPU)
+    w.smooth.data.mul_(2)
+    terrazzo.forget(w)
+    assert activations._gain(w.smooth, norm, 64, CPU) is first and torch.equal(first, gain / 2)
 
 
 def test_a_forgotten_weight_is_checked_again():
@@ -182,11 +198,13 @@ def test_options_of_other_types_are_refused_by_name():
     w, x = w4a8.quantize(torch.randn(64, 128)), torch.randn(4, 128).half()
     own = w4a16.quantize(torch.randn(64, 128))
     q = w4a8.QuantizedActivations(torch.zeros(4, 128, dtype=torch.int8), torch.ones(4), torch.zeros(4).int(), (4, 128))
+    experts, offsets = w4a8.GroupedWeight.stack([w] * 2), torch.tensor([0, 2, 4], dtype=torch.int32)
     for words, call in (
         ("numerics = ", lambda: w4a16.gemm(x, own, numerics=["auto"])),
         ("dequantization = ", lambda: w4a8.gemm(q, w, dequantization=["auto"])),
         ("pipeline = ", lambda: w4a8.gemm(q, w, pipeline=["auto"])),
         ("out_dtype = 'float16'", lambda: w4a8.gemm(q, w, out_dtype="float16")),
+        ("out_dtype = 'float16'", lambda: w4a8.grouped_gemm(q, experts, offsets, out_dtype="float16")),
         ("codes = ", lambda: w4a8.quantize_activations(x, codes=["int8"])),
     ):
         with pytest.raises(ArgumentError, match=words):
