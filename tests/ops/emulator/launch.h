@@ -13,9 +13,6 @@ static void start(Cta &c, int slot, dim index, int threads) {
   long bytes = SHARED + HEAP + threads * STACK;
   c.memory = (char *)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (c.memory == MAP_FAILED) { perror("stacks"); abort(); }
-#ifdef __SANITIZE_ADDRESS__
-  __asan_unpoison_memory_region(c.memory, bytes);  // of an earlier CTA
-#endif
   memset(c.memory, 0xff, SHARED + HEAP);
 #ifdef __SANITIZE_ADDRESS__
   __asan_poison_memory_region(c.memory + dynamic_shared, SHARED - dynamic_shared);
@@ -31,6 +28,9 @@ static void start(Cta &c, int slot, dim index, int threads) {
 }
 static void end(Cta &c) {
   for (auto *state : PerCtaState::all()) state->end(c.slot);
+#ifdef __SANITIZE_ADDRESS__
+  __asan_unpoison_memory_region(c.memory, SHARED + HEAP + THREADS * STACK);  // whoever is given these addresses next
+#endif
   munmap(c.memory, SHARED + HEAP + THREADS * STACK);
 #ifdef RACES
   for (void *fiber : c.known) __tsan_destroy_fiber(fiber);
