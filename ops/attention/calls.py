@@ -35,6 +35,11 @@ def at_page(pages: Any, page: Any, word: Any) -> Any:
     return _call("handle", "page", address(pages[0, 0, 0], "r", 4), page, heads * words, word)
 
 
+def uniform(x: Any) -> Any:
+    """An int that all lanes of a warp have, as ptxas then knows: what is made of it needs no registers of lanes."""
+    return _call("int32", "of_lane", x, 0)
+
+
 def row16(base: Any, row: Any, pitch: Any, at: Any) -> Any:
     """The address of 16-bit value `at` of row `row`, rows `pitch` values apart."""
     return _call("handle", "row16", address(base, "r", 2), row, pitch, at)

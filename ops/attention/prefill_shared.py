@@ -1,9 +1,9 @@
 """Tile program of prefill attention on wgmma (sm_90a): keys and values are converted once for all rows of a CTA.
 
 A warpgroup of converters turns each stage of 64 packed tokens into two operands in shared memory, keys and values
-[token, dim]. Warpgroups of consumers own 64 rows each: S = Q K^T reads both operands from shared memory, O += P V has
-P in registers, where the softmax leaves it (FlashAttention-3, arXiv 2407.08608, section 3). Where registers suffice, Q
-is held in them.
+[token, dim]. Warpgroups of consumers own 64 rows each: S = Q K^T reads K from shared memory, and of Q what registers
+have no room for; O += P V has P in registers, where the softmax leaves it (FlashAttention-3, arXiv 2407.08608,
+section 3).
 Were every warpgroup to convert for its own rows, products would be narrower, conversions as many as warpgroups.
 
 The converters' first thread keeps a ring of stages full by bulk copies. New tokens come as operands already (images,
@@ -19,7 +19,7 @@ The running maximum is lazy, for each warp: its sums are rescaled when a score e
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention.calls import among, any_lane, at8, at_page, ex2, fma, log2, tanh, xor_shuffle
+from terrazzo.ops.attention.calls import among, any_lane, at8, at_page, ex2, fma, log2, tanh, uniform, xor_shuffle
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
@@ -46,8 +46,8 @@ from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 ROWS = 64  # of a warpgroup: the m64 of its products
 REGISTERS = {1: (128, 240), 2: (88, 208), 3: (56, 152)}  # consumer warpgroups -> a converter's, a consumer's
-OTHERS = 40
-"""Registers of a consumer beside sums, weights and Q."""
+OTHERS = 28
+"""Registers of a consumer beside sums, weights and Q: with fewer left, 192 rows spill."""
 STATE = ("count", "slot", "parity", "to", "turn", "least", "high", "query", "head", "edge", "token", "end")
 _SOURCE = """\
 __device__ __forceinline__ void *tz_at8(const void *p, int at) { return (char *)p + at; }
@@ -59,10 +59,11 @@ def operand_words(head_dim: int, wgs: int, buffers: int) -> int:
     return (wgs * ROWS + 2 * buffers * STAGE) * head_dim // 2
 
 
-def holds_q(head_dim: int, wgs: int) -> bool:
-    """Whether consumers have registers for Q: S = Q K^T is then short of shared memory's bandwidth no more."""
-    sums, weights, q = head_dim // 2 + STAGE // 2, STAGE // 4, head_dim // 4
-    return sums + weights + q + OTHERS <= REGISTERS[wgs][1]
+def held_slices(head_dim: int, wgs: int) -> int:
+    """How many k16 slices of Q consumers hold in registers: S = Q K^T is short of shared memory's bandwidth."""
+    sums, weights = head_dim // 2 + STAGE // 2, STAGE // 4
+    room = 0 if head_dim > 128 else REGISTERS[wgs][1] - sums - weights - OTHERS  # of 256 any would spill
+    return min(head_dim // 16, max(0, room) // 4)
 
 
 def shared_words(g: Geometry, wgs: int, stages: int, buffers: int) -> int:
@@ -109,7 +110,7 @@ def build(
     keys_at, values_at = wgs * ROWS * D * 2, (wgs * ROWS + buffers * STAGE) * D * 2
     table = operand_words(D, wgs, buffers)  # static scales of keys
     ring_at = total - stages * g.stage_words
-    held = holds_q(D, wgs)
+    held = held_slices(D, wgs)
     bf16 = dtype == "bfloat16"
     tile = make_operand_macros(layout)
     spare = make_operand_macros(plain) if residual else None
@@ -245,11 +246,11 @@ def build(
 
     @T.macro
     def hold_q(space, st, w, lane):
-        """The warp's rows of Q as operand registers."""
-        for j in each(slices):
+        """The first slices of the warp's rows of Q as operand registers."""
+        for j in each(held):
             row = w.warp * 16 + lane // 8 % 2 * 8 + lane % 8
             ldmatrix4(st.q[j * 4], at8(space[0], qs.in_q(row, j * 2 + lane // 16, w)))
-        T.warpgroup_fence_operand(st.q, 0, slices * 4)
+        T.warpgroup_fence_operand(st.q, 0, held * 4)
 
     @T.macro
     def scores(desc, st, w, to):
@@ -259,7 +260,7 @@ def build(
         T.warpgroup_arrive()
         for j in each(slices):
             at = keys_at // 16 + to * (stage_bytes // 16) + j // 4 * (STAGE * 8) + j % 4 * 2
-            if held:
+            if j < held:
                 wgmma(STAGE, (kind, kind), st.s, 0, st.q, j * 4, desc, at, j > 0)
             else:
                 T.ptx_wgmma_ss(
@@ -338,6 +339,10 @@ def build(
         for i in each(nt * 2):
             st.p[i] = pack2(st.s[i * 2], st.s[i * 2 + 1], bf16=tile.v_bf16)
 
+    def apart(w):
+        """Stages that pass by the ring; they are the first."""
+        return w.nc[0] if fresh else 0
+
     def following(w):
         """The next buffer of operands."""
         return T.if_then_else(w.to[0] == buffers - 1, 0, w.to[0] + 1)
@@ -368,9 +373,11 @@ def build(
             if wgs > 1:
                 turn_wait(w.wg)
             scores(desc, st, w, following(w))
+            if wgs > 2:
+                turn_pass((w.wg + 1) % wgs)
             T.barrier_wait(bars.values[w.to[0]], w.turn[0])
             weigh(across, st, w.to[0])
-            if wgs > 1:
+            if wgs == 2:  # of two, each keeps its turn for both products
                 turn_pass((w.wg + 1) % wgs)
             T.warpgroup_wait(1)
             T.warpgroup_fence_operand(st.s, 0, nt * 4)
@@ -447,7 +454,7 @@ def build(
             tx = T.get_thread_binding()
             lane = tx % 32
             sizes = {"o": D // 2, "s": nt * 4, "m": 2, "l": 2, "f": 2, "x": 2}
-            words = {"p": nt * 2, "a": 32, "q": slices * 4 if held else 1}
+            words = {"p": nt * 2, "a": 32, "q": max(1, held * 4)}
             st = SimpleNamespace(
                 **{name: T.alloc_local((n,), "float32") for name, n in sizes.items()},
                 **{name: T.alloc_local((n,), "uint32") for name, n in words.items()},
@@ -459,7 +466,9 @@ def build(
             ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, *STATE)}
             if not (residual or fresh):
                 ints["end"] = ints["packed"]
-            w = SimpleNamespace(b_=b, space=space, window=window, h=h, wg=tx // 128, warp=tx // 32 % 4, **ints)
+            wg = T.alloc_local((1,), "int32")
+            wg[0] = uniform(tx // 128)
+            w = SimpleNamespace(b_=b, space=space, window=window, h=h, wg=wg[0], warp=tx // 32 % 4, **ints)
             x = SimpleNamespace(KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW)
             stream.place(LEN, CU, w, y, window, args.hq, args.hk)
             w.count[0] = w.na[0] + w.nb[0] + w.nc[0]
@@ -472,8 +481,8 @@ def build(
                 T.dec_max_nreg(REGISTERS[wgs][0])
                 if less(w.row0[0], w.rows[0]):
                     if tx == ct:
-                        for i in T.serial(smaller(stages, w.count[0])):
-                            stream.fetch(x, space, w, i, ring_at + i * g.stage_words, io)
+                        for i in T.serial(smaller(stages, w.count[0] - apart(w))):
+                            stream.fetch(x, space, w, apart(w) + i, ring_at + i * g.stage_words, io)
                             T.barrier_arrive(full[w.slot[0]])
                             w.slot[0] = w.slot[0] + 1
                         w.slot[0] = 0
@@ -482,18 +491,17 @@ def build(
                         wg_sync(wgs)
                     if tile.v_static:
                         tile.load_static(SV, sv, 0, slices, h, lane)
-                    for i in T.serial(w.count[0]):
-                        if fresh:
-                            if less(i, w.nc[0]):
-                                bring(NEW, space, bars, w, i, lane)
-                            else:
-                                convert(space, bars, sv, st, w, i, lane)
-                        else:
-                            convert(space, bars, sv, st, w, i, lane)
+                    if fresh:  # a loop of its own: beside a branch, ptxas keeps state out of uniform registers
+                        for i in T.serial(apart(w)):
+                            bring(NEW, space, bars, w, i, lane)
+                            advance(w)
+                    for i in T.serial(w.count[0] - apart(w)):
+                        convert(space, bars, sv, st, w, apart(w) + i, lane)
                         wg_sync(wgs)  # the slot has been read
                         if tx == ct:
-                            if less(i + stages, w.count[0]):
-                                stream.fetch(x, space, w, i + stages, ring_at + w.slot[0] * g.stage_words, io)
+                            if less(i + stages, w.count[0] - apart(w)):
+                                at = ring_at + w.slot[0] * g.stage_words
+                                stream.fetch(x, space, w, apart(w) + i + stages, at, io)
                                 T.barrier_arrive(full[w.slot[0]])
                         w.slot[0] = w.slot[0] + 1
                         if w.slot[0] == stages:
