@@ -15,7 +15,8 @@ On int8, sums are int32, so shares of a tile may be added in any order and give 
 On e4m3 (`dequantization` "e4m3"), the tensor core's own sums keep about 14 bits, so they run over one group of k only:
 they start at zero, and while the next 64 k are converted the tensor core finishes them; then they are multiplied with
 the factors of the group's rows and added to the float32 sums of the tile. One group of wgmma is in flight for each
-warpgroup; the other warpgroups' groups fill the tensor core meanwhile.
+warpgroup; the other warpgroups' groups fill the tensor core meanwhile. A tile of 256 tokens is multiplied in two pieces
+whose sums of a group take turns in the same registers: it converts half as often.
 
 A stage is released when the wgmmas that read it were waited for, long after the shared-memory loads of its words were
 consumed: ptxas may move an arrive in front of a load's return (docs/tile-programs.md,
@@ -99,13 +100,15 @@ def build(
     kinds = ("e4m3", "e4m3") if e4m3 else ("uint8" if gemm.unsigned else "int8", "int8")
     sum_type = "float32" if e4m3 else "int32"
     splits = max(ig // 2, 1)  # parts of 64 k with sums of their own
+    at_once = min(bm, w4a8_fp8.AT_ONCE) if e4m3 else bm  # tokens of a product
+    pieces, nsum = bm // at_once, at_once // 2
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
     exchange = not experts and schedule.parts and cluster == 1
     tiles = partition_macros(
         units=units, row_tiles=row_tiles, raster=raster, exchange=exchange or cluster > 1, cluster=cluster
     )
-    rings = ring_macros(stages=stages, rounds=not experts and rb == 1)
-    spare = spare_registers(wgs, (rb + e4m3) * nacc + 48) if cluster == 1 else 0  # shares are rare there
+    rings = ring_macros(stages=stages, rounds=not experts and rb == 1 and pieces == 1)
+    spare = spare_registers(wgs, rb * nacc + e4m3 * nsum + 48) if cluster == 1 else 0  # shares are rare there
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype=sum_type, spare=spare)
     operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
     out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
@@ -158,25 +161,31 @@ def build(
         """The tokens of the segment's tile, and its expert."""
         tokens.locate(io.Es, c, M)
 
+    def of_piece(x, piece):
+        """The tile of X, from a piece of its tokens on."""
+        return x + T.uint64(piece * at_once * UNIT_K // 16)
+
     @T.macro
     def multiply(a, sums, at, x, h, first, count, before):
         """k32 steps first .. first + count - 1 of half h, on the sums at `at`; these start anew if `before` is 0."""
         T.warpgroup_fence_operand(a, h * 8, 8)
-        T.warpgroup_fence_operand(sums, at, nacc)
+        T.warpgroup_fence_operand(sums, at, nsum)
         T.warpgroup_arrive()
         for e in T.unroll(count):
-            wgmma(bm, kinds, sums, at, a, h * 8 + (first + e) * 4, x, (h * 2 + first + e) * 2, before + e > 0)
+            wgmma(at_once, kinds, sums, at, a, h * 8 + (first + e) * 4, x, (h * 2 + first + e) * 2, before + e > 0)
         T.warpgroup_commit_batch()
-        T.warpgroup_fence_operand(sums, at, nacc)
+        T.warpgroup_fence_operand(sums, at, nsum)
 
     @T.macro
-    def settle(acc, part, f, r):
-        """The sums of a group of k, times the factors of the rows, join those of row block r."""
+    def settle(acc, part, f, r, piece):
+        """The sums of a group of k, times the factors of the rows, join those of a piece of the tokens of row block
+        r."""
         T.warpgroup_wait(0)
-        T.warpgroup_fence_operand(part, num_regs=nacc)
-        for i in T.unroll(nacc):
-            acc[r * nacc + i] = T.call_extern("float32", "__fmaf_rn", part[i], f[i % 4 // 2], acc[r * nacc + i])
-        T.warpgroup_fence_operand(acc, r * nacc, nacc)  # before the next wgmma: moved behind it, ptxas serializes all
+        T.warpgroup_fence_operand(part, num_regs=nsum)
+        first = r * nacc + piece * nsum
+        for i in T.unroll(nsum):
+            acc[first + i] = T.call_extern("float32", "__fmaf_rn", part[i], f[i % 4 // 2], acc[first + i])
+        T.warpgroup_fence_operand(acc, first, nsum)  # before the next wgmma: moved behind it, ptxas serializes all
 
     @T.macro
     def step(io, x, place, r, h, free):
@@ -194,11 +203,20 @@ def build(
         operand.convert(io.w, h * 4, io.u, io.a, h * 8, io.codes, h)
         for e in T.unroll(splits):
             if ig > 1 or h == 0:
-                settle(io.acc, io.part, io.f, (r + rb - 1 + T.min(h + e, 1)) % rb)
+                settle(io.acc, io.part, io.f, (r + rb - 1 + T.min(h + e, 1)) % rb, pieces - 1)
                 operand.factors(io.f, 0, io.u[(h * 2 + e) * ig // 4])
                 if r == 0 and h == 0 and e == 0:
                     place.release(0, free)
             multiply(io.a, io.part, 0, x, h, e, 2 // splits, h * 2 if ig == 1 else 0)
+            if ig > 1:
+                for piece in T.unroll(pieces - 1):
+                    settle(io.acc, io.part, io.f, r, piece)
+                    multiply(io.a, io.part, 0, of_piece(x, piece + 1), h, e, 2 // splits, 0)
+        if ig == 1 and h == 1:
+            for piece in T.unroll(pieces - 1):
+                settle(io.acc, io.part, io.f, r, piece)
+                for half in T.unroll(2):
+                    multiply(io.a, io.part, 0, of_piece(x, piece + 1), half, 0, 2, half * 2)
 
     @T.macro
     def unit(io, place, follows):
@@ -217,7 +235,7 @@ def build(
         T.warpgroup_wait(0)
         T.warpgroup_fence_operand(io.acc, num_regs=rb * nacc)
         if e4m3:
-            T.warpgroup_fence_operand(io.part, num_regs=nacc)
+            T.warpgroup_fence_operand(io.part, num_regs=nsum)
 
     @T.prim_func
     def main(
@@ -248,7 +266,7 @@ def build(
             codes = operand.registers()
             a = T.alloc_local((16,), "uint32")
             acc = T.alloc_local((rb * nacc,), sum_type)
-            part = T.alloc_local((nacc if e4m3 else 1,), "float32")
+            part = T.alloc_local((nsum if e4m3 else 1,), "float32")
             f = T.alloc_local((2,), "float32")
             to = out.state(Y, Os, Fs, Rs, ring=Xs, ready=ready, sent=sent)
             desc = T.alloc_wgmma_desc()
@@ -299,7 +317,7 @@ def build(
                     for i in T.unroll(rb * nacc):
                         acc[i] = 0
                     if e4m3:  # the first group of k is preceded by one of nothing
-                        for i in T.unroll(nacc):
+                        for i in T.unroll(nsum):
                             part[i] = 0
                         for i in T.unroll(2):
                             f[i] = 0
@@ -307,7 +325,7 @@ def build(
                     io = SimpleNamespace(w=w, u=u, a=a, f=f, acc=acc, part=part, codes=codes, at=at, lane=lane)
                     rings.consume(unit, drain, io, ring, c.k1[0] - c.k0[0])
                     if e4m3:
-                        settle(acc, part, f, rb - 1)
+                        settle(acc, part, f, rb - 1, pieces - 1)
                     T.warpgroup_wait(0)
                     T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
                     rings.release(ring, lane == 0)

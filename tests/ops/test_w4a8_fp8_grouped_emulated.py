@@ -41,6 +41,7 @@ CASES = {  # tokens of each expert, rows of nobody at both ends, n, k, group, sc
         (0,) * 31 + (3, 17, 0, 0, 2, 0, 0, 0, 40), (0, 1), 100, 256, 64, S(64, 2, 1, 2), 5, "bfloat16",
     ),
     "widest": ((130, 0, 20), (0, 0), 100, 384, 32, S(128, 2, 1, 2), 4, "float16"),
+    "two pieces": ((260, 0, 20), (0, 0), 100, 384, 64, S(256, 2, 1, 2), 4, "float16"),
 }  # fmt: skip
 
 

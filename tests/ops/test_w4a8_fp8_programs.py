@@ -46,6 +46,14 @@ CASES = {  # program, target, changes, tensor instruction, groups of them (strea
         2,
         True,
     ),
+    "two pieces": (
+        stream_k,
+        "sm_90a",
+        {"warpgroups": 2, "row_blocks": 1, "stages": 5, "block_tokens": 256},
+        QGMMA % 128,
+        4,
+        True,
+    ),
     "two row blocks": (
         stream_k,
         "sm_90a",
@@ -102,8 +110,9 @@ def test_machine_code(compiled, name):
         pytest.skip(report.note)
     assert len(report.tensor_instructions) == 1 and re.match(instruction, report.tensor_instructions[0])
     if program is stream_k:
-        units, rest = divmod(report.count("QGMMA"), 4 * schedule.row_blocks)
-        assert rest == 0 and units >= (schedule.stages + 2 if schedule.row_blocks == 1 else 1)
+        pieces = -(-schedule.block_tokens // w4a8_fp8.AT_ONCE)
+        units, rest = divmod(report.count("QGMMA"), 4 * schedule.row_blocks * pieces)
+        assert rest == 0 and units >= (schedule.stages + 2 if schedule.row_blocks == pieces == 1 else 1)
         assert report.count(r"WARPGROUP\.ARRIVE") == units * groups, "ptxas serializes wgmma"
         assert report.count("UTMALDG") and report.count("UBLKCP") and report.count("STSM")
     else:
@@ -142,7 +151,7 @@ def test_a_stage_is_released_only_after_its_wgmmas(compiled):
 @pytest.mark.parametrize(
     ("program", "changes", "argument"),
     [
-        (stream_k, {"warpgroups": 2, "row_blocks": 1, "stages": 2, "block_tokens": 256}, "block_tokens"),
+        (stream_k, {"warpgroups": 2, "row_blocks": 2, "stages": 2, "block_tokens": 256}, "block_tokens"),
         (stream_k, {"warpgroups": 4, "row_blocks": 1, "stages": 2, "block_tokens": 128}, "block_tokens"),
         (stream_k, {"warpgroups": 2, "row_blocks": 1, "stages": 2, "block_tokens": 64, "group": 48}, "group"),
         (
