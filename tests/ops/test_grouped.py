@@ -121,6 +121,12 @@ def test_schedules_of_known_layers():
     assert choose(28672, 4096, 8192, 8).block_tokens >= 128
 
 
+@pytest.mark.parametrize(("m", "experts", "tokens"), [(2048, 8, 128), (32768, 128, 128), (8192, 8, 256)])
+def test_experts_on_e4m3_take_tiles_of_two_products_where_padding_is_little(m, experts, tokens):
+    problem = w4a8_schedules.IntegerGemm.of(28672, 4096, 128)
+    assert grouped.choose(w4a8_fp8, problem, HOPPER, m, experts).block_tokens == tokens
+
+
 def test_requests_depend_on_the_tokens_of_an_expert_alone():
     assert len(w4a8.grouped_requests(4096, 7168, 8)) <= 7
     one = w4a8.grouped_requests(4096, 7168, 8, m=(100, 128))
