@@ -10,11 +10,12 @@ from benchmarks import report
 
 
 def setting(result: Mapping[str, Any], source: str) -> str:
-    """Where, when and with what a file was measured."""
+    """Where, when and with what a file was measured, and what is to be known of it."""
+    notes = "".join(f" {note}." for note in result.get("notes", ()))
     copies = f"copies reach {result['copy_gb_s']:.0f} GB/s, " if result.get("copy_gb_s") else ""
     return (
         f"on one {result['gpu']}, {copies}torch {result['torch']}, {result['date']}, commit {result['commit']}. "
-        f"Source: [{source}]({source})."
+        f"Source: [{source}]({source}).{notes}"
     )
 
 
@@ -129,7 +130,7 @@ def written(result: Mapping[str, Any], source: str) -> str:
     return (
         "A decode step in microseconds, and what the append of its token adds, where it completes nothing (plain), "
         "where it fills the residual block of every sequence (full), and over a block of steps (mean), "
-        f"{setting(result, source)}{packing}{''.join(f' {note}.' for note in result.get('notes', ()))}\n\n{table}"
+        f"{setting(result, source)}{packing}\n\n{table}"
     )
 
 
