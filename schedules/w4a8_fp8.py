@@ -47,7 +47,8 @@ def choose(problem: IntegerGemm, target: Target, m: int) -> StreamK:
     millions = problem.row_blocks * 64 * problem.units * 128 / 1e6
     top = tile_costs.bucket(m)
     found = []
-    for tokens in tile_costs.widths(m) if m > AT_ONCE else (next(t for t in BLOCK_TOKENS if m <= t),):
+    wide = [tokens for tokens in tile_costs.widths(m) if tokens >= AT_ONCE]
+    for tokens in wide if m > AT_ONCE else (next(t for t in BLOCK_TOKENS if m <= t),):
         warpgroups = 4 if tokens <= 64 and millions >= _LARGE else 2
         raster = tile_costs.raster(-(-top // tokens), problem.row_blocks, target) if tokens > AT_ONCE else 8
         tiles = [StreamK(tokens, number, 1, 2, raster) for number in dict.fromkeys((warpgroups, 2, 1))]
