@@ -61,7 +61,7 @@ def limits(blocks: int, blocks8: int, device: torch.device | str = "cpu") -> tor
     import torch
 
     number = torch.arange(blocks, device=device)
-    return torch.where(number < blocks - blocks8, QMAX[4], QMAX[8])
+    return torch.where(number < blocks - blocks8, QMAX[4], QMAX[8]).float()  # of two numbers it has the default dtype
 
 
 def quantize_activations(
