@@ -117,8 +117,8 @@ def read_compressed_tensors(
 ) -> QuantizedWeight:
     """compressed-tensors W4A8 (llm-compressor): int4 weights, int8 activations with a dynamic scale for each token.
 
-    A layer of strategy "channel" with positive scales is read exactly. So is one of strategy "group" whose scales are,
-    in every row, whole multiples 1..16 of the smallest, and whose (code - zero point) * multiple stay in a byte. Any
+    A layer of strategy "channel" is read exactly. So is one of strategy "group" whose scales are, in every row, all the
+    same or whole multiples 1..16 of a positive one, and whose (code - zero point) * multiple stay in a byte. Any
     other is refused, or, with `requantize`, fitted: for each row the channel scale is searched, and each group keeps
     its codes with the nearest integer scale or is quantized again, whichever leaves the smaller squared error. The
     error that this adds is one more rounding of a 4-bit weight.
@@ -145,21 +145,23 @@ def read_compressed_tensors(
     zeros = torch.full_like(source.scales, 8, dtype=torch.int32) if source.zeros is None else source.zeros.int()
     scales = source.scales.double()
     step = scales.amin(dim=1)
-    multiples = scales / step[:, None]
-    if bool((step > 0).all() & (multiples == multiples.round()).all() & (multiples <= LARGEST_SCALE).all()):
+    even = scales == step[:, None]  # one scale for a row, zero and negative ones too, is its channel scale
+    multiples = torch.where(even, 1.0, scales / step[:, None])
+    regular = (step > 0) | even.all(dim=1)
+    if bool(regular.all() & (multiples == multiples.round()).all() & (multiples <= LARGEST_SCALE).all()):
         shifts = 128 - zeros * multiples.int()
         if bool((shifts >= 0).all() & (shifts + 15 * multiples <= 255).all()):
             return _exact(source.codes, multiples.int(), shifts, step.float(), source.group_size, bias, requantize)
     if not requantize:
-        least = float(step.min())
-        if not least > 0:
-            remedy = "pass requantize=True, or quantize the float weight with w4a8.quantize"
+        remedy = "pass requantize=True, or quantize the float weight with w4a8.quantize"
+        if not bool(regular.all()):
+            least = float(step[~regular].min())
             raise ArgumentError("weight_scale", least, "the kernels need positive group scales", remedy)
         raise ArgumentError(
             "weight_scale",
             f"up to {float(multiples.max()):.6g} times the smallest of its row",
             f"the kernels need group scales that are whole multiples 1..{LARGEST_SCALE} of one number for each row",
-            "pass requantize=True, or quantize the float weight with w4a8.quantize",
+            remedy,
         )
     return _fitted(source.codes, zeros, source.scales.float(), source.group_size, bias)
 

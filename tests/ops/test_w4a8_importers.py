@@ -49,6 +49,16 @@ def test_golden_layer_is_read_exactly(name):
         assert torch.equal(weight.bytes(), expected["bytes"])
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_rows_of_one_scale_are_exact_whatever_it_is(groups):
+    """Pruned rows have scale 0."""
+    codes = torch.randint(-8, 8, (6, 384), dtype=torch.int8)
+    scale = torch.tensor([0.5, 0.0, -0.25, 1.0, -3.0, 0.0])[:, None].expand(6, groups).half()
+    weight = w4a8.read_compressed_tensors(codes, scale)
+    assert torch.equal(weight.dequantize(), codes.double() * scale[:, :1].double())
+    assert torch.equal(w4a8.pack(weight).dequantize(), weight.dequantize())
+
+
 def test_free_group_scales_are_fitted_only_on_request():
     expected = load("ct_group")[1]["weight"]
     with pytest.raises(ArgumentError, match="pass requantize=True"):
@@ -150,7 +160,7 @@ BAD = [
     ("ct_channel", {"weight_shape": (40, 200)}, "weight_shape", "203"),
     ("ct_channel", {"weight": [[1]]}, "format", "the weight is list"),
     ("ct_channel_packed", {"weight": torch.zeros(24, 3, 2, dtype=torch.int32)}, "weight", "int32"),
-    ("ct_group_whole", {"weight_scale": -torch.ones(24, 5).half()}, "weight_scale", "positive"),
+    ("ct_group_whole", {"weight_scale": -torch.arange(1.0, 121.0).view(24, 5).half()}, "weight_scale", "positive"),
     ("ct_channel", {"symmetric": True, "weight_zero_point": torch.ones(40, 1, dtype=torch.int8)}, "symmetric", "None"),
     ("ct_channel_packed", {"weight_shape": (24, 64)}, "weight_shape", "8 bits"),
     ("ct_group_whole", {"weight_scale": torch.rand(24, 5).half() + 0.1}, "weight_scale", "requantize=True"),
