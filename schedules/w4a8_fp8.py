@@ -40,15 +40,16 @@ class StreamK(w4a8.StreamK):
 def choose(problem: IntegerGemm, target: Target, m: int) -> StreamK:
     """Tile by tokens; four warpgroups where the accumulators and the number of tiles allow it, or pairs of CTAs for
     each tile, of one warpgroup or two, where the cost model of int8 says so: of 33 problems on an H200, 1.1 % from the
-    fastest that was timed (docs/jobs/pairs.toml). From 129 tokens on it weighs tiles of 256 against those of 128.
+    fastest that was timed (docs/jobs/pairs.toml). From 193 tokens on it weighs tiles of 256 against those of 128.
 
     A warpgroup has one group of wgmma in flight and converts 64 k meanwhile, so more of them fill the tensor core.
     """
     millions = problem.row_blocks * 64 * problem.units * 128 / 1e6
     top = tile_costs.bucket(m)
     found = []
-    wide = [tokens for tokens in tile_costs.widths(m) if tokens >= AT_ONCE]
-    for tokens in wide if m > AT_ONCE else (next(t for t in BLOCK_TOKENS if m <= t),):
+    wide = m > AT_ONCE
+    enough = [t for t in (tile_costs.widths(m) if wide else BLOCK_TOKENS) if t >= min(m, AT_ONCE)]
+    for tokens in enough if wide else enough[:1]:
         warpgroups = 4 if tokens <= 64 and millions >= _LARGE else 2
         raster = tile_costs.raster(-(-top // tokens), problem.row_blocks, target) if tokens > AT_ONCE else 8
         tiles = [StreamK(tokens, number, 1, 2, raster) for number in dict.fromkeys((warpgroups, 2, 1))]
