@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import launching, weights
+from terrazzo.ops.lasting import lasting
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +73,7 @@ def keep(owner: Any, key: tuple, state: tuple, make: Callable[[], torch.Tensor],
     import torch
 
     with torch.inference_mode(False), torch.no_grad():
-        made = make().clone()
+        made = lasting(owner.device, lambda: make().clone())
         made.new_zeros(1)
         kept = owner.__dict__.get(_NAME)
         if not isinstance(kept, _Kept):

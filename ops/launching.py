@@ -13,6 +13,7 @@ from terrazzo.lowering.errors import ArgumentError, CaptureError, TargetError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import weights
+from terrazzo.ops.lasting import lasting
 
 if TYPE_CHECKING:
     import torch
@@ -118,9 +119,17 @@ def ready(plan: Plan, m: int, device: torch.device, stream: int, operator: str, 
     size = prod(plan.workspace)
     spaces = pool.workspaces.setdefault(stream, [])
     if not spaces or spaces[-1].numel() < size:
-        spaces.append(torch.empty(size, dtype=torch.float32, device=device))  # captured graphs keep the smaller ones
+        make = lambda: torch.empty(size, dtype=torch.float32, device=device)
+        spaces.append(lasting(device, make))  # captured graphs keep the smaller ones
     workspace = spaces[-1][:size].view(getattr(torch, dtype)).view(plan.workspace)
     return kernel, argument(workspace), argument(semaphores), plan.scalars
+
+
+def stand_ins(device: torch.device, *dtypes: torch.dtype) -> list[torch.Tensor]:
+    """A tensor of one element for each argument that a kernel does not read."""
+    import torch
+
+    return lasting(device, lambda: [torch.empty(1, dtype=dtype, device=device) for dtype in dtypes])
 
 
 def argument(tensor: torch.Tensor) -> Any:
@@ -231,7 +240,8 @@ def _pool(device: torch.device, operator: str) -> _Pool:
     if device not in _pools:
         if torch.cuda.is_current_stream_capturing():
             raise CaptureError(f"the first call of {operator} on a device cannot be captured; call it once before")
-        _pools[device] = _Pool(torch.zeros(STREAMS, SEMAPHORES, dtype=torch.int32, device=device), {}, {})
+        make = lambda: torch.zeros(STREAMS, SEMAPHORES, dtype=torch.int32, device=device)
+        _pools[device] = _Pool(lasting(device, make), {}, {})
         torch.cuda.synchronize(device)  # other streams may use their slots at once
     return _pools[device]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError, CaptureError, TargetError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
+from terrazzo.ops.lasting import lasting
 
 if TYPE_CHECKING:
     import torch
@@ -55,13 +56,14 @@ def stand_ins(device: torch.device) -> dict[str, torch.Tensor]:
     """Stand-ins for what a kernel does not read."""
     import torch
 
-    i32 = dict(dtype=torch.int32, device=device)
-    return {
+    i32, f32 = (dict(dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
+    make = lambda: {
         "table": torch.zeros(1, 1, **i32),
         "residual": torch.zeros(1, 1, 4, **i32),
-        "static": torch.zeros(1, 1, dtype=torch.float32, device=device),
-        "sinks": torch.zeros(1, dtype=torch.float32, device=device),
+        "static": torch.zeros(1, 1, **f32),
+        "sinks": torch.zeros(1, **f32),
     }
+    return lasting(device, make)
 
 
 _multiples: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
@@ -81,7 +83,7 @@ def multiples(count: int, step: int, device: torch.device) -> torch.Tensor:
         return _view(held[-1], device, step, count)
     room = max(64, 1 << (count - 1).bit_length())
     room = room if room * step < launching.LARGEST else count
-    made = torch.arange(0, room * step, step, dtype=torch.int32, device=device)
+    made = lasting(device, lambda: torch.arange(0, room * step, step, dtype=torch.int32, device=device))
     if launching.may_keep():  # one that a graph makes has no value before the graph is replayed
         if made.is_cuda:
             torch.cuda.synchronize(device)  # other streams may read it at once
@@ -113,15 +115,16 @@ def semaphores(device: torch.device, count: int, capturing: bool) -> torch.Tenso
 
     key = (device, torch.cuda.current_stream(device).cuda_stream)
     held, spares = _counters.setdefault(key, []), _spares.setdefault(device, [])
+    make = lambda: torch.zeros(max(4096, 2 * count), dtype=torch.int32, device=device)
     if not held or held[-1].numel() < count:
         if not capturing:
-            held.append(torch.zeros(max(4096, 2 * count), dtype=torch.int32, device=device))
+            held.append(lasting(device, make))
         elif spares and spares[-1].numel() >= count:
             held.append(spares.pop())
         else:
             raise CaptureError("decode was never called with this batch; call it once before the capture")
     if not capturing and (not spares or spares[-1].numel() < count):
-        spares.append(torch.zeros(max(4096, 2 * count), dtype=torch.int32, device=device))
+        spares.append(lasting(device, make))
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # graphs of any stream may use it at once
     return held[-1][:count]

@@ -207,5 +207,5 @@ def _prepare(key: tuple, x: torch.Tensor) -> tuple:
     facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, numerics=numerics)
     chosen = plan(m, n, k, experts, **facts, bias=not no_bias, target=target)
     kernel, workspace, semaphores, _ = launching.ready(chosen, m, device, stream, "w4a16.grouped_gemm")
-    found = _launchers[key] = (kernel, workspace, semaphores, x.new_empty(1))
+    found = _launchers[key] = (kernel, workspace, semaphores, *launching.stand_ins(device, x.dtype))
     return found

@@ -276,7 +276,8 @@ def _prepare(launches: launching.Launches, key: tuple, x: torch.Tensor, w: Packe
         return ()
     chosen = _plan_for(w, m, dtype, not no_bias, numerics, *launching.targets(w.target, x.device))
     kernel, *launch, scalars = launching.ready(chosen, m, x.device, stream, "w4a16.gemm")
-    found = launches[key] = (kernel, kernel.launcher(index), *launch, scalars, launching.argument(x.new_empty(1)))
+    (no_bias,) = launching.stand_ins(x.device, x.dtype)
+    found = launches[key] = (kernel, kernel.launcher(index), *launch, scalars, launching.argument(no_bias))
     return found
 
 

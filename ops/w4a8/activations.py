@@ -12,6 +12,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, launching, weights
+from terrazzo.ops.lasting import lasting
 from terrazzo.ops.w4a8 import fp8_format
 from terrazzo.ops.w4a8 import quantize_rows as program
 from terrazzo.ops.w4a8.reference import activation_gain
@@ -249,7 +250,8 @@ def _scratch(
     size = m * k + 2 * vector
     if space is None or space.numel() < size or len(made) >= SCRATCH_SHAPES:
         made = {}
-        space = torch.empty(max(size, 0 if space is None else space.numel()), dtype=torch.uint8, device=x.device)
+        room = max(size, 0 if space is None else space.numel())
+        space = lasting(x.device, lambda: torch.empty(room, dtype=torch.uint8, device=x.device))
         _spaces.kept[at] = space, made
     take = lambda start, nbytes, dtype: space[start : start + nbytes].view(dtype)
     q = take(0, m * k, getattr(torch, CODES[codes])).view(m, k)
@@ -279,7 +281,7 @@ def _prepare(key: tuple, x: torch.Tensor) -> tuple:
     at, device = launching.targets(target, x.device, "x")
     facts = dict(gain=not (no_smooth and no_norm), norm=not no_norm, target=at, device=device, codes=codes)
     kernel = launching.warm_kernel(plan(m, k, dtype=dtype, **facts), m, "w4a8.quantize_activations")
-    stand_ins = (torch.empty(1, dtype=d, device=x.device) for d in (torch.float32, torch.int32))
+    stand_ins = launching.stand_ins(x.device, torch.float32, torch.int32)
     found = _kernels[key] = (kernel, kernel.launcher(index), *map(launching.argument, stand_ins))
     return found
 

@@ -275,6 +275,6 @@ def _prepare(key: tuple, x: QuantizedActivations, w: GroupedWeight) -> tuple:
     e4m3 = dequantization == E4M3
     sums = "float32" if e4m3 else "int32"
     kernel, workspace, semaphores, _ = launching.ready(chosen, m, device, stream, "w4a8.grouped_gemm", sums)
-    none, no_sums = (torch.empty(1, dtype=d, device=device) for d in (torch.float32, torch.int32))
+    none, no_sums = launching.stand_ins(device, torch.float32, torch.int32)
     found = _launchers[key] = (kernel, workspace, semaphores, none, no_sums if e4m3 else None)
     return found

@@ -379,8 +379,7 @@ def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, 
     chosen = _plan_for(w, m, out, not no_bias, dequantization, pipeline, target, device)
     e4m3 = w.ACTIVATIONS == E4M3
     kernel, *launch = launching.ready(chosen, m, x.device, stream, "w4a8.gemm", "float32" if e4m3 else "int32")
-    stand_ins = (torch.empty(1, dtype=d, device=x.device) for d in (torch.float32, torch.int32))
-    no_bias, no_sums = map(launching.argument, stand_ins)
+    no_bias, no_sums = map(launching.argument, launching.stand_ins(x.device, torch.float32, torch.int32))
     found = launches[key] = (
         kernel,
         kernel.launcher(index),

@@ -11,6 +11,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, launching, weights
+from terrazzo.ops.lasting import lasting
 from terrazzo.ops.w4ax import quantize_blocks as program
 from terrazzo.ops.w4ax.fmpq import BLOCK
 from terrazzo.ops.w4ax.format import PackedWeight
@@ -292,7 +293,8 @@ def stand_ins(device: torch.device) -> dict[str, torch.Tensor]:
     import torch
 
     shapes = {"int32": (1,), "float32": (1,), "uint8": (1, 1), "int8": (1, 1)}
-    return {name: torch.zeros(shape, dtype=getattr(torch, name), device=device) for name, shape in shapes.items()}
+    zeros = lambda name: torch.zeros(shapes[name], dtype=getattr(torch, name), device=device)
+    return lasting(device, lambda: {name: zeros(name) for name in shapes})
 
 
 def _check_norm(rms_weight: torch.Tensor, eps: float, k: int, device: torch.device) -> None:

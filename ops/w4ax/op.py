@@ -10,6 +10,7 @@ from terrazzo.lowering.errors import ArgumentError, CaptureError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, launching
+from terrazzo.ops.lasting import lasting
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.w4ax import activations, problem
 from terrazzo.ops.w4ax import integer as integer_program
@@ -339,7 +340,8 @@ def _work_lists(listed: Any, gemm: Any, target: Target, m: int, ctas: int, devic
         raise CaptureError(f"w4ax.gemm never ran with M = {m}; call it once before the capture")
     made = schedules.work_plan(listed, gemm, target, m, ctas)
     items, first, _ = schedules.work_list(made, -(-m // listed.block_tokens))
-    lists = [torch.tensor(rows, dtype=torch.int32, device=device) for rows in (items, first)]
+    make = lambda: [torch.tensor(rows, dtype=torch.int32, device=device) for rows in (items, first)]
+    lists = lasting(device, make)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # other streams may read them at once
     _lists[key] = lists
