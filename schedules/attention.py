@@ -29,6 +29,11 @@ _CLUSTERS = ((2, 1.0), (4, 0.9), (8, 0.9), (16, 0.84))
 the SMs of a GPC: cudaOccupancyMaxActiveClusters says 120 of 132 for 4 and 8, 112 for 16 (an H200)."""
 _IN_GPC = 8  # CTAs of a cluster that CUDA promises to place, with one on an SM
 _SATURATE = 0.85  # of the SMs saturate the memory
+_SHARED = (2, 3, 4, 5)  # CTAs of an SM that pairs are spread over where they are more than SMs
+_UNEVEN, _UNEVEN_WIDE = 0.4, 0.45  # what is lost of what the busiest SM has beyond its share, with 16 rows
+_UNEVEN_WAVES, _WAVE_US = 0.6, 1.5  # the same where it is another wave of large CTAs (to the power 1.5), and each wave
+_CLEARLY = 0.97  # of its time, that others must be below
+_SPLIT_US, _SPLIT_WIDE_US = (1.1, 0.5), 6.0  # sums through memory, each split beyond the second; of few warps, 16 rows
 IN_FLIGHT = 32 << 10  # bytes on their way to an SM that hide the latency of memory at full bandwidth (H200)
 
 
@@ -258,12 +263,45 @@ def choose(problem: DecodeProblem, target: Target) -> Decode:
         possible += [schedule for schedule in made if fits(schedule, problem, target)][:1]
     for schedule in possible:
         if schedule.in_flight(problem) * 4 >= IN_FLIGHT:
-            return schedule
+            return _spread(schedule, problem, target)
     if possible:
         return max(possible, key=lambda schedule: schedule.in_flight(problem))
     raise ArgumentError(
         "page", problem.page, f"no ring of whole stages fits on {target.arch} (group {problem.group})", "use 128 tokens"
     )
+
+
+def _spread(usual: Decode, problem: DecodeProblem, target: Target) -> Decode:
+    """`usual`, or smaller CTAs that share the pairs' tokens more evenly. Of 136 pairs in CTAs of an SM each, 4 are a
+    wave of their own; in CTAs of a third of a pair, four on an SM, no SM has more than 1.3 times its share. int4, 8 kv
+    heads, sequences of 4K and 16K, us on an H200: 17 of them 33.4 -> 26.3 and 115 -> 83, 20 33.9 -> 28.0 and 116 -> 90;
+    f16 hides it, as an SM alone reaches three times its share of the bandwidth (`spread` of
+    tests/data/tuning/decode_h200.json)."""
+    ctas, bits = problem.pairs * usual.row_groups(problem), problem.tile_words / problem.head_dim
+    waves, wide = ctas / (target.sms * usual.min_blocks), usual.row_tiles > 1
+    if ctas <= target.sms or _FULL <= waves <= 1 or bits > 9:
+        return usual
+    reached = (0.92 if bits > 3 else 0.7) * target.dram_gb_s
+    memory = 4e-3 * ctas * (problem.tokens / 16 * problem.tile_words) / reached
+
+    def uneven(splits: int) -> float:
+        return math.ceil(ctas * splits / target.sms) * target.sms / (ctas * splits) - 1
+
+    late = _UNEVEN_WAVES * uneven(1) ** 1.5 if waves > 1 else _UNEVEN * uneven(1)
+    found = [(_CLEARLY * (memory * (1 + late) + _WAVE_US * (math.ceil(waves) - 1)), usual)]
+    most = warps_per_sm(problem)
+    for blocks in _SHARED:
+        warps, splits = most // blocks, target.sms * blocks // ctas
+        full = splits and math.ceil(ctas * splits / target.sms) == blocks
+        few = splits * warps * max(problem.group, 32) > problem.tokens
+        if warps < 2 or warps * blocks < _FULL * most or not full or (few and splits > 1):
+            continue
+        sums = _SPLIT_US[0] + _SPLIT_US[1] * (splits - 1) + _SPLIT_WIDE_US * wide if splits > 1 else 0.0
+        us = memory * (1 + (_UNEVEN_WIDE if wide else _UNEVEN) * uneven(splits)) + sums
+        made = [Decode(usual.row_tiles, warps, *ring, blocks) for ring in _stages(problem, blocks)]
+        made = [it for it in made if problem.divides(16 * it.tiles) and fits(it, problem, target)]
+        found += [(us, it) for it in made[:1]]
+    return min(found, key=lambda it: it[0])[1]
 
 
 def every(problem: DecodeProblem, target: Target) -> list[tuple[DecodeProblem, Decode]]:
@@ -361,8 +399,10 @@ def divide(
     least; or so many splits. `device` runs the program where that is newer than its target. The costs are fitted to
     timings on an H200 (tests/data/tuning/decode_h200.json)."""
     device = device or target
-    slots = device.sms * schedule.min_blocks / (problem.pairs * schedule.row_groups(problem))
-    clusters = ((1, 1.0), *(_CLUSTERS if target.supports("cluster") else ()))
+    ctas = problem.pairs * schedule.row_groups(problem)
+    slots = device.sms * schedule.min_blocks / ctas
+    several = target.supports("cluster") and ctas <= device.sms  # more are not spread evenly over SMs
+    clusters = ((1, 1.0), *(_CLUSTERS if several else ()))
     made = []
     for parts in dict.fromkeys((1, max(1, problem.group // max(32, 16 * schedule.tiles)))):
         most = -(-problem.tokens // (schedule.rings * max(problem.group // parts, 32)))

@@ -157,17 +157,21 @@ def _outdated(row: Mapping[str, Any]) -> str:
 
 def _fits(row: Mapping[str, Any], at: int, m: int, sms: int) -> bool:
     """Whether a record's kernel holds m tokens, and its tile pads m about as little as the m that it was measured with:
-    a tile of tokens (of each expert), or a wave of the CTAs that serve (sequence, kv head) pairs."""
+    a tile of tokens (of each expert), or a wave of the CTAs that serve (sequence, kv head) pairs, and an SM's share."""
     schedule, experts = row["schedule"], row["facts"].get("experts", 1)
     at, m, tile = -(-at // experts), -(-m // experts), schedule.get("block_tokens")
     if not all(isinstance(it, int) for it in schedule.values()) or schedule.get("row_tiles", 1) < 1:
         return False  # damaged
     if m > (schedule.get("tokens") or m):
         return False
+    step = tile
     if isinstance(schedule.get("min_blocks"), int):
-        tile = sms * schedule["min_blocks"] // -(-row["facts"].get("rows", 1) // (8 * schedule.get("row_tiles", 1)))
+        groups = -(-row["facts"].get("rows", 1) // (8 * schedule.get("row_tiles", 1)))
+        step, tile = max(1, sms // groups), sms * schedule["min_blocks"] // groups
     if not isinstance(tile, int) or tile < 1:
         return True
+    if m <= tile and at <= tile:  # one wave, in which SMs have as many CTAs as each other, or one more
+        tile = step
     pad = lambda tokens: -(-tokens // tile) * tile / tokens
     return (m <= tile and at <= tile) or pad(m) <= _PADDING * pad(at)
 
