@@ -29,11 +29,14 @@ _CLUSTERS = ((2, 1.0), (4, 0.9), (8, 0.9), (16, 0.84))
 the SMs of a GPC: cudaOccupancyMaxActiveClusters says 120 of 132 for 4 and 8, 112 for 16 (an H200)."""
 _IN_GPC = 8  # CTAs of a cluster that CUDA promises to place, with one on an SM
 _SATURATE = 0.85  # of the SMs saturate the memory
-_SHARED = (2, 3, 4, 5)  # CTAs of an SM that pairs are spread over where they are more than SMs
+_SHARED = (2, 3, 4, 5)  # CTAs of an SM that pairs are spread over where one for each SM would leave many idle
+_FEW_PAIRS = 4  # a quarter of the SMs: fewer pairs have splits enough to fill them
 _UNEVEN, _UNEVEN_WIDE = 0.4, 0.45  # what is lost of what the busiest SM has beyond its share, with 16 rows
-_UNEVEN_WAVES, _WAVE_US = 0.6, 1.5  # the same where it is another wave of large CTAs (to the power 1.5), and each wave
+_UNEVEN_LARGE, _WAVE_US = 0.8, 2.5  # the same with one CTA on an SM (to the power 1.5), and each further wave
 _CLEARLY = 0.97  # of its time, that others must be below
-_SPLIT_US, _SPLIT_WIDE_US = (1.1, 0.5), 6.0  # sums through memory, each split beyond the second; of few warps, 16 rows
+_SPLIT_US, _SPLIT_WIDE_US = (0.8, 0.2), 6.0  # sums through memory, each split beyond the second; of few warps, 16 rows
+_CLUSTERED = 1.15  # time of tokens where several CTAs of clusters share SMs, unevenly, beside that of CTAs alone
+_ODD_US, _MOST_SPLITS = 0.5, 7  # CTAs of 3 and 5 warps; more splits were not timed
 IN_FLIGHT = 32 << 10  # bytes on their way to an SM that hide the latency of memory at full bandwidth (H200)
 
 
@@ -272,35 +275,41 @@ def choose(problem: DecodeProblem, target: Target) -> Decode:
 
 
 def _spread(usual: Decode, problem: DecodeProblem, target: Target) -> Decode:
-    """`usual`, or smaller CTAs that share the pairs' tokens more evenly. Of 136 pairs in CTAs of an SM each, 4 are a
-    wave of their own; in CTAs of a third of a pair, four on an SM, no SM has more than 1.3 times its share. int4, 8 kv
-    heads, sequences of 4K and 16K, us on an H200: 17 of them 33.4 -> 26.3 and 115 -> 83, 20 33.9 -> 28.0 and 116 -> 90;
-    f16 hides it, as an SM alone reaches three times its share of the bandwidth (`spread` of
-    tests/data/tuning/decode_h200.json)."""
+    """`usual`, or smaller CTAs that share the pairs' tokens more evenly among the SMs. Of 136 pairs in CTAs of an SM
+    each, 4 are a wave of their own, and 72 leave 60 SMs idle; in CTAs of a third and a seventh of a pair, four on an
+    SM, none has more than 1.3 and 1.05 times its share. int4, 8 kv heads, sequences of 4K and 16K, us on an H200: 9 of
+    them 18.1 -> 14.5 and 56 -> 43, 17 33.4 -> 26.3 and 115 -> 83. f16 hides it: an SM alone reaches three times its
+    share of the bandwidth (`spread` of tests/data/tuning/decode_h200.json)."""
     ctas, bits = problem.pairs * usual.row_groups(problem), problem.tile_words / problem.head_dim
-    waves, wide = ctas / (target.sms * usual.min_blocks), usual.row_tiles > 1
-    if ctas <= target.sms or _FULL <= waves <= 1 or bits > 9:
+    wide, most = usual.row_tiles > 1, warps_per_sm(problem)
+    if bits > 9 or ctas <= target.sms // _FEW_PAIRS or (wide and ctas <= target.sms):
         return usual
     reached = (0.92 if bits > 3 else 0.7) * target.dram_gb_s
     memory = 4e-3 * ctas * (problem.tokens / 16 * problem.tile_words) / reached
 
     def uneven(splits: int) -> float:
+        """What the busiest SM has beyond its share, of that."""
         return math.ceil(ctas * splits / target.sms) * target.sms / (ctas * splits) - 1
 
-    late = _UNEVEN_WAVES * uneven(1) ** 1.5 if waves > 1 else _UNEVEN * uneven(1)
-    found = [(_CLEARLY * (memory * (1 + late) + _WAVE_US * (math.ceil(waves) - 1)), usual)]
-    most = warps_per_sm(problem)
+    division = divide(problem, usual, target)
+    waves = ctas * division.splits / (target.sms * usual.min_blocks)
+    if _FULL <= waves <= 1:
+        return usual
+    late = uneven(division.splits)
+    late = _UNEVEN * late if usual.min_blocks > 1 and waves <= 1 else _UNEVEN_LARGE * late**1.5
+    us = memory * (1 + late) + _WAVE_US * (math.ceil(waves) - 1) + tail_us(problem, usual, division)
+    found = [(_CLEARLY * us, usual)]
     for blocks in _SHARED:
         warps, splits = most // blocks, target.sms * blocks // ctas
         full = splits and math.ceil(ctas * splits / target.sms) == blocks
         few = splits * warps * max(problem.group, 32) > problem.tokens
-        if warps < 2 or warps * blocks < _FULL * most or not full or (few and splits > 1):
+        if warps < 2 or warps * blocks < _FULL * most or not full or (few and splits > 1) or splits > _MOST_SPLITS:
             continue
         sums = _SPLIT_US[0] + _SPLIT_US[1] * (splits - 1) + _SPLIT_WIDE_US * wide if splits > 1 else 0.0
-        us = memory * (1 + (_UNEVEN_WIDE if wide else _UNEVEN) * uneven(splits)) + sums
+        us = memory * (1 + (_UNEVEN_WIDE if wide else _UNEVEN) * uneven(splits)) + sums + _ODD_US * (warps % 2)
         made = [Decode(usual.row_tiles, warps, *ring, blocks) for ring in _stages(problem, blocks)]
         made = [it for it in made if problem.divides(16 * it.tiles) and fits(it, problem, target)]
-        found += [(us, it) for it in made[:1]]
+        found += [(us, it) for it in made[:1] if divide(problem, it, target).splits == splits]
     return min(found, key=lambda it: it[0])[1]
 
 
@@ -401,7 +410,8 @@ def divide(
     device = device or target
     ctas = problem.pairs * schedule.row_groups(problem)
     slots = device.sms * schedule.min_blocks / ctas
-    several = target.supports("cluster") and ctas <= device.sms  # more are not spread evenly over SMs
+    several = target.supports("cluster") and ctas <= device.sms  # more clusters are not spread evenly over SMs
+    shared = schedule.min_blocks > 1 and ctas > device.sms // _FEW_PAIRS
     clusters = ((1, 1.0), *(_CLUSTERS if several else ()))
     made = []
     for parts in dict.fromkeys((1, max(1, problem.group // max(32, 16 * schedule.tiles)))):
@@ -412,7 +422,12 @@ def divide(
             if cluster == 1 or (taken and taken % cluster == 0 and held):
                 alone = () if splits or cluster == 1 else (cluster,)  # needs no sums in memory
                 made += [Division(taken, parts, cluster), *(Division(n, parts, cluster) for n in alone if n < taken)]
-    return min(made, key=lambda it: tail_us(problem, schedule, it) + stream_us(problem, schedule, device, it))
+
+    def us(it: Division) -> float:
+        late = _CLUSTERED if shared and it.cluster > 1 else 1.0
+        return tail_us(problem, schedule, it) + late * stream_us(problem, schedule, device, it)
+
+    return min(made, key=us)
 
 
 def clusters_at_once(target: Target, cluster: int) -> int:
