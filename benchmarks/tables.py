@@ -141,7 +141,6 @@ DETAILS: dict[str, Table] = {
     "attention_prefill_*.json": prefill,
     "attention_write_*.json": written,
     "decode_rows_*.json": decode,
-    "decode_batches_*.json": decode,
     "grouped_*.json": grouped,
     "ablation_w4a8_*.json": ablation,
     "attention_ablation_*.json": decode_ablation,

@@ -34,7 +34,7 @@ _FEW_PAIRS = 4  # a quarter of the SMs: fewer pairs have splits enough to fill t
 _UNEVEN, _UNEVEN_WIDE = 0.4, 0.45  # what is lost of what the busiest SM has beyond its share, with 16 rows
 _UNEVEN_LARGE, _WAVE_US = 0.8, 2.5  # the same with one CTA on an SM (to the power 1.5), and each further wave
 _CLEARLY = 0.97  # of its time, that others must be below
-_SPLIT_US, _SPLIT_WIDE_US = (0.8, 0.2), 6.0  # sums through memory, each split beyond the second; of few warps, 16 rows
+_SPLIT_US, _SPLIT_WIDE_US = (0.8, 0.2), 6.0  # of sums, and each further one through memory; of few warps, 16 rows
 _CLUSTERED = 1.15  # time of tokens where several CTAs of clusters share SMs, unevenly, beside that of CTAs alone
 _ODD_US, _MOST_SPLITS = 0.5, 7  # CTAs of 3 and 5 warps; more splits were not timed
 IN_FLIGHT = 32 << 10  # bytes on their way to an SM that hide the latency of memory at full bandwidth (H200)
@@ -305,11 +305,13 @@ def _spread(usual: Decode, problem: DecodeProblem, target: Target) -> Decode:
         few = splits * warps * max(problem.group, 32) > problem.tokens
         if warps < 2 or warps * blocks < _FULL * most or not full or (few and splits > 1) or splits > _MOST_SPLITS:
             continue
-        sums = _SPLIT_US[0] + _SPLIT_US[1] * (splits - 1) + _SPLIT_WIDE_US * wide if splits > 1 else 0.0
-        us = memory * (1 + (_UNEVEN_WIDE if wide else _UNEVEN) * uneven(splits)) + sums + _ODD_US * (warps % 2)
         made = [Decode(usual.row_tiles, warps, *ring, blocks) for ring in _stages(problem, blocks)]
-        made = [it for it in made if problem.divides(16 * it.tiles) and fits(it, problem, target)]
-        found += [(us, it) for it in made[:1] if divide(problem, it, target).splits == splits]
+        for it in [it for it in made if problem.divides(16 * it.tiles) and fits(it, problem, target)][:1]:
+            division = divide(problem, it, target)
+            later = _SPLIT_US[1] * (splits - 1) if division.cluster < splits else 0.0
+            sums = _SPLIT_US[0] + later + _SPLIT_WIDE_US * wide if splits > 1 else 0.0
+            us = memory * (1 + (_UNEVEN_WIDE if wide else _UNEVEN) * uneven(splits)) + sums + _ODD_US * (warps % 2)
+            found += [(us, it)] if division.splits == splits else []
     return min(found, key=lambda it: it[0])[1]
 
 
@@ -410,21 +412,22 @@ def divide(
     device = device or target
     ctas = problem.pairs * schedule.row_groups(problem)
     slots = device.sms * schedule.min_blocks / ctas
-    several = target.supports("cluster") and ctas <= device.sms  # more clusters are not spread evenly over SMs
     shared = schedule.min_blocks > 1 and ctas > device.sms // _FEW_PAIRS
-    clusters = ((1, 1.0), *(_CLUSTERS if several else ()))
+    clusters = ((1, 1.0), *(_CLUSTERS if target.supports("cluster") else ()))
     made = []
     for parts in dict.fromkeys((1, max(1, problem.group // max(32, 16 * schedule.tiles)))):
         most = -(-problem.tokens // (schedule.rings * max(problem.group // parts, 32)))
         for cluster, share in clusters:
             taken = splits or max(1, min(most, MAX_SPLITS, int(slots * share))) // cluster * cluster
             held = cluster <= _IN_GPC * schedule.min_blocks and _has_room(schedule, problem, target, cluster)
+            if ctas > device.sms and not splits:  # fewer splits would leave SMs with less than others
+                held = held and taken == max(1, min(most, MAX_SPLITS, int(slots)))
             if cluster == 1 or (taken and taken % cluster == 0 and held):
                 alone = () if splits or cluster == 1 else (cluster,)  # needs no sums in memory
                 made += [Division(taken, parts, cluster), *(Division(n, parts, cluster) for n in alone if n < taken)]
 
     def us(it: Division) -> float:
-        late = _CLUSTERED if shared and it.cluster > 1 else 1.0
+        late = _CLUSTERED if shared and ctas <= device.sms and it.cluster > 1 else 1.0
         return tail_us(problem, schedule, it) + late * stream_us(problem, schedule, device, it)
 
     return min(made, key=us)
