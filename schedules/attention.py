@@ -30,6 +30,7 @@ the SMs of a GPC: cudaOccupancyMaxActiveClusters says 120 of 132 for 4 and 8, 11
 _IN_GPC = 8  # CTAs of a cluster that CUDA promises to place, with one on an SM
 _SATURATE = 0.85  # of the SMs saturate the memory
 _SHARED = (2, 3, 4, 5)  # CTAs of an SM that pairs are spread over where one for each SM would leave many idle
+_WIDE_BITS = 9  # of a value with its parameters: an SM reaches several times its share of the bandwidth with more
 _FEW_PAIRS = 4  # a quarter of the SMs: fewer pairs have splits enough to fill them
 _UNEVEN, _UNEVEN_WIDE = 0.4, 0.45  # what is lost of what the busiest SM has beyond its share, with 16 rows
 _UNEVEN_LARGE, _WAVE_US = 0.8, 2.5  # the same with one CTA on an SM (to the power 1.5), and each further wave
@@ -282,7 +283,7 @@ def _spread(usual: Decode, problem: DecodeProblem, target: Target) -> Decode:
     share of the bandwidth (`spread` of tests/data/tuning/decode_h200.json)."""
     ctas, bits = problem.pairs * usual.row_groups(problem), problem.tile_words / problem.head_dim
     wide, most = usual.row_tiles > 1, warps_per_sm(problem)
-    if bits > 9 or ctas <= target.sms // _FEW_PAIRS or (wide and ctas <= target.sms):
+    if bits > _WIDE_BITS or ctas <= target.sms // _FEW_PAIRS or (wide and ctas <= target.sms):
         return usual
     reached = (0.92 if bits > 3 else 0.7) * target.dram_gb_s
     memory = 4e-3 * ctas * (problem.tokens / 16 * problem.tile_words) / reached
@@ -293,7 +294,7 @@ def _spread(usual: Decode, problem: DecodeProblem, target: Target) -> Decode:
 
     division = divide(problem, usual, target)
     waves = ctas * division.splits / (target.sms * usual.min_blocks)
-    if _FULL <= waves <= 1:
+    if (waves <= 1 or wide) and waves / math.ceil(waves) >= _FULL:
         return usual
     late = uneven(division.splits)
     late = _UNEVEN * late if usual.min_blocks > 1 and waves <= 1 else _UNEVEN_LARGE * late**1.5
@@ -412,7 +413,8 @@ def divide(
     device = device or target
     ctas = problem.pairs * schedule.row_groups(problem)
     slots = device.sms * schedule.min_blocks / ctas
-    shared = schedule.min_blocks > 1 and ctas > device.sms // _FEW_PAIRS
+    shared = schedule.min_blocks > 1 and device.sms // _FEW_PAIRS < ctas <= device.sms
+    shared = shared and problem.tile_words <= _WIDE_BITS * problem.head_dim
     clusters = ((1, 1.0), *(_CLUSTERS if target.supports("cluster") else ()))
     made = []
     for parts in dict.fromkeys((1, max(1, problem.group // max(32, 16 * schedule.tiles)))):
@@ -427,7 +429,7 @@ def divide(
                 made += [Division(taken, parts, cluster), *(Division(n, parts, cluster) for n in alone if n < taken)]
 
     def us(it: Division) -> float:
-        late = _CLUSTERED if shared and ctas <= device.sms and it.cluster > 1 else 1.0
+        late = _CLUSTERED if shared and it.cluster > 1 else 1.0
         return tail_us(problem, schedule, it) + late * stream_us(problem, schedule, device, it)
 
     return min(made, key=us)
