@@ -277,10 +277,10 @@ def choose(problem: DecodeProblem, target: Target) -> Decode:
 
 def _spread(usual: Decode, problem: DecodeProblem, target: Target) -> Decode:
     """`usual`, or smaller CTAs that share the pairs' tokens more evenly among the SMs. Of 136 pairs in CTAs of an SM
-    each, 4 are a wave of their own, and 72 leave 60 SMs idle; in CTAs of a third and a seventh of a pair, four on an
-    SM, none has more than 1.3 and 1.05 times its share. int4, 8 kv heads, sequences of 4K and 16K, us on an H200: 9 of
-    them 18.1 -> 14.5 and 56 -> 43, 17 33.4 -> 26.3 and 115 -> 83. f16 hides it: an SM alone reaches three times its
-    share of the bandwidth (`spread` of tests/data/tuning/decode_h200.json)."""
+    each, 4 are a wave of their own, and 72 leave 60 SMs idle; in CTAs of a quarter and a seventh of a pair, five and
+    four on an SM, none has more than 1.2 and 1.05 times its share. int4, 8 kv heads, sequences of 4K and 16K, us on an
+    H200: 9 of them 18.1 -> 16.0 and 56 -> 43, 17 33.4 -> 23.1 and 113 -> 77. f16 hides it: an SM alone reaches three
+    times its share of the bandwidth (`spread` of tests/data/tuning/decode_h200.json)."""
     ctas, bits = problem.pairs * usual.row_groups(problem), problem.tile_words / problem.head_dim
     wide, most = usual.row_tiles > 1, warps_per_sm(problem)
     if bits > _WIDE_BITS or ctas <= target.sms // _FEW_PAIRS or (wide and ctas <= target.sms):
