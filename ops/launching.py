@@ -14,6 +14,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import weights
 from terrazzo.ops.lasting import lasting
+from terrazzo.schedules import tile_costs
 
 if TYPE_CHECKING:
     import torch
@@ -26,12 +27,8 @@ LARGEST = 1 << 31
 """Rows, columns and tokens are int32 in kernels; addresses have 64 bits."""
 MOST_ROWS = 1 << 27
 """Output features of a weight."""
-ALL_TOKENS = (
-    *(1, 2, 4, 8, 16, 32, 64, 65, 128, 129, 192, 193, 256, 300, 384, 385, 512, 520, 600, 641, 768, 769, 897, 1024),
-    *(1025, 1536, 1537, 2048, 2049, 3072, 4096),
-)
-"""One M of every bucket; 300, 520 and 769 where tiles of 128 tokens pad less than tiles of 256; and the first M of a
-bucket, for which a record of the next power of two may pad too much, so that the heuristic decides."""
+ALL_TOKENS = (1, 2, 4, 8, *sorted({tile_costs.bucket(m) for m in range(9, 4097)}))
+"""One M of every bucket: up to 8 tokens those of small batches, beyond them those that tiles are chosen for."""
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ def slice_state() -> SimpleNamespace:
     return scalars("share", "among", "units", "at", "todo", "rounds", "met", "word")
 
 
-def spare_registers(warpgroups: int, used: int, per_sm: int = 1) -> int:
-    """Registers of a thread that ptxas has left beside `used` in CTAs of so many warpgroups and one of producers:
+def spare_registers(warpgroups: int, sums: int, per_sm: int = 1) -> int:
+    """Registers of a thread that ptxas has left beside its sums in CTAs of so many warpgroups and one of producers:
     setmaxnreg comes too late for it."""
-    return min(65536 // (128 * (warpgroups + 1) * per_sm) // 8 * 8, 240) - used
+    return min(65536 // (128 * (warpgroups + 1) * per_sm) // 8 * 8, 240) - 48 - -(-sums // 16) * 16
 
 
 def share_macros(

@@ -9,6 +9,8 @@ from typing import Any
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules.partition import share_tiles
 
+WIDTHS = (16, 32, 64, 128, 256)
+"""Tokens of the tiles: those of an expert vary too much for finer steps (not measured)."""
 _SHAPES = ((4, 1), (4, 2), (2, 1))  # warpgroups, row blocks of each; of equal cost the first
 _FEW_TOKENS = 64
 _PIECES = 6
@@ -36,7 +38,7 @@ def choose(form: ModuleType, problem: Any, target: Target, m: int, experts: int,
     tokens = average
     if hasattr(form, "AT_ONCE") and average <= _PIECES * form.AT_ONCE:
         tokens = min(average, form.AT_ONCE)
-    wide = form.choose(replace(problem, n=problem.n * active), free, tokens, *numerics)
+    wide = form.choose(replace(problem, n=problem.n * active), free, tokens, *numerics, widths=WIDTHS)
     if wide.block_tokens > _FEW_TOKENS:
         return wide
     shapes = [(wgs, rb) for wgs, rb in _SHAPES if legal(replace(wide, warpgroups=wgs, row_blocks=rb))]

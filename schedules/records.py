@@ -23,6 +23,7 @@ from typing import Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import package_version
+from terrazzo.schedules import tile_costs
 
 SCHEMA = 1
 FOLDER = Path(__file__).parent / "tuned"
@@ -157,13 +158,17 @@ def _outdated(row: Mapping[str, Any]) -> str:
 
 def _fits(row: Mapping[str, Any], at: int, m: int, sms: int) -> bool:
     """Whether a record's kernel holds m tokens, and its tile pads m about as little as the m that it was measured with:
-    a tile of tokens (of each expert), or a wave of the CTAs that serve (sequence, kv head) pairs, and an SM's share."""
+    a tile of tokens (of each expert), or a wave of the CTAs that serve (sequence, kv head) pairs, and an SM's share.
+    Tiles of one weight are chosen for a bucket of tokens (`tile_costs.bucket`), which counts in place of m."""
     schedule, experts = row["schedule"], row["facts"].get("experts", 1)
     at, m, tile = -(-at // experts), -(-m // experts), schedule.get("block_tokens")
     if not all(isinstance(it, int) for it in schedule.values()) or schedule.get("row_tiles", 1) < 1:
         return False  # damaged
     if m > (schedule.get("tokens") or m):
         return False
+    if isinstance(tile, int) and "experts" not in row["facts"]:
+        at, m = tile_costs.bucket(at), tile_costs.bucket(m)
+        return at == m or _padded(m, tile) <= _PADDING * _padded(at, tile)
     step = tile
     if isinstance(schedule.get("min_blocks"), int):
         groups = -(-row["facts"].get("rows", 1) // (8 * schedule.get("row_tiles", 1)))
@@ -172,8 +177,12 @@ def _fits(row: Mapping[str, Any], at: int, m: int, sms: int) -> bool:
         return True
     if m <= tile and at <= tile:  # one wave, in which SMs have as many CTAs as each other, or one more
         tile = step
-    pad = lambda tokens: -(-tokens // tile) * tile / tokens
-    return (m <= tile and at <= tile) or pad(m) <= _PADDING * pad(at)
+    return (m <= tile and at <= tile) or _padded(m, tile) <= _PADDING * _padded(at, tile)
+
+
+def _padded(tokens: int, tile: int) -> float:
+    """Tokens of the tiles that hold so many, as a multiple of them."""
+    return -(-tokens // tile) * tile / tokens
 
 
 Tuner = Callable[[str, Mapping[str, Any], int, Target], "Choice | None"]

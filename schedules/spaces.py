@@ -231,7 +231,7 @@ class W4A8(Space):
         for name in w4a8.OTHER_PIPELINES:
             yield w4a8.choose_pipeline(name, self.problem, target, m)
         if wide:
-            for tokens, warpgroups, row_blocks, raster in tiles_of(w4a8.BLOCK_TOKENS, m, self.problem, wide):
+            for tokens, warpgroups, row_blocks, raster in tiles_of(w4a8.PIPELINE_TOKENS, m, self.problem, wide):
                 tile = (tokens, warpgroups, row_blocks, 2, raster)
                 kinds = (("pingpong", w4a8.PingPong(*tile)), *(("basic", w4a8.Basic(*tile, sets)) for sets in (1, 2)))
                 for program, s in (*kinds, ("excp", w4a8.Excp(*tile))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from terrazzo.lowering.targets import Target
@@ -9,28 +10,33 @@ from terrazzo.schedules import clusters, tile_costs
 from terrazzo.schedules.partition import Partition
 from terrazzo.schedules.problem import WeightOnlyGemm
 
-BLOCK_TOKENS = (16, 32, 64, 128, 256)
+BLOCK_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _OUT_PITCH = 24 * 2  # bytes of a staged output row
 _RESERVED = 2048  # barriers, alignment
-COSTS = tile_costs.TileCosts(  # fitted to 340 measurements of group 128 on H200 (4 % rms), sharing to 1091 before
+COSTS = tile_costs.TileCosts(  # sharing fitted to 1091 measurements of group 128 on H200, units to 400 (3 % rms),
+    # tiles of up to 32 tokens to 340 before
     start=1.45, store=0.615, share=1.786, add=0.743, uneven=1.175, uneven_area=0.628,
-    part=1.599, part_area=1.04, part_each=0.342, pair=0.573, traffic=0.881, busy=0.222,
+    part=1.599, part_area=1.04, part_each=0.342, pair=0.7, pair_area=0.8, traffic=0.881, busy=0.222,
     units={
         (16, 2, 1): 0.427, (16, 2, 2): 0.695, (16, 3, 1): 0.522, (16, 4, 1): 0.66, (16, 4, 2): 1.289,
         (32, 2, 1): 0.392, (32, 2, 2): 0.701, (32, 3, 1): 0.524, (32, 3, 2): 1.052, (32, 4, 1): 0.702,
-        (64, 2, 1): 0.496, (64, 2, 2): 0.943, (64, 3, 1): 0.745, (64, 3, 2): 1.414, (64, 4, 1): 0.936,
-        (128, 2, 1): 0.802, (128, 2, 2): 1.479, (128, 3, 1): 1.117, (128, 4, 1): 1.496, (256, 2, 1): 1.581,
+        (48, 2, 1): 0.431, (48, 2, 2): 0.806, (48, 3, 1): 0.58, (48, 4, 1): 0.79,
+        (64, 2, 1): 0.455, (64, 2, 2): 0.88, (64, 3, 1): 0.7, (64, 3, 2): 1.38, (64, 4, 1): 0.89,
+        (80, 2, 1): 0.569, (80, 2, 2): 1.0, (96, 2, 1): 0.645, (96, 2, 2): 1.16, (96, 4, 1): 1.13,
+        (112, 2, 1): 0.687, (112, 2, 2): 1.32, (112, 4, 1): 1.19,
+        (128, 2, 1): 0.755, (128, 2, 2): 1.39, (128, 3, 1): 1.03, (128, 4, 1): 1.36,
+        (160, 2, 1): 0.86, (192, 2, 1): 1.055, (224, 2, 1): 1.24, (256, 2, 1): 1.36,
     },
 )  # fmt: skip
 
-_OF_PAIRS = replace(COSTS, units={**COSTS.units, (128, 1, 1): 0.47, (64, 1, 1): 0.328, (32, 1, 1): 0.306})
+_OF_PAIRS = replace(
+    COSTS, units={**COSTS.units, (128, 1, 1): 0.5, (96, 1, 1): 0.46, (64, 1, 1): 0.34, (32, 1, 1): 0.306}
+)
 """Where the CTAs of a tile are pairs, tiles of one warpgroup are worth it too; 70 measurements on H200 (4 % rms)."""
-_FINE_RING = ((128, 2, 2), (128, 4, 1), (256, 2, 1))
+_FINE_RING = ((96, 4, 1), (112, 2, 2), (112, 4, 1), (128, 2, 2), (128, 4, 1), (224, 2, 1), (256, 2, 1))
 """Tiles whose ring stages hold 64 k: more of them fit, or registers for the words of one."""
-_MANY_TOKENS = ((128, 4, 1), (256, 2, 1), (128, 3, 1))
-"""The usual ones of more than 512 tokens; the last one up to 1024."""
-_COOL = (128, 2, 2)
-"""The fastest of short sweeps from 256 tokens on; of long benchmarks, where the clock follows the power, it is not."""
+_COOL = ((96, 2, 2), (112, 2, 2), (128, 2, 2))
+"""The fastest of short sweeps from 129 tokens on; of long benchmarks, where the clock follows the power, they lose."""
 
 
 @dataclass(frozen=True)
@@ -79,25 +85,27 @@ class StreamK:
         return asdict(self)
 
 
-def choose(problem: WeightOnlyGemm, target: Target, m: int, scaled_sums: bool) -> StreamK:
+def choose(
+    problem: WeightOnlyGemm, target: Target, m: int, scaled_sums: bool, widths: Sequence[int] = BLOCK_TOKENS
+) -> StreamK:
     """The tile whose launch is cheapest for the bucket of m (`tile_costs`), with as many stages as fit.
 
     Args:
         scaled_sums: the scales are applied to the sums of each group: registers for a second accumulator.
+        widths: tokens of the tiles to choose from.
     """
     if scaled_sums:
         return fitted(_of_scaled_sums(problem, m), problem, target)
-    top, tokens = tile_costs.bucket(m), tile_costs.widths(m)
-    found, usual = [], _MANY_TOKENS[: 3 if m <= 1024 else 2]
+    top, tokens = tile_costs.bucket(m), tile_costs.widths(m, widths)
+    found = []
     for tile in _OF_PAIRS.units:
         spills = tile == (64, 3, 2) and problem.groups_per_128 > 1
-        if tile[0] in tokens and not spills and (tile != _COOL or m <= 128):
+        if tile[0] in tokens and not spills and (tile not in _COOL or m <= 128):
             raster = tile_costs.raster(-(-top // tile[0]), problem.row_blocks, target)
             s = StreamK(*tile, stages=2, stage_k=64 if tile in _FINE_RING else 128, raster=raster)
             both = [s] if tile in COSTS.units else []
             both += [it for it in [pairs(fitted(s, problem, target), problem, target, top)] if it]
-            factor = tile_costs.rarely(m, tile in usual)
-            found += [(factor * _divide(it, problem, target, top)[0], it) for it in both]
+            found += [(_divide(it, problem, target, top)[0], it) for it in both]
     return fitted(min(found, key=lambda it: it[0])[1], problem, target)
 
 

@@ -7,7 +7,7 @@ number of CTAs, often beat an equal share of all units for everyone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from terrazzo.lowering.targets import Target
@@ -16,6 +16,9 @@ from terrazzo.schedules.partition import MOST_SHARED, Partition
 Tile = tuple[int, int, int]
 """(tokens, warpgroups, row blocks of each)."""
 _AREA = 16384  # a tile of 128 rows by 128 tokens, the unit of an area
+_NARROW, _MIDDLE = 64, 96  # tokens below which a tile is never one of several, up to 256 of them and beyond
+_FEW = 512  # tokens up to which launches are too short to meet the power limit
+_PADDED = 1.2  # tokens of the tiles of a column, as a multiple of the fewest that some tile makes
 _SHARP = 6  # how sharply the longer of loads and products hides the shorter
 _SUMS_TO_PART = {1: 32, 2: 64, 3: 32, 4: 8}
 """Warpgroups -> sums of a thread beside which ptxas finds registers for the shares that it adds."""
@@ -50,7 +53,7 @@ class TileCosts:
         uneven, uneven_area: more where CTAs hold parts of two tiles.
         part, part_area, part_each: the trip and the epilogue where CTAs part the sum: in all, of an area, for each
             other CTA.
-        pair: the trip and the epilogue where the two CTAs of a cluster part the sum, whatever its area.
+        pair, pair_area: the trip and the epilogue where the two CTAs of a cluster part the sum; of an area.
         traffic: time of the bytes, as a multiple of what 88.5 % of the datasheet's bandwidth takes.
         busy: how much faster a unit is where hardly any other SM works.
         units: tile -> 128 k of it, of tiles that were measured.
@@ -66,6 +69,7 @@ class TileCosts:
     part_area: float
     part_each: float
     pair: float
+    pair_area: float
     traffic: float
     busy: float
     units: Mapping[Tile, float]
@@ -104,7 +108,7 @@ class TileCosts:
         busiest = -(-shared * units // grid) * (slow if whole else 1) + whole * units
         loop = busiest * self.unit(tile) * (1 + self.busy * (min(grid / slots, 1) - 1))
         if cluster > 1 and part == Partition(tiles * cluster, tiles):
-            tail = self.pair
+            tail = self.pair + self.pair_area * area
         elif parted and parts_alike(tiles, units, part):
             tail = self.part + self.part_area * area + self.part_each * (grid // shared - 1)
         else:
@@ -164,26 +168,28 @@ def partitions(tiles: int, units: int, slots: int, cluster: int = 1) -> Iterator
 
 
 def bucket(m: int) -> int:
-    """The M that tiles are chosen for, so that no M between two of them needs another kernel: powers of two and, from
-    128 on, the middles between them."""
-    top = min(max(16, 1 << (m - 1).bit_length()), 4096)
-    middle = top // 4 * 3
-    return middle if 128 < m <= middle else top
+    """The M that tiles are chosen for, so that no M between two of them needs another kernel: multiples of 16 up to
+    128, of 32 up to 512, and four for each power of two up to 4096, which serves all above."""
+    top = max(16, 1 << (m - 1).bit_length())
+    step = max(16, top // 8) if top != _FEW else 32
+    return min(-(-m // step) * step, 4096)
 
 
-def widths(m: int) -> tuple[int, ...]:
-    """Tokens of the tiles worth considering for m, the same for all M of a bucket and of equal padding."""
-    if m <= 192:
-        return (bucket(m),) if m <= 64 else (64, 128)
-    if m > 256 and -(-m // 128) * 128 * 1.12 < -(-m // 256) * 256:  # 128 tokens cost a little more than half of 256
-        return (128,)
-    return 128, 256
-
-
-def rarely(m: int, usual: bool) -> float:
-    """Factor of the cost of tiles that are worth it in few problems of more than 512 tokens: only where they gain more
-    than what predictions are off."""
-    return 1.03 if m > 512 and not usual else 1.0
+def widths(m: int, block_tokens: Iterable[int]) -> list[int]:
+    """Tokens of the tiles worth considering for all M of the bucket of m: those that pad it little, and up to 256
+    tokens also the next one that pairs of CTAs can divide. Of more than 512 tokens the clock follows the power, and
+    other tiles than those of 128 and 256 lose, unless they fit exactly."""
+    top = bucket(m)
+    least = top if top <= 32 else _NARROW if top <= 256 else _MIDDLE if top <= _FEW else 128
+    padded = {tokens: -(-top // tokens) * tokens for tokens in block_tokens if tokens >= min(top, least)}
+    narrow = [_NARROW] if _NARROW < top <= 128 and _NARROW in padded else []  # pairs, and two tiles, for small weights
+    if top > _FEW:
+        exact = lambda tokens: top <= 2 * _FEW and tokens >= 160 and top % tokens == 0
+        padded = {tokens: total for tokens, total in padded.items() if tokens in (128, 256) or exact(tokens)}
+    most = _PADDED * min(padded.values())
+    if 32 < top <= max(padded):
+        most = max(most, min(tokens for tokens in padded if tokens >= top and tokens % 32 == 0))
+    return [tokens for tokens, total in padded.items() if total <= most or tokens in narrow]
 
 
 def dram_us(target: Target, nbytes: int) -> float:

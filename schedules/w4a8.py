@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import ClassVar, TypeVar
@@ -15,7 +15,9 @@ from terrazzo.schedules.partition import Partition, share_tiles
 from terrazzo.schedules.problem import WeightOnlyGemm
 from terrazzo.schedules.roofline import Roofline, weight_only_gemm
 
-BLOCK_TOKENS = (16, 32, 64, 128, 256)
+BLOCK_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+PIPELINE_TOKENS = (16, 32, 64, 128, 256)
+"""Of the pipelines besides imfp, which are there to be compared with it."""
 TOKENS_PER_TILE = small_batch.TOKENS_PER_TILE
 MAX_TOKENS = 32
 """Of the small-batch program; `serves` says where it is also the faster one."""
@@ -36,17 +38,29 @@ COSTS = {  # of small batches: resident rows -> fitted to measurements on H200: 
     24: small_batch.Cost(0.169, 0.0, 0.0, 0.0, 0.23, 0.01, 0.197, 0.358, 0.512, 0.6),
     32: small_batch.Cost(0.169, 0.0, 0.0, 0.0, 0.23, 0.01, 0.262, 0.358, 0.512, 0.6),
 }
-TILE_COSTS = tile_costs.TileCosts(  # units fitted to 192 measurements of group 64 on H200 (5 % rms), the rest to 1337
+TILE_COSTS = tile_costs.TileCosts(  # sharing fitted to 1337 measurements of group 64 on H200, units to 450 (4 % rms),
+    # tiles of up to 32 tokens to 192 before
     start=1.58, store=0.985, share=2.308, add=0.728, uneven=0.254, uneven_area=1.398,
-    part=1.802, part_area=1.263, part_each=0.349, pair=1.3, traffic=0.952, busy=0.2,
+    part=1.802, part_area=1.263, part_each=0.349, pair=0.95, pair_area=0.85, traffic=0.952, busy=0.2,
     units={
         (16, 2, 1): 0.232, (16, 2, 2): 0.455, (16, 3, 1): 0.32, (16, 4, 1): 0.43, (16, 4, 2): 0.747,
         (32, 2, 1): 0.232, (32, 2, 2): 0.512, (32, 3, 1): 0.353, (32, 4, 1): 0.448, (32, 4, 2): 0.899,
-        (64, 2, 1): 0.29, (64, 2, 2): 0.565, (64, 3, 1): 0.412, (64, 4, 1): 0.527,
-        (128, 2, 1): 0.376, (128, 2, 2): 0.747, (128, 3, 1): 0.565, (128, 4, 1): 0.704, (256, 2, 1): 0.69,
+        (48, 2, 1): 0.245, (48, 3, 1): 0.262, (48, 4, 1): 0.375,
+        (64, 2, 1): 0.27, (64, 2, 2): 0.54, (64, 3, 1): 0.37, (64, 4, 1): 0.47,
+        (80, 2, 1): 0.301, (80, 2, 2): 0.61, (80, 3, 1): 0.39, (80, 4, 1): 0.51,
+        (96, 2, 1): 0.326, (96, 2, 2): 0.67, (96, 4, 1): 0.552,
+        (112, 2, 1): 0.349, (112, 2, 2): 0.69, (112, 4, 1): 0.616,
+        (128, 2, 1): 0.366, (128, 2, 2): 0.747, (128, 3, 1): 0.51, (128, 4, 1): 0.665,
+        (160, 2, 1): 0.42, (192, 2, 1): 0.495, (224, 2, 1): 0.575, (256, 2, 1): 0.655,
     },
 )  # fmt: skip
-_OF_PAIRS = replace(TILE_COSTS, units={**TILE_COSTS.units, (128, 1, 1): 0.22, (64, 1, 1): 0.19, (32, 1, 1): 0.18})
+_OF_PAIRS = replace(
+    TILE_COSTS,
+    units={
+        **TILE_COSTS.units, (32, 1, 1): 0.17, (64, 1, 1): 0.18, (96, 1, 1): 0.204, (128, 1, 1): 0.235,
+        (160, 1, 1): 0.267, (192, 1, 1): 0.32, (224, 1, 1): 0.35,
+    },
+)  # fmt: skip
 """Where the CTAs of a tile are pairs, tiles of one warpgroup are worth it too; estimates, from W4A16's beside two, by
 which the choice is within 0.6 % of the fastest of 33 problems (H200)."""
 _START_US = 2.5  # what a cost leaves out: mean of six measurements of 16 tokens
@@ -117,6 +131,11 @@ class StreamK:
     def parts(self) -> bool:
         """Whether CTAs that share a tile alike part its sum; two row blocks with that many sums would spill."""
         return tile_costs.parts_sums(self.warpgroups, self.sums) and (self.row_blocks == 1 or self.sums < 64)
+
+    @property
+    def costs(self) -> tile_costs.TileCosts:
+        """What its launches cost."""
+        return TILE_COSTS if self.cluster == 1 else _OF_PAIRS
 
     def legal(self) -> bool:
         """Whether the accumulators leave room for two sets of operands (two row blocks need more addresses)."""
@@ -251,9 +270,14 @@ def fitted(schedule: StreamK, problem: IntegerGemm, target: Target, most: int = 
     return replace(schedule, stages=min(most, (target.smem_per_block - fixed) // schedule.stage_bytes(problem)))
 
 
-def choose(problem: IntegerGemm, target: Target, m: int, may_pair: bool = True) -> StreamK:
-    """The tile whose launch is cheapest for the bucket of m (`tile_costs`), with as many stages as fit."""
-    top, tokens = tile_costs.bucket(m), tile_costs.widths(m)
+def choose(
+    problem: IntegerGemm, target: Target, m: int, widths: Sequence[int] = BLOCK_TOKENS, may_pair: bool = True
+) -> StreamK:
+    """The tile whose launch is cheapest for the bucket of m (`tile_costs`), with as many stages as fit.
+
+    widths: tokens of the tiles to choose from. may_pair: also pairs of CTAs.
+    """
+    top, tokens = tile_costs.bucket(m), tile_costs.widths(m, widths)
     found = []
     for tile in _OF_PAIRS.units:
         if tile[0] in tokens:
@@ -261,8 +285,7 @@ def choose(problem: IntegerGemm, target: Target, m: int, may_pair: bool = True) 
             s = fitted(StreamK(*tile, stages=2, raster=raster), problem, target, UNROLLED_STAGES)
             both = [s] if tile in TILE_COSTS.units else []
             both += [it for it in [may_pair and pairs(s, problem, target, top)] if it]
-            factor = tile_costs.rarely(m, tile[0] == tokens[-1])
-            found += [(factor * _divide(it, problem, target, top)[0], it) for it in both]
+            found += [(_divide(it, problem, target, top)[0], it) for it in both]
     return min(found, key=lambda it: it[0])[1]
 
 
@@ -283,7 +306,7 @@ def choose_pipeline(name: str, problem: IntegerGemm, target: Target, m: int) -> 
     """
     if name == "imfp":
         return "stream_k", choose(problem, target, m)
-    split = choose(problem, target, m, may_pair=False)
+    split = choose(problem, target, m, PIPELINE_TOKENS, may_pair=False)
     large = problem.row_blocks * 64 * problem.units * 128 >= 100e6
     if name in ("basic", "basic_overlapped"):
         operands = 1 + (name == "basic_overlapped")
@@ -316,8 +339,7 @@ def stream_k_us(schedule: StreamK, problem: IntegerGemm, target: Target, m: int)
 
 def _divide(schedule: StreamK, problem: IntegerGemm, target: Target, m: int) -> tuple[float, Partition]:
     """Microseconds, and the partition."""
-    costs = TILE_COSTS if schedule.cluster == 1 else _OF_PAIRS
-    return costs.divide(
+    return schedule.costs.divide(
         (schedule.block_tokens, schedule.warpgroups, schedule.row_blocks),
         -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.cta_blocks),
         problem.units,
@@ -327,19 +349,6 @@ def _divide(schedule: StreamK, problem: IntegerGemm, target: Target, m: int) -> 
         tile_costs.later_wave(target, m, problem.k, 1),
         schedule.cluster,
     )
-
-
-def candidates(problem: IntegerGemm, target: Target, m: int) -> Iterator[StreamK]:
-    """Every legal stream-K schedule worth measuring for m tokens."""
-    widest = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
-    for tokens in BLOCK_TOKENS:
-        for warpgroups in (2, 3, 4):
-            for row_blocks in (1, 2):
-                schedule = StreamK(tokens, warpgroups, row_blocks, stages=2)
-                if tokens <= widest and schedule.legal() and schedule.cta_blocks <= 2 * problem.row_blocks:
-                    schedule = fitted(schedule, problem, target)
-                    if schedule.stages >= 2:
-                        yield schedule
 
 
 class SmallBatch(small_batch.SmallBatch):

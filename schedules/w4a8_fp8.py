@@ -1,12 +1,13 @@
 """Schedules of the W4A8 programs on e4m3 activations: those on int8, with a second accumulator beside the sums.
 
 The tensor core's sums of a group of k are scaled and added to float32 sums (ops/w4a8/fp8_reference.py says why), so a
-tile of as many tokens takes more registers than on int8; 256 tokens are multiplied in two pieces of 128, one after the
+tile of as many tokens takes more registers than on int8; more than 128 are multiplied in two pieces, one after the
 other. A problem is an `IntegerGemm` here too: its bytes are as many.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +15,20 @@ from terrazzo.lowering.targets import Target
 from terrazzo.schedules import tile_costs, w4a8
 from terrazzo.schedules.w4a8 import IntegerGemm, Multistage, fitted
 
-BLOCK_TOKENS = (16, 32, 64, 128, 256)
+BLOCK_TOKENS = w4a8.BLOCK_TOKENS
 AT_ONCE = 128
-"""Most tokens of a product; a wider tile has several, which take turns in one set of sums of a group."""
+"""Most tokens of a product; a wider tile has two, which take turns in one set of sums of a group."""
 OF_EXPERTS = {16: (2, 1), 32: (4, 1), 64: (4, 1)}
 """Tokens of a tile of grouped GEMM -> warpgroups and row blocks of each, of 13 problems tuned on H200."""
-_WIDE = 1.04  # time of 256 tokens over what int8's model makes of it, beside 128: 12 problems on an H200
+COSTS = replace(  # fitted to 180 measurements of group 128 on H200; tiles up to 32 tokens, and sharing, are int8's
+    w4a8.TILE_COSTS,
+    units={
+        **w4a8.TILE_COSTS.units,
+        (32, 1, 1): 0.17, (48, 2, 1): 0.215, (48, 4, 1): 0.375, (64, 1, 1): 0.178, (64, 2, 1): 0.25, (64, 4, 1): 0.48,
+        (80, 2, 1): 0.31, (96, 1, 1): 0.22, (96, 2, 1): 0.356, (112, 2, 1): 0.394, (128, 1, 1): 0.264,
+        (128, 2, 1): 0.422, (160, 2, 1): 0.604, (192, 2, 1): 0.694, (224, 2, 1): 0.767, (256, 2, 1): 0.8,
+    },
+)  # fmt: skip
 _LARGE = 100  # millions of weights from which four warpgroups have enough tiles to share, as on int8
 
 
@@ -27,40 +36,43 @@ class StreamK(w4a8.StreamK):
     """The e4m3 form of the stream-K schedule."""
 
     @property
+    def pieces(self) -> int:
+        """Products that a tile's tokens are parted into."""
+        return 1 if self.block_tokens <= AT_ONCE else 2
+
+    @property
     def sums(self) -> int:
         """Accumulator registers of a thread: the sums of all row blocks, and those of one group of k."""
-        return (self.row_blocks * self.block_tokens + min(self.block_tokens, AT_ONCE)) // 2
+        return (self.row_blocks * self.block_tokens + self.block_tokens // self.pieces) // 2
+
+    @property
+    def costs(self) -> tile_costs.TileCosts:
+        return COSTS
 
     def legal(self) -> bool:
-        """As on int8; and 256 tokens, whose ring is not unrolled, in two warpgroups of one row block each."""
-        wide = self.block_tokens == 2 * AT_ONCE and self.row_blocks == 1
+        """As on int8; and more than 128 tokens, whose ring is not unrolled, in two warpgroups of one row block each."""
+        wide = self.pieces > 1 and self.block_tokens <= 2 * AT_ONCE and self.row_blocks == 1
         return self.warpgroups == 2 if wide else super().legal()
 
 
-def choose(problem: IntegerGemm, target: Target, m: int) -> StreamK:
-    """Tile by tokens; four warpgroups where the accumulators and the number of tiles allow it, or pairs of CTAs for
-    each tile, of one warpgroup or two, where the cost model of int8 says so: of 33 problems on an H200, 1.1 % from the
-    fastest that was timed (docs/jobs/pairs.toml). From 193 tokens on it weighs tiles of 256 against those of 128.
+def choose(problem: IntegerGemm, target: Target, m: int, widths: Sequence[int] = BLOCK_TOKENS) -> StreamK:
+    """The tile whose launch is cheapest for the bucket of m: of four warpgroups where the accumulators and the number
+    of tiles allow it, else of two, or of pairs of CTAs, of one warpgroup or two. widths: tokens of the tiles to choose
+    from.
 
     A warpgroup has one group of wgmma in flight and converts 64 k meanwhile, so more of them fill the tensor core.
     """
     millions = problem.row_blocks * 64 * problem.units * 128 / 1e6
     top = tile_costs.bucket(m)
     found = []
-    wide = m > AT_ONCE
-    enough = [t for t in (tile_costs.widths(m) if wide else BLOCK_TOKENS) if t >= min(m, AT_ONCE)]
-    for tokens in enough if wide else enough[:1]:
+    for tokens in tile_costs.widths(m, widths):
         warpgroups = 4 if tokens <= 64 and millions >= _LARGE else 2
         raster = tile_costs.raster(-(-top // tokens), problem.row_blocks, target) if tokens > AT_ONCE else 8
         tiles = [StreamK(tokens, number, 1, 2, raster) for number in dict.fromkeys((warpgroups, 2, 1))]
-        tiles = [fitted(s, problem, target, w4a8.UNROLLED_STAGES) for s in tiles]
+        tiles = [fitted(s, problem, target, w4a8.UNROLLED_STAGES) for s in tiles if s.legal()]
         paired = (w4a8.pairs(s, problem, target, top) for s in tiles if tokens <= AT_ONCE)
         found += [tiles[0], *filter(None, paired)]
-
-    def cost(s: StreamK) -> float:
-        return w4a8.stream_k_us(s, problem, target, top) * (_WIDE if s.block_tokens > AT_ONCE else 1)
-
-    return min(found, key=cost)
+    return min(found, key=lambda s: w4a8.stream_k_us(s, problem, target, top))
 
 
 def choose_multistage(problem: IntegerGemm, target: Target, m: int) -> Multistage:

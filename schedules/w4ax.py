@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import small_batch, w4a8, work_items
+from terrazzo.schedules import small_batch, tile_costs, w4a8, work_items
 from terrazzo.schedules.partition import Partition, share_tiles
 
 BLOCK = 128
 UNIT_BYTES = 4224
 """Of 64 rows by 128 channels: codes, and a bfloat16 scale for each row."""
-BLOCK_TOKENS = (16, 32, 64, 128)
+BLOCK_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128)
+"""Of the programs on wgmma."""
+_PERSISTENT_TOKENS = (16, 32, 64, 128)
 TOKENS_PER_TILE = small_batch.TOKENS_PER_TILE
 MAX_TOKENS = small_batch.MAX_TOKENS
 """Of the small-batch program; `serves` says where it is also the faster one."""
@@ -24,6 +26,17 @@ _RESERVED = 2048  # barriers, alignment
 _SUMS = {1: 192, 2: 192, 3: 96, 4: 64}
 # the same of the integer program, beside two sets of operands; s32 sums alone, where the f32 ones lie in shared memory
 _INTEGER_SUMS, _STASHED_SUMS = {1: 128, 2: 128, 3: 64, 4: 64}, {3: 64}
+
+
+COSTS = replace(  # of two-level scales: units fitted to 330 measurements on H200 (3 % rms), the rest W4A8's
+    w4a8.TILE_COSTS,
+    units={
+        (16, 2, 1): 0.232, (16, 4, 1): 0.43, (32, 2, 1): 0.232, (32, 4, 1): 0.448,
+        (48, 2, 1): 0.207, (48, 3, 1): 0.38, (48, 4, 1): 0.365, (64, 2, 1): 0.279, (64, 3, 1): 0.449,
+        (80, 2, 1): 0.317, (80, 3, 1): 0.432, (96, 2, 1): 0.337, (96, 3, 1): 0.458, (112, 2, 1): 0.361,
+        (112, 3, 1): 0.511, (128, 2, 1): 0.354, (128, 3, 1): 0.554,
+    },
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -211,45 +224,56 @@ def fitted(schedule: StreamK | Integer, problem: MixedGemm, target: Target) -> S
     return replace(schedule, stages=min(12, (target.smem_per_block - fixed) // schedule.stage_bytes))
 
 
+def width(m: int) -> int:
+    """Tokens of the tiles for m: as few as with the widest ones, and as narrow as so many tiles may be."""
+    tiles = -(-tile_costs.bucket(m) // BLOCK_TOKENS[-1])
+    return next(tokens for tokens in BLOCK_TOKENS if tokens * tiles >= tile_costs.bucket(m))
+
+
 def choose_integer(problem: MixedGemm, target: Target, m: int) -> Integer:
-    """Tile shape by tokens and size of the weight, with as many stages as fit: up to 64 tokens that of `choose`."""
-    tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
-    millions = problem.row_blocks * 64 * problem.units * BLOCK / 1e6
-    if tokens <= 64:
-        warpgroups = choose(problem, target, m).warpgroups
-    else:
-        tiles = {count: -(-problem.row_blocks // count) * -(-m // 128) for count in (2, 3)}
-        # a single wave of whole tiles; else tall tiles, which read X less often, where there are many of them
-        wave = [count for count, made in tiles.items() if m <= 256 and 0.9 * target.sms <= made <= target.sms]
-        warpgroups = wave[0] if wave else 3 if millions >= 100 else 2
-    return fitted(Integer(tokens, warpgroups, stages=2), problem, target)
+    """The tile whose launch is cheapest for the bucket of m (`tile_costs`), with as many stages as fit; up to 32 tokens
+    that of `choose`."""
+    top = tile_costs.bucket(m)
+    if top <= 32:
+        return fitted(Integer(top, choose(problem, target, m).warpgroups, stages=2), problem, target)
+    tiles = [tile[:2] for tile in COSTS.units if tile[0] in tile_costs.widths(m, BLOCK_TOKENS)]
+    found = [fitted(Integer(*tile, stages=2), problem, target) for tile in tiles]
+    return min(found, key=lambda s: integer_us(s, problem, target, top))
 
 
 def choose(problem: MixedGemm, target: Target, m: int) -> StreamK:
     """Tile shape by tokens and size of the weight, with as many stages as fit."""
-    tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
+    tokens = width(m)
     millions = problem.row_blocks * 64 * problem.units * BLOCK / 1e6
-    warpgroups = (4 if millions >= 40 else 2) if tokens <= 32 else (3 if millions >= 80 else 2) if tokens == 64 else 2
+    warpgroups = (4 if millions >= 40 else 2) if tokens <= 32 else (3 if millions >= 80 else 2) if tokens <= 64 else 2
     # wide tiles scale as long as they multiply: one warpgroup after the other
     return fitted(StreamK(tokens, warpgroups, stages=2, turns=int(tokens > 64)), problem, target)
 
 
-def candidates(problem: MixedGemm, target: Target, m: int) -> Iterator[StreamK]:
-    """Every legal stream-K schedule worth measuring for m tokens."""
-    widest = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
-    for tokens in BLOCK_TOKENS:
-        for warpgroups in (1, 2, 3, 4):
-            schedule = StreamK(tokens, warpgroups, stages=2, turns=int(tokens > 64 and warpgroups > 1))
-            if tokens <= widest and schedule.legal() and warpgroups <= 2 * problem.row_blocks:
-                schedule = fitted(schedule, problem, target)
-                if schedule.stages >= 2:
-                    yield schedule
-
-
 def partition(schedule: StreamK | Integer, problem: MixedGemm, target: Target, m: int) -> Partition:
     """Tiles of the schedule over the SMs of the target; both kinds of blocks cost the same without native s4."""
+    if isinstance(schedule, Integer):
+        return _divide(schedule, problem, target, m)[1]
     tiles = -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.warpgroups)
     return share_tiles(tiles, problem.units, target.sms)
+
+
+def integer_us(schedule: Integer, problem: MixedGemm, target: Target, m: int) -> float:
+    """Predicted microseconds."""
+    return _divide(schedule, problem, target, m)[0]
+
+
+def _divide(schedule: Integer, problem: MixedGemm, target: Target, m: int) -> tuple[float, Partition]:
+    """Microseconds of the cheapest way to divide the tiles over the SMs, and the partition."""
+    return COSTS.divide(
+        (schedule.block_tokens, schedule.warpgroups, 1),
+        -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.warpgroups),
+        problem.units,
+        tile_costs.dram_us(target, problem.weight_bytes + m * (problem.k + problem.n * problem.out_bytes)),
+        target.sms,
+        False,
+        tile_costs.later_wave(target, m, problem.k, 1),
+    )
 
 
 @dataclass(frozen=True)
@@ -289,7 +313,7 @@ class Persistent:
 
 def choose_persistent(problem: MixedGemm, target: Target, m: int) -> Persistent:
     """Tile by tokens, 128 rows; three or four stages, and as many CTAs as an SM has shared memory for, up to two."""
-    tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
+    tokens = next((t for t in _PERSISTENT_TOKENS if m <= t), _PERSISTENT_TOKENS[-1])
     schedule = Persistent(128, 8, 2, 3, token_warps=2) if tokens == 128 else Persistent(tokens, 4, 2, 4)
     if schedule.smem_bytes(problem) > target.smem_per_block:
         schedule = replace(schedule, stages=3)

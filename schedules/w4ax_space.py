@@ -51,7 +51,7 @@ class W4Ax(spaces.Space):
                 for s in tiles if row_blocks == 1 and other else ():
                     yield from ((name, it) for it in spaces.rings(w4ax.fitted(s, self.problem, target), wide))
             return
-        widest = next((t for t in w4ax.BLOCK_TOKENS if m <= t), w4ax.BLOCK_TOKENS[-1])
+        widest = next((tokens for tokens, *_ in _PERSISTENT if m <= tokens), _PERSISTENT[-1][0])
         for tokens, warps, token_warps in (it for it in _PERSISTENT if it[0] <= widest):
             for row_blocks in (1, 2):
                 for stages in (2, 3, 4):
@@ -90,6 +90,8 @@ class W4Ax(spaces.Space):
             return w4ax.small_batch_us(schedule, self.problem, target)
         blocks = -(-m // schedule.block_tokens)
         if not _native(target):
+            if program == "integer":
+                return w4ax.integer_us(schedule, self.problem, target, m)
             part = w4ax.partition(schedule, self.problem, target, m)
             tile = _Tile(schedule.block_tokens, schedule.warpgroups, schedule.warpgroups, schedule.stages)
             us = spaces.stream_k_us(tile, self.problem, target, (blocks, blocks), part, w4ax.UNIT_BYTES, 1, "s8")

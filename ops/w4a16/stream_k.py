@@ -94,7 +94,7 @@ def build(
     np_, kp = -(-n // 64) * 64, -(-k // UNIT_K) * UNIT_K
     units, groups, rec, sb = kp // UNIT_K, op.groups(kp), op.record_bytes, op.scale_bytes
     ig = op.groups_per(64)  # parameter records of a slot
-    batch = 2 if wgs == 4 and bm == 128 else 4  # k16 steps of a set of operands: registers for more sums
+    batch = 2 if bm > (96 if wgs == 4 else 192) else 4  # k16 steps of a set of operands: registers for more sums
     shared_params = group in (0, 128)  # then only even slots carry parameters
     all_blocks, cta_blocks = np_ // 64, wgs * rb
     row_tiles = -(-all_blocks // cta_blocks)
@@ -123,7 +123,7 @@ def build(
         units=units, row_tiles=row_tiles, raster=raster, head_units=1, exchange=exchange or cluster > 1, cluster=cluster
     )
     rings = ring_macros(stages=stages, each=2 // halves, rounds=not experts)
-    spare = spare_registers(wgs, (rb + post) * nacc + 48, per_sm) if cluster == 1 else 0  # shares are rare there
+    spare = spare_registers(wgs, (rb + post) * nacc, per_sm) if cluster == 1 else 0  # shares are rare there
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype="float32", spare=spare)
     out = store_macros(n=n, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks, bf16=bf16, bias=bias)
     peers = cluster_macros(

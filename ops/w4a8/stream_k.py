@@ -15,8 +15,8 @@ On int8, sums are int32, so shares of a tile may be added in any order and give 
 On e4m3 (`dequantization` "e4m3"), the tensor core's own sums keep about 14 bits, so they run over one group of k only:
 they start at zero, and while the next 64 k are converted the tensor core finishes them; then they are multiplied with
 the factors of the group's rows and added to the float32 sums of the tile. One group of wgmma is in flight for each
-warpgroup; the other warpgroups' groups fill the tensor core meanwhile. A tile of 256 tokens is multiplied in two pieces
-whose sums of a group take turns in the same registers: it converts half as often.
+warpgroup; the other warpgroups' groups fill the tensor core meanwhile. A tile of more than 128 tokens is multiplied in
+two pieces whose sums of a group take turns in the same registers: it converts half as often.
 
 A stage is released when the wgmmas that read it were waited for, long after the shared-memory loads of its words were
 consumed: ptxas may move an arrive in front of a load's return (docs/tile-programs.md,
@@ -100,15 +100,16 @@ def build(
     kinds = ("e4m3", "e4m3") if e4m3 else ("uint8" if gemm.unsigned else "int8", "int8")
     sum_type = "float32" if e4m3 else "int32"
     splits = max(ig // 2, 1)  # parts of 64 k with sums of their own
-    at_once = min(bm, w4a8_fp8.AT_ONCE) if e4m3 else bm  # tokens of a product
-    pieces, nsum = bm // at_once, at_once // 2
+    pieces = schedule.pieces if e4m3 else 1
+    at_once = bm // pieces  # tokens of a product
+    nsum = at_once // 2
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
     exchange = not experts and schedule.parts and cluster == 1
     tiles = partition_macros(
         units=units, row_tiles=row_tiles, raster=raster, exchange=exchange or cluster > 1, cluster=cluster
     )
     rings = ring_macros(stages=stages, rounds=not experts and rb == 1 and pieces == 1)
-    spare = spare_registers(wgs, rb * nacc + e4m3 * nsum + 48) if cluster == 1 else 0  # shares are rare there
+    spare = spare_registers(wgs, rb * nacc + e4m3 * nsum) if cluster == 1 else 0  # shares are rare there
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype=sum_type, spare=spare)
     operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
     out = store_macros(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)

@@ -70,7 +70,7 @@ def build(
     steps = stage_macros(inner, block_tokens=bm, cta_blocks=wgs)
     tiles = partition_macros(units=units, row_tiles=row_tiles, raster=raster)
     rings = ring_macros(stages=stages)
-    spare = 0 if stash else spare_registers(wgs, nacc + 48)  # then shares are added in place: no registers for loads
+    spare = 0 if stash else spare_registers(wgs, nacc)  # then shares are added in place: no registers for loads
     shares = share_macros(vectors=bm // 8, row_blocks=1, flags=wgs, dtype="float32", spare=spare)
     step = 16 if stash else out_tokens(bm)  # less of them to leave room for the ring
     out = store_macros(gemm, block_tokens=bm, cta_blocks=wgs, step=step)

@@ -30,6 +30,8 @@ EVERY_NUMERICS = (
     Spec(256, 512, 64, dtype=BF16, scale=F16),
     Spec(256, 512, 32, scale=BF16, symmetric=True),
 )
+LARGE = Spec(14336, 7168, 128, symmetric=True)
+"""More than 100 M weights: where tiles get taller."""
 # "auto" only: the sizes that users trip over, bias, act-order, and sizes with many tiles and long k.
 AUTO = (
     Spec(256, 512, 128, symmetric=True),
@@ -50,6 +52,9 @@ AUTO = (
 )
 if TARGET:  # GPU time: every kernel is for one weight
     AUTO = tuple(AUTO[i] for i in (6, 7, 8, 10))
+WIDTHS = (Spec(2880, 2880, 128, bias=True), Spec(101, 7392, 32, dtype=BF16), Spec(4096, 4096, 128), LARGE)
+M_WIDTHS = (41, 48, 77, 90, 96, 100, 112, 145, 160, 181, 210, 224, 290, 330, 350, 420, 640)
+"""Tiles of all widths, full and not."""
 _MIXED = "mixed"
 WEIGHTS = [
     *((spec, numerics) for spec in EVERY_NUMERICS for numerics in ((_MIXED,) if TARGET else spec.numerics)),
@@ -134,6 +139,16 @@ def run(cases) -> None:
     ],
 )
 def test_oracle(cases):
+    run(cases)
+
+
+@pytest.mark.skipif(bool(TARGET), reason="those of wgmma")
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(tuple(Case(spec, m, "auto", kind=kind) for m in M_WIDTHS), id=f"{kind}-{spec}")
+     for kind in KINDS[1:] for spec in WIDTHS],
+)  # fmt: skip
+def test_every_width_of_a_tile(cases):
     run(cases)
 
 

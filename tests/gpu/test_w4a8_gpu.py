@@ -23,6 +23,8 @@ PARTS = 16
 M_ALL = (0, 1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 128, 200, 256, 300, 1024)
 M_RANDOM = M_ALL[:-2]  # the quantizer has another kernel for many rows: LARGE, and the quantizer's own tests, meet it
 M_IDENTITY = (1, 7, 16, 24, 64, 128, 256)
+M_WIDTHS = (41, 48, 77, 90, 96, 100, 112, 145, 160, 181, 210, 224, 256)
+"""Tiles of all widths, full and not."""
 OUT = ("float16", "bfloat16", "int32")
 FORMS = tuple(product(OUT, ("xor", "unsigned")))
 WEIGHTS = (
@@ -113,6 +115,16 @@ def test_oracle(cases):
 @pytest.mark.skipif(bool(TARGET), reason="tall tiles are for wgmma")
 @pytest.mark.parametrize("cases", [tuple(case(LARGE, m) for m in (8, 24, 64, 128, 300))], ids=["large"])
 def test_a_large_weight(cases):
+    run_all(check, cases)
+
+
+@pytest.mark.skipif(bool(TARGET), reason="those of wgmma")
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(tuple(case(spec, m, kind=kind) for m in (*M_WIDTHS, *more)), id=f"{kind}-{spec}")
+     for kind, more in (("integer", (290, 330, 350, 420, 640)), ("random", ())) for spec in (*SPECS[8:10], LARGE)],
+)  # fmt: skip
+def test_every_width_of_a_tile(cases):
     run_all(check, cases)
 
 

@@ -221,7 +221,7 @@ def fitted(weight: Weight, schedule: object, out_dtype: str = "int32") -> object
 def stream_k_cases() -> list[Case]:
     cases = []
     shared = (None, (5, -1), (3, 0), (1, -1), (-2, -1), (-3, -1), (-5, -1))
-    for tokens in (16, 32, 64, 128, 256):
+    for tokens in w4a8.BLOCK_TOKENS:
         for warpgroups in (1, 2, 3, 4):
             for row_blocks in (1, 2):
                 if w4a8.StreamK(tokens, warpgroups, row_blocks, 2).legal():

@@ -207,11 +207,20 @@ class Forced(Case):
 SCHEDULES = (
     *(StreamK(64, 3, 10, turns=1), StreamK(64, 4, 8), StreamK(64, 4, 8, turns=1)),
     *(StreamK(128, 2, 8), StreamK(128, 3, 7), StreamK(128, 3, 7, turns=1)),
+    *(StreamK(48, 3, 10), StreamK(80, 2, 9, turns=1), StreamK(112, 2, 8, turns=1)),
 )
 OTHERS = [Forced(LAYER, (s.block_tokens - 4, 250), "float16", launches=50, schedule=s) for s in SCHEDULES]
 INTEGER = (
     *(Integer(64, 2, 12), Integer(64, 3, 10), Integer(64, 4, 6), Integer(32, 4, 9), Integer(16, 1, 12)),
     *(Integer(128, 1, 6), Integer(128, 2, 8), Integer(128, 3, 4), Integer(128, 3, 2)),
+    *(
+        Integer(48, 2, 12),
+        Integer(48, 4, 8),
+        Integer(80, 2, 9),
+        Integer(80, 3, 6),
+        Integer(96, 3, 5),
+        Integer(112, 2, 7),
+    ),
 )
 OTHERS += [Forced(TWO_LAYER, (s.block_tokens - 4, 250), "float16", launches=50, schedule=s) for s in INTEGER]
 ODD = (TWO_RAGGED[0], TWO[0], TWO[3])

@@ -97,6 +97,21 @@ STREAM_K = {  # weight, m, numerics, schedule, (CTAs, shared tiles) of each laun
     "widest": (
         Spec(448, 640, 32), 300, "exact", StreamK(256, 2, 1, 4, 64), ((5, 0), (7, 8), (16, 8), (24, 8), (5, 3)),
     ),
+    "slices of unlike size": (
+        Spec(203, 651, 64, bias=True), 108, "exact", StreamK(112, 2, 1, 3, 128), ((2, 0), (6, 2), (8, 2), (5, 2)),
+    ),
+    "three units of 16 tokens": (
+        Spec(300, 528, 32, dtype=BF16), 90, "exact", StreamK(48, 3, 1, 3, 128), ((4, 0), (8, 4), (12, 4), (7, 4)),
+    ),
+    "one wide tile": (
+        Spec(130, 384, 64, symmetric=True), 150, "fused", StreamK(160, 2, 1, 3, 128), ((2, 0), (4, 2), (6, 2), (3, 2)),
+    ),
+    "clusters of a wide tile": (
+        Spec(203, 651, 64, dtype=BF16), 190, "exact", StreamK(192, 2, 1, 3, 128, cluster=2), ((4, 2), (2, 0)),
+    ),
+    "half sets of 224 tokens": (
+        Spec(130, 640, 128, bias=True), 220, "exact", StreamK(224, 2, 1, 4, 64), ((2, 0), (4, 2), (3, 2)),
+    ),
     "two CTAs on an SM": (
         Spec(200, 640, 64, bias=True), 40, "exact", StreamK(32, 2, 1, 2, 64, per_sm=2), ((4, 0), (3, 4), (8, 4)),
     ),
@@ -129,7 +144,9 @@ def launches(program: Program, spec: Spec, m: int, numerics: str, partitions: tu
 
 
 # half sets: a ring of odd stages
-@pytest.mark.parametrize("name", STREAM_K if ALL else ("two row blocks", "half sets", "clusters"))
+@pytest.mark.parametrize(
+    "name", STREAM_K if ALL else ("two row blocks", "half sets", "slices of unlike size", "clusters")
+)
 def test_stream_k(name, tmp_path):
     spec, m, numerics, schedule, partitions = STREAM_K[name]
     launches(Program(stream_k, schedule, spec, numerics, tmp_path), spec, m, numerics, partitions)
