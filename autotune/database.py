@@ -170,7 +170,7 @@ class Database:
             self.link = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
             self.link.row_factory = sqlite3.Row
             self._recognize(create)
-            self.link.execute("PRAGMA journal_mode=WAL")
+            self._write_ahead()
             self.link.execute("PRAGMA synchronous=NORMAL")
             with self.writing():
                 for statement in filter(str.strip, _TABLES.split(";")):
@@ -180,6 +180,18 @@ class Database:
             raise CacheError(
                 f"trial database {self.path} cannot be used: {error}; name another with --database"
             ) from error
+
+    def _write_ahead(self) -> None:
+        """Readers do not wait for a writer. SQLite does not wait, either, while another process makes this change."""
+        end = time.monotonic() + BUSY_S
+        while True:
+            try:
+                self.link.execute("PRAGMA journal_mode=WAL")
+                return
+            except sqlite3.OperationalError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
 
     def _recognize(self, create: bool) -> None:
         """Refuse, before anything is written to it, a file that is no trial database, nor an empty one to make it."""

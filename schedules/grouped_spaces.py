@@ -46,7 +46,7 @@ class Grouped(spaces.Space):
         average = -(-m // self.experts)
         room = grouped.room(target, self.experts)
         rings = ({"stage_k": 64}, {"stage_k": 128}) if self.numerics else ({},)
-        for shape in spaces.tiles_of(grouped.WIDTHS, 2 * average, self.problem, wide):
+        for shape in spaces.tiles_of(self.form.BLOCK_TOKENS, 2 * average, self.problem, wide):
             for own in rings:
                 s = self.form.StreamK(*shape[:3], stages=2, raster=shape[3], **own)
                 yield from (("grouped", it) for it in spaces.rings(self.form.fitted(s, self.problem, room), wide))
@@ -54,7 +54,7 @@ class Grouped(spaces.Space):
     def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
         if not target.supports(f"wgmma.{self.dtype}"):
             return f"{target.arch} has no warpgroup instructions"
-        if schedule.block_tokens not in grouped.WIDTHS[: -1 if self.numerics == (True,) else None]:
+        if schedule.block_tokens not in self.form.BLOCK_TOKENS[: -1 if self.numerics == (True,) else None]:
             return f"no tile of {schedule.block_tokens} tokens"
         if getattr(schedule, "per_sm", 1) != 1:
             return "one CTA on an SM"

@@ -21,6 +21,11 @@ class WeightOnlyGemm:
     record_bytes: int
 
     @property
+    def unit_bytes(self) -> int:
+        """Of 64 rows by 128 k, words and parameters."""
+        return 4096 + self.groups_per_128 * self.record_bytes
+
+    @property
     def row_tiles(self) -> int:
         """Row tiles of 16, padding included."""
         return self.row_blocks * 4

@@ -30,6 +30,8 @@ FOLDER = Path(__file__).parent / "tuned"
 VARIABLE = "TERRAZZO_TUNED"
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 8, 8192
 _PADDING = 1.12  # a tile that pads a neighbouring M by more than this is no longer the tuned one
+_FEW_WIDTHS = ("multistage", "persistent")
+"""Programs whose tiles have 32, 64 or 128 tokens: a record serves other M that they pad as little."""
 _RECORD = {"op": str, "facts": dict, "m": int, "program": str, "schedule": dict, "us": (int, float)}
 
 
@@ -159,16 +161,16 @@ def _outdated(row: Mapping[str, Any]) -> str:
 def _fits(row: Mapping[str, Any], at: int, m: int, sms: int) -> bool:
     """Whether a record's kernel holds m tokens, and its tile pads m about as little as the m that it was measured with:
     a tile of tokens (of each expert), or a wave of the CTAs that serve (sequence, kv head) pairs, and an SM's share.
-    Tiles of one weight are chosen for a bucket of tokens (`tile_costs.bucket`), which counts in place of m."""
+    Programs that have tiles of many widths are asked for the bucket of `tile_costs` that m falls in, and no other."""
     schedule, experts = row["schedule"], row["facts"].get("experts", 1)
     at, m, tile = -(-at // experts), -(-m // experts), schedule.get("block_tokens")
     if not all(isinstance(it, int) for it in schedule.values()) or schedule.get("row_tiles", 1) < 1:
         return False  # damaged
     if m > (schedule.get("tokens") or m):
         return False
-    if isinstance(tile, int) and "experts" not in row["facts"]:
+    if isinstance(tile, int) and tile > 0:
         at, m = tile_costs.bucket(at), tile_costs.bucket(m)
-        return at == m or _padded(m, tile) <= _PADDING * _padded(at, tile)
+        return at == m or (row["program"] in _FEW_WIDTHS and _padded(m, tile) <= _PADDING * _padded(at, tile))
     step = tile
     if isinstance(schedule.get("min_blocks"), int):
         groups = -(-row["facts"].get("rows", 1) // (8 * schedule.get("row_tiles", 1)))

@@ -22,7 +22,7 @@ COSTS = tile_costs.TileCosts(  # sharing fitted to 1091 measurements of group 12
         (32, 2, 1): 0.392, (32, 2, 2): 0.701, (32, 3, 1): 0.524, (32, 3, 2): 1.052, (32, 4, 1): 0.702,
         (48, 2, 1): 0.431, (48, 2, 2): 0.806, (48, 3, 1): 0.58, (48, 4, 1): 0.79,
         (64, 2, 1): 0.455, (64, 2, 2): 0.88, (64, 3, 1): 0.7, (64, 3, 2): 1.38, (64, 4, 1): 0.89,
-        (80, 2, 1): 0.569, (80, 2, 2): 1.0, (96, 2, 1): 0.645, (96, 2, 2): 1.16, (96, 4, 1): 1.13,
+        (80, 2, 1): 0.569, (80, 2, 2): 1.0, (80, 4, 1): 0.98, (96, 2, 1): 0.645, (96, 2, 2): 1.16, (96, 4, 1): 1.13,
         (112, 2, 1): 0.687, (112, 2, 2): 1.32, (112, 4, 1): 1.19,
         (128, 2, 1): 0.755, (128, 2, 2): 1.39, (128, 3, 1): 1.03, (128, 4, 1): 1.36,
         (160, 2, 1): 0.86, (192, 2, 1): 1.055, (224, 2, 1): 1.24, (256, 2, 1): 1.36,
@@ -33,7 +33,7 @@ _OF_PAIRS = replace(
     COSTS, units={**COSTS.units, (128, 1, 1): 0.5, (96, 1, 1): 0.46, (64, 1, 1): 0.34, (32, 1, 1): 0.306}
 )
 """Where the CTAs of a tile are pairs, tiles of one warpgroup are worth it too; 70 measurements on H200 (4 % rms)."""
-_FINE_RING = ((96, 4, 1), (112, 2, 2), (112, 4, 1), (128, 2, 2), (128, 4, 1), (224, 2, 1), (256, 2, 1))
+_FINE_RING = ((80, 4, 1), (96, 4, 1), (112, 2, 2), (112, 4, 1), (128, 2, 2), (128, 4, 1), (224, 2, 1), (256, 2, 1))
 """Tiles whose ring stages hold 64 k: more of them fit, or registers for the words of one."""
 _COOL = ((96, 2, 2), (112, 2, 2), (128, 2, 2))
 """The fastest of short sweeps from 129 tokens on; of long benchmarks, where the clock follows the power, they lose."""
@@ -80,9 +80,21 @@ class StreamK:
             return f"clusters with {self.per_sm} CTAs on an SM"
         return clusters.refusal(*of_tile, ring, problem.units, target)
 
+    @property
+    def costs(self) -> tile_costs.TileCosts:
+        """What its launches cost; CTAs that share an SM share its tensor cores (46 tuned launches on H200, 9 % rms)."""
+        costs = COSTS if self.cluster == 1 else _OF_PAIRS
+        tile = self.block_tokens, self.warpgroups, self.row_blocks
+        return replace(costs, units={tile: 1.2 * self.per_sm * costs.unit(tile)}) if self.per_sm > 1 else costs
+
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
         return asdict(self)
+
+
+def of_tile(tile: tile_costs.Tile, raster: int = 8) -> StreamK:
+    """The schedule of a tile, with two stages."""
+    return StreamK(*tile, stages=2, stage_k=64 if tile in _FINE_RING else 128, raster=raster)
 
 
 def choose(
@@ -102,7 +114,7 @@ def choose(
         spills = tile == (64, 3, 2) and problem.groups_per_128 > 1
         if tile[0] in tokens and not spills and (tile not in _COOL or m <= 128):
             raster = tile_costs.raster(-(-top // tile[0]), problem.row_blocks, target)
-            s = StreamK(*tile, stages=2, stage_k=64 if tile in _FINE_RING else 128, raster=raster)
+            s = of_tile(tile, raster)
             both = [s] if tile in COSTS.units else []
             both += [it for it in [pairs(fitted(s, problem, target), problem, target, top)] if it]
             found += [(_divide(it, problem, target, top)[0], it) for it in both]
@@ -155,14 +167,10 @@ def us(schedule: StreamK, problem: WeightOnlyGemm, target: Target, m: int) -> fl
 def _divide(schedule: StreamK, problem: WeightOnlyGemm, target: Target, m: int) -> tuple[float, Partition]:
     """Microseconds, and the partition."""
     tiles = -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.cta_blocks)
-    record = problem.groups_per_128 * problem.record_bytes
-    nbytes = problem.row_blocks * problem.units * (4096 + record) + 2 * m * (problem.k + problem.n)
+    nbytes = problem.row_blocks * problem.units * problem.unit_bytes + 2 * m * (problem.k + problem.n)
     sums = schedule.row_blocks * schedule.block_tokens // 2
     tile = schedule.block_tokens, schedule.warpgroups, schedule.row_blocks
-    costs = COSTS if schedule.cluster == 1 else _OF_PAIRS
-    if schedule.per_sm > 1:  # they share the tensor cores: 46 tuned launches on H200 within 9 % (rms)
-        costs = replace(COSTS, units={tile: 1.2 * schedule.per_sm * COSTS.unit(tile)})
-    return costs.divide(
+    return schedule.costs.divide(
         tile,
         tiles,
         problem.units,

@@ -88,11 +88,6 @@ class IntegerGemm(WeightOnlyGemm):
         return IntegerGemm(n, k, 128 // group, RECORD_BYTES, out_bytes)
 
     @property
-    def unit_bytes(self) -> int:
-        """Of 64 rows by 128 k, words and parameters."""
-        return 4096 + self.groups_per_128 * self.record_bytes
-
-    @property
     def weight_bytes(self) -> int:
         """Packed weight with its parameters and channel scales."""
         return self.row_blocks * (self.units * self.unit_bytes + 256)
@@ -270,6 +265,11 @@ def fitted(schedule: StreamK, problem: IntegerGemm, target: Target, most: int = 
     return replace(schedule, stages=min(most, (target.smem_per_block - fixed) // schedule.stage_bytes(problem)))
 
 
+def of_tile(tile: tile_costs.Tile, raster: int = 8) -> StreamK:
+    """The schedule of a tile, with two stages."""
+    return StreamK(*tile, stages=2, raster=raster)
+
+
 def choose(
     problem: IntegerGemm, target: Target, m: int, widths: Sequence[int] = BLOCK_TOKENS, may_pair: bool = True
 ) -> StreamK:
@@ -282,7 +282,7 @@ def choose(
     for tile in _OF_PAIRS.units:
         if tile[0] in tokens:
             raster = tile_costs.raster(-(-top // tile[0]), problem.row_blocks, target)
-            s = fitted(StreamK(*tile, stages=2, raster=raster), problem, target, UNROLLED_STAGES)
+            s = fitted(of_tile(tile, raster), problem, target, UNROLLED_STAGES)
             both = [s] if tile in TILE_COSTS.units else []
             both += [it for it in [may_pair and pairs(s, problem, target, top)] if it]
             found += [(_divide(it, problem, target, top)[0], it) for it in both]

@@ -18,13 +18,11 @@ from terrazzo.schedules.w4a8 import IntegerGemm, Multistage, fitted
 BLOCK_TOKENS = w4a8.BLOCK_TOKENS
 AT_ONCE = 128
 """Most tokens of a product; a wider tile has two, which take turns in one set of sums of a group."""
-OF_EXPERTS = {16: (2, 1), 32: (4, 1), 64: (4, 1)}
-"""Tokens of a tile of grouped GEMM -> warpgroups and row blocks of each, of 13 problems tuned on H200."""
 COSTS = replace(  # fitted to 180 measurements of group 128 on H200; tiles up to 32 tokens, and sharing, are int8's
     w4a8.TILE_COSTS,
     units={
-        **w4a8.TILE_COSTS.units,
-        (32, 1, 1): 0.17, (48, 2, 1): 0.215, (48, 4, 1): 0.375, (64, 1, 1): 0.178, (64, 2, 1): 0.25, (64, 4, 1): 0.48,
+        **{tile: cost for tile, cost in w4a8.TILE_COSTS.units.items() if tile[0] <= 32},
+        (32, 1, 1): 0.17, (48, 2, 1): 0.215, (48, 4, 1): 0.375, (64, 1, 1): 0.178, (64, 2, 1): 0.25, (64, 4, 1): 0.5,
         (80, 2, 1): 0.31, (96, 1, 1): 0.22, (96, 2, 1): 0.356, (112, 2, 1): 0.394, (128, 1, 1): 0.264,
         (128, 2, 1): 0.422, (160, 2, 1): 0.604, (192, 2, 1): 0.694, (224, 2, 1): 0.767, (256, 2, 1): 0.8,
     },
@@ -53,6 +51,11 @@ class StreamK(w4a8.StreamK):
         """As on int8; and more than 128 tokens, whose ring is not unrolled, in two warpgroups of one row block each."""
         wide = self.pieces > 1 and self.block_tokens <= 2 * AT_ONCE and self.row_blocks == 1
         return self.warpgroups == 2 if wide else super().legal()
+
+
+def of_tile(tile: tile_costs.Tile, raster: int = 8) -> StreamK:
+    """The schedule of a tile, with two stages."""
+    return StreamK(*tile, stages=2, raster=raster)
 
 
 def choose(problem: IntegerGemm, target: Target, m: int, widths: Sequence[int] = BLOCK_TOKENS) -> StreamK:

@@ -72,6 +72,9 @@ STREAM_K = {  # weight, m, numerics, schedule, (CTAs, shared tiles) of each laun
         Spec(200, 640, 64, scale=F32, bias=True), 33, "post", StreamK(32, 2, 1, 3, 128),
         ((4, 0), (3, 4), (8, 4), (12, 4), (16, 4), (3, 2)),
     ),
+    "post, 80 tokens": (
+        Spec(200, 640, 64, scale=F32, bias=True), 70, "post", StreamK(80, 2, 1, 3, 128), ((2, 0), (4, 2), (3, 2)),
+    ),
     "post of bf16": (
         Spec(130, 512, 32, symmetric=True, dtype=BF16, scale=F16), 100, "post", StreamK(64, 1, 1, 3, 64),
         ((6, 0), (4, 6), (12, 6), (18, 6), (24, 6), (4, 2)),
