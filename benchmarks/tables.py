@@ -140,6 +140,7 @@ README: dict[str, Table] = {"attention_*.json": decode}
 DETAILS: dict[str, Table] = {
     "attention_prefill_*.json": prefill,
     "attention_write_*.json": written,
+    "decode_batches_*.json": decode,
     "decode_rows_*.json": decode,
     "grouped_*.json": grouped,
     "ablation_w4a8_*.json": ablation,

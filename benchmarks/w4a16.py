@@ -18,7 +18,7 @@ from benchmarks.gemm import compile_all
 from benchmarks.peers import PEERS
 
 MODELS = ("llama-3-8b", "llama-3-70b", "qwen3-32b")
-MS = (1, 4, 16, 32, 64, 128, 256, 1024, 4096, 8192)
+MS = (1, 4, 16, 32, 64, 96, 128, 160, 192, 256, 1024, 4096, 8192)
 QUICK_MODELS, QUICK_MS = ("llama-3-8b",), (1, 16, 64, 256)
 
 

@@ -25,7 +25,7 @@ from benchmarks import gemm, report
 from benchmarks.gemm import compile_all
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b")
-MS = (4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+MS = (4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 1024, 4096)
 QUICK_MODELS, QUICK_MS = ("llama-3-8b",), (16, 64, 256, 4096)
 ABLATION_MODELS, ABLATION_MS = ("llama-2-7b",), (16, 64, 256, 4096)
 QUANTIZER_MS = (1, 16, 256, 1024, 4096, 16384)

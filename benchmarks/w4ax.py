@@ -25,7 +25,7 @@ from terrazzo.autotune.w4ax_bench import W4AxSettings, W4AxShape
 from benchmarks import gemm
 
 MODELS = ("llama-2-13b", "llama-3-8b", "llama-3-70b", "qwen2-72b")
-MS = (2, 4, 8, 16, 64, 256)
+MS = (2, 4, 8, 16, 64, 96, 160, 256)
 QUICK_MODELS, QUICK_MS = ("llama-3-8b",), (4, 16, 64, 256)
 PAPER = {(13824, 5120): ["llama-2-13b.gate"], (5120, 13824): ["llama-2-13b.down"]}
 """The two shapes that figure 9 names; the fused gate and up projection is another one."""
