@@ -166,6 +166,12 @@ def check_experts(experts: int) -> None:
         raise ArgumentError("experts", experts, f"must be an integer, 1..{MOST_EXPERTS}", "split the experts")
 
 
+def all_tokens(experts: int) -> tuple[int, ...]:
+    """Tokens of all experts together, one of every bucket: fewer than there are experts, and so many for each."""
+    few = (1 << power for power in range((experts - 1).bit_length()))
+    return (*few, *(tokens * experts for tokens in launching.ALL_TOKENS))
+
+
 def check_request(n: int, k: int, experts: int, group_size: int, groups: tuple[int, ...]) -> None:
     """What requests of a grouped GEMM are asked before anything is planned."""
     launching.check_shape(n, k)

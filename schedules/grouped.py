@@ -13,7 +13,7 @@ from terrazzo.schedules.partition import share_tiles
 
 _SHAPES = ((4, 1), (4, 2), (2, 1), (2, 2))
 """Warpgroups, and row blocks of each, of the tiles that were measured."""
-_AGAIN = 0.05  # of a launch's time, for each further tile of an expert, which reads its weights again (an estimate)
+_AGAIN = 0.05  # of a launch's time, for a second and a third tile of an expert, which read its weights again (estimate)
 _TABLE_BYTES = 8  # of an expert
 
 
@@ -31,10 +31,12 @@ def choose(form: ModuleType, problem: Any, target: Target, m: int, experts: int,
     if any(numerics):  # tiles with scaled sums were not measured one by one
         return form.choose(replace(problem, n=problem.n * min(experts, m)), free, average, *numerics)
     average = tile_costs.bucket(average) if average > 8 else 1 << (average - 1).bit_length()
+    active = min(experts, 1 << (m - 1).bit_length())
     widest = tile_costs.bucket(ceil(average + 2 * average**0.5))
-    tiles = [tile for tile in form.of_tile((16, 2, 1)).costs.units if tile[0] <= widest and tile[1:] in _SHAPES]
+    shapes = lambda tokens: getattr(form, "EXPERT_SHAPES", {}).get(tokens, _SHAPES)
+    tiles = [it for it in form.of_tile((16, 2, 1)).costs.units if it[0] <= widest and it[1:] in shapes(it[0])]
     made = (form.fitted(form.of_tile(tile), problem, free) for tile in tiles)
-    return min(filter(legal, made), key=lambda s: us(s, problem, target, average, experts))
+    return min(filter(legal, made), key=lambda s: us(s, problem, target, average, active))
 
 
 def us(schedule: Any, problem: Any, target: Target, average: int, experts: int) -> float:
@@ -42,7 +44,7 @@ def us(schedule: Any, problem: Any, target: Target, average: int, experts: int) 
     each = tiles_of_expert(average, schedule.block_tokens)
     tiles = round(experts * each * -(-problem.row_blocks // schedule.cta_blocks))
     weights = problem.row_blocks * problem.units * problem.unit_bytes
-    return (1 + _AGAIN * (each - 1)) * schedule.costs.us(
+    return (1 + _AGAIN * min(each - 1, 2)) * schedule.costs.us(
         (schedule.block_tokens, schedule.warpgroups, schedule.row_blocks),
         tiles,
         problem.units,

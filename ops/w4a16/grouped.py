@@ -92,7 +92,7 @@ def grouped_requests(
     """
     grouped.check_request(n, k, experts, group_size, GROUPS)
     launching.check_flags(symmetric=symmetric, bias=bias)
-    tokens = [t * experts for t in launching.ALL_TOKENS] if m is None else launching.tokens_of(m)
+    tokens = grouped.all_tokens(experts) if m is None else launching.tokens_of(m)
     facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype)
     at = Target.parse(target)
     if m is None:

@@ -105,7 +105,7 @@ def grouped_requests(
     launching.check_flags(bias=bias)
     if dequantization == E4M3 and group_size == k and k not in GROUPS:
         group_size = UNIT_K  # as fp8.QuantizedWeight keeps it
-    tokens = [t * experts for t in launching.ALL_TOKENS] if m is None else launching.tokens_of(m)
+    tokens = grouped.all_tokens(experts) if m is None else launching.tokens_of(m)
     facts, at = dict(group_size=group_size, out_dtype=out_dtype, dequantization=dequantization), Target.parse(target)
     if m is None:
         tokens = (*tokens, *records.tokens(operator_of(dequantization), tuning_facts(n, k, experts, **facts), at))
