@@ -34,6 +34,7 @@ _WIDE_BITS = 9  # of a value with its parameters: an SM reaches several times it
 _FEW_PAIRS = 4  # a quarter of the SMs: fewer pairs have splits enough to fill them
 _UNEVEN, _UNEVEN_WIDE = 0.4, 0.45  # what is lost of what the busiest SM has beyond its share, with 16 rows
 _UNEVEN_LARGE, _WAVE_US = 0.8, 2.5  # the same with one CTA on an SM (to the power 1.5), and each further wave
+_UNEVEN_16BIT = 0.47  # the same of 16-bit caches in one wave: an SM alone reaches 1.4 times its share
 _CLEARLY = 0.97  # of its time, that others must be below
 _SPLIT_US, _SPLIT_WIDE_US = (0.8, 0.2), 6.0  # of sums, and each further one through memory; of few warps, 16 rows
 _CLUSTERED = 1.15  # time of tokens where several CTAs of clusters share SMs, unevenly, beside that of CTAs alone
@@ -279,12 +280,17 @@ def _spread(usual: Decode, problem: DecodeProblem, target: Target) -> Decode:
     """`usual`, or smaller CTAs that share the pairs' tokens more evenly among the SMs. Of 136 pairs in CTAs of an SM
     each, 4 are a wave of their own, and 72 leave 60 SMs idle; in CTAs of a quarter and a seventh of a pair, five and
     four on an SM, none has more than 1.2 and 1.05 times its share. int4, 8 kv heads, sequences of 4K and 16K, us on an
-    H200: 9 of them 18.1 -> 16.0 and 56 -> 43, 17 33.4 -> 23.1 and 113 -> 77. f16 hides it: an SM alone reaches three
-    times its share of the bandwidth (`spread` of tests/data/tuning/decode_h200.json)."""
+    H200: 9 of them 18.1 -> 16.0 and 56 -> 43, 17 33.4 -> 23.1 and 113 -> 77. f16 hides a second wave, but not idle SMs:
+    9 of them 54.6 -> 41.0 and 189 -> 144, 17 the same (`spread` of tests/data/tuning/decode_h200.json)."""
     ctas, bits = problem.pairs * usual.row_groups(problem), problem.tile_words / problem.head_dim
     wide, most = usual.row_tiles > 1, warps_per_sm(problem)
-    if bits > _WIDE_BITS or ctas <= target.sms // _FEW_PAIRS or (wide and ctas <= target.sms):
+    if ctas <= target.sms // _FEW_PAIRS or (wide and ctas <= target.sms and bits <= _WIDE_BITS):
         return usual
+    shared = _SHARED
+    if bits > _WIDE_BITS:  # their rings take all of the shared memory, with half of the warps that registers allow
+        most, shared = usual.warps * usual.min_blocks, _SHARED[:1] if wide else _SHARED
+        if ctas > target.sms or problem.pairs * problem.tokens <= _SHORT:
+            return usual
     reached = (0.92 if bits > 3 else 0.7) * target.dram_gb_s
     memory = 4e-3 * ctas * (problem.tokens / 16 * problem.tile_words) / reached
 
@@ -297,11 +303,15 @@ def _spread(usual: Decode, problem: DecodeProblem, target: Target) -> Decode:
     if (waves <= 1 or wide) and waves / math.ceil(waves) >= _FULL:
         return usual
     late = uneven(division.splits)
-    late = _UNEVEN * late if usual.min_blocks > 1 and waves <= 1 else _UNEVEN_LARGE * late**1.5
+    if usual.min_blocks > 1 and waves <= 1:
+        late *= _UNEVEN
+    else:
+        late = _UNEVEN_16BIT * late if bits > _WIDE_BITS else _UNEVEN_LARGE * late**1.5
     us = memory * (1 + late) + _WAVE_US * (math.ceil(waves) - 1) + tail_us(problem, usual, division)
     found = [(_CLEARLY * us, usual)]
-    for blocks in _SHARED:
-        warps, splits = most // blocks, target.sms * blocks // ctas
+    for blocks in shared:
+        warps = round(most / blocks) if bits > _WIDE_BITS else most // blocks
+        splits = target.sms * blocks // ctas
         full = splits and math.ceil(ctas * splits / target.sms) == blocks
         few = splits * warps * max(problem.group, 32) > problem.tokens
         if warps < 2 or warps * blocks < _FULL * most or not full or (few and splits > 1) or splits > _MOST_SPLITS:
@@ -414,7 +424,8 @@ def divide(
     ctas = problem.pairs * schedule.row_groups(problem)
     slots = device.sms * schedule.min_blocks / ctas
     shared = schedule.min_blocks > 1 and device.sms // _FEW_PAIRS < ctas <= device.sms
-    shared = shared and problem.tile_words <= _WIDE_BITS * problem.head_dim
+    short = problem.pairs * problem.tokens <= _SHORT
+    shared = shared and (problem.tile_words <= _WIDE_BITS * problem.head_dim or not short)
     clusters = ((1, 1.0), *(_CLUSTERS if target.supports("cluster") else ()))
     made = []
     for parts in dict.fromkeys((1, max(1, problem.group // max(32, 16 * schedule.tiles)))):

@@ -125,6 +125,13 @@ CASES = {
         Case("int4_channel32", "int4", lengths=(1300, 520), page=32, head_dim=64, kv_heads=1),
         Decode(1, 1, 1, 3, 1, ahead=0), 1,
     ),
+    "float16, three CTAs of an SM": (
+        Case("float16", "float16", lengths=(700, 300, 0), page=128), Decode(1, 3, 1, 3, 3), 4
+    ),
+    "float16, four CTAs of an SM": (Case("float16", "float16", lengths=(900, 16, 5)), Decode(1, 2, 1, 3, 4), 7),
+    "float16, 16 rows in two CTAs of an SM": (
+        Case("float16", "float16", q_len=4, lengths=(700, 300, 4)), Decode(2, 4, 1, 3, 2), 3
+    ),
     "bfloat16": (Case("bfloat16", "bfloat16", lengths=RAGGED, dtype="bfloat16"), ONE, 2),
     "bfloat16 queries": (Case("int4", "int4", lengths=RAGGED, dtype="bfloat16"), SMALL, 2),
     "static": (Case("int8_static", "int8_static", lengths=RAGGED), ONE, 2),
