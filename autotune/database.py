@@ -188,8 +188,8 @@ class Database:
             try:
                 self.link.execute("PRAGMA journal_mode=WAL")
                 return
-            except sqlite3.OperationalError:
-                if time.monotonic() > end:
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > end:
                     raise
                 time.sleep(0.05)
 

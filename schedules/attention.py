@@ -281,7 +281,7 @@ def _spread(usual: Decode, problem: DecodeProblem, target: Target) -> Decode:
     each, 4 are a wave of their own, and 72 leave 60 SMs idle; in CTAs of a quarter and a seventh of a pair, five and
     four on an SM, none has more than 1.2 and 1.05 times its share. int4, 8 kv heads, sequences of 4K and 16K, us on an
     H200: 9 of them 18.1 -> 16.0 and 56 -> 43, 17 33.4 -> 23.1 and 113 -> 77. f16 hides a second wave, but not idle SMs:
-    9 of them 54.6 -> 41.0 and 189 -> 144, 17 the same (`spread` of tests/data/tuning/decode_h200.json)."""
+    9 of them 54.6 -> 41.0 and 189 -> 144 (`spread` of tests/data/tuning/decode_h200.json)."""
     ctas, bits = problem.pairs * usual.row_groups(problem), problem.tile_words / problem.head_dim
     wide, most = usual.row_tiles > 1, warps_per_sm(problem)
     if ctas <= target.sms // _FEW_PAIRS or (wide and ctas <= target.sms and bits <= _WIDE_BITS):

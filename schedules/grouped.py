@@ -21,7 +21,7 @@ def choose(form: ModuleType, problem: Any, target: Target, m: int, experts: int,
     """A StreamK of `form` (schedules.stream_k, w4a8 or w4a8_fp8) for m tokens over `experts` experts.
 
     The tile whose launch is cheapest for the average expert's bucket of tokens, each of which goes to a random expert:
-    one that is only as wide as the average takes half of the experts two tiles. In 66 problems on an H200, 0.4 % from
+    one that is only as wide as the average takes half of the experts two tiles. In 66 problems on an H200, 0.5 % from
     the fastest tile in the mean (tests/data/tuning/grouped_h200.json).
 
     Args:
@@ -33,18 +33,18 @@ def choose(form: ModuleType, problem: Any, target: Target, m: int, experts: int,
     average = tile_costs.bucket(average) if average > 8 else 1 << (average - 1).bit_length()
     active = min(experts, 1 << (m - 1).bit_length())
     widest = tile_costs.bucket(ceil(average + 2 * average**0.5))
-    shapes = lambda tokens: getattr(form, "EXPERT_SHAPES", {}).get(tokens, _SHAPES)
-    tiles = [it for it in form.of_tile((16, 2, 1)).costs.units if it[0] <= widest and it[1:] in shapes(it[0])]
-    made = (form.fitted(form.of_tile(tile), problem, free) for tile in tiles)
-    return min(filter(legal, made), key=lambda s: us(s, problem, target, average, active))
+    costs = getattr(form, "EXPERT_COSTS", form.TILE_COSTS)
+    tiles = [tile for tile in costs.units if tile[0] <= widest and tile[1:] in _SHAPES]
+    made = (form.fitted(form.StreamK.of_tile(tile), problem, free) for tile in tiles)
+    return min(filter(legal, made), key=lambda s: us(costs, s, problem, target, average, active))
 
 
-def us(schedule: Any, problem: Any, target: Target, average: int, experts: int) -> float:
+def us(costs: tile_costs.TileCosts, schedule: Any, problem: Any, target: Target, average: int, experts: int) -> float:
     """Predicted microseconds of `average` tokens for each expert."""
     each = tiles_of_expert(average, schedule.block_tokens)
     tiles = round(experts * each * -(-problem.row_blocks // schedule.cta_blocks))
     weights = problem.row_blocks * problem.units * problem.unit_bytes
-    return (1 + _AGAIN * min(each - 1, 2)) * schedule.costs.us(
+    return (1 + _AGAIN * min(each - 1, 2)) * costs.us(
         (schedule.block_tokens, schedule.warpgroups, schedule.row_blocks),
         tiles,
         problem.units,

@@ -31,7 +31,7 @@ VARIABLE = "TERRAZZO_TUNED"
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 8, 8192
 _PADDING = 1.12  # a tile that pads a neighbouring M by more than this is no longer the tuned one
 _FEW_WIDTHS = ("multistage", "persistent")
-"""Programs whose tiles have 32, 64 or 128 tokens: a record serves other M that they pad as little."""
+"""Programs on mma.sync, whose tiles have few widths: a record serves other M that they pad as little."""
 _RECORD = {"op": str, "facts": dict, "m": int, "program": str, "schedule": dict, "us": (int, float)}
 
 

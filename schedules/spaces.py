@@ -173,6 +173,8 @@ class W4A16(Space):
             return _multistage_refusal(schedule, self.problem, target, m, 128 if self.scaled_sums else 256)
         if not target.supports("wgmma.f16"):
             return f"{target.arch} has no wgmma"
+        if schedule.block_tokens not in stream_k.BLOCK_TOKENS:
+            return f"no tile of {schedule.block_tokens} tokens"
         of_cluster = schedule.cluster_refusal(self.problem, target)
         return sums_refusal(schedule, self.scaled_sums) or of_cluster or ring_refusal(schedule, self.problem, target, 3)
 
@@ -245,6 +247,8 @@ class W4A8(Space):
             return _multistage_refusal(schedule, self.problem, target, m, 256)
         if not target.supports("wgmma.s8"):
             return f"{target.arch} has no integer wgmma"
+        if schedule.block_tokens not in (w4a8.BLOCK_TOKENS if program == "stream_k" else w4a8.PIPELINE_TOKENS):
+            return f"no tile of {schedule.block_tokens} tokens"
         if not schedule.legal():
             return f"{schedule.warpgroups} warpgroups with {schedule.sums} sums of a thread do not fit the registers"
         return schedule.cluster_refusal(self.problem, target) or ring_refusal(schedule, self.problem, target, 2)

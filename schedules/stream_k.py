@@ -13,7 +13,7 @@ from terrazzo.schedules.problem import WeightOnlyGemm
 BLOCK_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _OUT_PITCH = 24 * 2  # bytes of a staged output row
 _RESERVED = 2048  # barriers, alignment
-COSTS = tile_costs.TileCosts(  # sharing fitted to 1091 measurements of group 128 on H200, units to 400 (3 % rms),
+TILE_COSTS = tile_costs.TileCosts(  # sharing fitted to 1091 measurements of group 128 on H200, units to 400 (3 % rms),
     # tiles of up to 32 tokens to 340 before
     start=1.45, store=0.615, share=1.786, add=0.743, uneven=1.175, uneven_area=0.628,
     part=1.599, part_area=1.04, part_each=0.342, pair=0.7, pair_area=0.8, traffic=0.881, busy=0.222,
@@ -30,7 +30,7 @@ COSTS = tile_costs.TileCosts(  # sharing fitted to 1091 measurements of group 12
 )  # fmt: skip
 
 _OF_PAIRS = replace(
-    COSTS, units={**COSTS.units, (128, 1, 1): 0.5, (96, 1, 1): 0.46, (64, 1, 1): 0.34, (32, 1, 1): 0.306}
+    TILE_COSTS, units={**TILE_COSTS.units, (128, 1, 1): 0.5, (96, 1, 1): 0.46, (64, 1, 1): 0.34, (32, 1, 1): 0.306}
 )
 """Where the CTAs of a tile are pairs, tiles of one warpgroup are worth it too; 70 measurements on H200 (4 % rms)."""
 _FINE_RING = ((80, 4, 1), (96, 4, 1), (112, 2, 2), (112, 4, 1), (128, 2, 2), (128, 4, 1), (224, 2, 1), (256, 2, 1))
@@ -52,6 +52,11 @@ class StreamK:
     raster: int = 8
     per_sm: int = 1
     cluster: int = 1
+
+    @classmethod
+    def of_tile(cls, tile: tile_costs.Tile, raster: int = 8) -> StreamK:
+        """That of a tile, with two stages."""
+        return cls(*tile, stages=2, stage_k=64 if tile in _FINE_RING else 128, raster=raster)
 
     @property
     def cta_blocks(self) -> int:
@@ -83,18 +88,13 @@ class StreamK:
     @property
     def costs(self) -> tile_costs.TileCosts:
         """What its launches cost; CTAs that share an SM share its tensor cores (46 tuned launches on H200, 9 % rms)."""
-        costs = COSTS if self.cluster == 1 else _OF_PAIRS
+        costs = TILE_COSTS if self.cluster == 1 else _OF_PAIRS
         tile = self.block_tokens, self.warpgroups, self.row_blocks
         return replace(costs, units={tile: 1.2 * self.per_sm * costs.unit(tile)}) if self.per_sm > 1 else costs
 
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
         return asdict(self)
-
-
-def of_tile(tile: tile_costs.Tile, raster: int = 8) -> StreamK:
-    """The schedule of a tile, with two stages."""
-    return StreamK(*tile, stages=2, stage_k=64 if tile in _FINE_RING else 128, raster=raster)
 
 
 def choose(
@@ -114,8 +114,8 @@ def choose(
         spills = tile == (64, 3, 2) and problem.groups_per_128 > 1
         if tile[0] in tokens and not spills and (tile not in _COOL or m <= 128):
             raster = tile_costs.raster(-(-top // tile[0]), problem.row_blocks, target)
-            s = of_tile(tile, raster)
-            both = [s] if tile in COSTS.units else []
+            s = StreamK.of_tile(tile, raster)
+            both = [s] if tile in TILE_COSTS.units else []
             both += [it for it in [pairs(fitted(s, problem, target), problem, target, top)] if it]
             found += [(_divide(it, problem, target, top)[0], it) for it in both]
     return fitted(min(found, key=lambda it: it[0])[1], problem, target)

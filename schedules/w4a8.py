@@ -107,6 +107,11 @@ class StreamK:
 
     has_clusters: ClassVar[bool] = True
 
+    @classmethod
+    def of_tile(cls: type[S], tile: tile_costs.Tile, raster: int = 8) -> S:
+        """That of a tile, with two stages."""
+        return cls(*tile, stages=2, raster=raster)
+
     @property
     def cta_blocks(self) -> int:
         """Row blocks of 64 of one CTA."""
@@ -265,24 +270,20 @@ def fitted(schedule: StreamK, problem: IntegerGemm, target: Target, most: int = 
     return replace(schedule, stages=min(most, (target.smem_per_block - fixed) // schedule.stage_bytes(problem)))
 
 
-def of_tile(tile: tile_costs.Tile, raster: int = 8) -> StreamK:
-    """The schedule of a tile, with two stages."""
-    return StreamK(*tile, stages=2, raster=raster)
-
-
 def choose(
     problem: IntegerGemm, target: Target, m: int, widths: Sequence[int] = BLOCK_TOKENS, may_pair: bool = True
 ) -> StreamK:
     """The tile whose launch is cheapest for the bucket of m (`tile_costs`), with as many stages as fit.
 
-    widths: tokens of the tiles to choose from. may_pair: also pairs of CTAs.
+    Args:
+        widths: tokens of the tiles to choose from. may_pair: also pairs of CTAs.
     """
     top, tokens = tile_costs.bucket(m), tile_costs.widths(m, widths)
     found = []
     for tile in _OF_PAIRS.units:
         if tile[0] in tokens:
             raster = tile_costs.raster(-(-top // tile[0]), problem.row_blocks, target)
-            s = fitted(of_tile(tile, raster), problem, target, UNROLLED_STAGES)
+            s = fitted(StreamK.of_tile(tile, raster), problem, target, UNROLLED_STAGES)
             both = [s] if tile in TILE_COSTS.units else []
             both += [it for it in [may_pair and pairs(s, problem, target, top)] if it]
             found += [(_divide(it, problem, target, top)[0], it) for it in both]

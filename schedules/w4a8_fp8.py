@@ -18,18 +18,22 @@ from terrazzo.schedules.w4a8 import IntegerGemm, Multistage, fitted
 BLOCK_TOKENS = w4a8.BLOCK_TOKENS
 AT_ONCE = 128
 """Most tokens of a product; a wider tile has two, which take turns in one set of sums of a group."""
-EXPERT_SHAPES = {16: ((2, 1),)}
-"""Tokens of a tile of experts -> its warpgroups and row blocks of each, where not all are worth it: with a token for
-each of 128 experts [2048, 768] two warpgroups took 21.5 us, four of two row blocks 26.3 (H200)."""
-COSTS = replace(  # fitted to 180 measurements of group 128 on H200; tiles up to 32 tokens, and sharing, are int8's
+TILE_COSTS = replace(  # fitted to 180 measurements of group 128 on H200; tiles up to 32 tokens, and sharing, are int8's
     w4a8.TILE_COSTS,
     units={
         **{tile: cost for tile, cost in w4a8.TILE_COSTS.units.items() if tile[0] <= 32},
         (32, 1, 1): 0.17, (48, 2, 1): 0.215, (48, 4, 1): 0.375, (64, 1, 1): 0.178, (64, 2, 1): 0.25, (64, 4, 1): 0.5,
         (80, 2, 1): 0.31, (96, 1, 1): 0.22, (96, 2, 1): 0.356, (112, 2, 1): 0.394, (128, 1, 1): 0.264,
-        (128, 2, 1): 0.422, (160, 2, 1): 0.604, (192, 2, 1): 0.694, (224, 2, 1): 0.767, (256, 2, 1): 0.79,
+        (128, 2, 1): 0.422, (160, 2, 1): 0.604, (192, 2, 1): 0.694, (224, 2, 1): 0.767, (256, 2, 1): 0.817,
     },
 )  # fmt: skip
+EXPERT_COSTS = replace(
+    TILE_COSTS,
+    units={tile: cost for tile, cost in TILE_COSTS.units.items() if tile[0] > 16 or tile == (16, 2, 1)}
+    | {(256, 2, 1): 0.78},
+)
+"""Of experts: with one token each two warpgroups were up to a fifth faster than four; in launches of 8192 tokens and
+more, at the power limit, 256 tokens 4 to 5 % faster than 128 (one run each on an H200, not kept)."""
 _LARGE = 100  # millions of weights from which four warpgroups have enough tiles to share, as on int8
 
 
@@ -48,7 +52,7 @@ class StreamK(w4a8.StreamK):
 
     @property
     def costs(self) -> tile_costs.TileCosts:
-        return COSTS
+        return TILE_COSTS
 
     def legal(self) -> bool:
         """As on int8; and more than 128 tokens, whose ring is not unrolled, in two warpgroups of one row block each."""
@@ -56,17 +60,14 @@ class StreamK(w4a8.StreamK):
         return self.warpgroups == 2 if wide else super().legal()
 
 
-def of_tile(tile: tile_costs.Tile, raster: int = 8) -> StreamK:
-    """The schedule of a tile, with two stages."""
-    return StreamK(*tile, stages=2, raster=raster)
-
-
 def choose(problem: IntegerGemm, target: Target, m: int, widths: Sequence[int] = BLOCK_TOKENS) -> StreamK:
     """The tile whose launch is cheapest for the bucket of m: of four warpgroups where the accumulators and the number
-    of tiles allow it, else of two, or of pairs of CTAs, of one warpgroup or two. widths: tokens of the tiles to choose
-    from.
+    of tiles allow it, else of two, or of pairs of CTAs, of one warpgroup or two.
 
     A warpgroup has one group of wgmma in flight and converts 64 k meanwhile, so more of them fill the tensor core.
+
+    Args:
+        widths: tokens of the tiles to choose from.
     """
     millions = problem.row_blocks * 64 * problem.units * 128 / 1e6
     top = tile_costs.bucket(m)
@@ -74,7 +75,7 @@ def choose(problem: IntegerGemm, target: Target, m: int, widths: Sequence[int] =
     for tokens in tile_costs.widths(m, widths):
         warpgroups = 4 if tokens <= 64 and millions >= _LARGE else 2
         raster = tile_costs.raster(-(-top // tokens), problem.row_blocks, target) if tokens > AT_ONCE else 8
-        tiles = [StreamK(tokens, number, 1, 2, raster) for number in dict.fromkeys((warpgroups, 2, 1))]
+        tiles = [StreamK.of_tile((tokens, number, 1), raster) for number in dict.fromkeys((warpgroups, 2, 1))]
         tiles = [fitted(s, problem, target, w4a8.UNROLLED_STAGES) for s in tiles if s.legal()]
         paired = (w4a8.pairs(s, problem, target, top) for s in tiles if tokens <= AT_ONCE)
         found += [tiles[0], *filter(None, paired)]

@@ -38,8 +38,6 @@ class W4A8Fp8(spaces.W4A8):
             return f"{target.arch} has no wgmma of e4m3"
         if program != "stream_k" and not target.supports("mma.e4m3"):
             return f"{target.arch} emulates mma.sync of e4m3"
-        if program == "stream_k" and schedule.block_tokens not in w4a8_fp8.BLOCK_TOKENS:
-            return f"no tile of {schedule.block_tokens} tokens"
         if program == "multistage" and schedule.block_tokens >= 64 and schedule.row_blocks > 1:
             return "products wait in registers to be scaled: one row tile for each warp from 64 tokens on"
         return super().refusal(program, schedule, target, m)

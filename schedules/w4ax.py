@@ -26,9 +26,7 @@ _RESERVED = 2048  # barriers, alignment
 _SUMS = {1: 192, 2: 192, 3: 96, 4: 64}
 # the same of the integer program, beside two sets of operands; s32 sums alone, where the f32 ones lie in shared memory
 _INTEGER_SUMS, _STASHED_SUMS = {1: 128, 2: 128, 3: 64, 4: 64}, {3: 64}
-
-
-COSTS = replace(  # of two-level scales: units fitted to 330 measurements on H200 (3 % rms), the rest W4A8's
+TILE_COSTS = replace(  # of two-level scales: units fitted to 330 measurements on H200 (3 % rms), the rest W4A8's
     w4a8.TILE_COSTS,
     units={
         (16, 2, 1): 0.232, (16, 4, 1): 0.43, (32, 2, 1): 0.232, (32, 4, 1): 0.448,
@@ -224,7 +222,7 @@ def fitted(schedule: StreamK | Integer, problem: MixedGemm, target: Target) -> S
     return replace(schedule, stages=min(12, (target.smem_per_block - fixed) // schedule.stage_bytes))
 
 
-def width(m: int) -> int:
+def _width(m: int) -> int:
     """Tokens of the tiles for m: as few as with the widest ones, and as narrow as so many tiles may be."""
     tiles = -(-tile_costs.bucket(m) // BLOCK_TOKENS[-1])
     return next(tokens for tokens in BLOCK_TOKENS if tokens * tiles >= tile_costs.bucket(m))
@@ -236,14 +234,15 @@ def choose_integer(problem: MixedGemm, target: Target, m: int) -> Integer:
     top = tile_costs.bucket(m)
     if top <= 32:
         return fitted(Integer(top, choose(problem, target, m).warpgroups, stages=2), problem, target)
-    tiles = [tile[:2] for tile in COSTS.units if tile[0] in tile_costs.widths(m, BLOCK_TOKENS)]
+    widths = tile_costs.widths(m, BLOCK_TOKENS)
+    tiles = [tile[:2] for tile in TILE_COSTS.units if tile[0] in widths]
     found = [fitted(Integer(*tile, stages=2), problem, target) for tile in tiles]
     return min(found, key=lambda s: integer_us(s, problem, target, top))
 
 
 def choose(problem: MixedGemm, target: Target, m: int) -> StreamK:
     """Tile shape by tokens and size of the weight, with as many stages as fit."""
-    tokens = width(m)
+    tokens = _width(m)
     millions = problem.row_blocks * 64 * problem.units * BLOCK / 1e6
     warpgroups = (4 if millions >= 40 else 2) if tokens <= 32 else (3 if millions >= 80 else 2) if tokens <= 64 else 2
     # wide tiles scale as long as they multiply: one warpgroup after the other
@@ -265,7 +264,7 @@ def integer_us(schedule: Integer, problem: MixedGemm, target: Target, m: int) ->
 
 def _divide(schedule: Integer, problem: MixedGemm, target: Target, m: int) -> tuple[float, Partition]:
     """Microseconds of the cheapest way to divide the tiles over the SMs, and the partition."""
-    return COSTS.divide(
+    return TILE_COSTS.divide(
         (schedule.block_tokens, schedule.warpgroups, 1),
         -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.warpgroups),
         problem.units,

@@ -52,7 +52,7 @@ def test_goals(result):
     share = 57344 * 8192 / 2 / 70 / 1e3 / 4000
     assert rows["(57344, 8192) at M = 1, share of the copy bandwidth"] == ("85%", f"{share:.0%}", "not reached")
     assert rows["CPU time of a call from Python"] == ("< 15 us", "9.0 us", "reached")
-    assert set(report.GOALS) <= set(w4a16.MS)
+    assert set(report.GOALS) == set(w4a16.MS) - {96, 160, 192}  # no goal was set for what lies between
 
 
 def test_goals_of_w4a8(result):
@@ -98,12 +98,18 @@ def test_goals_of_the_quantizer(result):
 
 def test_the_benchmark_of_w4a8_compiles_few_kernels(capsys):
     """GPU time is spent on measuring: every default kernel serves one weight and a bucket of M."""
-    for arguments in ([], ["--quick"], ["--ablation"], ["--quantizer"], ["--fp8"]):
+    for arguments, most in (
+        ([], 180),
+        (["--quick"], 50),
+        (["--ablation"], 75),
+        (["--quantizer"], 40),
+        (["--fp8"], 150),
+    ):
         assert w4a8.main([*arguments, "--count"]) == 0
-        assert int(capsys.readouterr().out.split()[0]) <= 190
+        assert int(capsys.readouterr().out.split()[0]) <= most
     for program, arguments in ((w4a8_ablation, ["--quick"]), (w4a8_quantizer, [])):
         assert program.main([*arguments, "--count"]) == 0
-        assert int(capsys.readouterr().out.split()[0]) <= 190
+        assert int(capsys.readouterr().out.split()[0]) <= 135
 
 
 def test_schedules_of_the_quantizer_are_those_in_use_and_more():

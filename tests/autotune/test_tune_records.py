@@ -21,7 +21,9 @@ from terrazzo.ops.w4a8 import op as w4a8
 from terrazzo.ops.w4a16 import grouped as grouped16
 from terrazzo.ops.w4a16 import op as w4a16
 from terrazzo.ops.w4ax import op as w4ax
-from terrazzo.schedules import records
+from terrazzo.schedules import records, spaces
+from terrazzo.schedules import w4a8 as w4a8_schedules
+from terrazzo.schedules.problem import WeightOnlyGemm
 
 pytestmark = pytest.mark.usefixtures("without_records")
 H200, H100 = Target.parse("nvidia/nvidia-h200"), Target.parse("nvidia/nvidia-h100")
@@ -236,6 +238,19 @@ def test_the_nearest_record_of_a_bucket_does_not_pad_more():
     assert made.find("w4a16", FACTS, 300)[0] is None  # 256-token tiles would compute 512 for 300
     assert made.find("w4a16", FACTS, 1900)[0].m == 2048 and made.find("w4a16", FACTS, 128)[0] is None
     assert [records.bucket(m) for m in (1, 8, 9, 64, 65, 5000, 90000)] == [8, 8, 16, 64, 128, 8192, 8192]
+
+
+@pytest.mark.parametrize("tokens", [8, 72, 144, 512])
+def test_a_record_with_a_tile_that_no_program_has_leaves_the_choice_to_the_heuristic(tokens):
+    target, tile = Target.parse("nvidia/nvidia-h200"), dict(warpgroups=2, row_blocks=1, stages=3)
+    of = w4a8_schedules.IntegerGemm.of(6144, 4096, 64)
+    for space, more in (
+        (spaces.W4A16(WeightOnlyGemm(6144, 4096, 1, 192), False, False), {"stage_k": 64}),
+        (spaces.W4A8(of), {}),
+    ):
+        schedule, why = space.revive("stream_k", {"block_tokens": tokens, **tile, **more}, target, 64)
+        assert schedule is None and f"no tile of {tokens} tokens" in why
+    assert "no tile of 160 tokens" in spaces.W4A8(of).revive("basic", {"block_tokens": 160, **tile}, target, 160)[1]
 
 
 def test_every_m_includes_the_records_kernels():

@@ -143,6 +143,12 @@ def test_few_tokens_reach_few_experts():
     assert (few.block_tokens, few.cta_blocks) == (16, 2) and many.cta_blocks > 2
 
 
+@pytest.mark.parametrize(("m", "experts", "tokens"), [(2048, 8, 128), (32768, 128, 128), (8192, 8, 256)])
+def test_experts_on_e4m3_take_tiles_of_two_products_where_padding_is_little(m, experts, tokens):
+    problem = w4a8_schedules.IntegerGemm.of(28672, 4096, 128)
+    assert grouped.choose(w4a8_fp8, problem, HOPPER, m, experts).block_tokens == tokens
+
+
 def test_random_experts_take_as_many_tiles_as_the_model_says():
     rng = torch.Generator().manual_seed(1)
     for average, tokens in ((16, 16), (16, 32), (64, 64), (64, 80), (256, 96), (3, 16)):

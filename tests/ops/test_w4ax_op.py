@@ -47,7 +47,8 @@ def test_schedules_fit_their_targets():
             hopper = schedules.choose(gemm, Target.parse("sm_90a"), m)
             integer = schedules.choose_integer(gemm, Target.parse("sm_90a"), m)
             assert hopper.legal() and hopper.stages >= 2 and integer.legal() and integer.stages >= 3
-            for each in (hopper, integer):
+            found = W4Ax(gemm).candidates(Target.parse("sm_90a"), m)
+            for each in (hopper, integer, *(it.schedule for it in found if it.program == "stream_k")):
                 assert each.smem_bytes(gemm) <= Target.parse("sm_90a").smem_per_block
             for arch in ("sm_80", "sm_86"):
                 target = Target.parse(arch)
