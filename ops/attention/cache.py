@@ -34,6 +34,8 @@ class PackedCache:
         pages: int32 [P, Hkv, words of a page]; contiguous: page b is sequence b, as long as the longest may grow.
         lengths: int32 [B], tokens of each sequence.
         max_length: host-side bound of `lengths`, for the number of splits.
+        mean_length: host-side guess of their average, 0 for none. Well below max_length it makes `decode` split each
+            sequence by its own length, whatever that is on the device; else all are split like the longest.
         block_table: int32 [B, most pages] of page numbers, or None when contiguous.
         page_size: tokens of a page, 0 when contiguous.
         residual: int32 [slots, Hkv, (residual_tokens / 16 + 1) * words of an f16 tile], or None.
@@ -51,6 +53,7 @@ class PackedCache:
     slots: torch.Tensor | None = None
     k_static: torch.Tensor | None = None
     v_static: torch.Tensor | None = None
+    mean_length: int = 0
 
     @property
     def kv_heads(self) -> int:
@@ -112,6 +115,8 @@ class PackedCache:
                 self._tensor(name, "float32", (heads, layout.head_dim), "one scale for each dimension")
         if type(self.max_length) is not int or self.max_length < 0:
             raise ArgumentError("max_length", self.max_length, "must be a number of tokens", "bound the lengths")
+        if type(self.mean_length) is not int or self.mean_length < 0:
+            raise ArgumentError("mean_length", self.mean_length, "must be a number of tokens", "0 where it is not known")
         self.__dict__["_checked"] = True
 
     def _check_residual(self, batch: int, heads: int) -> None:

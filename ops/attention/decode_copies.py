@@ -42,7 +42,7 @@ def make_copy_macros(
     bulk: bool,
     ahead: int,
 ) -> SimpleNamespace:
-    """Macros prefetch, start, confirm and fetch; token_of, and sizes.
+    """Macros prefetch, start, confirm and fetch; token_of, and sizes: `least` tokens are worth a split of their own.
 
     Args:
         tiles, stages, warps, parts, page, residual: as of decode_program. bulk: copies are bulk copies and arrive on
@@ -248,5 +248,6 @@ def make_copy_macros(
                 restart(KV, TABLE, ring, full, w)
 
     return SimpleNamespace(
-        prefetch=prefetch, start=start, confirm=confirm, fetch=fetch, token_of=token_of, per_chunk=per_chunk
-    )
+        prefetch=prefetch, start=start, confirm=confirm, fetch=fetch, token_of=token_of, per_chunk=per_chunk,
+        least=warps * max(chunk, 64),
+    )  # fmt: skip

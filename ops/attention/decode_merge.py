@@ -74,8 +74,9 @@ def make_merge_macros(
 
     warps: or warpgroups, whose sums are merged. threads: of the CTA, 0 for those of the warps.
 
-    `w` as in decode_copies, with y, group, here, query, head, `partials`, how many results there are of an output, and
-    in a cluster `sent`, the barrier of what the others send, of one arrival. Before `merge_warps` a cluster waits for
+    `w` as in decode_copies, with y, group, here, query, head, `partials`, how many results there are of an output, row
+    `part_row` of OP and LP and place `part_base` there where they begin, and in a cluster `sent`, the barrier of what
+    the others send, of one arrival. Before `merge_warps` a cluster waits for
     the arrivals in `stage_sums`.
     """
     import tilelang.language as T
@@ -157,11 +158,11 @@ def make_merge_macros(
         for e in each(4):
             c.o[e] = c.o[e] * c.f[0]
         T.call_extern(
-            "handle", "tz_store16", T.access_ptr(OP[w.b, w.hy, w.split // cluster, row, col], "w", 4),
+            "handle", "tz_store16", T.access_ptr(OP[w.part_row, w.hy, w.part_base + w.split // cluster, row, col], "w", 4),
             T.access_ptr(c.o, "r"),
         )  # fmt: skip
         if leads:
-            LP[w.b, w.hy, w.split // cluster, w.split % cluster * cols + row] = T.if_then_else(
+            LP[w.part_row, w.hy, w.part_base + w.split // cluster, w.split % cluster * cols + row] = T.if_then_else(
                 c.l[0] > 0, c.m[0] + T.call_extern("float32", "tz_log2", c.l[0]), T.float32(LOWEST)
             )
 
@@ -180,10 +181,11 @@ def make_merge_macros(
         if of_splits:
             T.call_extern(
                 "handle", "tz_load16cg", T.access_ptr(c.x[i * 4], "w", 4),
-                T.access_ptr(OP[w.b, w.hy, k, row, col], "r", 4),
+                T.access_ptr(OP[w.part_row, w.hy, w.part_base + k, row, col], "r", 4),
             )  # fmt: skip
             c.lse[i] = T.call_extern(
-                "float32", "tz_loadcg", T.access_ptr(LP[w.b, w.hy, k, w.split % cluster * cols + row], "r", 1)
+                "float32", "tz_loadcg",
+                T.access_ptr(LP[w.part_row, w.hy, w.part_base + k, w.split % cluster * cols + row], "r", 1),
             )
         else:
             at = (k * c.items[0] + c.item[0]) * _SHARE

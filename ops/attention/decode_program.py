@@ -11,6 +11,9 @@ running maximum is lazy: sums are rescaled only when a score exceeds it by 2^4, 
 
 The splits of a cluster add up what they send to one another's shared memory, and the last cluster to finish combines
 what is left, in a fixed order: results have the same bits in every run.
+
+A `balanced` kernel cuts ragged batches: each CTA reads all lengths and finds from them which split of which sequence it
+is (`tz_place`), so that a long sequence has more splits than a short one, whatever the lengths are at that time.
 """
 
 from types import SimpleNamespace
@@ -104,6 +107,7 @@ def build(
     parts: int = 1,
     cluster: int = 1,
     convert: str = "masked",
+    balanced: bool = False,
 ):
     """The prim_func `main` for up to 8 * row_tiles rows in a CTA.
 
@@ -116,12 +120,14 @@ def build(
         ahead: stages of a warp that are fetched into L2 while the kernel ahead may still run (decode_copies.py), 0..32.
         parts: warps that share a group of channel-wise keys. cluster: splits whose CTAs are a cluster, 1..16.
         convert: "masked", or "plain" for integer-to-float instructions (ablation.py).
+        balanced: sequences get splits in proportion to their tokens; without clusters, nothing is fetched ahead. Of P
+            CTAs along x, P - B are what all tokens would be divided by (schedules/attention_balance.py).
 
     Shapes: Q and O [B, q_len, Hq, D] in `dtype`; KV int32 [pages, Hkv, page words]; TABLE int32 [B, most pages] (one
     element when contiguous); LEN int32 [B], tokens in all, the q_len new ones included; RES int32 [slots, Hkv, words]
     and SLOT int32 [B]; SK, SV f32 [Hkv, D] for static formats (one element otherwise); SINK f32 [Hq]; OP f32
-    [B, Y, P, rows, D] and LP f32 [B, Y, P, cluster * rows], Y = Hkv * row groups, P = splits / cluster; SEM int32
-    [B * Y * cluster], zero between launches; LSE f32 [B, q_len, Hq], base 2. Scalars: softmax scale * log2(e),
+    [B, Y, P, rows, D] and LP f32 [B, Y, P, cluster * rows], Y = Hkv * row groups, P = splits / cluster, of a balanced
+    kernel [1, Y, P, ...], P splits of all sequences; SEM int32 [B * Y * cluster], zero between launches; LSE f32 [B, q_len, Hq], base 2. Scalars: softmax scale * log2(e),
     cap * log2(e), window in tokens (0: none).
     """
     import tilelang.language as T
@@ -147,8 +153,9 @@ def build(
         raise ArgumentError("page", page, f"must be a multiple of {max(mini, layout.block_tokens)}", "change tiles")
     if not 0 <= ahead <= 32:
         raise ArgumentError("ahead", ahead, "must be 0..32: a lane fetches a stage", "use 0")
-    if not 1 <= cluster <= (BATCH if target.supports("cluster") else 1):
-        raise ArgumentError("cluster", cluster, f"{target.arch} has clusters of 1..16 CTAs or none", "use 1")
+    if not 1 <= cluster <= (BATCH if target.supports("cluster") and not balanced else 1):
+        constraint = "balanced kernels have none" if balanced else f"{target.arch} has clusters of 1..16 CTAs or none"
+        raise ArgumentError("cluster", cluster, constraint, "use 1")
     stage = stage_words(layout, tiles)
     threads = warps * 32
     total_words = shared_words(layout, nt, warps, tiles, stages, shared_rows, cluster)
@@ -168,7 +175,7 @@ def build(
     spare = make_tile_macros(CacheLayout("float16", "float16", head_dim), nt, 1, softcap) if residual else None
     copies = make_copy_macros(
         layout, tiles=tiles, stages=stages, warps=warps, parts=parts, page=page, residual=residual, bulk=bulk,
-        ahead=ahead if pdl else 0,
+        ahead=ahead if pdl and not balanced else 0,
     )  # fmt: skip
     merge = make_merge_macros(layout, tile, row_tiles=nt, warps=warps, cluster=cluster, dtype=dtype, sinks=sinks)
     cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
@@ -180,7 +187,7 @@ def build(
     SLOTS, RES_H, RES_WORDS = T.dynamic("slots"), T.dynamic("rh"), T.dynamic("res_words")
     SKH, SKD, SVH, SVD, SINKS = (T.dynamic(name) for name in ("skh", "skd", "svh", "svd", "n_sinks"))
     Y, P = T.dynamic("y"), T.dynamic("p")
-    S = P * cluster
+    S, part_rows = P * cluster, 1 if balanced else B
 
     def piece(v, tx):
         """(row of the CTA, first value) of the 16 bytes of Q that a thread fetches in turn v."""
@@ -308,8 +315,8 @@ def build(
         SK: T.Tensor((SKH, SKD), "float32"),
         SV: T.Tensor((SVH, SVD), "float32"),
         SINK: T.Tensor((SINKS,), "float32"),
-        OP: T.Tensor((B, Y, P, cols, D), "float32"),
-        LP: T.Tensor((B, Y, P, cluster * cols), "float32"),
+        OP: T.Tensor((part_rows, Y, P, cols, D), "float32"),
+        LP: T.Tensor((part_rows, Y, P, cluster * cols), "float32"),
         SEM: T.Tensor((B * Y * cluster,), "int32"),
         O: T.Tensor((B, QL, HQ, D), dtype),
         LSE: T.Tensor((B, QL, HQ), "float32"),
@@ -317,7 +324,7 @@ def build(
         cap: T.float32,
         window: T.int32,
     ):
-        with T.Kernel(S, Y, B, threads=threads, prelude=source, **cluster_dims) as (split, hy, b):
+        with T.Kernel(S, Y, part_rows, threads=threads, prelude=source, **cluster_dims) as (bx, hy, bz):
             ring = T.alloc_shared((total_words,), "int32")
             full = T.alloc_barrier([1] * (warps * stages)) if bulk else None
             sent = T.alloc_barrier([1]) if cluster > 1 else None
@@ -327,9 +334,12 @@ def build(
             setattr(st, "row_facts", T.access_ptr(ring[facts], "r"))  # noqa: B010  (TileLang takes = for a buffer's)
             c = merge_state()
             ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
+            place = T.alloc_local((4,), "int32")  # sequence, split, splits and the first of them
             w = SimpleNamespace(
-                b=b, hy=hy, split=split, splits=S, partials=P, q_len=QL, window=window, kv_heads=HK, pages=PAGES,
-                most=MOST, page_words=PAGE_WORDS, row_query=T.alloc_local((turns,), "int32"),
+                b=place[0] if balanced else bz, hy=hy, split=place[1] if balanced else bx,
+                splits=place[2] if balanced else S, partials=place[2] if balanced else P,
+                part_row=0 if balanced else bz, part_base=place[3] if balanced else 0, q_len=QL, window=window,
+                kv_heads=HK, pages=PAGES, most=MOST, page_words=PAGE_WORDS, row_query=T.alloc_local((turns,), "int32"),
                 row_head=T.alloc_local((turns,), "int32"), sent=sent, member=ints["lane"], **ints,
             )  # fmt: skip
             if pdl:
@@ -344,10 +354,18 @@ def build(
             w.read[0] = 0
             w.parity[0] = 0
             place_rows(st, w, tx)
-            if pdl and ahead:
+            if pdl and ahead and not balanced:
                 copies.prefetch(KV, TABLE, LEN, w)
             if pdl:
                 T.pdl_sync()
+            if balanced:
+                T.call_extern(
+                    "handle", "tz_place", T.access_ptr(place, "w"), T.access_ptr(LEN[0], "r"), B,
+                    T.call_extern("int32", "tz_select", less(0, window), window + QL, 0x7FFFFFFF), bx, P - B,
+                    copies.least, MAX_SPLITS,
+                )  # fmt: skip
+                if less(place[2], 1):
+                    T.thread_return()
             ask_rows(Q, ring, w, tx)
             copies.start(KV, TABLE, LEN, ring, full, w)
             copies.confirm(KV, TABLE, ring, full, w)
@@ -359,15 +377,15 @@ def build(
             if residual:
                 if less(w.packed[0], w.length[0]):
                     spare_q(ring, st, w)
-                    for i in T.serial(T.ceildiv(w.length[0] - w.packed[0], 16 * warps * S)):
-                        j = (i * warps + w.warp[0]) * S + split
+                    for i in T.serial(T.ceildiv(w.length[0] - w.packed[0], 16 * warps * w.splits)):
+                        j = (i * warps + w.warp[0]) * w.splits + w.split
                         if less(w.packed[0] + j * 16, w.length[0]):
                             spare.step(
                                 T.call_extern(
                                     "handle",
                                     "tz_page",
                                     T.access_ptr(RES[0, 0, 0], "r", 1),
-                                    peek(SLOT, b),
+                                    peek(SLOT, w.b),
                                     RES_H * RES_WORDS,
                                     w.h[0] * RES_WORDS + (w.packed[0] // 16 + j) % spare_tiles * spare.tile_words,
                                 ),
@@ -428,9 +446,9 @@ def build(
             merge.merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx)
             if cluster > 1:
                 merge.merge_cluster(ring, OP, LP, O, LSE, SINK, c, w, tx)
-            if P > 1:
-                group_of = (b * Y + hy) * cluster + split % cluster
-                if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[group_of], "rw", 1), P):
+            if w.partials > 1:
+                group_of = (w.b * Y + hy) * cluster + w.split % cluster
+                if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[group_of], "rw", 1), w.partials):
                     merge.combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx)
 
     return main

@@ -288,8 +288,8 @@ def build(
             ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, *OWN_INTEGERS)}
             q, p = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()
             w = SimpleNamespace(
-                b=b, hy=hy, split=split, splits=S, partials=P, q_len=QL, window=window, kv_heads=HK, pages=PAGES,
-                most=MOST, page_words=PAGE_WORDS, sent=sent, quarter=tx // 32 % 4, **ints,
+                b=b, hy=hy, split=split, splits=S, partials=P, part_row=b, part_base=0, q_len=QL, window=window,
+                kv_heads=HK, pages=PAGES, most=MOST, page_words=PAGE_WORDS, sent=sent, quarter=tx // 32 % 4, **ints,
             )  # fmt: skip
             T.pdl_trigger()
             w.lane[0] = tx % 32

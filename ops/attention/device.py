@@ -90,6 +90,52 @@ __device__ __forceinline__ void tz_rearm(void *bar) {
 """,
     ),
     Primitive(
+        "places",
+        "TileLang has no sums over the lanes below a lane, and would read lengths in front of the wait",
+        """\
+// The work of CTA `place` of a ragged batch, as {sequence, split, its splits, place of the first}; 0 splits if there
+// is none. A sequence has 1 .. `most` splits, one for every `total / shares` tokens, to the nearest, but for no fewer
+// than `least`; tokens beyond `reach` are not seen. So there are at most shares + count places.
+__device__ __forceinline__ void tz_place(void *out, const void *lengths, int count, int reach, int place, int shares,
+                                         int least, int most) {
+  int *found = (int *)out, lane = threadIdx.x % 32, seen[4], before = 0;
+  float total = 0.f;
+  auto look = [&](int base) {  // at 128 lengths
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      int i = base + q * 32 + lane;
+      seen[q] = i < count ? tz_max(0, tz_min((int)tz_read32((const int *)lengths + i), reach)) : -1;
+    }
+  };
+  for (int base = 0; base < count; base += 128) {
+    look(base);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) total += (float)tz_max(seen[q], 0);
+  }
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) total += tz_xor_shuffle(total, d);
+  // a little more than a share, whatever the rounding of the sum
+  int per = tz_max(least, (int)fminf(ceilf(total * 1.0005f / (float)shares), 2147483392.f));
+  found[0] = found[1] = found[2] = found[3] = 0;
+  for (int base = 0; base < count && !found[2]; base += 128) {
+    if (count > 128) look(base);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      int n = seen[q] < 0 ? 0 : tz_max(1, tz_min(most, (int)(((unsigned)seen[q] + per / 2) / per))), sum = n;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) { int v = __shfl_up_sync(~0u, sum, d); if (lane >= d) sum += v; }
+      unsigned behind = __ballot_sync(~0u, place < before + sum);
+      int at = tz_max(__ffs(behind) - 1, 0), own = tz_of_lane(n, at), end = before + tz_of_lane(sum, at);
+      if (behind && !found[2]) {
+        found[0] = base + q * 32 + at; found[1] = place - end + own; found[2] = own; found[3] = end - own;
+      }
+      before += tz_of_lane(sum, 31);
+    }
+  }
+}
+""",
+    ),
+    Primitive(
         "tiles",
         "16-bit rows go to registers as operand tiles, transposed or not, and packed words to runtime addresses",
         """\

@@ -246,6 +246,7 @@ class Batch:
             setattr(self, name, tensor if held is None else held.copy_(tensor))
         self.sequences, self.new = list(new), counts
         self.max_length = max((s.length for s in found), default=0)
+        self.mean_length = -(-sum(s.length for s in found) // max(1, len(found)))
         self._layers: dict[int, PackedCache] = {}
         for sequence, count in zip(found, counts):
             if count:
@@ -277,7 +278,7 @@ class Batch:
         made = PackedCache(
             cache.layout, cache.pages[layer], self.lengths, max(self.max_length, 1), block_table=self.table,
             page_size=cache.table.page_size, residual=None if cache.residual is None else cache.residual[layer],
-            slots=self.slots, k_static=k_static, v_static=v_static,
+            slots=self.slots, k_static=k_static, v_static=v_static, mean_length=self.mean_length,
         )  # fmt: skip
         if not torch.compiler.is_compiling():  # a traced view of the pages is of its graph alone
             self._layers[layer] = made

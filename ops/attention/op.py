@@ -17,7 +17,7 @@ from terrazzo.ops.attention.cache import PackedCache
 from terrazzo.ops.attention.launch import current_targets, own_slots, requested_targets, semaphores, stand_ins
 from terrazzo.ops.attention.warpgroup_macros import supports
 from terrazzo.schedules import attention as schedules
-from terrazzo.schedules import attention_space, records, spaces
+from terrazzo.schedules import attention_balance, attention_space, records, spaces
 from terrazzo.schedules.checks import check_fields
 
 if TYPE_CHECKING:
@@ -50,18 +50,20 @@ def problem_of(
 
 @dataclass(frozen=True)
 class Plan:
-    """What a decode step launches: CTAs are splits x (kv heads * row_groups) x sequences, each for `rows` rows."""
+    """What a decode step launches: CTAs are splits x (kv heads * row_groups) x sequences, each for `rows` rows; where
+    it is balanced, `places` x (kv heads * row_groups), of which each sequence has as many as its tokens ask for."""
 
     request: KernelRequest
     splits: int
     row_groups: int
     rows: int
     cluster: int
+    places: int = 0
 
     @property
     def partials(self) -> int:
-        """Results of a row that are added up in memory."""
-        return self.splits // self.cluster
+        """Results of a row that are added up in memory; of rows of all sequences in a balanced kernel."""
+        return self.places or self.splits // self.cluster
 
 
 @lru_cache(maxsize=4096)
@@ -81,30 +83,35 @@ def plan(
     device: Target | None = None,
     schedule: schedules.Decode | None = None,
     splits: int = 0,
+    shares: int = 0,
+    mean: int = 0,
 ) -> Plan:
     """Kernel and sizes of one decode step. `device` runs it where that is newer than `target`; `splits` of each
-    sequence, 0 for what fills the GPU."""
+    sequence, 0 for what fills the GPU; `shares` of all tokens, 0 unless splits follow the lengths, as they do where
+    `mean`, the average one, is not 0 and much below `tokens`."""
     problem, runs_on = problem_of(layout, batch, kv_heads, rows, tokens, page, residual), device or target
     if schedule is not None:
         schedules.check(schedule, problem, target)
+    if not shares and not splits and schedule is None and attention_balance.is_ragged(problem, batch, mean):
+        schedule, shares = attention_balance.balance(problem, batch, mean, runs_on)
     if schedule is None and (softcap or sinks):  # they need registers that a tuned schedule may not have left
         schedule = schedules.choose(problem, target)
     if schedule is None:
         facts = tuning_facts(layout, rows, tokens, dtype, page, residual)
         _, schedule = spaces.choose(attention_space.Decode(problem), "attention", facts, target, problem.pairs, device)
-    division = schedules.divide(problem, schedule, target, device, splits)
+    division = schedules.divide(problem, schedule, target, device, 1 if shares else splits)
     params = schedule.params() | {
         "parts": division.parts, "cluster": division.cluster,
         "k_format": layout.k_format, "v_format": layout.v_format, "head_dim": layout.head_dim, "dtype": dtype,
-        "page": page, "residual": residual, "softcap": softcap, "sinks": sinks,
+        "page": page, "residual": residual, "softcap": softcap, "sinks": sinks, **({"balanced": True} if shares else {}),
     }  # fmt: skip
     program = decode_warpgroup_program if isinstance(schedule, schedules.WarpgroupDecode) else decode_program
     request = KernelRequest(
         "attention.decode", f"{program.__name__}:build", tuple(params.items()), target, program.PASS_CONFIGS,
         () if runs_on.arch == target.arch else ("ptx=compute_80",),
     )  # fmt: skip
-    rows_of = 8 * schedule.row_tiles
-    return Plan(request, division.splits, -(-rows // rows_of), rows_of, division.cluster)
+    rows_of, places = 8 * schedule.row_tiles, shares + batch if shares else 0
+    return Plan(request, division.splits, -(-rows // rows_of), rows_of, division.cluster, places)
 
 
 def tuning_facts(
@@ -133,7 +140,8 @@ def decode_requests(
 
     Args:
         q_shape: (B, q_len, Hq, D), q_len 1..8, Hq a multiple of the cache's kv heads.
-        cache: as `decode` gets it; `max_length` counts, the lengths on the device do not. It may lie on the CPU.
+        cache: as `decode` gets it; `max_length` and `mean_length` count, the lengths on the device do not. It may lie
+            on the CPU.
         dtype: of q, "float16" or "bfloat16". softcap, sinks: whether `decode` gets one.
         schedule: the kernel's; None for a tuned record's or the heuristic's.
         target: see `decode`; where there is no GPU, the one to compile for.
@@ -156,7 +164,7 @@ def decode_requests(
         plan(
             cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, cache.max_length, dtype=dtype,
             page=cache.page_size, residual=cache.residual_tokens, softcap=softcap, sinks=sinks, target=at,
-            device=device, schedule=schedule,
+            device=device, schedule=schedule, mean=cache.mean_length,
         ).request
     ]  # fmt: skip
 
@@ -334,7 +342,7 @@ def run(
         cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, cache.max_length,
         dtype=str(q.dtype).removeprefix("torch."), page=cache.page_size, residual=cache.residual_tokens,
         softcap=bool(softcap > 0), sinks=sinks is not None, target=at, device=device,
-        schedule=schedule, splits=splits or 0,
+        schedule=schedule, splits=splits or 0, mean=cache.mean_length,
     )  # fmt: skip
     kernel = get_kernel(chosen.request)
     capturing = torch.cuda.is_current_stream_capturing()
@@ -342,13 +350,13 @@ def run(
         raise CaptureError(
             f"{chosen.request.name} for this batch was never launched; call decode once before the capture"
         )
-    y = cache.kv_heads * chosen.row_groups
+    y, along = cache.kv_heads * chosen.row_groups, 1 if chosen.places else batch
     check_grid(batch, y)
-    partial = batch * y * chosen.partials * chosen.rows * head_dim
+    partial = along * y * chosen.partials * chosen.rows * head_dim
     if partial >= launching.LARGEST:  # their offsets have 32 bits
         constraint = f"partial results must have less than {launching.LARGEST} values, they have {partial}"
         raise ArgumentError("splits", chosen.splits, constraint, "use fewer splits or smaller batches")
-    sizes = (batch, y, chosen.partials)
+    sizes = (along, y, chosen.partials)
     logs = torch.empty(*sizes, chosen.cluster * chosen.rows, dtype=torch.float32, device=q.device)
     partial = torch.empty(*sizes, chosen.rows, head_dim, dtype=torch.float32, device=q.device)
     none = stand_ins(q.device)

@@ -12,12 +12,13 @@ def _fields(cache: PackedCache) -> tuple:
     return (
         cache.pages, cache.lengths, cache.block_table, cache.residual, cache.slots, cache.k_static, cache.v_static,
         cache.layout.k_format, cache.layout.v_format, cache.layout.head_dim, cache.page_size, cache.max_length,
+        cache.mean_length,
     )  # fmt: skip
 
 
-def _cache(pages, lengths, table, residual, slots, k_static, v_static, k_format, v_format, head_dim, page, most):
+def _cache(pages, lengths, table, residual, slots, k_static, v_static, k_format, v_format, head_dim, page, most, mean):
     layout = CacheLayout(k_format, v_format, head_dim)
-    return PackedCache(layout, pages, lengths, most, table, page, residual, slots, k_static, v_static)
+    return PackedCache(layout, pages, lengths, most, table, page, residual, slots, k_static, v_static, mean)
 
 
 def call_decode(q, cache, scale, softcap, window, sinks):
@@ -56,6 +57,7 @@ def attention_decode(
     head_dim: int,
     page_size: int,
     max_length: int,
+    mean_length: int,
     scale: float | None,
     softcap: float,
     window: int,
@@ -65,7 +67,7 @@ def attention_decode(
     from terrazzo.ops.attention.op import run
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
-                   page_size, max_length)  # fmt: skip
+                   page_size, max_length, mean_length)  # fmt: skip
     return run(q, cache, scale=scale, softcap=softcap, window=window, sinks=sinks)
 
 
@@ -89,6 +91,7 @@ def attention_prefill(
     head_dim: int,
     page_size: int,
     max_length: int,
+    mean_length: int,
     cu_seqlens: torch.Tensor,
     most_new: int,
     k: torch.Tensor | None,
@@ -102,7 +105,7 @@ def attention_prefill(
     from terrazzo.ops.attention.prefill_op import run
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
-                   page_size, max_length)  # fmt: skip
+                   page_size, max_length, mean_length)  # fmt: skip
     options = dict(scale=scale, softcap=softcap, window=window, sinks=sinks)
     return run(q, cache, cu_seqlens, most_new, k=k, v=v, **options)
 
@@ -128,12 +131,13 @@ def attention_append(
     head_dim: int,
     page_size: int,
     max_length: int,
+    mean_length: int,
 ) -> None:
     """Stores k, v [B, q_len, Hkv, D] in place."""
     from terrazzo.ops.attention.writing import run_append
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
-                   page_size, max_length)  # fmt: skip
+                   page_size, max_length, mean_length)  # fmt: skip
     run_append(cache, k, v, None)
 
 
@@ -160,12 +164,13 @@ def attention_store(
     head_dim: int,
     page_size: int,
     max_length: int,
+    mean_length: int,
 ) -> None:
     """Stores k, v [tokens, Hkv, D] in place."""
     from terrazzo.ops.attention.writing import run_store
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
-                   page_size, max_length)  # fmt: skip
+                   page_size, max_length, mean_length)  # fmt: skip
     run_store(cache, k, v, cu_seqlens, most_new, None)
 
 

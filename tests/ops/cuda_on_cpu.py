@@ -33,7 +33,7 @@ def emulator(name: str) -> str:
     return (FOLDER / f"{name}.h").read_text()
 
 
-LDMATRIX, EARLY = emulator("ldmatrix"), emulator("early")
+LDMATRIX, EARLY, VOTES = emulator("ldmatrix"), emulator("early"), emulator("votes")
 
 
 def built(request: KernelRequest) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cuda_on_cpu import EARLY, LDMATRIX, CpuKernel
+from cuda_on_cpu import EARLY, LDMATRIX, VOTES, CpuKernel
 from terrazzo.layouts.converters import get_converter
 from terrazzo.layouts.converters.arith import elements
 from terrazzo.lowering import compile_request
@@ -16,6 +16,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.attention import op, reference
 from terrazzo.ops.attention.ablation import PlainLayout
+from terrazzo.ops.attention.device import PRIMITIVES
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.schedules.attention import Decode, PlainDecode, WarpgroupDecode
 from wgmma_on_cpu import SHIMS as WGMMA
@@ -38,7 +39,9 @@ def on_the_cpu(monkeypatch):
     attention_cases._built.cache_clear()
 
 
-def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm_90a", stale: int | None = None):
+def emulate(
+    case: Case, schedule: Decode, splits: int, folder, target: str = "sm_90a", stale: int | None = None, shares: int = 0
+):
     """(q, out, lse, options) of one launch on the CPU. Until the kernel waits for the one ahead, it sees lengths that
     are `stale` too large, pages in another order, and no queries."""
     made, layout = attention_cases.built(case), CacheLayout(case.k, case.v, case.head_dim)
@@ -46,13 +49,15 @@ def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm
     chosen = op.plan(
         layout, batch, case.kv_heads, case.q_len * case.group, case.tokens, dtype=case.dtype, page=case.page,
         residual=made.residual_tokens, softcap=case.softcap > 0, sinks=case.sinks, target=Target.parse(target),
-        schedule=schedule, splits=splits,
+        schedule=schedule, splits=splits, shares=shares,
     )  # fmt: skip
     source = (compile_request(chosen.request) / "kernel.cu").read_text()
     names = {layout.k.converter.name, layout.v.converter.name} - {"bf16_bf16"} | {"f16_f16"}
     converters = [
         EARLY,
         LDMATRIX,
+        VOTES,
+        PRIMITIVES["places"].source,
         "template <int N> static void tz_store(void *p, const void *v) { memcpy(p, v, 4 * N); }\n",
     ]
     if isinstance(schedule, PlainDecode):
@@ -77,8 +82,8 @@ def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm
     tensors = {
         "Q": q, "KV": made.pages, "TABLE": table if pages is None else pages, "LEN": made.lengths, "RES": residual,
         "SLOT": torch.arange(batch, dtype=torch.int32), "SK": static[0], "SV": static[1], "SINK": sinks,
-        "OP": torch.full((batch, y, chosen.partials, chosen.rows, case.head_dim), float("nan")),
-        "LP": torch.full((batch, y, chosen.partials, chosen.cluster * chosen.rows), float("nan")),
+        "OP": torch.full((1 if shares else batch, y, chosen.partials, chosen.rows, case.head_dim), float("nan")),
+        "LP": torch.full((1 if shares else batch, y, chosen.partials, chosen.cluster * chosen.rows), float("nan")),
         "SEM": semaphores, "O": out, "LSE": lse,
     }  # fmt: skip
     scalars = {
@@ -94,7 +99,7 @@ def emulate(case: Case, schedule: Decode, splits: int, folder, target: str = "sm
         kernel.late(q, torch.full_like(q, float("nan")))
         if pages is not None:
             kernel.late(tensors["TABLE"], tensors["TABLE"].flip(1) * 3 - 1)
-    kernel((splits, y, batch), **tensors, **scalars)
+    kernel((chosen.places, y, 1) if shares else (splits, y, batch), **tensors, **scalars)
     assert not semaphores.any()
     return q, out, lse, reference.Options(softcap=case.softcap, window=case.window, sinks=sinks if case.sinks else None)
 
@@ -251,7 +256,21 @@ EARLY_CASES = {  # case, schedule, splits, tokens too many
         Case("int8", "int8", group=16, kv_heads=1, lengths=(90, 700), window=500), NARROW, 2, -(1 << 31)
     ),
 }  # fmt: skip
-USUAL = ("all stale", "pages of many stages", "two clusters", "group of four warps", "options", "40 rows shared")
+BALANCED = {  # case, schedule, shares
+    "one long sequence": (Case("int4", "int4", lengths=(300, 1500, 0, 1)), Decode(1, 1, 2, 2, 1), 7),
+    "channels, pages, sinks": (
+        Case("int4_channel64", "int2", lengths=(0, 900, 64, 130), page=64, sinks=True, group=7), Decode(1, 2, 2, 2, 2), 5
+    ),
+    "window and residual block": (
+        Case("int4", "int4", lengths=(1400, 70, 600), residual=64, window=400, q_len=2), Decode(1, 1, 1, 3, 1), 9
+    ),
+    "16 rows": (Case("float16", "float16", lengths=(700, 3, 200), q_len=4), Decode(2, 2, 1, 2, 1), 4),
+    "130 sequences": (
+        Case("int2", "int2", head_dim=64, kv_heads=1, lengths=(*[5] * 60, 900, *[33] * 68, 400)), Decode(1, 1, 2, 2, 1), 6
+    ),
+    "fewer tokens than a share is worth": (Case("int8", "int4", lengths=(60, 90)), Decode(1, 2, 1, 2, 1), 40),
+}  # fmt: skip
+USUAL = ("channels, pages, sinks", "130 sequences", "all stale", "pages of many stages", "two clusters", "group of four warps", "options", "40 rows shared")
 USUAL += ("warpgroups of int2", "warpgroup channels, options, pages", "warpgroups, all stale")
 ALL = "TERRAZZO_EMULATE_ALL"
 
@@ -270,6 +289,14 @@ def test_what_is_read_early_may_be_stale(name, tmp_path):
         pytest.skip(f"20 s each: set {ALL}=1")
     case, schedule, splits, stale = EARLY_CASES[name]
     judge(case, *emulate(case, schedule, splits, tmp_path, stale=stale))
+
+
+@pytest.mark.parametrize("name", BALANCED)
+def test_splits_in_proportion_to_lengths(name, tmp_path):
+    if name not in USUAL and not os.environ.get(ALL):
+        pytest.skip(f"20 s each: set {ALL}=1")
+    case, schedule, shares = BALANCED[name]
+    judge(case, *emulate(case, schedule, 0, tmp_path, shares=shares))
 
 
 def test_decode_with_cp_async(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_on_cpu import CpuKernel
+from cuda_on_cpu import VOTES, CpuKernel
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
@@ -18,7 +18,7 @@ from terrazzo.schedules import w4a8_fp8
 from test_w4a8_emulated import EXTRA
 from test_w4a8_fp8_emulated import FLOATS
 from test_w4a8_fp8_emulated import HOPPER as LOADS
-from test_w4a8_grouped_emulated import ALL, HOPPER
+from test_w4a8_grouped_emulated import ALL
 from wgmma_on_cpu import SHIMS as WGMMA
 from wgmma_on_cpu import translated
 
@@ -26,8 +26,6 @@ pytestmark = [
     pytest.mark.compiles,
     pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
 ]
-VOTES = HOPPER[: HOPPER.index("static void cuda")]
-"""And shuffles, of the table of experts."""
 GUARD = 4
 S = w4a8_fp8.StreamK
 CASES = {  # tokens of each expert, rows of nobody at both ends, n, k, group, schedule, grid, output

@@ -8,7 +8,7 @@ import re
 import cuda_on_cpu
 import pytest
 import torch
-from cuda_on_cpu import CpuKernel
+from cuda_on_cpu import VOTES, CpuKernel
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
@@ -27,24 +27,6 @@ pytestmark = [
     pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
 ]
 HOPPER = r"""
-static int __shfl_up_sync(unsigned, int x, int d) {
-  uint32_t in[2] = {(uint32_t)x, (uint32_t)d}, out;
-  meet(in, 2, &out, 1, [](Meeting &w) {
-    for (int l = 0; l < 32; ++l) w.out[l][0] = w.in[std::max(l - (int)w.in[l][1], 0)][0]; });
-  return out;
-}
-static int __shfl_sync(unsigned, int x, int from) {
-  uint32_t in[2] = {(uint32_t)x, (uint32_t)from}, out;
-  meet(in, 2, &out, 1, [](Meeting &w) { for (int l = 0; l < 32; ++l) w.out[l][0] = w.in[w.in[l][1]][0]; });
-  return out;
-}
-static unsigned __ballot_sync(unsigned, bool x) {
-  uint32_t in = x, out;
-  meet(&in, 1, &out, 1, [](Meeting &w) {
-    uint32_t all = 0; for (int l = 0; l < 32; ++l) all |= w.in[l][0] << l;
-    for (int l = 0; l < 32; ++l) w.out[l][0] = all; });
-  return out;
-}
 static void cudaTriggerProgrammaticLaunchCompletion() {}
 static void cudaGridDependencySynchronize() {}
 static void tz_wg_sync(int id) { bar_sync(id, 128); }
@@ -148,7 +130,7 @@ def emulate(made, x, x_scales, last, schedule, grid, folder, *, out_dtype, dequa
     source = boxes_named(source, "tl::tma_load(", "tma<{}>(", schedule.block_tokens)
     sizes = f"enum {{ M = {m}, K = {k} }};\n"
     gemm = Gemm(w.n, k, w.group_size, out_dtype, dequantization, bias)
-    extra = [EXTRA, sizes, HOPPER, EXPERTS_SOURCE, gemm.converter.device_source]
+    extra = [EXTRA, sizes, VOTES, HOPPER, EXPERTS_SOURCE, gemm.converter.device_source]
     kernel = CpuKernel(source, extra, schedule.warpgroups * 128 + 128, folder, schedule.cluster)
     y = torch.full((m, w.n), -77 if gemm.raw else float("nan"), dtype=getattr(torch, out_dtype))
     semaphores = torch.zeros(grid, schedule.flags, dtype=torch.int32)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import torch
-from cuda_on_cpu import RESIDENT, CpuKernel, built
+from cuda_on_cpu import RESIDENT, VOTES, CpuKernel, built
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.ops.tile_scheduler import EXPERTS_SOURCE
@@ -16,7 +16,6 @@ from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.multistage import launch_sizes
 from terrazzo.schedules.problem import WeightOnlyGemm
 from test_w4a8_emulated import EXTRA
-from test_w4a8_grouped_emulated import HOPPER
 from wgmma_on_cpu import SHIMS as WGMMA
 from wgmma_on_cpu import translated
 
@@ -118,7 +117,7 @@ class Program:
             source = translated(source, schedule.block_tokens).replace("tma_tile<", "tma_halves<")
             source = re.sub(r"\bgrid\b", "ctas", source)
         if experts:
-            shims += [HOPPER[: HOPPER.index("static void cuda")], EXPERTS_SOURCE]  # votes and shuffles of a warp
+            shims += [VOTES, EXPERTS_SOURCE]
         if program is multistage:
             shims.append(multistage._SOURCE)
         source = re.sub(r"\bbfloat16_t\b", "bf16", re.sub(r"\bhalf_t\b", "f16", source))
