@@ -116,7 +116,9 @@ class PackedCache:
         if type(self.max_length) is not int or self.max_length < 0:
             raise ArgumentError("max_length", self.max_length, "must be a number of tokens", "bound the lengths")
         if type(self.mean_length) is not int or self.mean_length < 0:
-            raise ArgumentError("mean_length", self.mean_length, "must be a number of tokens", "0 where it is not known")
+            raise ArgumentError(
+                "mean_length", self.mean_length, "must be a number of tokens", "0 where it is not known"
+            )
         self.__dict__["_checked"] = True
 
     def _check_residual(self, batch: int, heads: int) -> None:

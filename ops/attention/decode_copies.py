@@ -41,12 +41,16 @@ def make_copy_macros(
     residual: int,
     bulk: bool,
     ahead: int,
+    known: bool = False,
 ) -> SimpleNamespace:
-    """Macros prefetch, start, confirm and fetch; token_of, and sizes: `least` tokens are worth a split of their own.
+    """Macros prefetch, start, confirm and fetch; again, if nothing was copied; token_of, and sizes: `least` tokens are
+    worth a split of their own.
 
     Args:
         tiles, stages, warps, parts, page, residual: as of decode_program. bulk: copies are bulk copies and arrive on
-            barriers, else cp.async groups. ahead: stages of a warp that `prefetch` fetches, at most 32.
+            barriers, else cp.async groups. ahead: stages of a warp that `prefetch` fetches, at most 32. known: the
+            caller reads the length, to w.length before `prefetch` and, where that is not `ahead`, before `start`; to
+            w.now in between.
 
     `w` holds the sizes b, split, splits, q_len, window, kv_heads, pages, page_words, most (pages of a table's row), and
     one-element local buffers: length; h, lane, warp, whose ring it is, member, the number of a thread among those of a
@@ -187,7 +191,9 @@ def make_copy_macros(
     @T.macro
     def prefetch(KV, TABLE, LEN, w):
         """The first stages on their way to L2, whatever the kernel ahead does; w.page is the page of stage `lane`."""
-        w.length[0] = smaller(larger(peek(LEN, w.b), 0), room(w) + residual)
+        if not known:
+            w.length[0] = peek(LEN, w.b)
+        w.length[0] = smaller(larger(w.length[0], 0), room(w) + residual)
         plan(w)
         find_page(TABLE, w.page, w, w.lane[0])
         if page:
@@ -205,15 +211,20 @@ def make_copy_macros(
                 )  # fmt: skip
 
     @T.macro
+    def again(TABLE, w):
+        """Another length or another part of the tokens, w.now, than `prefetch` saw: before anything is copied."""
+        w.length[0] = w.now[0]
+        plan(w)
+        find_page(TABLE, w.page, w, w.lane[0])
+
+    @T.macro
     def restart(KV, TABLE, ring, full, w):
         """The first stages again, for another length or other pages than `prefetch` saw."""
         if less(w.member[0], smaller(first_copies, w.count[0])):
             T.barrier_wait(full[w.warp[0] * stages + w.lane[0]], 0)
             T.call_extern("handle", "tz_rearm", T.access_ptr(full[w.warp[0] * stages + w.lane[0]], "rw", 1))
         T.call_extern("handle", "tz_syncwarp")
-        w.length[0] = w.now[0]
-        plan(w)
-        find_page(TABLE, w.page, w, w.lane[0])
+        again(TABLE, w)
         find_later(TABLE, w, 32)
         start_lanes(KV, ring, full, w)
 
@@ -221,12 +232,14 @@ def make_copy_macros(
     def start(KV, TABLE, LEN, ring, full, w):
         """The plan, and the first stages on their way. `confirm` follows, whatever is between."""
         if ahead:  # what is read again goes first: behind the copies it would wait for all their bytes
-            w.now[0] = peek(LEN, w.b)
+            if not known:
+                w.now[0] = peek(LEN, w.b)
             find_page(TABLE, w.again, w, w.lane[0])
             find_later(TABLE, w, 32)
             start_lanes(KV, ring, full, w)
         else:
-            w.length[0] = peek(LEN, w.b)
+            if not known:
+                w.length[0] = peek(LEN, w.b)
             plan(w)
             find_page(TABLE, w.page, w, w.lane[0])
             find_later(TABLE, w, 32)
@@ -248,6 +261,6 @@ def make_copy_macros(
                 restart(KV, TABLE, ring, full, w)
 
     return SimpleNamespace(
-        prefetch=prefetch, start=start, confirm=confirm, fetch=fetch, token_of=token_of, per_chunk=per_chunk,
-        least=warps * max(chunk, 64),
+        prefetch=prefetch, again=again, start=start, confirm=confirm, fetch=fetch, token_of=token_of,
+        per_chunk=per_chunk, least=warps * max(chunk, 64),
     )  # fmt: skip

@@ -162,7 +162,8 @@ def make_merge_macros(
             T.access_ptr(c.o, "r"),
         )  # fmt: skip
         if leads:
-            LP[w.part_row, w.hy, w.part_base + w.split // cluster, w.split % cluster * cols + row] = T.if_then_else(
+            place = w.part_base + w.split // cluster
+            LP[w.part_row, w.hy, place, w.split % cluster * cols + row] = T.if_then_else(
                 c.l[0] > 0, c.m[0] + T.call_extern("float32", "tz_log2", c.l[0]), T.float32(LOWEST)
             )
 
@@ -184,7 +185,8 @@ def make_merge_macros(
                 T.access_ptr(OP[w.part_row, w.hy, w.part_base + k, row, col], "r", 4),
             )  # fmt: skip
             c.lse[i] = T.call_extern(
-                "float32", "tz_loadcg",
+                "float32",
+                "tz_loadcg",
                 T.access_ptr(LP[w.part_row, w.hy, w.part_base + k, w.split % cluster * cols + row], "r", 1),
             )
         else:

@@ -27,6 +27,7 @@ from terrazzo.ops.attention.decode_merge import state as merge_state
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.tile_macros import each, less, make_tile_macros, smaller
+from terrazzo.schedules.attention_balance import MOST_SPLITS
 
 PASS_CONFIGS = (  # barriers and bounds are the program's own
     ("tl.disable_safe_memory_legalize", True),
@@ -34,6 +35,7 @@ PASS_CONFIGS = (  # barriers and bounds are the program's own
     ("tl.disable_warp_specialized", True),
 )
 MAX_SPLITS = 128
+_AT_A_TIME = 128  # lengths that a warp holds: more of them are not looked at before the wait
 INTEGERS = (
     *("length", "group", "rows", "h", "y", "here"),  # of the sequence and of the CTA's rows
     *("packed", "start", "r0", "r1", "first", "count"),  # tokens and stages of the warp
@@ -120,15 +122,15 @@ def build(
         ahead: stages of a warp that are fetched into L2 while the kernel ahead may still run (decode_copies.py), 0..32.
         parts: warps that share a group of channel-wise keys. cluster: splits whose CTAs are a cluster, 1..16.
         convert: "masked", or "plain" for integer-to-float instructions (ablation.py).
-        balanced: sequences get splits in proportion to their tokens; without clusters, nothing is fetched ahead. Of P
-            CTAs along x, P - B are what all tokens would be divided by (schedules/attention_balance.py).
+        balanced: sequences get splits in proportion to their tokens, without clusters. Of P CTAs along x, P - B are
+            what the tokens of all are divided by (schedules/attention_balance.py).
 
     Shapes: Q and O [B, q_len, Hq, D] in `dtype`; KV int32 [pages, Hkv, page words]; TABLE int32 [B, most pages] (one
     element when contiguous); LEN int32 [B], tokens in all, the q_len new ones included; RES int32 [slots, Hkv, words]
     and SLOT int32 [B]; SK, SV f32 [Hkv, D] for static formats (one element otherwise); SINK f32 [Hq]; OP f32
     [B, Y, P, rows, D] and LP f32 [B, Y, P, cluster * rows], Y = Hkv * row groups, P = splits / cluster, of a balanced
-    kernel [1, Y, P, ...], P splits of all sequences; SEM int32 [B * Y * cluster], zero between launches; LSE f32 [B, q_len, Hq], base 2. Scalars: softmax scale * log2(e),
-    cap * log2(e), window in tokens (0: none).
+    kernel [1, Y, P, ...], P splits of all sequences; SEM int32 [B * Y * cluster], zero between launches; LSE f32
+    [B, q_len, Hq], base 2. Scalars: softmax scale * log2(e), cap * log2(e), window in tokens (0: none).
     """
     import tilelang.language as T
 
@@ -175,7 +177,7 @@ def build(
     spare = make_tile_macros(CacheLayout("float16", "float16", head_dim), nt, 1, softcap) if residual else None
     copies = make_copy_macros(
         layout, tiles=tiles, stages=stages, warps=warps, parts=parts, page=page, residual=residual, bulk=bulk,
-        ahead=ahead if pdl and not balanced else 0,
+        ahead=ahead if pdl else 0, known=balanced,
     )  # fmt: skip
     merge = make_merge_macros(layout, tile, row_tiles=nt, warps=warps, cluster=cluster, dtype=dtype, sinks=sinks)
     cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
@@ -304,6 +306,15 @@ def build(
                         st.f[1] = T.call_extern("float32", "tz_unpack<true, 1>", st.qk[at])
                         st.qk[at] = T.call_extern("uint32", "tz_pack2<false>", st.f[0], st.f[1])
 
+    @T.macro
+    def find_place(LEN, held, place, x, window):
+        """The work of CTA x of a balanced kernel, from the first lengths `held` and those that follow them."""
+        T.call_extern(
+            "handle", "tz_place", T.access_ptr(place, "w"), T.access_ptr(held, "r"), T.access_ptr(LEN, "r"), B,
+            T.call_extern("int32", "tz_select", less(0, window), window + QL, 0x7FFFFFFF), x, P - B, copies.least,
+            MOST_SPLITS,
+        )  # fmt: skip
+
     @T.prim_func
     def main(
         Q: T.Tensor((B, QL, HQ, D), dtype),
@@ -334,7 +345,8 @@ def build(
             setattr(st, "row_facts", T.access_ptr(ring[facts], "r"))  # noqa: B010  (TileLang takes = for a buffer's)
             c = merge_state()
             ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
-            place = T.alloc_local((4,), "int32")  # sequence, split, splits and the first of them
+            place = T.alloc_local((5,), "int32")  # of tz_place
+            early, late = (T.alloc_local((4,), "int32") for _ in range(2))
             w = SimpleNamespace(
                 b=place[0] if balanced else bz, hy=hy, split=place[1] if balanced else bx,
                 splits=place[2] if balanced else S, partials=place[2] if balanced else P,
@@ -354,18 +366,37 @@ def build(
             w.read[0] = 0
             w.parity[0] = 0
             place_rows(st, w, tx)
-            if pdl and ahead and not balanced:
-                copies.prefetch(KV, TABLE, LEN, w)
+            if balanced:
+                for i in each(4):
+                    early[i] = -2
+            if pdl and ahead:
+                if balanced:
+                    if less(B, _AT_A_TIME + 1):
+                        T.call_extern(
+                            "handle", "tz_lengths<true>", T.access_ptr(early, "w"), T.access_ptr(LEN, "r"), B, 0
+                        )
+                        find_place(LEN, early, place, bx, window)
+                        w.length[0] = place[4]
+                        if less(0, place[2]):
+                            copies.prefetch(KV, TABLE, LEN, w)
+                else:
+                    copies.prefetch(KV, TABLE, LEN, w)
             if pdl:
                 T.pdl_sync()
             if balanced:
-                T.call_extern(
-                    "handle", "tz_place", T.access_ptr(place, "w"), T.access_ptr(LEN[0], "r"), B,
-                    T.call_extern("int32", "tz_select", less(0, window), window + QL, 0x7FFFFFFF), bx, P - B,
-                    copies.least, MAX_SPLITS,
-                )  # fmt: skip
+                T.call_extern("handle", "tz_lengths<false>", T.access_ptr(late, "w"), T.access_ptr(LEN, "r"), B, 0)
+                moved = T.call_extern("bool", "tz_differ4", T.access_ptr(early, "r"), T.access_ptr(late, "r"))
+                w.later[0] = T.Cast("int32", T.call_extern("bool", "tz_any", moved))
+                if less(0, w.later[0]):
+                    find_place(LEN, late, place, bx, window)
                 if less(place[2], 1):
                     T.thread_return()
+                w.now[0] = place[4]
+                if pdl and ahead:
+                    if less(0, w.later[0]):
+                        copies.again(TABLE, w)
+                else:
+                    w.length[0] = place[4]
             ask_rows(Q, ring, w, tx)
             copies.start(KV, TABLE, LEN, ring, full, w)
             copies.confirm(KV, TABLE, ring, full, w)

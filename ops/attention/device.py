@@ -93,46 +93,56 @@ __device__ __forceinline__ void tz_rearm(void *bar) {
         "places",
         "TileLang has no sums over the lanes below a lane, and would read lengths in front of the wait",
         """\
-// The work of CTA `place` of a ragged batch, as {sequence, split, its splits, place of the first}; 0 splits if there
-// is none. A sequence has 1 .. `most` splits, one for every `total / shares` tokens, to the nearest, but for no fewer
-// than `least`; tokens beyond `reach` are not seen. So there are at most shares + count places.
-__device__ __forceinline__ void tz_place(void *out, const void *lengths, int count, int reach, int place, int shares,
-                                         int least, int most) {
+// 128 of `count` lengths from number `base` on, four in a lane; -1 behind the last. NOW: past L1
+template <bool NOW> __device__ __forceinline__ void tz_lengths(void *out, const void *lengths, int count, int base) {
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    int i = base + q * 32 + threadIdx.x % 32;
+    const int *at = (const int *)lengths + i;
+    ((int *)out)[q] = i >= count ? -1 : tz_max(0, NOW ? tz_peek(at) : (int)tz_read32(at)); }
+}
+// The work of CTA `place` of a ragged batch, as {sequence, split, its splits, place of the first, length}; 0 splits if
+// there is none. A sequence has 1 .. `most` splits, one for each begun `total / shares` tokens or `least`; tokens beyond
+// `reach` are not seen. So there are at most shares + count places. `held` are the first 128 lengths.
+__device__ __forceinline__ void tz_place(void *out, const void *held, const void *lengths, int count, int reach,
+                                         int place, int shares, int least, int most) {
   int *found = (int *)out, lane = threadIdx.x % 32, seen[4], before = 0;
   float total = 0.f;
-  auto look = [&](int base) {  // at 128 lengths
 #pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      int i = base + q * 32 + lane;
-      seen[q] = i < count ? tz_max(0, tz_min((int)tz_read32((const int *)lengths + i), reach)) : -1;
-    }
-  };
+  for (int q = 0; q < 4; ++q) seen[q] = ((const int *)held)[q];
   for (int base = 0; base < count; base += 128) {
-    look(base);
+    if (base) tz_lengths<false>(seen, lengths, count, base);
 #pragma unroll
-    for (int q = 0; q < 4; ++q) total += (float)tz_max(seen[q], 0);
+    for (int q = 0; q < 4; ++q) total += (float)tz_max(tz_min(seen[q], reach), 0);
   }
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) total += tz_xor_shuffle(total, d);
   // a little more than a share, whatever the rounding of the sum
-  int per = tz_max(least, (int)fminf(ceilf(total * 1.0005f / (float)shares), 2147483392.f));
-  found[0] = found[1] = found[2] = found[3] = 0;
+  int per = tz_max(least, (int)fminf(ceilf(total * 1.0005f / (float)shares), 1073741824.f));
+  found[0] = found[1] = found[2] = found[3] = found[4] = 0;
   for (int base = 0; base < count && !found[2]; base += 128) {
-    if (count > 128) look(base);
+    if (count > 128) tz_lengths<false>(seen, lengths, count, base);
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      int n = seen[q] < 0 ? 0 : tz_max(1, tz_min(most, (int)(((unsigned)seen[q] + per / 2) / per))), sum = n;
+      if (base + q * 32 >= count || found[2]) break;
+      int cut = (int)(((unsigned)tz_min(seen[q], reach) + per - 1) / (unsigned)per);
+      int n = seen[q] < 0 ? 0 : tz_max(1, tz_min(most, cut)), sum = n;
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) { int v = __shfl_up_sync(~0u, sum, d); if (lane >= d) sum += v; }
       unsigned behind = __ballot_sync(~0u, place < before + sum);
-      int at = tz_max(__ffs(behind) - 1, 0), own = tz_of_lane(n, at), end = before + tz_of_lane(sum, at);
-      if (behind && !found[2]) {
+      if (behind) {
+        int at = __ffs(behind) - 1, own = tz_of_lane(n, at), end = before + tz_of_lane(sum, at);
         found[0] = base + q * 32 + at; found[1] = place - end + own; found[2] = own; found[3] = end - own;
+        found[4] = tz_of_lane(seen[q], at);
       }
       before += tz_of_lane(sum, 31);
     }
   }
 }
+// whether a lane's four words are others than at another time
+__device__ __forceinline__ bool tz_differ4(const void *a, const void *b) {
+  const int *x = (const int *)a, *y = (const int *)b;
+  return x[0] != y[0] || x[1] != y[1] || x[2] != y[2] || x[3] != y[3]; }
 """,
     ),
     Primitive(

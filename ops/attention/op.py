@@ -83,28 +83,33 @@ def plan(
     device: Target | None = None,
     schedule: schedules.Decode | None = None,
     splits: int = 0,
-    shares: int = 0,
+    balanced: bool | None = None,
     mean: int = 0,
+    shares: int = 0,
 ) -> Plan:
     """Kernel and sizes of one decode step. `device` runs it where that is newer than `target`; `splits` of each
-    sequence, 0 for what fills the GPU; `shares` of all tokens, 0 unless splits follow the lengths, as they do where
-    `mean`, the average one, is not 0 and much below `tokens`."""
+    sequence, 0 for what fills the GPU. `balanced`: they follow the lengths; None: if they should by `mean`, the average
+    length (0: not known). `shares`: into so many, 0 for what fills the GPU."""
     problem, runs_on = problem_of(layout, batch, kv_heads, rows, tokens, page, residual), device or target
     if schedule is not None:
         schedules.check(schedule, problem, target)
-    if not shares and not splits and schedule is None and attention_balance.is_ragged(problem, batch, mean):
-        schedule, shares = attention_balance.balance(problem, batch, mean, runs_on)
+    if balanced is None and not splits and schedule is None:
+        shares = attention_balance.shares(problem, batch, mean, runs_on)
+    if balanced or shares:
+        schedule = schedule or attention_balance.schedule_of(problem, target)
+        shares = shares or attention_balance.pieces(attention_balance.room(problem, schedule, batch, runs_on), batch)
     if schedule is None and (softcap or sinks):  # they need registers that a tuned schedule may not have left
         schedule = schedules.choose(problem, target)
     if schedule is None:
         facts = tuning_facts(layout, rows, tokens, dtype, page, residual)
         _, schedule = spaces.choose(attention_space.Decode(problem), "attention", facts, target, problem.pairs, device)
-    division = schedules.divide(problem, schedule, target, device, 1 if shares else splits)
+    division = schedules.Division(1) if shares else schedules.divide(problem, schedule, target, device, splits)
     params = schedule.params() | {
         "parts": division.parts, "cluster": division.cluster,
         "k_format": layout.k_format, "v_format": layout.v_format, "head_dim": layout.head_dim, "dtype": dtype,
-        "page": page, "residual": residual, "softcap": softcap, "sinks": sinks, **({"balanced": True} if shares else {}),
+        "page": page, "residual": residual, "softcap": softcap, "sinks": sinks,
     }  # fmt: skip
+    params |= {"balanced": True} if shares else {}
     program = decode_warpgroup_program if isinstance(schedule, schedules.WarpgroupDecode) else decode_program
     request = KernelRequest(
         "attention.decode", f"{program.__name__}:build", tuple(params.items()), target, program.PASS_CONFIGS,
@@ -133,6 +138,7 @@ def decode_requests(
     dtype: str = "float16",
     softcap: bool = False,
     sinks: bool = False,
+    balanced: bool | None = None,
     schedule: schedules.Decode | None = None,
     target: Target | str | None = None,
 ) -> list[KernelRequest]:
@@ -143,7 +149,7 @@ def decode_requests(
         cache: as `decode` gets it; `max_length` and `mean_length` count, the lengths on the device do not. It may lie
             on the CPU.
         dtype: of q, "float16" or "bfloat16". softcap, sinks: whether `decode` gets one.
-        schedule: the kernel's; None for a tuned record's or the heuristic's.
+        balanced: see `decode`. schedule: the kernel's; None for a tuned record's or the heuristic's.
         target: see `decode`; where there is no GPU, the one to compile for.
 
     Raises:
@@ -153,6 +159,7 @@ def decode_requests(
     cache.check()
     check_facts(dtype, softcap=softcap, sinks=sinks)
     check_fields(schedule, *SCHEDULES)
+    check_balanced(balanced, None, schedule)
     kv_heads, head_dim = cache.kv_heads, cache.layout.head_dim
     fits = isinstance(q_shape, (tuple, list)) and len(q_shape) == 4 and all(type(n) is int and n > 0 for n in q_shape)
     if not fits or q_shape[1] > MAX_QUERY_TOKENS or q_shape[2] % kv_heads or q_shape[3] != head_dim:
@@ -164,7 +171,7 @@ def decode_requests(
         plan(
             cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, cache.max_length, dtype=dtype,
             page=cache.page_size, residual=cache.residual_tokens, softcap=softcap, sinks=sinks, target=at,
-            device=device, schedule=schedule, mean=cache.mean_length,
+            device=device, schedule=schedule, balanced=balanced, mean=cache.mean_length,
         ).request
     ]  # fmt: skip
 
@@ -222,6 +229,7 @@ def kernel_requests(
         for pairs in records.tokens("attention", recorded, target):  # and what its schedule may be taken for
             around = {pairs, *(n for n in full if pairs < 2 * n < 4 * pairs)}
             made += [plan(layout, n, 1, rows, at, **facts).request for n in around for at in (tokens, 3 * tokens // 4)]
+    made.append(plan(layout, 2, kv_heads, rows, 1, **facts, balanced=True).request)
     for fresh in (False, True) if prefill else ():
         made += prefill_op.prefill_requests(layout, fresh=fresh, **facts)
     return [*dict.fromkeys(made), write_kernel(layout, dtype, page, residual, target)]
@@ -249,6 +257,7 @@ def decode(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     splits: int | None = None,
+    balanced: bool | None = None,
     schedule: schedules.Decode | None = None,
     target: Target | str | None = None,
 ) -> torch.Tensor:
@@ -263,8 +272,10 @@ def decode(
         sinks: f32 [Hq], logits that take part in the softmax without a value.
         out: contiguous, shape and dtype of q, no memory of it. lse: f32 [B, q_len, Hq], receives log2 of the softmax's
             denominator (sinks included); no memory of another argument.
-        splits: CTAs along each sequence; schedule: the kernel's; None for tuned records and the heuristics. target: run
-            the program of an older target ("sm_80", as PTX); None for this GPU's. Not in traced calls.
+        splits: CTAs along each sequence; schedule: the kernel's; None for tuned records and the heuristics. balanced:
+            each sequence has CTAs by its own length on the device, so that a batch does not wait for its longest one;
+            None where `cache.mean_length` says that this pays. target: run the program of an older target ("sm_80", as
+            PTX); None for this GPU's. Not in traced calls.
 
     Returns:
         out. A row that sees no token is 0, with lse -inf, or the sink's logit in units of log2.
@@ -287,7 +298,7 @@ def decode(
     if launching.is_traced(q, cache.pages):
         from terrazzo.ops.attention import torch_op
 
-        launching.check_untraced(splits=splits, schedule=schedule, target=target)
+        launching.check_untraced(splits=splits, balanced=balanced, schedule=schedule, target=target)
         check_kinds(sinks=sinks)
         if not torch.compiler.is_compiling():
             check_numbers(scale, softcap, window)
@@ -299,7 +310,7 @@ def decode(
     if out is not None:
         launching.check_out(out, shape, q.dtype, q.device)
         out = out.view(q.shape)
-    options = dict(splits=splits, schedule=schedule, target=target)
+    options = dict(splits=splits, balanced=balanced, schedule=schedule, target=target)
     return run(q, cache, scale=scale, softcap=softcap, window=window, sinks=sinks, out=out, lse=lse, **options)[0].view(
         shape
     )
@@ -316,6 +327,7 @@ def run(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     splits: int | None = None,
+    balanced: bool | None = None,
     schedule: schedules.Decode | None = None,
     target: Target | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -337,12 +349,13 @@ def run(
         return made, lse
     if splits is not None and (type(splits) is not int or not 1 <= splits <= decode_program.MAX_SPLITS):
         raise ArgumentError("splits", splits, f"must be 1..{decode_program.MAX_SPLITS}", "leave it out")
+    check_balanced(balanced, splits, schedule)
     at, device = current_targets(target, q.device)
     chosen = plan(
         cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, cache.max_length,
         dtype=str(q.dtype).removeprefix("torch."), page=cache.page_size, residual=cache.residual_tokens,
         softcap=bool(softcap > 0), sinks=sinks is not None, target=at, device=device,
-        schedule=schedule, splits=splits or 0, mean=cache.mean_length,
+        schedule=schedule, splits=splits or 0, balanced=balanced, mean=cache.mean_length,
     )  # fmt: skip
     kernel = get_kernel(chosen.request)
     capturing = torch.cuda.is_current_stream_capturing()
@@ -397,6 +410,16 @@ def check_kinds(**tensors: torch.Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None:
             launching.check_tensor(x, name, "see the operator's arguments")
+
+
+def check_balanced(balanced: bool | None, splits: int | None, schedule: schedules.Decode | None) -> None:
+    """Raise ArgumentError unless a batch can be, or not be, split by the lengths of its sequences."""
+    if balanced is not None and type(balanced) is not bool:
+        raise ArgumentError("balanced", balanced, "must be a bool or None", "None for what mean_length says")
+    if balanced and splits:
+        raise ArgumentError("splits", splits, "a balanced batch has those that the lengths ask for", "leave it out")
+    if balanced and isinstance(schedule, schedules.WarpgroupDecode):
+        raise ArgumentError("schedule", schedule, "warpgroups have no balanced kernel", "pass a Decode, or None")
 
 
 def check_options(q: torch.Tensor, scale: float | None, softcap: float, window: int) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TARGET = os.environ.get("TERRAZZO_TEST_TARGET")
 DEVICE = "cuda"
-QUERY_SIDE = ("group", "q_len", "dtype", "splits", "softcap", "window", "sinks", "sharp", "style", "target")
+QUERY_SIDE = ("group", "q_len", "dtype", "splits", "softcap", "window", "sinks", "sharp", "style", "target", "balanced")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Case:
 
     style: the schedule of "few" long sequences, of "many" short ones, whatever the case's own sizes are, so that cases
     share kernels; "warpgroups" for rows on wgmma ("many" for targets without); or the one that is "chosen" for its
-    sizes. target: another than the GPU's own.
+    sizes. target: another than the GPU's own. balanced: splits follow the lengths; with the style "chosen" the schedule
+    is what such kernels have, else the style's.
     """
 
     k: str = "int4"
@@ -54,6 +55,7 @@ class Case:
     seed: int = 0
     style: str = "few"
     target: str | None = TARGET
+    balanced: bool = False
 
     @property
     def repro(self) -> str:
@@ -72,7 +74,7 @@ class Case:
         """What tells this case's kernels, one for each size of cluster, from others."""
         facts = (self.k, self.v, self.head_dim, self.page, self.residual, self.dtype, self.softcap > 0, self.sinks)
         groups = -(-min(self.rows, 64) // 16) if self.on_wgmma else self.rows > 8 and self.head_dim <= 128
-        return (*facts, groups, self.style, self.target)
+        return (*facts, groups, self.style, self.target, self.balanced)
 
     def schedule(self) -> schedules.Decode | None:
         """The schedule that `style` names; None leaves it to the operator."""
@@ -97,8 +99,14 @@ class Case:
         return op.plan(
             layout, len(self.lengths), self.kv_heads, self.rows, self.tokens, dtype=self.dtype, page=self.page,
             residual=residual, softcap=self.softcap > 0, sinks=self.sinks, target=target, device=device,
-            schedule=self.schedule(), splits=self.splits,
+            schedule=self.schedule(), splits=self.splits, balanced=self.balanced,
         )  # fmt: skip
+
+    def options(self, splits: int | None = None) -> dict:
+        """The options of `decode` that name this case's kernel."""
+        return dict(
+            splits=splits or self.splits or None, balanced=self.balanced, schedule=self.schedule(), target=self.target
+        )
 
     def requests(self) -> list:
         """The kernels that this case launches."""
@@ -186,9 +194,15 @@ def run(case: Case, splits: int | None = None) -> tuple[torch.Tensor, torch.Tens
         guarded = torch.full((q.shape[0] + 2, *q.shape[1:]), float("nan"), dtype=q.dtype, device=DEVICE)
         lse = torch.full(q.shape[:3], float("nan"), device=DEVICE)
         y = op.decode(
-            q, made, out=guarded[1:-1], lse=lse, softcap=case.softcap, window=case.window, sinks=sinks,
-            splits=splits or case.splits or None, schedule=case.schedule(), target=case.target,
-        )  # fmt: skip
+            q,
+            made,
+            out=guarded[1:-1],
+            lse=lse,
+            softcap=case.softcap,
+            window=case.window,
+            sinks=sinks,
+            **case.options(splits),
+        )
         assert guarded[0].isnan().all() and guarded[-1].isnan().all(), f"beside the output was written; {case.repro}"
         runs.append((y, lse))
     for a, b in zip(*runs):
@@ -241,7 +255,7 @@ def fuzz(count: int, pool: list[Case]) -> list[Case]:
             replace(
                 base, q_len=q_len, group=group, kv_heads=rng.choice((1, 2, 3)),
                 lengths=tuple(rng.choice((0, rng.randint(0, longest), longest)) for _ in range(rng.randint(1, 6))),
-                splits=rng.choice((1, splits[i % len(bases) % 7])), window=rng.choice((0, 0, 0, 17, 500)),
+                splits=0 if base.balanced else rng.choice((1, splits[i % len(bases) % 7])), window=rng.choice((0, 0, 0, 17, 500)),
                 sharp=rng.choice((0.5, 1.0, 4.0)), seed=rng.randint(1, 3),
             )
         )  # fmt: skip

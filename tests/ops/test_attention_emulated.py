@@ -256,21 +256,41 @@ EARLY_CASES = {  # case, schedule, splits, tokens too many
         Case("int8", "int8", group=16, kv_heads=1, lengths=(90, 700), window=500), NARROW, 2, -(1 << 31)
     ),
 }  # fmt: skip
-BALANCED = {  # case, schedule, shares
-    "one long sequence": (Case("int4", "int4", lengths=(300, 1500, 0, 1)), Decode(1, 1, 2, 2, 1), 7),
+BALANCED = {  # case, schedule, shares, tokens that are seen too many before the wait
+    "one long sequence": (Case("int4", "int4", lengths=(300, 1500, 0, 1)), Decode(1, 1, 2, 2, 1), 7, 0),
     "channels, pages, sinks": (
-        Case("int4_channel64", "int2", lengths=(0, 900, 64, 130), page=64, sinks=True, group=7), Decode(1, 2, 2, 2, 2), 5
+        Case("int4_channel64", "int2", lengths=(0, 900, 64, 130), page=64, sinks=True, group=7),
+        Decode(1, 2, 2, 2, 2), 5, 0
     ),
     "window and residual block": (
-        Case("int4", "int4", lengths=(1400, 70, 600), residual=64, window=400, q_len=2), Decode(1, 1, 1, 3, 1), 9
+        Case("int4", "int4", lengths=(1400, 70, 600), residual=64, window=400, q_len=2), Decode(1, 1, 1, 3, 1), 9, 0
     ),
-    "16 rows": (Case("float16", "float16", lengths=(700, 3, 200), q_len=4), Decode(2, 2, 1, 2, 1), 4),
+    "16 rows": (Case("float16", "float16", lengths=(700, 3, 200), q_len=4), Decode(2, 2, 1, 2, 1), 4, 0),
     "130 sequences": (
-        Case("int2", "int2", head_dim=64, kv_heads=1, lengths=(*[5] * 60, 900, *[33] * 68, 400)), Decode(1, 1, 2, 2, 1), 6
+        Case("int2", "int2", head_dim=64, kv_heads=1, lengths=(*[5] * 60, 900, *[33] * 68, 400)),
+        Decode(1, 1, 2, 2, 1), 6, 0
     ),
-    "fewer tokens than a share is worth": (Case("int8", "int4", lengths=(60, 90)), Decode(1, 2, 1, 2, 1), 40),
+    "fewer tokens than a share is worth": (Case("int8", "int4", lengths=(60, 90)), Decode(1, 2, 1, 2, 1), 40, 0),
+    "others before the wait": (
+        Case("int4", "int4", lengths=(0, 900, 64, 130), page=64), Decode(1, 1, 2, 2, 2, ahead=3), 12, 70
+    ),
+    "none before the wait": (
+        Case("int4", "int4", lengths=(900, 64, 130), window=600), Decode(1, 1, 2, 2, 2, ahead=2), 6, -(1 << 31)
+    ),
+    "far too many before the wait": (
+        Case("int8", "int8", lengths=(90, 700), kv_heads=1), Decode(1, 2, 1, 3, 1), 4, 1 << 30
+    ),
 }  # fmt: skip
-USUAL = ("channels, pages, sinks", "130 sequences", "all stale", "pages of many stages", "two clusters", "group of four warps", "options", "40 rows shared")
+USUAL = (
+    "channels, pages, sinks",
+    "130 sequences",
+    "all stale",
+    "pages of many stages",
+    "two clusters",
+    "group of four warps",
+    "options",
+    "40 rows shared",
+)
 USUAL += ("warpgroups of int2", "warpgroup channels, options, pages", "warpgroups, all stale")
 ALL = "TERRAZZO_EMULATE_ALL"
 
@@ -295,8 +315,8 @@ def test_what_is_read_early_may_be_stale(name, tmp_path):
 def test_splits_in_proportion_to_lengths(name, tmp_path):
     if name not in USUAL and not os.environ.get(ALL):
         pytest.skip(f"20 s each: set {ALL}=1")
-    case, schedule, shares = BALANCED[name]
-    judge(case, *emulate(case, schedule, 0, tmp_path, shares=shares))
+    case, schedule, shares, stale = BALANCED[name]
+    judge(case, *emulate(case, schedule, 0, tmp_path, shares=shares, stale=stale))
 
 
 def test_decode_with_cp_async(tmp_path):
