@@ -157,12 +157,12 @@ def make_merge_macros(
         c.f[0] = T.if_then_else(c.l[0] > 0, T.float32(1) / c.l[0], T.float32(0))
         for e in each(4):
             c.o[e] = c.o[e] * c.f[0]
+        place = w.part_base + w.split // cluster
         T.call_extern(
-            "handle", "tz_store16", T.access_ptr(OP[w.part_row, w.hy, w.part_base + w.split // cluster, row, col], "w", 4),
+            "handle", "tz_store16", T.access_ptr(OP[w.part_row, w.hy, place, row, col], "w", 4),
             T.access_ptr(c.o, "r"),
         )  # fmt: skip
         if leads:
-            place = w.part_base + w.split // cluster
             LP[w.part_row, w.hy, place, w.split % cluster * cols + row] = T.if_then_else(
                 c.l[0] > 0, c.m[0] + T.call_extern("float32", "tz_log2", c.l[0]), T.float32(LOWEST)
             )

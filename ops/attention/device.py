@@ -102,7 +102,7 @@ template <bool NOW> __device__ __forceinline__ void tz_lengths(void *out, const 
     ((int *)out)[q] = i >= count ? -1 : tz_max(0, NOW ? tz_peek(at) : (int)tz_read32(at)); }
 }
 // The work of CTA `place` of a ragged batch, as {sequence, split, its splits, place of the first, length}; 0 splits if
-// there is none. A sequence has 1 .. `most` splits, one for each begun `total / shares` tokens or `least`; tokens beyond
+// there is none. A sequence has 1 .. `most` splits, one for each begun `total / shares` tokens or `least`; those beyond
 // `reach` are not seen. So there are at most shares + count places. `held` are the first 128 lengths.
 __device__ __forceinline__ void tz_place(void *out, const void *held, const void *lengths, int count, int reach,
                                          int place, int shares, int least, int most) {

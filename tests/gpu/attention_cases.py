@@ -255,7 +255,8 @@ def fuzz(count: int, pool: list[Case]) -> list[Case]:
             replace(
                 base, q_len=q_len, group=group, kv_heads=rng.choice((1, 2, 3)),
                 lengths=tuple(rng.choice((0, rng.randint(0, longest), longest)) for _ in range(rng.randint(1, 6))),
-                splits=0 if base.balanced else rng.choice((1, splits[i % len(bases) % 7])), window=rng.choice((0, 0, 0, 17, 500)),
+                splits=0 if base.balanced else rng.choice((1, splits[i % len(bases) % 7])),
+                window=rng.choice((0, 0, 0, 17, 500)),
                 sharp=rng.choice((0.5, 1.0, 4.0)), seed=rng.randint(1, 3),
             )
         )  # fmt: skip
