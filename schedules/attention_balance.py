@@ -3,9 +3,9 @@
 The usual kernel gives all sequences of a batch as many splits, and the longest one is what the others wait for. A
 balanced one cuts every sequence into pieces of the same size, at most. It pays with CTAs that look for their work
 (`tz_place`), find none, or leave their sums in memory, and so stays out of batches whose lengths are about the same, or
-whose many short sequences fill the GPU for longer than the longest one takes. H200, 8 kv heads, int4, us as before and
-balanced: 64 sequences of 256 to 8K tokens 95 and 80, of 1K with one of 32K 191 and 45, 24 of 2K to 12K 60 and 47
-(tests/data/tuning/ragged_h200.json).
+whose many short sequences fill the GPU for longer than the longest one takes. int4, 8 kv heads, us on an H200 before
+and balanced: 64 sequences of 256 to 8K tokens 92 and 84, of 1K with one of 32K 181 and 43, 24 of 2K to 12K 60 and 53,
+32 of lognormal lengths 88 and 45 (tests/data/tuning/ragged_h200.json).
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from terrazzo.schedules.attention import Decode, DecodeProblem
 MOST_SPLITS = 32
 """Of a sequence: more of them take longer to add than they save."""
 _RAGGED = 1.25  # times the mean that the longest sequence must have
-_ALONE = 1.75  # a CTA is three times as fast once it is alone on its SM: times the mean, for each wave of sequences
+_FAR = 4.0  # the same where the longest would have more splits than there may be, and is waited for all the same
+_ALONE = 1.6  # a CTA is three times as fast once it is alone on its SM: times the mean, for each wave of sequences
 _ROWS = 1.3  # what warpgroups are faster for many rows, which balanced kernels do not have
-_WAITING = 0.6  # of the time in which the tokens are read, for each mean length that the longest sequence is longer
-_COSTS_US = (2.0, 0.2, 3.0)  # of a balanced kernel: once, for each split of the longest sequence, for 16 rows
+_WAITING = 0.5  # of the time in which the tokens are read, for each mean length that the longest sequence is longer
+_FEW_BITS = 2.0  # times as long as that is what instructions take with int2
+_COSTS_US = (2.0, 0.15)  # of a balanced kernel: once, and for each split of the longest sequence
 _TOKENS = 4096  # of the sequences that the CTAs are of a size for
 _WAVES = 1.5  # of pieces, where sequences alone are more than half of one
 
@@ -55,9 +57,13 @@ def shares(problem: DecodeProblem, batch: int, mean: int, target: Target) -> int
     if isinstance(attention.choose(problem, target), attention.WarpgroupDecode):
         least *= _ROWS
     made = pieces(at_once, batch)
-    read_us = 4e-3 * problem.pairs * (mean / 16 * problem.tile_words) / (0.92 * target.dram_gb_s)
-    once, split, wide = _COSTS_US
-    costs = once + split * min(MOST_SPLITS, longest * made / batch) + wide * (schedule.row_tiles > 1)
+    if longest * made / batch > MOST_SPLITS and longest < _FAR:
+        return 0
+    words = problem.pairs * schedule.row_groups(problem) * (mean / 16 * problem.tile_words)
+    read_us = 4e-3 * words / (0.92 * target.dram_gb_s)
+    if problem.tile_words < 3 * problem.head_dim:
+        read_us *= _FEW_BITS
+    costs = _COSTS_US[0] + _COSTS_US[1] * min(MOST_SPLITS, longest * made / batch)
     return made if longest >= least and _WAITING * (longest - 1) * read_us > costs else 0
 
 

@@ -118,6 +118,7 @@ def test_a_batch_is_what_kernels_read():
     cache.extend({a: 70, b: 3})
     batch = cache.extend({b: 2, a: 1})
     assert batch.lengths.tolist() == [5, 71] and batch.starts.tolist() == [0, 2, 3] and batch.max_length == 71
+    assert batch.mean_length == batch.layer().mean_length == 38
     assert batch.table.shape == (2, 8) and batch.table[1, :2].tolist() == cache.table.get(a).pages
     assert batch.slots.tolist() == [cache.table.get(s).slot for s in (b, a)]
     storage = {name: getattr(batch, name).data_ptr() for name in ("lengths", "table", "slots", "starts")}
@@ -309,7 +310,7 @@ def test_a_batch_in_the_tensors_of_another_is_that_batch(launched):
     batch = cache.extend({first: 1})
     batch.append(ROW, ROW)
     assert cache.extend({second: 3}, into=batch) is batch
-    assert batch.new == [3] and batch.max_length == 3 and batch.layer().max_length == 3
+    assert batch.new == [3] and batch.max_length == batch.mean_length == batch.layer().max_length == 3
     with pytest.raises(ArgumentError, match="k = .*3"):  # starts say 3
         batch.store(ROW[0], ROW[0])
     cache.free(first)

@@ -123,6 +123,8 @@ def test_bad_decodes_are_refused_on_any_device(cache, words, q, options):
         ("pages = .*multiple of 16 bytes", lambda c: {"pages": misaligned(c.pages)}),
         ("residual = .*multiple of 16 bytes", lambda c: {"residual": misaligned(c.residual)}),
         ("max_length = -1", lambda c: {"max_length": -1}),
+        ("mean_length = -1", lambda c: {"mean_length": -1}),
+        ("mean_length = 30.0", lambda c: {"mean_length": 30.0}),
         ("layout = 'str'", lambda c: {"layout": "int4"}),
         ("lengths = .*on meta", lambda c: {"lengths": c.lengths.to("meta")}),
     ],
@@ -180,7 +182,7 @@ def test_kernels_of_a_layer_serve_every_batch(arch):
     target = Target.parse(arch)
     requests = kernel_requests("int4", "int8", heads=32, kv_heads=8, q_len=2, target=target)
     assert [r.name for r in requests].count("attention.write") == 1 and len(set(requests)) == len(requests)
-    assert len(requests) <= (30 if target.supports("cluster") else 9)
+    assert len(requests) <= (31 if target.supports("cluster") else 10)
     layout = CacheLayout("int4", "int8", 128)
     for batch, tokens in (
         (1, 100),
@@ -196,7 +198,8 @@ def test_kernels_of_a_layer_serve_every_batch(arch):
         (41, 2000),
     ):
         facts = dict(dtype="float16", page=128, residual=0, softcap=False, sinks=False, target=target)
-        assert op.plan(layout, batch, 8, 8, tokens, **facts).request in requests
+        for mean in (0, tokens, tokens // 2, tokens // 30):
+            assert op.plan(layout, batch, 8, 8, tokens, **facts, mean=mean).request in requests
 
 
 @pytest.mark.parametrize(
@@ -314,6 +317,37 @@ def test_a_schedule_that_cannot_be_launched_is_refused(schedule, constraint):
             sinks=False, target=Target.parse("sm_90a"), schedule=schedule,
         )  # fmt: skip
     assert "schedule = 'Decode(1, " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "options"),
+    [
+        ("balanced = 1", {"balanced": 1}),
+        ("balanced = 'x'", {"balanced": "x"}),
+        ("splits = 2: a balanced batch", {"balanced": True, "splits": 2}),
+        ("schedule = .*warpgroups", {"balanced": True, "schedule": schedules.WarpgroupDecode(2, 8, 4, 3, 1)}),
+    ],
+)
+def test_what_a_balanced_batch_cannot_be_is_refused(argument, options):
+    with pytest.raises(ArgumentError, match=argument):
+        op.check_balanced(**dict(balanced=None, splits=None, schedule=None) | options)
+
+
+def test_ragged_batches_have_a_place_for_every_piece():
+    """However the lengths change on the device: pieces of a `total / shares` each, and one begun for each sequence."""
+    layout, target = CacheLayout("int4", "int4", 128), Target.parse("nvidia/nvidia-h200")
+    facts = dict(dtype="float16", page=128, residual=0, softcap=False, sinks=False, target=target)
+    even = op.plan(layout, 64, 8, 4, 8192, **facts)
+    assert not even.places and op.plan(layout, 64, 8, 4, 8192, **facts, mean=8000) == even
+    ragged = op.plan(layout, 64, 8, 4, 8192, **facts, mean=4000)
+    assert ragged.places == ragged.partials > 64 and dict(ragged.request.params)["balanced"]
+    assert op.plan(layout, 64, 8, 4, 8192, **facts, mean=4000, splits=2).places == 0
+    assert op.plan(layout, 64, 8, 4, 8192, **facts, mean=4000, balanced=False) == even
+    assert op.plan(layout, 64, 8, 4, 8192, **facts, balanced=True) == ragged
+    assert op.plan(layout, 1, 8, 4, 8192, **facts, mean=4000).places == 0
+    for batch in (2, 3, 64, 500, 65535):
+        made = op.plan(layout, batch, 1, 64, 1 << 20, **facts, balanced=True)
+        assert made.places > batch and made.row_groups == 4
 
 
 WIDE = schedules.WarpgroupDecode(2, 8, 4, 3, 1)

@@ -14,7 +14,7 @@ from terrazzo.autotune.attention_bench import Shape
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.attention import op
 from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.schedules import attention, attention_cost, attention_space
+from terrazzo.schedules import attention, attention_balance, attention_cost, attention_space
 
 DATA = json.loads((Path(__file__).parents[1] / "data/tuning/decode_h200.json").read_text())
 TARGET = Target.parse("sm_90a")
@@ -159,3 +159,19 @@ def test_the_tuner_tries_good_schedules_first():
     rms = (sum(error**2 for error in errors) / len(errors)) ** 0.5
     print(len(found), mean(first), mean(third), rms, sum(right) / len(right))
     assert mean(first) < 1.04 and mean(third) < 1.01 and rms < 0.12 and sum(right) > 0.75 * len(right)
+
+
+def test_ragged_batches_are_balanced_where_it_was_faster():
+    ratios, gains = [], []
+    data = json.loads((Path(__file__).parents[1] / "data/tuning/ragged_h200.json").read_text())
+    for head_dim, heads, formats, q_len, batch, longest, total, even, balanced in data["rows"]:
+        query_heads, kv_heads = map(int, heads.split("/"))
+        layout = CacheLayout(*formats.split("/"), head_dim)
+        rows = q_len * query_heads // kv_heads
+        problem = op.problem_of(layout, batch, kv_heads, rows, longest, 128, layout.k.group)
+        chosen = attention_balance.shares(problem, batch, total // batch, Target.parse("nvidia/nvidia-h200"))
+        us = balanced if chosen else even
+        ratios.append(us / min(even, balanced))
+        gains.append(even / us)
+    print(len(ratios), mean(ratios), max(ratios), mean(gains))
+    assert len(ratios) >= 170 and mean(ratios) < 1.01 and max(ratios) < 1.12 and mean(gains) > 1.25
