@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import attention
@@ -33,8 +34,10 @@ _WAVES = 1.5  # of pieces, where sequences alone are more than half of one
 def schedule_of(problem: DecodeProblem, target: Target) -> Decode:
     """The schedule of a balanced kernel: CTAs of as few warps as full waves of long sequences have. One for all
     lengths and numbers of sequences."""
-    pairs = 64 * target.sms
-    return attention.choose(replace(problem, pairs=pairs, tokens=_TOKENS, parted=False), target)
+    return _choose(replace(problem, pairs=64 * target.sms, tokens=_TOKENS, parted=False), target)
+
+
+_choose = lru_cache(maxsize=256)(attention.choose)
 
 
 def room(problem: DecodeProblem, schedule: Decode, batch: int, target: Target) -> float:
@@ -54,7 +57,7 @@ def shares(problem: DecodeProblem, batch: int, mean: int, target: Target) -> int
     schedule = schedule_of(problem, target)
     at_once, longest = room(problem, schedule, batch, target), problem.tokens / mean
     least = max(_RAGGED, _ALONE * batch / at_once)
-    if isinstance(attention.choose(problem, target), attention.WarpgroupDecode):
+    if problem.rows > 8 and isinstance(attention.choose(problem, target), attention.WarpgroupDecode):
         least *= _ROWS
     made = pieces(at_once, batch)
     if longest * made / batch > MOST_SPLITS and longest < _FAR:
