@@ -45,6 +45,31 @@ def decode(result: Mapping[str, Any], source: str) -> str:
     )
 
 
+def ragged(result: Mapping[str, Any], source: str) -> str:
+    """Decode attention of ragged batches: time, that with as many splits for each sequence, ratio to torch's."""
+    lines: dict[tuple[str, str, str], dict[str, str]] = {}
+    for row in (row for row in result["rows"] if row["us"]):
+        best = min(row["peers"].values()) if row["peers"] else None
+        text = f"{row['us']:.1f}, {row['even']:.1f}" + (f" ({best / row['us']:.2f}x)" if best else "")
+        name = f"{row['batch']}{', q_len ' + str(row['q_len']) if row['q_len'] > 1 else ''}"
+        place = name, str(row["mean"]), str(row["longest"])
+        lines.setdefault(place, {})[f"{row['k_format']}/{row['v_format']}"] = text
+    formats = list(dict.fromkeys(name for cells in lines.values() for name in cells))
+    table = report.markdown(
+        ("sequences", "mean length", "longest", *(f"`{name}`" for name in formats)),
+        [(*place, *(cells.get(f, "") for f in formats)) for place, cells in lines.items()],
+        range(1, 3 + len(formats)),
+    )
+    heads = ", ".join(dict.fromkeys(f"{row['q_heads']}/{row['kv_heads']}" for row in result["rows"]))
+    page = f"pages of {result['rows'][0]['page']} tokens"
+    return (
+        f"Decode attention of different lengths in a batch, {heads} heads, {page}, "
+        "keys/values by format: microseconds with `mean_length` known, with as many splits for every sequence, and how "
+        "many times as fast as torch's flash attention over such a batch (f16, which has one split for each sequence), "
+        f"{setting(result, source)} What the names of batches say: benchmarks/attention_ragged.py.\n\n{table}"
+    )
+
+
 def prefill(result: Mapping[str, Any], source: str) -> str:
     """Prefill attention: TFLOP/s and ratio to the fastest f16 attention of torch."""
     lines = []
@@ -140,6 +165,7 @@ README: dict[str, Table] = {"attention_*.json": decode}
 DETAILS: dict[str, Table] = {
     "attention_prefill_*.json": prefill,
     "attention_write_*.json": written,
+    "attention_ragged_*.json": ragged,
     "decode_batches_*.json": decode,
     "decode_rows_*.json": decode,
     "grouped_*.json": grouped,

@@ -279,6 +279,8 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
     rows["attention_ablation_h200"] = parts
     step = cache | {"kv_len": 4096, "kind": "mean", "us": 88.0, "decode_us": 80.0, "added": 0.1}
     rows["attention_write_h200"] = [cache | {"kv_len": 131072, "us": 200.0, "of_copy_time": 1.3}, step]
+    ragged = cache | {"batch": "8:1-9", "mean": 5, "longest": 9, "q_len": 1, "page": 128, "us": 40.0, "even": 60.0}
+    rows["attention_ragged_h200"] = [ragged | {"peers": {"a": 100.0}}, ragged | {"q_len": 4, "peers": {}}]
     for name, found in rows.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({**result, "rows": found}))
     assert "| 8 x 32/8 x 32K, q_len 4 | 80.0 (3.00x) |" in readme.figures() and "90.0" not in readme.figures()
@@ -292,4 +294,6 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
     assert plot.main([str(path)]) == 2
     assert "512 new after 3584 | `int4/int4` | fresh | 100 | 321 | 0.90x |" in readme.details()
     assert "| `int4/int4` | 8 x 32/8 x 4K | 80.0 + 10% |" in readme.details() and "`int4/int4` 1.30" in readme.details()
+    assert "| 8:1-9 | 5 | 9 | 40.0, 60.0 (2.50x) |" in readme.details() and "8:1-9" not in readme.figures()
+    assert "| 8:1-9, q_len 4 | 5 | 9 | 40.0, 60.0 |" in readme.details()
     assert "| 8 experts | 128 | `w4a8` | 35.0 | 85% | 2.00x |" in readme.details()

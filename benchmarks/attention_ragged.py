@@ -1,0 +1,239 @@
+"""Decode attention of batches whose sequences have different lengths, beside torch's f16 attention of such batches.
+
+    python -m benchmarks.attention_ragged             every batch and format; writes results/attention_ragged_<gpu>.json
+    python -m benchmarks.attention_ragged --batches 64:256-8192,32~3000,63x1024+1x32768 --formats int4/int4 --heads 64/8
+
+A batch is n:a-b (n lengths drawn evenly from a to b), n~m (lognormal, median m, sigma 0.8, at most ten times m), or a
+sum of n x length; drawn ones are the same in every run. Each is timed as a user gets it, with `mean_length` known, and
+with as many splits for every sequence (`even`). A few heads are compared with float64 before a time counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from terrazzo.autotune import attention_bench
+from terrazzo.autotune.attention_bench import Shape
+from terrazzo.lowering.errors import ArgumentError, TerrazzoError
+
+from benchmarks import report
+from benchmarks.peers import missing_module
+
+DEVICE = "cuda"
+BATCHES = (
+    "64:256-8192", "32~3000", "24:2048-12288", "16:1024-16384", "8:4096-32768", "128~1000", "63x1024+1x32768",
+    "7x2048+1x65536", "64:3072-5120", "256:128-2048",
+)  # fmt: skip
+FORMATS = ("float16/float16", "int8/int8", "int4/int4", "int4_channel128/int4", "int2_channel128/int2")
+PAGE = 128
+
+
+class Varlen:
+    """torch's flash attention over rows of all sequences in turn; one new token each."""
+
+    name = "torch_varlen_f16"
+
+    def missing(self) -> str:
+        return missing_module("torch")
+
+    def load(self, q: Any, lengths: list[int], kv_heads: int) -> tuple[Callable[[], Any], Any, Any]:
+        import torch
+
+        k, v = torch.randn(2, sum(lengths), kv_heads, q.shape[-1], device=DEVICE).half()
+        starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+        rows = torch.arange(len(lengths) + 1, device=DEVICE).int()
+        flash, single = torch.ops.aten._flash_attention_forward, q[:, 0].contiguous()
+        return lambda: flash(single, k, v, rows, starts, 1, max(lengths), 0.0, False, False)[0], k, v
+
+
+def lengths_of(batch: str) -> list[int]:
+    """Tokens of each sequence of a batch, in the order in which they lie there.
+
+    Raises:
+        ArgumentError: a text that is no batch.
+    """
+    rng = random.Random(batch)
+    even, log = re.fullmatch(r"(\d+):(\d+)-(\d+)", batch), re.fullmatch(r"(\d+)~(\d+)", batch)
+    parts = [re.fullmatch(r"(\d+)x(\d+)", part) for part in batch.split("+")]
+    if even:
+        count, low, high = map(int, even.groups())
+        made = [rng.randint(low, high) for _ in range(count)] if low <= high else []
+    elif log:
+        count, median = map(int, log.groups())
+        made = [min(10 * median, max(1, round(median * rng.lognormvariate(0, 0.8)))) for _ in range(count)]
+    else:
+        made = [int(part[2]) for part in parts if part for _ in range(int(part[1]))] if all(parts) else []
+        rng.shuffle(made)
+    if not made or min(made) < 1:
+        constraint = "is no batch of sequences of at least one token"
+        raise ArgumentError("batch", batch, constraint, "write 64:256-8192, 32~3000 or 63x1024+1x32768")
+    return made
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention_ragged", description=__doc__.splitlines()[0])
+    parser.add_argument("--batches", default=",".join(BATCHES), help="comma-separated")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="comma-separated, keys/values")
+    parser.add_argument("--heads", default="32/8", help="query heads / kv heads")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--q-len", default="1,4", help="comma-separated numbers of new tokens")
+    parser.add_argument("--budget-ms", type=float, default=15.0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    o = parser.parse_args(argv)
+    o.batches = o.batches.split(",")
+    o.formats = [tuple(f.split("/")) for f in o.formats.split(",")]
+    o.q_len = [int(n) for n in o.q_len.split(",")]
+    return o
+
+
+def shape_of(o: argparse.Namespace, lengths: list[int]) -> Shape:
+    """The cache that holds a batch: whole pages for the longest sequence."""
+    return Shape.parse(f"{len(lengths)}x{o.heads}x{-(-max(lengths) // PAGE) * PAGE}")
+
+
+def compile_all(o: argparse.Namespace) -> None:
+    from terrazzo.lowering.parallel import compile_many
+    from terrazzo.ops.attention import launch, op
+    from terrazzo.ops.attention.layout import CacheLayout
+
+    wanted, target = [], launch.detect()
+    for batch in o.batches:
+        lengths = lengths_of(batch)
+        shape, mean = shape_of(o, lengths), -(-sum(lengths) // len(lengths))
+        for formats in o.formats:
+            layout = CacheLayout(*formats, o.head_dim)
+            for q_len in o.q_len:
+                sizes = (layout, shape.batch, shape.kv_heads, q_len * shape.heads // shape.kv_heads, max(lengths))
+                facts = dict(dtype="float16", page=PAGE, residual=layout.k.group, softcap=False, sinks=False)
+                wanted += [op.plan(*sizes, **facts, target=target, mean=n).request for n in (0, mean)]
+    start = time.perf_counter()
+    outcomes = compile_many(wanted)
+    failed = {str(e)[:300] for e in outcomes if isinstance(e, Exception)}
+    print(f"{len(set(wanted))} kernels in {time.perf_counter() - start:.0f} s", *failed, sep="\n", flush=True)
+
+
+def peer(o: argparse.Namespace, lengths: list[int], shape: Shape) -> dict[str, float]:
+    """name -> us of f16 attention, one new token for each sequence, checked against float64 for the first and last."""
+    import torch
+    from terrazzo.autotune import measure
+    from terrazzo.ops.attention import reference
+
+    q = torch.randn(shape.batch, 1, shape.heads, o.head_dim, device=DEVICE).half()
+    try:
+        call, k, v = Varlen().load(q, lengths, shape.kv_heads)
+        y, ends = call(), [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        for b in (0, shape.batch - 1):
+            span = slice(ends[b], ends[b + 1])
+            exact = reference.attend(q[b, :, :1], k[span, 0], v[span, 0], reference.Options())[0][0, 0]
+            off = float((y[b, 0].double() - exact).abs().max())
+            if not off < 0.01 * float(exact.abs().max()) + 1e-3:
+                raise ValueError(f"its output is off by {off:.3g}")
+        return {Varlen.name: round(measure.time_calls([call], o.budget_ms).us, 2)}
+    except Exception as error:  # another package's error of any kind costs its column, not the run
+        print(f"peer {Varlen.name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+        return {}
+
+
+def ours(
+    o: argparse.Namespace, batch: str, formats: tuple[str, str], rivals: dict[str, float], copy_gb_s: float
+) -> list[dict[str, Any]]:
+    """Rows of one batch in one pair of formats, for each q_len."""
+    import torch
+    from terrazzo.autotune import measure
+    from terrazzo.ops.attention import op
+
+    lengths = lengths_of(batch)
+    shape = shape_of(o, lengths)
+    cache = attention_bench.random_cache(*formats, shape, o.head_dim, PAGE)
+    held = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    cache = replace(cache, lengths=held, max_length=max(lengths))
+    nbytes = 4 * cache.kv_heads * cache.pages.shape[2] * sum(-(-n // PAGE) for n in lengths)
+    copies = [cache] + [
+        replace(cache, pages=cache.pages.clone())
+        for _ in range(measure.copies_beyond_l2(nbytes, torch.cuda.get_device_properties(0).L2_cache_size) - 1)
+    ]
+    known = [replace(c, mean_length=-(-sum(lengths) // len(lengths))) for c in copies]
+    rows = []
+    for q_len in o.q_len:
+        q = torch.randn(shape.batch, q_len, shape.heads, o.head_dim, device=DEVICE).half()
+        row = {
+            "op": "attention_ragged", "batch": batch, "k_format": formats[0], "v_format": formats[1],
+            "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": o.head_dim, "q_len": q_len, "page": PAGE,
+            "mean": round(sum(lengths) / len(lengths)), "longest": max(lengths), "us": None, "spread": None,
+            "even": None, "balanced": None, "bytes": nbytes, "peers": rivals if q_len == 1 else {},
+        }  # fmt: skip
+        rows.append(row)
+        try:
+            exact = attention_bench.expected(q, cache)
+            sizes = (cache.layout, shape.batch, shape.kv_heads, q_len * shape.heads // shape.kv_heads, max(lengths))
+            facts = dict(dtype="float16", page=PAGE, residual=cache.residual_tokens, softcap=False, sinks=False)
+            plan = op.plan(*sizes, **facts, target=op.current_targets(None, q.device)[0], mean=known[0].mean_length)
+            row["balanced"] = bool(plan.places)
+            for name, caches in (("us", known), ("even", copies)):
+                y = measure.poisoned(q.shape, q.dtype, DEVICE)
+                op.decode(q, caches[0], out=y)
+                if why := attention_bench.wrong(y, exact):
+                    row["failure"] = why
+                    break
+                timing = measure.time_calls([partial(op.decode, q, c, out=y) for c in caches], o.budget_ms)
+                row[name] = round(timing.us, 2)
+                if name == "us":
+                    row |= {
+                        "spread": round(timing.spread, 4),
+                        "copy_share": round(nbytes / timing.us / 1e3 / copy_gb_s, 4),
+                    }
+        except TerrazzoError as error:
+            row["failure"] = " ".join(str(error).split())[:300]
+        show(row)
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    place = f"{row['batch']:18} q{row['q_len']} {row['k_format']}/{row['v_format']:12}"
+    if row.get("failure"):
+        print(place, "FAILED", row["failure"][:200], flush=True)
+        return
+    beside = "  ".join(f"{name} {us}" for name, us in row["peers"].items())
+    kind = "balanced" if row["balanced"] else "even"
+    print(
+        f"{place} {row['us']:9.2f} us {row['copy_share']:6.1%} of copy, {kind}; even {row['even']:.2f}  {beside}",
+        flush=True,
+    )
+
+
+def run(o: argparse.Namespace) -> int:
+    import torch
+    from terrazzo.autotune import gemm_bench, measure
+    from terrazzo.ops.attention import launch
+
+    start = time.perf_counter()
+    compile_all(o)
+    result = gemm_bench.header(launch.detect(), o.commit)
+    result["copy_gb_s"] = round(measure.copy_bandwidth(), 1)
+    result["rows"] = []
+    for batch in o.batches:
+        lengths = lengths_of(batch)
+        rivals = peer(o, lengths, shape_of(o, lengths)) if 1 in o.q_len else {}
+        for formats in o.formats:
+            result["rows"] += ours(o, batch, formats, rivals, result["copy_gb_s"])
+            torch.cuda.empty_cache()
+        report.write(result, o.out or report.RESULTS / report.file_name("attention_ragged", result["gpu"]), start)
+    return report.conclude(result)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return report.guarded("benchmarks.attention_ragged", lambda: run(arguments(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
