@@ -152,6 +152,7 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched("w4a8 int8", S8(W4A8(256, 2048, 64), 40, "int32", kind="integer")),
         Watched("w4a8 unsigned", S8(W4A8(256, 4096, 128), 100, "bfloat16", "unsigned", kind="integer")),
         Watched("w4a8 e4m3", S4F8(E4M3(256, 2048, 32), 20, "integer")),
+        Watched("w4ax integer shared", S4(W4AX(256, 2048, 0.5, scales="two_level"), (100,))),
     ),
     "w4ax": (
         Watched("small_batch", S4(W4AX(130, 640, 0.25, bias=True), (5,))),
@@ -160,7 +161,6 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
         Watched("stream_k, two halves of the tokens, shared", S4(W4AX(256, 2048, 0.5), (100,))),
         Watched("persistent", S4(W4AX(130, 650, 0.4), (20,), "float16", "sm_80")),
         Watched("integer", S4(W4AX(130, 650, 0.25, True, "two_level"), (5, 40), "bfloat16")),
-        Watched("integer shared", S4(W4AX(256, 2048, 0.5, scales="two_level"), (100,))),
     ),
     "attention": (
         Watched("int4", attention_cases.Case(lengths=(100, 7), q_len=2)),
@@ -172,6 +172,13 @@ FAMILIES: dict[str, tuple[Watched, ...]] = {
             "int4 channels, 28 rows on wgmma, split",
             attention_cases.Case(
                 "int4_channel64", "int2", group=7, q_len=4, lengths=(210, 3), splits=2, style="warpgroups"
+            ),
+        ),
+        Watched("int4, balanced", attention_cases.Case(lengths=(700, 0, 30), balanced=True, style="chosen")),
+        Watched(
+            "float16, 16 rows, balanced",
+            attention_cases.Case(
+                "float16", "float16", q_len=4, lengths=(9, 400), page=64, balanced=True, style="chosen"
             ),
         ),
         Watched("int4 by cp.async", attention_cases.Case(lengths=(100, 7), target="sm_80")),

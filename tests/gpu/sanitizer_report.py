@@ -1,7 +1,7 @@
 """What compute-sanitizer's racecheck says about a ring stage that a bulk copy refills, though nothing races there.
 
 Every lane of a warp reads the stage; behind a warp barrier one lane arrives at the mbarrier that the producer waits for
-before it refills it. racecheck (CUDA 13.0, H200) then reports the reads of the other 31 lanes, in W4A16 and W4A8 alike.
+before it refills it. racecheck (CUDA 13.0, H200) then reports the reads of the other 31 lanes, in W4A16, W4A8 and W4Ax.
 It does so even with a barrier of all 128 threads between the reads and the arrive, in W4A8 on e4m3 as in the fifty
 lines of refilled_ring.cu, and not if every thread arrives: it follows nobody else to the refill. test_sanitizer.py
 watches that this is still so.
