@@ -55,6 +55,8 @@ class Usage:
 class KVCache:
     """Keys and values of up to `sequences` sequences in `pages` pages that all layers share the numbers of.
 
+    One thread at a time: nothing here is locked.
+
     Args:
         k_format, v_format: names of `FORMATS`. kv_heads, head_dim: of every layer.
         pages: number of pages. page_size: tokens of a page, a multiple of the layout's block.

@@ -138,6 +138,7 @@ def decode_requests(
     dtype: str = "float16",
     softcap: bool = False,
     sinks: bool = False,
+    window: int = 0,
     balanced: bool | None = None,
     schedule: schedules.Decode | None = None,
     target: Target | str | None = None,
@@ -149,7 +150,7 @@ def decode_requests(
         cache: as `decode` gets it; `max_length` and `mean_length` count, the lengths on the device do not. It may lie
             on the CPU.
         dtype: of q, "float16" or "bfloat16". softcap, sinks: whether `decode` gets one.
-        balanced: see `decode`. schedule: the kernel's; None for a tuned record's or the heuristic's.
+        window, balanced: see `decode`. schedule: the kernel's; None for a tuned record's or the heuristic's.
         target: see `decode`; where there is no GPU, the one to compile for.
 
     Raises:
@@ -167,13 +168,21 @@ def decode_requests(
         raise ArgumentError("q_shape", q_shape, constraint, "pass tuple(q.shape)")
     at, device = requested_targets(target)
     batch, new, heads, _ = q_shape
+    check_numbers(None, 0.0, window)
+    longest, mean = seen(cache, window, new)
     return [
         plan(
-            cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, cache.max_length, dtype=dtype,
+            cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, longest, dtype=dtype,
             page=cache.page_size, residual=cache.residual_tokens, softcap=softcap, sinks=sinks, target=at,
-            device=device, schedule=schedule, balanced=balanced, mean=cache.mean_length,
+            device=device, schedule=schedule, balanced=balanced, mean=mean,
         ).request
     ]  # fmt: skip
+
+
+def seen(cache: PackedCache, window: int, new: int) -> tuple[int, int]:
+    """Tokens that the rows of a sequence see, of the longest one and on average (0: not known)."""
+    most = window + new - 1 if window else launching.LARGEST
+    return min(cache.max_length, most), min(cache.mean_length, most)
 
 
 def kernel_requests(
@@ -351,11 +360,12 @@ def run(
         raise ArgumentError("splits", splits, f"must be 1..{decode_program.MAX_SPLITS}", "leave it out")
     check_balanced(balanced, splits, schedule)
     at, device = current_targets(target, q.device)
+    longest, mean = seen(cache, window, new)
     chosen = plan(
-        cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, cache.max_length,
+        cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, longest,
         dtype=str(q.dtype).removeprefix("torch."), page=cache.page_size, residual=cache.residual_tokens,
         softcap=bool(softcap > 0), sinks=sinks is not None, target=at, device=device,
-        schedule=schedule, splits=splits or 0, balanced=balanced, mean=cache.mean_length,
+        schedule=schedule, splits=splits or 0, balanced=balanced, mean=mean,
     )  # fmt: skip
     kernel = get_kernel(chosen.request)
     capturing = torch.cuda.is_current_stream_capturing()

@@ -96,8 +96,9 @@ class Case:
         layout = CacheLayout(self.k, self.v, self.head_dim)
         residual = layout.k.group if self.residual < 0 else self.residual
         target, device = launch.current_targets(self.target)
+        seen = min(self.tokens, self.window + self.q_len - 1) if self.window else self.tokens
         return op.plan(
-            layout, len(self.lengths), self.kv_heads, self.rows, self.tokens, dtype=self.dtype, page=self.page,
+            layout, len(self.lengths), self.kv_heads, self.rows, seen, dtype=self.dtype, page=self.page,
             residual=residual, softcap=self.softcap > 0, sinks=self.sinks, target=target, device=device,
             schedule=self.schedule(), splits=self.splits, balanced=self.balanced,
         )  # fmt: skip

@@ -350,6 +350,19 @@ def test_ragged_batches_have_a_place_for_every_piece():
         assert made.places > batch and made.row_groups == 4
 
 
+def test_a_window_is_as_long_as_a_cache_gets():
+    """Kernel and splits are those of a cache of as many tokens as the rows see."""
+    made = pack_cache(*torch.randn(2, 8, 1, 2048, 128), "int4", "int4", page_size=64)
+    made, short = (replace(made, max_length=n, mean_length=n // 2) for n in (1 << 20, 515))
+    target, shape = Target.parse("nvidia/nvidia-h200"), (8, 4, 4, 128)
+    windowed = op.decode_requests(shape, made, window=512, target=target)
+    assert windowed == op.decode_requests(shape, short, target=target)
+    assert windowed != op.decode_requests(shape, made, target=target)
+    assert op.seen(made, 0, 4) == (1 << 20, 1 << 19) and op.seen(short, 1 << 20, 1) == (515, 257)
+    with pytest.raises(ArgumentError, match="window = -1"):
+        op.decode_requests(shape, made, window=-1, target=target)
+
+
 WIDE = schedules.WarpgroupDecode(2, 8, 4, 3, 1)
 
 
