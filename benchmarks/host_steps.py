@@ -136,6 +136,7 @@ STEPS: tuple[Step, ...] = (
     bench("w4ax", 160, 2),
     bench("attention_prefill", 170, 2),
     bench("grouped", 170, 2),
+    bench("attention_ragged", 120, 2),
     bench("attention_write", 80, 2, ahead=False),
     *suite("gpu/test_attention_ablation_gpu.py", 70, 3, ahead=True),
     *suite("gpu/test_sanitizer.py", 300, 3, needs=("nvcc", "compute-sanitizer")),

@@ -34,7 +34,10 @@ _WAVES = 1.5  # of pieces, where sequences alone are more than half of one
 def schedule_of(problem: DecodeProblem, target: Target) -> Decode:
     """The schedule of a balanced kernel: CTAs of as few warps as full waves of long sequences have. One for all
     lengths and numbers of sequences."""
-    return _choose(replace(problem, pairs=64 * target.sms, tokens=_TOKENS, parted=False), target)
+    made = _choose(replace(problem, pairs=64 * target.sms, tokens=_TOKENS, parted=False), target)
+    if made.row_tiles > 1 and not attention.is_wide(problem) and made.tiles == 4:
+        return replace(made, tiles=2, stages=3)  # with 128 registers, scores of four tiles of 16 rows would spill
+    return made
 
 
 _choose = lru_cache(maxsize=256)(attention.choose)

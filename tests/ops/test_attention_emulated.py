@@ -266,6 +266,9 @@ BALANCED = {  # case, schedule, shares, tokens that are seen too many before the
         Case("int4", "int4", lengths=(1400, 70, 600), residual=64, window=400, q_len=2), Decode(1, 1, 1, 3, 1), 9, 0
     ),
     "16 rows": (Case("float16", "float16", lengths=(700, 3, 200), q_len=4), Decode(2, 2, 1, 2, 1), 4, 0),
+    "16 rows of head_dim 64": (
+        Case("int4_channel64", "int4", head_dim=64, lengths=(1200, 3, 200), q_len=4), Decode(2, 4, 2, 3, 4), 5, 0
+    ),
     "130 sequences": (
         Case("int2", "int2", head_dim=64, kv_heads=1, lengths=(*[5] * 60, 900, *[33] * 68, 400)),
         Decode(1, 1, 2, 2, 1), 6, 0
