@@ -11,6 +11,7 @@ with as many splits for every sequence (`even`). A few heads are compared with f
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import re
 import sys
@@ -23,10 +24,12 @@ from typing import Any
 
 from terrazzo.autotune import attention_bench
 from terrazzo.autotune.attention_bench import Shape
+from terrazzo.lowering import parallel
 from terrazzo.lowering.errors import ArgumentError, TerrazzoError
+from terrazzo.ops.attention import launch, op
+from terrazzo.ops.attention.layout import CacheLayout
 
 from benchmarks import report
-from benchmarks.peers import missing_module
 
 DEVICE = "cuda"
 BATCHES = (
@@ -35,24 +38,19 @@ BATCHES = (
 )  # fmt: skip
 FORMATS = ("float16/float16", "int8/int8", "int4/int4", "int4_channel128/int4", "int2_channel128/int2")
 PAGE = 128
+PEER = "torch_varlen_f16"
 
 
-class Varlen:
-    """torch's flash attention over rows of all sequences in turn; one new token each."""
+def torch_varlen(q: Any, lengths: list[int], kv_heads: int) -> tuple[Callable[[], Any], Any, Any]:
+    """torch's flash attention of one new token of each sequence: the call, and its keys and values, [tokens, Hkv, D]
+    of all sequences in turn."""
+    import torch
 
-    name = "torch_varlen_f16"
-
-    def missing(self) -> str:
-        return missing_module("torch")
-
-    def load(self, q: Any, lengths: list[int], kv_heads: int) -> tuple[Callable[[], Any], Any, Any]:
-        import torch
-
-        k, v = torch.randn(2, sum(lengths), kv_heads, q.shape[-1], device=DEVICE).half()
-        starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
-        rows = torch.arange(len(lengths) + 1, device=DEVICE).int()
-        flash, single = torch.ops.aten._flash_attention_forward, q[:, 0].contiguous()
-        return lambda: flash(single, k, v, rows, starts, 1, max(lengths), 0.0, False, False)[0], k, v
+    k, v = torch.randn(2, sum(lengths), kv_heads, q.shape[-1], device=DEVICE).half()
+    starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+    rows = torch.arange(len(lengths) + 1, device=DEVICE).int()
+    flash, single = torch.ops.aten._flash_attention_forward, q[:, 0].contiguous()
+    return lambda: flash(single, k, v, rows, starts, 1, max(lengths), 0.0, False, False)[0], k, v
 
 
 def lengths_of(batch: str) -> list[int]:
@@ -101,23 +99,28 @@ def shape_of(o: argparse.Namespace, lengths: list[int]) -> Shape:
     return Shape.parse(f"{len(lengths)}x{o.heads}x{-(-max(lengths) // PAGE) * PAGE}")
 
 
-def compile_all(o: argparse.Namespace) -> None:
-    from terrazzo.lowering.parallel import compile_many
-    from terrazzo.ops.attention import launch, op
-    from terrazzo.ops.attention.layout import CacheLayout
+def plan_of(o: argparse.Namespace, lengths: list[int], layout: CacheLayout, q_len: int, mean: int) -> op.Plan:
+    """What decode launches for a batch whose mean length is known (0: is not)."""
+    shape = shape_of(o, lengths)
+    sizes = (layout, shape.batch, shape.kv_heads, q_len * shape.heads // shape.kv_heads, max(lengths))
+    facts = dict(dtype="float16", page=PAGE, residual=layout.k.group, softcap=False, sinks=False)
+    return op.plan(*sizes, **facts, target=launch.detect(), mean=mean)
 
-    wanted, target = [], launch.detect()
-    for batch in o.batches:
-        lengths = lengths_of(batch)
-        shape, mean = shape_of(o, lengths), -(-sum(lengths) // len(lengths))
-        for formats in o.formats:
-            layout = CacheLayout(*formats, o.head_dim)
-            for q_len in o.q_len:
-                sizes = (layout, shape.batch, shape.kv_heads, q_len * shape.heads // shape.kv_heads, max(lengths))
-                facts = dict(dtype="float16", page=PAGE, residual=layout.k.group, softcap=False, sinks=False)
-                wanted += [op.plan(*sizes, **facts, target=target, mean=n).request for n in (0, mean)]
+
+def mean_of(lengths: list[int]) -> int:
+    """The average, as a `KVCache` rounds it."""
+    return -(-sum(lengths) // len(lengths))
+
+
+def compile_all(o: argparse.Namespace) -> None:
+    batches, layouts = map(lengths_of, o.batches), [CacheLayout(*formats, o.head_dim) for formats in o.formats]
+    wanted = [
+        plan_of(o, lengths, layout, q_len, mean).request
+        for lengths, layout, q_len in itertools.product(batches, layouts, o.q_len)
+        for mean in (0, mean_of(lengths))
+    ]
     start = time.perf_counter()
-    outcomes = compile_many(wanted)
+    outcomes = parallel.compile_many(wanted)
     failed = {str(e)[:300] for e in outcomes if isinstance(e, Exception)}
     print(f"{len(set(wanted))} kernels in {time.perf_counter() - start:.0f} s", *failed, sep="\n", flush=True)
 
@@ -130,7 +133,7 @@ def peer(o: argparse.Namespace, lengths: list[int], shape: Shape) -> dict[str, f
 
     q = torch.randn(shape.batch, 1, shape.heads, o.head_dim, device=DEVICE).half()
     try:
-        call, k, v = Varlen().load(q, lengths, shape.kv_heads)
+        call, k, v = torch_varlen(q, lengths, shape.kv_heads)
         y, ends = call(), [0, *torch.tensor(lengths).cumsum(0).tolist()]
         for b in (0, shape.batch - 1):
             span = slice(ends[b], ends[b + 1])
@@ -138,9 +141,9 @@ def peer(o: argparse.Namespace, lengths: list[int], shape: Shape) -> dict[str, f
             off = float((y[b, 0].double() - exact).abs().max())
             if not off < 0.01 * float(exact.abs().max()) + 1e-3:
                 raise ValueError(f"its output is off by {off:.3g}")
-        return {Varlen.name: round(measure.time_calls([call], o.budget_ms).us, 2)}
+        return {PEER: round(measure.time_calls([call], o.budget_ms).us, 2)}
     except Exception as error:  # another package's error of any kind costs its column, not the run
-        print(f"peer {Varlen.name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
+        print(f"peer {PEER}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
         return {}
 
 
@@ -150,7 +153,6 @@ def ours(
     """Rows of one batch in one pair of formats, for each q_len."""
     import torch
     from terrazzo.autotune import measure
-    from terrazzo.ops.attention import op
 
     lengths = lengths_of(batch)
     shape = shape_of(o, lengths)
@@ -160,9 +162,9 @@ def ours(
     nbytes = 4 * cache.kv_heads * cache.pages.shape[2] * sum(-(-n // PAGE) for n in lengths)
     copies = [cache] + [
         replace(cache, pages=cache.pages.clone())
-        for _ in range(measure.copies_beyond_l2(nbytes, torch.cuda.get_device_properties(0).L2_cache_size) - 1)
+        for _ in range(measure.copies_beyond_l2(nbytes, launch.detect().l2_bytes) - 1)
     ]
-    known = [replace(c, mean_length=-(-sum(lengths) // len(lengths))) for c in copies]
+    known = [replace(c, mean_length=mean_of(lengths)) for c in copies]
     rows = []
     for q_len in o.q_len:
         q = torch.randn(shape.batch, q_len, shape.heads, o.head_dim, device=DEVICE).half()
@@ -175,10 +177,7 @@ def ours(
         rows.append(row)
         try:
             exact = attention_bench.expected(q, cache)
-            sizes = (cache.layout, shape.batch, shape.kv_heads, q_len * shape.heads // shape.kv_heads, max(lengths))
-            facts = dict(dtype="float16", page=PAGE, residual=cache.residual_tokens, softcap=False, sinks=False)
-            plan = op.plan(*sizes, **facts, target=op.current_targets(None, q.device)[0], mean=known[0].mean_length)
-            row["balanced"] = bool(plan.places)
+            row["balanced"] = bool(plan_of(o, lengths, cache.layout, q_len, mean_of(lengths)).places)
             for name, caches in (("us", known), ("even", copies)):
                 y = measure.poisoned(q.shape, q.dtype, DEVICE)
                 op.decode(q, caches[0], out=y)
@@ -214,7 +213,6 @@ def show(row: dict[str, Any]) -> None:
 def run(o: argparse.Namespace) -> int:
     import torch
     from terrazzo.autotune import gemm_bench, measure
-    from terrazzo.ops.attention import launch
 
     start = time.perf_counter()
     compile_all(o)

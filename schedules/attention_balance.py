@@ -20,6 +20,7 @@ from terrazzo.schedules.attention import Decode, DecodeProblem
 
 MOST_SPLITS = 32
 """Of a sequence: more of them take longer to add than they save."""
+_SEQUENCES = 1024  # of a batch at most: every CTA reads all lengths; 256 are the most that were timed
 _RAGGED = 1.25  # times the mean that the longest sequence must have
 _FAR = 4.0  # the same where the longest would have more splits than there may be, and is waited for all the same
 _ALONE = 1.6  # a CTA is three times as fast once it is alone on its SM: times the mean, for each wave of sequences
@@ -55,7 +56,7 @@ def shares(problem: DecodeProblem, batch: int, mean: int, target: Target) -> int
     Args:
         problem: pairs of `batch` sequences, tokens of the longest. mean: average length, 0 if it is not known.
     """
-    if batch < 2 or not mean:
+    if not mean or not 2 <= batch <= _SEQUENCES:
         return 0
     schedule = schedule_of(problem, target)
     at_once, longest = room(problem, schedule, batch, target), problem.tokens / mean

@@ -76,8 +76,7 @@ def make_merge_macros(
 
     `w` as in decode_copies, with y, group, here, query, head, `partials`, how many results there are of an output, row
     `part_row` of OP and LP and place `part_base` there where they begin, and in a cluster `sent`, the barrier of what
-    the others send, of one arrival. Before `merge_warps` a cluster waits for
-    the arrivals in `stage_sums`.
+    the others send, of one arrival. Before `merge_warps` a cluster waits for the arrivals in `stage_sums`.
     """
     import tilelang.language as T
 

@@ -307,13 +307,44 @@ def build(
                         st.qk[at] = T.call_extern("uint32", "tz_pack2<false>", st.f[0], st.f[1])
 
     @T.macro
-    def find_place(LEN, held, place, x, window):
+    def find_place(LEN, place, held, x, window):
         """The work of CTA x of a balanced kernel, from the first lengths `held` and those that follow them."""
         T.call_extern(
             "handle", "tz_place", T.access_ptr(place, "w"), T.access_ptr(held, "r"), T.access_ptr(LEN, "r"), B,
             T.call_extern("int32", "tz_select", less(0, window), window + QL, 0x7FFFFFFF), x, P - B, copies.least,
             MOST_SPLITS,
         )  # fmt: skip
+
+    @T.macro
+    def expect_work(KV, TABLE, LEN, place, early, x, w):
+        """What is most likely the CTA's work, and its first stages on their way to L2, whatever the kernel ahead does;
+        `early` are the lengths that say so."""
+        for i in each(4):
+            early[i] = -2
+        if pdl and ahead:
+            if less(B, _AT_A_TIME + 1):
+                T.call_extern("handle", "tz_lengths<true>", T.access_ptr(early, "w"), T.access_ptr(LEN, "r"), B, 0)
+                find_place(LEN, place, early, x, w.window)
+                w.length[0] = place[4]
+                if less(0, place[2]):
+                    copies.prefetch(KV, TABLE, LEN, w)
+
+    @T.macro
+    def find_work(TABLE, LEN, place, early, late, moved, x, w):
+        """The CTA's work, where the lengths are others than `early`; a CTA without work ends here."""
+        T.call_extern("handle", "tz_lengths<false>", T.access_ptr(late, "w"), T.access_ptr(LEN, "r"), B, 0)
+        differs = T.call_extern("bool", "tz_differ4", T.access_ptr(early, "r"), T.access_ptr(late, "r"))
+        moved[0] = T.Cast("int32", T.call_extern("bool", "tz_any", differs))
+        if less(0, moved[0]):
+            find_place(LEN, place, late, x, w.window)
+        if less(place[2], 1):
+            T.thread_return()
+        w.now[0] = place[4]
+        if pdl and ahead:
+            if less(0, moved[0]):
+                copies.again(TABLE, w)
+        else:
+            w.length[0] = place[4]
 
     @T.prim_func
     def main(
@@ -346,7 +377,7 @@ def build(
             c = merge_state()
             ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
             place = T.alloc_local((5,), "int32")  # of tz_place
-            early, late = (T.alloc_local((4,), "int32") for _ in range(2))
+            early, late, moved = (T.alloc_local((size,), "int32") for size in (4, 4, 1))
             w = SimpleNamespace(
                 b=place[0] if balanced else bz, hy=hy, split=place[1] if balanced else bx,
                 splits=place[2] if balanced else S, partials=place[2] if balanced else P,
@@ -367,36 +398,13 @@ def build(
             w.parity[0] = 0
             place_rows(st, w, tx)
             if balanced:
-                for i in each(4):
-                    early[i] = -2
-            if pdl and ahead:
-                if balanced:
-                    if less(B, _AT_A_TIME + 1):
-                        T.call_extern(
-                            "handle", "tz_lengths<true>", T.access_ptr(early, "w"), T.access_ptr(LEN, "r"), B, 0
-                        )
-                        find_place(LEN, early, place, bx, window)
-                        w.length[0] = place[4]
-                        if less(0, place[2]):
-                            copies.prefetch(KV, TABLE, LEN, w)
-                else:
-                    copies.prefetch(KV, TABLE, LEN, w)
+                expect_work(KV, TABLE, LEN, place, early, bx, w)
+            elif pdl and ahead:
+                copies.prefetch(KV, TABLE, LEN, w)
             if pdl:
                 T.pdl_sync()
             if balanced:
-                T.call_extern("handle", "tz_lengths<false>", T.access_ptr(late, "w"), T.access_ptr(LEN, "r"), B, 0)
-                moved = T.call_extern("bool", "tz_differ4", T.access_ptr(early, "r"), T.access_ptr(late, "r"))
-                w.later[0] = T.Cast("int32", T.call_extern("bool", "tz_any", moved))
-                if less(0, w.later[0]):
-                    find_place(LEN, late, place, bx, window)
-                if less(place[2], 1):
-                    T.thread_return()
-                w.now[0] = place[4]
-                if pdl and ahead:
-                    if less(0, w.later[0]):
-                        copies.again(TABLE, w)
-                else:
-                    w.length[0] = place[4]
+                find_work(TABLE, LEN, place, early, late, moved, bx, w)
             ask_rows(Q, ring, w, tx)
             copies.start(KV, TABLE, LEN, ring, full, w)
             copies.confirm(KV, TABLE, ring, full, w)

@@ -89,11 +89,11 @@ def plan(
 ) -> Plan:
     """Kernel and sizes of one decode step. `device` runs it where that is newer than `target`; `splits` of each
     sequence, 0 for what fills the GPU. `balanced`: they follow the lengths; None: if they should by `mean`, the average
-    length (0: not known). `shares`: into so many, 0 for what fills the GPU."""
+    length (0: not known). `shares`: pieces of all tokens then, 0 for what fills the GPU."""
     problem, runs_on = problem_of(layout, batch, kv_heads, rows, tokens, page, residual), device or target
     if schedule is not None:
         schedules.check(schedule, problem, target)
-    if balanced is None and not splits and schedule is None:
+    if balanced is None and not (splits or shares or schedule):
         shares = attention_balance.shares(problem, batch, mean, runs_on)
     if balanced or shares:
         schedule = schedule or attention_balance.schedule_of(problem, target)
@@ -378,6 +378,8 @@ def run(
     partial = along * y * chosen.partials * chosen.rows * head_dim
     if partial >= launching.LARGEST:  # their offsets have 32 bits
         constraint = f"partial results must have less than {launching.LARGEST} values, they have {partial}"
+        if chosen.places:
+            raise ArgumentError("balanced", True, f"{constraint} ({batch} sequences)", "pass balanced=False")
         raise ArgumentError("splits", chosen.splits, constraint, "use fewer splits or smaller batches")
     sizes = (along, y, chosen.partials)
     logs = torch.empty(*sizes, chosen.cluster * chosen.rows, dtype=torch.float32, device=q.device)

@@ -345,6 +345,8 @@ def test_ragged_batches_have_a_place_for_every_piece():
     assert op.plan(layout, 64, 8, 4, 8192, **facts, mean=4000, balanced=False) == even
     assert op.plan(layout, 64, 8, 4, 8192, **facts, balanced=True) == ragged
     assert op.plan(layout, 1, 8, 4, 8192, **facts, mean=4000).places == 0
+    many = [op.plan(layout, batch, 8, 4, 1 << 20, **facts, mean=1000).places for batch in (1024, 1025)]
+    assert many[0] > 1024 and many[1] == 0  # every CTA reads all lengths
     for batch in (2, 3, 64, 500, 65535):
         made = op.plan(layout, batch, 1, 64, 1 << 20, **facts, balanced=True)
         assert made.places > batch and made.row_groups == 4
