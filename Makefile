@@ -4,12 +4,14 @@
 #   TORCH="torch --index-url <index of CPU wheels>" make demo     another build of torch (pip arguments)
 #   make test PYTEST="-k layouts -x"                              arguments for pytest
 #   make test WORKERS=8                                           processes that run tests; 0: this one alone
+#   make test-slow SEED=12                                        random cases of another run again
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST ?=
 WORKERS ?= 2
+SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 
 # One fixed torch where no GPU is used, so that runs are alike; with a GPU the newest that pip finds.
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
@@ -23,11 +25,12 @@ endif
 NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
 COMPILER := $(if $(NVCC),,nvcc,)
 
-.PHONY: help demo test lint format bench gpu docs docs-check clean
+.PHONY: help demo test test-slow lint format bench gpu docs docs-check clean
 
 help:
 	@echo "make demo         one quantized layer through the whole library"
-	@echo "make test         install, lint and run all tests"
+	@echo "make test         install, lint and run the quick tests, the same cases every time"
+	@echo "make test-slow    the slow tests, and the random cases of a new seed; SEED=12: of that one"
 	@echo "make lint         ruff check and ruff format --check"
 	@echo "make format       rewrite what the linter can rewrite"
 	@echo "make bench        measure on this machine's GPU; BENCH='--quick' for a short run"
@@ -63,7 +66,13 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST)
+
+# Tests that draw random cases run here again, with a seed; `hypothesis` is the mark that Hypothesis gives its own.
+test-slow: SEED := $(SEED)
+test-slow: $(VENV)/.test
+	@echo "Random cases of seed $(SEED): make test-slow SEED=$(SEED) runs them again."
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow or random or hypothesis" --hypothesis-seed=$(SEED) $(PYTEST)
 
 bench: $(VENV)/.test
 	$(BIN)/python -m benchmarks.w4a16 $(BENCH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 
 # What uses a GPU where there is one: all of it is one worker's, so that nothing shares the GPU with what is timed.
@@ -16,6 +17,21 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 
 # Importing tilelang puts its own TVM on PYTHONPATH; processes that later tests start must not inherit that.
 _BEFORE = {name: os.environ.get(name) for name in ("PYTHONPATH", "TVM_LIBRARY_PATH")}
+
+
+# The same cases every time, unless a seed is given (`make test-slow` draws one and prints it).
+hypothesis.settings.register_profile("same", derandomize=True, database=None, print_blob=True)
+hypothesis.settings.register_profile("seeded", derandomize=False, database=None, print_blob=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("same" if config.getoption("--hypothesis-seed") is None else "seeded")
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """For tests marked `random`: 0 in `make test`, that of `--hypothesis-seed` in `make test-slow`."""
+    return int(request.config.getoption("--hypothesis-seed") or 0)
 
 
 @pytest.fixture(autouse=True)

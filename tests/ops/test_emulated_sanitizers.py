@@ -21,6 +21,7 @@ from terrazzo.lowering.toolchain import toolchain
 from test_w4a8_grouped_emulated import ALL
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.compiles,
     pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
 ]
