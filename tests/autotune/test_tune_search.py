@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -30,6 +31,9 @@ shapes = st.one_of(st.sampled_from(SHAPES), st.tuples(st.integers(1, 60000), st.
 
 FORMATS = ("int4/int4", "int4_channel128/int4", "float16/float16", "int2_channel32/int2", "fp8/fp8")
 
+# Programs whose kernels go by another name: rows enough for wgmma are decoded by a program of their own.
+KERNELS = {"warpgroups": ("decode", "decode_warpgroup_program:"), "decode": ("decode", "decode_program:")}
+
 
 def problem_of(op: str, n: int, k: int, m: int) -> Problem:
     """A problem of an [n, k] weight, or of a cache that the numbers stand for."""
@@ -57,7 +61,8 @@ def test_spaces_are_legal_by_construction(shape, m, op, arch):
         assert space.revive(it.program, it.params, target, m) == (it.schedule, "")
     for it in (found[0], found[-1]):
         request = get_operator(op).request(problem, it.program, it.params, target)
-        assert request.name == f"{op.split('_')[0]}.{it.program}"  # of the family
+        name, entry = KERNELS.get(it.program, (it.program, ""))
+        assert request.name == f"{op.split('_')[0]}.{name}" and entry in request.entry  # of the family
         assert it.schedule.params().items() <= dict(request.params).items()
 
 
@@ -65,8 +70,8 @@ def test_spaces_hold_every_program_of_the_target():
     programs = {}
     for op in OPERATORS:
         for arch in ("sm_80", "sm_90a")["grouped" in op or "fp8" in op :]:
-            for m in (1, 16, 64, 4096):
-                space = get_operator(op).space(problem_of(op, 6144, 4096, m))
+            for m, k in itertools.product((1, 16, 64, 4096), (4096, 5120)):  # 2 and 9 query heads of a kv head
+                space = get_operator(op).space(problem_of(op, 6144, k, m))
                 programs.setdefault((op, arch), set()).update(
                     c.program for c in space.candidates(Target.parse(arch), m)
                 )
@@ -79,7 +84,8 @@ def test_spaces_hold_every_program_of_the_target():
         assert programs[op, "sm_90a"] == {"grouped"}
     assert programs["attention_prefill", "sm_80"] == {"prefill_mma"}
     assert programs["attention_prefill", "sm_90a"] == {"prefill_mma", "prefill_shared"}
-    assert programs["attention", "sm_80"] == programs["attention", "sm_90a"] == {"decode"}
+    assert programs["attention", "sm_80"] == {"decode"}
+    assert programs["attention", "sm_90a"] == {"decode", "warpgroups"}
 
 
 def test_a_wide_space_holds_the_usual_one():
