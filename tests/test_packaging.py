@@ -1,4 +1,4 @@
-"""The wheel: built from the tree, its contents, and that it works where nothing else of the tree is."""
+"""The wheel and the editable install: their contents, and that both work in any working directory."""
 
 from __future__ import annotations
 
@@ -8,29 +8,61 @@ import re
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FLOORS = ("autotune", "ops", "schedules", "layouts", "lowering")
+FLOORS = sorted(path.name for path in (ROOT / "terrazzo").iterdir() if path.is_symlink())
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built without isolation, so that no package is fetched; from a copy, so that the tree stays clean."""
-    source, out = tmp_path_factory.mktemp("source") / "tree", tmp_path_factory.mktemp("wheel")
-    source.mkdir()
+def checkout(tmp_path_factory) -> Path:
+    """A copy of what is built, links as links, in a folder named terrazzo, as a clone is."""
+    copy = tmp_path_factory.mktemp("parent") / "terrazzo"
+    copy.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+        shutil.copy(ROOT / name, copy)
     for name in ("terrazzo", *FLOORS):  # other processes may write bytecode meanwhile
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)]
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout, tmp_path_factory) -> Path:
+    """Built by way of an archive of the sources, without isolation, so that no package is fetched."""
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(checkout)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (built,) = out.glob("terrazzo-*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def environments(checkout, wheel, tmp_path_factory) -> dict[str, Path]:
+    """Interpreters of environments in which the wheel is installed, or the checkout as an editable one."""
+    packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    sources = {"wheel": (str(wheel),), "editable": ("--no-build-isolation", "-e", str(checkout))}
+    made, running = {}, []
+    for kind, source in sources.items():
+        folder = tmp_path_factory.mktemp(kind) / "venv"
+        venv.create(folder, symlinks=True)
+        made[kind] = folder / "bin" / "python"
+        (site,) = folder.glob("lib/python*/site-packages")
+        (site / "dependencies.pth").write_text("\n".join(packages))  # what stands in *.pth files there is not read
+        command = [sys.executable, "-m", "pip", "--python", str(made[kind]), "install", "--no-deps", "--no-index"]
+        running.append(subprocess.Popen([*command, "--quiet", *source], stderr=subprocess.PIPE, text=True))
+    for install in running:
+        said = install.communicate()[1]
+        assert install.returncode == 0, said
+    return made
+
+
+def clean_environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
 
 
 def test_it_contains_every_module(wheel):
@@ -64,51 +96,58 @@ def test_its_metadata(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
 
 
-def test_it_works_in_a_clean_environment(wheel, tmp_path):
-    """Installed alone into an empty folder, run by an interpreter that sees that folder and the dependencies only."""
-    site = tmp_path / "site"
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(site),
-        str(wheel),
-    ]
-    subprocess.run(install, check=True, capture_output=True)
-    code = f"""
-import sys
-sys.path.insert(0, {str(site)!r})
-# an editable install of the tree would answer for the wheel
-sys.meta_path = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__ + repr(finder)]
-import importlib
-for floor in {FLOORS!r}:
-    module = importlib.import_module("terrazzo." + floor)
-    assert module.__file__.startswith({str(site)!r}), module.__file__
-import terrazzo
-from terrazzo.layouts import get_instance
-assert get_instance("w4a16_wgmma").prove().ok
+def names_of_readme() -> list[str]:
+    """Dotted names below `terrazzo` in README's code: "terrazzo.ops.w4a16.gemm" of "w4a16.gemm"."""
+    text = (ROOT / "README.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL) + re.findall(r"`([^`\n]+)`", text))
+    family = r"(?:w4a16|w4a8|w4ax|attention|moe)"
+    found = re.findall(rf"(?<![\w./\"-])((?:terrazzo|{family})(?:\.[A-Za-z_]\w*)+)", code)
+    return sorted({name if name.startswith("terrazzo") else f"terrazzo.ops.{name}" for name in found})
+
+
+USE = """
+import sys, terrazzo
+for dotted in {names}:
+    value = terrazzo
+    for part in dotted.split(".")[1:]:
+        value = getattr(value, part)
+import terrazzo.ops.w4a16, terrazzo.autotune
+assert terrazzo.layouts.get_instance("w4a16_wgmma").prove().ok
 assert not {{"torch", "tilelang"}} & set(sys.modules)
-from terrazzo.cli import main
-sys.exit(main(["ops", "--json"]))
+print(terrazzo.__file__, terrazzo.ops.w4a16.__file__)
 """
-    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+
+
+def test_names_of_readme_are_found():
+    assert {"terrazzo.ops.w4a16.load_layer", "terrazzo.ops.w4a8.fp8.quantize", "terrazzo.load_bundle"} <= set(
+        names_of_readme()
     )
+
+
+@pytest.mark.parametrize("place", ["elsewhere", "parent", "checkout", "checkout/terrazzo", "checkout/ops"])
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_every_name_of_readme_works_in_any_folder(kind, place, environments, checkout, tmp_path):
+    """A folder named terrazzo below the working directory, a checkout or its root, does not answer for the package."""
+    folders = {"elsewhere": tmp_path, "parent": checkout.parent, "checkout": checkout}
+    folder = folders.get(place) or checkout / place.partition("/")[2]
+    python, env = str(environments[kind]), clean_environment()
+    code = USE.format(names=names_of_readme())
+    done = subprocess.run([python, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    root, module = map(Path, done.stdout.split())
+    assert module == root.parent / "ops" / "w4a16" / "__init__.py", "one package, from one place"
+    installed = kind == "wheel" and place != "checkout"  # whose own folder terrazzo/ is the first on the path
+    assert root.is_relative_to(environments["wheel"].parents[1] if installed else checkout)
+    command = [python, "-m", "terrazzo", "ops", "--json"]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and '"w4a16"' in done.stdout, done.stderr
 
 
-def test_every_package_folder_is_listed():
-    """setuptools maps folders one by one; a new folder that is not listed would be left out of the wheel."""
-    text = (ROOT / "pyproject.toml").read_text()
-    for floor in FLOORS:
-        for init in (ROOT / floor).rglob("__init__.py"):
-            folder = init.parent.relative_to(ROOT).as_posix()
-            dotted = "terrazzo." + folder.replace("/", ".")
-            assert f'    "{dotted}",' in text, f"list {dotted} under [tool.setuptools] packages"
-            assert f'"{dotted}" = "{folder}"' in text, f"map {dotted} under [tool.setuptools.package-dir]"
+def test_every_floor_is_linked():
+    """A new floor without its link in terrazzo/ would be left out of the wheel, and unknown to editors."""
+    floors = {init.parent.name for init in ROOT.glob("*/__init__.py")} - {"terrazzo", "benchmarks"}
+    links = {path.name: os.readlink(path) for path in (ROOT / "terrazzo").iterdir() if path.is_symlink()}
+    assert links == {floor: f"../{floor}" for floor in floors}
+    for floor in floors:  # setuptools takes a folder with modules and without __init__.py for no package
+        for path in (ROOT / floor).rglob("*.py"):
+            assert (path.parent / "__init__.py").is_file(), f"add {path.parent.relative_to(ROOT)}/__init__.py"
