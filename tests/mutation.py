@@ -1,0 +1,155 @@
+"""Damage for readers of files: seeded changes of JSON values, and of bytes.
+
+    random = Random(seed)
+    damaged = mutation.value(good, random)       # a JSON value of a few changes; `good` stays as it is
+    text = mutation.text(damaged, random)        # as JSON text, at times one that is deep, cut short or no UTF-8
+    data = mutation.data(bytes, random)          # bytes flipped, cut, doubled, zeroed
+
+A reader is held to `survives`: it returns, or raises an error that is meant for its user. Shared by the tests of every
+reader; needs neither torch nor a file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from copy import deepcopy
+from random import Random
+from typing import Any
+
+from terrazzo.lowering.errors import TerrazzoError
+
+HUGE = 10**30
+DIGITS = "9" * 5000  # more than Python turns into an int
+ODD: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2**31, -(2**31), 2**63, -(2**63) - 1, HUGE, 0.5, -0.0, 1e300, 1e-320,
+    float("nan"), float("inf"), float("-inf"), "", "x", "0", "-1", "nan", "\0", "\ud800", "..", "/", "a" * 5000,
+    "🧱", [], {}, [None], {"": None}, [[]], [0, "x"], {"x": {"y": []}}, b"x".hex(),
+)  # fmt: skip
+"""Values that a JSON file may hold where another one is expected."""
+
+
+def nested(levels: int, random: Random) -> Any:
+    """Lists and objects inside each other."""
+    made: Any = 0
+    for _ in range(levels):
+        made = [made] if random.random() < 0.5 else {"a": made}
+    return made
+
+
+def _places(value: Any, path: tuple = ()) -> Iterator[tuple]:
+    """Paths of all parts of a JSON value, its own excepted."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield (*path, key)
+        yield from _places(part, (*path, key))
+
+
+def _change(value: Any, random: Random) -> Any:
+    """One change somewhere in a value, which is changed in place unless it is all that is."""
+    places = list(_places(value))
+    if not places or random.random() < 0.02:
+        return deepcopy(random.choice(ODD))
+    *above, key = random.choice(places)
+    inside = value
+    for step in above:
+        inside = inside[step]
+    kind = random.choice(("odd", "odd", "odd", "gone", "near", "near", "other", "twice", "deep", "key"))
+    if kind == "gone":
+        del inside[key]
+    elif kind == "near":
+        inside[key] = _near(inside[key], random)
+    elif kind == "other":
+        *path, last = random.choice(places)
+        found = value
+        with suppress(KeyError, IndexError, TypeError):  # a place of what was just taken out
+            for step in (*path, last):
+                found = found[step]
+            inside[key] = deepcopy(found)
+    elif kind == "twice" and isinstance(inside, list):
+        inside.insert(key, deepcopy(inside[key]))
+    elif kind == "deep":
+        inside[key] = nested(random.choice((2, 5, 50)), random)
+    elif kind == "key" and isinstance(inside, dict):
+        inside[random.choice(("", "x", "__class__", key.upper(), key + " ", key[:-1]))] = inside.pop(key)
+    else:
+        inside[key] = deepcopy(random.choice(ODD))
+    return value
+
+
+def _near(value: Any, random: Random) -> Any:
+    """A value of the same kind, or of the kind that is taken for it."""
+    if isinstance(value, bool):
+        return random.choice((not value, int(value), str(value)))
+    if isinstance(value, int):
+        return random.choice((value + 1, value - 1, -value, value * 2, value << 40, float(value), str(value), [value]))
+    if isinstance(value, float):
+        return random.choice((-value, value * 1e30, int(value), str(value), value + 0.5))
+    if isinstance(value, str):
+        cut = random.randrange(len(value) + 1)
+        letter = chr(random.choice((0, 9, 10, 0x20, 0x2F, 0x41, 0x7F, 0xE9, 0x2028, 0xD800, 0x1F9F1)))
+        return random.choice((value[:cut], value[:cut] + letter + value[cut:], value.upper(), [value], value * 50))
+    if isinstance(value, list):
+        return random.choice((value[1:], value + value, value[::-1], {str(at): it for at, it in enumerate(value)}))
+    if isinstance(value, dict):
+        return random.choice((list(value), list(value.values()), {**value, "unknown": 1}))
+    return 0
+
+
+def value(good: Any, random: Random) -> Any:
+    """A JSON value with one to three changes."""
+    made = deepcopy(good)
+    for _ in range(random.choice((1, 1, 1, 2, 3))):
+        made = _change(made, random)
+    return made
+
+
+def text(value: Any, random: Random) -> bytes:
+    """A value as the text of a JSON file, which one in five is damaged further."""
+    made = json.dumps(value).encode()
+    kind = random.randrange(25)
+    if kind == 0:
+        return b"[" * 100_000 + made
+    if kind == 1:
+        return b'{"a":' * 100_000 + made
+    if kind == 2:
+        at = made.find(b": ") + 2
+        return made[:at] + DIGITS.encode() + made[at:]
+    return data(made, random) if kind in (3, 4) else made
+
+
+def data(good: bytes, random: Random) -> bytes:
+    """Bytes with a few changes, or cut short."""
+    made = bytearray(good)
+    for _ in range(random.choice((1, 1, 2, 8))):
+        size = len(made)
+        at, count = random.randrange(size + 1), random.choice((1, 1, 2, 4, 16, 256))
+        kind = random.choice(("flip", "flip", "set", "cut", "gone", "zero", "twice", "noise"))
+        if kind == "flip" and at < size:
+            made[at] ^= 1 << random.randrange(8)
+        elif kind == "set" and at < size:
+            made[at] = random.choice((0, 1, 0x7F, 0x80, 0xFF))
+        elif kind == "cut":
+            del made[at:]
+        elif kind == "gone":
+            del made[at : at + count]
+        elif kind == "zero":
+            made[at : at + count] = bytes(len(made[at : at + count]))
+        elif kind == "twice":
+            made[at:at] = made[at : at + count]
+        else:
+            made[at : at + count] = random.randbytes(count)
+    return bytes(made)
+
+
+def survives(call: Callable[[], Any], *also: type[BaseException]) -> bool:
+    """Whether a reader took what it got; False when it refused it with an error of ours (or one of `also`).
+
+    Whatever else it raises goes on, and fails the test.
+    """
+    try:
+        call()
+    except (TerrazzoError, *also):
+        return False
+    return True
