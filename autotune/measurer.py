@@ -130,7 +130,7 @@ def _used() -> float:
 def describe(target: Target) -> dict[str, Any]:
     """The machine as trials name it."""
     from terrazzo.autotune.gemm_bench import header
-    from terrazzo.lowering.request import package_digest
+    from terrazzo.lowering.sources import package_digest
 
     found = header(target)
     machine = {name: found[name] for name in ("gpu", "sms", "driver", "cuda", "torch", "tilelang", "terrazzo")}

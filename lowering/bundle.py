@@ -4,7 +4,8 @@
     <bundle>/kernels/<identity>/       kernel.so, kernel.cu, report.json
 
 A bundle holds kernels of one target. It is written beside its final place and renamed; loading verifies every byte and
-refuses, by name, another target, another terrazzo, another machine and other layouts.
+refuses, by name, another target, another terrazzo, another machine, other layouts and kernels that this terrazzo would
+build from other sources.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from terrazzo.lowering import cache
 from terrazzo.lowering.errors import ArgumentError, BundleError, TargetError
 from terrazzo.lowering.kernels import compile_request, register_bundled
 from terrazzo.lowering.report import KernelReport
-from terrazzo.lowering.request import KernelRequest, check_requests, package_digest
+from terrazzo.lowering.request import KernelRequest, check_requests
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import package_version, toolchain
 
@@ -134,7 +135,8 @@ def load_bundle(path: str | os.PathLike, target: Any = None, layouts: Mapping[st
 
     Raises:
         ArgumentError: no path, or layouts that are no names.
-        BundleError: the bundle is incomplete or altered, or made for another target, terrazzo, machine or layout.
+        BundleError: the bundle is incomplete or altered, or made for another target, terrazzo, machine or layout, or
+            from other sources than this installation would build its kernels from.
     """
     path, installed = _folder(path), _names(layouts)
     try:
@@ -169,6 +171,7 @@ def load_bundle(path: str | os.PathLike, target: Any = None, layouts: Mapping[st
             raise BundleError(
                 f"bundle {path} reads layout {name} = {identity}, this installation packs {own}; make it again"
             )
+    _check_sources(path, kernels)
     register_bundled(folders)
     return Bundle(path, made_for, reads, tuple(reports), reports)
 
@@ -185,6 +188,20 @@ def _contents(manifest: Mapping[str, Any]) -> tuple[Target, dict[str, str], dict
         cache.require_listed(manifest, [f"kernels/{kernel['identity']}/{name}" for name in cache.FILES])
         kernels[kernel["identity"]] = KernelRequest.from_dict(kernel["request"])
     return Target.parse(manifest["target"]), manifest["layouts"], kernels
+
+
+def _check_sources(path: Path, kernels: Mapping[str, KernelRequest]) -> None:
+    """Refuse kernels that this installation would build from other sources: `get_kernel` would never find them."""
+    for identity, request in kernels.items():
+        try:
+            same = request.identity() == identity
+        except ArgumentError as error:
+            raise BundleError(f"bundle {path} has {request}, whose builder is not installed here: {error}") from error
+        if not same:
+            raise BundleError(
+                f"bundle {path} was made from other terrazzo sources: this installation builds {request} from other "
+                "text; make it again with `terrazzo compile`"
+            )
 
 
 def _folder(path: Any) -> Path:
@@ -205,7 +222,6 @@ def _versions() -> dict[str, str]:
     """What must be equal where a bundle is made and where it is loaded."""
     return {
         "terrazzo": package_version("terrazzo") or "uninstalled",
-        "terrazzo sources": package_digest()[:16],
         "machine": platform.machine(),  # kernel.so is code of the host
     }
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.sources import source_digest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import Toolchain
 
 Scalar = int | float | str | bool | None
-_FLOORS = ("layouts", "lowering", "ops", "schedules")  # the floors whose text can reach a kernel's code
-_SOURCES = {".py", ".cu", ".cuh", ".h"}
 
 
 @dataclass(frozen=True)
@@ -144,33 +141,3 @@ def check_requests(requests: Any) -> list[KernelRequest]:
 
 def _digest(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-@cache
-def package_digest() -> str:
-    """Digest of the text of all floors that can affect a kernel, by path inside terrazzo."""
-    digest = hashlib.sha256()
-    for floor in _FLOORS:
-        root = Path(importlib.util.find_spec(f"terrazzo.{floor}").origin).parent
-        for path in sorted(p for p in root.rglob("*") if p.suffix in _SOURCES):
-            digest.update(f"{floor}/{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-@cache
-def source_digest(module: str) -> str:
-    """Digest of terrazzo's sources and, for a builder outside terrazzo, of the builder's own file."""
-    if module.startswith("terrazzo."):
-        return package_digest()
-    try:
-        spec = importlib.util.find_spec(module)
-    except ImportError:
-        spec = None
-    if spec is None or not spec.origin or not Path(spec.origin).is_file():
-        raise ArgumentError(
-            "entry", module, "no such module can be imported", "install it or put its folder on PYTHONPATH"
-        )
-    return hashlib.sha256(package_digest().encode() + Path(spec.origin).read_bytes()).hexdigest()
-
-
-package_digest()  # taken now: a file that is edited while this process runs must not give the old code a new name

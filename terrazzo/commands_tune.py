@@ -520,7 +520,7 @@ def merge_command(databases: tuple[Path, ...], database: Path | None) -> None:
 @_database
 def prune_command(gpu: str | None, failed: bool, stale: bool, days: float | None, database: Path | None) -> None:
     """Delete trials: those that match every condition that is given, and at least one is needed."""
-    from terrazzo.lowering.request import package_digest
+    from terrazzo.lowering.sources import package_digest
 
     if not (gpu or failed or stale or days is not None):
         raise click.UsageError("name what to delete: --gpu, --failed, --stale or --older-than")

@@ -8,9 +8,8 @@ import shutil
 
 import pytest
 from lowering_tools import needs_compiler, request_for, run_python
-from terrazzo.lowering import Kernel, Target, cache, kernels, load_bundle, write_bundle
+from terrazzo.lowering import Kernel, Target, cache, kernels, load_bundle, sources, write_bundle
 from terrazzo.lowering.errors import ArgumentError, BundleError, CacheError
-from terrazzo.lowering.request import package_digest
 from terrazzo.lowering.toolchain import package_version
 
 pytestmark = [needs_compiler, pytest.mark.compiles]
@@ -159,7 +158,6 @@ def test_files_that_the_manifest_leaves_out_are_not_trusted(bundle, damage):
         ("kernels", {"request": 5}, "is no kernel request"),
         ("kernels", {"request": {"name": "a"}}, "is no kernel request"),
         ("terrazzo", None, "made with terrazzo None"),
-        ("terrazzo sources", None, "made with terrazzo sources None"),
         ("machine", None, "made with machine None"),
         ("files", {"a": 5}, "is damaged"),
     ],
@@ -172,7 +170,7 @@ def test_what_a_manifest_lacks_is_named(bundle, name, value, words):
 
 def test_a_manifest_of_nothing_is_refused(bundle):
     manifest = json.loads((bundle / "manifest.json").read_text())
-    for name in ("terrazzo", "terrazzo sources", "machine", "target", "layouts", "kernels"):
+    for name in ("terrazzo", "machine", "target", "layouts", "kernels"):
         (bundle / "manifest.json").write_text(json.dumps({key: manifest[key] for key in manifest if key != name}))
         with pytest.raises(BundleError, match=name):
             load_bundle(bundle)
@@ -231,14 +229,51 @@ def test_another_version_is_refused_by_name(bundle):
     edit_manifest(bundle, terrazzo="0.0.9")
     with pytest.raises(BundleError, match=r"made with terrazzo 0\.0\.9, this is"):
         load_bundle(bundle)
-    edit_manifest(bundle, terrazzo=package_version("terrazzo"), **{"terrazzo sources": "0" * 16})
-    with pytest.raises(BundleError, match="made with terrazzo sources 0000"):
-        load_bundle(bundle)
-    edit_manifest(bundle, machine="ppc64", **{"terrazzo sources": package_digest()[:16]})
+    edit_manifest(bundle, terrazzo=package_version("terrazzo"), machine="ppc64")
     with pytest.raises(BundleError, match=f"made with machine ppc64, this is {platform.machine()}"):
         load_bundle(bundle)
     edit_manifest(bundle, format="terrazzo-bundle-9")
     with pytest.raises(BundleError, match="terrazzo-bundle-9"):
+        load_bundle(bundle)
+
+
+def test_only_kernels_of_other_sources_are_refused(bundle, monkeypatch):
+    """Sources count for the kernels that are built from them, whatever else of terrazzo differs."""
+    for module in sorted(sources.closure({"terrazzo.lowering.compiler"})):
+        with monkeypatch.context() as patch:
+            forget(patch)
+            patch.setattr(
+                sources,
+                "_read",
+                lambda name, changed=module, read=sources._read: (
+                    ("other", read(name)[1]) if name == changed else read(name)
+                ),
+            )
+            with pytest.raises(BundleError, match=r"made from other terrazzo sources: .* builds test\.(scale|gemm)\("):
+                load_bundle(bundle)
+    with monkeypatch.context() as patch:
+        forget(patch)
+        patch.setattr(
+            sources,
+            "_read",
+            lambda name, read=sources._read: (
+                ("other", read(name)[1]) if name.startswith("terrazzo.ops.") else read(name)
+            ),
+        )
+        assert len(load_bundle(bundle).requests) == len(REQUESTS)
+
+
+def forget(patch):
+    """Digests are taken again, and those taken here are forgotten."""
+    patch.setattr("terrazzo.lowering.request.source_digest", sources.source_digest.__wrapped__)
+
+
+def test_a_builder_that_is_not_installed_is_named(bundle, monkeypatch):
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    for kernel in manifest["kernels"]:
+        kernel["request"]["entry"] = "of_somebody_else:build"
+    edit_manifest(bundle, kernels=manifest["kernels"])
+    with pytest.raises(BundleError, match=r"builder is not installed here: entry = 'of_somebody_else'"):
         load_bundle(bundle)
 
 

@@ -9,7 +9,6 @@ import pytest
 from lowering_tools import run_python
 from terrazzo.lowering import KernelRequest, Target
 from terrazzo.lowering.errors import ArgumentError, TargetError
-from terrazzo.lowering.request import package_digest, source_digest
 from terrazzo.lowering.toolchain import Toolchain, toolchain
 
 BASE = {
@@ -73,18 +72,6 @@ def test_the_toolchain_is_in_the_key_only():
 def test_the_host_is_in_the_toolchain():
     tools = toolchain()
     assert tools.machine == platform.machine() and tools.as_dict()["machine"] == tools.machine
-
-
-def test_the_builders_source_is_in_the_identity(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    digests = set()
-    for number, text in enumerate(["x = 1", "x = 2"]):
-        (tmp_path / f"builder_{number}.py").write_text(text)
-        digests.add(source_digest(f"builder_{number}"))
-    assert (
-        len(digests) == 2
-        and len({source_digest("terrazzo.ops.a"), source_digest("terrazzo.layouts.b"), package_digest()}) == 1
-    )
 
 
 @pytest.mark.parametrize(
