@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_SHOWN = 250  # characters of a value at each end of what a message shows
+
 
 class TerrazzoError(Exception):
     """Root of all errors raised by Terrazzo."""
@@ -12,17 +14,26 @@ class ArgumentError(TerrazzoError, ValueError):
 
     Args:
         argument: name of the argument as the caller wrote it.
-        value: what was seen (its repr appears in the message).
+        value: what was seen (its repr appears in the message, the middle of a long one left out).
         constraint: what must hold.
         remedy: what to do instead.
     """
 
     def __init__(self, argument: str, value: object, constraint: str, remedy: str) -> None:
         self.argument, self.value, self.constraint, self.remedy = argument, value, constraint, remedy
-        super().__init__(f"{argument} = {value!r}: {constraint}; {remedy}")
+        super().__init__(f"{argument} = {_seen(value)}: {constraint}; {remedy}")
 
     def __reduce__(self):
         return type(self), (self.argument, self.value, self.constraint, self.remedy)
+
+
+def _seen(value: object) -> str:
+    """A value in a message, whatever it is: some have no repr (ints of 5,000 digits, lists in lists in lists)."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        return f"<{type(value).__name__} that cannot be shown: {type(error).__name__}>"
+    return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} ... {text[-_SHOWN:]} ({len(text)} characters)"
 
 
 class TargetError(ArgumentError):
