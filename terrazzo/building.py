@@ -70,20 +70,21 @@ def print_kernels(rows: Sequence[dict[str, Any]]) -> None:
     shared = _shared([row["params"] for row in rows])
     targets = list(dict.fromkeys(row["target"] for row in rows))
     common = [f"target={targets[0]}"] * (len(targets) == 1) + [f"{key}={value}" for key, value in shared.items()]
-    console().print("all: " + " ".join(common), markup=False, soft_wrap=True)
+    console().print("all: " + " ".join(common), markup=False)
     columns = ("kernel", "registers", "shared B", "spill B", "tensor instructions")
-    cells = []
+    cells, below = [], []
     for row in rows:
-        own = [f"{key}={value}" for key, value in row["params"].items() if key not in shared]
-        name = " ".join([row["kernel"], *([row["target"]] if len(targets) > 1 else []), *own])
+        name = " ".join([row["kernel"], *([row["target"]] if len(targets) > 1 else [])])
+        below.append(" ".join(f"{key}={value}" for key, value in row["params"].items() if key not in shared))
         if "error" in row:
             why = row["error"].split(f" for {row['target']}: ", 1)[-1].splitlines()[0]
-            cells.append((name, None, None, None, f"FAILED: {why[:60]}..." if len(why) > 60 else f"FAILED: {why}"))
+            cells.append((name, None, None, None, "FAILED"))
+            below[-1] = f"{below[-1]}\n{why}".strip()
             continue
         found = [f"{op} x{count}" for op, count in row["tensor_instructions"].items()] or [row["note"] or "none"]
         smem = row["smem_static"] + row["smem_dynamic"] if row["smem_dynamic"] is not None else None
         cells.append((name, row["registers"], smem, row["spill_stores"] + row["spill_loads"], ", ".join(found)))
-    print_table(columns, cells)
+    print_table(columns, cells, below)
 
 
 def _shared(params: Sequence[dict[str, Any]]) -> dict[str, Any]:

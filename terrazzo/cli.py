@@ -8,20 +8,23 @@ input, with one line on stderr that says what is wrong and what to do.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 
 import click
 from terrazzo import __version__
-from terrazzo.commands_compile import cache_group, compile_command
+from terrazzo.command_line import Group
+from terrazzo.commands_cache import cache_group
+from terrazzo.commands_compile import compile_command
 from terrazzo.commands_info import info, layout, ops
 from terrazzo.commands_run import bench, demo
 from terrazzo.commands_tune import tune_group
 from terrazzo.lowering.errors import TerrazzoError
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="terrazzo")
 def terrazzo() -> None:
     """Mixed-precision operators for LLM inference, with layouts derived from tensor-core fragments."""
@@ -33,6 +36,20 @@ for _command in (info, ops, layout, compile_command, cache_group, tune_group, de
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code. Never shows a traceback for bad input."""
+    _open_streams()
+    try:
+        code = _run(sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()  # what a closed pipe or a full disk refuses is noticed here, not at the end of Python
+    except BrokenPipeError:
+        return _give_up_stdout()
+    except OSError as error:
+        return _give_up_stdout() and _refuse(f"the output cannot be written: {error.strerror or error}")
+    return code
+
+
+def _run(argv: list[str]) -> int:
+    if any("\0" in word for word in argv):
+        return _refuse("an argument has a zero byte in it, which no name or number has; leave it out")
     try:
         code = terrazzo.main(args=argv, prog_name="terrazzo", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as asked:
@@ -46,14 +63,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TerrazzoError as error:
         return _refuse(str(error))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; keep Python's exit quiet
-        return 141
+        raise
     except OSError as error:  # a file or folder that cannot be read or written
-        named = f"{error.filename}: " if error.filename else ""
+        named = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         return _refuse(f"{named}{error.strerror or error}; name another file or folder")
     return code if isinstance(code, int) else 0  # click hands over the code of an Exit
 
 
+def _open_streams() -> None:
+    """Give a process that was started with closed standard streams empty ones: files that are opened later would take
+    their numbers, and what is printed would go into them."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+        if number and hasattr(getattr(sys, name), "reconfigure"):
+            getattr(sys, name).reconfigure(errors="backslashreplace")  # names of files may be no text
+
+
+def _give_up_stdout() -> int:
+    """Let what is left in the buffer of standard output go nowhere; exit code as of a process ended by SIGPIPE."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
+
+
 def _refuse(message: str) -> int:
-    click.echo(f"terrazzo: {' '.join(message.split())}", err=True)
+    line = f"terrazzo: {' '.join(message.split())}"
+    click.echo(line.encode(errors="backslashreplace").decode(), err=True)
     return 2

@@ -1,13 +1,16 @@
-"""`terrazzo compile`: kernels without a GPU, ahead of time. `terrazzo cache`: what was compiled before."""
+"""`terrazzo compile`: kernels without a GPU, ahead of time."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 from terrazzo.building import compile_with_progress, describe, print_kernels
-from terrazzo.console import Counts, Shape, check_writable, json_option, print_json, print_table, size
+from terrazzo.command_line import DEQUANTIZATION, MODEL, NUMERICS, OPERATOR, Command, Counts, Shape, TargetName
+from terrazzo.console import check_writable, json_option, print_json, size
 from terrazzo.lowering.errors import BundleError, CompileError
 
 _DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
@@ -28,26 +31,41 @@ class _Dtype(click.ParamType):
         return known[value]
 
 
-@click.command("compile")
-@click.option("--op", default="w4a16", show_default=True, help="Operator; `terrazzo ops` lists them.")
+@click.command("compile", cls=Command)
+@click.option("--op", type=OPERATOR, default="w4a16", show_default=True, help="Operator; `terrazzo ops` lists them.")
 @click.option("--shape", "shapes", type=Shape(), multiple=True, help="Weight [N, K] as 28672x4096; may be repeated.")
 @click.option(
-    "--model", "models", multiple=True, help="All layers of a model, for example llama-3-8b; may be repeated."
+    "--model",
+    "models",
+    type=MODEL,
+    multiple=True,
+    help="All layers of a model, for example llama-3-8b; may be repeated.",
 )
 @click.option("--m", "ms", type=Counts(), help="Numbers of tokens to serve, 1,16,256. Default: every M.")
 @click.option("--dtype", type=_Dtype("f16", "bf16"), default="f16", show_default=True, help="Activations and output.")
 @click.option("--group", help="Input channels for each scale; K for one group. Default: 128, for w4a8 on int8 64.")
 @click.option("--symmetric/--asymmetric", default=False, help="Without or with (default) zero points.")
 @click.option("--scale-dtype", type=_Dtype("f16", "bf16", "f32"), help="Default: as the activations.")
-@click.option("--numerics", default="auto", show_default=True, help="w4a16: auto, exact, fused or post.")
-@click.option("--dequantization", default="auto", show_default=True, help="w4a8: auto, xor, unsigned or e4m3.")
+@click.option("--numerics", type=NUMERICS, default="auto", show_default=True, help="w4a16: auto, exact, fused or post.")
+@click.option(
+    "--dequantization",
+    type=DEQUANTIZATION,
+    default="auto",
+    show_default=True,
+    help="w4a8: auto, xor, unsigned or e4m3.",
+)
 @click.option("--kv", multiple=True, help="attention: formats of keys/values as int4/int4; may be repeated.")
 @click.option("--heads", default="32/8", show_default=True, help="attention: query/kv heads of a layer.")
 @click.option("--head-dim", default=128, show_default=True, help="attention: 64, 128 or 256.")
 @click.option("--q-len", default=1, show_default=True, help="attention: new tokens of a step, 1..8.")
 @click.option("--page", default=128, show_default=True, help="attention: tokens of a page; 0 for contiguous caches.")
 @click.option("--prefill", is_flag=True, help="attention: the kernels of prefill too.")
-@click.option("--target", required=True, help="sm_80, sm_86, sm_89, sm_90a or a TVM tag such as nvidia/nvidia-h100.")
+@click.option(
+    "--target",
+    type=TargetName(),
+    required=True,
+    help="sm_80, sm_86, sm_89, sm_90a or a TVM tag such as nvidia/nvidia-h100.",
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a bundle to this folder.")
 @click.option("--replace", is_flag=True, help="Replace a bundle that is there.")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes. Default: one for each CPU.")
@@ -104,6 +122,7 @@ def compile_command(
         requests += _requests(op)(*_pair("--kv", formats), **_heads(heads), **sizes)
     for n, k in problems:
         requests += _requests(op)(n, k, group_size=_group(group, k), **_accepted(op, facts))
+    _say_where_one_group_is(op, group, problems)
     requests = list(dict.fromkeys(requests))
     outcomes = compile_with_progress(requests, workers)
     kernels = [describe(request, outcome) for request, outcome in zip(requests, outcomes)]
@@ -138,10 +157,19 @@ def _model_shapes(models: tuple[str, ...]) -> list[tuple[int, int]]:
     return list(shapes(models))
 
 
+def _say_where_one_group_is(op: str, group: str, problems: Iterable[tuple[int, int]]) -> None:
+    """A group that is longer than a weight's rows is all of them: the kernels are those of --group K."""
+    for n, k in problems if op == "w4a16" and group.isdecimal() else ():
+        if k < int(group[:9]):
+            click.echo(
+                f"terrazzo: {n}x{k}: K is below the group of {group}, so its kernels have one group of K", err=True
+            )
+
+
 def _group(text: str, k: int) -> int:
     if text.upper() == "K" or text == "-1":
         return k
-    if not text.isdecimal():
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
         raise click.BadParameter(f"{text!r} is no group size: use 32, 64, 128 or K", param_hint="--group")
     return int(text)
 
@@ -155,7 +183,7 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 def _heads(text: str) -> dict[str, int]:
     parts = _pair("--heads", text)
-    if not all(part.isdecimal() for part in parts):
+    if not all(re.fullmatch(r"\d{1,9}", part, re.ASCII) for part in parts):
         raise click.BadParameter(f"{text!r}: write query/kv heads, as 32/8", param_hint="--heads")
     return dict(zip(("heads", "kv_heads"), map(int, parts)))
 
@@ -208,66 +236,3 @@ def _layouts(op: str, dequantization: str) -> tuple[str, ...]:
 
     form = "fp8_format" if dequantization == "e4m3" else "format"
     return (importlib.import_module(f"terrazzo.ops.{op}.{form}").LAYOUT,)
-
-
-@click.group("cache")
-def cache_group() -> None:
-    """The kernel cache on this machine ($TERRAZZO_CACHE_DIR, else ~/.cache/terrazzo)."""
-
-
-@cache_group.command("list")
-@json_option
-def cache_list(as_json: bool) -> None:
-    """Every compiled kernel."""
-    from terrazzo.lowering.cache import cache_root, list_entries
-
-    entries = list_entries()
-    if as_json:
-        return print_json(entries)
-    columns = ("key", "kernel", "target", "registers", "spill B", "bytes", "parameters")
-    print_table(
-        columns,
-        [
-            (
-                entry["key"][:12],
-                entry["name"],
-                entry["target"],
-                entry["registers"],
-                entry["spill_stores"],
-                entry["bytes"],
-                [f"{key}={value}" for key, value in entry["params"].items()],
-            )
-            for entry in entries
-        ],
-    )
-    click.echo(f"{len(entries)} kernels, {size(sum(entry['bytes'] for entry in entries))} in {cache_root()}")
-
-
-@cache_group.command("clear")
-@json_option
-def cache_clear(as_json: bool) -> None:
-    """Remove every compiled kernel."""
-    from terrazzo.lowering.cache import cache_root, clear
-
-    removed = clear()
-    if as_json:
-        return print_json(removed)
-    click.echo(f"removed {removed['entries']} entries, {size(removed['bytes'])}, from {cache_root()}")
-
-
-@cache_group.command("verify")
-@json_option
-def cache_verify(as_json: bool) -> None:
-    """Check every file against its sha256; damaged entries move aside and are rebuilt when needed. Exit 1 if any."""
-    from terrazzo.lowering.cache import cache_root, verify
-
-    checked = verify()
-    damaged = [entry for entry in checked if not entry["ok"]]
-    if as_json:
-        print_json(checked)
-    else:
-        if damaged:
-            print_table(("damaged", "problem"), [(entry["key"], entry["problem"]) for entry in damaged])
-        click.echo(f"{len(checked) - len(damaged)} of {len(checked)} kernels are intact in {cache_root()}")
-    if damaged:
-        raise click.exceptions.Exit(1)

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import click
+from terrazzo.command_line import INSTANCE, OPERATOR, Command, TargetName
 from terrazzo.console import console, json_option, print_json, print_table, size
 
 
-@click.command()
+@click.command(cls=Command)
 @json_option
 def info(as_json: bool) -> None:
     """Versions, tools, GPUs and cache; what is missing and how to get it."""
@@ -45,9 +46,9 @@ def _device(device: dict[str, Any]) -> str:
     return f"{device['name']} ({device['target']}, {device['sms']} SMs, {size(device['memory_bytes'])})"
 
 
-@click.command()
-@click.option("--op", help="Only this operator.")
-@click.option("--target", help="Only this architecture, for example sm_90a.")
+@click.command(cls=Command)
+@click.option("--op", type=OPERATOR, help="Only this operator.")
+@click.option("--target", type=TargetName(only_arch=True), help="Only this architecture, for example sm_90a.")
 @json_option
 def ops(op: str | None, target: str | None, as_json: bool) -> None:
     """Operators x formats x targets, and how far each has been tried."""
@@ -62,21 +63,14 @@ def ops(op: str | None, target: str | None, as_json: bool) -> None:
         merged.setdefault((row["operator"], row["format"]), {**row, "status": {}})["status"][row["target"]] = row[
             "status"
         ]
-    print_table(
-        ("operator", "format", "groups", "zeros", "activations", *targets, "notes"),
-        [
-            (
-                row["operator"],
-                row["format"],
-                row["groups"],
-                row["zeros"],
-                row["activations"],
-                *(row["status"].get(arch) for arch in targets),
-                row["notes"],
-            )
-            for row in merged.values()
-        ],
-    )
+    rows = [
+        (row["operator"], row["format"], row["groups"], *(row["status"].get(arch) for arch in targets))
+        for row in merged.values()
+    ]
+    below = [
+        f"{', '.join(row['zeros'])}; x: {', '.join(row['activations'])}; {row['notes']}" for row in merged.values()
+    ]
+    print_table(("operator", "format", "groups", *targets), rows, below)
     click.echo()
     used = {row["status"] for row in found}
     for status, meaning in STATUS.items():
@@ -84,8 +78,8 @@ def ops(op: str | None, target: str | None, as_json: bool) -> None:
             click.echo(f"{status}: {meaning}")
 
 
-@click.command()
-@click.argument("instance", required=False)
+@click.command(cls=Command)
+@click.argument("instance", type=INSTANCE, required=False)
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write the picture to this file.")
 @json_option
 def layout(instance: str | None, svg: Path | None, as_json: bool) -> None:

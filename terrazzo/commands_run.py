@@ -6,34 +6,34 @@ import json
 from pathlib import Path
 
 import click
-from terrazzo.console import Counts, Shape, check_writable, json_option, print_json, print_table
+from terrazzo.command_line import MODEL, Command, Counts, Shape, Targets
+from terrazzo.console import check_writable, json_option, print_json, print_table
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--data",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A safetensors file with one AWQ layer. Default: one is made.",
 )
-@click.option("--targets", default="sm_80,sm_89,sm_90a", show_default=True, help="Architectures to compile for.")
+@click.option(
+    "--targets", type=Targets(), default="sm_80,sm_89,sm_90a", show_default=True, help="Architectures to compile for."
+)
 @json_option
-def demo(data: Path | None, targets: str, as_json: bool) -> None:
+def demo(data: Path | None, targets: tuple[str, ...], as_json: bool) -> None:
     """One quantized layer through the whole library; needs no GPU, and uses one if it is there."""
     from terrazzo.demo import run_demo
 
-    named = tuple(filter(None, map(str.strip, targets.split(","))))
-    if not named:
-        raise click.BadParameter("name at least one architecture, for example sm_90a", param_hint="--targets")
-    report = run_demo(data, named, quiet=as_json)
+    report = run_demo(data, targets, quiet=as_json)
     if as_json:
         print_json(report)
     if not report["ok"]:
         raise click.exceptions.Exit(1)
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option("--shape", "shapes", type=Shape(), multiple=True, help="Weight [N, K] as 28672x4096; may be repeated.")
-@click.option("--model", "models", multiple=True, help="All layers of a model. Default: llama-3-8b.")
+@click.option("--model", "models", type=MODEL, multiple=True, help="All layers of a model. Default: llama-3-8b.")
 @click.option("--m", "ms", type=Counts(), default="1,16,64,256,1024", show_default=True, help="Numbers of tokens.")
 @click.option("--dtype", type=click.Choice(["f16", "bf16"]), default="f16", show_default=True)
 @click.option("--group", type=int, default=128, show_default=True, help="Input channels for each scale.")

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from terrazzo.console import Counts, Shape, check_writable, console, json_option, print_json, print_table
+from terrazzo.command_line import MODEL, TUNED_OPERATOR, Counts, Group, Shape, TargetName
+from terrazzo.console import check_writable, console, json_option, print_json, print_table
 
 if TYPE_CHECKING:
     from terrazzo.autotune.database import Best, Database
@@ -24,13 +25,19 @@ if TYPE_CHECKING:
 _STATUS_S = 30.0  # between two lines that only say how far a job is, where there is no terminal
 
 
-class _DefaultRun(click.Group):
-    """`terrazzo tune --op ...` is `terrazzo tune run --op ...`."""
+class _DefaultRun(Group):
+    """`terrazzo tune --op ...` is `terrazzo tune run --op ...`, and its help shows the options of both."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
             args = ["run", *args]
         return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        records = [record for it in run_command.params if (record := it.get_help_record(ctx)) is not None]
+        with formatter.section("Options of `tune run`, which `tune` followed by options stands for"):
+            formatter.write_dl(records)
+        super().format_options(ctx, formatter)
 
 
 @click.group("tune", cls=_DefaultRun)
@@ -51,8 +58,8 @@ def _open(path: Path | None, create: bool = False) -> Database:
 
 @tune_group.command("run")
 @click.option("--job", "job_file", type=click.Path(path_type=Path), help="Job file (TOML); flags override its fields.")
-@click.option("--op", "ops", multiple=True, help="Operator (default w4a16; --op help names all); may be repeated.")
-@click.option("--model", "models", multiple=True, help="All layers of a model; may be repeated.")
+@click.option("--op", "ops", type=TUNED_OPERATOR, multiple=True, help="Operator, may be repeated. Default: w4a16.")
+@click.option("--model", "models", type=MODEL, multiple=True, help="All layers of a model; may be repeated.")
 @click.option("--shape", "shapes", type=Shape(), multiple=True, help="Weight [N, K] as 28672x4096; may be repeated.")
 @click.option("--shapes", "shapes_file", type=click.Path(path_type=Path), help="File of lines NxK, or NxK M M ...")
 @click.option("--m", "ms", type=Counts(), help="Numbers of tokens. Default: one of each bucket, 8 to 4096.")
@@ -63,7 +70,11 @@ def _open(path: Path | None, create: bool = False) -> Database:
 @click.option("--dtype", type=click.Choice(["f16", "bf16"]), help="Activations and output. Default: f16.")
 @click.option("--group", type=int, help="Input channels for each scale. Default: 128, for w4a8 64.")
 @click.option("--symmetric", is_flag=True, help="Without zero points.")
-@click.option("--target", help="auto (default), or the GPU that must be there; with --dry-run any target.")
+@click.option(
+    "--target",
+    type=TargetName(auto=True),
+    help="auto (default), or the GPU that must be there; with --dry-run any target.",
+)
 @click.option("--strategy", help="learned (default with the extra `tune`), top-k (without), exhaustive or random.")
 @click.option("--trials", type=int, help="Schedules of one problem, at most.")
 @click.option("--most", type=int, help="Schedules of a problem's space, at most. Default: 160.")
@@ -315,7 +326,7 @@ def list_command(database: Path | None, as_json: bool) -> None:
 
 
 @tune_group.command("best")
-@click.option("--op", help="Only this operator.")
+@click.option("--op", type=TUNED_OPERATOR, help="Only this operator.")
 @click.option("--gpu", help="Only this GPU's name.")
 @click.option("--shape", "shapes", type=Shape(), multiple=True, help="Only these weights.")
 @_database
@@ -373,7 +384,7 @@ def _gains(found: list[Best]) -> list[str]:
 
 
 @tune_group.command("explain")
-@click.option("--op", default="w4a16", show_default=True, help="Operator.")
+@click.option("--op", type=TUNED_OPERATOR, default="w4a16", show_default=True, help="Operator.")
 @click.option("--shape", "shapes", type=Shape(), multiple=True, help="Weight [N, K] as 28672x4096.")
 @click.option("--m", "ms", type=Counts(), help="Numbers of tokens.")
 @click.option("--experts", type=Counts(), help="Of the grouped operators. Default: 8.")
@@ -383,7 +394,7 @@ def _gains(found: list[Best]) -> list[str]:
 @click.option("--dtype", type=click.Choice(["f16", "bf16"]), default="f16", show_default=True)
 @click.option("--group", type=int, help="Default: 128, for w4a8 64.")
 @click.option("--symmetric", is_flag=True, help="Without zero points.")
-@click.option("--target", help="Default: the GPU that is here.")
+@click.option("--target", type=TargetName(), help="Default: the GPU that is here.")
 @json_option
 def explain_command(
     op: str,
@@ -456,7 +467,7 @@ def _write_table(found: list[Best], output: Path | None, gpu: str | None) -> Non
 
 @tune_group.command("space")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), required=True)
-@click.option("--op", help="Only this operator.")
+@click.option("--op", type=TUNED_OPERATOR, help="Only this operator.")
 @click.option("--gpu", help="Only this GPU's name.")
 @_database
 def space_command(output: Path, op: str | None, gpu: str | None, database: Path | None) -> None:

@@ -1,10 +1,9 @@
-"""What all verbs of the command share: tables, JSON, lists of numbers and shapes as arguments."""
+"""What all verbs of the command share in what they print: tables, JSON, sizes."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,15 +14,17 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-WIDTH_WITHOUT_TERMINAL = 160
+WIDTH_WITHOUT_TERMINAL = 100
+_NARROW = 14  # columns up to this width are never folded
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 
 
 def console(stderr: bool = False) -> Console:
-    """A rich console; in a pipe it is wide enough to keep table rows on one line."""
+    """A rich console; in a pipe it is as wide as $COLUMNS, or 100 columns."""
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH_WITHOUT_TERMINAL
+    stated = os.environ.get("COLUMNS", "")
+    width = None if stream.isatty() or stated.isdecimal() else WIDTH_WITHOUT_TERMINAL
     return Console(file=stream, width=width, highlight=False, soft_wrap=False)
 
 
@@ -31,15 +32,43 @@ def print_json(data: Any) -> None:
     click.echo(json.dumps(data, indent=2, sort_keys=False, default=str))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A table whose numbers are flush right. None is shown as "-"; cells are text, never markup."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", show_header=any(columns))
-    for index, column in enumerate(columns):
-        numeric = all(isinstance(row[index], int | float | None) for row in rows)
-        table.add_column(column, justify="right" if numeric and rows else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(cell(value) for value in row))
-    console().print(table)
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], below: Sequence[str] = ()) -> None:
+    """A table whose numbers are flush right, as wide as the terminal or 100 columns.
+
+    None is shown as "-"; cells are text, never markup. `below` has a text for each row that stands indented under it.
+    """
+    from rich.cells import cell_len
+    from rich.padding import Padding
+    from rich.text import Text
+
+    out, cells = console(), [[cell(value) for value in row] for row in rows]
+    widths = [max(map(cell_len, (name, *column))) for name, *column in zip(columns, *cells)]
+    numeric = [
+        all(isinstance(row[at], int | float | None) for row in rows) and bool(rows) for at in range(len(columns))
+    ]
+    least = [width if right or below else min(width, _NARROW) for width, right in zip(widths, numeric)]
+    out.width = max(out.width, sum(least) + 2 * len(least))  # a narrower terminal breaks lines itself
+
+    def table(header: bool) -> Table:
+        made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", show_header=header)
+        for name, width, right, low in zip(columns, widths, numeric, least):
+            made.add_column(name, justify="right" if right else "left", overflow="fold", min_width=low)
+            if below:
+                made.columns[-1].width = width
+        return made
+
+    if not below:
+        whole = table(any(columns))
+        for row in cells:
+            whole.add_row(*map(Text, row))
+        return out.print(whole)
+    for at, (row, text) in enumerate(zip(cells, below, strict=True)):
+        one = table(header=at == 0)
+        one.add_row(*map(Text, row))
+        out.print(one)
+        if text:
+            out.print(Padding(Text(text), (0, 0, 0, 4)))
+    return None
 
 
 def cell(value: Any) -> str:
@@ -50,7 +79,7 @@ def cell(value: Any) -> str:
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     if isinstance(value, list | tuple):
         return " ".join(map(str, value)) or "-"
-    return str(value).replace("[", r"\[")
+    return str(value)
 
 
 def check_writable(option: str, path: Path | None) -> None:
@@ -72,31 +101,3 @@ def size(number: float) -> str:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1024
     raise AssertionError("unreachable")
-
-
-class Shape(click.ParamType):
-    """NxK, for example 28672x4096."""
-
-    name = "NxK"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        if isinstance(value, tuple):
-            return value
-        found = re.fullmatch(r"\s*(\d+)\s*[xX,]\s*(\d+)\s*", value)
-        if not found or not all(int(part) for part in found.groups()):
-            self.fail(f"{value!r} is no shape: write N x K as two positive numbers, for example 28672x4096", param, ctx)
-        return int(found.group(1)), int(found.group(2))
-
-
-class Counts(click.ParamType):
-    """Positive integers separated by commas."""
-
-    name = "M,M,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        parts = [part.strip() for part in value.split(",")]
-        if not all(part.isdecimal() and int(part) for part in parts):
-            self.fail(f"{value!r} is no list of positive numbers: write for example 1,16,256", param, ctx)
-        return tuple(dict.fromkeys(map(int, parts)))

@@ -1,0 +1,158 @@
+"""Errors speak the command line's words, and say what was most likely meant."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from terrazzo.cli import main
+from terrazzo.command_line import closest
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    return tmp_path / "cache"
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = main(arguments)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (("compile", "--shape", "64x64", "--target", "sm_90"), "did you mean 'sm_90a'?"),
+        (("compile", "--shape", "64x64", "--target", "h100"), "did you mean 'nvidia/nvidia-h100'?"),
+        (("compile", "--model", "lama-3-8b", "--target", "sm_90a"), "did you mean 'llama-3-8b'?"),
+        (("compile", "--model", "Llama-3-8B", "--target", "sm_90a"), "did you mean 'llama-3-8b'?"),
+        (("compile", "--shape", "64x64", "--op", "w4a6", "--target", "sm_90a"), "did you mean 'w4a16'?"),
+        (("compile", "--shape", "64x64", "--numerics", "post-", "--target", "sm_90a"), "did you mean 'post'?"),
+        (("ops", "--target", "sm90a"), "did you mean 'sm_90a'?"),
+        (("ops", "--op", "atention"), "did you mean 'attention'?"),
+        (("layout", "marlin"), "did you mean 'marlin_u4'?"),
+        (("demo", "--targets", "sm_80,sm_98"), "did you mean 'sm_89'?"),
+        (("bench", "--model", "mistral"), "did you mean 'mistral-7b'?"),
+        (("tune", "--op", "w4a16-grouped", "--dry-run"), "did you mean 'w4a16_grouped'?"),
+        (("tune", "--model", "qwen3-8", "--dry-run"), "did you mean 'qwen3-8b'?"),
+        (("tune", "explain", "--shape", "64x64", "--target", "sm_9a"), "did you mean 'sm_90a'?"),
+        (("compil",), "did you mean 'compile'?"),
+        (("cache", "lst"), "did you mean 'list'?"),
+        (("tune", "exprt"), "did you mean 'export'?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_misspelt_name_is_answered_with_the_right_one(capsys, arguments, words):
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and not out
+    assert err.count("\n") == 1 and words in err
+    assert "(" not in err.replace("(32, 64, 128)", ""), "calls of the library are no words of the command line"
+
+
+@pytest.mark.parametrize("word", ["", " ", "x", "gpt-9", "zzzzzz"])
+def test_nothing_is_meant_by_what_resembles_nothing(word):
+    assert closest(word, ["llama-3-8b", "qwen3-8b"]) is None
+
+
+def test_help_of_tune_shows_what_run_takes(capsys):
+    _, group, _ = run(capsys, "tune", "--help")
+    _, own, _ = run(capsys, "tune", "run", "--help")
+    options = [line.split()[0] for line in own.splitlines() if line.startswith("  --")]
+    assert len(options) > 20 and all(f"  {option}" in group for option in options)
+
+
+def test_a_group_longer_than_k_is_said_to_be_one_group(capsys, monkeypatch):
+    monkeypatch.setattr("terrazzo.commands_compile.compile_with_progress", lambda requests, workers: [])
+    given = ("compile", "--target", "sm_90a", "--m", "1", "--json")
+    _, out, err = run(capsys, *given, "--shape", "100x100", "--shape", "256x128")
+    assert "100x100: K is below the group of 128, so its kernels have one group of K" in err and "256x128" not in err
+    json.loads(out)
+    assert "one group" not in run(capsys, *given, "--shape", "100x100", "--group", "K")[2]
+
+
+@pytest.mark.parametrize("arguments", [("info",), ("ops",), ("layout",), ("tune", "--help"), ("compile", "--help")])
+def test_tables_fit_a_hundred_columns(capsys, arguments):
+    assert max(map(len, run(capsys, *arguments)[1].splitlines())) <= 100
+
+
+def test_rows_of_kernels_fit_a_hundred_columns(capsys, monkeypatch):
+    from terrazzo.building import print_kernels
+
+    params = {f"parameter_{at}": at for at in range(40)}
+    facts = {
+        "registers": 168,
+        "smem_static": 0,
+        "smem_dynamic": 200_000,
+        "spill_stores": 0,
+        "spill_loads": 0,
+        "note": "",
+    }
+    row = {
+        "kernel": "attention.prefill_shared",
+        "target": "sm_90a",
+        "tensor_instructions": {"HGMMA.64x128x16.F32": 512},
+    }
+    failed = {
+        "kernel": "w4a16.stream_k",
+        "target": "sm_90a",
+        "params": {"n": 1},
+        "error": "it for sm_90a: " + "why " * 60,
+    }
+    print_kernels([row | facts | {"params": params}, row | facts | {"params": params | {"parameter_3": 7}}, failed])
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 100
+    assert "parameter_3=7" in said and "FAILED" in said and said.count("why") == 60  # nothing is cut
+
+
+@pytest.mark.parametrize("verb", ["list", "clear", "verify"])
+def test_a_cache_that_is_a_file_is_an_error(capsys, private_cache, verb):
+    private_cache.write_text("no folder")
+    code, out, err = run(capsys, "cache", verb)
+    assert (code, out) == (2, "") and f"{private_cache} is a file" in err and "TERRAZZO_CACHE_DIR" in err
+    assert private_cache.read_text() == "no folder"
+
+
+def test_entries_that_cannot_be_removed_are_said(capsys, private_cache, monkeypatch):
+    entry = private_cache / "v1" / "kernels" / "k"
+    entry.mkdir(parents=True)
+
+    def refuse(path, *_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: refuse(dir))
+    code, out, err = run(capsys, "cache", "clear")
+    assert code == 1 and "removed 0 entries" in out
+    refused = f"1 entries cannot be removed: {entry.parent}: Read-only file system; the cache is read-only to you"
+    assert err == f"terrazzo: {refused}\n"
+    monkeypatch.undo()
+
+
+def shell(tmp_path, text: str) -> subprocess.CompletedProcess:
+    env = os.environ | {"TERRAZZO_CACHE_DIR": str(tmp_path), "TERRAZZO": f"{sys.executable} -m terrazzo"}
+    return subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "text,code",
+    [
+        ("$TERRAZZO layout w4a16 >&-", 0),
+        ("$TERRAZZO layout >&-", 0),
+        ("$TERRAZZO layout nope >&- 2>&-", 2),
+        ("$TERRAZZO layout w4a16 <&- >&- 2>&-", 0),
+        ("$TERRAZZO layout --json | head -c 1 >/dev/null; exit ${PIPESTATUS[0]}", (0, 141)),
+        ("$TERRAZZO layout >/dev/full", 2),
+        ("$TERRAZZO layout --json >/dev/full", 2),
+    ],
+)
+def test_a_closed_output_is_no_traceback(tmp_path, text, code):
+    done = shell(tmp_path, text)
+    assert done.returncode in (code if isinstance(code, tuple) else (code,)), done.stderr
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert done.stderr.count("\n") <= 1
