@@ -6,9 +6,10 @@ Tokens are sorted by expert (ops/moe.py): expert e owns the rows offsets[e] .. o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +151,24 @@ class GroupedWeight:
         one.check_layout(one.expected_layout())
         one.check_sizes()
         weights.check_vectors(one)
+
+    def reference(
+        self, product: Callable[..., torch.Tensor], x: torch.Tensor, offsets: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """y [M, N] of the rows offsets[e] .. offsets[e + 1] - 1 of x for each expert e; rows of no expert are 0.
+
+        Args:
+            product: called with rows of x, an expert's weight and its bias [N] or None.
+        """
+        import torch
+
+        bounds = offsets.tolist()
+        parts = [
+            product(x[low:high], self[e], None if bias is None else bias[e])
+            for e, (low, high) in enumerate(pairwise(bounds))
+        ]
+        y = torch.cat(parts)
+        return torch.nn.functional.pad(y, (0, 0, bounds[0], len(x) - bounds[-1]))
 
     def __repr__(self) -> str:
         return f"GroupedWeight({len(self)} x {self[0]!r})"

@@ -45,8 +45,7 @@ class Packed:
     """Of a packed weight, a dataclass with `words`, `n`, `k` and `layout`: what does not depend on the format.
 
     A format adds `expected_layout()`, identity of the layout that its kernels read, and `check_sizes()`. It is no
-    `nn.Module` and has no parameters: a module that holds one names it in its own state, see
-    examples/quantized_linear.py.
+    torch module and has no parameters: `terrazzo.nn.Linear` is.
 
     Attributes:
         VERSION: named in its files; another one is refused.

@@ -29,6 +29,7 @@ _MODULES = {
     "errors": "terrazzo.lowering.errors",
     "layouts": "terrazzo.layouts",
     "lowering": "terrazzo.lowering",
+    "nn": "terrazzo.nn",
     "ops": "terrazzo.ops",
     "schedules": "terrazzo.schedules",
 }

@@ -97,6 +97,21 @@ def gemm(
     return y if bias is None else y + bias.double()
 
 
+def forward(
+    x: torch.Tensor, weight: QuantizedWeight | PackedWeight, bias: torch.Tensor | None = None, numerics: str = "auto"
+) -> torch.Tensor:
+    """y [..., N] in x's dtype, `gemm` rounded once: what the operator returns, in torch on x's device.
+
+    Args:
+        numerics: "auto" is "exact" where the scales are in x's dtype, else "post".
+    """
+    if isinstance(weight, PackedWeight):
+        weight = weight.unpack()
+    if numerics == "auto":
+        numerics = "exact" if weight.scales.dtype == x.dtype else "post"
+    return gemm(x, weight, numerics, bias).to(x.dtype)
+
+
 def forward_error_bound(
     x: torch.Tensor,
     weight: QuantizedWeight | PackedWeight,

@@ -35,10 +35,12 @@ def w4a16_gemm(
     numerics: str,
 ) -> torch.Tensor:
     """y [..., n] from x [..., k] and the fields of a PackedWeight."""
-    from terrazzo.ops.w4a16.op import run
+    from terrazzo.ops.w4a16 import op, reference
 
     w = PackedWeight(words, params, n, k, group_size, scale_dtype, symmetric, layout, perm, None, target or None)
-    return run(x, w, bias, None, numerics)
+    if not x.is_cuda:
+        return reference.forward(x, w, bias, numerics)
+    return op.run(x, w, bias, None, numerics)
 
 
 @w4a16_gemm.register_fake
@@ -77,10 +79,13 @@ def w4a16_grouped_gemm(
     numerics: str,
 ) -> torch.Tensor:
     """y [M, n] from x [M, k] sorted by expert and the fields of a GroupedWeight."""
-    from terrazzo.ops.w4a16.grouped import run
+    from terrazzo.ops.w4a16 import grouped, reference
 
     stacked = PackedWeight(words, params, n, k, group_size, scale_dtype, symmetric, layout, None, None, target or None)
-    return run(x, GroupedWeight(stacked), expert_offsets, bias, None, numerics)
+    w = GroupedWeight(stacked)
+    if not x.is_cuda:
+        return w.reference(lambda rows, one, b: reference.forward(rows, one, b, numerics), x, expert_offsets, bias)
+    return grouped.run(x, w, expert_offsets, bias, None, numerics)
 
 
 @w4a16_grouped_gemm.register_fake

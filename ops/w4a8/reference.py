@@ -103,6 +103,19 @@ def gemm(
     return y if bias is None else y + bias.double()
 
 
+def forward(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    weight: QuantizedWeight | PackedWeight,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """y [M, N]: what the operator returns for quantized activations, in torch on their device; int32 sums are raw."""
+    import torch
+
+    return accumulate(q, weight) if out_dtype == torch.int32 else gemm(q, scales, weight, bias).to(out_dtype)
+
+
 def forward_error_bound(ref: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Largest |y - ref| that a correct kernel can show, for each element of ref = `gemm(...)`: float64 [M, N].
 

@@ -54,9 +54,12 @@ def w4a8_quantize(
     x: torch.Tensor, smooth: torch.Tensor | None, rms_weight: torch.Tensor | None, eps: float, target: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [M, K16], scales [M], row sums [M] of x [..., K]."""
-    from terrazzo.ops.w4a8.activations import run
+    from terrazzo.ops.w4a8 import activations, reference
 
-    made = run(x, smooth, rms_weight, eps, None, target or None)
+    if not x.is_cuda:
+        q, scales, sums = reference.quantize_activations(x.flatten(0, -2), smooth, rms_weight, eps)
+        return torch.nn.functional.pad(q, (0, padded(x.shape[-1]) - x.shape[-1])), scales, sums
+    made = activations.run(x, smooth, rms_weight, eps, None, target or None)
     return made.q, made.scales, made.row_sums
 
 
@@ -72,9 +75,13 @@ def w4a8_fp8_quantize(
     x: torch.Tensor, smooth: torch.Tensor | None, rms_weight: torch.Tensor | None, eps: float, target: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q float8_e4m3fn [M, K16], scales [M] of x [..., K]."""
-    from terrazzo.ops.w4a8.activations import run
+    from terrazzo.ops.w4a8 import activations, fp8_reference
 
-    made = run(x, smooth, rms_weight, eps, None, target or None, "e4m3")
+    if not x.is_cuda:
+        q, scales = fp8_reference.quantize_activations(x.flatten(0, -2), smooth, rms_weight, eps)
+        rest = q.new_zeros(len(q), padded(x.shape[-1]) - x.shape[-1])
+        return torch.cat([q, rest], dim=1), scales
+    made = activations.run(x, smooth, rms_weight, eps, None, target or None, "e4m3")
     return made.q, made.scales
 
 
@@ -101,11 +108,13 @@ def w4a8_fp8_gemm(
     pipeline: str,
 ) -> torch.Tensor:
     """y [M, n] from e4m3 activations [M, k] and the fields of an fp8.PackedWeight."""
-    from terrazzo.ops.w4a8.op import run
+    from terrazzo.ops.w4a8 import fp8_reference, op
 
     w = fp8_format.PackedWeight(words, channel_scales, n, k, group_size, layout, None, None, target or None)
+    if not q.is_cuda:
+        return fp8_reference.gemm(q[:, :k], scales, w, bias).to(out_dtype)
     x = QuantizedActivations(q, scales, None, (q.shape[0], k))
-    return run(x, w, bias, None, out_dtype, "auto", pipeline)
+    return op.run(x, w, bias, None, out_dtype, "auto", pipeline)
 
 
 @w4a8_fp8_gemm.register_fake
@@ -131,11 +140,13 @@ def w4a8_gemm(
     pipeline: str,
 ) -> torch.Tensor:
     """y [M, n] from quantized activations [M, k] and the fields of a PackedWeight."""
-    from terrazzo.ops.w4a8.op import run
+    from terrazzo.ops.w4a8 import op, reference
 
     w = PackedWeight(words, channel_scales, n, k, group_size, layout, None, None, target or None)
+    if not q.is_cuda:
+        return reference.forward(q[:, :k], scales, w, bias, out_dtype)
     x = QuantizedActivations(q, scales, row_sums, (q.shape[0], k))
-    return run(x, w, bias, None, out_dtype, dequantization, pipeline)
+    return op.run(x, w, bias, None, out_dtype, dequantization, pipeline)
 
 
 @w4a8_gemm.register_fake
@@ -184,11 +195,15 @@ def w4a8_grouped_gemm(
     dequantization: str,
 ) -> torch.Tensor:
     """y [M, n] from quantized activations [M, k] sorted by expert and the fields of a GroupedWeight."""
-    from terrazzo.ops.w4a8.grouped import run
+    from terrazzo.ops.w4a8 import grouped, reference
 
     w = GroupedWeight(PackedWeight(words, channel_scales, n, k, group_size, layout, None, None, target or None))
+    if not q.is_cuda:
+        rows = torch.arange(len(q), device=q.device)
+        product = lambda at, one, b: reference.forward(q[at, :k], scales[at], one, b, out_dtype)
+        return w.reference(product, rows, expert_offsets, bias)
     x = QuantizedActivations(q, scales, row_sums, (q.shape[0], k))
-    return run(x, w, expert_offsets, bias, None, out_dtype, dequantization)
+    return grouped.run(x, w, expert_offsets, bias, None, out_dtype, dequantization)
 
 
 @w4a8_grouped_gemm.register_fake
@@ -213,11 +228,16 @@ def w4a8_fp8_grouped_gemm(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """y [M, n] from e4m3 activations [M, k] sorted by expert and the fields of a GroupedWeight of `fp8`."""
-    from terrazzo.ops.w4a8.grouped import run
+    from terrazzo.ops.w4a8 import fp8_reference, grouped
 
     stacked = fp8_format.PackedWeight(words, channel_scales, n, k, group_size, layout, None, None, target or None)
+    w = GroupedWeight(stacked)
+    if not q.is_cuda:
+        rows = torch.arange(len(q), device=q.device)
+        product = lambda at, one, b: fp8_reference.gemm(q[at, :k], scales[at], one, b).to(out_dtype)
+        return w.reference(product, rows, expert_offsets, bias)
     x = QuantizedActivations(q, scales, None, (q.shape[0], k))
-    return run(x, GroupedWeight(stacked), expert_offsets, bias, None, out_dtype, "auto")
+    return grouped.run(x, w, expert_offsets, bias, None, out_dtype, "auto")
 
 
 @w4a8_fp8_grouped_gemm.register_fake

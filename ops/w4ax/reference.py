@@ -101,7 +101,7 @@ def quantize_activations(
         scales = static_scales.to(x.device, torch.float32)
         q = (v.double() * (1 / scales).double()[:, None]).round()
         q = torch.minimum(torch.maximum(q, -qmax[:, None].double()), qmax[:, None].double())
-        return _int8(q).view(m, -1), scales.expand(m, blocks).contiguous()
+        return _int8(q).flatten(1), scales.expand(m, blocks).contiguous()
     largest = v.abs().amax(dim=2)
     own = largest.clone()
     if granularity in UNIFORM:
@@ -121,7 +121,7 @@ def quantize_activations(
         q = q * times[..., None]
     else:
         scales = scales * times
-    return _int8(q).view(m, -1), torch.where(zero, 1.0, scales)
+    return _int8(q).flatten(1), torch.where(zero, 1.0, scales)
 
 
 def leading_bits(values: torch.Tensor) -> torch.Tensor:

@@ -62,10 +62,17 @@ def w4ax_quantize(
     permutation: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q4, q8, scales of x [..., K] for the weight with these fields."""
-    from terrazzo.ops.w4ax.activations import run
+    from terrazzo.ops.w4ax import activations, reference
 
     w = PackedWeight(words, n, k, blocks8, layout, target, order, permutation, channel_scales=channel_scales)
-    made = run(x, w, rms_weight, eps, granularity, static_scales)
+    if x.is_cuda:
+        made = activations.run(x, w, rms_weight, eps, granularity, static_scales)
+    else:
+        options = dict(rms_weight=rms_weight, eps=eps, granularity=granularity, static_scales=static_scales)
+        facts = dict(blocks8=blocks8, permutation=permutation, wide=not w.native)
+        made = activations.from_codes(
+            *reference.quantize_activations(x.flatten(0, -2), **facts, **options), w, granularity
+        )
     return made.q4, made.q8, made.scales
 
 
@@ -103,10 +110,13 @@ def w4ax_gemm(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """y [M, n] from quantized activations and the fields of a PackedWeight."""
-    from terrazzo.ops.w4ax.op import run
+    from terrazzo.ops.w4ax import op, reference
 
     w = PackedWeight(words, n, k, blocks8, layout, target, order, channel_scales=channel_scales)
-    return run(QuantizedActivations(q4, q8, scales, (m, k), blocks8, x_order, granularity), w, bias, None, out_dtype)
+    x = QuantizedActivations(q4, q8, scales, (m, k), blocks8, x_order, granularity)
+    if not q8.is_cuda:
+        return reference.gemm(x.codes(), x.token_scales(), w, bias).to(out_dtype)
+    return op.run(x, w, bias, None, out_dtype)
 
 
 @w4ax_gemm.register_fake

@@ -1,0 +1,204 @@
+"""Names of weight formats ("w4a16-g128"), and what a module must know of the weight class behind each."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
+from terrazzo.ops import weights
+
+if TYPE_CHECKING:
+    import torch
+
+VECTORS = ("bias",)
+"""Tensors of a weight that a module casts with itself; all others keep their dtype."""
+STATE_BYTES = 512
+"""Of the tensor that names a state's format; one size for all, so that shapes do not depend on what it says."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A class of packed weights.
+
+    Attributes:
+        name: what formats begin with. module, operator: where its PackedWeight and its `gemm` are defined.
+        tensors: of every weight. optional: of some. groups: group sizes besides one group, and the default first.
+        one_group: whether one group over all of K can be asked for. choices: whether "-sym" can be.
+    """
+
+    name: str
+    module: str
+    operator: str
+    tensors: tuple[str, ...]
+    optional: tuple[str, ...]
+    groups: tuple[int, ...]
+    one_group: bool = False
+    choices: bool = False
+
+    @property
+    def weight(self) -> type:
+        """Its PackedWeight class."""
+        return import_module(self.module).PackedWeight
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All tensors that a weight may have."""
+        return (*self.tensors, *self.optional)
+
+    def layout(self, facts: dict[str, Any], two_level: bool = False) -> str:
+        """Identity of the layout that this version's kernels read."""
+        if self.name == "w4ax":
+            from terrazzo.lowering.targets import Target
+            from terrazzo.ops.w4ax import format as w4ax
+
+            return w4ax.identity(w4ax.native(Target.parse(facts["target"])), two_level)
+        if self.name == "w4a8-e4m3":
+            return import_module(self.module).layout_identity(facts["group_size"])
+        if self.name == "w4a8":
+            return import_module(self.module).unit_layout(facts["group_size"]).identity
+        return import_module(self.module).layout_identity(None)
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family(
+            "w4a16", "terrazzo.ops.w4a16.format", "terrazzo.ops.w4a16", ("words", "params"), ("perm", "bias"),
+            (128, 64, 32), True, True,
+        ),
+        Family(
+            "w4a8-e4m3", "terrazzo.ops.w4a8.fp8_format", "terrazzo.ops.w4a8", ("words", "channel_scales"),
+            ("smooth", "bias"), (128, 64, 32), True,
+        ),
+        Family(
+            "w4a8", "terrazzo.ops.w4a8.format", "terrazzo.ops.w4a8", ("words", "channel_scales"), ("smooth", "bias"),
+            (64, 128, 32),
+        ),
+        Family(
+            "w4ax", "terrazzo.ops.w4ax.format", "terrazzo.ops.w4ax", ("words",),
+            ("channel_scales", "permutation", "bias"), (128,),
+        ),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a weight is stored and multiplied; `Format.parse("w4a16-g128")`.
+
+    Attributes:
+        family: key of `FAMILIES`. group_size: input channels for each scale, None for one group over all of K.
+        symmetric: W4A16 only: zero point 8 everywhere.
+    """
+
+    family: str
+    group_size: int | None
+    symmetric: bool = False
+
+    @staticmethod
+    def parse(text: str | Format) -> Format:
+        """Of "w4a16", "w4a16-g64", "w4a16-gK-sym", "w4a8-g128", "w4a8-e4m3", "w4ax"; the group's default is the first
+        of its family's.
+
+        Raises:
+            ArgumentError: no such format.
+        """
+        if isinstance(text, Format):
+            return text
+        pattern = f"({'|'.join(FAMILIES)})(?:-g([0-9]+|K))?(-sym)?"
+        found = re.fullmatch(pattern, text) if isinstance(text, str) else None
+        family = FAMILIES[found[1]] if found else None
+        group = (found[2] or str(family.groups[0])) if found else ""
+        known = found and (family.one_group if group == "K" else int(group) in family.groups)
+        if not known or (found[3] and not family.choices):
+            wanted = ", ".join(f"{name}-g{'|'.join(map(str, f.groups))}" for name, f in FAMILIES.items())
+            raise ArgumentError("format", text, f"must be one of {wanted}", "write w4a16-g128")
+        return Format(family.name, None if group == "K" else int(group), bool(found[3]))
+
+    def __str__(self) -> str:
+        end = "-sym" if self.symmetric else ""
+        return f"{self.family}-g{'K' if self.group_size is None else self.group_size}{end}"
+
+    def quantize(self, weight: torch.Tensor, bias: torch.Tensor | None = None, **options: Any) -> Any:
+        """The packed weight of a float one [N, K], on its device; options are those of the family's `quantize`.
+
+        Without a `plan`, "w4ax" takes magnitudes of the weight's columns in the place of calibrated activations.
+        """
+        module = import_module(FAMILIES[self.family].operator)
+        size = weight.shape[-1] if self.group_size is None else self.group_size
+        if self.family == "w4ax":
+            plan = options.pop("plan", None)
+            if plan is None:
+                plan = module.plan_blocks(weight.detach().float().abs().amax(0), ratio=0.25)
+            return module.quantize(weight, plan, bias=bias, **options)
+        if self.family == "w4a16":
+            options.setdefault("symmetric", self.symmetric)
+        make = module.fp8.quantize if self.family == "w4a8-e4m3" else module.quantize
+        return make(weight, group_size=size, bias=bias, **options)
+
+
+def family_of(weight: Any, argument: str = "weight") -> Family:
+    """Of a packed weight; ArgumentError for something else."""
+    for family in FAMILIES.values():
+        if weights.kind(weight).endswith("PackedWeight") and isinstance(weight, family.weight):
+            return family
+    constraint = "must be a PackedWeight of w4a16, w4a8, w4a8.fp8 or w4ax"
+    raise ArgumentError(argument, weights.kind(weight), constraint, "pack it, or use from_float")
+
+
+@cache
+def plain_fields(family: Family) -> tuple[str, ...]:
+    """Fields of its weights that hold no tensor."""
+    return tuple(field.name for field in fields(family.weight) if field.name not in family.names)
+
+
+def facts_of(weight: Any) -> dict[str, Any]:
+    """What is known of a packed weight besides its tensors, as JSON has it; `experts` is None for one weight."""
+    family = family_of(weight)
+    facts = {name: getattr(weight, name) for name in plain_fields(family)}
+    has = [name for name in family.names if getattr(weight, name) is not None]
+    return {"family": family.name, **facts, "tensors": has}
+
+
+def format_of(facts: dict[str, Any]) -> Format:
+    """The format of a weight with these facts."""
+    size, k = facts.get("group_size", 128), facts["k"]
+    one = FAMILIES[facts["family"]].one_group and size == k
+    return Format(facts["family"], None if one else size, facts.get("symmetric", False))
+
+
+def encoded(facts: dict[str, Any]) -> torch.Tensor:
+    """uint8 [STATE_BYTES]: the facts as JSON, padded with spaces."""
+    import torch
+
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
+    if len(text) > STATE_BYTES:
+        raise ArgumentError("weight", len(text), f"its facts must fit {STATE_BYTES} bytes", "shorten the target's name")
+    return torch.frombuffer(bytearray(text.ljust(STATE_BYTES)), dtype=torch.uint8).clone()
+
+
+def decoded(tensor: torch.Tensor, name: str) -> dict[str, Any]:
+    """The facts in a tensor that `encoded` made; ArgumentError for another one."""
+    try:
+        facts = json.loads(bytes(tensor.detach().cpu().tolist()))
+        if isinstance(facts, dict) and facts.get("family") in FAMILIES:
+            return facts
+    except (ValueError, TypeError):
+        facts = None
+    raise ArgumentError(name, "other bytes", "must name the format of its weight", "save the module's state again")
+
+
+def check_same(own: dict[str, Any], stored: dict[str, Any], name: str) -> None:
+    """Raise an error unless a stored weight is what a module holds: the same family, sizes, layout and tensors. The
+    target may differ: layouts say what bytes mean."""
+    for key in dict.fromkeys((*own, *stored)):
+        if key != "target" and own.get(key) != stored.get(key):
+            make = LayoutMismatchError if key == "layout" else ArgumentError
+            constraint = f"its {key} must be {own.get(key)!r}, as the module's, {format_of(own)}"
+            remedy = "make the module for this state: Linear.from_state"
+            raise make(name, f"{key} {stored.get(key)!r}", constraint, remedy)

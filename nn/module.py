@@ -1,0 +1,160 @@
+"""What every module with a packed weight is: buffers from which forward reads, and a state that names its format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn import formats
+from terrazzo.nn.formats import FAMILIES, VECTORS, Format
+from terrazzo.ops import weights
+from terrazzo.ops.grouped import GroupedWeight
+from torch import nn
+
+
+class PackedModule(nn.Module):
+    """Holds one packed weight, or one for each expert, as buffers without gradients.
+
+    The buffer `weight_format` says in the state what the others are: family, sizes, layout identity, scale dtype. A
+    state of another kind is refused when it is loaded, or, where other code puts tensors in place
+    (`set_module_tensor_to_device`), when forward first reads them. Only the bias follows `.half()` and `.to(dtype)`.
+
+    Args:
+        packed: a PackedWeight of w4a16, w4a8, w4a8.fp8 or w4ax, or a GroupedWeight. Its tensors become the buffers.
+    """
+
+    def __init__(self, packed: Any) -> None:
+        super().__init__()
+        grouped = isinstance(packed, GroupedWeight)
+        one = packed.stacked if grouped else packed
+        self._facts = formats.facts_of(one) | ({"experts": len(packed)} if grouped else {})
+        self._family = formats.family_of(one)
+        buffers = {"weight_format": formats.encoded(self._facts).to(one.words.device)}
+        buffers |= {name: getattr(one, name) for name in self._family.names}
+        for name in sorted(buffers, key=lambda name: buffers[name] is None):  # torch.export counts buffers up to None
+            self.register_buffer(name, buffers[name])
+        self._type, self._plain = type(one), {name: getattr(one, name) for name in formats.plain_fields(self._family)}
+        self._kept: tuple[tuple, Any] | None = None
+
+    # -- what forward reads --------------------------------------------------------------------------------------------
+    @property
+    def packed(self) -> Any:
+        """The weight over the buffers of now; the same object until one of them is another tensor.
+
+        Raises:
+            ArgumentError, LayoutMismatchError: buffers that are not the module's weight.
+        """
+        if torch.compiler.is_compiling():
+            return self._make()
+        buffers, kept = self._buffers, self._kept
+        if kept is not None:
+            for name, tensor in kept[0]:
+                if buffers[name] is not tensor:
+                    break
+            else:
+                return kept[1]
+        made = self._make()
+        self._check(made)
+        self._kept = (tuple(buffers.items()), made)
+        return made
+
+    def _make(self) -> Any:
+        """The weight over the buffers."""
+        weight = self._type(**{name: self._buffers[name] for name in self._family.names}, **self._plain)
+        return GroupedWeight(weight) if "experts" in self._facts else weight
+
+    def _check(self, made: Any) -> None:
+        """Raise an error unless kernels of this version can read the buffers as what the module is."""
+        words, noted = self.words, self.weight_format
+        if words.is_meta:
+            remedy = "load a state with assign=True, or call to_empty() first"
+            raise ArgumentError("words", "on meta", "holds no data", remedy)
+        if type(noted) is torch.Tensor and not noted.is_meta:
+            formats.check_same(self._facts, formats.decoded(noted, "weight_format"), "weight_format")
+        if isinstance(made, GroupedWeight):
+            made.check()
+            return
+        made.check_layout(self._family.layout(self._facts, "channel_scales" in self._facts["tensors"]), "words")
+        made.check_sizes()
+        weights.check_vectors(made)
+
+    # -- moving and copying --------------------------------------------------------------------------------------------
+    def _apply(self, fn: Any, recurse: bool = True) -> PackedModule:
+        held = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, before in held.items():  # .half() and .to(dtype) change no weight
+            after = self._buffers[name]
+            if before is None or after.dtype == before.dtype:
+                continue
+            if name not in VECTORS or weights.dtype_name(after) not in weights.FLOATS:
+                self._buffers[name] = before.to(after.device)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
+    # -- states --------------------------------------------------------------------------------------------------------
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        noted = state_dict.get(f"{prefix}weight_format")
+        given = [name for name in self._family.names if f"{prefix}{name}" in state_dict]
+        if noted is None and given:
+            constraint = f"must name the format of {', '.join(given)}"
+            raise ArgumentError(f"{prefix}weight_format", None, constraint, "save the state of a terrazzo module")
+        if noted is not None and not noted.is_meta:
+            name = f"{prefix}weight_format"
+            formats.check_same(self._facts, formats.decoded(noted, name), name)
+        for name in given:
+            own, new = self._buffers[name], state_dict[f"{prefix}{name}"]
+            if own is not None and name not in VECTORS and new.dtype != own.dtype:
+                constraint = f"must be {weights.dtype_name(own)}: bytes of a weight have no other dtype"
+                raise ArgumentError(f"{prefix}{name}", weights.dtype_name(new), constraint, "save the state again")
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    @property
+    def format(self) -> Format:
+        """Of the weight."""
+        return formats.format_of(self._facts)
+
+    @property
+    def in_features(self) -> int:
+        return self._facts["k"]
+
+    @property
+    def out_features(self) -> int:
+        return self._facts["n"]
+
+    def extra_repr(self) -> str:
+        has = [name for name in self._facts["tensors"] if name in ("perm", "smooth", "permutation", "bias")]
+        parts = [f"in_features={self.in_features}", f"out_features={self.out_features}", f"format={self.format}"]
+        if "experts" in self._facts:
+            parts.insert(0, f"experts={self._facts['experts']}")
+        return ", ".join(parts + has)
+
+
+def stored_weight(state: Mapping[str, torch.Tensor], prefix: str = "") -> Any:
+    """The weight that a `PackedModule` left in a state, over the state's tensors; a GroupedWeight for experts.
+
+    Raises:
+        ArgumentError: no such weight. LayoutMismatchError: it was packed with another layout than this version's.
+    """
+    name = f"{prefix}weight_format"
+    if name not in state:
+        found = sorted(key for key in state if key.startswith(prefix))[:6]
+        raise ArgumentError(name, None, "must be in the state", f"pass the prefix of a module; it has {found}")
+    facts = formats.decoded(state[name], name)
+    family = FAMILIES[facts["family"]]
+    plain = {field: facts[field] for field in formats.plain_fields(family) if field in facts}
+    tensors = {}
+    for field in family.names:
+        tensors[field] = state.get(f"{prefix}{field}")
+        if (tensors[field] is None) == (field in facts["tensors"]):
+            seen = None if tensors[field] is None else "given"
+            raise ArgumentError(f"{prefix}{field}", seen, f"its format names {facts['tensors']}", "save it again")
+    weight = family.weight(**tensors, **plain)
+    return GroupedWeight(weight) if "experts" in facts else weight

@@ -1,0 +1,106 @@
+"""y = x w^T of a packed weight on whatever device it is: kernels on a GPU, the operators' reference elsewhere."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import launching, w4a8, w4a16, w4ax, weights
+from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.w4a8.activations import QuantizedActivations as Bytes
+from terrazzo.ops.w4a16.format import PackedWeight as W4A16
+from terrazzo.ops.w4ax.activations import QuantizedActivations as Mixed
+from terrazzo.ops.w4ax.format import PackedWeight as W4Ax
+
+Activations = torch.Tensor | Bytes | Mixed
+"""What a product takes: float16 or bfloat16 [..., K], or activations that `quantize` made for the weight."""
+
+
+def gemm(x: Activations, w: Any, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """y [..., N] of x [..., K], or activations quantized for `w`; w's own bias is added.
+
+    Args:
+        out_dtype: of y where x is quantized.
+
+    Raises:
+        ArgumentError: see the operator's `gemm`.
+    """
+    operator = _operator(w)
+    options = {} if isinstance(x, torch.Tensor) else {"out_dtype": out_dtype}
+    if _on_kernels(x):
+        return operator.gemm(x, w, **options)
+    check_activations(x, w.k)
+    call = import_module(f"{operator.__name__}.torch_op").call
+    if operator is w4a16:
+        return call(x, w, None, "auto")
+    rest = ("auto", "auto") if operator is w4a8 else ()
+    return call(x, w, None, out_dtype, *rest)
+
+
+def quantize(x: torch.Tensor, w: Any, rms_weight: torch.Tensor | None = None, eps: float = 0.0) -> Activations:
+    """x as `gemm` of `w` multiplies it, with RMSNorm in front where `rms_weight` is given: one kernel on a GPU.
+
+    W4A16 multiplies x itself: then rms_weight must be None.
+    """
+    if isinstance(w, GroupedWeight):
+        w = w.stacked
+    operator = _operator(w)
+    if operator is w4a16:
+        return x
+    if operator is w4ax:
+        if _on_kernels(x):
+            return w4ax.quantize_activations(x, w, rms_weight=rms_weight, eps=eps)
+        check_activations(x, w.k)
+        granularity = "two_level" if w.two_level else "block"
+        return import_module("terrazzo.ops.w4ax.torch_op").quantize(x, w, rms_weight, eps, granularity, None)
+    facts = dict(smooth=w.smooth, rms_weight=rms_weight, eps=eps)
+    if _on_kernels(x):
+        at = "sm_80" if w.target == "sm_80" else None
+        return w4a8.quantize_activations(x, **facts, target=at, codes=w.ACTIVATIONS)
+    check_activations(x, w.k)
+    return import_module("terrazzo.ops.w4a8.torch_op").quantize(x, *facts.values(), None, w.ACTIVATIONS)
+
+
+def grouped_gemm(
+    x: Activations, w: GroupedWeight, offsets: torch.Tensor, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """y [M, N] of rows x [M, K] sorted by expert; see the operator's `grouped_gemm`."""
+    operator = _operator(w.stacked)
+    options = {} if isinstance(x, torch.Tensor) else {"out_dtype": out_dtype}
+    if _on_kernels(x):
+        return operator.grouped_gemm(x, w, offsets, **options)
+    check_activations(x, w.k)
+    call = import_module(f"{operator.__name__}.torch_op").call_grouped
+    if operator is w4a16:
+        return call(x, w, offsets, None, "auto")
+    return call(x, w, offsets, None, out_dtype, "auto")
+
+
+def takes_norm(w: Any) -> bool:
+    """Whether `quantize` for this weight can put RMSNorm in front."""
+    return not isinstance(getattr(w, "stacked", w), W4A16)
+
+
+def _operator(w: Any) -> Any:
+    return w4a16 if isinstance(w, W4A16) else w4ax if isinstance(w, W4Ax) else w4a8
+
+
+def _held(x: Activations) -> torch.Tensor:
+    return x if isinstance(x, torch.Tensor) else x.q8 if isinstance(x, Mixed) else x.q
+
+
+def _on_kernels(x: Activations) -> bool:
+    """Whether the operator itself is called: on a GPU, and where the call is traced."""
+    return torch.compiler.is_compiling() or _held(x).is_cuda or type(_held(x)) is not torch.Tensor
+
+
+def check_activations(x: Activations, k: int) -> None:
+    """What kernels ask of x, where the reference runs."""
+    if not isinstance(x, torch.Tensor):
+        return
+    launching.check_last(x, k)
+    launching.check_no_grad(x, "gemm")
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise ArgumentError("x", weights.dtype_name(x), "must be float16 or bfloat16", "cast the activations")
