@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from terrazzo.ops import lazy
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "Database": "database",
-    "Job": "jobs",
-    "Runner": "runner",
-    "enabled": "first_use",
-    "read_job": "jobs",
-}
+from terrazzo.lowering import lazy
 
-__all__, __getattr__, __dir__ = lazy.names(__name__, _HOME)
+__all__ = [
+    "Database",
+    "Job",
+    "Runner",
+    "enabled",
+    "read_job",
+]
+
+if TYPE_CHECKING:
+    from terrazzo.autotune.database import Database
+    from terrazzo.autotune.first_use import enabled
+    from terrazzo.autotune.jobs import Job, read_job
+    from terrazzo.autotune.runner import Runner
+else:
+    __getattr__, __dir__ = lazy.attach(
+        __name__,
+        {
+            "database": "Database",
+            "first_use": "enabled",
+            "jobs": "Job read_job",
+            "runner": "Runner",
+        },
+    )

@@ -5,27 +5,53 @@ Names are resolved on first use; importing this package imports neither torch no
 
 from __future__ import annotations
 
-import importlib
+from typing import TYPE_CHECKING
 
-_HOMES = {
-    "targets": ("CAPABILITIES", "TARGET_NAMES", "Target"),
-    "request": ("KernelRequest",),
-    "report": ("KernelReport",),
-    "runtime": ("Kernel",),
-    "kernels": ("compile_request", "get_kernel", "is_ready"),
-    "parallel": ("compile_many",),
-    "bundle": ("Bundle", "load_bundle", "write_bundle"),
-    "environment": ("environment_report",),
-    "cache": ("cache_root", "clear", "list_entries", "verify"),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+from terrazzo.lowering import lazy
 
+__all__ = [
+    "CAPABILITIES",
+    "TARGET_NAMES",
+    "Bundle",
+    "Kernel",
+    "KernelReport",
+    "KernelRequest",
+    "Target",
+    "cache_root",
+    "clear",
+    "compile_many",
+    "compile_request",
+    "environment_report",
+    "get_kernel",
+    "is_ready",
+    "list_entries",
+    "load_bundle",
+    "verify",
+    "write_bundle",
+]
 
-def __getattr__(name: str):
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(_HOME_OF)
+if TYPE_CHECKING:
+    from terrazzo.lowering.bundle import Bundle, load_bundle, write_bundle
+    from terrazzo.lowering.cache import cache_root, clear, list_entries, verify
+    from terrazzo.lowering.environment import environment_report
+    from terrazzo.lowering.kernels import compile_request, get_kernel, is_ready
+    from terrazzo.lowering.parallel import compile_many
+    from terrazzo.lowering.report import KernelReport
+    from terrazzo.lowering.request import KernelRequest
+    from terrazzo.lowering.runtime import Kernel
+    from terrazzo.lowering.targets import CAPABILITIES, TARGET_NAMES, Target
+else:
+    __getattr__, __dir__ = lazy.attach(
+        __name__,
+        {
+            "bundle": "Bundle load_bundle write_bundle",
+            "cache": "cache_root clear list_entries verify",
+            "environment": "environment_report",
+            "kernels": "compile_request get_kernel is_ready",
+            "parallel": "compile_many",
+            "report": "KernelReport",
+            "request": "KernelRequest",
+            "runtime": "Kernel",
+            "targets": "CAPABILITIES TARGET_NAMES Target",
+        },
+    )

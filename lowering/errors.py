@@ -2,6 +2,24 @@
 
 from __future__ import annotations
 
+__all__ = [
+    "ArgumentError",
+    "BundleError",
+    "CacheError",
+    "CaptureError",
+    "CompileError",
+    "LayoutError",
+    "LayoutMismatchError",
+    "TargetError",
+    "TerrazzoError",
+    "ToolchainError",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 _SHOWN = 250  # characters of a value at each end of what a message shows
 
 

@@ -10,11 +10,23 @@ torch nor tilelang, its modules import torch.
 
 from __future__ import annotations
 
-from terrazzo.ops import lazy
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "Format": "formats",
-    "Linear": "linear",
-}
+from terrazzo.lowering import lazy
 
-__all__, __getattr__, __dir__ = lazy.names(__name__, _HOME)
+__all__ = [
+    "Format",
+    "Linear",
+]
+
+if TYPE_CHECKING:
+    from terrazzo.nn.formats import Format
+    from terrazzo.nn.linear import Linear
+else:
+    __getattr__, __dir__ = lazy.attach(
+        __name__,
+        {
+            "formats": "Format",
+            "linear": "Linear",
+        },
+    )

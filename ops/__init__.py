@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from types import ModuleType
+from typing import TYPE_CHECKING
 
+from terrazzo.lowering import lazy
 
-def __getattr__(name: str) -> ModuleType:
-    """A family or module of this package, imported on first use: `terrazzo.ops.w4a16` needs no import of its own."""
-    if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.{name}")
+__all__ = [
+    "attention",
+    "moe",
+    "registry",
+    "w4a8",
+    "w4a16",
+    "w4ax",
+]
+
+if TYPE_CHECKING:
+    from terrazzo.ops import attention, moe, registry, w4a8, w4a16, w4ax
+else:
+    __getattr__, __dir__ = lazy.attach(
+        __name__,
+        {
+            "attention": "attention",
+            "moe": "moe",
+            "registry": "registry",
+            "w4a16": "w4a16",
+            "w4a8": "w4a8",
+            "w4ax": "w4ax",
+        },
+    )

@@ -21,6 +21,18 @@ if TYPE_CHECKING:
     from terrazzo.ops.w4a8.activations import QuantizedActivations
 
 
+__all__ = [
+    "Routing",
+    "combine",
+    "gather",
+    "sort_by_expert",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 @dataclass(frozen=True, eq=False)
 class Routing:
     """Where each pick goes. P = T * top_k.

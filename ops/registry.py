@@ -10,6 +10,18 @@ from dataclasses import dataclass, field
 
 from terrazzo.lowering.errors import ArgumentError
 
+__all__ = [
+    "REGISTRY",
+    "STATUS",
+    "Support",
+    "rows",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 STATUS = {
     "tested": "runs on this GPU; the three oracles hold on it",
     "ptx-tested": "its PTX passes the same tests, compiled by the driver for a newer GPU",

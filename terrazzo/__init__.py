@@ -9,44 +9,59 @@ Names are resolved on first use: importing terrazzo imports neither torch nor ti
 
 from __future__ import annotations
 
-import importlib
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering import lazy
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Bundle": "terrazzo.lowering.bundle",
-    "KernelRequest": "terrazzo.lowering.request",
-    "Target": "terrazzo.lowering.targets",
-    "compile_many": "terrazzo.lowering.parallel",
-    "environment_report": "terrazzo.lowering.environment",
-    "forget": "terrazzo.ops.derived",
-    "get_instance": "terrazzo.layouts.instances",
-    "load_bundle": "terrazzo.lowering.bundle",
-    "write_bundle": "terrazzo.lowering.bundle",
-}
-_MODULES = {
-    "autotune": "terrazzo.autotune",
-    "errors": "terrazzo.lowering.errors",
-    "layouts": "terrazzo.layouts",
-    "lowering": "terrazzo.lowering",
-    "nn": "terrazzo.nn",
-    "ops": "terrazzo.ops",
-    "schedules": "terrazzo.schedules",
-}
+__all__ = [
+    "Bundle",
+    "KernelRequest",
+    "Target",
+    "__version__",
+    "autotune",
+    "compile_many",
+    "environment_report",
+    "errors",
+    "forget",
+    "get_instance",
+    "layouts",
+    "load_bundle",
+    "lowering",
+    "nn",
+    "ops",
+    "schedules",
+    "write_bundle",
+]
 
-__all__ = ["__version__", *_HOME, *_MODULES]
-
-
-def __getattr__(name: str) -> object:
-    if name in _HOME:
-        value: object = getattr(importlib.import_module(_HOME[name]), name)
-    elif name in _MODULES:
-        value = importlib.import_module(_MODULES[name])
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, *_MODULES})
+if TYPE_CHECKING:
+    from terrazzo import autotune, layouts, lowering, nn, ops, schedules
+    from terrazzo.layouts.instances import get_instance
+    from terrazzo.lowering import errors
+    from terrazzo.lowering.bundle import Bundle, load_bundle, write_bundle
+    from terrazzo.lowering.environment import environment_report
+    from terrazzo.lowering.parallel import compile_many
+    from terrazzo.lowering.request import KernelRequest
+    from terrazzo.lowering.targets import Target
+    from terrazzo.ops.derived import forget
+else:
+    __getattr__, __dir__ = lazy.attach(
+        __name__,
+        {
+            "autotune": "autotune",
+            "layouts": "layouts",
+            "layouts.instances": "get_instance",
+            "lowering": "lowering",
+            "lowering.bundle": "Bundle load_bundle write_bundle",
+            "lowering.environment": "environment_report",
+            "lowering.errors": "errors",
+            "lowering.parallel": "compile_many",
+            "lowering.request": "KernelRequest",
+            "lowering.targets": "Target",
+            "nn": "nn",
+            "ops": "ops",
+            "ops.derived": "forget",
+            "schedules": "schedules",
+        },
+    )

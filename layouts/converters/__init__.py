@@ -4,3 +4,7 @@ from terrazzo.layouts.converters import e4m3, floats, integer, u2, u4, u8  # noq
 from terrazzo.layouts.converters.base import CONVERTERS, Converter, get_converter, interleave, register
 
 __all__ = ["CONVERTERS", "Converter", "get_converter", "interleave", "register"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -8,27 +8,53 @@ Names are resolved on first use, so that importing this package imports neither 
 
 from __future__ import annotations
 
-from terrazzo.ops import lazy
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "KVFormat": "format",
-    "FORMATS": "format",
-    "get_format": "format",
-    "CacheLayout": "layout",
-    "QuantizedBlock": "quantizer",
-    "quantize": "quantizer",
-    "dequantize": "quantizer",
-    "PackedCache": "cache",
-    "pack_cache": "cache",
-    "KVCache": "kv_cache",
-    "CacheFullError": "paging",
-    "append": "writing",
-    "store": "writing",
-    "decode": "op",
-    "prefill": "prefill_op",
-    "prefill_requests": "prefill_op",
-    "decode_requests": "op",
-    "kernel_requests": "op",
-}
+from terrazzo.lowering import lazy
 
-__all__, __getattr__, __dir__ = lazy.names(__name__, _HOME)
+__all__ = [
+    "FORMATS",
+    "CacheFullError",
+    "CacheLayout",
+    "KVCache",
+    "KVFormat",
+    "PackedCache",
+    "QuantizedBlock",
+    "append",
+    "decode",
+    "decode_requests",
+    "dequantize",
+    "get_format",
+    "kernel_requests",
+    "pack_cache",
+    "prefill",
+    "prefill_requests",
+    "quantize",
+    "store",
+]
+
+if TYPE_CHECKING:
+    from terrazzo.ops.attention.cache import PackedCache, pack_cache
+    from terrazzo.ops.attention.format import FORMATS, KVFormat, get_format
+    from terrazzo.ops.attention.kv_cache import KVCache
+    from terrazzo.ops.attention.layout import CacheLayout
+    from terrazzo.ops.attention.op import decode, decode_requests, kernel_requests
+    from terrazzo.ops.attention.paging import CacheFullError
+    from terrazzo.ops.attention.prefill_op import prefill, prefill_requests
+    from terrazzo.ops.attention.quantizer import QuantizedBlock, dequantize, quantize
+    from terrazzo.ops.attention.writing import append, store
+else:
+    __getattr__, __dir__ = lazy.attach(
+        __name__,
+        {
+            "cache": "PackedCache pack_cache",
+            "format": "FORMATS KVFormat get_format",
+            "kv_cache": "KVCache",
+            "layout": "CacheLayout",
+            "op": "decode decode_requests kernel_requests",
+            "paging": "CacheFullError",
+            "prefill_op": "prefill prefill_requests",
+            "quantizer": "QuantizedBlock dequantize quantize",
+            "writing": "append store",
+        },
+    )

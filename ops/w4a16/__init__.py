@@ -8,31 +8,60 @@ Names are resolved on first use, so that importing this package imports neither 
 
 from __future__ import annotations
 
-from terrazzo.ops import lazy
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "gemm": "op",
-    "kernel_requests": "op",
-    "weight_requests": "op",
-    "grouped_gemm": "grouped",
-    "grouped_requests": "grouped",
-    "GroupedWeight": "grouped",
-    "QuantizedWeight": "format",
-    "PackedWeight": "format",
-    "pack": "format",
-    "from_awq": "importers",
-    "from_gptq": "importers",
-    "from_compressed_tensors": "importers",
-    "read_awq": "importers",
-    "read_gptq": "importers",
-    "read_compressed_tensors": "importers",
-    "quantize": "quantizer",
-    "quantize_weight": "quantizer",
-    "load_layer": "checkpoint",
-    "read_layer": "checkpoint",
-    "iter_layers": "checkpoint",
-    "load_model": "checkpoint",
-    "dequantize": "reference",
-}
+from terrazzo.lowering import lazy
 
-__all__, __getattr__, __dir__ = lazy.names(__name__, _HOME)
+__all__ = [
+    "GroupedWeight",
+    "PackedWeight",
+    "QuantizedWeight",
+    "dequantize",
+    "from_awq",
+    "from_compressed_tensors",
+    "from_gptq",
+    "gemm",
+    "grouped_gemm",
+    "grouped_requests",
+    "iter_layers",
+    "kernel_requests",
+    "load_layer",
+    "load_model",
+    "pack",
+    "quantize",
+    "quantize_weight",
+    "read_awq",
+    "read_compressed_tensors",
+    "read_gptq",
+    "read_layer",
+    "weight_requests",
+]
+
+if TYPE_CHECKING:
+    from terrazzo.ops.w4a16.checkpoint import iter_layers, load_layer, load_model, read_layer
+    from terrazzo.ops.w4a16.format import PackedWeight, QuantizedWeight, pack
+    from terrazzo.ops.w4a16.grouped import GroupedWeight, grouped_gemm, grouped_requests
+    from terrazzo.ops.w4a16.importers import (
+        from_awq,
+        from_compressed_tensors,
+        from_gptq,
+        read_awq,
+        read_compressed_tensors,
+        read_gptq,
+    )
+    from terrazzo.ops.w4a16.op import gemm, kernel_requests, weight_requests
+    from terrazzo.ops.w4a16.quantizer import quantize, quantize_weight
+    from terrazzo.ops.w4a16.reference import dequantize
+else:
+    __getattr__, __dir__ = lazy.attach(
+        __name__,
+        {
+            "checkpoint": "iter_layers load_layer load_model read_layer",
+            "format": "PackedWeight QuantizedWeight pack",
+            "grouped": "GroupedWeight grouped_gemm grouped_requests",
+            "importers": "from_awq from_compressed_tensors from_gptq read_awq read_compressed_tensors read_gptq",
+            "op": "gemm kernel_requests weight_requests",
+            "quantizer": "quantize quantize_weight",
+            "reference": "dequantize",
+        },
+    )

@@ -10,29 +10,55 @@ package imports neither torch nor tilelang.
 
 from __future__ import annotations
 
-from terrazzo.ops import lazy
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "gemm": "op",
-    "kernel_requests": "op",
-    "weight_requests": "op",
-    "QuantizedActivations": "activations",
-    "quantize_activations": "activations",
-    "grouped_gemm": "grouped",
-    "grouped_requests": "grouped",
-    "GroupedWeight": "grouped",
-    "QuantizedWeight": "format",
-    "PackedWeight": "format",
-    "pack": "format",
-    "from_qserve": "importers",
-    "from_compressed_tensors": "importers",
-    "read_qserve": "importers",
-    "read_compressed_tensors": "importers",
-    "quantize": "quantizer",
-    "quantize_weight": "quantizer",
-    "search_smooth": "smooth",
-    "dequantize": "reference",
-    "fp8": "fp8",
-}
+from terrazzo.lowering import lazy
 
-__all__, __getattr__, __dir__ = lazy.names(__name__, _HOME)
+__all__ = [
+    "GroupedWeight",
+    "PackedWeight",
+    "QuantizedActivations",
+    "QuantizedWeight",
+    "dequantize",
+    "fp8",
+    "from_compressed_tensors",
+    "from_qserve",
+    "gemm",
+    "grouped_gemm",
+    "grouped_requests",
+    "kernel_requests",
+    "pack",
+    "quantize",
+    "quantize_activations",
+    "quantize_weight",
+    "read_compressed_tensors",
+    "read_qserve",
+    "search_smooth",
+    "weight_requests",
+]
+
+if TYPE_CHECKING:
+    from terrazzo.ops.w4a8 import fp8
+    from terrazzo.ops.w4a8.activations import QuantizedActivations, quantize_activations
+    from terrazzo.ops.w4a8.format import PackedWeight, QuantizedWeight, pack
+    from terrazzo.ops.w4a8.grouped import GroupedWeight, grouped_gemm, grouped_requests
+    from terrazzo.ops.w4a8.importers import from_compressed_tensors, from_qserve, read_compressed_tensors, read_qserve
+    from terrazzo.ops.w4a8.op import gemm, kernel_requests, weight_requests
+    from terrazzo.ops.w4a8.quantizer import quantize, quantize_weight
+    from terrazzo.ops.w4a8.reference import dequantize
+    from terrazzo.ops.w4a8.smooth import search_smooth
+else:
+    __getattr__, __dir__ = lazy.attach(
+        __name__,
+        {
+            "activations": "QuantizedActivations quantize_activations",
+            "format": "PackedWeight QuantizedWeight pack",
+            "fp8": "fp8",
+            "grouped": "GroupedWeight grouped_gemm grouped_requests",
+            "importers": "from_compressed_tensors from_qserve read_compressed_tensors read_qserve",
+            "op": "gemm kernel_requests weight_requests",
+            "quantizer": "quantize quantize_weight",
+            "reference": "dequantize",
+            "smooth": "search_smooth",
+        },
+    )

@@ -33,3 +33,7 @@ __all__ = [
     "read_compressed_tensors",
     "weight_requests",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

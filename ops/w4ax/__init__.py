@@ -11,26 +11,48 @@ Names are resolved on first use, so that importing this package imports neither 
 
 from __future__ import annotations
 
-from terrazzo.ops import lazy
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "gemm": "op",
-    "kernel_requests": "op",
-    "weight_requests": "op",
-    "QuantizedActivations": "activations",
-    "quantize_activations": "activations",
-    "ActivationStatistics": "fmpq",
-    "BlockPlan": "fmpq",
-    "plan_blocks": "fmpq",
-    "fold": "fmpq",
-    "FmpqReport": "fmpq_report",
-    "report": "fmpq_report",
-    "QuantizedWeight": "format",
-    "PackedWeight": "format",
-    "pack": "format",
-    "quantize": "quantizer",
-    "quantize_weight": "quantizer",
-    "dequantize": "reference",
-}
+from terrazzo.lowering import lazy
 
-__all__, __getattr__, __dir__ = lazy.names(__name__, _HOME)
+__all__ = [
+    "ActivationStatistics",
+    "BlockPlan",
+    "FmpqReport",
+    "PackedWeight",
+    "QuantizedActivations",
+    "QuantizedWeight",
+    "dequantize",
+    "fold",
+    "gemm",
+    "kernel_requests",
+    "pack",
+    "plan_blocks",
+    "quantize",
+    "quantize_activations",
+    "quantize_weight",
+    "report",
+    "weight_requests",
+]
+
+if TYPE_CHECKING:
+    from terrazzo.ops.w4ax.activations import QuantizedActivations, quantize_activations
+    from terrazzo.ops.w4ax.fmpq import ActivationStatistics, BlockPlan, fold, plan_blocks
+    from terrazzo.ops.w4ax.fmpq_report import FmpqReport, report
+    from terrazzo.ops.w4ax.format import PackedWeight, QuantizedWeight, pack
+    from terrazzo.ops.w4ax.op import gemm, kernel_requests, weight_requests
+    from terrazzo.ops.w4ax.quantizer import quantize, quantize_weight
+    from terrazzo.ops.w4ax.reference import dequantize
+else:
+    __getattr__, __dir__ = lazy.attach(
+        __name__,
+        {
+            "activations": "QuantizedActivations quantize_activations",
+            "fmpq": "ActivationStatistics BlockPlan fold plan_blocks",
+            "fmpq_report": "FmpqReport report",
+            "format": "PackedWeight QuantizedWeight pack",
+            "op": "gemm kernel_requests weight_requests",
+            "quantizer": "quantize quantize_weight",
+            "reference": "dequantize",
+        },
+    )
