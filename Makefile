@@ -21,10 +21,6 @@ else
 TORCH ?= torch==2.13.0
 endif
 
-# The CUDA compiler comes from wheels unless the machine has one.
-NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
-COMPILER := $(if $(NVCC),,nvcc,)
-
 .PHONY: help demo test test-slow lint format bench gpu docs docs-check clean
 
 help:
@@ -47,11 +43,11 @@ $(VENV)/.torch: | $(BIN)/python
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch
-	$(BIN)/python -m pip install --quiet -e ".[$(COMPILER)sass]"
+	$(BIN)/python -m pip install --quiet -e ".[compile,sass]"
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.torch
-	$(BIN)/python -m pip install --quiet -e ".[$(COMPILER)test,bench]"
+	$(BIN)/python -m pip install --quiet -e ".[test,bench]"
 	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo

@@ -124,7 +124,8 @@ def test_failures_carry_the_tools_words(cache_dir, entry, params, words):
 
 def test_missing_compilers_are_named(cache_dir, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    with pytest.raises(ToolchainError, match=r"nvcc missing.*terrazzo\[nvcc\]"):
+    ways = r"nvcc missing.*pip install 'terrazzo\[compile\]'.*load a bundle.*TERRAZZO_COMPILER"
+    with pytest.raises(ToolchainError, match=ways):
         compile_request(request_for("scale"))
 
 
