@@ -11,17 +11,24 @@ Families put their own names on it: `w4a16.load_layer`, `w4a8.load_model`, ... N
 
 from __future__ import annotations
 
-from terrazzo.ops import lazy
+from typing import TYPE_CHECKING
 
-_HOME = {
-    "Checkpoint": "reader",
-    "TensorFiles": "files",
-    "Config": "config",
-    "LayerConfig": "config",
-    "FORMATS": "config",
-    "Family": "loaders",
-    "Layer": "loaders",
-    "Model": "loaders",
-}
+from terrazzo.lowering import lazy
 
-__all__, __getattr__, __dir__ = lazy.names(__name__, _HOME)
+__all__ = ["FORMATS", "Checkpoint", "Config", "Family", "Layer", "LayerConfig", "Model", "TensorFiles"]
+
+if TYPE_CHECKING:
+    from terrazzo.ops.checkpoints.config import FORMATS, Config, LayerConfig
+    from terrazzo.ops.checkpoints.files import TensorFiles
+    from terrazzo.ops.checkpoints.loaders import Family, Layer, Model
+    from terrazzo.ops.checkpoints.reader import Checkpoint
+else:
+    __getattr__, __dir__ = lazy.attach(
+        __name__,
+        {
+            "config": "FORMATS Config LayerConfig",
+            "files": "TensorFiles",
+            "loaders": "Family Layer Model",
+            "reader": "Checkpoint",
+        },
+    )
