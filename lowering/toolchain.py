@@ -99,12 +99,18 @@ def _wheel_tools() -> list[Path]:
     return sorted(package.glob("cu*/bin"), reverse=True) if package else []
 
 
+def find_program(name: str) -> str | None:
+    """Path of a program on PATH, whose entries that depend on the working directory ("", ".", "bin") do not count."""
+    folders = [folder for folder in os.get_exec_path() if os.path.isabs(folder)]
+    return shutil.which(name, path=os.pathsep.join(folders) or os.devnull)
+
+
 def find_cuda_tool(name: str) -> str | None:
     """Path of a CUDA command-line tool: NVIDIA's wheels, then /usr/local/cuda, then PATH."""
     for folder in [*_wheel_tools(), Path("/usr/local/cuda/bin")]:
         if os.access(folder / name, os.X_OK):
             return str(folder / name)
-    return shutil.which(name)
+    return find_program(name)
 
 
 def find_nvcc() -> str | None:
@@ -112,13 +118,13 @@ def find_nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home:
         return str(Path(home, "bin", "nvcc")) if os.access(Path(home, "bin", "nvcc"), os.X_OK) else None
-    return shutil.which("nvcc") or find_cuda_tool("nvcc")
+    return find_program("nvcc") or find_cuda_tool("nvcc")
 
 
 def find_host_compiler() -> str | None:
     """Path of the C++ compiler that nvcc and the host stub use: $CXX, g++, clang++, c++."""
     chosen = os.environ.get("CXX")
-    return next((path for path in map(shutil.which, [chosen] if chosen else ["g++", "clang++", "c++"]) if path), None)
+    return next((path for path in map(find_program, [chosen] if chosen else ["g++", "clang++", "c++"]) if path), None)
 
 
 @cache
