@@ -181,14 +181,20 @@ def import_tilelang():
         raise ToolchainError(f"compiling a kernel needs {' and '.join(unfit)}; {INSTALL_COMPILER}")
     if "tilelang" in sys.modules:
         return sys.modules["tilelang"]
+    from terrazzo.lowering.cache import tilelang_folder
+
     # tilelang puts its own TVM first on sys.path unless it is there already, and a worker has its parent's entries
     # last, behind an installed apache-tvm.
     vendored = str(package_folder("tilelang") / "3rdparty" / "tvm" / "python")
     sys.path[:] = [entry for entry in sys.path if entry != vendored]
-    # On import tilelang prepends its TVM to PYTHONPATH; a child would then import that TVM as `tvm`.
-    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "TVM_LIBRARY_PATH")}
+    # On import tilelang prepends its TVM to PYTHONPATH; a child would then import that TVM as `tvm`. It makes its cache
+    # folder at once, and home need not be writable.
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "TVM_LIBRARY_PATH", "TILELANG_CACHE_DIR")}
+    os.environ["TILELANG_CACHE_DIR"] = folder = tilelang_folder()
     try:
         import tilelang
+
+        tilelang.env.TILELANG_CACHE_DIR = folder
     finally:
         for name, value in before.items():
             os.environ.pop(name, None)

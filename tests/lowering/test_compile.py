@@ -119,7 +119,7 @@ def test_a_cold_kernel_refuses_a_capture(compiled, monkeypatch):
 def test_failures_carry_the_tools_words(cache_dir, entry, params, words):
     with pytest.raises(CompileError, match=re.escape(words)):
         compile_request(KernelRequest("bad", entry, params, "sm_80"))
-    assert not list((cache_dir / "v1" / "building").iterdir()) and not list((cache_dir / "v1" / "kernels").iterdir())
+    assert not list((cache_dir / "v2" / "building").iterdir()) and not list((cache_dir / "v2" / "kernels").iterdir())
 
 
 def test_missing_compilers_are_named(cache_dir, monkeypatch):
