@@ -1,4 +1,4 @@
-"""Clusters whose CTAs share each tile alike and part its sum through shared memory (ops/cluster_shares.py)."""
+"""Clusters whose CTAs share each tile alike and part its sum through shared memory (ops/tiles/cluster_shares.py)."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 _SHARE_UNITS = 12  # k units of a share below which adding it up costs more than it saves
 MOST_SHARED = 3 << 20
-"""k units of all shared tiles: the programs count up to 2^22 (`quotient` of ops/calls.py), with a quarter for heads."""
+"""k units of all shared tiles: the programs count up to 2^22 (`tz_quotient`), with a quarter for heads."""
 
 
 @dataclass(frozen=True)

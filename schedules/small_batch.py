@@ -68,7 +68,7 @@ class SmallBatch:
         return x + 4 * self.warps * self.stages * step
 
     def launch_bytes(self, problem: WeightOnlyGemm, target: Target) -> int:
-        """`smem_bytes`, and what gives a CTA an SM for itself where launches overlap (`x_bytes` of ops/resident.py)."""
+        """`smem_bytes`, and what gives a CTA an SM for itself where launches overlap (`x_bytes` of resident.py)."""
         missing = target.smem_per_sm // 2 + 128 - self.held_bytes(problem)
         return self.smem_bytes(problem) + (max(0, missing) if target.supports("pdl") else 0)
 

@@ -25,7 +25,7 @@ _SUMS_TO_PART = {1: 32, 2: 64, 3: 32, 4: 8}
 
 
 def parts_sums(warpgroups: int, sums: int) -> bool:
-    """Whether CTAs that share a tile alike part its sum (ops/tile_scheduler.py, `exchange`); else its head adds all."""
+    """Whether CTAs that share a tile alike part its sum (`exchange` of scheduler.py); else its head adds all."""
     return sums <= _SUMS_TO_PART[warpgroups]
 
 

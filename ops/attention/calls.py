@@ -1,12 +1,12 @@
-"""The primitives of attention (device.py) as functions of TileLang expressions, beside those of ops/calls.py.
+"""The primitives of attention (device.py) as functions of TileLang expressions, beside those of ops/tiles/calls.py.
 
 A function has its primitive's name without `tz_`, or a longer one where that would say too little. Addresses, elements
-and buffers are as in ops/calls.py.
+and buffers are as in ops/tiles/calls.py.
 """
 
 from typing import Any
 
-from terrazzo.ops.calls import address
+from terrazzo.ops.tiles.calls import address
 
 
 def _call(returns: str, name: str, *arguments: Any) -> Any:

@@ -21,7 +21,7 @@ from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.tile_macros import each, less, smaller
 from terrazzo.ops.attention.warpgroup_macros import TILES, TOKENS, exchange_words, make_warpgroup_macros
-from terrazzo.ops.calls import pack2, place, unpack, wait
+from terrazzo.ops.tiles.calls import pack2, place, unpack, wait
 
 OWN_INTEGERS = ("atom", "values", "member", "turn", "bars")
 

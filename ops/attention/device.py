@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.lowering.primitives import Primitive, prelude
+from terrazzo.ops.tiles.primitives import Primitive, prelude
 
 _ALL = (
     Primitive(

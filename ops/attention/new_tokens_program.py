@@ -10,8 +10,8 @@ from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.prefill_rows import swizzled
 from terrazzo.ops.attention.prefill_stages import STAGE
 from terrazzo.ops.attention.tile_macros import each, less
-from terrazzo.ops.calls import unpack
-from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
+from terrazzo.ops.tiles.calls import unpack
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 THREADS = 128

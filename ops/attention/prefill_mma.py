@@ -26,8 +26,8 @@ from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand
 from terrazzo.ops.attention.prefill_rows import head_of, query_of, seen_by, span
 from terrazzo.ops.attention.prefill_stages import INTEGERS, STAGE, Geometry, arguments, check_memory, make_stage_macros
 from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, smaller
-from terrazzo.ops.calls import cp_async, cp_commit, cp_wait, mma, pack2, unpack
-from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
+from terrazzo.ops.tiles.calls import cp_async, cp_commit, cp_wait, mma, pack2, unpack
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 LIMITS = (

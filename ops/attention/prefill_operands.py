@@ -13,7 +13,7 @@ from terrazzo.ops.attention.calls import at32, byte_perm, hfma2, load_words
 from terrazzo.ops.attention.format import KVFormat
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.tile_macros import each
-from terrazzo.ops.calls import mma_kind, pack2
+from terrazzo.ops.tiles.calls import mma_kind, pack2
 
 _EXACT = {"u8": "u8_f16", "u4": "u4_f16_magic", "u2": "u2_f16_magic", "e4m3": "e4m3_f16"}
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from terrazzo.ops.attention.calls import at8, load_words, store_words
 from terrazzo.ops.attention.tile_macros import each, less
-from terrazzo.ops.calls import pack2, unpack
+from terrazzo.ops.tiles.calls import pack2, unpack
 
 ALL = 1 << 30
 """Tokens that a row without a window sees."""

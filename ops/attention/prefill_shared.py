@@ -26,7 +26,7 @@ from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand
 from terrazzo.ops.attention.prefill_rows import head_of, make_q_macros, query_of, seen_by, span
 from terrazzo.ops.attention.prefill_stages import INTEGERS, STAGE, Geometry, arguments, check_memory, make_stage_macros
 from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, smaller
-from terrazzo.ops.calls import (
+from terrazzo.ops.tiles.calls import (
     bulk,
     copy16,
     fence,
@@ -41,7 +41,7 @@ from terrazzo.ops.calls import (
     wg_sync,
     wgmma,
 )
-from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 ROWS = 64  # of a warpgroup: the m64 of its products

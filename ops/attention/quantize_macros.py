@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from terrazzo.ops.attention.calls import at32, byte_perm, load_words, max2, min2, store_words, xor_word
 from terrazzo.ops.attention.layout import CacheLayout, operand_layout
 from terrazzo.ops.attention.tile_macros import each
-from terrazzo.ops.calls import unpack
+from terrazzo.ops.tiles.calls import unpack
 
 CODE_BIAS = 0x4B000000
 """tz_code returns 2^23 + code as a float's bits; words start at minus the sum of what its fields bring along."""

@@ -21,7 +21,7 @@ from terrazzo.ops.attention.calls import (
     xor_shuffle,
 )
 from terrazzo.ops.attention.layout import CacheLayout, exponents
-from terrazzo.ops.calls import mma, mma_kind, pack2, unpack
+from terrazzo.ops.tiles.calls import mma, mma_kind, pack2, unpack
 
 LOWEST = -1e30
 """Running maximum before any token."""

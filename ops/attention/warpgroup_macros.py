@@ -15,7 +15,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.calls import at32, ex2, fma, hmul2, less_mask, load_words, store_words, xor_shuffle
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, make_tile_macros
-from terrazzo.ops.calls import mma_kind, pack2, stmatrix4_trans, unpack, wg_any, wg_sync, wgmma
+from terrazzo.ops.tiles.calls import mma_kind, pack2, stmatrix4_trans, unpack, wg_any, wg_sync, wgmma
 
 TILES = 4
 """Tiles of a step, one for each warp."""

@@ -1,9 +1,9 @@
-"""From float32 sums of a wgmma tile to rows of y: bias, transposition through shared memory (ops/staged_rows.py)."""
+"""From float32 sums of a wgmma tile to rows of y: bias, transposition through shared memory (staged_rows.py)."""
 
 from types import SimpleNamespace
 
-from terrazzo.ops.calls import has, pack2, syncwarp, wg_sync
-from terrazzo.ops.staged_rows import out_tokens, row_macros
+from terrazzo.ops.tiles.calls import has, pack2, syncwarp, wg_sync
+from terrazzo.ops.tiles.staged_rows import out_tokens, row_macros
 
 
 def store_macros(

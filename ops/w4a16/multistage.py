@@ -16,9 +16,8 @@ in a fixed order, so the result has the same bits in every run.
 """
 
 from terrazzo.layouts.converters import get_converter
-from terrazzo.lowering.primitives import prelude
-from terrazzo.ops import mma_tiles
-from terrazzo.ops.calls import (
+from terrazzo.ops.tiles import mma_tiles
+from terrazzo.ops.tiles.calls import (
     cp_async,
     cp_commit,
     cp_wait,
@@ -32,9 +31,10 @@ from terrazzo.ops.calls import (
     syncwarp,
     unpack,
 )
-from terrazzo.ops.mma_tiles import Tile
-from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
-from terrazzo.ops.tile_scheduler import scalars
+from terrazzo.ops.tiles.mma_tiles import Tile
+from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
+from terrazzo.ops.tiles.scheduler import scalars
 from terrazzo.ops.w4a16.operand import Operand
 from terrazzo.ops.w4a16.param_macros import param_macros
 

@@ -6,7 +6,7 @@ u[1] two of float32; u[2] two zero points, a byte each.
 
 from types import SimpleNamespace
 
-from terrazzo.ops.calls import byte_perm, unpack
+from terrazzo.ops.tiles.calls import byte_perm, unpack
 from terrazzo.ops.w4a16.operand import Operand
 
 

@@ -11,8 +11,7 @@ Numerics (specs.md B.3): `post` multiplies unscaled codes and applies scale and 
 """
 
 from terrazzo.layouts.converters import get_converter
-from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.calls import (
+from terrazzo.ops.tiles.calls import (
     cp_async,
     cp_commit,
     cp_wait,
@@ -25,7 +24,9 @@ from terrazzo.ops.calls import (
     pack2,
     syncwarp,
 )
-from terrazzo.ops.resident import (
+from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.program import OWN_BARRIERS
+from terrazzo.ops.tiles.resident import (
     ITEM_K,
     Split,
     cluster_shape,
@@ -35,7 +36,6 @@ from terrazzo.ops.resident import (
     x_bytes,
     x_row,
 )
-from terrazzo.ops.tile_program import OWN_BARRIERS
 from terrazzo.ops.w4a16.operand import Operand
 from terrazzo.ops.w4a16.param_macros import param_macros
 from terrazzo.schedules.clusters import PAIR

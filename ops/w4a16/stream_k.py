@@ -6,7 +6,7 @@ parameters. A consumer warpgroup owns `row_blocks` blocks of 64 rows: it loads i
 sets of operand registers and issues four wgmma m64nNk16 (two where registers are short), while those before are still
 running on the other set.
 
-Work partition: ops/tile_scheduler.py; shares of tiles: ops/tile_shares.py. The result has the same bits in every run.
+Work partition: ops/tiles/scheduler.py; shares of tiles: ops/tiles/shares.py. The result has the same bits in every run.
 With experts, x holds the tokens of all of them, sorted, and the loop runs over (expert, tile) pairs; the partition is
 made on the device (grouped GEMM). The expert of a tile is known only after the kernel before: nothing is fetched ahead
 of it.
@@ -20,12 +20,11 @@ from types import SimpleNamespace
 
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.calls import bulk, lds16, lds32, lds128, matrix, mma_kind, opaque, pack2, place, tma_tile, wgmma
-from terrazzo.ops.cluster_shares import cluster_macros
-from terrazzo.ops.staged_rows import out_tokens, staged
-from terrazzo.ops.tile_program import OWN_BARRIERS, REGISTERS
-from terrazzo.ops.tile_scheduler import (
+from terrazzo.ops.tiles.calls import bulk, lds16, lds32, lds128, matrix, mma_kind, opaque, pack2, place, tma_tile, wgmma
+from terrazzo.ops.tiles.cluster_shares import cluster_macros
+from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.program import OWN_BARRIERS, REGISTERS
+from terrazzo.ops.tiles.scheduler import (
     EXPERTS_SOURCE,
     expert_macros,
     partition_macros,
@@ -36,7 +35,8 @@ from terrazzo.ops.tile_scheduler import (
     table_state,
     table_words,
 )
-from terrazzo.ops.tile_shares import finish_macros, share_macros, slice_state, spare_registers
+from terrazzo.ops.tiles.shares import finish_macros, share_macros, slice_state, spare_registers
+from terrazzo.ops.tiles.staged_rows import out_tokens, staged
 from terrazzo.ops.w4a16.epilogue import store_macros
 from terrazzo.ops.w4a16.operand import Operand
 from terrazzo.ops.w4a16.param_macros import param_macros

@@ -1,4 +1,4 @@
-"""From int32 sums of a wgmma tile to rows of y: scales, bias, transposition through shared memory (ops/staged_rows.py).
+"""From int32 sums of a wgmma tile to rows of y: scales, bias, transposition through shared memory (staged_rows.py).
 
 Token scales are fetched when the tile begins, one for each thread, and meet the sums through shared memory; channel
 scales and bias wait in registers.
@@ -6,8 +6,8 @@ scales and bias wait in registers.
 
 from types import SimpleNamespace
 
-from terrazzo.ops.calls import has, lds64, pack2, syncwarp, wg_sync
-from terrazzo.ops.staged_rows import out_tokens, row_macros
+from terrazzo.ops.tiles.calls import has, lds64, pack2, syncwarp, wg_sync
+from terrazzo.ops.tiles.staged_rows import out_tokens, row_macros
 from terrazzo.ops.w4a8.problem import Gemm
 
 

@@ -3,7 +3,7 @@
 A CTA computes 16 * row_blocks * (warps / token_warps) output features by `block_tokens` tokens. A stage of the ring
 holds 128 k: X swizzled by 16-byte chunks, and whole units of weights, words and parameters. The weights are the A
 operand: a warp fetches the words of 16 rows and 64 k with one LDS.128 per lane and converts them in registers. X comes
-by ldmatrix (ops/mma_tiles.py).
+by ldmatrix (ops/tiles/mma_tiles.py).
 
 A pass is one k32 step. While its MMAs run, the warp converts the nibbles of the next pass into the other half of `a`
 and reloads each pair of X fragments right after its last use. The last pass of a stage starts with the only block
@@ -17,12 +17,12 @@ CTAs of a tile share k; the last to arrive adds the kc partial tiles.
 
 from types import SimpleNamespace
 
-from terrazzo.lowering.primitives import prelude
-from terrazzo.ops import mma_tiles
-from terrazzo.ops.calls import cp_commit, cp_wait, last_arrival, lds32, lds128, pack2, syncwarp
-from terrazzo.ops.mma_tiles import Tile, element, sts32
-from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
-from terrazzo.ops.tile_scheduler import scalars
+from terrazzo.ops.tiles import mma_tiles
+from terrazzo.ops.tiles.calls import cp_commit, cp_wait, last_arrival, lds32, lds128, pack2, syncwarp
+from terrazzo.ops.tiles.mma_tiles import Tile, element, sts32
+from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
+from terrazzo.ops.tiles.scheduler import scalars
 from terrazzo.ops.w4a8 import fp8_problem
 from terrazzo.ops.w4a8.operand import operand_macros
 from terrazzo.ops.w4a8.problem import BLOCK_WORDS, RECORD_BYTES, UNIT_K, Gemm

@@ -21,7 +21,7 @@ once; x and gains then both stay in registers, and products are made twice.
 """
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.tiles.primitives import prelude
 
 PASS_CONFIGS = (  # barriers are inside the primitives
     ("tl.disable_thread_storage_sync", True),

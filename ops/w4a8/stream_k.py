@@ -10,7 +10,7 @@ With experts, x holds the tokens of all of them, sorted, and the loop runs over 
 made on the device (grouped GEMM). The expert of a tile is known only after the kernel before, so nothing is fetched
 ahead of it.
 
-On int8, sums are int32, so shares of a tile may be added in any order and give the same bits (ops/tile_shares.py).
+On int8, sums are int32, so shares of a tile may be added in any order and give the same bits (ops/tiles/shares.py).
 
 On e4m3 (`dequantization` "e4m3"), the tensor core's own sums keep about 14 bits, so they run over one group of k only:
 they start at zero, and while the next 64 k are converted the tensor core finishes them; then they are multiplied with
@@ -26,12 +26,11 @@ consumed: ptxas may move an arrive in front of a load's return (docs/tile-progra
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.calls import opaque, tma_tile, wgmma
-from terrazzo.ops.cluster_shares import cluster_macros
-from terrazzo.ops.staged_rows import out_tokens, staged
-from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
-from terrazzo.ops.tile_scheduler import (
+from terrazzo.ops.tiles.calls import opaque, tma_tile, wgmma
+from terrazzo.ops.tiles.cluster_shares import cluster_macros
+from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
+from terrazzo.ops.tiles.scheduler import (
     EXPERTS_SOURCE,
     expert_macros,
     partition_macros,
@@ -42,7 +41,8 @@ from terrazzo.ops.tile_scheduler import (
     table_state,
     table_words,
 )
-from terrazzo.ops.tile_shares import finish_macros, share_macros, slice_state, spare_registers
+from terrazzo.ops.tiles.shares import finish_macros, share_macros, slice_state, spare_registers
+from terrazzo.ops.tiles.staged_rows import out_tokens, staged
 from terrazzo.ops.w4a8 import fp8_problem
 from terrazzo.ops.w4a8.epilogue import store_macros
 from terrazzo.ops.w4a8.operand import operand_macros

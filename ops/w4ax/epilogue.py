@@ -1,10 +1,10 @@
 """From f32 sums of a wgmma tile to rows of y: channel scales, bias, transposition through shared memory
-(ops/staged_rows.py)."""
+(ops/tiles/staged_rows.py)."""
 
 from types import SimpleNamespace
 
-from terrazzo.ops.calls import pack2, wg_sync
-from terrazzo.ops.staged_rows import out_tokens, row_macros
+from terrazzo.ops.tiles.calls import pack2, wg_sync
+from terrazzo.ops.tiles.staged_rows import out_tokens, row_macros
 from terrazzo.ops.w4ax.problem import Gemm
 
 

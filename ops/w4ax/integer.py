@@ -14,12 +14,12 @@ are added in order of k; the channel's scale is applied when the tile is stored.
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.calls import copy16, lds64, lds128, opaque, wg_sync
-from terrazzo.ops.staged_rows import out_tokens, staged
-from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
-from terrazzo.ops.tile_scheduler import partition_macros, plan_state, ring_macros, ring_state, scalars, segment_state
-from terrazzo.ops.tile_shares import finish_macros, share_macros, spare_registers
+from terrazzo.ops.tiles.calls import copy16, lds64, lds128, opaque, wg_sync
+from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
+from terrazzo.ops.tiles.scheduler import partition_macros, plan_state, ring_macros, ring_state, scalars, segment_state
+from terrazzo.ops.tiles.shares import finish_macros, share_macros, spare_registers
+from terrazzo.ops.tiles.staged_rows import out_tokens, staged
 from terrazzo.ops.w4a8.stages import stage_macros
 from terrazzo.ops.w4ax.epilogue import store_macros
 from terrazzo.ops.w4ax.problem import UNIT_K, UNIT_WORDS, Gemm, byte_gemm

@@ -4,7 +4,7 @@ A CTA computes 16 * row_blocks * (warps / token_warps) output features by `block
 holds a block of 128 channels: X swizzled by 16-byte chunks (64 bytes of a token in an INT4 block, 128 in an INT8 one),
 whole units of weights, and the scales of the tokens. Weights are the A operand, fetched 16 rows and 64 channels at a
 time with one LDS.128 for each lane: four registers of m16n8k64 as they are, or, converted (3 instructions for 8
-values), those of two m16n8k32. X comes by ldmatrix (ops/mma_tiles.py), 32 bytes of a token at a time in both kinds.
+values), those of two m16n8k32. X comes by ldmatrix (mma_tiles.py), 32 bytes of a token at a time in both kinds.
 
 The sums of a block are s32; they are scaled by row and token into f32 sums of the tile. With two-level scales a row's
 is the block's multiplier; the channel's comes with the output.
@@ -15,12 +15,12 @@ takes twice the time of an INT4 block. Partial sums are added in order of k: the
 
 from types import SimpleNamespace
 
-from terrazzo.lowering.primitives import prelude
-from terrazzo.ops import mma_tiles
-from terrazzo.ops.calls import cp_async, cp_commit, cp_wait, lds32, lds64, lds128, mma, pack2, syncwarp
-from terrazzo.ops.mma_tiles import Tile, element, sts32
-from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
-from terrazzo.ops.tile_scheduler import scalars
+from terrazzo.ops.tiles import mma_tiles
+from terrazzo.ops.tiles.calls import cp_async, cp_commit, cp_wait, lds32, lds64, lds128, mma, pack2, syncwarp
+from terrazzo.ops.tiles.mma_tiles import Tile, element, sts32
+from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
+from terrazzo.ops.tiles.scheduler import scalars
 from terrazzo.ops.w4ax import problem, work_list
 from terrazzo.ops.w4ax.problem import BLOCK_WORDS, SCALES, TILE4_WORDS, UNIT_K, UNIT_WORDS, Gemm
 

@@ -7,7 +7,7 @@ magnitudes of all blocks come first and the values are gathered a second time (o
 """
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.lowering.primitives import prelude
+from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.w4ax.reference import GRANULARITIES, LARGEST_FACTOR, TINY, UNIFORM, UNITS
 
 PASS_CONFIGS = (  # the barriers are the program's own

@@ -8,9 +8,10 @@ channel's comes with the output. Warps, and with kc > 1 CTAs, are
 added in order: the same bits in every run.
 """
 
-from terrazzo.lowering.primitives import prelude
-from terrazzo.ops.calls import cp_wait, lds32, lds64, lds128, mma, syncwarp
-from terrazzo.ops.resident import (
+from terrazzo.ops.tiles.calls import cp_wait, lds32, lds64, lds128, mma, syncwarp
+from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
+from terrazzo.ops.tiles.resident import (
     ROW_WORDS,
     Split,
     cluster_shape,
@@ -20,7 +21,6 @@ from terrazzo.ops.resident import (
     unit_macros,
     x_bytes,
 )
-from terrazzo.ops.tile_program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.w4ax import problem
 from terrazzo.ops.w4ax.problem import UNIT_K, UNIT_WORDS, Gemm
 from terrazzo.schedules.clusters import PAIR

@@ -28,7 +28,7 @@ __device__ __forceinline__ void tz_cta_await(int *flag, int count) {
 
 def item_state() -> SimpleNamespace:
     """What `load` writes: first token and row tile of the tile, k units [k0, k1), slot, shares."""
-    from terrazzo.ops.tile_scheduler import scalars
+    from terrazzo.ops.tiles.scheduler import scalars
 
     return scalars("tokens", "rows", "k0", "k1", "slot", "shares")
 

@@ -1,4 +1,4 @@
-"""Tiles that CTAs share (ops/tile_shares.py), by partitions that the cost model rarely takes for small shapes, of
+"""Tiles that CTAs share (ops/tiles/shares.py), by partitions that the cost model rarely takes for small shapes, of
 W4A16; and launches of CTAs that wait for each other and get in each other's way."""
 
 from __future__ import annotations

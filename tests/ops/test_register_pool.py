@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from terrazzo.ops import tile_program
 from terrazzo.ops.attention import prefill_shared
+from terrazzo.ops.tiles import program
 from terrazzo.ops.w4a8 import excp
 
 REGISTERS = 65536  # of an SM
 TABLES = {
     # warpgroups of each kind, registers of their threads, CTAs of an SM
-    **{f"tile{key}": ([1, key[0]], regs, key[1]) for key, regs in tile_program.REGISTERS.items()},
+    **{f"tile{key}": ([1, key[0]], regs, key[1]) for key, regs in program.REGISTERS.items()},
     **{f"prefill_shared[{wgs}]": ([1, wgs], regs, 1) for wgs, regs in prefill_shared.REGISTERS.items()},
     **{f"excp[{wgs}]": ([1, 1, wgs], regs, 1) for wgs, regs in excp.REGISTERS.items()},
 }

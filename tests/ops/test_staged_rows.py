@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from terrazzo.ops import staged_rows
+from terrazzo.ops.tiles import staged_rows
 
 CASES = [(size, tokens, alone) for size in (2, 4) for tokens in (16, 32) for alone in (False, True)]
 

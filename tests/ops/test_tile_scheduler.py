@@ -7,11 +7,11 @@ import pytest
 import torch
 from cuda_on_cpu import CpuKernel
 from terrazzo.lowering import compile_request
-from terrazzo.lowering.primitives import prelude
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.tile_scheduler import partition_macros, plan_state, segment_state
+from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.scheduler import partition_macros, plan_state, segment_state
 from terrazzo.schedules.partition import share_tiles
 from terrazzo.schedules.tile_costs import MOST_SLICES
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from cuda_on_cpu import RESIDENT
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.calls import tile_boxes
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.tiles.calls import tile_boxes
 from terrazzo.ops.w4a16 import QuantizedWeight, multistage, reference, small_batch, stream_k
 from terrazzo.schedules.multistage import Multistage
 from terrazzo.schedules.small_batch import SmallBatch

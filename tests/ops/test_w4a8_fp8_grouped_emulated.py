@@ -12,7 +12,7 @@ from cuda_on_cpu import VOTES, CpuKernel
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.tile_scheduler import EXPERTS_SOURCE
+from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
 from terrazzo.ops.w4a8 import fp8, fp8_problem, fp8_reference, stream_k
 from terrazzo.schedules import w4a8_fp8
 from test_w4a8_emulated import EXTRA

@@ -13,7 +13,7 @@ from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.grouped import GroupedWeight
-from terrazzo.ops.tile_scheduler import EXPERTS_SOURCE
+from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
 from terrazzo.ops.w4a8 import stream_k
 from terrazzo.ops.w4a8.format import QuantizedWeight, pack
 from terrazzo.ops.w4a8.problem import Gemm

@@ -10,9 +10,9 @@ import torch
 from cuda_on_cpu import CpuKernel
 from terrazzo.lowering import KernelReport, compile_many
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.lowering.primitives import PRIMITIVES
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.tiles.primitives import PRIMITIVES
 from terrazzo.ops.w4a8 import activations, fp8_reference, quantize_rows, reference
 from terrazzo.schedules import quantize_rows as quantize_rows_schedules
 

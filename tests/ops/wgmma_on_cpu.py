@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from terrazzo.ops.calls import tile_boxes
+from terrazzo.ops.tiles.calls import tile_boxes
 
 SHIMS = r"""
 typedef unsigned char uchar;

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.cluster_shares import cluster_macros
-from terrazzo.ops.resident import cluster_shape
-from terrazzo.ops.tile_scheduler import ring_macros
+from terrazzo.ops.tiles.cluster_shares import cluster_macros
+from terrazzo.ops.tiles.resident import cluster_shape
+from terrazzo.ops.tiles.scheduler import ring_macros
 from terrazzo.schedules import clusters, grouped_spaces, small_batch, spaces, stream_k, w4a8
 from terrazzo.schedules.problem import WeightOnlyGemm
 

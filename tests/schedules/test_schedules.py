@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.resident import resident_rows
+from terrazzo.ops.tiles.resident import resident_rows
 from terrazzo.schedules import multistage, small_batch, spaces, stream_k
 from terrazzo.schedules.models import MODELS
 from terrazzo.schedules.problem import WeightOnlyGemm

@@ -13,7 +13,7 @@ from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.calls import addcg4, address, copy16, cp_async, ldcg4, ldmatrix4
+from terrazzo.ops.tiles.calls import addcg4, address, copy16, cp_async, ldcg4, ldmatrix4
 
 STAGE_BYTES = 128  # of a token in a ring stage
 SOURCE = """\

@@ -11,7 +11,7 @@ stage was read, tells the other CTAs that theirs may come; mostly long before th
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.calls import arrive_at, lds128, past, place, send16, wait_together
+from terrazzo.ops.tiles.calls import arrive_at, lds128, past, place, send16, wait_together
 from terrazzo.schedules.clusters import inbox, inbox_bytes
 
 

@@ -3,7 +3,7 @@
 Work partition (schedules/stream_k.py): the first `sk` tiles are cut along k into equal shares, one for each CTA, the
 others are whole tiles in waves. The whole tiles come first: CTAs then walk along k side by side, and what one has read
 another finds in L2, while shares begin anywhere along k and would part them for good. Then a CTA leaves its sum of a
-tile that another one began, and adds the shares of the tile that it begins (ops/tile_shares.py). A share is awaited
+tile that another one began, and adds the shares of the tile that it begins (ops/tiles/shares.py). A share is awaited
 only from CTAs with a lower index, which the hardware has started earlier.
 
 Each function returns macros for one program; all of their state lives in one-element local buffers (`scalars`).
@@ -11,8 +11,8 @@ Each function returns macros for one program; all of their state lives in one-el
 
 from types import SimpleNamespace
 
-from terrazzo.ops.calls import arrive, place, quotient, syncwarp
-from terrazzo.ops.calls import wait as wait_at
+from terrazzo.ops.tiles.calls import arrive, place, quotient, syncwarp
+from terrazzo.ops.tiles.calls import wait as wait_at
 from terrazzo.schedules.partition import MOST_SHARED
 from terrazzo.schedules.tile_costs import MOST_SLICES
 

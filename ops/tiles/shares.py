@@ -1,4 +1,4 @@
-"""Macros of persistent tile programs whose CTAs share tiles (ops/tile_scheduler.py): how their sums are added.
+"""Macros of persistent tile programs whose CTAs share tiles (ops/tiles/scheduler.py): how their sums are added.
 
 Where some tiles are shared, a CTA leaves its sum in the workspace, and the one that holds the tile's head adds the
 shares in order of k: the same bits in every run.
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from terrazzo.ops.calls import addcg4, copy16, has, opaque, quotient
-from terrazzo.ops.tile_scheduler import scalars
+from terrazzo.ops.tiles.calls import addcg4, copy16, has, opaque, quotient
+from terrazzo.ops.tiles.scheduler import scalars
 
 
 def slice_state() -> SimpleNamespace:

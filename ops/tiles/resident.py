@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.calls import (
+from terrazzo.ops.tiles.calls import (
     addcg4,
     bulk,
     cp_async,

@@ -9,7 +9,7 @@ Warps that may not wait for each other (tiles whose sum is parted) stage and sto
 from types import SimpleNamespace
 from typing import Any
 
-from terrazzo.ops.calls import stmatrix4_trans, store_row
+from terrazzo.ops.tiles.calls import stmatrix4_trans, store_row
 
 _PITCH = {2: 72, 4: 68}  # elements of a staged token of 64 rows: free of bank conflicts, 16-byte aligned
 _WARP_PITCH = {2: 24, 4: 20}  # of 16 rows: stmatrix without conflicts, pairs of them as it is read
