@@ -34,7 +34,9 @@ class Shape:
         Raises:
             ArgumentError: something else, or a number in it is 0.
         """
-        found = re.fullmatch(r"(\d+)x(\d+)/(\d+)x(\d+)(k?)", text) if isinstance(text, str) else None
+        number = r"(\d{1,9})"
+        pattern = f"{number}x{number}/{number}x{number}(k?)"
+        found = re.fullmatch(pattern, text) if isinstance(text, str) else None
         if not found or not all(map(int, found.groups()[:4])):
             constraint = "is no cache of positive numbers"
             raise ArgumentError("cache", text, constraint, "write batch x heads / kv heads x tokens, as 8x32/8x32k")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -12,10 +11,12 @@ from typing import Any
 from terrazzo.autotune.database import Problem
 from terrazzo.autotune.operators import DTYPES, get_operator
 from terrazzo.autotune.search import STRATEGIES, usual
+from terrazzo.lowering.data_files import MOST, is_count, is_number, read_text, read_toml
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.schedules import spaces
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_LONGEST_MS = 60_000.0
 _SHORT = {"f16": "float16", "bf16": "bfloat16"}
 
 
@@ -90,18 +91,21 @@ class Job:
             object.__setattr__(self, "strategy", usual())
         _one_of("dtype", self.dtype, DTYPES)
         for name in ("trials", "patience", "budget_s", "budget_trials", "confirm", "seed", "sample"):
-            if not getattr(self, name) >= 0:
-                raise ArgumentError(name, getattr(self, name), "must not be negative", "0 means no limit")
-        for name, least in (("most", 1), ("within", 1)):
-            if not getattr(self, name) >= least:
-                raise ArgumentError(name, getattr(self, name), f"must be at least {least}", "leave it out")
-        if not self.measure_ms > 0:
-            raise ArgumentError("measure_ms", self.measure_ms, "must be positive", "leave it out")
-        for name, least, most in (("m", 1, None), ("experts", 1, None), ("pages", 0, None), ("q_len", 1, 8)):
-            if not all(type(it) is int and it >= least and (most is None or it <= most) for it in getattr(self, name)):
-                constraint = f"must be integers, at least {least}" + (f" and at most {most}" if most else "")
+            if not is_number(getattr(self, name), 0, MOST):
+                raise ArgumentError(name, getattr(self, name), f"must not be negative or above {MOST}", "0: none")
+        for name in ("most", "within"):
+            if not getattr(self, name) >= 1:
+                raise ArgumentError(name, getattr(self, name), "must be at least 1", "leave it out")
+        if not (is_number(self.measure_ms, 0, _LONGEST_MS) and self.measure_ms):
+            constraint = f"must be positive, at most {_LONGEST_MS:.0f}"
+            raise ArgumentError("measure_ms", self.measure_ms, constraint, "leave it out")
+        if not is_count(self.head_dim, 1):
+            raise ArgumentError("head_dim", self.head_dim, "must be 64, 128 or 256", "leave it out for 128")
+        for name, least, most in (("m", 1, MOST), ("experts", 1, MOST), ("pages", 0, MOST), ("q_len", 1, 8)):
+            if not all(is_count(it, least, most) for it in getattr(self, name)):
+                constraint = f"must be integers, at least {least} and at most {most}"
                 raise ArgumentError(name, getattr(self, name), constraint, "write a list of them, or leave it out")
-        counts = lambda found: isinstance(found, tuple) and all(type(it) is int and it > 0 for it in found)
+        counts = lambda found: isinstance(found, tuple) and all(is_count(it, 1) for it in found)
         for size in self.shapes:
             if not counts(size) or len(size) != 2:
                 raise ArgumentError("shapes", size, "must be (N, K), positive integers", "write (28672, 4096)")
@@ -109,7 +113,7 @@ class Job:
             if not isinstance(it, tuple) or len(it) != 3 or not counts(it[:2]) or not counts(it[2]):
                 constraint = "must be (N, K, tokens), positive integers"
                 raise ArgumentError("extra", it, constraint, "write (28672, 4096, (16, 64))")
-        if self.group is not None and (type(self.group) is not int or self.group < 1):
+        if self.group is not None and not is_count(self.group, 1):
             raise ArgumentError("group", self.group, "must be 32, 64 or 128, or K for one group", "leave it out")
         self._check_caches()
 
@@ -156,13 +160,18 @@ def _check_kind(name: str, value: object, kind: type | tuple[type, ...]) -> None
         raise ArgumentError(name, value, f"must be {' or '.join(it.__name__ for it in kinds)}", "see docs/tuning.md")
 
 
+def _text(value: str | int | float) -> str:
+    """A budget as it may have been written: an integer of 5,000 digits has no text."""
+    return value if isinstance(value, str) else str(value) if is_number(value, 0, MOST) else ""
+
+
 def seconds(text: str | int | float) -> float:
     """ "90s", "10m", "1.5h" or a number of minutes -> seconds.
 
     Raises:
         ArgumentError: something else.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", str(text))
+    found = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([smh]?)\s*", _text(text))
     if not found or float(found.group(1)) <= 0:
         raise ArgumentError("budget", text, "is no time", "write 90s, 10m or 1h, or a number of trials as '200 trials'")
     return float(found.group(1)) * _UNITS[found.group(2) or "m"]
@@ -170,7 +179,7 @@ def seconds(text: str | int | float) -> float:
 
 def budget(text: str | int | float) -> dict[str, float | int]:
     """ "10m" or "200 trials" -> the fields of a job."""
-    found = re.fullmatch(r"\s*(\d+)\s*trials?\s*", str(text))
+    found = re.fullmatch(r"\s*(\d{1,9})\s*trials?\s*", _text(text))
     if found and int(found.group(1)) > 0:
         return {"budget_trials": int(found.group(1))}
     return {"budget_s": seconds(text)}
@@ -183,9 +192,16 @@ def shape(text: str) -> tuple[int, int]:
         ArgumentError: something else.
     """
     found = re.fullmatch(r"\s*(\d+)\s*[xX,]\s*(\d+)\s*", text) if isinstance(text, str) else None
-    if not found or not int(found.group(1)) or not int(found.group(2)):
+    size = tuple(map(_count, found.groups())) if found else ()
+    if not size or not all(size):
         raise ArgumentError("shapes", text, "is no shape", "write N x K as 28672x4096")
-    return int(found.group(1)), int(found.group(2))
+    return size
+
+
+def _count(digits: str) -> int:
+    """The number that digits write; 0 if they are none, or more than 32 bits hold."""
+    number = int(digits) if digits.isdecimal() and len(digits) <= 10 else 0
+    return number if is_count(number) else 0
 
 
 def read_shapes(path: Path) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
@@ -194,18 +210,15 @@ def read_shapes(path: Path) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     Raises:
         ArgumentError: the file cannot be read, or a line is none of these; the message has its number.
     """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError("shapes", str(path), f"cannot be read: {error}", "name a text file") from error
-    found = []
+    lines, found = read_text(path, "shapes", "name a text file").splitlines(), []
     for number, line in enumerate(lines, 1):
         words = line.split("#")[0].replace(",", " ").split()
         if not words:
             continue
-        if not all(word.isdecimal() and int(word) for word in words[1:]):
+        tokens = tuple(map(_count, words[1:]))
+        if not all(tokens):
             raise ArgumentError(f"{path}:{number}", line.strip(), "has tokens that are no numbers", "write NxK M M ...")
-        found.append((*shape(words[0]), tuple(map(int, words[1:]))))
+        found.append((*shape(words[0]), tokens))
     if not found:
         raise ArgumentError("shapes", str(path), "holds no shape", "write a line NxK for each weight")
     return tuple(found)
@@ -257,22 +270,27 @@ def read_job(path: Path | str) -> Job:
     Raises:
         ArgumentError: it cannot be read, has an unknown field or a value of another kind.
     """
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    path = Path(path)
-    try:
-        data = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError("job", str(path), f"cannot be read: {error}", "name a TOML file") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ArgumentError("job", str(path), f"is no TOML: {error}", "see docs/tuning.md for an example") from error
-    return job_of(data, str(path), path.parent)
+    remedy = "name a TOML file; docs/tuning.md has an example"
+    return job_of(read_toml(path, "job", remedy), str(path), Path(path).parent)
 
 
 def job_of(data: Mapping[str, Any], source: str, folder: Path = Path()) -> Job:
-    """A job from the object of a job file. `shapes_file` is relative to `folder`."""
+    """A job from the object of a job file. `shapes_file` is relative to `folder`.
+
+    Raises:
+        ArgumentError: an unknown field or a value that none can have; the message begins with `source`.
+    """
+    if not isinstance(data, Mapping):
+        raise ArgumentError(source, data, "is no table of a job's fields", "see docs/tuning.md")
+    try:
+        return _job_of(data, source, folder)
+    except ArgumentError as error:
+        if error.argument.startswith(source):
+            raise
+        raise ArgumentError(f"{source}: {error.argument}", error.value, error.constraint, error.remedy) from error
+
+
+def _job_of(data: Mapping[str, Any], source: str, folder: Path) -> Job:
     made: dict[str, Any] = {}
     for name, value in data.items():
         if name == "part":
@@ -281,10 +299,10 @@ def job_of(data: Mapping[str, Any], source: str, folder: Path = Path()) -> Job:
             values = value if isinstance(value, list) else [value]
             if not values or not all(type(it) is _LISTS[name] for it in values):
                 kind = "numbers" if _LISTS[name] is int else "strings"
-                raise ArgumentError(f"{source}: {name}", value, f"must be a list of {kind}", "see docs/tuning.md")
+                raise ArgumentError(name, value, f"must be a list of {kind}", "see docs/tuning.md")
             made["ops" if name == "op" else name] = tuple(map(shape, values) if name == "shapes" else values)
         elif name in _SCALARS:
-            _check_kind(f"{source}: {name}", value, _SCALARS[name])
+            _check_kind(name, value, _SCALARS[name])
             if name == "budget":
                 made |= budget(value)
             elif name == "shapes_file":
@@ -293,14 +311,14 @@ def job_of(data: Mapping[str, Any], source: str, folder: Path = Path()) -> Job:
                 made[name] = _SHORT.get(value, value) if name == "dtype" else value
         else:
             known = ", ".join(sorted({*_LISTS, *_SCALARS, "part"}))
-            raise ArgumentError(f"{source}: {name}", value, "is no field of a job", f"use one of {known}")
+            raise ArgumentError(name, value, "is no field of a job", f"use one of {known}")
     return Job(**made)
 
 
 def _parts(data: Mapping[str, Any], parts: Any, source: str, folder: Path) -> tuple[Job, ...]:
     """The tables [[part]] of a job file, with what they have from the job."""
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
-        raise ArgumentError(f"{source}: part", parts, "must be tables [[part]]", "see docs/tuning.md")
+        raise ArgumentError("part", parts, "must be tables [[part]]", "see docs/tuning.md")
     common, found = {name: data[name] for name in _INHERITED if name in data}, []
     for at, part in enumerate(parts, 1):
         odd = sorted(set(part) - _NAMING)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import click
+from terrazzo.lowering import errors
 from terrazzo.lowering.errors import ArgumentError, TargetError
 
 _PARAMETERS = {
@@ -15,6 +16,7 @@ _PARAMETERS = {
     "v_format": "kv", "page_size": "page", "operator": "op", "model": "models",
 }  # fmt: skip
 """Argument of the library -> parameter of the commands that name it otherwise."""
+_LONG = 500  # characters of a value, of which only the ends are shown
 _CALLS = re.compile(r"\b\w+(\.\w+)*\([^)]*\)")
 """A remedy that speaks of calls is no remedy on a command line."""
 
@@ -61,7 +63,12 @@ def shown(value: object) -> str:
     """A value as it is typed."""
     if isinstance(value, list | tuple):
         return ",".join(map(shown, value)) or "(none)"
-    text = str(value)
+    try:
+        text = str(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits
+        return errors.shown(value)
+    if len(text) > _LONG:
+        return errors.shown(text)
     return repr(text) if not text or re.search(r"\s", text) or not text.isprintable() else text
 
 
