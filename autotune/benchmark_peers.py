@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from terrazzo.autotune.database import Problem
-from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.data_files import is_text
+from terrazzo.lowering.errors import ArgumentError, shown
+from terrazzo.schedules import records
 
 
 def is_result(data: Any) -> bool:
@@ -26,10 +28,10 @@ def peers_of(data: Mapping[str, Any], problems: Iterable[Problem], source: str) 
         for size, peer in map(_measured, data["rows"]):
             if size is not None:
                 times[size] = min(times.get(size, peer), peer)
-    except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         why = f"is no benchmark's result: {type(error).__name__} {error}"
         raise ArgumentError("result", source, why, "name a file that a benchmark wrote") from error
-    if not isinstance(data.get("gpu"), str):
+    if not is_text(data.get("gpu")):
         raise ArgumentError("result", source, "is no benchmark's result: its GPU is missing", "run the benchmark again")
     for problem in problems:
         if found := times.get(_size(problem)):
@@ -38,9 +40,9 @@ def peers_of(data: Mapping[str, Any], problems: Iterable[Problem], source: str) 
 
 def _measured(row: Mapping[str, Any]) -> tuple[tuple | None, tuple[float, str]]:
     """Size of a row's problem, None without a peer, and (microseconds, name) of that."""
-    peers = {name: us + 0.0 for name, us in (row.get("peers") or {}).items()}
+    peers = {name: _time(us) for name, us in (row.get("peers") or {}).items()}
     if "experts" in row and "torch_bf16" in row:
-        return ("grouped", row["experts"], row["n"], row["k"], row["m"]), (row["torch_bf16"] + 0.0, "torch_bf16")
+        return ("grouped", row["experts"], row["n"], row["k"], row["m"]), (_time(row["torch_bf16"]), "torch_bf16")
     if "cublas_f16" in peers and "n" in row:
         return ("linear", row["n"], row["k"], row["m"]), (peers["cublas_f16"], "cublas_f16")
     if row.get("op") == "attention_decode" and peers:
@@ -48,6 +50,12 @@ def _measured(row: Mapping[str, Any]) -> tuple[tuple | None, tuple[float, str]]:
         best = min((us, name) for name, us in peers.items())
         return ("decode", row["head_dim"], rows, row["kv_len"], pairs), best
     return None, (0.0, "")
+
+
+def _time(value: Any) -> float:
+    if not records.is_time(value):
+        raise ValueError(f"{shown(value)} is no time in microseconds")
+    return float(value)
 
 
 def _size(problem: Problem) -> tuple:

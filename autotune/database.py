@@ -10,7 +10,7 @@ import json
 import sqlite3
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
@@ -18,18 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.lowering.cache import cache_root
-from terrazzo.lowering.errors import ArgumentError, CacheError
+from terrazzo.lowering.data_files import is_count, is_number, is_text, parse_json
+from terrazzo.lowering.errors import ArgumentError, CacheError, shown
 from terrazzo.schedules import records
 
 VERSION = 1
 STATUSES = ("ok", "compile", "spills", "wrong", "crash", "hang", "error")
 """ok: timed and correct. compile: does not compile. spills: too many registers spill (runner.MOST_SPILLED), not run.
 wrong: its output is. crash, hang: its process died or was stopped. error: the operator or CUDA refused it."""
+ROLES = ("heuristic", "search", "confirm")
 UNKNOWN = "unknown"
 """Program of an imported heuristic's time."""
 TABLE = "table:"
 """How the uid of an imported record begins."""
 BUSY_S = 60.0
+_YEAR_9999 = 253402300799.0
+_MOST_TEXT = 20_000  # characters of a uid, which holds a whole record, or of an error
 _TABLES = """
 CREATE TABLE IF NOT EXISTS trials (
   id INTEGER PRIMARY KEY, uid TEXT NOT NULL UNIQUE, job TEXT NOT NULL, op TEXT NOT NULL, facts TEXT NOT NULL,
@@ -42,7 +46,11 @@ CREATE TABLE IF NOT EXISTS peers (
   uid TEXT NOT NULL UNIQUE, job TEXT NOT NULL, op TEXT NOT NULL, facts TEXT NOT NULL, m INTEGER NOT NULL,
   gpu TEXT NOT NULL, name TEXT NOT NULL, us REAL NOT NULL, created REAL NOT NULL);
 """
+_NUMBERS = ("spread", "predicted_us", "bound_us")
 MACHINE = ("arch", "gpu", "sms", "driver", "cuda", "torch", "tilelang", "terrazzo", "sources")
+_COLUMNS = ("uid", "job", "op", "facts", "m", "program", "schedule", "role", *MACHINE)
+_COLUMNS += ("status", "us", "spread", "predicted_us", "error", "bound", "bound_us", "created")
+_PEER = ("uid", "job", "op", "facts", "m", "gpu", "name", "us", "created")
 
 
 @dataclass(frozen=True)
@@ -145,6 +153,38 @@ class Trial:
         return self.machine.gpu, self.problem.op, self.problem.text, self.problem.m, self.program, self.schedule
 
 
+def _fault(it: Trial) -> tuple[str, Any, str] | None:
+    """(field, value, what it must be) of what no measurement can have put into a trial, or None."""
+    time, number = records.is_time, lambda value: is_number(value, 0, 1e15)
+    optional = lambda check, value: value is None or check(value)
+    machine = {name: getattr(it.machine, name) for name in MACHINE}
+    checks = (
+        ("status", it.status, it.status in STATUSES, f"one of {', '.join(STATUSES)}"),
+        ("role", it.role, it.role in ROLES, f"one of {', '.join(ROLES)}"),
+        ("op", it.problem.op, is_text(it.problem.op), "the name of an operator"),
+        ("facts", it.problem.facts, records.is_facts(dict(it.problem.facts)), "text, bools and sizes by name"),
+        ("m", it.problem.m, is_count(it.problem.m, 1), "a positive integer of 31 bits"),
+        ("program", it.program, is_text(it.program), "the name of a program"),
+        ("schedule", it.params, records.is_schedule(dict(it.params)), "integers of 31 bits by name"),
+        ("sms", it.machine.sms, is_count(it.machine.sms), "a number of SMs"),
+        *((name, machine[name], is_text(machine[name]), "text") for name in ("arch", "gpu")),
+        *((name, machine[name], optional(is_text, machine[name]), "text") for name in MACHINE[3:]),
+        ("us", it.us, optional(time, it.us), "a time in microseconds"),
+        *((name, getattr(it, name), optional(number, getattr(it, name)), "a number") for name in _NUMBERS),
+        ("error", it.error, isinstance(it.error, str) and _stored(it.error), "text"),
+        ("bound", it.bound, optional(is_text, it.bound), "the name of a resource"),
+        ("job", it.job, is_text(it.job), "text"),
+        ("uid", it.uid, is_text(it.uid, _MOST_TEXT), "text"),
+        ("created", it.created, is_number(it.created, 0, _YEAR_9999), "a unix time"),
+    )
+    return next(((name, value, what) for name, value, right, what in checks if not right), None)
+
+
+def _stored(text: str) -> bool:
+    """Whether SQLite keeps a text: what is no UTF-8 it does not."""
+    return len(text) <= _MOST_TEXT and not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def default_path() -> Path:
     """tuning/trials.db beside the kernel cache."""
     return cache_root() / "tuning" / "trials.db"
@@ -169,6 +209,8 @@ class Database:
                 raise CacheError(f"no such trial database: {self.path}; name one with --database")
             self.link = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
             self.link.row_factory = sqlite3.Row
+            self.link.execute("PRAGMA trusted_schema=OFF")  # of a file from elsewhere
+            self.link.execute("PRAGMA cell_size_check=ON")
             self._recognize(create)
             self._write_ahead()
             self.link.execute("PRAGMA synchronous=NORMAL")
@@ -176,10 +218,23 @@ class Database:
                 for statement in filter(str.strip, _TABLES.split(";")):
                     self.link.execute(statement)
                 self.link.execute(f"PRAGMA user_version={VERSION}")
-        except (OSError, sqlite3.Error) as error:
-            raise CacheError(
-                f"trial database {self.path} cannot be used: {error}; name another with --database"
-            ) from error
+        except (OSError, ValueError, sqlite3.Error) as error:  # ValueError: a path with a null byte
+            self._close_quietly()
+            raise self._refusal(error) from error
+        except CacheError:
+            self._close_quietly()
+            raise
+
+    def _refusal(self, error: Exception) -> CacheError:
+        return CacheError(f"trial database {self.path} cannot be used: {error}; name another with --database")
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Inside, what SQLite says of a damaged, full or locked file is an error that names it."""
+        try:
+            yield
+        except (sqlite3.Error, OverflowError, UnicodeError) as error:
+            raise self._refusal(error) from error
 
     def _write_ahead(self) -> None:
         """Readers do not wait for a writer. SQLite does not wait, either, while another process makes this change."""
@@ -201,20 +256,35 @@ class Database:
             raise CacheError(f"{self.path} is a trial database of version {version}, this one writes {VERSION}")
         if not {"trials", "peers"} <= tables and (tables or version or not create):
             raise CacheError(f"no such trial database: {self.path} holds none; name another with --database")
+        for name, columns in (("trials", _COLUMNS), ("peers", _PEER)) if tables else ():
+            missing = set(columns) - {row["name"] for row in self.link.execute(f"PRAGMA table_info({name})")}
+            if missing:
+                seen = f"its {name} have no {', '.join(sorted(missing))}"
+                raise CacheError(f"{self.path} is another kind of database: {seen}; name another with --database")
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """One transaction; waits for other writers."""
-        self.link.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self.link.execute("ROLLBACK")
-            raise
-        self.link.execute("COMMIT")
+        """One transaction; waits for other writers.
+
+        Raises:
+            CacheError: the file is damaged, the disk full, or another process has it for `BUSY_S`; nothing is kept.
+        """
+        with self._using():
+            self.link.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self.link.execute("COMMIT")
+            except BaseException:
+                if self.link.in_transaction:  # SQLite has ended it when the disk is full
+                    self.link.execute("ROLLBACK")
+                raise
 
     def close(self) -> None:
         self.link.close()
+
+    def _close_quietly(self) -> None:
+        if getattr(self, "link", None) is not None:
+            self.link.close()
 
     def __enter__(self) -> Database:
         return self
@@ -226,15 +296,13 @@ class Database:
         """Keep trials, those whose uid is known already excepted; committed when this returns. How many were new.
 
         Raises:
-            ArgumentError: the status of a trial is none of `STATUSES`; nothing is kept.
+            ArgumentError: a trial has a value that no measurement has, as a status that is none of `STATUSES`; nothing
+                is kept.
         """
-        columns = ("uid", "job", "op", "facts", "m", "program", "schedule", "role", *MACHINE)
-        columns += ("status", "us", "spread", "predicted_us", "error", "bound", "bound_us", "created")
-        rows = []
+        columns, rows = _COLUMNS, []
         for it in trials:
-            if it.status not in STATUSES:
-                constraint = f"must be one of {', '.join(STATUSES)}"
-                raise ArgumentError("status", it.status, constraint, "give the trial one of these")
+            if fault := _fault(it):
+                raise ArgumentError(fault[0], fault[1], f"must be {fault[2]}", f"correct it in {it.job or 'the trial'}")
             own = (it.uid, it.job, it.problem.op, it.problem.text, it.problem.m, it.program, it.schedule, it.role)
             made = tuple(asdict(it.machine)[name] for name in MACHINE)
             rows.append((*own, *made, *(getattr(it, name) for name in columns[len(own) + len(made) :])))
@@ -245,8 +313,14 @@ class Database:
             return self.link.total_changes - before
 
     def add_peer(self, problem: Problem, gpu: str, name: str, us: float, job: str, uid: str) -> None:
-        """Keep the time of another implementation of a problem."""
+        """Keep the time of another implementation of a problem.
+
+        Raises:
+            ArgumentError: it is no time, or has no name.
+        """
         row = (uid, job, problem.op, problem.text, problem.m, gpu, name, us, time.time())
+        if fault := _peer_fault(dict(zip(_PEER, row))):
+            raise ArgumentError(fault[0], fault[1], f"must be {fault[2]}", f"correct it in {job}")
         with self.writing():
             self.link.execute("INSERT OR IGNORE INTO peers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
 
@@ -254,23 +328,47 @@ class Database:
         """Trials in order, those whose columns have the given values (None values are left out).
 
         Raises:
-            ArgumentError: there is no such column.
+            ArgumentError: there is no such column. CacheError: the file is damaged; the message names the row.
         """
         given = {name: value for name, value in where.items() if value is not None}
-        known = [row["name"] for row in self.link.execute("PRAGMA table_info(trials)")]
-        for name in set(given) - set(known):
-            raise ArgumentError(name, given[name], "is no column of the trials", f"use one of {', '.join(known)}")
+        for name in set(given) - {"id", *_COLUMNS}:
+            raise ArgumentError(name, given[name], "is no column of the trials", f"use one of {', '.join(_COLUMNS)}")
         text = " AND ".join(f"{name} = ?" for name in given) or "1"
-        rows = self.link.execute(f"SELECT * FROM trials WHERE {text} ORDER BY id", tuple(given.values()))
-        return [_trial(row) for row in rows]
+        with self._using():
+            rows = self.link.execute(f"SELECT * FROM trials WHERE {text} ORDER BY id", tuple(given.values())).fetchall()
+        return [self._whole(row, "trials", _trial, _fault) for row in rows]
+
+    def _whole(self, row: sqlite3.Row, table: str, made: Callable[[Any], Any], fault: Callable[[Any], Any]) -> Any:
+        """What a row stands for.
+
+        Raises:
+            CacheError: the row is damaged.
+        """
+        try:
+            found = made(row)
+            wrong = fault(found)
+        except (ValueError, AttributeError, TypeError) as error:  # facts or a schedule that are no JSON object
+            wrong = "facts, schedule", f"{row['facts']!r}", f"JSON objects ({error})"
+        if wrong:
+            key = f"rowid = {row['id']}" if table == "trials" else f"uid = {row['uid']!r}"
+            seen = f"{wrong[0]} = {shown(wrong[1])}, where there must be {wrong[2]}"
+            remedy = f"delete it (DELETE FROM {table} WHERE {key}), or name another with --database"
+            raise CacheError(f"trial database {self.path} is damaged: in {table}, {key} has {seen}; {remedy}")
+        return found
 
     def peers(self, gpu: str | None = None) -> dict[tuple[Problem, str], float]:
         """(problem, name) -> median microseconds of other implementations."""
         found: dict[tuple[Problem, str], list[float]] = {}
-        for row in self.link.execute("SELECT * FROM peers WHERE gpu = coalesce(?, gpu) ORDER BY created", (gpu,)):
-            problem = Problem.of(row["op"], json.loads(row["facts"]), row["m"])
+        for row in self._peer_rows(gpu):
+            problem = Problem.of(row["op"], parse_json(row["facts"]), row["m"])
             found.setdefault((problem, row["name"]), []).append(row["us"])
         return {place: statistics.median(times) for place, times in found.items()}
+
+    def _peer_rows(self, gpu: str | None = None) -> list[dict[str, Any]]:
+        text = f"SELECT {', '.join(_PEER)} FROM peers WHERE gpu = coalesce(?, gpu) ORDER BY created"
+        with self._using():
+            rows = self.link.execute(text, (gpu,)).fetchall()
+        return [self._whole(row, "peers", dict, _peer_fault) for row in rows]
 
     def merge(self, other: Path | str) -> int:
         """Add the trials and peers of another database; how many trials were new.
@@ -282,7 +380,7 @@ class Database:
             raise CacheError(f"{other} is no file; name a trial database")
         with closing(Database(other, create=False)) as source:
             new = self.add(source.trials())
-            rows = [tuple(row) for row in source.link.execute("SELECT * FROM peers")]
+            rows = [tuple(row.values()) for row in source._peer_rows()]
         with self.writing():
             self.link.executemany("INSERT OR IGNORE INTO peers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
         return new
@@ -307,7 +405,7 @@ class Database:
 
 
 def _trial(row: sqlite3.Row) -> Trial:
-    facts, params = json.loads(row["facts"]), json.loads(row["schedule"])
+    facts, params = parse_json(row["facts"]), parse_json(row["schedule"])
     own = ("program", "status", "us", "spread", "predicted_us", "error", "role", "bound", "bound_us", "job", "uid")
     return Trial(
         Problem.of(row["op"], facts, row["m"]),
@@ -316,6 +414,18 @@ def _trial(row: sqlite3.Row) -> Trial:
         created=row["created"],
         **{name: row[name] for name in own},
     )
+
+
+def _peer_fault(row: Mapping[str, Any]) -> tuple[str, Any, str] | None:
+    """As `_fault`, of the time of another implementation."""
+    checks = (
+        *((name, is_text(row[name], _MOST_TEXT), "text") for name in ("uid", "job", "op", "gpu", "name")),
+        ("facts", records.is_facts(parse_json(row["facts"])), "text, bools and sizes by name"),
+        ("m", is_count(row["m"], 1), "a positive integer of 31 bits"),
+        ("us", records.is_time(row["us"]), "a time in microseconds"),
+        ("created", is_number(row["created"], 0, _YEAR_9999), "a unix time"),
+    )
+    return next(((name, row[name], what) for name, right, what in checks if not right), None)
 
 
 @dataclass(frozen=True)
@@ -380,9 +490,12 @@ def spaces_of(trials: Sequence[Trial]) -> dict[str, Any]:
     trials = [it for it in trials if it.program != UNKNOWN]
     times = {it.identity: round(it.us, 3) for it in medians(trials)}
     problems: dict[Problem, dict[str, dict[str, Any]]] = {}
+    newest = {(it.problem, it.program): [name for name, _ in it.params] for it in trials}
     for it in {trial.identity: trial for trial in trials}.values():
         programs = problems.setdefault(it.problem, {})
         columns = [name for name, _ in it.params]
+        if columns != newest[it.problem, it.program]:
+            continue  # of a version whose schedules have other fields
         own = programs.setdefault(it.program, {"columns": [*columns, "us"], "rows": []})
         own["rows"].append([*(value for _, value in it.params), times.get(it.identity)])
     last = trials[-1].machine
@@ -408,7 +521,7 @@ def table(found: Iterable[Best], gpu: str, sms: int) -> dict[str, Any]:
         row |= {name: getattr(machine, name) for name in ("driver", "cuda", "torch", "tilelang", "terrazzo", "sources")}
         row["date"] = datetime.fromtimestamp(trial.created, timezone.utc).date().isoformat()
         rows.append(row)
-    size = lambda row: (row["facts"].get("n", 0), row["facts"].get("k", 0), row["facts"].get("tokens", 0))
+    size = lambda row: [at if type(at := row["facts"].get(name)) is int else 0 for name in ("n", "k", "tokens")]
     rows.sort(key=lambda row: (row["op"], size(row), records.key("", row["facts"]), row["m"]))
     return {"schema": records.SCHEMA, "gpu": gpu, "sms": sms, "records": rows}
 
@@ -428,7 +541,8 @@ def from_table(data: Mapping[str, Any], source: str) -> list[Trial]:
             problem = Problem.of(row["op"], row["facts"], row["m"])
             uid = f"{TABLE}{records.key(row['op'], row)}"
             one = Trial(problem, row["program"], tuple(sorted(row["schedule"].items())), machine, "ok", row["us"])
-            one = replace(one, spread=row.get("spread"), role="confirm", job=f"import {source}", uid=uid)
+            job = "import " + "".join(letter if letter.isprintable() else "?" for letter in source)
+            one = replace(one, spread=row.get("spread"), role="confirm", job=job, uid=uid)
             base = row.get("heuristic_us")
             if base is not None:  # of a schedule that a table does not name, unless it is the fastest
                 unknown = {} if base == row["us"] else dict(program=UNKNOWN, params=(), spread=None)

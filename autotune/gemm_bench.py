@@ -485,8 +485,13 @@ def header(target: Target, commit: str | None = None) -> dict[str, Any]:
 
 def _said(*command: str) -> str | None:
     """First line that a command prints, or None."""
+    from terrazzo.lowering.toolchain import find_program
+
+    program = find_program(command[0])
+    if program is None:
+        return None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run((program, *command[1:]), capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return next(iter(done.stdout.split("\n")), "").strip() or None

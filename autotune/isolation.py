@@ -9,22 +9,26 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from terrazzo.autotune.database import Machine, Problem
 from terrazzo.lowering.cache import cache_root
-from terrazzo.lowering.errors import ToolchainError
+from terrazzo.lowering.data_files import parse_json
+from terrazzo.lowering.errors import ToolchainError, shown
 
 DEADLINE_S = 90.0
 """For one trial, loading the weight included; a process that needs longer is stopped."""
 QUEUE_S = 3600.0
 """For other jobs on the same GPU to finish their trial."""
 START_S = 180.0
-COMMAND = (sys.executable, "-m", "terrazzo.autotune.measurer")
+_START = "import sys; sys.path[:] = sys.argv[1:]; from terrazzo.autotune.measurer import serve; serve()"
+COMMAND = (sys.executable, "-c", _START)
+"""The process; `Measurer` gives it the folders that it may import from, which the working directory is none of."""
+_LONGEST = 1 << 20  # bytes of an answer
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,19 @@ class Result:
     spread: float | None = None
     error: str = ""
     name: str = ""
+
+
+def importable() -> list[str]:
+    """The folders of sys.path that a process of ours imports from: not the working directory, where anything may lie,
+    unless this very package comes from there."""
+    home = os.path.realpath(Path(sys.modules["terrazzo"].__file__).parents[1])
+    here = os.path.realpath(os.curdir)
+    return [at for at in sys.path if at and (os.path.realpath(at) != here or os.path.realpath(at) == home)]
+
+
+def _memory() -> BinaryIO:
+    """A file in memory, which a full TMPDIR does not matter to."""
+    return os.fdopen(os.memfd_create("terrazzo-measurer"), "w+b")
 
 
 class Measurer:
@@ -52,7 +69,7 @@ class Measurer:
     ) -> None:
         self.device, self.command, self.deadline = device, tuple(command), deadline
         self.process: subprocess.Popen | None = None
-        self.noise, self.words_from = tempfile.TemporaryFile(), 0  # what it prints, and where the present one began
+        self.noise, self.words_from = _memory(), 0  # what it prints, and where the present one began
         self.buffer = b""
         self.started, self.greeted = 0, False
 
@@ -70,11 +87,12 @@ class Measurer:
         if not self.greeted:
             self.begin()
         self.greeted, said = False, self._answer(START_S)
-        if said is None or "machine" not in said:
-            reason = said["error"] if said else self._last_words("the measuring process")
+        try:
+            return Machine(**said["machine"])
+        except (KeyError, TypeError):  # it died, or says why there is none
+            reason = said.get("error", shown(said)) if said else self._last_words("the measuring process")
             self.close()
-            raise ToolchainError(f"nothing can be measured here: {reason}")
-        return Machine(**said["machine"])
+            raise ToolchainError(f"nothing can be measured here: {reason}") from None
 
     def trial(self, problem: Problem, program: str, params: Mapping[str, int], budget_ms: float) -> Result:
         """One schedule, checked and timed; never raises for what happens in the process."""
@@ -100,15 +118,19 @@ class Measurer:
             what = f"no answer in {self.deadline:g} s" if hung else self._last_words("the process")
             self.close()
             return Result("hang" if hung else "crash", error=what)
-        if said["status"] in ("crash", "wrong"):
+        try:
+            found = Result(**said)
+        except TypeError:
+            found = Result("crash", error=f"the measuring process answered {shown(said)}")
+        if found.status in ("crash", "wrong"):
             self.close()
-        return Result(**said)
+        return found
 
     def _send(self, message: dict[str, Any]) -> None:
         if self.process is None:
             visible = {} if self.device is None else {"CUDA_VISIBLE_DEVICES": self.device}
             self.process = subprocess.Popen(
-                self.command,
+                (*self.command, *importable()) if self.command == COMMAND else self.command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.noise,
@@ -117,7 +139,6 @@ class Measurer:
             )
             self.buffer, self.started = b"", self.started + 1
             self.words_from = self.noise.seek(0, os.SEEK_END)
-            self._write({"path": sys.path})
         self._write(message)
 
     def _write(self, message: dict[str, Any]) -> None:
@@ -125,7 +146,7 @@ class Measurer:
         self.process.stdin.flush()
 
     def _answer(self, seconds: float) -> dict[str, Any] | None:
-        """One line of the process; None if it dies or the time is over."""
+        """One line of the process, an object of what it says; None if it dies or the time is over."""
         end = time.monotonic() + seconds
         while b"\n" not in self.buffer:
             left = end - time.monotonic()
@@ -137,8 +158,14 @@ class Measurer:
                     self.process.wait()
                     return None
                 self.buffer += read
+                if len(self.buffer) > _LONGEST:
+                    return {"answer": self.buffer[:80]}
         line, _, self.buffer = self.buffer.partition(b"\n")
-        return json.loads(line)
+        try:
+            said = parse_json(line)
+        except ValueError:
+            said = None
+        return said if isinstance(said, dict) else {"answer": line[:80]}
 
     def _last_words(self, who: str) -> str:
         code = self.process.wait() if self.process is not None else None

@@ -1,4 +1,4 @@
-"""The process that measures: started as `python -m terrazzo.autotune.measurer`, it speaks JSON lines and owns a GPU.
+"""The process that measures: started by autotune/isolation.py, it speaks JSON lines and owns a GPU.
 
 It holds the data of some problems, checks each candidate's output against the oracle (and that two runs give the same
 bits), and only then times it. It ends after anything that may have harmed the device or its memory: a CUDA error, or a
@@ -155,9 +155,6 @@ def serve() -> None:
     bench: Bench | None = None
     for line in sys.stdin:
         message = json.loads(line)
-        if "path" in message:
-            sys.path.extend(entry for entry in message["path"] if entry not in sys.path)
-            continue
         try:
             if bench is None:
                 bench = _start()
@@ -203,7 +200,3 @@ def _gpu_id() -> str:
 
     seen = torch.cuda.get_device_properties(torch.cuda.current_device())
     return str(getattr(seen, "uuid", None) or os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
-
-
-if __name__ == "__main__":
-    serve()

@@ -13,19 +13,24 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from terrazzo.autotune.database import Best, Database, Problem, Trial, best
+from terrazzo.autotune.jobs import Job
 from terrazzo.autotune.operators import OPERATORS
-from terrazzo.lowering.errors import ArgumentError, CacheError, ToolchainError
+from terrazzo.lowering.errors import ArgumentError, CacheError, TerrazzoError, ToolchainError
 from terrazzo.lowering.targets import TARGET_NAMES, Target
+from terrazzo.schedules import records
 
 EXTRA = "pip install 'terrazzo[tune]'"
 SLOWEST = 12
 GOAL = 1.10
 """Heuristic / tuned best, geometric mean."""
+_OPTIONAL = {"scales": str}
+"""Facts that only some of an operator's problems have."""
 _COLORS = {
     "w4a16": "#1f6feb",
     "w4a8": "#bf5700",
@@ -117,7 +122,7 @@ def points_of(trials: Sequence[Trial], peers: dict[tuple[Problem, str], float]) 
     found = []
     for it in best(trials):
         problem, target = it.trial.problem, target_of(it.trial)
-        if problem.op not in OPERATORS:  # of another version
+        if not understands(problem):  # of another version
             continue
         roof = OPERATORS[problem.op].roofline(problem, target)
         flop = OPERATORS[problem.op].flop(problem)
@@ -125,6 +130,27 @@ def points_of(trials: Sequence[Trial], peers: dict[tuple[Problem, str], float]) 
         peer_us, peer = other.get(problem, (None, ""))
         found.append(Point(it, it.trial.us, it.heuristic_us, peer_us, peer, roof.bound, roof.us, flop, nbytes))
     return found
+
+
+@cache
+def _kinds(op: str) -> dict[str, type]:
+    """The facts of an operator's problems."""
+    example = OPERATORS[op].problems(Job(ops=(op,), shapes=((512, 1024),)))[0]
+    return {name: type(value) for name, value in example.facts}
+
+
+def understands(problem: Problem) -> bool:
+    """Whether a problem of a database is one of this version's: its operator is there, and takes its facts."""
+    facts = dict(problem.facts)
+    if problem.op not in OPERATORS or not records.is_facts(facts):
+        return False
+    kinds, given = _kinds(problem.op), {name: type(value) for name, value in facts.items()}
+    if {**given, **_OPTIONAL} != {**kinds, **_OPTIONAL}:
+        return False
+    try:
+        return bool(OPERATORS[problem.op].space(problem).heuristic(Target.parse("sm_90a"), problem.m))
+    except TerrazzoError:
+        return False
 
 
 def geomean(values: Iterable[float]) -> float | None:

@@ -1,33 +1,43 @@
 """Bundles: folders of kernels compiled ahead of time, for processes that have torch and tvm-ffi but no compiler.
 
-    <bundle>/manifest.json             versions, target, layout identities, kernels, sha256 of every file
+    <bundle>/manifest.json             versions, target, driver, layout identities, kernels, sha256 of every file
     <bundle>/kernels/<identity>/       kernel.so, kernel.cu, report.json
 
 A bundle holds kernels of one target. It is written beside its final place and renamed; loading verifies every byte and
-refuses, by name, another target, another terrazzo, another machine, other layouts and kernels that this terrazzo would
-build from other sources.
+refuses, by name, another target, another terrazzo, another machine, other layouts, an older driver and kernels that
+this terrazzo would build from other sources.
+
+A bundle is native code. Its folders and files must belong to root, to this process's user or to one that the caller
+names, nobody else may write them, and none of them may be a link. What a launch loads later is what was verified.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import pwd
+import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from terrazzo.lowering import cache
-from terrazzo.lowering.errors import ArgumentError, BundleError, TargetError
-from terrazzo.lowering.kernels import compile_request, register_bundled
+from terrazzo.lowering import cache, folders
+from terrazzo.lowering.environment import driver_needed, driver_version, is_older
+from terrazzo.lowering.errors import ArgumentError, BundleError, CacheError, TargetError
+from terrazzo.lowering.folders import DistrustError
+from terrazzo.lowering.kernels import BundledKernel, compile_request, register_bundled
 from terrazzo.lowering.report import KernelReport
 from terrazzo.lowering.request import KernelRequest, check_requests
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import package_version, toolchain
 
-FORMAT = "terrazzo-bundle-1"
+FORMAT = "terrazzo-bundle-2"
+_AGAIN = "make it again with `terrazzo compile`"
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,7 @@ class Bundle:
         layouts: name -> identity of every packed layout that its kernels read.
         requests: the kernels.
         reports: request -> KernelReport.
+        driver: the oldest CUDA version that a driver must support to run them, "13.0".
     """
 
     path: Path
@@ -47,6 +58,7 @@ class Bundle:
     layouts: Mapping[str, str]
     requests: tuple[KernelRequest, ...]
     reports: Mapping[KernelRequest, KernelReport]
+    driver: str
     __hash__ = None  # it holds dicts
 
 
@@ -57,6 +69,8 @@ def write_bundle(
     replace: bool = False,
 ) -> Path:
     """Write a bundle of kernels, compiling those that are not in the cache (`compile_many` before is faster).
+
+    Others may read it: its folders have mode 0755, its files 0644.
 
     Args:
         path: folder to make.
@@ -76,21 +90,19 @@ def write_bundle(
         raise ArgumentError(
             "requests", targets, "a bundle holds kernels of exactly one target", "write one bundle for each target"
         )
-    if path.exists() and not (replace and (path / cache.MANIFEST).is_file()):
+    if path.exists() and not (replace and (path / folders.MANIFEST).is_file()):
         raise BundleError(
             f"{path} exists already; remove it, choose another folder or pass replace=True to replace a bundle"
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        private = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        try:
+        folders.sweep(path.parent, re.escape(f".{path.name}"))
+        with folders.private_folder(path.parent, f".{path.name}") as private:
             _fill(private, targets[0], requests, layouts)
             if path.exists():
                 _replace(private, path)
-            elif not cache.publish_folder(private, path):
-                raise BundleError(f"{path} was made by another process meanwhile")
-        finally:
-            shutil.rmtree(private, ignore_errors=True)
+            elif not folders.publish_folder(private, path):
+                raise BundleError(f"{path} was made by another process meanwhile; remove it or choose another folder")
     except OSError as error:
         raise BundleError(f"{path} cannot be written: {error}; make room there or choose another folder") from error
     return path
@@ -98,17 +110,22 @@ def write_bundle(
 
 def _fill(private: Path, target: str, requests: Sequence[KernelRequest], layouts: Mapping[str, str]) -> None:
     """Write everything of a bundle into an empty folder, the manifest last."""
-    kernels = []
+    kernels, drivers = [], []
     for request in dict.fromkeys(requests):
         folder = private / "kernels" / request.identity()
         folder.mkdir(parents=True)
-        compiled = compile_request(request)
-        for name in cache.FILES:
-            shutil.copyfile(compiled / name, folder / name)
+        entry = compile_request(request)
+        try:
+            manifest, files = cache.read_entry(entry, {"identity": request.identity()})
+        except ValueError as error:
+            raise CacheError(f"{entry} changed while it was read: {error}; try again") from error
+        for name in folders.FILES:
+            (folder / name).write_bytes(files[name])
+        drivers.append(driver_needed(manifest["toolchain"]["toolkit"], request.ptx is not None))
         kernels.append({"identity": request.identity(), "request": request.as_dict()})
-    meta = {"format": FORMAT, **_versions(), "target": target, "layouts": layouts, "kernels": kernels}
-    cache.write_manifest(private, {**meta, "toolchain": toolchain().as_dict()})
-    private.chmod(0o755)
+    newest = max(drivers, key=lambda version: tuple(map(int, version.split("."))))
+    meta = {"format": FORMAT, **_versions(), "target": target, "driver": newest, "layouts": layouts, "kernels": kernels}
+    folders.write_manifest(private, {**meta, "toolchain": toolchain().as_dict()}, 0o644)
 
 
 def _replace(private: Path, path: Path) -> None:
@@ -122,43 +139,46 @@ def _replace(private: Path, path: Path) -> None:
             os.rename(old / "bundle", path)  # if this fails too, the bundle is kept where it is
         old.rmdir()
         raise
+    (path / folders.LOCK).unlink(missing_ok=True)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def load_bundle(path: str | os.PathLike, target: Any = None, layouts: Mapping[str, str] | None = None) -> Bundle:
+def load_bundle(
+    path: str | os.PathLike,
+    target: Any = None,
+    layouts: Mapping[str, str] | None = None,
+    strict: bool = False,
+    owner: int | str | None = None,
+) -> Bundle:
     """Verify a bundle and let `get_kernel` find its kernels. Needs neither tilelang nor a compiler nor a TVM.
 
     Args:
         path: folder made by `write_bundle`.
         target: what the kernels must have been made for; None means the current device, if there is one.
         layouts: name -> identity of this installation's packed layouts; those that the bundle names must be equal.
+        strict: from now on no launch in this process compiles or takes a kernel from the cache: one that no loaded
+            bundle has is a BundleError that names it. `compile_request` and `compile_many` still compile.
+        owner: a user, by name or number, who may own the bundle beside root and this process's user. The bundle's code
+            runs in this process: name only whom you would let run any code here.
 
     Raises:
-        ArgumentError: no path, or layouts that are no names.
-        BundleError: the bundle is incomplete or altered, or made for another target, terrazzo, machine or layout, or
-            from other sources than this installation would build its kernels from.
+        ArgumentError: no path, layouts that are no names, or an owner that is no user.
+        BundleError: the bundle is incomplete or altered, may hold another user's code, needs a newer driver, or was
+            made for another target, terrazzo, machine or layout, or from other sources than this installation would
+            build its kernels from.
     """
-    path, installed = _folder(path), _names(layouts)
+    path, installed, trusted = _folder(path), _names(layouts), _trusted(owner)
     try:
-        manifest = cache.read_manifest(path, needed=())
-    except ValueError as error:
-        raise BundleError(f"bundle {path} cannot be trusted: {error}; make it again with `terrazzo compile`") from error
-    if manifest.get("format") != FORMAT:
+        with folders.Folder(path, trusted) as folder:
+            made_for, reads, kernels, reports, driver = _read(path, folder)
+    except DistrustError as error:
         raise BundleError(
-            f"{path} is no bundle of this terrazzo: format {manifest.get('format')!r}, expected {FORMAT!r}"
-        )
-    for name, own in _versions().items():
-        if manifest.get(name) != own:
-            raise BundleError(
-                f"bundle {path} was made with {name} {manifest.get(name, 'unknown')}, this is {own}; "
-                "make it again with `terrazzo compile`"
-            )
-    try:
-        made_for, reads, kernels = _contents(manifest)
-        folders = {identity: path / "kernels" / identity for identity in kernels}
-        reports = {kernels[identity]: KernelReport.read(folder / "report.json") for identity, folder in folders.items()}
-    except (OSError, ValueError) as error:
-        raise BundleError(f"bundle {path} is incomplete: {error}; make it again with `terrazzo compile`") from error
+            f"bundle {path} could hold another user's code: {error}; have root own it (chown -R root, chmod -R go-w), "
+            "copy it to a folder of your own (cp -r) if you trust where it comes from, or name its owner: "
+            "load_bundle(..., owner=...)"
+        ) from error
+    except ValueError as error:
+        raise BundleError(f"bundle {path} cannot be trusted: {error}; {_AGAIN}") from error
     wanted = _wanted_target(target)
     if wanted is not None and made_for.arch != wanted.arch:
         raise BundleError(
@@ -171,37 +191,119 @@ def load_bundle(path: str | os.PathLike, target: Any = None, layouts: Mapping[st
             raise BundleError(
                 f"bundle {path} reads layout {name} = {identity}, this installation packs {own}; make it again"
             )
+    _check_driver(path, driver)
     _check_sources(path, kernels)
-    register_bundled(folders)
-    return Bundle(path, made_for, reads, tuple(reports), reports)
+    register_bundled(kernels, path if strict else None)
+    return Bundle(path, made_for, reads, tuple(reports), reports, driver)
 
 
-def _contents(manifest: Mapping[str, Any]) -> tuple[Target, dict[str, str], dict[str, KernelRequest]]:
-    """Target, layouts, and the kernels by identity; ValueError says which of them a manifest lacks."""
-    for name, kind in (("target", str), ("layouts", dict), ("kernels", list)):
+def _read(
+    path: Path, folder: folders.Folder
+) -> tuple[Target, dict[str, str], dict[str, BundledKernel], dict[KernelRequest, KernelReport], str]:
+    """Target, layouts, kernels by identity, reports and driver of a bundle, every byte of it verified.
+
+    Raises:
+        BundleError: it is of another format, terrazzo or machine.
+        ValueError: what it lacks, or what is wrong with it.
+    """
+    manifest = folders.open_manifest(folder)
+    if manifest.get("format") != FORMAT:
+        raise BundleError(
+            f"{path} is no bundle of this terrazzo: format {_short(manifest.get('format'))}, expected {FORMAT!r}; "
+            f"{_AGAIN}"
+        )
+    for name, own in _versions().items():
+        if manifest.get(name) != own:
+            seen = manifest.get(name, "unknown")
+            seen = seen[:100] if isinstance(seen, str) else _short(seen)
+            raise BundleError(f"bundle {path} was made with {name} {seen}, this is {own}; {_AGAIN}")
+    for name, kind in (("target", str), ("driver", str), ("layouts", dict), ("kernels", list)):
         if not isinstance(manifest.get(name), kind):
-            raise ValueError(f"{cache.MANIFEST} has no {name}")
-    kernels: dict[str, KernelRequest] = {}
+            raise ValueError(f"{folders.MANIFEST} has no {name}")
+    if not re.fullmatch(r"\d{1,3}\.\d{1,2}", manifest["driver"], re.ASCII):
+        raise ValueError(f"{folders.MANIFEST} has no driver, but {_short(manifest['driver'])}")
+    if not all(isinstance(identity, str) for identity in manifest["layouts"].values()):
+        raise ValueError(f"{folders.MANIFEST} has layouts without identity")
+    kernels: dict[str, BundledKernel] = {}
     for kernel in manifest["kernels"]:
         if not isinstance(kernel, dict) or not isinstance(kernel.get("identity"), str) or "request" not in kernel:
-            raise ValueError(f"{cache.MANIFEST} has a kernel without identity or request")
-        cache.require_listed(manifest, [f"kernels/{kernel['identity']}/{name}" for name in cache.FILES])
-        kernels[kernel["identity"]] = KernelRequest.from_dict(kernel["request"])
-    return Target.parse(manifest["target"]), manifest["layouts"], kernels
-
-
-def _check_sources(path: Path, kernels: Mapping[str, KernelRequest]) -> None:
-    """Refuse kernels that this installation would build from other sources: `get_kernel` would never find them."""
-    for identity, request in kernels.items():
+            raise ValueError(f"{folders.MANIFEST} has a kernel without identity or request")
+        name = f"kernels/{kernel['identity']}"
+        folders.require_listed(manifest, [f"{name}/{file}" for file in folders.FILES])
+        library = f"{name}/{folders.LIBRARY}"
         try:
-            same = request.identity() == identity
+            request = KernelRequest.from_dict(kernel["request"])
         except ArgumentError as error:
+            raise ValueError(f"{folders.MANIFEST}: {str(error)[:500]}") from error
+        kernels[kernel["identity"]] = BundledKernel(request, path, library, manifest["files"][library], folder.trusted)
+    reports: dict[KernelRequest, KernelReport] = {}
+
+    def look(name: str, contents: bytes) -> None:
+        above, _, file = name.rpartition("/")
+        identity = above.removeprefix("kernels/")
+        if identity in kernels and above != identity:
+            if file == folders.LIBRARY:
+                folders.require_mark(contents, identity)
+            elif file == "report.json":
+                reports[kernels[identity].request] = KernelReport.parse(contents, name)
+
+    folders.verify_files(folder, manifest, look)
+    return Target.parse(manifest["target"]), manifest["layouts"], kernels, reports, manifest["driver"]
+
+
+def _check_driver(path: Path, needed: str) -> None:
+    """Refuse a driver that cannot load the bundle's machine code; without one, nothing can be launched anyway."""
+    seen = driver_version()
+    if seen is not None and is_older(seen, needed):
+        raise BundleError(
+            f"bundle {path} needs a driver for CUDA {needed} or newer, the driver here is for CUDA {seen}; update the "
+            f"driver, or compile the bundle with a toolkit of CUDA {seen.partition('.')[0]}"
+        )
+
+
+def _check_sources(path: Path, kernels: Mapping[str, BundledKernel]) -> None:
+    """Refuse kernels that this installation would build from other sources: `get_kernel` would never find them."""
+    for identity, kernel in kernels.items():
+        request = kernel.request
+        if not _may_be_looked_up(request.entry.partition(":")[0]):
+            continue
+        try:
+            own = request.identity()
+        except (ValueError, SyntaxError, OSError, RecursionError) as error:
             raise BundleError(f"bundle {path} has {request}, whose builder is not installed here: {error}") from error
-        if not same:
+        if own != identity and own in kernels:
+            raise BundleError(f"bundle {path} has {request} in the place of another of its kernels; {_AGAIN}")
+        if own != identity:
             raise BundleError(
                 f"bundle {path} was made from other terrazzo sources: this installation builds {request} from other "
-                "text; make it again with `terrazzo compile`"
+                f"text; {_AGAIN}"
             )
+
+
+def _may_be_looked_up(module: str) -> bool:
+    """Whether finding a builder's module imports nothing that only the bundle names: a package above it is imported.
+
+    `get_kernel` compares the others, which the caller then asks for.
+    """
+    top, dot, _ = module.partition(".")
+    return not dot or top == "terrazzo" or top in sys.modules
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _trusted(owner: Any) -> Collection[int]:
+    """Users who may own a bundle."""
+    if owner is None:
+        return folders.owners()
+    with contextlib.suppress(KeyError):  # no such user
+        if isinstance(owner, str):
+            return folders.owners(pwd.getpwnam(owner).pw_uid)
+        if type(owner) is int and 0 <= owner < 2**32:
+            return folders.owners(owner)
+    raise ArgumentError("owner", owner, "must be a user's name or number", "look at the bundle's owner with `ls -ln`")
 
 
 def _folder(path: Any) -> Path:

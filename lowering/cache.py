@@ -1,35 +1,46 @@
-"""The kernel cache on disk: content-addressed, verified on load, safe for any number of processes.
+"""The kernel cache on disk: content-addressed, verified on load, this user's alone, safe for any number of processes.
 
-    <root>/v1/kernels/<key>/      one compiled kernel; manifest.json, written last, holds sha256 of every other file
-    <root>/v1/locks/<key>.lock    held while a kernel is built, so that only one process builds it
-    <root>/v1/building/           private folders of builds in progress; renamed into kernels/ when complete
-    <root>/v1/quarantine/         entries that failed verification, kept for inspection
+    <root>/v2/kernels/<key>/      one compiled kernel; manifest.json, written last, holds sha256 of every other file
+    <root>/v2/locks/<key>.lock    held while a kernel is built, so that only one process builds it
+    <root>/v2/building/           private folders of builds in progress; renamed into kernels/ when complete
+    <root>/v2/quarantine/         entries that failed verification, kept for inspection
+    <root>/tilelang/              TileLang's own cache, unless TILELANG_CACHE_DIR names another place
 
 The lock only saves work. Correctness rests on the rename: an entry appears complete or not at all, and whoever comes
 second finds it there and throws the own copy away.
+
+An entry is native code that runs in this process. Folders are made 0700 and files 0600; what another user owns or may
+write is refused with a CacheError, and so are links in the place of these folders.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
+import errno
 import os
+import re
+import secrets
 import shutil
+import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from terrazzo.lowering import folders
 from terrazzo.lowering.errors import CacheError
+from terrazzo.lowering.folders import FILES, LIBRARY, MANIFEST, DistrustError, Folder
+
+__all__ = ["FILES", "MANIFEST", "cache_root", "clear", "get_or_build", "list_entries", "lookup", "verify"]
 
 LOCK_TIMEOUT_S = 300.0
-STALE_AFTER_S = 3600.0
-MANIFEST = "manifest.json"
-FILES = ("kernel.so", "kernel.cu", "report.json")
-"""Of every compiled kernel; a manifest that leaves one out vouches for nothing."""
+VERSION = "v2"
+_OLD_VERSIONS = ("v1",)  # never read; `clear` removes them
+_KEY = "[0-9a-f]{64}"
+_MADE_HERE = {"kernels": re.compile(_KEY), "quarantine": re.compile(rf"{_KEY}\.[0-9a-f]+")}
+_REMEDY = "set TERRAZZO_CACHE_DIR to a writable folder of your own"
 
 
 def cache_root() -> Path:
@@ -54,158 +65,166 @@ def _absolute(folder: Path) -> Path:
     return folder.absolute()
 
 
-def _room(name: str) -> Path:
-    folder = cache_root() / "v1" / name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CacheError(
-            f"kernel cache {folder} cannot be made: {error}; set TERRAZZO_CACHE_DIR to a writable folder"
-        ) from error
+def _existing(*names: str) -> Path | None:
+    """A folder of the cache, or None where there is none.
+
+    Raises:
+        CacheError: it, or a folder of the cache above it, is none, a link, or may hold another user's code.
+    """
+    folder = cache_root()
+    for name in ("", *names):
+        folder = folder / name
+        try:
+            seen = os.stat(folder, follow_symlinks=not name)  # the root itself may be a link to another disk
+            if not stat.S_ISDIR(seen.st_mode):
+                raise CacheError(
+                    f"kernel cache {folder} is {folders.kind_of(seen)} where a folder must be; remove it, or {_REMEDY}"
+                )
+            folders.require_trusted(f"kernel cache {folder}", seen, folders.owners())
+        except FileNotFoundError:
+            return None
+        except DistrustError as error:
+            raise CacheError(
+                f"{error}, so its kernels could be another user's code; "
+                f"make it your own (chmod go-w), remove it, or {_REMEDY}"
+            ) from error
+        except OSError as error:
+            raise CacheError(f"kernel cache {folder} cannot be read: {error.strerror}; {_REMEDY}") from error
     return folder
 
 
-def sha256_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return (
-            hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256(file.read())
-        )
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def write_manifest(folder: Path, meta: dict[str, Any]) -> None:
-    """Write manifest.json with `meta` and the sha256 of every file in `folder`, and flush all of it to the disk."""
-    files = {
-        path.relative_to(folder).as_posix(): sha256_file(path) for path in sorted(folder.rglob("*")) if path.is_file()
-    }
-    (folder / MANIFEST).write_text(json.dumps({**meta, "files": files}, indent=1))
-    for path in [*folder.rglob("*"), folder]:
-        _flush(path)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def read_manifest(folder: Path, needed: Sequence[str] = FILES) -> dict[str, Any]:
-    """Read and verify a folder made by `write_manifest`, whose manifest must name the `needed` files.
+def room(*names: str) -> Path:
+    """A folder of the cache, made for this user alone if it is not there.
 
     Raises:
-        ValueError: what is wrong: no manifest, one that cannot be read or names too few files, a file that is missing
-            or whose sha256 differs.
+        CacheError: it cannot be made, or must not be used.
     """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except OSError as error:
-        raise ValueError(f"{MANIFEST} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{MANIFEST} is damaged") from error
-    files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(digest, str) for digest in files.values()):
-        raise ValueError(f"{MANIFEST} is damaged")
-    require_listed(manifest, needed)
-    for name, digest in files.items():
+    folder = cache_root().joinpath(*names)
+    if _existing(*names) is None:
         try:
-            seen = sha256_file(folder / name)
+            folders.make_folders(folder)
         except OSError as error:
-            raise ValueError(f"{name} cannot be read: {error.strerror}") from error
-        if seen != digest:
-            raise ValueError(f"{name} has sha256 {seen[:12]}..., the manifest says {digest[:12]}...")
-    return manifest
+            raise CacheError(f"kernel cache {folder} cannot be made: {error}; {_REMEDY}") from error
+        if _existing(*names) is None:
+            raise CacheError(f"kernel cache {folder} vanishes as soon as it is made; {_REMEDY}")
+    return folder
 
 
-def require_listed(manifest: dict[str, Any], needed: Sequence[str]) -> None:
-    """Raise ValueError unless a manifest has the sha256 of these files."""
-    absent = [name for name in needed if name not in manifest["files"]]
-    if absent:
-        raise ValueError(f"{MANIFEST} has no sha256 of {', '.join(absent)}")
+def tilelang_folder() -> str:
+    """Where TileLang keeps what it compiles for itself: $TILELANG_CACHE_DIR, else beside our kernels."""
+    return os.environ.get("TILELANG_CACHE_DIR") or str(room("tilelang"))
 
 
-def publish_folder(private: Path, final: Path) -> bool:
-    """Rename a complete private folder to its final name; False if another one was there first."""
-    try:
-        os.rename(private, final)
-    except OSError:
-        if not final.is_dir():
-            raise
-        return False
-    _flush(final.parent)
-    return True
-
-
-def lookup(key: str) -> Path | None:
+def lookup(key: str, meta: Mapping[str, Any] | None = None) -> Path | None:
     """The verified entry of a key, or None. A damaged entry counts as absent and is moved to quarantine/, if it can be.
 
+    Args:
+        meta: as `get_or_build` was told; the entry must have the same identity, request and toolchain.
+
     Raises:
-        CacheError: the cache folder cannot be made.
+        CacheError: the cache or the entry must not be trusted, because another user owns it or may write it.
     """
-    entry = _room("kernels") / key
-    if not os.path.isdir(entry):  # False also where another user's folder may not be searched
+    kernels = _existing(VERSION, "kernels")
+    entry = None if kernels is None else kernels / key
+    if entry is None or not os.path.lexists(entry):
         return None
     try:
-        read_manifest(entry)
+        said = {name: value for name, value in (meta or {}).items() if name in ("identity", "request", "toolchain")}
+        read_entry(entry, {**said, "key": key})
+    except DistrustError as error:
+        raise CacheError(f"{error}, so it could be another user's code; remove {entry}") from error
     except ValueError:
+        if not entry.exists():  # another process removed it meanwhile
+            return None
         quarantine(key)
         return None
     return entry
 
 
+def read_entry(entry: Path, meta: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Manifest and files of an entry, read once and verified.
+
+    Args:
+        meta: fields of the manifest and what each must say; with an identity, the code's own mark must say it too.
+
+    Raises:
+        DistrustError: somebody else may have written it.
+        ValueError: it is damaged, or another kernel's.
+    """
+    if entry.is_symlink():
+        raise DistrustError(f"{entry} is a link")
+    contents: dict[str, bytes] = {}
+    with Folder(entry) as folder:
+        manifest = folders.read_manifest(folder, FILES, contents.__setitem__)
+    for name, value in meta.items():
+        if name not in manifest or not folders.same_json(manifest[name], value):
+            raise ValueError(f"{MANIFEST} is of another kernel: its {name} is not the one that was asked for")
+    if "identity" in manifest:
+        folders.require_mark(contents[LIBRARY], str(manifest["identity"]))
+    return manifest, contents
+
+
 def quarantine(key: str) -> Path | None:
     """Move an entry out of the way; None if another process did it first, or it cannot be moved (a read-only cache)."""
     try:
-        place = _room("quarantine") / f"{key}.{time.time_ns()}"
-        os.rename(_room("kernels") / key, place)
+        place = room(VERSION, "quarantine") / f"{key}.{secrets.token_hex(8)}"
+        os.rename(room(VERSION, "kernels") / key, place)
     except (CacheError, OSError):
         return None
     return place
 
 
-def get_or_build(key: str, meta: dict[str, Any], build: Callable[[Path], None], timeout: float | None = None) -> Path:
+def get_or_build(
+    key: str, meta: Mapping[str, Any], build: Callable[[Path], None], timeout: float | None = None
+) -> Path:
     """The entry of `key`, built by `build(private_folder)` if it is absent (ask `lookup` first, it takes no lock).
 
     Several processes that ask for one key at once build it once. If the lock does not come free within `timeout`
     seconds (LOCK_TIMEOUT_S; a stopped process, a network file system without locks), the kernel is built without it.
 
+    Args:
+        meta: what the manifest says beside key, time and files; an identity is also written behind the code.
+
     Raises:
-        CacheError: the cache folder cannot be written (an OSError of `build` counts as that), or a damaged entry of
-            this key cannot be moved out of the way.
+        CacheError: the cache folder cannot be written (an OSError of `build` counts as that), must not be trusted, or
+            a damaged entry of this key cannot be moved out of the way.
     """
-    with _key_lock(key, LOCK_TIMEOUT_S if timeout is None else timeout) as locked, _writing():
-        entry = lookup(key)
+    with _writing(), _key_lock(key, LOCK_TIMEOUT_S if timeout is None else timeout):
+        entry = lookup(key, meta)
         if entry is not None:
             return entry
-        _sweep(key if locked else None)
-        private = Path(tempfile.mkdtemp(prefix=f"{key if locked else 'unlocked'}.", dir=_room("building")))
-        try:
-            private.chmod(0o755)  # a cache may be shared between users
+        building, final = room(VERSION, "building"), room(VERSION, "kernels") / key
+        folders.sweep(building, _KEY)
+        with folders.private_folder(building, key) as private:
             build(private)
-            write_manifest(private, {"key": key, "created": time.time(), **meta})
-            final = _room("kernels") / key
+            if "identity" in meta:
+                folders.mark_library(private / LIBRARY, meta["identity"])
+            folders.write_manifest(private, {"key": key, "created": time.time(), **meta})
             for _ in range(2):  # a damaged entry that was there first is gone the second time
-                if publish_folder(private, final) or lookup(key) is not None:
+                if folders.publish_folder(private, final) or lookup(key, meta) is not None:
                     return final
-        finally:
-            shutil.rmtree(private, ignore_errors=True)
     raise CacheError(f"{final} is damaged and cannot be moved; remove it, or set TERRAZZO_CACHE_DIR to another folder")
 
 
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
-    """Inside, an OSError (no space, no permission) is a CacheError."""
+    """Inside, an OSError (no space, no permission) is a CacheError that names the folder and how to choose another."""
     try:
         yield
     except OSError as error:
-        raise CacheError(
-            f"kernel cache {cache_root()} cannot be written: {error}; "
-            "make room there, or set TERRAZZO_CACHE_DIR to a writable folder"
-        ) from error
+        place, remedy = f"kernel cache {cache_root()}", _REMEDY
+        where = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+        if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
+            place, remedy = "the folder for temporary files", "set TMPDIR to a writable folder"
+        elif where is not None and not where.is_relative_to(cache_root()) and where.is_relative_to(_temporary()):
+            place, remedy = f"the folder for temporary files {_temporary()}", "set TMPDIR to a writable folder"
+        raise CacheError(f"{place} cannot be written: {error}; make room there, or {remedy}") from error
+
+
+def _temporary() -> Path:
+    with contextlib.suppress(OSError):
+        return Path(tempfile.gettempdir())
+    return cache_root()
 
 
 @contextlib.contextmanager
@@ -213,7 +232,7 @@ def _key_lock(key: str, timeout: float) -> Iterator[bool]:
     """Hold the lock of a key; yields False if it did not come free in time. A killed holder frees it."""
     import filelock
 
-    lock = filelock.FileLock(_room("locks") / f"{key}.lock", timeout=timeout)
+    lock = filelock.FileLock(room(VERSION, "locks") / f"{key}.lock", timeout=timeout, mode=0o600)
     try:
         lock.acquire()
     except (filelock.Timeout, OSError):
@@ -225,70 +244,99 @@ def _key_lock(key: str, timeout: float) -> Iterator[bool]:
         lock.release()
 
 
-def _sweep(key: str | None) -> None:
-    """Remove left-overs of killed builds: those of `key`, whose lock we hold, and any that are old."""
-    for folder in _room("building").iterdir():
-        with contextlib.suppress(OSError):  # another process may sweep the same folder
-            own = key is not None and folder.name.startswith(f"{key}.")
-            if own or time.time() - folder.stat().st_mtime > STALE_AFTER_S:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _entries() -> list[Path]:
-    folder = cache_root() / "v1" / "kernels"
-    return sorted(folder.iterdir()) if folder.is_dir() else []
+def _made_here(version: str, name: str) -> list[Path]:
+    """Folders that this cache made in one of its own, by their names; links and everything else are left alone."""
+    parent = _existing(version, name)
+    found = [] if parent is None else sorted(path for path in parent.iterdir() if _MADE_HERE[name].fullmatch(path.name))
+    return [path for path in found if path.is_dir() and not path.is_symlink()]
 
 
 def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
 def list_entries() -> list[dict[str, Any]]:
     """One dict for each cached kernel: key, name, target, params, created (unix time), bytes, registers, spill_stores,
-    tensor_instructions. Unreadable entries are left out; `verify` names them."""
+    tensor_instructions. Unreadable entries are left out; `verify` names them.
+
+    Raises:
+        CacheError: the cache is no folder, or must not be trusted.
+    """
     rows = []
-    for entry in _entries():
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            manifest = json.loads((entry / MANIFEST).read_text())
-            report = json.loads((entry / "report.json").read_text())
+    for entry in _made_here(VERSION, "kernels"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            with Folder(entry) as folder:
+                manifest = folders.parse_json(folder.read(MANIFEST, folders.MANIFEST_BYTES))
+                report = folders.parse_json(folder.read("report.json"))
             request = manifest["request"]
-            rows.append(
-                {
-                    "key": entry.name,
-                    **{field: request[field] for field in ("name", "target")},
-                    "params": dict(request["params"]),
-                    "created": manifest["created"],
-                    "bytes": _size(entry),
-                    **{field: report[field] for field in ("registers", "spill_stores", "tensor_instructions")},
-                }
-            )
+            row = {
+                "key": entry.name,
+                **{field: request[field] for field in ("name", "target")},
+                "params": dict(request["params"]),
+                "created": manifest["created"],
+                "bytes": _size(entry),
+                **{field: report[field] for field in ("registers", "spill_stores", "tensor_instructions")},
+            }
+            if all(isinstance(row[field], _FIELDS[field]) for field in _FIELDS):
+                rows.append(row)
     return rows
 
 
-def clear() -> dict[str, int]:
-    """Remove every entry, quarantined ones and stale builds too. Returns {"entries": removed, "bytes": freed}.
+_FIELDS = {"name": str, "target": str, "created": int | float, "registers": int, "spill_stores": int}
+_FIELDS |= {"tensor_instructions": list}
 
-    Kernels that a process has loaded stay usable there; builds in progress are left alone.
+
+def clear() -> dict[str, int]:
+    """Remove every entry, quarantined ones, those of older versions and what killed builds left.
+
+    Returns {"entries": removed, "bytes": freed}. Kernels that a process has loaded stay usable there; builds in
+    progress are left alone, and so is everything whose name was not made here.
+
+    Raises:
+        CacheError: the cache is no folder, must not be trusted, or an entry cannot be removed (a read-only cache).
     """
-    removed, freed = 0, 0
-    quarantined = cache_root() / "v1" / "quarantine"
-    for folder in [*_entries(), *(quarantined.iterdir() if quarantined.is_dir() else ())]:
-        with contextlib.suppress(OSError):
+    removed, freed, failure = 0, 0, None
+    found = [*_made_here(VERSION, "kernels"), *_made_here(VERSION, "quarantine")]
+    for version in _OLD_VERSIONS:
+        with contextlib.suppress(CacheError):  # it is never read, so it may stay
+            found += [*_made_here(version, "kernels"), *_made_here(version, "quarantine")]
+    for folder in found:
+        try:
             size = _size(folder)
             shutil.rmtree(folder)
             removed, freed = removed + 1, freed + size
-    if (cache_root() / "v1" / "building").is_dir():
-        _sweep(None)
+        except FileNotFoundError:  # another process removed it
+            continue
+        except OSError as error:
+            failure = error
+    building = _existing(VERSION, "building")
+    if building is not None:
+        folders.sweep(building, _KEY)
+    if failure is not None:
+        why = "read-only" if failure.errno in (errno.EROFS, errno.EACCES, errno.EPERM) else failure.strerror
+        raise CacheError(
+            f"kernel cache {cache_root()} cannot be cleared: {failure}; it is {why} for this user, "
+            f"{removed} entries were removed; clear it as the user who owns it, or {_REMEDY}"
+        )
     return {"entries": removed, "bytes": freed}
 
 
 def verify() -> list[dict[str, Any]]:
-    """Check every entry: one dict for each with key, ok and problem ("" if ok). Damaged entries go to quarantine/."""
+    """Check every entry: one dict for each with key, ok and problem ("" if ok). Damaged entries go to quarantine/.
+
+    Raises:
+        CacheError: the cache is no folder, or must not be trusted.
+    """
     rows = []
-    for entry in _entries():
+    kernels = _existing(VERSION, "kernels")
+    for entry in sorted(kernels.iterdir()) if kernels is not None else ():
         problem = ""
         try:
-            read_manifest(entry)
+            if not _MADE_HERE["kernels"].fullmatch(entry.name):
+                raise DistrustError(f"{entry} was not made here")
+            read_entry(entry, {"key": entry.name})
+        except DistrustError as error:
+            problem = str(error)  # it stays where it is: it may not be ours to move
         except ValueError as error:
             problem = str(error)
             quarantine(entry.name)

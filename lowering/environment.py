@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from typing import Any
 
 from terrazzo.lowering import cache
@@ -32,7 +33,8 @@ def environment_report() -> dict[str, Any]:
     except TerrazzoError as error:
         tools = Toolchain(package_version("tilelang"), package_version("apache-tvm-ffi"), None, None)
         miss("a working nvcc", "compiling kernels", str(error))
-    torch, devices, driver = _devices()
+    torch, devices = _devices()
+    driver, needed = driver_version(), driver_needed(tools.toolkit)
     if package_version("torch") is None:
         miss("torch", "running anything", "pip install torch")
     elif torch["cuda"] is None:
@@ -44,6 +46,9 @@ def environment_report() -> dict[str, Any]:
     for device in devices:
         if device["target"] is None:
             miss(f"support for {device['name']}", "running kernels on it", device["problem"])
+    if driver is not None and tools.toolkit is not None and is_older(driver, needed):
+        remedy = f"update the driver, which is for CUDA {driver}, or compile with CUDA {driver.partition('.')[0]}"
+        miss(f"a driver for CUDA {needed} or newer", f"running what nvcc of CUDA {tools.toolkit} makes", remedy)
     for part in tools.missing():
         miss(part, "compiling kernels (bundles run without)", INSTALL_COMPILER)
     disassembler = find_cuda_tool("cuobjdump")
@@ -61,7 +66,7 @@ def environment_report() -> dict[str, Any]:
         "torch": torch,
         "tilelang": tools.tilelang,
         "tvm_ffi": tools.tvm_ffi,
-        "nvcc": {"path": find_nvcc(), "version": tools.nvcc, "toolkit": tools.toolkit},
+        "nvcc": {"path": find_nvcc(), "version": tools.nvcc, "toolkit": tools.toolkit, "driver": needed},
         "host_compiler": find_host_compiler(),
         "disassembler": disassembler,
         "driver": driver,
@@ -75,15 +80,15 @@ def environment_report() -> dict[str, Any]:
     }
 
 
-def _devices() -> tuple[dict[str, Any] | None, list[dict[str, Any]], str | None]:
-    """torch's versions, the CUDA devices it sees, and the newest CUDA version that the driver supports."""
+def _devices() -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """torch's versions, and the CUDA devices it sees."""
     if package_version("torch") is None:
-        return None, [], None
+        return None, []
     import torch
 
     versions = {"version": torch.__version__, "cuda": torch.version.cuda}
     if not torch.cuda.is_available():
-        return versions, [], None
+        return versions, []
     devices = []
     for index in range(torch.cuda.device_count()):
         seen = torch.cuda.get_device_properties(index)
@@ -94,17 +99,39 @@ def _devices() -> tuple[dict[str, Any] | None, list[dict[str, Any]], str | None]
         except TargetError as error:
             device["problem"] = str(error)
         devices.append(device)
-    return versions, devices, _driver_version()
+    return versions, devices
 
 
-def _driver_version() -> str | None:
-    """CUDA version that the installed driver supports, for example "13.0"."""
+def driver_version() -> str | None:
+    """CUDA version that the installed driver supports, for example "13.0"; None without a driver."""
     import ctypes
 
     number = ctypes.c_int()
     try:
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)):
             return None
-    except OSError:
+    except (OSError, AttributeError):
         return None
     return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def driver_needed(toolkit: str | None, ptx: bool = False) -> str:
+    """The oldest CUDA version that a driver must support to load what a toolkit compiles.
+
+    Machine code runs on every driver of the toolkit's major version; PTX needs the toolkit's own version or a newer one
+    (https://docs.nvidia.com/deploy/cuda-compatibility). Launches by cuLaunchKernelEx and TMA descriptors need 12.0.
+    """
+    if toolkit is None or not _VERSION.fullmatch(toolkit):
+        return _OLDEST
+    needed = toolkit if ptx else f"{toolkit.partition('.')[0]}.0"
+    return _OLDEST if is_older(needed, _OLDEST) else needed
+
+
+def is_older(version: str, other: str) -> bool:
+    """Whether "12.8" comes before "13.0"."""
+    left, right = ([int(part) for part in one.split(".")] for one in (version, other))
+    return left < right
+
+
+_VERSION = re.compile(r"\d{1,3}\.\d{1,2}", re.ASCII)
+_OLDEST = "12.0"

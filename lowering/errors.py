@@ -39,13 +39,13 @@ class ArgumentError(TerrazzoError, ValueError):
 
     def __init__(self, argument: str, value: object, constraint: str, remedy: str) -> None:
         self.argument, self.value, self.constraint, self.remedy = argument, value, constraint, remedy
-        super().__init__(f"{argument} = {_seen(value)}: {constraint}; {remedy}")
+        super().__init__(f"{argument} = {shown(value)}: {constraint}; {remedy}")
 
     def __reduce__(self):
         return type(self), (self.argument, self.value, self.constraint, self.remedy)
 
 
-def _seen(value: object) -> str:
+def shown(value: object) -> str:
     """A value in a message, whatever it is: some have no repr (ints of 5,000 digits, lists in lists in lists)."""
     try:
         text = repr(value)

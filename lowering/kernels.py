@@ -2,23 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import threading
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from terrazzo.lowering import cache
+from terrazzo.lowering import cache, folders
+from terrazzo.lowering.errors import BundleError, CacheError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.runtime import Kernel
-from terrazzo.lowering.toolchain import require_compiler, toolchain
+from terrazzo.lowering.toolchain import Toolchain, require_compiler, toolchain
 
 _lock = threading.RLock()
 _kernels: dict[KernelRequest, Kernel] = {}
-_bundled: dict[str, Path] = {}  # identity -> folder of a verified bundle
+_bundled: dict[str, BundledKernel] = {}  # by identity
+_strict: list[Path] = []  # bundles loaded with strict=True: from then on nothing is compiled for a launch
 
 
-def register_bundled(folders: dict[str, Path]) -> None:
-    """Let `get_kernel` find the kernels of a verified bundle, by identity."""
+@dataclass(frozen=True)
+class BundledKernel:
+    """A kernel of a verified bundle.
+
+    Attributes:
+        request: what it was compiled from. bundle: the bundle's folder. trusted: users who may own it.
+        library, digest: path of kernel.so inside the bundle, and the sha256 that was verified.
+    """
+
+    request: KernelRequest
+    bundle: Path
+    library: str
+    digest: str
+    trusted: Collection[int]
+
+    @property
+    def folder(self) -> Path:
+        return (self.bundle / self.library).parent
+
+    def code(self) -> bytes:
+        """kernel.so as it was verified.
+
+        Raises:
+            BundleError: it is another one now, or gone.
+        """
+        try:
+            with folders.Folder(self.bundle, self.trusted) as folder:
+                return folders.read_listed(folder, {"files": {self.library: self.digest}}, self.library)
+        except ValueError as error:
+            raise BundleError(
+                f"bundle {self.bundle} changed since it was loaded, kernel {self.request}: {error}; load it again"
+            ) from error
+
+
+def register_bundled(kernels: Mapping[str, BundledKernel], strict: Path | None = None) -> None:
+    """Let `get_kernel` find the kernels of a verified bundle, by identity; with `strict`, its folder, no others."""
     with _lock:
-        _bundled.update(folders)
+        _bundled.update(kernels)
+        if strict is not None:
+            _strict.append(strict)
 
 
 def forget_kernels() -> None:
@@ -26,6 +69,12 @@ def forget_kernels() -> None:
     with _lock:
         _kernels.clear()
         _bundled.clear()
+        _strict.clear()
+
+
+def _meta(request: KernelRequest, tools: Toolchain) -> dict[str, Any]:
+    """What the cache's entry of a request says of itself."""
+    return {"identity": request.identity(), "request": request.as_dict(), "toolchain": tools.as_dict()}
 
 
 def compile_request(request: KernelRequest) -> Path:
@@ -34,11 +83,11 @@ def compile_request(request: KernelRequest) -> Path:
     Raises:
         ToolchainError: a compiler is missing; the message says which and how to get it.
         CompileError: the builder, the lowering or nvcc failed.
-        CacheError: the cache folder cannot be found or written.
+        CacheError: the cache folder cannot be found or written, or must not be trusted.
     """
     tools = toolchain()
-    key = request.cache_key(tools)
-    entry = cache.lookup(key)
+    key, meta = request.cache_key(tools), _meta(request, tools)
+    entry = cache.lookup(key, meta)
     if entry is not None:
         return entry
     require_compiler(str(request))
@@ -48,18 +97,36 @@ def compile_request(request: KernelRequest) -> Path:
 
         compile_into(request, folder)
 
-    meta = {"identity": request.identity(), "request": request.as_dict(), "toolchain": tools.as_dict()}
     return cache.get_or_build(key, meta, build)
 
 
 def find_compiled(request: KernelRequest) -> Path | None:
     """Folder of the compiled kernel in a loaded bundle or in the cache, or None."""
-    return _bundled.get(request.identity()) or cache.lookup(request.cache_key(toolchain()))
+    bundled = _find_bundled(request)
+    if bundled is not None:
+        return bundled.folder
+    tools = toolchain()
+    return cache.lookup(request.cache_key(tools), _meta(request, tools))
+
+
+def _find_bundled(request: KernelRequest) -> BundledKernel | None:
+    """The bundled kernel of a request.
+
+    Raises:
+        BundleError: the bundle's kernel of this identity is of another request.
+    """
+    bundled = _bundled.get(request.identity())
+    if bundled is not None and bundled.request != request:
+        raise BundleError(
+            f"bundle {bundled.bundle} has kernel {bundled.request} in the place of {request}; "
+            "make it again with `terrazzo compile`"
+        )
+    return bundled
 
 
 def is_ready(request: KernelRequest) -> bool:
     """Whether `get_kernel` would answer without compiling."""
-    return request in _kernels or find_compiled(request) is not None
+    return request in _kernels or (_find_bundled(request) if _strict else find_compiled(request)) is not None
 
 
 def get_kernel(request: KernelRequest) -> Kernel:
@@ -68,13 +135,55 @@ def get_kernel(request: KernelRequest) -> Kernel:
     Raises:
         ToolchainError, CompileError, CacheError: see `compile_request`.
         CacheError, BundleError: what was compiled cannot be loaded into this process.
+        BundleError: a bundle was loaded with strict=True, and no loaded bundle has this kernel.
     """
     kernel = _kernels.get(request)
     if kernel is None:
         with _lock:
             kernel = _kernels.get(request)
             if kernel is None:
-                bundled = _bundled.get(request.identity())
-                kernel = Kernel(str(request), bundled or compile_request(request), bundled is not None)
+                kernel = _load(request)
                 _kernels[request] = kernel
     return kernel
+
+
+def _load(request: KernelRequest) -> Kernel:
+    bundled = _find_bundled(request)
+    if bundled is None and _strict:
+        raise BundleError(
+            f"kernel {request} is in no loaded bundle, and {_strict[0]} was loaded with strict=True, so that nothing "
+            "is compiled; make the bundle again with this kernel (`terrazzo compile`), or load it without strict"
+        )
+    if bundled is not None:
+        folder, code, error = bundled.folder, bundled.code(), BundleError
+    else:
+        (folder, code), error = _cached_code(request), CacheError
+    try:
+        with folders.private_copy(code, _places()) as library:
+            return Kernel(str(request), folder, bundled is not None, library)
+    except OSError as failure:
+        raise error(
+            f"kernel {request} cannot be loaded: {failure.strerror}; "
+            "set TMPDIR to a folder with free space where code may be run"
+        ) from failure
+
+
+def _cached_code(request: KernelRequest) -> tuple[Path, bytes]:
+    """Folder and kernel.so of the cache's entry, compiled again where that is cleared or damaged at this moment."""
+    for last in (False, True):
+        entry = compile_request(request)
+        try:
+            return entry, cache.read_entry(entry, {"identity": request.identity()})[1][folders.LIBRARY]
+        except ValueError as error:
+            if last:
+                raise CacheError(f"{entry} changes while it is read: {error}; remove it") from error
+    raise AssertionError
+
+
+def _places() -> Iterator[Path]:
+    """Where a copy may lie while it is loaded: some hosts allow no code in /tmp, some have no writable cache."""
+    with contextlib.suppress(OSError):
+        yield Path(tempfile.gettempdir())
+    with contextlib.suppress(CacheError):
+        yield cache.room(cache.VERSION, "loading")
+    yield Path("/dev/shm")

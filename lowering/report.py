@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from terrazzo.lowering.errors import ToolchainError
+from terrazzo.lowering.folders import parse_json
 from terrazzo.lowering.toolchain import INSTALL_DISASSEMBLER, find_cuda_tool
 
 # "/*0070*/  @!P0 HGMMA.64x64x16.F32 R24, ..." -> "HGMMA.64x64x16.F32"
@@ -50,14 +51,44 @@ class KernelReport:
     @staticmethod
     def read(path: Path) -> KernelReport:
         """The report of `as_dict` in a file; OSError or ValueError where there is none."""
+        return KernelReport.parse(path.read_bytes(), path.name)
+
+    @staticmethod
+    def parse(data: bytes, name: str) -> KernelReport:
+        """The report of `as_dict` as JSON text, which errors call `name`; ValueError if it is none."""
         try:
-            return KernelReport(**json.loads(path.read_text()))
-        except TypeError as error:
-            raise ValueError(f"{path.name} is no report: {error}") from error
+            said = parse_json(data)
+        except ValueError as error:
+            raise ValueError(f"{name} is no report: {error}") from error
+        if not isinstance(said, dict):
+            raise ValueError(f"{name} is no report: it is a {type(said).__name__}")
+        wrong = [field for field, value in said.items() if field not in _FIELDS or not _FIELDS[field](value)]
+        wrong += [field for field in _REQUIRED if field not in said]
+        if wrong:
+            raise ValueError(f"{name} is no report: {', '.join(wrong)[:200]} missing, unknown or of another kind")
+        return KernelReport(**said)
 
     def count(self, pattern: str) -> int:
         """Number of instructions whose opcode matches a regular expression from its start, for example "LDGSTS"."""
         return sum(number for opcode, number in self.instructions.items() if re.match(pattern, opcode))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_count, value.values()))
+
+
+_REQUIRED = ("registers", "smem_static", "smem_dynamic", "stack", "spill_stores", "spill_loads")
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(_REQUIRED, _is_count),
+    "smem_dynamic": lambda value: value is None or _is_count(value),
+    "instructions": _are_counts,
+    "tensor_instructions": lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+    "note": lambda value: isinstance(value, str),
+}
 
 
 def make_report(binary: Path, ptxas_log: str, smem_dynamic: int | None) -> KernelReport:

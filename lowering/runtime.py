@@ -20,22 +20,22 @@ class Kernel:
 
     Args:
         name: for reports and errors. folder: what `compile_request` gives. bundled: whether it is a bundle's.
+        library: the copy of kernel.so to load, which may go afterwards (default: the folder's own).
 
     Raises:
         CacheError, BundleError (bundled): kernel.so cannot be loaded; it is gone, damaged or of another machine.
     """
 
-    def __init__(self, name: str, folder: Path, bundled: bool = False) -> None:
+    def __init__(self, name: str, folder: Path, bundled: bool = False, library: Path | None = None) -> None:
         import torch  # noqa: F401  before tvm-ffi, which then exchanges tensors and streams with it
         import tvm_ffi
 
         self.name = name
         self.folder = folder
-        library = folder / "kernel.so"
         try:
-            self._function = tvm_ffi.load_module(str(library))["main"]
+            self._function = tvm_ffi.load_module(str(library or folder / "kernel.so"))["main"]
         except (RuntimeError, AttributeError, OSError) as error:
-            said = f"{library}, kernel {name}, cannot be loaded here: {error}"
+            said = f"{folder / 'kernel.so'}, kernel {name}, cannot be loaded here: {error}"
             if bundled:
                 raise BundleError(f"{said}; make the bundle again with `terrazzo compile` for this machine") from error
             raise CacheError(f"{said}; remove {folder}, and the kernel is compiled again") from error

@@ -20,10 +20,14 @@ from pathlib import Path
 from terrazzo.lowering.errors import ToolchainError
 
 INSTALL_COMPILER = (
-    "install them with `pip install 'terrazzo[nvcc]'` (or a CUDA 12.8+ toolkit with nvcc on PATH, and g++), "
-    "or load a bundle made by `terrazzo compile`"
+    "install what compiles with `pip install 'terrazzo[compile]'` (and a host g++), or load a bundle that "
+    "`terrazzo compile -o` made elsewhere, or set TERRAZZO_COMPILER to the python of an environment that has "
+    "terrazzo[compile] of this version"
 )
 INSTALL_DISASSEMBLER = "pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+# What tile programs are written for, and what that tilelang runs with: from here on, and before there. An engine brings
+# others, with which an import of tilelang ends the process.
+COMPILES_WITH = {"tilelang": ((0, 1, 15), (0, 1, 16)), "apache-tvm-ffi": ((0, 1, 11), (0, 1, 13))}
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,23 @@ class Toolchain:
         return asdict(self)
 
     def missing(self) -> list[str]:
-        """Names of the parts that a compilation needs and that are not installed."""
-        parts = {
-            "tilelang": self.tilelang,
-            "apache-tvm-ffi": self.tvm_ffi,
-            "nvcc": self.nvcc,
-            "a C++ compiler": find_host_compiler(),
-        }
-        return [name for name, version in parts.items() if version is None]
+        """What a compilation needs and does not find: names, and versions where another one is installed."""
+        packages = {"tilelang": self.tilelang, "apache-tvm-ffi": self.tvm_ffi}
+        missing = [_wanted(name, version) for name, version in packages.items() if not _fits(name, version)]
+        tools = {"nvcc": self.nvcc, "a C++ compiler": find_host_compiler()}
+        return missing + [name for name, version in tools.items() if version is None]
+
+
+def _fits(package: str, version: str | None) -> bool:
+    lowest, below = COMPILES_WITH[package]
+    return version is not None and lowest <= tuple(map(int, re.findall(r"\d+", version)[:3])) < below
+
+
+def _wanted(package: str, version: str | None) -> str:
+    if version is None:
+        return package
+    lowest, below = (".".join(map(str, bound)) for bound in COMPILES_WITH[package])
+    return f"{package}>={lowest},<{below} (version {version} is installed)"
 
 
 def require_compiler(purpose: str) -> None:
@@ -86,12 +99,18 @@ def _wheel_tools() -> list[Path]:
     return sorted(package.glob("cu*/bin"), reverse=True) if package else []
 
 
+def find_program(name: str) -> str | None:
+    """Path of a program on PATH, whose entries that depend on the working directory ("", ".", "bin") do not count."""
+    folders = [folder for folder in os.get_exec_path() if os.path.isabs(folder)]
+    return shutil.which(name, path=os.pathsep.join(folders) or os.devnull)
+
+
 def find_cuda_tool(name: str) -> str | None:
     """Path of a CUDA command-line tool: NVIDIA's wheels, then /usr/local/cuda, then PATH."""
     for folder in [*_wheel_tools(), Path("/usr/local/cuda/bin")]:
         if os.access(folder / name, os.X_OK):
             return str(folder / name)
-    return shutil.which(name)
+    return find_program(name)
 
 
 def find_nvcc() -> str | None:
@@ -99,13 +118,13 @@ def find_nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home:
         return str(Path(home, "bin", "nvcc")) if os.access(Path(home, "bin", "nvcc"), os.X_OK) else None
-    return shutil.which("nvcc") or find_cuda_tool("nvcc")
+    return find_program("nvcc") or find_cuda_tool("nvcc")
 
 
 def find_host_compiler() -> str | None:
     """Path of the C++ compiler that nvcc and the host stub use: $CXX, g++, clang++, c++."""
     chosen = os.environ.get("CXX")
-    return next((path for path in map(shutil.which, [chosen] if chosen else ["g++", "clang++", "c++"]) if path), None)
+    return next((path for path in map(find_program, [chosen] if chosen else ["g++", "clang++", "c++"]) if path), None)
 
 
 @cache
@@ -149,25 +168,33 @@ def import_tilelang():
     """Import tilelang without letting it change the environment that child processes inherit.
 
     Raises:
-        ToolchainError: tilelang is absent, or this process already runs Apache TVM (two TVMs cannot share a process).
+        ToolchainError: tilelang is absent, or it or tvm-ffi has a version that cannot work, or this process already
+            runs Apache TVM (two TVMs cannot share a process).
     """
     if loaded_tvm() == "apache-tvm":
         raise ToolchainError(
             "this process has imported apache-tvm, and tilelang brings its own TVM; the two cannot share a process. "
             "Compile in another process (`terrazzo compile -o bundle/`) and load the bundle here"
         )
+    unfit = [_wanted(name, package_version(name)) for name in COMPILES_WITH if not _fits(name, package_version(name))]
+    if unfit:
+        raise ToolchainError(f"compiling a kernel needs {' and '.join(unfit)}; {INSTALL_COMPILER}")
     if "tilelang" in sys.modules:
         return sys.modules["tilelang"]
-    if package_folder("tilelang") is None:
-        raise ToolchainError(f"compiling a kernel needs tilelang, which is not installed; {INSTALL_COMPILER}")
+    from terrazzo.lowering.cache import tilelang_folder
+
     # tilelang puts its own TVM first on sys.path unless it is there already, and a worker has its parent's entries
     # last, behind an installed apache-tvm.
     vendored = str(package_folder("tilelang") / "3rdparty" / "tvm" / "python")
     sys.path[:] = [entry for entry in sys.path if entry != vendored]
-    # On import tilelang prepends its TVM to PYTHONPATH; a child would then import that TVM as `tvm`.
-    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "TVM_LIBRARY_PATH")}
+    # On import tilelang prepends its TVM to PYTHONPATH; a child would then import that TVM as `tvm`. It makes its cache
+    # folder at once, and home need not be writable.
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "TVM_LIBRARY_PATH", "TILELANG_CACHE_DIR")}
+    os.environ["TILELANG_CACHE_DIR"] = folder = tilelang_folder()
     try:
         import tilelang
+
+        tilelang.env.TILELANG_CACHE_DIR = folder
     finally:
         for name, value in before.items():
             os.environ.pop(name, None)

@@ -15,18 +15,47 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering import lazy
 
 __all__ = [
+    "MLP",
+    "Attention",
+    "Decoder",
+    "DecoderLayer",
+    "Experts",
     "Format",
+    "GateUpLinear",
+    "GroupedLinear",
+    "JoinedLinear",
     "Linear",
+    "QKVLinear",
+    "RMSNorm",
+    "Rotary",
+    "SparseMLP",
+    "fuse",
+    "join",
+    "positions_of",
 ]
 
 if TYPE_CHECKING:
+    from terrazzo.nn.attention import Attention
+    from terrazzo.nn.decoder import Decoder, DecoderLayer, Rotary, positions_of
+    from terrazzo.nn.experts import Experts, GroupedLinear
     from terrazzo.nn.formats import Format
+    from terrazzo.nn.glue import fuse
+    from terrazzo.nn.joined import GateUpLinear, JoinedLinear, QKVLinear, join
     from terrazzo.nn.linear import Linear
+    from terrazzo.nn.mlp import MLP, SparseMLP
+    from terrazzo.nn.norm import RMSNorm
 else:
     __getattr__, __dir__ = lazy.attach(
         __name__,
         {
+            "attention": "Attention",
+            "decoder": "Decoder DecoderLayer Rotary positions_of",
+            "experts": "Experts GroupedLinear",
             "formats": "Format",
+            "glue": "fuse",
+            "joined": "GateUpLinear JoinedLinear QKVLinear join",
             "linear": "Linear",
+            "mlp": "MLP SparseMLP",
+            "norm": "RMSNorm",
         },
     )

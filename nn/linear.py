@@ -128,8 +128,9 @@ class Linear(PackedModule):
         layout = family.layout(facts, two_level)
         return cls(family.weight(**tensors, **optional, **facts, layout=layout))
 
-    def forward(self, x: products.Activations) -> torch.Tensor:
-        return products.gemm(x, self.packed)
+    def forward(self, x: products.Activations, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """y [..., out_features]; `out_dtype` is that of y where x was quantized before, float16 unless given."""
+        return products.gemm(x, self.packed, out_dtype)
 
 
 def _unit(family: str, group_size: int) -> Any:

@@ -57,6 +57,7 @@ class GroupedWeight:
             if weights.kind(expert) not in FAMILIES or type(expert) is not type(experts[0]):
                 seen, constraint = weights.kind(expert), f"must all be of one kind, {' or '.join(FAMILIES)}"
                 raise ArgumentError("experts", seen, constraint, "pack each expert")
+        experts = type(experts[0]).alike(experts)
         first, fields = experts[0], {}
         for field in dataclasses.fields(first):
             values = [getattr(expert, field.name) for expert in experts]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Weight = TypeVar("Weight")
 FLOATS = ("float16", "bfloat16", "float32")
+BROKEN = (KeyError, AttributeError, TypeError, ValueError, OverflowError)
+"""What safetensors raises, besides its own error, for tensors of dtypes that torch does not have."""
 
 
 class Canonical:
@@ -91,6 +93,11 @@ class Packed:
         weight.check_values()
         return weight
 
+    @classmethod
+    def alike(cls: type[Weight], experts: list[Weight]) -> list[Weight]:
+        """The weights of experts, stored alike where a format can do that without changing one."""
+        return experts
+
     def check_facts(self) -> None:
         """Raise ArgumentError unless n, k and group_size are numbers that a weight can have."""
         for name in ("n", "k", "group_size"):
@@ -124,7 +131,7 @@ def described(value: Any) -> str | None:
     import torch
 
     if isinstance(value, torch.Tensor):
-        return f"{dtype_name(value)} {list(value.shape)}"
+        return dtype_name(value) if value.is_nested else f"{dtype_name(value)} {list(value.shape)}"
     return None if value is None else type(value).__name__
 
 
@@ -174,11 +181,12 @@ def as_tensor(name: str, value: Any, device: torch.device | None = None) -> torc
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
-    """Raise ArgumentError for sparse tensors, and for those on the meta device."""
+    """Raise ArgumentError for sparse, nested, oneDNN and quantized tensors, and for those on the meta device."""
     import torch
 
-    if tensor.is_meta or tensor.layout is not torch.strided:
-        seen = f"{dtype_name(tensor)} {list(tensor.shape)} on {tensor.device}, {tensor.layout}"
+    if tensor.is_nested or tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided:
+        form = "nested" if tensor.is_nested else str(tensor.layout)
+        seen = f"{described(tensor)} on {tensor.device}, {form}"
         raise ArgumentError(name, seen, "must be dense and hold data", "load the checkpoint first, or call .to_dense()")
 
 
@@ -203,10 +211,11 @@ def check_floats(name: str, value: Any, shape: str, remedy: str) -> None:
     """Raise ArgumentError unless a value is a tensor of floats, up to 64 bits, that holds data."""
     import torch
 
+    if isinstance(value, torch.Tensor):
+        check_dense(name, value)
     if not isinstance(value, torch.Tensor) or dtype_name(value) not in (*FLOATS, "float64"):
         seen = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise ArgumentError(name, seen, f"must be a float tensor {shape}", remedy)
-    check_dense(name, value)
 
 
 def check_finite(name: str, value: torch.Tensor, remedy: str) -> None:
@@ -231,10 +240,12 @@ def check_matrix(weight: Any) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1]
 
 
-def check_count(name: str, value: Any, remedy: str = "use the default") -> None:
-    """Raise ArgumentError unless a value is a positive integer."""
+def check_count(name: str, value: Any, remedy: str = "use the default", most: int = 2**31 - 1) -> None:
+    """Raise ArgumentError unless a value is a positive integer, at most `most`."""
     if type(value) is not int or value < 1:
         raise ArgumentError(name, value, "must be a positive integer", remedy)
+    if value > most:
+        raise ArgumentError(name, value if value < 10**18 else "a longer number", f"must be at most {most}", remedy)
 
 
 def check_share(name: str, value: Any) -> None:
@@ -258,21 +269,34 @@ def tensor_fields(weight: Any) -> dict[str, torch.Tensor]:
 
 
 def device_of(device: Any) -> torch.device:
-    """The torch device that a caller named.
+    """The torch device that a caller named, as torch takes it: "cuda", "cuda:1", "cpu", a torch.device, or the index of
+    a GPU (torch.cuda.current_device()).
 
     Raises:
-        ArgumentError: it is no device (a dtype, say), or a CUDA device and torch sees none.
+        ArgumentError: it is no device (a dtype, say), or a CUDA device that torch does not see.
     """
     import torch
 
     try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
+        found = torch.device("cuda", device) if type(device) is int else torch.device(device)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         constraint = "must be a device: the bytes of a weight have no other dtype"
-        raise ArgumentError("device", device, constraint, "pass 'cuda', 'cuda:1' or 'cpu'") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("device", str(found), "torch sees no CUDA device", "pass 'cpu'; `terrazzo info` says why")
+        raise ArgumentError("device", device, constraint, "pass 'cuda', 'cuda:1', 0 or 'cpu'") from error
+    if found.type == "cuda":
+        if not torch.cuda.is_available():
+            remedy = "pass 'cpu'; `terrazzo info` says why"
+            raise ArgumentError("device", str(found), "torch sees no CUDA device", remedy)
+        if found.index is not None and found.index >= torch.cuda.device_count():
+            constraint = f"torch sees {torch.cuda.device_count()} CUDA devices"
+            raise ArgumentError("device", str(found), constraint, "pass the index of one of them, from 0")
     return found
+
+
+def device_name(device: torch.device) -> str:
+    """What safetensors calls a device: "cuda" alone would be the first GPU there, not the current one."""
+    import torch
+
+    return f"cuda:{torch.cuda.current_device()}" if device.type == "cuda" and device.index is None else str(device)
 
 
 def move(weight: Weight, device: str | torch.device) -> Weight:
@@ -369,10 +393,10 @@ def load(make: Callable[..., Weight], path: str | Path, device: str | torch.devi
 
     path, to = path_of(path), device_of(device)
     try:
-        with safe_open(path, framework="pt", device=str(to)) as file:
+        with safe_open(path, framework="pt", device=device_name(to)) as file:
             meta = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, *BROKEN) as error:
         raise ArgumentError(
             "path", str(path), f"must be a readable safetensors file ({error})", "write it with PackedWeight.save"
         ) from None
@@ -385,7 +409,24 @@ def load(make: Callable[..., Weight], path: str | Path, device: str | torch.devi
             "a checkpoint layer is read with load_layer; a packed weight of another version is packed again",
         )
     try:
-        return make(**tensors, **json.loads(meta["weight"]))
-    except (KeyError, ValueError, TypeError) as error:
+        made = make(**tensors, **json.loads(meta["weight"]))
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         said = f"its tensors and metadata are not those that save writes ({type(error).__name__}: {error})"
         raise ArgumentError("path", str(path), said, "save the weight again") from None
+    _check_kinds(made)
+    return made
+
+
+def _check_kinds(made: Any) -> None:
+    """Raise ArgumentError for fields that a file gives another kind than the class states: `"bias": 5`."""
+    import torch
+
+    kinds = {"torch.Tensor": torch.Tensor, "str": str, "bool": bool, "float": (int, float)}
+    for field in dataclasses.fields(made):
+        stated, value = str(field.type), getattr(made, field.name)
+        kind = kinds.get(stated.removesuffix(" | None"))
+        if kind is None or (value is None and stated.endswith(" | None")):
+            continue
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            seen = value if isinstance(value, (bool, int, float)) else described(value)
+            raise ArgumentError(field.name, seen, f"must be {stated} in the file", "save the weight again")

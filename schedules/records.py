@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from terrazzo.lowering.data_files import MOST, is_count, is_number, is_text, read_json
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import package_version
@@ -32,7 +33,50 @@ _SMALLEST_BUCKET, _LARGEST_BUCKET = 8, 8192
 _PADDING = 1.12  # a tile that pads a neighbouring M by more than this is no longer the tuned one
 _FEW_WIDTHS = ("multistage", "persistent")
 """Programs on mma.sync, whose tiles have few widths: a record serves other M that they pad as little."""
-_RECORD = {"op": str, "facts": dict, "m": int, "program": str, "schedule": dict, "us": (int, float)}
+TIMES_US = (1e-3, 1e12)
+"""What a time is within: a nanosecond, some days."""
+_SIZES = ("n", "k", "experts", "rows", "tokens", "head_dim")
+"""Facts that are at least 1."""
+
+
+def is_time(value: Any) -> bool:
+    """Whether a value from a file is a time in microseconds."""
+    return is_number(value, *TIMES_US)
+
+
+def is_facts(value: Any) -> bool:
+    """Whether a value from a file is the facts of a problem: text, bools and integers by name."""
+    return isinstance(value, dict) and all(
+        is_text(name) and (type(it) is bool or is_text(it) or is_count(it, name in _SIZES))
+        for name, it in value.items()
+    )
+
+
+def is_schedule(value: Any) -> bool:
+    """Whether a value from a file is the fields of a schedule: integers (and bools) by name."""
+    return isinstance(value, dict) and all(
+        is_text(name) and (type(it) is bool or is_count(it, -MOST)) for name, it in value.items()
+    )
+
+
+def _optional(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or check(value)
+
+
+_RECORD: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "op": (is_text, "the name of an operator"),
+    "facts": (is_facts, f"an object of text, bools and sizes up to {MOST}"),
+    "m": (lambda value: is_count(value, 1), f"an integer from 1 to {MOST}"),
+    "program": (is_text, "the name of a program"),
+    "schedule": (is_schedule, f"an object of integers up to {MOST}"),
+    "us": (is_time, "a time in microseconds"),
+    "heuristic_us": (_optional(is_time), "a time in microseconds"),
+    "spread": (_optional(lambda value: is_number(value, 0, 1e6)), "a share of the time"),
+}
+_RECORD |= {
+    name: (_optional(is_text), "text")
+    for name in ("arch", "driver", "cuda", "torch", "tilelang", "terrazzo", "sources", "date")
+}
 
 
 @dataclass(frozen=True)
@@ -92,17 +136,17 @@ class Table:
             seen = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
             raise ArgumentError("schema", seen, f"{source} must be a table of schema {SCHEMA}", "export it again")
         self.gpu, self.sms, records = data.get("gpu"), data.get("sms"), data.get("records")
-        if not isinstance(self.gpu, str) or not isinstance(self.sms, int) or not isinstance(records, list):
-            raise ArgumentError(
-                "gpu", self.gpu, f"{source} must name gpu, sms and a list of records", "export it again"
-            )
+        if not is_text(self.gpu) or not is_count(self.sms, 1) or not isinstance(records, list):
+            seen, constraint = (self.gpu, self.sms, type(records).__name__), "must name gpu, sms and a list of records"
+            raise ArgumentError("gpu, sms, records", seen, f"{source} {constraint}", "export it again")
         self.rows: dict[str, dict[int, Mapping[str, Any]]] = {}
         for index, row in enumerate(records):
-            for name, kind in _RECORD.items():
-                if not isinstance(row, Mapping) or not isinstance(row.get(name), kind):
-                    raise ArgumentError(f"records[{index}].{name}", row, f"is no {name} in {source}", "export it again")
-            if row["m"] < 1:
-                raise ArgumentError(f"records[{index}].m", row["m"], f"is below 1 in {source}", "export it again")
+            if not isinstance(row, dict):
+                raise ArgumentError(f"records[{index}]", row, f"is no object in {source}", "export it again")
+            for name, (check, what) in _RECORD.items():
+                if not check(row.get(name)):
+                    seen = f"is not {what} in {source}"
+                    raise ArgumentError(f"records[{index}].{name}", row.get(name), seen, "export it again")
             self.rows.setdefault(key(row["op"], row["facts"]), {})[row["m"]] = row
 
     @staticmethod
@@ -114,13 +158,7 @@ class Table:
         """
         if not isinstance(path, str | os.PathLike):
             raise ArgumentError("table", path, "must be the path of a table", "name a file of `tune export`")
-        try:
-            data = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
-            raise ArgumentError(
-                "table", str(path), f"cannot be read: {error}", "name a file of `tune export`"
-            ) from error
-        return Table(data, str(path))
+        return Table(read_json(path, "table", "name a file of `tune export`"), str(path))
 
     def refusal(self, target: Target) -> str:
         """Why no record of this table may serve the GPU, or ""."""
@@ -164,7 +202,7 @@ def _fits(row: Mapping[str, Any], at: int, m: int, sms: int) -> bool:
     Programs that have tiles of many widths are asked for the bucket of `tile_costs` that m falls in, and no other."""
     schedule, experts = row["schedule"], row["facts"].get("experts", 1)
     at, m, tile = -(-at // experts), -(-m // experts), schedule.get("block_tokens")
-    if not all(isinstance(it, int) for it in schedule.values()) or schedule.get("row_tiles", 1) < 1:
+    if schedule.get("row_tiles", 1) < 1:
         return False  # damaged
     if m > (schedule.get("tokens") or m):
         return False

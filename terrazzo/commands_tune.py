@@ -187,8 +187,12 @@ def _gpu_count() -> int:
     """GPUs of this machine, asked without touching them; 1 where nobody knows."""
     import subprocess
 
+    from terrazzo.lowering.toolchain import find_program
+
     try:
-        said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
+        said = subprocess.run(
+            [find_program("nvidia-smi") or "/nowhere", "-L"], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return 1
     return max(1, sum(line.startswith("GPU ") for line in said.splitlines()))
@@ -490,16 +494,11 @@ def import_command(files: tuple[Path, ...], database: Path | None) -> None:
     """Add the records of exported tables to the database; of benchmark results, others' times for its problems."""
     from terrazzo.autotune.benchmark_peers import is_result, peers_of
     from terrazzo.autotune.database import from_table
-    from terrazzo.lowering.errors import ArgumentError
+    from terrazzo.lowering.data_files import read_json
 
     with _open(database, create=True) as trials:
         for path in files:
-            try:
-                data = json.loads(path.read_text())
-            except (OSError, ValueError) as error:
-                raise ArgumentError(
-                    "table", str(path), f"cannot be read: {error}", "name an exported table or a benchmark's result"
-                ) from error
+            data = read_json(path, "table", "name an exported table or a benchmark's result")
             if is_result(data):
                 known = dict.fromkeys(it.problem for it in trials.trials(gpu=data.get("gpu")))
                 made = list(peers_of(data, known, path.name))

@@ -64,11 +64,14 @@ def attention_decode(
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of q [B, q_len, Hq, D] and the fields of a PackedCache."""
-    from terrazzo.ops.attention.op import run
+    from terrazzo.ops.attention import op, reference
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
                    page_size, max_length, mean_length)  # fmt: skip
-    return run(q, cache, scale=scale, softcap=softcap, window=window, sinks=sinks)
+    if not q.is_cuda:
+        out, lse, _ = reference.decode(q, cache, reference.Options(scale, softcap, window, sinks))
+        return out.to(q.dtype), lse.float()
+    return op.run(q, cache, scale=scale, softcap=softcap, window=window, sinks=sinks)
 
 
 @attention_decode.register_fake
@@ -102,12 +105,16 @@ def attention_prefill(
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of q [N, Hq, D], the fields of a PackedCache, and the new tokens or None."""
-    from terrazzo.ops.attention.prefill_op import run
+    from terrazzo.ops.attention import prefill_op, prefill_reference, reference
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
                    page_size, max_length, mean_length)  # fmt: skip
+    if not q.is_cuda:
+        options = reference.Options(scale, softcap, window, sinks)
+        out, lse, _ = prefill_reference.prefill(q, cache, cu_seqlens, options, k, v)
+        return out.to(q.dtype), lse.float()
     options = dict(scale=scale, softcap=softcap, window=window, sinks=sinks)
-    return run(q, cache, cu_seqlens, most_new, k=k, v=v, **options)
+    return prefill_op.run(q, cache, cu_seqlens, most_new, k=k, v=v, **options)
 
 
 @attention_prefill.register_fake
@@ -134,11 +141,13 @@ def attention_append(
     mean_length: int,
 ) -> None:
     """Stores k, v [B, q_len, Hkv, D] in place."""
-    from terrazzo.ops.attention.writing import run_append
+    from terrazzo.ops.attention import reference_writing, writing
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
                    page_size, max_length, mean_length)  # fmt: skip
-    run_append(cache, k, v, None)
+    if not k.is_cuda:
+        return reference_writing.append(cache, k, v)
+    writing.run_append(cache, k, v, None)
 
 
 @attention_append.register_fake
@@ -167,11 +176,13 @@ def attention_store(
     mean_length: int,
 ) -> None:
     """Stores k, v [tokens, Hkv, D] in place."""
-    from terrazzo.ops.attention.writing import run_store
+    from terrazzo.ops.attention import reference_writing, writing
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
                    page_size, max_length, mean_length)  # fmt: skip
-    run_store(cache, k, v, cu_seqlens, most_new, None)
+    if not k.is_cuda:
+        return reference_writing.store(cache, k, v, cu_seqlens)
+    writing.run_store(cache, k, v, cu_seqlens, most_new, None)
 
 
 @attention_store.register_fake

@@ -9,19 +9,18 @@ kernel reads. Both mean
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
+from terrazzo.ops.grouped_codes import GROUPS as GROUPS
+from terrazzo.ops.grouped_codes import SCALE_DTYPES, GroupedCodes, check_perm
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
 
-GROUPS = (32, 64, 128)
-"""Group sizes that kernels read; one group for the whole of K is the fourth choice."""
-SCALE_DTYPES = ("float16", "bfloat16", "float32")
 LAYOUT = "w4a16"
 BLOCK_N, BLOCK_K = 64, 128
 """Rows and input channels that a packed weight is padded to."""
@@ -30,88 +29,8 @@ _SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedWeight(weights.Canonical):
-    """A 4-bit weight [N, K] in plain rows. Build it with `canonical`, which checks it.
-
-    Attributes:
-        codes: uint8 [N, K], 0..15.
-        scales: f16, bf16 or f32 [N, G], G = ceil(K / group_size).
-        zeros: uint8 [N, G], 0..16 (16 occurs in GPTQ v1 checkpoints); None means 8 everywhere (symmetric).
-        group_size: 32, 64, 128 or K.
-        perm: int32 [K] | None; column j of `codes` is input channel perm[j] (act-order).
-        bias: [N] | None.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    group_size: int
-    zeros: torch.Tensor | None = None
-    perm: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-
-    @classmethod
-    def canonical(
-        cls,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None = None,
-        *,
-        group_size: int | None = None,
-        perm: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-    ) -> QuantizedWeight:
-        """Check shapes, dtypes and values, and bring the weight to canonical form.
-
-        Args:
-            codes: integers [N, K], 0..15.
-            scales: f16, bf16 or f32 [N, G]; finite.
-            zeros: integers [N, G], 0..16, or None for 8. All 8 becomes None.
-            group_size: input channels for each scale; None or -1 derives it from K and G. A multiple of 128 is
-                expanded to 128 (its scales are repeated), a group that holds all of K becomes K.
-            perm: integers [K], a permutation; the identity becomes None.
-            bias: f16, bf16 or f32 [N].
-
-        Raises:
-            ArgumentError: for anything that does not fit; the message names the argument and the remedy.
-        """
-        import torch
-
-        codes = weights.as_tensor("codes", codes)
-        given = {"scales": scales, "zeros": zeros, "perm": perm, "bias": bias}
-        scales, zeros, perm, bias = (
-            None if t is None else weights.as_tensor(name, t, codes.device) for name, t in given.items()
-        )
-        n, k = _check_codes(codes)
-        group_size = _check_scales(scales, n, k, group_size)
-        zeros = _check_zeros(zeros, scales)
-        if group_size not in (k, *GROUPS):
-            if group_size % GROUPS[-1]:
-                raise ArgumentError(
-                    "group_size",
-                    group_size,
-                    f"must be one of {GROUPS}, a multiple of {GROUPS[-1]}, or K = {k}",
-                    "requantize with a supported group size, or use quantize() on the float weight",
-                )
-            repeat = torch.arange(-(-k // GROUPS[-1]), device=scales.device) // (group_size // GROUPS[-1])
-            scales, zeros = scales[:, repeat], None if zeros is None else zeros[:, repeat]
-            group_size = GROUPS[-1]
-        if perm is not None:
-            perm = _check_perm(perm, k)
-        if bias is not None and (tuple(bias.shape) != (n,) or weights.dtype_name(bias) not in SCALE_DTYPES):
-            raise ArgumentError(
-                "bias",
-                f"{weights.dtype_name(bias)} {list(bias.shape)}",
-                f"must be a float vector [{n}] of {' or '.join(SCALE_DTYPES)}",
-                "pass one value for each output feature",
-            )
-        return cls(
-            codes=codes.to(torch.uint8).contiguous(),
-            scales=scales.contiguous(),
-            group_size=group_size,
-            zeros=None if zeros is None else zeros.contiguous(),
-            perm=perm,
-            bias=None if bias is None else bias.contiguous(),
-        )
+class QuantizedWeight(GroupedCodes):
+    """A 4-bit weight [N, K] in plain rows: attributes and `canonical`, which checks it, of `GroupedCodes`."""
 
     @property
     def symmetric(self) -> bool:
@@ -209,9 +128,35 @@ class PackedWeight(weights.Packed):
             raise ArgumentError("scale_dtype", self.scale_dtype, constraint, "pack the weight again")
 
     def check_values(self) -> None:
-        """Raise ArgumentError unless perm is a permutation: x is gathered by it."""
+        """Raise ArgumentError for scales that are not finite, zero points beyond 16, a perm that is no permutation."""
+        import torch
+
+        scale_bytes = BLOCK_N * _SCALE_BYTES[self.scale_dtype]
+        scales = self.params[..., :scale_bytes].contiguous().view(getattr(torch, self.scale_dtype))
+        weights.check_finite("params", scales, "the file is damaged: get it again, or pack the weight again")
+        if (value := weights.out_of_range(self.params[..., scale_bytes:], 0, 16)) is not None:
+            raise ArgumentError("params", value, "its zero points must be in 0..16", "pack the weight again")
         if self.perm is not None:
-            _check_perm(self.perm, self.k)
+            check_perm(self.perm, self.k)
+
+    def with_zero_points(self) -> PackedWeight:
+        """The same weight with a plane of zero points, all 8, where it is symmetric."""
+        import torch
+
+        if not self.symmetric:
+            return self
+        groups = -(-self.k // self.group_size)
+        eights = self.params.new_full((self.n, groups), 8)
+        rows, columns = self.params.shape[1] * BLOCK_N - self.n, self.groups - groups
+        plane = _rows().pack(torch.nn.functional.pad(eights, (0, columns, 0, rows))).transpose(0, 1)
+        return replace(self, params=torch.cat([self.params, plane], dim=-1).contiguous(), symmetric=False)
+
+    @classmethod
+    def alike(cls, experts: list[PackedWeight]) -> list[PackedWeight]:
+        """Experts that are stored alike: if one has zero points, all get a plane of them."""
+        if len({expert.symmetric for expert in experts}) < 2:
+            return experts
+        return [expert.with_zero_points() for expert in experts]
 
     def check_sizes(self) -> None:
         """Raise ArgumentError unless words and params have the shapes and dtypes that n, k and group_size ask for."""
@@ -320,103 +265,3 @@ def _summary(weight: QuantizedWeight | PackedWeight) -> str:
     scale = weight.scale_dtype if isinstance(weight, PackedWeight) else weights.dtype_name(weight.scales)
     parts += [f"scales={scale}"] + ["act-order"] * (weight.perm is not None) + ["bias"] * (weight.bias is not None)
     return ", ".join(parts)
-
-
-def _check_codes(codes: torch.Tensor) -> tuple[int, int]:
-    if codes.ndim != 2 or 0 in codes.shape or not weights.is_integer(codes):
-        raise ArgumentError(
-            "codes",
-            f"{weights.dtype_name(codes)} {list(codes.shape)}",
-            "must be integers [N, K] with N, K >= 1",
-            "pass one code for each weight; quantize() makes them from a float weight",
-        )
-    if (value := weights.out_of_range(codes, 0, 15)) is not None:
-        raise ArgumentError(
-            "codes", value, "must be in 0..15", "add 8 to signed codes; an 8-bit weight has no W4A16 form"
-        )
-    return tuple(codes.shape)
-
-
-def _check_scales(scales: torch.Tensor, n: int, k: int, group_size: int | None) -> int:
-    import torch
-
-    if (
-        scales is None
-        or weights.dtype_name(scales) not in SCALE_DTYPES
-        or scales.ndim != 2
-        or scales.shape[0] != n
-        or scales.shape[1] < 1
-    ):
-        seen = None if scales is None else f"{weights.dtype_name(scales)} {list(scales.shape)}"
-        raise ArgumentError(
-            "scales", seen, f"must be one of {SCALE_DTYPES}, shape [{n}, groups]", "transpose or convert them"
-        )
-    if not bool(torch.isfinite(scales).all()):
-        bad = (~torch.isfinite(scales)).nonzero()[0].tolist()
-        raise ArgumentError(
-            "scales",
-            float(scales[bad[0], bad[1]]),
-            f"must be finite (row {bad[0]}, group {bad[1]})",
-            "the checkpoint is damaged: get it again",
-        )
-    groups = scales.shape[1]
-    if group_size in (None, -1):
-        fits = (
-            [k]
-            if groups == 1
-            else [g for g in GROUPS if -(-k // g) == groups]
-            or ([k // groups] if k % (groups * GROUPS[-1]) == 0 else [])
-        )
-        if not fits or (group_size == -1 and groups != 1):
-            raise ArgumentError(
-                "scales",
-                f"{groups} groups",
-                f"no usual group size gives that many groups over K = {k}",
-                "pass group_size, or all the scales",
-            )
-        return fits[0]
-    if type(group_size) is not int or group_size < 1 or -(-k // group_size) != groups:
-        raise ArgumentError(
-            "group_size",
-            group_size,
-            f"K = {k} with {groups} scales for each row needs ceil(K / group_size) = {groups}",
-            "pass the group size that the checkpoint's config states, -1 for one group",
-        )
-    return k if groups == 1 else group_size
-
-
-def _check_zeros(zeros: torch.Tensor | None, scales: torch.Tensor) -> torch.Tensor | None:
-    import torch
-
-    if zeros is None:
-        return None
-    if not weights.is_integer(zeros) or zeros.shape != scales.shape:
-        raise ArgumentError(
-            "zeros",
-            f"{weights.dtype_name(zeros)} {list(zeros.shape)}",
-            f"must be integers {list(scales.shape)}, one for each scale",
-            "round float zero points (w = (code - zero) * scale), or leave them out for 8",
-        )
-    if (value := weights.out_of_range(zeros, 0, 16)) is not None:
-        raise ArgumentError(
-            "zeros", value, "must be in 0..16", "add 8 to signed zero points; they count in units of a code"
-        )
-    return None if bool((zeros == 8).all()) else zeros.to(torch.uint8)
-
-
-def _check_perm(perm: torch.Tensor, k: int) -> torch.Tensor | None:
-    import torch
-
-    natural = torch.arange(k, device=perm.device)
-    if (
-        not weights.is_integer(perm)
-        or tuple(perm.shape) != (k,)
-        or not bool((perm.long().sort().values == natural).all())
-    ):
-        raise ArgumentError(
-            "perm",
-            f"{weights.dtype_name(perm)} {list(perm.shape)}",
-            f"must be a permutation of 0..{k - 1}",
-            "pass argsort(g_idx, stable=True)",
-        )
-    return None if bool((perm == natural).all()) else perm.to(torch.int32).contiguous()

@@ -34,7 +34,7 @@ def fake_compile(folder: str):
         from pathlib import Path
 
         from terrazzo.autotune.cluster import entry_of
-        from terrazzo.lowering import cache
+        from terrazzo.lowering import cache, folders
         from terrazzo.lowering.report import KernelReport
 
         def first(what: str) -> bool:
@@ -54,7 +54,7 @@ def fake_compile(folder: str):
         for name in cache.FILES:
             (private / name).write_bytes(key.encode() * 100)
         (private / "report.json").write_text(json.dumps(KernelReport(40, 0, 0, 0, 0, 0).as_dict()))
-        cache.write_manifest(private, {"identity": key})
+        folders.write_manifest(private, {"identity": key})
         return entry_of(private)
 
     return task
@@ -95,7 +95,7 @@ def test_nothing_is_lost_and_nothing_is_measured_twice(tmp_path, monkeypatch):
     crashes = [it.error for it in kept if it.status == "crash"]
     assert not any("lost" in error for error in crashes)
     # every kernel that was compiled lies whole in the cache of the machine that measures
-    entries = list((tmp_path / "cache" / "v1" / "kernels").iterdir())
+    entries = list((tmp_path / "cache" / "v2" / "kernels").iterdir())
     assert len(entries) == len({it.params for it in kept if it.status != "compile"})
     assert all(cache.lookup(entry.name) == entry for entry in entries)
     assert (made / "killed").exists()  # a compile task whose worker died was run again
@@ -149,10 +149,10 @@ def test_kernels_travel_whole(tmp_path, monkeypatch):
     monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "there"))
     assert cache.lookup("abc") is None
     there = cluster.adopt(entry)
-    assert there == cache.lookup("abc") and (there / "kernel.so").read_bytes() == b"code"
+    assert there == cache.lookup("abc") and (there / "kernel.so").read_bytes() == (made / "kernel.so").read_bytes()
     assert cluster.adopt(entry) == there
     assert json.loads((there / cache.MANIFEST).read_text())["identity"] == "x"
-    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "here" / "v1" / "kernels" / "abc" / "kernel.so"))
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "here" / "v2" / "kernels" / "abc" / "kernel.so"))
     with pytest.raises(CacheError):
         cluster.adopt(entry)
     assert os.environ["TERRAZZO_CACHE_DIR"] and isinstance(there, Path)

@@ -131,7 +131,10 @@ def test_other_files_are_refused(tmp_path):
         ({"schema": 7}, "schema = 7"),
         ({"schema": 1, "gpu": "x", "records": []}, "gpu, sms"),
         ({"schema": 1, "gpu": "x", "sms": 1, "records": [{"op": "w4a16"}]}, "facts"),
-        *(({"schema": 1, "gpu": "x", "sms": 1, "records": [ROW | {"m": m}]}, rf"m = {m}: is below 1") for m in (0, -1)),
+        *(
+            ({"schema": 1, "gpu": "x", "sms": 1, "records": [ROW | {"m": m}]}, rf"m = {m}: is not an integer from 1")
+            for m in (0, -1)
+        ),
     ],
 )
 def test_damaged_tables_say_what_is_wrong(data, words, tmp_path):
@@ -171,9 +174,11 @@ def test_schedules_of_no_size_do_not_fit(name):
 
 
 def test_damaged_schedules_serve_no_neighbours():
-    for damage in ({"row_tiles": 0, "min_blocks": 1}, {"row_tiles": "x", "min_blocks": 1}, {"tokens": "x"}):
-        made = table([ROW | {"m": 64, "schedule": damage}])
-        assert made.find("w4a16", FACTS, 60)[0] is None
+    made = table([ROW | {"m": 64, "schedule": {"row_tiles": 0, "min_blocks": 1}}])
+    assert made.find("w4a16", FACTS, 60)[0] is None
+    for damage in ({"row_tiles": "x", "min_blocks": 1}, {"tokens": "x"}, {"tokens": 1.0}, {"tokens": 2**31}, []):
+        with pytest.raises(ArgumentError, match=r"records\[0\].schedule = .*: is not an object of integers"):
+            table([ROW | {"m": 64, "schedule": damage}])
 
 
 def schedule_of(m: int, target: Target = H200, **changes) -> dict:

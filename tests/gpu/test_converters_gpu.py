@@ -51,7 +51,7 @@ def driver_functions(torch, source: str, folder):
 
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if nvcc is None:
-        pytest.skip("nvcc was not found; pip install 'tilelang[nvcc]'")
+        pytest.skip("nvcc was not found; pip install 'terrazzo[compile]'")
     major, minor = torch.cuda.get_device_capability()
     arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
     (folder / "all.cu").write_text(source)

@@ -30,7 +30,7 @@ def tool(name: str) -> str:
         found = shutil.which(name, path=str(folder) if folder else None)
         if found:
             return found
-    package = {"nvcc": "tilelang[nvcc]"}.get(name, f"nvidia-cuda-{name}")
+    package = {"nvcc": "terrazzo[compile]"}.get(name, f"nvidia-cuda-{name}")
     pytest.skip(f"{name} was not found; pip install '{package}'")
 
 

@@ -1,10 +1,12 @@
 """Fixtures of the ground floor: private caches, kernels compiled once, a CUDA driver that only takes notes."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
+from lowering_tools import DRIVE, run_python
 from terrazzo.lowering.toolchain import find_host_compiler, find_nvcc
 
 HERE = Path(__file__).parent
@@ -63,3 +65,19 @@ def fake_driver(tmp_path_factory) -> Path:
         [*command, "-soname=libcuda.so.1", "-o", folder / "libcuda.so.1", HERE / "fake_driver.cpp"], check=True
     )
     return folder
+
+
+@pytest.fixture
+def drive(fake_driver, tmp_path):
+    """Function that runs code with `launch` and `tensor` and returns the driver's notes, or the process if it fails.
+
+    `before` is run before anything is imported, by a process that finds packages of the folder `path` first."""
+
+    def run(folder, params: str, code: str, before: str = "", path: Path | None = None, **environment: str):
+        log = tmp_path / "driver.log"
+        log.write_text("")
+        notes = {"FAKE_DRIVER_LOG": str(log), "FAKE_DRIVER_PARAMS": params, "LD_LIBRARY_PATH": str(fake_driver)}
+        done = run_python(f"FOLDER = {str(folder)!r}\n{before}\n{DRIVE}\n{code}", path, **notes, **environment)
+        return done if done.returncode else [json.loads(line) for line in log.read_text().splitlines()]
+
+    return run

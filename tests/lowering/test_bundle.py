@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 from lowering_tools import needs_compiler, request_for, run_python
-from terrazzo.lowering import Kernel, Target, cache, kernels, load_bundle, sources, write_bundle
+from terrazzo.lowering import Kernel, Target, folders, kernels, load_bundle, sources, write_bundle
 from terrazzo.lowering.errors import ArgumentError, BundleError, CacheError
 from terrazzo.lowering.toolchain import package_version
 
@@ -49,7 +49,7 @@ def test_kernels_come_from_the_bundle(bundle, tmp_path):
     )
     assert loaded.reports[request].registers > 0
     assert kernels.is_ready(request) and kernels.get_kernel(request).folder.parent == bundle / "kernels"
-    assert not list((tmp_path / "empty" / "v1" / "kernels").iterdir())
+    assert not (tmp_path / "empty").exists()
 
 
 def test_a_relative_bundle_and_its_reports_survive_a_chdir(bundle, monkeypatch):
@@ -63,8 +63,9 @@ def test_a_relative_bundle_and_its_reports_survive_a_chdir(bundle, monkeypatch):
 def test_a_kernel_that_cannot_be_loaded_is_named(bundle, tmp_path):
     library = bundle / "kernels" / request_for("scale").identity() / "kernel.so"
     library.write_bytes(b"of another machine")
+    folders.mark_library(library, request_for("scale").identity())
     files = json.loads((bundle / "manifest.json").read_text())["files"]
-    edit_manifest(bundle, files={**files, library.relative_to(bundle).as_posix(): cache.sha256_file(library)})
+    edit_manifest(bundle, files={**files, library.relative_to(bundle).as_posix(): folders.sha256(library.read_bytes())})
     load_bundle(bundle)
     with pytest.raises(BundleError, match=f"{library}, kernel test.scale.*cannot be loaded here: .*; make the bundle"):
         kernels.get_kernel(request_for("scale"))
@@ -128,8 +129,11 @@ def test_missing_parts_are_found(bundle):
     next(bundle.glob("kernels/*/report.json")).unlink()
     with pytest.raises(BundleError, match=r"report\.json cannot be read"):
         load_bundle(bundle)
-    shutil.rmtree(bundle)
+    (bundle / "manifest.json").unlink()
     with pytest.raises(BundleError, match=r"manifest\.json cannot be read"):
+        load_bundle(bundle)
+    shutil.rmtree(bundle)
+    with pytest.raises(BundleError, match=r"cannot be opened: No such file or directory"):
         load_bundle(bundle)
 
 
@@ -150,7 +154,11 @@ def test_files_that_the_manifest_leaves_out_are_not_trusted(bundle, damage):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        *((name, value, f"has no {name}") for name in ("target", "layouts", "kernels") for value in (None, 5)),
+        *(
+            (name, value, f"has no {name}")
+            for name in ("target", "driver", "layouts", "kernels")
+            for value in (None, 5)
+        ),
         ("target", "sm_1", "is not supported"),
         ("kernels", [5], "without identity or request"),
         ("kernels", {"identity": 5}, "without identity or request"),
@@ -170,7 +178,7 @@ def test_what_a_manifest_lacks_is_named(bundle, name, value, words):
 
 def test_a_manifest_of_nothing_is_refused(bundle):
     manifest = json.loads((bundle / "manifest.json").read_text())
-    for name in ("terrazzo", "machine", "target", "layouts", "kernels"):
+    for name in ("terrazzo", "machine", "target", "driver", "layouts", "kernels"):
         (bundle / "manifest.json").write_text(json.dumps({key: manifest[key] for key in manifest if key != name}))
         with pytest.raises(BundleError, match=name):
             load_bundle(bundle)
@@ -180,7 +188,7 @@ def test_a_report_that_is_none_is_refused(bundle):
     report = next(bundle.glob("kernels/*/report.json"))
     report.write_text('{"registers": 1}')
     files = json.loads((bundle / "manifest.json").read_text())["files"]
-    edit_manifest(bundle, files={**files, report.relative_to(bundle).as_posix(): cache.sha256_file(report)})
+    edit_manifest(bundle, files={**files, report.relative_to(bundle).as_posix(): folders.sha256(report.read_bytes())})
     with pytest.raises(BundleError, match=r"report\.json is no report"):
         load_bundle(bundle)
 
@@ -316,7 +324,7 @@ def test_a_full_disk_is_a_clear_error(compiled, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(shutil, "copyfile", full)
+    monkeypatch.setattr(folders, "flush", full)
     with pytest.raises(BundleError, match=f"{tmp_path / 'bundle'} cannot be written: .*No space left"):
         write_bundle(tmp_path / "bundle", [request_for("scale")])
     assert not list(tmp_path.iterdir())

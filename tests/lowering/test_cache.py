@@ -11,10 +11,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from terrazzo.lowering import cache, environment_report
+from terrazzo.lowering import cache, environment_report, folders
 from terrazzo.lowering.errors import CacheError
 
-KEY = "k" * 64
+KEY = "c" * 64
 REPORT = {"registers": 40, "spill_stores": 0, "tensor_instructions": []}
 META = {"request": {"name": "n", "target": "sm_80", "params": {}}}
 # A build that notes that it ran, takes a while, and writes a kernel's files.
@@ -29,7 +29,7 @@ def build(folder):
     time.sleep(float(os.environ.get("BUILD_SECONDS", "0.2")))
     (folder / "kernel.cu").write_text("")
     (folder / "report.json").write_text({json.dumps(json.dumps(REPORT))})
-print(cache.get_or_build({KEY!r}, {META!r}, build), flush=True)
+print(cache.get_or_build(os.environ.get("KEY", {KEY!r}), {META!r}, build), flush=True)
 """
 
 
@@ -59,16 +59,16 @@ def make(key=KEY, text="code"):
 
 def rooms(cache_dir):
     return {
-        name: len(list((cache_dir / "v1" / name).iterdir()))
+        name: len(list((cache_dir / cache.VERSION / name).iterdir()))
         for name in ("kernels", "building", "quarantine")
-        if (cache_dir / "v1" / name).is_dir()
+        if (cache_dir / cache.VERSION / name).is_dir()
     }
 
 
 def test_many_processes_build_once(builds, cache_dir):
     processes = [start() for _ in range(5)]
     answers = {process.communicate(timeout=60)[0].split()[-1] for process in processes}
-    assert answers == {str(cache_dir / "v1" / "kernels" / KEY)} and builds.read_text() == "build\n"
+    assert answers == {str(cache_dir / cache.VERSION / "kernels" / KEY)} and builds.read_text() == "build\n"
     assert rooms(cache_dir) == {"kernels": 1, "building": 0}
 
 
@@ -135,7 +135,7 @@ def test_damage_is_quarantined_and_rebuilt(cache_dir, kind):
     damage, words = DAMAGES[kind]
     damage(make())
     with pytest.raises(ValueError, match=words):
-        cache.read_manifest(cache_dir / "v1" / "kernels" / KEY)
+        cache.read_entry(cache_dir / cache.VERSION / "kernels" / KEY, {})
     assert cache.lookup(KEY) is None
     assert (make(text="new") / "kernel.so").read_text() == "new" and rooms(cache_dir) == {
         "kernels": 1,
@@ -157,7 +157,7 @@ def test_damage_that_cannot_be_moved_is_absent_and_named(cache_dir, monkeypatch,
     if kind == "its folder is read-only":
         monkeypatch.setattr(os, "rename", refuse)
     else:
-        (cache_dir / "v1" / "quarantine").touch()
+        (cache_dir / cache.VERSION / "quarantine").touch()
     assert cache.lookup(KEY) is None
     with pytest.raises(CacheError, match=f"{KEY} is damaged and cannot be moved; remove it, or set TERRAZZO_CACHE_DIR"):
         make(text="new")
@@ -168,20 +168,20 @@ def test_damage_that_cannot_be_moved_is_absent_and_named(cache_dir, monkeypatch,
 def test_a_damaged_entry_that_came_meanwhile_is_replaced(cache_dir):
     def build(folder):
         write_files(folder, "mine")
-        (cache_dir / "v1" / "kernels" / KEY).mkdir()
-        (cache_dir / "v1" / "kernels" / KEY / "kernel.so").touch()
+        (cache_dir / cache.VERSION / "kernels" / KEY).mkdir()
+        (cache_dir / cache.VERSION / "kernels" / KEY / "kernel.so").touch()
 
     assert (cache.get_or_build(KEY, META, build) / "kernel.so").read_text() == "mine"
     assert rooms(cache_dir) == {"kernels": 1, "building": 0, "quarantine": 1} and cache.lookup(KEY) is not None
 
 
-@pytest.mark.parametrize("step", ["build", "write_manifest", "_flush", "rename", "mkdtemp", "_sweep"])
+@pytest.mark.parametrize("step", ["build", "write_manifest", "flush", "rename", "mkdtemp", "sweep"])
 def test_a_full_disk_is_a_clear_error(cache_dir, monkeypatch, step):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if step != "build":
-        holder = {"rename": os, "mkdtemp": cache.tempfile}.get(step, cache)
+        holder = {"rename": os, "mkdtemp": folders.tempfile}.get(step, folders)
         monkeypatch.setattr(holder, step, full)
     words = f"kernel cache {cache_dir} cannot be written: .*No space left on device; .*TERRAZZO_CACHE_DIR"
     with pytest.raises(CacheError, match=words):
@@ -218,13 +218,26 @@ def test_damaged_manifests_are_listed_by_verify_alone(cache_dir, manifest):
     assert [row["ok"] for row in cache.verify()] == [True, False]
 
 
-def test_old_leftovers_are_swept_and_fresh_ones_kept(cache_dir):
-    building = cache_dir / "v1" / "building"
-    for name, age in (("other.old", 7200), ("other.fresh", 0)):
-        (building / name).mkdir(parents=True)
-        os.utime(building / name, (time.time() - age,) * 2)
-    make()
-    assert [folder.name for folder in building.iterdir()] == ["other.fresh"]
+@pytest.mark.parametrize("age", [-(10**8), 0, 10**8])
+def test_leftovers_are_known_by_their_locks_whatever_the_clock_says(builds, cache_dir, age):
+    """A killed build of another key is swept, a live one is not, be it made in 1970 or in 2100 by its time."""
+    live, dead = start(BUILD_SECONDS="60"), start(BUILD_SECONDS="60", KEY="d" * 64)
+    assert live.stdout.readline() == dead.stdout.readline() == "building\n"
+    dead.send_signal(signal.SIGKILL)
+    dead.wait()
+    building = cache_dir / cache.VERSION / "building"
+    for folder in building.iterdir():
+        os.utime(folder, (time.time() - age,) * 2)
+    make("e" * 64)
+    try:
+        assert [folder.name[:2] for folder in building.iterdir()] == ["cc"]
+        cache.clear()
+        assert [folder.name[:2] for folder in building.iterdir()] == ["cc"]
+    finally:
+        live.send_signal(signal.SIGKILL)
+        live.wait()
+    cache.clear()
+    assert not list(building.iterdir())
 
 
 def test_a_failed_build_leaves_nothing(cache_dir):

@@ -119,12 +119,13 @@ def test_a_cold_kernel_refuses_a_capture(compiled, monkeypatch):
 def test_failures_carry_the_tools_words(cache_dir, entry, params, words):
     with pytest.raises(CompileError, match=re.escape(words)):
         compile_request(KernelRequest("bad", entry, params, "sm_80"))
-    assert not list((cache_dir / "v1" / "building").iterdir()) and not list((cache_dir / "v1" / "kernels").iterdir())
+    assert not list((cache_dir / "v2" / "building").iterdir()) and not list((cache_dir / "v2" / "kernels").iterdir())
 
 
 def test_missing_compilers_are_named(cache_dir, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
-    with pytest.raises(ToolchainError, match=r"nvcc missing.*terrazzo\[nvcc\]"):
+    ways = r"nvcc missing.*pip install 'terrazzo\[compile\]'.*load a bundle.*TERRAZZO_COMPILER"
+    with pytest.raises(ToolchainError, match=ways):
         compile_request(request_for("scale"))
 
 

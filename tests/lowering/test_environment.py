@@ -28,7 +28,7 @@ def test_missing_tools_come_with_a_remedy(cache_dir, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     missing = {row["what"]: row["remedy"] for row in environment_report()["missing"]}
-    assert "terrazzo[nvcc]" in missing["nvcc"] and "a C++ compiler" in missing
+    assert "terrazzo[compile]" in missing["nvcc"] and "a C++ compiler" in missing
 
 
 def test_a_broken_nvcc_is_reported_not_raised(cache_dir, monkeypatch, tmp_path):

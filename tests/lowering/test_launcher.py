@@ -1,63 +1,9 @@
 """The launcher that is compiled into every kernel, driven by a CUDA driver that only takes notes."""
 
-import json
-
 import pytest
-from lowering_tools import needs_compiler, request_for, run_python
+from lowering_tools import DRIVE, needs_compiler, request_for, run_python
 
 pytestmark = [needs_compiler, pytest.mark.compiles]
-
-# A process without tilelang (an import of it fails) that launches on tensors which claim to lie on a CUDA device.
-DRIVE = """
-import ctypes, sys
-class NoTileLang:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("tilelang", "tvm"):
-            raise ImportError(name + " is not allowed here")
-sys.meta_path.insert(0, NoTileLang())
-from pathlib import Path
-from terrazzo.lowering import Kernel
-import tvm_ffi
-
-class DLManagedTensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32),
-                ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
-                ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p), ("offset", ctypes.c_uint64),
-                ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
-
-class OnDevice:
-    def __init__(self, address, shape, bits, device=0):
-        self.sizes = (ctypes.c_int64 * 4)(*shape, shape[1], 1)
-        base = ctypes.addressof(self.sizes)
-        self.tensor = DLManagedTensor(address, (2, device), 2, 2, bits, 1, base, base + 16, 0, None, None)
-    def __dlpack_device__(self):
-        return tuple(self.tensor.device)
-    def __dlpack__(self, **_):
-        new = ctypes.pythonapi.PyCapsule_New
-        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-        return new(ctypes.addressof(self.tensor), b"dltensor", None)
-
-keep = []
-def tensor(*arguments, **options):
-    keep.append(OnDevice(*arguments, **options))
-    return tvm_ffi.from_dlpack(keep[-1])
-
-launch = Kernel("test", Path(FOLDER))._function
-"""
-
-
-@pytest.fixture
-def drive(fake_driver, tmp_path):
-    """Function that runs code with `launch` and `tensor` and returns the driver's notes, or the process if it fails."""
-
-    def run(folder, params: str, code: str, **environment: str):
-        log = tmp_path / "driver.log"
-        log.touch()
-        notes = {"FAKE_DRIVER_LOG": str(log), "FAKE_DRIVER_PARAMS": params, "LD_LIBRARY_PATH": str(fake_driver)}
-        done = run_python(f"FOLDER = {str(folder)!r}\n{DRIVE}\n{code}", **notes, **environment)
-        return done if done.returncode else [json.loads(line) for line in log.read_text().splitlines()]
-
-    return run
 
 
 def test_launch_parameters_and_arguments(compiled, drive):

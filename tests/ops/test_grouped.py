@@ -78,14 +78,27 @@ def test_a_damaged_expert_is_refused(tmp_path):
         (lambda: [experts(w4a8, 1)[0].pack(), experts(w4a16, 1)[0].pack()], "experts"),
         (lambda: [experts(w4a8, 1)[0].pack(), experts(fp8, 1)[0].pack()], "experts"),
         (lambda: [experts(w4a8, 1, n=70)[0].pack(), experts(w4a8, 1, n=71)[0].pack()], "n"),
-        (lambda: [experts(w4a16, 1)[0].pack(), experts(w4a16, 1, symmetric=True)[0].pack()], "symmetric"),
     ],
-    ids=["none", "unpacked", "mixed", "mixed codes", "sizes", "zeros"],
+    ids=["none", "unpacked", "mixed", "mixed codes", "sizes"],
 )
 def test_experts_that_differ_are_refused(make, argument):
     with pytest.raises(ArgumentError) as error:
         GroupedWeight.stack(make())
     assert error.value.argument in (argument, "words", "params")
+
+
+@pytest.mark.parametrize("group_size", [32, 128, 200])
+def test_an_expert_without_zero_points_is_stacked_with_others(group_size):
+    """Zero points of 8 everywhere are stored as none; beside others they are written out."""
+    weight = torch.randn(70, 200)
+    made = [w4a16.quantize_weight(weight, group_size=group_size, symmetric=symmetric) for symmetric in (True, False)]
+    stacked = GroupedWeight.stack([one.pack() for one in made])
+    assert not stacked.stacked.symmetric
+    for one, expert in zip(made, stacked):
+        assert torch.equal(expert.dequantize(), one.dequantize())
+    stacked.check()
+    alike = GroupedWeight.stack([one.pack() for one in made[:1] * 2])
+    assert alike.stacked.symmetric
 
 
 def test_a_foreign_layout_is_refused():

@@ -67,8 +67,8 @@ def test_whole_folder(tmp_path, golden, shards):
     assert list(model.layers) == names[::-1]  # natural order: 2 before 10
     for weight in model.layers.values():
         assert torch.equal(weight.dequantize(), load(golden)[1]["weight"])
-    assert list(model.skipped) == ["lm_head"] and "F16 [96, 64]" in model.skipped["lm_head"]
-    assert model.report().splitlines()[0] == "2 layers loaded, 1 skipped"
+    assert list(model.skipped) == ["lm_head", "model.norm"] and "F16 [96, 64]" in model.skipped["lm_head"]
+    assert model.report().splitlines()[0] == "2 layers loaded, 2 skipped"
     assert "skipped  lm_head: stored as F16 [96, 64], not as 4-bit words" in model.report()
     one = w4a16.load_layer(path, names[0], target="sm_80")
     assert torch.equal(one.words, model.layers[names[0]].words) and one.target == "sm_80"
@@ -267,10 +267,11 @@ def test_an_asymmetric_gate_is_loaded(tmp_path):
     assert not w4a16.load_model(tmp_path).layers["gate"].dequantize().any()
 
 
-def test_every_matrix_is_reported(tmp_path):
-    fused = {"experts.gate_up_proj": torch.zeros(2, 4, 8), "a.weight": torch.zeros(4, 4), "norm.weight": torch.ones(4)}
+def test_every_tensor_is_reported(tmp_path):
+    fused = {"experts.gate_up_proj": torch.zeros(2, 4, 8), "norm.weight": torch.ones(4), "b.bias": torch.ones(4)}
     model = w4a16.load_model(folder(tmp_path / "m", {"a": "awq"}, extra=fused))
-    assert list(model.layers) == ["a"] and set(model.skipped) == {"a.weight", "experts.gate_up_proj", "lm_head"}
+    skipped = {"experts.gate_up_proj", "lm_head", "model.norm", "norm", "b.bias"}
+    assert list(model.layers) == ["a"] and set(model.skipped) == skipped
 
 
 def test_a_bad_pattern_of_names(tmp_path):
@@ -282,4 +283,4 @@ def test_nothing_is_loaded_before_it_is_needed(tmp_path):
     path = folder(tmp_path / "m", {"a": "awq", "b": "awq"})
     checkpoint = Checkpoint(path)
     checkpoint.tensor = None  # a load would fail
-    assert checkpoint.layers() == {"a": "awq", "b": "awq"} and list(checkpoint.matrices()) == ["lm_head"]
+    assert checkpoint.layers() == {"a": "awq", "b": "awq"} and set(checkpoint.others()) == {"lm_head", "model.norm"}

@@ -168,8 +168,8 @@ BAD = [
     ({"group_size": 64}, "group_size", "ceil"),
     ({"group_size": 0}, "group_size", "ceil"),
     ({"group_size": -1}, "scales", "no usual group size"),
-    ({"scales": torch.ones(8, 3).half(), "group_size": 96, "zeros": None}, "group_size", "multiple of 128"),
-    ({"scales": torch.ones(8, 16).half(), "group_size": 16, "zeros": None}, "group_size", "requantize"),
+    ({"scales": torch.ones(8, 6).half(), "group_size": 48, "zeros": None}, "group_size", "multiple of 32"),
+    ({"scales": torch.ones(8, 16).half(), "group_size": 16, "zeros": None}, "group_size", "groups of 16 .*NVFP4"),
     ({"zeros": _ZEROS[:, :1]}, "zeros", r"integers \[8, 2\]"),
     ({"zeros": _ZEROS.half()}, "zeros", "round float zero points"),
     ({"zeros": _ZEROS + 17}, "zeros", "17: must be in 0..16"),
@@ -179,6 +179,28 @@ BAD = [
     ({"bias": torch.ones(9)}, "bias", r"float vector \[8\]"),
     ({"bias": torch.ones(8, dtype=torch.int32)}, "bias", "float vector"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("group", "unit", "k"), [(96, 32, 288), (96, 32, 250), (192, 64, 384), (160, 32, 320), (384, 128, 768)]
+)
+def test_groups_of_other_sizes_are_cut_into_units(group, unit, k):
+    codes, groups = torch.randint(0, 16, (8, k), dtype=torch.uint8), -(-k // group)
+    scales, zeros = torch.rand(8, groups).half(), torch.randint(0, 16, (8, groups), dtype=torch.uint8)
+    weight = pack(codes, scales, zeros, group_size=group)
+    assert weight.group_size == unit
+    columns = torch.arange(k) // group
+    expected = (codes.float() - zeros[:, columns].float()) * scales[:, columns].float()
+    assert torch.equal(weight.dequantize(), expected.half())
+
+
+def test_a_group_size_that_the_scales_do_not_tell_is_asked_for():
+    """Two groups over K = 192 may be 96 + 96 or 128 + 64."""
+    codes, scales = torch.zeros(8, 192, dtype=torch.uint8), torch.ones(8, 2).half()
+    with pytest.raises(ArgumentError, match="more than one does; pass group_size"):
+        pack(codes, scales)
+    assert pack(codes, scales, group_size=96).group_size == 32
+    assert pack(codes, scales, group_size=128).group_size == 128
 
 
 @pytest.mark.parametrize(("changes", "argument", "words"), BAD)

@@ -1,0 +1,119 @@
+"""`Attention` over a low-bit KV cache: one product for q, k and v, rotary positions, append, decode or prefill."""
+
+from __future__ import annotations
+
+import torch
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn import glue, products
+from terrazzo.nn.joined import QKVLinear
+from terrazzo.nn.linear import Linear
+from terrazzo.ops.attention import torch_op
+from terrazzo.ops.attention.kv_cache import Batch
+from torch import nn
+
+
+class Attention(nn.Module):
+    """Attention of the new tokens of some sequences over their cache, which stores them on the way.
+
+    Args:
+        qkv: joined projection, sizes (heads D, kv_heads D, kv_heads D). out: output projection.
+        heads, kv_heads, head_dim: of the layer; head_dim 64, 128 or 256. layer: its number in the cache.
+        norms: [2, D] weights of RMSNorm over each head of q and k, or None. norm_eps: theirs.
+        scale: softmax scale, None for 1 / sqrt(D). softcap, window, sinks: see `ops.attention.decode`.
+
+    Raises:
+        ArgumentError: sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        qkv: QKVLinear,
+        out: Linear,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        layer: int = 0,
+        norms: torch.Tensor | None = None,
+        norm_eps: float = 1e-6,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        window: int = 0,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        wanted = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        if qkv.sizes != wanted:
+            raise ArgumentError("qkv", qkv.sizes, f"must have the sizes {wanted}", "QKVLinear.join(q, k, v)")
+        if out.in_features != wanted[0]:
+            raise ArgumentError("out", out.in_features, f"must take {wanted[0]} features", "pass o_proj")
+        self.qkv_proj, self.o_proj = qkv, out
+        self.heads, self.kv_heads, self.head_dim, self.layer = heads, kv_heads, head_dim, layer
+        self.register_buffer("norms", norms)
+        self.register_buffer("sinks", sinks)
+        self.norm_eps, self.scale, self.softcap, self.window = norm_eps, scale, softcap, window
+
+    def forward(
+        self, x: products.Activations, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """[T, hidden] of the T new tokens of a batch's sequences, one sequence after another.
+
+        Args:
+            x: [T, hidden], or quantized for `qkv_proj`. cos, sin: float [T, D] of the tokens' positions.
+            batch: of `KVCache.extend`, for T new tokens. Where each sequence has one, they are stored and decoded;
+                else they attend to themselves as they are and to what the cache holds, and are stored then.
+            out_dtype: float16 or bfloat16, x's before it was quantized.
+        """
+        qkv = self.qkv_proj.product(x, out_dtype)
+        q, k = glue.rotate(qkv, cos, sin, self.heads, self.kv_heads, self.norms, self.norm_eps)
+        v = qkv[:, (self.heads + self.kv_heads) * self.head_dim :].unflatten(-1, (self.kv_heads, self.head_dim))
+        options = dict(scale=self.scale, softcap=self.softcap, window=self.window, sinks=self.sinks)
+        if batch.new == [1] * len(q):
+            append(batch, k.unsqueeze(1), v.unsqueeze(1), self.layer)
+            y = decode(batch, q.unsqueeze(1), self.layer, **options)
+        else:
+            v = v.contiguous()
+            y = prefill(batch, q, k, v, self.layer, **options)
+            store(batch, k, v, self.layer)
+        return self.o_proj(y.view(len(q), -1))
+
+    def extra_repr(self) -> str:
+        parts = [f"heads={self.heads}/{self.kv_heads}", f"head_dim={self.head_dim}", f"layer={self.layer}"]
+        return ", ".join(parts + [f"{n}={getattr(self, n)}" for n in ("softcap", "window") if getattr(self, n)])
+
+
+def _on_kernels(x: torch.Tensor) -> bool:
+    return x.is_cuda or torch.compiler.is_compiling() or type(x) is not torch.Tensor
+
+
+def append(batch: Batch, k: torch.Tensor, v: torch.Tensor, layer: int) -> None:
+    """`Batch.append`, on a CPU by the reference."""
+    if _on_kernels(k):
+        batch.append(k, v, layer)
+    else:
+        torch_op.call_append(batch.layer(layer), k, v)
+
+
+def store(batch: Batch, k: torch.Tensor, v: torch.Tensor, layer: int) -> None:
+    """`Batch.store`, on a CPU by the reference."""
+    if _on_kernels(k):
+        batch.store(k, v, layer)
+    else:
+        torch_op.call_store(batch.layer(layer), k, v, batch.starts, max(batch.new, default=0))
+
+
+def decode(batch: Batch, q: torch.Tensor, layer: int, **options: object) -> torch.Tensor:
+    """`Batch.decode`, on a CPU by the reference."""
+    if _on_kernels(q):
+        return batch.decode(q, layer, **options)
+    return torch_op.call_decode(q, batch._view(layer), *options.values())[0]
+
+
+def prefill(
+    batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, **options: object
+) -> torch.Tensor:
+    """`Batch.prefill` with the new tokens as they are, on a CPU by the reference."""
+    if _on_kernels(q):
+        return batch.prefill(q, layer, k=k, v=v, **options)
+    most = max(batch.new, default=0)
+    return torch_op.call_prefill(q, batch._view(layer), batch.starts, most, k, v, *options.values())[0]

@@ -1,0 +1,121 @@
+"""`Experts`: a mixture's feed-forward layers, each product one launch for the tokens of all experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn import glue, products
+from terrazzo.nn.formats import Format
+from terrazzo.nn.joined import join
+from terrazzo.nn.module import PackedModule
+from terrazzo.ops import moe
+from terrazzo.ops.grouped import GroupedWeight
+from torch import nn
+
+
+class GroupedLinear(PackedModule):
+    """y[i] = x[i] w[e]^T + bias[e] for rows sorted by expert.
+
+    Args:
+        packed: GroupedWeight of E experts.
+    """
+
+    def __init__(self, packed: GroupedWeight) -> None:
+        if not isinstance(packed, GroupedWeight):
+            remedy = "use GroupedWeight.stack"
+            raise ArgumentError("packed", type(packed).__name__, "must be a GroupedWeight", remedy)
+        super().__init__(packed)
+
+    def forward(
+        self, x: products.Activations, offsets: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """y [M, N]; see `ops.w4a16.grouped_gemm`."""
+        return products.grouped_gemm(x, self.packed, offsets, out_dtype)
+
+
+class Experts(nn.Module):
+    """The experts of a layer: the router's choice in, the weighted sum of their outputs out.
+
+    Args:
+        gate_up: GroupedWeight of the joined gate and up projections. down: of the down projections.
+        activation: key of `glue.ACTIVATIONS`.
+
+    Raises:
+        ArgumentError: numbers of experts or sizes that do not fit; W4Ax, which has no grouped product.
+    """
+
+    def __init__(self, gate_up: GroupedWeight, down: GroupedWeight, activation: str = "silu") -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = GroupedLinear(gate_up), GroupedLinear(down)
+        if len(gate_up) != len(down) or gate_up.n != 2 * down.k:
+            seen = f"{len(down)} experts of {down.k} features beside {len(gate_up)} of {gate_up.n}"
+            raise ArgumentError("down", seen, "must take what gate and up give", "stack the same experts")
+        self.activation = known_activation(activation)
+
+    @classmethod
+    def stack(cls, gates: Sequence[Any], ups: Sequence[Any], downs: Sequence[Any], activation: str = "silu") -> Experts:
+        """Of each expert's packed or canonical weights. Experts of which only some have zero points stack: 8 is given
+        to the others.
+
+        Raises:
+            ArgumentError: experts that differ in anything but values; act-order, as experts share the order of x.
+        """
+        joined = _alike([join([gate, up]) for gate, up in zip(gates, ups)])
+        down = _alike([join([each]) for each in downs])
+        return cls(GroupedWeight.stack(joined), GroupedWeight.stack(down), activation)
+
+    @classmethod
+    def from_float(
+        cls,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        format: str | Format = "w4a16-g128",
+        activation: str = "silu",
+        **options: Any,
+    ) -> Experts:
+        """Quantize gate_up [E, 2 I, hidden], gate before up, and down [E, hidden, I], expert by expert."""
+        form = Format.parse(format)
+        make = lambda all_: GroupedWeight.stack(_alike([form.quantize(w.detach(), **options) for w in all_]))
+        return cls(make(gate_up), make(down), activation)
+
+    def __len__(self) -> int:
+        return self.gate_up_proj._facts["experts"]
+
+    def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """[T, hidden]: the sum over slots j of gates[t, j] times expert expert_ids[t, j] of x[t].
+
+        Args:
+            x: float16 or bfloat16 [T, hidden]. expert_ids: integers [T, top_k]. gates: float [T, top_k].
+        """
+        routing = moe.sort_by_expert(expert_ids, len(self))
+        rows = moe.gather(products.quantize(x, self.gate_up_proj.packed), routing)
+        h = glue.ACTIVATIONS[self.activation](self.gate_up_proj(rows, routing.offsets, x.dtype))
+        h = products.quantize(h, self.down_proj.packed)
+        return moe.combine(self.down_proj(h, routing.offsets, x.dtype), routing, gates)
+
+
+def known_activation(name: str) -> str:
+    """The name, where a gated form of it exists; else an ArgumentError."""
+    if name not in glue.ACTIVATIONS:
+        raise ArgumentError("activation", name, f"must be one of {tuple(glue.ACTIVATIONS)}", "keep this layer in float")
+    return name
+
+
+def _alike(packed: list) -> list:
+    """Weights of which all have zero points if one has: symmetric ones get 8."""
+    if len({getattr(w, "symmetric", None) for w in packed}) < 2:
+        return packed
+    return [_with_zeros(w) if w.symmetric else w for w in packed]
+
+
+def _with_zeros(w: Any) -> Any:
+    """A symmetric W4A16 weight with a plane of zero points that are all 8."""
+    from terrazzo.ops.w4a16.format import BLOCK_N
+
+    groups, blocks, _ = w.params.shape
+    eights = torch.full((groups, blocks, BLOCK_N), 8, dtype=torch.uint8, device=w.params.device)
+    return replace(w, params=torch.cat([w.params, eights], dim=-1), symmetric=False)

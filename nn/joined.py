@@ -1,0 +1,144 @@
+"""Layers that a checkpoint has apart and one product serves: q, k and v; gate and up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn import products
+from terrazzo.nn.formats import Format, family_of
+from terrazzo.nn.linear import Linear
+from terrazzo.nn.module import stored_weight
+from terrazzo.ops import weights
+from torch import nn
+
+BY_ROW = ("codes", "scales", "zeros", "offsets", "channel_scales", "bias")
+"""Tensors of canonical weights that have a row, or a value, for each output feature."""
+
+
+def join(parts: Sequence[Any], argument: str = "parts") -> Any:
+    """The packed weight [N1 + N2 + ..., K] of packed or canonical weights [Ni, K] of one format.
+
+    Raises:
+        ArgumentError: no weights, or unlike ones: other families, groups, scale dtypes, input features, or another
+            order of the input channels (`perm`, `smooth`, W4Ax's plan), which one product has in common.
+    """
+    if not isinstance(parts, (list, tuple)) or not parts:
+        raise ArgumentError(argument, weights.kind(parts), "must be a list of weights", "pass [q, k, v]")
+    targets = {part.target for part in parts if hasattr(part, "target")}
+    target = targets.pop() if len(targets) == 1 else None
+    canonical = [part.unpack() if hasattr(part, "unpack") else part for part in parts]
+    first = canonical[0]
+    made: dict[str, Any] = {}
+    for field in fields(first):
+        values = [getattr(part, field.name, None) for part in canonical]
+        if any(type(part) is not type(first) for part in canonical):
+            seen = " and ".join(dict.fromkeys(map(weights.kind, canonical)))
+            raise ArgumentError(argument, seen, "must be of one format", "quantize them alike")
+        if field.name in BY_ROW and any(torch.is_tensor(value) for value in values):
+            made[field.name] = _rows(field.name, values, canonical)
+        elif not _same(values):
+            seen = " and ".join(str(value if not torch.is_tensor(value) else "a vector") for value in values[:2])
+            constraint = "must be the same for layers that one product joins"
+            raise ArgumentError(field.name, seen, constraint, "keep these layers apart, or quantize them alike")
+        else:
+            made[field.name] = values[0]
+    return replace(first, **made).pack(target=target)
+
+
+def _rows(name: str, values: list, canonical: list) -> torch.Tensor:
+    """Values of all parts, one below the other; zero points that are left out are 8, biases 0."""
+    like = next(value for value in values if value is not None)
+    filled = []
+    for value, part in zip(values, canonical):
+        if value is None:
+            size = part.scales.shape if name == "zeros" else (len(part.codes),)
+            value = torch.full(size, 8 if name == "zeros" else 0, dtype=like.dtype, device=like.device)
+        if value.dtype != like.dtype or value.shape[1:] != like.shape[1:]:
+            seen = f"{weights.described(value)} beside {weights.described(like)}"
+            constraint = "must have one dtype, and one number of columns"
+            raise ArgumentError(name, seen, constraint, "quantize the layers alike")
+        filled.append(value)
+    return torch.cat(filled)
+
+
+def _same(values: list) -> bool:
+    first = values[0]
+    if torch.is_tensor(first):
+        return all(torch.is_tensor(v) and v.shape == first.shape and torch.equal(v, first) for v in values[1:])
+    return all(not torch.is_tensor(v) and v == first for v in values[1:])
+
+
+class JoinedLinear(Linear):
+    """One layer for several of a checkpoint; forward gives their results, views of one tensor.
+
+    Args:
+        packed: the joined weight. sizes: output features of each part.
+    """
+
+    def __init__(self, packed: Any, sizes: Sequence[int]) -> None:
+        super().__init__(packed)
+        if sum(sizes) != self.out_features:
+            constraint = f"must add up to the weight's {self.out_features} output features"
+            raise ArgumentError("sizes", list(sizes), constraint, "pass those of the parts")
+        self.sizes = tuple(sizes)
+
+    @classmethod
+    def from_packed(cls, packed: Any, sizes: Sequence[int] = ()) -> JoinedLinear:
+        """Of a weight that is joined already."""
+        return cls(packed, sizes)
+
+    @classmethod
+    def join(cls, *parts: Any) -> JoinedLinear:
+        """Of layers, packed or canonical weights, in order; see `joined.join`."""
+        parts = tuple(part.packed if isinstance(part, Linear) else part for part in parts)
+        return cls(join(parts), [part.n for part in parts])
+
+    @classmethod
+    def from_float(cls, source: Sequence[Any], format: str | Format = "w4a16-g128", **options: Any) -> JoinedLinear:
+        """Quantize float layers or weights [Ni, K] as one."""
+        floats = [part.weight if isinstance(part, nn.Linear) else part for part in source]
+        biases = [getattr(part, "bias", None) if isinstance(part, nn.Linear) else None for part in source]
+        bias = None
+        if any(b is not None for b in biases):
+            bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in zip(floats, biases)])
+        made = Format.parse(format).quantize(
+            torch.cat([w.detach() for w in floats]), None if bias is None else bias.detach(), **options
+        )
+        family_of(made)
+        return cls(made, [len(w) for w in floats])
+
+    @classmethod
+    def from_state(
+        cls, state: Mapping[str, torch.Tensor], prefix: str = "", *, sizes: Sequence[int] = ()
+    ) -> JoinedLinear:
+        """See `Linear.from_state`."""
+        return cls(stored_weight(state, prefix), sizes)
+
+    @classmethod
+    def empty(
+        cls, in_features: int, sizes: Sequence[int], format: str | Format = "w4a16-g128", **options: Any
+    ) -> JoinedLinear:
+        """See `Linear.empty`; `sizes` are the output features of the parts."""
+        return cls(Linear.empty(in_features, sum(sizes), format, **options)._make(), sizes)
+
+    def product(self, x: products.Activations, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """All results side by side, [..., sum of sizes]."""
+        return super().forward(x, out_dtype)
+
+    def forward(self, x: products.Activations, out_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
+        return self.product(x, out_dtype).split(self.sizes, dim=-1)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, sizes={self.sizes}"
+
+
+class QKVLinear(JoinedLinear):
+    """q, k and v by one product: `QKVLinear.join(q, k, v)`."""
+
+
+class GateUpLinear(JoinedLinear):
+    """gate and up by one product: `GateUpLinear.join(gate, up)`."""

@@ -1,0 +1,123 @@
+"""The oracle of `store` and `append`: new tokens written into a packed cache, in torch on its device."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from terrazzo.ops.attention.cache import PackedCache, residual_layout
+from terrazzo.ops.attention.format import TILE_TOKENS
+from terrazzo.ops.attention.quantizer import F16_MAX, QuantizedBlock, quantize
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.ops.attention.layout import CacheLayout
+
+
+def store(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor) -> None:
+    """Write k, v [N, Hkv, D], the newest tokens of all sequences in turn; `cache.lengths` counts them already.
+
+    Args:
+        starts: int32 [B + 1], where each sequence's tokens begin, and their number.
+    """
+    import torch
+
+    ring = cache.residual_tokens
+    for b, (first, last) in enumerate(pairwise(starts.tolist())):
+        length = int(cache.lengths[b])
+        begin = length - (last - first)
+        if begin == length:
+            continue
+        new = [x[first:last].transpose(0, 1) for x in (k, v)]  # [Hkv, new, D]
+        if not ring:
+            _write(cache, b, begin, length, new)
+            continue
+        held, packed = begin - begin % ring, length - length % ring
+        new = [x.float().clamp(-F16_MAX, F16_MAX).half() for x in new]
+        waiting = _Ring(cache, b)
+        if held < begin:
+            old = waiting.read(held, begin)
+            new = [torch.cat(pair, dim=1) for pair in zip(old, new)]
+        if held < packed:
+            _write(cache, b, held, packed, [x[:, : packed - held] for x in new])
+        begin = max(begin, packed)
+        if begin < length:
+            waiting.write(begin, length, [x[:, begin - held :] for x in new])
+
+
+def _write(cache: PackedCache, b: int, begin: int, end: int, new: list[torch.Tensor]) -> None:
+    """Tokens begin..end of all heads of a sequence into its pages; what else their blocks hold stays."""
+    layout, unit = cache.layout, cache.layout.block_tokens
+    for block in range(begin // unit, -(-end // unit)):
+        page, at = b, block * layout.block_words
+        if cache.block_table is not None:
+            page = int(cache.block_table[b, block * unit // cache.page_size])
+            at = block * unit % cache.page_size // unit * layout.block_words
+        words = cache.pages[page, :, at : at + layout.block_words]
+        low, high = max(begin, block * unit), min(end, (block + 1) * unit)
+        part = [x[:, low - begin : high - begin] for x in new]
+        static = (cache.k_static, cache.v_static)
+        words.copy_(_merged(layout, words, low - block * unit, high - block * unit, part, static))
+
+
+def _merged(
+    layout: CacheLayout, words: torch.Tensor, low: int, high: int, new: list[torch.Tensor], static: tuple = (None, None)
+) -> torch.Tensor:
+    """words [Hkv, block_words] with tokens low..high of the block replaced."""
+    held = layout.unpack(words[:, None])
+    made = []
+    for old, x, fmt, scales in zip(held, new, (layout.k, layout.v), static):
+        q = quantize(x, fmt, None if scales is None else scales[:, None])
+        if fmt.scaling == "channel":  # of whole blocks
+            made.append(q)
+            continue
+        fields = {"codes": old.codes.clone()}
+        fields["codes"][:, low:high] = q.codes
+        if fmt.scaling == "token":
+            for name in ("scale", "zero"):
+                fields[name] = getattr(old, name).clone()
+                fields[name][:, low:high] = getattr(q, name)
+        made.append(QuantizedBlock(**fields))
+    return layout.pack(*made)[:, 0]
+
+
+class _Ring:
+    """The f16 tiles of one sequence's residual block: token p lies in tile p // 16 % tiles."""
+
+    def __init__(self, cache: PackedCache, b: int) -> None:
+        slot = b if cache.slots is None else int(cache.slots[b])
+        self.layout = residual_layout(cache.layout)
+        self.tiles = cache.residual[slot].view(cache.kv_heads, -1, self.layout.tile_words)
+
+    def _spans(self, begin: int, end: int) -> list[tuple[int, int, int]]:
+        """(tile, first, last token in it) of tokens begin..end."""
+        found = []
+        for tile in range(begin // TILE_TOKENS, -(-end // TILE_TOKENS)):
+            start = tile * TILE_TOKENS
+            found.append((tile % self.tiles.shape[1], max(begin - start, 0), min(end - start, TILE_TOKENS)))
+        return found
+
+    def read(self, begin: int, end: int) -> list[torch.Tensor]:
+        """k, v float16 [Hkv, end - begin, D]."""
+        import torch
+
+        parts = []
+        for tile, low, high in self._spans(begin, end):
+            held = self.layout.unpack(self.tiles[:, tile : tile + 1])
+            parts.append([q.codes[:, low:high].view(torch.float16) for q in held])
+        return [torch.cat(part, dim=1) for part in zip(*parts)]
+
+    def write(self, begin: int, end: int, new: list[torch.Tensor]) -> None:
+        done = 0
+        for tile, low, high in self._spans(begin, end):
+            part = [x[:, done : done + high - low] for x in new]
+            self.tiles[:, tile] = _merged(self.layout, self.tiles[:, tile], low, high, part)
+            done += high - low
+
+
+def append(cache: PackedCache, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Write k, v [B, q_len, Hkv, D], as many new tokens for each sequence."""
+    import torch
+
+    batch, new = k.shape[:2]
+    store(cache, k.flatten(0, 1), v.flatten(0, 1), torch.arange(batch + 1) * new)

@@ -1,0 +1,241 @@
+"""The files of a checkpoint: which tensors there are, in which file, and what is wrong with those that cannot be read.
+
+What is read comes from others: an index names files of its own folder only, JSON is bounded, and whatever a file holds,
+callers see an ArgumentError.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
+
+if TYPE_CHECKING:
+    import torch
+
+MOST_JSON = 256 << 20
+"""Bytes of a JSON file that is read."""
+DEEPEST = 64
+"""Levels of lists and objects in one."""
+LONGEST_NAME = 1000
+
+
+class TensorFiles:
+    """Names, shapes and places of all tensors of a safetensors file or folder. Opens files lazily and keeps them open.
+
+    Args:
+        path: a .safetensors file, an index (*.safetensors.index.json), or a folder with an index or *.safetensors.
+
+    Attributes:
+        folder: of the files and of their config.
+        places: tensor -> the file that is read: where there is an index, the one that it names.
+        lost: tensor -> why it cannot be read: a shard that is missing or damaged, one that does not hold what the index
+            says, two files that hold it, a shard that holds what the index does not name.
+        unread: names of files of the folder that the index does not name.
+
+    Raises:
+        ArgumentError: nothing readable there, or an index that names files outside of its folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        path = weights.path_of(path)
+        try:
+            exists, is_file = path.exists(), path.is_file()
+        except OSError as error:
+            raise ArgumentError("path", str(path)[:200], f"cannot be read ({error.strerror})", "pass another") from None
+        if not exists:
+            remedy = "download it first (huggingface_hub.snapshot_download), and pass its folder"
+            raise ArgumentError("path", str(path)[:200], "is no file or folder of this machine", remedy)
+        self._handles: dict[tuple[Path, str], Any] = {}
+        self.folder = path.parent if is_file else path
+        self.places: dict[str, Path] = {}
+        self.lost: dict[str, str] = {}
+        self.unread: list[str] = []
+        if is_file and path.name.endswith(".index.json"):
+            self._by_index(path)
+        elif is_file:
+            self.places = dict.fromkeys(self._names(path), path)
+        elif (index := _index_of(path)) is not None:
+            self._by_index(index)
+        else:
+            self._by_name()
+        for name in [name for name in (*self.places, *self.lost) if len(name) > LONGEST_NAME]:
+            constraint = f"has the tensor {name[:50]!r}..., whose name is longer than {LONGEST_NAME} characters"
+            raise ArgumentError("path", str(path), constraint, "the checkpoint is damaged: get it again")
+
+    def _by_name(self) -> None:
+        """Every *.safetensors of the folder; a tensor that two of them hold is lost."""
+        found = [member(self.folder, file.name) for file in sorted(self.folder.glob("*.safetensors"))]
+        if not any(found):
+            raise ArgumentError(
+                "path",
+                str(self.folder),
+                "holds no .safetensors file",
+                "pass a safetensors file or folder; convert .bin files first",
+            )
+        for file in filter(None, found):
+            for name in self._names(file):
+                if name in self.places:
+                    other = self.places[name].name
+                    self.lost[name] = f"{other} and {file.name} both hold {name!r}, and no index says which counts"
+                self.places.setdefault(name, file)
+        for name in self.lost:
+            del self.places[name]
+
+    def _by_index(self, index: Path) -> None:
+        wanted = _weight_map(index)
+        held: dict[str, set[str]] = {}
+        broken: dict[str, str] = {}
+        for shard in sorted(set(wanted.values())):
+            file = member(self.folder, shard, index)
+            try:
+                if file is None:
+                    raise ArgumentError("path", shard, "must be a readable safetensors file (it is not there)", "")
+                held[shard] = set(self._names(file))
+            except ArgumentError as error:
+                broken[shard] = error.constraint
+        if not held:
+            shard, reason = next(iter(broken.items()), ("no file", "it names none"))
+            remedy = "download the folder again"
+            raise ArgumentError("path", str(index), f"no file that it names can be read: {shard} {reason}", remedy)
+        for name, shard in wanted.items():
+            if shard in broken:
+                self.lost[name] = f"{shard} {broken[shard]}"
+            elif name not in held[shard]:
+                self.lost[name] = f"the index maps {name!r} to {shard}, which does not hold it"
+            else:
+                self.places[name] = self.folder / shard
+        for shard, names in held.items():
+            for name in sorted(names - set(wanted)):
+                self.lost[name] = f"{shard} holds {name!r}, which the index does not name"
+        listed = {self.folder / shard for shard in wanted.values()}
+        self.unread = [file.name for file in sorted(self.folder.glob("*.safetensors")) if file not in listed]
+
+    def _names(self, file: Path) -> list[str]:
+        return list(self._open(file, "cpu").keys())
+
+    def _open(self, file: Path, device: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if (file, device) not in self._handles:
+            try:
+                self._handles[file, device] = safe_open(file, framework="pt", device=device)
+            except (SafetensorError, OSError, *weights.BROKEN) as error:
+                raise ArgumentError(
+                    "path", str(file), f"must be a readable safetensors file ({error})", "download the file again"
+                ) from None
+        return self._handles[file, device]
+
+    def names(self) -> list[str]:
+        """Every tensor that a file holds or the index names."""
+        return [*self.places, *self.lost]
+
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        """One tensor, loaded onto a device.
+
+        Raises:
+            ArgumentError: there is none of that name, its file does not hold it, or torch does not know its dtype.
+        """
+        from safetensors import SafetensorError
+
+        if name not in self.places:
+            seen = name if isinstance(name, str) else type(name).__name__
+            reason = self.lost.get(name, "no file of the checkpoint holds it") if isinstance(name, str) else "no name"
+            raise ArgumentError("name", seen, reason, "get the missing shard, or the checkpoint again")
+        to = weights.device_of(device)
+        direct = to.type in ("cpu", "cuda")
+        try:
+            found = self._open(self.places[name], weights.device_name(to) if direct else "cpu").get_tensor(name)
+        except (SafetensorError, *weights.BROKEN) as error:
+            constraint = f"{self.places[name].name} does not give it: {error}"
+            raise ArgumentError(name, "unreadable", constraint, "get the file again") from None
+        return found if direct else found.to(to)
+
+    def describe(self, name: str) -> tuple[str, list[int]]:
+        """(safetensors dtype such as "F16", shape) without loading."""
+        view = self._open(self.places[name], "cpu").get_slice(name)
+        return view.get_dtype(), view.get_shape()
+
+
+def member(folder: Path, name: str, index: Path | None = None) -> Path | None:
+    """A file of a folder, None if it is not there.
+
+    Links may lead to other files of the folder, and from a Hugging Face cache's snapshot to its blobs.
+
+    Raises:
+        ArgumentError: the name, or a link of that name, leaves the folder; the index is blamed if there is one.
+    """
+    parts = re.split(r"[/\\]", name)
+    where = str(folder / "?") if index is None else str(index)
+    if not name or "\0" in name or ".." in parts or parts[0].endswith(":") or not parts[0]:
+        constraint = f"must name files of its own folder, without '..': {name[:80]!r} is none"
+        raise ArgumentError("path", where, constraint, "this checkpoint is not to be trusted: get it elsewhere")
+    file = folder / name
+    try:
+        real, root = file.resolve(), folder.resolve()
+        if not real.is_file():
+            return None
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name that is too long, no permission
+        raise ArgumentError("path", str(file)[:200], f"cannot be read ({error})", "download it again") from None
+    blob = real.parent.name == "blobs" and "--" in real.parent.parent.name
+    if not real.is_relative_to(root) and not blob:
+        constraint = f"is a link that leaves its folder, to {str(real)[:200]}"
+        raise ArgumentError("path", str(file), constraint, "pass the folder that holds the file, or copy the file")
+    return file
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ArgumentError: no JSON, no object, more than MOST_JSON bytes, or more than DEEPEST levels.
+    """
+    try:
+        if path.stat().st_size > MOST_JSON:
+            raise ValueError(f"more than {MOST_JSON} bytes")
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise _no_json(path, f"more than {DEEPEST} levels") from None
+    except (OSError, ValueError) as error:
+        raise _no_json(path, str(error)) from None
+    if not isinstance(data, dict):
+        raise ArgumentError("path", str(path), "must hold a JSON object", "download the file again")
+    level: list[Any] = [data]
+    for _ in range(DEEPEST):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return data
+    raise _no_json(path, f"more than {DEEPEST} levels")
+
+
+def _no_json(path: Path, why: str) -> ArgumentError:
+    return ArgumentError("path", str(path), f"must hold JSON ({why})", "download the file again")
+
+
+def _index_of(folder: Path) -> Path | None:
+    """The index of a folder; ArgumentError where there are several and none is the usual one."""
+    own = member(folder, "model.safetensors.index.json")
+    if own is not None:
+        return own
+    found = [file for file in sorted(folder.glob("*.safetensors.index.json")) if member(folder, file.name)]
+    if len(found) > 1:
+        constraint = f"has {len(found)} indices: {', '.join(file.name for file in found[:4])}"
+        raise ArgumentError("path", str(folder), constraint, "pass the path of one index")
+    return found[0] if found else None
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """tensor -> name of the file that holds it."""
+    found = read_object(index).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(shard, str) for shard in found.values()):
+        raise ArgumentError("path", str(index), "must map names of tensors to files (weight_map)", "download it again")
+    return found

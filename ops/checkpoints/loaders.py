@@ -1,0 +1,193 @@
+"""One layer, or all layers of a checkpoint, in the form of an operator family: one implementation for all families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
+from terrazzo.ops.checkpoints.config import LayerConfig
+from terrazzo.ops.checkpoints.patterns import compile_pattern, matches
+from terrazzo.ops.checkpoints.reader import Checkpoint, natural
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.lowering.targets import Target
+
+_WORDS = {"int8": "8-bit int", "e4m3": "8-bit float"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What an operator family reads.
+
+    Attributes:
+        operator: its name under terrazzo.ops.
+        readers: convention -> (tensors of a layer, its config, **options) -> canonical weight.
+        pack: (canonical weight, target=) -> packed weight.
+        activations: what a config may say of x: "int8", "e4m3"; "" for 16 bits.
+    """
+
+    operator: str
+    readers: Mapping[str, Callable[..., Any]]
+    pack: Callable[..., Any]
+    activations: tuple[str, ...]
+
+    def refuses(self, convention: str, config: LayerConfig) -> str:
+        """Why the family cannot take a layer of this convention and config, else ""."""
+        if convention not in self.readers:
+            return f"stored as {convention.replace('_', '-')}, which {self.operator} does not read"
+        if config.activations is not None and config.activations not in self.activations:
+            return f"activations are quantized too ({_WORDS.get(config.activations, 'not at all')})"
+        return ""
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer of a checkpoint: a weight, or the reason why there is none.
+
+    Attributes:
+        name: prefix of its tensors.
+        weight: packed (canonical with `packed=False`), None when skipped.
+        skipped: reason, "" when loaded.
+    """
+
+    name: str
+    weight: Any = None
+    skipped: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """The layers of a checkpoint that an operator family reads.
+
+    Attributes:
+        layers: name -> weight.
+        skipped: name -> reason, for every other tensor of the checkpoint.
+    """
+
+    layers: dict[str, Any] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def report(self) -> str:
+        """One line for each layer: what it became, or why it was skipped."""
+        lines = [f"{len(self.layers)} layers loaded, {len(self.skipped)} skipped"]
+        lines += [f"  loaded   {name}: {weight!r}" for name, weight in self.layers.items()]
+        return "\n".join(lines + [f"  skipped  {name}: {reason}" for name, reason in self.skipped.items()])
+
+
+def read(family: Family, checkpoint: Checkpoint, name: str, device: torch.device, **options: Any) -> Any:
+    """Canonical weight of one layer.
+
+    Raises:
+        ArgumentError: no such layer, a reason why it cannot be read as its tensors say, or tensors that do not fit.
+    """
+    config, convention = checkpoint.layer(name), checkpoint.layers()[name]
+    if reason := config.skip or family.refuses(convention, config):
+        remedy = "iter_layers names the layers that can be read, and what is wrong with others"
+        raise ArgumentError("name", name, f"cannot be read: {reason}", remedy)
+    stated = config.format
+    if stated is not None and convention not in _SAME.get(stated, (stated.removesuffix("_v2"),)):
+        raise ArgumentError(
+            "format",
+            stated,
+            f"the tensors of {name!r} are {convention}",
+            "pass that format, or correct the config",
+        )
+    return family.readers[convention](checkpoint.tensors(name, device), config, **options)
+
+
+_SAME = {"compressed_tensors": ("compressed_tensors", "int_quantized")}
+
+
+def read_layer(
+    family: Family,
+    path: str | Path,
+    name: str | None,
+    *,
+    format: str | None,
+    device: str | int | torch.device,
+    **options: Any,
+) -> Any:
+    """Canonical weight of one layer: see a family's `read_layer`."""
+    to = weights.device_of(device)
+    checkpoint = Checkpoint(path, format)
+    if name is None:
+        layers = [name for name, kind in checkpoint.layers().items() if kind in family.readers]
+        if not layers:
+            remedy = "iter_layers says what it holds; quantize() takes float weights"
+            raise ArgumentError("path", str(path), "holds no 4-bit layer", remedy)
+        if len(layers) != 1:
+            raise ArgumentError(
+                "name",
+                None,
+                f"the checkpoint has {len(layers)} 4-bit layers",
+                f"name one: {', '.join(sorted(layers, key=natural)[:6])}",
+            )
+        (name,) = layers
+    return read(family, checkpoint, name, to, **options)
+
+
+def iter_layers(
+    family: Family,
+    path: str | Path,
+    *,
+    select: str = "",
+    packed: bool = True,
+    strict: bool = False,
+    format: str | None = None,
+    device: str | int | torch.device = "cpu",
+    target: Target | str | None = None,
+    **options: Any,
+) -> Iterator[Layer]:
+    """Read a checkpoint one layer at a time: see a family's `iter_layers`."""
+    to = weights.device_of(device)
+    compile_pattern(select, "select")
+    checkpoint = Checkpoint(path, format)
+    layers, others = checkpoint.layers(), checkpoint.others()
+    for name in sorted({*layers, *others}, key=natural):
+        if select and not matches(select, name, "select", search=True):
+            continue
+        if name not in layers:
+            yield Layer(name, skipped=_other(checkpoint, name, others[name]))
+            continue
+        config = checkpoint.layer(name)  # what is wrong with the whole config is raised
+        try:
+            if reason := config.skip or family.refuses(layers[name], config):
+                if strict and not config.excluded:
+                    read(family, checkpoint, name, to, **options)  # raises
+                yield Layer(name, skipped=reason)
+                continue
+            weight = read(family, checkpoint, name, to, **options)
+        except ArgumentError as error:
+            if strict:
+                raise
+            yield Layer(name, skipped=str(error))
+            continue
+        yield Layer(name, family.pack(weight, target=target) if packed else weight)
+    for name in checkpoint.unread:
+        if not select:
+            yield Layer(name, skipped="a file that the index does not name")
+
+
+def _other(checkpoint: Checkpoint, name: str, what: str) -> str:
+    """Why a tensor outside of layers is not loaded."""
+    if name in checkpoint.lost:
+        return what
+    config = checkpoint.config.layer(name)
+    note = f" ({config.skip})" if config.skip else ""
+    return f"stored as {what}, not as 4-bit words{note}"
+
+
+def load_model(family: Family, path: str | Path, **options: Any) -> Model:
+    """All layers that `iter_layers` yields, as one object with a printable report."""
+    model = Model()
+    for layer in iter_layers(family, path, **options):
+        if layer.weight is None:
+            model.skipped[layer.name] = layer.skipped
+        else:
+            model.layers[layer.name] = layer.weight
+    return model

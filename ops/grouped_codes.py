@@ -1,0 +1,225 @@
+"""4-bit codes with a scale and a zero point for each group along K: what published int4 layers are read into.
+
+    w[n, perm[j]] = (codes[n, j] - zeros[n, j // g]) * scales[n, j // g]        (perm[j] = j without act-order)
+
+Operator families build their canonical forms on it, and share its checks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
+
+if TYPE_CHECKING:
+    import torch
+
+GROUPS = (32, 64, 128)
+"""Group sizes that kernels read; one group for the whole of K is the fourth choice."""
+SCALE_DTYPES = ("float16", "bfloat16", "float32")
+Codes = TypeVar("Codes", bound="GroupedCodes")
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedCodes(weights.Canonical):
+    """A 4-bit weight [N, K] in plain rows. Build it with `canonical`, which checks it.
+
+    Attributes:
+        codes: uint8 [N, K], 0..15.
+        scales: f16, bf16 or f32 [N, G], G = ceil(K / group_size).
+        zeros: uint8 [N, G], 0..16 (16 occurs in GPTQ v1 checkpoints); None means 8 everywhere (symmetric).
+        group_size: 32, 64, 128 or K.
+        perm: int32 [K] | None; column j of `codes` is input channel perm[j] (act-order).
+        bias: [N] | None.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    group_size: int
+    zeros: torch.Tensor | None = None
+    perm: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @classmethod
+    def canonical(
+        cls: type[Codes],
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None = None,
+        *,
+        group_size: int | None = None,
+        perm: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> Codes:
+        """Check shapes, dtypes and values, and bring the weight to canonical form.
+
+        Args:
+            codes: integers [N, K], 0..15.
+            scales: f16, bf16 or f32 [N, G]; finite.
+            zeros: integers [N, G], 0..16, or None for 8. All 8 becomes None.
+            group_size: input channels for each scale; None or -1 derives it from K and G. A multiple of 32 is
+                expanded to 128, 64 or 32 (its scales are repeated), a group that holds all of K becomes K.
+            perm: integers [K], a permutation; the identity becomes None.
+            bias: f16, bf16 or f32 [N].
+
+        Raises:
+            ArgumentError: for anything that does not fit; the message names the argument and the remedy.
+        """
+        import torch
+
+        codes = weights.as_tensor("codes", codes)
+        given = {"scales": scales, "zeros": zeros, "perm": perm, "bias": bias}
+        scales, zeros, perm, bias = (
+            None if t is None else weights.as_tensor(name, t, codes.device) for name, t in given.items()
+        )
+        n, k = _check_codes(codes)
+        group_size = _check_scales(scales, n, k, group_size)
+        zeros = _check_zeros(zeros, scales)
+        if group_size not in (k, *GROUPS):
+            group_size, source = expand_groups(group_size, k, scales.device)
+            scales, zeros = scales[:, source], None if zeros is None else zeros[:, source]
+        if perm is not None:
+            perm = check_perm(perm, k)
+        if bias is not None and (tuple(bias.shape) != (n,) or weights.dtype_name(bias) not in SCALE_DTYPES):
+            raise ArgumentError(
+                "bias",
+                f"{weights.dtype_name(bias)} {list(bias.shape)}",
+                f"must be a float vector [{n}] of {' or '.join(SCALE_DTYPES)}",
+                "pass one value for each output feature",
+            )
+        return cls(
+            codes=codes.to(torch.uint8).contiguous(),
+            scales=scales.contiguous(),
+            group_size=group_size,
+            zeros=None if zeros is None else zeros.contiguous(),
+            perm=perm,
+            bias=None if bias is None else bias.contiguous(),
+        )
+
+
+def expand_groups(group_size: int, k: int, device: torch.device) -> tuple[int, torch.Tensor]:
+    """(unit, int64 [ceil(K / unit)]): the largest group of kernels that cuts these evenly, and the group of each unit.
+
+    Raises:
+        ArgumentError: no group size of kernels divides this one.
+    """
+    import torch
+
+    unit = next((g for g in reversed(GROUPS) if group_size % g == 0), None)
+    if unit is None:
+        small = "; groups of 16 are those of NVFP4, which no kernel reads yet" if group_size == 16 else ""
+        raise ArgumentError(
+            "group_size",
+            group_size,
+            f"must be one of {GROUPS}, a multiple of {GROUPS[0]}, or K = {k}{small}",
+            "requantize with a supported group size, or use quantize() on the float weight",
+        )
+    return unit, torch.arange(-(-k // unit), device=device) // (group_size // unit)
+
+
+def derive_group(k: int, groups: int) -> int | None:
+    """The group size that so many groups over K tell, or None: 2 groups of K = 192 may be 96 + 96 or 128 + 64."""
+    if groups == 1:
+        return k
+    even = k // groups if k % groups == 0 else 0
+    fits = [g for g in GROUPS if -(-k // g) == groups]
+    if even and even % GROUPS[0] == 0 and even not in fits and (fits or even % GROUPS[-1] == 0):
+        fits.append(even)
+    return fits[0] if len(fits) == 1 else None
+
+
+def _check_codes(codes: torch.Tensor) -> tuple[int, int]:
+    if codes.ndim != 2 or 0 in codes.shape or not weights.is_integer(codes):
+        raise ArgumentError(
+            "codes",
+            f"{weights.dtype_name(codes)} {list(codes.shape)}",
+            "must be integers [N, K] with N, K >= 1",
+            "pass one code for each weight; quantize() makes them from a float weight",
+        )
+    if (value := weights.out_of_range(codes, 0, 15)) is not None:
+        raise ArgumentError(
+            "codes", value, "must be in 0..15", "add 8 to signed codes; an 8-bit weight has no W4A16 form"
+        )
+    return tuple(codes.shape)
+
+
+def _check_scales(scales: torch.Tensor, n: int, k: int, group_size: int | None) -> int:
+    import torch
+
+    if (
+        scales is None
+        or weights.dtype_name(scales) not in SCALE_DTYPES
+        or scales.ndim != 2
+        or scales.shape[0] != n
+        or scales.shape[1] < 1
+    ):
+        seen = None if scales is None else f"{weights.dtype_name(scales)} {list(scales.shape)}"
+        raise ArgumentError(
+            "scales", seen, f"must be one of {SCALE_DTYPES}, shape [{n}, groups]", "transpose or convert them"
+        )
+    if not bool(torch.isfinite(scales).all()):
+        bad = (~torch.isfinite(scales)).nonzero()[0].tolist()
+        raise ArgumentError(
+            "scales",
+            float(scales[bad[0], bad[1]]),
+            f"must be finite (row {bad[0]}, group {bad[1]})",
+            "the checkpoint is damaged: get it again",
+        )
+    groups = scales.shape[1]
+    if group_size in (None, -1):
+        found = derive_group(k, groups)
+        if found is None or (group_size == -1 and groups != 1):
+            raise ArgumentError(
+                "scales",
+                f"{groups} groups",
+                f"no usual group size gives that many groups over K = {k}, or more than one does",
+                "pass group_size, or all the scales",
+            )
+        return found
+    if type(group_size) is not int or group_size < 1 or -(-k // group_size) != groups:
+        raise ArgumentError(
+            "group_size",
+            group_size,
+            f"K = {k} with {groups} scales for each row needs ceil(K / group_size) = {groups}",
+            "pass the group size that the checkpoint's config states, -1 for one group",
+        )
+    return k if groups == 1 else group_size
+
+
+def _check_zeros(zeros: torch.Tensor | None, scales: torch.Tensor) -> torch.Tensor | None:
+    import torch
+
+    if zeros is None:
+        return None
+    if not weights.is_integer(zeros) or zeros.shape != scales.shape:
+        raise ArgumentError(
+            "zeros",
+            f"{weights.dtype_name(zeros)} {list(zeros.shape)}",
+            f"must be integers {list(scales.shape)}, one for each scale",
+            "round float zero points (w = (code - zero) * scale), or leave them out for 8",
+        )
+    if (value := weights.out_of_range(zeros, 0, 16)) is not None:
+        raise ArgumentError(
+            "zeros", value, "must be in 0..16", "add 8 to signed zero points; they count in units of a code"
+        )
+    return None if bool((zeros == 8).all()) else zeros.to(torch.uint8)
+
+
+def check_perm(perm: torch.Tensor, k: int) -> torch.Tensor | None:
+    import torch
+
+    natural = torch.arange(k, device=perm.device)
+    if (
+        not weights.is_integer(perm)
+        or tuple(perm.shape) != (k,)
+        or not bool((perm.long().sort().values == natural).all())
+    ):
+        raise ArgumentError(
+            "perm",
+            f"{weights.dtype_name(perm)} {list(perm.shape)}",
+            f"must be a permutation of 0..{k - 1}",
+            "pass argsort(g_idx, stable=True)",
+        )
+    return None if bool((perm == natural).all()) else perm.to(torch.int32).contiguous()

@@ -1,0 +1,98 @@
+"""Kernels made beside one tvm-ffi launch beside every other one that an engine may bring."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lowering_tools import HERE, needs_compiler, request_for
+from terrazzo.lowering import write_bundle
+from terrazzo.lowering.toolchain import COMPILES_WITH
+
+pytestmark = [needs_compiler, pytest.mark.compiles]
+# The lowest that terrazzo installs with, those that engines pin, and the newest.
+VERSIONS = ("0.1.9", "0.1.10", "0.1.11", "0.1.12", "0.1.15.post2")
+# What a kernel may ask of tvm-ffi: these C symbols are in all of the versions, with these signatures.
+SYMBOLS = {"TVMFFIEnvGetStream", "TVMFFIErrorSetRaisedFromCStr", "TVMFFIErrorSetRaisedFromCStrParts"}
+# program, target, kinds of the driver's parameters, bits of an element, scalars of a launch
+PROGRAMS = [("scale", "sm_80", "ppfi", 32, (5, 1.5)), ("tma_copy", "sm_90a", "tt", 16, ())]
+
+
+@pytest.mark.parametrize(("program", "target"), [("scale", "sm_80"), ("tma_copy", "sm_90a")])
+def test_a_kernel_asks_tvm_ffi_for_its_stable_c_symbols_only(compiled, program, target):
+    library = compiled(request_for(program, target)) / "kernel.so"
+    said = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True).stdout
+    needed = {line.split()[-1].partition("@")[0] for line in said.splitlines()}
+    assert {name for name in needed if "TVM" in name or "tvm" in name} <= SYMBOLS
+    assert not {name for name in needed if name.startswith("cu")}  # the driver is looked for at the first launch
+
+
+@pytest.fixture(scope="session")
+def tvm_ffi_of(tmp_path_factory):
+    """Function that installs one version of tvm-ffi into a folder of its own, once, and returns the folder."""
+    made: dict[str, Path] = {}
+
+    def install(version: str) -> Path:
+        if version not in made:
+            folder = tmp_path_factory.mktemp(f"tvm-ffi-{version}")
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--only-binary=:all:",
+                "--target",
+            ]
+            command += [str(folder), f"apache-tvm-ffi=={version}"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"apache-tvm-ffi {version} cannot be installed: {done.stderr.strip().splitlines()[-1]}")
+            made[version] = folder
+        return made[version]
+
+    return install
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["the engine's import", "ours"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_bundle_loads_and_launches_beside_each_tvm_ffi(compiled, drive, tvm_ffi_of, tmp_path, version, first):
+    """Launches go to a driver that takes notes; an engine in the process imports tvm-ffi before terrazzo or after."""
+    before = "import tvm_ffi" if first == "the engine's import" else "import terrazzo.lowering"
+    for program, target, kinds, bits, scalars in PROGRAMS:
+        request = request_for(program, target)
+        bundle = write_bundle(tmp_path / program, [request])
+        code = f"""
+import torch
+from lowering_tools import request_for
+from terrazzo.lowering import get_kernel, load_bundle
+load_bundle({str(bundle)!r}, {target!r})
+launch = get_kernel(request_for({program!r}, {target!r}))._function
+assert tvm_ffi.__version__ == {version!r}, tvm_ffi.__version__
+with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 0), 0x77):
+    launch(tensor(0x10000, (128, 256), {bits}), tensor(0x20000, (128, 256), {bits}), *{scalars})
+try:
+    launch(torch.zeros(128, 256), torch.zeros(128, 256), *{scalars})
+    raise AssertionError("tensors of the CPU were taken")
+except RuntimeError as error:
+    assert "main input" in str(error), error
+"""
+        notes = drive(bundle / "kernels" / request.identity(), kinds, code, before, tvm_ffi_of(version))
+        assert isinstance(notes, list), notes.stderr
+        assert notes[-1]["call"] == "launch" and notes[-1]["stream"] == 0x77, notes
+        assert {0x10000, 0x20000} <= set(notes[-1]["params"])
+
+
+def test_the_versions_that_compile_are_those_of_the_packages():
+    """COMPILES_WITH repeats what pyproject.toml asks of tilelang, and tilelang of tvm-ffi."""
+    needs = importlib.metadata.requires("tilelang")
+    (need,) = (need for need in needs if need.startswith("apache-tvm-ffi"))
+    lowest, below = (".".join(map(str, bound)) for bound in COMPILES_WITH["apache-tvm-ffi"])
+    assert f">={lowest}" in need and f"<{below}" in need
+    lowest, below = (".".join(map(str, bound)) for bound in COMPILES_WITH["tilelang"])
+    assert f'"tilelang[nvcc]>={lowest},<{below}"' in (HERE.parents[1] / "pyproject.toml").read_text()
