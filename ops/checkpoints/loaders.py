@@ -41,7 +41,9 @@ class Family:
         if convention not in self.readers:
             return f"stored as {convention.replace('_', '-')}, which {self.operator} does not read"
         if config.activations is not None and config.activations not in self.activations:
-            return f"activations are quantized too ({_WORDS.get(config.activations, 'not at all')})"
+            if self.activations == ("",):
+                return f"activations are quantized too ({_WORDS[config.activations]})"
+            return f"activations are quantized otherwise than by {self.operator} ({_WORDS[config.activations]})"
         return ""
 
 

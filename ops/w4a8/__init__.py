@@ -1,6 +1,6 @@
 """W4A8: y[M, N] = x[M, K] w[N, K]^T (+ bias), 4-bit codes with two levels of scales, x int8 with a scale per token.
 
-    w = terrazzo.ops.w4a8.quantize(weight)               # or pack, from_qserve, from_compressed_tensors
+    w = terrazzo.ops.w4a8.quantize(weight)               # or load_layer, pack, from_qserve, from_compressed_tensors
     y = terrazzo.ops.w4a8.gemm(x, w)                     # x float16 or bfloat16: quantized first, in one kernel
     y = terrazzo.ops.w4a8.gemm(quantize_activations(x), w)
 
@@ -26,12 +26,16 @@ __all__ = [
     "gemm",
     "grouped_gemm",
     "grouped_requests",
+    "iter_layers",
     "kernel_requests",
+    "load_layer",
+    "load_model",
     "pack",
     "quantize",
     "quantize_activations",
     "quantize_weight",
     "read_compressed_tensors",
+    "read_layer",
     "read_qserve",
     "search_smooth",
     "weight_requests",
@@ -40,6 +44,7 @@ __all__ = [
 if TYPE_CHECKING:
     from terrazzo.ops.w4a8 import fp8
     from terrazzo.ops.w4a8.activations import QuantizedActivations, quantize_activations
+    from terrazzo.ops.w4a8.checkpoint import iter_layers, load_layer, load_model, read_layer
     from terrazzo.ops.w4a8.format import PackedWeight, QuantizedWeight, pack
     from terrazzo.ops.w4a8.grouped import GroupedWeight, grouped_gemm, grouped_requests
     from terrazzo.ops.w4a8.importers import from_compressed_tensors, from_qserve, read_compressed_tensors, read_qserve
@@ -52,6 +57,7 @@ else:
         __name__,
         {
             "activations": "QuantizedActivations quantize_activations",
+            "checkpoint": "iter_layers load_layer load_model read_layer",
             "format": "PackedWeight QuantizedWeight pack",
             "fp8": "fp8",
             "grouped": "GroupedWeight grouped_gemm grouped_requests",

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
+from terrazzo.ops.checkpoints.compressed_tensors import unpack
 from terrazzo.ops.w4a8.fp8_format import PackedWeight, QuantizedWeight, pack
-from terrazzo.ops.w4a8.importers import unpack_compressed_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ def read_compressed_tensors(
             that are no float16 times a power of two of their row.
     """
     facts = dict(bias=bias, group_size=group_size, format=format, symmetric=symmetric)
-    source = unpack_compressed_tensors(weight, weight_scale, weight_zero_point, weight_shape, **facts)
+    source = unpack(weight, weight_scale, weight_zero_point, weight_shape, **facts)
     if source.zeros is not None and bool((source.zeros != 8).any()):
         raise ArgumentError(
             "weight_zero_point", "not 0", "codes are signed e4m3 operands: the layer must be symmetric",

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
+from terrazzo.ops.checkpoints.compressed_tensors import unpack
+from terrazzo.ops.checkpoints.qserve import unpack_qserve
+from terrazzo.ops.grouped_codes import expand_groups
 from terrazzo.ops.w4a8.format import GROUPS, LARGEST_SCALE, PackedWeight, QuantizedWeight, pack
 from terrazzo.ops.w4a8.quantizer import RANGE, divide, quantize_weight, row_chunks, second_level
-from terrazzo.ops.w4a16.importers import check_weight_shape
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
-    from terrazzo.ops import w4a16
 
-QSERVE_LAYOUT = "qserve_g128"
 _STEPS = 32
 """Channel scales tried for each row when a layer is requantized."""
 
@@ -56,7 +56,7 @@ def read_qserve(
         qweight: int8 [N, K/2], codes in QServe's order (layout `qserve_g128`); N and K multiples of 32.
         s1_scales: f16 [N].
         s2_scales, s2_zeros: int8 [G, N], rows of each 32 in the order 0 8 16 24 1 9 ...; s2_zeros is -(zero * s2) in
-            two's complement. Group size K / G: 32, 64 or a multiple of 128.
+            two's complement. Group size K / G: a multiple of 32.
         s1_szeros: f16 [N], zero * s1, of a per-channel layer instead of the two before; zero is a code, 0..15, but for
             the rounding of f16 or bf16.
         bias: [N].
@@ -66,41 +66,10 @@ def read_qserve(
     Raises:
         ArgumentError: wrong shapes or dtypes, or such values without `requantize`.
     """
-    import torch
-    from terrazzo.layouts import get_instance
-
-    layout = get_instance(QSERVE_LAYOUT)
-    _check_int8("qweight", qweight, (None, None))
-    n, k = qweight.shape[0], qweight.shape[1] * 2
-    if n % layout.block_rows or k % layout.block_k:
-        raise ArgumentError(
-            "qweight", list(qweight.shape), "N and K must be multiples of 32", "QServe stores whole 32 x 32 blocks"
-        )
-    _check_scales("s1_scales", s1_scales, (n,))
-    words = qweight.contiguous().view(torch.int32).view(*layout.blocks(n, k), layout.words_per_block)
-    codes = layout.unpack(words, n, k)
-    if (s2_scales is None) != (s2_zeros is None) or (s2_scales is None) == (s1_szeros is None):
-        raise ArgumentError(
-            "s2_scales",
-            None if s2_scales is None else "given",
-            "a per-group layer has s2_scales and s2_zeros, a per-channel layer has s1_szeros",
-            "pass all tensors of the layer",
-        )
-    if s2_scales is None:
-        _check_scales("s1_szeros", s1_szeros, (n,))
-        zeros = _channel_zeros(s1_scales, s1_szeros)
-        scales, shifts, group = torch.ones_like(zeros)[:, None], (128 - zeros)[:, None], k
-    else:
-        _check_int8("s2_scales", s2_scales, (None, n))
-        _check_int8("s2_zeros", s2_zeros, tuple(s2_scales.shape))
-        group = k // s2_scales.shape[0]
-        if s2_scales.shape[0] * group != k:
-            raise ArgumentError(
-                "s2_scales", list(s2_scales.shape), f"must divide K = {k} into groups", "pass all of it"
-            )
-        scales, shifts = (_qserve_rows(t).int() for t in (s2_scales, s2_zeros))
-        shifts = (shifts + 128) & 255
-    return _exact(codes, scales, shifts, s1_scales.float(), group, bias, requantize)
+    stored = unpack_qserve(qweight, s1_scales, s2_scales, s2_zeros, s1_szeros)
+    return _exact(
+        stored.codes, stored.scales, stored.shifts, stored.channel_scales, stored.group_size, bias, requantize
+    )
 
 
 def read_compressed_tensors(
@@ -141,7 +110,7 @@ def read_compressed_tensors(
     import torch
 
     facts = dict(bias=bias, group_size=group_size, format=format, symmetric=symmetric)
-    source = unpack_compressed_tensors(weight, weight_scale, weight_zero_point, weight_shape, **facts)
+    source = unpack(weight, weight_scale, weight_zero_point, weight_shape, **facts)
     zeros = torch.full_like(source.scales, 8, dtype=torch.int32) if source.zeros is None else source.zeros.int()
     scales = source.scales.double()
     step = scales.amin(dim=1)
@@ -166,59 +135,6 @@ def read_compressed_tensors(
     return _fitted(source.codes, zeros, source.scales.float(), source.group_size, bias)
 
 
-def unpack_compressed_tensors(
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    weight_zero_point: torch.Tensor | None,
-    weight_shape: torch.Tensor | tuple[int, int] | None,
-    *,
-    bias: torch.Tensor | None,
-    group_size: int | None,
-    format: str | None,
-    symmetric: bool | None,
-) -> w4a16.QuantizedWeight:
-    """A layer as codes 0..15 with free scales; arguments and errors as of `read_compressed_tensors`."""
-    import torch
-    from terrazzo.ops import w4a16
-
-    known = {torch.int8: "int-quantized", torch.int32: "pack-quantized"}
-    stored = known.get(getattr(weight, "dtype", None))
-    if stored is None or format not in (None, stored):
-        seen = weights.dtype_name(weight) if hasattr(weight, "dtype") else type(weight).__name__
-        raise ArgumentError(
-            "format",
-            format,
-            f"int-quantized stores int8 [N, K], pack-quantized int32 [N, K/8]; the weight is {seen}",
-            "pass the layer's weight or weight_packed tensor",
-        )
-    weights.check_dense("weight", weight)
-    if stored == "pack-quantized":
-        facts = dict(bias=bias, group_size=group_size, symmetric=symmetric)
-        with weights.renamed(weight_packed="weight"):
-            source = w4a16.read_compressed_tensors(weight, weight_scale, weight_zero_point, weight_shape, **facts)
-    else:
-        _check_int8("weight", weight, (None, None))
-        if (value := weights.out_of_range(weight, -8, 7)) is not None:
-            raise ArgumentError("weight", value, "must be in -8..7", "an 8-bit weight has no W4A8 form")
-        if weight_shape is not None and check_weight_shape(weight_shape, weight.shape[0]) != tuple(weight.shape):
-            constraint = f"must be that of the weight, {list(weight.shape)}"
-            raise ArgumentError("weight_shape", tuple(map(int, weight_shape)), constraint, "leave it out")
-        zeros = weight_zero_point
-        if zeros is not None:
-            if not isinstance(zeros, torch.Tensor) or not weights.is_integer(zeros):
-                constraint = "must be a tensor, int8 [N, G]"
-                raise ArgumentError("weight_zero_point", weights.described(zeros), constraint, "add the layer's tensor")
-            weights.check_dense("weight_zero_point", zeros)
-            zeros = zeros.to(torch.int16) + 8
-        with weights.renamed(codes="weight", scales="weight_scale", zeros="weight_zero_point"):
-            source = w4a16.QuantizedWeight.canonical(
-                weight.to(torch.int16) + 8, weight_scale, zeros, group_size=group_size, bias=bias
-            )
-        if symmetric and source.zeros is not None:
-            raise ArgumentError("symmetric", True, "the layer has zero points", "pass symmetric=None")
-    return source
-
-
 def _exact(codes, scales, shifts, channel_scales, group: int, bias, requantize: bool) -> QuantizedWeight:
     """Canonical weight of values ((codes * scales + shifts) mod 256) - 128, scales and shifts int32 [N, G].
 
@@ -227,18 +143,12 @@ def _exact(codes, scales, shifts, channel_scales, group: int, bias, requantize: 
     import torch
 
     n, k = codes.shape
-    if group not in GROUPS and group < k and group % GROUPS[-1]:
-        raise ArgumentError(
-            "group_size", group, f"must be one of {GROUPS}, a multiple of 128, or K", "requantize the float weight"
-        )
-    if group not in GROUPS:  # one scale for many groups
-        groups = -(-k // GROUPS[-1])
-        source = torch.arange(groups, device=codes.device) // max(1, group // GROUPS[-1])
-        scales, shifts, group = (
-            (scales[:, source], shifts[:, source], GROUPS[-1])
-            if group < k
-            else (scales.expand(n, groups), shifts.expand(n, groups), GROUPS[-1])
-        )
+    if group >= k and group not in GROUPS:  # one scale for a row
+        groups, group = -(-k // GROUPS[-1]), GROUPS[-1]
+        scales, shifts = scales.expand(n, groups), shifts.expand(n, groups)
+    elif group not in GROUPS:  # one scale for many groups
+        group, source = expand_groups(group, k, codes.device)
+        scales, shifts = scales[:, source], shifts[:, source]
     groups = scales.shape[1]
     short = groups * group - k
     padded = torch.cat([codes, codes[:, -1:].expand(n, short)], dim=1).view(n, groups, group).int()
@@ -327,45 +237,3 @@ def _group_min(codes, groups: int, group: int):
     short = groups * group - codes.shape[1]
     whole = torch.cat([codes, codes[:, -1:].expand(len(codes), short)], dim=1)
     return whole.view(len(codes), groups, group).amin(-1).int()
-
-
-def _qserve_rows(stored: torch.Tensor) -> torch.Tensor:
-    """[G, N] in QServe's row order (0 8 16 24 1 9 ...) -> [N, G]."""
-    groups, n = stored.shape
-    return stored.view(groups, n // 32, 8, 4).permute(1, 3, 2, 0).reshape(n, groups)
-
-
-def _channel_zeros(s1_scales: torch.Tensor, s1_szeros: torch.Tensor) -> torch.Tensor:
-    """int32 [N], 0..15: zero points of a per-channel layer; a row of scale 0 and product 0 is all 0."""
-    ratio = (s1_szeros.double() / s1_scales.double()).masked_fill((s1_scales == 0) & (s1_szeros == 0), 0)
-    zeros = ratio.round()
-    # Zero points up to 15, rounded twice to the 8 bits of bfloat16, are off by 15 / 128 at most.
-    wrong = ~(((ratio - zeros).abs() <= 0.125) & (zeros >= 0) & (zeros <= 15))
-    if bool(wrong.any()):
-        seen = f"{float(s1_szeros[wrong][0]):.6g} of scale {float(s1_scales[wrong][0]):.6g}"
-        constraint = "must be s1_scales times a whole zero point, 0..15"
-        raise ArgumentError("s1_szeros", seen, constraint, "pass s1_scales and s1_szeros of the same layer")
-    return zeros.int()
-
-
-def _check_int8(name: str, tensor: torch.Tensor | None, shape: tuple[int | None, int | None]) -> None:
-    import torch
-
-    fits = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int8 and tensor.ndim == 2 and tensor.numel()
-    if not fits or any(want not in (None, size) for want, size in zip(shape, tensor.shape)):
-        wanted = ", ".join("*" if size is None else str(size) for size in shape)
-        constraint = f"must be a tensor, int8 [{wanted}]"
-        raise ArgumentError(name, weights.described(tensor), constraint, "add the layer's tensor")
-    weights.check_dense(name, tensor)
-
-
-def _check_scales(name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
-    import torch
-
-    fits = isinstance(tensor, torch.Tensor) and tensor.dtype.is_floating_point and tuple(tensor.shape) == shape
-    if not fits:
-        constraint = f"must be a tensor, float {list(shape)}"
-        raise ArgumentError(name, weights.described(tensor), constraint, "add the layer's tensor")
-    weights.check_dense(name, tensor)
-    if not bool(tensor.isfinite().all()):
-        raise ArgumentError(name, "NaN or infinity", "must be finite", "the checkpoint is damaged: get it again")

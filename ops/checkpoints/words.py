@@ -1,0 +1,109 @@
+"""Words of 4-bit codes in checkpoints, and checks of the tensors that hold them.
+
+Every word is an int32 that holds 8 codes; nibble i is bits 4i..4i+3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
+
+if TYPE_CHECKING:
+    import torch
+
+
+def nibbles(words: torch.Tensor) -> torch.Tensor:
+    """int32 [R, C] -> uint8 [R, 8C]: the nibbles of each word in natural order."""
+    import torch
+
+    values = word_bytes(words, *words.shape, 4)
+    return torch.stack([values & 15, values >> 4], dim=-1).view(words.shape[0], -1)
+
+
+def word_bytes(words: torch.Tensor, *shape: int) -> torch.Tensor:
+    return weights.as_bytes(words).view(shape)  # little-endian: byte b holds nibbles 2b and 2b + 1
+
+
+def check_bits(bits: float, argument: str = "bits") -> None:
+    if not isinstance(bits, int | float):
+        raise ArgumentError(argument, bits, "must be the number 4", "pass what the checkpoint's config states")
+    if bits != 4:
+        bits = int(bits) if bits % 1 == 0 else round(bits, 2)
+        raise ArgumentError(
+            argument,
+            bits,
+            f"4-bit codes are read; the words hold {bits} bits for each weight",
+            "quantize the model to 4 bits",
+        )
+
+
+def check_float(name: str, tensor: torch.Tensor, shape: str) -> None:
+    if not hasattr(tensor, "dtype"):
+        seen = weights.described(tensor)
+        raise ArgumentError(name, seen, f"must be a float tensor {shape}", "add the layer's tensor of that name")
+    check_plain(name, tensor)
+    if (
+        tensor.ndim != 2
+        or 0 in tensor.shape
+        or str(tensor.dtype) not in ("torch.float16", "torch.bfloat16", "torch.float32")
+    ):
+        raise shape_error(name, tensor, f"f16, bf16 or f32 {shape}")
+
+
+def check_words(name: str, words: torch.Tensor, shape: tuple[int | None, int | None]) -> tuple[int, int]:
+    """Check an int32 word tensor against a shape with at most one open size; return its shape."""
+    wanted = f"int32 [{', '.join('*' if size is None else str(size) for size in shape)}]"
+    if not hasattr(words, "dtype"):
+        seen = weights.described(words)
+        raise ArgumentError(name, seen, f"must be {wanted}", "add the layer's tensor of that name")
+    check_plain(name, words)
+    fits = (
+        words.ndim == 2 and all(want in (None, have) for want, have in zip(shape, words.shape)) and 0 not in words.shape
+    )
+    if not fits or str(words.dtype) != "torch.int32":
+        raise shape_error(name, words, wanted)
+    return tuple(words.shape)
+
+
+def check_index(name: str, index: torch.Tensor) -> None:
+    """A vector of group numbers."""
+    check_plain(name, index)
+    if str(getattr(index, "dtype", None)) not in ("torch.int32", "torch.int64") or index.ndim != 1:
+        seen = f"{index.dtype} {list(index.shape)}" if hasattr(index, "dtype") else type(index).__name__
+        remedy = "pass the layer's tensors as the checkpoint stores them"
+        raise ArgumentError(name, seen, "must be int32 [K], the group of each channel", remedy)
+
+
+def check_plain(name: str, tensor: Any) -> None:
+    """Raise ArgumentError for tensors that are not dense, or hold no data; what is no tensor is refused elsewhere."""
+    import torch
+
+    if isinstance(tensor, torch.Tensor):
+        weights.check_dense(name, tensor)
+
+
+def shape_error(name: str, tensor: torch.Tensor, wanted: str) -> ArgumentError:
+    seen = weights.described(tensor)
+    return ArgumentError(
+        name, seen, f"must be {wanted} to match the scales", "pass the layer's tensors as the checkpoint stores them"
+    )
+
+
+def check_group(group_size: int | None) -> int | None:
+    if group_size is not None and type(group_size) is not int:
+        remedy = "pass the group size that the checkpoint's config states, -1 for one group"
+        raise ArgumentError("group_size", group_size, "must be an integer", remedy)
+    return group_size
+
+
+def check_int8(name: str, tensor: torch.Tensor | None, shape: tuple[int | None, int | None]) -> None:
+    import torch
+
+    check_plain(name, tensor)
+    fits = isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int8 and tensor.ndim == 2 and tensor.numel()
+    if not fits or any(want not in (None, size) for want, size in zip(shape, tensor.shape)):
+        wanted = ", ".join("*" if size is None else str(size) for size in shape)
+        constraint = f"must be a tensor, int8 [{wanted}]"
+        raise ArgumentError(name, weights.described(tensor), constraint, "add the layer's tensor")
