@@ -63,7 +63,7 @@ class Bundle:
 
 
 def write_bundle(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     requests: Sequence[KernelRequest],
     layouts: Mapping[str, str] | None = None,
     replace: bool = False,
@@ -144,7 +144,7 @@ def _replace(private: Path, path: Path) -> None:
 
 
 def load_bundle(
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     target: Any = None,
     layouts: Mapping[str, str] | None = None,
     strict: bool = False,

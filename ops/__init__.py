@@ -8,6 +8,7 @@ from terrazzo.lowering import lazy
 
 __all__ = [
     "attention",
+    "checkpoints",
     "moe",
     "registry",
     "w4a8",
@@ -16,12 +17,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from terrazzo.ops import attention, moe, registry, w4a8, w4a16, w4ax
+    from terrazzo.ops import attention, checkpoints, moe, registry, w4a8, w4a16, w4ax
 else:
     __getattr__, __dir__ = lazy.attach(
         __name__,
         {
             "attention": "attention",
+            "checkpoints": "checkpoints",
             "moe": "moe",
             "registry": "registry",
             "w4a16": "w4a16",

@@ -1,8 +1,10 @@
-"""The wheel and the editable install: their contents, and that both work in any working directory."""
+"""The wheel and the editable install: their contents, any working directory, type checkers."""
 
 from __future__ import annotations
 
 import email
+import importlib
+import json
 import os
 import re
 import shutil
@@ -13,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from test_public_names import PUBLIC
 
 ROOT = Path(__file__).parents[1]
 FLOORS = sorted(path.name for path in (ROOT / "terrazzo").iterdir() if path.is_symlink())
@@ -154,3 +157,81 @@ def test_every_floor_is_linked():
     for floor in floors:  # setuptools takes a folder with modules and without __init__.py for no package
         for path in (ROOT / floor).rglob("*.py"):
             assert (path.parent / "__init__.py").is_file(), f"add {path.parent.relative_to(ROOT)}/__init__.py"
+
+
+GIVEN = """import torch
+class Norm:
+    weight: torch.Tensor
+    variance_epsilon: float
+def given() -> torch.Tensor:
+    return torch.ones(1)
+"""
+EACH = """
+norm, weights = Norm(), [given()]
+calibration, weight, expert_ids, gates, q, k, v, q1, k1, v1 = [given() for _ in range(10)]
+"""
+"""What README's lines take for granted, before each of its blocks."""
+
+
+def checked_files(folder: Path) -> tuple[list[str], dict[str, list[int]]]:
+    """Files that a user may write: names of all, and the lines in them that a type checker must refuse."""
+    text = (ROOT / "README.md").read_text()
+    files = {"readme.py": GIVEN + "".join(EACH + code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL))}
+    imports = [f"import {name}" for name in PUBLIC]
+    every = [f"{module}.{name}" for module in PUBLIC for name in importlib.import_module(module).__all__]
+    files["every_name.py"] = "\n".join([*imports, *(f"reveal_type({name})" for name in every)])
+    by_import = ("from {} import {} as _{}".format(*name.rsplit(".", 1), i) for i, name in enumerate(every))
+    files["by_import.py"] = "\n".join(by_import)
+    files["unknown.py"] = "\n".join([*imports, *(f"{module}.quantise" for module in PUBLIC)])
+    files["misused.py"] = """from terrazzo.ops import w4a16, w4a8
+import torch
+
+def call(x: torch.Tensor, w: w4a16.PackedWeight, v: w4a8.PackedWeight, e: w4a8.fp8.PackedWeight) -> torch.Tensor:
+    w4a8.gemm(w4a8.quantize_activations(x), v, out=x)
+    w4a8.gemm(x, e)
+    w4a8.gemm(x, w)
+    w4a16.gemm(x, v)
+    w4a16.gemm(x, w, biass=x)
+    return w4a16.gemm([1.0], w)
+"""
+    for name, code in files.items():
+        (folder / name).write_text(code)
+    wrong = {"unknown.py": [len(PUBLIC) + 1 + i for i in range(len(PUBLIC))], "misused.py": [7, 8, 9, 10]}
+    return list(files), wrong
+
+
+def complaints(said: list[tuple[str, int]]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for file, line in sorted(set(said)):
+        found.setdefault(Path(file).name, []).append(line)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_mypy_knows_every_name(kind, environments, tmp_path, tmp_path_factory):
+    pytest.importorskip("mypy", reason="mypy is in the extra `test`")
+    files, wrong = checked_files(tmp_path)
+    cache = tmp_path_factory.getbasetemp() / "mypy"  # torch is read once
+    command = [sys.executable, "-m", "mypy", "--strict", "--allow-redefinition", "--no-error-summary"]
+    command += ["--python-executable", str(environments[kind]), "--cache-dir", str(cache), *files]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    said = re.findall(r"^((\S+?):(\d+): error: .*)$", done.stdout, re.MULTILINE)
+    seen = complaints([(file, int(line)) for _, file, line in said])
+    assert seen == wrong, "\n".join(whole for whole, _, _ in said) + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_pyright_knows_every_name(kind, environments, tmp_path):
+    pytest.importorskip("pyright", reason="pyright is in the extra `test`")
+    files, wrong = checked_files(tmp_path)
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", str(environments[kind]), *files]
+    env = os.environ | {"PYRIGHT_PYTHON_USE_BUNDLED_PYRIGHT": "1"}  # else it is fetched
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    report = json.loads(done.stdout)["generalDiagnostics"]
+    errors = [one for one in report if one["severity"] == "error"]
+    seen = complaints([(one["file"], one["range"]["start"]["line"] + 1) for one in errors])
+    assert seen == wrong, "\n".join(f"{one['file']}: {one['message']}" for one in errors)
+    revealed = [one["message"] for one in report if one["severity"] == "information"]
+    assert len(revealed) > 100 and not [message for message in revealed if "Unknown" in message]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
@@ -33,6 +33,7 @@ LARGEST_UNSIGNED_K = 66311
 AUTO = "xor"
 _WGMMA = {"stream_k": stream_k_program, "pingpong": pingpong, "excp": excp, "basic": basic}  # int32 sums, one contract
 WEIGHTS = (PackedWeight, fp8_format.PackedWeight)
+Weight: TypeAlias = PackedWeight | fp8_format.PackedWeight
 
 
 @lru_cache(maxsize=1024)
@@ -163,7 +164,7 @@ def kernel_requests(
 
 
 def weight_requests(
-    w: PackedWeight,
+    w: Weight,
     m: int | Sequence[int],
     dtype: torch.dtype | None = None,
     *,
@@ -198,7 +199,7 @@ def weight_requests(
 
 def gemm(
     x: torch.Tensor | QuantizedActivations,
-    w: PackedWeight,
+    w: Weight,
     *,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -270,7 +271,7 @@ def gemm(
 
 def run(
     x: QuantizedActivations,
-    w: PackedWeight,
+    w: Weight,
     bias: torch.Tensor | None,
     out: torch.Tensor | None,
     out_dtype: torch.dtype,
@@ -347,21 +348,21 @@ records.on_change(plan.cache_clear)
 records.on_change(_launches.clear)
 
 
-def check_codes(x: QuantizedActivations, w: PackedWeight) -> None:
+def check_codes(x: QuantizedActivations, w: Weight) -> None:
     """Raise ArgumentError unless activations have the codes that a weight multiplies."""
     if x.codes != w.ACTIVATIONS:
         constraint = f"must be {w.ACTIVATIONS} codes: {w!r} multiplies {w.ACTIVATIONS}"
         raise ArgumentError("x", x.codes, constraint, f"quantize_activations(x, codes={w.ACTIVATIONS!r})")
 
 
-def _adopt(w: PackedWeight, facts: tuple) -> None:
+def _adopt(w: Weight, facts: tuple) -> None:
     """Check a weight that is new or was written to."""
     w.check_layout(w.expected_layout())
     w.check_sizes()
     launching.adopt(w.words, w.channel_scales, facts)
 
 
-def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, w: PackedWeight) -> tuple:
+def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, w: Weight) -> tuple:
     """Kernel, its launcher, workspace, semaphores, trailing arguments, tokens of a launch, stand-ins for no bias and
     (with e4m3, else None) no row sums; kept."""
     import torch
@@ -392,7 +393,7 @@ def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, 
 
 
 def _plan_for(
-    w: PackedWeight,
+    w: Weight,
     m: int,
     out_dtype: str,
     bias: bool,
@@ -408,7 +409,7 @@ def _plan_for(
     )  # fmt: skip
 
 
-def dequantization_of(w: PackedWeight, asked: str) -> str:
+def dequantization_of(w: Weight, asked: str) -> str:
     """What `plan` is asked for: "e4m3" for the weights of `fp8`, which have no other; else as asked.
 
     Raises:
