@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.lowering import cache, folders
+from terrazzo.lowering.compilers import toolchain
 from terrazzo.lowering.environment import driver_needed, driver_version, is_older
 from terrazzo.lowering.errors import ArgumentError, BundleError, CacheError, TargetError
 from terrazzo.lowering.folders import DistrustError
@@ -34,7 +35,7 @@ from terrazzo.lowering.kernels import BundledKernel, compile_request, register_b
 from terrazzo.lowering.report import KernelReport
 from terrazzo.lowering.request import KernelRequest, check_requests
 from terrazzo.lowering.targets import Target
-from terrazzo.lowering.toolchain import package_version, toolchain
+from terrazzo.lowering.toolchain import package_version
 
 FORMAT = "terrazzo-bundle-2"
 _AGAIN = "make it again with `terrazzo compile`"

@@ -87,6 +87,14 @@ def _install_callback() -> None:
     tvm_ffi.register_global_func(_CALLBACK, compile_cuda, override=True)
 
 
+def in_use() -> bool:
+    """Whether another thread compiles; after a fork: whether one did, which is gone."""
+    if not _lock.acquire(blocking=False):
+        return True
+    _lock.release()
+    return False
+
+
 def load_builder(request: KernelRequest):
     """The function that `request.entry` names.
 

@@ -7,17 +7,17 @@ import re
 from typing import Any
 
 from terrazzo.lowering import cache
-from terrazzo.lowering.errors import CacheError, TargetError, TerrazzoError
+from terrazzo.lowering.compilers import compiler_report
+from terrazzo.lowering.errors import CacheError, TargetError
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import (
     INSTALL_COMPILER,
     INSTALL_DISASSEMBLER,
-    Toolchain,
     find_cuda_tool,
     find_host_compiler,
     find_nvcc,
+    installed,
     package_version,
-    toolchain,
 )
 
 
@@ -28,13 +28,13 @@ def environment_report() -> dict[str, Any]:
     def miss(what: str, needed_for: str, remedy: str) -> None:
         missing.append({"what": what, "needed_for": needed_for, "remedy": remedy})
 
-    try:
-        tools = toolchain()
-    except TerrazzoError as error:
-        tools = Toolchain(package_version("tilelang"), package_version("apache-tvm-ffi"), None, None)
-        miss("a working nvcc", "compiling kernels", str(error))
+    compiling, tools = compiler_report(), installed()
+    if compiling["problem"] is not None:
+        what = f"the compiler that {compiling['named_by']} names" if compiling["named_by"] else "a working nvcc"
+        miss(what, "compiling kernels (bundles run without)", compiling["problem"])
     torch, devices = _devices()
-    driver, needed = driver_version(), driver_needed(tools.toolkit)
+    made_by = compiling["toolchain"] or tools.as_dict()
+    driver, needed = driver_version(), driver_needed(made_by["toolkit"])
     if package_version("torch") is None:
         miss("torch", "running anything", "pip install torch")
     elif torch["cuda"] is None:
@@ -46,10 +46,10 @@ def environment_report() -> dict[str, Any]:
     for device in devices:
         if device["target"] is None:
             miss(f"support for {device['name']}", "running kernels on it", device["problem"])
-    if driver is not None and tools.toolkit is not None and is_older(driver, needed):
+    if driver is not None and made_by["toolkit"] is not None and is_older(driver, needed):
         remedy = f"update the driver, which is for CUDA {driver}, or compile with CUDA {driver.partition('.')[0]}"
-        miss(f"a driver for CUDA {needed} or newer", f"running what nvcc of CUDA {tools.toolkit} makes", remedy)
-    for part in tools.missing():
+        miss(f"a driver for CUDA {needed} or newer", f"running what nvcc of CUDA {made_by['toolkit']} makes", remedy)
+    for part in compiling["missing"] or ():
         miss(part, "compiling kernels (bundles run without)", INSTALL_COMPILER)
     disassembler = find_cuda_tool("cuobjdump")
     if disassembler is None or find_cuda_tool("nvdisasm") is None:
@@ -66,6 +66,7 @@ def environment_report() -> dict[str, Any]:
         "torch": torch,
         "tilelang": tools.tilelang,
         "tvm_ffi": tools.tvm_ffi,
+        "compiler": compiling,
         "nvcc": {"path": find_nvcc(), "version": tools.nvcc, "toolkit": tools.toolkit, "driver": needed},
         "host_compiler": find_host_compiler(),
         "disassembler": disassembler,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import tempfile
 import threading
 from collections.abc import Collection, Iterator, Mapping
@@ -10,13 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from terrazzo.lowering import cache, folders
-from terrazzo.lowering.errors import BundleError, CacheError
+from terrazzo.lowering import cache, folders, worker
+from terrazzo.lowering.compilers import compiler, toolchain
+from terrazzo.lowering.errors import BundleError, CacheError, ToolchainError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.runtime import Kernel
-from terrazzo.lowering.toolchain import Toolchain, require_compiler, toolchain
+from terrazzo.lowering.toolchain import Toolchain
 
 _lock = threading.RLock()
+_forked_in_a_compilation = False  # then nobody in this process will ever release what that compilation holds
 _kernels: dict[KernelRequest, Kernel] = {}
 _bundled: dict[str, BundledKernel] = {}  # by identity
 _strict: list[Path] = []  # bundles loaded with strict=True: from then on nothing is compiled for a launch
@@ -85,12 +89,14 @@ def compile_request(request: KernelRequest) -> Path:
         CompileError: the builder, the lowering or nvcc failed.
         CacheError: the cache folder cannot be found or written, or must not be trusted.
     """
-    tools = toolchain()
-    key, meta = request.cache_key(tools), _meta(request, tools)
+    found = compiler()
+    key, meta = request.cache_key(found.toolchain), _meta(request, found.toolchain)
     entry = cache.lookup(key, meta)
     if entry is not None:
         return entry
-    require_compiler(str(request))
+    found.require(str(request))
+    if found.python is not None or _forked_in_a_compilation:
+        return _compile_elsewhere(request, key, found.python)
 
     def build(folder: Path) -> None:
         from terrazzo.lowering.compiler import compile_into
@@ -98,6 +104,16 @@ def compile_request(request: KernelRequest) -> Path:
         compile_into(request, folder)
 
     return cache.get_or_build(key, meta, build)
+
+
+def _compile_elsewhere(request: KernelRequest, key: str, python: str | None) -> Path:
+    made = worker.compile_elsewhere(request, python)
+    if made.name != key:
+        raise ToolchainError(
+            f"compiler {python} makes {request} from other sources of terrazzo, or its tools changed since this "
+            "process started; install the same terrazzo there and here, and start again"
+        )
+    return made
 
 
 def find_compiled(request: KernelRequest) -> Path | None:
@@ -187,3 +203,13 @@ def _places() -> Iterator[Path]:
     with contextlib.suppress(CacheError):
         yield cache.room(cache.VERSION, "loading")
     yield Path("/dev/shm")
+
+
+def _after_fork() -> None:
+    global _lock, _forked_in_a_compilation
+    _lock = threading.RLock()  # another thread of the parent may have held it, and is not here
+    compiling = sys.modules.get("terrazzo.lowering.compiler")
+    _forked_in_a_compilation |= compiling is not None and compiling.in_use()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -68,13 +68,6 @@ def _wanted(package: str, version: str | None) -> str:
     return f"{package}>={lowest},<{below} (version {version} is installed)"
 
 
-def require_compiler(purpose: str) -> None:
-    """Raise ToolchainError, naming what is missing and how to get it, unless a kernel can be compiled."""
-    missing = toolchain().missing()
-    if missing:
-        raise ToolchainError(f"cannot compile {purpose}: {', '.join(missing)} missing; {INSTALL_COMPILER}")
-
-
 def package_version(name: str) -> str | None:
     """Version of an installed distribution, or None."""
     try:
@@ -152,6 +145,14 @@ def toolchain() -> Toolchain:
     nvcc = find_nvcc()
     version, toolkit = _nvcc_versions(nvcc) if nvcc else (None, None)
     return Toolchain(package_version("tilelang"), package_version("apache-tvm-ffi"), version, toolkit)
+
+
+def installed() -> Toolchain:
+    """As `toolchain`, for showing: an nvcc that does not run counts as none."""
+    try:
+        return toolchain()
+    except ToolchainError:
+        return Toolchain(package_version("tilelang"), package_version("apache-tvm-ffi"), None, None)
 
 
 def loaded_tvm() -> str | None:

@@ -1,0 +1,221 @@
+"""Who compiles cold kernels: this environment, or another one whose interpreter TERRAZZO_COMPILER names.
+
+A process beside an engine has the engine's tilelang and tvm-ffi, with which tile programs cannot be compiled. It names
+an interpreter whose environment has terrazzo[compile] of the same version; what is missing in the cache is compiled
+there (`worker.py`), into the same cache and under the same keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from terrazzo.lowering import toolchain as local
+from terrazzo.lowering.data_files import parse_json, read_json
+from terrazzo.lowering.errors import ArgumentError, ToolchainError
+from terrazzo.lowering.toolchain import INSTALL_COMPILER, Toolchain, package_version
+
+VARIABLE = "TERRAZZO_COMPILER"
+PROBE_S = 60.0
+# "" stands first on the path of `python -c`: the working directory answers for no module.
+START = "import sys; sys.path[:] = [entry for entry in sys.path if entry]; "
+_PROBE = START + f"from {__name__} import _describe; _describe()"
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """What compiles cold kernels.
+
+    Attributes:
+        python: interpreter of another environment, None for this one.
+        toolchain: its versions, which are part of a kernel's key in the cache.
+        missing: parts without which it cannot compile.
+    """
+
+    python: str | None
+    toolchain: Toolchain
+    missing: tuple[str, ...]
+
+    def require(self, purpose: str) -> None:
+        """Raise ToolchainError, naming what is missing and how to get it, unless a kernel can be compiled."""
+        if self.missing:
+            where = f" with {self.python}" if self.python else ""
+            raise ToolchainError(
+                f"cannot compile {purpose}{where}: {', '.join(self.missing)} missing; {INSTALL_COMPILER}"
+            )
+
+
+def config_file() -> Path:
+    """Where `set_compiler` writes: $XDG_CONFIG_HOME/terrazzo/config.json, else ~/.config/terrazzo/config.json.
+
+    Raises:
+        ToolchainError: there is no home folder to name it from.
+    """
+    try:
+        base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+        return Path(base).expanduser().absolute() / "terrazzo" / "config.json"
+    except (RuntimeError, OSError) as error:
+        raise ToolchainError(f"the configuration has no folder: {error}; set {VARIABLE}, or HOME") from error
+
+
+def named_compiler() -> tuple[str, str] | None:
+    """(interpreter, what names it) of another environment that compiles, or None: this environment does.
+
+    An empty TERRAZZO_COMPILER means this environment, whatever the configuration says.
+
+    Raises:
+        ToolchainError: a configuration that cannot be read, or is another user's to write.
+    """
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        return (named, VARIABLE) if named else None
+    try:
+        path = config_file()
+        status = path.stat()
+    except (ToolchainError, OSError):
+        return None
+    remedy = f"remove it, and run `terrazzo config compiler` again, or set {VARIABLE}"
+    if status.st_uid not in (0, os.getuid()) or status.st_mode & 0o022:
+        raise ToolchainError(f"{path} names a program to run, and others than this user may write it; {remedy}")
+    try:
+        found = read_json(path, "config.json", remedy, most=1 << 16)
+    except ArgumentError as error:
+        raise ToolchainError(str(error)) from error
+    named = found.get("compiler") if isinstance(found, dict) else ""
+    if named is not None and not (isinstance(named, str) and named):
+        raise ToolchainError(f"{path} has no path of an interpreter under 'compiler'; {remedy}")
+    return named and (named, str(path))
+
+
+def set_compiler(path: str | os.PathLike | None) -> Compiler | None:
+    """Let the interpreter at `path` compile the cold kernels of this user's processes; None: each compiles its own.
+
+    It is kept in `config_file`. TERRAZZO_COMPILER, where it is set, is asked first.
+
+    Returns:
+        What was found there, None for None.
+
+    Raises:
+        ToolchainError: it is no interpreter with terrazzo[compile] of this version, or cannot be written down.
+    """
+    found = None
+    if path is not None:
+        found = _probe(os.path.abspath(os.path.expanduser(os.fspath(path))))
+        found.require("kernels")
+    file = config_file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if found is None:
+            file.unlink(missing_ok=True)
+            return None
+        handle, private = tempfile.mkstemp(dir=file.parent)
+        try:
+            with os.fdopen(handle, "w") as out:
+                json.dump({"compiler": found.python}, out)
+            os.replace(private, file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(private)
+            raise
+    except OSError as error:
+        raise ToolchainError(f"{file} cannot be written: {error}; set {VARIABLE} instead") from error
+    return found
+
+
+def compiler() -> Compiler:
+    """What would compile a kernel now.
+
+    Raises:
+        ToolchainError: the interpreter that is named is absent or broken, or has another terrazzo; or nvcc fails here.
+    """
+    named = named_compiler()
+    if named is None:
+        tools = local.toolchain()
+        return Compiler(None, tools, tuple(tools.missing()))
+    return _probe(named[0])
+
+
+def toolchain() -> Toolchain:
+    """Versions of what would compile a kernel now; errors as `compiler`."""
+    return compiler().toolchain
+
+
+def compiler_report() -> dict[str, Any]:
+    """What `terrazzo info` shows: python (None: this environment compiles) and named_by; then toolchain and missing, as
+    `Compiler` has them, or a problem, for which both are None."""
+    report: dict[str, Any] = {"python": None, "named_by": None, "toolchain": None, "missing": None, "problem": None}
+    try:
+        named = named_compiler()
+        if named is not None:
+            report |= {"python": named[0], "named_by": named[1]}
+        found = compiler()
+        report |= {"toolchain": found.toolchain.as_dict(), "missing": list(found.missing)}
+    except ToolchainError as error:
+        report["problem"] = str(error)
+    return report
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's environment for an interpreter of another one: without what would change its imports."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | {VARIABLE: ""}
+
+
+def _remedy() -> str:
+    wanted = f"terrazzo[compile]=={package_version('terrazzo')}"
+    return f"name the python of an environment that has {wanted}, in {VARIABLE} or with `terrazzo config compiler`"
+
+
+@cache
+def _probe(python: str) -> Compiler:
+    """What an interpreter says of itself."""
+    if not os.path.isabs(python):
+        raise ToolchainError(f"compiler {python!r} is no absolute path; {_remedy()}")
+    if not os.access(python, os.X_OK) or os.path.isdir(python):
+        raise ToolchainError(f"compiler {python!r} does not exist or is no program; {_remedy()}")
+    try:
+        done = subprocess.run(
+            [python, "-c", _PROBE],
+            env=clean_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PROBE_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ToolchainError(f"compiler {python} cannot be run: {error}; {_remedy()}") from error
+    words = " ".join(done.stderr.decode(errors="replace").split())[-500:]
+    if done.returncode:
+        raise ToolchainError(
+            f"compiler {python} has no terrazzo that works: {words or f'it ends with {done.returncode}'}; {_remedy()}"
+        )
+    try:
+        said = parse_json(done.stdout)
+        version, problem = said["terrazzo"], said["problem"]
+        found = Compiler(python, Toolchain(**said["toolchain"]), tuple(said["missing"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ToolchainError(f"compiler {python} does not answer as terrazzo does; {_remedy()}") from error
+    if version != package_version("terrazzo"):
+        raise ToolchainError(
+            f"compiler {python} has terrazzo {version}, this is {package_version('terrazzo')}; {_remedy()}"
+        )
+    if problem:
+        raise ToolchainError(f"compiler {python}: {problem}")
+    return found
+
+
+def _describe() -> None:
+    """What `_probe` reads, of this process's own environment."""
+    problem = ""
+    try:
+        tools = local.toolchain()
+    except ToolchainError as error:
+        tools, problem = Toolchain(None, None, None, None), str(error)
+    said = {"terrazzo": package_version("terrazzo"), "problem": problem, "toolchain": tools.as_dict()}
+    print(json.dumps({**said, "missing": tools.missing()}))
