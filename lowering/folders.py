@@ -25,6 +25,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any
 
+from terrazzo.lowering import data_files
+
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 LIBRARY = "kernel.so"
@@ -114,13 +116,14 @@ class Folder:
             for part in folders:
                 handles.append(self._open(part, name, handles[-1], stat.S_IFDIR))
             with open(self._open(last, name, handles[-1], stat.S_IFREG), "rb") as file:
-                data = file.read(limit + 1)
+                small = os.fstat(file.fileno()).st_size <= limit
+                data = file.read(limit + 1) if small else b""
         except OSError as error:
             raise ValueError(f"{name} cannot be read: {error.strerror}") from error
         finally:
             for handle in handles[1:]:
                 os.close(handle)
-        if len(data) > limit:
+        if not small or len(data) > limit:
             raise ValueError(f"{name} is longer than {limit} bytes")
         return data
 
@@ -150,33 +153,24 @@ def _parts(name: str) -> list[str]:
 
 
 def parse_json(data: bytes) -> Any:
-    """A JSON value of bounded depth, whose strings can be written again.
+    """A JSON value of bounded depth and integers, whose strings can be written again.
 
     Raises:
         ValueError: whatever is wrong with it.
     """
-    try:
-        value = json.loads(data.decode(), parse_int=_integer)
-        todo = [(value, 0)]
-        while todo:
-            one, depth = todo.pop()
-            if depth > _DEPTH:
-                raise ValueError("nested too deeply")
-            if isinstance(one, str):
-                one.encode()
-            elif isinstance(one, dict):
-                todo += [(part, depth + 1) for pair in one.items() for part in pair]
-            elif isinstance(one, list):
-                todo += [(part, depth + 1) for part in one]
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    value = data_files.parse_json(data.decode())
+    todo = [(value, 0)]
+    while todo:
+        one, depth = todo.pop()
+        if depth > _DEPTH or (type(one) is int and abs(one) >= 2**64):
+            raise ValueError("nested too deeply" if depth > _DEPTH else "an integer of more than 64 bits")
+        if isinstance(one, str):
+            one.encode()
+        elif isinstance(one, dict):
+            todo += [(part, depth + 1) for pair in one.items() for part in pair]
+        elif isinstance(one, list):
+            todo += [(part, depth + 1) for part in one]
     return value
-
-
-def _integer(text: str) -> int:
-    if len(text) > 20:
-        raise ValueError(f"an integer of {len(text)} digits")
-    return int(text)
 
 
 def same_json(left: Any, right: Any) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from terrazzo.lowering.data_files import is_count
 from terrazzo.lowering.errors import ToolchainError
 from terrazzo.lowering.folders import parse_json
 from terrazzo.lowering.toolchain import INSTALL_DISASSEMBLER, find_cuda_tool
@@ -73,18 +74,14 @@ class KernelReport:
         return sum(number for opcode, number in self.instructions.items() if re.match(pattern, opcode))
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
 def _are_counts(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_count, value.values()))
+    return isinstance(value, dict) and all(map(is_count, value.values()))
 
 
 _REQUIRED = ("registers", "smem_static", "smem_dynamic", "stack", "spill_stores", "spill_loads")
 _FIELDS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(_REQUIRED, _is_count),
-    "smem_dynamic": lambda value: value is None or _is_count(value),
+    **dict.fromkeys(_REQUIRED, is_count),
+    "smem_dynamic": lambda value: value is None or is_count(value),
     "instructions": _are_counts,
     "tensor_instructions": lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
     "note": lambda value: isinstance(value, str),

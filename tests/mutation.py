@@ -12,6 +12,7 @@ reader; needs neither torch nor a file.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
@@ -85,7 +86,8 @@ def _near(value: Any, random: Random) -> Any:
     if isinstance(value, int):
         return random.choice((value + 1, value - 1, -value, value * 2, value << 40, float(value), str(value), [value]))
     if isinstance(value, float):
-        return random.choice((-value, value * 1e30, int(value), str(value), value + 0.5))
+        whole = int(value) if math.isfinite(value) else 0
+        return random.choice((-value, value * 1e30, whole, str(value), value + 0.5))
     if isinstance(value, str):
         cut = random.randrange(len(value) + 1)
         letter = chr(random.choice((0, 9, 10, 0x20, 0x2F, 0x41, 0x7F, 0xE9, 0x2028, 0xD800, 0x1F9F1)))
