@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from lowering_tools import request_for
 from terrazzo.lowering import KernelReport, cache, folders, kernels, write_bundle
-from terrazzo.lowering.toolchain import toolchain
+from terrazzo.lowering.compilers import toolchain
 
 REPORT = KernelReport(40, 0, 1024, 0, 0, 0, {"HMMA.16816.F32": 8}, ["HMMA.16816.F32"])
 SCALE, GEMM = request_for("scale"), request_for("gemm")

@@ -43,8 +43,8 @@ def test_a_broken_nvcc_is_reported_not_raised(cache_dir, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("driver", "missing"), [("12.9", True), ("13.0", False), (None, False)])
 def test_a_driver_that_is_too_old_for_nvcc_is_missing(cache_dir, monkeypatch, driver, missing):
-    tools = Toolchain("0.1.15", "0.1.12", "13.3.1", "13.3")
-    monkeypatch.setattr(environment, "toolchain", lambda: tools)
+    said = {**environment.compiler_report(), "toolchain": Toolchain("0.1.15", "0.1.12", "13.3.1", "13.3").as_dict()}
+    monkeypatch.setattr(environment, "compiler_report", lambda: said)
     monkeypatch.setattr(environment, "driver_version", lambda: driver)
     report = environment_report()
     rows = {row["what"]: row for row in report["missing"]}
