@@ -144,7 +144,7 @@ class KVCache:
         """Tokens of a sequence."""
         return self.table.get(sequence).length
 
-    def extend(self, new: Mapping[int, int], into: Batch | None = None) -> Batch:
+    def extend(self, new: Mapping[int, int], into: Batch | None = None, *, reserve: int = 0) -> Batch:
         """Make room for new[sequence] more tokens of each sequence; the batch that stores and reads them.
 
         The lengths count the new tokens from now on: store them in every layer before decoding, and before `fork`.
@@ -153,6 +153,8 @@ class KVCache:
         Args:
             into: a batch of as many sequences that becomes this one, in the same device tensors, for captured CUDA
                 graphs. What a replay stores is not checked.
+            reserve: further tokens of each sequence that get pages now; `Batch.advance` counts them one after another,
+                so that a decoding loop asks the host for nothing.
 
         Raises:
             CacheFullError: too few free pages. ArgumentError: an unknown sequence, too many tokens. Nothing has changed
@@ -160,10 +162,12 @@ class KVCache:
         """
         if not isinstance(new, Mapping):
             raise ArgumentError("new", type(new).__name__, "must map sequences to numbers of tokens", "pass {s: 1}")
+        if type(reserve) is not int or reserve < 0:
+            raise ArgumentError("reserve", reserve, "must be a number of tokens", "leave it out for none")
         new = {s: int(count) if isinstance(count, Integral) else count for s, count in new.items()}
         for sequence, count in new.items():
-            if isinstance(count, Integral) and self.length(sequence) + count > self.max_tokens:
-                seen = f"{self.length(sequence)} + {count}"
+            if isinstance(count, Integral) and self.length(sequence) + count + reserve > self.max_tokens:
+                seen = f"{self.length(sequence)} + {count + reserve}"
                 raise ArgumentError("new", seen, f"a sequence has at most {self.max_tokens} tokens", "free it")
         if into is not None and (getattr(into, "cache", None) is not self or len(into.sequences) != len(new)):
             seen = len(into.sequences) if isinstance(into, Batch) else type(into).__name__
@@ -175,9 +179,9 @@ class KVCache:
             if copies:
                 source, target = (list(part) for part in zip(*copies))
                 self.pages[:, target] = self.pages[:, source]
-            made.append(Batch(self, new) if into is None else into._describe(new, None))
+            made.append(Batch(self, new, reserve) if into is None else into._describe(new, None, reserve))
 
-        self.table.extend(new, use)
+        self.table.extend(new, use, reserve)
         return made[0]
 
     def batch(self, sequences: Iterable[int]) -> Batch:
@@ -220,12 +224,12 @@ class Batch:
     calls, are not checked. With a residual block, a batch reads right until newer tokens of its sequences are stored.
     """
 
-    def __init__(self, cache: KVCache, new: Mapping[int, int]) -> None:
+    def __init__(self, cache: KVCache, new: Mapping[int, int], reserve: int = 0) -> None:
         self.cache = cache
         self._unstored = Unstored(len(cache.pages))
-        self._describe(new, self._unstored)
+        self._describe(new, self._unstored, reserve)
 
-    def _describe(self, new: Mapping[int, int], unstored: Unstored | None) -> Batch:
+    def _describe(self, new: Mapping[int, int], unstored: Unstored | None, reserve: int = 0) -> Batch:
         """This batch, of new[sequence] new tokens of each sequence from now on, in the tensors that it has."""
         import numpy as np
         import torch
@@ -247,8 +251,9 @@ class Batch:
             held = getattr(self, name, None)
             setattr(self, name, tensor if held is None else held.copy_(tensor))
         self.sequences, self.new = list(new), counts
-        self.max_length = max((s.length for s in found), default=0)
-        self.mean_length = -(-sum(s.length for s in found) // max(1, len(found)))
+        self.reserved = reserve
+        self.max_length = max((s.length for s in found), default=0) + reserve
+        self.mean_length = -(-sum(s.length for s in found) // max(1, len(found))) + reserve
         self._layers: dict[int, PackedCache] = {}
         for sequence, count in zip(found, counts):
             if count:
@@ -323,6 +328,33 @@ class Batch:
     def decode(self, q: torch.Tensor, layer: int = 0, **options: Any) -> torch.Tensor:
         """Attention of the newest tokens q [B, q_len, Hq, D] in one layer; see `decode`."""
         return op.decode(q, self._view(layer), **options)
+
+    def advance(self, lengths: bool = True) -> None:
+        """Count as many new tokens of each sequence as before once more, in the room that `extend(reserve=)` kept.
+
+        What the batch stores from now on are those tokens. They are stored unseen: nothing checks that all layers
+        were.
+
+        Args:
+            lengths: whether to add to `lengths` on the device, too; False where a captured graph has done it.
+
+        Raises:
+            ArgumentError: the room is used up, or the sequences differ in new tokens.
+        """
+        counts = set(self.new)
+        if len(counts) > 1:
+            raise ArgumentError("new", self.new, "must be as many tokens of each sequence", "call extend() again")
+        count = counts.pop() if counts else 0
+        if count > self.reserved:
+            seen = f"{count} of {self.reserved}"
+            raise ArgumentError("reserve", seen, "has too few tokens left", "call extend() with a larger reserve")
+        self._check_current()
+        self.reserved -= count
+        for sequence, _ in self._generations:
+            sequence.length += count
+            sequence.unstored = None
+        if lengths:
+            self.lengths.add_(count)
 
     def _check_current(self) -> None:
         """Raise ArgumentError for a sequence whose pages are others than when the batch was made."""

@@ -144,12 +144,13 @@ class PageTable:
         return max(more, 0), touched
 
     def extend(
-        self, new: Mapping[int, int], use: Callable[[list[tuple[int, int]]], object] | None = None
+        self, new: Mapping[int, int], use: Callable[[list[tuple[int, int]]], object] | None = None, reserve: int = 0
     ) -> list[tuple[int, int]]:
         """Make room for new[sequence] more tokens of each sequence, and count them.
 
         Args:
             use: called with what is returned, once tokens and pages are counted; where it raises, nothing has changed.
+            reserve: tokens of each sequence behind the new ones that get pages now, and are not counted.
 
         Returns:
             (source, target) of each page that was shared and must be copied before the tokens are written.
@@ -165,7 +166,7 @@ class PageTable:
                 raise ArgumentError("new", count, "must not be negative", "fork before tokens that may be dropped")
         new = {sequence: int(count) for sequence, count in new.items()}  # numpy's would wrap
         for sequence, count in new.items():
-            more, touched = self.needed(sequence, count)
+            more, touched = self.needed(sequence, count + reserve)
             wanted += more
             for at in touched:
                 writers.setdefault(self.sequences[sequence].pages[at], []).append((sequence, at))
@@ -177,8 +178,9 @@ class PageTable:
         ]
         wanted += len(copies)
         if wanted > len(self._free):
+            tokens = sum(new.values()) + reserve * len(new)
             raise CacheFullError(
-                f"{sum(new.values())} new tokens of {len(new)} sequences need {wanted} pages of {self.page_size} "
+                f"{tokens} new tokens of {len(new)} sequences need {wanted} pages of {self.page_size} "
                 f"tokens, {len(self._free)} of {len(self.holders)} are free; free sequences first"
             )
         before = {s: (self.sequences[s].length, self.sequences[s].unstored) for s in new}
@@ -189,7 +191,7 @@ class PageTable:
             source, pages[at] = pages[at], self._take()
             self._release(source)
             moved.append((source, pages[at]))
-        added = {s: [self._take() for _ in range(self.needed(s, count)[0])] for s, count in new.items()}
+        added = {s: [self._take() for _ in range(self.needed(s, count + reserve)[0])] for s, count in new.items()}
         for sequence, count in new.items():
             self.sequences[sequence].pages += added[sequence]
             self.sequences[sequence].length += count

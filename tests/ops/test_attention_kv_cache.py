@@ -365,3 +365,46 @@ def test_a_table_is_as_wide_as_there_are_pages():
     cache = make(pages=3, max_tokens=2**31 - 1, sequences=2**31 - 1)
     batch = cache.extend({cache.new(): 5})
     assert batch.table.shape == (1, 3) and cache.table.free_slots == 2**31 - 2
+
+
+def test_reserved_tokens_have_their_pages_and_are_counted_one_after_another():
+    cache = make(pages=8)
+    first, second = cache.new(), cache.new()
+    cache.extend({first: 60, second: 3})
+    batch = cache.extend({first: 1, second: 1}, reserve=70)
+    assert cache.usage().free_pages == 8 - 3 - 2 and batch.max_length == 131 and batch.lengths.tolist() == [61, 4]
+    for step in range(70):
+        batch.advance(lengths=step % 2 == 0)
+        if step % 2:
+            batch.lengths.add_(1)  # as a graph's replay does
+    assert batch.lengths.tolist() == [131, 74] == [cache.length(first), cache.length(second)]
+    assert cache.usage().free_pages == 8 - 3 - 2
+    with pytest.raises(ArgumentError, match="reserve.*0"):
+        batch.advance()
+    with pytest.raises(ArgumentError, match="reserve"):
+        cache.extend({first: 1}, reserve=-1)
+
+
+def test_a_reserve_that_does_not_fit_takes_nothing():
+    cache = make(pages=3, max_tokens=190)
+    sequence = cache.new()
+    with pytest.raises(CacheFullError, match="70 new tokens"):
+        other = cache.new()
+        cache.extend({other: 65, sequence: 0}, reserve=0)
+        cache.extend({sequence: 1}, reserve=69)
+    with pytest.raises(ArgumentError, match="at most 190"):
+        cache.extend({sequence: 1}, reserve=190)
+    assert cache.length(sequence) == 0 and cache.usage().free_pages == 1
+
+
+def test_a_fork_of_a_sequence_with_reserved_pages_writes_to_its_own():
+    cache = make(pages=8, layers=1)
+    sequence = cache.new()
+    batch = cache.extend({sequence: 1}, reserve=100)
+    batch._stored(0)
+    branch = cache.fork(sequence)
+    cache.extend({branch: 1})
+    pages = cache.table.rows([sequence, branch])
+    assert pages[0][0] != pages[1][0]
+    batch.advance()  # the sequence kept its own
+    assert batch.lengths.tolist() == [2] and cache.length(branch) == 2

@@ -1,0 +1,119 @@
+"""Decoding loops on the CPU, by the operators' reference: tests/gpu/test_generation_gpu.py runs the graphs."""
+
+from __future__ import annotations
+
+import pytest
+from small_model import VOCABULARY, SmallModel
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn.generation import Sampling, generate
+from terrazzo.ops.attention import CacheFullError
+
+PROMPTS = [[5, 9, 2], [17, 3, 8, 44, 90, 1, 30]]
+
+
+@pytest.fixture(scope="module")
+def model() -> SmallModel:
+    return SmallModel()
+
+
+@pytest.fixture(scope="module")
+def greedy(model) -> list[list[int]]:
+    return [tokens.tolist() for tokens in generate(model, PROMPTS, max_new_tokens=4)]
+
+
+def test_greedy_tokens_are_those_of_the_whole_text_computed_anew(model, greedy):
+    """Steps over the cache, ragged batch and all, against one prefill of each prefix."""
+    for prompt, made in zip(PROMPTS, greedy):
+        text = list(prompt)
+        for token in made:
+            logits = model.recomputed(text)
+            assert token == int(logits.argmax())
+            text.append(token)
+
+
+def test_sequences_of_a_batch_do_not_touch_each_other(model, greedy):
+    assert generate(model, PROMPTS[1:], max_new_tokens=4)[0].tolist() == greedy[1]
+
+
+def test_an_end_token_ends_its_sequence_alone(model, greedy):
+    end = greedy[0][1]
+    assert end not in greedy[0][:1] and end not in greedy[1]
+    short, long = generate(model, PROMPTS, max_new_tokens=4, eos_token_id=end)
+    assert short.tolist() == greedy[0][:2] and long.tolist() == greedy[1]
+
+
+def test_nothing_is_computed_behind_the_last_end_token(model, greedy):
+    seen = []
+    made = generate(model, [PROMPTS[0]], max_new_tokens=40, eos_token_id=[greedy[0][0]], on_tokens=seen.append)
+    assert [tokens.tolist() for tokens in made] == [greedy[0][:1]] and seen == [[greedy[0][0]]]
+
+
+def test_tokens_are_handed_on_in_order(model, greedy):
+    seen = []
+    generate(model, PROMPTS, max_new_tokens=4, on_tokens=seen.append)
+    assert seen == [list(step) for step in zip(*greedy)]
+
+
+def test_a_listener_that_returns_true_stops_the_loop(model, greedy):
+    seen = []
+    made = generate(model, PROMPTS, max_new_tokens=4, on_tokens=lambda row: seen.append(row) or len(seen) == 2)
+    assert [tokens.tolist() for tokens in made] == [tokens[:2] for tokens in greedy] and len(seen) == 2
+
+
+def test_one_candidate_left_is_greedy(model, greedy):
+    pytest.importorskip("transformers", reason="sampling takes its processors")
+    made = generate(model, PROMPTS, max_new_tokens=4, sampling=Sampling(temperature=0.7, top_k=1))
+    assert [tokens.tolist() for tokens in made] == greedy
+
+
+def test_a_seed_fixes_what_is_drawn(model):
+    draw = lambda seed: [
+        t.tolist() for t in generate(model, PROMPTS, sampling=Sampling(1.0, seed=seed), max_new_tokens=4)
+    ]
+    assert draw(1) == draw(1) != draw(2)
+
+
+def test_a_low_bit_cache_gives_tokens_close_to_its_own_recomputation():
+    """Steps read what earlier steps stored: with int8 the logits stay near those of a prefill with f16 keys."""
+    model = SmallModel(("int8", "int8"))
+    made = generate(model, [PROMPTS[1]], max_new_tokens=3)[0].tolist()
+    exact = SmallModel().recomputed(PROMPTS[1])
+    assert made[0] == int(exact.argmax())
+
+
+def test_sequences_are_given_back_whatever_happens(model):
+    cache = model.new_cache(2, 64)
+    generate(model, PROMPTS, max_new_tokens=2, cache=cache)
+    assert cache.usage().sequences == 0 and cache.usage().free_pages == cache.usage().pages
+    with pytest.raises(CacheFullError):
+        generate(model, PROMPTS, max_new_tokens=100, cache=cache)
+    assert cache.usage().sequences == 0 and cache.usage().free_pages == cache.usage().pages
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (dict(prompts=[]), "prompts"),
+        (dict(prompts="Hello"), "prompts"),
+        (dict(prompts=[[1, VOCABULARY]]), "prompts"),
+        (dict(prompts=[[-1]]), "prompts"),
+        (dict(prompts=[[]]), "prompts"),
+        (dict(prompts=[[1.5]]), "prompts"),
+        (dict(prompts=[object()]), "prompts"),
+        (dict(prompts=3), "prompts"),
+        (dict(max_new_tokens=0), "max_new_tokens"),
+        (dict(max_new_tokens=2.0), "max_new_tokens"),
+        (dict(eos_token_id="x"), "eos_token_id"),
+    ],
+)
+def test_bad_calls_name_the_argument(model, given, named):
+    with pytest.raises(ArgumentError, match=named):
+        generate(model, **{"prompts": PROMPTS, "max_new_tokens": 2, **given})
+
+
+@pytest.mark.parametrize(
+    "given", [dict(temperature=-1), dict(top_k=-1), dict(top_p=0), dict(top_p=1.5), dict(top_k="a")]
+)
+def test_bad_sampling_names_the_argument(given):
+    with pytest.raises(ArgumentError, match=next(iter(given))):
+        Sampling(**given)
