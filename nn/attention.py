@@ -102,18 +102,36 @@ def store(batch: Batch, k: torch.Tensor, v: torch.Tensor, layer: int) -> None:
         torch_op.call_store(batch.layer(layer), k, v, batch.starts, max(batch.new, default=0))
 
 
-def decode(batch: Batch, q: torch.Tensor, layer: int, **options: object) -> torch.Tensor:
+def decode(
+    batch: Batch,
+    q: torch.Tensor,
+    layer: int,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`Batch.decode`, on a CPU by the reference."""
     if _on_kernels(q):
-        return batch.decode(q, layer, **options)
-    return torch_op.call_decode(q, batch._view(layer), *options.values())[0]
+        return batch.decode(q, layer, scale=scale, softcap=softcap, window=window, sinks=sinks)
+    return torch_op.call_decode(q, batch._view(layer), scale, softcap, window, sinks)[0]
 
 
 def prefill(
-    batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, **options: object
+    batch: Batch,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: int,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`Batch.prefill` with the new tokens as they are, on a CPU by the reference."""
     if _on_kernels(q):
-        return batch.prefill(q, layer, k=k, v=v, **options)
-    most = max(batch.new, default=0)
-    return torch_op.call_prefill(q, batch._view(layer), batch.starts, most, k, v, *options.values())[0]
+        return batch.prefill(q, layer, k=k, v=v, scale=scale, softcap=softcap, window=window, sinks=sinks)
+    most, options = max(batch.new, default=0), (scale, softcap, window, sinks)
+    return torch_op.call_prefill(q, batch._view(layer), batch.starts, most, k, v, *options)[0]

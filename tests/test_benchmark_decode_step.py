@@ -1,0 +1,62 @@
+"""The benchmark of a decode step on a CPU: small shapes run through the reference, and kernels are named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from terrazzo.autotune import gemm_bench
+from terrazzo.lowering.targets import Target
+from terrazzo.ops.attention import launch
+from terrazzo.ops.w4ax import format as w4ax_format
+
+from benchmarks import decode_step
+from benchmarks.decode_step import Model, Row, Step, arguments
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A tiny model on the CPU."""
+    shapes = {"qkv": (512, 128), "o": (128, 256), "gate_up": (512, 128), "down": (128, 256)}
+    for name, value in dict(
+        DEVICE="cpu", HIDDEN=128, INTERMEDIATE=256, HEADS=4, KV_HEADS=2, HEAD_DIM=64, VOCABULARY=50, SHAPES=shapes,
+    ).items():  # fmt: skip
+        monkeypatch.setattr(decode_step, name, value)
+    monkeypatch.setattr(gemm_bench, "DEVICE", "cpu")
+    parse = Target.parse
+    monkeypatch.setattr(w4ax_format, "native", lambda target: False)
+    monkeypatch.setattr(Target, "parse", classmethod(lambda cls, name=None: parse(name or "sm_90a")))
+
+
+@pytest.mark.parametrize("text", ["2x130:w4a16-g128/float16", "2x130:w4a8-g64/int4", "p2x9:w4a16-g64/int8",
+                                  "2x300:w4a8-e4m3/int4_channel128+int4", "1x140:w4ax/int4"])  # fmt: skip
+@torch.no_grad()
+def test_a_step_runs_and_its_layers_are_those_of_float_weights(small, text):
+    row = Row.parse(text)
+    assert str(Row.parse(str(row))) == str(row)
+    step = Step(Model(row.weights, 3), row)
+    assert step().shape == (row.batch, 50) and torch.equal(step(), step())
+    assert step.wrong() == ""
+    assert step.nbytes > 2 * 50 * 128
+    for name, calls in step.parts().items():
+        assert len(calls) == (1 if name == "head" else 6 if name == "quantize" and "float" in text else len(calls))
+        assert calls[-1]() is not None or name == "append"
+    step.model.decoder.layers[0].mlp.down_proj.words.zero_()
+    assert "off by" in step.wrong() or torch.equal(step(), step())
+
+
+def test_every_row_names_its_kernels(monkeypatch):
+    target = Target.parse("nvidia/nvidia-h100")
+    monkeypatch.setattr(launch, "detect", lambda *_: target)
+    o = arguments([])
+    found = decode_step.requests(o.rows)
+    names = {request.name for request in found}
+    assert {"attention.write", "attention.decode", "w4a8.quantize_rows", "w4ax.quantize_blocks"} <= names
+    assert any("prefill" in name for name in names) and any(name.startswith("w4a16") for name in names)
+    assert len(found) == len(set(found)) and all(request.target.arch == "sm_90a" for request in found)
+
+
+def test_bad_arguments_are_refused(capsys):
+    for bad in (["--rows", "64x1024"], ["--rows", "1x1:w4a16"], ["--peers", "nobody"]):
+        with pytest.raises(SystemExit):
+            arguments(bad)
+    assert arguments(["--peers", "none", "--quick"]).peers == []
