@@ -36,6 +36,8 @@ SHAPES = {"qkv": (QKV, HIDDEN), "o": (HIDDEN, HEADS * HEAD_DIM), "gate_up": (2 *
 BATCHES = ("1x1024", "16x1024", "64x1024", "64x8192")
 KINDS = ("w4a16-g128/float16", "w4a16-g128/int4", "w4a8-g64/float16", "w4a8-g64/int4", "w4ax/int4")
 PREFILLS = ("p1x4096:w4a16-g128/float16", "p1x4096:w4a8-g64/int4")
+SPARE_BYTES = 6 << 30
+"""Of the GPU that float weights of a layer take: with less, a row is measured without comparing its layers."""
 LIMITS = {"w4a16": 0.03, "w4a8": 0.08, "w4a8-e4m3": 0.15, "w4ax": 0.5}
 """Family -> distance of two layers from the same in float weights that quantized activations explain, relative."""
 
@@ -85,6 +87,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=570.0, help="seconds after which no further row is begun")
     parser.add_argument("--budget-ms", type=float, default=60.0, help="GPU time of one measurement")
     parser.add_argument("--append", action="store_true", help="keep what the file has of other rows")
+    parser.add_argument("--only-peers", action="store_true", help="measure peers for the rows that the file has")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     o = parser.parse_args(argv)
@@ -166,7 +169,7 @@ class Step:
         filled = random_cache(row.k_format, row.v_format, shape, HEAD_DIM, PAGE)
         cache = KVCache(
             row.k_format, row.v_format, kv_heads=KV_HEADS, head_dim=HEAD_DIM, pages=len(filled.pages), page_size=PAGE,
-            sequences=row.batch, layers=layers, device=DEVICE,
+            sequences=row.batch, max_tokens=shape.tokens, layers=layers, device=DEVICE,
         )  # fmt: skip
         for pages in cache.pages:
             pages.copy_(filled.pages)
@@ -325,7 +328,8 @@ def measured(step: Step, o: argparse.Namespace, copy_gb_s: float) -> dict[str, A
     import torch
     from terrazzo.autotune import measure
 
-    if why := step.wrong():
+    checked = not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] > SPARE_BYTES
+    if checked and (why := step.wrong()):
         return {"failure": why}
     with torch.no_grad():
         y = step()
@@ -333,7 +337,7 @@ def measured(step: Step, o: argparse.Namespace, copy_gb_s: float) -> dict[str, A
             return {"failure": "logits are not finite"}
         timing = measure.time_calls([step], o.budget_ms)
         found = {
-            "ms": round(timing.us / 1e3, 4), "spread": round(timing.spread, 4), "bytes": step.nbytes,
+            "checked": checked, "ms": round(timing.us / 1e3, 4), "spread": round(timing.spread, 4), "bytes": step.nbytes,
             "floor_ms": round(step.nbytes / copy_gb_s / 1e6, 4),
         }  # fmt: skip
         if not (o.quick or o.no_parts):
@@ -361,7 +365,7 @@ class Run:
         from terrazzo.ops.attention import launch
 
         self.o, self.start = o, time.perf_counter()
-        compile_all(o.rows)
+        compile_all([] if o.only_peers else o.rows)
         self.result: dict[str, Any] = gemm_bench.header(launch.detect(), o.commit)
         self.result["copy_gb_s"] = round(measure.copy_bandwidth(), 1)
         self.result["peers_missing"] = peers.missing(o.peers)
@@ -377,9 +381,9 @@ class Run:
         """Rows of the file that this run does not measure."""
         import json
 
-        if not (self.o.append and self.out and self.out.is_file()):
+        if not ((self.o.append or self.o.only_peers) and self.out and self.out.is_file()):
             return []
-        asked = {str(row) for row in self.o.rows}
+        asked = set() if self.o.only_peers else {str(row) for row in self.o.rows}
         return [row for row in json.loads(self.out.read_text())["rows"] if row["row"] not in asked]
 
     @property
@@ -451,7 +455,8 @@ def empty() -> None:
 
 def run(o: argparse.Namespace) -> int:
     made = Run(o)
-    made.ours()
+    if not o.only_peers:
+        made.ours()
     made.theirs()
     made.write()
     return report.conclude(made.result)

@@ -136,6 +136,6 @@ def positions_of(batch: Batch) -> torch.Tensor:
     if batch.new == [1] * len(batch.new):
         return batch.lengths - 1
     ends = batch.lengths - batch.starts[1:]
-    new = torch.tensor(batch.new, device=ends.device)
-    total = sum(batch.new)
-    return torch.arange(total, device=ends.device, dtype=torch.int32) + ends.repeat_interleave(new, output_size=total)
+    total = sum(batch.new)  # known here, so that nothing waits for the device
+    shift = ends.repeat_interleave(batch.starts.diff(), output_size=total)
+    return torch.arange(total, device=ends.device, dtype=torch.int32) + shift

@@ -28,20 +28,19 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["2x130:w4a16-g128/float16", "2x130:w4a8-g64/int4", "p2x9:w4a16-g64/int8",
-                                  "2x300:w4a8-e4m3/int4_channel128+int4", "1x140:w4ax/int4"])  # fmt: skip
+                                  "1x135:w4a8-e4m3/int4_channel128+int4", "1x140:w4ax/int4"])  # fmt: skip
 @torch.no_grad()
 def test_a_step_runs_and_its_layers_are_those_of_float_weights(small, text):
     row = Row.parse(text)
     assert str(Row.parse(str(row))) == str(row)
-    step = Step(Model(row.weights, 3), row)
-    assert step().shape == (row.batch, 50) and torch.equal(step(), step())
+    step = Step(Model(row.weights, 2), row)
+    logits = step()
+    assert logits.shape == (row.batch, 50) and torch.equal(step(), logits)
     assert step.wrong() == ""
     assert step.nbytes > 2 * 50 * 128
     for name, calls in step.parts().items():
-        assert len(calls) == (1 if name == "head" else 6 if name == "quantize" and "float" in text else len(calls))
+        assert len(calls) == {"head": 1, "quantize": 8}.get(name, 2)
         assert calls[-1]() is not None or name == "append"
-    step.model.decoder.layers[0].mlp.down_proj.words.zero_()
-    assert "off by" in step.wrong() or torch.equal(step(), step())
 
 
 def test_every_row_names_its_kernels(monkeypatch):

@@ -23,8 +23,11 @@ def prefill(
     options: Options | None = None,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
+    bounded: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out [N, Hq, D], lse [N, Hq], bound [N, Hq, D]), float64, of `prefill` with the same arguments; see `bound_of`.
+
+    Without `bounded`, which takes most of the time, the bound is 0.
 
     cache.lengths counts the new tokens. With k and v [N, Hkv, D] the cache need only hold the tokens before them.
     """
@@ -44,11 +47,15 @@ def prefill(
             if sinks is not None:
                 lse[first:last, span] = sinks.double() * LOG2E
             tokens = list(cache.dequantize(b, h))
-            parts = [[torch.cat(p) for p in zip(*found)] if found else None for found in _parts(cache, b, h)]
+            parts = [None, None]
+            if bounded:
+                parts = [[torch.cat(p) for p in zip(*found)] if found else None for found in _parts(cache, b, h)]
             for role, x in enumerate((k, v)):
                 if x is not None:
                     fresh = x[first:last, h].double()
                     tokens[role] = torch.cat([tokens[role], fresh])
+                    if not bounded:
+                        continue
                     more = [fresh.abs(), torch.zeros_like(fresh), torch.zeros_like(fresh)]
                     parts[role] = [torch.cat(p) for p in zip(parts[role], more)] if parts[role] else more
             length, new = len(tokens[0]), last - first
@@ -58,9 +65,10 @@ def prefill(
                 rows = q[first + r : first + end, span]
                 o, sums, weights = attend(rows, tokens[0][:seen], tokens[1][:seen], options, sinks)
                 at = slice(first + r, first + end)
-                cut = [[p[:seen] for p in part] for part in parts]
                 out[at, span], lse[at, span] = o, sums
-                bound[at, span] = bound_of(rows, cache, tokens[0][:seen], cut, o, weights, options)
+                if bounded:
+                    cut = [[p[:seen] for p in part] for part in parts]
+                    bound[at, span] = bound_of(rows, cache, tokens[0][:seen], cut, o, weights, options)
     return out, lse, bound
 
 
