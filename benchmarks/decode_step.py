@@ -337,8 +337,8 @@ def measured(step: Step, o: argparse.Namespace, copy_gb_s: float) -> dict[str, A
             return {"failure": "logits are not finite"}
         timing = measure.time_calls([step], o.budget_ms)
         found = {
-            "checked": checked, "ms": round(timing.us / 1e3, 4), "spread": round(timing.spread, 4), "bytes": step.nbytes,
-            "floor_ms": round(step.nbytes / copy_gb_s / 1e6, 4),
+            "checked": checked, "ms": round(timing.us / 1e3, 4), "spread": round(timing.spread, 4),
+            "bytes": step.nbytes, "floor_ms": round(step.nbytes / copy_gb_s / 1e6, 4),
         }  # fmt: skip
         if not (o.quick or o.no_parts):
             parts = {}
