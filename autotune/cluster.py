@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
 
 from terrazzo.autotune import isolation
 from terrazzo.autotune.database import Machine, Problem
@@ -26,6 +28,7 @@ from terrazzo.lowering.errors import CompileError, TerrazzoError, ToolchainError
 from terrazzo.lowering.request import KernelRequest
 
 EXTRA = "pip install 'terrazzo[cluster]'"
+_REMEDY = "give --address as `ray status` names it, ray://host:10001 from elsewhere"
 RETRIES = 3
 """Of a compile task or a trial whose worker is lost."""
 COMPILE_S = 900.0
@@ -39,6 +42,47 @@ def _ray() -> ModuleType:
         return importlib.import_module("ray")
     except ImportError as error:
         raise ToolchainError(f"the executor ray needs Ray: {EXTRA}") from error
+
+
+ANSWER_S = 8.0
+"""For an address to be connected to, and again to answer: Ray itself tries one that does neither for minutes."""
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""How a gRPC client begins: HTTP/2's preface and an empty SETTINGS frame, with which a server begins, too."""
+_SETTINGS = 4
+
+
+def _named(address: str | None) -> str | None:
+    """host:port that Ray will connect to, or None where it starts a cluster or finds one by itself."""
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    if address == "auto":
+        with contextlib.suppress(Exception):  # a function of Ray's own, which may go
+            address = importlib.import_module("ray._private.utils").read_ray_address()
+    scheme, mark, rest = (address or "").rpartition("://")
+    return rest if ":" in rest and (not mark or scheme == "ray") else None
+
+
+def check_answers(address: str | None) -> None:
+    """Find out in seconds whether a server of Ray's protocol listens at an address.
+
+    Raises:
+        ToolchainError: nothing does; the message says what was seen.
+    """
+    named = _named(address)
+    if named is None:
+        return
+    try:
+        place = urlsplit(f"//{named}")
+        with socket.create_connection((place.hostname or "127.0.0.1", place.port or 0), ANSWER_S) as link:
+            link.settimeout(ANSWER_S)
+            if os.environ.get("RAY_USE_TLS", "0") in ("0", ""):
+                link.sendall(_PREFACE)
+                head = link.recv(9, socket.MSG_WAITALL)
+                if len(head) < 9 or head[3] != _SETTINGS:
+                    raise ConnectionError("what answers there is no Ray")
+    except TimeoutError as error:
+        raise ToolchainError(f"no Ray cluster at {named}: no answer in {ANSWER_S:.0f} s; {_REMEDY}") from error
+    except (OSError, ValueError) as error:
+        raise ToolchainError(f"no Ray cluster at {named}: {error}; {_REMEDY}") from error
 
 
 def compile_here(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +161,7 @@ class Cluster:
         options: further arguments of `ray.init`.
 
     Raises:
-        ToolchainError: Ray is not installed, cannot be reached, or knows no GPU.
+        ToolchainError: Ray is not installed, does not answer within 30 s, or knows no GPU.
     """
 
     def __init__(
@@ -130,6 +174,7 @@ class Cluster:
         **options: Any,
     ) -> None:
         self.ray = _ray()
+        check_answers(address)
         quiet = dict(log_to_driver=False, configure_logging=False) | ({} if address else {"include_dashboard": False})
         try:
             self.ray.init(address=address, **quiet, **options)

@@ -12,13 +12,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from terrazzo.autotune.database import Machine, Problem
 from terrazzo.lowering.cache import cache_root
 from terrazzo.lowering.data_files import parse_json
 from terrazzo.lowering.errors import ToolchainError, shown
+from terrazzo.lowering.worker import search_path
 
 DEADLINE_S = 90.0
 """For one trial, loading the weight included; a process that needs longer is stopped."""
@@ -40,14 +40,6 @@ class Result:
     spread: float | None = None
     error: str = ""
     name: str = ""
-
-
-def importable() -> list[str]:
-    """The folders of sys.path that a process of ours imports from: not the working directory, where anything may lie,
-    unless this very package comes from there."""
-    home = os.path.realpath(Path(sys.modules["terrazzo"].__file__).parents[1])
-    here = os.path.realpath(os.curdir)
-    return [at for at in sys.path if at and (os.path.realpath(at) != here or os.path.realpath(at) == home)]
 
 
 def _memory() -> BinaryIO:
@@ -130,7 +122,7 @@ class Measurer:
         if self.process is None:
             visible = {} if self.device is None else {"CUDA_VISIBLE_DEVICES": self.device}
             self.process = subprocess.Popen(
-                (*self.command, *importable()) if self.command == COMMAND else self.command,
+                (*self.command, *search_path()) if self.command == COMMAND else self.command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.noise,

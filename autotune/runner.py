@@ -218,16 +218,14 @@ class Runner:
     ) -> None:
         self.job, self.database, self.measurers, self.resume = job, database, list(measurers), resume
         self.report = report or (lambda progress: None)
-        for measurer in self.measurers:
-            measurer.begin()  # all at once: importing torch takes a while
-        self.machine, *others = [measurer.hello() for measurer in self.measurers]
-        for other in others:
-            if (other.gpu, other.sms) != (self.machine.gpu, self.machine.sms):
-                seen = f"{self.machine.gpu} and {other.gpu}"
-                raise ArgumentError("gpus", seen, "a job measures on GPUs of one kind", "start a job for each kind")
-        self.target = resolve(job, self.machine)
-        self.problems = job.problems() if problems is None else list(problems)
-        self.plan = searching.Plan(job.strategy, _limits(job), job.seed)
+        try:
+            self.machine = self._greet()
+            self.target = resolve(job, self.machine)
+            self.problems = job.problems() if problems is None else list(problems)
+            self.plan = searching.Plan(job.strategy, _limits(job), job.seed)
+        except BaseException:
+            self._let_go()
+            raise
         self.window = len(self.problems) if job.budget_s else WINDOW
         self.events: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         self.compiler = (compiler or (lambda done: CompilePool(done, workers)))(
@@ -248,6 +246,22 @@ class Runner:
         self.measuring_s, self.closing = 0.0, False
         self.start = time.monotonic()
 
+    def _greet(self) -> Machine:
+        """Start the measuring processes; the machine that all of them are on."""
+        for measurer in self.measurers:
+            measurer.begin()  # all at once: importing torch takes a while
+        machine, *others = [measurer.hello() for measurer in self.measurers]
+        for other in others:
+            if (other.gpu, other.sms) != (machine.gpu, machine.sms):
+                seen = f"{machine.gpu} and {other.gpu}"
+                raise ArgumentError("gpus", seen, "a job measures on GPUs of one kind", "start a job for each kind")
+        return machine
+
+    def _let_go(self) -> None:
+        """End the measuring processes, which a process that goes on after its job would keep."""
+        for measurer in self.measurers:
+            measurer.close()
+
     def run(self) -> Summary:
         """Until all is done or the budget is spent. The first Ctrl-C (or SIGTERM) lets the trials in flight finish, the
         second does not wait for them; either way everything that was measured is in the database."""
@@ -267,6 +281,8 @@ class Runner:
                 measurer.kill()
             for thread in threads:
                 thread.join(timeout=5.0)
+            if not any(thread.is_alive() for thread in threads):
+                self._let_go()
             self.summary.lost = len(self.busy)
             self.summary.restarts = sum(max(0, measurer.started - 1) for measurer in self.measurers)
             self.summary.seconds = time.monotonic() - self.start

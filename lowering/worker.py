@@ -178,10 +178,19 @@ def _lines() -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
+def _end_with_parent() -> None:
+    """When the parent is killed, end this process and the compilers that it has started."""
+    watched = select.poll()
+    watched.register(0, 0)  # only that the other end is gone
+    watched.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
 def _serve() -> None:
     """The worker process: answer requests. Whatever a builder prints goes to stderr."""
     from terrazzo.lowering.kernels import compile_request
 
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for message in _lines():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import socket
 import sys
+import threading
+import time
 import types
 from collections import Counter
 from pathlib import Path
@@ -118,6 +122,62 @@ def test_a_cluster_without_a_gpu_says_so(monkeypatch):
     ray.init = lambda **_: (_ for _ in ()).throw(ConnectionError("no answer"))
     with pytest.raises(ToolchainError, match="no Ray cluster at auto: no answer"):
         cluster.Cluster("auto")
+
+
+@pytest.fixture
+def port():
+    """A loopback port, and the socket that has it: closed, or what the test makes of it."""
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        yield made.getsockname()[1], made
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+@pytest.mark.parametrize("kind", ["closed", "mute", "other"])
+def test_an_address_that_is_no_ray_is_an_error_within_30_seconds(kind, scheme, port, monkeypatch, capsys):
+    """Nothing listens, or what accepts never answers, or answers in another protocol."""
+    number, listening = port
+    if kind != "closed":
+        listening.listen()
+    if kind == "other":
+        threading.Thread(
+            target=lambda: listening.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\r\n"), daemon=True
+        ).start()
+    monkeypatch.setattr(cluster, "ANSWER_S", 2.0)  # 8 s, of which there are two
+    begun = time.monotonic()
+    said = {"closed": "refused", "mute": "no answer in 2 s", "other": "no Ray"}[kind]
+    with pytest.raises(ToolchainError, match=rf"no Ray cluster at 127.0.0.1:{number}: .*{said}.*; give --address"):
+        cluster.Cluster(f"{scheme}127.0.0.1:{number}")
+    assert time.monotonic() - begun < 25.0 and 2 * cluster.ANSWER_S < 30
+    if kind == "closed":
+        line = ["tune", "--shape", "512x1024", "--m", "64", "--strategy", "top-k", "--executor", "ray"]
+        assert main([*line, "--address", f"{scheme}127.0.0.1:{number}"]) == 2
+        assert "no Ray cluster" in capsys.readouterr().err
+
+
+def test_a_server_of_rays_protocol_is_let_through(port, monkeypatch):
+    number, listening = port
+    listening.listen()
+    settings = bytes((0, 0, 6, 4, 0, 0, 0, 0, 0)) + b"settin"
+
+    def serve() -> None:
+        while True:
+            listening.accept()[0].sendall(settings)
+
+    threading.Thread(target=serve, daemon=True).start()
+    for address in (f"127.0.0.1:{number}", f"ray://localhost:{number}"):
+        cluster.check_answers(address)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{number}")
+    cluster.check_answers(None)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ToolchainError, match="no Ray cluster at 127.0.0.1:1"):
+        cluster.check_answers(None)
+    monkeypatch.delenv("RAY_ADDRESS")
+    for elsewhere in (None, "local", "anyscale://x:1"):
+        cluster.check_answers(elsewhere)
+    for odd in ("[::1", "host:port", "127.0.0.1:99999", "ray://:x"):
+        with contextlib.suppress(ToolchainError):
+            cluster.check_answers(odd)
 
 
 def test_the_command_runs_on_a_cluster(tmp_path, monkeypatch, capsys):

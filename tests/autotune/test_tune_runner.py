@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -174,6 +175,39 @@ def test_gpus_of_two_kinds_are_refused(place, monkeypatch):
     monkeypatch.setattr(two, "hello", lambda: dataclasses.replace(tuning.measurer(place[1]).hello(), gpu="NVIDIA L4"))
     with Database(place[0]) as database, pytest.raises(ArgumentError, match="NVIDIA H200 and NVIDIA L4"):
         runner.Runner(tuning.SMALL, database, [one, two], tuning.InstantCompiler)
+    assert one.process is None and two.process is None  # nothing measures on for a job that was refused
+
+
+def test_a_job_leaves_no_process_behind(place):
+    with Database(place[0]) as database:
+        measurers = [tuning.measurer(place[1]) for _ in range(2)]
+        job = runner.Runner(tuning.SMALL, database, measurers, tuning.InstantCompiler, workers=2)
+        started = [measurer.process for measurer in measurers]
+        job.run()
+    assert all(process.returncode is not None for process in started)  # ended, and waited for
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("no JSON", r"answered .*no JSON"),
+        ("[1, 2]", r"answered"),
+        ('{"status": "ok", "what": 1}', "answered"),
+        ("[" * 100_000, "answered"),
+        ('{"us": ' + "9" * 5000 + "}", "answered"),
+        ("x" * (2 << 20), "answered"),
+    ],
+)
+def test_an_answer_that_is_none_is_a_crash_of_the_trial(place, answer, said):
+    """Of a library that writes where it should not, for example."""
+    program = f"import sys; sys.stdin.readline(); sys.stdout.write({answer[:9]!r} * {max(1, len(answer) // 9)})"
+    program = program if len(answer) > 5000 else f"import sys; sys.stdin.readline(); sys.stdout.write({answer!r})"
+    measurer = Measurer(command=(sys.executable, "-c", f"{program}; print(flush=True); sys.stdin.readline()"))
+    found = measurer.trial(tuning.SMALL.problems()[0], "small_batch", {}, 1.0)
+    assert found.status == "crash" and re.search(said, found.error) and len(found.error) < 1000
+    assert measurer.process is None
+    with pytest.raises(ToolchainError, match="nothing can be measured here"):
+        measurer.hello()
 
 
 def test_a_budget_of_time_ends_the_job(place):
