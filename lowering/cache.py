@@ -213,18 +213,28 @@ def _writing() -> Iterator[None]:
         yield
     except OSError as error:
         place, remedy = f"kernel cache {cache_root()}", _REMEDY
-        where = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
-        if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
-            place, remedy = "the folder for temporary files", "set TMPDIR to a writable folder"
-        elif where is not None and not where.is_relative_to(cache_root()) and where.is_relative_to(_temporary()):
-            place, remedy = f"the folder for temporary files {_temporary()}", "set TMPDIR to a writable folder"
+        if _is_about_temporary_files(error):
+            place, remedy = "the folder for temporary files", "set TMPDIR to a folder with free space"
         raise CacheError(f"{place} cannot be written: {error}; make room there, or {remedy}") from error
 
 
-def _temporary() -> Path:
+def _is_about_temporary_files(error: OSError) -> bool:
+    """Whether a failed write went to TMPDIR, by the file that it names, or by who is full where it names none."""
+    try:
+        temporary = Path(tempfile.gettempdir())
+    except OSError:
+        return True
+    if isinstance(error.filename, str | bytes):
+        where = Path(os.fsdecode(error.filename))
+        return where.is_relative_to(temporary) and not where.is_relative_to(cache_root())
+    return error.errno in (errno.ENOSPC, errno.EDQUOT) and _is_full(temporary) and not _is_full(cache_root())
+
+
+def _is_full(folder: Path) -> bool:
     with contextlib.suppress(OSError):
-        return Path(tempfile.gettempdir())
-    return cache_root()
+        room = os.statvfs(folder)
+        return room.f_bavail * room.f_frsize < 1 << 16
+    return False
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ class _Nvcc:
             command = self.command(source, output, pass_config)
             # NVCC_APPEND_FLAGS and the like would change the code behind the cache's back.
             environment = {name: value for name, value in os.environ.items() if not name.startswith("NVCC_")}
+            environment["TMPDIR"] = folder  # where we could write; nvcc says nothing of use where it cannot
             try:
                 done = subprocess.run(
                     command, env=environment, capture_output=True, text=True, timeout=NVCC_TIMEOUT_S, check=False

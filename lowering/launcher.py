@@ -10,6 +10,7 @@ no detour.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -310,7 +311,8 @@ def build_host(text: str, library: Path) -> None:
         "none",
     ]
     command += ["-Xcompiler", "-fPIC", *includes, "-o", str(library), "-", "-ldl"]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "TMPDIR": str(library.parent)}
+    done = subprocess.run(command, env=environment, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CompileError(
             f"the host side does not compile\n{' '.join(command)}\n{(done.stdout + done.stderr).strip()}"

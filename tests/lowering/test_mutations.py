@@ -12,8 +12,16 @@ from fake_kernels import GEMM, REPORT, SCALE, fake_bundle, fake_entry, find, man
 from terrazzo.lowering import KernelReport, cache, folders, kernels, load_bundle
 from terrazzo.lowering.errors import CacheError
 
-QUICK = pytest.param(300, marks=pytest.mark.random, id="quick")
-MANY = pytest.param(4000, marks=pytest.mark.slow, id="many")
+
+def counts(quick, many):
+    """A few cases in `make test`, many in `make test-slow`."""
+    return pytest.mark.parametrize(
+        "count",
+        [
+            pytest.param(quick, marks=pytest.mark.random, id="quick"),
+            pytest.param(many, marks=pytest.mark.slow, id="many"),
+        ],
+    )
 
 
 def write(path, data):
@@ -56,7 +64,7 @@ def copy_of(original, place):
     return shutil.copytree(original, place)
 
 
-@pytest.mark.parametrize("count", [QUICK, MANY])
+@counts(300, 3000)
 def test_bundles_with_damaged_manifests(cache_dir, tmp_path, seed, count):
     original = fake_bundle(tmp_path / "original", SCALE, GEMM)
     bundle, good = copy_of(original, tmp_path / "bundle"), manifest_of(original)
@@ -79,7 +87,7 @@ def check_bundled():
             assert bundled.code().startswith(str(request).encode())
 
 
-@pytest.mark.parametrize("count", [QUICK, MANY])
+@counts(100, 1000)
 def test_bundles_with_damaged_files(cache_dir, tmp_path, seed, count):
     original = fake_bundle(tmp_path / "original", SCALE, GEMM)
     for case in range(count):
@@ -93,7 +101,7 @@ def test_bundles_with_damaged_files(cache_dir, tmp_path, seed, count):
             mutation.survives(check_bundled)
 
 
-@pytest.mark.parametrize("count", [QUICK, MANY])
+@counts(100, 1000)
 def test_damaged_cache_entries(cache_dir, tmp_path, seed, count):
     entry = fake_entry(SCALE)
     original, good = shutil.copytree(entry, tmp_path / "original"), manifest_of(entry)
@@ -117,7 +125,7 @@ def test_damaged_cache_entries(cache_dir, tmp_path, seed, count):
             fake_entry(SCALE)
 
 
-@pytest.mark.parametrize("count", [QUICK, MANY])
+@counts(300, 3000)
 def test_damaged_reports(seed, count):
     good, taken = REPORT.as_dict(), 0
     for case in range(count):
@@ -130,7 +138,7 @@ def test_damaged_reports(seed, count):
     assert 0 < taken < count
 
 
-@pytest.mark.parametrize("count", [QUICK, MANY])
+@counts(300, 3000)
 def test_damaged_requests_of_bundles(cache_dir, tmp_path, seed, count):
     """Damage inside a kernel's request alone, with everything around it right."""
     bundle = fake_bundle(tmp_path / "bundle", SCALE, GEMM)

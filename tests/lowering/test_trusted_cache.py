@@ -297,7 +297,19 @@ def test_a_full_folder_for_temporary_files_is_named(cache_dir, tmp_path, monkeyp
     def build(folder):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "tmp" / "x.cu"))
 
-    with pytest.raises(CacheError, match=rf"temporary files {tmp_path}/tmp cannot be written: .*; .*set TMPDIR to"):
+    with pytest.raises(CacheError, match=rf"temporary files cannot be written: .*{tmp_path}/tmp/x.*; .*set TMPDIR to"):
+        cache.get_or_build("e" * 64, {}, build)
+
+
+@pytest.mark.parametrize("full", ["tmp", "cache"])
+def test_a_write_that_names_no_file_is_told_by_what_is_full(cache_dir, tmp_path, monkeypatch, full):
+    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(cache, "_is_full", lambda folder: folder.name == full)
+
+    def build(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as file.write() says it
+
+    with pytest.raises(CacheError, match="set TMPDIR to" if full == "tmp" else "set TERRAZZO_CACHE_DIR to"):
         cache.get_or_build("e" * 64, {}, build)
 
 
@@ -374,7 +386,7 @@ def test_a_kernel_that_no_folder_can_hold_says_what_to_set(cache_dir, monkeypatc
 
 @needs_compiler
 @pytest.mark.compiles
-def test_a_kernel_is_compiled_where_home_cannot_be_written_and_stdout_is_closed(tmp_path):
+def test_a_kernel_is_compiled_where_home_and_tmpdir_cannot_be_written_and_stdout_is_closed(tmp_path):
     code = """
 import os
 os.close(1)
@@ -386,7 +398,7 @@ assert kernel.report.registers > 0 and "TILELANG_CACHE_DIR" not in os.environ
 os.write(2, str(tilelang.env.TILELANG_CACHE_DIR).encode())
 """
     cache_dir = tmp_path / "cache"
-    done = run_python(code, HOME="/dev/null/home", TERRAZZO_CACHE_DIR=str(cache_dir))
+    done = run_python(code, HOME="/dev/null/home", TMPDIR="/dev/null/tmp", TERRAZZO_CACHE_DIR=str(cache_dir))
     assert done.returncode == 0 and done.stderr.endswith(str(cache_dir / "tilelang")), done.stderr
     assert stat.S_IMODE((cache_dir / "tilelang").stat().st_mode) == 0o700
     assert not list((cache_dir / "v2" / "building").iterdir())
