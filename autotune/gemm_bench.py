@@ -409,7 +409,7 @@ class W4A16Shape(Shape):
 
     def roofline(self, m: int, requests: Sequence[KernelRequest]) -> Roofline:
         from terrazzo.layouts import get_converter
-        from terrazzo.ops.w4a16.operand import Operand
+        from terrazzo.ops.linear.operand import Operand
         from terrazzo.schedules.roofline import weight_only_gemm
 
         s = self.settings

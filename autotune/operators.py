@@ -123,7 +123,8 @@ class W4A16(_Linear):
     name = "w4a16"
 
     def facts(self, n: int, k: int, *, dtype: str, group: int | None, symmetric: bool) -> dict[str, Any]:
-        from terrazzo.ops.w4a16 import op, operand
+        from terrazzo.ops.linear import operand
+        from terrazzo.ops.w4a16 import op
 
         size = group or 128
         operand.Operand(0 if size >= k else size, symmetric, dtype, dtype, "post")
@@ -135,7 +136,7 @@ class W4A16(_Linear):
         return spaces.W4A16(gemm, facts["scale_dtype"] != facts["dtype"], facts["symmetric"])
 
     def _operand(self, problem: Problem) -> Any:
-        from terrazzo.ops.w4a16.operand import Operand
+        from terrazzo.ops.linear.operand import Operand
 
         facts = dict(problem.facts)
         return Operand(facts["group"], facts["symmetric"], facts["scale_dtype"], facts["dtype"], "post")

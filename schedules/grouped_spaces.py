@@ -92,7 +92,7 @@ class GroupedFp8(Grouped):
 def of_w4a16(n: int, k: int, groups_per_128: int, record_bytes: int, experts: int, scaled_sums: bool) -> Grouped:
     """The space of grouped W4A16; arguments as `WeightOnlyGemm` and `Grouped`."""
     problem = WeightOnlyGemm(n, k, groups_per_128, record_bytes)
-    return Grouped(stream_k, problem, experts, 4096 + groups_per_128 * record_bytes, 2, "f16", scaled_sums)
+    return Grouped(stream_k, problem, experts, problem.unit_bytes, 2, "f16", scaled_sums)
 
 
 def of_w4a8(problem: Any, experts: int) -> Grouped:

@@ -31,7 +31,7 @@ class Multistage:
     def smem_bytes(self, problem: WeightOnlyGemm) -> int:
         params = -(-problem.groups_per_128 // 2) * problem.record_bytes
         x = max(self.stages * self.block_tokens * 64, self.warps * 16 * (self.row_blocks * 16 + 8)) * 2
-        return x + self.stages * self.rows // 64 * (2048 + params) + _RESERVED
+        return x + self.stages * self.rows // 64 * (64 * 64 * problem.bits // 8 + params) + _RESERVED
 
     def tiles(self, problem: WeightOnlyGemm, m: int) -> int:
         return -(-m // self.block_tokens) * -(-problem.row_blocks * 64 // self.rows)

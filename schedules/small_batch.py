@@ -63,7 +63,7 @@ class SmallBatch:
     def held_bytes(self, problem: WeightOnlyGemm) -> int:
         """Of x and the ring, which are in use at the same time."""
         params = self.chunk * problem.groups_per_128 * problem.record_bytes // 16
-        step = self.chunk * 256 + -(-params // 32) * 32
+        step = self.chunk * 16 * 128 * problem.bits // 32 + -(-params // 32) * 32
         x = self.x_rows * (-(-problem.units // self.kc) * 128 + 8) * 2
         return x + 4 * self.warps * self.stages * step
 

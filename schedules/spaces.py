@@ -182,7 +182,7 @@ class W4A16(Space):
         if program == "small_batch":
             return small_batch.cost(schedule, self.problem, target, small_batch.COSTS, 2)
         if program == "multistage":
-            unit = 4096 + self.problem.groups_per_128 * self.problem.record_bytes
+            unit = self.problem.unit_bytes
             return _multistage_us(schedule, self.problem, target, m, unit, 2, "f16")
         return stream_k.us(schedule, self.problem, target, m)
 

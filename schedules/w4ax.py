@@ -47,6 +47,7 @@ class MixedGemm:
     out_bytes: int = 2
     two_level: bool = False
     """Scales: an integer for each block times one of the channel, and of the token and precision."""
+    bits: ClassVar[int] = 4
 
     @property
     def row_blocks(self) -> int:
@@ -71,7 +72,7 @@ class MixedGemm:
     @property
     def record_bytes(self) -> int:
         """Of such a record: 64 scales."""
-        return UNIT_BYTES - 4096
+        return UNIT_BYTES - 64 * BLOCK * self.bits // 8
 
     @property
     def weight_bytes(self) -> int:

@@ -10,10 +10,10 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, grouped, launching, weights
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.launching import Plan
+from terrazzo.ops.linear import stream_k as program
+from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.w4a16 import op
-from terrazzo.ops.w4a16 import stream_k as program
 from terrazzo.ops.w4a16.format import GROUPS, PackedWeight
-from terrazzo.ops.w4a16.operand import Operand
 from terrazzo.schedules import grouped_spaces, records, spaces
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, launching
 from terrazzo.ops.launching import Plan, ptx_flags, requests_of, tokens_of
-from terrazzo.ops.w4a16 import multistage as multistage_program
-from terrazzo.ops.w4a16 import small_batch as small_batch_program
-from terrazzo.ops.w4a16 import stream_k as stream_k_program
+from terrazzo.ops.linear import multistage as multistage_program
+from terrazzo.ops.linear import small_batch as small_batch_program
+from terrazzo.ops.linear import stream_k as stream_k_program
+from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.w4a16.format import GROUPS, PackedWeight
-from terrazzo.ops.w4a16.operand import Operand
 from terrazzo.schedules import multistage, records, spaces, stream_k
 from terrazzo.schedules.problem import WeightOnlyGemm
 

@@ -9,8 +9,9 @@ import pytest
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a16
-from terrazzo.ops.w4a16 import reference, stream_k
-from terrazzo.ops.w4a16.operand import Operand
+from terrazzo.ops.linear import stream_k
+from terrazzo.ops.linear.operand import Operand
+from terrazzo.ops.w4a16 import reference
 from terrazzo.schedules import stream_k as schedules
 from terrazzo.schedules.problem import WeightOnlyGemm
 

@@ -9,8 +9,9 @@ import torch
 from cuda_on_cpu import RESIDENT
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.linear import multistage, small_batch, stream_k
 from terrazzo.ops.tiles.calls import tile_boxes
-from terrazzo.ops.w4a16 import QuantizedWeight, multistage, reference, small_batch, stream_k
+from terrazzo.ops.w4a16 import QuantizedWeight, reference
 from terrazzo.schedules.multistage import Multistage
 from terrazzo.schedules.small_batch import SmallBatch
 from terrazzo.schedules.stream_k import StreamK

@@ -6,8 +6,8 @@ import pytest
 from terrazzo.lowering import KernelReport, KernelRequest, Target, compile_request
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.toolchain import find_cuda_tool, toolchain
-from terrazzo.ops.w4a16 import multistage
-from terrazzo.ops.w4a16.operand import Operand
+from terrazzo.ops.linear import multistage
+from terrazzo.ops.linear.operand import Operand
 
 BASE = dict(n=4096, k=4096, group=128, symmetric=False, scale_dtype="float16", dtype="float16", numerics="exact")
 WIDE = dict(block_tokens=128, warps=8, row_blocks=2, stages=3)
@@ -17,7 +17,7 @@ RAGGED = dict(n=2890, k=2892, group=32, numerics="post", dtype="bfloat16", scale
 def request(target: str, **params) -> KernelRequest:
     params = {**BASE, "bias": False, **params}
     return KernelRequest(
-        "w4a16.multistage", "terrazzo.ops.w4a16.multistage:build", params, target, multistage.PASS_CONFIGS
+        "w4a16.multistage", "terrazzo.ops.linear.multistage:build", params, target, multistage.PASS_CONFIGS
     )
 
 

@@ -9,8 +9,8 @@ import torch
 from cuda_on_cpu import RESIDENT, VOTES, CpuKernel, built
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.request import KernelRequest
+from terrazzo.ops.linear import multistage, stream_k
 from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
-from terrazzo.ops.w4a16 import multistage, stream_k
 from terrazzo.ops.w4a16.format import PackedWeight
 from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.multistage import launch_sizes

@@ -6,8 +6,8 @@ u[1] two of float32; u[2] two zero points, a byte each.
 
 from types import SimpleNamespace
 
+from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.tiles.calls import byte_perm, unpack
-from terrazzo.ops.w4a16.operand import Operand
 
 
 def param_macros(op: Operand) -> SimpleNamespace:

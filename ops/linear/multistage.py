@@ -15,7 +15,9 @@ scale to f32 sums, once per group. With kc > 1 the CTAs of a tile share k; the l
 in a fixed order, so the result has the same bits in every run.
 """
 
-from terrazzo.layouts.converters import get_converter
+from terrazzo.ops.formats.weight import BLOCK_ROWS, BLOCK_WORDS, TILE_WORDS
+from terrazzo.ops.linear.operand import Operand
+from terrazzo.ops.linear.params import param_macros
 from terrazzo.ops.tiles import mma_tiles
 from terrazzo.ops.tiles.calls import (
     cp_async,
@@ -35,8 +37,6 @@ from terrazzo.ops.tiles.mma_tiles import Tile
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.tiles.scheduler import scalars
-from terrazzo.ops.w4a16.operand import Operand
-from terrazzo.ops.w4a16.param_macros import param_macros
 
 UNIT_K = 128  # k extent of one unit of work: two ring stages
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
@@ -61,7 +61,8 @@ def shared_bytes(
     """Shared memory of a CTA, bytes."""
     shape = Tile(block_tokens, warps, row_blocks, token_warps)
     flag = 1024 if kc > 1 else 0  # one word, and the alignment of what follows
-    return shape.x_bytes(stages) + stages * shape.blocks * (2048 + op.groups_per(64) * op.record_bytes) + flag
+    of_block = op.format.nbytes(BLOCK_ROWS, 64) + op.groups_per(64) * op.record_bytes
+    return shape.x_bytes(stages) + stages * shape.blocks * of_block + flag
 
 
 def build(
@@ -82,11 +83,13 @@ def build(
     token_warps: int = 1,
     kc: int = 1,
     raster: int = 8,
+    weight: str = "u4",
 ):
     """The prim_func `main(X, W, P, B, WS, SEM, Y)` for any M.
 
-    Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/64, Np/64, 512]; P uint8 [G, Np/64, R]; B [n] in `dtype` (one
-    element without a bias). With kc > 1, WS f32 [tiles, kc, A/4, 32 * warps, 4] with A = row_blocks * block_tokens /
+    Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/KB, Np/64, 512], blocks of KB k of the format `weight`; P
+    uint8 [G, Np/64, R]; B [n] in `dtype` (one element without a bias). With kc > 1, WS f32
+    [tiles, kc, A/4, 32 * warps, 4] with A = row_blocks * block_tokens /
     token_warps / 2, and SEM int32 [tiles], zero before the first launch and after each one, where tiles is
     ceil(M / block_tokens) * ceil(Np / rows of a CTA) or more; with kc = 1 they are unused, [1, 1, 1, 1, 4] and [1].
 
@@ -104,10 +107,10 @@ def build(
     """
     import tilelang.language as T
 
-    op = Operand(group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, numerics=numerics)
+    op = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
+    fmt, cvt = op.format, op.scaling_converter
     post, bf16 = numerics == "post", dtype == "bfloat16"
-    cvt = get_converter(f"u4_{'bf16' if bf16 else 'f16'}_exact" if post else op.converter)
-    np_, kp = -(-n // 64) * 64, -(-k // UNIT_K) * UNIT_K
+    np_, kp = -(-n // BLOCK_ROWS) * BLOCK_ROWS, -(-k // UNIT_K) * UNIT_K
     units = kp // UNIT_K
     grouped = post and group > 0  # otherwise MMAs add straight to the result
     config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, token_warps=token_warps)
@@ -118,6 +121,8 @@ def build(
     row_tiles = -(-all_blocks // blocks)
     groups, rec, sb, ig = op.groups(kp), op.record_bytes, op.scale_bytes, op.groups_per(64)
     run = 4 // ig  # passes of a stage with the same parameters
+    parts, per_step = fmt.blocks(64), fmt.step_words  # packed blocks of 64 rows in a stage, words of a k16 step
+    block_words = parts * BLOCK_WORDS
     copies, ragged = rec // 16, k % 8 != 0  # ragged: rows of X are not aligned to 16 bytes
     scale_bf16 = scale_dtype == "bfloat16"
     kind = mma_kind(dtype)
@@ -142,10 +147,14 @@ def build(
     def issue(X, W, P, Xs, Ws, Ps, c, kb, slot, params, tx):
         """Copies of the 64 k that start at 64 * kb; rows >= M and columns >= k of X become zero."""
         xs.issue(X, Xs, "tz_copy_ragged" if ragged else "tz_cp_async", c.tokens[0], kb, slot, tx, M)
-        for e in T.unroll(-(-blocks * 128 // threads)):
-            at = e * threads + tx
-            if at < blocks * 128:
-                cp_async(Ws[slot * (blocks * 512) + at * 4], W[kb, block_at(c, at // 128), at % 128 * 4])
+        for b in T.unroll(parts):
+            for e in T.unroll(-(-blocks * 128 // threads)):
+                at = e * threads + tx
+                if at < blocks * 128:
+                    cp_async(
+                        Ws[slot * (blocks * block_words) + b * (blocks * BLOCK_WORDS) + at * 4],
+                        W[kb * parts + b, block_at(c, at // 128), at % 128 * 4],
+                    )
         if params:
             for e in T.unroll(-(-ig * blocks * copies // threads)):
                 at = e * threads + tx
@@ -160,7 +169,9 @@ def build(
     def load_words(Ws, w, slot, tile, lane):
         """A lane's words of a stage: 64 k of each row tile of the warp."""
         for m in T.unroll(rb):
-            lds128(w[m * 4], Ws[slot * (blocks * 512) + (tile + m) * 128 + lane * 4])
+            for b in T.unroll(parts):
+                at = slot * (blocks * block_words) + b * (blocks * BLOCK_WORDS) + (tile + m) * TILE_WORDS + lane * 4
+                lds128(w[(m * parts + b) * 4], Ws[at])
 
     @T.macro
     def load_scales(Ps, s, u, slot, q, tile, lane):
@@ -181,7 +192,7 @@ def build(
             if not post:
                 u[0] = lds32(Ps[base + row * 2 * sb])
             if symmetric:
-                u[2] = T.uint32(0x0808)
+                u[2] = T.uint32(fmt.zero * 0x0101)
             else:
                 u[2] = lds16_at(Ps[base + 64 * sb], row, nbytes=64)
             words.scale_words(v, m * 4, u)
@@ -197,10 +208,12 @@ def build(
     @T.macro
     def convert(w, a, v, m, step):
         """The words of pass `step` into its half of a."""
-        T.call_extern(
-            "handle", cvt.device_name, w[m * 4 + step], T.access_ptr(a[(step % 2 * rb + m) * 4], "w", 4),
-            v[m * 4], v[m * 4 + 1], v[m * 4 + 2], v[m * 4 + 3],
-        )  # fmt: skip
+        for i in T.unroll(per_step):
+            T.call_extern(
+                "handle", cvt.device_name, w[m * 4 * parts + step * per_step + i],
+                T.access_ptr(a[(step % 2 * rb + m) * 4 + i * (4 // per_step)], "w", 4 // per_step),
+                v[m * 4], v[m * 4 + 1], v[m * 4 + 2], v[m * 4 + 3],
+            )  # fmt: skip
 
     @T.macro
     def clear(part, p):
@@ -241,7 +254,7 @@ def build(
     @T.prim_func
     def main(
         X: T.Tensor((M, k), dtype),
-        W: T.Tensor((kp // 64, all_blocks, 512), "int32"),
+        W: T.Tensor((fmt.blocks(kp), all_blocks, BLOCK_WORDS), "int32"),
         P: T.Tensor((groups, all_blocks, rec), "uint8"),
         B: T.Tensor((n if bias else 1,), dtype),
         WS: T.Tensor((TILES, kc, nacc // 4, threads, 4) if kc > 1 else (1, 1, 1, 1, 4), "float32"),
@@ -250,9 +263,9 @@ def build(
     ):
         with T.Kernel(T.ceildiv(M, bm) * row_tiles, kc, threads=threads, prelude=source) as (bx, bz):
             Xs = T.alloc_shared((shape.x_bytes(stages) // 2,), dtype)
-            Ws = T.alloc_shared((stages * blocks * 512,), "int32")
+            Ws = T.alloc_shared((stages * blocks * block_words,), "int32")
             Ps = T.alloc_shared((stages * ig * blocks * rec,), "uint8")
-            w = T.alloc_local((rb * 4,), "uint32")
+            w = T.alloc_local((rb * parts * 4,), "uint32")
             a = T.alloc_local((rb * 8,), "uint32")
             x = T.alloc_local((pairs * 4,), "uint32")
             v = T.alloc_local((rb * 4,), "uint32")

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.formats.weight import WeightFormat, get_weight_format
 
 SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-_SHORT = {"float16": "f16", "bfloat16": "bf16"}
 NUMERICS = ("exact", "fused", "post")
 
 
 @dataclass(frozen=True)
 class Operand:
-    """The decoding side of a W4A16 problem (specs.md B.2, B.3).
+    """The decoding side of a product with 16-bit activations (specs.md B.2, B.3).
 
     Args:
         group: k extent of one scale, 32, 64 or 128; 0 means one scale for the whole row.
-        symmetric: the zero point is 8 everywhere and no zeros are stored.
+        symmetric: the zero point is the format's everywhere and no zeros are stored.
         scale_dtype: "float16", "bfloat16" or "float32".
         dtype: activation and operand dtype, "float16" or "bfloat16".
         numerics: "exact", "fused" or "post".
+        weight: name of the weight's format.
     """
 
     group: int
@@ -28,15 +30,16 @@ class Operand:
     scale_dtype: str
     dtype: str
     numerics: str
+    weight: str = "u4"
 
     def __post_init__(self):
         if self.group not in (0, 32, 64, 128):
             raise ArgumentError("group", self.group, "must be 32, 64, 128 or 0 (whole row)", "expand the scales to 128")
-        if self.dtype not in _SHORT:
+        if self.dtype not in self.format.unscaled:
             raise ArgumentError("dtype", self.dtype, "must be float16 or bfloat16", "cast the activations")
-        if self.scale_dtype not in SCALE_BYTES:
+        if self.scale_dtype not in self.format.scales:
             raise ArgumentError(
-                "scale_dtype", self.scale_dtype, f"must be one of {sorted(SCALE_BYTES)}", "cast the scales"
+                "scale_dtype", self.scale_dtype, f"must be one of {sorted(self.format.scales)}", "cast the scales"
             )
         if self.numerics not in NUMERICS:
             raise ArgumentError("numerics", self.numerics, f"must be one of {NUMERICS}", "use 'post'")
@@ -49,11 +52,20 @@ class Operand:
             )
 
     @property
+    def format(self) -> WeightFormat:
+        return get_weight_format(self.weight)
+
+    @property
     def converter(self) -> str:
-        """Name of the u4 converter in terrazzo.layouts."""
+        """Name of the converter in terrazzo.layouts, where programs scale nothing that it could scale."""
         if self.numerics == "post":
-            return "u4_f16_subnormal" if self.dtype == "float16" else "u4_bf16_biased"
-        return f"u4_{_SHORT[self.dtype]}_{self.numerics}"
+            return self.format.unscaled[self.dtype]
+        return self.format.scaled[self.dtype][self.numerics]
+
+    @property
+    def scaling_converter(self) -> Converter:
+        """The converter that takes (bias, scale) words; with numerics "post" the scales are ones."""
+        return get_converter(self.format.scaled[self.dtype]["exact" if self.numerics == "post" else self.numerics])
 
     @property
     def scale_bytes(self) -> int:
@@ -75,4 +87,4 @@ class Operand:
     def weight_bytes(self, n: int, k: int) -> int:
         """Packed bytes of an [n, k] weight: what a kernel must read at least once."""
         np_, kp = -(-n // 64) * 64, -(-k // 128) * 128
-        return np_ * kp // 2 + np_ // 64 * self.groups(kp) * self.record_bytes
+        return self.format.nbytes(np_, kp) + np_ // 64 * self.groups(kp) * self.record_bytes

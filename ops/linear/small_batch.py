@@ -11,6 +11,9 @@ Numerics (specs.md B.3): `post` multiplies unscaled codes and applies scale and 
 """
 
 from terrazzo.layouts.converters import get_converter
+from terrazzo.ops.formats.weight import BLOCK_ROWS, BLOCK_WORDS, TILE_WORDS
+from terrazzo.ops.linear.operand import Operand
+from terrazzo.ops.linear.params import param_macros
 from terrazzo.ops.tiles.calls import (
     cp_async,
     cp_commit,
@@ -36,8 +39,6 @@ from terrazzo.ops.tiles.resident import (
     x_bytes,
     x_row,
 )
-from terrazzo.ops.w4a16.operand import Operand
-from terrazzo.ops.w4a16.param_macros import param_macros
 from terrazzo.schedules.clusters import PAIR
 
 PASS_CONFIGS = OWN_BARRIERS
@@ -63,20 +64,22 @@ def build(
     cluster: int = 1,
     joined: bool = False,
     tokens: int = 0,
+    weight: str = "u4",
 ):
     """The prim_func `main(X, W, P, B, WS, SEM, Y)` for M <= tokens, which is 8 * token_tiles where it is 0.
 
-    Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/64, Np/64, 512]; P uint8 [G, Np/64, R]; B [n] in `dtype`
-    (one element when there is no bias); WS f32 [kc, tokens, Np]; SEM int32 [nc], zero before the first
-    launch and after each one. `group` is 0 for one scale per row. With `joined`, pairs of CTAs along k are
-    clusters, WS is [kc / 2, tokens, Np] and SEM [2 nc]; one pair needs neither.
+    Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/KB, Np/64, 512], blocks of KB k of the format `weight`; P
+    uint8 [G, Np/64, R]; B [n] in `dtype` (one element when there is no bias); WS f32 [kc, tokens, Np]; SEM int32 [nc],
+    zero before the first launch and after each one. `group` is 0 for one scale per row. With `joined`, pairs of CTAs
+    along k are clusters, WS is [kc / 2, tokens, Np] and SEM [2 nc]; one pair needs neither.
     """
     import tilelang.language as T
 
-    op = Operand(group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, numerics=numerics)
+    op = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
+    fmt = op.format
     cvt = get_converter(op.converter)
     nt, post, bf16 = token_tiles, numerics == "post", dtype == "bfloat16"
-    np_, kp = -(-n // 64) * 64, -(-k // ITEM_K) * ITEM_K
+    np_, kp = -(-n // BLOCK_ROWS) * BLOCK_ROWS, -(-k // ITEM_K) * ITEM_K
     split = Split(kp // ITEM_K, np_ // 16, kc, nc, warps, chunk)
     rows = resident_rows(nt, tokens)
     threads = split.threads
@@ -86,12 +89,15 @@ def build(
     seg, zseg = op.scale_bytes * 16, 0 if symmetric else 16  # bytes of 16 rows in a parameter record
     per_group = (seg + zseg) // 16  # 16-byte copies of one group of one item
     p_words = ig * (seg + zseg) // 4
-    p_base = chunk * 256
+    blocks, per_step = fmt.blocks(ITEM_K), fmt.step_words  # packed blocks of an item, words of a k16 step
+    ahead = 4 // per_step  # k16 steps of a load
+    tile_words = blocks * TILE_WORDS  # of a row tile and an item
+    p_base = chunk * tile_words
     step = p_base + -(-chunk * p_words // 32) * 32  # words of a ring step, 128-byte aligned
     kind = mma_kind(dtype)
     one_bits = 0x3F803F80 if bf16 else 0x3C003C00
     e0, e1 = (2.0 ** cvt.scale_exp2[0], 2.0 ** cvt.scale_exp2[1]) if post else (1.0, 1.0)
-    zero8 = float(8 + cvt.bias[0]) if post else 0.0
+    zero = float(fmt.zero + cvt.bias[0]) if post else 0.0
     pdl = target.supports("pdl")
     bulk_copies = target.supports("bulk_copy")  # then X does not queue behind the first weights
     resident = resident_macros(split, k=k, rows=rows, pitch=pitch, size=2, bulk_copies=bulk_copies, cluster=cluster)
@@ -118,9 +124,10 @@ def build(
         for m in T.unroll(chunk):
             if first + m < at.t1:
                 tile = first + m
-                for h in T.unroll(2):
+                for h in T.unroll(blocks):
                     cp_async(
-                        R[slot + m * 256 + h * 128 + lane * 4], W[item * 2 + h, tile // 4, tile % 4 * 128 + lane * 4]
+                        R[slot + m * tile_words + h * TILE_WORDS + lane * 4],
+                        W[item * blocks + h, tile // 4, tile % 4 * TILE_WORDS + lane * 4],
                     )
                 if lane < ig * per_group:
                     cp_async(
@@ -166,9 +173,9 @@ def build(
     def operand_words(s, z, u, v):
         """exact / fused: the converter's packed (bias, scale) pairs of rows g and g + 8."""
         if symmetric:
-            u[2] = T.uint32(0x0808)
-            z[0] = 8.0
-            z[1] = 8.0
+            u[2] = T.uint32(fmt.zero * 0x0101)
+            z[0] = float(fmt.zero)
+            z[1] = float(fmt.zero)
         words.scale_words(v, 0, u)
         if numerics == "fused":
             v[0] = pack2(-z[0] * s[0], -z[0] * s[0], bf16=bf16)
@@ -198,15 +205,30 @@ def build(
                             C0[((at.g0 + gi) * ig + q) * rows + t * 8 + lane * 2 + i] = d[i] * T.float32(-e0)
         syncwarp()
 
+    def registers(a, i):
+        """What word i of a k16 step becomes."""
+        return T.access_ptr(a[i * (4 // per_step)], "w", 4 // per_step)
+
+    @T.macro
+    def convert(w, a, v, step):
+        """Operand registers of a k16 step of those that are loaded."""
+        for i in T.unroll(per_step):
+            if post:
+                T.call_extern("handle", cvt.device_name, w[step * per_step + i], registers(a, i))
+            else:
+                T.call_extern(
+                    "handle", cvt.device_name, w[step * per_step + i], registers(a, i), v[0], v[1], v[2], v[3]
+                )
+
     @T.macro
     def begin_sums(C0, d, c, z, at, gi, q, lane):
         """post: the sums of group q start with what its zero points and the codes' bias make of the tokens' sums."""
         for t in T.unroll(nt):
             for i in T.unroll(2):
                 c[i] = C0[((at.g0 + gi) * ig + q) * rows + T.min(t * 8 + lane % 4 * 2 + i, rows - 1)]
-                d[t * 8 + i] = c[i] * (T.float32(zero8) if symmetric else z[0] + T.float32(cvt.bias[0]))
+                d[t * 8 + i] = c[i] * (T.float32(zero) if symmetric else z[0] + T.float32(cvt.bias[0]))
                 d[t * 8 + 2 + i] = c[i] * (
-                    T.float32(zero8 * e1 / e0)
+                    T.float32(zero * e1 / e0)
                     if symmetric
                     else z[1] * T.float32(e1 / e0) + T.float32(cvt.bias[0] * e1 / e0)
                 )
@@ -242,7 +264,7 @@ def build(
     @T.prim_func
     def main(
         X: T.Tensor((M, k), dtype),
-        W: T.Tensor((kp // 64, np_ // 64, 512), "int32"),
+        W: T.Tensor((fmt.blocks(kp), np_ // 64, BLOCK_WORDS), "int32"),
         P: T.Tensor((groups, np_ // 64, rec), "uint8"),
         B: T.Tensor((n if bias else 1,), dtype),
         WS: T.Tensor((kc // PAIR if joined else kc, rows, np_), "float32"),
@@ -307,19 +329,15 @@ def build(
                             else:
                                 operand_words(s, z, u, v)
                             for j in T.unroll(steps):
-                                if (q * steps + j) % 4 == 0:
-                                    lds128(w, R[slot + m * 256 + (q * steps + j) // 4 * 128 + lane * 4])
-                                if post:
-                                    T.call_extern(
-                                        "handle", cvt.device_name, w[(q * steps + j) % 4], T.access_ptr(a, "w")
+                                if (q * steps + j) % ahead == 0:
+                                    lds128(
+                                        w, R[slot + m * tile_words + (q * steps + j) // ahead * TILE_WORDS + lane * 4]
                                     )
+                                convert(w, a, v, (q * steps + j) % ahead)
+                                if post:
                                     for t in T.unroll(nt):
                                         mma(kind, d, t * 8 + j % 2 * 4, a, 0, x, fragment(q * steps + j, t))
                                 else:
-                                    T.call_extern(
-                                        "handle", cvt.device_name, w[(q * steps + j) % 4], T.access_ptr(a, "w"),
-                                        v[0], v[1], v[2], v[3],
-                                    )  # fmt: skip
                                     for t in T.unroll(nt):
                                         mma(kind, acc, (m * nt + t) * 4, a, 0, x, fragment(q * steps + j, t))
                             if post:

@@ -18,8 +18,11 @@ consumed: ptxas may move an arrive in front of a load's return (docs/tile-progra
 
 from types import SimpleNamespace
 
-from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.formats.weight import BLOCK_ROWS, BLOCK_WORDS
+from terrazzo.ops.linear.epilogue import store_macros
+from terrazzo.ops.linear.operand import Operand
+from terrazzo.ops.linear.params import param_macros
 from terrazzo.ops.tiles.calls import bulk, lds16, lds32, lds128, matrix, mma_kind, opaque, pack2, place, tma_tile, wgmma
 from terrazzo.ops.tiles.cluster_shares import cluster_macros
 from terrazzo.ops.tiles.primitives import prelude
@@ -37,9 +40,6 @@ from terrazzo.ops.tiles.scheduler import (
 )
 from terrazzo.ops.tiles.shares import finish_macros, share_macros, slice_state, spare_registers
 from terrazzo.ops.tiles.staged_rows import out_tokens, staged
-from terrazzo.ops.w4a16.epilogue import store_macros
-from terrazzo.ops.w4a16.operand import Operand
-from terrazzo.ops.w4a16.param_macros import param_macros
 from terrazzo.schedules import tile_costs
 
 PASS_CONFIGS = OWN_BARRIERS
@@ -66,16 +66,18 @@ def build(
     per_sm: int = 1,
     cluster: int = 1,
     experts: int = 0,
+    weight: str = "u4",
 ):
     """The prim_func `main(X, W, P, B, WS, SEM, Y, sk)`; with E = `experts`, int32 [E + 1] instead of sk.
 
-    Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/64, Np/64, 512]; P uint8 [G, Np/64, R]; B [n] in `dtype` (one
-    element without a bias); WS f32 [grid, warpgroups * row_blocks, block_tokens / 8, 128, 4]; SEM int32
-    [grid, 4 * warpgroups], zero before the first launch and after each one. `grid` CTAs, at most `per_sm` for each SM;
-    the first `sk` tiles are shared along k, 0 <= sk <= tiles. A ring stage holds `stage_k` = 64 or 128 k. `cluster`: of
-    so many CTAs, which divide `grid`; where each tile is shared by as many, its sum does not leave the chip's SMs.
+    Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/KB, Np/64, 512], blocks of KB k of the format `weight`; P
+    uint8 [G, Np/64, R]; B [n] in `dtype` (one element without a bias); WS f32 [grid, warpgroups * row_blocks,
+    block_tokens / 8, 128, 4]; SEM int32 [grid, 4 * warpgroups], zero before the first launch and after each one. `grid`
+    CTAs, at most `per_sm` for each SM; the first `sk` tiles are shared along k, 0 <= sk <= tiles. A ring stage holds
+    `stage_k` = 64 or 128 k. `cluster`: of so many CTAs, which divide `grid`; where each tile is shared by as many, its
+    sum does not leave the chip's SMs.
 
-    With experts, W, P and B hold one matrix after the other: [E * Kp/64, Np/64, 512], [E * G, Np/64, R], [E * n];
+    With experts, W, P and B hold one matrix after the other: [E * Kp/KB, Np/64, 512], [E * G, Np/64, R], [E * n];
     expert e owns the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not
     written.
     """
@@ -86,17 +88,20 @@ def build(
         raise ArgumentError(
             "cluster", cluster, "tiles of experts are found on the device, not shared by clusters", "use 1"
         )
-    op = Operand(group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, numerics=numerics)
+    op = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
+    fmt, cvt = op.format, op.scaling_converter
     post, bf16 = numerics == "post", dtype == "bfloat16"
-    cvt = get_converter(f"u4_{'bf16' if bf16 else 'f16'}_exact" if post else op.converter)
     bm, wgs, rb = block_tokens, warpgroups, row_blocks
     halves = stage_k // 64  # a stage is so many slots of 64 k
-    np_, kp = -(-n // 64) * 64, -(-k // UNIT_K) * UNIT_K
+    blocks, per_step = fmt.blocks(64), fmt.step_words  # packed blocks of a slot, words of a k16 step
+    block_bytes = BLOCK_WORDS * 4
+    np_, kp = -(-n // BLOCK_ROWS) * BLOCK_ROWS, -(-k // UNIT_K) * UNIT_K
     units, groups, rec, sb = kp // UNIT_K, op.groups(kp), op.record_bytes, op.scale_bytes
     ig = op.groups_per(64)  # parameter records of a slot
     batch = 2 if bm > (96 if wgs == 4 else 192) else 4  # k16 steps of a set of operands: registers for more sums
     shared_params = group in (0, 128)  # then only even slots carry parameters
     all_blocks, cta_blocks = np_ // 64, wgs * rb
+    slot_bytes = blocks * cta_blocks * block_bytes
     row_tiles = -(-all_blocks // cta_blocks)
     ct, nacc = wgs * 128, bm // 2
     kinds = (mma_kind(dtype),) * 2
@@ -154,14 +159,15 @@ def build(
         """One thread: the packed words of 64 k, and the parameters where the slot carries them."""
         count = T.max(T.min(cta_blocks, all_blocks - c.rows[0] * cta_blocks), 0)
         params = h == 0 or not shared_params
-        T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * (2048 + (ig * rec if params else 0)))
+        T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * (blocks * block_bytes + (ig * rec if params else 0)))
         if count > 0:
-            bulk(
-                io.Ws[io.ring.stage[0] * halves + h % halves, 0, 0],
-                io.W[(c.expert[0] * units + kb) * 2 + h, c.rows[0] * cta_blocks, 0],
-                count * 2048,
-                io.full[io.ring.stage[0]],
-            )
+            for b in T.unroll(blocks):
+                bulk(
+                    io.Ws[(io.ring.stage[0] * halves + h % halves) * blocks + b, 0, 0],
+                    io.W[((c.expert[0] * units + kb) * 2 + h) * blocks + b, c.rows[0] * cta_blocks, 0],
+                    count * block_bytes,
+                    io.full[io.ring.stage[0]],
+                )
             if params:
                 for q in T.unroll(ig):
                     record = 0 if group == 0 else (kb if shared_params else (kb * 2 + h) * ig + q)
@@ -220,9 +226,9 @@ def build(
     @T.macro
     def load_words(at, w, stage):
         """A thread's words of a whole stage, with one latency."""
-        for q in T.unroll(halves * rb):
-            row_block = q // rb * cta_blocks + q % rb
-            lds128(w[q * 4], at.words[0] + bytes_of(stage, halves * cta_blocks * 2048, row_block * 2048))
+        for q in T.unroll(halves * rb * blocks):
+            row_block = (q // (rb * blocks) * blocks + q % blocks) * cta_blocks + q // blocks % rb
+            lds128(w[q * 4], at.words[0] + bytes_of(stage, slot_bytes * halves, row_block * block_bytes))
 
     @T.macro
     def load_params(at, stage, r, s, u, v):
@@ -234,7 +240,7 @@ def build(
             if scale_dtype == "float32":
                 u[1] = lds32(at.scales[0] + here + T.uint32(4))
             if symmetric:
-                u[2] = T.uint32(0x0808)
+                u[2] = T.uint32(fmt.zero * 0x0101)
             else:
                 u[2] = lds16(at.zeros[0] + here)
             if post or numerics == "fused":
@@ -252,10 +258,12 @@ def build(
         """k16 steps first .. first + count - 1 of 64 k of row block r."""
         for j in T.unroll(count):
             at = (r * ig + (first + j) * ig // 4) * 4
-            T.call_extern(
-                "handle", cvt.device_name, w[words + first + j], T.access_ptr(a[half + j * 4], "w", 4),
-                v[at], v[at + 1], v[at + 2], v[at + 3],
-            )  # fmt: skip
+            for i in T.unroll(per_step):
+                T.call_extern(
+                    "handle", cvt.device_name, w[words + (first + j) * per_step + i],
+                    T.access_ptr(a[half + j * 4 + i * (4 // per_step)], "w", 4 // per_step),
+                    v[at], v[at + 1], v[at + 2], v[at + 3],
+                )  # fmt: skip
         T.warpgroup_fence_operand(a, half, count * 4)
 
     @T.macro
@@ -263,7 +271,7 @@ def build(
         """64 k of row block r, by sets of operands: while the products of one run, the other is converted."""
         for b in T.unroll(4 // batch):
             half = ((h * rb + r) * (4 // batch) + b) % 2 * (batch * 4)
-            convert(w, (h % halves * rb + r) * 4, a, half, v, r, b * batch, batch)
+            convert(w, (h % halves * rb + r) * 4 * blocks, a, half, v, r, b * batch, batch)
             T.warpgroup_fence_operand(acc, r * nacc, nacc)
             T.warpgroup_arrive()
             for j in T.unroll(batch):
@@ -277,7 +285,7 @@ def build(
     def multiply_post(w, a, acc, part, s, v, x, h, r):
         """64 k of row block r: the sums of each group of k, `part`, are scaled and added to the tile's."""
         half = (h * rb + r) % 2 * 16
-        convert(w, (h % halves * rb + r) * 4, a, half, v, r, 0, 4)
+        convert(w, (h % halves * rb + r) * 4 * blocks, a, half, v, r, 0, 4)
         for q in T.unroll(ig):
             T.warpgroup_fence_operand(part, num_regs=nacc)
             T.warpgroup_arrive()
@@ -317,7 +325,7 @@ def build(
     @T.prim_func
     def main(
         X: T.Tensor((M, k), dtype),
-        W: T.Tensor((matrices * kp // 64, all_blocks, 512), "int32"),
+        W: T.Tensor((matrices * fmt.blocks(kp), all_blocks, BLOCK_WORDS), "int32"),
         P: T.Tensor((matrices * groups, all_blocks, rec), "uint8"),
         B: T.Tensor((matrices * n if bias else 1,), dtype),
         WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), "float32"),
@@ -329,7 +337,7 @@ def build(
             if per_sm > 1:
                 T.annotate_min_blocks_per_sm(per_sm)
             Xs = T.alloc_shared((stages * halves, bm, 64), dtype)
-            Ws = T.alloc_shared((stages * halves, cta_blocks, 512), "int32")
+            Ws = T.alloc_shared((stages * halves * blocks, cta_blocks, BLOCK_WORDS), "int32")
             Ps = T.alloc_shared((stages if shared_params else stages * halves, cta_blocks * ig * rec), "uint8")
             Os = T.alloc_shared((wgs, staged(2, out_tokens(bm), alone=exchange)), dtype)
             Es = T.alloc_shared((table_words(experts),), "int32")
@@ -337,7 +345,7 @@ def build(
             empty = T.alloc_barrier([wgs * 4] * stages)
             sent = T.alloc_barrier([1] * (wgs * 4)) if cluster > 1 else None
             ready = T.alloc_barrier([cluster - 1]) if cluster > 1 else None
-            w = T.alloc_local((halves * rb * 4,), "uint32")
+            w = T.alloc_local((halves * rb * blocks * 4,), "uint32")
             a = T.alloc_local((8 * batch,), "uint32")
             acc = T.alloc_local((rb * nacc,), "float32")
             part = T.alloc_local((nacc if post else 1,), "float32")

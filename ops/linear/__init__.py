@@ -1,0 +1,1 @@
+"""y = x w^T for every format of weights: the tile programs."""
