@@ -135,7 +135,7 @@ class Trial:
     bound_us: float | None = None
     job: str = ""
     uid: str = ""
-    created: float = field(default_factory=time.time)
+    created: float = field(default_factory=lambda: time.time())
 
     @property
     def schedule(self) -> str:

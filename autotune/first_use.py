@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,17 @@ from terrazzo.lowering.errors import CaptureError, TargetError
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import records
 from terrazzo.schedules.records import Choice
+
+_tuners: weakref.WeakSet[FirstUse] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a forked process: a lock that another thread of the parent's held would never be given back."""
+    for tuner in _tuners:
+        tuner.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class FirstUse:
@@ -40,6 +52,7 @@ class FirstUse:
     ) -> None:
         self.path = None if database is None else Path(database).absolute()  # it is opened again after a chdir, too
         self.lock = threading.RLock()
+        _tuners.add(self)
         self.known: dict[tuple[Problem, str, int], Choice | None] = {}  # by problem, GPU and its number of SMs
         self.job = Job(ops=("w4a16",), strategy=strategy, trials=trials, budget_s=budget, peers=False)
         self.runner = runner or _runner

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import os
+import signal
+import threading
+import time
+
 import pytest
 import torch
+import tuning
+from terrazzo.autotune import database as store
 from terrazzo.autotune import first_use
 from terrazzo.autotune.database import Database, Machine, Trial
 from terrazzo.lowering.errors import TargetError
@@ -102,3 +111,44 @@ def test_a_relative_database_does_not_move_with_the_process(tmp_path, monkeypatc
     assert not list((tmp_path / "elsewhere").iterdir())
     with Database(tmp_path / "t.db", create=False) as trials:
         assert len(trials.trials()) == 1
+
+
+def test_a_process_forked_while_a_thread_tunes_waits_for_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr(Found, "asked", [], raising=False)
+    tuner = first_use.FirstUse(tmp_path / "t.db", 60.0, 4, "top-k", Found)
+    assert tuner("w4a16", FACTS, 5, H200).params == {"stages": 132}
+    held, done = threading.Event(), threading.Event()
+
+    def tune() -> None:
+        with tuner.lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=tune)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # if it waits after all
+        os._exit(0 if tuner("w4a16", FACTS, 5, H200).params == {"stages": 132} else 1)
+    try:
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_clocks_that_jump_change_neither_budgets_nor_what_is_best(tmp_path, monkeypatch):
+    """The time of day goes back by a day, ahead by a year and stands still; a job counts by the monotonic clock."""
+    now, jumps = time.time(), itertools.cycle((0.0, -86400.0, 3e7, 0.0, 0.0))
+    monkeypatch.setattr(store.time, "time", lambda: now + next(jumps))
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "cache"))
+    summary = tuning.run(dataclasses.replace(tuning.SMALL, budget_s=300.0), tmp_path / "t.db", tmp_path / "log")
+    assert summary.ended == "done" and 0 < summary.seconds < 300
+    with Database(tmp_path / "t.db") as trials:
+        kept = trials.trials()
+    assert len({it.created for it in kept}) > 1 and [it.created for it in kept] != sorted(it.created for it in kept)
+    assert [it.uid for it in kept] == [f"{summary.job}:{at + 1}" for at in range(summary.trials)]
+    assert {it.trial.problem: it.trial.us for it in store.best(kept)} == {
+        problem: pytest.approx(us) for problem, (us, _) in summary.best.items()
+    }
