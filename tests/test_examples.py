@@ -20,7 +20,12 @@ def test_there_are_examples():
     assert {path.name for path in EXAMPLES} == expected
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+SLOW = ("ahead_of_time",)  # compiles a bundle for two targets
+
+
+@pytest.mark.parametrize(
+    "example", [pytest.param(it, id=it.stem, marks=[pytest.mark.slow] * (it.stem in SLOW)) for it in EXAMPLES]
+)
 def test_example(example, tmp_path):
     env = {**os.environ, "TERRAZZO_CACHE_DIR": os.environ.get("TERRAZZO_CACHE_DIR") or str(tmp_path / "cache")}
     done = subprocess.run(

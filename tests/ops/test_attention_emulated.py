@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 from cuda_on_cpu import EARLY, LDMATRIX, VOTES, CpuKernel
+from emulated_cases import cases
 from terrazzo.layouts.converters import get_converter
 from terrazzo.layouts.converters.arith import elements
 from terrazzo.lowering import compile_request
@@ -295,29 +295,22 @@ USUAL = (
     "40 rows shared",
 )
 USUAL += ("warpgroups of int2", "warpgroup channels, options, pages", "warpgroups, all stale")
-ALL = "TERRAZZO_EMULATE_ALL"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES, USUAL))
 def test_decode(name, tmp_path):
-    if name not in USUAL and not os.environ.get(ALL):
-        pytest.skip(f"20 s each: set {ALL}=1")
     case, schedule, splits = CASES[name]
     judge(case, *emulate(case, schedule, splits, tmp_path))
 
 
-@pytest.mark.parametrize("name", EARLY_CASES)
+@pytest.mark.parametrize("name", cases(EARLY_CASES, USUAL))
 def test_what_is_read_early_may_be_stale(name, tmp_path):
-    if name not in USUAL and not os.environ.get(ALL):
-        pytest.skip(f"20 s each: set {ALL}=1")
     case, schedule, splits, stale = EARLY_CASES[name]
     judge(case, *emulate(case, schedule, splits, tmp_path, stale=stale))
 
 
-@pytest.mark.parametrize("name", BALANCED)
+@pytest.mark.parametrize("name", cases(BALANCED, USUAL))
 def test_splits_in_proportion_to_lengths(name, tmp_path):
-    if name not in USUAL and not os.environ.get(ALL):
-        pytest.skip(f"20 s each: set {ALL}=1")
     case, schedule, shares, stale = BALANCED[name]
     judge(case, *emulate(case, schedule, 0, tmp_path, shares=shares, stale=stale))
 

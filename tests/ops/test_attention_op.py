@@ -233,24 +233,34 @@ def test_kernels_of_an_impossible_layer_are_refused(argument, options):
         kernel_requests("int4", "int4", **given)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("k", kv.FORMATS)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
-def test_every_format_and_size_has_a_schedule_that_fits(arch):
-    target = Target.parse(arch)
-    for k in kv.FORMATS:
-        for head_dim in kv.HEAD_DIMS:
-            layout = CacheLayout(k, "int4", head_dim)
-            for rows in (8, 16, 64):  # fewer than 8 are one group of rows, too
-                problem = op.problem_of(layout, 1, 1, rows, 1, max(layout.block_tokens, 32))
-                for at, schedule in schedules.every(problem, target):
-                    made = schedules.divide(at, schedule, target)
-                    size = schedule.smem_bytes(at, made.cluster) + 2048
-                    assert size <= target.smem_per_block and schedule.min_blocks * size <= target.smem_per_sm
-                    assert schedule.stages >= 2 and not layout.k.group % (16 * schedule.tiles)
-                    sizes = (schedule.row_tiles, schedule.warps, schedule.tiles, schedule.stages, schedule.shared_rows)
-                    sizes = (*sizes, made.cluster)
-                    assert made.cluster <= 8 * schedule.min_blocks and made.splits % made.cluster == 0
-                    assert not layout.k.group % (16 * schedule.tiles * made.parts)
-                    assert size - 2048 == 4 * decode_program.shared_words(layout, *sizes)
+def test_every_format_and_size_has_a_schedule_that_fits(arch, k):
+    for head_dim in kv.HEAD_DIMS:
+        check_schedules_fit(Target.parse(arch), CacheLayout(k, "int4", head_dim))
+
+
+@pytest.mark.parametrize(
+    ("arch", "k"), [("sm_80", "int4"), ("sm_86", "float16"), ("sm_89", "fp8"), ("sm_90a", "int4_channel128")]
+)
+def test_formats_of_each_kind_have_a_schedule_that_fits(arch, k):
+    check_schedules_fit(Target.parse(arch), CacheLayout(k, "int4", 128))
+
+
+def check_schedules_fit(target, layout):
+    for rows in (8, 16, 64):  # fewer than 8 are one group of rows, too
+        problem = op.problem_of(layout, 1, 1, rows, 1, max(layout.block_tokens, 32))
+        for at, schedule in schedules.every(problem, target):
+            made = schedules.divide(at, schedule, target)
+            size = schedule.smem_bytes(at, made.cluster) + 2048
+            assert size <= target.smem_per_block and schedule.min_blocks * size <= target.smem_per_sm
+            assert schedule.stages >= 2 and not layout.k.group % (16 * schedule.tiles)
+            sizes = (schedule.row_tiles, schedule.warps, schedule.tiles, schedule.stages, schedule.shared_rows)
+            sizes = (*sizes, made.cluster)
+            assert made.cluster <= 8 * schedule.min_blocks and made.splits % made.cluster == 0
+            assert not layout.k.group % (16 * schedule.tiles * made.parts)
+            assert size - 2048 == 4 * decode_program.shared_words(layout, *sizes)
 
 
 def test_shared_memory_of_warpgroups_is_what_the_program_takes():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 
 import pytest
 import torch
 from cuda_on_cpu import CpuKernel
+from emulated_cases import cases
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.targets import Target
@@ -221,13 +221,10 @@ CASES = {
     "head_dim 256": Case("int8", "int4", head_dim=256, past=(100,), new=(20,), schedule=("mma", 1, 4, 2)),
 }  # fmt: skip
 USUAL = ("shared options", "shared fresh")
-ALL = "TERRAZZO_EMULATE_ALL"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES, USUAL))
 def test_prefill(name, tmp_path):
-    if name not in USUAL and not os.environ.get(ALL):
-        pytest.skip(f"20 s each: set {ALL}=1")
     print(f"worst error {emulate(CASES[name], tmp_path):.3f} of the bound")
 
 

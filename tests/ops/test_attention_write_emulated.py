@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 from cuda_on_cpu import EARLY, LDMATRIX, CpuKernel
+from emulated_cases import cases
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
@@ -80,13 +80,10 @@ def emulate(case: Case, folder, target: str = "sm_90a", times: int = 1, sms: int
 
 USUAL = ("int4", "bfloat16 rows")
 FEW = ("channel", "residual", "channel 128", "one token")  # on one SM: several pairs for a CTA
-ALL = "TERRAZZO_EMULATE_ALL"
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "many" not in name])  # those take a GPU
+@pytest.mark.parametrize("name", cases([name for name in CASES if "many" not in name], USUAL))  # those take a GPU
 def test_new_tokens_are_stored_as_the_quantizer_stores_them(name, tmp_path):
-    if name not in USUAL and not os.environ.get(ALL):
-        pytest.skip(f"10 s each: set {ALL}=1")
     emulate(CASES[name], tmp_path, sms=1 if name in FEW else 132)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from cuda_on_cpu import RESIDENT
+from emulated_cases import cases
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.linear import multistage, small_batch, stream_k
@@ -24,7 +23,6 @@ pytestmark = [
     pytest.mark.compiles,
     pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
 ]
-ALL = bool(os.environ.get("TERRAZZO_EMULATE_ALL"))
 """Every case; the default is one of each kind, on kernels that other tests compile too where there are such."""
 F16, BF16, F32 = "float16", "bfloat16", "float32"
 KINDS = ("integer", "random")
@@ -148,9 +146,7 @@ def launches(program: Program, spec: Spec, m: int, numerics: str, partitions: tu
 
 
 # half sets: a ring of odd stages
-@pytest.mark.parametrize(
-    "name", STREAM_K if ALL else ("two row blocks", "half sets", "slices of unlike size", "clusters")
-)
+@pytest.mark.parametrize("name", cases(STREAM_K, ("two row blocks", "half sets", "slices of unlike size", "clusters")))
 def test_stream_k(name, tmp_path):
     spec, m, numerics, schedule, partitions = STREAM_K[name]
     launches(Program(stream_k, schedule, spec, numerics, tmp_path), spec, m, numerics, partitions)
@@ -166,7 +162,7 @@ def test_the_last_tile_fetches_the_lowest_box_that_holds_it(tmp_path):
         judge(program.stream_k(x, weight.pack(), 4, 0), x, weight, numerics, "integer", left)
 
 
-@pytest.mark.skipif(not ALL, reason="a minute and more: set TERRAZZO_EMULATE_ALL=1")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", test_parted_tiles_gpu.CASES, ids=lambda case: f"{case.n}-{case.k}-{case.m}")
 def test_parted_tiles(case, tmp_path):
     spec = Spec(case.n, case.k, case.group, dtype=case.dtype)
@@ -191,7 +187,7 @@ GROUPED = {  # weight, tokens of each expert, rows of nobody before and after, n
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GROUPED if ALL else list(GROUPED)[:1])
+@pytest.mark.parametrize("name", cases(GROUPED, list(GROUPED)[:1]))
 def test_grouped(name, tmp_path):
     spec, counts, (before, after), numerics, schedule, ctas = GROUPED[name]
     program = Program(stream_k, schedule, spec, numerics, tmp_path, experts=len(counts))
@@ -235,7 +231,7 @@ SMALL_BATCH = {  # weight, m, numerics, schedule, target
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SMALL_BATCH if ALL else ("joined", "one row of x", "three of four rows"))
+@pytest.mark.parametrize("name", cases(SMALL_BATCH, ("joined", "one row of x", "three of four rows")))
 def test_small_batch(name, tmp_path):
     spec, m, numerics, schedule, target = SMALL_BATCH[name]
     program = Program(small_batch, schedule, spec, numerics, tmp_path, target=target)
@@ -263,7 +259,7 @@ MULTISTAGE = {  # weight, m, numerics, schedule
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MULTISTAGE if ALL else list(MULTISTAGE)[:1])
+@pytest.mark.parametrize("name", cases(MULTISTAGE, list(MULTISTAGE)[:1]))
 def test_multistage(name, tmp_path):
     spec, m, numerics, schedule = MULTISTAGE[name]
     program = Program(multistage, schedule, spec, numerics, tmp_path, target="sm_80")

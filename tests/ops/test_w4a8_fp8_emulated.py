@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import os
 
 import pytest
 import torch
 from cuda_on_cpu import CpuKernel
+from emulated_cases import cases
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.w4a8 import fp8, fp8_problem, fp8_reference
 from terrazzo.schedules import multistage, w4a8, w4a8_fp8
 from test_w4a8_emulated import EXTRA
-from test_w4a8_grouped_emulated import ALL
 from wgmma_on_cpu import SHIMS as WGMMA
 from wgmma_on_cpu import translated
 
@@ -139,11 +138,9 @@ CASES = {  # n, k, group, m, schedule, (grid, shared tiles) of stream_k, output;
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES, [name for name, case in CASES.items() if case[-1]]))
 def test_kernel(name, tmp_path):
-    n, k, group, m, schedule, partition, out_dtype, always = CASES[name]
-    if not always and not os.environ.get(ALL):
-        pytest.skip(f"5 s each: set {ALL}=1")
+    n, k, group, m, schedule, partition, out_dtype, _ = CASES[name]
     weight = random_weight(n, k, group)
     rng = torch.Generator().manual_seed(m)
     q, scales = fp8_reference.quantize_activations(torch.randn(m, k, generator=rng) * 3)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from cuda_on_cpu import VOTES, CpuKernel
+from emulated_cases import cases
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
@@ -18,7 +18,6 @@ from terrazzo.schedules import w4a8_fp8
 from test_w4a8_emulated import EXTRA
 from test_w4a8_fp8_emulated import FLOATS
 from test_w4a8_fp8_emulated import HOPPER as LOADS
-from test_w4a8_grouped_emulated import ALL
 from wgmma_on_cpu import SHIMS as WGMMA
 from wgmma_on_cpu import translated
 
@@ -92,7 +91,7 @@ def activations(kind: str, m: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values.float().to(torch.float8_e4m3fn), 2.0 ** torch.randint(-3, 1, (m,), generator=rng)
 
 
-@pytest.mark.parametrize("name", CASES if os.environ.get(ALL) else list(CASES)[:1])
+@pytest.mark.parametrize("name", cases(CASES, list(CASES)[:1]))
 def test_grouped(name, tmp_path):
     counts, (before, after), n, k, group, schedule, grid, out_dtype = CASES[name]
     dtype, m = getattr(torch, out_dtype), sum(counts) + before + after

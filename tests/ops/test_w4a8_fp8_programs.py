@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
-from terrazzo.lowering import KernelReport, compile_many
+from emulated_cases import Compiled, cases
+from terrazzo.lowering import KernelReport
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.w4a8 import multistage, small_batch, stream_k
 from terrazzo.schedules import w4a8, w4a8_fp8
-from test_w4a8_fp8_emulated import ALL
 from test_w4a8_fp8_emulated import CASES as EMULATED
 from test_w4a8_programs import counter, sass, tools  # noqa: F401  (a fixture)
 
@@ -82,8 +81,7 @@ CASES = {  # program, target, changes, tensor instruction, groups of them (strea
         False,
     ),
 }
-COMPILED = [name for name, case in CASES.items() if case[-1] or os.environ.get(ALL)]
-LEFT_OUT = pytest.mark.skip(reason=f"8 s each: set {ALL}=1")
+QUICK = [name for name, case in CASES.items() if case[-1]]
 FORMS = {stream_k: w4a8_fp8.StreamK, small_batch: w4a8.SmallBatch, multistage: w4a8.Multistage}
 
 
@@ -94,10 +92,10 @@ def request(program, target, changes) -> KernelRequest:
 
 @pytest.fixture(scope="module")
 def compiled(tools):  # noqa: F811
-    return dict(zip(COMPILED, compile_many([request(*CASES[name][:3]) for name in COMPILED])))
+    return Compiled(lambda name: request(*CASES[name][:3]), QUICK)
 
 
-@pytest.mark.parametrize("name", [name if name in COMPILED else pytest.param(name, marks=LEFT_OUT) for name in CASES])
+@pytest.mark.parametrize("name", cases(CASES, QUICK))
 def test_machine_code(compiled, name):
     program, _, changes, instruction, groups, _ = CASES[name]
     report = KernelReport.read(compiled[name] / "report.json")
@@ -135,7 +133,7 @@ def test_conversion_and_scaling_of_the_main_loop(compiled):
 
 def test_a_stage_is_released_only_after_its_wgmmas(compiled):
     """Between the last load of packed words and the arrive that gives the stage back stands a wait for wgmma."""
-    for name in [name for name in COMPILED if CASES[name][0] is stream_k]:
+    for name in [name for name in QUICK if CASES[name][0] is stream_k]:
         lines = sass(compiled[name])
         first, last = (f(i for i, line in enumerate(lines) if line.startswith("QGMMA")) for f in (min, max))
         seen, arrives = "WARPGROUP.DEPBAR", 0  # the loop begins with one

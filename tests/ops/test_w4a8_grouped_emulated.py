@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import cuda_on_cpu
 import pytest
 import torch
 from cuda_on_cpu import VOTES, CpuKernel
+from emulated_cases import cases
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
@@ -21,7 +21,6 @@ from terrazzo.schedules import w4a8
 from test_w4a8_emulated import EXTRA
 from wgmma_on_cpu import boxes_named
 
-ALL = "TERRAZZO_EMULATE_ALL"
 pytestmark = [
     pytest.mark.compiles,
     pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
@@ -157,10 +156,8 @@ CASES = {  # tokens of each expert, rows of nobody at both ends, n, k, group, sc
 USUAL = ("empty experts", "rows of nobody", "waves and shares")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES, USUAL))
 def test_grouped(name, tmp_path):
-    if name not in USUAL and not os.environ.get(ALL):
-        pytest.skip(f"8 s each: set {ALL}=1")
     counts, (before, after), n, k, group, schedule, grid, out_dtype, dequantization = CASES[name]
     made, raw = weights(len(counts), n, k, group), out_dtype == "int32"
     offsets = torch.tensor([0, *counts]).cumsum(0).int() + before
@@ -186,11 +183,12 @@ def test_grouped(name, tmp_path):
         assert bool(((y[rows].double() - product - w.bias).abs() <= bound).all()), f"expert {e}"
 
 
-@pytest.mark.parametrize(("shared", "grid"), [(0, 4), (3, 4), (6, 4), (6, 18), (6, 12)])
+ONE = [(3, 4), (6, 4), (6, 18), (0, 4), (6, 12)]
+
+
+@pytest.mark.parametrize(("shared", "grid"), cases(ONE, ONE[:3]))
 def test_one_matrix(shared, grid, tmp_path):
     """The same program without experts: 6 tiles, some of them shared by the CTAs, or each parted by 3 or 2."""
-    if (shared, grid) in ((0, 4), (6, 12)) and not os.environ.get(ALL):
-        pytest.skip(f"2 s each: set {ALL}=1")
     made, m = weights(1, 180, 512, 64), 37
     rng = torch.Generator().manual_seed(m)
     x = torch.randint(-128, 128, (m, 512), generator=rng, dtype=torch.int8)
@@ -208,12 +206,10 @@ PAIRS = {  # n, k, m, schedule, output, dequantization, (CTAs, shared tiles)
 }
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", cases(PAIRS, ("int32",)))
 def test_clusters(name, tmp_path):
     """Two CTAs for each tile, which part its sum through shared memory."""
     n, k, m, schedule, out_dtype, dequantization, (grid, shared) = PAIRS[name]
-    if name != "int32" and not os.environ.get(ALL):
-        pytest.skip(f"10 s each: set {ALL}=1")
     made, raw, rng = weights(1, n, k, 64), out_dtype == "int32", torch.Generator().manual_seed(m)
     x = torch.randint(-128, 128, (m, k), generator=rng, dtype=torch.int8)
     scales = torch.ones(m) if raw else torch.rand(m, generator=rng) * 1e-3 + 1e-4
@@ -231,11 +227,12 @@ def test_clusters(name, tmp_path):
     assert bool(((y.double() - product - made[0].bias).abs() <= bound).all())
 
 
-@pytest.mark.parametrize(("resident", "seed"), [(1, 0), (18, 5), (2, 0), (3, 7), (5, 1), (18, 0)])
+ORDERS = [(1, 0), (18, 5), (2, 0), (3, 7), (5, 1), (18, 0)]
+
+
+@pytest.mark.parametrize(("resident", "seed"), cases(ORDERS, ORDERS[:2]))
 def test_parted_tiles_in_any_order(resident, seed, monkeypatch, tmp_path):
     """6 tiles parted by 3 CTAs each: one CTA at a time (all but a tile's last withdraw), all at once, by chance."""
-    if (resident, seed) not in ((1, 0), (18, 5)) and not os.environ.get(ALL):
-        pytest.skip(f"3 s each: set {ALL}=1")
     monkeypatch.setattr(cuda_on_cpu, "RESIDENT", resident)
     monkeypatch.setattr(cuda_on_cpu, "SEED", seed)
     test_one_matrix(6, 18, tmp_path)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
 from dataclasses import asdict
 
 import pytest
 import torch
 from cuda_on_cpu import CpuKernel
+from emulated_cases import cases
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
@@ -16,7 +16,7 @@ from terrazzo.ops.w4a8.format import pack
 from terrazzo.ops.w4a8.problem import ComparedGemm
 from terrazzo.schedules import w4a8
 from test_w4a8_emulated import EXTRA
-from test_w4a8_grouped_emulated import ALL, weights
+from test_w4a8_grouped_emulated import weights
 from wgmma_on_cpu import SHIMS as WGMMA
 from wgmma_on_cpu import translated
 
@@ -87,11 +87,9 @@ CASES = {  # pipeline, n, k, group, m, schedule, (grid, shared tiles), output, d
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES, [name for name, case in CASES.items() if case[-1]]))
 def test_pipeline(name, tmp_path):
-    pipeline, n, k, group, m, schedule, partition, out_dtype, dequantization, always = CASES[name]
-    if not always and not os.environ.get(ALL):
-        pytest.skip(f"several seconds each: set {ALL}=1")
+    pipeline, n, k, group, m, schedule, partition, out_dtype, dequantization, _ = CASES[name]
     (weight,) = weights(1, n, k, group)
     rng = torch.Generator().manual_seed(m)
     x = torch.randint(-128, 128, (m, k), generator=rng, dtype=torch.int8)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
 import torch
 from cuda_on_cpu import CpuKernel
-from terrazzo.lowering import KernelReport, compile_many
+from emulated_cases import Compiled, cases
+from terrazzo.lowering import KernelReport
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
@@ -33,8 +33,8 @@ CASES = {
     "e4m3": ("sm_90a", 600, 520, "bfloat16", True, True),
     "rows in turns": ("sm_90a", 600, 1000, "float16", True, True),
 }
-if os.environ.get("TERRAZZO_EMULATE_ALL"):
-    CASES["rows in turns, e4m3"] = ("sm_90a", 600, 536, "bfloat16", True, False)
+QUICK = tuple(CASES)
+CASES["rows in turns, e4m3"] = ("sm_90a", 600, 536, "bfloat16", True, False)
 TURNS = quantize_rows_schedules.QuantizeRows(2, 1, 2, 64, 16, 16, True)
 """Of "rows in turns": a CTA on each SM, so that some of them have two rows."""
 EMULATED = [name for name in CASES if name not in ("longest", "sm_80")]
@@ -96,11 +96,10 @@ def request(case: tuple):
 
 @pytest.fixture(scope="module")
 def compiled():
-    found = compile_many([request(case) for case in CASES.values()])
-    return dict(zip(CASES, found))
+    return Compiled(lambda name: request(CASES[name]), QUICK)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES, QUICK))
 def test_machine_code(compiled, name):
     report = KernelReport.read(compiled[name] / "report.json")
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
@@ -139,7 +138,7 @@ def primitives() -> str:
     return text + floats
 
 
-@pytest.mark.parametrize("name", EMULATED)
+@pytest.mark.parametrize("name", cases(EMULATED, QUICK))
 def test_the_cuda_text_computes_the_reference(compiled, name, tmp_path):
     _, _, k, dtype, gain, norm = CASES[name]
     params = dict(request(CASES[name]).params)

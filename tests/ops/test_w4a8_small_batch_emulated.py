@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from cuda_on_cpu import CpuKernel, built
+from emulated_cases import cases
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.w4a8 import small_batch
@@ -15,7 +14,6 @@ from terrazzo.ops.w4a8.problem import ComparedGemm
 from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.w4a8 import SmallBatch
 from test_w4a8_emulated import EXTRA
-from test_w4a8_grouped_emulated import ALL
 from wgmma_on_cpu import SHIMS as WGMMA
 
 pytestmark = [
@@ -97,7 +95,7 @@ CASES = {  # n, k, group, m, schedule, target, output, dequantization, bias; the
 }
 
 
-@pytest.mark.parametrize("name", CASES if os.environ.get(ALL) else list(CASES)[:2])
+@pytest.mark.parametrize("name", cases(CASES, list(CASES)[:2]))
 def test_small_batch(name, tmp_path):
     n, k, group, m, schedule, target, out_dtype, dequantization, with_bias = CASES[name]
     rng = torch.Generator().manual_seed(n + k)

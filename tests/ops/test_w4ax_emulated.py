@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 
 import pytest
 import torch
 from cuda_on_cpu import CpuKernel, built
+from emulated_cases import cases
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.compiles,
     pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
 ]
-ALL = "TERRAZZO_EMULATE_ALL"
 """Environment variable: every case; the default is one of each kind."""
 SHIMS = r"""
 static float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
@@ -197,7 +196,7 @@ STREAM_K = {  # n, k, INT8 blocks, m, schedule, (grid, shared tiles), output, bi
 }
 
 
-@pytest.mark.parametrize("name", STREAM_K if os.environ.get(ALL) else list(STREAM_K)[:4])
+@pytest.mark.parametrize("name", cases(STREAM_K, list(STREAM_K)[:4]))
 def test_stream_k(name, tmp_path):
     n, k, blocks8, m, schedule, partition, out_dtype, bias = STREAM_K[name]
     weight = random_weight(n, k, blocks8, seed=n, bias=bias)
@@ -263,7 +262,7 @@ INTEGER = {  # n, k, INT8 blocks, m, schedule, (grid, shared tiles), output, bia
 }
 
 
-@pytest.mark.parametrize("name", INTEGER if os.environ.get(ALL) else list(INTEGER)[:1])
+@pytest.mark.parametrize("name", cases(INTEGER, list(INTEGER)[:1]))
 def test_integer(name, tmp_path):
     n, k, blocks8, m, schedule, partition, out_dtype, bias = INTEGER[name]
     weight = random_weight(n, k, blocks8, seed=n, bias=bias, two_level=True)
@@ -304,7 +303,7 @@ SMALL_BATCH = {  # n, k, INT8 blocks, m, schedule, output, bias, two-level scale
 }
 
 
-@pytest.mark.parametrize("name", SMALL_BATCH if os.environ.get(ALL) else list(SMALL_BATCH)[:1])
+@pytest.mark.parametrize("name", cases(SMALL_BATCH, list(SMALL_BATCH)[:1]))
 def test_small_batch(name, tmp_path):
     n, k, blocks8, m, schedule, out_dtype, bias, two_level = SMALL_BATCH[name]
     weight = random_weight(n, k, blocks8, seed=n, bias=bias, two_level=two_level)

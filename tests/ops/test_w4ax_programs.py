@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 
 import pytest
+from emulated_cases import cases
 from terrazzo.lowering import KernelReport, compile_request
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
@@ -14,7 +14,6 @@ from terrazzo.lowering.toolchain import find_nvcc
 from terrazzo.ops.w4ax import integer, persistent, small_batch, stream_k
 from terrazzo.schedules import w4ax as schedules
 from test_w4a8_programs import check_releases, counter, sass
-from test_w4ax_emulated import ALL
 
 pytestmark = pytest.mark.compiles
 FACTS = {"n": 448, "k": 640, "blocks8": 2, "out_dtype": "float16", "bias": False}
@@ -95,7 +94,7 @@ def converted(count, sums: int) -> bool:
     return quotients <= count(r"I2FP?\.F(32|P)") - sums <= 2 * quotients
 
 
-@pytest.mark.parametrize("name", INTEGER if os.environ.get(ALL) else list(INTEGER)[:1])
+@pytest.mark.parametrize("name", cases(INTEGER, list(INTEGER)[:1]))
 def test_integer(name):
     """A main loop for each kind of block, or one for both: pairs of wgmmas, of which one pair stays under way."""
     facts = FACTS | INTEGER[name]

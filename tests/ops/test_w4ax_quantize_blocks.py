@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from cuda_on_cpu import CpuKernel
-from terrazzo.lowering import KernelReport, compile_many
+from emulated_cases import Compiled, cases
+from terrazzo.lowering import KernelReport
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops import w4ax
 from terrazzo.ops.w4ax import activations, quantize_blocks, reference
 from test_w4a8_quantize_rows import SHIMS, primitives
-from test_w4ax_emulated import ALL
 
 pytestmark = [
     pytest.mark.compiles,
@@ -28,12 +26,12 @@ CASES = {  # target, K, INT8 blocks, dtype, permuted, norm, granularity
     "two levels": ("sm_90a", 900, 2, "float16", True, False, "two_level"),
     "all int4": ("sm_80", 200, 0, "float16", False, True, "block"),
 }
-if os.environ.get(ALL):
-    CASES |= {
-        "two levels, planes": ("sm_80", 640, 2, "bfloat16", True, True, "two_level"),
-        "two levels of an int8 row": ("sm_90a", 640, 5, "bfloat16", False, False, "two_level"),
-        "two levels of an int4 row": ("sm_90a", 640, 0, "bfloat16", False, True, "two_level"),
-    }
+QUICK = tuple(CASES)
+CASES |= {
+    "two levels, planes": ("sm_80", 640, 2, "bfloat16", True, True, "two_level"),
+    "two levels of an int8 row": ("sm_90a", 640, 5, "bfloat16", False, False, "two_level"),
+    "two levels of an int4 row": ("sm_90a", 640, 0, "bfloat16", False, True, "two_level"),
+}
 MORE_SHIMS = r"""
 typedef unsigned char uchar;
 struct int4 { int x, y, z, w; };
@@ -50,10 +48,10 @@ def request(name: str):
 
 @pytest.fixture(scope="module")
 def compiled():
-    return dict(zip(CASES, compile_many([request(name) for name in CASES])))
+    return Compiled(request, QUICK)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES, QUICK))
 def test_machine_code(compiled, name):
     report = KernelReport.read(compiled[name] / "report.json")
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
@@ -68,7 +66,7 @@ def test_machine_code(compiled, name):
     assert not report.count("F2I") and not report.count("I2F") and report.count("FRND") == rounded
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES, QUICK))
 def test_the_cuda_text_computes_the_reference(compiled, name, tmp_path):
     arch, k, blocks8, dtype, permuted, norm, granularity = CASES[name]
     params = dict(request(name).params)
