@@ -279,7 +279,8 @@ def pack_cache(
         lengths: integers [B], 0..T, default T for all.
         page_size: tokens of a page, 0 for contiguous storage.
         residual: tokens of the f16 residual block; default the channel group of the keys, or none. 0: none.
-        k_static, v_static: f32 [Hkv, D] for static formats; 2^-100..2^100.
+        k_static, v_static: f32 [Hkv, D] for static formats; 2^-100..2^100. A checkpoint's k_scale and v_scale, [] or
+            [1], and scales of each head, [Hkv, 1], are repeated.
         permutation: order in which pages are handed out, int64 [pages], each once; default in turn.
 
     Raises:
@@ -297,8 +298,10 @@ def pack_cache(
     batch, heads, tokens, head_dim = k.shape
     layout = CacheLayout(k_format, v_format, head_dim)
     residual = residual_of(layout, residual)
-    for name, given, fmt in (("k_static", k_static, layout.k), ("v_static", v_static, layout.v)):
-        check_static(name, given, fmt.scaling == "static", (heads, head_dim))
+    k_static, v_static = (
+        spread_static(name, given, fmt.scaling == "static", (heads, head_dim), k.device)
+        for name, given, fmt in (("k_static", k_static, layout.k), ("v_static", v_static, layout.v))
+    )
     if residual:  # tokens pass through the f16 block, so what is packed does not depend on how they came
         k, v = (x.float().clamp(-F16_MAX, F16_MAX).half() for x in (k, v))
     device = k.device
@@ -316,7 +319,7 @@ def pack_cache(
     keep = (
         torch.arange(room, device=device)[None, :] < ((lengths - lengths % residual if residual else lengths)[:, None])
     )
-    static = [None if s is None else s.to(device).unsqueeze(-2) for s in (k_static, v_static)]
+    static = [None if s is None else s.unsqueeze(-2) for s in (k_static, v_static)]
     words = torch.empty(batch, heads, room // layout.block_tokens, layout.block_words, dtype=torch.int32, device=device)
     for b in range(batch):  # one at a time: bounds the temporary memory
         parts = []
@@ -378,15 +381,49 @@ def _shape(tensor: Any) -> list[int] | str | None:
 
 def check_static(name: str, scales: torch.Tensor | None, needed: bool, *shapes: tuple[int, ...]) -> None:
     """Raise ArgumentError unless scales are there where a format needs them, positive, and have one of these shapes."""
-    if (scales is not None) != needed:
-        constraint = "static formats need their scales, others take none"
-        raise ArgumentError(name, _shape(scales), constraint, "see KVFormat")
+    _check_needed(name, scales, needed)
     if scales is None:
         return
     wanted, remedy = " or ".join(str(list(shape)) for shape in shapes), "pass one scale for each dimension"
     weights.check_floats(name, scales, wanted, remedy)
     if tuple(scales.shape) not in shapes:
         raise ArgumentError(name, list(scales.shape), f"must be float {wanted}", remedy)
+    _check_range(name, scales)
+
+
+def spread_static(
+    name: str, scales: torch.Tensor | None, needed: bool, shape: tuple[int, ...], device: torch.device
+) -> torch.Tensor | None:
+    """f32 scales of this shape on a device: those of a tensor (a checkpoint's k_scale: [] or [1]), of each layer or
+    head ([layers, 1, 1], [Hkv, 1]) are repeated. Checks as `check_static`."""
+    import torch
+
+    _check_needed(name, scales, needed)
+    if scales is None:
+        return None
+    inner = shape[1:] if len(shape) == 3 and shape[0] == 1 else shape  # one layer goes without its dimension
+    wanted, remedy = f"{list(inner)}, 1 for a dimension that shares a scale, or []", "pass one scale for each dimension"
+    weights.check_floats(name, scales, wanted, remedy)
+    found = tuple(scales.shape)
+    fits = scales.numel() == 1 or any(
+        len(found) == len(form) and all(have in (1, want) for have, want in zip(found, form)) for form in (shape, inner)
+    )
+    if not fits:
+        raise ArgumentError(name, list(found), f"must be float {wanted}", remedy)
+    _check_range(name, scales)
+    scales = scales.reshape(()) if scales.numel() == 1 else scales
+    with torch.inference_mode(False):  # so that it can be written to outside of it
+        made = torch.empty(shape, dtype=torch.float32, device=device)
+        return made.copy_(scales.detach().to(device=device, dtype=torch.float32).expand(shape))
+
+
+def _check_needed(name: str, scales: torch.Tensor | None, needed: bool) -> None:
+    if (scales is not None) != needed:
+        constraint = "static formats need their scales, others take none"
+        raise ArgumentError(name, _shape(scales), constraint, "see KVFormat")
+
+
+def _check_range(name: str, scales: torch.Tensor) -> None:
     if not bool(((scales >= 2.0**-100) & (scales <= 2.0**100)).all()):
         low, high = scales.float().min().item(), scales.float().max().item()
         raise ArgumentError(name, f"{low:.3g}..{high:.3g}", "must be within 2^-100..2^100", "calibrate, or use 1")

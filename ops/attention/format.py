@@ -103,8 +103,10 @@ def get_format(name: str | KVFormat, role: str = "keys") -> KVFormat:
     """The format of this name, checked for its role ("keys" or "values").
 
     Raises:
-        ArgumentError: an unknown name, or a channel-wise format for values.
+        ArgumentError: an unknown name, or role, or a channel-wise format for values.
     """
+    if role not in ("keys", "values"):
+        raise ArgumentError("role", role, "must be 'keys' or 'values'", "leave it out for keys")
     found = name if isinstance(name, KVFormat) else FORMATS.get(name) if isinstance(name, str) else None
     argument = {"keys": "k_format", "values": "v_format"}[role]
     if found is None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import launching
 from terrazzo.ops.attention import op, prefill_op, writing
-from terrazzo.ops.attention.cache import PackedCache, check_static, device_of, page_words, residual_of, residual_words
+from terrazzo.ops.attention.cache import PackedCache, device_of, page_words, residual_of, residual_words, spread_static
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.paging import PageTable, Unstored
 
@@ -62,8 +62,9 @@ class KVCache:
         pages: number of pages. page_size: tokens of a page, a multiple of the layout's block.
         sequences: most sequences at a time. max_tokens: most tokens of one sequence; default what all pages hold.
         layers: number of layers. residual: tokens of the f16 residual block; None for what the format needs.
-        k_static, v_static: f32 [layers, Hkv, D] (or [Hkv, D] for one layer) for static formats.
-        device: where everything lies.
+        k_static, v_static: f32 [layers, Hkv, D] (or [Hkv, D] for one layer) for static formats. Dimensions of 1 are
+            repeated: k_scale and v_scale of a checkpoint's layers are [layers, 1, 1], one for all layers is [] or [1].
+        device: where everything lies, as torch names it: "cuda", "cuda:1", 1, a torch.device.
 
     Raises:
         ArgumentError: formats or sizes that do not fit.
@@ -84,7 +85,7 @@ class KVCache:
         residual: int | None = None,
         k_static: torch.Tensor | None = None,
         v_static: torch.Tensor | None = None,
-        device: str | torch.device = "cuda",
+        device: str | int | torch.device = "cuda",
     ) -> None:
 
         self.layout, device = CacheLayout(k_format, v_format, head_dim), device_of(device)
@@ -103,7 +104,7 @@ class KVCache:
             size = (layers, sequences, kv_heads, residual_words(self.layout, residual))
             self.residual = _zeros("sequences", size, device)
         self.static = tuple(
-            _static(name, s, fmt.scaling == "static", (layers, kv_heads, head_dim), self.pages.device)
+            spread_static(name, s, fmt.scaling == "static", (layers, kv_heads, head_dim), self.pages.device)
             for name, s, fmt in (("k_static", k_static, self.layout.k), ("v_static", v_static, self.layout.v))
         )
         self.table = PageTable(pages, page_size, sequences, residual)
@@ -397,14 +398,3 @@ def _zeros(name: str, size: tuple[int, ...], device: torch.device) -> torch.Tens
         said = str(error).partition("\n")[0]
         constraint = f"takes {4 * prod(size)} bytes on {device}, which could not be allocated ({said})"
         raise ArgumentError(name, list(size), constraint, "ask for fewer or smaller ones") from error
-
-
-def _static(name: str, scales, needed: bool, shape: tuple[int, int, int], device):
-    """f32 [layers, Hkv, D] on the device, or None."""
-    import torch
-
-    check_static(name, scales, needed, shape, *((shape[1:],) if shape[0] == 1 else ()))
-    if scales is None:
-        return None
-    with torch.inference_mode(False):
-        return scales.to(device=device, dtype=torch.float32).reshape(shape).clone(memory_format=torch.contiguous_format)

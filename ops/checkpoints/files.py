@@ -6,11 +6,11 @@ callers see an ArgumentError.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from terrazzo.lowering import data_files
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
 
@@ -194,16 +194,13 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         ArgumentError: no JSON, no object, more than MOST_JSON bytes, or more than DEEPEST levels.
     """
+    remedy = "download the file again"
     try:
-        if path.stat().st_size > MOST_JSON:
-            raise ValueError(f"more than {MOST_JSON} bytes")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise _no_json(path, f"more than {DEEPEST} levels") from None
-    except (OSError, ValueError) as error:
-        raise _no_json(path, str(error)) from None
+        data = data_files.read_json(path, "path", remedy, MOST_JSON)
+    except ArgumentError as error:
+        raise ArgumentError("path", str(path), f"must hold JSON, but {error.constraint}", remedy) from None
     if not isinstance(data, dict):
-        raise ArgumentError("path", str(path), "must hold a JSON object", "download the file again")
+        raise ArgumentError("path", str(path), "must hold a JSON object", remedy)
     level: list[Any] = [data]
     for _ in range(DEEPEST):
         level = [
@@ -214,11 +211,7 @@ def read_object(path: Path) -> dict[str, Any]:
         ]
         if not level:
             return data
-    raise _no_json(path, f"more than {DEEPEST} levels")
-
-
-def _no_json(path: Path, why: str) -> ArgumentError:
-    return ArgumentError("path", str(path), f"must hold JSON ({why})", "download the file again")
+    raise ArgumentError("path", str(path), f"must hold JSON of at most {DEEPEST} levels", remedy)
 
 
 def _index_of(folder: Path) -> Path | None:

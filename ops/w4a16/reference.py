@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
 from terrazzo.ops.w4a16.format import PackedWeight, QuantizedWeight
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ def dequantize(
 
     if isinstance(weight, PackedWeight):
         weight = weight.unpack()
+    if not isinstance(weight, QuantizedWeight):
+        remedy = "quantize or load one; other families have a dequantize of their own"
+        raise ArgumentError("weight", weights.kind(weight), "must be a W4A16 weight, packed or not", remedy)
     scales = weight.scales
     if numerics not in NUMERICS[1:]:
         raise ArgumentError(

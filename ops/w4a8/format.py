@@ -192,6 +192,14 @@ class PackedWeight(weights.Packed):
         weights.check_tensor(self, "words", unit.shape(self.n, self.k), "int32")
         weights.check_tensor(self, "channel_scales", unit.padded(self.n, self.k)[:1], "float32")
 
+    def check_values(self) -> None:
+        """Raise ArgumentError for scales of groups and channels that no weight has."""
+        super().check_values()
+        _, records = unit_layout(self.group_size).split(self.words)
+        if (value := weights.out_of_range(records[..., 0], 1, LARGEST_SCALE)) is not None:
+            constraint = f"its group scales must be in 1..{LARGEST_SCALE}"
+            raise ArgumentError("words", value, constraint, "the file is damaged: pack the weight again")
+
     def __repr__(self) -> str:
         return f"PackedWeight(N={self.n}, K={self.k}, {_summary(self)})"
 

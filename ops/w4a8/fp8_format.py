@@ -205,6 +205,15 @@ class PackedWeight(weights.Packed):
         weights.check_tensor(self, "words", unit.shape(self.n, self.k), "int32")
         weights.check_tensor(self, "channel_scales", unit.padded(self.n, self.k)[:1], "float32")
 
+    def check_values(self) -> None:
+        """Raise ArgumentError for scales of groups and channels that no weight has."""
+        import torch
+
+        super().check_values()
+        _, records = unit_layout(self.group_size).split(self.words)
+        factors = records.contiguous().view(torch.float16)
+        weights.check_finite("words", factors, "its group scales: the file is damaged, pack the weight again")
+
     def __repr__(self) -> str:
         return f"fp8.PackedWeight(N={self.n}, K={self.k}, {_summary(self)})"
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
 from terrazzo.ops.w4a8.format import PackedWeight, QuantizedWeight, unit_layout
 
 if TYPE_CHECKING:
@@ -29,6 +31,9 @@ def dequantize(weight: QuantizedWeight | PackedWeight, smoothed: bool = True) ->
     """The float64 weight [N, K] that is multiplied with x / smooth, or (smoothed=False) with x itself."""
     if isinstance(weight, PackedWeight):
         weight = weight.unpack()
+    if not isinstance(weight, (weights.Canonical, weights.Packed)) or not hasattr(weight, "smooth"):
+        remedy = "quantize or load one; other families have a dequantize of their own"
+        raise ArgumentError("weight", weights.kind(weight), "must be a W4A8 weight, packed or not", remedy)
     w = weight.dequantize()
     return w if smoothed or weight.smooth is None else w / weight.smooth.double()
 

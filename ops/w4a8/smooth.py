@@ -20,6 +20,8 @@ from terrazzo.ops.w4a8.quantizer import quantize_weight
 if TYPE_CHECKING:
     import torch
 
+MOST_STEPS = 1024
+"""Of a search: each quantizes the weight once."""
 _TINY = 1e-5
 """Channels whose largest activation or weight is below this fraction of the tensor's are left as they are."""
 
@@ -57,7 +59,8 @@ def search_smooth(
         x: float [T, K], calibration activations of this layer, on the weight's device.
         weight: float [N, K].
         group_size, rule: as the weight will be quantized.
-        steps: values tried in each family; the thresholds fall geometrically from max |x| to the median channel's.
+        steps: values tried in each family, at most MOST_STEPS; the thresholds fall geometrically from max |x| to the
+            median channel's.
         max_tokens: rows of x that are used, evenly spread.
 
     Raises:
@@ -72,7 +75,7 @@ def search_smooth(
         seen, constraint = f"{list(x.shape)} on {x.device}", f"must be calibration activations {shape}, T >= 1"
         raise ArgumentError("x", seen, f"{constraint}, on {weight.device}", "flatten tokens")
     weights.check_finite("x", x, "leave broken samples out")
-    weights.check_count("steps", steps)
+    weights.check_count("steps", steps, most=MOST_STEPS)
     weights.check_count("max_tokens", max_tokens)
     x_max, w_max = x.abs().amax(0).float(), weight.abs().amax(0).float()
     ends = dict(dtype=torch.float64, device=x.device)

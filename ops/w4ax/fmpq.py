@@ -136,8 +136,24 @@ class ActivationStatistics:
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> ActivationStatistics:
-        """Read a file that `save` wrote; ArgumentError if it is no such file."""
-        return weights.load(cls, path, device, FILE_VERSION)
+        """Read a file that `save` wrote; ArgumentError if it is no such file, or its values are no statistics."""
+        found = weights.load(cls, path, device, FILE_VERSION)
+        k, again = found.maximum.shape[0] if found.maximum.ndim == 1 else 0, "calibrate again, and save that"
+        weights.check_count("maximum", k, again)
+        weights.check_tensor(found, "maximum", (k,), "float32", again)
+        weights.check_tensor(found, "squares", (k,), "float64", again)
+        if type(found.tokens) is not int or not 0 <= found.tokens < 2**63:
+            raise ArgumentError("tokens", found.tokens, "must be a number of tokens", again)
+        if (found.percentile is None) != (found.histogram is None) or not 0 < (found.percentile or 0.5) < 1:
+            constraint = "must be in (0, 1), with a histogram"
+            raise ArgumentError("percentile", found.percentile, constraint, again)
+        if found.histogram is not None:
+            weights.check_tensor(found, "histogram", (k, (_HIGH - _LOW) * _OCTAVE), "int32", again)
+        for name in ("maximum", "squares", "histogram"):
+            values = getattr(found, name)
+            if values is not None and not bool((values.isfinite() & (values >= 0)).all()):
+                raise ArgumentError(name, "negative, NaN or infinity", "must be finite, >= 0", again)
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -285,9 +285,28 @@ class PackedWeight:
             check_permutation(weight.permutation, weight.k, weight.blocks * BLOCK)
         if weight.two_level:
             _check_positive("channel_scales", weight.channel_scales, weight.channel_scales)
+        weight.check_values()
         if weight.order != order_name(weight.permutation):
             raise ArgumentError("order", weight.order, "is not the name of its permutation", "save the weight again")
         return weight
+
+    def check_values(self) -> None:
+        """Raise ArgumentError for scales of blocks that no weight has; read where they come from a file."""
+        import torch
+
+        for bits, span in spans(self.blocks, self.blocks8, self.native):
+            unit, rows = unit_layout(bits), self.words.shape[1] * ROWS
+            words = self.words[span].reshape(len(range(*span.indices(self.blocks))), rows // unit.block.block_rows, -1)
+            _, records = unit.split(words)
+            if self.two_level and not self.native:
+                value = weights.out_of_range(records[..., 0], 1, LARGEST_MULTIPLIER)
+            else:
+                scales = records.contiguous().view(torch.bfloat16).float()
+                wrong = ~(scales.isfinite() & (scales > 0))
+                value = float(scales[wrong][0]) if bool(wrong.any()) else None
+            if value is not None:
+                constraint = "its block scales must be positive and finite, multipliers in 1..16"
+                raise ArgumentError("words", value, constraint, "the file is damaged: pack the weight again")
 
     def check_layout(self, identity: str, argument: str = "w") -> None:
         """Raise LayoutMismatchError unless the weight was packed with the layouts named `identity`."""

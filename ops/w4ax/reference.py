@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
 from terrazzo.ops.w4ax.fmpq import BLOCK
 from terrazzo.ops.w4ax.format import PackedWeight, QuantizedWeight, spans, unit_layout
 
@@ -42,7 +43,10 @@ TINY = 2.0**-119
 
 
 def dequantize(weight: QuantizedWeight | PackedWeight) -> torch.Tensor:
-    """The float64 weight [N, k], columns in the order of the input."""
+    """The float64 weight [N, k], columns in the order of the input. ArgumentError for what is no W4Ax weight."""
+    if not isinstance(weight, (PackedWeight, QuantizedWeight)):
+        remedy = "quantize or load one; other families have a dequantize of their own"
+        raise ArgumentError("weight", weights.kind(weight), "must be a W4Ax weight, packed or not", remedy)
     return weight.dequantize()
 
 
