@@ -132,6 +132,9 @@ class GroupedWeight:
 
     def check(self) -> None:
         """Raise LayoutMismatchError or ArgumentError unless a kernel of this version can read the weights."""
+        if not self.stacked.words.ndim:
+            constraint = "must have a leading dimension, one of each expert"
+            raise ArgumentError("words", weights.described(self.stacked.words), constraint, "stack the experts")
         check_experts(len(self))
         for name, tensor in weights.tensor_fields(self.stacked).items():
             if name in PER_EXPERT and (

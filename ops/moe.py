@@ -63,6 +63,8 @@ def sort_by_expert(expert_ids: torch.Tensor, experts: int) -> Routing:
 
     launching.check_tensor(expert_ids, "expert_ids", "integers [T, top_k]")
     weights.check_count("experts", experts, "pass the number of experts")
+    if not expert_ids.is_meta:  # shapes alone may be asked for
+        weights.check_dense("expert_ids", expert_ids)
     if expert_ids.ndim != 2 or not weights.is_integer(expert_ids):
         seen = f"{weights.dtype_name(expert_ids)} {list(expert_ids.shape)}"
         raise ArgumentError("expert_ids", seen, "must be integers [T, top_k]", "pass topk(...).indices")

@@ -1,12 +1,13 @@
-"""Damage for readers of files: seeded changes of JSON values, and of bytes.
+"""Damage for readers of files: seeded changes of JSON values, of bytes, and of named tensors.
 
     random = Random(seed)
     damaged = mutation.value(good, random)       # a JSON value of a few changes; `good` stays as it is
     text = mutation.text(damaged, random)        # as JSON text, at times one that is deep, cut short or no UTF-8
     data = mutation.data(bytes, random)          # bytes flipped, cut, doubled, zeroed
+    named = mutation.tensors(good, random)       # name -> tensor: lost, of other shapes, dtypes and values
 
 A reader is held to `survives`: it returns, or raises an error that is meant for its user. Shared by the tests of every
-reader; needs neither torch nor a file.
+reader; needs no file, and torch for tensors only.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def _near(value: Any, random: Random) -> Any:
     if isinstance(value, bool):
         return random.choice((not value, int(value), str(value)))
     if isinstance(value, int):
-        return random.choice((value + 1, value - 1, -value, value * 2, value << 40, float(value), str(value), [value]))
+        real = float(value) if abs(value) < 2**1000 else 0.5
+        text = str(value) if abs(value) < 2**1000 else "9" * 400
+        return random.choice((value + 1, value - 1, -value, value * 2, value << 40, real, text, [value]))
     if isinstance(value, float):
         whole = int(value) if math.isfinite(value) else 0
         return random.choice((-value, value * 1e30, whole, str(value), value + 0.5))
@@ -143,6 +146,69 @@ def data(good: bytes, random: Random) -> bytes:
         else:
             made[at : at + count] = random.randbytes(count)
     return bytes(made)
+
+
+def tensors(good: dict[str, Any], random: Random) -> dict[str, Any]:
+    """Named tensors with one to three changes: of a shape, a dtype, values, a name. `good` stays as it is."""
+    made = dict(good)
+    for _ in range(random.choice((1, 1, 1, 2, 3))):
+        name = random.choice(sorted(made)) if made else "x"
+        kind = random.choice(("gone", "shape", "shape", "dtype", "dtype", "values", "values", "noise", "other", "name"))
+        found = made.pop(name, None)
+        if found is None or kind == "gone":
+            continue
+        if kind == "name":
+            made[random.choice((name + "x", name[:-1], name + ".weight", "x." + name, name.upper(), ""))] = found
+        elif kind == "other" and made:
+            made[name] = made[random.choice(sorted(made))].clone()
+        else:
+            change = {"shape": _shape, "dtype": _dtype, "values": _values, "noise": _noise}.get(kind, _shape)
+            made[name] = change(found, random).contiguous()
+    return made
+
+
+def _shape(tensor: Any, random: Random) -> Any:
+    flat = tensor.flatten()
+    changes = [
+        lambda: flat[0].clone() if len(flat) else flat, lambda: flat[:0], lambda: flat, lambda: tensor[None],
+        lambda: tensor.T if tensor.ndim == 2 else flat[:1], lambda: tensor[:-1] if tensor.ndim else flat,
+        lambda: tensor.repeat(*(2,) * max(tensor.ndim, 1)), lambda: tensor[..., :1] if tensor.ndim else flat,
+        lambda: flat.reshape(-1, 1), lambda: tensor.new_zeros(0, 7),
+    ]  # fmt: skip
+    return random.choice(changes)().clone()
+
+
+def _dtype(tensor: Any, random: Random) -> Any:
+    import torch
+
+    names = "bool uint8 int8 int16 int32 int64 uint16 uint32 float16 bfloat16 float32 float64 float8_e4m3fn complex64"
+    return tensor.to(getattr(torch, random.choice(names.split())))
+
+
+def _values(tensor: Any, random: Random) -> Any:
+    import torch
+
+    made, dtype = tensor.clone(), tensor.dtype
+    if dtype == torch.bool:
+        limits: tuple = (False, True)
+    elif dtype.is_floating_point or dtype.is_complex:
+        limits = (float("nan"), float("inf"), float("-inf"), 0.0, -1.0, torch.finfo(dtype).max)
+    else:
+        info = torch.iinfo(dtype)
+        limits = (info.min, info.max, max(-1, info.min), 0)
+    if made.numel() and random.random() < 0.5:
+        made.view(-1)[random.randrange(made.numel())] = random.choice(limits)
+        return made
+    return made.fill_(random.choice(limits))
+
+
+def _noise(tensor: Any, random: Random) -> Any:
+    import torch
+
+    if not tensor.numel():
+        return tensor
+    size = tensor.numel() * tensor.element_size()
+    return torch.frombuffer(bytearray(random.randbytes(size)), dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 
 def survives(call: Callable[[], Any], *also: type[BaseException]) -> bool:

@@ -321,7 +321,8 @@ def _activations(acts: dict[str, Any]) -> str | None:
     plain = acts.get("num_bits") == 8 and acts.get("dynamic") is True and acts.get("symmetric", True) is True
     if not plain or acts.get("strategy") not in (None, "token"):
         return None
-    return {"int": "int8", "float": "e4m3"}.get(acts.get("type", "int"))
+    kind = acts.get("type", "int")
+    return "int8" if kind == "int" else "e4m3" if kind == "float" else None
 
 
 def _format(format: Any) -> str | None:

@@ -45,13 +45,17 @@ def matches(pattern: str, name: str, argument: str = "pattern", *, search: bool 
     return any(walk.ends(tree, at, compiled.flags) for at in range(starts))
 
 
-@lru_cache(maxsize=4096)
 def compile_pattern(pattern: str, argument: str = "pattern") -> tuple[re.Pattern, Any]:
     """(compiled, parsed) pattern; ArgumentError for what is none."""
     if not isinstance(pattern, str) or len(pattern) > LONGEST_PATTERN:
         seen = pattern[:50] + "..." if isinstance(pattern, str) else type(pattern).__name__
         constraint = f"must be a regular expression of at most {LONGEST_PATTERN} characters"
         raise ArgumentError(argument, seen, constraint, "correct it")
+    return _compiled(pattern, argument)
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str, argument: str) -> tuple[re.Pattern, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
