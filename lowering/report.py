@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections import Counter
@@ -115,7 +116,8 @@ def count_instructions(binary: Path) -> tuple[dict[str, int], str]:
     tool = find_cuda_tool("cuobjdump")
     if tool is None:
         return {}, f"no disassembler, so no instruction counts: {INSTALL_DISASSEMBLER}"
-    done = subprocess.run([tool, "-sass", str(binary)], capture_output=True, text=True, check=False)
+    environment = {**os.environ, "TMPDIR": str(binary.parent)}  # it wants to write, and there we could
+    done = subprocess.run([tool, "-sass", str(binary)], env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         if "nvdisasm" in done.stderr:
             return {}, f"cuobjdump does not find nvdisasm: {INSTALL_DISASSEMBLER}"
