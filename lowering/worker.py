@@ -37,14 +37,21 @@ _idle_lock = threading.Lock()
 
 
 def search_path() -> list[str]:
-    """sys.path of this process for another one: absolute, without the working directory unless PYTHONPATH names it."""
+    """sys.path of this process for another one: absolute, without the working directory unless PYTHONPATH names it.
+
+    A checkout in which this process works, and from which it runs terrazzo (an editable install may be a line of
+    sys.path), stays, behind all others.
+    """
     named = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     try:
         here = os.getcwd()
     except OSError:  # it was removed
         here = ""
     paths = [os.path.abspath(entry) for entry in sys.path if entry]
-    return [entry for entry in paths if entry != here or here in named]
+    if here in named:
+        return paths
+    own = os.path.dirname(os.path.dirname(os.path.abspath(sys.modules["terrazzo"].__file__)))
+    return [entry for entry in paths if entry != here] + [here] * (here == own)
 
 
 class WorkerProcess:

@@ -2,13 +2,16 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import terrazzo
 from lowering_tools import needs_compiler, request_for
 from terrazzo.lowering import KernelRequest, cache_root, compile_many, is_ready
 from terrazzo.lowering.errors import ArgumentError, CompileError, ToolchainError
 from terrazzo.lowering.toolchain import toolchain
+from terrazzo.lowering.worker import search_path
 
 FAULTS = """
 import os, time
@@ -96,3 +99,16 @@ def test_a_worker_imports_nothing_from_the_folder_that_it_starts_in(cache_dir, t
     monkeypatch.chdir(tmp_path)
     request = request_for("scale")
     assert compile_many([request])[0].name == request.cache_key(toolchain())
+
+
+def test_a_checkout_stays_on_the_path_and_another_working_directory_does_not(tmp_path, monkeypatch):
+    """An editable install may be a line of sys.path: without it a worker in the checkout would find no terrazzo."""
+    root = str(Path(terrazzo.__file__).parents[1])
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), root, "/elsewhere"])
+    monkeypatch.chdir(root)
+    assert search_path() == [str(tmp_path), "/elsewhere", root]
+    monkeypatch.chdir(tmp_path)
+    assert search_path() == [root, "/elsewhere"]
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert search_path() == [str(tmp_path), root, "/elsewhere"]
