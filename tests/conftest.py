@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import hypothesis
 import pytest
@@ -53,6 +54,14 @@ def without_records(monkeypatch: pytest.MonkeyPatch):
     records.clear()
     yield
     records.clear()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """For `-n`: files that compile come first, so that no worker has a long one left when the others are done."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        compiling = Counter(item.path for item in items if item.get_closest_marker("compiles"))
+        items.sort(key=lambda item: -compiling[item.path])
 
 
 @pytest.hookimpl(optionalhook=True)
