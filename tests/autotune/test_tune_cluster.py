@@ -73,7 +73,7 @@ def test_nothing_is_lost_and_nothing_is_measured_twice(tmp_path, monkeypatch):
     made.mkdir()
     command = (sys.executable, str(tuning.HERE / "fake_measurer.py"), str(log), "0", "lossy")
     local = dict(num_cpus=2, num_gpus=2, object_store_memory=80 << 20)
-    with cluster.Cluster(None, None, command, 0.5, fake_compile(str(made)), **local) as ray:
+    with cluster.Cluster(None, None, command, 3.0, fake_compile(str(made)), **local) as ray:
         assert len(ray.measurers) == 2 and ray.cpus == 2
         with Database(tmp_path / "t.db") as database:
             job = runner.Runner(JOB, database, ray.measurers, ray.compiler, workers=ray.cpus)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -91,7 +92,7 @@ def start(place, kind: str = "clean", *more: str, seconds: str = "0.02") -> subp
 
 
 def finish(process: subprocess.Popen) -> str:
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=300)
     assert process.returncode == 0 and not errors, errors
     return out
 
@@ -99,9 +100,12 @@ def finish(process: subprocess.Popen) -> str:
 def test_ten_kills_lose_at_most_the_trial_in_flight(place):
     """kill -9 at random moments, then --resume: the log of the measuring processes says what was measured."""
     draw = random.Random(4)
-    for _ in range(10):
-        process = start(place, "clean", "--resume")
-        time.sleep(0.35 + draw.random() * 0.5)
+    for at in range(10):
+        process, more = start(place, "clean", "--resume"), len(logged(place[1])) + draw.randrange(4)
+        if at % 3 == 0:
+            time.sleep(draw.random())  # wherever it is then
+        while at % 3 and len(logged(place[1])) < more and process.poll() is None:
+            time.sleep(0.005)
         process.kill()
         process.communicate()
     kills = 10
@@ -120,13 +124,23 @@ def test_ten_kills_lose_at_most_the_trial_in_flight(place):
 def test_a_measuring_process_ends_with_its_job(place):
     """The real one asks the kernel to end it with its parent; the fake one sees its input close."""
     process = start(place, seconds="0.3")
-    time.sleep(1.0)
+    while not logged(place[1]):
+        time.sleep(0.01)
     process.kill()
     process.communicate()
-    time.sleep(0.8)
-    count = len(logged(place[1]))
-    time.sleep(0.8)
-    assert len(logged(place[1])) == count
+    end = time.monotonic() + 120
+    while measuring(place[1]) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not measuring(place[1])
+
+
+def measuring(log: Path) -> list[str]:
+    """Processes that have the log's name on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            found += [path.parent.name] * (os.fsencode(log) in path.read_bytes())
+    return found
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -135,7 +149,7 @@ def test_ctrl_c_keeps_everything(place, number):
     while len(logged(place[1])) < 3:
         time.sleep(0.01)
     process.send_signal(number)
-    out, errors = process.communicate(timeout=20)
+    out, errors = process.communicate(timeout=300)
     assert out.startswith("interrupted") and not errors
     measured = [row for row in logged(place[1]) if row[0] == "ok"]
     assert len([it for it in trials(place[0]) if it.status == "ok"]) == len(measured)
@@ -211,9 +225,9 @@ def test_an_answer_that_is_none_is_a_crash_of_the_trial(place, answer, said):
 
 
 def test_a_budget_of_time_ends_the_job(place):
-    job = dataclasses.replace(tuning.SMALL, budget_s=1.5)
-    summary = tuning.run(job, *place, seconds=0.1)
-    assert summary.ended == "budget" and summary.seconds < 4.0
+    job = dataclasses.replace(tuning.SMALL, budget_s=3.0)
+    summary = tuning.run(job, *place, seconds=0.2)
+    assert summary.ended == "budget" and summary.seconds < 60.0  # the trial in flight, on a busy machine
     assert 2 <= len(trials(place[0])) < 20
     # each problem gets its share of the time
     assert {it.problem.m for it in trials(place[0])} == {8, 64}
@@ -221,8 +235,8 @@ def test_a_budget_of_time_ends_the_job(place):
 
 def test_a_short_budget_says_something_of_every_problem(place):
     """Rounds over all problems, the heuristic's schedule first, and time kept to confirm the best."""
-    job = dataclasses.replace(tuning.SMALL, m=(8, 16, 32, 64), budget_s=5.0, confirm=1)
-    summary = tuning.run(job, *place, seconds=0.2, gpus=2)
+    job = dataclasses.replace(tuning.SMALL, m=(8, 16, 32, 64), budget_s=8.0, confirm=1)
+    summary = tuning.run(job, *place, seconds=0.4, gpus=2)
     kept = trials(place[0])
     searched = Counter(it.problem.m for it in kept if it.role != "confirm")
     assert summary.ended == "budget" and set(searched) == {8, 16, 32, 64}
@@ -230,9 +244,8 @@ def test_a_short_budget_says_something_of_every_problem(place):
         min(searched.values()) >= runner.ROUND and max(searched.values()) - min(searched.values()) <= 3 * runner.ROUND
     )
     assert {it.problem.m for it in kept if it.role == "heuristic"} == {8, 16, 32, 64}
-    confirmed = [it for it in kept if it.role == "confirm"]
-    last = max(it.created for it in kept if it.role != "confirm")
-    assert confirmed and all(it.created >= last - 0.5 for it in confirmed)
+    confirmed = [it.role for it in kept].index("confirm")  # after the searches, but for those in flight
+    assert sum(it.role != "confirm" for it in kept[confirmed:]) <= 2
 
 
 def test_each_weight_stays_on_one_gpu(place, monkeypatch):
