@@ -135,9 +135,9 @@ def _channel(bits: int, group: int) -> Support:
 
 
 REGISTRY: tuple[Support, ...] = (
-    _w4a16("awq", "from_awq", _ALL_SCALES, "version gemm"),
-    _w4a16("gptq", "from_gptq", _ALL_SCALES, "v1: zero points stored minus one; act-order"),
-    _w4a16("gptq_v2", "from_gptq", _ALL_SCALES, "act-order"),
+    _w4a16("awq", "from_awq", _ALL_SCALES, "version gemm; auto-round's auto_awq"),
+    _w4a16("gptq", "from_gptq", _ALL_SCALES, "v1: zero points stored minus one; act-order; auto-round's auto_gptq"),
+    _w4a16("gptq_v2", "from_gptq", _ALL_SCALES, "act-order; auto-round's own"),
     _w4a16("compressed_tensors", "from_compressed_tensors", _ALL_SCALES, "pack-quantized; actorder"),
     _w4a16("rtn", "quantize", _ALL_SCALES, "float weight, round to nearest with searched clipping"),
     _w4a8("qserve", "from_qserve", ("asymmetric",), "per group and per channel, exact"),
