@@ -105,7 +105,7 @@ class GroupedWeight:
         """Bytes of all experts' packed weights."""
         return self.stacked.nbytes
 
-    def to(self, device: str | torch.device) -> GroupedWeight:
+    def to(self, device: str | int | torch.device) -> GroupedWeight:
         """The same weights on another device."""
         return GroupedWeight(self.stacked.to(device))
 
@@ -114,7 +114,7 @@ class GroupedWeight:
         weights.save(self.stacked, path, self.stacked.VERSION + _GROUPED)
 
     @classmethod
-    def load(cls, make: type, path: str | Path, device: str | torch.device = "cpu") -> GroupedWeight:
+    def load(cls, make: type, path: str | Path, device: str | int | torch.device = "cpu") -> GroupedWeight:
         """Read a file that `save` wrote; `make` is the PackedWeight class of its operator.
 
         Raises:

@@ -38,7 +38,7 @@ class Canonical:
         """Input features."""
         return self.codes.shape[1]
 
-    def to(self: Weight, device: str | torch.device) -> Weight:
+    def to(self: Weight, device: str | int | torch.device) -> Weight:
         """The same weight on another device."""
         return move(self, device)
 
@@ -69,7 +69,7 @@ class Packed:
     def device(self) -> torch.device:
         return self.words.device
 
-    def to(self: Weight, device: str | torch.device) -> Weight:
+    def to(self: Weight, device: str | int | torch.device) -> Weight:
         """The same weight on another device."""
         return move(self, device)
 
@@ -78,7 +78,7 @@ class Packed:
         save(self, path, self.VERSION)
 
     @classmethod
-    def load(cls: type[Weight], path: str | Path, device: str | torch.device = "cpu") -> Weight:
+    def load(cls: type[Weight], path: str | Path, device: str | int | torch.device = "cpu") -> Weight:
         """Read a file that `save` wrote.
 
         Raises:
@@ -299,7 +299,7 @@ def device_name(device: torch.device) -> str:
     return f"cuda:{torch.cuda.current_device()}" if device.type == "cuda" and device.index is None else str(device)
 
 
-def move(weight: Weight, device: str | torch.device) -> Weight:
+def move(weight: Weight, device: str | int | torch.device) -> Weight:
     """The same weight on another device; ArgumentError for what is none."""
     to = device_of(device)
     return dataclasses.replace(weight, **{name: t.to(to) for name, t in tensor_fields(weight).items()})
@@ -383,7 +383,7 @@ def save(weight: Any, path: str | Path, version: str) -> None:
             scratch.unlink()
 
 
-def load(make: Callable[..., Weight], path: str | Path, device: str | torch.device, *versions: str) -> Weight:
+def load(make: Callable[..., Weight], path: str | Path, device: str | int | torch.device, *versions: str) -> Weight:
     """Read a file that `save` wrote in one of `versions`: `make` is called with its tensors and plain fields.
 
     Raises:

@@ -192,14 +192,15 @@ def _values(tensor: Any, random: Random) -> Any:
     if dtype == torch.bool:
         limits: tuple = (False, True)
     elif dtype.is_floating_point or dtype.is_complex:
-        limits = (float("nan"), float("inf"), float("-inf"), 0.0, -1.0, torch.finfo(dtype).max)
+        limits = (float("nan"), float("inf"), float("-inf"), 0.0, -1.0, 6e4, 1e30)
     else:
         info = torch.iinfo(dtype)
         limits = (info.min, info.max, max(-1, info.min), 0)
+    value = torch.tensor(random.choice(limits)).to(dtype)  # too large ones become infinity or NaN
     if made.numel() and random.random() < 0.5:
-        made.view(-1)[random.randrange(made.numel())] = random.choice(limits)
+        made.view(-1)[random.randrange(made.numel())] = value
         return made
-    return made.fill_(random.choice(limits))
+    return value.expand(made.shape).clone()
 
 
 def _noise(tensor: Any, random: Random) -> Any:

@@ -70,7 +70,7 @@ class PackedCache:
     def nbytes(self) -> int:
         return 4 * self.pages.numel() + (0 if self.residual is None else 4 * self.residual.numel())
 
-    def to(self, device: str | torch.device) -> PackedCache:
+    def to(self, device: str | int | torch.device) -> PackedCache:
         """The cache with every tensor on a device; ArgumentError for what is none."""
         to, tensors = device_of(device), {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{n: t.to(to) for n, t in tensors.items() if hasattr(t, "to")})
@@ -364,7 +364,7 @@ def pack_cache(
     return PackedCache(layout, stored, block_table=table, page_size=page_size, **facts)
 
 
-def device_of(device: str | torch.device) -> torch.device:
+def device_of(device: str | int | torch.device) -> torch.device:
     """As `weights.device_of`, which speaks of weights."""
     try:
         return weights.device_of(device)

@@ -103,6 +103,7 @@ class Config:
                 else ""
             )
         self.method = _METHODS.get(method, method)
+        self._known: dict[str, LayerConfig] = {}
         if self.raw and self.method not in fields.NEUTRAL:
             if self.format is None:
                 raise ArgumentError(
@@ -141,6 +142,11 @@ class Config:
 
     def layer(self, name: str) -> LayerConfig:
         """The config of one layer, by the rules of its convention (overrides, ignore lists and targets included)."""
+        if name not in self._known:
+            self._known[name] = self._layer(name)
+        return self._known[name]
+
+    def _layer(self, name: str) -> LayerConfig:
         stated = _LAYERS[self.method](self, name) if self.method else LayerConfig()
         facts = self.raw | self._overrides(name)
         reason = fields.unknown(self.method, facts) if self.method else ""

@@ -21,7 +21,7 @@ except ImportError:  # Python 3.10
     import sre_parse as _parser
 
 LONGEST_PATTERN, LONGEST_NAME = 2000, 1000
-_MOST_WAYS = 50_000
+_MOST_WAYS = 10_000
 """Ways to split a name among the parts of a pattern, up to which backtracking is quick."""
 _REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
 _ONE_WAY = (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY, _constants.IN, _constants.AT)
@@ -39,7 +39,7 @@ def matches(pattern: str, name: str, argument: str = "pattern", *, search: bool 
         remedy = "the checkpoint is damaged: get it again"
         raise ArgumentError("name", name[:50] + "...", f"must have at most {LONGEST_NAME} characters", remedy)
     starts = len(name) + 1 if search else 1
-    if starts * _ways(tree, len(name)) <= _MOST_WAYS:
+    if starts * _ways(tree, name, bool(compiled.flags & re.IGNORECASE)) <= _MOST_WAYS:
         return bool(compiled.search(name) if search else compiled.match(name))
     walk = _Walk(name, argument, pattern, tree.state)
     return any(walk.ends(tree, at, compiled.flags) for at in range(starts))
@@ -65,22 +65,25 @@ def _compiled(pattern: str, argument: str) -> tuple[re.Pattern, Any]:
         raise ArgumentError(argument, pattern, f"must be a regular expression ({said})", "correct it") from None
 
 
-def _ways(tree: Any, length: int) -> int:
-    """Bound, cut above `_MOST_WAYS`, on the ways in which backtracking may try a pattern at one place."""
-    ways = 1
-    for op, value in tree:
+def _ways(tree: Any, name: str, any_case: bool) -> int:
+    """Bound, cut above `_MOST_WAYS`, on the ways in which backtracking may try a pattern at one place of a name."""
+    ways, length = 1, len(name)
+    for index, (op, value) in enumerate(tree):
         if op is _constants.BRANCH:
-            found = sum(_ways(alternative, length) for alternative in value[1])
+            found = sum(_ways(alternative, name, any_case) for alternative in value[1])
         elif op is _constants.SUBPATTERN:
-            found = _ways(value[3], length)
+            found = _ways(value[3], name, any_case or bool(value[1] & re.IGNORECASE))
         elif op in (_constants.ASSERT, _constants.ASSERT_NOT):
-            found = _ways(value[1], length)
+            found = _ways(value[1], name, any_case)
         elif op in _REPEATS:
             low, high, inner = value
-            each, (narrow, wide) = _ways(inner, length), inner.getwidth()
+            each, (narrow, wide) = _ways(inner, name, any_case), inner.getwidth()
             times = min(int(high), length + 1)
             if each == 1 and narrow == wide > 0:
                 found = max(1, times - min(int(low), times) + 1)
+                behind, letter = tree[index + 1] if index + 1 < len(tree) else (None, None)
+                if behind is _constants.LITERAL and not any_case:  # only places before this letter go on
+                    found = min(found, name.count(chr(letter)) + 1)
             elif times <= 1:
                 found = each + 1
             else:

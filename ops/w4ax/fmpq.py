@@ -46,7 +46,7 @@ class ActivationStatistics:
 
     @classmethod
     def empty(
-        cls, k: int, *, percentile: float | None = None, device: str | torch.device = "cpu"
+        cls, k: int, *, percentile: float | None = None, device: str | int | torch.device = "cpu"
     ) -> ActivationStatistics:
         """Of no tokens yet, for k channels. `percentile` in (0, 1), for example 0.999: single spikes do not count.
 
@@ -135,7 +135,7 @@ class ActivationStatistics:
         weights.save(self, path, FILE_VERSION)
 
     @classmethod
-    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> ActivationStatistics:
+    def load(cls, path: str | Path, device: str | int | torch.device = "cpu") -> ActivationStatistics:
         """Read a file that `save` wrote; ArgumentError if it is no such file, or its values are no statistics."""
         found = weights.load(cls, path, device, FILE_VERSION)
         k, again = found.maximum.shape[0] if found.maximum.ndim == 1 else 0, "calibrate again, and save that"
@@ -234,7 +234,7 @@ class BlockPlan:
         weights.save(self, path, FILE_VERSION)
 
     @classmethod
-    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> BlockPlan:
+    def load(cls, path: str | Path, device: str | int | torch.device = "cpu") -> BlockPlan:
         """Read a file that `save` wrote; ArgumentError if it is no such file, or no plan."""
         read = lambda permutation=None, **rest: cls(permutation=permutation, **rest)
         plan = weights.load(read, path, device, FILE_VERSION)

@@ -147,7 +147,7 @@ class QuantizedWeight:
         """float32 [N, Kp/128], 1..16: the scales in units of the channel's; two-level only."""
         return (self.scales / self.channel_scales[:, None]).round()
 
-    def to(self, device: str | torch.device) -> QuantizedWeight:
+    def to(self, device: str | int | torch.device) -> QuantizedWeight:
         """The same weight on another device."""
         return weights.move(self, device)
 
@@ -227,7 +227,7 @@ class PackedWeight:
         """Bytes that a kernel streams: words with their scales, padding included."""
         return self.words.numel() * 4 + (self.channel_scales.numel() * 4 if self.two_level else 0)
 
-    def to(self, device: str | torch.device) -> PackedWeight:
+    def to(self, device: str | int | torch.device) -> PackedWeight:
         """The same weight on another device."""
         return weights.move(self, device)
 
@@ -268,7 +268,7 @@ class PackedWeight:
         weights.save(self, path, TWO_LEVEL_VERSION if self.two_level else FILE_VERSION)
 
     @classmethod
-    def load(cls, path: str | Path, device: str | torch.device = "cpu") -> PackedWeight:
+    def load(cls, path: str | Path, device: str | int | torch.device = "cpu") -> PackedWeight:
         """Read a file that `save` wrote.
 
         Raises:
