@@ -25,8 +25,9 @@ from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.linear.params import param_macros
 from terrazzo.ops.tiles.calls import bulk, lds16, lds32, lds128, matrix, mma_kind, opaque, pack2, place, tma_tile, wgmma
 from terrazzo.ops.tiles.cluster_shares import cluster_macros
+from terrazzo.ops.tiles.pipeline import pipeline_macros
 from terrazzo.ops.tiles.primitives import prelude
-from terrazzo.ops.tiles.program import OWN_BARRIERS, REGISTERS
+from terrazzo.ops.tiles.program import OWN_BARRIERS
 from terrazzo.ops.tiles.scheduler import (
     EXPERTS_SOURCE,
     expert_macros,
@@ -211,11 +212,6 @@ def build(
                 rings.advance(io.ring)
 
     @T.macro
-    def locate(io, c):
-        """The tokens of the segment's tile, and its expert."""
-        tokens.locate(io.Es, c, M)
-
-    @T.macro
     def find(at, Ws, Ps, wg, wt):
         """Where a thread's words and parameters begin: of its warpgroup's first row block, in the first stage."""
         at.words[0] = place(Ws[0, wg * rb, wt * 4])
@@ -322,6 +318,36 @@ def build(
             if (h + 1) % halves == 0:
                 place.advance()
 
+    @T.macro
+    def open(io, ring):
+        """X, from the first stage on."""
+        T.initialize_wgmma_descriptor(io.desc, T.access_ptr(io.Xs[0, 0, 0], "r"), 1, 1, 64)
+        io.at.x[0] = matrix(io.desc)
+
+    @T.macro
+    def begin(io, ring, c, wg, wt):
+        """Sums of nothing; places anew: kept while the tile before ended, they would be spilled."""
+        for i in T.unroll(rb * nacc):
+            io.acc[i] = 0.0
+        find(io.at, io.Ws, io.Ps, wg, wt)
+        rings.find(io.full, io.empty, ring, 0)
+
+    @T.macro
+    def end(io, ring, c, lane):
+        """The last products are complete, and their stage goes back."""
+        T.warpgroup_wait(0)
+        T.warpgroup_fence_operand(io.acc, num_regs=rb * nacc)
+        rings.release(ring, T.And(lane == 0, c.k1[0] > c.k0[0]))
+        opaque(c.first[0])  # addresses of y are not made before, and spilled
+
+    steps = SimpleNamespace(
+        fill_weights=fill_weights, fill_tokens=fill_tokens, open=open, begin=begin, unit=unit, drain=drain, end=end
+    )
+    pipeline = pipeline_macros(
+        steps, block_tokens=bm, warpgroups=wgs, tokens=tokens, tiles=tiles, rings=rings, peers=peers, tail=tail,
+        experts=experts, cluster=cluster, per_sm=per_sm,
+    )  # fmt: skip
+
     @T.prim_func
     def main(
         X: T.Tensor((M, k), dtype),
@@ -363,55 +389,11 @@ def build(
             ring = ring_state()
             table = table_state()
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
-            tx = T.get_thread_binding()
-            rings.reset(ring)
-            T.pdl_trigger()
-            if cluster > 1:
-                peers.open()
-            if experts:
-                T.pdl_sync()
-                tokens.partition(Es, table, parts, M, G)
-            mt, sk, ctas = (
-                (table.blocks[0], table.shared[0], table.grid[0]) if experts else (T.ceildiv(M, bm), parts, G)
-            )
-            tiles.plan(p, cta, ctas, sk, mt)
-            if tx >= ct:
-                T.dec_max_nreg(REGISTERS[wgs, per_sm][0])
-                io = SimpleNamespace(
-                    X=X, W=W, P=P, Xs=Xs, Ws=Ws, Ps=Ps, Es=Es, full=full, empty=empty, ring=ring, leader=tx == ct
-                )
-                if tx < ct + 32:  # weights do not depend on the kernel before: the first ring comes while it still runs
-                    tiles.each_unit(fill_weights, io, locate, p, c, cta, ctas, sk, mt)
-                elif tx < ct + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
-                    if not experts:
-                        T.pdl_sync()
-                    tiles.each_unit(fill_tokens, io, locate, p, c, cta, ctas, sk, mt)
-                if cluster > 1:
-                    if p.among[0] > 0:
-                        peers.invite(empty, ring, ready, cta, tx - ct)
-            else:
-                T.inc_max_nreg(REGISTERS[wgs, per_sm][1])
-                wg = tx // 128
-                wt = tx % 128
-                lane = tx % 32
-                T.initialize_wgmma_descriptor(desc, T.access_ptr(Xs[0, 0, 0], "r"), 1, 1, 64)
-                at.x[0] = matrix(desc)
-                if not experts:
-                    T.pdl_sync()
-                for seg in T.serial(p.all[0]):
-                    tiles.segment(p, c, seg, cta, ctas, sk, mt)
-                    tokens.locate(Es, c, M)
-                    for i in T.unroll(rb * nacc):
-                        acc[i] = 0.0
-                    find(at, Ws, Ps, wg, wt)  # anew: kept while the tile ends, it would be spilled
-                    rings.find(full, empty, ring, 0)
-                    io = SimpleNamespace(w=w, a=a, acc=acc, part=part, s=s, u=u, v=v, at=at, lane=lane)
-                    rings.consume(unit, drain, io, ring, c.k1[0] - c.k0[0])
-                    T.warpgroup_wait(0)
-                    T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
-                    rings.release(ring, T.And(lane == 0, c.k1[0] > c.k0[0]))
-                    opaque(c.first[0])  # addresses of y are not made before, and spilled
-                    to = SimpleNamespace(Y=Y, B=B, Os=Os, o=o, bb=bb, ring=Xs, ready=ready, sent=sent)
-                    tail.finish(WS, SEM, acc, to, p, c, x, cta, ctas, sk, wg, wt)
+            io = SimpleNamespace(
+                X=X, W=W, P=P, WS=WS, SEM=SEM, Xs=Xs, Ws=Ws, Ps=Ps, Es=Es, full=full, empty=empty, ready=ready,
+                w=w, a=a, acc=acc, part=part, s=s, u=u, v=v, desc=desc, at=at,
+                to=SimpleNamespace(Y=Y, B=B, Os=Os, o=o, bb=bb, ring=Xs, ready=ready, sent=sent),
+            )  # fmt: skip
+            pipeline.run(io, p, c, x, ring, table, parts, G, cta)
 
     return main

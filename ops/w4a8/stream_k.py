@@ -28,8 +28,9 @@ from types import SimpleNamespace
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.tiles.calls import opaque, tma_tile, wgmma
 from terrazzo.ops.tiles.cluster_shares import cluster_macros
+from terrazzo.ops.tiles.pipeline import pipeline_macros
 from terrazzo.ops.tiles.primitives import prelude
-from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
+from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile
 from terrazzo.ops.tiles.scheduler import (
     EXPERTS_SOURCE,
     expert_macros,
@@ -157,11 +158,6 @@ def build(
         T.barrier_arrive(io.full[io.ring.stage[0]])
         rings.advance(io.ring)
 
-    @T.macro
-    def locate(io, c):
-        """The tokens of the segment's tile, and its expert."""
-        tokens.locate(io.Es, c, M)
-
     def of_piece(x, piece):
         """The tile of X, from a piece of its tokens on."""
         return x + T.uint64(piece * at_once * UNIT_K // 16)
@@ -238,6 +234,45 @@ def build(
         if e4m3:
             T.warpgroup_fence_operand(io.part, num_regs=nsum)
 
+    @T.macro
+    def open(io, ring):
+        """X and the ring's barriers."""
+        steps.find_tokens(io.at, io.desc, io.Xs, 0)
+        rings.find(io.full, io.empty, ring, 0)
+
+    @T.macro
+    def begin(io, ring, c, wg, wt):
+        """What the epilogue will want is on its way; sums of nothing."""
+        out.fetch(io.S, io.XS, io.RS, io.B, io.to, c, wg, wt)
+        for i in T.unroll(rb * nacc):
+            io.acc[i] = 0
+        if e4m3:  # the first group of k is preceded by one of nothing
+            for i in T.unroll(nsum):
+                io.part[i] = 0
+            for i in T.unroll(2):
+                io.f[i] = 0
+        steps.find_units(io.at, io.Ws, 0, wg * rb, wt)  # anew: kept while the tile ends, it would be spilled
+
+    @T.macro
+    def end(io, ring, c, lane):
+        """The last products are complete, and their stage goes back."""
+        if e4m3:
+            settle(io.acc, io.part, io.f, rb - 1, pieces - 1)
+        T.warpgroup_wait(0)
+        T.warpgroup_fence_operand(io.acc, num_regs=rb * nacc)
+        rings.release(ring, lane == 0)
+        if rb > 1:
+            opaque(c.first[0])  # addresses of y are not made before, and spilled
+
+    pipeline = pipeline_macros(
+        SimpleNamespace(
+            fill_weights=fills.fill_weights, fill_tokens=fill_tokens, open=open, begin=begin, unit=unit, drain=drain,
+            end=end,
+        ),
+        block_tokens=bm, warpgroups=wgs, tokens=tokens, tiles=tiles, rings=rings, peers=peers, tail=tail,
+        experts=experts, cluster=cluster,
+    )  # fmt: skip
+
     @T.prim_func
     def main(
         X: T.Tensor((M, k), "int8"),
@@ -278,60 +313,10 @@ def build(
             ring = ring_state()
             table = table_state()
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
-            tx = T.get_thread_binding()
-            rings.reset(ring)
-            T.pdl_trigger()
-            if cluster > 1:
-                peers.open()
-            if experts:
-                T.pdl_sync()
-                tokens.partition(Es, table, parts, M, G)
-            mt, sk, ctas = (
-                (table.blocks[0], table.shared[0], table.grid[0]) if experts else (T.ceildiv(M, bm), parts, G)
-            )
-            tiles.plan(p, cta, ctas, sk, mt)
-            if tx >= ct:
-                T.dec_max_nreg(REGISTERS[wgs, 1][0])
-                io = SimpleNamespace(X=X, W=W, Xs=Xs, Ws=Ws, Es=Es, full=full, empty=empty, ring=ring, leader=tx == ct)
-                if tx < ct + 32:  # weights do not depend on the kernel before: the first ring comes while it still runs
-                    tiles.each_unit(fills.fill_weights, io, locate, p, c, cta, ctas, sk, mt)
-                elif tx < ct + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
-                    if not experts:
-                        T.pdl_sync()
-                    tiles.each_unit(fill_tokens, io, locate, p, c, cta, ctas, sk, mt)
-                if cluster > 1:
-                    if p.among[0] > 0:
-                        peers.invite(empty, ring, ready, cta, tx - ct)
-            else:
-                T.inc_max_nreg(REGISTERS[wgs, 1][1])
-                wg = tx // 128
-                wt = tx % 128
-                lane = tx % 32
-                steps.find_tokens(at, desc, Xs, 0)
-                rings.find(full, empty, ring, 0)
-                if not experts:
-                    T.pdl_sync()
-                for seg in T.serial(p.all[0]):
-                    tiles.segment(p, c, seg, cta, ctas, sk, mt)
-                    tokens.locate(Es, c, M)
-                    out.fetch(S, XS, RS, B, to, c, wg, wt)
-                    for i in T.unroll(rb * nacc):
-                        acc[i] = 0
-                    if e4m3:  # the first group of k is preceded by one of nothing
-                        for i in T.unroll(nsum):
-                            part[i] = 0
-                        for i in T.unroll(2):
-                            f[i] = 0
-                    steps.find_units(at, Ws, 0, wg * rb, wt)  # anew: kept while the tile ends, it would be spilled
-                    io = SimpleNamespace(w=w, u=u, a=a, f=f, acc=acc, part=part, codes=codes, at=at, lane=lane)
-                    rings.consume(unit, drain, io, ring, c.k1[0] - c.k0[0])
-                    if e4m3:
-                        settle(acc, part, f, rb - 1, pieces - 1)
-                    T.warpgroup_wait(0)
-                    T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
-                    rings.release(ring, lane == 0)
-                    if rb > 1:
-                        opaque(c.first[0])  # addresses of y are not made before, and spilled
-                    tail.finish(WS, SEM, acc, to, p, c, x, cta, ctas, sk, wg, wt)
+            io = SimpleNamespace(
+                X=X, W=W, S=S, XS=XS, RS=RS, B=B, WS=WS, SEM=SEM, Xs=Xs, Ws=Ws, Es=Es, full=full, empty=empty,
+                ready=ready, w=w, u=u, a=a, f=f, acc=acc, part=part, codes=codes, desc=desc, at=at, to=to,
+            )  # fmt: skip
+            pipeline.run(io, p, c, x, ring, table, parts, G, cta)
 
     return main

@@ -1,0 +1,88 @@
+"""The persistent pipeline of the programs on wgmma: who does what, in which order; what a step is, the program says.
+
+A CTA has consumer warpgroups and, behind them, one of producers, whose first warp fills the stages of a ring with
+weights and whose second one fills them with tokens. Both walk over the same segments (scheduler.py); at a segment's end
+its sums are shared or stored (shares.py).
+"""
+
+from types import SimpleNamespace
+
+from terrazzo.ops.tiles.program import REGISTERS
+
+
+def pipeline_macros(
+    steps: SimpleNamespace, *, block_tokens: int, warpgroups: int, tokens: SimpleNamespace, tiles: SimpleNamespace,
+    rings: SimpleNamespace, peers: SimpleNamespace, tail: SimpleNamespace, experts: int, cluster: int, per_sm: int = 1,
+) -> SimpleNamespace:  # fmt: skip
+    """Macro `run`.
+
+    Args:
+        steps: what is the program's own, macros over `io`, which holds its buffers and registers:
+            fill_weights(io, c, kb), fill_tokens(io, c, kb): a producer's unit of k, stage by stage of the ring;
+            open(io, ring): once, what a consumer finds while the kernel before still runs;
+            begin(io, ring, c, wg, wt): of a segment, sums of nothing;
+            unit(io, place, follows), drain(io): see `consume` of the ring's macros;
+            end(io, ring, c, lane): of a segment, sums that are complete, and the last stage given back.
+        tokens, tiles, rings, peers, tail: of `expert_macros`, `partition_macros`, `ring_macros`, `cluster_macros` and
+            `finish_macros`.
+    """
+    import tilelang.language as T
+
+    consumers = warpgroups * 128
+
+    @T.macro
+    def locate(io, c):
+        """The tokens of the segment's tile, and its expert."""
+        tokens.locate(io.Es, c, io.X.shape[0])
+
+    @T.macro
+    def run(io, p, c, x, ring, table, parts, grid, cta):
+        """The CTA, from its buffers on.
+
+        io: beside what the steps want X, Es, the barriers `empty` and `ready`, and WS, SEM, `acc` and `to` as `finish`
+        wants them. parts: the kernel's own, shared tiles or offsets of experts.
+        """
+        tx = T.get_thread_binding()
+        rings.reset(ring)
+        T.pdl_trigger()
+        if cluster > 1:
+            peers.open()
+        if experts:
+            T.pdl_sync()
+            tokens.partition(io.Es, table, parts, io.X.shape[0], grid)
+        mt, sk, ctas = (
+            (table.blocks[0], table.shared[0], table.grid[0])
+            if experts
+            else (T.ceildiv(io.X.shape[0], block_tokens), parts, grid)
+        )
+        tiles.plan(p, cta, ctas, sk, mt)
+        if tx >= consumers:
+            T.dec_max_nreg(REGISTERS[warpgroups, per_sm][0])
+            fill = SimpleNamespace(**vars(io), ring=ring, leader=tx == consumers)
+            if tx < consumers + 32:  # weights do not depend on the kernel before: the first ring comes while it runs
+                tiles.each_unit(steps.fill_weights, fill, locate, p, c, cta, ctas, sk, mt)
+            elif tx < consumers + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
+                if not experts:
+                    T.pdl_sync()
+                tiles.each_unit(steps.fill_tokens, fill, locate, p, c, cta, ctas, sk, mt)
+            if cluster > 1:
+                if p.among[0] > 0:
+                    peers.invite(io.empty, ring, io.ready, cta, tx - consumers)
+        else:
+            T.inc_max_nreg(REGISTERS[warpgroups, per_sm][1])
+            wg = tx // 128
+            wt = tx % 128
+            lane = tx % 32
+            steps.open(io, ring)
+            if not experts:
+                T.pdl_sync()
+            for seg in T.serial(p.all[0]):
+                tiles.segment(p, c, seg, cta, ctas, sk, mt)
+                tokens.locate(io.Es, c, io.X.shape[0])
+                steps.begin(io, ring, c, wg, wt)
+                work = SimpleNamespace(**vars(io), lane=lane)
+                rings.consume(steps.unit, steps.drain, work, ring, c.k1[0] - c.k0[0])
+                steps.end(io, ring, c, lane)
+                tail.finish(io.WS, io.SEM, io.acc, io.to, p, c, x, cta, ctas, sk, wg, wt)
+
+    return SimpleNamespace(run=run)
