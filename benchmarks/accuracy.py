@@ -1,0 +1,251 @@
+"""Perplexity of weights x activations x KV formats: kernels, a simulation of the same numbers, and the float model.
+
+    python -m benchmarks.accuracy MODEL DATA                     every row; writes results/accuracy_<name>_<gpu>.json
+    python -m benchmarks.accuracy MODEL DATA --rows f16+int4/int4,w4a8-g64+float16/float16 --windows 8
+    python -m benchmarks.accuracy MODEL DATA --paths simulated   without a GPU: no kernel runs
+
+MODEL is a Hugging Face folder (benchmarks.accuracy_data makes one of DATA, benchmarks.train_small another); the word
+`smollm2` names the first. Windows of `--length` tokens overlap by half; the later half of each is scored, in the first
+one all of it. Kernels decode token by token, so that each reads the cache as it is stored: a prefill would hide the
+cache's format, since it reads new tokens as they are. A window's loss is compared with the float model's on the same
+window (paired): `ratio` of perplexities and its standard error over windows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+
+FLOAT = "f16+float16/float16"
+KV_ROWS = ("int8/int8", "int8/int4", "int4_channel64/int4", "int4_channel128/int4", "int4/int4", "int2_channel64/int2")
+WEIGHT_ROWS = ("w4a16-g64", "w4a16-g32", "w4a8-g64", "w4a8-g32", "w4a8-e4m3-g64", "w4ax")
+ROWS = (
+    *(f"f16+{kv}" for kv in KV_ROWS),
+    *(f"{weights}+float16/float16" for weights in WEIGHT_ROWS),
+    "w4a16-g64+int4_channel64/int4",
+    "w4a8-g64+int8/int8",
+)
+TEXTS = ("news", "novel")
+PATHS = ("simulated", "kernels")
+Forward = Callable[[Any], Any]
+"""Logits [B, T, vocabulary] of tokens [B, T]."""
+
+
+def parse_row(text: str) -> tuple[str, str, str]:
+    """(weights, keys, values) of "w4a8+int8/int4"; weights "f16" stay float."""
+    found = re.fullmatch(r"([\w-]+)\+(\w+)/(\w+)", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text}: write weights+keys/values, as w4a16-g64+int4_channel64/int4")
+    return found[1], found[2], found[3]
+
+
+def windows(tokens: int, length: int, most: int) -> Iterator[tuple[int, int]]:
+    """(first token, first scored position) of at most `most` windows that overlap by half."""
+    for index in range(most):
+        first = index * (length // 2)
+        if first + length > tokens:
+            return
+        yield first, (length // 2 if index else 1)
+
+
+def window_losses(forward: Forward, ids: Any, length: int, most: int, batch: int) -> list[float]:
+    """Mean loss, in nats, of the scored tokens of each window of ids [tokens]."""
+    import torch
+
+    cuts, found = list(windows(len(ids), length, most)), []
+    for at in range(0, len(cuts), batch):
+        part = cuts[at : at + batch]
+        rows = torch.stack([ids[first : first + length] for first, _ in part])
+        for row, logits, (_, scored) in zip(rows, forward(rows), part):
+            lost = torch.nn.functional.cross_entropy(logits[scored - 1 : -1].float(), row[scored:])
+            found.append(lost.item())
+    return found
+
+
+def compare(losses: list[float], base: list[float]) -> dict[str, float]:
+    """Perplexity, its ratio to the base's, and the standard error of that ratio over windows."""
+    gaps = [a - b for a, b in zip(losses, base, strict=True)]
+    ratio = math.exp(statistics.fmean(gaps))
+    spread = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+    perplexity = math.exp(statistics.fmean(losses))
+    return {"perplexity": round(perplexity, 4), "ratio": round(ratio, 5), "error": round(ratio * spread, 5)}
+
+
+# -- the three models --------------------------------------------------------------------------------------------------
+def float_forward(folder: Path, device: str) -> Forward:
+    """The float16 model of transformers."""
+    model = _float(folder, device)
+    return lambda rows: model(input_ids=rows, use_cache=False).logits
+
+
+def _float(folder: Path, device: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).to(device).eval()
+
+
+def simulated_forward(folder: Path, row: tuple[str, str, str], device: str) -> Forward:
+    """The float16 model of transformers with simulated products and a simulated cache."""
+    from benchmarks import simulated
+
+    weights, keys, values = row
+    model = _float(folder, device)
+    if weights != "f16":
+        simulated.simulate_linears(model, weights)
+    if (keys, values) != ("float16", "float16"):
+        simulated.simulate_cache(model, keys, values)
+    return lambda rows: model(input_ids=rows, use_cache=False).logits
+
+
+def kernel_forward(folder: Path, row: tuple[str, str, str], device: str) -> Forward:
+    """`terrazzo.load` of the folder, token by token over its cache; on a GPU one graph for each step."""
+    import terrazzo
+    import torch
+    from terrazzo.nn.generation import DecodeStep
+
+    weights, *kv = row
+    quantize = None if weights == "f16" else weights
+    model = terrazzo.load(folder, device=device, dtype=torch.float16, kv=tuple(kv), quantize=quantize)
+
+    def forward(rows: Any) -> Any:
+        count, length = rows.shape
+        cache = model.new_cache(count, length)
+        batch = cache.extend({cache.new(): 1 for _ in range(count)}, reserve=length - 1)
+        step, found = DecodeStep(model, batch), None
+        for at in range(length):
+            step.tokens.copy_(rows[:, at])
+            logits = step()
+            found = logits.new_empty(count, length, logits.shape[-1]) if found is None else found
+            found[:, at] = logits
+        return found
+
+    return forward
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="Hugging Face folder, or smollm2 for the one of DATA")
+    parser.add_argument("data", type=Path, help="folder of benchmarks.accuracy_data")
+    parser.add_argument("--rows", default=",".join(ROWS), help="comma-separated, weights+keys/values")
+    parser.add_argument("--paths", default=",".join(PATHS), help=f"of {', '.join(PATHS)}")
+    parser.add_argument("--texts", default=",".join(TEXTS))
+    parser.add_argument("--windows", type=int, default=24, help="of each text")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
+    parser.add_argument("--batch", type=int, default=8, help="windows at a time")
+    parser.add_argument("--budget", type=float, default=570.0, help="seconds after which no further row is begun")
+    parser.add_argument("--held-out", action="store_true", help="score only what benchmarks.train_small left out")
+    parser.add_argument("--name", help="of the result file; the model folder's own unless given")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    o = parser.parse_args(argv)
+    try:
+        o.rows = [(text, parse_row(text)) for text in o.rows.split(",")]
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+    o.paths, o.texts = o.paths.split(","), o.texts.split(",")
+    for given, known in ((o.paths, PATHS), (o.texts, TEXTS)):
+        if unknown := set(given) - set(known):
+            parser.error(f"{', '.join(sorted(unknown))}: known are {', '.join(known)}")
+    return o
+
+
+class Run:
+    """Measures rows one after another and writes the file after each."""
+
+    def __init__(self, o: argparse.Namespace) -> None:
+        import torch
+        from transformers import AutoTokenizer
+
+        from benchmarks import accuracy_data, train_small
+
+        self.o, self.start = o, time.perf_counter()
+        self.folder = accuracy_data.hf_folder(o.data) if o.model == "smollm2" else Path(o.model)
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        self.ids = {}
+        for name in o.texts:
+            text = (o.data / f"{name}.txt").read_text(encoding="utf-8")
+            text = train_small.held_out(text) if o.held_out else text
+            text = text[: 8 * o.length * o.windows]  # a token has fewer than 8 characters here, on average 4
+            self.ids[name] = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0].to(self.device)
+        self.result = self._header() | {"model": o.name or self.folder.name, "length": o.length, "rows": []}
+        self.base = self._losses(float_forward(self.folder, self.device))
+
+    def _header(self) -> dict[str, Any]:
+        if self.device == "cuda":
+            from terrazzo.autotune import gemm_bench
+            from terrazzo.ops.attention import launch
+
+            return gemm_bench.header(launch.detect(), self.o.commit)
+        return {"gpu": "none", "commit": self.o.commit}
+
+    def _losses(self, forward: Forward) -> dict[str, list[float]]:
+        import torch
+
+        o = self.o
+        with torch.no_grad():
+            return {n: window_losses(forward, ids, o.length, o.windows, o.batch) for n, ids in self.ids.items()}
+
+    def rows(self) -> None:
+        """All rows, simulated and by kernels."""
+        float_row = [(FLOAT, parse_row(FLOAT))] * (FLOAT not in dict(self.o.rows))
+        for text, row in float_row + self.o.rows:
+            for path in self.o.paths:
+                if path == "simulated" and text == FLOAT:
+                    continue  # that is the base itself
+                if time.perf_counter() - self.start > self.o.budget:
+                    print(f"{text:36} {path:10} left out: the budget is spent", flush=True)
+                    continue
+                self.row(text, row, path)
+
+    def row(self, text: str, row: tuple[str, str, str], path: str) -> None:
+        """One row, into the result."""
+        began = time.perf_counter()
+        facts = {"row": text, "weights": row[0], "k_format": row[1], "v_format": row[2], "path": path}
+        make = simulated_forward if path == "simulated" else kernel_forward
+        try:
+            losses = self._losses(make(self.folder, row, self.device))
+        except (RuntimeError, ValueError) as error:  # of Terrazzo, or memory: it costs the row, not the run
+            self.result["rows"].append(facts | {"failure": f"{type(error).__name__}: {str(error)[:300]}"})
+            print(f"{text:36} {path:10} FAILED {' '.join(str(error).split())[:200]}", flush=True)
+            return
+        every, base = ([loss for n in losses for loss in found[n]] for found in (losses, self.base))
+        by_text = {name: compare(losses[name], self.base[name]) for name in losses}
+        found = facts | compare(every, base) | {"windows": len(every), "texts": by_text, "losses": losses}
+        self.result["rows"].append(found)
+        took = time.perf_counter() - began
+        print(f"{text:36} {path:10} {found['ratio']:8.4f} +- {found['error']:.4f}  {took:6.1f} s", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """The file, if there is a GPU or a name for it."""
+        o, gpu = self.o, self.result["gpu"]
+        out = o.out or (report.RESULTS / report.file_name(f"accuracy_{self.result['model']}", gpu))
+        if o.out or self.device == "cuda":
+            self.result["seconds"] = round(time.perf_counter() - self.start, 1)
+            self.result["float"] = {n: round(math.exp(statistics.fmean(x)), 4) for n, x in self.base.items()}
+            out.write_text(json.dumps(self.result, indent=1) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    run = Run(arguments(argv))
+    run.rows()
+    failed = sum("failure" in row for row in run.result["rows"])
+    print(f"{len(run.result['rows'])} rows, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Quantization simulated in a float transformers model: the numbers of the kernels in plain torch products.
+
+`benchmarks.accuracy` sets the kernels beside it, so that what a format costs is told from what a kernel does. Weights
+and activations are those that terrazzo.nn.Linear holds and quantizes, dequantized; keys and values pass through
+terrazzo.ops.attention.quantizer. Products and sums are float32, layer inputs and outputs have the model's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import torch
+from terrazzo import nn as tnn
+from terrazzo.nn import products
+from terrazzo.ops.attention import quantizer
+from terrazzo.ops.attention.format import get_format
+from torch import nn
+from torch.nn import functional as F
+
+ATTENTION = "terrazzo_simulated"
+
+
+class SimulatedLinear(nn.Module):
+    """y = x̂ ŵ^T + bias in float32, cast to x's dtype: ŵ dequantized, x̂ quantized as the format does and dequantized."""
+
+    def __init__(self, layer: tnn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        # a weight that was divided by a smooth vector multiplies activations that are divided by it, too
+        self.register_buffer("weight", dequantized(layer.packed), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        packed = self.layer.packed
+        seen = products.quantize(x, packed)
+        seen = seen if isinstance(seen, torch.Tensor) else seen.dequantize().view(*x.shape[:-1], -1)
+        y = F.linear(seen.float(), self.weight)
+        return (y if packed.bias is None else y + packed.bias.float()).to(x.dtype)
+
+
+def dequantized(packed: Any) -> torch.Tensor:
+    """float32 [N, K] that multiplies the quantized activations: in their order, smooth vectors not divided out."""
+    from terrazzo.ops.w4a8 import reference
+    from terrazzo.ops.w4ax.reference import BLOCK, arrange
+
+    if getattr(packed, "smooth", None) is not None:
+        return reference.dequantize(packed, smoothed=False).float()
+    weight = packed.dequantize().float()
+    if hasattr(packed, "permutation"):
+        return arrange(weight, -(-packed.k // BLOCK), packed.permutation)
+    return weight
+
+
+def simulate_linears(model: nn.Module, format: str, skip: tuple[str, ...] = ("lm_head",)) -> int:
+    """Put a SimulatedLinear in the place of every nn.Linear but those whose name ends in one of `skip`; how many."""
+    found = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and not n.endswith(skip)}
+    for name, linear in found.items():
+        layer = tnn.Linear.from_float(linear, format)
+        model.set_submodule(name, SimulatedLinear(layer))
+    return len(found)
+
+
+def simulate_cache(model: nn.Module, k_format: str, v_format: str) -> None:
+    """Let attention read keys and values as a cache of these formats returns them while tokens are decoded."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, simulated_attention)
+    model.set_attn_implementation(ATTENTION)
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "k_proj"):
+            module.simulated_cache = (get_format(k_format), get_format(v_format, "values"))
+
+
+def simulated_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention of whole windows [B, H, T, D], token by token: row t reads the cache of tokens 0 .. t.
+
+    Formats with a residual block keep the newest tokens in f16 until a block of them is full; rows that see the same
+    blocks are computed together. The mask is not looked at.
+    """
+    k_format, v_format = module.simulated_cache
+    block = max(k_format.group, v_format.group)
+    length, repeat = query.shape[2], query.shape[1] // key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    whole = length - length % block if block else length
+    packed = [stored(x[:, :, :whole], f) for x, f in ((key, k_format), (value, v_format))]
+    fresh = [x.half().float() for x in (key, value)]
+    out = torch.empty_like(query)
+    for first, end, cut in spans(length, block):
+        k, v = (torch.cat([p[:, :, :cut], f[:, :, cut:end]], 2) for p, f in zip(packed, fresh))
+        q = query[:, :, first:end].float().unflatten(1, (-1, repeat))
+        scores = q @ k.unsqueeze(2).transpose(-1, -2) * scale
+        own = torch.arange(first, end, device=query.device)[:, None]
+        scores.masked_fill_(torch.arange(end, device=query.device)[None] > own, -math.inf)
+        out[:, :, first:end] = (scores.softmax(-1) @ v.unsqueeze(2)).flatten(1, 2).to(out.dtype)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def spans(length: int, block: int) -> list[tuple[int, int, int]]:
+    """(first row, end, packed tokens) of rows that see as many packed tokens; block 0 packs every token at once."""
+    if not block:
+        return [(0, length, length)]
+    edges = [0, *range(block - 1, length, block), length]
+    return [(a, b, (a + 1) - (a + 1) % block) for a, b in pairwise(edges) if a < b]
+
+
+def stored(x: torch.Tensor, fmt: Any) -> torch.Tensor:
+    """float32: x [B, H, T, D] as the cache returns it."""
+    return quantizer.dequantize(quantizer.quantize(x, fmt), fmt).float()

@@ -1,0 +1,95 @@
+"""benchmarks.accuracy: what is scored, how it is compared, and a simulation that computes what the operators define."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from terrazzo import nn
+from terrazzo.ops.attention import pack_cache, reference
+from terrazzo.ops.attention.format import get_format
+
+from benchmarks import accuracy, accuracy_data, simulated, train_small
+
+
+def test_every_token_behind_the_first_is_scored_once():
+    tokens, length = 37, 8
+    scored = [first + at for first, begin in accuracy.windows(tokens, length, 100) for at in range(begin, length)]
+    assert scored == list(range(1, 36))
+
+
+def test_losses_are_those_of_the_scored_tokens():
+    ids = torch.randint(0, 11, (30,))
+    table = torch.randn(11, 11)
+    losses = accuracy.window_losses(lambda rows: table[rows], ids, 8, 4, batch=3)
+    wanted = [
+        torch.nn.functional.cross_entropy(
+            table[ids[first + begin - 1 : first + 7]], ids[first + begin : first + 8]
+        ).item()
+        for first, begin in accuracy.windows(30, 8, 4)
+    ]
+    assert losses == pytest.approx(wanted)
+
+
+def test_ratios_are_paired():
+    found = accuracy.compare([1.1, 3.1, 2.1], [1.0, 3.0, 2.0])
+    assert found["ratio"] == pytest.approx(math.exp(0.1), abs=1e-4) and found["error"] == pytest.approx(0, abs=1e-5)
+    assert accuracy.compare([1.0, 1.4], [1.0, 1.0])["error"] == pytest.approx(math.exp(0.2) * 0.2, abs=1e-4)
+
+
+@pytest.mark.parametrize("text", ["f16", "f16+int4", "f16+int4/int4/int4", "+int4/int4"])
+def test_rows_that_are_none_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="write weights"):
+        accuracy.parse_row(text)
+
+
+@pytest.mark.parametrize(("k", "v"), [("int4", "int4"), ("int4_channel32", "int4"), ("float16", "int8")])
+def test_simulated_attention_is_a_decode_of_every_token(k, v):
+    """Each row against the oracle over a cache of the tokens up to it, around full blocks above all."""
+    torch.manual_seed(0)
+    q, keys, values = (torch.randn(1, heads, 70, 64).half() for heads in (4, 2, 2))
+    module = SimpleNamespace(simulated_cache=(get_format(k), get_format(v, "values")))
+    y, _ = simulated.simulated_attention(module, q, keys, values, None)
+    for at in (0, 1, 30, 31, 32, 62, 63, 64, 69):
+        cache = pack_cache(keys[:, :, : at + 1], values[:, :, : at + 1], k, v)
+        wanted = reference.decode(q[:, :, at : at + 1].transpose(1, 2), cache)[0][:, 0]
+        assert (y[:, at].double() - wanted).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("name", ["w4a16-g32", "w4a8-g64", "w4a8-e4m3-g128", "w4ax"])
+def test_simulated_products_are_those_of_the_layer(name):
+    torch.manual_seed(1)
+    options = {"target": "sm_90a"} if name == "w4ax" else {}
+    layer = nn.Linear.from_float(torch.randn(72, 256) / 16, name, bias=torch.randn(72), **options)
+    x = torch.randn(5, 256).half()
+    y, simulation = layer(x).float(), simulated.SimulatedLinear(layer)(x).float()
+    assert (y - simulation).abs().max() <= 2**-9 * y.abs().max()
+
+
+def test_what_a_model_was_trained_on_is_never_held_out():
+    text = "".join(chr(97 + i % 26) for i in range(103))
+    assert train_small.trained_on(text) + train_small.held_out(text) == text
+    assert len(train_small.held_out(text)) == 20
+
+
+def test_archives_give_the_folder_again(tmp_path, monkeypatch):
+    folder = tmp_path / "data"
+    (folder / "gguf").mkdir(parents=True)
+    (folder / "gguf" / "__init__.py").write_text("x = 1\n")
+    monkeypatch.setattr(accuracy_data, "DIGESTS", {})
+    for name in ("model.gguf", "news.txt", "novel.txt", "speeches.txt"):
+        (folder / name).write_bytes(name.encode() * 501)
+        accuracy_data.DIGESTS[name] = accuracy_data._digest(folder / name)
+    made = accuracy_data.pack(folder, tmp_path / "packed")
+    again = accuracy_data.unpack(tmp_path / "again", tmp_path / "packed")
+    assert len(made) == 2 and (again / "gguf" / "__init__.py").is_file()
+    assert all((again / name).read_bytes() == (folder / name).read_bytes() for name in accuracy_data.DIGESTS)
+
+
+def test_other_weights_than_those_that_were_measured_are_refused(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"others")
+    with pytest.raises(accuracy_data.DataError, match="SHA-256"):
+        accuracy_data.check(tmp_path / "model.gguf")
