@@ -21,6 +21,14 @@ def forget():
     kernels.forget_kernels()
 
 
+@pytest.fixture(autouse=True)
+def usual_umask():
+    """What tests write by hand is not written by others, whatever the umask that they are started with."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
 @pytest.fixture
 def cache_dir(tmp_path, monkeypatch) -> Path:
     """An empty kernel cache of this test's own."""
@@ -33,7 +41,7 @@ def shared_cache(tmp_path_factory) -> Path:
     """A kernel cache for the whole test session, all workers of it; tests that damage entries use `cache_dir`."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 
