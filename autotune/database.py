@@ -20,6 +20,7 @@ from typing import Any
 from terrazzo.lowering.cache import cache_root
 from terrazzo.lowering.data_files import is_count, is_number, is_text, parse_json
 from terrazzo.lowering.errors import ArgumentError, CacheError, shown
+from terrazzo.lowering.folders import make_folders
 from terrazzo.schedules import records
 
 VERSION = 1
@@ -204,7 +205,7 @@ class Database:
         self.path = Path(path) if path is not None else default_path()
         try:
             if create:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
+                make_folders(self.path.parent)
             elif not self.path.is_file():
                 raise CacheError(f"no such trial database: {self.path}; name one with --database")
             self.link = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)

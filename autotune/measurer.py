@@ -20,6 +20,7 @@ from terrazzo.autotune.database import Problem
 from terrazzo.autotune.operators import get_operator
 from terrazzo.lowering.cache import cache_root
 from terrazzo.lowering.errors import TerrazzoError
+from terrazzo.lowering.folders import make_folders
 from terrazzo.schedules import records
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def _gpu_lock() -> Any:
     import filelock
 
     folder = cache_root() / "tuning"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder)
     return filelock.FileLock(folder / f"gpu-{_gpu_id()}.lock")
 
 

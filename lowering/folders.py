@@ -291,6 +291,8 @@ def make_folders(folder: Path) -> None:
     for place in reversed(missing):
         with contextlib.suppress(FileExistsError):  # another process was faster
             place.mkdir(mode=0o700)
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
 @contextlib.contextmanager

@@ -81,6 +81,17 @@ def test_folders_and_files_are_made_for_their_user_alone(tmp_path, monkeypatch, 
     assert stat.S_IMODE((tmp_path / "above").stat().st_mode) == 0o700
 
 
+def test_folders_that_are_there_are_left_as_they_are(tmp_path):
+    (tmp_path / "there").mkdir(mode=0o755)
+    folders.make_folders(tmp_path / "there" / "new")
+    folders.make_folders(tmp_path / "there" / "new")
+    assert stat.S_IMODE((tmp_path / "there").stat().st_mode) == 0o755
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "new"):
+        with pytest.raises(NotADirectoryError, match="file"):
+            folders.make_folders(place)
+
+
 @pytest.fixture
 def precious(tmp_path):
     """A folder that must survive, with names that a build or a quarantine could have."""
