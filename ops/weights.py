@@ -393,6 +393,8 @@ def load(make: Callable[..., Weight], path: str | Path, device: str | int | torc
 
     path, to = path_of(path), device_of(device)
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is no file")  # a pipe would be waited for
         with safe_open(path, framework="pt", device=device_name(to)) as file:
             meta = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}

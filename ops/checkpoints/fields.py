@@ -36,16 +36,16 @@ weight_only_quant_threads
 _AWQ = "do_fuse fuse_max_seq_len modules_to_fuse ignore modules_to_not_convert sym duo_scaling n_grid apply_clip"
 _COMPRESSED = """
 compression_ratio dequantize global_compression_ratio kv_cache_scheme moe_sparsity_config quantization_status
-run_compressed use_optimized_inference version
+producer run_compressed use_optimized_inference version
 """
 _READ = "quant_method method bits w_bit wbits weight_bits group_size q_group_size"
 
 NEUTRAL: dict[str, frozenset[str]] = {
     "awq": frozenset(f"{_AUTO_ROUND} {_GPTQ} {_AWQ}".split()),
-    "gptq": frozenset(f"{_AUTO_ROUND} {_GPTQ} version zero_point".split()),
+    "gptq": frozenset(f"{_AUTO_ROUND} {_GPTQ} modules_to_not_convert version zero_point".split()),
     "compressed-tensors": frozenset(f"{_AUTO_ROUND} {_COMPRESSED}".split()),
     "qserve": frozenset("version zero_point modules_to_not_convert".split()),
-    "auto-round": frozenset(f"{_AUTO_ROUND} damp_percent lm_head true_sequential".split()),
+    "auto-round": frozenset(f"{_AUTO_ROUND} damp_percent lm_head modules_to_not_convert true_sequential".split()),
 }
 """Convention -> fields that change nothing, whatever they hold."""
 READ: dict[str, frozenset[str]] = {

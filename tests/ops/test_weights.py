@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 
 import pytest
 import torch
@@ -105,6 +106,16 @@ def altered(path, tensors: dict | None = None, **facts):
         ("group_size = 0: must be a positive integer", {}, {"group_size": 0}),
         ("group_size = 100: must be one of", {}, {"group_size": 100}),
         ("scale_dtype = 'int8'", {}, {"scale_dtype": "int8"}),
+        ("not those that save writes", {}, {"raw": "[" * 100_000}),
+        ("not those that save writes", {}, {"raw": '{"n": ' + "9" * 5000 + "}"}),
+        ("bias = 5: must be torch.Tensor", {"bias": None}, {"bias": 5}),
+        ("words = 5: must be torch.Tensor in the file", {"words": None}, {"words": 5}),
+        ("symmetric = 1: must be bool", {}, {"symmetric": 1}),
+        ("layout = .*must be str", {}, {"layout": ["w4a16"]}),
+        ("target = .*must be str", {}, {"target": {"sm": 90}}),
+        ("words = .*must be contiguous", {}, {"n": 10**30}),
+        (r"words = 'int32 \[\]'", {"words": torch.zeros((), dtype=torch.int32)}, {}),
+        ("params = .*must be finite", {"params": torch.full((1, 1, 192), 0xFF, dtype=torch.uint8)}, {}),
         ("words = .*must be contiguous", {}, {"n": 640}),
         ("bias = .*must be contiguous", {}, {"n": 63}),
         ("bias = .*must be contiguous", {"bias": torch.zeros(3)}, {}),
@@ -145,6 +156,47 @@ def test_values_that_no_weight_has_are_refused(tmp_path, name):
         for value in values:
             with pytest.raises(ArgumentError, match=f"{field} = "):
                 type(w).load(altered(path, {field: held.clone().fill_(value)}))
+
+
+@pytest.mark.parametrize("name", ["w4a16_symmetric", "w4a8", "fp8", "w4ax"])
+def test_scales_in_words_that_no_weight_has_are_refused(tmp_path, name):
+    path, weight = tmp_path / "w.safetensors", torch.randn(N, 2 * K)
+    w = w4a16.quantize(weight, symmetric=True) if name == "w4a16_symmetric" else quantized(name, weight)
+    w.save(path)
+    field = "params" if name == "w4a16_symmetric" else "words"
+    broken = getattr(w, field).clone().fill_(255 if field == "params" else -1)
+    with pytest.raises(ArgumentError, match=f"{field} = "):
+        type(w).load(altered(path, {field: broken}))
+
+
+@pytest.mark.parametrize(
+    ("words", "tensors", "facts"),
+    [
+        ("maximum = 0", {"maximum": torch.zeros(2, 8)}, {}),
+        ("maximum = 'negative", {"maximum": torch.full((8,), float("nan"))}, {}),
+        ("squares = .*float64", {"squares": torch.zeros(8)}, {}),
+        ("squares = 'negative", {"squares": torch.full((8,), -1.0, dtype=torch.float64)}, {}),
+        ("tokens = -1", {}, {"tokens": -1}),
+        ("tokens = 'x'", {}, {"tokens": "x"}),
+        ("percentile = 2.0", {}, {"percentile": 2.0}),
+        ("percentile = 0.9: .*with a histogram", {"histogram": None}, {}),
+        ("histogram = .*int32", {"histogram": torch.zeros(8, 3, dtype=torch.int32)}, {}),
+        ("not those that save writes", {"maximum": None}, {}),
+    ],
+)
+def test_statistics_that_are_none_are_refused_by_name(tmp_path, words, tensors, facts):
+    path = tmp_path / "s.safetensors"
+    w4ax.ActivationStatistics.empty(8, percentile=0.9).observe(torch.ones(3, 8)).save(path)
+    assert w4ax.ActivationStatistics.load(path).tokens == 3
+    with pytest.raises(ArgumentError, match=words):
+        w4ax.ActivationStatistics.load(altered(path, tensors, **facts))
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ArgumentError, match="must be a readable safetensors file"):
+            w4a16.PackedWeight.load(path)
 
 
 def test_codes_without_data_are_refused():
