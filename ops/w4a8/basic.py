@@ -10,12 +10,12 @@ Stream-K shares, the order of sums and the epilogue are those of stream_k.py; it
 """
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.linear.bytes.problem import UNIT_K, ComparedGemm
+from terrazzo.ops.linear.bytes.stages import PRIMITIVES, tile_macros
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile
 from terrazzo.ops.tiles.scheduler import plan_state, ring_state, scalars, segment_state
 from terrazzo.ops.tiles.staged_rows import out_tokens, staged
-from terrazzo.ops.w4a8.problem import UNIT_K, ComparedGemm
-from terrazzo.ops.w4a8.stages import PRIMITIVES, tile_macros
 from terrazzo.schedules.w4a8 import Basic
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS

@@ -14,11 +14,12 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, grouped, launching
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.launching import Plan
-from terrazzo.ops.w4a8 import activations, fp8_format, fp8_problem, op
-from terrazzo.ops.w4a8 import stream_k as program
+from terrazzo.ops.linear.bytes import fp8_problem
+from terrazzo.ops.linear.bytes import stream_k as program
+from terrazzo.ops.linear.bytes.fp8_problem import E4M3
+from terrazzo.ops.w4a8 import activations, fp8_format, op
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import GROUPS, UNIT_K
-from terrazzo.ops.w4a8.fp8_problem import E4M3
 from terrazzo.schedules import grouped_spaces, records, spaces, w4a8
 
 if TYPE_CHECKING:

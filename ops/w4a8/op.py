@@ -12,13 +12,14 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, launching
 from terrazzo.ops.launching import Plan
-from terrazzo.ops.w4a8 import activations, basic, excp, fp8_format, fp8_problem, pingpong, problem
-from terrazzo.ops.w4a8 import multistage as multistage_program
-from terrazzo.ops.w4a8 import small_batch as small_batch_program
-from terrazzo.ops.w4a8 import stream_k as stream_k_program
+from terrazzo.ops.linear.bytes import fp8_problem, problem
+from terrazzo.ops.linear.bytes import multistage as multistage_program
+from terrazzo.ops.linear.bytes import small_batch as small_batch_program
+from terrazzo.ops.linear.bytes import stream_k as stream_k_program
+from terrazzo.ops.linear.bytes.fp8_problem import E4M3
+from terrazzo.ops.w4a8 import activations, basic, excp, fp8_format, pingpong
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import GROUPS, PackedWeight
-from terrazzo.ops.w4a8.fp8_problem import E4M3
 from terrazzo.ops.w4a8.reference import DEQUANTIZATIONS, OUT_DTYPES
 from terrazzo.schedules import multistage, records, spaces, w4a8_fp8
 from terrazzo.schedules import w4a8 as schedules

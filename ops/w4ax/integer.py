@@ -2,8 +2,8 @@
 
 The multiplier of a weight's block is applied when its codes become bytes, that of an activation's block when it was
 quantized. What is left of the scales is one for each token and precision and one for each output channel, so the
-main loop is that of W4A8 (ops/w4a8/stream_k.py): words of 64 channels are converted into one of two sets of operand
-registers while the two wgmmas before still run on the other.
+main loop is that of W4A8 (ops/linear/bytes/stream_k.py): words of 64 channels are converted into one of two sets of
+operand registers while the two wgmmas before still run on the other.
 
 A segment of k runs in up to two phases, INT4 blocks and INT8 blocks. At the end of a phase its sums, exact in int32,
 become float32 with the scales of its tokens. Those of the INT4 phase wait for the others in registers, or, where a
@@ -14,13 +14,13 @@ are added in order of k; the channel's scale is applied when the tile is stored.
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.linear.bytes.stages import stage_macros
 from terrazzo.ops.tiles.calls import copy16, lds64, lds128, opaque, wg_sync
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
 from terrazzo.ops.tiles.scheduler import partition_macros, plan_state, ring_macros, ring_state, scalars, segment_state
 from terrazzo.ops.tiles.shares import finish_macros, share_macros, spare_registers
 from terrazzo.ops.tiles.staged_rows import out_tokens, staged
-from terrazzo.ops.w4a8.stages import stage_macros
 from terrazzo.ops.w4ax.epilogue import store_macros
 from terrazzo.ops.w4ax.problem import UNIT_K, UNIT_WORDS, Gemm, byte_gemm
 from terrazzo.schedules.w4ax import Integer

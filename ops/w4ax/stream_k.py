@@ -23,13 +23,13 @@ warp's other lanes have read by then, too: it meets before one of them arrives.
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.linear.bytes.stages import consumer_macros, fill_macros
 from terrazzo.ops.tiles.calls import bulk, lds32, lds64, lds128, syncwarp, tma_tile, turn_pass, turn_wait, wgmma
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
 from terrazzo.ops.tiles.scheduler import partition_macros, plan_state, ring_macros, ring_state, scalars, segment_state
 from terrazzo.ops.tiles.shares import finish_macros, share_macros
 from terrazzo.ops.tiles.staged_rows import out_tokens, staged
-from terrazzo.ops.w4a8.stages import consumer_macros, fill_macros
 from terrazzo.ops.w4ax import problem
 from terrazzo.ops.w4ax.epilogue import store_macros
 from terrazzo.ops.w4ax.problem import BLOCK_WORDS, SCALES, UNIT_K, UNIT_WORDS, Gemm

@@ -15,12 +15,12 @@ import torch
 from terrazzo.lowering.kernels import get_kernel
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
+from terrazzo.ops.linear.bytes import multistage as multistage_program
+from terrazzo.ops.linear.bytes import small_batch as small_batch_program
+from terrazzo.ops.linear.bytes import stream_k as stream_k_program
 from terrazzo.ops.w4a8 import basic as basic_program
 from terrazzo.ops.w4a8 import excp as excp_program
-from terrazzo.ops.w4a8 import multistage as multistage_program
 from terrazzo.ops.w4a8 import pingpong as pingpong_program
-from terrazzo.ops.w4a8 import small_batch as small_batch_program
-from terrazzo.ops.w4a8 import stream_k as stream_k_program
 from terrazzo.schedules import w4a8
 from terrazzo.schedules.multistage import launch_sizes
 

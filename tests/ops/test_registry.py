@@ -10,10 +10,10 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import registry
 from terrazzo.ops.attention import format as kv
+from terrazzo.ops.linear.bytes import fp8_problem as w4a8_fp8_problem
 from terrazzo.ops.w4a8 import activations as w4a8_activations
 from terrazzo.ops.w4a8 import format as w4a8_format
 from terrazzo.ops.w4a8 import fp8_format as w4a8_fp8_format
-from terrazzo.ops.w4a8 import fp8_problem as w4a8_fp8_problem
 from terrazzo.ops.w4a8 import reference as w4a8_reference
 from terrazzo.ops.w4a16.checkpoint import FORMATS
 from terrazzo.ops.w4a16.format import GROUPS, SCALE_DTYPES

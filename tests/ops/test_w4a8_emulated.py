@@ -8,9 +8,9 @@ from cuda_on_cpu import CpuKernel
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.w4a8 import multistage
+from terrazzo.ops.linear.bytes import multistage
+from terrazzo.ops.linear.bytes.problem import ComparedGemm
 from terrazzo.ops.w4a8.format import QuantizedWeight, pack
-from terrazzo.ops.w4a8.problem import ComparedGemm
 from terrazzo.schedules import w4a8
 from terrazzo.schedules.multistage import launch_sizes
 

@@ -11,7 +11,8 @@ from emulated_cases import cases
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.w4a8 import fp8, fp8_problem, fp8_reference
+from terrazzo.ops.linear.bytes import fp8_problem
+from terrazzo.ops.w4a8 import fp8, fp8_reference
 from terrazzo.schedules import multistage, w4a8, w4a8_fp8
 from test_w4a8_emulated import EXTRA
 from wgmma_on_cpu import SHIMS as WGMMA

@@ -12,8 +12,9 @@ from emulated_cases import cases
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.linear.bytes import fp8_problem, stream_k
 from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
-from terrazzo.ops.w4a8 import fp8, fp8_problem, fp8_reference, stream_k
+from terrazzo.ops.w4a8 import fp8, fp8_reference
 from terrazzo.schedules import w4a8_fp8
 from test_w4a8_emulated import EXTRA
 from test_w4a8_fp8_emulated import FLOATS

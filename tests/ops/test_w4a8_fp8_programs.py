@@ -10,7 +10,7 @@ from terrazzo.lowering import KernelReport
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.w4a8 import multistage, small_batch, stream_k
+from terrazzo.ops.linear.bytes import multistage, small_batch, stream_k
 from terrazzo.schedules import w4a8, w4a8_fp8
 from test_w4a8_fp8_emulated import CASES as EMULATED
 from test_w4a8_programs import counter, sass, tools  # noqa: F401  (a fixture)

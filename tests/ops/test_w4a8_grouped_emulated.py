@@ -13,10 +13,10 @@ from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.linear.bytes import stream_k
+from terrazzo.ops.linear.bytes.problem import Gemm
 from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
-from terrazzo.ops.w4a8 import stream_k
 from terrazzo.ops.w4a8.format import QuantizedWeight, pack
-from terrazzo.ops.w4a8.problem import Gemm
 from terrazzo.schedules import w4a8
 from test_w4a8_emulated import EXTRA
 from wgmma_on_cpu import boxes_named

@@ -8,8 +8,8 @@ import pytest
 from terrazzo.lowering import KernelReport, compile_request
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
+from terrazzo.ops.linear.bytes.problem import ComparedGemm
 from terrazzo.ops.w4a8 import basic, excp, pingpong
-from terrazzo.ops.w4a8.problem import ComparedGemm
 from terrazzo.schedules import w4a8
 from test_w4a8_pipelines_emulated import CASES, request_of
 from test_w4a8_programs import check_releases, counter, sass, tools  # noqa: F401  (a fixture)

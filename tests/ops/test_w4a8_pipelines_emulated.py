@@ -12,8 +12,8 @@ from emulated_cases import cases
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.linear.bytes.problem import ComparedGemm
 from terrazzo.ops.w4a8.format import pack
-from terrazzo.ops.w4a8.problem import ComparedGemm
 from terrazzo.schedules import w4a8
 from test_w4a8_emulated import EXTRA
 from test_w4a8_grouped_emulated import weights

@@ -11,7 +11,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import find_cuda_tool, find_nvcc
-from terrazzo.ops.w4a8 import multistage, small_batch, stream_k
+from terrazzo.ops.linear.bytes import multistage, small_batch, stream_k
 from terrazzo.schedules import w4a8
 
 FACTS = {"n": 448, "k": 640, "group": 64, "out_dtype": "float16", "dequantization": "xor", "bias": False}

@@ -8,9 +8,9 @@ from cuda_on_cpu import CpuKernel, built
 from emulated_cases import cases
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.w4a8 import small_batch
+from terrazzo.ops.linear.bytes import small_batch
+from terrazzo.ops.linear.bytes.problem import ComparedGemm
 from terrazzo.ops.w4a8.format import QuantizedWeight, pack
-from terrazzo.ops.w4a8.problem import ComparedGemm
 from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.w4a8 import SmallBatch
 from test_w4a8_emulated import EXTRA

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from terrazzo.ops.w4a8.problem import Gemm
+from terrazzo.ops.linear.bytes.problem import Gemm
 
 
 def operand_macros(gemm: Gemm) -> SimpleNamespace:

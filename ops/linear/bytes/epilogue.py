@@ -6,9 +6,9 @@ scales and bias wait in registers.
 
 from types import SimpleNamespace
 
+from terrazzo.ops.linear.bytes.problem import Gemm
 from terrazzo.ops.tiles.calls import has, lds64, pack2, syncwarp, wg_sync
 from terrazzo.ops.tiles.staged_rows import out_tokens, row_macros
-from terrazzo.ops.w4a8.problem import Gemm
 
 
 def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: int) -> SimpleNamespace:

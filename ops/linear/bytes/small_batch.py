@@ -6,6 +6,9 @@ parameters of 16 rows for each 128 k) with no barrier in the main loop; they sum
 memory once per `chunk` tiles. With kc > 1 the last CTA of a row range sums the kc partials. All sums are int32.
 """
 
+from terrazzo.ops.linear.bytes import fp8_problem
+from terrazzo.ops.linear.bytes.operand import operand_macros
+from terrazzo.ops.linear.bytes.problem import UNIT_K
 from terrazzo.ops.tiles.calls import cp_wait, lds32, lds128, syncwarp
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
@@ -19,9 +22,6 @@ from terrazzo.ops.tiles.resident import (
     unit_macros,
     x_bytes,
 )
-from terrazzo.ops.w4a8 import fp8_problem
-from terrazzo.ops.w4a8.operand import operand_macros
-from terrazzo.ops.w4a8.problem import UNIT_K
 from terrazzo.schedules.clusters import PAIR
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS

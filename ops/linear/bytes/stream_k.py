@@ -26,6 +26,11 @@ consumed: ptxas may move an arrive in front of a load's return (docs/tile-progra
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.linear.bytes import fp8_problem
+from terrazzo.ops.linear.bytes.epilogue import store_macros
+from terrazzo.ops.linear.bytes.operand import operand_macros
+from terrazzo.ops.linear.bytes.problem import UNIT_K
+from terrazzo.ops.linear.bytes.stages import consumer_macros, fill_macros
 from terrazzo.ops.tiles.calls import opaque, tma_tile, wgmma
 from terrazzo.ops.tiles.cluster_shares import cluster_macros
 from terrazzo.ops.tiles.pipeline import pipeline_macros
@@ -44,11 +49,6 @@ from terrazzo.ops.tiles.scheduler import (
 )
 from terrazzo.ops.tiles.shares import finish_macros, share_macros, slice_state, spare_registers
 from terrazzo.ops.tiles.staged_rows import out_tokens, staged
-from terrazzo.ops.w4a8 import fp8_problem
-from terrazzo.ops.w4a8.epilogue import store_macros
-from terrazzo.ops.w4a8.operand import operand_macros
-from terrazzo.ops.w4a8.problem import UNIT_K
-from terrazzo.ops.w4a8.stages import consumer_macros, fill_macros
 from terrazzo.schedules import w4a8, w4a8_fp8
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS

@@ -17,15 +17,15 @@ CTAs of a tile share k; the last to arrive adds the kc partial tiles.
 
 from types import SimpleNamespace
 
+from terrazzo.ops.linear.bytes import fp8_problem
+from terrazzo.ops.linear.bytes.operand import operand_macros
+from terrazzo.ops.linear.bytes.problem import BLOCK_WORDS, RECORD_BYTES, UNIT_K, Gemm
 from terrazzo.ops.tiles import mma_tiles
 from terrazzo.ops.tiles.calls import cp_commit, cp_wait, last_arrival, lds32, lds128, pack2, syncwarp
 from terrazzo.ops.tiles.mma_tiles import Tile, element, sts32
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.tiles.scheduler import scalars
-from terrazzo.ops.w4a8 import fp8_problem
-from terrazzo.ops.w4a8.operand import operand_macros
-from terrazzo.ops.w4a8.problem import BLOCK_WORDS, RECORD_BYTES, UNIT_K, Gemm
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 MOST_SUMS = 128  # accumulator registers of a thread beside two sets of operands

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.w4a8 import problem
+from terrazzo.ops.linear.bytes import problem
 
 E4M3 = "e4m3"
 """The `dequantization` of this form: codes become e4m3 operands, and their sums are float32."""

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from terrazzo.ops.linear.bytes.epilogue import store_macros
+from terrazzo.ops.linear.bytes.operand import operand_macros
+from terrazzo.ops.linear.bytes.problem import BLOCK_WORDS, UNIT_K, Gemm
 from terrazzo.ops.tiles.calls import bulk, lds32, lds128, matrix, place, tma_tile, wgmma
 from terrazzo.ops.tiles.scheduler import expert_macros, partition_macros, ring_macros
 from terrazzo.ops.tiles.shares import finish_macros, share_macros
-from terrazzo.ops.w4a8.epilogue import store_macros
-from terrazzo.ops.w4a8.operand import operand_macros
-from terrazzo.ops.w4a8.problem import BLOCK_WORDS, UNIT_K, Gemm
 
 PRIMITIVES = (
     "lds", "place", "pack", "bulk", "stmatrix", "stmatrix_trans", "semaphore", "quotient", "int8", "rows_out",
