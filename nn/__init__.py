@@ -19,6 +19,7 @@ __all__ = [
     "Attention",
     "Decoder",
     "DecoderLayer",
+    "Dense",
     "Experts",
     "Format",
     "GateUpLinear",
@@ -37,6 +38,7 @@ __all__ = [
 if TYPE_CHECKING:
     from terrazzo.nn.attention import Attention
     from terrazzo.nn.decoder import Decoder, DecoderLayer, Rotary, positions_of
+    from terrazzo.nn.dense import Dense
     from terrazzo.nn.experts import Experts, GroupedLinear
     from terrazzo.nn.formats import Format
     from terrazzo.nn.glue import fuse
@@ -50,6 +52,7 @@ else:
         {
             "attention": "Attention",
             "decoder": "Decoder DecoderLayer Rotary positions_of",
+            "dense": "Dense",
             "experts": "Experts GroupedLinear",
             "formats": "Format",
             "glue": "fuse",

@@ -64,9 +64,13 @@ class Experts(nn.Module):
         Raises:
             ArgumentError: experts that differ in anything but values; act-order, as experts share the order of x.
         """
-        joined = _alike([join([gate, up]) for gate, up in zip(gates, ups)])
-        down = _alike([join([each]) for each in downs])
-        return cls(GroupedWeight.stack(joined), GroupedWeight.stack(down), activation)
+        joined = [join([gate, up]) for gate, up in zip(gates, ups)]
+        return cls.of_packed(joined, [join([each]) for each in downs], activation)
+
+    @classmethod
+    def of_packed(cls, gate_up: Sequence[Any], down: Sequence[Any], activation: str = "silu") -> Experts:
+        """Of each expert's packed weights, gate and up joined; see `stack`."""
+        return cls(GroupedWeight.stack(_alike(gate_up)), GroupedWeight.stack(_alike(down)), activation)
 
     @classmethod
     def from_float(
@@ -79,8 +83,8 @@ class Experts(nn.Module):
     ) -> Experts:
         """Quantize gate_up [E, 2 I, hidden], gate before up, and down [E, hidden, I], expert by expert."""
         form = Format.parse(format)
-        make = lambda all_: GroupedWeight.stack(_alike([form.quantize(w.detach(), **options) for w in all_]))
-        return cls(make(gate_up), make(down), activation)
+        make = lambda weights: [form.quantize(w.detach(), **options) for w in weights]
+        return cls.of_packed(make(gate_up), make(down), activation)
 
     def __len__(self) -> int:
         return self.gate_up_proj._facts["experts"]
@@ -105,8 +109,9 @@ def known_activation(name: str) -> str:
     return name
 
 
-def _alike(packed: list) -> list:
+def _alike(packed: Sequence[Any]) -> list:
     """Weights of which all have zero points if one has: symmetric ones get 8."""
+    packed = list(packed)
     if len({getattr(w, "symmetric", None) for w in packed}) < 2:
         return packed
     return [_with_zeros(w) if w.symmetric else w for w in packed]

@@ -117,6 +117,11 @@ class PackedModule(nn.Module):
         )
 
     @property
+    def takes_norm(self) -> bool:
+        """Whether activations are quantized for the weight, in a kernel that can take RMSNorm in."""
+        return self._family.name != "w4a16"
+
+    @property
     def format(self) -> Format:
         """Of the weight."""
         return formats.format_of(self._facts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from terrazzo.nn import glue, products
+from terrazzo.nn.dense import Dense
 from terrazzo.nn.module import PackedModule
 from torch import nn
 
@@ -29,7 +30,11 @@ class RMSNorm(nn.Module):
         return glue.rms_norm(x, self.weight, self.eps)
 
     def before(
-        self, layer: PackedModule, h: torch.Tensor, delta: torch.Tensor | None = None, post: RMSNorm | None = None
+        self,
+        layer: PackedModule | Dense,
+        h: torch.Tensor,
+        delta: torch.Tensor | None = None,
+        post: RMSNorm | None = None,
     ) -> tuple[products.Activations, torch.Tensor]:
         """(what `layer` multiplies, the new residual): h + delta, then this norm.
 
@@ -38,7 +43,7 @@ class RMSNorm(nn.Module):
 
         W4A8 and W4Ax take sum and norm in two kernels, the second of which quantizes; others in one.
         """
-        if products.takes_norm(layer.packed):
+        if layer.takes_norm:
             if delta is not None:
                 h = h + delta if post is None else glue.norm_add(delta, h, post.weight, post.eps)
             return products.quantize(h, layer.packed, self.weight, self.eps), h

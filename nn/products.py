@@ -78,11 +78,6 @@ def grouped_gemm(
     return call(x, w, offsets, None, out_dtype, "auto")
 
 
-def takes_norm(w: Any) -> bool:
-    """Whether `quantize` for this weight can put RMSNorm in front."""
-    return not isinstance(getattr(w, "stacked", w), W4A16)
-
-
 def _operator(w: Any) -> Any:
     return w4a16 if isinstance(w, W4A16) else w4ax if isinstance(w, W4Ax) else w4a8
 

@@ -27,6 +27,7 @@ __all__ = [
     "forget",
     "get_instance",
     "layouts",
+    "load",
     "load_bundle",
     "lowering",
     "nn",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from terrazzo.lowering.parallel import compile_many
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
+    from terrazzo.nn.loading import load
     from terrazzo.ops.derived import forget
 else:
     __getattr__, __dir__ = lazy.attach(
@@ -60,6 +62,7 @@ else:
             "lowering.request": "KernelRequest",
             "lowering.targets": "Target",
             "nn": "nn",
+            "nn.loading": "load",
             "ops": "ops",
             "ops.derived": "forget",
             "schedules": "schedules",

@@ -1,0 +1,196 @@
+"""Decoders of published architectures: which modules a config asks for, and which tensors of a checkpoint they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn.attention import Attention
+from terrazzo.nn.decoder import Decoder, DecoderLayer, Rotary
+from terrazzo.nn.dense import Dense
+from terrazzo.nn.joined import GateUpLinear, QKVLinear
+from terrazzo.nn.linear import Linear
+from terrazzo.nn.mlp import MLP, SparseMLP
+from terrazzo.nn.norm import RMSNorm
+from terrazzo.nn.sources import Source
+
+MODELS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text")
+"""Values of `model_type` in a config (of the text model, where there are several)."""
+HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What builders read of a transformers config.
+
+    Attributes:
+        kind: of MODELS. hidden, intermediate, layers, heads, kv_heads, head_dim: sizes.
+        eps: of norms. offset: added to norm weights. activation: of the MLP. scale: of the softmax, None for
+            1 / sqrt(head_dim). windows: of each layer, 0 for none. rotary_kinds: layer types with angles of their own.
+        layer_types: of each layer. experts, top_k, normalize: of sparse layers; sparse: whether each layer is one.
+        embedding_scale: of embeddings. tied: whether the head is the embedding.
+    """
+
+    kind: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    offset: float
+    activation: str
+    scale: float | None
+    windows: tuple[int, ...]
+    layer_types: tuple[str, ...]
+    experts: int
+    top_k: int
+    normalize: bool
+    sparse: tuple[bool, ...]
+    embedding_scale: float
+    tied: bool
+
+    @property
+    def rotary_kinds(self) -> tuple[str, ...]:
+        """Layer types that have angles of their own."""
+        return tuple(sorted(set(self.layer_types))) if self.kind == "gemma3_text" else ("",)
+
+
+def shape_of(config: Any) -> Shape:
+    """Of a transformers text config.
+
+    Raises:
+        ArgumentError: an architecture or a size that no operator serves.
+    """
+    kind, get = config.model_type, lambda name, default=None: getattr(config, name, None) or default
+    if kind not in MODELS:
+        raise ArgumentError("model_type", kind, f"must be one of {MODELS}", "swap its layers by hand with nn.Linear")
+    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    head_dim = get("head_dim", config.hidden_size // heads)
+    if head_dim not in HEAD_DIMS:
+        raise ArgumentError("head_dim", head_dim, f"must be one of {HEAD_DIMS}", "take a model with such heads")
+    gemma, sparse = kind == "gemma3_text", kind in ("mixtral", "qwen3_moe")
+    types = tuple(get("layer_types", ()))
+    if not types:
+        types = ("sliding_attention" if get("sliding_window") else "full_attention",) * layers
+    window = get("sliding_window", 0)
+    if gemma and getattr(config, "use_bidirectional_attention", False):
+        raise ArgumentError("use_bidirectional_attention", True, "decoding is causal", "take a causal model")
+    dense = set(get("mlp_only_layers", ()))
+    step = get("decoder_sparse_step", 1)
+    return Shape(
+        kind=kind, hidden=config.hidden_size, intermediate=config.intermediate_size, layers=layers, heads=heads,
+        kv_heads=get("num_key_value_heads", heads), head_dim=head_dim, eps=config.rms_norm_eps,
+        offset=1.0 if gemma else 0.0, activation=get("hidden_activation", get("hidden_act", "silu")),
+        scale=config.query_pre_attn_scalar**-0.5 if gemma else None,
+        windows=tuple(window if kind_ == "sliding_attention" else 0 for kind_ in types), layer_types=types,
+        experts=get("num_local_experts", get("num_experts", 0)) if sparse else 0,
+        top_k=get("num_experts_per_tok", 0) if sparse else 0,
+        normalize=kind == "mixtral" or bool(get("norm_topk_prob", False)),
+        sparse=tuple(sparse and i not in dense and (i + 1) % step == 0 for i in range(layers)),
+        embedding_scale=config.hidden_size**0.5 if gemma else 1.0, tied=bool(get("tie_word_embeddings", False)),
+    )  # fmt: skip
+
+
+class Builder:
+    """Makes a decoder layer by layer, so that nothing but the model and the layer at hand is in memory.
+
+    Args:
+        shape: see `shape_of`. source: of tensors. rotaries: of each of `shape.rotary_kinds`.
+        progress: called with (layers done, all layers).
+    """
+
+    def __init__(
+        self, shape: Shape, source: Source, rotaries: list[Rotary], progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        self.shape, self.source, self.rotaries = shape, source, rotaries
+        self.progress = progress or (lambda done, total: None)
+        self.root = self._root()
+
+    def _root(self) -> str:
+        """What stands in front of "layers.0." in the checkpoint's names, and of "embed_tokens"."""
+        for name in self.source.names():
+            before, found, _ = name.partition("layers.0.input_layernorm.weight")
+            if found:
+                return before
+        return "model."
+
+    def decoder(self) -> Decoder:
+        """All of it but the head."""
+        s, layers = self.shape, []
+        own = "decoder"
+        embedding = self.source.vector(f"{self.root}embed_tokens.weight", f"{own}.embed_tokens.weight")
+        for index in range(s.layers):
+            layers.append(self.layer(index, f"{own}.layers.{index}"))
+            self.progress(index + 1, s.layers)
+        norm = self.norm(f"{self.root}norm", f"{own}.norm")
+        return Decoder(embedding, layers, norm, self.rotaries, s.embedding_scale)
+
+    def head(self, decoder: Decoder) -> Linear | Dense:
+        """Logits of hidden states: the embedding's weights where they are tied or the checkpoint has no others."""
+        names = [f"{root}lm_head" for root in ("", self.root, self.root.removesuffix("model."))]
+        for name in dict.fromkeys(names):
+            if not self.shape.tied and any(self.source.has(f"{name}.{leaf}") for leaf in ("weight", "qweight")):
+                return self.source.head(name, "lm_head")
+        if not self.shape.tied and self.source.has("lm_head.words"):
+            return self.source.head("lm_head", "lm_head")
+        return Dense(decoder.embed_tokens.weight.detach())
+
+    def norm(self, name: str, own: str) -> RMSNorm:
+        return RMSNorm(self._vector(f"{name}.weight", f"{own}.weight"), self.shape.eps)
+
+    def _vector(self, name: str, own: str) -> torch.Tensor:
+        """A norm's weight; with an offset in float32, which holds the sum."""
+        return self.source.gain(name, own, self.shape.offset)
+
+    def layer(self, index: int, own: str) -> DecoderLayer:
+        s, name = self.shape, f"{self.root}layers.{index}"
+        kind = s.layer_types[index] if len(s.rotary_kinds) > 1 else s.rotary_kinds[0]
+        gemma = s.kind == "gemma3_text"
+        second = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+        post = ("post_attention_layernorm", "post_feedforward_layernorm")
+        return DecoderLayer(
+            self.attention(index, f"{name}.self_attn", f"{own}.self_attn"),
+            self.sparse(name, f"{own}.mlp") if s.sparse[index] else self.mlp(f"{name}.mlp", f"{own}.mlp"),
+            self.norm(f"{name}.input_layernorm", f"{own}.input_norm"),
+            self.norm(f"{name}.{second}", f"{own}.mlp_norm"),
+            self.norm(f"{name}.{post[0]}", f"{own}.post_attention") if gemma else None,
+            self.norm(f"{name}.{post[1]}", f"{own}.post_mlp") if gemma else None,
+            s.rotary_kinds.index(kind),
+        )
+
+    def attention(self, index: int, name: str, own: str) -> Attention:
+        s, source = self.shape, self.source
+        sizes = (s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * s.head_dim)
+        qkv = source.joined(QKVLinear, [f"{name}.{p}_proj" for p in "qkv"], sizes, f"{own}.qkv_proj")
+        norms = None
+        if s.kind in ("qwen3", "qwen3_moe", "gemma3_text"):
+            norms = source.pair([f"{name}.{p}_norm.weight" for p in "qk"], f"{own}.norms", s.offset)
+        return Attention(
+            qkv, source.linear(f"{name}.o_proj", f"{own}.o_proj"), heads=s.heads, kv_heads=s.kv_heads,
+            head_dim=s.head_dim, layer=index, norms=norms, norm_eps=s.eps, scale=s.scale, window=s.windows[index],
+        )  # fmt: skip
+
+    def mlp(self, name: str, own: str) -> MLP:
+        s, source = self.shape, self.source
+        parts = [f"{name}.gate_proj", f"{name}.up_proj"]
+        both = source.joined(GateUpLinear, parts, (s.intermediate, s.intermediate), f"{own}.gate_up_proj")
+        return MLP(both, source.linear(f"{name}.down_proj", f"{own}.down_proj"), s.activation)
+
+    def sparse(self, layer: str, own: str) -> SparseMLP:
+        s, source = self.shape, self.source
+        old = source.has(f"{layer}.block_sparse_moe.gate.weight")  # Mixtral's names
+        name = f"{layer}.block_sparse_moe" if old else f"{layer}.mlp"
+        gate, up, down = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
+        router = source.vector(f"{name}.gate.weight", f"{own}.router")
+        if source.has(f"{name}.experts.gate_up_proj"):
+            both, back = (f"{name}.experts.{part}" for part in ("gate_up_proj", "down_proj"))
+            experts = source.stacked(both, back, s.activation, f"{own}.experts")
+        else:
+            parts = [[f"{name}.experts.{e}.{part}" for e in range(s.experts)] for part in (gate, up, down)]
+            experts = source.experts(*parts, s.activation, f"{own}.experts")
+        return SparseMLP(router, experts, s.top_k, s.normalize)

@@ -1,0 +1,178 @@
+"""`load`: a checkpoint to a transformers model that runs on Terrazzo's kernels, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from terrazzo.lowering.errors import ArgumentError, ToolchainError
+from terrazzo.nn.formats import Format
+from terrazzo.nn.sources import Published, Report, Source, Stored
+from terrazzo.ops import weights
+from terrazzo.ops.attention.format import FORMATS, get_format
+
+DTYPES = ("float16", "bfloat16")
+MAX_TOKENS = 4096
+
+
+def load(
+    source: str | Path | Mapping[str, torch.Tensor],
+    *,
+    config: Any = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    kv: str | tuple[str, str] | None = None,
+    quantize: str | Format | None = None,
+    options: Mapping[str, Any] | None = None,
+    format: str | None = None,
+    target: str | None = None,
+    max_tokens: int = MAX_TOKENS,
+    progress: Callable[[int, int], None] | None = None,
+    report: Report | None = None,
+) -> Any:
+    """A transformers model whose linear layers, experts, attention and cache are Terrazzo's.
+
+    Reads Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE and Gemma-3 (text) in AWQ, GPTQ, compressed-tensors, QServe,
+    16 or 32 bits, or as `save_pretrained` of such a model wrote it. Besides the model at most two layers are in
+    memory. `model.generate` works; `terrazzo.nn.generation.generate` needs less of the host.
+
+    Args:
+        source: a Hugging Face folder, or float tensors by name (a model's `state_dict`), which need `config`.
+        config: transformers config; None reads the folder's.
+        device: None takes "cuda" where there is a GPU. dtype: float16 or bfloat16; None takes the config's, or float16
+            for others.
+        kv: format of keys and values, one name or a pair ("int4_channel64", "int4"); None keeps `dtype`, or what the
+            folder was saved with.
+        quantize: format for layers that the checkpoint has in float, as "w4a16-g128"; None keeps them in 16 bits.
+        options: of its quantizer. format: of the checkpoint's 4-bit layers, whatever its config says.
+        target: architecture to pack for; None the device's.
+        max_tokens: of a sequence in caches that forward makes.
+        progress: called with (layers done, all layers). report: see `sources.Report`.
+
+    Raises:
+        ArgumentError: no such folder, an architecture, format or layer that cannot be read. ToolchainError:
+            transformers is not installed.
+    """
+    model_module = _transformers()
+    to = weights.device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    own, config = _config_of(source, config)
+    found = dtype or getattr(config, "dtype", None)
+    if dtype is None and weights_name(found) not in DTYPES:
+        found = torch.float16
+    if weights_name(found) not in DTYPES:
+        raise ArgumentError("dtype", weights_name(found), f"must be one of {DTYPES}", "pass torch.bfloat16")
+    formats = _formats(kv if kv is not None else own.get("kv", weights_name(found)))
+    form = None if quantize is None else Format.parse(quantize)
+
+    from terrazzo.nn.architectures import Builder, shape_of
+
+    shape, skeleton = shape_of(config), model_module.skeleton(config)
+    made: Source
+    if own:
+        if form is not None:
+            raise ArgumentError("quantize", str(form), "the folder's weights are packed", "quantize the float model")
+        from terrazzo.ops.checkpoints import TensorFiles
+
+        made = Stored(_Lazy(TensorFiles(source), to), to, found)
+    else:
+        from terrazzo.ops.checkpoints import Checkpoint
+
+        checkpoint = None if isinstance(source, Mapping) else Checkpoint(source, format)
+        state = source if isinstance(source, Mapping) else {}
+        facts = dict(quantize=form, options=options, target=target, report=report)
+        made = Published(checkpoint, state, to, found, **facts)
+    rotaries = [rotary.to(to) for rotary in model_module.rotaries_of(skeleton, shape)]
+    with torch.no_grad():
+        builder = Builder(shape, made, rotaries, progress)
+        decoder = builder.decoder()
+        skeleton.lm_head = builder.head(decoder)
+    skeleton.model = model_module.Body(decoder, shape, formats, max_tokens)
+    skeleton.config.dtype = found
+    _generation(skeleton, source)
+    return skeleton.eval()
+
+
+def weights_name(dtype: Any) -> str:
+    """ "float16" of torch.float16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _transformers() -> Any:
+    try:
+        from terrazzo.nn import transformers_model
+    except ImportError as error:
+        if not (error.name or "").startswith(("transformers", "huggingface_hub")):
+            raise
+        raise ToolchainError(f"load needs transformers ({error}); pip install 'terrazzo[transformers]'") from error
+    return transformers_model
+
+
+def _config_of(source: Any, config: Any) -> tuple[dict, Any]:
+    """(what `save_pretrained` noted, text config without a quantization config)."""
+    from copy import deepcopy
+
+    from transformers import AutoConfig
+
+    if config is None:
+        if isinstance(source, Mapping):
+            raise ArgumentError("config", None, "is needed beside tensors", "pass model.config")
+        folder = weights.path_of(source)
+        if not (folder / "config.json").is_file():
+            remedy = "download it first (huggingface_hub.snapshot_download), and pass its folder"
+            raise ArgumentError("source", str(folder), "is no folder with a config.json", remedy)
+        try:
+            config = AutoConfig.from_pretrained(folder)
+        except (ValueError, OSError, KeyError) as error:
+            said = " ".join(str(error).split())[:200]
+            raise ArgumentError("source", str(folder), f"its config cannot be read ({said})", "get it again") from None
+    config = deepcopy(config.get_text_config(decoder=True))
+    stated = getattr(config, "quantization_config", None)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    own = stated if isinstance(stated, dict) and stated.get("quant_method") == "terrazzo" else {}
+    if own and own.get("version") != 1:
+        constraint = "is another version of the folder's form than this one reads, 1"
+        raise ArgumentError("version", own.get("version"), constraint, "load it with the version that saved it")
+    return own, config
+
+
+def _formats(kv: Any) -> tuple[str, str]:
+    pair = (kv, kv) if isinstance(kv, str) else tuple(kv) if isinstance(kv, tuple | list) else (kv, kv)
+    if len(pair) != 2:
+        raise ArgumentError("kv", kv, "must be one format or a pair", "kv=('int4_channel64', 'int4')")
+    if isinstance(kv, str) and kv in FORMATS and not FORMATS[kv].for_values:
+        pair = (kv, f"int{FORMATS[kv].storage[1:]}")
+    for name, role in zip(pair, ("keys", "values")):
+        if get_format(name, role).scaling == "static":
+            constraint = "needs calibrated scales, which load does not have"
+            raise ArgumentError("kv", name, constraint, "use int8 or int4, or make a KVCache with scales")
+    return pair
+
+
+def _generation(model: Any, source: Any) -> None:
+    """The folder's generation config, where there is one."""
+    from transformers import GenerationConfig
+
+    if not isinstance(source, Mapping) and (Path(source) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source)
+
+
+class _Lazy(Mapping):
+    """Tensors of files by name, read straight onto the device."""
+
+    def __init__(self, files: Any, device: torch.device) -> None:
+        self.files, self.device = files, device
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.files.tensor(name, self.device)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.files.places
+
+    def __iter__(self) -> Any:
+        return iter(self.files.places)
+
+    def __len__(self) -> int:
+        return len(self.files.places)

@@ -1,0 +1,239 @@
+"""Where modules come from: a published folder or state, or a state that terrazzo wrote; one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn.dense import Dense
+from terrazzo.nn.experts import Experts
+from terrazzo.nn.formats import Format
+from terrazzo.nn.joined import JoinedLinear, join
+from terrazzo.nn.linear import Linear
+from terrazzo.nn.module import stored_weight
+from terrazzo.ops.checkpoints import Checkpoint, loaders
+from torch import nn
+
+Report = Callable[[str, Any, torch.Tensor | None], None]
+"""Called with the name of a layer, its packed weight, and the float one that it was quantized of, or None."""
+
+
+class Source:
+    """What a builder asks for modules. Names are those of the published checkpoint, `own` those of our modules.
+
+    Args:
+        device: where modules are made. dtype: of activations and vectors.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self.tensors)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the device."""
+        if name not in self.tensors:
+            raise ArgumentError("path", name, "is missing in the checkpoint", "get the missing shard")
+        return self.tensors[name].detach().to(self.device)
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    tensors: Mapping[str, torch.Tensor] = {}
+
+
+class Published(Source):
+    """Layers of a Hugging Face folder or state: 4-bit ones as they are, float ones quantized if asked for.
+
+    Args:
+        checkpoint: the folder's, or None for a state. state: float tensors by name.
+        quantize: format for float layers; None keeps them in 16 bits. options: of the family's quantizer.
+        target: of packed weights. report: see `Report`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint | None,
+        state: Mapping[str, torch.Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        quantize: Format | None = None,
+        options: Mapping[str, Any] | None = None,
+        target: str | None = None,
+        report: Report | None = None,
+    ) -> None:
+        super().__init__(device, dtype)
+        self.checkpoint, self.tensors = checkpoint, dict(state)
+        self.layers = {} if checkpoint is None else checkpoint.layers()
+        self.quantize, self.options, self.target = quantize, dict(options or {}), target
+        self.report = report or (lambda name, packed, weight: None)
+
+    def names(self) -> list[str]:
+        return self.checkpoint.names() if self.checkpoint is not None else list(self.tensors)
+
+    def has(self, name: str) -> bool:
+        return name in self.checkpoint.places if self.checkpoint is not None else name in self.tensors
+
+    def read(self, name: str) -> torch.Tensor:
+        return super().read(name) if self.checkpoint is None else self.checkpoint.tensor(name, self.device)
+
+    def vector(self, name: str, own: str) -> torch.Tensor:
+        """An embedding or a router, in the model's dtype."""
+        return self.read(name).to(self.dtype)
+
+    def gain(self, name: str, own: str, offset: float) -> torch.Tensor:
+        """A norm's weight, with the offset added in float32."""
+        return self.read(name).float() + offset if offset else self.vector(name, own)
+
+    def pair(self, names: Sequence[str], own: str, offset: float) -> torch.Tensor:
+        """[2, D] of two norms' weights."""
+        return torch.stack([self.gain(name, own, offset) for name in names])
+
+    def head(self, name: str, own: str) -> Linear | Dense:
+        """The head: in 16 bits, unless the checkpoint has it in 4."""
+        if name in self.layers:
+            return self.linear(name, own)
+        weight, bias = self._part(name)
+        return Dense(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
+
+    def _part(self, name: str) -> Any:
+        """Canonical weight of a 4-bit layer, or (weight, bias) of a float one."""
+        if name in self.layers:
+            config = self.checkpoint.layer(name)
+            family = _family_of(self.layers[name], config.activations)
+            return loaders.read(family, self.checkpoint, name, self.device)
+        bias = self.read(f"{name}.bias") if self.has(f"{name}.bias") else None
+        return self.read(f"{name}.weight"), bias
+
+    def _made(self, names: Sequence[str], own: str) -> Any:
+        """One packed weight for some layers, or (weight, bias) in 16 bits."""
+        parts = [self._part(name) for name in names]
+        if not any(isinstance(part, tuple) for part in parts):
+            made = join(parts, names[0])
+            self.report(own, made, None)
+            return made
+        if not all(isinstance(part, tuple) for part in parts):
+            seen = [name for name, part in zip(names, parts) if isinstance(part, tuple)]
+            constraint = "layers that one product joins must all be quantized, or none"
+            raise ArgumentError("path", seen, f"is float beside 4-bit layers: {constraint}", "quantize them alike")
+        weight = torch.cat([w for w, _ in parts])
+        bias = None
+        if any(b is not None for _, b in parts):
+            bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in parts]).to(self.dtype)
+        if self.quantize is None:
+            return weight.to(self.dtype), bias
+        made = quantized(self.quantize, weight, bias, self.dtype, self.options, self.target)
+        self.report(own, made, weight)
+        return made
+
+    def linear(self, name: str, own: str) -> Linear | Dense:
+        """One projection."""
+        made = self._made([name], own)
+        return Dense(*made) if isinstance(made, tuple) else Linear(made)
+
+    def joined(self, kind: type[JoinedLinear], names: Sequence[str], sizes: Sequence[int], own: str) -> nn.Module:
+        """Several projections of the same input."""
+        made = self._made(names, own)
+        return Dense(*made, sizes) if isinstance(made, tuple) else kind(made, sizes)
+
+    def stacked(self, gate_up: str, down: str, activation: str, own: str) -> Experts:
+        """The experts of a layer in two float tensors, [E, 2 I, hidden] and [E, hidden, I]."""
+        if self.quantize is None:
+            raise _float_experts(own)
+        made = []
+        for name, part in ((gate_up, "gate_up"), (down, "down")):
+            each = []
+            for e, weight in enumerate(self.read(name)):
+                each.append(quantized(self.quantize, weight, None, self.dtype, self.options, self.target))
+                self.report(f"{own}.{e}.{part}", each[-1], weight)
+            made.append(each)
+        return Experts.of_packed(*made, activation)
+
+    def experts(
+        self, gates: Sequence[str], ups: Sequence[str], downs: Sequence[str], activation: str, own: str
+    ) -> Experts:
+        """The experts of a layer."""
+        both = [self._made([g, u], f"{own}.{e}.gate_up") for e, (g, u) in enumerate(zip(gates, ups))]
+        back = [self._made([d], f"{own}.{e}.down") for e, d in enumerate(downs)]
+        if isinstance(both[0], tuple) or isinstance(back[0], tuple):
+            raise _float_experts(own)
+        return Experts.of_packed(both, back, activation)
+
+
+def quantized(
+    form: Format, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, options: Mapping, target: Any
+) -> Any:
+    """The packed weight of a float one, with what the format wants of a model's dtype."""
+    given = dict(options) | ({} if target is None else {"target": target})
+    if form.family == "w4a16":
+        given.setdefault("scale_dtype", dtype)
+    return form.quantize(weight, bias, **given)
+
+
+def _float_experts(own: str) -> ArgumentError:
+    remedy = 'quantize them on load: quantize="w4a16-g128"'
+    return ArgumentError("quantize", None, f"the experts of {own} are float, which has no operator", remedy)
+
+
+def _family_of(convention: str, activations: str | None) -> loaders.Family:
+    """The operator family of a layer, by how it is stored and what its config says of activations."""
+    from terrazzo.ops.w4a8 import checkpoint as w4a8
+    from terrazzo.ops.w4a8 import fp8_checkpoint
+    from terrazzo.ops.w4a16 import checkpoint as w4a16
+
+    if convention == "qserve" or activations == "int8":
+        return w4a8.FAMILY
+    return fp8_checkpoint.FAMILY if activations == "e4m3" else w4a16.FAMILY
+
+
+class Stored(Source):
+    """Modules of a state that `save_pretrained` wrote, by their own names.
+
+    Args:
+        tensors: the state. device, dtype: see `Source`.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self.tensors = tensors
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def vector(self, name: str, own: str) -> torch.Tensor:
+        return self.read(own).to(self.dtype)
+
+    def gain(self, name: str, own: str, offset: float) -> torch.Tensor:
+        return self.read(own)
+
+    def pair(self, names: Sequence[str], own: str, offset: float) -> torch.Tensor:
+        return self.read(own)
+
+    def head(self, name: str, own: str) -> Linear | Dense:
+        return self.linear(name, own)
+
+    def _state(self, own: str) -> dict[str, torch.Tensor]:
+        return {name: self.read(name) for name in self.tensors if name.startswith(f"{own}.")}
+
+    def linear(self, name: str, own: str) -> Linear | Dense:
+        state = self._state(own)
+        if f"{own}.weight" in state:
+            return Dense(state[f"{own}.weight"].to(self.dtype), state.get(f"{own}.bias"))
+        return Linear.from_state(state, f"{own}.")
+
+    def joined(self, kind: type[JoinedLinear], names: Sequence[str], sizes: Sequence[int], own: str) -> nn.Module:
+        state = self._state(own)
+        if f"{own}.weight" in state:
+            return Dense(state[f"{own}.weight"].to(self.dtype), state.get(f"{own}.bias"), sizes)
+        return kind.from_state(state, f"{own}.", sizes=sizes)
+
+    def experts(
+        self, gates: Sequence[str], ups: Sequence[str], downs: Sequence[str], activation: str, own: str
+    ) -> Experts:
+        parts = (f"{own}.gate_up_proj.", f"{own}.down_proj.")
+        return Experts(*(stored_weight(self._state(part[:-1]), part) for part in parts), activation)

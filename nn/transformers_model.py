@@ -1,0 +1,239 @@
+"""A transformers model whose decoder, head and cache are Terrazzo's. Importing this module imports transformers."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn.architectures import Shape
+from terrazzo.nn.decoder import Decoder, Rotary
+from terrazzo.ops.attention.kv_cache import Batch, KVCache
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+PAGE = 128
+"""Tokens of a page of the caches that models make."""
+METHOD = "terrazzo"
+"""`quant_method` of folders that `save_pretrained` writes."""
+VERSION = 1
+VARYING_ROTARY = ("dynamic", "longrope")
+"""Kinds of rotary positions whose rates depend on the text's length."""
+
+
+class _Layer(CacheLayerMixin):
+    """What transformers asks of a layer of a cache; keys and values never pass through it."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, owner: TerrazzoCache) -> None:
+        super().__init__()
+        self.owner = owner
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        return None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise ArgumentError("past_key_values", "update", "stores keys and values itself", "use it with its own model")
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self.owner.columns + int(query_length), 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+
+class TerrazzoCache(Cache):
+    """A `KVCache` and the sequences of one batch in it, as transformers hands it from step to step.
+
+    Args:
+        kv: the cache. batch: number of sequences that are made in it.
+    """
+
+    def __init__(self, kv: KVCache, batch: int) -> None:
+        self.kv, self.columns = kv, 0
+        self.sequences = [kv.new() for _ in range(batch)]
+        super().__init__(layers=[_Layer(self) for _ in range(len(kv.pages))])
+
+    def extend(self, new: list[int], columns: int) -> Batch:
+        """Room for new[b] more tokens of each sequence, which take `columns` columns of the padded batch."""
+        batch = self.kv.extend(dict(zip(self.sequences, new)))
+        self.columns += columns
+        return batch
+
+    def __len__(self) -> int:
+        return len(self.kv.pages)
+
+
+class Body(nn.Module):
+    """In the place of LlamaModel and its like: a `Decoder` with their signature.
+
+    Args:
+        decoder: embedding, layers, norm. shape: see `architectures.shape_of`. formats: of keys and values.
+        max_tokens: of a sequence in the caches that forward makes.
+    """
+
+    def __init__(self, decoder: Decoder, shape: Shape, formats: tuple[str, str], max_tokens: int) -> None:
+        super().__init__()
+        self.decoder, self.shape, self.formats, self.max_tokens = decoder, shape, formats, max_tokens
+
+    @property
+    def embed_tokens(self) -> nn.Embedding:
+        return self.decoder.embed_tokens
+
+    def new_cache(self, sequences: int, tokens: int) -> KVCache:
+        """A cache for so many sequences of at most `tokens` tokens each, on the model's device."""
+        pages = sequences * -(-tokens // PAGE)
+        return KVCache(
+            *self.formats, kv_heads=self.shape.kv_heads, head_dim=self.shape.head_dim, pages=pages, page_size=PAGE,
+            sequences=sequences, max_tokens=tokens, layers=self.shape.layers, device=self.embed_tokens.weight.device,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> MoeModelOutputWithPast:
+        """Hidden states [B, T, hidden] of the newest T columns of a padded batch; padding gets zeros.
+
+        Args:
+            attention_mask: [B, columns], 0 where a column is padding, or None for none. Padding takes no room in the
+                cache, and positions count tokens, so that `position_ids` is not read.
+            past_key_values: a `TerrazzoCache`; None, or an empty cache of another kind, is replaced by one.
+
+        Raises:
+            ArgumentError: a mask of four dimensions, a cache of another kind that holds tokens.
+        """
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        rows, columns = given.shape[:2]
+        held = self._cache(past_key_values, rows, columns, use_cache)
+        mask = _newest(attention_mask, columns)
+        new = [columns] * rows if mask is None else mask.sum(1).tolist()
+        batch = held.extend(new, columns)
+        from terrazzo.nn.decoder import positions_of
+
+        with torch.no_grad():
+            tokens = given.flatten(0, 1) if mask is None else given[mask]
+            h = self.decoder(tokens, positions_of(batch), batch)
+        if mask is None:
+            h = h.view(rows, columns, -1)
+        else:
+            h = h.new_zeros(rows, columns, h.shape[-1]).masked_scatter_(mask[..., None], h)
+        return MoeModelOutputWithPast(last_hidden_state=h, past_key_values=held if use_cache is not False else None)
+
+    def _cache(self, given: Any, rows: int, columns: int, use_cache: bool | None) -> TerrazzoCache:
+        if isinstance(given, TerrazzoCache):
+            if len(given.sequences) != rows:
+                seen = f"{rows} rows beside {len(given.sequences)} sequences"
+                raise ArgumentError("past_key_values", seen, "must be of this batch", "make a cache for each batch")
+            return given
+        if given is not None and int(given.get_seq_length()):
+            remedy = "pass none: the model makes one"
+            raise ArgumentError("past_key_values", type(given).__name__, "must be a TerrazzoCache", remedy)
+        tokens = columns if use_cache is False else max(self.max_tokens, columns)
+        return TerrazzoCache(self.new_cache(rows, tokens), rows)
+
+
+def _newest(mask: torch.Tensor | None, columns: int) -> torch.Tensor | None:
+    """bool [B, columns] of the newest columns; None where all count, which a step of one column is taken for."""
+    if mask is None or columns == 1:
+        return None
+    if mask.dim() != 2:
+        constraint = "must be [batch, columns] of ones and zeros: attention is causal"
+        raise ArgumentError("attention_mask", list(mask.shape), constraint, "leave it out, or pass the padding mask")
+    newest = mask[:, -columns:].bool()
+    return None if bool(newest.all()) else newest
+
+
+class Causal:
+    """What a Terrazzo model has beside its transformers class."""
+
+    model: Body
+
+    @property
+    def decoder(self) -> Decoder:
+        """Embedding, layers and norm."""
+        return self.model.decoder
+
+    def new_cache(self, sequences: int, tokens: int) -> KVCache:
+        """See `Body.new_cache`."""
+        return self.model.new_cache(sequences, tokens)
+
+    def save_pretrained(self, save_directory: str | Path, max_shard_size: str = "5GB", **kwargs: Any) -> None:
+        """Write packed weights as they are, config and generation config: a folder that `terrazzo.load` reads.
+
+        Args:
+            max_shard_size: of a safetensors file.
+        """
+        from huggingface_hub import save_torch_state_dict
+
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {f"decoder.{name}": t for name, t in self.decoder.state_dict().items()}
+        tied = getattr(self.lm_head, "weight", None)
+        if tied is None or tied.data_ptr() != self.decoder.embed_tokens.weight.data_ptr():
+            state |= {f"lm_head.{name}": t for name, t in self.lm_head.state_dict().items()}
+        state = {name: t.contiguous() for name, t in state.items()}
+        save_torch_state_dict(state, str(folder), max_shard_size=max_shard_size, metadata={"format": "pt"})
+        k, v = self.model.formats
+        self.config.quantization_config = {"quant_method": METHOD, "version": VERSION, "kv": [k, v]}
+        try:
+            self.config.save_pretrained(folder)
+        finally:
+            del self.config.quantization_config
+        if self.generation_config is not None:
+            self.generation_config.save_pretrained(folder)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, **options: Any) -> Any:
+        """See `terrazzo.load`."""
+        from terrazzo.nn.loading import load
+
+        return load(folder, **options)
+
+
+@cache
+def class_of(base: type) -> type:
+    """A transformers class with what `Causal` adds."""
+    return type(f"Terrazzo{base.__name__}", (Causal, base), {})
+
+
+def skeleton(config: Any) -> Any:
+    """The transformers model of a config on meta, of a class with `Causal`."""
+    base = AutoModelForCausalLM._model_mapping[type(config)]
+    with torch.device("meta"):
+        return class_of(base)(config)
+
+
+def rotaries_of(model: Any, shape: Shape) -> list[Rotary]:
+    """Rates of each kind of rotary positions, as the transformers model computes them.
+
+    Raises:
+        ArgumentError: rates that depend on the text's length.
+    """
+    made, found = type(model.model.rotary_emb)(model.config), []
+    for kind in shape.rotary_kinds:
+        stated = made.rope_type[kind] if isinstance(made.rope_type, dict) else made.rope_type
+        if stated in VARYING_ROTARY:
+            constraint = "has rates that depend on the text's length"
+            raise ArgumentError("rope_type", stated, constraint, "use the model without this scaling")
+        front = f"{kind}_" if kind else ""
+        found.append(Rotary(getattr(made, f"{front}inv_freq"), float(getattr(made, f"{front}attention_scaling"))))
+    return found

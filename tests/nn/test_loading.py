@@ -1,0 +1,162 @@
+"""terrazzo.load on tiny random models of each architecture, by the reference path on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from terrazzo.lowering.errors import ArgumentError  # noqa: E402
+from terrazzo.nn.loading import load  # noqa: E402
+
+SIZES = dict(
+    hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=64, head_dim=64, max_position_embeddings=256,
+)  # fmt: skip
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "llama3": lambda: transformers.LlamaConfig(
+        **SIZES, rope_parameters=dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0,
+                                      high_freq_factor=4.0, original_max_position_embeddings=64),
+    ),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=5),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
+        mlp_only_layers=[0],
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **SIZES, sliding_window=5, sliding_window_pattern=2, query_pre_attn_scalar=32,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+}  # fmt: skip
+
+
+def float_model(name: str, dtype: torch.dtype = torch.float32):
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+    for parameter in model.parameters():  # norms, biases and routers that do something
+        parameter.data += torch.randn_like(parameter) * 0.05
+    return model
+
+
+def with_dequantized(model, loaded):
+    """The float model with the numbers that the loaded one's codes stand for."""
+    state = {}
+    for index, layer in enumerate(loaded.decoder.layers):
+        at, root = layer.self_attn, f"model.layers.{index}"
+        rows = at.qkv_proj.packed.dequantize().float().split(at.qkv_proj.sizes)
+        state |= {f"{root}.self_attn.{p}_proj.weight": w for p, w in zip("qkv", rows)}
+        state[f"{root}.self_attn.o_proj.weight"] = at.o_proj.packed.dequantize().float()
+        if hasattr(layer.mlp, "experts"):
+            both, down = layer.mlp.experts.gate_up_proj.packed, layer.mlp.experts.down_proj.packed
+            for name, packed in (("gate_up_proj", both), ("down_proj", down)):
+                found = torch.stack([packed[e].dequantize().float() for e in range(len(packed))])
+                state[f"{root}.mlp.experts.{name}"] = found
+        else:
+            gate, up = layer.mlp.gate_up_proj.packed.dequantize().float().chunk(2)
+            state |= {f"{root}.mlp.gate_proj.weight": gate, f"{root}.mlp.up_proj.weight": up}
+            state[f"{root}.mlp.down_proj.weight"] = layer.mlp.down_proj.packed.dequantize().float()
+    unexpected = model.load_state_dict(state, strict=False).unexpected_keys
+    assert not unexpected
+    return model
+
+
+TOKENS = torch.randint(0, 64, (2, 11), generator=torch.Generator().manual_seed(1))
+
+
+QUICK = ("llama", "mixtral", "gemma3")
+every = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS]
+
+
+@pytest.mark.parametrize("name", every)
+@torch.no_grad()
+def test_logits_are_those_of_the_float_model_with_dequantized_weights(name):
+    """16-bit rounding is all that is between them: of activations, some ten times a layer, 2^-11 each."""
+    model = float_model(name)
+    loaded = load(model.state_dict(), config=model.config, device="cpu", quantize="w4a16-g64", kv="float16")
+    exact = with_dequantized(model, loaded)(TOKENS).logits
+    got = loaded(TOKENS).logits.float()
+    off = (got - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert float(off.max()) < 2 * 10 * 2**-11 * 4, float(off.max())
+    steps = loaded(TOKENS[:, :7], use_cache=True)
+    parts = [steps.logits]
+    for t in range(7, 11):
+        steps = loaded(TOKENS[:, t : t + 1], past_key_values=steps.past_key_values, use_cache=True)
+        parts.append(steps.logits)
+    torch.testing.assert_close(torch.cat(parts, 1).float(), got, rtol=2**-6, atol=2**-6)
+
+
+@torch.no_grad()
+def test_a_float_model_is_loaded_in_16_bits():
+    model = float_model("llama")
+    loaded = load(model.state_dict(), config=model.config, device="cpu", dtype=torch.bfloat16)
+    exact, got = model(TOKENS).logits, loaded(TOKENS).logits
+    assert got.dtype == torch.bfloat16 and (got.float() - exact).norm() < 0.03 * exact.norm()
+
+
+@pytest.mark.parametrize("form", ["w4a8", "w4a8-e4m3", "w4ax"])
+@torch.no_grad()
+def test_formats_with_quantized_activations_stay_near_the_float_model(form):
+    model = float_model("qwen3")
+    target = "sm_90a" if form == "w4ax" else None
+    loaded = load(model.state_dict(), config=model.config, device="cpu", quantize=form, target=target, kv="int8")
+    exact = with_dequantized(model, loaded)(TOKENS).logits
+    assert (loaded(TOKENS).logits.float() - exact).norm() < (0.5 if form == "w4ax" else 0.1) * exact.norm()
+
+
+@torch.no_grad()
+def test_a_folder_is_loaded_saved_and_loaded_again(tmp_path):
+    for name in ("llama", "mixtral", "gemma3", "qwen2"):
+        model = float_model(name, torch.float16)
+        model.save_pretrained(tmp_path / name)
+        seen = []
+        loaded = load(
+            tmp_path / name, device="cpu", quantize="w4a16-g32", kv="int4", progress=lambda *x: seen.append(x)
+        )
+        assert seen == [(1, 2), (2, 2)] and loaded.dtype == torch.float16
+        y = loaded(TOKENS).logits
+        loaded.save_pretrained(tmp_path / f"{name}-packed", max_shard_size="100KB")
+        again = load(tmp_path / f"{name}-packed", device="cpu")
+        assert again.model.formats == ("int4", "int4") and type(again) is type(loaded)
+        assert torch.equal(again(TOKENS).logits, y)
+        assert type(again).from_pretrained(tmp_path / f"{name}-packed", device="cpu", kv="int8") is not None
+
+
+@torch.no_grad()
+def test_generate_of_transformers_runs_with_unequal_prompts():
+    model = float_model("llama")
+    loaded = load(model.state_dict(), config=model.config, device="cpu", quantize="w4a16-g64", kv="float16")
+    loaded.generation_config.pad_token_id = 0
+    mask = torch.ones_like(TOKENS)
+    mask[1, :4] = 0
+    options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
+    made = loaded.generate(TOKENS, attention_mask=mask, **options)
+    for row, first in enumerate((0, 4)):
+        prompt = TOKENS[row : row + 1, first:]  # transformers takes its token 0 for padding, unless a mask says not
+        alone = loaded.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        assert made[row, first:].tolist() == alone[0].tolist()
+
+
+def test_what_cannot_be_loaded_is_refused(tmp_path):
+    model = float_model("mixtral")
+    state, config = model.state_dict(), model.config
+    for bad, says in (
+        (dict(kv="int3"), "k_format"), (dict(kv="fp8"), "calibrated"), (dict(dtype=torch.float32), "dtype"),
+        (dict(quantize="w4a4"), "format"), ({}, "experts of .* are float"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=says):
+            load(state, config=config, device="cpu", **bad)
+    with pytest.raises(ArgumentError, match="config"):
+        load(state)
+    with pytest.raises(ArgumentError, match=r"config.json"):
+        load(tmp_path)
+    with pytest.raises(ArgumentError, match="model_type"):
+        load(state, config=transformers.GPT2Config())
+    state.pop("model.layers.1.self_attn.o_proj.weight")
+    with pytest.raises(ArgumentError, match="o_proj"):
+        load(state, config=config, device="cpu", quantize="w4a16")
