@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -114,11 +116,10 @@ def test_a_folder_is_loaded_saved_and_loaded_again(tmp_path):
     for name in ("llama", "mixtral", "gemma3", "qwen2"):
         model = float_model(name, torch.float16)
         model.save_pretrained(tmp_path / name)
-        seen = []
-        loaded = load(
-            tmp_path / name, device="cpu", quantize="w4a16-g32", kv="int4", progress=lambda *x: seen.append(x)
-        )
-        assert seen == [(1, 2), (2, 2)] and loaded.dtype == torch.float16
+        done: list[tuple[int, int]] = []
+        note = partial(lambda to, *step: to.append(step), done)
+        loaded = load(tmp_path / name, device="cpu", quantize="w4a16-g32", kv="int4", progress=note)
+        assert done == [(1, 2), (2, 2)] and loaded.dtype == torch.float16
         y = loaded(TOKENS).logits
         loaded.save_pretrained(tmp_path / f"{name}-packed", max_shard_size="100KB")
         again = load(tmp_path / f"{name}-packed", device="cpu")
