@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from terrazzo.lowering.capture import capturing
 from terrazzo.lowering.errors import ArgumentError, BundleError, CacheError, CaptureError, TargetError
 from terrazzo.lowering.report import KernelReport
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Kernel:
@@ -71,7 +75,8 @@ class Kernel:
     def _first_launch(self, args: tuple[Any, ...]) -> None:
         import torch
 
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cuda"))
+        if torch.cuda.is_available() and capturing(device):
             raise CaptureError(
                 f"kernel {self.name} has never been launched on this device, and a CUDA graph is being captured; "
                 "call the operator once with the same shapes before the capture"
@@ -84,8 +89,12 @@ class Kernel:
 
     @property
     def warm(self) -> bool:
-        """Whether the kernel was launched on any device; if not, it must not be captured in a CUDA graph."""
+        """Whether the kernel was launched on any device."""
         return bool(self._warm)
+
+    def warm_on(self, device: torch.device) -> bool:
+        """Whether the kernel was launched on a device; if not, it must not be captured there in a CUDA graph."""
+        return device.index in self._warm if device.index is not None else self.warm
 
     @cached_property
     def report(self) -> KernelReport:

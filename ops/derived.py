@@ -51,7 +51,7 @@ def find(owner: Any, key: tuple, state: tuple) -> torch.Tensor | None:
     found = kept.get(key) if kept else None
     if found is None or found.state != state:
         return None
-    if found.event is not None and launching.may_keep():
+    if found.event is not None and launching.may_keep(found.made.device):
         import torch
 
         if found.event.query():
@@ -79,7 +79,7 @@ def keep(owner: Any, key: tuple, state: tuple, make: Callable[[], torch.Tensor],
         if not isinstance(kept, _Kept):
             kept = _Kept()
         before = kept.get(key)
-        if not launching.may_keep() or (before is None and len(kept) >= _MOST):
+        if not launching.may_keep(made.device) or (before is None and len(kept) >= _MOST):
             return made
         if before is not None:
             old = before.made

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import weights
+from terrazzo.ops import dlpack, weights
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 GROUPS = (32, 64, 128)
 """Group sizes that kernels read; one group for the whole of K is the fourth choice."""
@@ -43,15 +44,16 @@ class GroupedCodes(weights.Canonical):
     bias: torch.Tensor | None = None
 
     @classmethod
+    @dlpack.accepting
     def canonical(
         cls: type[Codes],
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None = None,
+        codes: SupportsDLPack,
+        scales: SupportsDLPack,
+        zeros: SupportsDLPack | None = None,
         *,
         group_size: int | None = None,
-        perm: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
+        perm: SupportsDLPack | None = None,
+        bias: SupportsDLPack | None = None,
     ) -> Codes:
         """Check shapes, dtypes and values, and bring the weight to canonical form.
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
+from terrazzo.lowering.capture import capturing
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,7 +31,7 @@ def lasting(device: torch.device, make: Callable[[], Made]) -> Made:
         with torch.inference_mode(False), torch.no_grad():
             return make()
 
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or capturing(device):
         return run()
     index = torch.cuda.current_device() if device.index is None else device.index
     stream = torch.cuda.current_stream(index)

@@ -9,6 +9,7 @@ from functools import cache
 from math import inf, prod
 from typing import TYPE_CHECKING, Any
 
+from terrazzo.lowering.capture import capturing
 from terrazzo.lowering.errors import ArgumentError, CaptureError, TargetError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
@@ -106,7 +107,7 @@ def ready(plan: Plan, m: int, device: torch.device, stream: int, operator: str, 
     """
     import torch
 
-    kernel = warm_kernel(plan.request, m, operator)
+    kernel = warm_kernel(plan.request, m, operator, device)
     with _pools_lock:  # two threads must not find the same slot free for two streams
         pool = _pool(device, operator)
         slot = pool.slots.setdefault(stream, len(pool.slots))
@@ -217,13 +218,13 @@ def adopt(words: torch.Tensor, params: torch.Tensor, facts: tuple) -> None:
     words._terrazzo = (facts, words.data_ptr(), params.data_ptr(), writes(words, params))
 
 
-def warm_kernel(request: KernelRequest, m: int, operator: str) -> Any:
-    """The kernel of a request; a CaptureError where a CUDA graph is being captured and it was never launched."""
-    import torch
+def warm_kernel(request: KernelRequest, m: int, operator: str, device: torch.device) -> Any:
+    """The kernel of a request; a CaptureError where a CUDA graph is being captured on the device, and it was
+    never launched there."""
     from terrazzo.lowering.kernels import get_kernel
 
     kernel = get_kernel(request)
-    if torch.cuda.is_current_stream_capturing() and not kernel.warm:
+    if capturing(device) and not kernel.warm_on(device):
         raise CaptureError(
             f"{request.name} for M = {m} was never launched, and a CUDA graph is being captured; call {operator} once "
             "with each M before the capture"
@@ -235,7 +236,7 @@ def _pool(device: torch.device, operator: str) -> _Pool:
     import torch
 
     if device not in _pools:
-        if torch.cuda.is_current_stream_capturing():
+        if capturing(device):
             raise CaptureError(f"the first call of {operator} on a device cannot be captured; call it once before")
         make = lambda: torch.zeros(STREAMS, SEMAPHORES, dtype=torch.int32, device=device)
         _pools[device] = _Pool(lasting(device, make), {}, {})
@@ -315,7 +316,8 @@ def check_tensor(x: Any, name: str, what: str) -> None:
     import torch
 
     if not isinstance(x, torch.Tensor):
-        raise ArgumentError(name, type(x).__name__, f"must be a torch tensor, {what}", "convert it: torch.as_tensor")
+        convert = "from_dlpack" if hasattr(type(x), "__dlpack__") else "as_tensor"
+        raise ArgumentError(name, type(x).__name__, f"must be a torch tensor, {what}", f"convert it: torch.{convert}")
     if x.layout is not torch.strided:
         raise ArgumentError(name, str(x.layout), f"must be a dense tensor, {what}", "convert it: x.to_dense()")
 
@@ -430,8 +432,8 @@ def check_bias(bias: Any, n: int, dtype: torch.dtype | None, device: torch.devic
         )
 
 
-def may_keep() -> bool:
-    """Whether what is computed now may serve later calls: in a capture it has no value before the graph is replayed."""
+def may_keep(device: torch.device) -> bool:
+    """Whether what a device computes now may serve later calls: in a capture it has no value before the replay."""
     import torch
 
-    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    return not (torch.cuda.is_initialized() and capturing(device))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import weights
+from terrazzo.ops import dlpack, weights
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.quantizer import F16_MAX, QuantizedBlock, dequantize, quantize
 
@@ -17,6 +17,7 @@ LARGEST = 1 << 31
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 
 @dataclass(frozen=True, eq=False)
@@ -259,18 +260,19 @@ def residual_layout(layout: CacheLayout) -> CacheLayout:
     return CacheLayout("float16", "float16", layout.head_dim)
 
 
+@dlpack.accepting
 def pack_cache(
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: SupportsDLPack,
+    v: SupportsDLPack,
     k_format: str,
     v_format: str,
     *,
-    lengths: torch.Tensor | None = None,
+    lengths: SupportsDLPack | None = None,
     page_size: int = 0,
     residual: int | None = None,
-    k_static: torch.Tensor | None = None,
-    v_static: torch.Tensor | None = None,
-    permutation: torch.Tensor | None = None,
+    k_static: SupportsDLPack | None = None,
+    v_static: SupportsDLPack | None = None,
+    permutation: SupportsDLPack | None = None,
 ) -> PackedCache:
     """Quantize and pack whole sequences in torch, on the device of k; the definition of what kernels write.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from terrazzo.lowering.capture import capturing
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
@@ -73,11 +74,11 @@ def decode_shared(
         ctas = 3 if block == BLOCKS[0] else 1  # on an SM, by shared memory and registers
         room = target.sms * ctas // (batch * cache.kv_heads)
         splits = max(1, min(room, -(-cache.max_length // (2 * block)), 128))
-    kernel = warm_kernel(request(target, block, stages), splits, "decode_shared")
+    kernel = warm_kernel(request(target, block, stages), splits, "decode_shared", q.device)
     y = torch.empty_like(q) if out is None else out
     f32 = dict(dtype=torch.float32, device=q.device)
     partial = torch.empty(batch, cache.kv_heads, splits, program.ROWS, head_dim, **f32)
     logs, lse = torch.empty(partial.shape[:4], **f32), torch.empty(batch, new, heads, **f32)
-    counters = semaphores(q.device, batch * cache.kv_heads, torch.cuda.is_current_stream_capturing())
+    counters = semaphores(q.device, batch * cache.kv_heads, capturing(q.device))
     kernel(q.contiguous(), cache.pages, cache.lengths, partial, logs, counters, y, lse, LOG2E / math.sqrt(head_dim))
     return y, lse

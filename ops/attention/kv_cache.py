@@ -22,7 +22,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import launching
+from terrazzo.ops import dlpack, launching
 from terrazzo.ops.attention import op, prefill_op, writing
 from terrazzo.ops.attention.cache import PackedCache, device_of, page_words, residual_of, residual_words, spread_static
 from terrazzo.ops.attention.layout import CacheLayout
@@ -30,6 +30,7 @@ from terrazzo.ops.attention.paging import PageTable, Unstored
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.dlpack import Array, SupportsDLPack
 
 
 @dataclass(frozen=True)
@@ -292,12 +293,14 @@ class Batch:
             self._layers[layer] = made
         return made
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, layer: int = 0, **options: Any) -> None:
+    def append(self, k: SupportsDLPack, v: SupportsDLPack, layer: int = 0, **options: Any) -> None:
         """Store the new tokens k, v [B, q_len, Hkv, D] of one layer, q_len for each sequence; see `append`.
 
         Raises:
             ArgumentError: another number of tokens than `extend` made room for, and as `append`.
         """
+        if dlpack.is_foreign(k):
+            return dlpack.call(self.append, locals())
         launching.check_tensor(k, "k", "[B, q_len, Hkv, D]")
         tokens = 1 if k.dim() == 3 else k.shape[1] if k.dim() == 4 else None
         if tokens is not None and any(count != tokens for count in self.new):
@@ -306,27 +309,31 @@ class Batch:
         writing.append(self._view(layer), k, v, **options)
         self._stored(layer)
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, layer: int = 0, **options: Any) -> None:
+    def store(self, k: SupportsDLPack, v: SupportsDLPack, layer: int = 0, **options: Any) -> None:
         """Store the new tokens k, v [tokens of all sequences in turn, Hkv, D] of one layer; see `store`.
 
         Raises:
             ArgumentError: another number of tokens than `extend` made room for, and as `store`.
         """
+        if dlpack.is_foreign(k):
+            return dlpack.call(self.store, locals())
         self._check_tokens(k=k, v=v)
         writing.store(self._view(layer), k, v, self.starts, max(self.new, default=0), **options)
         self._stored(layer)
 
-    def prefill(self, q: torch.Tensor, layer: int = 0, **options: Any) -> torch.Tensor:
+    def prefill(self, q: Array, layer: int = 0, **options: Any) -> Array:
         """Attention of the new tokens q [tokens of all sequences in turn, Hq, D] of one layer, stored before, or given
         as k and v and stored afterwards; see `prefill`.
 
         Raises:
             ArgumentError: another number of tokens than `extend` made room for, and as `prefill`.
         """
+        if dlpack.is_foreign(q):
+            return dlpack.call(self.prefill, locals())
         self._check_tokens(q=q)
         return prefill_op.prefill(q, self._view(layer), self.starts, max(self.new, default=0), **options)
 
-    def decode(self, q: torch.Tensor, layer: int = 0, **options: Any) -> torch.Tensor:
+    def decode(self, q: Array, layer: int = 0, **options: Any) -> Array:
         """Attention of the newest tokens q [B, q_len, Hq, D] in one layer; see `decode`."""
         return op.decode(q, self._view(layer), **options)
 

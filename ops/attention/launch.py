@@ -84,7 +84,7 @@ def multiples(count: int, step: int, device: torch.device) -> torch.Tensor:
     room = max(64, 1 << (count - 1).bit_length())
     room = room if room * step < launching.LARGEST else count
     made = lasting(device, lambda: torch.arange(0, room * step, step, dtype=torch.int32, device=device))
-    if launching.may_keep():  # one that a graph makes has no value before the graph is replayed
+    if launching.may_keep(device):  # one that a graph makes has no value before the graph is replayed
         if made.is_cuda:
             torch.cuda.synchronize(device)  # other streams may read it at once
         held.append(made)

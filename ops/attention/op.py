@@ -8,10 +8,11 @@ from functools import lru_cache
 from numbers import Real
 from typing import TYPE_CHECKING
 
+from terrazzo.lowering.capture import capturing
 from terrazzo.lowering.errors import ArgumentError, CaptureError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import launching
+from terrazzo.ops import dlpack, launching
 from terrazzo.ops.attention import decode_program, decode_warpgroup_program
 from terrazzo.ops.attention.cache import PackedCache
 from terrazzo.ops.attention.launch import current_targets, own_slots, requested_targets, semaphores, stand_ins
@@ -23,6 +24,7 @@ from terrazzo.schedules.checks import check_fields
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.attention.layout import CacheLayout
+    from terrazzo.ops.dlpack import Array, SupportsDLPack
 
 LOG2E = math.log2(math.e)
 MAX_QUERY_TOKENS = 8
@@ -256,20 +258,20 @@ def check_facts(dtype: str, *, page: int = 0, residual: int = 0, **flags: bool) 
 
 
 def decode(
-    q: torch.Tensor,
+    q: Array,
     cache: PackedCache,
     *,
     scale: float | None = None,
     softcap: float = 0.0,
     window: int = 0,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
+    sinks: SupportsDLPack | None = None,
+    out: SupportsDLPack | None = None,
+    lse: SupportsDLPack | None = None,
     splits: int | None = None,
     balanced: bool | None = None,
     schedule: schedules.Decode | None = None,
     target: Target | str | None = None,
-) -> torch.Tensor:
+) -> Array:
     """Attention of the q_len newest tokens of each sequence over its cache, which already holds them.
 
     Args:
@@ -289,6 +291,8 @@ def decode(
     Returns:
         out. A row that sees no token is 0, with lse -inf, or the sink's logit in units of log2.
 
+    All tensors may be arrays of another library (ops/dlpack.py); the result is then one of q's library, or out.
+
     Two graphs captured on one stream (torch.cuda.graph has one of its own for all) must not be replayed at the same
     time, nor one beside calls on that stream.
 
@@ -298,6 +302,8 @@ def decode(
     """
     import torch
 
+    if type(q) is not torch.Tensor and dlpack.is_foreign(q):
+        return dlpack.call(decode, locals())
     launching.check_tensor(q, "q", "[B, q_len, Hq, D]")
     check_kind(cache)
     shape = q.shape
@@ -368,8 +374,8 @@ def run(
         schedule=schedule, splits=splits or 0, balanced=balanced, mean=mean,
     )  # fmt: skip
     kernel = get_kernel(chosen.request)
-    capturing = torch.cuda.is_current_stream_capturing()
-    if capturing and not kernel.warm:
+    captured = capturing(q.device)
+    if captured and not kernel.warm_on(q.device):
         raise CaptureError(
             f"{chosen.request.name} for this batch was never launched; call decode once before the capture"
         )
@@ -397,7 +403,7 @@ def run(
         none["static"] if cache.k_static is None else cache.k_static,
         none["static"] if cache.v_static is None else cache.v_static,
         none["sinks"] if sinks is None else sinks, partial, logs,
-        semaphores(q.device, batch * y * chosen.cluster, capturing), written, lse,
+        semaphores(q.device, batch * y * chosen.cluster, captured), written, lse,
         (1 / math.sqrt(head_dim) if scale is None else scale) * LOG2E, softcap * LOG2E, window,
     )  # fmt: skip
     return made if written is made else made.copy_(written), lse

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import launching
+from terrazzo.ops import dlpack, launching
 from terrazzo.ops.attention import new_tokens_program, op, prefill_mma, prefill_shared, writing
 from terrazzo.ops.attention.cache import residual_of
 from terrazzo.ops.attention.launch import current_targets, own_slots, requested_targets, stand_ins
@@ -33,6 +33,7 @@ from terrazzo.schedules.prefill_space import Prefill
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.attention.cache import PackedCache
+    from terrazzo.ops.dlpack import Array, SupportsDLPack
 
 LEAST_SCALE = 1e-30
 """What a kernel takes for a softmax scale of 0: scores that it masks are -inf, times 0 they would be NaN."""
@@ -159,22 +160,22 @@ def prefill_requests(
 
 
 def prefill(
-    q: torch.Tensor,
+    q: Array,
     cache: PackedCache,
-    cu_seqlens: torch.Tensor,
+    cu_seqlens: SupportsDLPack,
     most_new: int,
     *,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
+    k: SupportsDLPack | None = None,
+    v: SupportsDLPack | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
     window: int = 0,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
+    sinks: SupportsDLPack | None = None,
+    out: SupportsDLPack | None = None,
+    lse: SupportsDLPack | None = None,
     schedule: schedules.Prefill | None = None,
     target: Target | str | None = None,
-) -> torch.Tensor:
+) -> Array:
     """Causal attention of each sequence's new tokens over its cache; `cache.lengths` counts them already.
 
     Without k and v the cache holds the new tokens (`store` came first), and all are read as it holds them. With k and v
@@ -200,6 +201,8 @@ def prefill(
     Returns:
         out. A row that sees no token is 0, with lse -inf, or the sink's logit in units of log2.
 
+    All tensors may be arrays of another library (ops/dlpack.py); the result is then one of q's library, or out.
+
     Raises:
         ArgumentError: an argument that does not fit; on sm_86 and sm_89, head_dim 256 with unquantized tokens (k and v,
             a residual block, or 16-bit keys and values of at least 8 bits): two stages exceed shared memory; q that
@@ -207,6 +210,8 @@ def prefill(
     """
     import torch
 
+    if type(q) is not torch.Tensor and dlpack.is_foreign(q):
+        return dlpack.call(prefill, locals())
     launching.check_tensor(q, "q", "[new tokens, Hq, D]")
     op.check_kind(cache)
     options = dict(scale=scale, softcap=softcap, window=window, sinks=sinks)
@@ -279,7 +284,7 @@ def run(
     if out is not None:
         launching.check_apart(out, "out", q=q)
     written = op.aligned_out(made)
-    kernel = warm_kernel(chosen.request, most_new, "prefill")
+    kernel = warm_kernel(chosen.request, most_new, "prefill", q.device)
     cu_seqlens = cu_seqlens.contiguous()
     none = stand_ins(q.device)
     new = none["residual"]
@@ -290,7 +295,7 @@ def run(
     elif k is not None:
         new = fresh_pages(cache, count)
         (k_rows, *k_pitches), (v_rows, *v_pitches) = writing.rows_of(k), writing.rows_of(v)
-        lay_out = warm_kernel(chosen.new_tokens, most_new, "prefill")
+        lay_out = warm_kernel(chosen.new_tokens, most_new, "prefill", q.device)
         lay_out(k_rows, v_rows, cu_seqlens, new, *k_pitches, *v_pitches, stages, len(cache.lengths))
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     if scale < 0:

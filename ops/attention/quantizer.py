@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import weights
+from terrazzo.ops import dlpack, weights
 from terrazzo.ops.attention.format import KVFormat, get_format
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 F16_MAX, E4M3_MAX = 65504.0, 448.0
 
@@ -34,7 +35,8 @@ class QuantizedBlock:
     zero: torch.Tensor | None = None
 
 
-def quantize(x: torch.Tensor, fmt: str | KVFormat, static: torch.Tensor | None = None) -> QuantizedBlock:
+@dlpack.accepting
+def quantize(x: SupportsDLPack, fmt: str | KVFormat, static: SupportsDLPack | None = None) -> QuantizedBlock:
     """Store x [..., T, D] (f16, bf16 or f32; finite) in a format.
 
     Args:
@@ -103,7 +105,8 @@ def _codes(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, levels: int
     return steps.round_().clamp_(0, levels).to(torch.uint8)
 
 
-def dequantize(q: QuantizedBlock, fmt: str | KVFormat, static: torch.Tensor | None = None) -> torch.Tensor:
+@dlpack.accepting
+def dequantize(q: QuantizedBlock, fmt: str | KVFormat, static: SupportsDLPack | None = None) -> torch.Tensor:
     """The stored values, float64 [..., T, D]: (code + bias) * scale + zero without any rounding.
 
     Raises:

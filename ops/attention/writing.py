@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import launching
+from terrazzo.ops import dlpack, launching
 from terrazzo.ops.attention import op, write_program
 from terrazzo.ops.attention.launch import current_targets, multiples, own_slots, stand_ins
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from terrazzo.ops.attention.cache import PackedCache
     from terrazzo.ops.attention.layout import CacheLayout
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 ONE_LAUNCH = 16
 """New tokens of a sequence up to which one launch may both pack a residual block and begin the next one: the ring of
@@ -57,7 +58,7 @@ def launches(most_new: int, chunk: int, residual: int) -> list[tuple[int, int]]:
     return [(0, blocks)] if most_new else []
 
 
-def append(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, *, target: Target | str | None = None) -> None:
+def append(cache: PackedCache, k: SupportsDLPack, v: SupportsDLPack, *, target: Target | str | None = None) -> None:
     """Store the newest tokens of each sequence, in place; `cache.lengths` counts them already.
 
     Whether a residual block fills is decided on the device. Captured in a CUDA graph, a replay stores at the lengths of
@@ -72,7 +73,10 @@ def append(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, *, target: Targ
         ArgumentError: an argument that does not fit; k or v that requires a gradient, as there is none. CaptureError: a
             kernel never launched before, in graph capture.
     """
+    import torch
 
+    if type(k) is not torch.Tensor and dlpack.is_foreign(k):
+        return dlpack.call(append, locals())
     _check_kinds("append", cache, k, v, "[B, q_len, Hkv, D]")
     if k.dim() == 3 and v.dim() == 3:
         k, v = k.unsqueeze(1), v.unsqueeze(1)
@@ -99,9 +103,9 @@ def run_append(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, target: Tar
 
 def store(
     cache: PackedCache,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    cu_seqlens: SupportsDLPack,
     most_new: int,
     *,
     target: Target | str | None = None,
@@ -119,6 +123,8 @@ def store(
     """
     import torch
 
+    if type(k) is not torch.Tensor and dlpack.is_foreign(k):
+        return dlpack.call(store, locals())
     _check_kinds("store", cache, k, v, "[tokens, Hkv, D]")
     launching.check_tensor(cu_seqlens, "cu_seqlens", "int32 [B + 1]")
     if launching.is_traced(k, cache.pages):
@@ -216,7 +222,7 @@ def _write(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.T
     _check(cache, k, v)
     at, device = current_targets(target, k.device)
     kernel = launching.warm_kernel(
-        write_request(cache, str(k.dtype).removeprefix("torch."), at, device), most_new, "append"
+        write_request(cache, str(k.dtype).removeprefix("torch."), at, device), most_new, "append", k.device
     )
     none = stand_ins(k.device)
     (k_rows, *k_pitches), (v_rows, *v_pitches) = rows_of(k), rows_of(v)

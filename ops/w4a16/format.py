@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import weights
+from terrazzo.ops import dlpack, weights
 from terrazzo.ops.grouped_codes import GROUPS as GROUPS
 from terrazzo.ops.grouped_codes import SCALE_DTYPES, GroupedCodes, check_perm
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 LAYOUT = "w4a16"
 BLOCK_N, BLOCK_K = 64, 128
@@ -183,14 +184,15 @@ def layout_identity(weight: PackedWeight) -> str:
     return _layout().identity
 
 
+@dlpack.accepting
 def pack(
-    codes: torch.Tensor | QuantizedWeight,
-    scales: torch.Tensor | None = None,
-    zeros: torch.Tensor | None = None,
+    codes: SupportsDLPack | QuantizedWeight,
+    scales: SupportsDLPack | None = None,
+    zeros: SupportsDLPack | None = None,
     *,
     group_size: int | None = None,
-    perm: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    perm: SupportsDLPack | None = None,
+    bias: SupportsDLPack | None = None,
     target: Target | str | None = None,
 ) -> PackedWeight:
     """Pack a 4-bit weight for the kernels, on the device where its codes are.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, grouped, launching, weights
+from terrazzo.ops import derived, dlpack, grouped, launching, weights
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear import stream_k as program
@@ -18,6 +18,7 @@ from terrazzo.schedules import grouped_spaces, records, spaces
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.dlpack import Array, SupportsDLPack
 
 
 @lru_cache(maxsize=1024)
@@ -105,14 +106,14 @@ def grouped_requests(
 
 
 def grouped_gemm(
-    x: torch.Tensor,
+    x: Array,
     w: GroupedWeight,
-    expert_offsets: torch.Tensor,
+    expert_offsets: SupportsDLPack,
     *,
-    bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    bias: SupportsDLPack | None = None,
+    out: SupportsDLPack | None = None,
     numerics: str = "auto",
-) -> torch.Tensor:
+) -> Array:
     """y[i] = x[i] w[e]^T + bias[e] for the rows i of expert e, offsets[e] <= i < offsets[e + 1]; on the current stream.
 
     One launch of one CTA for each SM, whatever the offsets hold: the tiles are partitioned on the device, empty experts
@@ -132,6 +133,8 @@ def grouped_gemm(
         LayoutMismatchError, TargetError, CaptureError, ToolchainError, CompileError: see `gemm`.
     """
     grouped.check_kind(w, PackedWeight, "w4a16")
+    if dlpack.is_foreign(x):
+        return dlpack.call(grouped_gemm, locals())
     launching.check_tensor(x, "x", f"[M, {w.k}]")
     if launching.is_traced(x):
         from terrazzo.ops.w4a16 import torch_op

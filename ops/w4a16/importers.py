@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from terrazzo.ops import dlpack
 from terrazzo.ops.checkpoints.awq import unpack_awq
 from terrazzo.ops.checkpoints.compressed_tensors import unpack_packed
 from terrazzo.ops.checkpoints.gptq import unpack_gptq
 from terrazzo.ops.w4a16.format import PackedWeight, QuantizedWeight, pack
 
 if TYPE_CHECKING:
-    import torch
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 
 def from_awq(*tensors, target: Target | str | None = None, **options) -> PackedWeight:
@@ -33,12 +34,13 @@ def from_compressed_tensors(*tensors, target: Target | str | None = None, **opti
     return pack(read_compressed_tensors(*tensors, **options), target=target)
 
 
+@dlpack.accepting
 def read_awq(
-    qweight: torch.Tensor,
-    qzeros: torch.Tensor | None,
-    scales: torch.Tensor,
+    qweight: SupportsDLPack,
+    qzeros: SupportsDLPack | None,
+    scales: SupportsDLPack,
     *,
-    bias: torch.Tensor | None = None,
+    bias: SupportsDLPack | None = None,
     group_size: int | None = None,
     bits: int = 4,
     version: str = "gemm",
@@ -60,13 +62,14 @@ def read_awq(
     return QuantizedWeight(**vars(unpack_awq(qweight, qzeros, scales, **facts)))
 
 
+@dlpack.accepting
 def read_gptq(
-    qweight: torch.Tensor,
-    qzeros: torch.Tensor | None,
-    scales: torch.Tensor,
-    g_idx: torch.Tensor | None = None,
+    qweight: SupportsDLPack,
+    qzeros: SupportsDLPack | None,
+    scales: SupportsDLPack,
+    g_idx: SupportsDLPack | None = None,
     *,
-    bias: torch.Tensor | None = None,
+    bias: SupportsDLPack | None = None,
     group_size: int | None = None,
     bits: int = 4,
     version: str | None = None,
@@ -103,14 +106,15 @@ def read_gptq(
     return QuantizedWeight(**vars(unpack_gptq(qweight, qzeros, scales, g_idx, **facts)))
 
 
+@dlpack.accepting
 def read_compressed_tensors(
-    weight_packed: torch.Tensor,
-    weight_scale: torch.Tensor,
-    weight_zero_point: torch.Tensor | None = None,
-    weight_shape: torch.Tensor | tuple[int, int] | None = None,
-    weight_g_idx: torch.Tensor | None = None,
+    weight_packed: SupportsDLPack,
+    weight_scale: SupportsDLPack,
+    weight_zero_point: SupportsDLPack | None = None,
+    weight_shape: SupportsDLPack | tuple[int, int] | None = None,
+    weight_g_idx: SupportsDLPack | None = None,
     *,
-    bias: torch.Tensor | None = None,
+    bias: SupportsDLPack | None = None,
     group_size: int | None = None,
     bits: int = 4,
     format: str = "pack-quantized",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, launching
+from terrazzo.ops import derived, dlpack, launching
 from terrazzo.ops.launching import Plan, ptx_flags, requests_of, tokens_of
 from terrazzo.ops.linear import multistage as multistage_program
 from terrazzo.ops.linear import small_batch as small_batch_program
@@ -22,6 +22,7 @@ from terrazzo.schedules.problem import WeightOnlyGemm
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.dlpack import Array, SupportsDLPack
 
 NUMERICS = ("auto", "exact", "fused", "post")
 
@@ -141,13 +142,13 @@ def weight_requests(
 
 
 def gemm(
-    x: torch.Tensor,
+    x: Array,
     w: PackedWeight,
     *,
-    bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    bias: SupportsDLPack | None = None,
+    out: SupportsDLPack | None = None,
     numerics: str = "auto",
-) -> torch.Tensor:
+) -> Array:
     """y[..., N] = x[..., K] w[N, K]^T + bias, on the current stream; the same bits in every run.
 
     Args:
@@ -158,6 +159,8 @@ def gemm(
         numerics: "exact" scales each weight with one rounding; "fused" is fma(q, s, -z*s), as TurboMind; "post"
             applies scale and zero point to the f32 sum of each group (specs.md B.3). "auto" is post where the
             small-batch program runs (up to 16 tokens), else exact (post where the scales are not in x's dtype).
+
+    x, bias and out may be arrays of another library (ops/dlpack.py); the result is then one of x's library, or out.
 
     Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on
     different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time,
@@ -176,6 +179,8 @@ def gemm(
     if not isinstance(w, PackedWeight):
         raise launching.not_packed(w, "w4a16")
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:
+        if dlpack.is_foreign(x):
+            return dlpack.call(gemm, locals())
         launching.check_tensor(x, "x", f"[..., {w.k}]")
         if launching.is_traced(x):
             from terrazzo.ops.w4a16 import torch_op

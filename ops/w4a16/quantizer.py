@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import weights
+from terrazzo.ops import dlpack, weights
 from terrazzo.ops.w4a16.format import GROUPS, PackedWeight, QuantizedWeight, pack
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Weights quantized at a time: the CPU's caches, or a few hundred MB of scratch memory on a GPU."""
@@ -19,15 +20,16 @@ _TINY = 2.0**-120
 """Scales up to here count as 0: their reciprocal is not a float32."""
 
 
+@dlpack.accepting
 def quantize(
-    weight: torch.Tensor,
+    weight: SupportsDLPack,
     *,
     group_size: int = 128,
     symmetric: bool = False,
     scale_dtype: torch.dtype | None = None,
     clip_steps: int = 24,
     clip_min: float = 0.5,
-    bias: torch.Tensor | None = None,
+    bias: SupportsDLPack | None = None,
     target: Target | str | None = None,
 ) -> PackedWeight:
     """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
@@ -43,15 +45,16 @@ def quantize(
     return pack(quantized, target=target)
 
 
+@dlpack.accepting
 def quantize_weight(
-    weight: torch.Tensor,
+    weight: SupportsDLPack,
     *,
     group_size: int = 128,
     symmetric: bool = False,
     scale_dtype: torch.dtype | None = None,
     clip_steps: int = 24,
     clip_min: float = 0.5,
-    bias: torch.Tensor | None = None,
+    bias: SupportsDLPack | None = None,
 ) -> QuantizedWeight:
     """Round to nearest, on the weight's device; codes are for the rounded scale, so the error counted is the real one.
 

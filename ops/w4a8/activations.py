@@ -8,10 +8,11 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
+from terrazzo.lowering.capture import capturing
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, launching, weights
+from terrazzo.ops import derived, dlpack, launching, weights
 from terrazzo.ops.lasting import lasting
 from terrazzo.ops.w4a8 import fp8_format
 from terrazzo.ops.w4a8 import quantize_rows as program
@@ -20,6 +21,7 @@ from terrazzo.schedules import quantize_rows
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 DTYPES = ("float16", "bfloat16")
 CODES = {"int8": "int8", "e4m3": "float8_e4m3fn"}
@@ -103,10 +105,10 @@ def plan(
 
 
 def quantize_activations(
-    x: torch.Tensor,
+    x: SupportsDLPack,
     *,
-    smooth: torch.Tensor | None = None,
-    rms_weight: torch.Tensor | None = None,
+    smooth: SupportsDLPack | None = None,
+    rms_weight: SupportsDLPack | None = None,
     eps: float = 1e-6,
     out: QuantizedActivations | None = None,
     target: Target | str | None = None,
@@ -135,6 +137,8 @@ def quantize_activations(
     import torch
 
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:
+        if dlpack.is_foreign(x):
+            return dlpack.call(quantize_activations, locals())
         launching.check_tensor(x, "x", "[..., K]")
         if launching.is_traced(x):
             from terrazzo.ops.w4a8 import torch_op
@@ -240,7 +244,7 @@ def _scratch(
     import torch
 
     k = padded(shape[-1])
-    if m * k > SCRATCH or torch.cuda.is_current_stream_capturing():
+    if m * k > SCRATCH or capturing(x.device):
         return None
     space, made = _spaces.kept.get(at, (None, {}))
     found = made.get((shape, codes))
@@ -280,7 +284,7 @@ def _prepare(key: tuple, x: torch.Tensor) -> tuple:
         return (None, None, None, None)
     at, device = launching.targets(target, x.device, "x")
     facts = dict(gain=not (no_smooth and no_norm), norm=not no_norm, target=at, device=device, codes=codes)
-    kernel = launching.warm_kernel(plan(m, k, dtype=dtype, **facts), m, "w4a8.quantize_activations")
+    kernel = launching.warm_kernel(plan(m, k, dtype=dtype, **facts), m, "w4a8.quantize_activations", x.device)
     stand_ins = launching.stand_ins(x.device, torch.float32, torch.int32)
     found = _kernels[key] = (kernel, kernel.launcher(index), *map(launching.argument, stand_ins))
     return found

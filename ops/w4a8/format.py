@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import weights
+from terrazzo.ops import dlpack, weights
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.layouts.units import UnitLayout
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 GROUPS = (32, 64, 128)
 LAYOUT = "w4a8_wgmma"
@@ -59,16 +60,17 @@ class QuantizedWeight(weights.Canonical):
     bias: torch.Tensor | None = None
 
     @classmethod
+    @dlpack.accepting
     def canonical(
         cls,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        offsets: torch.Tensor,
-        channel_scales: torch.Tensor,
+        codes: SupportsDLPack,
+        scales: SupportsDLPack,
+        offsets: SupportsDLPack,
+        channel_scales: SupportsDLPack,
         *,
         group_size: int,
-        smooth: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
+        smooth: SupportsDLPack | None = None,
+        bias: SupportsDLPack | None = None,
     ) -> QuantizedWeight:
         """Check shapes, dtypes and values; see the attributes. `bias` is f16, bf16 or f32, `smooth` positive.
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import weights
+from terrazzo.ops import dlpack, weights
 from terrazzo.ops.w4a8.format import FLOATS, GROUPS, UNIT_K
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.layouts.units import UnitLayout
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 LAYOUT = "w4a8_fp8"
 FILE_VERSION = "terrazzo.w4a8_fp8/1"
@@ -51,15 +52,16 @@ class QuantizedWeight(weights.Canonical):
     bias: torch.Tensor | None = None
 
     @classmethod
+    @dlpack.accepting
     def canonical(
         cls,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        channel_scales: torch.Tensor | None = None,
+        codes: SupportsDLPack,
+        scales: SupportsDLPack,
+        channel_scales: SupportsDLPack | None = None,
         *,
         group_size: int,
-        smooth: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
+        smooth: SupportsDLPack | None = None,
+        bias: SupportsDLPack | None = None,
     ) -> QuantizedWeight:
         """Check shapes, dtypes and values; see the attributes.
 

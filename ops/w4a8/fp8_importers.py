@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import weights
+from terrazzo.ops import dlpack, weights
 from terrazzo.ops.checkpoints.compressed_tensors import unpack
 from terrazzo.ops.w4a8.fp8_format import PackedWeight, QuantizedWeight, pack
 
 if TYPE_CHECKING:
-    import torch
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 
 def from_compressed_tensors(*tensors, target: Target | str | None = None, **options) -> PackedWeight:
@@ -19,13 +19,14 @@ def from_compressed_tensors(*tensors, target: Target | str | None = None, **opti
     return pack(read_compressed_tensors(*tensors, **options), target=target)
 
 
+@dlpack.accepting
 def read_compressed_tensors(
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    weight_zero_point: torch.Tensor | None = None,
-    weight_shape: torch.Tensor | tuple[int, int] | None = None,
+    weight: SupportsDLPack,
+    weight_scale: SupportsDLPack,
+    weight_zero_point: SupportsDLPack | None = None,
+    weight_shape: SupportsDLPack | tuple[int, int] | None = None,
     *,
-    bias: torch.Tensor | None = None,
+    bias: SupportsDLPack | None = None,
     group_size: int | None = None,
     format: str | None = None,
     symmetric: bool | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import dlpack
 from terrazzo.ops.w4a8 import activations
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import GROUPS, UNIT_K
@@ -14,16 +15,17 @@ from terrazzo.ops.w4a8.quantizer import check_weight, row_chunks, smoothed
 if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 DIVISORS = (-8.0, -8.6, -9.4, 7.0, 7.6, 8.4)
 """Candidates: a group's largest value becomes this code, or is cut to -8 or 7."""
 
 
 def quantize_activations(
-    x: torch.Tensor,
+    x: SupportsDLPack,
     *,
-    smooth: torch.Tensor | None = None,
-    rms_weight: torch.Tensor | None = None,
+    smooth: SupportsDLPack | None = None,
+    rms_weight: SupportsDLPack | None = None,
     eps: float = 1e-6,
     out: QuantizedActivations | None = None,
 ) -> QuantizedActivations:
@@ -33,24 +35,26 @@ def quantize_activations(
     )  # fmt: skip
 
 
+@dlpack.accepting
 def quantize(
-    weight: torch.Tensor,
+    weight: SupportsDLPack,
     *,
     group_size: int = 128,
-    smooth: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    smooth: SupportsDLPack | None = None,
+    bias: SupportsDLPack | None = None,
     target: Target | str | None = None,
 ) -> PackedWeight:
     """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
     return pack(quantize_weight(weight, group_size=group_size, smooth=smooth, bias=bias), target=target)
 
 
+@dlpack.accepting
 def quantize_weight(
-    weight: torch.Tensor,
+    weight: SupportsDLPack,
     *,
     group_size: int = 128,
-    smooth: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    smooth: SupportsDLPack | None = None,
+    bias: SupportsDLPack | None = None,
 ) -> QuantizedWeight:
     """Round to nearest with the scale of `DIVISORS` that leaves each group the smallest squared error.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, grouped, launching
+from terrazzo.ops import derived, dlpack, grouped, launching
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear.bytes import fp8_problem
@@ -24,6 +24,7 @@ from terrazzo.schedules import grouped_spaces, records, spaces, w4a8
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.dlpack import Array, SupportsDLPack
 
 
 @lru_cache(maxsize=1024)
@@ -114,15 +115,15 @@ def grouped_requests(
 
 
 def grouped_gemm(
-    x: torch.Tensor | QuantizedActivations,
+    x: Array | QuantizedActivations,
     w: GroupedWeight,
-    expert_offsets: torch.Tensor,
+    expert_offsets: SupportsDLPack,
     *,
-    bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    bias: SupportsDLPack | None = None,
+    out: SupportsDLPack | None = None,
     out_dtype: torch.dtype | None = None,
     dequantization: str = "auto",
-) -> torch.Tensor:
+) -> Array:
     """y[i] = x[i] w[e]^T + bias[e] for the rows i of expert e, offsets[e] <= i < offsets[e + 1]; on the current stream.
 
     One launch of one CTA for each SM, whatever the offsets hold: the tiles are partitioned on the device, empty experts
@@ -147,6 +148,8 @@ def grouped_gemm(
 
     grouped.check_kind(w, op.WEIGHTS, "w4a8")
     held = x.q if isinstance(x, QuantizedActivations) else x
+    if dlpack.is_foreign(held):
+        return dlpack.call(grouped_gemm, locals())
     if launching.is_traced(held):
         from terrazzo.ops.w4a8 import torch_op
 

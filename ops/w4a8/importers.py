@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import weights
+from terrazzo.ops import dlpack, weights
 from terrazzo.ops.checkpoints.compressed_tensors import unpack
 from terrazzo.ops.checkpoints.qserve import unpack_qserve
 from terrazzo.ops.grouped_codes import expand_groups
@@ -20,8 +20,8 @@ from terrazzo.ops.w4a8.format import GROUPS, LARGEST_SCALE, PackedWeight, Quanti
 from terrazzo.ops.w4a8.quantizer import RANGE, divide, quantize_weight, row_chunks, second_level
 
 if TYPE_CHECKING:
-    import torch
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 _STEPS = 32
 """Channel scales tried for each row when a layer is requantized."""
@@ -37,14 +37,15 @@ def from_compressed_tensors(*tensors, target: Target | str | None = None, **opti
     return pack(read_compressed_tensors(*tensors, **options), target=target)
 
 
+@dlpack.accepting
 def read_qserve(
-    qweight: torch.Tensor,
-    s1_scales: torch.Tensor,
-    s2_scales: torch.Tensor | None = None,
-    s2_zeros: torch.Tensor | None = None,
-    s1_szeros: torch.Tensor | None = None,
+    qweight: SupportsDLPack,
+    s1_scales: SupportsDLPack,
+    s2_scales: SupportsDLPack | None = None,
+    s2_zeros: SupportsDLPack | None = None,
+    s1_szeros: SupportsDLPack | None = None,
     *,
-    bias: torch.Tensor | None = None,
+    bias: SupportsDLPack | None = None,
     requantize: bool = False,
 ) -> QuantizedWeight:
     """QServe / OmniServe (QoQ): progressive group quantization, or 4 bits for each channel. Exact.
@@ -72,13 +73,14 @@ def read_qserve(
     )
 
 
+@dlpack.accepting
 def read_compressed_tensors(
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    weight_zero_point: torch.Tensor | None = None,
-    weight_shape: torch.Tensor | tuple[int, int] | None = None,
+    weight: SupportsDLPack,
+    weight_scale: SupportsDLPack,
+    weight_zero_point: SupportsDLPack | None = None,
+    weight_shape: SupportsDLPack | tuple[int, int] | None = None,
     *,
-    bias: torch.Tensor | None = None,
+    bias: SupportsDLPack | None = None,
     group_size: int | None = None,
     format: str | None = None,
     symmetric: bool | None = None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, launching
+from terrazzo.ops import derived, dlpack, launching
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear.bytes import fp8_problem, problem
 from terrazzo.ops.linear.bytes import multistage as multistage_program
@@ -27,6 +27,7 @@ from terrazzo.schedules.w4a8_fp8_space import W4A8Fp8
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.dlpack import Array, SupportsDLPack
 
 PIPELINES = ("auto", "small_batch", "multistage", "imfp", "pingpong", "excp", "basic", "basic_overlapped")
 LARGEST_UNSIGNED_K = 66311
@@ -199,15 +200,15 @@ def weight_requests(
 
 
 def gemm(
-    x: torch.Tensor | QuantizedActivations,
+    x: Array | QuantizedActivations,
     w: Weight,
     *,
-    bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    bias: SupportsDLPack | None = None,
+    out: SupportsDLPack | None = None,
     out_dtype: torch.dtype | None = None,
     dequantization: str = "auto",
     pipeline: str = "auto",
-) -> torch.Tensor:
+) -> Array:
     """y[..., N] = x[..., K] w[N, K]^T + bias, on the current stream; the same bits in every run.
 
     Args:
@@ -227,6 +228,8 @@ def gemm(
             "basic_overlapped" a warpgroup dequantizes beside its products), "multistage" (mma.sync behind a ring of
             cp.async), "small_batch" (mma.sync, 32 tokens for each launch), "auto" by M, size and target.
 
+    x, bias and out may be arrays of another library (ops/dlpack.py); the result is then one of x's library, or out.
+
     Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on
     different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time,
     nor one beside calls on that stream. After a write to w that PyTorch does not count, call `terrazzo.forget(w)`.
@@ -245,6 +248,8 @@ def gemm(
         raise launching.not_packed(w, "w4a8")
     held = x.q if isinstance(x, QuantizedActivations) else x
     if torch.compiler.is_compiling() or type(held) is not torch.Tensor or held.layout is not torch.strided:
+        if dlpack.is_foreign(held):
+            return dlpack.call(gemm, locals())
         launching.check_tensor(held, "x", f"[..., {w.k}], or QuantizedActivations of w4a8")
         if launching.is_traced(held):
             from terrazzo.ops.w4a8 import torch_op

@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import weights
+from terrazzo.ops import dlpack, weights
 from terrazzo.ops.w4a8.format import GROUPS, LARGEST_SCALE, PackedWeight, QuantizedWeight, pack
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 RANGE = 119
 """Largest magnitude of a byte of level 1."""
@@ -23,26 +24,28 @@ _CHUNK = {"cpu": 1 << 19, "cuda": 1 << 25}
 """Weights quantized at a time: the CPU's caches, or a few hundred MB of scratch memory on a GPU."""
 
 
+@dlpack.accepting
 def quantize(
-    weight: torch.Tensor,
+    weight: SupportsDLPack,
     *,
     group_size: int = 64,
     rule: str = "best2",
-    smooth: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    smooth: SupportsDLPack | None = None,
+    bias: SupportsDLPack | None = None,
     target: Target | str | None = None,
 ) -> PackedWeight:
     """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
     return pack(quantize_weight(weight, group_size=group_size, rule=rule, smooth=smooth, bias=bias), target=target)
 
 
+@dlpack.accepting
 def quantize_weight(
-    weight: torch.Tensor,
+    weight: SupportsDLPack,
     *,
     group_size: int = 64,
     rule: str = "best2",
-    smooth: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    smooth: SupportsDLPack | None = None,
+    bias: SupportsDLPack | None = None,
 ) -> QuantizedWeight:
     """Round to nearest at both levels, on the weight's device.
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import weights
+from terrazzo.ops import dlpack, weights
 from terrazzo.ops.w4a8 import reference
 from terrazzo.ops.w4a8.quantizer import quantize_weight
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 MOST_STEPS = 1024
 """Of a search: each quantizes the weight once."""
@@ -44,9 +45,10 @@ class SmoothSearch:
     plain_error: float
 
 
+@dlpack.accepting
 def search_smooth(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: SupportsDLPack,
+    weight: SupportsDLPack,
     *,
     group_size: int = 64,
     rule: str = "best2",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, launching, weights
+from terrazzo.ops import derived, dlpack, launching, weights
 from terrazzo.ops.lasting import lasting
 from terrazzo.ops.w4ax import quantize_blocks as program
 from terrazzo.ops.w4ax.fmpq import BLOCK
@@ -20,6 +20,7 @@ from terrazzo.schedules import w4ax as schedules
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 DTYPES = ("float16", "bfloat16")
 
@@ -157,13 +158,13 @@ def plan(
 
 
 def quantize_activations(
-    x: torch.Tensor,
+    x: SupportsDLPack,
     w: PackedWeight,
     *,
-    rms_weight: torch.Tensor | None = None,
+    rms_weight: SupportsDLPack | None = None,
     eps: float = 1e-6,
     granularity: str | None = None,
-    static_scales: torch.Tensor | None = None,
+    static_scales: SupportsDLPack | None = None,
 ) -> QuantizedActivations:
     """Quantize activations for a weight, and for every weight of the same plan, on the current stream, in one kernel.
 
@@ -190,6 +191,8 @@ def quantize_activations(
     if not isinstance(w, PackedWeight):
         raise launching.not_packed(w, "w4ax")
     if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:
+        if dlpack.is_foreign(x):
+            return dlpack.call(quantize_activations, locals())
         launching.check_tensor(x, "x", f"[..., {w.k}]")
         if launching.is_traced(x):
             from terrazzo.ops.w4ax import torch_op
@@ -282,7 +285,7 @@ def _prepare(key: tuple, x: torch.Tensor, w: PackedWeight) -> tuple:
         m, w.k, w.blocks8, dtype=dtype, permuted=not in_order, norm=not no_norm, granularity=granularity,
         wide=not w.native, target=target, device=device,
     )  # fmt: skip
-    kernel = launching.warm_kernel(request, m, "w4ax.quantize_activations")
+    kernel = launching.warm_kernel(request, m, "w4ax.quantize_activations", x.device)
     found = _kernels[key] = (kernel, stand_ins(x.device))
     return found
 

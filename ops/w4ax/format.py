@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import weights
+from terrazzo.ops import dlpack, weights
 from terrazzo.ops.w4ax.fmpq import BLOCK, check_permutation
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.layouts.units import UnitLayout
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 LAYOUT, LAYOUT4 = "w4a8_wgmma", "w4a4_mma"
 """Of blocks that are converted to bytes, and of blocks that native s4 takes as they are."""
@@ -69,16 +70,17 @@ class QuantizedWeight:
     channel_scales: torch.Tensor | None = None
 
     @classmethod
+    @dlpack.accepting
     def canonical(
         cls,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
+        codes: SupportsDLPack,
+        scales: SupportsDLPack,
         *,
         k: int | None = None,
         blocks8: int = 0,
-        permutation: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        channel_scales: torch.Tensor | None = None,
+        permutation: SupportsDLPack | None = None,
+        bias: SupportsDLPack | None = None,
+        channel_scales: SupportsDLPack | None = None,
     ) -> QuantizedWeight:
         """Check shapes, dtypes and values; see the attributes. `k` None takes Kp.
 

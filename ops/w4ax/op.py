@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError, CaptureError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, launching
+from terrazzo.ops import derived, dlpack, launching
 from terrazzo.ops.lasting import lasting
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.w4ax import activations, problem
@@ -27,6 +27,7 @@ from terrazzo.schedules.w4ax_space import W4Ax
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.dlpack import Array, SupportsDLPack
 
 _PROGRAMS = {
     "small_batch": small_batch_program,
@@ -170,13 +171,13 @@ def weight_requests(
 
 
 def gemm(
-    x: torch.Tensor | QuantizedActivations,
+    x: Array | QuantizedActivations,
     w: PackedWeight,
     *,
-    bias: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
+    bias: SupportsDLPack | None = None,
+    out: SupportsDLPack | None = None,
     out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Array:
     """y[..., N] = x[..., K] w[N, K]^T + bias, on the current stream; the same bits in every run.
 
     On sm_90a both kinds of blocks run on int8 tensor cores: the result is that of INT4 and INT8 blocks, the speed that
@@ -189,6 +190,8 @@ def gemm(
         bias: float [N]; added in float32.
         out: contiguous [..., N] of the output dtype, written and returned; no memory of x. M = 0 writes nothing.
         out_dtype: torch.float16, torch.bfloat16 or torch.float32. None takes x's dtype, or float16.
+
+    x, bias and out may be arrays of another library (ops/dlpack.py); the result is then one of x's library, or out.
 
     Works under torch.compile(fullgraph=True) and, once each M was called, in CUDA graph capture. Calls on different
     streams use different workspaces; two graphs captured on one stream must not be replayed at the same time, nor one
@@ -207,6 +210,8 @@ def gemm(
         raise launching.not_packed(w, "w4ax")
     held = x.q8 if isinstance(x, QuantizedActivations) else x
     if torch.compiler.is_compiling() or type(held) is not torch.Tensor or held.layout is not torch.strided:
+        if dlpack.is_foreign(held):
+            return dlpack.call(gemm, locals())
         launching.check_tensor(held, "x", f"[..., {w.k}], or QuantizedActivations of w4ax")
         if launching.is_traced(held):
             from terrazzo.ops.w4ax import torch_op
@@ -336,7 +341,7 @@ def _work_lists(listed: Any, gemm: Any, target: Target, m: int, ctas: int, devic
     key = (listed, gemm, target, m, ctas, device)
     if key in _lists:
         return _lists[key]
-    if not launching.may_keep():
+    if not launching.may_keep(device):
         raise CaptureError(f"w4ax.gemm never ran with M = {m}; call it once before the capture")
     made = schedules.work_plan(listed, gemm, target, m, ctas)
     items, first, _ = schedules.work_list(made, -(-m // listed.block_tokens))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import weights
+from terrazzo.ops import dlpack, weights
 from terrazzo.ops.w4a8.quantizer import divide, row_chunks
 from terrazzo.ops.w4ax.fmpq import BLOCK, BlockPlan
 from terrazzo.ops.w4ax.format import LARGEST_MULTIPLIER, SCALES, PackedWeight, QuantizedWeight, pack
@@ -17,6 +17,7 @@ from terrazzo.ops.w4ax.format import LARGEST_MULTIPLIER, SCALES, PackedWeight, Q
 if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.dlpack import SupportsDLPack
 
 QMAX = 7
 """Largest code that the quantizer makes; the format stores -8 too."""
@@ -24,13 +25,14 @@ CLIP_STEPS = 16
 SMALLEST_CLIP = 0.6
 
 
+@dlpack.accepting
 def quantize(
-    weight: torch.Tensor,
+    weight: SupportsDLPack,
     plan: BlockPlan,
     *,
-    importance: torch.Tensor | None = None,
+    importance: SupportsDLPack | None = None,
     folded: bool = False,
-    bias: torch.Tensor | None = None,
+    bias: SupportsDLPack | None = None,
     scales: str = SCALES[0],
     target: Target | str | None = None,
 ) -> PackedWeight:
@@ -39,15 +41,16 @@ def quantize(
     return pack(made, target=target)
 
 
+@dlpack.accepting
 def quantize_weight(
-    weight: torch.Tensor,
+    weight: SupportsDLPack,
     plan: BlockPlan,
     *,
-    importance: torch.Tensor | None = None,
+    importance: SupportsDLPack | None = None,
     clip_steps: int = CLIP_STEPS,
     smallest_clip: float = SMALLEST_CLIP,
     folded: bool = False,
-    bias: torch.Tensor | None = None,
+    bias: SupportsDLPack | None = None,
     scales: str = SCALES[0],
 ) -> QuantizedWeight:
     """Round to nearest, symmetric, with a searched clipping of each block of a row, on the weight's device.

@@ -170,11 +170,11 @@ def test_multiples_live_as_long_as_the_process():
 
 def test_what_a_graph_makes_serves_no_other_call(monkeypatch):
     device = torch.device("cpu")
-    monkeypatch.setattr(launching, "may_keep", lambda: False)
+    monkeypatch.setattr(launching, "may_keep", lambda device: False)
     assert launch.multiples(3, 11, device).tolist() == [0, 11, 22] and not launch._multiples[device, 11]
-    monkeypatch.setattr(launching, "may_keep", lambda: True)
+    monkeypatch.setattr(launching, "may_keep", lambda device: True)
     kept = launch.multiples(3, 11, device).data_ptr()
-    monkeypatch.setattr(launching, "may_keep", lambda: False)
+    monkeypatch.setattr(launching, "may_keep", lambda device: False)
     assert launch.multiples(3, 11, device).data_ptr() == kept
 
 

@@ -32,9 +32,11 @@ def weights():
 @pytest.mark.parametrize("name", GEMMS)
 def test_what_is_no_activation_or_no_weight(name, weights):
     gemm, w = GEMMS[name], weights[name]
-    for bad in (None, [[1.0] * K], X.numpy()):
+    for bad in (None, [[1.0] * K]):
         with pytest.raises(ArgumentError, match="x = .*must be a torch tensor"):
             gemm(bad, w)
+    with pytest.raises(ArgumentError, match="x = 'cpu': must be on a CUDA device"):  # an array does for a tensor
+        gemm(X.numpy(), w)
     for bad in (None, X, w.unpack(), w4a16.GroupedWeight.stack([weights["w4a16"]] * 2)):
         with pytest.raises(ArgumentError, match="w = .*must be a PackedWeight of"):
             gemm(X, bad)

@@ -151,7 +151,7 @@ def test_vectors_that_are_new_in_every_call_are_not_kept_for_ever():
 
 def test_nothing_made_in_a_capture_is_kept(monkeypatch):
     norm = torch.rand(32)
-    monkeypatch.setattr(launching, "may_keep", lambda: False)
+    monkeypatch.setattr(launching, "may_keep", lambda device: False)
     first = activations._gain(None, norm, 32, CPU)
     assert activations._gain(None, norm, 32, CPU) is not first and not getattr(norm, "_terrazzo_derived", None)
 
@@ -188,7 +188,7 @@ def test_work_lists_outlive_tuned_records(monkeypatch):
     assert [it.dtype for it in lists] == [torch.int32] * 2 and lists[1][-1] == len(lists[0])
     records.changed()
     assert mixed_op._work_lists(*asked) is lists
-    monkeypatch.setattr(launching, "may_keep", lambda: False)
+    monkeypatch.setattr(launching, "may_keep", lambda device: False)
     assert mixed_op._work_lists(*asked) is lists  # whatever stream is captured
     with pytest.raises(CaptureError, match="call it once before the capture"):
         mixed_op._work_lists(*asked[:3], 99, *asked[4:])
