@@ -168,7 +168,43 @@ def load_bundle(
             made for another target, terrazzo, machine or layout, or from other sources than this installation would
             build its kernels from.
     """
-    path, installed, trusted = _folder(path), _names(layouts), _trusted(owner)
+    installed, (bundle, kernels) = _names(layouts), _verified(path, owner)
+    path, made_for = bundle.path, bundle.target
+    wanted = _wanted_target(target)
+    if wanted is not None and made_for.arch != wanted.arch:
+        raise BundleError(
+            f"bundle {path} is for {made_for.arch}, wanted is {wanted.arch} ({wanted.name}); "
+            f"compile one for {wanted.arch}"
+        )
+    for name, identity in bundle.layouts.items():
+        own = installed.get(name, identity)
+        if own != identity:
+            raise BundleError(
+                f"bundle {path} reads layout {name} = {identity}, this installation packs {own}; make it again"
+            )
+    _check_driver(path, bundle.driver)
+    _check_sources(path, kernels)
+    register_bundled(kernels, path if strict else None)
+    return bundle
+
+
+def read_bundle(path: str | os.PathLike[str], owner: int | str | None = None) -> Bundle:
+    """Verify a bundle and say what it holds, whatever it was made for; nothing is loaded and no driver is asked.
+
+    Args:
+        path, owner: see `load_bundle`.
+
+    Raises:
+        ArgumentError: no path, or an owner that is no user.
+        BundleError: the bundle is incomplete or altered, may hold another user's code, or was made by another version
+            of terrazzo.
+    """
+    return _verified(path, owner)[0]
+
+
+def _verified(path: str | os.PathLike[str], owner: int | str | None) -> tuple[Bundle, dict[str, BundledKernel]]:
+    """A bundle of which every byte was verified, and its kernels by identity."""
+    path, trusted = _folder(path), _trusted(owner)
     try:
         with folders.Folder(path, trusted) as folder:
             made_for, reads, kernels, reports, driver = _read(path, folder)
@@ -180,22 +216,7 @@ def load_bundle(
         ) from error
     except ValueError as error:
         raise BundleError(f"bundle {path} cannot be trusted: {error}; {_AGAIN}") from error
-    wanted = _wanted_target(target)
-    if wanted is not None and made_for.arch != wanted.arch:
-        raise BundleError(
-            f"bundle {path} is for {made_for.arch}, wanted is {wanted.arch} ({wanted.name}); "
-            f"compile one for {wanted.arch}"
-        )
-    for name, identity in reads.items():
-        own = installed.get(name, identity)
-        if own != identity:
-            raise BundleError(
-                f"bundle {path} reads layout {name} = {identity}, this installation packs {own}; make it again"
-            )
-    _check_driver(path, driver)
-    _check_sources(path, kernels)
-    register_bundled(kernels, path if strict else None)
-    return Bundle(path, made_for, reads, tuple(reports), reports, driver)
+    return Bundle(path, made_for, reads, tuple(reports), reports, driver), kernels
 
 
 def _read(

@@ -331,6 +331,14 @@ def clear() -> dict[str, int]:
     return {"entries": removed, "bytes": freed}
 
 
+def sweep() -> None:
+    """Remove what killed builds left; those in progress are left alone."""
+    with contextlib.suppress(CacheError, OSError):
+        building = _existing(VERSION, "building")
+        if building is not None:
+            folders.sweep(building, _KEY)
+
+
 def verify() -> list[dict[str, Any]]:
     """Check every entry: one dict for each with key, ok and problem ("" if ok). Damaged entries go to quarantine/.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from terrazzo.lowering import cache
 from terrazzo.lowering.compilers import compiler_report
+from terrazzo.lowering.driver import device_properties, open_driver
 from terrazzo.lowering.errors import CacheError, TargetError
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import (
@@ -17,6 +18,7 @@ from terrazzo.lowering.toolchain import (
     find_host_compiler,
     find_nvcc,
     installed,
+    package_folder,
     package_version,
 )
 
@@ -82,20 +84,17 @@ def environment_report() -> dict[str, Any]:
 
 
 def _devices() -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """torch's versions, and the CUDA devices it sees."""
+    """torch's versions, and the CUDA devices that it would see. torch is not imported: that takes seconds."""
     if package_version("torch") is None:
         return None, []
-    import torch
-
-    versions = {"version": torch.__version__, "cuda": torch.version.cuda}
-    if not torch.cuda.is_available():
+    versions = {"version": package_version("torch"), "cuda": _torch_cuda()}
+    if versions["cuda"] is None:
         return versions, []
     devices = []
-    for index in range(torch.cuda.device_count()):
-        seen = torch.cuda.get_device_properties(index)
+    for index, seen in enumerate(device_properties() or ()):
         device = {"index": index, "name": seen.name, "memory_bytes": seen.total_memory, "target": None, "problem": ""}
         try:
-            target = Target.detect(index)
+            target = Target.of_properties(seen)
             device |= {"target": target.arch, "sms": target.sms, "l2_bytes": target.l2_bytes}
         except TargetError as error:
             device["problem"] = str(error)
@@ -103,15 +102,23 @@ def _devices() -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     return versions, devices
 
 
+def _torch_cuda() -> str | None:
+    """The CUDA version that torch was built for, None for a CPU build."""
+    folder = package_folder("torch")
+    text = (folder / "version.py").read_text(errors="replace") if folder and (folder / "version.py").is_file() else ""
+    found = re.search(r"^cuda(?::[^=\n]*)?\s*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return found and found.group(1)
+
+
 def driver_version() -> str | None:
     """CUDA version that the installed driver supports, for example "13.0"; None without a driver."""
     import ctypes
 
-    number = ctypes.c_int()
+    number, driver = ctypes.c_int(), open_driver()
     try:
-        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)):
+        if driver is None or driver.cuDriverGetVersion(ctypes.byref(number)):
             return None
-    except (OSError, AttributeError):
+    except AttributeError:
         return None
     return f"{number.value // 1000}.{number.value % 1000 // 10}"
 

@@ -105,7 +105,17 @@ class Target:
             raise TargetError(
                 "target", device, "no CUDA device can be seen to detect a target from", "name one, " + _choices()
             )
-        seen = torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device)
+        return Target.of_properties(
+            torch.cuda.get_device_properties(torch.cuda.current_device() if device is None else device)
+        )
+
+    @staticmethod
+    def of_properties(seen: Any) -> Target:
+        """The Target of a device by its properties, of `torch.cuda.get_device_properties` or `DeviceProperties`.
+
+        Raises:
+            TargetError: a device of an unsupported architecture.
+        """
         arch = f"sm_{seen.major}{seen.minor}" + ("a" if seen.major == 9 else "")
         if arch not in CAPABILITIES:
             raise _unsupported(f"{seen.name} ({arch})")

@@ -66,6 +66,7 @@ class WorkerProcess:
         self.process: subprocess.Popen | None = None
         self.busy = False
         self.noise = tempfile.TemporaryFile()  # the process's stderr; its end is shown if the process dies
+        self.scratch: tempfile.TemporaryDirectory | None = None  # of it, nvcc and g++: killed, they leave files
 
     def compile(self, request: KernelRequest, deadline: float = DEADLINE_S) -> Path | TerrazzoError:
         """Folder of the kernel in the cache, or what went wrong. OSError or ValueError: the process cannot be asked."""
@@ -98,6 +99,9 @@ class WorkerProcess:
             command, environment = [self.python, "-c", compilers.START + _SERVE], compilers.clean_environment()
         # a relative cache is this process's, which may have changed its folder since
         environment |= {"TERRAZZO_CACHE_DIR": str(cache_root()), "CUDA_VISIBLE_DEVICES": ""}
+        with contextlib.suppress(OSError):  # the process says better what is wrong with the usual folder
+            self.scratch = tempfile.TemporaryDirectory(prefix="terrazzo-", ignore_cleanup_errors=True)
+            environment["TMPDIR"] = self.scratch.name
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -119,6 +123,8 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            if self.scratch is not None:
+                self.scratch.cleanup()
             process.stdout.close()
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()

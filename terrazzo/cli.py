@@ -1,6 +1,6 @@
 """The `terrazzo` command.
 
-    terrazzo info | ops | layout | compile | cache list|clear|verify | tune | demo | bench
+    terrazzo info | ops | layout | compile | cache list|clear|verify | config compiler | tune | demo | bench
 
 Exit codes: 0 done, 1 something that was asked for failed (a kernel that does not compile, a damaged cache entry), 2 bad
 input, with one line on stderr that says what is wrong and what to do.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from terrazzo import __version__
 from terrazzo.command_line import Group
 from terrazzo.commands_cache import cache_group
 from terrazzo.commands_compile import compile_command
+from terrazzo.commands_config import config_group
 from terrazzo.commands_info import info, layout, ops
 from terrazzo.commands_run import bench, demo
 from terrazzo.commands_tune import tune_group
@@ -30,7 +32,7 @@ def terrazzo() -> None:
     """Mixed-precision operators for LLM inference, with layouts derived from tensor-core fragments."""
 
 
-for _command in (info, ops, layout, compile_command, cache_group, tune_group, demo, bench):
+for _command in (info, ops, layout, compile_command, cache_group, config_group, tune_group, demo, bench):
     terrazzo.add_command(_command)
 
 
@@ -48,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    with contextlib.suppress(ValueError):  # only the main thread may
+        signal.signal(signal.SIGTERM, _stop)
     if any("\0" in word for word in argv):
         return _refuse("an argument has a zero byte in it, which no name or number has; leave it out")
     try:
@@ -62,12 +66,19 @@ def _run(argv: list[str]) -> int:
         return _refuse(error.format_message())
     except TerrazzoError as error:
         return _refuse(str(error))
+    except UnicodeEncodeError as error:
+        return _refuse(f"{error.object!r} is no text, which a name of a GPU or a format must be; write it again")
     except BrokenPipeError:
         raise
     except OSError as error:  # a file or folder that cannot be read or written
         named = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         return _refuse(f"{named}{error.strerror or error}; name another file or folder")
     return code if isinstance(code, int) else 0  # click hands over the code of an Exit
+
+
+def _stop(*_: object) -> None:
+    """SIGTERM ends a command as Ctrl-C does: what it began is removed."""
+    raise KeyboardInterrupt
 
 
 def _open_streams() -> None:

@@ -164,6 +164,45 @@ class Targets(TargetName):
         return tuple(super(Targets, self).convert(name, param, ctx) for name in named)
 
 
+class Dtype(click.ParamType):
+    """f16, bf16 (f32 for scales), or the long names."""
+
+    name = "dtype"
+
+    def __init__(self, *allowed: str) -> None:
+        self.allowed = {short: _DTYPES[short] for short in allowed}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        known = {**self.allowed, **{name: name for name in self.allowed.values()}}
+        if value not in known:
+            self.fail(f"{brief(value)} is no dtype here: use {' or '.join(self.allowed)}", param, ctx)
+        return known[value]
+
+
+class Formats(click.ParamType):
+    """Formats of keys and values, int4/int4; "none" becomes NO_CACHE."""
+
+    name = "KEYS/VALUES"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        from terrazzo.ops.attention.format import FORMATS
+
+        if value == "none":
+            return NO_CACHE
+        first, slash, second = value.partition("/")
+        if not (first and slash and second):
+            self.fail(f"{brief(value)}: write two formats with a slash between, as int4/int4, or none", param, ctx)
+        for part in (first, second):
+            if part not in FORMATS:
+                hint = did_you_mean(part, FORMATS)
+                self.fail(f"{brief(part)} is no format of keys or values: {hint}see `terrazzo ops`", param, ctx)
+        return first, second
+
+
+NO_CACHE = ("", "")
+_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+
+
 class Choice(click.ParamType):
     """One of some names that are looked up when an argument is read."""
 

@@ -1,148 +1,114 @@
-"""`terrazzo compile`: kernels without a GPU, ahead of time."""
+"""`terrazzo compile`: kernels without a GPU, ahead of time, of single weights or of everything that a model needs."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from terrazzo.building import compile_with_progress, describe, print_kernels
-from terrazzo.command_line import DEQUANTIZATION, MODEL, NUMERICS, OPERATOR, Command, Counts, Shape, TargetName
-from terrazzo.console import check_writable, json_option, print_json, size
+from terrazzo.building import Build, describe, print_kernels, print_summary
+from terrazzo.command_line import (
+    DEQUANTIZATION,
+    MODEL,
+    NO_CACHE,
+    NUMERICS,
+    OPERATOR,
+    Command,
+    Counts,
+    Dtype,
+    Formats,
+    Shape,
+    TargetName,
+)
+from terrazzo.console import check_writable, json_option, print_json, print_table, size
 from terrazzo.lowering.errors import BundleError, CompileError
 
-_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+if TYPE_CHECKING:
+    from terrazzo.lowering.request import KernelRequest
+    from terrazzo.lowering.targets import Target
 
-
-class _Dtype(click.ParamType):
-    """f16, bf16 (f32 for scales), or the long names."""
-
-    name = "dtype"
-
-    def __init__(self, *allowed: str) -> None:
-        self.allowed = {short: _DTYPES[short] for short in allowed}
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        known = {**self.allowed, **{name: name for name in self.allowed.values()}}
-        if value not in known:
-            self.fail(f"{value!r} is no dtype here: use {' or '.join(self.allowed)}", param, ctx)
-        return known[value]
+_FOLDER = click.Path(exists=True, path_type=Path)
 
 
 @click.command("compile", cls=Command)
-@click.option("--op", type=OPERATOR, default="w4a16", show_default=True, help="Operator; `terrazzo ops` lists them.")
-@click.option("--shape", "shapes", type=Shape(), multiple=True, help="Weight [N, K] as 28672x4096; may be repeated.")
-@click.option(
-    "--model",
-    "models",
-    type=MODEL,
-    multiple=True,
-    help="All layers of a model, for example llama-3-8b; may be repeated.",
-)
+@click.argument("folders", type=_FOLDER, nargs=-1, metavar="[FOLDER]...")
+@click.option("--model", "models", type=MODEL, multiple=True, help="The same of a model by its name; may be repeated.")
+@click.option("--shape", "shapes", type=Shape(), multiple=True, help="A weight [N, K], as 28672x4096; may be repeated.")
+@click.option("--op", type=OPERATOR, help="Only this operator. Default: the checkpoint's and attention, else w4a16.")
+@click.option("--target", type=TargetName(), required=True, help="sm_80, sm_86, sm_89, sm_90a or nvidia/...")
+@click.option("--tensor-parallel", type=click.IntRange(1, 1024), default=1, show_default=True, help="Ranks.")
+@click.option("--max-tokens", type=click.IntRange(1, 1 << 24), help="Of one step, at most. Default: any number.")
+@click.option("--kv", type=Formats(), multiple=True, help="Keys/values as int4/int4, or none; may be repeated.")
 @click.option("--m", "ms", type=Counts(), help="Numbers of tokens to serve, 1,16,256. Default: every M.")
-@click.option("--dtype", type=_Dtype("f16", "bf16"), default="f16", show_default=True, help="Activations and output.")
+@click.option("--dtype", type=Dtype("f16", "bf16"), help="Activations and output. Default: the checkpoint's, else f16.")
 @click.option("--group", help="Input channels for each scale; K for one group. Default: 128, for w4a8 on int8 64.")
 @click.option("--symmetric/--asymmetric", default=False, help="Without or with (default) zero points.")
-@click.option("--scale-dtype", type=_Dtype("f16", "bf16", "f32"), help="Default: as the activations.")
+@click.option("--scale-dtype", type=Dtype("f16", "bf16", "f32"), help="Default: as the activations.")
 @click.option("--numerics", type=NUMERICS, default="auto", show_default=True, help="w4a16: auto, exact, fused or post.")
-@click.option(
-    "--dequantization",
-    type=DEQUANTIZATION,
-    default="auto",
-    show_default=True,
-    help="w4a8: auto, xor, unsigned or e4m3.",
-)
-@click.option("--kv", multiple=True, help="attention: formats of keys/values as int4/int4; may be repeated.")
-@click.option("--heads", default="32/8", show_default=True, help="attention: query/kv heads of a layer.")
-@click.option("--head-dim", default=128, show_default=True, help="attention: 64, 128 or 256.")
-@click.option("--q-len", default=1, show_default=True, help="attention: new tokens of a step, 1..8.")
-@click.option("--page", default=128, show_default=True, help="attention: tokens of a page; 0 for contiguous caches.")
-@click.option("--prefill", is_flag=True, help="attention: the kernels of prefill too.")
-@click.option(
-    "--target",
-    type=TargetName(),
-    required=True,
-    help="sm_80, sm_86, sm_89, sm_90a or a TVM tag such as nvidia/nvidia-h100.",
-)
+@click.option("--dequantization", type=DEQUANTIZATION, default="auto", show_default=True, help="w4a8: e4m3 or another.")
+@click.option("--q-len", "q_lens", type=Counts(), default="1", show_default=True, help="New tokens of a step, 1..8.")
+@click.option("--page", default=128, show_default=True, help="Tokens of a page of the cache; 0 for contiguous ones.")
+@click.option("--heads", default="32/8", show_default=True, help="--op attention: query/kv heads of a layer.")
+@click.option("--head-dim", default=128, show_default=True, help="--op attention: 64, 128 or 256.")
+@click.option("--prefill", is_flag=True, help="--op attention: the kernels of prefill too.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a bundle to this folder.")
 @click.option("--replace", is_flag=True, help="Replace a bundle that is there.")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes. Default: one for each CPU.")
+@click.option("--dry-run", is_flag=True, help="Only what would be compiled, and about how long it takes.")
 @json_option
 def compile_command(
-    op: str,
-    shapes: tuple[tuple[int, int], ...],
+    folders: tuple[Path, ...],
     models: tuple[str, ...],
-    ms: tuple[int, ...] | None,
-    dtype: str,
-    group: str | None,
-    symmetric: bool,
-    scale_dtype: str | None,
-    numerics: str,
-    dequantization: str,
-    kv: tuple[str, ...],
-    heads: str,
-    head_dim: int,
-    q_len: int,
-    page: int,
-    prefill: bool,
+    shapes: tuple[tuple[int, int], ...],
     target: str,
     output: Path | None,
     replace: bool,
     workers: int | None,
+    dry_run: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
-    """Compile kernels without a GPU and report what the compiler made of them."""
+    """Compile kernels without a GPU and report what the compiler made of them.
+
+    FOLDER is a Hugging Face folder: everything that serving it needs is compiled, with the dtypes and zero points that
+    its layers have. Each linear layer by itself and as engines join them (qkv, gate_up, experts), the quantizers of
+    activations, decode, prefill and append, for every number of tokens. A folder without files of weights is read by
+    its config.json alone.
+    """
     from terrazzo.lowering.targets import Target
-    from terrazzo.ops.registry import rows as registered
 
-    arch = Target.parse(target)
-    registered(op, arch.arch)
-    _refuse_foreign(op)
-    problems = {**dict.fromkeys(shapes), **dict.fromkeys(_model_shapes(models))}
-    if op == "attention" and (problems or not kv):
-        raise click.UsageError("attention takes no --shape and no --model, but --kv KEYS/VALUES")
-    if not problems and op != "attention":
-        raise click.UsageError("nothing to compile: name a --shape NxK or a --model")
-    if output is not None and output.exists():
-        from terrazzo.lowering.cache import MANIFEST
-
-        if not replace:
-            raise BundleError(f"{output} exists already; remove it, choose another folder or give --replace")
-        if not (output / MANIFEST).is_file():
-            raise BundleError(f"{output} is no bundle, so --replace leaves it alone; choose another folder")
-    check_writable("--output", output)
-    facts = {"m": ms, "dtype": dtype, "target": arch, "symmetric": symmetric, "scale_dtype": scale_dtype or dtype}
-    facts |= {"numerics": numerics, "dequantization": dequantization}
-    group = ("64" if op == "w4a8" and dequantization != "e4m3" else "128") if group is None else group
-    requests = []
-    for formats in kv if op == "attention" else ():
-        sizes = {"head_dim": head_dim, "q_len": q_len, "page": page, "dtype": dtype, "target": arch, "prefill": prefill}
-        requests += _requests(op)(*_pair("--kv", formats), **_heads(heads), **sizes)
-    for n, k in problems:
-        requests += _requests(op)(n, k, group_size=_group(group, k), **_accepted(op, facts))
-    _say_where_one_group_is(op, group, problems)
-    requests = list(dict.fromkeys(requests))
-    outcomes = compile_with_progress(requests, workers)
+    at, wanted = Target.parse(target), _Wanted()
+    _check_options(options, bool(folders or models), bool(shapes))
+    check_output(output, replace)
+    for source in (*folders, *models):
+        _add_model(wanted, source, at, options)
+    if shapes or (options["op"] == "attention" and not (folders or models)):
+        _add_named(wanted, shapes, at, options)
+    requests = list(wanted.requests)
+    if not requests:
+        raise click.UsageError("nothing to compile: every part was left out, " + "; ".join(wanted.skipped.values()))
+    if dry_run:
+        return _show_dry_run(wanted, at, workers, as_json)
+    build = Build(requests, workers)
+    outcomes = build.run()
     kernels = [describe(request, outcome) for request, outcome in zip(requests, outcomes)]
     failed = [outcome for outcome in outcomes if isinstance(outcome, CompileError)]
     bundle = None
     if output is not None and not failed:
-        from terrazzo.layouts.instances import get_instance
         from terrazzo.lowering.bundle import write_bundle
 
-        layouts = _cache_layouts(kv, head_dim) if op == "attention" else {
-            name: get_instance(name).identity for name in _layouts(op, dequantization)
-        }  # fmt: skip
-        bundle = write_bundle(output, requests, layouts=layouts, replace=replace)
+        bundle = write_bundle(output, requests, layouts=wanted.layouts, replace=replace)
     if as_json:
-        print_json({"target": arch.arch, "bundle": bundle and str(bundle), "kernels": kernels})
+        facts = {"target": at.arch, "bundle": bundle and str(bundle), "skipped": wanted.skipped, **build.facts()}
+        print_json(facts | {"kernels": kernels})
     else:
-        print_kernels(kernels)
+        (print_summary if wanted.models else print_kernels)(kernels)
+        _print_skipped(wanted)
         if bundle is not None:
             bytes_ = sum(path.stat().st_size for path in bundle.rglob("*") if path.is_file())
-            click.echo(f"\n{bundle}: bundle of {len(requests)} kernels for {arch.arch}, {size(bytes_)}")
+            click.echo(f"\n{bundle}: bundle of {len(requests)} kernels for {at.arch}, {size(bytes_)}")
     if failed:
         for error in failed:
             click.echo(f"terrazzo: {error}", err=True)
@@ -151,48 +117,139 @@ def compile_command(
         raise click.exceptions.Exit(1)
 
 
-def _model_shapes(models: tuple[str, ...]) -> list[tuple[int, int]]:
-    from terrazzo.schedules.models import shapes
+class _Wanted:
+    """What a command line asks for.
 
-    return list(shapes(models))
+    Attributes:
+        requests: kernels, each once. layouts: name -> identity of what they read.
+        models: names. kinds: rows of the table of layers. skipped: layer -> why it has no kernels.
+    """
 
-
-def _say_where_one_group_is(op: str, group: str, problems: Iterable[tuple[int, int]]) -> None:
-    """A group that is longer than a weight's rows is all of them: the kernels are those of --group K."""
-    for n, k in problems if op == "w4a16" and group.isdecimal() else ():
-        if k < int(group[:9]):
-            click.echo(
-                f"terrazzo: {n}x{k}: K is below the group of {group}, so its kernels have one group of K", err=True
-            )
-
-
-def _group(text: str, k: int) -> int:
-    if text.upper() == "K" or text == "-1":
-        return k
-    if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
-        raise click.BadParameter(f"{text!r} is no group size: use 32, 64, 128 or K", param_hint="--group")
-    return int(text)
+    def __init__(self) -> None:
+        self.requests: dict[KernelRequest, None] = {}
+        self.layouts: dict[str, str] = {}
+        self.models: list[str] = []
+        self.kinds: list[tuple[Any, ...]] = []
+        self.skipped: dict[str, str] = {}
 
 
-def _pair(option: str, text: str) -> tuple[str, str]:
-    first, slash, second = text.partition("/")
-    if not (first and slash and second):
-        raise click.BadParameter(f"{text!r}: write two of them, with a slash between", param_hint=option)
-    return first, second
+_LINEAR = {"symmetric", "scale_dtype", "group", "numerics", "dequantization", "ms"}
+_CACHE = {"kv", "q_lens", "page"}
+_BY_HAND = {"heads", "head_dim", "prefill"}
+"""Options of attention that a model's config states."""
+_WHOLE = {"tensor_parallel", "max_tokens"}
+_STATED = {"symmetric", "scale_dtype", "group"}
+"""Options that a checkpoint of 4-bit layers states."""
 
 
-def _heads(text: str) -> dict[str, int]:
-    parts = _pair("--heads", text)
-    if not all(re.fullmatch(r"\d{1,9}", part, re.ASCII) for part in parts):
-        raise click.BadParameter(f"{text!r}: write query/kv heads, as 32/8", param_hint="--heads")
-    return dict(zip(("heads", "kv_heads"), map(int, parts)))
+def _check_options(options: dict[str, Any], whole: bool, shapes: bool) -> None:
+    """An option that was given and does not change what is compiled is an error, never passed over."""
+    op = options["op"]
+    if op == "attention":
+        if shapes or (not whole and not options["kv"]):
+            raise click.UsageError("attention takes no --shape, but --kv KEYS/VALUES")
+    elif not shapes and not whole:
+        raise click.UsageError("nothing to compile: name a FOLDER, a --model or a --shape NxK")
+    linear = op or "w4a16"
+    foreign = set(_LINEAR) if linear == "attention" else (_LINEAR & _OPTIONS) - _parameters(linear)
+    foreign |= set() if linear == "attention" and not whole else _BY_HAND
+    foreign |= set() if whole else _WHOLE
+    foreign |= set() if whole or linear == "attention" else _CACHE
+    for parameter in _given():
+        if parameter.name in foreign:
+            what = "a whole model" if whole and parameter.name in _BY_HAND else linear
+            raise click.UsageError(f"{parameter.opts[0]} is no option of {what}")
+    if options["ms"] and options["max_tokens"]:
+        raise click.UsageError("--m and --max-tokens both say how many tokens there are; give one")
 
 
-def _cache_layouts(kv: tuple[str, ...], head_dim: int) -> dict[str, str]:
-    """Names and identities of the packed forms of some pairs of KV formats."""
-    from terrazzo.ops.attention import CacheLayout
+def _given() -> list[click.Parameter]:
+    """Options that stand on the command line."""
+    context = click.get_current_context()
+    source = click.core.ParameterSource.COMMANDLINE
+    return [it for it in context.command.params if context.get_parameter_source(it.name) is source]
 
-    return {f"kv.{formats}.d{head_dim}": CacheLayout(*_pair("--kv", formats), head_dim).identity for formats in kv}
+
+def check_output(output: Path | None, replace: bool) -> None:
+    """Refuse, before anything is compiled, a folder that a bundle cannot be written to."""
+    if output is not None and output.exists():
+        from terrazzo.lowering.cache import MANIFEST
+
+        if not replace:
+            raise BundleError(f"{output} exists already; remove it, choose another folder or give --replace")
+        if not (output / MANIFEST).is_file():
+            raise BundleError(f"{output} is no bundle, so --replace leaves it alone; choose another folder")
+    check_writable("--output", output)
+
+
+def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: dict[str, Any]) -> None:
+    """Everything of a Hugging Face folder, or of a model of the table."""
+    from terrazzo.ops import model_requests
+
+    op, dequantization = options["op"], options["dequantization"]
+    linear = op != "attention"
+    operator = op if linear else None
+    operator = "w4a8_fp8" if dequantization == "e4m3" and operator in (None, "w4a8") else operator
+    group = _group(_usual_group(op, dequantization) if options["group"] is None else options["group"], 0)
+    forms = (options["symmetric"], options["scale_dtype"], options["dtype"])
+    weights = model_requests.Weights(group, *forms, operator)
+    model = (model_requests.of_folder if isinstance(source, Path) else model_requests.of_name)(source, weights)
+    if model.stored:
+        _check_stored(source)
+    kv = options["kv"] or (((model.dtype, model.dtype),) if op in (None, "attention") else ())
+    serving = model_requests.Serving(
+        at, model.dtype, linear, tuple(it for it in kv if it != NO_CACHE), options["max_tokens"], options["ms"],
+        options["tensor_parallel"], options["q_lens"], options["page"], dequantization, options["numerics"],
+    )  # fmt: skip
+    plan = model_requests.plan(model, serving)
+    wanted.requests |= plan.requests
+    wanted.layouts |= plan.layouts
+    wanted.models.append(model.name)
+    wanted.skipped |= plan.skipped
+    for kind, names in plan.kinds.items():
+        form = [f"{kind.group_size}" if kind.group_size < kind.k else "K"]
+        form += [kind.scale_dtype, *["symmetric"] * kind.symmetric, *["bias"] * kind.bias]
+        what = f"{kind.experts} x {kind.leaf}" if kind.experts else kind.leaf
+        wanted.kinds.append((what, kind.operator, kind.n, kind.k, " ".join(form), len(names)))
+
+
+def _check_stored(source: Path | str) -> None:
+    """What a checkpoint of 4-bit layers states cannot be stated again."""
+    for parameter in _given():
+        if parameter.name in _STATED:
+            raise click.UsageError(f"{parameter.opts[0]}: the layers of {source} are stored in 4 bits and say it")
+
+
+def _add_named(wanted: _Wanted, shapes: Iterable[tuple[int, int]], at: Target, options: dict[str, Any]) -> None:
+    """Kernels of single weights, or of attention by its formats and heads."""
+    op, dtype, dequantization = options["op"] or "w4a16", options["dtype"] or "float16", options["dequantization"]
+    requests = _requests(op)
+    if op == "attention":
+        facts = {name: options[name] for name in ("head_dim", "page", "prefill")} | {"dtype": dtype, "target": at}
+        for formats in (it for it in options["kv"] if it != NO_CACHE):
+            for q_len in options["q_lens"]:
+                wanted.requests |= dict.fromkeys(requests(*formats, **_heads(options["heads"]), q_len=q_len, **facts))
+            wanted.layouts |= _cache_layout(*formats, options["head_dim"])
+        return
+    facts = {"m": options["ms"], "dtype": dtype, "target": at, "symmetric": options["symmetric"]}
+    facts |= {"scale_dtype": options["scale_dtype"] or dtype, "numerics": options["numerics"]}
+    facts |= {"dequantization": dequantization}
+    facts = {name: value for name, value in facts.items() if name not in _OPTIONS - _parameters(op)}
+    group = _usual_group(op, dequantization) if options["group"] is None else options["group"]
+    for n, k in shapes:
+        wanted.requests |= dict.fromkeys(requests(n, k, group_size=_group(group, k), **facts))
+    _say_where_one_group_is(op, group, shapes)
+    wanted.layouts |= _layout(op, dequantization)
+
+
+_OPTIONS = {"symmetric", "scale_dtype", "numerics", "dequantization"}
+"""Facts that not every linear layer's kernels differ by."""
+
+
+def _parameters(op: str) -> set[str]:
+    import inspect
+
+    return set(inspect.signature(_requests(op)).parameters)
 
 
 def _requests(op: str) -> Any:
@@ -202,37 +259,78 @@ def _requests(op: str) -> Any:
     return importlib.import_module(f"terrazzo.ops.{op}").kernel_requests
 
 
-_OPTIONS = {"symmetric", "scale_dtype", "numerics", "dequantization"}
-"""Facts that not every linear layer's kernels differ by."""
-_LINEAR, _ATTENTION = _OPTIONS | {"group", "ms"}, {"kv", "heads", "head_dim", "q_len", "page", "prefill"}
-"""Options of linear layers alone, and of attention alone."""
+def _usual_group(op: str | None, dequantization: str) -> str:
+    return "64" if op == "w4a8" and dequantization != "e4m3" else "128"
 
 
-def _accepted(op: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts that a linear layer's kernels differ by."""
-    dropped = _OPTIONS - _parameters(op)
-    return {name: value for name, value in facts.items() if name not in dropped}
+def _say_where_one_group_is(op: str, group: str, shapes: Iterable[tuple[int, int]]) -> None:
+    """A group that is longer than a weight's rows is all of them: the kernels are those of --group K."""
+    for n, k in shapes if op == "w4a16" and group.isdecimal() else ():
+        if k < int(group[:9]):
+            note = f"{n}x{k}: K is below the group of {group}, so its kernels have one group of K"
+            click.echo(f"terrazzo: {note}", err=True)
 
 
-def _parameters(op: str) -> set[str]:
-    import inspect
-
-    return set(inspect.signature(_requests(op)).parameters)
-
-
-def _refuse_foreign(op: str) -> None:
-    """An option that was given and does not change this operator's kernels is an error, never passed over."""
-    foreign = _LINEAR if op == "attention" else _ATTENTION | _OPTIONS - _parameters(op)
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        given = context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
-        if parameter.name in foreign and given:
-            raise click.UsageError(f"{parameter.opts[0]} is no option of {op}")
+def _group(text: str, k: int) -> int:
+    if text.upper() == "K" or text == "-1":
+        return k
+    if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
+        raise click.BadParameter(f"{text[:60]!r} is no group size: use 32, 64, 128 or K", param_hint="--group")
+    return int(text)
 
 
-def _layouts(op: str, dequantization: str) -> tuple[str, ...]:
-    """Names of the packed layouts that an operator's kernels read."""
+def _heads(text: str) -> dict[str, int]:
+    parts = text.split("/")
+    if len(parts) != 2 or not all(re.fullmatch(r"\d{1,9}", part, re.ASCII) for part in parts):
+        raise click.BadParameter(f"{text[:60]!r}: write query/kv heads, as 32/8", param_hint="--heads")
+    return dict(zip(("heads", "kv_heads"), map(int, parts)))
+
+
+def _cache_layout(keys: str, values: str, head_dim: int) -> dict[str, str]:
+    """Name and identity of the packed form of a pair of KV formats."""
+    from terrazzo.ops.attention import CacheLayout
+
+    return {f"kv.{keys}/{values}.d{head_dim}": CacheLayout(keys, values, head_dim).identity}
+
+
+def _layout(op: str, dequantization: str) -> dict[str, str]:
+    """Name and identity of the packed layout that an operator's kernels read."""
     import importlib
 
+    from terrazzo.layouts.instances import get_instance
+
     form = "fp8_format" if dequantization == "e4m3" else "format"
-    return (importlib.import_module(f"terrazzo.ops.{op}.{form}").LAYOUT,)
+    name = importlib.import_module(f"terrazzo.ops.{op}.{form}").LAYOUT
+    return {name: get_instance(name).identity}
+
+
+def _show_dry_run(wanted: _Wanted, at: Target, workers: int | None, as_json: bool) -> None:
+    from terrazzo.ops.model_requests import seconds
+
+    build = Build(list(wanted.requests), workers)
+    counts: dict[str, list[float]] = {}
+    for request in wanted.requests:
+        counts.setdefault(request.name, []).append(seconds(request))
+    expected = build.expected()
+    if as_json:
+        kernels = {name: len(each) for name, each in counts.items()}
+        return print_json({"target": at.arch, "kernels": kernels, "skipped": wanted.skipped, **expected})
+    if wanted.kinds:
+        columns = ("layer", "operator", "N", "K", "group, scales", "layers")
+        print_table(columns, sorted(wanted.kinds, key=lambda it: (it[2], it[3])))
+        click.echo()
+    print_table(("kernels", "count", "CPU s"), [(name, len(each), round(sum(each))) for name, each in counts.items()])
+    _print_skipped(wanted)
+    click.echo(
+        f"\n{expected['total']} kernels for {at.arch}, {expected['cached']} of them in the cache; about "
+        f"{expected['minutes']:.1f} minutes with {build.workers} processes; nothing was compiled"
+    )
+
+
+def _print_skipped(wanted: _Wanted) -> None:
+    reasons: dict[str, list[str]] = {}
+    for name, why in wanted.skipped.items():
+        reasons.setdefault(why, []).append(name)
+    for why, names in reasons.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        click.echo(f"left out: {names[0]}{more}: {why}")

@@ -7,14 +7,19 @@ from typing import Any
 
 import click
 from terrazzo.command_line import INSTANCE, OPERATOR, Command, TargetName
+from terrazzo.commands_config import describe
 from terrazzo.console import console, json_option, print_json, print_table, size
 
 
 @click.command(cls=Command)
+@click.argument("bundle", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @json_option
-def info(as_json: bool) -> None:
-    """Versions, tools, GPUs and cache; what is missing and how to get it."""
+def info(bundle: Path | None, as_json: bool) -> None:
+    """Versions, tools, GPUs and cache; what is missing and how to get it. With BUNDLE: what it holds and needs."""
     from terrazzo.lowering.environment import environment_report
+
+    if bundle is not None:
+        return _show_bundle(bundle, as_json)
 
     report = environment_report()
     if as_json:
@@ -26,6 +31,7 @@ def info(as_json: bool) -> None:
         ("torch", torch and f"{torch['version']} (CUDA {torch['cuda'] or 'none'})"),
         ("tilelang", report["tilelang"]),
         ("apache-tvm-ffi", report["tvm_ffi"]),
+        ("compiler", describe(report["compiler"])[0]),
         ("nvcc", nvcc["path"] and f"{nvcc['version']} (toolkit {nvcc['toolkit']}) {nvcc['path']}"),
         ("host compiler", report["host_compiler"]),
         ("disassembler", report["disassembler"]),
@@ -38,6 +44,32 @@ def info(as_json: bool) -> None:
         click.echo()
         columns = ("missing", "needed for", "how to get it")
         print_table(columns, [(part["what"], part["needed_for"], part["remedy"]) for part in report["missing"]])
+
+
+def _show_bundle(path: Path, as_json: bool) -> None:
+    """What a bundle was made for, and whether the driver here can load it."""
+    from terrazzo.lowering.bundle import read_bundle
+    from terrazzo.lowering.environment import driver_version, is_older
+
+    found, driver = read_bundle(path), driver_version()
+    names: dict[str, int] = {}
+    for request in found.requests:
+        names[request.name] = names.get(request.name, 0) + 1
+    bytes_ = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    if as_json:
+        facts = {"bundle": str(path), "target": found.target.arch, "driver_needed": found.driver, "driver": driver}
+        return print_json({**facts, "bytes": bytes_, "kernels": names, "layouts": dict(found.layouts)})
+    here = "there is no driver here"
+    if driver is not None:
+        here = f"the one here is for {driver}: {'TOO OLD' if is_older(driver, found.driver) else 'it will do'}"
+    rows = [
+        ("bundle", f"{found.path}, {size(bytes_)}, every file as it was written"),
+        ("target", found.target.arch),
+        ("driver", f"for CUDA {found.driver} or newer; {here}"),
+        ("kernels", f"{len(found.requests)}: {', '.join(f'{count} {name}' for name, count in names.items())}"),
+        *(("layout", f"{name} {identity}") for name, identity in found.layouts.items()),
+    ]
+    print_table(("", ""), rows)
 
 
 def _device(device: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from terrazzo.lowering.errors import CompileError
 from terrazzo.lowering.request import KernelRequest
 
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 COMPILE = ("compile", "--shape", "128x64", "--target", "sm_80")
 
 
@@ -201,6 +202,12 @@ def test_compile_writes_a_bundle(capsys, tmp_path, small_kernels, private_cache)
     loaded = load_bundle(bundle, target="sm_80")
     assert len(loaded.requests) == 1 and loaded.layouts
 
+    code, out, _ = run(capsys, "info", str(bundle))
+    assert code == 0 and "sm_80" in out and "CUDA 1" in out and "1 small.gemm" in out
+    said = json.loads(run(capsys, "info", str(bundle), "--json")[1])
+    assert said["driver_needed"] == loaded.driver and said["kernels"] == {"small.gemm": 1}
+    assert run(capsys, "info", str(tmp_path))[0] == 2
+
     code, out, _ = run(capsys, *COMPILE, "-o", str(bundle), "--replace", "--json")
     said = json.loads(out)
     assert code == 0 and said["bundle"] == str(bundle) and said["kernels"][0]["spill_stores"] == 0
@@ -216,21 +223,72 @@ def test_compile_writes_a_bundle(capsys, tmp_path, small_kernels, private_cache)
     assert code == 1 and entry["key"] in out and "0 of 1 kernels are intact" in out
 
 
-def test_a_model_is_all_of_its_shapes(capsys, monkeypatch, small_kernels):
-    monkeypatch.setattr(
-        "terrazzo.commands_compile.compile_with_progress", lambda requests, workers: [CompileError("no")]
-    )
-    run(capsys, "compile", "--model", "llama-3-8b", "--shape", "6144x4096", "--target", "nvidia/nvidia-h100")
-    shapes = [(asked["n"], asked["k"]) for asked in small_kernels.asked]
-    assert shapes == [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
-    assert small_kernels.asked[0]["m"] is None and small_kernels.asked[0]["target"] == "sm_90a"
+def test_a_model_is_all_of_its_layers_and_its_attention(capsys, monkeypatch):
+    monkeypatch.setattr("terrazzo.building.Build.run", lambda self: [CompileError("no")] * len(self.requests))
+    given = ("compile", "--model", "llama-3-8b", "--target", "nvidia/nvidia-h100", "--max-tokens", "1", "--json")
+    code, out, _ = run(capsys, *given, "--kv", "int4/int4", "--kv", "int8/int4")
+    kernels = json.loads(out)["kernels"]
+    assert code == 1 and {kernel["target"] for kernel in kernels} == {"sm_90a"}
+    single, joined = {(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)}, {(6144, 4096), (28672, 4096)}
+    linear = [kernel["params"] for kernel in kernels if kernel["kernel"].startswith("w4a16")]
+    assert {(it["n"], it["k"]) for it in linear} == single | joined
+    formats = {it["params"]["k_format"] for it in kernels if it["kernel"] == "attention.decode"}
+    assert formats == {"int4", "int8"}
+    without = json.loads(run(capsys, *given, "--kv", "none", "--shape", "64x128")[1])["kernels"]
+    assert {(it["params"]["n"], it["params"]["k"]) for it in without} == single | joined | {(64, 128)}
+    alone = json.loads(run(capsys, *given, "--op", "attention")[1])["kernels"]
+    assert {it["kernel"].split(".")[0] for it in alone} == {"attention"}
+    assert {it["params"].get("k_format", "float16") for it in alone} == {"float16"}
+    for op in ("w4a8", "w4ax"):
+        kernels = json.loads(run(capsys, *given, "--op", op)[1])["kernels"]
+        assert {it["kernel"].split(".")[0] for it in kernels} == {op}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--model", "llama-3-8b", "--heads", "32/8"), "--heads is no option of a whole model"),
+        (("--shape", "64x64", "--tensor-parallel", "2"), "--tensor-parallel is no option of w4a16"),
+        (("--shape", "64x64", "--max-tokens", "2"), "--max-tokens is no option of w4a16"),
+        (("--model", "llama-3-8b", "--max-tokens", "2", "--m", "1"), "give one"),
+        (("--model", "llama-3-8b", "--tensor-parallel", "3"), "--tensor-parallel 3: attn.q_proj has N = 4096"),
+        (("/no/such/folder",), "/no/such/folder"),
+        (("/dev",), "/dev"),
+        (("--model", "llama-3-8b", "--kv", "none", "--op", "attention"), "nothing to compile"),
+    ],
+)
+def test_options_of_whole_models_are_checked(capsys, arguments, words):
+    code, out, err = run(capsys, "compile", "--target", "sm_90a", *arguments)
+    assert code == 2 and not out and words in err and err.count("\n") == 1
+
+
+def test_a_dry_run_counts_and_estimates(capsys):
+    given = ("compile", "--model", "llama-3.2-1b", "--target", "sm_90a", "--dry-run", "--workers", "4")
+    code, out, err = run(capsys, *given)
+    assert code == 0 and not err and "gate_up_proj" in out and "attention.decode" in out and "4 processes" in out
+    said = json.loads(run(capsys, *given, "--json")[1])
+    assert said["total"] == sum(said["kernels"].values()) > 50 and said["cached"] == 0 and 0.1 < said["minutes"] < 10
+
+
+def test_a_folder_says_what_its_layers_are(capsys, tmp_path, monkeypatch):
+    """The figure for a whole checkpoint: Llama-3-8B in AWQ, header and sizes only."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.compile_model import write_folder
+
+    folder = write_folder(tmp_path / "llama", "llama-3-8b")
+    given = ("compile", str(folder), "--target", "sm_90a", "--dry-run")
+    code, out, err = run(capsys, *given)
+    assert code == 0, err
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if "_proj" in line}
+    assert rows["qkv_proj"] == ["w4a16", "6144", "4096", "128", "float16", "32"]
+    assert rows["down_proj"][-1] == "32" and "left out" not in out
+    for option in (("--group", "64"), ("--symmetric",), ("--scale-dtype", "f32")):
+        code, _, err = run(capsys, *given, *option)
+        assert code == 2 and f"{option[0]}: the layers of" in err
 
 
 def test_operators_take_their_own_options(capsys, monkeypatch):
-    monkeypatch.setattr(
-        "terrazzo.commands_compile.compile_with_progress",
-        lambda requests, workers: [CompileError("no")] * len(requests),
-    )
+    monkeypatch.setattr("terrazzo.building.Build.run", lambda self: [CompileError("no")] * len(self.requests))
     given = ("compile", "--op", "w4a8", "--shape", "128x256", "--m", "4", "--target", "sm_90a", "--json")
     code, out, _ = run(capsys, *given, "--dequantization", "unsigned")
     kernels = {kernel["kernel"]: kernel["params"] for kernel in json.loads(out)["kernels"]}
@@ -247,10 +305,7 @@ def test_operators_take_their_own_options(capsys, monkeypatch):
 
 
 def test_attention_is_compiled_by_formats_and_heads(capsys, monkeypatch):
-    monkeypatch.setattr(
-        "terrazzo.commands_compile.compile_with_progress",
-        lambda requests, workers: [CompileError("no")] * len(requests),
-    )
+    monkeypatch.setattr("terrazzo.building.Build.run", lambda self: [CompileError("no")] * len(self.requests))
     given = ("compile", "--op", "attention", "--target", "sm_90a", "--json")
     code, out, _ = run(
         capsys, *given, "--kv", "int4_channel64/int4", "--kv", "int8/int8", "--page", "64", "--q-len", "4"
@@ -261,7 +316,7 @@ def test_attention_is_compiled_by_formats_and_heads(capsys, monkeypatch):
     assert all(kernel["params"]["page"] == 64 and kernel["params"].get("row_tiles", 2) == 2 for kernel in kernels)
     for option, word in (
         ((), "--kv"), (("--kv", "int4"), "slash"), (("--kv", "int4/int4", "--heads", "x/8"), "32/8"),
-        (("--kv", "int4/int4", "--shape", "8x8"), "--shape"), (("--kv", "int4/int3"), "v_format"),
+        (("--kv", "int4/int4", "--shape", "8x8"), "--shape"), (("--kv", "int4/int3"), "'int3'"),
         (("--kv", "int4/int4", "--heads", "7/2"), "kv_heads"),
         (("--kv", "int4/int4", "--page", "24"), "--page: page_size 24: must be a positive multiple of 16"),
         (("--kv", "int4/int4", "--group", "64"), "--group is no option of attention"),

@@ -22,10 +22,10 @@ from terrazzo.autotune.search import Limits, Plan
 from terrazzo.cli import main
 from terrazzo.lowering.errors import ArgumentError, ToolchainError
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules.models import MODELS
+from terrazzo.schedules.models import MEASURED, MODELS
 from terrazzo.schedules.spaces import Candidate
 
-SHAPES = sorted({(layer.n, layer.k) for layers in MODELS.values() for layer in layers})
+SHAPES = sorted({(layer.n, layer.k) for model in MEASURED for layer in MODELS[model]})
 shapes = st.one_of(st.sampled_from(SHAPES), st.tuples(st.integers(1, 60000), st.integers(1, 30000)))
 
 

@@ -61,10 +61,7 @@ def nothing_is_done(tmp_path, monkeypatch):
     """Kernels are not compiled, files are written below a folder of the test."""
     monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        "terrazzo.commands_compile.compile_with_progress",
-        lambda requests, workers=None: [CompileError("no")] * len(requests),
-    )
+    monkeypatch.setattr("terrazzo.building.Build.run", lambda self: [CompileError("no")] * len(self.requests))
 
 
 @pytest.mark.random

@@ -10,10 +10,10 @@ from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError, TargetE
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching, w4a16
 from terrazzo.ops.w4a16 import op
-from terrazzo.schedules.models import MODELS
+from terrazzo.schedules.models import MEASURED, MODELS
 
 FACTS = {"group_size": 128, "symmetric": False, "scale_dtype": "float16", "dtype": "float16", "bias": False}
-MODEL_SHAPES = sorted({(layer.n, layer.k) for layers in MODELS.values() for layer in layers})
+MODEL_SHAPES = sorted({(layer.n, layer.k) for model in MEASURED for layer in MODELS[model]})
 SHAPES = (*MODEL_SHAPES, (257, 203), (1, 1), (64, 64))
 TOKENS = (*range(1, 40), 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 300, 512, 1000, 1024, 4096, 8192, 16384)
 

@@ -12,10 +12,10 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, launching, w4a8
 from terrazzo.ops.w4a8 import QuantizedActivations, activations, op, reference
 from terrazzo.schedules import quantize_rows
-from terrazzo.schedules.models import MODELS
+from terrazzo.schedules.models import MEASURED, MODELS
 
 FACTS = {"group_size": 64, "out_dtype": "float16", "dequantization": "auto", "bias": False, "pipeline": "auto"}
-MODEL_SHAPES = sorted({(layer.n, layer.k) for layers in MODELS.values() for layer in layers})[::3]
+MODEL_SHAPES = sorted({(layer.n, layer.k) for model in MEASURED for layer in MODELS[model]})[::3]
 SHAPES = (*MODEL_SHAPES, (257, 203), (1, 1), (64, 64))
 TOKENS = (*range(1, 40), 63, 64, 65, 128, 129, 200, 256, 257, 300, 1000, 4096, 16384)
 

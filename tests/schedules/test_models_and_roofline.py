@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules.models import MODELS, get_model, shapes
+from terrazzo.schedules.models import MEASURED, MODELS, get_model, shapes
 from terrazzo.schedules.roofline import weight_only_gemm
 
 # Published configurations: hidden size, intermediate size, query heads, key/value heads, head dimension.
@@ -25,7 +25,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_layers_follow_from_the_configuration(name):
     hidden, ffn, heads, kv_heads, dim = CONFIGS[name]
     layers = {layer.name: (layer.n, layer.k) for layer in get_model(name)}
@@ -38,12 +38,34 @@ def test_layers_follow_from_the_configuration(name):
     assert {layer.count for layer in get_model(name)} == ({1, 8} if name == "mixtral-8x7b" else {1})
 
 
+def test_every_measured_model_has_a_published_configuration():
+    assert set(MEASURED) == set(CONFIGS) and set(CONFIGS) < set(MODELS)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("llama-3.2-1b", {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192)}),
+        ("qwen2.5-7b", {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}),
+        ("qwen3-4b", {"qkv": (6144, 2560), "o": (2560, 4096), "gate_up": (19456, 2560), "down": (2560, 9728)}),
+        ("gemma-3-4b", {"qkv": (4096, 2560), "o": (2560, 2048), "gate_up": (20480, 2560), "down": (2560, 10240)}),
+        ("phi-4", {"qkv": (7680, 5120), "o": (5120, 5120), "gate_up": (35840, 5120), "down": (5120, 17920)}),
+        ("qwen3-30b-a3b", {"qkv": (5120, 2048), "o": (2048, 4096), "gate_up": (1536, 2048), "down": (2048, 768)}),
+    ],
+)
+def test_layers_of_other_models(name, layers):
+    found = get_model(name)
+    assert {layer.name: (layer.n, layer.k) for layer in found} == layers
+    assert {layer.count for layer in found} == ({1, 128} if "a3b" in name else {1})
+    assert {layer.name for layer in found if layer.bias} == ({"qkv"} if name.startswith("qwen2.5") else set())
+
+
 def test_shapes_are_merged():
     found = shapes(["llama-3-8b", "mistral-7b", "qwen3-8b"])
     assert len(found) == 6
     assert found[6144, 4096] == ["llama-3-8b.qkv", "mistral-7b.qkv", "qwen3-8b.qkv"]
-    with pytest.raises(ArgumentError, match="llama-3-8b"):
-        shapes(["llama-9"])
+    with pytest.raises(ArgumentError, match="did you mean 'llama-3-8b'"):
+        shapes(["lama-3-8b"])
 
 
 def test_roofline_of_a_gemv_is_the_memory():

@@ -11,11 +11,11 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.tiles.resident import resident_rows
 from terrazzo.schedules import multistage, small_batch, spaces, stream_k
-from terrazzo.schedules.models import MODELS
+from terrazzo.schedules.models import MEASURED, MODELS
 from terrazzo.schedules.problem import WeightOnlyGemm
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a")
-SHAPES = sorted({(layer.n, layer.k) for layers in MODELS.values() for layer in layers})
+SHAPES = sorted({(layer.n, layer.k) for model in MEASURED for layer in MODELS[model]})
 problems = st.builds(
     WeightOnlyGemm,
     n=st.integers(1, 60000),

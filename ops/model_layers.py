@@ -1,0 +1,308 @@
+"""Which kinds of linear layers a model has: read from a checkpoint's tensors, or from its architecture.
+
+Of a checkpoint only sizes, the scales of a few rows and, where they decide it, zero points are read, so that a folder
+of any size takes seconds. That goes through the importer that `load_layer` uses, with codes of 0, once for all layers
+that are stored alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.checkpoints import loaders
+from terrazzo.ops.checkpoints.reader import Checkpoint
+from terrazzo.ops.w4a8.checkpoint import FAMILY as W4A8
+from terrazzo.ops.w4a8.fp8_checkpoint import FAMILY as W4A8_FP8
+from terrazzo.ops.w4a16.checkpoint import FAMILY as W4A16
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.ops.checkpoints.config import LayerConfig
+    from terrazzo.schedules.models import Architecture
+
+FAMILIES = {"w4a16": (W4A16, {}), "w4a8": (W4A8, {"requantize": True}), "w4a8_fp8": (W4A8_FP8, {})}
+"""Operator -> what reads its layers, and with which options: those that read the most."""
+_MOST_ROWS, _FEW_ROWS = 32, 8
+"""Output features of each layer that are read: QServe interleaves 32, a word of zero points has 8."""
+_LAST, _FIRST, _WORDS, _WORDS_FIRST = (1, 1), (0, 1), (1, 8), (0, 8)
+_ROWS_OF = {
+    "awq": {"qweight": _WORDS, "qzeros": _WORDS, "scales": _LAST},
+    "gptq": {"qweight": _LAST, "qzeros": _WORDS, "scales": _LAST},
+    "compressed_tensors": {"weight_packed": _FIRST, "weight_scale": _FIRST, "weight_zero_point": _WORDS_FIRST},
+    "int_quantized": {"weight": _FIRST, "weight_scale": _FIRST, "weight_zero_point": _FIRST},
+    "qserve": {"qweight": _FIRST, "s1_scales": _FIRST, "s1_szeros": _FIRST, "s2_scales": _LAST, "s2_zeros": _LAST},
+}
+"""Convention -> tensor -> dimension of the output features, and how many of them an element holds."""
+_CODES = {"qweight", "weight_packed", "weight"}
+_SCALES = {"awq": "scales", "gptq": "scales", "qserve": "s1_scales"}
+_JOINED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3"),
+}  # fmt: skip
+"""Layers that serving engines join, and their parts, side by side under one prefix."""
+_EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(\w+)")
+_ROW_PARALLEL = {"o_proj", "down_proj", "w2", "out_proj", "dense_4h_to_h", "c_proj"}
+"""Layers whose input features are split by tensor parallelism; others' output features are."""
+_KV = {"k_proj", "v_proj"}
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A kind of linear layer: what tells its kernels from those of others.
+
+    Attributes:
+        operator: "w4a16", "w4a8", "w4a8_fp8" or "w4ax". leaf: last part of its name, "down_proj".
+        n, k, group_size: of the weight, as PackedWeight has them. symmetric, scale_dtype: of W4A16.
+        bias: whether it has one. experts: how many stand in one launch, 0 for a layer of its own.
+    """
+
+    operator: str
+    leaf: str
+    n: int
+    k: int
+    group_size: int
+    symmetric: bool
+    scale_dtype: str
+    bias: bool = False
+    experts: int = 0
+
+
+@dataclass
+class Layers:
+    """The linear layers of a model.
+
+    Attributes:
+        kinds: kind -> names of its layers, in order of appearance.
+        skipped: name -> why no kernels are named for this layer.
+    """
+
+    kinds: dict[Linear, list[str]] = field(default_factory=lambda: defaultdict(list))
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, kind: Linear) -> None:
+        self.kinds[kind].append(name)
+
+
+def of_folder(path: str | Path, operator: str | None = None) -> Layers:
+    """The 4-bit layers of a checkpoint's folder or file, as it stores them: see `joined`.
+
+    Args:
+        operator: which reads them; None: the one that its config means.
+
+    Raises:
+        ArgumentError: nothing readable there, or no layer that the operator can read.
+    """
+    checkpoint, found = _Sampled(path), Layers()
+    for name in checkpoint.layers():
+        try:
+            found.add(name, _kind(checkpoint, name, operator))
+        except ArgumentError as error:
+            found.skipped[name] = error.constraint.removeprefix("cannot be read: ")
+    if not found.kinds:
+        reasons = "; ".join(list(dict.fromkeys(found.skipped.values()))[:3]) or "it holds none"
+        constraint = f"has no 4-bit layer that can be read: {reasons}"
+        raise ArgumentError("folder", str(path), constraint, "see --model and --shape")
+    return found
+
+
+def _kind(checkpoint: _Sampled, name: str, operator: str | None) -> Linear:
+    convention, config = checkpoint.layers()[name], checkpoint.layer(name)
+    if config.skip:
+        raise ArgumentError("name", name, config.skip, "load_model names the same reason")
+    fits = [it for it, (family, _) in FAMILIES.items() if not family.refuses(convention, config)]
+    chosen = operator or next(iter(fits), "w4a16")
+    facts = checkpoint.facts(name, chosen, config)
+    n = checkpoint.output_features(name)
+    symmetric = facts.symmetric and checkpoint.is_even(name, n)
+    return replace(facts, leaf=name.rpartition(".")[2], n=n, symmetric=symmetric)
+
+
+class _Sampled(Checkpoint):
+    """A checkpoint of which the first rows of each layer are read, without their codes."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self._known: dict[tuple, Linear | ArgumentError] = {}
+
+    def facts(self, prefix: str, operator: str, config: LayerConfig) -> Linear:
+        """What the importer of an operator makes of the first rows of a layer."""
+        stored = [(leaf, *map(str, self.describe(full))) for leaf, full in sorted(self.leaves(prefix).items())]
+        key = (operator, config, *stored, *map(self._telling, self._small(prefix)))
+        if key not in self._known:
+            try:
+                self._known[key] = self._read(prefix, operator)
+            except ArgumentError as error:
+                self._known[key] = error
+        found = self._known[key]
+        if isinstance(found, ArgumentError):
+            raise found
+        return found
+
+    def _small(self, prefix: str) -> list[str]:
+        """Tensors whose values decide what a layer is."""
+        names = ("qzeros", "weight_zero_point", "g_idx", "weight_g_idx", "weight_shape")
+        return [full for leaf, full in self.leaves(prefix).items() if leaf in names and full in self.places]
+
+    def _telling(self, name: str) -> object:
+        """The values of a small tensor; of zero points only whether they are all the same, and which."""
+        values = self.tensor(name)
+        if "zero" not in name.rpartition(".")[2]:
+            return values.numpy().tobytes()
+        return int(values.flatten()[0]) if values.numel() and bool((values == values.flatten()[0]).all()) else None
+
+    def _read(self, prefix: str, operator: str) -> Linear:
+        family, options = FAMILIES[operator]
+        weight = loaders.read(family, self, prefix, "cpu", **options)
+        facts = (weight.symmetric, str(weight.scales.dtype)[6:]) if operator == "w4a16" else (False, "")
+        return Linear(operator, "", weight.n, weight.k, weight.group_size, *facts, weight.bias is not None)
+
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        import torch
+
+        prefix, _, leaf = name.rpartition(".")
+        if leaf == "weight_shape":
+            n, k = super().tensor(name, device).tolist()
+            return super().tensor(name, device).new_tensor([min(n, self._count(prefix)), k])
+        at = self._rows(prefix, leaf)
+        if at is None or name not in self.places:
+            return super().tensor(name, device)
+        view, (dimension, packed) = self._open(self.places[name], "cpu").get_slice(name), at
+        if len(view.get_shape()) <= dimension:
+            return super().tensor(name, device)
+        count = -(-self._count(prefix) // self._packed(name, packed))
+        if leaf in _CODES:  # no code decides anything; a slice of columns would touch every page of the file
+            shape = view.get_shape()
+            shape[dimension] = min(count, shape[dimension])
+            return torch.zeros(shape, dtype=view[:1].dtype)
+        return view[:count] if dimension == 0 else view[:, :count]
+
+    def _rows(self, prefix: str, leaf: str) -> tuple[int, int] | None:
+        return _FIRST if leaf == "bias" else _ROWS_OF.get(self.layers().get(prefix, ""), {}).get(leaf)
+
+    def _count(self, prefix: str) -> int:
+        return _MOST_ROWS if self.layers().get(prefix) == "qserve" else _FEW_ROWS
+
+    def _packed(self, name: str, packed: int) -> int:
+        return 1 if self.describe(name)[0] == "I8" else packed
+
+    def output_features(self, prefix: str) -> int:
+        """N of a layer."""
+        leaf = _SCALES.get(self.layers()[prefix], "weight_scale")
+        return self.describe(f"{prefix}.{leaf}")[1][self._rows(prefix, leaf)[0]]
+
+    def is_even(self, prefix: str, n: int) -> bool:
+        """Whether all zero points of a layer are stored as its first ones are."""
+        for leaf in ("qzeros", "weight_zero_point"):
+            name = f"{prefix}.{leaf}"
+            if name in self.places:
+                stored, (dimension, packed) = super().tensor(name), self._rows(prefix, leaf)
+                whole = n // self._packed(name, packed)  # a last word may be padded
+                stored = stored.narrow(dimension, 0, max(whole, 1))
+                return bool((stored == stored.flatten()[0]).all())
+        return True
+
+
+def of_architecture(
+    model: Architecture,
+    *,
+    operator: str = "w4a16",
+    group_size: int = 128,
+    symmetric: bool = False,
+    scale_dtype: str = "float16",
+) -> Layers:
+    """The linear layers of an architecture whose weights are quantized one way; group_size 0 is K.
+
+    Layers whose K is no multiple of the group have a short last group, as `quantize` makes it.
+    """
+    found = Layers()
+    for layer in model.projections():
+        group = layer.k if not group_size else min(group_size, layer.k)
+        leaf = layer.name.rpartition(".")[2]
+        kind = Linear(operator, leaf, layer.n, layer.k, group, symmetric, scale_dtype, layer.bias)
+        prefix = {"o_proj": "attn", "q_proj": "attn", "k_proj": "attn", "v_proj": "attn"}.get(leaf, "mlp")
+        if layer.count == 1:
+            found.add(f"{prefix}.{layer.name}", kind)
+            continue
+        for expert in range(layer.count):
+            found.add(f"{prefix}.experts.{expert}.{leaf}", kind)
+    return found
+
+
+def joined(found: Layers) -> Layers:
+    """The layers, and beside them what engines make of them: qkv and gate_up as one, the experts of a layer as one."""
+    made = Layers(skipped=dict(found.skipped))
+    by_name = {name: kind for kind, names in found.kinds.items() for name in names}
+    for kind, names in found.kinds.items():
+        made.kinds[kind] = list(names)
+    families: dict[str, dict[str, Linear]] = defaultdict(dict)
+    for name, kind in by_name.items():
+        prefix, _, leaf = name.rpartition(".")
+        families[prefix][leaf] = kind
+    for prefix, leaves in families.items():
+        for leaf, parts in _JOINED.items():
+            own = [leaves[part] for part in parts if part in leaves]
+            if len(own) == len(parts) and len({(it.operator, it.k, it.group_size, it.scale_dtype) for it in own}) == 1:
+                kind = _beside(leaf, own)
+                by_name[f"{prefix}.{leaf}"] = kind
+                made.add(f"{prefix}.{leaf}", kind)
+    stacks: dict[tuple[str, str], dict[int, Linear]] = defaultdict(dict)
+    for name, kind in by_name.items():
+        if match := _EXPERT.fullmatch(name):
+            stacks[match[1], match[3]][int(match[2])] = kind
+    for (prefix, leaf), experts in stacks.items():
+        kinds = {replace(kind, symmetric=False) for kind in experts.values()}
+        if len(kinds) == 1:
+            symmetric = all(kind.symmetric for kind in experts.values())
+            made.add(f"{prefix}.{leaf}", replace(kinds.pop(), symmetric=symmetric, experts=len(experts)))
+        else:
+            made.skipped[f"{prefix}.{leaf}"] = "its experts differ in shape or format, so they are no single launch"
+    return made
+
+
+def _beside(leaf: str, parts: list[Linear]) -> Linear:
+    """Parts one above the other: zero points of 8 where only some have any."""
+    rows, biased = sum(part.n for part in parts), any(part.bias for part in parts)
+    return replace(parts[0], leaf=leaf, n=rows, symmetric=all(part.symmetric for part in parts), bias=biased)
+
+
+def split(found: Layers, ranks: int, kv_heads: int) -> Layers:
+    """One rank's part of layers that are not joined yet: output features are split, of o_proj and down_proj input
+    features.
+
+    Where there are more ranks than kv heads, several ranks share a kv head. The bias of a layer whose input is split is
+    added by one rank only, so its kernels are named with and without.
+
+    Raises:
+        ArgumentError: a layer that cannot be split into so many parts.
+    """
+    if ranks == 1:
+        return found
+    made = Layers(skipped=dict(found.skipped))
+    for kind, names in found.kinds.items():
+        if kind.leaf == "qkv_proj" and kv_heads % ranks:
+            made.skipped |= dict.fromkeys(names, f"{ranks} ranks cannot share its {kv_heads} kv heads evenly")
+            continue
+        for shard in _shards(kind, names[0], ranks, kv_heads):
+            made.kinds[shard] += names
+    return made
+
+
+def _shards(kind: Linear, name: str, ranks: int, kv_heads: int) -> list[Linear]:
+    parts = min(ranks, kv_heads) if kind.leaf in _KV else ranks
+    if kind.leaf in _ROW_PARALLEL:
+        one_group = kind.group_size >= kind.k
+        unit = 8 if one_group else kind.group_size
+        if kind.k % (unit * parts):
+            constraint = f"{name} has K = {kind.k}, which {parts} ranks cannot share in whole groups of {unit}"
+            raise ArgumentError("tensor_parallel", ranks, constraint, "use fewer ranks")
+        k = kind.k // parts
+        shard = replace(kind, k=k, group_size=k if one_group else kind.group_size)
+        return [shard, replace(shard, bias=False)] if kind.bias else [shard]
+    if kind.n % parts:
+        constraint = f"{name} has N = {kind.n}, which {parts} ranks cannot share"
+        raise ArgumentError("tensor_parallel", ranks, constraint, "use fewer ranks")
+    return [replace(kind, n=kind.n // parts)]

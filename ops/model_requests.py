@@ -1,0 +1,310 @@
+"""Every kernel that serving a model needs: its linear layers, experts, quantizers of activations, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from terrazzo.lowering.data_files import read_json
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import attention, launching, model_layers, w4a8, w4a16, w4ax
+from terrazzo.ops.attention.format import HEAD_DIMS
+from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.checkpoints.config import Config
+from terrazzo.ops.checkpoints.reader import Checkpoint
+from terrazzo.ops.grouped import all_tokens
+from terrazzo.ops.model_layers import Layers, Linear, joined, of_architecture, split
+from terrazzo.ops.w4a8 import activations as w4a8_activations
+from terrazzo.ops.w4a8 import format as w4a8_format
+from terrazzo.ops.w4a8 import fp8_format
+from terrazzo.ops.w4a8 import op as w4a8_op
+from terrazzo.ops.w4a16 import format as w4a16_format
+from terrazzo.ops.w4a16 import op as w4a16_op
+from terrazzo.ops.w4ax import format as w4ax_format
+from terrazzo.schedules import records
+from terrazzo.schedules.models import ARCHITECTURES, Architecture, get_model
+
+OPERATORS = ("w4a16", "w4a8", "w4a8_fp8", "w4ax")
+SECONDS = {
+    "w4a16.small_batch": 2.6, "w4a8.small_batch": 2.6, "w4ax.small_batch": 2.7, "w4a8.quantize_rows": 1.6,
+    "w4ax.quantize_blocks": 1.8, "attention.decode": 3.8, "attention.write": 2.0, "attention.new_tokens": 1.8,
+}  # fmt: skip
+"""About what one kernel takes of an idle core."""
+_OTHERS = 4.7
+STARTING_S = 3.0
+"""Until a compiling process has imported what it needs."""
+_FORMATS = {"w4a16": w4a16_format, "w4a8": w4a8_format, "w4a8_fp8": fp8_format, "w4ax": w4ax_format}
+_DTYPES = {"float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a model is served.
+
+    Attributes:
+        target: what it runs on. dtype: of activations, "float16" or "bfloat16". linear: its linear layers too.
+        kv: formats of keys and values, ("int4", "int4"); none: no attention.
+        max_tokens: most tokens of a step, None for any number. m: only these numbers of tokens, in linear layers.
+        ranks: of tensor parallelism. q_lens: new tokens of a decode step. page: tokens of a page, 0 for contiguous.
+        dequantization: of W4A8 on int8 activations. numerics: of W4A16.
+    """
+
+    target: Target
+    dtype: str = "float16"
+    linear: bool = True
+    kv: tuple[tuple[str, str], ...] = ()
+    max_tokens: int | None = None
+    m: tuple[int, ...] | None = None
+    ranks: int = 1
+    q_lens: tuple[int, ...] = (1,)
+    page: int = 128
+    dequantization: str = "auto"
+    numerics: str = "auto"
+
+    def tokens(self, known: Sequence[int], recorded: Sequence[int] = (), times: int = 1) -> list[int] | None:
+        """One M of each bucket up to the one that holds the most tokens, of `known` and of tuned records; None: all.
+
+        Args:
+            times: rows of a step for each token.
+        """
+        if self.m is not None or self.max_tokens is None:
+            return None if self.m is None else [times * m for m in self.m]
+        most, known = self.max_tokens * times, sorted({*known, *recorded})
+        return sorted({*(m for m in known if m < most), next((m for m in known if m >= most), most), most})
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How weights are quantized that are not yet.
+
+    Attributes:
+        group_size: 0 is K. scale_dtype, dtype: None follow the model.
+        operator: of OPERATORS; of stored weights, None is what the checkpoint means.
+    """
+
+    group_size: int = 128
+    symmetric: bool = False
+    scale_dtype: str | None = None
+    dtype: str | None = None
+    operator: str | None = None
+
+    def layers(self, architecture: Architecture, dtype: str) -> Layers:
+        """The linear layers of an architecture in this form."""
+        facts = dict(group_size=self.group_size, symmetric=self.symmetric, scale_dtype=self.scale_dtype or dtype)
+        return of_architecture(architecture, operator=self.operator or "w4a16", **facts)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to serve.
+
+    Attributes:
+        name: of the folder, or in the table.
+        layers: as they are stored, not joined and not split.
+        architecture: None where it is not known.
+        dtype: of activations, "float16" or "bfloat16". stored: whether its layers are a checkpoint's, in 4 bits.
+        skipped: what is not served -> why.
+    """
+
+    name: str
+    layers: Layers
+    architecture: Architecture | None
+    dtype: str
+    stored: bool = False
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Plan:
+    """The kernels of a model, what of it they do not cover, and the packed layouts that they read.
+
+    Attributes:
+        requests: each once.
+        skipped: name of a layer, or "attention" -> why there are no kernels for it.
+        kinds: the linear layers, as `Layers` has them. layouts: name -> identity.
+    """
+
+    requests: dict[KernelRequest, None] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    kinds: Mapping[Linear, Sequence[str]] = field(default_factory=dict)
+    layouts: dict[str, str] = field(default_factory=dict)
+
+
+def of_folder(path: str | Path, weights: Weights) -> Model:
+    """A Hugging Face folder: its 4-bit layers, or, where it has none, those of its config.json.
+
+    Args:
+        weights: how float weights, or those of a folder without files of weights, are quantized; what the folder's
+            quantization_config states counts first.
+
+    Raises:
+        ArgumentError: no folder, or one that tells neither layers nor an architecture.
+    """
+    folder, skipped, architecture = Path(path), {}, None
+    config = _config(folder)
+    dtype = weights.dtype or _dtype(config or {})
+    try:
+        architecture = None if config is None else Architecture.of_config(config)
+        skipped |= {"attention": "there is no config.json"} if config is None else {}
+    except ArgumentError as error:
+        skipped["attention"] = f"{error.argument} = {error.value}: {error.constraint}"
+    stored = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
+    if stored and Checkpoint(folder).layers():
+        layers = model_layers.of_folder(folder, weights.operator)
+        scales = {kind.scale_dtype for kind in layers.kinds} & set(_DTYPES.values())
+        dtype = dtype or (scales.pop() if len(scales) == 1 else "float16")
+        return Model(folder.name, layers, architecture, dtype, True, skipped)
+    if architecture is None:
+        reason = next(iter(skipped.values()))
+        raise ArgumentError("folder", str(path), f"has no 4-bit layers, and {reason}", "see --model and --shape")
+    dtype, stated = dtype or "float16", Config.of_folder(folder)
+    weights = _stated(stated, weights) if stated.raw else weights
+    return Model(folder.name, weights.layers(architecture, dtype), architecture, dtype, bool(stated.raw), skipped)
+
+
+def _dtype(config: Mapping[str, Any]) -> str | None:
+    """What a config.json says of the activations' dtype, itself or for its text model."""
+    parts = [config, *(config[name] for name in ("text_config", "llm_config") if isinstance(config.get(name), Mapping))]
+    said = [part[name] for part in parts for name in ("dtype", "torch_dtype") if isinstance(part.get(name), str)]
+    return next((_DTYPES[it.removeprefix("torch.")] for it in said if it.removeprefix("torch.") in _DTYPES), None)
+
+
+def _stated(config: Config, weights: Weights) -> Weights:
+    """What a quantization_config says of a usual layer; groups of a multiple of 128 are read as groups of 128."""
+    layer, size = config.layer("model.layers.0.mlp.down_proj"), 128
+    if layer.group_size == -1:
+        size = 0
+    elif layer.group_size is not None and layer.group_size % 128:
+        size = layer.group_size
+    symmetric = config.raw.get("zero_point") is False if layer.symmetric is None else layer.symmetric
+    return replace(weights, group_size=size, symmetric=symmetric)
+
+
+def of_name(name: str, weights: Weights) -> Model:
+    """A model of schedules/models.py.
+
+    Raises:
+        ArgumentError: one that is not there.
+    """
+    get_model(name)
+    architecture, dtype = ARCHITECTURES[name], weights.dtype or "float16"
+    return Model(name, weights.layers(architecture, dtype), architecture, dtype)
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    """The object in a folder's config.json, None where there is none."""
+    if not folder.exists():
+        raise ArgumentError("folder", str(folder), "is no folder of this machine", "download the model first")
+    file = (folder if folder.is_dir() else folder.parent) / "config.json"
+    if not file.is_file():
+        return None
+    found = read_json(file, "config.json", "download it again")
+    if not isinstance(found, dict):
+        raise ArgumentError("config.json", type(found).__name__, "must hold an object", "download it again")
+    return found
+
+
+def plan(model: Model, serving: Serving) -> Plan:
+    """The kernels of a model for every number of tokens.
+
+    Raises:
+        ArgumentError: an option that no kernel serves.
+    """
+    made, architecture = Plan(skipped=dict(model.skipped)), model.architecture
+    if serving.linear:
+        layers = joined(split(model.layers, serving.ranks, architecture.kv_heads if architecture else serving.ranks))
+        made.kinds = layers.kinds
+        made.skipped |= layers.skipped
+        _linear(made, layers, architecture, serving)
+    if architecture is not None:
+        _attention(made, architecture, serving)
+    return made
+
+
+def _linear(made: Plan, layers: Layers, model: Architecture | None, serving: Serving) -> None:
+    from terrazzo.layouts.instances import get_instance
+
+    for kind, names in layers.kinds.items():
+        if kind.experts and (kind.operator == "w4ax" or not serving.target.supports("wgmma.f16")):
+            why = f"experts are one launch in W4A16 and W4A8 on sm_90a only; {serving.target.arch} calls each by itself"
+            made.skipped[names[0]] = why
+            continue
+        of = _of_experts if kind.experts else _of_layer
+        made.requests |= dict.fromkeys(of(kind, model, serving))
+    for operator in dict.fromkeys(kind.operator for kind in layers.kinds):
+        name = _FORMATS[operator].LAYOUT
+        made.layouts[name] = get_instance(name).identity
+
+
+def _of_layer(kind: Linear, model: Architecture | None, serving: Serving) -> list[KernelRequest]:
+    at, dtype, (n, k) = serving.target, serving.dtype, (kind.n, kind.k)
+    if kind.operator == "w4a16":
+        facts = dict(group_size=kind.group_size, symmetric=kind.symmetric, scale_dtype=kind.scale_dtype, dtype=dtype)
+        known = records.tokens("w4a16", w4a16_op.tuning_facts(n, k, **facts), at)
+        m = serving.tokens(launching.ALL_TOKENS, known)
+        return w4a16.kernel_requests(n, k, m=m, target=at, bias=kind.bias, **facts, numerics=serving.numerics)
+    if kind.operator in ("w4a8", "w4a8_fp8"):
+        e4m3 = kind.operator == "w4a8_fp8"
+        facts = dict(group_size=kind.group_size, dequantization=_form(kind, serving))
+        known = records.tokens(kind.operator, w4a8_op.tuning_facts(n, k, **facts, out_dtype=dtype), at)
+        m = serving.tokens(launching.ALL_TOKENS, known)
+        found = w4a8.kernel_requests(n, k, m=m, target=at, bias=kind.bias, dtype=dtype, **facts)
+        made = dict(dtype=dtype, gain=True, target=at, codes="e4m3" if e4m3 else "int8")
+        each = [(rows, norm) for rows in m or launching.ALL_TOKENS for norm in (False, True)]
+        return found + [w4a8_activations.plan(rows, k, **made, norm=norm) for rows, norm in each]
+    m = serving.tokens(launching.ALL_TOKENS)
+    facts = dict(dtype=dtype, m=m, target=at, bias=kind.bias)
+    return [it for norm in (False, True) for it in w4ax.kernel_requests(n, k, **facts, norm=norm)]
+
+
+def _of_experts(kind: Linear, model: Architecture | None, serving: Serving) -> list[KernelRequest]:
+    """All experts in one launch: a step's tokens count once for each expert that they take."""
+    m = serving.tokens(all_tokens(kind.experts), times=max(1, model.top_k if model else 1))
+    facts = dict(m=m and tuple(m), bias=kind.bias, target=serving.target, group_size=kind.group_size)
+    if kind.operator == "w4a16":
+        facts |= dict(symmetric=kind.symmetric, scale_dtype=kind.scale_dtype, dtype=serving.dtype)
+        return w4a16.grouped_requests(kind.n, kind.k, kind.experts, **facts, numerics=serving.numerics)
+    facts |= dict(out_dtype=serving.dtype, dequantization=_form(kind, serving))
+    return w4a8.grouped_requests(kind.n, kind.k, kind.experts, **facts)
+
+
+def _form(kind: Linear, serving: Serving) -> str:
+    """The dequantization that a W4A8 layer's kernels are asked for."""
+    return "e4m3" if kind.operator == "w4a8_fp8" else serving.dequantization
+
+
+def _attention(made: Plan, model: Architecture, serving: Serving) -> None:
+    if not serving.kv:
+        return
+    heads, kv_heads = model.heads // serving.ranks, max(1, model.kv_heads // serving.ranks)
+    if model.heads % serving.ranks:
+        constraint = f"{model.heads} query heads cannot be shared by so many ranks"
+        raise ArgumentError("tensor_parallel", serving.ranks, constraint, "use fewer ranks")
+    if model.head_dim not in HEAD_DIMS:
+        made.skipped["attention"] = f"head_dim is {model.head_dim}, attention serves {', '.join(map(str, HEAD_DIMS))}"
+        return
+    facts = dict(heads=heads, kv_heads=kv_heads, head_dim=model.head_dim, dtype=serving.dtype, page=serving.page)
+    facts |= dict(target=serving.target, softcap=model.softcap, sinks=model.sinks)
+    for keys, values in serving.kv:
+        for at, q_len in enumerate(serving.q_lens):
+            found = attention.kernel_requests(keys, values, q_len=q_len, prefill=at == 0, **facts)
+            made.requests |= dict.fromkeys(found)
+        identity = CacheLayout(keys, values, model.head_dim).identity
+        made.layouts[f"kv.{keys}/{values}.d{model.head_dim}"] = identity
+
+
+def seconds(request: KernelRequest) -> float:
+    """About how long a kernel takes to compile, seconds of an idle core."""
+    return SECONDS.get(request.name, _OTHERS)
+
+
+def counts(requests: Mapping[KernelRequest, None]) -> dict[str, int]:
+    """Kernels by name, the most first."""
+    found: dict[str, int] = {}
+    for request in requests:
+        found[request.name] = found.get(request.name, 0) + 1
+    return dict(sorted(found.items(), key=lambda it: -it[1]))
