@@ -17,9 +17,11 @@ import subprocess
 from pathlib import Path
 
 import torch
-from terrazzo.lowering.kernels import compile_request
+from terrazzo.lowering.compiler import load_builder
+from terrazzo.lowering.kernels import find_compiled
 from terrazzo.lowering.parallel import compile_many
 from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.toolchain import import_tilelang
 from terrazzo.ops.attention.device import PRIMITIVES as attention_primitives
 
 SANITIZER = "TERRAZZO_EMULATE_SANITIZER"
@@ -37,13 +39,27 @@ LDMATRIX, EARLY, VOTES = emulator("ldmatrix"), emulator("early"), emulator("vote
 
 
 def built(request: KernelRequest) -> Path:
-    """The folder of a compiled kernel. Where a sanitizer watches, another process compiles: z3 throws, which
-    AddressSanitizer does not survive."""
-    if SANITIZER not in os.environ:
-        return compile_request(request)
+    """The folder of a kernel that another process compiles: z3 throws, which AddressSanitizer does not survive."""
     found = compile_many([request])[0]
     assert isinstance(found, Path), found
     return found
+
+
+def cuda_text(request: KernelRequest) -> str:
+    """The CUDA text of a kernel. One that is not in the cache is lowered only: nvcc would take as long again."""
+    if SANITIZER in os.environ:
+        return (built(request) / "kernel.cu").read_text()
+    known = find_compiled(request)
+    if known is not None:
+        return (known / "kernel.cu").read_text()
+    tilelang = import_tilelang()
+    from tvm.target import Target
+
+    program = load_builder(request)(target=request.target, **dict(request.params))
+    target = Target({"kind": "cuda", "arch": request.target.arch})
+    with tilelang.transform.PassContext(opt_level=3, config=dict(request.pass_configs)), target:
+        lowered = tilelang.lower(program, target=target, enable_host_codegen=False, enable_device_compile=False)
+    return lowered.kernel_source
 
 
 class CpuKernel:
@@ -82,9 +98,11 @@ class CpuKernel:
         # what lands late is there for all CTAs at once
         self.resident = max(cluster, RESIDENT if EARLY not in converters else 1)
 
-    def give(self, folder: Path) -> None:
+    def give(self, request: KernelRequest) -> None:
         """No more shared memory than a launch of the compiled kernel gives, as AddressSanitizer sees it."""
-        size = json.loads((folder / "report.json").read_text())["smem_dynamic"]
+        if SANITIZER not in os.environ:
+            return
+        size = json.loads((built(request) / "report.json").read_text())["smem_dynamic"]
         ctypes.c_long.in_dll(self.library, "dynamic_shared").value = size
 
     def late(self, tensor: torch.Tensor, stale: torch.Tensor) -> None:

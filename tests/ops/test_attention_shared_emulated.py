@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cuda_on_cpu import CpuKernel
+from cuda_on_cpu import CpuKernel, cuda_text
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
@@ -20,6 +20,7 @@ from tests.gpu import attention_cases
 from tests.gpu.attention_cases import Case
 
 pytestmark = [
+    pytest.mark.slow,  # of an ablation
     pytest.mark.compiles,
     pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
 ]
@@ -75,7 +76,7 @@ def test_decode_through_shared_memory(splits, tmp_path):
     case = Case(group=4, q_len=3, lengths=(200, 0, 2, 65), kv_heads=2)
     made = attention_cases.built(case)
     batch, heads = len(case.lengths), case.kv_heads * case.group
-    source = (compile_request(decode_shared.request(Target.parse("sm_90a"))) / "kernel.cu").read_text()
+    source = cuda_text(decode_shared.request(Target.parse("sm_90a")))
     plain = PRIMITIVES["swizzled"].source  # host C++ as it is
     kernel = CpuKernel(translated(source, 0), [WGMMA, SHIMS, plain], decode_shared_program.THREADS, tmp_path)
     q = torch.randn(batch, case.q_len, heads, 128, generator=torch.Generator().manual_seed(1)).half()

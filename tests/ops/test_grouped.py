@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulated_cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from terrazzo.lowering import KernelReport, compile_request
@@ -264,11 +265,14 @@ PLANS = {  # operator's plan, tensor instruction
 }  # fmt: skip
 
 
+TENSOR_CORES = [("w4a8", "IGMMA"), ("fp8", "QGMMA"), ("w4a16", "HGMMA")]
+
+
 @pytest.mark.compiles
 @pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing")
 @pytest.mark.parametrize(
     ("name", "instruction"),
-    [("w4a8", "IGMMA"), ("fp8", "QGMMA"), ("w4a16", "HGMMA"), ("w4a16, another tile", "HGMMA")],
+    cases([*TENSOR_CORES, ("w4a16, another tile", "HGMMA")], TENSOR_CORES),
 )
 def test_machine_code(name, instruction):
     plan = PLANS[name]()

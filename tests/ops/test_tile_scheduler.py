@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cuda_on_cpu import CpuKernel
-from terrazzo.lowering import compile_request
+from cuda_on_cpu import CpuKernel, cuda_text
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
@@ -62,7 +61,7 @@ def test_every_unit_once_and_every_head_after_its_shares(units, row_tiles, head_
     request = KernelRequest(
         "tests.tiles", f"{__name__}:build", tuple(params.items()), Target.parse("sm_90a"), PASS_CONFIGS
     )
-    kernel = CpuKernel((compile_request(request) / "kernel.cu").read_text(), [], 32, tmp_path)
+    kernel = CpuKernel(cuda_text(request), [], 32, tmp_path)
     for mt in (1, 2, 3, 4, 7, 16):
         for slots in (132, 24, 5):
             part = share_tiles(mt * row_tiles, units, slots)

@@ -6,6 +6,7 @@ import re
 import subprocess
 
 import pytest
+from emulated_cases import cases
 from terrazzo.lowering import KernelReport, compile_request
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import find_cuda_tool, find_nvcc
@@ -70,7 +71,10 @@ def tools():
         pytest.skip("needs nvcc")
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("small f16", "wide exact", "many tokens, fused bf16, bias")
+
+
+@pytest.mark.parametrize("name", cases(CASES, QUICK))
 def test_machine_code(name):
     m, changes, instruction = CASES[name]
     plan, folder = compiled(m, changes)
@@ -103,7 +107,9 @@ def test_a_stage_is_released_only_after_its_wgmmas():
     assert arrives
 
 
-@pytest.mark.parametrize(("name", "most"), [("wide exact", 22), ("two row blocks, bf16", 21)])
+@pytest.mark.parametrize(
+    ("name", "most"), cases([("wide exact", 22), ("two row blocks, bf16", 21)], [("wide exact", 22)])
+)
 def test_instructions_of_the_main_loop(name, most):
     """For each wgmma. Each takes a turn of a scheduler, and wgmma leaves few; 13 convert 8 weights of a thread.
     Parted sums come behind the loop in both programs: its stage and descriptors stay in uniform registers all the same.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cuda_on_cpu import CpuKernel
-from terrazzo.lowering import compile_request
+from cuda_on_cpu import CpuKernel, cuda_text
+from emulated_cases import cases
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.linear.bytes import multistage
@@ -145,7 +145,7 @@ def emulate(weight, x, x_scales, schedule, folder, *, out_dtype, dequantization,
     request = KernelRequest(
         "w4a8.multistage", f"{multistage.__name__}:build", tuple(params.items()), "sm_80", multistage.PASS_CONFIGS
     )
-    source = (compile_request(request) / "kernel.cu").read_text()
+    source = cuda_text(request)
     for name, here in (
         (
             "tl::mma_sync<tl::DataType::kInt8, tl::DataType::kInt8, tl::DataType::kInt32, 16, 8, 32, false, true>",
@@ -179,7 +179,7 @@ CASES = {  # n, k, group, m, schedule, output, dequantization, bias
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES, ("split k", "float16")))
 def test_multistage(name, tmp_path):
     n, k, group, m, schedule, out_dtype, dequantization, with_bias = CASES[name]
     rng = torch.Generator().manual_seed(n + k)

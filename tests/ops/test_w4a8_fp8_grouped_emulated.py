@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_on_cpu import VOTES, CpuKernel
+from cuda_on_cpu import VOTES, CpuKernel, cuda_text
 from emulated_cases import cases
-from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.linear.bytes import fp8_problem, stream_k
@@ -47,7 +46,7 @@ def kernel_of(n: int, k: int, group: int, schedule: S, out_dtype: str, experts: 
     facts = dict(n=n, k=k, group=group, out_dtype=out_dtype, dequantization="e4m3", bias=True, experts=experts)
     params = tuple((facts | schedule.params()).items())
     request = KernelRequest("w4a8.grouped", f"{stream_k.__name__}:build", params, "sm_90a", stream_k.PASS_CONFIGS)
-    source = translated((compile_request(request) / "kernel.cu").read_text(), schedule.block_tokens)
+    source = translated(cuda_text(request), schedule.block_tokens)
     converter = fp8_problem.Gemm(n, k, group, out_dtype, "e4m3", True).converter.device_source
     base = EXTRA.replace("typedef unsigned char uchar;", "")
     shims = [WGMMA, base, FLOATS, LOADS, VOTES, EXPERTS_SOURCE, converter]

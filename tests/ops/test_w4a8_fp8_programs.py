@@ -28,7 +28,7 @@ def emulated(name: str) -> dict:
     return dict(n=n, k=k, group=group, out_dtype=out_dtype, bias=True) | schedule.params()
 
 
-CASES = {  # program, target, changes, tensor instruction, groups of them (stream_k); True: always compiled
+CASES = {  # program, target, changes, tensor instruction, groups of them (stream_k); True: quick
     "wide": (
         stream_k,
         "sm_90a",
@@ -43,7 +43,7 @@ CASES = {  # program, target, changes, tensor instruction, groups of them (strea
         {"warpgroups": 2, "row_blocks": 1, "stages": 4, "block_tokens": 128, "group": 64},
         QGMMA % 128,
         2,
-        True,
+        False,
     ),
     "two pieces": (
         stream_k,
@@ -62,7 +62,7 @@ CASES = {  # program, target, changes, tensor instruction, groups of them (strea
         False,
     ),
     "narrow": (stream_k, "sm_90a", emulated("stream_k"), QGMMA % 16, 2, True),
-    "small": (small_batch, "sm_89", emulated("small_batch"), QMMA, 0, True),
+    "small": (small_batch, "sm_89", emulated("small_batch"), QMMA, 0, False),
     "multistage": (multistage, "sm_89", emulated("multistage"), QMMA, 0, True),
     "tiles of 128": (
         multistage,

@@ -7,9 +7,8 @@ import re
 import cuda_on_cpu
 import pytest
 import torch
-from cuda_on_cpu import VOTES, CpuKernel
+from cuda_on_cpu import VOTES, CpuKernel, cuda_text
 from emulated_cases import cases
-from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.grouped import GroupedWeight
@@ -123,7 +122,7 @@ def emulate(made, x, x_scales, last, schedule, grid, folder, *, out_dtype, dequa
     )
     params = tuple((facts | schedule.params()).items())
     request = KernelRequest("w4a8.grouped", f"{stream_k.__name__}:build", params, "sm_90a", stream_k.PASS_CONFIGS)
-    source = (compile_request(request) / "kernel.cu").read_text()
+    source = cuda_text(request)
     for pattern, text in REWRITES:
         source = re.sub(pattern, text, source)
     source = boxes_named(source, "tl::tma_load(", "tma<{}>(", schedule.block_tokens)
@@ -153,7 +152,7 @@ CASES = {  # tokens of each expert, rows of nobody at both ends, n, k, group, sc
 }
 
 
-USUAL = ("empty experts", "rows of nobody", "waves and shares")
+USUAL = ("waves and shares",)
 
 
 @pytest.mark.parametrize("name", cases(CASES, USUAL))
@@ -186,7 +185,7 @@ def test_grouped(name, tmp_path):
 ONE = [(3, 4), (6, 4), (6, 18), (0, 4), (6, 12)]
 
 
-@pytest.mark.parametrize(("shared", "grid"), cases(ONE, ONE[:3]))
+@pytest.mark.parametrize(("shared", "grid"), cases(ONE, [(6, 18)]))
 def test_one_matrix(shared, grid, tmp_path):
     """The same program without experts: 6 tiles, some of them shared by the CTAs, or each parted by 3 or 2."""
     made, m = weights(1, 180, 512, 64), 37
@@ -230,7 +229,7 @@ def test_clusters(name, tmp_path):
 ORDERS = [(1, 0), (18, 5), (2, 0), (3, 7), (5, 1), (18, 0)]
 
 
-@pytest.mark.parametrize(("resident", "seed"), cases(ORDERS, ORDERS[:2]))
+@pytest.mark.parametrize(("resident", "seed"), cases(ORDERS, [(18, 5)]))
 def test_parted_tiles_in_any_order(resident, seed, monkeypatch, tmp_path):
     """6 tiles parted by 3 CTAs each: one CTA at a time (all but a tile's last withdraw), all at once, by chance."""
     monkeypatch.setattr(cuda_on_cpu, "RESIDENT", resident)

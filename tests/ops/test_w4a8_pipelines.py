@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from emulated_cases import cases
 from terrazzo.lowering import KernelReport, compile_request
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
@@ -18,7 +19,7 @@ TILE = {"block_tokens": 128, "warpgroups": 2, "row_blocks": 2, "stages": 3, "out
 GROUPS = {"basic": (2, 2), "excp": (1, 8), "pingpong": (4, 2)}  # of wgmma in the loop, wgmmas of each
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", cases(GROUPS, ("excp", "pingpong")))
 def test_machine_code(tools, name):  # noqa: F811
     """Of the kernels that test_w4a8_pipelines_emulated.py runs."""
     _, n, k, group, _, schedule, _, out_dtype, dequantization, _ = CASES[name]

@@ -7,9 +7,8 @@ import re
 
 import pytest
 import torch
-from cuda_on_cpu import CpuKernel, built
+from cuda_on_cpu import CpuKernel, cuda_text
 from emulated_cases import cases
-from terrazzo.lowering import compile_request
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
@@ -80,7 +79,7 @@ def emulate(weight, q, scales, schedule, ctas, folder, *, out_dtype):
     request = KernelRequest(
         "w4ax.persistent", f"{persistent.__name__}:build", tuple(params.items()), "sm_80", persistent.PASS_CONFIGS
     )
-    source = (compile_request(request) / "kernel.cu").read_text()
+    source = cuda_text(request)
     for name, here in (
         (MMA, "mma_s8"),
         ("tz_cp_async(", "cp_async_or_zero("),
@@ -121,7 +120,7 @@ CASES = {  # n, k, INT8 blocks, m, schedule, CTAs, output, bias, two-level scale
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES, ("mixed", "token warps")))
 def test_persistent(name, tmp_path):
     n, k, blocks8, m, schedule, ctas, out_dtype, bias, two_level = CASES[name]
     weight = random_weight(n, k, blocks8, seed=n, bias=bias, two_level=two_level)
@@ -158,7 +157,7 @@ def emulate_stream_k(weight, q, scales, schedule, partition, folder, *, out_dtyp
     )  # fmt: skip
     program = integer if weight.two_level else stream_k
     request = KernelRequest("w4ax", f"{program.__name__}:build", tuple(params.items()), "sm_90a", program.PASS_CONFIGS)
-    source = translated((compile_request(request) / "kernel.cu").read_text(), schedule.block_tokens)
+    source = translated(cuda_text(request), schedule.block_tokens)
     gemm = problem.Gemm(weight.n, k, weight.blocks8, out_dtype, bias is not None)
     converter = (problem.byte_gemm(gemm) if weight.two_level else gemm).converter
     base = EXTRA.replace("typedef unsigned char uchar;", "")
@@ -196,7 +195,7 @@ STREAM_K = {  # n, k, INT8 blocks, m, schedule, (grid, shared tiles), output, bi
 }
 
 
-@pytest.mark.parametrize("name", cases(STREAM_K, list(STREAM_K)[:4]))
+@pytest.mark.parametrize("name", cases(STREAM_K, ("narrow", "halves")))
 def test_stream_k(name, tmp_path):
     n, k, blocks8, m, schedule, partition, out_dtype, bias = STREAM_K[name]
     weight = random_weight(n, k, blocks8, seed=n, bias=bias)
@@ -219,8 +218,7 @@ def emulate_small_batch(weight, q, scales, schedule, folder, *, out_dtype):
     request = KernelRequest(
         "w4ax.small_batch", f"{small_batch.__name__}:build", tuple(params.items()), "sm_90a", small_batch.PASS_CONFIGS
     )
-    home = built(request)
-    source = (home / "kernel.cu").read_text()
+    source = cuda_text(request)
     source = re.sub(r"\(((?:half|bfloat16)_t)\)(\w+\[\w+\])", r"(\1)(\2)", source.replace(MMA, "mma_s8"))
     source = source.replace("(half_t)(", "half_of(").replace("(bfloat16_t)(", "bfloat16_of(")
     gemm = problem.Gemm(weight.n, k, weight.blocks8, out_dtype, bias is not None)
@@ -229,7 +227,7 @@ def emulate_small_batch(weight, q, scales, schedule, folder, *, out_dtype):
         source, [WGMMA, base, SHIMS, gemm.converter.device_source, problem.SOURCE], schedule.warps * 32, folder,
         PAIR if schedule.joined else 1,
     )  # fmt: skip
-    kernel.give(home)
+    kernel.give(request)
     y = torch.full((m, weight.n), float("nan"), dtype=getattr(torch, out_dtype))
     space, counters = schedule.workspace(packed.words.shape[1] * 64)
     semaphores, workspace = torch.zeros(counters, dtype=torch.int32), torch.full(space, float("nan"))

@@ -63,7 +63,7 @@ def compiled(program, target: str, changes: dict):
     return folder, report
 
 
-@pytest.mark.parametrize("name", WGMMA)
+@pytest.mark.parametrize("name", cases(WGMMA, ("few tokens", "widest", "halves")))
 def test_wgmma(name):
     changes, tokens = WGMMA[name]
     folder, report = compiled(stream_k, "sm_90a", changes)
@@ -119,7 +119,7 @@ def test_integer(name):
     assert converted(count, each) or converted(count, each * loops)
 
 
-@pytest.mark.parametrize("name", MMA)
+@pytest.mark.parametrize("name", cases(MMA, ("few tokens",)))
 def test_native_s4_and_s8(name):
     changes = MMA[name]
     folder, report = compiled(persistent, "sm_80", changes)
@@ -146,7 +146,7 @@ def test_native_s4_and_s8(name):
     assert not [i for i in masks if s4[0] < i < s4[-1]]
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", cases(SMALL, ("one tile",)))
 def test_small_batch(name):
     changes = SMALL[name]
     folder, report = compiled(small_batch, "sm_90a", changes)

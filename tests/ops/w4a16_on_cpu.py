@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import torch
-from cuda_on_cpu import RESIDENT, VOTES, CpuKernel, built
+from cuda_on_cpu import RESIDENT, VOTES, CpuKernel, cuda_text
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.ops.linear import multistage, stream_k
@@ -106,8 +106,7 @@ class Program:
         request = KernelRequest(
             f"w4a16.{name}", f"{program.__name__}:build", tuple(params.items()), target, program.PASS_CONFIGS
         )
-        home = built(request)
-        source = (home / "kernel.cu").read_text()
+        source = cuda_text(request)
         extra, once = re.subn(r"int patience = \d+;", PATIENCE, EXTRA)
         assert once == 1
         shims = [extra, SHIMS]
@@ -127,7 +126,7 @@ class Program:
         if getattr(schedule, "joined", False):
             cluster = PAIR
         self.kernel = CpuKernel(source, shims, threads, folder, cluster)
-        self.kernel.give(home)
+        self.kernel.give(request)
 
     def _launch(self, grid, x: torch.Tensor, packed: PackedWeight, workspace, semaphores, **more) -> torch.Tensor:
         n, bias = self.spec.n, packed.bias
