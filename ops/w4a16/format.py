@@ -16,6 +16,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
 from terrazzo.ops.grouped_codes import GROUPS as GROUPS
 from terrazzo.ops.grouped_codes import SCALE_DTYPES, GroupedCodes, check_perm
+from terrazzo.ops.w4a16.decoding import decode
 
 if TYPE_CHECKING:
     import torch
@@ -43,9 +44,7 @@ class QuantizedWeight(GroupedCodes):
 
     def dequantize(self, numerics: str = "exact", dtype: torch.dtype | None = None) -> torch.Tensor:
         """Float weight [N, K] in input-channel order; see `reference.dequantize`."""
-        from terrazzo.ops.w4a16.reference import dequantize
-
-        return dequantize(self, numerics, dtype)
+        return decode(self, numerics, dtype)
 
     def __repr__(self) -> str:
         return f"QuantizedWeight(N={self.n}, K={self.k}, {_summary(self)})"

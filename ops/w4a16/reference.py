@@ -16,33 +16,17 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
+from terrazzo.ops.w4a16.decoding import decode, per_column
 from terrazzo.ops.w4a16.format import PackedWeight, QuantizedWeight
 
 if TYPE_CHECKING:
     import torch
 
-NUMERICS = ("auto", "exact", "fused", "post")
-ACTIVATION_DTYPES = ("float16", "bfloat16")
 POST_BIAS = {"float16": 0, "bfloat16": 128}
 """What `post` operands add to a code: f16 ones are q * 2^-24 or q * 2^-20 (exact powers of two), bf16 ones 128 + q."""
 UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 _HALF_SUBNORMAL = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
 _STEP_K, _STEP_UNITS = 16, 20
-
-
-def check_numerics(numerics: str, dtype: str, scale_dtype: str) -> None:
-    """Raise ArgumentError unless `numerics` (or "auto") is defined for activations of `dtype` and these scales."""
-    if numerics not in NUMERICS:
-        raise ArgumentError("numerics", numerics, f"must be one of {NUMERICS}", "use 'auto'")
-    if dtype not in ACTIVATION_DTYPES:
-        raise ArgumentError("dtype", dtype, f"activations must be one of {ACTIVATION_DTYPES}", "convert x")
-    if numerics in ("exact", "fused") and scale_dtype != dtype:
-        raise ArgumentError(
-            "numerics",
-            numerics,
-            f"needs scales of the activation dtype {dtype}, they are {scale_dtype}",
-            "use numerics='post' (or 'auto'), which takes any scale dtype, or convert the scales before packing",
-        )
 
 
 def dequantize(
@@ -58,33 +42,12 @@ def dequantize(
     Raises:
         ArgumentError: unknown numerics, or scales of another dtype than `dtype` for exact and fused.
     """
-    import torch
-
     if isinstance(weight, PackedWeight):
         weight = weight.unpack()
     if not isinstance(weight, QuantizedWeight):
         remedy = "quantize or load one; other families have a dequantize of their own"
         raise ArgumentError("weight", weights.kind(weight), "must be a W4A16 weight, packed or not", remedy)
-    scales = weight.scales
-    if numerics not in NUMERICS[1:]:
-        raise ArgumentError(
-            "numerics", numerics, f"must be one of {NUMERICS[1:]}", "name the numerics: 'auto' depends on the problem"
-        )
-    if numerics != "post":
-        dtype = dtype or (torch.float16 if scales.dtype == torch.float32 else scales.dtype)
-        check_numerics(numerics, str(dtype).removeprefix("torch."), str(scales.dtype).removeprefix("torch."))
-    zeros = torch.full_like(scales, 8, dtype=torch.uint8) if weight.zeros is None else weight.zeros
-    s, z = _per_column(scales, weight), _per_column(zeros, weight)
-    q = weight.codes.double()
-    if numerics == "exact":  # 5-bit integer times 11-bit significand: exact in float64, so .to() is the only rounding
-        out = ((q - z) * s.double()).to(dtype)
-    elif numerics == "fused":  # q * s + m needs at most 16 significant bits: exact in float64 again
-        out = (q * s.double() + (-z.double() * s.double()).to(dtype).double()).to(dtype)
-    else:
-        out = (q - z) * s.double()
-    if weight.perm is None:
-        return out
-    return torch.empty_like(out).index_copy_(1, weight.perm.long(), out)
+    return decode(weight, numerics, dtype)
 
 
 def gemm(
@@ -155,8 +118,8 @@ def forward_error_bound(
     ref = gemm(x, weight, numerics, bias)
     if numerics == "post":
         b = POST_BIAS[name]
-        zeros = 8.0 if weight.zeros is None else _per_column(weight.zeros, weight).double()
-        magnitude = (weight.codes.double() + zeros + 2 * b) * _per_column(weight.scales, weight).double().abs()
+        zeros = 8.0 if weight.zeros is None else per_column(weight.zeros, weight).double()
+        magnitude = (weight.codes.double() + zeros + 2 * b) * per_column(weight.scales, weight).double().abs()
         a = a if weight.perm is None else a[..., weight.perm.long()]
         steps, additions = -(-weight.group_size // _STEP_K), 2 * -(-k // min(weight.group_size, 128)) + splits + 5
     else:
@@ -167,8 +130,3 @@ def forward_error_bound(
     total = total if bias is None else total + bias.double().abs()
     error = 1.01 * (_STEP_UNITS * steps + additions) * 2.0**-24 * total
     return error + torch.clamp(UNIT_ROUNDOFF[name] * (ref.abs() + error), min=_HALF_SUBNORMAL[name])
-
-
-def _per_column(values: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
-    """[N, G] -> [N, K]: the value that belongs to each column of codes."""
-    return values.repeat_interleave(weight.group_size, dim=1)[:, : weight.k]

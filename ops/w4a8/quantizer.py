@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
+from terrazzo.ops.quantizers.rows import divide, row_chunks
 from terrazzo.ops.w4a8.format import GROUPS, LARGEST_SCALE, PackedWeight, QuantizedWeight, pack
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 RANGE = 119
 """Largest magnitude of a byte of level 1."""
 RULES = ("best2", "nearest", "ceil")
-_CHUNK = {"cpu": 1 << 19, "cuda": 1 << 25}
 """Weights quantized at a time: the CPU's caches, or a few hundred MB of scratch memory on a GPU."""
 
 
@@ -78,17 +78,6 @@ def quantize_weight(
     return QuantizedWeight.canonical(
         codes, scales, offsets, channel_scales, group_size=group_size, smooth=factor, bias=bias
     )
-
-
-def row_chunks(n: int, k: int, device: str) -> list[slice]:
-    """Slices of rows that hold at most `_CHUNK` weights each."""
-    rows = max(1, _CHUNK.get(device, _CHUNK["cuda"]) // k)
-    return [slice(lo, min(lo + rows, n)) for lo in range(0, n, rows)]
-
-
-def divide(values: torch.Tensor, number: float) -> torch.Tensor:
-    """values / number, rounded once: on CUDA, division by a Python number multiplies with its rounded reciprocal."""
-    return values / values.new_full((), number)
 
 
 def first_level(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
-from terrazzo.ops.w4a8.quantizer import divide, row_chunks
+from terrazzo.ops.quantizers.rows import divide, row_chunks
 from terrazzo.ops.w4ax.fmpq import BLOCK, BlockPlan
 from terrazzo.ops.w4ax.format import LARGEST_MULTIPLIER, SCALES, PackedWeight, QuantizedWeight, pack
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.w4a16 import QuantizedWeight, pack, reference
+from terrazzo.ops.w4a16 import QuantizedWeight, decoding, pack, reference
 
 N, K, G = 48, 320, 64
 
@@ -124,15 +124,15 @@ def test_the_bound_is_tight_enough_to_mean_something():
 )
 def test_numerics_are_checked(arguments, argument, words):
     with pytest.raises(ArgumentError, match=words) as caught:
-        reference.check_numerics(*arguments)
+        decoding.check_numerics(*arguments)
     assert caught.value.argument == argument
 
 
 def test_numerics_that_every_pair_takes():
     for numerics in ("auto", "post"):
-        for dtype in reference.ACTIVATION_DTYPES:
+        for dtype in decoding.ACTIVATION_DTYPES:
             for scale in ("float16", "bfloat16", "float32"):
-                reference.check_numerics(numerics, dtype, scale)
+                decoding.check_numerics(numerics, dtype, scale)
 
 
 def test_dequantize_refuses_what_is_undefined():

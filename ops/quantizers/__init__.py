@@ -1,0 +1,1 @@
+"""What quantizers of all formats share."""
