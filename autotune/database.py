@@ -281,6 +281,7 @@ class Database:
                 raise
 
     def close(self) -> None:
+        """Close the file; further calls raise sqlite3.ProgrammingError."""
         self.link.close()
 
     def _close_quietly(self) -> None:

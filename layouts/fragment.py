@@ -40,10 +40,12 @@ class Fragment:
 
     @property
     def elements_per_register(self) -> int:
+        """Elements of a 32-bit register."""
         return 32 // self.bits
 
     @property
     def registers(self) -> int:
+        """32-bit registers of a thread."""
         return self.values // self.elements_per_register
 
     def __call__(self, thread, value):

@@ -26,6 +26,7 @@ class Instance:
     block_order: str = "rk"
 
     def build(self) -> PackedLayout:
+        """The layout, derived; `get_instance` keeps it."""
         converter = get_converter(self.converter)
         return derive(
             self.fragment(),

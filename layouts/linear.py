@@ -131,26 +131,32 @@ class LinearMap:
     # -- shape ---------------------------------------------------------------------------------------------------------
     @property
     def in_bits(self) -> int:
+        """Bits of all inputs."""
         return len(self.columns)
 
     @property
     def out_bits(self) -> int:
+        """Bits of all outputs."""
         return _width(self.outs)
 
     @property
     def rank(self) -> int:
+        """Rank of the matrix over GF(2)."""
         return _rank(self.columns)
 
     @property
     def is_injective(self) -> bool:
+        """Whether no two inputs have the same output."""
         return self.rank == self.in_bits
 
     @property
     def is_surjective(self) -> bool:
+        """Whether every output has an input."""
         return self.rank == self.out_bits
 
     @property
     def is_bijective(self) -> bool:
+        """Whether every output has exactly one input."""
         return self.is_injective and self.is_surjective
 
     @property

@@ -51,6 +51,7 @@ class PackedLayout:
     # -- facts ---------------------------------------------------------------------------------------------------------
     @property
     def threads(self) -> int:
+        """Threads that a fragment is spread over."""
         return self.fragment.threads
 
     @property
@@ -60,6 +61,7 @@ class PackedLayout:
 
     @property
     def words_per_block(self) -> int:
+        """32-bit words of a block."""
         return self.threads * self.load_words
 
     @cached_property

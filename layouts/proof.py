@@ -21,6 +21,7 @@ class Proof:
 
     @property
     def ok(self) -> bool:
+        """Whether everything was proved."""
         return self.bijective and self.coalesced and self.banks
 
     def __str__(self) -> str:

@@ -82,7 +82,7 @@ def _meta(request: KernelRequest, tools: Toolchain) -> dict[str, Any]:
 
 
 def compile_request(request: KernelRequest) -> Path:
-    """Folder of the compiled kernel in the cache, compiled now if it is not there. Needs no GPU.
+    """Folder in the cache of the kernel of `request`, compiled now if it is not there. Needs no GPU.
 
     Raises:
         ToolchainError: a compiler is missing; the message says which and how to get it.

@@ -48,6 +48,7 @@ class KernelReport:
     note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
         return asdict(self)
 
     @staticmethod

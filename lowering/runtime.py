@@ -98,6 +98,7 @@ class Kernel:
 
     @cached_property
     def report(self) -> KernelReport:
+        """What was recorded when the kernel was compiled: registers, shared memory, spills, instructions."""
         return KernelReport.read(self.folder / "report.json")
 
     @property

@@ -29,10 +29,12 @@ class Dense(nn.Module):
 
     @property
     def in_features(self) -> int:
+        """K, as in `torch.nn.Linear`."""
         return self.weight.shape[1]
 
     @property
     def out_features(self) -> int:
+        """N, as in `torch.nn.Linear`."""
         return self.weight.shape[0]
 
     def product(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:

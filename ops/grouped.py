@@ -90,14 +90,17 @@ class GroupedWeight:
 
     @property
     def n(self) -> int:
+        """Output features of each expert."""
         return self.stacked.n
 
     @property
     def k(self) -> int:
+        """Input features of each expert."""
         return self.stacked.k
 
     @property
     def device(self) -> torch.device:
+        """Where the tensors are."""
         return self.stacked.device
 
     @property

@@ -111,7 +111,7 @@ def combine(y: torch.Tensor, routing: Routing, gates: torch.Tensor) -> torch.Ten
     A pick whose gate is 0 adds nothing, whatever its row holds (rows of no expert are never written).
 
     Args:
-        y: [P, N], rows sorted by expert. gates: [T, top_k].
+        y: [P, N], rows sorted by expert. routing: of `sort_by_expert`. gates: [T, top_k].
 
     Returns:
         [T, N] in y's dtype; the same bits in every run, since nothing is added atomically.

@@ -100,6 +100,7 @@ class Decode:
         return -(-problem.rows // (8 * self.row_tiles))
 
     def stage_words(self, problem: DecodeProblem) -> int:
+        """32-bit words that a warp copies for one stage of its ring."""
         return problem.channel_words + self.tiles * problem.tile_words
 
     def smem_bytes(self, problem: DecodeProblem, cluster: int = 1) -> int:
@@ -137,6 +138,7 @@ class WarpgroupDecode(Decode):
 
     @property
     def rings(self) -> int:
+        """Rings of stages in shared memory."""
         return self.warps // 4
 
     def smem_bytes(self, problem: DecodeProblem, cluster: int = 1) -> int:

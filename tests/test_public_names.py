@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
+import re
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -77,6 +80,50 @@ def test_checkers_read_what_is_resolved(name):
         there = importlib.import_module(value.__name__) if isinstance(value, ModuleType) else getattr(home, own)
         assert value is there, public
         assert not isinstance(value, ModuleType) or value.__name__ == f"{home.__name__}.{own}"
+
+
+NO_ERRORS = ("terrazzo.nn.fuse", "terrazzo.nn.positions_of")
+"""Functions that refuse nothing."""
+
+
+def functions_of(name: str) -> dict[str, Callable]:
+    """Public functions of a module and public methods and properties of its classes, of terrazzo's own."""
+    found = {}
+    module = importlib.import_module(name)
+    for public in module.__all__:
+        value = getattr(module, public)
+        if inspect.isfunction(value):
+            found[f"{name}.{public}"] = inspect.unwrap(value)
+        elif inspect.isclass(value):
+            for own, part in vars(value).items():
+                part = getattr(part, "__func__", None) or getattr(part, "fget", None) or getattr(part, "func", part)
+                if not own.startswith("_") and inspect.isfunction(part):
+                    found[f"{name}.{public}.{own}"] = inspect.unwrap(part)
+    return {name: it for name, it in found.items() if it.__module__.startswith("terrazzo")}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_everything_public_is_documented(name):
+    """Functions also name their parameters and errors, or another function that has them."""
+    missing = []
+    for public in importlib.import_module(name).__all__:
+        value = getattr(importlib.import_module(name), public)
+        if inspect.isclass(value) and (value.__doc__ or "(").startswith(
+            ("(", f"{value.__name__}(")
+        ):  # a dataclass's own
+            missing.append(f"{public}: a docstring")
+    for public, function in functions_of(name).items():
+        text = inspect.getdoc(function) or ""
+        if not text:
+            missing.append(f"{public}: a docstring")
+        is_method = public.removeprefix(f"{name}.").count(".")
+        if is_method or re.search(r"`[\w.]+(\(|`)", text):
+            continue
+        parameters = inspect.signature(function).parameters
+        missing += [f"{public}: {parameter}" for parameter in parameters if not re.search(rf"\b{parameter}\b", text)]
+        if "Raises:" not in text and public not in NO_ERRORS:
+            missing.append(f"{public}: what it raises")
+    assert not missing
 
 
 def test_importing_the_root_is_cheap():

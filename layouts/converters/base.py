@@ -71,6 +71,7 @@ class Converter:
 
     @property
     def alu_per_element(self) -> float:
+        """ALU instructions for each element that is converted."""
         return self.instructions / self.fields
 
     def pos(self, o: int, e: int) -> int:
@@ -88,6 +89,7 @@ class Converter:
 
     @property
     def device_name(self) -> str:
+        """Name of the CUDA device function."""
         return f"tz_{self.name}"
 
     @property
@@ -102,7 +104,11 @@ class Converter:
 
 
 def interleave(storage_bits: int, operand_bits: int) -> LinearMap:
-    """(register, element) -> field with field = register + O * element."""
+    """(register, element) -> field with field = register + O * element, O = operand_bits / storage_bits registers.
+
+    Raises:
+        LayoutError: bits that are no powers of two, 32 at most.
+    """
     dims = {"register": bits_of(operand_bits // storage_bits), "element": bits_of(32 // operand_bits)}
     return LinearMap.reshape(dims, {"field": sum(dims.values())})
 
@@ -111,7 +117,11 @@ CONVERTERS: dict[str, Converter] = {}
 
 
 def register(converter: Converter) -> Converter:
-    """Add a converter to the registry; a second one of the same name raises LayoutError."""
+    """Add a converter to the registry.
+
+    Raises:
+        LayoutError: there is one of the same name.
+    """
     if converter.name in CONVERTERS:
         raise LayoutError("name", converter.name, "is already registered", "choose another name")
     CONVERTERS[converter.name] = converter
@@ -119,7 +129,11 @@ def register(converter: Converter) -> Converter:
 
 
 def get_converter(name: str | Converter) -> Converter:
-    """The converter of this name (a Converter passes through); LayoutError lists the names that exist."""
+    """The converter of this name (a Converter passes through).
+
+    Raises:
+        LayoutError: there is none; the message lists the names that exist.
+    """
     if isinstance(name, Converter):
         return name
     if name not in CONVERTERS:

@@ -58,6 +58,7 @@ class PackedCache:
 
     @property
     def kv_heads(self) -> int:
+        """Number of kv heads."""
         return self.pages.shape[1]
 
     @property
@@ -69,6 +70,7 @@ class PackedCache:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of pages and residual blocks."""
         return 4 * self.pages.numel() + (0 if self.residual is None else 4 * self.residual.numel())
 
     def to(self, device: str | int | torch.device) -> PackedCache:
@@ -277,6 +279,7 @@ def pack_cache(
     """Quantize and pack whole sequences in torch, on the device of k; the definition of what kernels write.
 
     Args:
+        k_format, v_format: names of `FORMATS`.
         k, v: float [B, Hkv, T, D]; tokens at and past a sequence's length are stored as zeros.
         lengths: integers [B], 0..T, default T for all.
         page_size: tokens of a page, 0 for contiguous storage.

@@ -55,6 +55,7 @@ class KVFormat:
 
     @property
     def bits(self) -> int:
+        """Bits of a stored value."""
         return self.converter.storage_bits
 
     @property

@@ -78,18 +78,22 @@ class CacheLayout:
     # -- parts ---------------------------------------------------------------------------------------------------------
     @property
     def k(self) -> KVFormat:
+        """Format of the keys."""
         return get_format(self.k_format, "keys")
 
     @property
     def v(self) -> KVFormat:
+        """Format of the values."""
         return get_format(self.v_format, "values")
 
     @cached_property
     def k_layout(self) -> PackedLayout:
+        """Order of the key codes of a tile."""
         return operand_layout(self.k, self.head_dim, False)
 
     @cached_property
     def v_layout(self) -> PackedLayout:
+        """Order of the value codes of a tile."""
         return operand_layout(self.v, self.head_dim, True)
 
     @cached_property
@@ -109,10 +113,12 @@ class CacheLayout:
     # -- sizes ---------------------------------------------------------------------------------------------------------
     @property
     def k_words(self) -> int:
+        """32-bit words of the key codes of a tile."""
         return TILE_TOKENS * self.head_dim * self.k.bits // 32
 
     @property
     def v_words(self) -> int:
+        """32-bit words of the value codes of a tile."""
         return TILE_TOKENS * self.head_dim * self.v.bits // 32
 
     @property
@@ -122,10 +128,12 @@ class CacheLayout:
 
     @property
     def param_offset(self) -> int:
+        """Word of a tile at which its tokens' parameters begin."""
         return self.k_words + self.v_words
 
     @property
     def tile_words(self) -> int:
+        """32-bit words of a tile of 16 tokens: codes and parameters of tokens."""
         return self.param_offset + TILE_TOKENS * self.token_params
 
     @property
@@ -140,6 +148,7 @@ class CacheLayout:
 
     @property
     def block_words(self) -> int:
+        """32-bit words of a block: channel parameters and tiles."""
         return self.channel_words + self.block_tokens // TILE_TOKENS * self.tile_words
 
     def words(self, tokens: int) -> int:

@@ -206,6 +206,8 @@ def kernel_requests(
     """The kernels of decode, append and store for any number of sequences of any length, to compile them up front.
 
     Args:
+        k_format, v_format: names of `FORMATS`. target: an architecture or a Target.
+        softcap, sinks: whether decode and prefill get one.
         heads, kv_heads, head_dim: of a layer. q_len: new tokens of a step. dtype: of q, k and v.
         page: tokens of a page, 0 for contiguous caches. residual: tokens of the residual block, None for the format's.
         prefill: those of prefill too, with and without the new tokens' k and v.

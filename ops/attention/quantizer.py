@@ -109,6 +109,9 @@ def _codes(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, levels: int
 def dequantize(q: QuantizedBlock, fmt: str | KVFormat, static: SupportsDLPack | None = None) -> torch.Tensor:
     """The stored values, float64 [..., T, D]: (code + bias) * scale + zero without any rounding.
 
+    Args:
+        q: what `quantize` gives. fmt: the format, or its name. static: f32 [..., D], scales of static formats.
+
     Raises:
         ArgumentError: no QuantizedBlock, or one of another format.
     """

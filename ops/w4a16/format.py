@@ -36,6 +36,7 @@ class QuantizedWeight(GroupedCodes):
 
     @property
     def symmetric(self) -> bool:
+        """Whether all zero points are 8 and not stored."""
         return self.zeros is None
 
     def pack(self, *, target: Target | str | None = None) -> PackedWeight:

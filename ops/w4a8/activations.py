@@ -51,10 +51,12 @@ class QuantizedActivations:
 
     @property
     def k(self) -> int:
+        """Input features K."""
         return self.shape[-1]
 
     @property
     def device(self) -> torch.device:
+        """Where the tensors are."""
         return self.q.device
 
     @property

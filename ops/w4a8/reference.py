@@ -28,7 +28,11 @@ TINY = 2.0**-119
 
 
 def dequantize(weight: QuantizedWeight | PackedWeight, smoothed: bool = True) -> torch.Tensor:
-    """The float64 weight [N, K] that is multiplied with x / smooth, or (smoothed=False) with x itself."""
+    """The float64 weight [N, K] that is multiplied with x / smooth, or (smoothed=False) with x itself.
+
+    Raises:
+        ArgumentError: no weight of W4A8.
+    """
     if isinstance(weight, PackedWeight):
         weight = weight.unpack()
     if not isinstance(weight, (weights.Canonical, weights.Packed)) or not hasattr(weight, "smooth"):

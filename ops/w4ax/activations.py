@@ -51,14 +51,17 @@ class QuantizedActivations:
 
     @property
     def k(self) -> int:
+        """Input features K."""
         return self.shape[-1]
 
     @property
     def m(self) -> int:
+        """Number of tokens M."""
         return prod(self.shape[:-1])
 
     @property
     def blocks(self) -> int:
+        """Blocks of 128 input channels, the last one padded."""
         return -(-self.k // BLOCK)
 
     @property
@@ -68,6 +71,7 @@ class QuantizedActivations:
 
     @property
     def device(self) -> torch.device:
+        """Where the tensors are."""
         return self.q8.device
 
     @property

@@ -204,10 +204,12 @@ class PackedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(N, K)."""
         return self.n, self.k
 
     @property
     def blocks(self) -> int:
+        """Blocks of 128 input channels, the last one padded."""
         return -(-self.k // BLOCK)
 
     @property
@@ -222,6 +224,7 @@ class PackedWeight:
 
     @property
     def device(self) -> torch.device:
+        """Where the tensors are."""
         return self.words.device
 
     @property

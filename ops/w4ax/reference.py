@@ -43,7 +43,11 @@ TINY = 2.0**-119
 
 
 def dequantize(weight: QuantizedWeight | PackedWeight) -> torch.Tensor:
-    """The float64 weight [N, k], columns in the order of the input. ArgumentError for what is no W4Ax weight."""
+    """The float64 weight [N, k], columns in the order of the input.
+
+    Raises:
+        ArgumentError: no weight of W4Ax.
+    """
     if not isinstance(weight, (PackedWeight, QuantizedWeight)):
         remedy = "quantize or load one; other families have a dequantize of their own"
         raise ArgumentError("weight", weights.kind(weight), "must be a W4Ax weight, packed or not", remedy)
