@@ -211,3 +211,19 @@ def test_what_is_no_weight_format_or_count_is_refused():
     for steps in (2**31, 10**30, 0, 1.5, True):
         with pytest.raises(ArgumentError, match="steps = "):
             w4a8.search_smooth(torch.ones(4, 128), torch.ones(8, 128), steps=steps)
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq", "gptq_sym", "pack", "pack_asym", "w4a8_int", "w4a8_pack", "fp8"])
+def test_groups_of_96_are_cut_into_32_and_16_is_refused_by_name(tmp_path, kind):
+    convention, config, family = KINDS[kind]
+    for group in (96, 16):
+        held, weight = stored(convention, k=288, group=group)
+        stated = json.loads(json.dumps(config).replace('"group_size": 128', f'"group_size": {group}'))
+        folder = write(tmp_path / str(group), {f"{LAYER}.{leaf}": t for leaf, t in held.items()}, stated)
+        model = family.load_model(folder)
+        if group == 16:
+            assert "group_size = 16" in model.skipped[LAYER] and "NVFP4" in model.skipped[LAYER]
+            continue
+        made = model.layers[LAYER]
+        found = made.dequantize("post") if family is w4a16 else made.dequantize()
+        assert made.group_size == 32 and torch.equal(found.double(), weight)
