@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
+import shutil
 import subprocess
-import tempfile
 import threading
 from contextvars import ContextVar
 from functools import cache
@@ -22,54 +21,65 @@ from terrazzo.lowering.errors import CompileError, TerrazzoError
 from terrazzo.lowering.launcher import build_host, host_text
 from terrazzo.lowering.report import make_report
 from terrazzo.lowering.request import KernelRequest
-from terrazzo.lowering.toolchain import find_host_compiler, find_nvcc, import_tilelang, package_folder
+from terrazzo.lowering.slim_headers import write_slim_headers
+from terrazzo.lowering.toolchain import (
+    build_folder,
+    find_host_compiler,
+    find_nvcc,
+    import_tilelang,
+    package_folder,
+    run_tool,
+)
 
 NVCC_TIMEOUT_S = 600
+SOURCE, BINARY, LIBRARY = "kernel.cu", "kernel.cubin", "kernel.so"
 _CALLBACK = "tilelang_callback_cuda_compile"
 _lock = threading.RLock()  # one lowering at a time in a process; compile_many is the way to several
 _current: ContextVar[_Nvcc | None] = ContextVar("terrazzo_nvcc", default=None)
 
 
 class _Nvcc:
-    """Answers TileLang's request for machine code, and keeps what came out."""
+    """Answers TileLang's request for machine code, and keeps what came out.
 
-    def __init__(self, request: KernelRequest) -> None:
-        self.request = request
-        self.binary = b""
+    Args:
+        folder: of this compilation. nvcc runs in it, and is told relative names only.
+    """
+
+    def __init__(self, request: KernelRequest, folder: Path) -> None:
+        self.request, self.folder = request, folder
         self.log = ""
 
-    def command(self, source: Path, output: Path, pass_config: dict[str, Any]) -> list[str]:
-        arch, tilelang = self.request.target.arch, package_folder("tilelang")
+    def command(self, pass_config: dict[str, Any]) -> list[str]:
+        arch = self.request.target.arch
         virtual = arch.replace("sm", "compute")
         code = f"[{arch},{self.request.ptx}]" if self.request.ptx else arch
-        command = [find_nvcc(), "-ccbin", find_host_compiler(), "-std=c++20", "-O3", "-lineinfo", "-w", "-Xptxas", "-v"]
+        command = [find_nvcc(), "-ccbin", find_host_compiler(), "-std=c++17", "-O3", "-lineinfo", "-w", "-Xptxas", "-v"]
         command += ["--fatbin" if self.request.ptx else "--cubin", "-gencode", f"arch={virtual},code={code}"]
-        command += [f"-I{tilelang / 'src'}", f"-I{tilelang / '3rdparty' / 'cutlass' / 'include'}"]
+        command += ["-Islim", "-Itilelang/src", "-Itilelang/3rdparty/cutlass/include"]
         command += ["--use_fast_math"] * bool(pass_config.get("tl.enable_fast_math"))
         level = pass_config.get("tl.ptxas_register_usage_level")
         command += [] if level is None else ["-Xptxas", f"--register-usage-level={int(level)}"]
         command += [flag for flag in self.request.flags if not flag.startswith("ptx=")]
-        return [*command, "-o", str(output), str(source)]
+        return [*command, "-o", BINARY, SOURCE]
 
     def __call__(self, code: str, pass_config: dict[str, Any]) -> bytes:
-        with tempfile.TemporaryDirectory(prefix="terrazzo-nvcc-") as folder:
-            source, output = Path(folder, "kernel.cu"), Path(folder, "kernel.bin")
-            source.write_text(code)
-            command = self.command(source, output, pass_config)
-            # NVCC_APPEND_FLAGS and the like would change the code behind the cache's back.
-            environment = {name: value for name, value in os.environ.items() if not name.startswith("NVCC_")}
-            environment["TMPDIR"] = folder  # where we could write; nvcc says nothing of use where it cannot
-            try:
-                done = subprocess.run(
-                    command, env=environment, capture_output=True, text=True, timeout=NVCC_TIMEOUT_S, check=False
-                )
-            except subprocess.TimeoutExpired as error:
-                raise CompileError(f"{self.request}: nvcc took longer than {NVCC_TIMEOUT_S} s") from error
-            self.log = done.stdout + done.stderr
-            if done.returncode:
+        (self.folder / SOURCE).write_text(code)
+        slim = self.folder / "slim"
+        write_slim_headers(code, slim)
+        command = self.command(pass_config)
+        if self._run(command):  # it may need what a slim header leaves out; if not, what is said is about the others
+            shutil.rmtree(slim)
+            if self._run(command):
                 raise CompileError(f"{self.request}: nvcc fails\n{' '.join(command)}\n{self.log.strip()}")
-            self.binary = output.read_bytes()
-        return self.binary
+        return (self.folder / BINARY).read_bytes()
+
+    def _run(self, command: list[str]) -> int:
+        try:
+            done = run_tool(command, self.folder, timeout=NVCC_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise CompileError(f"{self.request}: nvcc took longer than {NVCC_TIMEOUT_S} s") from error
+        self.log = done.stdout + done.stderr
+        return done.returncode
 
 
 @cache
@@ -118,25 +128,27 @@ def compile_into(request: KernelRequest, folder: Path) -> None:
         CompileError: the builder, the lowering or nvcc failed; the message carries the tool's words.
         OSError: the folder cannot be written.
     """
-    with _lock:
+    with _lock, build_folder() as private:
         tilelang = import_tilelang()
         _install_callback()
-        nvcc = _Nvcc(request)
+        (private / "tilelang").symlink_to(package_folder("tilelang"))
+        nvcc = _Nvcc(request, private)
         token = _current.set(nvcc)
         try:
             artifact = _lower(tilelang, request)
             functions = [function for _, function in artifact.device_mod.functions.items()]
-            host = host_text(artifact.rt_mod.inspect_source(), functions, folder / "kernel.cubin")
+            host = host_text(artifact.rt_mod.inspect_source(), functions, BINARY)
         except TerrazzoError:
             raise
         except Exception as error:
             raise CompileError(f"{request}: {type(error).__name__}: {error}") from error
         finally:
             _current.reset(token)
-        (folder / "kernel.cu").write_text(artifact.kernel_source)
-        (folder / "kernel.cubin").write_bytes(nvcc.binary)
-        build_host(host, folder / "kernel.so")
-    report = make_report(folder / "kernel.cubin", nvcc.log, _dynamic_shared_memory(functions))
+        build_host(host, private, LIBRARY)
+        report = make_report(private / BINARY, nvcc.log, _dynamic_shared_memory(functions))
+        (folder / SOURCE).write_text(artifact.kernel_source)
+        for name in (BINARY, LIBRARY):
+            shutil.copyfile(private / name, folder / name)
     (folder / "report.json").write_text(json.dumps(report.as_dict(), indent=1))
 
 

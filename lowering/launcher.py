@@ -10,14 +10,12 @@ no detour.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from terrazzo.lowering.errors import CompileError
-from terrazzo.lowering.toolchain import find_host_compiler, find_nvcc, package_folder
+from terrazzo.lowering.toolchain import find_host_compiler, find_nvcc, package_folder, run_tool
 
 _LAUNCH_PLACES = {
     **{f"blockIdx.{axis}": place for place, axis in enumerate("xyz")},
@@ -40,10 +38,8 @@ _LAUNCHER = r"""
 #include <cuda.h>
 #include <dlfcn.h>
 #include <stdio.h>
+#include <pthread.h>
 #include <string.h>
-#include <algorithm>
-#include <atomic>
-#include <mutex>
 #include "tvm/runtime/base.h"
 #include "tvm/runtime/c_backend_api.h"
 #include "tvm/ffi/c_api.h"
@@ -96,11 +92,16 @@ struct Kernel {
   const char *places;  // what a launch parameter is: '0'-'2' grid, '3'-'5' block, '6'-'8' cluster, '9' shared memory
   bool dependent;      // may start before its predecessor in the stream ends (griddepcontrol)
   bool cooperative;
-  std::atomic<CUfunction> function[kDevices];
-  std::atomic<unsigned> shared_memory[kDevices];
+  CUfunction function[kDevices];  // written once, and read by launches of other threads
+  unsigned shared_memory[kDevices];
 };
 
-std::mutex mutex;
+// No header of the C++ library: they are most of the time of this file's compilation.
+pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+struct Guard {
+  Guard() { pthread_mutex_lock(&mutex); }
+  ~Guard() { pthread_mutex_unlock(&mutex); }
+};
 CUcontext contexts[kDevices];
 CUmodule modules[kDevices];
 thread_local int device = 0;
@@ -111,7 +112,7 @@ int set_device(void *, const TVMFFIAny *args, int32_t, TVMFFIAny *) {
 }
 
 int load(Kernel &kernel) {
-  std::lock_guard<std::mutex> guard(mutex);
+  Guard guard;
   if (kernel.function[device]) return 0;
   CUcontext before = nullptr;
   CUresult status = driver().cuDevicePrimaryCtxRetain(&contexts[device], device);
@@ -125,14 +126,17 @@ int load(Kernel &kernel) {
     status = driver().cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1);
   driver().cuCtxSetCurrent(before);
   if (status) return fail_cuda("cannot load kernel", kernel.name, status);
-  kernel.function[device] = function;
+  __atomic_store_n(&kernel.function[device], function, __ATOMIC_RELEASE);
   return 0;
 }
 
 int launch(Kernel &kernel, const TVMFFIAny *args) {
   NEED_DRIVER();
-  if (!kernel.function[device] && load(kernel)) return -1;
-  CUfunction function = kernel.function[device];
+  CUfunction function = __atomic_load_n(&kernel.function[device], __ATOMIC_ACQUIRE);
+  if (!function) {
+    if (load(kernel)) return -1;
+    function = kernel.function[device];
+  }
   void *params[MAX_ARGUMENTS];
   float floats[MAX_ARGUMENTS];
   int count = 0;
@@ -166,9 +170,9 @@ int launch(Kernel &kernel, const TVMFFIAny *args) {
   driver().cuCtxGetCurrent(&before);
   if (before != contexts[device]) driver().cuCtxSetCurrent(contexts[device]);
   CUresult status = CUDA_SUCCESS;
-  if (size[9] > kernel.shared_memory[device]) {
+  if (size[9] > __atomic_load_n(&kernel.shared_memory[device], __ATOMIC_ACQUIRE)) {
     status = driver().cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size[9]);
-    kernel.shared_memory[device] = size[9];
+    __atomic_store_n(&kernel.shared_memory[device], size[9], __ATOMIC_RELEASE);
   }
   if (!status) status = driver().cuLaunchKernelEx(&config, function, params, nullptr);
   if (before != contexts[device]) driver().cuCtxSetCurrent(before);
@@ -234,13 +238,13 @@ int call(void *function, TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
 """
 
 
-def host_text(host: str, device_functions: list[Any], image: Path) -> str:
+def host_text(host: str, device_functions: list[Any], image: str) -> str:
     """C++ text of a kernel's shared object.
 
     Args:
         host: TileLang's generated host function.
         device_functions: the lowered device PrimFuncs, whose parameters and attributes say how to launch them.
-        image: cubin or fatbin to embed.
+        image: name of the cubin or fatbin to embed, in the folder where the text is compiled.
 
     Raises:
         CompileError: the program uses something that the launcher does not know.
@@ -286,33 +290,28 @@ def _argument_kind(parameter: Any) -> str:
     return _ARGUMENT_KINDS[dtype]
 
 
-def build_host(text: str, library: Path) -> None:
-    """Compile the text of `host_text` into a shared object, which holds the machine code that the text names.
+def build_host(text: str, folder: Path, library: str) -> None:
+    """Compile the text of `host_text` in a `build_folder`, which has the machine code that the text names.
 
     Raises:
         CompileError: the compiler refuses it; the message carries its words.
     """
     from tvm_ffi import libinfo
 
-    tvm = package_folder("tilelang") / "3rdparty" / "tvm" / "include"
-    includes = [f"-I{folder}" for folder in (tvm, libinfo.find_include_path(), libinfo.find_dlpack_include_path())]
-    # nvcc knows where its own cuda.h lies; the text is plain C++ for the host compiler.
-    command = [
-        find_nvcc(),
-        "-ccbin",
-        find_host_compiler(),
-        "-x",
-        "c++",
-        "-std=c++17",
-        "-O2",
-        "-w",
-        "-shared",
-        "-cudart",
-        "none",
-    ]
-    command += ["-Xcompiler", "-fPIC", *includes, "-o", str(library), "-", "-ldl"]
-    environment = {**os.environ, "TMPDIR": str(library.parent)}
-    done = subprocess.run(command, env=environment, input=text, capture_output=True, text=True, check=False)
+    # by links: nvcc puts these paths into commands for a shell
+    includes = {
+        "tvm": package_folder("tilelang") / "3rdparty" / "tvm" / "include",
+        "ffi": libinfo.find_include_path(),
+        "dlpack": libinfo.find_dlpack_include_path(),
+    }
+    for name, place in includes.items():
+        (folder / name).symlink_to(place)
+    # nvcc knows where its own cuda.h lies; the text is plain C++ for the host compiler. It checks and launches once for
+    # a kernel that runs for microseconds: more than -O1 gains nothing.
+    command = [find_nvcc(), "-ccbin", find_host_compiler(), "-x", "c++", "-std=c++17", "-O1", "-w", "-shared"]
+    command += ["-cudart", "none", "-Xcompiler", "-fPIC,-fno-exceptions,-fno-rtti"]
+    command += [*(f"-I{name}" for name in includes), "-o", library, "-", "-ldl"]
+    done = run_tool(command, folder, input=text)
     if done.returncode:
         raise CompileError(
             f"the host side does not compile\n{' '.join(command)}\n{(done.stdout + done.stderr).strip()}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -14,7 +12,7 @@ from typing import Any
 from terrazzo.lowering.data_files import is_count
 from terrazzo.lowering.errors import ToolchainError
 from terrazzo.lowering.folders import parse_json
-from terrazzo.lowering.toolchain import INSTALL_DISASSEMBLER, find_cuda_tool
+from terrazzo.lowering.toolchain import INSTALL_DISASSEMBLER, find_cuda_tool, run_tool
 
 # "/*0070*/  @!P0 HGMMA.64x64x16.F32 R24, ..." -> "HGMMA.64x64x16.F32"
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]+)", re.MULTILINE)
@@ -117,8 +115,7 @@ def count_instructions(binary: Path) -> tuple[dict[str, int], str]:
     tool = find_cuda_tool("cuobjdump")
     if tool is None:
         return {}, f"no disassembler, so no instruction counts: {INSTALL_DISASSEMBLER}"
-    environment = {**os.environ, "TMPDIR": str(binary.parent)}  # it wants to write, and there we could
-    done = subprocess.run([tool, "-sass", str(binary)], env=environment, capture_output=True, text=True, check=False)
+    done = run_tool([tool, "-sass", binary.name], binary.parent)
     if done.returncode:
         if "nvdisasm" in done.stderr:
             return {}, f"cuobjdump does not find nvdisasm: {INSTALL_DISASSEMBLER}"

@@ -5,6 +5,7 @@ A kernel found in the cache or in a bundle must load fast, so nothing here impor
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -13,11 +14,14 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from terrazzo.lowering.errors import ToolchainError
+from terrazzo.lowering.errors import CompileError, ToolchainError
 
 INSTALL_COMPILER = (
     "install what compiles with `pip install 'terrazzo[compile]'` (and a host g++), or load a bundle that "
@@ -138,6 +142,49 @@ def _nvcc_versions(nvcc: str) -> tuple[str, str]:
                 return version, f"{int(number.group(1)) // 1000}.{int(number.group(1)) % 1000 // 10}"
     release = re.search(r"release ([\d.]+)", said)
     return version, release.group(1) if release else "unknown"
+
+
+@contextlib.contextmanager
+def build_folder() -> Iterator[Path]:
+    """A folder of this process's own for nvcc to work in, removed afterwards.
+
+    nvcc puts paths into commands for a shell, its working directory's too. So the path has letters only: where TMPDIR
+    has others, another place is taken.
+
+    Raises:
+        CompileError: there is none that can be written.
+    """
+    problem = "no folder with a plain name"
+    for place in dict.fromkeys((tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")):
+        if not re.fullmatch(r"[\w./+@,=-]+", os.path.realpath(place), re.ASCII):
+            continue
+        try:
+            folder = tempfile.TemporaryDirectory(prefix="terrazzo-nvcc-", dir=os.path.realpath(place))
+        except OSError as error:
+            problem = f"{place}: {error.strerror}"
+            continue
+        with folder as name:
+            yield Path(name)
+        return
+    raise CompileError(f"a compilation needs a folder for temporary files ({problem}); set TMPDIR to one with room")
+
+
+def run_tool(command: list[str], folder: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a tool of CUDA's in a `build_folder`, where its temporary files lie too.
+
+    NVCC_APPEND_FLAGS and the like would change the code behind the cache's back, and are left out.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NVCC_")}
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment | {"TMPDIR": "."},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        **options,
+    )
 
 
 def toolchain() -> Toolchain:

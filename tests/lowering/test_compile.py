@@ -1,14 +1,25 @@
 """From a tile program to a shared object: what comes out, what the report says, how failures read."""
 
 import json
+import os
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from lowering_tools import needs_compiler, request_for, run_python
-from terrazzo.lowering import Kernel, KernelReport, KernelRequest, compile_request, compiler, get_kernel, is_ready
+from terrazzo.lowering import (
+    Kernel,
+    KernelReport,
+    KernelRequest,
+    compile_request,
+    compiler,
+    get_kernel,
+    is_ready,
+    launcher,
+)
 from terrazzo.lowering.errors import ArgumentError, CompileError, ToolchainError
 from terrazzo.lowering.toolchain import find_cuda_tool
 
@@ -76,7 +87,7 @@ def test_nvcc_flags_and_pass_configs_reach_the_compiler(compiled):
     plain, slowed = (KernelReport.read(compiled(r) / "report.json") for r in (request_for("gemm"), slow))
     assert slowed != plain
     configs = {"tl.enable_fast_math": True, "tl.ptxas_register_usage_level": 3}
-    command = compiler._Nvcc(slow).command(Path("in.cu"), Path("out"), configs)
+    command = compiler._Nvcc(slow, Path("build")).command(configs)
     assert {"--use_fast_math", "--register-usage-level=3", "-O1", "--cubin"} <= set(command)
 
 
@@ -189,7 +200,81 @@ print("main_kernel" in kernel.get_kernel_source())
 def test_a_folder_that_cannot_be_written_is_not_the_compilers_fault(tmp_path, monkeypatch):
     module = SimpleNamespace(functions={}, inspect_source=str)
     artifact = SimpleNamespace(kernel_source="", device_mod=module, rt_mod=module)
-    for name, value in {"import_tilelang": str, "_install_callback": str, "_lower": lambda *_: artifact}.items():
+    nothing = lambda *_: None
+    stubs = {"import_tilelang": nothing, "_install_callback": nothing, "_lower": lambda *_: artifact}
+    for name, value in {**stubs, "build_host": nothing, "make_report": nothing}.items():
         monkeypatch.setattr(compiler, name, value)
     with pytest.raises(FileNotFoundError):
         compiler.compile_into(request_for("scale"), tmp_path / "gone")
+
+
+NAMES = ["$(touch ran)", "`touch ran`", 'a "quoted" name', "it's", "back\\slash", "a line\nbreak", "; touch ran"]
+NAMES += [os.fsdecode(b"\xff\xfe")]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+def test_names_of_folders_never_reach_a_shell(tmp_path, monkeypatch, name):
+    """nvcc puts every path that it knows into commands for a shell: it is told none of ours."""
+    from terrazzo.lowering import report
+
+    place = tmp_path / name
+    place.mkdir()
+    seen = []
+
+    def tool(command, folder, **_):
+        seen.append([*map(str, command), str(folder)])
+        for made in (compiler.BINARY, compiler.LIBRARY):
+            (folder / made).write_bytes(b"")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.chdir(place)
+    module = SimpleNamespace(functions={}, inspect_source=str)
+    artifact = SimpleNamespace(kernel_source="", device_mod=module, rt_mod=module)
+
+    def lower(*_):
+        compiler._current.get()("", {})
+        return artifact
+
+    monkeypatch.setattr(compiler, "_lower", lower)
+    for home in (compiler, launcher, report):
+        monkeypatch.setattr(home, "run_tool", tool)
+    compiler.compile_into(request_for("scale"), place)
+    assert len(seen) >= 2 and (place / "kernel.so").is_file()
+    assert not [word for command in seen for word in command if name in word or str(tmp_path) in word]
+
+
+@pytest.mark.slow
+def test_a_kernel_compiles_below_a_folder_with_a_strange_name(tmp_path, monkeypatch):
+    place = tmp_path / 'a "$(touch ran)" `touch ran`\n\\'
+    place.mkdir()
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(place / "cache"))
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert (compile_request(request_for("scale")) / "kernel.so").is_file()
+    assert not list(tmp_path.rglob("ran"))
+
+
+def machine_code(folder: Path) -> str:
+    """SASS without addresses and encodings."""
+    command = [find_cuda_tool("cuobjdump"), "-sass", folder / "kernel.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.sub(r"/\*[0-9a-fx]+\*/|Fatbin.*|=+|host = .*|compile_size = .*", "", said)
+
+
+@needs_disassembler
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_slim_headers_leave_the_machine_code_as_it_is(compiled, tmp_path, monkeypatch, target):
+    """A kernel for which they are not enough is compiled with the headers themselves."""
+    request = request_for("gemm", target)
+    slim = compiled(request)
+
+    def useless(code: str, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "cuda_fp16.h").write_text("#error nothing here\n")
+
+    monkeypatch.setattr(compiler, "write_slim_headers", useless)
+    compiler.compile_into(request, tmp_path)
+    assert "MMA" in machine_code(slim) and machine_code(slim) == machine_code(tmp_path)
