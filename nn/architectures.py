@@ -131,14 +131,18 @@ class Builder:
         return Decoder(embedding, layers, norm, self.rotaries, s.embedding_scale)
 
     def head(self, decoder: Decoder) -> Linear | Dense:
-        """Logits of hidden states: the embedding's weights where they are tied or the checkpoint has no others."""
+        """Logits of hidden states."""
+        return self.head_of(decoder.embed_tokens.weight.detach())
+
+    def head_of(self, embedding: torch.Tensor) -> Linear | Dense:
+        """The head: the embedding's weights where they are tied or the checkpoint has no others."""
         names = [f"{root}lm_head" for root in ("", self.root, self.root.removesuffix("model."))]
         for name in dict.fromkeys(names):
             if not self.shape.tied and any(self.source.has(f"{name}.{leaf}") for leaf in ("weight", "qweight")):
                 return self.source.head(name, "lm_head")
         if not self.shape.tied and self.source.has("lm_head.words"):
             return self.source.head("lm_head", "lm_head")
-        return Dense(decoder.embed_tokens.weight.detach())
+        return Dense(embedding)
 
     def norm(self, name: str, own: str) -> RMSNorm:
         return RMSNorm(self._vector(f"{name}.weight", f"{own}.weight"), self.shape.eps)

@@ -58,11 +58,7 @@ def load(
     model_module = _transformers()
     to = weights.device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     own, config = _config_of(source, config)
-    found = dtype or getattr(config, "dtype", None)
-    if dtype is None and weights_name(found) not in DTYPES:
-        found = torch.float16
-    if weights_name(found) not in DTYPES:
-        raise ArgumentError("dtype", weights_name(found), f"must be one of {DTYPES}", "pass torch.bfloat16")
+    found = dtype_of(config, dtype)
     formats = _formats(kv if kv is not None else own.get("kv", weights_name(found)))
     form = None if quantize is None else Format.parse(quantize)
 
@@ -90,8 +86,19 @@ def load(
         skeleton.lm_head = builder.head(decoder)
     skeleton.model = model_module.Body(decoder, shape, formats, max_tokens)
     skeleton.config.dtype = found
-    _generation(skeleton, source)
+    if (stated := generation_config(source)) is not None:
+        skeleton.generation_config = stated
     return skeleton.eval()
+
+
+def dtype_of(config: Any, asked: torch.dtype | None) -> torch.dtype:
+    """Of activations: as asked for, else the config's if that is one of DTYPES, else float16."""
+    found = asked or getattr(config, "dtype", None)
+    if asked is None and weights_name(found) not in DTYPES:
+        found = torch.float16
+    if weights_name(found) not in DTYPES:
+        raise ArgumentError("dtype", weights_name(found), f"must be one of {DTYPES}", "pass torch.bfloat16")
+    return found
 
 
 def weights_name(dtype: Any) -> str:
@@ -151,12 +158,13 @@ def _formats(kv: Any) -> tuple[str, str]:
     return pair
 
 
-def _generation(model: Any, source: Any) -> None:
-    """The folder's generation config, where there is one."""
+def generation_config(source: Any) -> Any:
+    """The folder's, where there is one; else None."""
     from transformers import GenerationConfig
 
     if not isinstance(source, Mapping) and (Path(source) / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(source)
+        return GenerationConfig.from_pretrained(source)
+    return None
 
 
 class _Lazy(Mapping):

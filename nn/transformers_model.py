@@ -192,14 +192,7 @@ class Causal:
             state |= {f"lm_head.{name}": t for name, t in self.lm_head.state_dict().items()}
         state = {name: t.contiguous() for name, t in state.items()}
         save_torch_state_dict(state, str(folder), max_shard_size=max_shard_size, metadata={"format": "pt"})
-        k, v = self.model.formats
-        self.config.quantization_config = {"quant_method": METHOD, "version": VERSION, "kv": [k, v]}
-        try:
-            self.config.save_pretrained(folder)
-        finally:
-            del self.config.quantization_config
-        if self.generation_config is not None:
-            self.generation_config.save_pretrained(folder)
+        write_configs(folder, self.config, self.model.formats, self.generation_config)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **options: Any) -> Any:
@@ -207,6 +200,17 @@ class Causal:
         from terrazzo.nn.loading import load
 
         return load(folder, **options)
+
+
+def write_configs(folder: Path, config: Any, formats: tuple[str, str], generation: Any) -> None:
+    """config.json, which says that weights are packed, and generation_config.json."""
+    config.quantization_config = {"quant_method": METHOD, "version": VERSION, "kv": list(formats)}
+    try:
+        config.save_pretrained(folder)
+    finally:
+        del config.quantization_config
+    if generation is not None:
+        generation.save_pretrained(folder)
 
 
 @cache

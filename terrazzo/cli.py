@@ -21,6 +21,7 @@ from terrazzo.commands_cache import cache_group
 from terrazzo.commands_compile import compile_command
 from terrazzo.commands_config import config_group
 from terrazzo.commands_info import info, layout, ops
+from terrazzo.commands_quantize import quantize
 from terrazzo.commands_run import bench, demo
 from terrazzo.commands_tune import tune_group
 from terrazzo.lowering.errors import TerrazzoError
@@ -32,7 +33,7 @@ def terrazzo() -> None:
     """Mixed-precision operators for LLM inference, with layouts derived from tensor-core fragments."""
 
 
-for _command in (info, ops, layout, compile_command, cache_group, config_group, tune_group, demo, bench):
+for _command in (info, ops, layout, compile_command, cache_group, config_group, tune_group, quantize, demo, bench):
     terrazzo.add_command(_command)
 
 

@@ -111,21 +111,24 @@ def test_formats_with_quantized_activations_stay_near_the_float_model(form):
     assert (loaded(TOKENS).logits.float() - exact).norm() < (0.5 if form == "w4ax" else 0.1) * exact.norm()
 
 
+saved = [pytest.param(name, marks=() if name == "mixtral" else pytest.mark.slow) for name in CONFIGS]
+
+
+@pytest.mark.parametrize("name", saved)
 @torch.no_grad()
-def test_a_folder_is_loaded_saved_and_loaded_again(tmp_path):
-    for name in ("llama", "mixtral", "gemma3", "qwen2"):
-        model = float_model(name, torch.float16)
-        model.save_pretrained(tmp_path / name)
-        done: list[tuple[int, int]] = []
-        note = partial(lambda to, *step: to.append(step), done)
-        loaded = load(tmp_path / name, device="cpu", quantize="w4a16-g32", kv="int4", progress=note)
-        assert done == [(1, 2), (2, 2)] and loaded.dtype == torch.float16
-        y = loaded(TOKENS).logits
-        loaded.save_pretrained(tmp_path / f"{name}-packed", max_shard_size="100KB")
-        again = load(tmp_path / f"{name}-packed", device="cpu")
-        assert again.model.formats == ("int4", "int4") and type(again) is type(loaded)
-        assert torch.equal(again(TOKENS).logits, y)
-        assert type(again).from_pretrained(tmp_path / f"{name}-packed", device="cpu", kv="int8") is not None
+def test_a_folder_is_loaded_saved_and_loaded_again(tmp_path, name):
+    model = float_model(name, torch.float16)
+    model.save_pretrained(tmp_path / "float")
+    done: list[tuple[int, int]] = []
+    note = partial(lambda to, *step: to.append(step), done)
+    loaded = load(tmp_path / "float", device="cpu", quantize="w4a16-g32", kv="int4", progress=note)
+    assert done == [(1, 2), (2, 2)] and loaded.dtype == torch.float16
+    y = loaded(TOKENS[:, :4]).logits
+    loaded.save_pretrained(tmp_path / "packed", max_shard_size="100KB")
+    again = load(tmp_path / "packed", device="cpu")
+    assert again.model.formats == ("int4", "int4") and type(again) is type(loaded)
+    assert torch.equal(again(TOKENS[:, :4]).logits, y)
+    assert type(again).from_pretrained(tmp_path / "packed", device="cpu", kv="int8").model.formats == ("int8", "int8")
 
 
 @torch.no_grad()
@@ -135,7 +138,7 @@ def test_generate_of_transformers_runs_with_unequal_prompts():
     loaded.generation_config.pad_token_id = 0
     mask = torch.ones_like(TOKENS)
     mask[1, :4] = 0
-    options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
+    options = dict(max_new_tokens=3, do_sample=False, eos_token_id=None)
     made = loaded.generate(TOKENS, attention_mask=mask, **options)
     for row, first in enumerate((0, 4)):
         prompt = TOKENS[row : row + 1, first:]  # transformers takes its token 0 for padding, unless a mask says not
@@ -161,3 +164,59 @@ def test_what_cannot_be_loaded_is_refused(tmp_path):
     state.pop("model.layers.1.self_attn.o_proj.weight")
     with pytest.raises(ArgumentError, match="o_proj"):
         load(state, config=config, device="cpu", quantize="w4a16")
+
+
+@torch.no_grad()
+def test_a_folder_is_quantized_and_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
+    from terrazzo.nn import quantizing
+
+    source, out = tmp_path / "float", tmp_path / "packed"
+    float_model("qwen3", torch.float16).save_pretrained(source)
+    wanted = load(source, device="cpu", quantize="w4a16-g64", kv="int8")
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantizing.quantize_folder(source, out, "w4a16-g64", kv="int8", device="cpu", progress=stop)
+    first = (out / "model-layer-00000.safetensors").stat()
+    assert not (out / "model-layer-00001.safetensors").exists() and not (out / "config.json").exists()
+    with pytest.raises(ArgumentError, match="other settings"):
+        quantizing.quantize_folder(source, out, "w4a8", device="cpu")
+    errors = quantizing.quantize_folder(source, out, "w4a16-g64", kv="int8", device="cpu")
+    assert (out / "model-layer-00000.safetensors").stat().st_mtime_ns == first.st_mtime_ns
+    assert len(errors) == 8 and all(0.01 < error < 0.15 for error in errors.values())
+    again = load(out, device="cpu")
+    assert again.model.formats == ("int8", "int8")
+    assert torch.equal(again(TOKENS).logits, wanted(TOKENS).logits)
+    with pytest.raises(ArgumentError, match="packed already"):
+        quantizing.quantize_folder(out, tmp_path / "twice", "w4a8")
+    with pytest.raises(ArgumentError, match="not empty"):
+        quantizing.quantize_folder(source, source, "w4a8")
+    with pytest.raises(ArgumentError, match="calibrated"):
+        quantizing.quantize_folder(source, tmp_path / "mixed", "w4ax")
+
+
+def test_the_command_quantizes_a_folder(tmp_path, capsys):
+    import json
+
+    from terrazzo import cli
+
+    float_model("llama", torch.float16).save_pretrained(tmp_path / "float")
+    command = [
+        "quantize",
+        str(tmp_path / "float"),
+        "-o",
+        str(tmp_path / "out"),
+        "--format",
+        "w4a8-g64",
+        "--device",
+        "cpu",
+    ]
+    command += ["w4a8-g64"]
+    assert cli.main([*command, "--kv", "int4_channel64/int4", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["errors"]) == 8
+    assert cli.main([*command, "--kv", "int4_channel64/int4"]) == 0
+    assert "8 layers" in capsys.readouterr().out
+    assert cli.main([*command[:-1], "w3"]) == 2
+    assert load(tmp_path / "out", device="cpu").model.formats == ("int4_channel64", "int4")

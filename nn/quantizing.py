@@ -1,0 +1,193 @@
+"""`quantize_folder`: a float model's folder to one that `terrazzo.load` reads in seconds, a decoder layer at a time.
+
+Each layer is a file of its own that appears whole or not at all, so that a run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn import loading
+from terrazzo.nn.formats import Format
+from terrazzo.nn.sources import Published
+from terrazzo.ops import weights
+from terrazzo.ops.checkpoints import Checkpoint
+
+SETTINGS = "terrazzo_quantize.json"
+INDEX = "model.safetensors.index.json"
+_CHUNK = 1024  # rows whose error is computed at a time: bounds the memory of float64
+
+
+def quantize_folder(
+    source: str | Path,
+    out: str | Path,
+    format: str | Format,
+    *,
+    kv: str | tuple[str, str] | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    options: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, float]:
+    """Quantize the linear layers of a float model and write a folder that `terrazzo.load` reads.
+
+    Embedding, head, norms and routers stay in 16 bits. At most two decoder layers are in memory. A folder that an
+    equal, stopped run began is finished.
+
+    Args:
+        source: Hugging Face folder of a float model. out: folder to write, empty or begun by an equal run.
+        format: see `nn.Format.parse`; "w4ax" needs calibrated activations and is refused.
+        kv: formats of keys and values that the folder names; `load` may be asked for others.
+        device: where weights are quantized, None for a GPU where there is one. dtype, options: see `load`.
+        progress: called with (layers done, all layers).
+
+    Returns:
+        name of each layer -> relative error of its weight, the norm of the difference over the norm.
+
+    Raises:
+        ArgumentError: a folder that cannot be read, or written, or that holds something else; an unknown format.
+        ToolchainError: transformers is not installed.
+    """
+    form = Format.parse(format)
+    if form.family == "w4ax":
+        remedy = "calibrate with w4ax.ActivationStatistics and quantize with nn.Linear.from_float(plan=...)"
+        raise ArgumentError("format", str(form), "needs calibrated activations", remedy)
+    model_module = loading._transformers()
+    to = weights.device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    own, config = loading._config_of(source, None)
+    if own:
+        raise ArgumentError("source", str(source), "is packed already", "quantize the float model")
+    found = loading.dtype_of(config, dtype)
+    formats = loading._formats(kv if kv is not None else loading.weights_name(found))
+    checkpoint = Checkpoint(source)
+    if checkpoint.layers():
+        raise ArgumentError("source", str(source), "has 4-bit layers already", "terrazzo.load reads them")
+    folder = weights.path_of(out)
+    settings = {
+        "source": str(weights.path_of(source).resolve()), "format": str(form), "dtype": loading.weights_name(found),
+        "options": {name: str(value) for name, value in (options or {}).items()}, "version": model_module.VERSION,
+    }  # fmt: skip
+    _begin(folder, settings)
+
+    from terrazzo.nn.architectures import Builder, shape_of
+
+    shape, skeleton, errors = shape_of(config), model_module.skeleton(config), {}
+    note: dict[str, float] = {}
+    made = Published(
+        checkpoint, {}, to, found, quantize=form, options=options,
+        report=lambda name, packed, weight: note.__setitem__(name, error_of(packed, weight)),
+    )  # fmt: skip
+    builder = Builder(shape, made, [])
+    files: dict[str, list[str]] = {}
+    with torch.no_grad():
+        for index in range(shape.layers):
+            name = f"model-layer-{index:05}.safetensors"
+            held = _held(folder / name)
+            if held is None:
+                note.clear()
+                prefix = f"decoder.layers.{index}"
+                state = builder.layer(index, prefix).state_dict()
+                held = _write(folder / name, {f"{prefix}.{key}": t for key, t in state.items()}, note)
+            files[name], found_errors = held
+            errors |= found_errors
+            if progress is not None:
+                progress(index + 1, shape.layers)
+        rest = _rest(builder, shape)
+    files["model-rest.safetensors"], _ = _write(folder / "model-rest.safetensors", rest, {})
+    places = {tensor: name for name, held in files.items() for tensor in held}
+    size = sum((folder / name).stat().st_size for name in files)
+    _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+    skeleton.config.dtype = found
+    model_module.write_configs(folder, skeleton.config, formats, loading.generation_config(source))
+    _write_json(folder / SETTINGS, settings | {"done": True, "errors": errors})
+    return errors
+
+
+def error_of(packed: Any, weight: torch.Tensor | None) -> float:
+    """Norm of the difference of a packed weight and the float one, over the float one's."""
+    if weight is None:
+        return 0.0
+    made = packed.dequantize()
+    off = total = 0.0
+    for rows in range(0, len(weight), _CHUNK):
+        part = weight[rows : rows + _CHUNK].double()
+        off += float((made[rows : rows + _CHUNK].double() - part).square().sum())
+        total += float(part.square().sum())
+    return (off / total) ** 0.5 if total else 0.0
+
+
+def _rest(builder: Any, shape: Any) -> dict[str, torch.Tensor]:
+    """Embedding, last norm and head."""
+    root, source = builder.root, builder.source
+    embedding = source.vector(f"{root}embed_tokens.weight", "")
+    state = {"decoder.embed_tokens.weight": embedding}
+    state["decoder.norm.weight"] = builder.norm(f"{root}norm", "").weight
+    head = builder.head_of(embedding)
+    if getattr(head, "weight", None) is None or head.weight.data_ptr() != embedding.data_ptr():
+        state |= {f"lm_head.{name}": t for name, t in head.state_dict().items()}
+    return state
+
+
+def _begin(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Make the folder; ArgumentError for one that holds what an equal run did not write."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
+    except OSError as error:
+        remedy = "name a folder that can be written"
+        raise ArgumentError("out", str(folder), f"cannot be written ({error.strerror})", remedy) from None
+    noted = folder / SETTINGS
+    if held and not noted.is_file():
+        raise ArgumentError("out", str(folder), f"is not empty: it has {sorted(held)[0]!r}", "name a new folder")
+    if noted.is_file():
+        try:
+            before = json.loads(noted.read_text())
+        except (OSError, ValueError):
+            before = {}
+        if {name: before.get(name) for name in settings} != dict(settings):
+            raise ArgumentError("out", str(folder), "was begun with other settings", "name a new folder")
+        return
+    _write_json(noted, settings)
+
+
+def _held(path: Path) -> tuple[list[str], dict[str, float]] | None:
+    """(names of tensors, errors) of a layer that is written already, or None."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys()), json.loads((file.metadata() or {}).get("errors", "{}"))
+    except (SafetensorError, OSError, ValueError):
+        return None
+
+
+def _write(
+    path: Path, state: Mapping[str, torch.Tensor], errors: Mapping[str, float]
+) -> tuple[list[str], dict[str, float]]:
+    """Write tensors to a file that appears whole."""
+    from safetensors.torch import save_file
+
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    tensors = {name: t.detach().to("cpu").contiguous() for name, t in state.items()}
+    try:
+        save_file(tensors, scratch, metadata={"format": "pt", "errors": json.dumps(dict(errors))})
+        os.replace(scratch, path)
+    except OSError as error:
+        raise ArgumentError("out", str(path), f"cannot be written ({error.strerror})", "make room") from None
+    finally:
+        scratch.unlink(missing_ok=True)
+    return list(tensors), dict(errors)
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text(json.dumps(data, indent=1) + "\n")
+    os.replace(scratch, path)

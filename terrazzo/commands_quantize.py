@@ -1,0 +1,45 @@
+"""`terrazzo quantize`: a float model's folder to a packed one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from terrazzo.command_line import Command
+from terrazzo.console import console, json_option, print_json, print_table
+
+SHOWN = 10
+"""Layers with the largest errors that are printed."""
+
+
+@click.command(cls=Command)
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("-o", "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write.")
+@click.option("--format", "form", default="w4a16-g128", show_default=True, help="As w4a16-g64, w4a16-gK-sym, w4a8.")
+@click.option("--kv", help="Keys and values that the folder names, as int8 or int4_channel64/int4. Default: 16 bits.")
+@click.option("--device", help="Where weights are quantized. Default: cuda where there is a GPU.")
+@click.option("--dtype", type=click.Choice(["f16", "bf16"]), help="Of activations. Default: the model's, or f16.")
+@json_option
+def quantize(
+    folder: Path, out: Path, form: str, kv: str | None, device: str | None, dtype: str | None, as_json: bool
+) -> None:
+    """Quantize a float Hugging Face model, layer by layer, to a folder that terrazzo.load reads.
+
+    A run that was stopped goes on where it was when it is started again.
+    """
+    import torch
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from terrazzo.nn.quantizing import quantize_folder
+
+    formats = tuple(kv.split("/")) if kv and "/" in kv else kv
+    kind = {"f16": torch.float16, "bf16": torch.bfloat16, None: None}[dtype]
+    columns = (TextColumn("layers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console(stderr=True), disable=as_json) as bar:
+        task = bar.add_task("layers", total=None)
+        note = lambda done, total: bar.update(task, completed=done, total=total)
+        errors = quantize_folder(folder, out, form, kv=formats, device=device, dtype=kind, progress=note)
+    if as_json:
+        return print_json({"out": str(out), "format": form, "errors": errors})
+    worst = sorted(errors.items(), key=lambda item: -item[1])
+    print_table(("layer", "error %"), [(name, round(100 * error, 2)) for name, error in worst[:SHOWN]])
+    click.echo(f"{len(errors)} layers in {out}, the {min(SHOWN, len(worst))} with the largest errors above")
