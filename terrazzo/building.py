@@ -144,7 +144,8 @@ class _Progress:
         while not self.ended.wait(LINE_S):
             failed = f", {self.failed} failed" if self.failed else ""
             passed = _clock(time.perf_counter() - self.start)
-            click.echo(f"[{self.done}/{self.total}] {passed}, {self._time_left()}{failed}: {self.name}", err=True)
+            name = f": {self.name}" if self.name else ""
+            click.echo(f"[{self.done}/{self.total}] {passed}, {self._time_left()}{failed}{name}", err=True)
 
 
 def _clock(seconds: float) -> str:
