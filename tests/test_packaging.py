@@ -194,6 +194,18 @@ def call(x: torch.Tensor, w: w4a16.PackedWeight, v: w4a8.PackedWeight, e: w4a8.f
     w4a16.gemm(x, w, biass=x)
     return w4a16.gemm([1.0], w)
 """
+    files["arrays.py"] = """from terrazzo.ops import attention, w4a16, w4a8
+import torch
+import tvm_ffi
+
+def call(a: tvm_ffi.Tensor, x: torch.Tensor, w: w4a16.PackedWeight, v: w4a8.PackedWeight) -> tvm_ffi.Tensor:
+    y: torch.Tensor = w4a8.gemm(w4a8.quantize_activations(a), v)
+    y = w4a8.gemm(x, v)
+    z: tvm_ffi.Tensor = w4a8.gemm(a, v, out=x)
+    w4a16.quantize(a)
+    attention.pack_cache(a, a, "int4", "int4")
+    return w4a16.gemm(a, w, bias=a)
+"""
     for name, code in files.items():
         (folder / name).write_text(code)
     wrong = {"unknown.py": [len(PUBLIC) + 1 + i for i in range(len(PUBLIC))], "misused.py": [7, 8, 9, 10]}
