@@ -4,7 +4,8 @@ An array is read through DLPack, and a result is given back as an array of the l
 argument is of. The stream protocol of DLPack orders both: the producer makes its work come before that of torch's
 current stream, where the operator runs; the library's current stream waits for the operator's work before it goes on,
 so that it may use results, overwrite arguments and free them. What a library does on further streams is not known to
-DLPack: arguments are held until the operator's work has ended, results until the streams that took them have.
+DLPack: arguments are held until the operator's work has ended; a result's memory, once the library drops its array,
+until the work that its current stream has then. No handle of a library's stream is kept: it may be destroyed first.
 
 Torch tensors never come here.
 """
@@ -15,6 +16,7 @@ import functools
 import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -96,7 +98,7 @@ def call(operator: Callable[..., Any], given: Mapping[str, Any]) -> Any:
             if out is not None:
                 made = out
             elif takers[0] is not None:
-                made = _hand("x", made, takers[0])
+                made = _keep(_hand("x", made, takers[0]), made, takers[0])
                 waiting.pop(takers[0])
         for device in {t.device for t in tensors.values() if t.is_cuda}:
             for taker in filter(None, waiting):
@@ -180,10 +182,36 @@ class _Handed:
                 if stream not in (None, 0, 1):
                     theirs = torch.cuda.ExternalStream(stream, device=device)
                 theirs.wait_stream(own)
-                tensor.record_stream(theirs)  # else torch would use the memory again as soon as the library drops it
             return tensor.__dlpack__(stream=-1, **form)
 
 
+def _keep(array: Any, tensor: torch.Tensor, taker: Callable[[Any], Any]) -> Any:
+    """`array`, of the tensor's memory: torch has that again behind what the library does when it drops the array."""
+    import torch
+
+    if not tensor.is_cuda:
+        return array
+    token = _hand("x", torch.empty(1, device=tensor.device), taker)  # an array through which its stream can be asked
+    try:
+        weakref.finalize(array, _dropped, tensor, token, torch.cuda.current_stream(tensor.device)).atexit = False
+    except TypeError:  # of a class without weak references, whose memory is in the hands of DLPack alone
+        return array
+    return array
+
+
+def _dropped(tensor: torch.Tensor, token: Any, stream: torch.cuda.Stream) -> None:
+    """Let the stream that the memory is of wait for the library's current one, before the memory is free."""
+    import torch
+
+    if capturing(tensor.device):  # a graph must not hold this order: the next call brings it
+        with _held_lock:
+            _late.append((tensor, token, stream))
+        return
+    with torch.cuda.stream(stream):
+        torch.from_dlpack(token)
+
+
+_late: list[tuple[torch.Tensor, Any, torch.cuda.Stream]] = []
 _held: list[tuple[torch.cuda.Event, list[torch.Tensor]]] = []
 _held_lock = threading.Lock()
 
@@ -192,6 +220,10 @@ def _hold(tensors: list[torch.Tensor]) -> None:
     """Keep tensors until the work that torch's current streams have now is done; drop earlier ones whose is."""
     import torch
 
+    with _held_lock:
+        late, _late[:] = list(_late), []
+    for one in late:
+        _dropped(*one)
     devices: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.is_cuda:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 from contextlib import contextmanager
@@ -220,7 +221,7 @@ class Stream:
     [({}, "default"), ({"stream": None}, "default"), ({"stream": 1}, "default"), ({"stream": 2}, "external 2"),
      ({"stream": 4711}, "external 4711"), ({"stream": -1}, None)],
 )  # fmt: skip
-def test_the_consumers_stream_waits_and_holds_the_memory(asked, waits, monkeypatch):
+def test_the_consumers_stream_waits(asked, waits, monkeypatch):
     """What DLPack says of each number, with a tensor's and streams' calls written down."""
     log: list = []
 
@@ -236,12 +237,49 @@ def test_the_consumers_stream_waits_and_holds_the_memory(asked, waits, monkeypat
     tensor = SimpleNamespace(
         is_cuda=True,
         device="cuda:1",
-        record_stream=lambda stream: log.append(("used by", stream.name)),
         __dlpack__=lambda **form: log.append(("handed", form)),
     )
     dlpack._Handed(tensor).__dlpack__(max_version=(1, 0), copy=None, **asked)
-    ordered = [(waits, "waits for", "own"), ("used by", waits)] if waits else []
+    ordered = [(waits, "waits for", "own")] if waits else []
     assert log == [("on", "cuda:1"), *ordered, ("handed", {"stream": -1, "max_version": (1, 0)})]
+
+
+class Result:
+    """Of a library: weak references can be taken of it."""
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_memory_of_a_result_comes_back_behind_the_librarys_stream(capture, monkeypatch):
+    """Dropping the array asks its library, through another array of it, to order its stream before torch's."""
+    log: list = []
+
+    @contextmanager
+    def stream(own):
+        log.append(f"on {own}")
+        yield
+
+    monkeypatch.setattr(torch, "empty", lambda *size, device: "one element")
+    monkeypatch.setattr(torch, "from_dlpack", lambda token: log.append(f"behind {token}"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "its stream")
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(dlpack, "_late", [])
+    monkeypatch.setattr(dlpack, "_held", [])
+    now = [capture]
+    monkeypatch.setattr(dlpack, "capturing", lambda device: now[0])
+    monkeypatch.setattr(dlpack, "_hand", lambda name, tensor, taker: taker(tensor))
+    array = Result()
+    assert dlpack._keep(array, SimpleNamespace(is_cuda=True, device="cuda:0"), lambda x: f"array of {x}") is array
+    del array
+    gc.collect()
+    ordered = ["on its stream", "behind array of one element"]
+    assert log == ([] if capture else ordered)
+    now[0] = False
+    dlpack._hold([])
+    assert log == ordered and dlpack._late == []
+
+
+def test_results_without_weak_references_are_given_back_as_they_are():
+    assert dlpack._keep(5, torch.ones(1), None) == 5
 
 
 def test_arguments_are_held_until_the_work_has_ended(monkeypatch):
