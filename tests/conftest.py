@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
+import zlib
 from collections import Counter
 
 import hypothesis
@@ -33,6 +36,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def seed(request: pytest.FixtureRequest) -> int:
     """For tests marked `random`: 0 in `make test`, that of `--hypothesis-seed` in `make test-slow`."""
     return int(request.config.getoption("--hypothesis-seed") or 0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test draws without a generator of its own is the same on every worker and in every order."""
+    number = zlib.crc32(item.name.encode())
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(number)
 
 
 @pytest.fixture(autouse=True)
