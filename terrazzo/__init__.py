@@ -25,6 +25,7 @@ __all__ = [
     "environment_report",
     "errors",
     "forget",
+    "generate",
     "get_instance",
     "layouts",
     "load",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
     from terrazzo.nn.loading import load
+    from terrazzo.nn.text import generate
     from terrazzo.ops.derived import forget
 else:
     __getattr__, __dir__ = lazy.attach(
@@ -63,6 +65,7 @@ else:
             "lowering.targets": "Target",
             "nn": "nn",
             "nn.loading": "load",
+            "nn.text": "generate",
             "ops": "ops",
             "ops.derived": "forget",
             "schedules": "schedules",

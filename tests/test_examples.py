@@ -16,6 +16,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 def test_there_are_examples():
     expected = {
         "quantized_linear.py", "derive_a_layout.py", "ahead_of_time.py", "attention_block.py", "sm_scheduling.py",
+        "generate.py",
     }  # fmt: skip
     assert {path.name for path in EXAMPLES} == expected
 
@@ -23,13 +24,47 @@ def test_there_are_examples():
 SLOW = ("ahead_of_time",)  # compiles a bundle for two targets
 
 
+WITH_ARGUMENTS = ("generate",)
+
+
+def run(example: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "TERRAZZO_CACHE_DIR": os.environ.get("TERRAZZO_CACHE_DIR") or str(folder / "cache")}
+    command = [sys.executable, str(example), *arguments]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 @pytest.mark.parametrize(
-    "example", [pytest.param(it, id=it.stem, marks=[pytest.mark.slow] * (it.stem in SLOW)) for it in EXAMPLES]
+    "example",
+    [
+        pytest.param(it, id=it.stem, marks=[pytest.mark.slow] * (it.stem in SLOW))
+        for it in EXAMPLES
+        if it.stem not in WITH_ARGUMENTS
+    ],
 )
 def test_example(example, tmp_path):
-    env = {**os.environ, "TERRAZZO_CACHE_DIR": os.environ.get("TERRAZZO_CACHE_DIR") or str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, str(example)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(example, tmp_path)
     assert done.stdout.strip() and not list(tmp_path.glob("*.py"))
+
+
+def test_a_folder_in_text_out(tmp_path):
+    """examples/generate.py on a tiny folder, its text beside that of the same calls here."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    sys.path.append(str(ROOT / "tests" / "nn"))
+    try:
+        from tiny_text import write_folder
+    finally:
+        sys.path.pop()
+    import terrazzo
+
+    folder = write_folder(tmp_path / "tiny")
+    done = run(ROOT / "examples" / "generate.py", tmp_path, str(folder), "Why is the sky blue?")
+    model = terrazzo.load(folder, kv="int8")
+    assert done.stdout == terrazzo.generate(model, "Why is the sky blue?", max_new_tokens=64)[0] + "\n"
+
+
+def test_the_readme_begins_with_the_example():
+    code = (ROOT / "examples" / "generate.py").read_text().rpartition('"""')[2].strip()
+    first = (ROOT / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    assert first.strip() == code and len(code.splitlines()) <= 20

@@ -1,0 +1,14 @@
+"""A folder in, text out.
+
+    python examples/generate.py Llama-3.1-8B-Instruct-AWQ-INT4/ "Why is the sky blue?"
+
+The folder is one of Hugging Face's: 4-bit (AWQ, GPTQ, compressed-tensors, QServe) or 16-bit.
+"""
+
+import sys
+
+import terrazzo
+
+folder, prompt = sys.argv[1:]
+model = terrazzo.load(folder, kv="int8")  # quantize="w4a16-g128" packs 16-bit weights on the way
+terrazzo.generate(model, prompt, max_new_tokens=64, stream=True)

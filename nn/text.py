@@ -1,0 +1,220 @@
+"""Text in, text out: prompts to tokens, the loop of `generation`, and tokens back to text while they come."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from terrazzo.lowering.errors import ArgumentError, ToolchainError
+from terrazzo.nn import generation
+
+Stream = Callable[[int, str], Any]
+"""Called with the number of a prompt and the next piece of its text. Returning True ends generation."""
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What tokenizers decode the bytes of a character to that has not come as a whole."""
+
+
+class Pieces:
+    """The text of one sequence, token by token, cut where no character is broken.
+
+    The newest tokens are decoded behind those of the last piece: what a token stands for depends on the one before
+    it (spaces of SentencePiece), and a character can take several tokens.
+
+    Args:
+        decode: text of token numbers.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self.decode = decode
+        self.tokens: list[int] = []
+        self.start = self.told = 0
+
+    def push(self, token: int) -> str:
+        """What this token makes sure of the text; "" while a character is unfinished."""
+        self.tokens.append(token)
+        known, text = self.decode(self.tokens[self.start : self.told]), self.decode(self.tokens[self.start :])
+        if len(text) <= len(known) or text.endswith(UNFINISHED):
+            return ""
+        self.start, self.told = self.told, len(self.tokens)
+        return text[len(known) :]
+
+    def rest(self) -> str:
+        """What is left when no further token comes."""
+        known, text = self.decode(self.tokens[self.start : self.told]), self.decode(self.tokens[self.start :])
+        self.start = self.told = len(self.tokens)
+        return text[len(known) :]
+
+
+def generate(
+    model: Any,
+    prompts: Any,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    tokenizer: Any = None,
+    chat: bool = False,
+    stream: bool | Stream = False,
+    progress: bool | None = None,
+    load: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """The text that a model writes behind each prompt.
+
+    Prompts may differ in length: nothing is padded. A sequence ends at an end token of the model's generation config
+    (of the tokenizer where that has none), or after max_new_tokens.
+
+    Args:
+        model: of `terrazzo.load`, or a folder for it.
+        prompts: a text, or a list of texts; with `chat` also lists of messages {"role": ..., "content": ...}.
+        temperature: 0 takes the most likely token. top_k: 0 for all. top_p: share of probability that is kept.
+        seed: of sampling; None draws from torch's generator.
+        tokenizer: of transformers; None reads the folder's.
+        chat: put each prompt into the tokenizer's chat template, a text as the user's message.
+        stream: True prints the text of a single prompt while it comes; or a function, see `Stream`. Pieces of a
+            sequence joined are its text.
+        progress: a bar on stderr; None shows one on a terminal unless text is printed there.
+        load: arguments of `terrazzo.load`, where `model` is a folder.
+
+    Raises:
+        ArgumentError: prompts that are no texts, no tokenizer, numbers out of range.
+        ToolchainError: transformers is not installed.
+    """
+    sampling = generation.Sampling(temperature, top_k, top_p, seed)
+    texts = _texts(prompts, chat)
+    if not isinstance(stream, bool) and not callable(stream):
+        raise ArgumentError("stream", stream, "must be True, False or a function", "pass stream=True to print")
+    if stream is True and len(texts) > 1:
+        constraint = f"prints one text, and there are {len(texts)} prompts"
+        raise ArgumentError("stream", True, constraint, "pass a function of (prompt number, piece)")
+    shown = sys.stderr.isatty() and stream is not True if progress is None else bool(progress)
+    with ExitStack() as stack:
+        bar = _bar(stack) if shown else None
+        model, tokenizer = _both(model, tokenizer, load, bar)
+        told = (lambda at, piece: print(piece, end="", flush=True)) if stream is True else stream or None
+        listener = _Listener(tokenizer, len(texts), told, bar, max_new_tokens)
+        generation.generate(
+            model, [_tokens(tokenizer, text, chat) for text in texts], max_new_tokens=max_new_tokens,
+            sampling=sampling, eos_token_id=_ends(model, tokenizer), on_tokens=listener,
+        )  # fmt: skip
+        found = listener.finish()
+    if stream is True:
+        print(flush=True)
+    return found
+
+
+class _Listener:
+    """Texts of all sequences, told and counted as their tokens come."""
+
+    def __init__(self, tokenizer: Any, count: int, told: Stream | None, bar: Any, most: int) -> None:
+        decode = lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        self.pieces = [Pieces(decode) for _ in range(count)]
+        self.texts, self.told, self.bar = [""] * count, told, bar
+        self.task = None if bar is None else bar.add_task("generating", total=most * count)
+
+    def __call__(self, row: list[int | None]) -> bool:
+        parts = [(at, self.pieces[at].push(token)) for at, token in enumerate(row) if token is not None]
+        if self.task is not None:
+            self.bar.advance(self.task, len(parts))
+        return any([self.tell(at, piece) for at, piece in parts])
+
+    def tell(self, at: int, piece: str) -> bool:
+        self.texts[at] += piece
+        return bool(piece) and self.told is not None and self.told(at, piece) is True
+
+    def finish(self) -> list[str]:
+        for at, pieces in enumerate(self.pieces):
+            self.tell(at, pieces.rest())
+        return self.texts
+
+
+def _texts(given: Any, chat: bool) -> list[Any]:
+    """One text, or with `chat` one list of messages, for each sequence."""
+    messages = lambda it: (
+        isinstance(it, Sequence)
+        and bool(it)
+        and all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in it)
+    )
+    found = [given] if isinstance(given, str) or (chat and messages(given)) else given
+    wanted = "texts, or lists of messages" if chat else "texts"
+    remedy = "pass a text or a list of texts" if chat else "pass texts; tokens go to terrazzo.nn.generation.generate"
+    if not isinstance(found, Iterable) or isinstance(found, Mapping | bytes):
+        raise ArgumentError("prompts", type(given).__name__, f"must be {wanted}", remedy)
+    found = list(found)
+    if not found:
+        raise ArgumentError("prompts", found, "must hold at least one text", remedy)
+    for each in found:
+        if not (isinstance(each, str) or (chat and messages(each))):
+            raise ArgumentError("prompts", type(each).__name__, f"each must be one of {wanted}", remedy)
+    return found
+
+
+def _tokens(tokenizer: Any, text: Any, chat: bool) -> list[int]:
+    if chat:
+        messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+        if not getattr(tokenizer, "chat_template", None):
+            raise ArgumentError("chat", True, "the tokenizer has no chat template", "pass chat=False")
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    found = tokenizer.encode(text, add_special_tokens=not chat)
+    if not found:
+        raise ArgumentError("prompts", text, "is no token for this tokenizer", "pass a text that is not empty")
+    return found
+
+
+def _ends(model: Any, tokenizer: Any) -> Any:
+    stated = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return getattr(tokenizer, "eos_token_id", None) if stated is None else stated
+
+
+def _both(model: Any, tokenizer: Any, load: Mapping[str, Any] | None, bar: Any) -> tuple[Any, Any]:
+    """The model and its tokenizer, read from the folder where they are not given."""
+    folder = model if isinstance(model, str | Path) else getattr(model, "name_or_path", None)
+    if isinstance(model, str | Path):
+        from terrazzo.nn.loading import load as load_model
+
+        options = dict(load or {})
+        if bar is not None and "progress" not in options:
+            task = bar.add_task("loading", total=None)
+            options["progress"] = lambda done, total: bar.update(task, completed=done, total=total)
+        model = load_model(model, **options)
+    elif load:
+        raise ArgumentError("load", load, "is for folders, and model is loaded already", "pass it to terrazzo.load")
+    elif not all(hasattr(model, name) for name in ("decoder", "lm_head", "new_cache")):
+        constraint = "must be a model of terrazzo.load or a folder"
+        raise ArgumentError("model", type(model).__name__, constraint, "model = terrazzo.load(folder)")
+    if tokenizer is None:
+        tokenizer = _tokenizer(folder)
+    elif not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
+        remedy = "pass transformers.AutoTokenizer.from_pretrained(folder)"
+        raise ArgumentError("tokenizer", type(tokenizer).__name__, "must encode and decode", remedy)
+    return model, tokenizer
+
+
+def _tokenizer(folder: Any) -> Any:
+    remedy = "pass tokenizer=transformers.AutoTokenizer.from_pretrained(...)"
+    if not folder or not Path(folder).is_dir():
+        raise ArgumentError("tokenizer", None, "is needed: the model does not know a folder that has one", remedy)
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        reason = f"a folder's tokenizer needs transformers ({error}); pip install 'terrazzo[transformers]'"
+        raise ToolchainError(reason) from error
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (ValueError, OSError, KeyError, AttributeError, ImportError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise ArgumentError("tokenizer", str(folder), f"has no tokenizer that can be read ({said})", remedy) from None
+
+
+def _bar(stack: ExitStack) -> Any:
+    """A bar on stderr, on a terminal gone when the stack is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)  # in a file its last state stays
+    return stack.enter_context(Progress(*columns, console=console, transient=console.is_terminal))
