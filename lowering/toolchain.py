@@ -72,6 +72,7 @@ def _wanted(package: str, version: str | None) -> str:
     return f"{package}>={lowest},<{below} (version {version} is installed)"
 
 
+@cache
 def package_version(name: str) -> str | None:
     """Version of an installed distribution, or None."""
     try:
