@@ -32,12 +32,12 @@ def join(parts: Sequence[Any], argument: str = "parts") -> Any:
     target = targets.pop() if len(targets) == 1 else None
     canonical = [part.unpack() if hasattr(part, "unpack") else part for part in parts]
     first = canonical[0]
+    if any(type(part) is not type(first) for part in canonical):
+        seen = " and ".join(dict.fromkeys(map(weights.kind, canonical)))
+        raise ArgumentError(argument, seen, "must be of one format", "quantize them alike")
     made: dict[str, Any] = {}
-    for field in fields(first):
-        values = [getattr(part, field.name, None) for part in canonical]
-        if any(type(part) is not type(first) for part in canonical):
-            seen = " and ".join(dict.fromkeys(map(weights.kind, canonical)))
-            raise ArgumentError(argument, seen, "must be of one format", "quantize them alike")
+    for field in sorted(fields(first), key=lambda field: field.name in BY_ROW):  # group_size before its scales
+        values = [getattr(part, field.name) for part in canonical]
         if field.name in BY_ROW and any(torch.is_tensor(value) for value in values):
             made[field.name] = _rows(field.name, values, canonical)
         elif not _same(values):

@@ -220,3 +220,42 @@ def test_the_command_quantizes_a_folder(tmp_path, capsys):
     assert "8 layers" in capsys.readouterr().out
     assert cli.main([*command[:-1], "w3"]) == 2
     assert load(tmp_path / "out", device="cpu").model.formats == ("int4_channel64", "int4")
+
+
+@torch.no_grad()
+def test_a_folder_of_4_bit_layers_is_loaded_as_it_is(tmp_path):
+    """compressed-tensors, written here: signed codes plus 8, eight to a word along K. One projection stays in float."""
+    import json
+
+    from safetensors.torch import save_file
+    from terrazzo.nn import Dense, Linear
+    from terrazzo.ops import w4a16
+
+    model = float_model("qwen2", torch.float16)
+    wanted = load(model.state_dict(), config=model.config, device="cpu", quantize="w4a16-g64-sym")
+    kept, tensors = "model.layers.1.mlp.down_proj", {}
+    for name, weight in model.state_dict().items():
+        prefix = name.removesuffix(".weight")
+        if ".layers." not in name or "norm" in name or prefix == kept or name.endswith(".bias"):
+            tensors[name] = weight.clone()
+            continue
+        made = w4a16.quantize_weight(weight, symmetric=True, group_size=64)
+        words = (made.codes.view(made.n, -1, 8).long() << 4 * torch.arange(8)).sum(-1).to(torch.int32)
+        shape = torch.tensor([made.n, made.k])
+        tensors |= {f"{prefix}.weight_packed": words, f"{prefix}.weight_scale": made.scales}
+        tensors[f"{prefix}.weight_shape"] = shape
+    save_file({name: t for name, t in tensors.items() if name != "lm_head.weight"}, tmp_path / "model.safetensors")
+    stated = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
+    group = {"targets": ["Linear"], "weights": stated}
+    config = model.config.to_dict() | {
+        "quantization_config": {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group},
+            "ignore": ["lm_head", kept],
+        },
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load(tmp_path, device="cpu")
+    assert isinstance(loaded.decoder.layers[1].mlp.down_proj, Dense)
+    assert isinstance(loaded.decoder.layers[0].mlp.down_proj, Linear)
+    wanted.decoder.layers[1].mlp.down_proj = loaded.decoder.layers[1].mlp.down_proj
+    assert torch.equal(loaded(TOKENS[:, :3]).logits, wanted(TOKENS[:, :3]).logits)
