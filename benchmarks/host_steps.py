@@ -138,6 +138,8 @@ STEPS: tuple[Step, ...] = (
     bench("grouped", 170, 2),
     bench("attention_ragged", 120, 2),
     bench("attention_write", 80, 2, ahead=False),
+    bench("decode_step", 300, 2, "--peers=transformers_f16"),
+    *suite("gpu/test_nn_gpu.py", 150),
     *suite("gpu/test_attention_ablation_gpu.py", 70, 3, ahead=True),
     *suite("gpu/test_sanitizer.py", 300, 3, needs=("nvcc", "compute-sanitizer")),
     bench("w4a8_ablation", 280, 3, out="ablation_w4a8"),

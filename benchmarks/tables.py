@@ -159,8 +159,36 @@ def written(result: Mapping[str, Any], source: str) -> str:
     )
 
 
+def decode_step(result: Mapping[str, Any], source: str) -> str:
+    """A decode step of a whole model: time, floor by bytes, its parts, and transformers' own step."""
+    rows = [row for row in result["rows"] if row["ms"]]
+    names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    products = ("qkv", "o", "gate_up", "down")
+    share = lambda row, *parts: f"{sum(row['parts'].get(name, 0) for name in parts):.2f}" if row.get("parts") else ""
+    lines = [
+        (
+            f"{row['batch']} x {row['context']}" + (f", {row['new']} new" if row["new"] > 1 else ""),
+            f"`{row['weights']}`", f"`{row['k_format']}/{row['v_format']}`", f"{row['ms']:.2f}",
+            f"{row['floor_ms']:.2f}", share(row, *products), share(row, "quantize"), share(row, "attention"), share(row, "append"),
+            share(row, "head"), share(row, "glue"),
+            *(f"{row['peers'][n]:.2f}" if n in row["peers"] else "" for n in names),
+        )
+        for row in sorted(rows, key=lambda row: (row["new"], row["batch"] * row["context"]))
+    ]  # fmt: skip
+    head = ("batch x context", "weights", "keys/values", "ms", "floor", "products", "quantizers", "attention", "append",
+            "head", "glue")  # fmt: skip
+    table = report.markdown((*head, *(f"`{name}`" for name in names)), lines, range(3, len(head) + len(names)))
+    layers = ", ".join(str(n) for n in dict.fromkeys(row["layers"] for row in rows))
+    return (
+        f"A decode step of a model of Llama-3-8B's shapes ({layers} layers, random weights, f16 head), one CUDA graph: "
+        "milliseconds, those of its bytes at the copy's speed, its parts measured alone (glue is the rest: norms, "
+        "rotations, gates, what launches cost), and transformers' f16 step with a static cache, "
+        f"{setting(result, source)}\n\n{table}"
+    )
+
+
 Table = Callable[[Mapping[str, Any], str], str]
-README: dict[str, Table] = {"attention_*.json": decode}
+README: dict[str, Table] = {"attention_*.json": decode, "decode_step_*.json": decode_step}
 """Files in benchmarks/results -> what makes their table in README.md. The longest name that fits a file counts."""
 DETAILS: dict[str, Table] = {
     "attention_prefill_*.json": prefill,

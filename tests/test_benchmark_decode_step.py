@@ -59,3 +59,21 @@ def test_bad_arguments_are_refused(capsys):
         with pytest.raises(SystemExit):
             arguments(bad)
     assert arguments(["--peers", "none", "--quick"]).peers == []
+
+
+def test_the_table_has_every_measured_row():
+    from benchmarks import tables
+
+    parts = {"qkv": 0.5, "o": 0.25, "gate_up": 1.0, "down": 0.5, "attention": 0.3, "append": 0.1, "head": 0.4}
+    row = {
+        "op": "decode_step", "row": "1x1024:w4a16-g128/int4", "batch": 1, "context": 1024, "new": 1, "layers": 32,
+        "weights": "w4a16-g128", "k_format": "int4", "v_format": "int4", "ms": 3.25, "floor_ms": 1.5, "parts": parts,
+        "peers": {"transformers_f16": 9.9},
+    }  # fmt: skip
+    result = {
+        "gpu": "NVIDIA H100", "torch": "2.11", "date": "2026-01-01", "commit": "abc", "copy_gb_s": 3000.0,
+        "rows": [row, {**row, "ms": None, "failure": "no"}, {**row, "ms": 4.0, "peers": {}, "parts": {}}],
+    }  # fmt: skip
+    text = tables.decode_step(result, "benchmarks/results/decode_step_h100.json")
+    assert tables.owner("decode_step_h100.json") == "decode_step_*.json"
+    assert "| 3.25 | 1.50 | 2.25 |" in text and "| 9.90 |" in text and "4.00" in text
