@@ -169,8 +169,8 @@ def decode_step(result: Mapping[str, Any], source: str) -> str:
         (
             f"{row['batch']} x {row['context']}" + (f", {row['new']} new" if row["new"] > 1 else ""),
             f"`{row['weights']}`", f"`{row['k_format']}/{row['v_format']}`", f"{row['ms']:.2f}",
-            f"{row['floor_ms']:.2f}", share(row, *products), share(row, "quantize"), share(row, "attention"), share(row, "append"),
-            share(row, "head"), share(row, "glue"),
+            f"{row['floor_ms']:.2f}", share(row, *products),
+            *(share(row, name) for name in ("quantize", "attention", "append", "head", "glue")),
             *(f"{row['peers'][n]:.2f}" if n in row["peers"] else "" for n in names),
         )
         for row in sorted(rows, key=lambda row: (row["new"], row["batch"] * row["context"]))
