@@ -133,6 +133,13 @@ def test_what_is_no_plain_tensor_is_refused(name, change):
 
 
 @pytest.mark.parametrize("name", ["qserve_g64", "qserve_channel", "ct_channel", "ct_channel_packed"])
+def test_arrays_do_for_tensors(name):
+    layer = load(name)[0]
+    arrays = {leaf: tensor.numpy() for leaf, tensor in layer.items() if leaf != "weight_shape"}
+    assert torch.equal(read(name, **arrays).dequantize(), read(name).dequantize())
+
+
+@pytest.mark.parametrize("name", ["qserve_g64", "qserve_channel", "ct_channel", "ct_channel_packed"])
 def test_arrays_of_numpy_are_read_as_tensors_are(name):
     """Through DLPack, each leaf for itself."""
     layer, weight = load(name)[0], read(name)
