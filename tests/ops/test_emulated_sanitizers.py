@@ -33,12 +33,12 @@ OPTIONS = {
 }
 START = "import os, sys; del os.environ['LD_PRELOAD']; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 USUAL = (
-    "test_attention_emulated.py::test_decode[two clusters]",
-    "test_w4a16_emulated.py::test_small_batch[one row of x]",
-    "test_w4a16_emulated.py::test_stream_k[clusters]",
-    "test_w4a8_fp8_emulated.py::test_kernel[stream_k]",
-    "test_w4a8_small_batch_emulated.py::test_small_batch[four tiles, split k]",
-    "test_w4ax_emulated.py::test_stream_k[narrow]",
+    "attention/test_attention_emulated.py::test_decode[two clusters]",
+    "w4a16/test_w4a16_emulated.py::test_small_batch[one row of x]",
+    "w4a16/test_w4a16_emulated.py::test_stream_k[clusters]",
+    "w4a8/test_w4a8_fp8_emulated.py::test_kernel[stream_k]",
+    "w4a8/test_w4a8_small_batch_emulated.py::test_small_batch[four tiles, split k]",
+    "w4ax/test_w4ax_emulated.py::test_stream_k[narrow]",
 )
 
 
@@ -62,7 +62,7 @@ def watched(kind: str, tests: tuple[str, ...], folder: Path, **changes: str) -> 
 
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_nothing_is_found(kind, tmp_path):
-    every = tuple(sorted(path.name for path in HERE.glob("test_*_emulated.py")))
+    every = tuple(sorted(str(path.relative_to(HERE)) for path in HERE.glob("*/test_*_emulated.py")))
     tests = every if os.environ.get(ALL) else USUAL
     done = watched(kind, tests, tmp_path)
     reports = "".join(path.read_text()[:6000] for path in tmp_path.glob("reports*"))

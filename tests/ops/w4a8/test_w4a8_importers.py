@@ -13,7 +13,7 @@ from safetensors import safe_open
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import w4a8
 
-DATA = Path(__file__).parents[1] / "data" / "w4a8"
+DATA = Path(__file__).parents[2] / "data" / "w4a8"
 GOLDEN = dict(reversed(line.split()) for line in (DATA / "SHA256SUMS").read_text().splitlines())
 NAMES = sorted(Path(file).stem for file in GOLDEN)
 

@@ -12,7 +12,7 @@ import torch
 from terrazzo.ops import w4a16
 from terrazzo.ops.w4a16 import QuantizedWeight, reference
 
-_SOURCE = importlib.util.spec_from_file_location("oracles_on_cpu", Path(__file__).parents[1] / "gpu" / "oracles.py")
+_SOURCE = importlib.util.spec_from_file_location("oracles_on_cpu", Path(__file__).parents[2] / "gpu" / "oracles.py")
 oracles = sys.modules["oracles_on_cpu"] = importlib.util.module_from_spec(_SOURCE)
 _SOURCE.loader.exec_module(oracles)
 Case, Spec = oracles.Case, oracles.Spec

@@ -18,7 +18,7 @@ from terrazzo.ops.w4a8 import fp8, fp8_format, fp8_reference, op
 from terrazzo.schedules import w4a8 as schedules
 from terrazzo.schedules import w4a8_fp8
 
-DATA = Path(__file__).parents[1] / "data" / "w4a8"
+DATA = Path(__file__).parents[2] / "data" / "w4a8"
 
 
 def random_weight(n=70, k=333, group=64, **options):

@@ -13,7 +13,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import w4a16
 from terrazzo.ops.w4a16.checkpoint import Config
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[2] / "data"
 GOLDEN = dict(reversed(line.split()) for line in (DATA / "SHA256SUMS").read_text().splitlines())
 
 

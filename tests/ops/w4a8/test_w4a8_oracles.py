@@ -15,7 +15,7 @@ from terrazzo.ops.w4a8 import QuantizedActivations, reference
 @pytest.fixture(scope="module")
 def oracles():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[1] / "gpu"))
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "gpu"))
         yield importlib.import_module("w4a8_oracles")
 
 
