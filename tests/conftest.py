@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import signal
 import sys
 import zlib
 from collections import Counter
@@ -29,6 +31,9 @@ hypothesis.settings.register_profile("seeded", derandomize=False, database=None,
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a background job; processes that tests stop inherit it
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.settings.load_profile("same" if config.getoption("--hypothesis-seed") is None else "seeded")
 
 
