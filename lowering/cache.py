@@ -267,7 +267,7 @@ def _size(folder: Path) -> int:
 
 def list_entries() -> list[dict[str, Any]]:
     """One dict for each cached kernel: key, name, target, params, created (unix time), bytes, registers, spill_stores,
-    tensor_instructions. Unreadable entries are left out; `verify` names them.
+    tensor_instructions (empty where they were not counted). Unreadable entries are left out; `verify` names them.
 
     Raises:
         CacheError: the cache is no folder, or must not be trusted.
@@ -285,7 +285,8 @@ def list_entries() -> list[dict[str, Any]]:
                 "params": dict(request["params"]),
                 "created": manifest["created"],
                 "bytes": _size(entry),
-                **{field: report[field] for field in ("registers", "spill_stores", "tensor_instructions")},
+                **{field: report[field] for field in ("registers", "spill_stores")},
+                "tensor_instructions": report.get("tensor_instructions", []),
             }
             if all(isinstance(row[field], _FIELDS[field]) for field in _FIELDS):
                 rows.append(row)

@@ -119,9 +119,10 @@ def load_builder(request: KernelRequest):
         raise CompileError(f"{request}: entry {request.entry!r} cannot be loaded: {error}") from error
 
 
-def compile_into(request: KernelRequest, folder: Path) -> None:
+def compile_into(request: KernelRequest, folder: Path, count: bool = True) -> None:
     """Compile `request` into an existing folder: kernel.so, which is all that a launch needs, and for inspection
-    kernel.cu, kernel.cubin (a fatbin if the request asks for PTX) and report.json. Needs no GPU.
+    kernel.cu, kernel.cubin (a fatbin if the request asks for PTX) and report.json, in which instructions are counted
+    with `count` only. Needs no GPU.
 
     Raises:
         ToolchainError: tilelang cannot be imported.
@@ -145,11 +146,15 @@ def compile_into(request: KernelRequest, folder: Path) -> None:
         finally:
             _current.reset(token)
         build_host(host, private, LIBRARY)
-        report = make_report(private / BINARY, nvcc.log, _dynamic_shared_memory(functions))
+        report = make_report(private / BINARY, nvcc.log, _dynamic_shared_memory(functions), count)
         (folder / SOURCE).write_text(artifact.kernel_source)
         for name in (BINARY, LIBRARY):
             shutil.copyfile(private / name, folder / name)
-    (folder / "report.json").write_text(json.dumps(report.as_dict(), indent=1))
+    said = report.as_dict()
+    if not count:
+        for name in ("instructions", "tensor_instructions", "note"):
+            del said[name]
+    (folder / "report.json").write_text(json.dumps(said, indent=1))
 
 
 def _lower(tilelang: Any, request: KernelRequest) -> Any:

@@ -81,8 +81,12 @@ def _meta(request: KernelRequest, tools: Toolchain) -> dict[str, Any]:
     return {"identity": request.identity(), "request": request.as_dict(), "toolchain": tools.as_dict()}
 
 
-def compile_request(request: KernelRequest) -> Path:
+def compile_request(request: KernelRequest, count: bool = True) -> Path:
     """Folder in the cache of the kernel of `request`, compiled now if it is not there. Needs no GPU.
+
+    Args:
+        request: what to compile.
+        count: whether the instructions in its machine code are counted now, or when its report is read.
 
     Raises:
         ToolchainError: a compiler is missing; the message says which and how to get it.
@@ -96,18 +100,18 @@ def compile_request(request: KernelRequest) -> Path:
         return entry
     found.require(str(request))
     if found.python is not None or _forked_in_a_compilation:
-        return _compile_elsewhere(request, key, found.python)
+        return _compile_elsewhere(request, key, found.python, count)
 
     def build(folder: Path) -> None:
         from terrazzo.lowering.compiler import compile_into
 
-        compile_into(request, folder)
+        compile_into(request, folder, count)
 
     return cache.get_or_build(key, meta, build)
 
 
-def _compile_elsewhere(request: KernelRequest, key: str, python: str | None) -> Path:
-    made = worker.compile_elsewhere(request, python)
+def _compile_elsewhere(request: KernelRequest, key: str, python: str | None, count: bool) -> Path:
+    made = worker.compile_elsewhere(request, python, count)
     if made.name != key:
         raise ToolchainError(
             f"compiler {python} makes {request} from other sources of terrazzo, or its tools changed since this "
@@ -187,7 +191,7 @@ def _load(request: KernelRequest) -> Kernel:
 def _cached_code(request: KernelRequest) -> tuple[Path, bytes]:
     """Folder and kernel.so of the cache's entry, compiled again where that is cleared or damaged at this moment."""
     for last in (False, True):
-        entry = compile_request(request)
+        entry = compile_request(request, count=False)
         try:
             return entry, cache.read_entry(entry, {"identity": request.identity()})[1][folders.LIBRARY]
         except ValueError as error:

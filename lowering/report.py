@@ -51,27 +51,45 @@ class KernelReport:
 
     @staticmethod
     def read(path: Path) -> KernelReport:
-        """The report of `as_dict` in a file; OSError or ValueError where there is none."""
-        return KernelReport.parse(path.read_bytes(), path.name)
+        """The report of `as_dict` in a file; OSError or ValueError where there is none.
+
+        A kernel that was compiled for a launch has no counts yet: its machine code beside the file is read for them.
+        """
+        said = _parse(path.read_bytes(), path.name)
+        binary = path.with_name("kernel.cubin")
+        if "instructions" not in said and binary.is_file():
+            said |= _counted(binary)
+        return KernelReport(**said)
 
     @staticmethod
     def parse(data: bytes, name: str) -> KernelReport:
         """The report of `as_dict` as JSON text, which errors call `name`; ValueError if it is none."""
-        try:
-            said = parse_json(data)
-        except ValueError as error:
-            raise ValueError(f"{name} is no report: {error}") from error
-        if not isinstance(said, dict):
-            raise ValueError(f"{name} is no report: it is a {type(said).__name__}")
-        wrong = [field for field, value in said.items() if field not in _FIELDS or not _FIELDS[field](value)]
-        wrong += [field for field in _REQUIRED if field not in said]
-        if wrong:
-            raise ValueError(f"{name} is no report: {', '.join(wrong)[:200]} missing, unknown or of another kind")
-        return KernelReport(**said)
+        return KernelReport(**_parse(data, name))
 
     def count(self, pattern: str) -> int:
         """Number of instructions whose opcode matches a regular expression from its start, for example "LDGSTS"."""
         return sum(number for opcode, number in self.instructions.items() if re.match(pattern, opcode))
+
+
+def _parse(data: bytes, name: str) -> dict[str, Any]:
+    try:
+        said = parse_json(data)
+    except ValueError as error:
+        raise ValueError(f"{name} is no report: {error}") from error
+    if not isinstance(said, dict):
+        raise ValueError(f"{name} is no report: it is a {type(said).__name__}")
+    wrong = [field for field, value in said.items() if field not in _FIELDS or not _FIELDS[field](value)]
+    wrong += [field for field in _REQUIRED if field not in said]
+    if wrong:
+        raise ValueError(f"{name} is no report: {', '.join(wrong)[:200]} missing, unknown or of another kind")
+    return said
+
+
+def _counted(binary: Path) -> dict[str, Any]:
+    """The fields of a report that need a disassembler."""
+    instructions, note = count_instructions(binary)
+    tensor = sorted(opcode for opcode in instructions if "MMA" in opcode)
+    return {"instructions": instructions, "tensor_instructions": tensor, "note": note}
 
 
 def _are_counts(value: Any) -> bool:
@@ -88,11 +106,13 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def make_report(binary: Path, ptxas_log: str, smem_dynamic: int | None) -> KernelReport:
-    """Report on a cubin or fatbin from ptxas's own words (`-Xptxas -v`) and, if there is a disassembler, its SASS."""
+def make_report(binary: Path, ptxas_log: str, smem_dynamic: int | None, count: bool = True) -> KernelReport:
+    """Report on a cubin or fatbin from ptxas's own words (`-Xptxas -v`) and, if there is a disassembler, its SASS.
+
+    Without `count` no instruction is counted, which is a third of a second: `read` does it when it is asked.
+    """
     frames = [tuple(map(int, frame)) for frame in _FRAME.findall(ptxas_log)]
     stack, stores, loads = (max(column) for column in zip(*frames, strict=True)) if frames else (0, 0, 0)
-    instructions, note = count_instructions(binary)
     return KernelReport(
         registers=max(map(int, _USED.findall(ptxas_log)), default=0),
         smem_static=max(map(int, _SHARED.findall(ptxas_log)), default=0),
@@ -100,9 +120,7 @@ def make_report(binary: Path, ptxas_log: str, smem_dynamic: int | None) -> Kerne
         stack=stack,
         spill_stores=stores,
         spill_loads=loads,
-        instructions=instructions,
-        tensor_instructions=sorted(opcode for opcode in instructions if "MMA" in opcode),
-        note=note,
+        **(_counted(binary) if count else {}),
     )
 
 

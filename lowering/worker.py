@@ -68,7 +68,7 @@ class WorkerProcess:
         self.noise = tempfile.TemporaryFile()  # the process's stderr; its end is shown if the process dies
         self.scratch: tempfile.TemporaryDirectory | None = None  # of it, nvcc and g++: killed, they leave files
 
-    def compile(self, request: KernelRequest, deadline: float = DEADLINE_S) -> Path | TerrazzoError:
+    def compile(self, request: KernelRequest, deadline: float = DEADLINE_S, count: bool = True) -> Path | TerrazzoError:
         """Folder of the kernel in the cache, or what went wrong. OSError or ValueError: the process cannot be asked."""
         self.busy = True
         if self.process is not None and self.process.poll() is not None:
@@ -77,6 +77,7 @@ class WorkerProcess:
             self._start()
         process = self.process
         message = {"request": request.as_dict(), "folder": _folder_of(request, self.python is not None)}
+        message["count"] = count
         process.stdin.write(json.dumps(message).encode() + b"\n")
         process.stdin.flush()
         ready, _, _ = select.select([process.stdout], [], [], deadline)
@@ -163,7 +164,7 @@ def give_back(worker: WorkerProcess) -> None:
         _idle.append(worker)
 
 
-def compile_elsewhere(request: KernelRequest, python: str | None) -> Path:
+def compile_elsewhere(request: KernelRequest, python: str | None, count: bool = True) -> Path:
     """Compile in a process of the environment that `python` names; it stays for the next request.
 
     Raises:
@@ -171,7 +172,7 @@ def compile_elsewhere(request: KernelRequest, python: str | None) -> Path:
     """
     worker = take(python)
     try:
-        outcome = worker.compile(request)
+        outcome = worker.compile(request, count=count)
     except (OSError, ValueError) as error:
         worker.kill()
         raise CompileError(f"{request}: the compiling process cannot be used: {error}") from error
@@ -210,7 +211,7 @@ def _serve() -> None:
         if message["folder"] not in (None, *sys.path):
             sys.path.append(message["folder"])
         try:
-            said = {"folder": str(compile_request(KernelRequest.from_dict(message["request"])))}
+            said = {"folder": str(compile_request(KernelRequest.from_dict(message["request"]), message["count"]))}
         except TerrazzoError as error:
             said = {"error": str(error), "kind": type(error).__name__}
         answers.write(json.dumps(said) + "\n")

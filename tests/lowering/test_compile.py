@@ -14,6 +14,7 @@ from terrazzo.lowering import (
     Kernel,
     KernelReport,
     KernelRequest,
+    cache,
     compile_request,
     compiler,
     get_kernel,
@@ -49,6 +50,15 @@ def test_every_target_compiles_to_its_tensor_instruction(compiled, target, opcod
         "kernel.cubin",
         "report.json",
     }
+
+
+@needs_disassembler
+def test_instructions_of_a_kernel_compiled_for_a_launch_are_counted_when_asked(cache_dir):
+    kernel = get_kernel(request_for("gemm"))
+    assert "instructions" not in json.loads((kernel.folder / "report.json").read_text())
+    (row,) = cache.list_entries()
+    assert row["registers"] == kernel.report.registers and row["tensor_instructions"] == []
+    assert kernel.report.tensor_instructions == ["HMMA.16816.F32"] and kernel.report.count("HMMA") > 0
 
 
 def test_report_without_a_disassembler(compiled, monkeypatch):

@@ -236,7 +236,7 @@ def test_a_strict_bundle_compiles_nothing_and_names_what_it_lacks(cache_dir, tmp
     fake_entry(GEMM)
     assert kernels.is_ready(GEMM)
     load(bundle, strict=True)
-    monkeypatch.setattr(kernels, "compile_request", lambda request: pytest.fail(f"compiles {request}"))
+    monkeypatch.setattr(kernels, "compile_request", lambda request, count: pytest.fail(f"compiles {request}"))
     said = rf"kernel {re.escape(str(GEMM))} is in no loaded bundle, and {bundle} was loaded with strict=True"
     with pytest.raises(BundleError, match=said):
         kernels.get_kernel(GEMM)

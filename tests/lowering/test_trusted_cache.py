@@ -452,7 +452,7 @@ def test_an_entry_cleared_at_the_wrong_moment_is_compiled_again(cache_dir, monke
     fake_entry(SCALE)
     compile_request, calls = kernels.compile_request, []
 
-    def then_cleared(request):
+    def then_cleared(request, count):
         entry = compile_request(request) if not calls else fake_entry(request)
         calls.append(entry)
         if len(calls) == 1:
