@@ -5,15 +5,18 @@ Each layer is a file of its own that appears whole or not at all, so that a run 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import loading
+from terrazzo.nn.calibrating import Calibration
 from terrazzo.nn.formats import Format
 from terrazzo.nn.sources import Published
 from terrazzo.ops import weights
@@ -33,6 +36,8 @@ def quantize_folder(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     options: Mapping[str, Any] | None = None,
+    calibration: torch.Tensor | None = None,
+    target: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, float]:
     """Quantize the linear layers of a float model and write a folder that `terrazzo.load` reads.
@@ -42,9 +47,12 @@ def quantize_folder(
 
     Args:
         source: Hugging Face folder of a float model. out: folder to write, empty or begun by an equal run.
-        format: see `nn.Format.parse`; "w4ax" needs calibrated activations and is refused.
+        format: see `nn.Format.parse`; "w4ax" needs `calibration`.
         kv: formats of keys and values that the folder names; `load` may be asked for others.
         device: where weights are quantized, None for a GPU where there is one. dtype, options: see `load`.
+        calibration: token numbers [sequences, length] of some text, which the float model reads a layer at a time:
+            W4Ax takes the order of its channels from that, W4A8 its smooth vectors.
+        target: architecture to pack for; None the device's.
         progress: called with (layers done, all layers).
 
     Returns:
@@ -55,9 +63,8 @@ def quantize_folder(
         ToolchainError: transformers is not installed.
     """
     form = Format.parse(format)
-    if form.family == "w4ax":
-        remedy = "calibrate with w4ax.ActivationStatistics and quantize with nn.Linear.from_float(plan=...)"
-        raise ArgumentError("format", str(form), "needs calibrated activations", remedy)
+    if form.family == "w4ax" and calibration is None:
+        raise ArgumentError("calibration", None, f"{form} needs to see activations", "pass token numbers of some text")
     model_module = loading._transformers()
     to = weights.device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     own, config = loading._config_of(source, None)
@@ -72,6 +79,7 @@ def quantize_folder(
     settings = {
         "source": str(weights.path_of(source).resolve()), "format": str(form), "dtype": loading.weights_name(found),
         "options": {name: str(value) for name, value in (options or {}).items()}, "version": model_module.VERSION,
+        "target": target, "calibration": _digest(calibration),
     }  # fmt: skip
     _begin(folder, settings)
 
@@ -80,18 +88,24 @@ def quantize_folder(
     shape, skeleton, errors = shape_of(config), model_module.skeleton(config), {}
     note: dict[str, float] = {}
     made = Published(
-        checkpoint, {}, to, found, quantize=form, options=options,
+        checkpoint, {}, to, found, quantize=form, options=options, target=target,
         report=lambda name, packed, weight: note.__setitem__(name, error_of(packed, weight)),
     )  # fmt: skip
     builder = Builder(shape, made, [])
+    watched = None
+    if calibration is not None:
+        rotaries = [rotary.to(to) for rotary in model_module.rotaries_of(skeleton, shape)]
+        watched = Calibration(Builder(shape, Published(checkpoint, {}, to, found), rotaries), calibration)
     files: dict[str, list[str]] = {}
     with torch.no_grad():
         for index in range(shape.layers):
-            name = f"model-layer-{index:05}.safetensors"
+            name, prefix = f"model-layer-{index:05}.safetensors", f"decoder.layers.{index}"
             held = _held(folder / name)
+            if watched is not None:
+                seen = watched.layer(index, prefix)
+                made.tuned = partial(lambda seen, own, weight: seen[own].options(form, weight), seen)
             if held is None:
                 note.clear()
-                prefix = f"decoder.layers.{index}"
                 state = builder.layer(index, prefix).state_dict()
                 held = _write(folder / name, {f"{prefix}.{key}": t for key, t in state.items()}, note)
             files[name], found_errors = held
@@ -114,12 +128,19 @@ def error_of(packed: Any, weight: torch.Tensor | None) -> float:
     if weight is None:
         return 0.0
     made = packed.dequantize()
+    if getattr(packed, "smooth", None) is not None:  # of x / smooth
+        made = made / packed.smooth.double()
     off = total = 0.0
     for rows in range(0, len(weight), _CHUNK):
         part = weight[rows : rows + _CHUNK].double()
         off += float((made[rows : rows + _CHUNK].double() - part).square().sum())
         total += float(part.square().sum())
     return (off / total) ** 0.5 if total else 0.0
+
+
+def _digest(tokens: torch.Tensor | None) -> str | None:
+    """Equal digests mean equal tokens."""
+    return None if tokens is None else hashlib.sha256(tokens.cpu().long().numpy().tobytes()).hexdigest()[:16]
 
 
 def _rest(builder: Any, shape: Any) -> dict[str, torch.Tensor]:

@@ -72,6 +72,7 @@ class Published(Source):
         self.layers = {} if checkpoint is None else checkpoint.layers()
         self.quantize, self.options, self.target = quantize, dict(options or {}), target
         self.report = report or (lambda name, packed, weight: None)
+        self.tuned: Callable[[str, torch.Tensor], Mapping[str, Any]] = lambda name, weight: {}
 
     def names(self) -> list[str]:
         return self.checkpoint.names() if self.checkpoint is not None else list(self.tensors)
@@ -127,7 +128,8 @@ class Published(Source):
             bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in parts]).to(self.dtype)
         if self.quantize is None:
             return weight.to(self.dtype), bias
-        made = quantized(self.quantize, weight, bias, self.dtype, self.options, self.target)
+        options = {**self.options, **self.tuned(own, weight)}
+        made = quantized(self.quantize, weight, bias, self.dtype, options, self.target)
         self.report(own, made, weight)
         return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 from terrazzo.command_line import Command
@@ -19,9 +20,25 @@ SHOWN = 10
 @click.option("--kv", help="Keys and values that the folder names, as int8 or int4_channel64/int4. Default: 16 bits.")
 @click.option("--device", help="Where weights are quantized. Default: cuda where there is a GPU.")
 @click.option("--dtype", type=click.Choice(["f16", "bf16"]), help="Of activations. Default: the model's, or f16.")
+@click.option(
+    "--calibration",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A text file, for w4ax (order of channels) and w4a8 (smooth vectors).",
+)
+@click.option("--tokens", default=4096, show_default=True, help="Of the text that are read, in sequences of up to 512.")
+@click.option("--target", help="Architecture to pack for, as sm_90a. Default: the device's.")
 @json_option
 def quantize(
-    folder: Path, out: Path, form: str, kv: str | None, device: str | None, dtype: str | None, as_json: bool
+    folder: Path,
+    out: Path,
+    form: str,
+    kv: str | None,
+    device: str | None,
+    dtype: str | None,
+    calibration: Path | None,
+    tokens: int,
+    target: str | None,
+    as_json: bool,
 ) -> None:
     """Quantize a float Hugging Face model, layer by layer, to a folder that terrazzo.load reads.
 
@@ -37,9 +54,30 @@ def quantize(
     with Progress(*columns, console=console(stderr=True), disable=as_json) as bar:
         task = bar.add_task("layers", total=None)
         note = lambda done, total: bar.update(task, completed=done, total=total)
-        errors = quantize_folder(folder, out, form, kv=formats, device=device, dtype=kind, progress=note)
+        text = None if calibration is None else _tokens_of(folder, calibration, tokens)
+        options = dict(kv=formats, device=device, dtype=kind, calibration=text, target=target)
+        errors = quantize_folder(folder, out, form, **options, progress=note)
     if as_json:
         return print_json({"out": str(out), "format": form, "errors": errors})
     worst = sorted(errors.items(), key=lambda item: -item[1])
     print_table(("layer", "error %"), [(name, round(100 * error, 2)) for name, error in worst[:SHOWN]])
     click.echo(f"{len(errors)} layers in {out}, the {min(SHOWN, len(worst))} with the largest errors above")
+
+
+def _tokens_of(folder: Path, path: Path, most: int) -> Any:
+    """Token numbers [sequences, length] of a text file by the model's tokenizer."""
+    import torch
+    from terrazzo.lowering.errors import ArgumentError
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise ArgumentError("folder", str(folder), f"has no tokenizer that can be read ({said})", "get it") from None
+    found = tokenizer(path.read_text(errors="replace")[: 32 * max(most, 1)], add_special_tokens=False).input_ids[:most]
+    length = min(512, len(found))
+    if not length:
+        raise ArgumentError("--calibration", str(path), "holds no token", "name a text, and --tokens above 0")
+    rows = len(found) // length
+    return torch.tensor(found[: rows * length]).view(rows, length)

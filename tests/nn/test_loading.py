@@ -193,7 +193,7 @@ def test_a_folder_is_quantized_and_goes_on_where_it_was_stopped(tmp_path, monkey
         quantizing.quantize_folder(out, tmp_path / "twice", "w4a8")
     with pytest.raises(ArgumentError, match="not empty"):
         quantizing.quantize_folder(source, source, "w4a8")
-    with pytest.raises(ArgumentError, match="calibrated"):
+    with pytest.raises(ArgumentError, match="needs to see activations"):
         quantizing.quantize_folder(source, tmp_path / "mixed", "w4ax")
 
 
@@ -203,17 +203,8 @@ def test_the_command_quantizes_a_folder(tmp_path, capsys):
     from terrazzo import cli
 
     float_model("llama", torch.float16).save_pretrained(tmp_path / "float")
-    command = [
-        "quantize",
-        str(tmp_path / "float"),
-        "-o",
-        str(tmp_path / "out"),
-        "--format",
-        "w4a8-g64",
-        "--device",
-        "cpu",
-    ]
-    command += ["w4a8-g64"]
+    command = ["quantize", str(tmp_path / "float"), "-o", str(tmp_path / "out"), "--device", "cpu"]
+    command += ["--format", "w4a8-g64"]
     assert cli.main([*command, "--kv", "int4_channel64/int4", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["errors"]) == 8
     assert cli.main([*command, "--kv", "int4_channel64/int4"]) == 0
@@ -259,3 +250,31 @@ def test_a_folder_of_4_bit_layers_is_loaded_as_it_is(tmp_path):
     assert isinstance(loaded.decoder.layers[0].mlp.down_proj, Linear)
     wanted.decoder.layers[1].mlp.down_proj = loaded.decoder.layers[1].mlp.down_proj
     assert torch.equal(loaded(TOKENS[:, :3]).logits, wanted(TOKENS[:, :3]).logits)
+
+
+@pytest.mark.parametrize(("form", "share"), [("w4ax", 0.5), ("w4a8-g64", 0.2)])
+@torch.no_grad()
+def test_calibrated_formats_take_what_the_layers_read(tmp_path, form, share):
+    """A channel of large activations: its order, or its smooth vector, comes from the text."""
+    from terrazzo.nn.quantizing import quantize_folder
+
+    model = float_model("llama", torch.float16)
+    model.model.layers[0].input_layernorm.weight.data[5] *= 30
+    model.save_pretrained(tmp_path / "float")
+    text = torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(7))
+    options = dict(device="cpu", calibration=text, target="sm_90a")
+    errors = quantize_folder(tmp_path / "float", tmp_path / "out", form, **options)
+    assert len(errors) == 8 and all(0.01 < error < 0.3 for error in errors.values())
+    loaded = load(tmp_path / "out", device="cpu")
+    packed = loaded.decoder.layers[0].self_attn.qkv_proj.packed
+    if form == "w4ax":
+        assert packed.blocks8 == 1
+    else:
+        assert float(packed.smooth[5]) == float(packed.smooth.max()) > 1.5 * float(packed.smooth.median())
+    plain = load(tmp_path / "float", device="cpu", quantize=form, target="sm_90a")
+    exact = model(TOKENS).logits.float()
+    off, without = ((it(TOKENS).logits.float() - exact).norm() / exact.norm() for it in (loaded, plain))
+    assert off < share and off < without
+    with pytest.raises(ArgumentError, match="experts"):
+        float_model("mixtral", torch.float16).save_pretrained(tmp_path / "sparse")
+        quantize_folder(tmp_path / "sparse", tmp_path / "more", form, **options)

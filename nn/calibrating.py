@@ -1,0 +1,96 @@
+"""Calibration: text through a float decoder, one layer at a time, for formats that want to see activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn.architectures import Builder
+from terrazzo.nn.decoder import positions_of
+from terrazzo.nn.dense import Dense
+from terrazzo.nn.formats import Format
+from terrazzo.ops import w4a8, w4ax
+from terrazzo.ops.attention.kv_cache import KVCache
+
+ROWS = 512
+"""Activations of a layer that are kept as they are."""
+PAGE = 128
+
+
+@dataclass
+class Seen:
+    """What a projection has read: statistics of all of it, and some rows [ROWS, K]."""
+
+    statistics: w4ax.ActivationStatistics
+    rows: torch.Tensor
+
+    def options(self, form: Format, weight: torch.Tensor) -> dict[str, Any]:
+        """What the quantizer of a format makes of it: FMPQ's plan for W4Ax, a smooth vector for W4A8."""
+        if form.family == "w4ax":
+            return {"plan": w4ax.plan_blocks(self.statistics), "importance": self.statistics.mean_square}
+        if form.family == "w4a8":
+            found = w4a8.search_smooth(self.rows, weight.float(), group_size=form.group_size)
+            return {"smooth": found.smooth}
+        return {}
+
+
+class Calibration:
+    """Hidden states of some text, as far as the float model's layers have taken them.
+
+    Args:
+        builder: of the float model's layers. tokens: integers [sequences, length].
+
+    Raises:
+        ArgumentError: no such tokens; a model with experts, which read what routers choose.
+    """
+
+    def __init__(self, builder: Builder, tokens: torch.Tensor) -> None:
+        shape, source = builder.shape, builder.source
+        if any(shape.sparse):
+            remedy = "leave calibration out"
+            raise ArgumentError("calibration", shape.kind, "experts are not calibrated", remedy)
+        if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or not tokens.numel():
+            seen = list(tokens.shape) if isinstance(tokens, torch.Tensor) else type(tokens).__name__
+            raise ArgumentError("calibration", seen, "must be token numbers [sequences, length]", "tokenize some text")
+        self.builder = builder
+        rows, length = tokens.shape
+        cache = KVCache(
+            *[str(source.dtype).removeprefix("torch.")] * 2, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+            pages=rows * -(-length // PAGE), page_size=PAGE, sequences=rows, device=source.device,
+        )  # fmt: skip
+        self.batch = cache.extend({cache.new(): length for _ in range(rows)})
+        embedding = source.vector(f"{builder.root}embed_tokens.weight", "")
+        h = embedding[tokens.to(source.device).flatten()]
+        scale = torch.tensor(shape.embedding_scale, dtype=h.dtype)
+        self.h, self.delta, self.post = h if shape.embedding_scale == 1.0 else h * scale, None, None
+
+    def layer(self, index: int, own: str) -> dict[str, Seen]:
+        """Take the hidden states through a layer; own name of each projection -> what it has read."""
+        made = self.builder.layer(index, own)
+        made.self_attn.layer = 0  # of a cache that serves one layer after another
+        parts = {"self_attn": ("qkv_proj", "o_proj"), "mlp": ("gate_up_proj", "down_proj")}
+        found = {
+            f"{own}.{part}.{name}": _watch(getattr(getattr(made, part), name)) for part, all_ in parts.items()
+            for name in all_
+        }  # fmt: skip
+        angles = [rotary(positions_of(self.batch)) for rotary in self.builder.rotaries]
+        self.h, self.delta = made(self.h, self.delta, self.post, angles, self.batch)
+        self.post = made.post_mlp
+        return found
+
+
+def _watch(layer: Dense) -> Seen:
+    """From now on what the layer multiplies is noted."""
+    seen = Seen(w4ax.ActivationStatistics.empty(layer.in_features, device=layer.weight.device), layer.weight[:0])
+    inner = layer.product
+
+    def product(x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        seen.statistics.observe(x)
+        pick = torch.linspace(0, len(x) - 1, min(len(x), ROWS)).round().long()
+        seen.rows = torch.cat([seen.rows, x[pick.to(x.device)]])[-ROWS:]
+        return inner(x, out_dtype)
+
+    layer.product = product  # type: ignore[method-assign]
+    return seen
