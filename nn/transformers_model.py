@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,7 @@ class Body(nn.Module):
         past_key_values: Any = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> MoeModelOutputWithPast:
         """Hidden states [B, T, hidden] of the newest T columns of a padded batch; padding gets zeros.
@@ -117,13 +119,14 @@ class Body(nn.Module):
             attention_mask: [B, columns], 0 where a column is padding, or None for none. Padding takes no room in the
                 cache, and positions count tokens, so that `position_ids` is not read.
             past_key_values: a `TerrazzoCache`; None, or an empty cache of another kind, is replaced by one.
+            cache: the name of past_key_values from transformers 5.24 on.
 
         Raises:
             ArgumentError: a mask of four dimensions, a cache of another kind that holds tokens.
         """
         given = input_ids if inputs_embeds is None else inputs_embeds
         rows, columns = given.shape[:2]
-        held = self._cache(past_key_values, rows, columns, use_cache)
+        held = self._cache(past_key_values if cache is None else cache, rows, columns, use_cache)
         mask = _newest(attention_mask, columns)
         new = [columns] * rows if mask is None else mask.sum(1).tolist()
         batch = held.extend(new, columns)
@@ -204,11 +207,9 @@ class Causal:
 
 def write_configs(folder: Path, config: Any, formats: tuple[str, str], generation: Any) -> None:
     """config.json, which says that weights are packed, and generation_config.json."""
+    config = deepcopy(config)
     config.quantization_config = {"quant_method": METHOD, "version": VERSION, "kv": list(formats)}
-    try:
-        config.save_pretrained(folder)
-    finally:
-        del config.quantization_config
+    config.save_pretrained(folder)
     if generation is not None:
         generation.save_pretrained(folder)
 
@@ -223,7 +224,9 @@ def skeleton(config: Any) -> Any:
     """The transformers model of a config on meta, of a class with `Causal`."""
     base = AutoModelForCausalLM._model_mapping[type(config)]
     with torch.device("meta"):
-        return class_of(base)(config)
+        made = base(config)
+    made.__class__ = class_of(base)  # afterwards: transformers looks into the source of the class that it builds
+    return made
 
 
 def rotaries_of(model: Any, shape: Shape) -> list[Rotary]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FLOORS = ("lowering", "layouts", "schedules", "ops", "nn", "autotune", "terrazzo")  # ground floor first
+FLOORS = ("lowering", "layouts", "schedules", "ops", "nn", "integrations", "autotune", "terrazzo")  # ground floor first
 HEAVY = ("torch", "tilelang", "tvm", "tvm_ffi", "triton", "safetensors", "rich", "click")
 
 
@@ -200,9 +200,11 @@ def test_importing_every_floor_imports_no_heavy_package():
 
 
 def test_importing_every_module_imports_neither_torch_nor_tilelang():
-    # torch_op is torch.library's side of an operator; gemm imports it when traced. Modules of nn are torch's classes.
+    # torch_op is torch.library's side of an operator; gemm imports it when traced. Modules of nn are torch's classes,
+    # those of integrations import the library of their name.
     apart = (".__main__", ".torch_op")
-    modules = [name for name in SOURCES if not name.endswith(apart) and not name.startswith("terrazzo.nn.")]
+    floors = ("terrazzo.nn.", "terrazzo.integrations.")
+    modules = [name for name in SOURCES if not name.endswith(apart) and not name.startswith(floors)]
     heavy = ("torch", "tilelang", "tvm", "tvm_ffi")
     code = f"import importlib, sys\nfor name in {modules}:\n    importlib.import_module(name)\n"
     code += f"    bad = [heavy for heavy in {heavy} if heavy in sys.modules]\n    assert not bad, (name, bad)"
