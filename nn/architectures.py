@@ -27,7 +27,7 @@ class Shape:
     """What builders read of a transformers config.
 
     Attributes:
-        kind: of MODELS. hidden, intermediate, layers, heads, kv_heads, head_dim: sizes.
+        kind: of MODELS. vocabulary, hidden, intermediate, layers, heads, kv_heads, head_dim: sizes.
         eps: of norms. offset: added to norm weights. activation: of the MLP. scale: of the softmax, None for
             1 / sqrt(head_dim). windows: of each layer, 0 for none. rotary_kinds: layer types with angles of their own.
         layer_types: of each layer. experts, top_k, normalize: of sparse layers; sparse: whether each layer is one.
@@ -35,6 +35,7 @@ class Shape:
     """
 
     kind: str
+    vocabulary: int
     hidden: int
     intermediate: int
     layers: int
@@ -74,18 +75,22 @@ def shape_of(config: Any) -> Shape:
     if head_dim not in HEAD_DIMS:
         raise ArgumentError("head_dim", head_dim, f"must be one of {HEAD_DIMS}", "take a model with such heads")
     gemma, sparse = kind == "gemma3_text", kind in ("mixtral", "qwen3_moe")
-    types = tuple(get("layer_types", ()))
+    types = tuple(get("layer_types", ())) if kind != "llama" else ("full_attention",) * layers  # Llama has no window
     if not types:
         types = ("sliding_attention" if get("sliding_window") else "full_attention",) * layers
     window = get("sliding_window", 0)
     if gemma and getattr(config, "use_bidirectional_attention", False):
         raise ArgumentError("use_bidirectional_attention", True, "decoding is causal", "take a causal model")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping") if gemma else ():
+        if get(name):
+            raise ArgumentError(name, get(name), "is not served in Gemma 3", "swap its layers by hand with nn.Linear")
     dense = set(get("mlp_only_layers", ()))
     step = get("decoder_sparse_step", 1)
     return Shape(
-        kind=kind, hidden=config.hidden_size, intermediate=config.intermediate_size, layers=layers, heads=heads,
-        kv_heads=get("num_key_value_heads", heads), head_dim=head_dim, eps=config.rms_norm_eps,
-        offset=1.0 if gemma else 0.0, activation=get("hidden_activation", get("hidden_act", "silu")),
+        kind=kind, vocabulary=config.vocab_size, hidden=config.hidden_size, intermediate=config.intermediate_size,
+        layers=layers, heads=heads, kv_heads=get("num_key_value_heads", heads), head_dim=head_dim,
+        eps=config.rms_norm_eps, offset=1.0 if gemma else 0.0,
+        activation=get("hidden_activation", get("hidden_act", "silu")),
         scale=config.query_pre_attn_scalar**-0.5 if gemma else None,
         windows=tuple(window if kind_ == "sliding_attention" else 0 for kind_ in types), layer_types=types,
         experts=get("num_local_experts", get("num_experts", 0)) if sparse else 0,
@@ -123,12 +128,17 @@ class Builder:
         """All of it but the head."""
         s, layers = self.shape, []
         own = "decoder"
-        embedding = self.source.vector(f"{self.root}embed_tokens.weight", f"{own}.embed_tokens.weight")
+        embedding = self.embedding(f"{own}.embed_tokens.weight")
         for index in range(s.layers):
             layers.append(self.layer(index, f"{own}.layers.{index}"))
             self.progress(index + 1, s.layers)
         norm = self.norm(f"{self.root}norm", f"{own}.norm")
         return Decoder(embedding, layers, norm, self.rotaries, s.embedding_scale)
+
+    def embedding(self, own: str) -> torch.Tensor:
+        """[vocabulary, hidden]."""
+        name = f"{self.root}embed_tokens.weight"
+        return _shaped(self.source.vector(name, own), (self.shape.vocabulary, self.shape.hidden), name)
 
     def head(self, decoder: Decoder) -> Linear | Dense:
         """Logits of hidden states."""
@@ -137,15 +147,22 @@ class Builder:
     def head_of(self, embedding: torch.Tensor) -> Linear | Dense:
         """The head: the embedding's weights where they are tied or the checkpoint has no others."""
         names = [f"{root}lm_head" for root in ("", self.root, self.root.removesuffix("model."))]
+        sizes = (self.shape.vocabulary, self.shape.hidden)
         for name in dict.fromkeys(names):
             if not self.shape.tied and any(self.source.has(f"{name}.{leaf}") for leaf in ("weight", "qweight")):
-                return self.source.head(name, "lm_head")
+                return _sized(self.source.head(name, "lm_head"), *sizes, name)
+            if self.shape.tied and self.source.has(f"{name}.weight"):
+                stored = self.source.vector(f"{name}.weight", f"{name}.weight")
+                if not torch.equal(stored, embedding):
+                    constraint = f"but {name}.weight is not the embedding's"
+                    raise ArgumentError("tie_word_embeddings", True, constraint, "set it to false in config.json")
         if not self.shape.tied and self.source.has("lm_head.words"):
-            return self.source.head("lm_head", "lm_head")
+            return _sized(self.source.head("lm_head", "lm_head"), *sizes, "lm_head")
         return Dense(embedding)
 
     def norm(self, name: str, own: str) -> RMSNorm:
-        return RMSNorm(self._vector(f"{name}.weight", f"{own}.weight"), self.shape.eps)
+        weight = self._vector(f"{name}.weight", f"{own}.weight")
+        return RMSNorm(_shaped(weight, (self.shape.hidden,), f"{name}.weight"), self.shape.eps)
 
     def _vector(self, name: str, own: str) -> torch.Tensor:
         """A norm's weight; with an offset in float32, which holds the sum."""
@@ -171,19 +188,24 @@ class Builder:
         s, source = self.shape, self.source
         sizes = (s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * s.head_dim)
         qkv = source.joined(QKVLinear, [f"{name}.{p}_proj" for p in "qkv"], sizes, f"{own}.qkv_proj")
+        _sized(qkv, sum(sizes), s.hidden, f"{name}.qkv_proj")
         norms = None
         if s.kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             norms = source.pair([f"{name}.{p}_norm.weight" for p in "qk"], f"{own}.norms", s.offset)
+            _shaped(norms, (2, s.head_dim), f"{name}.q_norm and k_norm")
+        out = _sized(source.linear(f"{name}.o_proj", f"{own}.o_proj"), s.hidden, sizes[0], f"{name}.o_proj")
         return Attention(
-            qkv, source.linear(f"{name}.o_proj", f"{own}.o_proj"), heads=s.heads, kv_heads=s.kv_heads,
-            head_dim=s.head_dim, layer=index, norms=norms, norm_eps=s.eps, scale=s.scale, window=s.windows[index],
+            qkv, out, heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim, layer=index, norms=norms,
+            norm_eps=s.eps, scale=s.scale, window=s.windows[index],
         )  # fmt: skip
 
     def mlp(self, name: str, own: str) -> MLP:
         s, source = self.shape, self.source
         parts = [f"{name}.gate_proj", f"{name}.up_proj"]
         both = source.joined(GateUpLinear, parts, (s.intermediate, s.intermediate), f"{own}.gate_up_proj")
-        return MLP(both, source.linear(f"{name}.down_proj", f"{own}.down_proj"), s.activation)
+        _sized(both, 2 * s.intermediate, s.hidden, f"{name}.gate_proj and up_proj")
+        down = source.linear(f"{name}.down_proj", f"{own}.down_proj")
+        return MLP(both, _sized(down, s.hidden, s.intermediate, f"{name}.down_proj"), s.activation)
 
     def sparse(self, layer: str, own: str) -> SparseMLP:
         s, source = self.shape, self.source
@@ -191,6 +213,7 @@ class Builder:
         name = f"{layer}.block_sparse_moe" if old else f"{layer}.mlp"
         gate, up, down = ("w1", "w3", "w2") if old else ("gate_proj", "up_proj", "down_proj")
         router = source.vector(f"{name}.gate.weight", f"{own}.router")
+        _shaped(router, (s.experts, s.hidden), f"{name}.gate.weight")
         if source.has(f"{name}.experts.gate_up_proj"):
             both, back = (f"{name}.experts.{part}" for part in ("gate_up_proj", "down_proj"))
             experts = source.stacked(both, back, s.activation, f"{own}.experts")
@@ -198,3 +221,19 @@ class Builder:
             parts = [[f"{name}.experts.{e}.{part}" for e in range(s.experts)] for part in (gate, up, down)]
             experts = source.experts(*parts, s.activation, f"{own}.experts")
         return SparseMLP(router, experts, s.top_k, s.normalize)
+
+
+def _shaped(values: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tensor:
+    """`values`, which have this shape."""
+    if tuple(values.shape) != shape:
+        constraint = f"must be {list(shape)} by the config"
+        raise ArgumentError(name, list(values.shape), constraint, "take the checkpoint's own config.json")
+    return values
+
+
+def _sized(layer: Any, n: int, k: int, name: str) -> Any:
+    """`layer`, which has n outputs and k inputs."""
+    seen, wanted = [layer.out_features, layer.in_features], [n, k]
+    if seen != wanted:
+        raise ArgumentError(name, seen, f"must be {wanted} by the config", "take the checkpoint's own config.json")
+    return layer

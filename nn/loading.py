@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from terrazzo.lowering.errors import ArgumentError, ToolchainError
+from terrazzo.lowering.targets import Target
 from terrazzo.nn.formats import Format
 from terrazzo.nn.sources import Published, Report, Source, Stored
 from terrazzo.ops import weights
@@ -56,9 +57,10 @@ def load(
             transformers is not installed.
     """
     model_module = _transformers()
-    to = weights.device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    to = weights.device_of(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
     own, config = _config_of(source, config)
     found = dtype_of(config, dtype)
+    _check_options(options, quantize, target, max_tokens)
     formats = _formats(kv if kv is not None else own.get("kv", weights_name(found)))
     form = None if quantize is None else Format.parse(quantize)
 
@@ -91,8 +93,22 @@ def load(
     return skeleton.eval()
 
 
+def _check_options(options: Any, quantize: Any, target: Any, max_tokens: Any) -> None:
+    """Of `load`: those that are read late, or not at all."""
+    if options is not None and not isinstance(options, Mapping):
+        raise ArgumentError("options", options, "must be a mapping", "pass {'clip_steps': 1}, say")
+    if options and quantize is None:
+        raise ArgumentError("options", sorted(options), "are a quantizer's, and quantize is None", "name a format")
+    if type(max_tokens) is not int or max_tokens < 1:
+        raise ArgumentError("max_tokens", max_tokens, "must be an integer above 0", f"leave it out for {MAX_TOKENS}")
+    if target is not None:
+        Target.parse(target)
+
+
 def dtype_of(config: Any, asked: torch.dtype | None) -> torch.dtype:
     """Of activations: as asked for, else the config's if that is one of DTYPES, else float16."""
+    if asked is not None and not isinstance(asked, torch.dtype):
+        raise ArgumentError("dtype", asked, "must be a torch.dtype", "pass torch.float16 or torch.bfloat16")
     found = asked or getattr(config, "dtype", None)
     if asked is None and weights_name(found) not in DTYPES:
         found = torch.float16
@@ -131,9 +147,12 @@ def _config_of(source: Any, config: Any) -> tuple[dict, Any]:
             raise ArgumentError("source", str(folder), "is no folder with a config.json", remedy)
         try:
             config = AutoConfig.from_pretrained(folder)
-        except (ValueError, OSError, KeyError) as error:
+        except Exception as error:  # whatever transformers makes of a damaged config
             said = " ".join(str(error).split())[:200]
             raise ArgumentError("source", str(folder), f"its config cannot be read ({said})", "get it again") from None
+    if not hasattr(config, "get_text_config"):
+        constraint = "must be a transformers config"
+        raise ArgumentError("config", type(config).__name__, constraint, "pass model.config")
     config = deepcopy(config.get_text_config(decoder=True))
     stated = getattr(config, "quantization_config", None)
     if hasattr(config, "quantization_config"):

@@ -83,7 +83,11 @@ def _operator(w: Any) -> Any:
 
 
 def _held(x: Activations) -> torch.Tensor:
-    return x if isinstance(x, torch.Tensor) else x.q8 if isinstance(x, Mixed) else x.q
+    held = x if isinstance(x, torch.Tensor) else getattr(x, "q8" if isinstance(x, Mixed) else "q", None)
+    if held is None:
+        constraint = "must be a tensor, or activations of quantize_activations"
+        raise ArgumentError("x", type(x).__name__, constraint, "pass a float16 or bfloat16 tensor")
+    return held
 
 
 def _on_kernels(x: Activations) -> bool:

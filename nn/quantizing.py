@@ -66,7 +66,7 @@ def quantize_folder(
     if form.family == "w4ax" and calibration is None:
         raise ArgumentError("calibration", None, f"{form} needs to see activations", "pass token numbers of some text")
     model_module = loading._transformers()
-    to = weights.device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    to = weights.device_of(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
     own, config = loading._config_of(source, None)
     if own:
         raise ArgumentError("source", str(source), "is packed already", "quantize the float model")
@@ -145,8 +145,8 @@ def _digest(tokens: torch.Tensor | None) -> str | None:
 
 def _rest(builder: Any, shape: Any) -> dict[str, torch.Tensor]:
     """Embedding, last norm and head."""
-    root, source = builder.root, builder.source
-    embedding = source.vector(f"{root}embed_tokens.weight", "")
+    root = builder.root
+    embedding = builder.embedding("")
     state = {"decoder.embed_tokens.weight": embedding}
     state["decoder.norm.weight"] = builder.norm(f"{root}norm", "").weight
     head = builder.head_of(embedding)

@@ -13,7 +13,7 @@ from terrazzo.nn.formats import Format
 from terrazzo.nn.joined import JoinedLinear, join
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.module import stored_weight
-from terrazzo.ops.checkpoints import Checkpoint, loaders
+from terrazzo.ops.checkpoints import Checkpoint, fields, loaders
 from torch import nn
 
 Report = Callable[[str, Any, torch.Tensor | None], None]
@@ -85,22 +85,34 @@ class Published(Source):
 
     def vector(self, name: str, own: str) -> torch.Tensor:
         """An embedding or a router, in the model's dtype."""
-        return self.read(name).to(self.dtype)
+        return cast(self.float_of(name), self.dtype, name)
 
     def gain(self, name: str, own: str, offset: float) -> torch.Tensor:
         """A norm's weight, with the offset added in float32."""
-        return self.read(name).float() + offset if offset else self.vector(name, own)
+        return self.float_of(name).float() + offset if offset else self.vector(name, own)
 
     def pair(self, names: Sequence[str], own: str, offset: float) -> torch.Tensor:
         """[2, D] of two norms' weights."""
-        return torch.stack([self.gain(name, own, offset) for name in names])
+        both = [self.gain(name, own, offset) for name in names]
+        if both[0].shape != both[1].shape:
+            seen = [list(each.shape) for each in both]
+            raise ArgumentError(f"{names[0]} and {names[1]}", seen, "must be [head_dim]", "get the checkpoint again")
+        return torch.stack(both)
 
     def head(self, name: str, own: str) -> Linear | Dense:
         """The head: in 16 bits, unless the checkpoint has it in 4."""
         if name in self.layers:
             return self.linear(name, own)
         weight, bias = self._part(name)
-        return Dense(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
+        return Dense(cast(weight, self.dtype, name), None if bias is None else cast(bias, self.dtype, name))
+
+    def float_of(self, name: str) -> torch.Tensor:
+        """One tensor of 16 bits or more: bytes without their scales are not the weight."""
+        found = self.read(name)
+        if not found.is_floating_point() or found.element_size() < 2:
+            constraint = "must be float of 16, 32 or 64 bits: its scales are not read"
+            raise ArgumentError(name, str(found.dtype), constraint, "get the checkpoint in 16 bits, AWQ or GPTQ")
+        return found
 
     def _part(self, name: str) -> Any:
         """Canonical weight of a 4-bit layer, or (weight, bias) of a float one."""
@@ -108,12 +120,23 @@ class Published(Source):
             config = self.checkpoint.layer(name)
             family = _family_of(self.layers[name], config.activations)
             return loaders.read(family, self.checkpoint, name, self.device)
-        bias = self.read(f"{name}.bias") if self.has(f"{name}.bias") else None
-        return self.read(f"{name}.weight"), bias
+        if self.checkpoint is not None and (why := fields.changed(self.checkpoint.config.raw, name, "float")):
+            raise ArgumentError("name", name, f"cannot be read: {why}", "get the model without it")
+        weight = self.float_of(f"{name}.weight")
+        bias = self.float_of(f"{name}.bias") if self.has(f"{name}.bias") else None
+        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            seen = [list(t.shape) for t in (weight, bias) if t is not None]
+            raise ArgumentError(f"{name}.weight", seen, "must be [N, K], and its bias [N]", "get the checkpoint again")
+        return weight, bias
 
-    def _made(self, names: Sequence[str], own: str) -> Any:
-        """One packed weight for some layers, or (weight, bias) in 16 bits."""
+    def _made(self, names: Sequence[str], own: str, sizes: Sequence[int] = ()) -> Any:
+        """One packed weight for some layers, of `sizes` outputs each, or (weight, bias) in 16 bits."""
         parts = [self._part(name) for name in names]
+        for name, part, rows in zip(names, parts, sizes):
+            seen = len(part[0]) if isinstance(part, tuple) else part.n
+            if seen != rows:
+                remedy = "take the checkpoint's own config.json"
+                raise ArgumentError(name, f"{seen} outputs", f"must have {rows} by the config", remedy)
         if not any(isinstance(part, tuple) for part in parts):
             made = join(parts, names[0])
             self.report(own, made, None)
@@ -122,12 +145,16 @@ class Published(Source):
             seen = [name for name, part in zip(names, parts) if isinstance(part, tuple)]
             constraint = "layers that one product joins must all be quantized, or none"
             raise ArgumentError("path", seen, f"is float beside 4-bit layers: {constraint}", "quantize them alike")
+        if len({w.shape[1] for w, _ in parts}) > 1:
+            seen = {name: list(w.shape) for name, (w, _) in zip(names, parts)}
+            raise ArgumentError("path", seen, "layers of one input must have one K", "get the checkpoint again")
         weight = torch.cat([w for w, _ in parts])
         bias = None
         if any(b is not None for _, b in parts):
-            bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in parts]).to(self.dtype)
+            bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in parts])
+            bias = cast(bias, self.dtype, names[0])
         if self.quantize is None:
-            return weight.to(self.dtype), bias
+            return cast(weight, self.dtype, names[0]), bias
         options = {**self.options, **self.tuned(own, weight)}
         made = quantized(self.quantize, weight, bias, self.dtype, options, self.target)
         self.report(own, made, weight)
@@ -140,7 +167,7 @@ class Published(Source):
 
     def joined(self, kind: type[JoinedLinear], names: Sequence[str], sizes: Sequence[int], own: str) -> nn.Module:
         """Several projections of the same input."""
-        made = self._made(names, own)
+        made = self._made(names, own, sizes)
         return Dense(*made, sizes) if isinstance(made, tuple) else kind(made, sizes)
 
     def stacked(self, gate_up: str, down: str, activation: str, own: str) -> Experts:
@@ -150,7 +177,7 @@ class Published(Source):
         made = []
         for name, part in ((gate_up, "gate_up"), (down, "down")):
             each = []
-            for e, weight in enumerate(self.read(name)):
+            for e, weight in enumerate(self.float_of(name)):
                 each.append(quantized(self.quantize, weight, None, self.dtype, self.options, self.target))
                 self.report(f"{own}.{e}.{part}", each[-1], weight)
             made.append(each)
@@ -174,7 +201,25 @@ def quantized(
     given = dict(options) | ({} if target is None else {"target": target})
     if form.family == "w4a16":
         given.setdefault("scale_dtype", dtype)
-    return form.quantize(weight, bias, **given)
+    try:
+        return form.quantize(weight, bias, **given)
+    except TypeError as error:
+        if "unexpected keyword" not in str(error):
+            raise
+        constraint = f"{form} does not take all of them ({error})"
+        raise ArgumentError("options", sorted(options), constraint, "see its quantize") from None
+
+
+def cast(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """`values` in the model's dtype.
+
+    Raises:
+        ArgumentError: finite values that become infinite in it.
+    """
+    made = values.to(dtype)
+    if dtype == torch.float16 and values.dtype != dtype and bool((made.isinf() & values.isfinite()).any()):
+        raise ArgumentError("dtype", "float16", f"{name} holds values beyond its range", "pass dtype=torch.bfloat16")
+    return made
 
 
 def _float_experts(own: str) -> ArgumentError:

@@ -74,6 +74,10 @@ class TerrazzoCache(Cache):
         self.columns += columns
         return batch
 
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Refused: beams would take each other's pages."""
+        raise ArgumentError("num_beams", len(beam_idx), "beam search is not served", "generate with num_beams=1")
+
     def __len__(self) -> int:
         return len(self.kv.pages)
 
@@ -127,7 +131,7 @@ class Body(nn.Module):
         given = input_ids if inputs_embeds is None else inputs_embeds
         rows, columns = given.shape[:2]
         held = self._cache(past_key_values if cache is None else cache, rows, columns, use_cache)
-        mask = _newest(attention_mask, columns)
+        mask = _newest(attention_mask, rows, columns)
         new = [columns] * rows if mask is None else mask.sum(1).tolist()
         batch = held.extend(new, columns)
         from terrazzo.nn.decoder import positions_of
@@ -154,13 +158,16 @@ class Body(nn.Module):
         return TerrazzoCache(self.new_cache(rows, tokens), rows)
 
 
-def _newest(mask: torch.Tensor | None, columns: int) -> torch.Tensor | None:
+def _newest(mask: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor | None:
     """bool [B, columns] of the newest columns; None where all count, which a step of one column is taken for."""
     if mask is None or columns == 1:
         return None
     if mask.dim() != 2:
         constraint = "must be [batch, columns] of ones and zeros: attention is causal"
         raise ArgumentError("attention_mask", list(mask.shape), constraint, "leave it out, or pass the padding mask")
+    if mask.shape[0] != rows or mask.shape[1] < columns:
+        constraint = f"must be of {rows} rows and at least {columns} columns"
+        raise ArgumentError("attention_mask", list(mask.shape), constraint, "pass the mask of all tokens so far")
     newest = mask[:, -columns:].bool()
     return None if bool(newest.all()) else newest
 
@@ -221,10 +228,18 @@ def class_of(base: type) -> type:
 
 
 def skeleton(config: Any) -> Any:
-    """The transformers model of a config on meta, of a class with `Causal`."""
+    """The transformers model of a config on meta, of a class with `Causal`.
+
+    Raises:
+        ArgumentError: a config that transformers does not take.
+    """
     base = AutoModelForCausalLM._model_mapping[type(config)]
-    with torch.device("meta"):
-        made = base(config)
+    try:
+        with torch.device("meta"):
+            made = base(config)
+    except Exception as error:  # whatever transformers makes of fields that contradict each other
+        constraint = f"makes no transformers model ({error!r})"
+        raise ArgumentError("config", type(config).__name__, constraint, "repair config.json") from error
     made.__class__ = class_of(base)  # afterwards: transformers looks into the source of the class that it builds
     return made
 

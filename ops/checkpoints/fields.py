@@ -69,9 +69,14 @@ def unknown(convention: str, raw: dict[str, Any]) -> str:
     return ""
 
 
-def changed(raw: dict[str, Any], layer: str) -> str:
-    """Reason to skip one layer: a field that changes its arithmetic in a way that no kernel here follows; else ""."""
+def changed(raw: dict[str, Any], layer: str, stored: str = "codes") -> str:
+    """Reason to skip one layer: a field that changes its arithmetic in a way that no kernel here follows; else "".
+
+    Of a layer that is stored as "float", only fields about its input and output count.
+    """
     for name, reason in CHANGING.items():
+        if stored == "float" and name not in AROUND:
+            continue
         if raw.get(name) and (found := reason(raw[name], layer)):
             return found
     return ""
@@ -163,3 +168,7 @@ CHANGING = {
     "transform_config": _transforms,
 }
 """Field -> (its value, a layer's name) -> reason why the layer is not what its tensors say, or ""."""
+AROUND = frozenset(
+    "rotation adapter rotation_config rotation_configs spinquant_config hadamard_config transform_config".split()
+)
+"""Fields of CHANGING that say what happens around a layer, however its weight is stored."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from terrazzo.lowering.errors import ArgumentError  # noqa: E402
+from terrazzo.lowering.errors import ArgumentError, TargetError  # noqa: E402
 from terrazzo.nn.loading import load  # noqa: E402
 
 SIZES = dict(
@@ -166,6 +167,124 @@ def test_what_cannot_be_loaded_is_refused(tmp_path):
         load(state, config=config, device="cpu", quantize="w4a16")
 
 
+@pytest.mark.parametrize(
+    "bad, argument",
+    [
+        (dict(dtype="float16"), "dtype"), (dict(max_tokens=0), "max_tokens"), (dict(max_tokens="x"), "max_tokens"),
+        (dict(options={"clip_steps": 1}), "options"), (dict(options=3, quantize="w4a16-g32"), "options"),
+        (dict(options={"nope": 1}, quantize="w4a16-g32"), "options"), (dict(target="sm_91"), "target"),
+        (dict(config={}), "config"),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_named_whether_or_not_it_is_needed(bad, argument):
+    model = float_model("llama")
+    with pytest.raises((ArgumentError, TargetError), match=f"^{argument} = "):
+        load(model.state_dict(), **{"config": model.config, "device": "cpu"} | bad)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="index 0 is a device here")
+def test_index_0_is_a_gpu_and_not_the_default_device():
+    model = float_model("llama")
+    with pytest.raises(ArgumentError, match="cuda:0"):
+        load(model.state_dict(), config=model.config, device=0)
+
+
+def short(w):
+    return w[:-16]
+
+
+def transposed(w):
+    return w.T.contiguous()
+
+
+@pytest.mark.parametrize(
+    "name, change, says",
+    [
+        ("model.embed_tokens.weight", short, "must be"), ("lm_head.weight", short, "must be"),
+        ("model.norm.weight", short, "must be"), ("model.layers.1.input_layernorm.weight", short, "must be"),
+        ("model.layers.1.self_attn.k_proj.weight", short, "must have 128"),
+        ("model.layers.1.self_attn.o_proj.weight", transposed, "must be"),
+        ("model.layers.1.self_attn.q_norm.weight", short, "."),
+        ("model.layers.1.mlp.up_proj.weight", transposed, "must have 256"),
+        ("model.layers.1.mlp.down_proj.weight", short, "must be"),
+        ("model.layers.1.mlp.down_proj.weight", lambda w: w.to(torch.int8), "int8.*float of 16"),
+        ("model.layers.1.mlp.down_proj.weight", lambda w: w.to(torch.float8_e4m3fn), "float8_e4m3fn.*float of 16"),
+        ("model.layers.1.mlp.down_proj.weight", lambda w: w * 1e7, "beyond its range; pass dtype=torch.bfloat16"),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_its_config_does_not_describe_is_refused(name, change, says):
+    model = float_model("qwen3")
+    state = model.state_dict()
+    state[name] = change(state[name])
+    with pytest.raises(ArgumentError, match=says) as caught:
+        load(state, config=model.config, device="cpu", dtype=torch.float16)
+    assert name.rsplit(".", 2)[-2] in str(caught.value)
+
+
+def test_a_head_of_its_own_under_a_config_that_ties_it_is_refused():
+    model = float_model("llama")
+    state = model.state_dict()
+    model.config.tie_word_embeddings = True
+    with pytest.raises(ArgumentError, match="tie_word_embeddings"):
+        load(state, config=model.config, device="cpu")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    assert load(state, config=model.config, device="cpu").lm_head.out_features == 64
+
+
+@torch.no_grad()
+def test_a_window_that_the_architecture_does_not_have_is_not_applied():
+    model = float_model("llama")
+    model.config.sliding_window = 3
+    ids = torch.arange(24)[None]
+    found = load(model.state_dict(), config=model.config, device="cpu")(ids).logits.float()
+    assert (found - model(ids).logits).norm() < 0.01 * found.norm()
+
+
+def test_soft_caps_of_gemma_are_refused():
+    model = float_model("gemma3")
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ArgumentError, match="final_logit_softcapping"):
+        load(model.state_dict(), config=model.config, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("rotation", "hadamard"), ("spinquant_config", {"r4": True}), ("hadamard_config", {"block": 64})],
+)
+def test_float_layers_of_a_rotated_model_are_refused(tmp_path, field, value):
+    float_model("llama").half().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128, field: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ArgumentError, match=r"proj' ?: cannot be read"):
+        load(tmp_path, device="cpu")
+
+
+@torch.no_grad()
+def test_beams_and_masks_that_are_too_narrow_are_refused():
+    model = float_model("llama")
+    loaded, ids = load(model.state_dict(), config=model.config, device="cpu"), torch.arange(12).view(2, 6)
+    with pytest.raises(ArgumentError, match="num_beams"):
+        loaded.generate(ids, attention_mask=torch.ones_like(ids), num_beams=2, max_new_tokens=3, pad_token_id=0)
+    for mask in (torch.zeros(2, 5), torch.zeros(1, 6)):
+        with pytest.raises(ArgumentError, match="attention_mask"):
+            loaded(ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("damage", ["[]", '{"model_type": "llama", "num_attention_heads": 0}', '{"dtype": "nope"}'])
+def test_a_damaged_config_is_refused(tmp_path, damage):
+    (tmp_path / "config.json").write_text(damage)
+    with pytest.raises(ArgumentError, match="its config cannot be read"):
+        load(tmp_path, device="cpu")
+
+
+def test_unknown_rotary_positions_are_refused():
+    model = float_model("llama")
+    model.config.rope_parameters = {"rope_type": "nope", "rope_theta": 1e4}
+    with pytest.raises(ArgumentError, match="config"):
+        load(model.state_dict(), config=model.config, device="cpu")
+
+
 @torch.no_grad()
 def test_a_folder_is_quantized_and_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     from terrazzo.nn import quantizing
@@ -198,8 +317,6 @@ def test_a_folder_is_quantized_and_goes_on_where_it_was_stopped(tmp_path, monkey
 
 
 def test_the_command_quantizes_a_folder(tmp_path, capsys):
-    import json
-
     from terrazzo import cli
 
     float_model("llama", torch.float16).save_pretrained(tmp_path / "float")
@@ -216,8 +333,6 @@ def test_the_command_quantizes_a_folder(tmp_path, capsys):
 @torch.no_grad()
 def test_a_folder_of_4_bit_layers_is_loaded_as_it_is(tmp_path):
     """compressed-tensors, written here: signed codes plus 8, eight to a word along K. One projection stays in float."""
-    import json
-
     from safetensors.torch import save_file
     from terrazzo.nn import Dense, Linear
     from terrazzo.ops import w4a16
