@@ -1,6 +1,6 @@
 """The `terrazzo` command.
 
-    terrazzo info | ops | layout | compile | cache list|clear|verify | config compiler | tune | demo | bench
+    terrazzo info | ops | layout | compile | cache list|clear|verify | config compiler | tune | quantize | demo | bench
 
 Exit codes: 0 done, 1 something that was asked for failed (a kernel that does not compile, a damaged cache entry), 2 bad
 input, with one line on stderr that says what is wrong and what to do.
