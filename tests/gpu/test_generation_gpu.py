@@ -1,0 +1,129 @@
+"""Decoding loops on a GPU: tokens beside transformers' own, a graph for each step, captured steps beside eager ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from terrazzo.nn import generation  # noqa: E402
+from terrazzo.nn.decoder import positions_of  # noqa: E402
+from terrazzo.nn.generation import DecodeStep, generate  # noqa: E402
+from terrazzo.nn.loading import load  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+VOCABULARY, NEW = 512, 12
+PROMPTS = [
+    torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)) for length in (5, 70, 33)
+]
+
+
+@pytest.fixture(scope="module")
+def exact():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=VOCABULARY, initializer_range=0.1,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).half().cuda().eval()
+
+
+@pytest.fixture(scope="module")
+def loaded(exact):
+    return load(exact.state_dict(), config=exact.config, device="cuda", kv="float16")
+
+
+@torch.no_grad()
+def check_same(exact, prompt, made, wanted) -> None:
+    """Greedy tokens are equal; where they part, float16 rounds two logits of the float model to a tie."""
+    made, wanted = [torch.as_tensor(tokens).tolist() for tokens in (made, wanted)]
+    at = next((i for i, (a, b) in enumerate(zip(made, wanted)) if a != b), None)
+    if at is None:
+        assert len(made) == len(wanted)
+        return
+    logits = exact(torch.tensor([[*prompt.tolist(), *made[:at]]]).cuda()).logits[0, -1].float()
+    off = float((logits[made[at]] - logits[wanted[at]]).abs())
+    assert off < 2**-8 * float(logits.abs().max()), (at, made, wanted, off)
+
+
+def step_of(model, prompts):
+    """A step behind a prefill, and the cache that it reads."""
+    cache = model.new_cache(len(prompts), 128)
+    sequences = [cache.new() for _ in prompts]
+    batch = cache.extend({s: len(p) for s, p in zip(sequences, prompts)})
+    with torch.no_grad():
+        model.decoder(torch.cat(prompts).cuda(), positions_of(batch), batch)
+    return DecodeStep(model, cache.extend(dict.fromkeys(sequences, 1), reserve=8)), cache
+
+
+def test_greedy_tokens_of_16_bits_are_those_of_transformers(exact, loaded):
+    made = generate(loaded, PROMPTS, max_new_tokens=NEW)
+    for prompt, tokens in zip(PROMPTS, made):
+        options = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+        wanted = exact.generate(prompt[None].cuda(), attention_mask=torch.ones_like(prompt[None]).cuda(), **options)
+        check_same(exact, prompt, tokens, wanted[0, len(prompt) :])
+
+
+def test_sequences_of_unequal_prompts_do_not_touch_each_other(exact, loaded):
+    together = generate(loaded, PROMPTS, max_new_tokens=NEW)
+    for prompt, tokens in zip(PROMPTS, together):
+        check_same(exact, prompt, generate(loaded, [prompt], max_new_tokens=NEW)[0], tokens)
+
+
+@torch.no_grad()
+def test_captured_steps_are_eager_steps_bit_for_bit(loaded, monkeypatch):
+    token = torch.arange(len(PROMPTS)).cuda()
+    logits = {}
+    for way in ("captured", "eager"):
+        with monkeypatch.context() as patch:
+            if way == "eager":
+                patch.setattr(DecodeStep, "_capture", lambda self: setattr(self, "_logits", self._run(first=False)))
+            step, _ = step_of(loaded, PROMPTS)
+            found = []
+            for at in range(5):
+                step.tokens.copy_(token + at)
+                found.append(step().clone())
+            logits[way] = torch.stack(found)
+            assert step.replays == (4 if way == "captured" else 0)
+    assert torch.equal(logits["captured"], logits["eager"])
+
+
+def test_a_step_is_one_graph_launch_and_the_sampling(loaded):
+    """Calls of the CUDA runtime that launch anything, of the loop's later steps: one graph each, and few kernels."""
+    kinds = torch.profiler.ProfilerActivity
+    calls = ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel")
+    counts = []
+    for new in (NEW, NEW + 8):
+        generate(loaded, PROMPTS, max_new_tokens=new)  # compiles and loads
+        with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
+            generate(loaded, PROMPTS, max_new_tokens=new)
+            torch.cuda.synchronize()
+        names = [event.name for event in profile.events()]
+        counts.append([sum(name.startswith(call) for name in names) for call in calls])
+    graphs, kernels, drivers = (more - less for less, more in zip(*counts))
+    assert graphs == 8 and drivers == 0, counts
+    assert 0 < kernels <= 8 * 12, counts  # tokens in, argmax, the row of tokens
+
+
+@pytest.mark.parametrize("kv", ["int4", "int8", ("int4_channel64", "int4")])
+def test_low_bit_caches_and_weights_run(exact, kv):
+    model = load(exact.state_dict(), config=exact.config, device="cuda", kv=kv, quantize="w4a16-g64")
+    made = generate(model, PROMPTS, max_new_tokens=NEW)
+    assert all(len(tokens) == NEW for tokens in made)
+    again = generate(model, PROMPTS, max_new_tokens=NEW, sampling=generation.Sampling(0.7, top_k=1))
+    assert [t.tolist() for t in again] == [t.tolist() for t in made]  # one candidate left is greedy
+
+
+def test_generate_of_transformers_gives_the_same_tokens(exact, loaded):
+    width = max(map(len, PROMPTS))
+    rows = torch.stack([torch.nn.functional.pad(p, (width - len(p), 0)) for p in PROMPTS]).cuda()
+    lengths = torch.tensor([len(p) for p in PROMPTS]).cuda()
+    mask = (torch.arange(width).cuda() >= width - lengths[:, None]).long()
+    options = dict(max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)
+    made = loaded.generate(rows, attention_mask=mask, **options)[:, width:]
+    for prompt, padded, tokens in zip(PROMPTS, made, generate(loaded, PROMPTS, max_new_tokens=NEW)):
+        check_same(exact, prompt, padded.cpu(), tokens)
