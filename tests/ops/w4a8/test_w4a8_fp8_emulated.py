@@ -72,7 +72,7 @@ def random_weight(n: int, k: int, group: int) -> fp8.QuantizedWeight:
 
 def build(program: str, weight, q, scales, schedule, target, out_dtype, fold):
     """(CUDA text, values of the kernel's parameters that every program has, y full of NaN)."""
-    module = importlib.import_module(f"terrazzo.ops.w4a8.{program}")
+    module = importlib.import_module(f"terrazzo.ops.linear.bytes.{program}")
     (m, k), packed = q.shape, weight.pack()
     gemm = fp8_problem.Gemm(weight.n, k, weight.group_size, out_dtype, "e4m3", True)
     params = dict(n=gemm.n, k=k, group=gemm.group, out_dtype=out_dtype, dequantization="e4m3", bias=True)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import w4a8
-from terrazzo.ops.w4a8 import quantizer, reference
+from terrazzo.ops.quantizers import rows
+from terrazzo.ops.w4a8 import reference
 from terrazzo.ops.w4a8.quantizer import RULES, first_level, second_level
 
 
@@ -95,7 +96,7 @@ def test_chunks_zeros_and_dtypes(monkeypatch):
     w = torch.randn(30, 500, generator=torch.Generator().manual_seed(1))
     w[3] = 0
     whole = w4a8.quantize_weight(w)
-    monkeypatch.setitem(quantizer._CHUNK, "cpu", 7 * 500)
+    monkeypatch.setitem(rows._CHUNK, "cpu", 7 * 500)
     parts = w4a8.quantize_weight(w)
     assert torch.equal(whole.codes, parts.codes) and torch.equal(whole.channel_scales, parts.channel_scales)
     assert not whole.dequantize()[3].any() and whole.channel_scales[3] == 1
