@@ -75,7 +75,7 @@ def ours(
     """Rows of one cache: every q_len, schedule and number of splits asked for."""
     import torch
     from terrazzo.autotune import measure
-    from terrazzo.ops.attention import launch, op
+    from terrazzo.ops.attention import entry, launch, op
     from terrazzo.schedules import attention as schedules
 
     cache = random_cache(*formats, shape, o.head_dim, page)
@@ -114,10 +114,10 @@ def ours(
                 y = measure.poisoned(q.shape, q.dtype, DEVICE)
                 options = dict(splits=splits, schedule=given)
                 try:
-                    op.decode(q, cache, out=y, **options)
+                    entry.decode(q, cache, out=y, **options)
                     row |= {"failure": why} if (why := attention_bench.wrong(y, exact)) else {}
                     if not why:
-                        calls = [partial(op.decode, q, c, out=y, **options) for c in copies]
+                        calls = [partial(entry.decode, q, c, out=y, **options) for c in copies]
                         timing = measure.time_calls(calls, o.budget_ms)
                         row |= {"us": round(timing.us, 2), "spread": round(timing.spread, 4)}
                         row["copy_share"] = round(nbytes / timing.us / 1e3 / copy_gb_s, 4)

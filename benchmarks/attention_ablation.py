@@ -107,11 +107,11 @@ def through_shared_memory(q: Any, cache: Any, out: Any, block: int) -> None:
 
 def calls_of(formats: tuple[str, str], shape: Shape, q_len: int, target: Any) -> dict[str, partial]:
     """Variant -> call(q, cache, out=...)."""
-    from terrazzo.ops.attention import decode_shared, decode_shared_program, op
+    from terrazzo.ops.attention import decode_shared, decode_shared_program, entry
 
     found: dict[str, partial] = {}
     for name, schedule in schedules_of(formats, shape, q_len, target).items():
-        found[name] = partial(op.decode, schedule=schedule)
+        found[name] = partial(entry.decode, schedule=schedule)
     fits = q_len * shape.heads // shape.kv_heads <= decode_shared_program.ROWS
     if formats == ("int4", "int4") and fits and target.arch == "sm_90a":
         for block in decode_shared.BLOCKS:

@@ -128,7 +128,7 @@ def ours(o: argparse.Namespace, prompt: Prompt, formats: tuple[str, str]) -> lis
     """Rows of one cache: every mode and schedule asked for."""
     import torch
     from terrazzo.autotune import measure
-    from terrazzo.ops.attention.prefill_op import prefill
+    from terrazzo.ops.attention.entry import prefill
 
     shape, rows = prompt.shape, []
     cache = random_cache(*formats, shape, o.head_dim, o.page)

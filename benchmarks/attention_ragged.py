@@ -26,7 +26,7 @@ from terrazzo.autotune import attention_bench
 from terrazzo.autotune.attention_bench import Shape
 from terrazzo.lowering import parallel
 from terrazzo.lowering.errors import ArgumentError, TerrazzoError
-from terrazzo.ops.attention import launch, op
+from terrazzo.ops.attention import entry, launch, op
 from terrazzo.ops.attention.layout import CacheLayout
 
 from benchmarks import report
@@ -180,11 +180,11 @@ def ours(
             row["balanced"] = bool(plan_of(o, lengths, cache.layout, q_len, mean_of(lengths)).places)
             for name, caches in (("us", known), ("even", copies)):
                 y = measure.poisoned(q.shape, q.dtype, DEVICE)
-                op.decode(q, caches[0], out=y)
+                entry.decode(q, caches[0], out=y)
                 if why := attention_bench.wrong(y, exact):
                     row["failure"] = why
                     break
-                timing = measure.time_calls([partial(op.decode, q, c, out=y) for c in caches], o.budget_ms)
+                timing = measure.time_calls([partial(entry.decode, q, c, out=y) for c in caches], o.budget_ms)
                 row[name] = round(timing.us, 2)
                 if name == "us":
                     row |= {

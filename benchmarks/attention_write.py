@@ -59,14 +59,14 @@ def store(formats: tuple[str, str], shape: Shape, copy_gb_s: float, budget_ms: f
     """Time of `store` for one long prompt, or failure."""
     import torch
     from terrazzo.autotune import measure
-    from terrazzo.ops.attention import pack_cache, writing
+    from terrazzo.ops.attention import entry, pack_cache
 
     device = gemm_bench.DEVICE
     cache = attention_bench.random_cache(*formats, shape, DIM, PAGE)
     cache.block_table.copy_(torch.arange(cache.block_table.numel()).reshape_as(cache.block_table))
     k, v = torch.randn(2, shape.tokens, shape.kv_heads, DIM, device=device).half()
     starts = torch.tensor([0, shape.tokens], dtype=torch.int32, device=device)
-    call = partial(writing.store, cache, k, v, starts, shape.tokens)
+    call = partial(entry.store, cache, k, v, starts, shape.tokens)
     call()
     checked = min(CHECKED_TOKENS, shape.tokens)
     part = (x[None, :checked].transpose(1, 2) for x in (k, v))
@@ -89,7 +89,7 @@ def step(formats: tuple[str, str], shape: Shape, kind: str, budget_ms: float) ->
     """Times of a decode step with ("us") and without ("decode_us") the append in front, or failure."""
     import torch
     from terrazzo.autotune import measure
-    from terrazzo.ops.attention import op, writing
+    from terrazzo.ops.attention import entry
 
     device = gemm_bench.DEVICE
     cache = attention_bench.random_cache(*formats, shape, DIM, PAGE)
@@ -99,15 +99,15 @@ def step(formats: tuple[str, str], shape: Shape, kind: str, budget_ms: float) ->
     y = measure.poisoned(q.shape, q.dtype, device)
 
     def both(at: Any) -> None:
-        writing.append(at, k, v)
-        op.decode(q, at, out=y)
+        entry.append(at, k, v)
+        entry.decode(q, at, out=y)
 
     both(caches[-1])
     wrong = attention_bench.wrong(y, attention_bench.expected(q, caches[-1]))
     if wrong:
         return {"failure": wrong}
     calls = {
-        "decode": [partial(op.decode, q, at, out=y) for at in caches],
+        "decode": [partial(entry.decode, q, at, out=y) for at in caches],
         "both": [partial(both, at) for at in caches],
     }
     found = measure.time_in_turn(calls, budget_ms)

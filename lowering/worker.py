@@ -18,9 +18,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from terrazzo.lowering import compilers
 from terrazzo.lowering.cache import cache_root
@@ -30,7 +28,7 @@ from terrazzo.lowering.request import KernelRequest
 DEADLINE_S = 900.0
 IDLE_S = 600.0
 """A process that waits for its next request so long ends by itself."""
-_SERVE = f"from {__name__} import _serve; _serve()"
+_SERVE = f"from {__package__}.serving import serve; serve()"
 _KINDS = {kind.__name__: kind for kind in (CacheError, CompileError, ToolchainError)}
 _idle: list[WorkerProcess] = []
 _idle_lock = threading.Lock()
@@ -181,41 +179,6 @@ def compile_elsewhere(request: KernelRequest, python: str | None, count: bool = 
     if isinstance(outcome, TerrazzoError):
         raise outcome
     return outcome
-
-
-def _lines() -> Iterator[dict[str, Any]]:
-    """Messages from stdin, until it closes or nothing came for IDLE_S."""
-    while select.select([0], [], [], IDLE_S)[0]:
-        line = sys.stdin.buffer.readline()
-        if not line:
-            return
-        yield json.loads(line)
-
-
-def _end_with_parent() -> None:
-    """When the parent is killed, end this process and the compilers that it has started."""
-    watched = select.poll()
-    watched.register(0, 0)  # only that the other end is gone
-    watched.poll()
-    os.killpg(0, signal.SIGKILL)
-
-
-def _serve() -> None:
-    """The worker process: answer requests. Whatever a builder prints goes to stderr."""
-    from terrazzo.lowering.kernels import compile_request
-
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for message in _lines():
-        if message["folder"] not in (None, *sys.path):
-            sys.path.append(message["folder"])
-        try:
-            said = {"folder": str(compile_request(KernelRequest.from_dict(message["request"]), message["count"]))}
-        except TerrazzoError as error:
-            said = {"error": str(error), "kind": type(error).__name__}
-        answers.write(json.dumps(said) + "\n")
-        answers.flush()
 
 
 def _forget() -> None:

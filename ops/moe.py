@@ -10,7 +10,7 @@ A pick is one (token, slot) pair; there are T * top_k of them, whatever the ids 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
@@ -87,22 +87,15 @@ def gather(x: torch.Tensor | QuantizedActivations, routing: Routing) -> torch.Te
     Raises:
         ArgumentError: x is not of the T tokens that the routing is of, or lies elsewhere.
     """
-    import torch
-    from terrazzo.ops.w4a8.activations import QuantizedActivations
-
     _check_routing(routing)
-    if not isinstance(x, QuantizedActivations):
+    quantized = hasattr(x, "of_tokens")
+    if not quantized:
         launching.check_tensor(x, "x", "[T, K], or QuantizedActivations of w4a8")
     tokens = len(routing.positions)
     if len(x.shape) != 2 or x.shape[0] != tokens or x.device != routing.tokens.device:
         seen, constraint = f"{list(x.shape)} on {x.device}", f"must be [{tokens}, K] on {routing.tokens.device}"
         raise ArgumentError("x", seen, constraint, "pass the tokens that were routed")
-    if torch.is_tensor(x):
-        return x.index_select(0, routing.tokens)
-    x.check()
-    held = ("q", "scales", *(["row_sums"] if x.row_sums is not None else []))
-    own = {name: getattr(x, name).index_select(0, routing.tokens) for name in held}
-    return replace(x, **own, shape=(len(routing.tokens), x.k))
+    return x.of_tokens(routing.tokens) if quantized else x.index_select(0, routing.tokens)
 
 
 def combine(y: torch.Tensor, routing: Routing, gates: torch.Tensor) -> torch.Tensor:

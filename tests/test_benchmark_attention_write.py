@@ -9,7 +9,7 @@ import torch
 from terrazzo.autotune import gemm_bench, measure
 from terrazzo.autotune.attention_bench import Shape
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import launch, op, pack_cache, reference, writing
+from terrazzo.ops.attention import entry, launch, op, pack_cache, reference, writing
 
 from benchmarks import attention_write, report
 
@@ -83,7 +83,7 @@ def test_rows_of_stores_and_steps(steps, tmp_path, capsys):
 
 
 def test_a_wrong_store_and_a_wrong_step_are_failures(steps, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(op, "decode", lambda q, cache, out: out.fill_(1.0))
+    monkeypatch.setattr(entry, "decode", lambda q, cache, out: out.fill_(1.0))
     given = ["--formats", "int8/int8", "--shapes", "1x2/1x256", "--kinds", "plain", "--out", str(tmp_path / "x.json")]
     assert attention_write.main(given) == 1
     store, step = json.loads((tmp_path / "x.json").read_text())["rows"]

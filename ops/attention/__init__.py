@@ -35,26 +35,28 @@ __all__ = [
 
 if TYPE_CHECKING:
     from terrazzo.ops.attention.cache import PackedCache, pack_cache
+    from terrazzo.ops.attention.entry import append, decode, prefill, store
     from terrazzo.ops.attention.format import FORMATS, KVFormat, get_format
     from terrazzo.ops.attention.kv_cache import KVCache
     from terrazzo.ops.attention.layout import CacheLayout
-    from terrazzo.ops.attention.op import decode, decode_requests, kernel_requests
+    from terrazzo.ops.attention.op import decode_requests
     from terrazzo.ops.attention.paging import CacheFullError
-    from terrazzo.ops.attention.prefill_op import prefill, prefill_requests
+    from terrazzo.ops.attention.prefill_op import prefill_requests
     from terrazzo.ops.attention.quantizer import QuantizedBlock, dequantize, quantize
-    from terrazzo.ops.attention.writing import append, store
+    from terrazzo.ops.attention.requests import kernel_requests
 else:
     __getattr__, __dir__ = lazy.attach(
         __name__,
         {
             "cache": "PackedCache pack_cache",
+            "entry": "append decode prefill store",
             "format": "FORMATS KVFormat get_format",
             "kv_cache": "KVCache",
             "layout": "CacheLayout",
-            "op": "decode decode_requests kernel_requests",
+            "op": "decode_requests",
             "paging": "CacheFullError",
-            "prefill_op": "prefill prefill_requests",
+            "prefill_op": "prefill_requests",
             "quantizer": "QuantizedBlock dequantize quantize",
-            "writing": "append store",
+            "requests": "kernel_requests",
         },
     )

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, launching
-from terrazzo.ops.attention import op, prefill_op, writing
+from terrazzo.ops.attention import entry
 from terrazzo.ops.attention.cache import PackedCache, device_of, page_words, residual_of, residual_words, spread_static
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.paging import PageTable, Unstored
@@ -306,7 +306,7 @@ class Batch:
         if tokens is not None and any(count != tokens for count in self.new):
             constraint = f"must have as many tokens as extend was asked for, {self.new}"
             raise ArgumentError("k", list(k.shape), constraint, "pass all of them; store takes ragged batches")
-        writing.append(self._view(layer), k, v, **options)
+        entry.append(self._view(layer), k, v, **options)
         self._stored(layer)
 
     def store(self, k: SupportsDLPack, v: SupportsDLPack, layer: int = 0, **options: Any) -> None:
@@ -318,7 +318,7 @@ class Batch:
         if dlpack.is_foreign(k):
             return dlpack.call(self.store, locals())
         self._check_tokens(k=k, v=v)
-        writing.store(self._view(layer), k, v, self.starts, max(self.new, default=0), **options)
+        entry.store(self._view(layer), k, v, self.starts, max(self.new, default=0), **options)
         self._stored(layer)
 
     def prefill(self, q: Array, layer: int = 0, **options: Any) -> Array:
@@ -331,11 +331,11 @@ class Batch:
         if dlpack.is_foreign(q):
             return dlpack.call(self.prefill, locals())
         self._check_tokens(q=q)
-        return prefill_op.prefill(q, self._view(layer), self.starts, max(self.new, default=0), **options)
+        return entry.prefill(q, self._view(layer), self.starts, max(self.new, default=0), **options)
 
     def decode(self, q: Array, layer: int = 0, **options: Any) -> Array:
         """Attention of the newest tokens q [B, q_len, Hq, D] in one layer; see `decode`."""
-        return op.decode(q, self._view(layer), **options)
+        return entry.decode(q, self._view(layer), **options)
 
     def advance(self, lengths: bool = True) -> None:
         """Count as many new tokens of each sequence as before once more, in the room that `extend(reserve=)` kept.

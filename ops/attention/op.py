@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from numbers import Real
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,10 @@ from terrazzo.lowering.capture import capturing
 from terrazzo.lowering.errors import ArgumentError, CaptureError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import dlpack, launching
+from terrazzo.ops import launching
 from terrazzo.ops.attention import decode_program, decode_warpgroup_program
 from terrazzo.ops.attention.cache import PackedCache
-from terrazzo.ops.attention.launch import current_targets, own_slots, requested_targets, semaphores, stand_ins
+from terrazzo.ops.attention.launch import current_targets, multiples, requested_targets, semaphores, stand_ins
 from terrazzo.ops.attention.warpgroup_macros import supports
 from terrazzo.schedules import attention as schedules
 from terrazzo.schedules import attention_balance, attention_space, records, spaces
@@ -24,7 +24,6 @@ from terrazzo.schedules.checks import check_fields
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.attention.layout import CacheLayout
-    from terrazzo.ops.dlpack import Array, SupportsDLPack
 
 LOG2E = math.log2(math.e)
 MAX_QUERY_TOKENS = 8
@@ -62,7 +61,7 @@ class Plan:
     cluster: int
     places: int = 0
 
-    @property
+    @cached_property
     def partials(self) -> int:
         """Results of a row that are added up in memory; of rows of all sequences in a balanced kernel."""
         return self.places or self.splits // self.cluster
@@ -187,67 +186,6 @@ def seen(cache: PackedCache, window: int, new: int) -> tuple[int, int]:
     return min(cache.max_length, most), min(cache.mean_length, most)
 
 
-def kernel_requests(
-    k_format: str,
-    v_format: str,
-    *,
-    heads: int,
-    kv_heads: int,
-    target: Target | str,
-    head_dim: int = 128,
-    q_len: int = 1,
-    dtype: str = "float16",
-    page: int = 128,
-    residual: int | None = None,
-    softcap: bool = False,
-    sinks: bool = False,
-    prefill: bool = False,
-) -> list[KernelRequest]:
-    """The kernels of decode, append and store for any number of sequences of any length, to compile them up front.
-
-    Args:
-        k_format, v_format: names of `FORMATS`. target: an architecture or a Target.
-        softcap, sinks: whether decode and prefill get one.
-        heads, kv_heads, head_dim: of a layer. q_len: new tokens of a step. dtype: of q, k and v.
-        page: tokens of a page, 0 for contiguous caches. residual: tokens of the residual block, None for the format's.
-        prefill: those of prefill too, with and without the new tokens' k and v.
-
-    Raises:
-        ArgumentError: formats or sizes that do not fit.
-    """
-    from terrazzo.ops.attention import prefill_op
-    from terrazzo.ops.attention.cache import page_words, residual_of
-    from terrazzo.ops.attention.layout import CacheLayout
-    from terrazzo.ops.attention.writing import write_kernel
-
-    layout, target = CacheLayout(k_format, v_format, head_dim), Target.parse(target)
-    residual = residual_of(layout, residual)
-    if page != 0:
-        page_words(layout, page)
-    check_facts(dtype, page=page, softcap=softcap, sinks=sinks, prefill=prefill)
-    for name, value in (("heads", heads), ("kv_heads", kv_heads)):
-        if type(value) is not int or not 1 <= value <= GRID:
-            raise ArgumentError(name, value, f"must be an integer, 1..{GRID}", "see the model's config")
-    if heads % kv_heads:
-        raise ArgumentError("heads", f"{heads}/{kv_heads}", "must be a multiple of kv_heads", "see the model's config")
-    if type(q_len) is not int or not 1 <= q_len <= MAX_QUERY_TOKENS:
-        raise ArgumentError("q_len", q_len, f"must be 1..{MAX_QUERY_TOKENS}", "use fewer new tokens")
-    rows = q_len * heads // kv_heads
-    facts = dict(dtype=dtype, page=page, residual=residual, softcap=softcap, sinks=sinks, target=target)
-    chosen = schedules.every(problem_of(layout, 1, kv_heads, rows, 1, page, residual), target)
-    made = [plan(layout, at.pairs, 1, rows, at.tokens, **facts, schedule=s).request for at, s in chosen]
-    full = {target.sms * blocks // splits for blocks in (1, 2, 4, 8) for splits in range(1, 17)}  # pairs that fill SMs
-    for tokens in () if softcap or sinks else attention_space.BUCKETS:
-        recorded = tuning_facts(layout, rows, tokens, dtype, page, residual)
-        for pairs in records.tokens("attention", recorded, target):  # and what its schedule may be taken for
-            around = {pairs, *(n for n in full if pairs < 2 * n < 4 * pairs)}
-            made += [plan(layout, n, 1, rows, at, **facts).request for n in around for at in (tokens, 3 * tokens // 4)]
-    made.append(plan(layout, 2, kv_heads, rows, 1, **facts, balanced=True).request)
-    for fresh in (False, True) if prefill else ():
-        made += prefill_op.prefill_requests(layout, fresh=fresh, **facts)
-    return [*dict.fromkeys(made), write_kernel(layout, dtype, page, residual, target)]
-
-
 def check_facts(dtype: str, *, page: int = 0, residual: int = 0, **flags: bool) -> None:
     """Raise ArgumentError for another type than a kernel's parameter has: plans are kept by their arguments, and equal
     ones of other types (1 == True == 1.0) would get the kernel of whoever came first."""
@@ -257,80 +195,6 @@ def check_facts(dtype: str, *, page: int = 0, residual: int = 0, **flags: bool) 
         if type(value) is not int or value < 0:
             raise ArgumentError(name, value, "must be a number of tokens", "0 for none")
     launching.check_flags(**flags)
-
-
-def decode(
-    q: Array,
-    cache: PackedCache,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    window: int = 0,
-    sinks: SupportsDLPack | None = None,
-    out: SupportsDLPack | None = None,
-    lse: SupportsDLPack | None = None,
-    splits: int | None = None,
-    balanced: bool | None = None,
-    schedule: schedules.Decode | None = None,
-    target: Target | str | None = None,
-) -> Array:
-    """Attention of the q_len newest tokens of each sequence over its cache, which already holds them.
-
-    Args:
-        q: float16 or bfloat16 [B, q_len, Hq, D] or, for one token, [B, Hq, D]; q_len 1..8; Hq a multiple of Hkv. Row i
-            sees the tokens up to and including number length - q_len + i.
-        cache: the sequences' keys and values.
-        scale: softmax scale, default 1 / sqrt(D). softcap: logits are capped at +-softcap by tanh; 0 for none.
-        window: newest tokens that a row sees, itself included; 0 for all.
-        sinks: f32 [Hq], logits that take part in the softmax without a value.
-        out: contiguous, shape and dtype of q, no memory of it. lse: f32 [B, q_len, Hq], receives log2 of the softmax's
-            denominator (sinks included); no memory of another argument.
-        splits: CTAs along each sequence; schedule: the kernel's; None for tuned records and the heuristics. balanced:
-            each sequence has CTAs by its own length on the device, so that a batch does not wait for its longest one;
-            None where `cache.mean_length` says that this pays. target: run the program of an older target ("sm_80", as
-            PTX); None for this GPU's. Not in traced calls.
-
-    Returns:
-        out. A row that sees no token is 0, with lse -inf, or the sink's logit in units of log2.
-
-    All tensors may be arrays of another library (ops/dlpack.py); the result is then one of q's library, or out.
-
-    Two graphs captured on one stream (torch.cuda.graph has one of its own for all) must not be replayed at the same
-    time, nor one beside calls on that stream.
-
-    Raises:
-        ArgumentError: an argument that does not fit; q that requires a gradient, as there is none. CaptureError: a
-            kernel never launched before, in graph capture.
-    """
-    import torch
-
-    if type(q) is not torch.Tensor and dlpack.is_foreign(q):
-        return dlpack.call(decode, locals())
-    launching.check_tensor(q, "q", "[B, q_len, Hq, D]")
-    check_kind(cache)
-    shape = q.shape
-    if q.dim() == 3:
-        q = q.unsqueeze(1)
-    launching.check_no_grad(q, "attention", "q")
-    if launching.is_traced(q, cache.pages):
-        from terrazzo.ops.attention import torch_op
-
-        launching.check_untraced(splits=splits, balanced=balanced, schedule=schedule, target=target)
-        check_kinds(sinks=sinks)
-        if not torch.compiler.is_compiling():
-            check_numbers(scale, softcap, window)
-        made, sums = torch_op.call_decode(q, cache, scale, softcap, window, sinks)
-        if lse is not None:
-            launching.check_out(lse, sums.shape, sums.dtype, sums.device, "lse")
-            lse.copy_(sums)
-        return launching.copy_out(out, made.view(shape))
-    if out is not None:
-        launching.check_out(out, shape, q.dtype, q.device)
-        out = out.view(q.shape)
-    options = dict(splits=splits, balanced=balanced, schedule=schedule, target=target)
-    return run(q, cache, scale=scale, softcap=softcap, window=window, sinks=sinks, out=out, lse=lse, **options)[0].view(
-        shape
-    )
 
 
 def run(
@@ -354,8 +218,9 @@ def run(
 
     _check(q, cache, sinks)
     check_options(q, scale, softcap, window)
-    check_fields(schedule, *SCHEDULES)
-    batch, new, heads, head_dim = q.shape
+    if schedule is not None:
+        check_fields(schedule, *SCHEDULES)
+    (batch, new, heads, head_dim), kv_heads = q.shape, cache.kv_heads
     made = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if lse is None:
         lse = torch.empty(batch, new, heads, dtype=torch.float32, device=q.device)
@@ -366,11 +231,12 @@ def run(
         return made, lse
     if splits is not None and (type(splits) is not int or not 1 <= splits <= decode_program.MAX_SPLITS):
         raise ArgumentError("splits", splits, f"must be 1..{decode_program.MAX_SPLITS}", "leave it out")
-    check_balanced(balanced, splits, schedule)
+    if balanced is not None:
+        check_balanced(balanced, splits, schedule)
     at, device = current_targets(target, q.device)
     longest, mean = seen(cache, window, new)
     chosen = plan(
-        cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, longest,
+        cache.layout, batch, kv_heads, new * heads // kv_heads, longest,
         dtype=str(q.dtype).removeprefix("torch."), page=cache.page_size, residual=cache.residual_tokens,
         softcap=bool(softcap > 0), sinks=sinks is not None, target=at, device=device,
         schedule=schedule, splits=splits or 0, balanced=balanced, mean=mean,
@@ -381,7 +247,7 @@ def run(
         raise CaptureError(
             f"{chosen.request.name} for this batch was never launched; call decode once before the capture"
         )
-    y, along = cache.kv_heads * chosen.row_groups, 1 if chosen.places else batch
+    y, along = kv_heads * chosen.row_groups, 1 if chosen.places else batch
     check_grid(batch, y)
     partial = along * y * chosen.partials * chosen.rows * head_dim
     if partial >= launching.LARGEST:  # their offsets have 32 bits
@@ -396,12 +262,12 @@ def run(
     q = launching.aligned_copy(q) if not q.is_contiguous() or q.data_ptr() % 16 else q
     if out is not None:
         launching.check_apart(out, "out", q=q)
-    written = aligned_out(made)
+    written = aligned_out(made) if made.data_ptr() % 16 else made
     kernel(
         q, cache.pages,
         none["table"] if cache.block_table is None else cache.block_table, cache.lengths,
         none["residual"] if cache.residual is None else cache.residual,
-        own_slots(batch, q.device) if cache.slots is None else cache.slots,
+        multiples(batch, 1, q.device) if cache.slots is None else cache.slots,
         none["static"] if cache.k_static is None else cache.k_static,
         none["static"] if cache.v_static is None else cache.v_static,
         none["sinks"] if sinks is None else sinks, partial, logs,
@@ -504,10 +370,13 @@ def _check(q: torch.Tensor, cache: PackedCache, sinks: torch.Tensor | None) -> N
         raise ArgumentError(
             "q", list(q.shape), f"q_len must be 1..{MAX_QUERY_TOKENS}", "use prefill for more new tokens"
         )
-    check_heads(q, heads, cache.kv_heads)
+    if heads < 1 or heads % cache.pages.shape[1]:
+        check_heads(q, heads, cache.kv_heads)
     if cache.lengths.shape != (batch,):
         raise ArgumentError(
             "q", list(q.shape), f"the cache has {cache.lengths.numel()} sequences", "pass one q for each"
         )
-    check_sinks(sinks, heads, q)
-    check_place(q, cache)
+    if sinks is not None:
+        check_sinks(sinks, heads, q)
+    if q.device != cache.pages.device:
+        check_place(q, cache)

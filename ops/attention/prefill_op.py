@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import dlpack, launching
+from terrazzo.ops import launching
 from terrazzo.ops.attention import new_tokens_program, op, prefill_mma, prefill_shared, writing
 from terrazzo.ops.attention.cache import residual_of
 from terrazzo.ops.attention.launch import current_targets, own_slots, requested_targets, stand_ins
@@ -33,7 +33,6 @@ from terrazzo.schedules.prefill_space import Prefill
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.attention.cache import PackedCache
-    from terrazzo.ops.dlpack import Array, SupportsDLPack
 
 LEAST_SCALE = 1e-30
 """What a kernel takes for a softmax scale of 0: scores that it masks are -inf, times 0 they would be NaN."""
@@ -157,80 +156,6 @@ def prefill_requests(
     plans = [plan(layout, **kind, **facts, rows=rows) for rows in (0, *widths)]
     wanted = [it.request for it in plans] + [it.new_tokens for it in plans if it.new_tokens]
     return list(dict.fromkeys(wanted))
-
-
-def prefill(
-    q: Array,
-    cache: PackedCache,
-    cu_seqlens: SupportsDLPack,
-    most_new: int,
-    *,
-    k: SupportsDLPack | None = None,
-    v: SupportsDLPack | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    window: int = 0,
-    sinks: SupportsDLPack | None = None,
-    out: SupportsDLPack | None = None,
-    lse: SupportsDLPack | None = None,
-    schedule: schedules.Prefill | None = None,
-    target: Target | str | None = None,
-) -> Array:
-    """Causal attention of each sequence's new tokens over its cache; `cache.lengths` counts them already.
-
-    Without k and v the cache holds the new tokens (`store` came first), and all are read as it holds them. With k and v
-    the new tokens attend to themselves unquantized, rounded only to the dtype of the cache's operands (float16 unless
-    the cache is bfloat16), and to the past as the cache holds it: call `store` afterwards.
-
-    Args:
-        q: float16 or bfloat16 [N, Hq, D], the new tokens of all sequences one after another; Hq a multiple of Hkv. The
-            last row of a sequence sees its whole length, each row before one token less.
-        cache: the sequences' keys and values.
-        cu_seqlens: int32 [B + 1], where each sequence's new tokens begin, and their number; a sequence may have none.
-        most_new: at least the new tokens of every sequence; host-side, for the number of CTAs. Rows of q behind the
-            last sequence's are not looked at, and what out and lse have there stays.
-        k, v: dtype of q, [N, Hkv, D], or None.
-        scale: softmax scale, default 1 / sqrt(D). softcap: logits are capped at +-softcap by tanh; 0 for none.
-        window: newest tokens that a row sees, itself included; 0 for all.
-        sinks: f32 [Hq], logits that take part in the softmax without a value.
-        out: contiguous, shape and dtype of q, no memory of it. lse: f32 [N, Hq], receives log2 of the softmax's
-            denominator (sinks included); no memory of another argument.
-        schedule: the kernel's; None for a tuned record's or the heuristic's. target: run the program of an older
-            target ("sm_80", as PTX); None for this GPU's. Neither can be given to a traced call.
-
-    Returns:
-        out. A row that sees no token is 0, with lse -inf, or the sink's logit in units of log2.
-
-    All tensors may be arrays of another library (ops/dlpack.py); the result is then one of q's library, or out.
-
-    Raises:
-        ArgumentError: an argument that does not fit; on sm_86 and sm_89, head_dim 256 with unquantized tokens (k and v,
-            a residual block, or 16-bit keys and values of at least 8 bits): two stages exceed shared memory; q that
-            requires a gradient, as there is none. CaptureError: a kernel never launched before, in graph capture.
-    """
-    import torch
-
-    if type(q) is not torch.Tensor and dlpack.is_foreign(q):
-        return dlpack.call(prefill, locals())
-    launching.check_tensor(q, "q", "[new tokens, Hq, D]")
-    op.check_kind(cache)
-    options = dict(scale=scale, softcap=softcap, window=window, sinks=sinks)
-    launching.check_no_grad(q, "attention", "q")
-    if launching.is_traced(q, cache.pages):
-        from terrazzo.ops.attention import torch_op
-
-        launching.check_untraced(schedule=schedule, target=target)
-        op.check_kinds(cu_seqlens=cu_seqlens, k=k, v=v, sinks=sinks)
-        if not torch.compiler.is_compiling():
-            writing.check_most_new(most_new)
-            op.check_numbers(scale, softcap, window)
-        made, sums = torch_op.call_prefill(q, cache, cu_seqlens, most_new, k, v, *options.values())
-        if lse is not None:
-            launching.check_out(lse, sums.shape, sums.dtype, sums.device, "lse")
-            lse.copy_(sums)
-        return launching.copy_out(out, made)
-    where = dict(out=out, lse=lse, schedule=schedule, target=target)
-    return run(q, cache, cu_seqlens, most_new, k=k, v=v, **options, **where)[0]
 
 
 def run(

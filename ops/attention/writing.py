@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import dlpack, launching
+from terrazzo.ops import launching
 from terrazzo.ops.attention import op, write_program
 from terrazzo.ops.attention.launch import current_targets, multiples, own_slots, stand_ins
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
     from terrazzo.ops.attention.cache import PackedCache
     from terrazzo.ops.attention.layout import CacheLayout
-    from terrazzo.ops.dlpack import SupportsDLPack
 
 ONE_LAUNCH = 16
 """New tokens of a sequence up to which one launch may both pack a residual block and begin the next one: the ring of
@@ -58,36 +57,6 @@ def launches(most_new: int, chunk: int, residual: int) -> list[tuple[int, int]]:
     return [(0, blocks)] if most_new else []
 
 
-def append(cache: PackedCache, k: SupportsDLPack, v: SupportsDLPack, *, target: Target | str | None = None) -> None:
-    """Store the newest tokens of each sequence, in place; `cache.lengths` counts them already.
-
-    Whether a residual block fills is decided on the device. Captured in a CUDA graph, a replay stores at the lengths of
-    that time. The same call with the same lengths writes the same bits, up to 16 new tokens of a sequence.
-
-    Args:
-        cache: sequences with room for the tokens. k, v: float16 or bfloat16 [B, q_len, Hkv, D] (or [B, Hkv, D]),
-            finite; tokens may be any multiple of 8 values apart, as slices of a fused projection are.
-        target: run the program of an older target ("sm_80", as PTX); None for this GPU's.
-
-    Raises:
-        ArgumentError: an argument that does not fit; k or v that requires a gradient, as there is none. CaptureError: a
-            kernel never launched before, in graph capture.
-    """
-    import torch
-
-    if type(k) is not torch.Tensor and dlpack.is_foreign(k):
-        return dlpack.call(append, locals())
-    _check_kinds("append", cache, k, v, "[B, q_len, Hkv, D]")
-    if k.dim() == 3 and v.dim() == 3:
-        k, v = k.unsqueeze(1), v.unsqueeze(1)
-    if launching.is_traced(k, cache.pages):
-        from terrazzo.ops.attention import torch_op
-
-        launching.check_untraced(target=target)
-        return torch_op.call_append(cache, k, v)
-    run_append(cache, k, v, target)
-
-
 def run_append(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, target: Target | str | None) -> None:
     """`append` of k and v [B, q_len, Hkv, D]."""
     cache.check()
@@ -99,42 +68,6 @@ def run_append(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, target: Tar
         _check(cache, k, v)
         return
     _write(cache, k, v, multiples(batch + 1, new, k.device), new, target)
-
-
-def store(
-    cache: PackedCache,
-    k: SupportsDLPack,
-    v: SupportsDLPack,
-    cu_seqlens: SupportsDLPack,
-    most_new: int,
-    *,
-    target: Target | str | None = None,
-) -> None:
-    """Quantize and pack the tokens of a prefill, in place; `cache.lengths` counts them already.
-
-    Args:
-        k, v: float16 or bfloat16 [tokens, Hkv, D], the new tokens of all sequences one after another.
-        cu_seqlens: int32 [B + 1], where each sequence's tokens begin, and their number.
-        most_new: at least the new tokens of every sequence; host-side, for the number of CTAs.
-
-    Raises:
-        ArgumentError: an argument that does not fit; k or v that requires a gradient, as there is none. CaptureError: a
-            kernel never launched before, in graph capture.
-    """
-    import torch
-
-    if type(k) is not torch.Tensor and dlpack.is_foreign(k):
-        return dlpack.call(store, locals())
-    _check_kinds("store", cache, k, v, "[tokens, Hkv, D]")
-    launching.check_tensor(cu_seqlens, "cu_seqlens", "int32 [B + 1]")
-    if launching.is_traced(k, cache.pages):
-        from terrazzo.ops.attention import torch_op
-
-        launching.check_untraced(target=target)
-        if not torch.compiler.is_compiling():
-            check_most_new(most_new)
-        return torch_op.call_store(cache, k, v, cu_seqlens, most_new)
-    run_store(cache, k, v, cu_seqlens, most_new, target)
 
 
 def run_store(
@@ -178,7 +111,7 @@ def check_some_new(name: str, count: int, most_new: int, batch: int) -> None:
         raise ArgumentError(name, seen, "has new tokens of no sequence", "pass the longest sequence's as most_new")
 
 
-def _check_kinds(operator: str, cache: PackedCache, k: torch.Tensor, v: torch.Tensor, shape: str) -> None:
+def check_kinds(operator: str, cache: PackedCache, k: torch.Tensor, v: torch.Tensor, shape: str) -> None:
     """What traced calls are asked too; the cache's own tensors are checked by eager calls alone."""
     op.check_kind(cache)
     for name, x in (("k", k), ("v", v)):

@@ -39,8 +39,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from terrazzo.ops.w4a16.checkpoint import iter_layers, load_layer, load_model, read_layer
+    from terrazzo.ops.w4a16.entry import gemm, grouped_gemm
     from terrazzo.ops.w4a16.format import PackedWeight, QuantizedWeight, pack
-    from terrazzo.ops.w4a16.grouped import GroupedWeight, grouped_gemm, grouped_requests
+    from terrazzo.ops.w4a16.grouped import GroupedWeight, grouped_requests
     from terrazzo.ops.w4a16.importers import (
         from_awq,
         from_compressed_tensors,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
         read_compressed_tensors,
         read_gptq,
     )
-    from terrazzo.ops.w4a16.op import gemm, kernel_requests, weight_requests
+    from terrazzo.ops.w4a16.op import kernel_requests, weight_requests
     from terrazzo.ops.w4a16.quantizer import quantize, quantize_weight
     from terrazzo.ops.w4a16.reference import dequantize
 else:
@@ -57,10 +58,11 @@ else:
         __name__,
         {
             "checkpoint": "iter_layers load_layer load_model read_layer",
+            "entry": "gemm grouped_gemm",
             "format": "PackedWeight QuantizedWeight pack",
-            "grouped": "GroupedWeight grouped_gemm grouped_requests",
+            "grouped": "GroupedWeight grouped_requests",
             "importers": "from_awq from_compressed_tensors from_gptq read_awq read_compressed_tensors read_gptq",
-            "op": "gemm kernel_requests weight_requests",
+            "op": "kernel_requests weight_requests",
             "quantizer": "quantize quantize_weight",
             "reference": "dequantize",
         },

@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, dlpack, grouped, launching, weights
+from terrazzo.ops import derived, grouped, launching, weights
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear import stream_k as program
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.w4a16 import op
-from terrazzo.ops.w4a16.format import GROUPS, PackedWeight
+from terrazzo.ops.w4a16.format import GROUPS
 from terrazzo.schedules import grouped_spaces, records, spaces
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.ops.dlpack import Array, SupportsDLPack
 
 
 @lru_cache(maxsize=1024)
@@ -103,47 +102,6 @@ def grouped_requests(
     return launching.requests_of(
         plan(t, n, k, experts, **facts, numerics=numerics, bias=bias, target=at) for t in tokens
     )
-
-
-def grouped_gemm(
-    x: Array,
-    w: GroupedWeight,
-    expert_offsets: SupportsDLPack,
-    *,
-    bias: SupportsDLPack | None = None,
-    out: SupportsDLPack | None = None,
-    numerics: str = "auto",
-) -> Array:
-    """y[i] = x[i] w[e]^T + bias[e] for the rows i of expert e, offsets[e] <= i < offsets[e + 1]; on the current stream.
-
-    One launch of one CTA for each SM, whatever the offsets hold: the tiles are partitioned on the device, empty experts
-    cost nothing, and nothing waits for the GPU. The same bits in every run.
-
-    Args:
-        x: float16 or bfloat16 [M, K], tokens sorted by expert (`ops.moe.sort_by_expert`).
-        w: `GroupedWeight.stack` of the experts' packed weights, without act-order. Their own biases are added unless
-            `bias` is given.
-        expert_offsets: int32 [E + 1] on the GPU, ascending; rows outside of offsets[0] .. offsets[E] are not written.
-        bias: [E, N] in x's dtype.
-        out: contiguous [M, N] in x's dtype, written and returned; no memory of x.
-        numerics: see `gemm`; "auto" is exact, or post where the scales are not in x's dtype.
-
-    Raises:
-        ArgumentError: an operand that does not fit, or a GPU without warpgroup instructions.
-        LayoutMismatchError, TargetError, CaptureError, ToolchainError, CompileError: see `gemm`.
-    """
-    grouped.check_kind(w, PackedWeight, "w4a16")
-    if dlpack.is_foreign(x):
-        return dlpack.call(grouped_gemm, locals())
-    launching.check_tensor(x, "x", f"[M, {w.k}]")
-    if launching.is_traced(x):
-        from terrazzo.ops.w4a16 import torch_op
-
-        grouped.check_traced(x, x, w.k, expert_offsets)
-        launching.check_no_grad(x, "grouped_gemm")
-        op.check_numerics(numerics)
-        return launching.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, numerics))
-    return run(x, w, expert_offsets, bias, out, numerics)
 
 
 def run(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, dlpack, launching
+from terrazzo.ops import derived, launching
 from terrazzo.ops.launching import Plan, ptx_flags, requests_of, tokens_of
 from terrazzo.ops.linear import multistage as multistage_program
 from terrazzo.ops.linear import small_batch as small_batch_program
@@ -22,7 +22,6 @@ from terrazzo.schedules.problem import WeightOnlyGemm
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.ops.dlpack import Array, SupportsDLPack
 
 NUMERICS = ("auto", "exact", "fused", "post")
 
@@ -139,58 +138,6 @@ def weight_requests(
     at = launching.targets(w.target, w.device)
     has_bias = w.bias is not None if bias is None else bias
     return requests_of(_plan_for(w, t, str(dtype)[6:], has_bias, numerics, *at) for t in tokens_of(m))
-
-
-def gemm(
-    x: Array,
-    w: PackedWeight,
-    *,
-    bias: SupportsDLPack | None = None,
-    out: SupportsDLPack | None = None,
-    numerics: str = "auto",
-) -> Array:
-    """y[..., N] = x[..., K] w[N, K]^T + bias, on the current stream; the same bits in every run.
-
-    Args:
-        x: float16 or bfloat16 [..., K] on w's GPU; leading dimensions may be strided (then they are copied).
-        w: packed weight. Its own bias is added unless `bias` is given.
-        bias: [N] in x's dtype.
-        out: contiguous [..., N] in x's dtype, written and returned; no memory of x. M = 0 writes nothing.
-        numerics: "exact" scales each weight with one rounding; "fused" is fma(q, s, -z*s), as TurboMind; "post"
-            applies scale and zero point to the f32 sum of each group (specs.md B.3). "auto" is post where the
-            small-batch program runs (up to 16 tokens), else exact (post where the scales are not in x's dtype).
-
-    x, bias and out may be arrays of another library (ops/dlpack.py); the result is then one of x's library, or out.
-
-    Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on
-    different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time,
-    nor one beside calls on that stream. After a write to w that PyTorch does not count (through `.data`, by a
-    communication library), call `terrazzo.forget(w)`. There is no gradient: x that requires one is refused unless
-    gradients are off.
-
-    Raises:
-        ArgumentError: an operand that does not fit, named with the value seen and the remedy.
-        LayoutMismatchError: w was packed with another layout. TargetError: w was packed for another GPU.
-        CaptureError: a kernel that was never launched is met during CUDA graph capture.
-        ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
-    """
-    import torch
-
-    if not isinstance(w, PackedWeight):
-        raise launching.not_packed(w, "w4a16")
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:
-        if dlpack.is_foreign(x):
-            return dlpack.call(gemm, locals())
-        launching.check_tensor(x, "x", f"[..., {w.k}]")
-        if launching.is_traced(x):
-            from terrazzo.ops.w4a16 import torch_op
-
-            launching.check_no_grad(x, "gemm")
-            check_numerics(numerics)
-            if bias is not None:
-                launching.check_bias(bias, w.n, x.dtype, x.device)
-            return launching.copy_out(out, torch_op.call(x, w, bias, numerics))
-    return run(x, w, bias, out, numerics)
 
 
 def run(

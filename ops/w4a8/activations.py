@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from terrazzo.lowering.capture import capturing
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, dlpack, launching, weights
+from terrazzo.ops import derived, launching, weights
 from terrazzo.ops.lasting import lasting
 from terrazzo.ops.w4a8 import fp8_format
 from terrazzo.ops.w4a8 import quantize_rows as program
@@ -21,7 +21,6 @@ from terrazzo.schedules import quantize_rows
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.ops.dlpack import SupportsDLPack
 
 DTYPES = ("float16", "bfloat16")
 CODES = {"int8": "int8", "e4m3": "float8_e4m3fn"}
@@ -77,6 +76,13 @@ class QuantizedActivations:
         for name, shape, dtype in expected:
             weights.check_tensor(self, name, shape, dtype, "quantize them with quantize_activations")
 
+    def of_tokens(self, rows: torch.Tensor) -> QuantizedActivations:
+        """Those of some tokens, [P, K]: row rows[i] of each tensor becomes row i."""
+        self.check()
+        held = ("q", "scales", *(["row_sums"] if self.row_sums is not None else []))
+        own = {name: getattr(self, name).index_select(0, rows) for name in held}
+        return replace(self, **own, shape=(len(rows), self.k))
+
     def __repr__(self) -> str:
         return f"QuantizedActivations({list(self.shape)})"
 
@@ -106,55 +112,6 @@ def plan(
     return KernelRequest("w4a8.quantize_rows", entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
 
 
-def quantize_activations(
-    x: SupportsDLPack,
-    *,
-    smooth: SupportsDLPack | None = None,
-    rms_weight: SupportsDLPack | None = None,
-    eps: float = 1e-6,
-    out: QuantizedActivations | None = None,
-    target: Target | str | None = None,
-    codes: str = "int8",
-) -> QuantizedActivations:
-    """Quantize activations to bytes with a scale for each token, on the current stream, in one kernel.
-
-    With `rms_weight`, RMSNorm stands in front: x / sqrt(mean(x^2) + eps) * rms_weight, without rounding in between.
-    `reference.quantize_activations` (`fp8_reference` for e4m3) defines the codes to the bit, and without `rms_weight`
-    the scales too.
-
-    Args:
-        x: float16 or bfloat16 [..., K] on a CUDA device, K up to 65536; leading dimensions may be strided (then they
-            are copied).
-        smooth: float [K]; x is multiplied with its float32 reciprocal. Pass the weight's own, `w.smooth`.
-        rms_weight: float [K]. Of both a float32 form is kept until PyTorch counts a write to them; after another one
-            (through `.data`, say), call `terrazzo.forget(rms_weight)`.
-        out: written and returned instead of new tensors.
-        target: "sm_80" runs the program of that target on a newer GPU.
-        codes: "int8", or "e4m3" for weights of `fp8` (sm_89, sm_90a).
-
-    Raises:
-        ArgumentError: an operand that does not fit. CaptureError: a kernel that was never launched is met during CUDA
-            graph capture. ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
-    """
-    import torch
-
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:
-        if dlpack.is_foreign(x):
-            return dlpack.call(quantize_activations, locals())
-        launching.check_tensor(x, "x", "[..., K]")
-        if launching.is_traced(x):
-            from terrazzo.ops.w4a8 import torch_op
-
-            launching.check_no_grad(x, "quantize_activations")
-            for name, vector in (("smooth", smooth), ("rms_weight", rms_weight)):
-                if vector is not None:
-                    launching.check_tensor(vector, name, f"float [{x.shape[-1] if x.ndim else 'K'}]")
-            check_codes(codes)
-            found = torch_op.quantize(x, smooth, rms_weight, eps, target, codes)
-            return found if out is None else _copy_into(out, found)
-    return run(x, smooth, rms_weight, eps, out, None if target is None else Target.parse(target).arch, codes)
-
-
 def run(
     x: torch.Tensor,
     smooth: torch.Tensor | None,
@@ -169,7 +126,8 @@ def run(
 
     With `scratch`, small results may lie in memory that the next such call of this thread on this stream takes again.
     """
-    check_codes(codes)
+    if codes != "int8":
+        check_codes(codes)
     if x.requires_grad:
         launching.check_no_grad(x, "quantize_activations")
     shape = x.shape
@@ -331,7 +289,7 @@ def _check_out(out: QuantizedActivations, shape: tuple[int, ...], device: torch.
     out.check()
 
 
-def _copy_into(out: QuantizedActivations, found: QuantizedActivations) -> QuantizedActivations:
+def copy_into(out: QuantizedActivations, found: QuantizedActivations) -> QuantizedActivations:
     _check_out(out, found.shape, found.device, found.codes)
     for name in ("q", "scales", *(["row_sums"] if found.row_sums is not None else [])):
         getattr(out, name).copy_(getattr(found, name))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack
-from terrazzo.ops.w4a8 import activations
+from terrazzo.ops.w4a8 import entry
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import GROUPS, UNIT_K
 from terrazzo.ops.w4a8.fp8_format import PackedWeight, QuantizedWeight, pack, split_scales
@@ -30,7 +30,7 @@ def quantize_activations(
     out: QuantizedActivations | None = None,
 ) -> QuantizedActivations:
     """`w4a8.quantize_activations` with codes in e4m3, scale max / 448; see there."""
-    return activations.quantize_activations(
+    return entry.quantize_activations(
         x, smooth=smooth, rms_weight=rms_weight, eps=eps, out=out, codes="e4m3"
     )  # fmt: skip
 

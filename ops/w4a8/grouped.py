@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, dlpack, grouped, launching
+from terrazzo.ops import derived, grouped, launching
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear.bytes import fp8_problem
@@ -24,7 +24,6 @@ from terrazzo.schedules import grouped_spaces, records, spaces, w4a8
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.ops.dlpack import Array, SupportsDLPack
 
 
 @lru_cache(maxsize=1024)
@@ -114,62 +113,6 @@ def grouped_requests(
     return launching.requests_of(plan(t, n, k, experts, **facts, bias=bias, target=at) for t in tokens)
 
 
-def grouped_gemm(
-    x: Array | QuantizedActivations,
-    w: GroupedWeight,
-    expert_offsets: SupportsDLPack,
-    *,
-    bias: SupportsDLPack | None = None,
-    out: SupportsDLPack | None = None,
-    out_dtype: torch.dtype | None = None,
-    dequantization: str = "auto",
-) -> Array:
-    """y[i] = x[i] w[e]^T + bias[e] for the rows i of expert e, offsets[e] <= i < offsets[e + 1]; on the current stream.
-
-    One launch of one CTA for each SM, whatever the offsets hold: the tiles are partitioned on the device, empty experts
-    cost nothing, and nothing waits for the GPU. The same bits in every run; on int8 as `gemm` for each expert, on e4m3
-    inside the same error bound.
-
-    Args:
-        x: [M, K], tokens sorted by expert (`ops.moe.sort_by_expert`): quantized activations, or float16 or bfloat16,
-            which are divided by w's smooth vector and quantized first.
-        w: `GroupedWeight.stack` of the experts' packed weights, of this package (int8 activations) or of `fp8` (e4m3).
-            Their own biases are added unless `bias` is given.
-        expert_offsets: int32 [E + 1] on the GPU, ascending; rows outside of offsets[0] .. offsets[E] are not written.
-        bias: float [E, N]; added in float32.
-        out: contiguous [M, N] of the output dtype, written and returned; no memory of x.
-        out_dtype, dequantization: see `gemm`.
-
-    Raises:
-        ArgumentError: an operand that does not fit, or a GPU without warpgroup instructions (sm_90a has them).
-        LayoutMismatchError, TargetError, CaptureError, ToolchainError, CompileError: see `gemm`.
-    """
-    import torch
-
-    grouped.check_kind(w, op.WEIGHTS, "w4a8")
-    held = x.q if isinstance(x, QuantizedActivations) else x
-    if dlpack.is_foreign(held):
-        return dlpack.call(grouped_gemm, locals())
-    if launching.is_traced(held):
-        from terrazzo.ops.w4a8 import torch_op
-
-        grouped.check_traced(x, held, w.k, expert_offsets)
-        launching.check_no_grad(held, "grouped_gemm")
-        if held is not x:
-            op.check_codes(x, w.stacked)
-        op.dequantization_of(w.stacked, dequantization)
-        return launching.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype, dequantization))
-    if held is x:
-        launching.check_tensor(x, "x", f"[M, {w.k}], or QuantizedActivations of w4a8")
-        launching.check_no_grad(x, "grouped_gemm")
-        grouped.check_dtype(x)
-        out_dtype = out_dtype or x.dtype
-        _check(x.shape, x.device, w, expert_offsets, bias, out, out_dtype, dequantization)
-        x = activations.run(x, w.stacked.smooth, None, 0.0, None, None, w.stacked.ACTIVATIONS)
-        return _multiply(x, w, expert_offsets, bias, out, out_dtype, dequantization)
-    return run(x, w, expert_offsets, bias, out, out_dtype or torch.float16, dequantization)
-
-
 def run(
     x: QuantizedActivations,
     w: GroupedWeight,
@@ -182,13 +125,13 @@ def run(
     """The eager path of `grouped_gemm` on quantized activations."""
     launching.check_no_grad(x.q, "grouped_gemm")
     op.check_codes(x, w.stacked)
-    _check(x.shape, x.device, w, expert_offsets, bias, out, out_dtype, dequantization)
+    check(x.shape, x.device, w, expert_offsets, bias, out, out_dtype, dequantization)
     if x.q.shape[0] != x.shape[0]:
         x.check()
-    return _multiply(x, w, expert_offsets, bias, out, out_dtype, dequantization)
+    return multiply(x, w, expert_offsets, bias, out, out_dtype, dequantization)
 
 
-def _check(
+def check(
     shape: tuple[int, ...],
     device: torch.device,
     w: GroupedWeight,
@@ -216,7 +159,7 @@ def _check(
         launching.check_out(out, (shape[0], w.n), out_dtype, device)
 
 
-def _multiply(
+def multiply(
     x: QuantizedActivations,
     w: GroupedWeight,
     expert_offsets: torch.Tensor,

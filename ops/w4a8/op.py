@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, dlpack, launching
+from terrazzo.ops import derived, launching
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear.bytes import fp8_problem, problem
 from terrazzo.ops.linear.bytes import multistage as multistage_program
@@ -27,7 +27,6 @@ from terrazzo.schedules.w4a8_fp8_space import W4A8Fp8
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.ops.dlpack import Array, SupportsDLPack
 
 PIPELINES = ("auto", "small_batch", "multistage", "imfp", "pingpong", "excp", "basic", "basic_overlapped")
 LARGEST_UNSIGNED_K = 66311
@@ -197,82 +196,6 @@ def weight_requests(
         facts |= dict(codes=w.ACTIVATIONS)
         before = [activations.plan(t, w.k, **facts) for t in tokens]
     return list(dict.fromkeys([*launching.requests_of(plans), *before]))
-
-
-def gemm(
-    x: Array | QuantizedActivations,
-    w: Weight,
-    *,
-    bias: SupportsDLPack | None = None,
-    out: SupportsDLPack | None = None,
-    out_dtype: torch.dtype | None = None,
-    dequantization: str = "auto",
-    pipeline: str = "auto",
-) -> Array:
-    """y[..., N] = x[..., K] w[N, K]^T + bias, on the current stream; the same bits in every run.
-
-    Args:
-        x: quantized activations, or float16 or bfloat16 [..., K] on w's GPU, which are divided by w.smooth and
-            quantized first, in one more kernel.
-        w: packed weight, of this package (int8 activations) or of `fp8` (e4m3). Its own bias is added unless `bias` is
-            given.
-        bias: float [N]; added in float32.
-        out: contiguous [..., N] of the output dtype, written and returned; no memory of x. M = 0 writes nothing.
-        out_dtype: torch.float16, torch.bfloat16, or torch.int32: the sums of products of bytes, without scales or bias,
-            bit-exact for every schedule and target (not with e4m3). None takes x's dtype, or float16.
-        dequantization: "xor" makes signed bytes, "unsigned" leaves 128 in them and takes it off the sums by the row
-            sums of x (K up to 66311); "auto" is xor. Both give the same bits. Weights of `fp8` have one form, "e4m3".
-            "vadd4" is QServe's way to the same bytes, slower: the baseline of benchmarks, in pipelines without roles.
-        pipeline: "imfp" (one producer, consumers that dequantize and multiply rows of one tile; wgmma), "pingpong" (the
-            same with a tile for each consumer), "excp" (load, dequantize and multiply apart), "basic" (no roles; with
-            "basic_overlapped" a warpgroup dequantizes beside its products), "multistage" (mma.sync behind a ring of
-            cp.async), "small_batch" (mma.sync, 32 tokens for each launch), "auto" by M, size and target.
-
-    x, bias and out may be arrays of another library (ops/dlpack.py); the result is then one of x's library, or out.
-
-    Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on
-    different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time,
-    nor one beside calls on that stream. After a write to w that PyTorch does not count, call `terrazzo.forget(w)`.
-    Between calls on 16-bit activations each thread keeps memory for their codes, up to 8 MiB for each stream. There is
-    no gradient: x that requires one is refused unless gradients are off.
-
-    Raises:
-        ArgumentError: an operand that does not fit, named with the value seen and the remedy.
-        LayoutMismatchError: w was packed with another layout. TargetError: w was packed for another GPU.
-        CaptureError: a kernel that was never launched is met during CUDA graph capture.
-        ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
-    """
-    import torch
-
-    if not isinstance(w, WEIGHTS):
-        raise launching.not_packed(w, "w4a8")
-    held = x.q if isinstance(x, QuantizedActivations) else x
-    if torch.compiler.is_compiling() or type(held) is not torch.Tensor or held.layout is not torch.strided:
-        if dlpack.is_foreign(held):
-            return dlpack.call(gemm, locals())
-        launching.check_tensor(held, "x", f"[..., {w.k}], or QuantizedActivations of w4a8")
-        if launching.is_traced(held):
-            from terrazzo.ops.w4a8 import torch_op
-
-            launching.check_no_grad(held, "gemm")
-            if held is not x:
-                check_codes(x, w)
-            check_types(out_dtype or torch.float16, dequantization=dequantization, pipeline=pipeline)
-            raw = str(out_dtype or (held.dtype if held is x else torch.float16)).removeprefix("torch.")
-            if dequantization_of(w, dequantization) == E4M3:
-                fp8_problem.check_out_dtype(raw)
-            check_choices(w.k, raw, dequantization, pipeline)
-            if bias is not None:
-                launching.check_bias(bias, w.n, None, held.device)
-            return launching.copy_out(out, torch_op.call(x, w, bias, out_dtype, dequantization, pipeline))
-    if held is x:
-        if x.requires_grad:
-            launching.check_no_grad(x, "gemm")
-        launching.check_last(x, w.k)
-        at, out_dtype = "sm_80" if w.target == "sm_80" else None, out_dtype or held.dtype
-        launching.check_written(x, w.n, bias, out, out_dtype)
-        x = activations.run(x, w.smooth, None, 0.0, None, at, w.ACTIVATIONS, scratch=True)
-    return run(x, w, bias, out, out_dtype or torch.float16, dequantization, pipeline)
 
 
 def run(

@@ -36,22 +36,24 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from terrazzo.ops.w4ax.activations import QuantizedActivations, quantize_activations
+    from terrazzo.ops.w4ax.activations import QuantizedActivations
+    from terrazzo.ops.w4ax.entry import gemm, quantize_activations
     from terrazzo.ops.w4ax.fmpq import ActivationStatistics, BlockPlan, fold, plan_blocks
     from terrazzo.ops.w4ax.fmpq_report import FmpqReport, report
     from terrazzo.ops.w4ax.format import PackedWeight, QuantizedWeight, pack
-    from terrazzo.ops.w4ax.op import gemm, kernel_requests, weight_requests
+    from terrazzo.ops.w4ax.op import kernel_requests, weight_requests
     from terrazzo.ops.w4ax.quantizer import quantize, quantize_weight
     from terrazzo.ops.w4ax.reference import dequantize
 else:
     __getattr__, __dir__ = lazy.attach(
         __name__,
         {
-            "activations": "QuantizedActivations quantize_activations",
+            "activations": "QuantizedActivations",
+            "entry": "gemm quantize_activations",
             "fmpq": "ActivationStatistics BlockPlan fold plan_blocks",
             "fmpq_report": "FmpqReport report",
             "format": "PackedWeight QuantizedWeight pack",
-            "op": "gemm kernel_requests weight_requests",
+            "op": "kernel_requests weight_requests",
             "quantizer": "quantize quantize_weight",
             "reference": "dequantize",
         },

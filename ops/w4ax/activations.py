@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, dlpack, launching, weights
+from terrazzo.ops import derived, launching, weights
 from terrazzo.ops.lasting import lasting
 from terrazzo.ops.w4ax import quantize_blocks as program
 from terrazzo.ops.w4ax.fmpq import BLOCK
@@ -20,7 +20,6 @@ from terrazzo.schedules import w4ax as schedules
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.ops.dlpack import SupportsDLPack
 
 DTYPES = ("float16", "bfloat16")
 
@@ -161,55 +160,6 @@ def plan(
     return KernelRequest("w4ax.quantize_blocks", entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
 
 
-def quantize_activations(
-    x: SupportsDLPack,
-    w: PackedWeight,
-    *,
-    rms_weight: SupportsDLPack | None = None,
-    eps: float = 1e-6,
-    granularity: str | None = None,
-    static_scales: SupportsDLPack | None = None,
-) -> QuantizedActivations:
-    """Quantize activations for a weight, and for every weight of the same plan, on the current stream, in one kernel.
-
-    Channels are put in the weight's order. With `rms_weight`, RMSNorm stands in front: x / sqrt(mean(x^2) + eps) *
-    rms_weight, without rounding in between. `reference.quantize_activations` defines the codes to the bit.
-
-    Args:
-        x: float16 or bfloat16 [..., K] on w's GPU; leading dimensions may be strided (then they are copied).
-        w: gives channel order, precision of the blocks and target.
-        rms_weight: float [K], in the order of x. A float32 form is kept until PyTorch counts a write to it; after
-            another one (through `.data`, say), call `terrazzo.forget(rms_weight)`.
-        granularity: "two_level": in INT4 blocks a small integer times a unit of the token, in INT8 blocks one scale of
-            the token; "block": a scale for each token and block; "token": one for each token and precision; "static":
-            `static_scales`, float [Kp/128], for all tokens. None: "two_level" or "block", as the weight's scales are.
-            On sm_90a a weight with two-level scales takes "two_level" and "token" only.
-
-    Raises:
-        ArgumentError: an operand that does not fit. CaptureError: a kernel that was never launched is met during CUDA
-            graph capture. ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
-    """
-
-    import torch
-
-    if not isinstance(w, PackedWeight):
-        raise launching.not_packed(w, "w4ax")
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:
-        if dlpack.is_foreign(x):
-            return dlpack.call(quantize_activations, locals())
-        launching.check_tensor(x, "x", f"[..., {w.k}]")
-        if launching.is_traced(x):
-            from terrazzo.ops.w4ax import torch_op
-
-            launching.check_no_grad(x, "quantize_activations")
-            launching.check_last(x, w.k)
-            for name, vector in (("rms_weight", rms_weight), ("static_scales", static_scales)):
-                if vector is not None:
-                    launching.check_tensor(vector, name, f"float [{w.k if name == 'rms_weight' else w.blocks}]")
-            return torch_op.quantize(x, w, rms_weight, eps, granularity or default_granularity(w), static_scales)
-    return run(x, w, rms_weight, eps, granularity, static_scales)
-
-
 def run(
     x: torch.Tensor,
     w: PackedWeight,
@@ -222,21 +172,24 @@ def run(
     import torch
 
     granularity = granularity or default_granularity(w)
-    launching.check_no_grad(x, "quantize_activations")
-    launching.check_last(x, w.k)
+    if x.requires_grad:
+        launching.check_no_grad(x, "quantize_activations")
     shape = tuple(x.shape)
+    if not shape or shape[-1] != w.k:
+        launching.check_last(x, w.k)
     m, low, high = sizes(prod(shape[:-1]), w.k, w.blocks8, not w.native)
     key = (m, w.k, w.blocks8, w.layout, w.target, not w.order, x.dtype, x.device, rms_weight is None, granularity)
     if rms_weight is not None:
         _check_norm(rms_weight, eps, w.k, x.device)
-    static = _static(static_scales, granularity, w.blocks, x.device)
+    static = None
+    if static_scales is not None or granularity == "static":
+        static = _static(static_scales, granularity, w.blocks, x.device)
     found = _kernels.get(key) or _prepare(key, x, w)
     gain = None if rms_weight is None else _gain(rms_weight, w)
-    make = lambda *extent, dtype: torch.empty(extent, dtype=dtype, device=x.device)
     out = QuantizedActivations(
-        make(m, low, dtype=torch.uint8),
-        make(m, high, dtype=torch.int8),
-        make(w.blocks, -(-m // 4) * 4, dtype=torch.float32),
+        torch.empty((m, low), dtype=torch.uint8, device=x.device),
+        torch.empty((m, high), dtype=torch.int8, device=x.device),
+        torch.empty((w.blocks, -(-m // 4) * 4), dtype=torch.float32, device=x.device),
         shape,
         w.blocks8,
         w.order,

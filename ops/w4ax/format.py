@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -347,6 +348,7 @@ def unit_layout(bits: int) -> UnitLayout:
     return derive_unit(LAYOUT4 if bits == 4 else LAYOUT, 2, 1, 2)
 
 
+@lru_cache(maxsize=4)
 def identity(native: bool, two_level: bool = False) -> str:
     """Of the byte order of a packed weight, and of what its records hold."""
     byte = unit_layout(8).identity

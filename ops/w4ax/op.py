@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError, CaptureError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import derived, dlpack, launching
+from terrazzo.ops import derived, launching
 from terrazzo.ops.lasting import lasting
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.w4ax import activations, problem
@@ -27,7 +27,6 @@ from terrazzo.schedules.w4ax_space import W4Ax
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.ops.dlpack import Array, SupportsDLPack
 
 _PROGRAMS = {
     "small_batch": small_batch_program,
@@ -170,64 +169,6 @@ def weight_requests(
     return list(dict.fromkeys([*launching.requests_of(plans), *before]))
 
 
-def gemm(
-    x: Array | QuantizedActivations,
-    w: PackedWeight,
-    *,
-    bias: SupportsDLPack | None = None,
-    out: SupportsDLPack | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Array:
-    """y[..., N] = x[..., K] w[N, K]^T + bias, on the current stream; the same bits in every run.
-
-    On sm_90a both kinds of blocks run on int8 tensor cores: the result is that of INT4 and INT8 blocks, the speed that
-    of W4A8.
-
-    Args:
-        x: activations quantized for this weight, or float16 or bfloat16 [..., K] on w's GPU, which are quantized first,
-            with scales of the weight's form, in one more kernel.
-        w: packed weight. Its own bias is added unless `bias` is given.
-        bias: float [N]; added in float32.
-        out: contiguous [..., N] of the output dtype, written and returned; no memory of x. M = 0 writes nothing.
-        out_dtype: torch.float16, torch.bfloat16 or torch.float32. None takes x's dtype, or float16.
-
-    x, bias and out may be arrays of another library (ops/dlpack.py); the result is then one of x's library, or out.
-
-    Works under torch.compile(fullgraph=True) and, once each M was called, in CUDA graph capture. Calls on different
-    streams use different workspaces; two graphs captured on one stream must not be replayed at the same time, nor one
-    beside calls on that stream. After a write to w that PyTorch does not count, call `terrazzo.forget(w)`. There is no
-    gradient: x that requires one is refused unless gradients are off.
-
-    Raises:
-        ArgumentError: an operand that does not fit, named with the value seen and the remedy.
-        LayoutMismatchError: w was packed with another layout. TargetError: w was packed for another GPU.
-        CaptureError: a kernel that was never launched is met during CUDA graph capture.
-        ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
-    """
-    import torch
-
-    if not isinstance(w, PackedWeight):
-        raise launching.not_packed(w, "w4ax")
-    held = x.q8 if isinstance(x, QuantizedActivations) else x
-    if torch.compiler.is_compiling() or type(held) is not torch.Tensor or held.layout is not torch.strided:
-        if dlpack.is_foreign(held):
-            return dlpack.call(gemm, locals())
-        launching.check_tensor(held, "x", f"[..., {w.k}], or QuantizedActivations of w4ax")
-        if launching.is_traced(held):
-            from terrazzo.ops.w4ax import torch_op
-
-            launching.check_no_grad(held, "gemm")
-            if bias is not None:
-                launching.check_bias(bias, w.n, None, held.device)
-            return launching.copy_out(out, torch_op.call(x, w, bias, out_dtype))
-    if held is x:
-        out_dtype = out_dtype or held.dtype
-        launching.check_last(x, w.k)
-        launching.check_written(x, w.n, bias, out, out_dtype)
-        x = activations.run(x, w, None, 0.0, None, None)
-    return run(x, w, bias, out, out_dtype or torch.float16)
-
-
 def run(
     x: QuantizedActivations,
     w: PackedWeight,
@@ -235,13 +176,24 @@ def run(
     out: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The eager path of `gemm` on quantized activations: what an equal call has passed before is not checked again.
+    """The eager path of `gemm` on a caller's quantized activations."""
+    _check_inputs(x, w)
+    return multiply(x, w, bias, out, out_dtype)
+
+
+def multiply(
+    x: QuantizedActivations,
+    w: PackedWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """On activations that were quantized for this weight: what an equal call has passed before is not checked again.
 
     What is ready to launch is kept by M, device, stream, dtype and presence of a bias.
     """
     import torch
 
-    _check_inputs(x, w)
     if type(out_dtype) is not torch.dtype:
         raise ArgumentError("out_dtype", out_dtype, "must be a torch.dtype", "write torch.float16")
     shape, n = x.shape, w.n

@@ -14,7 +14,7 @@ from terrazzo.autotune.operators import get_operator
 from terrazzo.lowering.errors import ArgumentError, CacheError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.attention import op as attention
-from terrazzo.ops.attention import prefill_op
+from terrazzo.ops.attention import prefill_op, requests
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.w4a8 import grouped as grouped8
 from terrazzo.ops.w4a8 import op as w4a8
@@ -354,11 +354,11 @@ def test_every_operator_asks_its_records(op):
 def test_records_of_attention_are_kernels_for_every_batch():
     (problem,) = jobs.Job(ops=("attention",), **OTHERS["attention"]).problems()
     own = dict(heads=32, kv_heads=8, target=H200, page=0)
-    before = attention.kernel_requests("int4", "int4", **own)
+    before = requests.kernel_requests("int4", "int4", **own)
     schedule = dict(row_tiles=1, warps=6, tiles=1, stages=4, min_blocks=2)
     row = dict(op="attention", facts=dict(problem.facts), m=problem.m, program="decode", schedule=schedule, us=5.0)
     records.use(table([row]))
-    (new,) = set(attention.kernel_requests("int4", "int4", **own)) - set(before)
+    (new,) = set(requests.kernel_requests("int4", "int4", **own)) - set(before)
     assert schedule.items() <= dict(new.params).items()
 
 

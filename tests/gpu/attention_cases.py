@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from terrazzo.ops.attention import cache as caches
-from terrazzo.ops.attention import launch, op, reference
+from terrazzo.ops.attention import entry, launch, op, reference
 from terrazzo.ops.attention.format import get_format
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.schedules import attention as schedules
@@ -194,7 +194,7 @@ def run(case: Case, splits: int | None = None) -> tuple[torch.Tensor, torch.Tens
     for _ in range(2):
         guarded = torch.full((q.shape[0] + 2, *q.shape[1:]), float("nan"), dtype=q.dtype, device=DEVICE)
         lse = torch.full(q.shape[:3], float("nan"), device=DEVICE)
-        y = op.decode(
+        y = entry.decode(
             q,
             made,
             out=guarded[1:-1],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from terrazzo.ops.attention import cache as caches
-from terrazzo.ops.attention import launch, writing
+from terrazzo.ops.attention import entry, launch, writing
 from terrazzo.ops.attention.cache import PackedCache
 
 TARGET = os.environ.get("TERRAZZO_TEST_TARGET")
@@ -122,9 +122,9 @@ def check(case: Case) -> None:
     for _ in range(repeats):
         if len(set(case.new)) == 1:
             shape = (len(case.new), case.new[0], *rows[0].shape[1:])
-            writing.append(made, *(r.unflatten(0, shape[:2]) for r in rows), target=case.target)
+            entry.append(made, *(r.unflatten(0, shape[:2]) for r in rows), target=case.target)
         else:
-            writing.store(made, *rows, starts, max(case.new), target=case.target)
+            entry.store(made, *rows, starts, max(case.new), target=case.target)
     compare(made.to("cpu"), wanted, case.repro)
 
 

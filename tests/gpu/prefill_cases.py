@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from terrazzo.ops.attention import cache as caches
+from terrazzo.ops.attention import entry, prefill_reference, reference
 from terrazzo.ops.attention import prefill_op as op
-from terrazzo.ops.attention import prefill_reference, reference
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.schedules.attention_prefill import Prefill
 
@@ -140,7 +140,7 @@ def run(case: Case) -> tuple[Inputs, torch.Tensor, torch.Tensor]:
             given.q.device
         )
         lse = torch.full(given.q.shape[:2], float("nan"), device=given.q.device)
-        y = op.prefill(
+        y = entry.prefill(
             given.q, given.cache, given.cu_seqlens, given.most_new, k=given.k, v=given.v, out=guarded[1:-1], lse=lse,
             softcap=case.softcap, window=case.window, sinks=given.options.sinks, schedule=case.chosen(),
             target=case.target,

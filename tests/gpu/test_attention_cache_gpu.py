@@ -12,7 +12,7 @@ import pytest
 import torch
 from attention_write_cases import Case, check
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention import CacheFullError, KVCache, op, pack_cache, reference, writing
+from terrazzo.ops.attention import CacheFullError, KVCache, entry, pack_cache, reference
 
 STEPS = int(os.environ.get("TERRAZZO_CACHE_STEPS", 10_000))
 HEADS, GROUP, DIM = 2, 4, 128
@@ -208,8 +208,8 @@ def test_a_compiled_step_is_one_graph(cases):
         view = cache.extend({cache.new(): 1, cache.new(): 1}).layer()
 
         def step(q, k, v, view=view):
-            writing.append(view, k * 2, v)
-            return op.decode(q, view) + 1
+            entry.append(view, k * 2, v)
+            return entry.decode(q, view) + 1
 
         results.append((torch.compile(step, fullgraph=True) if compiled else step)(q, k, v))
         results.append(cache.residual)
@@ -223,16 +223,16 @@ def test_bad_calls_are_refused(cases):
     starts = torch.tensor([0, 2], dtype=torch.int32, device="cuda")
     flat = good[0]
     for words, call in (
-        ("k", lambda: writing.append(made, good.expand(2, 2, 2, 128), good)),
-        ("k", lambda: writing.append(made, good.float(), good.float())),
-        ("v", lambda: writing.append(made, good, good.bfloat16())),
-        ("v", lambda: writing.append(made, good, good[:, :1])),
-        ("k", lambda: writing.append(made, good[..., :64], good[..., :64])),
-        ("k", lambda: writing.append(made, good.cpu(), good.cpu())),
-        ("cu_seqlens", lambda: writing.store(made, flat, flat, starts.long(), 2)),
-        ("cu_seqlens", lambda: writing.store(made, flat, flat, starts[:1], 2)),
-        ("most_new", lambda: writing.store(made, flat, flat, starts, -1)),
-        ("k", lambda: writing.store(made, good, good, starts, 2)),
+        ("k", lambda: entry.append(made, good.expand(2, 2, 2, 128), good)),
+        ("k", lambda: entry.append(made, good.float(), good.float())),
+        ("v", lambda: entry.append(made, good, good.bfloat16())),
+        ("v", lambda: entry.append(made, good, good[:, :1])),
+        ("k", lambda: entry.append(made, good[..., :64], good[..., :64])),
+        ("k", lambda: entry.append(made, good.cpu(), good.cpu())),
+        ("cu_seqlens", lambda: entry.store(made, flat, flat, starts.long(), 2)),
+        ("cu_seqlens", lambda: entry.store(made, flat, flat, starts[:1], 2)),
+        ("most_new", lambda: entry.store(made, flat, flat, starts, -1)),
+        ("k", lambda: entry.store(made, good, good, starts, 2)),
     ):
         before = made.pages.clone()
         with pytest.raises(ArgumentError, match=words):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_cases import Case, built, check, fuzz, run
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention import op
+from terrazzo.ops.attention import entry
 
 FUZZ_CASES = 320
 RAGGED = (300, 0, 1, 129, 512, 15)
@@ -247,7 +247,7 @@ def test_partial_sums_repeat_over_200_launches_of_several_waves(cases, monkeypat
     case = cases[0]
     q, first, lse, _ = run(case)
     with partial_results(monkeypatch) as wanted:
-        op.decode(q, built(case), **case.options())
+        entry.decode(q, built(case), **case.options())
     unwritten = wanted[1][:, :, :, : min(case.rows, 8)].isnan()
     assert len(wanted) == 2
     if case.balanced:  # sequences of one split have no partial results, and nobody takes the last places
@@ -260,7 +260,7 @@ def test_partial_sums_repeat_over_200_launches_of_several_waves(cases, monkeypat
             noise.normal_()  # another load on the memory system
         again = torch.full_like(lse, float("nan"))
         with partial_results(monkeypatch) as found:
-            y = op.decode(q, built(case), lse=again, **case.options())
+            y = entry.decode(q, built(case), lse=again, **case.options())
         for mine, theirs in zip(found, wanted):
             off = int((mine.view(torch.int32) != theirs.view(torch.int32)).sum())
             assert not off, f"launch {launch}: {off} partial results differ; {case.repro}"
@@ -280,20 +280,20 @@ def test_a_captured_graph_reads_lengths_from_the_device(cases):
     before = made.lengths.clone()
     graph, y = torch.cuda.CUDAGraph(), torch.empty_like(q)
     options = case.options()
-    op.decode(q, made, out=y, lse=lse, **options)
+    entry.decode(q, made, out=y, lse=lse, **options)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        op.decode(q, made, out=y, lse=lse, **options)
+        entry.decode(q, made, out=y, lse=lse, **options)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=side):
-            op.decode(q, made, out=y, lse=lse, **options)
+            entry.decode(q, made, out=y, lse=lse, **options)
     try:
         for _ in range(3):
             made.lengths.copy_(made.lengths.roll(1).clamp(max=before) - 1)
             y.fill_(float("nan"))
             graph.replay()
             torch.cuda.synchronize()
-            assert torch.equal(y, op.decode(q, made, **options))
+            assert torch.equal(y, entry.decode(q, made, **options))
     finally:
         made.lengths.copy_(before)
 
@@ -316,4 +316,4 @@ def test_bad_calls_are_refused(cases):
         ("CUDA", good.cpu(), {}),
     ):
         with pytest.raises(ArgumentError, match=words):
-            op.decode(q, made, **options)
+            entry.decode(q, made, **options)

@@ -1,0 +1,238 @@
+"""The public calls on a cache: their arguments, and whether they are launched or become a node of a traced graph."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import dlpack, launching
+from terrazzo.ops.attention import (
+    op,
+    prefill_op,
+    writing,
+)
+from terrazzo.ops.attention.cache import PackedCache
+from terrazzo.schedules import attention as schedules
+from terrazzo.schedules import attention_prefill as prefill_schedules
+
+if TYPE_CHECKING:
+    from terrazzo.ops.dlpack import Array, SupportsDLPack
+
+
+def decode(
+    q: Array,
+    cache: PackedCache,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: SupportsDLPack | None = None,
+    out: SupportsDLPack | None = None,
+    lse: SupportsDLPack | None = None,
+    splits: int | None = None,
+    balanced: bool | None = None,
+    schedule: schedules.Decode | None = None,
+    target: Target | str | None = None,
+) -> Array:
+    """Attention of the q_len newest tokens of each sequence over its cache, which already holds them.
+
+    Args:
+        q: float16 or bfloat16 [B, q_len, Hq, D] or, for one token, [B, Hq, D]; q_len 1..8; Hq a multiple of Hkv. Row i
+            sees the tokens up to and including number length - q_len + i.
+        cache: the sequences' keys and values.
+        scale: softmax scale, default 1 / sqrt(D). softcap: logits are capped at +-softcap by tanh; 0 for none.
+        window: newest tokens that a row sees, itself included; 0 for all.
+        sinks: f32 [Hq], logits that take part in the softmax without a value.
+        out: contiguous, shape and dtype of q, no memory of it. lse: f32 [B, q_len, Hq], receives log2 of the softmax's
+            denominator (sinks included); no memory of another argument.
+        splits: CTAs along each sequence; schedule: the kernel's; None for tuned records and the heuristics. balanced:
+            each sequence has CTAs by its own length on the device, so that a batch does not wait for its longest one;
+            None where `cache.mean_length` says that this pays. target: run the program of an older target ("sm_80", as
+            PTX); None for this GPU's. Not in traced calls.
+
+    Returns:
+        out. A row that sees no token is 0, with lse -inf, or the sink's logit in units of log2.
+
+    All tensors may be arrays of another library (ops/dlpack.py); the result is then one of q's library, or out.
+
+    Two graphs captured on one stream (torch.cuda.graph has one of its own for all) must not be replayed at the same
+    time, nor one beside calls on that stream.
+
+    Raises:
+        ArgumentError: an argument that does not fit; q that requires a gradient, as there is none. CaptureError: a
+            kernel never launched before, in graph capture.
+    """
+    import torch
+
+    plain = type(q) is torch.Tensor and q.layout is torch.strided
+    if not plain:
+        if dlpack.is_foreign(q):
+            return dlpack.call(decode, locals())
+        launching.check_tensor(q, "q", "[B, q_len, Hq, D]")
+    if type(cache) is not PackedCache:
+        op.check_kind(cache)
+    shape = q.shape
+    if q.dim() == 3:
+        q = q.unsqueeze(1)
+    if q.requires_grad:
+        launching.check_no_grad(q, "attention", "q")
+    plain = plain and type(cache.pages) is torch.Tensor and not torch.compiler.is_compiling()
+    if not plain and launching.is_traced(q, cache.pages):
+        from terrazzo.ops.attention import torch_op
+
+        launching.check_untraced(splits=splits, balanced=balanced, schedule=schedule, target=target)
+        op.check_kinds(sinks=sinks)
+        if not torch.compiler.is_compiling():
+            op.check_numbers(scale, softcap, window)
+        made, sums = torch_op.call_decode(q, cache, scale, softcap, window, sinks)
+        if lse is not None:
+            launching.check_out(lse, sums.shape, sums.dtype, sums.device, "lse")
+            lse.copy_(sums)
+        return launching.copy_out(out, made.view(shape))
+    if out is not None:
+        launching.check_out(out, shape, q.dtype, q.device)
+        out = out.view(q.shape)
+    options = dict(splits=splits, balanced=balanced, schedule=schedule, target=target)
+    return op.run(q, cache, scale=scale, softcap=softcap, window=window, sinks=sinks, out=out, lse=lse, **options)[
+        0
+    ].view(shape)
+
+
+def prefill(
+    q: Array,
+    cache: PackedCache,
+    cu_seqlens: SupportsDLPack,
+    most_new: int,
+    *,
+    k: SupportsDLPack | None = None,
+    v: SupportsDLPack | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: SupportsDLPack | None = None,
+    out: SupportsDLPack | None = None,
+    lse: SupportsDLPack | None = None,
+    schedule: prefill_schedules.Prefill | None = None,
+    target: Target | str | None = None,
+) -> Array:
+    """Causal attention of each sequence's new tokens over its cache; `cache.lengths` counts them already.
+
+    Without k and v the cache holds the new tokens (`store` came first), and all are read as it holds them. With k and v
+    the new tokens attend to themselves unquantized, rounded only to the dtype of the cache's operands (float16 unless
+    the cache is bfloat16), and to the past as the cache holds it: call `store` afterwards.
+
+    Args:
+        q: float16 or bfloat16 [N, Hq, D], the new tokens of all sequences one after another; Hq a multiple of Hkv. The
+            last row of a sequence sees its whole length, each row before one token less.
+        cache: the sequences' keys and values.
+        cu_seqlens: int32 [B + 1], where each sequence's new tokens begin, and their number; a sequence may have none.
+        most_new: at least the new tokens of every sequence; host-side, for the number of CTAs. Rows of q behind the
+            last sequence's are not looked at, and what out and lse have there stays.
+        k, v: dtype of q, [N, Hkv, D], or None.
+        scale: softmax scale, default 1 / sqrt(D). softcap: logits are capped at +-softcap by tanh; 0 for none.
+        window: newest tokens that a row sees, itself included; 0 for all.
+        sinks: f32 [Hq], logits that take part in the softmax without a value.
+        out: contiguous, shape and dtype of q, no memory of it. lse: f32 [N, Hq], receives log2 of the softmax's
+            denominator (sinks included); no memory of another argument.
+        schedule: the kernel's; None for a tuned record's or the heuristic's. target: run the program of an older
+            target ("sm_80", as PTX); None for this GPU's. Neither can be given to a traced call.
+
+    Returns:
+        out. A row that sees no token is 0, with lse -inf, or the sink's logit in units of log2.
+
+    All tensors may be arrays of another library (ops/dlpack.py); the result is then one of q's library, or out.
+
+    Raises:
+        ArgumentError: an argument that does not fit; on sm_86 and sm_89, head_dim 256 with unquantized tokens (k and v,
+            a residual block, or 16-bit keys and values of at least 8 bits): two stages exceed shared memory; q that
+            requires a gradient, as there is none. CaptureError: a kernel never launched before, in graph capture.
+    """
+    import torch
+
+    if type(q) is not torch.Tensor and dlpack.is_foreign(q):
+        return dlpack.call(prefill, locals())
+    launching.check_tensor(q, "q", "[new tokens, Hq, D]")
+    op.check_kind(cache)
+    options = dict(scale=scale, softcap=softcap, window=window, sinks=sinks)
+    launching.check_no_grad(q, "attention", "q")
+    if launching.is_traced(q, cache.pages):
+        from terrazzo.ops.attention import torch_op
+
+        launching.check_untraced(schedule=schedule, target=target)
+        op.check_kinds(cu_seqlens=cu_seqlens, k=k, v=v, sinks=sinks)
+        if not torch.compiler.is_compiling():
+            writing.check_most_new(most_new)
+            op.check_numbers(scale, softcap, window)
+        made, sums = torch_op.call_prefill(q, cache, cu_seqlens, most_new, k, v, *options.values())
+        if lse is not None:
+            launching.check_out(lse, sums.shape, sums.dtype, sums.device, "lse")
+            lse.copy_(sums)
+        return launching.copy_out(out, made)
+    where = dict(out=out, lse=lse, schedule=schedule, target=target)
+    return prefill_op.run(q, cache, cu_seqlens, most_new, k=k, v=v, **options, **where)[0]
+
+
+def append(cache: PackedCache, k: SupportsDLPack, v: SupportsDLPack, *, target: Target | str | None = None) -> None:
+    """Store the newest tokens of each sequence, in place; `cache.lengths` counts them already.
+
+    Whether a residual block fills is decided on the device. Captured in a CUDA graph, a replay stores at the lengths of
+    that time. The same call with the same lengths writes the same bits, up to 16 new tokens of a sequence.
+
+    Args:
+        cache: sequences with room for the tokens. k, v: float16 or bfloat16 [B, q_len, Hkv, D] (or [B, Hkv, D]),
+            finite; tokens may be any multiple of 8 values apart, as slices of a fused projection are.
+        target: run the program of an older target ("sm_80", as PTX); None for this GPU's.
+
+    Raises:
+        ArgumentError: an argument that does not fit; k or v that requires a gradient, as there is none. CaptureError: a
+            kernel never launched before, in graph capture.
+    """
+    import torch
+
+    if type(k) is not torch.Tensor and dlpack.is_foreign(k):
+        return dlpack.call(append, locals())
+    writing.check_kinds("append", cache, k, v, "[B, q_len, Hkv, D]")
+    if k.dim() == 3 and v.dim() == 3:
+        k, v = k.unsqueeze(1), v.unsqueeze(1)
+    if launching.is_traced(k, cache.pages):
+        from terrazzo.ops.attention import torch_op
+
+        launching.check_untraced(target=target)
+        return torch_op.call_append(cache, k, v)
+    writing.run_append(cache, k, v, target)
+
+
+def store(
+    cache: PackedCache,
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    cu_seqlens: SupportsDLPack,
+    most_new: int,
+    *,
+    target: Target | str | None = None,
+) -> None:
+    """Quantize and pack the tokens of a prefill, in place; `cache.lengths` counts them already.
+
+    Args:
+        k, v: float16 or bfloat16 [tokens, Hkv, D], the new tokens of all sequences one after another.
+        cu_seqlens: int32 [B + 1], where each sequence's tokens begin, and their number.
+        most_new: at least the new tokens of every sequence; host-side, for the number of CTAs.
+
+    Raises:
+        ArgumentError: an argument that does not fit; k or v that requires a gradient, as there is none. CaptureError: a
+            kernel never launched before, in graph capture.
+    """
+    import torch
+
+    if type(k) is not torch.Tensor and dlpack.is_foreign(k):
+        return dlpack.call(store, locals())
+    writing.check_kinds("store", cache, k, v, "[tokens, Hkv, D]")
+    launching.check_tensor(cu_seqlens, "cu_seqlens", "int32 [B + 1]")
+    if launching.is_traced(k, cache.pages):
+        from terrazzo.ops.attention import torch_op
+
+        launching.check_untraced(target=target)
+        if not torch.compiler.is_compiling():
+            writing.check_most_new(most_new)
+        return torch_op.call_store(cache, k, v, cu_seqlens, most_new)
+    writing.run_store(cache, k, v, cu_seqlens, most_new, target)

@@ -1,0 +1,126 @@
+"""x's way through a call: the Python functions of ours that one warm call enters, in order, and in how many files.
+
+    python tests/tools/stays.py                 w4a16.gemm, w4a8.gemm, w4ax.gemm and attention.decode
+    python tests/tools/stays.py w4a8.gemm       one of them, with the way
+
+A stay is one function entered (sys.setprofile, "call"). Without a GPU, tensors of the CPU pass for a GPU's and kernels
+are replaced: their launch is no stay.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import torch
+from terrazzo.lowering import kernels
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import attention, launching, w4a8, w4a16, w4ax
+
+ROOT = Path(__file__).parents[2]
+FLOORS = ("ops", "schedules", "layouts", "lowering", "autotune", "terrazzo", "nn")
+
+
+class Launch:
+    """Stands for a kernel: everything that is asked of one, and calls that do nothing."""
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+
+    def __call__(self, *args: Any) -> None:
+        """A launch."""
+
+    def launcher(self, index: int) -> Launch:
+        return self
+
+    def warm_on(self, device: Any) -> bool:
+        return True
+
+
+def pretend() -> None:
+    """From now on this process takes tensors of the CPU for those of an H200, and launches nothing."""
+    target = Target.parse("nvidia/nvidia-h200")
+    torch.Tensor.is_cuda = property(lambda self: True)
+    torch.Tensor.get_device = lambda self: 0
+    torch.cuda.synchronize = lambda *args: None
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.current_stream = lambda *args: SimpleNamespace(cuda_stream=0)
+    torch._C._cuda_getCurrentRawStream = lambda index: 0
+    kernels.get_kernel = Launch
+    launching.targets = lambda packed_for, device, argument="w": (target, target)
+    launching.detect = lambda index: target
+    sys.modules["terrazzo.ops.attention.launch"].current_targets = lambda *args: (target, target)
+    for name in ("op", "prefill_op", "writing"):
+        vars(sys.modules[f"terrazzo.ops.attention.{name}"])["current_targets"] = lambda *args: (target, target)
+
+
+def calls(device: str) -> dict[str, Callable[[], Any]]:
+    """name -> the call, on tensors that exist already."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(256, 512, generator=generator) / 16
+    x = torch.randn(4, 512, generator=generator).to(device, torch.float16)
+    made: dict[str, Callable[[], Any]] = {}
+    w16 = w4a16.quantize(weight.to(device))
+    made["w4a16.gemm"] = lambda: w4a16.gemm(x, w16)
+    w8 = w4a8.quantize(weight.to(device))
+    made["w4a8.gemm"] = lambda: w4a8.gemm(x, w8)
+    statistics = w4ax.ActivationStatistics.empty(512, device=device)
+    statistics.observe(x)
+    wx = w4ax.quantize(weight.to(device), w4ax.plan_blocks(statistics), target="sm_90a")
+    made["w4ax.gemm"] = lambda: w4ax.gemm(x, wx)
+    keys = torch.randn(2, 2, 64, 128, generator=generator).to(device, torch.float16)
+    cache = attention.pack_cache(keys, keys, "int4", "int4")
+    q = torch.randn(2, 1, 8, 128, generator=generator).to(device, torch.float16)
+    made["attention.decode"] = lambda: attention.decode(q, cache)
+    return made
+
+
+def stays(call: Callable[[], Any]) -> list[tuple[str, str]]:
+    """(file, function) of every stay of a call that was made twice before."""
+    found: list[tuple[str, str]] = []
+
+    def enter(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and (place := _place(frame)):
+            found.append((place, frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name))
+
+    call()
+    call()
+    sys.setprofile(enter)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def _place(frame: FrameType) -> str:
+    """The file of a function of ours, "ops/w4a16/op.py"; else nothing."""
+    path = Path(frame.f_code.co_filename)
+    if not path.is_absolute() or not path.resolve().is_relative_to(ROOT):
+        return ""
+    inside = path.resolve().relative_to(ROOT)
+    return inside.as_posix() if inside.parts[0] in FLOORS else ""
+
+
+def main(names: list[str]) -> None:
+    on_gpu = torch.cuda.is_available()
+    made = calls("cuda" if on_gpu else "cpu")
+    if not on_gpu:
+        for name in ("launch", "op", "prefill_op", "writing"):
+            __import__(f"terrazzo.ops.attention.{name}")
+        pretend()
+    for name, call in made.items():
+        if names and name not in names:
+            continue
+        way = stays(call)
+        print(f"{name}: {len(way)} stays in {len({place for place, _ in way})} files")
+        for place, function in way if names else ():
+            print(f"    {place} {function}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
