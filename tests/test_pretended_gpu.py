@@ -42,7 +42,13 @@ def test_a_benchmark(tmp_path):
     assert done.returncode == 2 and "nvidia/none" in done.stderr
 
 
-@pytest.mark.parametrize(("tests", "name"), [("calls", "w4a8.small_batch"), ("attention_cache", "attention.write")])
+CASES = [
+    pytest.param("calls", "w4a8.small_batch", marks=pytest.mark.slow),
+    ("attention_cache", "attention.write"),
+]
+
+
+@pytest.mark.parametrize(("tests", "name"), CASES)
 def test_gpu_tests(tmp_path, tests, name):
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--compile-only", "--gpu", "nvidia/nvidia-h200")
     cold = ("-p", "only_names", f"tests/gpu/test_{tests}_gpu.py")
