@@ -71,7 +71,8 @@ def fetch(folder: Path, log: Callable[[str], None] = print) -> Path:
         log("fetching the reader of GGUF files")
         with tempfile.TemporaryDirectory(dir=folder) as place:
             _unzip(_pip(READER, Path(place)), Path(place) / "out")
-            (Path(place) / "out" / "gguf").rename(folder / "gguf")
+            for found in (Path(place) / "out").glob("gguf*"):  # transformers asks the dist-info for the version
+                found.rename(folder / found.name)
     return folder
 
 
@@ -96,7 +97,7 @@ def pack(folder: Path, out: Path) -> list[Path]:
             piece.write_bytes(half)
             archive.add(piece, piece.name)
             if part == 0:
-                for name in ("news.txt", "novel.txt", "speeches.txt", "gguf"):
+                for name in sorted(p.name for p in folder.iterdir() if p.suffix == ".txt" or p.name.startswith("gguf")):
                     archive.add(folder / name, name, filter=lambda info: None if "__pycache__" in info.name else info)
         if path.stat().st_size >= ARCHIVE_BYTES:
             raise DataError(f"{path} has {path.stat().st_size} bytes, at most {ARCHIVE_BYTES} travel")

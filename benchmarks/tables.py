@@ -187,10 +187,32 @@ def decode_step(result: Mapping[str, Any], source: str) -> str:
     )
 
 
+def accuracy(result: Mapping[str, Any], source: str) -> str:
+    """Perplexity over the float model's, of kernels and of a simulation of the same numbers."""
+    rows: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in result["rows"]:
+        if "failure" not in row:
+            rows.setdefault(row["row"], {})[row["path"]] = row
+    shown = lambda row: f"{row['ratio']:.4f} ± {row['error']:.4f}" if row else ""
+    lines = []
+    for paths in rows.values():
+        first = next(iter(paths.values()))
+        formats = f"`{first['k_format']}/{first['v_format']}`"
+        pair = (shown(paths.get("kernels")), shown(paths.get("simulated")))
+        lines.append((f"`{first['weights']}`", formats, *pair, first["windows"]))
+    names = ", ".join(f"{name} {value:.1f}" for name, value in result["float"].items())
+    table = report.markdown(("weights", "keys/values", "kernels", "simulated", "windows"), lines, range(2, 5))
+    return (
+        f"Perplexity of {result['model']} over that of the float16 model ({names}), windows of {result['length']} "
+        f"tokens that overlap by half, paired, with its standard error, {setting(result, source)}\n\n{table}"
+    )
+
+
 Table = Callable[[Mapping[str, Any], str], str]
 README: dict[str, Table] = {"attention_*.json": decode, "decode_step_*.json": decode_step}
 """Files in benchmarks/results -> what makes their table in README.md. The longest name that fits a file counts."""
 DETAILS: dict[str, Table] = {
+    "accuracy_*.json": accuracy,
     "attention_prefill_*.json": prefill,
     "attention_write_*.json": written,
     "attention_ragged_*.json": ragged,

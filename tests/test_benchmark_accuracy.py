@@ -79,6 +79,8 @@ def test_archives_give_the_folder_again(tmp_path, monkeypatch):
     folder = tmp_path / "data"
     (folder / "gguf").mkdir(parents=True)
     (folder / "gguf" / "__init__.py").write_text("x = 1\n")
+    (folder / "gguf-0.19.0.dist-info").mkdir()
+    (folder / "gguf-0.19.0.dist-info" / "METADATA").write_text("Version: 0.19.0\n")
     monkeypatch.setattr(accuracy_data, "DIGESTS", {})
     for name in ("model.gguf", "news.txt", "novel.txt", "speeches.txt"):
         (folder / name).write_bytes(name.encode() * 501)
@@ -86,6 +88,7 @@ def test_archives_give_the_folder_again(tmp_path, monkeypatch):
     made = accuracy_data.pack(folder, tmp_path / "packed")
     again = accuracy_data.unpack(tmp_path / "again", tmp_path / "packed")
     assert len(made) == 2 and (again / "gguf" / "__init__.py").is_file()
+    assert (again / "gguf-0.19.0.dist-info" / "METADATA").is_file()
     assert all((again / name).read_bytes() == (folder / name).read_bytes() for name in accuracy_data.DIGESTS)
 
 
