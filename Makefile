@@ -21,7 +21,7 @@ else
 TORCH ?= torch==2.13.0
 endif
 
-.PHONY: help demo test test-slow lint format bench gpu docs docs-check clean
+.PHONY: help demo test test-slow lint format bench gpu digests docs docs-check clean
 
 help:
 	@echo "make demo         one quantized layer through the whole library"
@@ -31,6 +31,7 @@ help:
 	@echo "make format       rewrite what the linter can rewrite"
 	@echo "make bench        measure on this machine's GPU; BENCH='--quick' for a short run"
 	@echo "make gpu          GPU tests and benchmarks on every GPU, in 29 minutes; ARGS='--budget 600'"
+	@echo "make digests      rewrite the digests of all kernels, after a change that was meant and measured"
 	@echo "make docs         rewrite the generated parts of README.md and docs/"
 	@echo "make docs-check   fail if a generated part is out of date"
 
@@ -76,6 +77,9 @@ bench: $(VENV)/.test
 
 gpu: $(VENV)/.test
 	$(BIN)/python -m benchmarks.host $(ARGS)
+
+digests: $(VENV)/.test
+	$(BIN)/python tests/tools/kernel_digest.py --write
 
 docs: $(VENV)/.test
 	$(BIN)/python -m benchmarks.readme

@@ -1,0 +1,43 @@
+"""A change of the sources that should change no kernel changes no text of one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from terrazzo.lowering.toolchain import package_version
+
+sys.path.insert(0, str(Path(__file__).parent / "tools"))
+import kernel_digest
+
+WRITTEN = json.loads(kernel_digest.GOLDEN.read_text())
+pytestmark = pytest.mark.skipif(
+    package_version("tilelang") != WRITTEN["tilelang"],
+    reason=f"the digests are of TileLang {WRITTEN['tilelang']}, this is {package_version('tilelang')}",
+)
+REMEDY = "if the kernel had to change, measure it and run `make digests`; docs/architecture.md says how to compare"
+
+
+@pytest.mark.parametrize("call", kernel_digest.QUICK)
+def test_one_kernel_of_each_program_is_what_it_was(call, without_records):
+    chosen = kernel_digest.select([call])
+    assert chosen
+    for label, request in chosen.items():
+        assert kernel_digest.sha256(kernel_digest.text_of(request)) == WRITTEN["kernels"][label], f"{label}: {REMEDY}"
+
+
+def test_every_call_has_its_digests(without_records):
+    labels = set(kernel_digest.select(["*"]))
+    assert labels == set(WRITTEN["kernels"]) and len(labels) > 200, labels ^ set(WRITTEN["kernels"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_kernel_is_what_it_was():
+    tool = [sys.executable, kernel_digest.__file__]
+    done = subprocess.run(tool, capture_output=True, text=True, check=False)
+    differ = [line for line in done.stdout.splitlines() if line.endswith("DIFFERS")]
+    assert done.returncode == 0, f"{differ} {done.stderr} {REMEDY}"

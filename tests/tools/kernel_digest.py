@@ -1,0 +1,273 @@
+"""Digests of kernels: SHA-256 of the CUDA text of some 200 requests, which prove that a change changed no kernel.
+
+    python tests/tools/kernel_digest.py                  compare with tests/data/kernel_digests.json; 1 if one differs
+    python tests/tools/kernel_digest.py --write          write that file anew
+    python tests/tools/kernel_digest.py --only 'w4a8*'   some of them
+    python tests/tools/kernel_digest.py --text FOLDER    keep the texts, to compare those that differ
+    python tests/tools/kernel_digest.py --sass           print digests of the machine code, for comparing two checkouts
+
+Lowering needs TileLang, and neither nvcc nor a GPU; `--sass` needs nvcc and cuobjdump. Patterns match calls, the part
+of a label before the colon. Tuned records are left out, so that tuning changes no digest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
+from itertools import chain
+from pathlib import Path
+
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.toolchain import package_version
+
+GOLDEN = Path(__file__).parents[1] / "data" / "kernel_digests.json"
+QUICK = (
+    "w4a16 sm_80 m=1",
+    "w4a16 sm_80 m=512",
+    "w4a16 sm_90a m=16",
+    "w4a16 sm_90a m=64",
+    "w4a16 sm_90a post m=64",
+    "w4a8 sm_90a g128 m=4",
+    "w4a8 sm_90a g128 m=64",
+    "w4a8 e4m3 sm_90a bf16 bias m=64",
+    "w4ax sm_90a block m=64",
+    "w4ax sm_80 block m=64",
+    "attention int4/int4 sm_90a write",
+    "attention fp8/fp8 sm_90a new_tokens",
+)
+"""The calls that `make test` compares: something of each program that lowers fast."""
+
+N = K = 4096
+Calls = Iterator[tuple[str, Callable[[], list[KernelRequest]]]]
+
+
+def select(patterns: Iterable[str]) -> dict[str, KernelRequest]:
+    """label -> request of the kernels of some calls; a label names the call and the kernel, not how it is built."""
+    found: dict[str, KernelRequest] = {}
+    patterns = tuple(patterns)
+    for label, call in chain(_w4a16(), _w4a8(), _w4ax(), _attention()):
+        if any(fnmatch.fnmatchcase(label, pattern) for pattern in patterns):
+            count: dict[str, int] = {}
+            for request in call():
+                name = request.name.partition(".")[2]
+                count[name] = count.get(name, 0) + 1
+                found[f"{label}: {name} {count[name]}"] = request
+    return found
+
+
+def _w4a16() -> Calls:
+    from terrazzo.ops import w4a16
+
+    base = dict(group_size=128, symmetric=False, scale_dtype="float16", dtype="float16")
+    bf16 = dict(scale_dtype="bfloat16", dtype="bfloat16")
+
+    def calls(label: str, target: str, ms: tuple[int, ...], n: int = N, k: int = K, **changes) -> Calls:
+        for m in ms:
+            facts = {**base, **changes, "m": m, "target": target}
+            yield f"w4a16 {target}{label} m={m}", partial(w4a16.kernel_requests, n, k, **facts)
+
+    for target in ("sm_80", "sm_89", "sm_90a"):
+        yield from calls("", target, (1, 4, 16, 64, 512))
+    for label, changes in (
+        (" bf16", bf16),
+        (" bf16 symmetric", bf16 | dict(symmetric=True)),
+        (" symmetric", dict(symmetric=True)),
+        (" g32", dict(group_size=32)),
+        (" g64 bias", dict(group_size=64, bias=True)),
+        (" per channel", dict(group_size=K)),
+        (" f32 scales", dict(scale_dtype="float32")),
+        (" post", dict(numerics="post")),
+        (" fused", dict(numerics="fused")),
+    ):
+        yield from calls(label, "sm_90a", (1, 64, 1024), **changes)
+        yield from calls(label, "sm_80", (8, 128), **changes)
+    yield from calls(" wide", "sm_90a", (32, 96, 256), n=14336)
+    yield from calls(" deep", "sm_90a", (2, 48, 128), k=14336)
+    yield from calls(" ragged", "sm_90a", (8, 80), n=1000, k=1096)
+    yield from calls(" ragged", "sm_80", (8, 80), n=1000, k=1096)
+    for m in (16, 2048):
+        for label, changes in (("", {}), (" bf16 g64 post", bf16 | dict(group_size=64, numerics="post"))):
+            call = partial(w4a16.grouped_requests, N, K, 8, **{**base, **changes}, m=m)
+            yield f"w4a16 sm_90a grouped{label} m={m}", call
+
+
+def _w4a8() -> Calls:
+    from terrazzo.ops import w4a8
+
+    def calls(label: str, target: str, ms: tuple[int, ...], n: int = N, k: int = K, **changes) -> Calls:
+        kind = "w4a8 e4m3" if changes.get("dequantization") == "e4m3" else "w4a8"
+        for m in ms:
+            yield f"{kind} {target}{label} m={m}", partial(w4a8.kernel_requests, n, k, m=m, target=target, **changes)
+
+    for target in ("sm_80", "sm_89", "sm_90a"):
+        yield from calls("", target, (1, 16, 64, 512))
+    e4m3 = dict(dequantization="e4m3", group_size=128)
+    for target in ("sm_89", "sm_90a"):
+        yield from calls("", target, (1, 16, 64, 512), **e4m3)
+    only = dict(dtype=None)  # no kernel that quantizes activations
+    for label, changes in (
+        (" bf16 bias", only | dict(out_dtype="bfloat16", bias=True)),
+        (" int32", only | dict(out_dtype="int32")),
+        (" unsigned", only | dict(dequantization="unsigned")),
+        (" g128", only | dict(group_size=128)),
+        (" g32", only | dict(group_size=32)),
+    ):
+        yield from calls(label, "sm_90a", (4, 64, 1024), **changes)
+        yield from calls(label, "sm_80", (8, 128), **changes)
+    for label, changes in ((" per channel", dict(group_size=K)), (" bf16 bias", dict(out_dtype="bfloat16", bias=True))):
+        yield from calls(label, "sm_90a", (4, 64, 1024), **{**e4m3, **only, **changes})
+    for pipeline in ("basic", "basic_overlapped", "excp", "pingpong"):
+        yield from calls(f" {pipeline}", "sm_90a", (64, 256), **only, pipeline=pipeline)
+    yield from calls(" smooth", "sm_90a", (64,), smooth=True, dtype="bfloat16")
+    yield from calls(" deep", "sm_90a", (128,), **only, k=14336)
+    yield from calls(" ragged", "sm_90a", (8, 80), **only, n=1000, k=1120)
+    for m in (16, 2048):
+        yield f"w4a8 sm_90a grouped m={m}", partial(w4a8.grouped_requests, N, K, 8, m=m)
+        yield f"w4a8 e4m3 sm_90a grouped m={m}", partial(w4a8.grouped_requests, N, K, 8, m=m, **e4m3)
+
+
+def _w4ax() -> Calls:
+    from terrazzo.ops import w4ax
+
+    def call(label: str, target: str, **changes) -> tuple[str, Callable[[], list[KernelRequest]]]:
+        return f"w4ax {target}{label}", partial(w4ax.kernel_requests, N, K, target=target, **changes)
+
+    for target in ("sm_80", "sm_89", "sm_90a"):
+        for m in (1, 16, 64, 512):
+            yield call(f" m={m}", target, m=m)
+    only = dict(dtype=None, out_dtype="bfloat16")
+    for m in (4, 64, 1024):
+        yield call(f" block m={m}", "sm_90a", **only, m=m, granularity="block", bias=True)
+        for blocks8 in (0, 32):
+            yield call(f" blocks8={blocks8} m={m}", "sm_90a", **only, m=m, blocks8=blocks8)
+    yield call(" block m=64", "sm_80", dtype=None, out_dtype="float32", m=64, granularity="block")
+    for granularity in ("block", "token", "static"):
+        for target in ("sm_80", "sm_90a"):
+            facts = dict(m=64, permuted=False, granularity=granularity, scales="block")
+            label, requests = call(f" {granularity} quantizer m=64", target, **facts)
+            yield label, lambda requests=requests: requests()[-1:]
+
+
+def _attention() -> Calls:
+    from terrazzo.lowering.targets import Target
+    from terrazzo.ops import attention
+    from terrazzo.ops.attention import decode_shared
+
+    def calls(formats: str, target: str, label: str = "", decodes: int = 2, **changes) -> Calls:
+        """The first kernels of decode, the last of them the balanced one; and the other kernels."""
+        facts = dict(heads=32, kv_heads=8, target=target) | changes
+        requests = cache(lambda: attention.kernel_requests(*formats.split("/"), **facts))
+
+        def kind(name: str) -> list[KernelRequest]:
+            return [one for one in requests() if one.name.startswith(f"attention.{name}")]
+
+        call = f"attention {formats} {target}{label}"
+        yield f"{call} decode", lambda: [*kind("decode")[: decodes - 1], kind("decode")[-1]]
+        for name in ("prefill", "new_tokens", "write") if changes.get("prefill") else ("write",):
+            yield f"{call} {name}", partial(kind, name)
+
+    for target in ("sm_80", "sm_89", "sm_90a"):
+        yield from calls("int4/int4", target, decodes=3, prefill=True)
+    yield from calls("int4_channel64/int4", "sm_90a", prefill=True)
+    yield from calls("int8/int8", "sm_90a", prefill=True, dtype="bfloat16")
+    yield from calls("fp8/fp8", "sm_90a", prefill=True)
+    yield from calls("int2/int2", "sm_90a")
+    yield from calls("int8_static/int8_static", "sm_90a")
+    yield from calls("float16/float16", "sm_90a")
+    yield from calls("bfloat16/bfloat16", "sm_90a", dtype="bfloat16")
+    yield from calls("int4/int4", "sm_90a", " head_dim=64", head_dim=64)
+    yield from calls("int4/int4", "sm_90a", " head_dim=256", head_dim=256)
+    yield from calls("int4/int4", "sm_90a", " 32 rows", heads=64, q_len=4)
+    yield from calls("int4/int4", "sm_90a", " sinks", softcap=True, sinks=True)
+    yield from calls("int4/int4", "sm_90a", " contiguous", page=0, residual=0)
+    yield "attention int4/int4 sm_90a shared", lambda: [decode_shared.request(Target.parse("sm_90a"))]
+
+
+def text_of(request: KernelRequest) -> str:
+    """CUDA text of a kernel, lowered in this process."""
+    from terrazzo.lowering.compiler import load_builder
+    from terrazzo.lowering.toolchain import import_tilelang
+
+    tilelang = import_tilelang()
+    from tvm.target import Target as TvmTarget
+
+    program = load_builder(request)(target=request.target, **dict(request.params))
+    target = TvmTarget({"kind": "cuda", "arch": request.target.arch})
+    with tilelang.transform.PassContext(opt_level=3, config=dict(request.pass_configs)), target:
+        lowered = tilelang.lower(program, target=target, enable_host_codegen=False, enable_device_compile=False)
+    return lowered.kernel_source
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sass_of(request: KernelRequest) -> str:
+    """Machine code of a kernel as cuobjdump prints it, without addresses and encodings. Compiles what is not cached."""
+    from terrazzo.lowering.kernels import compile_request
+    from terrazzo.lowering.toolchain import find_cuda_tool
+
+    folder = compile_request(request)
+    done = subprocess.run(
+        [find_cuda_tool("cuobjdump"), "-sass", str(folder / "kernel.cubin")], capture_output=True, text=True, check=True
+    )
+    lines = [re.sub(r"/\*[0-9a-fx ]+\*/", "", line).strip() for line in done.stdout.splitlines()]
+    return "\n".join(line for line in lines if line and not line.startswith("."))
+
+
+def run(
+    take: Callable[[KernelRequest], str], chosen: dict[str, KernelRequest], workers: int
+) -> Iterator[tuple[str, str]]:
+    """(label, text) of each kernel, as they come; equal requests are taken once."""
+    distinct = list(dict.fromkeys(chosen.values()))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        for request, text in zip(distinct, pool.map(take, distinct)):
+            yield from ((label, text) for label, one in chosen.items() if one == request)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN")
+    parser.add_argument("--text", type=Path, metavar="FOLDER")
+    parser.add_argument("--sass", action="store_true")
+    parser.add_argument("--list", action="store_true", help="print the labels alone")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    asked = parser.parse_args()
+    os.environ["TERRAZZO_TUNED"] = "off"
+    chosen = select(asked.only or ["*"])
+    if asked.list:
+        print(*chosen, sep="\n")
+        return 0
+    golden = json.loads(GOLDEN.read_text()) if GOLDEN.is_file() else {"kernels": {}}
+    found, differ = {}, []
+    for label, text in run(sass_of if asked.sass else text_of, chosen, asked.workers):
+        found[label] = sha256(text)
+        same = asked.sass or asked.write or golden["kernels"].get(label) == found[label]
+        differ += [] if same else [label]
+        print(f"{found[label][:16]}  {label}{'' if same else '  DIFFERS'}", flush=True)
+        if asked.text:
+            asked.text.mkdir(parents=True, exist_ok=True)
+            (asked.text / f"{label.replace('/', '+').replace(' ', '_')}.cu").write_text(text)
+    if asked.write:
+        kernels = dict(sorted({**(golden["kernels"] if asked.only else {}), **found}.items()))
+        data = {"tilelang": package_version("tilelang"), "kernels": kernels}
+        GOLDEN.write_text(json.dumps(data, indent=1) + "\n")
+    if differ:
+        print(f"{len(differ)} of {len(found)} kernels differ", file=sys.stderr)
+    return 1 if differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
