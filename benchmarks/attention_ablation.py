@@ -83,8 +83,9 @@ def schedules_of(formats: tuple[str, str], shape: Shape, q_len: int, target: Any
 
 
 def compile_all(o: argparse.Namespace, target: Any) -> None:
+    from terrazzo.ablation import decode_shared
     from terrazzo.lowering.parallel import compile_many
-    from terrazzo.ops.attention import decode_shared, op
+    from terrazzo.ops.attention import op
 
     wanted = [decode_shared.request(target, block) for block in decode_shared.BLOCKS if target.arch == "sm_90a"]
     for shape in o.shapes:
@@ -100,14 +101,15 @@ def compile_all(o: argparse.Namespace, target: Any) -> None:
 
 
 def through_shared_memory(q: Any, cache: Any, out: Any, block: int) -> None:
-    from terrazzo.ops.attention import decode_shared
+    from terrazzo.ablation import decode_shared
 
     decode_shared.decode_shared(q, cache, out=out, block=block)
 
 
 def calls_of(formats: tuple[str, str], shape: Shape, q_len: int, target: Any) -> dict[str, partial]:
     """Variant -> call(q, cache, out=...)."""
-    from terrazzo.ops.attention import decode_shared, decode_shared_program, entry
+    from terrazzo.ablation import decode_shared, decode_shared_program
+    from terrazzo.ops.attention import entry
 
     found: dict[str, partial] = {}
     for name, schedule in schedules_of(formats, shape, q_len, target).items():

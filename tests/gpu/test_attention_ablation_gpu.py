@@ -6,8 +6,9 @@ import attention_cases
 import pytest
 import torch
 from attention_cases import Case
+from terrazzo.ablation import decode_shared
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention import decode_shared, entry, launch, op, reference
+from terrazzo.ops.attention import entry, launch, op, reference
 from terrazzo.schedules.attention import Decode, PlainDecode
 
 LENGTHS = (700, 0, 1, 129, 2048)

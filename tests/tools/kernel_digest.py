@@ -159,9 +159,9 @@ def _w4ax() -> Calls:
 
 
 def _attention() -> Calls:
+    from terrazzo.ablation import decode_shared
     from terrazzo.lowering.targets import Target
     from terrazzo.ops import attention
-    from terrazzo.ops.attention import decode_shared
 
     def calls(formats: str, target: str, label: str = "", decodes: int = 2, **changes) -> Calls:
         """The first kernels of decode, the last of them the balanced one; and the other kernels."""

@@ -7,11 +7,12 @@ import math
 import pytest
 import torch
 from cuda_on_cpu import CpuKernel, cuda_text
+from terrazzo.ablation import decode_shared, decode_shared_program
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.attention import decode_shared, decode_shared_program, op, reference
+from terrazzo.ops.attention import op, reference
 from terrazzo.ops.attention.device import PRIMITIVES
 from wgmma_on_cpu import SHIMS as WGMMA
 from wgmma_on_cpu import translated

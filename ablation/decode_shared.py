@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from terrazzo.ablation import decode_shared_program as program
 from terrazzo.lowering.capture import capturing
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import decode_shared_program as program
 from terrazzo.ops.attention.launch import current_targets, semaphores
 from terrazzo.ops.attention.op import LOG2E
 from terrazzo.ops.launching import warm_kernel
