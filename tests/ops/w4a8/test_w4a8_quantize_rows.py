@@ -198,5 +198,5 @@ def test_two_waits_do_not_share_memory(compiled):
     source = (compiled["many rows, gain"] / "kernel.cu").read_text()
     calls = source[source.index("extern __shared__") :]
     offsets = re.findall(r"tz_row_(?:reduce|sum)<.*&\(shared\[(\d+)\]", calls)
-    warps = dict(request(CASES["many rows"]).params)["warps"]
+    warps = dict(request(CASES["many rows, gain"]).params)["warps"]
     assert offsets == ["0", str(2 * warps)]
