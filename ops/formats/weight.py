@@ -28,7 +28,7 @@ class WeightFormat:
             scales of one and for numerics "post", unscaled ones.
         unscaled: dtype -> converter without parameters, whose sums are scaled; its `scale_exp2` and `bias` are undone.
         scales: dtypes that scales may have.
-        zero: zero point of a weight that stores none; None for codes that are numbers as they are.
+        zero: zero point of a weight that stores none; 0 for codes that are numbers as they are.
     """
 
     name: str
@@ -36,7 +36,7 @@ class WeightFormat:
     scaled: Mapping[str, Mapping[str, str]] = field(hash=False)
     unscaled: Mapping[str, str] = field(hash=False)
     scales: tuple[str, ...]
-    zero: int | None
+    zero: int
 
     @property
     def block_k(self) -> int:
