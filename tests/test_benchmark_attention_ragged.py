@@ -10,7 +10,7 @@ from terrazzo.autotune import gemm_bench, measure
 from terrazzo.lowering import parallel
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import launch, op, reference
+from terrazzo.ops.attention import entry, launch, reference
 
 from benchmarks import attention_ragged, report
 
@@ -32,7 +32,7 @@ def calls(monkeypatch) -> list[tuple[list[int], int]]:
 
     for holder, name, value in (
         (gemm_bench, "DEVICE", "cpu"), (attention_ragged, "DEVICE", "cpu"), (launch, "detect", lambda *args: target),
-        (op, "decode", decode), (parallel, "compile_many", lambda wanted: [None] * len(wanted)),
+        (entry, "decode", decode), (parallel, "compile_many", lambda wanted: [None] * len(wanted)),
         (measure, "copy_bandwidth", lambda: 4000.0), (measure, "time_calls", time_calls),
         (torch.cuda, "empty_cache", lambda: None),
     ):  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from terrazzo.autotune import gemm_bench, measure
 from terrazzo.autotune.attention_bench import Shape
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.attention import entry, launch, op, pack_cache, reference, writing
+from terrazzo.ops.attention import entry, launch, pack_cache, reference
 
 from benchmarks import attention_write, report
 
@@ -49,8 +49,8 @@ def steps(monkeypatch) -> list[tuple[str, list[int]]]:
     for holder, name, value in (
         (gemm_bench, "DEVICE", "cpu"), (launch, "detect", lambda *args: Target.parse("nvidia/nvidia-h200")),
         (measure, "copy_bandwidth", lambda: 4000.0), (measure, "time_calls", time_calls),
-        (measure, "time_in_turn", time_in_turn), (writing, "store", store), (writing, "append", append),
-        (op, "decode", decode), (torch.cuda, "empty_cache", lambda: None),
+        (measure, "time_in_turn", time_in_turn), (entry, "store", store), (entry, "append", append),
+        (entry, "decode", decode), (torch.cuda, "empty_cache", lambda: None),
         (attention_write, "STORED", Shape(1, 2, 1, 256)),
     ):  # fmt: skip
         monkeypatch.setattr(holder, name, value)
