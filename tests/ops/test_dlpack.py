@@ -303,6 +303,9 @@ def test_the_way_of_tensors_is_as_long_as_before():
         lines = inspect.getsource(function).splitlines()
         (asked,) = (i for i, line in enumerate(lines) if "dlpack.is_foreign" in line)
         assert "is not torch.Tensor" in lines[asked - 1]
-    for function in (attention.decode, attention.prefill, attention.append, attention.store):
+    lines = inspect.getsource(attention.decode).splitlines()
+    (asked,) = (i for i, line in enumerate(lines) if "dlpack.is_foreign" in line)
+    assert lines[asked - 1].strip() == "if not plain:" and "plain = type(q) is torch.Tensor" in lines[asked - 2]
+    for function in (attention.prefill, attention.append, attention.store):
         (line,) = (line for line in inspect.getsource(function).splitlines() if "dlpack.is_foreign" in line)
         assert "is not torch.Tensor and" in line
