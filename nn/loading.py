@@ -36,8 +36,8 @@ def load(
     """A transformers model whose linear layers, experts, attention and cache are Terrazzo's.
 
     Reads Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE and Gemma-3 (text) in AWQ, GPTQ, compressed-tensors, QServe,
-    16 or 32 bits, or as `save_pretrained` of such a model wrote it. Besides the model at most two layers are in
-    memory. `model.generate` works; `terrazzo.nn.generation.generate` needs less of the host.
+    16 or 32 bits, or as `save_pretrained` of such a model wrote it. Layers are read and
+    packed one after another. `model.generate` works; `terrazzo.nn.generation.generate` needs less of the host.
 
     Args:
         source: a Hugging Face folder, or float tensors by name (a model's `state_dict`), which need `config`.

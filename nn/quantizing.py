@@ -42,7 +42,7 @@ def quantize_folder(
 ) -> dict[str, float]:
     """Quantize the linear layers of a float model and write a folder that `terrazzo.load` reads.
 
-    Embedding, head, norms and routers stay in 16 bits. At most two decoder layers are in memory. A folder that an
+    Embedding, head, norms and routers stay in 16 bits. Decoder layers come one after another. A folder that an
     equal, stopped run began is finished.
 
     Args:
