@@ -18,7 +18,7 @@ from terrazzo.ops import launching, weights
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.ops.w4a8.activations import QuantizedActivations
+    from terrazzo.ops.quantized import QuantizedActivations
 
 
 __all__ = [
