@@ -14,19 +14,10 @@ from terrazzo.autotune.database import Problem
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import (
-    attention,
-    attention_space,
-    grouped_spaces,
-    records,
-    spaces,
-    w4a8_fp8_space,
-    w4ax,
-    w4ax_space,
-)
+from terrazzo.schedules import attention, attention_space, linear_spaces, records, spaces, w4ax
 from terrazzo.schedules import w4a8 as integer
 from terrazzo.schedules.prefill_space import Prefill
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules.problem import Gemm
 from terrazzo.schedules.roofline import Roofline, weight_only_gemm
 
 if TYPE_CHECKING:
@@ -132,8 +123,10 @@ class W4A16(_Linear):
 
     def space(self, problem: Problem) -> spaces.Space:
         facts, of = dict(problem.facts), self._operand(problem)
-        gemm = WeightOnlyGemm(facts["n"], -(-facts["k"] // 8) * 8, of.groups_per(128), of.record_bytes)
-        return spaces.W4A16(gemm, facts["scale_dtype"] != facts["dtype"], facts["symmetric"])
+        numerics = facts.get("numerics", "exact" if facts["scale_dtype"] == facts["dtype"] else "post")
+        scales = "post" if numerics == "post" else "fold"
+        own = dict(scales=scales, symmetric=facts["symmetric"], experts=facts.get("experts", 0))
+        return linear_spaces.of(Gemm(facts["n"], -(-facts["k"] // 8) * 8, of.groups_per(128), of.record_bytes, **own))
 
     def _operand(self, problem: Problem) -> Any:
         from terrazzo.ops.linear.operand import Operand
@@ -191,11 +184,13 @@ class W4A8(_Linear):
             raise ArgumentError("group", group, "must be 32, 64 or 128", "leave it out for 64")
         return op.tuning_facts(n, k, group or 64, dtype, "auto")
 
-    def _gemm(self, problem: Problem) -> integer.IntegerGemm:
-        return integer.IntegerGemm.of(problem.n, -(-problem.k // 16) * 16, dict(problem.facts)["group"])
+    def _gemm(self, problem: Problem) -> Gemm:
+        facts = dict(problem.facts)
+        own = dict(activations=self.rate, experts=facts.get("experts", 0))
+        return Gemm.of_bytes(problem.n, -(-problem.k // 16) * 16, facts["group"], **own)
 
     def space(self, problem: Problem) -> spaces.Space:
-        return spaces.W4A8(self._gemm(problem))
+        return linear_spaces.of(self._gemm(problem))
 
     def _common(self, problem: Problem) -> dict[str, Any]:
         facts = dict(problem.facts)
@@ -243,9 +238,6 @@ class W4A8Fp8(W4A8):
             raise ArgumentError("group", group, "must be 32, 64 or 128", "leave it out for 128")
         return op.tuning_facts(n, k, group or 128, dtype, "e4m3")
 
-    def space(self, problem: Problem) -> spaces.Space:
-        return w4a8_fp8_space.W4A8Fp8(self._gemm(problem))
-
     def _common(self, problem: Problem) -> dict[str, Any]:
         return super()._common(problem) | {"dequantization": "e4m3"}
 
@@ -281,13 +273,13 @@ class W4Ax(_Linear):
             raise ArgumentError("group", group, f"must be {w4ax.BLOCK}, the block", "leave it out")
         return op.tuning_facts(n, k, round(0.25 * -(-k // w4ax.BLOCK)), dtype, True)
 
-    def _gemm(self, problem: Problem) -> w4ax.MixedGemm:
+    def _gemm(self, problem: Problem) -> Gemm:
         facts = dict(problem.facts)
         depth, two_level = -(-facts["k"] // w4ax.BLOCK) * w4ax.BLOCK, facts.get("scales") == "two_level"
-        return w4ax.MixedGemm(facts["n"], depth, facts["blocks8"], two_level=two_level)
+        return Gemm.of_blocks(facts["n"], depth, facts["blocks8"], two_level=two_level)
 
     def space(self, problem: Problem) -> spaces.Space:
-        return w4ax_space.W4Ax(self._gemm(problem))
+        return linear_spaces.of(self._gemm(problem))
 
     def _plan(self, problem: Problem, target: Target) -> Any:
         from terrazzo.ops.w4ax import op
@@ -363,11 +355,6 @@ class GroupedW4A16(_Grouped, W4A16):
         super().facts(n, k, dtype=dtype, group=group, symmetric=symmetric)
         return grouped.tuning_facts(n, k, experts, group or 128, symmetric, dtype, dtype, "exact")
 
-    def space(self, problem: Problem) -> spaces.Space:
-        facts, of = dict(problem.facts), self._operand(problem)
-        own = (of.groups_per(128), of.record_bytes, facts["experts"], facts["numerics"] == "post")
-        return grouped_spaces.of_w4a16(facts["n"], -(-facts["k"] // 8) * 8, *own)
-
     def _plan(self, problem: Problem, target: Target) -> Any:
         from terrazzo.ops.w4a16 import grouped
 
@@ -395,9 +382,6 @@ class GroupedW4A8(_Grouped, W4A8):
     ) -> dict[str, Any]:
         return super().facts(n, k, dtype=dtype, group=group, symmetric=symmetric) | {"experts": experts}
 
-    def space(self, problem: Problem) -> spaces.Space:
-        return grouped_spaces.of_w4a8(self._gemm(problem), dict(problem.facts)["experts"])
-
     def _plan(self, problem: Problem, target: Target) -> Any:
         from terrazzo.ops.w4a8 import grouped
 
@@ -423,9 +407,6 @@ class GroupedW4A8Fp8(GroupedW4A8, W4A8Fp8):
     """Grouped W4A8 on e4m3 activations."""
 
     name, family = "w4a8_fp8_grouped", "w4a8_fp8"
-
-    def space(self, problem: Problem) -> spaces.Space:
-        return grouped_spaces.of_w4a8_fp8(self._gemm(problem), dict(problem.facts)["experts"])
 
 
 class Attention(Operator):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.autotune import gemm_bench
 from terrazzo.autotune.gemm_bench import OURS, Settings, Shape
 from terrazzo.lowering.errors import ArgumentError, CompileError
+from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +98,7 @@ class W4A8Shape(Shape):
 
         own = next(request for request in requests if "group" in dict(request.params))
         params = dict(own.params)
-        problem = schedules.IntegerGemm.of(self.n, self.k, self.settings.group)
+        problem = Gemm.of_bytes(self.n, self.k, self.settings.group)
         tile = params.get("block_tokens") or params.get("token_tiles", 0) * schedules.TOKENS_PER_TILE
         roof = schedules.bounds(problem, self.target, m, params["dequantization"], tile or 256, self.copy_gb_s)
         return self.unmeasured("w4a8", "u4_lqq", m, [own], roof)

@@ -10,6 +10,7 @@ from terrazzo.autotune import gemm_bench, w4a8_bench
 from terrazzo.autotune.gemm_bench import OURS, Settings
 from terrazzo.autotune.w4a8_bench import TorchFp8, W4A8Settings
 from terrazzo.lowering.errors import CompileError
+from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +57,7 @@ class Fp8Shape(w4a8_bench.W4A8Shape):
 
         own = next(request for request in requests if "group" in dict(request.params))
         params = dict(own.params)
-        problem = schedules.IntegerGemm.of(self.n, self.k, self.settings.group)
+        problem = Gemm.of_bytes(self.n, self.k, self.settings.group)
         tile = params.get("block_tokens") or params.get("token_tiles", 0) * schedules.TOKENS_PER_TILE
         roof = schedules.bounds(problem, self.target, m, "xor", tile, self.copy_gb_s)
         return self.unmeasured("w4a8_fp8", "z4_e4m3", m, [own], roof)

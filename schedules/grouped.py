@@ -8,28 +8,29 @@ from types import ModuleType
 from typing import Any
 
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import tile_costs
+from terrazzo.schedules import stream_k, tile_costs, w4a8, w4a8_fp8
 from terrazzo.schedules.partition import share_tiles
+from terrazzo.schedules.problem import Gemm
 
 _SHAPES = ((4, 1), (4, 2), (2, 1), (2, 2))
 """Warpgroups, and row blocks of each, of the tiles that were measured."""
 _AGAIN = 0.05  # of a launch's time, for a second and a third tile of an expert, which read its weights again (estimate)
 _TABLE_BYTES = 8  # of an expert
+FORMS: dict[str, ModuleType] = {"f16": stream_k, "s8": w4a8, "e4m3": w4a8_fp8}
+"""Activations -> the module of the stream-K program that multiplies them."""
 
 
-def choose(form: ModuleType, problem: Any, target: Target, m: int, experts: int, *numerics: bool) -> Any:
-    """A StreamK of `form` (schedules.stream_k, w4a8 or w4a8_fp8) for m tokens over `experts` experts.
+def choose(problem: Gemm, target: Target, m: int) -> Any:
+    """The StreamK of its form for m tokens over the experts of a problem.
 
     The tile whose launch is cheapest for the average expert's bucket of tokens, each of which goes to a random expert:
     one that is only as wide as the average takes half of the experts two tiles. In 66 problems on an H200, 0.5 % from
     the fastest tile in the mean (tests/data/tuning/grouped_h200.json).
-
-    Args:
-        problem: of one expert. numerics: further arguments of `form.choose`.
     """
+    form, experts = FORMS[problem.activations], problem.experts
     free, average = room(target, experts), -(-m // experts)
-    if any(numerics):  # tiles with scaled sums were not measured one by one
-        return form.choose(replace(problem, n=problem.n * min(experts, m)), free, average, *numerics)
+    if problem.activations == "f16" and problem.scales == "post":  # whose tiles were not measured one by one
+        return form.choose(replace(problem, n=problem.n * min(experts, m)), free, average)
     average = tile_costs.bucket(average) if average > 8 else 1 << (average - 1).bit_length()
     active = min(experts, 1 << (m - 1).bit_length())
     widest = tile_costs.bucket(ceil(average + 2 * average**0.5))
@@ -39,7 +40,7 @@ def choose(form: ModuleType, problem: Any, target: Target, m: int, experts: int,
     return min(filter(legal, made), key=lambda s: us(costs, s, problem, target, average, active))
 
 
-def us(costs: tile_costs.TileCosts, schedule: Any, problem: Any, target: Target, average: int, experts: int) -> float:
+def us(costs: tile_costs.TileCosts, schedule: Any, problem: Gemm, target: Target, average: int, experts: int) -> float:
     """Predicted microseconds of `average` tokens for each expert."""
     each = tiles_of_expert(average, schedule.block_tokens)
     tiles = round(experts * each * -(-problem.row_blocks // schedule.cta_blocks))

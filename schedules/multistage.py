@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules.problem import Gemm
 
 BLOCK_TOKENS = (32, 64, 128)
 _RESERVED = 1024
@@ -28,12 +28,12 @@ class Multistage:
         """Output features of a CTA."""
         return 16 * self.row_blocks * self.warps // self.token_warps
 
-    def smem_bytes(self, problem: WeightOnlyGemm) -> int:
+    def smem_bytes(self, problem: Gemm) -> int:
         params = -(-problem.groups_per_128 // 2) * problem.record_bytes
         x = max(self.stages * self.block_tokens * 64, self.warps * 16 * (self.row_blocks * 16 + 8)) * 2
         return x + self.stages * self.rows // 64 * (64 * 64 * problem.bits // 8 + params) + _RESERVED
 
-    def tiles(self, problem: WeightOnlyGemm, m: int) -> int:
+    def tiles(self, problem: Gemm, m: int) -> int:
         return -(-m // self.block_tokens) * -(-problem.row_blocks * 64 // self.rows)
 
     def params(self) -> dict[str, int]:
@@ -41,17 +41,16 @@ class Multistage:
         return asdict(self)
 
 
-def choose(problem: WeightOnlyGemm, target: Target, m: int, scaled_sums: bool, symmetric: bool) -> Multistage:
+def choose(problem: Gemm, target: Target, m: int) -> Multistage:
     """Tile by tokens, k split so that the bucket's first tiles fill the SMs twice (once with tiles of 128 tokens).
 
-    Args:
-        scaled_sums: scales are applied to f32 sums, which takes registers for them and for partial sums.
-        symmetric: no zero points; their constants sit in registers, one too many for wide tiles that split k.
+    Scaled sums take registers for scales and partial sums. The constants of a symmetric weight sit in registers too,
+    one too many for wide tiles that split k.
     """
     tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
     if tokens < 128:
         schedule = Multistage(tokens, 4, 2, 4 if tokens == 32 or target.smem_per_sm > 128 * 1024 else 3)
-    elif scaled_sums or (symmetric and m <= 128):
+    elif problem.scales == "post" or (problem.symmetric and m <= 128):
         schedule = Multistage(128, 8, 2, 3, token_warps=2, raster=16)
     elif m <= 128 and problem.row_blocks <= target.sms:
         schedule = Multistage(128, 4, 2, 3)
@@ -63,7 +62,7 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int, scaled_sums: bool, s
     return replace(schedule, kc=max(1, min(8, kc, problem.units)))
 
 
-def launch_sizes(schedule: Multistage, problem: WeightOnlyGemm, m: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def launch_sizes(schedule: Multistage, problem: Gemm, m: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the f32 workspace and of the int32 semaphores."""
     if schedule.kc == 1:
         return (1, 1, 1, 1, 4), (1,)

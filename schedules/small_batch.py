@@ -10,7 +10,7 @@ from typing import TypeVar
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules.clusters import PAIR
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules.problem import Gemm
 
 TOKENS_PER_TILE = 8
 MAX_TOKENS = 16
@@ -53,26 +53,26 @@ class SmallBatch:
         """Resident rows of X."""
         return self.tokens or self.token_tiles * TOKENS_PER_TILE
 
-    def smem_bytes(self, problem: WeightOnlyGemm) -> int:
+    def smem_bytes(self, problem: Gemm) -> int:
         """Dynamic and static shared memory of one CTA."""
         partial = self.x_rows * (self.chunk * 16 + 4)
         sums = -(-problem.units // self.kc) * problem.groups_per_128 * self.x_rows
         own = 128 + 4 * (self.warps * partial + sums) + self.inbox_bytes(problem) + _RESERVED
         return self.held_bytes(problem) + own
 
-    def held_bytes(self, problem: WeightOnlyGemm) -> int:
+    def held_bytes(self, problem: Gemm) -> int:
         """Of x and the ring, which are in use at the same time."""
         params = self.chunk * problem.groups_per_128 * problem.record_bytes // 16
         step = self.chunk * 16 * 128 * problem.bits // 32 + -(-params // 32) * 32
         x = self.x_rows * (-(-problem.units // self.kc) * 128 + 8) * 2
         return x + 4 * self.warps * self.stages * step
 
-    def launch_bytes(self, problem: WeightOnlyGemm, target: Target) -> int:
+    def launch_bytes(self, problem: Gemm, target: Target) -> int:
         """`smem_bytes`, and what gives a CTA an SM for itself where launches overlap (`x_bytes` of resident.py)."""
         missing = target.smem_per_sm // 2 + 128 - self.held_bytes(problem)
         return self.smem_bytes(problem) + (max(0, missing) if target.supports("pdl") else 0)
 
-    def inbox_bytes(self, problem: WeightOnlyGemm) -> int:
+    def inbox_bytes(self, problem: Gemm) -> int:
         """Shared memory for the sums that a cluster's CTAs send each other."""
         chunks = -(-problem.row_tiles // self.nc // self.chunk) + 1
         quads = -(-chunks * self.chunk * 4 // PAIR)
@@ -124,7 +124,7 @@ COSTS = {  # resident rows -> fitted to measurements on H200: 231 of 17 weights 
 }
 
 
-def serves(problem: WeightOnlyGemm, target: Target, m: int) -> bool:
+def serves(problem: Gemm, target: Target, m: int) -> bool:
     """Whether this program is the one for m tokens: up to 8 always, up to 16 without wgmma or where its estimate is
     below that of stream_k."""
     if m <= TOKENS_PER_TILE or m > MAX_TOKENS or not target.supports("wgmma.f16"):
@@ -137,7 +137,7 @@ def serves(problem: WeightOnlyGemm, target: Target, m: int) -> bool:
 
 
 @lru_cache(maxsize=256)  # asked by `serves` and by the choice, for every M
-def _cheapest(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch | None:
+def _cheapest(problem: Gemm, target: Target, m: int) -> SmallBatch | None:
     made = every(problem, target, m)
     return cheapest((s for s in made if s.stages <= MOST_STAGES), problem, target, COSTS)
 
@@ -147,7 +147,7 @@ def tokens_for(m: int) -> int:
     return 1 << (m - 1).bit_length() if m <= TOKENS_PER_TILE // 2 else 0
 
 
-def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:
+def choose(problem: Gemm, target: Target, m: int) -> SmallBatch:
     """The cheapest split of k and of the warps, by a cost that follows measurements on H200.
 
     Raises:
@@ -162,7 +162,7 @@ def choose(problem: WeightOnlyGemm, target: Target, m: int) -> SmallBatch:
 
 
 def cheapest(
-    schedules: Iterable[S], problem: WeightOnlyGemm, target: Target, costs: Mapping[int, Cost], x_bytes: int = 2
+    schedules: Iterable[S], problem: Gemm, target: Target, costs: Mapping[int, Cost], x_bytes: int = 2
 ) -> S | None:
     """The cheapest schedule that fits, with the warps that usually win and an even split where there are such.
 
@@ -185,7 +185,7 @@ def cheapest(
     )
 
 
-def every(problem: WeightOnlyGemm, target: Target, m: int, kind: type[S] = SmallBatch) -> Iterator[S]:
+def every(problem: Gemm, target: Target, m: int, kind: type[S] = SmallBatch) -> Iterator[S]:
     """`candidates` for m tokens, and those where pairs of CTAs along k are clusters."""
     tiles = -(-m // TOKENS_PER_TILE)
     made = [*candidates(problem, target, tiles, kind)]
@@ -195,7 +195,7 @@ def every(problem: WeightOnlyGemm, target: Target, m: int, kind: type[S] = Small
 
 
 def candidates(
-    problem: WeightOnlyGemm, target: Target, token_tiles: int, kind: type[S] = SmallBatch, kcs: range = range(1, 17)
+    problem: Gemm, target: Target, token_tiles: int, kind: type[S] = SmallBatch, kcs: range = range(1, 17)
 ) -> Iterator[S]:
     """Splits of k over CTAs (`kcs`) and warps with some steps each; not all of them fit."""
     cluster = 2 if token_tiles > 1 and target.supports("cluster") else 1
@@ -209,7 +209,7 @@ def candidates(
                     yield kind(token_tiles, kc, nc, warps, chunk, stages, cluster)
 
 
-def cost(s: SmallBatch, problem: WeightOnlyGemm, target: Target, costs: Mapping[int, Cost], x_bytes: int) -> float:
+def cost(s: SmallBatch, problem: Gemm, target: Target, costs: Mapping[int, Cost], x_bytes: int) -> float:
     """Microseconds up to a constant, to compare schedules of one problem.
 
     Args:
@@ -222,7 +222,7 @@ def cost(s: SmallBatch, problem: WeightOnlyGemm, target: Target, costs: Mapping[
     items = -(-problem.units // s.kc)
     steps = chunks * -(-items // s.warps)  # of a warp
     shares = s.kc // PAIR if s.joined else s.kc
-    item_bytes = 1024 + problem.groups_per_128 * problem.record_bytes / 4
+    item_bytes = 256 * problem.bits + problem.groups_per_128 * problem.record_bytes / 4
     stream = problem.row_tiles * problem.units * item_bytes / (target.dram_gb_s * 900)
     padding = steps * s.chunk * s.warps * s.nc * s.kc / (problem.row_tiles * problem.units) - 1  # steps not full
     in_flight = s.warps * s.stages * s.chunk  # items

@@ -17,7 +17,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.schedules import multistage, records, small_batch, stream_k, w4a8
 from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.partition import Partition
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules.problem import Gemm
 
 MOST = 160
 """Schedules of a problem that are worth a compilation, by default."""
@@ -117,11 +117,7 @@ class Space(ABC):
 
 
 class W4A16(Space):
-    """Schedules of W4A16.
-
-    Args:
-        scaled_sums: the tile programs scale f32 sums of each group. symmetric: no zero points.
-    """
+    """Schedules of W4A16."""
 
     programs = {  # noqa: RUF012  (read only)
         "small_batch": small_batch.SmallBatch,
@@ -129,16 +125,19 @@ class W4A16(Space):
         "multistage": multistage.Multistage,
     }
 
-    def __init__(self, problem: WeightOnlyGemm, scaled_sums: bool, symmetric: bool) -> None:
-        super().__init__(problem)
-        self.scaled_sums, self.symmetric = scaled_sums, symmetric
+    problem: Gemm
+
+    @property
+    def scaled_sums(self) -> bool:
+        """Whether the tile programs scale f32 sums of each group."""
+        return self.problem.scales == "post"
 
     def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
         if small_batch.serves(self.problem, target, m):
             return "small_batch", small_batch.choose(self.problem, target, m)
         if target.supports("wgmma.f16"):
-            return "stream_k", stream_k.choose(self.problem, target, m, self.scaled_sums)
-        return "multistage", multistage.choose(self.problem, target, m, self.scaled_sums, self.symmetric)
+            return "stream_k", stream_k.choose(self.problem, target, m)
+        return "multistage", multistage.choose(self.problem, target, m)
 
     def every(self, target: Target, m: int, wide: bool = False) -> Iterator[tuple[str, Any]]:
         if m <= small_batch.MAX_TOKENS:
@@ -182,8 +181,7 @@ class W4A16(Space):
         if program == "small_batch":
             return small_batch.cost(schedule, self.problem, target, small_batch.COSTS, 2)
         if program == "multistage":
-            unit = self.problem.unit_bytes
-            return _multistage_us(schedule, self.problem, target, m, unit, 2, "f16")
+            return _multistage_us(schedule, self.problem, target, m)
         return stream_k.us(schedule, self.problem, target, m)
 
 
@@ -198,7 +196,7 @@ class W4A8(Space):
         "basic": w4a8.Basic,
         "multistage": w4a8.Multistage,
     }
-    problem: w4a8.IntegerGemm
+    problem: Gemm
 
     def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
         if w4a8.serves(self.problem, target, m):
@@ -257,7 +255,7 @@ class W4A8(Space):
         if program == "small_batch":
             return w4a8.small_batch_us(schedule, self.problem, target)
         if program == "multistage":
-            return _multistage_us(schedule, self.problem, target, m, self.problem.unit_bytes, 1, "s8")
+            return _multistage_us(schedule, self.problem, target, m)
         one = schedule if program == "stream_k" else schedule.split()
         return w4a8.stream_k_us(one, self.problem, target, m)
 
@@ -291,7 +289,7 @@ def _later(schedule: Any) -> float:
 
 
 def tiles_of(
-    block_tokens: tuple[int, ...], m: int, problem: WeightOnlyGemm, wide: bool = False
+    block_tokens: tuple[int, ...], m: int, problem: Gemm, wide: bool = False
 ) -> Iterator[tuple[int, int, int, int]]:
     """(tokens, warpgroups, row blocks of each, raster) of tiles no wider than m needs."""
     widest = next((t for t in block_tokens if m <= t), block_tokens[-1])
@@ -313,7 +311,7 @@ def rings(schedule: Any, wide: bool) -> Iterator[Any]:
 
 
 def _multistage(
-    kind: type[multistage.Multistage], problem: WeightOnlyGemm, target: Target, m: int
+    kind: type[multistage.Multistage], problem: Gemm, target: Target, m: int
 ) -> Iterator[multistage.Multistage]:
     widest = next((t for t in multistage.BLOCK_TOKENS if m <= t), multistage.BLOCK_TOKENS[-1])
     for tokens in (t for t in multistage.BLOCK_TOKENS if t <= widest):
@@ -329,7 +327,7 @@ def _multistage(
                             yield replace(base, kc=kc)
 
 
-def small_batch_refusal(s: small_batch.SmallBatch, problem: WeightOnlyGemm, target: Target, m: int, most: int) -> str:
+def small_batch_refusal(s: small_batch.SmallBatch, problem: Gemm, target: Target, m: int, most: int) -> str:
     if m > min(most, s.x_rows):
         return f"small_batch with {s.x_rows} resident rows does not hold {m} tokens"
     if s.tokens and not 0 <= s.token_tiles * small_batch.TOKENS_PER_TILE - s.tokens < small_batch.TOKENS_PER_TILE:
@@ -359,7 +357,7 @@ def sums_refusal(s: stream_k.StreamK, scaled_sums: bool) -> str:
     return ""
 
 
-def ring_refusal(s: Any, problem: WeightOnlyGemm, target: Target, least: int) -> str:
+def ring_refusal(s: Any, problem: Gemm, target: Target, least: int) -> str:
     if s.stages < least or s.raster < 1:
         return f"a ring of {s.stages} stages; at least {least} must fit"
     if getattr(s, "per_sm", 1) > 1 and s.smem_bytes(problem) > stream_k.room(s, target):
@@ -367,7 +365,7 @@ def ring_refusal(s: Any, problem: WeightOnlyGemm, target: Target, least: int) ->
     return memory_refusal(s.smem_bytes(problem), target)
 
 
-def _multistage_refusal(s: multistage.Multistage, problem: WeightOnlyGemm, target: Target, m: int, most: int) -> str:
+def _multistage_refusal(s: multistage.Multistage, problem: Gemm, target: Target, m: int, most: int) -> str:
     if s.block_tokens % (16 * s.token_warps) or s.warps % s.token_warps or s.rows % 64:
         return "warps do not divide the tile"
     if s.row_blocks * s.block_tokens // s.token_warps > most:
@@ -402,28 +400,24 @@ _STREAM_K = _StreamKCost()  # fitted to 242 measurements of W4A16 on H200: 6 % r
 
 def stream_k_us(
     s: Any,
-    problem: Any,
+    problem: Gemm,
     target: Target,
     blocks: tuple[int, float],
     part: Partition,
-    unit_bytes: int,
-    x_bytes: int,
-    dtype: str,
 ) -> float:
     """Microseconds of the busiest CTA: its units of 128 k, its epilogues, its shares.
 
     Args:
         blocks: token blocks in all, and how many of them read the same weights.
-        unit_bytes: of 64 rows by 128 k. x_bytes: of an element of x. dtype: of the tensor cores' operands.
     """
     c, (token_blocks, sharing) = _STREAM_K, blocks
     per_sm = getattr(s, "per_sm", 1)  # CTAs that take turns on the units of an SM
     tiles = token_blocks * -(-problem.row_blocks // s.cta_blocks)
     waves = -(-(tiles - part.shared) // part.grid)
     units = waves * problem.units - (-part.shared * problem.units // part.grid)
-    weights, x = s.cta_blocks * unit_bytes, s.block_tokens * 128 * x_bytes
+    weights, x = s.cta_blocks * problem.unit_bytes, s.block_tokens * 128 * problem.x_bytes
     gb = part.grid / (target.dram_gb_s * 1e3)
-    mma = per_sm * s.cta_blocks * 64 * 128 * 2 * s.block_tokens * target.sms / (target.tflops(dtype) * 1e6)
+    mma = per_sm * s.cta_blocks * 64 * 128 * 2 * s.block_tokens * target.sms / (target.tflops(problem.rate) * 1e6)
     area, shared = s.cta_blocks * s.block_tokens / 1e3, part.shared > 0
     per_unit = c.stream * max(weights * gb / sharing, mma) + c.l2 * (weights + x) * gb + c.mma * mma
     per_unit += c.convert * per_sm * s.cta_blocks * 0.8192 + c.latency / (per_sm * s.warpgroups)
@@ -433,12 +427,9 @@ def stream_k_us(
 
 def _multistage_us(
     s: multistage.Multistage,
-    problem: WeightOnlyGemm,
+    problem: Gemm,
     target: Target,
     m: int,
-    unit_bytes: int,
-    x_bytes: int,
-    dtype: str,
 ) -> float:
     """Microseconds by resources: CTAs that share an SM, waves, the longest of DRAM, tensor cores and conversion."""
     blocks, threads = s.rows // 64, 32 * s.warps
@@ -449,8 +440,12 @@ def _multistage_us(
     ctas = s.tiles(problem, m) * s.kc
     waves, busy = -(-ctas // (target.sms * on_sm)), min(on_sm, -(-ctas // target.sms))
     units = -(-problem.units // s.kc)
-    load = (blocks * unit_bytes + 0.3 * s.block_tokens * 128 * x_bytes) * target.sms / (target.dram_gb_s * 1e3)
-    mma = blocks * 64 * 128 * 2 * s.block_tokens * target.sms / (0.7 * target.tflops(dtype) * 1e6)
+    load = (
+        (blocks * problem.unit_bytes + 0.3 * s.block_tokens * 128 * problem.x_bytes)
+        * target.sms
+        / (target.dram_gb_s * 1e3)
+    )
+    mma = blocks * 64 * 128 * 2 * s.block_tokens * target.sms / (0.7 * target.tflops(problem.rate) * 1e6)
     convert = blocks * 64 * 128 * 1.5 * s.token_warps / (_LOGIC_LANES * _CLOCK_GHZ * 1e3)
     latency = 1.2 / s.stages
     unit = max(busy * max(load, mma, convert), latency)

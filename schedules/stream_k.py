@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import clusters, tile_costs
 from terrazzo.schedules.partition import Partition
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules.problem import Gemm
 
 BLOCK_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _OUT_PITCH = 24 * 2  # bytes of a staged output row
@@ -68,16 +68,16 @@ class StreamK:
         """Semaphores of a CTA: one for each warp."""
         return self.warpgroups * 4
 
-    def stage_bytes(self, problem: WeightOnlyGemm) -> int:
+    def stage_bytes(self, problem: Gemm) -> int:
         shared = problem.groups_per_128 == 1  # one set of parameters for both halves of 128 k
         params = (1 if shared else problem.groups_per_128 * self.stage_k // 128) * problem.record_bytes
-        return self.stage_k * self.block_tokens * 2 + self.cta_blocks * (self.stage_k * 32 + params)
+        return self.stage_k * self.block_tokens * 2 + self.cta_blocks * (self.stage_k * 8 * problem.bits + params)
 
-    def smem_bytes(self, problem: WeightOnlyGemm) -> int:
+    def smem_bytes(self, problem: Gemm) -> int:
         out = self.warpgroups * 4 * min(self.block_tokens, 32) * _OUT_PITCH
         return self.stages * self.stage_bytes(problem) + out + _RESERVED
 
-    def cluster_refusal(self, problem: WeightOnlyGemm, target: Target) -> str:
+    def cluster_refusal(self, problem: Gemm, target: Target) -> str:
         """Why the CTAs of a tile cannot be a cluster, or ""."""
         ring = self.stages * self.stage_k * self.block_tokens * 2
         of_tile = self.cluster, self.warpgroups, self.row_blocks, self.block_tokens
@@ -97,16 +97,13 @@ class StreamK:
         return asdict(self)
 
 
-def choose(
-    problem: WeightOnlyGemm, target: Target, m: int, scaled_sums: bool, widths: Sequence[int] = BLOCK_TOKENS
-) -> StreamK:
+def choose(problem: Gemm, target: Target, m: int, widths: Sequence[int] = BLOCK_TOKENS) -> StreamK:
     """The tile whose launch is cheapest for the bucket of m (`tile_costs`), with as many stages as fit.
 
     Args:
-        scaled_sums: the scales are applied to the sums of each group: registers for a second accumulator.
         widths: tokens of the tiles to choose from.
     """
-    if scaled_sums:
+    if problem.scales == "post":  # registers for a second accumulator
         return fitted(_of_scaled_sums(problem, m), problem, target)
     top, tokens = tile_costs.bucket(m), tile_costs.widths(m, widths)
     found = []
@@ -121,7 +118,7 @@ def choose(
     return fitted(min(found, key=lambda it: it[0])[1], problem, target)
 
 
-def pairs(schedule: StreamK, problem: WeightOnlyGemm, target: Target, m: int) -> StreamK | None:
+def pairs(schedule: StreamK, problem: Gemm, target: Target, m: int) -> StreamK | None:
     """The schedule with two CTAs for each tile, which are a cluster, where all of them run at once; else None, also for
     tall tiles: those of 384 and 512 rows took 4 to 12 % more time than others without pairs (16 and 64 tokens, H200).
     """
@@ -131,7 +128,7 @@ def pairs(schedule: StreamK, problem: WeightOnlyGemm, target: Target, m: int) ->
     return s if fits and not s.cluster_refusal(problem, target) else None
 
 
-def _of_scaled_sums(problem: WeightOnlyGemm, m: int) -> StreamK:
+def _of_scaled_sums(problem: Gemm, m: int) -> StreamK:
     """By tokens and size of the weight; these programs were not measured tile by tile."""
     tokens = next((t for t in BLOCK_TOKENS if m <= t), 128) if m <= 128 else 128
     millions = problem.row_blocks * 64 * problem.units * 128 / 1e6
@@ -146,37 +143,36 @@ def room(schedule: StreamK, target: Target) -> int:
     return min(target.smem_per_block, target.smem_per_sm // schedule.per_sm - 1024)
 
 
-def fitted(schedule: StreamK, problem: WeightOnlyGemm, target: Target) -> StreamK:
+def fitted(schedule: StreamK, problem: Gemm, target: Target) -> StreamK:
     """The same tile with as many stages as fit, up to 1024 k."""
     fixed = schedule.smem_bytes(problem) - schedule.stages * schedule.stage_bytes(problem)
     stages = (room(schedule, target) - fixed) // schedule.stage_bytes(problem)
     return replace(schedule, stages=min(1024 // schedule.stage_k, stages))
 
 
-def partition(schedule: StreamK, problem: WeightOnlyGemm, target: Target, m: int) -> Partition:
+def partition(schedule: StreamK, problem: Gemm, target: Target, m: int) -> Partition:
     """The cheapest way to divide the tiles of the schedule over the SMs of the target."""
     return _divide(schedule, problem, target, m)[1]
 
 
-def us(schedule: StreamK, problem: WeightOnlyGemm, target: Target, m: int) -> float:
+def us(schedule: StreamK, problem: Gemm, target: Target, m: int) -> float:
     """Predicted microseconds."""
     short = 1 + 0.02 * max(0, 4 - schedule.stages * schedule.stage_k // 64)  # a ring that hides less of the latency
     return _divide(schedule, problem, target, m)[0] * short
 
 
-def _divide(schedule: StreamK, problem: WeightOnlyGemm, target: Target, m: int) -> tuple[float, Partition]:
+def _divide(schedule: StreamK, problem: Gemm, target: Target, m: int) -> tuple[float, Partition]:
     """Microseconds, and the partition."""
     tiles = -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.cta_blocks)
-    nbytes = problem.row_blocks * problem.units * problem.unit_bytes + 2 * m * (problem.k + problem.n)
     sums = schedule.row_blocks * schedule.block_tokens // 2
     tile = schedule.block_tokens, schedule.warpgroups, schedule.row_blocks
     return schedule.costs.divide(
         tile,
         tiles,
         problem.units,
-        tile_costs.dram_us(target, nbytes),
+        tile_costs.dram_us(target, problem.launch_bytes(m)),
         target.sms * schedule.per_sm,
         schedule.per_sm == 1 and tile_costs.parts_sums(schedule.warpgroups, sums),
-        tile_costs.later_wave(target, m, problem.k, 2),
+        tile_costs.later_wave(target, m, problem.k, problem.x_bytes),
         schedule.cluster,
     )

@@ -12,7 +12,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import clusters, multistage, small_batch, tile_costs
 from terrazzo.schedules.partition import Partition, share_tiles
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules.problem import Gemm
 from terrazzo.schedules.roofline import Roofline, weight_only_gemm
 
 BLOCK_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -21,7 +21,6 @@ PIPELINE_TOKENS = (16, 32, 64, 128, 256)
 TOKENS_PER_TILE = small_batch.TOKENS_PER_TILE
 MAX_TOKENS = 32
 """Of the small-batch program; `serves` says where it is also the faster one."""
-RECORD_BYTES = 128
 OTHER_PIPELINES = ("pingpong", "excp", "basic", "basic_overlapped")
 """On wgmma, besides imfp, which is stream_k."""
 CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq", "vadd4": "u4_s8_vadd4"}
@@ -78,22 +77,6 @@ _SUMS = {1: 128, 2: 128, 3: 64, 4: 64}
 
 
 @dataclass(frozen=True)
-class IntegerGemm(WeightOnlyGemm):
-    """y[M, n] = x[M, k] w[n, k]^T with int8 x and 4-bit w in units of 64 rows by 128 k. Make one with `of`."""
-
-    out_bytes: int = 2
-
-    @staticmethod
-    def of(n: int, k: int, group: int, out_bytes: int = 2) -> IntegerGemm:
-        return IntegerGemm(n, k, 128 // group, RECORD_BYTES, out_bytes)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Packed weight with its parameters and channel scales."""
-        return self.row_blocks * (self.units * self.unit_bytes + 256)
-
-
-@dataclass(frozen=True)
 class StreamK:
     """Tiles of 64 * row_blocks * warpgroups rows by block_tokens; a ring stage holds 128 k. In stream_k, `cluster` CTAs
     may share a tile alike, and add it up without a trip to memory."""
@@ -144,10 +127,10 @@ class StreamK:
         crowded = self.warpgroups == 4 and self.row_blocks > 1
         return self.sums <= _SUMS[self.warpgroups] // (1 + crowded)
 
-    def stage_bytes(self, problem: IntegerGemm) -> int:
+    def stage_bytes(self, problem: Gemm) -> int:
         return self.block_tokens * 128 + self.cta_blocks * problem.unit_bytes
 
-    def smem_bytes(self, problem: IntegerGemm) -> int:
+    def smem_bytes(self, problem: Gemm) -> int:
         staged = 4 * min(self.block_tokens, 32) * _OUT_PITCH[problem.out_bytes]
         scales = 8 * self.block_tokens
         return self.stages * self.stage_bytes(problem) + self.warpgroups * (staged + scales) + _RESERVED
@@ -166,7 +149,7 @@ class StreamK:
         """Shapes of the shares and semaphores of `grid` CTAs."""
         return (grid, self.cta_blocks, self.block_tokens // 8, 128, 4), (grid, self.flags)
 
-    def cluster_refusal(self, problem: IntegerGemm, target: Target) -> str:
+    def cluster_refusal(self, problem: Gemm, target: Target) -> str:
         """Why the CTAs of a tile cannot be a cluster, or ""."""
         if self.cluster > 1 and not self.has_clusters:
             return f"{type(self).__name__} has no clusters"
@@ -233,7 +216,7 @@ class Excp(StreamK):
         fits = self.warpgroups == 1 or (self.warpgroups == 2 and self.block_tokens <= 128)
         return fits and self.sums <= 128 and self.operands >= 1
 
-    def smem_bytes(self, problem: IntegerGemm) -> int:
+    def smem_bytes(self, problem: Gemm) -> int:
         return super().smem_bytes(problem) + self.operands * self.cta_blocks * 64 * 128
 
 
@@ -255,7 +238,7 @@ class PingPong(StreamK):
     def legal(self) -> bool:
         return self.warpgroups in (2, 3) and super().legal()  # a fourth leaves its producer too few registers
 
-    def stage_bytes(self, problem: IntegerGemm) -> int:
+    def stage_bytes(self, problem: Gemm) -> int:
         """Of one stage of every ring."""
         return self.warpgroups * super().stage_bytes(problem)
 
@@ -264,14 +247,14 @@ class PingPong(StreamK):
         return (parts, self.row_blocks, self.block_tokens // 8, 128, 4), (parts, 1)
 
 
-def fitted(schedule: StreamK, problem: IntegerGemm, target: Target, most: int = 12) -> StreamK:
+def fitted(schedule: StreamK, problem: Gemm, target: Target, most: int = 12) -> StreamK:
     """The same tile with as many stages as fit, up to `most`."""
     fixed = schedule.smem_bytes(problem) - schedule.stages * schedule.stage_bytes(problem)
     return replace(schedule, stages=min(most, (target.smem_per_block - fixed) // schedule.stage_bytes(problem)))
 
 
 def choose(
-    problem: IntegerGemm, target: Target, m: int, widths: Sequence[int] = BLOCK_TOKENS, may_pair: bool = True
+    problem: Gemm, target: Target, m: int, widths: Sequence[int] = BLOCK_TOKENS, may_pair: bool = True
 ) -> StreamK:
     """The tile whose launch is cheapest for the bucket of m (`tile_costs`), with as many stages as fit.
 
@@ -290,7 +273,7 @@ def choose(
     return min(found, key=lambda it: it[0])[1]
 
 
-def pairs(schedule: S, problem: IntegerGemm, target: Target, m: int) -> S | None:
+def pairs(schedule: S, problem: Gemm, target: Target, m: int) -> S | None:
     """The schedule with two CTAs for each tile, which are a cluster, where all of them run at once; else None. As in
     W4A16, tall tiles have none."""
     s = replace(schedule, cluster=clusters.PAIR)
@@ -299,7 +282,7 @@ def pairs(schedule: S, problem: IntegerGemm, target: Target, m: int) -> S | None
     return s if fits and not s.cluster_refusal(problem, target) else None
 
 
-def choose_pipeline(name: str, problem: IntegerGemm, target: Target, m: int) -> tuple[str, StreamK]:
+def choose_pipeline(name: str, problem: Gemm, target: Target, m: int) -> tuple[str, StreamK]:
     """(program, schedule) of a wgmma pipeline: "imfp", "pingpong", "excp", "basic" or "basic_overlapped".
 
     basic takes imfp's tile, as far as it compiles with its second set of operands; the others share 256 rows where the
@@ -319,7 +302,7 @@ def choose_pipeline(name: str, problem: IntegerGemm, target: Target, m: int) -> 
     return name, fitted((PingPong if name == "pingpong" else Excp)(*tile, stages=2), problem, target)
 
 
-def partition(schedule: StreamK, problem: IntegerGemm, target: Target, m: int) -> Partition:
+def partition(schedule: StreamK, problem: Gemm, target: Target, m: int) -> Partition:
     """Tiles of the schedule over the SMs of the target; of stream_k, in the cheapest way."""
     if not isinstance(schedule, (Basic, Excp, PingPong)):
         return _divide(schedule, problem, target, m)[1]
@@ -333,21 +316,21 @@ def partition(schedule: StreamK, problem: IntegerGemm, target: Target, m: int) -
     return Partition(grid, part.shared if grid * at_once <= part.shared * problem.units else 0)
 
 
-def stream_k_us(schedule: StreamK, problem: IntegerGemm, target: Target, m: int) -> float:
+def stream_k_us(schedule: StreamK, problem: Gemm, target: Target, m: int) -> float:
     """Predicted microseconds of stream_k."""
     return _divide(schedule, problem, target, m)[0] * (1 + 0.02 * max(0, 4 - schedule.stages))
 
 
-def _divide(schedule: StreamK, problem: IntegerGemm, target: Target, m: int) -> tuple[float, Partition]:
+def _divide(schedule: StreamK, problem: Gemm, target: Target, m: int) -> tuple[float, Partition]:
     """Microseconds, and the partition."""
     return schedule.costs.divide(
         (schedule.block_tokens, schedule.warpgroups, schedule.row_blocks),
         -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.cta_blocks),
         problem.units,
-        tile_costs.dram_us(target, problem.weight_bytes + m * (problem.k + problem.n * problem.out_bytes)),
+        tile_costs.dram_us(target, problem.launch_bytes(m)),
         target.sms,
         schedule.parts,
-        tile_costs.later_wave(target, m, problem.k, 1),
+        tile_costs.later_wave(target, m, problem.k, problem.x_bytes),
         schedule.cluster,
     )
 
@@ -359,7 +342,7 @@ class SmallBatch(small_batch.SmallBatch):
     pairs: ClassVar[bool] = True
     """Whether heuristic and search take those where pairs of CTAs along k are clusters, and few rows of X."""
 
-    def smem_bytes(self, problem: IntegerGemm) -> int:
+    def smem_bytes(self, problem: Gemm) -> int:
         """Dynamic and static shared memory of one CTA."""
         x = self.x_rows * (-(-problem.units // self.kc) * 128 + 16) + 128
         step = self.chunk * 256 + -(-self.chunk * problem.groups_per_128 * 8 // 32) * 32
@@ -370,16 +353,16 @@ class SmallBatch(small_batch.SmallBatch):
         sums = 4 * self.warps * (max(ring, partial) if one else ring + partial)
         return x + sums + self.scale_bytes(problem) + self.inbox_bytes(problem) + _RESERVED
 
-    def held_bytes(self, problem: IntegerGemm) -> int:
+    def held_bytes(self, problem: Gemm) -> int:
         """Of x and the ring, which are in use at the same time."""
         step = self.chunk * 256 + -(-self.chunk * problem.groups_per_128 * 8 // 32) * 32
         return self.x_rows * (-(-problem.units // self.kc) * 128 + 16) + 4 * self.warps * self.stages * step
 
-    def most_rows(self, problem: IntegerGemm) -> int:
+    def most_rows(self, problem: Gemm) -> int:
         """Rows of a CTA, with those of a whole last chunk."""
         return (-(-problem.row_tiles // self.nc) + self.chunk) * 16
 
-    def scale_bytes(self, problem: IntegerGemm) -> int:
+    def scale_bytes(self, problem: Gemm) -> int:
         """Scales of rows and tokens, and sums of tokens, that wait in shared memory."""
         return 4 * self.most_rows(problem) + 64 * self.token_tiles
 
@@ -388,7 +371,7 @@ class SmallBatch(small_batch.SmallBatch):
         return 4 * self.chunk * self.token_tiles + 8 * self.token_tiles + 56
 
 
-def serves(problem: IntegerGemm, target: Target, m: int) -> bool:
+def serves(problem: Gemm, target: Target, m: int) -> bool:
     """Whether small_batch is the program for m tokens: up to 16 without wgmma or for small weights, up to 8 for larger
     and up to 32 for still smaller ones with k undivided, where its estimate is below that of stream_k; never where no
     CTA can hold its part of X."""
@@ -410,12 +393,12 @@ def serves(problem: IntegerGemm, target: Target, m: int) -> bool:
     return not wide or _START_US + small_batch_us(found, problem, target) < start + per_million * weights / 1e6
 
 
-def small_batch_us(schedule: SmallBatch, problem: IntegerGemm, target: Target) -> float:
+def small_batch_us(schedule: SmallBatch, problem: Gemm, target: Target) -> float:
     """Predicted microseconds, up to a constant."""
     return small_batch.cost(schedule, problem, target, schedule.costs, x_bytes=1)
 
 
-def choose_small_batch(problem: IntegerGemm, target: Target, m: int, kind: type[SmallBatch] = SmallBatch) -> SmallBatch:
+def choose_small_batch(problem: Gemm, target: Target, m: int, kind: type[SmallBatch] = SmallBatch) -> SmallBatch:
     """The cheapest split of k and of the warps for m tokens, from 17 on for all that it holds; `kind`: the operator's
     form of the schedule.
 
@@ -431,15 +414,13 @@ def choose_small_batch(problem: IntegerGemm, target: Target, m: int, kind: type[
 
 
 @lru_cache(maxsize=256)  # asked by `serves` and by the choice, for every M
-def _cheapest(problem: IntegerGemm, target: Target, m: int, kind: type[SmallBatch]) -> SmallBatch | None:
+def _cheapest(problem: Gemm, target: Target, m: int, kind: type[SmallBatch]) -> SmallBatch | None:
     made = small_batches(problem, target, m, kind)
     few = (s for s in made if not kind.pairs or s.token_tiles > 1 or s.stages <= small_batch.MOST_STAGES)
     return small_batch.cheapest(few, problem, target, kind.costs, x_bytes=1)
 
 
-def small_batches(
-    problem: IntegerGemm, target: Target, m: int, kind: type[SmallBatch] = SmallBatch
-) -> Iterator[SmallBatch]:
+def small_batches(problem: Gemm, target: Target, m: int, kind: type[SmallBatch] = SmallBatch) -> Iterator[SmallBatch]:
     """Every schedule of small batches worth a look for m tokens."""
     if kind.pairs:
         return small_batch.every(problem, target, m, kind)
@@ -449,16 +430,16 @@ def small_batches(
 class Multistage(multistage.Multistage):
     """The W4A8 form of the multistage schedule: a stage holds 128 k, parameters are part of the units."""
 
-    def stage_bytes(self, problem: IntegerGemm) -> int:
+    def stage_bytes(self, problem: Gemm) -> int:
         return self.block_tokens * 128 + self.rows // 64 * problem.unit_bytes
 
-    def smem_bytes(self, problem: IntegerGemm) -> int:
+    def smem_bytes(self, problem: Gemm) -> int:
         """Shared memory of one CTA, at most."""
         staged = self.warps * 16 * (self.row_blocks * 16 + 8) * 2 - self.stages * self.block_tokens * 128
         return self.stages * self.stage_bytes(problem) + max(staged, 0) + (1024 if self.kc > 1 else 0)
 
 
-def choose_multistage(problem: IntegerGemm, target: Target, m: int) -> Multistage:
+def choose_multistage(problem: Gemm, target: Target, m: int) -> Multistage:
     """Tile by tokens; k split so that the bucket's first tiles fill the SMs twice (once with tiles of 128 tokens)."""
     tokens = next((t for t in multistage.BLOCK_TOKENS if m <= t), multistage.BLOCK_TOKENS[-1])
     tall = tokens == 128 and (m > 128 or problem.row_blocks > target.sms)
@@ -473,7 +454,7 @@ def choose_multistage(problem: IntegerGemm, target: Target, m: int) -> Multistag
 
 
 def bounds(
-    problem: IntegerGemm,
+    problem: Gemm,
     target: Target,
     m: int,
     dequantization: str = "xor",

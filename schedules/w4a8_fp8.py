@@ -2,7 +2,7 @@
 
 The tensor core's sums of a group of k are scaled and added to float32 sums (ops/w4a8/fp8_reference.py says why), so a
 tile of as many tokens takes more registers than on int8; more than 128 are multiplied in two pieces, one after the
-other. A problem is an `IntegerGemm` here too: its bytes are as many.
+other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import tile_costs, w4a8
-from terrazzo.schedules.w4a8 import IntegerGemm, Multistage, fitted
+from terrazzo.schedules.problem import Gemm
+from terrazzo.schedules.w4a8 import Multistage, fitted
 
 BLOCK_TOKENS = w4a8.BLOCK_TOKENS
 AT_ONCE = 128
@@ -60,7 +61,7 @@ class StreamK(w4a8.StreamK):
         return self.warpgroups == 2 if wide else super().legal()
 
 
-def choose(problem: IntegerGemm, target: Target, m: int, widths: Sequence[int] = BLOCK_TOKENS) -> StreamK:
+def choose(problem: Gemm, target: Target, m: int, widths: Sequence[int] = BLOCK_TOKENS) -> StreamK:
     """The tile whose launch is cheapest for the bucket of m: of four warpgroups where the accumulators and the number
     of tiles allow it, else of two, or of pairs of CTAs, of one warpgroup or two.
 
@@ -82,7 +83,7 @@ def choose(problem: IntegerGemm, target: Target, m: int, widths: Sequence[int] =
     return min(found, key=lambda s: w4a8.stream_k_us(s, problem, target, top))
 
 
-def choose_multistage(problem: IntegerGemm, target: Target, m: int) -> Multistage:
+def choose_multistage(problem: Gemm, target: Target, m: int) -> Multistage:
     """As on int8, with one row tile for each warp from 64 tokens on: products wait in registers to be scaled."""
     schedule = w4a8.choose_multistage(problem, target, m)
     if schedule.block_tokens < 64:
@@ -97,7 +98,7 @@ def choose_multistage(problem: IntegerGemm, target: Target, m: int) -> Multistag
     return replace(schedule, kc=max(1, min(8, kc, problem.units)))
 
 
-def choose_program(problem: IntegerGemm, target: Target, m: int) -> tuple[str, Any]:
+def choose_program(problem: Gemm, target: Target, m: int) -> tuple[str, Any]:
     """(program, schedule) for m tokens: stream_k where e4m3 wgmma is, else small_batch up to 16 tokens, multistage.
 
     sm_90a has no mma.sync of e4m3 (it emulates it through f16), so small batches run on wgmma there.

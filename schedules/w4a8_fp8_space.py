@@ -7,6 +7,7 @@ from typing import Any
 
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import spaces, w4a8, w4a8_fp8
+from terrazzo.schedules.problem import Gemm
 
 _SETTLE = 0.15  # of a unit's tensor-core time: sums of a group are scaled and added (an estimate)
 
@@ -46,6 +47,6 @@ class W4A8Fp8(spaces.W4A8):
         return super().cost(program, schedule, target, m) + settle_us(self.problem, target, m)
 
 
-def settle_us(problem: w4a8.IntegerGemm, target: Target, m: int) -> float:
+def settle_us(problem: Gemm, target: Target, m: int) -> float:
     """Predicted microseconds of scaling and adding the sums of m tokens."""
     return _SETTLE * 2 * m * problem.n * problem.k / target.tflops("e4m3") / 1e6

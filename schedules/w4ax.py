@@ -10,6 +10,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import small_batch, tile_costs, w4a8, work_items
 from terrazzo.schedules.partition import Partition, share_tiles
+from terrazzo.schedules.problem import Gemm
 
 BLOCK = 128
 UNIT_BYTES = 4224
@@ -37,48 +38,6 @@ TILE_COSTS = replace(  # of two-level scales: units fitted to 330 measurements o
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class MixedGemm:
-    """y[M, n] = x[M, k] w[n, k]^T with s4 weights; the last `blocks8` blocks of 128 channels of x have 8 bits."""
-
-    n: int
-    k: int
-    blocks8: int
-    out_bytes: int = 2
-    two_level: bool = False
-    """Scales: an integer for each block times one of the channel, and of the token and precision."""
-    bits: ClassVar[int] = 4
-
-    @property
-    def row_blocks(self) -> int:
-        """Row blocks of 64, the packing's unit."""
-        return -(-self.n // 64)
-
-    @property
-    def units(self) -> int:
-        """Blocks of 128 channels."""
-        return -(-self.k // BLOCK)
-
-    @property
-    def row_tiles(self) -> int:
-        """Row tiles of 16, padding included."""
-        return self.row_blocks * 4
-
-    @property
-    def groups_per_128(self) -> int:
-        """Records of scales in a block."""
-        return 1
-
-    @property
-    def record_bytes(self) -> int:
-        """Of such a record: 64 scales."""
-        return UNIT_BYTES - 64 * BLOCK * self.bits // 8
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.row_blocks * self.units * UNIT_BYTES
-
-
 def quantizer_warps(k: int, target: Target, m: int) -> int:
     """Warps of the CTA that quantizes a row: as many as blocks where rows are few, so that one is done soon.
 
@@ -100,20 +59,20 @@ class SmallBatch(w4a8.SmallBatch):
     }
     pairs = False  # not measured
 
-    def scale_bytes(self, problem: MixedGemm) -> int:
+    def scale_bytes(self, problem: Gemm) -> int:
         """Scales of tokens and blocks, and with two levels of rows, that wait in shared memory."""
         rows = self.most_rows(problem) if problem.two_level else 0
         return 4 * rows + -(-problem.units // self.kc) * self.token_tiles * 32
 
 
-def serves(problem: MixedGemm, target: Target, m: int) -> bool:
+def serves(problem: Gemm, target: Target, m: int) -> bool:
     """Whether small_batch is the program for m tokens: up to 8 always, up to 16 for small weights or without wgmma."""
     if m <= w4a8.TOKENS_PER_TILE or not target.supports("wgmma.s8"):
         return m <= MAX_TOKENS
     return m <= MAX_TOKENS and problem.n * problem.k < _LARGE
 
 
-def choose_small_batch(problem: MixedGemm, target: Target, m: int) -> SmallBatch:
+def choose_small_batch(problem: Gemm, target: Target, m: int) -> SmallBatch:
     """The cheapest split of k and of the warps, by the costs of W4A8.
 
     Raises:
@@ -122,7 +81,7 @@ def choose_small_batch(problem: MixedGemm, target: Target, m: int) -> SmallBatch
     return w4a8.choose_small_batch(problem, target, m, SmallBatch)
 
 
-def small_batch_us(schedule: SmallBatch, problem: MixedGemm, target: Target) -> float:
+def small_batch_us(schedule: SmallBatch, problem: Gemm, target: Target) -> float:
     """Predicted microseconds, up to a constant."""
     return small_batch.cost(schedule, problem, target, schedule.costs, x_bytes=1)
 
@@ -166,7 +125,7 @@ class StreamK:
     def stage_bytes(self) -> int:
         return self.block_tokens * (BLOCK + 4) + self.warpgroups * UNIT_BYTES
 
-    def smem_bytes(self, problem: MixedGemm) -> int:
+    def smem_bytes(self, problem: Gemm) -> int:
         pitch = 24 * 2 if problem.out_bytes == 2 else 20 * 4  # bytes of a staged row of 16
         return self.stages * self.stage_bytes + self.warpgroups * 4 * min(self.block_tokens, 32) * pitch + _RESERVED
 
@@ -204,7 +163,7 @@ class Integer:
     def stage_bytes(self) -> int:
         return self.block_tokens * BLOCK + self.warpgroups * UNIT_BYTES
 
-    def smem_bytes(self, problem: MixedGemm) -> int:
+    def smem_bytes(self, problem: Gemm) -> int:
         pitch = 24 * 2 if problem.out_bytes == 2 else 20 * 4  # bytes of a staged row of 16
         step = min(self.block_tokens, 16 if self.stash else 32)  # tokens that a warp stages
         own = 4 * step * pitch + max(self.block_tokens, 32) * 4  # and the tokens' scales
@@ -217,7 +176,7 @@ class Integer:
         return asdict(self)
 
 
-def fitted(schedule: StreamK | Integer, problem: MixedGemm, target: Target) -> StreamK | Integer:
+def fitted(schedule: StreamK | Integer, problem: Gemm, target: Target) -> StreamK | Integer:
     """The same tile with as many stages as fit, up to 12."""
     fixed = schedule.smem_bytes(problem) - schedule.stages * schedule.stage_bytes
     return replace(schedule, stages=min(12, (target.smem_per_block - fixed) // schedule.stage_bytes))
@@ -229,7 +188,7 @@ def _width(m: int) -> int:
     return next(tokens for tokens in BLOCK_TOKENS if tokens * tiles >= tile_costs.bucket(m))
 
 
-def choose_integer(problem: MixedGemm, target: Target, m: int) -> Integer:
+def choose_integer(problem: Gemm, target: Target, m: int) -> Integer:
     """The tile whose launch is cheapest for the bucket of m (`tile_costs`), with as many stages as fit; up to 32 tokens
     that of `choose`."""
     top = tile_costs.bucket(m)
@@ -241,7 +200,7 @@ def choose_integer(problem: MixedGemm, target: Target, m: int) -> Integer:
     return min(found, key=lambda s: integer_us(s, problem, target, top))
 
 
-def choose(problem: MixedGemm, target: Target, m: int) -> StreamK:
+def choose(problem: Gemm, target: Target, m: int) -> StreamK:
     """Tile shape by tokens and size of the weight, with as many stages as fit."""
     tokens = _width(m)
     millions = problem.row_blocks * 64 * problem.units * BLOCK / 1e6
@@ -250,7 +209,7 @@ def choose(problem: MixedGemm, target: Target, m: int) -> StreamK:
     return fitted(StreamK(tokens, warpgroups, stages=2, turns=int(tokens > 64)), problem, target)
 
 
-def partition(schedule: StreamK | Integer, problem: MixedGemm, target: Target, m: int) -> Partition:
+def partition(schedule: StreamK | Integer, problem: Gemm, target: Target, m: int) -> Partition:
     """Tiles of the schedule over the SMs of the target; both kinds of blocks cost the same without native s4."""
     if isinstance(schedule, Integer):
         return _divide(schedule, problem, target, m)[1]
@@ -258,21 +217,21 @@ def partition(schedule: StreamK | Integer, problem: MixedGemm, target: Target, m
     return share_tiles(tiles, problem.units, target.sms)
 
 
-def integer_us(schedule: Integer, problem: MixedGemm, target: Target, m: int) -> float:
+def integer_us(schedule: Integer, problem: Gemm, target: Target, m: int) -> float:
     """Predicted microseconds."""
     return _divide(schedule, problem, target, m)[0]
 
 
-def _divide(schedule: Integer, problem: MixedGemm, target: Target, m: int) -> tuple[float, Partition]:
+def _divide(schedule: Integer, problem: Gemm, target: Target, m: int) -> tuple[float, Partition]:
     """Microseconds of the cheapest way to divide the tiles over the SMs, and the partition."""
     return TILE_COSTS.divide(
         (schedule.block_tokens, schedule.warpgroups, 1),
         -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.warpgroups),
         problem.units,
-        tile_costs.dram_us(target, problem.weight_bytes + m * (problem.k + problem.n * problem.out_bytes)),
+        tile_costs.dram_us(target, problem.launch_bytes(m)),
         target.sms,
         False,
-        tile_costs.later_wave(target, m, problem.k, 1),
+        tile_costs.later_wave(target, m, problem.k, problem.x_bytes),
     )
 
 
@@ -301,7 +260,7 @@ class Persistent:
     def stage_bytes(self) -> int:
         return self.block_tokens * BLOCK + max(self.block_tokens, 32) * 4 + self.rows // 64 * UNIT_BYTES
 
-    def smem_bytes(self, problem: MixedGemm) -> int:
+    def smem_bytes(self, problem: Gemm) -> int:
         """Shared memory of one CTA, at most."""
         staged = self.warps * 16 * (self.row_blocks * 16 + 8) * 2 - self.stages * self.block_tokens * BLOCK
         return self.stages * self.stage_bytes + max(staged, 0)
@@ -311,7 +270,7 @@ class Persistent:
         return {name: value for name, value in asdict(self).items() if name != "ctas"}
 
 
-def choose_persistent(problem: MixedGemm, target: Target, m: int) -> Persistent:
+def choose_persistent(problem: Gemm, target: Target, m: int) -> Persistent:
     """Tile by tokens, 128 rows; three or four stages, and as many CTAs as an SM has shared memory for, up to two."""
     tokens = next((t for t in _PERSISTENT_TOKENS if m <= t), _PERSISTENT_TOKENS[-1])
     schedule = Persistent(128, 8, 2, 3, token_warps=2) if tokens == 128 else Persistent(tokens, 4, 2, 4)
@@ -321,7 +280,7 @@ def choose_persistent(problem: MixedGemm, target: Target, m: int) -> Persistent:
     return replace(schedule, ctas=1 if tokens == 128 else max(1, min(2, fits)))
 
 
-def work_plan(schedule: Persistent, problem: MixedGemm, target: Target, m: int, ctas: int) -> work_items.Plan:
+def work_plan(schedule: Persistent, problem: Gemm, target: Target, m: int, ctas: int) -> work_items.Plan:
     """Tiles of the schedule over `ctas` CTAs, cut along k by cost; tiles of the same rows follow each other.
 
     Args:

@@ -7,6 +7,7 @@ from typing import Any
 
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import spaces, w4a8, w4ax
+from terrazzo.schedules.problem import Gemm
 
 _PERSISTENT = ((16, 4, 1), (32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 2))  # tokens, warps, warps along the tokens
 _TURNS = 0.1  # of a stream-K kernel's time that warpgroups in turn save (an estimate, so that both are measured)
@@ -24,7 +25,7 @@ class W4Ax(spaces.Space):
         "integer": w4ax.Integer,
         "persistent": w4ax.Persistent,
     }
-    problem: w4ax.MixedGemm
+    problem: Gemm
 
     def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
         if _native(target):
@@ -94,7 +95,7 @@ class W4Ax(spaces.Space):
                 return w4ax.integer_us(schedule, self.problem, target, m)
             part = w4ax.partition(schedule, self.problem, target, m)
             tile = _Tile(schedule.block_tokens, schedule.warpgroups, schedule.warpgroups, schedule.stages)
-            us = spaces.stream_k_us(tile, self.problem, target, (blocks, blocks), part, w4ax.UNIT_BYTES, 1, "s8")
+            us = spaces.stream_k_us(tile, self.problem, target, (blocks, blocks), part)
             return us * (1 - _TURNS * getattr(schedule, "turns", 0))
         tiles = -(-self.problem.row_blocks * 64 // schedule.rows) * blocks
         ctas = schedule.ctas * target.sms

@@ -14,7 +14,8 @@ from terrazzo.ops.linear import stream_k as program
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.w4a16 import op
 from terrazzo.ops.w4a16.format import GROUPS
-from terrazzo.schedules import grouped_spaces, records, spaces
+from terrazzo.schedules import linear_spaces, records, spaces
+from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,9 @@ def plan(
     group, k8 = (0 if group_size >= k else group_size), -(-k // 8) * 8
     numerics = ("exact" if scale_dtype == dtype else "post") if numerics == "auto" else numerics
     operand = Operand(group, symmetric, scale_dtype, dtype, numerics)
-    space = grouped_spaces.of_w4a16(n, k8, operand.groups_per(128), operand.record_bytes, experts, numerics == "post")
+    scales = "post" if numerics == "post" else "fold"
+    own = dict(scales=scales, symmetric=symmetric, experts=experts)
+    space = linear_spaces.of(Gemm(n, k8, operand.groups_per(128), operand.record_bytes, **own))
     facts = tuning_facts(n, k, experts, group_size, symmetric, scale_dtype, dtype, numerics)
     _, s = spaces.choose(space, "w4a16_grouped", facts, target, m)
     common = dict(n=n, k=k8, group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, bias=bias)

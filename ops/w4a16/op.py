@@ -17,8 +17,8 @@ from terrazzo.ops.linear import small_batch as small_batch_program
 from terrazzo.ops.linear import stream_k as stream_k_program
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.w4a16.format import GROUPS, PackedWeight
-from terrazzo.schedules import multistage, records, spaces, stream_k
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules import linear_spaces, multistage, records, spaces, stream_k
+from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,9 @@ def plan(
     k8 = -(-k // 8) * 8  # x rows must be multiples of 16 bytes
     common = dict(n=n, k=k8, group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, bias=bias)
     probe = Operand(group, symmetric, scale_dtype, dtype, "post")
-    problem = WeightOnlyGemm(n, k8, probe.groups_per(128), probe.record_bytes)
+    tile_numerics = ("exact" if scale_dtype == dtype else "post") if numerics == "auto" else numerics
+    scales = "post" if tile_numerics == "post" else "fold"
+    problem = Gemm(n, k8, probe.groups_per(128), probe.record_bytes, scales=scales, symmetric=symmetric)
     runs_on = device or target
     flags = ptx_flags(target, device)
 
@@ -57,8 +59,7 @@ def plan(
         entry = f"{program.__name__}:build"
         return KernelRequest(name, entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
 
-    tile_numerics = ("exact" if scale_dtype == dtype else "post") if numerics == "auto" else numerics
-    space = spaces.W4A16(problem, tile_numerics == "post", symmetric)
+    space = linear_spaces.of(problem)
     if numerics == "auto":
         facts = tuning_facts(n, k, group_size, symmetric, scale_dtype, dtype)
         program, s = spaces.choose(space, "w4a16", facts, target, m, device)

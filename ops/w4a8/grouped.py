@@ -20,7 +20,8 @@ from terrazzo.ops.linear.bytes.fp8_problem import E4M3
 from terrazzo.ops.w4a8 import activations, fp8_format, op
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import GROUPS, UNIT_K
-from terrazzo.schedules import grouped_spaces, records, spaces, w4a8
+from terrazzo.schedules import linear_spaces, records, spaces
+from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
     import torch
@@ -52,10 +53,9 @@ def plan(
         n=n, k=k16, group=group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias and not raw
     )
     fp8_problem.of(**common)
-    gemm = w4a8.IntegerGemm.of(n, k16, group_size, 4 if raw else 2)
-    space = (grouped_spaces.of_w4a8_fp8 if e4m3 else grouped_spaces.of_w4a8)(gemm, experts)
+    gemm = Gemm.of_bytes(n, k16, group_size, 4 if raw else 2, "e4m3" if e4m3 else "s8", experts=experts)
     facts = tuning_facts(n, k, experts, group_size, out_dtype, dequantization)
-    _, s = spaces.choose(space, operator_of(dequantization), facts, target, m)
+    _, s = spaces.choose(linear_spaces.of(gemm), operator_of(dequantization), facts, target, m)
     params = common | s.params() | {"experts": experts}
     entry = f"{program.__name__}:build"
     return Plan(

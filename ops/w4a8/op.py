@@ -21,9 +21,9 @@ from terrazzo.ops.w4a8 import activations, basic, excp, fp8_format, pingpong
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import GROUPS, PackedWeight
 from terrazzo.ops.w4a8.reference import DEQUANTIZATIONS, OUT_DTYPES
-from terrazzo.schedules import multistage, records, spaces, w4a8_fp8
+from terrazzo.schedules import linear_spaces, multistage, records, spaces, w4a8_fp8
 from terrazzo.schedules import w4a8 as schedules
-from terrazzo.schedules.w4a8_fp8_space import W4A8Fp8
+from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ def plan(
         n=n, k=k16, group=group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias and not raw
     )
     fp8_problem.of(**common, compared=True)
-    gemm = schedules.IntegerGemm.of(n, k16, group_size, 4 if raw else 2)
+    gemm = Gemm.of_bytes(n, k16, group_size, 4 if raw else 2, "e4m3" if e4m3 else "s8")
 
     def request(program: ModuleType, schedule: Any) -> KernelRequest:
         name = f"w4a8.{program.__name__.rpartition('.')[2]}"
@@ -83,8 +83,7 @@ def plan(
         raise ArgumentError("pipeline", pipeline, "has no form for e4m3 activations", "take 'imfp'")
     if pipeline == "auto":
         facts = tuning_facts(n, k, group_size, out_dtype, dequantization)
-        space = W4A8Fp8(gemm) if e4m3 else spaces.W4A8(gemm)
-        program, s = spaces.choose(space, operator_of(dequantization), facts, target, m, device)
+        program, s = spaces.choose(linear_spaces.of(gemm), operator_of(dequantization), facts, target, m, device)
     elif pipeline == "small_batch":
         program = pipeline
         s = schedules.choose_small_batch(gemm, target, min(m, schedules.MAX_TOKENS))  # more take several launches

@@ -21,9 +21,9 @@ from terrazzo.ops.w4ax.activations import QuantizedActivations
 from terrazzo.ops.w4ax.fmpq import BLOCK
 from terrazzo.ops.w4ax.format import SCALES, PackedWeight, identity, native
 from terrazzo.ops.w4ax.reference import GRANULARITIES, OUT_DTYPES, UNIFORM
-from terrazzo.schedules import records, spaces
+from terrazzo.schedules import linear_spaces, records, spaces
 from terrazzo.schedules import w4ax as schedules
-from terrazzo.schedules.w4ax_space import W4Ax
+from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
     import torch
@@ -57,9 +57,9 @@ def plan(
         raise ArgumentError("out_dtype", out_dtype, f"must be one of {OUT_DTYPES}", "leave out_dtype out")
     depth = -(-k // BLOCK) * BLOCK
     common = dict(n=n, k=depth, blocks8=blocks8, out_dtype=out_dtype, bias=bias, two_level=two_level)
-    gemm = schedules.MixedGemm(n, depth, blocks8, problem.Gemm(**common).out_bytes, two_level)
+    gemm = Gemm.of_blocks(n, depth, blocks8, problem.Gemm(**common).out_bytes, two_level)
     facts = tuning_facts(n, k, blocks8, out_dtype, two_level)
-    name, schedule = spaces.choose(W4Ax(gemm), "w4ax", facts, target, m, device)
+    name, schedule = spaces.choose(linear_spaces.of(gemm), "w4ax", facts, target, m, device)
     program = _PROGRAMS[name]
     request = KernelRequest(
         f"w4ax.{name}",
@@ -273,7 +273,7 @@ def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, 
     kernel, *launch = launching.ready(chosen, m, x.device, stream, "w4ax.gemm")
     lists = None
     if listed is not None:
-        gemm = schedules.MixedGemm(w.n, w.blocks * BLOCK, w.blocks8)
+        gemm = Gemm.of_blocks(w.n, w.blocks * BLOCK, w.blocks8)
         lists = _work_lists(listed, gemm, target, m, listed.ctas * here.sms, x.device)
     found = launches[key] = (kernel, kernel.launcher(index), *launch, activations.stand_ins(x.device), lists)
     return found

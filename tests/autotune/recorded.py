@@ -10,7 +10,7 @@ from terrazzo.autotune.database import Problem
 from terrazzo.autotune.operators import get_operator
 from terrazzo.autotune.search import Limits, Plan, Search
 from terrazzo.lowering.targets import TARGET_NAMES, Target
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules.problem import Gemm
 from terrazzo.schedules.spaces import W4A16, Candidate
 
 DATA = Path(__file__).parents[1] / "data" / "tuning"
@@ -27,7 +27,7 @@ def load(*names: str) -> dict[Problem, list[tuple[Candidate, float]]]:
         for row in data["rows"]:
             fields = dict(zip(data["columns"], row))
             n, k, m, us = (fields.pop(name) for name in ("n", "k", "m", "us"))
-            space = W4A16(WeightOnlyGemm(n, k, 1, 192), False, False)
+            space = W4A16(Gemm(n, k, 1, 192))
             schedule = space.programs[data["program"]](**fields)
             cost = space.cost(data["program"], schedule, H200, m)
             known = found.setdefault(Problem.of("w4a16", {"n": n, "k": k, **FACTS}, m), {})

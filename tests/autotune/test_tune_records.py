@@ -22,8 +22,7 @@ from terrazzo.ops.w4a16 import grouped as grouped16
 from terrazzo.ops.w4a16 import op as w4a16
 from terrazzo.ops.w4ax import op as w4ax
 from terrazzo.schedules import records, spaces
-from terrazzo.schedules import w4a8 as w4a8_schedules
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules.problem import Gemm
 
 pytestmark = pytest.mark.usefixtures("without_records")
 H200, H100 = Target.parse("nvidia/nvidia-h200"), Target.parse("nvidia/nvidia-h100")
@@ -248,9 +247,9 @@ def test_the_nearest_record_of_a_bucket_does_not_pad_more():
 @pytest.mark.parametrize("tokens", [8, 72, 144, 512])
 def test_a_record_with_a_tile_that_no_program_has_leaves_the_choice_to_the_heuristic(tokens):
     target, tile = Target.parse("nvidia/nvidia-h200"), dict(warpgroups=2, row_blocks=1, stages=3)
-    of = w4a8_schedules.IntegerGemm.of(6144, 4096, 64)
+    of = Gemm.of_bytes(6144, 4096, 64)
     for space, more in (
-        (spaces.W4A16(WeightOnlyGemm(6144, 4096, 1, 192), False, False), {"stage_k": 64}),
+        (spaces.W4A16(Gemm(6144, 4096, 1, 192)), {"stage_k": 64}),
         (spaces.W4A8(of), {}),
     ):
         schedule, why = space.revive("stream_k", {"block_tokens": tokens, **tile, **more}, target, 64)

@@ -13,7 +13,7 @@ from terrazzo.ops.linear import stream_k
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.w4a16 import reference
 from terrazzo.schedules import stream_k as schedules
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules.problem import Gemm
 
 torch = pytest.importorskip("torch")
 DEVICE = "cuda"
@@ -36,9 +36,9 @@ class Case:
     cluster: int = 1
 
     @property
-    def problem(self) -> WeightOnlyGemm:
+    def problem(self) -> Gemm:
         op = Operand(self.group, False, self.dtype, self.dtype, self.numerics)
-        return WeightOnlyGemm(self.n, self.k, op.groups_per(128), op.record_bytes)
+        return Gemm(self.n, self.k, op.groups_per(128), op.record_bytes)
 
     @property
     def schedule(self) -> schedules.StreamK:

@@ -23,6 +23,7 @@ from terrazzo.ops.w4a8 import excp as excp_program
 from terrazzo.ops.w4a8 import pingpong as pingpong_program
 from terrazzo.schedules import w4a8
 from terrazzo.schedules.multistage import launch_sizes
+from terrazzo.schedules.problem import Gemm
 
 DEVICE = "cuda"
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -141,9 +142,9 @@ def buffers(case: Case, m: int, grid: tuple[int, int] | None) -> tuple[torch.Ten
     return workspace, torch.zeros(sem, dtype=torch.int32, device=DEVICE), scalars
 
 
-def problem(case: Case) -> w4a8.IntegerGemm:
+def problem(case: Case) -> Gemm:
     out_bytes = 4 if case.out_dtype == "int32" else 2
-    return w4a8.IntegerGemm.of(case.weight.n, -(-case.weight.k // 16) * 16, case.weight.group, out_bytes)
+    return Gemm.of_bytes(case.weight.n, -(-case.weight.k // 16) * 16, case.weight.group, out_bytes)
 
 
 def check(case: Case) -> None:
@@ -214,7 +215,7 @@ def stream_k(
 
 def fitted(weight: Weight, schedule: object, out_dtype: str = "int32") -> object:
     out_bytes = 4 if out_dtype == "int32" else 2
-    of = w4a8.IntegerGemm.of(weight.n, -(-weight.k // 16) * 16, weight.group, out_bytes)
+    of = Gemm.of_bytes(weight.n, -(-weight.k // 16) * 16, weight.group, out_bytes)
     return w4a8.fitted(schedule, of, Target.parse("sm_90a"))
 
 
@@ -316,7 +317,7 @@ def multistage_cases() -> list[Case]:
                 cases.append(Case("multistage", weight, s, ms, dequantization, out_dtype, bias, arch="sm_80"))
     cases.append(Case("multistage", SMALL, w4a8.Multistage(64, 4, 2, 3, kc=2), (17, 131), "vadd4", arch="sm_80"))
     for m in (32, 64, 128, 1000):
-        s = w4a8.choose_multistage(w4a8.IntegerGemm.of(4096, 4096, 64), Target.parse("sm_80"), m)
+        s = w4a8.choose_multistage(Gemm.of_bytes(4096, 4096, 64), Target.parse("sm_80"), m)
         cases.append(
             Case("multistage", Weight(4096, 4096, 64), s, (m,), out_dtype="float16", arch="sm_80", launches=20)
         )
@@ -329,7 +330,7 @@ def chosen_cases() -> list[Case]:
     target = Target.parse("sm_90a")
     for n, k in ((6144, 4096), (4096, 14336)):
         weight = Weight(n, k, 64)
-        of = w4a8.IntegerGemm.of(n, k, 64)
+        of = Gemm.of_bytes(n, k, 64)
         for m in (1, 16, 32):
             cases.append(Case("small_batch", weight, w4a8.choose_small_batch(of, target, m), (m,), out_dtype="float16"))
         for m in (16, 64, 128, 256, 1000):
@@ -340,7 +341,7 @@ def chosen_cases() -> list[Case]:
 def stress_cases() -> list[Case]:
     """Several waves, many launches: a stage that is given back too early shows as a changed bit."""
     weight = Weight(6144, 4096, 64)
-    of = w4a8.IntegerGemm.of(6144, 4096, 64, 4)
+    of = Gemm.of_bytes(6144, 4096, 64, 4)
     target = Target.parse("sm_90a")
     shapes = ((16, 4, 2), (64, 4, 1), (128, 4, 1), (256, 2, 1))
     cases = [

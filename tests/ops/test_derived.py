@@ -18,6 +18,7 @@ from terrazzo.ops.w4ax import activations as mixed
 from terrazzo.ops.w4ax import op as mixed_op
 from terrazzo.schedules import records
 from terrazzo.schedules import w4ax as schedules
+from terrazzo.schedules.problem import Gemm
 from torch._subclasses import FakeTensorMode
 
 CPU = torch.device("cpu")
@@ -182,7 +183,7 @@ def test_a_parameter_that_requires_a_gradient_is_refused(family):
 
 def test_work_lists_outlive_tuned_records(monkeypatch):
     """Of the `persistent` program: captured graphs read them, whatever records say later."""
-    target, gemm = Target.parse("sm_80"), schedules.MixedGemm(1000, 1280, 3)
+    target, gemm = Target.parse("sm_80"), Gemm.of_blocks(1000, 1280, 3)
     asked = (schedules.choose_persistent(gemm, target, 100), gemm, target, 100, 216, CPU)
     lists = mixed_op._work_lists(*asked)
     assert [it.dtype for it in lists] == [torch.int32] * 2 and lists[1][-1] == len(lists[0])

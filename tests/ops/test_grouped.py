@@ -22,9 +22,8 @@ from terrazzo.ops.grouped import MOST_EXPERTS, GroupedWeight, all_tokens
 from terrazzo.ops.w4a8 import fp8
 from terrazzo.ops.w4a8 import grouped as w4a8_grouped
 from terrazzo.ops.w4a16 import grouped as w4a16_grouped
-from terrazzo.schedules import grouped, stream_k, w4a8_fp8
-from terrazzo.schedules import w4a8 as w4a8_schedules
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules import grouped
+from terrazzo.schedules.problem import Gemm
 
 HOPPER = Target.parse("sm_90a")
 W4A16 = dict(group_size=128, symmetric=False, scale_dtype="float16")
@@ -118,19 +117,19 @@ problems = st.tuples(st.integers(1, 20000), st.integers(1, 15000), st.sampled_fr
 def test_schedules_are_legal(sizes, experts, m):
     n, k, group = sizes
     room = HOPPER.smem_per_block - 8 * (experts + 1)
-    of = w4a8_schedules.IntegerGemm.of(n, k, group)
-    for form in (w4a8_schedules, w4a8_fp8):
-        s = grouped.choose(form, of, HOPPER, m, experts)
+    for activations in ("s8", "e4m3"):
+        of = Gemm.of_bytes(n, k, group, activations=activations, experts=experts)
+        s = grouped.choose(of, HOPPER, m)
         assert grouped.legal(s) and s.stages >= 2 and s.smem_bytes(of) <= room
-    for record, post in ((128 * 3 // 2, False), (320, True)):
-        of = WeightOnlyGemm(n, k, 128 // group, record)
-        s = grouped.choose(stream_k, of, HOPPER, m, experts, post)
+    for record, scales in ((128 * 3 // 2, "fold"), (320, "post")):
+        of = Gemm(n, k, 128 // group, record, scales=scales, experts=experts)
+        s = grouped.choose(of, HOPPER, m)
         assert s.stages >= 2 and s.smem_bytes(of) <= room
 
 
 def test_schedules_of_known_layers():
     """16 tokens for each of 8 experts are one wave of tiles that hold 8 more; 128 small experts take narrow ones."""
-    choose = lambda n, k, m, e: grouped.choose(w4a8_schedules, w4a8_schedules.IntegerGemm.of(n, k, 64), HOPPER, m, e)
+    choose = lambda n, k, m, e: grouped.choose(Gemm.of_bytes(n, k, 64, experts=e), HOPPER, m)
     goal = choose(4096, 7168, 128, 8)
     assert (goal.block_tokens, goal.cta_blocks) == (32, 4)
     qwen = choose(1536, 2048, 128, 128)
@@ -142,25 +141,25 @@ def test_schedules_of_known_layers():
 @given(m=st.integers(1, 40000), experts=st.integers(1, 160))
 def test_a_new_number_of_tokens_never_needs_a_new_kernel(m, experts):
     """Every M takes the tile of one of those that are compiled up front."""
-    for form, of in (
-        (stream_k, WeightOnlyGemm(2048, 768, 1, 192)),
-        (w4a8_fp8, w4a8_schedules.IntegerGemm.of(2048, 768, 128)),
+    for of in (
+        Gemm(2048, 768, 1, 192, experts=experts),
+        Gemm.of_bytes(2048, 768, 128, activations="e4m3", experts=experts),
     ):
-        known = {grouped.choose(form, of, HOPPER, tokens, experts) for tokens in all_tokens(experts)}
-        assert grouped.choose(form, of, HOPPER, m, experts) in known
+        known = {grouped.choose(of, HOPPER, tokens) for tokens in all_tokens(experts)}
+        assert grouped.choose(of, HOPPER, m) in known
 
 
 def test_few_tokens_reach_few_experts():
     """Eight of 128 experts fill the SMs with low tiles; a token for each expert does with tall ones."""
-    of = WeightOnlyGemm(2048, 768, 1, 192)
-    few, many = (grouped.choose(stream_k, of, HOPPER, m, 128) for m in (8, 1024))
+    of = Gemm(2048, 768, 1, 192, experts=128)
+    few, many = (grouped.choose(of, HOPPER, m) for m in (8, 1024))
     assert (few.block_tokens, few.cta_blocks) == (16, 2) and many.cta_blocks > 2
 
 
 @pytest.mark.parametrize(("m", "experts", "tokens"), [(2048, 8, 128), (32768, 128, 128), (8192, 8, 256)])
 def test_experts_on_e4m3_take_tiles_of_two_products_where_padding_is_little(m, experts, tokens):
-    problem = w4a8_schedules.IntegerGemm.of(28672, 4096, 128)
-    assert grouped.choose(w4a8_fp8, problem, HOPPER, m, experts).block_tokens == tokens
+    problem = Gemm.of_bytes(28672, 4096, 128, activations="e4m3", experts=experts)
+    assert grouped.choose(problem, HOPPER, m).block_tokens == tokens
 
 
 def test_random_experts_take_as_many_tiles_as_the_model_says():
@@ -177,19 +176,21 @@ def test_tiles_beside_the_fastest_that_was_measured(op):
     """Experts of two models, 16 to 512 tokens each: 1 % more than the fastest tile, and beside what tiles as wide as
     the average expert's tokens took, an eighth less (e4m3: a sixteenth)."""
     data = json.loads((Path(__file__).parents[1] / "data/tuning/grouped_h200.json").read_text())
-    form = {"w4a16_grouped": stream_k, "w4a8_grouped": w4a8_schedules, "w4a8_fp8_grouped": w4a8_fp8}[op]
     beside, gained = [], []
     for row in data[op]:
-        group = 64 if op == "w4a8_grouped" else 128
-        of = w4a8_schedules.IntegerGemm.of(row["n"], row["k"], group)
-        of = WeightOnlyGemm(row["n"], row["k"], 1, 192) if form is stream_k else of
-        s = grouped.choose(form, of, Target.parse("nvidia/nvidia-h200"), row["m"], row["experts"])
+        sizes, own = (row["n"], row["k"]), dict(experts=row["experts"])
+        of = {
+            "w4a16_grouped": Gemm(*sizes, 1, 192, **own),
+            "w4a8_grouped": Gemm.of_bytes(*sizes, 64, **own),
+            "w4a8_fp8_grouped": Gemm.of_bytes(*sizes, 128, activations="e4m3", **own),
+        }[op]
+        s = grouped.choose(of, Target.parse("nvidia/nvidia-h200"), row["m"])
         chosen = row["us"].get(f"{s.block_tokens} {s.warpgroups} {s.row_blocks}")
         beside += [chosen / min(row["us"].values())] if chosen else []
         gained += [chosen / row["us"][row["before"]]] if chosen else []
     mean = lambda ratios: exp(sum(map(log, ratios)) / len(ratios))
     assert len(beside) >= 20 and mean(beside) <= 1.011 and max(beside) <= 1.08
-    assert mean(gained) <= (0.94 if form is w4a8_fp8 else 0.88)
+    assert mean(gained) <= (0.94 if "fp8" in op else 0.88)
 
 
 def test_requests_depend_on_the_tokens_of_an_expert_alone():

@@ -7,7 +7,7 @@ from terrazzo.layouts import get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.formats.weight import BLOCK_ROWS, BLOCK_WORDS, TILE_WORDS, WEIGHTS, WeightFormat, get_weight_format
 from terrazzo.ops.linear.operand import SCALE_BYTES, Operand
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules.problem import Gemm
 
 formats = pytest.mark.parametrize("fmt", WEIGHTS.values(), ids=str)
 wide = dataclasses.replace(WEIGHTS["u4"], name="eight bits", bits=8)
@@ -38,7 +38,7 @@ def test_its_scales_have_known_sizes(fmt: WeightFormat):
 @formats
 def test_schedules_count_the_same_bytes(fmt: WeightFormat):
     op = Operand(64, True, "float16", "float16", "post", fmt.name)
-    gemm = WeightOnlyGemm(128, 256, op.groups_per(128), op.record_bytes, bits=fmt.bits)
+    gemm = Gemm(128, 256, op.groups_per(128), op.record_bytes, bits=fmt.bits)
     assert op.weight_bytes(128, 256) == gemm.row_blocks * gemm.units * gemm.unit_bytes
 
 

@@ -12,11 +12,11 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops.tiles.cluster_shares import cluster_macros
 from terrazzo.ops.tiles.resident import cluster_shape
 from terrazzo.ops.tiles.scheduler import ring_macros
-from terrazzo.schedules import clusters, grouped_spaces, small_batch, spaces, stream_k, w4a8
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules import clusters, linear_spaces, small_batch, spaces, stream_k, w4a8
+from terrazzo.schedules.problem import Gemm
 
 H200, A100 = Target.parse("nvidia/nvidia-h200"), Target.parse("sm_80")
-PROBLEM = WeightOnlyGemm(4096, 4096, 1, 192)
+PROBLEM = Gemm(4096, 4096, 1, 192)
 RING = dict(dtype="float32", units=32, stages=6, each=1, stage_bytes=16384, rings=ring_macros(stages=6))
 
 
@@ -48,11 +48,11 @@ def test_a_schedule_whose_tiles_cannot_be_shared_is_refused(change, said):
         **{**dict(block_tokens=128, warpgroups=2, row_blocks=1, stages=4, stage_k=128), **change}
     )
     assert said in schedule.cluster_refusal(PROBLEM, H200)
-    assert spaces.W4A16(PROBLEM, False, False).refusal("stream_k", schedule, H200, 128)
+    assert spaces.W4A16(PROBLEM).refusal("stream_k", schedule, H200, 128)
 
 
 def test_other_pipelines_and_older_gpus_have_no_clusters():
-    problem = w4a8.IntegerGemm.of(4096, 4096, 64)
+    problem = Gemm.of_bytes(4096, 4096, 64)
     assert "Basic" in w4a8.Basic(128, 2, 1, 4, cluster=2).cluster_refusal(problem, H200)
     assert not w4a8.StreamK(128, 2, 1, 4, cluster=2).cluster_refusal(problem, H200)
     assert "sm_80 has none" in stream_k.StreamK(128, 2, 1, 4, 128, cluster=2).cluster_refusal(PROBLEM, A100)
@@ -65,10 +65,8 @@ def test_other_pipelines_and_older_gpus_have_no_clusters():
 )
 def test_experts_do_not_share_tiles_by_clusters(form, n, k, m, experts):
     """Which CTAs share a tile is found on the device: neither the heuristic nor a record may say it."""
-    if form == "w4a16":
-        space = grouped_spaces.of_w4a16(n, k, 1, 192, experts, False)
-    else:
-        space = grouped_spaces.of_w4a8(w4a8.IntegerGemm.of(n, k, 64), experts)
+    of = Gemm(n, k, 1, 192, experts=experts) if form == "w4a16" else Gemm.of_bytes(n, k, 64, experts=experts)
+    space = linear_spaces.of(of)
     schedule = space.heuristic(H200, m)[1]
     assert schedule.cluster == 1 and not space.refusal("grouped", schedule, H200, m)
     assert "cluster" in space.refusal("grouped", replace(schedule, cluster=2), H200, m)

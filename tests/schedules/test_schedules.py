@@ -12,12 +12,12 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops.tiles.resident import resident_rows
 from terrazzo.schedules import multistage, small_batch, spaces, stream_k
 from terrazzo.schedules.models import MEASURED, MODELS
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules.problem import Gemm
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a")
 SHAPES = sorted({(layer.n, layer.k) for model in MEASURED for layer in MODELS[model]})
 problems = st.builds(
-    WeightOnlyGemm,
+    Gemm,
     n=st.integers(1, 60000),
     k=st.integers(1, 30000),
     groups_per_128=st.sampled_from((1, 2, 4)),
@@ -49,7 +49,7 @@ def test_small_batch_schedules_are_legal(problem, m, arch):
     ],
 )
 def test_small_batches_hold_the_tokens_that_they_say(tiles, tokens, m, said):
-    target, problem = Target.parse("sm_90a"), WeightOnlyGemm(4096, 4096, 1, 192)
+    target, problem = Target.parse("sm_90a"), Gemm(4096, 4096, 1, 192)
     s = small_batch.SmallBatch(tiles, 1, 128, 8, 1, 2, tokens=tokens)
     found = spaces.small_batch_refusal(s, problem, target, m, small_batch.MAX_TOKENS)
     assert said in found and bool(said) == bool(found)
@@ -60,14 +60,14 @@ def test_small_batches_hold_the_tokens_that_they_say(tiles, tokens, m, said):
 
 def test_fewer_rows_of_x_leave_room():
     """kc = 2 for 4 tokens of 28672 channels, which eight rows of x would not leave room for."""
-    target, problem = Target.parse("sm_90a"), WeightOnlyGemm(8192, 28672, 1, 192)
+    target, problem = Target.parse("sm_90a"), Gemm(8192, 28672, 1, 192)
     sizes = [small_batch.SmallBatch(1, 2, 66, 14, 2, 2, tokens=rows).smem_bytes(problem) for rows in (1, 4, 0)]
     assert sizes[0] < sizes[1] <= target.smem_per_block < sizes[2]
 
 
 def test_an_sm_for_each_cta_must_fit_beside_the_sums_of_pairs():
     """A long inbox beside little x: what fits by itself does not with what keeps a second CTA from the SM."""
-    target, problem = Target.parse("sm_90a"), WeightOnlyGemm(400_000, 512, 1, 192)
+    target, problem = Target.parse("sm_90a"), Gemm(400_000, 512, 1, 192)
     s = small_batch.SmallBatch(1, 2, 66, 2, 4, 2, joined=True)
     assert s.smem_bytes(problem) <= target.smem_per_block < s.launch_bytes(problem, target)
     assert "shared memory" in spaces.small_batch_refusal(s, problem, target, 8, small_batch.MAX_TOKENS)
@@ -77,7 +77,7 @@ def test_an_sm_for_each_cta_must_fit_beside_the_sums_of_pairs():
 
 def test_small_batch_refuses_wide_batches():
     with pytest.raises(ArgumentError, match="1..16"):
-        small_batch.choose(WeightOnlyGemm(64, 128, 1, 192), Target.parse("sm_90a"), 17)
+        small_batch.choose(Gemm(64, 128, 1, 192), Target.parse("sm_90a"), 17)
 
 
 def shares(s, problem, part, m):
@@ -99,7 +99,7 @@ def shares(s, problem, part, m):
 @given(problem=problems, m=st.integers(9, 3000))
 def test_stream_k_covers_every_unit_once(problem, m):
     target = Target.parse("sm_90a")
-    s = stream_k.choose(problem, target, m, False)
+    s = stream_k.choose(problem, target, m)
     part = stream_k.partition(s, problem, target, m)
     assert 1 <= part.grid <= target.sms
     tiles = -(-m // s.block_tokens) * -(-problem.row_blocks // s.cta_blocks)
@@ -127,8 +127,8 @@ def test_stream_k_schedules_fit(m):
     target = Target.parse("sm_90a")
     for n, k in SHAPES:
         for groups, record in ((1, 192), (4, 320)):
-            problem = WeightOnlyGemm(n, k, groups, record)
-            s = stream_k.choose(problem, target, m, groups == 4)
+            problem = Gemm(n, k, groups, record, scales="post" if groups == 4 else "fold")
+            s = stream_k.choose(problem, target, m)
             assert s.smem_bytes(problem) <= target.smem_per_block and s.stages >= 3
 
 
@@ -137,9 +137,9 @@ def test_stream_k_schedules_fit(m):
 def test_multistage_schedules_fit(arch, m):
     target = Target.parse(arch)
     for n, k in SHAPES:
-        for scaled_sums, symmetric in ((False, False), (False, True), (True, False)):
-            problem = WeightOnlyGemm(n, k, 4, 320)
-            s = multistage.choose(problem, target, m, scaled_sums, symmetric)
+        for scales, symmetric in (("fold", False), ("fold", True), ("post", False)):
+            problem = Gemm(n, k, 4, 320, scales=scales, symmetric=symmetric)
+            s = multistage.choose(problem, target, m)
             assert s.smem_bytes(problem) <= target.smem_per_block and s.rows % 64 == 0
             workspace, semaphores = multistage.launch_sizes(s, problem, m)
             assert len(workspace) == 5 and semaphores[0] <= 4096
@@ -156,4 +156,4 @@ PAIRS = {  # W4A16 weight -> us of 16 tokens on an H200, the fastest recorded of
 def test_sixteen_tokens_get_the_program_that_was_faster():
     target = Target.parse("nvidia/nvidia-h200")
     for (n, k), (small, tiles) in PAIRS.items():
-        assert small_batch.serves(WeightOnlyGemm(n, k, 1, 192), target, 16) == (small < tiles), (n, k)
+        assert small_batch.serves(Gemm(n, k, 1, 192), target, 16) == (small < tiles), (n, k)

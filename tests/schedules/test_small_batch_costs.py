@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import small_batch, w4a8
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules.problem import Gemm
 
 MEASURED = json.loads((Path(__file__).parents[1] / "data/tuning/small_batch_h200.json").read_text())
 TARGET = Target.parse("nvidia/nvidia-h200")
@@ -24,10 +24,10 @@ def test_the_cheapest_of_those_measured_is_nearly_the_fastest(op, tokens):
             continue
         if op == "w4a16":
             kind, costs, size, problem = small_batch.SmallBatch, small_batch.COSTS, 2, (1, 192)
-            problem = WeightOnlyGemm(row["n"], row["k"], *problem)
+            problem = Gemm(row["n"], row["k"], *problem)
         else:
             kind, costs, size = w4a8.SmallBatch, w4a8.COSTS, 1
-            problem = w4a8.IntegerGemm.of(row["n"], row["k"], 64)
+            problem = Gemm.of_bytes(row["n"], row["k"], 64)
         runs = [(kind(**dict(zip(MEASURED["fields"], values))), us) for values, us in row["runs"]]
         runs = [(s, us) for s, us in runs if s.x_rows == (tokens if tokens < 8 else 8) and s.stages <= 2]
         if len(runs) > 1:

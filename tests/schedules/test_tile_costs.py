@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
 from terrazzo.schedules import spaces, stream_k, tile_costs, w4a8, w4a8_fp8, w4ax
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules.problem import Gemm
 
 DATA = Path(__file__).parents[1] / "data/tuning"
 TILES, PARTITIONS, PAIRS, BUCKETS, WIDTHS = (
@@ -40,15 +40,15 @@ def test_partitions_leave_no_share_without_work(tiles, units, slots):
 
 def chosen(op: str, n: int, k: int, m: int, target: Target = TARGET, widths: tuple[int, ...] = stream_k.BLOCK_TOKENS):
     if op == "w4a16":
-        problem = WeightOnlyGemm(n, k, 1, 192)
-        schedule = stream_k.choose(problem, target, m, False, widths)
+        problem = Gemm(n, k, 1, 192)
+        schedule = stream_k.choose(problem, target, m, widths)
         return schedule, stream_k.partition(schedule, problem, target, m)
     if op == "w4ax":
-        problem = w4ax.MixedGemm(n, k, -(-k // 128) // 4, two_level=True)
+        problem = Gemm.of_blocks(n, k, -(-k // 128) // 4, two_level=True)
         schedule = w4ax.choose_integer(problem, target, m)
         return schedule, w4ax.partition(schedule, problem, target, m)
     e4m3 = op == "w4a8_fp8"
-    problem = w4a8.IntegerGemm.of(n, k, 128 if e4m3 else 64)
+    problem = Gemm.of_bytes(n, k, 128 if e4m3 else 64)
     schedule = (w4a8_fp8 if e4m3 else w4a8).choose(problem, target, m, widths)
     return schedule, w4a8.partition(schedule, problem, target, m)
 
@@ -60,7 +60,7 @@ def regret(times: dict[str, float], key: str) -> float:
 @pytest.mark.parametrize("m", [64, 128, 256])
 def test_ctas_of_an_sm_share_its_tensor_cores(m):
     """Two tiles of 64 rows on an SM are not predicted faster than one of 128, whose products are as many."""
-    problem, target = WeightOnlyGemm(6144, 4096, 1, 64), Target.parse("nvidia/nvidia-h200")
+    problem, target = Gemm(6144, 4096, 1, 64), Target.parse("nvidia/nvidia-h200")
     two, one = (
         stream_k.us(stream_k.StreamK(64, 2 // per_sm, 1, 5, 128, per_sm=per_sm), problem, target, m)
         for per_sm in (2, 1)
@@ -168,9 +168,9 @@ def test_partitions_beside_the_fastest_that_was_measured(op):
 def divided(op: str, n: int, k: int, m: int, tile: tuple[int, int, int]):
     """The model's division of a tile over the SMs."""
     if op == "w4a16":
-        problem = WeightOnlyGemm(n, k, 1, 192)
+        problem = Gemm(n, k, 1, 192)
         return stream_k.partition(stream_k.StreamK(*tile, stages=2), problem, TARGET, m)
-    return w4a8.partition(w4a8.StreamK(*tile, stages=2), w4a8.IntegerGemm.of(n, k, 64), TARGET, m)
+    return w4a8.partition(w4a8.StreamK(*tile, stages=2), Gemm.of_bytes(n, k, 64), TARGET, m)
 
 
 @settings(max_examples=60, deadline=None)
@@ -200,16 +200,16 @@ def test_withdrawals_leave_the_word_positive():
 def test_narrow_weights_walk_over_their_rows_one_token_block_after_the_other():
     target = Target.parse("nvidia/nvidia-h200")
     for n, rasters in ((8192, [8, 8, 1, 1]), (10240, [8, 8, 8, 8])):
-        found = [stream_k.choose(WeightOnlyGemm(n, 4096, 1, 512), target, m, False) for m in (64, 256, 1024, 4096)]
+        found = [stream_k.choose(Gemm(n, 4096, 1, 512), target, m) for m in (64, 256, 1024, 4096)]
         assert [s.raster for s in found] == rasters
-        found = [w4a8.choose(w4a8.IntegerGemm.of(n, 4096, 64), target, m) for m in (64, 256, 1024, 4096)]
+        found = [w4a8.choose(Gemm.of_bytes(n, 4096, 64), target, m) for m in (64, 256, 1024, 4096)]
         assert [s.raster for s in found] == rasters
 
 
 def test_rasters_are_tried_after_the_other_tiles_that_cost_the_same():
     """No cost model tells them apart, so a search that ends early has seen several tiles."""
     target = Target.parse("nvidia/nvidia-h200")
-    space = spaces.W4A16(WeightOnlyGemm(10240, 4096, 1, 512), False, False)
+    space = spaces.W4A16(Gemm(10240, 4096, 1, 512))
     found = [it.schedule for it in space.candidates(target, 1024)]
     tile = [s for s in found if (s.block_tokens, s.warpgroups, s.row_blocks, s.stage_k) == (128, 4, 1, 64)]
     assert [s.raster for s in tile if s.per_sm == 1] == [8, 4, 2, 1]  # 8 token blocks: no more than all of them

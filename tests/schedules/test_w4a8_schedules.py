@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import records, spaces, w4a8, w4ax
+from terrazzo.schedules.problem import Gemm
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a")
 problems = st.builds(
-    w4a8.IntegerGemm.of,
+    Gemm.of_bytes,
     n=st.integers(1, 60000),
     k=st.integers(1, 30000),
     group=st.sampled_from((32, 64, 128)),
@@ -61,15 +62,15 @@ def test_multistage_schedules_are_legal(problem, m, arch):
 
 def test_small_batch_refuses_wide_batches():
     with pytest.raises(ArgumentError, match="1..32"):
-        w4a8.choose_small_batch(w4a8.IntegerGemm.of(64, 128, 64), Target.parse("sm_90a"), 33)
+        w4a8.choose_small_batch(Gemm.of_bytes(64, 128, 64), Target.parse("sm_90a"), 33)
 
 
 def test_small_batch_serves_few_tokens():
-    problem, large = w4a8.IntegerGemm.of(4096, 4096, 64), w4a8.IntegerGemm.of(57344, 8192, 64)
+    problem, large = Gemm.of_bytes(4096, 4096, 64), Gemm.of_bytes(57344, 8192, 64)
     hopper, ampere = Target.parse("sm_90a"), Target.parse("sm_80")
     assert w4a8.serves(problem, hopper, 16) and not w4a8.serves(large, hopper, 16) and not w4a8.serves(large, hopper, 8)
     assert w4a8.serves(large, ampere, 16) and not w4a8.serves(problem, ampere, 17)
-    wide, deep = w4a8.IntegerGemm.of(28672, 4096, 64), w4a8.IntegerGemm.of(4096, 14336, 64)
+    wide, deep = Gemm.of_bytes(28672, 4096, 64), Gemm.of_bytes(4096, 14336, 64)
     assert w4a8.serves(deep, hopper, 4) and not w4a8.serves(deep, hopper, 9) and not w4a8.serves(wide, hopper, 4)
 
 
@@ -78,7 +79,7 @@ def test_small_batch_does_not_serve_what_no_cta_can_hold(target):
     """The scales of a CTA's rows, or its part of X: another program takes these, and nothing is refused."""
     at = Target.parse(target)
     for n, k in ((1 << 24, 2), (16, 1 << 25)):
-        problem = w4a8.IntegerGemm.of(n, k, 64)
+        problem = Gemm.of_bytes(n, k, 64)
         assert not w4a8.serves(problem, at, 8) and spaces.W4A8(problem).heuristic(at, 8)[0] != "small_batch"
 
 
@@ -89,20 +90,20 @@ def test_small_batch_serves_what_was_measured_so(m):
     for row in json.loads((records.FOLDER / "h200.json").read_text())["records"]:
         if row["op"] == "w4a8" and row["m"] == m:
             facts = row["facts"]
-            problem = w4a8.IntegerGemm.of(facts["n"], facts["k"], facts["group"])
+            problem = Gemm.of_bytes(facts["n"], facts["k"], facts["group"])
             recorded.append(w4a8.serves(problem, hopper, m) == (row["program"] == "small_batch"))
     assert len(recorded) >= 15 and recorded.count(False) <= 4
 
 
 def test_up_to_32_tokens_small_batch_serves_weights_that_are_small_and_not_deep():
     hopper = Target.parse("sm_90a")
-    of = w4a8.IntegerGemm.of
+    of = Gemm.of_bytes
     for n, k in ((4096, 4096), (6144, 4096)):
         assert all(w4a8.serves(of(n, k, 64), hopper, m) for m in (17, 24, 32))
         assert not w4a8.serves(of(n, k, 64), hopper, 33)
     for n, k in ((5120, 5120), (4096, 11008), (8192, 8192), (64, 28672)):  # many weights, or a split k: its sums
         assert not w4a8.serves(of(n, k, 64), hopper, 32)
-    mixed = w4ax.MixedGemm(4096, 4096, 0)
+    mixed = Gemm.of_blocks(4096, 4096, 0)
     assert w4ax.serves(mixed, hopper, 16) and not w4ax.serves(mixed, hopper, 17)  # X of 16 tokens at most
 
 
@@ -116,7 +117,7 @@ def test_the_space_holds_both_programs_for_small_batches(problem, m):
 
 def test_the_tensor_cores_bound_from_about_a_hundred_tokens_on():
     """M* = Phi_TC / (2 Phi_BD) = 103 on an H200 with bare 4-bit weights (specs.md D); parameters and x shift it up."""
-    problem, target = w4a8.IntegerGemm.of(28672, 8192, 64), Target.parse("sm_90a")
+    problem, target = Gemm.of_bytes(28672, 8192, 64), Target.parse("sm_90a")
     assert problem.weight_bytes == 28672 * 8192 // 2 * 1.0625 + 28672 * 4
     first = next(m for m in range(1, 400) if w4a8.bounds(problem, target, m).bound == "mma")
     assert 103 < first < 125
@@ -124,7 +125,7 @@ def test_the_tensor_cores_bound_from_about_a_hundred_tokens_on():
 
 
 def test_dequantization_follows_from_the_counted_instructions():
-    problem, target = w4a8.IntegerGemm.of(8192, 8192, 64), Target.parse("sm_90a")
+    problem, target = Gemm.of_bytes(8192, 8192, 64), Target.parse("sm_90a")
     xor, unsigned = (w4a8.bounds(problem, target, 64, form).dequant_us for form in ("xor", "unsigned"))
     assert xor / unsigned == pytest.approx(7 / 5)
     assert w4a8.bounds(problem, target, 512, token_tile=64).dequant_us == pytest.approx(8 * xor)

@@ -14,7 +14,7 @@ from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
 from terrazzo.ops.w4a16.format import PackedWeight
 from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.multistage import launch_sizes
-from terrazzo.schedules.problem import WeightOnlyGemm
+from terrazzo.schedules.problem import Gemm
 from test_w4a8_emulated import EXTRA
 from wgmma_on_cpu import SHIMS as WGMMA
 from wgmma_on_cpu import translated
@@ -155,6 +155,6 @@ class Program:
         return self._launch((s.kc, s.nc, 1), x, packed, *s.workspace(packed.words.shape[1] * 64))
 
     def multistage(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
-        s, problem = self.schedule, WeightOnlyGemm(self.spec.n, self.k, 1, 64)
+        s, problem = self.schedule, Gemm(self.spec.n, self.k, 1, 64)
         space, flags = launch_sizes(s, problem, len(x))
         return self._launch((s.tiles(problem, len(x)), s.kc, 1), x, packed, space, flags, tiles=flags[0])

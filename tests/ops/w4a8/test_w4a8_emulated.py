@@ -13,6 +13,7 @@ from terrazzo.ops.linear.bytes.problem import ComparedGemm
 from terrazzo.ops.w4a8.format import QuantizedWeight, pack
 from terrazzo.schedules import w4a8
 from terrazzo.schedules.multistage import launch_sizes
+from terrazzo.schedules.problem import Gemm
 
 pytestmark = [
     pytest.mark.compiles,
@@ -156,7 +157,7 @@ def emulate(weight, x, x_scales, schedule, folder, *, out_dtype, dequantization,
         source = source.replace(name, here)
     gemm = ComparedGemm(weight.n, k, weight.group_size, out_dtype, dequantization, bias is not None)
     kernel = CpuKernel(source, [EXTRA, gemm.converter.device_source], schedule.warps * 32, folder)
-    problem = w4a8.IntegerGemm.of(weight.n, k, weight.group_size, gemm.out_bytes)
+    problem = Gemm.of_bytes(weight.n, k, weight.group_size, gemm.out_bytes)
     space, flags = launch_sizes(schedule, problem, m)
     dtype = getattr(torch, out_dtype)
     y = torch.full((m, weight.n), -77 if gemm.raw else float("nan"), dtype=dtype)

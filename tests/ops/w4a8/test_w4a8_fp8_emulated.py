@@ -13,6 +13,7 @@ from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.w4a8 import fp8, fp8_reference
 from terrazzo.schedules import multistage, w4a8, w4a8_fp8
+from terrazzo.schedules.problem import Gemm
 from test_w4a8_emulated import EXTRA
 from wgmma_on_cpu import SHIMS as WGMMA
 from wgmma_on_cpu import translated
@@ -148,7 +149,7 @@ def test_kernel(name, tmp_path):
     if partition:
         y = stream_k(weight, given, scales, schedule, partition, tmp_path, out_dtype)
     elif name.startswith("multistage"):
-        problem = w4a8.IntegerGemm.of(n, k, group)
+        problem = Gemm.of_bytes(n, k, group)
         grid = (schedule.tiles(problem, m), schedule.kc, 1)
         space, flags = multistage.launch_sizes(schedule, problem, m)
         y = mma_sync("multistage", weight, given, scales, schedule, grid, space, flags, tmp_path, out_dtype)

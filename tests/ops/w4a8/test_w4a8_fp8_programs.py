@@ -12,6 +12,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.linear.bytes import multistage, small_batch, stream_k
 from terrazzo.schedules import w4a8, w4a8_fp8
+from terrazzo.schedules.problem import Gemm
 from test_w4a8_fp8_emulated import CASES as EMULATED
 from test_w4a8_programs import counter, sass, tools  # noqa: F401  (a fixture)
 
@@ -102,7 +103,7 @@ def test_machine_code(compiled, name):
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     facts = FACTS | changes
     schedule = FORMS[program](**{key: value for key, value in changes.items() if key not in FACTS})
-    of = w4a8.IntegerGemm.of(facts["n"], facts["k"], facts["group"])
+    of = Gemm.of_bytes(facts["n"], facts["k"], facts["group"])
     assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(of)
     if not report.instructions:
         pytest.skip(report.note)

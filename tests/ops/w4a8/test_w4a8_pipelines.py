@@ -11,7 +11,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.linear.bytes.problem import ComparedGemm
 from terrazzo.ops.w4a8 import basic, excp, pingpong
-from terrazzo.schedules import w4a8
+from terrazzo.schedules.problem import Gemm
 from test_w4a8_pipelines_emulated import CASES, request_of
 from test_w4a8_programs import check_releases, counter, sass, tools  # noqa: F401  (a fixture)
 
@@ -26,7 +26,7 @@ def test_machine_code(tools, name):  # noqa: F811
     folder = compile_request(request_of(name, ComparedGemm(n, k, group, out_dtype, dequantization, False), schedule))
     report = KernelReport.read(folder / "report.json")
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
-    problem, (groups, each) = w4a8.IntegerGemm.of(n, k, group, 4), GROUPS[name]
+    problem, (groups, each) = Gemm.of_bytes(n, k, group, 4), GROUPS[name]
     assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(problem)
     if not report.instructions:
         pytest.skip(report.note)

@@ -14,6 +14,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import find_cuda_tool, find_nvcc
 from terrazzo.ops.linear.bytes import multistage, small_batch, stream_k
 from terrazzo.schedules import w4a8
+from terrazzo.schedules.problem import Gemm
 
 FACTS = {"n": 448, "k": 640, "group": 64, "out_dtype": "float16", "dequantization": "xor", "bias": False}
 WIDE = {"warpgroups": 4, "row_blocks": 1, "stages": 4}
@@ -93,7 +94,7 @@ def test_machine_code(tools, name):
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
     facts = FACTS | changes
     schedule = FORMS[program](**{key: value for key, value in changes.items() if key not in FACTS})
-    of = w4a8.IntegerGemm.of(facts["n"], facts["k"], facts["group"], 4 if facts["out_dtype"] == "int32" else 2)
+    of = Gemm.of_bytes(facts["n"], facts["k"], facts["group"], 4 if facts["out_dtype"] == "int32" else 2)
     size = schedule.launch_bytes(of, Target.parse(target)) if program is small_batch else schedule.smem_bytes(of)
     assert report.smem_dynamic + report.smem_static <= size
     if not report.instructions:

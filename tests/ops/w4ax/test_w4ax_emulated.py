@@ -15,6 +15,7 @@ from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.w4ax import activations, integer, persistent, problem, reference, small_batch, stream_k
 from terrazzo.schedules import w4ax as schedules
 from terrazzo.schedules.clusters import PAIR
+from terrazzo.schedules.problem import Gemm
 from test_attention_prefill_emulated import on_cpu
 from test_w4a8_emulated import EXTRA
 from test_w4ax_format import random_weight
@@ -88,7 +89,7 @@ def emulate(weight, q, scales, schedule, ctas, folder, *, out_dtype):
     gemm = problem.Gemm(weight.n, k, weight.blocks8, out_dtype, False)
     extra = [EXTRA, SHIMS, gemm.converter.device_source, problem.SOURCE.replace("__forceinline__ float", "float")]
     kernel = CpuKernel(source, extra, schedule.warps * 32, folder)
-    of = schedules.MixedGemm(weight.n, k, weight.blocks8)
+    of = Gemm.of_blocks(weight.n, k, weight.blocks8)
     plan = schedules.work_plan(schedule, of, Target.parse("sm_80"), m, ctas)
     items, first, slots = schedules.work_list(plan, -(-m // schedule.block_tokens))
     y = torch.full((m, weight.n), float("nan"), dtype=getattr(torch, out_dtype))

@@ -12,6 +12,7 @@ from terrazzo.ops import launching, w4ax
 from terrazzo.ops.w4ax import activations, op
 from terrazzo.schedules import w4ax as schedules
 from terrazzo.schedules import work_items
+from terrazzo.schedules.problem import Gemm
 from terrazzo.schedules.w4ax_space import W4Ax
 from test_w4ax_format import random_weight
 
@@ -42,7 +43,7 @@ def test_no_m_needs_a_kernel_outside_the_listed_ones(arch, granularity, without_
 
 def test_schedules_fit_their_targets():
     for n, k in SHAPES:
-        gemm = schedules.MixedGemm(n, k, 0)
+        gemm = Gemm.of_blocks(n, k, 0)
         for m in TOKENS:
             hopper = schedules.choose(gemm, Target.parse("sm_90a"), m)
             integer = schedules.choose_integer(gemm, Target.parse("sm_90a"), m)
@@ -60,7 +61,7 @@ def test_schedules_fit_their_targets():
 def test_each_form_of_scales_has_its_tile_program():
     hopper, old = Target.parse("sm_90a"), Target.parse("sm_80")
     for two_level, program, other in ((False, "stream_k", "integer"), (True, "integer", "stream_k")):
-        space = W4Ax(schedules.MixedGemm(6144, 4096, 8, two_level=two_level))
+        space = W4Ax(Gemm.of_blocks(6144, 4096, 8, two_level=two_level))
         for m, first in ((8, "small_batch"), (64, program), (256, program)):
             assert space.heuristic(hopper, m)[0] == first
             found = {c.program for c in space.candidates(hopper, m)}
@@ -76,13 +77,13 @@ def test_tiles_of_integer_sums():
     assert [(s.block_tokens, s.warpgroups) for s in every if s.legal() and s.stash] == [(128, 3)]
     refused = [(s.block_tokens, s.warpgroups) for s in every if not s.legal()]
     assert refused == [(128, 4), *((256, warpgroups) for warpgroups in (1, 2, 3, 4))]
-    mixed, alone = (schedules.MixedGemm(4096, 4096, blocks8, two_level=True) for blocks8 in (8, 0))
+    mixed, alone = (Gemm.of_blocks(4096, 4096, blocks8, two_level=True) for blocks8 in (8, 0))
     wide = schedules.Integer(128, 3, 2)
     assert wide.smem_bytes(mixed) - wide.smem_bytes(alone) == 3 * 128 * 64 * 4
 
 
 def test_the_work_list_covers_every_block_once():
-    target, gemm = Target.parse("sm_80"), schedules.MixedGemm(1000, 1280, 3)
+    target, gemm = Target.parse("sm_80"), Gemm.of_blocks(1000, 1280, 3)
     schedule = schedules.choose_persistent(gemm, target, 100)
     plan = schedules.work_plan(schedule, gemm, target, 100, 216)
     plan.check(work_items.items_of(8, (4,) * 7 + (8,) * 3))

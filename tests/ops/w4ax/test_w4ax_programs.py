@@ -13,6 +13,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import find_nvcc
 from terrazzo.ops.w4ax import integer, persistent, small_batch, stream_k
 from terrazzo.schedules import w4ax as schedules
+from terrazzo.schedules.problem import Gemm
 from test_w4a8_programs import check_releases, counter, sass
 
 pytestmark = pytest.mark.compiles
@@ -69,7 +70,7 @@ def test_wgmma(name):
     folder, report = compiled(stream_k, "sm_90a", changes)
     check_releases((folder / "kernel.cu").read_text())
     schedule = schedules.StreamK(**{key: value for key, value in changes.items() if key not in FACTS})
-    assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(schedules.MixedGemm(448, 640, 2))
+    assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(Gemm.of_blocks(448, 640, 2))
     if not report.instructions:
         pytest.skip(report.note)
     assert report.tensor_instructions == [f"IGMMA.64x{tokens}x32.S8.S8"]  # INT4 blocks, too: s4 is not native
@@ -102,7 +103,7 @@ def test_integer(name):
     folder, report = compiled(integer, "sm_90a", facts | {"two_level": True} | schedule.params())
     check_releases((folder / "kernel.cu").read_text())
     out_bytes = 4 if facts["out_dtype"] == "float32" else 2
-    gemm = schedules.MixedGemm(facts["n"], facts["k"], facts["blocks8"], out_bytes, True)
+    gemm = Gemm.of_blocks(facts["n"], facts["k"], facts["blocks8"], out_bytes, True)
     assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(gemm) <= 232448
     if not report.instructions:
         pytest.skip(report.note)
@@ -124,7 +125,7 @@ def test_native_s4_and_s8(name):
     changes = MMA[name]
     folder, report = compiled(persistent, "sm_80", changes)
     schedule = schedules.Persistent(**{key: value for key, value in changes.items() if key not in FACTS})
-    assert report.smem_dynamic + report.smem_static == schedule.smem_bytes(schedules.MixedGemm(448, 640, 2))
+    assert report.smem_dynamic + report.smem_static == schedule.smem_bytes(Gemm.of_blocks(448, 640, 2))
     if not report.instructions:
         pytest.skip(report.note)
     assert set(report.tensor_instructions) == {"IMMA.16832.S8.S8", "IMMA.16864.S4.S4"}
@@ -151,7 +152,7 @@ def test_small_batch(name):
     changes = SMALL[name]
     folder, report = compiled(small_batch, "sm_90a", changes)
     schedule = schedules.SmallBatch(**{key: value for key, value in changes.items() if key not in FACTS})
-    size = schedule.launch_bytes(schedules.MixedGemm(448, 640, 2), Target.parse("sm_90a"))
+    size = schedule.launch_bytes(Gemm.of_blocks(448, 640, 2), Target.parse("sm_90a"))
     assert report.smem_dynamic + report.smem_static <= size
     assert report.registers <= schedule.registers() + 32
     if not report.instructions:
