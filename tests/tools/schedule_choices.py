@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 from terrazzo.autotune.database import Problem
 from terrazzo.autotune.operators import OPERATORS
@@ -141,7 +142,7 @@ def _cost(pair: tuple, space, at: Target, m: int) -> str:
 
 def _recorded() -> Lines:
     """Every record of the tables that ship, at its own M and at neighbours."""
-    os.environ.pop("TERRAZZO_TUNED", None)
+    del os.environ[records.VARIABLE]
     records.clear()
     at = Target.parse("nvidia/nvidia-h200")
     (table,) = records.tables(at.name)
@@ -158,9 +159,10 @@ def digests(patterns: Iterable[str], text: Path | None = None) -> Iterator[tuple
     """(label, SHA-256 of its lines) of the groups that match a pattern."""
     for label, lines in groups():
         if any(fnmatch.fnmatchcase(label, pattern) for pattern in patterns):
-            os.environ["TERRAZZO_TUNED"] = "off"
+            with mock.patch.dict(os.environ, {records.VARIABLE: "off"}):
+                records.clear()
+                found = "\n".join(lines())
             records.clear()
-            found = "\n".join(lines())
             if text:
                 text.mkdir(parents=True, exist_ok=True)
                 (text / f"{label.replace(' ', '_')}.txt").write_text(found + "\n")
