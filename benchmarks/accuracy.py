@@ -3,6 +3,7 @@
     python -m benchmarks.accuracy MODEL DATA                     every row; writes results/accuracy_<name>_<gpu>.json
     python -m benchmarks.accuracy MODEL DATA --rows f16+int4/int4,w4a8-g64+float16/float16 --windows 8
     python -m benchmarks.accuracy MODEL DATA --paths simulated   without a GPU: no kernel runs
+    python -m benchmarks.accuracy SMALL DATA --held-out --rows ...  of benchmarks.train_small, on what it has not seen
 
 MODEL is a Hugging Face folder (benchmarks.accuracy_data makes one of DATA, benchmarks.train_small another); the word
 `smollm2` names the first. Windows of `--length` tokens overlap by half; the later half of each is scored, in the first
@@ -29,6 +30,8 @@ from benchmarks import report
 FLOAT = "f16+float16/float16"
 KV_ROWS = ("int8/int8", "int8/int4", "int4_channel64/int4", "int4_channel128/int4", "int4/int4", "int2_channel64/int2")
 WEIGHT_ROWS = ("w4a16-g64", "w4a16-g32", "w4a8-g64", "w4a8-g32", "w4a8-e4m3-g64", "w4ax")
+ONLY = "@f16"
+"""Behind a weight format: its weights under activations that are not quantized, which only the simulation has."""
 ROWS = (
     *(f"f16+{kv}" for kv in KV_ROWS),
     *(f"{weights}+float16/float16" for weights in WEIGHT_ROWS),
@@ -42,8 +45,8 @@ Forward = Callable[[Any], Any]
 
 
 def parse_row(text: str) -> tuple[str, str, str]:
-    """(weights, keys, values) of "w4a8+int8/int4"; weights "f16" stay float."""
-    found = re.fullmatch(r"([\w-]+)\+(\w+)/(\w+)", text)
+    """(weights, keys, values) of "w4a8+int8/int4"; weights "f16" stay float, "w4a8@f16" leave activations float."""
+    found = re.fullmatch(r"([\w-]+(?:@f16)?)\+(\w+)/(\w+)", text)
     if not found:
         raise argparse.ArgumentTypeError(f"{text}: write weights+keys/values, as w4a16-g64+int4_channel64/int4")
     return found[1], found[2], found[3]
@@ -102,21 +105,28 @@ def simulated_forward(folder: Path, row: tuple[str, str, str], device: str) -> F
     weights, keys, values = row
     model = _float(folder, device)
     if weights != "f16":
-        simulated.simulate_linears(model, weights)
+        loaded = loaded_model(folder, (weights.removesuffix(ONLY), keys, values), device)
+        simulated.simulate_linears(model, loaded, activations=not weights.endswith(ONLY))
     if (keys, values) != ("float16", "float16"):
         simulated.simulate_cache(model, keys, values)
     return lambda rows: model(input_ids=rows, use_cache=False).logits
 
 
-def kernel_forward(folder: Path, row: tuple[str, str, str], device: str) -> Forward:
-    """`terrazzo.load` of the folder, token by token over its cache; on a GPU one graph for each step."""
+def loaded_model(folder: Path, row: tuple[str, str, str], device: str) -> Any:
+    """`terrazzo.load` of the folder in a row's formats."""
     import terrazzo
     import torch
-    from terrazzo.nn.generation import DecodeStep
 
     weights, *kv = row
     quantize = None if weights == "f16" else weights
-    model = terrazzo.load(folder, device=device, dtype=torch.float16, kv=tuple(kv), quantize=quantize)
+    return terrazzo.load(folder, device=device, dtype=torch.float16, kv=tuple(kv), quantize=quantize)
+
+
+def kernel_forward(folder: Path, row: tuple[str, str, str], device: str) -> Forward:
+    """The loaded model token by token over its cache; on a GPU one graph for each step."""
+    from terrazzo.nn.generation import DecodeStep
+
+    model = loaded_model(folder, row, device)
 
     def forward(rows: Any) -> Any:
         count, length = rows.shape
@@ -203,8 +213,8 @@ class Run:
         float_row = [(FLOAT, parse_row(FLOAT))] * (FLOAT not in dict(self.o.rows))
         for text, row in float_row + self.o.rows:
             for path in self.o.paths:
-                if path == "simulated" and text == FLOAT:
-                    continue  # that is the base itself
+                if (path == "simulated" and text == FLOAT) or (path == "kernels" and row[0].endswith(ONLY)):
+                    continue  # that is the base itself; no kernel does that
                 if time.perf_counter() - self.start > self.o.budget:
                     print(f"{text:36} {path:10} left out: the budget is spent", flush=True)
                     continue

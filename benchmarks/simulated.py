@@ -1,7 +1,7 @@
 """Quantization simulated in a float transformers model: the numbers of the kernels in plain torch products.
 
 `benchmarks.accuracy` sets the kernels beside it, so that what a format costs is told from what a kernel does. Weights
-and activations are those that terrazzo.nn.Linear holds and quantizes, dequantized; keys and values pass through
+and activations are those that terrazzo.load's layers hold and quantize, dequantized; keys and values pass through
 terrazzo.ops.attention.quantizer. Products and sums are float32, layer inputs and outputs have the model's dtype.
 """
 
@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from terrazzo import nn as tnn
 from terrazzo.nn import products
 from terrazzo.ops.attention import quantizer
 from terrazzo.ops.attention.format import get_format
@@ -23,20 +22,25 @@ ATTENTION = "terrazzo_simulated"
 
 
 class SimulatedLinear(nn.Module):
-    """y = x̂ ŵ^T + bias in float32, cast to x's dtype: ŵ dequantized, x̂ quantized as the format does and dequantized."""
+    """y = x̂ ŵ^T + bias in float32, cast to x's dtype: ŵ dequantized, x̂ quantized as the format does and dequantized.
 
-    def __init__(self, layer: tnn.Linear) -> None:
+    Args:
+        packed: the weight. rows: its output features that this layer gives; all of them unless given.
+        activations: whether x is quantized; False tells what the format's weights cost alone.
+    """
+
+    def __init__(self, packed: Any, rows: slice = slice(None), activations: bool = True) -> None:
         super().__init__()
-        self.layer = layer
+        self.packed, self.activations = packed, activations
         # a weight that was divided by a smooth vector multiplies activations that are divided by it, too
-        self.register_buffer("weight", dequantized(layer.packed), persistent=False)
+        weight = dequantized(packed) if activations else plain(packed)
+        self.register_buffer("weight", weight[rows], persistent=False)
+        self.register_buffer("bias", None if packed.bias is None else packed.bias[rows].float(), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        packed = self.layer.packed
-        seen = products.quantize(x, packed)
+        seen = products.quantize(x, self.packed) if self.activations else x
         seen = seen if isinstance(seen, torch.Tensor) else seen.dequantize().view(*x.shape[:-1], -1)
-        y = F.linear(seen.float(), self.weight)
-        return (y if packed.bias is None else y + packed.bias.float()).to(x.dtype)
+        return F.linear(seen.float(), self.weight, self.bias).to(x.dtype)
 
 
 def dequantized(packed: Any) -> torch.Tensor:
@@ -52,13 +56,35 @@ def dequantized(packed: Any) -> torch.Tensor:
     return weight
 
 
-def simulate_linears(model: nn.Module, format: str, skip: tuple[str, ...] = ("lm_head",)) -> int:
-    """Put a SimulatedLinear in the place of every nn.Linear but those whose name ends in one of `skip`; how many."""
-    found = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and not n.endswith(skip)}
-    for name, linear in found.items():
-        layer = tnn.Linear.from_float(linear, format)
-        model.set_submodule(name, SimulatedLinear(layer))
-    return len(found)
+def plain(packed: Any) -> torch.Tensor:
+    """float32 [N, K] that multiplies x itself."""
+    weight = packed.dequantize().float()
+    smooth = getattr(packed, "smooth", None)
+    return weight if smooth is None else weight / smooth.float()
+
+
+PARTS = {
+    "self_attn": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "o_proj": ("o_proj",)},
+    "mlp": {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+}
+"""Our layers of a decoder layer, and transformers' that each one stands for."""
+
+
+def simulate_linears(model: nn.Module, loaded: Any, activations: bool = True) -> int:
+    """Put SimulatedLinears over the weights of `loaded`, the model of terrazzo.load, in the place of each layer that it
+    has packed; how many. Layers that one product joins keep what they have in common: W4Ax's plan, a smooth vector.
+    `activations` as in SimulatedLinear.
+    """
+    count = 0
+    for theirs, ours in zip(model.model.layers, loaded.decoder.layers, strict=True):
+        for block, layers in PARTS.items():
+            for own, names in layers.items():
+                layer, first = getattr(getattr(ours, block), own), 0
+                for name, size in zip(names, getattr(layer, "sizes", (layer.out_features,)), strict=True):
+                    made = SimulatedLinear(layer.packed, slice(first, first + size), activations)
+                    setattr(getattr(theirs, block), name, made)
+                    first, count = first + size, count + 1
+    return count
 
 
 def simulate_cache(model: nn.Module, k_format: str, v_format: str) -> None:

@@ -65,8 +65,36 @@ def test_simulated_products_are_those_of_the_layer(name):
     options = {"target": "sm_90a"} if name == "w4ax" else {}
     layer = nn.Linear.from_float(torch.randn(72, 256) / 16, name, bias=torch.randn(72), **options)
     x = torch.randn(5, 256).half()
-    y, simulation = layer(x).float(), simulated.SimulatedLinear(layer)(x).float()
+    y, simulation = layer(x).float(), simulated.SimulatedLinear(layer.packed)(x).float()
     assert (y - simulation).abs().max() <= 2**-9 * y.abs().max()
+
+
+@pytest.mark.parametrize("name", ["w4a8-g64", "w4ax"])
+@torch.no_grad()
+def test_simulated_models_have_the_loaded_layers(name):
+    """Joined layers keep the plan, smooth vector and scales that one product has."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from terrazzo.nn.loading import load
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=64,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).half().eval()
+    loaded = load(model.state_dict(), config=config, device="cpu", quantize=name, target="sm_90a")
+    assert simulated.simulate_linears(model, loaded) == 14
+    for theirs, ours in zip(model.model.layers, loaded.decoder.layers):
+        x = torch.randn(5, 256).half()
+        attention = [getattr(theirs.self_attn, f"{part}_proj")(x) for part in "qkv"]
+        mlp = [theirs.mlp.gate_proj(x), theirs.mlp.up_proj(x)]
+        for parts, joined in ((attention, ours.self_attn.qkv_proj), (mlp, ours.mlp.gate_up_proj)):
+            wanted = joined.product(x)
+            assert (torch.cat(parts, -1).float() - wanted.float()).abs().max() <= 2**-9 * wanted.abs().max()
+    only = simulated.SimulatedLinear(loaded.decoder.layers[0].mlp.down_proj.packed, activations=False)
+    x = torch.randn(3, 512).half()
+    y = x.double() @ loaded.decoder.layers[0].mlp.down_proj.packed.dequantize().double().T
+    assert (only(x).double() - y).abs().max() <= 2**-10 * y.abs().max()
 
 
 def test_what_a_model_was_trained_on_is_never_held_out():
