@@ -142,6 +142,7 @@ STEPS: tuple[Step, ...] = (
     bench("attention_write", 80, 2, ahead=False),
     bench("decode_step", 300, 2, "--peers=transformers_f16"),
     *suite("gpu/test_nn_gpu.py", 150),
+    bench("load_time", 120, 3, ahead=False),
     *suite("gpu/test_attention_ablation_gpu.py", 70, 3, ahead=True),
     *suite("gpu/test_sanitizer.py", 300, 3, needs=("nvcc", "compute-sanitizer")),
     bench("w4a8_ablation", 280, 3, out="ablation_w4a8"),
