@@ -1,0 +1,173 @@
+"""terrazzo.load of folders that other tools publish: 4-bit layers written here, whose meaning is known in float64."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from safetensors.torch import save_file  # noqa: E402
+from terrazzo.lowering.errors import ArgumentError  # noqa: E402
+from terrazzo.nn.loading import load  # noqa: E402
+from terrazzo.ops.w4a8 import format as w4a8_format  # noqa: E402
+from terrazzo.ops.w4a8 import fp8_format  # noqa: E402
+from terrazzo.ops.w4a16 import format as w4a16_format  # noqa: E402
+
+from tests.ops.checkpoints.checkpoint_folders import AUTO_ROUND, AWQ, DYNAMIC, GPTQ, compressed, stored, words  # noqa: E402
+
+G, TOKENS = 64, torch.arange(3, 14)[None]
+SIZES = dict(
+    hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=64, head_dim=64, max_position_embeddings=256,
+)  # fmt: skip
+SHRINK = 2.0**-8
+"""Exact in float16: weights of size 8 would let the softmax see nothing but its maximum."""
+QSERVE = {"quant_method": "qserve", "w_bit": 4, "group_size": G}
+KINDS: dict[str, tuple[dict[str, Any], type]] = {
+    "awq": (AWQ | {"group_size": G}, w4a16_format.PackedWeight),
+    "gptq": (GPTQ | {"group_size": G}, w4a16_format.PackedWeight),
+    "gptq_act_order": (GPTQ | {"group_size": G, "desc_act": True}, w4a16_format.PackedWeight),
+    "gptq_v2": (GPTQ | {"group_size": G, "checkpoint_format": "gptq_v2"}, w4a16_format.PackedWeight),
+    "auto_round_sym": (AUTO_ROUND | {"group_size": G}, w4a16_format.PackedWeight),
+    "pack_asym": (compressed(symmetric=False, group_size=G), w4a16_format.PackedWeight),
+    "qserve": (QSERVE, w4a8_format.PackedWeight),
+    "qserve_channel": (QSERVE | {"group_size": -1}, w4a8_format.PackedWeight),
+    "int": (compressed(DYNAMIC, group_size=G) | {"format": "int-quantized"}, w4a8_format.PackedWeight),
+    "pack": (compressed(DYNAMIC | {"type": "float"}, group_size=G), fp8_format.PackedWeight),
+}
+"""Convention -> (quantization_config, class of the packed weights)."""
+QUICK = ("awq", "gptq_act_order", "auto_round_sym", "qserve")
+every = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in KINDS]
+
+
+def qserve_words(codes: torch.Tensor) -> torch.Tensor:
+    """int8 [N, K/2] of codes [N, K]: blocks of 32 x 32, byte (m8, k4, k2, m2, e), rows 16 on in high nibbles."""
+    n, k = codes.shape
+    parts = codes.view(n // 32, 2, 2, 8, k // 32, 2, 4, 4)  # block, high, m2, m8, depth, k2, k4, e
+    low, high = parts.permute(1, 0, 4, 3, 6, 5, 2, 7)
+    return (low | high << 4).reshape(n, k // 2).to(torch.uint8).view(torch.int8)
+
+
+def qserve_rows(values: torch.Tensor) -> torch.Tensor:
+    """[G, N] of [N, G], rows of each 32 in the order 0 8 16 24 1 9 17 25 ..."""
+    n, groups = values.shape
+    return values.view(n // 32, 4, 8, groups).transpose(1, 2).reshape(n, groups).T.contiguous()
+
+
+def qserve(seed: int, n: int, k: int, channel: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A layer of QServe, by groups (level 1 within 8 bits, whatever the codes are) or by channels."""
+    rng = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (n, k), generator=rng)
+    s1 = ((torch.rand(n, generator=rng) + 0.5) * SHRINK / 8).half()
+    made = {"qweight": qserve_words(codes), "s1_scales": s1}
+    if channel:
+        zeros = torch.randint(0, 16, (n,), generator=rng)
+        s1 = made["s1_scales"] = (s1.float() * 8).half()
+        made["s1_szeros"] = (zeros.half() * s1).half()
+        return made, (codes - zeros[:, None]).double() * s1.double()[:, None]
+    zeros, s2 = (torch.randint(*ends, (n, k // G), generator=rng) for ends in ((4, 12), (1, 9)))
+    made |= {"s2_scales": qserve_rows(s2).to(torch.int8), "s2_zeros": qserve_rows(-zeros * s2).to(torch.int8)}
+    spread = lambda t: t.repeat_interleave(G, 1)
+    return made, ((codes - spread(zeros)) * spread(s2)).double() * s1.double()[:, None]
+
+
+def layer(kind: str, seed: int, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """(tensors by what stands behind the layer's name, the float64 weight that they mean)."""
+    if kind.startswith("qserve"):
+        return qserve(seed, n, k, kind == "qserve_channel")
+    made, weight = stored(kind.replace("_act_order", ""), seed, n, k, G)
+    for name in ("scales", "weight_scale"):
+        if name in made:
+            made[name] = (made[name].float() * SHRINK).half()
+    if kind == "gptq_act_order":  # of one K, one order, as layers of one input have
+        order = torch.randperm(k, generator=torch.Generator().manual_seed(k))
+        codes = (made["qweight"].T.long()[..., None] >> 4 * torch.arange(8)).flatten(1) & 15
+        made |= {"qweight": words(codes[:, order]).T.contiguous(), "g_idx": made["g_idx"][order]}
+        weight = weight[:, order]
+    return made, weight * SHRINK
+
+
+def names(index: int) -> dict[str, tuple[int, int]]:
+    """Every linear layer of a decoder layer, and its [N, K]."""
+    at, mlp = (f"model.layers.{index}.{part}" for part in ("self_attn", "mlp"))
+    return {
+        f"{at}.q_proj": (256, 128), f"{at}.k_proj": (128, 128), f"{at}.v_proj": (128, 128),
+        f"{at}.o_proj": (128, 256), f"{mlp}.gate_proj": (256, 128), f"{mlp}.up_proj": (256, 128),
+        f"{mlp}.down_proj": (128, 256),
+    }  # fmt: skip
+
+
+def folder(path: Path, kind: str, stated: dict[str, Any] | None = None) -> Any:
+    """Write a folder; the float32 model that it means."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    held, meant = {}, {}
+    for name, weight in model.state_dict().items():
+        if ".layers." not in name or "norm" in name:
+            meant[name] = weight.half().float()
+            held[name] = weight.half()
+    for index in range(SIZES["num_hidden_layers"]):
+        for seed, (name, size) in enumerate(names(index).items()):
+            tensors, weight = layer(kind, 10 * index + seed, *size)
+            held |= {f"{name}.{leaf}": t for leaf, t in tensors.items()}
+            meant[f"{name}.weight"] = weight.float()
+    model.load_state_dict(meant)
+    path.mkdir(exist_ok=True)
+    save_file(held, path / "model.safetensors")
+    written = config.to_dict() | {"dtype": "float16", "quantization_config": stated or KINDS[kind][0]}
+    (path / "config.json").write_text(json.dumps(written))
+    return model
+
+
+@pytest.mark.parametrize("kind", every)
+@torch.no_grad()
+def test_published_folders_are_loaded_as_what_they_mean(tmp_path, kind):
+    """Weights rounded once at most; logits up to 16-bit rounding, or that of quantized activations."""
+    model = folder(tmp_path, kind)
+    loaded = load(tmp_path, device="cpu", kv="float16")
+    for index, made in enumerate(loaded.decoder.layers):
+        at, mlp, meant = made.self_attn, made.mlp, model.model.layers[index]
+        theirs = [getattr(meant.self_attn, f"{part}_proj") for part in "qkvo"]
+        joined = {
+            at.qkv_proj: theirs[:3], at.o_proj: theirs[3:],
+            mlp.gate_up_proj: [meant.mlp.gate_proj, meant.mlp.up_proj], mlp.down_proj: [meant.mlp.down_proj],
+        }  # fmt: skip
+        for ours, theirs in joined.items():
+            assert type(ours.packed) is KINDS[kind][1]
+            made, wanted = ours.packed.dequantize(), torch.cat([linear.weight for linear in theirs])
+            assert torch.equal(made, wanted.to(made.dtype))
+    exact, got = model(TOKENS).logits, loaded(TOKENS).logits.float()
+    off = float((got - exact).norm() / exact.norm())
+    assert off < (0.02 if KINDS[kind][1] is w4a16_format.PackedWeight else 0.15), off
+
+
+def test_joined_layers_of_unlike_orders_are_refused_by_name(tmp_path):
+    """Act-order with an order for each of q, k and v: one product has one order of x."""
+    folder(tmp_path, "gptq_act_order")
+    from safetensors.torch import load_file
+
+    held = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj.g_idx"
+    held[name] = held[name].flip(0).contiguous()
+    save_file(held, tmp_path / "model.safetensors")
+    with pytest.raises(ArgumentError, match="perm"):
+        load(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("stated", "says"),
+    [
+        ({"quant_method": "mxfp4"}, "mxfp4"), ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    ],
+)  # fmt: skip
+def test_methods_that_no_operator_reads_are_refused_by_name(tmp_path, stated, says):
+    folder(tmp_path, "awq", stated)
+    with pytest.raises(ArgumentError, match=f"quant_method = '{says}'"):
+        load(tmp_path, device="cpu")
