@@ -93,11 +93,15 @@ class DecodeStep:
 
     Args:
         model: whose `decoder` and `lm_head` run. batch: of `KVCache.extend({...: 1}, reserve=...)`.
+        positions: whether the caller writes them to `positions` before each step; else they count tokens.
+        head: False gives hidden states in the place of logits.
     """
 
-    def __init__(self, model: CausalModel, batch: Batch) -> None:
-        self.model, self.batch = model, batch
-        self.tokens = torch.zeros(len(batch.sequences), dtype=torch.int64, device=batch.lengths.device)
+    def __init__(self, model: CausalModel, batch: Batch, *, positions: bool = False, head: bool = True) -> None:
+        self.model, self.batch, self.head = model, batch, head
+        with torch.inference_mode(False):  # so that they can be written to outside of it
+            self.tokens = torch.zeros(len(batch.sequences), dtype=torch.int64, device=batch.lengths.device)
+            self.positions = torch.zeros_like(self.tokens) if positions else None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.replays = 0
         self._logits: torch.Tensor | None = None
@@ -121,8 +125,9 @@ class DecodeStep:
     def _run(self, first: bool) -> torch.Tensor:
         if not first:
             self.batch.lengths.add_(1)
-        h = self.model.decoder(self.tokens, positions_of(self.batch), self.batch)
-        return self.model.lm_head(h)
+        positions = positions_of(self.batch) if self.positions is None else self.positions
+        h = self.model.decoder(self.tokens, positions, self.batch)
+        return self.model.lm_head(h) if self.head else h
 
     def _capture(self) -> None:
         graph = torch.cuda.CUDAGraph()

@@ -86,7 +86,7 @@ def load(
         builder = Builder(shape, made, rotaries, progress)
         decoder = builder.decoder()
         skeleton.lm_head = builder.head(decoder)
-    skeleton.model = model_module.Body(decoder, shape, formats, max_tokens)
+    skeleton.model = model_module.Body(decoder, shape, formats, max_tokens, skeleton.config)
     skeleton.config.dtype = found
     if (stated := generation_config(source)) is not None:
         skeleton.generation_config = stated
@@ -171,7 +171,11 @@ def _formats(kv: Any) -> tuple[str, str]:
     if isinstance(kv, str) and kv in FORMATS and not FORMATS[kv].for_values:
         pair = (kv, f"int{FORMATS[kv].storage[1:]}")
     for name, role in zip(pair, ("keys", "values")):
-        if get_format(name, role).scaling == "static":
+        try:
+            found = get_format(name, role)
+        except ArgumentError as error:
+            raise ArgumentError("kv", name, f"for {role}: {error.constraint}", error.remedy) from None
+        if found.scaling == "static":
             constraint = "needs calibrated scales, which load does not have"
             raise ArgumentError("kv", name, constraint, "use int8 or int4, or make a KVCache with scales")
     return pair

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn.architectures import Shape
-from terrazzo.nn.decoder import Decoder, Rotary
+from terrazzo.nn.decoder import Decoder, Rotary, positions_of
+from terrazzo.nn.generation import DecodeStep
 from terrazzo.ops.attention.kv_cache import Batch, KVCache
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -22,6 +23,10 @@ PAGE = 128
 METHOD = "terrazzo"
 """`quant_method` of folders that `save_pretrained` writes."""
 VERSION = 1
+STEPS = 256
+"""Steps of one token for which a cache takes pages ahead, so that one CUDA graph serves them."""
+REFUSED = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""What transformers' models return on demand, and these do not keep."""
 VARYING_ROTARY = ("dynamic", "longrope")
 """Kinds of rotary positions whose rates depend on the text's length."""
 
@@ -61,18 +66,40 @@ class TerrazzoCache(Cache):
 
     Args:
         kv: the cache. batch: number of sequences that are made in it.
+        whole: whether nobody else uses `kv`: pages are then taken ahead, and steps of one token are CUDA graphs.
     """
 
-    def __init__(self, kv: KVCache, batch: int) -> None:
-        self.kv, self.columns = kv, 0
+    def __init__(self, kv: KVCache, batch: int, whole: bool = False) -> None:
+        self.kv, self.columns, self.whole = kv, 0, whole
         self.sequences = [kv.new() for _ in range(batch)]
+        self.steps: DecodeStep | None = None
         super().__init__(layers=[_Layer(self) for _ in range(len(kv.pages))])
 
     def extend(self, new: list[int], columns: int) -> Batch:
         """Room for new[b] more tokens of each sequence, which take `columns` columns of the padded batch."""
         batch = self.kv.extend(dict(zip(self.sequences, new)))
+        self.steps = None
         self.columns += columns
         return batch
+
+    def step(self, model: Any, tokens: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor | None:
+        """Hidden states [B, hidden] of one more token of each sequence, [B]; None where steps cannot be captured.
+
+        Args:
+            model: whose `decoder` runs. positions: integers [B]; None counts tokens.
+        """
+        held = self.steps
+        if held is None or not held.batch.reserved or (held.positions is None) != (positions is None):
+            room = self.kv.max_tokens - 1 - max(map(self.kv.length, self.sequences))
+            if not self.whole or room < 1:
+                return None
+            batch = self.kv.extend(dict.fromkeys(self.sequences, 1), reserve=min(STEPS, room))
+            held = self.steps = DecodeStep(model, batch, positions=positions is not None, head=False)
+        self.columns += 1
+        held.tokens.copy_(tokens)
+        if positions is not None:
+            held.positions.copy_(positions)
+        return held().clone()  # the next step writes where this one did
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Refused: beams would take each other's pages."""
@@ -87,12 +114,15 @@ class Body(nn.Module):
 
     Args:
         decoder: embedding, layers, norm. shape: see `architectures.shape_of`. formats: of keys and values.
-        max_tokens: of a sequence in the caches that forward makes.
+        max_tokens: of a sequence in the caches that forward makes. config: transformers', for what it asks of outputs.
     """
 
-    def __init__(self, decoder: Decoder, shape: Shape, formats: tuple[str, str], max_tokens: int) -> None:
+    def __init__(
+        self, decoder: Decoder, shape: Shape, formats: tuple[str, str], max_tokens: int, config: Any = None
+    ) -> None:
         super().__init__()
         self.decoder, self.shape, self.formats, self.max_tokens = decoder, shape, formats, max_tokens
+        self.config = config
 
     @property
     def embed_tokens(self) -> nn.Embedding:
@@ -119,26 +149,37 @@ class Body(nn.Module):
     ) -> MoeModelOutputWithPast:
         """Hidden states [B, T, hidden] of the newest T columns of a padded batch; padding gets zeros.
 
+        With a cache, steps of one token (T = 1) are one CUDA graph from the second one on, where tensors lie on a GPU.
+
         Args:
             attention_mask: [B, columns], 0 where a column is padding, or None for none. Padding takes no room in the
-                cache, and positions count tokens, so that `position_ids` is not read.
+                cache.
+            position_ids: integers [B, T] or [1, T], which turn queries and keys; None counts each sequence's tokens.
+                What a token attends to, windows included, goes by the order of tokens.
             past_key_values: a `TerrazzoCache`; None, or an empty cache of another kind, is replaced by one.
             cache: the name of past_key_values from transformers 5.24 on.
 
         Raises:
-            ArgumentError: a mask of four dimensions, a cache of another kind that holds tokens.
+            ArgumentError: a mask of four dimensions, a cache of another kind that holds tokens, positions of another
+                shape, outputs that are not kept (hidden states of layers, attention, router logits).
         """
+        for name in REFUSED:
+            if kwargs.get(name, getattr(self.config, name, False)):
+                remedy = "leave it out, or use transformers' own model"
+                raise ArgumentError(name, True, "is not kept: layers' sums stay inside of kernels", remedy)
         given = input_ids if inputs_embeds is None else inputs_embeds
         rows, columns = given.shape[:2]
         held = self._cache(past_key_values if cache is None else cache, rows, columns, use_cache)
         mask = _newest(attention_mask, rows, columns)
-        new = [columns] * rows if mask is None else mask.sum(1).tolist()
-        batch = held.extend(new, columns)
-        from terrazzo.nn.decoder import positions_of
-
+        positions = _positions(position_ids, rows, columns)
         with torch.no_grad():
-            tokens = given.flatten(0, 1) if mask is None else given[mask]
-            h = self.decoder(tokens, positions_of(batch), batch)
+            h = None
+            if columns == 1 and inputs_embeds is None and use_cache is not False and not _traced():
+                h = held.step(self, given[:, 0], None if positions is None else positions[:, 0])
+            if h is None:
+                batch = held.extend([columns] * rows if mask is None else mask.sum(1).tolist(), columns)
+                pick = lambda x: x.flatten(0, 1) if mask is None else x[mask]
+                h = self.decoder(pick(given), positions_of(batch) if positions is None else pick(positions), batch)
         if mask is None:
             h = h.view(rows, columns, -1)
         else:
@@ -155,7 +196,7 @@ class Body(nn.Module):
             remedy = "pass none: the model makes one"
             raise ArgumentError("past_key_values", type(given).__name__, "must be a TerrazzoCache", remedy)
         tokens = columns if use_cache is False else max(self.max_tokens, columns)
-        return TerrazzoCache(self.new_cache(rows, tokens), rows)
+        return TerrazzoCache(self.new_cache(rows, tokens), rows, whole=True)
 
 
 def _newest(mask: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor | None:
@@ -170,6 +211,22 @@ def _newest(mask: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor 
         raise ArgumentError("attention_mask", list(mask.shape), constraint, "pass the mask of all tokens so far")
     newest = mask[:, -columns:].bool()
     return None if bool(newest.all()) else newest
+
+
+def _positions(given: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor | None:
+    """Integers [B, T], or None."""
+    if given is None:
+        return None
+    fits = given.dim() == 2 and given.shape[0] in (1, rows) and given.shape[1] == columns
+    if not fits or given.is_floating_point() or given.dtype == torch.bool:
+        seen, wanted = f"{given.dtype} {list(given.shape)}", f"[{rows}, {columns}]"
+        raise ArgumentError("position_ids", seen, f"must be integers {wanted}", "leave them out to count tokens")
+    return given.expand(rows, columns)
+
+
+def _traced() -> bool:
+    """Whether a graph is being made around this call."""
+    return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 class Causal:

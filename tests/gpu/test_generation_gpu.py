@@ -92,21 +92,49 @@ def test_captured_steps_are_eager_steps_bit_for_bit(loaded, monkeypatch):
     assert torch.equal(logits["captured"], logits["eager"])
 
 
-def test_a_step_is_one_graph_launch_and_the_sampling(loaded):
-    """Calls of the CUDA runtime that launch anything, of the loop's later steps: one graph each, and few kernels."""
+CALLS = ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel")
+
+
+def launches(run, new: int) -> list[int]:
+    """How often each of CALLS, of the CUDA runtime or driver, is called by a warm run of so many new tokens."""
+    run(new)  # compiles and loads
     kinds = torch.profiler.ProfilerActivity
-    calls = ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel")
-    counts = []
-    for new in (NEW, NEW + 8):
-        generate(loaded, PROMPTS, max_new_tokens=new)  # compiles and loads
-        with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
-            generate(loaded, PROMPTS, max_new_tokens=new)
-            torch.cuda.synchronize()
-        names = [event.name for event in profile.events()]
-        counts.append([sum(name.startswith(call) for name in names) for call in calls])
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
+        run(new)
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events()]
+    return [sum(name.startswith(call) for name in names) for call in CALLS]
+
+
+def test_a_step_is_one_graph_launch_and_the_sampling(loaded):
+    """What eight further steps launch: one graph each, and few kernels."""
+    run = lambda new: generate(loaded, PROMPTS, max_new_tokens=new)
+    counts = [launches(run, new) for new in (NEW, NEW + 8)]
     graphs, kernels, drivers = (more - less for less, more in zip(*counts))
     assert graphs == 8 and drivers == 0, counts
     assert 0 < kernels <= 8 * 12, counts  # tokens in, argmax, the row of tokens
+
+
+def test_a_step_of_generate_of_transformers_is_one_graph_launch_the_head_and_its_own_loop(loaded):
+    """The same of `model.generate`: its loop keeps masks and positions by small kernels, none of a layer."""
+    rows = torch.stack([PROMPTS[1][:20], PROMPTS[2][:20]]).cuda()
+    options = dict(do_sample=False, eos_token_id=None, pad_token_id=0, attention_mask=torch.ones_like(rows))
+    run = lambda new: loaded.generate(rows, max_new_tokens=new, **options)
+    counts = [launches(run, new) for new in (NEW, NEW + 8)]
+    graphs, kernels, drivers = (more - less for less, more in zip(*counts))
+    assert graphs == 8 and drivers == 0, counts
+    assert 0 < kernels <= 8 * 40, counts
+
+
+def test_sampling_of_transformers_draws_by_its_seed(loaded):
+    rows = torch.stack([PROMPTS[1][:20], PROMPTS[2][:20]]).cuda()
+    options = dict(do_sample=True, temperature=3.0, top_k=100, eos_token_id=None, pad_token_id=0)
+    drawn = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        made = loaded.generate(rows, attention_mask=torch.ones_like(rows), max_new_tokens=NEW, **options)
+        drawn.append(made[:, 20:].tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 @pytest.mark.parametrize("kv", ["int4", "int8", ("int4_channel64", "int4")])

@@ -11,6 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from terrazzo.lowering.errors import ArgumentError, TargetError  # noqa: E402
+from terrazzo.nn import generation  # noqa: E402
 from terrazzo.nn.loading import load  # noqa: E402
 
 SIZES = dict(
@@ -151,7 +152,9 @@ def test_what_cannot_be_loaded_is_refused(tmp_path):
     model = float_model("mixtral")
     state, config = model.state_dict(), model.config
     for bad, says in (
-        (dict(kv="int3"), "k_format"), (dict(kv="fp8"), "calibrated"), (dict(dtype=torch.float32), "dtype"),
+        (dict(kv="int3"), "^kv = 'int3'.*for keys"),
+        (dict(kv=("int4", "int4_channel64")), "^kv = 'int4_channel64'.*for values"),
+        (dict(kv="fp8"), "calibrated"), (dict(dtype=torch.float32), "dtype"),
         (dict(quantize="w4a4"), "format"), ({}, "experts of .* are float"),
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=says):
@@ -393,3 +396,59 @@ def test_calibrated_formats_take_what_the_layers_read(tmp_path, form, share):
     with pytest.raises(ArgumentError, match="experts"):
         float_model("mixtral", torch.float16).save_pretrained(tmp_path / "sparse")
         quantize_folder(tmp_path / "sparse", tmp_path / "more", form, **options)
+
+
+@torch.no_grad()
+def test_positions_of_the_caller_turn_queries_and_keys():
+    """Beside transformers' float model with the same positions, in a prefill, behind it, and of padded rows."""
+    model = float_model("qwen3")
+    loaded = load(model.state_dict(), config=model.config, device="cpu", dtype=torch.bfloat16)
+    positions = torch.arange(11) * 7 + 3
+    mask = torch.ones_like(TOKENS)
+    mask[1, :4] = 0
+    near = lambda got, exact: bool((got.float() - exact).norm() < 0.03 * exact.norm())
+    wanted = model(TOKENS, position_ids=positions[None].expand(2, -1), attention_mask=mask).logits
+    got = loaded(TOKENS, position_ids=positions[None], attention_mask=mask).logits
+    assert near(got[mask.bool()], wanted[mask.bool()])
+    assert not near(loaded(TOKENS, attention_mask=mask).logits[mask.bool()], wanted[mask.bool()])
+    steps = loaded(TOKENS[:, :8], position_ids=positions[None, :8], attention_mask=mask[:, :8], use_cache=True)
+    for at in range(8, 11):
+        options = dict(position_ids=positions[None, at : at + 1], past_key_values=steps.past_key_values)
+        steps = loaded(TOKENS[:, at : at + 1], **options, use_cache=True)
+        assert near(steps.logits[:, 0], wanted[:, at])
+    for bad in (positions, positions[None, :5], positions[None].float()):
+        with pytest.raises(ArgumentError, match="position_ids"):
+            loaded(TOKENS, position_ids=bad)
+
+
+def test_outputs_that_are_not_kept_are_refused_by_name():
+    model = float_model("mixtral")
+    loaded = load(model.state_dict(), config=model.config, device="cpu", quantize="w4a16-g64")
+    for name in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        with pytest.raises(ArgumentError, match=f"^{name} = True"):
+            loaded(TOKENS, **{name: True})
+    with pytest.raises(ArgumentError, match="output_hidden_states"):
+        loaded.generate(TOKENS, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True)
+
+
+@torch.no_grad()
+def test_steps_take_pages_ahead_and_are_those_of_single_calls(monkeypatch):
+    """Across the end of the pages taken ahead, between steps of several tokens, and up to the cache's last token."""
+    from terrazzo.nn import transformers_model as made
+
+    model = float_model("llama")
+    loaded = load(model.state_dict(), config=model.config, device="cpu", max_tokens=11)
+    wanted = loaded(TOKENS, use_cache=False).logits
+    monkeypatch.setattr(made, "STEPS", 3)
+    begun: list = []
+    monkeypatch.setattr(made, "DecodeStep", lambda *a, **k: begun.append(a) or generation.DecodeStep(*a, **k))
+    steps, at, found = loaded(TOKENS[:, :2], use_cache=True), 2, []
+    for width in (1, 1, 1, 1, 1, 2, 1, 1):
+        cache = steps.past_key_values
+        steps = loaded(TOKENS[:, at : at + width], past_key_values=cache, use_cache=True)
+        found.append(steps.logits)
+        at += width
+    torch.testing.assert_close(torch.cat(found, 1), wanted[:, 2:], rtol=2**-7, atol=2**-7)
+    assert [len(a[1].sequences) for a in begun] == [2, 2, 2] and cache.get_seq_length() == 11
+    with pytest.raises(ArgumentError, match="at most 11 tokens"):
+        loaded(TOKENS[:, :1], past_key_values=cache, use_cache=True)
