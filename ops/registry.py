@@ -168,6 +168,8 @@ REGISTRY: tuple[Support, ...] = (
     _attention("int8", "token", "asymmetric", "float16", "keys and values (TurboMind)"),
     _attention("int4", "token", "asymmetric", "float16", "keys and values (TurboMind; BitDecoding)"),
     _attention("int2", "token", "asymmetric", "float16", "keys and values (BitDecoding, KIVI)"),
+    _attention("int4_hadamard", "token", "asymmetric", "float16", "keys and values, rotated (QuaRot)"),
+    _attention("int2_hadamard", "token", "asymmetric", "float16", "keys and values, rotated (QuaRot), clipped"),
     *(_channel(bits, group) for bits in (4, 2) for group in (32, 64, 128)),
     _attention(
         "int8_static", "static", "symmetric", "float32", "keys and values, a scale for each dimension (LiquidServe)"

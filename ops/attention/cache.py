@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
 from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.ops.attention.quantizer import F16_MAX, QuantizedBlock, dequantize, quantize
+from terrazzo.ops.attention.quantizer import F16_MAX, QuantizedBlock, decoded, encode, rotate, rotated_exactly
 
 MAX_RESIDUAL = 256
 """Tokens: a warp of the kernel that packs a block holds 16 of them."""
@@ -198,20 +198,28 @@ class PackedCache:
         return words[: blocks * self.layout.block_words].reshape(blocks, self.layout.block_words)
 
     def dequantize(self, sequence: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [length, D], float64, of one head of one sequence, from the stored bytes."""
+        """Keys and values [length, D], float64, of one head of one sequence, from the stored bytes; those of rotated
+        formats are rotated back."""
+        parts = zip(self.stored(sequence, head), (self.layout.k, self.layout.v))
+        k, v = (rotated_exactly(x) if fmt.rotation else x for x, fmt in parts)
+        return k, v
+
+    def stored(self, sequence: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same as they are stored: those of rotated formats are rotated."""
         import torch
 
         length, n = int(self.lengths[sequence]), self.residual_tokens
         packed = length - length % n if n else length
         made = self.blocks(sequence, head, packed)
         static = [None if s is None else s[head] for s in (self.k_static, self.v_static)]
-        parts = [dequantize(q, f, s)[:packed] for q, f, s in zip(made, (self.layout.k, self.layout.v), static)]
+        parts = [decoded(q, f, s)[:packed] for q, f, s in zip(made, (self.layout.k, self.layout.v), static)]
         if packed < length:
             slot = sequence if self.slots is None else int(self.slots[sequence])
             layout = residual_layout(self.layout)
+            spare = layout.k
             tiles = self.residual[slot, head].reshape(-1, layout.block_words)
             rest = layout.unpack(tiles.roll(-(packed // 16), 0))
-            parts = [torch.cat([p, dequantize(q, "float16")[: length - packed]]) for p, q in zip(parts, rest)]
+            parts = [torch.cat([p, decoded(q, spare)[: length - packed]]) for p, q in zip(parts, rest)]
         return parts[0], parts[1]
 
     def blocks(self, sequence: int, head: int, tokens: int) -> tuple[QuantizedBlock, QuantizedBlock]:
@@ -307,8 +315,10 @@ def pack_cache(
         spread_static(name, given, fmt.scaling == "static", (heads, head_dim), k.device)
         for name, given, fmt in (("k_static", k_static, layout.k), ("v_static", v_static, layout.v))
     )
-    if residual:  # tokens pass through the f16 block, so what is packed does not depend on how they came
-        k, v = (x.float().clamp(-F16_MAX, F16_MAX).half() for x in (k, v))
+    k, v = (
+        rotate(x) if fmt.rotation else x.float().clamp(-F16_MAX, F16_MAX).half() if residual else x
+        for x, fmt in ((k, layout.k), (v, layout.v))
+    )  # tokens pass through the f16 block, so what is packed does not depend on how they came
     device = k.device
     lengths = torch.full((batch,), tokens, device=device) if lengths is None else weights.as_tensor("lengths", lengths)
     if tuple(lengths.shape) != (batch,) or not weights.is_integer(lengths):
@@ -330,7 +340,7 @@ def pack_cache(
         parts = []
         for x, fmt, s in zip((k, v), (layout.k, layout.v), static):
             padded = torch.nn.functional.pad(x[b], (0, 0, 0, room - tokens))
-            parts.append(quantize(torch.where(keep[b][None, :, None], padded, 0), fmt, s))
+            parts.append(encode(torch.where(keep[b][None, :, None], padded, 0), fmt, s))
         words[b] = layout.pack(*parts)
     rest = None
     if residual:
@@ -346,7 +356,7 @@ def pack_cache(
             )
             for x in (k, v)
         ]
-        tiles = spare.pack(*(quantize(x, "float16") for x in picked))
+        tiles = spare.pack(*(encode(x, spare.k) for x in picked))
         tiles = torch.nn.functional.pad(tiles, (0, 0, 0, 1))
         turns = (starts // 16).tolist()
         rest = torch.stack([t.roll(turn, 1) for t, turn in zip(tiles, turns)]).reshape(batch, heads, -1)

@@ -10,6 +10,7 @@ row, all loaded at once, and the shares follow one another through shared memory
 from types import SimpleNamespace
 
 from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.rotation_macros import make_rotation, sum_stages
 from terrazzo.ops.attention.tile_macros import LOWEST, each, larger, less, smaller
 
 BATCH = 16  # partial results that a thread loads at once, and most CTAs of a cluster
@@ -86,11 +87,26 @@ def make_merge_macros(
     merge_warp = cols * (pitch + 2)
     bf16 = "true" if dtype == "bfloat16" else "false"
     v_static = layout.v.scaling == "static"
+    rotation = make_rotation(D, slices * nt * 4, sum_stages(D, nt)) if layout.v.rotation else None
     log2e = 1.4426950408889634
 
     def read(buffer, *at):
         """A float32 that the kernel ahead may have written."""
         return T.reinterpret(T.call_extern("uint32", "tz_read32", T.access_ptr(buffer[at], "r", 1)), "float32")
+
+    @T.macro
+    def turn_back(st, w):
+        """Sums of rotated values, at true scale, rotated back."""
+        for a in each(slices):
+            for t in each(nt):
+                for half in each(2):
+                    for j in each(2):
+                        at = (a * nt + t) * 4 + half * 2 + j
+                        st.o[at] = st.o[at] * T.float32(tile.v_factor[half])
+                        if tile.v_token:
+                            st.o[at] = st.o[at] + st.z[t * 2 + j]
+        rotation.turn(st, st.o, w.lane[0])
+        rotation.scaled(st.o)
 
     @T.macro
     def stage_sums(ring, SV, st, w):
@@ -100,6 +116,8 @@ def make_merge_macros(
                 st.l[i] = st.l[i] + T.call_extern("float32", "tz_xor_shuffle", st.l[i], 4 << d)
                 if tile.v_token:
                     st.z[i] = st.z[i] + T.call_extern("float32", "tz_xor_shuffle", st.z[i], 4 << d)
+        if rotation is not None:
+            turn_back(st, w)
         T.sync_threads()  # every warp is done with its ring
         if cluster > 1:
             if less(w.warp[0], 1):
@@ -112,9 +130,12 @@ def make_merge_macros(
                 at = w.warp[0] * merge_warp + row * pitch + w.lane[0] // 4
                 for a in each(slices):
                     for half in each(2):
-                        st.f[0] = st.o[(a * nt + t) * 4 + half * 2 + j] * T.float32(tile.v_factor[half])
-                        if tile.v_token:
-                            st.f[0] = st.f[0] + st.z[t * 2 + j]
+                        if rotation is not None:
+                            st.f[0] = st.o[(a * nt + t) * 4 + half * 2 + j]
+                        else:
+                            st.f[0] = st.o[(a * nt + t) * 4 + half * 2 + j] * T.float32(tile.v_factor[half])
+                            if tile.v_token:
+                                st.f[0] = st.f[0] + st.z[t * 2 + j]
                         if layout.v.bias:
                             st.f[0] = st.f[0] + st.l[t * 2 + j] * T.float32(layout.v.bias)
                         if v_static:

@@ -26,6 +26,7 @@ from terrazzo.ops.attention.decode_merge import BATCH, inbox_words, make_merge_m
 from terrazzo.ops.attention.decode_merge import state as merge_state
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.rotation_macros import make_rotation, query_stages
 from terrazzo.ops.attention.tile_macros import each, less, make_tile_macros, smaller
 from terrazzo.schedules.attention_balance import MOST_SPLITS
 
@@ -182,6 +183,7 @@ def build(
     merge = make_merge_macros(layout, tile, row_tiles=nt, warps=warps, cluster=cluster, dtype=dtype, sinks=sinks)
     cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
     k_static = layout.k.scaling == "static"
+    rotation = make_rotation(D, D // 4, query_stages(D)) if layout.k.rotation else None
     mixed = layout.k.operand != dtype
 
     B, QL, HQ, HK = T.dynamic("b"), T.dynamic("q_len"), T.dynamic("hq"), T.dynamic("hk")
@@ -244,6 +246,32 @@ def build(
             )  # fmt: skip
             for i in each(4):
                 words[((k + i // 2) * nt + t) * 2 + i % 2] = st.w[i]
+
+    @T.macro
+    def rotate_rows(ring, st, w):
+        """The rows' B fragments in f16, rotated, to registers qk, where the residual block finds them."""
+        for t in each(nt):
+            take_rows(ring, st.qk, st, w, t)
+            at = lambda i, t=t: (i // 2 * nt + t) * 2 + i % 2
+            rotation.from_words(st.rotated, st.qk, at, dtype == "bfloat16")
+            rotation.turn(st, st.rotated, w.lane[0])
+            rotation.to_words(st.rotated, st.qk, at, False)
+
+    @T.macro
+    def load_rotated(st):
+        """The B fragments of the packed keys from the rotated ones, and their sums."""
+        for k in each(slices):
+            for t in each(nt):
+                for half in each(2):
+                    at = (k * nt + t) * 2 + half
+                    if tile.k_shift[half]:
+                        for e in each(2):
+                            st.f[e] = T.call_extern("float32", f"tz_unpack<false, {e}>", st.qk[at])
+                            st.f[e] = st.f[e] * T.float32(2.0 ** tile.k_shift[half])
+                        st.q[at] = T.call_extern("uint32", "tz_pack2<false>", st.f[0], st.f[1])
+                    else:
+                        st.q[at] = st.qk[at]
+        tile.sum_q(st)
 
     @T.macro
     def load_q(ring, SK, st, w):
@@ -374,6 +402,10 @@ def build(
             tx = T.get_thread_binding()
             st = tile.state(scale, cap, window)
             setattr(st, "row_facts", T.access_ptr(ring[facts], "r"))  # noqa: B010  (TileLang takes = for a buffer's)
+            if layout.k.rotation or layout.v.rotation:
+                setattr(st, "turned", T.alloc_local((1,), "float32"))  # noqa: B010
+            if layout.k.rotation:
+                setattr(st, "rotated", T.alloc_local((D // 4,), "float32"))  # noqa: B010
             c = merge_state()
             ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
             place = T.alloc_local((5,), "int32")  # of tz_place
@@ -413,9 +445,12 @@ def build(
             for i in each(nt * 2):
                 st.hi[i] = st.hi[i] + w.length[0]
             w.least[0] = w.least[0] + w.length[0]
+            if rotation is not None:
+                rotate_rows(ring, st, w)
             if residual:
                 if less(w.packed[0], w.length[0]):
-                    spare_q(ring, st, w)
+                    if rotation is None:
+                        spare_q(ring, st, w)
                     for i in T.serial(T.ceildiv(w.length[0] - w.packed[0], 16 * warps * w.splits)):
                         j = (i * warps + w.warp[0]) * w.splits + w.split
                         if less(w.packed[0] + j * 16, w.length[0]):
@@ -431,7 +466,10 @@ def build(
                                 st, st.qk, w.packed[0] + j * 16, w.length[0], True, w.lane[0],
                             )  # fmt: skip
                     tile.adopt(st)
-            load_q(ring, SK, st, w)  # behind the residual block, which has fragments of its own
+            if rotation is not None:
+                load_rotated(st)
+            else:
+                load_q(ring, SK, st, w)  # behind the residual block, which has fragments of its own
             if group or shared_rows:
                 share_q(ring, st, w)
             elif in_slot:

@@ -19,6 +19,7 @@ from terrazzo.ops.attention.decode_merge import state as merge_state
 from terrazzo.ops.attention.decode_program import INTEGERS, PASS_CONFIGS, stage_words
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.rotation_macros import make_rotation, row_stages
 from terrazzo.ops.attention.tile_macros import each, less, smaller
 from terrazzo.ops.attention.warpgroup_macros import TILES, TOKENS, exchange_words, make_warpgroup_macros
 from terrazzo.ops.tiles.calls import pack2, place, unpack, wait
@@ -114,6 +115,10 @@ def build(
     )
     cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
     k_static, v_static = layout.k.scaling == "static", layout.v.scaling == "static"
+    rotation = make_rotation(D, 8, row_stages(D)) if layout.k.rotation else None
+    of_row = D // 32  # dimensions of a lane that turns a row of sums back
+    back = make_rotation(D, of_row, row_stages(D, of_row)) if layout.v.rotation else None
+    q_bf16 = bf16 and rotation is None  # rotated rows are f16
 
     B, QL, HQ, HK = T.dynamic("b"), T.dynamic("q_len"), T.dynamic("hq"), T.dynamic("hk")
     PAGES, PAGE_WORDS, TABLE_B, MOST = T.dynamic("pages"), T.dynamic("page_words"), T.dynamic("tb"), T.dynamic("most")
@@ -158,9 +163,13 @@ def build(
     def place_rows(ring, SK, st, w, tx):
         """Q in the dtype of the keys' operand to shared memory, as the packed keys want it, and as it is."""
         for v in each(turns):
-            if less(piece(v, tx)[0], cols):
+            if less(piece(v, tx)[0], cols):  # all lanes of a warp, or none
+                if rotation is not None:
+                    rotation.from_words(st.rotated, st.rows, lambda i, v=v: v * 4 + i, bf16)
+                    rotation.turn(st, st.rotated, w.lane[0])
+                    rotation.to_words(st.rotated, st.rows, lambda i, v=v: v * 4 + i, False)
                 if residual:
-                    if bf16:
+                    if q_bf16:
                         for i in each(4):
                             st.w[i] = pack2(
                                 unpack(0, st.rows[v * 4 + i], bf16=True), unpack(1, st.rows[v * 4 + i], bf16=True),
@@ -171,9 +180,9 @@ def build(
                             st.w[i] = st.rows[v * 4 + i]
                     store_words(4, ring[plainly + core(piece(v, tx)[0], piece(v, tx)[1])], st.w)
                 for i in each(4):
-                    if tile.k_bf16 != bf16 or k_static or tile.k_shift != (0, 0):
+                    if tile.k_bf16 != q_bf16 or k_static or tile.k_shift != (0, 0):
                         for e in each(2):
-                            st.f[e] = unpack(e, st.rows[v * 4 + i], bf16=bf16) * T.if_then_else(
+                            st.f[e] = unpack(e, st.rows[v * 4 + i], bf16=q_bf16) * T.if_then_else(
                                 piece(v, tx)[1] % 2 == 0,
                                 T.float32(2.0 ** tile.k_shift[0]),
                                 T.float32(2.0 ** tile.k_shift[1]),
@@ -221,6 +230,21 @@ def build(
         tile.adopt(st)
 
     @T.macro
+    def turn_back(ring, st, w, tx):
+        """Rows of sums of rotated values, rotated back where they lie, a warp each."""
+        for e in each(-(-wgs * cols // warps)):
+            row = e * warps + tx // 32
+            at = row // cols * merge.words + row % cols * pitch_of(D) + w.lane[0] * of_row
+            if less(row, wgs * cols):
+                for i in each(of_row):
+                    st.turns[i] = T.reinterpret(ring[at + i], "float32")
+                back.turn(st, st.turns, w.lane[0])
+                back.scaled(st.turns)
+                for i in each(of_row):
+                    ring[at + i] = T.reinterpret(st.turns[i], "int32")
+        T.sync_threads()
+
+    @T.macro
     def stage_sums(ring, SV, x, st, w, tx):
         """The warpgroup's sums to shared memory, true scale, rows [row][dim] | m | l."""
         tile.totals(ring, x, st, w)
@@ -255,6 +279,8 @@ def build(
                     ring[facts] = T.reinterpret(st.m[t * 2 + j], "int32")
                     ring[facts + cols] = T.reinterpret(st.l[t * 2 + j], "int32")
         T.sync_threads()
+        if back is not None:
+            turn_back(ring, st, w, tx)
 
     @T.prim_func
     def main(
@@ -284,6 +310,12 @@ def build(
             tx = T.get_thread_binding()
             st = tile.state(scale, cap, window)
             setattr(st, "rows", T.alloc_local((turns * 4,), "uint32"))  # noqa: B010  (TileLang takes = for a buffer's)
+            if rotation is not None or back is not None:
+                setattr(st, "turned", T.alloc_local((1,), "float32"))  # noqa: B010
+            if rotation is not None:
+                setattr(st, "rotated", T.alloc_local((8,), "float32"))  # noqa: B010
+            if back is not None:
+                setattr(st, "turns", T.alloc_local((of_row,), "float32"))  # noqa: B010
             c = merge_state()
             ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, *OWN_INTEGERS)}
             q, p = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from terrazzo.ops.attention.quantizer import CLIP_STEPS, CLIPS, clip_levels
 from terrazzo.ops.tiles.primitives import Primitive, prelude
 
 _ALL = (
@@ -261,6 +262,53 @@ __device__ __forceinline__ void tz_store_swizzled(void *p, int rows, int row, in
 )
 
 PRIMITIVES = {p.name: p for p in _ALL}
+
+
+_CLIPS = ", ".join(map(str, CLIPS))
+_EDGES = ", ".join(str(clip_levels(outer)[1]) for outer in CLIPS)
+_INNER = ", ".join(str(clip_levels(outer)[0]) for outer in CLIPS)
+CLIPPING = Primitive(
+    "clipping",
+    "tables of constants in loops that nvcc unrolls; quantizer.py to the bit: no contraction of rounded sums",
+    f"""\
+// the middle of values low .. high, and steps of {CLIP_STEPS} for half of their range
+__device__ __forceinline__ void tz_clip_middle(float low, float high, void *out_) {{
+  float *out = (float *)out_, half = __fmul_rn(__fsub_rn(high, low), .5f);
+  out[0] = __fmul_rn(__fadd_rn(low, high), .5f);
+  out[1] = half > 0.f ? fminf(__fdiv_rn({CLIP_STEPS}.f, half), 3.4028234663852886e38f) : 0.f;
+}}
+// a value's distance from the middle to the sums of those beyond each range's edge (their number above bit 18), and of
+// all
+__device__ __forceinline__ void tz_clip_count(float x, float middle, float steps, void *far_) {{
+  constexpr unsigned edges[] = {{{_EDGES}}};
+  unsigned *far = (unsigned *)far_;
+  unsigned at = __float2int_rn(fminf(__fmul_rn(fabsf(__fsub_rn(x, middle)), steps), {2 * CLIP_STEPS}.f));
+#pragma unroll
+  for (int i = 0; i < {len(CLIPS)}; ++i) far[i] += at > edges[i] ? at + (1u << 18) : 0u;
+  far[{len(CLIPS)}] += at;
+}}
+// low .. high of D values as the range with the least squared error
+template <int D> __device__ __forceinline__ void tz_clip_range(void *low_, void *high_, const void *far_) {{
+  constexpr int outer[] = {{{_CLIPS}}}, inner[] = {{{_INNER}}};
+  const unsigned *far = (const unsigned *)far_;
+  float low = *(float *)low_, high = *(float *)high_;
+  int least = 0x7fffffff, best = {CLIPS[0]};
+#pragma unroll
+  for (int i = 0; i < {len(CLIPS)}; ++i) {{
+    int count = far[i] >> 18, sum = far[i] & 0x3ffffu, rest = (int)far[{len(CLIPS)}] - sum;
+    int error = inner[i] * inner[i] * (D - count) + outer[i] * outer[i] * count;
+    error -= 2 * (inner[i] * rest + outer[i] * sum);
+    if (error < least) {{ least = error; best = outer[i]; }}
+  }}
+  if (best == {CLIPS[0]}) return;
+  float half = __fmul_rn(__fmul_rn(__fsub_rn(high, low), .5f), __fmul_rn((float)best, {1 / CLIP_STEPS}f));
+  float middle = __fmul_rn(__fadd_rn(low, high), .5f);
+  *(float *)low_ = __fsub_rn(middle, half);
+  *(float *)high_ = __fadd_rn(middle, half);
+}}
+""",
+)
+"""Not in every kernel's prelude: for those that store clipped formats."""
 
 
 def attention_prelude(*names: str, extra: tuple[str, ...] = ()) -> str:

@@ -6,6 +6,10 @@ A stored value is ``(code + bias) * scale + zero``. The scaling says which value
     token     one (scale, zero) of f16 for each token and kv head (TurboMind, KIVI values)
     channel   one (scale, zero) of f16 for each head dimension of a group of tokens (BitDecoding KC, KIVI keys)
     static    one f32 scale for each kv head and dimension, calibrated beforehand (LiquidServe int8; fp8)
+
+A rotated format stores H x / sqrt(D) of each token, H the Hadamard matrix, rounded to f16 and then to codes: outliers
+spread over all head dimensions (QuaRot, arXiv:2404.00456). Kernels rotate queries alike, which keeps the scores, and
+turn outputs of rotated values back.
 """
 
 from __future__ import annotations
@@ -38,6 +42,9 @@ class KVFormat:
         scaling: "none", "token", "channel" or "static".
         group: tokens that share a channel-wise scale, else 0.
         bias: added to every integer code (-128 turns offset binary into signed).
+        rotation: "hadamard" where tokens are rotated before they are quantized, else "". Token-wise formats only.
+        clip: "mse" where the range of a token is the one, of 11 from all to half of it, whose codes have the least
+            squared error, else "". Two bits only: more of them lose by it.
         source: who stores it like this.
     """
 
@@ -47,6 +54,16 @@ class KVFormat:
     group: int = 0
     bias: int = 0
     source: str = ""
+    rotation: str = ""
+    clip: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rotation not in ("", "hadamard") or (self.rotation and self.scaling not in ("token", "none")):
+            constraint = f"must be 'hadamard' or '', and '' for formats scaled by {self.scaling}"
+            raise ArgumentError("rotation", self.rotation, constraint, "rotate a token-wise format")
+        if self.clip not in ("", "mse") or (self.clip and (self.storage, self.scaling) != ("u2", "token")):
+            constraint = "must be 'mse' or '', and '' but for token-wise codes of two bits"
+            raise ArgumentError("clip", self.clip, constraint, "leave it out")
 
     @property
     def converter(self) -> Converter:
@@ -92,12 +109,17 @@ FORMATS: dict[str, KVFormat] = {
         KVFormat("int8", "u8", "token", source="TurboMind"),
         KVFormat("int4", "u4", "token", source="TurboMind; BitDecoding KT, KIVI values"),
         KVFormat("int2", "u2", "token", source="BitDecoding KT, KIVI values"),
+        KVFormat("int4_hadamard", "u4", "token", source="QuaRot", rotation="hadamard"),
+        KVFormat("int2_hadamard", "u2", "token", source="QuaRot", rotation="hadamard", clip="mse"),
         *_channel(4),
         *_channel(2),
         KVFormat("int8_static", "u8", "static", bias=-128, source="LiquidServe"),
         KVFormat("fp8", "e4m3", "static", source="e4m3, one scale for each head and dimension"),
     )
 }
+
+OF_NEW_TOKENS = KVFormat("float16_hadamard", "f16", "none", rotation="hadamard")
+"""Unquantized new tokens that join a rotated cache in prefill; no cache is stored like this."""
 
 
 def get_format(name: str | KVFormat, role: str = "keys") -> KVFormat:
@@ -109,6 +131,7 @@ def get_format(name: str | KVFormat, role: str = "keys") -> KVFormat:
     if role not in ("keys", "values"):
         raise ArgumentError("role", role, "must be 'keys' or 'values'", "leave it out for keys")
     found = name if isinstance(name, KVFormat) else FORMATS.get(name) if isinstance(name, str) else None
+    found = OF_NEW_TOKENS if name == OF_NEW_TOKENS.name else found
     argument = {"keys": "k_format", "values": "v_format"}[role]
     if found is None:
         raise ArgumentError(argument, name, "is not a registered KV format", f"use one of {', '.join(FORMATS)}")

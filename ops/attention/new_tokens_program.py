@@ -5,10 +5,13 @@ bytes whose 16-byte pieces are swizzled. S = Q K^T reads keys as a K-major matri
 transposed one. Rows behind the sequence's last token are zeros: their weights are 0, and 0 * NaN is NaN.
 """
 
+from types import SimpleNamespace
+
 from terrazzo.ops.attention.calls import at_page, clamp2, load_words, row16, store_words
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.prefill_rows import swizzled
 from terrazzo.ops.attention.prefill_stages import STAGE
+from terrazzo.ops.attention.rotation_macros import make_rotation, row_stages
 from terrazzo.ops.attention.tile_macros import each, less
 from terrazzo.ops.tiles.calls import unpack
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
@@ -24,12 +27,21 @@ def image_words(head_dim: int) -> int:
     return STAGE * head_dim
 
 
-def build(target, *, head_dim: int, dtype: str, k_operand: str, v_operand: str):
+def build(
+    target,
+    *,
+    head_dim: int,
+    dtype: str,
+    k_operand: str,
+    v_operand: str,
+    k_rotated: bool = False,
+    v_rotated: bool = False,
+):
     """The prim_func `main`.
 
     Args:
         dtype: of new keys and values. k_operand, v_operand: dtypes of the images, each float16 or bfloat16; values
-            beyond the largest finite float16 become that.
+            beyond the largest finite float16 become that. k_rotated, v_rotated: the images are rotated, in float16.
 
     Shapes: K and V in `dtype`, flat, pitches in values, as in write_program.build; CU int32 [B + 1], where each
     sequence's new tokens start; NEW int32 [pages, Hk, 64 * head_dim], of which sequence b owns the pages from
@@ -42,9 +54,10 @@ def build(target, *, head_dim: int, dtype: str, k_operand: str, v_operand: str):
     NK, NV, B1 = T.dynamic("nk"), T.dynamic("nv"), T.dynamic("b1")
     PAGES, HK = T.dynamic("pages"), T.dynamic("hk")
     source = attention_prelude("pack")
+    rotation = make_rotation(head_dim, 8, row_stages(head_dim))
 
     @T.macro
-    def move(X, operand, NEW, page, first, count, token, head, h, word, held, tx):
+    def move(X, operand, rotated, NEW, page, first, count, token, head, h, word, held, st, tx):
         """The 64 rows of one tensor, `count` of which are the sequence's, to words from `word` on."""
         for part in each(STAGE * chunks // (THREADS * ahead)):
             for e in each(ahead):
@@ -55,7 +68,11 @@ def build(target, *, head_dim: int, dtype: str, k_operand: str, v_operand: str):
                     load_words(4, held[e * 4], row16(X, first + at // chunks, token, h * head + at % chunks * 8))
             for e in each(ahead):
                 at = (part * ahead + e) * THREADS + tx
-                if operand != dtype:
+                if rotated:
+                    rotation.from_words(st.rotated, held, lambda i, e=e: e * 4 + i, dtype == "bfloat16")
+                    rotation.turn(st, st.rotated, tx % 32)
+                    rotation.to_words(st.rotated, held, lambda i, e=e: e * 4 + i, True)
+                elif operand != dtype:
                     bf16 = dtype == "bfloat16"
                     for i in each(4):
                         pair = held[e * 4 + i]
@@ -79,6 +96,11 @@ def build(target, *, head_dim: int, dtype: str, k_operand: str, v_operand: str):
         with T.Kernel(HK, stages, batch, threads=THREADS, prelude=source) as (h, y, b):
             tx = T.get_thread_binding()
             held = T.alloc_local((ahead * 4,), "uint32")
+            st = SimpleNamespace()
+            if k_rotated or v_rotated:
+                st = SimpleNamespace(
+                    rotated=T.alloc_local((8,), "float32"), turned=T.alloc_local((1,), "float32")
+                )  # fmt: skip
             first = T.alloc_local((1,), "int32")
             count = T.alloc_local((1,), "int32")
             first[0] = CU[b]
@@ -87,10 +109,10 @@ def build(target, *, head_dim: int, dtype: str, k_operand: str, v_operand: str):
                 page = T.truncdiv(first[0], STAGE) + b + y
                 word = h * image_words(head_dim)
                 row = first[0] + y * STAGE
-                move(K, k_operand, NEW, page, row, count[0], k_token, k_head, h, word, held, tx)
+                move(K, k_operand, k_rotated, NEW, page, row, count[0], k_token, k_head, h, word, held, st, tx)
                 move(
-                    V, v_operand, NEW, page, row, count[0], v_token, v_head, h, word + image_words(head_dim) // 2, held,
-                    tx,
+                    V, v_operand, v_rotated, NEW, page, row, count[0], v_token, v_head, h,
+                    word + image_words(head_dim) // 2, held, st, tx,
                 )  # fmt: skip
 
     return main

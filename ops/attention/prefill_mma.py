@@ -25,6 +25,7 @@ from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
 from terrazzo.ops.attention.prefill_rows import head_of, query_of, seen_by, span
 from terrazzo.ops.attention.prefill_stages import INTEGERS, STAGE, Geometry, arguments, check_memory, make_stage_macros
+from terrazzo.ops.attention.rotation_macros import make_rotation, query_stages, sum_stages
 from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, smaller
 from terrazzo.ops.tiles.calls import cp_async, cp_commit, cp_wait, mma, pack2, unpack
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
@@ -84,6 +85,8 @@ def build(
     tile = make_operand_macros(layout)
     spare = make_operand_macros(plain) if residual or fresh else None
     args = arguments(D, dtype)
+    rotation = make_rotation(D, D // 4, query_stages(D)) if layout.k.rotation else None
+    back = make_rotation(D, slices * nt * 4, sum_stages(D, nt)) if layout.v.rotation else None
     source = attention_prelude("cp_async", "pack", extra=sources(layout, *((plain,) if spare else ())))
 
     @T.macro
@@ -121,10 +124,15 @@ def build(
                     st.q[at] = T.uint32(0)
                     if less(row, w.rows[0]):
                         st.q[at] = load32(Q[w.query[0], w.head[0], k * 16 + half * 8 + lane % 4 * 2])
-                        if tile.k_bf16 != bf16:
+                        if tile.k_bf16 != bf16 and rotation is None:
                             st.f[0] = unpack(0, st.q[at], bf16=bf16)
                             st.f[1] = unpack(1, st.q[at], bf16=bf16)
                             st.q[at] = pack2(st.f[0], st.f[1], bf16=tile.k_bf16)
+            if rotation is not None:
+                at = lambda i, t=t: (i // 2 * nt + t) * 2 + i % 2
+                rotation.from_words(st.rotated, st.q, at, bf16)
+                rotation.turn(st, st.rotated, lane)
+                rotation.to_words(st.rotated, st.q, at, False)
 
     @T.macro
     def scores(of, base, head, st, scale, cap, lane):
@@ -216,6 +224,9 @@ def build(
     @T.macro
     def finish(O, LSE, SINK, st, w, lane):
         """O = O^T / l, transposed in registers; a row that sees nothing is 0, with lse -inf."""
+        if back is not None:
+            back.turn(st, st.o, lane)
+            back.scaled(st.o)
         for i in each(nt * 2):
             for d in each(3):
                 st.l[i] = st.l[i] + xor_shuffle(st.l[i], 4 << d)
@@ -273,6 +284,8 @@ def build(
             lane = tx % 32
             sizes = {"o": slices * nt * 4, "s": nt * 4, "m": nt * 2, "l": nt * 2, "x": nt * 2, "f": 2, "p": 4}
             words = {"q": slices * nt * 2, "a": 32, "b": nt * 2}
+            sizes |= {"rotated": D // 4} if rotation is not None else {}
+            sizes |= {"turned": 1} if rotation is not None or back is not None else {}
             sv = T.alloc_local((slices * 4 if tile.v_static else 1,), "uint32")
             st = SimpleNamespace(
                 **{name: T.alloc_local((n,), "float32") for name, n in sizes.items()},

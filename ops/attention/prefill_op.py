@@ -107,6 +107,7 @@ def _new_tokens(program: str, layout: CacheLayout, dtype: str, target: Target, d
     if program == "mma":
         return writing.write_kernel(plain_layout(layout), dtype, STAGE, 0, target, device)
     params = dict(head_dim=layout.head_dim, dtype=dtype, k_operand=layout.k.operand, v_operand=layout.v.operand)
+    params |= {f"{n}_rotated": True for n, fmt in (("k", layout.k), ("v", layout.v)) if fmt.rotation}
     return KernelRequest(
         "attention.new_tokens", f"{new_tokens_program.__name__}:build", tuple(params.items()), target,
         new_tokens_program.PASS_CONFIGS, ptx_flags(target, device),

@@ -7,7 +7,16 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from terrazzo.ops.attention.reference import LOG2E, UNIT_ROUNDOFF, Options, _magnitudes, attend
+from terrazzo.ops.attention.quantizer import rotated_exactly
+from terrazzo.ops.attention.reference import (
+    LOG2E,
+    UNIT_ROUNDOFF,
+    Options,
+    _magnitudes,
+    attend,
+    rotation_error,
+    rounded_bound,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +65,7 @@ def prefill(
                     tokens[role] = torch.cat([tokens[role], fresh])
                     if not bounded:
                         continue
+                    fresh = rotated_exactly(fresh) if (cache.layout.k, cache.layout.v)[role].rotation else fresh
                     more = [fresh.abs(), torch.zeros_like(fresh), torch.zeros_like(fresh)]
                     parts[role] = [torch.cat(p) for p in zip(parts[role], more)] if parts[role] else more
             length, new = len(tokens[0]), last - first
@@ -93,9 +103,11 @@ def bound_of(
     """
     import torch
 
-    layout = cache.layout
+    layout, given = cache.layout, out
     scale = 1 / math.sqrt(q.shape[-1]) if options.scale is None else abs(options.scale)
-    a = q.double().abs()
+    a = (rotated_exactly(q) if layout.k.rotation else q.double()).abs()
+    keys = rotated_exactly(keys) if layout.k.rotation else keys
+    out = rotated_exactly(out) if layout.v.rotation else out
     steps, zeros, _ = parts[0]
     uv = UNIT_ROUNDOFF[layout.v.operand] * (1 if layout.v.scaling == "none" else 3)
     quantized = float(layout.k.scaling != "none" or layout.k.operand != str(q.dtype).removeprefix("torch."))
@@ -104,6 +116,9 @@ def bound_of(
     squares = torch.einsum("qgd,td->qgt", a**2, torch.maximum(keys.abs(), steps) ** 2)
     d += scale * quantized * UNIT_ROUNDOFF[layout.k.operand] * 6 * (squares * (2 / 3)).sqrt()
     d += scale * 2.0**-24 * steps.sum(-1)
+    if layout.k.rotation:  # Q is rotated, and rounded behind it
+        d += scale * UNIT_ROUNDOFF[layout.k.operand] * torch.einsum("qgd,td->qgt", a, keys.abs())
+        d += scale * rotation_error(q.double()) * (steps + zeros).sum(-1)
     d = torch.expm1(1.01 * d + 2.0**-20)
     values, v_zeros, _ = parts[1]
     whole = values + v_zeros
@@ -111,4 +126,4 @@ def bound_of(
     rounded = uv * (weights @ whole) + torch.minimum(weights, weights.new_tensor(2.0**-24)) @ whole
     rest = (2.0**-19 + len(keys) / 16 * 2.0**-25) * (weights @ whole + out.abs())
     total = moved + rounded + rest
-    return total + UNIT_ROUNDOFF[str(q.dtype).removeprefix("torch.")] * (out.abs() + total) + 2.0**-24
+    return rounded_bound(total, out, given, str(q.dtype).removeprefix("torch."), bool(layout.v.rotation))

@@ -7,6 +7,7 @@ memory as wgmma reads it.
 from types import SimpleNamespace
 
 from terrazzo.ops.attention.calls import at8, load_words, store_words
+from terrazzo.ops.attention.rotation_macros import make_rotation, row_stages
 from terrazzo.ops.attention.tile_macros import each, less
 from terrazzo.ops.tiles.calls import pack2, unpack
 
@@ -49,15 +50,17 @@ def swizzled(row, chunk):
     return row * 128 + T.bitwise_xor(chunk, row % 8) * 16
 
 
-def make_q_macros(rows: int, head_dim: int, bf16: bool, k_bf16: bool) -> SimpleNamespace:
+def make_q_macros(rows: int, head_dim: int, bf16: bool, k_bf16: bool, rotated: bool = False) -> SimpleNamespace:
     """Macro `load_q` of `rows` rows of each warpgroup w.wg, and the place `in_q` of a piece of them.
 
     Q in shared memory is [warpgroups, head_dim / 64, rows, 64], from word 0 of int32 `space` on: K-major tiles of 64
-    columns, swizzled. bf16, k_bf16: dtypes of q and of the keys' operand.
+    columns, swizzled. bf16, k_bf16: dtypes of q and of the keys' operand. rotated: the keys are, and so are the rows,
+    by way of registers st.rotated and st.turned.
     """
     import tilelang.language as T
 
     chunks = head_dim // 8  # 16-byte pieces of a row
+    rotation = make_rotation(head_dim, 8, row_stages(head_dim)) if rotated else None
 
     def in_q(row, chunk, w):
         """Byte of chunk `chunk` of a row of the warpgroup."""
@@ -76,9 +79,13 @@ def make_q_macros(rows: int, head_dim: int, bf16: bool, k_bf16: bool) -> SimpleN
                 w.query[0] = query_of(w, w.row0[0] + w.wg * rows + row)
                 w.head[0] = head_of(w, w.row0[0] + w.wg * rows + row)
                 load_words(4, st.w, Q[w.query[0], w.head[0], chunk * 8])
-                if k_bf16 != bf16:
+                if k_bf16 != bf16 and not rotated:
                     for i in each(4):
                         st.w[i] = pack2(unpack(0, st.w[i], bf16=bf16), unpack(1, st.w[i], bf16=bf16), bf16=k_bf16)
+            if rotated:
+                rotation.from_words(st.rotated, st.w, lambda i: i, bf16)
+                rotation.turn(st, st.rotated, wt % 32)
+                rotation.to_words(st.rotated, st.w, lambda i: i, False)
             store_words(4, at8(space[0], in_q(row, chunk, w), "w"), st.w)
 
     return SimpleNamespace(load_q=load_q, in_q=in_q)

@@ -25,6 +25,7 @@ from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
 from terrazzo.ops.attention.prefill_rows import head_of, make_q_macros, query_of, seen_by, span
 from terrazzo.ops.attention.prefill_stages import INTEGERS, STAGE, Geometry, arguments, check_memory, make_stage_macros
+from terrazzo.ops.attention.rotation_macros import make_rotation, row_sum_stages
 from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, smaller
 from terrazzo.ops.tiles.calls import (
     bulk,
@@ -115,7 +116,8 @@ def build(
     tile = make_operand_macros(layout)
     spare = make_operand_macros(plain) if residual else None
     args = arguments(D, dtype)
-    qs = make_q_macros(ROWS, D, bf16, tile.k_bf16)
+    qs = make_q_macros(ROWS, D, bf16, tile.k_bf16, bool(layout.k.rotation))
+    back = make_rotation(D, D // 2, row_sum_stages(D)) if layout.v.rotation else None
     source = attention_prelude(
         "pack", "bulk", "lds", "warpgroup", "stmatrix", "stmatrix_trans", "ldmatrix", *(["turns"] if wgs > 1 else []),
         extra=(_SOURCE, *sources(layout, *((plain,) if spare else ()))),
@@ -401,6 +403,9 @@ def build(
     @T.macro
     def finish(O, LSE, SINK, space, st, w, lane):
         """O / l, by stmatrix into the rows' place in Q; a row that sees nothing is 0, with lse -inf."""
+        if back is not None:
+            back.turn(st, st.o, lane)
+            back.scaled(st.o)
         for half in each(2):
             for d in each(2):
                 st.l[half] = st.l[half] + xor_shuffle(st.l[half], 1 << d)
@@ -454,6 +459,8 @@ def build(
             tx = T.get_thread_binding()
             lane = tx % 32
             sizes = {"o": D // 2, "s": nt * 4, "m": 2, "l": 2, "f": 2, "x": 2}
+            sizes |= {"rotated": 8} if layout.k.rotation else {}
+            sizes |= {"turned": 1} if layout.k.rotation or layout.v.rotation else {}
             words = {"p": nt * 2, "a": 32, "q": max(1, held * 4)}
             st = SimpleNamespace(
                 **{name: T.alloc_local((n,), "float32") for name, n in sizes.items()},

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention.cache import residual_layout
 from terrazzo.ops.attention.calls import at_page
+from terrazzo.ops.attention.format import OF_NEW_TOKENS
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_rows import seen_by
 from terrazzo.ops.attention.tile_macros import each, less
@@ -51,7 +51,7 @@ class Geometry:
         if self.page % self.layout.block_tokens:
             constraint = f"must be a multiple of {self.layout.block_tokens}"
             raise ArgumentError("page", self.page, constraint, "use 128 tokens")
-        if self.residual and self.plain != residual_layout(self.layout):
+        if self.residual and (self.layout.k.operand, self.layout.v.operand) != ("float16", "float16"):
             constraint = f"an f16 residual block cannot join {self.layout.k_format} keys, {self.layout.v_format} values"
             raise ArgumentError("residual", self.residual, constraint, "use residual=0")
 
@@ -87,8 +87,9 @@ class Geometry:
 
 
 def plain_layout(layout: CacheLayout) -> CacheLayout:
-    """How new tokens are handed to the kernel beside a cache of this layout."""
-    return CacheLayout(layout.k.operand, layout.v.operand, layout.head_dim)
+    """How new tokens are handed to the kernel beside a cache of this layout: rotated where that one's are."""
+    names = (OF_NEW_TOKENS.name if fmt.rotation else fmt.operand for fmt in (layout.k, layout.v))
+    return CacheLayout(*names, layout.head_dim)
 
 
 def arguments(head_dim: int, dtype: str) -> SimpleNamespace:

@@ -4,12 +4,17 @@ The warp holds the tile as the A operand that decode will read: register r of at
 values. Keys (rows are tokens): tokens g + 8 * (r % 2), dimensions 16 a + 8 * (r // 2) + 2 t, + 1. Values (rows are
 dimensions): dimension 16 a + 8 * (r % 2) + g, tokens 8 * (r // 2) + 2 t, + 1. The tokens of a lane fall into classes:
 the two row halves for keys, (k half, element) for values. Codes are those of quantizer.py, bit for bit.
+
+Rotated formats take their rows through `rotate` first, from f16 or bf16 to f16; all that follows is the same.
 """
 
 from types import SimpleNamespace
 
 from terrazzo.ops.attention.calls import at32, byte_perm, load_words, max2, min2, store_words, xor_word
+from terrazzo.ops.attention.format import KVFormat
 from terrazzo.ops.attention.layout import CacheLayout, operand_layout
+from terrazzo.ops.attention.quantizer import CLIPS
+from terrazzo.ops.attention.rotation_macros import key_stages, make_rotation, value_stages
 from terrazzo.ops.attention.tile_macros import each
 from terrazzo.ops.tiles.calls import unpack
 
@@ -17,8 +22,8 @@ CODE_BIAS = 0x4B000000
 """tz_code returns 2^23 + code as a float's bits; words start at minus the sum of what its fields bring along."""
 
 
-def tile_state(head_dim: int) -> SimpleNamespace:
-    """Registers of a warp."""
+def tile_state(head_dim: int, *formats: KVFormat) -> SimpleNamespace:
+    """Registers of a warp that stores these formats."""
     import tilelang.language as T
 
     u32 = {name: T.alloc_local((n,), "uint32") for name, n in (
@@ -26,13 +31,20 @@ def tile_state(head_dim: int) -> SimpleNamespace:
         ("mask", 1), ("c", 4),
     )}  # fmt: skip
     f32 = {name: T.alloc_local((n,), "float32") for name, n in (("par", 12), ("f", 4), ("scale", head_dim // 4))}
+    if any(f.rotation for f in formats):
+        f32 |= {name: T.alloc_local((n,), "float32") for name, n in (("rotated", head_dim // 2), ("turned", 1))}
+    if any(f.clip for f in formats):
+        u32 |= {"far": T.alloc_local((len(CLIPS) + 1,), "uint32")}
+        f32 |= {"middle": T.alloc_local((2,), "float32")}
     return SimpleNamespace(**u32, **f32)
 
 
 def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: int) -> SimpleNamespace:
-    """Macros over one operand's tile, whose registers hold bf16 or f16: classes, recall, mix, keep, parameters, store.
+    """Macros over one operand's tile, whose registers hold bf16 or f16: classes, rotate, recall, mix, keep, parameters,
+    store.
 
     Args:
+        bf16: whether the registers hold bf16 pairs behind `rotate`; those of a rotated format are f16.
         warps: tiles of a channel group, one for each warp of the CTA.
     """
     import tilelang.language as T
@@ -86,6 +98,15 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
             else:
                 st.pair[r] = (st.new[r // 2 * 2] & T.uint32(0xFFFF)) | (st.new[r // 2 * 2 + 1] & T.uint32(0xFFFF0000))
 
+    rotation = make_rotation(D, D // 2, (key_stages if is_key else value_stages)(D)) if fmt.rotation else None
+
+    @T.macro
+    def rotate(st, lane, rows_bf16):
+        """The rows in registers x, f16 or bf16, rotated: f16."""
+        rotation.from_words(st.rotated, st.x, lambda i: i, rows_bf16)
+        rotation.turn(st, st.rotated, lane)
+        rotation.to_words(st.rotated, st.x, lambda i: i, True)
+
     @T.macro
     def recall_scales(st, scale, head, lane):
         """Static scales of the lane's dimensions: all in flight at once, as they would not be between divisions."""
@@ -137,12 +158,43 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
             st.f[2 + e] = unpack(e, st.hi[c], bf16=bf16)
 
     @T.macro
+    def clip_range(st, c, elements, low, high):
+        """Limits low .. high of a token, f32 in st.f, narrowed as `quantizer` clips two bits: integer sums over the
+        lanes that share the token. elements: which halves of the registers of class c are the token's."""
+        T.call_extern("handle", "tz_clip_middle", st.f[low], st.f[high], T.access_ptr(st.middle, "w", 2))
+        for i in each(len(CLIPS) + 1):
+            st.far[i] = T.uint32(0)
+        for r in shared[c]:
+            for e in elements:
+                T.call_extern(
+                    "handle", "tz_clip_count", unpack(e, st.x[r], bf16=bf16), st.middle[0], st.middle[1],
+                    T.access_ptr(st.far, "rw", len(CLIPS) + 1),
+                )  # fmt: skip
+        for i in each(len(CLIPS) + 1):
+            for d in shuffles:
+                st.far[i] = st.far[i] + xor_word(st.far[i], d)
+        T.call_extern(
+            "handle", f"tz_clip_range<{D}>", T.access_ptr(st.f[low], "rw", 1), T.access_ptr(st.f[high], "rw", 1),
+            T.access_ptr(st.far, "r", len(CLIPS) + 1),
+        )  # fmt: skip
+
+    @T.macro
     def token_parameters(st, tile, lane):
         """Scale and zero of each token, to registers and beside the tile at address `tile`."""
         for c in each(2):
             reduce_pairs(st, c, shared[c])
             shuffle_pairs(st, c, shuffles)
             unpack_range(st, c)
+            if fmt.clip:
+                if is_key:
+                    st.f[0] = T.min(st.f[0], st.f[1])
+                    st.f[2] = T.max(st.f[2], st.f[3])
+                    clip_range(st, c, (0, 1), 0, 2)
+                    st.f[1] = st.f[0]
+                    st.f[3] = st.f[2]
+                else:
+                    for e in each(2):
+                        clip_range(st, c, (e,), e, 2 + e)
             if is_key:
                 st.c[c] = T.call_extern(
                     "uint32", "tz_range", T.min(st.f[0], st.f[1]), T.max(st.f[2], st.f[3]), T.float32(fmt.levels),
@@ -269,6 +321,7 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
             store_words(words, words_at(tile, j, lane), st.w)
 
     return SimpleNamespace(
+        rotated=bool(fmt.rotation), rotate=rotate,
         find_new=find_new, recall=recall, recall_scales=recall_scales, recall_words=recall_words, mix=mix, keep=keep,
         token_parameters=token_parameters, channel_parameters=channel_parameters, store=store,
         token_wise=token_wise, channel=bool(fmt.group), static=static,

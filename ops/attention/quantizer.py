@@ -3,10 +3,14 @@
 Every step is one correctly rounded f32 or f16 operation, so that all devices agree on every bit:
 zero = f16(min), scale = f16((max - zero) / (2^b - 1)), code = clamp(rint((x - zero) / scale)); scale 0 gives code 0.
 A minimum over zeros of both signs counts as +0, whatever their order.
+
+A rotated format stores tokens in another basis: `rotate` takes them there, `encode` stores what is there already,
+`decoded` reads it; `quantize` and `dequantize` are these with the way there and back.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +23,10 @@ if TYPE_CHECKING:
     from terrazzo.ops.dlpack import SupportsDLPack
 
 F16_MAX, E4M3_MAX = 65504.0, 448.0
+CLIP_STEPS = 512
+"""Half of a token's range in the integer steps that its clipping is chosen with."""
+CLIPS = tuple(round(0.05 * i * CLIP_STEPS) for i in range(20, 9, -1))
+"""Halves of the ranges that a clipped format chooses from: 1.0, 0.95 .. 0.5 of the whole."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +45,7 @@ class QuantizedBlock:
 
 @dlpack.accepting
 def quantize(x: SupportsDLPack, fmt: str | KVFormat, static: SupportsDLPack | None = None) -> QuantizedBlock:
-    """Store x [..., T, D] (f16, bf16 or f32; finite) in a format.
+    """Store x [..., T, D] (f16, bf16 or f32; finite) in a format; a rotated one rotates it first.
 
     Args:
         fmt: name of `FORMATS`; for channel-wise formats T must be a multiple of the group.
@@ -57,11 +65,49 @@ def quantize(x: SupportsDLPack, fmt: str | KVFormat, static: SupportsDLPack | No
         constraint = f"format {fmt} {'needs' if fmt.scaling == 'static' else 'takes no'} static scales"
         seen = list(static.shape) if isinstance(static, torch.Tensor) else static
         raise ArgumentError("static", seen, constraint, "see KVFormat")
+    if fmt.rotation and (x.shape[-1] < 2 or x.shape[-1] & (x.shape[-1] - 1)):
+        constraint = f"format {fmt} rotates a power of two of dimensions"
+        raise ArgumentError("x", list(x.shape), constraint, "pass whole heads of 64, 128 or 256 dimensions")
     if static is not None:
         static = weights.as_tensor("static", static)
         if not _broadcasts(tuple(static.shape), tuple(x.shape)):
             constraint = f"must broadcast against {list(x.shape)}"
             raise ArgumentError("static", list(static.shape), constraint, "one scale for each dimension")
+    return encode(rotate(x) if fmt.rotation else x, fmt, static)
+
+
+def hadamard_scale(head_dim: int) -> float:
+    """The f32 factor of `rotate`, 1 / sqrt(head_dim)."""
+    import torch
+
+    return float(torch.tensor(1 / math.sqrt(head_dim), dtype=torch.float32))
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] times the Hadamard matrix over sqrt(D), float16: sums and differences in f32, for each bit of the
+    dimension from the lowest on, then one product with 1 / sqrt(D), then the rounding."""
+    x = _butterflies(x.float())
+    return (x * hadamard_scale(x.shape[-1])).clamp(-F16_MAX, F16_MAX).half()
+
+
+def rotated_exactly(x: torch.Tensor) -> torch.Tensor:
+    """The same in float64 without the rounding; it is its own inverse."""
+    return _butterflies(x.double()) / math.sqrt(x.shape[-1])
+
+
+def _butterflies(x: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    for bit in range(x.shape[-1].bit_length() - 1):
+        a, b = x.unflatten(-1, (-1, 2, 1 << bit)).unbind(-2)
+        x = torch.stack([a + b, a - b], -2).flatten(-3)
+    return x
+
+
+def encode(x: torch.Tensor, fmt: KVFormat, static: torch.Tensor | None = None) -> QuantizedBlock:
+    """Store x, whose tokens are rotated already where the format's are; see `quantize`."""
+    import torch
+
     if fmt.scaling == "none":
         dtype = torch.float16 if fmt.storage == "f16" else torch.bfloat16
         limit = F16_MAX if fmt.storage == "f16" else torch.finfo(torch.bfloat16).max
@@ -80,7 +126,7 @@ def quantize(x: SupportsDLPack, fmt: str | KVFormat, static: SupportsDLPack | No
         scale, zero = _range(groups, -2, fmt.levels)
         codes = _codes(groups, scale.unsqueeze(-2), zero.unsqueeze(-2), fmt.levels).flatten(-3, -2)
     else:
-        scale, zero = _range(x, -1, fmt.levels)
+        scale, zero = _clipped_range(x) if fmt.clip else _range(x, -1, fmt.levels)
         codes = _codes(x, scale.unsqueeze(-1), zero.unsqueeze(-1), fmt.levels)
     return QuantizedBlock(codes, scale, zero)
 
@@ -92,9 +138,47 @@ def _broadcasts(shape: tuple[int, ...], against: tuple[int, ...]) -> bool:
 
 def _range(x: torch.Tensor, dim: int, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(scale, zero) in f16 of the values along `dim`."""
-    zero = (x.amin(dim).clamp(-F16_MAX, F16_MAX) + 0.0).half()
-    scale = (((x.amax(dim) - zero.float()) / levels).clamp(0, F16_MAX) + 0.0).half()
+    return _parameters(x.amin(dim), x.amax(dim), levels)
+
+
+def _parameters(low: torch.Tensor, high: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, zero) in f16 of values low .. high."""
+    zero = (low.clamp(-F16_MAX, F16_MAX) + 0.0).half()
+    scale = (((high - zero.float()) / levels).clamp(0, F16_MAX) + 0.0).half()
     return scale, zero
+
+
+def _clipped_range(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, zero) in f16 of two-bit codes of x [..., D]: of the ranges `CLIPS` around the middle, the one with the
+    least squared error, the widest of equals. Distances from the middle count in integers, 512 for half of the range:
+    their sums are the same in any order. Codes lie at +-c and +-c / 3; values beyond 2 c / 3 go to the outer ones."""
+    import torch
+
+    low, high = x.amin(-1), x.amax(-1)
+    middle, half = (low + high) * 0.5, (high - low) * 0.5
+    inverse = torch.where(half > 0, CLIP_STEPS / half, 0.0).clamp(max=torch.finfo(torch.float32).max)
+    far = ((x - middle.unsqueeze(-1)).abs() * inverse.unsqueeze(-1)).round().clamp(max=2 * CLIP_STEPS).int()
+    total, least, best = far.sum(-1), None, None
+    for outer in CLIPS:
+        inner, edge = clip_levels(outer)
+        beyond = far > edge
+        count, sum_ = beyond.sum(-1), torch.where(beyond, far, 0).sum(-1)
+        error = inner * inner * (x.shape[-1] - count) + outer * outer * count
+        error = error - 2 * (inner * (total - sum_) + outer * sum_)
+        if least is None:
+            least, best = error, torch.full_like(half, 1.0)
+        else:
+            best = torch.where(error < least, outer / CLIP_STEPS, best)
+            least = torch.minimum(error, least)
+    half = half * best
+    whole = best == 1.0
+    return _parameters(torch.where(whole, low, middle - half), torch.where(whole, high, middle + half), 3)
+
+
+def clip_levels(outer: int) -> tuple[int, int]:
+    """(the inner code's distance from the middle, the last one that goes to it) of a range whose half is `outer`."""
+    inner = round(outer / 3)
+    return inner, (inner + outer) // 2
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, levels: int) -> torch.Tensor:
@@ -107,7 +191,7 @@ def _codes(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, levels: int
 
 @dlpack.accepting
 def dequantize(q: QuantizedBlock, fmt: str | KVFormat, static: SupportsDLPack | None = None) -> torch.Tensor:
-    """The stored values, float64 [..., T, D]: (code + bias) * scale + zero without any rounding.
+    """The stored values, float64 [..., T, D]: (code + bias) * scale + zero without any rounding, rotated back.
 
     Args:
         q: what `quantize` gives. fmt: the format, or its name. static: f32 [..., D], scales of static formats.
@@ -115,7 +199,6 @@ def dequantize(q: QuantizedBlock, fmt: str | KVFormat, static: SupportsDLPack | 
     Raises:
         ArgumentError: no QuantizedBlock, or one of another format.
     """
-    import torch
 
     fmt = get_format(fmt)
     if not isinstance(q, QuantizedBlock):
@@ -123,6 +206,13 @@ def dequantize(q: QuantizedBlock, fmt: str | KVFormat, static: SupportsDLPack | 
     if (q.scale is None) != (fmt.scaling in ("none", "static")) or (static is None) != (fmt.scaling != "static"):
         constraint = "must come with the scales of the block, or static ones"
         raise ArgumentError("fmt", str(fmt), constraint, "pass the format and static scales that quantize was given")
+    return rotated_exactly(decoded(q, fmt, static)) if fmt.rotation else decoded(q, fmt, static)
+
+
+def decoded(q: QuantizedBlock, fmt: KVFormat, static: torch.Tensor | None = None) -> torch.Tensor:
+    """What is stored, float64 [..., T, D]; of a rotated format, rotated. See `dequantize`."""
+    import torch
+
     if fmt.storage in ("f16", "bf16"):
         return q.codes.view(torch.float16 if fmt.storage == "f16" else torch.bfloat16).double()
     steps = q.codes.view(torch.float8_e4m3fn).double() if fmt.storage == "e4m3" else q.codes.double() + fmt.bias

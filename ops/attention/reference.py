@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from terrazzo.ops.attention.quantizer import rotated_exactly
+
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.attention.cache import PackedCache
@@ -114,10 +116,14 @@ def forward_error_bound(
     D products in f32, 16 at a time ((D/16 + 8) 2^-22 of the magnitudes, zero terms and the exponential
     included); P times the token's scale to f16 (u of each term, or 2^-25 of the lifted subnormal: 2^-29 after the lift
     by 2^4); the output. A logit off by d moves its weight by a factor e^d, hence the output by w d (|v| + |out|).
+
+    Rotated keys meet a rotated Q, which is rounded to f16 (u of each product); sums of rotated values are rotated back
+    in f32, so that an output has a share of the error of all of them.
     """
     import torch
 
-    layout = cache.layout
+    layout, given = cache.layout, out
+    out = rotated_exactly(out) if layout.v.rotation else out
     d = _growth(q, cache, sequence, head, options)
     v_parts = [torch.cat(pair) for pair in zip(*_magnitudes(cache, sequence, head, 1))]
     values, v_zeros, _ = v_parts
@@ -127,8 +133,19 @@ def forward_error_bound(
     rounded = p_unit * (weights @ values) + torch.minimum(weights, weights.new_tensor(2.0**-28)) @ values
     rest = (2.0**-19) * (weights @ whole + out.abs())
     total = moved + rounded + rest
-    name = str(q.dtype).removeprefix("torch.")
-    return total + UNIT_ROUNDOFF[name] * (out.abs() + total) + 2.0**-24
+    return rounded_bound(total, out, given, str(q.dtype).removeprefix("torch."), bool(layout.v.rotation))
+
+
+def rounded_bound(total: torch.Tensor, held: torch.Tensor, out: torch.Tensor, dtype: str, rotated: bool):
+    """The error of `out` in `dtype` where that of the sums `held`, [..., D], is `total`; rotated: they are."""
+    if rotated:
+        total = (total + rotation_error(held)).sum(-1, keepdim=True) / math.sqrt(held.shape[-1])
+    return total + UNIT_ROUNDOFF[dtype] * (out.abs() + total) + 2.0**-24
+
+
+def rotation_error(x: torch.Tensor) -> torch.Tensor:
+    """What each element of a rotation of x [..., D] in f32 may be off by, [..., 1]."""
+    return (x.shape[-1].bit_length() + 1) * 2.0**-24 / math.sqrt(x.shape[-1]) * x.abs().sum(-1, keepdim=True)
 
 
 def lse_error_bound(q: torch.Tensor, cache: PackedCache, options: Options | None = None) -> torch.Tensor:
@@ -162,22 +179,25 @@ def _growth(q: torch.Tensor, cache: PackedCache, sequence: int, head: int, optio
     layout, u = cache.layout, UNIT_ROUNDOFF["float16"]
     steps, zeros, folded = (torch.cat(pair) for pair in zip(*_magnitudes(cache, sequence, head, 0)))
     scale = 1 / math.sqrt(q.shape[-1]) if options.scale is None else abs(options.scale)
-    a = q.double().abs()
+    a = (rotated_exactly(q) if layout.k.rotation else q.double()).abs()
     ground = (layout.head_dim / 16 + 8) * 2.0**-22
     d = scale * (ground * (torch.einsum("qgd,td->qgt", a, steps) + torch.einsum("qgd,td->qgt", a, zeros)))
-    d += scale * (u * torch.einsum("qgd,td->qgt", a, steps * folded) + 2.0**-24 * steps.sum(-1))
+    d += scale * (u * torch.einsum("qgd,td->qgt", a, folded) + 2.0**-24 * steps.sum(-1))
+    if layout.k.rotation:
+        d += scale * rotation_error(q.double()) * (steps + zeros).sum(-1)
     return torch.expm1(1.01 * d + 2.0**-20)
 
 
 def _magnitudes(cache: PackedCache, sequence: int, head: int, role: int):
-    """Of keys (role 0) or values (1): |code * scale|, |zero terms| [T, D], and 1 where Q takes the scale, else 0;
-    one triple for the packed part, one for the residual block."""
+    """Of keys (role 0) or values (1), as stored: |code * scale|, |zero terms| [T, D], and what the rounding of Q counts
+    for: the first where Q takes the scale, the whole where Q is rotated, else 0; one triple for the packed part, one
+    for the residual block."""
     import torch
 
     fmt = (cache.layout.k, cache.layout.v)[role]
     length, n = int(cache.lengths[sequence]), cache.residual_tokens
     packed = length - length % n if n else length
-    x = cache.dequantize(sequence, head)[role].abs()
+    x = cache.stored(sequence, head)[role].abs()
     found = []
     if packed:
         block = cache.blocks(sequence, head, packed)[role]
@@ -194,9 +214,9 @@ def _magnitudes(cache: PackedCache, sequence: int, head: int, role: int):
                 for p in (block.scale.double(), block.zero.double())
             )
             steps, zeros = codes.double() * scale, zero.abs()
-        folded = torch.full_like(steps, float(fmt.scaling in ("channel", "static")))
-        found.append((steps, zeros, folded))
+        folded = steps * float(fmt.scaling in ("channel", "static"))
+        found.append((steps, zeros, x[:packed] if fmt.rotation else folded))
     if packed < length:
         rest = x[packed:]
-        found.append((rest, torch.zeros_like(rest), torch.zeros_like(rest)))
+        found.append((rest, torch.zeros_like(rest), rest if fmt.rotation else torch.zeros_like(rest)))
     return found

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.ops.attention.cache import PackedCache, residual_layout
 from terrazzo.ops.attention.format import TILE_TOKENS
-from terrazzo.ops.attention.quantizer import F16_MAX, QuantizedBlock, quantize
+from terrazzo.ops.attention.quantizer import F16_MAX, QuantizedBlock, encode, rotate
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,7 @@ def store(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.Te
         if begin == length:
             continue
         new = [x[first:last].transpose(0, 1) for x in (k, v)]  # [Hkv, new, D]
+        new = [rotate(x) if fmt.rotation else x for x, fmt in zip(new, (cache.layout.k, cache.layout.v))]
         if not ring:
             _write(cache, b, begin, length, new)
             continue
@@ -67,7 +68,7 @@ def _merged(
     held = layout.unpack(words[:, None])
     made = []
     for old, x, fmt, scales in zip(held, new, (layout.k, layout.v), static):
-        q = quantize(x, fmt, None if scales is None else scales[:, None])
+        q = encode(x, fmt, None if scales is None else scales[:, None])
         if fmt.scaling == "channel":  # of whole blocks
             made.append(q)
             continue

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.cache import residual_layout
 from terrazzo.ops.attention.decode_copies import differ, peek
-from terrazzo.ops.attention.device import attention_prelude
+from terrazzo.ops.attention.device import CLIPPING, attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.quantize_macros import make_quantize_macros, tile_state
 from terrazzo.ops.attention.tile_macros import each, larger, less, smaller
@@ -75,12 +75,19 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
     pitch = D // 2 + 4  # words of a row in shared memory: the 8 rows of a matrix lie in different banks
     stats = warps * 16 * pitch
     total_words = stats + ((2 + warps) * D if group else 0)
-    through_f16 = bool(residual) and dtype == "bfloat16"
-    bf16 = dtype == "bfloat16" and not residual
+    rows_bf16 = dtype == "bfloat16"
+    through_f16 = bool(residual) and rows_bf16
+    bf16 = rows_bf16 and not residual
     chunks_per_row = D // 8
     pdl = target.supports("pdl")
-    sources = attention_prelude("cp_async", "lds", "ldmatrix", "pack", *(["prefetch"] if pdl else []))
-    keys, values = (make_quantize_macros(layout, is_key, bf16, warps) for is_key in (True, False))
+    clipping = (CLIPPING.source,) if layout.k.clip or layout.v.clip else ()
+    sources = attention_prelude(
+        "cp_async", "lds", "ldmatrix", "pack", *(["prefetch"] if pdl else []), extra=clipping
+    )  # fmt: skip
+    keys, values = (
+        make_quantize_macros(layout, is_key, bf16 and not fmt.rotation, warps)
+        for is_key, fmt in ((True, layout.k), (False, layout.v))
+    )
 
     NK, NV, B, B1, HK = T.dynamic("nk"), T.dynamic("nv"), T.dynamic("b"), T.dynamic("b1"), T.dynamic("hk")
     PAGES, PAGE_WORDS, TABLE_B, MOST = T.dynamic("pages"), T.dynamic("page_words"), T.dynamic("tb"), T.dynamic("most")
@@ -150,7 +157,12 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
                 T.access_ptr(rows[(w.warp * 16 + row) * pitch + a * 8 + col], "r", 4),
             )  # fmt: skip
         T.call_extern("handle", "tz_syncwarp")
-        if through_f16:
+        if keys.rotated if is_key else values.rotated:
+            if is_key:
+                keys.rotate(st, lane, rows_bf16)
+            else:
+                values.rotate(st, lane, rows_bf16)
+        elif through_f16:
             for i in each(D // 4):
                 for e in each(2):
                     st.f[e] = T.call_extern("float32", f"tz_unpack<true, {e}>", st.x[i])
@@ -283,7 +295,7 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
             T.annotate_min_blocks_per_sm(max(1, (16 if D <= 128 else 8) // warps))
             tx = T.get_thread_binding()
             lane = tx % 32
-            st = tile_state(D)
+            st = tile_state(D, layout.k, layout.v)
             known = SimpleNamespace(**{name: T.alloc_local((1,), "int32") for name in OF_PAIR})
             ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
             x = T.truncmod(cta, blocks)

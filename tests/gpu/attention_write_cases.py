@@ -134,6 +134,15 @@ CASES = {
     "int8 pages": Case("int8", "int4", page=32, pitch=64),
     "one token": Case("int8", "int4", page=32, heads=3, old=(31, 5, 16, 0, 63), new=(1, 1, 1, 1, 1)),
     "int2": Case("int2", "int2", head_dim=64),
+    "rotated keys": Case("int4_hadamard", "int4", page=32, old=(0, 5, 61), new=(40, 3, 70)),
+    "rotated": Case("int2_hadamard", "int2_hadamard", head_dim=64, old=(5, 16), new=(3, 20), dtype="bfloat16"),
+    "rotated 256": Case("int2_hadamard", "int4_hadamard", head_dim=256, old=(30,), new=(9,), heads=1),
+    "rotated, many": Case(
+        "int4_hadamard", "int4", heads=8, old=tuple(i * 5 % 67 for i in MANY), new=tuple(1 for _ in MANY), page=128
+    ),
+    "rotated, residual": Case(
+        "int2_hadamard", "int4", residual=64, old=(0, 63, 60, 130), new=(8, 1, 8, 8), page=64, dtype="bfloat16"
+    ),
     "float16": Case("float16", "float16", page=16),
     "bfloat16": Case("bfloat16", "bfloat16", dtype="bfloat16"),
     "bfloat16 rows": Case("int4", "int8", dtype="bfloat16", head_dim=256),

@@ -131,6 +131,28 @@ SHAPES = {
             ("int4", "int8", 32, 16, "few", 12), ("int4", "int4", 48, 0, "few", 4),
         )
     ),
+    "rotated": tuple(
+        case
+        for k, v, page, style, residual, dtype in (
+            ("int4_hadamard", "int4", 128, "few", -1, "float16"),
+            ("int4_hadamard", "int4", 0, "many", 128, "bfloat16"),
+            ("int2_hadamard", "int2_hadamard", 128, "few", 128, "float16"),
+        )
+        for case in variants(
+            Case(k, v, lengths=RAGGED, page=page, style=style, residual=residual, dtype=dtype)
+        )
+    ),
+    "rotated rows on wgmma": tuple(
+        Case(k, v, group=g, q_len=q, lengths=RAGGED, page=128, style="warpgroups", residual=residual)
+        for k, v, residual in (("int4_hadamard", "int4", 128), ("int2_hadamard", "int2_hadamard", -1))
+        for q, g in ((4, 4), (1, 12), (8, 7))
+    ),
+    "rotated, options and sizes": (
+        Case("int4_hadamard", "int2_hadamard", softcap=5.0, window=100, sinks=True, lengths=(300, 0, 7), q_len=4),
+        *variants(Case("int4_hadamard", "int2_hadamard", head_dim=64, lengths=RAGGED, page=64, dtype="bfloat16")),
+        Case("int2_hadamard", "int4_hadamard", head_dim=256, lengths=RAGGED, group=12),
+        Case("int4_hadamard", "int4", balanced=True, page=128, style="chosen", lengths=(40, 9000, 0, 700, 1)),
+    ),
     "storage that ends inside a stage": (Case("int2", "int2", lengths=(257, 1)), Case(lengths=(17, 33, 49))),
     "options": tuple(
         Case(k, "int4", softcap=cap, window=window, sinks=sinks, lengths=(300, 0, 7), q_len=2, page=page, group=g)

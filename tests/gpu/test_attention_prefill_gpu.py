@@ -62,6 +62,12 @@ SHAPES = {
         for case in variants(Case("int4", "int2", softcap=5.0, sinks=True, schedule=SHARED, **RAGGED))
         for window in (0, 33)
     ),
+    "rotated": variants(Case("int4_hadamard", "int4", page=128, fresh=True, residual=128, **RAGGED)),
+    "rotated, stored": variants(Case("int2_hadamard", "int2_hadamard", schedule=MMA, dtype="bfloat16", **RAGGED)),
+    "rotated, mma": variants(Case("int4_hadamard", "int2_hadamard", schedule=MMA, fresh=True, **RAGGED)),
+    "rotated, shared": variants(
+        Case("int4_hadamard", "int2_hadamard", schedule=SHARED, fresh=True, dtype="bfloat16", **RAGGED)
+    ),
     "sm_80 as PTX": variants(Case("int8", "int4", target="sm_80", **RAGGED)),
 }
 

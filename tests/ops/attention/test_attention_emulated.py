@@ -168,6 +168,18 @@ CASES = {
         Case("int4", "int4", softcap=5.0, window=33, sinks=True, lengths=(300, 0, 7), q_len=2), SMALL, 2
     ),
     "window": (Case("int4_channel64", "int4", window=100, lengths=(500, 130), q_len=3), SMALL, 2),
+    "rotated keys": (Case("int4_hadamard", "int4", lengths=(300, 15), q_len=4), Decode(2, 2, 2, 3, 1), 2),
+    "rotated, residual block": (
+        Case("int2_hadamard", "int2_hadamard", lengths=(90, 15, 0), residual=64, head_dim=64, dtype="bfloat16"),
+        Decode(1, 2, 2, 2, 1), 2
+    ),
+    "rotated, rows in shared memory": (
+        Case("int4_hadamard", "int2_hadamard", group=4, q_len=4, lengths=(300, 3), softcap=5.0, sinks=True),
+        Decode(2, 2, 2, 3, 1, True), 2
+    ),
+    "rotated, head_dim 256": (
+        Case("int4_hadamard", "int4_hadamard", head_dim=256, lengths=(70,), kv_heads=1), ONE, 1
+    ),
 }  # fmt: skip
 WIDE = WarpgroupDecode(2, 8, 4, 3, 1)
 NARROW = WarpgroupDecode(2, 4, 4, 2, 1)
@@ -224,6 +236,13 @@ CASES |= {
     ),
     "warpgroups, two clusters": (
         Case("int4", "int2", group=16, kv_heads=1, lengths=(1500, 300), sinks=True), NARROW, 16
+    ),
+    "warpgroups, rotated": (
+        Case("int4_hadamard", "int2_hadamard", group=16, kv_heads=1, lengths=(300, 15, 0)), WIDE, 2
+    ),
+    "warpgroups, rotated, residual block, bfloat16 queries": (
+        Case("int4_hadamard", "int4", group=3, q_len=4, kv_heads=1, lengths=(130, 15), residual=64, dtype="bfloat16"),
+        NARROW, 1
     ),
     "three warpgroups": (Case("int2", "int2", group=16, lengths=(700, 130)), WarpgroupDecode(2, 12, 4, 2, 1), 1),
     "four warpgroups, storage ends inside a stage": (
@@ -283,7 +302,10 @@ BALANCED = {  # case, schedule, shares, tokens that are seen too many before the
         Case("int8", "int8", lengths=(90, 700), kv_heads=1), Decode(1, 2, 1, 3, 1), 4, 1 << 30
     ),
 }  # fmt: skip
-USUAL = ("channels, pages, sinks", "all stale", "two clusters", "warpgroup channels, options, pages")
+USUAL = (
+    *("channels, pages, sinks", "all stale", "two clusters", "warpgroup channels, options, pages"),
+    "rotated, residual block",
+)
 
 
 @pytest.mark.parametrize("name", cases(CASES, USUAL))

@@ -18,7 +18,7 @@ from terrazzo.ops.attention import new_tokens_program
 from terrazzo.ops.attention import op as decode_op
 from terrazzo.ops.attention import prefill_op as op
 from terrazzo.ops.attention.prefill_stages import plain_layout
-from terrazzo.ops.attention.quantizer import quantize
+from terrazzo.ops.attention.quantizer import quantize, rotate
 from test_w4a8_pipelines_emulated import STMATRIX
 from wgmma_on_cpu import SHIMS as WGMMA
 from wgmma_on_cpu import TURNS, translated
@@ -70,7 +70,8 @@ def images(case: Case, given) -> torch.Tensor:
             rows = slice(first + 64 * i, first + min(64 * (i + 1), new))
             for part, (x, fmt) in enumerate(((given.k, layout.k), (given.v, layout.v))):
                 dtype = getattr(torch, fmt.operand)
-                x = x[rows].float().clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+                x = rotate(x[rows]) if fmt.rotation else x[rows]
+                x = x.float().clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
                 x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 64 - len(x)))
                 pieces = x.transpose(0, 1).reshape(case.kv_heads, 64, case.head_dim // 64, 8, 8).transpose(1, 2)
                 swizzled = torch.arange(8) ^ (torch.arange(64) % 8)[:, None]  # piece c of row r lies at c ^ (r % 8)
@@ -217,6 +218,13 @@ CASES = {
     "fresh options": Case(
         "int4_channel64", "int4", past=(150, 0), new=(90, 20), fresh=True, window=70, sinks=True, schedule=MMA
     ),
+    "rotated": Case("int4_hadamard", "int2_hadamard", past=(100, 0), new=(20, 3), fresh=True, schedule=MMA),
+    "shared rotated": Case(
+        "int4_hadamard", "int2_hadamard", past=(100, 0), new=(40, 3), fresh=True, dtype="bfloat16", schedule=SHARED
+    ),
+    "shared rotated keys, residual block": Case(
+        "int4_hadamard", "int4", past=(150, 30), new=(40, 20), residual=64, head_dim=64, schedule=("shared", 8, 4, 3, 2)
+    ),
     "head_dim 64": Case("int4", "int2", head_dim=64, **RAGGED, schedule=("mma", 4, 4, 3)),
     "head_dim 256": Case("int8", "int4", head_dim=256, past=(100,), new=(20,), schedule=("mma", 1, 4, 2)),
 }  # fmt: skip
@@ -233,10 +241,11 @@ NEW = {  # head_dim, dtype of k and v, the cache's format
     "bf16 to f16": (64, "bfloat16", "int8"),
     "bf16": (128, "bfloat16", "bfloat16"),
     "widest": (256, "float16", "int4"),
+    "rotated": (128, "bfloat16", "int4_hadamard"),
 }
 
 
-@pytest.mark.parametrize("name", cases(NEW, ("bf16 to f16",)))
+@pytest.mark.parametrize("name", cases(NEW, ("bf16 to f16", "rotated")))
 def test_new_tokens_are_laid_out(name, tmp_path):
     """Images of ragged sequences, of rows that lie apart, and nothing beside them."""
     head_dim, dtype, fmt = NEW[name]

@@ -11,7 +11,7 @@ from emulated_cases import cases
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.attention import write_program, writing
-from terrazzo.ops.attention.device import PRIMITIVES
+from terrazzo.ops.attention.device import CLIPPING, PRIMITIVES
 
 from tests.gpu import attention_write_cases
 from tests.gpu.attention_write_cases import CASES, Case
@@ -24,6 +24,10 @@ SHIMS = r"""
 template <class T, class F> static T as(F x) { T r; memcpy(&r, &x, 4); return r; }
 static unsigned __float_as_uint(float x) { return as<unsigned>(x); }
 static float __fdiv_rn(float a, float b) { return a / b; }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fsub_rn(float a, float b) { return a - b; }
+static int __float2int_rn(float x) { return (int)rintf(x); }
 static float __fdividef(float a, float b) { return a / b; }
 static void *tz_row16(const void *p, int row, int pitch, int at) {
   return (uint16_t *)p + ((long long)row * pitch + at); }
@@ -51,7 +55,9 @@ def emulate(case: Case, folder, target: str = "sm_90a", times: int = 1, sms: int
     request = writing.write_request(made, case.dtype, Target.parse(target))
     source = cuda_text(request)
     warps = write_program.chunk_warps(made.residual_tokens)
-    kernel = CpuKernel(source, [EARLY, LDMATRIX, SHIMS, PRIMITIVES["codes"].source], warps * 32, folder)
+    kernel = CpuKernel(
+        source, [EARLY, LDMATRIX, SHIMS, PRIMITIVES["codes"].source, CLIPPING.source], warps * 32, folder
+    )
     zero, table = torch.zeros(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     static = [torch.zeros(1, 1) if s is None else s.contiguous() for s in (made.k_static, made.v_static)]
     residual = zero if made.residual is None else made.residual
@@ -77,7 +83,7 @@ def emulate(case: Case, folder, target: str = "sm_90a", times: int = 1, sms: int
     attention_write_cases.compare(made, wanted)
 
 
-USUAL = ("bfloat16 rows",)
+USUAL = ("bfloat16 rows", "rotated")
 FEW = ("channel", "residual", "channel 128", "one token")  # on one SM: several pairs for a CTA
 
 
