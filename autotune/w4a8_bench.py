@@ -33,12 +33,10 @@ class W4A8Settings(Settings):
 
     Attributes:
         ablation: every pipeline that `auto` may take, with every dequantization.
-        ways: (pipeline, dequantization) instead; the calls that quantize are then left out.
     """
 
     group: int = 64
     ablation: bool = False
-    ways: tuple[tuple[str, str], ...] = ()
 
 
 def bench_w4a8(
@@ -56,13 +54,13 @@ def bench_w4a8(
 
 
 def options_of(m: int, n: int, k: int, settings: W4A8Settings, target: Target) -> dict[str, dict[str, str]]:
-    """Name -> options of `gemm`: what `auto` takes, and of the settings' other ways those that serve the problem."""
+    """Name -> options of `gemm`: what `auto` takes, and in an ablation the other ways that serve the problem."""
     from terrazzo.ops.w4a8 import op
 
     found: dict[str, dict[str, str]] = {OURS: {}}
     every = tuple((pipeline, form) for pipeline in AUTO_PIPELINES for form in op.DEQUANTIZATIONS[1:])
     facts = dict(group_size=settings.group, out_dtype=settings.dtype, bias=False, target=target)
-    for pipeline, dequantization in settings.ways or every * settings.ablation:
+    for pipeline, dequantization in every * settings.ablation:
         if pipeline == "small_batch" and m > SMALL_BATCH_M:
             continue
         try:
@@ -125,13 +123,11 @@ class W4A8Shape(Shape):
             made[name] = lambda packed, out, options=options: gemm(
                 quantized, packed, out=out, out_dtype=self.dtype, **options
             )
-        return made if self.settings.ways else made | {"with_quantizer": lambda packed, out: gemm(x, packed, out=out)}
+        return made | {"with_quantizer": lambda packed, out: gemm(x, packed, out=out)}
 
     def side_calls(self, x: torch.Tensor) -> dict[str, Callable[[], object]]:
         from terrazzo.ops.w4a8 import quantize_activations
 
-        if self.settings.ways:
-            return {}
         out = quantize_activations(x)
         return {"quantizer": lambda: quantize_activations(x, out=out)}
 

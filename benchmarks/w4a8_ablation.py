@@ -22,6 +22,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from terrazzo.ablation.w4a8.bench import WAYS, WaysSettings, WaysShape
 from terrazzo.lowering.errors import TerrazzoError
 
 from benchmarks import gemm, report, w4a8_counters
@@ -30,16 +31,6 @@ from benchmarks.gemm import compile_all
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b")
 MS = (4, 16, 64, 128, 256)
 QUICK_MODELS, QUICK_MS = ("llama-2-7b",), (16, 64, 256)
-WAYS = (
-    ("basic", "vadd4"),
-    ("multistage", "vadd4"),
-    ("basic", "xor"),
-    ("basic_overlapped", "xor"),
-    ("excp", "xor"),
-    ("imfp", "xor"),
-    ("pingpong", "xor"),
-)
-"""(pipeline, dequantization) of each column; the first is the baseline."""
 
 
 def _extend(parser: argparse.ArgumentParser) -> None:
@@ -52,14 +43,14 @@ PROGRAM = gemm.Program("w4a8_ablation", __doc__, MODELS, MS, QUICK_MODELS, QUICK
 
 
 def main(argv: list[str] | None = None) -> int:
-    from terrazzo.autotune.w4a8_bench import W4A8Settings, bench_w4a8
+    from terrazzo.autotune.gemm_bench import bench
 
     options = gemm.arguments(PROGRAM, argv)
-    settings = W4A8Settings(dtype=options.dtype, group=options.group, budget_ms=options.budget_ms, ways=WAYS)
+    settings = WaysSettings(dtype=options.dtype, group=options.group, budget_ms=options.budget_ms)
 
     def measure(problems: Any, ms: Any, on_shape: Any, **callbacks: Any) -> dict[str, Any]:
         facts = dict(compile_all=compile_all, commit=options.commit, on_shape=on_shape)
-        result = bench_w4a8(problems, ms, settings, **facts, **callbacks)
+        result = bench(WaysShape, problems, ms, settings, **facts, **callbacks)
         print(f"\nspeed-up over {column(WAYS[0])}, geometric mean over shapes\n\n{table(result)}\n")
         return result
 
@@ -74,14 +65,13 @@ def main(argv: list[str] | None = None) -> int:
 def counters(options: argparse.Namespace, settings: Any) -> int:
     """What --ncu does; 2, and a line on stderr, where there is no ncu or it may not read counters."""
     from terrazzo.autotune.gemm_bench import header
-    from terrazzo.autotune.w4a8_bench import W4A8Shape, options_of
     from terrazzo.lowering.targets import Target
 
     try:
         w4a8_counters.find_ncu()
         (n, k), m, target = map(int, options.shape.split("x")), max(options.m), Target.detect()
-        ways = [tuple(way.values()) for way in options_of(m, n, k, settings, target).values() if way]
-        compile_all(W4A8Shape.requests(n, k, m, settings, target))
+        ways = list(WaysShape.serving(m, n, k, settings, target))
+        compile_all(WaysShape.requests(n, k, m, settings, target))
         rows = w4a8_counters.collect(n, k, m, options.group, options.dtype, ways)
     except (ValueError, TerrazzoError, w4a8_counters.CountersError) as error:
         print(f"benchmarks.w4a8_ablation: {error}", file=sys.stderr)
@@ -95,12 +85,11 @@ def counters(options: argparse.Namespace, settings: Any) -> int:
 
 def requests(options: argparse.Namespace, settings: Any, arch: str = "sm_90a") -> list[Any]:
     """All kernels that a run of these options launches."""
-    from terrazzo.autotune.w4a8_bench import W4A8Shape
     from terrazzo.lowering.targets import Target
     from terrazzo.schedules.models import shapes
 
     target = Target.parse(arch)
-    return [r for n, k in shapes(options.models) for r in W4A8Shape.requests(n, k, options.m, settings, target)]
+    return [r for n, k in shapes(options.models) for r in WaysShape.requests(n, k, options.m, settings, target)]
 
 
 def column(way: tuple[str, str]) -> str:

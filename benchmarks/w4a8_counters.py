@@ -165,6 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ways", required=True, help="pipeline/dequantization, comma-separated")
     options = parser.parse_args(argv)
     import torch
+    from terrazzo.ablation.w4a8.bench import multiply
     from terrazzo.autotune.w4a8_bench import random_weight
     from terrazzo.ops import w4a8
 
@@ -173,10 +174,8 @@ def main(argv: list[str] | None = None) -> int:
     w = w4a8.pack(random_weight(n, k, options.group, random))
     x = w4a8.quantize_activations(torch.randn(options.m, k, device="cuda", dtype=getattr(torch, options.dtype)))
     out = torch.empty(options.m, n, device="cuda", dtype=getattr(torch, options.dtype))
-    ways = [way.split("/") for way in options.ways.split(",")]
-    runs = [
-        lambda p=p, d=d: w4a8.gemm(x, w, out=out, out_dtype=out.dtype, pipeline=p, dequantization=d) for p, d in ways
-    ]
+    ways = [tuple(way.split("/")) for way in options.ways.split(",")]
+    runs = [lambda way=way: multiply(x, w, way, out=out, out_dtype=out.dtype) for way in ways]
     for run in runs:
         run(), run()
     torch.cuda.synchronize()

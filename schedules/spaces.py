@@ -191,9 +191,6 @@ class W4A8(Space):
     programs = {  # noqa: RUF012  (read only)
         "small_batch": w4a8.SmallBatch,
         "stream_k": w4a8.StreamK,
-        "pingpong": w4a8.PingPong,
-        "excp": w4a8.Excp,
-        "basic": w4a8.Basic,
         "multistage": w4a8.Multistage,
     }
     problem: Gemm
@@ -214,7 +211,6 @@ class W4A8(Space):
                 s = w4a8.fitted(s, self.problem, target, w4a8.UNROLLED_STAGES)
                 yield from (("stream_k", it) for it in rings(s, wide))
                 yield from self._pairs(s, shape, target, m)
-            yield from self.pipelines(target, m, wide)
         else:
             for s in _multistage(w4a8.Multistage, self.problem, target, m):
                 yield "multistage", s
@@ -226,18 +222,6 @@ class W4A8(Space):
             if found:
                 yield "stream_k", found
 
-    def pipelines(self, target: Target, m: int, wide: bool) -> Iterator[tuple[str, w4a8.StreamK]]:
-        """The other pipelines on wgmma: the tile that each would choose, and if wide every tile."""
-        for name in w4a8.OTHER_PIPELINES:
-            yield w4a8.choose_pipeline(name, self.problem, target, m)
-        if wide:
-            for tokens, warpgroups, row_blocks, raster in tiles_of(w4a8.PIPELINE_TOKENS, m, self.problem, wide):
-                tile = (tokens, warpgroups, row_blocks, 2, raster)
-                kinds = (("pingpong", w4a8.PingPong(*tile)), *(("basic", w4a8.Basic(*tile, sets)) for sets in (1, 2)))
-                for program, s in (*kinds, ("excp", w4a8.Excp(*tile))):
-                    if s.legal():
-                        yield program, w4a8.fitted(s, self.problem, target)
-
     def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
         if program == "small_batch":
             return small_batch_refusal(schedule, self.problem, target, m, w4a8.MAX_TOKENS)
@@ -245,7 +229,7 @@ class W4A8(Space):
             return _multistage_refusal(schedule, self.problem, target, m, 256)
         if not target.supports("wgmma.s8"):
             return f"{target.arch} has no integer wgmma"
-        if schedule.block_tokens not in (w4a8.BLOCK_TOKENS if program == "stream_k" else w4a8.PIPELINE_TOKENS):
+        if schedule.block_tokens not in w4a8.BLOCK_TOKENS:
             return f"no tile of {schedule.block_tokens} tokens"
         if not schedule.legal():
             return f"{schedule.warpgroups} warpgroups with {schedule.sums} sums of a thread do not fit the registers"
@@ -256,8 +240,7 @@ class W4A8(Space):
             return w4a8.small_batch_us(schedule, self.problem, target)
         if program == "multistage":
             return _multistage_us(schedule, self.problem, target, m)
-        one = schedule if program == "stream_k" else schedule.split()
-        return w4a8.stream_k_us(one, self.problem, target, m)
+        return w4a8.stream_k_us(schedule, self.problem, target, m)
 
 
 def choose(

@@ -11,19 +11,15 @@ from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import clusters, multistage, small_batch, tile_costs
-from terrazzo.schedules.partition import Partition, share_tiles
+from terrazzo.schedules.partition import Partition
 from terrazzo.schedules.problem import Gemm
 from terrazzo.schedules.roofline import Roofline, weight_only_gemm
 
 BLOCK_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-PIPELINE_TOKENS = (16, 32, 64, 128, 256)
-"""Of the pipelines besides imfp, which are there to be compared with it."""
 TOKENS_PER_TILE = small_batch.TOKENS_PER_TILE
 MAX_TOKENS = 32
 """Of the small-batch program; `serves` says where it is also the faster one."""
-OTHER_PIPELINES = ("pingpong", "excp", "basic", "basic_overlapped")
-"""On wgmma, besides imfp, which is stream_k."""
-CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq", "vadd4": "u4_s8_vadd4"}
+CONVERTERS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq"}
 _LARGE = 40e6  # weights from which 9 to 16 tokens are faster on wgmma, and up to 8 may be (H200)
 _MIDDLE = 26e6  # weights from which wgmma is faster than more than two token tiles (measured on H200)
 COSTS = {  # of small batches: resident rows -> fitted to measurements on H200: 155 of 1 and 4 tokens, 5 % rms, the
@@ -88,8 +84,6 @@ class StreamK:
     raster: int = 8
     cluster: int = field(default=1, kw_only=True)
 
-    has_clusters: ClassVar[bool] = True
-
     @classmethod
     def of_tile(cls: type[S], tile: tile_costs.Tile, raster: int = 8) -> S:
         """That of a tile, with two stages."""
@@ -99,11 +93,6 @@ class StreamK:
     def cta_blocks(self) -> int:
         """Row blocks of 64 of one CTA."""
         return self.warpgroups * self.row_blocks
-
-    @property
-    def tiles_at_once(self) -> int:
-        """Tiles that a CTA computes side by side."""
-        return 1
 
     @property
     def sums(self) -> int:
@@ -151,100 +140,16 @@ class StreamK:
 
     def cluster_refusal(self, problem: Gemm, target: Target) -> str:
         """Why the CTAs of a tile cannot be a cluster, or ""."""
-        if self.cluster > 1 and not self.has_clusters:
-            return f"{type(self).__name__} has no clusters"
         ring = self.stages * 128 * self.block_tokens
         of_tile = self.cluster, self.warpgroups, self.row_blocks, self.block_tokens
         return clusters.refusal(*of_tile, ring, problem.units, target)
 
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
-        return {name: value for name, value in asdict(self).items() if name != "cluster" or self.has_clusters}
-
-    def split(self) -> StreamK:
-        """The schedule of stream_k with this tile, whose cost model serves all."""
-        return StreamK(self.block_tokens, self.warpgroups, self.row_blocks, self.stages, self.raster)
+        return asdict(self)
 
 
 S = TypeVar("S", bound=StreamK)
-
-
-@dataclass(frozen=True)
-class Basic(StreamK):
-    """The same tile without roles: all warpgroups copy, convert and multiply.
-
-    operands: sets of operand registers; with 1 a warpgroup waits for its product before it converts again.
-    """
-
-    operands: int = 1
-    has_clusters = False
-
-    @property
-    def flags(self) -> int:
-        return self.warpgroups
-
-    def legal(self) -> bool:
-        """With two sets of operands, ptxas serializes wgmma of two row blocks, and spills in four warpgroups."""
-        two = self.row_blocks == 1 and (self.warpgroups < 4 or self.sums < 64)
-        return (self.operands == 1 or (self.operands == 2 and two)) and super().legal()
-
-    @property
-    def threads(self) -> int:
-        return self.warpgroups * 128
-
-
-@dataclass(frozen=True)
-class Excp(StreamK):
-    """The same tile with a warpgroup that converts for all the others, through shared memory.
-
-    operands: stages of converted weights, 128 k each.
-    """
-
-    operands: int = 2
-    has_clusters = False
-
-    @property
-    def flags(self) -> int:
-        return self.warpgroups
-
-    @property
-    def threads(self) -> int:
-        return self.warpgroups * 128 + 256
-
-    def legal(self) -> bool:
-        """Whether the accumulators fit; ptxas refuses wgmma of 256 tokens in a CTA of 512 threads."""
-        fits = self.warpgroups == 1 or (self.warpgroups == 2 and self.block_tokens <= 128)
-        return fits and self.sums <= 128 and self.operands >= 1
-
-    def smem_bytes(self, problem: Gemm) -> int:
-        return super().smem_bytes(problem) + self.operands * self.cta_blocks * 64 * 128
-
-
-@dataclass(frozen=True)
-class PingPong(StreamK):
-    """A tile of 64 * row_blocks rows for each warpgroup, with a ring of its own; they run side by side."""
-
-    has_clusters = False
-
-    @property
-    def cta_blocks(self) -> int:
-        """Row blocks of 64 of one tile."""
-        return self.row_blocks
-
-    @property
-    def tiles_at_once(self) -> int:
-        return self.warpgroups
-
-    def legal(self) -> bool:
-        return self.warpgroups in (2, 3) and super().legal()  # a fourth leaves its producer too few registers
-
-    def stage_bytes(self, problem: Gemm) -> int:
-        """Of one stage of every ring."""
-        return self.warpgroups * super().stage_bytes(problem)
-
-    def workspace(self, grid: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        parts = grid * self.warpgroups
-        return (parts, self.row_blocks, self.block_tokens // 8, 128, 4), (parts, 1)
 
 
 def fitted(schedule: StreamK, problem: Gemm, target: Target, most: int = 12) -> StreamK:
@@ -282,38 +187,9 @@ def pairs(schedule: S, problem: Gemm, target: Target, m: int) -> S | None:
     return s if fits and not s.cluster_refusal(problem, target) else None
 
 
-def choose_pipeline(name: str, problem: Gemm, target: Target, m: int) -> tuple[str, StreamK]:
-    """(program, schedule) of a wgmma pipeline: "imfp", "pingpong", "excp", "basic" or "basic_overlapped".
-
-    basic takes imfp's tile, as far as it compiles with its second set of operands; the others share 256 rows where the
-    weight has enough of them.
-    """
-    if name == "imfp":
-        return "stream_k", choose(problem, target, m)
-    split = choose(problem, target, m, PIPELINE_TOKENS, may_pair=False)
-    large = problem.row_blocks * 64 * problem.units * 128 >= 100e6
-    if name in ("basic", "basic_overlapped"):
-        operands = 1 + (name == "basic_overlapped")
-        s = Basic(split.block_tokens, split.warpgroups, split.row_blocks, 2, split.raster, operands)
-        if not s.legal():
-            s = replace(s, warpgroups=4 if s.block_tokens <= 64 else 3, row_blocks=1)
-        return "basic", fitted(s, problem, target)
-    tile = (min(split.block_tokens, 128), 2, 2 if large else 1)
-    return name, fitted((PingPong if name == "pingpong" else Excp)(*tile, stages=2), problem, target)
-
-
 def partition(schedule: StreamK, problem: Gemm, target: Target, m: int) -> Partition:
-    """Tiles of the schedule over the SMs of the target; of stream_k, in the cheapest way."""
-    if not isinstance(schedule, (Basic, Excp, PingPong)):
-        return _divide(schedule, problem, target, m)[1]
-    tiles = -(-m // schedule.block_tokens) * -(-problem.row_blocks // schedule.cta_blocks)
-    at_once = schedule.tiles_at_once
-    part = share_tiles(tiles, problem.units, target.sms * at_once)
-    if part.shared == 0:
-        return Partition(-(-part.grid // at_once), 0)
-    grid = max(1, part.grid // at_once)
-    # a share without a unit would be awaited for ever
-    return Partition(grid, part.shared if grid * at_once <= part.shared * problem.units else 0)
+    """Tiles of the schedule over the SMs of the target, in the cheapest way."""
+    return _divide(schedule, problem, target, m)[1]
 
 
 def stream_k_us(schedule: StreamK, problem: Gemm, target: Target, m: int) -> float:

@@ -242,7 +242,7 @@ def instances() -> Iterable[str]:
 
 
 NUMERICS = Choice("numerics", lambda: ("auto", "exact", "fused", "post"))
-DEQUANTIZATION = Choice("dequantization", lambda: ("auto", "xor", "unsigned", "vadd4", "e4m3"))
+DEQUANTIZATION = Choice("dequantization", lambda: ("auto", "xor", "unsigned", "e4m3"))
 MODEL = Choice("model", models)
 OPERATOR = Choice("operator", operators)
 TUNED_OPERATOR = Choice("operator that can be tuned", tuned_operators)

@@ -41,11 +41,9 @@ def gemm(
             bit-exact for every schedule and target (not with e4m3). None takes x's dtype, or float16.
         dequantization: "xor" makes signed bytes, "unsigned" leaves 128 in them and takes it off the sums by the row
             sums of x (K up to 66311); "auto" is xor. Both give the same bits. Weights of `fp8` have one form, "e4m3".
-            "vadd4" is QServe's way to the same bytes, slower: the baseline of benchmarks, in pipelines without roles.
-        pipeline: "imfp" (one producer, consumers that dequantize and multiply rows of one tile; wgmma), "pingpong" (the
-            same with a tile for each consumer), "excp" (load, dequantize and multiply apart), "basic" (no roles; with
-            "basic_overlapped" a warpgroup dequantizes beside its products), "multistage" (mma.sync behind a ring of
-            cp.async), "small_batch" (mma.sync, 32 tokens for each launch), "auto" by M, size and target.
+        pipeline: "imfp" (one producer, consumers that dequantize and multiply rows of one tile; wgmma), "multistage"
+            (mma.sync behind a ring of cp.async), "small_batch" (mma.sync, 32 tokens for each launch), "auto" by M, size
+            and target. Others, for comparisons, are `ablation.w4a8`'s.
 
     x, bias and out may be arrays of another library (ops/dlpack.py); the result is then one of x's library, or out.
 

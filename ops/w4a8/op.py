@@ -12,12 +12,12 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import derived, launching
 from terrazzo.ops.launching import Plan
-from terrazzo.ops.linear.bytes import fp8_problem, problem
+from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes import multistage as multistage_program
 from terrazzo.ops.linear.bytes import small_batch as small_batch_program
 from terrazzo.ops.linear.bytes import stream_k as stream_k_program
 from terrazzo.ops.linear.bytes.fp8_problem import E4M3
-from terrazzo.ops.w4a8 import activations, basic, excp, fp8_format, pingpong
+from terrazzo.ops.w4a8 import activations, fp8_format
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import GROUPS, PackedWeight
 from terrazzo.ops.w4a8.reference import DEQUANTIZATIONS, OUT_DTYPES
@@ -28,11 +28,10 @@ from terrazzo.schedules.problem import Gemm
 if TYPE_CHECKING:
     import torch
 
-PIPELINES = ("auto", "small_batch", "multistage", "imfp", "pingpong", "excp", "basic", "basic_overlapped")
+PIPELINES = ("auto", "small_batch", "multistage", "imfp")
 LARGEST_UNSIGNED_K = 66311
 """Longest row whose sums of u8 x s8 products stay in int32: 255 * 127 * K < 2^31."""
 AUTO = "xor"
-_WGMMA = {"stream_k": stream_k_program, "pingpong": pingpong, "excp": excp, "basic": basic}  # int32 sums, one contract
 WEIGHTS = (PackedWeight, fp8_format.PackedWeight)
 Weight: TypeAlias = PackedWeight | fp8_format.PackedWeight
 
@@ -62,7 +61,7 @@ def plan(
     common = dict(
         n=n, k=k16, group=group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias and not raw
     )
-    fp8_problem.of(**common, compared=True)
+    fp8_problem.of(**common)
     gemm = Gemm.of_bytes(n, k16, group_size, 4 if raw else 2, "e4m3" if e4m3 else "s8")
 
     def request(program: ModuleType, schedule: Any) -> KernelRequest:
@@ -74,13 +73,10 @@ def plan(
 
     if e4m3:
         fp8_format.check_target(target)
-    wgmma = pipeline not in ("auto", "small_batch", "multistage")
-    if wgmma and not target.supports("wgmma.s8"):
+    if pipeline == "imfp" and not target.supports("wgmma.s8"):
         raise ArgumentError("pipeline", pipeline, f"{target.arch} has no wgmma of bytes", "leave it 'auto'")
     if e4m3 and pipeline in ("small_batch", "multistage") and not target.supports("mma.e4m3"):
         raise ArgumentError("pipeline", pipeline, f"{target.arch} emulates mma.sync of e4m3", "leave it 'auto'")
-    if e4m3 and wgmma and pipeline != "imfp":
-        raise ArgumentError("pipeline", pipeline, "has no form for e4m3 activations", "take 'imfp'")
     if pipeline == "auto":
         facts = tuning_facts(n, k, group_size, out_dtype, dequantization)
         program, s = spaces.choose(linear_spaces.of(gemm), operator_of(dequantization), facts, target, m, device)
@@ -89,16 +85,14 @@ def plan(
         s = schedules.choose_small_batch(gemm, target, min(m, schedules.MAX_TOKENS))  # more take several launches
     elif pipeline == "multistage":
         program, s = pipeline, (w4a8_fp8 if e4m3 else schedules).choose_multistage(gemm, target, m)
-    elif e4m3:
-        program, s = "stream_k", w4a8_fp8.choose(gemm, target, m)
     else:
-        program, s = schedules.choose_pipeline(pipeline, gemm, target, m)
+        program, s = "stream_k", (w4a8_fp8 if e4m3 else schedules).choose(gemm, target, m)
     if program == "small_batch":
         return Plan(request(small_batch_program, s), *s.workspace(gemm.row_blocks * 64), ())
     if program == "multistage":
         return Plan(request(multistage_program, s), *multistage.launch_sizes(s, gemm, m), ())
     part = schedules.partition(s, gemm, device or target, m)
-    return Plan(request(_WGMMA[program], s), *s.workspace(part.grid), (part.shared,))
+    return Plan(request(stream_k_program, s), *s.workspace(part.grid), (part.shared,))
 
 
 def operator_of(dequantization: str) -> str:
@@ -360,10 +354,9 @@ def check_types(out_dtype: Any, **choices: Any) -> None:
 
 
 def check_choices(k: int, out_dtype: str, dequantization: str, pipeline: str) -> None:
-    baseline = [problem.BASELINE] if pipeline in ("basic", "basic_overlapped", "multistage") else []
     for name, value, known in (
         ("out_dtype", out_dtype, OUT_DTYPES),
-        ("dequantization", dequantization, (*DEQUANTIZATIONS, E4M3, *baseline)),
+        ("dequantization", dequantization, (*DEQUANTIZATIONS, E4M3)),
         ("pipeline", pipeline, PIPELINES),
     ):
         if value not in known:

@@ -254,7 +254,7 @@ def test_a_record_with_a_tile_that_no_program_has_leaves_the_choice_to_the_heuri
     ):
         schedule, why = space.revive("stream_k", {"block_tokens": tokens, **tile, **more}, target, 64)
         assert schedule is None and f"no tile of {tokens} tokens" in why
-    assert "no tile of 160 tokens" in spaces.W4A8(of).revive("basic", {"block_tokens": 160, **tile}, target, 160)[1]
+    assert "no program" in spaces.W4A8(of).revive("basic", {"block_tokens": 128, **tile}, target, 160)[1]  # once tuned
 
 
 def test_every_m_includes_the_records_kernels():

@@ -76,7 +76,7 @@ def test_spaces_hold_every_program_of_the_target():
                     c.program for c in space.candidates(Target.parse(arch), m)
                 )
     assert programs["w4a16", "sm_90a"] == {"small_batch", "stream_k"}
-    assert programs["w4a8", "sm_90a"] == {"small_batch", "stream_k", "pingpong", "excp", "basic"}
+    assert programs["w4a8", "sm_90a"] == {"small_batch", "stream_k"}
     assert programs["w4a16", "sm_80"] == programs["w4a8", "sm_80"] == {"small_batch", "multistage"}
     assert programs["w4a8_fp8", "sm_90a"] == {"stream_k"}
     assert programs["w4ax", "sm_90a"] == {"small_batch", "integer"} and programs["w4ax", "sm_80"] == {"persistent"}
@@ -162,7 +162,7 @@ def distorted(op: str, shape: tuple[int, int], m: int, seed: int) -> dict[Proble
     return {problem: list(zip(found, times))}
 
 
-@pytest.mark.parametrize("problem", [("w4a16", (28672, 4096), 16), ("w4a8", (12288, 4096), 64)], ids=lambda it: it[0])
+@pytest.mark.parametrize("problem", [("w4a16", (28672, 4096), 16), ("w4a8", (12288, 4096), 256)], ids=lambda it: it[0])
 def test_learned_search_finds_its_way_where_the_cost_model_is_wrong(problem):
     """Within 3 % of the best in 15 % of the trials; random search is not, with the same trials."""
     pytest.importorskip("xgboost", reason="the tune extra is not installed")

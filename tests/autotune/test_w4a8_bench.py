@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from terrazzo.ablation.w4a8 import op
 from terrazzo.autotune import gemm_bench, measure, w4a8_bench
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a8
@@ -63,7 +64,9 @@ def test_ablation_times_what_serves_each_m(operator):
     both = {"imfp_xor", "imfp_unsigned", "with_quantizer", "quantizer"}
     assert set(small["variants"]) >= both | {"small_batch_xor", "small_batch_unsigned"}
     assert both <= set(wide["variants"]) and not any("small_batch" in name for name in wide["variants"])
-    (row, *_) = bench(ms=(40,), ways=ablation.WAYS)["rows"]
+    operator.setattr(op, "gemm", vars(w4a8)["gemm"])
+    settings = ablation.WaysSettings(peers=())
+    (row, *_) = gemm_bench.bench(ablation.WaysShape, SHAPES, (40,), settings, lambda all: [None] * len(all))["rows"]
     assert set(row["variants"]) == {"_".join(way) for way in ablation.WAYS} and "basic_vadd4" in row["variants"]
     older = w4a8_bench.options_of(8, 128, 256, w4a8_bench.W4A8Settings(ablation=True), Target.parse("sm_80"))
     assert not any("imfp" in name for name in older)

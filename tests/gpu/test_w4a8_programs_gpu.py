@@ -12,15 +12,18 @@ from functools import lru_cache
 
 import pytest
 import torch
+from terrazzo.ablation.w4a8 import basic as basic_program
+from terrazzo.ablation.w4a8 import excp as excp_program
+from terrazzo.ablation.w4a8 import multistage as baseline_program
+from terrazzo.ablation.w4a8 import pingpong as pingpong_program
+from terrazzo.ablation.w4a8 import schedules as compared
+from terrazzo.ablation.w4a8.baseline import VADD4
 from terrazzo.lowering.kernels import get_kernel
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.linear.bytes import multistage as multistage_program
 from terrazzo.ops.linear.bytes import small_batch as small_batch_program
 from terrazzo.ops.linear.bytes import stream_k as stream_k_program
-from terrazzo.ops.w4a8 import basic as basic_program
-from terrazzo.ops.w4a8 import excp as excp_program
-from terrazzo.ops.w4a8 import pingpong as pingpong_program
 from terrazzo.schedules import w4a8
 from terrazzo.schedules.multistage import launch_sizes
 from terrazzo.schedules.problem import Gemm
@@ -106,7 +109,8 @@ class Case:
     launches: int = 2
 
     def request(self) -> KernelRequest:
-        module = PROGRAMS[self.program]
+        as_qserve = self.program == "multistage" and self.dequantization == VADD4
+        module = baseline_program if as_qserve else PROGRAMS[self.program]
         w = self.weight
         params = dict(
             n=w.n, k=-(-w.k // 16) * 16, group=w.group, out_dtype=self.out_dtype, dequantization=self.dequantization,
@@ -135,7 +139,9 @@ def buffers(case: Case, m: int, grid: tuple[int, int] | None) -> tuple[torch.Ten
         (shape, sem), scalars = launch_sizes(s, problem(case), m), ()
     else:
         if grid is None:
-            part = w4a8.partition(s, problem(case), Target.detect(), m)
+            part = (compared if isinstance(s, compared.Compared) else w4a8).partition(
+                s, problem(case), Target.detect(), m
+            )
             grid = (part.grid, part.shared)
         (shape, sem), scalars = s.workspace(grid[0]), (grid[1],)
     workspace = torch.full(shape, 0x5A5A5A5A, dtype=torch.int32, device=DEVICE)
@@ -242,9 +248,9 @@ def stream_k_cases() -> list[Case]:
 def pipeline_cases() -> list[Case]:
     """The other pipelines on wgmma: their extreme tiles, then one tile on ragged weights and in every output."""
     tiles = {
-        "basic": (w4a8.Basic(16, 4, 1, 2), w4a8.Basic(256, 2, 1, 2, operands=2), w4a8.Basic(128, 2, 2, 2)),
-        "excp": (w4a8.Excp(16, 2, 1, 2), w4a8.Excp(256, 1, 1, 2, operands=1), w4a8.Excp(128, 2, 2, 2)),
-        "pingpong": (w4a8.PingPong(16, 3, 1, 2), w4a8.PingPong(256, 2, 1, 2), w4a8.PingPong(128, 2, 2, 2)),
+        "basic": (compared.Basic(16, 4, 1, 2), compared.Basic(256, 2, 1, 2, operands=2), compared.Basic(128, 2, 2, 2)),
+        "excp": (compared.Excp(16, 2, 1, 2), compared.Excp(256, 1, 1, 2, operands=1), compared.Excp(128, 2, 2, 2)),
+        "pingpong": (compared.PingPong(16, 3, 1, 2), compared.PingPong(256, 2, 1, 2), compared.PingPong(128, 2, 2, 2)),
     }
     cases, layer = [], Weight(6144, 4096, 64)
     for i, (program, schedules) in enumerate(tiles.items()):

@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from terrazzo.ablation.w4a8 import schedules as compared
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import records, spaces, w4a8, w4ax
@@ -39,15 +40,16 @@ def test_small_batch_schedules_are_legal(problem, m, arch):
 def test_stream_k_schedules_are_legal(problem, m):
     target = Target.parse("sm_90a")
     chosen = w4a8.choose(problem, target, m)
-    others = [w4a8.choose_pipeline(name, problem, target, m)[1] for name in w4a8.OTHER_PIPELINES]
+    others = [compared.choose_pipeline(name, problem, target, m)[1] for name in compared.PIPELINES]
     tuned = [it.schedule for it in spaces.W4A8(problem).candidates(target, m) if it.program == "stream_k"]
     for s in (chosen, *others, *tuned):
         assert s.legal() and s.stages >= 2
         assert s.smem_bytes(problem) <= target.smem_per_block
-        part = w4a8.partition(s, problem, target, m)
+        part = (compared if s in others else w4a8).partition(s, problem, target, m)
         tiles = -(-m // s.block_tokens) * -(-problem.row_blocks // s.cta_blocks)
         assert 1 <= part.grid <= target.sms and 0 <= part.shared <= tiles
-        assert not part.shared or part.grid * s.tiles_at_once <= part.shared * problem.units  # no share is empty
+        at_once = getattr(s, "tiles_at_once", 1)
+        assert not part.shared or part.grid * at_once <= part.shared * problem.units  # no share is empty
 
 
 @settings(max_examples=60, deadline=None)

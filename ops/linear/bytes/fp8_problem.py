@@ -32,11 +32,9 @@ def check_out_dtype(out_dtype: str) -> None:
         raise ArgumentError("out_dtype", out_dtype, f"must be one of {OUT_DTYPES}: sums are floats", "cast y")
 
 
-def of(
-    n: int, k: int, group: int, out_dtype: str, dequantization: str, bias: bool, compared: bool = False
-) -> problem.Gemm:
-    """The Gemm of a program's parameters, on e4m3 or on int8 activations; `compared`: also in the baseline's form."""
-    kind = Gemm if dequantization == E4M3 else problem.ComparedGemm if compared else problem.Gemm
+def of(n: int, k: int, group: int, out_dtype: str, dequantization: str, bias: bool) -> problem.Gemm:
+    """The Gemm of a program's parameters, on e4m3 or on int8 activations."""
+    kind = Gemm if dequantization == E4M3 else problem.Gemm
     return kind(n, k, group, out_dtype, dequantization, bias)
 
 

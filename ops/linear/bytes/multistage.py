@@ -50,13 +50,7 @@ def build(
     out_dtype: str,
     dequantization: str,
     bias: bool,
-    block_tokens: int,
-    warps: int,
-    row_blocks: int = 2,
-    stages: int = 3,
-    token_warps: int = 1,
-    kc: int = 1,
-    raster: int = 8,
+    **tile: int,
 ):
     """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y)` for any M.
 
@@ -68,7 +62,29 @@ def build(
     "e4m3", the bytes of X are e4m3, RS [1] is not read, and WS is f32.
 
     Args:
-        target: a Target whose shared memory the ring must fit in, or None.
+        target: a Target whose shared memory the ring must fit in, or None. tile: of `program`.
+
+    Raises:
+        ArgumentError: a format outside these limits.
+    """
+    return program(target, fp8_problem.of(n, k, group, out_dtype, dequantization, bias), **tile)
+
+
+def program(
+    target,
+    gemm: Gemm,
+    *,
+    block_tokens: int,
+    warps: int,
+    row_blocks: int = 2,
+    stages: int = 3,
+    token_warps: int = 1,
+    kc: int = 1,
+    raster: int = 8,
+):
+    """The prim_func of `build` for a problem.
+
+    Args:
         block_tokens: tokens of a CTA; each of its `token_warps` warp columns takes an equal multiple of 16.
         warps: warps of a CTA. warps / token_warps * row_blocks is a multiple of 4: a CTA owns whole blocks of 64 rows.
         row_blocks: row tiles of 16 of a warp.
@@ -77,12 +93,12 @@ def build(
         raster: token blocks that walk over the rows together, so that both operands stay in L2.
 
     Raises:
-        ArgumentError: a format or a configuration outside these limits, or one that needs more than 255 registers.
+        ArgumentError: a configuration outside these limits, or one that needs more than 255 registers.
     """
     import tilelang.language as T
 
-    gemm = fp8_problem.of(n, k, group, out_dtype, dequantization, bias, compared=True)
-    e4m3 = dequantization == fp8_problem.E4M3
+    n, k, bias = gemm.n, gemm.k, gemm.bias
+    e4m3 = gemm.dequantization == fp8_problem.E4M3
     config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, token_warps=token_warps)
     shape, need = Tile(**config), shared_bytes(gemm, **config, stages=stages, kc=kc)
     most = (MOST_E4M3 if e4m3 else MOST_SUMS) * 2
@@ -93,7 +109,7 @@ def build(
     row_tiles = -(-all_blocks // blocks)
     run = 4 // ig  # passes of a stage with the same parameters
     raw, unsigned = gemm.raw, gemm.unsigned
-    pitch, bf16 = shape.out_pitch, out_dtype == "bfloat16"
+    pitch, bf16 = shape.out_pitch, gemm.out_dtype == "bfloat16"
     operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
     sum_type = "float32" if e4m3 else "int32"
     tiles = mma_tiles.place_macros(shape, row_tiles=row_tiles, raster=raster)
@@ -200,7 +216,7 @@ def build(
         B: T.Tensor((n if bias else 1,), "float32"),
         WS: T.Tensor((TILES, kc, nacc // 4, threads, 4) if kc > 1 else (1, 1, 1, 1, 4), sum_type),
         SEM: T.Tensor((TILES,) if kc > 1 else (1,), "int32"),
-        Y: T.Tensor((M, n), out_dtype),
+        Y: T.Tensor((M, n), gemm.out_dtype),
     ):
         with T.Kernel(T.ceildiv(M, bm) * row_tiles, kc, threads=threads, prelude=source) as (bx, bz):
             Xs = T.alloc_shared((shape.x_bytes(stages),), "int8")

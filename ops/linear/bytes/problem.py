@@ -8,7 +8,6 @@ from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
 
 DEQUANTIZATIONS = {"xor": "u4_s8_lqq", "unsigned": "u4_u8_lqq"}  # -> the converter
-BASELINE, BASELINE_CONVERTER = "vadd4", "u4_s8_vadd4"  # QServe's form, in `basic` and `multistage`: for comparisons
 OUT_DTYPES = ("float16", "bfloat16", "int32")
 UNIT_K = 128  # k extent of a unit of 64 rows: two packed blocks, then the parameter records
 BLOCK_WORDS = 512  # words of 64 rows by 64 k
@@ -35,6 +34,8 @@ class Gemm:
     bias: bool
 
     converters: ClassVar[Mapping[str, str]] = DEQUANTIZATIONS
+    offset_flip: ClassVar[int] = 0
+    """What a word of parameters is XORed with, for converters that take another offset."""
 
     def __post_init__(self):
         if self.group not in (32, 64, 128):
@@ -65,11 +66,6 @@ class Gemm:
         return get_converter(self.converters[self.dequantization])
 
     @property
-    def offset_flip(self) -> int:
-        """What a word of parameters is XORed with: __vadd4 adds a - 128."""
-        return 0x80008000 if self.dequantization == BASELINE else 0
-
-    @property
     def row_blocks(self) -> int:
         """Blocks of 64 rows, padding included."""
         return -(-self.n // 64)
@@ -91,9 +87,3 @@ class Gemm:
     @property
     def out_bytes(self) -> int:
         return 4 if self.raw else 2
-
-
-class ComparedGemm(Gemm):
-    """A Gemm whose `dequantization` may also be the baseline."""
-
-    converters = DEQUANTIZATIONS | {BASELINE: BASELINE_CONVERTER}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from terrazzo.ablation.w4a8 import excp
 from terrazzo.ops.attention import prefill_shared
 from terrazzo.ops.tiles import program
-from terrazzo.ops.w4a8 import excp
 
 REGISTERS = 65536  # of an SM
 TABLES = {

@@ -6,10 +6,11 @@ import pytest
 import torch
 from cuda_on_cpu import CpuKernel, cuda_text
 from emulated_cases import cases
+from terrazzo.ablation.w4a8 import baseline
+from terrazzo.ablation.w4a8 import multistage as baseline_program
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.linear.bytes import multistage
-from terrazzo.ops.linear.bytes.problem import ComparedGemm
 from terrazzo.ops.w4a8.format import QuantizedWeight, pack
 from terrazzo.schedules import w4a8
 from terrazzo.schedules.multistage import launch_sizes
@@ -143,8 +144,9 @@ def emulate(weight, x, x_scales, schedule, folder, *, out_dtype, dequantization,
         n=weight.n, k=k, group=weight.group_size, out_dtype=out_dtype, dequantization=dequantization,
         bias=bias is not None, **schedule.params(),
     )  # fmt: skip
+    program = baseline_program if dequantization == baseline.VADD4 else multistage
     request = KernelRequest(
-        "w4a8.multistage", f"{multistage.__name__}:build", tuple(params.items()), "sm_80", multistage.PASS_CONFIGS
+        "w4a8.multistage", f"{program.__name__}:build", tuple(params.items()), "sm_80", program.PASS_CONFIGS
     )
     source = cuda_text(request)
     for name, here in (
@@ -155,7 +157,7 @@ def emulate(weight, x, x_scales, schedule, folder, *, out_dtype, dequantization,
         ("tz_cp_async(", "cp_async_or_zero("),
     ):
         source = source.replace(name, here)
-    gemm = ComparedGemm(weight.n, k, weight.group_size, out_dtype, dequantization, bias is not None)
+    gemm = baseline.Gemm(weight.n, k, weight.group_size, out_dtype, dequantization, bias is not None)
     kernel = CpuKernel(source, [EXTRA, gemm.converter.device_source], schedule.warps * 32, folder)
     problem = Gemm.of_bytes(weight.n, k, weight.group_size, gemm.out_bytes)
     space, flags = launch_sizes(schedule, problem, m)

@@ -56,9 +56,6 @@ def test_both_programs_serve_by_m_and_on_request(without_records):
     assert names(m=[17, 32]) == {"w4a8.small_batch"} and names(m=33) == {"w4a8.stream_k"}
     assert names(m=256, pipeline="small_batch") == {"w4a8.small_batch"}
     assert names(m=4, pipeline="imfp") == {"w4a8.stream_k"}
-    for pipeline in ("pingpong", "excp", "basic"):
-        assert names(m=4, pipeline=pipeline) == names(m=256, pipeline=pipeline) == {f"w4a8.{pipeline}"}
-    assert names(m=64, pipeline="basic_overlapped", dequantization="vadd4") == {"w4a8.basic"}
     older = {r.name for r in w4a8.kernel_requests(4096, 4096, dtype=None, target="sm_80")}
     assert "w4a8.stream_k" not in older
     many = op.plan(1000, 4096, 4096, **(FACTS | {"pipeline": "small_batch"}), target=Target.parse("sm_90a"))
@@ -81,7 +78,8 @@ def test_sm_80_code_runs_on_newer_gpus_from_its_ptx():
         ({"dequantization": "vadd4"}, "dequantization"),
         ({"dequantization": "vadd4", "pipeline": "imfp"}, "dequantization"),
         ({"dequantization": "e4m3", "pipeline": "excp"}, "pipeline"),
-        ({"pipeline": "excp", "target": "sm_80"}, "wgmma"),
+        ({"dequantization": "vadd4", "pipeline": "multistage"}, "dequantization"),
+        ({"pipeline": "imfp", "target": "sm_80"}, "wgmma"),
         ({"pipeline": "split"}, "pipeline"),
         ({"dtype": "float32"}, "dtype"),
         ({"pipeline": "imfp", "target": "sm_89"}, "wgmma"),

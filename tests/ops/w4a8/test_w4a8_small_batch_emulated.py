@@ -9,7 +9,7 @@ from emulated_cases import cases
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.linear.bytes import small_batch
-from terrazzo.ops.linear.bytes.problem import ComparedGemm
+from terrazzo.ops.linear.bytes.problem import Gemm
 from terrazzo.ops.w4a8.format import QuantizedWeight, pack
 from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.w4a8 import SmallBatch
@@ -46,7 +46,7 @@ def emulate(weight, x, x_scales, schedule, folder, *, target, out_dtype, dequant
     source = cuda_text(request)
     for name, here in CALLS if target == "sm_80" else (CALLS[0], *CALLS[2:]):
         source = source.replace(name, here)
-    gemm = ComparedGemm(weight.n, k, weight.group_size, out_dtype, dequantization, bias is not None)
+    gemm = Gemm(weight.n, k, weight.group_size, out_dtype, dequantization, bias is not None)
     hopper = [WGMMA, EXTRA.replace("typedef unsigned char uchar;", "")]
     base = [EXTRA] if target == "sm_80" else hopper
     kernel = CpuKernel(

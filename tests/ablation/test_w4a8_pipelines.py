@@ -6,12 +6,12 @@ import re
 
 import pytest
 from emulated_cases import cases
+from terrazzo.ablation.w4a8 import basic, excp, pingpong
+from terrazzo.ablation.w4a8.baseline import Gemm
 from terrazzo.lowering import KernelReport, compile_request
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops.linear.bytes.problem import ComparedGemm
-from terrazzo.ops.w4a8 import basic, excp, pingpong
-from terrazzo.schedules.problem import Gemm
+from terrazzo.schedules import problem as schedules
 from test_w4a8_pipelines_emulated import CASES, request_of
 from test_w4a8_programs import check_releases, counter, sass, tools  # noqa: F401  (a fixture)
 
@@ -23,10 +23,10 @@ GROUPS = {"basic": (2, 2), "excp": (1, 8), "pingpong": (4, 2)}  # of wgmma in th
 def test_machine_code(tools, name):  # noqa: F811
     """Of the kernels that test_w4a8_pipelines_emulated.py runs."""
     _, n, k, group, _, schedule, _, out_dtype, dequantization, _ = CASES[name]
-    folder = compile_request(request_of(name, ComparedGemm(n, k, group, out_dtype, dequantization, False), schedule))
+    folder = compile_request(request_of(name, Gemm(n, k, group, out_dtype, dequantization, False), schedule))
     report = KernelReport.read(folder / "report.json")
     assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
-    problem, (groups, each) = Gemm.of_bytes(n, k, group, 4), GROUPS[name]
+    problem, (groups, each) = schedules.Gemm.of_bytes(n, k, group, 4), GROUPS[name]
     assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(problem)
     if not report.instructions:
         pytest.skip(report.note)
@@ -44,7 +44,7 @@ def test_machine_code(tools, name):  # noqa: F811
 @pytest.mark.parametrize("name", ["excp", "pingpong"])
 def test_a_warp_meets_before_it_gives_a_stage_back(tools, name):  # noqa: F811
     _, n, k, group, _, schedule, _, out_dtype, dequantization, _ = CASES[name]
-    folder = compile_request(request_of(name, ComparedGemm(n, k, group, out_dtype, dequantization, False), schedule))
+    folder = compile_request(request_of(name, Gemm(n, k, group, out_dtype, dequantization, False), schedule))
     check_releases((folder / "kernel.cu").read_text())
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from cuda_on_cpu import CpuKernel, cuda_text
 from emulated_cases import cases
+from terrazzo.ablation.w4a8 import schedules
+from terrazzo.ablation.w4a8.baseline import Gemm
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.linear.bytes.problem import ComparedGemm
 from terrazzo.ops.w4a8.format import pack
-from terrazzo.schedules import w4a8
 from test_w4a8_emulated import EXTRA
 from test_w4a8_grouped_emulated import weights
 from wgmma_on_cpu import SHIMS as WGMMA
@@ -38,8 +38,8 @@ static void tz_stmatrix4(void *p, const void *a) {
 """
 
 
-def request_of(pipeline: str, gemm: ComparedGemm, schedule: w4a8.StreamK) -> KernelRequest:
-    program = importlib.import_module(f"terrazzo.ops.w4a8.{pipeline}")
+def request_of(pipeline: str, gemm: Gemm, schedule: schedules.Compared) -> KernelRequest:
+    program = importlib.import_module(f"terrazzo.ablation.w4a8.{pipeline}")
     params = tuple((asdict(gemm) | schedule.params()).items())
     return KernelRequest(f"w4a8.{pipeline}", f"{program.__name__}:build", params, "sm_90a", program.PASS_CONFIGS)
 
@@ -47,7 +47,7 @@ def request_of(pipeline: str, gemm: ComparedGemm, schedule: w4a8.StreamK) -> Ker
 def emulate(weight, x, x_scales, pipeline, schedule, partition, folder, *, out_dtype, dequantization):
     """y of one launch on the CPU, in an output that was NaN (int32: garbage)."""
     packed, (m, k) = pack(weight), x.shape
-    gemm = ComparedGemm(weight.n, k, weight.group_size, out_dtype, dequantization, out_dtype != "int32")
+    gemm = Gemm(weight.n, k, weight.group_size, out_dtype, dequantization, out_dtype != "int32")
     request = request_of(pipeline, gemm, schedule)
     source = translated(cuda_text(request), schedule.block_tokens)
     kernel = CpuKernel(
@@ -69,7 +69,7 @@ def emulate(weight, x, x_scales, pipeline, schedule, partition, folder, *, out_d
     return y
 
 
-B, E, P = w4a8.Basic, w4a8.Excp, w4a8.PingPong
+B, E, P = schedules.Basic, schedules.Excp, schedules.PingPong
 CASES = {  # pipeline, n, k, group, m, schedule, (grid, shared tiles), output, dequantization; True: always run
     "basic": ("basic", 450, 400, 64, 37, B(256, 2, 1, 3), (3, 4), "int32", "vadd4", False),
     "excp": ("excp", 450, 400, 64, 37, E(128, 2, 2, 3), (3, 2), "int32", "xor", False),

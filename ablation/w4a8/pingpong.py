@@ -11,14 +11,14 @@ wgmmas that read it were waited for.
 
 from types import SimpleNamespace
 
+from terrazzo.ablation.w4a8.schedules import PingPong
+from terrazzo.ablation.w4a8.tiles import PRIMITIVES, tile_macros
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.bytes.problem import UNIT_K, Gemm
-from terrazzo.ops.linear.bytes.stages import PRIMITIVES, tile_macros
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, REGISTERS, check_tile
 from terrazzo.ops.tiles.scheduler import plan_state, ring_state, scalars, segment_state
 from terrazzo.ops.tiles.staged_rows import out_tokens, staged
-from terrazzo.schedules.w4a8 import PingPong
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 

@@ -9,14 +9,15 @@ a second set of operand registers and converts beside the product. Copies run ah
 Stream-K shares, the order of sums and the epilogue are those of stream_k.py; its sums are the same bits.
 """
 
+from terrazzo.ablation.w4a8.baseline import Gemm
+from terrazzo.ablation.w4a8.schedules import Basic
+from terrazzo.ablation.w4a8.tiles import PRIMITIVES, tile_macros
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.linear.bytes.problem import UNIT_K, ComparedGemm
-from terrazzo.ops.linear.bytes.stages import PRIMITIVES, tile_macros
+from terrazzo.ops.linear.bytes.problem import UNIT_K
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile
 from terrazzo.ops.tiles.scheduler import plan_state, ring_state, scalars, segment_state
 from terrazzo.ops.tiles.staged_rows import out_tokens, staged
-from terrazzo.schedules.w4a8 import Basic
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 
@@ -47,7 +48,7 @@ def build(
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
 
-    gemm = ComparedGemm(n, k, group, out_dtype, dequantization, bias)
+    gemm = Gemm(n, k, group, out_dtype, dequantization, bias)
     bm, wgs, rb = block_tokens, warpgroups, row_blocks
     if operands not in (1, 2):
         raise ArgumentError("operands", operands, "must be 1 or 2 sets of registers", "leave it out")

@@ -15,15 +15,15 @@ products on it were waited for.
 
 from types import SimpleNamespace
 
+from terrazzo.ablation.w4a8.schedules import Excp
+from terrazzo.ablation.w4a8.tiles import PRIMITIVES, tile_macros
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.linear.bytes.problem import UNIT_K, Gemm
-from terrazzo.ops.linear.bytes.stages import PRIMITIVES, tile_macros
 from terrazzo.ops.tiles.calls import stmatrix4, syncwarp
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS, check_tile
 from terrazzo.ops.tiles.scheduler import plan_state, ring_macros, ring_state, scalars, segment_state
 from terrazzo.ops.tiles.staged_rows import out_tokens, staged
-from terrazzo.schedules.w4a8 import Excp
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 REGISTERS = {1: (40, 152, 240), 2: (40, 120, 176)}  # warpgroups that multiply -> of a loader, a converter, a multiplier
