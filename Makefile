@@ -11,6 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST ?=
 WORKERS ?= 2
+TARGETS ?= sm_90a
 SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 
 # One fixed torch where no GPU is used, so that runs are alike; with a GPU the newest that pip finds.
@@ -21,7 +22,7 @@ else
 TORCH ?= torch==2.13.0
 endif
 
-.PHONY: help demo test test-slow lint format bench gpu digests docs docs-check clean
+.PHONY: help demo test test-slow lint format bench gpu wheels digests docs docs-check clean
 
 help:
 	@echo "make demo         one quantized layer through the whole library"
@@ -31,6 +32,7 @@ help:
 	@echo "make format       rewrite what the linter can rewrite"
 	@echo "make bench        measure on this machine's GPU; BENCH='--quick' for a short run"
 	@echo "make gpu          GPU tests and benchmarks on every GPU, in 29 minutes; ARGS='--budget 600'"
+	@echo "make wheels       wheels of ready kernels, to dist/; TARGETS='sm_90a sm_89'"
 	@echo "make digests      rewrite the digests of all kernels, after a change that was meant and measured"
 	@echo "make docs         rewrite the generated parts of README.md and docs/"
 	@echo "make docs-check   fail if a generated part is out of date"
@@ -77,6 +79,10 @@ bench: $(VENV)/.test
 
 gpu: $(VENV)/.test
 	$(BIN)/python -m benchmarks.host $(ARGS)
+
+# Kernels that are in the cache are not compiled again: a build that was interrupted goes on.
+wheels: $(VENV)/.demo
+	for arch in $(TARGETS); do $(BIN)/python -m terrazzo compile --target $$arch --wheel dist || exit 1; done
 
 digests: $(VENV)/.test
 	$(BIN)/python tests/tools/kernel_digest.py --write

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import pwd
 import re
 import shutil
@@ -27,15 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.lowering import cache, folders
+from terrazzo.lowering.bundled import BundledKernel, versions
 from terrazzo.lowering.compilers import toolchain
 from terrazzo.lowering.environment import driver_needed, driver_version, is_older
 from terrazzo.lowering.errors import ArgumentError, BundleError, CacheError, TargetError
 from terrazzo.lowering.folders import DistrustError
-from terrazzo.lowering.kernels import BundledKernel, compile_request, register_bundled
+from terrazzo.lowering.kernels import compile_request, register_bundled
 from terrazzo.lowering.report import KernelReport
 from terrazzo.lowering.request import KernelRequest, check_requests
 from terrazzo.lowering.targets import Target
-from terrazzo.lowering.toolchain import package_version
 
 FORMAT = "terrazzo-bundle-2"
 _AGAIN = "make it again with `terrazzo compile`"
@@ -99,7 +98,7 @@ def write_bundle(
         path.parent.mkdir(parents=True, exist_ok=True)
         folders.sweep(path.parent, re.escape(f".{path.name}"))
         with folders.private_folder(path.parent, f".{path.name}") as private:
-            _fill(private, targets[0], requests, layouts)
+            fill(private, targets[0], requests, layouts, FORMAT)
             if path.exists():
                 _replace(private, path)
             elif not folders.publish_folder(private, path):
@@ -109,8 +108,15 @@ def write_bundle(
     return path
 
 
-def _fill(private: Path, target: str, requests: Sequence[KernelRequest], layouts: Mapping[str, str]) -> None:
-    """Write everything of a bundle into an empty folder, the manifest last."""
+def fill(
+    private: Path,
+    target: str,
+    requests: Sequence[KernelRequest],
+    layouts: Mapping[str, str],
+    form: str,
+    names: Sequence[str] = folders.FILES,
+) -> None:
+    """Write kernels, files `names` of each, into an empty folder, and a manifest of format `form` last."""
     kernels, drivers = [], []
     for request in dict.fromkeys(requests):
         folder = private / "kernels" / request.identity()
@@ -120,12 +126,12 @@ def _fill(private: Path, target: str, requests: Sequence[KernelRequest], layouts
             manifest, files = cache.read_entry(entry, {"identity": request.identity()})
         except ValueError as error:
             raise CacheError(f"{entry} changed while it was read: {error}; try again") from error
-        for name in folders.FILES:
+        for name in names:
             (folder / name).write_bytes(files[name])
         drivers.append(driver_needed(manifest["toolchain"]["toolkit"], request.ptx is not None))
         kernels.append({"identity": request.identity(), "request": request.as_dict()})
     newest = max(drivers, key=lambda version: tuple(map(int, version.split("."))))
-    meta = {"format": FORMAT, **_versions(), "target": target, "driver": newest, "layouts": layouts, "kernels": kernels}
+    meta = {"format": form, **versions(), "target": target, "driver": newest, "layouts": layouts, "kernels": kernels}
     folders.write_manifest(private, {**meta, "toolchain": toolchain().as_dict()}, 0o644)
 
 
@@ -234,7 +240,7 @@ def _read(
             f"{path} is no bundle of this terrazzo: format {_short(manifest.get('format'))}, expected {FORMAT!r}; "
             f"{_AGAIN}"
         )
-    for name, own in _versions().items():
+    for name, own in versions().items():
         if manifest.get(name) != own:
             seen = manifest.get(name, "unknown")
             seen = seen[:100] if isinstance(seen, str) else _short(seen)
@@ -340,14 +346,6 @@ def _names(layouts: Any) -> dict[str, str]:
     if not isinstance(found, Mapping) or not all(isinstance(it, str) for pair in found.items() for it in pair):
         raise ArgumentError("layouts", layouts, "must map names to identities", "write {'w4a16_wgmma': its identity}")
     return dict(found)
-
-
-def _versions() -> dict[str, str]:
-    """What must be equal where a bundle is made and where it is loaded."""
-    return {
-        "terrazzo": package_version("terrazzo") or "uninstalled",
-        "machine": platform.machine(),  # kernel.so is code of the host
-    }
 
 
 def _wanted_target(target: Any) -> Target | None:

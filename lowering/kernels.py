@@ -1,4 +1,4 @@
-"""From a request to a kernel: memory, loaded bundles, disk cache, compiler, in this order."""
+"""From a request to a kernel: memory, loaded bundles, installed wheels, disk cache, compiler, in this order."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from terrazzo.lowering import cache, folders, worker
+from terrazzo.lowering import cache, folders, wheels, worker
+from terrazzo.lowering.bundled import BundledKernel
 from terrazzo.lowering.compilers import compiler, toolchain
 from terrazzo.lowering.errors import BundleError, CacheError, ToolchainError
 from terrazzo.lowering.request import KernelRequest
@@ -24,40 +24,6 @@ _forked_in_a_compilation = False  # then nobody in this process will ever releas
 _kernels: dict[KernelRequest, Kernel] = {}
 _bundled: dict[str, BundledKernel] = {}  # by identity
 _strict: list[Path] = []  # bundles loaded with strict=True: from then on nothing is compiled for a launch
-
-
-@dataclass(frozen=True)
-class BundledKernel:
-    """A kernel of a verified bundle.
-
-    Attributes:
-        request: what it was compiled from. bundle: the bundle's folder. trusted: users who may own it.
-        library, digest: path of kernel.so inside the bundle, and the sha256 that was verified.
-    """
-
-    request: KernelRequest
-    bundle: Path
-    library: str
-    digest: str
-    trusted: Collection[int]
-
-    @property
-    def folder(self) -> Path:
-        return (self.bundle / self.library).parent
-
-    def code(self) -> bytes:
-        """kernel.so as it was verified.
-
-        Raises:
-            BundleError: it is another one now, or gone.
-        """
-        try:
-            with folders.Folder(self.bundle, self.trusted) as folder:
-                return folders.read_listed(folder, {"files": {self.library: self.digest}}, self.library)
-        except ValueError as error:
-            raise BundleError(
-                f"bundle {self.bundle} changed since it was loaded, kernel {self.request}: {error}; load it again"
-            ) from error
 
 
 def register_bundled(kernels: Mapping[str, BundledKernel], strict: Path | None = None) -> None:
@@ -74,6 +40,7 @@ def forget_kernels() -> None:
         _kernels.clear()
         _bundled.clear()
         _strict.clear()
+        wheels.forget()
 
 
 def _meta(request: KernelRequest, tools: Toolchain) -> dict[str, Any]:
@@ -121,7 +88,7 @@ def _compile_elsewhere(request: KernelRequest, key: str, python: str | None, cou
 
 
 def find_compiled(request: KernelRequest) -> Path | None:
-    """Folder of the compiled kernel in a loaded bundle or in the cache, or None."""
+    """Folder of the compiled kernel in a loaded bundle, an installed wheel or the cache, or None."""
     bundled = _find_bundled(request)
     if bundled is not None:
         return bundled.folder
@@ -130,12 +97,14 @@ def find_compiled(request: KernelRequest) -> Path | None:
 
 
 def _find_bundled(request: KernelRequest) -> BundledKernel | None:
-    """The bundled kernel of a request.
+    """The kernel of a request in a loaded bundle or, unless one is strict, an installed wheel.
 
     Raises:
-        BundleError: the bundle's kernel of this identity is of another request.
+        BundleError: the kernel of this identity is of another request there.
     """
     bundled = _bundled.get(request.identity())
+    if bundled is None and not _strict:
+        bundled = wheels.find(request)
     if bundled is not None and bundled.request != request:
         raise BundleError(
             f"bundle {bundled.bundle} has kernel {bundled.request} in the place of {request}; "
@@ -177,7 +146,10 @@ def _load(request: KernelRequest) -> Kernel:
     if bundled is not None:
         folder, code, error = bundled.folder, bundled.code(), BundleError
     else:
-        (folder, code), error = _cached_code(request), CacheError
+        try:
+            (folder, code), error = _cached_code(request), CacheError
+        except ToolchainError as missing:
+            raise ToolchainError("; ".join([str(missing), *wheels.refusals()])) from missing
     try:
         with folders.private_copy(code, _places()) as library:
             return Kernel(str(request), folder, bundled is not None, library)

@@ -103,8 +103,14 @@ class Kernel:
 
     @property
     def source(self) -> str:
-        """The CUDA text."""
-        return (self.folder / "kernel.cu").read_text()
+        """The CUDA text. Raises BundleError for a kernel of a wheel, which has none."""
+        try:
+            return (self.folder / "kernel.cu").read_text()
+        except FileNotFoundError as error:
+            raise BundleError(
+                f"{self.folder}, kernel {self.name}, has no CUDA text, as wheels leave it out; uninstall the wheel, "
+                "and the kernel is compiled with its text"
+            ) from error
 
     def __repr__(self) -> str:
         return f"Kernel({self.name!r}, {'warm' if self.warm else 'cold'})"

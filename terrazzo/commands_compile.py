@@ -55,6 +55,7 @@ _FOLDER = click.Path(exists=True, path_type=Path)
 @click.option("--prefill", is_flag=True, help="--op attention: the kernels of prefill too.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write a bundle to this folder.")
 @click.option("--replace", is_flag=True, help="Replace a bundle that is there.")
+@click.option("--wheel", type=click.Path(path_type=Path), help="Write a wheel of ready kernels to this folder.")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes. Default: one for each CPU.")
 @click.option("--dry-run", is_flag=True, help="Only what would be compiled, and about how long it takes.")
 @json_option
@@ -65,6 +66,7 @@ def compile_command(
     target: str,
     output: Path | None,
     replace: bool,
+    wheel: Path | None,
     workers: int | None,
     dry_run: bool,
     as_json: bool,
@@ -76,12 +78,19 @@ def compile_command(
     its layers have. Each linear layer by itself and as engines join them (qkv, gate_up, experts), the quantizers of
     activations, decode, prefill and append, for every number of tokens. A folder without files of weights is read by
     its config.json alone.
+
+    --wheel without anything to compile takes the kernels of the wheel that is published, `terrazzo-kernels-sm90`: it
+    serves the models of the table, with every format that the target runs. A build that was interrupted goes on.
     """
     from terrazzo.lowering.targets import Target
 
     at, wanted = Target.parse(target), _Wanted()
-    _check_options(options, bool(folders or models), bool(shapes))
+    published = wheel is not None and not (folders or models or shapes or options["op"])
+    _check_options(options, bool(folders or models or published), bool(shapes))
     check_output(output, replace)
+    check_writable("--wheel", wheel)
+    if published:
+        _add_published(wanted, at)
     for source in (*folders, *models):
         _add_model(wanted, source, at, options)
     if shapes or (options["op"] == "attention" and not (folders or models)):
@@ -95,13 +104,18 @@ def compile_command(
     outcomes = build.run()
     kernels = [describe(request, outcome) for request, outcome in zip(requests, outcomes)]
     failed = [outcome for outcome in outcomes if isinstance(outcome, CompileError)]
-    bundle = None
+    bundle = file = None
     if output is not None and not failed:
         from terrazzo.lowering.bundle import write_bundle
 
         bundle = write_bundle(output, requests, layouts=wanted.layouts, replace=replace)
+    if wheel is not None and not failed:
+        from terrazzo.lowering.wheel_file import write_wheel
+
+        file = write_wheel(wheel, requests, layouts=wanted.layouts)
     if as_json:
-        facts = {"target": at.arch, "bundle": bundle and str(bundle), "skipped": wanted.skipped, **build.facts()}
+        facts = {"target": at.arch, "bundle": bundle and str(bundle), "wheel": file and str(file)}
+        facts |= {"skipped": wanted.skipped, **build.facts()}
         print_json(facts | {"kernels": kernels})
     else:
         (print_summary if wanted.models else print_kernels)(kernels)
@@ -109,11 +123,14 @@ def compile_command(
         if bundle is not None:
             bytes_ = sum(path.stat().st_size for path in bundle.rglob("*") if path.is_file())
             click.echo(f"\n{bundle}: bundle of {len(requests)} kernels for {at.arch}, {size(bytes_)}")
+        if file is not None:
+            click.echo(f"\n{file}: wheel of {len(requests)} kernels for {at.arch}, {size(file.stat().st_size)}")
     if failed:
         for error in failed:
             click.echo(f"terrazzo: {error}", err=True)
-        if output is not None:
-            click.echo(f"terrazzo: no bundle was written, {len(failed)} of {len(requests)} kernels failed", err=True)
+        if output is not None or wheel is not None:
+            what = "bundle" if wheel is None else "wheel"
+            click.echo(f"terrazzo: no {what} was written, {len(failed)} of {len(requests)} kernels failed", err=True)
         raise click.exceptions.Exit(1)
 
 
@@ -211,6 +228,16 @@ def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: dict[st
         form += [kind.scale_dtype, *["symmetric"] * kind.symmetric, *["bias"] * kind.bias]
         what = f"{kind.experts} x {kind.leaf}" if kind.experts else kind.leaf
         wanted.kinds.append((what, kind.operator, kind.n, kind.k, " ".join(form), len(names)))
+
+
+def _add_published(wanted: _Wanted, at: Target) -> None:
+    """What the published wheel of a target holds."""
+    from terrazzo.ops import ready
+
+    plan = ready.published(at)
+    wanted.requests |= plan.requests
+    wanted.layouts |= plan.layouts
+    wanted.models.append("the published wheel")
 
 
 def _check_stored(source: Path | str) -> None:

@@ -22,6 +22,7 @@ def info(bundle: Path | None, as_json: bool) -> None:
         return _show_bundle(bundle, as_json)
 
     report = environment_report()
+    report["wheels"] = _wheels()
     if as_json:
         return print_json(report)
     torch, nvcc, cache = report["torch"], report["nvcc"], report["cache"]
@@ -37,6 +38,7 @@ def info(bundle: Path | None, as_json: bool) -> None:
         ("disassembler", report["disassembler"]),
         ("driver", report["driver"] and f"CUDA {report['driver']}"),
         *((f"GPU {device['index']}", _device(device)) for device in report["devices"]),
+        *(("kernel wheel", said) for said in report["wheels"]),
         ("kernel cache", cache["path"] and f"{cache['path']} ({cache['entries']} kernels, {size(cache['bytes'])})"),
     ]
     print_table(("", ""), rows)
@@ -44,6 +46,15 @@ def info(bundle: Path | None, as_json: bool) -> None:
         click.echo()
         columns = ("missing", "needed for", "how to get it")
         print_table(columns, [(part["what"], part["needed_for"], part["remedy"]) for part in report["missing"]])
+
+
+def _wheels() -> list[str]:
+    """A line for each installed wheel of kernels."""
+    from terrazzo.lowering.wheels import installed
+
+    found = installed()
+    used = [f"{it.name} {it.version}, {len(it.kernels)} kernels for {it.target}" for it in found.wheels]
+    return used + list(found.refused.values())
 
 
 def _show_bundle(path: Path, as_json: bool) -> None:

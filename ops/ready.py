@@ -1,0 +1,70 @@
+"""Which kernels the published wheel of a target holds: what serving the usual models needs, in every usual form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import model_requests
+from terrazzo.ops.model_requests import Plan, Serving, Weights
+from terrazzo.ops.registry import REGISTRY
+
+
+@dataclass(frozen=True)
+class Part:
+    """Kernels of a wheel that belong together.
+
+    Attributes:
+        operator: of `model_requests.OPERATORS`, or "attention".
+        models: of schedules/models.py. groups: channels for each scale, 0: all of a row. dtypes: of activations.
+        kv: formats of keys and values.
+    """
+
+    operator: str
+    models: tuple[str, ...]
+    groups: tuple[int, ...] = ()
+    dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    kv: tuple[tuple[str, str], ...] = ()
+
+
+SERVED = ("llama-3.1-8b", "qwen3-8b", "mistral-7b", "qwen2.5-7b", "llama-3.2-3b")
+"""Models whose kernels a wheel holds where a program's kernels are made for each shape."""
+EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b")
+PARTS = (
+    Part("w4a16", SERVED, (128, 64)),
+    Part("w4a16", SERVED[:1], (0,)),
+    Part("w4a8", SERVED[:2], (128, 64)),
+    Part("w4a8_fp8", SERVED[:2], (128,)),
+    Part("w4a16", EXPERTS, (128,)),
+    Part("attention", SERVED, kv=(("int4", "int4"), ("int8", "int8"), ("fp8", "fp8"))),
+)
+
+
+def published(target: Target) -> Plan:
+    """The kernels of the wheel of a target, each once, and the packed layouts that they read."""
+    made = Plan()
+    for part in PARTS:
+        if runs(part.operator, target):
+            for plan in plans(part, target):
+                made.requests |= plan.requests
+                made.layouts |= plan.layouts
+    return made
+
+
+def runs(operator: str, target: Target) -> bool:
+    """Whether the registry has an operator for a target's architecture."""
+    family, fp8 = operator.removesuffix("_fp8"), operator.endswith("_fp8")
+    entries = [it for it in REGISTRY if it.operator == family and (not fp8 or "e4m3" in it.numerics)]
+    return any(target.arch in it.targets for it in entries)
+
+
+def plans(part: Part, target: Target) -> Iterator[Plan]:
+    """The kernels of one part, by model and form."""
+    for name in part.models:
+        for dtype in part.dtypes:
+            for group in part.groups or (128,):
+                linear = part.operator != "attention"
+                weights = Weights(group, dtype=dtype, operator=part.operator if linear else None)
+                serving = Serving(target, dtype, linear, part.kv)
+                yield model_requests.plan(model_requests.of_name(name, weights), serving)

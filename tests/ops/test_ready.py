@@ -1,0 +1,38 @@
+"""What the published wheel holds: every family of the registry, each model by its kernels, each kernel once."""
+
+from __future__ import annotations
+
+import json
+
+from terrazzo.cli import main
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import ready
+from terrazzo.ops.ready import Part
+from terrazzo.ops.registry import REGISTRY
+from terrazzo.schedules.models import ARCHITECTURES
+
+SM_90A = Target.parse("sm_90a")
+
+
+def test_every_family_of_the_registry_but_w4ax_has_a_part():
+    families = {part.operator.removesuffix("_fp8") for part in ready.PARTS}
+    assert families == {it.operator for it in REGISTRY} - {"w4ax"}
+    assert {name for part in ready.PARTS for name in part.models} <= set(ARCHITECTURES)
+
+
+def test_a_part_runs_where_the_registry_has_its_operator():
+    runs = {arch: [it for it in ("w4a16", "w4a8", "w4a8_fp8", "attention") if ready.runs(it, Target.parse(arch))]
+            for arch in ("sm_80", "sm_89", "sm_90a")}  # fmt: skip
+    everywhere = ["w4a16", "w4a8", "attention"]
+    assert runs["sm_80"] == everywhere and set(runs["sm_89"]) == set(runs["sm_90a"]) == {*everywhere, "w4a8_fp8"}
+
+
+def test_the_command_takes_the_published_wheel_where_nothing_is_named(monkeypatch, capsys, tmp_path):
+    part = Part("attention", ("llama-3.2-1b",), dtypes=("float16",), kv=(("int4", "int4"),))
+    monkeypatch.setattr(ready, "PARTS", (part, part))
+    (plan,) = ready.plans(part, SM_90A)
+    assert ready.published(SM_90A).requests == plan.requests
+    assert main(["compile", "--target", "sm_90a", "--wheel", str(tmp_path), "--dry-run", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert sum(said["kernels"].values()) == len(plan.requests) and not list(tmp_path.iterdir())
+    assert main(["compile", "--target", "sm_90a"]) == 2 and "nothing to compile" in capsys.readouterr().err
