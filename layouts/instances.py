@@ -86,6 +86,24 @@ INSTANCES: dict[str, Instance] = {
         Instance(
             "w4a8_fp8", "W4A8 with e4m3 activations, every target that has e4m3", _wgmma(8), "z4_e4m3", 4, _k(2), "reg"
         ),
+        Instance(
+            "mxfp4",
+            "MXFP4 with 16-bit activations, every target: the blocks of w4a16, bits of a word where bf16 has them",
+            _wgmma(16),
+            "e2m1_bf16_scaled",
+            4,
+            _k(4),
+            block_order="kr",
+        ),
+        Instance(
+            "fp8",
+            "weight-only FP8 with 16-bit activations, every target: two k16 steps of A in one load",
+            _wgmma(16),
+            "e4m3_f16_moved",
+            4,
+            _k(2),
+            block_order="kr",
+        ),
         Instance("w4a4_mma", "W4A4 blocks for native s4 mma.sync (sm_80, sm_86, sm_89)", _mma_a(4), "s4_s4", 4),
         Instance(
             "kv2_wgmma",

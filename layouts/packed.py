@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from terrazzo.layouts.converters.base import Converter, get_converter
+from terrazzo.layouts.converters.base import Converter, get_converter, move_bits
 from terrazzo.layouts.fragment import Fragment
 from terrazzo.layouts.linear import LinearMap, bits_of
 from terrazzo.layouts.proof import Proof, prove
@@ -30,7 +30,7 @@ class PackedLayout:
 
     Attributes:
         fragment, placement, order, block_order, storage_bits, load_words: as given to `derive`.
-        pos_map: (register, element) -> field of a word, the converter's.
+        pos_map, bit_map: (register, element) -> field of a word, and where a word's bits are stored, the converter's.
         map: LinearMap (field, word, thread) -> (k, row) inside a block.
         memory: LinearMap (word, thread) -> (address), the 32-bit word of the block.
         block_rows, block_k, threads: extent of a block and how many threads hold it.
@@ -47,6 +47,7 @@ class PackedLayout:
     memory: LinearMap
     block_rows: int
     block_k: int
+    bit_map: tuple[int, ...] = ()
 
     # -- facts ---------------------------------------------------------------------------------------------------------
     @property
@@ -68,6 +69,7 @@ class PackedLayout:
     def identity(self) -> str:
         """Stable name of the byte order: equal identities mean interchangeable packed data."""
         matrix = repr((self.map.ins, self.map.outs, self.map.columns, self.memory.columns, self.block_order))
+        matrix += repr(self.bit_map) if self.bit_map else ""
         digest = hashlib.sha256(matrix.encode()).hexdigest()[:12]
         load = f"b{self.storage_bits}.w{self.load_words}.{self.block_rows}x{self.block_k}"
         return f"{self.fragment.name}.{load}.{self.order}.{self.block_order}.{digest}"
@@ -139,8 +141,8 @@ class PackedLayout:
         for first in range(0, grid[0], step):
             slab = codes[first * self.block_rows : (first + step) * self.block_rows]
             tiles = slab.reshape(-1, self.block_rows, grid[1], self.block_k).transpose(0, 2, 1, 3).reshape(-1, size)
-            packed = self._combine(np.take(tiles, self._index, axis=1))
-            out[first : first + step] = packed.view(np.uint32).reshape(-1, *out.shape[1:])
+            packed = self._combine(np.take(tiles, self._index, axis=1)).view(np.uint32)
+            out[first : first + step] = self._stored(packed).reshape(-1, *out.shape[1:])
         return out if self.block_order == "rk" else np.ascontiguousarray(out.swapaxes(0, 1))
 
     def unpack(self, words, n: int, k: int):
@@ -155,7 +157,7 @@ class PackedLayout:
         self._check_words(words, words.dtype in (np.uint32, np.int32), n, k)
         if not words.size:
             return np.empty((n, k), self._unit)
-        words = np.ascontiguousarray(words).view(np.uint32)
+        words = self._fields(np.ascontiguousarray(words).view(np.uint32))
         if self.block_order == "kr":
             words = words.swapaxes(0, 1)
         grid = words.shape[:2]
@@ -192,6 +194,15 @@ class PackedLayout:
         for part in range(share):
             fields[..., part::share] = (units >> (self.storage_bits * part)) & mask
         return fields
+
+    def _stored(self, words):
+        """Words of fields as they lie in memory."""
+        return move_bits(words, self.bit_map) if self.bit_map else words
+
+    def _fields(self, words):
+        """The inverse of `_stored`."""
+        back = tuple(self.bit_map.index(bit) for bit in range(len(self.bit_map)))
+        return move_bits(words, back) if back else words
 
     def _check_words(self, words, known: bool, n: int, k: int) -> None:
         for name, size in (("n", n), ("k", k)):
@@ -271,7 +282,7 @@ class PackedLayout:
             tiles = codes.view(grid[0], self.block_rows, grid[1], self.block_k).permute(0, 2, 1, 3)
             tiles = tiles.permute(*outer, 2, 3).reshape(*(grid[axis] for axis in outer), -1)
             packed = self._combine(tiles[..., torch.from_numpy(self._index).to(codes.device)])
-        return packed.contiguous().view(*(grid[axis] for axis in outer), -1).view(torch.int32)
+        return self._stored(packed.contiguous().view(*(grid[axis] for axis in outer), -1).view(torch.int32))
 
     def _merge(self, bits):
         """`_combine` on bit axes: the OR runs in the source's memory order, so only packed bytes are transposed."""
@@ -288,7 +299,8 @@ class PackedLayout:
         self._check_words(words, words.dtype in (torch.int32, torch.uint32) and words.layout is torch.strided, n, k)
         if not words.numel():
             return words.new_empty((n, k), dtype=torch.int16 if self.storage_bits == 16 else torch.uint8)
-        units = words.contiguous().view(torch.int16 if self.storage_bits == 16 else torch.uint8)
+        words = self._fields(words.contiguous().view(torch.int32))
+        units = words.view(torch.int16 if self.storage_bits == 16 else torch.uint8)
         fields = self._split(units)
         if self.block_order == "kr":
             fields = fields.transpose(0, 1)
@@ -354,6 +366,7 @@ def derive(
         memory=memory,
         block_rows=1 << extent["row"],
         block_k=1 << extent["k"],
+        bit_map=converter.bit_map,
     )
 
 

@@ -31,6 +31,8 @@ class Converter:
         scale_exp2, bias: without params, output register o holds (q + bias[o]) * 2**scale_exp2[o].
         param_bias: for params forms, what b0, b1 add to the zero point (the magic number's integer), else ().
         pos_map: (register, element) -> field.
+        bit_map: where bit i of a word of fields is stored, for conversions whose shifts and masks are fewer in another
+            order of bits; () for fields as they are.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Converter:
     bias: tuple[int, ...] = ()
     param_bias: tuple[int, ...] = ()
     pos_map: LinearMap | None = None
+    bit_map: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         outputs = self.outputs
@@ -111,6 +114,26 @@ def interleave(storage_bits: int, operand_bits: int) -> LinearMap:
     """
     dims = {"register": bits_of(operand_bits // storage_bits), "element": bits_of(32 // operand_bits)}
     return LinearMap.reshape(dims, {"field": sum(dims.values())})
+
+
+def move_bits(words, bit_map: tuple[int, ...]):
+    """Words (numpy uint32, or torch int32 or int64) whose bit i lies at bit bit_map[i]: a shift and a mask for each
+    distance."""
+    distances: dict[int, int] = {}
+    for bit, to in enumerate(bit_map):
+        distances[to - bit] = distances.get(to - bit, 0) | 1 << bit
+    moved = words & 0
+    for distance, mask in distances.items():
+        part = words & (mask if mask < 1 << 31 else mask - (1 << 32)) if _signed(words) else words & np.uint32(mask)
+        if distance >= 0:
+            moved = moved | part << distance
+        else:  # of signed words, the sign's copies are masked away
+            moved = moved | part >> -distance & (mask >> -distance)
+    return moved
+
+
+def _signed(words) -> bool:
+    return not isinstance(words, (np.ndarray, np.uint32))
 
 
 CONVERTERS: dict[str, Converter] = {}

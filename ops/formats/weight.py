@@ -23,20 +23,32 @@ class WeightFormat:
 
     Attributes:
         name: "u4".
+        operator: whose public calls, records and files it has, "w4a16".
+        layout: instance of `terrazzo.layouts` that packs codes.
         bits: of a code, 4 or 8.
+        groups: k extents of a scale besides one for the whole row; one_group: whether there may be one for the row.
         scaled: dtype of the operand -> numerics -> converter (terrazzo.layouts) that makes scaled operands, or with
             scales of one and for numerics "post", unscaled ones.
         unscaled: dtype -> converter without parameters, whose sums are scaled; its `scale_exp2` and `bias` are undone.
-        scales: dtypes that scales may have.
+        scales: dtypes that the scales of groups may have. "e8m0" is a byte d for 2^-d.
         zero: zero point of a weight that stores none; 0 for codes that are numbers as they are.
+        values: of the codes, in order, where they are numbers as they are.
+        row_factors: whether each row has a float32 of its own, which its sums are multiplied by at last. With a scale
+            for the whole row this is the scale, and there are no others.
     """
 
     name: str
+    operator: str
+    layout: str
     bits: int
+    groups: tuple[int, ...]
     scaled: Mapping[str, Mapping[str, str]] = field(hash=False)
     unscaled: Mapping[str, str] = field(hash=False)
     scales: tuple[str, ...]
     zero: int
+    one_group: bool = True
+    values: tuple[float, ...] = field(default=(), hash=False, repr=False)
+    row_factors: bool = False
 
     @property
     def block_k(self) -> int:
@@ -61,14 +73,29 @@ class WeightFormat:
         return 4 * self.words(rows, k)
 
     @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of operands."""
+        return tuple(self.scaled or self.unscaled)
+
+    @property
     def numerics(self) -> tuple[str, ...]:
         """How scales may enter: "exact" and "fused" fold them into the operand, "post" scales the sums of a group."""
-        return (*next(iter(self.scaled.values())), "post")
+        folded = next(iter(self.scaled.values())) if self.scaled else ()
+        return (*folded, *(["post"] if self.unscaled else []))
+
+    def choose_numerics(self, scale_dtype: str, dtype: str, few: bool) -> str:
+        """What "auto" stands for. few: in the program for small batches."""
+        if not self.unscaled:
+            return "exact"
+        return "post" if few or not self.scaled or scale_dtype != dtype else "exact"
 
 
 U4 = WeightFormat(
     name="u4",
+    operator="w4a16",
+    layout="w4a16",
     bits=4,
+    groups=(32, 64, 128),
     scaled={
         "float16": {"exact": "u4_f16_exact", "fused": "u4_f16_fused"},
         "bfloat16": {"exact": "u4_bf16_exact", "fused": "u4_bf16_fused"},
@@ -77,8 +104,48 @@ U4 = WeightFormat(
     scales=("float16", "bfloat16", "float32"),
     zero=8,
 )
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MXFP4 = WeightFormat(
+    name="mxfp4",
+    operator="mxfp4",
+    layout="mxfp4",
+    bits=4,
+    groups=(32,),
+    scaled={"bfloat16": {"exact": "e2m1_bf16_scaled"}, "float16": {"exact": "e2m1_f16_scaled"}},
+    unscaled={},
+    scales=("e8m0",),
+    zero=0,
+    one_group=False,
+    values=(*E2M1, *(-value for value in E2M1)),
+    row_factors=True,
+)
+"""e2m1 with a power of two for each 32 k. The largest of a row's powers of two is its factor, others are relative to
+it, so that no product of code and scale overflows. A bf16 operand is exact; an f16 one down to 2^-23 of the row's
+largest scale, and 2^-25 of it or less is lost below."""
 
-WEIGHTS: dict[str, WeightFormat] = {one.name: one for one in (U4,)}
+
+def _e4m3(code: int) -> float:
+    exponent, mantissa = code >> 3 & 15, code & 7
+    value = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
+    return -value if code & 128 else value
+
+
+FP8 = WeightFormat(
+    name="fp8",
+    operator="fp8",
+    layout="fp8",
+    bits=8,
+    groups=(128,),
+    scaled={},
+    unscaled={"bfloat16": "e4m3_bf16", "float16": "e4m3_f16_moved"},
+    scales=("float32",),
+    zero=0,
+    values=tuple(_e4m3(code) for code in range(256)),
+    row_factors=True,
+)
+"""e4m3 with a float32 for each row, or for each 128 k of it. No weight is rounded."""
+
+WEIGHTS: dict[str, WeightFormat] = {one.name: one for one in (U4, MXFP4, FP8)}
 
 
 def get_weight_format(name: str | WeightFormat) -> WeightFormat:

@@ -7,18 +7,35 @@ from terrazzo.ops.tiles.staged_rows import out_tokens, row_macros
 
 
 def store_macros(
-    *, n: int, block_tokens: int, row_blocks: int, cta_blocks: int, bf16: bool, bias: bool
+    *,
+    n: int,
+    block_tokens: int,
+    row_blocks: int,
+    cta_blocks: int,
+    bf16: bool,
+    bias: bool,
+    factors: SimpleNamespace | None = None,
+    records: int = 0,
 ) -> SimpleNamespace:
     """Macros `store`, `store_slice` and `store_share` of `row_blocks` row blocks of 64 of a warpgroup, whose tile has
-    `cta_blocks`.
+    `cta_blocks`. factors: `factor_macros` of linear/params.py, where rows have such; records: of a matrix in P.
 
     `to` holds Y [M, n]; B [n of every expert] or, without a bias, [1]; Os [warpgroups, staged] in the dtype of Y;
-    registers o, uint32 [4], and bb, float32 [2].
+    registers o, uint32 [4], and bb, float32 [2]; P as the program has it.
     """
     import tilelang.language as T
 
     bm, rb, nacc, step = block_tokens, row_blocks, block_tokens // 2, out_tokens(block_tokens)
+    own_factors = factors is not None
     rows = row_macros(n=n, out_dtype="bfloat16" if bf16 else "float16", out_bytes=2)
+
+    @T.macro
+    def scale_rows(to, acc, expert, row, r):
+        """The sums of row block r, of rows `row` and `row` + 8, times the factors of the rows."""
+        factors.load(to.P, to.bb, 0, row, expert * records)
+        factors.load(to.P, to.bb, 1, row + 8, expert * records)
+        for i in T.unroll(nacc):
+            acc[r * nacc + i] = acc[r * nacc + i] * to.bb[i % 4 // 2]
 
     @T.macro
     def add_bias(B, acc, bb, expert, row, r):
@@ -43,6 +60,8 @@ def store_macros(
         lane = wt % 32
         for r in T.unroll(rb):
             row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64
+            if own_factors:
+                scale_rows(to, acc, c.expert[0], row0 + warp * 16 + lane // 4, r)
             if bias:
                 add_bias(to.B, acc, to.bb, c.expert[0], row0 + warp * 16 + lane // 4, r)
             for b in T.unroll(bm // step):
@@ -59,6 +78,8 @@ def store_macros(
         lane = wt % 32
         for r in T.unroll(rb):
             row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + warp * 16
+            if own_factors:
+                scale_rows(to, acc, c.expert[0], row0 + lane // 4, r)
             if bias:
                 add_bias(to.B, acc, to.bb, c.expert[0], row0 + lane // 4, r)
             for b in T.unroll(bm // 16):
@@ -76,6 +97,8 @@ def store_macros(
         lane = wt % 32
         for r in T.unroll(rb):
             row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64
+            if own_factors:
+                scale_rows(to, acc, c.expert[0], row0 + warp * 16 + lane // 4, r)
             if bias:
                 add_bias(to.B, acc, to.bb, c.expert[0], row0 + warp * 16 + lane // 4, r)
             for b in T.unroll(bm // 16):

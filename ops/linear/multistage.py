@@ -17,7 +17,7 @@ in a fixed order, so the result has the same bits in every run.
 
 from terrazzo.ops.formats.weight import BLOCK_ROWS, BLOCK_WORDS, TILE_WORDS
 from terrazzo.ops.linear.operand import Operand
-from terrazzo.ops.linear.params import param_macros
+from terrazzo.ops.linear.params import factor_macros, param_macros
 from terrazzo.ops.tiles import mma_tiles
 from terrazzo.ops.tiles.calls import (
     cp_async,
@@ -61,7 +61,7 @@ def shared_bytes(
     """Shared memory of a CTA, bytes."""
     shape = Tile(block_tokens, warps, row_blocks, token_warps)
     flag = 1024 if kc > 1 else 0  # one word, and the alignment of what follows
-    of_block = op.format.nbytes(BLOCK_ROWS, 64) + op.groups_per(64) * op.record_bytes
+    of_block = op.format.nbytes(BLOCK_ROWS, 64) + op.groups_per(64) * op.group_bytes
     return shape.x_bytes(stages) + stages * shape.blocks * of_block + flag
 
 
@@ -112,14 +112,14 @@ def build(
     post, bf16 = numerics == "post", dtype == "bfloat16"
     np_, kp = -(-n // BLOCK_ROWS) * BLOCK_ROWS, -(-k // UNIT_K) * UNIT_K
     units = kp // UNIT_K
-    grouped = post and group > 0  # otherwise MMAs add straight to the result
+    grouped = op.scales_sums and group > 0  # otherwise MMAs add straight to the result
     config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, token_warps=token_warps)
     shape, need = Tile(**config), shared_bytes(op, **config, stages=stages, kc=kc)
     shape.check(stages=stages, kc=kc, units=units, most=128 if grouped else 256, need=need, target=target)
     bm, rb, threads = block_tokens, row_blocks, shape.threads
     pairs, nacc, blocks, all_blocks = shape.pairs, shape.sums, shape.blocks, np_ // 64
     row_tiles = -(-all_blocks // blocks)
-    groups, rec, sb, ig = op.groups(kp), op.record_bytes, op.scale_bytes, op.groups_per(64)
+    records, rec, sb, ig = op.records(kp), op.record_bytes, op.scale_bytes, op.groups_per(64)
     run = 4 // ig  # passes of a stage with the same parameters
     parts, per_step = fmt.blocks(64), fmt.step_words  # packed blocks of 64 rows in a stage, words of a k16 step
     block_words = parts * BLOCK_WORDS
@@ -131,7 +131,7 @@ def build(
     xs = mma_tiles.x_macros(shape, k=k, stage_k=64)
     partial = mma_tiles.partial_macros(shape, kc=kc, dtype="float32")
     out = mma_tiles.out_macros(shape, n=n, vec=1)
-    words = param_macros(op)
+    words, factors = param_macros(op), factor_macros(op, n, kp)
     source = prelude(
         "cp_async", "lds", "ldmatrix", "pack", "semaphore", extra=(mma_tiles.SOURCE, _SOURCE, cvt.device_source)
     )
@@ -155,7 +155,7 @@ def build(
                         Ws[slot * (blocks * block_words) + b * (blocks * BLOCK_WORDS) + at * 4],
                         W[kb * parts + b, block_at(c, at // 128), at % 128 * 4],
                     )
-        if params:
+        if op.has_groups and params:
             for e in T.unroll(-(-ig * blocks * copies // threads)):
                 at = e * threads + tx
                 record = 0 if group == 0 else (kb // 2 if group == 128 else kb * ig + at // (blocks * copies))
@@ -178,7 +178,7 @@ def build(
         """f32 scales of rows g and g + 8 of each row tile."""
         for m in T.unroll(rb):
             at = (slot * ig + q) * (blocks * rec) + (tile + m) // 4 * rec + ((tile + m) % 4 * 8 + lane // 4) * 2 * sb
-            u[0] = lds32(Ps[at])
+            u[0] = lds16_at(Ps[at], 0, nbytes=2) if sb == 1 else lds32(Ps[at])
             if scale_dtype == "float32":
                 u[1] = lds32(Ps[at + 4])
             words.scales(s, m * 2, u)
@@ -190,7 +190,7 @@ def build(
             base = (slot * ig + q) * (blocks * rec) + (tile + m) // 4 * rec
             row = (tile + m) % 4 * 8 + lane // 4
             if not post:
-                u[0] = lds32(Ps[base + row * 2 * sb])
+                u[0] = lds16_at(Ps[base], row, nbytes=64) if sb == 1 else lds32(Ps[base + row * 2 * sb])
             if symmetric:
                 u[2] = T.uint32(fmt.zero * 0x0101)
             else:
@@ -212,7 +212,7 @@ def build(
             T.call_extern(
                 "handle", cvt.device_name, w[m * 4 * parts + step * per_step + i],
                 T.access_ptr(a[(step % 2 * rb + m) * 4 + i * (4 // per_step)], "w", 4 // per_step),
-                v[m * 4], v[m * 4 + 1], v[m * 4 + 2], v[m * 4 + 3],
+                *words.of_converter(cvt, v, m * 4),
             )  # fmt: skip
 
     @T.macro
@@ -231,10 +231,16 @@ def build(
                 acc[at] = acc[at] + s[m * 2 + i % 4 // 2] * part[at]
 
     @T.macro
-    def store(Y, B, Xs, acc, o, bb, c, warp, tile, column, lane):
+    def store(Y, B, P, Xs, acc, o, bb, c, warp, tile, column, lane):
         """Bias, then 16 tokens at a time: transposed in registers, staged by the warp, written 16 bytes a lane."""
         row0 = c.rows[0] * (blocks * 64) + tile * 16
         stage = warp * (16 * pitch)
+        if fmt.row_factors:
+            for m in T.unroll(rb):
+                for e in T.unroll(2):
+                    factors.load(P, bb, e, row0 + m * 16 + e * 8 + lane // 4)
+                for i in T.unroll(pairs * 8):
+                    acc[m * pairs * 8 + i] = acc[m * pairs * 8 + i] * bb[i % 4 // 2]
         if bias:
             for m in T.unroll(rb):
                 for e in T.unroll(2):
@@ -255,7 +261,7 @@ def build(
     def main(
         X: T.Tensor((M, k), dtype),
         W: T.Tensor((fmt.blocks(kp), all_blocks, BLOCK_WORDS), "int32"),
-        P: T.Tensor((groups, all_blocks, rec), "uint8"),
+        P: T.Tensor((records, all_blocks, rec), "uint8"),
         B: T.Tensor((n if bias else 1,), dtype),
         WS: T.Tensor((TILES, kc, nacc // 4, threads, 4) if kc > 1 else (1, 1, 1, 1, 4), "float32"),
         SEM: T.Tensor((TILES,) if kc > 1 else (1,), "int32"),
@@ -264,7 +270,7 @@ def build(
         with T.Kernel(T.ceildiv(M, bm) * row_tiles, kc, threads=threads, prelude=source) as (bx, bz):
             Xs = T.alloc_shared((shape.x_bytes(stages) // 2,), dtype)
             Ws = T.alloc_shared((stages * blocks * block_words,), "int32")
-            Ps = T.alloc_shared((stages * ig * blocks * rec,), "uint8")
+            Ps = T.alloc_shared((stages * ig * blocks * op.group_bytes or 16,), "uint8")
             w = T.alloc_local((rb * parts * 4,), "uint32")
             a = T.alloc_local((rb * 8,), "uint32")
             x = T.alloc_local((pairs * 4,), "uint32")
@@ -298,12 +304,13 @@ def build(
             cp_wait(stages - 1)
             T.sync_threads()
             load_words(Ws, w, 0, tile, lane)
-            load_operands(Ps, v, u, zs, 0, 0, tile, lane)
+            if op.has_groups:
+                load_operands(Ps, v, u, zs, 0, 0, tile, lane)
             for p in T.unroll(pairs):
                 xs.load(Xs, x, 0, 0, p, column, lane)
             for m in T.unroll(rb):
                 convert(w, a, v, m, 0)
-            if post:
+            if op.scales_sums:
                 load_scales(Ps, s, u, 0, 0, tile, lane)
 
             for unit in T.serial(kn):
@@ -350,7 +357,7 @@ def build(
                                     for p in T.unroll(pairs):
                                         add_scaled(acc, part, s, p)
                                 load_scales(Ps, s, u, c.slot[0], (step + 1) % 4 // run, tile, lane)
-            if post and group == 0:
+            if op.scales_sums and group == 0:
                 for i in T.unroll(nacc):
                     acc[i] = acc[i] * s[i // (pairs * 8) * 2 + i % 4 // 2]
             T.sync_threads()  # the staged output shares memory with X
@@ -358,8 +365,8 @@ def build(
                 partial.leave(WS, acc, bx, bz, tx)
                 if last_arrival(SEM[bx], kc):
                     partial.gather(WS, acc, bx, tx)
-                    store(Y, B, Xs, acc, o, bb, c, warp, tile, column, lane)
+                    store(Y, B, P, Xs, acc, o, bb, c, warp, tile, column, lane)
             else:
-                store(Y, B, Xs, acc, o, bb, c, warp, tile, column, lane)
+                store(Y, B, P, Xs, acc, o, bb, c, warp, tile, column, lane)
 
     return main

@@ -8,7 +8,9 @@ from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.formats.weight import WeightFormat, get_weight_format
 
-SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "e8m0": 1}
+FACTOR_BYTES = 64 * 4
+"""Of the float32 factors of 64 rows."""
 NUMERICS = ("exact", "fused", "post")
 
 
@@ -35,15 +37,19 @@ class Operand:
     def __post_init__(self):
         if self.group not in (0, 32, 64, 128):
             raise ArgumentError("group", self.group, "must be 32, 64, 128 or 0 (whole row)", "expand the scales to 128")
-        if self.dtype not in self.format.unscaled:
+        known = (*self.format.groups, *([0] if self.format.one_group else []))
+        if self.group not in known:
+            raise ArgumentError("group", self.group, f"must be one of {known} in {self.weight}", "expand the scales")
+        if self.dtype not in self.format.dtypes:
             raise ArgumentError("dtype", self.dtype, "must be float16 or bfloat16", "cast the activations")
         if self.scale_dtype not in self.format.scales:
             raise ArgumentError(
                 "scale_dtype", self.scale_dtype, f"must be one of {sorted(self.format.scales)}", "cast the scales"
             )
-        if self.numerics not in NUMERICS:
-            raise ArgumentError("numerics", self.numerics, f"must be one of {NUMERICS}", "use 'post'")
-        if self.numerics != "post" and self.scale_dtype != self.dtype:
+        numerics = self.format.numerics
+        if self.numerics not in numerics:
+            raise ArgumentError("numerics", self.numerics, f"must be one of {numerics}", f"use {numerics[-1]!r}")
+        if self.numerics != "post" and self.scale_dtype not in (self.dtype, "e8m0"):
             raise ArgumentError(
                 "numerics",
                 self.numerics,
@@ -64,8 +70,26 @@ class Operand:
 
     @property
     def scaling_converter(self) -> Converter:
-        """The converter that takes (bias, scale) words; with numerics "post" the scales are ones."""
+        """The converter of programs that fold what they can: it takes words of scales (and of zero points), with
+        numerics "post" scales of one, or nothing where the format has none to fold."""
+        if not self.format.scaled:
+            return get_converter(self.converter)
         return get_converter(self.format.scaled[self.dtype]["exact" if self.numerics == "post" else self.numerics])
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether there are scales besides the rows' factors."""
+        return self.group > 0 or not self.format.row_factors
+
+    @property
+    def scales_sums(self) -> bool:
+        """Whether the sums of each group are scaled, or (without factors of rows) those of the whole row."""
+        return self.numerics == "post" and self.has_groups
+
+    @property
+    def undone(self) -> float:
+        """What a row's factor is multiplied by, for operands that are a power of two of what they stand for."""
+        return 2.0 ** -self.scaling_converter.scale_exp2[0]
 
     @property
     def scale_bytes(self) -> int:
@@ -73,12 +97,22 @@ class Operand:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of the parameters of 64 rows and one group: scales, then one byte for each zero point."""
+        """Bytes of the parameters of 64 rows and one group: scales, then one byte for each zero point. A row's factors
+        lie in as many records as they take."""
         return 64 * (self.scale_bytes + (0 if self.symmetric else 1))
 
+    @property
+    def group_bytes(self) -> int:
+        """`record_bytes`, 0 where there are no groups."""
+        return self.record_bytes if self.has_groups else 0
+
     def groups(self, k_padded: int) -> int:
-        """Parameter records along a padded k."""
-        return 1 if self.group == 0 else k_padded // self.group
+        """Records of groups along a padded k."""
+        return int(self.has_groups) if self.group == 0 else k_padded // self.group
+
+    def records(self, k_padded: int) -> int:
+        """All records of 64 rows: of groups, then those of the rows' factors."""
+        return self.groups(k_padded) + (FACTOR_BYTES // self.record_bytes if self.format.row_factors else 0)
 
     def groups_per(self, k_extent: int) -> int:
         """Distinct scales inside `k_extent` consecutive k, at least one."""
@@ -87,4 +121,4 @@ class Operand:
     def weight_bytes(self, n: int, k: int) -> int:
         """Packed bytes of an [n, k] weight: what a kernel must read at least once."""
         np_, kp = -(-n // 64) * 64, -(-k // 128) * 128
-        return self.format.nbytes(np_, kp) + np_ // 64 * self.groups(kp) * self.record_bytes
+        return self.format.nbytes(np_, kp) + np_ // 64 * self.records(kp) * self.record_bytes

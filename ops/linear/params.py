@@ -1,17 +1,23 @@
-"""From a record of parameters to registers: macros that the W4A16 programs share.
+"""From a record of parameters to registers: macros that the programs of 16-bit operands share.
 
-Registers u, uint32 [3], hold what a thread has loaded for its rows g and g + 8: u[0] two scales of 16 bits, or u[0] and
-u[1] two of float32; u[2] two zero points, a byte each.
+Registers u, uint32 [3], hold what a thread has loaded for its rows g and g + 8: u[0] two scales of 8 or 16 bits, or
+u[0] and u[1] two of float32; u[2] two zero points, a byte each.
 """
 
 from types import SimpleNamespace
+from typing import Any
 
+from terrazzo.layouts.converters import Converter
 from terrazzo.ops.linear.operand import Operand
-from terrazzo.ops.tiles.calls import byte_perm, unpack
+from terrazzo.ops.tiles.calls import byte_perm, lds32, unpack
+
+_WORDS = {"b0": 0, "s0": 1, "b1": 2, "s1": 3}
+"""Parameter of a converter -> its place behind v[at]."""
 
 
 def param_macros(op: Operand) -> SimpleNamespace:
-    """Macros `scales` and, for the (bias, scale) words of the exact converters, `bias_words` and `scale_words`.
+    """Macros `scales` and, for the (bias, scale) words of converters that scale, `bias_words` and `scale_words`;
+    function `of_converter`.
 
     Words v[at .. at + 3] are bias and scale of row g, then of row g + 8, each twice in a word.
     """
@@ -19,6 +25,13 @@ def param_macros(op: Operand) -> SimpleNamespace:
 
     bf16 = op.dtype == "bfloat16"
     one = 0x3F803F80 if bf16 else 0x3C003C00
+    powers = op.scale_dtype == "e8m0"
+    # 2^126 or 2^14, what the operand's exponent lacks, and the step from a power of two to the next smaller one
+    top, step = (0x7E807E80, 0x00800080) if bf16 else (0x74007400, 0x04000400)
+
+    def power(code):
+        """Twice 2^-code of what the operand lacks; with 2^-14, the least of f16, nothing is left of any code."""
+        return T.uint32(top) - (code if bf16 else T.min(code, T.uint32(28))) * T.uint32(step)
 
     @T.macro
     def scales(s, at, u):
@@ -26,6 +39,9 @@ def param_macros(op: Operand) -> SimpleNamespace:
         if op.scale_dtype == "float32":
             s[at] = T.reinterpret(u[0], "float32")
             s[at + 1] = T.reinterpret(u[1], "float32")
+        elif powers:
+            s[at] = T.reinterpret((T.uint32(127) - (u[0] & T.uint32(255))) << T.uint32(23), "float32")
+            s[at + 1] = T.reinterpret((T.uint32(127) - (u[0] >> T.uint32(8))) << T.uint32(23), "float32")
         else:
             s[at] = unpack(0, u[0], bf16=op.scale_dtype == "bfloat16")
             s[at + 1] = unpack(1, u[0], bf16=op.scale_dtype == "bfloat16")
@@ -33,17 +49,50 @@ def param_macros(op: Operand) -> SimpleNamespace:
     @T.macro
     def bias_words(v, at, u):
         """What is subtracted from a converted field: the power of two that it was put behind, and the zero point."""
-        if bf16:
-            v[at] = byte_perm(u[2], T.uint32(0x43434343), 0x4040)
-            v[at + 2] = byte_perm(u[2], T.uint32(0x43434343), 0x4141)
-        else:
-            v[at] = byte_perm(u[2], T.uint32(0x64646464), 0x4040)
-            v[at + 2] = (u[2] >> T.uint32(8)) * T.uint32(0x100010) + T.uint32(0x54005400)
+        if "b0" in op.scaling_converter.params:
+            if bf16:
+                v[at] = byte_perm(u[2], T.uint32(0x43434343), 0x4040)
+                v[at + 2] = byte_perm(u[2], T.uint32(0x43434343), 0x4141)
+            else:
+                v[at] = byte_perm(u[2], T.uint32(0x64646464), 0x4040)
+                v[at + 2] = (u[2] >> T.uint32(8)) * T.uint32(0x100010) + T.uint32(0x54005400)
 
     @T.macro
     def scale_words(v, at, u):
         """The scales, or (numerics "post") ones."""
-        v[at + 1] = T.uint32(one) if op.numerics == "post" else byte_perm(u[0], u[0], 0x1010)
-        v[at + 3] = T.uint32(one) if op.numerics == "post" else byte_perm(u[0], u[0], 0x3232)
+        if powers:
+            v[at + 1] = power(u[0] & T.uint32(255))
+            v[at + 3] = power(u[0] >> T.uint32(8))
+        elif "s0" in op.scaling_converter.params:
+            v[at + 1] = T.uint32(one) if op.numerics == "post" else byte_perm(u[0], u[0], 0x1010)
+            v[at + 3] = T.uint32(one) if op.numerics == "post" else byte_perm(u[0], u[0], 0x3232)
 
-    return SimpleNamespace(scales=scales, bias_words=bias_words, scale_words=scale_words)
+    def of_converter(converter: Converter, v: Any, at: Any) -> list[Any]:
+        """The words that a converter takes."""
+        return [v[at + _WORDS[name]] for name in converter.params]
+
+    return SimpleNamespace(scales=scales, bias_words=bias_words, scale_words=scale_words, of_converter=of_converter)
+
+
+def factor_macros(op: Operand, n: int, k_padded: int) -> SimpleNamespace | None:
+    """None where rows have no factors; else functions and macros of them. They lie behind the records of groups in P
+    [records, row blocks, bytes], in the order of the rows.
+
+    `at`: the element of P where that of a row begins. `load`: f[to], float32, of a row that may lie past the last one;
+    `first`: record of the matrix's first one.
+    """
+    import tilelang.language as T
+
+    if not op.format.row_factors:
+        return None
+    groups, rec = op.groups(k_padded), op.record_bytes
+
+    def at(P: Any, row: Any, first: Any = 0) -> Any:
+        nbyte = row % 64 * 4
+        return P[first + groups + nbyte // rec, row // 64, nbyte % rec]
+
+    @T.macro
+    def load(P, f, to, row, first=0):
+        f[to] = T.reinterpret(lds32(at(P, T.min(row, n - 1), first)), "float32") * T.float32(op.undone)
+
+    return SimpleNamespace(at=at, load=load)

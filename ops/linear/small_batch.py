@@ -10,10 +10,12 @@ Numerics (specs.md B.3): `post` multiplies unscaled codes and applies scale and 
 `exact` and `fused` scale the operand.
 """
 
+from types import SimpleNamespace
+
 from terrazzo.layouts.converters import get_converter
 from terrazzo.ops.formats.weight import BLOCK_ROWS, BLOCK_WORDS, TILE_WORDS
 from terrazzo.ops.linear.operand import Operand
-from terrazzo.ops.linear.params import param_macros
+from terrazzo.ops.linear.params import factor_macros, param_macros
 from terrazzo.ops.tiles.calls import (
     cp_async,
     cp_commit,
@@ -78,17 +80,17 @@ def build(
     op = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
     fmt = op.format
     cvt = get_converter(op.converter)
-    nt, post, bf16 = token_tiles, numerics == "post", dtype == "bfloat16"
+    nt, post, bf16 = token_tiles, op.scales_sums, dtype == "bfloat16"
     np_, kp = -(-n // BLOCK_ROWS) * BLOCK_ROWS, -(-k // ITEM_K) * ITEM_K
     split = Split(kp // ITEM_K, np_ // 16, kc, nc, warps, chunk)
     rows = resident_rows(nt, tokens)
     threads = split.threads
     pitch = split.cta_items * ITEM_K + 8  # halves; 16 bytes mod 128: ldmatrix without conflicts
-    groups, ig = op.groups(kp), op.groups_per(ITEM_K)
-    rec, steps = op.record_bytes, 8 // ig  # k16 steps of a group
-    seg, zseg = op.scale_bytes * 16, 0 if symmetric else 16  # bytes of 16 rows in a parameter record
+    records, ig = op.records(kp), op.groups_per(ITEM_K)
+    rec, sb, steps = op.record_bytes, op.scale_bytes, 8 // ig  # k16 steps of a group
+    seg, zseg = sb * 16, 0 if symmetric else 16  # bytes of 16 rows in a parameter record
     per_group = (seg + zseg) // 16  # 16-byte copies of one group of one item
-    p_words = ig * (seg + zseg) // 4
+    p_words = ig * (seg + zseg) // 4 if op.has_groups else 0
     blocks, per_step = fmt.blocks(ITEM_K), fmt.step_words  # packed blocks of an item, words of a k16 step
     ahead = 4 // per_step  # k16 steps of a load
     tile_words = blocks * TILE_WORDS  # of a row tile and an item
@@ -96,8 +98,11 @@ def build(
     step = p_base + -(-chunk * p_words // 32) * 32  # words of a ring step, 128-byte aligned
     kind = mma_kind(dtype)
     one_bits = 0x3F803F80 if bf16 else 0x3C003C00
-    e0, e1 = (2.0 ** cvt.scale_exp2[0], 2.0 ** cvt.scale_exp2[1]) if post else (1.0, 1.0)
+    factors = factor_macros(op, n, kp)  # which undo the operands' exponent, too
+    e0, e1 = (2.0 ** cvt.scale_exp2[0], 2.0 ** cvt.scale_exp2[1]) if post and not fmt.row_factors else (1.0, 1.0)
     zero = float(fmt.zero + cvt.bias[0]) if post else 0.0
+    biased = "b0" in cvt.params
+    counts = post and (not symmetric or zero != 0)  # sums of x matter, times zero points
     pdl = target.supports("pdl")
     bulk_copies = target.supports("bulk_copy")  # then X does not queue behind the first weights
     resident = resident_macros(split, k=k, rows=rows, pitch=pitch, size=2, bulk_copies=bulk_copies, cluster=cluster)
@@ -129,7 +134,7 @@ def build(
                         R[slot + m * tile_words + h * TILE_WORDS + lane * 4],
                         W[item * blocks + h, tile // 4, tile % 4 * TILE_WORDS + lane * 4],
                     )
-                if lane < ig * per_group:
+                if op.has_groups and lane < ig * per_group:
                     cp_async(
                         R[slot + p_base + m * p_words + lane * 4],
                         P[
@@ -161,6 +166,8 @@ def build(
         if scale_dtype == "float32":
             u[0] = lds32(R[p + q * per_group * 4 + lane // 4 * 2])
             u[1] = lds32(R[p + q * per_group * 4 + lane // 4 * 2 + 1])
+        elif sb == 1:
+            u[0] = lds16_at(R[p + q * per_group * 4], lane // 4, nbytes=16)
         else:
             u[0] = lds32(R[p + q * per_group * 4 + lane // 4])
         words.scales(s, 0, u)
@@ -180,6 +187,8 @@ def build(
         if numerics == "fused":
             v[0] = pack2(-z[0] * s[0], -z[0] * s[0], bf16=bf16)
             v[2] = pack2(-z[1] * s[1], -z[1] * s[1], bf16=bf16)
+        elif not biased:
+            v[0] = T.uint32(0)
         elif bf16:
             v[0] = (T.uint32(0x4300) + (u[2] & T.uint32(255))) * T.uint32(0x10001)
             v[2] = (T.uint32(0x4300) + (u[2] >> T.uint32(8))) * T.uint32(0x10001)
@@ -213,12 +222,9 @@ def build(
     def convert(w, a, v, step):
         """Operand registers of a k16 step of those that are loaded."""
         for i in T.unroll(per_step):
-            if post:
-                T.call_extern("handle", cvt.device_name, w[step * per_step + i], registers(a, i))
-            else:
-                T.call_extern(
-                    "handle", cvt.device_name, w[step * per_step + i], registers(a, i), v[0], v[1], v[2], v[3]
-                )
+            T.call_extern(
+                "handle", cvt.device_name, w[step * per_step + i], registers(a, i), *words.of_converter(cvt, v, 0)
+            )
 
     @T.macro
     def begin_sums(C0, d, c, z, at, gi, q, lane):
@@ -236,6 +242,12 @@ def build(
                 d[t * 8 + 6 + i] = 0.0
 
     @T.macro
+    def clear_sums(d):
+        """post, codes that are numbers as they are."""
+        for i in T.unroll(8 * nt):
+            d[i] = 0.0
+
+    @T.macro
     def end_sums(acc, d, s, m):
         """post: the sums of a group, times the scales, join those of row tile m."""
         s[0] = s[0] * T.float32(1.0 / e0)
@@ -247,7 +259,11 @@ def build(
     @T.macro
     def store(to, r4, tok, row):
         """Four rows of one token, with the bias, in the output dtype."""
-        Y, B, o4 = to
+        Y, B, o4 = to.y, to.b, to.o4
+        if fmt.row_factors:
+            lds128(to.f4, factors.at(to.p, T.min(row, np_ - 4)))
+            for i in T.unroll(4):
+                r4[i] = r4[i] * (to.f4[i] * T.float32(op.undone))
         if n % 4 == 0:
             if row < n:
                 for i in T.unroll(4):
@@ -265,7 +281,7 @@ def build(
     def main(
         X: T.Tensor((M, k), dtype),
         W: T.Tensor((fmt.blocks(kp), np_ // 64, BLOCK_WORDS), "int32"),
-        P: T.Tensor((groups, np_ // 64, rec), "uint8"),
+        P: T.Tensor((records, np_ // 64, rec), "uint8"),
         B: T.Tensor((n if bias else 1,), dtype),
         WS: T.Tensor((kc // PAIR if joined else kc, rows, np_), "float32"),
         SEM: T.Tensor((nc * PAIR if joined else nc,), "int32"),
@@ -275,7 +291,7 @@ def build(
             Xs = T.alloc_shared((x_bytes(target, rows, 2 * pitch, 4 * warps * stages * step) // 2,), dtype)
             R = T.alloc_shared((warps * stages * step,), "int32")
             Q = T.alloc_shared((sums.words,), "float32")
-            C0 = T.alloc_shared((split.cta_items * ig * rows,), "float32")
+            C0 = T.alloc_shared((split.cta_items * ig * rows if counts or not fmt.row_factors else 4,), "float32")
             xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk_copies else None
             mail = sums.mail()
             w = T.alloc_local((4,), "uint32")
@@ -290,6 +306,8 @@ def build(
             acc = T.alloc_local((chunk * nt * 4,), "float32")
             r4 = T.alloc_local((4,), "float32")
             o4 = T.alloc_local((4,), dtype)
+            f4 = T.alloc_local((4,), "float32") if fmt.row_factors else None
+            to = SimpleNamespace(y=Y, b=B, p=P, o4=o4, f4=f4)
             tx = T.get_thread_binding()
             warp = tx // 32
             lane = tx % 32
@@ -312,7 +330,7 @@ def build(
             resident.wait(xbar, stages)
             if joined:
                 T.cluster_wait()  # the others' barriers are made
-            if post:
+            if counts:
                 sum_tokens(Xs, C0, x, a, d, at, lane)
             for ci in T.serial(split.chunks):
                 for i in T.unroll(chunk * nt * 4):
@@ -323,10 +341,13 @@ def build(
                     load_x(Xs, x, (at.g0 + gi) * ITEM_K, lane)
                     for m in T.unroll(chunk):
                         for q in T.unroll(ig):
-                            load_params(R, slot + p_base + m * p_words, q, s, z, u, lane)
-                            if post:
+                            if op.has_groups:
+                                load_params(R, slot + p_base + m * p_words, q, s, z, u, lane)
+                            if counts:
                                 begin_sums(C0, d, c, z, at, gi, q, lane)
-                            else:
+                            elif post:
+                                clear_sums(d)
+                            elif op.has_groups:
                                 operand_words(s, z, u, v)
                             for j in T.unroll(steps):
                                 if (q * steps + j) % ahead == 0:
@@ -345,7 +366,7 @@ def build(
                     syncwarp()  # every lane has read the step before it is overwritten
                     issue(W, P, R, ring, ci * at.gn + gi + stages, at, lane)
                 sums.stage(Q, acc, ci, tx)
-                sums.add_warps(Q, WS, mail, (Y, B, o4), r4, M, bk, at, ci, tx)
-            sums.add_ctas(WS, SEM, mail, (Y, B, o4), r4, M, bk, bn, at, tx)
+                sums.add_warps(Q, WS, mail, to, r4, M, bk, at, ci, tx)
+            sums.add_ctas(WS, SEM, mail, to, r4, M, bk, bn, at, tx)
 
     return main

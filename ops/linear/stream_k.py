@@ -22,7 +22,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.formats.weight import BLOCK_ROWS, BLOCK_WORDS
 from terrazzo.ops.linear.epilogue import store_macros
 from terrazzo.ops.linear.operand import Operand
-from terrazzo.ops.linear.params import param_macros
+from terrazzo.ops.linear.params import factor_macros, param_macros
 from terrazzo.ops.tiles.calls import bulk, lds16, lds32, lds128, matrix, mma_kind, opaque, pack2, place, tma_tile, wgmma
 from terrazzo.ops.tiles.cluster_shares import cluster_macros
 from terrazzo.ops.tiles.pipeline import pipeline_macros
@@ -91,17 +91,19 @@ def build(
         )
     op = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
     fmt, cvt = op.format, op.scaling_converter
-    post, bf16 = numerics == "post", dtype == "bfloat16"
+    sums, bf16 = op.scales_sums, dtype == "bfloat16"
     bm, wgs, rb = block_tokens, warpgroups, row_blocks
     halves = stage_k // 64  # a stage is so many slots of 64 k
     blocks, per_step = fmt.blocks(64), fmt.step_words  # packed blocks of a slot, words of a k16 step
     block_bytes = BLOCK_WORDS * 4
     np_, kp = -(-n // BLOCK_ROWS) * BLOCK_ROWS, -(-k // UNIT_K) * UNIT_K
-    units, groups, rec, sb = kp // UNIT_K, op.groups(kp), op.record_bytes, op.scale_bytes
+    units, records, rec, sb = kp // UNIT_K, op.records(kp), op.record_bytes, op.scale_bytes
     ig = op.groups_per(64)  # parameter records of a slot
+    two_scales = lds16 if sb == 1 else lds32
     batch = 2 if bm > (96 if wgs == 4 else 192) else 4  # k16 steps of a set of operands: registers for more sums
     shared_params = group in (0, 128)  # then only even slots carry parameters
     all_blocks, cta_blocks = np_ // 64, wgs * rb
+    param_shape = (stages if shared_params else stages * halves, cta_blocks * ig * rec)
     slot_bytes = blocks * cta_blocks * block_bytes
     row_tiles = -(-all_blocks // cta_blocks)
     ct, nacc = wgs * 128, bm // 2
@@ -124,14 +126,17 @@ def build(
     matrices = max(experts, 1)
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
-    exchange = cluster == per_sm == 1 and not experts and tile_costs.parts_sums(wgs, (rb + post) * nacc)
+    exchange = cluster == per_sm == 1 and not experts and tile_costs.parts_sums(wgs, (rb + sums) * nacc)
     tiles = partition_macros(
         units=units, row_tiles=row_tiles, raster=raster, head_units=1, exchange=exchange or cluster > 1, cluster=cluster
     )
     rings = ring_macros(stages=stages, each=2 // halves, rounds=not experts)
-    spare = spare_registers(wgs, (rb + post) * nacc, per_sm) if cluster == 1 else 0  # shares are rare there
+    spare = spare_registers(wgs, (rb + sums) * nacc, per_sm) if cluster == 1 else 0  # shares are rare there
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype="float32", spare=spare)
-    out = store_macros(n=n, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks, bf16=bf16, bias=bias)
+    out = store_macros(
+        n=n, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks, bf16=bf16, bias=bias,
+        factors=factor_macros(op, n, kp), records=records,
+    )  # fmt: skip
     peers = cluster_macros(
         size=cluster, warpgroups=wgs, row_blocks=rb, block_tokens=bm, dtype="float32", units=units, stages=stages,
         each=2 // halves, stage_bytes=bm * stage_k * 2, rings=rings,
@@ -142,6 +147,7 @@ def build(
     )  # fmt: skip
     cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
     words = param_macros(op)
+    words_of = words.of_converter
     M = T.dynamic("m")
     G = T.dynamic("grid")
 
@@ -159,7 +165,7 @@ def build(
     def load_weights(io, c, kb, h):
         """One thread: the packed words of 64 k, and the parameters where the slot carries them."""
         count = T.max(T.min(cta_blocks, all_blocks - c.rows[0] * cta_blocks), 0)
-        params = h == 0 or not shared_params
+        params = op.has_groups and (h == 0 or not shared_params)
         T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * (blocks * block_bytes + (ig * rec if params else 0)))
         if count > 0:
             for b in T.unroll(blocks):
@@ -174,7 +180,7 @@ def build(
                     record = 0 if group == 0 else (kb if shared_params else (kb * 2 + h) * ig + q)
                     bulk(
                         io.Ps[param_slot(io.ring.stage[0], h), q * cta_blocks * rec],
-                        io.P[c.expert[0] * groups + record, c.rows[0] * cta_blocks, 0],
+                        io.P[c.expert[0] * records + record, c.rows[0] * cta_blocks, 0],
                         count * rec,
                         io.full[io.ring.stage[0]],
                     )
@@ -215,7 +221,8 @@ def build(
     def find(at, Ws, Ps, wg, wt):
         """Where a thread's words and parameters begin: of its warpgroup's first row block, in the first stage."""
         at.words[0] = place(Ws[0, wg * rb, wt * 4])
-        at.scales[0] = place(Ps[0, wg * rb * rec + wt // 4 * 2 * sb])
+        if op.has_groups:
+            at.scales[0] = place(Ps[0, wg * rb * rec + wt // 4 * 2 * sb])
         if not symmetric:
             at.zeros[0] = place(Ps[0, wg * rb * rec + 64 * sb + wt // 4 * 2])
 
@@ -232,14 +239,14 @@ def build(
         for q in T.unroll(ig):
             here = bytes_of(stage, cta_blocks * ig * rec, (q * cta_blocks + r) * rec)
             slot = r * ig + q
-            u[0] = lds32(at.scales[0] + here)
+            u[0] = two_scales(at.scales[0] + here)
             if scale_dtype == "float32":
                 u[1] = lds32(at.scales[0] + here + T.uint32(4))
             if symmetric:
                 u[2] = T.uint32(fmt.zero * 0x0101)
             else:
                 u[2] = lds16(at.zeros[0] + here)
-            if post or numerics == "fused":
+            if sums or numerics == "fused":
                 words.scales(s, slot * 2, u)
             if numerics == "fused":
                 for e in T.unroll(2):
@@ -258,7 +265,7 @@ def build(
                 T.call_extern(
                     "handle", cvt.device_name, w[words + (first + j) * per_step + i],
                     T.access_ptr(a[half + j * 4 + i * (4 // per_step)], "w", 4 // per_step),
-                    v[at], v[at + 1], v[at + 2], v[at + 3],
+                    *words_of(cvt, v, at),
                 )  # fmt: skip
         T.warpgroup_fence_operand(a, half, count * 4)
 
@@ -309,10 +316,10 @@ def build(
                 place.wait(stage)
                 load_words(io.at, io.w, place.stage(stage))
             for r in T.unroll(rb):
-                if h == 0 or not shared_params:
+                if op.has_groups and (h == 0 or not shared_params):
                     load_params(io.at, param_slot(place.stage(stage), h), r, io.s, io.u, io.v)
                 tile = io.at.x[0] + first_tile(place.stage(stage))
-                (multiply_post if post else multiply)(io.w, io.a, io.acc, io.part, io.s, io.v, tile, h, r)
+                (multiply_post if sums else multiply)(io.w, io.a, io.acc, io.part, io.s, io.v, tile, h, r)
                 if r == 0 and h % halves == 0:  # the wgmmas on the stage before are complete
                     place.release(stage, T.And(io.lane == 0, T.Or(h > 0, follows)))
             if (h + 1) % halves == 0:
@@ -352,7 +359,7 @@ def build(
     def main(
         X: T.Tensor((M, k), dtype),
         W: T.Tensor((matrices * fmt.blocks(kp), all_blocks, BLOCK_WORDS), "int32"),
-        P: T.Tensor((matrices * groups, all_blocks, rec), "uint8"),
+        P: T.Tensor((matrices * records, all_blocks, rec), "uint8"),
         B: T.Tensor((matrices * n if bias else 1,), dtype),
         WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), "float32"),
         SEM: T.Tensor((G, wgs * 4), "int32"),
@@ -364,7 +371,7 @@ def build(
                 T.annotate_min_blocks_per_sm(per_sm)
             Xs = T.alloc_shared((stages * halves, bm, 64), dtype)
             Ws = T.alloc_shared((stages * halves * blocks, cta_blocks, BLOCK_WORDS), "int32")
-            Ps = T.alloc_shared((stages if shared_params else stages * halves, cta_blocks * ig * rec), "uint8")
+            Ps = T.alloc_shared(param_shape if op.has_groups else (1, 16), "uint8")
             Os = T.alloc_shared((wgs, staged(2, out_tokens(bm), alone=exchange)), dtype)
             Es = T.alloc_shared((table_words(experts),), "int32")
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
@@ -374,7 +381,7 @@ def build(
             w = T.alloc_local((halves * rb * blocks * 4,), "uint32")
             a = T.alloc_local((8 * batch,), "uint32")
             acc = T.alloc_local((rb * nacc,), "float32")
-            part = T.alloc_local((nacc if post else 1,), "float32")
+            part = T.alloc_local((nacc if sums else 1,), "float32")
             s = T.alloc_local((rb * ig * 2,), "float32")
             u = T.alloc_local((3,), "uint32")
             v = T.alloc_local((rb * ig * 4,), "uint32")
@@ -392,7 +399,7 @@ def build(
             io = SimpleNamespace(
                 X=X, W=W, P=P, WS=WS, SEM=SEM, Xs=Xs, Ws=Ws, Ps=Ps, Es=Es, full=full, empty=empty, ready=ready,
                 w=w, a=a, acc=acc, part=part, s=s, u=u, v=v, desc=desc, at=at,
-                to=SimpleNamespace(Y=Y, B=B, Os=Os, o=o, bb=bb, ring=Xs, ready=ready, sent=sent),
+                to=SimpleNamespace(Y=Y, B=B, P=P, Os=Os, o=o, bb=bb, ring=Xs, ready=ready, sent=sent),
             )  # fmt: skip
             pipeline.run(io, p, c, x, ring, table, parts, G, cta)
 

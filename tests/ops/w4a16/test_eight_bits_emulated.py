@@ -31,7 +31,10 @@ pytestmark = [
 NAME, MAGIC = "offset_bytes", 1024 + 128
 FORMAT = formats.WeightFormat(
     name=NAME,
+    operator=NAME,
+    layout="",
     bits=8,
+    groups=(32, 64, 128),
     scaled={"float16": {"exact": f"{NAME}_exact"}},
     unscaled={"float16": f"{NAME}_plain"},
     scales=("float16",),
@@ -64,7 +67,6 @@ def known(monkeypatch):
     monkeypatch.setitem(formats.WEIGHTS, NAME, FORMAT)
     for form in ("exact", "plain"):
         register(converter(form))
-    monkeypatch.setattr(w4a16_on_cpu, "CONVERTERS", (*w4a16_on_cpu.CONVERTERS, *names))
     monkeypatch.setattr(w4a16_on_cpu, "cuda_text", text_of)
     yield
     for name in names:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from cuda_on_cpu import RESIDENT, VOTES, CpuKernel, cuda_text
-from terrazzo.layouts.converters import get_converter
+from terrazzo.layouts.converters import CONVERTERS, get_converter
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.ops.linear import multistage, stream_k
 from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
@@ -74,10 +74,6 @@ def on_cpu(name: str) -> str:
     return text
 
 
-CONVERTERS = (
-    *(f"u4_{dtype}_{form}" for dtype in ("f16", "bf16") for form in ("exact", "fused")),
-    *("u4_f16_subnormal", "u4_bf16_biased"),
-)
 PATIENCE = "int patience = 200;"
 """How often a warp looks whether the CTAs that part a tile with it have come: until then a few CTAs compute theirs."""
 MOST_THREADS = 8000  # at once: ThreadSanitizer knows 8128
@@ -89,16 +85,19 @@ class Program:
 
     Args:
         schedule: of schedules.stream_k, small_batch or multistage.
-        experts: of the grouped program, else 0.
+        experts: of the grouped program, else 0. weight: name of its format.
     """
 
-    def __init__(self, program, schedule, spec: Spec, numerics: str, folder: Path, *, target="sm_90a", experts=0):
+    def __init__(
+        self, program, schedule, spec: Spec, numerics: str, folder: Path, *, target="sm_90a", experts=0, weight="u4"
+    ):
         self.schedule, self.spec, self.experts = schedule, spec, experts
         self.dtype = getattr(torch, spec.dtype)
         self.k = spec.k if program is multistage else -(-spec.k // 8) * 8  # rows of x in whole 16 bytes
         params = dict(
             n=spec.n, k=self.k, group=0 if spec.group in (-1, spec.k) else spec.group, symmetric=spec.symmetric,
-            scale_dtype=spec.scale_dtype, dtype=spec.dtype, bias=spec.bias, numerics=numerics, **schedule.params(),
+            scale_dtype=spec.scale_dtype, dtype=spec.dtype, bias=spec.bias, numerics=numerics, weight=weight,
+            **schedule.params(),
         )  # fmt: skip
         name = program.__name__.rpartition(".")[2]
         if experts:
