@@ -9,7 +9,9 @@ from terrazzo.lowering import lazy
 __all__ = [
     "attention",
     "checkpoints",
+    "fp8",
     "moe",
+    "mxfp4",
     "registry",
     "w4a8",
     "w4a16",
@@ -17,14 +19,16 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from terrazzo.ops import attention, checkpoints, moe, registry, w4a8, w4a16, w4ax
+    from terrazzo.ops import attention, checkpoints, fp8, moe, mxfp4, registry, w4a8, w4a16, w4ax
 else:
     __getattr__, __dir__ = lazy.attach(
         __name__,
         {
             "attention": "attention",
             "checkpoints": "checkpoints",
+            "fp8": "fp8",
             "moe": "moe",
+            "mxfp4": "mxfp4",
             "registry": "registry",
             "w4a16": "w4a16",
             "w4a8": "w4a8",

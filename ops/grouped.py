@@ -24,7 +24,7 @@ PER_EXPERT = ("words", "params", "channel_scales", "bias")
 """Tensors of a packed weight that each expert has of its own."""
 MOST_EXPERTS = 1024
 """Their table, 8 bytes each, lies in shared memory beside the ring: schedules of all sizes leave it room."""
-FAMILIES = ("w4a16.PackedWeight", "w4a8.PackedWeight", "w4a8.fp8.PackedWeight")
+FAMILIES = tuple(f"{family}.PackedWeight" for family in ("w4a16", "w4a8", "w4a8.fp8", "mxfp4", "fp8"))
 _GROUPED = "/grouped"
 """Behind the version that a single weight's file has."""
 
@@ -124,7 +124,7 @@ class GroupedWeight:
             ArgumentError: it is no such file. LayoutMismatchError: it was packed with another layout.
         """
         known = isinstance(make, type) and issubclass(make, weights.Packed)
-        if not known or weights.kind(object.__new__(make)) not in FAMILIES:
+        if not known or not (hasattr(make, "format") or weights.kind(object.__new__(make)) in FAMILIES):
             raise ArgumentError("make", str(make), f"must be one of {FAMILIES}", "pass w4a16.PackedWeight")
         loaded = cls(weights.load(make, path, device, make.VERSION + _GROUPED))
         loaded.stacked.check_facts()

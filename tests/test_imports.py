@@ -87,7 +87,7 @@ CIRCLES = {("nn.loading", "nn.transformers_model")}
 """Circles that imports inside functions still close: the list only shrinks."""
 SIDEWAYS: set[tuple[str, str]] = set()
 """Imports of one family by another, or by what all share: the list only shrinks."""
-FAMILIES = ("attention", "w4a16", "w4a8", "w4ax")
+FAMILIES = ("attention", "fp8", "mxfp4", "w4a16", "w4a8", "w4ax")
 
 
 def short(module: str) -> str:

@@ -16,7 +16,10 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODULES = ("terrazzo.lowering.errors", "terrazzo.ops.moe", "terrazzo.ops.registry", "terrazzo.ops.w4a8.fp8")
+MODULES = (
+    "terrazzo.lowering.errors",
+    *(f"terrazzo.ops.{name}" for name in ("fp8", "moe", "mxfp4", "registry", "w4a8.fp8")),
+)
 """Modules that are public beside the packages."""
 FOLDERS = sorted(path for path in (ROOT / "terrazzo").iterdir() if path.is_symlink())
 PACKAGES = sorted(

@@ -10,13 +10,17 @@ kernel reads. Both mean
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
+from terrazzo.ops.formats.weight import WeightFormat, get_weight_format
 from terrazzo.ops.grouped_codes import GROUPS as GROUPS
 from terrazzo.ops.grouped_codes import SCALE_DTYPES, GroupedCodes, check_perm
 from terrazzo.ops.w4a16.decoding import decode
+from terrazzo.ops.weight_only import packed
+from terrazzo.ops.weight_only.packed import BLOCK_K as BLOCK_K
+from terrazzo.ops.weight_only.packed import BLOCK_N, WeightOnly
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +28,7 @@ if TYPE_CHECKING:
     from terrazzo.ops.dlpack import SupportsDLPack
 
 LAYOUT = "w4a16"
-BLOCK_N, BLOCK_K = 64, 128
-"""Rows and input channels that a packed weight is padded to."""
+WEIGHT = "u4"
 FILE_VERSION = "terrazzo.w4a16/1"
 _SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -33,6 +36,18 @@ _SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight(GroupedCodes):
     """A 4-bit weight [N, K] in plain rows: attributes and `canonical`, which checks it, of `GroupedCodes`."""
+
+    weight: ClassVar[str] = WEIGHT
+
+    @property
+    def format(self) -> WeightFormat:
+        """What its codes are: `terrazzo.ops.formats.weight.U4`."""
+        return get_weight_format(self.weight)
+
+    @property
+    def scale_dtype(self) -> str:
+        """ "float16", "bfloat16" or "float32"."""
+        return weights.dtype_name(self.scales)
 
     @property
     def symmetric(self) -> bool:
@@ -52,7 +67,7 @@ class QuantizedWeight(GroupedCodes):
 
 
 @dataclass(frozen=True, eq=False)
-class PackedWeight(weights.Packed):
+class PackedWeight(WeightOnly):
     """A 4-bit weight in the derived layout that every W4A16 kernel of every target reads. Np, Kp, Gp: padded sizes.
 
     Attributes:
@@ -71,6 +86,7 @@ class PackedWeight(weights.Packed):
     """
 
     VERSION = FILE_VERSION
+    weight: ClassVar[str] = WEIGHT
 
     words: torch.Tensor
     params: torch.Tensor
@@ -88,11 +104,6 @@ class PackedWeight(weights.Packed):
     def groups(self) -> int:
         """Stored groups Gp."""
         return self.params.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that a kernel streams: words and params, padding included."""
-        return self.words.numel() * 4 + self.params.numel()
 
     def unpack(self) -> QuantizedWeight:
         """Exact inverse of `pack`."""
@@ -116,10 +127,6 @@ class PackedWeight(weights.Packed):
     def dequantize(self, numerics: str = "exact", dtype: torch.dtype | None = None) -> torch.Tensor:
         """Float weight [N, K] in input-channel order, read back from the packed bytes; see `reference.dequantize`."""
         return self.unpack().dequantize(numerics, dtype)
-
-    def expected_layout(self) -> str:
-        """Identity of the layout that the kernels of this version read."""
-        return layout_identity(self)
 
     def check_facts(self) -> None:
         """Raise ArgumentError unless n, k, group_size and scale_dtype are such as `pack` writes."""
@@ -159,15 +166,6 @@ class PackedWeight(weights.Packed):
             return experts
         return [expert.with_zero_points() for expert in experts]
 
-    def check_sizes(self) -> None:
-        """Raise ArgumentError unless words and params have the shapes and dtypes that n, k and group_size ask for."""
-        np_, kp, gp, width = packed_sizes(self.n, self.k, self.group_size, self.scale_dtype, self.symmetric)
-        for name, shape, dtype in (
-            ("words", (kp // 64, np_ // BLOCK_N, 512), "int32"),
-            ("params", (gp, np_ // BLOCK_N, width), "uint8"),
-        ):
-            weights.check_tensor(self, name, shape, dtype)
-
     def __repr__(self) -> str:
         return f"PackedWeight(N={self.n}, K={self.k}, {_summary(self)})"
 
@@ -181,7 +179,7 @@ def packed_sizes(n: int, k: int, group_size: int, scale_dtype: str, symmetric: b
 
 def layout_identity(weight: PackedWeight) -> str:
     """Of the layout that the kernels of this version read."""
-    return _layout().identity
+    return packed.layout_identity(WEIGHT)
 
 
 @dlpack.accepting

@@ -18,15 +18,14 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
 from terrazzo.ops.w4a16.decoding import decode, per_column
 from terrazzo.ops.w4a16.format import PackedWeight, QuantizedWeight
+from terrazzo.ops.weight_only.reference import STEP_K, STEP_UNITS, gemm, rounded
+from terrazzo.ops.weight_only.reference import forward as forward
 
 if TYPE_CHECKING:
     import torch
 
 POST_BIAS = {"float16": 0, "bfloat16": 128}
 """What `post` operands add to a code: f16 ones are q * 2^-24 or q * 2^-20 (exact powers of two), bf16 ones 128 + q."""
-UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-_HALF_SUBNORMAL = {"float16": 2.0**-25, "bfloat16": 2.0**-134}
-_STEP_K, _STEP_UNITS = 16, 20
 
 
 def dequantize(
@@ -48,35 +47,6 @@ def dequantize(
         remedy = "quantize or load one; other families have a dequantize of their own"
         raise ArgumentError("weight", weights.kind(weight), "must be a W4A16 weight, packed or not", remedy)
     return decode(weight, numerics, dtype)
-
-
-def gemm(
-    x: torch.Tensor, weight: QuantizedWeight | PackedWeight, numerics: str, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """float64 [..., N], unrounded: x [..., K] times the dequantized weight, plus `bias` (else the weight's own).
-
-    Args:
-        numerics: as in `dequantize`; x.dtype is the activation dtype.
-    """
-    w = dequantize(weight, numerics, x.dtype)
-    bias = weight.bias if bias is None else bias
-    y = x.double() @ w.double().T
-    return y if bias is None else y + bias.double()
-
-
-def forward(
-    x: torch.Tensor, weight: QuantizedWeight | PackedWeight, bias: torch.Tensor | None = None, numerics: str = "auto"
-) -> torch.Tensor:
-    """y [..., N] in x's dtype, `gemm` rounded once: what the operator returns, in torch on x's device.
-
-    Args:
-        numerics: "auto" is "exact" where the scales are in x's dtype, else "post".
-    """
-    if isinstance(weight, PackedWeight):
-        weight = weight.unpack()
-    if numerics == "auto":
-        numerics = "exact" if weight.scales.dtype == x.dtype else "post"
-    return gemm(x, weight, numerics, bias).to(x.dtype)
 
 
 def forward_error_bound(
@@ -110,8 +80,6 @@ def forward_error_bound(
     Args:
         splits: most partial sums of one output element that are added in f32 (warps of a block times split-K).
     """
-    import torch
-
     if isinstance(weight, PackedWeight):
         weight = weight.unpack()
     name, k, a = str(x.dtype).removeprefix("torch."), weight.k, x.double().abs()
@@ -121,12 +89,11 @@ def forward_error_bound(
         zeros = 8.0 if weight.zeros is None else per_column(weight.zeros, weight).double()
         magnitude = (weight.codes.double() + zeros + 2 * b) * per_column(weight.scales, weight).double().abs()
         a = a if weight.perm is None else a[..., weight.perm.long()]
-        steps, additions = -(-weight.group_size // _STEP_K), 2 * -(-k // min(weight.group_size, 128)) + splits + 5
+        steps, additions = -(-weight.group_size // STEP_K), 2 * -(-k // min(weight.group_size, 128)) + splits + 5
     else:
         magnitude = dequantize(weight, numerics, x.dtype).double().abs()
-        steps, additions = -(-k // _STEP_K), splits + 1
+        steps, additions = -(-k // STEP_K), splits + 1
     total = a @ magnitude.T
     bias = weight.bias if bias is None else bias
     total = total if bias is None else total + bias.double().abs()
-    error = 1.01 * (_STEP_UNITS * steps + additions) * 2.0**-24 * total
-    return error + torch.clamp(UNIT_ROUNDOFF[name] * (ref.abs() + error), min=_HALF_SUBNORMAL[name])
+    return rounded(x, ref, 1.01 * (STEP_UNITS * steps + additions) * 2.0**-24 * total)

@@ -14,7 +14,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.runtime import Kernel
 from terrazzo.ops import launching, w4a16
 from terrazzo.ops.w4a8 import activations
-from terrazzo.ops.w4a16 import op
+from terrazzo.ops.weight_only import op
 
 
 def weight(n=64, k=128):

@@ -9,7 +9,7 @@ import torch
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError, TargetError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching, w4a16
-from terrazzo.ops.w4a16 import op
+from terrazzo.ops.weight_only import op
 from terrazzo.schedules.models import MEASURED, MODELS
 
 FACTS = {"group_size": 128, "symmetric": False, "scale_dtype": "float16", "dtype": "float16", "bias": False}

@@ -1,0 +1,133 @@
+"""Weight-only FP8: y[M, N] = x[M, K] w[N, K]^T (+ bias), w in e4m3 codes with a scale for each row or 128 x 128 block.
+
+    w = terrazzo.ops.fp8.quantize(weight, granularity="channel")        # or pack(codes, scales)
+    y = terrazzo.ops.fp8.gemm(x, w)                                     # x bfloat16 or float16; no weight is rounded
+
+Format and numerics: `FP8` of terrazzo.ops.formats.weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from terrazzo.ops import dlpack
+from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.weight_only import format, grouped, op
+from terrazzo.ops.weight_only.entry import gemm, grouped_gemm
+from terrazzo.ops.weight_only.format import PackedWeight, QuantizedWeight
+from terrazzo.ops.weight_only.op import weight_requests
+from terrazzo.ops.weight_only.quantizer import quantize_fp8 as quantize_weight
+
+if TYPE_CHECKING:
+    from terrazzo.lowering.request import KernelRequest
+    from terrazzo.lowering.targets import Target
+    from terrazzo.ops.dlpack import SupportsDLPack
+
+__all__ = [
+    "GroupedWeight",
+    "PackedWeight",
+    "QuantizedWeight",
+    "gemm",
+    "grouped_gemm",
+    "grouped_requests",
+    "kernel_requests",
+    "pack",
+    "quantize",
+    "quantize_weight",
+    "weight_requests",
+]
+_FACTS = dict(symmetric=True, scale_dtype="float32", weight="fp8")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+@dlpack.accepting
+def pack(
+    codes: SupportsDLPack | QuantizedWeight,
+    scales: SupportsDLPack | None = None,
+    *,
+    group_size: int | None = None,
+    bias: SupportsDLPack | None = None,
+    target: Target | str | None = None,
+) -> PackedWeight:
+    """Pack a weight for the kernels, on the device where its codes are.
+
+    Args:
+        codes: float8_e4m3fn [N, K], or its bytes as uint8; or a QuantizedWeight (then the other tensors must be left
+            out).
+        scales: float, what codes are multiplied by: [] or [1] for all rows, [N] or [N, 1] for each,
+            [ceil(N / 128), ceil(K / 128)] for blocks, [N, ceil(K / 128)] for 128 k of a row.
+        group_size: 128, or K for one scale; None takes 128 for matrices with more than one column or row of blocks.
+        bias: [N]. target: GPU target to record; None takes the codes' device, or any target for CPU codes.
+
+    Raises:
+        ArgumentError: see `QuantizedWeight.canonical`. TargetError: see `Target.parse`.
+    """
+    if group_size is None and hasattr(codes, "shape") and len(codes.shape) == 2:
+        n, k = codes.shape
+        shape = tuple(getattr(scales, "shape", ()))
+        rows = shape in ((), (1,), (n,), (n, 1)) or (shape == (1, 1) and k <= 128)
+        group_size = k if rows else 128
+    return format.pack(format.made(codes, scales, bias, "fp8", group_size), target=target)
+
+
+def quantize(
+    weight: SupportsDLPack,
+    *,
+    granularity: str = "channel",
+    bias: SupportsDLPack | None = None,
+    target: Target | str | None = None,
+) -> PackedWeight:
+    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
+    return format.pack(quantize_weight(weight, granularity=granularity, bias=bias), target=target)
+
+
+def kernel_requests(
+    n: int,
+    k: int,
+    *,
+    group_size: int,
+    m: int | Sequence[int] | None = None,
+    dtype: str = "bfloat16",
+    target: Target | str,
+    bias: bool = False,
+) -> list[KernelRequest]:
+    """The kernels that serve an [n, k] weight: for the given M, or for every M (None). Needs no GPU.
+
+    Args:
+        n, k: of the weight. m: numbers of tokens.
+        group_size: 128 for scales of blocks, k for those of rows or of the tensor.
+        dtype: of activations and output, "float16" or "bfloat16". bias: whether one is added.
+
+    Raises:
+        ArgumentError: a value that no kernel serves. TargetError: an unknown target.
+    """
+    return op.kernel_requests(n, k, group_size=group_size, m=m, dtype=dtype, target=target, bias=bias, **_FACTS)
+
+
+def grouped_requests(
+    n: int,
+    k: int,
+    experts: int,
+    *,
+    group_size: int,
+    m: int | tuple[int, ...] | None = None,
+    dtype: str = "bfloat16",
+    bias: bool = False,
+    target: Target | str = "sm_90a",
+) -> list[KernelRequest]:
+    """The kernels that `grouped_gemm` uses for these M (None: M of every bucket). Needs no GPU.
+
+    Args:
+        n, k: of each expert's weight. experts: number of them. m: tokens of all experts together.
+        group_size, dtype, bias: see `kernel_requests`.
+
+    Raises:
+        ArgumentError: a value that no kernel serves, or a target without warpgroup instructions.
+        TargetError: an unknown target.
+    """
+    facts = dict(m=m, dtype=dtype, bias=bias, target=target)
+    return grouped.grouped_requests(n, k, experts, group_size=group_size, **facts, **_FACTS)

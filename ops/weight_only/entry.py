@@ -1,0 +1,111 @@
+"""The public calls: their arguments, and whether they are launched or become a node of a graph that is traced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from terrazzo.ops import dlpack, grouped, launching
+from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.weight_only import grouped as grouped_op
+from terrazzo.ops.weight_only import op
+from terrazzo.ops.weight_only.packed import WeightOnly
+
+if TYPE_CHECKING:
+    from terrazzo.ops.dlpack import Array, SupportsDLPack
+
+FAMILIES = "w4a16, mxfp4 or fp8"
+"""Operators whose packed weights these calls take."""
+
+
+def gemm(
+    x: Array,
+    w: WeightOnly,
+    *,
+    bias: SupportsDLPack | None = None,
+    out: SupportsDLPack | None = None,
+    numerics: str = "auto",
+) -> Array:
+    """y[..., N] = x[..., K] w[N, K]^T + bias, on the current stream; the same bits in every run.
+
+    Args:
+        x: float16 or bfloat16 [..., K] on w's GPU; leading dimensions may be strided (then they are copied).
+        w: packed weight of w4a16, mxfp4 or fp8. Its own bias is added unless `bias` is given.
+        bias: [N] in x's dtype.
+        out: contiguous [..., N] in x's dtype, written and returned; no memory of x. M = 0 writes nothing.
+        numerics: "exact" scales each weight with one rounding; "fused" is fma(q, s, -z*s), as TurboMind; "post"
+            applies scale and zero point to the f32 sum of each group (specs.md B.3). "auto" is post where the
+            small-batch program runs (up to 16 tokens), else exact (post where the scales are not in x's dtype).
+            MXFP4 has "exact" alone and FP8 "post" alone; both round no weight in bfloat16 (formats/weight.py).
+
+    x, bias and out may be arrays of another library (ops/dlpack.py); the result is then one of x's library, or out.
+
+    Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture. Calls on
+    different streams use different workspaces; two graphs captured on one stream must not be replayed at the same time,
+    nor one beside calls on that stream. After a write to w that PyTorch does not count (through `.data`, by a
+    communication library), call `terrazzo.forget(w)`. There is no gradient: x that requires one is refused unless
+    gradients are off.
+
+    Raises:
+        ArgumentError: an operand that does not fit, named with the value seen and the remedy.
+        LayoutMismatchError: w was packed with another layout. TargetError: w was packed for another GPU.
+        CaptureError: a kernel that was never launched is met during CUDA graph capture.
+        ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
+    """
+    import torch
+
+    if not isinstance(w, WeightOnly):
+        raise launching.not_packed(w, FAMILIES)
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:
+        if dlpack.is_foreign(x):
+            return dlpack.call(gemm, locals())
+        launching.check_tensor(x, "x", f"[..., {w.k}]")
+        if launching.is_traced(x):
+            from terrazzo.ops.weight_only import torch_op
+
+            launching.check_no_grad(x, "gemm")
+            op.check_numerics(numerics, w.weight)
+            if bias is not None:
+                launching.check_bias(bias, w.n, x.dtype, x.device)
+            return launching.copy_out(out, torch_op.call(x, w, bias, numerics))
+    return op.run(x, w, bias, out, numerics)
+
+
+def grouped_gemm(
+    x: Array,
+    w: GroupedWeight,
+    expert_offsets: SupportsDLPack,
+    *,
+    bias: SupportsDLPack | None = None,
+    out: SupportsDLPack | None = None,
+    numerics: str = "auto",
+) -> Array:
+    """y[i] = x[i] w[e]^T + bias[e] for the rows i of expert e, offsets[e] <= i < offsets[e + 1]; on the current stream.
+
+    One launch of one CTA for each SM, whatever the offsets hold: the tiles are partitioned on the device, empty experts
+    cost nothing, and nothing waits for the GPU. The same bits in every run.
+
+    Args:
+        x: float16 or bfloat16 [M, K], tokens sorted by expert (`ops.moe.sort_by_expert`).
+        w: `GroupedWeight.stack` of the experts' packed weights, without act-order. Their own biases are added unless
+            `bias` is given.
+        expert_offsets: int32 [E + 1] on the GPU, ascending; rows outside of offsets[0] .. offsets[E] are not written.
+        bias: [E, N] in x's dtype.
+        out: contiguous [M, N] in x's dtype, written and returned; no memory of x.
+        numerics: see `gemm`; "auto" is exact, or post where the scales are not in x's dtype.
+
+    Raises:
+        ArgumentError: an operand that does not fit, or a GPU without warpgroup instructions.
+        LayoutMismatchError, TargetError, CaptureError, ToolchainError, CompileError: see `gemm`.
+    """
+    grouped.check_kind(w, WeightOnly, FAMILIES)
+    if dlpack.is_foreign(x):
+        return dlpack.call(grouped_gemm, locals())
+    launching.check_tensor(x, "x", f"[M, {w.k}]")
+    if launching.is_traced(x):
+        from terrazzo.ops.weight_only import torch_op
+
+        grouped.check_traced(x, x, w.k, expert_offsets)
+        launching.check_no_grad(x, "grouped_gemm")
+        op.check_numerics(numerics, w.stacked.weight)
+        return launching.copy_out(out, torch_op.call_grouped(x, w, expert_offsets, bias, numerics))
+    return grouped_op.run(x, w, expert_offsets, bias, out, numerics)

@@ -1,0 +1,367 @@
+"""The two forms of a weight whose codes are small floats: canonical (`QuantizedWeight`) and packed (`PackedWeight`).
+
+    w[n, k] = value(codes[n, k]) * scales[n, k // g]
+
+What a code is worth, its bits and the scales' form are those of a format of `terrazzo.ops.formats`. Every importer and
+quantizer ends in the canonical form; `pack` turns it into the one packed form that the kernels of the format read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
+from terrazzo.ops.formats.weight import WeightFormat, get_weight_format
+from terrazzo.ops.weight_only.packed import BLOCK_N, WeightOnly, padded
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.lowering.targets import Target
+
+FILE_VERSION = "terrazzo.weight_only/1"
+MOST_STEPS = 127
+"""A scale further below the row's largest counts as 2^-127 of it: a float32 sum would not show it."""
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight(weights.Canonical):
+    """A weight [N, K] in plain rows. Build it with `canonical`, which checks it.
+
+    Attributes:
+        codes: uint8 [N, K], the bits of each small float.
+        scales: [N, G], G = ceil(K / group_size): uint8 e8m0 (2^(scale - 127)) or float32.
+        group_size: of the format's, or K.
+        weight: name of the format, "mxfp4" or "fp8".
+        bias: [N] | None.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    group_size: int
+    weight: str
+    bias: torch.Tensor | None = None
+
+    @classmethod
+    def canonical(
+        cls,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        *,
+        weight: str,
+        group_size: int,
+        bias: torch.Tensor | None = None,
+    ) -> QuantizedWeight:
+        """Check shapes, dtypes and values.
+
+        Args:
+            codes: uint8 [N, K] of the format's bits, or float8_e4m3fn.
+            scales: [N, G], or float32 to be expanded: [] or [1] for all rows, [N] or [N, 1] for each,
+                [ceil(N / 128), ceil(K / 128)] for blocks.
+            weight: name of the format. group_size: k of a scale.
+            bias: f16, bf16 or f32 [N].
+
+        Raises:
+            ArgumentError: for anything that does not fit, and for codes and scales that are NaN or, of float32 scales,
+                infinite or negative.
+        """
+        form = get_weight_format(weight)
+        codes = _codes(weights.as_tensor("codes", codes), form)
+        n, k = codes.shape
+        scales = _scales(weights.as_tensor("scales", scales, codes.device), n, k, group_size, form)
+        if bias is not None:
+            bias = weights.as_tensor("bias", bias, codes.device)
+            if tuple(bias.shape) != (n,) or weights.dtype_name(bias) not in weights.FLOATS:
+                seen = f"{weights.dtype_name(bias)} {list(bias.shape)}"
+                constraint = f"must be a float vector [{n}] of {' or '.join(weights.FLOATS)}"
+                raise ArgumentError("bias", seen, constraint, "pass one value for each output feature")
+            bias = bias.contiguous()
+        return cls(codes, scales, min(group_size, k) if form.one_group else group_size, form.name, bias)
+
+    @property
+    def format(self) -> WeightFormat:
+        """What its codes are, a value of `terrazzo.ops.formats.weight`."""
+        return get_weight_format(self.weight)
+
+    @property
+    def scale_dtype(self) -> str:
+        """ "e8m0" or "float32"."""
+        return self.format.scales[0]
+
+    def pack(self, *, target: Target | str | None = None) -> PackedWeight:
+        """See `pack` of the format's module."""
+        return pack(self, target=target)
+
+    def dequantize(self, numerics: str = "exact", dtype: torch.dtype | None = None) -> torch.Tensor:
+        """float64 [N, K], exactly what codes and scales mean; with float16 as `dtype`, what an operand of that type
+        keeps of them where the scales are folded into it (formats/weight.py)."""
+        import torch
+
+        form = self.format
+        table = torch.tensor(form.values, dtype=torch.float64, device=self.codes.device)
+        values = table[self.codes.long()]
+        if form.scales != ("e8m0",):
+            return values * _per_column(self.scales, self).double()
+        largest = largest_scales(self)
+        steps = _per_column(largest - self.scales.int(), self)
+        values = torch.ldexp(values, -steps.clamp(max=1000))
+        if dtype == torch.float16 and numerics != "post":
+            values = values.half().double()
+        return torch.ldexp(values, largest - 127)
+
+    def __repr__(self) -> str:
+        return f"QuantizedWeight(N={self.n}, K={self.k}, {_summary(self)})"
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight(WeightOnly):
+    """A weight in the derived layout that every kernel of its format and of every target reads. Np, Kp: padded sizes.
+
+    Attributes:
+        words: int32 [Kp/KB, Np/64, 512]; codes in the order of the format's layout, KB k in a block.
+        params: uint8 [records, Np/64, R]: for each group of k the scales of 64 rows (order: warp, g, pair), e8m0 ones
+            as the power of two that lacks to the row's largest; then, in records of R bytes, 64 float32 factors of
+            rows, in their order: the row's largest power of two, or its scale.
+        n, k: true sizes; Np = ceil(n/64)*64, Kp = ceil(k/128)*128. Padded codes, scales and factors are 0.
+        group_size: of the format's, or k. weight: name of the format.
+        layout: identity of the layout that packed `words`; a kernel built for another one refuses the weight by name.
+        bias: [n] | None.
+        target: architecture it was packed for, None for any (today one layout serves all targets).
+    """
+
+    VERSION = FILE_VERSION
+    symmetric: ClassVar[bool] = True
+    perm: ClassVar[None] = None
+
+    words: torch.Tensor
+    params: torch.Tensor
+    n: int
+    k: int
+    group_size: int
+    weight: str
+    layout: str
+    bias: torch.Tensor | None = None
+    target: str | None = None
+
+    @property
+    def GROUPS(self) -> tuple[int, ...]:
+        """Group sizes of the format, besides K."""
+        return self.format.groups
+
+    @property
+    def scale_dtype(self) -> str:
+        """ "e8m0" or "float32"."""
+        return self.format.scales[0]
+
+    def unpack(self) -> QuantizedWeight:
+        """Inverse of `pack`: the same codes, and the same scales but for those of groups whose codes are all zeros."""
+        import torch
+
+        form, (np_, kp) = self.format, padded(self.n, self.k)
+        layout, rows = _layout(form), _rows(form)
+        codes = layout.unpack(self.words, self.n, kp)[:, : self.k].contiguous()
+        groups = -(-self.k // self.group_size)
+        stored = self.params.shape[0] - 4 * BLOCK_N // self.params.shape[2]
+        factors = self.params[stored:].transpose(0, 1).contiguous().view(torch.float32).view(np_)[: self.n]
+        if form.scales == ("e8m0",):
+            steps = rows.unpack(self.params[:stored].transpose(0, 1), self.n)[:, :groups].int()
+            largest = torch.frexp(factors).exponent[:, None] - 1 + 127
+            scales = (largest - steps).clamp(0, 254).to(torch.uint8)
+        elif stored:
+            held = self.params[:stored].transpose(0, 1).contiguous().view(torch.float32)
+            scales = rows.unpack(held, self.n)[:, :groups] * factors[:, None]
+        else:
+            scales = factors[:, None]
+        return QuantizedWeight(codes, scales.contiguous(), self.group_size, self.weight, self.bias)
+
+    def dequantize(self, numerics: str = "exact", dtype: torch.dtype | None = None) -> torch.Tensor:
+        """float64 [N, K], read back from the packed bytes; see `QuantizedWeight.dequantize`."""
+        return self.unpack().dequantize(numerics, dtype)
+
+    def check_facts(self) -> None:
+        """Raise ArgumentError unless the format is known and n, k and group_size are such as `pack` writes."""
+        get_weight_format(self.weight)
+        super().check_facts()
+        if self.group_size not in self.format.groups and not self.format.one_group:
+            constraint = f"must be one of {self.format.groups}"
+            raise ArgumentError("group_size", self.group_size, constraint, "pack the weight again")
+
+    def check_values(self) -> None:
+        """Raise ArgumentError for values that `pack` does not write; read where they come from a file."""
+        import torch
+
+        stored = self.params.shape[0] - 4 * BLOCK_N // self.params.shape[2]
+        remedy = "the file is damaged: get it again, or pack the weight again"
+        floats = self.params[stored if self.scale_dtype == "e8m0" else 0 :].contiguous().view(torch.float32)
+        weights.check_finite("params", floats, remedy)
+        if self.scale_dtype == "e8m0" and bool((self.params[:stored] > MOST_STEPS).any()):
+            raise ArgumentError("params", int(self.params[:stored].max()), f"must be at most {MOST_STEPS}", remedy)
+
+    def __repr__(self) -> str:
+        return f"PackedWeight(N={self.n}, K={self.k}, {_summary(self)})"
+
+
+def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> PackedWeight:
+    """Pack a weight for the kernels, on the device where its codes are.
+
+    Args:
+        target: GPU target to record; None takes the codes' device, or any target for CPU codes.
+
+    Any N >= 1 and K >= 1: rows are padded to 64 and input channels to 128 with code 0 and scale 0.
+
+    Raises:
+        ArgumentError: no `QuantizedWeight` of these formats. TargetError: see `Target.parse`.
+    """
+    import torch
+
+    if not isinstance(weight, QuantizedWeight):
+        remedy = "call unpack() first to pack it again" if hasattr(weight, "words") else "make one with canonical()"
+        raise ArgumentError("weight", weights.kind(weight), "must be a QuantizedWeight", remedy)
+    form, (np_, kp) = weight.format, padded(weight.n, weight.k)
+    layout, rows = _layout(form), _rows(form)
+
+    def filled(values: torch.Tensor, columns: int) -> torch.Tensor:
+        return torch.nn.functional.pad(values, (0, columns - values.shape[1], 0, np_ - values.shape[0]))
+
+    groups = 0 if form.one_group and weight.group_size >= weight.k else kp // weight.group_size
+    records = []
+    if form.scales == ("e8m0",):
+        largest = largest_scales(weight)
+        factors = torch.ldexp(torch.ones_like(largest, dtype=torch.float64), largest - 127).float()
+        scales = (largest - weight.scales.int()).clamp(0, MOST_STEPS).to(torch.uint8)
+    elif groups:
+        scales, factors = weight.scales, torch.ones_like(weight.scales[:, :1])
+    else:
+        scales, factors = None, weight.scales
+    if scales is not None:
+        held = rows.pack(filled(scales, groups)).contiguous().view(torch.uint8)
+        records.append(held.transpose(0, 1))
+    record = BLOCK_N * (1 if form.scales == ("e8m0",) else 4)
+    tail = filled(factors, 1).contiguous().view(torch.uint8).view(np_ // BLOCK_N, -1, record)
+    records.append(tail.transpose(0, 1))
+    return PackedWeight(
+        words=layout.pack(filled(weight.codes, kp)).contiguous(),
+        params=torch.cat(records).contiguous(),
+        n=weight.n,
+        k=weight.k,
+        group_size=weight.group_size,
+        weight=weight.weight,
+        layout=layout.identity,
+        bias=weight.bias,
+        target=weights.arch_of(target, weight.codes.device),
+    )
+
+
+def made(
+    codes: torch.Tensor | QuantizedWeight,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    weight: str,
+    group_size: int | None,
+) -> QuantizedWeight:
+    """The canonical weight of what a family's `pack` takes: tensors, or one that is canonical already."""
+    if isinstance(codes, QuantizedWeight) and codes.weight == weight:
+        given = {"scales": scales, "bias": bias}
+        for name in (name for name, value in given.items() if value is not None):
+            constraint = "must be left out when codes is a QuantizedWeight"
+            raise ArgumentError(name, "given", constraint, "put it into the QuantizedWeight")
+        return codes
+    if isinstance(codes, weights.Canonical | weights.Packed):
+        remedy = "call unpack() first to pack it again" if hasattr(codes, "words") else "call its own pack()"
+        raise ArgumentError("codes", weights.kind(codes), f"must be codes or a {weight}.QuantizedWeight", remedy)
+    if scales is None or group_size is None:
+        name, value = ("scales", None) if scales is None else ("group_size", group_size)
+        raise ArgumentError(name, value, "is needed beside codes [N, K]", "pass the scales of the layer")
+    return QuantizedWeight.canonical(codes, scales, weight=weight, group_size=group_size, bias=bias)
+
+
+def largest_scales(weight: QuantizedWeight) -> torch.Tensor:
+    """int32 [N, 1]: the largest e8m0 scale of each row, of groups that are not all zeros; 127 of rows that are."""
+    import torch
+
+    n, groups = weight.scales.shape
+    size = weight.group_size
+    codes = torch.nn.functional.pad(weight.codes, (0, groups * size - weight.k))
+    sign = 1 << (weight.format.bits - 1)
+    used = (codes.view(n, groups, size) & (sign - 1) != 0).any(-1)
+    largest = torch.where(used, weight.scales.int(), -1).amax(1, keepdim=True)
+    return torch.where(largest < 0, 127, largest)
+
+
+def _codes(codes: torch.Tensor, form: WeightFormat) -> torch.Tensor:
+    import torch
+
+    if form.bits == 8 and weights.dtype_name(codes) == "float8_e4m3fn":
+        codes = codes.contiguous().view(torch.uint8)
+    if codes.dtype != torch.uint8 or codes.ndim != 2 or 0 in codes.shape:
+        seen = f"{weights.dtype_name(codes)} {list(codes.shape)}"
+        dtypes = "uint8 or float8_e4m3fn" if form.bits == 8 else "uint8"
+        raise ArgumentError("codes", seen, f"must be {dtypes} [N, K] with N, K >= 1", "pass one code for each weight")
+    if form.bits < 8 and (value := weights.out_of_range(codes, 0, (1 << form.bits) - 1)) is not None:
+        raise ArgumentError("codes", value, f"must have {form.bits} bits", "unpack them: one code for each byte")
+    if form.bits == 8 and bool(((codes & 127) == 127).any()):
+        raise ArgumentError("codes", "NaN", "must be numbers", "the checkpoint is damaged: get it again")
+    return codes.contiguous()
+
+
+def _scales(scales: torch.Tensor, n: int, k: int, group_size: int, form: WeightFormat) -> torch.Tensor:
+    """[N, G] of what `canonical` takes."""
+    import torch
+
+    known = group_size in form.groups or (form.one_group and group_size == k)
+    if type(group_size) is not int or not known:
+        choices = f"{form.groups}" + (f" or K = {k}" if form.one_group else "")
+        raise ArgumentError("group_size", group_size, f"must be one of {choices}", "pass the k of a scale")
+    groups = -(-k // group_size)
+    seen = f"{weights.dtype_name(scales)} {list(scales.shape)}"
+    if form.scales == ("e8m0",):
+        if weights.dtype_name(scales) == "float8_e8m0fnu":
+            scales = scales.view(torch.uint8)
+        if scales.dtype != torch.uint8 or tuple(scales.shape) != (n, groups):
+            constraint = f"must be uint8 [{n}, {groups}], e8m0 for each {group_size} k"
+            raise ArgumentError("scales", seen, constraint, "pass the exponents' bytes")
+        if bool((scales == 255).any()):
+            raise ArgumentError("scales", 255, "e8m0 255 is NaN", "the checkpoint is damaged: get it again")
+        return scales.contiguous()
+    if not scales.dtype.is_floating_point:
+        raise ArgumentError("scales", seen, "must be floats", "pass float32 scales")
+    scales, shape = scales.float(), tuple(scales.shape)
+    if not bool(torch.isfinite(scales).all()) or bool((scales < 0).any()):
+        raise ArgumentError(
+            "scales", float(scales.min()), "must be finite and not negative", "get the checkpoint again"
+        )
+    if group_size == k and groups == 1 and scales.numel() == 1:
+        return scales.reshape(1, 1).expand(n, 1).contiguous()
+    if group_size == k and groups == 1 and shape in ((n,), (n, 1)):
+        return scales.reshape(n, 1).contiguous()
+    blocks = (-(-n // 128), -(-k // 128))
+    if group_size == 128 and shape == blocks and shape != (n, groups):
+        return scales.repeat_interleave(128, dim=0)[:n].contiguous()
+    if shape == (n, groups):
+        return scales.contiguous()
+    one = f"[], [{n}] or [{n}, 1]" if group_size == k else f"{list(blocks)}"
+    raise ArgumentError("scales", seen, f"must be float {one} or [{n}, {groups}]", "pass the scales of the layer")
+
+
+def _per_column(values: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """[N, G] -> [N, K]: the value that belongs to each column of codes."""
+    return values.repeat_interleave(weight.group_size, dim=1)[:, : weight.k]
+
+
+def _layout(form: WeightFormat):
+    from terrazzo.layouts.instances import get_instance
+
+    return get_instance(form.layout)
+
+
+def _rows(form: WeightFormat):
+    from terrazzo.layouts.rows import derive_rows
+
+    layout = _layout(form)
+    return derive_rows(layout.fragment, layout.block_rows)
+
+
+def _summary(weight: QuantizedWeight | PackedWeight) -> str:
+    group = "K" if weight.group_size >= weight.k and weight.format.one_group else weight.group_size
+    return f"{weight.weight}, group={group}" + ", bias" * (weight.bias is not None)

@@ -1,0 +1,271 @@
+"""y = x w^T: validation, choice of kernel and schedule, workspace, launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import derived, launching
+from terrazzo.ops.formats.weight import get_weight_format
+from terrazzo.ops.launching import Plan, ptx_flags, requests_of, tokens_of
+from terrazzo.ops.linear import multistage as multistage_program
+from terrazzo.ops.linear import small_batch as small_batch_program
+from terrazzo.ops.linear import stream_k as stream_k_program
+from terrazzo.ops.linear.operand import Operand
+from terrazzo.ops.weight_only.packed import WeightOnly, facts_of
+from terrazzo.schedules import linear_spaces, multistage, records, spaces, stream_k
+from terrazzo.schedules.problem import Gemm
+
+if TYPE_CHECKING:
+    import torch
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    group_size: int,
+    symmetric: bool,
+    scale_dtype: str,
+    dtype: str,
+    bias: bool,
+    numerics: str,
+    target: Target,
+    device: Target | None = None,
+    weight: str = "u4",
+) -> Plan:
+    """Kernel and launch sizes for M = m >= 1. `device` is the GPU that runs it where that is newer than `target`."""
+    form = get_weight_format(weight)
+    group = group_of(group_size, k, weight)
+    k8 = -(-k // 8) * 8  # x rows must be multiples of 16 bytes
+    common = dict(n=n, k=k8, group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, bias=bias)
+    common |= {} if weight == "u4" else {"weight": weight}  # requests of u4 are older than the argument
+    chosen_numerics = lambda few: form.choose_numerics(scale_dtype, dtype, few) if numerics == "auto" else numerics
+    operand = Operand(group, symmetric, scale_dtype, dtype, chosen_numerics(False), weight)
+    problem = problem_of(operand, n, k8)
+    runs_on = device or target
+    flags = ptx_flags(target, device)
+
+    def request(program: ModuleType, schedule: Any, numerics: str) -> KernelRequest:
+        Operand(group, symmetric, scale_dtype, dtype, numerics, weight)  # raises where these do not go together
+        params = common | schedule.params() | {"numerics": numerics}
+        name = f"{form.operator}.{program.__name__.rpartition('.')[2]}"
+        entry = f"{program.__name__}:build"
+        return KernelRequest(name, entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
+
+    space = linear_spaces.of(problem)
+    if numerics == "auto":
+        facts = tuning_facts(n, k, group_size, symmetric, scale_dtype, dtype, weight)
+        program, s = spaces.choose(space, form.operator, facts, target, m, device)
+    else:
+        program, s = space.heuristic(target, m)
+    if program == "small_batch":
+        chosen = request(small_batch_program, s, chosen_numerics(True))
+        return Plan(chosen, *s.workspace(problem.row_blocks * 64), ())
+    if program == "stream_k":
+        part = stream_k.partition(s, problem, runs_on, m)
+        return Plan(
+            request(stream_k_program, s, operand.numerics),
+            (part.grid, s.cta_blocks, s.block_tokens // 8, 128, 4),
+            (part.grid, s.flags),
+            (part.shared,),
+        )
+    return Plan(request(multistage_program, s, operand.numerics), *multistage.launch_sizes(s, problem, m), ())
+
+
+def group_of(group_size: int, k: int, weight: str) -> int:
+    """What programs call a group: 0 where one scale serves the whole row."""
+    return 0 if group_size >= k and get_weight_format(weight).one_group else group_size
+
+
+def problem_of(operand: Operand, n: int, k: int, experts: int = 0) -> Gemm:
+    """What schedules know of a product."""
+    return Gemm(
+        n, k, operand.groups_per(128), operand.group_bytes, bits=operand.format.bits, weight=operand.weight,
+        scales="post" if operand.scales_sums else "fold", symmetric=operand.symmetric, experts=experts,
+    )  # fmt: skip
+
+
+def tuning_facts(
+    n: int, k: int, group_size: int, symmetric: bool, scale_dtype: str, dtype: str, weight: str = "u4"
+) -> dict[str, int | str | bool]:
+    """What tells one tuned weight from another, besides M."""
+    group = group_of(group_size, k, weight)
+    return dict(n=n, k=k, group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype)
+
+
+def kernel_requests(
+    n: int,
+    k: int,
+    *,
+    group_size: int,
+    symmetric: bool,
+    scale_dtype: str,
+    m: int | Sequence[int] | None = None,
+    dtype: str = "float16",
+    target: Target | str,
+    numerics: str = "auto",
+    bias: bool = False,
+    weight: str = "u4",
+) -> list[KernelRequest]:
+    """The kernels that serve an [n, k] weight: for the given M, or for every M (None). Needs no GPU.
+
+    Args:
+        group_size: of the format's, or k for one group. scale_dtype: of scales.
+        dtype: of activations and output, "float16" or "bfloat16".
+        numerics: see `gemm`. weight: name of the format.
+
+    Raises:
+        ArgumentError: a value that no kernel serves. TargetError: an unknown target.
+    """
+    launching.check_shape(n, k)
+    check_group(group_size, k, weight)
+    launching.check_flags(symmetric=symmetric, bias=bias)
+    check_numerics(numerics, weight)
+    facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype)
+    at = Target.parse(target)
+    recorded = tuning_facts(n, k, **facts, weight=weight)
+    operator = get_weight_format(weight).operator
+    tokens = (*tokens_of(m), *(records.tokens(operator, recorded, at) if m is None else ()))
+    facts |= dict(bias=bias, numerics=numerics, target=at, weight=weight)
+    return requests_of(plan(t, n, k, **facts) for t in tokens)
+
+
+def weight_requests(
+    w: WeightOnly, m: int | Sequence[int], dtype: torch.dtype, numerics: str = "auto", bias: bool | None = None
+) -> list[KernelRequest]:
+    """The kernels that `gemm` will use for `w` and these M on the current GPU, to compile them up front.
+
+    Args:
+        w: packed weight on a GPU. m: numbers of tokens.
+        dtype: of x, torch.float16 or torch.bfloat16. numerics: see `gemm`.
+        bias: whether one is added; None: w's own.
+
+    Raises:
+        ArgumentError: w on no GPU, or m, dtype or numerics that no kernel serves.
+        TargetError: w was packed for another GPU.
+    """
+    check_numerics(numerics, w.weight)
+    at = launching.targets(w.target, w.device)
+    has_bias = w.bias is not None if bias is None else bias
+    return requests_of(_plan_for(w, t, str(dtype)[6:], has_bias, numerics, *at) for t in tokens_of(m))
+
+
+def run(
+    x: torch.Tensor, w: WeightOnly, bias: torch.Tensor | None, out: torch.Tensor | None, numerics: str
+) -> torch.Tensor:
+    """The eager path of `gemm`: what an equal call has passed before is not checked again, then the kernel is launched.
+
+    What is ready to launch is kept by M, dtype, device, stream, numerics and presence of a bias.
+    """
+    if type(numerics) is not str:
+        check_numerics(numerics, w.weight)
+    if x.requires_grad:
+        launching.check_no_grad(x, "gemm")
+    shape, dtype, n, k = x.shape, x.dtype, w.n, w.k
+    if not shape or shape[-1] != k:
+        launching.check_last(x, k)
+    flat = len(shape) == 2  # views cost 1.5 us each
+    m = shape[0] if flat else x.numel() // k
+    if bias is not None:
+        launching.check_bias(bias, n, dtype, x.device)
+    elif w.bias is not None:
+        bias = derived.cast_once(w, "bias", dtype)
+    launches = w.__dict__.get("_launches")
+    if launches is None:
+        launches = _launches.keep(w, (w.weight, n, k, w.group_size, w.symmetric, w.scale_dtype, w.target, w.layout))
+    words, params = w.words, w.params
+    if not launching.adopted(words, params, launches.facts):
+        _adopt(w, launches.facts)
+    at = launching.place(x)
+    key = (m, dtype, at, numerics, bias is None)
+    found = launches.get(key) or _prepare(launches, key, x, w)
+    to = (m, n) if flat else (*shape[:-1], n)
+    aside = False  # whether the kernel writes somewhere else than to y
+    if out is None:
+        rows = x.new_empty((m, n))
+        y = rows if flat else rows.view(to)
+    else:
+        if not launching.output_fits(out, to, dtype, at[0]):
+            launching.check_out(out, to, dtype, x.device)
+        y, aside = out, out.data_ptr() % 16 != 0
+        rows = x.new_empty((m, n)) if aside else out if flat else out.view(m, n)
+    if m == 0:
+        return y
+    if words.get_device() != at[0]:
+        raise launching.elsewhere(x, w.device)
+    if w.perm is not None:
+        x = x.index_select(-1, w.perm)
+    if k % 8:
+        import torch
+
+        x = torch.nn.functional.pad(x, (0, -k % 8))
+    if not flat:
+        x = x.reshape(m, -1)
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        x = launching.aligned_copy(x)
+    if out is not None and not aside:
+        launching.check_apart(out, "out", x=x)
+    _, _, workspace, semaphores, scalars, no_bias = found
+    args = (x, words, params, no_bias if bias is None else bias, workspace, semaphores, rows, *scalars)
+    launching.launch(launches, key, found, args)
+    return y.copy_(rows.view(to)) if aside else y
+
+
+_launches = launching.LaunchTable()
+records.on_change(plan.cache_clear)
+records.on_change(_launches.clear)
+
+
+def _adopt(w: WeightOnly, facts: tuple) -> None:
+    """Check a weight that is new or was written to."""
+    if w.layout != (wanted := w.expected_layout()):
+        raise LayoutMismatchError("w", w.layout, f"must have layout {wanted}", "pack it again")
+    w.check_sizes()
+    launching.adopt(w.words, w.params, facts)
+
+
+def _prepare(launches: launching.Launches, key: tuple, x: torch.Tensor, w: WeightOnly) -> tuple:
+    """Kernel, its launcher, workspace, semaphores, trailing arguments and a stand-in for no bias; kept."""
+    m, _, (index, stream), numerics, no_bias = key
+    check_numerics(numerics, w.weight)
+    dtype = str(x.dtype)[6:]
+    if dtype not in ("float16", "bfloat16"):
+        raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
+    if not x.is_cuda or x.device != w.device:
+        raise launching.elsewhere(x, w.device)
+    launching.check_tokens(m)
+    if m == 0:
+        return ()
+    chosen = _plan_for(w, m, dtype, not no_bias, numerics, *launching.targets(w.target, x.device))
+    kernel, *launch, scalars = launching.ready(chosen, m, x.device, stream, f"{w.format.operator}.gemm")
+    (no_bias,) = launching.stand_ins(x.device, x.dtype)
+    found = launches[key] = (kernel, kernel.launcher(index), *launch, scalars, launching.argument(no_bias))
+    return found
+
+
+def _plan_for(w: WeightOnly, m: int, dtype: str, bias: bool, numerics: str, target: Target, device: Target) -> Plan:
+    more = dict(dtype=dtype, bias=bias, numerics=numerics, target=target, device=device)
+    return plan(m, w.n, w.k, **facts_of(w), **more)
+
+
+def check_numerics(numerics: str, weight: str = "u4") -> None:
+    known = ("auto", *get_weight_format(weight).numerics)
+    if numerics not in known:
+        raise ArgumentError("numerics", numerics, f"must be one of {known}", "leave it 'auto'")
+
+
+def check_group(group_size: int, k: int, weight: str) -> None:
+    """Raise ArgumentError unless kernels of the format read groups of this size."""
+    form = get_weight_format(weight)
+    if form.one_group or group_size not in form.groups:
+        launching.check_group(group_size, k, form.groups)
+    if not form.one_group and group_size not in form.groups:
+        raise ArgumentError("group_size", group_size, f"must be one of {form.groups} in {weight}", "leave it out")

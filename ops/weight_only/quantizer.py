@@ -1,0 +1,100 @@
+"""Quantize a float weight to small floats: round to nearest with the scale that the format's publishers take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import dlpack, weights
+from terrazzo.ops.formats.weight import E2M1
+from terrazzo.ops.weight_only.format import QuantizedWeight
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.ops.dlpack import SupportsDLPack
+
+_ROWS = 1 << 22
+"""Weights quantized at a time."""
+GRANULARITIES = ("tensor", "channel", "block")
+
+
+@dlpack.accepting
+def quantize_mxfp4(weight: SupportsDLPack, *, bias: SupportsDLPack | None = None) -> QuantizedWeight:
+    """e2m1 codes with a power of two for each 32 k, of the two that are published the one with the smaller squared
+    error: floor(log2 amax) - 2 (OCP), which may clip, and ceil(log2(amax / 6)) (modelopt), which does not.
+
+    Args:
+        weight: float [N, K], finite; any K, a ragged last group included. bias: float [N], kept with the weight.
+
+    Raises:
+        ArgumentError: for anything else.
+    """
+    import torch
+
+    n, k = weights.check_matrix(weight)
+    groups = -(-k // 32)
+    codes = torch.empty(n, groups * 32, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(n, groups, dtype=torch.uint8, device=weight.device)
+    rows = max(1, _ROWS // (groups * 32))
+    for low in range(0, n, rows):
+        part = slice(low, min(low + rows, n))
+        w = torch.nn.functional.pad(weight[part].float(), (0, groups * 32 - k)).view(-1, groups, 32)
+        amax = w.abs().amax(-1)
+        floor = torch.where(amax > 0, torch.frexp(amax).exponent - 1 - 2, -127)
+        ceil = floor + (amax > torch.ldexp(torch.full_like(amax, 6.0), floor)).int()
+        found = [_rounded(w, (exponent + 127).clamp(0, 254)) for exponent in (floor, ceil)]
+        better = (found[1][2] < found[0][2])[..., None]
+        codes[part] = torch.where(better, found[1][0], found[0][0]).view(-1, groups * 32)
+        scales[part] = torch.where(better[..., 0], found[1][1], found[0][1])
+    return QuantizedWeight.canonical(codes[:, :k], scales, weight="mxfp4", group_size=32, bias=bias)
+
+
+def _rounded(w: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes uint8 of w [R, G, 32], the scale as uint8 and the squared error, [R, G]; ties to the even code."""
+    import torch
+
+    magnitudes = torch.tensor(E2M1, device=w.device)
+    between = (magnitudes[1:] + magnitudes[:-1]) / 2
+    relative = torch.ldexp(w.double(), (127 - scale)[..., None]).float()
+    low = torch.bucketize(relative.abs(), between)
+    high = torch.bucketize(relative.abs(), between, right=True)
+    code = torch.where(low % 2 == 0, low, high)
+    value = torch.ldexp(magnitudes[code].double(), (scale - 127)[..., None])
+    error = (value - w.double().abs()).square().sum(-1)
+    negative = (w < 0) & (code > 0)
+    return (code + 8 * negative).to(torch.uint8), scale.to(torch.uint8), error
+
+
+@dlpack.accepting
+def quantize_fp8(
+    weight: SupportsDLPack, *, granularity: str = "channel", bias: SupportsDLPack | None = None
+) -> QuantizedWeight:
+    """e4m3 codes, round to nearest, with scales amax / 448.
+
+    Args:
+        weight: float [N, K], finite. bias: float [N], kept with the weight.
+        granularity: "tensor", "channel" (a scale for each row) or "block" (of 128 x 128).
+
+    Raises:
+        ArgumentError: for anything else.
+    """
+    import torch
+
+    n, k = weights.check_matrix(weight)
+    if granularity not in GRANULARITIES:
+        raise ArgumentError("granularity", granularity, f"must be one of {GRANULARITIES}", "use 'channel'")
+    w = weight.float()
+    if granularity == "block":
+        rows, columns = -(-n // 128), -(-k // 128)
+        blocks = torch.nn.functional.pad(w, (0, columns * 128 - k, 0, rows * 128 - n))
+        amax = blocks.view(rows, 128, columns, 128).abs().amax((1, 3))
+    else:
+        amax = w.abs().amax().reshape(1, 1) if granularity == "tensor" else w.abs().amax(1, keepdim=True)
+    scales = torch.where(amax > 0, amax / 448, 1.0)
+    scales = torch.where(scales > 0, scales, 1.0)  # amax so small that its scale is none
+    each = scales
+    if granularity == "block":
+        each = scales.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+    codes = (w / each).clamp(-448, 448).to(torch.float8_e4m3fn)
+    group = 128 if granularity == "block" else k
+    return QuantizedWeight.canonical(codes, scales, weight="fp8", group_size=group, bias=bias)

@@ -1,0 +1,119 @@
+"""MXFP4 and FP8 weights through all programs, run on the CPU: integers and powers of two come out bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import w4a16_on_cpu
+from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.linear import multistage, small_batch, stream_k
+from terrazzo.ops.weight_only import reference
+from terrazzo.ops.weight_only.format import QuantizedWeight
+from terrazzo.schedules.multistage import Multistage
+from terrazzo.schedules.small_batch import SmallBatch
+from terrazzo.schedules.stream_k import StreamK
+from w4a16_on_cpu import Program
+
+from tests.gpu.oracles import Spec
+from tests.tools.kernel_digest import text_of
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
+]
+N, K = 120, 288  # neither is a multiple of a block; nine groups of 32
+FEW = SmallBatch(1, 1, 4, 2, 1, 2)
+SPLIT = SmallBatch(1, 3, 4, 1, 2, 2)
+TALL, WIDE = StreamK(16, 1, 2, 3, 64), StreamK(32, 1, 1, 2, 128)
+CASES = {  # program, schedule, target, M, format, group, dtype; slow ones are implied by others
+    "mxfp4 small_batch bf16": (small_batch, FEW, "sm_90a", 4, "mxfp4", 32, "bfloat16"),
+    "mxfp4 stream_k bf16": (stream_k, TALL, "sm_90a", 20, "mxfp4", 32, "bfloat16"),
+    "mxfp4 multistage f16": (multistage, Multistage(32, 4, 2, 3), "sm_80", 20, "mxfp4", 32, "float16"),
+    "mxfp4 small_batch f16, k shared": (small_batch, SPLIT, "sm_89", 3, "mxfp4", 32, "float16"),
+    "mxfp4 stream_k f16": (stream_k, WIDE, "sm_90a", 20, "mxfp4", 32, "float16"),
+    "mxfp4 multistage bf16, k shared": (
+        multistage,
+        Multistage(32, 4, 2, 3, kc=2),
+        "sm_89",
+        20,
+        "mxfp4",
+        32,
+        "bfloat16",
+    ),
+    "fp8 rows small_batch bf16": (small_batch, FEW, "sm_90a", 4, "fp8", K, "bfloat16"),
+    "fp8 blocks small_batch f16": (small_batch, SPLIT, "sm_80", 3, "fp8", 128, "float16"),
+    "fp8 rows stream_k f16": (stream_k, WIDE, "sm_90a", 20, "fp8", K, "float16"),
+    "fp8 blocks stream_k bf16": (stream_k, TALL, "sm_90a", 20, "fp8", 128, "bfloat16"),
+    "fp8 rows multistage bf16": (multistage, Multistage(32, 4, 2, 3), "sm_80", 20, "fp8", K, "bfloat16"),
+    "fp8 blocks multistage f16": (multistage, Multistage(32, 4, 2, 3), "sm_89", 20, "fp8", 128, "float16"),
+}
+SLOW = ("mxfp4 small_batch f16, k shared", "mxfp4 stream_k f16", "mxfp4 multistage bf16, k shared",
+        "fp8 blocks small_batch f16", "fp8 rows multistage bf16", "fp8 blocks multistage f16")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    monkeypatch.setattr(w4a16_on_cpu, "cuda_text", text_of)
+
+
+def made(weight: str, group: int, seed: int, bias: torch.Tensor | None, far: int = 60) -> QuantizedWeight:
+    """A weight whose products with small integers add up exactly in float32, of many codes. far: how far the rows of
+    MXFP4 lie apart, in powers of two."""
+    rng = torch.Generator().manual_seed(seed)
+    if weight == "mxfp4":
+        codes = torch.randint(0, 16, (N, K), generator=rng, dtype=torch.uint8)
+        scales = torch.randint(120, 124, (N, 9), generator=rng) + torch.randint(-far, far, (N, 1), generator=rng)
+        return QuantizedWeight.canonical(codes, scales.to(torch.uint8), weight=weight, group_size=32, bias=bias)
+    codes = torch.randint(0, 128, (N, K), generator=rng, dtype=torch.uint8).clamp(48, 95) * 1
+    codes |= torch.randint(0, 2, (N, K), generator=rng, dtype=torch.uint8) << 7
+    codes[0], codes[1] = torch.arange(K) % 127, (torch.arange(K) % 127) + 128
+    scales = 2.0 ** torch.randint(-6, 2, (N, -(-K // group)), generator=rng)
+    return QuantizedWeight.canonical(codes, scales, weight=weight, group_size=group, bias=bias)
+
+
+def spec_of(case, bias: bool) -> Spec:
+    *_, weight, group, dtype = case
+    return Spec(N, K, -1 if group == K else group, True, dtype, "e8m0" if weight == "mxfp4" else "float32", bias)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
+def test_integers_come_out_exactly(name, tmp_path):
+    case = program, schedule, target, m, weight, group, dtype = CASES[name]
+    rng = torch.Generator().manual_seed(7)
+    bias = torch.randint(-8, 9, (N,), generator=rng).to(getattr(torch, dtype))
+    w = made(weight, group, 3, bias, 60 if dtype == "bfloat16" else 4)
+    x = torch.randint(-2, 3, (m, K), generator=rng).to(bias.dtype)
+    numerics = w.format.choose_numerics(w.scale_dtype, dtype, program is small_batch)
+    run = Program(program, schedule, spec_of(case, True), numerics, tmp_path, target=target, weight=weight)
+    packed = w.pack()
+    y = (
+        run.stream_k(x, packed, 2, 1)
+        if program is stream_k
+        else getattr(run, program.__name__.rpartition(".")[2])(x, packed)
+    )
+    expected = reference.gemm(x, w, numerics)
+    if weight == "mxfp4" or group == K:
+        assert torch.equal(y[:, 2:], expected.to(y.dtype)[:, 2:]), "no sum rounds"
+    bound = reference.forward_error_bound(x, w, numerics)
+    assert bool(((y.double() - expected).abs() <= bound).all())
+    again = run.stream_k(x, packed, 2, 1) if program is stream_k else None
+    assert again is None or torch.equal(again, y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight, group", [("mxfp4", 32), ("fp8", K), ("fp8", 128)])
+def test_experts_of_which_one_has_no_tokens(weight, group, tmp_path):
+    experts = [made(weight, group, seed, None) for seed in range(3)]
+    case = (stream_k, WIDE, "sm_90a", 40, weight, group, "bfloat16")
+    numerics = experts[0].format.choose_numerics(experts[0].scale_dtype, "bfloat16", False)
+    run = Program(stream_k, WIDE, spec_of(case, False), numerics, tmp_path, experts=3, weight=weight)
+    x = torch.randint(-2, 3, (40, K), generator=torch.Generator().manual_seed(1)).bfloat16()
+    offsets = torch.tensor([0, 33, 33, 40], dtype=torch.int32)
+    s = GroupedWeight.stack([w.pack() for w in experts]).stacked
+    flat = type("Flat", (), {"words": s.words.flatten(0, 1), "params": s.params.flatten(0, 1), "bias": None})
+    y = run.stream_k(x, flat, 3, offsets)
+    for e, w in enumerate(experts):
+        rows = slice(int(offsets[e]), int(offsets[e + 1]))
+        expected, bound = reference.gemm(x[rows], w, numerics), reference.forward_error_bound(x[rows], w, numerics)
+        assert bool(((y[rows].double() - expected).abs() <= bound).all()), e
