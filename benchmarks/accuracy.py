@@ -122,6 +122,23 @@ def loaded_model(folder: Path, row: tuple[str, str, str], device: str) -> Any:
     return terrazzo.load(folder, device=device, dtype=torch.float16, kv=tuple(kv), quantize=quantize)
 
 
+def compile_rows(folder: Path, rows: list[tuple[str, str, str]], batch: int, length: int) -> None:
+    """Compile the kernels of `kernel_forward` in parallel, before the first row asks for one after another."""
+    from transformers import AutoConfig
+
+    from benchmarks import decode_step
+
+    c = AutoConfig.from_pretrained(folder)
+    heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+    dim = getattr(c, "head_dim", None) or c.hidden_size // heads
+    shapes = {
+        "qkv": ((heads + 2 * kv_heads) * dim, c.hidden_size), "o": (c.hidden_size, heads * dim),
+        "gate_up": (2 * c.intermediate_size, c.hidden_size), "down": (c.hidden_size, c.intermediate_size),
+    }  # fmt: skip
+    asked = [decode_step.Row(batch, length, *row) for row in rows if not row[0].endswith(ONLY)]
+    decode_step.compile_all(asked, shapes, (heads, kv_heads, dim))
+
+
 def kernel_forward(folder: Path, row: tuple[str, str, str], device: str) -> Forward:
     """The loaded model token by token over its cache; on a GPU one graph for each step."""
     from terrazzo.nn.generation import DecodeStep
@@ -155,6 +172,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a window")
     parser.add_argument("--batch", type=int, default=8, help="windows at a time")
     parser.add_argument("--budget", type=float, default=570.0, help="seconds after which no further row is begun")
+    parser.add_argument("--compile-only", action="store_true", help="compile the rows' kernels, and stop")
     parser.add_argument("--held-out", action="store_true", help="score only what benchmarks.train_small left out")
     parser.add_argument("--name", help="of the result file; the model folder's own unless given")
     parser.add_argument("--out", type=Path)
@@ -171,6 +189,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return o
 
 
+def folder_of(o: argparse.Namespace) -> Path:
+    """The model's folder."""
+    from benchmarks import accuracy_data
+
+    return accuracy_data.hf_folder(o.data) if o.model == "smollm2" else Path(o.model)
+
+
 class Run:
     """Measures rows one after another and writes the file after each."""
 
@@ -178,11 +203,12 @@ class Run:
         import torch
         from transformers import AutoTokenizer
 
-        from benchmarks import accuracy_data, train_small
+        from benchmarks import train_small
 
-        self.o, self.start = o, time.perf_counter()
-        self.folder = accuracy_data.hf_folder(o.data) if o.model == "smollm2" else Path(o.model)
+        self.o, self.start, self.folder = o, time.perf_counter(), folder_of(o)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        if self.device == "cuda" and "kernels" in o.paths:
+            compile_rows(self.folder, [row for _, row in [(FLOAT, parse_row(FLOAT)), *o.rows]], o.batch, o.length)
         tokenizer = AutoTokenizer.from_pretrained(self.folder)
         self.ids = {}
         for name in o.texts:
@@ -250,7 +276,11 @@ class Run:
 
 
 def main(argv: list[str] | None = None) -> int:
-    run = Run(arguments(argv))
+    o = arguments(argv)
+    if o.compile_only:
+        compile_rows(folder_of(o), [row for _, row in o.rows], o.batch, o.length)
+        return 0
+    run = Run(o)
     run.rows()
     failed = sum("failure" in row for row in run.result["rows"])
     print(f"{len(run.result['rows'])} rows, {failed} failed")

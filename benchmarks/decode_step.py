@@ -17,7 +17,7 @@ import gc
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -268,8 +268,12 @@ def float_layer(layer: Any, h: Any, angles: Any, batch: Any) -> Any:
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
-def requests(rows: list[Row]) -> list[Any]:
-    """The kernels of some rows on the current GPU. Nothing is allocated there."""
+def requests(rows: list[Row], shapes: Mapping = SHAPES, sizes: tuple = (HEADS, KV_HEADS, HEAD_DIM)) -> list[Any]:
+    """The kernels of some rows on the current GPU. Nothing is allocated there.
+
+    Args:
+        shapes: (N, K) of a layer's products by name. sizes: heads, kv heads and head_dim.
+    """
     from terrazzo.nn import Format
     from terrazzo.ops import w4a8, w4a16, w4ax
     from terrazzo.ops.attention import launch, op, writing
@@ -278,8 +282,9 @@ def requests(rows: list[Row]) -> list[Any]:
 
     target, found = launch.detect(), []
     for row in rows:
-        m, form = row.batch * row.new, Format.parse(row.weights)
-        for n, k in SHAPES.values():
+        m, (heads, kv_heads, head_dim) = row.batch * row.new, sizes
+        form = None if row.weights == "f16" else Format.parse(row.weights)
+        for n, k in shapes.values() if form else ():
             facts = dict(m=m, dtype="float16", target=target)
             size = k if form.group_size is None else form.group_size
             if form.family == "w4a16":
@@ -296,14 +301,14 @@ def requests(rows: list[Row]) -> list[Any]:
                     activations.plan(m, k, dtype="float16", gain=norm, norm=norm, target=target, codes=codes)
                     for norm in (False, True)
                 ]
-        layout = CacheLayout(row.k_format, row.v_format, HEAD_DIM)
+        layout = CacheLayout(row.k_format, row.v_format, head_dim)
         facts = dict(dtype="float16", page=PAGE, residual=layout.k.group, target=target)
         found.append(writing.write_kernel(layout, "float16", PAGE, layout.k.group, target))
         if row.new > 1:
             found += prefill_kernels(layout, facts)
             continue
-        sizes = (layout, row.batch, KV_HEADS, HEADS // KV_HEADS, row.context)
-        found.append(op.plan(*sizes, **facts, softcap=False, sinks=False, mean=row.context).request)
+        places = (layout, row.batch, kv_heads, heads // kv_heads, row.context)
+        found.append(op.plan(*places, **facts, softcap=False, sinks=False, mean=row.context).request)
     return list(dict.fromkeys(found))
 
 
@@ -313,10 +318,11 @@ def prefill_kernels(layout: Any, facts: dict[str, Any]) -> list[Any]:
     return prefill_requests(layout, fresh=True, **facts)
 
 
-def compile_all(rows: list[Row]) -> None:
+def compile_all(rows: list[Row], *of: Any) -> None:
+    """Compile the kernels of rows in parallel; `of` as `requests` takes it."""
     from terrazzo.lowering.parallel import compile_many
 
-    start, wanted = time.perf_counter(), requests(rows)
+    start, wanted = time.perf_counter(), requests(rows, *of)
     outcomes = compile_many(wanted)
     failed = {str(e)[:300] for e in outcomes if isinstance(e, Exception)}
     print(f"{len(wanted)} kernels in {time.perf_counter() - start:.0f} s", *failed, sep="\n", flush=True)

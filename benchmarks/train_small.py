@@ -1,6 +1,6 @@
 """A small Llama trained from scratch on benchmarks.accuracy_data's text: weights that no format has rounded before.
 
-    python -m benchmarks.train_small DATA OUT                    head_dim 64, 14M parameters; a minute on one GPU
+    python -m benchmarks.train_small DATA OUT                    head_dim 64, 27M parameters; a minute on one GPU
     python -m benchmarks.train_small DATA OUT --head-dim 128
     python -m benchmarks.train_small DATA OUT --steps 20 --layers 2      a trial on a CPU
 
@@ -55,7 +55,7 @@ def train_tokenizer(parts: list[str], vocabulary: int = VOCABULARY):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[1])
 
 
-def make_config(head_dim: int, layers: int, hidden: int = 512, ffn: int = 1024):
+def make_config(head_dim: int, layers: int, hidden: int = 512, ffn: int = 1536):
     """LlamaConfig: as many query heads as fill `hidden`, half as many kv heads."""
     from transformers import LlamaConfig
 
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("data", type=Path, help="folder of benchmarks.accuracy_data")
     parser.add_argument("out", type=Path, help="folder to make")
     parser.add_argument("--head-dim", type=int, default=64, choices=(64, 128))
-    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=700)
     parser.add_argument("--batch", type=int, default=64, help=f"windows of {WINDOW} tokens")
     parser.add_argument("--rate", type=float, default=1.5e-3)
