@@ -9,6 +9,8 @@
 
 Importing this module imports transformers and registers config and quantizer with it under "terrazzo", by its public
 functions; none of its modules is changed. Attention, experts and cache are part of the model (see `terrazzo.load`).
+For architectures that `terrazzo.load` does not know, attention and experts are registered as functions, too:
+`pack`, `new_cache` and `model.set_attn_implementation("terrazzo")`.
 """
 
 from __future__ import annotations
@@ -45,13 +47,17 @@ except ImportError as error:
 _check(_transformers.__version__)
 
 import torch  # noqa: E402
+from terrazzo.integrations import transformers_functions as functions  # noqa: E402
+from terrazzo.integrations.transformers_functions import FunctionCache, new_cache, pack  # noqa: E402
 from terrazzo.nn.transformers_model import METHOD, VERSION, class_of  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer  # noqa: E402
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
-__all__ = ["TerrazzoConfig", "TerrazzoQuantizer", "config_of", "register", "take_over"]
+__all__ = [
+    "FunctionCache", "TerrazzoConfig", "TerrazzoQuantizer", "config_of", "new_cache", "pack", "register", "take_over",
+]  # fmt: skip
 
 PUBLISHED = ("awq", "compressed-tensors", "gptq")
 """`quant_method` of folders that `take_over` can take."""
@@ -178,7 +184,8 @@ def _device(found: Any) -> torch.device:
 
 
 def register() -> None:
-    """Make "terrazzo" known to transformers; importing this module has done it. Doing it again changes nothing.
+    """Make "terrazzo" known to transformers: config, quantizer, attention, masks, experts. Importing this module has
+    done it, and doing it again changes nothing.
 
     Raises:
         ToolchainError: something else is registered under this name.
@@ -194,6 +201,7 @@ def register() -> None:
             raise ToolchainError(
                 f"{METHOD!r} is registered with transformers already, as {held}; import only one of them"
             )
+    functions.register()
 
 
 def take_over(*methods: str, **options: Any) -> None:

@@ -61,7 +61,7 @@ def load(
     own, config = _config_of(source, config)
     found = dtype_of(config, dtype)
     _check_options(options, quantize, target, max_tokens)
-    formats = _formats(kv if kv is not None else own.get("kv", weights_name(found)))
+    formats = kv_formats(kv if kv is not None else own.get("kv", weights_name(found)))
     form = None if quantize is None else Format.parse(quantize)
 
     from terrazzo.nn.architectures import Builder, shape_of
@@ -164,7 +164,12 @@ def _config_of(source: Any, config: Any) -> tuple[dict, Any]:
     return own, config
 
 
-def _formats(kv: Any) -> tuple[str, str]:
+def kv_formats(kv: Any) -> tuple[str, str]:
+    """Names of the formats of keys and values that `kv` asks for: one name, or a pair.
+
+    Raises:
+        ArgumentError: names `kv`: no such format, or none for its role.
+    """
     pair = (kv, kv) if isinstance(kv, str) else tuple(kv) if isinstance(kv, tuple | list) else (kv, kv)
     if len(pair) != 2:
         raise ArgumentError("kv", kv, "must be one format or a pair", "kv=('int4_channel64', 'int4')")

@@ -71,7 +71,7 @@ def quantize_folder(
     if own:
         raise ArgumentError("source", str(source), "is packed already", "quantize the float model")
     found = loading.dtype_of(config, dtype)
-    formats = loading._formats(kv if kv is not None else loading.weights_name(found))
+    formats = loading.kv_formats(kv if kv is not None else loading.weights_name(found))
     checkpoint = Checkpoint(source)
     if checkpoint.layers():
         raise ArgumentError("source", str(source), "has 4-bit layers already", "terrazzo.load reads them")
