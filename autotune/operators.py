@@ -15,10 +15,9 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import attention, attention_space, linear_spaces, records, spaces, w4ax
-from terrazzo.schedules import w4a8 as integer
 from terrazzo.schedules.prefill_space import Prefill
 from terrazzo.schedules.problem import Gemm
-from terrazzo.schedules.roofline import Roofline, weight_only_gemm
+from terrazzo.schedules.roofline import Roofline, bounds, weight_only_gemm
 
 if TYPE_CHECKING:
     from terrazzo.autotune.jobs import Job
@@ -210,7 +209,9 @@ class W4A8(_Linear):
         return [activations.plan(problem.m, problem.k, dtype=dtype, gain=False, norm=False, target=target)]
 
     def roofline(self, problem: Problem, target: Target) -> Roofline:
-        return integer.bounds(self._gemm(problem), target, problem.m)
+        from terrazzo.layouts.converters import get_converter
+
+        return bounds(self._gemm(problem), target, problem.m, get_converter("u4_s8_lqq").alu_per_element)
 
     def _settings(self, problem: Problem) -> Any:
         from terrazzo.autotune.w4a8_bench import W4A8Settings

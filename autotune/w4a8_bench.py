@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.autotune import gemm_bench
 from terrazzo.autotune.gemm_bench import OURS, Settings, Shape
 from terrazzo.lowering.errors import ArgumentError, CompileError
-from terrazzo.schedules.problem import Gemm
+from terrazzo.schedules.problem import TOKENS_PER_TILE, Gemm
+from terrazzo.schedules.roofline import bounds
 
 if TYPE_CHECKING:
     import torch
@@ -92,13 +93,15 @@ class W4A8Shape(Shape):
         return weight, w4a8.pack(weight), ("words", "channel_scales"), dense_of(weight, self.dtype)
 
     def facts(self, m: int, requests: Sequence[KernelRequest]) -> dict[str, Any]:
-        from terrazzo.schedules import w4a8 as schedules
+        from terrazzo.layouts.converters import get_converter
+        from terrazzo.ops.linear.bytes.problem import DEQUANTIZATIONS
 
         own = next(request for request in requests if "group" in dict(request.params))
         params = dict(own.params)
         problem = Gemm.of_bytes(self.n, self.k, self.settings.group)
-        tile = params.get("block_tokens") or params.get("token_tiles", 0) * schedules.TOKENS_PER_TILE
-        roof = schedules.bounds(problem, self.target, m, params["dequantization"], tile or 256, self.copy_gb_s)
+        tile = params.get("block_tokens") or params.get("token_tiles", 0) * TOKENS_PER_TILE
+        alu = get_converter(DEQUANTIZATIONS[params["dequantization"]]).alu_per_element
+        roof = bounds(problem, self.target, m, alu, tile or 256, self.copy_gb_s)
         return self.unmeasured("w4a8", "u4_lqq", m, [own], roof)
 
     def expected(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[torch.Tensor, ...]:

@@ -10,7 +10,8 @@ from terrazzo.autotune import gemm_bench, w4a8_bench
 from terrazzo.autotune.gemm_bench import OURS, Settings
 from terrazzo.autotune.w4a8_bench import TorchFp8, W4A8Settings
 from terrazzo.lowering.errors import CompileError
-from terrazzo.schedules.problem import Gemm
+from terrazzo.schedules.problem import TOKENS_PER_TILE, Gemm
+from terrazzo.schedules.roofline import bounds
 
 if TYPE_CHECKING:
     import torch
@@ -53,13 +54,16 @@ class Fp8Shape(w4a8_bench.W4A8Shape):
 
     def facts(self, m: int, requests: Sequence[KernelRequest]) -> dict[str, Any]:
         """The cost model's converter is "xor": seven instructions for eight codes too, and e4m3 runs at s8's rate."""
-        from terrazzo.schedules import w4a8 as schedules
+        from terrazzo.layouts.converters import get_converter
+        from terrazzo.ops.linear.bytes.problem import DEQUANTIZATIONS
 
         own = next(request for request in requests if "group" in dict(request.params))
         params = dict(own.params)
         problem = Gemm.of_bytes(self.n, self.k, self.settings.group)
-        tile = params.get("block_tokens") or params.get("token_tiles", 0) * schedules.TOKENS_PER_TILE
-        roof = schedules.bounds(problem, self.target, m, "xor", tile, self.copy_gb_s)
+        tile = params.get("block_tokens") or params.get("token_tiles", 0) * TOKENS_PER_TILE
+        roof = bounds(
+            problem, self.target, m, get_converter(DEQUANTIZATIONS["xor"]).alu_per_element, tile, self.copy_gb_s
+        )
         return self.unmeasured("w4a8_fp8", "z4_e4m3", m, [own], roof)
 
     def expected(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[torch.Tensor, ...]:

@@ -4,49 +4,46 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import ceil, erfc
-from types import ModuleType
-from typing import Any
 
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import stream_k, tile_costs, w4a8, w4a8_fp8
+from terrazzo.schedules import stream_k, tile_costs
+from terrazzo.schedules.costs import COSTS
 from terrazzo.schedules.partition import share_tiles
 from terrazzo.schedules.problem import Gemm
+from terrazzo.schedules.stream_k import StreamK
 
 _SHAPES = ((4, 1), (4, 2), (2, 1), (2, 2))
 """Warpgroups, and row blocks of each, of the tiles that were measured."""
 _AGAIN = 0.05  # of a launch's time, for a second and a third tile of an expert, which read its weights again (estimate)
 _TABLE_BYTES = 8  # of an expert
-FORMS: dict[str, ModuleType] = {"f16": stream_k, "s8": w4a8, "e4m3": w4a8_fp8}
-"""Activations -> the module of the stream-K program that multiplies them."""
 
 
-def choose(problem: Gemm, target: Target, m: int) -> Any:
+def choose(problem: Gemm, target: Target, m: int) -> StreamK:
     """The StreamK of its form for m tokens over the experts of a problem.
 
     The tile whose launch is cheapest for the average expert's bucket of tokens, each of which goes to a random expert:
     one that is only as wide as the average takes half of the experts two tiles. In 66 problems on an H200, 0.5 % from
     the fastest tile in the mean (tests/data/tuning/grouped_h200.json).
     """
-    form, experts = FORMS[problem.activations], problem.experts
+    experts = problem.experts
     free, average = room(target, experts), -(-m // experts)
-    if problem.activations == "f16" and problem.scales == "post":  # whose tiles were not measured one by one
-        return form.choose(replace(problem, n=problem.n * min(experts, m)), free, average)
+    if problem.form_name == "f16 post":  # whose tiles were not measured one by one
+        return stream_k.choose(replace(problem, n=problem.n * min(experts, m)), free, average)
     average = tile_costs.bucket(average) if average > 8 else 1 << (average - 1).bit_length()
     active = min(experts, 1 << (m - 1).bit_length())
     widest = tile_costs.bucket(ceil(average + 2 * average**0.5))
-    costs = getattr(form, "EXPERT_COSTS", form.TILE_COSTS)
-    tiles = [tile for tile in costs.units if tile[0] <= widest and tile[1:] in _SHAPES]
-    made = (form.fitted(form.StreamK.of_tile(tile), problem, free) for tile in tiles)
-    return min(filter(legal, made), key=lambda s: us(costs, s, problem, target, average, active))
+    tiles = [it for it in COSTS[problem.form_name].experts.units if it[0] <= widest and it[1:] in _SHAPES]
+    made = (fitted(stream_k.of_tile(problem, tile), problem, target) for tile in tiles)
+    return min(filter(legal, made), key=lambda s: us(s, problem, target, average, active))
 
 
-def us(costs: tile_costs.TileCosts, schedule: Any, problem: Gemm, target: Target, average: int, experts: int) -> float:
+def us(schedule: StreamK, problem: Gemm, target: Target, average: int, experts: int) -> float:
     """Predicted microseconds of `average` tokens for each expert."""
     each = tiles_of_expert(average, schedule.block_tokens)
     tiles = round(experts * each * -(-problem.row_blocks // schedule.cta_blocks))
     weights = problem.row_blocks * problem.units * problem.unit_bytes
-    return (1 + _AGAIN * min(each - 1, 2)) * costs.us(
-        (schedule.block_tokens, schedule.warpgroups, schedule.row_blocks),
+    return (1 + _AGAIN * min(each - 1, 2)) * COSTS[schedule.form].experts.us(
+        schedule.tile,
         tiles,
         problem.units,
         share_tiles(tiles, problem.units, target.sms),
@@ -70,8 +67,13 @@ def room(target: Target, experts: int) -> Target:
     return replace(target, smem_per_block=left, capabilities=target.capabilities - {"cluster"})
 
 
-def legal(schedule: Any) -> bool:
+def fitted(schedule: StreamK, problem: Gemm, target: Target) -> StreamK:
+    """The same tile with as many stages as fit beside the table of the experts."""
+    return stream_k.fitted(schedule, problem, room(target, problem.experts), problem.form.experts_ring_k)
+
+
+def legal(schedule: StreamK) -> bool:
     """Whether the accumulators leave room for the operands beside the expert's state (else ptxas serializes wgmma)."""
-    if hasattr(schedule, "legal"):
-        return schedule.legal()
-    return schedule.warpgroups < 4 or schedule.row_blocks == 1 or schedule.block_tokens <= 16
+    if schedule.rules.x_16_bit:
+        return schedule.warpgroups < 4 or schedule.row_blocks == 1 or schedule.block_tokens <= 16
+    return schedule.legal()

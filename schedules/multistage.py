@@ -8,7 +8,6 @@ from terrazzo.lowering.targets import Target
 from terrazzo.schedules.problem import Gemm
 
 BLOCK_TOKENS = (32, 64, 128)
-_RESERVED = 1024
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,19 @@ class Multistage:
         """Output features of a CTA."""
         return 16 * self.row_blocks * self.warps // self.token_warps
 
+    def stage_bytes(self, problem: Gemm) -> int:
+        """Of one stage: x, words and parameters."""
+        k = problem.form.multistage_k
+        params = -(-problem.groups_per_128 * k // 128) * problem.record_bytes
+        weights = 64 * k * problem.bits // 8 + params
+        return self.block_tokens * k * problem.x_bytes + self.rows // 64 * weights
+
     def smem_bytes(self, problem: Gemm) -> int:
-        params = -(-problem.groups_per_128 // 2) * problem.record_bytes
-        x = max(self.stages * self.block_tokens * 64, self.warps * 16 * (self.row_blocks * 16 + 8)) * 2
-        return x + self.stages * self.rows // 64 * (64 * 64 * problem.bits // 8 + params) + _RESERVED
+        """Shared memory of one CTA, at most: the rows of y are staged where x was."""
+        x = self.stages * self.block_tokens * problem.form.multistage_k * problem.x_bytes
+        staged = self.warps * 16 * (self.row_blocks * 16 + 8) * 2
+        fixed = problem.form.multistage_fixed[self.kc > 1]
+        return self.stages * self.stage_bytes(problem) + max(0, staged - x) + fixed
 
     def tiles(self, problem: Gemm, m: int) -> int:
         return -(-m // self.block_tokens) * -(-problem.row_blocks * 64 // self.rows)
@@ -42,24 +50,41 @@ class Multistage:
 
 
 def choose(problem: Gemm, target: Target, m: int) -> Multistage:
-    """Tile by tokens, k split so that the bucket's first tiles fill the SMs twice (once with tiles of 128 tokens).
-
-    Scaled sums take registers for scales and partial sums. The constants of a symmetric weight sit in registers too,
-    one too many for wide tiles that split k.
-    """
+    """Tile by tokens, k split so that the bucket's first tiles fill the SMs twice (once with tiles of 128 tokens)."""
     tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
-    if tokens < 128:
-        schedule = Multistage(tokens, 4, 2, 4 if tokens == 32 or target.smem_per_sm > 128 * 1024 else 3)
-    elif problem.scales == "post" or (problem.symmetric and m <= 128):
-        schedule = Multistage(128, 8, 2, 3, token_warps=2, raster=16)
-    elif m <= 128 and problem.row_blocks <= target.sms:
-        schedule = Multistage(128, 4, 2, 3)
-    else:
-        return Multistage(128, 8, 2, 3, raster=16)
+    made = _of_16_bit if problem.form.x_16_bit else _of_e4m3 if problem.activations == "e4m3" else _of_bytes
+    schedule, waves = made(problem, target, m, tokens)
     # the kernel serves a bucket: its split depends on the bucket's widest M, not on m
-    waves = 2 if tokens < 128 else 1
     kc = waves * target.sms // schedule.tiles(problem, tokens) if m <= 128 else 1
     return replace(schedule, kc=max(1, min(8, kc, problem.units)))
+
+
+def _of_16_bit(problem: Gemm, target: Target, m: int, tokens: int) -> tuple[Multistage, int]:
+    """Scaled sums take registers for scales and partial sums. The constants of a symmetric weight sit in registers too,
+    one too many for wide tiles that split k."""
+    if tokens < 128:
+        return Multistage(tokens, 4, 2, 4 if tokens == 32 or target.smem_per_sm > 128 * 1024 else 3), 2
+    if problem.scales == "post" or (problem.symmetric and m <= 128):
+        return Multistage(128, 8, 2, 3, token_warps=2, raster=16), 1
+    if m <= 128 and problem.row_blocks <= target.sms:
+        return Multistage(128, 4, 2, 3), 1
+    return Multistage(128, 8, 2, 3, raster=16), 0
+
+
+def _of_bytes(problem: Gemm, target: Target, m: int, tokens: int) -> tuple[Multistage, int]:
+    tall = tokens == 128 and (m > 128 or problem.row_blocks > target.sms)
+    schedule = Multistage(tokens, 8 if tall else 4, 2, 2, raster=16 if tall else 8)
+    room = min(target.smem_per_sm // (1 if tall else 2) - 1024, target.smem_per_block) - 1024
+    stages = max(2, min(4, room // schedule.stage_bytes(problem)))
+    return replace(schedule, stages=stages), 1 if tokens == 128 else 2
+
+
+def _of_e4m3(problem: Gemm, target: Target, m: int, tokens: int) -> tuple[Multistage, int]:
+    """One row tile for each warp from 64 tokens on: products wait in registers to be scaled."""
+    if tokens < 64:
+        return _of_bytes(problem, target, m, tokens)
+    wide = tokens == 128
+    return Multistage(tokens, 8 if wide else 4, 1, 3, token_warps=2 if wide else 1), 2
 
 
 def launch_sizes(schedule: Multistage, problem: Gemm, m: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from terrazzo.schedules.forms import FORMS, Form, name_of
+
+TOKENS_PER_TILE = 8
+"""Of an mma, whose columns are tokens."""
 X_BYTES = {"f16": 2, "s8": 1, "e4m3": 1, "s4_s8": 1}
 """Operands of the tensor cores -> bytes of an element of x."""
 
@@ -54,6 +58,16 @@ class Gemm:
         """W4Ax: blocks of 128 channels, each with a 2-byte parameter for each row."""
         own = dict(weight="s4", activations="s4_s8", scales="integer" if two_level else "block")
         return Gemm(n, k, 1, 128, out_bytes=out_bytes, blocks8=blocks8, **own)
+
+    @property
+    def form_name(self) -> str:
+        """Of `form`."""
+        return name_of(self.weight, self.activations, self.scales)
+
+    @property
+    def form(self) -> Form:
+        """What schedules know of the programs that compute it."""
+        return FORMS[self.form_name]
 
     @property
     def x_bytes(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from terrazzo.lowering.targets import Target
+from terrazzo.schedules.problem import Gemm
 
 # Dense s8 tensor operations of one SM in one clock (vendor's architecture papers). With the datasheet rate they give
 # the clock; f16 would not on GeForce, which halves it.
@@ -64,3 +65,19 @@ def weight_only_gemm(
         dequant_us=1e6 * tiles * n * k * alu_per_weight / (_LOGIC_LANES * target.sms * clock),
         mma_us=2 * m * n * k / target.tflops(dtype) / 1e6,
     )
+
+
+def bounds(
+    problem: Gemm,
+    target: Target,
+    m: int,
+    alu_per_weight: float,
+    token_tile: int = TOKEN_TILE,
+    gb_s: float | None = None,
+) -> Roofline:
+    """Whether loading, dequantization or the tensor cores bound m tokens of a weight (specs.md D, equations 3 to 6);
+    of experts, of as many as the tokens can reach. Arguments as of `weight_only_gemm`."""
+    weights = min(m, problem.experts) or 1
+    one = weights * problem.weight_bytes
+    own = dict(dtype=problem.rate, x_bytes=problem.x_bytes, token_tile=token_tile)
+    return weight_only_gemm(target, m, problem.n, problem.k, one, alu_per_weight, gb_s, **own)

@@ -14,7 +14,7 @@ from terrazzo.ops.launching import Plan
 from terrazzo.ops.w4a8.activations import QuantizedActivations, padded
 from terrazzo.ops.w4a8.format import PackedWeight
 from terrazzo.schedules import multistage as multistage_schedules
-from terrazzo.schedules import problem, w4a8
+from terrazzo.schedules import problem
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ def plan(
     gemm = Gemm(n, padded(k), group_size, out_dtype, dequantization, bias=False)
     sizes = problem.Gemm.of_bytes(n, gemm.k, group_size, gemm.out_bytes)
     if pipeline == "multistage":
-        program, s = pipeline, w4a8.choose_multistage(sizes, target, m)
+        program, s = pipeline, multistage_schedules.choose(sizes, target, m)
         workspace, semaphores = multistage_schedules.launch_sizes(s, sizes, m)
         scalars = ()
     else:

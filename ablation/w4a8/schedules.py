@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules.partition import Partition, share_tiles
 from terrazzo.schedules.problem import Gemm
-from terrazzo.schedules.w4a8 import StreamK, choose, fitted
+from terrazzo.schedules.stream_k import StreamK, choose, fitted
 
 TOKENS = (16, 32, 64, 128, 256)
 """Of a tile."""
+RING_K = 1536
+"""k of a ring at most."""
 PIPELINES = ("pingpong", "excp", "basic", "basic_overlapped")
 
 
 @dataclass(frozen=True)
 class Compared(StreamK):
     """A tile of stream_k; its program has no clusters."""
+
+    form: str = field(default="s8 integer", kw_only=True)
 
     @property
     def tiles_at_once(self) -> int:
@@ -27,7 +31,8 @@ class Compared(StreamK):
         return f"{type(self).__name__} has no clusters" if self.cluster > 1 else ""
 
     def params(self) -> dict[str, int]:
-        return {name: value for name, value in super().params().items() if name != "cluster"}
+        own = {"operands": self.operands} if hasattr(self, "operands") else {}
+        return {name: value for name, value in super().params().items() if name != "cluster"} | own
 
 
 @dataclass(frozen=True)
@@ -114,12 +119,12 @@ def choose_pipeline(name: str, problem: Gemm, target: Target, m: int) -> tuple[s
     large = problem.row_blocks * 64 * problem.units * 128 >= 100e6
     if name in ("basic", "basic_overlapped"):
         operands = 1 + (name == "basic_overlapped")
-        s = Basic(split.block_tokens, split.warpgroups, split.row_blocks, 2, split.raster, operands)
+        s = Basic(split.block_tokens, split.warpgroups, split.row_blocks, 2, raster=split.raster, operands=operands)
         if not s.legal():
             s = replace(s, warpgroups=4 if s.block_tokens <= 64 else 3, row_blocks=1)
-        return "basic", fitted(s, problem, target)
+        return "basic", fitted(s, problem, target, RING_K)
     tile = (min(split.block_tokens, 128), 2, 2 if large else 1)
-    return name, fitted((PingPong if name == "pingpong" else Excp)(*tile, stages=2), problem, target)
+    return name, fitted((PingPong if name == "pingpong" else Excp)(*tile, stages=2), problem, target, RING_K)
 
 
 def partition(schedule: Compared, problem: Gemm, target: Target, m: int) -> Partition:

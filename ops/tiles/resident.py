@@ -21,7 +21,7 @@ from terrazzo.ops.tiles.calls import (
     zero16,
 )
 from terrazzo.schedules.clusters import PAIR
-from terrazzo.schedules.small_batch import TOKENS_PER_TILE
+from terrazzo.schedules.problem import TOKENS_PER_TILE
 
 ITEM_K = 128
 """k extent of an item, the unit of work along k."""

@@ -21,9 +21,8 @@ from terrazzo.ops.w4a8 import activations, fp8_format
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import GROUPS, PackedWeight
 from terrazzo.ops.w4a8.reference import DEQUANTIZATIONS, OUT_DTYPES
-from terrazzo.schedules import linear_spaces, multistage, records, spaces, w4a8_fp8
-from terrazzo.schedules import w4a8 as schedules
-from terrazzo.schedules.problem import Gemm
+from terrazzo.schedules import linear_spaces, multistage, records, small_batch, spaces, stream_k
+from terrazzo.schedules.problem import TOKENS_PER_TILE, Gemm
 
 if TYPE_CHECKING:
     import torch
@@ -82,16 +81,16 @@ def plan(
         program, s = spaces.choose(linear_spaces.of(gemm), operator_of(dequantization), facts, target, m, device)
     elif pipeline == "small_batch":
         program = pipeline
-        s = schedules.choose_small_batch(gemm, target, min(m, schedules.MAX_TOKENS))  # more take several launches
+        s = small_batch.choose(gemm, target, min(m, gemm.form.small_tokens))  # more take several launches
     elif pipeline == "multistage":
-        program, s = pipeline, (w4a8_fp8 if e4m3 else schedules).choose_multistage(gemm, target, m)
+        program, s = pipeline, multistage.choose(gemm, target, m)
     else:
-        program, s = "stream_k", (w4a8_fp8 if e4m3 else schedules).choose(gemm, target, m)
+        program, s = "stream_k", stream_k.choose(gemm, target, m)
     if program == "small_batch":
         return Plan(request(small_batch_program, s), *s.workspace(gemm.row_blocks * 64), ())
     if program == "multistage":
         return Plan(request(multistage_program, s), *multistage.launch_sizes(s, gemm, m), ())
-    part = schedules.partition(s, gemm, device or target, m)
+    part = stream_k.partition(s, gemm, device or target, m)
     return Plan(request(stream_k_program, s), *s.workspace(part.grid), (part.shared,))
 
 
@@ -110,7 +109,7 @@ def tokens_per_launch(chosen: Plan, m: int) -> int:
     """Tokens that one launch takes: all, or as many as the small-batch program holds."""
     params = dict(chosen.request.params)
     tiles = params.get("token_tiles")
-    return m if tiles is None else min(m, params["tokens"] or tiles * schedules.TOKENS_PER_TILE)
+    return m if tiles is None else min(m, params["tokens"] or tiles * TOKENS_PER_TILE)
 
 
 def kernel_requests(

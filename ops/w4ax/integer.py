@@ -7,7 +7,7 @@ operand registers while the two wgmmas before still run on the other.
 
 A segment of k runs in up to two phases, INT4 blocks and INT8 blocks. At the end of a phase its sums, exact in int32,
 become float32 with the scales of its tokens. Those of the INT4 phase wait for the others in registers, or, where a
-thread has no registers for both (schedules.w4ax `Integer.stash`), in shared memory. Shares of a tile are float32 and
+thread has no registers for both (`stashes` of schedules/forms.py), in shared memory. Shares of a tile are float32 and
 are added in order of k; the channel's scale is applied when the tile is stored.
 """
 
@@ -23,7 +23,8 @@ from terrazzo.ops.tiles.shares import finish_macros, share_macros, spare_registe
 from terrazzo.ops.tiles.staged_rows import out_tokens, staged
 from terrazzo.ops.w4ax.epilogue import store_macros
 from terrazzo.ops.w4ax.problem import UNIT_K, UNIT_WORDS, Gemm, byte_gemm
-from terrazzo.schedules.w4ax import Integer
+from terrazzo.schedules import forms
+from terrazzo.schedules.stream_k import StreamK
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 
@@ -57,11 +58,11 @@ def build(
     from tilelang.layout import make_full_bank_swizzled_layout
 
     gemm = Gemm(n, k, blocks8, out_dtype, bias, two_level)
-    schedule = Integer(block_tokens, warpgroups, stages, raster)
+    schedule = StreamK(block_tokens, warpgroups, 1, stages, form="s4_s8 integer")
     if not two_level:
         raise ArgumentError("two_level", two_level, "must be true: sums run over blocks", "use stream_k")
     check_tile(schedule)
-    bm, wgs, stash = block_tokens, warpgroups, schedule.stash
+    bm, wgs, stash = block_tokens, warpgroups, forms.stashes(schedule)
     units, all_blocks, blocks4 = gemm.units, gemm.row_blocks, gemm.blocks4
     row_tiles, ct, nacc = -(-all_blocks // wgs), wgs * 128, bm // 2
     both = 0 < blocks4 < units

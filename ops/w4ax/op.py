@@ -21,7 +21,7 @@ from terrazzo.ops.w4ax.activations import QuantizedActivations
 from terrazzo.ops.w4ax.fmpq import BLOCK
 from terrazzo.ops.w4ax.format import SCALES, PackedWeight, identity, native
 from terrazzo.ops.w4ax.reference import GRANULARITIES, OUT_DTYPES, UNIFORM
-from terrazzo.schedules import linear_spaces, records, spaces
+from terrazzo.schedules import linear_spaces, records, spaces, stream_k
 from terrazzo.schedules import w4ax as schedules
 from terrazzo.schedules.problem import Gemm
 
@@ -74,9 +74,8 @@ def plan(
         return Plan(request, (slots, schedule.sums // 4, schedule.warps * 32, 4), (slots,), ()), schedule
     if name == "small_batch":
         return Plan(request, *schedule.workspace(gemm.row_blocks * 64), ()), None
-    part = schedules.partition(schedule, gemm, device or target, m)
-    workspace = (part.grid, schedule.warpgroups, schedule.block_tokens // 8, 128, 4)
-    return Plan(request, workspace, (part.grid, schedule.warpgroups), (part.shared,)), None
+    part = stream_k.partition(schedule, gemm, device or target, m)
+    return Plan(request, *schedule.workspace(part.grid), (part.shared,)), None
 
 
 def tuning_facts(n: int, k: int, blocks8: int, out_dtype: str, two_level: bool) -> dict[str, int | str]:

@@ -10,7 +10,7 @@ operand registers and multiplies it by wgmma m64nNk32.
 
 A block's sums are s32 and become f32 with the scales of its tokens and rows, an instruction each for conversion,
 product of scales and sum: more issue slots than the wgmmas take clocks (two-level scales do without: integer.py). By
-the registers there are (schedules.w4ax `StreamK.form`), two sets of s32 sums alternate, or one is copied as f32 and
+the registers there are (`held` of schedules/forms.py), two sets of s32 sums alternate, or one is copied as f32 and
 scaled behind the wgmmas of the next block, or the wgmmas that run while a warpgroup scales are those of the others. The
 tensor core serves all that wait, so that warpgroups would end, and scale, at the same time: with `turns` each issues
 its wgmmas when the one before it has.
@@ -33,7 +33,8 @@ from terrazzo.ops.tiles.staged_rows import out_tokens, staged
 from terrazzo.ops.w4ax import problem
 from terrazzo.ops.w4ax.epilogue import store_macros
 from terrazzo.ops.w4ax.problem import BLOCK_WORDS, SCALES, UNIT_K, UNIT_WORDS, Gemm
-from terrazzo.schedules.w4ax import StreamK
+from terrazzo.schedules import forms
+from terrazzo.schedules.stream_k import StreamK
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 
@@ -68,8 +69,8 @@ def build(
     from tilelang.layout import make_full_bank_swizzled_layout
 
     gemm = Gemm(n, k, blocks8, out_dtype, bias)
-    schedule = StreamK(block_tokens, warpgroups, stages, raster, turns)
-    bm, wgs, form = block_tokens, warpgroups, schedule.form
+    schedule = StreamK(block_tokens, warpgroups, 1, stages, turns=turns, form="s4_s8 block")
+    bm, wgs, form = block_tokens, warpgroups, forms.held(schedule)
     if two_level:
         raise ArgumentError("two_level", two_level, "must be false: records hold scales", "use integer")
     if turns not in (0, 1) or turns >= wgs:

@@ -10,8 +10,9 @@ from terrazzo.autotune.database import Problem
 from terrazzo.autotune.operators import get_operator
 from terrazzo.autotune.search import Limits, Plan, Search
 from terrazzo.lowering.targets import TARGET_NAMES, Target
+from terrazzo.schedules import linear_spaces
 from terrazzo.schedules.problem import Gemm
-from terrazzo.schedules.spaces import W4A16, Candidate
+from terrazzo.schedules.spaces import Candidate
 
 DATA = Path(__file__).parents[1] / "data" / "tuning"
 FACTS = {"group": 128, "symmetric": False, "scale_dtype": "float16", "dtype": "float16"}
@@ -27,7 +28,7 @@ def load(*names: str) -> dict[Problem, list[tuple[Candidate, float]]]:
         for row in data["rows"]:
             fields = dict(zip(data["columns"], row))
             n, k, m, us = (fields.pop(name) for name in ("n", "k", "m", "us"))
-            space = W4A16(Gemm(n, k, 1, 192))
+            space = linear_spaces.of(Gemm(n, k, 1, 192))
             schedule = space.programs[data["program"]](**fields)
             cost = space.cost(data["program"], schedule, H200, m)
             known = found.setdefault(Problem.of("w4a16", {"n": n, "k": k, **FACTS}, m), {})

@@ -21,7 +21,7 @@ from terrazzo.ops.w4a8 import op as w4a8
 from terrazzo.ops.w4a16 import grouped as grouped16
 from terrazzo.ops.w4a16 import op as w4a16
 from terrazzo.ops.w4ax import op as w4ax
-from terrazzo.schedules import records, spaces
+from terrazzo.schedules import linear_spaces, records
 from terrazzo.schedules.problem import Gemm
 
 pytestmark = pytest.mark.usefixtures("without_records")
@@ -249,12 +249,14 @@ def test_a_record_with_a_tile_that_no_program_has_leaves_the_choice_to_the_heuri
     target, tile = Target.parse("nvidia/nvidia-h200"), dict(warpgroups=2, row_blocks=1, stages=3)
     of = Gemm.of_bytes(6144, 4096, 64)
     for space, more in (
-        (spaces.W4A16(Gemm(6144, 4096, 1, 192)), {"stage_k": 64}),
-        (spaces.W4A8(of), {}),
+        (linear_spaces.of(Gemm(6144, 4096, 1, 192)), {"stage_k": 64}),
+        (linear_spaces.of(of), {}),
     ):
         schedule, why = space.revive("stream_k", {"block_tokens": tokens, **tile, **more}, target, 64)
         assert schedule is None and f"no tile of {tokens} tokens" in why
-    assert "no program" in spaces.W4A8(of).revive("basic", {"block_tokens": 128, **tile}, target, 160)[1]  # once tuned
+    assert (
+        "no program" in linear_spaces.of(of).revive("basic", {"block_tokens": 128, **tile}, target, 160)[1]
+    )  # once tuned
 
 
 def test_every_m_includes_the_records_kernels():

@@ -24,9 +24,14 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops.linear.bytes import multistage as multistage_program
 from terrazzo.ops.linear.bytes import small_batch as small_batch_program
 from terrazzo.ops.linear.bytes import stream_k as stream_k_program
-from terrazzo.schedules import w4a8
-from terrazzo.schedules.multistage import launch_sizes
+from terrazzo.schedules import multistage as multistage_schedules
+from terrazzo.schedules import small_batch as small_batch_schedules
+from terrazzo.schedules import stream_k as stream_k_schedules
+from terrazzo.schedules.forms import WIDTHS
+from terrazzo.schedules.multistage import Multistage, launch_sizes
 from terrazzo.schedules.problem import Gemm
+from terrazzo.schedules.small_batch import SmallBatch
+from terrazzo.schedules.stream_k import StreamK
 
 DEVICE = "cuda"
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -139,13 +144,18 @@ def buffers(case: Case, m: int, grid: tuple[int, int] | None) -> tuple[torch.Ten
         (shape, sem), scalars = launch_sizes(s, problem(case), m), ()
     else:
         if grid is None:
-            part = (compared if isinstance(s, compared.Compared) else w4a8).partition(
+            part = (compared if isinstance(s, compared.Compared) else stream_k_schedules).partition(
                 s, problem(case), Target.detect(), m
             )
             grid = (part.grid, part.shared)
         (shape, sem), scalars = s.workspace(grid[0]), (grid[1],)
     workspace = torch.full(shape, 0x5A5A5A5A, dtype=torch.int32, device=DEVICE)
     return workspace, torch.zeros(sem, dtype=torch.int32, device=DEVICE), scalars
+
+
+def tile(*sizes: int, **more: int) -> StreamK:
+    """A tile of stream_k."""
+    return StreamK(*sizes, form="s8 integer", **more)
 
 
 def problem(case: Case) -> Gemm:
@@ -216,22 +226,22 @@ SMALL, RAGGED, THIN, DEEP = Weight(448, 640, 64), Weight(450, 1040, 32), Weight(
 def stream_k(
     weight: Weight, tokens: int, warpgroups: int, row_blocks: int, out_dtype: str = "int32", **extra
 ) -> object:
-    return fitted(weight, w4a8.StreamK(tokens, warpgroups, row_blocks, stages=2, **extra), out_dtype)
+    return fitted(weight, tile(tokens, warpgroups, row_blocks, 2, **extra), out_dtype)
 
 
 def fitted(weight: Weight, schedule: object, out_dtype: str = "int32") -> object:
     out_bytes = 4 if out_dtype == "int32" else 2
     of = Gemm.of_bytes(weight.n, -(-weight.k // 16) * 16, weight.group, out_bytes)
-    return w4a8.fitted(schedule, of, Target.parse("sm_90a"))
+    return stream_k_schedules.fitted(schedule, of, Target.parse("sm_90a"), 1536)
 
 
 def stream_k_cases() -> list[Case]:
     cases = []
     shared = (None, (5, -1), (3, 0), (1, -1), (-2, -1), (-3, -1), (-5, -1))
-    for tokens in w4a8.BLOCK_TOKENS:
+    for tokens in WIDTHS:
         for warpgroups in (1, 2, 3, 4):
             for row_blocks in (1, 2):
-                if w4a8.StreamK(tokens, warpgroups, row_blocks, 2).legal():
+                if tile(tokens, warpgroups, row_blocks, 2).legal():
                     s = stream_k(SMALL, tokens, warpgroups, row_blocks)
                     cases.append(Case("stream_k", SMALL, s, (1, tokens - 1, tokens, 2 * tokens + 3), partitions=shared))
     for weight in (SMALL, RAGGED, THIN, DEEP):
@@ -294,7 +304,7 @@ def small_batch_cases() -> list[Case]:
     }
     for weight, params in splits.items():
         for i, values in enumerate(params):
-            s = w4a8.SmallBatch(*values)
+            s = SmallBatch(*values)
             ms = tuple(sorted({max(1, s.x_rows - 7), max(1, s.x_rows - 1), s.x_rows}))
             for dequantization in ("xor", "unsigned"):
                 out_dtype, bias = (("int32", False), ("float16", True), ("bfloat16", False))[(i + len(cases)) % 3]
@@ -314,16 +324,16 @@ def multistage_cases() -> list[Case]:
     )  # fmt: skip
     for i, shape in enumerate(shapes):
         for weight in (SMALL, RAGGED, THIN, DEEP):
-            s = w4a8.Multistage(*shape)
+            s = Multistage(*shape)
             if s.kc <= -(-weight.k // 128):
                 ms = (17, s.block_tokens - 1, 2 * s.block_tokens + 3)
                 dequantization = ("xor", "unsigned")[(i + len(cases)) % 2]
                 out_dtype, bias = (("float16", True), ("bfloat16", False))[i % 2]
                 cases.append(Case("multistage", weight, s, ms, dequantization, arch="sm_80"))
                 cases.append(Case("multistage", weight, s, ms, dequantization, out_dtype, bias, arch="sm_80"))
-    cases.append(Case("multistage", SMALL, w4a8.Multistage(64, 4, 2, 3, kc=2), (17, 131), "vadd4", arch="sm_80"))
+    cases.append(Case("multistage", SMALL, Multistage(64, 4, 2, 3, kc=2), (17, 131), "vadd4", arch="sm_80"))
     for m in (32, 64, 128, 1000):
-        s = w4a8.choose_multistage(Gemm.of_bytes(4096, 4096, 64), Target.parse("sm_80"), m)
+        s = multistage_schedules.choose(Gemm.of_bytes(4096, 4096, 64), Target.parse("sm_80"), m)
         cases.append(
             Case("multistage", Weight(4096, 4096, 64), s, (m,), out_dtype="float16", arch="sm_80", launches=20)
         )
@@ -338,9 +348,11 @@ def chosen_cases() -> list[Case]:
         weight = Weight(n, k, 64)
         of = Gemm.of_bytes(n, k, 64)
         for m in (1, 16, 32):
-            cases.append(Case("small_batch", weight, w4a8.choose_small_batch(of, target, m), (m,), out_dtype="float16"))
+            cases.append(
+                Case("small_batch", weight, small_batch_schedules.choose(of, target, m), (m,), out_dtype="float16")
+            )
         for m in (16, 64, 128, 256, 1000):
-            cases.append(Case("stream_k", weight, w4a8.choose(of, target, m), (m,), out_dtype="float16"))
+            cases.append(Case("stream_k", weight, stream_k_schedules.choose(of, target, m), (m,), out_dtype="float16"))
     return cases
 
 
@@ -351,10 +363,10 @@ def stress_cases() -> list[Case]:
     target = Target.parse("sm_90a")
     shapes = ((16, 4, 2), (64, 4, 1), (128, 4, 1), (256, 2, 1))
     cases = [
-        Case("stream_k", weight, w4a8.fitted(w4a8.StreamK(*shape, 2), of, target), (1030,), launches=100)
+        Case("stream_k", weight, stream_k_schedules.fitted(tile(*shape, 2), of, target, 1536), (1030,), launches=100)
         for shape in shapes
     ]
-    small = (w4a8.choose_small_batch(of, target, m) for m in (8, 32))
+    small = (small_batch_schedules.choose(of, target, m) for m in (8, 32))
     return [*cases, *(Case("small_batch", weight, s, (s.x_rows,), launches=200) for s in small)]
 
 

@@ -16,7 +16,7 @@ from terrazzo.lowering.errors import ArgumentError, CaptureError
 from terrazzo.ops import w4ax
 from terrazzo.ops.w4ax import activations, reference
 from terrazzo.schedules import records
-from terrazzo.schedules.w4ax import Integer, StreamK
+from terrazzo.schedules.stream_k import StreamK
 from w4ax_cases import DEVICE, Case, Spec, codes, compare, launch, needs, product, quantized
 
 RATIOS = tuple(Spec(448, 1024, ratio, bias=ratio == 0.25) for ratio in (0.0, 0.25, 0.75, 1.0))
@@ -189,11 +189,11 @@ def test_many_launches_give_the_same_bits(compiled, cases):
 class Forced(Case):
     """A schedule of stream_k or integer that the heuristic does not take."""
 
-    schedule: StreamK | Integer | None = None
+    schedule: StreamK | None = None
 
     @contextmanager
     def forced(self):
-        program = "integer" if isinstance(self.schedule, Integer) else "stream_k"
+        program = self.schedule.rules.program
         with records.forced("w4ax", program, self.schedule.params()):
             records.changed()  # operators keep their plans
             yield
@@ -204,28 +204,44 @@ class Forced(Case):
             return super().requests()
 
 
+def block_tile(block_tokens: int, warpgroups: int, stages: int, turns: int = 0) -> StreamK:
+    """Of scales of each block."""
+    return StreamK(block_tokens, warpgroups, 1, stages, turns=turns, form="s4_s8 block")
+
+
+def integer_tile(block_tokens: int, warpgroups: int, stages: int) -> StreamK:
+    """Of two-level scales."""
+    return StreamK(block_tokens, warpgroups, 1, stages, form="s4_s8 integer")
+
+
 SCHEDULES = (
-    *(StreamK(64, 3, 10, turns=1), StreamK(64, 4, 8), StreamK(64, 4, 8, turns=1)),
-    *(StreamK(128, 2, 8), StreamK(128, 3, 7), StreamK(128, 3, 7, turns=1)),
-    *(StreamK(48, 3, 10), StreamK(80, 2, 9, turns=1), StreamK(112, 2, 8, turns=1)),
+    *(block_tile(64, 3, 10, turns=1), block_tile(64, 4, 8), block_tile(64, 4, 8, turns=1)),
+    *(block_tile(128, 2, 8), block_tile(128, 3, 7), block_tile(128, 3, 7, turns=1)),
+    *(block_tile(48, 3, 10), block_tile(80, 2, 9, turns=1), block_tile(112, 2, 8, turns=1)),
 )
 OTHERS = [Forced(LAYER, (s.block_tokens - 4, 250), "float16", launches=50, schedule=s) for s in SCHEDULES]
 INTEGER = (
-    *(Integer(64, 2, 12), Integer(64, 3, 10), Integer(64, 4, 6), Integer(32, 4, 9), Integer(16, 1, 12)),
-    *(Integer(128, 1, 6), Integer(128, 2, 8), Integer(128, 3, 4), Integer(128, 3, 2)),
     *(
-        Integer(48, 2, 12),
-        Integer(48, 4, 8),
-        Integer(80, 2, 9),
-        Integer(80, 3, 6),
-        Integer(96, 3, 5),
-        Integer(112, 2, 7),
+        integer_tile(64, 2, 12),
+        integer_tile(64, 3, 10),
+        integer_tile(64, 4, 6),
+        integer_tile(32, 4, 9),
+        integer_tile(16, 1, 12),
+    ),
+    *(integer_tile(128, 1, 6), integer_tile(128, 2, 8), integer_tile(128, 3, 4), integer_tile(128, 3, 2)),
+    *(
+        integer_tile(48, 2, 12),
+        integer_tile(48, 4, 8),
+        integer_tile(80, 2, 9),
+        integer_tile(80, 3, 6),
+        integer_tile(96, 3, 5),
+        integer_tile(112, 2, 7),
     ),
 )
 OTHERS += [Forced(TWO_LAYER, (s.block_tokens - 4, 250), "float16", launches=50, schedule=s) for s in INTEGER]
 ODD = (TWO_RAGGED[0], TWO[0], TWO[3])
-OTHERS += [Forced(spec, (200,), "float32", launches=50, schedule=Integer(128, 3, 3)) for spec in ODD]
-OTHERS.append(Forced(RAGGED[0], (200,), "float32", launches=50, schedule=StreamK(128, 3, 6, turns=1)))
+OTHERS += [Forced(spec, (200,), "float32", launches=50, schedule=integer_tile(128, 3, 3)) for spec in ODD]
+OTHERS.append(Forced(RAGGED[0], (200,), "float32", launches=50, schedule=block_tile(128, 3, 6, turns=1)))
 
 
 @pytest.mark.parametrize("cases", [pytest.param((c,), id=f"{c.spec}-{c.schedule}") for c in OTHERS])

@@ -13,8 +13,9 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops.tiles.cluster_shares import cluster_macros
 from terrazzo.ops.tiles.resident import cluster_shape
 from terrazzo.ops.tiles.scheduler import ring_macros
-from terrazzo.schedules import clusters, linear_spaces, small_batch, spaces, stream_k, w4a8
+from terrazzo.schedules import clusters, linear_spaces, small_batch, stream_k
 from terrazzo.schedules.problem import Gemm
+from terrazzo.schedules.stream_k import StreamK
 
 H200, A100 = Target.parse("nvidia/nvidia-h200"), Target.parse("sm_80")
 PROBLEM = Gemm(4096, 4096, 1, 192)
@@ -49,15 +50,16 @@ def test_a_schedule_whose_tiles_cannot_be_shared_is_refused(change, said):
         **{**dict(block_tokens=128, warpgroups=2, row_blocks=1, stages=4, stage_k=128), **change}
     )
     assert said in schedule.cluster_refusal(PROBLEM, H200)
-    assert spaces.W4A16(PROBLEM).refusal("stream_k", schedule, H200, 128)
+    assert linear_spaces.of(PROBLEM).refusal("stream_k", schedule, H200, 128)
 
 
 def test_other_pipelines_and_older_gpus_have_no_clusters():
     problem = Gemm.of_bytes(4096, 4096, 64)
     assert "Basic" in compared.Basic(128, 2, 1, 4, cluster=2).cluster_refusal(problem, H200)
-    assert not w4a8.StreamK(128, 2, 1, 4, cluster=2).cluster_refusal(problem, H200)
+    assert not StreamK(128, 2, 1, 4, cluster=2, form="s8 integer").cluster_refusal(problem, H200)
     assert "sm_80 has none" in stream_k.StreamK(128, 2, 1, 4, 128, cluster=2).cluster_refusal(PROBLEM, A100)
-    assert "cluster" not in compared.PingPong(64, 2, 1, 4).params() and "cluster" in w4a8.StreamK(64, 2, 1, 4).params()
+    assert "cluster" not in compared.PingPong(64, 2, 1, 4).params()
+    assert "cluster" in StreamK(64, 2, 1, 4, form="s8 integer").params()
 
 
 @pytest.mark.parametrize("form", ["w4a16", "w4a8"])
@@ -81,7 +83,7 @@ def test_small_batches_that_cannot_be_joined_are_refused(change, said):
     schedule = small_batch.SmallBatch(
         **{**dict(token_tiles=1, kc=2, nc=12, warps=2, chunk=2, stages=2, joined=True), **change}
     )
-    assert said in spaces.small_batch_refusal(schedule, PROBLEM, H200, 4, 16)
+    assert said in linear_spaces.small_batch_refusal(schedule, PROBLEM, H200, 4)
     with pytest.raises(ArgumentError, match="joined"):
         cluster_shape(H200, schedule.kc, schedule.cluster, True)
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.tiles.resident import resident_rows
-from terrazzo.schedules import multistage, small_batch, spaces, stream_k
+from terrazzo.schedules import linear_spaces, multistage, small_batch, stream_k
 from terrazzo.schedules.models import MEASURED, MODELS
-from terrazzo.schedules.problem import Gemm
+from terrazzo.schedules.problem import TOKENS_PER_TILE, Gemm
 
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90a")
 SHAPES = sorted({(layer.n, layer.k) for model in MEASURED for layer in MODELS[model]})
@@ -31,9 +31,9 @@ def test_small_batch_schedules_are_legal(problem, m, arch):
     target = Target.parse(arch)
     s = small_batch.choose(problem, target, m)
     assert s.launch_bytes(problem, target) <= target.smem_per_block
-    assert s.registers() * s.warps * 32 <= target.registers_per_sm
+    assert s.registers(problem) * s.warps * 32 <= target.registers_per_sm
     assert s.kc * s.nc <= target.sms and s.nc % s.cluster == 0
-    assert s.token_tiles * small_batch.TOKENS_PER_TILE >= m
+    assert s.token_tiles * TOKENS_PER_TILE >= m
     assert s.x_rows == next(rows for rows in (1, 2, 4, 8, 16) if rows >= m)
     assert 1 <= s.warps <= problem.units // s.kc  # no warp without work: the program's loops run at least once
 
@@ -51,7 +51,7 @@ def test_small_batch_schedules_are_legal(problem, m, arch):
 def test_small_batches_hold_the_tokens_that_they_say(tiles, tokens, m, said):
     target, problem = Target.parse("sm_90a"), Gemm(4096, 4096, 1, 192)
     s = small_batch.SmallBatch(tiles, 1, 128, 8, 1, 2, tokens=tokens)
-    found = spaces.small_batch_refusal(s, problem, target, m, small_batch.MAX_TOKENS)
+    found = linear_spaces.small_batch_refusal(s, problem, target, m)
     assert said in found and bool(said) == bool(found)
     if "those" in said:
         with pytest.raises(ArgumentError, match="tokens"):
@@ -70,7 +70,7 @@ def test_an_sm_for_each_cta_must_fit_beside_the_sums_of_pairs():
     target, problem = Target.parse("sm_90a"), Gemm(400_000, 512, 1, 192)
     s = small_batch.SmallBatch(1, 2, 66, 2, 4, 2, joined=True)
     assert s.smem_bytes(problem) <= target.smem_per_block < s.launch_bytes(problem, target)
-    assert "shared memory" in spaces.small_batch_refusal(s, problem, target, 8, small_batch.MAX_TOKENS)
+    assert "shared memory" in linear_spaces.small_batch_refusal(s, problem, target, 8)
     ampere = Target.parse("sm_80")  # launches do not overlap there
     assert small_batch.SmallBatch(1, 1, 108, 2, 4, 2).launch_bytes(problem, ampere) < ampere.smem_per_sm // 2
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import small_batch, w4a8
+from terrazzo.schedules import small_batch
 from terrazzo.schedules.problem import Gemm
 
 MEASURED = json.loads((Path(__file__).parents[1] / "data/tuning/small_batch_h200.json").read_text())
@@ -22,16 +22,12 @@ def test_the_cheapest_of_those_measured_is_nearly_the_fastest(op, tokens):
     for row in MEASURED[op]:
         if row["m"] != tokens:
             continue
-        if op == "w4a16":
-            kind, costs, size, problem = small_batch.SmallBatch, small_batch.COSTS, 2, (1, 192)
-            problem = Gemm(row["n"], row["k"], *problem)
-        else:
-            kind, costs, size = w4a8.SmallBatch, w4a8.COSTS, 1
-            problem = Gemm.of_bytes(row["n"], row["k"], 64)
-        runs = [(kind(**dict(zip(MEASURED["fields"], values))), us) for values, us in row["runs"]]
+        sizes = row["n"], row["k"]
+        problem = Gemm(*sizes, 1, 192) if op == "w4a16" else Gemm.of_bytes(*sizes, 64)
+        runs = [(small_batch.SmallBatch(**dict(zip(MEASURED["fields"], values))), us) for values, us in row["runs"]]
         runs = [(s, us) for s, us in runs if s.x_rows == (tokens if tokens < 8 else 8) and s.stages <= 2]
         if len(runs) > 1:
-            chosen = min(runs, key=lambda run: small_batch.cost(run[0], problem, TARGET, costs, size))
+            chosen = min(runs, key=lambda run: small_batch.cost(run[0], problem, TARGET))
             lost.append(chosen[1] / min(us for _, us in runs))
     assert len(lost) >= 8
     assert exp(sum(map(log, lost)) / len(lost)) < 1.03 and max(lost) < 1.2, sorted(lost)[-4:]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
-from terrazzo.schedules import spaces, stream_k, tile_costs, w4a8, w4a8_fp8, w4ax
+from terrazzo.schedules import linear_spaces, stream_k, tile_costs
 from terrazzo.schedules.problem import Gemm
 
 DATA = Path(__file__).parents[1] / "data/tuning"
@@ -39,18 +39,18 @@ def test_partitions_leave_no_share_without_work(tiles, units, slots):
 
 
 def chosen(op: str, n: int, k: int, m: int, target: Target = TARGET, widths: tuple[int, ...] = stream_k.BLOCK_TOKENS):
-    if op == "w4a16":
-        problem = Gemm(n, k, 1, 192)
-        schedule = stream_k.choose(problem, target, m, widths)
-        return schedule, stream_k.partition(schedule, problem, target, m)
-    if op == "w4ax":
-        problem = Gemm.of_blocks(n, k, -(-k // 128) // 4, two_level=True)
-        schedule = w4ax.choose_integer(problem, target, m)
-        return schedule, w4ax.partition(schedule, problem, target, m)
-    e4m3 = op == "w4a8_fp8"
-    problem = Gemm.of_bytes(n, k, 128 if e4m3 else 64)
-    schedule = (w4a8_fp8 if e4m3 else w4a8).choose(problem, target, m, widths)
-    return schedule, w4a8.partition(schedule, problem, target, m)
+    problem = problem_of(op, n, k)
+    schedule = stream_k.choose(problem, target, m, None if op == "w4ax" else widths)
+    return schedule, stream_k.partition(schedule, problem, target, m)
+
+
+def problem_of(op: str, n: int, k: int) -> Gemm:
+    return {
+        "w4a16": Gemm(n, k, 1, 192),
+        "w4a8": Gemm.of_bytes(n, k, 64),
+        "w4a8_fp8": Gemm.of_bytes(n, k, 128, activations="e4m3"),
+        "w4ax": Gemm.of_blocks(n, k, -(-k // 128) // 4, two_level=True),
+    }[op]
 
 
 def regret(times: dict[str, float], key: str) -> float:
@@ -109,7 +109,7 @@ def test_tiles_between_powers_of_two(op):
 
 def tile_of(s) -> str:
     """The key of a schedule in WIDTHS."""
-    return " ".join(str(value) for name in TILE_FIELDS if (value := getattr(s, name, None)))
+    return " ".join(str(getattr(s, name)) for name in TILE_FIELDS if name in s.recorded)
 
 
 @pytest.mark.parametrize(
@@ -167,10 +167,8 @@ def test_partitions_beside_the_fastest_that_was_measured(op):
 
 def divided(op: str, n: int, k: int, m: int, tile: tuple[int, int, int]):
     """The model's division of a tile over the SMs."""
-    if op == "w4a16":
-        problem = Gemm(n, k, 1, 192)
-        return stream_k.partition(stream_k.StreamK(*tile, stages=2), problem, TARGET, m)
-    return w4a8.partition(w4a8.StreamK(*tile, stages=2), Gemm.of_bytes(n, k, 64), TARGET, m)
+    problem = problem_of(op, n, k)
+    return stream_k.partition(stream_k.of_tile(problem, tile), problem, TARGET, m)
 
 
 @settings(max_examples=60, deadline=None)
@@ -202,14 +200,14 @@ def test_narrow_weights_walk_over_their_rows_one_token_block_after_the_other():
     for n, rasters in ((8192, [8, 8, 1, 1]), (10240, [8, 8, 8, 8])):
         found = [stream_k.choose(Gemm(n, 4096, 1, 512), target, m) for m in (64, 256, 1024, 4096)]
         assert [s.raster for s in found] == rasters
-        found = [w4a8.choose(Gemm.of_bytes(n, 4096, 64), target, m) for m in (64, 256, 1024, 4096)]
+        found = [stream_k.choose(Gemm.of_bytes(n, 4096, 64), target, m) for m in (64, 256, 1024, 4096)]
         assert [s.raster for s in found] == rasters
 
 
 def test_rasters_are_tried_after_the_other_tiles_that_cost_the_same():
     """No cost model tells them apart, so a search that ends early has seen several tiles."""
     target = Target.parse("nvidia/nvidia-h200")
-    space = spaces.W4A16(Gemm(10240, 4096, 1, 512))
+    space = linear_spaces.of(Gemm(10240, 4096, 1, 512))
     found = [it.schedule for it in space.candidates(target, 1024)]
     tile = [s for s in found if (s.block_tokens, s.warpgroups, s.row_blocks, s.stage_k) == (128, 4, 1, 64)]
     assert [s.raster for s in tile if s.per_sm == 1] == [8, 4, 2, 1]  # 8 token blocks: no more than all of them

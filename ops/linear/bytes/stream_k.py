@@ -49,7 +49,7 @@ from terrazzo.ops.tiles.scheduler import (
 )
 from terrazzo.ops.tiles.shares import finish_macros, share_macros, slice_state, spare_registers
 from terrazzo.ops.tiles.staged_rows import out_tokens, staged
-from terrazzo.schedules import w4a8, w4a8_fp8
+from terrazzo.schedules.stream_k import StreamK
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
 
@@ -92,7 +92,7 @@ def build(
     gemm = fp8_problem.of(n, k, group, out_dtype, dequantization, bias)
     bm, wgs, rb = block_tokens, warpgroups, row_blocks
     e4m3 = dequantization == fp8_problem.E4M3
-    schedule = (w4a8_fp8 if e4m3 else w4a8).StreamK(bm, wgs, rb, stages)
+    schedule = StreamK(bm, wgs, rb, stages, form="e4m3 post" if e4m3 else "s8 integer")
     check_tile(schedule)
     units, ig, unit_words = gemm.units, gemm.groups, gemm.unit_words
     all_blocks, cta_blocks = gemm.row_blocks, wgs * rb

@@ -12,8 +12,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.linear.bytes import multistage
 from terrazzo.ops.w4a8.format import QuantizedWeight, pack
-from terrazzo.schedules import w4a8
-from terrazzo.schedules.multistage import launch_sizes
+from terrazzo.schedules.multistage import Multistage, launch_sizes
 from terrazzo.schedules.problem import Gemm
 
 pytestmark = [
@@ -175,10 +174,10 @@ def emulate(weight, x, x_scales, schedule, folder, *, out_dtype, dequantization,
 
 
 CASES = {  # n, k, group, m, schedule, output, dequantization, bias
-    "split k": (192, 656, 64, 37, w4a8.Multistage(32, 4, 2, 3, kc=3), "int32", "vadd4", False),
-    "token warps": (130, 288, 32, 100, w4a8.Multistage(64, 8, 1, 2, token_warps=2), "int32", "unsigned", False),
-    "float16": (200, 400, 128, 70, w4a8.Multistage(64, 4, 2, 4, raster=2), "float16", "unsigned", True),
-    "ragged": (67, 512, 64, 33, w4a8.Multistage(32, 4, 2, 2, kc=2), "bfloat16", "xor", True),
+    "split k": (192, 656, 64, 37, Multistage(32, 4, 2, 3, kc=3), "int32", "vadd4", False),
+    "token warps": (130, 288, 32, 100, Multistage(64, 8, 1, 2, token_warps=2), "int32", "unsigned", False),
+    "float16": (200, 400, 128, 70, Multistage(64, 4, 2, 4, raster=2), "float16", "unsigned", True),
+    "ragged": (67, 512, 64, 33, Multistage(32, 4, 2, 2, kc=2), "bfloat16", "xor", True),
 }
 
 

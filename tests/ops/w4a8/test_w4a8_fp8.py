@@ -15,7 +15,7 @@ from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a8
 from terrazzo.ops.w4a8 import fp8, fp8_format, fp8_reference, op
-from terrazzo.schedules import w4a8_fp8
+from terrazzo.schedules import linear_spaces, stream_k
 from terrazzo.schedules.problem import Gemm
 
 DATA = Path(__file__).parents[2] / "data" / "w4a8"
@@ -214,8 +214,8 @@ def test_every_m_has_a_kernel_of_its_target(n, k):
     for arch, programs in (("sm_90a", {"stream_k"}), ("sm_89", {"small_batch", "multistage"})):
         target, seen = Target.parse(arch), set()
         for m in (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 1000, 5000):
-            problem = Gemm.of_bytes(n, k, 64)
-            program, schedule = w4a8_fp8.choose_program(problem, target, m)
+            problem = Gemm.of_bytes(n, k, 64, activations="e4m3")
+            program, schedule = linear_spaces.of(problem).heuristic(target, m)
             seen.add(program)
             assert schedule.smem_bytes(problem) <= target.smem_per_block
             if program == "stream_k":
@@ -241,8 +241,8 @@ def test_every_m_has_a_kernel_of_its_target(n, k):
     ],
 )
 def test_tiles_of_256_tokens_are_taken_where_they_were_faster(m, n, k, of_128, of_256):
-    problem = Gemm.of_bytes(n, k, 128)
-    chosen = w4a8_fp8.choose(problem, Target.parse("nvidia/nvidia-h200"), m)
+    problem = Gemm.of_bytes(n, k, 128, activations="e4m3")
+    chosen = stream_k.choose(problem, Target.parse("nvidia/nvidia-h200"), m)
     assert (chosen.block_tokens == 256) == (of_256 < of_128)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.w4a8 import fp8, fp8_reference
-from terrazzo.schedules import multistage, w4a8, w4a8_fp8
+from terrazzo.schedules import multistage
+from terrazzo.schedules.multistage import Multistage
 from terrazzo.schedules.problem import Gemm
+from terrazzo.schedules.small_batch import SmallBatch
+from terrazzo.schedules.stream_k import StreamK
 from test_w4a8_emulated import EXTRA
 from wgmma_on_cpu import SHIMS as WGMMA
 from wgmma_on_cpu import translated
@@ -122,7 +126,7 @@ def mma_sync(program, weight, q, scales, schedule, grid, space, flags, folder, o
     return y
 
 
-S, M = w4a8_fp8.StreamK, w4a8.Multistage
+S, M = partial(StreamK, form="e4m3 post"), Multistage
 CASES = {  # n, k, group, m, schedule, (grid, shared tiles) of stream_k, output; True: quick
     "stream_k": (130, 400, 128, 20, S(16, 2, 1, 3), (3, 3), "float16", True),
     "stream_k two row blocks": (200, 272, 64, 20, S(16, 1, 2, 2), (3, 3), "bfloat16", False),
@@ -134,8 +138,8 @@ CASES = {  # n, k, group, m, schedule, (grid, shared tiles) of stream_k, output;
     "multistage": (67, 288, 32, 40, M(64, 4, 1, 2), None, "float16", True),
     "multistage split": (67, 528, 128, 33, M(32, 4, 2, 3, kc=3), None, "bfloat16", False),
     "multistage token warps": (128, 400, 64, 130, M(128, 8, 1, 2, token_warps=2), None, "float16", False),
-    "small_batch": (67, 400, 64, 11, w4a8.SmallBatch(2, 2, 3, 2, 2, 2), None, "float16", False),
-    "small_batch one": (48, 272, 32, 5, w4a8.SmallBatch(1, 1, 2, 2, 1, 3), None, "bfloat16", False),
+    "small_batch": (67, 400, 64, 11, SmallBatch(2, 2, 3, 2, 2, 2), None, "float16", False),
+    "small_batch one": (48, 272, 32, 5, SmallBatch(1, 1, 2, 2, 1, 3), None, "bfloat16", False),
 }
 
 

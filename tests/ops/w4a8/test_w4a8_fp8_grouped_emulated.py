@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.linear.bytes import fp8_problem, stream_k
 from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
 from terrazzo.ops.w4a8 import fp8, fp8_reference
-from terrazzo.schedules import w4a8_fp8
+from terrazzo.schedules.stream_k import StreamK
 from test_w4a8_emulated import EXTRA
 from test_w4a8_fp8_emulated import FLOATS
 from test_w4a8_fp8_emulated import HOPPER as LOADS
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
 ]
 GUARD = 4
-S = w4a8_fp8.StreamK
+S = partial(StreamK, form="e4m3 post")
 CASES = {  # tokens of each expert, rows of nobody at both ends, n, k, group, schedule, grid, output
     "rows of nobody": ((7, 0, 33), (3, 6), 200, 640, 128, S(32, 2, 1, 2), 7, "float16"),
     "empty experts": ((0, 5, 0, 0, 40, 1, 0), (0, 0), 130, 272, 32, S(16, 1, 2, 3, raster=2), 4, "bfloat16"),

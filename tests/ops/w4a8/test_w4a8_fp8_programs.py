@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 from emulated_cases import Compiled, cases
@@ -11,8 +12,11 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.linear.bytes import multistage, small_batch, stream_k
-from terrazzo.schedules import w4a8, w4a8_fp8
+from terrazzo.schedules.forms import AT_ONCE
+from terrazzo.schedules.multistage import Multistage
 from terrazzo.schedules.problem import Gemm
+from terrazzo.schedules.small_batch import SmallBatch
+from terrazzo.schedules.stream_k import StreamK
 from test_w4a8_fp8_emulated import CASES as EMULATED
 from test_w4a8_programs import counter, sass, tools  # noqa: F401  (a fixture)
 
@@ -83,7 +87,7 @@ CASES = {  # program, target, changes, tensor instruction, groups of them (strea
     ),
 }
 QUICK = [name for name, case in CASES.items() if case[-1]]
-FORMS = {stream_k: w4a8_fp8.StreamK, small_batch: w4a8.SmallBatch, multistage: w4a8.Multistage}
+FORMS = {stream_k: partial(StreamK, form="e4m3 post"), small_batch: SmallBatch, multistage: Multistage}
 
 
 def request(program, target, changes) -> KernelRequest:
@@ -109,7 +113,7 @@ def test_machine_code(compiled, name):
         pytest.skip(report.note)
     assert len(report.tensor_instructions) == 1 and re.match(instruction, report.tensor_instructions[0])
     if program is stream_k:
-        pieces = -(-schedule.block_tokens // w4a8_fp8.AT_ONCE)
+        pieces = -(-schedule.block_tokens // AT_ONCE)
         units, rest = divmod(report.count("QGMMA"), 4 * schedule.row_blocks * pieces)
         assert rest == 0 and units >= (schedule.stages + 2 if schedule.row_blocks == pieces == 1 else 1)
         assert report.count(r"WARPGROUP\.ARRIVE") == units * groups, "ptxas serializes wgmma"

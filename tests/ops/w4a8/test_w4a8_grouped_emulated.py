@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import cuda_on_cpu
 import pytest
@@ -16,7 +17,7 @@ from terrazzo.ops.linear.bytes import stream_k
 from terrazzo.ops.linear.bytes.problem import Gemm
 from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
 from terrazzo.ops.w4a8.format import QuantizedWeight, pack
-from terrazzo.schedules import w4a8
+from terrazzo.schedules.stream_k import StreamK
 from test_w4a8_emulated import EXTRA
 from wgmma_on_cpu import boxes_named
 
@@ -141,7 +142,7 @@ def emulate(made, x, x_scales, last, schedule, grid, folder, *, out_dtype, dequa
     return y
 
 
-S = w4a8.StreamK
+S = partial(StreamK, form="s8 integer")
 CASES = {  # tokens of each expert, rows of nobody at both ends, n, k, group, schedule, grid, output, dequantization
     "one tile each": ((16, 3, 16), (0, 0), 256, 384, 64, S(16, 4, 1, 2), 5, "int32", "xor"),
     "empty experts": ((0, 5, 0, 0, 40, 1, 0), (0, 0), 130, 272, 32, S(16, 1, 2, 3, raster=2), 4, "int32", "unsigned"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from functools import partial
 
 import pytest
 from emulated_cases import cases
@@ -13,8 +14,10 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import find_cuda_tool, find_nvcc
 from terrazzo.ops.linear.bytes import multistage, small_batch, stream_k
-from terrazzo.schedules import w4a8
+from terrazzo.schedules.multistage import Multistage
 from terrazzo.schedules.problem import Gemm
+from terrazzo.schedules.small_batch import SmallBatch
+from terrazzo.schedules.stream_k import StreamK
 
 FACTS = {"n": 448, "k": 640, "group": 64, "out_dtype": "float16", "dequantization": "xor", "bias": False}
 WIDE = {"warpgroups": 4, "row_blocks": 1, "stages": 4}
@@ -72,7 +75,7 @@ CASES = {  # program, target, changes, tensor instruction, groups of them (strea
         0,
     ),
 }
-FORMS = {stream_k: w4a8.StreamK, small_batch: w4a8.SmallBatch, multistage: w4a8.Multistage}
+FORMS = {stream_k: partial(StreamK, form="s8 integer"), small_batch: SmallBatch, multistage: Multistage}
 MULTISTAGE = {"block_tokens": 64, "warps": 4, "row_blocks": 2, "stages": 3}
 
 

@@ -12,7 +12,7 @@ from terrazzo.ops.linear.bytes import small_batch
 from terrazzo.ops.linear.bytes.problem import Gemm
 from terrazzo.ops.w4a8.format import QuantizedWeight, pack
 from terrazzo.schedules.clusters import PAIR
-from terrazzo.schedules.w4a8 import SmallBatch
+from terrazzo.schedules.small_batch import SmallBatch
 from test_w4a8_emulated import EXTRA
 from wgmma_on_cpu import SHIMS as WGMMA
 

@@ -16,9 +16,11 @@ from terrazzo.ops.w4ax import activations, integer, persistent, problem, referen
 from terrazzo.schedules import w4ax as schedules
 from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.problem import Gemm
+from terrazzo.schedules.small_batch import SmallBatch
 from test_attention_prefill_emulated import on_cpu
 from test_w4a8_emulated import EXTRA
 from test_w4ax_format import random_weight
+from w4ax_tiles import block_tile, integer_tile
 from wgmma_on_cpu import SHIMS as WGMMA
 from wgmma_on_cpu import TURNS, translated
 
@@ -182,17 +184,17 @@ def emulate_stream_k(weight, q, scales, schedule, partition, folder, *, out_dtyp
 
 
 STREAM_K = {  # n, k, INT8 blocks, m, schedule, (grid, shared tiles), output, bias
-    "narrow": (200, 640, 2, 37, schedules.StreamK(16, 2, 3), (3, 6), "float16", True),
-    "wide": (130, 333, 1, 130, schedules.StreamK(128, 2, 2, turns=1), (3, 3), "bfloat16", False),
-    "four": (256, 512, 4, 20, schedules.StreamK(32, 4, 4), (1, 0), "float32", True),
-    "halves": (130, 333, 1, 130, schedules.StreamK(128, 3, 2, turns=1), (2, 2), "float32", True),
-    "three": (200, 896, 3, 60, schedules.StreamK(64, 3, 3), (3, 2), "float32", True),
-    "three in turn": (200, 896, 3, 60, schedules.StreamK(64, 3, 3, turns=1), (3, 2), "float32", True),
-    "four of 64 tokens": (256, 512, 2, 60, schedules.StreamK(64, 4, 2), (2, 1), "float16", False),
-    "four in turn": (256, 512, 2, 60, schedules.StreamK(64, 4, 2, turns=1), (2, 1), "float16", False),
-    "one block": (70, 100, 0, 9, schedules.StreamK(16, 2, 2), (1, 0), "float16", False),
-    "wide, some tiles shared": (130, 640, 2, 200, schedules.StreamK(128, 2, 3), (3, 1), "float32", True),
-    "halves, some tiles shared": (130, 640, 2, 200, schedules.StreamK(128, 3, 3), (1, 0), "float32", True),
+    "narrow": (200, 640, 2, 37, block_tile(16, 2, 3), (3, 6), "float16", True),
+    "wide": (130, 333, 1, 130, block_tile(128, 2, 2, turns=1), (3, 3), "bfloat16", False),
+    "four": (256, 512, 4, 20, block_tile(32, 4, 4), (1, 0), "float32", True),
+    "halves": (130, 333, 1, 130, block_tile(128, 3, 2, turns=1), (2, 2), "float32", True),
+    "three": (200, 896, 3, 60, block_tile(64, 3, 3), (3, 2), "float32", True),
+    "three in turn": (200, 896, 3, 60, block_tile(64, 3, 3, turns=1), (3, 2), "float32", True),
+    "four of 64 tokens": (256, 512, 2, 60, block_tile(64, 4, 2), (2, 1), "float16", False),
+    "four in turn": (256, 512, 2, 60, block_tile(64, 4, 2, turns=1), (2, 1), "float16", False),
+    "one block": (70, 100, 0, 9, block_tile(16, 2, 2), (1, 0), "float16", False),
+    "wide, some tiles shared": (130, 640, 2, 200, block_tile(128, 2, 3), (3, 1), "float32", True),
+    "halves, some tiles shared": (130, 640, 2, 200, block_tile(128, 3, 3), (1, 0), "float32", True),
 }
 
 
@@ -251,13 +253,13 @@ def uniform_activations(m: int, weight) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 INTEGER = {  # n, k, INT8 blocks, m, schedule, (grid, shared tiles), output, bias
-    "sums in shared memory": (130, 512, 1, 130, schedules.Integer(128, 3, 2), (2, 2), "float32", True),
-    "narrow": (200, 640, 2, 37, schedules.Integer(16, 2, 3), (3, 6), "float16", True),
-    "wide": (130, 333, 1, 130, schedules.Integer(128, 2, 2), (3, 3), "bfloat16", False),
-    "all int4": (256, 512, 0, 20, schedules.Integer(32, 4, 4), (1, 0), "float32", True),
-    "all int8": (200, 384, 3, 60, schedules.Integer(64, 3, 3), (2, 1), "bfloat16", False),
-    "four of 64 tokens": (256, 512, 2, 60, schedules.Integer(64, 4, 2), (2, 1), "float16", True),
-    "one block": (70, 100, 0, 9, schedules.Integer(16, 1, 2), (1, 0), "float16", False),
+    "sums in shared memory": (130, 512, 1, 130, integer_tile(128, 3, 2), (2, 2), "float32", True),
+    "narrow": (200, 640, 2, 37, integer_tile(16, 2, 3), (3, 6), "float16", True),
+    "wide": (130, 333, 1, 130, integer_tile(128, 2, 2), (3, 3), "bfloat16", False),
+    "all int4": (256, 512, 0, 20, integer_tile(32, 4, 4), (1, 0), "float32", True),
+    "all int8": (200, 384, 3, 60, integer_tile(64, 3, 3), (2, 1), "bfloat16", False),
+    "four of 64 tokens": (256, 512, 2, 60, integer_tile(64, 4, 2), (2, 1), "float16", True),
+    "one block": (70, 100, 0, 9, integer_tile(16, 1, 2), (1, 0), "float16", False),
 }
 
 
@@ -284,21 +286,21 @@ def test_integer_sums_are_exact(tmp_path):
 
 
 SMALL_BATCH = {  # n, k, INT8 blocks, m, schedule, output, bias, two-level scales
-    "two levels": (130, 900, 3, 5, schedules.SmallBatch(1, 2, 3, 3, 2, 2), "float16", True, True),
-    "one tile": (130, 900, 3, 5, schedules.SmallBatch(1, 2, 3, 3, 2, 2), "float16", True, False),
-    "joined": (130, 900, 3, 5, schedules.SmallBatch(1, 2, 3, 3, 2, 2, joined=True), "float16", True, True),
+    "two levels": (130, 900, 3, 5, SmallBatch(1, 2, 3, 3, 2, 2), "float16", True, True),
+    "one tile": (130, 900, 3, 5, SmallBatch(1, 2, 3, 3, 2, 2), "float16", True, False),
+    "joined": (130, 900, 3, 5, SmallBatch(1, 2, 3, 3, 2, 2, joined=True), "float16", True, True),
     "three of four rows": (
         130,
         900,
         3,
         3,
-        schedules.SmallBatch(1, 2, 3, 3, 2, 2, joined=True, tokens=4),
+        SmallBatch(1, 2, 3, 3, 2, 2, joined=True, tokens=4),
         "float16",
         True,
         True,
     ),
-    "two tiles": (200, 640, 1, 15, schedules.SmallBatch(2, 1, 4, 2, 1, 1), "bfloat16", False, False),
-    "one chunk": (67, 333, 0, 1, schedules.SmallBatch(1, 1, 1, 2, 8, 3), "float32", True, True),
+    "two tiles": (200, 640, 1, 15, SmallBatch(2, 1, 4, 2, 1, 1), "bfloat16", False, False),
+    "one chunk": (67, 333, 0, 1, SmallBatch(1, 1, 1, 2, 8, 3), "float32", True, True),
 }
 
 

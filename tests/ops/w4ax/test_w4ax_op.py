@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -10,11 +11,12 @@ from terrazzo.lowering.errors import ArgumentError, TargetError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching, w4ax
 from terrazzo.ops.w4ax import activations, op
+from terrazzo.schedules import linear_spaces, stream_k, work_items
 from terrazzo.schedules import w4ax as schedules
-from terrazzo.schedules import work_items
+from terrazzo.schedules.forms import stashes
 from terrazzo.schedules.problem import Gemm
-from terrazzo.schedules.w4ax_space import W4Ax
 from test_w4ax_format import random_weight
+from w4ax_tiles import integer_tile
 
 SHAPES = ((13824, 5120), (5120, 13824), (6144, 4096), (57344, 8192), (8192, 29568), (257, 203), (1, 1))
 TOKENS = (1, 2, 8, 15, 16, 17, 33, 64, 65, 128, 129, 300, 4096)
@@ -45,10 +47,10 @@ def test_schedules_fit_their_targets():
     for n, k in SHAPES:
         gemm = Gemm.of_blocks(n, k, 0)
         for m in TOKENS:
-            hopper = schedules.choose(gemm, Target.parse("sm_90a"), m)
-            integer = schedules.choose_integer(gemm, Target.parse("sm_90a"), m)
+            hopper = stream_k.choose(gemm, Target.parse("sm_90a"), m)
+            integer = stream_k.choose(replace(gemm, scales="integer"), Target.parse("sm_90a"), m)
             assert hopper.legal() and hopper.stages >= 2 and integer.legal() and integer.stages >= 3
-            found = W4Ax(gemm).candidates(Target.parse("sm_90a"), m)
+            found = linear_spaces.of(gemm).candidates(Target.parse("sm_90a"), m)
             for each in (hopper, integer, *(it.schedule for it in found if it.program == "stream_k")):
                 assert each.smem_bytes(gemm) <= Target.parse("sm_90a").smem_per_block
             for arch in ("sm_80", "sm_86"):
@@ -61,24 +63,25 @@ def test_schedules_fit_their_targets():
 def test_each_form_of_scales_has_its_tile_program():
     hopper, old = Target.parse("sm_90a"), Target.parse("sm_80")
     for two_level, program, other in ((False, "stream_k", "integer"), (True, "integer", "stream_k")):
-        space = W4Ax(Gemm.of_blocks(6144, 4096, 8, two_level=two_level))
+        space = linear_spaces.of(Gemm.of_blocks(6144, 4096, 8, two_level=two_level))
         for m, first in ((8, "small_batch"), (64, program), (256, program)):
             assert space.heuristic(hopper, m)[0] == first
             found = {c.program for c in space.candidates(hopper, m)}
-            assert found == ({"small_batch", program} if m <= schedules.MAX_TOKENS else {program})
+            assert found == ({"small_batch", program} if m <= 16 else {program})
         tile = dict(block_tokens=64, warpgroups=2, stages=4, raster=8)
-        assert not space.revive(program, tile, hopper, 64)[1] and "scales" in space.revive(other, tile, hopper, 64)[1]
+        assert not space.revive(program, tile, hopper, 64)[1]
+        assert "no program" in space.revive(other, tile, hopper, 64)[1]
         assert space.heuristic(old, 64)[0] == "persistent"
 
 
 def test_tiles_of_integer_sums():
     """Both kinds of sums in registers as far as these go; at 128 tokens three warpgroups keep some in shared memory."""
-    every = [schedules.Integer(t, w, 2) for t in (16, 32, 64, 128, 256) for w in (1, 2, 3, 4)]
-    assert [(s.block_tokens, s.warpgroups) for s in every if s.legal() and s.stash] == [(128, 3)]
+    every = [integer_tile(t, w, 2) for t in (16, 32, 64, 128, 256) for w in (1, 2, 3, 4)]
+    assert [(s.block_tokens, s.warpgroups) for s in every if s.legal() and stashes(s)] == [(128, 3)]
     refused = [(s.block_tokens, s.warpgroups) for s in every if not s.legal()]
     assert refused == [(128, 4), *((256, warpgroups) for warpgroups in (1, 2, 3, 4))]
     mixed, alone = (Gemm.of_blocks(4096, 4096, blocks8, two_level=True) for blocks8 in (8, 0))
-    wide = schedules.Integer(128, 3, 2)
+    wide = integer_tile(128, 3, 2)
     assert wide.smem_bytes(mixed) - wide.smem_bytes(alone) == 3 * 128 * 64 * 4
 
 

@@ -13,8 +13,11 @@ from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import find_nvcc
 from terrazzo.ops.w4ax import integer, persistent, small_batch, stream_k
 from terrazzo.schedules import w4ax as schedules
+from terrazzo.schedules.forms import held
 from terrazzo.schedules.problem import Gemm
+from terrazzo.schedules.small_batch import SmallBatch
 from test_w4a8_programs import check_releases, counter, sass
+from w4ax_tiles import block_tile, integer_tile
 
 pytestmark = pytest.mark.compiles
 FACTS = {"n": 448, "k": 640, "blocks8": 2, "out_dtype": "float16", "bias": False}
@@ -69,12 +72,12 @@ def test_wgmma(name):
     changes, tokens = WGMMA[name]
     folder, report = compiled(stream_k, "sm_90a", changes)
     check_releases((folder / "kernel.cu").read_text())
-    schedule = schedules.StreamK(**{key: value for key, value in changes.items() if key not in FACTS})
+    schedule = block_tile(**{key: value for key, value in changes.items() if key not in FACTS})
     assert report.smem_dynamic + report.smem_static <= schedule.smem_bytes(Gemm.of_blocks(448, 640, 2))
     if not report.instructions:
         pytest.skip(report.note)
     assert report.tensor_instructions == [f"IGMMA.64x{tokens}x32.S8.S8"]  # INT4 blocks, too: s4 is not native
-    groups, waits, blocks, scalings = FORMS[schedule.form]
+    groups, waits, blocks, scalings = FORMS[held(schedule)]
     assert report.count("IGMMA") == 4 * groups and report.count(r"WARPGROUP\.ARRIVE") == groups, (
         "ptxas serializes wgmma"
     )
@@ -99,7 +102,7 @@ def converted(count, sums: int) -> bool:
 def test_integer(name):
     """A main loop for each kind of block, or one for both: pairs of wgmmas, of which one pair stays under way."""
     facts = FACTS | INTEGER[name]
-    schedule = schedules.Integer(*facts.pop("tile"))
+    schedule = integer_tile(*facts.pop("tile"))
     folder, report = compiled(integer, "sm_90a", facts | {"two_level": True} | schedule.params())
     check_releases((folder / "kernel.cu").read_text())
     out_bytes = 4 if facts["out_dtype"] == "float32" else 2
@@ -151,10 +154,10 @@ def test_native_s4_and_s8(name):
 def test_small_batch(name):
     changes = SMALL[name]
     folder, report = compiled(small_batch, "sm_90a", changes)
-    schedule = schedules.SmallBatch(**{key: value for key, value in changes.items() if key not in FACTS})
+    schedule = SmallBatch(**{key: value for key, value in changes.items() if key not in FACTS})
     size = schedule.launch_bytes(Gemm.of_blocks(448, 640, 2), Target.parse("sm_90a"))
     assert report.smem_dynamic + report.smem_static <= size
-    assert report.registers <= schedule.registers() + 32
+    assert report.registers <= schedule.registers(Gemm.of_blocks(448, 640, 2)) + 32
     if not report.instructions:
         pytest.skip(report.note)
     assert report.tensor_instructions == ["IMMA.16832.S8.S8"]
