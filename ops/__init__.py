@@ -7,29 +7,48 @@ from typing import TYPE_CHECKING
 from terrazzo.lowering import lazy
 
 __all__ = [
+    "activation",
     "attention",
     "checkpoints",
     "fp8",
     "moe",
     "mxfp4",
+    "norm",
     "registry",
+    "rope",
     "w4a8",
     "w4a16",
     "w4ax",
 ]
 
 if TYPE_CHECKING:
-    from terrazzo.ops import attention, checkpoints, fp8, moe, mxfp4, registry, w4a8, w4a16, w4ax
+    from terrazzo.ops import (
+        activation,
+        attention,
+        checkpoints,
+        fp8,
+        moe,
+        mxfp4,
+        norm,
+        registry,
+        rope,
+        w4a8,
+        w4a16,
+        w4ax,
+    )
 else:
     __getattr__, __dir__ = lazy.attach(
         __name__,
         {
+            "activation": "activation",
             "attention": "attention",
             "checkpoints": "checkpoints",
             "fp8": "fp8",
             "moe": "moe",
             "mxfp4": "mxfp4",
+            "norm": "norm",
             "registry": "registry",
+            "rope": "rope",
             "w4a16": "w4a16",
             "w4a8": "w4a8",
             "w4ax": "w4ax",

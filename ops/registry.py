@@ -129,6 +129,25 @@ def _attention(format: str, group: int | str, zeros: str, scales: str, notes: st
     )
 
 
+def _rows(operator: str, name: str, zeros: str, numerics: tuple[str, ...], notes: str) -> Support:
+    return Support(
+        operator=operator,
+        format=name,
+        source=f"terrazzo.ops.{operator}.{name}",
+        groups=("token", 128) if zeros == "symmetric" else ("none",),
+        zeros=(zeros,),
+        activations=("float16", "bfloat16"),
+        scales=("float32",) if zeros == "symmetric" else ("none",),
+        numerics=numerics,
+        targets=_ROWS_TARGETS,
+        notes=notes,
+    )
+
+
+_ROWS_TARGETS = {"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "compiled"}
+_ROWS_NUMERICS = ("fused", "model")
+
+
 def _channel(bits: int, group: int) -> Support:
     note = "keys, one scale for each dimension of a group of tokens (BitDecoding, KIVI)"
     return _attention(f"int{bits}_channel{group}", group, "asymmetric", "float16", note)
@@ -175,6 +194,10 @@ REGISTRY: tuple[Support, ...] = (
         "int8_static", "static", "symmetric", "float32", "keys and values, a scale for each dimension (LiquidServe)"
     ),
     _attention("fp8", "static", "symmetric", "float32", "keys and values, e4m3, scaled by dimension"),
+    _rows("norm", "rms_norm", "symmetric", _ROWS_NUMERICS, "RMSNorm as it is, or as int8 or e4m3 codes"),
+    _rows("norm", "fused_add_rms_norm", "symmetric", _ROWS_NUMERICS, "residual sum in front; Gemma's sandwich"),
+    _rows("activation", "act_and_mul", "symmetric", _ROWS_NUMERICS, "SiLU, GELU and gpt-oss's SwiGLU times up"),
+    _rows("rope", "apply_rope", "none", _ROWS_NUMERICS, "q and k of a joined product; RMSNorm over heads in front"),
 )
 
 

@@ -55,7 +55,7 @@ def select(patterns: Iterable[str]) -> dict[str, KernelRequest]:
     """label -> request of the kernels of some calls; a label names the call and the kernel, not how it is built."""
     found: dict[str, KernelRequest] = {}
     patterns = tuple(patterns)
-    for label, call in chain(_w4a16(), _w4a8(), _w4ax(), _attention()):
+    for label, call in chain(_w4a16(), _w4a8(), _w4ax(), _attention(), _rows()):
         if any(fnmatch.fnmatchcase(label, pattern) for pattern in patterns):
             count: dict[str, int] = {}
             for request in call():
@@ -193,6 +193,24 @@ def _attention() -> Calls:
     yield from calls("int4/int4", "sm_90a", " sinks", softcap=True, sinks=True)
     yield from calls("int4/int4", "sm_90a", " contiguous", page=0, residual=0)
     yield "attention int4/int4 sm_90a shared", lambda: [decode_shared.request(Target.parse("sm_90a"))]
+
+
+def _rows() -> Calls:
+    from terrazzo.ops import activation, norm, rope
+
+    for target in ("sm_80", "sm_90a"):
+        for m in (1, 1024):
+            for quant in (None, "int8"):
+                facts = dict(m=m, target=target, quant=quant)
+                yield f"norm {target} {quant} m={m}", partial(norm.kernel_requests, 4096, **facts)
+                yield f"activation {target} {quant} m={m}", partial(activation.kernel_requests, 14336, **facts)
+        yield f"rope {target}", partial(rope.kernel_requests, 128, target=target)
+    facts = dict(m=1024, target="sm_90a", quant="e4m3_block128", dtype="bfloat16")
+    yield "norm sm_90a sandwich blocks", partial(norm.kernel_requests, 3584, style="gemma", post=True, **facts)
+    facts |= dict(activation="swiglu_oai", layout="interleaved", numerics="model")
+    yield "activation sm_90a gpt-oss blocks", partial(activation.kernel_requests, 2880, **facts)
+    facts = dict(target="sm_90a", norm="llama", numerics="model", positions="int64")
+    yield "rope sm_90a qwen 3", partial(rope.kernel_requests, 128, **facts)
 
 
 def text_of(request: KernelRequest) -> str:

@@ -1,0 +1,203 @@
+"""Tile program: activation of gate times up, and quantization of a row, in one pass over memory.
+
+`warps` warps hold a row of h = act(gate) * up in their registers; gate and up are read once. Rows may be in experts'
+order: then each belongs to the expert whose range of `expert_offsets` it lies in, and rows of no expert are left alone.
+
+Before the kernel ahead of it on the stream has ended (programmatic dependent launch), a CTA only fetches `ahead`
+sixteenths of its rows into L2. A CTA also fetches `later` sixteenths of the row that comes a wave of CTAs later.
+"""
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.tiles import row_outputs
+from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.row_outputs import VECTOR
+
+PASS_CONFIGS = (  # barriers are inside the primitives
+    ("tl.disable_thread_storage_sync", True),
+    ("tl.disable_warp_specialized", True),
+)
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "swiglu_oai")
+"""silu(g), gelu(g) by tanh, by erf, and gpt-oss's g sigmoid(alpha g) beside up + 1."""
+LAYOUTS = ("gate_up", "up_gate", "interleaved")
+"""Where gate and up are: halves of a row, in this order, or columns by turns, gate first."""
+NUMERICS = ("fused", "model")
+MOST_EXPERTS = 1024
+SOURCE = """\
+// the expert in whose range a row lies, -1 for none; offsets of E + 1 rows, ascending
+template <int E> __device__ __forceinline__ int tz_expert_of(const void *offsets, int row) {
+  const int *o = (const int *)offsets; int before = 0;
+  for (int i = threadIdx.x % 32; i <= E; i += 32) before += o[i] <= row;
+  before = __reduce_add_sync(~0u, before) - 1;
+  return before < E ? before : -1;
+}
+// ACT as the program counts activations; EXACT: float32 functions as torch calls them, rounded to 16 bits in between
+template <bool BF16, int ACT, bool EXACT> __device__ __forceinline__ float tz_gated(float g, float u, float alpha) {
+  if constexpr (EXACT) {
+    float a;
+    if constexpr (ACT == 0) a = g / (1.0f + expf(-g));
+    if constexpr (ACT == 1) a = 0.5f * g * (1.0f + tanhf(0.7978845608028654f * (g + 0.044715f * (g * g * g))));
+    if constexpr (ACT == 2) a = g * 0.5f * (1.0f + erff(g * 0.7071067811865476f));
+    if constexpr (ACT == 3) {
+      a = tz_round<BF16>(alpha * g);
+      a = g * tz_round<BF16>(1.0f / (1.0f + expf(-a)));
+      u = tz_round<BF16>(u + 1.0f);
+    }
+    return tz_round<BF16>(tz_round<BF16>(a) * u);
+  } else {
+    if constexpr (ACT == 2) return g * 0.5f * erfcf(g * -0.7071067811865476f) * u;  // 1 + erf cancels below 0
+    // the others are g sigmoid(z): 1 + tanh(y) is 2 sigmoid(2 y)
+    float z = ACT == 0 ? g : ACT == 3 ? alpha * g : 1.5957691216057308f * fmaf(0.044715f * g * g, g, g);
+    if constexpr (ACT == 3) u += 1.0f;
+    return __fdividef(g, 1.0f + __expf(-z)) * u;
+  }
+}
+// 8 values of h: a and b are gate and up, or (PAIRS) 8 pairs of them; CLAMPS: gate at most, up within `limit`
+template <bool BF16, int ACT, bool EXACT, bool PAIRS, bool CLAMPS> __device__ __forceinline__ void tz_gated8(
+    void *v_, const void *a_, const void *b_, float alpha, float limit) {
+  float *v = (float *)v_, a[8], b[8];
+  tz_widen8<BF16>(a, a_); tz_widen8<BF16>(b, b_);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float g = PAIRS ? (i < 4 ? a[2 * i] : b[2 * i - 8]) : a[i];
+    float u = PAIRS ? (i < 4 ? a[2 * i + 1] : b[2 * i - 7]) : b[i];
+    if constexpr (CLAMPS) {  // NaN stays
+      g = g > limit ? limit : g;
+      u = u > limit ? limit : u < -limit ? -limit : u;
+    }
+    v[i] = tz_gated<BF16, ACT, EXACT>(g, u, alpha);
+  }
+}
+"""
+
+
+def build(
+    target, *, k: int, dtype: str, activation: str, layout: str, clamps: bool, numerics: str, smooth: bool,
+    by_expert: bool, experts: int, output: str, column_scales: bool, warps: int, rows: int, vectors: int,
+    resident: int, ahead: int, later: int,
+):  # fmt: skip
+    """The prim_func `main(X, S, OFFSETS, Y, Q, XS, RS, alpha, limit)`.
+
+    Shapes: X [M, 2k] in `dtype`, k a multiple of 8; S f32 [k], or (`by_expert`) [experts, k], factors of h (`smooth`);
+    OFFSETS int32 [experts + 1], where each expert's rows start (`experts`); Y [M, k] in `dtype` with output "none"; Q,
+    XS and RS as in ops/norm/program.py. What is not there has one element. `alpha` is swiglu_oai's, `limit` that of
+    `clamps`.
+    """
+    import tilelang.language as T
+
+    row_outputs.check(target, k=k, dtype=dtype, output=output, warps=warps, rows=rows, vectors=vectors)
+    for name, value, known in (
+        ("activation", activation, ACTIVATIONS),
+        ("layout", layout, LAYOUTS),
+        ("numerics", numerics, NUMERICS),
+    ):
+        if value not in known:
+            raise ArgumentError(name, value, f"must be one of {known}", f"use {known[0]}")
+    if not 0 <= experts <= MOST_EXPERTS:
+        raise ArgumentError("experts", experts, f"must be 0..{MOST_EXPERTS}", "leave it 0 for rows of no expert")
+    facts = dict(k=k, dtype=dtype, warps=warps, vectors=vectors)
+    out = row_outputs.outputs(output=output, column_scales=column_scales, **facts)
+    threads, lanes = 32 * warps * rows, 32 * warps
+    pairs, coded = layout == "interleaved", output != "none"
+    flags = (dtype == "bfloat16", ACTIVATIONS.index(activation), numerics == "model", pairs, clamps)
+    gated = f"tz_gated8<{', '.join(str(flag).lower() for flag in flags)}>"
+    pdl = target.supports("pdl")
+    ahead, later = (part * 2 * k // VECTOR // 16 * VECTOR if pdl else 0 for part in (ahead, later))  # values
+    blocks = max(1, resident // threads)
+    wave = blocks * target.sms  # CTAs that run at a time
+    fetches = bool(ahead or later)
+    source = prelude(*row_outputs.primitives(output, fetches), extra=(row_outputs.SOURCE, SOURCE))
+    M, MP = T.dynamic("m"), T.dynamic("mp")
+
+    def place(at, second):
+        """Where the first or second 8 values of the vector at column `at` of h lie."""
+        if pairs:
+            return 2 * at + second * VECTOR
+        return at + (k if second == (layout == "gate_up") else 0)
+
+    @T.macro
+    def fetch(X, row, lane, values):
+        if T.And(lane == 0, row < M):
+            T.call_extern("handle", "tz_prefetch", T.access_ptr(X[row, 0], "r", values), 2 * values)
+
+    @T.macro
+    def load(to, X, row, lane, second, wanted):
+        for i in T.unroll(vectors):
+            for e in T.unroll(4):
+                to[i * 4 + e] = T.uint32(0)
+            at = out.column(i, lane)
+            if T.And(wanted, at < k):
+                T.call_extern(
+                    "handle", "tz_stream16", T.access_ptr(to[i * 4], "w", 4),
+                    T.access_ptr(X[row, place(at, second)], "r", VECTOR),
+                )  # fmt: skip
+
+    @T.macro
+    def values(v, a, b, S, m, expert, lane, alpha, limit):
+        m[0] = 0.0
+        for i in T.unroll(vectors):
+            T.call_extern(
+                "handle", gated, T.access_ptr(v[i * VECTOR], "w", VECTOR), T.access_ptr(a[i * 4], "r", 4),
+                T.access_ptr(b[i * 4], "r", 4), alpha, limit,
+            )  # fmt: skip
+            if smooth:
+                at = T.min(out.column(i, lane), k - VECTOR)
+                T.call_extern(
+                    "handle", "tz_values_times", T.access_ptr(v[i * VECTOR], "rw", VECTOR),
+                    T.access_ptr(S[T.max(expert[0], 0), at] if by_expert else S[at], "r", VECTOR),
+                )  # fmt: skip
+            if coded:
+                out.scan(m, v, i)
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((M, 2 * k), dtype),
+        S: T.Tensor((experts, k) if by_expert else (k if smooth else 1,), "float32"),
+        OFFSETS: T.Tensor((experts + 1 if experts else 1,), "int32"),
+        Y: T.Tensor((1, 1) if coded else (M, k), dtype),
+        Q: T.Tensor(out.codes_shape(M), "int8"),
+        XS: T.Tensor(out.scales_shape(M, MP), "float32"),
+        RS: T.Tensor(out.sums_shape(M), "int32"),
+        alpha: T.float32,
+        limit: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(M, rows), threads=threads, prelude=source) as block:
+            T.annotate_min_blocks_per_sm(blocks)
+            shared = T.alloc_shared((3 * warps,), "float32")
+            a = T.alloc_local((4 * vectors,), "uint32")
+            b = T.alloc_local((4 * vectors,), "uint32")
+            v = T.alloc_local((VECTOR * vectors,), "float32")
+            m = T.alloc_local((2,), "float32")
+            f = T.alloc_local((2,), "float32")
+            total = T.alloc_local((1,), "int32")
+            expert = T.alloc_local((1,), "int32")
+            tx = T.get_thread_binding()
+            row = block * rows + tx // lanes
+            lane = tx % lanes
+            if ahead:
+                if block < wave:
+                    fetch(X, row, lane, ahead)
+            if pdl:
+                T.pdl_trigger()
+                T.pdl_sync()
+            expert[0] = 0
+            if experts:
+                expert[0] = T.call_extern(
+                    "int32", f"tz_expert_of<{experts}>", T.access_ptr(OFFSETS[0], "r", experts + 1), row
+                )
+            wanted = T.And(row < M, expert[0] >= 0)
+            load(a, X, row, lane, 0, wanted)
+            load(b, X, row, lane, 1, wanted)
+            if later:
+                fetch(X, row + wave * rows, lane, later)
+            values(v, a, b, S, m, expert, lane, alpha, limit)
+            if coded:
+                if not out.block:
+                    T.call_extern(
+                        "handle", f"tz_row_reduce<{warps}, false>", T.access_ptr(m, "rw"),
+                        T.access_ptr(shared[0], "rw", 2 * warps),
+                    )  # fmt: skip
+                out.emit(Q, XS, RS, v, m, f, total, T.float32(1), shared[2 * warps], row, lane, wanted)
+            else:
+                out.store(Y, v, T.float32(1), row, lane, wanted)
+
+    return main

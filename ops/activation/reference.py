@@ -1,0 +1,90 @@
+"""The oracle of gated activations: act(gate) * up, smooth vectors and codes, in plain torch.
+
+    silu        h = round(round(silu(g)) * u)
+    gelu_tanh   h = round(round(gelu(g, by tanh)) * u);  gelu: by erf
+    swiglu_oai  h = round(round(u + 1) * round(g * round(sigmoid(round(alpha g)))))
+    limit       before: g = min(g, limit), u = clamp(u, -limit, limit)
+
+With "model" functions are float32's, as torch calls them; with "fused" all is float64, and h is rounded alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from terrazzo.ops.quantized import encode, rounding_error
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
+
+
+def gate_and_up(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate, up [..., F] of x [..., 2 F]."""
+    if layout == "interleaved":
+        return x[..., ::2], x[..., 1::2]
+    first, second = x.chunk(2, dim=-1)
+    return (first, second) if layout == "gate_up" else (second, first)
+
+
+def gated(
+    g: torch.Tensor, u: torch.Tensor, activation: str, alpha: float, limit: float | None, rounds: torch.dtype | None
+) -> torch.Tensor:
+    """h in g's dtype (float32 or float64), rounded to `rounds` where models round it."""
+    import torch
+
+    round_ = (lambda t: t) if rounds is None else (lambda t: t.to(rounds).to(g.dtype))
+    if limit is not None:
+        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
+    if activation == "swiglu_oai":
+        return round_(round_(u + 1) * round_(g * round_(torch.sigmoid(round_(alpha * g)))))
+    if activation == "silu":
+        a = torch.nn.functional.silu(g)
+    else:
+        a = torch.nn.functional.gelu(g, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return round_(round_(a) * u)
+
+
+def act_and_mul(
+    x: torch.Tensor,
+    smooth: torch.Tensor | None,
+    expert_offsets: torch.Tensor | None,
+    activation: str,
+    layout: str,
+    alpha: float,
+    limit: float | None,
+    quant: str | None,
+    numerics: str,
+    column_scales: bool,
+) -> tuple[torch.Tensor | None, QuantizedActivations | BlockQuantizedActivations | None]:
+    """(h or None, codes or None) of x [..., 2 F]; of rows of no expert as of others."""
+    shape = (*x.shape[:-1], x.shape[-1] // 2)
+    g, u = gate_and_up(x.reshape(-1, x.shape[-1]), layout)
+    if numerics == "model":
+        h = gated(g.float(), u.float(), activation, alpha, limit, x.dtype)
+    else:
+        h = gated(g.double(), u.double(), activation, alpha, limit, None).float()
+    if smooth is not None:
+        inverse = 1 / smooth.float()
+        h = h * (inverse if smooth.ndim == 1 else inverse[experts_of(expert_offsets, len(h))])
+    if quant is None:
+        return h.to(x.dtype).view(shape), None
+    return None, encode(h, None, shape, quant, column_scales)
+
+
+def experts_of(offsets: torch.Tensor, rows: int) -> torch.Tensor:
+    """The expert of each row; the nearest one for rows of none."""
+    import torch
+
+    at = torch.arange(rows, device=offsets.device)
+    return (torch.searchsorted(offsets.long(), at, right=True) - 1).clamp(0, len(offsets) - 2)
+
+
+def error_bound(g: torch.Tensor, u: torch.Tensor, ref: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Largest |h - ref| that a correct kernel can show for ref in float64 of gate and up ("fused", no codes).
+
+    __expf is within 2 + 1.16 |z| units in the last place of 2^-23 for z its argument, the division within 2, tanh and
+    erf and products some more: relative to |g u|, which bounds h's sensitivity, not to h, which cancels. h is rounded.
+    """
+    off = 2.0**-20 * ref.abs() + 2.0**-22 * (g * u).abs().clamp(max=2.0**60) + 2.0**-120
+    return off + rounding_error(ref.abs() + off, dtype)

@@ -1,0 +1,104 @@
+"""The public calls: their arguments, and whether they are launched or become a node of a graph that is traced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.ops import dlpack, launching, row_calls, weights
+from terrazzo.ops.norm import op
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.ops.dlpack import Array, SupportsDLPack
+    from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
+
+    Normed = torch.Tensor | QuantizedActivations | BlockQuantizedActivations
+
+
+@dlpack.accepting
+def rms_norm(
+    x: Array,
+    weight: SupportsDLPack,
+    *,
+    eps: float = 1e-6,
+    style: str = "llama",
+    smooth: SupportsDLPack | None = None,
+    quant: str | None = None,
+    numerics: str = "fused",
+    also_plain: bool = False,
+    column_scales: bool = False,
+    target: str | None = None,
+) -> Normed | tuple[Normed, torch.Tensor]:
+    """y = x / sqrt(mean(x^2) + eps) * weight along the last dimension, on the current stream, in one kernel.
+
+    Args:
+        x: float16 or bfloat16 [..., K], K a multiple of 8 up to 32768; on a CPU the reference computes y.
+        weight: [K], of x's dtype or float32. eps: added to the mean square.
+        style: "llama" multiplies with weight, and so does "gpt_oss"; "gemma" with 1 + weight. They round differently
+            with numerics="model".
+        smooth: float [K]; y is divided by it, in float32, before it is quantized.
+        quant: None for y in x's dtype; codes of "int8" or "e4m3" (sm_89 and newer) with a scale for each token, as
+            `w4a8.gemm` takes them, or "int8_block128" or "e4m3_block128" with one for each 128 columns of a token.
+        numerics: "fused" rounds y, or codes, alone; "model" rounds where transformers does before codes are made.
+        also_plain: whether y leaves beside its codes, not divided by smooth: what a router reads.
+        column_scales: scales of blocks as float32 [K/128, M4], M4 = M rounded up to 4.
+        target: "sm_80" runs its program on newer GPUs.
+
+    Returns:
+        y [..., K]; or QuantizedActivations or BlockQuantizedActivations; with also_plain (codes, y).
+
+    Raises:
+        ArgumentError: an operand that does not fit, named with the value seen and the remedy. CaptureError: a kernel
+            that was never launched is met in CUDA graph capture. ToolchainError, CompileError: the kernel is not
+            compiled yet and cannot be.
+    """
+    options = (style, quant, numerics, also_plain, column_scales)
+    return _call(x, None, weight, None, smooth, eps, eps, *options, target=target)
+
+
+@dlpack.accepting
+def fused_add_rms_norm(
+    x: Array,
+    residual: SupportsDLPack,
+    weight: SupportsDLPack,
+    *,
+    eps: float = 1e-6,
+    style: str = "llama",
+    post_weight: SupportsDLPack | None = None,
+    post_eps: float | None = None,
+    smooth: SupportsDLPack | None = None,
+    quant: str | None = None,
+    numerics: str = "fused",
+    also_plain: bool = False,
+    column_scales: bool = False,
+    target: str | None = None,
+) -> Normed | tuple[Normed, torch.Tensor]:
+    """residual += x, rounded to its dtype, in place; then `rms_norm` of the residual, in the same kernel.
+
+    Args:
+        x: what is added, float16 or bfloat16 [..., K]. residual: contiguous, as x; written.
+        post_weight: [K], of weight's dtype: x is normed by it before it is added (Gemma's sandwich). post_eps: that
+            norm's, None for eps.
+
+    The other arguments, what is returned and raised: see `rms_norm`.
+    """
+    post_eps = eps if post_eps is None else post_eps
+    options = (style, quant, numerics, also_plain, column_scales)
+    return _call(x, residual, weight, post_weight, smooth, eps, post_eps, *options, target=target)
+
+
+def _call(*given: Any, target: str | None) -> Any:
+    x, residual, weight, post_weight, smooth, eps, post_eps, *options = given
+    op.check_operands(x, residual, weight, post_weight, smooth, eps, post_eps)
+    op.check_choices(
+        x.shape[-1], weights.dtype_name(x), weights.dtype_name(weight), *options, post=post_weight is not None,
+        smooth=smooth is not None,
+    )  # fmt: skip
+    traced = launching.is_traced(x)
+    if residual is not None and not traced:
+        op.check_memory(x, residual)
+    if not x.is_cuda or traced:
+        from terrazzo.ops.norm import torch_op
+
+        return torch_op.call(*given)
+    return row_calls.returned(*op.run(*given, target))

@@ -1,0 +1,285 @@
+"""Tile program: residual sum, RMSNorm and quantization of a row, in one pass over memory.
+
+`warps` warps hold a row: x and the residual are read once, their sum leaves in the residual's place. RMSNorm's factor
+is the same for the whole row. Without roundings between ("fused") it only enters the scale, so that the sum of squares
+and the largest magnitude are found together. Where y itself leaves beside its codes, or is rounded as models round it,
+the factor comes first.
+
+A sandwich norms x itself before the sum: one more reduction.
+
+Before the kernel ahead of it on the stream has ended (programmatic dependent launch), a CTA only fetches into L2: the
+weight, and `ahead` sixteenths of its rows. That kernel may still write them, and does so in L2. A CTA also fetches
+`later` sixteenths of the row that comes a wave of CTAs after its own.
+"""
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.tiles import row_outputs
+from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.row_outputs import VECTOR
+
+PASS_CONFIGS = (  # barriers are inside the primitives
+    ("tl.disable_thread_storage_sync", True),
+    ("tl.disable_warp_specialized", True),
+)
+STYLES = ("llama", "gemma", "gpt_oss")
+"""Where the weight enters: llama w * round(x s), gpt_oss round(w * (x s)), gemma round((x s) * (1 + w))."""
+NUMERICS = ("fused", "model")
+HELD = 2  # vectors of a thread up to which weights are read beside the row, not behind its sum
+SOURCE = """\
+// x = round(x + r), 8 values
+template <bool BF16> __device__ __forceinline__ void tz_add8(void *x, const void *r) {
+  float a[8], b[8];
+  tz_widen8<BF16>(a, x); tz_widen8<BF16>(b, r);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) a[i] += b[i];
+  tz_narrow8<BF16>(x, a);
+}
+// squares of 8 values join m[1]
+template <bool BF16> __device__ __forceinline__ void tz_squares8(void *m_, const void *x) {
+  float v[8], *m = (float *)m_;
+  tz_widen8<BF16>(v, x);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) m[1] = fmaf(v[i], v[i], m[1]);
+}
+// weights of 8 columns as they are stored: WIDE, floats
+template <bool WIDE> __device__ __forceinline__ void tz_weights8(void *w, const void *p) {
+  *(uint4 *)w = *(const uint4 *)p;
+  if constexpr (WIDE) *((uint4 *)w + 1) = *((const uint4 *)p + 1);
+}
+// v = x s w; ROUNDS 2: round(w round(x s)), 1: round((x s) w), 0: no rounding, and x w alone where s is 1
+template <bool BF16, bool WIDE, bool OFFSET, int ROUNDS> __device__ __forceinline__ void tz_normed8(
+    void *v_, const void *x, const void *w_, float s) {
+  float *v = (float *)v_, w[8];
+  tz_widen8<BF16>(v, x);
+  if constexpr (WIDE) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) w[i] = ((const float *)w_)[i];
+  } else tz_widen8<BF16>(w, w_);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if constexpr (OFFSET) w[i] += 1.0f;
+    v[i] *= s;
+    if constexpr (ROUNDS == 2) v[i] = tz_round<BF16>(v[i]);
+    v[i] *= w[i];
+    if constexpr (ROUNDS) v[i] = tz_round<BF16>(v[i]);
+  }
+}
+// x = round(r + v), 8 values
+template <bool BF16> __device__ __forceinline__ void tz_sum8(void *x, const void *r, const void *v_) {
+  const float *v = (const float *)v_; float b[8];
+  tz_widen8<BF16>(b, r);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) b[i] += v[i];
+  tz_narrow8<BF16>(x, b);
+}
+"""
+
+
+def build(
+    target, *, k: int, dtype: str, weight: str, style: str, numerics: str, residual: bool, post: bool, smooth: bool,
+    output: str, plain: bool, column_scales: bool, warps: int, rows: int, vectors: int, resident: int, ahead: int,
+    later: int,
+):  # fmt: skip
+    """The prim_func `main(X, R, W, P, S, Y, Q, XS, RS, eps, post_eps)`.
+
+    Shapes: X and R [M, k] in `dtype`, k a multiple of 8; with `residual` R becomes round(R + X), else X is normed; W in
+    the dtype `weight` [k]; P the same, of the norm of X before the sum (`post`); S f32 [k], factors behind the norm
+    (`smooth`); Y [M, k] in `dtype` (`plain`, or output "none"); Q int8 [M, K16], columns from k on become 0; XS f32
+    [M], [M, k/128] or (`column_scales`) [k/128, M4]; RS int32 [M], sums of Q's rows of output "int8". What is not there
+    has one element. A CTA holds `rows` rows of `warps` warps, each thread `vectors` vectors of 8 values.
+    """
+    import tilelang.language as T
+
+    row_outputs.check(target, k=k, dtype=dtype, output=output, warps=warps, rows=rows, vectors=vectors)
+    for name, value, known in (("style", style, STYLES), ("numerics", numerics, NUMERICS)):
+        if value not in known:
+            raise ArgumentError(name, value, f"must be one of {known}", f"use {known[0]}")
+    if weight not in (dtype, "float32"):
+        raise ArgumentError("weight", weight, f"must be {dtype} or float32", "cast it")
+    facts = dict(k=k, dtype=dtype, warps=warps, vectors=vectors)
+    out = row_outputs.outputs(output=output, column_scales=column_scales, **facts)
+    threads, lanes = 32 * warps * rows, 32 * warps
+    model, bf16, wide = numerics == "model", str(dtype == "bfloat16").lower(), weight == "float32"
+    rounds = (2 if style == "llama" else 1) if model else 0
+    normed = f"tz_normed8<{bf16}, {str(wide).lower()}, {str(style == 'gemma').lower()}"
+    coded = output != "none"
+    factor_first = model or (plain and coded) or smooth
+    pdl = target.supports("pdl")
+    ahead, later = (part * k // VECTOR // 16 * VECTOR if pdl else 0 for part in (ahead, later))  # values
+    blocks = max(1, resident // threads)
+    wave = blocks * target.sms  # CTAs that run at a time
+    words = 8 if wide else 4  # of the weights of a vector
+    held = vectors <= HELD
+    source = prelude(*row_outputs.primitives(output, pdl), extra=(row_outputs.SOURCE, SOURCE))
+    weights_of = vectors if held else 1
+    M, MP = T.dynamic("m"), T.dynamic("mp")
+
+    @T.macro
+    def load_weights(W, w, i, lane):
+        T.call_extern(
+            "handle",
+            f"tz_weights8<{str(wide).lower()}>",
+            T.access_ptr(w[i % weights_of * words], "w", words),
+            T.access_ptr(W[T.min(out.column(i, lane), k - VECTOR)], "r", VECTOR),
+        )
+
+    @T.macro
+    def fetch(X, R, row, lane, values):
+        if T.And(lane == 0, row < M):
+            T.call_extern("handle", "tz_prefetch", T.access_ptr(X[row, 0], "r", values), 2 * values)
+            if residual:
+                T.call_extern("handle", "tz_prefetch", T.access_ptr(R[row, 0], "r", values), 2 * values)
+
+    @T.macro
+    def load(to, X, row, lane):
+        for i in T.unroll(vectors):
+            for e in T.unroll(4):
+                to[i * 4 + e] = T.uint32(0)
+            at = out.column(i, lane)
+            if T.And(row < M, at < k):
+                T.call_extern(
+                    "handle", "tz_stream16", T.access_ptr(to[i * 4], "w", 4), T.access_ptr(X[row, at], "r", VECTOR)
+                )
+
+    @T.macro
+    def norm_vector(v, x, W, w, i, s, lane, loaded, rounds):
+        """Vector i of the row's x times its factor s and its weights."""
+        if not loaded:
+            load_weights(W, w, i, lane)
+        T.call_extern(
+            "handle",
+            f"{normed}, {rounds}>",
+            T.access_ptr(v[i * VECTOR], "w", VECTOR),
+            T.access_ptr(x[i * 4], "r", 4),
+            T.access_ptr(w[i % weights_of * words], "r", words),
+            s,
+        )
+
+    @T.macro
+    def squares(m, x):
+        m[1] = 0.0
+        for i in T.unroll(vectors):
+            T.call_extern("handle", f"tz_squares8<{bf16}>", T.access_ptr(m, "rw"), T.access_ptr(x[i * 4], "r", 4))
+
+    @T.macro
+    def reduce(m, shared, place):
+        T.call_extern(
+            "handle", f"tz_row_reduce<{warps}, true>", T.access_ptr(m, "rw"),
+            T.access_ptr(shared[place * 2 * warps], "rw", 2 * warps),
+        )  # fmt: skip
+
+    @T.macro
+    def add_residual(x, r, v, m, P, w, shared, post_eps, lane):
+        """x = round(r + x), or round(r + norm of x)."""
+        if post:
+            m[0] = 0.0
+            squares(m, x)
+            reduce(m, shared, 2)
+            m[1] = T.rsqrt(m[1] / T.float32(k) + post_eps)
+            for i in T.unroll(vectors):
+                norm_vector(v, x, P, w, i, m[1], lane, False, rounds)
+                T.call_extern(
+                    "handle", f"tz_sum8<{bf16}>", T.access_ptr(x[i * 4], "rw", 4), T.access_ptr(r[i * 4], "r", 4),
+                    T.access_ptr(v[i * VECTOR], "r", VECTOR),
+                )  # fmt: skip
+        else:
+            for i in T.unroll(vectors):
+                T.call_extern(
+                    "handle", f"tz_add8<{bf16}>", T.access_ptr(x[i * 4], "rw", 4), T.access_ptr(r[i * 4], "r", 4)
+                )
+
+    @T.macro
+    def values(v, x, W, w, S, m, f, shared, eps, lane, loaded):
+        """The row's values in v, its largest magnitude in m[0] where codes have one scale, its factor in f[2]."""
+        m[0] = 0.0
+        squares(m, x)
+        if factor_first:
+            reduce(m, shared, 0)
+            f[2] = T.rsqrt(m[1] / T.float32(k) + eps)
+            for i in T.unroll(vectors):
+                norm_vector(v, x, W, w, i, f[2] if model else T.float32(1), lane, loaded, rounds)
+        else:
+            for i in T.unroll(vectors):
+                norm_vector(v, x, W, w, i, T.float32(1), lane, loaded, 0)
+                if coded:
+                    out.scan(m, v, i)
+            reduce(m, shared, 0)
+            f[2] = T.rsqrt(m[1] / T.float32(k) + eps)
+
+    @T.macro
+    def smoothed(v, S, m, shared, lane):
+        """Values times the factors behind the norm, and their largest magnitude."""
+        m[0] = 0.0
+        for i in T.unroll(vectors):
+            if smooth:
+                T.call_extern(
+                    "handle", "tz_values_times", T.access_ptr(v[i * VECTOR], "rw", VECTOR),
+                    T.access_ptr(S[T.min(out.column(i, lane), k - VECTOR)], "r", VECTOR),
+                )  # fmt: skip
+            out.scan(m, v, i)
+        if not out.block:
+            reduce(m, shared, 1)
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((M, k), dtype),
+        R: T.Tensor((M, k) if residual else (1, 1), dtype),
+        W: T.Tensor((k,), weight),
+        P: T.Tensor((k if post else 1,), weight),
+        S: T.Tensor((k if smooth else 1,), "float32"),
+        Y: T.Tensor((M, k) if plain or not coded else (1, 1), dtype),
+        Q: T.Tensor(out.codes_shape(M), "int8"),
+        XS: T.Tensor(out.scales_shape(M, MP), "float32"),
+        RS: T.Tensor(out.sums_shape(M), "int32"),
+        eps: T.float32,
+        post_eps: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(M, rows), threads=threads, prelude=source) as block:
+            T.annotate_min_blocks_per_sm(blocks)
+            shared = T.alloc_shared((7 * warps,), "float32")  # three reductions and a sum, which wait apart
+            x = T.alloc_local((4 * vectors,), "uint32")
+            r = T.alloc_local((4 * vectors,), "uint32")
+            w = T.alloc_local((words * weights_of,), "uint32")
+            v = T.alloc_local((VECTOR * vectors,), "float32")
+            m = T.alloc_local((2,), "float32")  # largest magnitude, sum of squares
+            f = T.alloc_local((3,), "float32")
+            total = T.alloc_local((1,), "int32")
+            tx = T.get_thread_binding()
+            row = block * rows + tx // lanes
+            lane = tx % lanes
+            if pdl:
+                if tx == 0:
+                    T.call_extern("handle", "tz_prefetch", T.access_ptr(W[0], "r", k), k * (4 if wide else 2))
+            if ahead:
+                if block < wave:
+                    fetch(X, R, row, lane, ahead)
+            if pdl:
+                T.pdl_trigger()
+                T.pdl_sync()
+            load(x, X, row, lane)
+            if residual:
+                load(r, R, row, lane)
+            if held and not post:
+                for i in T.unroll(vectors):
+                    load_weights(W, w, i, lane)
+            if later:
+                fetch(X, R, row + wave * rows, lane, later)
+            if residual:
+                add_residual(x, r, v, m, P, w, shared, post_eps, lane)
+                for i in T.unroll(vectors):
+                    at = out.column(i, lane)
+                    if T.And(row < M, at < k):
+                        T.call_extern(
+                            "handle", "tz_store4", T.access_ptr(R[row, at], "w", VECTOR), T.access_ptr(x[i * 4], "r", 4)
+                        )
+            values(v, x, W, w, S, m, f, shared, eps, lane, held and not post)
+            if plain or not coded:
+                out.store(Y, v, T.float32(1) if model else f[2], row, lane, row < M)
+            if coded:
+                if factor_first:
+                    smoothed(v, S, m, shared, lane)
+                out.emit(
+                    Q, XS, RS, v, m, f, total, T.float32(1) if model else f[2], shared[6 * warps], row, lane, row < M
+                )
+
+    return main

@@ -1,0 +1,196 @@
+"""What programs of rows share: float32 values in registers, and how they leave, in 16 bits or as codes with scales.
+
+A thread holds `vectors` vectors of 8 values of a row. A warp's vectors lie side by side, so that the 256 columns of one
+vector of each lane are two blocks of 128, of 16 lanes each. A row's scale needs the largest magnitude of all its
+threads; a block's needs that of 16 lanes alone.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
+
+VECTOR = 8  # values of one 16-byte load
+BLOCK = 128  # columns of a block scale
+OUTPUTS = ("none", "int8", "e4m3", "int8_block128", "e4m3_block128")
+"""What rows leave as: in the dtype of x, or as codes with a scale for each token, or for each 128 columns of it."""
+FORMS = {"int8": (127, 2.0**-119), "e4m3": (448, 2.0**-117)}
+"""Form of codes -> its largest, and the largest magnitude below which values count as zeros."""
+MOST_COLUMNS = 32 * 32 * 4 * VECTOR
+"""Columns of a row that a CTA holds as float32 in its registers."""
+SOURCE = """\
+// 8 values of 16 bits -> floats, and back, rounded to nearest even
+template <bool BF16> __device__ __forceinline__ void tz_widen8(void *v, const void *x) {
+  tz_row_values<BF16, 0>((float *)v, x, x);
+}
+template <bool BF16> __device__ __forceinline__ void tz_narrow8(void *x_, const void *v_) {
+  unsigned *x = (unsigned *)x_; const float *v = (const float *)v_;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) x[i] = tz_pack2<BF16>(v[2 * i], v[2 * i + 1]);
+}
+// a value rounded to 16 bits, as a float
+template <bool BF16> __device__ __forceinline__ float tz_round(float v) {
+  return tz_unpack<BF16, 0>(tz_pack2<BF16>(v, 0.0f));
+}
+// the largest magnitude of 8 values joins m[0]; NaN wins: the bits of magnitudes order as integers
+__device__ __forceinline__ void tz_values_scan(void *m_, const void *v_) {
+  unsigned *m = (unsigned *)m_; const float *v = (const float *)v_;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) m[0] = max(m[0], __float_as_uint(fabsf(v[i])));
+}
+// the largest magnitude of the values of 16 lanes
+__device__ __forceinline__ float tz_block_largest(const void *v) {
+  float m = 0.0f;
+  tz_values_scan(&m, v);
+#pragma unroll
+  for (int d = 8; d; d /= 2)
+    m = __uint_as_float(max(__float_as_uint(m), __float_as_uint(__shfl_xor_sync(~0u, m, d))));
+  return m;
+}
+// 8 values times those of a vector in memory
+__device__ __forceinline__ void tz_values_times(void *v_, const void *p) {
+  float *v = (float *)v_;
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    float4 g = *((const float4 *)p + i / 4);
+    v[i] *= g.x; v[i + 1] *= g.y; v[i + 2] *= g.z; v[i + 3] *= g.w;
+  }
+}
+// 8 values of 16 bits to memory
+__device__ __forceinline__ void tz_store4(void *p, const void *x_) {
+  const unsigned *x = (const unsigned *)x_;
+  *(uint4 *)p = make_uint4(x[0], x[1], x[2], x[3]);
+}
+// 8 values times `factor`, rounded to 16 bits, to memory
+template <bool BF16> __device__ __forceinline__ void tz_values_store(void *y, const void *v_, float factor) {
+  const float *v = (const float *)v_; float t[8]; unsigned w[4];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) t[i] = v[i] * factor;
+  tz_narrow8<BF16>(w, t);
+  tz_store4(y, w);
+}
+"""
+"""Why not TileLang: maxima that keep NaN, and values of 16 bits and codes, eight at a time in registers."""
+
+
+def primitives(output: str, fetches: bool) -> list[str]:
+    """Names of the primitives that a program with this output needs, SOURCE beside them."""
+    return ["pack", "rows", *(["prefetch"] if fetches else []), *(["e4m3_rows"] if "e4m3" in output else [])]
+
+
+def padded_columns(k: int) -> int:
+    """Columns of codes of k values: rows of 16 bytes."""
+    return -(-k // 16) * 16
+
+
+def check(target: Target, *, k: int, dtype: str, output: str, warps: int, rows: int, vectors: int) -> None:
+    """Raise ArgumentError unless threads hold rows of k values and the target makes codes of this form."""
+    if dtype not in ("float16", "bfloat16"):
+        raise ArgumentError("dtype", dtype, "must be float16 or bfloat16", "cast the activations")
+    if output not in OUTPUTS:
+        raise ArgumentError("output", output, f"must be one of {OUTPUTS}", "use none")
+    if k % VECTOR or k < VECTOR:
+        raise ArgumentError("k", k, "must be a multiple of 8", "pad x with zeros")
+    if warps * 32 * vectors * VECTOR < padded_columns(k) or (rows > 1 and warps > 1) or warps * rows > 32:
+        raise ArgumentError("warps", (warps, rows, vectors), f"do not hold rows of {k} values", "choose() them")
+
+
+def outputs(*, k: int, dtype: str, output: str, column_scales: bool, warps: int, vectors: int) -> SimpleNamespace:
+    """Shapes and macros of what a row leaves as.
+
+    Attributes:
+        codes, blocks, integer, largest, tiny: of the form. width: columns of codes.
+        codes_shape, scales_shape, sums_shape: of Q, XS and RS for m rows (mp: m rounded up to 4).
+        column: where vector v of a thread of a row begins.
+        scan(m, v, i): vector i joins the largest magnitude of its row, where a row has one scale.
+        emit(Q, XS, RS, ...): codes and scales of all vectors; `scale` is a factor of the row that no code has.
+        store(Y, ...): all vectors in 16 bits, times a factor.
+    """
+    import tilelang.language as T
+
+    codes, block = output.partition("_")[0], "_" in output
+    integer, width, blocks = codes == "int8", padded_columns(k), -(-k // BLOCK)
+    largest, tiny = FORMS.get(codes, (1, 0.0))
+    bf16 = str(dtype == "bfloat16").lower()
+    convert = f"tz_row_{'quantize' if integer else 'e4m3'}<{bf16}, 2>"
+
+    def column(v: Any, lane: Any) -> Any:
+        return (lane // 32 * 32 * vectors + v * 32 + lane % 32) * VECTOR
+
+    @T.macro
+    def scan(m, v, i):
+        if not block:
+            T.call_extern("handle", "tz_values_scan", T.access_ptr(m, "rw"), T.access_ptr(v[i * VECTOR], "r", VECTOR))
+
+    @T.macro
+    def store(Y, v, factor, row, lane, wanted):
+        for i in T.unroll(vectors):
+            at = column(i, lane)
+            if T.And(wanted, at < k):
+                T.call_extern(
+                    "handle",
+                    f"tz_values_store<{bf16}>",
+                    T.access_ptr(Y[row, at], "w", VECTOR),
+                    T.access_ptr(v[i * VECTOR], "r", VECTOR),
+                    factor,
+                )
+
+    @T.macro
+    def convert_vector(Q, v, i, total, inverse, row, lane, wanted):
+        at = column(i, lane)
+        if T.And(wanted, at < width):
+            T.call_extern(
+                "handle",
+                convert,
+                T.access_ptr(Q[row, at], "w", VECTOR),
+                T.access_ptr(total, "rw"),
+                T.access_ptr(v[i * VECTOR], "r", 1),
+                T.access_ptr(v[i * VECTOR], "r", VECTOR),
+                inverse,
+            )
+
+    @T.macro
+    def emit_rows(Q, XS, RS, v, m, f, total, scale, shared, row, lane, wanted):
+        f[0] = T.if_then_else(m[0] < T.float32(tiny), T.float32(0), T.float32(largest) / m[0])
+        for i in T.unroll(vectors):
+            convert_vector(Q, v, i, total, f[0], row, lane, wanted)
+        if integer:
+            total[0] = T.call_extern("int32", f"tz_row_sum<{warps}>", total[0], T.access_ptr(shared, "rw", warps))
+        if T.And(wanted, lane == 0):
+            XS[row] = T.if_then_else(m[0] < T.float32(tiny), T.float32(1), m[0] / T.float32(largest) * scale)
+            if integer:
+                RS[row] = total[0]
+
+    @T.macro
+    def emit_blocks(Q, XS, v, f, total, scale, row, lane, wanted):
+        for i in T.unroll(vectors):
+            f[1] = T.call_extern("float32", "tz_block_largest", T.access_ptr(v[i * VECTOR], "r", VECTOR))
+            f[0] = T.if_then_else(f[1] < T.float32(tiny), T.float32(0), T.float32(largest) / f[1])
+            convert_vector(Q, v, i, total, f[0], row, lane, wanted)
+            at = column(i, lane)
+            if T.And(T.And(wanted, at < k), lane % 16 == 0):
+                f[1] = T.if_then_else(f[1] < T.float32(tiny), T.float32(1), f[1] / T.float32(largest) * scale)
+                if column_scales:
+                    XS[at // BLOCK, row] = f[1]
+                else:
+                    XS[row, at // BLOCK] = f[1]
+
+    @T.macro
+    def emit(Q, XS, RS, v, m, f, total, scale, shared, row, lane, wanted):
+        total[0] = 0
+        if block:
+            emit_blocks(Q, XS, v, f, total, scale, row, lane, wanted)
+        else:
+            emit_rows(Q, XS, RS, v, m, f, total, scale, shared, row, lane, wanted)
+
+    def scales_shape(m: Any, mp: Any) -> tuple:
+        if not block:
+            return (m if codes != "none" else 1,)
+        return (blocks, mp) if column_scales else (m, blocks)
+
+    return SimpleNamespace(
+        codes=codes, block=block, integer=integer, width=width, column=column, scan=scan, emit=emit, store=store,
+        codes_shape=lambda m: (m, width) if codes != "none" else (1, 1), scales_shape=scales_shape,
+        sums_shape=lambda m: (m if integer and not block else 1,),
+    )  # fmt: skip

@@ -1,0 +1,70 @@
+"""Schedules of the programs that make a row in one pass, RMSNorm and gated activations: how many warps hold it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
+
+VECTOR = 8  # values of one 16-byte load
+MAX_WARPS = 32
+MAX_VECTORS = 4  # of a thread: 32 values in float32
+MAX_COLUMNS = MAX_WARPS * 32 * MAX_VECTORS * VECTOR
+_SHORT_VECTORS, _LONG_VECTORS = 2, 4
+_SMALL_ROWS = 4  # rows of a CTA where a warp holds a whole one
+_RESIDENT = 1024  # threads of an SM that have 64 registers each
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`rows` rows of `warps` warps in a CTA; a thread holds `vectors` vectors of 8 values. rows > 1 needs warps = 1.
+
+    Attributes:
+        resident: threads that an SM is to hold; limits their registers.
+        ahead: sixteenths of their rows that CTAs of the first wave fetch into L2 before the kernel ahead has ended.
+        later: sixteenths of a row that are fetched into L2 a wave of CTAs before its turn.
+    """
+
+    warps: int
+    rows: int
+    vectors: int
+    resident: int = _RESIDENT
+    ahead: int = 0
+    later: int = 0
+
+    def params(self) -> dict[str, int]:
+        """Arguments of a program's `build`."""
+        return asdict(self)
+
+
+def many(target: Target, m: int) -> bool:
+    """Whether m rows fill the device: then bandwidth counts, below it the time of one row. The two buckets of M."""
+    return m > 2 * target.sms
+
+
+def tokens(target: Target) -> tuple[int, ...]:
+    """An M of each bucket."""
+    return (1, 2 * target.sms + 1)
+
+
+def choose(k: int, target: Target, m: int) -> Rows:
+    """Few rows: as many warps as a row has vectors for. Many rows: two or four vectors for each thread.
+
+    Raises:
+        ArgumentError: k above MAX_COLUMNS, whose rows no CTA holds.
+    """
+    total = -(-k // 16) * 2  # vectors of a row, padding included
+    if k > MAX_COLUMNS:
+        constraint = f"must be at most {MAX_COLUMNS}: a row is held in the registers of a CTA"
+        raise ArgumentError("k", k, constraint, "split the rows")
+    if not many(target, m):
+        vectors = -(-total // (32 * MAX_WARPS))
+        warps = -(-total // (32 * vectors))
+        return Rows(warps, 1, vectors, 32 * warps)
+    if total <= 32 * _LONG_VECTORS:
+        return Rows(1, _SMALL_ROWS, -(-total // 32), _RESIDENT)
+    vectors = _SHORT_VECTORS if k <= 32 * 16 * _SHORT_VECTORS * VECTOR else _LONG_VECTORS
+    warps = -(-total // (32 * vectors))
+    shares = (8, 8) if target.supports("pdl") else (0, 0)
+    return Rows(warps, 1, vectors, max(1, _RESIDENT // (32 * warps)) * 32 * warps, *shares)
