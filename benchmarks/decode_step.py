@@ -275,7 +275,7 @@ def requests(rows: list[Row], shapes: Mapping = SHAPES, sizes: tuple = (HEADS, K
         shapes: (N, K) of a layer's products by name. sizes: heads, kv heads and head_dim.
     """
     from terrazzo.nn import Format
-    from terrazzo.ops import w4a8, w4a16, w4ax
+    from terrazzo.ops import activation, norm, rope, w4a8, w4a16, w4ax
     from terrazzo.ops.attention import launch, op, writing
     from terrazzo.ops.attention.layout import CacheLayout
     from terrazzo.ops.w4a8 import activations
@@ -284,6 +284,12 @@ def requests(rows: list[Row], shapes: Mapping = SHAPES, sizes: tuple = (HEADS, K
     for row in rows:
         m, (heads, kv_heads, head_dim) = row.batch * row.new, sizes
         form = None if row.weights == "f16" else Format.parse(row.weights)
+        quant = {"w4a8": "int8", "w4a8-e4m3": "e4m3"}.get(form.family if form else "f16")
+        hidden, intermediate = shapes["gate_up"][1], shapes["down"][1]
+        for residual, leaves in ((False, quant), (True, quant), (True, None)):
+            found += norm.kernel_requests(hidden, m=m, target=target, residual=residual, quant=leaves)
+        found += activation.kernel_requests(intermediate, m=m, target=target, quant=quant)
+        found += rope.kernel_requests(head_dim, target=target)
         for n, k in shapes.values() if form else ():
             facts = dict(m=m, dtype="float16", target=target)
             size = k if form.group_size is None else form.group_size

@@ -7,6 +7,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import glue, products
 from terrazzo.nn.joined import QKVLinear
 from terrazzo.nn.linear import Linear
+from terrazzo.ops import rope
 from terrazzo.ops.attention import torch_op
 from terrazzo.ops.attention.kv_cache import Batch
 from torch import nn
@@ -65,7 +66,7 @@ class Attention(nn.Module):
             out_dtype: float16 or bfloat16, x's before it was quantized.
         """
         qkv = self.qkv_proj.product(x, out_dtype)
-        q, k = glue.rotate(qkv, cos, sin, self.heads, self.kv_heads, self.norms, self.norm_eps)
+        q, k = self.rotate(qkv, cos, sin)
         v = qkv[:, (self.heads + self.kv_heads) * self.head_dim :].unflatten(-1, (self.kv_heads, self.head_dim))
         options = dict(scale=self.scale, softcap=self.softcap, window=self.window, sinks=self.sinks)
         if batch.new == [1] * len(q):
@@ -76,6 +77,15 @@ class Attention(nn.Module):
             y = prefill(batch, q, k, v, self.layer, **options)
             store(batch, k, v, self.layer)
         return self.o_proj(y.view(len(q), -1))
+
+    def rotate(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [T, heads, D] and k [T, kv_heads, D] of joined qkv, normed where the layer does so, and turned."""
+        if not products.in_rows(qkv) or (self.norms is not None and self.norms.dtype != qkv.dtype):
+            return glue.rotate(qkv, cos, sin, self.heads, self.kv_heads, self.norms, self.norm_eps)
+        facts = dict(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
+        if self.norms is not None:
+            facts |= dict(norm="llama", q_weight=self.norms[0], k_weight=self.norms[1], eps=self.norm_eps)
+        return rope.apply_rope(qkv, cos, sin, **facts)
 
     def extra_repr(self) -> str:
         parts = [f"heads={self.heads}/{self.kv_heads}", f"head_dim={self.head_dim}", f"layer={self.layer}"]

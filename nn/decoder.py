@@ -47,8 +47,8 @@ class DecoderLayer(nn.Module):
         """(residual, what is still to be added to it) [T, hidden].
 
         Args:
-            h, delta: as the layer before gives them; post: its `post_mlp`. angles: cos and sin of each kind of rotary
-                positions.
+            h, delta: as the layer before gives them, h to be written; post: its `post_mlp`. angles: cos and sin of
+                each kind of rotary positions.
         """
         x, h = self.input_norm.before(self.self_attn.qkv_proj, h, delta, post)
         y = self.self_attn(x, *angles[self.rotary], batch, h.dtype)
@@ -122,7 +122,7 @@ class Decoder(nn.Module):
             tokens: integers [T], or embeddings float16 or bfloat16 [T, hidden]. positions: integers [T].
             batch: of `KVCache.extend`; each layer stores its keys and values in it.
         """
-        h = tokens if tokens.is_floating_point() else self.embed(tokens)
+        h = tokens.clone() if tokens.is_floating_point() else self.embed(tokens)  # layers write to it
         angles = [rotary(positions) for rotary in self.rotaries]
         delta, post = None, None
         for layer in self.layers:

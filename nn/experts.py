@@ -97,8 +97,8 @@ class Experts(nn.Module):
         """
         routing = moe.sort_by_expert(expert_ids, len(self))
         rows = moe.gather(products.quantize(x, self.gate_up_proj.packed), routing)
-        h = glue.ACTIVATIONS[self.activation](self.gate_up_proj(rows, routing.offsets, x.dtype))
-        h = products.quantize(h, self.down_proj.packed)
+        h = self.gate_up_proj(rows, routing.offsets, x.dtype)
+        h = products.gated(h, self.activation, self.down_proj)
         return moe.combine(self.down_proj(h, routing.offsets, x.dtype), routing, gates)
 
 

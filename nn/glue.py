@@ -92,6 +92,10 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_mul, "swish": silu_mul, "gelu_pytorch_tanh": gelu_mul, "gelu_tanh": gelu_mul,
 }  # fmt: skip
 """Name of an activation, as transformers' configs have it -> the gated form."""
+OPERATOR_NAMES = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh",
+}  # fmt: skip
+"""The same -> what `ops.activation` calls it."""
 
 
 @_fused

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from terrazzo.nn import glue, products
+from terrazzo.nn import products
 from terrazzo.nn.experts import Experts, known_activation
 from terrazzo.nn.joined import GateUpLinear
 from terrazzo.nn.linear import Linear
@@ -23,7 +23,8 @@ class MLP(nn.Module):
 
     def forward(self, x: products.Activations, out_dtype: torch.dtype) -> torch.Tensor:
         """[T, hidden] of x [T, hidden], or quantized for `gate_up_proj`."""
-        return self.down_proj(glue.ACTIVATIONS[self.activation](self.gate_up_proj.product(x, out_dtype)))
+        h = self.gate_up_proj.product(x, out_dtype)
+        return self.down_proj(products.gated(h, self.activation, self.down_proj), out_dtype)
 
 
 class SparseMLP(nn.Module):

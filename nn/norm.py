@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from terrazzo.nn import glue, products
 from terrazzo.nn.dense import Dense
 from terrazzo.nn.module import PackedModule
+from terrazzo.ops import norm as rows
 from torch import nn
 
 
@@ -36,13 +39,16 @@ class RMSNorm(nn.Module):
         delta: torch.Tensor | None = None,
         post: RMSNorm | None = None,
     ) -> tuple[products.Activations, torch.Tensor]:
-        """(what `layer` multiplies, the new residual): h + delta, then this norm.
+        """(what `layer` multiplies, the new residual): h + delta, then this norm; h is written where it can be.
 
         Args:
             h: residual [T, hidden]. delta: what is added to it first, or None. post: norm of delta itself.
 
-        W4A8 and W4Ax take sum and norm in two kernels, the second of which quantizes; others in one.
+        Sum, norm and what W4A8 multiplies are one kernel, W4Ax takes two: sum, and norm with quantization.
         """
+        form = products.rows_form(layer)
+        if form is not None and self._in_one(h, post):
+            return self._fused(h, delta, post, **form), h
         if layer.takes_norm:
             if delta is not None:
                 h = h + delta if post is None else glue.norm_add(delta, h, post.weight, post.eps)
@@ -53,8 +59,23 @@ class RMSNorm(nn.Module):
         self, h: torch.Tensor, delta: torch.Tensor | None = None, post: RMSNorm | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(this norm of the new residual, the new residual); see `before`."""
+        if self._in_one(h, post):
+            return self._fused(h, delta, post), h
         if delta is None:
             return self(h), h
         if post is None:
             return glue.add_norm(delta, h, self.weight, self.eps)
         return glue.norm_add_norm(delta, h, post.weight, self.weight, self.eps)
+
+    def _in_one(self, h: torch.Tensor, post: RMSNorm | None) -> bool:
+        """Whether the operator takes these rows and weights."""
+        alike = post is None or post.weight.dtype == self.weight.dtype
+        return alike and self.weight.dtype in (h.dtype, torch.float32) and products.in_rows(h)
+
+    def _fused(
+        self, h: torch.Tensor, delta: torch.Tensor | None, post: RMSNorm | None, **form: Any
+    ) -> products.Activations:
+        if delta is None:
+            return rows.rms_norm(h, self.weight, eps=self.eps, **form)
+        own = dict(eps=self.eps) if post is None else dict(eps=self.eps, post_weight=post.weight, post_eps=post.eps)
+        return rows.fused_add_rms_norm(delta, h, self.weight, **own, **form)

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import launching, w4a8, w4a16, w4ax, weights
+from terrazzo.nn import glue
+from terrazzo.ops import activation, launching, w4a8, w4a16, w4ax, weights
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4a8.activations import QuantizedActivations as Bytes
 from terrazzo.ops.w4a16.format import PackedWeight as W4A16
 from terrazzo.ops.w4ax.activations import QuantizedActivations as Mixed
 from terrazzo.ops.w4ax.format import PackedWeight as W4Ax
+from terrazzo.schedules.rows import MAX_COLUMNS
 
 Activations = torch.Tensor | Bytes | Mixed
 """What a product takes: float16 or bfloat16 [..., K], or activations that `quantize` made for the weight."""
@@ -76,6 +78,36 @@ def grouped_gemm(
     if operator is w4a16:
         return call(x, w, offsets, None, "auto")
     return call(x, w, offsets, None, out_dtype, "auto")
+
+
+def in_rows(x: torch.Tensor) -> bool:
+    """Whether kernels on rows take x: 16-bit values of which nobody wants a gradient, in whole vectors."""
+    kept = x.requires_grad and torch.is_grad_enabled()
+    return x.dtype in (torch.float16, torch.bfloat16) and not kept and x.shape[-1] % 8 == 0 < x.shape[-1] <= MAX_COLUMNS
+
+
+def rows_form(layer: Any) -> dict[str, Any] | None:
+    """`quant`, `smooth` and `target` with which kernels on rows make what a layer multiplies; None for W4Ax."""
+    w = getattr(layer, "packed", None)
+    if isinstance(w, GroupedWeight):
+        w = w.stacked
+    if isinstance(w, W4Ax):
+        return None
+    if w is None or isinstance(w, W4A16):
+        return {}
+    return dict(quant=w.ACTIVATIONS, smooth=w.smooth, target="sm_80" if w.target == "sm_80" else None)
+
+
+def gated(gate_up: torch.Tensor, name: str, layer: Any) -> Activations:
+    """act(gate) * up of joined [..., 2 F], as `layer` multiplies it, or as a tensor.
+
+    Args:
+        name: key of `glue.ACTIVATIONS`.
+    """
+    form = rows_form(layer) or {}
+    if name not in glue.OPERATOR_NAMES or gate_up.shape[-1] % 16 or not in_rows(gate_up[..., ::2]):
+        return glue.ACTIVATIONS[name](gate_up)
+    return activation.act_and_mul(gate_up, activation=glue.OPERATOR_NAMES[name], **form)
 
 
 def _operator(w: Any) -> Any:

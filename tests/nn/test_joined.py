@@ -7,7 +7,7 @@ import torch
 from layers import K, act_order, mixed, weight, x
 from terrazzo import nn
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.nn import glue
+from terrazzo.nn import products
 from terrazzo.ops import moe, w4a8, w4a16, w4ax
 from terrazzo.ops.grouped import GroupedWeight
 
@@ -100,7 +100,7 @@ def test_experts_are_each_experts_layers_weighted(family, symmetric):
             e = int(ids[t, slot])
             own = [nn.Linear(w[e]) for w in (gates, ups, downs)]
             both = torch.cat([own[0](tokens[t : t + 1]), own[1](tokens[t : t + 1])], dim=-1)
-            rows[routing.positions[t, slot]] = own[2](glue.silu_mul(both))[0]
+            rows[routing.positions[t, slot]] = own[2](products.gated(both, "silu", own[2]), tokens.dtype)[0]
     assert torch.equal(made(tokens, ids, weights), moe.combine(rows, routing, weights))
     assert len(made) == EXPERTS and "experts=4" in repr(made)
 
