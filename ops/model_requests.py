@@ -233,14 +233,22 @@ def _linear(made: Plan, layers: Layers, model: Architecture | None, serving: Ser
             why = f"experts are one launch in W4A16 and W4A8 on sm_90a only; {serving.target.arch} calls each by itself"
             made.skipped[names[0]] = why
             continue
-        of = _of_experts if kind.experts else _of_layer
-        made.requests |= dict.fromkeys(of(kind, model, serving))
+        made.requests |= dict.fromkeys(layer_requests(kind, serving, model.top_k if model else 1))
     for operator in dict.fromkeys(kind.operator for kind in layers.kinds):
         name = _FORMATS[operator].LAYOUT
         made.layouts[name] = get_instance(name).identity
 
 
-def _of_layer(kind: Linear, model: Architecture | None, serving: Serving) -> list[KernelRequest]:
+def layer_requests(kind: Linear, serving: Serving, top_k: int = 1) -> list[KernelRequest]:
+    """The kernels of one kind of linear layer, its quantizers of activations among them.
+
+    Args:
+        top_k: experts that each token of a step takes, where the layer has experts.
+    """
+    return _of_experts(kind, top_k, serving) if kind.experts else _of_layer(kind, serving)
+
+
+def _of_layer(kind: Linear, serving: Serving) -> list[KernelRequest]:
     at, dtype, (n, k) = serving.target, serving.dtype, (kind.n, kind.k)
     if kind.operator == "w4a16":
         facts = dict(group_size=kind.group_size, symmetric=kind.symmetric, scale_dtype=kind.scale_dtype, dtype=dtype)
@@ -261,9 +269,9 @@ def _of_layer(kind: Linear, model: Architecture | None, serving: Serving) -> lis
     return [it for norm in (False, True) for it in w4ax.kernel_requests(n, k, **facts, norm=norm)]
 
 
-def _of_experts(kind: Linear, model: Architecture | None, serving: Serving) -> list[KernelRequest]:
+def _of_experts(kind: Linear, top_k: int, serving: Serving) -> list[KernelRequest]:
     """All experts in one launch: a step's tokens count once for each expert that they take."""
-    m = serving.tokens(all_tokens(kind.experts), times=max(1, model.top_k if model else 1))
+    m = serving.tokens(all_tokens(kind.experts), times=max(1, top_k))
     facts = dict(m=m and tuple(m), bias=kind.bias, target=serving.target, group_size=kind.group_size)
     if kind.operator == "w4a16":
         facts |= dict(symmetric=kind.symmetric, scale_dtype=kind.scale_dtype, dtype=serving.dtype)

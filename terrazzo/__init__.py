@@ -33,6 +33,7 @@ __all__ = [
     "lowering",
     "nn",
     "ops",
+    "prepare",
     "schedules",
     "write_bundle",
 ]
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from terrazzo.nn.loading import load
     from terrazzo.nn.text import generate
     from terrazzo.ops.derived import forget
+    from terrazzo.preparing import prepare
 else:
     __getattr__, __dir__ = lazy.attach(
         __name__,
@@ -68,6 +70,7 @@ else:
             "nn.text": "generate",
             "ops": "ops",
             "ops.derived": "forget",
+            "preparing": "prepare",
             "schedules": "schedules",
         },
     )

@@ -1,0 +1,104 @@
+"""The kernels that the layers of a model will launch, named before their first call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.nn.attention import Attention
+from terrazzo.nn.experts import GroupedLinear
+from terrazzo.nn.linear import Linear
+from terrazzo.nn.mlp import SparseMLP
+from terrazzo.nn.module import PackedModule
+from terrazzo.ops import attention, launching, model_requests
+from terrazzo.ops.model_layers import Linear as Kind
+from terrazzo.ops.model_requests import Serving
+from torch import nn
+
+_OPERATORS = {"w4a8-e4m3": "w4a8_fp8"}
+DTYPES = ("float16", "bfloat16")
+
+
+def kernel_requests(
+    model: nn.Module,
+    tokens: int | list[int] | tuple[int, ...] | None,
+    *,
+    dtype: torch.dtype | None = None,
+    kv: tuple[str, str] | None = None,
+    page: int = 128,
+    target: str | Target | None = None,
+) -> list[KernelRequest]:
+    """The kernels of all Terrazzo modules inside a module, each once: layers, experts, quantizers, attention.
+
+    Args:
+        tokens: numbers of tokens of a step, [1, 512]; None for every number.
+        dtype: of activations, float16 or bfloat16; None takes the dtype of the module's floating parameters or, if it
+            has none, of its W4A16 scales, else float16.
+        kv: formats of keys and values; None takes those that `terrazzo.load` was called with. page: tokens of a page.
+        target: GPU; None takes the module's, or the current one.
+
+    Raises:
+        ArgumentError: no numbers of tokens, a module without Terrazzo layers, another dtype.
+        TargetError: there is no GPU, and no target.
+    """
+    launching.tokens_of(tokens)
+    m = None if tokens is None else (tokens,) if isinstance(tokens, int) else tuple(tokens)
+    layers = [module for module in model.modules() if isinstance(module, PackedModule)]
+    if not layers:
+        remedy = "pass a model of terrazzo.load, or modules of terrazzo.nn"
+        raise ArgumentError("model", type(model).__name__, "must hold layers of terrazzo.nn", remedy)
+    at = Target.detect(_device_of(layers)) if target is None else Target.parse(target)
+    form = str(dtype or _dtype_of(model, layers)).removeprefix("torch.")
+    if form not in DTYPES:
+        raise ArgumentError("dtype", form, f"must be one of {DTYPES}", "pass torch.float16")
+    made: dict[KernelRequest, None] = {}
+    serving = Serving(at, form, m=m)
+    for kind, top_k in dict.fromkeys(_kinds(model)):
+        made |= dict.fromkeys(model_requests.layer_requests(kind, serving, top_k))
+    formats = kv or next((it.formats for it in model.modules() if hasattr(it, "formats")), None)
+    for facts in dict.fromkeys(_heads(model)) if formats else ():
+        options = dict(facts, dtype=form, page=page, target=at, prefill=m is None or max(m) > 1)
+        made |= dict.fromkeys(attention.kernel_requests(*formats, **options))
+    return list(made)
+
+
+def _kinds(model: nn.Module) -> Iterator[tuple[Kind, int]]:
+    """Each layer as `model_requests` knows it, and how many experts a token takes."""
+    top_k = {id(it.experts): it.top_k for it in model.modules() if isinstance(it, SparseMLP)}
+    taken = {id(part): top_k.get(id(it), 1) for it in model.modules() for part in it.children()}
+    for module in model.modules():
+        if not isinstance(module, Linear | GroupedLinear):
+            continue
+        facts = module._facts
+        operator = _OPERATORS.get(facts["family"], facts["family"])
+        yield (
+            Kind(
+                operator, "", facts["n"], facts["k"], facts.get("group_size", 128), facts.get("symmetric", False),
+                facts.get("scale_dtype", "float32"), module.bias is not None, facts.get("experts", 0),
+            ),
+            taken.get(id(module), 1),
+        )  # fmt: skip
+
+
+def _heads(model: nn.Module) -> Iterator[tuple[tuple[str, int | bool], ...]]:
+    """Facts of each attention layer that its kernels depend on."""
+    for it in model.modules():
+        if isinstance(it, Attention):
+            softcap, sinks = bool(it.softcap), it.sinks is not None
+            facts = dict(heads=it.heads, kv_heads=it.kv_heads, head_dim=it.head_dim, softcap=softcap, sinks=sinks)
+            yield tuple(facts.items())
+
+
+def _device_of(layers: list[PackedModule]) -> int | None:
+    """Index of the GPU that holds the first layer, None where it is elsewhere: the current one."""
+    device = layers[0].words.device
+    return device.index if device.type == "cuda" else None
+
+
+def _dtype_of(model: nn.Module, layers: list[PackedModule]) -> str:
+    floats = [t.dtype for t in model.parameters() if t.dtype in (torch.float16, torch.bfloat16)]
+    scales = [it._facts["scale_dtype"] for it in layers if it._facts.get("scale_dtype") in DTYPES]
+    return str(floats[0]) if floats else scales[0] if scales else "float16"

@@ -1,0 +1,83 @@
+"""Kernels of a model's layers, named and compiled before the first call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from terrazzo import nn as tnn
+from terrazzo import prepare
+from terrazzo.lowering import parallel
+from terrazzo.lowering.errors import ArgumentError, CompileError
+from terrazzo.nn.preparing import kernel_requests
+from terrazzo.ops import w4a8, w4a16
+
+AT = {"target": "sm_90a"}
+
+
+def layers() -> torch.nn.Sequential:
+    make = lambda n, k, form, **more: tnn.Linear.from_float(torch.randn(n, k), form, **more)
+    return torch.nn.Sequential(
+        make(128, 256, "w4a16-g64", bias=torch.randn(128)), make(128, 256, "w4a16-g64", bias=torch.randn(128)),
+        torch.nn.ReLU(), make(256, 128, "w4a8-g64"),
+    )  # fmt: skip
+
+
+def test_they_are_those_that_the_operators_name():
+    facts = dict(group_size=64, symmetric=False, scale_dtype="float16")
+    wanted = set(w4a16.kernel_requests(128, 256, m=[1, 64], bias=True, **facts, **AT))
+    wanted |= set(w4a8.kernel_requests(256, 128, group_size=64, m=[1, 64], **AT))
+    found = kernel_requests(layers(), [1, 64], **AT)
+    assert wanted <= set(found) and len(found) == len(set(found))
+    assert {it.name for it in set(found) - wanted} == {"w4a8.quantize_rows"}
+
+
+def test_every_number_of_tokens_has_the_kernels_of_one_and_more():
+    model = layers()[:1]
+    assert set(kernel_requests(model, 1, **AT)) < set(kernel_requests(model, None, **AT))
+
+
+def test_the_dtype_follows_scales_unless_it_is_said():
+    model = tnn.Linear.from_float(torch.randn(64, 128), "w4a16-g64", scale_dtype=torch.bfloat16)
+    assert {dict(it.params)["dtype"] for it in kernel_requests(model, 64, **AT)} == {"bfloat16"}
+    assert {dict(it.params)["dtype"] for it in kernel_requests(model, 64, dtype=torch.float16, **AT)} == {"float16"}
+
+
+def test_attention_and_experts_of_a_model_are_among_them():
+    qkv = tnn.QKVLinear.from_float([torch.randn(n, 128) for n in (128, 64, 64)])
+    out = tnn.Linear.from_float(torch.randn(128, 128))
+    block = tnn.Attention(qkv, out, heads=2, kv_heads=1, head_dim=64)
+    experts = tnn.Experts.from_float(torch.randn(4, 256, 128), torch.randn(4, 128, 128))
+    model = torch.nn.ModuleList([block, tnn.SparseMLP(torch.randn(4, 128), experts, 2, True)])
+    names = lambda **more: {it.name for it in kernel_requests(model, 4, **AT, **more)}
+    assert "w4a16.grouped" in names() and not any(name.startswith("attention") for name in names())
+    assert {"attention.decode", "attention.write"} <= names(kv=("int4", "int4"))
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "dtype", "match"),
+    (
+        (torch.nn.Linear(2, 2), 1, None, "model = 'Linear': must hold layers of terrazzo.nn"),
+        (None, "many", None, "m = 'many'"),
+        (None, -1, None, "m = -1"),
+        (None, 1, torch.float32, "dtype = 'float32': must be one of"),
+    ),
+)
+def test_what_cannot_be_prepared_is_refused(model, tokens, dtype, match):
+    with pytest.raises(ArgumentError, match=match):
+        kernel_requests(model or layers()[:1], tokens, dtype=dtype, **AT)
+
+
+def test_prepare_compiles_all_of_them_at_once_and_says_what_failed(monkeypatch, tmp_path):
+    seen = []
+
+    def fake(requests, workers=None, progress=None, **_):
+        seen.append((list(requests), workers))
+        return [CompileError("nvcc fails") if "quantize" in it.name else tmp_path for it in requests]
+
+    monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(parallel, "compile_many", fake)
+    model = layers()
+    made = prepare(model[:2], (n for n in (1, 64)), workers=3, quiet=True, **AT)
+    assert made == kernel_requests(model[:2], [1, 64], **AT) and set(seen[0][0]) == set(made) and seen[0][1] == 3
+    with pytest.raises(CompileError, match=r"\d of \d kernels cannot be compiled, the first: nvcc fails"):
+        prepare(model[3:], 64, quiet=True, **AT)
