@@ -51,6 +51,7 @@ class Serving:
         max_tokens: most tokens of a step, None for any number. m: only these numbers of tokens, in linear layers.
         ranks: of tensor parallelism. q_lens: new tokens of a decode step. page: tokens of a page, 0 for contiguous.
         dequantization: of W4A8 on int8 activations. numerics: of W4A16.
+        norms: whether RMSNorm stands in front of W4A8's quantizer, one kernel each. smooth: whether its vector does.
     """
 
     target: Target
@@ -64,6 +65,8 @@ class Serving:
     page: int = 128
     dequantization: str = "auto"
     numerics: str = "auto"
+    norms: tuple[bool, ...] = (False, True)
+    smooth: bool = True
 
     def tokens(self, known: Sequence[int], recorded: Sequence[int] = (), times: int = 1) -> list[int] | None:
         """One M of each bucket up to the one that holds the most tokens, of `known` and of tuned records; None: all.
@@ -256,17 +259,21 @@ def _of_layer(kind: Linear, serving: Serving) -> list[KernelRequest]:
         m = serving.tokens(launching.ALL_TOKENS, known)
         return w4a16.kernel_requests(n, k, m=m, target=at, bias=kind.bias, **facts, numerics=serving.numerics)
     if kind.operator in ("w4a8", "w4a8_fp8"):
-        e4m3 = kind.operator == "w4a8_fp8"
         facts = dict(group_size=kind.group_size, dequantization=_form(kind, serving))
         known = records.tokens(kind.operator, w4a8_op.tuning_facts(n, k, **facts, out_dtype=dtype), at)
         m = serving.tokens(launching.ALL_TOKENS, known)
         found = w4a8.kernel_requests(n, k, m=m, target=at, bias=kind.bias, dtype=dtype, **facts)
-        made = dict(dtype=dtype, gain=True, target=at, codes="e4m3" if e4m3 else "int8")
-        each = [(rows, norm) for rows in m or launching.ALL_TOKENS for norm in (False, True)]
-        return found + [w4a8_activations.plan(rows, k, **made, norm=norm) for rows, norm in each]
+        return found + _quantizers(kind, serving, m or launching.ALL_TOKENS)
     m = serving.tokens(launching.ALL_TOKENS)
     facts = dict(dtype=dtype, m=m, target=at, bias=kind.bias)
-    return [it for norm in (False, True) for it in w4ax.kernel_requests(n, k, **facts, norm=norm)]
+    return [it for norm in serving.norms for it in w4ax.kernel_requests(n, k, **facts, norm=norm)]
+
+
+def _quantizers(kind: Linear, serving: Serving, rows: Sequence[int]) -> list[KernelRequest]:
+    """What makes bytes of W4A8's activations."""
+    facts = dict(dtype=serving.dtype, gain=serving.smooth, target=serving.target)
+    facts |= dict(codes="e4m3" if kind.operator == "w4a8_fp8" else "int8")
+    return [w4a8_activations.plan(m, kind.k, **facts, norm=norm) for m in rows for norm in serving.norms]
 
 
 def _of_experts(kind: Linear, top_k: int, serving: Serving) -> list[KernelRequest]:
@@ -277,7 +284,8 @@ def _of_experts(kind: Linear, top_k: int, serving: Serving) -> list[KernelReques
         facts |= dict(symmetric=kind.symmetric, scale_dtype=kind.scale_dtype, dtype=serving.dtype)
         return w4a16.grouped_requests(kind.n, kind.k, kind.experts, **facts, numerics=serving.numerics)
     facts |= dict(out_dtype=serving.dtype, dequantization=_form(kind, serving))
-    return w4a8.grouped_requests(kind.n, kind.k, kind.experts, **facts)
+    rows = m or all_tokens(kind.experts)
+    return w4a8.grouped_requests(kind.n, kind.k, kind.experts, **facts) + _quantizers(kind, serving, rows)
 
 
 def _form(kind: Linear, serving: Serving) -> str:

@@ -1,6 +1,7 @@
 """The `terrazzo` command.
 
-    terrazzo info | ops | layout | compile | cache list|clear|verify | config compiler | tune | quantize | demo | bench
+    terrazzo info | ops | layout | compile | cache list|clear|verify | config compiler | tune | quantize |
+    serve-check | demo | bench
 
 Exit codes: 0 done, 1 something that was asked for failed (a kernel that does not compile, a damaged cache entry), 2 bad
 input, with one line on stderr that says what is wrong and what to do.
@@ -23,6 +24,7 @@ from terrazzo.commands_config import config_group
 from terrazzo.commands_info import info, layout, ops
 from terrazzo.commands_quantize import quantize
 from terrazzo.commands_run import bench, demo
+from terrazzo.commands_serve_check import serve_check
 from terrazzo.commands_tune import tune_group
 from terrazzo.lowering.errors import TerrazzoError
 
@@ -33,7 +35,19 @@ def terrazzo() -> None:
     """Mixed-precision operators for LLM inference, with layouts derived from tensor-core fragments."""
 
 
-for _command in (info, ops, layout, compile_command, cache_group, config_group, tune_group, quantize, demo, bench):
+for _command in (
+    info,
+    ops,
+    layout,
+    compile_command,
+    cache_group,
+    config_group,
+    tune_group,
+    quantize,
+    serve_check,
+    demo,
+    bench,
+):
     terrazzo.add_command(_command)
 
 

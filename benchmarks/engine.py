@@ -1,0 +1,235 @@
+"""Our kernels inside vLLM beside its own: one configuration a run, joined in one file.
+
+    python -m benchmarks.engine --weights w4a16 --kernel terrazzo --out engine.json
+    python -m benchmarks.engine --weights w4a16 --kernel machete --out engine.json     the same file, another row
+    python -m benchmarks.engine --weights w4a16 --compile-only                         our kernels, without vLLM
+    python -m benchmarks.engine --table engine.json
+
+A row is one batch: so many requests of `--prompt` random tokens at once, `--output` tokens each, greedy. `step_ms` is
+the time of an output token after the last prefill, from the step in which the last request got its first token;
+`tokens_s` counts all output tokens over the whole time. Weights are random and the same for each kernel; the cache of
+prefixes is off. A kernel is "terrazzo", or a `linear_backend` of vLLM; "auto" is what vLLM chooses without us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import engine_model, report
+
+BATCHES, PROMPT, OUTPUT, STEP_TOKENS = (1, 16, 64, 256), 1024, 256, 8192
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=engine_model.SHAPES, default="llama-3-8b")
+    parser.add_argument("--weights", choices=engine_model.QUANTIZATION, default="w4a16")
+    parser.add_argument("--group", type=int, default=128)
+    parser.add_argument("--kernel", default="terrazzo", help="terrazzo, auto, machete, marlin, humming, ...")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
+    parser.add_argument("--layers", type=int, help="of the model; its own unless given")
+    parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--prompt", type=int, default=PROMPT)
+    parser.add_argument("--output", type=int, default=OUTPUT)
+    parser.add_argument("--step-tokens", type=int, default=STEP_TOKENS, help="most tokens of a step")
+    parser.add_argument("--repeat", type=int, default=2, help="the best of so many")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no further batch is begun")
+    parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
+    parser.add_argument("--compile-only", action="store_true", help="compile our kernels and stop")
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    parser.add_argument("--out", type=Path, help="file whose other rows are kept")
+    parser.add_argument("--table", type=Path, help="print a file's rows and stop")
+    return parser.parse_args(argv)
+
+
+def wanted(o: argparse.Namespace) -> list[Any]:
+    """What vLLM asks of the model's layers, as `integrations.vllm` sees it."""
+    from terrazzo.integrations.vllm.weights import Wanted
+
+    c = engine_model.SHAPES[o.shape]
+    hidden, dim, heads, kv = (
+        c[name] for name in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+    )
+    experts = c.get("num_experts") or c.get("num_local_experts") or 0
+    inner = c.get("moe_intermediate_size") or c["intermediate_size"]
+    activations = {"w4a8": "int8", "w4a8-int": "int8", "w4a8-e4m3": "e4m3"}.get(o.weights, "16")
+    weight = (
+        "int4"
+        if o.weights in ("w4a8-int", "w4a8-e4m3")
+        else "uint4"
+        if o.weights in ("awq", "w4a16-zeros")
+        else "uint4b8"
+    )
+    shapes = [((heads + 2 * kv) * dim, hidden, 0), (hidden, heads * dim, 0)]
+    shapes += [(2 * inner, hidden, experts), (hidden, inner, experts)]
+    group = lambda k: k if o.group == -1 else o.group
+    return [
+        Wanted(n, k, k, group(k), weight == "uint4", False, o.dtype, activations, weight, many) for n, k, many in shapes
+    ]
+
+
+def compile_kernels(o: argparse.Namespace) -> None:
+    """Into the cache, for the GPU that is here, else for an H100."""
+    import torch
+    from terrazzo.integrations.vllm import kernels
+    from terrazzo.lowering.parallel import compile_many
+    from terrazzo.lowering.targets import Target
+
+    target = Target.detect() if torch.cuda.is_available() else Target.parse("nvidia/nvidia-h100")
+    top_k = engine_model.SHAPES[o.shape].get("num_experts_per_tok", 1)
+    start, found = time.perf_counter(), {}
+    for each in wanted(o):
+        many = top_k if each.experts else 1
+        found |= dict.fromkeys(kernels.requests_of(each, not each.zero_points, False, o.step_tokens, target, many))
+    outcomes = compile_many(list(found))
+    failed = {str(e)[:300] for e in outcomes if isinstance(e, Exception)}
+    print(f"{len(found)} kernels in {time.perf_counter() - start:.0f} s", *failed, sep="\n", flush=True)
+
+
+def engine(o: argparse.Namespace, folder: Path) -> Any:
+    """vLLM's LLM of a folder that has a config alone."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if o.kernel == "terrazzo":
+        from terrazzo.integrations.vllm import register
+
+        register()
+    else:
+        os.environ["VLLM_PLUGINS"] = ""
+    from vllm import LLM
+
+    options: dict[str, Any] = dict(
+        model=str(folder), load_format=engine_model.register_loader(), skip_tokenizer_init=True, dtype=o.dtype, seed=0,
+        max_model_len=o.prompt + o.output + 16, max_num_seqs=max(o.batch), max_num_batched_tokens=o.step_tokens,
+        gpu_memory_utilization=o.memory, enforce_eager=o.eager, kv_cache_dtype=o.kv_cache_dtype,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    if not o.eager:
+        options["compilation_config"] = {"cudagraph_capture_sizes": sorted({1, *o.batch})}
+    if o.kernel not in ("terrazzo", "auto"):
+        options["linear_backend"] = o.kernel
+    return LLM(**options)
+
+
+def chosen(model: Any) -> dict[str, int]:
+    """Class that multiplies -> layers."""
+    found: dict[str, int] = {}
+    for layer in model.modules():
+        if (method := getattr(layer, "quant_method", None)) is not None:
+            holder = getattr(layer, "scheme", None) or method
+            name = type(getattr(holder, "kernel", None) or holder).__name__
+            found[name] = found.get(name, 0) + 1
+    return found
+
+
+def generate(llm: Any, o: argparse.Namespace, batch: int, tokens: int, tag: str) -> dict[str, Any]:
+    """One run of a batch, step by step."""
+    from vllm import SamplingParams
+
+    vocabulary = engine_model.SHAPES[o.shape]["vocab_size"]
+    rng, core = random.Random(0), llm.llm_engine
+    how = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False)
+    start = time.perf_counter()
+    for index in range(batch):
+        prompt = dict(prompt_token_ids=[rng.randrange(3, vocabulary) for _ in range(o.prompt)])
+        core.add_request(f"{tag}-{index}", prompt, how)
+    length: dict[str, int] = {}
+    texts: dict[str, list[int]] = {}
+    first = last_count = None
+    while core.has_unfinished_requests():
+        for out in core.step():
+            texts[out.request_id] = list(out.outputs[0].token_ids)
+            length[out.request_id] = len(texts[out.request_id])
+        if first is None and len(length) == batch:
+            first, last_count = time.perf_counter(), max(length.values())
+    end = time.perf_counter()
+    assert list(length.values()) == [tokens] * batch, length
+    left = tokens - min(last_count, tokens - 1)
+    ordered = [texts[f"{tag}-{index}"] for index in range(batch)]
+    return dict(seconds=end - start, first_s=first - start, step_ms=(end - first) / left * 1e3, tokens=ordered)
+
+
+def run(o: argparse.Namespace) -> int:
+    began = time.perf_counter()
+    if o.table is not None:
+        return table(o.table)
+    if o.compile_only:
+        compile_kernels(o)
+        return 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = engine_model.write_config(Path(temporary), o.shape, o.weights, o.group, o.dtype, o.layers)
+        llm = engine(o, folder)
+        import torch
+        import vllm
+        from terrazzo.autotune import gemm_bench
+        from terrazzo.lowering.targets import Target
+
+        ready = time.perf_counter() - began
+        used = llm.apply_model(chosen)[0]
+        print(f"vllm {vllm.__version__}, torch {torch.__version__}; ready in {ready:.0f} s; {used}", flush=True)
+        result = gemm_bench.header(Target.detect(), o.commit) | dict(vllm=vllm.__version__, rows=[])
+        for batch in o.batch:
+            if time.perf_counter() - began > o.budget:
+                print(f"batch {batch}: no time left")
+                break
+            generate(llm, o, batch, 4, f"warm{batch}")
+            runs = [generate(llm, o, batch, o.output, f"{batch}-{i}") for i in range(o.repeat)]
+            best = min(runs, key=lambda each: each["step_ms"])
+            row = dict(
+                shape=o.shape, layers=o.layers or engine_model.SHAPES[o.shape]["num_hidden_layers"], weights=o.weights,
+                group=o.group, dtype=o.dtype, kv=o.kv_cache_dtype, kernel=o.kernel, used=used, batch=batch,
+                prompt=o.prompt, output=o.output, eager=o.eager, ready_s=round(ready, 1),
+                step_ms=round(best["step_ms"], 4), steps_ms=[round(each["step_ms"], 4) for each in runs],
+                first_s=round(best["first_s"], 4),
+                tokens_s=round(batch * o.output / statistics.median(each["seconds"] for each in runs), 1),
+            )  # fmt: skip
+            result["rows"].append(row)
+            print(f"{batch:4d} requests: {row['step_ms']:.3f} ms a token, {row['tokens_s']:.0f} tokens/s", flush=True)
+            if o.out is not None:
+                write(o.out, result)
+    return 0
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What one row of a file is told from others by."""
+    names = ("shape", "layers", "weights", "group", "dtype", "kv", "kernel", "batch", "prompt", "output", "eager")
+    return tuple(row[name] for name in names)
+
+
+def write(out: Path, result: dict[str, Any]) -> None:
+    """The file with these rows in the place of equal ones, and all others that it has."""
+    mine = {key(row) for row in result["rows"]}
+    old = json.loads(out.read_text())["rows"] if out.exists() else []
+    rows = sorted([*(row for row in old if key(row) not in mine), *result["rows"]], key=lambda row: str(key(row)))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result | dict(rows=rows), indent=1) + "\n")
+
+
+def table(path: Path) -> int:
+    """Rows of a file, kernels beside each other."""
+    rows = json.loads(path.read_text())["rows"]
+    for row in sorted(rows, key=lambda row: (row["shape"], row["weights"], row["batch"], row["step_ms"])):
+        print(
+            f"{row['shape']} x{row['layers']} {row['weights']:12s} kv {row['kv']:8s} {row['batch']:4d} requests "
+            f"{row['kernel']:9s} {row['step_ms']:8.3f} ms {row['tokens_s']:9.0f} tokens/s"
+        )
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    o = arguments(argv)
+    return report.guarded("benchmarks.engine", lambda: run(o))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""Experts of mixtures: a method of vLLM's that loads 4-bit experts and multiplies them in two launches of ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from terrazzo.integrations.vllm import kernels, weights
+from terrazzo.integrations.vllm.linear import captured, compiling, declined, most_tokens, once, settings, target
+from terrazzo.integrations.vllm.settings import Settings
+from terrazzo.integrations.vllm.weights import Stored, Wanted
+from terrazzo.nn.experts import Experts
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.routed_experts import FusedMoeWeightScaleSupported, RoutedExperts
+from vllm.model_executor.layers.quantization import (
+    QUANTIZATION_METHODS,
+    get_quantization_config,
+    register_quantization_config,
+)
+from vllm.model_executor.utils import set_weight_attrs
+
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_tanh"}
+"""vLLM's name of a gated activation -> key of `nn.glue.ACTIVATIONS`."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a checkpoint stores experts.
+
+    Attributes:
+        convention: "awq", "gptq", "packed" (compressed-tensors, words) or "bytes" (compressed-tensors, int8).
+        group_size: -1 is one group. zero_points: whether there are some. activations: key of `weights.ACTIVATIONS`.
+    """
+
+    convention: str
+    group_size: int
+    zero_points: bool = False
+    activations: str = "16"
+
+    @property
+    def weight(self) -> str:
+        """vLLM's name of the stored type."""
+        return "int4" if self.convention == "bytes" else "uint4" if self.zero_points else "uint4b8"
+
+
+class TerrazzoExpertsMethod(FusedMoEMethodBase):
+    """Experts without expert parallelism; shared experts, routing and the sum over ranks stay vLLM's."""
+
+    def __init__(self, moe: Any, form: Form, how: Settings) -> None:
+        super().__init__(moe)
+        self.form, self.how = form, how
+        self.experts: Experts | None = None
+
+    @staticmethod
+    def wanted(moe: Any, form: Form) -> tuple[Wanted, Wanted]:
+        """(gate and up, down) of this rank."""
+        hidden, inner, experts = moe.hidden_dim, moe.intermediate_size_per_partition, moe.num_local_experts
+        facts = dict(
+            zero_points=form.zero_points, act_order=False, dtype=str(moe.in_dtype).removeprefix("torch."),
+            activations=form.activations, weight=form.weight, experts=experts,
+        )  # fmt: skip
+        group = lambda k: k if form.group_size == -1 else form.group_size
+        return (
+            Wanted(n=2 * inner, k=hidden, full_k=hidden, group_size=group(hidden), **facts),
+            Wanted(n=hidden, k=inner, full_k=moe.intermediate_size, group_size=group(inner), **facts),
+        )
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        """Parameters with the names and sides of the checkpoint, which vLLM's loader fills."""
+        form, inner = self.form, intermediate_size_per_partition
+        turned = form.convention in ("awq", "gptq")  # input features first
+        one = form.group_size == -1
+        scale = FusedMoeWeightScaleSupported.CHANNEL if one else FusedMoeWeightScaleSupported.GROUP
+        loads = dict(attributes, is_transposed=turned, quant_method=scale.value)
+
+        def add(name: str, n: int, k: int, dtype: torch.dtype) -> None:
+            made = torch.zeros(num_experts, *((k, n) if turned else (n, k)), dtype=dtype)
+            parameter = torch.nn.Parameter(made, requires_grad=False)
+            layer.register_parameter(name, parameter)
+            set_weight_attrs(parameter, loads)
+
+        for part, n, k in (("w13", 2 * inner, hidden_size), ("w2", hidden_size, inner)):
+            groups = 1 if one else k // form.group_size
+            if form.convention == "bytes":
+                add(f"{part}_weight", n, k, torch.int8)
+            elif form.convention == "awq":
+                add(f"{part}_qweight", n // 8, k, torch.int32)
+            else:
+                add(f"{part}_{'qweight' if turned else 'weight_packed'}", n, k // 8, torch.int32)
+            add(f"{part}_{'scales' if turned else 'weight_scale'}", n, groups, params_dtype)
+            if turned or form.zero_points:
+                add(f"{part}_{'qzeros' if turned else 'weight_zero_point'}", n // 8, groups, torch.int32)
+            extra = {"gptq": [("g_idx", (k,))], "packed": [("weight_shape", (2,))]}.get(form.convention, [])
+            if self.moe.has_bias:
+                extra = [*extra, ("bias", (n,))]
+            for name, shape in extra:
+                dtype = params_dtype if name == "bias" else torch.int32
+                made = torch.nn.Parameter(torch.zeros(num_experts, *shape, dtype=dtype), requires_grad=False)
+                layer.register_parameter(f"{part}_{name}", made)
+                set_weight_attrs(made, attributes)
+        if (at := target()) is not None:
+            for each in self.wanted(self.moe, form):
+                compiling(self.how).want(self._requests(each, not form.zero_points, at))
+
+    def _requests(self, wanted: Wanted, symmetric: bool, at: Any) -> list:
+        most, top_k = most_tokens(), self.moe.experts_per_token
+        return kernels.requests_of(wanted, symmetric, self.moe.has_bias, most, at, top_k)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        packed = []
+        for part, wanted in zip(("w13", "w2"), self.wanted(self.moe, self.form)):
+            grouped, reason = weights.pack_experts(self._stored(layer, part), wanted, self.how.requantize)
+            if reason:
+                once(
+                    logging.WARNING,
+                    f"experts of {wanted.operator} run in w4a16, with the weights as they are: {reason}",
+                )
+            if (bias := getattr(layer, f"{part}_bias", None)) is not None:
+                grouped = type(grouped)(replace(grouped.stacked, bias=bias.data))
+            packed.append(grouped)
+            self._free(layer, part)
+        activation = ACTIVATIONS[self.moe.activation.value]
+        layer.terrazzo = self.experts = Experts(*packed, activation)
+        if packed[0].device.type == "cuda":
+            self._prepare(packed)
+
+    def _stored(self, layer: RoutedExperts, part: str) -> Stored:
+        get = lambda name: getattr(layer, f"{part}_{name}").data
+        if self.form.convention == "awq":
+            return weights.from_awq(get("qweight"), get("scales"), get("qzeros") if self.form.zero_points else None)
+        if self.form.convention == "gptq":
+            return weights.from_gptq(get("qweight"), get("scales"))
+        zeros = get("weight_zero_point").flatten(0, 1) if self.form.zero_points else None
+        codes = get("weight" if self.form.convention == "bytes" else "weight_packed")
+        return Stored(codes.flatten(0, 1), get("weight_scale").flatten(0, 1), zeros)
+
+    @staticmethod
+    def _free(layer: RoutedExperts, part: str) -> None:
+        """What is packed now; the names stay, of which vLLM asks for a layer's device."""
+        for name, old in list(layer.named_parameters(recurse=False)):
+            if name.startswith(f"{part}_"):
+                layer.register_parameter(name, torch.nn.Parameter(old.data.new_empty(0), requires_grad=False))
+
+    def _prepare(self, packed: list) -> None:
+        """As `linear.prepare`, for both products."""
+        for grouped, wanted in zip(packed, self.wanted(self.moe, self.form)):
+            family = weights.family_of(grouped.stacked)
+            made = replace(wanted, activations=next(k for k, op in weights.ACTIVATIONS.items() if op == family))
+            found = self._requests(made, getattr(grouped.stacked, "symmetric", True), target())
+            compiling(self.how).want(found)
+            compiling(self.how).wait(found)
+        top_k, device = self.moe.experts_per_token, packed[0].device
+        key = tuple((weights.facts_of(g.stacked), len(g)) for g in packed)
+        if key in _launched:
+            return
+        _launched.add(key)
+        for m in {*captured(), 1}:
+            x = torch.zeros(m, packed[0].k, dtype=self.moe.in_dtype, device=device)
+            ids = torch.arange(m * top_k, device=device).view(m, top_k) % len(packed[0])
+            self.experts(x, ids, torch.ones(m, top_k, device=device))
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        """Of vLLM's modular kernels, which are not used."""
+
+    def maybe_make_prepare_finalize(self, routing_tables: Any = None) -> None:
+        """Of vLLM's modular kernels, which are not used."""
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.experts(x, topk_ids, topk_weights)
+
+
+_launched: set[tuple] = set()
+
+
+def refusal(layer: RoutedExperts, form: Form, how: Settings) -> str | None:
+    """Why experts are left to vLLM, None if they are taken."""
+    moe = layer.moe_config
+    parallel = moe.moe_parallel_config
+    if not how.experts:
+        return "additional_config.terrazzo.experts is false"
+    if moe.is_lora_enabled:
+        return "LoRA adapters are enabled, which change single experts"
+    if parallel.use_ep or parallel.dp_size > 1:
+        return "expert or data parallelism; tensor parallelism is taken"
+    if moe.activation.value not in ACTIVATIONS:
+        return f"activation {moe.activation.value}; there are {tuple(ACTIVATIONS)}"
+    if moe.has_bias and parallel.tp_size > 1:
+        return "biases and tensor parallelism"
+    if layer.apply_router_weight_on_input:
+        return "the router's weights are applied to the input"
+    if any(getattr(moe, name, None) is not None for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta")):
+        return "an activation with limits"
+    found = (declined(wanted, how) for wanted in TerrazzoExpertsMethod.wanted(moe, form))
+    return next((reason for reason in found if reason is not None), None)
+
+
+def method_for(layer: Any, form: Form | None, prefix: str) -> TerrazzoExpertsMethod | None:
+    """Ours for a layer of experts in a known form, None for all others."""
+    if form is None or not isinstance(layer, RoutedExperts):
+        return None
+    how = settings()
+    reason = refusal(layer, form, how)
+    if reason is not None:
+        once(logging.INFO, f"experts stay with vLLM's own kernels: {reason}")
+        return None
+    once(logging.INFO, f"experts run on terrazzo ({form.convention}, activations {form.activations})")
+    return TerrazzoExpertsMethod(layer.moe_config, form, how)
+
+
+def form_of_awq(config: Any, layer: Any, prefix: str) -> Form | None:
+    """What an AWQ config says of a layer of experts, None where it says nothing that we read."""
+    if any(name in prefix for name in getattr(config, "modules_to_not_convert", None) or []):
+        return None
+    return Form("awq", config.group_size, config.zero_point) if config.weight_bits == 4 else None
+
+
+def form_of_gptq(config: Any, layer: Any, prefix: str) -> Form | None:
+    """What a GPTQ config says; other settings for single layers (`dynamic`) and act-order are vLLM's."""
+    if config.dynamic or config.desc_act or getattr(config, "weight_bits", 0) != 4 or not config.is_sym:
+        return None
+    return Form("gptq", config.group_size)
+
+
+def form_of_compressed_tensors(config: Any, layer: Any, prefix: str) -> Form | None:
+    """What a compressed-tensors config says, the same of gate, up and down."""
+    config._add_fused_moe_to_target_scheme_map()
+    schemes = [config.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in ("gate_proj", "up_proj", "down_proj")]
+    scheme = schemes[0]
+    if scheme is None or any(other != scheme for other in schemes):
+        return None
+    stored, activations = scheme["weights"], scheme.get("input_activations")
+    kind = {"pack-quantized": "packed", "int-quantized": "bytes"}.get(scheme.get("format") or config.quant_format)
+    text = lambda value: getattr(value, "value", value)
+    if kind is None or stored.num_bits != 4 or text(stored.type) != "int" or stored.dynamic:
+        return None
+    if text(stored.strategy) not in ("group", "channel") or stored.actorder not in (None, "static", "weight"):
+        return None
+    reads = "16"
+    if activations is not None:
+        if activations.num_bits != 8 or text(activations.strategy) != "token" or not activations.dynamic:
+            return None
+        reads = {"int": "int8", "float": "e4m3"}.get(text(activations.type), "unknown")
+    return Form(kind, stored.group_size or -1, not stored.symmetric, reads)
+
+
+FORMS: dict[str, Callable[[Any, Any, str], Form | None]] = {
+    "awq": form_of_awq,
+    "gptq": form_of_gptq,
+    "compressed-tensors": form_of_compressed_tensors,
+}
+"""vLLM's name of a quantization method -> what its config says of experts."""
+
+
+def register() -> None:
+    """Let configs of FORMS ask for our experts first, under all names that vLLM has for them; for all other layers they
+    answer as before."""
+    originals = {get_quantization_config(name): form_of for name, form_of in FORMS.items()}
+    taken = {
+        each: _asking(each, form_of) for each, form_of in originals.items() if not hasattr(each, "terrazzo_form_of")
+    }
+    for name in list(QUANTIZATION_METHODS):
+        if (asking := taken.get(get_quantization_config(name))) is not None:
+            register_quantization_config(name)(asking)
+
+
+def _asking(original: type, form_of: Callable[[Any, Any, str], Form | None]) -> type:
+    def get_quant_method(self: Any, layer: torch.nn.Module, prefix: str) -> Any:
+        form = form_of(self, layer, prefix) if isinstance(layer, RoutedExperts) else None
+        found = method_for(layer, form, prefix)
+        return found if found is not None else original.get_quant_method(self, layer, prefix)
+
+    names = dict(get_quant_method=get_quant_method, terrazzo_form_of=staticmethod(form_of), __doc__=original.__doc__)
+    return type(original.__name__, (original,), names | {"__module__": original.__module__})

@@ -1,0 +1,110 @@
+"""Which kernels layers will launch, compiled before the engine captures CUDA graphs; nothing here needs vLLM.
+
+Compiling starts when a layer is made, in other processes, and goes on while vLLM reads weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+from terrazzo.integrations.vllm.settings import Settings
+from terrazzo.integrations.vllm.weights import Wanted
+from terrazzo.lowering.errors import BundleError, CompileError
+from terrazzo.lowering.kernels import is_ready
+from terrazzo.lowering.parallel import CompilePool
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.ops.model_layers import Linear
+from terrazzo.ops.model_requests import Serving, layer_requests
+
+_log = logging.getLogger("vllm.terrazzo")
+
+
+def requests_of(wanted: Wanted, symmetric: bool, bias: bool, most: int, target: Target, top_k: int = 1) -> list:
+    """The kernels of a layer for 1 to `most` tokens of a step.
+
+    Args:
+        symmetric: W4A16: whether it has no plane of zero points. top_k: experts of a token.
+    """
+    kind = Linear(
+        wanted.operator, "", wanted.n, wanted.k, wanted.kernel_group, symmetric, wanted.dtype, bias, wanted.experts
+    )
+    serving = Serving(target, wanted.dtype, max_tokens=most, norms=(False,), smooth=False)
+    return list(dict.fromkeys(layer_requests(kind, serving, top_k)))
+
+
+class Compiling:
+    """Kernels that are compiled while the engine starts, of one process.
+
+    Args:
+        settings: bundle, strict, workers.
+    """
+
+    def __init__(self, settings: Settings, target: Target | None = None) -> None:
+        self.settings = settings
+        self.pool: CompilePool | None = None
+        self.pending: dict[KernelRequest, None] = {}
+        self.failed: dict[KernelRequest, CompileError] = {}
+        self.changed = threading.Condition()
+        self.started = 0.0
+        if settings.bundle is not None:
+            from terrazzo.lowering.bundle import load_bundle
+
+            found = load_bundle(settings.bundle, target=target, strict=settings.strict)
+            _log.info("terrazzo: %d kernels in bundle %s", len(found.requests), settings.bundle)
+
+    def want(self, requests: Iterable[KernelRequest]) -> None:
+        """Start compiling those that are neither in the cache, nor in the bundle, nor under way.
+
+        Raises:
+            BundleError: with `strict`, one that the bundle lacks. ToolchainError: a compiler is missing.
+        """
+        with self.changed:
+            new = [r for r in dict.fromkeys(requests) if r not in self.pending and r not in self.failed]
+        new = [request for request in new if not is_ready(request)]
+        if not new:
+            return
+        if self.settings.strict:
+            raise BundleError(
+                f"{len(new)} kernels are not in bundle {self.settings.bundle}, {new[0]} first; make it again with "
+                "`terrazzo compile MODEL --max-tokens N`, or leave out strict"
+            )
+        with self.changed:
+            if self.pool is None:
+                self.pool = CompilePool(self._done, self.settings.workers)
+            if not self.pending:
+                self.started = time.monotonic()
+            self.pending |= dict.fromkeys(new)
+        counts = ", ".join(f"{n} {name}" for name, n in sorted(Counter(r.name for r in new).items()))
+        _log.info("terrazzo: compiling %d kernels (%s) in up to %d processes", len(new), counts, self.pool.most)
+        for request in new:
+            self.pool.submit(request)
+
+    def _done(self, request: KernelRequest, outcome: object) -> None:
+        with self.changed:
+            if isinstance(outcome, CompileError):
+                self.failed[request] = outcome
+            self.pending.pop(request, None)
+            if not self.pending:
+                _log.info("terrazzo: all kernels are compiled, %.0f s", time.monotonic() - self.started)
+            self.changed.notify_all()
+
+    def wait(self, requests: Iterable[KernelRequest]) -> None:
+        """Return when these are compiled.
+
+        Raises:
+            CompileError: one of them cannot be.
+        """
+        needed = list(requests)
+        with self.changed:
+            self.changed.wait_for(lambda: not any(request in self.pending for request in needed))
+            for request in needed:
+                if request in self.failed:
+                    raise self.failed[request]
+            if self.pool is not None and not self.pending:
+                self.pool.close()
+                self.pool = None

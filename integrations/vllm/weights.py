@@ -1,0 +1,240 @@
+"""From vLLM's tensors of a layer to packed weights, and from those to calls; nothing here needs vLLM.
+
+vLLM's loaders end in few forms. All are brought into one first: codes [N, K], scales [N, G], zero points [N, G].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
+
+if TYPE_CHECKING:
+    import torch
+
+GROUPS = (32, 64, 128)
+ACTIVATIONS = {"16": "w4a16", "int8": "w4a8", "e4m3": "w4a8_fp8"}
+"""What a product reads besides 4-bit codes -> the operator, by its name in `ops.model_layers.Linear`."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What vLLM asks of one layer, or of each of its experts.
+
+    Attributes:
+        n, k: of this rank's shard. full_k: of the whole layer.
+        group_size: input channels for each scale; k where one scale holds all.
+        zero_points: whether there are some. act_order: whether channels of a group are scattered.
+        dtype: of activations outside, "float16" or "bfloat16". activations: key of ACTIVATIONS.
+        weight: vLLM's name of the stored type, "uint4b8", "uint4", "int4".
+        experts: how many stand in one launch, 0 for a layer of its own.
+    """
+
+    n: int
+    k: int
+    full_k: int
+    group_size: int
+    zero_points: bool
+    act_order: bool
+    dtype: str
+    activations: str
+    weight: str
+    experts: int = 0
+
+    def refusal(self, target: Target | None) -> str | None:
+        """Why our kernels cannot take the layer, None if they can; `target` None is a CPU."""
+        if self.weight not in ("uint4b8", "uint4", "int4"):
+            return f"weights are stored as {self.weight}; 4-bit integers are read (uint4b8, uint4, int4)"
+        if self.weight == "uint4" and not self.zero_points:
+            return "weights are stored as uint4 without zero points"
+        if self.dtype not in ("float16", "bfloat16"):
+            return f"activations are {self.dtype}; kernels read float16 and bfloat16"
+        if self.activations not in ACTIVATIONS:
+            return f"activations are quantized to {self.activations}; there are int8 and e4m3"
+        if self.act_order:
+            return "channels are in another order than their groups (act-order), which vLLM itself gave up"
+        if self.group_size not in GROUPS and self.group_size != self.k:
+            many = self.group_size % GROUPS[0] or self.k % self.group_size
+            if self.group_size < GROUPS[0] or many:
+                return f"groups of {self.group_size} channels; kernels have {GROUPS}, multiples of 32, and one group"
+        if self.experts and self.n % 64:
+            return f"experts have {self.n} output features on this rank; kernels want multiples of 64"
+        if self.activations == "e4m3" and self.zero_points:
+            return "zero points beside e4m3 activations, where codes are signed operands"
+        if target is None:
+            return None
+        dtype = {"16": "f16", "int8": "s8", "e4m3": "e4m3"}[self.activations]
+        needed = [f"wgmma.{dtype}"] if self.experts else [f"mma.{dtype}", f"wgmma.{dtype}"]
+        if not any(target.supports(it) for it in needed):
+            return f"{target.name} ({target.arch}) has no {' or '.join(needed)}"
+        return None
+
+    @property
+    def operator(self) -> str:
+        """Of `ops.model_requests.OPERATORS`."""
+        return ACTIVATIONS[self.activations]
+
+    @property
+    def kernel_group(self) -> int:
+        """The group size that the packed weight will have."""
+        if self.activations != "16" and self.group_size == self.k and self.k not in GROUPS:
+            return GROUPS[-1]  # one scale for a row is kept as groups of 128 with the same factor
+        if self.group_size in GROUPS or self.group_size == self.k:
+            return self.group_size
+        return next(g for g in reversed(GROUPS) if self.group_size % g == 0)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A layer's tensors in one form.
+
+    Attributes:
+        codes: int32 [N, K/8], 8 codes in natural order in a word, or int8 [N, K], -8..7.
+        scales: float [N, G]. zeros: int32 [ceil(N/8), G] as codes, or None.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+
+
+def pack(stored: Stored, wanted: Wanted, requantize: bool = False, target: str | None = None) -> tuple[Any, str]:
+    """(packed weight, why it is not of the family that was asked for or ""), on the tensors' device.
+
+    Scales that W4A8's two levels cannot hold are fitted with `requantize`; otherwise the layer becomes W4A16, which has
+    the checkpoint's own weights and activations that are not rounded.
+
+    Raises:
+        ArgumentError: tensors that are damaged, or of other shapes than the layer's.
+    """
+    from terrazzo.ops import w4a8, w4a16
+
+    facts = dict(group_size=-1 if wanted.group_size == wanted.k else wanted.group_size, target=target)
+    shape = (wanted.n, wanted.k)
+    tensors = (stored.codes, stored.scales, stored.zeros, shape)
+    if wanted.activations == "e4m3":
+        try:
+            return w4a8.fp8.from_compressed_tensors(*tensors, **facts), ""
+        except ArgumentError as error:
+            return w4a16.from_compressed_tensors(*_packed(tensors), **facts), str(error)
+    if wanted.activations == "int8":
+        try:
+            return w4a8.from_compressed_tensors(*tensors, **facts, requantize=requantize), ""
+        except ArgumentError as error:
+            return w4a16.from_compressed_tensors(*_packed(tensors), **facts), str(error)
+    return w4a16.from_compressed_tensors(*_packed(tensors), **facts), ""
+
+
+def _packed(tensors: tuple) -> tuple:
+    """int8 codes as words, which the reader of W4A16 takes."""
+    import torch
+
+    codes = tensors[0]
+    if codes.dtype != torch.int8:
+        return tensors
+    whole = torch.nn.functional.pad((codes + 8).to(torch.uint8), (0, -codes.shape[1] % 8))
+    return (_words(whole), *tensors[1:])
+
+
+def family_of(packed: Any) -> str:
+    """Of OPERATORS, of a packed weight."""
+    if not hasattr(packed, "channel_scales"):
+        return "w4a16"
+    return "w4a8_fp8" if packed.ACTIVATIONS == "e4m3" else "w4a8"
+
+
+def tensors_of(packed: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two tensors that a layer keeps: words, and params or channel scales."""
+    return packed.words, packed.params if family_of(packed) == "w4a16" else packed.channel_scales
+
+
+def facts_of(packed: Any) -> tuple:
+    """What `product` must know besides the tensors: plain values, which a traced graph holds as constants."""
+    p = packed
+    if family_of(p) == "w4a16":
+        return ("w4a16", p.n, p.k, p.group_size, p.scale_dtype, p.symmetric, p.layout, p.target or "")
+    return (family_of(p), p.n, p.k, p.group_size, p.layout, p.target or "")
+
+
+def register_operators() -> None:
+    """torch.library's side of the operators that `product` calls."""
+    from importlib import import_module
+
+    for family in ("w4a16", "w4a8"):
+        import_module(f"terrazzo.ops.{family}.torch_op")
+
+
+def product(
+    x: torch.Tensor, words: torch.Tensor, second: torch.Tensor, bias: torch.Tensor | None, facts: tuple
+) -> torch.Tensor:
+    """y [..., N] of x [..., K]: one node of a traced graph in W4A16, two in W4A8; see `tensors_of` and `facts_of`.
+
+    `register_operators` comes first.
+    """
+    import torch
+
+    ops, family = torch.ops.terrazzo, facts[0]
+    if family == "w4a16":
+        _, n, k, group, scale_dtype, symmetric, layout, target = facts
+        return ops.w4a16_gemm(x, words, second, None, bias, n, k, group, scale_dtype, symmetric, layout, target, "auto")
+    _, n, k, group, layout, target = facts
+    if family == "w4a8_fp8":
+        q, scales = ops.w4a8_fp8_quantize(x, None, None, 0.0, target)
+        y = ops.w4a8_fp8_gemm(q, scales, words, second, bias, n, k, group, layout, target, x.dtype, "auto")
+    else:
+        q, scales, sums = ops.w4a8_quantize(x, None, None, 0.0, target)
+        y = ops.w4a8_gemm(q, scales, sums, words, second, bias, n, k, group, layout, target, x.dtype, "auto", "auto")
+    return y.view(*x.shape[:-1], n)
+
+
+def pack_experts(stored: Stored, wanted: Wanted, requantize: bool = False, target: str | None = None) -> tuple:
+    """(GroupedWeight, reason as of `pack`) of experts whose rows lie below each other, [E N, ...] in all tensors."""
+    import dataclasses
+
+    from terrazzo.ops.grouped import PER_EXPERT, GroupedWeight
+
+    experts, n = wanted.experts, wanted.n
+    tall, reason = pack(stored, dataclasses.replace(wanted, n=experts * n, experts=0), requantize, target)
+    fields: dict[str, Any] = {"n": n}
+    for name in PER_EXPERT:
+        tensor = getattr(tall, name, None)
+        if tensor is None:
+            continue
+        if tensor.ndim == 1:
+            fields[name] = tensor.view(experts, -1).contiguous()
+        else:  # blocks of k before blocks of rows
+            blocks = tensor.view(tensor.shape[0], experts, -1, tensor.shape[-1])
+            fields[name] = blocks.transpose(0, 1).contiguous()
+    return GroupedWeight(dataclasses.replace(tall, **fields)), reason
+
+
+def from_awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor | None) -> Stored:
+    """Experts as AWQ stores them: qweight int32 [E, K, N/8], scales [E, G, N], qzeros int32 [E, G, N/8]."""
+    codes = _awq_nibbles(qweight).transpose(1, 2)  # [E, N, K]
+    zeros = None if qzeros is None else _words(_awq_nibbles(qzeros).transpose(1, 2).flatten(0, 1).T).T
+    return Stored(_words(codes.flatten(0, 1)), scales.transpose(1, 2).flatten(0, 1).contiguous(), zeros)
+
+
+def from_gptq(qweight: torch.Tensor, scales: torch.Tensor) -> Stored:
+    """Symmetric experts as GPTQ stores them: qweight int32 [E, K/8, N], scales [E, G, N]."""
+    turned = [t.transpose(1, 2).flatten(0, 1).contiguous() for t in (qweight, scales)]
+    return Stored(*turned)
+
+
+def _awq_nibbles(words: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., 8 C] of int32 [..., C], in the order of columns."""
+    from terrazzo.ops.checkpoints.awq import AWQ_ORDER
+    from terrazzo.ops.checkpoints.words import nibbles
+
+    flat = nibbles(words.flatten(0, -2).contiguous())
+    return flat.view(*words.shape, 8)[..., list(AWQ_ORDER)].flatten(-2)
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """int32 [R, C / 8] of codes [R, C], 8 in natural order in a word."""
+    import torch
+
+    even, odd = codes[:, 0::2], codes[:, 1::2]
+    return (even | (odd << 4)).to(torch.uint8).contiguous().view(torch.int32)

@@ -1,0 +1,123 @@
+"""vLLM with our kernels on a GPU: the tokens of its own kernels up to ties, CUDA graphs included.
+
+Engines run in processes of their own, two at a time, with small models whose random weights depend on names alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.engine_model import SHAPES, write_config
+from tests.integrations.vllm_program import install
+
+torch = pytest.importorskip("torch")
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+STEP_TOKENS = 256
+TIE, NEAR, QUANTIZED = 0.06, 0.15, 0.6
+"""Log-probabilities: of tokens that count as equal; of 16-bit kernels beside each other; of 8-bit activations."""
+RUNS: dict[str, dict[str, Any]] = {
+    "ours": dict(shape="small-llama", weights="w4a16", plugin=True),
+    "marlin": dict(shape="small-llama", weights="w4a16", linear_backend="marlin", enforce_eager=True),
+    "w4a8": dict(shape="small-llama", weights="w4a8", plugin=True, enforce_eager=True),
+    "e4m3": dict(shape="small-llama", weights="w4a8-e4m3", plugin=True, enforce_eager=True),
+    "experts": dict(shape="small-qwen3-moe", weights="w4a16", plugin=True),
+    "emulated": dict(shape="small-qwen3-moe", weights="w4a16", moe_backend="emulation", enforce_eager=True),
+}
+
+
+def prompts(vocabulary: int) -> list[list[int]]:
+    """Short and long ones, so that prefill and decode meet several kernels."""
+    rng = torch.Generator().manual_seed(0)
+    return [torch.randint(3, vocabulary, (n,), generator=rng).tolist() for n in (3, 17, 120, 400, 700)]
+
+
+def run(name: str, folder: Path, **more: Any) -> dict[str, Any]:
+    facts = dict(RUNS[name])
+    shape, weights, plugin = facts.pop("shape"), facts.pop("weights"), facts.pop("plugin", False)
+    write_config(folder / name, shape, weights, 128, "bfloat16" if "e4m3" in weights else "float16")
+    options = dict(
+        max_model_len=1024, max_num_batched_tokens=STEP_TOKENS, max_num_seqs=8, gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=1 << 30, seed=0,
+    )  # fmt: skip
+    if not facts.get("enforce_eager"):
+        options["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
+    asked = dict(folders=[str(folder / name)], prompts=prompts(SHAPES[shape]["vocab_size"]), plugin=plugin, seeded=True)
+    asked |= dict(options=options | facts | more, tokens=24)
+    path = install(folder / "site", ROOT)
+    command = [sys.executable, str(ROOT / "tests/integrations/vllm_program.py"), json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
+    print(
+        f"-- {name}\n",
+        *[line + "\n" for line in done.stderr.splitlines() + done.stdout.splitlines() if "terrazzo" in line],
+    )
+    if done.returncode:
+        return {"failure": (done.stdout + done.stderr)[-6000:]}
+    return json.loads(done.stdout.splitlines()[-1])[str(folder / name)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("vllm")
+    with ThreadPoolExecutor(3) as pool:
+        return dict(zip(RUNS, pool.map(lambda name: run(name, folder), RUNS)))
+
+
+def compare(mine: dict[str, Any], theirs: dict[str, Any], tie: float, near: float) -> int:
+    """Tokens that are equal; the first that differ must be a tie, and the first distributions near."""
+    for one in (mine, theirs):
+        assert "failure" not in one, one.get("failure")
+    equal = 0
+    for a, b, p, q in zip(mine["tokens"], theirs["tokens"], mine["logprobs"], theirs["logprobs"]):
+        shared = set(p[0]) & set(q[0])
+        assert shared and max(abs(p[0][t] - q[0][t]) for t in shared) < near
+        for at, (x, y) in enumerate(zip(a, b)):
+            if x != y:
+                step = q[at]
+                assert str(x) in step, f"token {at}: {x} is none of the five likeliest beside {y}"
+                assert step[str(y)] - step[str(x)] < tie, f"token {at}: {x} and {y} are no tie: {step}"
+                break
+            equal += 1
+    return equal
+
+
+def test_tokens_are_those_of_vllms_own_kernels(runs):
+    equal = compare(runs["ours"], runs["marlin"], TIE, NEAR)
+    print(f"{equal} of {5 * 24} tokens equal before a tie")
+    used = runs["ours"]["kernels"]
+    linear = [name for name in used if name.endswith(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))]
+    assert len(linear) == 4 * SHAPES["small-llama"]["num_hidden_layers"]
+    assert {used[name] for name in linear} == {"TerrazzoLinearKernel"}
+    assert "TerrazzoLinearKernel" not in runs["marlin"]["kernels"].values()
+
+
+@pytest.mark.parametrize("name", ["w4a8", "e4m3"])
+def test_eight_bit_activations_are_near(runs, name):
+    compare(runs[name], runs["ours"], QUANTIZED, QUANTIZED)
+    assert "TerrazzoLinearKernel" in runs[name]["kernels"].values()
+
+
+def test_experts_are_those_of_vllms_emulation(runs):
+    compare(runs["experts"], runs["emulated"], TIE, NEAR)
+    used = {kind for layer, kind in runs["experts"]["kernels"].items() if layer.endswith("experts")}
+    assert "TerrazzoExpertsMethod" in set(runs["experts"]["kernels"].values()), used
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["ours", "experts"])
+def test_two_gpus_give_the_tokens_of_one(runs, tmp_path, name):
+    two = run(name, tmp_path, tensor_parallel_size=2, distributed_executor_backend="mp")
+    compare(two, runs[name], TIE, NEAR)
