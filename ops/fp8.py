@@ -8,10 +8,13 @@ Format and numerics: `FP8` of terrazzo.ops.formats.weight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.ops import dlpack
+from terrazzo.ops.checkpoints import fp8 as published
+from terrazzo.ops.checkpoints import loaders
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.weight_only import format, grouped, op
 from terrazzo.ops.weight_only.entry import gemm, grouped_gemm
@@ -20,6 +23,7 @@ from terrazzo.ops.weight_only.op import weight_requests
 from terrazzo.ops.weight_only.quantizer import quantize_fp8 as quantize_weight
 
 if TYPE_CHECKING:
+    import torch
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import SupportsDLPack
@@ -28,16 +32,25 @@ __all__ = [
     "GroupedWeight",
     "PackedWeight",
     "QuantizedWeight",
+    "from_checkpoint",
     "gemm",
     "grouped_gemm",
     "grouped_requests",
+    "iter_layers",
     "kernel_requests",
+    "load_layer",
+    "load_model",
     "pack",
     "quantize",
     "quantize_weight",
+    "read_layer",
     "weight_requests",
 ]
 _FACTS = dict(symmetric=True, scale_dtype="float32", weight="fp8")
+
+FAMILY = loaders.Family(
+    "fp8", {"fp8": lambda tensors, config: published.unpack(**tensors)}, format.pack, activations=("",)
+)
 
 
 def __dir__() -> list[str]:
@@ -72,6 +85,29 @@ def pack(
         rows = shape in ((), (1,), (n,), (n, 1)) or (shape == (1, 1) and k <= 128)
         group_size = k if rows else 128
     return format.pack(format.made(codes, scales, bias, "fp8", group_size), target=target)
+
+
+@dlpack.accepting
+def from_checkpoint(
+    weight: SupportsDLPack,
+    weight_scale: SupportsDLPack | None = None,
+    weight_scale_inv: SupportsDLPack | None = None,
+    *,
+    bias: SupportsDLPack | None = None,
+    target: Target | str | None = None,
+) -> PackedWeight:
+    """A layer of compressed-tensors' float-quantized, or of a checkpoint with quant_method "fp8", packed.
+
+    Args:
+        weight: float8_e4m3fn [N, K].
+        weight_scale: float [], [1], [N], [N, 1] or [ceil(N / 128), ceil(K / 128)].
+        weight_scale_inv: the same under the name that files with blocks have; a multiplier, too. One of both is given.
+        bias: [N]. target: see `pack`.
+
+    Raises:
+        ArgumentError: wrong shapes or dtypes, a code that is NaN, or a scale that is not finite or negative.
+    """
+    return format.pack(published.unpack(weight, weight_scale, weight_scale_inv, bias=bias), target=target)
 
 
 def quantize(
@@ -131,3 +167,42 @@ def grouped_requests(
     """
     facts = dict(m=m, dtype=dtype, bias=bias, target=target)
     return grouped.grouped_requests(n, k, experts, group_size=group_size, **facts, **_FACTS)
+
+
+def read_layer(
+    path: str | Path, name: str | None = None, *, device: str | int | torch.device = "cpu"
+) -> QuantizedWeight:
+    """Canonical weight of one FP8 layer of a checkpoint; activations that it quantizes stay in 16 bits.
+
+    Args:
+        path: a .safetensors file or a Hugging Face folder; a config beside the file is read too.
+        name: prefix of the layer's tensors; None when the checkpoint has only one layer.
+        device: where the weight is built, as torch names it.
+
+    Raises:
+        ArgumentError: no such layer, a missing tensor, or a layer that its config or further tensors give another
+            meaning (`load_model` skips it with the same reason).
+    """
+    return loaders.read_layer(FAMILY, path, name, format=None, device=device)
+
+
+def load_layer(
+    path: str | Path,
+    name: str | None = None,
+    *,
+    device: str | int | torch.device = "cpu",
+    target: Target | str | None = None,
+) -> PackedWeight:
+    """`pack(read_layer(path, name, device=device), target=target)`."""
+    return format.pack(read_layer(path, name, device=device), target=target)
+
+
+def iter_layers(path: str | Path, **options: Any) -> Iterator[loaders.Layer]:
+    """A checkpoint's layers one at a time, as `w4a16.iter_layers` does and with its options `select`, `packed`,
+    `strict`, `device` and `target`."""
+    yield from loaders.iter_layers(FAMILY, path, **options)
+
+
+def load_model(path: str | Path, **options: Any) -> loaders.Model:
+    """All layers that `iter_layers(path, **options)` yields, as one object with a printable report."""
+    return loaders.load_model(FAMILY, path, **options)

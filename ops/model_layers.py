@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import fp8, mxfp4
 from terrazzo.ops.checkpoints import loaders
 from terrazzo.ops.checkpoints.reader import Checkpoint
 from terrazzo.ops.w4a8.checkpoint import FAMILY as W4A8
@@ -25,21 +26,29 @@ if TYPE_CHECKING:
     from terrazzo.ops.checkpoints.config import LayerConfig
     from terrazzo.schedules.models import Architecture
 
-FAMILIES = {"w4a16": (W4A16, {}), "w4a8": (W4A8, {"requantize": True}), "w4a8_fp8": (W4A8_FP8, {})}
+FAMILIES = {
+    "w4a16": (W4A16, {}), "w4a8": (W4A8, {"requantize": True}), "w4a8_fp8": (W4A8_FP8, {}),
+    "mxfp4": (mxfp4.FAMILY, {}), "fp8": (fp8.FAMILY, {}),
+}  # fmt: skip
 """Operator -> what reads its layers, and with which options: those that read the most."""
-_MOST_ROWS, _FEW_ROWS = 32, 8
-"""Output features of each layer that are read: QServe interleaves 32, a word of zero points has 8."""
+_ROWS = {"qserve": 32, "fp8": 1 << 30}
+_FEW_ROWS = 8
+"""Output features of each layer that are read: QServe interleaves 32, a word of zero points has 8; FP8 scales may be
+those of blocks, so all are."""
 _LAST, _FIRST, _WORDS, _WORDS_FIRST = (1, 1), (0, 1), (1, 8), (0, 8)
 _ROWS_OF = {
     "awq": {"qweight": _WORDS, "qzeros": _WORDS, "scales": _LAST},
     "gptq": {"qweight": _LAST, "qzeros": _WORDS, "scales": _LAST},
     "compressed_tensors": {"weight_packed": _FIRST, "weight_scale": _FIRST, "weight_zero_point": _WORDS_FIRST},
     "int_quantized": {"weight": _FIRST, "weight_scale": _FIRST, "weight_zero_point": _FIRST},
+    "mxfp4": {"weight_packed": _FIRST, "weight_scale": _FIRST},
+    "fp8": {"weight": _FIRST},
     "qserve": {"qweight": _FIRST, "s1_scales": _FIRST, "s1_szeros": _FIRST, "s2_scales": _LAST, "s2_zeros": _LAST},
 }
 """Convention -> tensor -> dimension of the output features, and how many of them an element holds."""
 _CODES = {"qweight", "weight_packed", "weight"}
-_SCALES = {"awq": "scales", "gptq": "scales", "qserve": "s1_scales"}
+_SCALES = {"awq": "scales", "gptq": "scales", "qserve": "s1_scales", "fp8": "weight"}
+"""What tells the output features of a layer, "weight_scale" of others."""
 _JOINED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3"),
 }  # fmt: skip
@@ -157,7 +166,7 @@ class _Sampled(Checkpoint):
     def _read(self, prefix: str, operator: str) -> Linear:
         family, options = FAMILIES[operator]
         weight = loaders.read(family, self, prefix, "cpu", **options)
-        facts = (weight.symmetric, str(weight.scales.dtype)[6:]) if operator == "w4a16" else (False, "")
+        facts = (weight.symmetric, weight.scale_dtype) if hasattr(weight, "scale_dtype") else (False, "")
         return Linear(operator, "", weight.n, weight.k, weight.group_size, *facts, weight.bias is not None)
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -184,7 +193,7 @@ class _Sampled(Checkpoint):
         return _FIRST if leaf == "bias" else _ROWS_OF.get(self.layers().get(prefix, ""), {}).get(leaf)
 
     def _count(self, prefix: str) -> int:
-        return _MOST_ROWS if self.layers().get(prefix) == "qserve" else _FEW_ROWS
+        return _ROWS.get(self.layers().get(prefix), _FEW_ROWS)
 
     def _packed(self, name: str, packed: int) -> int:
         return 1 if self.describe(name)[0] == "I8" else packed

@@ -11,24 +11,25 @@ from terrazzo.lowering.data_files import read_json
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import attention, launching, model_layers, w4a8, w4a16, w4ax
+from terrazzo.ops import attention, launching, model_layers, w4a8, w4ax
 from terrazzo.ops.attention.format import HEAD_DIMS
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.checkpoints.config import Config
 from terrazzo.ops.checkpoints.reader import Checkpoint
+from terrazzo.ops.formats.weight import OPERATORS as WEIGHT_ONLY
 from terrazzo.ops.grouped import all_tokens
 from terrazzo.ops.model_layers import Layers, Linear, joined, of_architecture, split
 from terrazzo.ops.w4a8 import activations as w4a8_activations
 from terrazzo.ops.w4a8 import format as w4a8_format
 from terrazzo.ops.w4a8 import fp8_format
 from terrazzo.ops.w4a8 import op as w4a8_op
-from terrazzo.ops.w4a16 import format as w4a16_format
-from terrazzo.ops.w4a16 import op as w4a16_op
 from terrazzo.ops.w4ax import format as w4ax_format
+from terrazzo.ops.weight_only import grouped as weight_only_grouped
+from terrazzo.ops.weight_only import op as weight_only_op
 from terrazzo.schedules import records
 from terrazzo.schedules.models import ARCHITECTURES, Architecture, get_model
 
-OPERATORS = ("w4a16", "w4a8", "w4a8_fp8", "w4ax")
+OPERATORS = (*WEIGHT_ONLY, "w4a8", "w4a8_fp8", "w4ax")
 SECONDS = {
     "w4a16.small_batch": 2.6, "w4a8.small_batch": 2.6, "w4ax.small_batch": 2.7, "w4a8.quantize_rows": 1.6,
     "w4ax.quantize_blocks": 1.8, "attention.decode": 3.8, "attention.write": 2.0, "attention.new_tokens": 1.8,
@@ -37,7 +38,10 @@ SECONDS = {
 _OTHERS = 4.7
 STARTING_S = 3.0
 """Until a compiling process has imported what it needs."""
-_FORMATS = {"w4a16": w4a16_format, "w4a8": w4a8_format, "w4a8_fp8": fp8_format, "w4ax": w4ax_format}
+_LAYOUTS = {
+    **{operator: form.layout for operator, form in WEIGHT_ONLY.items()},
+    "w4a8": w4a8_format.LAYOUT, "w4a8_fp8": fp8_format.LAYOUT, "w4ax": w4ax_format.LAYOUT,
+}  # fmt: skip
 _DTYPES = {"float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 
 
@@ -238,7 +242,7 @@ def _linear(made: Plan, layers: Layers, model: Architecture | None, serving: Ser
             continue
         made.requests |= dict.fromkeys(layer_requests(kind, serving, model.top_k if model else 1))
     for operator in dict.fromkeys(kind.operator for kind in layers.kinds):
-        name = _FORMATS[operator].LAYOUT
+        name = _LAYOUTS[operator]
         made.layouts[name] = get_instance(name).identity
 
 
@@ -253,11 +257,12 @@ def layer_requests(kind: Linear, serving: Serving, top_k: int = 1) -> list[Kerne
 
 def _of_layer(kind: Linear, serving: Serving) -> list[KernelRequest]:
     at, dtype, (n, k) = serving.target, serving.dtype, (kind.n, kind.k)
-    if kind.operator == "w4a16":
-        facts = dict(group_size=kind.group_size, symmetric=kind.symmetric, scale_dtype=kind.scale_dtype, dtype=dtype)
-        known = records.tokens("w4a16", w4a16_op.tuning_facts(n, k, **facts), at)
+    if kind.operator in WEIGHT_ONLY:
+        facts = _facts(kind) | dict(dtype=dtype)
+        known = records.tokens(kind.operator, weight_only_op.tuning_facts(n, k, **facts), at)
         m = serving.tokens(launching.ALL_TOKENS, known)
-        return w4a16.kernel_requests(n, k, m=m, target=at, bias=kind.bias, **facts, numerics=serving.numerics)
+        facts |= dict(m=m, target=at, bias=kind.bias, numerics=_numerics(kind, serving))
+        return weight_only_op.kernel_requests(n, k, **facts)
     if kind.operator in ("w4a8", "w4a8_fp8"):
         facts = dict(group_size=kind.group_size, dequantization=_form(kind, serving))
         known = records.tokens(kind.operator, w4a8_op.tuning_facts(n, k, **facts, out_dtype=dtype), at)
@@ -280,12 +285,24 @@ def _of_experts(kind: Linear, top_k: int, serving: Serving) -> list[KernelReques
     """All experts in one launch: a step's tokens count once for each expert that they take."""
     m = serving.tokens(all_tokens(kind.experts), times=max(1, top_k))
     facts = dict(m=m and tuple(m), bias=kind.bias, target=serving.target, group_size=kind.group_size)
-    if kind.operator == "w4a16":
-        facts |= dict(symmetric=kind.symmetric, scale_dtype=kind.scale_dtype, dtype=serving.dtype)
-        return w4a16.grouped_requests(kind.n, kind.k, kind.experts, **facts, numerics=serving.numerics)
+    if kind.operator in WEIGHT_ONLY:
+        facts |= _facts(kind) | dict(dtype=serving.dtype, numerics=_numerics(kind, serving))
+        return weight_only_grouped.grouped_requests(kind.n, kind.k, kind.experts, **facts)
     facts |= dict(out_dtype=serving.dtype, dequantization=_form(kind, serving))
     rows = m or all_tokens(kind.experts)
     return w4a8.grouped_requests(kind.n, kind.k, kind.experts, **facts) + _quantizers(kind, serving, rows)
+
+
+def _facts(kind: Linear) -> dict[str, Any]:
+    """What tells kernels of weight-only layers apart, besides sizes and dtype."""
+    form = WEIGHT_ONLY[kind.operator]
+    facts = dict(group_size=kind.group_size, symmetric=kind.symmetric, scale_dtype=kind.scale_dtype, weight=form.name)
+    return facts | (dict(symmetric=True, scale_dtype=form.scales[0]) if form.row_factors else {})
+
+
+def _numerics(kind: Linear, serving: Serving) -> str:
+    """What the serving asks of W4A16; other formats have one way each."""
+    return "auto" if WEIGHT_ONLY[kind.operator].row_factors else serving.numerics
 
 
 def _form(kind: Linear, serving: Serving) -> str:

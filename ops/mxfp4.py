@@ -8,10 +8,13 @@ Format and numerics: `MXFP4` of terrazzo.ops.formats.weight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.ops import dlpack
+from terrazzo.ops.checkpoints import loaders
+from terrazzo.ops.checkpoints import mxfp4 as published
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.weight_only import format, grouped, op
 from terrazzo.ops.weight_only.entry import gemm, grouped_gemm
@@ -20,6 +23,7 @@ from terrazzo.ops.weight_only.op import weight_requests
 from terrazzo.ops.weight_only.quantizer import quantize_mxfp4 as quantize_weight
 
 if TYPE_CHECKING:
+    import torch
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import SupportsDLPack
@@ -28,17 +32,27 @@ __all__ = [
     "GroupedWeight",
     "PackedWeight",
     "QuantizedWeight",
+    "from_compressed_tensors",
+    "from_gpt_oss",
     "gemm",
     "grouped_gemm",
     "grouped_requests",
+    "iter_layers",
     "kernel_requests",
+    "load_layer",
+    "load_model",
     "pack",
     "quantize",
     "quantize_weight",
+    "read_layer",
     "weight_requests",
 ]
 GROUP_SIZE = 32
-_FACTS = dict(group_size=GROUP_SIZE, symmetric=True, scale_dtype="e8m0", weight="mxfp4")
+_FACTS = dict(symmetric=True, scale_dtype="e8m0", weight="mxfp4")
+
+FAMILY = loaders.Family(
+    "mxfp4", {"mxfp4": lambda tensors, config: published.unpack(**tensors)}, format.pack, activations=("",)
+)
 
 
 def __dir__() -> list[str]:
@@ -67,6 +81,50 @@ def pack(
     return format.pack(format.made(codes, scales, bias, "mxfp4", GROUP_SIZE), target=target)
 
 
+@dlpack.accepting
+def from_compressed_tensors(
+    weight_packed: SupportsDLPack,
+    weight_scale: SupportsDLPack,
+    *,
+    bias: SupportsDLPack | None = None,
+    target: Target | str | None = None,
+) -> PackedWeight:
+    """A layer of compressed-tensors' mxfp4-pack-quantized, packed.
+
+    Args:
+        weight_packed: uint8 [N, K/2], the first of two codes in the lower half. weight_scale: uint8 [N, K/32].
+        bias: [N]. target: see `pack`.
+
+    Raises:
+        ArgumentError: wrong shapes or dtypes, or a scale that is NaN (255).
+    """
+    return format.pack(published.unpack(weight_packed, weight_scale, bias=bias), target=target)
+
+
+@dlpack.accepting
+def from_gpt_oss(
+    blocks: SupportsDLPack,
+    scales: SupportsDLPack,
+    bias: SupportsDLPack | None = None,
+    *,
+    gate_up: str | None = None,
+    target: Target | str | None = None,
+) -> GroupedWeight:
+    """The experts of a gpt-oss projection, packed and stacked.
+
+    Args:
+        blocks: uint8 [E, N, K/32, 16] ("gate_up_proj_blocks"). scales: uint8 [E, N, K/32]. bias: [E, N].
+        gate_up: "interleaved" for gate_up_proj, whose row 2i is gate i and row 2i + 1 is up i: the packed rows are then
+            all gates, then all ups. "halves" or None leaves rows as they are.
+        target: see `pack`.
+
+    Raises:
+        ArgumentError: wrong shapes or dtypes, or a scale that is NaN (255).
+    """
+    experts = published.unpack_experts(blocks, scales, bias, gate_up=gate_up)
+    return GroupedWeight.stack([format.pack(one, target=target) for one in experts])
+
+
 def quantize(
     weight: SupportsDLPack, *, bias: SupportsDLPack | None = None, target: Target | str | None = None
 ) -> PackedWeight:
@@ -78,6 +136,7 @@ def kernel_requests(
     n: int,
     k: int,
     *,
+    group_size: int = GROUP_SIZE,
     m: int | Sequence[int] | None = None,
     dtype: str = "bfloat16",
     target: Target | str,
@@ -86,13 +145,13 @@ def kernel_requests(
     """The kernels that serve an [n, k] weight: for the given M, or for every M (None). Needs no GPU.
 
     Args:
-        n, k: of the weight. m: numbers of tokens.
+        n, k: of the weight. group_size: 32. m: numbers of tokens.
         dtype: of activations and output, "float16" or "bfloat16". bias: whether one is added.
 
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.
     """
-    return op.kernel_requests(n, k, m=m, dtype=dtype, target=target, bias=bias, **_FACTS)
+    return op.kernel_requests(n, k, group_size=group_size, m=m, dtype=dtype, target=target, bias=bias, **_FACTS)
 
 
 def grouped_requests(
@@ -100,6 +159,7 @@ def grouped_requests(
     k: int,
     experts: int,
     *,
+    group_size: int = GROUP_SIZE,
     m: int | tuple[int, ...] | None = None,
     dtype: str = "bfloat16",
     bias: bool = False,
@@ -109,10 +169,50 @@ def grouped_requests(
 
     Args:
         n, k: of each expert's weight. experts: number of them. m: tokens of all experts together.
-        dtype, bias: see `kernel_requests`.
+        group_size, dtype, bias: see `kernel_requests`.
 
     Raises:
         ArgumentError: a value that no kernel serves, or a target without warpgroup instructions.
         TargetError: an unknown target.
     """
-    return grouped.grouped_requests(n, k, experts, m=m, dtype=dtype, bias=bias, target=target, **_FACTS)
+    facts = dict(m=m, dtype=dtype, bias=bias, target=target)
+    return grouped.grouped_requests(n, k, experts, group_size=group_size, **facts, **_FACTS)
+
+
+def read_layer(
+    path: str | Path, name: str | None = None, *, device: str | int | torch.device = "cpu"
+) -> QuantizedWeight:
+    """Canonical weight of one MXFP4 layer of a checkpoint; activations that it quantizes stay in 16 bits.
+
+    Args:
+        path: a .safetensors file or a Hugging Face folder; a config beside the file is read too.
+        name: prefix of the layer's tensors; None when the checkpoint has only one layer.
+        device: where the weight is built, as torch names it.
+
+    Raises:
+        ArgumentError: no such layer, a missing tensor, or a layer that its config or further tensors give another
+            meaning (`load_model` skips it with the same reason).
+    """
+    return loaders.read_layer(FAMILY, path, name, format=None, device=device)
+
+
+def load_layer(
+    path: str | Path,
+    name: str | None = None,
+    *,
+    device: str | int | torch.device = "cpu",
+    target: Target | str | None = None,
+) -> PackedWeight:
+    """`pack(read_layer(path, name, device=device), target=target)`."""
+    return format.pack(read_layer(path, name, device=device), target=target)
+
+
+def iter_layers(path: str | Path, **options: Any) -> Iterator[loaders.Layer]:
+    """A checkpoint's layers one at a time, as `w4a16.iter_layers` does and with its options `select`, `packed`,
+    `strict`, `device` and `target`."""
+    yield from loaders.iter_layers(FAMILY, path, **options)
+
+
+def load_model(path: str | Path, **options: Any) -> loaders.Model:
+    """All layers that `iter_layers(path, **options)` yields, as one object with a printable report."""
+    return loaders.load_model(FAMILY, path, **options)

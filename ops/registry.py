@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.formats.weight import WEIGHTS
 
 __all__ = [
     "REGISTRY",
@@ -111,6 +112,25 @@ def _w4a8_fp8(format: str, source: str, notes: str) -> Support:
     )
 
 
+_FLOAT_TARGETS = {"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "compiled"}
+
+
+def _small_float(operator: str, format: str, source: str, notes: str) -> Support:
+    form = WEIGHTS[operator]
+    return Support(
+        operator=operator,
+        format=format,
+        source=f"terrazzo.ops.{operator}.{source}",
+        groups=(*form.groups, *(["K"] if form.one_group else [])),
+        zeros=("symmetric",),
+        activations=("bfloat16", "float16"),
+        scales=form.scales,
+        numerics=form.numerics,
+        targets=_FLOAT_TARGETS,
+        notes=notes,
+    )
+
+
 _KV_TARGETS = {"sm_80": "ptx-tested", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
 
 
@@ -159,6 +179,12 @@ REGISTRY: tuple[Support, ...] = (
     _w4a16("gptq_v2", "from_gptq", _ALL_SCALES, "act-order; auto-round's own"),
     _w4a16("compressed_tensors", "from_compressed_tensors", _ALL_SCALES, "pack-quantized; actorder"),
     _w4a16("rtn", "quantize", _ALL_SCALES, "float weight, round to nearest with searched clipping"),
+    _small_float("mxfp4", "gpt_oss", "from_gpt_oss", "experts; gate and up rows interleaved or not"),
+    _small_float("mxfp4", "compressed_tensors", "from_compressed_tensors", "mxfp4-pack-quantized"),
+    _small_float("mxfp4", "rtn", "quantize", "float weight, round to nearest, the better of two powers of two"),
+    _small_float("fp8", "compressed_tensors", "from_checkpoint", "float-quantized: tensor, channel or block scales"),
+    _small_float("fp8", "fp8", "from_checkpoint", "quant_method fp8 and fbgemm_fp8: weight_scale, weight_scale_inv"),
+    _small_float("fp8", "rtn", "quantize", "float weight, scales of the tensor, of rows or of blocks"),
     _w4a8("qserve", "from_qserve", ("asymmetric",), "per group and per channel, exact"),
     _w4a8(
         "compressed_tensors",

@@ -43,7 +43,7 @@ _FOLDER = click.Path(exists=True, path_type=Path)
 @click.option("--kv", type=Formats(), multiple=True, help="Keys/values as int4/int4, or none; may be repeated.")
 @click.option("--m", "ms", type=Counts(), help="Numbers of tokens to serve, 1,16,256. Default: every M.")
 @click.option("--dtype", type=Dtype("f16", "bf16"), help="Activations and output. Default: the checkpoint's, else f16.")
-@click.option("--group", help="Input channels for each scale; K for one group. Default: 128, for w4a8 on int8 64.")
+@click.option("--group", help="Input channels for each scale; K: all. Default: 128, w4a8 64, mxfp4 32, fp8 K.")
 @click.option("--symmetric/--asymmetric", default=False, help="Without or with (default) zero points.")
 @click.option("--scale-dtype", type=Dtype("f16", "bf16", "f32"), help="Default: as the activations.")
 @click.option("--numerics", type=NUMERICS, default="auto", show_default=True, help="w4a16: auto, exact, fused or post.")
@@ -287,7 +287,8 @@ def _requests(op: str) -> Any:
 
 
 def _usual_group(op: str | None, dequantization: str) -> str:
-    return "64" if op == "w4a8" and dequantization != "e4m3" else "128"
+    usual = {"mxfp4": "32", "fp8": "K", "w4a8": "128" if dequantization == "e4m3" else "64"}
+    return usual.get(op or "", "128")
 
 
 def _say_where_one_group_is(op: str, group: str, shapes: Iterable[tuple[int, int]]) -> None:
@@ -325,8 +326,12 @@ def _layout(op: str, dequantization: str) -> dict[str, str]:
     import importlib
 
     from terrazzo.layouts.instances import get_instance
+    from terrazzo.ops.formats.weight import OPERATORS
 
     form = "fp8_format" if dequantization == "e4m3" else "format"
+    if op in OPERATORS:
+        name = OPERATORS[op].layout
+        return {name: get_instance(name).identity}
     name = importlib.import_module(f"terrazzo.ops.{op}.{form}").LAYOUT
     return {name: get_instance(name).identity}
 

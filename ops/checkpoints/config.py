@@ -17,12 +17,16 @@ FORMATS = {
     "gptq_v2": "gptq",
     "compressed_tensors": "compressed_tensors",
     "qserve": "qserve",
+    "fp8": "fp8",
     "auto_round": "gptq",
     "auto_round:auto_gptq": "gptq",
     "auto_round:auto_awq": "awq",
 }
 """What a caller may name -> the tensors that a layer of it has. "auto_round" is GPTQ with zero points as they are."""
-_METHODS = {"gptqmodel": "gptq", "auto_round": "auto-round", "intel/auto-round": "auto-round", "qoq": "qserve"}
+_METHODS = {
+    "gptqmodel": "gptq", "auto_round": "auto-round", "intel/auto-round": "auto-round", "qoq": "qserve",
+    "fbgemm_fp8": "fp8",
+}  # fmt: skip
 _PACKINGS = {
     "": "gptq",
     "auto": "gptq",
@@ -44,17 +48,27 @@ _KINDS = {
 _PRESET = re.compile(r"(?:W(?P<weights>[2-8])A(?P<acts>4|8|16|FP8)(?P<asym>_ASYM)?|INT8|(?P<float>(?:NV|MX)?FP\w+))")
 
 
+_FLOAT_PRESETS = {
+    "FP8": {"num_bits": 8, "strategy": "tensor"},
+    "FP8_DYNAMIC": {"num_bits": 8, "strategy": "channel"},
+    "FP8_BLOCK": {"num_bits": 8, "strategy": "block"},
+    "MXFP4": {"num_bits": 4, "strategy": "group", "group_size": 32},
+    "MXFP4A16": {"num_bits": 4, "strategy": "group", "group_size": 32},
+}
+
+
 @dataclass(frozen=True)
 class LayerConfig:
     """What a checkpoint's config states about one layer. None: it does not say.
 
     Attributes:
-        format: "awq", "gptq", "gptq_v2", "compressed_tensors" or "qserve".
+        format: "awq", "gptq", "gptq_v2", "compressed_tensors", "qserve" or "fp8".
         bits: bits for each code.
         group_size: input channels for each scale, -1 for one group.
         version: AWQ version or compressed-tensors format, as written.
         symmetric, desc_act: as written; of compressed-tensors, desc_act is its actorder by groups.
-        activations: what x is quantized to, dynamically and for each token: "int8", "e4m3"; "" for 16 bits; None.
+        activations: what x is quantized to, dynamically and for each token: "int8", "e4m3"; "" for 16 bits; None. Of
+            weights in small floats "": their kernels multiply 16-bit x, whatever is stated.
         skip: why the layer cannot be read as its tensors say, or why the config leaves it out, else "".
         excluded: `skip` says that the config leaves the layer out of quantization.
     """
@@ -233,6 +247,18 @@ class Config:
         bits = next((key for key in ("w_bit", "bits", "wbits", "weight_bits") if key in self.raw), "bits")
         return LayerConfig("qserve", whole(self.raw, bits, 4), whole(self.raw, "group_size"), activations="int8")
 
+    def _fp8(self, name: str) -> LayerConfig:
+        left = [*_names_of(self.raw, "modules_to_not_convert"), *_names_of(self.raw, "ignored_layers")]
+        excluded = [part for part in left if _contains(name, part)]
+        block, skip = self.raw.get("weight_block_size"), ""
+        if block is not None and block != [128, 128]:
+            skip = f"weight_block_size is {_shown(block)}, only blocks of 128 x 128 are read"
+        if self.raw.get("fmt") not in (None, "e4m3"):
+            skip = f"fmt is {_shown(self.raw['fmt'])}, only e4m3 is read"
+        skip = f"modules_to_not_convert names {excluded[0]!r}" if excluded else skip
+        group = -1 if block is None else 128
+        return LayerConfig("fp8", 8, group, activations="", skip=skip, excluded=bool(excluded))
+
     def _compressed(self, name: str) -> LayerConfig:
         ignored = [entry for entry in _names_of(self.raw, "ignore") if fields.names(entry, name)]
         if ignored:
@@ -252,6 +278,7 @@ _LAYERS = {
     "compressed-tensors": Config._compressed,
     "qserve": Config._qserve,
     "auto-round": Config._auto_round,
+    "fp8": Config._fp8,
 }
 
 
@@ -262,7 +289,8 @@ def _group(key: str, value: Any) -> dict[str, Any]:
         if preset is None:
             return {"targets": value, "preset": key}
         if preset["float"]:
-            return {"targets": value, "weights": {"type": "float", "num_bits": None}}
+            stated = _FLOAT_PRESETS.get(preset["float"], {"num_bits": None})
+            return {"targets": value, "weights": {"type": "float", **stated}}
         bits, acts = int(preset["weights"] or 8), preset["acts"] or "8"
         stated = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 128}
         stated |= {"symmetric": not preset["asym"]}
@@ -295,6 +323,8 @@ def _scheme(group: dict[str, Any], format: str | None) -> LayerConfig:
     extra += [key for key in stated if stated[key] and key not in _WEIGHT_FIELDS]
     if extra:
         return skipped(f"config_groups: the field {extra[0][:80]!r} is not known here: it may change the layer")
+    if stated.get("type", "int") == "float" and (found := _small_floats(stated, group, format)):
+        return found
     if stated.get("type", "int") != "int":
         return skipped(f"weights are of type {_shown(stated['type'])}, not int")
     activations = _activations(acts)
@@ -318,6 +348,22 @@ def _scheme(group: dict[str, Any], format: str | None) -> LayerConfig:
         True if order is True or order in ("group", "dynamic") else None,
         activations,
     )
+
+
+def _small_floats(stated: dict[str, Any], group: dict[str, Any], format: str | None) -> LayerConfig | None:
+    """Weights of float-quantized and mxfp4-pack-quantized; None of others, which are refused."""
+    bits, strategy, size = whole(stated, "num_bits"), stated.get("strategy"), whole(stated, "group_size")
+    if bits == 8 and strategy == "block" and stated.get("block_structure") not in (None, [128, 128], "128x128"):
+        return None
+    known = bits == 8 and strategy in (None, "tensor", "channel", "block")
+    if stated.get("dynamic") or not (known or (bits, strategy, size) == (4, "group", 32)):
+        return None
+    size = {4: 32}.get(bits, 128 if strategy == "block" else -1)
+    usual = {4: "mxfp4-pack-quantized"}.get(bits, "float-quantized")
+    layout = _text(group, "format") or (usual if format in (None, "mixed-precision") else format)
+    if bits == 4 and layout != usual:
+        return None
+    return LayerConfig("compressed_tensors", bits, size, layout, _flag(stated, "symmetric"), activations="")
 
 
 def _activations(acts: dict[str, Any]) -> str | None:

@@ -46,6 +46,7 @@ NEUTRAL: dict[str, frozenset[str]] = {
     "compressed-tensors": frozenset(f"{_AUTO_ROUND} {_COMPRESSED}".split()),
     "qserve": frozenset("version zero_point modules_to_not_convert".split()),
     "auto-round": frozenset(f"{_AUTO_ROUND} damp_percent lm_head modules_to_not_convert true_sequential".split()),
+    "fp8": frozenset("activation_scheme activation_scale_ub scale_fmt kv_cache_scheme kv_cache_quant_method".split()),
 }
 """Convention -> fields that change nothing, whatever they hold."""
 READ: dict[str, frozenset[str]] = {
@@ -54,6 +55,7 @@ READ: dict[str, frozenset[str]] = {
     "compressed-tensors": frozenset("quant_method config_groups format ignore".split()),
     "qserve": frozenset(_READ.split()),
     "auto-round": frozenset(f"{_READ} packing_format sym extra_config".split()),
+    "fp8": frozenset("quant_method fmt weight_block_size modules_to_not_convert ignored_layers".split()),
 }
 """Convention -> fields that `Config` obeys."""
 FUSED_ROTATION = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "qkv_proj", "gate_up_proj", "lm_head")

@@ -102,7 +102,7 @@ def read(family: Family, checkpoint: Checkpoint, name: str, device: torch.device
     return family.readers[convention](checkpoint.tensors(name, device), config, **options)
 
 
-_SAME = {"compressed_tensors": ("compressed_tensors", "int_quantized")}
+_SAME = {"compressed_tensors": ("compressed_tensors", "int_quantized", "mxfp4", "fp8")}
 
 
 def read_layer(

@@ -27,11 +27,17 @@ TENSORS = {
     "compressed_tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
     "int_quantized": ("weight", "weight_scale", "weight_zero_point", "weight_shape"),
     "qserve": ("qweight", "s1_scales", "s2_scales", "s2_zeros", "s1_szeros"),
+    "mxfp4": ("weight_packed", "weight_scale"),
+    "fp8": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
 }
-"""Convention -> the tensors of a layer, beside `bias`. "int_quantized" is compressed-tensors' int8 [N, K] of int4."""
+"""Convention -> the tensors of a layer, beside `bias`. "int_quantized" is compressed-tensors' int8 [N, K] of int4;
+"mxfp4" and "fp8" are small floats, of compressed-tensors and others."""
 _OPTIONAL = {
     "qzeros", "g_idx", "weight_zero_point", "weight_shape", "weight_g_idx", "s2_scales", "s2_zeros", "s1_szeros",
+    "input_scale",
 }  # fmt: skip
+_EITHER = {"weight_scale": "weight_scale_inv", "weight_scale_inv": "weight_scale"}
+"""Of "fp8": one that is not needed where the other is."""
 
 
 class Checkpoint(files.TensorFiles):
@@ -60,11 +66,14 @@ class Checkpoint(files.TensorFiles):
             for name in self.names():
                 prefix, _, leaf = name.rpartition(".")
                 if leaf == "weight_packed":
-                    self._layers[prefix] = "compressed_tensors"
+                    bytes_ = self._is(name, "U8") and self._is(join(prefix, "weight_scale"), "U8", "F8_E8M0")
+                    self._layers[prefix] = "mxfp4" if bytes_ else "compressed_tensors"
                 elif leaf == "qweight":
                     self._layers[prefix] = self._of_words(prefix)
-                elif leaf == "weight" and self._has(prefix, "weight_scale") and self._is_int8(name):
+                elif leaf == "weight" and self._has(prefix, "weight_scale") and self._is(name, "I8"):
                     self._layers[prefix] = "int_quantized"
+                elif leaf == "weight" and any(self._has(prefix, it) for it in _EITHER) and self._is(name, "F8_E4M3"):
+                    self._layers[prefix] = "fp8"
             self._owned = self._owners(self._layers)
         return self._layers
 
@@ -85,8 +94,8 @@ class Checkpoint(files.TensorFiles):
         name = join(prefix, leaf)
         return name in self.places or name in self.lost
 
-    def _is_int8(self, name: str) -> bool:
-        return name in self.places and self.describe(name)[0] == "I8"
+    def _is(self, name: str, *dtypes: str) -> bool:
+        return name in self.places and self.describe(name)[0] in dtypes
 
     def _owners(self, layers: dict[str, str]) -> dict[str, dict[str, str]]:
         """layer -> {what stands behind its prefix -> tensor}: each tensor belongs to the longest prefix before it."""
@@ -157,6 +166,8 @@ class Checkpoint(files.TensorFiles):
             full = join(prefix, leaf)
             if full in self.places:
                 found[leaf] = self.tensor(full, device)
+            elif leaf in _EITHER and self._has(prefix, _EITHER[leaf]) and full not in self.lost:
+                continue
             elif full in self.lost or leaf not in _OPTIONAL | {"bias"}:
                 constraint = f"layer {prefix!r} needs the tensor {full!r}"
                 constraint += f": {self.lost[full]}" if full in self.lost else ""

@@ -146,6 +146,7 @@ FP8 = WeightFormat(
 """e4m3 with a float32 for each row, or for each 128 k of it. No weight is rounded."""
 
 WEIGHTS: dict[str, WeightFormat] = {one.name: one for one in (U4, MXFP4, FP8)}
+OPERATORS: dict[str, WeightFormat] = {one.operator: one for one in WEIGHTS.values()}
 
 
 def get_weight_format(name: str | WeightFormat) -> WeightFormat:

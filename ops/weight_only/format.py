@@ -89,6 +89,11 @@ class QuantizedWeight(weights.Canonical):
         """ "e8m0" or "float32"."""
         return self.format.scales[0]
 
+    @property
+    def symmetric(self) -> bool:
+        """True: codes are numbers as they are."""
+        return True
+
     def pack(self, *, target: Target | str | None = None) -> PackedWeight:
         """See `pack` of the format's module."""
         return pack(self, target=target)

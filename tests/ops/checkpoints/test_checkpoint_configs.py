@@ -251,7 +251,13 @@ def test_presets_stand_for_their_schemes(tmp_path, preset, family, symmetric):
 
 @pytest.mark.parametrize(
     ("preset", "words"),
-    [("NVFP4A16", "of type float"), ("FP8_BLOCK", "of type float"), ("W8A16", "bits = 8"), ("W5", "no preset 'W5'")],
+    [
+        ("NVFP4A16", "of type float"),
+        ("FP8_BLOCK", "bits = 8"),
+        ("MXFP4", "of type float"),
+        ("W8A16", "bits = 8"),
+        ("W5", "no preset 'W5'"),
+    ],
 )
 def test_presets_that_no_kernel_serves(tmp_path, preset, words):
     folder = write(tmp_path, tensors("pack"), compressed() | {"config_groups": {preset: ["Linear"]}})
