@@ -19,6 +19,7 @@ from terrazzo.lowering.errors import ArgumentError, BundleError, CompileError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a8, w4a16
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.weight_only import reference
 
 from tests.integrations import vllm_double, vllm_folders
 from tests.ops.checkpoints.checkpoint_folders import stored, words
@@ -191,7 +192,7 @@ def test_a_loaded_layer_multiplies_as_its_values_say(kernel, convention, traced)
     y = (torch.compile(call, fullgraph=True, backend="eager") if traced else call)(x)
     exact = x.double() @ weight.T + bias.double()
     assert (y.double() - exact).abs().max() < 2e-3 * exact.abs().max()
-    assert torch.equal(y, w4a16.reference.forward(x, _packed(made, layer), bias))
+    assert torch.equal(y, reference.forward(x, _packed(made, layer), bias))
 
 
 def _packed(made, layer):
