@@ -288,5 +288,12 @@ def _asking(original: type, form_of: Callable[[Any, Any, str], Form | None]) -> 
         found = method_for(layer, form, prefix)
         return found if found is not None else original.get_quant_method(self, layer, prefix)
 
+    def _is_fp8_w4a8(weight_quant: Any, input_quant: Any) -> bool:
+        """On Hopper vLLM takes int8 activations for e4m3 ones here; ours are what the checkpoint states."""
+        states_int = input_quant is not None and getattr(input_quant.type, "value", input_quant.type) == "int"
+        return original._is_fp8_w4a8(weight_quant, input_quant) and not (states_int and settings().linear)
+
     names = dict(get_quant_method=get_quant_method, terrazzo_form_of=staticmethod(form_of), __doc__=original.__doc__)
+    if hasattr(original, "_is_fp8_w4a8"):
+        names["_is_fp8_w4a8"] = staticmethod(_is_fp8_w4a8)
     return type(original.__name__, (original,), names | {"__module__": original.__module__})

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from terrazzo.integrations.vllm.settings import Settings
 from terrazzo.integrations.vllm.weights import Wanted
+from terrazzo.lowering.compilers import compiler
 from terrazzo.lowering.errors import BundleError, CompileError
 from terrazzo.lowering.kernels import is_ready
 from terrazzo.lowering.parallel import CompilePool
@@ -73,6 +74,7 @@ class Compiling:
                 f"{len(new)} kernels are not in bundle {self.settings.bundle}, {new[0]} first; make it again with "
                 "`terrazzo compile MODEL --max-tokens N`, or leave out strict"
             )
+        compiler().require(f"{len(new)} kernels")
         with self.changed:
             if self.pool is None:
                 self.pool = CompilePool(self._done, self.settings.workers)

@@ -27,12 +27,13 @@ def install(folder: Path, root: Path) -> str:
 
 
 def kernels(model) -> dict[str, str]:
-    """Layer -> class that multiplies."""
+    """Layer -> class that multiplies, and of ours the operator: "TerrazzoLinearKernel w4a16"."""
     found = {}
     for name, layer in model.named_modules():
         if (method := getattr(layer, "quant_method", None)) is not None:
             holder = getattr(layer, "scheme", None) or method
-            found[name] = type(getattr(holder, "kernel", None) or holder).__name__
+            kernel = getattr(holder, "kernel", None) or holder
+            found[name] = " ".join([type(kernel).__name__, *getattr(kernel, "facts", ())[:1]])
     return found
 
 
@@ -52,7 +53,7 @@ def main() -> None:
         options = dict(skip_tokenizer_init=True, max_model_len=128, enable_prefix_caching=False) | asked["options"]
         llm = LLM(model=folder, **options)
         how = SamplingParams(max_tokens=asked.get("tokens", 8), temperature=0, detokenize=False, ignore_eos=True,
-                             logprobs=5)  # fmt: skip
+                             logprobs=20)  # fmt: skip
         prompts = [dict(prompt_token_ids=prompt) for prompt in asked["prompts"]]
         outs = [out.outputs[0] for out in llm.generate(prompts, how, use_tqdm=False)]
         said = [[{int(t): p.logprob for t, p in step.items()} for step in out.logprobs] for out in outs]

