@@ -1,8 +1,8 @@
 """Linear layers beside cuBLAS f16 (and peers that a caller brings) over shapes and numbers of tokens, outputs checked
 first.
 
-`terrazzo bench`, the demo and benchmarks/w4a16.py measure through `bench_w4a16`; `w4a8_bench` measures the other family
-with the same rows.
+`bench` measures rows of a `Shape`: `weight_only_bench` has that of every weight format with 16-bit activations,
+`w4a8_bench` and `w4ax_bench` those of quantized ones.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from terrazzo.autotune import measure
+from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import CompileError, TerrazzoError, ToolchainError
+from terrazzo.schedules.problem import TOKENS_PER_TILE
+from terrazzo.schedules.roofline import bounds
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.request import KernelRequest
     from terrazzo.lowering.targets import Target
-    from terrazzo.ops.w4a16.format import QuantizedWeight
-    from terrazzo.schedules.roofline import Roofline
+    from terrazzo.schedules.problem import Gemm
 
 CHECKED_ROWS = 512
 """Rows of y that are compared with the reference; with more tokens, the first, the last and a random choice between.
 All of y is checked for NaN that was there before."""
 DEVICE = "cuda"
 OURS = "terrazzo"
-_SHORT = {"float16": "f16", "bfloat16": "bf16"}
-_PROBLEM = {"n", "k", "bias", "dtype", "out_dtype", "scale_dtype", "symmetric", "group", "group_size"}
+_PROBLEM = {"n", "k", "bias", "dtype", "out_dtype", "scale_dtype", "symmetric", "group", "group_size", "weight"}
 SUSTAINED_M = 64
 """From so many tokens on, rows also have the times at the power limit: `sustained`, ours and cuBLAS's in turn."""
 
@@ -49,7 +51,7 @@ class Peer(Protocol):
     def missing(self) -> str:
         """Why it cannot run here, or ""."""
 
-    def load(self, weight: QuantizedWeight, dense: torch.Tensor, copies: Callable[[int], int]) -> list[Any]:
+    def load(self, weight: Any, dense: torch.Tensor, copies: Callable[[int], int]) -> list[Any]:
         """Copies of the weight in the peer's own form; `copies(nbytes)` says how many exceed the L2 cache.
 
         Args:
@@ -68,7 +70,7 @@ class Cublas:
     def missing(self) -> str:
         return ""
 
-    def load(self, weight: QuantizedWeight, dense: torch.Tensor, copies: Callable[[int], int]) -> list[Any]:
+    def load(self, weight: Any, dense: torch.Tensor, copies: Callable[[int], int]) -> list[Any]:
         return [dense.clone() for _ in range(copies(dense.numel() * dense.element_size()))]
 
     def call(self, x: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
@@ -96,26 +98,11 @@ class Settings:
     peers: Sequence[Peer] = field(default_factory=tuple)
 
 
-def requests_for(n: int, k: int, m: int | Sequence[int], settings: Settings, target: Target) -> list[KernelRequest]:
-    """The kernels that serve an [n, k] weight at these numbers of tokens."""
-    from terrazzo.ops import w4a16
-
-    return w4a16.kernel_requests(
-        n,
-        k,
-        group_size=min(settings.group, k),
-        symmetric=settings.symmetric,
-        scale_dtype=settings.dtype,
-        m=m,
-        dtype=settings.dtype,
-        target=target,
-    )
-
-
-def bench_w4a16(
+def bench(
+    kind: type[Shape],
     problems: Mapping[tuple[int, int], Sequence[str]],
     ms: Sequence[int],
-    settings: Settings | None = None,
+    settings: Settings,
     compile_all: Callable[[Sequence[KernelRequest]], Sequence[Path | CompileError]] | None = None,
     on_row: Callable[[dict[str, Any]], None] | None = None,
     on_shape: Callable[[dict[str, Any]], None] | None = None,
@@ -124,6 +111,7 @@ def bench_w4a16(
     """Measure every (N, K) at every M; needs a GPU.
 
     Args:
+        kind: how rows of an operator are measured.
         problems: (N, K) -> names of the layers that have this shape.
         ms: numbers of tokens.
         compile_all: compiles the kernels first; None takes `compile_many`.
@@ -138,20 +126,6 @@ def bench_w4a16(
     Raises:
         ToolchainError: no CUDA GPU. TargetError: one that is not supported.
     """
-    return bench(W4A16Shape, problems, ms, settings or Settings(), compile_all, on_row, on_shape, commit)
-
-
-def bench(
-    kind: type[Shape],
-    problems: Mapping[tuple[int, int], Sequence[str]],
-    ms: Sequence[int],
-    settings: Settings,
-    compile_all: Callable[[Sequence[KernelRequest]], Sequence[Path | CompileError]] | None = None,
-    on_row: Callable[[dict[str, Any]], None] | None = None,
-    on_shape: Callable[[dict[str, Any]], None] | None = None,
-    commit: str | None = None,
-) -> dict[str, Any]:
-    """`bench_w4a16` for the operator whose weights `kind` measures."""
     from terrazzo.lowering.parallel import compile_many
     from terrazzo.lowering.targets import Target
 
@@ -220,18 +194,31 @@ class Shape(ABC):
     def load(self) -> tuple[Any, Any, tuple[str, ...], torch.Tensor]:
         """(canonical weight, packed weight, its streamed tensors, the weight in the activation dtype)."""
 
+    @property
     @abstractmethod
+    def module(self) -> ModuleType:
+        """The operator's public module."""
+
+    @abstractmethod
+    def described(self) -> tuple[str, str]:
+        """The operator, and how its weight is stored, as rows name them."""
+
+    @abstractmethod
+    def gemm(self) -> Gemm:
+        """What schedules know of the weight."""
+
+    @abstractmethod
+    def converter(self, params: Mapping[str, Any]) -> str:
+        """What a kernel with these parameters decodes the weight with."""
+
     def facts(self, m: int, requests: Sequence[KernelRequest]) -> dict[str, Any]:
-        """What a row says before anything is measured."""
-
-    def unmeasured(
-        self, op: str, stored: str, m: int, requests: Sequence[KernelRequest], roof: Roofline
-    ) -> dict[str, Any]:
-        """`facts` in the order that result files have.
-
-        Args:
-            stored: the weight's format. requests: the kernels of the product. roof: what bounds it, and its time.
-        """
+        """What a row says before anything is measured, in the order that result files have."""
+        product = next(it for it in requests if "quantize" not in it.name)
+        params = dict(product.params)
+        alu = get_converter(self.converter(params)).alu_per_element
+        tile = params.get("block_tokens") or params["token_tiles"] * TOKENS_PER_TILE
+        roof = bounds(self.gemm(), self.target, m, alu, tile, self.copy_gb_s, self.packed[0].nbytes)
+        op, stored = self.described()
         return {
             "op": op,
             "format": stored,
@@ -244,7 +231,7 @@ class Shape(ABC):
             "spread": None,
             "bytes": self.packed[0].nbytes,
             "peers": {},
-            "schedule": schedule_text(requests),
+            "schedule": schedule_text([product]),
             "bound": roof.bound,
             "predicted_us": round(roof.us, 2),
         }
@@ -375,50 +362,6 @@ class Shape(ABC):
         return found
 
 
-class W4A16Shape(Shape):
-    """Rows of W4A16: 16-bit activations, group scales in their dtype."""
-
-    @staticmethod
-    def requests(n: int, k: int, m: int | Sequence[int], settings: Settings, target: Target) -> list[KernelRequest]:
-        return requests_for(n, k, m, settings, target)
-
-    def load(self) -> tuple[Any, Any, tuple[str, ...], torch.Tensor]:
-        from terrazzo.ops import w4a16
-
-        weight = random_weight(self.n, self.k, self.settings, self.random)
-        return weight, w4a16.pack(weight), ("words", "params"), w4a16.dequantize(weight, "exact", self.dtype)
-
-    def facts(self, m: int, requests: Sequence[KernelRequest]) -> dict[str, Any]:
-        stored = "u4" if self.settings.symmetric else "u4_zeros"
-        return self.unmeasured("w4a16", stored, m, requests, self.roofline(m, requests))
-
-    def expected(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[torch.Tensor, ...]:
-        from terrazzo.ops.w4a16 import reference
-
-        rows, numerics = self.checked_rows(x.shape[0]), numerics_of(requests)
-        x = x[rows]
-        bound = reference.forward_error_bound(x, self.weight, numerics)
-        magnitude = x.double().abs() @ reference.dequantize(self.weight, "post").abs().T
-        loose = bound + 4 * reference.UNIT_ROUNDOFF[self.settings.dtype] * magnitude
-        return rows, reference.gemm(x, self.weight, numerics), bound, loose
-
-    def calls(self, x: torch.Tensor) -> dict[str, Callable[[Any, torch.Tensor | None], torch.Tensor]]:
-        from terrazzo.ops.w4a16 import gemm
-
-        return {OURS: lambda packed, out: gemm(x, packed, out=out)}
-
-    def roofline(self, m: int, requests: Sequence[KernelRequest]) -> Roofline:
-        from terrazzo.layouts import get_converter
-        from terrazzo.ops.linear.operand import Operand
-        from terrazzo.schedules.roofline import weight_only_gemm
-
-        s = self.settings
-        operand = Operand(0 if s.group >= self.k else s.group, s.symmetric, s.dtype, s.dtype, numerics_of(requests))
-        alu = get_converter(operand.converter).alu_per_element
-        short = _SHORT[s.dtype]
-        return weight_only_gemm(self.target, m, self.n, self.k, self.packed[0].nbytes, alu, self.copy_gb_s, short)
-
-
 def bound_call(call: Callable[..., object], packed: Any, out: torch.Tensor | None) -> Callable[[], object]:
     return lambda: call(packed, out)
 
@@ -434,22 +377,6 @@ def wrong(y: torch.Tensor, rows: torch.Tensor, reference: torch.Tensor, bound: t
 
 def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-
-
-def random_weight(n: int, k: int, settings: Settings, random: torch.Generator) -> QuantizedWeight:
-    """A canonical weight with uniform codes and zero points and log-normal scales, on the generator's device."""
-    import torch
-    from terrazzo.ops.w4a16 import QuantizedWeight
-
-    groups, device = -(-k // settings.group), random.device
-    scales = torch.exp(0.3 * torch.randn(n, groups, generator=random, device=device) - 4.5)
-    zeros = torch.randint(0, 16, (n, groups), generator=random, device=device, dtype=torch.uint8)
-    return QuantizedWeight.canonical(
-        torch.randint(0, 16, (n, k), generator=random, device=device, dtype=torch.uint8),
-        scales.to(getattr(torch, settings.dtype)),
-        None if settings.symmetric else zeros,
-        group_size=min(settings.group, k),
-    )
 
 
 def numerics_of(requests: Sequence[KernelRequest]) -> str:

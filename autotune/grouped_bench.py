@@ -7,44 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.autotune import gemm_bench, measure
-from terrazzo.autotune.gemm_bench import Shape, W4A16Shape
 from terrazzo.autotune.subjects import Subject
-from terrazzo.autotune.w4a8_bench import W4A8Shape
-from terrazzo.autotune.w4a8_fp8_bench import Fp8Shape
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.autotune.gemm_bench import Settings, Shape
+    from terrazzo.lowering.targets import Target
 
 MOST_COPIES = 16
-
-
-class _Alone:
-    """A shape with one copy of its weight."""
-
-    def copies(self, nbytes: int) -> int:
-        return 1
-
-
-class _W4A16(_Alone, W4A16Shape):
-    """One expert."""
-
-
-class _W4A8(_Alone, W4A8Shape):
-    """One expert."""
-
-
-class _Fp8(_Alone, Fp8Shape):
-    """One expert."""
-
-
-SHAPES: dict[str, type[Shape]] = {"w4a16": _W4A16, "w4a8": _W4A8, "w4a8_fp8": _Fp8}
-
-
-def operator_of(family: str) -> Any:
-    """The module that has `grouped_gemm`, `GroupedWeight` and, of W4A8, `quantize_activations`."""
-    from terrazzo.ops import w4a8, w4a16
-
-    return w4a8.fp8 if family == "w4a8_fp8" else {"w4a8": w4a8, "w4a16": w4a16}[family]
 
 
 def turned(packed: Any, experts: int) -> list[Any]:
@@ -72,13 +42,16 @@ class Grouped(Subject):
     """The experts of a grouped GEMM.
 
     Args:
-        family: of `SHAPES`. requests: of a number of rows, the kernels of the grouped operator.
+        kind: rows of one expert. requests: of a number of rows, the kernels of the grouped operator.
     """
 
-    def __init__(self, family: str, n: int, k: int, experts: int, settings: Any, target: Any, requests: Any) -> None:
-        self.operator = operator_of(family)
-        self.family, self.experts, self.requests = family, experts, requests
-        self.base = SHAPES[family](n, k, settings, target, [], target.dram_gb_s)
+    def __init__(
+        self, kind: type[Shape], n: int, k: int, experts: int, settings: Settings, target: Target, requests: Any
+    ) -> None:
+        alone = type(kind.__name__, (kind,), {"copies": lambda self, nbytes: 1})
+        self.base = alone(n, k, settings, target, [], target.dram_gb_s)
+        self.operator, self.experts, self.requests = self.base.module, experts, requests
+        self.quantizes = hasattr(self.operator, "quantize_activations")
         self.stacks = [self.operator.GroupedWeight.stack(turned(self.base.packed[0], experts))]
 
     def inputs(self, m: int) -> Any:
@@ -87,7 +60,7 @@ class Grouped(Subject):
         x = self.base.tokens(m)
         counts = torch.tensor(random_counts(m, self.experts))
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int().to(gemm_bench.DEVICE)
-        given = x if self.family == "w4a16" else self.operator.quantize_activations(x)
+        given = self.operator.quantize_activations(x) if self.quantizes else x
         return x, given, offsets, torch.arange(self.experts).repeat_interleave(counts)
 
     def copies(self, m: int) -> Sequence[Any]:
@@ -104,7 +77,7 @@ class Grouped(Subject):
 
     def launch(self, given: Any, copy: Any, out: torch.Tensor) -> None:
         _, x, offsets, _ = given
-        more = {} if self.family == "w4a16" else {"out_dtype": self.base.dtype}
+        more = {"out_dtype": self.base.dtype} if self.quantizes else {}
         self.operator.grouped_gemm(x, copy, offsets, out=out, **more)
 
     def kind(self, m: int) -> str:

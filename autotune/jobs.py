@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from terrazzo.autotune.adapter import DTYPES
 from terrazzo.autotune.database import Problem
-from terrazzo.autotune.operators import DTYPES, get_operator
+from terrazzo.autotune.operators import get_operator
 from terrazzo.autotune.search import STRATEGIES, usual
 from terrazzo.lowering.data_files import MOST, is_count, is_number, read_text, read_toml
 from terrazzo.lowering.errors import ArgumentError
@@ -26,7 +27,7 @@ class Job:
 
     Attributes:
         ops: operators. models: names of schedules/models.py. shapes: further weights (N, K). extra: weights with tokens
-            of their own, (N, K, tokens). m: numbers of tokens; empty takes `operators.TOKENS`.
+            of their own, (N, K, tokens). m: numbers of tokens; empty takes `adapter.TOKENS`.
         experts: numbers of experts of the grouped operators, for `shapes` and `extra`; models name their own.
         caches, formats, q_len, pages, head_dim: of attention: batches "8x32/8x32k", formats "int4/int4" of keys and
             values, new tokens of a step, tokens of a page (0: contiguous); empty ones take the operator's usual.

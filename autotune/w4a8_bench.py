@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from terrazzo.autotune import gemm_bench
 from terrazzo.autotune.gemm_bench import OURS, Settings, Shape
-from terrazzo.lowering.errors import ArgumentError, CompileError
-from terrazzo.schedules.problem import TOKENS_PER_TILE, Gemm
-from terrazzo.schedules.roofline import bounds
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
     import torch
@@ -38,20 +36,6 @@ class W4A8Settings(Settings):
 
     group: int = 64
     ablation: bool = False
-
-
-def bench_w4a8(
-    problems: Mapping[tuple[int, int], Sequence[str]],
-    ms: Sequence[int],
-    settings: W4A8Settings | None = None,
-    compile_all: Callable[[Sequence[KernelRequest]], Sequence[Path | CompileError]] | None = None,
-    on_row: Callable[[dict[str, Any]], None] | None = None,
-    on_shape: Callable[[dict[str, Any]], None] | None = None,
-    commit: str | None = None,
-) -> dict[str, Any]:
-    """Measure every (N, K) at every M; needs a GPU. Arguments, result and errors as `gemm_bench.bench_w4a16`."""
-    settings = settings or W4A8Settings()
-    return gemm_bench.bench(W4A8Shape, problems, ms, settings, compile_all, on_row, on_shape, commit)
 
 
 def options_of(m: int, n: int, k: int, settings: W4A8Settings, target: Target) -> dict[str, dict[str, str]]:
@@ -92,17 +76,22 @@ class W4A8Shape(Shape):
         weight = random_weight(self.n, self.k, self.settings.group, self.random)
         return weight, w4a8.pack(weight), ("words", "channel_scales"), dense_of(weight, self.dtype)
 
-    def facts(self, m: int, requests: Sequence[KernelRequest]) -> dict[str, Any]:
-        from terrazzo.layouts.converters import get_converter
+    @property
+    def module(self) -> ModuleType:
+        from terrazzo.ops import w4a8
+
+        return w4a8
+
+    def described(self) -> tuple[str, str]:
+        return "w4a8", "u4_lqq"
+
+    def gemm(self) -> Gemm:
+        return Gemm.of_bytes(self.n, self.k, self.settings.group)
+
+    def converter(self, params: Mapping[str, Any]) -> str:
         from terrazzo.ops.linear.bytes.problem import DEQUANTIZATIONS
 
-        own = next(request for request in requests if "group" in dict(request.params))
-        params = dict(own.params)
-        problem = Gemm.of_bytes(self.n, self.k, self.settings.group)
-        tile = params.get("block_tokens") or params.get("token_tiles", 0) * TOKENS_PER_TILE
-        alu = get_converter(DEQUANTIZATIONS[params["dequantization"]]).alu_per_element
-        roof = bounds(problem, self.target, m, alu, tile or 256, self.copy_gb_s)
-        return self.unmeasured("w4a8", "u4_lqq", m, [own], roof)
+        return DEQUANTIZATIONS[params["dequantization"]]
 
     def expected(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[torch.Tensor, ...]:
         """As `Shape.expected`; peers multiply the unquantized x, so theirs is held to what quantizing x can change."""
@@ -135,6 +124,71 @@ class W4A8Shape(Shape):
         return {"quantizer": lambda: quantize_activations(x, out=out)}
 
 
+class Fp8Shape(W4A8Shape):
+    """Rows of W4A8 on e4m3."""
+
+    @staticmethod
+    def requests(n: int, k: int, m: int | Sequence[int], settings: Settings, target: Target) -> list[KernelRequest]:
+        from terrazzo.ops import w4a8
+
+        facts = dict(group_size=settings.group, m=m, dtype=settings.dtype, target=target)
+        return w4a8.kernel_requests(n, k, **facts, dequantization="e4m3")
+
+    def load(self) -> tuple[Any, Any, tuple[str, ...], torch.Tensor]:
+        from terrazzo.ops.w4a8 import fp8
+
+        weight = random_fp8_weight(self.n, self.k, self.settings.group, self.random)
+        return weight, fp8.pack(weight), ("words", "channel_scales"), dense_fp8(weight, self.dtype)
+
+    @property
+    def module(self) -> ModuleType:
+        from terrazzo.ops.w4a8 import fp8
+
+        return fp8
+
+    def described(self) -> tuple[str, str]:
+        return "w4a8_fp8", "z4_e4m3"
+
+    def gemm(self) -> Gemm:
+        return Gemm.of_bytes(self.n, self.k, self.settings.group, activations="e4m3")
+
+    def converter(self, params: Mapping[str, Any]) -> str:
+        from terrazzo.ops.linear.bytes.fp8_problem import CONVERTER
+
+        return CONVERTER
+
+    def expected(self, x: torch.Tensor, requests: Sequence[KernelRequest]) -> tuple[torch.Tensor, ...]:
+        """As `Shape.expected`; peers multiply the unquantized x, so theirs is held to what quantizing x can change."""
+        from terrazzo.ops.w4a8 import fp8_reference
+        from terrazzo.ops.w4a8.reference import UNIT_ROUNDOFF
+
+        rows = self.checked_rows(x.shape[0])
+        x = x[rows]
+        q, scales = fp8_reference.quantize_activations(x)
+        ref = fp8_reference.gemm(q, scales, self.weight)
+        bound = fp8_reference.forward_error_bound(q, scales, self.weight, self.dtype)
+        dense = self.weight.dequantize().abs()
+        rounding = 2.0**-4 + 4 * UNIT_ROUNDOFF[self.settings.dtype]
+        loose = bound + rounding * (x.double().abs() @ dense.T) + 2.0**-10 * scales.double()[:, None] * dense.sum(1)
+        return rows, ref, bound, loose
+
+    def calls(self, x: torch.Tensor) -> dict[str, Callable[[Any, torch.Tensor | None], torch.Tensor]]:
+        from terrazzo.ops.w4a8 import gemm
+        from terrazzo.ops.w4a8.fp8 import quantize_activations
+
+        quantized = quantize_activations(x)
+        return {
+            OURS: lambda packed, out: gemm(quantized, packed, out=out, out_dtype=self.dtype),
+            "with_quantizer": lambda packed, out: gemm(x, packed, out=out),
+        }
+
+    def side_calls(self, x: torch.Tensor) -> dict[str, Callable[[], object]]:
+        from terrazzo.ops.w4a8.fp8 import quantize_activations
+
+        out = quantize_activations(x)
+        return {"quantizer": lambda: quantize_activations(x, out=out)}
+
+
 def random_weight(n: int, k: int, group: int, random: torch.Generator) -> Any:
     """A canonical weight with uniform codes and offsets around zero, on the generator's device."""
     import torch
@@ -160,6 +214,33 @@ def dense_of(weight: Any, dtype: torch.dtype) -> torch.Tensor:
     for lo in range(0, weight.n, 4096):
         part = slice(lo, lo + 4096)
         out[part] = values[part].float() * weight.channel_scales[part, None]
+    return out
+
+
+def random_fp8_weight(n: int, k: int, group: int, random: torch.Generator) -> Any:
+    """A canonical weight with uniform codes and scales of both signs, on the generator's device."""
+    import torch
+    from terrazzo.ops.w4a8 import fp8
+
+    device = random.device
+    factors = torch.randn((n, -(-k // group)), generator=random, device=device)
+    return fp8.QuantizedWeight.canonical(
+        torch.randint(-8, 8, (n, k), generator=random, device=device, dtype=torch.int8),
+        (factors.sign() * (1 + 0.2 * factors.abs())).half(),
+        torch.exp(0.3 * torch.randn(n, generator=random, device=device) - 5),
+        group_size=group,
+    )
+
+
+def dense_fp8(weight: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The weight in 16 bits [N, K], a slice of rows at a time: the float64 of a large one would not fit."""
+    import torch
+
+    out = torch.empty(weight.codes.shape, dtype=dtype, device=weight.codes.device)
+    for lo in range(0, weight.n, 4096):
+        part = slice(lo, lo + 4096)
+        factors = weight.scales[part].float() * weight.channel_scales[part, None]
+        out[part] = weight.codes[part].float() * factors.repeat_interleave(weight.group_size, dim=1)[:, : weight.k]
     return out
 
 
@@ -234,3 +315,5 @@ def _to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 PEERS = (TorchFp8(), TorchInt8())
+FP8_PEERS = (TorchFp8(),)
+"""Of e4m3."""

@@ -7,11 +7,13 @@ With two-level scales, a row's variant `block` is the same product with a packed
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from terrazzo.autotune.gemm_bench import OURS, Settings, Shape
+from terrazzo.schedules.problem import Gemm
 
 
 @dataclass(frozen=True)
@@ -41,21 +43,22 @@ class W4AxShape(Shape):
         weight = random_weight(self.n, self.k, self.settings.ratio, self.random, self.settings.scales)
         return weight, weight.pack(target=self.target), ("words",), dense_of(weight, self.dtype)
 
-    def facts(self, m: int, requests: Sequence[Any]) -> dict[str, Any]:
-        from terrazzo.layouts import get_converter
-        from terrazzo.schedules import w4ax as schedules
-        from terrazzo.schedules.roofline import weight_only_gemm
+    @property
+    def module(self) -> ModuleType:
+        from terrazzo.ops import w4ax
 
-        own = next(request for request in requests if request.name != "w4ax.quantize_blocks")
-        params = dict(own.params)
-        alpha = get_converter("s4_s8_lqq" if own.name == "w4ax.integer" else "s4_s8_x16").alu_per_element
-        tile = params.get("block_tokens") or params["token_tiles"] * schedules.TOKENS_PER_TILE
-        roof = weight_only_gemm(
-            self.target, m, self.n, self.k, self.packed[0].nbytes, alpha, self.copy_gb_s, dtype="s8", x_bytes=1,
-            token_tile=tile,
-        )  # fmt: skip
+        return w4ax
+
+    def described(self) -> tuple[str, str]:
         blocks = f"{self.weight.blocks8} of {self.weight.blocks} blocks INT8"
-        return self.unmeasured("w4ax", f"s4, {blocks}, {self.settings.scales} scales", m, [own], roof)
+        return "w4ax", f"s4, {blocks}, {self.settings.scales} scales"
+
+    def gemm(self) -> Gemm:
+        own = dict(two_level=self.settings.scales == "two_level")
+        return Gemm.of_blocks(self.n, self.weight.blocks * 128, self.weight.blocks8, **own)
+
+    def converter(self, params: Mapping[str, Any]) -> str:
+        return "s4_s8_lqq" if params["two_level"] else "s4_s8_x16"
 
     def expected(self, x: Any, requests: Sequence[Any]) -> tuple[Any, ...]:
         """As `Shape.expected`; peers multiply the unquantized x, so theirs is held to what quantizing x can change."""

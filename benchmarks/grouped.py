@@ -55,6 +55,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def operator_of(op: str) -> Any:
+    """The module that has `grouped_gemm`, `GroupedWeight` and, of W4A8, `quantize_activations`."""
+    from terrazzo.ops import w4a8, w4a16
+
+    return w4a8.fp8 if op == "w4a8_fp8" else {"w4a8": w4a8, "w4a16": w4a16}[op]
+
+
 def counts_of(layer: Layer, tokens: int) -> Any:
     """int64 [E]: tokens of each expert."""
     import torch
@@ -86,23 +93,23 @@ def requests_of(op: str, layer: Layer) -> list[Any]:
 def experts_of(op: str, layer: Layer) -> Any:
     """Stacked weights: one random weight whose blocks of rows are rotated for each expert."""
     import torch
-    from terrazzo.autotune import gemm_bench, w4a8_bench, w4a8_fp8_bench
-    from terrazzo.autotune.grouped_bench import operator_of, turned
+    from terrazzo.autotune import w4a8_bench, weight_only_bench
+    from terrazzo.autotune.grouped_bench import turned
 
     random = torch.Generator("cuda").manual_seed(7)
     if op != "w4a16":
-        made = w4a8_bench if op == "w4a8" else w4a8_fp8_bench
-        packed = made.random_weight(layer.n, layer.k, GROUP[op], random).pack()
+        made = w4a8_bench.random_weight if op == "w4a8" else w4a8_bench.random_fp8_weight
+        packed = made(layer.n, layer.k, GROUP[op], random).pack()
     else:
-        settings = gemm_bench.Settings(dtype="bfloat16", group=GROUP[op])
-        packed = gemm_bench.random_weight(layer.n, layer.k, settings, random).pack()
+        settings = weight_only_bench.WeightOnlySettings(dtype="bfloat16", group=GROUP[op])
+        packed = weight_only_bench.random_weight(layer.n, layer.k, settings, random).pack()
     return operator_of(op).GroupedWeight.stack(turned(packed, layer.experts))
 
 
 def measure_row(op: str, layer: Layer, tokens: int, stacked: Any, options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from terrazzo.autotune import measure
-    from terrazzo.autotune.grouped_bench import clone, operator_of
+    from terrazzo.autotune.grouped_bench import clone
 
     family, counts = operator_of(op), counts_of(layer, tokens)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])

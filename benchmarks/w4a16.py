@@ -34,10 +34,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from terrazzo.autotune.gemm_bench import Settings, bench_w4a16
+    from terrazzo.autotune.gemm_bench import bench
+    from terrazzo.autotune.weight_only_bench import WeightOnlySettings, WeightOnlyShape
 
     options = arguments(argv)
-    settings = Settings(
+    settings = WeightOnlySettings(
         dtype=options.dtype,
         group=options.group,
         symmetric=options.symmetric,
@@ -46,7 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     )
 
     def measure(problems: Any, ms: Any, **callbacks: Any) -> dict[str, Any]:
-        return bench_w4a16(problems, ms, settings, compile_all=compile_all, commit=options.commit, **callbacks)
+        own = dict(compile_all=compile_all, commit=options.commit)
+        return bench(WeightOnlyShape, problems, ms, settings, **own, **callbacks)
 
     return gemm.main(PROGRAM, measure, options)
 

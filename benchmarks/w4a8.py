@@ -53,7 +53,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from terrazzo.autotune.w4a8_bench import PEERS, W4A8Settings, bench_w4a8
+    from terrazzo.autotune.gemm_bench import bench
+    from terrazzo.autotune.w4a8_bench import PEERS, W4A8Settings, W4A8Shape
 
     options = arguments(argv)
     settings = W4A8Settings(
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         extra = quantizer_problems(options, (k for _, k in problems))
         both = lambda requests: compile_all([*requests, *quantizer_requests(extra, options.dtype)])[: len(requests)]
         facts = dict(compile_all=both, commit=options.commit, on_shape=on_shape)
-        result = bench_w4a8(problems, ms, settings, **facts, **callbacks)
+        result = bench(W4A8Shape, problems, ms, settings, **facts, **callbacks)
         result["quantizer"] = time_quantizer(extra, options, result["copy_gb_s"])
         on_shape(result)
         return result
@@ -85,19 +86,21 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure_fp8(options: argparse.Namespace, problems: Any, ms: Any, **callbacks: Any) -> dict[str, Any]:
     """The result of a run with --fp8."""
-    from terrazzo.autotune.w4a8_bench import W4A8Settings
-    from terrazzo.autotune.w4a8_fp8_bench import PEERS, bench_w4a8_fp8
+    from terrazzo.autotune.gemm_bench import bench
+    from terrazzo.autotune.w4a8_bench import FP8_PEERS, Fp8Shape, W4A8Settings
 
     settings = W4A8Settings(
-        dtype=options.dtype, group=options.group, budget_ms=options.budget_ms, peers=() if options.no_peers else PEERS
+        dtype=options.dtype,
+        group=options.group,
+        budget_ms=options.budget_ms,
+        peers=() if options.no_peers else FP8_PEERS,
     )
-    return bench_w4a8_fp8(problems, ms, settings, compile_all, commit=options.commit, **callbacks)
+    return bench(Fp8Shape, problems, ms, settings, compile_all, commit=options.commit, **callbacks)
 
 
 def requests(options: argparse.Namespace, settings: Any, arch: str = "sm_90a") -> list[Any]:
     """All kernels that a run of these options launches."""
-    from terrazzo.autotune.w4a8_bench import W4A8Shape
-    from terrazzo.autotune.w4a8_fp8_bench import Fp8Shape
+    from terrazzo.autotune.w4a8_bench import Fp8Shape, W4A8Shape
     from terrazzo.lowering.targets import Target
     from terrazzo.schedules.models import shapes
 

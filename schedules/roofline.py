@@ -74,10 +74,14 @@ def bounds(
     alu_per_weight: float,
     token_tile: int = TOKEN_TILE,
     gb_s: float | None = None,
+    weight_bytes: int = 0,
 ) -> Roofline:
     """Whether loading, dequantization or the tensor cores bound m tokens of a weight (specs.md D, equations 3 to 6);
-    of experts, of as many as the tokens can reach. Arguments as of `weight_only_gemm`."""
-    weights = min(m, problem.experts) or 1
-    one = weights * problem.weight_bytes
+    of experts, of as many as the tokens can reach.
+
+    Args:
+        weight_bytes: of a packed weight; 0 takes the problem's. The others as of `weight_only_gemm`.
+    """
+    nbytes = (weight_bytes or problem.weight_bytes) * (min(m, problem.experts) or 1)
     own = dict(dtype=problem.rate, x_bytes=problem.x_bytes, token_tile=token_tile)
-    return weight_only_gemm(target, m, problem.n, problem.k, one, alu_per_weight, gb_s, **own)
+    return weight_only_gemm(target, m, problem.n, problem.k, nbytes, alu_per_weight, gb_s, **own)

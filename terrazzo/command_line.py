@@ -235,6 +235,12 @@ def tuned_operators() -> Iterable[str]:
     return OPERATORS
 
 
+def linear_operators() -> Iterable[str]:
+    from terrazzo.autotune.linear import KINDS
+
+    return [kind.name for kind in KINDS]
+
+
 def instances() -> Iterable[str]:
     from terrazzo.layouts.instances import INSTANCES
 

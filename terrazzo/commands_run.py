@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import click
-from terrazzo.command_line import MODEL, Command, Counts, Shape, Targets
+from terrazzo.command_line import MODEL, Choice, Command, Counts, Shape, Targets, linear_operators
 from terrazzo.console import check_writable, json_option, print_json, print_table
 
 
@@ -35,8 +35,9 @@ def demo(data: Path | None, targets: tuple[str, ...], as_json: bool) -> None:
 @click.option("--shape", "shapes", type=Shape(), multiple=True, help="Weight [N, K] as 28672x4096; may be repeated.")
 @click.option("--model", "models", type=MODEL, multiple=True, help="All layers of a model. Default: llama-3-8b.")
 @click.option("--m", "ms", type=Counts(), default="1,16,64,256,1024", show_default=True, help="Numbers of tokens.")
+@click.option("--op", type=Choice("op", linear_operators), default="w4a16", show_default=True)
 @click.option("--dtype", type=click.Choice(["f16", "bf16"]), default="f16", show_default=True)
-@click.option("--group", type=int, default=128, show_default=True, help="Input channels for each scale.")
+@click.option("--group", type=int, help="Input channels for each scale. Default: the operator's usual.")
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), help="Also write the result as JSON to this file."
 )
@@ -45,13 +46,16 @@ def bench(
     shapes: tuple[tuple[int, int], ...],
     models: tuple[str, ...],
     ms: tuple[int, ...],
+    op: str,
     dtype: str,
-    group: int,
+    group: int | None,
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Time W4A16 beside cuBLAS on this machine's GPU, outputs checked (other packages: benchmarks/ of the source)."""
-    from terrazzo.autotune.gemm_bench import Settings, bench_w4a16
+    """Time a linear layer beside cuBLAS on this machine's GPU, outputs checked (other packages: benchmarks/ of the
+    source)."""
+    from terrazzo.autotune.gemm_bench import bench as measure
+    from terrazzo.autotune.linear import settings_of
     from terrazzo.building import compile_with_progress
     from terrazzo.schedules.models import shapes as layers_of
 
@@ -59,8 +63,8 @@ def bench(
     if not shapes and not models:
         models = ("llama-3-8b",)
     problems = {**dict.fromkeys(shapes, ()), **layers_of(models)}
-    settings = Settings(dtype={"f16": "float16", "bf16": "bfloat16"}[dtype], group=group)
-    result = bench_w4a16(problems, ms, settings, compile_all=compile_with_progress)
+    kind, settings = settings_of(op, dtype={"f16": "float16", "bf16": "bfloat16"}[dtype], group=group)
+    result = measure(kind, problems, ms, settings, compile_all=compile_with_progress)
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n")
     if as_json:

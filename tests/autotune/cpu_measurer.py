@@ -12,7 +12,8 @@ import os
 import torch
 from terrazzo.autotune import gemm_bench, measure, measurer
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import attention, w4a8, w4a16, w4ax
+from terrazzo.ops import attention, mxfp4, w4a8, w4a16, w4ax
+from terrazzo.ops import fp8 as fp8_weights
 from terrazzo.ops.attention import prefill_reference as prefills
 from terrazzo.ops.attention import reference as caches
 from terrazzo.ops.w4a8 import fp8
@@ -21,8 +22,10 @@ from terrazzo.ops.w4a8 import reference as integers
 from terrazzo.ops.w4a16 import reference
 from terrazzo.ops.w4ax import reference as mixed
 from terrazzo.ops.w4ax.activations import default_granularity
+from terrazzo.ops.weight_only import reference as floats
 from terrazzo.schedules import records
 
+FLOATS = {"mxfp4": mxfp4, "fp8": fp8_weights}
 H200 = Target.parse("nvidia/nvidia-h200")
 
 
@@ -37,6 +40,17 @@ def misbehave(op: str, y: torch.Tensor) -> torch.Tensor:
 
 def gemm16(x, w, *, out):
     return out.copy_(misbehave("w4a16", reference.gemm(x, w, "post").to(x.dtype)))
+
+
+def small_floats(op: str, x, w, out):
+    """A product with a weight whose codes are numbers as they are."""
+    return out.copy_(misbehave(op, floats.forward(x, w)))
+
+
+def grouped_floats(op: str, x, w, offsets, out):
+    for e, (lo, hi) in enumerate(itertools.pairwise(offsets.tolist())):
+        out[lo:hi] = floats.forward(x[lo:hi], w[e])
+    return misbehave(f"{op}_grouped", out)
 
 
 def gemm8(x, w, *, out, out_dtype=torch.float16, **options):
@@ -96,6 +110,10 @@ def time_calls(calls, budget_ms, sustained=False):
     return measure.Timing(10.0, 0.01, len(calls), 5)
 
 
+def _named(call, op: str):
+    return lambda *given, out: call(op, *given, out)
+
+
 def patch(put) -> None:
     """Replace what needs a GPU; `put(holder, name, value)` sets an attribute."""
     put(gemm_bench, "DEVICE", "cpu")
@@ -116,6 +134,8 @@ def patch(put) -> None:
         (fp8, "grouped_gemm", grouped_fp8),
         (w4ax, "gemm", gemmx),
         (w4ax, "quantize_activations", quantizex),
+        *((module, "gemm", _named(small_floats, op)) for op, module in FLOATS.items()),
+        *((module, "grouped_gemm", _named(grouped_floats, op)) for op, module in FLOATS.items()),
         (attention, "decode", decode),
         (attention, "prefill", prefill),
     ):

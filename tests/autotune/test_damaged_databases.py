@@ -204,7 +204,7 @@ def read_tables(shipped: dict, random: Random, cases: int, folder: Path) -> int:
             for op, facts, m in asked:
                 for tokens in (m, m + 1):
                     problem, target = Problem.of(op, facts, tokens), H200
-                    get_operator(op)._plan(problem, target)
+                    get_operator(op).plan(problem, target)
                     records.explain(op, facts, tokens, target)
                     records.tokens(op, facts, target)
             data = json.loads(path.read_bytes())

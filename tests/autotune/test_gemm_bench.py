@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 
 import pytest
 import torch
 from terrazzo.autotune import gemm_bench, measure
+from terrazzo.autotune.linear import settings_of
+from terrazzo.autotune.weight_only_bench import WeightOnlySettings, WeightOnlyShape
 from terrazzo.lowering.errors import CompileError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import w4a16
+from terrazzo.ops.formats.weight import WEIGHTS
 from terrazzo.ops.w4a16 import reference
+from terrazzo.ops.weight_only import reference as floats
 
 from benchmarks.report import FIELDS, ROW_FIELDS
 
@@ -69,14 +74,17 @@ def on_the_cpu(monkeypatch):
 
 
 def bench(peers=(), ms=(1, 7), compile_all=lambda requests: [None] * len(requests), **settings):
-    return gemm_bench.bench_w4a16(SHAPES, ms, gemm_bench.Settings(peers=peers, **settings), compile_all, commit="abc")
+    made = WeightOnlySettings(peers=peers, **settings)
+    return gemm_bench.bench(WeightOnlyShape, SHAPES, ms, made, compile_all, commit="abc")
 
 
 def test_a_run_has_every_field(on_the_cpu):
     seen, lengths = [], []
-    result = gemm_bench.bench_w4a16(
+    result = gemm_bench.bench(
+        WeightOnlyShape,
         SHAPES,
         (1, 7),
+        WeightOnlySettings(),
         compile_all=lambda requests: [None] * len(requests),
         on_row=seen.append,
         on_shape=lambda so_far: lengths.append(len(so_far["rows"])),
@@ -94,6 +102,28 @@ def test_a_run_has_every_field(on_the_cpu):
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"group": 32}, {"symmetric": True}, {"group": 4096}])
 def test_other_settings(on_the_cpu, settings):
     assert all(row["us"] for row in bench(**settings)["rows"])
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_every_registered_format_is_measured(on_the_cpu, weight):
+    """Its data, its oracle and its kernels follow from the registry; a wrong element has no time."""
+    form, spoilt = WEIGHTS[weight], 1.0
+
+    def gemm(x, w, *, out=None):
+        own = floats if form.values else reference
+        y = own.gemm(x, w, form.choose_numerics(w.scale_dtype, str(x.dtype)[6:], True))
+        y[-1, 5] *= spoilt
+        return y.to(x.dtype) if out is None else out.copy_(y)
+
+    module = importlib.import_module(f"terrazzo.ops.{form.operator}")
+    on_the_cpu.setitem(vars(module), "gemm", gemm)
+    given = settings_of(form.operator, dtype="bfloat16")
+    run = lambda: gemm_bench.bench(given[0], SHAPES, (3,), given[1], lambda found: [None] * len(found), commit="abc")
+    for row in run()["rows"]:
+        assert row["us"] == 10.0 and row["op"] == form.operator and row["peers"] == {"cublas_f16": 10.0}
+        assert row["schedule"].startswith(f"{form.operator}.small_batch ") and row["group"] == form.groups[-1]
+    spoilt = 1.5
+    assert all(row["us"] is None and "1 of" in row["failure"] for row in run()["rows"])
 
 
 def test_many_tokens_are_timed_at_the_power_limit_too(on_the_cpu):

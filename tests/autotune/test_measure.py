@@ -66,12 +66,13 @@ def test_nothing_to_time_is_refused():
 
 
 def test_benchmarks_ask_for_a_gpu():
-    from terrazzo.autotune.gemm_bench import bench_w4a16
+    from terrazzo.autotune.gemm_bench import bench
+    from terrazzo.autotune.weight_only_bench import WeightOnlySettings, WeightOnlyShape
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(ToolchainError, match="needs a CUDA GPU"):
-        bench_w4a16({(64, 64): ()}, [1])
+        bench(WeightOnlyShape, {(64, 64): ()}, [1], WeightOnlySettings())
 
 
 class Clock:

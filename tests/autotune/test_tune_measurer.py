@@ -10,15 +10,18 @@ import pytest
 import torch
 import tuning
 from terrazzo.autotune import measurer as measurer_module
+from terrazzo.autotune.attention_adapter import AttentionPrefill
 from terrazzo.autotune.database import Database, Problem
 from terrazzo.autotune.isolation import Measurer
 from terrazzo.autotune.jobs import Job
+from terrazzo.autotune.linear import KINDS
 from terrazzo.autotune.measurer import Bench
-from terrazzo.autotune.operators import AttentionPrefill, get_operator
+from terrazzo.autotune.operators import get_operator
 from terrazzo.autotune.runner import Runner, candidates
 from terrazzo.lowering import cache
 from terrazzo.lowering.errors import ArgumentError, ToolchainError
 from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.formats.weight import WEIGHTS
 from terrazzo.schedules import records
 
 COMMAND = (sys.executable, str(tuning.HERE / "cpu_measurer.py"))
@@ -57,8 +60,13 @@ TILE = dict(block_tokens=16, warpgroups=2, row_blocks=1, stages=4, raster=8)
 MANY = {
     "w4a8_fp8": ("stream_k", TILE, {"raster": 4}),
     "w4ax": ("integer", dict(block_tokens=16, warpgroups=2, stages=4, raster=8), {"raster": 4}),
-    "w4a16_grouped": ("grouped", TILE | {"stage_k": 64}, {"raster": 4}),
     "w4a8_grouped": ("grouped", TILE, {"raster": 4}),
+    **{
+        one.operator: ("small_batch", GOOD | {"token_tiles": 2}, {"chunk": 2})
+        for one in WEIGHTS.values()
+        if one.name != "u4"
+    },
+    **{f"{one.operator}_grouped": ("grouped", TILE | {"stage_k": 64}, {"raster": 4}) for one in WEIGHTS.values()},
     "w4a8_fp8_grouped": ("grouped", TILE, {"raster": 4}),
     "attention_prefill": ("prefill_shared", dict(row_tiles=8, warps=8, stages=2, buffers=2), {"stages": 3}),
     "attention": ("decode", dict(row_tiles=1, warps=4, tiles=1, stages=4, min_blocks=2), {"min_blocks": 4}),
@@ -77,7 +85,7 @@ def test_every_operator_is_checked_by_its_oracle(on_the_cpu, op):
     wrong = bench.trial(problem, program, good | change, 5.0)
     assert wrong["status"] == "wrong" and "1 of" in wrong["error"]
     said = bench.peer(problem)
-    assert said["status"] == ("ok" if op in ("w4ax", "w4a8_fp8") else "error")
+    assert said["status"] == ("ok" if op in {kind.name for kind in KINDS} else "error")
     request = get_operator(op).request(problem, program, good, cpu_measurer.H200)
     assert good.items() <= dict(request.params).items() and request.name == f"{op.split('_')[0]}.{program}"
     illegal = {"warpgroups": 4, "block_tokens": 256} if "warpgroups" in good else {"warps": 40}

@@ -43,7 +43,9 @@ def operator(on_the_cpu):
 
 def bench(ms=(1, 40), peers=(), **settings):
     made = w4a8_bench.W4A8Settings(peers=peers, **settings)
-    return w4a8_bench.bench_w4a8(SHAPES, ms, made, lambda requests: [None] * len(requests), commit="abc")
+    return gemm_bench.bench(
+        w4a8_bench.W4A8Shape, SHAPES, ms, made, lambda requests: [None] * len(requests), commit="abc"
+    )
 
 
 def test_a_run_has_every_field(operator):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from terrazzo.autotune import w4a8_bench, w4a8_fp8_bench
+from terrazzo.autotune import gemm_bench, w4a8_bench
 from terrazzo.ops import w4a8
 from terrazzo.ops.w4a8 import QuantizedActivations, fp8, fp8_reference
 from test_gemm_bench import Rival
@@ -36,7 +36,9 @@ def operator(on_the_cpu):
 
 def bench(ms=(1, 40), peers=()):
     made = w4a8_bench.W4A8Settings(peers=peers, group=128)
-    return w4a8_fp8_bench.bench_w4a8_fp8(SHAPES, ms, made, lambda requests: [None] * len(requests), commit="abc")
+    return gemm_bench.bench(
+        w4a8_bench.Fp8Shape, SHAPES, ms, made, lambda requests: [None] * len(requests), commit="abc"
+    )
 
 
 def test_a_run_has_every_field(operator):
@@ -64,6 +66,6 @@ def test_a_wrong_product_is_not_timed(operator):
 
 
 def test_the_dense_weight_is_the_weight():
-    weight = w4a8_fp8_bench.random_weight(70, 200, 64, torch.Generator().manual_seed(0))
-    dense = w4a8_fp8_bench.dense_of(weight, torch.float16)
+    weight = w4a8_bench.random_fp8_weight(70, 200, 64, torch.Generator().manual_seed(0))
+    dense = w4a8_bench.dense_fp8(weight, torch.float16)
     assert (dense.double() - weight.dequantize()).abs().max() < 1e-3 * dense.abs().max()

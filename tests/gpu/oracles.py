@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.ops import w4a16
 from terrazzo.ops.w4a16 import reference
+from terrazzo.ops.weight_only.reference import UNIT_ROUNDOFF
 
 if TYPE_CHECKING:
     import torch
@@ -183,7 +184,7 @@ def check_bound(case: Case, x: torch.Tensor, y: torch.Tensor, weight: w4a16.Quan
     assert not bool(bad.any()), explain(case, "outside the forward error bound", y, ref, bad)
     if y.numel() < RMS_ELEMENTS:
         return
-    rms, limit = error.square().mean().sqrt(), reference.UNIT_ROUNDOFF[case.spec.dtype] * ref.square().mean().sqrt()
+    rms, limit = error.square().mean().sqrt(), UNIT_ROUNDOFF[case.spec.dtype] * ref.square().mean().sqrt()
     assert rms <= limit, (
         f"rms error {float(rms):.3g} exceeds one rounding of the rms value, {float(limit):.3g}; {case.repro}"
     )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from terrazzo.autotune import measure
 from terrazzo.lowering.targets import Target
+from terrazzo.ops.formats.weight import WEIGHTS
 
 
 def test_a_graph_of_calls_takes_as_long_as_the_calls():
@@ -41,10 +42,13 @@ def test_call_overhead_leaves_the_kernel_out():
     assert measure.call_overhead_us(lambda: torch.mm(x, x), calls=20, rounds=2) < 500  # the product takes 1500 us
 
 
-def test_the_comparison_runs():
-    from terrazzo.autotune.gemm_bench import Settings, bench_w4a16
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_the_comparison_runs(weight):
+    from terrazzo.autotune.gemm_bench import bench
+    from terrazzo.autotune.weight_only_bench import WeightOnlySettings, WeightOnlyShape
 
-    result = bench_w4a16({(1024, 1024): ("a",)}, (1, 64), Settings(budget_ms=2.0))
+    settings = WeightOnlySettings(budget_ms=2.0, weight=weight, group=WEIGHTS[weight].groups[-1])
+    result = bench(WeightOnlyShape, {(1024, 1024): ("a",)}, (1, 64), settings)
     assert result["gpu"] == torch.cuda.get_device_name() and result["copy_gb_s"] > 0
     for row in result["rows"]:
         assert row["us"] and row["peers"]["cublas_f16"], row

@@ -27,6 +27,7 @@ from terrazzo.autotune.operators import OPERATORS
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
+from terrazzo.ops.formats.weight import WEIGHTS
 from terrazzo.schedules import records
 from terrazzo.schedules.models import MODELS, shapes
 
@@ -81,6 +82,8 @@ def _settings() -> Iterator[tuple[str, dict]]:
         yield f"w4a8{suffix}", {"group": 32, "out_dtype": "int32"}
         yield f"w4a8_fp8{suffix}", {"plain": True}
         yield f"w4a8_fp8{suffix}", {"group": 32}
+    for form in WEIGHTS.values():
+        yield from ((f"{form.operator}{suffix}", {}) for suffix in ("", "_grouped") if form.values)
     yield "w4ax", {"plain": True}
     yield "w4ax", {"scales": None}
     yield "w4ax", {"blocks8": 0, "out_dtype": "float32"}
@@ -117,7 +120,7 @@ def _chosen(name: str, settings: dict, target: str, wanted: Iterable[tuple[int, 
 
 def _described(operator, problem: Problem, at: Target) -> str:
     try:
-        plan = operator._plan(problem, at)
+        plan = operator.plan(problem, at)
     except ArgumentError as error:
         return str(error)
     request = plan.request
