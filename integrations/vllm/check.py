@@ -87,6 +87,9 @@ def _is_part(name: str, every: set[str]) -> bool:
 def _refusal(kind: Linear, config: Config, name: str, dtype: str, target: Target) -> str | None:
     if config.method not in METHODS:
         return f"vLLM has no kernels to choose from for {config.method or 'this format'}"
+    if kind.operator in ("fp8", "mxfp4"):
+        ours = config.method == "compressed-tensors"
+        return None if ours else "vLLM quantizes the activations of these layers, and has kernels of its own for that"
     activations = next((key for key, operator in ACTIVATIONS.items() if operator == kind.operator), None)
     if activations is None:
         return f"vLLM has no method for {kind.operator}"

@@ -111,11 +111,8 @@ class TerrazzoExpertsMethod(FusedMoEMethodBase):
                 set_weight_attrs(made, attributes)
         if (at := target()) is not None:
             for each in self.wanted(self.moe, form):
-                compiling(self.how).want(self._requests(each, not form.zero_points, at))
-
-    def _requests(self, wanted: Wanted, symmetric: bool, at: Any) -> list:
-        most, top_k = most_tokens(), self.moe.experts_per_token
-        return kernels.requests_of(wanted, symmetric, self.moe.has_bias, most, at, top_k)
+                more = (not form.zero_points, self.moe.has_bias, most_tokens(), at, self.moe.experts_per_token)
+                compiling(self.how).want(kernels.requests_of(each, *more))
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         packed = []
@@ -154,10 +151,10 @@ class TerrazzoExpertsMethod(FusedMoEMethodBase):
 
     def _prepare(self, packed: list) -> None:
         """As `linear.prepare`, for both products."""
-        for grouped, wanted in zip(packed, self.wanted(self.moe, self.form)):
-            family = weights.family_of(grouped.stacked)
-            made = replace(wanted, activations=next(k for k, op in weights.ACTIVATIONS.items() if op == family))
-            found = self._requests(made, getattr(grouped.stacked, "symmetric", True), target())
+        dtype = str(self.moe.in_dtype).removeprefix("torch.")
+        for grouped in packed:
+            facts = (dtype, self.moe.has_bias, most_tokens(), target(), len(grouped), self.moe.experts_per_token)
+            found = kernels.requests_of_packed(grouped.stacked, *facts)
             compiling(self.how).want(found)
             compiling(self.how).wait(found)
         top_k, device = self.moe.experts_per_token, packed[0].device

@@ -10,9 +10,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from terrazzo.integrations.vllm.settings import Settings
-from terrazzo.integrations.vllm.weights import Wanted
+from terrazzo.integrations.vllm.weights import Wanted, family_of
 from terrazzo.lowering.compilers import compiler
 from terrazzo.lowering.errors import BundleError, CompileError
 from terrazzo.lowering.kernels import is_ready
@@ -35,6 +36,17 @@ def requests_of(wanted: Wanted, symmetric: bool, bias: bool, most: int, target: 
         wanted.operator, "", wanted.n, wanted.k, wanted.kernel_group, symmetric, wanted.dtype, bias, wanted.experts
     )
     serving = Serving(target, wanted.dtype, max_tokens=most, norms=(False,), smooth=False)
+    return list(dict.fromkeys(layer_requests(kind, serving, top_k)))
+
+
+def requests_of_packed(
+    packed: Any, dtype: str, bias: bool, most: int, target: Target, experts: int = 0, top_k: int = 1
+) -> list:
+    """The same of a packed weight; `dtype` of activations."""
+    scales = getattr(packed, "scale_dtype", dtype)
+    symmetric = getattr(packed, "symmetric", True)
+    kind = Linear(family_of(packed), "", packed.n, packed.k, packed.group_size, symmetric, scales, bias, experts)
+    serving = Serving(target, dtype, max_tokens=most, norms=(False,), smooth=False)
     return list(dict.fromkeys(layer_requests(kind, serving, top_k)))
 
 

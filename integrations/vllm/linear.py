@@ -64,14 +64,20 @@ def compiling(how: Settings) -> kernels.Compiling:
     return kernels.Compiling(how, target())
 
 
-def declined(wanted: Wanted, how: Settings) -> str | None:
-    """Why a layer is left to vLLM's own kernels, None if it is taken."""
+def declined_here(how: Settings) -> str | None:
+    """Why no layer of this process is taken, None if some are."""
     if not (current_platform.is_cuda() or (current_platform.is_cpu() and how.cpu)):
         return f"kernels are for NVIDIA GPUs, this is {current_platform.device_name}"
     try:
-        return wanted.refusal(target())
+        target()
     except TargetError as error:
         return str(error)
+    return None
+
+
+def declined(wanted: Wanted, how: Settings) -> str | None:
+    """Why a layer is left to vLLM's own kernels, None if it is taken."""
+    return declined_here(how) or wanted.refusal(target())
 
 
 def named(dtype: torch.dtype) -> str:
@@ -135,16 +141,9 @@ class LinearKernel(engine.MPLinearKernel):
         packed, reason = weights.pack(Stored(*parts), asked, self.how.requantize)
         if reason:
             once(logging.WARNING, f"{asked.operator} layers run in w4a16, with the weights as they are: {reason}")
-        self.facts = weights.facts_of(packed)
-        words, second = weights.tensors_of(packed)
-        _replace(layer, self.w_q_name, words)
-        _replace(layer, self.w_s_name, second)
         if names[2] is not None:
-            _replace(layer, names[2], words.new_empty(0))
-        if words.is_cuda:
-            bias = getattr(layer, "bias", None)
-            added = bias if bias is not None and not getattr(layer, "skip_bias_add", False) else None
-            prepare(self.how, _made(asked, packed), packed, added)
+            _replace(layer, names[2], parts[2].new_empty(0))
+        self.facts = hold(layer, names[:2], packed, getattr(torch, asked.dtype))
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return weights.product(x, getattr(layer, self.w_q_name), getattr(layer, self.w_s_name), bias, self.facts)
@@ -187,40 +186,46 @@ def _replace(layer: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
         layer.register_parameter(each, made)
 
 
-def _made(asked: Wanted, packed: Any) -> Wanted:
-    """What was asked for, with what became of it."""
-    from dataclasses import replace
+def hold(layer: torch.nn.Module, names: tuple[str, ...], packed: Any, dtype: torch.dtype) -> tuple:
+    """Keep a packed weight's tensors under two names of a layer, and have its kernels ready; its facts.
 
-    family = weights.family_of(packed)
-    return replace(asked, activations=next(key for key, op in weights.ACTIVATIONS.items() if op == family))
+    On a GPU this waits until they are compiled, and launches those that CUDA graphs will hold once: they are loaded,
+    and their memory is there before the engine measures how much is free.
+    """
+    for name, tensor in zip(names, weights.tensors_of(packed)):
+        _replace(layer, name, tensor)
+    if packed.words.is_cuda:
+        bias = getattr(layer, "bias", None)
+        _prepare(packed, dtype, None if getattr(layer, "skip_bias_add", False) else bias)
+    return weights.facts_of(packed)
 
 
 _launched: set[tuple] = set()
 
 
-def prepare(how: Settings, made: Wanted, packed: Any, bias: torch.Tensor | None) -> None:
-    """Wait until a layer's kernels are compiled, and launch those that CUDA graphs will hold once: they are loaded, and
-    their memory is there before the engine measures how much is free."""
-    symmetric = getattr(packed, "symmetric", True)
-    found = kernels.requests_of(made, symmetric, bias is not None, most_tokens(), target())
+def _prepare(packed: Any, dtype: torch.dtype, bias: torch.Tensor | None) -> None:
+    name, how = str(dtype).removeprefix("torch."), settings()
+    found = kernels.requests_of_packed(packed, name, bias is not None, most_tokens(), target())
     compiling(how).want(found)
     compiling(how).wait(found)
     facts = weights.facts_of(packed)
-    key = (facts, made.dtype, bias is not None, packed.words.device)
+    key = (facts, dtype, bias is not None, packed.words.device)
     if key in _launched:
         return
     _launched.add(key)
-    words, second = weights.tensors_of(packed)
     for m in {*captured(), 1}:
-        x = torch.zeros(m, packed.k, dtype=getattr(torch, made.dtype), device=words.device)
-        weights.product(x, words, second, bias, facts)
+        x = torch.zeros(m, packed.k, dtype=dtype, device=packed.words.device)
+        weights.product(x, *weights.tensors_of(packed), bias, facts)
+
+
+def put_first(known: dict[Any, list[type]], kernel: type) -> None:
+    """Put a kernel in front of those that vLLM chooses from, once."""
+    for platform in (PlatformEnum.CUDA, PlatformEnum.CPU):
+        kernels_ = known.setdefault(platform, [])
+        if all(one.__name__ != kernel.__name__ for one in kernels_):
+            kernels_.insert(0, kernel)
 
 
 def register(kernel: type[LinearKernel]) -> None:
     """Put a kernel in front of vLLM's own, once."""
-    for platform in (PlatformEnum.CUDA, PlatformEnum.CPU):
-        known = engine._POSSIBLE_KERNELS.setdefault(platform, [])
-        if any(one.__name__ == kernel.__name__ for one in known):
-            continue
-        engine.register_linear_kernel(kernel, platform, "mp")
-        known.insert(0, known.pop())
+    put_first(engine._POSSIBLE_KERNELS, kernel)

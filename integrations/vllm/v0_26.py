@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.integrations.vllm import experts, linear
+from terrazzo.integrations.vllm import experts, floats, linear
 
 
 class TerrazzoLinearKernel(linear.LinearKernel):
@@ -12,4 +12,5 @@ class TerrazzoLinearKernel(linear.LinearKernel):
 def register() -> None:
     """See `terrazzo.integrations.vllm.register`."""
     linear.register(TerrazzoLinearKernel)
+    floats.register()
     experts.register()

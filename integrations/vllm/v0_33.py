@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.integrations.vllm import experts, linear
+from terrazzo.integrations.vllm import experts, floats, linear
 
 
 class TerrazzoLinearKernel(linear.LinearKernel):
@@ -18,4 +18,5 @@ class TerrazzoLinearKernel(linear.LinearKernel):
 def register() -> None:
     """See `terrazzo.integrations.vllm.register`."""
     linear.register(TerrazzoLinearKernel)
+    floats.register()
     experts.register()

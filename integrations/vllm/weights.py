@@ -141,20 +141,20 @@ def _packed(tensors: tuple) -> tuple:
 def family_of(packed: Any) -> str:
     """Of OPERATORS, of a packed weight."""
     if not hasattr(packed, "channel_scales"):
-        return "w4a16"
+        return packed.format.operator
     return "w4a8_fp8" if packed.ACTIVATIONS == "e4m3" else "w4a8"
 
 
 def tensors_of(packed: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The two tensors that a layer keeps: words, and params or channel scales."""
-    return packed.words, packed.params if family_of(packed) == "w4a16" else packed.channel_scales
+    return packed.words, packed.channel_scales if hasattr(packed, "channel_scales") else packed.params
 
 
 def facts_of(packed: Any) -> tuple:
     """What `product` must know besides the tensors: plain values, which a traced graph holds as constants."""
     p = packed
-    if family_of(p) == "w4a16":
-        return ("w4a16", p.n, p.k, p.group_size, p.scale_dtype, p.symmetric, p.layout, p.target or "")
+    if not hasattr(p, "channel_scales"):
+        return (family_of(p), p.n, p.k, p.group_size, p.scale_dtype, p.symmetric, p.layout, p.target or "")
     return (family_of(p), p.n, p.k, p.group_size, p.layout, p.target or "")
 
 
@@ -162,7 +162,7 @@ def register_operators() -> None:
     """torch.library's side of the operators that `product` calls."""
     from importlib import import_module
 
-    for family in ("w4a16", "w4a8"):
+    for family in ("weight_only", "w4a8"):
         import_module(f"terrazzo.ops.{family}.torch_op")
 
 
@@ -176,9 +176,9 @@ def product(
     import torch
 
     ops, family = torch.ops.terrazzo, facts[0]
-    if family == "w4a16":
-        _, n, k, group, scale_dtype, symmetric, layout, target = facts
-        return ops.w4a16_gemm(x, words, second, None, bias, n, k, group, scale_dtype, symmetric, layout, target, "auto")
+    if not family.startswith("w4a8"):
+        multiply = getattr(ops, f"{family}_gemm")
+        return multiply(x, words, second, None, bias, *facts[1:], "auto")
     _, n, k, group, layout, target = facts
     if family == "w4a8_fp8":
         q, scales = ops.w4a8_fp8_quantize(x, None, None, 0.0, target)
@@ -221,6 +221,13 @@ def from_gptq(qweight: torch.Tensor, scales: torch.Tensor) -> Stored:
     """Symmetric experts as GPTQ stores them: qweight int32 [E, K/8, N], scales [E, G, N]."""
     turned = [t.transpose(1, 2).flatten(0, 1).contiguous() for t in (qweight, scales)]
     return Stored(*turned)
+
+
+def nibbles_of(halves: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, K] of two codes in a byte, the first one in its low half."""
+    import torch
+
+    return torch.stack([halves & 15, halves >> 4], dim=-1).flatten(-2)
 
 
 def _awq_nibbles(words: torch.Tensor) -> torch.Tensor:

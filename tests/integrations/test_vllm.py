@@ -251,6 +251,59 @@ def test_words_along_the_other_side_are_refused(kernel):
         made.process_weights_after_loading(layer)
 
 
+@pytest.fixture
+def floats(engine):
+    return importlib.import_module("terrazzo.integrations.vllm.floats")
+
+
+def test_mxfp4_layers_multiply_as_their_values_say(floats):
+    torch.manual_seed(0)
+    halves, scales = (
+        torch.randint(0, 256, (64, 128), dtype=torch.uint8),
+        torch.randint(118, 124, (64, 8), dtype=torch.uint8),
+    )
+    layer = torch.nn.Module()
+    layer.weight, layer.weight_scale = vllm_double.parameter(halves), vllm_double.parameter(scales)
+    layer.params_dtype = torch.bfloat16
+    made = floats.TerrazzoMxFp4LinearKernel(SimpleNamespace(activation_quant_key=None))
+    made.process_weights_after_loading(layer)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    codes = torch.stack([halves & 15, halves >> 4], -1).flatten(1).long()
+    weight = table[codes & 7] * (1 - 2 * (codes >> 3)) * (2.0 ** (scales.double() - 127)).repeat_interleave(32, 1)
+    x = torch.randn(5, 256, dtype=torch.bfloat16)
+    exact = x.double() @ weight.T
+    assert (made.apply_weights(layer, x).double() - exact).abs().max() < 0.01 * exact.abs().max()
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_fp8_weights_multiply_as_their_values_say(floats, blocks):
+    torch.manual_seed(0)
+    codes = torch.randn(128, 256).to(torch.float8_e4m3fn)
+    scales = torch.rand(*((1, 2) if blocks else (128, 1))) + 0.5
+    layer = torch.nn.Module()
+    layer.weight = vllm_double.parameter(codes if blocks else codes.t())
+    setattr(layer, "weight_scale_inv" if blocks else "weight_scale", vllm_double.parameter(scales))
+    layer.orig_dtype = torch.bfloat16
+    made = floats.TerrazzoFp8WeightLinearKernel(SimpleNamespace())
+    made.process_weights_after_loading(layer)
+    spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1) if blocks else scales
+    x, bias = torch.randn(5, 256, dtype=torch.bfloat16), torch.randn(128, dtype=torch.bfloat16)
+    exact = x.double() @ (codes.double() * spread.double()).T + bias.double()
+    assert (made.apply_weights(layer, x, bias).double() - exact).abs().max() < 0.01 * exact.abs().max()
+
+
+def test_float_kernels_stand_first_and_say_why_not(engine, floats):
+    known = sys.modules["vllm.model_executor.kernels.linear"]
+    for _ in range(2):
+        floats.register()
+    for found in (known._POSSIBLE_MXFP4_KERNELS, known._POSSIBLE_WFP8A16_KERNELS):
+        assert len(found[vllm_double.PlatformEnum.CUDA]) == 2
+        assert found[vllm_double.PlatformEnum.CUDA][1] is vllm_double.Machete
+    assert floats.TerrazzoMxFp4LinearKernel.is_supported() == (True, None)
+    engine.config = vllm_double.engine_config(cpu=False)
+    assert "NVIDIA" in floats.TerrazzoMxFp4LinearKernel.is_supported()[1]
+
+
 # -- experts -----------------------------------------------------------------------------------------------------------
 def stack(convention: str, experts: int = 3) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     made = [stored(convention, seed, 128, 256, 64) for seed in range(experts)]
@@ -303,6 +356,24 @@ def test_every_step_up_to_the_largest_has_its_kernel(activations):
             kind = "e4m3" if activations == "e4m3" else "auto"
             needed = w4a8.kernel_requests(1024, 1024, m=m, target=H100, group_size=128, dequantization=kind)
         assert set(needed) <= found, m
+
+
+@pytest.mark.parametrize("convention", ["pack", "pack_asym", "int"])
+def test_a_packed_weight_asks_for_the_kernels_that_its_layer_did(convention):
+    """Those that are compiled while weights are read are those that the layer waits for."""
+    tensors, _ = stored(convention, 0, 128, 256, 64)
+    zeros = tensors.get("weight_zero_point")
+    codes = tensors["weight" if convention == "int" else "weight_packed"]
+    wanted = replace(
+        LAYER, zero_points=zeros is not None, activations="int8" if convention == "int" else "16",
+        weight={"pack": "uint4b8", "pack_asym": "uint4", "int": "int4"}[convention],
+    )  # fmt: skip
+    packed, reason = weights.pack(Stored(codes, tensors["weight_scale"], zeros), wanted)
+    assert reason == ""
+    before = kernels.requests_of(wanted, zeros is None, False, 64, H100)
+    assert kernels.requests_of_packed(packed, "float16", False, 64, H100) == before
+    biased = kernels.requests_of_packed(packed, "float16", True, 64, H100)
+    assert biased != before and len(biased) == len(before)
 
 
 def test_experts_have_kernels_and_quantizers():

@@ -26,7 +26,10 @@ USED: dict[str, dict[str, str]] = {
     "vllm/config/compilation.py": {"CompilationConfig": "cudagraph_capture_sizes"},
     "vllm/config/scheduler.py": {"SchedulerConfig": "max_num_batched_tokens"},
     f"{LINEAR}/__init__.py": {
-        "register_linear_kernel": "kernel_class platform kernel_type",
+        "_POSSIBLE_MXFP4_KERNELS": "",
+        "_POSSIBLE_WFP8A16_KERNELS": "",
+        "init_mxfp4_linear_kernel": "",
+        "init_wfp8_a16_linear_kernel": "",
         "choose_mp_linear_kernel": "config compute_capability",
         "_POSSIBLE_KERNELS": "",
     },
@@ -38,6 +41,21 @@ USED: dict[str, dict[str, str]] = {
         "MPLinearKernel.apply_weights": "layer x bias",
         "MPLinearKernel.can_implement": "c",
         "MPLinearKernel.process_weights_after_loading": "layer",
+    },
+    f"{LINEAR}/mxfp4/base.py": {
+        "MxFp4LinearKernel": "is_supported can_implement process_weights_after_loading apply_weights",
+        "MxFp4LinearKernel.apply_weights": "layer x bias",
+    },
+    f"{LINEAR}/scaled_mm/ScaledMMLinearKernel.py": {
+        "ScaledMMLinearKernel": "is_supported can_implement process_weights_after_loading apply_weights",
+        "ScaledMMLinearKernel.apply_weights": "layer x bias",
+        "FP8ScaledMMLinearKernel": "apply_scaled_mm",
+    },
+    f"{LAYERS}/quantization/compressed_tensors/schemes/compressed_tensors_w8a16_fp8.py": {
+        "CompressedTensorsW8A16Fp8": "orig_dtype process_weights_after_loading",
+    },
+    f"{LAYERS}/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_mxfp4.py": {
+        "CompressedTensorsW4A4Mxfp4": "params_dtype process_weights_after_loading",
     },
     "vllm/platforms/interface.py": {
         "PlatformEnum": "CUDA CPU",

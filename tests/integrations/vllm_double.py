@@ -34,6 +34,15 @@ class MPLinearKernel:
         self.config, self.w_q_name, self.w_s_name, self.w_zp_name = c, w_q_param_name, w_s_param_name, w_zp_param_name
 
 
+class MxFp4LinearKernel:
+    def __init__(self, config: Any) -> None:
+        assert self.can_implement(config)[0] and self.is_supported()[0]
+
+
+class FP8ScaledMMLinearKernel(MxFp4LinearKernel):
+    """Its constructor takes names of parameters too, which ours does not read."""
+
+
 class Machete:
     """Stands for vLLM's own kernels."""
 
@@ -69,7 +78,10 @@ def install(monkeypatch: Any) -> Engine:
         "vllm.model_executor.kernels.linear": {
             "MPLinearKernel": MPLinearKernel,
             "_POSSIBLE_KERNELS": engine.kernels,
-            "register_linear_kernel": lambda kernel, platform, kind="mp": engine.kernels[platform].append(kernel),
+            "MxFp4LinearKernel": MxFp4LinearKernel,
+            "_POSSIBLE_MXFP4_KERNELS": {PlatformEnum.CUDA: [Machete]},
+            "FP8ScaledMMLinearKernel": FP8ScaledMMLinearKernel,
+            "_POSSIBLE_WFP8A16_KERNELS": {PlatformEnum.CUDA: [Machete]},
         },
     }
     for name, held in names.items():
@@ -80,7 +92,7 @@ def install(monkeypatch: Any) -> Engine:
     for name in list(names)[1:]:
         parent, _, leaf = name.rpartition(".")
         setattr(sys.modules[parent], leaf, sys.modules[name])
-    for name in ("linear", "experts", "v0_26", "v0_33"):
+    for name in ("linear", "floats", "experts", "v0_26", "v0_33"):
         monkeypatch.delitem(sys.modules, f"terrazzo.integrations.vllm.{name}", raising=False)
     return engine
 
