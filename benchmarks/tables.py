@@ -209,11 +209,31 @@ def accuracy(result: Mapping[str, Any], source: str) -> str:
     )
 
 
+def load_time(result: Mapping[str, Any], source: str) -> str:
+    """Seconds from a packed folder to a model."""
+    rows = [row for row in result["rows"] if row["seconds"]]
+    lines = [
+        (
+            f"`{row['weights']}`", f"{row['bytes'] / 1e9:.2f}", f"{row['seconds']:.2f}", f"{row['gb_s']:.1f}",
+            f"{row['import_seconds']:.1f}", f"{row['peak_gb'] - row['model_gb']:.3f}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    head = ("weights", "GB", "seconds", "GB/s", "before it", "GB beside the model")
+    layers = ", ".join(str(n) for n in dict.fromkeys(row["layers"] for row in rows))
+    return (
+        f"`terrazzo.load` of a packed folder of Llama-3-8B's shapes ({layers} layers) from a warm disk, in a new "
+        "process: seconds, those before it (Python, torch, transformers, the CUDA context), and the most GPU memory "
+        f"that was held beside the model, {setting(result, source)}\n\n{report.markdown(head, lines, range(1, 6))}"
+    )
+
+
 Table = Callable[[Mapping[str, Any], str], str]
 README: dict[str, Table] = {"attention_*.json": decode, "decode_step_*.json": decode_step}
 """Files in benchmarks/results -> what makes their table in README.md. The longest name that fits a file counts."""
 DETAILS: dict[str, Table] = {
     "accuracy_*.json": accuracy,
+    "load_time_*.json": load_time,
     "attention_prefill_*.json": prefill,
     "attention_write_*.json": written,
     "attention_ragged_*.json": ragged,

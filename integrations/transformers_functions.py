@@ -22,7 +22,7 @@ from terrazzo.nn import products
 from terrazzo.nn.experts import GroupedLinear
 from terrazzo.nn.formats import Format
 from terrazzo.nn.linear import Linear
-from terrazzo.nn.loading import kv_formats
+from terrazzo.nn.loading import kv_formats, needs_scales, weights_name
 from terrazzo.nn.transformers_model import PAGE
 from terrazzo.ops import moe
 from terrazzo.ops.attention.kv_cache import Batch, KVCache
@@ -126,10 +126,11 @@ def new_cache(model: Any, batch: int, tokens: int, kv: Any = None) -> FunctionCa
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         constraint = "are layers that the attention function does not serve"
         raise ArgumentError("layer_types", sorted(unknown), constraint, "use another attention implementation")
-    heads = config.num_attention_heads
-    name = str(model.dtype).removeprefix("torch.")
+    heads, formats = config.num_attention_heads, kv_formats(weights_name(model.dtype) if kv is None else kv)
+    if static := needs_scales(formats):
+        raise ArgumentError("kv", static[0], "needs calibrated scales", "use int8 or int4, or make a KVCache")
     cache = KVCache(
-        *kv_formats(name if kv is None else kv), kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        *formats, kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         pages=batch * -(-tokens // PAGE), page_size=PAGE, sequences=batch, max_tokens=tokens,
         layers=config.num_hidden_layers, device=model.device,

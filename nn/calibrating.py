@@ -12,11 +12,15 @@ from terrazzo.nn.decoder import positions_of
 from terrazzo.nn.dense import Dense
 from terrazzo.nn.formats import Format
 from terrazzo.ops import w4a8, w4ax
+from terrazzo.ops.attention.format import FORMATS
 from terrazzo.ops.attention.kv_cache import KVCache
+from terrazzo.ops.attention.quantizer import E4M3_MAX
 
 ROWS = 512
 """Activations of a layer that are kept as they are."""
 PAGE = 128
+TINY = 2.0**-20
+"""The least magnitude that scales are made for: dimensions of zeros get one, too."""
 
 
 @dataclass
@@ -60,6 +64,7 @@ class Calibration:
             *[str(source.dtype).removeprefix("torch.")] * 2, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
             pages=rows * -(-length // PAGE), page_size=PAGE, sequences=rows, device=source.device,
         )  # fmt: skip
+        self.largest: list[torch.Tensor] = []
         self.batch = cache.extend({cache.new(): length for _ in range(rows)})
         embedding = source.vector(f"{builder.root}embed_tokens.weight", "")
         h = embedding[tokens.to(source.device).flatten()]
@@ -78,7 +83,24 @@ class Calibration:
         angles = [rotary(positions_of(self.batch)) for rotary in self.builder.rotaries]
         self.h, self.delta = made(self.h, self.delta, self.post, angles, self.batch)
         self.post = made.post_mlp
+        self.largest.append(self._largest())
         return found
+
+    def _largest(self) -> torch.Tensor:
+        """float32 [2, kv_heads, D]: magnitudes of the layer's keys, as they are stored, and values."""
+        held, heads = self.batch.layer(0), self.builder.shape.kv_heads
+        made = [[held.dequantize(row, head) for row in range(len(self.batch.sequences))] for head in range(heads)]
+        parts = [[torch.stack([x[part].abs().amax(0) for x in rows]).amax(0) for rows in made] for part in (0, 1)]
+        return torch.stack([torch.stack(part) for part in parts]).float()
+
+    def static(self, formats: tuple[str, str]) -> tuple[torch.Tensor | None, ...]:
+        """float32 [layers, kv_heads, D] scales of keys and values that take the largest ones to the ends of the codes;
+        None for formats that have none. For the layers seen so far."""
+        largest, made = torch.stack(self.largest).clamp_min(TINY), []
+        for part, fmt in enumerate(FORMATS[name] for name in formats):
+            end = E4M3_MAX if fmt.storage == "e4m3" else 127.0
+            made.append(largest[:, part] / end if fmt.scaling == "static" else None)
+        return tuple(made)
 
 
 def _watch(layer: Dense) -> Seen:

@@ -49,6 +49,12 @@ def join(parts: Sequence[Any], argument: str = "parts") -> Any:
     return replace(first, **made).pack(target=target)
 
 
+def rows_of(canonical: Any, part: slice) -> Any:
+    """The canonical weight of some output features of another one."""
+    held = {name: getattr(canonical, name, None) for name in BY_ROW}
+    return replace(canonical, **{name: t[part] for name, t in held.items() if torch.is_tensor(t)})
+
+
 def _rows(name: str, values: list, canonical: list) -> torch.Tensor:
     """Values of all parts, one below the other; zero points that are left out are 8, biases 0."""
     like = next(value for value in values if value is not None)

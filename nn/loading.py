@@ -45,7 +45,8 @@ def load(
         device: None takes "cuda" where there is a GPU. dtype: float16 or bfloat16; None takes the config's, or float16
             for others.
         kv: format of keys and values, one name or a pair ("int4_channel64", "int4"); None keeps `dtype`, or what the
-            folder was saved with.
+            folder was saved with. Static ones ("fp8", "int8_static") need a folder with scales: of
+            `terrazzo quantize --calibration`, or a published one's k_scale and v_scale.
         quantize: format for layers that the checkpoint has in float, as "w4a16-g128"; None keeps them in 16 bits.
         options: of its quantizer. format: of the checkpoint's 4-bit layers, whatever its config says.
         target: architecture to pack for; None the device's.
@@ -81,12 +82,13 @@ def load(
         state = source if isinstance(source, Mapping) else {}
         facts = dict(quantize=form, options=options, target=target, report=report)
         made = Published(checkpoint, state, to, found, **facts)
+    static = _static(made, formats, shape)
     rotaries = [rotary.to(to) for rotary in model_module.rotaries_of(skeleton, shape)]
     with torch.no_grad():
         builder = Builder(shape, made, rotaries, progress)
         decoder = builder.decoder()
         skeleton.lm_head = builder.head(decoder)
-    skeleton.model = model_module.Body(decoder, shape, formats, max_tokens, skeleton.config)
+    skeleton.model = model_module.Body(decoder, shape, formats, max_tokens, skeleton.config, static)
     skeleton.config.dtype = found
     if (stated := generation_config(source)) is not None:
         skeleton.generation_config = stated
@@ -177,13 +179,26 @@ def kv_formats(kv: Any) -> tuple[str, str]:
         pair = (kv, f"int{FORMATS[kv].storage[1:]}")
     for name, role in zip(pair, ("keys", "values")):
         try:
-            found = get_format(name, role)
+            get_format(name, role)
         except ArgumentError as error:
             raise ArgumentError("kv", name, f"for {role}: {error.constraint}", error.remedy) from None
-        if found.scaling == "static":
-            constraint = "needs calibrated scales, which load does not have"
-            raise ArgumentError("kv", name, constraint, "use int8 or int4, or make a KVCache with scales")
     return pair
+
+
+def needs_scales(formats: tuple[str, str]) -> list[str]:
+    """Those of the formats of keys and values whose scales are calibrated beforehand."""
+    return [name for name in formats if FORMATS[name].scaling == "static"]
+
+
+def _static(source: Source, formats: tuple[str, str], shape: Any) -> tuple[torch.Tensor | None, ...]:
+    """Scales of keys and of values [layers, kv_heads or 1, D or 1], None for formats that have none."""
+    made: list[torch.Tensor | None] = []
+    for part, name in zip("kv", formats):
+        made.append(source.scales(part, shape) if needs_scales((name, name)) else None)
+        if needs_scales((name, name)) and made[-1] is None:
+            constraint = "needs calibrated scales, which the checkpoint does not have"
+            raise ArgumentError("kv", name, constraint, "use int8 or int4, or terrazzo quantize --calibration TEXT")
+    return tuple(made)
 
 
 def generation_config(source: Any) -> Any:

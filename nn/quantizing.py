@@ -18,13 +18,14 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import loading
 from terrazzo.nn.calibrating import Calibration
 from terrazzo.nn.formats import Format
+from terrazzo.nn.joined import rows_of
 from terrazzo.nn.sources import Published
 from terrazzo.ops import weights
 from terrazzo.ops.checkpoints import Checkpoint
 
 SETTINGS = "terrazzo_quantize.json"
 INDEX = "model.safetensors.index.json"
-_CHUNK = 1024  # rows whose error is computed at a time: bounds the memory of float64
+_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}  # values whose error is computed at a time: bounds what float64 takes
 
 
 def quantize_folder(
@@ -48,7 +49,8 @@ def quantize_folder(
     Args:
         source: Hugging Face folder of a float model. out: folder to write, empty or begun by an equal run.
         format: see `nn.Format.parse`; "w4ax" needs `calibration`.
-        kv: formats of keys and values that the folder names; `load` may be asked for others.
+        kv: formats of keys and values that the folder names; `load` may be asked for others. Static ones ("fp8",
+            "int8_static") need `calibration`, whose largest keys and values make their scales.
         device: where weights are quantized, None for a GPU where there is one. dtype, options: see `load`.
         calibration: token numbers [sequences, length] of some text, which the float model reads a layer at a time:
             W4Ax takes the order of its channels from that, W4A8 its smooth vectors.
@@ -72,6 +74,8 @@ def quantize_folder(
         raise ArgumentError("source", str(source), "is packed already", "quantize the float model")
     found = loading.dtype_of(config, dtype)
     formats = loading.kv_formats(kv if kv is not None else loading.weights_name(found))
+    if calibration is None and (static := loading.needs_scales(formats)):
+        raise ArgumentError("calibration", None, f"kv={static[0]!r} needs to see keys and values", "pass token numbers")
     checkpoint = Checkpoint(source)
     if checkpoint.layers():
         raise ArgumentError("source", str(source), "has 4-bit layers already", "terrazzo.load reads them")
@@ -113,6 +117,8 @@ def quantize_folder(
             if progress is not None:
                 progress(index + 1, shape.layers)
         rest = _rest(builder, shape)
+        if watched is not None:
+            rest |= model_module.static_state(*watched.static(formats))
     files["model-rest.safetensors"], _ = _write(folder / "model-rest.safetensors", rest, {})
     places = {tensor: name for name, held in files.items() for tensor in held}
     size = sum((folder / name).stat().st_size for name in files)
@@ -127,14 +133,15 @@ def error_of(packed: Any, weight: torch.Tensor | None) -> float:
     """Norm of the difference of a packed weight and the float one, over the float one's."""
     if weight is None:
         return 0.0
-    made = packed.dequantize()
-    if getattr(packed, "smooth", None) is not None:  # of x / smooth
-        made = made / packed.smooth.double()
-    off = total = 0.0
-    for rows in range(0, len(weight), _CHUNK):
-        part = weight[rows : rows + _CHUNK].double()
-        off += float((made[rows : rows + _CHUNK].double() - part).square().sum())
-        total += float(part.square().sum())
+    canonical, smooth = packed.unpack(), getattr(packed, "smooth", None)
+    count = max(1, _CHUNK.get(weight.device.type, 1 << 22) // weight.shape[1])
+    sums = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    for first in range(0, len(weight), count):
+        rows = slice(first, first + count)
+        part, near = weight[rows].double(), rows_of(canonical, rows).dequantize().double()
+        near = near if smooth is None else near.div_(smooth.double())  # of x / smooth
+        sums += torch.stack([near.sub_(part).square_().sum(), part.square_().sum()])
+    off, total = sums.tolist()
     return (off / total) ** 0.5 if total else 0.0
 
 

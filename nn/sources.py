@@ -43,6 +43,10 @@ class Source:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
+    def scales(self, part: str, shape: Any) -> torch.Tensor | None:
+        """float32 scales of keys ("k") or values ("v") that kernels read, for all layers, or None."""
+        return None
+
     tensors: Mapping[str, torch.Tensor] = {}
 
 
@@ -113,6 +117,18 @@ class Published(Source):
             constraint = "must be float of 16, 32 or 64 bits: its scales are not read"
             raise ArgumentError(name, str(found.dtype), constraint, "get the checkpoint in 16 bits, AWQ or GPTQ")
         return found
+
+    def scales(self, part: str, shape: Any) -> torch.Tensor | None:
+        """[layers, 1, 1]: a number of each layer, as engines calibrate fp8 caches."""
+        root = next((n.partition("layers.0.")[0] for n in self.names() if "layers.0.self_attn." in n), "model.")
+        names = [f"{root}layers.{index}.self_attn.{part}_scale" for index in range(shape.layers)]
+        if not all(map(self.has, names)):
+            return None
+        found = [self.read(name).float().flatten() for name in names]
+        if any(len(each) != 1 for each in found):
+            seen = [len(each) for each in found]
+            raise ArgumentError(names[0], seen, "must be one number for each layer", "use another format of kv")
+        return torch.stack(found)[:, :, None]
 
     def _part(self, name: str) -> Any:
         """Canonical weight of a 4-bit layer, or (weight, bias) of a float one."""
@@ -251,6 +267,9 @@ class Stored(Source):
 
     def has(self, name: str) -> bool:
         return name in self.tensors
+
+    def scales(self, part: str, shape: Any) -> torch.Tensor | None:
+        return self.read(f"kv.{part}_static") if self.has(f"kv.{part}_static") else None
 
     def vector(self, name: str, own: str) -> torch.Tensor:
         return self.read(own).to(self.dtype)

@@ -115,14 +115,21 @@ class Body(nn.Module):
     Args:
         decoder: embedding, layers, norm. shape: see `architectures.shape_of`. formats: of keys and values.
         max_tokens: of a sequence in the caches that forward makes. config: transformers', for what it asks of outputs.
+        static: float32 scales of keys and values for caches of static formats, of all layers.
     """
 
     def __init__(
-        self, decoder: Decoder, shape: Shape, formats: tuple[str, str], max_tokens: int, config: Any = None
+        self,
+        decoder: Decoder,
+        shape: Shape,
+        formats: tuple[str, str],
+        max_tokens: int,
+        config: Any = None,
+        static: tuple[torch.Tensor | None, ...] = (None, None),
     ) -> None:
         super().__init__()
         self.decoder, self.shape, self.formats, self.max_tokens = decoder, shape, formats, max_tokens
-        self.config = config
+        self.config, self.static = config, static
 
     @property
     def embed_tokens(self) -> nn.Embedding:
@@ -134,6 +141,7 @@ class Body(nn.Module):
         return KVCache(
             *self.formats, kv_heads=self.shape.kv_heads, head_dim=self.shape.head_dim, pages=pages, page_size=PAGE,
             sequences=sequences, max_tokens=tokens, layers=self.shape.layers, device=self.embed_tokens.weight.device,
+            k_static=self.static[0], v_static=self.static[1],
         )  # fmt: skip
 
     def forward(
@@ -257,6 +265,7 @@ class Causal:
         tied = getattr(self.lm_head, "weight", None)
         if tied is None or tied.data_ptr() != self.decoder.embed_tokens.weight.data_ptr():
             state |= {f"lm_head.{name}": t for name, t in self.lm_head.state_dict().items()}
+        state |= static_state(*self.model.static)
         state = {name: t.contiguous() for name, t in state.items()}
         save_torch_state_dict(state, str(folder), max_shard_size=max_shard_size, metadata={"format": "pt"})
         write_configs(folder, self.config, self.model.formats, self.generation_config)
@@ -267,6 +276,11 @@ class Causal:
         from terrazzo.nn.loading import load
 
         return load(folder, **options)
+
+
+def static_state(k: torch.Tensor | None, v: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Names in a folder's files of the scales of keys and values."""
+    return {f"kv.{part}_static": t for part, t in (("k", k), ("v", v)) if t is not None}
 
 
 def write_configs(folder: Path, config: Any, formats: tuple[str, str], generation: Any) -> None:

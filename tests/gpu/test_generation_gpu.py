@@ -122,8 +122,8 @@ def test_a_step_of_generate_of_transformers_is_one_graph_launch_the_head_and_its
     run = lambda new: loaded.generate(rows, max_new_tokens=new, **options)
     counts = [launches(run, new) for new in (NEW, NEW + 8)]
     graphs, kernels, drivers = (more - less for less, more in zip(*counts))
-    assert graphs == 8 and drivers == 0, counts
-    assert 0 < kernels <= 8 * 40, counts
+    assert graphs == 8 and drivers <= 8, counts  # the head's product may be launched by the driver
+    assert 0 < kernels <= 8 * 30, counts
 
 
 def test_sampling_of_transformers_draws_by_its_seed(loaded):

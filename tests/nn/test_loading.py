@@ -154,7 +154,7 @@ def test_what_cannot_be_loaded_is_refused(tmp_path):
     for bad, says in (
         (dict(kv="int3"), "^kv = 'int3'.*for keys"),
         (dict(kv=("int4", "int4_channel64")), "^kv = 'int4_channel64'.*for values"),
-        (dict(kv="fp8"), "calibrated"), (dict(dtype=torch.float32), "dtype"),
+        (dict(kv="fp8", quantize="w4a16"), "^kv = 'fp8'.*calibrated"), (dict(dtype=torch.float32), "dtype"),
         (dict(quantize="w4a4"), "format"), ({}, "experts of .* are float"),
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=says):
@@ -452,3 +452,49 @@ def test_steps_take_pages_ahead_and_are_those_of_single_calls(monkeypatch):
     assert [len(a[1].sequences) for a in begun] == [2, 2, 2] and cache.get_seq_length() == 11
     with pytest.raises(ArgumentError, match="at most 11 tokens"):
         loaded(TOKENS[:, :1], past_key_values=cache, use_cache=True)
+
+
+@torch.no_grad()
+def test_static_scales_of_keys_and_values_go_through_quantize_load_and_save(tmp_path):
+    """A head dimension of large keys gets a scale of its own; the cache then costs little."""
+    from terrazzo.nn.quantizing import quantize_folder
+
+    model = float_model("qwen3", torch.float16)
+    model.model.layers[1].self_attn.k_norm.weight.data[7] *= 20
+    model.save_pretrained(tmp_path / "float")
+    text = torch.cat([TOKENS, TOKENS.flip(1)])
+    source, out = tmp_path / "float", tmp_path / "out"
+    with pytest.raises(ArgumentError, match=r"calibration.*kv='fp8' needs to see keys"):
+        quantize_folder(source, out, "w4a16-g64", kv="fp8", device="cpu")
+    quantize_folder(source, out, "w4a16-g64", kv=("int8_static", "fp8"), device="cpu", calibration=text)
+    loaded = load(out, device="cpu")
+    assert loaded.model.formats == ("int8_static", "fp8")
+    k, v = loaded.model.static
+    assert k.shape == v.shape == (2, 2, 64) and k.dtype == torch.float32
+    assert float(k[1, :, 7].min()) > 3 * float(k[1].median())
+    cache = loaded.new_cache(1, 16)
+    assert torch.equal(cache.static[0], k) and torch.equal(cache.static[1], v)
+    loaded.save_pretrained(tmp_path / "again")
+    again = load(tmp_path / "again", device="cpu")
+    assert torch.equal(again.model.static[0], k) and again.model.formats == loaded.model.formats
+    exact = load(out, device="cpu", kv="float16")
+    assert exact.model.static == (None, None)
+    step = lambda it: it(TOKENS[:, 8:9], past_key_values=it(TOKENS[:, :8], use_cache=True).past_key_values).logits
+    got, wanted = step(loaded).float(), step(exact).float()
+    assert 0 < (got - wanted).norm() < 0.05 * wanted.norm()
+
+
+@torch.no_grad()
+def test_published_scales_of_a_cache_are_read(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model = float_model("llama", torch.float16)
+    model.save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    for index in range(2):
+        for part, scale in (("k", 0.01), ("v", 0.02)):
+            held[f"model.layers.{index}.self_attn.{part}_scale"] = torch.tensor([scale * (index + 1)])
+    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    static = load(tmp_path, device="cpu", kv="fp8").new_cache(1, 16).static
+    for part, scale in zip(static, (0.01, 0.02)):
+        assert torch.allclose(part, torch.tensor([scale, 2 * scale])[:, None, None].expand(2, 2, 64))
