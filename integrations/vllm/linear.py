@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -131,8 +133,8 @@ class LinearKernel(engine.MPLinearKernel):
         self.asked, self.how = self.wanted(self.config), settings()
         self.facts: tuple = ()
         if (at := target()) is not None:
-            symmetric = not self.asked.zero_points
-            compiling(self.how).want(kernels.requests_of(self.asked, symmetric, False, most_tokens(), at))
+            likely, symmetric = _likely(self.asked), not self.asked.zero_points
+            compiling(self.how).want(kernels.requests_of(likely, symmetric, False, most_tokens(), at))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         asked = _as_stated(self.asked, layer)
@@ -149,10 +151,21 @@ class LinearKernel(engine.MPLinearKernel):
         return weights.product(x, getattr(layer, self.w_q_name), getattr(layer, self.w_s_name), bias, self.facts)
 
 
+def _likely(asked: Wanted) -> Wanted:
+    """With the activations that all schemes of a compressed-tensors config state: a layer knows its own when its
+    weights are there, and kernels are compiled before."""
+    config = get_current_vllm_config_or_none()
+    schemes = list(getattr(getattr(config, "quant_config", None), "target_scheme_map", {}).values())
+    inputs = [scheme.get("input_activations") for scheme in schemes if isinstance(scheme, Mapping)]
+    if asked.activations != "16" or not inputs or any(each is None for each in inputs):
+        return asked
+    kinds = {(each.num_bits, getattr(each.type, "value", each.type)) for each in inputs}
+    found = {(8, "int"): "int8", (8, "float"): "e4m3"}.get(kinds.pop() if len(kinds) == 1 else None)
+    return asked if found is None else replace(asked, activations=found)
+
+
 def _as_stated(asked: Wanted, layer: torch.nn.Module) -> Wanted:
     """With what a checkpoint says of activations beside a layer whose kernels vLLM asks for 16 bits."""
-    from dataclasses import replace
-
     stated = getattr(layer, "_humming_input_quant_config", None)
     if stated is None or asked.activations != "16":
         return asked

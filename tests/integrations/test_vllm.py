@@ -235,6 +235,22 @@ def test_scales_that_two_levels_cannot_hold_leave_the_weights_as_they_are(engine
     assert (made.apply_weights(layer, x).double() - exact).norm() / exact.norm() < 0.1
 
 
+def test_kernels_are_compiled_for_the_activations_that_a_config_states(engine, linear):
+    scheme = lambda kind: {"input_activations": kind and SimpleNamespace(num_bits=8, type=kind)}
+    for schemes, expected in (
+        ({}, "16"),
+        ({"Linear": scheme(None)}, "16"),
+        ({"Linear": scheme("int")}, "int8"),
+        ({"Linear": scheme("float"), "RoutedExperts": scheme("float")}, "e4m3"),
+        ({"Linear": scheme("int"), "re:.*down": scheme(None)}, "16"),
+        ({"Linear": scheme("int"), "re:.*down": scheme("float")}, "16"),
+    ):
+        engine.config.quant_config = SimpleNamespace(target_scheme_map=schemes)
+        assert linear._likely(LAYER).activations == expected
+    engine.config = None
+    assert linear._likely(LAYER) == LAYER
+
+
 def test_activations_of_another_kind_stay_in_16_bits(kernel):
     layer, facts, _ = loaded("pack")
     layer._humming_input_quant_config = dict(num_bits=8, type="int", strategy="group")
