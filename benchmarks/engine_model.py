@@ -96,7 +96,7 @@ def write_config(
 def fill(name: str, tensor: Any) -> None:
     """Values of one parameter of vLLM, by its name alone; in its dtype, on its device.
 
-    Scales are whole numbers 8..16 times a power of two, which int8, e4m3 and 16-bit kernels hold alike.
+    Scales are one power of two or the next, which int8, e4m3 and 16-bit kernels hold alike.
     """
     import torch
 
@@ -117,7 +117,7 @@ def fill(name: str, tensor: Any) -> None:
         elif tensor.dtype == torch.uint8:
             tensor.copy_(random(0, 256))
         elif "scale" in leaf:
-            tensor.copy_(random(8, 17) * 2.0**-13)
+            tensor.copy_(2.0 ** (random(0, 2) - 10))
         elif "norm" in name or tensor.ndim == 1:
             tensor.fill_(1.0 if "bias" not in leaf else 0.125)
         elif tensor.is_floating_point():

@@ -1,0 +1,87 @@
+"""benchmarks.engine without an engine: rows are joined, layers are those that vLLM makes, weights are the same anew."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import engine, engine_model
+
+
+def row(**more) -> dict:
+    facts = dict(
+        shape="llama-3-8b", layers=32, weights="w4a16", group=128, dtype="float16", kv="auto", kernel="terrazzo",
+        batch=1, prompt=1024, output=256, eager=False, step_ms=2.5, tokens_s=400.0,
+    )  # fmt: skip
+    return facts | more
+
+
+def test_runs_of_one_configuration_are_joined(tmp_path, capsys):
+    out = tmp_path / "engine.json"
+    engine.write(out, dict(gpu="H100", rows=[row(), row(batch=16)]))
+    engine.write(out, dict(gpu="H100", rows=[row(kernel="machete", step_ms=3.0)]))
+    engine.write(out, dict(gpu="H100", rows=[row(step_ms=2.0)]))
+    rows = json.loads(out.read_text())["rows"]
+    assert sorted((r["kernel"], r["batch"], r["step_ms"]) for r in rows) == [
+        ("machete", 1, 3.0), ("terrazzo", 1, 2.0), ("terrazzo", 16, 2.5),
+    ]  # fmt: skip
+    assert engine.main(["--table", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[7] for line in lines] == ["terrazzo", "machete", "terrazzo"]
+
+
+def test_layers_are_those_that_vllm_makes():
+    wanted = engine.wanted(engine.arguments(["--shape", "llama-3-8b", "--weights", "w4a8"]))
+    sizes = [(w.n, w.k, w.experts) for w in wanted]
+    assert sizes == [(6144, 4096, 0), (4096, 4096, 0), (28672, 4096, 0), (4096, 14336, 0)]
+    assert {w.operator for w in wanted} == {"w4a8"}
+    moe = engine.wanted(engine.arguments(["--shape", "qwen3-30b-a3b"]))
+    assert [(w.n, w.k, w.experts) for w in moe][2:] == [(1536, 2048, 128), (2048, 768, 128)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "low", "high"),
+    [
+        ("layers.0.weight_packed", torch.int32, -(2**31), 2**31 - 1),
+        ("layers.0.weight", torch.int8, -8, 7),
+        ("layers.0.weight_scale", torch.bfloat16, 2.0**-10, 2.0**-9),
+        ("layers.0.norm.weight", torch.float16, 1, 1),
+        ("embed.weight", torch.float16, -8, 8),
+    ],
+)
+def test_weights_depend_on_their_names_alone(name, dtype, low, high):
+    made = [torch.zeros(64, 128, dtype=dtype) for _ in range(3)]
+    engine_model.fill(name, made[0])
+    engine_model.fill(name, made[1])
+    engine_model.fill(name.replace("0", "1").replace("embed", "head"), made[2])
+    assert torch.equal(made[0], made[1])
+    assert low <= made[0].double().min() and made[0].double().max() <= high
+    assert "norm" in name or not torch.equal(made[0], made[2])
+
+
+def test_stored_zero_points_are_codes():
+    words = torch.zeros(8, 16, dtype=torch.int32)
+    engine_model.fill("layers.0.qzeros", words)
+    nibbles = torch.stack([(words.long() >> (4 * i)) & 15 for i in range(8)])
+    assert set(nibbles.flatten().tolist()) == {7, 8, 9}
+
+
+def test_scales_fit_every_format():
+    """Two levels of W4A8, float16 factors of e4m3, 16 bits: all of them mean the same weight."""
+    from terrazzo.ops import w4a8, w4a16
+
+    codes, scales = torch.zeros(64, 32, dtype=torch.int32), torch.zeros(64, 2, dtype=torch.bfloat16)
+    engine_model.fill("a.weight_packed", codes)
+    engine_model.fill("a.weight_scale", scales)
+    read = (w4a16.read_compressed_tensors, w4a8.read_compressed_tensors, w4a8.fp8.read_compressed_tensors)
+    first, *others = [one(codes, scales, group_size=128).dequantize().double() for one in read]
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("name", engine_model.QUANTIZATION)
+def test_configs_say_how_weights_are_stored(tmp_path, name):
+    folder = engine_model.write_config(tmp_path / name, "tiny-llama", name, 64, layers=3)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["num_hidden_layers"] == 3 and ("quantization_config" in config) == (name != "none")
