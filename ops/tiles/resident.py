@@ -274,41 +274,33 @@ def unit_macros(*, token_tiles: int, rows: int, chunk: int, groups: int, stages:
     return SimpleNamespace(issue=issue, load_x=load_x, params=params, step=step)
 
 
-def sum_macros(
-    split: Split,
-    *,
-    token_tiles: int,
-    tokens: int,
-    dtype: str,
-    store: Callable[..., None],
-    floor: bool = False,
-    joined: bool = False,
-) -> SimpleNamespace:
-    """Macros `stage` and `add_warps`, for each chunk of row tiles, and `add_ctas`, after the last; Q, shared memory of
-    `words` sums, and the `place` of a sum in it.
+def write_macro(n: int) -> Callable[..., None]:
+    """Macro `write(Y, o4, tok, row)`: rows row .. row + 3 of a token, as far as y [M, n] has them."""
+    import tilelang.language as T
 
-    A thread's sums `acc` are four 32-bit values of each row tile and 8 tokens. Warps and then CTAs are added in order,
-    these through WS [kc, tokens, rows] and a counter in SEM for each row range; if joined, [kc / 2, tokens, rows] and
-    two counters.
+    @T.macro
+    def write(Y, o4, tok, row):
+        if n % 4 == 0:
+            for i in T.vectorized(4):
+                Y[tok, row + i] = o4[i]
+        else:
+            for i in T.unroll(4):
+                if row + i < n:
+                    Y[tok, row + i] = o4[i]
 
-    Args:
-        tokens: that a launch has at most; the columns of others are dropped.
-        dtype: of the sums, "int32" or "float32".
-        store: macro `store(to, r4, tok, row)` of four sums r4, rows row .. row + 3 of a token; `to` is the program's.
-        floor: divide as Python does. The numbers are not negative, but the compiler does not know it.
-        joined: pairs of CTAs along k are clusters; each adds the sums of its half of the rows, as they come to its
-            inbox. A single pair needs no workspace, no fence, and nobody who adds all. `mail()` makes what that takes,
-            macro `open` comes first.
+    return write
+
+
+def pair_macros(split: Split, *, tokens: int, dtype: str, store: Callable[..., None], joined: bool) -> SimpleNamespace:
+    """Of `sum_macros`, where programs are `joined`: macros `open`, `send` and `add`; `mail()`.
+
+    A pair of CTAs along k is a cluster; each adds the sums of its half of the rows, as they come to its inbox.
     """
     import tilelang.language as T
 
-    nt, threads, warps, chunk, kc = token_tiles, split.threads, split.warps, split.chunk, split.kc
-    divide, modulo = (T.floordiv, T.floormod) if floor else (T.truncdiv, T.truncmod)
-    pitch = chunk * 16 + 4  # partial tiles [token][row]: stores and vector loads without bank conflicts
-    part = tokens * pitch
-
+    threads = split.threads
     quads = -(-split.most_rows // 4 // PAIR)  # of rows, that a CTA of a pair adds
-    shares = kc // PAIR if joined else kc  # of the sums of a row, in WS
+    shares = split.kc // PAIR  # of the sums of a row, in WS
 
     def mail() -> SimpleNamespace | None:
         """Shared memory for the sums of others, and the mbarrier that counts them, where programs are `joined`."""
@@ -334,45 +326,10 @@ def sum_macros(
         """Where in the inbox the sums of four rows arrive from CTA `sender` of the pair."""
         return ((sender * tokens + tok) * quads + quad) * 4
 
-    def place(warp, lane, tile, t, i):
-        """Where in Q sum i of a lane's four of row tile `tile` and token tile t lies."""
-        return warp * part + (t * 8 + lane % 4 * 2 + i % 2) * pitch + tile * 16 + i // 2 * 8 + lane // 4
-
     @T.macro
-    def stage(Q, acc, ci, tx):
-        """The sums of chunk ci to Q."""
-        warp = tx // 32
-        lane = tx % 32
-        if T.Or(split.chunks == 1, ci > 0):
-            T.sync_threads()  # the chunk before was read; an only chunk may lie where the main loop has read
-        for r in T.unroll(chunk):
-            for t in T.unroll(nt):
-                for i in T.unroll(4):
-                    if t * 8 + lane % 4 * 2 + i % 2 < tokens:
-                        Q[place(warp, lane, r, t, i)] = acc[(r * nt + t) * 4 + i]
-
-    @T.macro
-    def add_warps(Q, WS, mail, to, r4, m, bk, at, ci, tx):
-        """What chunk `ci` of CTA `at` has in Q, tokens below m, to `store` or, with several CTAs along k, to WS. A few
-        warps do it; the others go on with the next chunk."""
-        T.sync_threads()
-        for e in T.serial(-(-(tokens * chunk * 4) // threads)):
-            tok = (e * threads + tx) // (chunk * 4)
-            row = (e * threads + tx) % (chunk * 4) * 4
-            if T.And(tok < T.min(m, tokens), at.t0 * 16 + ci * chunk * 16 + row < at.t1 * 16):
-                for i in T.vectorized(4):
-                    r4[i] = Q[tok * pitch + row + i]
-                for wi in T.unroll(1, warps):
-                    for i in T.vectorized(4):
-                        r4[i] = r4[i] + Q[wi * part + tok * pitch + row + i]
-                if joined:
-                    quad = ci * chunk * 4 + row // 4
-                    send16(mail.inbox[letter(bk % PAIR, tok, quad % quads)], quad // quads, r4[0], mail.sent[0])
-                elif kc > 1:
-                    for i in T.vectorized(4):
-                        WS[bk, tok, (at.t0 + ci * chunk) * 16 + row + i] = r4[i]
-                else:
-                    store(to, r4, tok, (at.t0 + ci * chunk) * 16 + row)
+    def send(mail, r4, bk, tok, quad):
+        """Four sums of a token to the CTA that adds those of their rows."""
+        send16(mail.inbox[letter(bk % PAIR, tok, quad % quads)], quad // quads, r4[0], mail.sent[0])
 
     @T.macro
     def add_letters(WS, mail, to, r4, m, bk, at, tx):
@@ -410,12 +367,93 @@ def sum_macros(
                     store(to, r4, tok, row)
 
     @T.macro
+    def add(WS, SEM, mail, to, r4, m, bk, bn, at, tx):
+        """This CTA's half of a row range is complete and stored, or, of several pairs, the last one's stores it."""
+        add_letters(WS, mail, to, r4, m, bk, at, tx)
+        if shares > 1:
+            add_pairs(WS, SEM, to, r4, m, bk, bn, at, tx)
+
+    return SimpleNamespace(mail=mail, open=open, send=send, add=add)
+
+
+def sum_macros(
+    split: Split,
+    *,
+    token_tiles: int,
+    tokens: int,
+    dtype: str,
+    store: Callable[..., None],
+    floor: bool = False,
+    joined: bool = False,
+) -> SimpleNamespace:
+    """Macros `stage` and `add_warps`, for each chunk of row tiles, and `add_ctas`, after the last; Q, shared memory of
+    `words` sums, and the `place` of a sum in it.
+
+    A thread's sums `acc` are four 32-bit values of each row tile and 8 tokens. Warps and then CTAs are added in order,
+    these through WS [kc, tokens, rows] and a counter in SEM for each row range; if joined, [kc / 2, tokens, rows] and
+    two counters.
+
+    Args:
+        tokens: that a launch has at most; the columns of others are dropped.
+        dtype: of the sums, "int32" or "float32".
+        store: macro `store(to, r4, tok, row)` of four sums r4, rows row .. row + 3 of a token; `to` is the program's.
+        floor: divide as Python does. The numbers are not negative, but the compiler does not know it.
+        joined: pairs of CTAs along k are clusters; each adds the sums of its half of the rows, as they come to its
+            inbox. A single pair needs no workspace, no fence, and nobody who adds all. `mail()` makes what that takes,
+            macro `open` comes first.
+    """
+    import tilelang.language as T
+
+    nt, threads, warps, chunk, kc = token_tiles, split.threads, split.warps, split.chunk, split.kc
+    divide, modulo = (T.floordiv, T.floormod) if floor else (T.truncdiv, T.truncmod)
+    pitch = chunk * 16 + 4  # partial tiles [token][row]: stores and vector loads without bank conflicts
+    part = tokens * pitch
+    pairs = pair_macros(split, tokens=tokens, dtype=dtype, store=store, joined=joined)
+
+    def place(warp, lane, tile, t, i):
+        """Where in Q sum i of a lane's four of row tile `tile` and token tile t lies."""
+        return warp * part + (t * 8 + lane % 4 * 2 + i % 2) * pitch + tile * 16 + i // 2 * 8 + lane // 4
+
+    @T.macro
+    def stage(Q, acc, ci, tx):
+        """The sums of chunk ci to Q."""
+        warp = tx // 32
+        lane = tx % 32
+        if T.Or(split.chunks == 1, ci > 0):
+            T.sync_threads()  # the chunk before was read; an only chunk may lie where the main loop has read
+        for r in T.unroll(chunk):
+            for t in T.unroll(nt):
+                for i in T.unroll(4):
+                    if t * 8 + lane % 4 * 2 + i % 2 < tokens:
+                        Q[place(warp, lane, r, t, i)] = acc[(r * nt + t) * 4 + i]
+
+    @T.macro
+    def add_warps(Q, WS, mail, to, r4, m, bk, at, ci, tx):
+        """What chunk `ci` of CTA `at` has in Q, tokens below m, to `store` or, with several CTAs along k, to WS. A few
+        warps do it; the others go on with the next chunk."""
+        T.sync_threads()
+        for e in T.serial(-(-(tokens * chunk * 4) // threads)):
+            tok = (e * threads + tx) // (chunk * 4)
+            row = (e * threads + tx) % (chunk * 4) * 4
+            if T.And(tok < T.min(m, tokens), at.t0 * 16 + ci * chunk * 16 + row < at.t1 * 16):
+                for i in T.vectorized(4):
+                    r4[i] = Q[tok * pitch + row + i]
+                for wi in T.unroll(1, warps):
+                    for i in T.vectorized(4):
+                        r4[i] = r4[i] + Q[wi * part + tok * pitch + row + i]
+                if joined:
+                    pairs.send(mail, r4, bk, tok, ci * chunk * 4 + row // 4)
+                elif kc > 1:
+                    for i in T.vectorized(4):
+                        WS[bk, tok, (at.t0 + ci * chunk) * 16 + row + i] = r4[i]
+                else:
+                    store(to, r4, tok, (at.t0 + ci * chunk) * 16 + row)
+
+    @T.macro
     def add_ctas(WS, SEM, mail, to, r4, m, bk, bn, at, tx):
         """The last CTA of a row range adds the partial sums of all of them; or of pairs, each for its half."""
         if joined:
-            add_letters(WS, mail, to, r4, m, bk, at, tx)
-            if shares > 1:
-                add_pairs(WS, SEM, to, r4, m, bk, bn, at, tx)
+            pairs.add(WS, SEM, mail, to, r4, m, bk, bn, at, tx)
         elif kc > 1:
             if last_arrival(SEM[bn], kc):
                 for e in T.serial(T.ceildiv((at.t1 - at.t0) * 4 * T.min(m, tokens), threads)):
@@ -428,5 +466,6 @@ def sum_macros(
                         store(to, r4, tok, row)
 
     return SimpleNamespace(
-        mail=mail, open=open, place=place, stage=stage, add_warps=add_warps, add_ctas=add_ctas, words=warps * part,
+        mail=pairs.mail, open=pairs.open, place=place, stage=stage, add_warps=add_warps, add_ctas=add_ctas,
+        words=warps * part,
     )  # fmt: skip

@@ -103,6 +103,15 @@ def share_macros(
         else:
             add_together(WS, acc, count, cta, wg, wt)
 
+    exchange = exchange_macros(vectors=vectors, row_blocks=row_blocks, dtype=dtype, spare=spare)
+    return SimpleNamespace(leave_share=leave_share, add_shares=add_shares, **vars(exchange))
+
+
+def exchange_macros(*, vectors: int, row_blocks: int, dtype: str, spare: int) -> SimpleNamespace:
+    """Of `share_macros`: `give`, `take` and `close`, where the CTAs of a tile part its sum, a slice for each."""
+    import tilelang.language as T
+
+    total = row_blocks * vectors
     parts = row_blocks * vectors // 2  # of 16 tokens: what a slice is made of
     others = 3  # shares whose loads are in flight together
     ahead = max(min((spare + 24) // (4 * others), 8, total), 1)  # vectors of each; a tile's end needs no operands
@@ -191,7 +200,7 @@ def share_macros(
         """The last warp that turned away from the word of its tile clears it, for the next launch."""
         T.call_extern("handle", "tz_depart", word(SEM, x, cta, wg, wt), x.among[0], x.word[0])
 
-    return SimpleNamespace(leave_share=leave_share, add_shares=add_shares, give=give, take=take, close=close)
+    return SimpleNamespace(give=give, take=take, close=close)
 
 
 def finish_macros(

@@ -8,6 +8,9 @@ channel's comes with the output. Warps, and with kc > 1 CTAs, are
 added in order: the same bits in every run.
 """
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 from terrazzo.ops.tiles.calls import cp_wait, lds32, lds64, lds128, mma, syncwarp
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
@@ -19,6 +22,7 @@ from terrazzo.ops.tiles.resident import (
     resident_rows,
     sum_macros,
     unit_macros,
+    write_macro,
     x_bytes,
 )
 from terrazzo.ops.w4ax import problem
@@ -26,6 +30,54 @@ from terrazzo.ops.w4ax.problem import UNIT_K, UNIT_WORDS, Gemm
 from terrazzo.schedules.clusters import PAIR
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
+
+
+def scale_macros(split: Split, *, token_tiles: int, two_level: bool) -> SimpleNamespace:
+    """Macros `tokens` and `channels`: scales of a CTA to shared memory."""
+    import tilelang.language as T
+
+    nt = token_tiles
+
+    @T.macro
+    def tokens(XS, Fs, at, tx):
+        """Scales of the blocks of CTA `at` to Fs [blocks, tokens]; those of tokens from M on do not count. Two-level:
+        over the 16 of the fast conversion."""
+        for e in T.serial(-(-(split.cta_items * nt * 8) // split.threads)):
+            i = e * split.threads + tx
+            if i < at.kn * (nt * 8):
+                Fs[i] = XS[at.k0 + i // (nt * 8), T.min(i % (nt * 8), XS.shape[1] - 1)] * T.float32(
+                    0.0625 if two_level else 1
+                )
+
+    @T.macro
+    def channels(S, Cs, at, tx):
+        """Those of the rows of CTA `at`, behind the first weights: up to 4 % faster than in front by cp.async."""
+        for e in T.serial(-(-split.most_rows // split.threads)):
+            if e * split.threads + tx < (at.t1 - at.t0) * 16:
+                Cs[e * split.threads + tx] = S[at.t0 * 16 + e * split.threads + tx]
+
+    return SimpleNamespace(tokens=tokens, channels=channels)
+
+
+def store_macro(gemm: Gemm) -> Callable[..., None]:
+    """Macro `store`, as `sum_macros` wants it; `to` is (Cs, at, B, Y, o4): channel scales in shared memory, the CTA's
+    place, bias, y, four registers in its dtype."""
+    import tilelang.language as T
+
+    write = write_macro(gemm.n)
+
+    @T.macro
+    def store(to, r4, tok, row):
+        """Four rows of one token in the output dtype."""
+        Cs, at, B, Y, o4 = to
+        if row < gemm.n:
+            for i in T.unroll(4):
+                if gemm.two_level:
+                    r4[i] = r4[i] * Cs[row - at.t0 * 16 + i]
+                o4[i] = T.cast(r4[i] + (B[T.min(row + i, gemm.n - 1)] if gemm.bias else T.float32(0)), gemm.out_dtype)
+            write(Y, o4, tok, row)
+
+    return store
 
 
 def build(
@@ -76,22 +128,6 @@ def build(
     M, MP = T.dynamic("m"), T.dynamic("mp")
 
     @T.macro
-    def load_token_scales(XS, Fs, at, tx):
-        """Scales of the blocks of CTA `at` to Fs [blocks, tokens]; those of tokens from M on do not count. Two-level:
-        over the 16 of the fast conversion."""
-        for e in T.serial(-(-(split.cta_items * nt * 8) // threads)):
-            i = e * threads + tx
-            if i < at.kn * (nt * 8):
-                Fs[i] = XS[at.k0 + i // (nt * 8), T.min(i % (nt * 8), MP - 1)] * T.float32(0.0625 if two_level else 1)
-
-    @T.macro
-    def load_channel_scales(S, Cs, at, tx):
-        """Those of the rows of CTA `at`, behind the first weights: up to 4 % faster than in front by cp.async."""
-        for e in T.serial(-(-split.most_rows // threads)):
-            if e * threads + tx < (at.t1 - at.t0) * 16:
-                Cs[e * threads + tx] = S[at.t0 * 16 + e * threads + tx]
-
-    @T.macro
     def multiply(R, w, a, x, part, codes, slot, m, lane):
         """The sums of a block: 16 rows by the tokens."""
         for i in T.unroll(nt * 4):
@@ -103,23 +139,8 @@ def build(
                 for t in T.unroll(nt):
                     mma("int8", part, t * 4, a, e * 4, x, (j * nt + t) * 4 + e * 2)
 
-    @T.macro
-    def store(to, r4, tok, row):
-        """Four rows of one token in the output dtype."""
-        Cs, at, B, Y, o4 = to
-        if row < n:
-            for i in T.unroll(4):
-                if two_level:
-                    r4[i] = r4[i] * Cs[row - at.t0 * 16 + i]
-                o4[i] = T.cast(r4[i] + (B[T.min(row + i, n - 1)] if bias else T.float32(0)), out_dtype)
-            if n % 4 == 0:
-                for i in T.vectorized(4):
-                    Y[tok, row + i] = o4[i]
-            else:
-                for i in T.unroll(4):
-                    if row + i < n:
-                        Y[tok, row + i] = o4[i]
-
+    fetch = scale_macros(split, token_tiles=nt, two_level=two_level)
+    store = store_macro(gemm)
     sums = sum_macros(split, token_tiles=nt, tokens=most, dtype="float32", store=store, joined=joined)
 
     @T.prim_func
@@ -164,11 +185,11 @@ def build(
             for p in T.unroll(stages):
                 ring.issue(W, R, base, p, at, lane)
             if two_level:
-                load_channel_scales(S, Cs, at, tx)
+                fetch.channels(S, Cs, at, tx)
             resident.clear(Xs, M, at, tx)
             T.pdl_sync()
             resident.fetch(X, Xs, xbar, M, at, bn, tx)
-            load_token_scales(XS, Fs, at, tx)
+            fetch.tokens(XS, Fs, at, tx)
             resident.wait(xbar, stages)
             if joined:
                 T.cluster_wait()  # the others' barriers are made

@@ -6,9 +6,11 @@ parameters of 16 rows for each 128 k) with no barrier in the main loop; they sum
 memory once per `chunk` tiles. With kc > 1 the last CTA of a row range sums the kc partials. All sums are int32.
 """
 
+from types import SimpleNamespace
+
 from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes.operand import operand_macros
-from terrazzo.ops.linear.bytes.problem import UNIT_K
+from terrazzo.ops.linear.bytes.problem import UNIT_K, Gemm
 from terrazzo.ops.tiles.calls import cp_wait, lds32, lds128, syncwarp
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
@@ -20,11 +22,59 @@ from terrazzo.ops.tiles.resident import (
     resident_rows,
     sum_macros,
     unit_macros,
+    write_macro,
     x_bytes,
 )
 from terrazzo.schedules.clusters import PAIR
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
+
+
+def out_macros(gemm: Gemm, split: Split, *, tokens: int) -> SimpleNamespace:
+    """Macros `store`, as `sum_macros` wants it, and `fetch_tokens`, of up to `tokens` of them.
+
+    `to` of `store` is (Cs, Fs, Rs, at, B, Y, o4): scales of rows and of tokens and sums of tokens in shared memory, the
+    CTA's place, bias, y, four registers in its dtype.
+    """
+    import tilelang.language as T
+
+    write = write_macro(gemm.n)
+
+    @T.macro
+    def store(to, r4, tok, row):
+        """Four rows of one token in the output dtype."""
+        Cs, Fs, Rs, at, B, Y, o4 = to
+        if row < gemm.n:
+            for i in T.unroll(4):
+                if gemm.unsigned:
+                    r4[i] = r4[i] - Rs[tok] * 128
+                if gemm.raw:
+                    o4[i] = r4[i]
+                else:
+                    o4[i] = T.cast(
+                        T.call_extern(
+                            "float32",
+                            "tz_rescale",
+                            r4[i],
+                            Cs[row - at.t0 * 16 + i],
+                            Fs[tok],
+                            B[T.min(row + i, gemm.n - 1)] if gemm.bias else T.float32(0),
+                        ),
+                        gemm.out_dtype,
+                    )
+            write(Y, o4, tok, row)
+
+    @T.macro
+    def fetch_tokens(XS, RS, Fs, Rs, m, tx):
+        """What the sums of the tokens below m are scaled with, and what is subtracted from them."""
+        tok = split.threads - 1 - tx  # the first warp asks for X
+        if tok < T.min(m, tokens):
+            if not gemm.raw:
+                Fs[tok] = XS[tok]
+            if gemm.unsigned:
+                Rs[tok] = RS[tok]
+
+    return SimpleNamespace(store=store, fetch_tokens=fetch_tokens)
 
 
 def build(
@@ -63,7 +113,7 @@ def build(
     most = resident_rows(nt, tokens)
     split = Split(gemm.units, gemm.row_blocks * 4, kc, nc, warps, chunk)
     pitch = split.cta_items * UNIT_K + 16  # bytes; 16 mod 128: ldmatrix without conflicts
-    raw, unsigned = gemm.raw, gemm.unsigned
+    raw = gemm.raw
     pdl = target.supports("pdl")
     bulk_copies = target.supports("bulk_copy")
     operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
@@ -83,47 +133,8 @@ def build(
     cluster_dims = cluster_shape(target, kc, cluster, joined)
     M = T.dynamic("m")
 
-    @T.macro
-    def store(to, r4, tok, row):
-        """Four rows of one token in the output dtype."""
-        Cs, Fs, Rs, at, B, Y, o4 = to
-        if row < n:
-            for i in T.unroll(4):
-                if unsigned:
-                    r4[i] = r4[i] - Rs[tok] * 128
-                if raw:
-                    o4[i] = r4[i]
-                else:
-                    o4[i] = T.cast(
-                        T.call_extern(
-                            "float32",
-                            "tz_rescale",
-                            r4[i],
-                            Cs[row - at.t0 * 16 + i],
-                            Fs[tok],
-                            B[T.min(row + i, n - 1)] if bias else T.float32(0),
-                        ),
-                        out_dtype,
-                    )
-            if n % 4 == 0:
-                for i in T.vectorized(4):
-                    Y[tok, row + i] = o4[i]
-            else:
-                for i in T.unroll(4):
-                    if row + i < n:
-                        Y[tok, row + i] = o4[i]
-
-    @T.macro
-    def fetch_tokens(XS, RS, Fs, Rs, m, tx):
-        """What the sums of the tokens below m are scaled with, and what is subtracted from them."""
-        tok = split.threads - 1 - tx  # the first warp asks for X
-        if tok < T.min(m, most):
-            if not raw:
-                Fs[tok] = XS[tok]
-            if unsigned:
-                Rs[tok] = RS[tok]
-
-    sums = sum_macros(split, token_tiles=nt, tokens=most, dtype=sum_type, store=store, joined=joined)
+    out = out_macros(gemm, split, tokens=most)
+    sums = sum_macros(split, token_tiles=nt, tokens=most, dtype=sum_type, store=out.store, joined=joined)
 
     @T.prim_func
     def main(
@@ -143,7 +154,7 @@ def build(
             Q = T.alloc_shared((sums.words,), sum_type)
             Cs = T.alloc_shared((4 if raw else split.most_rows,), "float32")
             Fs = T.alloc_shared((most,), "float32")
-            Rs = T.alloc_shared((most if unsigned else 1,), "int32")
+            Rs = T.alloc_shared((most if gemm.unsigned else 1,), "int32")
             xbar = T.alloc_cluster_barrier([1]) if cluster > 1 else T.alloc_barrier([1]) if bulk_copies else None
             mail = sums.mail()
             w = T.alloc_local((4,), "uint32")
@@ -176,7 +187,7 @@ def build(
                 resident.clear(Xs, M, at, tx)
                 T.pdl_sync()
                 resident.fetch(X, Xs, xbar, M, at, bn, tx)
-            fetch_tokens(XS, RS, Fs, Rs, M, tx)
+            out.fetch_tokens(XS, RS, Fs, Rs, M, tx)
             resident.wait(xbar, stages)
             if joined:
                 T.cluster_wait()  # the others' barriers are made
