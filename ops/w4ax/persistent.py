@@ -42,61 +42,21 @@ def shared_bytes(
 ) -> int:
     """Shared memory of a CTA, bytes."""
     shape = Tile(block_tokens, warps, row_blocks, token_warps)
-    return shape.x_bytes(stages) + stages * (shape.blocks * UNIT_WORDS + max(block_tokens, 32)) * 4
+    return shape.x_bytes(stages) + stages * (shape.blocks * UNIT_WORDS + scales_pitch(shape)) * 4
 
 
-def build(
-    target,
-    *,
-    n: int,
-    k: int,
-    blocks8: int,
-    out_dtype: str,
-    bias: bool,
-    two_level: bool = False,
-    block_tokens: int,
-    warps: int,
-    row_blocks: int = 2,
-    stages: int = 3,
-    token_warps: int = 1,
-):
-    """The prim_func `main(X4, X8, W, XS, S, B, ITEMS, FIRST, WS, SEM, Y)` for any M.
+def scales_pitch(shape: Tile) -> int:
+    """Floats of the token scales of a stage."""
+    return max(shape.block_tokens, 32)
 
-    Shapes: X4 uint8 [M, K4/2] and X8 int8 [M, 128 * blocks8] (one element where a plane has no blocks); W int32
-    [k/128, Np/64, 1056]; XS f32 [k/128, MP] scales of the tokens, MP a multiple of 4; S f32 [Np] channel scales (one
-    element unless two-level); B f32 [n] (one element without a bias); ITEMS, FIRST: see ops/w4ax/work_list.py; WS f32
-    [slots, sums / 4, 32 * warps, 4] with sums = row_blocks * block_tokens / token_warps / 2; SEM int32 [slots], zero
-    before the first launch and after each one; Y [M, n].
 
-    Args:
-        target: a Target whose shared memory the ring must fit in, or None.
-        block_tokens, warps, row_blocks, token_warps: see `mma_tiles.Tile`. stages: of the ring, at least 2.
-
-    Raises:
-        ArgumentError: a format or a configuration outside the limits.
-    """
+def copy_macros(gemm: Gemm, shape: Tile) -> SimpleNamespace:
+    """Macro `issue`: the copies of a block into a stage of the ring."""
     import tilelang.language as T
 
-    gemm = Gemm(n, k, blocks8, out_dtype, bias, two_level)
-    config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, token_warps=token_warps)
-    shape, need = Tile(**config), shared_bytes(gemm, **config, stages=stages)
-    shape.check(stages=stages, kc=1, units=gemm.units, most=MOST_SUMS * 2, need=need, target=target)
-    bm, rb, threads = block_tokens, row_blocks, shape.threads
-    pairs, nacc, blocks = shape.pairs, shape.sums, shape.blocks
-    units, all_blocks, blocks4 = gemm.units, gemm.row_blocks, gemm.blocks4
-    pitch, wide = shape.out_pitch, gemm.out_bytes == 4
-    bf16 = out_dtype == "bfloat16"
-    f_pitch = max(bm, 32)
-    operand = problem.convert_macros(gemm)
-    work = work_list.work_macros(block_tokens=bm, sums=nacc)
-    xs = mma_tiles.x_macros(shape, k=k, stage_k=UNIT_K)
-    ws = mma_tiles.unit_macros(shape, row_blocks=all_blocks, unit_words=UNIT_WORDS)
-    out = mma_tiles.out_macros(shape, n=n, vec=2)
-    used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8")
-    source = prelude(
-        *used, extra=(mma_tiles.SOURCE, gemm.converter.device_source, problem.SOURCE, work_list.SOURCE, SOURCE)
-    )
-    M, MP, ENDS, COUNT, SLOTS = (T.dynamic(name) for name in ("m", "mp", "ends", "count", "slots"))
+    bm, threads, f_pitch = shape.block_tokens, shape.threads, scales_pitch(shape)
+    blocks4, blocks8 = gemm.blocks4, gemm.blocks8
+    ws = mma_tiles.unit_macros(shape, row_blocks=gemm.row_blocks, unit_words=UNIT_WORDS)
 
     @T.macro
     def issue_x(X, Xs, c, block, width, slot, tx):
@@ -112,11 +72,11 @@ def build(
                         1,
                         X,
                         "r",
-                        T.min(c.tokens[0] + row, M - 1),
+                        T.min(c.tokens[0] + row, X.shape[0] - 1),
                         blocks4 * UNIT_K // 2 if width == 64 else blocks8 * UNIT_K,
                         block * width + piece * 16,
                     ),
-                    T.if_then_else(c.tokens[0] + row < M, 16, 0),
+                    T.if_then_else(c.tokens[0] + row < X.shape[0], 16, 0),
                 )
 
     @T.macro
@@ -131,8 +91,17 @@ def build(
         else:
             issue_x(X8, Xs, c, unit - blocks4, 128, slot, tx)
         if tx * 4 < bm:
-            cp_async(Fs[slot * f_pitch + tx * 4], XS[unit, T.min(c.tokens[0] + tx * 4, MP - 4)])
+            cp_async(Fs[slot * f_pitch + tx * 4], XS[unit, T.min(c.tokens[0] + tx * 4, XS.shape[1] - 4)])
         ws.issue(W, Ws, c, unit, slot, tx)
+
+    return SimpleNamespace(issue=issue)
+
+
+def block_macros(gemm: Gemm, shape: Tile, xs: SimpleNamespace, operand: SimpleNamespace) -> SimpleNamespace:
+    """Macro `multiply`: the products of a block, of either kind."""
+    import tilelang.language as T
+
+    rb, pairs, blocks = shape.row_blocks, shape.pairs, shape.blocks
 
     @T.macro
     def multiply4(Xs, Ws, w, x, part, slot, tile, column, lane):
@@ -169,6 +138,36 @@ def build(
                     for m in T.unroll(rb):
                         for e in T.unroll(2):
                             mma("int8", part, ((m * pairs + p) * 2 + e) * 4, a, m * 8 + h * 4, x, p * 4 + e * 2)
+
+    @T.macro
+    def multiply(Xs, Ws, w, a, codes, x, part, unit, ring, tile, column, lane):
+        """The s32 sums of block `unit`, which are zero before."""
+        if gemm.blocks8 == 0:
+            multiply4(Xs, Ws, w, x, part, ring.slot[0], tile, column, lane)
+        elif gemm.blocks4 == 0:
+            multiply8(Xs, Ws, w, a, codes, x, part, ring.slot[0], tile, column, lane)
+        elif unit < gemm.blocks4:
+            multiply4(Xs, Ws, w, x, part, ring.slot[0], tile, column, lane)
+        else:
+            multiply8(Xs, Ws, w, a, codes, x, part, ring.slot[0], tile, column, lane)
+
+    return SimpleNamespace(multiply=multiply)
+
+
+def sum_macros(gemm: Gemm, shape: Tile) -> SimpleNamespace:
+    """Macros `scale`, of a block's sums, and `store`, of a tile's."""
+    import tilelang.language as T
+
+    rb, pairs, blocks, f_pitch, pitch = (
+        shape.row_blocks,
+        shape.pairs,
+        shape.blocks,
+        scales_pitch(shape),
+        shape.out_pitch,
+    )
+    n, units, blocks4, blocks8 = gemm.n, gemm.units, gemm.blocks4, gemm.blocks8
+    wide, bf16 = gemm.out_bytes == 4, gemm.out_dtype == "bfloat16"
+    out = mma_tiles.out_macros(shape, n=n, vec=2)
 
     @T.macro
     def row_scales(Ws, s, at, m):
@@ -219,20 +218,74 @@ def build(
                 for i in T.unroll(8):
                     row = row0 + m * 16 + i % 4 // 2 * 8 + lane // 4
                     held.f[i % 2] = acc[(m * pairs + p) * 8 + i]
-                    if two_level:
-                        held.f[i % 2] = held.f[i % 2] * S[T.min(row, all_blocks * 64 - 1)]
-                    if bias:
+                    if gemm.two_level:
+                        held.f[i % 2] = held.f[i % 2] * S[T.min(row, gemm.row_blocks * 64 - 1)]
+                    if gemm.bias:
                         held.f[i % 2] = held.f[i % 2] + B[T.min(row, n - 1)]
                     if wide:
                         token = token0 + i // 4 * 8 + lane % 4 * 2 + i % 2
-                        if T.And(token < M, row < n):
+                        if T.And(token < Y.shape[0], row < n):
                             sts32(element(4, Y, "w", token, n, row), T.reinterpret(held.f[i % 2], "uint32"))
                     elif i % 2 == 1:
                         held.o[0] = pack2(held.f[0], held.f[1], bf16=bf16)
                         out.stage(Xs, held.o, warp * (16 * pitch), m, i // 2, lane)
             if not wide:
                 syncwarp()
-                out.write(Y, Xs, warp * (16 * pitch), token0, row0, M, lane)
+                out.write(Y, Xs, warp * (16 * pitch), token0, row0, Y.shape[0], lane)
+
+    return SimpleNamespace(scale=scale, store=store)
+
+
+def build(
+    target,
+    *,
+    n: int,
+    k: int,
+    blocks8: int,
+    out_dtype: str,
+    bias: bool,
+    two_level: bool = False,
+    block_tokens: int,
+    warps: int,
+    row_blocks: int = 2,
+    stages: int = 3,
+    token_warps: int = 1,
+):
+    """The prim_func `main(X4, X8, W, XS, S, B, ITEMS, FIRST, WS, SEM, Y)` for any M.
+
+    Shapes: X4 uint8 [M, K4/2] and X8 int8 [M, 128 * blocks8] (one element where a plane has no blocks); W int32
+    [k/128, Np/64, 1056]; XS f32 [k/128, MP] scales of the tokens, MP a multiple of 4; S f32 [Np] channel scales (one
+    element unless two-level); B f32 [n] (one element without a bias); ITEMS, FIRST: see ops/w4ax/work_list.py; WS f32
+    [slots, sums / 4, 32 * warps, 4] with sums = row_blocks * block_tokens / token_warps / 2; SEM int32 [slots], zero
+    before the first launch and after each one; Y [M, n].
+
+    Args:
+        target: a Target whose shared memory the ring must fit in, or None.
+        block_tokens, warps, row_blocks, token_warps: see `mma_tiles.Tile`. stages: of the ring, at least 2.
+
+    Raises:
+        ArgumentError: a format or a configuration outside the limits.
+    """
+    import tilelang.language as T
+
+    gemm = Gemm(n, k, blocks8, out_dtype, bias, two_level)
+    config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, token_warps=token_warps)
+    shape, need = Tile(**config), shared_bytes(gemm, **config, stages=stages)
+    shape.check(stages=stages, kc=1, units=gemm.units, most=MOST_SUMS * 2, need=need, target=target)
+    bm, rb, threads = block_tokens, row_blocks, shape.threads
+    pairs, nacc = shape.pairs, shape.sums
+    units, all_blocks, blocks4 = gemm.units, gemm.row_blocks, gemm.blocks4
+    operand = problem.convert_macros(gemm)
+    work = work_list.work_macros(block_tokens=bm, sums=nacc)
+    xs = mma_tiles.x_macros(shape, k=k, stage_k=UNIT_K)
+    copies = copy_macros(gemm, shape)
+    blocks_of = block_macros(gemm, shape, xs, operand)
+    sums = sum_macros(gemm, shape)
+    used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8")
+    source = prelude(
+        *used, extra=(mma_tiles.SOURCE, gemm.converter.device_source, problem.SOURCE, work_list.SOURCE, SOURCE)
+    )
+    M, MP, ENDS, COUNT, SLOTS = (T.dynamic(name) for name in ("m", "mp", "ends", "count", "slots"))
 
     @T.prim_func
     def main(
@@ -250,8 +303,8 @@ def build(
     ):
         with T.Kernel(ENDS - 1, threads=threads, prelude=source) as cta:
             Xs = T.alloc_shared((shape.x_bytes(stages),), "int8")
-            Ws = T.alloc_shared((stages * blocks * UNIT_WORDS,), "int32")
-            Fs = T.alloc_shared((stages * f_pitch,), "float32")
+            Ws = T.alloc_shared((stages * shape.blocks * UNIT_WORDS,), "int32")
+            Fs = T.alloc_shared((stages * scales_pitch(shape),), "float32")
             w = T.alloc_local((rb * 4,), "uint32")
             a = T.alloc_local((rb * 8,), "uint32")
             x = T.alloc_local((pairs * 4,), "uint32")
@@ -273,7 +326,7 @@ def build(
                 T.sync_threads()  # the ring and the staged output of the item before were read
                 for p in T.unroll(stages - 1):
                     if c.k0[0] + p < c.k1[0]:
-                        issue(X4, X8, W, XS, Xs, Ws, Fs, c, c.k0[0] + p, p, tx)
+                        copies.issue(X4, X8, W, XS, Xs, Ws, Fs, c, c.k0[0] + p, p, tx)
                     cp_commit()
                 for i in T.unroll(nacc):
                     acc[i] = 0.0
@@ -284,19 +337,12 @@ def build(
                     T.sync_threads()  # this stage is complete, and the one before was read by every warp
                     if unit + stages - 1 < c.k1[0]:
                         free = T.if_then_else(ring.slot[0] == 0, stages - 1, ring.slot[0] - 1)
-                        issue(X4, X8, W, XS, Xs, Ws, Fs, c, unit + stages - 1, free, tx)
+                        copies.issue(X4, X8, W, XS, Xs, Ws, Fs, c, unit + stages - 1, free, tx)
                     cp_commit()
                     for i in T.unroll(nacc):
                         part[i] = 0
-                    if blocks8 == 0:
-                        multiply4(Xs, Ws, w, x, part, ring.slot[0], tile, column, lane)
-                    elif blocks4 == 0:
-                        multiply8(Xs, Ws, w, a, codes, x, part, ring.slot[0], tile, column, lane)
-                    elif unit < blocks4:
-                        multiply4(Xs, Ws, w, x, part, ring.slot[0], tile, column, lane)
-                    else:
-                        multiply8(Xs, Ws, w, a, codes, x, part, ring.slot[0], tile, column, lane)
-                    scale(Ws, Fs, acc, part, f, s, unit, ring.slot[0], tile, column, lane)
+                    blocks_of.multiply(Xs, Ws, w, a, codes, x, part, unit, ring, tile, column, lane)
+                    sums.scale(Ws, Fs, acc, part, f, s, unit, ring.slot[0], tile, column, lane)
                     ring.slot[0] = T.if_then_else(ring.slot[0] == stages - 1, 0, ring.slot[0] + 1)
                 if c.k0[0] > 0:
                     work.leave(WS, SEM, acc, c, tx)
@@ -304,6 +350,6 @@ def build(
                     if c.shares[0] > 0:
                         work.gather(WS, SEM, acc, c, tx)
                     T.sync_threads()  # the staged output shares memory with X
-                    store(Y, S, B, Xs, acc, held, c, warp, tile, column, lane)
+                    sums.store(Y, S, B, Xs, acc, held, c, warp, tile, column, lane)
 
     return main

@@ -18,7 +18,7 @@ CTAs of a tile share k; the last to arrive adds the kc partial tiles.
 from types import SimpleNamespace
 
 from terrazzo.ops.linear.bytes import fp8_problem
-from terrazzo.ops.linear.bytes.operand import operand_macros
+from terrazzo.ops.linear.bytes.operand import operand_macros as byte_macros
 from terrazzo.ops.linear.bytes.problem import BLOCK_WORDS, RECORD_BYTES, UNIT_K, Gemm
 from terrazzo.ops.tiles import mma_tiles
 from terrazzo.ops.tiles.calls import cp_commit, cp_wait, last_arrival, lds32, lds128, pack2, syncwarp
@@ -70,6 +70,117 @@ def build(
     return program(target, fp8_problem.of(n, k, group, out_dtype, dequantization, bias), **tile)
 
 
+def operand_macros(gemm: Gemm, shape: Tile, operand: SimpleNamespace) -> SimpleNamespace:
+    """Macros `load_words` and `load_params`, from a stage of the ring, and `convert`, by `operand`."""
+    import tilelang.language as T
+
+    @T.macro
+    def load_words(Ws, w, slot, h, tile, lane):
+        """Words of 64 k: block h of the unit."""
+        for m in T.unroll(shape.row_blocks):
+            at = (
+                slot * (shape.blocks * gemm.unit_words)
+                + (tile + m) // 4 * gemm.unit_words
+                + h * BLOCK_WORDS
+                + (tile + m) % 4 * 128
+            )
+            lds128(w[m * 4], Ws[at + lane * 4])
+
+    @T.macro
+    def load_params(Ws, v, slot, q, tile, lane):
+        """Parameters of rows g and g + 8 in group q of the unit: factors and offsets, or (e4m3) factors."""
+        for m in T.unroll(shape.row_blocks):
+            at = slot * (shape.blocks * gemm.unit_words) + (tile + m) // 4 * gemm.unit_words + 2 * BLOCK_WORDS
+            word = lds32(Ws[at + q * (RECORD_BYTES // 4) + (tile + m) % 4 * 8 + lane // 4])
+            if gemm.dequantization == fp8_problem.E4M3:
+                operand.factors(v, m * 2, word)
+            else:
+                T.call_extern(
+                    "handle",
+                    "tz_lqq_params",
+                    word ^ T.uint32(gemm.offset_flip) if gemm.offset_flip else word,
+                    T.access_ptr(v[m * 4], "w", 4),
+                )
+
+    @T.macro
+    def convert(w, a, v, o, m, step):
+        """The nibbles of pass `step`, low ones of w first, into its half of a, for row tile m."""
+        for r in T.unroll(4):  # registers 0 and 2 hold row g, 1 and 3 row g + 8
+            operand.word(w, m * 4 + r, o, v, m * 4 + r % 2 * 2)
+            a[(step % 2 * shape.row_blocks + m) * 4 + r] = o[step % 2]
+
+    return SimpleNamespace(load_words=load_words, load_params=load_params, convert=convert)
+
+
+def store_macros(gemm: Gemm, shape: Tile) -> SimpleNamespace:
+    """Macro `store`; `state()`, the registers of values that wait."""
+    import tilelang.language as T
+
+    rb, pairs, blocks, pitch = shape.row_blocks, shape.pairs, shape.blocks, shape.out_pitch
+    n, raw, unsigned, bf16 = gemm.n, gemm.raw, gemm.unsigned, gemm.out_dtype == "bfloat16"
+    out = mma_tiles.out_macros(shape, n=n, vec=2)
+
+    def state() -> SimpleNamespace:
+        return SimpleNamespace(
+            s=T.alloc_local((rb * 2,), "float32"),
+            b=T.alloc_local((rb * 2,), "float32"),
+            x=T.alloc_local((4,), "float32"),
+            r=T.alloc_local((4,), "int32"),
+            f=T.alloc_local((2,), "float32"),
+            o=T.alloc_local((1,), "uint32"),
+        )
+
+    @T.macro
+    def store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane):
+        """16 tokens at a time: scaled, transposed in registers, staged by the warp, written 16 bytes a lane; raw sums
+        as they are."""
+        row0 = c.rows[0] * (blocks * 64) + tile * 16
+        if not raw:
+            for i in T.unroll(rb * 2):
+                row = row0 + i // 2 * 16 + i % 2 * 8 + lane // 4
+                held.s[i] = S[T.min(row, gemm.row_blocks * 64 - 1)]
+                if gemm.bias:
+                    held.b[i] = B[T.min(row, n - 1)]
+                else:
+                    held.b[i] = 0.0
+        for p in T.unroll(pairs):
+            token0 = c.tokens[0] + column * shape.tokens + p * 16
+            for i in T.unroll(4):
+                token = T.min(token0 + i // 2 * 8 + lane % 4 * 2 + i % 2, Y.shape[0] - 1)
+                if not raw:
+                    held.x[i] = XS[token]
+                if unsigned:
+                    held.r[i] = RS[token]
+            syncwarp()
+            for m in T.unroll(rb):
+                for i in T.unroll(8):
+                    at = (m * pairs + p) * 8 + i
+                    if unsigned:
+                        acc[at] = acc[at] - held.r[i // 4 * 2 + i % 2] * 128
+                    if raw:
+                        token = token0 + i // 4 * 8 + lane % 4 * 2 + i % 2
+                        row = row0 + m * 16 + i % 4 // 2 * 8 + lane // 4
+                        if T.And(token < Y.shape[0], row < n):
+                            sts32(element(4, Y, "w", token, n, row), T.reinterpret(acc[at], "uint32"))
+                    else:
+                        held.f[i % 2] = T.call_extern(
+                            "float32",
+                            "tz_rescale",
+                            acc[at],
+                            held.s[m * 2 + i % 4 // 2],
+                            held.x[i // 4 * 2 + i % 2],
+                            held.b[m * 2 + i % 4 // 2],
+                        )
+                        if i % 2 == 1:
+                            held.o[0] = pack2(held.f[0], held.f[1], bf16=bf16)
+                            out.stage(Xs, held.o, warp * (16 * pitch), m, i // 2, lane)
+            if not raw:
+                syncwarp()
+                out.write(Y, Xs, warp * (16 * pitch), token0, row0, Y.shape[0], lane)
+
+    return SimpleNamespace(state=state, store=store)
+
+
 def program(
     target,
     gemm: Gemm,
@@ -108,15 +219,12 @@ def program(
     pairs, nacc, blocks = shape.pairs, shape.sums, shape.blocks
     row_tiles = -(-all_blocks // blocks)
     run = 4 // ig  # passes of a stage with the same parameters
-    raw, unsigned = gemm.raw, gemm.unsigned
-    pitch, bf16 = shape.out_pitch, gemm.out_dtype == "bfloat16"
-    operand = fp8_problem.operand_macros(gemm) if e4m3 else operand_macros(gemm)
+    operand = fp8_problem.operand_macros(gemm) if e4m3 else byte_macros(gemm)
     sum_type = "float32" if e4m3 else "int32"
     tiles = mma_tiles.place_macros(shape, row_tiles=row_tiles, raster=raster)
     xs = mma_tiles.x_macros(shape, k=k, stage_k=UNIT_K)
     ws = mma_tiles.unit_macros(shape, row_blocks=all_blocks, unit_words=unit_words)
     partial = mma_tiles.partial_macros(shape, kc=kc, dtype=sum_type)
-    out = mma_tiles.out_macros(shape, n=n, vec=2)
     used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8", *(["e4m3"] if e4m3 else []))
     source = prelude(*used, extra=(mma_tiles.SOURCE, gemm.converter.device_source))
     M = T.dynamic("m")
@@ -128,83 +236,8 @@ def program(
         xs.issue(X, Xs, "tz_cp_async", c.tokens[0], unit, slot, tx, M)
         ws.issue(W, Ws, c, unit, slot, tx)
 
-    @T.macro
-    def load_words(Ws, w, slot, h, tile, lane):
-        """Words of 64 k: block h of the unit."""
-        for m in T.unroll(rb):
-            at = slot * (blocks * unit_words) + (tile + m) // 4 * unit_words + h * BLOCK_WORDS + (tile + m) % 4 * 128
-            lds128(w[m * 4], Ws[at + lane * 4])
-
-    @T.macro
-    def load_params(Ws, v, slot, q, tile, lane):
-        """Parameters of rows g and g + 8 in group q of the unit: factors and offsets, or (e4m3) factors."""
-        for m in T.unroll(rb):
-            at = slot * (blocks * unit_words) + (tile + m) // 4 * unit_words + 2 * BLOCK_WORDS
-            word = lds32(Ws[at + q * (RECORD_BYTES // 4) + (tile + m) % 4 * 8 + lane // 4])
-            if e4m3:
-                operand.factors(v, m * 2, word)
-            else:
-                T.call_extern(
-                    "handle",
-                    "tz_lqq_params",
-                    word ^ T.uint32(gemm.offset_flip) if gemm.offset_flip else word,
-                    T.access_ptr(v[m * 4], "w", 4),
-                )
-
-    @T.macro
-    def convert(w, a, v, o, m, step):
-        """The nibbles of pass `step`, low ones of w first, into its half of a, for row tile m."""
-        for r in T.unroll(4):  # registers 0 and 2 hold row g, 1 and 3 row g + 8
-            operand.word(w, m * 4 + r, o, v, m * 4 + r % 2 * 2)
-            a[(step % 2 * rb + m) * 4 + r] = o[step % 2]
-
-    @T.macro
-    def store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane):
-        """16 tokens at a time: scaled, transposed in registers, staged by the warp, written 16 bytes a lane; raw sums
-        as they are."""
-        row0 = c.rows[0] * (blocks * 64) + tile * 16
-        if not raw:
-            for i in T.unroll(rb * 2):
-                row = row0 + i // 2 * 16 + i % 2 * 8 + lane // 4
-                held.s[i] = S[T.min(row, all_blocks * 64 - 1)]
-                if bias:
-                    held.b[i] = B[T.min(row, n - 1)]
-                else:
-                    held.b[i] = 0.0
-        for p in T.unroll(pairs):
-            token0 = c.tokens[0] + column * shape.tokens + p * 16
-            for i in T.unroll(4):
-                token = T.min(token0 + i // 2 * 8 + lane % 4 * 2 + i % 2, M - 1)
-                if not raw:
-                    held.x[i] = XS[token]
-                if unsigned:
-                    held.r[i] = RS[token]
-            syncwarp()
-            for m in T.unroll(rb):
-                for i in T.unroll(8):
-                    at = (m * pairs + p) * 8 + i
-                    if unsigned:
-                        acc[at] = acc[at] - held.r[i // 4 * 2 + i % 2] * 128
-                    if raw:
-                        token = token0 + i // 4 * 8 + lane % 4 * 2 + i % 2
-                        row = row0 + m * 16 + i % 4 // 2 * 8 + lane // 4
-                        if T.And(token < M, row < n):
-                            sts32(element(4, Y, "w", token, n, row), T.reinterpret(acc[at], "uint32"))
-                    else:
-                        held.f[i % 2] = T.call_extern(
-                            "float32",
-                            "tz_rescale",
-                            acc[at],
-                            held.s[m * 2 + i % 4 // 2],
-                            held.x[i // 4 * 2 + i % 2],
-                            held.b[m * 2 + i % 4 // 2],
-                        )
-                        if i % 2 == 1:
-                            held.o[0] = pack2(held.f[0], held.f[1], bf16=bf16)
-                            out.stage(Xs, held.o, warp * (16 * pitch), m, i // 2, lane)
-            if not raw:
-                syncwarp()
-                out.write(Y, Xs, warp * (16 * pitch), token0, row0, M, lane)
+    weights = operand_macros(gemm, shape, operand)
+    out = store_macros(gemm, shape)
 
     @T.prim_func
     def main(
@@ -227,14 +260,7 @@ def program(
             v = T.alloc_local((rb * 2,), "float32") if e4m3 else T.alloc_local((rb * 4,), "uint32")
             o = T.alloc_local((2,), "uint32")
             acc = T.alloc_local((nacc,), sum_type)
-            held = SimpleNamespace(
-                s=T.alloc_local((rb * 2,), "float32"),
-                b=T.alloc_local((rb * 2,), "float32"),
-                x=T.alloc_local((4,), "float32"),
-                r=T.alloc_local((4,), "int32"),
-                f=T.alloc_local((2,), "float32"),
-                o=T.alloc_local((1,), "uint32"),
-            )
+            held = out.state()
             c = scalars("tokens", "rows", "count", "slot", "free")
             tx = T.get_thread_binding()
             lane = tx % 32
@@ -254,12 +280,12 @@ def program(
             c.slot[0] = 0
             cp_wait(stages - 1)
             T.sync_threads()
-            load_words(Ws, w, 0, 0, tile, lane)
-            load_params(Ws, v, 0, 0, tile, lane)
+            weights.load_words(Ws, w, 0, 0, tile, lane)
+            weights.load_params(Ws, v, 0, 0, tile, lane)
             for p in T.unroll(pairs):
                 xs.load(Xs, x, 0, 0, p, column, lane)
             for m in T.unroll(rb):
-                convert(w, a, v, o, m, 0)
+                weights.convert(w, a, v, o, m, 0)
 
             for unit in T.serial(kn):
                 for j in T.unroll(4):
@@ -272,9 +298,9 @@ def program(
                             issue(X, W, Xs, Ws, c, k0 + unit + stages, c.free[0], tx)
                         cp_commit()
                     if j % 2 == 1:
-                        load_words(Ws, w, c.slot[0], (j + 1) % 4 // 2, tile, lane)
+                        weights.load_words(Ws, w, c.slot[0], (j + 1) % 4 // 2, tile, lane)
                     if not e4m3 and (j + 1) % run == 0:  # of what is converted now
-                        load_params(Ws, v, c.slot[0], (j + 1) % 4 // run, tile, lane)
+                        weights.load_params(Ws, v, c.slot[0], (j + 1) % 4 // run, tile, lane)
                     for p in T.unroll(pairs):
                         for m in T.unroll(rb):
                             for e in T.unroll(2):
@@ -286,16 +312,16 @@ def program(
                         xs.load(Xs, x, c.slot[0], (j + 1) % 4, p, column, lane)
                         for m in T.unroll(rb):
                             if m * pairs // rb == p:
-                                convert(w, a, v, o, m, j + 1)
+                                weights.convert(w, a, v, o, m, j + 1)
                     if e4m3 and (j + 1) % run == 0:  # of what is multiplied next
-                        load_params(Ws, v, c.slot[0], (j + 1) % 4 // run, tile, lane)
+                        weights.load_params(Ws, v, c.slot[0], (j + 1) % 4 // run, tile, lane)
             T.sync_threads()  # the staged output shares memory with X
             if kc > 1:
                 partial.leave(WS, acc, bx, bz, tx)
                 if last_arrival(SEM[bx], kc):
                     partial.gather(WS, acc, bx, tx)
-                    store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane)
+                    out.store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane)
             else:
-                store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane)
+                out.store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane)
 
     return main
