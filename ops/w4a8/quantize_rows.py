@@ -20,6 +20,9 @@ from DRAM while sums and codes are made. With `persistent`, as many CTAs as fit 
 once; x and gains then both stay in registers, and products are made twice.
 """
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.tiles.primitives import prelude
 
@@ -33,47 +36,79 @@ HELD_VECTORS = 4  # most vectors of a thread whose products with gains stay in r
 FORMS = {"int8": (127, 2.0**-119), "e4m3": (448, 2.0**-117)}
 
 
-def build(
-    target, *, k: int, dtype: str, gain: bool, norm: bool, warps: int, rows: int, vectors: int, resident: int = 1024,
-    ahead: int = 0, later: int = 0, persistent: bool = False, early: bool = False, codes: str = "int8",
-):  # fmt: skip
-    """The prim_func `main(X, G, Q, XS, RS, eps, columns)`.
+@dataclass(frozen=True)
+class Rows:
+    """What a kernel does with rows, and how threads hold one: see `build`, whose arguments these are.
 
-    Shapes: X [M, k] in `dtype` ("float16" or "bfloat16"), k a multiple of 8; G f32 [k] (one element without a gain); Q
-    int8 [M, K], K = k rounded up to 16, columns from k on become 0; XS f32 [M] scales; RS int32 [M] sums of Q's rows;
-    eps f32, RMSNorm's, and `columns` f32, those of the k that its mean counts (with `norm`). A CTA holds `rows` rows of
-    `warps` warps, each thread `vectors` vectors; rows > 1 needs warps = 1. Registers are limited so that `resident`
-    threads fit on an SM. `ahead` and `later`: sixteenths of rows that are fetched into L2 early; `early`: gains are
-    read before the kernel ahead has ended. With `codes` "e4m3", the bytes of Q are e4m3 and RS [1] is not written.
+    Raises:
+        ArgumentError: a value outside of what it says.
+    """
+
+    k: int
+    dtype: str
+    gain: bool
+    norm: bool
+    warps: int
+    rows: int
+    vectors: int
+    persistent: bool
+    early: bool
+    codes: str
+
+    def __post_init__(self):
+        if self.dtype not in ("float16", "bfloat16"):
+            raise ArgumentError("dtype", self.dtype, "must be float16 or bfloat16", "cast the activations")
+        if self.codes not in FORMS:
+            raise ArgumentError("codes", self.codes, f"must be one of {tuple(FORMS)}", "use int8")
+        if self.k % VECTOR or self.k < VECTOR:
+            raise ArgumentError("k", self.k, "must be a multiple of 8", "pad x with zeros")
+        held = self.warps * 32 * self.vectors * VECTOR
+        if held < self.out_k or (self.rows > 1 and self.warps > 1) or self.warps > 32:
+            shape = (self.warps, self.rows, self.vectors)
+            raise ArgumentError("warps", shape, f"do not hold rows of {self.k} values", "choose() them")
+
+    @property
+    def out_k(self) -> int:
+        """Columns of the codes."""
+        return -(-self.k // 16) * 16
+
+    @property
+    def integer(self) -> bool:
+        """Whether codes are int8, whose sums are wanted too."""
+        return self.codes == "int8"
+
+    @property
+    def products(self) -> bool:
+        """Whether products of x with the gains take the gains' registers."""
+        return self.gain and self.vectors <= HELD_VECTORS and not self.persistent
+
+    @property
+    def held(self) -> bool:
+        """Whether gains are in registers before x."""
+        return self.gain and (self.persistent or (self.products and self.early))
+
+    @property
+    def twice(self) -> bool:
+        """Whether gains are read twice."""
+        return self.gain and not (self.products or self.held)
+
+    @property
+    def slots(self) -> int:
+        """Vectors of gains or products that a thread holds."""
+        return self.vectors if self.held or self.products else 1
+
+
+def row_macros(r: Rows, *, wave: int, later: int) -> SimpleNamespace:
+    """Macros `load_gain`, `fetch` and `quantize`; `column(v, lane)`, where vector v of a thread of a row begins.
+
+    wave: CTAs that run at a time. later: values of a row of the next wave that are fetched into L2.
     """
     import tilelang.language as T
 
-    if dtype not in ("float16", "bfloat16"):
-        raise ArgumentError("dtype", dtype, "must be float16 or bfloat16", "cast the activations")
-    if codes not in FORMS:
-        raise ArgumentError("codes", codes, f"must be one of {tuple(FORMS)}", "use int8")
-    for name, part in (("ahead", ahead), ("later", later)):
-        if not 0 <= part <= 16:
-            raise ArgumentError(name, part, "must be 0..16, sixteenths of a row", "fetch no more than a row")
-    if k % VECTOR or k < VECTOR:
-        raise ArgumentError("k", k, "must be a multiple of 8", "pad x with zeros")
-    out_k = -(-k // 16) * 16
-    if warps * 32 * vectors * VECTOR < out_k or (rows > 1 and warps > 1) or warps > 32:
-        raise ArgumentError("warps", (warps, rows, vectors), f"do not hold rows of {k} values", "choose() them")
-    threads, lanes = 32 * warps * rows, 32 * warps
-    bf16, has_norm, kept = (str(flag).lower() for flag in (dtype == "bfloat16", norm, persistent))
-    pdl = target.supports("pdl")
-    products = gain and vectors <= HELD_VECTORS and not persistent  # of x with the gains, in whose registers they stay
-    held = gain and (persistent or (products and early))  # gains are in registers before x
-    twice = gain and not (products or held)  # they are read
-    slots = vectors if held or products else 1  # of gains or products
-    blocks = max(1, resident // threads)
-    wave = blocks * target.sms  # CTAs that run at a time
-    largest, tiny = FORMS[codes]
-    integer = codes == "int8"
-    ahead, later = (part * k // VECTOR // 16 * VECTOR if pdl else 0 for part in (ahead, later))  # values
-    source = prelude("pack", "rows", *(["prefetch"] if ahead or later else []), *([] if integer else ["e4m3_rows"]))
-    M = T.dynamic("m")
+    k, out_k, warps, vectors, slots = r.k, r.out_k, r.warps, r.vectors, r.slots
+    gain, norm, products, held, twice, integer = r.gain, r.norm, r.products, r.held, r.twice, r.integer
+    bf16, has_norm, kept = (str(flag).lower() for flag in (r.dtype == "bfloat16", norm, r.persistent))
+    largest, tiny = FORMS[r.codes]
 
     def column(v, lane):
         """Where vector v of a thread of a row begins."""
@@ -90,7 +125,7 @@ def build(
 
     @T.macro
     def fetch(X, row, lane, values):
-        if T.And(lane == 0, row < M):
+        if T.And(lane == 0, row < X.shape[0]):
             T.call_extern("handle", "tz_prefetch", T.access_ptr(X[row, 0], "r", values), 2 * values)
 
     @T.macro
@@ -99,12 +134,12 @@ def build(
             for i in T.unroll(4):
                 x[v * 4 + i] = T.uint32(0)
             at = column(v, lane)
-            if T.And(row < M, at < k):
+            if T.And(row < X.shape[0], at < k):
                 T.call_extern(
                     "handle", "tz_stream16", T.access_ptr(x[v * 4], "w", 4), T.access_ptr(X[row, at], "r", VECTOR)
                 )
         if later:
-            fetch(X, row + wave * rows, lane, later)
+            fetch(X, row + wave * r.rows, lane, later)
         if twice:  # all loads of the row first: ptxas would put sums between them
             T.sync_threads()
         m[0] = 0.0
@@ -136,7 +171,7 @@ def build(
             at = column(v, lane)
             if twice:
                 load_gain(G, g, 0, at, "false")
-            if T.And(row < M, at < out_k):
+            if T.And(row < X.shape[0], at < out_k):
                 T.call_extern(
                     "handle",
                     f"tz_row_{'quantize' if integer else 'e4m3'}<{bf16}, {2 if products else int(gain)}>",
@@ -150,7 +185,7 @@ def build(
             total[0] = T.call_extern(
                 "int32", f"tz_row_sum<{warps}>", total[0], T.access_ptr(shared[2 * warps], "rw", warps)
             )
-        if T.And(row < M, lane == 0):
+        if T.And(row < X.shape[0], lane == 0):
             factor[1] = m[0] / T.float32(largest)
             if norm:
                 factor[1] = factor[1] * T.rsqrt(m[1] / columns + eps)
@@ -158,13 +193,45 @@ def build(
             if integer:
                 RS[row] = total[0]
 
+    return SimpleNamespace(column=column, load_gain=load_gain, fetch=fetch, quantize=quantize)
+
+
+def build(
+    target, *, k: int, dtype: str, gain: bool, norm: bool, warps: int, rows: int, vectors: int, resident: int = 1024,
+    ahead: int = 0, later: int = 0, persistent: bool = False, early: bool = False, codes: str = "int8",
+):  # fmt: skip
+    """The prim_func `main(X, G, Q, XS, RS, eps, columns)`.
+
+    Shapes: X [M, k] in `dtype` ("float16" or "bfloat16"), k a multiple of 8; G f32 [k] (one element without a gain); Q
+    int8 [M, K], K = k rounded up to 16, columns from k on become 0; XS f32 [M] scales; RS int32 [M] sums of Q's rows;
+    eps f32, RMSNorm's, and `columns` f32, those of the k that its mean counts (with `norm`). A CTA holds `rows` rows of
+    `warps` warps, each thread `vectors` vectors; rows > 1 needs warps = 1. Registers are limited so that `resident`
+    threads fit on an SM. `ahead` and `later`: sixteenths of rows that are fetched into L2 early; `early`: gains are
+    read before the kernel ahead has ended. With `codes` "e4m3", the bytes of Q are e4m3 and RS [1] is not written.
+    """
+    import tilelang.language as T
+
+    r = Rows(k, dtype, gain, norm, warps, rows, vectors, persistent, early, codes)
+    for name, part in (("ahead", ahead), ("later", later)):
+        if not 0 <= part <= 16:
+            raise ArgumentError(name, part, "must be 0..16, sixteenths of a row", "fetch no more than a row")
+    threads, lanes = 32 * warps * rows, 32 * warps
+    blocks = max(1, resident // threads)
+    wave = blocks * target.sms  # CTAs that run at a time
+    pdl = target.supports("pdl")
+    ahead, later = (part * k // VECTOR // 16 * VECTOR if pdl else 0 for part in (ahead, later))  # values
+    of_row = row_macros(r, wave=wave, later=later)
+    forms = ([] if r.integer else ["e4m3_rows"]) + (["prefetch"] if ahead or later else [])
+    source = prelude("pack", "rows", *forms)
+    M = T.dynamic("m")
+
     @T.prim_func
     def main(
         X: T.Tensor((M, k), dtype),
         G: T.Tensor((k if gain else 1,), "float32"),
-        Q: T.Tensor((M, out_k), "int8"),
+        Q: T.Tensor((M, r.out_k), "int8"),
         XS: T.Tensor((M,), "float32"),
-        RS: T.Tensor((M if integer else 1,), "int32"),
+        RS: T.Tensor((M if r.integer else 1,), "int32"),
         eps: T.float32,
         columns: T.float32,
     ):
@@ -174,7 +241,7 @@ def build(
             T.annotate_min_blocks_per_sm(blocks)
             shared = T.alloc_shared((3 * warps,), "float32")  # one buffer: two might get the same place
             x = T.alloc_local((4 * vectors,), "uint32")
-            g = T.alloc_local((VECTOR * slots,), "float32")
+            g = T.alloc_local((VECTOR * r.slots,), "float32")
             m = T.alloc_local((2,), "float32")
             factor = T.alloc_local((2,), "float32")  # of the codes, of the scale
             total = T.alloc_local((1,), "int32")
@@ -183,21 +250,21 @@ def build(
             lane = tx % lanes
             if ahead:
                 if block < wave:
-                    fetch(X, row, lane, ahead)
-            if held:  # a weight: activations._gain keeps its writer from being the kernel ahead
+                    of_row.fetch(X, row, lane, ahead)
+            if r.held:  # a weight: activations._gain keeps its writer from being the kernel ahead
                 for v in T.unroll(vectors):
-                    load_gain(G, g, v, column(v, lane), "false")
+                    of_row.load_gain(G, g, v, of_row.column(v, lane), "false")
             if pdl:
                 T.pdl_trigger()
                 T.pdl_sync()
             if persistent:
                 for turn in T.serial(T.ceildiv(T.ceildiv(M, rows) - block, wave)):
-                    if not integer and warps > 1:  # with a sum of codes, its barrier stands between two reductions
+                    if not r.integer and warps > 1:  # with a sum of codes, its barrier stands between two reductions
                         T.sync_threads()
-                    quantize(
+                    of_row.quantize(
                         X, G, Q, XS, RS, eps, columns, shared, x, g, m, factor, total, row + turn * wave * rows, lane
                     )
             else:
-                quantize(X, G, Q, XS, RS, eps, columns, shared, x, g, m, factor, total, row, lane)
+                of_row.quantize(X, G, Q, XS, RS, eps, columns, shared, x, g, m, factor, total, row, lane)
 
     return main

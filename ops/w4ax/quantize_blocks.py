@@ -6,6 +6,9 @@ enters the scales, unless they are static. With one scale for a token and precis
 magnitudes of all blocks come first and the values are gathered a second time (ops/w4ax/reference.py has the formulas).
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.w4ax.reference import GRANULARITIES, LARGEST_FACTOR, TINY, UNIFORM, UNITS
@@ -102,74 +105,28 @@ def shared_bytes(k: int, warps: int) -> int:
     return -(-k // BLOCK) * BLOCK * 2 + (warps + -(-k // BLOCK)) * 4 + 1024
 
 
-def build(
-    target,
+def emit_macro(
     *,
-    k: int,
-    blocks8: int,
-    dtype: str,
-    permuted: bool,
-    gain: bool,
+    blocks4: int,
+    width4: int,
+    width8: int,
     granularity: str,
+    gain: bool,
     wide: bool,
     warps: int,
-):
-    """The prim_func `main(X, P, G, S, Q4, Q8, XS, eps)`.
+    rows: Any,
+    pitch: Any,
+) -> Callable[..., None]:
+    """Macro `emit`: what a warp writes of a block.
 
-    Shapes: X [M, k8] in `dtype` ("float16" or "bfloat16"), k8 = k rounded up to 8, zeros from k on; P int32 [Kp], -1
-    for padding (one element unless `permuted`); G f32 [Kp], RMSNorm's weight in the output's order (one element unless
-    `gain`); S f32 [Kp/128] static scales (one element otherwise); Q4 uint8 [M, K4/2], two channels in a byte, the even
-    one low (one element where no block is INT4, or `wide`); Q8 int8 [M, 128 * blocks8], with `wide` [M, Kp] and all
-    blocks (one element where there is none); XS f32 [Kp/128, MP], MP = M rounded up to 4; eps f32, RMSNorm's.
+    Args:
+        blocks4: INT4 blocks, the first ones. width4, width8: bytes of a row of each plane, 0 without one.
+        rows, pitch: expressions of M and of a row of the scales. Others: of `build`.
     """
     import tilelang.language as T
 
-    blocks = -(-k // BLOCK)
-    if dtype not in ("float16", "bfloat16"):
-        raise ArgumentError("dtype", dtype, "must be float16 or bfloat16", "cast the activations")
-    if granularity not in GRANULARITIES:
-        raise ArgumentError("granularity", granularity, f"must be one of {GRANULARITIES}", "use 'block'")
-    if not 0 <= blocks8 <= blocks:
-        raise ArgumentError("blocks8", blocks8, f"must be 0..{blocks}", "use the weight's")
-    if not 1 <= warps <= 32:
-        raise ArgumentError("warps", warps, "must be 1..32", "choose() them")
-    columns, padded = -(-k // VECTOR) * VECTOR, blocks * BLOCK
-    blocks4, threads = blocks - blocks8, 32 * warps
-    width4 = 0 if wide else blocks4 * BLOCK // 2
-    width8 = padded if wide else blocks8 * BLOCK
-    bf16, perm, norm = (str(flag).lower() for flag in (dtype == "bfloat16", permuted, gain))
-    static, uniform, two_level = granularity == "static", granularity in UNIFORM, granularity == "two_level"
+    static, two_level = granularity == "static", granularity == "two_level"
     clamp, times = (str(flag).lower() for flag in (static, two_level and wide))
-    pdl = target.supports("pdl")
-    turns = -(-blocks // warps)  # blocks of a warp
-    lists = permuted + gain
-    ahead = lists and turns * lists * 4 <= MOST_AHEAD
-    turns_of = T.unroll if ahead else T.serial  # registers have no runtime index
-    M, MP = T.dynamic("m"), T.dynamic("mp")
-
-    @T.macro
-    def load_lists(P, G, order, gains, turn, slot, tx):
-        """Order and gains of the values that a thread gathers in a turn."""
-        at = (turn * warps + tx // 32) * BLOCK + tx % 32 * 4
-        if at < padded:
-            if permuted:
-                T.call_extern("handle", "tz_ldg16", T.access_ptr(order[slot * 4], "w", 4), T.access_ptr(P[at], "r", 4))
-            if gain:
-                T.call_extern("handle", "tz_ldg16", T.access_ptr(gains[slot * 4], "w", 4), T.access_ptr(G[at], "r", 4))
-
-    @T.macro
-    def gather(v, Rs, P, G, order, gains, turn, tx):
-        if not ahead:
-            load_lists(P, G, order, gains, turn, 0, tx)
-        T.call_extern(
-            "handle",
-            f"tz_gather4<{bf16}, {perm}, {norm}>",
-            T.access_ptr(v, "w"),
-            T.access_ptr(Rs[0], "r", padded),
-            (turn * warps + tx // 32) * BLOCK + tx % 32 * 4,
-            T.access_ptr(order[turn * 4 if ahead and permuted else 0], "r", 1),
-            T.access_ptr(gains[turn * 4 if ahead and gain else 0], "r", 1),
-        )
 
     @T.macro
     def two_level_scale(f, own):
@@ -227,8 +184,84 @@ def build(
                     f[5],
                 )
         # the last row also fills the padding behind it
-        if T.And(lane < 4, T.Or(lane == 0, T.And(row == M - 1, row + lane < MP))):
+        if T.And(lane < 4, T.Or(lane == 0, T.And(row == rows - 1, row + lane < pitch))):
             XS[block, row + lane] = f[4]
+
+    return emit
+
+
+def build(
+    target,
+    *,
+    k: int,
+    blocks8: int,
+    dtype: str,
+    permuted: bool,
+    gain: bool,
+    granularity: str,
+    wide: bool,
+    warps: int,
+):
+    """The prim_func `main(X, P, G, S, Q4, Q8, XS, eps)`.
+
+    Shapes: X [M, k8] in `dtype` ("float16" or "bfloat16"), k8 = k rounded up to 8, zeros from k on; P int32 [Kp], -1
+    for padding (one element unless `permuted`); G f32 [Kp], RMSNorm's weight in the output's order (one element unless
+    `gain`); S f32 [Kp/128] static scales (one element otherwise); Q4 uint8 [M, K4/2], two channels in a byte, the even
+    one low (one element where no block is INT4, or `wide`); Q8 int8 [M, 128 * blocks8], with `wide` [M, Kp] and all
+    blocks (one element where there is none); XS f32 [Kp/128, MP], MP = M rounded up to 4; eps f32, RMSNorm's.
+    """
+    import tilelang.language as T
+
+    blocks = -(-k // BLOCK)
+    if dtype not in ("float16", "bfloat16"):
+        raise ArgumentError("dtype", dtype, "must be float16 or bfloat16", "cast the activations")
+    if granularity not in GRANULARITIES:
+        raise ArgumentError("granularity", granularity, f"must be one of {GRANULARITIES}", "use 'block'")
+    if not 0 <= blocks8 <= blocks:
+        raise ArgumentError("blocks8", blocks8, f"must be 0..{blocks}", "use the weight's")
+    if not 1 <= warps <= 32:
+        raise ArgumentError("warps", warps, "must be 1..32", "choose() them")
+    columns, padded = -(-k // VECTOR) * VECTOR, blocks * BLOCK
+    blocks4, threads = blocks - blocks8, 32 * warps
+    width4 = 0 if wide else blocks4 * BLOCK // 2
+    width8 = padded if wide else blocks8 * BLOCK
+    bf16, perm, norm = (str(flag).lower() for flag in (dtype == "bfloat16", permuted, gain))
+    static, uniform = granularity == "static", granularity in UNIFORM
+    pdl = target.supports("pdl")
+    turns = -(-blocks // warps)  # blocks of a warp
+    lists = permuted + gain
+    ahead = lists and turns * lists * 4 <= MOST_AHEAD
+    turns_of = T.unroll if ahead else T.serial  # registers have no runtime index
+    M, MP = T.dynamic("m"), T.dynamic("mp")
+
+    @T.macro
+    def load_lists(P, G, order, gains, turn, slot, tx):
+        """Order and gains of the values that a thread gathers in a turn."""
+        at = (turn * warps + tx // 32) * BLOCK + tx % 32 * 4
+        if at < padded:
+            if permuted:
+                T.call_extern("handle", "tz_ldg16", T.access_ptr(order[slot * 4], "w", 4), T.access_ptr(P[at], "r", 4))
+            if gain:
+                T.call_extern("handle", "tz_ldg16", T.access_ptr(gains[slot * 4], "w", 4), T.access_ptr(G[at], "r", 4))
+
+    @T.macro
+    def gather(v, Rs, P, G, order, gains, turn, tx):
+        if not ahead:
+            load_lists(P, G, order, gains, turn, 0, tx)
+        T.call_extern(
+            "handle",
+            f"tz_gather4<{bf16}, {perm}, {norm}>",
+            T.access_ptr(v, "w"),
+            T.access_ptr(Rs[0], "r", padded),
+            (turn * warps + tx // 32) * BLOCK + tx % 32 * 4,
+            T.access_ptr(order[turn * 4 if ahead and permuted else 0], "r", 1),
+            T.access_ptr(gains[turn * 4 if ahead and gain else 0], "r", 1),
+        )
+
+    emit = emit_macro(
+        blocks4=blocks4, width4=width4, width8=width8, granularity=granularity, gain=gain, wide=wide, warps=warps,
+        rows=M, pitch=MP,
+    )  # fmt: skip
 
     @T.prim_func
     def main(
