@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -30,6 +31,38 @@ FILES = [path for path in tracked() if path.suffix in CODE]
 def test_no_file_is_longer_than_one_idea():
     lengths = {path.relative_to(ROOT): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert not {str(path): lines for path, lines in lengths.items() if lines > LONGEST}
+
+
+LONGEST_FUNCTION = 150
+LONG = {
+    "ablation/decode_shared_program.py build",
+    "ops/attention/decode_copies.py make_copy_macros",
+    "ops/attention/decode_merge.py make_merge_macros",
+    "ops/attention/decode_program.py build",
+    "ops/attention/decode_warpgroup_program.py build",
+    "ops/attention/prefill_mma.py build",
+    "ops/attention/prefill_shared.py build",
+    "ops/attention/quantize_macros.py make_quantize_macros",
+    "ops/attention/tile_macros.py make_tile_macros",
+    "ops/attention/warpgroup_macros.py make_warpgroup_macros",
+    "ops/attention/write_program.py build",
+    "ops/linear/multistage.py build",
+    "ops/linear/small_batch.py build",
+    "ops/linear/stream_k.py build",
+}
+"""Functions that are longer than one reads at once: the list only shrinks."""
+
+
+def test_no_function_is_longer_than_one_reads_at_once():
+    found = set()
+    for path in FILES:
+        if path.suffix == ".py":
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            owners = [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+            for node in (node for owner in owners for node in owner.body if isinstance(node, ast.FunctionDef)):
+                if node.end_lineno - node.lineno >= LONGEST_FUNCTION:
+                    found.add(f"{path.relative_to(ROOT)} {node.name}")
+    assert found == LONG, f"new: {sorted(found - LONG)}; gone, so take it off the list: {sorted(LONG - found)}"
 
 
 def test_documents_that_are_named_exist():

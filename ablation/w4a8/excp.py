@@ -30,6 +30,52 @@ REGISTERS = {1: (40, 152, 240), 2: (40, 120, 176)}  # warpgroups that multiply -
 BLOCK_BYTES = 64 * UNIT_K  # converted: 64 rows by 128 k
 
 
+def role_macros(
+    gemm: Gemm, steps: SimpleNamespace, *, block_tokens: int, row_blocks: int, cta_blocks: int
+) -> SimpleNamespace:
+    """Macros `convert_stage`, of the warpgroup that converts, and `multiply`, of those that multiply."""
+    import tilelang.language as T
+
+    bm, rb, nacc = block_tokens, row_blocks, block_tokens // 2
+    a_type = "uint8" if gemm.unsigned else "int8"
+
+    @T.macro
+    def convert_stage(at, As, w, u, a, codes, stage, to, wt):
+        """The converters' warpgroup: every unit of a copied stage, as K-major operands in stage `to`."""
+        lane = wt % 32
+        for b in T.unroll(cta_blocks):
+            steps.load_unit(at, w, u, stage, b)
+            for h in T.unroll(2):
+                steps.convert(w, h * 4, u, a, h * 8, codes, h)
+                for e in T.unroll(2):  # lanes 8i .. 8i + 7 name the rows of register i: row half i % 2, k half i / 2
+                    stmatrix4(
+                        As[
+                            to * cta_blocks + b,
+                            wt // 32 * 16 + lane // 8 % 2 * 8 + lane % 8,
+                            (h * 2 + e) * 32 + lane // 16 * 16,
+                        ],
+                        a[h * 8 + e * 4],
+                    )
+
+    @T.macro
+    def multiply(acc, a_desc, desc, stage, to, wg):
+        """A warpgroup: its rows by 128 k, as one group."""
+        T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
+        T.warpgroup_arrive()
+        for r in T.unroll(rb):
+            for e in T.unroll(4):
+                T.ptx_wgmma_ss(
+                    "int32", f"m64n{bm}k32", True, True, a_type, "int8", "int32",
+                    a_desc.data, (to * cta_blocks + wg * rb + r) * (BLOCK_BYTES // 16) + e * 2,
+                    desc.data, stage * (bm * UNIT_K // 16) + e * 2,
+                    acc.data, r * nacc, T.bool(True), 1, 1,
+                )  # fmt: skip
+        T.warpgroup_commit_batch()
+        T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
+
+    return SimpleNamespace(convert_stage=convert_stage, multiply=multiply)
+
+
 def build(
     target,
     *,
@@ -70,42 +116,9 @@ def build(
     steps, rings, out = tiles.steps, tiles.rings, tiles.out
     made = ring_macros(stages=operands)
     source = prelude(*PRIMITIVES, extra=(gemm.converter.device_source,))
-    a_type = "uint8" if gemm.unsigned else "int8"
     M, G = T.dynamic("m"), T.dynamic("grid")
 
-    @T.macro
-    def convert_stage(at, As, w, u, a, codes, stage, to, wt):
-        """The converters' warpgroup: every unit of a copied stage, as K-major operands in stage `to`."""
-        lane = wt % 32
-        for b in T.unroll(cta_blocks):
-            steps.load_unit(at, w, u, stage, b)
-            for h in T.unroll(2):
-                steps.convert(w, h * 4, u, a, h * 8, codes, h)
-                for e in T.unroll(2):  # lanes 8i .. 8i + 7 name the rows of register i: row half i % 2, k half i / 2
-                    stmatrix4(
-                        As[
-                            to * cta_blocks + b,
-                            wt // 32 * 16 + lane // 8 % 2 * 8 + lane % 8,
-                            (h * 2 + e) * 32 + lane // 16 * 16,
-                        ],
-                        a[h * 8 + e * 4],
-                    )
-
-    @T.macro
-    def multiply(acc, a_desc, desc, stage, to, wg):
-        """A warpgroup: its rows by 128 k, as one group."""
-        T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
-        T.warpgroup_arrive()
-        for r in T.unroll(rb):
-            for e in T.unroll(4):
-                T.ptx_wgmma_ss(
-                    "int32", f"m64n{bm}k32", True, True, a_type, "int8", "int32",
-                    a_desc.data, (to * cta_blocks + wg * rb + r) * (BLOCK_BYTES // 16) + e * 2,
-                    desc.data, stage * (bm * UNIT_K // 16) + e * 2,
-                    acc.data, r * nacc, T.bool(True), 1, 1,
-                )  # fmt: skip
-        T.warpgroup_commit_batch()
-        T.warpgroup_fence_operand(acc, num_regs=rb * nacc)
+    roles = role_macros(gemm, steps, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
 
     @T.prim_func
     def main(
@@ -137,14 +150,11 @@ def build(
             a = T.alloc_local((16,), "uint32")
             acc = T.alloc_local((rb * nacc,), "int32")
             to = out.state(Y, Os, Fs, Rs)
-            desc = T.alloc_wgmma_desc()
-            a_desc = T.alloc_wgmma_desc()
+            desc, a_desc = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()
             at = steps.places()
             p = plan_state()
             c = segment_state()
-            ring = ring_state()
-            made_ring = ring_state()
-            ahead = scalars("units")
+            ring, made_ring = ring_state(), ring_state()
             T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs), As: make_full_bank_swizzled_layout(As)})
             tx = T.get_thread_binding()
             lane = tx % 32
@@ -157,7 +167,7 @@ def build(
                 if tx < ct + 160:
                     io = SimpleNamespace(
                         X=X, W=W, Xs=Xs, Ws=Ws, full=full, empty=empty, ring=ring, worker=cta, base=0,
-                        leader=tx == ct + 128, ahead=ahead.units,
+                        leader=tx == ct + 128, ahead=scalars("units").units,
                     )  # fmt: skip
                     tiles.feed(io, p, c, G, sk, M)
             else:
@@ -170,7 +180,7 @@ def build(
                         for _ in T.serial(c.k1[0] - c.k0[0]):
                             rings.wait(ring)
                             made.acquire(used_up, made_ring)
-                            convert_stage(at, As, w, u, a, codes, ring.stage[0], made_ring.stage[0], tx - ct)
+                            roles.convert_stage(at, As, w, u, a, codes, ring.stage[0], made_ring.stage[0], tx - ct)
                             T.fence_proxy_async()  # wgmma reads through the asynchronous proxy
                             syncwarp()
                             if lane == 0:
@@ -195,7 +205,7 @@ def build(
                         for kb in T.serial(c.k1[0] - c.k0[0]):
                             rings.wait(ring)
                             made.wait(made_ring)
-                            multiply(acc, a_desc, desc, ring.stage[0], made_ring.stage[0], wg)
+                            roles.multiply(acc, a_desc, desc, ring.stage[0], made_ring.stage[0], wg)
                             if operands == 1:
                                 T.warpgroup_wait(0)
                                 rings.advance(ring)

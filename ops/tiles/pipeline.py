@@ -86,3 +86,61 @@ def pipeline_macros(
                 tail.finish(io.WS, io.SEM, io.acc, io.to, p, c, x, cta, ctas, sk, wg, wt)
 
     return SimpleNamespace(run=run)
+
+
+def role_macros(
+    steps: SimpleNamespace, *, block_tokens: int, warpgroups: int, tiles: SimpleNamespace, rings: SimpleNamespace
+) -> SimpleNamespace:
+    """Macro `run`, for programs whose registers are short: each role makes its own plan, as one made before the roles
+    part would live in the registers of both; and what a segment is, phases or an order of its own, the program says.
+
+    Args:
+        steps: macros fill_weights and fill_tokens as of `pipeline_macros`; open(io, ring, wg, wt): once, what a
+            consumer finds while the kernel before still runs; enter(wg) and leave(wg), or None: in front of the first
+            segment and behind the last; segment(io, c, ring, wg, wt, lane, cta, grid, sk): a segment, to its end.
+    """
+    import tilelang.language as T
+
+    consumers = warpgroups * 128
+
+    @T.macro
+    def locate(io, c):
+        """The first token of the segment's tile."""
+        c.first[0] = c.tokens[0] * block_tokens
+
+    @T.macro
+    def run(io, p, c, ring, sk, grid, cta):
+        """The CTA, from its buffers on; `io` holds X beside what the steps want."""
+        tx = T.get_thread_binding()
+        m = io.X.shape[0]
+        rings.reset(ring)
+        T.pdl_trigger()
+        if tx >= consumers:
+            T.dec_max_nreg(REGISTERS[warpgroups, 1][0])
+            fill = SimpleNamespace(**vars(io), ring=ring, leader=tx == consumers, leader_of_tokens=tx == consumers + 32)
+            if tx < consumers + 32:  # weights do not depend on the kernel before: the first ring comes while it runs
+                tiles.plan(p, cta, grid, sk, T.ceildiv(m, block_tokens))
+                tiles.each_unit(steps.fill_weights, fill, None, p, c, cta, grid, sk, T.ceildiv(m, block_tokens))
+            elif tx < consumers + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
+                tiles.plan(p, cta, grid, sk, T.ceildiv(m, block_tokens))
+                T.pdl_sync()
+                tiles.each_unit(steps.fill_tokens, fill, locate, p, c, cta, grid, sk, T.ceildiv(m, block_tokens))
+        else:
+            T.inc_max_nreg(REGISTERS[warpgroups, 1][1])
+            tiles.plan(p, cta, grid, sk, T.ceildiv(m, block_tokens))
+            wg = tx // 128
+            wt = tx % 128
+            lane = tx % 32
+            steps.open(io, ring, wg, wt)
+            T.pdl_sync()
+            if steps.enter is not None:
+                steps.enter(wg)
+            for seg in T.serial(p.all[0]):
+                tiles.segment(p, c, seg, cta, grid, sk, T.ceildiv(m, block_tokens))
+                c.first[0] = c.tokens[0] * block_tokens
+                c.end[0] = m
+                steps.segment(io, c, ring, wg, wt, lane, cta, grid, sk)
+            if steps.leave is not None:
+                steps.leave(wg)
+
+    return SimpleNamespace(run=run)

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from terrazzo.ops.linear.bytes.operand import operand_macros
-from terrazzo.ops.linear.bytes.problem import BLOCK_WORDS, UNIT_K, Gemm
-from terrazzo.ops.tiles.calls import bulk, lds32, lds128, matrix, place, tma_tile, wgmma
+from terrazzo.ops.linear.bytes.problem import BLOCK_WORDS, UNIT_K
+from terrazzo.ops.tiles.calls import bulk, lds32, lds128, matrix, place
 
 
 def fill_macros(
@@ -96,51 +95,4 @@ def consumer_macros(*, block_tokens: int, cta_blocks: int, unit_words: int, grou
 
     return SimpleNamespace(
         places=places, find_tokens=find_tokens, find_units=find_units, load_unit=load_unit, tokens=tokens
-    )
-
-
-def stage_macros(gemm: Gemm, *, block_tokens: int, cta_blocks: int) -> SimpleNamespace:
-    """Macros `load_weights`, `load_tokens`, `convert`, `multiply`, those of `consumer_macros`; `registers()` is
-    convert's scratch.
-
-    A stage holds 128 k of a tile: X, and the units of its `cta_blocks` row blocks.
-    """
-    import tilelang.language as T
-
-    bm, nacc, unit_words = block_tokens, block_tokens // 2, gemm.unit_words
-    operand = operand_macros(gemm)
-    consumer = consumer_macros(block_tokens=bm, cta_blocks=cta_blocks, unit_words=unit_words, groups=gemm.groups)
-    kinds = ("uint8" if gemm.unsigned else "int8", "int8")
-
-    @T.macro
-    def load_weights(W, Ws, full, slot, c, kb):
-        """One thread: the units of the tile's row blocks, words and parameters in one copy."""
-        count = T.max(T.min(cta_blocks, gemm.row_blocks - c.rows[0] * cta_blocks), 0)
-        T.mbarrier_expect_tx(full[slot], count * (unit_words * 4))
-        if count > 0:
-            bulk(Ws[slot, 0, 0], W[kb, c.rows[0] * cta_blocks, 0], count * (unit_words * 4), full[slot])
-
-    @T.macro
-    def load_tokens(X, Xs, full, slot, c, kb):
-        """One warp: the tile's tokens."""
-        tma_tile(Xs, slot, X, c.first[0], kb * UNIT_K, full[slot])
-
-    @T.macro
-    def multiply(a, at, acc, x, r, h):
-        """Two wgmma on 64 k, A in registers a[at .. at + 7], as one group; x: the stage's `tokens`."""
-        T.warpgroup_fence_operand(a, at, 8)
-        T.warpgroup_fence_operand(acc, r * nacc, nacc)
-        T.warpgroup_arrive()
-        for e in T.unroll(2):
-            wgmma(bm, kinds, acc, r * nacc, a, at + e * 4, x, (h * 2 + e) * 2)
-        T.warpgroup_commit_batch()
-        T.warpgroup_fence_operand(acc, r * nacc, nacc)
-
-    return SimpleNamespace(
-        load_weights=load_weights,
-        load_tokens=load_tokens,
-        convert=operand.convert,
-        registers=operand.registers,
-        multiply=multiply,
-        **vars(consumer),
     )

@@ -1,0 +1,143 @@
+"""How scales enter a product on wgmma: two forms of one step, 64 k of a row block. A program asks for one, `form_of`.
+
+`integer`: int8 operands hold the integer scales of their groups, and all products of a tile add up in int32; while two
+wgmma run on one set of operand registers, the other set is converted.
+
+`post`: e4m3 operands are bare codes. The tensor core's own sums keep about 14 bits, so they run over one group of k
+only: they start at zero, and while the next 64 k are converted the tensor core finishes them; then they are multiplied
+with the factors of the group's rows and added to the float32 sums of the tile. One group of wgmma is in flight for each
+warpgroup; the other warpgroups' groups fill the tensor core meanwhile. A tile of more than 128 tokens is multiplied in
+two pieces whose sums of a group take turns in the same registers: it converts half as often.
+"""
+
+from types import SimpleNamespace
+
+from terrazzo.ops.linear.bytes import fp8_problem
+from terrazzo.ops.linear.bytes.operand import operand_macros
+from terrazzo.ops.linear.bytes.problem import UNIT_K, Gemm
+from terrazzo.ops.tiles.calls import wgmma
+
+
+def form_of(gemm: Gemm, *, block_tokens: int, row_blocks: int, pieces: int = 1) -> SimpleNamespace:
+    """The form of a problem's dequantization.
+
+    Attributes of the result: `sums`, dtype of a tile's sums; `group_sums`, registers for those of a group (1: none);
+    `pieces`, products of a tile's tokens; `registers`, the converter's; macros `start(io)` (of a tile; None: nothing),
+    `step(io, x, place, r, h, free)` and `settle_last(io)` (None: nothing). `io` holds w, u, a, codes, acc, part and f;
+    `free` says whether this lane gives the stage before back, which a step does when the wgmmas on it are complete.
+    """
+    if gemm.dequantization == fp8_problem.E4M3:
+        return post_form(gemm, block_tokens=block_tokens, row_blocks=row_blocks, pieces=pieces)
+    return integer_form(gemm, block_tokens=block_tokens)
+
+
+def product_macros(kinds: tuple[str, str], tokens: int) -> SimpleNamespace:
+    """Macro `multiply`: wgmma of a set of operands with `tokens` tokens, as one group."""
+    import tilelang.language as T
+
+    sums_of = tokens // 2
+
+    @T.macro
+    def multiply(a, sums, at, x, h, first, count, before):
+        """k32 steps first .. first + count - 1 of half h, on the sums at `at`; these start anew if `before` is 0."""
+        T.warpgroup_fence_operand(a, h * 8, 8)
+        T.warpgroup_fence_operand(sums, at, sums_of)
+        T.warpgroup_arrive()
+        for e in T.unroll(count):
+            wgmma(tokens, kinds, sums, at, a, h * 8 + (first + e) * 4, x, (h * 2 + first + e) * 2, before + e > 0)
+        T.warpgroup_commit_batch()
+        T.warpgroup_fence_operand(sums, at, sums_of)
+
+    return SimpleNamespace(multiply=multiply)
+
+
+def integer_form(gemm: Gemm, *, block_tokens: int) -> SimpleNamespace:
+    """`form_of` on int8 activations."""
+    import tilelang.language as T
+
+    operand = operand_macros(gemm)
+    product = product_macros(("uint8" if gemm.unsigned else "int8", "int8"), block_tokens)
+
+    @T.macro
+    def step(io, x, place, r, h, free):
+        operand.convert(io.w, h * 4, io.u, io.a, h * 8, io.codes, h)
+        product.multiply(io.a, io.acc, r * (block_tokens // 2), x, h, 0, 2, 1)
+        T.warpgroup_wait(1)
+        if r == 0 and h == 0:  # the wgmmas on the stage before are complete
+            place.release(0, free)
+
+    return SimpleNamespace(
+        sums="int32", group_sums=1, pieces=1, registers=operand.registers, start=None, step=step, settle_last=None
+    )
+
+
+def post_form(gemm: fp8_problem.Gemm, *, block_tokens: int, row_blocks: int, pieces: int) -> SimpleNamespace:
+    """`form_of` on e4m3 activations; `pieces`: into which a tile's tokens are parted."""
+    import tilelang.language as T
+
+    groups, nacc, rb = gemm.groups, block_tokens // 2, row_blocks
+    at_once = block_tokens // pieces  # tokens of a product
+    nsum = at_once // 2
+    splits = max(groups // 2, 1)  # parts of 64 k with sums of their own
+    operand = fp8_problem.operand_macros(gemm)
+    product = product_macros(("e4m3", "e4m3"), at_once)
+
+    def of_piece(x, piece):
+        """The tile of X, from a piece of its tokens on."""
+        return x + T.uint64(piece * at_once * UNIT_K // 16)
+
+    @T.macro
+    def settle(acc, part, f, r, piece):
+        """The sums of a group of k, times the factors of the rows, join those of a piece of the tokens of row block
+        r."""
+        T.warpgroup_wait(0)
+        T.warpgroup_fence_operand(part, num_regs=nsum)
+        first = r * nacc + piece * nsum
+        for i in T.unroll(nsum):
+            acc[first + i] = T.call_extern("float32", "__fmaf_rn", part[i], f[i % 4 // 2], acc[first + i])
+        T.warpgroup_fence_operand(acc, first, nsum)  # before the next wgmma: moved behind it, ptxas serializes all
+
+    @T.macro
+    def start(io):
+        """The first group of k is preceded by one of nothing."""
+        for i in T.unroll(nsum):
+            io.part[i] = 0
+        for i in T.unroll(2):
+            io.f[i] = 0
+
+    @T.macro
+    def step(io, x, place, r, h, free):
+        """At each beginning of a group of k, the group before joins the sums."""
+        T.warpgroup_wait(1)  # the set of operands that is written next is free
+        operand.convert(io.w, h * 4, io.u, io.a, h * 8, io.codes, h)
+        for e in T.unroll(splits):
+            if groups > 1 or h == 0:
+                settle(io.acc, io.part, io.f, (r + rb - 1 + T.min(h + e, 1)) % rb, pieces - 1)
+                operand.factors(io.f, 0, io.u[(h * 2 + e) * groups // 4])
+                if r == 0 and h == 0 and e == 0:
+                    place.release(0, free)
+            product.multiply(io.a, io.part, 0, x, h, e, 2 // splits, h * 2 if groups == 1 else 0)
+            if groups > 1:
+                for piece in T.unroll(pieces - 1):
+                    settle(io.acc, io.part, io.f, r, piece)
+                    product.multiply(io.a, io.part, 0, of_piece(x, piece + 1), h, e, 2 // splits, 0)
+        if groups == 1 and h == 1:
+            for piece in T.unroll(pieces - 1):
+                settle(io.acc, io.part, io.f, r, piece)
+                for half in T.unroll(2):
+                    product.multiply(io.a, io.part, 0, of_piece(x, piece + 1), half, 0, 2, half * 2)
+
+    @T.macro
+    def settle_last(io):
+        """The last group joins the sums of the tile."""
+        settle(io.acc, io.part, io.f, rb - 1, pieces - 1)
+
+    return SimpleNamespace(
+        sums="float32",
+        group_sums=nsum,
+        pieces=pieces,
+        registers=operand.registers,
+        start=start,
+        step=step,
+        settle_last=settle_last,
+    )  # fmt: skip
