@@ -45,6 +45,7 @@ def resolve(base: str, name: str) -> str:
     return f"{base}.{name}" if f"{base}.{name}" in SOURCES else base
 
 
+@cache
 def imports(module: str) -> list[tuple[int, str, bool]]:
     """(line, module of terrazzo, whether it happens at import time) for each import of a file, and each dotted name
     "terrazzo.x.y" in a string or f-string, which is how lazy names are written."""
@@ -63,7 +64,8 @@ def imports(module: str) -> list[tuple[int, str, bool]]:
             assert node.level == 0, f"{module}:{node.lineno}: imports are absolute"
             names = [resolve(node.module or "", alias.name) for alias in node.names]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
-            names, lazy = [node.value] * (node.value in SOURCES), lazy | {id(node)}
+            names = [node.value] * (node.value in SOURCES)
+            lazy.add(id(node))
         found += [(node.lineno, name, id(node) not in lazy) for name in names if name.split(".")[0] == "terrazzo"]
     return found
 
@@ -94,6 +96,7 @@ def short(module: str) -> str:
     return module.removeprefix("terrazzo.")
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """module -> the modules that it imports when it is imported or in a function, but for type checkers alone."""
     return {
