@@ -231,6 +231,7 @@ FORMS: Mapping[str, Form] = {
         token_bytes=4,
         flags=1,
         ring_k=1536,
+        step_k=0,
         small_pairs=False,  # not measured
     ),
     "s4_s8 integer": Form(

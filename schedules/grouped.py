@@ -29,16 +29,22 @@ def choose(problem: Gemm, target: Target, m: int) -> StreamK:
     free, average = room(target, experts), -(-m // experts)
     if problem.form_name == "f16 post":  # whose tiles were not measured one by one
         return stream_k.choose(replace(problem, n=problem.n * min(experts, m)), free, average)
-    average = tile_costs.bucket(average) if average > 8 else 1 << (average - 1).bit_length()
-    active = min(experts, 1 << (m - 1).bit_length())
+    average = _average(problem, m)
     widest = tile_costs.bucket(ceil(average + 2 * average**0.5))
     tiles = [it for it in COSTS[problem.form_name].experts.units if it[0] <= widest and it[1:] in _SHAPES]
     made = (fitted(stream_k.of_tile(problem, tile), problem, target) for tile in tiles)
-    return min(filter(legal, made), key=lambda s: us(s, problem, target, average, active))
+    return min(filter(legal, made), key=lambda s: predicted_us(s, problem, target, m))
 
 
-def us(schedule: StreamK, problem: Gemm, target: Target, average: int, experts: int) -> float:
-    """Predicted microseconds of `average` tokens for each expert."""
+def _average(problem: Gemm, m: int) -> int:
+    """The bucket of the average expert's tokens."""
+    average = -(-m // problem.experts)
+    return tile_costs.bucket(average) if average > 8 else 1 << (average - 1).bit_length()
+
+
+def predicted_us(schedule: StreamK, problem: Gemm, target: Target, m: int) -> float:
+    """Predicted microseconds of m tokens, for as many to each of the experts that they can reach."""
+    average, experts = _average(problem, m), min(problem.experts, 1 << (m - 1).bit_length())
     each = tiles_of_expert(average, schedule.block_tokens)
     tiles = round(experts * each * -(-problem.row_blocks // schedule.cta_blocks))
     weights = problem.row_blocks * problem.units * problem.unit_bytes

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import grouped, multistage, small_batch, stream_k, w4ax
 from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.multistage import Multistage
-from terrazzo.schedules.partition import Partition, share_tiles
 from terrazzo.schedules.problem import TOKENS_PER_TILE, Gemm
 from terrazzo.schedules.small_batch import SmallBatch
 from terrazzo.schedules.spaces import RASTER, Space, memory_refusal
@@ -193,10 +192,8 @@ class Blocks(Linear):
 
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
         if program == "stream_k":
-            part = stream_k.partition(schedule, self.problem, target, m)
-            blocks = -(-m // schedule.block_tokens)
-            us = busiest_us(schedule, self.problem, target, (blocks, blocks), part)
-            return us * (1 - _TURNS * schedule.turns)
+            turns = int(schedule.block_tokens > 64) - schedule.turns  # wide tiles were measured with turns
+            return super().cost(program, schedule, target, m) * (1 + _TURNS * turns)
         if program != "persistent":
             return super().cost(program, schedule, target, m)
         tiles = -(-self.problem.row_blocks * 64 // schedule.rows) * -(-m // schedule.block_tokens)
@@ -240,11 +237,7 @@ class Grouped(Space):
         return tile_refusal(schedule, self.problem, grouped.room(target, self.problem.experts))
 
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
-        active, average = min(self.problem.experts, m), -(-m // min(self.problem.experts, m))
-        each = -(-average // schedule.block_tokens)
-        tiles = active * each * -(-self.problem.row_blocks // schedule.cta_blocks)
-        part = share_tiles(tiles, self.problem.units, target.sms)
-        us = busiest_us(schedule, self.problem, target, (active * each, each), part)
+        us = grouped.predicted_us(schedule, self.problem, target, m)
         return us + (settle_us(self.problem, target, m) if self.problem.activations == "e4m3" else 0)
 
 
@@ -343,44 +336,6 @@ def settle_us(problem: Gemm, target: Target, m: int) -> float:
 
 def _native(target: Target) -> bool:
     return target.supports("mma.s4")
-
-
-@dataclass(frozen=True)
-class _BusiestCost:
-    """Factors of the parts of a stream-K kernel's time; of a unit of 64 rows by 128 k, of a tile, of a shared tile."""
-
-    stream: float = 0.545  # the longer of DRAM and tensor cores
-    l2: float = 0.062  # weights and x of every CTA through L2
-    convert: float = 0.139
-    mma: float = 0.108
-    latency: float = 0.142  # of a unit, hidden by more warpgroups
-    tile: float = 15.7  # per 1000 rows of 64 times tokens: epilogue
-    share: float = 1.49  # the same, through the workspace
-    split: float = 3.89
-
-
-_BUSIEST = _BusiestCost()  # fitted to 242 measurements of W4A16 on H200: 6 % rms, the first 1 % from the best
-
-
-def busiest_us(s: StreamK, problem: Gemm, target: Target, blocks: tuple[int, float], part: Partition) -> float:
-    """Microseconds of the busiest CTA: its units of 128 k, its epilogues, its shares. For tiles that `tile_costs` has
-    no measurements of: it orders them.
-
-    Args:
-        blocks: token blocks in all, and how many of them read the same weights.
-    """
-    c, (token_blocks, sharing) = _BUSIEST, blocks
-    tiles = token_blocks * -(-problem.row_blocks // s.cta_blocks)
-    waves = -(-(tiles - part.shared) // part.grid)
-    units = waves * problem.units - (-part.shared * problem.units // part.grid)
-    weights, x = s.cta_blocks * problem.unit_bytes, s.block_tokens * 128 * problem.x_bytes
-    gb = part.grid / (target.dram_gb_s * 1e3)
-    mma = s.cta_blocks * 64 * 128 * 2 * s.block_tokens * target.sms / (target.tflops(problem.rate) * 1e6)
-    area, shared = s.cta_blocks * s.block_tokens / 1e3, part.shared > 0
-    per_unit = c.stream * max(weights * gb / sharing, mma) + c.l2 * (weights + x) * gb + c.mma * mma
-    per_unit += c.convert * s.cta_blocks * 0.8192 + c.latency / s.warpgroups
-    per_unit *= 1 + 0.02 * max(0, 4 - s.stages)  # a short ring hides less of the latency (an estimate)
-    return units * per_unit + (waves + shared) * c.tile * area + shared * (c.share * area + c.split)
 
 
 def _multistage_us(s: Multistage, problem: Gemm, target: Target, m: int) -> float:

@@ -240,8 +240,6 @@ def _of_scaled_blocks(problem: Gemm, target: Target, m: int) -> StreamK:
 
 def partition(schedule: StreamK, problem: Gemm, target: Target, m: int) -> Partition:
     """The cheapest way to divide the tiles of the schedule over the SMs of the target."""
-    if schedule.form == "s4_s8 block":  # whose launches were not measured
-        return share_tiles(schedule.tiles(problem, m), problem.units, target.sms)
     return _divide(schedule, problem, target, m)[1]
 
 
@@ -254,13 +252,15 @@ def us(schedule: StreamK, problem: Gemm, target: Target, m: int) -> float:
 
 def _divide(schedule: StreamK, problem: Gemm, target: Target, m: int) -> tuple[float, Partition]:
     """Microseconds, and the partition."""
-    return schedule.costs.divide(
-        schedule.tile,
-        schedule.tiles(problem, m),
-        problem.units,
+    of_tile = schedule.tile, schedule.tiles(problem, m), problem.units
+    launch = (
         tile_costs.dram_us(target, problem.launch_bytes(m)),
         target.sms * schedule.per_sm,
         schedule.parts,
         tile_costs.later_wave(target, m, problem.k, problem.x_bytes),
         schedule.cluster,
     )
+    if schedule.form != "s4_s8 block":
+        return schedule.costs.divide(*of_tile, *launch)
+    part = share_tiles(*of_tile[1:], target.sms)  # other divisions were not measured
+    return schedule.costs.us(*of_tile, part, *launch), part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import exp, log
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
-from terrazzo.schedules import linear_spaces, stream_k, tile_costs
+from terrazzo.schedules import grouped, linear_spaces, stream_k, tile_costs
 from terrazzo.schedules.problem import Gemm
 
 DATA = Path(__file__).parents[1] / "data/tuning"
@@ -188,6 +189,32 @@ def test_tiles_pad_a_bucket_little(m):
     assert widths == tile_costs.widths(min(top, m), stream_k.BLOCK_TOKENS) and set(widths) <= set(stream_k.BLOCK_TOKENS)
     assert min(-(-top // t) * t for t in widths) <= 1.1 * top
     assert m <= 32 or top - m < max(16, m / 4)
+
+
+def test_predicted_times_of_scaled_blocks():
+    """W4Ax with a scale for each block, beside what the benchmark's runs took on an H200."""
+    rows = json.loads((DATA.parents[2] / "benchmarks/results/w4ax_h200.json").read_text())["rows"]
+    logs = []
+    for row in (row for row in rows if row["m"] > 16):
+        blocks8 = int(row["format"].split(", ")[1].split()[0])
+        problem = Gemm.of_blocks(row["n"], -(-row["k"] // 128) * 128, blocks8)
+        schedule = stream_k.choose(problem, H200, row["m"])
+        logs.append(log(stream_k.us(schedule, problem, H200, row["m"]) / row["variants"]["block"]))
+    assert len(logs) >= 60 and (sum(it**2 for it in logs) / len(logs)) ** 0.5 <= 0.07
+
+
+@pytest.mark.parametrize("op", ["w4a16", "w4a8", "w4a8_fp8"])
+def test_predicted_times_of_experts(op):
+    """Up to a factor of each problem: what the tuner tries first is what was fast."""
+    data, errors = json.loads((DATA / "grouped_h200.json").read_text())[f"{op}_grouped"], []
+    for row in data:
+        problem = replace(problem_of(op, row["n"], row["k"]), experts=row["experts"])
+        logs = []
+        for key, us in row["us"].items():
+            s = grouped.fitted(stream_k.of_tile(problem, tuple(map(int, key.split()))), problem, H200)
+            logs.append(log(grouped.predicted_us(s, problem, H200, row["m"]) / us))
+        errors += [(it - sum(logs) / len(logs)) ** 2 for it in logs]
+    assert len(errors) >= 100 and (sum(errors) / len(errors)) ** 0.5 <= 0.07
 
 
 def test_withdrawals_leave_the_word_positive():
