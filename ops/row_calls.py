@@ -50,9 +50,9 @@ def check_vector(vector: Any, name: str, shape: tuple[int, ...], device: torch.d
         raise ArgumentError(name, seen, constraint, "pass a value for each channel")
 
 
-def is_many(m: int, index: int) -> bool:
+def bucket(m: int, index: int) -> int:
     """The bucket of M on a CUDA device."""
-    return rows.many(launching.detect(index), m)
+    return rows.bucket(launching.detect(index), m)
 
 
 def vector(x: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,8 @@ MAX_WARPS = 32
 MAX_VECTORS = 4  # of a thread: 32 values in float32
 MAX_COLUMNS = MAX_WARPS * 32 * MAX_VECTORS * VECTOR
 _SHORT_VECTORS, _LONG_VECTORS = 2, 4
+FEW, PARTS = 16, 8
+"""Rows so few that eight CTAs for each fit the device at once, and those CTAs: a portable cluster."""
 _SMALL_ROWS = 4  # rows of a CTA where a warp holds a whole one
 _RESIDENT = 1024  # threads of an SM that have 64 registers each
 
@@ -24,6 +26,7 @@ class Rows:
         resident: threads that an SM is to hold; limits their registers.
         ahead: sixteenths of their rows that CTAs of the first wave fetch into L2 before the kernel ahead has ended.
         later: sixteenths of a row that are fetched into L2 a wave of CTAs before its turn.
+        parts: CTAs that share a row.
     """
 
     warps: int
@@ -32,24 +35,29 @@ class Rows:
     resident: int = _RESIDENT
     ahead: int = 0
     later: int = 0
+    parts: int = 1
 
     def params(self) -> dict[str, int]:
         """Arguments of a program's `build`."""
         return asdict(self)
 
 
-def many(target: Target, m: int) -> bool:
-    """Whether m rows fill the device: then bandwidth counts, below it the time of one row. The two buckets of M."""
-    return m > 2 * target.sms
+def bucket(target: Target, m: int) -> int:
+    """0: rows so few that SMs are left for parts of them; 1: few; 2: as many as fill the device, where bandwidth
+    counts, below it the time of one row."""
+    return (m > FEW) + (m > 2 * target.sms)
 
 
 def tokens(target: Target) -> tuple[int, ...]:
     """An M of each bucket."""
-    return (1, 2 * target.sms + 1)
+    return (1, FEW + 1, 2 * target.sms + 1)
 
 
-def choose(k: int, target: Target, m: int) -> Rows:
+def choose(k: int, target: Target, m: int, parts: int = 1) -> Rows:
     """Few rows: as many warps as a row has vectors for. Many rows: two or four vectors for each thread.
+
+    Args:
+        parts: CTAs that may share a row, where rows are few.
 
     Raises:
         ArgumentError: k above MAX_COLUMNS, whose rows no CTA holds.
@@ -58,7 +66,9 @@ def choose(k: int, target: Target, m: int) -> Rows:
     if k > MAX_COLUMNS:
         constraint = f"must be at most {MAX_COLUMNS}: a row is held in the registers of a CTA"
         raise ArgumentError("k", k, constraint, "split the rows")
-    if not many(target, m):
+    if bucket(target, m) == 0 and parts > 1 and total > 32 * MAX_WARPS:
+        return Rows(-(-total // (32 * parts)), 1, 1, 32 * -(-total // (32 * parts)), parts=parts)
+    if bucket(target, m) < 2:
         vectors = -(-total // (32 * MAX_WARPS))
         warps = -(-total // (32 * vectors))
         return Rows(warps, 1, vectors, 32 * warps)

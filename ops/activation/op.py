@@ -31,7 +31,8 @@ def plan(
         device: the GPU, where that is newer than `target`. The rest is as in program.build.
     """
     quantized.check_codes_on(target, quant)
-    schedule = schedule or rows.choose(k, device or target, m)
+    parts = rows.PARTS if quant not in ("int8", "e4m3") or target.supports("cluster") else 1
+    schedule = schedule or rows.choose(k, device or target, m, parts)
     params = dict(
         k=k, dtype=dtype, activation=activation, layout=layout, clamps=clamps, numerics=numerics, smooth=smooth,
         by_expert=by_expert, experts=experts, output=quant or "none", column_scales=column_scales,
@@ -147,7 +148,7 @@ def run(
     experts = 0 if expert_offsets is None else len(expert_offsets) - 1
     by_expert = smooth is not None and smooth.ndim == 2
     choices = (activation, layout, limit is not None, quant, numerics, column_scales)
-    key = (row_calls.is_many(m, index), k, x.dtype, index, smooth is not None, by_expert, experts, *choices, target)
+    key = (row_calls.bucket(m, index), k, x.dtype, index, smooth is not None, by_expert, experts, *choices, target)
     found = _kernels.get(key) or _prepare(key, x, max(m, 1), target)
     y, codes = row_calls.allocate(x, shape, quant, False, column_scales)
     if m == 0:

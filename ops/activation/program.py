@@ -73,18 +73,18 @@ template <bool BF16, int ACT, bool EXACT, bool PAIRS, bool CLAMPS> __device__ __
 def build(
     target, *, k: int, dtype: str, activation: str, layout: str, clamps: bool, numerics: str, smooth: bool,
     by_expert: bool, experts: int, output: str, column_scales: bool, warps: int, rows: int, vectors: int,
-    resident: int, ahead: int, later: int,
+    resident: int, ahead: int, later: int, parts: int = 1,
 ):  # fmt: skip
     """The prim_func `main(X, S, OFFSETS, Y, Q, XS, RS, alpha, limit)`.
 
     Shapes: X [M, 2k] in `dtype`, k a multiple of 8; S f32 [k], or (`by_expert`) [experts, k], factors of h (`smooth`);
     OFFSETS int32 [experts + 1], where each expert's rows start (`experts`); Y [M, k] in `dtype` with output "none"; Q,
     XS and RS as in ops/norm/program.py. What is not there has one element. `alpha` is swiglu_oai's, `limit` that of
-    `clamps`.
+    `clamps`. `parts` CTAs share a row; where it has one scale, they are a cluster.
     """
     import tilelang.language as T
 
-    row_outputs.check(target, k=k, dtype=dtype, output=output, warps=warps, rows=rows, vectors=vectors)
+    row_outputs.check(target, k=k, dtype=dtype, output=output, warps=warps, rows=rows, vectors=vectors, parts=parts)
     for name, value, known in (
         ("activation", activation, ACTIVATIONS),
         ("layout", layout, LAYOUTS),
@@ -105,7 +105,12 @@ def build(
     blocks = max(1, resident // threads)
     wave = blocks * target.sms  # CTAs that run at a time
     fetches = bool(ahead or later)
-    source = prelude(*row_outputs.primitives(output, fetches), extra=(row_outputs.SOURCE, SOURCE))
+    joined = parts > 1 and output in row_outputs.FORMS
+    peers, shape = (
+        row_outputs.cluster_of_row(parts, -(-3 * warps // 2) * 2),
+        dict(cluster_dims=(parts, 1, 1)) if joined else {},
+    )
+    source = prelude(*row_outputs.primitives(output, fetches, joined), extra=(row_outputs.SOURCE, SOURCE))
     M, MP = T.dynamic("m"), T.dynamic("mp")
 
     def place(at, second):
@@ -160,9 +165,11 @@ def build(
         alpha: T.float32,
         limit: T.float32,
     ):
-        with T.Kernel(T.ceildiv(M, rows), threads=threads, prelude=source) as block:
+        with T.Kernel(T.ceildiv(M, rows) * parts, threads=threads, prelude=source, **shape) as cta:
             T.annotate_min_blocks_per_sm(blocks)
-            shared = T.alloc_shared((3 * warps,), "float32")
+            # one buffer: two might get the same place
+            shared = T.alloc_shared((-(-3 * warps // 2) * 2 + (peers.room if joined else 0),), "float32")
+            sent = T.alloc_barrier([1, 1]) if joined else None
             a = T.alloc_local((4 * vectors,), "uint32")
             b = T.alloc_local((4 * vectors,), "uint32")
             v = T.alloc_local((VECTOR * vectors,), "float32")
@@ -171,8 +178,11 @@ def build(
             total = T.alloc_local((1,), "int32")
             expert = T.alloc_local((1,), "int32")
             tx = T.get_thread_binding()
+            block, part = T.truncdiv(cta, parts), T.truncmod(cta, parts)
             row = block * rows + tx // lanes
-            lane = tx % lanes
+            lane = part * lanes + tx % lanes
+            if joined:
+                peers.open(sent, tx)
             if ahead:
                 if block < wave:
                     fetch(X, row, lane, ahead)
@@ -196,7 +206,10 @@ def build(
                         "handle", f"tz_row_reduce<{warps}, false>", T.access_ptr(m, "rw"),
                         T.access_ptr(shared[0], "rw", 2 * warps),
                     )  # fmt: skip
-                out.emit(Q, XS, RS, v, m, f, total, T.float32(1), shared[2 * warps], row, lane, wanted)
+                if joined:
+                    peers.largest(shared, sent, m, part, tx)
+                join = (lambda total: peers.sum(shared, sent, total, part, tx)) if joined else None
+                out.emit(Q, XS, RS, v, m, f, total, T.float32(1), shared[2 * warps], row, lane, wanted, join)
             else:
                 out.store(Y, v, T.float32(1), row, lane, wanted)
 

@@ -9,6 +9,7 @@ from terrazzo.ops import dlpack, launching
 from terrazzo.ops.attention import (
     op,
     prefill_op,
+    rope_writing,
     writing,
 )
 from terrazzo.ops.attention.cache import PackedCache
@@ -16,6 +17,7 @@ from terrazzo.schedules import attention as schedules
 from terrazzo.schedules import attention_prefill as prefill_schedules
 
 if TYPE_CHECKING:
+    import torch
     from terrazzo.ops.dlpack import Array, SupportsDLPack
 
 
@@ -96,6 +98,40 @@ def decode(
     return op.run(q, cache, scale=scale, softcap=softcap, window=window, sinks=sinks, out=out, lse=lse, **options)[
         0
     ].view(shape)
+
+
+def rope_append(
+    cache: PackedCache,
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    heads: int,
+    rotary_dim: int | None = None,
+    layout: str = "neox",
+    norm: str = "none",
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    numerics: str = "fused",
+    target: Target | str | None = None,
+) -> torch.Tensor:
+    """`ops.rope.apply_rope` of new tokens and `append` of their keys and values, in one kernel, with the same bits.
+
+    Args:
+        cache: as for `append`; `lengths` count the new tokens already, q_len for each sequence.
+        qkv: float16 or bfloat16 [B * q_len, (heads + 2 kv_heads) * D], contiguous, on the cache's GPU.
+        cos, sin: float32 [B * q_len, R/2 or more], the angles of each new token. The rest is as in `apply_rope`.
+
+    Returns:
+        q [B, q_len, heads, D].
+
+    Raises:
+        ArgumentError: an operand that does not fit. CaptureError: a kernel never launched before, in graph capture.
+    """
+    rotary = cache.layout.head_dim if rotary_dim is None else rotary_dim
+    facts = dict(rope=layout, norm=norm, q_weight=q_weight, k_weight=k_weight, eps=eps, numerics=numerics)
+    return rope_writing.run(cache, qkv, cos, sin, heads=heads, rotary_dim=rotary, **facts, target=target)
 
 
 def prefill(

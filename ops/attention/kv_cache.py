@@ -309,6 +309,23 @@ class Batch:
         entry.append(self._view(layer), k, v, **options)
         self._stored(layer)
 
+    def rope_append(
+        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int = 0, **options: Any
+    ) -> torch.Tensor:
+        """Store the new tokens of one layer, q_len for each sequence, as their product left them; see
+        `entry.rope_append`.
+
+        Returns:
+            q [B, q_len, heads, D], normed where the layer does so, and turned.
+
+        Raises:
+            ArgumentError: another number of tokens than `extend` made room for, and as `rope_append`.
+        """
+        self._check_tokens(qkv=qkv)
+        q = entry.rope_append(self._view(layer), qkv, cos, sin, **options)
+        self._stored(layer)
+        return q
+
     def store(self, k: SupportsDLPack, v: SupportsDLPack, layer: int = 0, **options: Any) -> None:
         """Store the new tokens k, v [tokens of all sequences in turn, Hkv, D] of one layer; see `store`.
 

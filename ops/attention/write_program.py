@@ -27,6 +27,9 @@ from terrazzo.ops.attention.device import CLIPPING, attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.quantize_macros import make_quantize_macros, tile_state
 from terrazzo.ops.attention.tile_macros import each, larger, less, smaller
+from terrazzo.ops.tiles import heads as heads_in_lanes
+from terrazzo.ops.tiles import row_outputs
+from terrazzo.ops.tiles.row_outputs import VECTOR
 
 PASS_CONFIGS = (  # barriers and bounds are the program's own
     ("tl.disable_safe_memory_legalize", True),
@@ -50,17 +53,28 @@ def shares(pairs: int, most_new: int, warps: int, sms: int) -> tuple[int, int]:
     return max(1, min(warps // (2 * touched), -(-pairs // (2 * sms)))), touched
 
 
-def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, page: int, residual: int):
+def build(
+    target, *, k_format: str, v_format: str, head_dim: int, dtype: str, page: int, residual: int, rotary_dim: int = 0,
+    rope: str = "neox", norm: str = "none", numerics: str = "fused",
+):  # fmt: skip
     """The prim_func `main`.
 
     Args:
         dtype: of new keys and values. page: tokens of a page, 0 for a contiguous cache. residual: tokens of the f16
             residual block, 0 for none; channel-wise keys need one of their group's size.
+        rotary_dim: dims of a head that are turned to its token's position first, 0 for none: see below. rope, norm,
+            numerics: as ops/tiles/heads.py has them.
 
     Shapes: K and V in `dtype`, flat: value d of token i and head h at i * token pitch + h * head pitch + d; CU int32
     [B + 1], where each sequence's new tokens start; LEN int32 [B], tokens in all, the new ones included; KV, TABLE,
     RES, SLOT, SK and SV as in decode_program. Scalars: pitches of K and of V, first block of new tokens, number of
     blocks, CTAs of a block, and what `shares` says (at most 32 pairs of a CTA).
+
+    With `rotary_dim`, keys are as the product left them, normed and turned on their way to shared memory, and CTAs
+    behind the others do the same with queries. In front of the shapes above: X in `dtype`, flat, queries, value d of
+    token i and head h at i * token pitch + h * head_dim + d; COS and SIN f32 [tokens, width]; QW and KW [head_dim] in
+    `dtype`, weights of RMSNorm over heads; Q [heads of all tokens, head_dim] in `dtype`. Behind them: X's pitch, heads
+    of a token, rows of Q that this launch makes, eps.
     """
     import tilelang.language as T
 
@@ -81,9 +95,15 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
     chunks_per_row = D // 8
     pdl = target.supports("pdl")
     clipping = (CLIPPING.source,) if layout.k.clip or layout.v.clip else ()
+    turning = (row_outputs.SOURCE, heads_in_lanes.SOURCE) if rotary_dim else ()
     sources = attention_prelude(
-        "cp_async", "lds", "ldmatrix", "pack", *(["prefetch"] if pdl else []), extra=clipping
+        "cp_async", "lds", "ldmatrix", "pack", *(["rows"] if rotary_dim else []), *(["prefetch"] if pdl else []),
+        extra=(*clipping, *turning),
     )  # fmt: skip
+    if rotary_dim:
+        kind = dict(head_dim=D, rotary_dim=rotary_dim, layout=rope, dtype=dtype, norm=norm, numerics=numerics)
+        heads_in_lanes.check(**kind)
+        turned = heads_in_lanes.heads(**kind)
     keys, values = (
         make_quantize_macros(layout, is_key, bf16 and not fmt.rotation, warps)
         for is_key, fmt in ((True, layout.k), (False, layout.v))
@@ -140,6 +160,53 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
                 T.if_then_else(fresh, 16, 0),
             )  # fmt: skip
         T.call_extern("handle", "tz_cp_commit")
+
+    @T.macro
+    def load_head(h, of, row, at, j):
+        for i in each(2):
+            place_of = turned.second(j) if i else turned.first(j)
+            T.call_extern(
+                "handle", "tz_stream16", T.access_ptr(h.x, "w", 4),
+                T.call_extern("handle", "tz_row16", T.access_ptr(of.data[0], "r", 1), row, of.token, at + place_of),
+            )  # fmt: skip
+            T.call_extern(
+                "handle", f"tz_widen8<{turned.bf16}>", T.access_ptr(h.v[i * VECTOR], "w", VECTOR),
+                T.access_ptr(h.x, "r", 4),
+            )  # fmt: skip
+
+    @T.macro
+    def turn_head(h, W, COS, SIN, row, eps, j, wanted):
+        """The head in the lanes' registers, normed and turned."""
+        if norm != "none":
+            turned.factor(h, eps)
+            if wanted:
+                turned.norm(h, W, j)
+        if wanted:
+            turned.turn(h, COS, SIN, row, j)
+
+    @T.macro
+    def fetch_turned(rows, w, of, lane):
+        """`fetch`, of keys that are turned on the way."""
+        h, j = of.h, lane % turned.lanes
+        for i in T.serial(turned.lanes // 2):  # 16 rows, 32 / lanes at a time
+            row = i * (32 // turned.lanes) + lane // turned.lanes
+            fresh = T.And(w.token[0] + row >= w.old[0], w.token[0] + row < w.length[0])
+            source = w.row[0] + T.if_then_else(fresh, w.token[0] + row - w.old[0], 0)
+            for e in T.unroll(2 * VECTOR):
+                h.v[e] = 0.0
+            if T.And(fresh, j < turned.used):
+                load_head(h, of, source, w.h[0] * of.head, j)
+            turn_head(h, of.t.KW, of.t.COS, of.t.SIN, source, of.t.eps, j, T.And(fresh, j < turned.used))
+            if j < turned.used:
+                for e in each(2):
+                    at = turned.second(j) if e else turned.first(j)
+                    T.call_extern(
+                        "handle", f"tz_values_store<{turned.bf16}>",
+                        T.access_ptr(rows[(w.warp * 16 + row) * pitch + at // 2], "w", 4),
+                        T.access_ptr(h.v[e * VECTOR], "r", VECTOR), T.float32(1),
+                    )  # fmt: skip
+
+    fetch_keys = fetch_turned if rotary_dim else fetch
 
     @T.macro
     def collect(st, rows, w, is_key, lane):
@@ -231,7 +298,10 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
     @T.macro
     def alone(operand, is_key, of, offset, st, rows, KV, RES, scale, w, lane):
         """One operand of a tile that a warp stores by itself: merged into its page, or kept in the residual ring."""
-        fetch(rows, w, of, lane)
+        if is_key:
+            fetch_keys(rows, w, of, lane)
+        else:
+            fetch(rows, w, of, lane)
         operand.find_new(st, w.token[0], w.old[0], lane)
         older = less(w.token[0], w.old[0])
         if residual:
@@ -268,6 +338,123 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
             st.new[c] = T.uint32(0xFFFFFFFF)
         pack(operand, st, rows, KV, w, False, lane)
 
+    @T.macro
+    def store(t, pitches, first, blocks, per, touched, cta, tx, h):
+        """What a CTA stores; t: the tensors, h: registers of the heads that it turns, or None."""
+        rows = T.alloc_shared((total_words,), "int32")
+        lane = tx % 32
+        st = tile_state(D, layout.k, layout.v)
+        known = SimpleNamespace(**{name: T.alloc_local((1,), "int32") for name in OF_PAIR})
+        ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
+        x = T.truncmod(cta, blocks)
+        w = SimpleNamespace(warp=tx // 32, first=T.truncdiv(cta, blocks) * per, table=t.TABLE, **ints)
+        keys_of = SimpleNamespace(data=t.K, token=pitches.k_token, head=pitches.k_head, h=h, t=t)
+        values_of = SimpleNamespace(data=t.V, token=pitches.v_token, head=pitches.v_head)
+        if pdl:
+            T.pdl_trigger()
+            prefetch(t.LEN, t.CU, t.SLOT, t.RES, known, w, B * HK, first + x, per, lane)
+            T.pdl_sync()
+        learn(t.LEN, t.CU, t.SLOT, known, w, B * HK, lane)
+        for n in T.serial(T.truncdiv(2 * per * touched + warps - 1 - w.warp, warps)):  # keys | values of a tile
+            job = (n * warps + w.warp) // 2
+            if less(w.first + T.truncdiv(job, touched), B * HK):
+                place(known, w, T.truncdiv(job, touched), first + x)
+                w.token[0] = larger(w.base[0], w.old[0] // 16 * 16) + T.truncmod(job, touched) * 16
+                apart = T.And(less(w.token[0], smaller(w.base[0] + chunk, w.length[0])), less(w.old[0], w.length[0]))
+                if T.And(apart, less(w.length[0], w.base[0] + chunk)) if residual else apart:
+                    if less((n * warps + w.warp) % 2, 1):
+                        alone(keys, True, keys_of, 0, st, rows, t.KV, t.RES, t.SK, w, lane)
+                    else:
+                        alone(values, False, values_of, spare.k_words, st, rows, t.KV, t.RES, t.SV, w, lane)
+        if residual:
+            for i in T.serial(per):
+                if less(w.first + i, B * HK):
+                    place(known, w, i, first + x)
+                    w.token[0] = w.base[0] + w.warp * 16
+                    if T.And(less(w.old[0], w.length[0]), less(w.base[0] + chunk - 1, w.length[0])):
+                        find_block(w)
+                        fetch_keys(rows, w, keys_of, lane)
+                        together(keys, True, values_of, 0, st, rows, t.KV, t.RES, t.SK, w, lane)
+                        together(values, False, None, spare.k_words, st, rows, t.KV, t.RES, t.SV, w, lane)
+
+    @T.macro
+    def turn_queries(t, h, unit, q_token, heads, q_rows, tx):
+        """Heads of q from row `unit` of Q on, normed and turned."""
+        row, j = unit + tx // turned.lanes, tx % turned.lanes
+        at = T.alloc_local((1,), "int32")  # the division, once and in 32 bits
+        at[0] = T.truncdiv(row, heads)
+        token = at[0]
+        wanted = T.And(row < q_rows, j < turned.used)
+        if pdl:
+            T.pdl_trigger()
+            T.pdl_sync()
+        for e in T.unroll(2 * VECTOR):
+            h.v[e] = 0.0
+        if wanted:
+            load_head(h, SimpleNamespace(data=t.X, token=q_token), token, (row - token * heads) * D, j)
+        turn_head(h, t.QW, t.COS, t.SIN, token, t.eps, j, wanted)
+        if wanted:
+            for e in each(2):
+                place_of = turned.second(j) if e else turned.first(j)
+                T.call_extern(
+                    "handle", f"tz_values_store<{turned.bf16}>", T.access_ptr(t.Q[row, place_of], "w", VECTOR),
+                    T.access_ptr(h.v[e * VECTOR], "r", VECTOR), T.float32(1),
+                )  # fmt: skip
+
+    if rotary_dim:
+        NX, P, WIDTH, QR = T.dynamic("nx"), T.dynamic("p"), T.dynamic("width"), T.dynamic("qr")
+
+        @T.prim_func
+        def main(
+            X: T.Tensor((NX,), dtype),
+            COS: T.Tensor((P, WIDTH), "float32"),
+            SIN: T.Tensor((P, WIDTH), "float32"),
+            QW: T.Tensor((D if norm != "none" else 1,), dtype),
+            KW: T.Tensor((D if norm != "none" else 1,), dtype),
+            Q: T.Tensor((QR, D), dtype),
+            K: T.Tensor((NK,), dtype),
+            V: T.Tensor((NV,), dtype),
+            CU: T.Tensor((B1,), "int32"),
+            LEN: T.Tensor((B,), "int32"),
+            KV: T.Tensor((PAGES, HK, PAGE_WORDS), "int32"),
+            TABLE: T.Tensor((TABLE_B, MOST), "int32"),
+            RES: T.Tensor((SLOTS, RES_H, RES_WORDS), "int32"),
+            SLOT: T.Tensor((B,), "int32"),
+            SK: T.Tensor((SKH, SKD), "float32"),
+            SV: T.Tensor((SVH, SVD), "float32"),
+            k_token: T.int32,
+            k_head: T.int32,
+            v_token: T.int32,
+            v_head: T.int32,
+            first: T.int32,
+            blocks: T.int32,
+            groups: T.int32,
+            per: T.int32,
+            touched: T.int32,
+            q_token: T.int32,
+            heads: T.int32,
+            q_rows: T.int32,
+            eps: T.float32,
+        ):
+            with T.Kernel(
+                blocks * groups + T.ceildiv(q_rows, warps * (32 // turned.lanes)), threads=warps * 32, prelude=sources
+            ) as cta:
+                T.annotate_min_blocks_per_sm(max(1, (16 if D <= 128 else 8) // warps))
+                tx = T.get_thread_binding()
+                h = turned.state()
+                t = SimpleNamespace(
+                    X=X, COS=COS, SIN=SIN, QW=QW, KW=KW, Q=Q, K=K, V=V, CU=CU, LEN=LEN, KV=KV, TABLE=TABLE, RES=RES,
+                    SLOT=SLOT, SK=SK, SV=SV, eps=eps,
+                )  # fmt: skip
+                pitches = SimpleNamespace(k_token=k_token, k_head=k_head, v_token=v_token, v_head=v_head)
+                if less(cta, blocks * groups):
+                    store(t, pitches, first, blocks, per, touched, cta, tx, h)
+                else:
+                    unit = (cta - blocks * groups) * (warps * (32 // turned.lanes))
+                    turn_queries(t, h, unit, q_token, heads, q_rows, tx)
+
+        return main
+
     @T.prim_func
     def main(
         K: T.Tensor((NK,), dtype),
@@ -291,44 +478,10 @@ def build(target, *, k_format: str, v_format: str, head_dim: int, dtype: str, pa
         touched: T.int32,
     ):
         with T.Kernel(blocks * groups, threads=warps * 32, prelude=sources) as cta:
-            rows = T.alloc_shared((total_words,), "int32")
             T.annotate_min_blocks_per_sm(max(1, (16 if D <= 128 else 8) // warps))
             tx = T.get_thread_binding()
-            lane = tx % 32
-            st = tile_state(D, layout.k, layout.v)
-            known = SimpleNamespace(**{name: T.alloc_local((1,), "int32") for name in OF_PAIR})
-            ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
-            x = T.truncmod(cta, blocks)
-            w = SimpleNamespace(warp=tx // 32, first=T.truncdiv(cta, blocks) * per, table=TABLE, **ints)
-            keys_of = SimpleNamespace(data=K, token=k_token, head=k_head)
-            values_of = SimpleNamespace(data=V, token=v_token, head=v_head)
-            if pdl:
-                T.pdl_trigger()
-                prefetch(LEN, CU, SLOT, RES, known, w, B * HK, first + x, per, lane)
-                T.pdl_sync()
-            learn(LEN, CU, SLOT, known, w, B * HK, lane)
-            for n in T.serial(T.truncdiv(2 * per * touched + warps - 1 - w.warp, warps)):  # keys | values of a tile
-                job = (n * warps + w.warp) // 2
-                if less(w.first + T.truncdiv(job, touched), B * HK):
-                    place(known, w, T.truncdiv(job, touched), first + x)
-                    w.token[0] = larger(w.base[0], w.old[0] // 16 * 16) + T.truncmod(job, touched) * 16
-                    apart = T.And(
-                        less(w.token[0], smaller(w.base[0] + chunk, w.length[0])), less(w.old[0], w.length[0])
-                    )
-                    if T.And(apart, less(w.length[0], w.base[0] + chunk)) if residual else apart:
-                        if less((n * warps + w.warp) % 2, 1):
-                            alone(keys, True, keys_of, 0, st, rows, KV, RES, SK, w, lane)
-                        else:
-                            alone(values, False, values_of, spare.k_words, st, rows, KV, RES, SV, w, lane)
-            if residual:
-                for i in T.serial(per):
-                    if less(w.first + i, B * HK):
-                        place(known, w, i, first + x)
-                        w.token[0] = w.base[0] + w.warp * 16
-                        if T.And(less(w.old[0], w.length[0]), less(w.base[0] + chunk - 1, w.length[0])):
-                            find_block(w)
-                            fetch(rows, w, keys_of, lane)
-                            together(keys, True, values_of, 0, st, rows, KV, RES, SK, w, lane)
-                            together(values, False, None, spare.k_words, st, rows, KV, RES, SV, w, lane)
+            t = SimpleNamespace(K=K, V=V, CU=CU, LEN=LEN, KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, SK=SK, SV=SV)
+            pitches = SimpleNamespace(k_token=k_token, k_head=k_head, v_token=v_token, v_head=v_head)
+            store(t, pitches, first, blocks, per, touched, cta, tx, None)
 
     return main

@@ -130,7 +130,7 @@ def run(
     m = x.numel() // k
     given = (residual is not None, post_weight is not None, smooth is not None)
     options = (style, quant, numerics, also_plain, column_scales)
-    key = (row_calls.is_many(m, index), k, x.dtype, index, weight.dtype, *given, *options, target)
+    key = (row_calls.bucket(m, index), k, x.dtype, index, weight.dtype, *given, *options, target)
     found = _kernels.get(key) or _prepare(key, x, max(m, 1), weight, given, options, target)
     y, codes = row_calls.allocate(x, shape, quant, also_plain, column_scales)
     if m == 0:
@@ -142,10 +142,14 @@ def run(
     if codes is not None:
         q, scales, sums = quantized.kernel_arguments(codes)
     weight, inverse = vectors_of(weight, smooth, style, numerics, also_plain, post_weight is not None)
+    if post_weight is None:  # a stand-in of the dtype that the kernel takes weights in
+        post_weight = no_scales if "32" in str(weight.dtype) else no_weight
+    else:
+        post_weight = row_calls.vector(post_weight)
     args = (
-        _flat(x, m, k, no_rows), _flat(residual, m, k, no_rows), weight,
-        no_weight if post_weight is None else row_calls.vector(post_weight), no_scales if inverse is None else inverse,
-        _flat(y, m, k, no_rows), q, scales, no_sums if sums is None else sums, eps, post_eps,
+        _flat(x, m, k, no_rows), _flat(residual, m, k, no_rows), weight, post_weight,
+        no_scales if inverse is None else inverse, _flat(y, m, k, no_rows), q, scales,
+        no_sums if sums is None else sums, eps, post_eps,
     )  # fmt: skip
     launching.launch(_kernels, key, found, args)
     return y, codes

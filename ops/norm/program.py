@@ -78,7 +78,7 @@ template <bool BF16> __device__ __forceinline__ void tz_sum8(void *x, const void
 def build(
     target, *, k: int, dtype: str, weight: str, style: str, numerics: str, residual: bool, post: bool, smooth: bool,
     output: str, plain: bool, column_scales: bool, warps: int, rows: int, vectors: int, resident: int, ahead: int,
-    later: int,
+    later: int, parts: int = 1,
 ):  # fmt: skip
     """The prim_func `main(X, R, W, P, S, Y, Q, XS, RS, eps, post_eps)`.
 
@@ -90,6 +90,8 @@ def build(
     """
     import tilelang.language as T
 
+    if parts != 1:
+        raise ArgumentError("parts", parts, "must be 1: a row has one sum of squares", "choose() it")
     row_outputs.check(target, k=k, dtype=dtype, output=output, warps=warps, rows=rows, vectors=vectors)
     for name, value, known in (("style", style, STYLES), ("numerics", numerics, NUMERICS)):
         if value not in known:

@@ -1,11 +1,13 @@
 """`torch.ops.terrazzo.rms_norm`: the operator as torch.compile, export and fake tensors see it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from terrazzo.ops import quantized, row_calls
+
+Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""y, codes, scales, row sums; what is not there has no elements. Not a list: operators that write to an operand return
+none in graphs that are made functional."""
 
 
 def call(
@@ -17,16 +19,14 @@ def call(
     options = (style, quant or "", numerics, also_plain, column_scales)
     vectors = (weight, post_weight, smooth, eps, post_eps)
     if residual is None:
-        found = torch.ops.terrazzo.rms_norm(x, *vectors, *options)
+        y, *parts = torch.ops.terrazzo.rms_norm(x, *vectors, *options)
     else:
-        found = torch.ops.terrazzo.fused_add_rms_norm(x, residual, *vectors, *options)
-    y = found.pop() if quant is None or also_plain else None
-    codes = None if quant is None else quantized.of_tensors(found, tuple(x.shape), quant, column_scales)
-    return row_calls.returned(y, codes)
+        y, *parts = torch.ops.terrazzo.fused_add_rms_norm(x, residual, *vectors, *options)
+    codes = None if quant is None else quantized.of_tensors(parts, tuple(x.shape), quant, column_scales)
+    return row_calls.returned(y if quant is None or also_plain else None, codes)
 
 
-def _run(x: torch.Tensor, residual: torch.Tensor | None, *vectors_and_options: Any) -> list[torch.Tensor]:
-    """Codes' tensors, then y."""
+def _run(x: torch.Tensor, residual: torch.Tensor | None, *vectors_and_options: Any) -> Made:
     from terrazzo.ops.norm import op, reference
 
     *vectors, style, quant, numerics, also_plain, column_scales = vectors_and_options
@@ -37,15 +37,21 @@ def _run(x: torch.Tensor, residual: torch.Tensor | None, *vectors_and_options: A
         y, codes, h = reference.rms_norm(x, residual, *given)
         if residual is not None:
             residual.copy_(h)
-    return [*([] if codes is None else quantized.tensors(codes)), *([] if y is None else [y])]
+    return _four(x, y, codes)
+
+
+def _four(x: torch.Tensor, y: torch.Tensor | None, codes: Any) -> Made:
+    parts = [] if codes is None else quantized.tensors(codes)
+    parts += [x.new_empty(0) for _ in range(3 - len(parts))]
+    return (x.new_empty(0) if y is None else y, *parts)
 
 
 @torch.library.custom_op("terrazzo::rms_norm", mutates_args=())
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, post_weight: torch.Tensor | None, smooth: torch.Tensor | None, eps: float,
     post_eps: float, style: str, quant: str, numerics: str, also_plain: bool, column_scales: bool,
-) -> list[torch.Tensor]:  # fmt: skip
-    """Codes, scales and row sums where there are such, then y if it is asked for."""
+) -> Made:  # fmt: skip
+    """y, codes, scales and row sums; see `Made`."""
     options = (style, quant, numerics, also_plain, column_scales)
     return _run(x, None, weight, post_weight, smooth, eps, post_eps, *options)
 
@@ -55,15 +61,14 @@ def fused_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, post_weight: torch.Tensor | None,
     smooth: torch.Tensor | None, eps: float, post_eps: float, style: str, quant: str, numerics: str, also_plain: bool,
     column_scales: bool,
-) -> list[torch.Tensor]:  # fmt: skip
+) -> Made:  # fmt: skip
     """The same of the residual, to which x is added in place."""
     options = (style, quant, numerics, also_plain, column_scales)
     return _run(x, residual, weight, post_weight, smooth, eps, post_eps, *options)
 
 
-def _shapes(x: torch.Tensor, quant: str, also_plain: bool, column_scales: bool) -> list[torch.Tensor]:
-    y, codes = row_calls.allocate(x, tuple(x.shape), quant or None, also_plain, column_scales)
-    return [*([] if codes is None else quantized.tensors(codes)), *([] if y is None else [y])]
+def _shapes(x: torch.Tensor, quant: str, also_plain: bool, column_scales: bool) -> Made:
+    return _four(x, *row_calls.allocate(x, tuple(x.shape), quant or None, also_plain, column_scales))
 
 
 @rms_norm.register_fake

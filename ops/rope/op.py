@@ -10,6 +10,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching, row_calls, weights
 from terrazzo.ops.rope import program
+from terrazzo.ops.tiles import heads as tiles
 
 if TYPE_CHECKING:
     import torch
@@ -60,10 +61,10 @@ def kernel_requests(
 def check_choices(head_dim: int, rotary_dim: int, layout: str, dtype: str, norm: str, numerics: str) -> None:
     """Raise ArgumentError unless a kernel serves these choices."""
     row_calls.check_choice("qkv", dtype, row_calls.DTYPES)
-    row_calls.check_choice("layout", layout, program.LAYOUTS)
-    row_calls.check_choice("norm", norm, program.NORMS)
-    row_calls.check_choice("numerics", numerics, program.NUMERICS)
-    for name, value, most in (("head_dim", head_dim, program.MOST_DIMS), ("rotary_dim", rotary_dim, head_dim)):
+    row_calls.check_choice("layout", layout, tiles.LAYOUTS)
+    row_calls.check_choice("norm", norm, tiles.NORMS)
+    row_calls.check_choice("numerics", numerics, tiles.NUMERICS)
+    for name, value, most in (("head_dim", head_dim, tiles.MOST_DIMS), ("rotary_dim", rotary_dim, head_dim)):
         if type(value) is not int or value % 16 or not 0 < value <= most:
             raise ArgumentError(name, value, f"must be a multiple of 16 up to {most}", "pass that of the model")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
+from terrazzo.ops.tiles.calls import place, wait_together
 
 VECTOR = 8  # values of one 16-byte load
 BLOCK = 128  # columns of a block scale
@@ -19,6 +20,8 @@ FORMS = {"int8": (127, 2.0**-119), "e4m3": (448, 2.0**-117)}
 """Form of codes -> its largest, and the largest magnitude below which values count as zeros."""
 MOST_COLUMNS = 32 * 32 * 4 * VECTOR
 """Columns of a row that a CTA holds as float32 in its registers."""
+MOST_PARTS = 8
+"""CTAs of a row: a portable cluster."""
 SOURCE = """\
 // 8 values of 16 bits -> floats, and back, rounded to nearest even
 template <bool BF16> __device__ __forceinline__ void tz_widen8(void *v, const void *x) {
@@ -38,6 +41,11 @@ __device__ __forceinline__ void tz_values_scan(void *m_, const void *v_) {
   unsigned *m = (unsigned *)m_; const float *v = (const float *)v_;
 #pragma unroll
   for (int i = 0; i < 8; ++i) m[0] = max(m[0], __float_as_uint(fabsf(v[i])));
+}
+// the largest magnitude of another CTA's values joins m[0]
+__device__ __forceinline__ void tz_join_largest(void *m_, float other) {
+  unsigned *m = (unsigned *)m_;
+  m[0] = max(m[0], __float_as_uint(other));
 }
 // the largest magnitude of the values of 16 lanes
 __device__ __forceinline__ float tz_block_largest(const void *v) {
@@ -74,9 +82,10 @@ template <bool BF16> __device__ __forceinline__ void tz_values_store(void *y, co
 """Why not TileLang: maxima that keep NaN, and values of 16 bits and codes, eight at a time in registers."""
 
 
-def primitives(output: str, fetches: bool) -> list[str]:
-    """Names of the primitives that a program with this output needs, SOURCE beside them."""
-    return ["pack", "rows", *(["prefetch"] if fetches else []), *(["e4m3_rows"] if "e4m3" in output else [])]
+def primitives(output: str, fetches: bool, joined: bool = False) -> list[str]:
+    """Names of the primitives that a program with this output needs, SOURCE beside them; `joined`: rows of clusters."""
+    names = [("prefetch", fetches), ("e4m3_rows", "e4m3" in output), ("place", joined), ("cluster", joined)]
+    return ["pack", "rows", *(name for name, wanted in names if wanted)]
 
 
 def padded_columns(k: int) -> int:
@@ -84,15 +93,21 @@ def padded_columns(k: int) -> int:
     return -(-k // 16) * 16
 
 
-def check(target: Target, *, k: int, dtype: str, output: str, warps: int, rows: int, vectors: int) -> None:
-    """Raise ArgumentError unless threads hold rows of k values and the target makes codes of this form."""
+def check(
+    target: Target, *, k: int, dtype: str, output: str, warps: int, rows: int, vectors: int, parts: int = 1
+) -> None:
+    """Raise ArgumentError unless threads hold rows of k values, and the CTAs of a row can join its scale."""
     if dtype not in ("float16", "bfloat16"):
         raise ArgumentError("dtype", dtype, "must be float16 or bfloat16", "cast the activations")
     if output not in OUTPUTS:
         raise ArgumentError("output", output, f"must be one of {OUTPUTS}", "use none")
     if k % VECTOR or k < VECTOR:
         raise ArgumentError("k", k, "must be a multiple of 8", "pad x with zeros")
-    if warps * 32 * vectors * VECTOR < padded_columns(k) or (rows > 1 and warps > 1) or warps * rows > 32:
+    if parts > 1 and (rows > 1 or parts > MOST_PARTS or (output in FORMS and not target.supports("cluster"))):
+        constraint = f"must be 1 for rows of a warp and for scales of tokens on {target.arch}, at most {MOST_PARTS}"
+        raise ArgumentError("parts", parts, constraint, "choose() it")
+    held = parts * warps * 32 * vectors * VECTOR
+    if held < padded_columns(k) or (rows > 1 and warps > 1) or warps * rows > 32:
         raise ArgumentError("warps", (warps, rows, vectors), f"do not hold rows of {k} values", "choose() them")
 
 
@@ -104,7 +119,8 @@ def outputs(*, k: int, dtype: str, output: str, column_scales: bool, warps: int,
         codes_shape, scales_shape, sums_shape: of Q, XS and RS for m rows (mp: m rounded up to 4).
         column: where vector v of a thread of a row begins.
         scan(m, v, i): vector i joins the largest magnitude of its row, where a row has one scale.
-        emit(Q, XS, RS, ...): codes and scales of all vectors; `scale` is a factor of the row that no code has.
+        emit(Q, XS, RS, ...): codes and scales of all vectors; `scale` is a factor of the row that no code has. Where
+            CTAs share a row, `lane` counts through them, and `join` makes the sum of codes that of all in the first.
         store(Y, ...): all vectors in 16 bits, times a factor.
     """
     import tilelang.language as T
@@ -151,12 +167,14 @@ def outputs(*, k: int, dtype: str, output: str, column_scales: bool, warps: int,
             )
 
     @T.macro
-    def emit_rows(Q, XS, RS, v, m, f, total, scale, shared, row, lane, wanted):
+    def emit_rows(Q, XS, RS, v, m, f, total, scale, shared, row, lane, wanted, join):
         f[0] = T.if_then_else(m[0] < T.float32(tiny), T.float32(0), T.float32(largest) / m[0])
         for i in T.unroll(vectors):
             convert_vector(Q, v, i, total, f[0], row, lane, wanted)
         if integer:
             total[0] = T.call_extern("int32", f"tz_row_sum<{warps}>", total[0], T.access_ptr(shared, "rw", warps))
+            if join is not None:
+                join(total)
         if T.And(wanted, lane == 0):
             XS[row] = T.if_then_else(m[0] < T.float32(tiny), T.float32(1), m[0] / T.float32(largest) * scale)
             if integer:
@@ -177,12 +195,12 @@ def outputs(*, k: int, dtype: str, output: str, column_scales: bool, warps: int,
                     XS[row, at // BLOCK] = f[1]
 
     @T.macro
-    def emit(Q, XS, RS, v, m, f, total, scale, shared, row, lane, wanted):
+    def emit(Q, XS, RS, v, m, f, total, scale, shared, row, lane, wanted, join=None):
         total[0] = 0
         if block:
             emit_blocks(Q, XS, v, f, total, scale, row, lane, wanted)
         else:
-            emit_rows(Q, XS, RS, v, m, f, total, scale, shared, row, lane, wanted)
+            emit_rows(Q, XS, RS, v, m, f, total, scale, shared, row, lane, wanted, join)
 
     def scales_shape(m: Any, mp: Any) -> tuple:
         if not block:
@@ -194,3 +212,56 @@ def outputs(*, k: int, dtype: str, output: str, column_scales: bool, warps: int,
         codes_shape=lambda m: (m, width) if codes != "none" else (1, 1), scales_shape=scales_shape,
         sums_shape=lambda m: (m if integer and not block else 1,),
     )  # fmt: skip
+
+
+def cluster_of_row(parts: int, first: int) -> SimpleNamespace:
+    """Macros of the CTAs of a cluster that share a row.
+
+    Args:
+        first: where a buffer of floats in shared memory has room for `room` of them, an even number.
+
+    Attributes:
+        open(sent, tx): by all threads, before anything is sent; `sent`: two mbarriers of one arrival.
+        largest(shared, sent, m, part, tx): m[0] of each CTA becomes that of all. sum(shared, sent, total, part, tx):
+            total[0] of the first CTA's first thread becomes the sum over all.
+    """
+    import tilelang.language as T
+
+    sums = first + 2 * parts
+
+    @T.macro
+    def open(sent, tx):
+        T.cluster_arrive()
+        if tx == 0:
+            for i in T.unroll(2):
+                T.mbarrier_expect_tx(sent[i], 8 * parts)
+                T.barrier_arrive(sent[i])
+
+    @T.macro
+    def send(shared, at, rank, value, barrier):
+        T.call_extern(
+            "handle", "tz_send8", T.access_ptr(shared[at], "w", 2), rank, value, T.float32(0),
+            T.access_ptr(barrier, "rw", 1),
+        )  # fmt: skip
+
+    @T.macro
+    def largest(shared, sent, m, part, tx):
+        T.cluster_wait()  # the others' barriers are made
+        if tx < parts:
+            send(shared, first + 2 * part, tx, m[0], sent[0])
+        wait_together(place(sent[0], "rw"), 0)
+        for i in T.unroll(parts):
+            T.call_extern("handle", "tz_join_largest", T.access_ptr(m, "rw"), shared[first + 2 * i])
+
+    @T.macro
+    def sum(shared, sent, total, part, tx):
+        """Sums of codes are integers below 2^24: floats hold them."""
+        if tx == 0:
+            send(shared, sums + 2 * part, 0, T.cast(total[0], "float32"), sent[1])
+        if T.And(part == 0, tx < 32):
+            wait_together(place(sent[1], "rw"), 0)
+            total[0] = 0
+            for i in T.unroll(parts):
+                total[0] = total[0] + T.cast(shared[sums + 2 * i], "int32")
+
+    return SimpleNamespace(room=4 * parts, open=open, largest=largest, sum=sum)

@@ -1,7 +1,5 @@
 """A kernel for tests of programmatic dependent launch: it lets the next kernel start, sleeps, and writes then."""
 
-from __future__ import annotations
-
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 

@@ -8,9 +8,11 @@ import torch
 from cuda_on_cpu import CpuKernel, cuda_text
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.ops import quantized
+from terrazzo.ops.tiles import row_outputs
 from test_w4a8_quantize_rows import SHIMS, primitives
 
 MORE_SHIMS = r"""
+typedef unsigned char uchar;
 struct uint4 { unsigned x, y, z, w; };
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 #define __expf expf
@@ -27,7 +29,8 @@ def emulated_text(text: str) -> tuple[str, list[str]]:
 
 def emulated(request: KernelRequest, folder: Path) -> CpuKernel:
     params = dict(request.params)
-    return CpuKernel(*emulated_text(cuda_text(request)), 32 * params["warps"] * params["rows"], folder)
+    cluster = params["parts"] if params["output"] in row_outputs.FORMS else 1
+    return CpuKernel(*emulated_text(cuda_text(request)), 32 * params["warps"] * params["rows"], folder, cluster)
 
 
 def outputs(m: int, k: int, dtype: torch.dtype, output: str, column_scales: bool) -> dict[str, torch.Tensor]:

@@ -39,9 +39,13 @@ CASES = {  # target, M of the bucket, K, what differs from FACTS
     "clamped silu": ("sm_90a", 1, 264, dict(clamps=True, quant="int8_block128", column_scales=True)),
     "experts": ("sm_90a", 600, 520, dict(experts=40, by_expert=True, smooth=True, quant="int8")),
     "experts, one row a CTA": ("sm_90a", 1, 2048, dict(experts=3, smooth=True, quant="int8")),
+    "parts": ("sm_90a", 1, 8200, {}),
+    "parts, int8": ("sm_90a", 1, 8200, dict(quant="int8", dtype="bfloat16")),
+    "parts, e4m3": ("sm_90a", 1, 10240, dict(quant="e4m3", smooth=True)),
+    "parts, blocks": ("sm_80", 1, 8200, dict(quant="int8_block128", layout="interleaved")),
     "long rows": ("sm_90a", 600, 28672, dict(quant="int8")),
 }  # fmt: skip
-QUICK = ("silu, int8", "silu as a model", "gpt-oss", "experts")
+QUICK = ("parts, int8", "silu, int8", "silu as a model", "gpt-oss", "experts")
 ALPHA, LIMIT = 1.702, 1.5
 
 
@@ -75,7 +79,9 @@ def test_the_cuda_text_computes_the_reference(name, tmp_path):
     tensors = dict(
         X=x, S=none if smooth is None else 1 / smooth, OFFSETS=none.int() if offsets is None else offsets, **out
     )
-    kernel((-(-m // params["rows"]), 1, 1), **tensors, alpha=ALPHA, limit=LIMIT, m=m, mp=-(-m // 4) * 4)
+    kernel(
+        (-(-m // params["rows"]) * params["parts"], 1, 1), **tensors, alpha=ALPHA, limit=LIMIT, m=m, mp=-(-m // 4) * 4
+    )
     if codes is not None:
         # two float32 exponentials differ in last bits: codes at a half go either way
         check_codes(out, codes, good, exact=False)

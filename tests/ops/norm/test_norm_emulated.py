@@ -36,6 +36,7 @@ CASES = {  # target, M of the bucket, K, what differs from FACTS
     "router": ("sm_90a", 1, 1024, dict(quant="int8_block128", plain=True, column_scales=True)),
     "router, smooth": ("sm_90a", 1, 1024, dict(quant="e4m3", plain=True, smooth=True, dtype="bfloat16")),
     "float32 weight": ("sm_90a", 1, 72, dict(weight="float32", style="gemma")),
+    "smooth, all warps": ("sm_90a", 1, 8192, dict(quant="int8", dtype="bfloat16", smooth=True)),
     "long rows": ("sm_90a", 1, 16384, dict(quant="int8")),
 }
 QUICK = ("sum, y", "sum, int8", "many rows, blocks", "llama as a model", "router")

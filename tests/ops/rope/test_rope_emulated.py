@@ -13,6 +13,7 @@ from terrazzo.lowering.kernels import compile_request
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.rope import op, program, reference
+from terrazzo.ops.tiles import heads as heads_in_lanes
 
 pytestmark = [
     pytest.mark.compiles,
@@ -61,8 +62,8 @@ def test_the_cuda_text_computes_the_reference(name, tmp_path):
     q, k = (torch.full((m + 1, count * dim), float("nan"), dtype=dtype) for count in (heads, kv_heads))
     none = torch.zeros(1)
     tensors = dict(X=qkv, POS=none.int() if positions is None else positions, COS=table[0], SIN=table[1], Q=q, K=k)
-    sizes = dict(m=m, pitch=qkv.shape[1], p=40, width=half, positions=m, qn=q.shape[1], kn=k.shape[1])
-    per = program.WARPS * 32 // program.lanes_of(dim)
+    sizes = dict(m=m, pitch=qkv.shape[1], p=40, width=half, places=m, qn=q.shape[1], kn=k.shape[1])
+    per = program.WARPS * 32 // heads_in_lanes.lanes_of(dim)
     grid = (-(-m * (heads + kv_heads) // per), 1, 1)
     vectors = dict(QW=weights[0], KW=weights[1], eps=1e-5, heads=heads, kv_heads=kv_heads)
     kernel(grid, **tensors, **sizes, **vectors)

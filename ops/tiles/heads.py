@@ -1,0 +1,154 @@
+"""Heads of q and k in registers: RMSNorm over a head, and its rotary position; what programs that turn heads share.
+
+A head lies in the 16-byte vectors of a few neighbouring lanes, two for each: a warp holds 2 to 8 heads. Pairs that turn
+together are in one lane, whether they are halves of the head or neighbours.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.tiles.row_outputs import VECTOR
+
+LAYOUTS = ("neox", "interleaved")
+"""Which dims turn together: (i, i + R/2), or (2i, 2i + 1)."""
+NORMS = ("none", "llama", "gemma")
+NUMERICS = ("fused", "model")
+MOST_DIMS = 512
+SOURCE = """\
+// squares of 16 values of a lane, summed over LANES lanes
+template <int LANES> __device__ __forceinline__ float tz_head_squares(const void *v_) {
+  const float *v = (const float *)v_; float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) sum = fmaf(v[i], v[i], sum);
+#pragma unroll
+  for (int d = LANES / 2; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  return sum;
+}
+// 8 values times the factor and the weights of a head; ROUNDS as in RMSNorm, OFFSET: 1 + weight
+template <bool BF16, bool OFFSET, int ROUNDS> __device__ __forceinline__ void tz_head_norm8(
+    void *v_, const void *w_, float s) {
+  float *v = (float *)v_, w[8];
+  tz_widen8<BF16>(w, w_);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if constexpr (OFFSET) w[i] += 1.0f;
+    v[i] *= s;
+    if constexpr (ROUNDS == 2) v[i] = tz_round<BF16>(v[i]);
+    v[i] *= w[i];
+    if constexpr (ROUNDS) v[i] = tz_round<BF16>(v[i]);
+  }
+}
+// 16 bytes of weights as they are stored
+__device__ __forceinline__ void tz_head_weights8(void *w, const void *p) { *(uint4 *)w = *(const uint4 *)p; }
+__device__ __forceinline__ void tz_load_floats8(void *v_, const void *p) {
+  *(float4 *)v_ = *(const float4 *)p; *((float4 *)v_ + 1) = *((const float4 *)p + 1);
+}
+// 8 pairs of v turned by c, s. PAIRS: of neighbours in 16 values, else v[i] with v[i + 8]. ROUNDS: each product, in
+// 16 bits, as are c and s
+template <bool BF16, bool PAIRS, bool ROUNDS> __device__ __forceinline__ void tz_turn8(
+    void *v_, const void *c_, const void *s_) {
+  float *v = (float *)v_; const float *c = (const float *)c_, *s = (const float *)s_;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int a = PAIRS ? 2 * i : i, b = PAIRS ? 2 * i + 1 : i + 8;
+    float x = v[a], y = v[b], cc = c[i], ss = s[i];
+    if constexpr (ROUNDS) {
+      cc = tz_round<BF16>(cc); ss = tz_round<BF16>(ss);
+      v[a] = tz_round<BF16>(tz_round<BF16>(x * cc) - tz_round<BF16>(y * ss));
+      v[b] = tz_round<BF16>(tz_round<BF16>(y * cc) + tz_round<BF16>(x * ss));
+    } else {
+      v[a] = fmaf(x, cc, -(y * ss));
+      v[b] = fmaf(y, cc, x * ss);
+    }
+  }
+}
+"""
+
+
+def lanes_of(head_dim: int) -> int:
+    """Lanes of a head: a power of two with 16 values for each, some of them idle."""
+    return 1 << max(0, (head_dim // 16 - 1).bit_length())
+
+
+def check(*, head_dim: int, rotary_dim: int, layout: str, dtype: str, norm: str, numerics: str) -> None:
+    """Raise ArgumentError unless heads of this kind can be turned."""
+    for name, value, known in (
+        ("dtype", dtype, ("float16", "bfloat16")),
+        ("layout", layout, LAYOUTS),
+        ("norm", norm, NORMS),
+        ("numerics", numerics, NUMERICS),
+    ):
+        if value not in known:
+            raise ArgumentError(name, value, f"must be one of {known}", f"use {known[0]}")
+    if head_dim % 16 or not 16 <= head_dim <= MOST_DIMS:
+        raise ArgumentError("head_dim", head_dim, f"must be a multiple of 16 up to {MOST_DIMS}", "pad heads with zeros")
+    if rotary_dim % 16 or not 0 < rotary_dim <= head_dim:
+        raise ArgumentError("rotary_dim", rotary_dim, f"must be a multiple of 16 up to {head_dim}", "use head_dim")
+
+
+def heads(*, head_dim: int, rotary_dim: int, layout: str, dtype: str, norm: str, numerics: str) -> SimpleNamespace:
+    """Shapes and macros of heads in lanes.
+
+    Attributes:
+        lanes, used: of a head, and those of them that hold values. bf16: "true" or "false".
+        first, second: where the first and second vector of a head's lane j begin.
+        state: registers x (4 words), v (16 values), c, s (8 angles), f (a factor).
+        factor(h, eps): RMSNorm's of the heads in v, by all lanes. norm(h, W, j): v times it and the weights W.
+        turn(h, COS, SIN, at, j): v turned by row `at` of the tables.
+    """
+    import tilelang.language as T
+
+    lanes, pairs = lanes_of(head_dim), layout == "interleaved"
+    model, bf16 = numerics == "model", str(dtype == "bfloat16").lower()
+    rounds = (2 if norm == "llama" else 1) if model else 0
+    half = rotary_dim // 2
+    turned = f"tz_turn8<{bf16}, {str(pairs).lower()}, {str(model).lower()}>"
+    normed = f"tz_head_norm8<{bf16}, {str(norm == 'gemma').lower()}, {rounds}>"
+
+    def state() -> SimpleNamespace:
+        sizes = {"v": 2 * VECTOR, "c": VECTOR, "s": VECTOR, "f": 1}
+        made = {name: T.alloc_local((size,), "float32") for name, size in sizes.items()}
+        return SimpleNamespace(x=T.alloc_local((4,), "uint32"), **made)
+
+    def first(j: Any) -> Any:
+        if pairs:
+            return 2 * j * VECTOR
+        return T.if_then_else(j < half // VECTOR, j * VECTOR, rotary_dim + 2 * (j - half // VECTOR) * VECTOR)
+
+    def second(j: Any) -> Any:
+        if pairs:
+            return 2 * j * VECTOR + VECTOR
+        passed = rotary_dim + 2 * (j - half // VECTOR) * VECTOR + VECTOR
+        return T.if_then_else(j < half // VECTOR, half + j * VECTOR, passed)
+
+    @T.macro
+    def factor(h, eps):
+        h.f[0] = T.call_extern("float32", f"tz_head_squares<{lanes}>", T.access_ptr(h.v, "r"))
+        h.f[0] = T.rsqrt(h.f[0] / T.float32(head_dim) + eps)
+
+    @T.macro
+    def norm_vector(h, i, W, at):
+        T.call_extern("handle", "tz_head_weights8", T.access_ptr(h.x, "w", 4), T.access_ptr(W[at], "r", VECTOR))
+        T.call_extern("handle", normed, T.access_ptr(h.v[i], "rw", VECTOR), T.access_ptr(h.x, "r", 4), h.f[0])
+
+    @T.macro
+    def norm_head(h, W, j):
+        norm_vector(h, 0, W, first(j))
+        norm_vector(h, VECTOR, W, second(j))
+
+    @T.macro
+    def turn(h, COS, SIN, at, j):
+        if j < half // VECTOR:
+            T.call_extern(
+                "handle", "tz_load_floats8", T.access_ptr(h.c, "w"), T.access_ptr(COS[at, j * VECTOR], "r", 8)
+            )
+            T.call_extern(
+                "handle", "tz_load_floats8", T.access_ptr(h.s, "w"), T.access_ptr(SIN[at, j * VECTOR], "r", 8)
+            )
+            T.call_extern("handle", turned, T.access_ptr(h.v, "rw"), T.access_ptr(h.c, "r"), T.access_ptr(h.s, "r"))
+
+    return SimpleNamespace(
+        lanes=lanes, used=head_dim // 16, bf16=bf16, first=first, second=second, state=state, factor=factor,
+        norm=norm_head, turn=turn,
+    )  # fmt: skip
