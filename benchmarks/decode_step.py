@@ -49,6 +49,7 @@ class Row:
     Attributes:
         batch, context: sequences and their tokens, the newest included. weights: as `nn.Format.parse` reads it.
         k_format, v_format: of the cache. new: tokens of each sequence that a step adds.
+        head: format of the head's weight.
     """
 
     batch: int
@@ -57,15 +58,18 @@ class Row:
     k_format: str
     v_format: str
     new: int = 1
+    head: str = "f16"
 
     @staticmethod
     def parse(text: str) -> Row:
-        """Of "64x1024:w4a16-g128/int4", "...:w4a8/int4_channel64+int4" for keys + values, "p1x4096:..." for prefill."""
-        found = re.fullmatch(r"(p?)(\d+)x(\d+):([\w-]+)/(\w+)(?:\+(\w+))?", text)
+        """Of "64x1024:w4a16-g128/int4", "...:w4a8/int4_channel64+int4" for keys + values, "p1x4096:..." for prefill,
+        "...@w4a16-g128" for a head in 4 bits."""
+        found = re.fullmatch(r"(p?)(\d+)x(\d+):([\w-]+)/(\w+)(?:\+(\w+))?(?:@([\w-]+))?", text)
         if not found:
             raise argparse.ArgumentTypeError(f"{text}: write rows as 64x1024:w4a16-g128/int4")
         batch, context = int(found[2]), int(found[3])
-        return Row(batch, context, found[4], found[5], found[6] or found[5], context if found[1] else 1)
+        new = context if found[1] else 1
+        return Row(batch, context, found[4], found[5], found[6] or found[5], new, found[7] or "f16")
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -74,7 +78,8 @@ class Row:
 
     def __str__(self) -> str:
         kv = self.k_format if self.k_format == self.v_format else f"{self.k_format}+{self.v_format}"
-        return f"{'p' * (self.new > 1)}{self.batch}x{self.context}:{self.weights}/{kv}"
+        head = "" if self.head == "f16" else f"@{self.head}"
+        return f"{'p' * (self.new > 1)}{self.batch}x{self.context}:{self.weights}/{kv}{head}"
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -126,16 +131,32 @@ class Model:
         self.decoder = nn.Decoder(embedding, made, norm(), [rotary])
         self.head = torch.randn(VOCABULARY, HIDDEN, device=DEVICE, dtype=torch.float16) / HIDDEN**0.5
         self.nbytes = sum(w.nbytes for w in first.values()) * layers
+        self.packed: Any = None
+
+    @property
+    def head_bytes(self) -> int:
+        return 2 * self.head.numel() if self.packed is None else self.packed.nbytes
 
     def step(self, tokens: Any, batch: Any) -> Any:
         """Logits [B, vocabulary] of the newest token of each sequence."""
-        import torch
         from terrazzo.nn import positions_of
 
         h = self.decoder(tokens, positions_of(batch), batch)
         if len(h) != len(batch.sequences):
             h = h[batch.starts[1:].long() - 1]
-        return torch.nn.functional.linear(h, self.head)
+        return self.logits(h)
+
+    def logits(self, h: Any) -> Any:
+        import torch
+        from terrazzo.nn import products
+
+        return torch.nn.functional.linear(h, self.head) if self.packed is None else products.gemm(h, self.packed)
+
+    def take_head(self, form: str) -> None:
+        """Logits by the head in this format from now on."""
+        from terrazzo.nn import Format
+
+        self.packed = None if form == "f16" else Format.parse(form).quantize(self.head, clip_steps=1)
 
 
 def _random(weights: str, n: int, k: int) -> Any:
@@ -187,7 +208,7 @@ class Step:
     @property
     def nbytes(self) -> int:
         """Bytes that a step must read: weights, head, and the cache of all tokens."""
-        return self.model.nbytes + 2 * VOCABULARY * HIDDEN + self.kv_bytes
+        return self.model.nbytes + self.model.head_bytes + self.kv_bytes
 
     def wrong(self) -> str:
         """What is wrong with two layers beside the same with float weights, or ""; attention is ours in both."""
@@ -221,18 +242,29 @@ class Step:
         xs = {k: make(rows, k) for k in {k for _, k in SHAPES.values()}}
         q, k, v = (make(rows, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
         found: dict[str, list[Callable[[], Any]]] = {name: [] for name in SHAPES}
-        norm = self.model.decoder.norm
+        residual, delta, gate_up, qkv = (
+            make(rows, HIDDEN),
+            make(rows, HIDDEN) / 1e3,
+            make(rows, 2 * INTERMEDIATE),
+            make(rows, QKV),
+        )
+        angles = self.model.decoder.rotaries[0](torch.arange(rows, device=DEVICE))
         for index, layer in enumerate(self.model.decoder.layers):
             linears = dict(qkv=layer.self_attn.qkv_proj, o=layer.self_attn.o_proj, gate_up=layer.mlp.gate_up_proj,
                            down=layer.mlp.down_proj)  # fmt: skip
             for name, linear in linears.items():
                 x = products.quantize(xs[linear.in_features], linear.packed)
                 found[name].append(lambda w=linear.packed, x=x: products.gemm(x, w, torch.float16))
-                if not torch.is_tensor(x):
-                    gain = dict(rms_weight=norm.weight, eps=norm.eps) if name in ("qkv", "gate_up") else {}
-                    given = xs[linear.in_features]
-                    call = lambda w=linear.packed, x=given, gain=gain: products.quantize(x, w, **gain)
-                    found.setdefault("quantize", []).append(call)
+            x = xs[layer.self_attn.o_proj.in_features]
+            if not torch.is_tensor(products.quantize(x, linears["o"].packed)):
+                call = lambda w=linears["o"].packed, x=x: products.quantize(x, w)
+                found.setdefault("quantize", []).append(call)
+            pairs = ((layer.input_norm, linears["qkv"]), (layer.mlp_norm, linears["gate_up"]))
+            for norm, linear in pairs:
+                call = lambda norm=norm, linear=linear: norm.before(linear, residual, delta)
+                found.setdefault("norm", []).append(call)
+            found.setdefault("gate", []).append(lambda w=linears["down"]: products.gated(gate_up, "silu", w))
+            found.setdefault("rope", []).append(lambda at=layer.self_attn: at.rotate(qkv, *angles))
             if row.new == 1:
                 pair = (k.unsqueeze(1), v.unsqueeze(1))
                 found.setdefault("append", []).append(lambda i=index, pair=pair: calls.append(batch, *pair, i))
@@ -241,7 +273,7 @@ class Step:
                 found.setdefault("append", []).append(lambda i=index: calls.store(batch, k, v, i))
                 found.setdefault("attention", []).append(lambda i=index: calls.prefill(batch, q, k, v, i))
         last = make(row.batch, HIDDEN)
-        found["head"] = [lambda: torch.nn.functional.linear(last, self.model.head)]
+        found["head"] = [lambda: self.model.logits(last)]
         return found
 
 
@@ -290,6 +322,10 @@ def requests(rows: list[Row], shapes: Mapping = SHAPES, sizes: tuple = (HEADS, K
             found += norm.kernel_requests(hidden, m=m, target=target, residual=residual, quant=leaves)
         found += activation.kernel_requests(intermediate, m=m, target=target, quant=quant)
         found += rope.kernel_requests(head_dim, target=target)
+        if row.head != "f16":
+            own = Format.parse(row.head)
+            facts = dict(group_size=own.group_size, symmetric=own.symmetric, scale_dtype="float16", dtype="float16")
+            found += w4a16.kernel_requests(VOCABULARY, HIDDEN, m=row.batch, target=target, **facts)
         for n, k in shapes.values() if form else ():
             facts = dict(m=m, dtype="float16", target=target)
             size = k if form.group_size is None else form.group_size
@@ -298,15 +334,13 @@ def requests(rows: list[Row], shapes: Mapping = SHAPES, sizes: tuple = (HEADS, K
                     n, k, group_size=size, symmetric=form.symmetric, scale_dtype="float16", **facts
                 )
             elif form.family == "w4ax":
-                for norm in (False, True):
-                    found += w4ax.kernel_requests(n, k, norm=norm, granularity="two_level", **facts)
+                for normed in (False, True):
+                    found += w4ax.kernel_requests(n, k, norm=normed, granularity="two_level", **facts)
             else:
                 codes, kind = ("e4m3", "e4m3") if form.family == "w4a8-e4m3" else ("int8", "auto")
                 found += w4a8.kernel_requests(n, k, group_size=size, dequantization=kind, **facts)
-                found += [
-                    activations.plan(m, k, dtype="float16", gain=norm, norm=norm, target=target, codes=codes)
-                    for norm in (False, True)
-                ]
+                plain = dict(gain=False, norm=False)  # of o_proj's activations; norm and gate make the others' codes
+                found.append(activations.plan(m, k, dtype="float16", **plain, target=target, codes=codes))
         layout = CacheLayout(row.k_format, row.v_format, head_dim)
         facts = dict(dtype="float16", page=PAGE, residual=layout.k.group, target=target)
         found.append(writing.write_kernel(layout, "float16", PAGE, layout.k.group, target))
@@ -413,10 +447,11 @@ class Run:
                 fields = {
                     "op": "decode_step" if row.new == 1 else "prefill_step", "row": str(row), "batch": row.batch,
                     "context": row.context, "new": row.new, "weights": weights, "k_format": row.k_format,
-                    "v_format": row.v_format, "layers": self.o.layers, "ms": None, "peers": {},
+                    "v_format": row.v_format, "head": row.head, "layers": self.o.layers, "ms": None, "peers": {},
                 }  # fmt: skip
                 try:
                     model = model or Model(weights, self.o.layers)
+                    model.take_head(row.head)
                     found = measured(Step(model, row), self.o, self.result["copy_gb_s"])
                 except (RuntimeError, ValueError) as error:  # of Terrazzo, or memory: it costs the row, not the run
                     found = {"failure": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}

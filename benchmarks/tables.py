@@ -165,12 +165,14 @@ def decode_step(result: Mapping[str, Any], source: str) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     products = ("qkv", "o", "gate_up", "down")
     share = lambda row, *parts: f"{sum(row['parts'].get(name, 0) for name in parts):.2f}" if row.get("parts") else ""
+    head_of = lambda row: f", head `{row['head']}`" if row.get("head", "f16") != "f16" else ""
     lines = [
         (
             f"{row['batch']} x {row['context']}" + (f", {row['new']} new" if row["new"] > 1 else ""),
-            f"`{row['weights']}`", f"`{row['k_format']}/{row['v_format']}`", f"{row['ms']:.2f}",
+            f"`{row['weights']}`", f"`{row['k_format']}/{row['v_format']}`" + head_of(row), f"{row['ms']:.2f}",
             f"{row['floor_ms']:.2f}", share(row, *products),
-            *(share(row, name) for name in ("quantize", "attention", "append", "head", "glue")),
+            *(share(row, name) for name in ("quantize", "attention", "append", "head")),
+            share(row, "norm", "gate", "rope", "glue"),
             *(f"{row['peers'][n]:.2f}" if n in row["peers"] else "" for n in names),
         )
         for row in sorted(rows, key=lambda row: (row["new"], row["batch"] * row["context"]))
@@ -180,9 +182,9 @@ def decode_step(result: Mapping[str, Any], source: str) -> str:
     table = report.markdown((*head, *(f"`{name}`" for name in names)), lines, range(3, len(head) + len(names)))
     layers = ", ".join(str(n) for n in dict.fromkeys(row["layers"] for row in rows))
     return (
-        f"A decode step of a model of Llama-3-8B's shapes ({layers} layers, random weights, f16 head), one CUDA graph: "
-        "milliseconds, those of its bytes at the copy's speed, its parts measured alone (glue is the rest: norms, "
-        "rotations, gates, what launches cost), and transformers' f16 step with a static cache, "
+        f"A decode step of a model of Llama-3-8B's shapes ({layers} layers, random weights, f16 head unless said), one "
+        "CUDA graph: milliseconds, those of its bytes at the copy's speed, its parts measured alone (glue is the rest: "
+        "norms, rotations, gates, what launches cost), and transformers' f16 step with a static cache, "
         f"{setting(result, source)}\n\n{table}"
     )
 

@@ -156,7 +156,7 @@ class Builder:
                 if not torch.equal(stored, embedding):
                     constraint = f"but {name}.weight is not the embedding's"
                     raise ArgumentError("tie_word_embeddings", True, constraint, "set it to false in config.json")
-        if not self.shape.tied and self.source.has("lm_head.words"):
+        if self.source.has("lm_head.words"):  # in 4 bits, whatever the config ties
             return _sized(self.source.head("lm_head", "lm_head"), *sizes, "lm_head")
         return Dense(embedding)
 

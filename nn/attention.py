@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import glue, products
@@ -66,9 +68,12 @@ class Attention(nn.Module):
             out_dtype: float16 or bfloat16, x's before it was quantized.
         """
         qkv = self.qkv_proj.product(x, out_dtype)
+        options = dict(scale=self.scale, softcap=self.softcap, window=self.window, sinks=self.sinks)
+        if batch.new == [1] * len(qkv) and (facts := self._turned(qkv, cos)) is not None:
+            q = batch.rope_append(qkv, cos, sin, self.layer, heads=self.heads, **facts)
+            return self.o_proj(decode(batch, q, self.layer, **options).view(len(q), -1))
         q, k = self.rotate(qkv, cos, sin)
         v = qkv[:, (self.heads + self.kv_heads) * self.head_dim :].unflatten(-1, (self.kv_heads, self.head_dim))
-        options = dict(scale=self.scale, softcap=self.softcap, window=self.window, sinks=self.sinks)
         if batch.new == [1] * len(q):
             append(batch, k.unsqueeze(1), v.unsqueeze(1), self.layer)
             y = decode(batch, q.unsqueeze(1), self.layer, **options)
@@ -77,6 +82,17 @@ class Attention(nn.Module):
             y = prefill(batch, q, k, v, self.layer, **options)
             store(batch, k, v, self.layer)
         return self.o_proj(y.view(len(q), -1))
+
+    def _turned(self, qkv: torch.Tensor, cos: torch.Tensor) -> dict[str, Any] | None:
+        """How the kernel that stores new tokens turns them, where it can: on a GPU, outside of traces."""
+        if not qkv.is_cuda or torch.compiler.is_compiling() or type(qkv) is not torch.Tensor:
+            return None
+        if not products.in_rows(qkv) or cos.dtype != torch.float32 or not cos.is_contiguous():
+            return None
+        if self.norms is None:
+            return {}
+        norms = dict(norm="llama", q_weight=self.norms[0], k_weight=self.norms[1], eps=self.norm_eps)
+        return norms if self.norms.dtype == qkv.dtype else None
 
     def rotate(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q [T, heads, D] and k [T, kv_heads, D] of joined qkv, normed where the layer does so, and turned."""

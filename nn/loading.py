@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from terrazzo.lowering.errors import ArgumentError, ToolchainError
 from terrazzo.lowering.targets import Target
+from terrazzo.nn.dense import Dense
 from terrazzo.nn.formats import Format
-from terrazzo.nn.sources import Published, Report, Source, Stored
+from terrazzo.nn.linear import Linear
+from terrazzo.nn.sources import Published, Report, Source, Stored, quantized
 from terrazzo.ops import weights
 from terrazzo.ops.attention.format import FORMATS, get_format
 
@@ -27,6 +29,7 @@ def load(
     kv: str | tuple[str, str] | None = None,
     quantize: str | Format | None = None,
     options: Mapping[str, Any] | None = None,
+    lm_head: str | Format | None = None,
     format: str | None = None,
     target: str | None = None,
     max_tokens: int = MAX_TOKENS,
@@ -48,7 +51,9 @@ def load(
             folder was saved with. Static ones ("fp8", "int8_static") need a folder with scales: of
             `terrazzo quantize --calibration`, or a published one's k_scale and v_scale.
         quantize: format for layers that the checkpoint has in float, as "w4a16-g128"; None keeps them in 16 bits.
-        options: of its quantizer. format: of the checkpoint's 4-bit layers, whatever its config says.
+        lm_head: format for the head, or for the embedding's weights where it is tied to them, if the source has it in
+            float; None keeps 16 bits. docs/benchmarks.md has the perplexity.
+        options: of the quantizer of layers. format: of the checkpoint's 4-bit layers, whatever its config says.
         target: architecture to pack for; None the device's.
         max_tokens: of a sequence in caches that forward makes.
         progress: called with (layers done, all layers). report: see `sources.Report`.
@@ -64,6 +69,7 @@ def load(
     _check_options(options, quantize, target, max_tokens)
     formats = kv_formats(kv if kv is not None else own.get("kv", weights_name(found)))
     form = None if quantize is None else Format.parse(quantize)
+    head_form = None if lm_head is None else Format.parse(lm_head)
 
     from terrazzo.nn.architectures import Builder, shape_of
 
@@ -87,12 +93,19 @@ def load(
     with torch.no_grad():
         builder = Builder(shape, made, rotaries, progress)
         decoder = builder.decoder()
-        skeleton.lm_head = builder.head(decoder)
+        skeleton.lm_head = _head(builder.head(decoder), head_form, found, target)
     skeleton.model = model_module.Body(decoder, shape, formats, max_tokens, skeleton.config, static)
     skeleton.config.dtype = found
     if (stated := generation_config(source)) is not None:
         skeleton.generation_config = stated
     return skeleton.eval()
+
+
+def _head(head: Any, form: Format | None, dtype: torch.dtype, target: str | None) -> Any:
+    """The head in a format, if that is given and the head is float."""
+    if form is None or not isinstance(head, Dense):
+        return head
+    return Linear(quantized(form, head.weight, head.bias, dtype, {}, target))
 
 
 def _check_options(options: Any, quantize: Any, target: Any, max_tokens: Any) -> None:

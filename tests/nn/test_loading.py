@@ -498,3 +498,20 @@ def test_published_scales_of_a_cache_are_read(tmp_path):
     static = load(tmp_path, device="cpu", kv="fp8").new_cache(1, 16).static
     for part, scale in zip(static, (0.01, 0.02)):
         assert torch.allclose(part, torch.tensor([scale, 2 * scale])[:, None, None].expand(2, 2, 64))
+
+
+@torch.no_grad()
+def test_a_head_in_4_bits_is_loaded_saved_and_loaded_again(tmp_path):
+    """Of a head of its own, and of one that is tied to the embedding, which stays in 16 bits."""
+    for name in ("llama", "qwen2"):
+        model = float_model(name)
+        given = dict(config=model.config, device="cpu", quantize="w4a16-g64")
+        loaded = load(model.state_dict(), lm_head="w4a16-g64", **given)
+        assert str(loaded.lm_head.format) == "w4a16-g64" and loaded.decoder.embed_tokens.weight.dtype == torch.float16
+        plain = load(model.state_dict(), **given)(TOKENS).logits
+        made = loaded(TOKENS).logits
+        assert 0 < float((made - plain).norm() / plain.norm()) < 0.2
+        loaded.save_pretrained(tmp_path / name)
+        assert torch.equal(load(tmp_path / name, device="cpu")(TOKENS).logits, made)
+    with pytest.raises(ArgumentError, match="format"):
+        load(model.state_dict(), config=model.config, device="cpu", lm_head="w5")
