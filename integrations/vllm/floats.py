@@ -6,16 +6,20 @@ import logging
 from typing import Any
 
 import torch
-from terrazzo.integrations.vllm import weights
-from terrazzo.integrations.vllm.linear import declined_here, hold, once, put_first, settings
+from terrazzo.integrations.vllm import kernels, weights
+from terrazzo.integrations.vllm.linear import declined_here, hold, once, put_first, settings, target, uncompiled
+from terrazzo.integrations.vllm.weights import Wanted
 from terrazzo.lowering.errors import ArgumentError
 from vllm.model_executor.kernels import linear as engine
 
 
 def _supported() -> tuple[bool, str | None]:
-    """Whether this process's device is one of ours; layers of all sizes are."""
+    """Whether this process's device is one of ours; layers of all sizes are, and vLLM asks before it knows them."""
     how = settings()
     reason = "additional_config.terrazzo.linear is false" if not how.linear else declined_here(how)
+    if reason is None and target() is not None and how.bundle is None:
+        layer = Wanted(4096, 4096, 4096, 128, False, False, "bfloat16", "16", "uint4b8")
+        reason = uncompiled(how, kernels.requests_of(layer, True, False, 1, target()))
     return reason is None, reason
 
 

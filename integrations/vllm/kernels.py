@@ -15,11 +15,12 @@ from typing import Any
 from terrazzo.integrations.vllm.settings import Settings
 from terrazzo.integrations.vllm.weights import Wanted, family_of
 from terrazzo.lowering.compilers import compiler
-from terrazzo.lowering.errors import BundleError, CompileError
+from terrazzo.lowering.errors import BundleError, CompileError, ToolchainError
 from terrazzo.lowering.kernels import is_ready
 from terrazzo.lowering.parallel import CompilePool
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
+from terrazzo.lowering.toolchain import INSTALL_COMPILER
 from terrazzo.ops.model_layers import Linear
 from terrazzo.ops.model_requests import Serving, layer_requests
 
@@ -48,6 +49,18 @@ def requests_of_packed(
     kind = Linear(family_of(packed), "", packed.n, packed.k, packed.group_size, symmetric, scales, bias, experts)
     serving = Serving(target, dtype, max_tokens=most, norms=(False,), smooth=False)
     return list(dict.fromkeys(layer_requests(kind, serving, top_k)))
+
+
+def lacking(requests: Iterable[KernelRequest]) -> str | None:
+    """Why kernels cannot be had: they are in no cache or bundle, and nothing here compiles. None if they can."""
+    try:
+        missing = ", ".join(compiler().missing)
+        absent = [request for request in requests if not is_ready(request)] if missing else []
+    except ToolchainError as error:
+        return str(error)
+    if not absent:
+        return None
+    return f"{len(absent)} kernels are not compiled yet, and {missing} is missing to do it; {INSTALL_COMPILER}"
 
 
 class Compiling:

@@ -79,7 +79,19 @@ def declined_here(how: Settings) -> str | None:
 
 def declined(wanted: Wanted, how: Settings) -> str | None:
     """Why a layer is left to vLLM's own kernels, None if it is taken."""
-    return declined_here(how) or wanted.refusal(target())
+    reason = declined_here(how) or wanted.refusal(target())
+    if reason is None and target() is not None and not how.strict:  # strict says so itself, as an error
+        reason = uncompiled(how, kernels.requests_of(_likely(wanted), not wanted.zero_points, False, 1, target()))
+    return reason
+
+
+def uncompiled(how: Settings, found: list) -> str | None:
+    """Why kernels cannot be had, None if they can."""
+    compiling(how)  # its bundle is loaded
+    reason = kernels.lacking(found)
+    if reason is not None:
+        once(logging.WARNING, f"layers stay with vLLM's own kernels: {reason}")
+    return reason
 
 
 def named(dtype: torch.dtype) -> str:

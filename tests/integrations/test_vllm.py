@@ -432,6 +432,22 @@ def test_kernels_are_compiled_once_and_waited_for(monkeypatch, tmp_path, caplog)
     assert pool.closed and compiling.pool is None
 
 
+def test_without_a_compiler_only_what_is_compiled_is_taken(engine, linear, kernel, monkeypatch, caplog):
+    monkeypatch.setattr(linear, "target", lambda: H100)
+    monkeypatch.setattr(kernels, "CompilePool", FakePool)
+    monkeypatch.setattr(kernels, "compiler", lambda: SimpleNamespace(missing=("tilelang",)))
+    linear.compiling.cache_clear()
+    ready = False
+    monkeypatch.setattr(kernels, "is_ready", lambda request: ready)
+    with caplog.at_level(logging.WARNING, "vllm.terrazzo"):
+        taken, reason = kernel.can_implement(config_of(64, 256, "uint4b8"))
+    assert not taken and "tilelang is missing" in reason and "pip install" in reason
+    assert "vLLM's own kernels" in caplog.text
+    ready = True
+    assert kernel.can_implement(config_of(64, 256, "uint4b8")) == (True, None)
+    linear.compiling.cache_clear()
+
+
 def test_strict_compiles_nothing(monkeypatch):
     monkeypatch.setattr(kernels, "is_ready", lambda request: False)
     compiling = kernels.Compiling(Settings())
