@@ -31,13 +31,15 @@ class Seen:
     rows: torch.Tensor
 
     def options(self, form: Format, weight: torch.Tensor) -> dict[str, Any]:
-        """What the quantizer of a format makes of it: FMPQ's plan for W4Ax, a smooth vector for W4A8."""
+        """What the quantizer of a format makes of it: importance of channels for the search of ranges, and FMPQ's plan
+        for W4Ax, a smooth vector for W4A8."""
+        importance = self.statistics.mean_square
         if form.family == "w4ax":
-            return {"plan": w4ax.plan_blocks(self.statistics), "importance": self.statistics.mean_square}
+            return {"plan": w4ax.plan_blocks(self.statistics), "importance": importance}
         if form.family == "w4a8":
             found = w4a8.search_smooth(self.rows, weight.float(), group_size=form.group_size)
-            return {"smooth": found.smooth}
-        return {}
+            return {"smooth": found.smooth, "importance": importance, "rule": "search"}
+        return {"importance": importance} if form.family in ("w4a16", "w4a8-e4m3") else {}
 
 
 class Calibration:

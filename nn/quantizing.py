@@ -53,7 +53,8 @@ def quantize_folder(
             "int8_static") need `calibration`, whose largest keys and values make their scales.
         device: where weights are quantized, None for a GPU where there is one. dtype, options: see `load`.
         calibration: token numbers [sequences, length] of some text, which the float model reads a layer at a time:
-            W4Ax takes the order of its channels from that, W4A8 its smooth vectors.
+            W4Ax takes the order of its channels from that, W4A8 its smooth vectors, and all search ranges of codes
+            where channels that read more count more.
         target: architecture to pack for; None the device's.
         progress: called with (layers done, all layers).
 
@@ -80,6 +81,8 @@ def quantize_folder(
     if checkpoint.layers():
         raise ArgumentError("source", str(source), "has 4-bit layers already", "terrazzo.load reads them")
     folder = weights.path_of(out)
+    if form.family == "w4a8":
+        options = {"rule": "search"} | dict(options or {})
     settings = {
         "source": str(weights.path_of(source).resolve()), "format": str(form), "dtype": loading.weights_name(found),
         "options": {name: str(value) for name, value in (options or {}).items()}, "version": model_module.VERSION,

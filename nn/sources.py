@@ -171,7 +171,7 @@ class Published(Source):
             bias = cast(bias, self.dtype, names[0])
         if self.quantize is None:
             return cast(weight, self.dtype, names[0]), bias
-        options = {**self.options, **self.tuned(own, weight)}
+        options = {**self.tuned(own, weight), **self.options}
         made = quantized(self.quantize, weight, bias, self.dtype, options, self.target)
         self.report(own, made, weight)
         return made

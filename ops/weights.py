@@ -250,6 +250,21 @@ def check_count(name: str, value: Any, remedy: str = "use the default", most: in
         raise ArgumentError(name, value if value < 10**18 else "a longer number", f"must be at most {most}", remedy)
 
 
+def importance_of(importance: Any, k: int, device: torch.device) -> torch.Tensor | None:
+    """float32 [K] weights of a quantizer's squared error, on a device; None for none.
+
+    Raises:
+        ArgumentError: another shape, or values that are negative or not finite.
+    """
+    if importance is None:
+        return None
+    given = as_tensor("importance", importance, device)
+    if tuple(given.shape) != (k,) or given.is_complex() or not bool((given.float().isfinite() & (given >= 0)).all()):
+        seen = f"{given.dtype} {list(given.shape)}"
+        raise ArgumentError("importance", seen, f"must be finite [{k}], >= 0", "pass the inputs' mean square")
+    return given.float()
+
+
 def check_share(name: str, value: Any) -> None:
     """Raise ArgumentError unless a value is a number above 0, up to 1."""
     if not isinstance(value, (int, float)) or not 0 < value <= 1:

@@ -23,7 +23,7 @@ SHOWN = 10
 @click.option(
     "--calibration",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A text file, for w4ax (order of channels), w4a8 (smooth vectors), and scales of --kv fp8 or int8_static.",
+    help="A text file that the float model reads: ranges and orders of codes, smooth vectors, scales of --kv fp8.",
 )
 @click.option("--tokens", default=4096, show_default=True, help="Of the text that are read, in sequences of up to 512.")
 @click.option("--target", help="Architecture to pack for, as sm_90a. Default: the device's.")

@@ -29,6 +29,7 @@ def quantize(
     scale_dtype: torch.dtype | None = None,
     clip_steps: int = 24,
     clip_min: float = 0.5,
+    importance: SupportsDLPack | None = None,
     bias: SupportsDLPack | None = None,
     target: Target | str | None = None,
 ) -> PackedWeight:
@@ -40,6 +41,7 @@ def quantize(
         scale_dtype=scale_dtype,
         clip_steps=clip_steps,
         clip_min=clip_min,
+        importance=importance,
         bias=bias,
     )
     return pack(quantized, target=target)
@@ -54,6 +56,7 @@ def quantize_weight(
     scale_dtype: torch.dtype | None = None,
     clip_steps: int = 24,
     clip_min: float = 0.5,
+    importance: SupportsDLPack | None = None,
     bias: SupportsDLPack | None = None,
 ) -> QuantizedWeight:
     """Round to nearest, on the weight's device; codes are for the rounded scale, so the error counted is the real one.
@@ -65,6 +68,7 @@ def quantize_weight(
         scale_dtype: f16, bf16 or f32; None takes the weight's dtype if that is 16-bit, else f16. Groups whose scale is
             too small for it count as 0 beside larger ones; a weight of nothing else is refused.
         clip_steps: clipping ratios tried, evenly from 1 down to `clip_min`; 1 turns the search off.
+        importance: float [K], >= 0: weights of the squared error, the mean square of each input channel; None for 1.
         bias: float [N], kept with the weight.
 
     Raises:
@@ -73,7 +77,9 @@ def quantize_weight(
     import torch
 
     n, k, group, scale_dtype = _check(weight, group_size, scale_dtype, clip_steps, clip_min)
-    groups = -(-k // group)
+    groups, share = -(-k // group), weights.importance_of(importance, k, weight.device)
+    if share is not None:
+        share = torch.nn.functional.pad(share, (0, groups * group - k)).view(groups, group)
     codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(n, groups, dtype=scale_dtype, device=weight.device)
     zeros = torch.empty(n, groups, dtype=torch.uint8, device=weight.device)
@@ -83,7 +89,7 @@ def quantize_weight(
         part = slice(lo, min(lo + rows, n))
         # A padded 0 is exactly representable at any scale: it moves neither the range nor the error of a ragged group.
         w = torch.nn.functional.pad(weight[part].float(), (0, groups * group - k)).view(-1, groups, group)
-        q, s, z = _search(w, symmetric, scale_dtype, ratios)
+        q, s, z = _search(w, symmetric, scale_dtype, ratios, share)
         codes[part], scales[part], zeros[part] = q.view(-1, groups * group)[:, :k], s, z
     if not bool(torch.isfinite(scales).all()):
         raise ArgumentError(
@@ -104,8 +110,11 @@ def quantize_weight(
     return QuantizedWeight.canonical(codes, scales, None if symmetric else zeros, group_size=group, bias=bias)
 
 
-def _search(w: torch.Tensor, symmetric: bool, scale_dtype: torch.dtype, ratios: list[float]):
-    """Best (codes [R, G, g] uint8, scales [R, G], zeros [R, G]) of float32 w [R, G, g] over the clipping ratios."""
+def _search(
+    w: torch.Tensor, symmetric: bool, scale_dtype: torch.dtype, ratios: list[float], share: torch.Tensor | None
+):
+    """Best (codes [R, G, g] uint8, scales [R, G], zeros [R, G]) of float32 w [R, G, g] over the clipping ratios; share
+    [G, g] weights errors."""
     import torch
 
     high = w.amax(-1).clamp_min(0)
@@ -117,7 +126,8 @@ def _search(w: torch.Tensor, symmetric: bool, scale_dtype: torch.dtype, ratios: 
         s = (span * (ratio / levels)).to(scale_dtype)
         s = torch.where(s > _TINY, s, 0.0)  # an all-zero (or underflowing) group: scale 0, codes at the zero point
         z = torch.full_like(span, 8.0) if symmetric else (-low * ratio * _inverse(s)).round_().clamp_(0, 15)
-        error = _round(w, s, z).sub_(z[..., None]).mul_(s.float()[..., None]).sub_(w).square_().sum(-1)
+        error = _round(w, s, z).sub_(z[..., None]).mul_(s.float()[..., None]).sub_(w).square_()
+        error = (error if share is None else error.mul_(share)).sum(-1)
         better = None if best is None else error < best[0]
         best = (error, s, z) if best is None else [torch.where(better, *pair) for pair in zip((error, s, z), best)]
     _, s, z = best

@@ -10,7 +10,7 @@ from terrazzo.ops.w4a8 import entry
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import GROUPS, UNIT_K
 from terrazzo.ops.w4a8.fp8_format import PackedWeight, QuantizedWeight, pack, split_scales
-from terrazzo.ops.w4a8.quantizer import check_weight, row_chunks, smoothed
+from terrazzo.ops.w4a8.quantizer import check_weight, row_chunks, share_of, smoothed
 
 if TYPE_CHECKING:
     import torch
@@ -41,11 +41,13 @@ def quantize(
     *,
     group_size: int = 128,
     smooth: SupportsDLPack | None = None,
+    importance: SupportsDLPack | None = None,
     bias: SupportsDLPack | None = None,
     target: Target | str | None = None,
 ) -> PackedWeight:
     """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
-    return pack(quantize_weight(weight, group_size=group_size, smooth=smooth, bias=bias), target=target)
+    made = quantize_weight(weight, group_size=group_size, smooth=smooth, importance=importance, bias=bias)
+    return pack(made, target=target)
 
 
 @dlpack.accepting
@@ -54,6 +56,7 @@ def quantize_weight(
     *,
     group_size: int = 128,
     smooth: SupportsDLPack | None = None,
+    importance: SupportsDLPack | None = None,
     bias: SupportsDLPack | None = None,
 ) -> QuantizedWeight:
     """Round to nearest with the scale of `DIVISORS` that leaves each group the smallest squared error.
@@ -65,6 +68,7 @@ def quantize_weight(
         weight: float [N, K], finite; any K, a ragged last group included.
         group_size: 32, 64, 128, or K for one scale in a row.
         smooth: positive float [K], multiplied into the weight and kept with it: activations are divided by it.
+        importance: float [K], >= 0: weights of the squared error, the mean square of each channel of x; None for 1.
         bias: float [N], kept with the weight.
 
     Raises:
@@ -75,12 +79,12 @@ def quantize_weight(
     n, k, factor = check_weight(weight, smooth)
     if type(group_size) is not int or group_size not in (*GROUPS, k):
         raise ArgumentError("group_size", group_size, f"must be one of {GROUPS}, or K = {k}", "use 128")
-    groups = -(-k // group_size)
+    groups, share = -(-k // group_size), share_of(importance, k, factor, weight.device, group_size)
     codes = torch.empty(n, k, dtype=torch.int8, device=weight.device)
     scales = torch.empty(n, groups, dtype=torch.float16, device=weight.device)
     channel_scales = torch.empty(n, dtype=torch.float32, device=weight.device)
     for part in row_chunks(n, k, weight.device.type):
-        codes[part], scales[part], channel_scales[part] = _round(smoothed(weight[part], factor), group_size)
+        codes[part], scales[part], channel_scales[part] = _round(smoothed(weight[part], factor), group_size, share)
     if group_size not in GROUPS:
         scales, group_size = scales.expand(n, -(-k // UNIT_K)), UNIT_K
     return QuantizedWeight.canonical(
@@ -88,8 +92,10 @@ def quantize_weight(
     )  # fmt: skip
 
 
-def _round(w: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(codes int8 [R, K], factors f16 [R, G], channel scales f32 [R]) of float32 rows."""
+def _round(
+    w: torch.Tensor, group_size: int, share: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes int8 [R, K], factors f16 [R, G], channel scales f32 [R]) of float32 rows; share [G, g] weights errors."""
     import torch
 
     rows, k = w.shape
@@ -103,7 +109,8 @@ def _round(w: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor
         factors = (peak / divisor / channel[:, None]).half()
         scale = (factors.float() * channel[:, None])[..., None]
         codes = torch.where(scale == 0, 0, v / scale).round_().clamp_(-8, 7)
-        error = (codes * scale - v).square_().sum(-1)
+        error = (codes * scale - v).square_()
+        error = (error if share is None else error.mul_(share)).sum(-1)
         if best is None:
             best = [codes, factors, error]
             continue

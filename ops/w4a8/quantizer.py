@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 RANGE = 119
 """Largest magnitude of a byte of level 1."""
-RULES = ("best2", "nearest", "ceil")
+RULES = ("best2", "nearest", "ceil", "search")
+CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+"""Shares of a group's range that "search" tries."""
 """Weights quantized at a time: the CPU's caches, or a few hundred MB of scratch memory on a GPU."""
 
 
@@ -31,11 +33,13 @@ def quantize(
     group_size: int = 64,
     rule: str = "best2",
     smooth: SupportsDLPack | None = None,
+    importance: SupportsDLPack | None = None,
     bias: SupportsDLPack | None = None,
     target: Target | str | None = None,
 ) -> PackedWeight:
     """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
-    return pack(quantize_weight(weight, group_size=group_size, rule=rule, smooth=smooth, bias=bias), target=target)
+    facts = dict(group_size=group_size, rule=rule, smooth=smooth, importance=importance, bias=bias)
+    return pack(quantize_weight(weight, **facts), target=target)
 
 
 @dlpack.accepting
@@ -45,6 +49,7 @@ def quantize_weight(
     group_size: int = 64,
     rule: str = "best2",
     smooth: SupportsDLPack | None = None,
+    importance: SupportsDLPack | None = None,
     bias: SupportsDLPack | None = None,
 ) -> QuantizedWeight:
     """Round to nearest at both levels, on the weight's device.
@@ -53,8 +58,11 @@ def quantize_weight(
         weight: float [N, K], finite; any K, a ragged last group included.
         group_size: 32, 64 or 128.
         rule: scale of a group whose bytes span r: "nearest" round(r / 15), codes clamped to 15 (the paper's rule, which
-            omits the clamp); "ceil" ceil(r / 15); "best2" floor or ceil, whichever leaves the smaller squared error.
+            omits the clamp); "ceil" ceil(r / 15); "best2" floor or ceil, whichever leaves the smaller squared error;
+            "search" the same, of the whole range and of shares of it down to 0.7, around its middle.
         smooth: positive float [K], multiplied into the weight and kept with it: activations are divided by it.
+        importance: float [K], >= 0: weights of the squared error that "search" looks at, the mean square of each
+            channel of x; None for 1.
         bias: float [N], kept with the weight.
 
     Raises:
@@ -67,13 +75,15 @@ def quantize_weight(
         raise ArgumentError("group_size", group_size, f"must be one of {GROUPS}", "use 64")
     if rule not in RULES:
         raise ArgumentError("rule", rule, f"must be one of {RULES}", "use 'best2'")
-    groups = -(-k // group_size)
+    if importance is not None and rule != "search":
+        raise ArgumentError("importance", "given", f"is not looked at by rule {rule!r}", "use rule='search'")
+    groups, share = -(-k // group_size), share_of(importance, k, factor, weight.device, group_size)
     codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(n, groups, dtype=torch.uint8, device=weight.device)
     offsets, channel_scales = torch.empty_like(scales), torch.empty(n, dtype=torch.float32, device=weight.device)
     for part in row_chunks(n, k, weight.device.type):
         s1, values = first_level(smoothed(weight[part], factor))
-        codes[part], scales[part], offsets[part] = second_level(values, group_size, rule)
+        codes[part], scales[part], offsets[part] = second_level(values, group_size, rule, share)
         channel_scales[part] = s1
     return QuantizedWeight.canonical(
         codes, scales, offsets, channel_scales, group_size=group_size, smooth=factor, bias=bias
@@ -88,9 +98,10 @@ def first_level(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def second_level(
-    values: torch.Tensor, group_size: int, rule: str = "best2"
+    values: torch.Tensor, group_size: int, rule: str = "best2", share: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(codes uint8 [R, K], scales uint8 [R, G], offsets uint8 [R, G]) of bytes [R, K] given as float32 integers."""
+    """(codes uint8 [R, K], scales uint8 [R, G], offsets uint8 [R, G]) of bytes [R, K] given as float32 integers; share
+    [G, g] weights the errors of "search"."""
     import torch
 
     rows, k = values.shape
@@ -99,6 +110,9 @@ def second_level(
     if short:  # repeat the last column: neither the range nor the choice of the scale's rule may see padding
         values = torch.cat([values, values[:, -1:].expand(rows, short)], dim=1)
     v = values.view(rows, groups, group_size)
+    if rule == "search":
+        codes, scale, low = _searched(v, _counted(group_size * groups, k, v.device).view(groups, -1), share)
+        return codes.to(torch.uint8).view(rows, -1)[:, :k], scale.to(torch.uint8), (low + 128).to(torch.uint8)
     low = v.amin(-1, keepdim=True)
     v = v - low
     steps = divide(v.amax(-1, keepdim=True), 15)
@@ -108,17 +122,64 @@ def second_level(
         scale = steps.ceil().clamp_(1, LARGEST_SCALE)
     else:
         below, above = steps.floor().clamp_(1, LARGEST_SCALE), steps.ceil().clamp_(1, LARGEST_SCALE)
-        weight = torch.ones(group_size * groups, dtype=torch.float32, device=v.device)
-        weight[k:] = 0
+        weight = _counted(group_size * groups, k, v.device)
         errors = [((_round(v, s) * s - v).square_() * weight.view(groups, group_size)).sum(-1) for s in (below, above)]
         scale = torch.where((errors[0] < errors[1])[..., None], below, above)
     codes = _round(v, scale).to(torch.uint8).view(rows, -1)[:, :k]
     return codes, scale[..., 0].to(torch.uint8), (low[..., 0] + 128).to(torch.uint8)
 
 
+def _counted(padded: int, k: int, device: torch.device) -> torch.Tensor:
+    """float32 [padded]: 1, and 0 behind the k-th."""
+    import torch
+
+    weight = torch.ones(padded, dtype=torch.float32, device=device)
+    weight[k:] = 0
+    return weight
+
+
+def _searched(
+    v: torch.Tensor, counted: torch.Tensor, share: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes [R, G, g], scales [R, G], lowest bytes [R, G]) with the least error over CLIPS and both roundings.
+
+    A byte is at most half a scale above its value, or the lowest one, so that none overflows, as without clipping.
+    """
+    import torch
+
+    low, high = v.amin(-1, keepdim=True), v.amax(-1, keepdim=True)
+    middle, half = (low + high) / 2, (high - low) / 2
+    weight, best = counted if share is None else counted * share, None
+    for clip in CLIPS:
+        bottom = (middle - half * clip + 0.5).floor_()
+        steps = divide(2 * half * clip, 15)
+        for scale in (steps.floor().clamp_(1, LARGEST_SCALE), steps.ceil().clamp_(1, LARGEST_SCALE)):
+            error = ((_round(v - bottom, scale) * scale + bottom - v).square_() * weight).sum(-1, keepdim=True)
+            if best is None:
+                best = error, scale, bottom
+            else:
+                better = error < best[0]
+                best = tuple(torch.where(better, *pair) for pair in zip((error, scale, bottom), best))
+    _, scale, bottom = best
+    return _round(v - bottom, scale), scale[..., 0], bottom[..., 0]
+
+
 def _round(v: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """min(15, round half up(v / scale)): the quotients of small integers are rounded right in float32."""
-    return (v / scale).add_(0.5).floor_().clamp_(max=15)
+    """round half up(v / scale) in 0..15: the quotients of small integers are rounded right in float32."""
+    return (v / scale).add_(0.5).floor_().clamp_(0, 15)
+
+
+def share_of(
+    importance: torch.Tensor | None, k: int, smooth: torch.Tensor | None, device: torch.device, group_size: int
+) -> torch.Tensor | None:
+    """float32 [G, g]: the importance of channels of x / smooth, zeros behind the last one."""
+    import torch
+
+    share = weights.importance_of(importance, k, device)
+    if share is None:
+        return None
+    share = share if smooth is None else share / smooth.square()
+    return torch.nn.functional.pad(share, (0, -k % group_size)).view(-1, group_size)
 
 
 def check_weight(weight: torch.Tensor, smooth: torch.Tensor | None) -> tuple[int, int, torch.Tensor | None]:

@@ -145,10 +145,4 @@ def _check(weight, plan, importance, clip_steps: int, smallest_clip: float) -> t
         raise ArgumentError("plan", seen, f"must be a BlockPlan of {k} channels", "use plan_blocks")
     weights.check_count("clip_steps", clip_steps, "pass 1 to keep the maximum")
     weights.check_share("smallest_clip", smallest_clip)
-    if importance is None:
-        return None
-    given = weights.as_tensor("importance", importance, weight.device)
-    if tuple(given.shape) != (k,) or given.is_complex() or not bool((given.float().isfinite() & (given >= 0)).all()):
-        seen = f"{given.dtype} {list(given.shape)}"
-        raise ArgumentError("importance", seen, f"must be finite [{k}], >= 0", "pass statistics.mean_square")
-    return given.float()
+    return weights.importance_of(importance, k, weight.device)

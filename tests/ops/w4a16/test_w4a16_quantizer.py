@@ -116,6 +116,17 @@ def test_chunks_do_not_matter(monkeypatch):
     assert torch.equal(whole.words, parts.words) and torch.equal(whole.params, parts.params) and parts.bias is not None
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_importance_moves_the_error_to_channels_that_count_less(symmetric):
+    w, importance = weight(k=500).float(), torch.rand(500, generator=torch.Generator().manual_seed(3)) ** 4
+    output_error = lambda made: float(((made.dequantize("post") - w.double()).square() * importance).sum())
+    options = dict(group_size=64, symmetric=symmetric)
+    plain, weighted = (w4a16.quantize_weight(w, importance=i, **options) for i in (None, importance))
+    assert output_error(weighted) < 0.95 * output_error(plain)
+    ones = w4a16.quantize_weight(w, importance=torch.ones(500), **options)
+    assert torch.equal(ones.codes, plain.codes) and torch.equal(ones.scales, plain.scales)
+
+
 @pytest.mark.parametrize(
     ("changes", "argument", "words"),
     [
@@ -128,6 +139,7 @@ def test_chunks_do_not_matter(monkeypatch):
         ({"weight": torch.full((8, 64), 3e6), "scale_dtype": torch.float16}, "scale_dtype", "cannot hold"),
         ({"clip_steps": 0}, "clip_steps", "1 for no search"),
         ({"clip_min": 0.0}, "clip_min", "use the default"),
+        ({"importance": torch.ones(5)}, "importance", "512"),
     ],
 )
 def test_bad_input_names_argument_and_remedy(changes, argument, words):

@@ -74,10 +74,40 @@ def test_best2_is_never_worse_in_any_group_and_better_overall():
         restored = codes * scales.repeat_interleave(64, 1) + offsets.repeat_interleave(64, 1) - 128
         found[rule] = (restored - values).square().view(64, -1, 64).sum(-1)
     assert (found["best2"] <= torch.minimum(found["nearest"], found["ceil"])).all()
+    assert (found["search"] <= found["best2"]).all() and found["search"].mean() < 0.93 * found["best2"].mean()
     # Gaussian weights, group 64 (specs.md D): 8.14e-3 best2, 8.42e-3 nearest, 9.08e-3 ceil
     errors = {rule: relative_error(w, rule=rule) for rule in RULES}
     for rule, expected in (("best2", 8.14e-3), ("nearest", 8.42e-3), ("ceil", 9.08e-3)):
         assert abs(errors[rule] / expected - 1) < 0.05, (rule, errors[rule])
+
+
+def test_searched_ranges_keep_the_byte():
+    """Every (min, max) pair with all values between them, two of each."""
+    pairs = [(low, high) for low in range(-119, 120) for high in range(low, 120)]
+    values = torch.tensor([[low + (high - low) * i // 127 for i in range(128)] for low, high in pairs]).float()
+    codes, scales, offsets = (t.int() for t in second_level(values, 128, "search"))
+    bytes_ = codes * scales + offsets
+    assert int(bytes_.min()) >= 0 and int(bytes_.max()) <= 255 and int(codes.max()) == 15
+
+
+def test_importance_moves_the_error_to_channels_that_count_less():
+    """The expected error of an output: squared errors weighted by the inputs' mean square, smoothed or not."""
+    rng = torch.Generator().manual_seed(2)
+    w, smooth = torch.randn(64, 500, generator=rng), torch.rand(500, generator=rng) + 0.5
+    importance = torch.rand(500, generator=rng) ** 4
+
+    def output_error(quantize, **options) -> float:
+        made = quantize(w, smooth=smooth, **options).dequantize() / smooth.double()
+        return float(((made - w.double()).square() * importance).sum())
+
+    for quantize, options in ((w4a8.quantize_weight, {"rule": "search"}), (w4a8.fp8.quantize_weight, {})):
+        weighted = output_error(quantize, importance=importance, **options)
+        assert weighted < 0.95 * output_error(quantize, **options)
+    with pytest.raises(ArgumentError, match="rule='search'"):
+        w4a8.quantize(w, importance=importance)
+    for bad in (importance[:5], -importance, importance.log() * torch.inf):
+        with pytest.raises(ArgumentError, match="^importance"):
+            w4a8.quantize(w, importance=bad, rule="search")
 
 
 @pytest.mark.parametrize("k", [1, 31, 100, 203, 320])
