@@ -246,7 +246,7 @@ class Step:
             make(rows, HIDDEN),
             make(rows, HIDDEN) / 1e3,
             make(rows, 2 * INTERMEDIATE),
-            make(rows, QKV),
+            make(rows, SHAPES["qkv"][0]),
         )
         angles = self.model.decoder.rotaries[0](torch.arange(rows, device=DEVICE))
         for index, layer in enumerate(self.model.decoder.layers):
@@ -264,12 +264,11 @@ class Step:
                 call = lambda norm=norm, linear=linear: norm.before(linear, residual, delta)
                 found.setdefault("norm", []).append(call)
             found.setdefault("gate", []).append(lambda w=linears["down"]: products.gated(gate_up, "silu", w))
-            found.setdefault("rope", []).append(lambda at=layer.self_attn: at.rotate(qkv, *angles))
             if row.new == 1:
-                pair = (k.unsqueeze(1), v.unsqueeze(1))
-                found.setdefault("append", []).append(lambda i=index, pair=pair: calls.append(batch, *pair, i))
+                found.setdefault("append", []).append(lambda at=layer.self_attn: at.append(qkv, *angles, batch))
                 found.setdefault("attention", []).append(lambda i=index: calls.decode(batch, q.unsqueeze(1), i))
             else:
+                found.setdefault("rope", []).append(lambda at=layer.self_attn: at.rotate(qkv, *angles))
                 found.setdefault("append", []).append(lambda i=index: calls.store(batch, k, v, i))
                 found.setdefault("attention", []).append(lambda i=index: calls.prefill(batch, q, k, v, i))
         last = make(row.batch, HIDDEN)
@@ -308,7 +307,7 @@ def requests(rows: list[Row], shapes: Mapping = SHAPES, sizes: tuple = (HEADS, K
     """
     from terrazzo.nn import Format
     from terrazzo.ops import activation, norm, rope, w4a8, w4a16, w4ax
-    from terrazzo.ops.attention import launch, op, writing
+    from terrazzo.ops.attention import launch, op, rope_writing, writing
     from terrazzo.ops.attention.layout import CacheLayout
     from terrazzo.ops.w4a8 import activations
 
@@ -343,10 +342,12 @@ def requests(rows: list[Row], shapes: Mapping = SHAPES, sizes: tuple = (HEADS, K
                 found.append(activations.plan(m, k, dtype="float16", **plain, target=target, codes=codes))
         layout = CacheLayout(row.k_format, row.v_format, head_dim)
         facts = dict(dtype="float16", page=PAGE, residual=layout.k.group, target=target)
-        found.append(writing.write_kernel(layout, "float16", PAGE, layout.k.group, target))
         if row.new > 1:
+            found.append(writing.write_kernel(layout, "float16", PAGE, layout.k.group, target))
             found += prefill_kernels(layout, facts)
             continue
+        kind = dict(rotary_dim=head_dim, rope="neox", norm="none", numerics="fused", target=target)
+        found.append(rope_writing.request(layout, "float16", PAGE, layout.k.group, **kind))
         places = (layout, row.batch, kv_heads, heads // kv_heads, row.context)
         found.append(op.plan(*places, **facts, softcap=False, sinks=False, mean=row.context).request)
     return list(dict.fromkeys(found))

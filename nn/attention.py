@@ -69,19 +69,24 @@ class Attention(nn.Module):
         """
         qkv = self.qkv_proj.product(x, out_dtype)
         options = dict(scale=self.scale, softcap=self.softcap, window=self.window, sinks=self.sinks)
-        if batch.new == [1] * len(qkv) and (facts := self._turned(qkv, cos)) is not None:
-            q = batch.rope_append(qkv, cos, sin, self.layer, heads=self.heads, **facts)
-            return self.o_proj(decode(batch, q, self.layer, **options).view(len(q), -1))
-        q, k = self.rotate(qkv, cos, sin)
-        v = qkv[:, (self.heads + self.kv_heads) * self.head_dim :].unflatten(-1, (self.kv_heads, self.head_dim))
-        if batch.new == [1] * len(q):
-            append(batch, k.unsqueeze(1), v.unsqueeze(1), self.layer)
-            y = decode(batch, q.unsqueeze(1), self.layer, **options)
+        if batch.new == [1] * len(qkv):
+            y = decode(batch, self.append(qkv, cos, sin, batch), self.layer, **options)
         else:
-            v = v.contiguous()
+            q, k = self.rotate(qkv, cos, sin)
+            v = qkv[:, (self.heads + self.kv_heads) * self.head_dim :]
+            v = v.unflatten(-1, (self.kv_heads, self.head_dim)).contiguous()
             y = prefill(batch, q, k, v, self.layer, **options)
             store(batch, k, v, self.layer)
-        return self.o_proj(y.view(len(q), -1))
+        return self.o_proj(y.view(len(qkv), -1))
+
+    def append(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """q [B, 1, heads, D] of joined qkv [B, ...], a token of each sequence, whose keys and values are stored."""
+        if (facts := self._turned(qkv, cos)) is not None:
+            return batch.rope_append(qkv, cos, sin, self.layer, heads=self.heads, **facts)
+        q, k = self.rotate(qkv, cos, sin)
+        v = qkv[:, (self.heads + self.kv_heads) * self.head_dim :].unflatten(-1, (self.kv_heads, self.head_dim))
+        append(batch, k.unsqueeze(1), v.unsqueeze(1), self.layer)
+        return q.unsqueeze(1)
 
     def _turned(self, qkv: torch.Tensor, cos: torch.Tensor) -> dict[str, Any] | None:
         """How the kernel that stores new tokens turns them, where it can: on a GPU, outside of traces."""

@@ -49,7 +49,13 @@ def test_every_row_names_its_kernels(monkeypatch):
     o = arguments([])
     found = decode_step.requests(o.rows)
     names = {request.name for request in found}
-    assert {"attention.write", "attention.decode", "w4a8.quantize_rows", "w4ax.quantize_blocks"} <= names
+    assert {
+        "attention.write",
+        "attention.rope_append",
+        "attention.decode",
+        "w4a8.quantize_rows",
+        "w4ax.quantize_blocks",
+    } <= names
     assert {"norm.rms_norm", "activation.act_and_mul", "rope.apply_rope"} <= names
     assert any("prefill" in name for name in names) and any(name.startswith("w4a16") for name in names)
     assert len(found) == len(set(found)) and all(request.target.arch == "sm_90a" for request in found)
