@@ -99,7 +99,7 @@ INSTANCES: dict[str, Instance] = {
             "fp8",
             "weight-only FP8 with 16-bit activations, every target: two k16 steps of A in one load",
             _wgmma(16),
-            "e4m3_f16_moved",
+            "e4m3_bf16_words",
             4,
             _k(2),
             block_order="kr",

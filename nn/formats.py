@@ -29,6 +29,9 @@ class Family:
         name: what formats begin with. module, operator: where its PackedWeight and its `gemm` are defined.
         tensors: of every weight. optional: of some. groups: group sizes besides one group, and the default first.
         one_group: whether one group over all of K can be asked for. choices: whether "-sym" can be.
+        weight_format: of terrazzo.ops.formats, where several share a PackedWeight class.
+        usual: the group that a format without one has, "K", if not the first of `groups`.
+        quantizes_activations: whether products multiply x in fewer bits.
     """
 
     name: str
@@ -39,6 +42,9 @@ class Family:
     groups: tuple[int, ...]
     one_group: bool = False
     choices: bool = False
+    weight_format: str = ""
+    usual: str = ""
+    quantizes_activations: bool = True
 
     @property
     def weight(self) -> type:
@@ -57,6 +63,8 @@ class Family:
             from terrazzo.ops.w4ax import format as w4ax
 
             return w4ax.identity(w4ax.native(Target.parse(facts["target"])), two_level)
+        if self.weight_format:
+            return import_module("terrazzo.ops.weight_only.packed").layout_identity(self.weight_format)
         if self.name == "w4a8-e4m3":
             return import_module(self.module).layout_identity(facts["group_size"])
         if self.name == "w4a8":
@@ -69,7 +77,15 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family(
             "w4a16", "terrazzo.ops.w4a16.format", "terrazzo.ops.w4a16", ("words", "params"), ("perm", "bias"),
-            (128, 64, 32), True, True,
+            (128, 64, 32), True, True, quantizes_activations=False,
+        ),
+        Family(
+            "mxfp4", "terrazzo.ops.weight_only.format", "terrazzo.ops.mxfp4", ("words", "params"), ("bias",), (32,),
+            weight_format="mxfp4", quantizes_activations=False,
+        ),
+        Family(
+            "fp8", "terrazzo.ops.weight_only.format", "terrazzo.ops.fp8", ("words", "params"), ("bias",), (128,), True,
+            weight_format="fp8", usual="K", quantizes_activations=False,
         ),
         Family(
             "w4a8-e4m3", "terrazzo.ops.w4a8.fp8_format", "terrazzo.ops.w4a8", ("words", "channel_scales"),
@@ -102,8 +118,8 @@ class Format:
 
     @staticmethod
     def parse(text: str | Format) -> Format:
-        """Of "w4a16", "w4a16-g64", "w4a16-gK-sym", "w4a8-g128", "w4a8-e4m3", "w4ax"; the group's default is the first
-        of its family's.
+        """Of "w4a16", "w4a16-g64", "w4a16-gK-sym", "w4a8-g128", "w4a8-e4m3", "w4ax", "mxfp4", "fp8" (a scale for each
+        row), "fp8-g128" (of blocks); the group's default is the first of its family's.
 
         Raises:
             ArgumentError: no such format.
@@ -113,7 +129,7 @@ class Format:
         pattern = f"({'|'.join(FAMILIES)})(?:-g([0-9]+|K))?(-sym)?"
         found = re.fullmatch(pattern, text) if isinstance(text, str) else None
         family = FAMILIES[found[1]] if found else None
-        group = (found[2] or str(family.groups[0])) if found else ""
+        group = (found[2] or family.usual or str(family.groups[0])) if found else ""
         known = found and (family.one_group if group == "K" else int(group) in family.groups)
         if not known or (found[3] and not family.choices):
             wanted = ", ".join(f"{name}-g{'|'.join(map(str, f.groups))}" for name, f in FAMILIES.items())
@@ -136,6 +152,11 @@ class Format:
             if plan is None:
                 plan = module.plan_blocks(weight.detach().float().abs().amax(0), ratio=0.25)
             return module.quantize(weight, plan, bias=bias, **options)
+        if self.family == "mxfp4":
+            return module.quantize(weight, bias=bias, **options)
+        if self.family == "fp8":
+            options.setdefault("granularity", "channel" if self.group_size is None else "block")
+            return module.quantize(weight, bias=bias, **options)
         if self.family == "w4a16":
             options.setdefault("symmetric", self.symmetric)
         make = module.fp8.quantize if self.family == "w4a8-e4m3" else module.quantize
@@ -146,8 +167,9 @@ def family_of(weight: Any, argument: str = "weight") -> Family:
     """Of a packed weight; ArgumentError for something else."""
     for family in FAMILIES.values():
         if weights.kind(weight).endswith("PackedWeight") and isinstance(weight, family.weight):
-            return family
-    constraint = "must be a PackedWeight of w4a16, w4a8, w4a8.fp8 or w4ax"
+            if family.weight_format in ("", getattr(weight, "weight", "")):
+                return family
+    constraint = f"must be a PackedWeight of {', '.join(FAMILIES)}"
     raise ArgumentError(argument, weights.kind(weight), constraint, "pack it, or use from_float")
 
 

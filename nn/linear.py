@@ -10,6 +10,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import products
 from terrazzo.nn.formats import FAMILIES, Format, facts_of
 from terrazzo.nn.module import PackedModule, stored_weight
+from terrazzo.ops.formats.weight import get_weight_format
 from torch import nn
 
 
@@ -107,6 +108,13 @@ class Linear(PackedModule):
             shapes = {"words": (kp // 64, np_ // 64, 512), "params": (gp, np_ // 64, width)}
             kinds = {"words": torch.int32, "params": torch.uint8}
             optional["perm"] = make(k, torch.int32) if act_order else None
+        elif family.weight_format:
+            from terrazzo.ops.weight_only.packed import packed_shapes
+
+            facts |= {"weight": family.weight_format, "group_size": size if not family.one_group else min(size, k)}
+            known = dict(scale_dtype=get_weight_format(family.weight_format).scales[0], symmetric=True)
+            both = packed_shapes(n, k, group_size=size, weight=family.weight_format, **known)
+            shapes, kinds = dict(zip(("words", "params"), both)), {"words": torch.int32, "params": torch.uint8}
         elif form.family == "w4ax":
             from terrazzo.ops.w4ax.format import ROWS, UNIT_WORDS
 

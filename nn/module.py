@@ -119,7 +119,7 @@ class PackedModule(nn.Module):
     @property
     def takes_norm(self) -> bool:
         """Whether activations are quantized for the weight, in a kernel that can take RMSNorm in."""
-        return self._family.name != "w4a16"
+        return self._family.quantizes_activations
 
     @property
     def format(self) -> Format:

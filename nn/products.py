@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import glue
-from terrazzo.ops import activation, launching, w4a8, w4a16, w4ax, weights
+from terrazzo.ops import activation, launching, w4a8, w4ax, weights
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4a8.activations import QuantizedActivations as Bytes
-from terrazzo.ops.w4a16.format import PackedWeight as W4A16
 from terrazzo.ops.w4ax.activations import QuantizedActivations as Mixed
 from terrazzo.ops.w4ax.format import PackedWeight as W4Ax
+from terrazzo.ops.weight_only import entry as weight_only
+from terrazzo.ops.weight_only.packed import WeightOnly
 from terrazzo.schedules.rows import MAX_COLUMNS
 
 Activations = torch.Tensor | Bytes | Mixed
@@ -34,8 +35,8 @@ def gemm(x: Activations, w: Any, out_dtype: torch.dtype | None = None) -> torch.
     if _on_kernels(x):
         return operator.gemm(x, w, **options)
     check_activations(x, w.k)
-    call = import_module(f"{operator.__name__}.torch_op").call
-    if operator is w4a16:
+    call = _torch_op(operator).call
+    if operator is weight_only:
         return call(x, w, None, "auto")
     rest = ("auto", "auto") if operator is w4a8 else ()
     return call(x, w, None, out_dtype, *rest)
@@ -44,12 +45,12 @@ def gemm(x: Activations, w: Any, out_dtype: torch.dtype | None = None) -> torch.
 def quantize(x: torch.Tensor, w: Any, rms_weight: torch.Tensor | None = None, eps: float = 0.0) -> Activations:
     """x as `gemm` of `w` multiplies it, with RMSNorm in front where `rms_weight` is given: one kernel on a GPU.
 
-    W4A16 multiplies x itself: then rms_weight must be None.
+    W4A16, MXFP4 and FP8 multiply x itself: then rms_weight must be None.
     """
     if isinstance(w, GroupedWeight):
         w = w.stacked
     operator = _operator(w)
-    if operator is w4a16:
+    if operator is weight_only:
         return x
     if operator is w4ax:
         if _on_kernels(x):
@@ -74,8 +75,8 @@ def grouped_gemm(
     if _on_kernels(x):
         return operator.grouped_gemm(x, w, offsets, **options)
     check_activations(x, w.k)
-    call = import_module(f"{operator.__name__}.torch_op").call_grouped
-    if operator is w4a16:
+    call = _torch_op(operator).call_grouped
+    if operator is weight_only:
         return call(x, w, offsets, None, "auto")
     return call(x, w, offsets, None, out_dtype, "auto")
 
@@ -93,7 +94,7 @@ def rows_form(layer: Any) -> dict[str, Any] | None:
         w = w.stacked
     if isinstance(w, W4Ax):
         return None
-    if w is None or isinstance(w, W4A16):
+    if w is None or isinstance(w, WeightOnly):
         return {}
     return dict(quant=w.ACTIVATIONS, smooth=w.smooth, target="sm_80" if w.target == "sm_80" else None)
 
@@ -111,7 +112,11 @@ def gated(gate_up: torch.Tensor, name: str, layer: Any) -> Activations:
 
 
 def _operator(w: Any) -> Any:
-    return w4a16 if isinstance(w, W4A16) else w4ax if isinstance(w, W4Ax) else w4a8
+    return weight_only if isinstance(w, WeightOnly) else w4ax if isinstance(w, W4Ax) else w4a8
+
+
+def _torch_op(operator: Any) -> Any:
+    return import_module(f"{operator.__name__.removesuffix('.entry')}.torch_op")
 
 
 def _held(x: Activations) -> torch.Tensor:

@@ -245,10 +245,13 @@ def _float_experts(own: str) -> ArgumentError:
 
 def _family_of(convention: str, activations: str | None) -> loaders.Family:
     """The operator family of a layer, by how it is stored and what its config says of activations."""
+    from terrazzo.ops import fp8, mxfp4
     from terrazzo.ops.w4a8 import checkpoint as w4a8
     from terrazzo.ops.w4a8 import fp8_checkpoint
     from terrazzo.ops.w4a16 import checkpoint as w4a16
 
+    if convention in ("fp8", "mxfp4"):
+        return {"fp8": fp8, "mxfp4": mxfp4}[convention].FAMILY
     if convention == "qserve" or activations == "int8":
         return w4a8.FAMILY
     return fp8_checkpoint.FAMILY if activations == "e4m3" else w4a16.FAMILY

@@ -16,7 +16,9 @@ SHOWN = 10
 @click.command(cls=Command)
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("-o", "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write.")
-@click.option("--format", "form", default="w4a16-g128", show_default=True, help="As w4a16-g64, w4a16-gK-sym, w4a8.")
+@click.option(
+    "--format", "form", default="w4a16-g128", show_default=True, help="As w4a16-g64, w4a16-gK-sym, w4a8, mxfp4, fp8."
+)
 @click.option("--kv", help="Keys and values that the folder names, as int8 or int4_channel64/int4. Default: 16 bits.")
 @click.option("--device", help="Where weights are quantized. Default: cuda where there is a GPU.")
 @click.option("--dtype", type=click.Choice(["f16", "bf16"]), help="Of activations. Default: the model's, or f16.")

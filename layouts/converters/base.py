@@ -90,6 +90,10 @@ class Converter:
         )
         return np.stack([np.asarray(out, dtype=np.uint32) for out in self.emulation(words, *rest)], axis=-1)
 
+    def stored(self, words):
+        """Words of fields (uint32, in the order of `pos`) as they lie in memory."""
+        return move_bits(np.asarray(words, dtype=np.uint32), self.bit_map) if self.bit_map else words
+
     @property
     def device_name(self) -> str:
         """Name of the CUDA device function."""

@@ -147,6 +147,7 @@ def build(
     )  # fmt: skip
     cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
     words = param_macros(op)
+    long = group == UNIT_K and rb == 1 and fmt.row_factors  # older formats' kernels scale the sums of each 64 k
     words_of = words.of_converter
     M = T.dynamic("m")
     G = T.dynamic("grid")
@@ -302,10 +303,30 @@ def build(
                 acc[r * nacc + e] = acc[r * nacc + e] + s[(r * ig + q) * 2 + e % 4 // 2] * part[e]
 
     @T.macro
+    def multiply_long(w, a, acc, part, s, v, x, h, r):
+        """64 of the 128 k of a group, which are converted while the products of the others run; behind the second half
+        the sums are scaled and added to the tile's."""
+        half = h % 2 * 16
+        convert(w, h % halves * 4 * blocks, a, half, v, r, 0, 4)
+        T.warpgroup_fence_operand(part, num_regs=nacc)
+        T.warpgroup_arrive()
+        for j in T.unroll(4):
+            wgmma(bm, kinds, part, 0, a, half + j * 4, x, h % halves * slot_units + j * 2, h * 4 + j != 0)
+        T.warpgroup_commit_batch()
+        T.warpgroup_fence_operand(part, num_regs=nacc)
+        if h == 1:
+            T.warpgroup_wait(0)
+            T.warpgroup_fence_operand(part, num_regs=nacc)
+            for e in T.unroll(nacc):
+                acc[e] = acc[e] + s[e % 4 // 2] * part[e]
+
+    @T.macro
     def drain(io):
         """All products are complete."""
         T.warpgroup_wait(0)
         T.warpgroup_fence_operand(io.acc, num_regs=rb * nacc)
+
+    multiply_by = (multiply_long if long else multiply_post) if sums else multiply
 
     @T.macro
     def unit(io, place, follows):
@@ -319,7 +340,7 @@ def build(
                 if op.has_groups and (h == 0 or not shared_params):
                     load_params(io.at, param_slot(place.stage(stage), h), r, io.s, io.u, io.v)
                 tile = io.at.x[0] + first_tile(place.stage(stage))
-                (multiply_post if sums else multiply)(io.w, io.a, io.acc, io.part, io.s, io.v, tile, h, r)
+                multiply_by(io.w, io.a, io.acc, io.part, io.s, io.v, tile, h, r)
                 if r == 0 and h % halves == 0:  # the wgmmas on the stage before are complete
                     place.release(stage, T.And(io.lane == 0, T.Or(h > 0, follows)))
             if (h + 1) % halves == 0:

@@ -27,7 +27,7 @@ def test_plain_converter_gives_the_stored_values(name):
     c = get_converter(name)
     value = layout_oracle.table(c.storage, c.storage_bits)[layout_oracle.fields(WORDS, c.storage_bits)]
     code = layout_oracle.fields(WORDS, c.storage_bits)
-    got = arith.elements(c.emulate(WORDS), c.operand)
+    got = arith.elements(c.emulate(c.stored(WORDS)), c.operand)
     for o in range(c.outputs):
         for e in range(c.elements):
             expected = (value[:, c.pos(o, e)] + c.bias[o]) * 2.0 ** c.scale_exp2[o]
@@ -35,6 +35,27 @@ def test_plain_converter_gives_the_stored_values(name):
             if c.storage == "e4m3":  # NaN: 480 by bit moves, NaN where the operand is e4m3 itself
                 same |= code[:, c.pos(o, e)] & 0x7F == 0x7F
             assert same.all(), (o, e)
+
+
+@pytest.mark.parametrize("name", [c.name for c in CONVERTERS.values() if c.params == ("s0", "s1")])
+def test_scaled_floats_are_the_stored_values_times_the_scale_of_their_row(name):
+    """Scales are powers of two; those words hold lacks what the operand's exponent has more than the code's."""
+    c = get_converter(name)
+    value = layout_oracle.table(c.storage, c.storage_bits)[layout_oracle.fields(WORDS, c.storage_bits)]
+    encode, lacks = (arith.half, 2.0**14) if c.operand == "float16" else (arith.brain, 2.0**126)
+    scales = [np.uint32(arith.pair(encode(lacks * s))) for s in (0.5, 0.125)]
+    got = arith.elements(c.emulate(c.stored(WORDS), *scales), c.operand)
+    for o in range(c.outputs):
+        for e in range(c.elements):
+            assert (got[:, o, e] == value[:, c.pos(o, e)] * (0.5, 0.125)[o % 2]).all(), (o, e)
+
+
+@pytest.mark.parametrize("name", [c.name for c in CONVERTERS.values() if c.bit_map])
+def test_bits_are_moved_and_none_is_lost(name):
+    c = get_converter(name)
+    assert sorted(c.bit_map) == list(range(32))
+    for bit, to in enumerate(c.bit_map):
+        assert c.stored(np.uint32(1 << bit)) == np.uint32(1 << to)
 
 
 @pytest.mark.parametrize("name", ["f16_f16", "bf16_bf16"])

@@ -32,6 +32,8 @@ def by_hand(layout, codes):
                     row, col = row + layout.placement[atom][0] * f.rows, col + layout.placement[atom][1] * f.cols
                     code = codes[row :: layout.block_rows, col :: layout.block_k].astype(np.uint64)
                     out[:, :, thread * layout.load_words + word] += code << np.uint64(b * (o + outputs * e))
+    if layout.bit_map:  # words whose bits lie elsewhere
+        out = sum((out >> np.uint64(bit) & np.uint64(1)) << np.uint64(to) for bit, to in enumerate(layout.bit_map))
     return (out if layout.block_order == "rk" else out.swapaxes(0, 1)).astype(np.uint32)
 
 
@@ -79,7 +81,7 @@ def test_instance_proof_and_its_meaning(name):
 
 
 def test_the_instances_and_their_blocks():
-    assert len(INSTANCES) == 13  # the eleven of specs.md B.1, the W4A16 one in another order, W4A8's for e4m3
+    assert len(INSTANCES) == 15  # eleven of specs.md B.1, W4A16 in another order, W4A8's for e4m3, MXFP4 and FP8
     assert get_instance("w4a8_fp8").identity == get_instance("w4a8_wgmma").identity  # e4m3 k32 lies as s8 k32
     layout = get_instance("w4a16_wgmma")
     assert (layout.block_rows, layout.block_k, layout.threads, layout.words_per_block) == (64, 64, 128, 512)

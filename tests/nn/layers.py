@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from terrazzo.nn import Linear
-from terrazzo.ops import w4a8, w4a16, w4ax
+from terrazzo.ops import fp8, mxfp4, w4a8, w4a16, w4ax
 
 N, K = 72, 200
 
@@ -44,6 +44,9 @@ PACKED: dict[str, Callable[[], Any]] = {
     "w4a16-g128": lambda: w4a16.quantize(weight(), scale_dtype=torch.bfloat16),
     "w4a16-gK": lambda: w4a16.quantize(weight(), group_size=-1, scale_dtype=torch.float32),
     "w4a16 act-order": act_order,
+    "mxfp4": lambda: mxfp4.quantize(weight(), bias=BIAS.half()),
+    "fp8": lambda: fp8.quantize(weight()),
+    "fp8-g128": lambda: fp8.quantize(weight(), granularity="block"),
     "w4a8-g64": lambda: w4a8.quantize(weight(), smooth=SMOOTH, bias=BIAS),
     "w4a8-g32": lambda: w4a8.quantize(weight(), group_size=32),
     "w4a8-e4m3-g128": lambda: w4a8.fp8.quantize(weight(), smooth=SMOOTH, bias=BIAS.half()),

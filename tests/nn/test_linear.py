@@ -12,7 +12,7 @@ from layers import BIAS, PACKED, SMOOTH, K, N, act_order, layer, weight, x
 from safetensors.torch import load, save
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.nn import Format, Linear
-from terrazzo.ops import w4a8, w4a16, w4ax
+from terrazzo.ops import mxfp4, w4a8, w4a16, w4ax
 
 every = pytest.mark.parametrize("name", PACKED)
 
@@ -23,11 +23,14 @@ def definition(x: torch.Tensor, w) -> torch.Tensor:
     from terrazzo.ops.w4a8 import reference as int8_reference
     from terrazzo.ops.w4a16 import reference as w4a16_reference
     from terrazzo.ops.w4ax import reference as w4ax_reference
+    from terrazzo.ops.weight_only import reference as weight_only_reference
 
     if isinstance(w, w4a16.PackedWeight):
         numerics = "exact" if f"torch.{w.scale_dtype}" == str(x.dtype) else "post"
         bias = None if w.bias is None else w.bias.to(x.dtype)
         return w4a16_reference.gemm(x, w, numerics, bias).to(x.dtype)
+    if isinstance(w, mxfp4.PackedWeight):
+        return weight_only_reference.forward(x, w)
     if isinstance(w, w4ax.PackedWeight):
         granularity = "two_level" if w.two_level else "block"
         facts = dict(blocks8=w.blocks8, permutation=w.permutation, granularity=granularity, wide=True)
@@ -115,7 +118,8 @@ def test_from_state_makes_the_layer_of_a_state(name):
     ("name", "options"),
     [
         ("w4a16-g32", dict(bias=True)), ("w4a16-g64-sym", {}), ("w4a16-g128", dict(scale_dtype=torch.bfloat16)),
-        ("w4a16-gK", dict(scale_dtype=torch.float32)), ("w4a8-g64", dict(bias=True, smooth=True)), ("w4a8-g32", {}),
+        ("w4a16-gK", dict(scale_dtype=torch.float32)), ("mxfp4", dict(bias=True)), ("fp8", {}), ("fp8-g128", {}),
+        ("w4a8-g64", dict(bias=True, smooth=True)), ("w4a8-g32", {}),
         ("w4a8-e4m3-g128", dict(bias=True, smooth=True)),
     ],
 )  # fmt: skip
@@ -236,7 +240,9 @@ def test_a_layer_compiles_to_one_graph(name):
         assert torch.equal(compiled(x()), made(x()))
 
 
-@pytest.mark.parametrize("form", ["w4a16-g128", "w4a16-g32-sym", "w4a16-gK", "w4a8", "w4a8-g128", "w4a8-e4m3", "w4ax"])
+@pytest.mark.parametrize(
+    "form", ["w4a16-g128", "w4a16-g32-sym", "w4a16-gK", "mxfp4", "fp8", "w4a8", "w4a8-g128", "w4a8-e4m3", "w4ax"]
+)
 def test_from_float_quantizes_a_layer(form):
     linear = torch.nn.Linear(256, 96)
     options = {"target": "sm_90a"} if form == "w4ax" else {}

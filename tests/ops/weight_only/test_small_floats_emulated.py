@@ -44,11 +44,14 @@ CASES = {  # program, schedule, target, M, format, group, dtype; slow ones are i
     "fp8 rows small_batch bf16": (small_batch, FEW, "sm_90a", 4, "fp8", K, "bfloat16"),
     "fp8 blocks small_batch f16": (small_batch, SPLIT, "sm_80", 3, "fp8", 128, "float16"),
     "fp8 rows stream_k f16": (stream_k, WIDE, "sm_90a", 20, "fp8", K, "float16"),
-    "fp8 blocks stream_k bf16": (stream_k, TALL, "sm_90a", 20, "fp8", 128, "bfloat16"),
+    "fp8 blocks stream_k bf16": (stream_k, WIDE, "sm_90a", 20, "fp8", 128, "bfloat16"),
+    "fp8 blocks stream_k f16, halves": (stream_k, StreamK(16, 2, 1, 3, 64), "sm_90a", 20, "fp8", 128, "float16"),
+    "fp8 blocks stream_k bf16, two row blocks": (stream_k, TALL, "sm_90a", 20, "fp8", 128, "bfloat16"),
     "fp8 rows multistage bf16": (multistage, Multistage(32, 4, 2, 3), "sm_80", 20, "fp8", K, "bfloat16"),
     "fp8 blocks multistage f16": (multistage, Multistage(32, 4, 2, 3), "sm_89", 20, "fp8", 128, "float16"),
 }
 SLOW = ("mxfp4 small_batch f16, k shared", "mxfp4 stream_k f16", "mxfp4 multistage bf16, k shared",
+        "fp8 blocks stream_k f16, halves", "fp8 blocks stream_k bf16, two row blocks",
         "fp8 blocks small_batch f16", "fp8 rows multistage bf16", "fp8 blocks multistage f16")  # fmt: skip
 
 

@@ -1,11 +1,14 @@
-"""e2m1 (FP4) to f16 and bf16 from words whose bits lie where a bf16 wants them, with the scale of the row.
+"""Small floats to f16 and bf16 from words whose bits lie where a bf16 wants them.
 
 Sign, exponent and mantissa of a code are moved unchanged into a wider float, which then stands for a value smaller by
-2^(difference of the exponents' biases), 2^-126 in bf16 and 2^-14 in f16; one multiplication by a power of two that
-contains the row's scale makes it right, zeros and the subnormal 0.5 included (specs.md B.2). In the order of nibbles
-sign and magnitude of a register need a shift each. Here the bits of registers 0 to 2 lie three apart, sign included, so
-that one shift serves both, and register 3 takes the bits that are left: 15 instructions for 8 weights to bf16, where
-nibbles would take 19. The same words serve f16, whose exponents begin three bits higher, with 19.
+2^(difference of the exponents' biases); one multiplication by a power of two, which may contain the row's scale, makes
+it right, zeros and subnormals included (specs.md B.2). In the order of fields, sign and magnitude of a register need a
+shift each. Here one shift serves both, wherever bits are left for that:
+
+| codes | bf16, of 8 weights | in the order of fields | f16 of the same words |
+|---|---:|---:|---:|
+| e2m1 with scale | 15 instructions | 19 | 19 |
+| e4m3 | 14 | 18 | 18, without a multiplication |
 """
 
 from __future__ import annotations
@@ -14,12 +17,22 @@ import numpy as np
 from terrazzo.layouts.converters import arith
 from terrazzo.layouts.converters.base import Converter, mul_bf16, mul_f16, register
 
-BITS = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14))
-"""Output register -> bits of a 16-bit half that hold mantissa, exponent (two bits) and sign of its element there."""
-BIT_MAP = tuple(BITS[field % 4][bit] + 16 * (field // 4) for field in range(8) for bit in range(4))
+BITS = {
+    "e2m1": ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14)),
+    "e4m3": ((4, 5, 6, 7, 8, 9, 10, 15), (0, 1, 2, 3, 12, 13, 14, 11)),
+}
+"""Output register -> bits of a 16-bit half that hold mantissa, exponent (lowest bits first) and sign of its element."""
+BIT_MAP = {
+    storage: tuple(bit + 16 * element for element in range(2) for register_ in bits for bit in register_)
+    for storage, bits in BITS.items()
+}
 _SCALES = ("s0", "s1")
 
 # For each register what is or-ed: (left shift, or right shift where negative; mask of a half).
+E4M3_MOVES = {
+    "bf16": (((0, 0x87F0),), ((4, 0x80F0), (-4, 0x0700))),
+    "f16": (((3, 0x3F80), (0, 0x8000)), ((7, 0x0780), (-1, 0x3800), (4, 0x8000))),
+}
 MOVES = {
     "bf16": (((0, 0x81C0),), ((3, 0x81C0),), ((6, 0x81C0),), ((-4, 0x00C0), (-5, 0x0100), (1, 0x8000))),
     "f16": (
@@ -69,6 +82,37 @@ for _short, _operand, _mul, _mul_text, _instructions in (
             "\n".join(_text(MOVES[_short]) + [_mul_text(f"out[{o}]", f"out[{o}]", f"s{o % 2}") for o in range(4)]),
             _instructions,
             params=_SCALES,
-            bit_map=BIT_MAP,
+            bit_map=BIT_MAP["e2m1"],
         )
     )
+
+TO_BF16 = int(arith.pair(arith.brain(2.0**120)))
+register(
+    Converter(
+        "e4m3_bf16_words",
+        "e4m3",
+        "bfloat16",
+        8,
+        16,
+        lambda w: [arith.bmul2(out, np.uint32(TO_BF16)) for out in _moved(w, E4M3_MOVES["bf16"])],
+        "\n".join(
+            _text(E4M3_MOVES["bf16"]) + [mul_bf16(f"out[{o}]", f"out[{o}]", f"{TO_BF16:#010x}u") for o in range(2)]
+        ),
+        instructions=7,
+        bit_map=BIT_MAP["e4m3"],
+    )
+)
+register(
+    Converter(
+        "e4m3_f16_words",
+        "e4m3",
+        "float16",
+        8,
+        16,
+        lambda w: _moved(w, E4M3_MOVES["f16"]),
+        "\n".join(_text(E4M3_MOVES["f16"])),
+        instructions=9,
+        scale_exp2=(-8, -8),
+        bit_map=BIT_MAP["e4m3"],
+    )
+)
