@@ -21,8 +21,8 @@ from benchmarks import report
 SHAPES = ((6144, 4096), (28672, 4096), (4096, 14336))
 """(N, K) of LLaMA-3-8B: q, k, v; gate and up; down."""
 MS = (1, 16, 64, 256, 1024, 4096)
-FORMATS = {"mxfp4": 32, "fp8": 0, "fp8_block": 128}
-"""Name in rows -> k of a scale, 0 for one of the row."""
+FORMATS = {"mxfp4": 32, "fp8": 0, "fp8_block": 128, "fp8_block_folded": 128}
+"""Name in rows -> k of a scale, 0 for one of the row. Scales are float32, of folded ones in the activations' dtype."""
 INT4, CUBLAS = "w4a16_symmetric_g32", "cublas_bf16"
 ROWS = 48  # of y that are compared
 
@@ -58,6 +58,7 @@ def requests_of(name: str, n: int, k: int, ms: tuple[int, ...], dtype: str, targ
         return w4a16.kernel_requests(n, k, group_size=32, symmetric=True, scale_dtype=dtype, **facts)
     if name == "mxfp4":
         return mxfp4.kernel_requests(n, k, **facts)
+    facts |= {"scale_dtype": dtype} if name.endswith("folded") else {}
     return fp8.kernel_requests(n, k, group_size=FORMATS[name] or k, **facts)
 
 
@@ -78,6 +79,7 @@ def weight_of(name: str, n: int, k: int, dtype: Any, random: Any) -> Any:
     group = FORMATS[name] or k
     codes |= torch.randint(0, 2, (n, k), **on, dtype=torch.uint8) << 7
     scales = 1e-4 * torch.exp(0.3 * torch.randn(n, -(-k // group), **on))
+    scales = scales.to(dtype) if name.endswith("folded") else scales
     return Floats.canonical(codes, scales, weight="fp8", group_size=group)
 
 

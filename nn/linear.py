@@ -112,7 +112,8 @@ class Linear(PackedModule):
             from terrazzo.ops.weight_only.packed import packed_shapes
 
             facts |= {"weight": family.weight_format, "group_size": size if not family.one_group else min(size, k)}
-            known = dict(scale_dtype=get_weight_format(family.weight_format).scales[0], symmetric=True)
+            facts["scale_dtype"] = get_weight_format(family.weight_format).scales[0]
+            known = dict(scale_dtype=facts["scale_dtype"], symmetric=True)
             both = packed_shapes(n, k, group_size=size, weight=family.weight_format, **known)
             shapes, kinds = dict(zip(("words", "params"), both)), {"words": torch.int32, "params": torch.uint8}
         elif form.family == "w4ax":

@@ -46,7 +46,7 @@ __all__ = [
     "read_layer",
     "weight_requests",
 ]
-_FACTS = dict(symmetric=True, scale_dtype="float32", weight="fp8")
+_FACTS = dict(symmetric=True, weight="fp8")
 
 FAMILY = loaders.Family(
     "fp8", {"fp8": lambda tensors, config: published.unpack(**tensors)}, format.pack, activations=("",)
@@ -72,7 +72,8 @@ def pack(
         codes: float8_e4m3fn [N, K], or its bytes as uint8; or a QuantizedWeight (then the other tensors must be left
             out).
         scales: float, what codes are multiplied by: [] or [1] for all rows, [N] or [N, 1] for each,
-            [ceil(N / 128), ceil(K / 128)] for blocks, [N, ceil(K / 128)] for 128 k of a row.
+            [ceil(N / 128), ceil(K / 128)] for blocks, [N, ceil(K / 128)] for 128 k of a row. 16-bit ones of blocks are
+            folded into operands, see `quantize_weight`.
         group_size: 128, or K for one scale; None takes 128 for matrices with more than one column or row of blocks.
         bias: [N]. target: GPU target to record; None takes the codes' device, or any target for CPU codes.
 
@@ -114,11 +115,13 @@ def quantize(
     weight: SupportsDLPack,
     *,
     granularity: str = "channel",
+    scale_dtype: torch.dtype | None = None,
     bias: SupportsDLPack | None = None,
     target: Target | str | None = None,
 ) -> PackedWeight:
     """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
-    return format.pack(quantize_weight(weight, granularity=granularity, bias=bias), target=target)
+    made = quantize_weight(weight, granularity=granularity, scale_dtype=scale_dtype, bias=bias)
+    return format.pack(made, target=target)
 
 
 def kernel_requests(
@@ -126,6 +129,7 @@ def kernel_requests(
     k: int,
     *,
     group_size: int,
+    scale_dtype: str = "float32",
     m: int | Sequence[int] | None = None,
     dtype: str = "bfloat16",
     target: Target | str,
@@ -135,13 +139,14 @@ def kernel_requests(
 
     Args:
         n, k: of the weight. m: numbers of tokens.
-        group_size: 128 for scales of blocks, k for those of rows or of the tensor.
+        group_size: 128 for scales of blocks, k for those of rows or of the tensor. scale_dtype: of blocks.
         dtype: of activations and output, "float16" or "bfloat16". bias: whether one is added.
 
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.
     """
-    return op.kernel_requests(n, k, group_size=group_size, m=m, dtype=dtype, target=target, bias=bias, **_FACTS)
+    facts = dict(m=m, dtype=dtype, bias=bias, target=target, scale_dtype=scale_dtype)
+    return op.kernel_requests(n, k, group_size=group_size, **facts, **_FACTS)
 
 
 def grouped_requests(
@@ -150,6 +155,7 @@ def grouped_requests(
     experts: int,
     *,
     group_size: int,
+    scale_dtype: str = "float32",
     m: int | tuple[int, ...] | None = None,
     dtype: str = "bfloat16",
     bias: bool = False,
@@ -159,13 +165,13 @@ def grouped_requests(
 
     Args:
         n, k: of each expert's weight. experts: number of them. m: tokens of all experts together.
-        group_size, dtype, bias: see `kernel_requests`.
+        group_size, scale_dtype, dtype, bias: see `kernel_requests`.
 
     Raises:
         ArgumentError: a value that no kernel serves, or a target without warpgroup instructions.
         TargetError: an unknown target.
     """
-    facts = dict(m=m, dtype=dtype, bias=bias, target=target)
+    facts = dict(m=m, dtype=dtype, bias=bias, target=target, scale_dtype=scale_dtype)
     return grouped.grouped_requests(n, k, experts, group_size=group_size, **facts, **_FACTS)
 
 

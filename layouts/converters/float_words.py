@@ -116,3 +116,24 @@ register(
         bit_map=BIT_MAP["e4m3"],
     )
 )
+for _short, _operand, _mul, _mul_text, _exp2 in (
+    ("bf16", "bfloat16", arith.bmul2, mul_bf16, 0),
+    ("f16", "float16", arith.hmul2, mul_f16, -8),
+):
+    register(
+        Converter(
+            f"e4m3_{_short}_scaled",
+            "e4m3",
+            _operand,
+            8,
+            16,
+            lambda w, s0, s1, moves=E4M3_MOVES[_short], mul=_mul: [
+                mul(out, (s0, s1)[o]) for o, out in enumerate(_moved(w, moves))
+            ],
+            "\n".join(_text(E4M3_MOVES[_short]) + [_mul_text(f"out[{o}]", f"out[{o}]", f"s{o}") for o in range(2)]),
+            instructions={"bf16": 7, "f16": 11}[_short],
+            params=_SCALES,
+            scale_exp2=(_exp2, _exp2),
+            bit_map=BIT_MAP["e4m3"],
+        )
+    )

@@ -46,4 +46,5 @@ def unpack(
         raise ArgumentError(name, weights.described(scales), constraint, "pass the layer's scales")
     group = 128 if len(shape) == 2 and shape not in ((n, 1), (1, 1)) else k
     with weights.renamed(codes="weight", scales=name):
+        scales = scales.float() if scales.dtype.is_floating_point else scales  # exact, whatever the file's dtype
         return QuantizedWeight.canonical(weight, scales, weight="fp8", group_size=group, bias=bias)

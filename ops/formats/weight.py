@@ -32,6 +32,7 @@ class WeightFormat:
         unscaled: dtype -> converter without parameters, whose sums are scaled; its `scale_exp2` and `bias` are undone.
         scales: dtypes that the scales of groups may have. "e8m0" is a byte d for 2^-d.
         zero: zero point of a weight that stores none; 0 for codes that are numbers as they are.
+        lacks: dtype of scales -> exponent of two that they are stored with beside their value, which operands lack.
         values: of the codes, in order, where they are numbers as they are.
         row_factors: whether each row has a float32 of its own, which its sums are multiplied by at last. With a scale
             for the whole row this is the scale, and there are no others.
@@ -47,6 +48,7 @@ class WeightFormat:
     scales: tuple[str, ...]
     zero: int
     one_group: bool = True
+    lacks: Mapping[str, int] = field(default_factory=dict, hash=False)
     values: tuple[float, ...] = field(default=(), hash=False, repr=False)
     row_factors: bool = False
 
@@ -85,9 +87,8 @@ class WeightFormat:
 
     def choose_numerics(self, scale_dtype: str, dtype: str, few: bool) -> str:
         """What "auto" stands for. few: in the program for small batches."""
-        if not self.unscaled:
-            return "exact"
-        return "post" if few or not self.scaled or scale_dtype != dtype else "exact"
+        folds = scale_dtype in (dtype, "e8m0")
+        return "exact" if folds and not (few and self.zero) else "post"
 
 
 U4 = WeightFormat(
@@ -136,14 +137,16 @@ FP8 = WeightFormat(
     layout="fp8",
     bits=8,
     groups=(128,),
-    scaled={},
+    scaled={"bfloat16": {"exact": "e4m3_bf16_scaled"}, "float16": {"exact": "e4m3_f16_scaled"}},
     unscaled={"bfloat16": "e4m3_bf16_words", "float16": "e4m3_f16_words"},
-    scales=("float32",),
+    scales=("float32", "bfloat16", "float16"),
     zero=0,
+    lacks={"bfloat16": 120},
     values=tuple(_e4m3(code) for code in range(256)),
     row_factors=True,
 )
-"""e4m3 with a float32 for each row, or for each 128 k of it. No weight is rounded."""
+"""e4m3 with a float32 for each row, or for each 128 k of it: no weight is rounded. 16-bit scales of 128 k are folded
+into operands of their dtype, which rounds each weight once; they are stored relative to a power of two of the row."""
 
 WEIGHTS: dict[str, WeightFormat] = {one.name: one for one in (U4, MXFP4, FP8)}
 OPERATORS: dict[str, WeightFormat] = {one.operator: one for one in WEIGHTS.values()}

@@ -49,6 +49,11 @@ class Operand:
         numerics = self.format.numerics
         if self.numerics not in numerics:
             raise ArgumentError("numerics", self.numerics, f"must be one of {numerics}", f"use {numerics[-1]!r}")
+        if self.numerics == "post" and self.format.row_factors and self.scale_dtype != "float32":
+            raise ArgumentError(
+                "numerics", "post", f"needs float32 scales in {self.weight}, they are {self.scale_dtype}",
+                f"use activations in {self.scale_dtype}, or pack with float32 scales",
+            )  # fmt: skip
         if self.numerics != "post" and self.scale_dtype not in (self.dtype, "e8m0"):
             raise ArgumentError(
                 "numerics",
@@ -72,7 +77,7 @@ class Operand:
     def scaling_converter(self) -> Converter:
         """The converter of programs that fold what they can: it takes words of scales (and of zero points), with
         numerics "post" scales of one, or nothing where the format has none to fold."""
-        if not self.format.scaled:
+        if self.numerics == "post" and self.format.row_factors:
             return get_converter(self.converter)
         return get_converter(self.format.scaled[self.dtype]["exact" if self.numerics == "post" else self.numerics])
 

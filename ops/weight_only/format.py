@@ -86,8 +86,8 @@ class QuantizedWeight(weights.Canonical):
 
     @property
     def scale_dtype(self) -> str:
-        """ "e8m0" or "float32"."""
-        return self.format.scales[0]
+        """ "e8m0", "float32" or, of groups, "bfloat16" or "float16"."""
+        return "e8m0" if self.format.scales == ("e8m0",) else weights.dtype_name(self.scales)
 
     @property
     def symmetric(self) -> bool:
@@ -99,15 +99,17 @@ class QuantizedWeight(weights.Canonical):
         return pack(self, target=target)
 
     def dequantize(self, numerics: str = "exact", dtype: torch.dtype | None = None) -> torch.Tensor:
-        """float64 [N, K], exactly what codes and scales mean; with float16 as `dtype`, what an operand of that type
-        keeps of them where the scales are folded into it (formats/weight.py)."""
+        """float64 [N, K], exactly what codes and scales mean, but what an operand keeps of them where scales are folded
+        into it (formats/weight.py): in float16 as `dtype`, and of FP8 with 16-bit scales."""
         import torch
 
         form = self.format
         table = torch.tensor(form.values, dtype=torch.float64, device=self.codes.device)
         values = table[self.codes.long()]
         if form.scales != ("e8m0",):
-            return values * _per_column(self.scales, self).double()
+            values = values * _per_column(self.scales, self).double()
+            folded = numerics != "post" and self.scale_dtype != "float32"
+            return values.to(self.scales.dtype).double() if folded else values
         largest = largest_scales(self)
         steps = _per_column(largest - self.scales.int(), self)
         values = torch.ldexp(values, -steps.clamp(max=1000))
@@ -129,7 +131,7 @@ class PackedWeight(WeightOnly):
             as the power of two that lacks to the row's largest; then, in records of R bytes, 64 float32 factors of
             rows, in their order: the row's largest power of two, or its scale.
         n, k: true sizes; Np = ceil(n/64)*64, Kp = ceil(k/128)*128. Padded codes, scales and factors are 0.
-        group_size: of the format's, or k. weight: name of the format.
+        group_size: of the format's, or k. weight: name of the format. scale_dtype: of the scales of groups.
         layout: identity of the layout that packed `words`; a kernel built for another one refuses the weight by name.
         bias: [n] | None.
         target: architecture it was packed for, None for any (today one layout serves all targets).
@@ -145,6 +147,7 @@ class PackedWeight(WeightOnly):
     k: int
     group_size: int
     weight: str
+    scale_dtype: str
     layout: str
     bias: torch.Tensor | None = None
     target: str | None = None
@@ -153,11 +156,6 @@ class PackedWeight(WeightOnly):
     def GROUPS(self) -> tuple[int, ...]:
         """Group sizes of the format, besides K."""
         return self.format.groups
-
-    @property
-    def scale_dtype(self) -> str:
-        """ "e8m0" or "float32"."""
-        return self.format.scales[0]
 
     def unpack(self) -> QuantizedWeight:
         """Inverse of `pack`: the same codes, and the same scales but for those of groups whose codes are all zeros."""
@@ -174,8 +172,10 @@ class PackedWeight(WeightOnly):
             largest = torch.frexp(factors).exponent[:, None] - 1 + 127
             scales = (largest - steps).clamp(0, 254).to(torch.uint8)
         elif stored:
-            held = self.params[:stored].transpose(0, 1).contiguous().view(torch.float32)
-            scales = rows.unpack(held, self.n)[:, :groups] * factors[:, None]
+            dtype = getattr(torch, self.scale_dtype)
+            held = rows.unpack(self.params[:stored].transpose(0, 1).contiguous().view(dtype), self.n)[:, :groups]
+            exact = torch.ldexp(held.double(), torch.tensor(-form.lacks.get(self.scale_dtype, 0)))
+            scales = (exact * factors[:, None].double()).to(dtype)
         else:
             scales = factors[:, None]
         return QuantizedWeight(codes, scales.contiguous(), self.group_size, self.weight, self.bias)
@@ -186,8 +186,10 @@ class PackedWeight(WeightOnly):
 
     def check_facts(self) -> None:
         """Raise ArgumentError unless the format is known and n, k and group_size are such as `pack` writes."""
-        get_weight_format(self.weight)
         super().check_facts()
+        if self.scale_dtype not in get_weight_format(self.weight).scales:
+            constraint = f"must be one of {self.format.scales} in {self.weight}"
+            raise ArgumentError("scale_dtype", self.scale_dtype, constraint, "pack the weight again")
         if self.group_size not in self.format.groups and not self.format.one_group:
             constraint = f"must be one of {self.format.groups}"
             raise ArgumentError("group_size", self.group_size, constraint, "pack the weight again")
@@ -198,8 +200,10 @@ class PackedWeight(WeightOnly):
 
         stored = self.params.shape[0] - 4 * BLOCK_N // self.params.shape[2]
         remedy = "the file is damaged: get it again, or pack the weight again"
-        floats = self.params[stored if self.scale_dtype == "e8m0" else 0 :].contiguous().view(torch.float32)
-        weights.check_finite("params", floats, remedy)
+        weights.check_finite("params", self.params[stored:].contiguous().view(torch.float32), remedy)
+        if self.scale_dtype != "e8m0":
+            held = self.params[:stored].contiguous().view(getattr(torch, self.scale_dtype))
+            weights.check_finite("params", held, remedy)
         if self.scale_dtype == "e8m0" and bool((self.params[:stored] > MOST_STEPS).any()):
             raise ArgumentError("params", int(self.params[:stored].max()), f"must be at most {MOST_STEPS}", remedy)
 
@@ -236,13 +240,13 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
         factors = torch.ldexp(torch.ones_like(largest, dtype=torch.float64), largest - 127).float()
         scales = (largest - weight.scales.int()).clamp(0, MOST_STEPS).to(torch.uint8)
     elif groups:
-        scales, factors = weight.scales, torch.ones_like(weight.scales[:, :1])
+        scales, factors = _relative(weight.scales, form)
     else:
-        scales, factors = None, weight.scales
+        scales, factors = None, weight.scales.float()
     if scales is not None:
         held = rows.pack(filled(scales, groups)).contiguous().view(torch.uint8)
         records.append(held.transpose(0, 1))
-    record = BLOCK_N * (1 if form.scales == ("e8m0",) else 4)
+    record = BLOCK_N * {"e8m0": 1, "float32": 4}.get(weight.scale_dtype, 2)
     tail = filled(factors, 1).contiguous().view(torch.uint8).view(np_ // BLOCK_N, -1, record)
     records.append(tail.transpose(0, 1))
     return PackedWeight(
@@ -252,6 +256,7 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
         k=weight.k,
         group_size=weight.group_size,
         weight=weight.weight,
+        scale_dtype=weight.scale_dtype,
         layout=layout.identity,
         bias=weight.bias,
         target=weights.arch_of(target, weight.codes.device),
@@ -279,6 +284,18 @@ def made(
         name, value = ("scales", None) if scales is None else ("group_size", group_size)
         raise ArgumentError(name, value, "is needed beside codes [N, K]", "pass the scales of the layer")
     return QuantizedWeight.canonical(codes, scales, weight=weight, group_size=group_size, bias=bias)
+
+
+def _relative(scales: torch.Tensor, form: WeightFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of groups as they are stored, and float32 factors of rows: of 16-bit scales a power of two of the row."""
+    import torch
+
+    if scales.dtype == torch.float32:
+        return scales, torch.ones_like(scales[:, :1])
+    largest = torch.frexp(scales.float().amax(1, keepdim=True)).exponent - 1
+    lacks = form.lacks.get(weights.dtype_name(scales), 0)
+    stored = torch.ldexp(scales.double(), lacks - largest).to(scales.dtype)
+    return stored, torch.ldexp(torch.ones_like(largest, dtype=torch.float32), largest)
 
 
 def largest_scales(weight: QuantizedWeight) -> torch.Tensor:
@@ -331,7 +348,10 @@ def _scales(scales: torch.Tensor, n: int, k: int, group_size: int, form: WeightF
         return scales.contiguous()
     if not scales.dtype.is_floating_point:
         raise ArgumentError("scales", seen, "must be floats", "pass float32 scales")
-    scales, shape = scales.float(), tuple(scales.shape)
+    shape = tuple(scales.shape)
+    scales = (
+        scales if group_size == 128 and groups > 1 and weights.dtype_name(scales) in form.scales else scales.float()
+    )
     if not bool(torch.isfinite(scales).all()) or bool((scales < 0).any()):
         raise ArgumentError(
             "scales", float(scales.min()), "must be finite and not negative", "get the checkpoint again"

@@ -73,8 +73,10 @@ def packed_shapes(
     from terrazzo.ops.linear.operand import Operand
 
     form, (np_, kp) = get_weight_format(weight), padded(n, k)
-    operand = Operand(0 if group_size >= k and form.one_group else group_size, symmetric, scale_dtype, form.dtypes[0],
-                      form.numerics[-1], weight)  # fmt: skip
+    dtype = scale_dtype if scale_dtype in form.dtypes else form.dtypes[0]
+    group = 0 if group_size >= k and form.one_group else group_size
+    numerics = form.choose_numerics(scale_dtype, dtype, False)
+    operand = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
     words = (form.blocks(kp), np_ // BLOCK_N, BLOCK_WORDS)
     return words, (operand.records(kp), np_ // BLOCK_N, operand.record_bytes)
 

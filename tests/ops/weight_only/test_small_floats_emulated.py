@@ -26,7 +26,7 @@ N, K = 120, 288  # neither is a multiple of a block; nine groups of 32
 FEW = SmallBatch(1, 1, 4, 2, 1, 2)
 SPLIT = SmallBatch(1, 3, 4, 1, 2, 2)
 TALL, WIDE = StreamK(16, 1, 2, 3, 64), StreamK(32, 1, 1, 2, 128)
-CASES = {  # program, schedule, target, M, format, group, dtype; slow ones are implied by others
+CASES = {  # program, schedule, target, M, format, group (negative: scales in x's dtype), dtype; slow: others imply it
     "mxfp4 small_batch bf16": (small_batch, FEW, "sm_90a", 4, "mxfp4", 32, "bfloat16"),
     "mxfp4 stream_k bf16": (stream_k, TALL, "sm_90a", 20, "mxfp4", 32, "bfloat16"),
     "mxfp4 multistage f16": (multistage, Multistage(32, 4, 2, 3), "sm_80", 20, "mxfp4", 32, "float16"),
@@ -47,10 +47,14 @@ CASES = {  # program, schedule, target, M, format, group, dtype; slow ones are i
     "fp8 blocks stream_k bf16": (stream_k, WIDE, "sm_90a", 20, "fp8", 128, "bfloat16"),
     "fp8 blocks stream_k f16, halves": (stream_k, StreamK(16, 2, 1, 3, 64), "sm_90a", 20, "fp8", 128, "float16"),
     "fp8 blocks stream_k bf16, two row blocks": (stream_k, TALL, "sm_90a", 20, "fp8", 128, "bfloat16"),
+    "fp8 folded blocks stream_k bf16": (stream_k, WIDE, "sm_90a", 20, "fp8", -128, "bfloat16"),
+    "fp8 folded blocks small_batch f16": (small_batch, FEW, "sm_90a", 4, "fp8", -128, "float16"),
+    "fp8 folded blocks multistage bf16": (multistage, Multistage(32, 4, 2, 3), "sm_89", 20, "fp8", -128, "bfloat16"),
     "fp8 rows multistage bf16": (multistage, Multistage(32, 4, 2, 3), "sm_80", 20, "fp8", K, "bfloat16"),
     "fp8 blocks multistage f16": (multistage, Multistage(32, 4, 2, 3), "sm_89", 20, "fp8", 128, "float16"),
 }
-SLOW = ("mxfp4 small_batch f16, k shared", "mxfp4 stream_k f16", "mxfp4 multistage bf16, k shared",
+SLOW = ("fp8 folded blocks small_batch f16", "fp8 folded blocks multistage bf16",
+        "mxfp4 small_batch f16, k shared", "mxfp4 stream_k f16", "mxfp4 multistage bf16, k shared",
         "fp8 blocks stream_k f16, halves", "fp8 blocks stream_k bf16, two row blocks",
         "fp8 blocks small_batch f16", "fp8 rows multistage bf16", "fp8 blocks multistage f16")  # fmt: skip
 
@@ -60,7 +64,9 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(w4a16_on_cpu, "cuda_text", text_of)
 
 
-def made(weight: str, group: int, seed: int, bias: torch.Tensor | None, far: int = 60) -> QuantizedWeight:
+def made(
+    weight: str, group: int, seed: int, bias: torch.Tensor | None, far: int = 60, dtype: torch.dtype = torch.float32
+) -> QuantizedWeight:
     """A weight whose products with small integers add up exactly in float32, of many codes. far: how far the rows of
     MXFP4 lie apart, in powers of two."""
     rng = torch.Generator().manual_seed(seed)
@@ -71,13 +77,14 @@ def made(weight: str, group: int, seed: int, bias: torch.Tensor | None, far: int
     codes = torch.randint(0, 128, (N, K), generator=rng, dtype=torch.uint8).clamp(48, 95) * 1
     codes |= torch.randint(0, 2, (N, K), generator=rng, dtype=torch.uint8) << 7
     codes[0], codes[1] = torch.arange(K) % 127, (torch.arange(K) % 127) + 128
-    scales = 2.0 ** torch.randint(-6, 2, (N, -(-K // group)), generator=rng)
+    scales = (2.0 ** torch.randint(-6, 2, (N, -(-K // group)), generator=rng)).to(dtype)
     return QuantizedWeight.canonical(codes, scales, weight=weight, group_size=group, bias=bias)
 
 
 def spec_of(case, bias: bool) -> Spec:
     *_, weight, group, dtype = case
-    return Spec(N, K, -1 if group == K else group, True, dtype, "e8m0" if weight == "mxfp4" else "float32", bias)
+    scale = "e8m0" if weight == "mxfp4" else "float32" if group > 0 else dtype
+    return Spec(N, K, -1 if group == K else abs(group), True, dtype, scale, bias)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
@@ -85,7 +92,8 @@ def test_integers_come_out_exactly(name, tmp_path):
     case = program, schedule, target, m, weight, group, dtype = CASES[name]
     rng = torch.Generator().manual_seed(7)
     bias = torch.randint(-8, 9, (N,), generator=rng).to(getattr(torch, dtype))
-    w = made(weight, group, 3, bias, 60 if dtype == "bfloat16" else 4)
+    far, scale = 60 if dtype == "bfloat16" else 4, torch.float32 if group > 0 else bias.dtype
+    w = made(weight, abs(group), 3, bias, far, scale)
     x = torch.randint(-2, 3, (m, K), generator=rng).to(bias.dtype)
     numerics = w.format.choose_numerics(w.scale_dtype, dtype, program is small_batch)
     run = Program(program, schedule, spec_of(case, True), numerics, tmp_path, target=target, weight=weight)
