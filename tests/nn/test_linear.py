@@ -30,7 +30,7 @@ def definition(x: torch.Tensor, w) -> torch.Tensor:
         bias = None if w.bias is None else w.bias.to(x.dtype)
         return w4a16_reference.gemm(x, w, numerics, bias).to(x.dtype)
     if isinstance(w, mxfp4.PackedWeight):
-        return weight_only_reference.forward(x, w)
+        return weight_only_reference.forward(x, w, None if w.bias is None else w.bias.to(x.dtype))
     if isinstance(w, w4ax.PackedWeight):
         granularity = "two_level" if w.two_level else "block"
         facts = dict(blocks8=w.blocks8, permutation=w.permutation, granularity=granularity, wide=True)
