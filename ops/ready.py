@@ -31,6 +31,12 @@ class Part:
 SERVED = ("llama-3.1-8b", "qwen3-8b", "mistral-7b", "qwen2.5-7b", "llama-3.2-3b")
 """Models whose kernels a wheel holds where a program's kernels are made for each shape."""
 EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b")
+LEFT_OUT = {
+    "w4ax": "research: its activations are mixed in a layer's own proportion",
+    "mxfp4": "one model of the table's has it", "fp8": "the same", "norm": "one kernel for each row length",
+    "activation": "the same", "rope": "the same",
+}  # fmt: skip
+"""Operators of the registry without kernels in the wheel, and why: they are compiled, or prepared."""
 PARTS = (
     Part("w4a16", SERVED, (128, 64)),
     Part("w4a16", SERVED[:1], (0,)),
