@@ -17,7 +17,7 @@ from terrazzo.ops.w4a8.format import pack
 from test_w4a8_emulated import EXTRA
 from test_w4a8_grouped_emulated import weights
 from wgmma_on_cpu import SHIMS as WGMMA
-from wgmma_on_cpu import translated
+from wgmma_on_cpu import STMATRIX, translated
 
 pytestmark = [
     pytest.mark.compiles,
@@ -25,16 +25,6 @@ pytestmark = [
 ]
 SHIMS = r"""
 static void tz_lds64(void *out, const void *p) { memcpy(out, p, 8); }
-"""
-
-STMATRIX = r"""
-static void tz_stmatrix4(void *p, const void *a) {
-  uint32_t row[4];
-  meet((const uint32_t *)a, 4, row, 4, [](Meeting &w) {
-    for (int j = 0; j < 4; ++j) for (int l = 0; l < 32; ++l) w.out[j * 8 + l / 4][l % 4] = w.in[l][j];
-  });
-  memcpy(p, row, 16);
-}
 """
 
 

@@ -236,6 +236,16 @@ static void tz_turn_pass(int wg) {
 }
 static void tz_turn_wait(int wg) { gather<true>(turns[wg], 256, [] {}); }
 """
+STMATRIX = r"""
+static void tz_stmatrix4(void *p, const void *a) {
+  uint32_t row[4];
+  meet((const uint32_t *)a, 4, row, 4, [](Meeting &w) {
+    for (int j = 0; j < 4; ++j) for (int l = 0; l < 32; ++l) w.out[j * 8 + l / 4][l % 4] = w.in[l][j];
+  });
+  memcpy(p, row, 16);
+}
+"""
+"""Four 8x8 matrices of a warp to shared memory."""
 
 
 def translated(source: str, block_tokens: int) -> str:

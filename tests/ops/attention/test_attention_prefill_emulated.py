@@ -19,9 +19,8 @@ from terrazzo.ops.attention import op as decode_op
 from terrazzo.ops.attention import prefill_op as op
 from terrazzo.ops.attention.prefill_stages import plain_layout
 from terrazzo.ops.attention.quantizer import quantize, rotate
-from test_w4a8_pipelines_emulated import STMATRIX
 from wgmma_on_cpu import SHIMS as WGMMA
-from wgmma_on_cpu import TURNS, translated
+from wgmma_on_cpu import STMATRIX, TURNS, translated
 
 from tests.gpu import attention_cases, prefill_cases
 from tests.gpu.prefill_cases import Case
