@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from math import inf, prod
@@ -158,10 +158,37 @@ class Launches(dict):
 
 
 class LaunchTable:
-    """`Launches` of one operator, by format of the weight."""
+    """`Launches` of one operator, by format of the weight.
 
-    def __init__(self) -> None:
+    Args:
+        facts: what a kernel must know of a weight; check: raises where a weight is not what it says it is. Both are for
+            `of`.
+    """
+
+    def __init__(self, facts: Callable[[Any], tuple] | None = None, check: Callable[[Any], None] | None = None) -> None:
         self._formats: dict[tuple, Launches] = {}
+        self._facts, self.check = facts, check
+
+    def of(self, w: Any, words: torch.Tensor, params: torch.Tensor) -> Launches:
+        """The launches of a weight's format. A weight that is new or was written to is checked first.
+
+        Args:
+            words, params: of the weight, what kernels read before the kernel ahead has ended.
+        """
+        launches = w.__dict__.get("_launches")
+        if launches is None:
+            launches = self.keep(w, self._facts(w))
+        note = getattr(words, "_terrazzo", None)
+        if (  # `adopted`, without a call
+            note is None
+            or note[0] != launches.facts
+            or note[1] != words.data_ptr()
+            or note[2] != params.data_ptr()
+            or (note[3] >= 0 and note[3] != words._version + params._version)
+        ):
+            self.check(w)
+            adopt(words, params, launches.facts)
+        return launches
 
     def keep(self, w: Any, facts: tuple) -> Launches:
         """The launches of weights with these facts; `w`, whose vectors are checked, keeps them as `_launches`."""
@@ -187,6 +214,30 @@ def launch(kept: dict, key: tuple, found: tuple, args: tuple) -> None:
         kernel.explain(args, error)
     if launcher is kernel:
         kept[key] = (kernel, kernel.launcher(args[0].get_device()), *found[2:])
+
+
+def prepared(plan: Plan, m: int, x: torch.Tensor, at: tuple[int, int], operator: str, dtype: str = "float32") -> tuple:
+    """What a table keeps of a plan for launches at a `place`: the kernel, its launcher, and what else `ready` says."""
+    kernel, *launch = ready(plan, m, x.device, at[1], operator, dtype)
+    return (kernel, kernel.launcher(at[0]), *launch)
+
+
+def output(
+    x: torch.Tensor, out: torch.Tensor, shape: tuple[int, ...], m: int, dtype: torch.dtype, index: int
+) -> tuple[torch.Tensor, bool]:
+    """What a kernel writes for a caller's `out` of this shape, [M, N] on x's device, and whether that is other memory:
+    kernels store 16 bytes at a time.
+
+    Raises:
+        ArgumentError: `out` does not fit, or shares memory with x.
+    """
+    if not output_fits(out, shape, dtype, index):
+        check_out(out, shape, dtype, x.device)
+    if out.data_ptr() % 16:
+        return x.new_empty((m, shape[-1]), dtype=dtype), True
+    if m:
+        check_apart(out, "out", x=x)
+    return out if len(shape) == 2 else out.view(m, shape[-1]), False
 
 
 def adopted(words: torch.Tensor, params: torch.Tensor, facts: tuple) -> bool:

@@ -221,31 +221,22 @@ def run(
         bias = bias.float()
     elif w.bias is not None and out_dtype != torch.int32:
         bias = derived.cast_once(w, "bias", torch.float32)
-    launches = w.__dict__.get("_launches")
-    if launches is None:
-        launches = _launches.keep(w, (n, k, w.group_size, w.target, w.ACTIVATIONS, w.layout))
     words, channel_scales = w.words, w.channel_scales
-    if not launching.adopted(words, channel_scales, launches.facts):
-        _adopt(w, launches.facts)
+    launches = _launches.of(w, words, channel_scales)
     at = launching.place(q)
     key = (m, at, out_dtype, dequantization, pipeline, bias is None)
     found = launches.get(key) or _prepare(launches, key, x, w)
     to = (m, n) if flat else (*shape[:-1], n)
-    aside = False  # whether the kernel writes somewhere else than to y
     if out is None:
-        rows = q.new_empty((m, n), dtype=out_dtype)
+        rows, aside = q.new_empty((m, n), dtype=out_dtype), False
         y = rows if flat else rows.view(to)
     else:
-        if not launching.output_fits(out, to, out_dtype, at[0]):
-            launching.check_out(out, to, out_dtype, x.device)
-        y, aside = out, out.data_ptr() % 16 != 0
-        rows = q.new_empty((m, n), dtype=out_dtype) if aside else out if flat else out.view(m, n)
+        y = out
+        rows, aside = launching.output(q, out, to, m, out_dtype, at[0])
     if m == 0:
         return y
     if words.get_device() != at[0]:
         raise launching.elsewhere(q, w.device)
-    if out is not None and not aside:
-        launching.check_apart(out, "out", x=q)
     _, _, workspace, semaphores, scalars, step, no_bias, no_sums = found
     bias = no_bias if bias is None else bias
     if no_sums is not None:
@@ -264,7 +255,17 @@ def run(
     return y.copy_(rows.view(to)) if aside else y
 
 
-_launches = launching.LaunchTable()
+def _facts(w: Weight) -> tuple:
+    return w.n, w.k, w.group_size, w.target, w.ACTIVATIONS, w.layout
+
+
+def _check(w: Weight) -> None:
+    """Of a weight that is new or was written to."""
+    w.check_layout(w.expected_layout())
+    w.check_sizes()
+
+
+_launches = launching.LaunchTable(_facts, _check)
 records.on_change(plan.cache_clear)
 records.on_change(_launches.clear)
 
@@ -276,19 +277,12 @@ def check_codes(x: QuantizedActivations, w: Weight) -> None:
         raise ArgumentError("x", x.codes, constraint, f"quantize_activations(x, codes={w.ACTIVATIONS!r})")
 
 
-def _adopt(w: Weight, facts: tuple) -> None:
-    """Check a weight that is new or was written to."""
-    w.check_layout(w.expected_layout())
-    w.check_sizes()
-    launching.adopt(w.words, w.channel_scales, facts)
-
-
 def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, w: Weight) -> tuple:
     """Kernel, its launcher, workspace, semaphores, trailing arguments, tokens of a launch, stand-ins for no bias and
     (with e4m3, else None) no row sums; kept."""
     import torch
 
-    m, (index, stream), out_dtype, dequantization, pipeline, no_bias = key
+    m, at, out_dtype, dequantization, pipeline, no_bias = key
     out = str(out_dtype).removeprefix("torch.")
     check_choices(w.k, out, dequantization, pipeline)
     x.check()
@@ -300,16 +294,9 @@ def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, 
     target, device = launching.targets(w.target, x.device)
     chosen = _plan_for(w, m, out, not no_bias, dequantization, pipeline, target, device)
     e4m3 = w.ACTIVATIONS == E4M3
-    kernel, *launch = launching.ready(chosen, m, x.device, stream, "w4a8.gemm", "float32" if e4m3 else "int32")
+    found = launching.prepared(chosen, m, x.q, at, "w4a8.gemm", "float32" if e4m3 else "int32")
     no_bias, no_sums = map(launching.argument, launching.stand_ins(x.device, torch.float32, torch.int32))
-    found = launches[key] = (
-        kernel,
-        kernel.launcher(index),
-        *launch,
-        tokens_per_launch(chosen, m),
-        no_bias,
-        no_sums if e4m3 else None,
-    )
+    found = launches[key] = (*found, tokens_per_launch(chosen, m), no_bias, no_sums if e4m3 else None)
     return found
 
 

@@ -203,32 +203,23 @@ def multiply(
         bias = bias.float()
     elif w.bias is not None:
         bias = derived.cast_once(w, "bias", torch.float32)
-    launches = w.__dict__.get("_launches")
-    if launches is None:
-        launches = _launches.keep(w, (n, w.k, w.blocks8, w.layout, w.target, w.two_level))
-    words, q8 = w.words, x.q8
-    if not launching.adopted(words, _scales(w), launches.facts):
-        _adopt(w, launches.facts)
+    words, q8, channel = w.words, x.q8, w.channel_scales
+    launches = _launches.of(w, words, words if channel is None else channel)  # either is read early
     at = launching.place(q8)
     key = (m, at, out_dtype, bias is None)
     found = launches.get(key) or _prepare(launches, key, x, w)
     to = (m, n) if flat else (*shape[:-1], n)
-    aside = False  # whether the kernel writes somewhere else than to y
     if out is None:
-        rows = q8.new_empty((m, n), dtype=out_dtype)
+        rows, aside = q8.new_empty((m, n), dtype=out_dtype), False
         y = rows if flat else rows.view(to)
     else:
-        if not launching.output_fits(out, to, out_dtype, at[0]):
-            launching.check_out(out, to, out_dtype, x.device)
-        y, aside = out, out.data_ptr() % 16 != 0
-        rows = q8.new_empty((m, n), dtype=out_dtype) if aside else out if flat else out.view(m, n)
+        y = out
+        rows, aside = launching.output(q8, out, to, m, out_dtype, at[0])
     if m == 0:
         return y
-    if out is not None and not aside:
-        launching.check_apart(out, "out", x=q8)
     _, _, workspace, semaphores, scalars, none, lists = found
     bias = none["float32"] if bias is None else bias
-    channel = none["float32"] if w.channel_scales is None else w.channel_scales
+    channel = none["float32"] if channel is None else channel
     if lists is None:
         args = (q8, words, x.scales, channel, bias, workspace, semaphores, rows, *scalars)
     else:
@@ -238,27 +229,25 @@ def multiply(
     return y.copy_(rows.view(to)) if aside else y
 
 
-_launches = launching.LaunchTable()
-records.on_change(plan.cache_clear)
-records.on_change(_launches.clear)
+def _facts(w: PackedWeight) -> tuple:
+    return w.n, w.k, w.blocks8, w.layout, w.target, w.two_level
 
 
-def _adopt(w: PackedWeight, facts: tuple) -> None:
-    """Check a weight that is new or was written to."""
+def _check(w: PackedWeight) -> None:
+    """Of a weight that is new or was written to."""
     w.check_layout(identity(native(Target.parse(w.target)), w.two_level))
     w.check_sizes()
-    launching.adopt(w.words, _scales(w), facts)
 
 
-def _scales(w: PackedWeight) -> torch.Tensor:
-    """What a kernel reads of the weight, before the kernel ahead has ended, besides its words; or these once more."""
-    return w.words if w.channel_scales is None else w.channel_scales
+_launches = launching.LaunchTable(_facts, _check)
+records.on_change(plan.cache_clear)
+records.on_change(_launches.clear)
 
 
 def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, w: PackedWeight) -> tuple:
     """Kernel, its launcher, workspace, semaphores, trailing arguments, stand-ins, the work list or None; kept."""
 
-    m, (index, stream), out_dtype, no_bias = key
+    m, at, out_dtype, no_bias = key
     x.check()
     launching.check_tokens(m)
     if not x.q8.is_cuda or x.device != w.device:
@@ -269,12 +258,12 @@ def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, 
     out = str(out_dtype).removeprefix("torch.")
     form = dict(out_dtype=out, bias=not no_bias, two_level=w.two_level)
     chosen, listed = plan(m, w.n, w.k, w.blocks8, **form, target=target, device=here)
-    kernel, *launch = launching.ready(chosen, m, x.device, stream, "w4ax.gemm")
+    found = launching.prepared(chosen, m, x.q8, at, "w4ax.gemm")
     lists = None
     if listed is not None:
         gemm = Gemm.of_blocks(w.n, w.blocks * BLOCK, w.blocks8)
         lists = _work_lists(listed, gemm, target, m, listed.ctas * here.sms, x.device)
-    found = launches[key] = (kernel, kernel.launcher(index), *launch, activations.stand_ins(x.device), lists)
+    found = launches[key] = (*found, activations.stand_ins(x.device), lists)
     return found
 
 

@@ -201,3 +201,29 @@ def test_large_and_captured_activations_get_memory_of_their_own(monkeypatch):
     assert scratch((1, 1 << 12), m=1 << 12) is None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert scratch((3, 100)) is None
+
+
+def test_an_output_is_written_in_place_where_kernels_can():
+    x, out = torch.zeros(6, 64).half(), torch.zeros(2, 3, 8)
+    rows, aside = launching.output(x, out, (2, 3, 8), 6, torch.float32, -1)
+    assert not aside and rows.shape == (6, 8) and rows.data_ptr() == out.data_ptr()
+    odd = torch.zeros(49)[1:].view(2, 3, 8)  # 4 bytes behind a multiple of 16
+    rows, aside = launching.output(x, odd, (2, 3, 8), 6, torch.float32, -1)
+    assert aside and rows.shape == (6, 8) and rows.dtype == torch.float32 and rows.data_ptr() != odd.data_ptr()
+    for bad in (torch.zeros(2, 3, 9), torch.zeros(2, 3, 8).half(), torch.zeros(2, 8, 3).mT):
+        with pytest.raises(ArgumentError, match="out"):
+            launching.output(x, bad, (2, 3, 8), 6, torch.float32, -1)
+    with pytest.raises(ArgumentError, match="shares memory"):
+        launching.output(x, x[:, :8].contiguous().set_(x.untyped_storage(), 0, (6, 8)), (6, 8), 6, torch.float16, -1)
+
+
+def test_a_table_checks_a_weight_once_for_each_state():
+    seen = []
+    table = launching.LaunchTable(lambda w: (w.n,), lambda w: seen.append(w.n))
+    w = SimpleNamespace(n=64, k=128, words=torch.zeros(16, dtype=torch.int32), params=torch.zeros(16))
+    assert table.of(w, w.words, w.params) is table.of(w, w.words, w.params) and seen == [64]
+    w.params.mul_(2)
+    assert table.of(w, w.words, w.params).facts == (64,) and seen == [64, 64]
+    w.words = w.words.clone()
+    table.of(w, w.words, w.params)
+    assert len(seen) == 3
