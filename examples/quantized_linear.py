@@ -42,12 +42,12 @@ def load_linears(model: nn.Module, folder: Path, device: str) -> dict[str, str]:
 
 
 def small_model(device: str) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(512, 1024), nn.SiLU(), nn.Linear(1024, 512, bias=False)).to(device, torch.float16)
+    return nn.Sequential(nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256, bias=False)).to(device, torch.float16)
 
 
 def write_checkpoint(model: nn.Sequential, folder: Path) -> None:
     """A stand-in for a download: compressed-tensors "pack-quantized", signed codes plus 8, eight to a word along K."""
-    tensors, shifts = {"embed.weight": torch.zeros(16, 512, dtype=torch.float16)}, 4 * torch.arange(8)
+    tensors, shifts = {"embed.weight": torch.zeros(16, 256, dtype=torch.float16)}, 4 * torch.arange(8)
     for name in ("0", "2"):
         linear = model.get_submodule(name)
         made = w4a16.quantize_weight(linear.weight, symmetric=True).to("cpu")
@@ -67,7 +67,7 @@ def main() -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     float_model = small_model(device)
-    x = torch.randn(4, 512, device=device, dtype=torch.float16)
+    x = torch.randn(4, 256, device=device, dtype=torch.float16)
     wanted = float_model(x)
 
     model = small_model(device)
@@ -83,7 +83,7 @@ def main() -> None:
         path = Path(place) / "model.safetensors"
         save_file(model.state_dict(), path)  # with format and layout of each weight
         with torch.device("meta"):
-            twin = nn.Sequential(Linear.empty(512, 1024, bias=True), nn.SiLU(), Linear.empty(1024, 512))
+            twin = nn.Sequential(Linear.empty(256, 512, bias=True), nn.SiLU(), Linear.empty(512, 256))
         twin.load_state_dict(load_file(path), assign=True)
         assert torch.equal(twin.to(device)(x), y)
         print(f"saved and loaded with its layout's identity: {twin[0].packed.layout}")

@@ -48,6 +48,7 @@ def test_example(example, tmp_path):
     assert done.stdout.strip() and not list(tmp_path.glob("*.py"))
 
 
+@pytest.mark.slow
 def test_a_folder_in_text_out(tmp_path):
     """examples/generate.py on a tiny folder, its text beside that of the same calls here."""
     pytest.importorskip("transformers", reason="transformers is not installed")

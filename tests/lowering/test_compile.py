@@ -33,8 +33,8 @@ needs_disassembler = pytest.mark.skipif(find_cuda_tool("cuobjdump") is None, rea
     ("target", "opcode"),
     [
         ("sm_80", "HMMA.16816.F32"),
-        ("sm_86", "HMMA.16816.F32"),
-        ("sm_89", "HMMA.16816.F32"),
+        pytest.param("sm_86", "HMMA.16816.F32", marks=pytest.mark.slow),
+        pytest.param("sm_89", "HMMA.16816.F32", marks=pytest.mark.slow),
         ("sm_90a", "HGMMA.64x64x16.F32"),
     ],
 )
@@ -275,7 +275,7 @@ def machine_code(folder: Path) -> str:
 
 
 @needs_disassembler
-@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("target", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90a"])
 def test_slim_headers_leave_the_machine_code_as_it_is(compiled, tmp_path, monkeypatch, target):
     """A kernel for which they are not enough is compiled with the headers themselves."""
     request = request_for("gemm", target)
