@@ -120,7 +120,7 @@ def bench(
         commit: of the sources; None asks git.
 
     Returns:
-        The object that docs/architecture.md, "Measured results" describes. A row whose output is wrong, or whose kernel
+        The object that docs/internals.md, "Measured results" describes. A row whose output is wrong, or whose kernel
         does not compile, has "failure" and no time. `bytes` counts the packed weight and its parameters.
 
     Raises:

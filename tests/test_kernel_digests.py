@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     package_version("tilelang") != WRITTEN["tilelang"],
     reason=f"the digests are of TileLang {WRITTEN['tilelang']}, this is {package_version('tilelang')}",
 )
-REMEDY = "if the kernel had to change, measure it and run `make digests`; docs/architecture.md says how to compare"
+REMEDY = "if the kernel had to change, measure it and run `make digests`; docs/internals.md says how to compare"
 
 
 @pytest.mark.parametrize("call", kernel_digest.QUICK)

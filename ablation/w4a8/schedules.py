@@ -27,6 +27,11 @@ class Compared(StreamK):
         """Tiles that a CTA computes side by side."""
         return 1
 
+    @property
+    def threads(self) -> int:
+        """Of a CTA: the warpgroups, and one for the copies."""
+        return self.warpgroups * 128 + 128
+
     def cluster_refusal(self, problem: Gemm, target: Target) -> str:
         return f"{type(self).__name__} has no clusters" if self.cluster > 1 else ""
 
