@@ -161,11 +161,10 @@ class LaunchTable:
     """`Launches` of one operator, by format of the weight.
 
     Args:
-        facts: what a kernel must know of a weight; check: raises where a weight is not what it says it is. Both are for
-            `of`.
+        facts: what a kernel must know of a weight. check: raises where a weight is not what it says it is.
     """
 
-    def __init__(self, facts: Callable[[Any], tuple] | None = None, check: Callable[[Any], None] | None = None) -> None:
+    def __init__(self, facts: Callable[[Any], tuple], check: Callable[[Any], None]) -> None:
         self._formats: dict[tuple, Launches] = {}
         self._facts, self.check = facts, check
 
@@ -177,9 +176,9 @@ class LaunchTable:
         """
         launches = w.__dict__.get("_launches")
         if launches is None:
-            launches = self.keep(w, self._facts(w))
+            launches = self._keep(w)
         note = getattr(words, "_terrazzo", None)
-        if (  # `adopted`, without a call
+        if (  # not what `adopt` noted, or PyTorch has written to it since
             note is None
             or note[0] != launches.facts
             or note[1] != words.data_ptr()
@@ -190,9 +189,10 @@ class LaunchTable:
             adopt(words, params, launches.facts)
         return launches
 
-    def keep(self, w: Any, facts: tuple) -> Launches:
-        """The launches of weights with these facts; `w`, whose vectors are checked, keeps them as `_launches`."""
+    def _keep(self, w: Any) -> Launches:
+        """The launches of a weight, whose vectors are checked, and which keeps them."""
         weights.check_vectors(w)
+        facts = self._facts(w)
         found = self._formats.get(facts)
         if found is None:
             found = self._formats.setdefault(facts, Launches(facts))
@@ -238,18 +238,6 @@ def output(
     if m:
         check_apart(out, "out", x=x)
     return out if len(shape) == 2 else out.view(m, shape[-1]), False
-
-
-def adopted(words: torch.Tensor, params: torch.Tensor, facts: tuple) -> bool:
-    """Whether `adopt` noted this memory as a weight with these facts, and PyTorch has not written to it since."""
-    note = getattr(words, "_terrazzo", None)
-    return (
-        note is not None
-        and note[0] == facts
-        and note[1] == words.data_ptr()
-        and note[2] == params.data_ptr()
-        and (note[3] < 0 or note[3] == words._version + params._version)
-    )
 
 
 def adopt(words: torch.Tensor, params: torch.Tensor, facts: tuple) -> None:

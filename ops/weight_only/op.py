@@ -178,12 +178,8 @@ def run(
         launching.check_bias(bias, n, dtype, x.device)
     elif w.bias is not None:
         bias = derived.cast_once(w, "bias", dtype)
-    launches = w.__dict__.get("_launches")
-    if launches is None:
-        launches = _launches.keep(w, (w.weight, n, k, w.group_size, w.symmetric, w.scale_dtype, w.target, w.layout))
     words, params = w.words, w.params
-    if not launching.adopted(words, params, launches.facts):
-        _adopt(w, launches.facts)
+    launches = _launches.of(w, words, params)
     at = launching.place(x)
     key = (m, dtype, at, numerics, bias is None)
     found = launches.get(key) or _prepare(launches, key, x, w)
@@ -219,22 +215,25 @@ def run(
     return y.copy_(rows.view(to)) if aside else y
 
 
-_launches = launching.LaunchTable()
+def _facts(w: WeightOnly) -> tuple:
+    return w.weight, w.n, w.k, w.group_size, w.symmetric, w.scale_dtype, w.target, w.layout
+
+
+def _check(w: WeightOnly) -> None:
+    """Of a weight that is new or was written to."""
+    if w.layout != (wanted := w.expected_layout()):
+        raise LayoutMismatchError("w", w.layout, f"must have layout {wanted}", "pack it again")
+    w.check_sizes()
+
+
+_launches = launching.LaunchTable(_facts, _check)
 records.on_change(plan.cache_clear)
 records.on_change(_launches.clear)
 
 
-def _adopt(w: WeightOnly, facts: tuple) -> None:
-    """Check a weight that is new or was written to."""
-    if w.layout != (wanted := w.expected_layout()):
-        raise LayoutMismatchError("w", w.layout, f"must have layout {wanted}", "pack it again")
-    w.check_sizes()
-    launching.adopt(w.words, w.params, facts)
-
-
 def _prepare(launches: launching.Launches, key: tuple, x: torch.Tensor, w: WeightOnly) -> tuple:
     """Kernel, its launcher, workspace, semaphores, trailing arguments and a stand-in for no bias; kept."""
-    m, _, (index, stream), numerics, no_bias = key
+    m, _, at, numerics, no_bias = key
     check_numerics(numerics, w.weight)
     dtype = str(x.dtype)[6:]
     if dtype not in ("float16", "bfloat16"):
@@ -245,9 +244,9 @@ def _prepare(launches: launching.Launches, key: tuple, x: torch.Tensor, w: Weigh
     if m == 0:
         return ()
     chosen = _plan_for(w, m, dtype, not no_bias, numerics, *launching.targets(w.target, x.device))
-    kernel, *launch, scalars = launching.ready(chosen, m, x.device, stream, f"{w.format.operator}.gemm")
+    found = launching.prepared(chosen, m, x, at, f"{w.format.operator}.gemm")
     (no_bias,) = launching.stand_ins(x.device, x.dtype)
-    found = launches[key] = (kernel, kernel.launcher(index), *launch, scalars, launching.argument(no_bias))
+    found = launches[key] = (*found, launching.argument(no_bias))
     return found
 
 

@@ -118,12 +118,13 @@ def test_a_forgotten_vector_is_read_anew_beside_any_norm():
 
 
 def test_a_forgotten_weight_is_checked_again():
-    w = w4a16.quantize(torch.randn(64, 128))
-    facts = (1, 2)
-    w.words._terrazzo = (facts, w.words.data_ptr(), w.params.data_ptr(), launching.writes(w.words, w.params))
-    assert launching.adopted(w.words, w.params, facts)
+    w, seen = w4a16.quantize(torch.randn(64, 128)), []
+    table = launching.LaunchTable(lambda w: (1, 2), seen.append)
+    table.of(w, w.words, w.params), table.of(w, w.words, w.params)
+    assert len(seen) == 1
     terrazzo.forget(w)
-    assert not launching.adopted(w.words, w.params, facts)
+    table.of(w, w.words, w.params)
+    assert len(seen) == 2
 
 
 def test_copies_and_pickles_keep_nothing():

@@ -39,7 +39,7 @@ def calls(monkeypatch):
         return found
 
     monkeypatch.setattr(op, "_prepare", prepare)
-    monkeypatch.setattr(op, "_launches", launching.LaunchTable())
+    monkeypatch.setattr(op, "_launches", launching.LaunchTable(op._facts, op._check))
     monkeypatch.setattr(launching, "place", lambda x: (x.get_device(), seen.stream))
     return seen
 
@@ -90,8 +90,8 @@ def test_the_kernel_gets_rows_and_the_caller_its_shape(calls):
 
 def test_a_copied_or_replaced_weight_is_adopted_again(calls, monkeypatch):
     adopted = []
-    real = op._adopt
-    monkeypatch.setattr(op, "_adopt", lambda w, facts: adopted.append(facts) or real(w, facts))
+    real = op._launches.check
+    monkeypatch.setattr(op._launches, "check", lambda w: adopted.append(w) or real(w))
     x, w = torch.zeros(2, 128).half(), weight()
     w4a16.gemm(x, w)
     w4a16.gemm(x, w)
