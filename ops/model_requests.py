@@ -11,7 +11,9 @@ from terrazzo.lowering.data_files import read_json
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import attention, launching, model_layers, w4a8, w4ax
+from terrazzo.ops import activation, attention, launching, model_layers, norm, rope, w4a8, w4ax
+from terrazzo.ops.attention import rope_writing
+from terrazzo.ops.attention.cache import residual_of
 from terrazzo.ops.attention.format import HEAD_DIMS
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.checkpoints.config import Config
@@ -26,13 +28,14 @@ from terrazzo.ops.w4a8 import op as w4a8_op
 from terrazzo.ops.w4ax import format as w4ax_format
 from terrazzo.ops.weight_only import grouped as weight_only_grouped
 from terrazzo.ops.weight_only import op as weight_only_op
-from terrazzo.schedules import records
+from terrazzo.schedules import records, rows
 from terrazzo.schedules.models import ARCHITECTURES, Architecture, get_model
 
 OPERATORS = (*WEIGHT_ONLY, "w4a8", "w4a8_fp8", "w4ax")
 SECONDS = {
     "w4a16.small_batch": 2.6, "w4a8.small_batch": 2.6, "w4ax.small_batch": 2.7, "w4a8.quantize_rows": 1.6,
     "w4ax.quantize_blocks": 1.8, "attention.decode": 3.8, "attention.write": 2.0, "attention.new_tokens": 1.8,
+    "attention.rope_append": 2.6, "norm.rms_norm": 1.7, "activation.act_and_mul": 1.8, "rope.apply_rope": 1.6,
 }  # fmt: skip
 """About what one kernel takes of an idle core."""
 _OTHERS = 4.7
@@ -227,6 +230,8 @@ def plan(model: Model, serving: Serving) -> Plan:
         made.kinds = layers.kinds
         made.skipped |= layers.skipped
         _linear(made, layers, architecture, serving)
+        if architecture is not None and layers.kinds:
+            _rows(made, architecture, serving)
     if architecture is not None:
         _attention(made, architecture, serving)
     return made
@@ -253,6 +258,28 @@ def layer_requests(kind: Linear, serving: Serving, top_k: int = 1) -> list[Kerne
         top_k: experts that each token of a step takes, where the layer has experts.
     """
     return _of_experts(kind, top_k, serving) if kind.experts else _of_layer(kind, serving)
+
+
+_QUANTS = {"w4a8": "int8", "w4a8_fp8": "e4m3"}
+"""Operator of a layer -> the codes that norms and gates make for it; others take 16 bits."""
+
+
+def _rows(made: Plan, model: Architecture, serving: Serving) -> None:
+    """Norms, gates and rotary positions between the layers."""
+    at, dtype = serving.target, serving.dtype
+    m = serving.tokens(rows.tokens(at)) or rows.tokens(at)
+    facts = dict(m=m, dtype=dtype, target=at)
+    quants = {_QUANTS.get(kind.operator) for kind in made.kinds}
+    if model.hidden % rows.VECTOR == 0 < model.hidden <= rows.MAX_COLUMNS:
+        for quant, residual in [(q, r) for q in sorted(quants, key=str) for r in (False, True)] + [(None, True)]:
+            made.requests |= dict.fromkeys(norm.kernel_requests(model.hidden, **facts, residual=residual, quant=quant))
+    for width in {model.ffn, model.expert_ffn, model.shared_ffn}:
+        own = width // serving.ranks
+        if own and own % rows.VECTOR == 0 and own <= rows.MAX_COLUMNS:
+            for quant in sorted(quants, key=str):
+                made.requests |= dict.fromkeys(activation.kernel_requests(own, **facts, quant=quant))
+    if model.head_dim % 16 == 0:
+        made.requests |= dict.fromkeys(rope.kernel_requests(model.head_dim, dtype=dtype, target=at))
 
 
 def _of_layer(kind: Linear, serving: Serving) -> list[KernelRequest]:
@@ -323,6 +350,10 @@ def _attention(made: Plan, model: Architecture, serving: Serving) -> None:
     facts = dict(heads=heads, kv_heads=kv_heads, head_dim=model.head_dim, dtype=serving.dtype, page=serving.page)
     facts |= dict(target=serving.target, softcap=model.softcap, sinks=model.sinks)
     for keys, values in serving.kv:
+        layout = CacheLayout(keys, values, model.head_dim)
+        kind = dict(rotary_dim=model.head_dim, rope="neox", norm="none", numerics="fused", target=serving.target)
+        turned = (layout, serving.dtype, serving.page, residual_of(layout, None))
+        made.requests[rope_writing.request(*turned, **kind)] = None
         for at, q_len in enumerate(serving.q_lens):
             found = attention.kernel_requests(keys, values, q_len=q_len, prefill=at == 0, **facts)
             made.requests |= dict.fromkeys(found)

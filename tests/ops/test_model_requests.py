@@ -124,7 +124,8 @@ def test_attention_of_a_model_is_decode_prefill_and_append():
     serving = Serving(SM_90A, linear=False, kv=(("int4", "int4"), ("float16", "float16")), q_lens=(1, 4))
     found = model_requests.plan(model, serving)
     assert {it.name for it in found.requests} == {
-        "attention.decode", "attention.write", "attention.new_tokens", "attention.prefill_shared"
+        "attention.decode", "attention.write", "attention.rope_append", "attention.new_tokens",
+        "attention.prefill_shared",
     }  # fmt: skip
     for q_len, prefill in ((1, True), (4, False)):
         facts = dict(heads=32, kv_heads=8, q_len=q_len, prefill=prefill, target="sm_90a")
@@ -170,6 +171,18 @@ def test_operators_that_quantize_activations_bring_their_quantizers(operator):
     rows = [dict(it.params) for it in made.requests if it.name == "w4a8.quantize_rows"]
     assert {(row["gain"], row["norm"]) for row in rows} == {(False, False), (True, False), (True, True)}
     assert {row["k"] for row in rows} == {2048, 4096, 768}
+
+
+@pytest.mark.parametrize(("operator", "output"), [("w4a16", "none"), ("w4a8", "int8"), ("w4a8_fp8", "e4m3")])
+def test_norms_gates_and_rotary_positions_of_a_model_are_asked_for(operator, output):
+    weights = Weights(group_size=128, operator=operator)
+    made = model_requests.plan(model_requests.of_name("llama-3-8b", weights), Serving(SM_90A, ranks=2)).requests
+    found = {}
+    for request in made:
+        found.setdefault(request.name, []).append(dict(request.params))
+    assert {row["output"] for row in found["norm.rms_norm"]} == {"none", output}
+    assert {(row["k"], row["output"]) for row in found["activation.act_and_mul"]} == {(7168, output)}
+    assert {row["head_dim"] for row in found["rope.apply_rope"]} == {128}
 
 
 def test_a_folder_of_a_config_alone_is_served_as_it_says(tmp_path):
