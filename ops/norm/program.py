@@ -250,7 +250,7 @@ def build(
             row = block * rows + tx // lanes
             lane = tx % lanes
             if pdl:
-                if tx == 0:
+                if T.And(block == 0, tx == 0):  # once: all CTAs read the same lines
                     T.call_extern("handle", "tz_prefetch", T.access_ptr(W[0], "r", k), k * (4 if wide else 2))
             if ahead:
                 if block < wave:
