@@ -230,12 +230,39 @@ def load_time(result: Mapping[str, Any], source: str) -> str:
     )
 
 
+def layer_kernels(result: Mapping[str, Any], source: str) -> str:
+    """Kernels between products: over an empty kernel where rows are few, over a copy of the same bytes elsewhere."""
+    rows = [row for row in result["rows"] if row["us"]]
+    ms = sorted({row["m"] for row in rows})
+    places = list(dict.fromkeys((row["kernel"], row["quant"], row["k"]) for row in rows))
+    at = {(row["kernel"], row["quant"], row["k"], row["m"]): row for row in rows}
+
+    def cell(row: Mapping[str, Any] | None) -> str:
+        if row is None:
+            return ""
+        said = f"{row['over_empty_us']:+.2f} us" if row["resident"] else f"{row['of_copy']:.2f}"
+        ratios = [
+            f"{name} {row['peers'][name] / row['us']:.1f}x" for name in ("separate", "vllm") if name in row["peers"]
+        ]
+        return said + (f" ({', '.join(ratios)})" if ratios else "")
+
+    named = {"norm": "sum, RMSNorm", "act": "silu(gate) * up"}
+    lines = [(named[p[0]], f"`{p[1]}`", p[2], *(cell(at.get((*p, m))) for m in ms)) for p in places]
+    table = report.markdown(("kernel", "codes", "K", *(f"{m} rows" for m in ms)), lines, range(2, 3 + len(ms)))
+    return (
+        "Kernels between a layer's products: with few rows, which stay in L2, microseconds over an empty kernel in a "
+        "chain; with many, time over a copy of the same bytes. Beside them the time of `separate` kernels of this "
+        f"library and of vLLM's, over ours, {setting(result, source)}\n\n{table}"
+    )
+
+
 Table = Callable[[Mapping[str, Any], str], str]
 README: dict[str, Table] = {"attention_*.json": decode, "decode_step_*.json": decode_step}
 """Files in benchmarks/results -> what makes their table in README.md. The longest name that fits a file counts."""
 DETAILS: dict[str, Table] = {
     "accuracy_*.json": accuracy,
     "load_time_*.json": load_time,
+    "layer_kernels_*.json": layer_kernels,
     "attention_prefill_*.json": prefill,
     "attention_write_*.json": written,
     "attention_ragged_*.json": ragged,

@@ -86,6 +86,8 @@ class Rotary(nn.Module):
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin float32 [T, D] of positions [T], both halves alike."""
         angle = positions[:, None].float() * torch.cat([self.rates, self.rates])
+        if self.scaling == 1.0:
+            return angle.cos(), angle.sin()
         return angle.cos() * self.scaling, angle.sin() * self.scaling
 
 

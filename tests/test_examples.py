@@ -16,7 +16,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 def test_there_are_examples():
     expected = {
         "quantized_linear.py", "derive_a_layout.py", "ahead_of_time.py", "attention_block.py", "sm_scheduling.py",
-        "generate.py",
+        "generate.py", "between_products.py",
     }  # fmt: skip
     assert {path.name for path in EXAMPLES} == expected
 
