@@ -65,6 +65,14 @@ def _by_token(kind: str) -> dict[str, Any]:
     return dict(num_bits=8, type=kind, symmetric=True, strategy="token", dynamic=True)
 
 
+def _floats(bits: int, **weights: Any) -> dict[str, Any]:
+    """Weights of few bits that are floating-point numbers, activations of 16 bits."""
+    made = _compressed(32, True, None)
+    stated = dict(num_bits=bits, type="float", symmetric=True, dynamic=False) | weights
+    made["config_groups"]["group_0"]["weights"] = stated
+    return made | dict(format="mxfp4-pack-quantized" if bits == 4 else "float-quantized")
+
+
 QUANTIZATION = {
     "none": lambda group: None,
     "awq": lambda group: dict(quant_method="awq", bits=4, group_size=group, zero_point=True, version="gemm"),
@@ -76,6 +84,8 @@ QUANTIZATION = {
     "w4a8": lambda group: _compressed(group, True, _by_token("int")),
     "w4a8-int": lambda group: _compressed(group, True, _by_token("int")) | dict(format="int-quantized"),
     "w4a8-e4m3": lambda group: _compressed(group, True, _by_token("float")),
+    "mxfp4": lambda group: _floats(4, strategy="group", group_size=32),
+    "fp8-weights": lambda group: _floats(8, strategy="channel"),
 }
 """Name -> quantization_config of a group size; "w4a8" keeps its codes in words, "w4a8-int" in bytes."""
 
@@ -114,8 +124,8 @@ def fill(name: str, tensor: Any) -> None:
             tensor.copy_(random(-(2**31), 2**31))
         elif tensor.dtype == torch.int8:
             tensor.copy_(random(-8, 8))
-        elif tensor.dtype == torch.uint8:
-            tensor.copy_(random(0, 256))
+        elif tensor.dtype == torch.uint8:  # powers of two of MXFP4, or two of its codes
+            tensor.copy_(random(118, 121) if "scale" in leaf else random(0, 256))
         elif "scale" in leaf:
             tensor.copy_(2.0 ** (random(0, 2) - 10))
         elif "norm" in name or tensor.ndim == 1:

@@ -32,7 +32,7 @@ def kernels(model) -> dict[str, str]:
     for name, layer in model.named_modules():
         if (method := getattr(layer, "quant_method", None)) is not None:
             holder = getattr(layer, "scheme", None) or method
-            kernel = getattr(holder, "kernel", None) or holder
+            kernel = getattr(holder, "kernel", None) or getattr(holder, "linear_kernel", None) or holder
             found[name] = " ".join([type(kernel).__name__, *getattr(kernel, "facts", ())[:1]])
     return found
 
