@@ -155,3 +155,52 @@ def test_generate_of_transformers_gives_the_same_tokens(exact, loaded):
     made = loaded.generate(rows, attention_mask=mask, **options)[:, width:]
     for prompt, padded, tokens in zip(PROMPTS, made, generate(loaded, PROMPTS, max_new_tokens=NEW)):
         check_same(exact, prompt, padded.cpu(), tokens)
+
+
+@torch.no_grad()
+def test_functions_of_transformers_serve_another_architecture():
+    """A small gpt-oss: sinks, windows, experts with biases. Attention beside eager modules, and packed experts beside
+    the numbers that their codes stand for."""
+    from terrazzo.integrations.transformers import new_cache, pack
+
+    config = transformers.GptOssConfig(
+        hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=64, vocab_size=VOCABULARY, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"], initializer_range=0.1, eos_token_id=None,
+        pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    make = lambda: transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16).cuda().eval()
+    exact = make()
+    for parameter in exact.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.02
+    model = make()
+    model.load_state_dict(exact.state_dict())
+    exact.set_attn_implementation("eager")
+    exact.set_experts_implementation("eager")
+    pack(model, "w4a16-g64")
+    theirs = dict(exact.named_modules())
+    for path, module in model.named_modules():
+        if type(module).__name__ == "Linear" and hasattr(module, "packed"):
+            theirs[path].weight.data = module.packed.dequantize()
+        if hasattr(module, "terrazzo"):
+            for leaf, own in (("gate_up_proj", "up_proj"), ("down_proj", "down_proj")):
+                packed = getattr(module.terrazzo, own).packed
+                weights = torch.stack([packed[e].dequantize().T for e in range(len(packed))])
+                getattr(theirs[path], leaf).data = weights.contiguous()
+    model.set_attn_implementation("terrazzo")
+    rows = torch.stack([torch.nn.functional.pad(PROMPTS[0], (28, 0)), PROMPTS[2]]).cuda()
+    mask = torch.ones_like(rows)
+    mask[0, :28] = 0
+    at = (mask.cumsum(1) - 1).clamp_min(0)
+    wanted = exact(rows, attention_mask=mask, position_ids=at).logits[mask.bool()].float()
+    cache = new_cache(model, 2, 64)
+    parts = [
+        model(
+            rows[:, a:b], attention_mask=mask[:, :b], position_ids=at[:, a:b], past_key_values=cache, use_cache=True
+        ).logits
+        for a, b in ((0, 31), (31, 32), (32, 33))
+    ]
+    got = torch.cat(parts, 1)[mask.bool()].float()
+    assert bool(got.isfinite().all())
+    assert (got - wanted).norm() < 0.02 * wanted.norm(), float((got - wanted).norm() / wanted.norm())
