@@ -160,17 +160,18 @@ def test_generate_of_transformers_gives_the_same_tokens(exact, loaded):
 @torch.no_grad()
 def test_functions_of_transformers_serve_another_architecture():
     """A small gpt-oss: sinks, windows, experts with biases. Attention beside eager modules, and packed experts beside
-    the numbers that their codes stand for."""
+    the numbers that their codes stand for. All experts are chosen: rounding turns no choice between near ties."""
     from terrazzo.integrations.transformers import new_cache, pack
 
     config = transformers.GptOssConfig(
         hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
-        head_dim=64, vocab_size=VOCABULARY, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
+        head_dim=64, vocab_size=VOCABULARY, num_local_experts=4, num_experts_per_tok=4, sliding_window=16,
         layer_types=["sliding_attention", "full_attention"], initializer_range=0.1, eos_token_id=None,
         pad_token_id=0, bos_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    make = lambda: transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16).cuda().eval()
+    own = lambda: type(config)(**config.to_diff_dict())  # models keep their implementations in it
+    make = lambda: transformers.AutoModelForCausalLM.from_config(own(), dtype=torch.float16).cuda().eval()
     exact = make()
     for parameter in exact.parameters():
         parameter.data += torch.randn_like(parameter) * 0.02
