@@ -48,13 +48,21 @@ class Shape:
         return f"{self.batch}x{self.heads}/{self.kv_heads}x{size}"
 
 
-def random_cache(k_format: str, v_format: str, shape: Shape, head_dim: int, page: int, seed: int = 0) -> Any:
-    """A packed cache of random codes with parameters like those of normal data, made in place."""
+def random_cache(
+    k_format: str, v_format: str, shape: Shape, head_dim: int, page: int, seed: int = 0, residual: int | None = None
+) -> Any:
+    """A packed cache of random codes with parameters like those of normal data, made in place.
+
+    Args:
+        residual: tokens of the f16 ring; None for what a KVCache of these keys has.
+    """
     import torch
-    from terrazzo.ops.attention.cache import PackedCache, residual_words
+    from terrazzo.ops.attention.cache import PackedCache, residual_of, residual_words
+    from terrazzo.ops.attention.format import kept_in_f16
     from terrazzo.ops.attention.layout import CacheLayout
 
-    layout = CacheLayout(k_format, v_format, head_dim)
+    layout = CacheLayout(k_format, v_format, head_dim, kept_in_f16(k_format, residual)[1])
+    residual = residual_of(layout, residual)
     rng = torch.Generator(gemm_bench.DEVICE).manual_seed(seed)
     per = shape.tokens // page if page else 1
     count, tokens = shape.batch * per, page or shape.tokens
@@ -88,13 +96,16 @@ def random_cache(k_format: str, v_format: str, shape: Shape, head_dim: int, page
         torch.full((shape.kv_heads, head_dim), 0.03, device=gemm_bench.DEVICE) if f.scaling == "static" else None
         for f in (layout.k, layout.v)
     ]
-    words_of = (shape.batch, shape.kv_heads, residual_words(layout, layout.k.group))
+    ring = None
+    if residual:
+        size = (shape.batch, shape.kv_heads, 2 * residual_words(layout, residual))
+        ring = torch.randn(size, generator=rng, device=gemm_bench.DEVICE).half().view(torch.int32)
     return PackedCache(
         layout, words.reshape(count, shape.kv_heads, -1),
         torch.full((shape.batch,), shape.tokens, dtype=torch.int32, device=gemm_bench.DEVICE), shape.tokens,
         block_table=torch.randperm(count, generator=rng, device=rng.device).int().reshape(-1, per) if page else None,
         page_size=page,
-        residual=torch.zeros(words_of, dtype=torch.int32, device=gemm_bench.DEVICE) if layout.k.group else None,
+        residual=ring,
         k_static=static[0], v_static=static[1],
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.attention                     every shape and format; writes results/attention_<gpu>.json
     python -m benchmarks.attention --quick             three shapes, four formats, not written unless --out
+    python -m benchmarks.attention --formats int4_hadamard/int4 --residual 64
     python -m benchmarks.attention --formats int4/int4 --shapes 8x32/8x32k --schedules 16,2,3,1;4,2,3,4
 
 Outputs are compared with float64 over the dequantized cache, on a few kv heads, before their time counts.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,8 @@ FORMATS = (
 SCHEDULE = ("row_tiles", "warps", "tiles", "stages", "min_blocks", "shared_rows", "ahead")
 QUICK_SHAPES = ("8x32/8x32k", "64x32/8x4k", "1x32/8x128k")
 QUICK_FORMATS = FORMATS[:4]
+WITHOUT = ("float16", "bfloat16")
+"""Keys that have nothing to keep in f16, whatever --residual says."""
 
 
 def described(made: dict[str, Any]) -> str:
@@ -51,6 +55,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--schedules",
         help="in place of what a user gets; warps,tiles,stages,min_blocks[,shared rows[,ahead]] separated by ;",
     )
+    parser.add_argument("--residual", type=int, help="newest tokens in f16. Default: what a KVCache of the keys has")
     parser.add_argument("--splits", help="comma-separated numbers of splits to try")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
@@ -78,14 +83,13 @@ def ours(
     from terrazzo.ops.attention import entry, launch, op
     from terrazzo.schedules import attention as schedules
 
-    cache = random_cache(*formats, shape, o.head_dim, page)
+    cache = random_cache(*formats, shape, o.head_dim, page, residual=None if formats[0] in WITHOUT else o.residual)
     if page and o.pages_in_order:
         cache.block_table.copy_(torch.arange(cache.block_table.numel()).view_as(cache.block_table))
-    nbytes = 4 * cache.pages.numel()
+    nbytes = read_bytes(cache)
     target = launch.detect()
     copies = [cache] + [
-        type(cache)(**{**cache.__dict__, "pages": cache.pages.clone()})
-        for _ in range(measure.copies_beyond_l2(nbytes, target.l2_bytes) - 1)
+        replace(cache, pages=cache.pages.clone()) for _ in range(measure.copies_beyond_l2(nbytes, target.l2_bytes) - 1)
     ]
     rows = []
     for q_len in o.q_len:
@@ -104,7 +108,8 @@ def ours(
                 row = {
                     "op": "attention_decode", "k_format": formats[0], "v_format": formats[1], "batch": shape.batch,
                     "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": o.head_dim, "q_len": q_len,
-                    "kv_len": shape.tokens, "page": page, "in_order": o.pages_in_order, "us": None,
+                    "kv_len": shape.tokens, "page": page, "residual": cache.residual_tokens,
+                    "sink_tokens": cache.layout.sink_tokens, "in_order": o.pages_in_order, "us": None,
                     "spread": None, "bytes": nbytes,
                     "schedule": described(made) + f" splits {plan.splits} "
                     f"parts {made['parts']} cluster {plan.cluster}",
@@ -125,6 +130,15 @@ def ours(
                     row["failure"] = " ".join(str(error).split())[:300]
                 show(row)
     return rows
+
+
+def read_bytes(cache: Any) -> int:
+    """Bytes that a decode call reads of a full cache: packed tokens, and those in f16."""
+    layout, length = cache.layout, cache.max_length
+    packed = layout.packed(length, cache.residual_tokens)
+    pairs = len(cache.lengths) * cache.kv_heads
+    f16 = 4 * layout.head_dim * (length - packed + layout.sink_tokens)
+    return pairs * (4 * layout.words(packed // layout.block_tokens * layout.block_tokens) + f16)
 
 
 def peers(o: argparse.Namespace, shape: Shape) -> dict[str, float]:
@@ -179,6 +193,7 @@ def show(row: dict[str, Any]) -> None:
 def compile_all(o: argparse.Namespace) -> None:
     from terrazzo.lowering.parallel import compile_many
     from terrazzo.ops.attention import launch, op
+    from terrazzo.ops.attention.format import kept_in_f16
     from terrazzo.ops.attention.layout import CacheLayout
     from terrazzo.schedules import attention as schedules
 
@@ -193,7 +208,9 @@ def compile_all(o: argparse.Namespace) -> None:
                     for given in o.schedules:
                         rows_of = schedules.row_tiles(op.problem_of(*sizes, page))
                         schedule = schedules.Decode(rows_of, *given) if given else None
-                        facts = dict(page=page, residual=layout.k.group, softcap=False, sinks=False)
+                        residual, sink = kept_in_f16(formats[0], None if formats[0] in WITHOUT else o.residual)
+                        sizes = (replace(layout, sink_tokens=sink), *sizes[1:])
+                        facts = dict(page=page, residual=residual, softcap=False, sinks=False)
                         facts |= dict(dtype="float16", target=target, schedule=schedule)
                         wanted += [op.plan(*sizes, splits=n or 0, **facts).request for n in o.splits]
     start = time.perf_counter()

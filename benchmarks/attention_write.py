@@ -3,10 +3,11 @@
     python -m benchmarks.attention_write               every format; writes results/attention_write_<gpu>.json
     python -m benchmarks.attention_write --formats int4/int4,int4_channel128/int4 --shapes 64x32/8x4k --no-store
 
-Steps of a cache, each in pages: "plain" appends a token that completes nothing, "full" one that fills the residual
-block of every sequence at once, "mean" is over as many steps as a block has tokens, each at its own length; caches
-without residual blocks have tiles of 16 tokens in their place. What is stored is compared with quantizer.py in every
-bit, and a step's output with float64 over the cache that it wrote, on a few heads, before a time counts.
+Steps of a cache, each in pages: "plain" appends a token that completes nothing, "full" one that fills the channel
+group of every sequence at once, "mean" is over as many steps as a group has tokens, each at its own length; token-wise
+keys have tiles of 16 tokens in their place, of which a full ring packs the oldest. What is stored is compared with
+quantizer.py in every bit, and a step's output with float64 over the cache that it wrote, on a few heads, before a time
+counts.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def store(formats: tuple[str, str], shape: Shape, copy_gb_s: float, budget_ms: f
     call()
     checked = min(CHECKED_TOKENS, shape.tokens)
     part = (x[None, :checked].transpose(1, 2) for x in (k, v))
-    wanted = pack_cache(*part, *formats, page_size=PAGE, k_static=cache.k_static, v_static=cache.v_static)
+    kept = dict(residual=cache.layout.k.group, sink_tokens=0)  # the long prompt's ring lies further behind
+    wanted = pack_cache(*part, *formats, page_size=PAGE, k_static=cache.k_static, v_static=cache.v_static, **kept)
     wrong = int((cache.pages[: checked // PAGE] != wanted.pages).sum())
     if wrong:
         return {"failure": f"{wrong} words differ"}
@@ -93,7 +95,7 @@ def step(formats: tuple[str, str], shape: Shape, kind: str, budget_ms: float) ->
 
     device = gemm_bench.DEVICE
     cache = attention_bench.random_cache(*formats, shape, DIM, PAGE)
-    caches = [replace(cache, lengths=cache.lengths - short) for short in missing(kind, cache.residual_tokens or TILE)]
+    caches = [replace(cache, lengths=cache.lengths - short) for short in missing(kind, cache.layout.k.group or TILE)]
     q = torch.randn(shape.batch, 1, shape.heads, DIM, device=device).half()
     k, v = torch.randn(2, shape.batch, 1, shape.kv_heads, DIM, device=device).half()
     y = measure.poisoned(q.shape, q.dtype, device)

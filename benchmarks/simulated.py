@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from terrazzo.nn import products
 from terrazzo.ops.attention import quantizer
-from terrazzo.ops.attention.format import get_format
+from terrazzo.ops.attention.format import get_format, kept_in_f16
+from terrazzo.ops.attention.layout import CacheLayout
 from torch import nn
 from torch.nn import functional as F
 
@@ -110,19 +111,23 @@ def simulated_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention of whole windows [B, H, T, D], token by token: row t reads the cache of tokens 0 .. t.
 
-    Formats with a residual block keep the newest tokens in f16 until a block of them is full; rows that see the same
-    blocks are computed together. The mask is not looked at.
+    The newest and the first tokens are f16 as a KVCache of these formats keeps them; rows that see as many packed
+    tokens are computed together. The mask is not looked at.
     """
     k_format, v_format = module.simulated_cache
-    block = max(k_format.group, v_format.group)
+    ring, sink = kept_in_f16(k_format)
+    layout = CacheLayout(k_format.name, v_format.name, query.shape[3], sink)
+    block = k_format.group
     length, repeat = query.shape[2], query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     whole = length - length % block if block else length
     packed = [stored(x[:, :, :whole], f) for x, f in ((key, k_format), (value, v_format))]
     fresh = [x.half().float() for x in (key, value)]
     out = torch.empty_like(query)
-    for first, end, cut in spans(length, block):
-        k, v = (torch.cat([p[:, :, :cut], f[:, :, cut:end]], 2) for p, f in zip(packed, fresh))
+    for first, end, cut in spans(length, layout, ring):
+        at = min(sink, cut)
+        parts = ((f[:, :, :at], p[:, :, at:cut], f[:, :, cut:end]) for p, f in zip(packed, fresh))
+        k, v = (torch.cat(part, 2) for part in parts)
         q = query[:, :, first:end].float().unflatten(1, (-1, repeat))
         scores = q @ k.unsqueeze(2).transpose(-1, -2) * scale
         own = torch.arange(first, end, device=query.device)[:, None]
@@ -131,12 +136,13 @@ def simulated_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def spans(length: int, block: int) -> list[tuple[int, int, int]]:
-    """(first row, end, packed tokens) of rows that see as many packed tokens; block 0 packs every token at once."""
-    if not block:
+def spans(length: int, layout: CacheLayout, ring: int) -> list[tuple[int, int, int]]:
+    """(first row, end, packed tokens) of rows that see as many packed tokens; without a ring every token is packed."""
+    if not ring:
         return [(0, length, length)]
-    edges = [0, *range(block - 1, length, block), length]
-    return [(a, b, (a + 1) - (a + 1) % block) for a, b in pairwise(edges) if a < b]
+    cuts = [layout.packed(row + 1, ring) for row in range(length)]
+    edges = [0, *(row for row in range(1, length) if cuts[row] != cuts[row - 1]), length]
+    return [(a, b, cuts[a]) for a, b in pairwise(edges)]
 
 
 def stored(x: torch.Tensor, fmt: Any) -> torch.Tensor:

@@ -81,7 +81,7 @@ class Attention(nn.Module):
 
     def append(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q [B, 1, heads, D] of joined qkv [B, ...], a token of each sequence, whose keys and values are stored."""
-        if (facts := self._turned(qkv, cos)) is not None:
+        if not batch.slides and (facts := self._turned(qkv, cos)) is not None:
             return batch.rope_append(qkv, cos, sin, self.layer, heads=self.heads, **facts)
         q, k = self.rotate(qkv, cos, sin)
         v = qkv[:, (self.heads + self.kv_heads) * self.head_dim :].unflatten(-1, (self.kv_heads, self.head_dim))

@@ -14,7 +14,7 @@ from terrazzo.nn.formats import Format
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.sources import Published, Report, Source, Stored, quantized
 from terrazzo.ops import weights
-from terrazzo.ops.attention.format import FORMATS, get_format
+from terrazzo.ops.attention.format import FORMATS, PRESETS, get_format
 
 DTYPES = ("float16", "bfloat16")
 MAX_TOKENS = 4096
@@ -47,9 +47,11 @@ def load(
         config: transformers config; None reads the folder's.
         device: None takes "cuda" where there is a GPU. dtype: float16 or bfloat16; None takes the config's, or float16
             for others.
-        kv: format of keys and values, one name or a pair ("int4_channel64", "int4"); None keeps `dtype`, or what the
-            folder was saved with. Static ones ("fp8", "int8_static") need a folder with scales: of
-            `terrazzo quantize --calibration`, or a published one's k_scale and v_scale.
+        kv: format of keys and values: a pair ("int4_channel64", "int4"), one name for both, or "int4", "int2" or
+            "int8int4" for what is most accurate at these bits (docs/kv-formats.md). None keeps `dtype`, or what the
+            folder was saved with. Rotated keys come with a ring of 128 tokens in f16. Static ones ("fp8",
+            "int8_static") need a folder with scales: of `terrazzo quantize --calibration`, or a published one's
+            k_scale and v_scale.
         quantize: format for layers that the checkpoint has in float, as "w4a16-g128"; None keeps them in 16 bits.
         lm_head: format for the head, or for the embedding's weights where it is tied to them, if the source has it in
             float; None keeps 16 bits. docs/benchmarks.md has the perplexity.
@@ -185,6 +187,8 @@ def kv_formats(kv: Any) -> tuple[str, str]:
     Raises:
         ArgumentError: names `kv`: no such format, or none for its role.
     """
+    if isinstance(kv, str) and kv in PRESETS:
+        return PRESETS[kv]
     pair = (kv, kv) if isinstance(kv, str) else tuple(kv) if isinstance(kv, tuple | list) else (kv, kv)
     if len(pair) != 2:
         raise ArgumentError("kv", kv, "must be one format or a pair", "kv=('int4_channel64', 'int4')")

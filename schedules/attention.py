@@ -67,8 +67,8 @@ class DecodeProblem:
     paired: bool = True
 
     def divides(self, tokens: int) -> bool:
-        """Whether stages of so many tokens end where groups, pages and residual blocks do."""
-        return not (self.group % tokens or self.page % tokens or self.residual % tokens)
+        """Whether stages of so many tokens end where groups, with their residual blocks, and pages do."""
+        return not (self.group % tokens or self.page % tokens)
 
 
 @dataclass(frozen=True)

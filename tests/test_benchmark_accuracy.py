@@ -46,14 +46,16 @@ def test_rows_that_are_none_are_refused(text):
         accuracy.parse_row(text)
 
 
-@pytest.mark.parametrize(("k", "v"), [("int4", "int4"), ("int4_channel32", "int4"), ("float16", "int8")])
+@pytest.mark.parametrize(
+    ("k", "v"), [("int4", "int4"), ("int4_channel32", "int4"), ("float16", "int8"), ("int2_hadamard", "int4")]
+)
 def test_simulated_attention_is_a_decode_of_every_token(k, v):
     """Each row against the oracle over a cache of the tokens up to it, around full blocks above all."""
     torch.manual_seed(0)
-    q, keys, values = (torch.randn(1, heads, 70, 64).half() for heads in (4, 2, 2))
+    q, keys, values = (torch.randn(1, heads, 150, 64).half() for heads in (4, 2, 2))
     module = SimpleNamespace(simulated_cache=(get_format(k), get_format(v, "values")))
     y, _ = simulated.simulated_attention(module, q, keys, values, None)
-    for at in (0, 1, 30, 31, 32, 62, 63, 64, 69):
+    for at in (0, 1, 30, 31, 32, 62, 63, 64, 127, 128, 143, 149):
         cache = pack_cache(keys[:, :, : at + 1], values[:, :, : at + 1], k, v)
         wanted = reference.decode(q[:, :, at : at + 1].transpose(1, 2), cache)[0][:, 0]
         assert (y[:, at].double() - wanted).abs().max() < 2e-3

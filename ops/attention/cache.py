@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
+from terrazzo.ops.attention.format import kept_in_f16
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.quantizer import F16_MAX, QuantizedBlock, decoded, encode, rotate, rotated_exactly
 
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
 class PackedCache:
     """Keys and values of B sequences.
 
-    Tokens [0, length - length % residual_tokens) of a sequence are packed, the others lie in its f16 residual block;
-    without a residual block all are packed. The residual block is a ring of one tile more than it has tokens for: token
-    p lies in tile p // 16 % tiles, so that new tokens never overwrite those of a block that is about to be packed.
+    The newest tokens of a sequence lie in its residual ring, in f16 and of rotated formats rotated; the others are
+    packed (`CacheLayout.packed`). A ring of N tokens packs its oldest 16 once it holds N; for channel-wise keys it
+    holds a group of tokens, and packs all of them once it is full. It has one tile more than it has tokens for: token p
+    lies in tile p // 16 % tiles, so that new tokens never overwrite those that are about to be packed. Behind the ring
+    lies the tile of the `layout.sink_tokens` first tokens, which are read from there once they are packed.
     Unwritten storage must hold finite numbers: allocate it with zeros. Operators check shapes and dtypes, once for each
     object; the values of lengths, block_table and slots lie on the device and are not read: `check_values` does that.
 
@@ -39,8 +42,8 @@ class PackedCache:
             sequence by its own length, whatever that is on the device; else all are split like the longest.
         block_table: int32 [B, most pages] of page numbers, or None when contiguous.
         page_size: tokens of a page, 0 when contiguous.
-        residual: int32 [slots, Hkv, (residual_tokens / 16 + 1) * words of an f16 tile], or None.
-        slots: int32 [B], the residual block of each sequence, or None for its own number.
+        residual: int32 [slots, Hkv, (residual_tokens / 16 + 1 + sink_tokens / 16) * words of an f16 tile], or None.
+        slots: int32 [B], the residual ring of each sequence, or None for its own number.
         k_static, v_static: f32 [Hkv, D] scales of static formats, 2^-100..2^100.
     """
 
@@ -63,10 +66,11 @@ class PackedCache:
 
     @property
     def residual_tokens(self) -> int:
-        """Tokens of a residual block, 0 without one."""
+        """Tokens of a residual ring, 0 without one."""
         if self.residual is None:
             return 0
-        return (self.residual.shape[2] // residual_layout(self.layout).tile_words - 1) * 16
+        tiles = self.residual.shape[2] // residual_layout(self.layout).tile_words
+        return (tiles - 1) * 16 - self.layout.sink_tokens
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +136,12 @@ class PackedCache:
         tile = residual_layout(self.layout).tile_words
         self._tensor("residual", "int32", (None, heads, None), "see PackedCache", 16)
         slots, _, words = self.residual.shape
-        if words % tile or words < 2 * tile or heads * words >= LARGEST or (self.slots is None and slots < batch):
+        if (
+            words % tile
+            or words < (2 + self.layout.sink_tokens // 16) * tile
+            or heads * words >= LARGEST
+            or (self.slots is None and slots < batch)
+        ):
             constraint = f"must be [a block for each of {batch} sequences, {heads}, two or more tiles of {tile} words]"
             raise ArgumentError("residual", list(self.residual.shape), constraint, "see residual_words")
         residual_of(self.layout, self.residual_tokens)
@@ -167,7 +176,7 @@ class PackedCache:
             size = (self.pages.shape[1], self.layout.head_dim)
             check_static(name, getattr(self, name), fmt.scaling == "static", size)
         lengths = self.lengths.tolist()
-        packed = [n - n % self.residual_tokens if self.residual_tokens else n for n in lengths]
+        packed = [self.layout.packed(n, self.residual_tokens) for n in lengths]
         if self.block_table is None:
             room = [self.pages.shape[2] // self.layout.block_words * self.layout.block_tokens] * len(lengths)
         else:
@@ -208,18 +217,21 @@ class PackedCache:
         """The same as they are stored: those of rotated formats are rotated."""
         import torch
 
-        length, n = int(self.lengths[sequence]), self.residual_tokens
-        packed = length - length % n if n else length
+        length = int(self.lengths[sequence])
+        packed = self.layout.packed(length, self.residual_tokens)
         made = self.blocks(sequence, head, packed)
         static = [None if s is None else s[head] for s in (self.k_static, self.v_static)]
         parts = [decoded(q, f, s)[:packed] for q, f, s in zip(made, (self.layout.k, self.layout.v), static)]
-        if packed < length:
+        if self.residual is not None:
             slot = sequence if self.slots is None else int(self.slots[sequence])
             layout = residual_layout(self.layout)
             spare = layout.k
             tiles = self.residual[slot, head].reshape(-1, layout.block_words)
-            rest = layout.unpack(tiles.roll(-(packed // 16), 0))
+            ring, sink = tiles.split([self.residual_tokens // 16 + 1, self.layout.sink_tokens // 16])
+            rest = layout.unpack(ring.roll(-(packed // 16), 0))
             parts = [torch.cat([p, decoded(q, spare)[: length - packed]]) for p, q in zip(parts, rest)]
+            if packed and len(sink):
+                parts = [torch.cat([decoded(q, spare), p[16:]]) for p, q in zip(parts, layout.unpack(sink))]
         return parts[0], parts[1]
 
     def blocks(self, sequence: int, head: int, tokens: int) -> tuple[QuantizedBlock, QuantizedBlock]:
@@ -244,16 +256,20 @@ def page_words(layout: CacheLayout, page_size: int) -> int:
 
 
 def residual_of(layout: CacheLayout, residual: int | None) -> int:
-    """Tokens of the residual block that a cache of this layout gets; None asks for what it needs.
+    """Tokens of the residual ring that a cache of this layout gets; None asks for what it needs.
 
     Raises:
-        ArgumentError: no multiple of 16 up to 256, or another size than the channel group of the keys.
+        ArgumentError: no multiple of 16 up to 256, another size than the channel group of the keys, or none where first
+            tokens stay f16.
     """
     group = layout.k.group
-    residual = group if residual is None else residual
+    residual = kept_in_f16(layout.k, residual)[0]
     if type(residual) is not int or residual % 16 or not 0 <= residual <= MAX_RESIDUAL or (group and residual != group):
         constraint = f"must be {group or f'a multiple of 16 up to {MAX_RESIDUAL}'} for {layout.k} keys"
         raise ArgumentError("residual", residual, constraint, "leave it out")
+    if layout.sink_tokens and not residual:
+        constraint = f"must be at least 16 where the {layout.sink_tokens} first tokens stay f16, beside the ring"
+        raise ArgumentError("residual", residual, constraint, "use 128, or sink_tokens=0")
     if residual and layout.v.scaling == "static":
         constraint = "static values cannot join the f16 tokens of a residual block"
         raise ArgumentError("v_format", layout.v_format, constraint, "use token-wise values")
@@ -261,8 +277,8 @@ def residual_of(layout: CacheLayout, residual: int | None) -> int:
 
 
 def residual_words(layout: CacheLayout, residual: int) -> int:
-    """int32 words of the ring of tiles behind a residual block of `residual` tokens."""
-    return residual_layout(layout).words(residual + 16)
+    """int32 words of the tiles of a residual ring of `residual` tokens, and of the first tokens."""
+    return residual_layout(layout).words(residual + 16 + layout.sink_tokens)
 
 
 def residual_layout(layout: CacheLayout) -> CacheLayout:
@@ -280,6 +296,7 @@ def pack_cache(
     lengths: SupportsDLPack | None = None,
     page_size: int = 0,
     residual: int | None = None,
+    sink_tokens: int | None = None,
     k_static: SupportsDLPack | None = None,
     v_static: SupportsDLPack | None = None,
     permutation: SupportsDLPack | None = None,
@@ -291,7 +308,9 @@ def pack_cache(
         k, v: float [B, Hkv, T, D]; tokens at and past a sequence's length are stored as zeros.
         lengths: integers [B], 0..T, default T for all.
         page_size: tokens of a page, 0 for contiguous storage.
-        residual: tokens of the f16 residual block; default the channel group of the keys, or none. 0: none.
+        residual: tokens of the f16 residual ring; default the channel group of the keys, 128 for rotated ones, or none.
+            0: none. sink_tokens: first tokens that stay f16, 0 or 16; they need a ring. Default: 16 for rotated keys of
+            two bits.
         k_static, v_static: f32 [Hkv, D] for static formats; 2^-100..2^100. A checkpoint's k_scale and v_scale, [] or
             [1], and scales of each head, [Hkv, 1], are repeated.
         permutation: order in which pages are handed out, int64 [pages], each once; default in turn.
@@ -309,7 +328,7 @@ def pack_cache(
         seen = f"{v.dtype} {list(v.shape)} on {v.device}"
         raise ArgumentError("v", seen, f"must be float {list(k.shape)} on {k.device}, as k", "pass values by head")
     batch, heads, tokens, head_dim = k.shape
-    layout = CacheLayout(k_format, v_format, head_dim)
+    layout = CacheLayout(k_format, v_format, head_dim, kept_in_f16(k_format, residual, sink_tokens)[1])
     residual = residual_of(layout, residual)
     k_static, v_static = (
         spread_static(name, given, fmt.scaling == "static", (heads, head_dim), k.device)
@@ -331,9 +350,8 @@ def pack_cache(
     page_words(layout, unit)
     room = -(-tokens // unit) * unit
     unit = max(unit, layout.block_tokens)
-    keep = (
-        torch.arange(room, device=device)[None, :] < ((lengths - lengths % residual if residual else lengths)[:, None])
-    )
+    packed = layout.packed(lengths, residual)
+    keep = torch.arange(room, device=device)[None, :] < packed[:, None]
     static = [None if s is None else s.unsqueeze(-2) for s in (k_static, v_static)]
     words = torch.empty(batch, heads, room // layout.block_tokens, layout.block_words, dtype=torch.int32, device=device)
     for b in range(batch):  # one at a time: bounds the temporary memory
@@ -342,24 +360,7 @@ def pack_cache(
             padded = torch.nn.functional.pad(x[b], (0, 0, 0, room - tokens))
             parts.append(encode(torch.where(keep[b][None, :, None], padded, 0), fmt, s))
         words[b] = layout.pack(*parts)
-    rest = None
-    if residual:
-        spare = residual_layout(layout)
-        starts = (lengths - lengths % residual).long()
-        index = starts[:, None] + torch.arange(residual, device=device)
-        inside = index < lengths[:, None]
-        picked = [
-            torch.where(
-                inside[:, None, :, None],
-                x.gather(2, index.clamp(max=tokens - 1)[:, None, :, None].expand(-1, heads, -1, head_dim)),
-                0,
-            )
-            for x in (k, v)
-        ]
-        tiles = spare.pack(*(encode(x, spare.k) for x in picked))
-        tiles = torch.nn.functional.pad(tiles, (0, 0, 0, 1))
-        turns = (starts // 16).tolist()
-        rest = torch.stack([t.roll(turn, 1) for t, turn in zip(tiles, turns)]).reshape(batch, heads, -1)
+    rest = _unpacked(k, v, layout, lengths, packed, residual) if residual else None
     facts = {"lengths": lengths, "max_length": tokens, "residual": rest, "k_static": k_static, "v_static": v_static}
     if not page_size:
         return PackedCache(layout, words.reshape(batch, heads, -1), **facts)
@@ -377,6 +378,31 @@ def pack_cache(
     stored[order.to(device)] = pages
     table = order.to(device=device, dtype=torch.int32).reshape(batch, -1).contiguous()
     return PackedCache(layout, stored, block_table=table, page_size=page_size, **facts)
+
+
+def _unpacked(
+    k: torch.Tensor, v: torch.Tensor, layout: CacheLayout, lengths: torch.Tensor, packed: torch.Tensor, residual: int
+) -> torch.Tensor:
+    """The residual rings, with the first tokens behind them, of sequences k, v [B, Hkv, T, D] in f16."""
+    import torch
+
+    (batch, heads, tokens, head_dim), spare = k.shape, residual_layout(layout)
+
+    def picked(index: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+        """f16 tiles [B, Hkv, tiles, words] of tokens index [B, n], zeros where they are not `inside`."""
+        at = index.clamp(max=tokens - 1)[:, None, :, None].expand(-1, heads, -1, head_dim)
+        parts = (torch.where(inside[:, None, :, None], x.gather(2, at), 0) for x in (k, v))
+        return spare.pack(*(encode(x, spare.k) for x in parts))
+
+    starts = packed.long()
+    index = starts[:, None] + torch.arange(residual, device=k.device)
+    tiles = torch.nn.functional.pad(picked(index, index < lengths[:, None]), (0, 0, 0, 1))
+    turns = (starts // 16).tolist()
+    tiles = torch.stack([t.roll(turn, 1) for t, turn in zip(tiles, turns)])
+    if layout.sink_tokens:
+        first = torch.arange(layout.sink_tokens, device=k.device).expand(batch, -1)
+        tiles = torch.cat([tiles, picked(first, (packed > 0)[:, None].expand_as(first))], 2)
+    return tiles.reshape(batch, heads, -1)
 
 
 def device_of(device: str | int | torch.device) -> torch.device:

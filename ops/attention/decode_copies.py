@@ -60,6 +60,7 @@ def make_copy_macros(
     import tilelang.language as T
 
     group, mini = layout.k.group, 16 * tiles
+    kept, unit = layout.kept(residual)
     per_chunk = max(group // parts // mini, 1)  # stages that a warp takes from one group
     chunk = per_chunk * mini
     head_words, tile_words = layout.channel_words, layout.tile_words
@@ -79,7 +80,10 @@ def make_copy_macros(
     @T.macro
     def plan(w):
         """The warp's stages: `count` of them, from token `first` on."""
-        w.packed[0] = w.length[0] - w.length[0] % residual if residual else w.length[0]
+        if kept or (residual and not group):  # whole tiles behind which the ring is nearly full
+            w.packed[0] = larger(w.length[0] - kept, 0) // unit * unit
+        else:
+            w.packed[0] = w.length[0] - w.length[0] % residual if residual else w.length[0]
         if ahead:
             w.packed[0] = smaller(w.packed[0], room(w))
         w.start[0] = 0

@@ -27,7 +27,7 @@ from terrazzo.ops.attention.decode_merge import state as merge_state
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.rotation_macros import make_rotation, query_stages
-from terrazzo.ops.attention.tile_macros import each, less, make_tile_macros, smaller
+from terrazzo.ops.attention.tile_macros import each, larger, less, make_tile_macros, smaller
 from terrazzo.schedules.attention_balance import MOST_SPLITS
 
 PASS_CONFIGS = (  # barriers and bounds are the program's own
@@ -111,6 +111,7 @@ def build(
     cluster: int = 1,
     convert: str = "masked",
     balanced: bool = False,
+    sink_tokens: int = 0,
 ):
     """The prim_func `main` for up to 8 * row_tiles rows in a CTA.
 
@@ -118,7 +119,8 @@ def build(
         dtype: of q and out. tiles: 16-token tiles in a stage of a warp. min_blocks: CTAs on an SM that registers allow.
         shared_rows: the rows' B fragments stay in shared memory, for more warps with more rows.
         page: tokens of a page, 0 for a contiguous cache (one page for each sequence).
-        residual: tokens of the f16 residual block, 0 for none. Its tiles are a ring of one more (`PackedCache`).
+        residual: tokens of the f16 residual ring, 0 for none. Its tiles are one more, and behind them lies that of the
+            `sink_tokens` first tokens (`PackedCache`).
         softcap, sinks: whether the logits are capped, and whether each head has a sink.
         ahead: stages of a warp that are fetched into L2 while the kernel ahead may still run (decode_copies.py), 0..32.
         parts: warps that share a group of channel-wise keys. cluster: splits whose CTAs are a cluster, 1..16.
@@ -135,7 +137,7 @@ def build(
     """
     import tilelang.language as T
 
-    layout = {"masked": CacheLayout, "plain": PlainLayout}[convert](k_format, v_format, head_dim)
+    layout = {"masked": CacheLayout, "plain": PlainLayout}[convert](k_format, v_format, head_dim, sink_tokens)
     D, nt, cols, slices = head_dim, row_tiles, 8 * row_tiles, head_dim // 16
     group, mini = layout.k.group, 16 * tiles
     if group and (group % mini or residual != group):
@@ -150,8 +152,6 @@ def build(
         raise ArgumentError(
             "v_format", v_format, "static values cannot join f16 residual tokens", "use token-wise values"
         )
-    if residual % mini:
-        raise ArgumentError("tiles", tiles, f"16 * tiles must divide the residual block of {residual}", "change it")
     if page % max(mini, layout.block_tokens):
         raise ArgumentError("page", page, f"must be a multiple of {max(mini, layout.block_tokens)}", "change tiles")
     if not 0 <= ahead <= 32:
@@ -174,7 +174,8 @@ def build(
         "cp_async", "lds", "ldmatrix", "pack", "bulk", "semaphore", "warpgroup", "prefetch",
         extra=tuple(dict.fromkeys(c.device_source for c in sorted(found, key=lambda c: c.name))),
     )  # fmt: skip
-    tile = make_tile_macros(layout, nt, tiles, softcap, shared_rows)
+    sliding = bool(residual) and not group  # the ring takes over inside a stage
+    tile = make_tile_macros(layout, nt, tiles, softcap, shared_rows, sliding)
     spare = make_tile_macros(CacheLayout("float16", "float16", head_dim), nt, 1, softcap) if residual else None
     copies = make_copy_macros(
         layout, tiles=tiles, stages=stages, warps=warps, parts=parts, page=page, residual=residual, bulk=bulk,
@@ -344,7 +345,34 @@ def build(
         )  # fmt: skip
 
     @T.macro
-    def expect_work(KV, TABLE, LEN, place, early, x, w):
+    def find_ring(w, at):
+        """w.source, w.tile: first token of the tile number `at` that lies in f16, its place; w.parts: how many there
+        are, the first tokens' one counted if it is not the ring's."""
+        first = T.call_extern("int32", "tz_select", less(0, w.packed[0]), 1, 0) if sink_tokens else 0
+        w.parts[0] = (w.length[0] - w.packed[0] + 15) // 16 + first
+        w.source[0] = w.packed[0] + (at - first) * 16
+        w.tile[0] = w.source[0] // 16 % spare_tiles
+        if sink_tokens:
+            if less(at, first):
+                w.source[0] = 0
+                w.tile[0] = spare_tiles
+
+    def ring_tile(RES, w, slot):
+        """Address of the tile w.tile of a residual ring."""
+        at = w.h[0] * RES_WORDS + w.tile[0] * spare.tile_words
+        return T.call_extern("handle", "tz_page", T.access_ptr(RES[0, 0, 0], "r", 1), slot, RES_H * RES_WORDS, at)
+
+    @T.macro
+    def prefetch_ring(RES, SLOT, w):
+        """The warp's first tile of those in f16 on its way to L2; where that is may be wrong."""
+        find_ring(w, w.warp[0] * w.splits + w.split)
+        wanted = T.And(less(w.warp[0] * w.splits + w.split, w.parts[0]), less(w.lane[0], 1))
+        if T.And(wanted, less(-1, w.tile[0])):
+            slot = smaller(larger(peek(SLOT, w.b), 0), SLOTS - 1)
+            T.call_extern("handle", "tz_prefetch", ring_tile(RES, w, slot), 4 * spare.tile_words)
+
+    @T.macro
+    def expect_work(KV, TABLE, LEN, RES, SLOT, place, early, x, w):
         """What is most likely the CTA's work, and its first stages on their way to L2, whatever the kernel ahead does;
         `early` are the lengths that say so."""
         for i in each(4):
@@ -356,6 +384,8 @@ def build(
                 w.length[0] = place[4]
                 if less(0, place[2]):
                     copies.prefetch(KV, TABLE, LEN, w)
+                    if sliding:
+                        prefetch_ring(RES, SLOT, w)
 
     @T.macro
     def find_work(TABLE, LEN, place, early, late, moved, x, w):
@@ -373,6 +403,39 @@ def build(
                 copies.again(TABLE, w)
         else:
             w.length[0] = place[4]
+
+    @T.macro
+    def read_group(RES, SLOT, st, w):
+        """The f16 tokens of a channel group that is not full yet, a tile for each warp in turn."""
+        for i in T.serial(T.ceildiv(w.length[0] - w.packed[0], 16 * warps * w.splits)):
+            j = (i * warps + w.warp[0]) * w.splits + w.split
+            if less(w.packed[0] + j * 16, w.length[0]):
+                spare.step(
+                    T.call_extern(
+                        "handle", "tz_page", T.access_ptr(RES[0, 0, 0], "r", 1), peek(SLOT, w.b), RES_H * RES_WORDS,
+                        w.h[0] * RES_WORDS + (w.packed[0] // 16 + j) % spare_tiles * spare.tile_words,
+                    ),
+                    st, st.qk, w.packed[0] + j * 16, w.length[0], True, w.lane[0],
+                )  # fmt: skip
+        tile.adopt(st)
+
+    @T.macro
+    def read_ring(RES, SLOT, st, w):
+        """The f16 tokens behind the packed ones, and those ahead of them, a tile for each warp in turn."""
+        find_ring(w, 0)
+        for i in T.serial((w.parts[0] + warps * w.splits - 1) // (warps * w.splits)):
+            at = (i * warps + w.warp[0]) * w.splits + w.split
+            if less(at, w.parts[0]):
+                find_ring(w, at)
+                spare.step(ring_tile(RES, w, w.slot[0]), st, st.qk, w.source[0], w.length[0], True, w.lane[0])
+        tile.adopt(st)
+
+    def outside(w, token, begins):
+        """Whether tokens of the stage may lie outside of a row's limits, or are read from the ring."""
+        found = T.Or(
+            less(smaller(w.least[0], w.packed[0]) if sliding else w.least[0], token + mini), less(token, begins)
+        )
+        return T.Or(found, less(token, sink_tokens)) if sink_tokens else found
 
     @T.prim_func
     def main(
@@ -402,12 +465,13 @@ def build(
             tx = T.get_thread_binding()
             st = tile.state(scale, cap, window)
             setattr(st, "row_facts", T.access_ptr(ring[facts], "r"))  # noqa: B010  (TileLang takes = for a buffer's)
-            if layout.k.rotation or layout.v.rotation:
+            if layout.k.rotated or layout.v.rotated:
                 setattr(st, "turned", T.alloc_local((1,), "float32"))  # noqa: B010
-            if layout.k.rotation:
+            if layout.k.rotated:
                 setattr(st, "rotated", T.alloc_local((D // 4,), "float32"))  # noqa: B010
             c = merge_state()
             ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
+            ints |= {name: T.alloc_local((1,), "int32") for name in ("tile", "parts", "slot")} if sliding else {}
             place = T.alloc_local((5,), "int32")  # of tz_place
             early, late, moved = (T.alloc_local((size,), "int32") for size in (4, 4, 1))
             w = SimpleNamespace(
@@ -430,14 +494,18 @@ def build(
             w.parity[0] = 0
             place_rows(st, w, tx)
             if balanced:
-                expect_work(KV, TABLE, LEN, place, early, bx, w)
+                expect_work(KV, TABLE, LEN, RES, SLOT, place, early, bx, w)
             elif pdl and ahead:
                 copies.prefetch(KV, TABLE, LEN, w)
+                if sliding:
+                    prefetch_ring(RES, SLOT, w)
             if pdl:
                 T.pdl_sync()
             if balanced:
                 find_work(TABLE, LEN, place, early, late, moved, bx, w)
             ask_rows(Q, ring, w, tx)
+            if sliding:
+                w.slot[0] = peek(SLOT, w.b)
             copies.start(KV, TABLE, LEN, ring, full, w)
             copies.confirm(KV, TABLE, ring, full, w)
             tile.clear(st)
@@ -448,24 +516,13 @@ def build(
             if rotation is not None:
                 rotate_rows(ring, st, w)
             if residual:
-                if less(w.packed[0], w.length[0]):
+                if less(0 if sink_tokens else w.packed[0], w.length[0]):
                     if rotation is None:
                         spare_q(ring, st, w)
-                    for i in T.serial(T.ceildiv(w.length[0] - w.packed[0], 16 * warps * w.splits)):
-                        j = (i * warps + w.warp[0]) * w.splits + w.split
-                        if less(w.packed[0] + j * 16, w.length[0]):
-                            spare.step(
-                                T.call_extern(
-                                    "handle",
-                                    "tz_page",
-                                    T.access_ptr(RES[0, 0, 0], "r", 1),
-                                    peek(SLOT, w.b),
-                                    RES_H * RES_WORDS,
-                                    w.h[0] * RES_WORDS + (w.packed[0] // 16 + j) % spare_tiles * spare.tile_words,
-                                ),
-                                st, st.qk, w.packed[0] + j * 16, w.length[0], True, w.lane[0],
-                            )  # fmt: skip
-                    tile.adopt(st)
+                    if sliding:
+                        read_ring(RES, SLOT, st, w)
+                    else:
+                        read_group(RES, SLOT, st, w)
             if rotation is not None:
                 load_rotated(st)
             else:
@@ -507,11 +564,11 @@ def build(
                             st,
                             w.lane[0],
                         )
-                begins = T.call_extern("int32", "tz_select", less(0, window), w.length[0] - window, 0)
+                begins = T.call_extern("int32", "tz_select", less(0, window), w.length[0] - window, sink_tokens)
                 tile.step(
                     T.access_ptr(ring[at + layout.channel_words], "r", stage),
-                    st, rows_of(ring, st, w), token, w.length[0],
-                    T.Or(less(w.least[0], token + mini), less(token, begins)), w.lane[0],
+                    st, rows_of(ring, st, w), token, w.packed[0] if sliding else w.length[0],
+                    outside(w, token, begins), w.lane[0],
                 )  # fmt: skip
                 w.read[0] = w.read[0] + 1
                 if w.read[0] == stages:

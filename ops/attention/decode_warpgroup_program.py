@@ -61,6 +61,7 @@ def build(
     ahead: int = 0,
     parts: int = 1,
     cluster: int = 1,
+    sink_tokens: int = 0,
 ):
     """The prim_func `main` for up to 8 * row_tiles rows in a CTA; arguments and shapes as of decode_program.build.
 
@@ -69,7 +70,7 @@ def build(
     """
     import tilelang.language as T
 
-    layout, plain = CacheLayout(k_format, v_format, head_dim), CacheLayout("float16", "float16", head_dim)
+    layout, plain = CacheLayout(k_format, v_format, head_dim, sink_tokens), CacheLayout("float16", "float16", head_dim)
     D, nt, cols, wgs = head_dim, row_tiles, 8 * row_tiles, warps // 4
     group = layout.k.group
     if warps % 4 or row_tiles % 2 or not 2 <= row_tiles <= 8:
@@ -84,8 +85,8 @@ def build(
         raise ArgumentError(
             "v_format", v_format, "static values cannot join f16 residual tokens", "use token-wise values"
         )
-    if residual % TOKENS or page % max(TOKENS, layout.block_tokens):
-        raise ArgumentError("page", (page, residual), f"must be multiples of {TOKENS}", "use single warps")
+    if page % max(TOKENS, layout.block_tokens):
+        raise ArgumentError("page", page, f"must be a multiple of {TOKENS}", "use single warps")
     if not 1 <= cluster <= BATCH:
         raise ArgumentError("cluster", cluster, f"{target.arch} has clusters of 1..16 CTAs", "use 1")
     stage = stage_words(layout, TILES)
@@ -104,8 +105,9 @@ def build(
         "cp_async", "lds", "place", "pack", "bulk", "semaphore", "warpgroup", "prefetch", "stmatrix_trans",
         extra=tuple(dict.fromkeys(c.device_source for c in sorted(found, key=lambda c: c.name))),
     )  # fmt: skip
-    tile = make_warpgroup_macros(layout, nt, softcap, early=warps <= 8 and nt <= 6)
-    spare = make_warpgroup_macros(plain, nt, softcap) if residual else None
+    sliding = bool(residual) and not group  # the ring takes over inside a step
+    tile = make_warpgroup_macros(layout, nt, softcap, warps <= 8 and nt <= 6, sliding)
+    spare = make_warpgroup_macros(plain, nt, softcap, inner=sliding) if residual else None
     copies = make_copy_macros(
         layout, tiles=TILES, stages=stages, warps=wgs, parts=parts, page=page, residual=residual, bulk=True,
         ahead=ahead,
@@ -207,15 +209,44 @@ def build(
         return lambda r: T.access_ptr(ring[at + layout.channel_words + r * layout.tile_words], "r", layout.tile_words)
 
     def spare_tile(RES, w):
-        """Addresses of the tiles of residual block w.source from number w.now on."""
+        """Addresses of the tiles of residual ring w.source from number w.now on; -1: of the first tokens alone."""
+
+        def number(r):
+            inside = (w.now[0] + r) % spare_tiles
+            return (
+                T.call_extern("int32", "tz_select", less(w.now[0], 0), spare_tiles, inside) if sink_tokens else inside
+            )
+
         return lambda r: T.call_extern(
             "handle", "tz_page", T.access_ptr(RES[0, 0, 0], "r", 1), w.source[0], RES_H * RES_WORDS,
-            w.h[0] * RES_WORDS + (w.now[0] + r) % spare_tiles * plain.tile_words,
+            w.h[0] * RES_WORDS + number(r) * plain.tile_words,
         )  # fmt: skip
 
     @T.macro
+    def take_ring(RES, SLOT, q, ring, x, st, w, split):
+        """The f16 tokens behind the packed ones, and those ahead of them."""
+        spare.find_values(w)
+        w.source[0] = peek(SLOT, w.b)
+        first = T.call_extern("int32", "tz_select", less(0, w.packed[0]), 1, 0) if sink_tokens else 0
+        w.steps[0] = T.ceildiv(w.length[0] - w.packed[0], TOKENS) + first
+        for i in T.serial(T.ceildiv(w.steps[0], wgs * S)):
+            j = (i * wgs + w.warp[0]) * S + split
+            if less(j, w.steps[0]):
+                w.token[0] = w.packed[0] + (j - first) * TOKENS
+                w.now[0] = w.token[0] // 16
+                w.end[0] = w.length[0]
+                if sink_tokens:
+                    if less(j, first):
+                        w.token[0] = 0
+                        w.now[0] = -1
+                        w.end[0] = sink_tokens
+                spare.step(spare_tile(RES, w), q, plainly // 4, ring, x, st, w.token[0], w.end[0], True, ends, w)
+        spare.flush(x, st, w)
+        tile.adopt(st)
+
+    @T.macro
     def take_residual(RES, SLOT, q, ring, x, st, w, split):
-        """The f16 tokens behind the packed ones."""
+        """The f16 tokens of a channel group that is not full yet."""
         spare.find_values(w)
         w.source[0] = peek(SLOT, w.b)
         for i in T.serial(T.ceildiv(w.length[0] - w.packed[0], TOKENS * wgs * S)):
@@ -282,6 +313,12 @@ def build(
         if back is not None:
             turn_back(ring, st, w, tx)
 
+    def outside(w, token, begins):
+        """Whether tokens of the step may lie outside of a row's limits, or are read from the ring."""
+        end = smaller(w.least[0], w.packed[0]) if sliding else w.least[0]
+        found = T.Or(less(end, token + TOKENS), less(token, begins))
+        return T.Or(found, less(token, sink_tokens)) if sink_tokens else found
+
     @T.prim_func
     def main(
         Q: T.Tensor((B, QL, HQ, D), dtype),
@@ -317,7 +354,8 @@ def build(
             if back is not None:
                 setattr(st, "turns", T.alloc_local((of_row,), "float32"))  # noqa: B010
             c = merge_state()
-            ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, *OWN_INTEGERS)}
+            ring_ints = ("steps", "token", "end") if sliding else ()
+            ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, *OWN_INTEGERS, *ring_ints)}
             q, p = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()
             w = SimpleNamespace(
                 b=b, hy=hy, split=split, splits=S, partials=P, part_row=b, part_base=0, q_len=QL, window=window,
@@ -349,8 +387,11 @@ def build(
             w.least[0] = w.length[0] + 1 - w.q_len + T.truncdiv(w.y[0] * cols, w.group[0])
             tile.place_values(w)
             if residual:
-                if less(w.packed[0], w.length[0]):
-                    take_residual(RES, SLOT, q, ring, x, st, w, split)
+                if less(0 if sink_tokens else w.packed[0], w.length[0]):
+                    if sliding:
+                        take_ring(RES, SLOT, q, ring, x, st, w, split)
+                    else:
+                        take_residual(RES, SLOT, q, ring, x, st, w, split)
             tile.find_values(w)
             tile.sum_q(q, queries // 4, st)
             for i in T.serial(w.count[0]):
@@ -369,10 +410,11 @@ def build(
                         tile.scale_q(
                             T.access_ptr(ring[at], "r", stage), q, queries, scaled + w.warp[0] * of_q, ring, st, w
                         )
-                begins = T.call_extern("int32", "tz_select", less(0, window), w.length[0] - window, 0)
+                begins = T.call_extern("int32", "tz_select", less(0, window), w.length[0] - window, sink_tokens)
                 tile.step(
                     packed_tile(ring, at), q, (scaled + w.warp[0] * of_q) // 4 if group else queries // 4, ring, x, st,
-                    token, w.length[0], T.Or(less(w.least[0], token + TOKENS), less(token, begins)), ends, w,
+                    token, w.packed[0] if sliding else w.length[0],
+                    outside(w, token, begins), ends, w,
                 )  # fmt: skip
                 w.read[0] = w.read[0] + 1
                 if w.read[0] == stages:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from terrazzo.ops.attention.quantizer import CLIP_STEPS, CLIPS, clip_levels
+import numpy as np
+from terrazzo.ops.attention.quantizer import CLIP_STEPS, CLIPS
 from terrazzo.ops.tiles.primitives import Primitive, prelude
 
 _ALL = (
@@ -264,45 +265,82 @@ __device__ __forceinline__ void tz_store_swizzled(void *p, int rows, int row, in
 PRIMITIVES = {p.name: p for p in _ALL}
 
 
-_CLIPS = ", ".join(map(str, CLIPS))
-_EDGES = ", ".join(str(clip_levels(outer)[1]) for outer in CLIPS)
-_INNER = ", ".join(str(clip_levels(outer)[0]) for outer in CLIPS)
+def f16_pair(value: float) -> int:
+    """Two f16 of one value as a word."""
+    return int(np.float16(value).view(np.uint16)) * 0x10001
+
+
+_OUTER = ", ".join(map(str, CLIPS))
+_EDGES = ", ".join(hex(f16_pair(2 * outer // 3)) + "u" for outer in CLIPS)
+_PARTS = ", ".join(f"{float(np.float32(outer / CLIP_STEPS))!r}f" for outer in CLIPS)
+PAIRS_OF_F16 = Primitive(
+    "pairs of f16",
+    "TileLang's packed arithmetic takes vectors, not registers",
+    """\
+__device__ __forceinline__ unsigned tz_hadd2(unsigned a, unsigned b) {
+  unsigned r; asm("add.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+__device__ __forceinline__ unsigned tz_hsub2(unsigned a, unsigned b) {
+  unsigned r; asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+// 1 where a > b, else 0
+__device__ __forceinline__ unsigned tz_hset2(unsigned a, unsigned b) {
+  unsigned r; asm("set.gt.f16x2.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+""",
+)
 CLIPPING = Primitive(
     "clipping",
     "tables of constants in loops that nvcc unrolls; quantizer.py to the bit: no contraction of rounded sums",
     f"""\
-// the middle of values low .. high, and steps of {CLIP_STEPS} for half of their range
-__device__ __forceinline__ void tz_clip_middle(float low, float high, void *out_) {{
-  float *out = (float *)out_, half = __fmul_rn(__fsub_rn(high, low), .5f);
-  out[0] = __fmul_rn(__fadd_rn(low, high), .5f);
-  out[1] = half > 0.f ? fminf(__fdiv_rn({CLIP_STEPS}.f, half), 3.4028234663852886e38f) : 0.f;
+// middles of the ranges of two tokens, and steps of {CLIP_STEPS} for half of each
+__device__ __forceinline__ void tz_clip_middle(float low0, float high0, float low1, float high1, void *out_) {{
+  unsigned *out = (unsigned *)out_;
+  float a = __fdiv_rn({CLIP_STEPS}.f, __fmul_rn(__fsub_rn(high0, low0), .5f));
+  float b = __fdiv_rn({CLIP_STEPS}.f, __fmul_rn(__fsub_rn(high1, low1), .5f));
+  out[0] = tz_pack2<false>(__fmul_rn(__fadd_rn(low0, high0), .5f), __fmul_rn(__fadd_rn(low1, high1), .5f));
+  out[1] = tz_pack2<false>(a <= 65504.f ? a : 0.f, b <= 65504.f ? b : 0.f);
 }}
-// a value's distance from the middle to the sums of those beyond each range's edge (their number above bit 18), and of
-// all
-__device__ __forceinline__ void tz_clip_count(float x, float middle, float steps, void *far_) {{
+// two values' distances from the middles to the sums and the numbers of those beyond each range's edge, and of all
+__device__ __forceinline__ void tz_clip_count(unsigned x, const void *middle_, void *far_) {{
   constexpr unsigned edges[] = {{{_EDGES}}};
+  const unsigned *middle = (const unsigned *)middle_;
   unsigned *far = (unsigned *)far_;
-  unsigned at = __float2int_rn(fminf(__fmul_rn(fabsf(__fsub_rn(x, middle)), steps), {2 * CLIP_STEPS}.f));
-#pragma unroll
-  for (int i = 0; i < {len(CLIPS)}; ++i) far[i] += at > edges[i] ? at + (1u << 18) : 0u;
-  far[{len(CLIPS)}] += at;
-}}
-// low .. high of D values as the range with the least squared error
-template <int D> __device__ __forceinline__ void tz_clip_range(void *low_, void *high_, const void *far_) {{
-  constexpr int outer[] = {{{_CLIPS}}}, inner[] = {{{_INNER}}};
-  const unsigned *far = (const unsigned *)far_;
-  float low = *(float *)low_, high = *(float *)high_;
-  int least = 0x7fffffff, best = {CLIPS[0]};
+  unsigned at = tz_hmul2(tz_hsub2(x, middle[0]) & 0x7fff7fffu, middle[1]);
+  at = tz_hsub2(tz_hadd2(tz_min2<false>(at, {f16_pair(CLIP_STEPS):#x}u), {f16_pair(1024):#x}u), {f16_pair(1024):#x}u);
 #pragma unroll
   for (int i = 0; i < {len(CLIPS)}; ++i) {{
-    int count = far[i] >> 18, sum = far[i] & 0x3ffffu, rest = (int)far[{len(CLIPS)}] - sum;
-    int error = inner[i] * inner[i] * (D - count) + outer[i] * outer[i] * count;
-    error -= 2 * (inner[i] * rest + outer[i] * sum);
-    if (error < least) {{ least = error; best = outer[i]; }}
+    unsigned beyond = tz_hset2(at, edges[i]);
+    far[2 * i] = tz_hfma2(beyond, at, far[2 * i]);
+    far[2 * i + 1] = tz_hadd2(far[2 * i + 1], beyond);
   }}
-  if (best == {CLIPS[0]}) return;
-  float half = __fmul_rn(__fmul_rn(__fsub_rn(high, low), .5f), __fmul_rn((float)best, {1 / CLIP_STEPS}f));
-  float middle = __fmul_rn(__fadd_rn(low, high), .5f);
+  far[{2 * len(CLIPS)}] = tz_hadd2(far[{2 * len(CLIPS)}], at);
+}}
+// what a lane counted for the first or the second token of the pairs, or (2) for the one that has both: 2^14 times the
+// number plus the sum
+__device__ __forceinline__ void tz_clip_join(int which, const void *far_, void *out_) {{
+  const unsigned *far = (const unsigned *)far_;
+  float *out = (float *)out_;
+#pragma unroll
+  for (int i = 0; i <= {len(CLIPS)}; ++i) {{
+    unsigned sum = far[2 * i], count = i < {len(CLIPS)} ? far[2 * i + 1] : 0u;
+    float low = 16384.f * tz_unpack<false, 0>(count) + tz_unpack<false, 0>(sum);
+    float high = 16384.f * tz_unpack<false, 1>(count) + tz_unpack<false, 1>(sum);
+    out[i] = which == 0 ? low : which == 1 ? high : low + high;
+  }}
+}}
+// low .. high of D values as the range with the least squared error
+template <int D> __device__ __forceinline__ void tz_clip_range(void *low_, void *high_, const void *sums_) {{
+  constexpr int outers[] = {{{_OUTER}}};
+  constexpr float parts[] = {{{_PARTS}}};
+  const float *sums = (const float *)sums_;
+  float low = *(float *)low_, high = *(float *)high_, part = 1.f;
+  int total = (int)sums[{len(CLIPS)}], least = 0x7fffffff;
+#pragma unroll
+  for (int i = 0; i < {len(CLIPS)}; ++i) {{
+    int both = (int)sums[i], count = both >> 14, sum = both & 16383, outer = outers[i], inner = outer / 3;
+    int error = inner * inner * (D - count) + outer * outer * count - 2 * (inner * (total - sum) + outer * sum);
+    if (error < least && (total > 0 || i == 0)) {{ least = error; part = parts[i]; }}
+  }}
+  if (part == 1.f) return;
+  float half = __fmul_rn(__fmul_rn(__fsub_rn(high, low), .5f), part), middle = __fmul_rn(__fadd_rn(low, high), .5f);
   *(float *)low_ = __fsub_rn(middle, half);
   *(float *)high_ = __fadd_rn(middle, half);
 }}

@@ -43,7 +43,7 @@ class KVFormat:
         group: tokens that share a channel-wise scale, else 0.
         bias: added to every integer code (-128 turns offset binary into signed).
         rotation: "hadamard" where tokens are rotated before they are quantized, else "". Token-wise formats only.
-        clip: "mse" where the range of a token is the one, of 11 from all to half of it, whose codes have the least
+        clip: "mse" where the range of a token is the one, of nine from all to half of it, whose codes have the least
             squared error, else "". Two bits only: more of them lose by it.
         source: who stores it like this.
     """
@@ -86,6 +86,11 @@ class KVFormat:
         return (1 << self.bits) - 1
 
     @property
+    def rotated(self) -> bool:
+        """Whether tokens are stored in another basis."""
+        return bool(self.rotation)
+
+    @property
     def for_values(self) -> bool:
         """Channel-wise scales serve keys only: values are scaled along the sum over tokens."""
         return self.scaling != "channel"
@@ -117,6 +122,30 @@ FORMATS: dict[str, KVFormat] = {
         KVFormat("fp8", "e4m3", "static", source="e4m3, one scale for each head and dimension"),
     )
 }
+
+PRESETS = {
+    "int4": ("int4_hadamard", "int4"),
+    "int2": ("int2_hadamard", "int2_hadamard"),
+    "int8int4": ("int8", "int4"),
+}
+"""What models are given for one name: keys and values of the least error at these bits (docs/kv-formats.md)."""
+
+
+def kept_in_f16(
+    k_format: str | KVFormat, residual: int | None = None, sink_tokens: int | None = None
+) -> tuple[int, int]:
+    """(newest, first) tokens of a sequence that a cache of these keys keeps in f16, where that was not said (None).
+
+    What channel-wise keys need; a ring of 128 tokens where keys are rotated, and with two bits the first 16 tokens,
+    whose outliers would set the range of the others'; else none.
+    """
+    fmt = get_format(k_format)
+    if residual is None:
+        residual = fmt.group or 128 * bool(fmt.rotation)
+    if sink_tokens is None:
+        sink_tokens = TILE_TOKENS if residual and fmt.rotation and fmt.bits == 2 else 0
+    return residual, sink_tokens
+
 
 OF_NEW_TOKENS = KVFormat("float16_hadamard", "f16", "none", rotation="hadamard")
 """Unquantized new tokens that join a rotated cache in prefill; no cache is stored like this."""

@@ -25,8 +25,10 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, launching
 from terrazzo.ops.attention import entry
 from terrazzo.ops.attention.cache import PackedCache, device_of, page_words, residual_of, residual_words, spread_static
+from terrazzo.ops.attention.format import kept_in_f16
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.paging import PageTable, Unstored
+from terrazzo.ops.attention.writing import slides
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +64,9 @@ class KVCache:
         k_format, v_format: names of `FORMATS`. kv_heads, head_dim: of every layer.
         pages: number of pages. page_size: tokens of a page, a multiple of the layout's block.
         sequences: most sequences at a time. max_tokens: most tokens of one sequence; default what all pages hold.
-        layers: number of layers. residual: tokens of the f16 residual block; None for what the format needs.
+        layers: number of layers. residual: newest tokens of a sequence that stay f16, a multiple of 16 up to 256; None
+            for what the keys need: their channel group, 128 for rotated ones, or none. sink_tokens: first tokens that
+            do, 0 or 16; None for 16 where rotated keys have two bits.
         k_static, v_static: f32 [layers, Hkv, D] (or [Hkv, D] for one layer) for static formats. Dimensions of 1 are
             repeated: k_scale and v_scale of a checkpoint's layers are [layers, 1, 1], one for all layers is [] or [1].
         device: where everything lies, as torch names it: "cuda", "cuda:1", 1, a torch.device.
@@ -84,12 +88,14 @@ class KVCache:
         max_tokens: int | None = None,
         layers: int = 1,
         residual: int | None = None,
+        sink_tokens: int | None = None,
         k_static: torch.Tensor | None = None,
         v_static: torch.Tensor | None = None,
         device: str | int | torch.device = "cuda",
     ) -> None:
 
-        self.layout, device = CacheLayout(k_format, v_format, head_dim), device_of(device)
+        _, sink_tokens = kept_in_f16(k_format, residual, sink_tokens)
+        self.layout, device = CacheLayout(k_format, v_format, head_dim, sink_tokens), device_of(device)
         words, numbers = page_words(self.layout, page_size), dict(kv_heads=kv_heads, pages=pages, sequences=sequences)
         numbers |= {"layers": layers} | ({} if max_tokens is None else {"max_tokens": max_tokens})
         for name, value in numbers.items():
@@ -108,7 +114,8 @@ class KVCache:
             spread_static(name, s, fmt.scaling == "static", (layers, kv_heads, head_dim), self.pages.device)
             for name, s, fmt in (("k_static", k_static, self.layout.k), ("v_static", v_static, self.layout.v))
         )
-        self.table = PageTable(pages, page_size, sequences, residual)
+        self.residual_tokens = residual
+        self.table = PageTable(pages, page_size, sequences, lambda tokens: self.layout.packed(tokens, residual))
 
     # -- sequences -----------------------------------------------------------------------------------------------------
     def new(self) -> int:
@@ -141,6 +148,32 @@ class KVCache:
     def free(self, sequence: int) -> None:
         """Forget a sequence; pages that nobody else holds are free again, and its batches refuse to be used."""
         self.table.free(sequence)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget the newest tokens of a sequence, as speculative decoding does with those that were rejected; pages
+        that only they lie in are free again, and batches that were made before refuse to be used.
+
+        A residual ring goes back as far as it still holds what was newest then, counted from the longest that the
+        sequence was, unless it becomes empty: 17 tokens at least, of channel-wise keys to the last full group. Without
+        a ring any length will do.
+
+        Raises:
+            ArgumentError: an unknown sequence, more tokens than it has, or fewer than its ring remembers.
+        """
+        found, ring = self.table.get(sequence), self.residual_tokens
+        if type(length) is not int or not 0 <= length <= found.length:
+            constraint = f"must be a number of tokens that sequence {sequence} has, 0..{found.length}"
+            raise ArgumentError("length", length, constraint, "extend() adds tokens")
+        if ring and length:
+            longest = max(found.longest, found.length)
+            oldest = (
+                self.layout.packed(longest, ring) if self.layout.k.group else ((longest - 1) // 16 - ring // 16) * 16
+            )
+            if self.layout.packed(length, ring) < oldest:
+                least = next(n for n in range(length, found.length + 1) if self.layout.packed(n, ring) >= oldest)
+                constraint = f"must be at least {least}: older tokens have left the residual ring of {ring}"
+                raise ArgumentError("length", length, constraint, "fork() before tokens that may be dropped")
+        self.table.truncate(sequence, length)
 
     def length(self, sequence: int) -> int:
         """Tokens of a sequence."""
@@ -308,6 +341,11 @@ class Batch:
             raise ArgumentError("k", list(k.shape), constraint, "pass all of them; store takes ragged batches")
         entry.append(self._view(layer), k, v, **options)
         self._stored(layer)
+
+    @property
+    def slides(self) -> bool:
+        """Whether the newest tokens lie in a ring that packs a tile at a time, which `rope_append` does not store."""
+        return slides(self.cache.layout, self.cache.residual_tokens)
 
     def rope_append(
         self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: int = 0, **options: Any

@@ -64,16 +64,23 @@ class CacheLayout:
     Args:
         k_format, v_format: names of `FORMATS`.
         head_dim: 64, 128 or 256.
+        sink_tokens: first tokens of a sequence that stay f16 beside the residual ring once they are packed, 0 or 16.
     """
 
     k_format: str
     v_format: str
     head_dim: int
+    sink_tokens: int = 0
 
     def __post_init__(self) -> None:
         get_format(self.k_format, "keys"), get_format(self.v_format, "values")
         if type(self.head_dim) is not int or self.head_dim not in HEAD_DIMS:  # 128.0 would be found as 128's kernel
             raise ArgumentError("head_dim", self.head_dim, f"must be one of {HEAD_DIMS}", "pad the heads")
+        if type(self.sink_tokens) is not int or self.sink_tokens not in (0, TILE_TOKENS):
+            raise ArgumentError("sink_tokens", self.sink_tokens, f"must be 0 or {TILE_TOKENS}", "use 0 for none")
+        if self.sink_tokens and self.k.group:
+            constraint = f"{self.k_format} keys keep whole groups of tokens in f16, not the first ones"
+            raise ArgumentError("sink_tokens", self.sink_tokens, constraint, "use token-wise keys, or 0")
 
     # -- parts ---------------------------------------------------------------------------------------------------------
     @property
@@ -151,6 +158,26 @@ class CacheLayout:
         """32-bit words of a block: channel parameters and tiles."""
         return self.channel_words + self.block_tokens // TILE_TOKENS * self.tile_words
 
+    def params(self) -> dict[str, str | int]:
+        """The arguments of a kernel's builder that name this layout."""
+        found: dict[str, str | int] = dict(k_format=self.k_format, v_format=self.v_format, head_dim=self.head_dim)
+        return found | ({"sink_tokens": self.sink_tokens} if self.sink_tokens else {})
+
+    def kept(self, residual: int) -> tuple[int, int]:
+        """(newest tokens that are never packed, tokens that are packed at once) with an f16 ring of `residual` tokens:
+        whole channel groups, which leave the ring empty, or the oldest tile of a full ring of token-wise keys."""
+        return (0, residual) if self.k.group else (max(residual - TILE_TOKENS, 0), TILE_TOKENS)
+
+    def packed(self, length: int, residual: int) -> int:
+        """How many of the first tokens of a sequence are packed; those behind lie in the ring. length: an int, or a
+        tensor of them."""
+        if not residual:
+            return length
+        least, unit = self.kept(residual)
+        rest = length - least
+        rest = max(rest, 0) if isinstance(rest, int) else rest.clamp(min=0)
+        return rest // unit * unit
+
     def words(self, tokens: int) -> int:
         """Words of a page of `tokens` tokens, a multiple of `block_tokens`."""
         if tokens % self.block_tokens or tokens < 1:
@@ -163,7 +190,8 @@ class CacheLayout:
         """Stable name of the byte order."""
         parts = (self.k_layout.identity, self.v_layout.identity, self.block_tokens, self.token_params)
         digest = hashlib.sha256(repr((*parts, self.rows.index.tolist())).encode()).hexdigest()[:12]
-        return f"kv.{self.k_format}.{self.v_format}.d{self.head_dim}.{digest}"
+        sink = f".sink{self.sink_tokens}" if self.sink_tokens else ""
+        return f"kv.{self.k_format}.{self.v_format}.d{self.head_dim}{sink}.{digest}"
 
     # -- packing -------------------------------------------------------------------------------------------------------
     def pack(self, k, v):

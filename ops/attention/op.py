@@ -106,8 +106,7 @@ def plan(
         _, schedule = spaces.choose(attention_space.Decode(problem), "attention", facts, target, problem.pairs, device)
     division = schedules.Division(1) if shares else schedules.divide(problem, schedule, target, device, splits)
     params = schedule.params() | {
-        "parts": division.parts, "cluster": division.cluster,
-        "k_format": layout.k_format, "v_format": layout.v_format, "head_dim": layout.head_dim, "dtype": dtype,
+        "parts": division.parts, "cluster": division.cluster, **layout.params(), "dtype": dtype,
         "page": page, "residual": residual, "softcap": softcap, "sinks": sinks,
     }  # fmt: skip
     params |= {"balanced": True} if shares else {}

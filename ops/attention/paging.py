@@ -20,6 +20,7 @@ class Sequence:
     Attributes:
         generation: another one once it is freed, or one of its pages is replaced by a copy.
         unstored: who knows in which layers its newest tokens are not stored; None for nobody.
+        longest: tokens that it had at most, as far as its residual ring remembers.
     """
 
     slot: int
@@ -27,6 +28,7 @@ class Sequence:
     length: int = 0
     generation: int = 0
     unstored: Unstored | None = None
+    longest: int = 0
 
 
 class Unstored:
@@ -45,11 +47,11 @@ class PageTable:
 
     Args:
         pages: number of pages. page_size: tokens of a page. slots: most sequences at a time.
-        residual: tokens of the f16 residual block, 0 for none; only whole blocks of it take room in pages.
+        stored: how many of so many first tokens lie in pages, not in an f16 residual ring; None for all.
     """
 
-    def __init__(self, pages: int, page_size: int, slots: int, residual: int = 0) -> None:
-        self.page_size, self.residual = page_size, residual
+    def __init__(self, pages: int, page_size: int, slots: int, stored: Callable[[int], int] | None = None) -> None:
+        self.page_size, self.stored = page_size, stored or (lambda tokens: tokens)
         self.sequences: dict[int, Sequence] = {}
         self.holders = [0] * pages
         """Sequences that hold each page."""
@@ -84,10 +86,6 @@ class PageTable:
             raise ArgumentError("sequence", sequence, "is no sequence of this cache", "make one with new() or fork()")
         return found
 
-    def stored(self, tokens: int) -> int:
-        """Tokens of the first `tokens` that lie in pages."""
-        return tokens - tokens % self.residual if self.residual else tokens
-
     # -- changing ------------------------------------------------------------------------------------------------------
     def new(self) -> int:
         """An empty sequence. Raises CacheFullError without a free slot."""
@@ -106,9 +104,21 @@ class PageTable:
         made = self.new()
         self.sequences[made].pages = list(source.pages)
         self.sequences[made].length = source.length
+        self.sequences[made].longest = source.longest
         for page in source.pages:
             self.holders[page] += 1
         return made
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget the tokens of a sequence behind the first `length`, and the pages that only they lie in."""
+        found = self.get(sequence)
+        found.longest = max(found.longest, found.length) if length else 0
+        found.length = length
+        kept = -(-self.stored(length) // self.page_size)
+        for page in reversed(found.pages[kept:]):
+            self._release(page)
+        del found.pages[kept:]
+        self._changed(found)
 
     def free(self, sequence: int) -> None:
         """Give back a sequence's slot and the pages that nobody else holds."""

@@ -24,7 +24,7 @@ from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
 from terrazzo.ops.attention.prefill_rows import head_of, query_of, seen_by, span
-from terrazzo.ops.attention.prefill_stages import INTEGERS, STAGE, Geometry, arguments, check_memory, make_stage_macros
+from terrazzo.ops.attention.prefill_stages import STAGE, Geometry, arguments, check_memory, integers, make_stage_macros
 from terrazzo.ops.attention.rotation_macros import make_rotation, query_stages, sum_stages
 from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, smaller
 from terrazzo.ops.tiles.calls import cp_async, cp_commit, cp_wait, mma, pack2, unpack
@@ -56,6 +56,7 @@ def build(
     fresh: bool,
     softcap: bool,
     sinks: bool,
+    sink_tokens: int = 0,
 ):
     """The prim_func `main` for tiles of 8 * row_tiles * warps rows.
 
@@ -74,7 +75,7 @@ def build(
     """
     import tilelang.language as T
 
-    g = Geometry(CacheLayout(k_format, v_format, head_dim), page, residual, fresh)
+    g = Geometry(CacheLayout(k_format, v_format, head_dim, sink_tokens), page, residual, fresh)
     layout, plain = g.layout, g.plain
     D, nt, cols, slices = head_dim, row_tiles, 8 * row_tiles, head_dim // 16
     threads, most_rows = warps * 32, 8 * row_tiles * warps
@@ -203,14 +204,17 @@ def build(
                 for t in each(nt):
                     mma(of.v_kind, st.o, ((j * of.v_atoms + i) * nt + t) * 4, st.a, i * 4, st.b, t * 2)
 
+    def seen(of, w):
+        """Whether a row of the warp sees a token of the tile; the first tokens come from the ring."""
+        found = T.And(less(w.token[0], smaller(w.high[0], w.end[0])), less(w.low[0], w.token[0] + 16))
+        return T.And(found, less(sink_tokens - 1, w.token[0])) if sink_tokens and of is tile else found
+
     @T.macro
     def step(of, base, head, sv, st, token, end, scale, cap, w, lane):
         """One tile, unless none of the warp's rows sees a token of it."""
         w.token[0] = token
         w.end[0] = end
-        w.here[0] = T.cast(
-            T.And(less(w.token[0], smaller(w.high[0], w.end[0])), less(w.low[0], w.token[0] + 16)), "int32"
-        )
+        w.here[0] = T.cast(seen(of, w), "int32")
         if w.here[0] > 0:
             w.edge[0] = T.cast(
                 T.Or(less(smaller(w.least[0], w.end[0]), w.token[0] + 16), less(w.token[0], w.most[0])), "int32"
@@ -292,7 +296,7 @@ def build(
                 **{name: T.alloc_local((n,), "uint32") for name, n in words.items()},
                 **operand_state(), hi=T.alloc_local((nt * 2,), "int32"),
             )  # fmt: skip
-            ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, *LIMITS)}
+            ints = {name: T.alloc_local((1,), "int32") for name in (*integers(g), *LIMITS)}
             w = SimpleNamespace(b_=b, h=h, warp=tx // 32, **ints)
             x = SimpleNamespace(KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW)
             stream.place(LEN, CU, w, y, window, args.hq, args.hk)

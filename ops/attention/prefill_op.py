@@ -92,7 +92,7 @@ def plan(
         _, schedule = spaces.choose(Prefill(problem), "attention_prefill", facts, target, 1, device)
     program = PROGRAMS[schedule.program]
     params = schedule.params() | {
-        "k_format": layout.k_format, "v_format": layout.v_format, "head_dim": layout.head_dim, "dtype": dtype,
+        **layout.params(), "dtype": dtype,
         "page": page, "residual": residual, "fresh": fresh, "softcap": softcap, "sinks": sinks,
     }  # fmt: skip
     request = KernelRequest(

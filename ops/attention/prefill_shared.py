@@ -24,7 +24,7 @@ from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
 from terrazzo.ops.attention.prefill_rows import head_of, make_q_macros, query_of, seen_by, span
-from terrazzo.ops.attention.prefill_stages import INTEGERS, STAGE, Geometry, arguments, check_memory, make_stage_macros
+from terrazzo.ops.attention.prefill_stages import STAGE, Geometry, arguments, check_memory, integers, make_stage_macros
 from terrazzo.ops.attention.rotation_macros import make_rotation, row_sum_stages
 from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, smaller
 from terrazzo.ops.tiles.calls import (
@@ -89,6 +89,7 @@ def build(
     fresh: bool,
     softcap: bool,
     sinks: bool,
+    sink_tokens: int = 0,
 ):
     """The prim_func `main` for tiles of 16 * warps rows; arguments, shapes as in prefill_mma.build, but NEW holds the
     images of new tokens (new_tokens_program.py).
@@ -99,7 +100,7 @@ def build(
     """
     import tilelang.language as T
 
-    g = Geometry(CacheLayout(k_format, v_format, head_dim), page, residual, fresh, images=fresh)
+    g = Geometry(CacheLayout(k_format, v_format, head_dim, sink_tokens), page, residual, fresh, images=fresh)
     layout, plain = g.layout, g.plain
     D, slices, wgs, mt = head_dim, head_dim // 16, warps // 4, head_dim // 64
     ct, nt, row_chunks = warps * 32, STAGE // 8, head_dim // 8  # consumer threads; n8 tiles of S; 16 bytes of a row
@@ -283,6 +284,17 @@ def build(
             wgmma(D, (tile.v_kind, tile.v_kind), st.o, 0, st.p, r * 4, across, at, k_major=False)
         T.warpgroup_commit_batch()
 
+    def inside(w, at):
+        """Whether the stage has token `at`."""
+        return among(at, w.end[0], w.end[0] - w.from_[0]) if sink_tokens else less(at, w.end[0])
+
+    def outside(w):
+        """Whether tokens of the stage may lie outside of a row's limits, or are read elsewhere."""
+        found = T.Or(
+            less(smaller(w.least[0], w.end[0]), w.token[0] + STAGE), less(w.token[0], w.high[0] - span(w.window))
+        )
+        return T.Or(found, less(w.token[0], w.from_[0])) if sink_tokens else found
+
     @T.macro
     def mask(st, w, lane):
         """Scores of tokens that a row does not see become -inf."""
@@ -298,17 +310,16 @@ def build(
                         seen, st.s[j * 4 + half * 2 + e], -T.infinity("float32")
                     )
                     st.s[j * 4 + half * 2 + e] = T.if_then_else(
-                        less(at, w.end[0]), st.s[j * 4 + half * 2 + e], -T.infinity("float32")
+                        inside(w, at), st.s[j * 4 + half * 2 + e], -T.infinity("float32")
                     )
 
     @T.macro
     def softmax(st, scale, cap, w, i, lane):
         """Weights of stage i in place of its scores, and the factors of what was summed before."""
         stream.locate(w, i)
-        w.edge[0] = T.cast(
-            T.Or(less(smaller(w.least[0], w.end[0]), w.token[0] + STAGE), less(w.token[0], w.high[0] - span(w.window))),
-            "int32",
-        )
+        if sink_tokens:  # the first packed tokens are read from the ring
+            w.from_[0] = T.if_then_else(i < w.nb[0] + w.nc[0], 0, sink_tokens)
+        w.edge[0] = T.cast(outside(w), "int32")
         if softcap:
             for e in each(nt * 4):
                 st.s[e] = cap * tanh(st.s[e] * scale / cap)
@@ -459,8 +470,8 @@ def build(
             tx = T.get_thread_binding()
             lane = tx % 32
             sizes = {"o": D // 2, "s": nt * 4, "m": 2, "l": 2, "f": 2, "x": 2}
-            sizes |= {"rotated": 8} if layout.k.rotation else {}
-            sizes |= {"turned": 1} if layout.k.rotation or layout.v.rotation else {}
+            sizes |= {"rotated": 8} if layout.k.rotated else {}
+            sizes |= {"turned": 1} if layout.k.rotated or layout.v.rotated else {}
             words = {"p": nt * 2, "a": 32, "q": max(1, held * 4)}
             st = SimpleNamespace(
                 **{name: T.alloc_local((n,), "float32") for name, n in sizes.items()},
@@ -470,7 +481,8 @@ def build(
             sv = T.alloc_local((slices * 4 if tile.v_static else 1,), "uint32")
             desc = T.alloc_wgmma_desc()
             across = T.alloc_wgmma_desc()
-            ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, *STATE)}
+            ints = {name: T.alloc_local((1,), "int32") for name in (*integers(g), *STATE)}
+            ints |= {"from_": T.alloc_local((1,), "int32")} if sink_tokens else {}
             if not (residual or fresh):
                 ints["end"] = ints["packed"]
             wg = T.alloc_local((1,), "int32")

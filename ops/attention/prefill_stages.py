@@ -5,7 +5,7 @@ its rows sees, newest source first:
 
     new       f16 tiles of the tokens of this call (`fresh`), in pages of 64 of their own; or their `images`, keys and
               values as wgmma reads them from shared memory (new_tokens_program.py), which a program fetches by itself
-    residual  f16 tiles of the ring behind the packed tokens
+    residual  f16 tiles of the ring behind the packed tokens, and then that of the first tokens, if they stay f16
     packed    tiles of the cache's pages
 
 Stages begin at multiples of 64 tokens of their source; tokens past a source's end are masked, and copied only where the
@@ -92,6 +92,11 @@ def plain_layout(layout: CacheLayout) -> CacheLayout:
     return CacheLayout(*names, layout.head_dim)
 
 
+def integers(g: Geometry) -> tuple[str, ...]:
+    """Names of the integers of `make_stage_macros`."""
+    return (*INTEGERS, "sink") if g.layout.sink_tokens else INTEGERS
+
+
 def arguments(head_dim: int, dtype: str) -> SimpleNamespace:
     """The types of the tensors that both programs take (shapes: prefill_mma.build), and the sizes b, hq and hk."""
     import tilelang.language as T
@@ -142,16 +147,22 @@ def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
 
     layout, plain = g.layout, g.plain
     spare_tiles = g.residual // 16 + 1
+    sink = layout.sink_tokens
     block, group = layout.block_tokens, layout.k.group
 
     def token(w, i):
         made = w.a[0] + (i - w.nb[0] - w.nc[0]) * STAGE
         if g.residual:
-            made = T.if_then_else(i < w.nb[0] + w.nc[0], w.b[0] + (i - w.nc[0]) * STAGE, made)
+            inside = w.b[0] + (i - w.nc[0]) * STAGE
+            inside = T.if_then_else(i == w.sink[0], 0, inside) if sink else inside
+            made = T.if_then_else(i < w.nb[0] + w.nc[0], inside, made)
         return T.if_then_else(i < w.nc[0], w.c[0] + i * STAGE, made) if g.fresh else made
 
     def end(w, i):
         """Of an unquantized stage."""
+        if sink:
+            ring = T.if_then_else(i == w.sink[0], sink, w.cached[0])
+            return T.if_then_else(i < w.nc[0], w.length[0], ring) if g.fresh else ring
         return T.if_then_else(i < w.nc[0], w.length[0], w.cached[0]) if g.fresh else w.cached[0]
 
     def new_page(w, i):
@@ -182,7 +193,10 @@ def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
         if window > 0:
             w.at[0] = T.max(seen_by(w, w.row0[0]) - window, 0)
         w.cached[0] = T.max(w.before[0], 0) if g.fresh else w.length[0]
-        w.packed[0] = w.cached[0] - T.truncmod(w.cached[0], g.residual) if g.residual else w.cached[0]
+        if g.residual and not group:
+            w.packed[0] = T.truncdiv(T.max(w.cached[0] - layout.kept(g.residual)[0], 0), 16) * 16
+        else:
+            w.packed[0] = w.cached[0] - T.truncmod(w.cached[0], g.residual) if g.residual else w.cached[0]
         w.a[0] = T.truncdiv(w.at[0], STAGE) * STAGE
         w.na[0] = T.truncdiv(T.max(T.min(top, w.packed[0]) - w.a[0] + STAGE - 1, 0), STAGE)
         w.nb[0] = 0
@@ -190,9 +204,15 @@ def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
         if g.residual:
             w.b[0] = w.packed[0] + T.truncdiv(T.max(w.at[0] - w.packed[0], 0), STAGE) * STAGE
             w.nb[0] = T.truncdiv(T.max(T.min(top, w.cached[0]) - w.b[0] + STAGE - 1, 0), STAGE)
+        if sink:
+            w.sink[0] = -1
         if g.fresh:
             w.c[0] = w.cached[0] + T.truncdiv(T.max(w.at[0] - w.cached[0], 0), STAGE) * STAGE
             w.nc[0] = T.truncdiv(T.max(T.min(top, w.length[0]) - w.c[0] + STAGE - 1, 0), STAGE)
+        if sink:  # a stage of its own, the last one of the ring
+            if T.And(w.packed[0] > 0, w.at[0] < sink):
+                w.sink[0] = w.nc[0] + w.nb[0]
+                w.nb[0] = w.nb[0] + 1
 
     @T.macro
     def fetch(x, ring, w, i, at, io):
@@ -205,8 +225,9 @@ def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
             if g.residual:
                 if i >= w.nc[0]:
                     for j in each(STAGE // 16):
-                        if token(w, i) + j * 16 < w.cached[0]:
+                        if token(w, i) + j * 16 < (end(w, i) if sink else w.cached[0]):
                             tile = T.truncmod(T.truncdiv(token(w, i), 16) + j, spare_tiles)
+                            tile = T.if_then_else(i == w.sink[0], spare_tiles, tile) if sink else tile
                             word = w.h * x.RES.shape[2] + tile * plain.tile_words
                             move(
                                 ring, at + j * plain.tile_words, at_page(x.RES, x.SLOT[w.b_], word), plain.tile_words,

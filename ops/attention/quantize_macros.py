@@ -10,7 +10,7 @@ Rotated formats take their rows through `rotate` first, from f16 or bf16 to f16;
 
 from types import SimpleNamespace
 
-from terrazzo.ops.attention.calls import at32, byte_perm, load_words, max2, min2, store_words, xor_word
+from terrazzo.ops.attention.calls import at32, byte_perm, load_words, max2, min2, store_words, xor_shuffle, xor_word
 from terrazzo.ops.attention.format import KVFormat
 from terrazzo.ops.attention.layout import CacheLayout, operand_layout
 from terrazzo.ops.attention.quantizer import CLIPS
@@ -34,8 +34,8 @@ def tile_state(head_dim: int, *formats: KVFormat) -> SimpleNamespace:
     if any(f.rotation for f in formats):
         f32 |= {name: T.alloc_local((n,), "float32") for name, n in (("rotated", head_dim // 2), ("turned", 1))}
     if any(f.clip for f in formats):
-        u32 |= {"far": T.alloc_local((len(CLIPS) + 1,), "uint32")}
-        f32 |= {"middle": T.alloc_local((2,), "float32")}
+        u32 |= {name: T.alloc_local((n,), "uint32") for name, n in (("far", 2 * len(CLIPS) + 1), ("middle", 2))}
+        f32 |= {"sums": T.alloc_local((len(CLIPS) + 1,), "float32")}
     return SimpleNamespace(**u32, **f32)
 
 
@@ -98,6 +98,7 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
             else:
                 st.pair[r] = (st.new[r // 2 * 2] & T.uint32(0xFFFF)) | (st.new[r // 2 * 2 + 1] & T.uint32(0xFFFF0000))
 
+    clipped = bool(fmt.clip)
     rotation = make_rotation(D, D // 2, (key_stages if is_key else value_stages)(D)) if fmt.rotation else None
 
     @T.macro
@@ -158,25 +159,31 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
             st.f[2 + e] = unpack(e, st.hi[c], bf16=bf16)
 
     @T.macro
-    def clip_range(st, c, elements, low, high):
-        """Limits low .. high of a token, f32 in st.f, narrowed as `quantizer` clips two bits: integer sums over the
-        lanes that share the token. elements: which halves of the registers of class c are the token's."""
-        T.call_extern("handle", "tz_clip_middle", st.f[low], st.f[high], T.access_ptr(st.middle, "w", 2))
-        for i in each(len(CLIPS) + 1):
+    def clip_ranges(st, c):
+        """Limits low (st.f[0], st.f[1]) .. high (st.f[2], st.f[3]) of the tokens that the halves of the registers of
+        class c belong to, narrowed as `quantizer` clips two bits; of keys both are those of one token."""
+        T.call_extern(
+            "handle", "tz_clip_middle", st.f[0], st.f[2], st.f[1], st.f[3], T.access_ptr(st.middle, "w", 2)
+        )  # fmt: skip
+        for i in each(2 * len(CLIPS) + 1):
             st.far[i] = T.uint32(0)
         for r in shared[c]:
-            for e in elements:
-                T.call_extern(
-                    "handle", "tz_clip_count", unpack(e, st.x[r], bf16=bf16), st.middle[0], st.middle[1],
-                    T.access_ptr(st.far, "rw", len(CLIPS) + 1),
-                )  # fmt: skip
-        for i in each(len(CLIPS) + 1):
-            for d in shuffles:
-                st.far[i] = st.far[i] + xor_word(st.far[i], d)
-        T.call_extern(
-            "handle", f"tz_clip_range<{D}>", T.access_ptr(st.f[low], "rw", 1), T.access_ptr(st.f[high], "rw", 1),
-            T.access_ptr(st.far, "r", len(CLIPS) + 1),
-        )  # fmt: skip
+            T.call_extern(
+                "handle", "tz_clip_count", st.x[r], T.access_ptr(st.middle, "r", 2),
+                T.access_ptr(st.far, "rw", 2 * len(CLIPS) + 1),
+            )  # fmt: skip
+        for e in (2,) if is_key else (0, 1):
+            T.call_extern(
+                "handle", "tz_clip_join", e, T.access_ptr(st.far, "r", 2 * len(CLIPS) + 1),
+                T.access_ptr(st.sums, "w", len(CLIPS) + 1),
+            )  # fmt: skip
+            for i in each(len(CLIPS) + 1):
+                for d in shuffles:
+                    st.sums[i] = st.sums[i] + xor_shuffle(st.sums[i], d)
+            T.call_extern(
+                "handle", f"tz_clip_range<{D}>", T.access_ptr(st.f[e % 2], "rw", 1),
+                T.access_ptr(st.f[2 + e % 2], "rw", 1), T.access_ptr(st.sums, "r", len(CLIPS) + 1),
+            )  # fmt: skip
 
     @T.macro
     def token_parameters(st, tile, lane):
@@ -185,16 +192,16 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
             reduce_pairs(st, c, shared[c])
             shuffle_pairs(st, c, shuffles)
             unpack_range(st, c)
-            if fmt.clip:
+            if clipped:
                 if is_key:
                     st.f[0] = T.min(st.f[0], st.f[1])
+                    st.f[1] = st.f[0]
                     st.f[2] = T.max(st.f[2], st.f[3])
-                    clip_range(st, c, (0, 1), 0, 2)
+                    st.f[3] = st.f[2]
+                clip_ranges(st, c)
+                if is_key:
                     st.f[1] = st.f[0]
                     st.f[3] = st.f[2]
-                else:
-                    for e in each(2):
-                        clip_range(st, c, (e,), e, 2 + e)
             if is_key:
                 st.c[c] = T.call_extern(
                     "uint32", "tz_range", T.min(st.f[0], st.f[1]), T.max(st.f[2], st.f[3]), T.float32(fmt.levels),

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from terrazzo.ops.dlpack import SupportsDLPack
 
 F16_MAX, E4M3_MAX = 65504.0, 448.0
-CLIP_STEPS = 512
-"""Half of a token's range in the integer steps that its clipping is chosen with."""
-CLIPS = tuple(round(0.05 * i * CLIP_STEPS) for i in range(20, 9, -1))
-"""Halves of the ranges that a clipped format chooses from: 1.0, 0.95 .. 0.5 of the whole."""
+CLIP_STEPS = 48
+"""Half of a token's range in the steps that its clipping is chosen with: their sums are exact in f16."""
+CLIPS = tuple(range(CLIP_STEPS, CLIP_STEPS // 2 - 1, -3))
+"""Halves of the ranges that a clipped format chooses from, 1 to 1/2 of the whole; the inner codes lie at a third."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,36 +149,33 @@ def _parameters(low: torch.Tensor, high: torch.Tensor, levels: int) -> tuple[tor
 
 
 def _clipped_range(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scale, zero) in f16 of two-bit codes of x [..., D]: of the ranges `CLIPS` around the middle, the one with the
-    least squared error, the widest of equals. Distances from the middle count in integers, 512 for half of the range:
-    their sums are the same in any order. Codes lie at +-c and +-c / 3; values beyond 2 c / 3 go to the outer ones."""
+    """(scale, zero) in f16 of two-bit codes of x [..., D], f16 values: of the ranges `CLIPS` around the middle, the one
+    with the least squared error, the widest of equals. Distances from the middle are taken in f16 and count in whole
+    steps: their sums are the same in any order. Codes lie at +-c and +-c / 3; what is beyond 2 c / 3 goes to the outer
+    ones. Ranges below 2^-9 stay whole.
+    """
     import torch
 
     low, high = x.amin(-1), x.amax(-1)
     middle, half = (low + high) * 0.5, (high - low) * 0.5
-    inverse = torch.where(half > 0, CLIP_STEPS / half, 0.0).clamp(max=torch.finfo(torch.float32).max)
-    far = ((x - middle.unsqueeze(-1)).abs() * inverse.unsqueeze(-1)).round().clamp(max=2 * CLIP_STEPS).int()
+    inverse = CLIP_STEPS / half
+    inverse = torch.where(inverse <= F16_MAX, inverse, 0.0).half()
+    far = (x.half() - middle.half().unsqueeze(-1)).abs() * inverse.unsqueeze(-1)
+    far = ((far.clamp(max=CLIP_STEPS) + 1024) - 1024).int()
     total, least, best = far.sum(-1), None, None
     for outer in CLIPS:
-        inner, edge = clip_levels(outer)
-        beyond = far > edge
+        beyond = far > 2 * outer // 3
         count, sum_ = beyond.sum(-1), torch.where(beyond, far, 0).sum(-1)
-        error = inner * inner * (x.shape[-1] - count) + outer * outer * count
-        error = error - 2 * (inner * (total - sum_) + outer * sum_)
+        error = (outer // 3) ** 2 * (x.shape[-1] - count) + outer**2 * count
+        error = error - 2 * (outer // 3 * (total - sum_) + outer * sum_)
         if least is None:
-            least, best = error, torch.full_like(half, 1.0)
+            least, best = error, torch.ones_like(half)
         else:
-            best = torch.where(error < least, outer / CLIP_STEPS, best)
+            best = torch.where((error < least) & (total > 0), outer / CLIP_STEPS, best)
             least = torch.minimum(error, least)
     half = half * best
     whole = best == 1.0
     return _parameters(torch.where(whole, low, middle - half), torch.where(whole, high, middle + half), 3)
-
-
-def clip_levels(outer: int) -> tuple[int, int]:
-    """(the inner code's distance from the middle, the last one that goes to it) of a range whose half is `outer`."""
-    inner = round(outer / 3)
-    return inner, (inner + outer) // 2
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, levels: int) -> torch.Tensor:

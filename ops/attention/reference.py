@@ -195,8 +195,8 @@ def _magnitudes(cache: PackedCache, sequence: int, head: int, role: int):
     import torch
 
     fmt = (cache.layout.k, cache.layout.v)[role]
-    length, n = int(cache.lengths[sequence]), cache.residual_tokens
-    packed = length - length % n if n else length
+    length, first = int(cache.lengths[sequence]), cache.layout.sink_tokens
+    packed = cache.layout.packed(length, cache.residual_tokens)
     x = cache.stored(sequence, head)[role].abs()
     found = []
     if packed:
@@ -215,7 +215,9 @@ def _magnitudes(cache: PackedCache, sequence: int, head: int, role: int):
             )
             steps, zeros = codes.double() * scale, zero.abs()
         folded = steps * float(fmt.scaling in ("channel", "static"))
-        found.append((steps, zeros, x[:packed] if fmt.rotation else folded))
+        parts = (steps, zeros, x[:packed] if fmt.rotation else folded)
+        plain = (x[:first], torch.zeros_like(x[:first]), parts[2][:first] * bool(fmt.rotation))
+        found.append(tuple(torch.cat([a, b[first:]]) for a, b in zip(plain, parts)))
     if packed < length:
         rest = x[packed:]
         found.append((rest, torch.zeros_like(rest), rest if fmt.rotation else torch.zeros_like(rest)))

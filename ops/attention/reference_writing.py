@@ -33,7 +33,7 @@ def store(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.Te
         if not ring:
             _write(cache, b, begin, length, new)
             continue
-        held, packed = begin - begin % ring, length - length % ring
+        held, packed = (cache.layout.packed(n, ring) for n in (begin, length))
         new = [x.float().clamp(-F16_MAX, F16_MAX).half() for x in new]
         waiting = _Ring(cache, b)
         if held < begin:
@@ -41,7 +41,10 @@ def store(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.Te
             new = [torch.cat(pair, dim=1) for pair in zip(old, new)]
         if held < packed:
             _write(cache, b, held, packed, [x[:, : packed - held] for x in new])
-        begin = max(begin, packed)
+            if held == 0 and cache.layout.sink_tokens:
+                waiting.write_sink([x[:, : cache.layout.sink_tokens] for x in new])
+        reach = packed if cache.layout.k.group else ((length - 1) // TILE_TOKENS - ring // TILE_TOKENS) * TILE_TOKENS
+        begin = max(begin, reach)  # what a truncation may want back
         if begin < length:
             waiting.write(begin, length, [x[:, begin - held :] for x in new])
 
@@ -88,7 +91,9 @@ class _Ring:
     def __init__(self, cache: PackedCache, b: int) -> None:
         slot = b if cache.slots is None else int(cache.slots[b])
         self.layout = residual_layout(cache.layout)
-        self.tiles = cache.residual[slot].view(cache.kv_heads, -1, self.layout.tile_words)
+        whole = cache.residual[slot].view(cache.kv_heads, -1, self.layout.tile_words)
+        self.tiles = whole[:, : cache.residual_tokens // TILE_TOKENS + 1]
+        self.sink = whole[:, self.tiles.shape[1] :]
 
     def _spans(self, begin: int, end: int) -> list[tuple[int, int, int]]:
         """(tile, first, last token in it) of tokens begin..end."""
@@ -107,6 +112,10 @@ class _Ring:
             held = self.layout.unpack(self.tiles[:, tile : tile + 1])
             parts.append([q.codes[:, low:high].view(torch.float16) for q in held])
         return [torch.cat(part, dim=1) for part in zip(*parts)]
+
+    def write_sink(self, new: list[torch.Tensor]) -> None:
+        """The first tokens, which are packed now."""
+        self.sink[:, 0] = _merged(self.layout, self.sink[:, 0], 0, TILE_TOKENS, new)
 
     def write(self, begin: int, end: int, new: list[torch.Tensor]) -> None:
         done = 0

@@ -7,6 +7,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.attention import op, prefill_op
 from terrazzo.ops.attention.cache import page_words, residual_of
+from terrazzo.ops.attention.format import kept_in_f16
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.writing import write_kernel
 from terrazzo.schedules import attention as schedules
@@ -25,6 +26,7 @@ def kernel_requests(
     dtype: str = "float16",
     page: int = 128,
     residual: int | None = None,
+    sink_tokens: int | None = None,
     softcap: bool = False,
     sinks: bool = False,
     prefill: bool = False,
@@ -35,13 +37,15 @@ def kernel_requests(
         k_format, v_format: names of `FORMATS`. target: an architecture or a Target.
         softcap, sinks: whether decode and prefill get one.
         heads, kv_heads, head_dim: of a layer. q_len: new tokens of a step. dtype: of q, k and v.
-        page: tokens of a page, 0 for contiguous caches. residual: tokens of the residual block, None for the format's.
+        page: tokens of a page, 0 for contiguous caches. residual, sink_tokens: newest and first tokens that stay f16,
+            None for what a KVCache of these keys has.
         prefill: those of prefill too, with and without the new tokens' k and v.
 
     Raises:
         ArgumentError: formats or sizes that do not fit.
     """
-    layout, target = CacheLayout(k_format, v_format, head_dim), Target.parse(target)
+    _, sink_tokens = kept_in_f16(k_format, residual, sink_tokens)
+    layout, target = CacheLayout(k_format, v_format, head_dim, sink_tokens), Target.parse(target)
     residual = residual_of(layout, residual)
     if page != 0:
         page_words(layout, page)

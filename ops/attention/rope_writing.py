@@ -43,6 +43,9 @@ def check(
 ) -> int:  # fmt: skip
     """New tokens of each sequence; ArgumentError unless operands fit each other and the cache."""
     op.check_kind(cache)
+    if writing.slides(cache.layout, cache.residual_tokens):
+        constraint = "must not keep its newest tokens in a sliding ring"
+        raise ArgumentError("cache", f"a ring of {cache.residual_tokens}", constraint, "use apply_rope and append")
     launching.check_tensor(qkv, "qkv", "[B * q_len, (heads + 2 kv_heads) * head_dim]")
     launching.check_no_grad(qkv, "rope_append", "qkv")
     batch, dim = len(cache.lengths), cache.layout.head_dim

@@ -58,12 +58,14 @@ def larger(a, b):
 
 
 def make_tile_macros(
-    layout: CacheLayout, nt: int, tiles: int, softcap: bool, rows_shared: bool = False
+    layout: CacheLayout, nt: int, tiles: int, softcap: bool, rows_shared: bool = False, inner: bool = False
 ) -> SimpleNamespace:
     """Macros over `tiles` tiles and 8 * nt rows: state, clear, sum_q, scale_q, step; and the factors they leave open.
 
     rows_shared: `q` of a step is the address of the rows' B fragments in shared memory, int32 [slices / 2, nt, 32, 4],
     and not registers [slices, nt, 2]; and what is true of each row, its last token and sum of Q, at st.row_facts.
+    inner: other tokens than those from the layout's sink_tokens on, up to the length that a step is given, are hidden
+    from all rows, as they are read elsewhere.
     k_shift: power of two that Q carries in each k half. v_factor: factor of O^T in each row half.
     """
     import tilelang.language as T
@@ -281,6 +283,12 @@ def make_tile_macros(
                     st.s[(r * nt + t) * 4 + e],
                     -T.infinity("float32"),
                 )
+                if inner:
+                    st.s[(r * nt + t) * 4 + e] = T.if_then_else(
+                        among(at, length, length - layout.sink_tokens),
+                        st.s[(r * nt + t) * 4 + e],
+                        -T.infinity("float32"),
+                    )
         if v_token:
             for e in each(2):
                 st.par[r * 4 + 2 * (params - 1) + e] = st.par[r * 4 + 2 * (params - 1) + e] & less_mask(

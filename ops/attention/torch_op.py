@@ -11,13 +11,15 @@ def _fields(cache: PackedCache) -> tuple:
     """A cache as the arguments of an operator."""
     return (
         cache.pages, cache.lengths, cache.block_table, cache.residual, cache.slots, cache.k_static, cache.v_static,
-        cache.layout.k_format, cache.layout.v_format, cache.layout.head_dim, cache.page_size, cache.max_length,
-        cache.mean_length,
+        cache.layout.k_format, cache.layout.v_format, cache.layout.head_dim, cache.layout.sink_tokens, cache.page_size,
+        cache.max_length, cache.mean_length,
     )  # fmt: skip
 
 
-def _cache(pages, lengths, table, residual, slots, k_static, v_static, k_format, v_format, head_dim, page, most, mean):
-    layout = CacheLayout(k_format, v_format, head_dim)
+def _cache(
+    pages, lengths, table, residual, slots, k_static, v_static, k_format, v_format, head_dim, sink, page, most, mean
+):  # fmt: skip
+    layout = CacheLayout(k_format, v_format, head_dim, sink)
     return PackedCache(layout, pages, lengths, most, table, page, residual, slots, k_static, v_static, mean)
 
 
@@ -55,6 +57,7 @@ def attention_decode(
     k_format: str,
     v_format: str,
     head_dim: int,
+    sink_tokens: int,
     page_size: int,
     max_length: int,
     mean_length: int,
@@ -67,7 +70,7 @@ def attention_decode(
     from terrazzo.ops.attention import op, reference
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
-                   page_size, max_length, mean_length)  # fmt: skip
+                   sink_tokens, page_size, max_length, mean_length)  # fmt: skip
     if not q.is_cuda:
         out, lse, _ = reference.decode(q, cache, reference.Options(scale, softcap, window, sinks), bounded=False)
         return out.to(q.dtype), lse.float()
@@ -92,6 +95,7 @@ def attention_prefill(
     k_format: str,
     v_format: str,
     head_dim: int,
+    sink_tokens: int,
     page_size: int,
     max_length: int,
     mean_length: int,
@@ -108,7 +112,7 @@ def attention_prefill(
     from terrazzo.ops.attention import prefill_op, prefill_reference, reference
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
-                   page_size, max_length, mean_length)  # fmt: skip
+                   sink_tokens, page_size, max_length, mean_length)  # fmt: skip
     if not q.is_cuda:
         options = reference.Options(scale, softcap, window, sinks)
         out, lse, _ = prefill_reference.prefill(q, cache, cu_seqlens, options, k, v, bounded=False)
@@ -136,6 +140,7 @@ def attention_append(
     k_format: str,
     v_format: str,
     head_dim: int,
+    sink_tokens: int,
     page_size: int,
     max_length: int,
     mean_length: int,
@@ -144,7 +149,7 @@ def attention_append(
     from terrazzo.ops.attention import reference_writing, writing
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
-                   page_size, max_length, mean_length)  # fmt: skip
+                   sink_tokens, page_size, max_length, mean_length)  # fmt: skip
     if not k.is_cuda:
         return reference_writing.append(cache, k, v)
     writing.run_append(cache, k, v, None)
@@ -171,6 +176,7 @@ def attention_store(
     k_format: str,
     v_format: str,
     head_dim: int,
+    sink_tokens: int,
     page_size: int,
     max_length: int,
     mean_length: int,
@@ -179,7 +185,7 @@ def attention_store(
     from terrazzo.ops.attention import reference_writing, writing
 
     cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
-                   page_size, max_length, mean_length)  # fmt: skip
+                   sink_tokens, page_size, max_length, mean_length)  # fmt: skip
     if not k.is_cuda:
         return reference_writing.store(cache, k, v, cu_seqlens)
     writing.run_store(cache, k, v, cu_seqlens, most_new, None)

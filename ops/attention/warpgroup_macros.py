@@ -38,7 +38,9 @@ def exchange_words(nt: int) -> int:
     return 2 * TOKENS * 8 * nt // 2 + TILES * 2 * 8 * nt
 
 
-def make_warpgroup_macros(layout: CacheLayout, nt: int, softcap: bool, early: bool = False) -> SimpleNamespace:
+def make_warpgroup_macros(
+    layout: CacheLayout, nt: int, softcap: bool, early: bool = False, inner: bool = False
+) -> SimpleNamespace:
     """Macros over a step of 64 tokens and 8 * nt rows, state; `early`: values are converted while keys are multiplied,
     where registers allow. Macros: place_values, find_values, clear, adopt, sum_q, scale_q, step,
     flush, totals.
@@ -46,7 +48,7 @@ def make_warpgroup_macros(layout: CacheLayout, nt: int, softcap: bool, early: bo
     `w` holds `lane`, the warp `quarter` of its warpgroup, that one's index `warp`, and one-element local buffers
     `atom`, the first of the lane's atoms of 16 head dimensions, and `values`, the word of a tile's values where those
     begin. `x` names what lies in shared memory `ring`: `p`, descriptor of the warpgroup's P^T, and `at`, its word.
-    k_shift, v_factor: as of make_tile_macros.
+    inner, k_shift, v_factor: as of make_tile_macros.
     """
     import tilelang.language as T
 
@@ -55,7 +57,7 @@ def make_warpgroup_macros(layout: CacheLayout, nt: int, softcap: bool, early: bo
             "layout", layout.identity, f"needs channel groups of {TOKENS} tokens and values that four warps can part",
             "use the program of single warps",
         )  # fmt: skip
-    tile = make_tile_macros(layout, nt, 1, softcap)
+    tile = make_tile_macros(layout, nt, 1, softcap, inner=inner)
     D, n, slices, atoms = layout.head_dim, 8 * nt, layout.head_dim // 16, layout.head_dim // 64
     k, v = layout.k, layout.v
     k_load, v_load, share = layout.k_layout.load_words, layout.v_layout.load_words, values_share(layout)

@@ -22,11 +22,17 @@ from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.cache import residual_layout
-from terrazzo.ops.attention.decode_copies import differ, peek
-from terrazzo.ops.attention.device import CLIPPING, attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.ops.attention.quantize_macros import make_quantize_macros, tile_state
+from terrazzo.ops.attention.quantize_macros import tile_state
 from terrazzo.ops.attention.tile_macros import each, larger, less, smaller
+from terrazzo.ops.attention.write_macros import (
+    INTEGERS,
+    OF_PAIR,
+    make_write_macros,
+    prelude,
+    row_pitch,
+    sizes,
+)
 from terrazzo.ops.tiles import heads as heads_in_lanes
 from terrazzo.ops.tiles import row_outputs
 from terrazzo.ops.tiles.row_outputs import VECTOR
@@ -36,9 +42,6 @@ PASS_CONFIGS = (  # barriers and bounds are the program's own
     ("tl.disable_thread_storage_sync", True),
     ("tl.disable_warp_specialized", True),
 )
-OF_PAIR = ("length", "row", "new", "slot", "page", "guess")
-"""What lanes know of their pairs: tokens, first new row, new rows, residual block, and the page at a guessed place."""
-INTEGERS = ("b", "h", "length", "old", "base", "token", "row", "slot", "page", "guess", "at", "inside")
 
 
 def chunk_warps(residual: int) -> int:
@@ -61,7 +64,7 @@ def build(
 
     Args:
         dtype: of new keys and values. page: tokens of a page, 0 for a contiguous cache. residual: tokens of the f16
-            residual block, 0 for none; channel-wise keys need one of their group's size.
+            residual block: the group of channel-wise keys, else 0 (ring_write_program.py).
         rotary_dim: dims of a head that are turned to its token's position first, 0 for none: see below. rope, norm,
             numerics: as ops/tiles/heads.py has them.
 
@@ -81,51 +84,31 @@ def build(
     layout = CacheLayout(k_format, v_format, head_dim)
     spare = residual_layout(layout)
     D, warps, group = head_dim, chunk_warps(residual), layout.k.group
-    chunk, spare_tiles = 16 * warps, residual // 16 + 1
-    if residual != group and (group or residual % 16):
-        raise ArgumentError("residual", residual, f"must be {group or 'a multiple of 16'}", "leave it out")
+    chunk = 16 * warps
+    if residual != group:
+        remedy = "a ring of token-wise keys has a program of its own"
+        raise ArgumentError("residual", residual, f"must be {group}", remedy)
     if page % layout.block_tokens:
         raise ArgumentError("page", page, f"must be a multiple of {layout.block_tokens}", "use 128 tokens")
-    pitch = D // 2 + 4  # words of a row in shared memory: the 8 rows of a matrix lie in different banks
+    pitch = row_pitch(D)
     stats = warps * 16 * pitch
     total_words = stats + ((2 + warps) * D if group else 0)
-    rows_bf16 = dtype == "bfloat16"
-    through_f16 = bool(residual) and rows_bf16
-    bf16 = rows_bf16 and not residual
-    chunks_per_row = D // 8
     pdl = target.supports("pdl")
-    clipping = (CLIPPING.source,) if layout.k.clip or layout.v.clip else ()
     turning = (row_outputs.SOURCE, heads_in_lanes.SOURCE) if rotary_dim else ()
-    sources = attention_prelude(
-        "cp_async", "lds", "ldmatrix", "pack", *(["rows"] if rotary_dim else []), *(["prefetch"] if pdl else []),
-        extra=(*clipping, *turning),
-    )  # fmt: skip
+    sources = prelude(target, layout, *(["rows"] if rotary_dim else []), extra=turning)
     if rotary_dim:
         kind = dict(head_dim=D, rotary_dim=rotary_dim, layout=rope, dtype=dtype, norm=norm, numerics=numerics)
         heads_in_lanes.check(**kind)
         turned = heads_in_lanes.heads(**kind)
-    keys, values = (
-        make_quantize_macros(layout, is_key, bf16 and not fmt.rotation, warps)
-        for is_key, fmt in ((True, layout.k), (False, layout.v))
-    )
+    d = sizes()
+    made = make_write_macros(target, layout, d, dtype=dtype, page=page, residual=residual, warps=warps)
+    keys, values, learn, fetch, collect = made.keys, made.values, made.learn, made.fetch, made.collect
+    find_block, spare_tile, block_of, tile_of = made.find_block, made.spare_tile, made.block_of, made.tile_of
 
-    NK, NV, B, B1, HK = T.dynamic("nk"), T.dynamic("nv"), T.dynamic("b"), T.dynamic("b1"), T.dynamic("hk")
-    PAGES, PAGE_WORDS, TABLE_B, MOST = T.dynamic("pages"), T.dynamic("page_words"), T.dynamic("tb"), T.dynamic("most")
-    SLOTS, RES_H, RES_WORDS = T.dynamic("slots"), T.dynamic("rh"), T.dynamic("res_words")
-    SKH, SKD, SVH, SVD = (T.dynamic(name) for name in ("skh", "skd", "svh", "svd"))
-
-    @T.macro
-    def learn(LEN, CU, SLOT, known, w, pairs, lane):
-        """What each lane knows of its pair, in one trip to memory."""
-        w.b[0] = T.truncdiv(smaller(w.first + lane, pairs - 1), HK)
-        known.length[0] = peek(LEN, w.b[0])
-        known.row[0] = peek(CU, w.b[0])
-        known.new[0] = peek(CU, w.b[0] + 1)
-        if residual:
-            known.slot[0] = peek(SLOT, w.b[0])
-        if page and pdl:  # beside the others, from where it seemed to lie
-            known.page[0] = peek(w.table, w.b[0], smaller(larger(known.guess[0], 0), MOST - 1))
-        known.new[0] = known.new[0] - known.row[0]
+    NK, NV, B, B1, HK = d.nk, d.nv, d.b, d.b1, d.hk
+    PAGES, PAGE_WORDS, TABLE_B, MOST = d.pages, d.page_words, d.tb, d.most
+    SLOTS, RES_H, RES_WORDS = d.slots, d.rh, d.res_words
+    SKH, SKD, SVH, SVD = d.skh, d.skd, d.svh, d.svd
 
     @T.macro
     def place(known, w, i, block):
@@ -141,25 +124,6 @@ def build(
         if page and pdl:
             w.page[0] = T.call_extern("int32", "tz_of_lane", known.page[0], i)
             w.guess[0] = T.call_extern("int32", "tz_of_lane", known.guess[0], i)
-
-    @T.macro
-    def fetch(rows, w, of, lane):
-        """The tile's new rows on their way to shared memory; rows of other tokens become zeros."""
-        for j in each(16 * chunks_per_row // 32):
-            at = j * 32 + lane
-            row = at // chunks_per_row
-            fresh = T.And(w.token[0] + row >= w.old[0], w.token[0] + row < w.length[0])
-            T.call_extern(
-                "handle", "tz_cp_async",
-                T.access_ptr(rows[(w.warp * 16 + row) * pitch + at % chunks_per_row * 4], "w", 4),
-                T.call_extern(
-                    "handle", "tz_row16", T.access_ptr(of.data[0], "r", 1),
-                    w.row[0] + T.if_then_else(fresh, w.token[0] + row - w.old[0], 0), of.token,
-                    w.h[0] * of.head + at % chunks_per_row * 8,
-                ),
-                T.if_then_else(fresh, 16, 0),
-            )  # fmt: skip
-        T.call_extern("handle", "tz_cp_commit")
 
     @T.macro
     def load_head(h, of, row, at, j):
@@ -209,38 +173,6 @@ def build(
     fetch_keys = fetch_turned if rotary_dim else fetch
 
     @T.macro
-    def collect(st, rows, w, is_key, lane):
-        """The rows as operand registers."""
-        T.call_extern("handle", "tz_cp_wait<0>")
-        for a in each(D // 16):
-            if is_key:
-                row = lane % 16
-                col = lane // 16 * 4
-            else:
-                row = lane % 8 + lane // 16 * 8
-                col = lane // 8 % 2 * 4
-            T.call_extern(
-                "handle", "tz_ldmatrix4" if is_key else "tz_ldmatrix4_trans", T.access_ptr(st.x[a * 4], "w", 4),
-                T.access_ptr(rows[(w.warp * 16 + row) * pitch + a * 8 + col], "r", 4),
-            )  # fmt: skip
-        T.call_extern("handle", "tz_syncwarp")
-        if keys.rotated if is_key else values.rotated:
-            if is_key:
-                keys.rotate(st, lane, rows_bf16)
-            else:
-                values.rotate(st, lane, rows_bf16)
-        elif through_f16:
-            for i in each(D // 4):
-                for e in each(2):
-                    st.f[e] = T.call_extern("float32", f"tz_unpack<true, {e}>", st.x[i])
-                st.x[i] = T.call_extern("uint32", "tz_clamp2<false>", st.f[0], st.f[1])
-
-    def spare_tile(RES, w, slot, offset, access):
-        """Address of the token's tile in the residual ring, `offset` words into it."""
-        at = w.h[0] * RES_WORDS + w.token[0] // 16 % spare_tiles * spare.tile_words + offset
-        return T.call_extern("handle", "tz_page", T.access_ptr(RES[0, 0, 0], access, 1), slot, RES_H * RES_WORDS, at)
-
-    @T.macro
     def prefetch(LEN, CU, SLOT, RES, known, w, pairs, block, per, lane):
         """Old tokens of complete and of touched tiles on their way to L2, a tile for each warp, and a guess which page
         is needed; what says where they are may be wrong, so it is clamped."""
@@ -259,32 +191,6 @@ def build(
                             "handle", "tz_prefetch",
                             spare_tile(RES, w, smaller(larger(w.slot[0], 0), SLOTS - 1), 0, "r"), 4 * spare.tile_words,
                         )  # fmt: skip
-
-    @T.macro
-    def find_block(w):
-        """Page and word of the token's block."""
-        w.inside[0] = w.token[0]
-        if page:
-            w.at[0] = w.token[0] // page
-            if pdl:
-                if differ(w.at[0], w.guess[0]):
-                    w.page[0] = peek(w.table, w.b[0], w.at[0])
-            else:
-                w.page[0] = peek(w.table, w.b[0], w.at[0])
-            w.inside[0] = w.token[0] % page
-        else:
-            w.page[0] = w.b[0]
-        w.inside[0] = w.h[0] * PAGE_WORDS + w.inside[0] // layout.block_tokens * layout.block_words
-
-    def block_of(KV, w, words=0):
-        """Address in the token's block, found before."""
-        return T.call_extern(
-            "handle", "tz_page", T.access_ptr(KV[0, 0, 0], "w", 1), w.page[0], HK * PAGE_WORDS, w.inside[0] + words
-        )
-
-    def tile_of(KV, w):
-        """Address of the token's tile."""
-        return block_of(KV, w, layout.channel_words + w.token[0] % layout.block_tokens // 16 * layout.tile_words)
 
     @T.macro
     def pack(operand, st, rows, KV, w, merge, lane):
@@ -439,7 +345,7 @@ def build(
             with T.Kernel(
                 blocks * groups + T.ceildiv(q_rows, warps * (32 // turned.lanes)), threads=warps * 32, prelude=sources
             ) as cta:
-                T.annotate_min_blocks_per_sm(max(1, (16 if D <= 128 else 8) // warps))
+                T.annotate_min_blocks_per_sm(max(1, (8 if D > 128 or keys.rotated or values.rotated else 16) // warps))
                 tx = T.get_thread_binding()
                 h = turned.state()
                 t = SimpleNamespace(
@@ -478,7 +384,7 @@ def build(
         touched: T.int32,
     ):
         with T.Kernel(blocks * groups, threads=warps * 32, prelude=sources) as cta:
-            T.annotate_min_blocks_per_sm(max(1, (16 if D <= 128 else 8) // warps))
+            T.annotate_min_blocks_per_sm(max(1, (8 if D > 128 or keys.rotated or values.rotated else 16) // warps))
             tx = T.get_thread_binding()
             t = SimpleNamespace(K=K, V=V, CU=CU, LEN=LEN, KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, SK=SK, SV=SV)
             pitches = SimpleNamespace(k_token=k_token, k_head=k_head, v_token=v_token, v_head=v_head)

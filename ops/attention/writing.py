@@ -9,7 +9,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
-from terrazzo.ops.attention import op, write_program
+from terrazzo.ops.attention import op, ring_write_program, write_program
 from terrazzo.ops.attention.launch import current_targets, multiples, own_slots, stand_ins
 
 if TYPE_CHECKING:
@@ -27,14 +27,17 @@ def write_kernel(
     layout: CacheLayout, dtype: str, page: int, residual: int, target: Target, device: Target | None = None
 ) -> KernelRequest:
     """The kernel that stores keys and values of `dtype`; `device` runs it where that is newer than `target`."""
-    params = {
-        "k_format": layout.k_format, "v_format": layout.v_format, "head_dim": layout.head_dim, "dtype": dtype,
-        "page": page, "residual": residual,
-    }  # fmt: skip
+    params = {**layout.params(), "dtype": dtype, "page": page, "residual": residual}
+    program = ring_write_program if slides(layout, residual) else write_program
     return KernelRequest(
-        "attention.write", f"{write_program.__name__}:build", tuple(params.items()), target,
-        write_program.PASS_CONFIGS, launching.ptx_flags(target, device),
+        "attention.write", f"{program.__name__}:build", tuple(params.items()), target, program.PASS_CONFIGS,
+        launching.ptx_flags(target, device),
     )  # fmt: skip
+
+
+def slides(layout: CacheLayout, residual: int) -> bool:
+    """Whether the newest tokens lie in a ring that packs a tile at a time, not in a block of a channel group."""
+    return bool(residual) and not layout.k.group
 
 
 def write_request(cache: PackedCache, dtype: str, target: Target, device: Target | None = None) -> KernelRequest:
@@ -46,6 +49,19 @@ def write_request(cache: PackedCache, dtype: str, target: Target, device: Target
     if dtype not in ("float16", "bfloat16"):
         raise ArgumentError("k", dtype, "must be float16 or bfloat16", "cast it")
     return write_kernel(cache.layout, dtype, cache.page_size, cache.residual_tokens, target, device)
+
+
+def grids(
+    layout: CacheLayout, residual: int, pairs: int, most_new: int, sms: int
+) -> list[tuple[int, int, int, int, int]]:
+    """The last five scalars of each launch that together store up to `most_new` tokens of each sequence. The first is
+    the first block, or the phase of a ring's; then blocks, groups of pairs, pairs of a CTA, and tiles of a pair."""
+    if slides(layout, residual):
+        found = ring_write_program.launches(most_new, residual, pairs, sms)
+        return [(phase, blocks, -(-pairs // per), per, tiles) for phase, blocks, per, tiles in found]
+    warps = write_program.chunk_warps(residual)
+    per, touched = write_program.shares(pairs, most_new, warps, sms)
+    return [(first, n, -(-pairs // per), per, touched) for first, n in launches(most_new, 16 * warps, residual)]
 
 
 def launches(most_new: int, chunk: int, residual: int) -> list[tuple[int, int]]:
@@ -159,9 +175,8 @@ def _write(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.T
     )
     none = stand_ins(k.device)
     (k_rows, *k_pitches), (v_rows, *v_pitches) = rows_of(k), rows_of(v)
-    warps, pairs = write_program.chunk_warps(cache.residual_tokens), len(cache.lengths) * cache.kv_heads
-    per, touched = write_program.shares(pairs, most_new, warps, device.sms)
-    for first, blocks in launches(most_new, 16 * warps, cache.residual_tokens):
+    pairs = len(cache.lengths) * cache.kv_heads
+    for scalars in grids(cache.layout, cache.residual_tokens, pairs, most_new, device.sms):
         kernel(
             k_rows, v_rows, starts, cache.lengths, cache.pages,
             none["table"] if cache.block_table is None else cache.block_table,
@@ -169,5 +184,5 @@ def _write(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.T
             own_slots(len(cache.lengths), k.device) if cache.slots is None else cache.slots,
             none["static"] if cache.k_static is None else cache.k_static,
             none["static"] if cache.v_static is None else cache.v_static,
-            *k_pitches, *v_pitches, first, blocks, -(-pairs // per), per, touched,
+            *k_pitches, *v_pitches, *scalars,
         )  # fmt: skip

@@ -46,6 +46,7 @@ class Case:
     lengths: tuple[int, ...] = (300,)
     page: int = 0
     residual: int = -1
+    sink_tokens: int = 0
     dtype: str = "float16"
     splits: int = 0
     softcap: float = 0.0
@@ -73,6 +74,7 @@ class Case:
     def kernel(self) -> tuple:
         """What tells this case's kernels, one for each size of cluster, from others."""
         facts = (self.k, self.v, self.head_dim, self.page, self.residual, self.dtype, self.softcap > 0, self.sinks)
+        facts += (self.sink_tokens,)
         groups = -(-min(self.rows, 64) // 16) if self.on_wgmma else self.rows > 8 and self.head_dim <= 128
         return (*facts, groups, self.style, self.target, self.balanced)
 
@@ -87,14 +89,14 @@ class Case:
             return schedules.WarpgroupDecode(2 * groups, warps, 4, 3 if bits * self.head_dim <= 4096 else 2, 1)
         batch, tokens = {"few": (1, 131072), "many": (64, 4096), "warpgroups": (64, 4096)}[self.style]
         layout = CacheLayout(self.k, self.v, self.head_dim)
-        residual = layout.k.group if self.residual < 0 else self.residual
+        residual = caches.residual_of(layout, None if self.residual < 0 else self.residual)
         problem = op.problem_of(layout, batch, 8, 8 if self.rows <= 8 else 16, tokens, self.page, residual)
         return schedules.choose(problem, launch.current_targets(self.target)[0])
 
     def plan(self) -> op.Plan:
         """What this case launches."""
-        layout = CacheLayout(self.k, self.v, self.head_dim)
-        residual = layout.k.group if self.residual < 0 else self.residual
+        layout = CacheLayout(self.k, self.v, self.head_dim, self.sink_tokens)
+        residual = caches.residual_of(layout, None if self.residual < 0 else self.residual)
         target, device = launch.current_targets(self.target)
         seen = min(self.tokens, self.window + self.q_len - 1) if self.window else self.tokens
         return op.plan(
@@ -144,7 +146,7 @@ def _built(case: Case) -> PackedCache:
     pages = len(case.lengths) * (case.tokens // case.page) if case.page else 0
     made = caches.pack_cache(
         x[0], x[1], case.k, case.v, lengths=torch.tensor(case.lengths), page_size=case.page,
-        residual=None if case.residual < 0 else case.residual,
+        residual=None if case.residual < 0 else case.residual, sink_tokens=case.sink_tokens,
         k_static=static(case.k, case.kv_heads, case.head_dim), v_static=static(case.v, case.kv_heads, case.head_dim),
         permutation=torch.randperm(pages, generator=rng) if pages else None,
     )  # fmt: skip
@@ -155,18 +157,20 @@ def _built(case: Case) -> PackedCache:
 def poison(made: PackedCache) -> None:
     """NaN into the f16 storage of tokens past each length: keys, values, parameters, and the residual block."""
     layout, n = made.layout, made.residual_tokens
+    room = (made.page_size or 0) * (0 if made.block_table is None else made.block_table.shape[1])
+    room = room or made.pages.shape[2] // layout.block_words * layout.block_tokens
     for b, length in enumerate(made.lengths.tolist()):
-        packed = length - length % n if n else length
-        if packed % 16 and not layout.k.group:  # the tile that the sequence ends in
+        packed = layout.packed(length, n)
+        if (n or packed % 16) and not layout.k.group and packed < room:  # the tile that the packed tokens end in
             page, at = (b, packed) if made.block_table is None else (
                 int(made.block_table[b, packed // made.page_size]), packed % made.page_size
             )  # fmt: skip
             word = at // 16 * layout.tile_words
             tile = made.pages[page, :, word : word + layout.tile_words]
             spoil(tile, layout, packed % 16)
-        if n and length % n % 16:
+        if n and length % 16:
             slot_layout = caches.residual_layout(layout)
-            word = length // 16 % (n // 16 + 1) * slot_layout.tile_words
+            word = length // 16 % (n // 16 + 1) * slot_layout.tile_words  # behind them lie the first tokens
             spoil(made.residual[b, :, word : word + slot_layout.tile_words], slot_layout, length % 16)
 
 

@@ -35,6 +35,7 @@ class Case:
     dtype: str = "float16"
     pitch: int = 0
     seed: int = 0
+    sink_tokens: int = 0
     target: str | None = TARGET
 
     @property
@@ -54,7 +55,7 @@ class Case:
     def requests(self) -> list:
         """The kernels that this case launches."""
         target, device = launch.current_targets(self.target)
-        layout = caches.CacheLayout(self.k, self.v, self.head_dim)
+        layout = caches.CacheLayout(self.k, self.v, self.head_dim, self.sink_tokens)
         residual = caches.residual_of(layout, None if self.residual < 0 else self.residual)
         return [writing.write_kernel(layout, self.dtype, self.page, residual, target, device)]
 
@@ -72,8 +73,8 @@ def built(case: Case, lengths: tuple[int, ...], x: torch.Tensor) -> PackedCache:
     pages = len(case.old) * (case.room // case.page) if case.page else 0
     return caches.pack_cache(
         x[0], x[1], case.k, case.v, lengths=torch.tensor(lengths), page_size=case.page,
-        residual=None if case.residual < 0 else case.residual, k_static=static(case.k, case.heads, case.head_dim),
-        v_static=static(case.v, case.heads, case.head_dim),
+        residual=None if case.residual < 0 else case.residual, sink_tokens=case.sink_tokens,
+        k_static=static(case.k, case.heads, case.head_dim), v_static=static(case.v, case.heads, case.head_dim),
         permutation=torch.randperm(pages, generator=torch.Generator().manual_seed(case.seed)) if pages else None,
     )  # fmt: skip
 
@@ -134,11 +135,19 @@ CASES = {
     "int8 pages": Case("int8", "int4", page=32, pitch=64),
     "one token": Case("int8", "int4", page=32, heads=3, old=(31, 5, 16, 0, 63), new=(1, 1, 1, 1, 1)),
     "int2": Case("int2", "int2", head_dim=64),
-    "rotated keys": Case("int4_hadamard", "int4", page=32, old=(0, 5, 61), new=(40, 3, 70)),
-    "rotated": Case("int2_hadamard", "int2_hadamard", head_dim=64, old=(5, 16), new=(3, 20), dtype="bfloat16"),
-    "rotated 256": Case("int2_hadamard", "int4_hadamard", head_dim=256, old=(30,), new=(9,), heads=1),
+    "rotated keys": Case("int4_hadamard", "int4", residual=0, page=32, old=(0, 5, 61), new=(40, 3, 70)),
+    "rotated": Case(
+        "int2_hadamard", "int2_hadamard", residual=0, head_dim=64, old=(5, 16), new=(3, 20), dtype="bfloat16"
+    ),
+    "rotated 256": Case("int2_hadamard", "int4_hadamard", residual=0, head_dim=256, old=(30,), new=(9,), heads=1),
     "rotated, many": Case(
-        "int4_hadamard", "int4", heads=8, old=tuple(i * 5 % 67 for i in MANY), new=tuple(1 for _ in MANY), page=128
+        "int4_hadamard",
+        "int4",
+        residual=0,
+        heads=8,
+        old=tuple(i * 5 % 67 for i in MANY),
+        new=tuple(1 for _ in MANY),
+        page=128,
     ),
     "rotated, residual": Case(
         "int2_hadamard", "int4", residual=64, old=(0, 63, 60, 130), new=(8, 1, 8, 8), page=64, dtype="bfloat16"
@@ -151,6 +160,22 @@ CASES = {
     "fp8": Case("fp8", "int8_static", head_dim=64, dtype="bfloat16"),
     "residual": Case("int4", "int8", residual=64, old=(0, 63, 60, 130), new=(8, 1, 8, 8), page=64),
     "residual bfloat16": Case(residual=32, old=(3, 31), new=(100, 2), dtype="bfloat16"),
+    "ring": Case(residual=128, old=(127, 112, 0, 300), new=(1, 16, 5, 7), page=128),
+    "ring, first tokens": Case(
+        "int2_hadamard", "int2_hadamard", head_dim=64, residual=48, old=(0, 47, 30), new=(16, 2, 1), sink_tokens=16
+    ),
+    "ring, prefill": Case("int8", "int4", residual=64, old=(0, 5, 90), new=(200, 70, 17), sink_tokens=16, page=64),
+    "smallest ring": Case("fp8", "int4", residual=16, old=(0, 15, 30), new=(16, 3, 1), sink_tokens=16),
+    "ring, many": Case(
+        "int4_hadamard",
+        "int4",
+        heads=8,
+        residual=128,
+        old=tuple(i * 7 % 290 for i in MANY),
+        new=tuple(1 for _ in MANY),
+        page=128,
+        sink_tokens=16,
+    ),
     "channel": Case("int4_channel64", "int4", old=(63, 0, 60, 127, 16), new=(1, 64, 8, 3, 5), page=64),
     "channel, many": Case(
         "int4_channel64", "int4", heads=8, old=tuple(i * 7 % 130 for i in MANY), new=tuple(1 for _ in MANY), page=64

@@ -41,6 +41,7 @@ class Case:
     fresh: bool = False
     page: int = 0
     residual: int = -1
+    sink_tokens: int = 0
     dtype: str = "float16"
     softcap: float = 0.0
     window: int = 0
@@ -56,11 +57,11 @@ class Case:
 
     @property
     def layout(self) -> CacheLayout:
-        return CacheLayout(self.k, self.v, self.head_dim)
+        return CacheLayout(self.k, self.v, self.head_dim, self.sink_tokens)
 
     @property
     def residual_tokens(self) -> int:
-        return self.layout.k.group if self.residual < 0 else self.residual
+        return caches.residual_of(self.layout, None if self.residual < 0 else self.residual)
 
     def chosen(self) -> Prefill | None:
         able = self.schedule and (self.schedule[0] == "mma" or self.target in (None, "sm_90a"))
@@ -95,7 +96,7 @@ def inputs(case: Case) -> Inputs:
     held = case.past if case.fresh else tuple(p + n for p, n in zip(case.past, case.new))
     at = attention_cases.Case(
         case.k, case.v, case.head_dim, case.kv_heads, lengths=held, page=case.page, residual=case.residual,
-        seed=case.seed,
+        sink_tokens=case.sink_tokens, seed=case.seed,
     )  # fmt: skip
     made = attention_cases.built(at)
     device = attention_cases.DEVICE

@@ -13,6 +13,7 @@ import torch
 from attention_write_cases import Case, check
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention import CacheFullError, KVCache, entry, pack_cache, reference
+from terrazzo.ops.attention.format import kept_in_f16
 
 STEPS = int(os.environ.get("TERRAZZO_CACHE_STEPS", 10_000))
 HEADS, GROUP, DIM = 2, 4, 128
@@ -25,7 +26,7 @@ def compiled_first(gpu, compiled) -> None:
 
 def appends(case: Case) -> tuple[Case, ...]:
     """The case by `store`, and appends of 1, 3 and 8 tokens at every place in a tile or block."""
-    block = max(16, case.residual, int(case.k.partition("channel")[2] or 0))
+    block = max(16, case.residual, int(case.k.partition("channel")[2] or 0))  # or a ring that becomes full
     olds = (0, 1, 7, block - 8, block - 3, block - 1, block, 2 * block + 5)
     return (case, *(replace(case, old=olds, new=(n,) * len(olds), heads=3) for n in (1, 3, 8)))
 
@@ -45,15 +46,17 @@ class Spec:
     """A KVCache and the kernels that fill and read it, in the form that the fixture `compiled` reads."""
 
     def __init__(self, k: str, v: str, q_len: int) -> None:
-        self.q_len = q_len
-        self.decode = attention_cases.Case(k, v, DIM, HEADS, GROUP, q_len, page=128, target=None)
+        self.q_len, self.sink = q_len, kept_in_f16(k)[1]
+        self.decode = attention_cases.Case(
+            k, v, DIM, HEADS, GROUP, q_len, page=128, target=None, sink_tokens=self.sink
+        )  # fmt: skip
 
     def cache(self) -> KVCache:
         sizes = dict(pages=200, page_size=128, sequences=8, layers=2, max_tokens=4096)
         return KVCache(self.decode.k, self.decode.v, kv_heads=HEADS, head_dim=DIM, **sizes)
 
     def requests(self) -> list:
-        store = Case(self.decode.k, self.decode.v, DIM, page=128, target=None)
+        store = Case(self.decode.k, self.decode.v, DIM, page=128, target=None, sink_tokens=self.sink)
         return [*self.decode.requests(), *store.requests()]
 
 
@@ -61,6 +64,8 @@ RUNS = {
     "int4": (Spec("int4", "int4", 2),),
     "channel": (Spec("int4_channel64", "int2", 1),),
     "float16": (Spec("float16", "int8", 1),),
+    "ring": (Spec("int4_hadamard", "int4", 2),),
+    "ring, first tokens": (Spec("int2_hadamard", "int2_hadamard", 1),),
 }
 
 

@@ -134,7 +134,7 @@ SHAPES = {
     "rotated": tuple(
         case
         for k, v, page, style, residual, dtype in (
-            ("int4_hadamard", "int4", 128, "few", -1, "float16"),
+            ("int4_hadamard", "int4", 128, "few", 0, "float16"),
             ("int4_hadamard", "int4", 0, "many", 128, "bfloat16"),
             ("int2_hadamard", "int2_hadamard", 128, "few", 128, "float16"),
         )
@@ -144,14 +144,46 @@ SHAPES = {
     ),
     "rotated rows on wgmma": tuple(
         Case(k, v, group=g, q_len=q, lengths=RAGGED, page=128, style="warpgroups", residual=residual)
-        for k, v, residual in (("int4_hadamard", "int4", 128), ("int2_hadamard", "int2_hadamard", -1))
+        for k, v, residual in (("int4_hadamard", "int4", 128), ("int2_hadamard", "int2_hadamard", 0))
         for q, g in ((4, 4), (1, 12), (8, 7))
     ),
+    "ring": tuple(
+        replace(case, lengths=lengths)
+        for k, v, page, style, residual, sink, dtype in (
+            ("int4_hadamard", "int4", 128, "few", 128, 0, "float16"),
+            ("int2_hadamard", "int2_hadamard", 128, "many", 128, 16, "bfloat16"),
+            ("int4", "int4", 0, "few", 64, 16, "float16"), ("int8", "int4", 64, "many", 16, 16, "float16"),
+        )
+        for case in variants(
+            Case(k, v, page=page, style=style, residual=residual, sink_tokens=sink, dtype=dtype)
+        )
+        for lengths in (RAGGED, (16, 127, 128, 143, 144, 1000))
+    ),
+    "ring, rows on wgmma": tuple(
+        Case(k, v, group=g, q_len=q, lengths=lengths, page=128, style="warpgroups", residual=128, sink_tokens=sink)
+        for k, v, sink in (("int4_hadamard", "int4", 0), ("int2_hadamard", "int2_hadamard", 16))
+        for q, g in ((4, 4), (1, 12), (8, 7))
+        for lengths in (RAGGED, (16, 127, 128, 143, 144, 1000))
+    ),
+    "ring, balanced": tuple(
+        Case("int4_hadamard", "int4", residual=128, sink_tokens=16, balanced=True, page=128, style="chosen", q_len=q,
+             group=g, window=window, lengths=lengths)
+        for q, g, window, lengths in (
+            (1, 4, 0, (40, 9000, 0, 700, 1)), (2, 7, 500, (20, 2100, 5000)), (1, 1, 0, (*range(0, 138), 900)),
+        )
+    ),
     "rotated, options and sizes": (
-        Case("int4_hadamard", "int2_hadamard", softcap=5.0, window=100, sinks=True, lengths=(300, 0, 7), q_len=4),
-        *variants(Case("int4_hadamard", "int2_hadamard", head_dim=64, lengths=RAGGED, page=64, dtype="bfloat16")),
-        Case("int2_hadamard", "int4_hadamard", head_dim=256, lengths=RAGGED, group=12),
-        Case("int4_hadamard", "int4", balanced=True, page=128, style="chosen", lengths=(40, 9000, 0, 700, 1)),
+        Case(
+            "int4_hadamard", "int2_hadamard", residual=0, softcap=5.0, window=100, sinks=True, lengths=(300, 0, 7),
+            q_len=4,
+        ),
+        *variants(
+            Case("int4_hadamard", "int2_hadamard", residual=0, head_dim=64, lengths=RAGGED, page=64, dtype="bfloat16")
+        ),
+        Case("int2_hadamard", "int4_hadamard", residual=0, head_dim=256, lengths=RAGGED, group=12),
+        Case(
+            "int4_hadamard", "int4", residual=0, balanced=True, page=128, style="chosen", lengths=(40, 9000, 0, 700, 1)
+        ),
     ),
     "storage that ends inside a stage": (Case("int2", "int2", lengths=(257, 1)), Case(lengths=(17, 33, 49))),
     "options": tuple(

@@ -63,10 +63,25 @@ SHAPES = {
         for window in (0, 33)
     ),
     "rotated": variants(Case("int4_hadamard", "int4", page=128, fresh=True, residual=128, **RAGGED)),
-    "rotated, stored": variants(Case("int2_hadamard", "int2_hadamard", schedule=MMA, dtype="bfloat16", **RAGGED)),
-    "rotated, mma": variants(Case("int4_hadamard", "int2_hadamard", schedule=MMA, fresh=True, **RAGGED)),
+    "rotated, stored": variants(
+        Case("int2_hadamard", "int2_hadamard", residual=0, schedule=MMA, dtype="bfloat16", **RAGGED)
+    ),
+    "rotated, mma": variants(Case("int4_hadamard", "int2_hadamard", residual=0, schedule=MMA, fresh=True, **RAGGED)),
     "rotated, shared": variants(
-        Case("int4_hadamard", "int2_hadamard", schedule=SHARED, fresh=True, dtype="bfloat16", **RAGGED)
+        Case("int4_hadamard", "int2_hadamard", residual=0, schedule=SHARED, fresh=True, dtype="bfloat16", **RAGGED)
+    ),
+    "ring, mma": variants(Case("int4", "int4", residual=128, sink_tokens=16, schedule=MMA, **RAGGED)),
+    "ring, shared": variants(
+        Case(
+            "int2_hadamard",
+            "int2_hadamard",
+            residual=128,
+            sink_tokens=16,
+            schedule=SHARED,
+            fresh=True,
+            page=128,
+            **RAGGED,
+        )
     ),
     "sm_80 as PTX": variants(Case("int8", "int4", target="sm_80", **RAGGED)),
 }

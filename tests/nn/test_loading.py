@@ -128,7 +128,7 @@ def test_a_folder_is_loaded_saved_and_loaded_again(tmp_path, name):
     y = loaded(TOKENS[:, :4]).logits
     loaded.save_pretrained(tmp_path / "packed", max_shard_size="100KB")
     again = load(tmp_path / "packed", device="cpu")
-    assert again.model.formats == ("int4", "int4") and type(again) is type(loaded)
+    assert again.model.formats == ("int4_hadamard", "int4") and type(again) is type(loaded)
     assert torch.equal(again(TOKENS[:, :4]).logits, y)
     assert type(again).from_pretrained(tmp_path / "packed", device="cpu", kv="int8").model.formats == ("int8", "int8")
 

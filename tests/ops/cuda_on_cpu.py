@@ -113,7 +113,7 @@ class CpuKernel:
         self.library.late(*(ctypes.c_void_p(t.data_ptr()) for t in (tensor, held)), held.nbytes)
 
     def allocation(self, tensor: torch.Tensor) -> None:
-        """The only memory that may be prefetched (with `EARLY`)."""
+        """Memory that may be prefetched, and no other (with `EARLY`)."""
         self.library.allocation(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_long(tensor.nbytes))
 
     def __call__(self, grid: tuple[int, int, int], /, **values) -> None:

@@ -43,7 +43,8 @@ def emulate(
 ):
     """(q, out, lse, options) of one launch on the CPU. Until the kernel waits for the one ahead, it sees lengths that
     are `stale` too large, pages in another order, and no queries."""
-    made, layout = attention_cases.built(case), CacheLayout(case.k, case.v, case.head_dim)
+    made = attention_cases.built(case)
+    layout = made.layout
     batch, heads = len(case.lengths), case.kv_heads * case.group
     chosen = op.plan(
         layout, batch, case.kv_heads, case.q_len * case.group, case.tokens, dtype=case.dtype, page=case.page,
@@ -90,9 +91,11 @@ def emulate(
         "b": batch, "q_len": case.q_len, "hq": heads, "hk": case.kv_heads, "page_words": made.pages.shape[2],
         "most": 1 if pages is None else pages.shape[1], "rh": residual.shape[1], "res_words": residual.shape[2],
         "pages": made.pages.shape[0], "skd": static[0].shape[1], "svd": static[1].shape[1],
-        "y": y, "p": chosen.partials,
+        "y": y, "p": chosen.partials, "slots": residual.shape[0],
     }  # fmt: skip
     kernel.allocation(made.pages)
+    if made.residual is not None:
+        kernel.allocation(made.residual)
     if stale is not None:
         kernel.late(tensors["LEN"], tensors["LEN"] + stale)
         kernel.late(q, torch.full_like(q, float("nan")))
@@ -168,17 +171,29 @@ CASES = {
         Case("int4", "int4", softcap=5.0, window=33, sinks=True, lengths=(300, 0, 7), q_len=2), SMALL, 2
     ),
     "window": (Case("int4_channel64", "int4", window=100, lengths=(500, 130), q_len=3), SMALL, 2),
-    "rotated keys": (Case("int4_hadamard", "int4", lengths=(300, 15), q_len=4), Decode(2, 2, 2, 3, 1), 2),
+    "rotated keys": (Case("int4_hadamard", "int4", residual=0, lengths=(300, 15), q_len=4), Decode(2, 2, 2, 3, 1), 2),
     "rotated, residual block": (
         Case("int2_hadamard", "int2_hadamard", lengths=(90, 15, 0), residual=64, head_dim=64, dtype="bfloat16"),
         Decode(1, 2, 2, 2, 1), 2
     ),
+    "ring": (
+        Case("int4", "int4", residual=128, lengths=(300, 0, 127, 128, 15), page=64, q_len=3), Decode(1, 2, 4, 2, 1), 2
+    ),
+    "ring, first tokens": (
+        Case(
+            "int2_hadamard", "int2_hadamard", residual=48, lengths=(300, 20, 47, 48), sink_tokens=16, head_dim=64,
+            window=200, softcap=5.0,
+        ), SMALL, 2
+    ),
+    "smallest ring, first tokens": (
+        Case("int4", "int8", residual=16, lengths=(64, 16, 15), sink_tokens=16, head_dim=64), ONE, 1
+    ),
     "rotated, rows in shared memory": (
-        Case("int4_hadamard", "int2_hadamard", group=4, q_len=4, lengths=(300, 3), softcap=5.0, sinks=True),
+        Case("int4_hadamard", "int2_hadamard", residual=0, group=4, q_len=4, lengths=(300, 3), softcap=5.0, sinks=True),
         Decode(2, 2, 2, 3, 1, True), 2
     ),
     "rotated, head_dim 256": (
-        Case("int4_hadamard", "int4_hadamard", head_dim=256, lengths=(70,), kv_heads=1), ONE, 1
+        Case("int4_hadamard", "int4_hadamard", residual=0, head_dim=256, lengths=(70,), kv_heads=1), ONE, 1
     ),
 }  # fmt: skip
 WIDE = WarpgroupDecode(2, 8, 4, 3, 1)
@@ -238,11 +253,17 @@ CASES |= {
         Case("int4", "int2", group=16, kv_heads=1, lengths=(1500, 300), sinks=True), NARROW, 16
     ),
     "warpgroups, rotated": (
-        Case("int4_hadamard", "int2_hadamard", group=16, kv_heads=1, lengths=(300, 15, 0)), WIDE, 2
+        Case("int4_hadamard", "int2_hadamard", residual=0, group=16, kv_heads=1, lengths=(300, 15, 0)), WIDE, 2
     ),
     "warpgroups, rotated, residual block, bfloat16 queries": (
         Case("int4_hadamard", "int4", group=3, q_len=4, kv_heads=1, lengths=(130, 15), residual=64, dtype="bfloat16"),
         NARROW, 1
+    ),
+    "warpgroups, ring, first tokens": (
+        Case(
+            "int4_hadamard", "int4", group=16, kv_heads=1, residual=128, lengths=(300, 130, 20, 250), sink_tokens=16,
+            head_dim=64,
+        ), NARROW, 2
     ),
     "three warpgroups": (Case("int2", "int2", group=16, lengths=(700, 130)), WarpgroupDecode(2, 12, 4, 2, 1), 1),
     "four warpgroups, storage ends inside a stage": (
@@ -257,6 +278,10 @@ EARLY_CASES = {  # case, schedule, splits, tokens too many
     "shorter": (Case("int2", "int2", lengths=(257, 1)), Decode(1, 2, 4, 2, 1, ahead=1), 2, -250),
     "other pages": (Case("int4_channel32", "int4", lengths=RAGGED, page=64, window=90), replace(SMALL, ahead=5), 2, 0),
     "all stale": (Case("int4", "int4", lengths=(700, 0, 300), page=64, residual=64), replace(SMALL, ahead=2), 5, 90),
+    "ring, all stale": (
+        Case("int4", "int4", lengths=(300, 0, 150), page=64, residual=32, sink_tokens=16, head_dim=64),
+        replace(SMALL, ahead=1), 2, 70
+    ),
     "no length at all": (Case("int8", "int8", lengths=(90, 700), window=500), replace(ONE, ahead=3), 2, -(1 << 31)),
     "no pipeline": (Case("int4", "int4", lengths=(90, 300), page=64), Decode(1, 2, 2, 1, 1, ahead=3), 2, 200),
     "16 rows": (Case("int4", "int2", lengths=(300, 3), q_len=4), Decode(2, 2, 2, 3, 1, True, 3), 2, 60),
@@ -305,6 +330,7 @@ BALANCED = {  # case, schedule, shares, tokens that are seen too many before the
 USUAL = (
     *("channels, pages, sinks", "all stale", "two clusters", "warpgroup channels, options, pages"),
     "rotated, residual block",
+    "ring, first tokens",
 )
 
 

@@ -276,15 +276,23 @@ def test_shared_memory_of_warpgroups_is_what_the_program_takes():
                 assert schedule.smem_bytes(problem, cluster) == size, (k, v, head_dim, sizes)
 
 
-@pytest.mark.parametrize("residual", [16, 48, 80])
-def test_stages_end_where_the_residual_block_begins(residual):
-    """A stage of two tiles behind 48 packed tokens would take 16 tokens of stale storage for visible ones."""
-    layout, target = CacheLayout("int4", "int4", 128), Target.parse("sm_90a")
-    schedule = schedules.choose(op.problem_of(layout, 1, 8, 4, 1 << 17, 0, residual), target)
-    assert residual % (16 * schedule.tiles) == 0
+@pytest.mark.parametrize("group", [32, 64])
+def test_stages_end_where_channel_groups_do(group):
+    """A stage of four tiles behind 32 packed tokens would take tokens of stale storage for visible ones."""
+    layout, target = CacheLayout(f"int4_channel{group}", "int2", 128), Target.parse("sm_90a")
+    schedule = schedules.choose(op.problem_of(layout, 1, 8, 4, 1 << 17, 0, group), target)
+    assert group % (16 * schedule.tiles) == 0
     facts = dict(dtype="float16", page=0, softcap=False, sinks=False, target=target)
-    chosen = op.plan(layout, 1, 8, 4, 1 << 17, residual=residual, **facts).request
-    assert residual % (16 * dict(chosen.params)["tiles"]) == 0
+    chosen = op.plan(layout, 1, 8, 4, 1 << 17, residual=group, **facts).request
+    assert group % (16 * dict(chosen.params)["tiles"]) == 0
+
+
+@pytest.mark.parametrize("residual", [16, 48, 128])
+def test_a_ring_leaves_the_schedule_as_it_is(residual):
+    """Stages are masked where the ring takes over, so that they may be of any size."""
+    layout, target = CacheLayout("int4", "int4", 128), Target.parse("sm_90a")
+    problems = [op.problem_of(layout, 1, 8, 4, 1 << 17, 0, tokens) for tokens in (0, residual)]
+    assert len({schedules.choose(problem, target) for problem in problems}) == 1
 
 
 @pytest.mark.parametrize("residual", [0, 16, 64, 256])
@@ -384,7 +392,6 @@ WIDE = schedules.WarpgroupDecode(2, 8, 4, 3, 1)
         (WIDE, {"page": 16}, "pages and groups of whole 64 tokens"),
         (WIDE, {"page": 32}, "pages and groups of whole 64 tokens"),
         (WIDE, {"k": "int4_channel32"}, "pages and groups of whole 64 tokens"),
-        (WIDE, {"residual": 32}, "pages and groups of whole 64 tokens"),
         (WIDE, {"v": "int2", "head_dim": 64}, "values that four warps can part"),
         (replace(WIDE, warps=6), {}, "whole warpgroups"),
         (replace(WIDE, row_tiles=3), {}, "2, 4, 6 or 8 row tiles"),

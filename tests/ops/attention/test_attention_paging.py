@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.paging import CacheFullError, PageTable
 
 OPERATIONS = st.lists(
@@ -35,8 +36,9 @@ def check(table: PageTable) -> None:
 @given(OPERATIONS, st.sampled_from(((16, 0), (64, 0), (64, 64), (64, 32), (128, 64))), st.integers(1, 30))
 def test_contents_follow_a_model_without_sharing(operations, sizes, pages):
     """Pages hold lists of tokens; forks and copies must end with what a cache without pages would hold."""
-    page_size, residual = sizes
-    table = PageTable(pages, page_size, 6, residual)
+    page_size, ring = sizes
+    layout = CacheLayout("int4_channel32" if ring == 32 else "int4", "int4", 64)
+    table = PageTable(pages, page_size, 6, lambda tokens: layout.packed(tokens, ring))
     memory = [dict() for _ in range(pages)]  # page -> position in it -> token
     model: dict[int, list[int]] = {}
     clock = 0

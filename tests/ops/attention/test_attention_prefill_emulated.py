@@ -217,9 +217,18 @@ CASES = {
     "fresh options": Case(
         "int4_channel64", "int4", past=(150, 0), new=(90, 20), fresh=True, window=70, sinks=True, schedule=MMA
     ),
-    "rotated": Case("int4_hadamard", "int2_hadamard", past=(100, 0), new=(20, 3), fresh=True, schedule=MMA),
+    "rotated": Case("int4_hadamard", "int2_hadamard", residual=0, past=(100, 0), new=(20, 3), fresh=True, schedule=MMA),
     "shared rotated": Case(
-        "int4_hadamard", "int2_hadamard", past=(100, 0), new=(40, 3), fresh=True, dtype="bfloat16", schedule=SHARED
+        "int4_hadamard", "int2_hadamard", residual=0, past=(100, 0), new=(40, 3), fresh=True, dtype="bfloat16",
+        schedule=SHARED,
+    ),
+    "ring, first tokens": Case(
+        "int4", "int4", residual=64, past=(150, 30), new=(40, 20), sink_tokens=16, head_dim=64, window=170,
+        schedule=("mma", 4, 4, 3),
+    ),
+    "shared ring, first tokens": Case(
+        "int4_hadamard", "int2_hadamard", residual=64, past=(150, 80), new=(40, 20), sink_tokens=16, head_dim=64,
+        fresh=True, schedule=("shared", 8, 4, 3, 2),
     ),
     "shared rotated keys, residual block": Case(
         "int4_hadamard", "int4", past=(150, 30), new=(40, 20), residual=64, head_dim=64, schedule=("shared", 8, 4, 3, 2)

@@ -1,4 +1,4 @@
-"""Rotated formats: rotation keeps scores, the clipped range is the best of its eleven, wrong formats are refused."""
+"""Rotated formats: rotation keeps scores, the clipped range is the best of its nine, wrong formats are refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_outliers_cost_a_rotated_format_less(name):
     assert errors[0] < 0.6 * errors[1]
 
 
-def test_the_clipped_range_has_the_least_error_of_all_eleven():
+def test_the_clipped_range_has_the_least_error_of_all_nine():
     x = quantizer.rotate(drawn(200, 128) * torch.exp(drawn(200, 1, seed=1)))
     fmt = get_format("int2_hadamard")
     made = quantizer.encode(x, fmt)
@@ -62,7 +62,7 @@ def test_the_clipped_range_has_the_least_error_of_all_eleven():
         found = quantizer.decoded(quantizer.QuantizedBlock(codes, scale, zero), fmt)
         found = (found - x.double()).square().sum(-1)
         least = found if least is None else torch.minimum(least, found)
-    assert bool((error <= 1.01 * least).all())  # the choice counts in steps of 1/512 of half a range
+    assert bool((error <= 1.03 * least).all())  # the choice counts in steps of 1/48 of half a range
     assert float((made.scale.float() * 3 / (high - low)).mean()) < 0.95, "nothing was clipped"
 
 
