@@ -55,7 +55,7 @@ def select(patterns: Iterable[str]) -> dict[str, KernelRequest]:
     """label -> request of the kernels of some calls; a label names the call and the kernel, not how it is built."""
     found: dict[str, KernelRequest] = {}
     patterns = tuple(patterns)
-    for label, call in chain(_w4a16(), _w4a8(), _w4ax(), _attention(), _rows()):
+    for label, call in chain(_w4a16(), _small_floats(), _w4a8(), _w4ax(), _attention(), _rows()):
         if any(fnmatch.fnmatchcase(label, pattern) for pattern in patterns):
             count: dict[str, int] = {}
             for request in call():
@@ -99,6 +99,22 @@ def _w4a16() -> Calls:
         for label, changes in (("", {}), (" bf16 g64 post", bf16 | dict(group_size=64, numerics="post"))):
             call = partial(w4a16.grouped_requests, N, K, 8, **{**base, **changes}, m=m)
             yield f"w4a16 sm_90a grouped{label} m={m}", call
+
+
+def _small_floats() -> Calls:
+    from terrazzo.ops import fp8, mxfp4
+
+    forms = (
+        ("mxfp4", mxfp4, {}),
+        ("fp8 rows", fp8, dict(group_size=K)),
+        ("fp8 blocks", fp8, dict(group_size=128)),
+        ("fp8 blocks bf16", fp8, dict(group_size=128, scale_dtype="bfloat16")),
+    )
+    for name, family, facts in forms:
+        for target, m in (("sm_90a", 1), ("sm_90a", 64), ("sm_90a", 1024), ("sm_80", 64)):
+            call = partial(family.kernel_requests, N, K, m=m, target=target, **facts)
+            yield f"{name} {target} m={m}", call
+        yield f"{name} sm_90a grouped m=16", partial(family.grouped_requests, N, K, 8, m=16, **facts)
 
 
 def _w4a8() -> Calls:
