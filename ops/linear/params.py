@@ -9,7 +9,7 @@ from typing import Any
 
 from terrazzo.layouts.converters import Converter
 from terrazzo.ops.linear.operand import Operand
-from terrazzo.ops.tiles.calls import byte_perm, lds32, unpack
+from terrazzo.ops.tiles.calls import byte_perm, lds32, prefetch, unpack
 
 _WORDS = {"b0": 0, "s0": 1, "b1": 2, "s1": 3}
 """Parameter of a converter -> its place behind v[at]."""
@@ -79,7 +79,7 @@ def factor_macros(op: Operand, n: int, k_padded: int) -> SimpleNamespace | None:
     [records, row blocks, bytes], in the order of the rows.
 
     `at`: the element of P where that of a row begins. `load`: f[to], float32, of a row that may lie past the last one;
-    `first`: record of the matrix's first one.
+    `fetch`: to L2, some time before; `first`: record of the matrix's first one.
     """
     import tilelang.language as T
 
@@ -95,4 +95,8 @@ def factor_macros(op: Operand, n: int, k_padded: int) -> SimpleNamespace | None:
     def load(P, f, to, row, first=0):
         f[to] = T.reinterpret(lds32(at(P, T.min(row, n - 1), first)), "float32") * T.float32(op.undone)
 
-    return SimpleNamespace(at=at, load=load)
+    @T.macro
+    def fetch(P, row, first=0):
+        prefetch(at(P, T.min(row, n - 1), first))
+
+    return SimpleNamespace(at=at, load=load, fetch=fetch)

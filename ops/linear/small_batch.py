@@ -115,6 +115,7 @@ def build(
         "semaphore",
         *(["multicast" if cluster > 1 else "bulk"] if bulk_copies else []),
         *(["cluster"] if joined else []),
+        *(["prefetch"] if fmt.row_factors else []),
         extra=(cvt.device_source,),
     )
     cluster_dims = cluster_shape(target, kc, cluster, joined)
@@ -323,6 +324,8 @@ def build(
                 resident.fetch(X, Xs, xbar, M, at, 0, tx)
             for p in T.unroll(stages):
                 issue(W, P, R, ring, p, at, lane)
+            if fmt.row_factors:
+                factors.fetch(P, T.min(at.t0 + tx, at.t1 - 1) * 16)
             if pdl:
                 resident.clear(Xs, M, at, tx)
                 T.pdl_sync()

@@ -121,6 +121,7 @@ def build(
         "warpgroup",
         "rows_out",
         *(["cluster"] if cluster > 1 else []),
+        *(["prefetch"] if fmt.row_factors else []),
     )
     source = prelude(*used, extra=(cvt.device_source, *([EXPERTS_SOURCE] if experts else [])))
     matrices = max(experts, 1)
@@ -133,9 +134,10 @@ def build(
     rings = ring_macros(stages=stages, each=2 // halves, rounds=not experts)
     spare = spare_registers(wgs, (rb + sums) * nacc, per_sm) if cluster == 1 else 0  # shares are rare there
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype="float32", spare=spare)
+    factors = factor_macros(op, n, kp)
     out = store_macros(
         n=n, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks, bf16=bf16, bias=bias,
-        factors=factor_macros(op, n, kp), records=records,
+        factors=factors, records=records,
     )  # fmt: skip
     peers = cluster_macros(
         size=cluster, warpgroups=wgs, row_blocks=rb, block_tokens=bm, dtype="float32", units=units, stages=stages,
@@ -357,6 +359,10 @@ def build(
         """Sums of nothing; places anew: kept while the tile before ended, they would be spilled."""
         for i in T.unroll(rb * nacc):
             io.acc[i] = 0.0
+        if fmt.row_factors:
+            for r in T.unroll(rb):
+                row = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + wt // 32 * 16
+                factors.fetch(io.P, row, c.expert[0] * records)
         find(io.at, io.Ws, io.Ps, wg, wt)
         rings.find(io.full, io.empty, ring, 0)
 

@@ -119,6 +119,11 @@ def lds32(at: Any) -> Any:
     return _call("lds32", address(at, "r", 4), returns="uint32")
 
 
+def prefetch(at: Any) -> Any:
+    """The line of an element in global memory to L2."""
+    return _call("prefetch", address(at, "r", 4))
+
+
 def lds16(at: Any) -> Any:
     """The 16-bit word at a `place`, as a uint32."""
     return _call("lds16", at, returns="uint32")
