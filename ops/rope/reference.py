@@ -70,8 +70,7 @@ def apply_rope(
     wide = torch.float64 if exact else torch.float32
     rounds = qkv.dtype if numerics == "model" else None
     table = [t[:, : rotary_dim // 2].to(wide) for t in (cos, sin)]
-    if positions is not None:
-        table = [t[positions.long()] for t in table]
+    table = [t[: len(qkv)] if positions is None else t[positions.long()] for t in table]
     found = []
     for first, count, weight in ((0, heads, q_weight), (heads, kv_heads, k_weight)):
         x = qkv[:, first * head_dim : (first + count) * head_dim].unflatten(-1, (count, head_dim)).to(wide)

@@ -77,6 +77,8 @@ def test_model_numerics_are_those_of_transformers_rotary_positions(dtype):
     cos, sin = (torch.cat([t, t], dim=-1).to(dtype)[:, None] for t in table)
     facts = dict(heads=heads, kv_heads=kv_heads, head_dim=dim, numerics="model")
     assert torch.equal(rope.apply_rope(qkv, *table, **facts)[0], q * cos + rotate_half(q) * sin)
+    longer = [torch.cat([t, t]) for t in table]  # rows that no token has are not read
+    assert torch.equal(rope.apply_rope(qkv, *longer, **facts)[0], rope.apply_rope(qkv, *table, **facts)[0])
     order = torch.tensor([3, 3, 0, 5, 1, 2])
     assert torch.equal(
         rope.apply_rope(qkv, *table, positions=order, **facts)[1],
