@@ -123,6 +123,7 @@ def build(
     run = 4 // ig  # passes of a stage with the same parameters
     parts, per_step = fmt.blocks(64), fmt.step_words  # packed blocks of 64 rows in a stage, words of a k16 step
     block_words = parts * BLOCK_WORDS
+    param_bytes = max(stages * ig * blocks * op.group_bytes, 16)
     copies, ragged = rec // 16, k % 8 != 0  # ragged: rows of X are not aligned to 16 bytes
     scale_bf16 = scale_dtype == "bfloat16"
     kind = mma_kind(dtype)
@@ -270,7 +271,7 @@ def build(
         with T.Kernel(T.ceildiv(M, bm) * row_tiles, kc, threads=threads, prelude=source) as (bx, bz):
             Xs = T.alloc_shared((shape.x_bytes(stages) // 2,), dtype)
             Ws = T.alloc_shared((stages * blocks * block_words,), "int32")
-            Ps = T.alloc_shared((stages * ig * blocks * op.group_bytes or 16,), "uint8")
+            Ps = T.alloc_shared((param_bytes,), "uint8")
             w = T.alloc_local((rb * parts * 4,), "uint32")
             a = T.alloc_local((rb * 8,), "uint32")
             x = T.alloc_local((pairs * 4,), "uint32")

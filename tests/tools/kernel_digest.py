@@ -26,6 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from itertools import chain, product
 from pathlib import Path
+from typing import Any
 
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import package_version
@@ -231,6 +232,17 @@ def _rows() -> Calls:
 
 def text_of(request: KernelRequest) -> str:
     """CUDA text of a kernel, lowered in this process."""
+    return lowered(request).kernel_source
+
+
+def shared_of(request: KernelRequest) -> int:
+    """Bytes of dynamic shared memory that a launch gets. The text does not say them."""
+    functions = [function for _, function in lowered(request).device_mod.functions.items()]
+    return max(int(function.attrs.get("dyn_shared_memory_buf", 0)) for function in functions)
+
+
+def lowered(request: KernelRequest) -> Any:
+    """What TileLang makes of a kernel."""
     from terrazzo.lowering.compiler import load_builder
     from terrazzo.lowering.toolchain import import_tilelang
 
@@ -240,8 +252,7 @@ def text_of(request: KernelRequest) -> str:
     program = load_builder(request)(target=request.target, **dict(request.params))
     target = TvmTarget({"kind": "cuda", "arch": request.target.arch})
     with tilelang.transform.PassContext(opt_level=3, config=dict(request.pass_configs)), target:
-        lowered = tilelang.lower(program, target=target, enable_host_codegen=False, enable_device_compile=False)
-    return lowered.kernel_source
+        return tilelang.lower(program, target=target, enable_host_codegen=False, enable_device_compile=False)
 
 
 def sha256(text: str) -> str:
