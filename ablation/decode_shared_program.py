@@ -8,9 +8,10 @@ A bulk copy of the next block is on its way while a block is worked on; its dequ
 another. The last split to finish combines all of them in a fixed order.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
-from terrazzo.layouts.converters import get_converter
+from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.tile_macros import each, less, smaller
@@ -24,43 +25,11 @@ HEAD_DIM, THREADS, PADDED, ROWS = 128, 128, 64, 16
 LOWEST = -1e30
 
 
-def build(target, *, block: int, stages: int):
-    """The prim_func `main` for up to 16 rows of a kv head.
-
-    Args:
-        block: tokens that are dequantized at a time, 64 or 128. stages: blocks in the ring, at least 2.
-
-    Shapes: Q and O f16 [B, q_len, Hq, 128]; KV int32 [B, Hkv, words]; LEN int32 [B]; OP f32 [B, Hkv, S, 16, 128] and LP
-    f32 [B, Hkv, S, 16]; SEM int32 [B * Hkv], zero between launches; LSE f32 [B, q_len, Hq], base 2. scale: that of the
-    softmax, times log2(e).
-    """
+def dequantize_macro(layout: CacheLayout, converter: Converter, block: int) -> Callable[..., None]:
+    """Macro `dequantize`: a warp's tiles of a block of tokens, as operands of wgmma."""
     import tilelang.language as T
 
-    layout = CacheLayout("int4", "int4", HEAD_DIM)
-    tile_words, tiles = layout.tile_words, block // 16
-    stage = tiles * tile_words
-    converter = get_converter("u4_f16_magic")
-    source = attention_prelude("pack", "bulk", "semaphore", extra=(converter.device_source,))
-    per_warp = tiles // (THREADS // 32)
-    atoms = HEAD_DIM // 16
-
-    B, QL, HQ, HK, WORDS, S = (T.dynamic(name) for name in ("b", "q_len", "hq", "hk", "page_words", "s"))
-
-    @T.macro
-    def fetch(KV, ring, full, w, i, place):
-        """The copy of block i to a place of the ring; storage may end inside a block."""
-        if less(w.tx[0], 1):
-            first = (w.first[0] + i) * stage
-            count = smaller(stage, WORDS - first) * 4
-            T.mbarrier_expect_tx(full[place], count)
-            T.call_extern(
-                "handle", "tz_bulk", T.access_ptr(ring[place * stage], "w", stage),
-                T.call_extern(
-                    "handle", "tz_page", T.access_ptr(KV[0, 0, 0], "r", 1), w.b, HK * WORDS, w.h * WORDS + first
-                ),
-                count, T.access_ptr(full[place], "rw", 1),
-            )  # fmt: skip
-            T.barrier_arrive(full[place])
+    per_warp, atoms = block // 16 // (THREADS // 32), HEAD_DIM // 16
 
     @T.macro
     def unpack(st, ring, at, lane, j):
@@ -77,7 +46,7 @@ def build(target, *, block: int, stages: int):
         lane = w.tx[0] % 32
         for x in each(per_warp):
             tile = w.tx[0] // 32 * per_warp + x
-            at = base + tile * tile_words
+            at = base + tile * layout.tile_words
             params = at + layout.param_offset
             token = (w.first[0] + i) * block + tile * 16
             for e in each(2):  # rows g and g + 8 of keys
@@ -108,17 +77,24 @@ def build(target, *, block: int, stages: int):
                         T.call_extern("uint32", "tz_hfma2", st.a[r], st.s[r % 4 // 2], st.z[r % 4 // 2]),
                     )  # fmt: skip
 
+    return dequantize
+
+
+def combine_macro() -> Callable[..., None]:
+    """Macro `combine`: the sums of all splits, in their order."""
+    import tilelang.language as T
+
     @T.macro
     def combine(OP, LP, O, LSE, w):
         """The last split adds all of them in their order; a thread has one head dimension."""
         m, total, sum_, part = (T.alloc_local((1,), "float32") for _ in range(4))
         for row in T.serial(w.rows[0]):
             m[0] = LOWEST
-            for k in T.serial(S):
+            for k in T.serial(OP.shape[2]):
                 m[0] = T.max(m[0], T.call_extern("float32", "tz_loadcg", T.access_ptr(LP[w.b, w.h, k, row], "r", 1)))
             total[0] = 0.0
             sum_[0] = 0.0
-            for k in T.serial(S):
+            for k in T.serial(OP.shape[2]):
                 part[0] = T.call_extern("float32", "tz_loadcg", T.access_ptr(LP[w.b, w.h, k, row], "r", 1))
                 part[0] = T.if_then_else(
                     part[0] > T.float32(LOWEST), T.call_extern("float32", "tz_ex2", part[0] - m[0]), T.float32(0)
@@ -136,6 +112,48 @@ def build(target, *, block: int, stages: int):
                 LSE[w.b, w.query[0], w.head[0]] = T.if_then_else(
                     total[0] > 0, m[0] + T.call_extern("float32", "tz_log2", total[0]), -T.infinity("float32")
                 )
+
+    return combine
+
+
+def build(target, *, block: int, stages: int):
+    """The prim_func `main` for up to 16 rows of a kv head.
+
+    Args:
+        block: tokens that are dequantized at a time, 64 or 128. stages: blocks in the ring, at least 2.
+
+    Shapes: Q and O f16 [B, q_len, Hq, 128]; KV int32 [B, Hkv, words]; LEN int32 [B]; OP f32 [B, Hkv, S, 16, 128] and LP
+    f32 [B, Hkv, S, 16]; SEM int32 [B * Hkv], zero between launches; LSE f32 [B, q_len, Hq], base 2. scale: that of the
+    softmax, times log2(e).
+    """
+    import tilelang.language as T
+
+    layout = CacheLayout("int4", "int4", HEAD_DIM)
+    tile_words, tiles = layout.tile_words, block // 16
+    stage = tiles * tile_words
+    converter = get_converter("u4_f16_magic")
+    source = attention_prelude("pack", "bulk", "semaphore", extra=(converter.device_source,))
+
+    B, QL, HQ, HK, WORDS, S = (T.dynamic(name) for name in ("b", "q_len", "hq", "hk", "page_words", "s"))
+
+    @T.macro
+    def fetch(KV, ring, full, w, i, place):
+        """The copy of block i to a place of the ring; storage may end inside a block."""
+        if less(w.tx[0], 1):
+            first = (w.first[0] + i) * stage
+            count = smaller(stage, WORDS - first) * 4
+            T.mbarrier_expect_tx(full[place], count)
+            T.call_extern(
+                "handle", "tz_bulk", T.access_ptr(ring[place * stage], "w", stage),
+                T.call_extern(
+                    "handle", "tz_page", T.access_ptr(KV[0, 0, 0], "r", 1), w.b, HK * WORDS, w.h * WORDS + first
+                ),
+                count, T.access_ptr(full[place], "rw", 1),
+            )  # fmt: skip
+            T.barrier_arrive(full[place])
+
+    dequantize = dequantize_macro(layout, converter, block)
+    combine = combine_macro()
 
     @T.prim_func
     def main(
