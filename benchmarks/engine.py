@@ -92,6 +92,9 @@ def compile_kernels(o: argparse.Namespace) -> None:
     for each in wanted(o):
         many = top_k if each.experts else 1
         found |= dict.fromkeys(kernels.requests_of(each, not each.zero_points, False, o.step_tokens, target, many))
+        if each.experts:
+            gates = (each.k, each.operator, "silu", o.dtype, o.step_tokens * top_k, target)
+            found |= dict.fromkeys(kernels.gate_requests(*gates))
     outcomes = compile_many(list(found))
     failed = {str(e)[:300] for e in outcomes if isinstance(e, Exception)}
     print(f"{len(found)} kernels in {time.perf_counter() - start:.0f} s", *failed, sep="\n", flush=True)

@@ -12,6 +12,7 @@ from terrazzo.integrations.vllm import kernels, weights
 from terrazzo.integrations.vllm.linear import captured, compiling, declined, most_tokens, once, settings, target
 from terrazzo.integrations.vllm.settings import Settings
 from terrazzo.integrations.vllm.weights import Stored, Wanted
+from terrazzo.nn import glue
 from terrazzo.nn.experts import Experts
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import FusedMoeWeightScaleSupported, RoutedExperts
@@ -113,6 +114,13 @@ class TerrazzoExpertsMethod(FusedMoEMethodBase):
             for each in self.wanted(self.moe, form):
                 more = (not form.zero_points, self.moe.has_bias, most_tokens(), at, self.moe.experts_per_token)
                 compiling(self.how).want(kernels.requests_of(each, *more))
+            compiling(self.how).want(self._gates(each.operator))
+
+    def _gates(self, operator: str) -> list:
+        moe, dtype = self.moe, str(self.moe.in_dtype).removeprefix("torch.")
+        name = glue.OPERATOR_NAMES[ACTIVATIONS[moe.activation.value]]
+        picks = most_tokens() * moe.experts_per_token
+        return kernels.gate_requests(moe.intermediate_size_per_partition, operator, name, dtype, picks, target())
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         packed = []
@@ -155,6 +163,7 @@ class TerrazzoExpertsMethod(FusedMoEMethodBase):
         for grouped in packed:
             facts = (dtype, self.moe.has_bias, most_tokens(), target(), len(grouped), self.moe.experts_per_token)
             found = kernels.requests_of_packed(grouped.stacked, *facts)
+            found += self._gates(weights.family_of(grouped.stacked))
             compiling(self.how).want(found)
             compiling(self.how).wait(found)
         top_k, device = self.moe.experts_per_token, packed[0].device

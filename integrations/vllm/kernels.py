@@ -21,8 +21,10 @@ from terrazzo.lowering.parallel import CompilePool
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import INSTALL_COMPILER
+from terrazzo.ops import activation
 from terrazzo.ops.model_layers import Linear
 from terrazzo.ops.model_requests import Serving, layer_requests
+from terrazzo.schedules import rows
 
 _log = logging.getLogger("vllm.terrazzo")
 
@@ -49,6 +51,19 @@ def requests_of_packed(
     kind = Linear(family_of(packed), "", packed.n, packed.k, packed.group_size, symmetric, scales, bias, experts)
     serving = Serving(target, dtype, max_tokens=most, norms=(False,), smooth=False)
     return list(dict.fromkeys(layer_requests(kind, serving, top_k)))
+
+
+def gate_requests(inner: int, operator: str, name: str, dtype: str, most: int, target: Target) -> list:
+    """What stands between the two products of experts: the gate, and bytes of its result where `operator` reads them.
+
+    Args:
+        inner: features of the down projection. name: of `ops.activation`. most: rows of a step, one for each pick.
+    """
+    if inner % rows.VECTOR or inner > rows.MAX_COLUMNS:
+        return []
+    m = Serving(target, dtype, max_tokens=most).tokens(rows.tokens(target))
+    quant = {"w4a8": "int8", "w4a8_fp8": "e4m3"}.get(operator)
+    return activation.kernel_requests(inner, m=m, dtype=dtype, target=target, activation=name, quant=quant)
 
 
 def lacking(requests: Iterable[KernelRequest]) -> str | None:
