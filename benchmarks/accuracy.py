@@ -32,6 +32,8 @@ KV_ROWS = ("int8/int8", "int8/int4", "int4_channel64/int4", "int4_channel128/int
 WEIGHT_ROWS = ("w4a16-g64", "w4a16-g32", "w4a8-g64", "w4a8-g32", "w4a8-e4m3-g64", "w4ax")
 ONLY = "@f16"
 """Behind a weight format: its weights under activations that are not quantized, which only the simulation has."""
+HEAD = "^"
+"""Between the layers' format and that of the head, which is in 16 bits without it: f16^w4a16-g64."""
 ROWS = (
     *(f"f16+{kv}" for kv in KV_ROWS),
     *(f"{weights}+float16/float16" for weights in WEIGHT_ROWS),
@@ -45,8 +47,9 @@ Forward = Callable[[Any], Any]
 
 
 def parse_row(text: str) -> tuple[str, str, str]:
-    """(weights, keys, values) of "w4a8+int8/int4"; weights "f16" stay float, "w4a8@f16" leave activations float."""
-    found = re.fullmatch(r"([\w-]+(?:@f16)?)\+(\w+)/(\w+)", text)
+    """(weights, keys, values) of "w4a8+int8/int4"; weights "f16" stay float, "w4a8@f16" leave activations float, and
+    "f16^w4a16-g64" have a head in that format."""
+    found = re.fullmatch(r"([\w-]+(?:@f16)?(?:\^[\w-]+)?)\+(\w+)/(\w+)", text)
     if not found:
         raise argparse.ArgumentTypeError(f"{text}: write weights+keys/values, as w4a16-g64+int4_channel64/int4")
     return found[1], found[2], found[3]
@@ -102,8 +105,10 @@ def simulated_forward(folder: Path, row: tuple[str, str, str], device: str) -> F
     """The float16 model of transformers with simulated products and a simulated cache."""
     from benchmarks import simulated
 
-    weights, keys, values = row
+    (weights, _, head), keys, values = row[0].partition(HEAD), *row[1:]
     model = _float(folder, device)
+    if head:
+        quantize_head(model, head)
     if weights != "f16":
         loaded = loaded_model(folder, (weights.removesuffix(ONLY), keys, values), device)
         simulated.simulate_linears(model, loaded, activations=not weights.endswith(ONLY))
@@ -112,14 +117,23 @@ def simulated_forward(folder: Path, row: tuple[str, str, str], device: str) -> F
     return lambda rows: model(input_ids=rows, use_cache=False).logits
 
 
+def quantize_head(model: Any, form: str) -> None:
+    """The numbers of the head's codes in the place of its weight; an embedding that is tied to it keeps its own."""
+    import torch
+    from terrazzo.nn import Format
+
+    packed = Format.parse(form).quantize(model.lm_head.weight.detach())
+    model.lm_head.weight = torch.nn.Parameter(packed.dequantize().to(model.lm_head.weight), requires_grad=False)
+
+
 def loaded_model(folder: Path, row: tuple[str, str, str], device: str) -> Any:
     """`terrazzo.load` of the folder in a row's formats."""
     import terrazzo
     import torch
 
-    weights, *kv = row
-    quantize = None if weights == "f16" else weights
-    return terrazzo.load(folder, device=device, dtype=torch.float16, kv=tuple(kv), quantize=quantize)
+    (weights, _, head), *kv = row[0].partition(HEAD), *row[1:]
+    facts = dict(quantize=None if weights == "f16" else weights, lm_head=head or None)
+    return terrazzo.load(folder, device=device, dtype=torch.float16, kv=tuple(kv), **facts)
 
 
 def compile_rows(folder: Path, rows: list[tuple[str, str, str]], batch: int, length: int) -> None:
@@ -135,7 +149,8 @@ def compile_rows(folder: Path, rows: list[tuple[str, str, str]], batch: int, len
         "qkv": ((heads + 2 * kv_heads) * dim, c.hidden_size), "o": (c.hidden_size, heads * dim),
         "gate_up": (2 * c.intermediate_size, c.hidden_size), "down": (c.hidden_size, c.intermediate_size),
     }  # fmt: skip
-    asked = [decode_step.Row(batch, length, *row) for row in rows if not row[0].endswith(ONLY)]
+    layers = [(row[0].partition(HEAD)[0], *row[1:]) for row in rows]  # a head's kernels are compiled when it is met
+    asked = [decode_step.Row(batch, length, *row) for row in layers if not row[0].endswith(ONLY)]
     decode_step.compile_all(asked, shapes, (heads, kv_heads, dim))
 
 

@@ -201,7 +201,7 @@ def accuracy(result: Mapping[str, Any], source: str) -> str:
         first = next(iter(paths.values()))
         formats = f"`{first['k_format']}/{first['v_format']}`"
         pair = (shown(paths.get("kernels")), shown(paths.get("simulated")))
-        weights = f"`{first['weights']}`".replace("@f16`", "`, f16 activations")
+        weights = f"`{first['weights']}`".replace("@f16`", "`, f16 activations").replace("^", "`, head `")
         lines.append((weights, formats, *pair, first["windows"]))
     names = ", ".join(f"{name} {value:.1f}" for name, value in result["float"].items())
     table = report.markdown(("weights", "keys/values", "kernels", "simulated", "windows"), lines, range(2, 5))

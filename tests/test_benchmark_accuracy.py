@@ -46,6 +46,17 @@ def test_rows_that_are_none_are_refused(text):
         accuracy.parse_row(text)
 
 
+def test_a_row_may_name_the_format_of_the_head():
+    assert accuracy.parse_row("f16^w4a16-g64+int8/int4") == ("f16^w4a16-g64", "int8", "int4")
+    embedding = torch.nn.Embedding(96, 128).half()
+    model = SimpleNamespace(lm_head=torch.nn.Linear(128, 96, bias=False).half(), embed_tokens=embedding)
+    model.lm_head.weight = embedding.weight  # tied
+    before = embedding.weight.detach().clone()
+    accuracy.quantize_head(model, "w4a16-g64")
+    wanted = nn.Linear.from_float(before, "w4a16-g64").packed.dequantize().half()
+    assert torch.equal(model.lm_head.weight, wanted) and torch.equal(embedding.weight, before)
+
+
 @pytest.mark.parametrize(
     ("k", "v"), [("int4", "int4"), ("int4_channel32", "int4"), ("float16", "int8"), ("int2_hadamard", "int4")]
 )
