@@ -3,6 +3,7 @@
     python -m benchmarks.engine --weights w4a16 --kernel terrazzo --out engine.json
     python -m benchmarks.engine --weights w4a16 --kernel machete --out engine.json     the same file, another row
     python -m benchmarks.engine --weights w4a16 --compile-only                         our kernels, without vLLM
+    python -m benchmarks.engine --join a.json b.json --out engine.json                 rows of several files in one
     python -m benchmarks.engine --table engine.json
 
 A row is one batch: so many requests of `--prompt` random tokens at once, `--output` tokens each, greedy. `step_ms` is
@@ -49,6 +50,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile-only", action="store_true", help="compile our kernels and stop")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     parser.add_argument("--out", type=Path, help="file whose other rows are kept")
+    parser.add_argument("--join", type=Path, nargs="+", help="files whose rows go to --out, and stop")
     parser.add_argument("--table", type=Path, help="print a file's rows and stop")
     return parser.parse_args(argv)
 
@@ -166,6 +168,10 @@ def run(o: argparse.Namespace) -> int:
     began = time.perf_counter()
     if o.table is not None:
         return table(o.table)
+    if o.join is not None:
+        for part in (json.loads(path.read_text()) for path in o.join):
+            write(o.out or report.RESULTS / report.file_name("engine", part["gpu"]), part)
+        return 0
     if o.compile_only:
         compile_kernels(o)
         return 0
