@@ -5,7 +5,7 @@ values. Keys (rows are tokens): tokens g + 8 * (r % 2), dimensions 16 a + 8 * (r
 dimensions): dimension 16 a + 8 * (r % 2) + g, tokens 8 * (r // 2) + 2 t, + 1. The tokens of a lane fall into classes:
 the two row halves for keys, (k half, element) for values. Codes are those of quantizer.py, bit for bit.
 
-Rotated formats take their rows through `rotate` first, from f16 or bf16 to f16; all that follows is the same.
+Rows of rotated formats are rotated, and f16, before they become registers (write_macros.py); all else is the same.
 """
 
 from types import SimpleNamespace
@@ -14,7 +14,6 @@ from terrazzo.ops.attention.calls import at32, byte_perm, load_words, max2, min2
 from terrazzo.ops.attention.format import KVFormat
 from terrazzo.ops.attention.layout import CacheLayout, operand_layout
 from terrazzo.ops.attention.quantizer import CLIPS
-from terrazzo.ops.attention.rotation_macros import key_stages, make_rotation, value_stages
 from terrazzo.ops.attention.tile_macros import each
 from terrazzo.ops.tiles.calls import unpack
 
@@ -32,7 +31,7 @@ def tile_state(head_dim: int, *formats: KVFormat) -> SimpleNamespace:
     )}  # fmt: skip
     f32 = {name: T.alloc_local((n,), "float32") for name, n in (("par", 12), ("f", 4), ("scale", head_dim // 4))}
     if any(f.rotation for f in formats):
-        f32 |= {name: T.alloc_local((n,), "float32") for name, n in (("rotated", head_dim // 2), ("turned", 1))}
+        f32 |= {name: T.alloc_local((n,), "float32") for name, n in (("rotated", 8), ("turned", 1))}
     if any(f.clip for f in formats):
         u32 |= {name: T.alloc_local((n,), "uint32") for name, n in (("far", 2 * len(CLIPS) + 1), ("middle", 2))}
         f32 |= {"sums": T.alloc_local((len(CLIPS) + 1,), "float32")}
@@ -40,11 +39,10 @@ def tile_state(head_dim: int, *formats: KVFormat) -> SimpleNamespace:
 
 
 def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: int) -> SimpleNamespace:
-    """Macros over one operand's tile, whose registers hold bf16 or f16: classes, rotate, recall, mix, keep, parameters,
-    store.
+    """Macros over one operand's tile, whose registers hold bf16 or f16: classes, recall, mix, keep, parameters, store.
 
     Args:
-        bf16: whether the registers hold bf16 pairs behind `rotate`; those of a rotated format are f16.
+        bf16: whether the registers hold bf16 pairs; those of a rotated format are f16.
         warps: tiles of a channel group, one for each warp of the CTA.
     """
     import tilelang.language as T
@@ -99,14 +97,6 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
                 st.pair[r] = (st.new[r // 2 * 2] & T.uint32(0xFFFF)) | (st.new[r // 2 * 2 + 1] & T.uint32(0xFFFF0000))
 
     clipped = bool(fmt.clip)
-    rotation = make_rotation(D, D // 2, (key_stages if is_key else value_stages)(D)) if fmt.rotation else None
-
-    @T.macro
-    def rotate(st, lane, rows_bf16):
-        """The rows in registers x, f16 or bf16, rotated: f16."""
-        rotation.from_words(st.rotated, st.x, lambda i: i, rows_bf16)
-        rotation.turn(st, st.rotated, lane)
-        rotation.to_words(st.rotated, st.x, lambda i: i, True)
 
     @T.macro
     def recall_scales(st, scale, head, lane):
@@ -159,18 +149,20 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
             st.f[2 + e] = unpack(e, st.hi[c], bf16=bf16)
 
     @T.macro
-    def clip_ranges(st, c):
+    def clip_ranges(st, space, c, lane):
         """Limits low (st.f[0], st.f[1]) .. high (st.f[2], st.f[3]) of the tokens that the halves of the registers of
-        class c belong to, narrowed as `quantizer` clips two bits; of keys both are those of one token."""
+        class c belong to, narrowed as `quantizer` clips two bits; of keys both are those of one token. The registers
+        are read from words `space` on, in a loop: a warp that packs a tile waits for nothing but its instructions."""
         T.call_extern(
             "handle", "tz_clip_middle", st.f[0], st.f[2], st.f[1], st.f[3], T.access_ptr(st.middle, "w", 2)
         )  # fmt: skip
         for i in each(2 * len(CLIPS) + 1):
             st.far[i] = T.uint32(0)
-        for r in shared[c]:
+        for n in T.serial(T.call_extern("int32", "tz_now", len(shared[c]))):
+            r = 2 * n + c if is_key else n // 2 * 4 + n % 2 + 2 * c
             T.call_extern(
-                "handle", "tz_clip_count", st.x[r], T.access_ptr(st.middle, "r", 2),
-                T.access_ptr(st.far, "rw", 2 * len(CLIPS) + 1),
+                "handle", "tz_clip_count", T.reinterpret(space[0][space[1] + r * 32 + lane], "uint32"),
+                T.access_ptr(st.middle, "r", 2), T.access_ptr(st.far, "rw", 2 * len(CLIPS) + 1),
             )  # fmt: skip
         for e in (2,) if is_key else (0, 1):
             T.call_extern(
@@ -186,8 +178,12 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
             )  # fmt: skip
 
     @T.macro
-    def token_parameters(st, tile, lane):
-        """Scale and zero of each token, to registers and beside the tile at address `tile`."""
+    def token_parameters(st, tile, rows, base, lane):
+        """Scale and zero of each token, to registers and beside the tile at address `tile`; the warp's rows in shared
+        memory, from word `base` of `rows` on, are not needed any more."""
+        if clipped:
+            for i in each(D // 4):
+                rows[base + i * 32 + lane] = T.reinterpret(st.x[i], "int32")
         for c in each(2):
             reduce_pairs(st, c, shared[c])
             shuffle_pairs(st, c, shuffles)
@@ -198,7 +194,7 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
                     st.f[1] = st.f[0]
                     st.f[2] = T.max(st.f[2], st.f[3])
                     st.f[3] = st.f[2]
-                clip_ranges(st, c)
+                clip_ranges(st, (rows, base), c, lane)
                 if is_key:
                     st.f[1] = st.f[0]
                     st.f[3] = st.f[2]
@@ -328,7 +324,7 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
             store_words(words, words_at(tile, j, lane), st.w)
 
     return SimpleNamespace(
-        rotated=bool(fmt.rotation), rotate=rotate,
+        rotated=bool(fmt.rotation),
         find_new=find_new, recall=recall, recall_scales=recall_scales, recall_words=recall_words, mix=mix, keep=keep,
         token_parameters=token_parameters, channel_parameters=channel_parameters, store=store,
         token_wise=token_wise, channel=bool(fmt.group), static=static,

@@ -120,7 +120,7 @@ def make_ring_macros(m: SimpleNamespace, d: SimpleNamespace, layout: CacheLayout
             for c in each(4):
                 st.new[c] = T.uint32(0xFFFFFFFF)
             if operand.token_wise:
-                operand.token_parameters(st, m.tile_of(KV, w), lane)
+                operand.token_parameters(st, m.tile_of(KV, w), rows, w.warp * 16 * row_pitch(layout.head_dim), lane)
             operand.store(st, rows, 0, m.tile_of(KV, w), False, lane)
             if sink_tokens:
                 if less(w.token[0], 1):
@@ -158,7 +158,7 @@ def build(
     m = make_write_macros(target, layout, d, dtype=dtype, page=page, residual=residual, warps=warps)
     keys, values = m.keys, m.values
     ring = make_ring_macros(m, d, layout, page, residual, pdl)
-    wide = head_dim > 128 or keys.rotated or values.rotated
+    wide = head_dim > 128
 
     @T.prim_func
     def main(

@@ -10,25 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
-from terrazzo.ops.attention.calls import clamp2, xor_shuffle
+from terrazzo.ops.attention.calls import clamp2, fma, xor_shuffle
 from terrazzo.ops.attention.quantizer import hadamard_scale
 from terrazzo.ops.attention.tile_macros import each
 from terrazzo.ops.tiles.calls import pack2, unpack
 
 Stages = tuple[tuple[str, int], ...]
 """A stage for each bit of the head dimension: ("register", distance of the two numbers) or ("lane", mask)."""
-
-
-def key_stages(head_dim: int) -> Stages:
-    """Of the A operand of 16 tokens, unpacked: value 2 w + e of word w = 4 a + r (quantize_macros.py)."""
-    upper = tuple(("register", 8 << i) for i in range((head_dim // 16).bit_length() - 1))
-    return (("register", 1), ("lane", 1), ("lane", 2), ("register", 4), *upper)
-
-
-def value_stages(head_dim: int) -> Stages:
-    """Of the transposed A operand of 16 tokens, unpacked alike."""
-    upper = tuple(("register", 8 << i) for i in range((head_dim // 16).bit_length() - 1))
-    return (("lane", 4), ("lane", 8), ("lane", 16), ("register", 2), *upper)
 
 
 def query_stages(head_dim: int) -> Stages:
@@ -77,9 +65,9 @@ def make_rotation(head_dim: int, count: int, stages: Sequence[tuple[str, int]]) 
                 f[low] = f[low] + f[low + distance]
                 f[low + distance] = st.turned[0]
         else:
+            st.turned[0] = T.if_then_else(T.bitwise_and(lane, distance) == 0, T.float32(1), T.float32(-1))
             for i in T.unroll(count):
-                st.turned[0] = xor_shuffle(f[i], distance)
-                f[i] = T.if_then_else(T.bitwise_and(lane, distance) == 0, f[i], -f[i]) + st.turned[0]
+                f[i] = fma(f[i], st.turned[0], xor_shuffle(f[i], distance))  # rounded as the sum or difference is
 
     @T.macro
     def turn(st, f, lane):

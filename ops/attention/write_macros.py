@@ -5,11 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from terrazzo.ops.attention.cache import residual_layout
+from terrazzo.ops.attention.calls import load_words, store_words
 from terrazzo.ops.attention.decode_copies import differ, peek
 from terrazzo.ops.attention.device import CLIPPING, PAIRS_OF_F16, attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.quantize_macros import make_quantize_macros
-from terrazzo.ops.attention.tile_macros import each, larger, smaller
+from terrazzo.ops.attention.rotation_macros import make_rotation, row_stages
+from terrazzo.ops.attention.tile_macros import each, larger, less, smaller
 
 OF_PAIR = ("length", "row", "new", "slot", "page", "guess")
 """What lanes know of their pairs: tokens, first new row, new rows, residual block, and the page at a guessed place."""
@@ -91,10 +93,30 @@ def make_write_macros(
             )  # fmt: skip
         T.call_extern("handle", "tz_cp_commit")
 
+    rotation, of_row = make_rotation(D, 8, row_stages(D)), D // 8  # lanes that hold a row
+
+    @T.macro
+    def rotate_rows(st, rows, w, lane):
+        """The tile's new rows in shared memory, f16 or bf16, rotated where they lie, f16: as many at a time as the
+        warp's lanes hold, in a loop, since an append has one new row, and its time is that of cold instructions."""
+        T.call_extern("handle", "tz_syncwarp")
+        for j in T.serial(T.call_extern("int32", "tz_now", of_row // 2)):
+            first = j * (32 // of_row)
+            if T.And(less(w.old[0] - w.token[0], first + 32 // of_row), less(w.token[0] + first, w.length[0])):
+                at = (w.warp * 16 + first + lane // of_row) * pitch + lane % of_row * 4
+                load_words(4, st.s, rows[at])
+                rotation.from_words(st.rotated, st.s, lambda i: i, rows_bf16)
+                rotation.turn(st, st.rotated, lane)
+                rotation.to_words(st.rotated, st.s, lambda i: i, True)
+                store_words(4, rows[at], st.s)
+        T.call_extern("handle", "tz_syncwarp")
+
     @T.macro
     def collect(st, rows, w, is_key, lane):
         """The rows as operand registers."""
         T.call_extern("handle", "tz_cp_wait<0>")
+        if keys.rotated if is_key else values.rotated:
+            rotate_rows(st, rows, w, lane)
         for a in each(D // 16):
             if is_key:
                 row = lane % 16
@@ -107,12 +129,7 @@ def make_write_macros(
                 T.access_ptr(rows[(w.warp * 16 + row) * pitch + a * 8 + col], "r", 4),
             )  # fmt: skip
         T.call_extern("handle", "tz_syncwarp")
-        if keys.rotated if is_key else values.rotated:
-            if is_key:
-                keys.rotate(st, lane, rows_bf16)
-            else:
-                values.rotate(st, lane, rows_bf16)
-        elif through_f16:
+        if through_f16 and not (keys.rotated if is_key else values.rotated):
             for i in each(D // 4):
                 for e in each(2):
                     st.f[e] = T.call_extern("float32", f"tz_unpack<true, {e}>", st.x[i])

@@ -196,7 +196,7 @@ def build(
     def pack(operand, st, rows, KV, w, merge, lane):
         """The operand's words, and parameters, to the page."""
         if operand.token_wise:
-            operand.token_parameters(st, tile_of(KV, w), lane)
+            operand.token_parameters(st, tile_of(KV, w), rows, w.warp * 16 * pitch, lane)
         if operand.channel:
             operand.channel_parameters(st, rows, stats, block_of(KV, w), w.warp, lane)
         operand.store(st, rows, stats, tile_of(KV, w), merge, lane)
@@ -345,7 +345,7 @@ def build(
             with T.Kernel(
                 blocks * groups + T.ceildiv(q_rows, warps * (32 // turned.lanes)), threads=warps * 32, prelude=sources
             ) as cta:
-                T.annotate_min_blocks_per_sm(max(1, (8 if D > 128 or keys.rotated or values.rotated else 16) // warps))
+                T.annotate_min_blocks_per_sm(max(1, (16 if D <= 128 else 8) // warps))
                 tx = T.get_thread_binding()
                 h = turned.state()
                 t = SimpleNamespace(
@@ -384,7 +384,7 @@ def build(
         touched: T.int32,
     ):
         with T.Kernel(blocks * groups, threads=warps * 32, prelude=sources) as cta:
-            T.annotate_min_blocks_per_sm(max(1, (8 if D > 128 or keys.rotated or values.rotated else 16) // warps))
+            T.annotate_min_blocks_per_sm(max(1, (16 if D <= 128 else 8) // warps))
             tx = T.get_thread_binding()
             t = SimpleNamespace(K=K, V=V, CU=CU, LEN=LEN, KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, SK=SK, SV=SV)
             pitches = SimpleNamespace(k_token=k_token, k_head=k_head, v_token=v_token, v_head=v_head)
