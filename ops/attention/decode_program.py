@@ -21,12 +21,13 @@ from types import SimpleNamespace
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.attention.ablation import PlainLayout
+from terrazzo.ops.attention.calls import load_words, store_words
 from terrazzo.ops.attention.decode_copies import make_copy_macros, peek
 from terrazzo.ops.attention.decode_merge import BATCH, inbox_words, make_merge_macros, merge_words
 from terrazzo.ops.attention.decode_merge import state as merge_state
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.ops.attention.rotation_macros import make_rotation, query_stages
+from terrazzo.ops.attention.rotation_macros import make_rotation, row_stages
 from terrazzo.ops.attention.tile_macros import each, larger, less, make_tile_macros, smaller
 from terrazzo.schedules.attention_balance import MOST_SPLITS
 
@@ -168,7 +169,6 @@ def build(
     fragment_words, facts = 4 * D * nt, total_words - 2 * cols
     spare_tiles = residual // 16 + 1  # one more than a block: new tokens never overwrite those of a block to be packed
     bulk, pdl = target.supports("bulk_copy"), target.supports("pdl")
-    bf16 = "true" if dtype == "bfloat16" else "false"
     found = [layout.k.converter, layout.v.converter, *([get_converter("f16_f16")] if residual else [])]
     source = attention_prelude(
         "cp_async", "lds", "ldmatrix", "pack", "bulk", "semaphore", "warpgroup", "prefetch",
@@ -184,8 +184,11 @@ def build(
     merge = make_merge_macros(layout, tile, row_tiles=nt, warps=warps, cluster=cluster, dtype=dtype, sinks=sinks)
     cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
     k_static = layout.k.scaling == "static"
-    rotation = make_rotation(D, D // 4, query_stages(D)) if layout.k.rotation else None
-    mixed = layout.k.operand != dtype
+    rotation = make_rotation(D, 8, row_stages(D)) if layout.k.rotated else None
+    at_once = 256 // D  # rows of a warp with 8 dimensions in a lane
+    row_dtype = dtype if rotation is None else "float16"  # of Q in shared memory
+    row_bf16 = "true" if row_dtype == "bfloat16" else "false"
+    mixed = layout.k.operand != row_dtype
 
     B, QL, HQ, HK = T.dynamic("b"), T.dynamic("q_len"), T.dynamic("hq"), T.dynamic("hk")
     PAGES, PAGE_WORDS, TABLE_B, MOST = T.dynamic("pages"), T.dynamic("page_words"), T.dynamic("tb"), T.dynamic("most")
@@ -250,29 +253,17 @@ def build(
 
     @T.macro
     def rotate_rows(ring, st, w):
-        """The rows' B fragments in f16, rotated, to registers qk, where the residual block finds them."""
-        for t in each(nt):
-            take_rows(ring, st.qk, st, w, t)
-            at = lambda i, t=t: (i // 2 * nt + t) * 2 + i % 2
-            rotation.from_words(st.rotated, st.qk, at, dtype == "bfloat16")
-            rotation.turn(st, st.rotated, w.lane[0])
-            rotation.to_words(st.rotated, st.qk, at, False)
-
-    @T.macro
-    def load_rotated(st):
-        """The B fragments of the packed keys from the rotated ones, and their sums."""
-        for k in each(slices):
-            for t in each(nt):
-                for half in each(2):
-                    at = (k * nt + t) * 2 + half
-                    if tile.k_shift[half]:
-                        for e in each(2):
-                            st.f[e] = T.call_extern("float32", f"tz_unpack<false, {e}>", st.qk[at])
-                            st.f[e] = st.f[e] * T.float32(2.0 ** tile.k_shift[half])
-                        st.q[at] = T.call_extern("uint32", "tz_pack2<false>", st.f[0], st.f[1])
-                    else:
-                        st.q[at] = st.qk[at]
-        tile.sum_q(st)
+        """The rows in shared memory rotated where they lie, f16, each by one warp."""
+        for v in each(-(-cols // (warps * at_once))):
+            first = (v * warps + w.warp[0]) * at_once
+            if less(first, cols):  # all lanes or none
+                at = at_row(first + w.lane[0] // (D // 8)) + w.lane[0] % (D // 8) * 4
+                load_words(4, st.w, ring[at])
+                rotation.from_words(st.rotated, st.w, lambda i: i, dtype == "bfloat16")
+                rotation.turn(st, st.rotated, w.lane[0])
+                rotation.to_words(st.rotated, st.w, lambda i: i, False)
+                store_words(4, ring[at], st.w)
+        T.sync_threads()
 
     @T.macro
     def load_q(ring, SK, st, w):
@@ -283,8 +274,8 @@ def build(
                 for k in each(slices):
                     for half in each(2):
                         at = (k * nt + t) * 2 + half
-                        st.f[0] = T.call_extern("float32", f"tz_unpack<{bf16}, 0>", st.q[at])
-                        st.f[1] = T.call_extern("float32", f"tz_unpack<{bf16}, 1>", st.q[at])
+                        st.f[0] = T.call_extern("float32", f"tz_unpack<{row_bf16}, 0>", st.q[at])
+                        st.f[1] = T.call_extern("float32", f"tz_unpack<{row_bf16}, 1>", st.q[at])
                         for e in each(2):
                             st.f[e] = st.f[e] * T.float32(2.0 ** tile.k_shift[half])
                             if k_static:
@@ -327,7 +318,7 @@ def build(
         """The same fragments for the f16 residual block, where the packed keys want other ones."""
         for t in each(nt):
             take_rows(ring, st.qk, st, w, t)
-            if dtype == "bfloat16":
+            if row_dtype == "bfloat16":
                 for k in each(slices):
                     for half in each(2):
                         at = (k * nt + t) * 2 + half
@@ -468,7 +459,7 @@ def build(
             if layout.k.rotated or layout.v.rotated:
                 setattr(st, "turned", T.alloc_local((1,), "float32"))  # noqa: B010
             if layout.k.rotated:
-                setattr(st, "rotated", T.alloc_local((D // 4,), "float32"))  # noqa: B010
+                setattr(st, "rotated", T.alloc_local((8,), "float32"))  # noqa: B010
             c = merge_state()
             ints = {name: T.alloc_local((1,), "int32") for name in INTEGERS}
             ints |= {name: T.alloc_local((1,), "int32") for name in ("tile", "parts", "slot")} if sliding else {}
@@ -517,16 +508,12 @@ def build(
                 rotate_rows(ring, st, w)
             if residual:
                 if less(0 if sink_tokens else w.packed[0], w.length[0]):
-                    if rotation is None:
-                        spare_q(ring, st, w)
+                    spare_q(ring, st, w)
                     if sliding:
                         read_ring(RES, SLOT, st, w)
                     else:
                         read_group(RES, SLOT, st, w)
-            if rotation is not None:
-                load_rotated(st)
-            else:
-                load_q(ring, SK, st, w)  # behind the residual block, which has fragments of its own
+            load_q(ring, SK, st, w)  # behind the residual block, which has fragments of its own
             if group or shared_rows:
                 share_q(ring, st, w)
             elif in_slot:
