@@ -27,7 +27,7 @@ from benchmarks.host_steps import NEEDS, STEPS, Step, chosen, missing, plan, wor
 ROOT = Path(__file__).parents[1]
 NO_PROGRAMS = {"compile_ahead", "host", "plot", "pretended_gpu", "readme", "w4a8_counters"}
 """Modules of benchmarks/ that run and measure nothing by themselves."""
-NO_PROGRAMS |= {"accuracy", "accuracy_data", "compile_model", "train_small"}
+NO_PROGRAMS |= {"accuracy", "accuracy_data", "cold_calls", "compile_model", "engine", "train_small"}
 """Those that need a model's folder or make one, which no GPU machine has by itself."""
 FACTS = {"out": "o", "results": "o/results", "gpu": "h200", "commit": "c0ffee"}
 SMI = "#!/bin/sh\necho '0, GPU-a, NVIDIA H200, 580.1'\necho '1, GPU-b, NVIDIA H200, 580.1'\n"
