@@ -34,7 +34,19 @@ CHECKED_ROWS = 512
 All of y is checked for NaN that was there before."""
 DEVICE = "cuda"
 OURS = "terrazzo"
-_PROBLEM = {"n", "k", "bias", "dtype", "out_dtype", "scale_dtype", "symmetric", "group", "group_size", "weight"}
+_PROBLEM = {
+    "n",
+    "k",
+    "whole",
+    "bias",
+    "dtype",
+    "out_dtype",
+    "scale_dtype",
+    "symmetric",
+    "group",
+    "group_size",
+    "weight",
+}
 SUSTAINED_M = 64
 """From so many tokens on, rows also have the times at the power limit: `sustained`, ours and cuBLAS's in turn."""
 

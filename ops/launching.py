@@ -124,10 +124,11 @@ def ready(plan: Plan, m: int, device: torch.device, stream: int, operator: str, 
 
 
 def stand_ins(device: torch.device, *dtypes: torch.dtype) -> list[torch.Tensor]:
-    """A tensor of one element for each argument that a kernel does not read."""
+    """A tensor of one element for each argument that a kernel does not read; zero, as a kernel that looks at the extent
+    of its bias reads one element where y has one column."""
     import torch
 
-    return lasting(device, lambda: [torch.empty(1, dtype=dtype, device=device) for dtype in dtypes])
+    return lasting(device, lambda: [torch.zeros(1, dtype=dtype, device=device) for dtype in dtypes])
 
 
 def argument(tensor: torch.Tensor) -> Any:

@@ -2,32 +2,32 @@
 
 from types import SimpleNamespace
 
+from terrazzo.ops.linear.sizes import Sizes
 from terrazzo.ops.tiles.calls import has, pack2, syncwarp, wg_sync
 from terrazzo.ops.tiles.staged_rows import out_tokens, row_macros
 
 
 def store_macros(
     *,
-    n: int,
+    size: Sizes,
     block_tokens: int,
     row_blocks: int,
     cta_blocks: int,
     bf16: bool,
-    bias: bool,
     factors: SimpleNamespace | None = None,
-    records: int = 0,
 ) -> SimpleNamespace:
     """Macros `store`, `store_slice` and `store_share` of `row_blocks` row blocks of 64 of a warpgroup, whose tile has
-    `cta_blocks`. factors: `factor_macros` of linear/params.py, where rows have such; records: of a matrix in P.
+    `cta_blocks`. factors: `factor_macros` of linear/params.py, where rows have such.
 
-    `to` holds Y [M, n]; B [n of every expert] or, without a bias, [1]; Os [warpgroups, staged] in the dtype of Y;
-    registers o, uint32 [4], and bb, float32 [2]; P as the program has it.
+    `to` holds Y [M, n]; B [n of every expert] or, without a bias, of another extent; Os [warpgroups, staged] in the
+    dtype of Y; registers o, uint32 [4], and bb, float32 [2]; P as the program has it.
     """
     import tilelang.language as T
 
     bm, rb, nacc, step = block_tokens, row_blocks, block_tokens // 2, out_tokens(block_tokens)
+    n, bias, records = size.n, size.has_bias, size.records
     own_factors = factors is not None
-    rows = row_macros(n=n, out_dtype="bfloat16" if bf16 else "float16", out_bytes=2)
+    rows = row_macros(n=n, out_dtype="bfloat16" if bf16 else "float16", out_bytes=2, whole=size.whole)
 
     @T.macro
     def scale_rows(to, acc, expert, row, r):

@@ -19,11 +19,25 @@ consumed: ptxas may move an arrive in front of a load's return (docs/tile-progra
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.formats.weight import BLOCK_ROWS, BLOCK_WORDS
+from terrazzo.ops.formats.weight import BLOCK_WORDS
 from terrazzo.ops.linear.epilogue import store_macros
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.linear.params import factor_macros, param_macros
-from terrazzo.ops.tiles.calls import bulk, lds16, lds32, lds128, matrix, mma_kind, opaque, pack2, place, tma_tile, wgmma
+from terrazzo.ops.linear.sizes import sizes
+from terrazzo.ops.tiles.calls import (
+    bulk,
+    bulk_at,
+    lds16,
+    lds32,
+    lds128,
+    matrix,
+    mma_kind,
+    opaque,
+    pack2,
+    place,
+    tma_tile,
+    wgmma,
+)
 from terrazzo.ops.tiles.cluster_shares import cluster_macros
 from terrazzo.ops.tiles.pipeline import pipeline_macros
 from terrazzo.ops.tiles.primitives import prelude
@@ -68,6 +82,7 @@ def build(
     cluster: int = 1,
     experts: int = 0,
     weight: str = "u4",
+    whole: bool = True,
 ):
     """The prim_func `main(X, W, P, B, WS, SEM, Y, sk)`; with E = `experts`, int32 [E + 1] instead of sk.
 
@@ -81,6 +96,9 @@ def build(
     With experts, W, P and B hold one matrix after the other: [E * Kp/KB, Np/64, 512], [E * G, Np/64, R], [E * n];
     expert e owns the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not
     written.
+
+    With n = k = 0 the kernel is generic: both come with the launch. `whole` then says that rows of Y are whole 16-byte
+    pieces (n a multiple of 8), and the bias is a branch: B has n elements, or any other number where there is none.
     """
     import tilelang.language as T
     from tilelang.layout import make_full_bank_swizzled_layout
@@ -96,16 +114,17 @@ def build(
     halves = stage_k // 64  # a stage is so many slots of 64 k
     blocks, per_step = fmt.blocks(64), fmt.step_words  # packed blocks of a slot, words of a k16 step
     block_bytes = BLOCK_WORDS * 4
-    np_, kp = -(-n // BLOCK_ROWS) * BLOCK_ROWS, -(-k // UNIT_K) * UNIT_K
-    units, records, rec, sb = kp // UNIT_K, op.records(kp), op.record_bytes, op.scale_bytes
+    matrices = max(experts, 1)
+    size = sizes(op, n, k, bias=bias, whole=whole, matrices=matrices)
+    rec, sb, records = op.record_bytes, op.scale_bytes, size.records
+    units, all_blocks, cta_blocks = size.units, size.blocks, wgs * rb
     ig = op.groups_per(64)  # parameter records of a slot
     two_scales = lds16 if sb == 1 else lds32
     batch = 2 if bm > (96 if wgs == 4 else 192) else 4  # k16 steps of a set of operands: registers for more sums
     shared_params = group in (0, 128)  # then only even slots carry parameters
-    all_blocks, cta_blocks = np_ // 64, wgs * rb
     param_shape = (stages if shared_params else stages * halves, cta_blocks * ig * rec)
     slot_bytes = blocks * cta_blocks * block_bytes
-    row_tiles = -(-all_blocks // cta_blocks)
+    row_tiles = -(-all_blocks // cta_blocks) if size.known else T.truncdiv(all_blocks + (cta_blocks - 1), cta_blocks)
     ct, nacc = wgs * 128, bm // 2
     kinds = (mma_kind(dtype),) * 2
     slot_units = bm * 64 * 2 // 16  # of a descriptor
@@ -114,6 +133,7 @@ def build(
         "place",
         "pack",
         "bulk",
+        *([] if size.known else ["bulk_at"]),
         "stmatrix_trans",
         "semaphore",
         "quotient",
@@ -124,7 +144,6 @@ def build(
         *(["prefetch"] if fmt.row_factors else []),
     )
     source = prelude(*used, extra=(cvt.device_source, *([EXPERTS_SOURCE] if experts else [])))
-    matrices = max(experts, 1)
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32
     tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
     exchange = cluster == per_sm == 1 and not experts and tile_costs.parts_sums(wgs, (rb + sums) * nacc)
@@ -134,10 +153,9 @@ def build(
     rings = ring_macros(stages=stages, each=2 // halves, rounds=not experts)
     spare = spare_registers(wgs, (rb + sums) * nacc, per_sm) if cluster == 1 else 0  # shares are rare there
     shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype="float32", spare=spare)
-    factors = factor_macros(op, n, kp)
+    factors = factor_macros(op, size.n, units * UNIT_K)
     out = store_macros(
-        n=n, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks, bf16=bf16, bias=bias,
-        factors=factors, records=records,
+        size=size, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks, bf16=bf16, factors=factors
     )  # fmt: skip
     peers = cluster_macros(
         size=cluster, warpgroups=wgs, row_blocks=rb, block_tokens=bm, dtype="float32", units=units, stages=stages,
@@ -189,13 +207,44 @@ def build(
                     )
 
     @T.macro
+    def load_stage(io, c, kb, h):
+        """The same of the slots of a stage, from h on, where sizes come with the launch: the thread has no time to find
+        each place anew."""
+        first = c.rows[0] * cta_blocks
+        count = T.min(cta_blocks, all_blocks - first)
+        records_here = (1 if shared_params else halves) * ig if op.has_groups and (h == 0 or not shared_params) else 0
+        slot = (c.expert[0] * units + kb) * 2 + h
+        record = c.expert[0] * records + (0 if group == 0 else kb if shared_params else (kb * 2 + h) * ig)
+        T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * (halves * blocks * block_bytes + records_here * rec))
+        for b in T.unroll(halves * blocks):
+            bulk_at(
+                io.Ws[io.ring.stage[0] * (halves * blocks) + b, 0, 0],
+                io.W,
+                ((slot * blocks + b) * all_blocks + first) * (block_bytes // 16),
+                count * block_bytes,
+                io.full[io.ring.stage[0]],
+            )
+        for q in T.unroll(records_here):
+            bulk_at(
+                io.Ps[param_slot(io.ring.stage[0], q // ig), q % ig * cta_blocks * rec],
+                io.P,
+                ((record + q) * all_blocks + first) * (rec // 16),
+                count * rec,
+                io.full[io.ring.stage[0]],
+            )
+
+    @T.macro
     def fill_weights(io, c, kb):
         """The warp of the weights: 128 k, in two slots."""
         for h in T.unroll(2):
             if h % halves == 0:
                 rings.acquire(io.empty, io.ring)
             if io.leader:
-                load_weights(io, c, kb, h)
+                if size.known:
+                    load_weights(io, c, kb, h)
+                else:
+                    if h % halves == 0:
+                        load_stage(io, c, kb, h)
                 if (h + 1) % halves == 0:
                     T.barrier_arrive(io.full[io.ring.stage[0]])
             if (h + 1) % halves == 0:
@@ -384,13 +433,13 @@ def build(
 
     @T.prim_func
     def main(
-        X: T.Tensor((M, k), dtype),
-        W: T.Tensor((matrices * fmt.blocks(kp), all_blocks, BLOCK_WORDS), "int32"),
+        X: T.Tensor((M, size.k), dtype),
+        W: T.Tensor((size.word_blocks, all_blocks, BLOCK_WORDS), "int32"),
         P: T.Tensor((matrices * records, all_blocks, rec), "uint8"),
-        B: T.Tensor((matrices * n if bias else 1,), dtype),
+        B: T.Tensor((size.bias,), dtype),
         WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), "float32"),
         SEM: T.Tensor((G, wgs * 4), "int32"),
-        Y: T.Tensor((M, n), dtype),
+        Y: T.Tensor((M, size.n), dtype),
         parts: last,
     ):
         with T.Kernel(G, threads=ct + 128, prelude=source, **cluster_dims) as cta:

@@ -50,6 +50,14 @@ def bulk(to: Any, at: Any, nbytes: Any, barrier: Any, cluster: int = 1) -> Any:
     return _call("bulk_multicast", *parts, (1 << cluster) - 1) if cluster > 1 else _call("bulk", *parts)
 
 
+def bulk_at(to: Any, matrix: Any, at: Any, nbytes: Any, barrier: Any) -> Any:
+    """`bulk` from `at` times 16 bytes behind the first element of a matrix of three dimensions."""
+    import tilelang.language as T
+
+    base = T.access_ptr(matrix[0, 0, 0], "r", 1)
+    return _call("bulk_at", address(to, "w", 16), base, at, nbytes, address(barrier, "rw", 8))
+
+
 def tile_boxes(rows: int) -> list[int]:
     """Heights of the copies that fetch a tile of `rows` rows, the lowest first: its quarters, where they are 16 rows or
     more. Fewer, and the copies take no longer whatever they hold."""

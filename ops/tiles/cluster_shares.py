@@ -9,6 +9,7 @@ stage was read, tells the other CTAs that theirs may come; mostly long before th
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.tiles.calls import arrive_at, lds128, past, place, send16, wait_together
@@ -16,7 +17,7 @@ from terrazzo.schedules.clusters import inbox, inbox_bytes
 
 
 def cluster_macros(
-    *, size: int, warpgroups: int, row_blocks: int, block_tokens: int, dtype: str, units: int, stages: int, each: int,
+    *, size: int, warpgroups: int, row_blocks: int, block_tokens: int, dtype: str, units: Any, stages: int, each: int,
     stage_bytes: int, rings: SimpleNamespace,
 ) -> SimpleNamespace:  # fmt: skip
     """Macros `open`, `invite` and `exchange` among the `size` CTAs of a cluster that share a tile of `units` units of
@@ -35,16 +36,37 @@ def cluster_macros(
     vectors = 2 * of_tokens  # of four sums, in a slice
     threads = warpgroups * 128
     nbytes = inbox_bytes(size, warpgroups, row_blocks, block_tokens)
-    room = inbox(nbytes, stages, stage_bytes, units // size * each, -(-units // size) * each)
-    if size > 1 and (not room or row_blocks * block_tokens % (16 * size)):
+    known = isinstance(units, int)
+    count = -(-nbytes // stage_bytes)  # of stages
+    fits = count <= stages
+    if known:
+        room = inbox(nbytes, stages, stage_bytes, units // size * each, -(-units // size) * each)
+    if size > 1 and (not fits or row_blocks * block_tokens % (16 * size)):
         constraint = (
             f"tiles of {row_blocks} * {block_tokens} tokens and {stages} stages have no slices or no room for it"
         )
         raise ArgumentError("cluster", size, constraint, "take 1, or what schedules.clusters.refusal lets pass")
 
-    def letter(sender, vector, thread):
+    @T.macro
+    def settle(at):
+        """Where k comes with the launch: the first stage that letters go to, what `inbox` finds unless the ring is too
+        small for a good place. It is the same in all CTAs of a cluster, so that it is right wherever it lies."""
+        at[0] = T.truncmod(T.max(T.truncdiv(units, size) * each - 3, 0), stages)  # from here on: what is read last
+        if at[0] + (3 + each) > stages:
+            at[0] = T.min(at[0] + (3 + each - stages), stages - count)
+        else:
+            at[0] = T.if_then_else(at[0] >= count, 0, T.min(at[0] + (3 + each), stages - count))
+
+    def scratch() -> Any:
+        return None if known else T.alloc_local((1,), "int32")
+
+    def start(at: Any) -> Any:
+        """The first of the stages that letters go to."""
+        return room.start if known else at[0]
+
+    def letter(first, sender, vector, thread):
         """Bytes from the ring's first one to where a vector of a slice arrives from the sender-th of the others."""
-        return room.start * stage_bytes + ((sender * vectors + vector) * threads + thread) * 16
+        return first * stage_bytes + ((sender * vectors + vector) * threads + thread) * 16
 
     @T.macro
     def open():
@@ -57,8 +79,11 @@ def cluster_macros(
         letters may come, says its first warp. All wait for the cluster: racecheck hangs where only some threads do."""
         T.cluster_wait()
         if thread < 32:
+            first = scratch()
+            if not known:
+                settle(first)
             for _ in T.unroll(stages):
-                if T.And(ring.stage[0] >= room.start, ring.stage[0] < room.stop):
+                if T.And(ring.stage[0] >= start(first), ring.stage[0] < start(first) + count):
                     rings.acquire(empty, ring)
                 rings.advance(ring)
             if thread < size - 1:
@@ -72,6 +97,9 @@ def cluster_macros(
         words: the ring's buffer. ready: an mbarrier of size - 1 arrivals. sent: one of one arrival for each warp.
         """
         T.cluster_wait()
+        first = scratch()
+        if not known:
+            settle(first)
         coming = T.alloc_local((4,), dtype)
         at = T.alloc_local((1,), "uint32")
         share[0] = size - 1 - T.truncmod(cta, size)
@@ -82,7 +110,7 @@ def cluster_macros(
         for to in T.unroll(size):
             if share[0] != to:
                 for v in T.unroll(vectors):
-                    there = past(words, letter(share[0] - T.if_then_else(share[0] > to, 1, 0), v, tx))
+                    there = past(words, letter(start(first), share[0] - T.if_then_else(share[0] > to, 1, 0), v, tx))
                     send16(there, size - 1 - to, acc[(to * vectors + v) * 4], sent[tx // 32])
         wait_together(place(sent[tx // 32], "rw"), 0)
         at[0] = place(words)
@@ -90,7 +118,7 @@ def cluster_macros(
             if share[0] == mine:
                 for sender in T.unroll(size - 1):
                     for v in T.unroll(vectors):
-                        lds128(coming, at[0] + T.cast(letter(sender, v, tx), "uint32"))
+                        lds128(coming, at[0] + T.cast(letter(start(first), sender, v, tx), "uint32"))
                         for e in T.unroll(4):
                             acc[(mine * vectors + v) * 4 + e] = acc[(mine * vectors + v) * 4 + e] + coming[e]
 

@@ -203,6 +203,15 @@ __device__ __forceinline__ void tz_bulk(void *dst, const void *src, int bytes, v
 """,
     ),
     Primitive(
+        "bulk_at",
+        "the same where extents come with the launch: an index of three dimensions is 64-bit products and bounds",
+        """\
+__device__ __forceinline__ void tz_bulk_at(void *dst, const void *base, int at, int bytes, void *bar) {
+  tz_bulk(dst, (const char *)base + (long long)at * 16, bytes, bar);
+}
+""",
+    ),
+    Primitive(
         "semaphore",
         "deterministic split-K: release/acquire counters in global memory, which TileLang has no form for",
         """\

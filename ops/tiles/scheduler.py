@@ -65,6 +65,9 @@ def partition_macros(
     """
     import tilelang.language as T
 
+    known = isinstance(units, int)
+    most_slices = min(MOST_SLICES, units) if known else T.min(MOST_SLICES, units)
+
     @T.macro
     def plan(p, cta, grid, sk, mt):
         """Shared iterations [first, last), shared segments and all segments of CTA `cta` of `grid`."""
@@ -81,7 +84,7 @@ def partition_macros(
                     if T.Or(p.among[0] * sk != grid, p.among[0] != cluster):
                         p.among[0] = 0
                 else:
-                    if T.Or(T.Or(p.among[0] * sk != grid, p.among[0] < 2), p.among[0] > min(MOST_SLICES, units)):
+                    if T.Or(T.Or(p.among[0] * sk != grid, p.among[0] < 2), p.among[0] > most_slices):
                         p.among[0] = 0
         p.length[0] = units + p.head[0]
         p.first[0] = quotient(r * (sk * p.length[0]), grid)
@@ -114,8 +117,13 @@ def partition_macros(
             c.tile[0] = sk + grid - 1 - cta + seg * grid
             c.k0[0] = 0
             c.k1[0] = T.min(c.tile[0] + units, units)  # = units: a trip count that nvcc knows is unrolled, if small
-        c.tokens[0] = T.truncdiv(c.tile[0], raster * row_tiles) * raster
-        c.rows[0] = T.truncmod(c.tile[0], raster * row_tiles)
+        if known:
+            c.tokens[0] = T.truncdiv(c.tile[0], raster * row_tiles) * raster
+            c.rows[0] = T.truncmod(c.tile[0], raster * row_tiles)
+        else:
+            c.tokens[0] = quotient(c.tile[0], raster * row_tiles)
+            c.rows[0] = c.tile[0] - c.tokens[0] * (raster * row_tiles)
+            c.tokens[0] = c.tokens[0] * raster
         c.count[0] = T.min(mt - c.tokens[0], raster)
         c.tokens[0] = c.tokens[0] + c.rows[0]
         c.rows[0] = quotient(c.rows[0], c.count[0])

@@ -26,15 +26,16 @@ def staged(out_bytes: int, tokens: int, *, alone: bool = False) -> int:
     return max(tokens * _PITCH[out_bytes], 4 * 16 * _WARP_PITCH[out_bytes] if alone else 0)
 
 
-def row_macros(*, n: int, out_dtype: str, out_bytes: int) -> SimpleNamespace:
+def row_macros(*, n: int, out_dtype: str, out_bytes: int, whole: bool | None = None) -> SimpleNamespace:
     """Functions `place` and `put`, macro `write`.
 
     Os [warpgroups, staged] in the dtype of y belongs to the program. `alone`: of a warp's own rows; else of the
-    warpgroup's.
+    warpgroup's. `whole`: whether rows of y are whole 16-byte pieces; None: n, a number, says it.
     """
     import tilelang.language as T
 
-    whole = n * out_bytes % 16 == 0
+    if whole is None:
+        whole = n * out_bytes % 16 == 0
     chunk = 16 // out_bytes  # elements of 16 bytes
 
     def pitch(alone: bool) -> int:

@@ -263,8 +263,9 @@ def translated(source: str, block_tokens: int) -> str:
 
 
 def boxes_named(source: str, load: str, named: str, block_tokens: int) -> str:
-    """The text with each copy of a box of X as a call that names its rows: the n-th tensor map has the n-th largest."""
-    for i, rows in enumerate(reversed(tile_boxes(block_tokens) if block_tokens else [])):
-        desc = f"X_desc_{i}, " if i else "X_desc, "
-        source = source.replace(load + desc, named.format(rows) + desc)
+    """The text with each copy of a box of X as a call that names its rows: the n-th that is copied is the n-th largest,
+    whatever number its tensor map has."""
+    maps = dict.fromkeys(re.findall(re.escape(load) + r"(X_desc(?:_\d+)?), ", source))
+    for desc, rows in zip(maps, reversed(tile_boxes(block_tokens) if block_tokens else [])):
+        source = source.replace(f"{load}{desc}, ", f"{named.format(rows)}{desc}, ")
     return source

@@ -22,7 +22,7 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
     n, bm, rb, nacc = gemm.n, block_tokens, row_blocks, block_tokens // 2
     step, raw, bf16 = out_tokens(bm), gemm.raw, gemm.out_dtype == "bfloat16"
     per_thread = -(-bm // 128)
-    rows = row_macros(n=n, out_dtype=gemm.out_dtype, out_bytes=gemm.out_bytes)
+    rows = row_macros(n=n, out_dtype=gemm.out_dtype, out_bytes=gemm.out_bytes, whole=gemm.whole)
 
     def state(Y, Os, Fs, Rs, **more) -> SimpleNamespace:
         """Y [M, n], the program's shared buffers Os [warpgroups, staged], Fs f32 and Rs int32 [warpgroups, tokens],
@@ -56,7 +56,7 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
             for e in T.unroll(rb * 2):
                 row = (c.rows[0] * cta_blocks + wg * rb + e // 2) * 64 + wt // 32 * 16 + e % 2 * 8 + wt % 32 // 4
                 to.s[e] = S[c.expert[0] * (gemm.row_blocks * 64) + T.min(row, gemm.row_blocks * 64 - 1)]
-                if gemm.bias:
+                if gemm.adds_bias:
                     to.b[e] = B[c.expert[0] * n + T.min(row, n - 1)]
                 else:
                     to.b[e] = 0.0

@@ -1,8 +1,10 @@
 """What every W4A8 program shares: its parameters' meaning, the unit of a packed weight, the converter."""
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
@@ -37,6 +39,10 @@ class Gemm:
     offset_flip: ClassVar[int] = 0
     """What a word of parameters is XORed with, for converters that take another offset."""
 
+    launched: ClassVar[SimpleNamespace | None] = None
+    """Of a program without shapes: expressions `row_blocks`, `units`, `all_units`, `extent` of B and `bias`, whether it
+    is one; flag `whole`."""
+
     def __post_init__(self):
         if self.group not in (32, 64, 128):
             raise ArgumentError("group", self.group, "must be 32, 64 or 128", "repeat the scales of a larger group")
@@ -68,12 +74,26 @@ class Gemm:
     @property
     def row_blocks(self) -> int:
         """Blocks of 64 rows, padding included."""
+        if self.launched is not None:
+            return self.launched.row_blocks
         return -(-self.n // 64)
 
     @property
     def units(self) -> int:
         """Units of 128 along k, padding included."""
+        if self.launched is not None:
+            return self.launched.units
         return -(-self.k // UNIT_K)
+
+    @property
+    def adds_bias(self) -> Any:
+        """Whether B is added: known, or a condition of the launch."""
+        return self.bias if self.launched is None else self.launched.bias
+
+    @property
+    def whole(self) -> bool:
+        """Whether rows of y are whole pieces of 16 bytes."""
+        return self.n * self.out_bytes % 16 == 0 if self.launched is None else self.launched.whole
 
     @property
     def groups(self) -> int:
@@ -87,3 +107,28 @@ class Gemm:
     @property
     def out_bytes(self) -> int:
         return 4 if self.raw else 2
+
+    def extents(self, matrices: int) -> tuple[Any, Any]:
+        """Of W along the units of all matrices, and of B."""
+        if self.launched is not None:
+            return self.launched.all_units, self.launched.extent
+        return matrices * self.units, matrices * self.n if self.bias else 1
+
+    def at_launch(self, whole: bool, matrices: int = 1) -> "Gemm":
+        """The same of whatever n and k a launch brings. B then has n elements of each matrix where there is a bias,
+        else another number."""
+        import tilelang.language as T
+
+        n, k, row_blocks, units, extent = (T.dynamic(name) for name in ("n", "k", "blocks", "units", "bias"))
+        made = copy(self)
+        facts = SimpleNamespace(
+            row_blocks=row_blocks,
+            units=units // matrices,
+            all_units=units,
+            extent=extent,
+            bias=extent == matrices * n,
+            whole=whole,
+        )
+        for name, value in (("n", n), ("k", k), ("launched", facts)):
+            object.__setattr__(made, name, value)
+        return made

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from terrazzo.ops.linear.bytes.problem import BLOCK_WORDS, UNIT_K
-from terrazzo.ops.tiles.calls import bulk, lds32, lds128, matrix, place
+from terrazzo.ops.tiles.calls import bulk, bulk_at, lds32, lds128, matrix, place
 
 
 def fill_macros(
@@ -30,12 +30,22 @@ def fill_macros(
     """
     import tilelang.language as T
 
+    known = isinstance(row_blocks, int)
+
     @T.macro
     def load_weights(io, c, kb):
         """One thread: the units of the tile's row blocks, words and parameters in one copy."""
         count = T.max(T.min(cta_blocks, row_blocks - c.rows[0] * cta_blocks), 0)
         T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * (unit_words * 4))
-        if count > 0:
+        if not known:
+            bulk_at(
+                io.Ws[io.ring.stage[0], 0, 0],
+                io.W,
+                (unit(c, kb) * row_blocks + c.rows[0] * cta_blocks) * (unit_words // 4),
+                count * (unit_words * 4),
+                io.full[io.ring.stage[0]],
+            )
+        elif count > 0:
             bulk(
                 io.Ws[io.ring.stage[0], 0, 0],
                 io.W[unit(c, kb), c.rows[0] * cta_blocks, 0],

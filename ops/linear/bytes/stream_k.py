@@ -69,6 +69,7 @@ def build(
     raster: int = 8,
     cluster: int = 1,
     experts: int = 0,
+    whole: bool = True,
 ):
     """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y, sk)`; with E = `experts`, int32 [E + 1] instead of sk.
 
@@ -81,11 +82,15 @@ def build(
     RS [1] is not read, and WS is f32.
     With experts, W, S and B hold one matrix after the other: [E * Kp/128, Np/64, unit words], [E * Np], [E * n]; expert
     e owns the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not written.
+
+    With n = k = 0 the kernel has no shape: both come with the launch, as does whether B has a bias. `whole`: rows of Y
+    are whole pieces of 16 bytes.
     """
     if cluster > 1 and experts:
         constraint = "tiles of experts are found on the device, not shared by clusters"
         raise ArgumentError("cluster", cluster, constraint, "use 1")
     gemm = fp8_problem.of(n, k, group, out_dtype, dequantization, bias)
+    gemm = gemm if n else gemm.at_launch(whole, max(experts, 1))
     e4m3 = dequantization == fp8_problem.E4M3
     schedule = StreamK(
         block_tokens, warpgroups, row_blocks, stages, raster=raster, cluster=cluster,
@@ -98,8 +103,13 @@ def build(
 def tile_macros(gemm: Gemm, schedule: StreamK, form: SimpleNamespace, experts: int) -> SimpleNamespace:
     """Who computes which segment of which tile, and how its sums become rows of y: `tokens`, `tiles`, `rings`, `out`,
     `peers`, `tail`, and `exchange`, whether CTAs that share a tile alike part its sum."""
+    import tilelang.language as T
+
     bm, wgs, rb, cluster = schedule.block_tokens, schedule.warpgroups, schedule.row_blocks, schedule.cluster
-    row_tiles = -(-gemm.row_blocks // schedule.cta_blocks)
+    cta_blocks = schedule.cta_blocks
+    row_tiles = -(-gemm.row_blocks // cta_blocks)
+    if gemm.launched is not None:
+        row_tiles = T.truncdiv(gemm.row_blocks + (cta_blocks - 1), cta_blocks)
     exchange = not experts and schedule.parts and cluster == 1
     tokens = expert_macros(experts=experts, block_tokens=bm, units=gemm.units, row_tiles=row_tiles)
     tiles = partition_macros(
@@ -138,9 +148,11 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
         unit=lambda c, kb: c.expert[0] * units + kb,
     )  # fmt: skip
     steps = consumer_macros(block_tokens=bm, cta_blocks=cta_blocks, unit_words=unit_words, groups=gemm.groups)
-    used = (*PRIMITIVES, *(["e4m3"] if e4m3 else []), *(["cluster"] if cluster > 1 else []))
-    source = prelude(*used, extra=(gemm.converter.device_source, *([EXPERTS_SOURCE] if experts else [])))
     matrices = max(experts, 1)
+    all_units, extent = gemm.extents(matrices)
+    used = (*PRIMITIVES, *(["e4m3"] if e4m3 else []), *(["cluster"] if cluster > 1 else []))
+    used += ("bulk_at",) if gemm.launched is not None else ()
+    source = prelude(*used, extra=(gemm.converter.device_source, *([EXPERTS_SOURCE] if experts else [])))
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32
     dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
     M, G = T.dynamic("m"), T.dynamic("grid")
@@ -211,11 +223,11 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     @T.prim_func
     def main(
         X: T.Tensor((M, gemm.k), "int8"),
-        W: T.Tensor((matrices * units, all_blocks, unit_words), "int32"),
+        W: T.Tensor((all_units, all_blocks, unit_words), "int32"),
         S: T.Tensor((matrices * all_blocks * 64,), "float32"),
         XS: T.Tensor((M,), "float32"),
         RS: T.Tensor((1 if e4m3 else M,), "int32"),
-        B: T.Tensor((matrices * gemm.n if gemm.bias else 1,), "float32"),
+        B: T.Tensor((extent,), "float32"),
         WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), form.sums),
         SEM: T.Tensor((G, wgs * 4), "int32"),
         Y: T.Tensor((M, gemm.n), gemm.out_dtype),

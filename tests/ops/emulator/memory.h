@@ -80,6 +80,10 @@ template <int N> static void tz_cp_wait() {
   }
   __syncwarp();
 }
+static void tz_bulk(void *to, const void *from, int bytes, void *bar);
+static void tz_bulk_at(void *to, const void *base, int at, int bytes, void *bar) {
+  tz_bulk(to, (const char *)base + (long long)at * 16, bytes, bar);
+}
 static void tz_bulk(void *to, const void *from, int bytes, void *bar) {
   if ((((uintptr_t)to | (uintptr_t)from) & 15) || bytes % 16 || bytes <= 0) {
     fprintf(stderr, "misaligned bulk copy\n"); abort(); }

@@ -121,3 +121,22 @@ def test_the_traced_operator_knows_its_shape():
     with FakeTensorMode(allow_non_fake_inputs=True):
         y = w4a16.gemm(torch.empty(3, 5, 128, dtype=torch.bfloat16), w)
     assert y.shape == (3, 5, 70) and y.dtype == torch.bfloat16
+
+
+def test_weights_of_other_sizes_share_the_kernels_of_stream_k(without_records):
+    """One for a schedule: n and k come with the launch, and so does whether there is a bias."""
+    facts = dict(group_size=128, symmetric=False, scale_dtype="float16", target="sm_90a")
+    named = lambda n, k, m, **more: set(w4a16.kernel_requests(n, k, m=m, **facts, **more))
+    assert named(4096, 4096, 2048) == named(4096, 14336, 2048) == named(4096, 4096, 2048, bias=True)
+    (shared,) = named(4096, 4096, 2048)
+    params = dict(shared.params)
+    assert (params["n"], params["k"], params["bias"], params["whole"]) == (0, 0, False, True)
+    (ragged,) = named(4097, 4096, 2048)  # rows of y that are no whole 16 bytes are written another way
+    assert dict(ragged.params)["n"] == 0 and dict(ragged.params)["whole"] is False
+
+
+def test_small_tiles_and_small_batches_have_kernels_of_their_sizes(without_records):
+    facts = dict(group_size=128, symmetric=False, scale_dtype="float16", target="sm_90a")
+    for m, name in ((1, "w4a16.small_batch"), (16, "w4a16.stream_k")):
+        (one,) = w4a16.kernel_requests(8192, 28672, m=m, **facts)
+        assert one.name == name and (dict(one.params)["n"], dict(one.params)["k"]) == (8192, 28672)

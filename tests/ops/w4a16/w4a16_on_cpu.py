@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +12,7 @@ from cuda_on_cpu import RESIDENT, VOTES, CpuKernel, cuda_text
 from terrazzo.layouts.converters import CONVERTERS, get_converter
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.ops.linear import multistage, stream_k
+from terrazzo.ops.linear.sizes import shapeless
 from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
 from terrazzo.ops.w4a16.format import PackedWeight
 from terrazzo.schedules.clusters import PAIR
@@ -87,12 +90,14 @@ class Program:
     Args:
         schedule: of schedules.stream_k, small_batch or multistage.
         experts: of the grouped program, else 0. weight: name of its format.
+        generic: a kernel of no shape; `spec` of another one may take its place.
     """
 
     def __init__(
-        self, program, schedule, spec: Spec, numerics: str, folder: Path, *, target="sm_90a", experts=0, weight="u4"
-    ):
-        self.schedule, self.spec, self.experts = schedule, spec, experts
+        self, program, schedule, spec: Spec, numerics: str, folder: Path, *, target="sm_90a", experts=0, weight="u4",
+        generic=False,
+    ):  # fmt: skip
+        self.schedule, self.spec, self.experts, self.generic = schedule, spec, experts, generic
         self.dtype = getattr(torch, spec.dtype)
         self.k = spec.k if program is multistage else -(-spec.k // 8) * 8  # rows of x in whole 16 bytes
         params = dict(
@@ -103,9 +108,10 @@ class Program:
         name = program.__name__.rpartition(".")[2]
         if experts:
             name, params["experts"] = "grouped", experts
-        request = KernelRequest(
-            f"w4a16.{name}", f"{program.__name__}:build", tuple(params.items()), target, program.PASS_CONFIGS
-        )
+        configs = program.PASS_CONFIGS
+        if generic:
+            params = shapeless(params)
+        request = KernelRequest(f"w4a16.{name}", f"{program.__name__}:build", tuple(params.items()), target, configs)
         source = cuda_text(request)
         extra, once = re.subn(r"int patience = \d+;", PATIENCE, EXTRA)
         assert once == 1
@@ -128,8 +134,15 @@ class Program:
         self.kernel = CpuKernel(source, shims, threads, folder, cluster)
         self.kernel.give(request)
 
+    def of(self, spec: Spec, **changes) -> Program:
+        """The same generic kernel for another weight; `changes` of the schedule come with the launch."""
+        other = copy.copy(self)
+        other.spec, other.schedule = spec, replace(self.schedule, **changes)
+        return other
+
     def _launch(self, grid, x: torch.Tensor, packed: PackedWeight, workspace, semaphores, **more) -> torch.Tensor:
         n, bias = self.spec.n, packed.bias
+        self.k = -(-self.spec.k // 8) * 8
         x = torch.nn.functional.pad(x, (0, self.k - x.shape[1])).contiguous()
         y = torch.full((len(x) + 2 * GUARD, n), float("nan"), dtype=self.dtype)
         sem = torch.zeros(semaphores, dtype=torch.int32)
@@ -138,6 +151,8 @@ class Program:
             B=torch.zeros(1, dtype=self.dtype) if bias is None else bias, Y=y[GUARD:], SEM=sem,
             WS=torch.full(workspace, float("nan")),
         )  # fmt: skip
+        if self.generic:
+            more |= dict(n=n, k=self.k, words=len(packed.words), blocks=packed.words.shape[1], bias=len(tensors["B"]))
         self.kernel(grid, **tensors, **more, m=len(x))
         assert not sem.any(), "a semaphore is not zero"
         assert y[:GUARD].isnan().all() and y[-GUARD:].isnan().all(), "rows beside y were written"

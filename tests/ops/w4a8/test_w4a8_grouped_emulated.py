@@ -15,6 +15,7 @@ from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.linear.bytes import stream_k
 from terrazzo.ops.linear.bytes.problem import Gemm
+from terrazzo.ops.linear.sizes import shapeless
 from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
 from terrazzo.ops.w4a8.format import QuantizedWeight, pack
 from terrazzo.schedules.stream_k import StreamK
@@ -115,13 +116,17 @@ def weights(experts: int, n: int, k: int, group: int) -> list[QuantizedWeight]:
     return made
 
 
-def emulate(made, x, x_scales, last, schedule, grid, folder, *, out_dtype, dequantization, bias, experts):
-    """y of one launch on the CPU, in an output that was NaN (int32: garbage). `last`: offsets, or the shared tiles."""
+def emulate(
+    made, x, x_scales, last, schedule, grid, folder, *, out_dtype, dequantization, bias, experts, generic=False
+):
+    """y of one launch on the CPU, in an output that was NaN (int32: garbage). `last`: offsets, or the shared tiles.
+    generic: by the kernel of no shape."""
     w, (m, k) = GroupedWeight.stack([pack(v) for v in made]).stacked, x.shape
     facts = dict(
         n=w.n, k=k, group=w.group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias, experts=experts
     )
-    params = tuple((facts | schedule.params()).items())
+    facts |= schedule.params()
+    params = tuple((shapeless(facts, 4 if out_dtype == "int32" else 2) if generic else facts).items())
     request = KernelRequest("w4a8.grouped", f"{stream_k.__name__}:build", params, "sm_90a", stream_k.PASS_CONFIGS)
     source = cuda_text(request)
     for pattern, text in REWRITES:
@@ -137,6 +142,7 @@ def emulate(made, x, x_scales, last, schedule, grid, folder, *, out_dtype, dequa
     kernel(
         (grid, 1, 1), X_desc=x, W=w.words, S=w.channel_scales, XS=x_scales, RS=x.sum(1, dtype=torch.int32), B=w.bias,
         Y=y, WS=torch.full(space, 0x5A5A5A5A, dtype=torch.int32), SEM=semaphores, m=m, ctas=grid, parts=last, sk=last,
+        n=w.n, k=k, blocks=w.words.shape[2], units=len(made) * w.words.shape[1], bias=w.bias.numel(),
     )  # fmt: skip
     assert not semaphores.any()
     return y
@@ -194,7 +200,7 @@ def test_one_matrix(shared, grid, tmp_path):
     x = torch.randint(-128, 128, (m, 512), generator=rng, dtype=torch.int8)
     y = emulate(
         made, x, torch.ones(m), shared, S(32, 1, 1, 2), grid, tmp_path, out_dtype="int32", dequantization="xor",
-        bias=False, experts=0,
+        bias=False, experts=0, generic=True,
     )  # fmt: skip
     assert torch.equal(y.double(), x.double() @ made[0].bytes().double().T)
 
@@ -215,7 +221,7 @@ def test_clusters(name, tmp_path):
     scales = torch.ones(m) if raw else torch.rand(m, generator=rng) * 1e-3 + 1e-4
     y = emulate(
         made, x, scales, shared, schedule, grid, tmp_path, out_dtype=out_dtype, dequantization=dequantization,
-        bias=not raw, experts=0,
+        bias=not raw, experts=0, generic=True,
     )  # fmt: skip
     exact = x.double() @ made[0].bytes().double().T
     if raw:

@@ -1,0 +1,28 @@
+"""Kernels of stream_k, whose n and k come with the launch, on the CPU: each is right for weights of several shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+import pytest
+from emulated_cases import cases
+from terrazzo.lowering.toolchain import toolchain
+from terrazzo.ops.linear import stream_k
+from test_w4a16_emulated import STREAM_K, launches, weights_on_the_cpu  # noqa: F401
+from w4a16_on_cpu import Program
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
+]
+
+
+@pytest.mark.parametrize("name", cases(STREAM_K, ("half sets", "clusters")))
+def test_one_stream_k_kernel_serves_every_shape(name, tmp_path):
+    spec, m, numerics, schedule, partitions = STREAM_K[name]
+    program = Program(stream_k, schedule, spec, numerics, tmp_path, generic=True)
+    launches(program, spec, m, numerics, partitions)
+    wider = replace(spec, n=spec.n + 256, k=spec.k + 512 if spec.group != -1 else spec.k, bias=not spec.bias)
+    tiles = ceil(wider.n / 64 / schedule.cta_blocks) * ceil(m / schedule.block_tokens)
+    launches(program.of(wider), wider, m, numerics, ((schedule.cluster, 0), (schedule.cluster * tiles, tiles)))
