@@ -17,6 +17,7 @@ from terrazzo.nn.loading import load  # noqa: E402
 from terrazzo.ops.w4a8 import format as w4a8_format  # noqa: E402
 from terrazzo.ops.w4a8 import fp8_format  # noqa: E402
 from terrazzo.ops.w4a16 import format as w4a16_format  # noqa: E402
+from terrazzo.ops.weight_only.format import PackedWeight as small_floats  # noqa: E402
 
 from tests.ops.checkpoints.checkpoint_folders import AUTO_ROUND, AWQ, DYNAMIC, GPTQ, compressed, stored, words  # noqa: E402
 
@@ -38,6 +39,7 @@ KINDS: dict[str, tuple[dict[str, Any], type]] = {
     "qserve": (QSERVE, w4a8_format.PackedWeight),
     "qserve_channel": (QSERVE | {"group_size": -1}, w4a8_format.PackedWeight),
     "int": (compressed(DYNAMIC, group_size=G) | {"format": "int-quantized"}, w4a8_format.PackedWeight),
+    "fp8": ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, small_floats),
     "pack": (compressed(DYNAMIC | {"type": "float"}, group_size=G), fp8_format.PackedWeight),
 }
 """Convention -> (quantization_config, class of the packed weights)."""
@@ -78,6 +80,12 @@ def qserve(seed: int, n: int, k: int, channel: bool) -> tuple[dict[str, torch.Te
 
 def layer(kind: str, seed: int, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """(tensors by what stands behind the layer's name, the float64 weight that they mean)."""
+    if kind == "fp8":
+        rng = torch.Generator().manual_seed(seed)
+        codes = (torch.randn(n, k, generator=rng) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        scales = (torch.rand(n // 128, k // 128, generator=rng) + 0.5) * 2.0**-12
+        weight = codes.double() * scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return {"weight": codes, "weight_scale_inv": scales}, weight
     if kind.startswith("qserve"):
         return qserve(seed, n, k, kind == "qserve_channel")
     made, weight = stored(kind.replace("_act_order", ""), seed, n, k, G)
@@ -141,7 +149,7 @@ def test_published_folders_are_loaded_as_what_they_mean(tmp_path, kind):
         for ours, theirs in joined.items():
             assert type(ours.packed) is KINDS[kind][1]
             made, wanted = ours.packed.dequantize(), torch.cat([linear.weight for linear in theirs])
-            assert torch.equal(made, wanted.to(made.dtype))
+            assert torch.equal(made.float(), wanted.to(made.dtype).float())
     exact, got = model(TOKENS).logits, loaded(TOKENS).logits.float()
     off = float((got - exact).norm() / exact.norm())
     assert off < (0.02 if KINDS[kind][1] is w4a16_format.PackedWeight else 0.15), off
@@ -163,7 +171,7 @@ def test_joined_layers_of_unlike_orders_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("stated", "says"),
     [
-        ({"quant_method": "mxfp4"}, "mxfp4"), ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "mxfp4"}, "mxfp4"), ({"quant_method": "hqq"}, "hqq"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
     ],
 )  # fmt: skip
