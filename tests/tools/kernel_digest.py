@@ -201,6 +201,8 @@ def _attention() -> Calls:
     yield from calls("int8/int8", "sm_90a", prefill=True, dtype="bfloat16")
     yield from calls("fp8/fp8", "sm_90a", prefill=True)
     yield from calls("int2/int2", "sm_90a")
+    yield from calls("int4_hadamard/int4", "sm_90a")
+    yield from calls("int2_hadamard/int2_hadamard", "sm_90a")
     yield from calls("int8_static/int8_static", "sm_90a")
     yield from calls("float16/float16", "sm_90a")
     yield from calls("bfloat16/bfloat16", "sm_90a", dtype="bfloat16")
