@@ -12,7 +12,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import activation, attention, launching, model_layers, norm, rope, w4a8, w4ax
-from terrazzo.ops.attention import rope_writing
+from terrazzo.ops.attention import rope_writing, writing
 from terrazzo.ops.attention.cache import residual_of
 from terrazzo.ops.attention.format import HEAD_DIMS
 from terrazzo.ops.attention.layout import CacheLayout
@@ -353,7 +353,8 @@ def _attention(made: Plan, model: Architecture, serving: Serving) -> None:
         layout = CacheLayout(keys, values, model.head_dim)
         kind = dict(rotary_dim=model.head_dim, rope="neox", norm="none", numerics="fused", target=serving.target)
         turned = (layout, serving.dtype, serving.page, residual_of(layout, None))
-        made.requests[rope_writing.request(*turned, **kind)] = None
+        if not writing.slides(layout, turned[-1]):  # a sliding ring is written behind apply_rope
+            made.requests[rope_writing.request(*turned, **kind)] = None
         for at, q_len in enumerate(serving.q_lens):
             found = attention.kernel_requests(keys, values, q_len=q_len, prefill=at == 0, **facts)
             made.requests |= dict.fromkeys(found)

@@ -372,7 +372,7 @@ def test_turning_and_storing_at_once_has_the_bits_of_both_operators(cases, new):
     torch.use_deterministic_algorithms(False)
     case, heads, kv, sequences = cases[0], 8, 2, 40
     sizes = dict(kv_heads=kv, head_dim=case.head_dim, pages=120, page_size=64, sequences=sequences, device="cuda")
-    caches = [attention.KVCache(case.k, case.v, **sizes) for _ in range(2)]
+    caches = [attention.KVCache(case.k, case.v, **sizes, residual=case.residual) for _ in range(2)]
     norms = {}
     if case.norm != "none":
         vectors = [random(case.head_dim, dtype=getattr(torch, case.dtype), seed=s) for s in (7, 8)]
