@@ -40,7 +40,8 @@ CASES = {  # case of storing, query heads of a kv head, how heads are turned
     "int4": (Case(old=(0, 5, 61), new=(1, 1, 1), page=32), 2, {}),
     "some tokens": (Case("int8", "int4", head_dim=64, old=(3, 14), new=(3, 3)), 1, dict(layout="interleaved")),
     "bfloat16, qk-norm": (
-        Case("int4_hadamard", "int4", dtype="bfloat16", old=(30,), new=(1,), page=32, residual=0), 3, dict(norm="llama"),
+        Case("int4_hadamard", "int4", dtype="bfloat16", old=(30,), new=(1,), page=32, residual=0), 3,
+        dict(norm="llama"),
     ),
     "residual": (Case("int4_channel64", "int4", old=(63, 20), new=(1, 1), page=64), 4, dict(rotary_dim=64)),
 }  # fmt: skip
