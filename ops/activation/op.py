@@ -149,10 +149,10 @@ def run(
     by_expert = smooth is not None and smooth.ndim == 2
     choices = (activation, layout, limit is not None, quant, numerics, column_scales)
     key = (row_calls.bucket(m, index), k, x.dtype, index, smooth is not None, by_expert, experts, *choices, target)
-    found = _kernels.get(key) or _prepare(key, x, max(m, 1), target)
     y, codes = row_calls.allocate(x, shape, quant, False, column_scales)
     if m == 0:
         return y, codes
+    found = _kernels.get(key) or _prepare(key, x, m, target)
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = launching.aligned_copy(x)
     _, _, no_rows, no_codes, no_vector, no_integers = found

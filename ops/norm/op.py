@@ -131,10 +131,10 @@ def run(
     given = (residual is not None, post_weight is not None, smooth is not None)
     options = (style, quant, numerics, also_plain, column_scales)
     key = (row_calls.bucket(m, index), k, x.dtype, index, weight.dtype, *given, *options, target)
-    found = _kernels.get(key) or _prepare(key, x, max(m, 1), weight, given, options, target)
     y, codes = row_calls.allocate(x, shape, quant, also_plain, column_scales)
     if m == 0:
         return y, codes
+    found = _kernels.get(key) or _prepare(key, x, m, weight, given, options, target)
     _, _, no_rows, no_codes, no_weight, no_scales, no_sums = found
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = launching.aligned_copy(x)
