@@ -89,6 +89,12 @@ def details() -> str:
     return found.replace("](benchmarks/", "](../benchmarks/")  # the document lies in docs/
 
 
+def engine() -> str:
+    """Tokens of vLLM on our kernels and on its own."""
+    found = "\n\n".join(tables_of({"engine_*.json": tables.engine}))
+    return found.replace("](benchmarks/", "](../benchmarks/")
+
+
 def models() -> str:
     """The table of models that `--model` knows."""
     from terrazzo.schedules.models import MODELS
@@ -102,8 +108,14 @@ def models() -> str:
     )
 
 
-PARTS: dict[str, Callable[[], str]] = {"operators": operators, "figures": figures, "details": details, "models": models}
-DOCUMENTS = ("README.md", "docs/benchmarks.md")
+PARTS: dict[str, Callable[[], str]] = {
+    "operators": operators,
+    "figures": figures,
+    "details": details,
+    "engine": engine,
+    "models": models,
+}
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/serving.md")
 
 
 def fill(text: str) -> str:

@@ -256,11 +256,37 @@ def layer_kernels(result: Mapping[str, Any], source: str) -> str:
     )
 
 
+def engine(result: Mapping[str, Any], source: str) -> str:
+    """Time of an output token inside vLLM, kernels beside each other."""
+    rows: dict[tuple, dict[str, Mapping[str, Any]]] = {}
+    for row in result["rows"]:
+        key = (row["shape"], row["weights"], row["kv"], row["batch"])
+        rows.setdefault(key, {})[row["kernel"]] = row
+    peers = sorted({row["kernel"] for row in result["rows"]} - {"terrazzo"})
+    lines = []
+    for (shape, weights, kv, batch), found in rows.items():
+        ours = found.get("terrazzo")
+        cells = [f"{ours['step_ms']:.2f} ({ours['tokens_s']:.0f})" if ours else ""]
+        for peer in peers:
+            row = found.get(peer)
+            faster = f", {row['step_ms'] / ours['step_ms']:.2f}x" if row and ours else ""
+            cells.append(f"{row['step_ms']:.2f} ({row['tokens_s']:.0f}){faster}" if row else "")
+        lines.append((f"`{shape}`", f"`{weights}`", f"`{kv}`", str(batch), *cells))
+    first = result["rows"][0]
+    text = (
+        f"vLLM {result['vllm']}, {first['layers']} layers, prompts of {first['prompt']} tokens, {first['output']} new "
+        f"ones: milliseconds of an output token after the last prefill, in brackets tokens/s from end to end, then how "
+        f"many times as fast ours is, {setting(result, source)}"
+    )
+    return text + "\n\n" + report.markdown(("model", "weights", "cache", "requests", "terrazzo", *peers), lines)
+
+
 Table = Callable[[Mapping[str, Any], str], str]
 README: dict[str, Table] = {"attention_*.json": decode, "decode_step_*.json": decode_step}
 """Files in benchmarks/results -> what makes their table in README.md. The longest name that fits a file counts."""
 DETAILS: dict[str, Table] = {
     "accuracy_*.json": accuracy,
+    "engine_*.json": engine,
     "load_time_*.json": load_time,
     "layer_kernels_*.json": layer_kernels,
     "attention_prefill_*.json": prefill,

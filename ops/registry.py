@@ -112,7 +112,7 @@ def _w4a8_fp8(format: str, source: str, notes: str) -> Support:
     )
 
 
-_FLOAT_TARGETS = {"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "compiled"}
+_FLOAT_TARGETS = {"sm_80": "ptx-tested", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
 
 
 def _small_float(operator: str, format: str, source: str, notes: str) -> Support:
