@@ -29,7 +29,7 @@ PACKAGES = sorted(
     if len(ast.parse(init.read_text()).body) > 1  # those of a docstring alone are not public
 )
 PUBLIC = ["terrazzo", *PACKAGES, *MODULES]
-EAGER = ("terrazzo.layouts.converters", *MODULES)
+EAGER = ("terrazzo.layouts.converters", "terrazzo.integrations.vllm", *MODULES)
 """Those whose names are there as soon as they are imported."""
 NEEDS = {"terrazzo.integrations": "transformers"}
 """Packages whose names are there where another library is installed."""
@@ -93,7 +93,7 @@ def test_checkers_read_what_is_resolved(name):
         assert not isinstance(value, ModuleType) or value.__name__ == f"{home.__name__}.{own}"
 
 
-NO_ERRORS = ("terrazzo.nn.fuse", "terrazzo.nn.positions_of")
+NO_ERRORS = ("terrazzo.nn.fuse", "terrazzo.nn.positions_of", "terrazzo.integrations.vllm.register")
 """Functions that refuse nothing."""
 
 

@@ -115,7 +115,7 @@ def build(
         "semaphore",
         *(["multicast" if cluster > 1 else "bulk"] if bulk_copies else []),
         *(["cluster"] if joined else []),
-        *(["prefetch"] if fmt.row_factors else []),
+        *(["prefetch_line"] if fmt.row_factors else []),
         extra=(cvt.device_source,),
     )
     cluster_dims = cluster_shape(target, kc, cluster, joined)

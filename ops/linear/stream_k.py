@@ -141,7 +141,7 @@ def build(
         "warpgroup",
         "rows_out",
         *(["cluster"] if cluster > 1 else []),
-        *(["prefetch"] if fmt.row_factors else []),
+        *(["prefetch_line"] if fmt.row_factors else []),
     )
     source = prelude(*used, extra=(cvt.device_source, *([EXPERTS_SOURCE] if experts else [])))
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32

@@ -129,7 +129,7 @@ def lds32(at: Any) -> Any:
 
 def prefetch(at: Any) -> Any:
     """The line of an element in global memory to L2."""
-    return _call("prefetch", address(at, "r", 4))
+    return _call("prefetch_line", address(at, "r", 4))
 
 
 def lds16(at: Any) -> Any:

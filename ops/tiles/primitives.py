@@ -42,11 +42,11 @@ __device__ __forceinline__ void tz_zero16(void *p) { *(uint4 *)p = make_uint4(0,
 """,
     ),
     Primitive(
-        "prefetch",
+        "prefetch_line",
         "TileLang has no prefetch: what an epilogue reads once would cost it a trip to DRAM",
         """\
 // the line of an address in global memory to L2
-__device__ __forceinline__ void tz_prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
+__device__ __forceinline__ void tz_prefetch_line(const void *p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 """,
     ),
     Primitive(

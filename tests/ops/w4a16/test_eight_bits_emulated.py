@@ -74,18 +74,13 @@ def known(monkeypatch):
         del CONVERTERS[name]
 
 
-def of_this_format(kind: type) -> type:
-    """A schedule whose kernels are of the test's format."""
-    return type(kind.__name__, (kind,), {"params": lambda self: kind.params(self) | {"weight": NAME}})
-
-
 CASES = {  # program, schedule, target, M, numerics
-    "small_batch": (small_batch, of_this_format(SmallBatch)(1, 1, 4, 2, 1, 2), "sm_90a", 4, "exact"),
-    "stream_k": (stream_k, of_this_format(StreamK)(32, 1, 1, 2, 128), "sm_90a", 20, "exact"),
-    "small_batch, post": (small_batch, of_this_format(SmallBatch)(1, 1, 4, 2, 1, 2), "sm_90a", 3, "post"),
-    "stream_k, two row blocks, post": (stream_k, of_this_format(StreamK)(16, 1, 2, 3, 64), "sm_90a", 20, "post"),
-    "multistage, post": (multistage, of_this_format(Multistage)(32, 4, 2, 3), "sm_80", 20, "post"),
-    "multistage": (multistage, of_this_format(Multistage)(32, 4, 2, 3), "sm_80", 20, "exact"),
+    "small_batch": (small_batch, SmallBatch(1, 1, 4, 2, 1, 2), "sm_90a", 4, "exact"),
+    "stream_k": (stream_k, StreamK(32, 1, 1, 2, 128), "sm_90a", 20, "exact"),
+    "small_batch, post": (small_batch, SmallBatch(1, 1, 4, 2, 1, 2), "sm_90a", 3, "post"),
+    "stream_k, two row blocks, post": (stream_k, StreamK(16, 1, 2, 3, 64), "sm_90a", 20, "post"),
+    "multistage, post": (multistage, Multistage(32, 4, 2, 3), "sm_80", 20, "post"),
+    "multistage": (multistage, Multistage(32, 4, 2, 3), "sm_80", 20, "exact"),
 }
 
 
@@ -104,7 +99,7 @@ def test_bytes_with_scales_of_groups(name, tmp_path):
     of_scales = QuantizedWeight.canonical(codes & 15, scales.half(), None, group_size=group).pack()
     packed = SimpleNamespace(words=layout.pack(codes).contiguous(), params=of_scales.params, bias=None)
     assert packed.words.shape == (FORMAT.blocks(k), n // 64, formats.BLOCK_WORDS)
-    run = Program(program, schedule, spec, numerics, tmp_path, target=target)
+    run = Program(program, schedule, spec, numerics, tmp_path, target=target, weight=NAME)
     y = run.stream_k(x, packed, 2, 1) if program is stream_k else getattr(run, name.partition(",")[0])(x, packed)
     expected = x.double() @ ((codes.double() - 128) * scales.repeat_interleave(group, dim=1)).T
     assert torch.equal(y, expected.half()), "integers and powers of two: no sum rounds"
