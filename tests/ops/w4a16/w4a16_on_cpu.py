@@ -52,7 +52,7 @@ template <bool BF16> static unsigned fma2(unsigned a, unsigned b, unsigned c) {
     r |= (unsigned)round_once<BF16>((double)widen<BF16>(a >> e) * widen<BF16>(b >> e) + widen<BF16>(c >> e)) << e;
   return r;
 }
-static void tz_prefetch(const void *) {}
+static void tz_prefetch_line(const void *) {}
 static unsigned tz_lds16_at(const void *p, int i) { return ((const uint16_t *)p)[i]; }
 static unsigned sub2(unsigned a, unsigned b) { return fma2<false>(b, 0xbc00bc00u, a); }
 static unsigned mul2(unsigned a, unsigned b) { return fma2<false>(a, b, 0x80008000u); }
