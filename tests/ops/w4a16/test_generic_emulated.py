@@ -23,6 +23,6 @@ def test_one_stream_k_kernel_serves_every_shape(name, tmp_path):
     spec, m, numerics, schedule, partitions = STREAM_K[name]
     program = Program(stream_k, schedule, spec, numerics, tmp_path, generic=True)
     launches(program, spec, m, numerics, partitions)
-    wider = replace(spec, n=spec.n + 256, k=spec.k + 512 if spec.group != -1 else spec.k, bias=not spec.bias)
+    wider = replace(spec, n=spec.n + 256, k=spec.k if spec.group in (-1, spec.k) else spec.k + 512, bias=not spec.bias)
     tiles = ceil(wider.n / 64 / schedule.cta_blocks) * ceil(m / schedule.block_tokens)
     launches(program.of(wider), wider, m, numerics, ((schedule.cluster, 0), (schedule.cluster * tiles, tiles)))
