@@ -62,6 +62,7 @@ class Attention(Operator):
         from terrazzo.ops.attention import op
 
         facts, made = dict(problem.facts), op.plan.__wrapped__
+        op.check_facts(facts["dtype"], page=facts["page"], residual=facts["residual"])
         own = {name: facts[name] for name in ("dtype", "page", "residual")} | dict(softcap=False, sinks=False)
         return made(self._layout(problem), problem.m, 1, facts["rows"], facts["tokens"], **own, target=target)
 
@@ -129,9 +130,10 @@ class AttentionPrefill(Operator):
         return Prefill(problem_of(self._layout(problem), facts["page"], facts["residual"], facts["fresh"]))
 
     def plan(self, problem: Problem, target: Target) -> Any:
-        from terrazzo.ops.attention import prefill_op
+        from terrazzo.ops.attention import op, prefill_op
 
         facts = dict(problem.facts)
+        op.check_facts(facts["dtype"], page=facts["page"], residual=facts["residual"], fresh=facts["fresh"])
         own = {name: facts[name] for name in ("dtype", "page", "residual", "fresh")} | dict(softcap=False, sinks=False)
         return prefill_op.plan.__wrapped__(self._layout(problem), **own, target=target)
 

@@ -161,7 +161,10 @@ class Bytes(Kind):
     def converter(self, facts: Facts) -> str:
         from terrazzo.ops.linear.bytes import fp8_problem, problem
 
-        return fp8_problem.CONVERTER if self.codes == "e4m3" else problem.DEQUANTIZATIONS[facts["dequantization"]]
+        known = {"e4m3": fp8_problem.CONVERTER} if self.codes == "e4m3" else problem.DEQUANTIZATIONS
+        if (name := facts["dequantization"]) not in known:
+            raise ArgumentError("dequantization", name, f"must be one of {', '.join(known)}", "name one of them")
+        return known[name]
 
     def beside(self, m: int, facts: Facts, target: Target) -> list[KernelRequest]:
         from terrazzo.ops.w4a8 import activations

@@ -147,8 +147,11 @@ def understands(problem: Problem) -> bool:
     kinds, given = _kinds(problem.op), {name: type(value) for name, value in facts.items()}
     if {**given, **_OPTIONAL} != {**kinds, **_OPTIONAL}:
         return False
+    operator, target = OPERATORS[problem.op], Target.parse("sm_90a")
     try:
-        return bool(OPERATORS[problem.op].space(problem).heuristic(Target.parse("sm_90a"), problem.m))
+        for asks in (operator.roofline, operator.plan):  # they raise where a fact has a value that no kernel knows
+            asks(problem, target)
+        return bool(operator.space(problem).heuristic(target, problem.m))
     except TerrazzoError:
         return False
 

@@ -272,7 +272,7 @@ def test_reports_draw_problems_of_this_version_only(shipped):
         for name in set(good) - {"scales"}:
             gone = {key: value for key, value in good.items() if key != name}
             other = 5 if isinstance(good[name], str) else "x"
-            for facts in (gone, good | {name: other}, good | {name: -1}, good | {name: 1.0}, good | {name: None}):
+            for facts in (gone, *(good | {name: value} for value in (other, "x", -1, 1.0, None))):
                 assert not report.understands(Problem.of(row["op"], facts, row["m"])), facts
 
 

@@ -84,6 +84,11 @@ MOST_THREADS = 8000  # at once: ThreadSanitizer knows 8128
 GUARD = 8  # rows in front of y and behind it that nobody may write
 
 
+def whole_words(k: int) -> int:
+    """Columns of x whose rows are whole 16 bytes, as TMA wants them."""
+    return -(-k // 8) * 8
+
+
 class Program:
     """A program of ops/w4a16 for weights of a Spec, compiled for the CPU; each call is one launch that returns y.
 
@@ -99,7 +104,7 @@ class Program:
     ):  # fmt: skip
         self.schedule, self.spec, self.experts, self.generic = schedule, spec, experts, generic
         self.dtype = getattr(torch, spec.dtype)
-        self.k = spec.k if program is multistage else -(-spec.k // 8) * 8  # rows of x in whole 16 bytes
+        self.k = spec.k if program is multistage else whole_words(spec.k)
         params = dict(
             n=spec.n, k=self.k, group=0 if spec.group in (-1, spec.k) else spec.group, symmetric=spec.symmetric,
             scale_dtype=spec.scale_dtype, dtype=spec.dtype, bias=spec.bias, numerics=numerics, weight=weight,
@@ -137,12 +142,11 @@ class Program:
     def of(self, spec: Spec, **changes) -> Program:
         """The same generic kernel for another weight; `changes` of the schedule come with the launch."""
         other = copy.copy(self)
-        other.spec, other.schedule = spec, replace(self.schedule, **changes)
+        other.spec, other.schedule, other.k = spec, replace(self.schedule, **changes), whole_words(spec.k)
         return other
 
     def _launch(self, grid, x: torch.Tensor, packed: PackedWeight, workspace, semaphores, **more) -> torch.Tensor:
         n, bias = self.spec.n, packed.bias
-        self.k = -(-self.spec.k // 8) * 8
         x = torch.nn.functional.pad(x, (0, self.k - x.shape[1])).contiguous()
         y = torch.full((len(x) + 2 * GUARD, n), float("nan"), dtype=self.dtype)
         sem = torch.zeros(semaphores, dtype=torch.int32)
