@@ -48,7 +48,6 @@ LONG = {
     "ops/linear/multistage.py build",
     "ops/linear/small_batch.py build",
     "ops/linear/stream_k.py build",
-    "ops/norm/program.py build",
 }
 """Functions that are longer than one reads at once: the list only shrinks."""
 
