@@ -13,10 +13,8 @@ from terrazzo.nn.formats import Format, family_of
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.module import stored_weight
 from terrazzo.ops import weights
+from terrazzo.ops.shards import BY_ROW
 from torch import nn
-
-BY_ROW = ("codes", "scales", "zeros", "offsets", "channel_scales", "bias")
-"""Tensors of canonical weights that have a row, or a value, for each output feature."""
 
 
 def join(parts: Sequence[Any], argument: str = "parts") -> Any:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching, weights
+from terrazzo.ops.shards import Sharded
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,7 @@ _GROUPED = "/grouped"
 
 
 @dataclass(frozen=True, eq=False)
-class GroupedWeight:
+class GroupedWeight(Sharded):
     """The packed weights of E experts, of one operator, shape and format. Build it with `stack`.
 
     Attributes:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
+from terrazzo.ops.shards import Sharded
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,7 @@ BROKEN = (KeyError, AttributeError, TypeError, ValueError, OverflowError)
 """What safetensors raises, besides its own error, for tensors of dtypes that torch does not have."""
 
 
-class Canonical:
+class Canonical(Sharded):
     """Of a canonical weight, a dataclass with `codes` [N, K]: what does not depend on the format."""
 
     codes: torch.Tensor
@@ -43,7 +44,7 @@ class Canonical:
         return move(self, device)
 
 
-class Packed:
+class Packed(Sharded):
     """Of a packed weight, a dataclass with `words`, `n`, `k` and `layout`: what does not depend on the format.
 
     A format adds `expected_layout()`, identity of the layout that its kernels read, and `check_sizes()`. It is no

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
+from terrazzo.ops.shards import Sharded
 from terrazzo.ops.w4ax.fmpq import BLOCK, check_permutation
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ FLOATS = weights.FLOATS
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedWeight:
+class QuantizedWeight(Sharded):
     """A W4Ax weight in plain rows, columns in the plan's order. Build it with `canonical`, which checks it.
 
     Attributes:
@@ -176,7 +177,7 @@ class QuantizedWeight:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedWeight:
+class PackedWeight(Sharded):
     """A W4Ax weight in the derived layouts that the kernels of its target read. Np: N rounded up to 64.
 
     Attributes:
