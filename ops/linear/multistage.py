@@ -15,6 +15,9 @@ scale to f32 sums, once per group. With kc > 1 the CTAs of a tile share k; the l
 in a fixed order, so the result has the same bits in every run.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 from terrazzo.ops.formats.weight import BLOCK_ROWS, BLOCK_WORDS, TILE_WORDS
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.linear.params import factor_macros, param_macros
@@ -65,6 +68,186 @@ def shared_bytes(
     return shape.x_bytes(stages) + stages * shape.blocks * of_block + flag
 
 
+def copy_macros(op: Operand, shape: Tile, xs: SimpleNamespace, *, all_blocks: int, k: int, M: Any) -> SimpleNamespace:
+    """Macro `issue`: the copies of a stage, of a weight of `all_blocks` row blocks of 64 and of X [M, k].
+
+    xs: of `mma_tiles.x_macros`.
+    """
+    import tilelang.language as T
+
+    group, threads, blocks = op.group, shape.threads, shape.blocks
+    rec, ig, parts = op.record_bytes, op.groups_per(64), op.format.blocks(64)
+    block_words, copies = parts * BLOCK_WORDS, rec // 16
+    copy_x = "tz_copy_ragged" if k % 8 else "tz_cp_async"  # rows of X that are not aligned to 16 bytes, or are
+
+    def block_at(c, b):
+        """Block of 64 rows `b` of the CTA; past the end the last one again, for rows that are not stored."""
+        block = c.rows[0] * blocks + b
+        return block if all_blocks % blocks == 0 else T.min(block, all_blocks - 1)
+
+    @T.macro
+    def issue(X, W, P, Xs, Ws, Ps, c, kb, slot, params, tx):
+        """Copies of the 64 k that start at 64 * kb; rows >= M and columns >= k of X become zero."""
+        xs.issue(X, Xs, copy_x, c.tokens[0], kb, slot, tx, M)
+        for b in T.unroll(parts):
+            for e in T.unroll(-(-blocks * 128 // threads)):
+                at = e * threads + tx
+                if at < blocks * 128:
+                    cp_async(
+                        Ws[slot * (blocks * block_words) + b * (blocks * BLOCK_WORDS) + at * 4],
+                        W[kb * parts + b, block_at(c, at // 128), at % 128 * 4],
+                    )
+        if op.has_groups and params:
+            for e in T.unroll(-(-ig * blocks * copies // threads)):
+                at = e * threads + tx
+                record = 0 if group == 0 else (kb // 2 if group == 128 else kb * ig + at // (blocks * copies))
+                if at < ig * blocks * copies:
+                    cp_async(
+                        Ps[slot * (ig * blocks * rec) + at * 16],
+                        P[record, block_at(c, at // copies % blocks), at % copies * 16],
+                    )
+
+    return SimpleNamespace(issue=issue)
+
+
+def operand_macros(op: Operand, shape: Tile) -> SimpleNamespace:
+    """Macros `load_words`, `load_scales`, `load_operands` and `convert`: from a stage to operand registers."""
+    import tilelang.language as T
+
+    fmt, cvt, words = op.format, op.scaling_converter, param_macros(op)
+    rb, blocks, rec, sb = shape.row_blocks, shape.blocks, op.record_bytes, op.scale_bytes
+    ig, parts, per_step = op.groups_per(64), fmt.blocks(64), fmt.step_words
+    block_words = parts * BLOCK_WORDS
+    bf16, scale_bf16 = op.dtype == "bfloat16", op.scale_dtype == "bfloat16"
+
+    @T.macro
+    def load_words(Ws, w, slot, tile, lane):
+        """A lane's words of a stage: 64 k of each row tile of the warp."""
+        for m in T.unroll(rb):
+            for b in T.unroll(parts):
+                at = slot * (blocks * block_words) + b * (blocks * BLOCK_WORDS) + (tile + m) * TILE_WORDS + lane * 4
+                lds128(w[(m * parts + b) * 4], Ws[at])
+
+    @T.macro
+    def load_scales(Ps, s, u, slot, q, tile, lane):
+        """f32 scales of rows g and g + 8 of each row tile."""
+        for m in T.unroll(rb):
+            at = (slot * ig + q) * (blocks * rec) + (tile + m) // 4 * rec + ((tile + m) % 4 * 8 + lane // 4) * 2 * sb
+            u[0] = lds16_at(Ps[at], 0, nbytes=2) if sb == 1 else lds32(Ps[at])
+            if op.scale_dtype == "float32":
+                u[1] = lds32(Ps[at + 4])
+            words.scales(s, m * 2, u)
+
+    @T.macro
+    def load_operands(Ps, v, u, zs, slot, q, tile, lane):
+        """The converter's packed (bias, scale) pairs of rows g and g + 8 of each row tile."""
+        for m in T.unroll(rb):
+            base = (slot * ig + q) * (blocks * rec) + (tile + m) // 4 * rec
+            row = (tile + m) % 4 * 8 + lane // 4
+            if op.numerics != "post":
+                u[0] = lds16_at(Ps[base], row, nbytes=64) if sb == 1 else lds32(Ps[base + row * 2 * sb])
+            if op.symmetric:
+                u[2] = T.uint32(fmt.zero * 0x0101)
+            else:
+                u[2] = lds16_at(Ps[base + 64 * sb], row, nbytes=64)
+            words.scale_words(v, m * 4, u)
+            if op.numerics == "fused":
+                zs[0] = unpack(0, u[0], bf16=scale_bf16)
+                zs[1] = unpack(1, u[0], bf16=scale_bf16)
+                for e in T.unroll(2):
+                    zs[e] = -T.cast(u[2] >> T.uint32(8 * e) & T.uint32(255), "float32") * zs[e]
+                    v[m * 4 + 2 * e] = pack2(zs[e], zs[e], bf16=bf16)
+            else:
+                words.bias_words(v, m * 4, u)
+
+    @T.macro
+    def convert(w, a, v, m, step):
+        """The words of pass `step` into its half of a."""
+        for i in T.unroll(per_step):
+            T.call_extern(
+                "handle", cvt.device_name, w[m * 4 * parts + step * per_step + i],
+                T.access_ptr(a[(step % 2 * rb + m) * 4 + i * (4 // per_step)], "w", 4 // per_step),
+                *words.of_converter(cvt, v, m * 4),
+            )  # fmt: skip
+
+    return SimpleNamespace(load_words=load_words, load_scales=load_scales, load_operands=load_operands, convert=convert)
+
+
+def sum_macros(op: Operand, shape: Tile) -> SimpleNamespace:
+    """Macros `clear`, `multiply` and `add_scaled` of a pair of token tiles, and `scale` of all sums."""
+    import tilelang.language as T
+
+    rb, pairs, kind = shape.row_blocks, shape.pairs, mma_kind(op.dtype)
+
+    @T.macro
+    def clear(part, p):
+        """The sums of a group of k, of pair p of token tiles, start anew."""
+        for m in T.unroll(rb):
+            for i in T.unroll(8):
+                part[(m * pairs + p) * 8 + i] = 0.0
+
+    @T.macro
+    def multiply(d, a, x, step, p):
+        """Pass `step` of pair p, into d."""
+        for m in T.unroll(rb):
+            for e in T.unroll(2):
+                mma(kind, d, ((m * pairs + p) * 2 + e) * 4, a, (step % 2 * rb + m) * 4, x, p * 4 + e * 2)
+
+    @T.macro
+    def add_scaled(acc, part, s, p):
+        """Those sums, times the scales of the rows, join the tile's."""
+        for m in T.unroll(rb):
+            for i in T.unroll(8):
+                at = (m * pairs + p) * 8 + i
+                acc[at] = acc[at] + s[m * 2 + i % 4 // 2] * part[at]
+
+    @T.macro
+    def scale(acc, s):
+        """Without groups, the scales of the rows enter at the end."""
+        for i in T.unroll(shape.sums):
+            acc[i] = acc[i] * s[i // (pairs * 8) * 2 + i % 4 // 2]
+
+    return SimpleNamespace(clear=clear, multiply=multiply, add_scaled=add_scaled, scale=scale)
+
+
+def store_macros(op: Operand, shape: Tile, *, n: int, k_padded: int, bias: bool) -> SimpleNamespace:
+    """Macro `store`: from sums to rows of Y [M, n]."""
+    import tilelang.language as T
+
+    rb, pairs, blocks, pitch = shape.row_blocks, shape.pairs, shape.blocks, shape.out_pitch
+    fmt, bf16 = op.format, op.dtype == "bfloat16"
+    factors, out = factor_macros(op, n, k_padded), mma_tiles.out_macros(shape, n=n, vec=1)
+
+    @T.macro
+    def store(Y, B, P, M, Xs, acc, o, bb, c, warp, tile, column, lane):
+        """Bias, then 16 tokens at a time: transposed in registers, staged by the warp, written 16 bytes a lane."""
+        row0 = c.rows[0] * (blocks * 64) + tile * 16
+        stage = warp * (16 * pitch)
+        if fmt.row_factors:
+            for m in T.unroll(rb):
+                for e in T.unroll(2):
+                    factors.load(P, bb, e, row0 + m * 16 + e * 8 + lane // 4)
+                for i in T.unroll(pairs * 8):
+                    acc[m * pairs * 8 + i] = acc[m * pairs * 8 + i] * bb[i % 4 // 2]
+        if bias:
+            for m in T.unroll(rb):
+                for e in T.unroll(2):
+                    bb[e] = T.cast(B[T.min(row0 + m * 16 + e * 8 + lane // 4, n - 1)], "float32")
+                for i in T.unroll(pairs * 8):
+                    acc[m * pairs * 8 + i] = acc[m * pairs * 8 + i] + bb[i % 4 // 2]
+        for p in T.unroll(pairs):
+            syncwarp()
+            for m in T.unroll(rb):
+                for i in T.unroll(4):
+                    at = (m * pairs + p) * 8 + i * 2
+                    o[0] = pack2(acc[at], acc[at + 1], bf16=bf16)
+                    out.stage(Xs, o, stage, m, i, lane)
+            syncwarp()
+            out.write(Y, Xs, stage, c.tokens[0] + column * shape.tokens + p * 16, row0, M, lane)
+
+    return SimpleNamespace(store=store)
+
+
 def build(
     target,
     *,
@@ -105,173 +288,53 @@ def build(
     Raises:
         ArgumentError: a format or a configuration outside these limits, or one that needs more than 255 registers.
     """
-    import tilelang.language as T
-
     op = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
-    fmt, cvt = op.format, op.scaling_converter
-    post, bf16 = numerics == "post", dtype == "bfloat16"
-    np_, kp = -(-n // BLOCK_ROWS) * BLOCK_ROWS, -(-k // UNIT_K) * UNIT_K
-    units = kp // UNIT_K
+    units = -(-k // UNIT_K)
     grouped = op.scales_sums and group > 0  # otherwise MMAs add straight to the result
     config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, token_warps=token_warps)
     shape, need = Tile(**config), shared_bytes(op, **config, stages=stages, kc=kc)
     shape.check(stages=stages, kc=kc, units=units, most=128 if grouped else 256, need=need, target=target)
-    bm, rb, threads = block_tokens, row_blocks, shape.threads
-    pairs, nacc, blocks, all_blocks = shape.pairs, shape.sums, shape.blocks, np_ // 64
+    return program(op, shape, n=n, k=k, bias=bias, stages=stages, kc=kc, raster=raster)
+
+
+def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int, kc: int, raster: int):
+    """The prim_func of `build` for legal values."""
+    import tilelang.language as T
+
+    fmt, group, dtype, bm, rb = op.format, op.group, op.dtype, shape.block_tokens, shape.row_blocks
+    np_, units = -(-n // BLOCK_ROWS) * BLOCK_ROWS, -(-k // UNIT_K)
+    kp = units * UNIT_K
+    grouped = op.scales_sums and group > 0
+    pairs, nacc, blocks, all_blocks = shape.pairs, shape.sums, shape.blocks, np_ // BLOCK_ROWS
     row_tiles = -(-all_blocks // blocks)
-    records, rec, sb, ig = op.records(kp), op.record_bytes, op.scale_bytes, op.groups_per(64)
+    ig, parts = op.groups_per(64), fmt.blocks(64)  # of a stage: groups, packed blocks of 64 rows
     run = 4 // ig  # passes of a stage with the same parameters
-    parts, per_step = fmt.blocks(64), fmt.step_words  # packed blocks of 64 rows in a stage, words of a k16 step
-    block_words = parts * BLOCK_WORDS
-    param_bytes = max(stages * ig * blocks * op.group_bytes, 16)
-    copies, ragged = rec // 16, k % 8 != 0  # ragged: rows of X are not aligned to 16 bytes
-    scale_bf16 = scale_dtype == "bfloat16"
-    kind = mma_kind(dtype)
-    pitch = shape.out_pitch
+    M, TILES = T.dynamic("m"), T.dynamic("tiles")
     tiles = mma_tiles.place_macros(shape, row_tiles=row_tiles, raster=raster)
     xs = mma_tiles.x_macros(shape, k=k, stage_k=64)
     partial = mma_tiles.partial_macros(shape, kc=kc, dtype="float32")
-    out = mma_tiles.out_macros(shape, n=n, vec=1)
-    words, factors = param_macros(op), factor_macros(op, n, kp)
+    copies = copy_macros(op, shape, xs, all_blocks=all_blocks, k=k, M=M)
+    operands, sums = operand_macros(op, shape), sum_macros(op, shape)
+    out = store_macros(op, shape, n=n, k_padded=kp, bias=bias)
     source = prelude(
-        "cp_async", "lds", "ldmatrix", "pack", "semaphore", extra=(mma_tiles.SOURCE, _SOURCE, cvt.device_source)
-    )
-    M = T.dynamic("m")
-    TILES = T.dynamic("tiles")
-
-    def block_at(c, b):
-        """Block of 64 rows `b` of the CTA; past the end the last one again, for rows that are not stored."""
-        block = c.rows[0] * blocks + b
-        return block if all_blocks % blocks == 0 else T.min(block, all_blocks - 1)
-
-    @T.macro
-    def issue(X, W, P, Xs, Ws, Ps, c, kb, slot, params, tx):
-        """Copies of the 64 k that start at 64 * kb; rows >= M and columns >= k of X become zero."""
-        xs.issue(X, Xs, "tz_copy_ragged" if ragged else "tz_cp_async", c.tokens[0], kb, slot, tx, M)
-        for b in T.unroll(parts):
-            for e in T.unroll(-(-blocks * 128 // threads)):
-                at = e * threads + tx
-                if at < blocks * 128:
-                    cp_async(
-                        Ws[slot * (blocks * block_words) + b * (blocks * BLOCK_WORDS) + at * 4],
-                        W[kb * parts + b, block_at(c, at // 128), at % 128 * 4],
-                    )
-        if op.has_groups and params:
-            for e in T.unroll(-(-ig * blocks * copies // threads)):
-                at = e * threads + tx
-                record = 0 if group == 0 else (kb // 2 if group == 128 else kb * ig + at // (blocks * copies))
-                if at < ig * blocks * copies:
-                    cp_async(
-                        Ps[slot * (ig * blocks * rec) + at * 16],
-                        P[record, block_at(c, at // copies % blocks), at % copies * 16],
-                    )
-
-    @T.macro
-    def load_words(Ws, w, slot, tile, lane):
-        """A lane's words of a stage: 64 k of each row tile of the warp."""
-        for m in T.unroll(rb):
-            for b in T.unroll(parts):
-                at = slot * (blocks * block_words) + b * (blocks * BLOCK_WORDS) + (tile + m) * TILE_WORDS + lane * 4
-                lds128(w[(m * parts + b) * 4], Ws[at])
-
-    @T.macro
-    def load_scales(Ps, s, u, slot, q, tile, lane):
-        """f32 scales of rows g and g + 8 of each row tile."""
-        for m in T.unroll(rb):
-            at = (slot * ig + q) * (blocks * rec) + (tile + m) // 4 * rec + ((tile + m) % 4 * 8 + lane // 4) * 2 * sb
-            u[0] = lds16_at(Ps[at], 0, nbytes=2) if sb == 1 else lds32(Ps[at])
-            if scale_dtype == "float32":
-                u[1] = lds32(Ps[at + 4])
-            words.scales(s, m * 2, u)
-
-    @T.macro
-    def load_operands(Ps, v, u, zs, slot, q, tile, lane):
-        """The converter's packed (bias, scale) pairs of rows g and g + 8 of each row tile."""
-        for m in T.unroll(rb):
-            base = (slot * ig + q) * (blocks * rec) + (tile + m) // 4 * rec
-            row = (tile + m) % 4 * 8 + lane // 4
-            if not post:
-                u[0] = lds16_at(Ps[base], row, nbytes=64) if sb == 1 else lds32(Ps[base + row * 2 * sb])
-            if symmetric:
-                u[2] = T.uint32(fmt.zero * 0x0101)
-            else:
-                u[2] = lds16_at(Ps[base + 64 * sb], row, nbytes=64)
-            words.scale_words(v, m * 4, u)
-            if numerics == "fused":
-                zs[0] = unpack(0, u[0], bf16=scale_bf16)
-                zs[1] = unpack(1, u[0], bf16=scale_bf16)
-                for e in T.unroll(2):
-                    zs[e] = -T.cast(u[2] >> T.uint32(8 * e) & T.uint32(255), "float32") * zs[e]
-                    v[m * 4 + 2 * e] = pack2(zs[e], zs[e], bf16=bf16)
-            else:
-                words.bias_words(v, m * 4, u)
-
-    @T.macro
-    def convert(w, a, v, m, step):
-        """The words of pass `step` into its half of a."""
-        for i in T.unroll(per_step):
-            T.call_extern(
-                "handle", cvt.device_name, w[m * 4 * parts + step * per_step + i],
-                T.access_ptr(a[(step % 2 * rb + m) * 4 + i * (4 // per_step)], "w", 4 // per_step),
-                *words.of_converter(cvt, v, m * 4),
-            )  # fmt: skip
-
-    @T.macro
-    def clear(part, p):
-        """The sums of a group of k, of pair p of token tiles, start anew."""
-        for m in T.unroll(rb):
-            for i in T.unroll(8):
-                part[(m * pairs + p) * 8 + i] = 0.0
-
-    @T.macro
-    def add_scaled(acc, part, s, p):
-        """Those sums, times the scales of the rows, join the tile's."""
-        for m in T.unroll(rb):
-            for i in T.unroll(8):
-                at = (m * pairs + p) * 8 + i
-                acc[at] = acc[at] + s[m * 2 + i % 4 // 2] * part[at]
-
-    @T.macro
-    def store(Y, B, P, Xs, acc, o, bb, c, warp, tile, column, lane):
-        """Bias, then 16 tokens at a time: transposed in registers, staged by the warp, written 16 bytes a lane."""
-        row0 = c.rows[0] * (blocks * 64) + tile * 16
-        stage = warp * (16 * pitch)
-        if fmt.row_factors:
-            for m in T.unroll(rb):
-                for e in T.unroll(2):
-                    factors.load(P, bb, e, row0 + m * 16 + e * 8 + lane // 4)
-                for i in T.unroll(pairs * 8):
-                    acc[m * pairs * 8 + i] = acc[m * pairs * 8 + i] * bb[i % 4 // 2]
-        if bias:
-            for m in T.unroll(rb):
-                for e in T.unroll(2):
-                    bb[e] = T.cast(B[T.min(row0 + m * 16 + e * 8 + lane // 4, n - 1)], "float32")
-                for i in T.unroll(pairs * 8):
-                    acc[m * pairs * 8 + i] = acc[m * pairs * 8 + i] + bb[i % 4 // 2]
-        for p in T.unroll(pairs):
-            syncwarp()
-            for m in T.unroll(rb):
-                for i in T.unroll(4):
-                    at = (m * pairs + p) * 8 + i * 2
-                    o[0] = pack2(acc[at], acc[at + 1], bf16=bf16)
-                    out.stage(Xs, o, stage, m, i, lane)
-            syncwarp()
-            out.write(Y, Xs, stage, c.tokens[0] + column * shape.tokens + p * 16, row0, M, lane)
+        "cp_async", "lds", "ldmatrix", "pack", "semaphore",
+        extra=(mma_tiles.SOURCE, _SOURCE, op.scaling_converter.device_source),
+    )  # fmt: skip
 
     @T.prim_func
     def main(
         X: T.Tensor((M, k), dtype),
         W: T.Tensor((fmt.blocks(kp), all_blocks, BLOCK_WORDS), "int32"),
-        P: T.Tensor((records, all_blocks, rec), "uint8"),
+        P: T.Tensor((op.records(kp), all_blocks, op.record_bytes), "uint8"),
         B: T.Tensor((n if bias else 1,), dtype),
-        WS: T.Tensor((TILES, kc, nacc // 4, threads, 4) if kc > 1 else (1, 1, 1, 1, 4), "float32"),
+        WS: T.Tensor((TILES, kc, nacc // 4, shape.threads, 4) if kc > 1 else (1, 1, 1, 1, 4), "float32"),
         SEM: T.Tensor((TILES,) if kc > 1 else (1,), "int32"),
         Y: T.Tensor((M, n), dtype),
     ):
-        with T.Kernel(T.ceildiv(M, bm) * row_tiles, kc, threads=threads, prelude=source) as (bx, bz):
+        with T.Kernel(T.ceildiv(M, bm) * row_tiles, kc, threads=shape.threads, prelude=source) as (bx, bz):
             Xs = T.alloc_shared((shape.x_bytes(stages) // 2,), dtype)
-            Ws = T.alloc_shared((stages * blocks * block_words,), "int32")
-            Ps = T.alloc_shared((param_bytes,), "uint8")
+            Ws = T.alloc_shared((stages * blocks * parts * BLOCK_WORDS,), "int32")
+            Ps = T.alloc_shared((max(stages * ig * blocks * op.group_bytes, 16),), "uint8")
             w = T.alloc_local((rb * parts * 4,), "uint32")
             a = T.alloc_local((rb * 8,), "uint32")
             x = T.alloc_local((pairs * 4,), "uint32")
@@ -297,22 +360,22 @@ def build(
             for p in T.unroll(stages):
                 if p < kn * 2:
                     params = p == 0 if group == 0 else group != 128 or p % 2 == 0
-                    issue(X, W, P, Xs, Ws, Ps, c, k0 * 2 + p, p, params, tx)
+                    copies.issue(X, W, P, Xs, Ws, Ps, c, k0 * 2 + p, p, params, tx)
                 cp_commit()
             for i in T.unroll(nacc):
                 acc[i] = 0.0
             c.slot[0] = 0
             cp_wait(stages - 1)
             T.sync_threads()
-            load_words(Ws, w, 0, tile, lane)
+            operands.load_words(Ws, w, 0, tile, lane)
             if op.has_groups:
-                load_operands(Ps, v, u, zs, 0, 0, tile, lane)
+                operands.load_operands(Ps, v, u, zs, 0, 0, tile, lane)
             for p in T.unroll(pairs):
                 xs.load(Xs, x, 0, 0, p, column, lane)
             for m in T.unroll(rb):
-                convert(w, a, v, m, 0)
+                operands.convert(w, a, v, m, 0)
             if op.scales_sums:
-                load_scales(Ps, s, u, 0, 0, tile, lane)
+                operands.load_scales(Ps, s, u, 0, 0, tile, lane)
 
             for unit in T.serial(kn):
                 for h in T.unroll(2):
@@ -323,51 +386,40 @@ def build(
                             c.free[0] = c.slot[0]
                             c.slot[0] = T.if_then_else(c.slot[0] == stages - 1, 0, c.slot[0] + 1)
                             if unit * 2 + h + stages < kn * 2:
-                                issue(
+                                copies.issue(
                                     X, W, P, Xs, Ws, Ps, c, (k0 + unit) * 2 + h + stages, c.free[0],
                                     group != 0 and (group != 128 or (h + stages) % 2 == 0), tx,
                                 )  # fmt: skip
                             cp_commit()
-                            load_words(Ws, w, c.slot[0], tile, lane)
+                            operands.load_words(Ws, w, c.slot[0], tile, lane)
                         if group != 0:
                             if T.And((step + 1) % run == 0, h == 1 or group != 128):
-                                load_operands(Ps, v, u, zs, c.slot[0], (step + 1) % 4 // run, tile, lane)
+                                operands.load_operands(Ps, v, u, zs, c.slot[0], (step + 1) % 4 // run, tile, lane)
                         for p in T.unroll(pairs):
                             if grouped:
                                 if T.And(step % run == 0, h == 0 or group != 128):
-                                    clear(part, p)
-                            for m in T.unroll(rb):
-                                for e in T.unroll(2):
-                                    mma(
-                                        kind,
-                                        d,
-                                        ((m * pairs + p) * 2 + e) * 4,
-                                        a,
-                                        (step % 2 * rb + m) * 4,
-                                        x,
-                                        p * 4 + e * 2,
-                                    )
+                                    sums.clear(part, p)
+                            sums.multiply(d, a, x, step, p)
                             xs.load(Xs, x, c.slot[0], (step + 1) % 4, p, column, lane)
                             for m in T.unroll(rb):
                                 if m * pairs // rb == p:
-                                    convert(w, a, v, m, (step + 1) % 4)
+                                    operands.convert(w, a, v, m, (step + 1) % 4)
                         if grouped:
                             if T.And((step + 1) % run == 0, h == 1 or group != 128):
                                 # a branch that ptxas cannot see through keeps it from working on two groups at once
                                 if T.call_extern("bool", "tz_not_negative", M):
                                     for p in T.unroll(pairs):
-                                        add_scaled(acc, part, s, p)
-                                load_scales(Ps, s, u, c.slot[0], (step + 1) % 4 // run, tile, lane)
+                                        sums.add_scaled(acc, part, s, p)
+                                operands.load_scales(Ps, s, u, c.slot[0], (step + 1) % 4 // run, tile, lane)
             if op.scales_sums and group == 0:
-                for i in T.unroll(nacc):
-                    acc[i] = acc[i] * s[i // (pairs * 8) * 2 + i % 4 // 2]
+                sums.scale(acc, s)
             T.sync_threads()  # the staged output shares memory with X
             if kc > 1:
                 partial.leave(WS, acc, bx, bz, tx)
                 if last_arrival(SEM[bx], kc):
                     partial.gather(WS, acc, bx, tx)
-                    store(Y, B, P, Xs, acc, o, bb, c, warp, tile, column, lane)
+                    out.store(Y, B, P, M, Xs, acc, o, bb, c, warp, tile, column, lane)
             else:
-                store(Y, B, P, Xs, acc, o, bb, c, warp, tile, column, lane)
+                out.store(Y, B, P, M, Xs, acc, o, bb, c, warp, tile, column, lane)
 
     return main
