@@ -10,6 +10,7 @@ Numerics (specs.md B.3): `post` multiplies unscaled codes and applies scale and 
 `exact` and `fused` scale the operand.
 """
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 from terrazzo.layouts.converters import get_converter
@@ -46,80 +47,84 @@ from terrazzo.schedules.clusters import PAIR
 PASS_CONFIGS = OWN_BARRIERS
 
 
-def build(
-    target,
-    *,
-    n: int,
-    k: int,
-    group: int,
-    symmetric: bool,
-    scale_dtype: str,
-    dtype: str,
-    numerics: str,
-    bias: bool,
-    token_tiles: int,
-    kc: int,
-    nc: int,
-    warps: int,
-    chunk: int,
-    stages: int,
-    cluster: int = 1,
-    joined: bool = False,
-    tokens: int = 0,
-    weight: str = "u4",
-):
-    """The prim_func `main(X, W, P, B, WS, SEM, Y)` for M <= tokens, which is 8 * token_tiles where it is 0.
+@dataclass(frozen=True)
+class Shape:
+    """A CTA's work: the operand, how [n, k] is split, token tiles of 8 and their rows, stages of
+    a warp's ring, and what lies in a step of it."""
 
-    Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/KB, Np/64, 512], blocks of KB k of the format `weight`; P
-    uint8 [G, Np/64, R]; B [n] in `dtype` (one element when there is no bias); WS f32 [kc, tokens, Np]; SEM int32 [nc],
-    zero before the first launch and after each one. `group` is 0 for one scale per row. With `joined`, pairs of CTAs
-    along k are clusters, WS is [kc / 2, tokens, Np] and SEM [2 nc]; one pair needs neither.
-    """
+    op: Operand
+    split: Split
+    token_tiles: int
+    rows: int
+    stages: int
+
+    @property
+    def group_bytes(self) -> tuple[int, int]:
+        """Of 16 rows in a record of parameters: scales, zero points."""
+        return self.op.scale_bytes * 16, 0 if self.op.symmetric else 16
+
+    @property
+    def item_groups(self) -> int:
+        """Groups of an item of k."""
+        return self.op.groups_per(ITEM_K)
+
+    @property
+    def group_steps(self) -> int:
+        """k16 steps of a group."""
+        return 8 // self.item_groups
+
+    @property
+    def param_words(self) -> int:
+        """Of a row tile and an item."""
+        return self.item_groups * sum(self.group_bytes) // 4 if self.op.has_groups else 0
+
+    @property
+    def tile_words(self) -> int:
+        """The same of weights."""
+        return self.op.format.blocks(ITEM_K) * TILE_WORDS
+
+    @property
+    def params_at(self) -> int:
+        """Word of a ring step where parameters begin."""
+        return self.split.chunk * self.tile_words
+
+    @property
+    def step_words(self) -> int:
+        """Words of a ring step, 128-byte aligned."""
+        return self.params_at + -(-self.split.chunk * self.param_words // 32) * 32
+
+    @property
+    def pitch(self) -> int:
+        """Halves of a token in shared memory; 16 bytes mod 128: ldmatrix without conflicts."""
+        return self.split.cta_items * ITEM_K + 8
+
+    @property
+    def exponents(self) -> tuple[float, float]:
+        """What "post" leaves on the sums of rows g and g + 8; factors of rows undo it themselves."""
+        if not self.op.scales_sums or self.op.format.row_factors:
+            return 1.0, 1.0
+        return tuple(2.0**power for power in get_converter(self.op.converter).scale_exp2[:2])
+
+    @property
+    def zero(self) -> float:
+        """post: what codes are put behind, zero point included where it is the format's."""
+        return float(self.op.format.zero + get_converter(self.op.converter).bias[0]) if self.op.scales_sums else 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Whether sums of x matter, times zero points."""
+        return self.op.scales_sums and (not self.op.symmetric or self.zero != 0)
+
+
+def ring_macros(shape: Shape) -> SimpleNamespace:
+    """Macro `issue`: what a warp fetches into its ring."""
     import tilelang.language as T
 
-    op = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
-    fmt = op.format
-    cvt = get_converter(op.converter)
-    nt, post, bf16 = token_tiles, op.scales_sums, dtype == "bfloat16"
-    np_, kp = -(-n // BLOCK_ROWS) * BLOCK_ROWS, -(-k // ITEM_K) * ITEM_K
-    split = Split(kp // ITEM_K, np_ // 16, kc, nc, warps, chunk)
-    rows = resident_rows(nt, tokens)
-    threads = split.threads
-    pitch = split.cta_items * ITEM_K + 8  # halves; 16 bytes mod 128: ldmatrix without conflicts
-    records, ig = op.records(kp), op.groups_per(ITEM_K)
-    rec, sb, steps = op.record_bytes, op.scale_bytes, 8 // ig  # k16 steps of a group
-    seg, zseg = sb * 16, 0 if symmetric else 16  # bytes of 16 rows in a parameter record
+    op, chunk, stages = shape.op, shape.split.chunk, shape.stages
+    group, blocks, tile_words, p_words = op.group, op.format.blocks(ITEM_K), shape.tile_words, shape.param_words
+    ig, (seg, zseg) = shape.item_groups, shape.group_bytes
     per_group = (seg + zseg) // 16  # 16-byte copies of one group of one item
-    p_words = ig * (seg + zseg) // 4 if op.has_groups else 0
-    blocks, per_step = fmt.blocks(ITEM_K), fmt.step_words  # packed blocks of an item, words of a k16 step
-    ahead = 4 // per_step  # k16 steps of a load
-    tile_words = blocks * TILE_WORDS  # of a row tile and an item
-    p_base = chunk * tile_words
-    step = p_base + -(-chunk * p_words // 32) * 32  # words of a ring step, 128-byte aligned
-    kind = mma_kind(dtype)
-    one_bits = 0x3F803F80 if bf16 else 0x3C003C00
-    factors = factor_macros(op, n, kp)  # which undo the operands' exponent, too
-    e0, e1 = (2.0 ** cvt.scale_exp2[0], 2.0 ** cvt.scale_exp2[1]) if post and not fmt.row_factors else (1.0, 1.0)
-    zero = float(fmt.zero + cvt.bias[0]) if post else 0.0
-    biased = "b0" in cvt.params
-    counts = post and (not symmetric or zero != 0)  # sums of x matter, times zero points
-    pdl = target.supports("pdl")
-    bulk_copies = target.supports("bulk_copy")  # then X does not queue behind the first weights
-    resident = resident_macros(split, k=k, rows=rows, pitch=pitch, size=2, bulk_copies=bulk_copies, cluster=cluster)
-    words = param_macros(op)
-    source = prelude(
-        "cp_async",
-        "lds",
-        "ldmatrix",
-        "pack",
-        "semaphore",
-        *(["multicast" if cluster > 1 else "bulk"] if bulk_copies else []),
-        *(["cluster"] if joined else []),
-        *(["prefetch_line"] if fmt.row_factors else []),
-        extra=(cvt.device_source,),
-    )
-    cluster_dims = cluster_shape(target, kc, cluster, joined)
-    M = T.dynamic("m")
+    step, p_base = shape.step_words, shape.params_at
 
     @T.macro
     def issue(W, P, R, base, q, at, lane):
@@ -150,6 +155,21 @@ def build(
                     )
         cp_commit()
 
+    return SimpleNamespace(issue=issue)
+
+
+def operand_macros(shape: Shape) -> SimpleNamespace:
+    """Macros `load_x`, `load_params`, `operand_words` and `convert`: from shared memory to operand registers; function
+    `fragment`."""
+    import tilelang.language as T
+
+    op, nt, rows, pitch = shape.op, shape.token_tiles, shape.rows, shape.pitch
+    fmt, bf16, sb = op.format, op.dtype == "bfloat16", op.scale_bytes
+    cvt, words, per_step = get_converter(op.converter), param_macros(op), fmt.step_words
+    seg, zseg = shape.group_bytes
+    per_group = (seg + zseg) // 16
+    biased = "b0" in cvt.params
+
     @T.macro
     def load_x(Xs, x, col, lane):
         """B fragments of one item from the resident X."""
@@ -164,7 +184,7 @@ def build(
     @T.macro
     def load_params(R, p, q, s, z, u, lane):
         """Scale and zero point of rows g and g + 8 for group q of an item whose parameters start at word p."""
-        if scale_dtype == "float32":
+        if op.scale_dtype == "float32":
             u[0] = lds32(R[p + q * per_group * 4 + lane // 4 * 2])
             u[1] = lds32(R[p + q * per_group * 4 + lane // 4 * 2 + 1])
         elif sb == 1:
@@ -172,7 +192,7 @@ def build(
         else:
             u[0] = lds32(R[p + q * per_group * 4 + lane // 4])
         words.scales(s, 0, u)
-        if not symmetric:
+        if not op.symmetric:
             u[2] = lds16_at(R[p + q * per_group * 4 + seg // 4], lane // 4, nbytes=16)
             z[0] = T.cast(u[2] & T.uint32(255), "float32")
             z[1] = T.cast(u[2] >> T.uint32(8), "float32")
@@ -180,12 +200,12 @@ def build(
     @T.macro
     def operand_words(s, z, u, v):
         """exact / fused: the converter's packed (bias, scale) pairs of rows g and g + 8."""
-        if symmetric:
+        if op.symmetric:
             u[2] = T.uint32(fmt.zero * 0x0101)
             z[0] = float(fmt.zero)
             z[1] = float(fmt.zero)
         words.scale_words(v, 0, u)
-        if numerics == "fused":
+        if op.numerics == "fused":
             v[0] = pack2(-z[0] * s[0], -z[0] * s[0], bf16=bf16)
             v[2] = pack2(-z[1] * s[1], -z[1] * s[1], bf16=bf16)
         elif not biased:
@@ -196,24 +216,6 @@ def build(
         else:
             v[0] = (T.uint32(0x6400) + (u[2] & T.uint32(255))) * T.uint32(0x10001)
             v[2] = (T.uint32(0x5400) + (u[2] >> T.uint32(8)) * T.uint32(16)) * T.uint32(0x10001)
-
-    @T.macro
-    def sum_tokens(Xs, C0, x, a, d, at, lane):
-        """post: C0 = -2^e0 * sum of x over each group of the warp's items, in accumulator column order."""
-        for gi in T.serial(at.gn):
-            load_x(Xs, x, (at.g0 + gi) * ITEM_K, lane)
-            for i in T.unroll(4):
-                a[i] = T.uint32(one_bits)
-            for q in T.unroll(ig):
-                for t in T.unroll(nt):
-                    for i in T.unroll(4):
-                        d[i] = 0.0
-                    for j in T.unroll(steps):
-                        mma(kind, d, 0, a, 0, x, fragment(q * steps + j, t))
-                    for i in T.unroll(2):  # all rows of `a` are ones: each has the same sums
-                        if T.And(lane < 4, t * 8 + lane * 2 + i < rows):
-                            C0[((at.g0 + gi) * ig + q) * rows + t * 8 + lane * 2 + i] = d[i] * T.float32(-e0)
-        syncwarp()
 
     def registers(a, i):
         """What word i of a k16 step becomes."""
@@ -227,9 +229,41 @@ def build(
                 "handle", cvt.device_name, w[step * per_step + i], registers(a, i), *words.of_converter(cvt, v, 0)
             )
 
+    return SimpleNamespace(
+        load_x=load_x, fragment=fragment, load_params=load_params, operand_words=operand_words, convert=convert
+    )
+
+
+def sum_of_group_macros(shape: Shape, operands: SimpleNamespace) -> SimpleNamespace:
+    """Macros of numerics "post", whose sums of a group are scaled: `sum_tokens`, `begin` or `clear`, and `end`."""
+    import tilelang.language as T
+
+    op, nt, rows, ig, steps = shape.op, shape.token_tiles, shape.rows, shape.item_groups, shape.group_steps
+    cvt, kind = get_converter(op.converter), mma_kind(op.dtype)
+    (e0, e1), zero, symmetric = shape.exponents, shape.zero, op.symmetric
+    one_bits = 0x3F803F80 if op.dtype == "bfloat16" else 0x3C003C00
+
     @T.macro
-    def begin_sums(C0, d, c, z, at, gi, q, lane):
-        """post: the sums of group q start with what its zero points and the codes' bias make of the tokens' sums."""
+    def sum_tokens(Xs, C0, x, a, d, at, lane):
+        """C0 = -2^e0 * sum of x over each group of the warp's items, in accumulator column order."""
+        for gi in T.serial(at.gn):
+            operands.load_x(Xs, x, (at.g0 + gi) * ITEM_K, lane)
+            for i in T.unroll(4):
+                a[i] = T.uint32(one_bits)
+            for q in T.unroll(ig):
+                for t in T.unroll(nt):
+                    for i in T.unroll(4):
+                        d[i] = 0.0
+                    for j in T.unroll(steps):
+                        mma(kind, d, 0, a, 0, x, operands.fragment(q * steps + j, t))
+                    for i in T.unroll(2):  # all rows of `a` are ones: each has the same sums
+                        if T.And(lane < 4, t * 8 + lane * 2 + i < rows):
+                            C0[((at.g0 + gi) * ig + q) * rows + t * 8 + lane * 2 + i] = d[i] * T.float32(-e0)
+        syncwarp()
+
+    @T.macro
+    def begin(C0, d, c, z, at, gi, q, lane):
+        """The sums of group q start with what its zero points and the codes' bias make of the tokens' sums."""
         for t in T.unroll(nt):
             for i in T.unroll(2):
                 c[i] = C0[((at.g0 + gi) * ig + q) * rows + T.min(t * 8 + lane % 4 * 2 + i, rows - 1)]
@@ -243,25 +277,34 @@ def build(
                 d[t * 8 + 6 + i] = 0.0
 
     @T.macro
-    def clear_sums(d):
-        """post, codes that are numbers as they are."""
+    def clear(d):
+        """Codes that are numbers as they are."""
         for i in T.unroll(8 * nt):
             d[i] = 0.0
 
     @T.macro
-    def end_sums(acc, d, s, m):
-        """post: the sums of a group, times the scales, join those of row tile m."""
+    def end(acc, d, s, m):
+        """The sums of a group, times the scales, join those of row tile m."""
         s[0] = s[0] * T.float32(1.0 / e0)
         s[1] = s[1] * T.float32(1.0 / e1)
         for t in T.unroll(nt):
             for i in T.unroll(4):
                 acc[(m * nt + t) * 4 + i] = acc[(m * nt + t) * 4 + i] + s[i // 2] * (d[t * 8 + i] + d[t * 8 + 4 + i])
 
+    return SimpleNamespace(sum_tokens=sum_tokens, begin=begin, clear=clear, end=end)
+
+
+def store_macro(op: Operand, *, n: int, bias: bool, factors: SimpleNamespace | None):
+    """Macro `store` of four rows of a token. factors: `factor_macros` of rows that have such."""
+    import tilelang.language as T
+
+    np_, dtype = -(-n // BLOCK_ROWS) * BLOCK_ROWS, op.dtype
+
     @T.macro
     def store(to, r4, tok, row):
         """Four rows of one token, with the bias, in the output dtype."""
         Y, B, o4 = to.y, to.b, to.o4
-        if fmt.row_factors:
+        if factors is not None:
             lds128(to.f4, factors.at(to.p, T.min(row, np_ - 4)))
             for i in T.unroll(4):
                 r4[i] = r4[i] * (to.f4[i] * T.float32(op.undone))
@@ -276,19 +319,95 @@ def build(
                 if row + i < n:
                     Y[tok, row + i] = T.cast(r4[i] + (T.cast(B[row + i], "float32") if bias else T.float32(0)), dtype)
 
+    return store
+
+
+def build(
+    target,
+    *,
+    n: int,
+    k: int,
+    group: int,
+    symmetric: bool,
+    scale_dtype: str,
+    dtype: str,
+    numerics: str,
+    bias: bool,
+    token_tiles: int,
+    kc: int,
+    nc: int,
+    warps: int,
+    chunk: int,
+    stages: int,
+    cluster: int = 1,
+    joined: bool = False,
+    tokens: int = 0,
+    weight: str = "u4",
+):
+    """The prim_func `main(X, W, P, B, WS, SEM, Y)` for M <= tokens, which is 8 * token_tiles where it is 0.
+
+    Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/KB, Np/64, 512], blocks of KB k of the format `weight`; P
+    uint8 [G, Np/64, R]; B [n] in `dtype` (one element when there is no bias); WS f32 [kc, tokens, Np]; SEM int32 [nc],
+    zero before the first launch and after each one. `group` is 0 for one scale per row. With `joined`, pairs of CTAs
+    along k are clusters, WS is [kc / 2, tokens, Np] and SEM [2 nc]; one pair needs neither.
+    """
+    op = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
+    np_, kp = -(-n // BLOCK_ROWS) * BLOCK_ROWS, -(-k // ITEM_K) * ITEM_K
+    split = Split(kp // ITEM_K, np_ // 16, kc, nc, warps, chunk)
+    shape = Shape(op, split, token_tiles, resident_rows(token_tiles, tokens), stages)
+    return program(target, shape, n=n, k=k, bias=bias, cluster=cluster, joined=joined)
+
+
+def program(target, shape: Shape, *, n: int, k: int, bias: bool, cluster: int, joined: bool):
+    """The prim_func of `build` for a legal shape."""
+    import tilelang.language as T
+
+    op, split, nt, rows, stages = shape.op, shape.split, shape.token_tiles, shape.rows, shape.stages
+    kc, nc, warps, chunk = split.kc, split.nc, split.warps, split.chunk
+    fmt, dtype, post, counts = op.format, op.dtype, op.scales_sums, shape.counts
+    np_, kp = -(-n // BLOCK_ROWS) * BLOCK_ROWS, -(-k // ITEM_K) * ITEM_K
+    ig, steps, pitch, step = shape.item_groups, shape.group_steps, shape.pitch, shape.step_words
+    ahead = 4 // fmt.step_words  # k16 steps of a load
+    kind = mma_kind(dtype)
+    factors = factor_macros(op, n, kp)  # which undo the operands' exponent, too
+    pdl = target.supports("pdl")
+    bulk_copies = target.supports("bulk_copy")  # then X does not queue behind the first weights
+    resident = resident_macros(split, k=k, rows=rows, pitch=pitch, size=2, bulk_copies=bulk_copies, cluster=cluster)
+    ring, operands = ring_macros(shape), operand_macros(shape)
+    groups = sum_of_group_macros(shape, operands)
+    store = store_macro(op, n=n, bias=bias, factors=factors)
     sums = sum_macros(split, token_tiles=nt, tokens=rows, dtype="float32", store=store, floor=True, joined=joined)
+    source = prelude(
+        "cp_async", "lds", "ldmatrix", "pack", "semaphore",
+        *(["multicast" if cluster > 1 else "bulk"] if bulk_copies else []),
+        *(["cluster"] if joined else []),
+        *(["prefetch_line"] if fmt.row_factors else []),
+        extra=(get_converter(op.converter).device_source,),
+    )  # fmt: skip
+    cluster_dims = cluster_shape(target, kc, cluster, joined)
+    M = T.dynamic("m")
+
+    @T.macro
+    def multiply(acc, d, a, x, m, q, j):
+        """k16 step j of group q by row tile m: to the sums of the group, two sets that take turns, or the tile's."""
+        if post:
+            for t in T.unroll(nt):
+                mma(kind, d, t * 8 + j % 2 * 4, a, 0, x, operands.fragment(q * steps + j, t))
+        else:
+            for t in T.unroll(nt):
+                mma(kind, acc, (m * nt + t) * 4, a, 0, x, operands.fragment(q * steps + j, t))
 
     @T.prim_func
     def main(
         X: T.Tensor((M, k), dtype),
         W: T.Tensor((fmt.blocks(kp), np_ // 64, BLOCK_WORDS), "int32"),
-        P: T.Tensor((records, np_ // 64, rec), "uint8"),
+        P: T.Tensor((op.records(kp), np_ // 64, op.record_bytes), "uint8"),
         B: T.Tensor((n if bias else 1,), dtype),
         WS: T.Tensor((kc // PAIR if joined else kc, rows, np_), "float32"),
         SEM: T.Tensor((nc * PAIR if joined else nc,), "int32"),
         Y: T.Tensor((M, n), dtype),
     ):
-        with T.Kernel(kc, nc, threads=threads, prelude=source, **cluster_dims) as (bk, bn):
+        with T.Kernel(kc, nc, threads=split.threads, prelude=source, **cluster_dims) as (bk, bn):
             Xs = T.alloc_shared((x_bytes(target, rows, 2 * pitch, 4 * warps * stages * step) // 2,), dtype)
             R = T.alloc_shared((warps * stages * step,), "int32")
             Q = T.alloc_shared((sums.words,), "float32")
@@ -313,7 +432,7 @@ def build(
             warp = tx // 32
             lane = tx % 32
             at = resident.place(bk, bn, warp)
-            ring = warp * stages * step
+            first = warp * stages * step  # word of the warp's ring
 
             if joined:
                 sums.open(mail, M, bk, at, tx)
@@ -323,7 +442,7 @@ def build(
             else:
                 resident.fetch(X, Xs, xbar, M, at, 0, tx)
             for p in T.unroll(stages):
-                issue(W, P, R, ring, p, at, lane)
+                ring.issue(W, P, R, first, p, at, lane)
             if fmt.row_factors:
                 factors.fetch(P, T.min(at.t0 + tx, at.t1 - 1) * 16)
             if pdl:
@@ -334,40 +453,43 @@ def build(
             if joined:
                 T.cluster_wait()  # the others' barriers are made
             if counts:
-                sum_tokens(Xs, C0, x, a, d, at, lane)
+                groups.sum_tokens(Xs, C0, x, a, d, at, lane)
             for ci in T.serial(split.chunks):
                 for i in T.unroll(chunk * nt * 4):
                     acc[i] = 0.0
                 for gi in T.serial(at.gn):
                     cp_wait(stages - 1)
-                    slot = ring + (ci * at.gn + gi) % stages * step
-                    load_x(Xs, x, (at.g0 + gi) * ITEM_K, lane)
+                    slot = first + (ci * at.gn + gi) % stages * step
+                    operands.load_x(Xs, x, (at.g0 + gi) * ITEM_K, lane)
                     for m in T.unroll(chunk):
                         for q in T.unroll(ig):
                             if op.has_groups:
-                                load_params(R, slot + p_base + m * p_words, q, s, z, u, lane)
+                                operands.load_params(
+                                    R, slot + shape.params_at + m * shape.param_words, q, s, z, u, lane
+                                )
                             if counts:
-                                begin_sums(C0, d, c, z, at, gi, q, lane)
+                                groups.begin(C0, d, c, z, at, gi, q, lane)
                             elif post:
-                                clear_sums(d)
+                                groups.clear(d)
                             elif op.has_groups:
-                                operand_words(s, z, u, v)
+                                operands.operand_words(s, z, u, v)
                             for j in T.unroll(steps):
                                 if (q * steps + j) % ahead == 0:
                                     lds128(
-                                        w, R[slot + m * tile_words + (q * steps + j) // ahead * TILE_WORDS + lane * 4]
+                                        w,
+                                        R[
+                                            slot
+                                            + m * shape.tile_words
+                                            + (q * steps + j) // ahead * TILE_WORDS
+                                            + lane * 4
+                                        ],
                                     )
-                                convert(w, a, v, (q * steps + j) % ahead)
-                                if post:
-                                    for t in T.unroll(nt):
-                                        mma(kind, d, t * 8 + j % 2 * 4, a, 0, x, fragment(q * steps + j, t))
-                                else:
-                                    for t in T.unroll(nt):
-                                        mma(kind, acc, (m * nt + t) * 4, a, 0, x, fragment(q * steps + j, t))
+                                operands.convert(w, a, v, (q * steps + j) % ahead)
+                                multiply(acc, d, a, x, m, q, j)
                             if post:
-                                end_sums(acc, d, s, m)
+                                groups.end(acc, d, s, m)
                     syncwarp()  # every lane has read the step before it is overwritten
-                    issue(W, P, R, ring, ci * at.gn + gi + stages, at, lane)
+                    ring.issue(W, P, R, first, ci * at.gn + gi + stages, at, lane)
                 sums.stage(Q, acc, ci, tx)
                 sums.add_warps(Q, WS, mail, to, r4, M, bk, at, ci, tx)
             sums.add_ctas(WS, SEM, mail, to, r4, M, bk, bn, at, tx)
