@@ -45,7 +45,6 @@ LONG = {
     "ops/attention/tile_macros.py make_tile_macros",
     "ops/attention/warpgroup_macros.py make_warpgroup_macros",
     "ops/attention/write_program.py build",
-    "ops/linear/stream_k.py build",
 }
 """Functions that are longer than one reads at once: the list only shrinks."""
 

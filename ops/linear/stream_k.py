@@ -17,25 +17,19 @@ consumed: ptxas may move an arrive in front of a load's return (docs/tile-progra
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.formats.weight import BLOCK_WORDS
 from terrazzo.ops.linear.epilogue import store_macros
 from terrazzo.ops.linear.operand import Operand
-from terrazzo.ops.linear.params import factor_macros, param_macros
-from terrazzo.ops.linear.sizes import sizes
+from terrazzo.ops.linear.params import factor_macros
+from terrazzo.ops.linear.sizes import UNIT_K, sizes
+from terrazzo.ops.linear.stages import Shape, fill_macros, operand_macros
 from terrazzo.ops.tiles.calls import (
-    bulk,
-    bulk_at,
-    lds16,
-    lds32,
-    lds128,
     matrix,
     mma_kind,
     opaque,
-    pack2,
-    place,
-    tma_tile,
     wgmma,
 )
 from terrazzo.ops.tiles.cluster_shares import cluster_macros
@@ -58,268 +52,15 @@ from terrazzo.ops.tiles.staged_rows import out_tokens, staged
 from terrazzo.schedules import tile_costs
 
 PASS_CONFIGS = OWN_BARRIERS
-UNIT_K = 128  # k extent of one unit of work: two slots of the ring
 
 
-def build(
-    target,
-    *,
-    n: int,
-    k: int,
-    group: int,
-    symmetric: bool,
-    scale_dtype: str,
-    dtype: str,
-    numerics: str,
-    bias: bool,
-    block_tokens: int,
-    warpgroups: int,
-    row_blocks: int,
-    stages: int,
-    stage_k: int = 64,
-    raster: int = 8,
-    per_sm: int = 1,
-    cluster: int = 1,
-    experts: int = 0,
-    weight: str = "u4",
-    whole: bool = True,
-):
-    """The prim_func `main(X, W, P, B, WS, SEM, Y, sk)`; with E = `experts`, int32 [E + 1] instead of sk.
-
-    Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/KB, Np/64, 512], blocks of KB k of the format `weight`; P
-    uint8 [G, Np/64, R]; B [n] in `dtype` (one element without a bias); WS f32 [grid, warpgroups * row_blocks,
-    block_tokens / 8, 128, 4]; SEM int32 [grid, 4 * warpgroups], zero before the first launch and after each one. `grid`
-    CTAs, at most `per_sm` for each SM; the first `sk` tiles are shared along k, 0 <= sk <= tiles. A ring stage holds
-    `stage_k` = 64 or 128 k. `cluster`: of so many CTAs, which divide `grid`; where each tile is shared by as many, its
-    sum does not leave the chip's SMs.
-
-    With experts, W, P and B hold one matrix after the other: [E * Kp/KB, Np/64, 512], [E * G, Np/64, R], [E * n];
-    expert e owns the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not
-    written.
-
-    With n = k = 0 the kernel is generic: both come with the launch. `whole` then says that rows of Y are whole 16-byte
-    pieces (n a multiple of 8), and the bias is a branch: B has n elements, or any other number where there is none.
-    """
+def multiply_macro(shape: Shape, convert: Any) -> Any:
+    """The macro `multiply` of 64 k of a row block, by how scales enter."""
     import tilelang.language as T
-    from tilelang.layout import make_full_bank_swizzled_layout
 
-    if cluster > 1 and experts:
-        raise ArgumentError(
-            "cluster", cluster, "tiles of experts are found on the device, not shared by clusters", "use 1"
-        )
-    op = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
-    fmt, cvt = op.format, op.scaling_converter
-    sums, bf16 = op.scales_sums, dtype == "bfloat16"
-    bm, wgs, rb = block_tokens, warpgroups, row_blocks
-    halves = stage_k // 64  # a stage is so many slots of 64 k
-    blocks, per_step = fmt.blocks(64), fmt.step_words  # packed blocks of a slot, words of a k16 step
-    block_bytes = BLOCK_WORDS * 4
-    matrices = max(experts, 1)
-    size = sizes(op, n, k, bias=bias, whole=whole, matrices=matrices)
-    rec, sb, records = op.record_bytes, op.scale_bytes, size.records
-    units, all_blocks, cta_blocks = size.units, size.blocks, wgs * rb
-    ig = op.groups_per(64)  # parameter records of a slot
-    two_scales = lds16 if sb == 1 else lds32
-    batch = 2 if bm > (96 if wgs == 4 else 192) else 4  # k16 steps of a set of operands: registers for more sums
-    shared_params = group in (0, 128)  # then only even slots carry parameters
-    param_shape = (stages if shared_params else stages * halves, cta_blocks * ig * rec)
-    slot_bytes = blocks * cta_blocks * block_bytes
-    row_tiles = -(-all_blocks // cta_blocks) if size.known else T.truncdiv(all_blocks + (cta_blocks - 1), cta_blocks)
-    ct, nacc = wgs * 128, bm // 2
-    kinds = (mma_kind(dtype),) * 2
-    slot_units = bm * 64 * 2 // 16  # of a descriptor
-    used = (
-        "lds",
-        "place",
-        "pack",
-        "bulk",
-        *([] if size.known else ["bulk_at"]),
-        "stmatrix_trans",
-        "semaphore",
-        "quotient",
-        "exchange",
-        "warpgroup",
-        "rows_out",
-        *(["cluster"] if cluster > 1 else []),
-        *(["prefetch_line"] if fmt.row_factors else []),
-    )
-    source = prelude(*used, extra=(cvt.device_source, *([EXPERTS_SOURCE] if experts else [])))
-    last = T.Tensor((experts + 1,), "int32") if experts else T.int32
-    tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
-    exchange = cluster == per_sm == 1 and not experts and tile_costs.parts_sums(wgs, (rb + sums) * nacc)
-    tiles = partition_macros(
-        units=units, row_tiles=row_tiles, raster=raster, head_units=1, exchange=exchange or cluster > 1, cluster=cluster
-    )
-    rings = ring_macros(stages=stages, each=2 // halves, rounds=not experts)
-    spare = spare_registers(wgs, (rb + sums) * nacc, per_sm) if cluster == 1 else 0  # shares are rare there
-    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype="float32", spare=spare)
-    factors = factor_macros(op, size.n, units * UNIT_K)
-    out = store_macros(
-        size=size, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks, bf16=bf16, factors=factors
-    )  # fmt: skip
-    peers = cluster_macros(
-        size=cluster, warpgroups=wgs, row_blocks=rb, block_tokens=bm, dtype="float32", units=units, stages=stages,
-        each=2 // halves, stage_bytes=bm * stage_k * 2, rings=rings,
-    )  # fmt: skip
-    tail = finish_macros(
-        tiles, shares, store=out.store, store_slice=out.store_slice, exchange=exchange,
-        peers=peers if cluster > 1 else None, store_share=out.store_share,
-    )  # fmt: skip
-    cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
-    words = param_macros(op)
-    long = group == UNIT_K and rb == 1 and fmt.row_factors  # older formats' kernels scale the sums of each 64 k
-    words_of = words.of_converter
-    M = T.dynamic("m")
-    G = T.dynamic("grid")
-
-    def bytes_of(stage, each, more):
-        return T.cast(stage, "uint32") * T.uint32(each) + T.uint32(more)
-
-    def param_slot(stage, h):
-        return stage if shared_params else stage * halves + h % halves
-
-    def first_tile(stage):
-        """From the first stage's tiles of X to this one's, in the 16 bytes of a descriptor."""
-        return T.cast(T.cast(stage, "uint32") * T.uint32(halves * slot_units), "uint64")
-
-    @T.macro
-    def load_weights(io, c, kb, h):
-        """One thread: the packed words of 64 k, and the parameters where the slot carries them."""
-        count = T.max(T.min(cta_blocks, all_blocks - c.rows[0] * cta_blocks), 0)
-        params = op.has_groups and (h == 0 or not shared_params)
-        T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * (blocks * block_bytes + (ig * rec if params else 0)))
-        if count > 0:
-            for b in T.unroll(blocks):
-                bulk(
-                    io.Ws[(io.ring.stage[0] * halves + h % halves) * blocks + b, 0, 0],
-                    io.W[((c.expert[0] * units + kb) * 2 + h) * blocks + b, c.rows[0] * cta_blocks, 0],
-                    count * block_bytes,
-                    io.full[io.ring.stage[0]],
-                )
-            if params:
-                for q in T.unroll(ig):
-                    record = 0 if group == 0 else (kb if shared_params else (kb * 2 + h) * ig + q)
-                    bulk(
-                        io.Ps[param_slot(io.ring.stage[0], h), q * cta_blocks * rec],
-                        io.P[c.expert[0] * records + record, c.rows[0] * cta_blocks, 0],
-                        count * rec,
-                        io.full[io.ring.stage[0]],
-                    )
-
-    @T.macro
-    def load_stage(io, c, kb, h):
-        """The same of the slots of a stage, from h on, where sizes come with the launch: the thread has no time to find
-        each place anew."""
-        first = c.rows[0] * cta_blocks
-        count = T.min(cta_blocks, all_blocks - first)
-        records_here = (1 if shared_params else halves) * ig if op.has_groups and (h == 0 or not shared_params) else 0
-        slot = (c.expert[0] * units + kb) * 2 + h
-        record = c.expert[0] * records + (0 if group == 0 else kb if shared_params else (kb * 2 + h) * ig)
-        T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * (halves * blocks * block_bytes + records_here * rec))
-        for b in T.unroll(halves * blocks):
-            bulk_at(
-                io.Ws[io.ring.stage[0] * (halves * blocks) + b, 0, 0],
-                io.W,
-                ((slot * blocks + b) * all_blocks + first) * (block_bytes // 16),
-                count * block_bytes,
-                io.full[io.ring.stage[0]],
-            )
-        for q in T.unroll(records_here):
-            bulk_at(
-                io.Ps[param_slot(io.ring.stage[0], q // ig), q % ig * cta_blocks * rec],
-                io.P,
-                ((record + q) * all_blocks + first) * (rec // 16),
-                count * rec,
-                io.full[io.ring.stage[0]],
-            )
-
-    @T.macro
-    def fill_weights(io, c, kb):
-        """The warp of the weights: 128 k, in two slots."""
-        for h in T.unroll(2):
-            if h % halves == 0:
-                rings.acquire(io.empty, io.ring)
-            if io.leader:
-                if size.known:
-                    load_weights(io, c, kb, h)
-                else:
-                    if h % halves == 0:
-                        load_stage(io, c, kb, h)
-                if (h + 1) % halves == 0:
-                    T.barrier_arrive(io.full[io.ring.stage[0]])
-            if (h + 1) % halves == 0:
-                rings.advance(io.ring)
-
-    @T.macro
-    def fill_tokens(io, c, kb):
-        """The warp of X: 128 k, in two slots."""
-        for h in T.unroll(2):
-            if h % halves == 0:
-                rings.acquire(io.empty, io.ring)
-            tma_tile(
-                io.Xs,
-                io.ring.stage[0] * halves + h % halves,
-                io.X,
-                c.first[0],
-                kb * 128 + h * 64,
-                io.full[io.ring.stage[0]],
-                c.end[0],
-            )
-            if (h + 1) % halves == 0:
-                T.barrier_arrive(io.full[io.ring.stage[0]])
-                rings.advance(io.ring)
-
-    @T.macro
-    def find(at, Ws, Ps, wg, wt):
-        """Where a thread's words and parameters begin: of its warpgroup's first row block, in the first stage."""
-        at.words[0] = place(Ws[0, wg * rb, wt * 4])
-        if op.has_groups:
-            at.scales[0] = place(Ps[0, wg * rb * rec + wt // 4 * 2 * sb])
-        if not symmetric:
-            at.zeros[0] = place(Ps[0, wg * rb * rec + 64 * sb + wt // 4 * 2])
-
-    @T.macro
-    def load_words(at, w, stage):
-        """A thread's words of a whole stage, with one latency."""
-        for q in T.unroll(halves * rb * blocks):
-            row_block = (q // (rb * blocks) * blocks + q % blocks) * cta_blocks + q // blocks % rb
-            lds128(w[q * 4], at.words[0] + bytes_of(stage, slot_bytes * halves, row_block * block_bytes))
-
-    @T.macro
-    def load_params(at, stage, r, s, u, v):
-        """Registers of row block r: f32 scales of rows g and g + 8, and the converter's (bias, scale) words."""
-        for q in T.unroll(ig):
-            here = bytes_of(stage, cta_blocks * ig * rec, (q * cta_blocks + r) * rec)
-            slot = r * ig + q
-            u[0] = two_scales(at.scales[0] + here)
-            if scale_dtype == "float32":
-                u[1] = lds32(at.scales[0] + here + T.uint32(4))
-            if symmetric:
-                u[2] = T.uint32(fmt.zero * 0x0101)
-            else:
-                u[2] = lds16(at.zeros[0] + here)
-            if sums or numerics == "fused":
-                words.scales(s, slot * 2, u)
-            if numerics == "fused":
-                for e in T.unroll(2):
-                    zs = -T.cast(u[2] >> T.uint32(8 * e) & T.uint32(255), "float32") * s[slot * 2 + e]
-                    v[slot * 4 + 2 * e] = pack2(zs, zs, bf16=bf16)
-            else:
-                words.bias_words(v, slot * 4, u)
-            words.scale_words(v, slot * 4, u)
-
-    @T.macro
-    def convert(w, words, a, half, v, r, first, count):
-        """k16 steps first .. first + count - 1 of 64 k of row block r."""
-        for j in T.unroll(count):
-            at = (r * ig + (first + j) * ig // 4) * 4
-            for i in T.unroll(per_step):
-                T.call_extern(
-                    "handle", cvt.device_name, w[words + (first + j) * per_step + i],
-                    T.access_ptr(a[half + j * 4 + i * (4 // per_step)], "w", 4 // per_step),
-                    *words_of(cvt, v, at),
-                )  # fmt: skip
-        T.warpgroup_fence_operand(a, half, count * 4)
+    op, halves, blocks, rb, ig = shape.op, shape.halves, shape.blocks, shape.row_blocks, shape.slot_groups
+    bm, nacc, batch, slot_units = shape.block_tokens, shape.sums, shape.batch, shape.slot_units
+    kinds = (mma_kind(op.dtype),) * 2
 
     @T.macro
     def multiply(w, a, acc, part, s, v, x, h, r):
@@ -371,13 +112,101 @@ def build(
             for e in T.unroll(nacc):
                 acc[e] = acc[e] + s[e % 4 // 2] * part[e]
 
-    @T.macro
-    def drain(io):
-        """All products are complete."""
-        T.warpgroup_wait(0)
-        T.warpgroup_fence_operand(io.acc, num_regs=rb * nacc)
+    if not op.scales_sums:
+        return multiply
+    # older formats' kernels scale the sums of each 64 k
+    return multiply_long if op.group == UNIT_K and rb == 1 and op.format.row_factors else multiply_post
 
-    multiply_by = (multiply_long if long else multiply_post) if sums else multiply
+
+def tile_macros(shape: Shape, *, raster: int, per_sm: int, cluster: int) -> SimpleNamespace:
+    """Who computes which segment of which tile, and how its sums become rows of y: `tokens`, `tiles`, `rings`, `peers`,
+    `tail`, `factors`, and `exchange`, whether CTAs that share a tile alike part its sum."""
+    op, size, experts = shape.op, shape.size, shape.experts
+    bm, wgs, rb, stages = shape.block_tokens, shape.warpgroups, shape.row_blocks, shape.stages
+    units, row_tiles, each, sums = size.units, shape.row_tiles, 2 // shape.halves, (rb + op.scales_sums) * shape.sums
+    tokens = expert_macros(experts=experts, block_tokens=bm, units=units, row_tiles=row_tiles)
+    exchange = cluster == per_sm == 1 and not experts and tile_costs.parts_sums(wgs, sums)
+    tiles = partition_macros(
+        units=units, row_tiles=row_tiles, raster=raster, head_units=1, exchange=exchange or cluster > 1, cluster=cluster
+    )
+    rings = ring_macros(stages=stages, each=each, rounds=not experts)
+    spare = spare_registers(wgs, sums, per_sm) if cluster == 1 else 0  # shares are rare there
+    shares = share_macros(vectors=bm // 8, row_blocks=rb, flags=wgs * 4, dtype="float32", spare=spare)
+    factors = factor_macros(op, size.n, units * UNIT_K)
+    out = store_macros(
+        size=size, block_tokens=bm, row_blocks=rb, cta_blocks=shape.cta_blocks, bf16=op.dtype == "bfloat16",
+        factors=factors,
+    )  # fmt: skip
+    peers = cluster_macros(
+        size=cluster, warpgroups=wgs, row_blocks=rb, block_tokens=bm, dtype="float32", units=units, stages=stages,
+        each=each, stage_bytes=bm * shape.stage_k * 2, rings=rings,
+    )  # fmt: skip
+    tail = finish_macros(
+        tiles, shares, store=out.store, store_slice=out.store_slice, exchange=exchange,
+        peers=peers if cluster > 1 else None, store_share=out.store_share,
+    )  # fmt: skip
+    return SimpleNamespace(
+        tokens=tokens, tiles=tiles, rings=rings, peers=peers, tail=tail, factors=factors, exchange=exchange
+    )
+
+
+def build(
+    target,
+    *,
+    n: int,
+    k: int,
+    group: int,
+    symmetric: bool,
+    scale_dtype: str,
+    dtype: str,
+    numerics: str,
+    bias: bool,
+    block_tokens: int,
+    warpgroups: int,
+    row_blocks: int,
+    stages: int,
+    stage_k: int = 64,
+    raster: int = 8,
+    per_sm: int = 1,
+    cluster: int = 1,
+    experts: int = 0,
+    weight: str = "u4",
+    whole: bool = True,
+):
+    """The prim_func `main(X, W, P, B, WS, SEM, Y, sk)`; with E = `experts`, int32 [E + 1] instead of sk.
+
+    Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/KB, Np/64, 512], blocks of KB k of the format `weight`; P
+    uint8 [G, Np/64, R]; B [n] in `dtype` (one element without a bias); WS f32 [grid, warpgroups * row_blocks,
+    block_tokens / 8, 128, 4]; SEM int32 [grid, 4 * warpgroups], zero before the first launch and after each one. `grid`
+    CTAs, at most `per_sm` for each SM; the first `sk` tiles are shared along k, 0 <= sk <= tiles. A ring stage holds
+    `stage_k` = 64 or 128 k. `cluster`: of so many CTAs, which divide `grid`; where each tile is shared by as many, its
+    sum does not leave the chip's SMs.
+
+    With experts, W, P and B hold one matrix after the other: [E * Kp/KB, Np/64, 512], [E * G, Np/64, R], [E * n];
+    expert e owns the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not
+    written.
+
+    With n = k = 0 the kernel is generic: both come with the launch. `whole` then says that rows of Y are whole 16-byte
+    pieces (n a multiple of 8), and the bias is a branch: B has n elements, or any other number where there is none.
+    """
+    if cluster > 1 and experts:
+        raise ArgumentError(
+            "cluster", cluster, "tiles of experts are found on the device, not shared by clusters", "use 1"
+        )
+    op = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
+    size = sizes(op, n, k, bias=bias, whole=whole, matrices=max(experts, 1))
+    shape = Shape(op, size, block_tokens, warpgroups, row_blocks, stages, stage_k, experts)
+    return program(shape, raster=raster, per_sm=per_sm, cluster=cluster)
+
+
+def step_macros(shape: Shape, work: SimpleNamespace) -> SimpleNamespace:
+    """What warps do, as `pipeline_macros` wants it: the main loop is `unit`."""
+    import tilelang.language as T
+
+    op, size, halves, rb, nacc = shape.op, shape.size, shape.halves, shape.row_blocks, shape.sums
+    rings, factors, cta_blocks = work.rings, work.factors, shape.cta_blocks
+    fills, operands = fill_macros(shape, rings), operand_macros(shape)
+    multiply = multiply_macro(shape, operands.convert)
 
     @T.macro
     def unit(io, place, follows):
@@ -386,12 +215,12 @@ def build(
             stage = h // halves
             if h % halves == 0:
                 place.wait(stage)
-                load_words(io.at, io.w, place.stage(stage))
+                operands.load_words(io.at, io.w, place.stage(stage))
             for r in T.unroll(rb):
-                if op.has_groups and (h == 0 or not shared_params):
-                    load_params(io.at, param_slot(place.stage(stage), h), r, io.s, io.u, io.v)
-                tile = io.at.x[0] + first_tile(place.stage(stage))
-                multiply_by(io.w, io.a, io.acc, io.part, io.s, io.v, tile, h, r)
+                if op.has_groups and (h == 0 or not shape.shared_params):
+                    operands.load_params(io.at, shape.param_slot(place.stage(stage), h), r, io.s, io.u, io.v)
+                tile = io.at.x[0] + shape.first_tile(place.stage(stage))
+                multiply(io.w, io.a, io.acc, io.part, io.s, io.v, tile, h, r)
                 if r == 0 and h % halves == 0:  # the wgmmas on the stage before are complete
                     place.release(stage, T.And(io.lane == 0, T.Or(h > 0, follows)))
             if (h + 1) % halves == 0:
@@ -408,12 +237,18 @@ def build(
         """Sums of nothing; places anew: kept while the tile before ended, they would be spilled."""
         for i in T.unroll(rb * nacc):
             io.acc[i] = 0.0
-        if fmt.row_factors:
+        if op.format.row_factors:
             for r in T.unroll(rb):
                 row = (c.rows[0] * cta_blocks + wg * rb + r) * 64 + wt // 32 * 16
-                factors.fetch(io.P, row, c.expert[0] * records)
-        find(io.at, io.Ws, io.Ps, wg, wt)
+                factors.fetch(io.P, row, c.expert[0] * size.records)
+        operands.find(io.at, io.Ws, io.Ps, wg, wt)
         rings.find(io.full, io.empty, ring, 0)
+
+    @T.macro
+    def drain(io):
+        """All products are complete."""
+        T.warpgroup_wait(0)
+        T.warpgroup_fence_operand(io.acc, num_regs=rb * nacc)
 
     @T.macro
     def end(io, ring, c, lane):
@@ -423,41 +258,72 @@ def build(
         rings.release(ring, T.And(lane == 0, c.k1[0] > c.k0[0]))
         opaque(c.first[0])  # addresses of y are not made before, and spilled
 
-    steps = SimpleNamespace(
-        fill_weights=fill_weights, fill_tokens=fill_tokens, open=open, begin=begin, unit=unit, drain=drain, end=end
-    )
-    pipeline = pipeline_macros(
-        steps, block_tokens=bm, warpgroups=wgs, tokens=tokens, tiles=tiles, rings=rings, peers=peers, tail=tail,
-        experts=experts, cluster=cluster, per_sm=per_sm,
+    return SimpleNamespace(
+        fill_weights=fills.fill_weights, fill_tokens=fills.fill_tokens, open=open, begin=begin, unit=unit, drain=drain,
+        end=end,
     )  # fmt: skip
+
+
+def program(shape: Shape, *, raster: int, per_sm: int, cluster: int):
+    """The prim_func of `build` for a legal shape."""
+    import tilelang.language as T
+    from tilelang.layout import make_full_bank_swizzled_layout
+
+    op, size, dtype, experts = shape.op, shape.size, shape.op.dtype, shape.experts
+    bm, wgs, rb, stages, halves = shape.block_tokens, shape.warpgroups, shape.row_blocks, shape.stages, shape.halves
+    blocks, cta_blocks, nacc, ig = shape.blocks, shape.cta_blocks, shape.sums, shape.slot_groups
+    work = tile_macros(shape, raster=raster, per_sm=per_sm, cluster=cluster)
+    pipeline = pipeline_macros(
+        step_macros(shape, work), block_tokens=bm, warpgroups=wgs, tokens=work.tokens, tiles=work.tiles,
+        rings=work.rings, peers=work.peers, tail=work.tail, experts=experts, cluster=cluster, per_sm=per_sm,
+    )  # fmt: skip
+    used = (
+        "lds",
+        "place",
+        "pack",
+        "bulk",
+        *([] if size.known else ["bulk_at"]),
+        "stmatrix_trans",
+        "semaphore",
+        "quotient",
+        "exchange",
+        "warpgroup",
+        "rows_out",
+        *(["cluster"] if cluster > 1 else []),
+        *(["prefetch_line"] if op.format.row_factors else []),
+    )
+    source = prelude(*used, extra=(op.scaling_converter.device_source, *([EXPERTS_SOURCE] if experts else [])))
+    last = T.Tensor((experts + 1,), "int32") if experts else T.int32
+    cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
+    M, G = T.dynamic("m"), T.dynamic("grid")
 
     @T.prim_func
     def main(
         X: T.Tensor((M, size.k), dtype),
-        W: T.Tensor((size.word_blocks, all_blocks, BLOCK_WORDS), "int32"),
-        P: T.Tensor((matrices * records, all_blocks, rec), "uint8"),
+        W: T.Tensor((size.word_blocks, size.blocks, BLOCK_WORDS), "int32"),
+        P: T.Tensor((max(experts, 1) * size.records, size.blocks, op.record_bytes), "uint8"),
         B: T.Tensor((size.bias,), dtype),
         WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), "float32"),
         SEM: T.Tensor((G, wgs * 4), "int32"),
         Y: T.Tensor((M, size.n), dtype),
         parts: last,
     ):
-        with T.Kernel(G, threads=ct + 128, prelude=source, **cluster_dims) as cta:
+        with T.Kernel(G, threads=wgs * 128 + 128, prelude=source, **cluster_dims) as cta:
             if per_sm > 1:
                 T.annotate_min_blocks_per_sm(per_sm)
             Xs = T.alloc_shared((stages * halves, bm, 64), dtype)
             Ws = T.alloc_shared((stages * halves * blocks, cta_blocks, BLOCK_WORDS), "int32")
-            Ps = T.alloc_shared(param_shape if op.has_groups else (1, 16), "uint8")
-            Os = T.alloc_shared((wgs, staged(2, out_tokens(bm), alone=exchange)), dtype)
+            Ps = T.alloc_shared(shape.param_shape, "uint8")
+            Os = T.alloc_shared((wgs, staged(2, out_tokens(bm), alone=work.exchange)), dtype)
             Es = T.alloc_shared((table_words(experts),), "int32")
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
             empty = T.alloc_barrier([wgs * 4] * stages)
             sent = T.alloc_barrier([1] * (wgs * 4)) if cluster > 1 else None
             ready = T.alloc_barrier([cluster - 1]) if cluster > 1 else None
             w = T.alloc_local((halves * rb * blocks * 4,), "uint32")
-            a = T.alloc_local((8 * batch,), "uint32")
+            a = T.alloc_local((8 * shape.batch,), "uint32")
             acc = T.alloc_local((rb * nacc,), "float32")
-            part = T.alloc_local((nacc if sums else 1,), "float32")
+            part = T.alloc_local((nacc if op.scales_sums else 1,), "float32")
             s = T.alloc_local((rb * ig * 2,), "float32")
             u = T.alloc_local((3,), "uint32")
             v = T.alloc_local((rb * ig * 4,), "uint32")
