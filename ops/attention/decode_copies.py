@@ -30,42 +30,27 @@ def differ(a, b):
     return T.call_extern("bool", "tz_differ", a, b)
 
 
-def make_copy_macros(
-    layout: CacheLayout,
-    *,
-    tiles: int,
-    stages: int,
-    warps: int,
-    parts: int,
-    page: int,
-    residual: int,
-    bulk: bool,
-    ahead: int,
-    known: bool = False,
+def _facts_of(
+    layout: CacheLayout, *, tiles: int, stages: int, warps: int, parts: int, page: int, residual: int, ahead: int
 ) -> SimpleNamespace:
-    """Macros prefetch, start, confirm and fetch; again, if nothing was copied; token_of, and sizes: `least` tokens are
-    worth a split of their own.
+    """Sizes of a warp's stages."""
+    group, mini, head_words = layout.k.group, 16 * tiles, layout.channel_words
+    per_chunk = max(group // parts // mini, 1)  # stages that a warp takes from one group
+    return SimpleNamespace(
+        layout=layout, tiles=tiles, stages=stages, warps=warps, parts=parts, page=page, residual=residual, ahead=ahead,
+        group=group, mini=mini, per_chunk=per_chunk, chunk=per_chunk * mini,
+        stage=head_words + tiles * layout.tile_words,
+        first_copies=stages - 1,  # of the ring, before anything is worked on
+    )  # fmt: skip
 
-    Args:
-        tiles, stages, warps, parts, page, residual: as of decode_program. bulk: copies are bulk copies and arrive on
-            barriers, else cp.async groups. ahead: stages of a warp that `prefetch` fetches, at most 32. known: the
-            caller reads the length, to w.length before `prefetch` and, where that is not `ahead`, before `start`; to
-            w.now in between.
 
-    `w` holds the sizes b, split, splits, q_len, window, kv_heads, pages, page_words, most (pages of a table's row), and
-    one-element local buffers: length; h, lane, warp, whose ring it is, member, the number of a thread among those of a
-    ring, of which the first 32 fetch; packed, start, r0, r1, first, count; page and later, the pages of
-    stages `lane` and 32 + `lane` of the round of 32 that is being copied; source, a stage's page.
-    """
+def _make_plan_macros(f: SimpleNamespace) -> SimpleNamespace:
+    """Macros `plan`, `find_page` and `find_later`: a warp's stages, and the pages that they lie in."""
     import tilelang.language as T
 
-    group, mini = layout.k.group, 16 * tiles
+    layout, group, mini, chunk, per_chunk = f.layout, f.group, f.mini, f.chunk, f.per_chunk
+    warps, page, residual, ahead = f.warps, f.page, f.residual, f.ahead
     kept, unit = layout.kept(residual)
-    per_chunk = max(group // parts // mini, 1)  # stages that a warp takes from one group
-    chunk = per_chunk * mini
-    head_words, tile_words = layout.channel_words, layout.tile_words
-    stage = head_words + tiles * tile_words
-    first_copies = stages - 1  # of the ring, before anything is worked on
 
     def token_of(w, i):
         """First token of the warp's stage i."""
@@ -113,6 +98,18 @@ def make_copy_macros(
         if page:
             if less(i, w.count[0]):
                 find_page(TABLE, w.later, w, i + w.lane[0])
+
+    return SimpleNamespace(token_of=token_of, room=room, plan=plan, find_page=find_page, find_later=find_later)
+
+
+def _make_stage_macros(f: SimpleNamespace, plans: SimpleNamespace, bulk: bool) -> SimpleNamespace:
+    """Macros `fetch` and `copy` of a stage, and where it lies in the cache and how many words it has."""
+    import tilelang.language as T
+
+    layout, group, tiles, parts, page = f.layout, f.group, f.tiles, f.parts, f.page
+    stages, stage, per_chunk = f.stages, f.stage, f.per_chunk
+    head_words, tile_words = layout.channel_words, layout.tile_words
+    token_of, find_later = plans.token_of, plans.find_later
 
     def inside(w, i):
         """Token of stage i in its page."""
@@ -185,6 +182,49 @@ def make_copy_macros(
             if less(30, T.bitwise_and(i, 31)):  # the last one of the round
                 w.page[0] = w.later[0]
                 find_later(TABLE, w, i + 33)
+
+    return SimpleNamespace(copy=copy, fetch=fetch, source=source, skipped=skipped, words_of=words_of)
+
+
+def make_copy_macros(
+    layout: CacheLayout,
+    *,
+    tiles: int,
+    stages: int,
+    warps: int,
+    parts: int,
+    page: int,
+    residual: int,
+    bulk: bool,
+    ahead: int,
+    known: bool = False,
+) -> SimpleNamespace:
+    """Macros prefetch, start, confirm and fetch; again, if nothing was copied; token_of, and sizes: `least` tokens are
+    worth a split of their own.
+
+    Args:
+        tiles, stages, warps, parts, page, residual: as of decode_program. bulk: copies are bulk copies and arrive on
+            barriers, else cp.async groups. ahead: stages of a warp that `prefetch` fetches, at most 32. known: the
+            caller reads the length, to w.length before `prefetch` and, where that is not `ahead`, before `start`; to
+            w.now in between.
+
+    `w` holds the sizes b, split, splits, q_len, window, kv_heads, pages, page_words, most (pages of a table's row), and
+    one-element local buffers: length; h, lane, warp, whose ring it is, member, the number of a thread among those of a
+    ring, of which the first 32 fetch; packed, start, r0, r1, first, count; page and later, the pages of
+    stages `lane` and 32 + `lane` of the round of 32 that is being copied; source, a stage's page.
+    """
+    import tilelang.language as T
+
+    f = _facts_of(
+        layout, tiles=tiles, stages=stages, warps=warps, parts=parts, page=page, residual=residual, ahead=ahead
+    )
+    plans = _make_plan_macros(f)
+    token_of, room, plan = plans.token_of, plans.room, plans.plan
+    find_page, find_later = plans.find_page, plans.find_later
+    of_stage = _make_stage_macros(f, plans, bulk)
+    copy, fetch, source = of_stage.copy, of_stage.fetch, of_stage.source
+    skipped, words_of = of_stage.skipped, of_stage.words_of
+    stage, first_copies, head_words = f.stage, f.first_copies, layout.channel_words
 
     @T.macro
     def start_lanes(KV, ring, full, w):
@@ -266,5 +306,5 @@ def make_copy_macros(
 
     return SimpleNamespace(
         prefetch=prefetch, again=again, start=start, confirm=confirm, fetch=fetch, token_of=token_of,
-        per_chunk=per_chunk, least=warps * max(chunk, 64),
+        per_chunk=f.per_chunk, least=warps * max(f.chunk, 64),
     )  # fmt: skip

@@ -60,39 +60,32 @@ def state() -> SimpleNamespace:
     )
 
 
-def make_merge_macros(
-    layout: CacheLayout,
-    tile: SimpleNamespace,
-    *,
-    row_tiles: int,
-    warps: int,
-    cluster: int,
-    dtype: str,
-    sinks: bool,
-    threads: int = 0,
+def _facts_of(
+    layout: CacheLayout, *, row_tiles: int, warps: int, cluster: int, dtype: str, sinks: bool, threads: int
 ) -> SimpleNamespace:
-    """Macros stage_sums, merge_warps, merge_cluster, combine_splits; `words` of the sums of a warp.
+    """Sizes of the merges."""
+    cols, pitch = 8 * row_tiles, pitch_of(layout.head_dim)
+    return SimpleNamespace(
+        layout=layout, nt=row_tiles, warps=warps, cluster=cluster, dtype=dtype, sinks=sinks,
+        threads=threads or warps * 32, cols=cols, pitch=pitch,
+        words=cols * (pitch + 2),  # of the sums of a warp
+    )  # fmt: skip
 
-    warps: or warpgroups, whose sums are merged. threads: of the CTA, 0 for those of the warps.
 
-    `w` as in decode_copies, with y, group, here, query, head, `partials`, how many results there are of an output, row
-    `part_row` of OP and LP and place `part_base` there where they begin, and in a cluster `sent`, the barrier of what
-    the others send, of one arrival. Before `merge_warps` a cluster waits for the arrivals in `stage_sums`.
-    """
+def _read(buffer, *at):
+    """A float32 that the kernel ahead may have written."""
     import tilelang.language as T
 
-    D, nt, cols, slices = layout.head_dim, row_tiles, 8 * row_tiles, layout.head_dim // 16
-    threads = threads or warps * 32
-    pitch = pitch_of(D)
-    merge_warp = cols * (pitch + 2)
-    bf16 = "true" if dtype == "bfloat16" else "false"
-    v_static = layout.v.scaling == "static"
-    rotation = make_rotation(D, slices * nt * 4, sum_stages(D, nt)) if layout.v.rotation else None
-    log2e = 1.4426950408889634
+    return T.reinterpret(T.call_extern("uint32", "tz_read32", T.access_ptr(buffer[at], "r", 1)), "float32")
 
-    def read(buffer, *at):
-        """A float32 that the kernel ahead may have written."""
-        return T.reinterpret(T.call_extern("uint32", "tz_read32", T.access_ptr(buffer[at], "r", 1)), "float32")
+
+def _make_staging_macro(f: SimpleNamespace, tile: SimpleNamespace):
+    """Macro `stage_sums`: what a warp has summed up, to shared memory."""
+    import tilelang.language as T
+
+    layout, D, nt, cols, slices = f.layout, f.layout.head_dim, f.nt, f.cols, f.layout.head_dim // 16
+    cluster, pitch, words, v_static = f.cluster, f.pitch, f.words, layout.v.scaling == "static"
+    rotation = make_rotation(D, slices * nt * 4, sum_stages(D, nt)) if layout.v.rotation else None
 
     @T.macro
     def turn_back(st, w):
@@ -127,7 +120,7 @@ def make_merge_macros(
         for t in each(nt):
             for j in each(2):
                 row = t * 8 + w.lane[0] % 4 * 2 + j
-                at = w.warp[0] * merge_warp + row * pitch + w.lane[0] // 4
+                at = w.warp[0] * words + row * pitch + w.lane[0] // 4
                 for a in each(slices):
                     for half in each(2):
                         if rotation is not None:
@@ -139,12 +132,23 @@ def make_merge_macros(
                         if layout.v.bias:
                             st.f[0] = st.f[0] + st.l[t * 2 + j] * T.float32(layout.v.bias)
                         if v_static:
-                            st.f[0] = st.f[0] * read(SV, w.h[0], a * 16 + half * 8 + w.lane[0] // 4)
+                            st.f[0] = st.f[0] * _read(SV, w.h[0], a * 16 + half * 8 + w.lane[0] // 4)
                         ring[at + a * 16 + half * 8] = T.reinterpret(st.f[0], "int32")
                 if less(w.lane[0], 4):
-                    ring[w.warp[0] * merge_warp + cols * pitch + row] = T.reinterpret(st.m[t * 2 + j], "int32")
-                    ring[w.warp[0] * merge_warp + cols * (pitch + 1) + row] = T.reinterpret(st.l[t * 2 + j], "int32")
+                    ring[w.warp[0] * words + cols * pitch + row] = T.reinterpret(st.m[t * 2 + j], "int32")
+                    ring[w.warp[0] * words + cols * (pitch + 1) + row] = T.reinterpret(st.l[t * 2 + j], "int32")
         T.sync_threads()
+
+    return stage_sums
+
+
+def _make_result_macros(f: SimpleNamespace) -> SimpleNamespace:
+    """Macros `finish_row` (four head dimensions of the output) and `write_result` (of it, or of a partial result)."""
+    import tilelang.language as T
+
+    cols, cluster, sinks = f.cols, f.cluster, f.sinks
+    bf16 = "true" if f.dtype == "bfloat16" else "false"
+    log2e = 1.4426950408889634
 
     @T.macro
     def finish_row(O, LSE, SINK, c, w, row, col):
@@ -152,10 +156,10 @@ def make_merge_macros(
         w.query[0] = T.truncdiv(row, w.group[0])
         w.head[0] = w.h[0] * w.group[0] + T.truncmod(row, w.group[0])
         if sinks:  # one more column of logits, without a value
-            c.top[0] = T.max(c.m[0], read(SINK, w.head[0]) * T.float32(log2e))
+            c.top[0] = T.max(c.m[0], _read(SINK, w.head[0]) * T.float32(log2e))
             c.f[0] = T.call_extern("float32", "tz_ex2", c.m[0] - c.top[0])
             c.l[0] = c.l[0] * c.f[0] + T.call_extern(
-                "float32", "tz_ex2", read(SINK, w.head[0]) * T.float32(log2e) - c.top[0]
+                "float32", "tz_ex2", _read(SINK, w.head[0]) * T.float32(log2e) - c.top[0]
             )
             for e in each(4):
                 c.o[e] = c.o[e] * c.f[0]
@@ -194,6 +198,34 @@ def make_merge_macros(
             finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
         else:
             write_partial(OP, LP, c, w, row, col, leads)
+
+    return SimpleNamespace(finish_row=finish_row, write_result=write_result)
+
+
+def _make_share_macro(f: SimpleNamespace):
+    """Macro `share_of`: which part of the output is the CTA's."""
+    import tilelang.language as T
+
+    D, cluster = f.layout.head_dim, f.cluster
+
+    @T.macro
+    def share_of(c, w):
+        """The share of the output, in pieces of four dimensions, that this CTA of its cluster adds up."""
+        c.items[0] = w.here[0] * (D // 4)
+        c.first[0] = 0
+        if cluster > 1:
+            c.per[0] = (c.items[0] + cluster - 1) // cluster
+            c.first[0] = w.split % cluster * c.per[0]
+            c.items[0] = larger(smaller(c.items[0] - c.first[0], c.per[0]), 0)
+
+    return share_of
+
+
+def _make_split_macro(f: SimpleNamespace, share_of, finish_row):
+    """Macro `combine_splits`: the sum over all splits in memory, by the last of them to end."""
+    import tilelang.language as T
+
+    D, cols, cluster, threads = f.layout.head_dim, f.cols, f.cluster, f.threads
 
     @T.macro
     def load(ring, OP, LP, c, w, i, row, col, of_splits):
@@ -248,16 +280,56 @@ def make_merge_macros(
                         c.o[e] = c.o[e] + c.f[0] * c.x[i * 4 + e]
 
     @T.macro
-    def share_of(c, w):
-        """The share of the output, in pieces of four dimensions, that this CTA of its cluster adds up."""
-        c.items[0] = w.here[0] * (D // 4)
-        c.first[0] = 0
-        if cluster > 1:
-            c.per[0] = (c.items[0] + cluster - 1) // cluster
-            c.first[0] = w.split % cluster * c.per[0]
-            c.items[0] = larger(smaller(c.items[0] - c.first[0], c.per[0]), 0)
+    def combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx):
+        """The last CTA adds all partial results of its share of the rows: `parts` threads, 1, 2 or 4, for four
+        dimensions of a row where there are that many; what they have follows one another through `ring`. Nothing is
+        divided: this is done while everyone else has ended."""
+        share_of(c, w)
+        c.shift[0] = T.call_extern("int32", "tz_bits", c.items[0] - 1)  # as a power of two
+        c.parts[0] = smaller(larger(_log2(threads) - c.shift[0], 0), _log2(_AT_LEAST))
+        c.per[0] = (w.partials + (1 << c.parts[0]) - 1) >> c.parts[0]
+        c.parts[0] = 1 << c.parts[0]
+        c.part[0] = T.call_extern("int32", "tz_select", less(1, c.parts[0]), tx >> c.shift[0], 0)
+        c.head[0] = tx - (c.part[0] << c.shift[0])
+        for v in T.serial(T.ceildiv(c.items[0], threads)):
+            c.item[0] = v * threads + c.head[0]
+            row = (c.first[0] + c.item[0]) // (D // 4)
+            col = (c.first[0] + c.item[0]) % (D // 4) * 4
+            exists = T.And(less(c.item[0], c.items[0]), less(c.part[0], c.parts[0]))
+            if exists:
+                c.m[0] = T.float32(LOWEST)
+                c.l[0] = 0.0
+                for e in each(4):
+                    c.o[e] = 0.0
+                c.k[0] = c.part[0] * c.per[0]
+                c.end[0] = smaller(c.k[0] + c.per[0], w.partials)
+                for _ in T.serial(T.truncdiv(c.per[0] + BATCH - 1, BATCH)):
+                    if less(c.k[0], c.end[0]):
+                        add(ring, OP, LP, c, w, row, col, True, BATCH)
+                    c.k[0] = c.k[0] + BATCH
+            if less(1, c.parts[0]):
+                if exists:
+                    at = (c.part[0] * c.items[0] + c.item[0]) * _SHARE
+                    T.call_extern("handle", "tz_store<4>", T.access_ptr(ring[at], "w", 4), T.access_ptr(c.o, "r"))
+                    ring[at + 4] = T.reinterpret(c.m[0], "int32")
+                    ring[at + 5] = T.reinterpret(c.l[0], "int32")
+                T.sync_threads()
+                if T.And(exists, less(c.part[0], 1)):  # the first share is in registers
+                    c.k[0] = 1
+                    c.end[0] = c.parts[0]
+                    add(ring, OP, LP, c, w, row, col, False, _AT_LEAST)
+            if T.And(exists, less(c.part[0], 1)):
+                finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
 
-    most, inbox = share(D, nt, cluster), merge_words(D, nt, warps)
+    return combine_splits
+
+
+def _make_cluster_macros(f: SimpleNamespace, share_of, write_result) -> SimpleNamespace:
+    """Macros `expect`, `send` and `merge_cluster`: the sum over the CTAs of a cluster."""
+    import tilelang.language as T
+
+    D, nt, cols, cluster, threads = f.layout.head_dim, f.nt, f.cols, f.cluster, f.threads
+    most, inbox = share(D, nt, cluster), merge_words(D, nt, f.warps)
 
     def piece_from(k, item):
         """Word of shared memory where piece `item` of this CTA's share arrives from CTA k."""
@@ -323,47 +395,36 @@ def make_merge_macros(
                 leads = T.Or(less(col, 1), less(v * threads + tx, 1))
                 write_result(OP, LP, O, LSE, SINK, c, w, row, col, leads)
 
-    @T.macro
-    def combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx):
-        """The last CTA adds all partial results of its share of the rows: `parts` threads, 1, 2 or 4, for four
-        dimensions of a row where there are that many; what they have follows one another through `ring`. Nothing is
-        divided: this is done while everyone else has ended."""
-        share_of(c, w)
-        c.shift[0] = T.call_extern("int32", "tz_bits", c.items[0] - 1)  # as a power of two
-        c.parts[0] = smaller(larger(_log2(threads) - c.shift[0], 0), _log2(_AT_LEAST))
-        c.per[0] = (w.partials + (1 << c.parts[0]) - 1) >> c.parts[0]
-        c.parts[0] = 1 << c.parts[0]
-        c.part[0] = T.call_extern("int32", "tz_select", less(1, c.parts[0]), tx >> c.shift[0], 0)
-        c.head[0] = tx - (c.part[0] << c.shift[0])
-        for v in T.serial(T.ceildiv(c.items[0], threads)):
-            c.item[0] = v * threads + c.head[0]
-            row = (c.first[0] + c.item[0]) // (D // 4)
-            col = (c.first[0] + c.item[0]) % (D // 4) * 4
-            exists = T.And(less(c.item[0], c.items[0]), less(c.part[0], c.parts[0]))
-            if exists:
-                c.m[0] = T.float32(LOWEST)
-                c.l[0] = 0.0
-                for e in each(4):
-                    c.o[e] = 0.0
-                c.k[0] = c.part[0] * c.per[0]
-                c.end[0] = smaller(c.k[0] + c.per[0], w.partials)
-                for _ in T.serial(T.truncdiv(c.per[0] + BATCH - 1, BATCH)):
-                    if less(c.k[0], c.end[0]):
-                        add(ring, OP, LP, c, w, row, col, True, BATCH)
-                    c.k[0] = c.k[0] + BATCH
-            if less(1, c.parts[0]):
-                if exists:
-                    at = (c.part[0] * c.items[0] + c.item[0]) * _SHARE
-                    T.call_extern("handle", "tz_store<4>", T.access_ptr(ring[at], "w", 4), T.access_ptr(c.o, "r"))
-                    ring[at + 4] = T.reinterpret(c.m[0], "int32")
-                    ring[at + 5] = T.reinterpret(c.l[0], "int32")
-                T.sync_threads()
-                if T.And(exists, less(c.part[0], 1)):  # the first share is in registers
-                    c.k[0] = 1
-                    c.end[0] = c.parts[0]
-                    add(ring, OP, LP, c, w, row, col, False, _AT_LEAST)
-            if T.And(exists, less(c.part[0], 1)):
-                finish_row(O, LSE, SINK, c, w, w.y[0] * cols + row, col)
+    return SimpleNamespace(expect=expect, send=send, merge_cluster=merge_cluster)
+
+
+def make_merge_macros(
+    layout: CacheLayout,
+    tile: SimpleNamespace,
+    *,
+    row_tiles: int,
+    warps: int,
+    cluster: int,
+    dtype: str,
+    sinks: bool,
+    threads: int = 0,
+) -> SimpleNamespace:
+    """Macros stage_sums, merge_warps, merge_cluster, combine_splits; `words` of the sums of a warp.
+
+    warps: or warpgroups, whose sums are merged. threads: of the CTA, 0 for those of the warps.
+
+    `w` as in decode_copies, with y, group, here, query, head, `partials`, how many results there are of an output, row
+    `part_row` of OP and LP and place `part_base` there where they begin, and in a cluster `sent`, the barrier of what
+    the others send, of one arrival. Before `merge_warps` a cluster waits for the arrivals in `stage_sums`.
+    """
+    import tilelang.language as T
+
+    f = _facts_of(layout, row_tiles=row_tiles, warps=warps, cluster=cluster, dtype=dtype, sinks=sinks, threads=threads)
+    D, threads, cols, pitch, words = layout.head_dim, f.threads, f.cols, f.pitch, f.words
+    share_of, results = _make_share_macro(f), _make_result_macros(f)
+    write_result = results.write_result
+    of_cluster = _make_cluster_macros(f, share_of, write_result)
+    expect, send = of_cluster.expect, of_cluster.send
 
     @T.macro
     def merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx):
@@ -379,16 +440,16 @@ def make_merge_macros(
                 for e in each(4):
                     c.o[e] = 0.0
                 for k in each(warps):
-                    c.m[0] = T.max(c.m[0], T.reinterpret(ring[k * merge_warp + cols * pitch + row], "float32"))
+                    c.m[0] = T.max(c.m[0], T.reinterpret(ring[k * words + cols * pitch + row], "float32"))
                 for k in each(warps):
                     c.f[0] = T.call_extern(
                         "float32", "tz_ex2",
-                        T.reinterpret(ring[k * merge_warp + cols * pitch + row], "float32") - c.m[0],
+                        T.reinterpret(ring[k * words + cols * pitch + row], "float32") - c.m[0],
                     )  # fmt: skip
-                    c.l[0] = c.l[0] + c.f[0] * T.reinterpret(ring[k * merge_warp + cols * (pitch + 1) + row], "float32")
+                    c.l[0] = c.l[0] + c.f[0] * T.reinterpret(ring[k * words + cols * (pitch + 1) + row], "float32")
                     T.call_extern(
                         "handle", "tz_load<4>", T.access_ptr(c.x, "w", 4),
-                        T.access_ptr(ring[k * merge_warp + row * pitch + col], "r", 4),
+                        T.access_ptr(ring[k * words + row * pitch + col], "r", 4),
                     )  # fmt: skip
                     for e in each(4):
                         c.o[e] = c.o[e] + c.f[0] * c.x[e]
@@ -398,9 +459,6 @@ def make_merge_macros(
                     write_result(OP, LP, O, LSE, SINK, c, w, row, col, less(col, 1))
 
     return SimpleNamespace(
-        stage_sums=stage_sums,
-        merge_warps=merge_warps,
-        merge_cluster=merge_cluster,
-        combine_splits=combine_splits,
-        words=merge_warp,
-    )
+        stage_sums=_make_staging_macro(f, tile), merge_warps=merge_warps, merge_cluster=of_cluster.merge_cluster,
+        combine_splits=_make_split_macro(f, share_of, results.finish_row), words=words,
+    )  # fmt: skip

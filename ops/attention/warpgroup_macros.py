@@ -38,87 +38,22 @@ def exchange_words(nt: int) -> int:
     return 2 * TOKENS * 8 * nt // 2 + TILES * 2 * 8 * nt
 
 
-def make_warpgroup_macros(
-    layout: CacheLayout, nt: int, softcap: bool, early: bool = False, inner: bool = False
-) -> SimpleNamespace:
-    """Macros over a step of 64 tokens and 8 * nt rows, state; `early`: values are converted while keys are multiplied,
-    where registers allow. Macros: place_values, find_values, clear, adopt, sum_q, scale_q, step,
-    flush, totals.
+def _facts_of(layout: CacheLayout, nt: int, tile: SimpleNamespace) -> SimpleNamespace:
+    """Sizes of a warpgroup's step."""
+    v_load, share, p_words = layout.v_layout.load_words, values_share(layout), TOKENS * 8 * nt // 2
+    return SimpleNamespace(
+        layout=layout, nt=nt, tile=tile, v_load=v_load, share=share, p_words=p_words,
+        atoms=layout.head_dim // 64,  # of a warp
+        v_atoms=layout.v_layout.block_rows // 16,  # of one load
+        parts=max(v_load // share, 1),  # warps that part a load
+        notes=2 * p_words,  # word of the exchange behind P
+        step_16=2 * nt * 8,  # 16-byte units of a k16 slice of an operand in shared memory
+    )  # fmt: skip
 
-    `w` holds `lane`, the warp `quarter` of its warpgroup, that one's index `warp`, and one-element local buffers
-    `atom`, the first of the lane's atoms of 16 head dimensions, and `values`, the word of a tile's values where those
-    begin. `x` names what lies in shared memory `ring`: `p`, descriptor of the warpgroup's P^T, and `at`, its word.
-    inner, k_shift, v_factor: as of make_tile_macros.
-    """
+
+def _make_operand_macro():
+    """Macro `operand`: words of a tile at an address, converted to registers."""
     import tilelang.language as T
-
-    if not supports(layout):
-        raise ArgumentError(
-            "layout", layout.identity, f"needs channel groups of {TOKENS} tokens and values that four warps can part",
-            "use the program of single warps",
-        )  # fmt: skip
-    tile = make_tile_macros(layout, nt, 1, softcap, inner=inner)
-    D, n, slices, atoms = layout.head_dim, 8 * nt, layout.head_dim // 16, layout.head_dim // 64
-    k, v = layout.k, layout.v
-    k_load, v_load, share = layout.k_layout.load_words, layout.v_layout.load_words, values_share(layout)
-    k_atoms, v_atoms = layout.k_layout.block_k // 16, layout.v_layout.block_rows // 16  # of one load
-    parts = max(v_load // share, 1)  # warps that part a load
-    k_kinds, v_kinds = (mma_kind(k.operand),) * 2, (mma_kind(v.operand),) * 2
-    clean, v_bf16, params = v.scaling == "none", v.operand == "bfloat16", layout.token_params
-    p_words = TOKENS * n // 2
-    notes = 2 * p_words  # word of the exchange behind P
-    step_16 = 2 * nt * 8  # 16-byte units of a k16 slice of an operand in shared memory
-
-    def state(scale, cap, window):
-        """Registers of a thread; scale and cap in units of log2, window in tokens."""
-        f32 = {name: T.alloc_local((size,), "float32") for name, size in (
-            ("o", atoms * nt * 4), ("s", nt * 4), ("m", nt * 2), ("l", nt * 2), ("z", nt * 2),
-            ("qs", nt * 2), ("x", nt * 2), ("ln", nt * 2), ("zn", nt * 2), ("f", 4), ("p", 4), ("top", 1),
-        )}  # fmt: skip
-        u32 = {name: T.alloc_local((size,), "uint32") for name, size in (
-            ("a", slices * 4), ("v", TILES * atoms * 4), ("w", 8), ("par", 4), ("keep", 2), ("b", nt * 2),
-        )}  # fmt: skip
-        return SimpleNamespace(**f32, **u32, hi=T.alloc_local((nt * 2,), "int32"), scale=scale, cap=cap, window=window)
-
-    @T.macro
-    def clear(ring, x, st, w):
-        """No token has been seen: the values and P of the step before the first are zeros."""
-        for i in each(atoms * nt * 4):
-            st.o[i] = 0.0
-        for i in each(nt * 2):
-            st.m[i] = T.float32(LOWEST)
-            st.l[i] = 0.0
-            st.z[i] = 0.0
-        for i in each(TILES * atoms * 4):
-            st.v[i] = T.uint32(0)
-        for i in each(4):
-            st.w[i] = T.uint32(0)
-        w.turn[0] = 0
-        for i in each(p_words // 512):
-            store_words(4, ring[x.at + p_words + (i * 128 + w.quarter * 32 + w.lane[0]) * 4], st.w)
-
-    @T.macro
-    def adopt(st):
-        """Sums of O^T at true scale become sums of this format, whose rows carry powers of two."""
-        for i in each(atoms * nt * 4):
-            if tile.v_factor[i % 4 // 2] != 1:
-                st.o[i] = st.o[i] * T.float32(1 / tile.v_factor[i % 4 // 2])
-
-    @T.macro
-    def place_values(w):
-        """Which head dimensions are the lane's. Where warps part a load, every eight lanes take another part of it, so
-        that they read different banks: the product's rows may be any dimensions."""
-        if parts > 1:
-            w.atom[0] = (w.quarter % parts + w.lane[0] // 8) % parts * atoms + w.quarter // parts * v_atoms
-        else:
-            w.atom[0] = w.quarter * atoms
-
-    @T.macro
-    def find_values(w):
-        """Where the values of these dimensions begin in a tile of this format."""
-        w.values[0] = (w.atom[0] // v_atoms * 32 + w.lane[0]) * v_load + (
-            w.atom[0] % v_atoms // atoms * share if parts > 1 else 0
-        )
 
     @T.macro
     def operand(cvt, words, source, st, to, first):
@@ -131,6 +66,18 @@ def make_warpgroup_macros(
                 T.call_extern(
                     "handle", cvt.device_name, st.w[i], T.access_ptr(to[first + i * cvt.outputs], "w", cvt.outputs)
                 )
+
+    return operand
+
+
+def _make_product_macros(f: SimpleNamespace) -> SimpleNamespace:
+    """Macros `keys` (a tile to A registers), `product` (with Q) and `settle`, and of Q itself `sum_q` and `scale_q`."""
+    import tilelang.language as T
+
+    layout, nt, tile, step_16 = f.layout, f.nt, f.tile, f.step_16
+    D, n, slices, k = layout.head_dim, 8 * nt, layout.head_dim // 16, layout.k
+    k_load, k_atoms = layout.k_layout.load_words, layout.k_layout.block_k // 16
+    k_kinds, operand = (mma_kind(k.operand),) * 2, _make_operand_macro()
 
     @T.macro
     def keys(base, st, lane):
@@ -153,30 +100,6 @@ def make_warpgroup_macros(
         """All products have ended."""
         T.warpgroup_wait(0)
         T.warpgroup_fence_operand(st.s, 0, nt * 4)
-
-    @T.macro
-    def weigh_values(x, st, w):
-        """O^T += V^T P^T of the step before: one group of products, to be awaited."""
-        T.warpgroup_fence_operand(st.o, 0, atoms * nt * 4)
-        T.warpgroup_fence_operand(st.v, 0, TILES * atoms * 4)
-        T.warpgroup_arrive()
-        for r in each(TILES):
-            for i in each(atoms):
-                wgmma(
-                    n, v_kinds, st.o, i * nt * 4, st.v, (r * atoms + i) * 4, x.p,
-                    (w.turn[0] ^ 1) * (p_words // 4) + r * step_16,
-                )  # fmt: skip
-        T.warpgroup_commit_batch()
-
-    @T.macro
-    def flush(x, st, w):
-        """The values of the last step, and zeros in their place."""
-        weigh_values(x, st, w)
-        T.warpgroup_wait(0)
-        T.warpgroup_fence_operand(st.o, 0, atoms * nt * 4)
-        T.warpgroup_fence_operand(st.v, 0, TILES * atoms * 4)
-        for i in each(TILES * atoms * 4):
-            st.v[i] = T.uint32(0)
 
     @T.macro
     def sum_q(q, at, st):
@@ -219,6 +142,34 @@ def make_warpgroup_macros(
         T.fence_proxy_async()
         wg_sync(w.warp[0])
 
+    return SimpleNamespace(keys=keys, product=product, settle=settle, sum_q=sum_q, scale_q=scale_q)
+
+
+def _make_value_macros(f: SimpleNamespace) -> SimpleNamespace:
+    """Macros `place_values`, `find_values` and `values` (of four tiles, to A registers), `weigh_values` and `flush`."""
+    import tilelang.language as T
+
+    layout, nt, atoms, parts, share = f.layout, f.nt, f.atoms, f.parts, f.share
+    v_load, v_atoms, p_words, step_16 = f.v_load, f.v_atoms, f.p_words, f.step_16
+    n, v, v_kinds, clean = 8 * nt, layout.v, (mma_kind(layout.v.operand),) * 2, layout.v.scaling == "none"
+    operand = _make_operand_macro()
+
+    @T.macro
+    def place_values(w):
+        """Which head dimensions are the lane's. Where warps part a load, every eight lanes take another part of it, so
+        that they read different banks: the product's rows may be any dimensions."""
+        if parts > 1:
+            w.atom[0] = (w.quarter % parts + w.lane[0] // 8) % parts * atoms + w.quarter // parts * v_atoms
+        else:
+            w.atom[0] = w.quarter * atoms
+
+    @T.macro
+    def find_values(w):
+        """Where the values of these dimensions begin in a tile of this format."""
+        w.values[0] = (w.atom[0] // v_atoms * 32 + w.lane[0]) * v_load + (
+            w.atom[0] % v_atoms // atoms * share if parts > 1 else 0
+        )
+
     @T.macro
     def values(tile_at, token, length, st, w):
         """The lane's values of the four tiles, which lie at tile_at(0) to tile_at(3), to A registers."""
@@ -237,6 +188,42 @@ def make_warpgroup_macros(
                     )
                 for i in each(atoms * 4):
                     st.v[r * atoms * 4 + i] = st.v[r * atoms * 4 + i] & st.keep[i % 4 // 2]
+
+    @T.macro
+    def weigh_values(x, st, w):
+        """O^T += V^T P^T of the step before: one group of products, to be awaited."""
+        T.warpgroup_fence_operand(st.o, 0, atoms * nt * 4)
+        T.warpgroup_fence_operand(st.v, 0, TILES * atoms * 4)
+        T.warpgroup_arrive()
+        for r in each(TILES):
+            for i in each(atoms):
+                wgmma(
+                    n, v_kinds, st.o, i * nt * 4, st.v, (r * atoms + i) * 4, x.p,
+                    (w.turn[0] ^ 1) * (p_words // 4) + r * step_16,
+                )  # fmt: skip
+        T.warpgroup_commit_batch()
+
+    @T.macro
+    def flush(x, st, w):
+        """The values of the last step, and zeros in their place."""
+        weigh_values(x, st, w)
+        T.warpgroup_wait(0)
+        T.warpgroup_fence_operand(st.o, 0, atoms * nt * 4)
+        T.warpgroup_fence_operand(st.v, 0, TILES * atoms * 4)
+        for i in each(TILES * atoms * 4):
+            st.v[i] = T.uint32(0)
+
+    return SimpleNamespace(
+        place_values=place_values, find_values=find_values, values=values, weigh_values=weigh_values, flush=flush
+    )
+
+
+def _make_softmax_macros(f: SimpleNamespace) -> SimpleNamespace:
+    """Macros `weigh` (scores become weights in the exchange), `raise_maxima` and `totals`."""
+    import tilelang.language as T
+
+    nt, n, tile, atoms, p_words, notes = f.nt, 8 * f.nt, f.tile, f.atoms, f.p_words, f.notes
+    v_bf16, params = f.layout.v.operand == "bfloat16", f.layout.token_params
 
     @T.macro
     def put(to, st, i):
@@ -308,6 +295,91 @@ def make_warpgroup_macros(
         T.fence_proxy_async()
 
     @T.macro
+    def totals(ring, x, st, w):
+        """l and z of each row over all lanes and warps, in a fixed order."""
+        for i in each(nt * 2):
+            for d in each(3):
+                st.l[i] = st.l[i] + xor_shuffle(st.l[i], 4 << d)
+                st.z[i] = st.z[i] + xor_shuffle(st.z[i], 4 << d)
+            at = x.at + notes + (w.quarter * n + i // 2 * 8 + w.lane[0] % 4 * 2 + i % 2) * 2
+            if less(w.lane[0], 4):
+                ring[at] = T.reinterpret(st.l[i], "int32")
+                ring[at + 1] = T.reinterpret(st.z[i], "int32")
+        wg_sync(w.warp[0])
+        for i in each(nt * 2):
+            st.l[i] = 0.0
+            st.z[i] = 0.0
+            for q in each(TILES):
+                at = x.at + notes + (q * n + i // 2 * 8 + w.lane[0] % 4 * 2 + i % 2) * 2
+                st.l[i] = st.l[i] + T.reinterpret(ring[at], "float32")
+                st.z[i] = st.z[i] + T.reinterpret(ring[at + 1], "float32")
+
+    return SimpleNamespace(weigh=weigh, raise_maxima=raise_maxima, totals=totals)
+
+
+def make_warpgroup_macros(
+    layout: CacheLayout, nt: int, softcap: bool, early: bool = False, inner: bool = False
+) -> SimpleNamespace:
+    """Macros over a step of 64 tokens and 8 * nt rows, state; `early`: values are converted while keys are multiplied,
+    where registers allow. Macros: place_values, find_values, clear, adopt, sum_q, scale_q, step,
+    flush, totals.
+
+    `w` holds `lane`, the warp `quarter` of its warpgroup, that one's index `warp`, and one-element local buffers
+    `atom`, the first of the lane's atoms of 16 head dimensions, and `values`, the word of a tile's values where those
+    begin. `x` names what lies in shared memory `ring`: `p`, descriptor of the warpgroup's P^T, and `at`, its word.
+    inner, k_shift, v_factor: as of make_tile_macros.
+    """
+    import tilelang.language as T
+
+    if not supports(layout):
+        raise ArgumentError(
+            "layout", layout.identity, f"needs channel groups of {TOKENS} tokens and values that four warps can part",
+            "use the program of single warps",
+        )  # fmt: skip
+    tile = make_tile_macros(layout, nt, 1, softcap, inner=inner)
+    f = _facts_of(layout, nt, tile)
+    slices, atoms, p_words = layout.head_dim // 16, f.atoms, f.p_words
+    of_keys, of_values, of_softmax = _make_product_macros(f), _make_value_macros(f), _make_softmax_macros(f)
+    keys, product, settle = of_keys.keys, of_keys.product, of_keys.settle
+    values, weigh_values = of_values.values, of_values.weigh_values
+    weigh, raise_maxima = of_softmax.weigh, of_softmax.raise_maxima
+
+    def state(scale, cap, window):
+        """Registers of a thread; scale and cap in units of log2, window in tokens."""
+        f32 = {name: T.alloc_local((size,), "float32") for name, size in (
+            ("o", atoms * nt * 4), ("s", nt * 4), ("m", nt * 2), ("l", nt * 2), ("z", nt * 2),
+            ("qs", nt * 2), ("x", nt * 2), ("ln", nt * 2), ("zn", nt * 2), ("f", 4), ("p", 4), ("top", 1),
+        )}  # fmt: skip
+        u32 = {name: T.alloc_local((size,), "uint32") for name, size in (
+            ("a", slices * 4), ("v", TILES * atoms * 4), ("w", 8), ("par", 4), ("keep", 2), ("b", nt * 2),
+        )}  # fmt: skip
+        return SimpleNamespace(**f32, **u32, hi=T.alloc_local((nt * 2,), "int32"), scale=scale, cap=cap, window=window)
+
+    @T.macro
+    def clear(ring, x, st, w):
+        """No token has been seen: the values and P of the step before the first are zeros."""
+        for i in each(atoms * nt * 4):
+            st.o[i] = 0.0
+        for i in each(nt * 2):
+            st.m[i] = T.float32(LOWEST)
+            st.l[i] = 0.0
+            st.z[i] = 0.0
+        for i in each(TILES * atoms * 4):
+            st.v[i] = T.uint32(0)
+        for i in each(4):
+            st.w[i] = T.uint32(0)
+        w.turn[0] = 0
+        for i in each(p_words // 512):
+            store_words(4, ring[x.at + p_words + (i * 128 + w.quarter * 32 + w.lane[0]) * 4], st.w)
+
+    @T.macro
+    def adopt(st):
+        """Sums of O^T at true scale become sums of this format, whose rows carry powers of two."""
+        for i in each(atoms * nt * 4):
+            if tile.v_factor[i % 4 // 2] != 1:
+                st.o[i] = st.o[i] * T.float32(1 / tile.v_factor[i % 4 // 2])
+
+    @T.macro
     def step(tile_at, q, q_at, ring, x, st, token, length, edge, ends, w):
         """The warpgroup's tokens `token` to `token` + 63: four tiles at the addresses tile_at(0) to tile_at(3), Q at
         16-byte unit q_at behind q; `edge`: some tokens may lie outside a row's limits, which macro `ends` then puts
@@ -346,28 +418,8 @@ def make_warpgroup_macros(
                 st.z[i] = st.zn[i]
         w.turn[0] = w.turn[0] ^ 1
 
-    @T.macro
-    def totals(ring, x, st, w):
-        """l and z of each row over all lanes and warps, in a fixed order."""
-        for i in each(nt * 2):
-            for d in each(3):
-                st.l[i] = st.l[i] + xor_shuffle(st.l[i], 4 << d)
-                st.z[i] = st.z[i] + xor_shuffle(st.z[i], 4 << d)
-            at = x.at + notes + (w.quarter * n + i // 2 * 8 + w.lane[0] % 4 * 2 + i % 2) * 2
-            if less(w.lane[0], 4):
-                ring[at] = T.reinterpret(st.l[i], "int32")
-                ring[at + 1] = T.reinterpret(st.z[i], "int32")
-        wg_sync(w.warp[0])
-        for i in each(nt * 2):
-            st.l[i] = 0.0
-            st.z[i] = 0.0
-            for q in each(TILES):
-                at = x.at + notes + (q * n + i // 2 * 8 + w.lane[0] % 4 * 2 + i % 2) * 2
-                st.l[i] = st.l[i] + T.reinterpret(ring[at], "float32")
-                st.z[i] = st.z[i] + T.reinterpret(ring[at + 1], "float32")
-
     return SimpleNamespace(
-        state=state, clear=clear, adopt=adopt, place_values=place_values, find_values=find_values, sum_q=sum_q,
-        scale_q=scale_q, step=step, flush=flush, totals=totals, k_shift=tile.k_shift, v_factor=tile.v_factor,
-        v_token=tile.v_token, k_bf16=tile.kb == "true",
+        state=state, clear=clear, adopt=adopt, place_values=of_values.place_values, find_values=of_values.find_values,
+        sum_q=of_keys.sum_q, scale_q=of_keys.scale_q, step=step, flush=of_values.flush, totals=of_softmax.totals,
+        k_shift=tile.k_shift, v_factor=tile.v_factor, v_token=tile.v_token, k_bf16=tile.kb == "true",
     )  # fmt: skip
