@@ -22,7 +22,7 @@ else
 TORCH ?= torch==2.13.0
 endif
 
-.PHONY: help demo test test-slow lint format bench gpu wheels digests docs docs-check clean
+.PHONY: help demo test test-slow lint format bench gpu wheels digests docs docs-check docs-site clean
 
 help:
 	@echo "make demo         one quantized layer through the whole library"
@@ -36,6 +36,7 @@ help:
 	@echo "make digests      rewrite the digests of all kernels, after a change that was meant and measured"
 	@echo "make docs         rewrite the generated parts of README.md and docs/"
 	@echo "make docs-check   fail if a generated part is out of date"
+	@echo "make docs-site    the documentation site, to build/site"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -50,7 +51,7 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.torch
-	$(BIN)/python -m pip install --quiet -e ".[test,bench]"
+	$(BIN)/python -m pip install --quiet -e ".[test,bench,docs]"
 	@touch $@ $(VENV)/.demo
 
 demo: $(VENV)/.demo
@@ -92,6 +93,14 @@ docs: $(VENV)/.test
 
 docs-check: $(VENV)/.test
 	$(BIN)/python -m benchmarks.readme --check
+
+$(VENV)/.docs: pyproject.toml $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet -e ".[docs]"
+	@touch $@
+
+docs-site: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

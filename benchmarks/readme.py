@@ -1,4 +1,4 @@
-"""The generated parts of README.md and docs/benchmarks.md, and the layout's picture.
+"""The generated parts of README.md and of docs/, and pictures of layouts.
 
     python -m benchmarks.readme            rewrite them
     python -m benchmarks.readme --check    exit 1 and name what is out of date
@@ -16,12 +16,13 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import report, tables
+from benchmarks import headline, report, tables
 
 ROOT = Path(__file__).parents[1]
 LINEAR = ("w4a16", "w4a8", "w4afp8", "w4ax")
-"""Result files of linear layers, in README's order."""
-PICTURE = ROOT / "docs" / "layout_w4a16.svg"
+"""Result files of linear layers, in the order of docs/results.md."""
+PICTURES = ("w4a16", "w4a8_wgmma", "kv2_wgmma")
+"""Layouts that docs/layouts.md explains, each in a docs/layout_<instance>.svg."""
 
 
 def operators() -> str:
@@ -62,7 +63,7 @@ def figures() -> str:
         if report.timed(result):
             parts.append(report.summary_markdown(result, source))
         parts += picture(path, "speed-up by M")
-    parts += tables_of(tables.README)
+    parts += tables_of(tables.LAYERS)
     return "\n\n".join(parts) or "No result file is in benchmarks/results yet; `make bench` writes one on a GPU."
 
 
@@ -83,16 +84,9 @@ def picture(path: Path, text: str) -> list[str]:
     return [f"![{text}]({plot.relative_to(ROOT).as_posix()})"] if plot.is_file() else []
 
 
-def details() -> str:
-    """Tables of the result files that README leaves out."""
-    found = "\n\n".join(tables_of(tables.DETAILS)) or "No such result file is in benchmarks/results yet."
-    return found.replace("](benchmarks/", "](../benchmarks/")  # the document lies in docs/
-
-
-def engine() -> str:
-    """Tokens of vLLM on our kernels and on its own."""
-    found = "\n\n".join(tables_of({"engine_*.json": tables.engine}))
-    return found.replace("](benchmarks/", "](../benchmarks/")
+def of(makers: Mapping[str, tables.Table]) -> Callable[[], str]:
+    """The part that holds these tables."""
+    return lambda: "\n\n".join(tables_of(makers)) or "No such result file is in benchmarks/results yet."
 
 
 def models() -> str:
@@ -109,17 +103,20 @@ def models() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "headline": headline.table,
     "operators": operators,
     "figures": figures,
-    "details": details,
-    "engine": engine,
+    "attention": of(tables.ATTENTION),
+    "whole-models": of(tables.MODELS),
+    "engine": of({"engine_*.json": tables.engine}),
     "models": models,
 }
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/serving.md")
+PAGES = ("operators", "results", "results-attention", "results-models", "benchmarks", "serving")
+DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))
 
 
-def fill(text: str) -> str:
-    """A document with every generated part as it should be.
+def fill(text: str, folder: str = "") -> str:
+    """A document with every generated part as it should be; `folder` is where it lies, "docs" or the root.
 
     Raises:
         ValueError: a marker without its end, or of an unknown name.
@@ -130,18 +127,26 @@ def fill(text: str) -> str:
             raise ValueError(f"marker {name!r} is unknown or has no end; known: {', '.join(PARTS)}")
     for name in opened:
         pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end: {name} -->)", re.DOTALL)
-        body = PARTS[name]()
+        body = PARTS[name]().replace("](benchmarks/", "](../benchmarks/" if folder else "](benchmarks/")
         text = pattern.sub(lambda match, body=body: f"{match.group(1)}\n{body}\n\n{match.group(2)}", text)
     return text
 
 
+def filled(name: str) -> str:
+    """A document as it should be, by its path from the root."""
+    return fill((ROOT / name).read_text(encoding="utf-8"), name.rpartition("/")[0])
+
+
+def drawn() -> dict[str, str]:
+    """Pictures by path: layouts."""
+    from terrazzo.layouts.picture import render_svg
+
+    return {f"docs/layout_{name}.svg": render_svg(name) for name in PICTURES}
+
+
 def stale() -> dict[str, str]:
     """Document -> difference, for everything that is not as it would be generated now."""
-    from terrazzo.layouts.picture import render_svg
-    from terrazzo.ops.w4a16.format import LAYOUT
-
-    wanted = {name: fill((ROOT / name).read_text(encoding="utf-8")) for name in DOCUMENTS}
-    wanted[PICTURE.relative_to(ROOT).as_posix()] = render_svg(LAYOUT)
+    wanted = {name: filled(name) for name in DOCUMENTS} | drawn()
     found = {}
     for name, text in wanted.items():
         seen = (ROOT / name).read_text(encoding="utf-8") if (ROOT / name).is_file() else ""
@@ -160,13 +165,8 @@ def main(argv: list[str] | None = None) -> int:
         for name, difference in found.items():
             print(f"{name} is out of date; run `make docs`\n{difference}", file=sys.stderr)
         return 1 if found else 0
-    from terrazzo.layouts.picture import render_svg
-    from terrazzo.ops.w4a16.format import LAYOUT
-
-    for name in DOCUMENTS:
-        path = ROOT / name
-        path.write_text(fill(path.read_text(encoding="utf-8")), encoding="utf-8")
-    PICTURE.write_text(render_svg(LAYOUT), encoding="utf-8")
+    for name, text in ({name: filled(name) for name in DOCUMENTS} | drawn()).items():
+        (ROOT / name).write_text(text, encoding="utf-8")
     return 0
 
 

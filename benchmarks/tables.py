@@ -1,4 +1,4 @@
-"""README's tables of result files that are no grid of layers and numbers of tokens. No torch here."""
+"""Tables of result files that are no grid of layers and numbers of tokens. No torch here."""
 
 from __future__ import annotations
 
@@ -282,25 +282,31 @@ def engine(result: Mapping[str, Any], source: str) -> str:
 
 
 Table = Callable[[Mapping[str, Any], str], str]
-README: dict[str, Table] = {"attention_*.json": decode, "decode_step_*.json": decode_step}
-"""Files in benchmarks/results -> what makes their table in README.md. The longest name that fits a file counts."""
-DETAILS: dict[str, Table] = {
-    "accuracy_*.json": accuracy,
-    "engine_*.json": engine,
-    "load_time_*.json": load_time,
+LAYERS: dict[str, Table] = {
     "layer_kernels_*.json": layer_kernels,
+    "grouped_*.json": grouped,
+    "ablation_w4a8_*.json": ablation,
+}
+"""Files in benchmarks/results -> what makes their table in docs/results.md. The longest name that fits counts."""
+ATTENTION: dict[str, Table] = {
+    "attention_*.json": decode,
     "attention_prefill_*.json": prefill,
     "attention_write_*.json": written,
     "attention_ragged_*.json": ragged,
     "decode_batches_*.json": decode,
     "decode_rows_*.json": decode,
-    "grouped_*.json": grouped,
-    "ablation_w4a8_*.json": ablation,
     "attention_ablation_*.json": decode_ablation,
 }
-"""The same for docs/benchmarks.md."""
+"""The same for docs/results-attention.md."""
+MODELS: dict[str, Table] = {
+    "decode_step_*.json": decode_step,
+    "engine_*.json": engine,
+    "accuracy_*.json": accuracy,
+    "load_time_*.json": load_time,
+}
+"""The same for docs/results-models.md."""
 
 
 def owner(name: str) -> str | None:
-    """The entry of README or DETAILS that a file belongs to."""
-    return max((pattern for pattern in README | DETAILS if fnmatch(name, pattern)), key=len, default=None)
+    """The entry of LAYERS, ATTENTION or MODELS that a file belongs to."""
+    return max((pattern for pattern in LAYERS | ATTENTION | MODELS if fnmatch(name, pattern)), key=len, default=None)

@@ -121,6 +121,7 @@ INSTANCES: dict[str, Instance] = {
         Instance("qserve_g128", "QServe W4A8 g128 weights as B", _mma_b(8, 8), "u4_u8", 4, _n(0, 2, 1, 3), "reg"),
     )
 }
+"""Name -> instance: every packed layout that the library uses, and published ones that it derives too."""
 
 
 @cache

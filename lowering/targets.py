@@ -21,6 +21,7 @@ CAPABILITIES: dict[str, frozenset[str]] = {
     "sm_89": frozenset(_AMPERE | {"mma.e4m3"}),
     "sm_90a": frozenset(_AMPERE - {"mma.s4"} | _HOPPER | _WGMMA),
 }
+"""Architecture -> instructions that are native there, as "mma.e4m3". An emulated one is no capability."""
 KNOWN_CAPABILITIES = frozenset().union(*CAPABILITIES.values())
 
 
@@ -194,6 +195,7 @@ _DEVICES = {
 }
 _DEFAULT_DEVICE = {"sm_80": "nvidia-a100", "sm_86": "nvidia-a40", "sm_89": "nvidia-l40s", "sm_90a": "nvidia-h200"}
 TARGET_NAMES = tuple(_DEFAULT_DEVICE) + tuple(f"nvidia/{tag}" for tag in _DEVICES)
+"""What `Target.parse` takes: architectures, and devices as "nvidia/nvidia-h200"."""
 
 
 def _model(name: str, arch: str) -> str | None:

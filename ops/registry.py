@@ -28,6 +28,7 @@ STATUS = {
     "ptx-tested": "its PTX passes the same tests, compiled by the driver for a newer GPU",
     "compiled": "compiles, and its machine code is checked; not run, or not by all tests",
 }
+"""Status of an operator on a target -> what it promises."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,7 @@ REGISTRY: tuple[Support, ...] = (
     _rows("activation", "act_and_mul", "symmetric", _ROWS_NUMERICS, "SiLU, GELU and gpt-oss's SwiGLU times up"),
     _rows("rope", "apply_rope", "none", _ROWS_NUMERICS, "q and k of a joined product; RMSNorm over heads in front"),
 )
+"""Every operator with every format that it reads; `rows` flattens it."""
 
 
 def rows(operator: str | None = None, target: str | None = None) -> list[dict[str, object]]:

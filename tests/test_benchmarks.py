@@ -10,7 +10,7 @@ import pytest
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import quantize_rows
 
-from benchmarks import gemm, peers, plot, readme, report, w4a8, w4a8_ablation, w4a8_quantizer, w4a16
+from benchmarks import gemm, headline, peers, plot, readme, report, w4a8, w4a8_ablation, w4a8_quantizer, w4a16
 
 
 def row(m, n, k, us, cublas, **more):
@@ -283,17 +283,40 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
     rows["attention_ragged_h200"] = [ragged | {"peers": {"a": 100.0}}, ragged | {"q_len": 4, "peers": {}}]
     for name, found in rows.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({**result, "rows": found}))
-    assert "| 8 x 32/8 x 32K, q_len 4 | 80.0 (3.00x) |" in readme.figures() and "90.0" not in readme.figures()
-    assert "no pipeline" not in readme.figures()
-    assert "| `int4/int4` | 4 | 4.00x |" in readme.details() and "geometric mean over 2 caches" in readme.details()
+    attention = readme.PARTS["attention"]
+    assert "| 8 x 32/8 x 32K, q_len 4 | 80.0 (3.00x) |" in attention() and "90.0" not in attention()
+    assert "no pipeline" not in readme.figures() and "8:1-9" not in readme.figures()
+    assert "| `int4/int4` | 4 | 4.00x |" in attention() and "geometric mean over 2 caches" in attention()
     path = tmp_path / "attention_ablation_h200.json"
     pytest.importorskip("matplotlib")
     assert plot.main([str(path)]) == 0 and "<svg" in path.with_suffix(".svg").read_text()
-    assert "![the table as bars](attention_ablation_h200.png)" in readme.details()
+    assert "![the table as bars](attention_ablation_h200.png)" in attention()
     path.write_text(json.dumps({**result, "rows": [parts[0] | {"us": None}]}))
     assert plot.main([str(path)]) == 2
-    assert "512 new after 3584 | `int4/int4` | fresh | 100 | 321 | 0.90x |" in readme.details()
-    assert "| `int4/int4` | 8 x 32/8 x 4K | 80.0 + 10% |" in readme.details() and "`int4/int4` 1.30" in readme.details()
-    assert "| 8:1-9 | 5 | 9 | 40.0, 60.0 (2.50x) |" in readme.details() and "8:1-9" not in readme.figures()
-    assert "| 8:1-9, q_len 4 | 5 | 9 | 40.0, 60.0 |" in readme.details()
-    assert "| 8 experts | 128 | `w4a8` | 35.0 | 85% | 2.00x |" in readme.details()
+    assert "512 new after 3584 | `int4/int4` | fresh | 100 | 321 | 0.90x |" in attention()
+    assert "| `int4/int4` | 8 x 32/8 x 4K | 80.0 + 10% |" in attention() and "`int4/int4` 1.30" in attention()
+    assert "| 8:1-9 | 5 | 9 | 40.0, 60.0 (2.50x) |" in attention()
+    assert "| 8:1-9, q_len 4 | 5 | 9 | 40.0, 60.0 |" in attention()
+    assert "| 8 experts | 128 | `w4a8` | 35.0 | 85% | 2.00x |" in readme.figures()
+
+
+def test_the_headline_takes_the_fastest_peer_of_each_size(monkeypatch, tmp_path, result):
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(report, "RESULTS", folder)
+    assert "No result file" in headline.table()
+    shared = {"op": "w4a16", "m": 16}
+    rows = [
+        shared | {"us": 10.0, "peers": {"cublas_f16": 40.0, "marlin": 30.0, "generic": 10.0}},
+        shared | {"us": 10.0, "peers": {"cublas_f16": 10.0, "marlin": 20.0}},
+        shared | {"us": None, "peers": {"marlin": 1.0}},
+    ]
+    (folder / "w4a16_h200.json").write_text(json.dumps({**result, "gpu": "NVIDIA H200", "rows": rows}))
+    ours = {"shape": "llama", "weights": "w4a16", "kv": "auto", "batch": 1, "kernel": "terrazzo", "step_ms": 2.0}
+    peer = ours | {"kernel": "machete", "step_ms": 5.0}
+    alone = {**result, "gpu": "NVIDIA H100 80GB HBM3", "vllm": "0.26.0", "rows": [ours, peer, peer | {"batch": 4}]}
+    (folder / "engine_h100.json").write_text(json.dumps(alone))
+    product, engine = headline.table().splitlines()[2:]
+    assert product.startswith("| [W4A16](benchmarks/results/w4a16_h200.json) | H200 | cuBLAS f16, Marlin |")
+    assert [cell.strip() for cell in product.split("|")[4:]] == ["", "", "2.00x", "", "", "", "", ""]
+    assert "| H100 | Machete | 2.50x |  |" in engine

@@ -102,9 +102,13 @@ def test_its_metadata(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
 
 
-def names_of_readme() -> list[str]:
-    """Dotted names below `terrazzo` in README's code: "terrazzo.ops.w4a16.gemm" of "w4a16.gemm"."""
-    text = (ROOT / "README.md").read_text()
+WITH_CODE = [ROOT / "README.md", ROOT / "docs" / "quick-start.md", ROOT / "docs" / "operators.md"]
+"""Documents whose lines users copy, in the order in which they are read."""
+
+
+def names_of_documents() -> list[str]:
+    """Dotted names below `terrazzo` in the documents' code: "terrazzo.ops.w4a16.gemm" of "w4a16.gemm"."""
+    text = "".join(path.read_text() for path in WITH_CODE)
     code = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL) + re.findall(r"`([^`\n]+)`", text))
     family = r"(?:w4a16|w4a8|w4ax|attention|moe)"
     found = re.findall(rf"(?<![\w./\"-])((?:terrazzo|{family})(?:\.[A-Za-z_]\w*)+)", code)
@@ -132,20 +136,20 @@ HEAVY = ("terrazzo.load", "terrazzo.generate", "terrazzo.quantize")
 """What makes modules: to use one is to import torch, as of terrazzo.nn; to name it is not."""
 
 
-def test_names_of_readme_are_found():
+def test_names_of_the_documents_are_found():
     assert {"terrazzo.ops.w4a16.load_layer", "terrazzo.ops.w4a8.fp8.quantize", "terrazzo.load_bundle"} <= set(
-        names_of_readme()
+        names_of_documents()
     )
 
 
 @pytest.mark.parametrize("place", ["elsewhere", "parent", "checkout", "checkout/terrazzo", "checkout/ops"])
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_every_name_of_readme_works_in_any_folder(kind, place, environments, checkout, tmp_path):
+def test_every_name_of_the_documents_works_in_any_folder(kind, place, environments, checkout, tmp_path):
     """A folder named terrazzo below the working directory, a checkout or its root, does not answer for the package."""
     folders = {"elsewhere": tmp_path, "parent": checkout.parent, "checkout": checkout}
     folder = folders.get(place) or checkout / place.partition("/")[2]
     python, env = str(environments[kind]), clean_environment()
-    code = USE.format(names=names_of_readme(), heavy=HEAVY)
+    code = USE.format(names=names_of_documents(), heavy=HEAVY)
     done = subprocess.run([python, "-c", code], cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     root, module = map(Path, done.stdout.split())
@@ -178,13 +182,15 @@ EACH = """
 norm, weights = Norm(), [given()]
 calibration, weight, expert_ids, gates, q, k, v, q1, k1, v1 = [given() for _ in range(10)]
 """
-"""What README's lines take for granted, before each of its blocks."""
+"""What the documents' lines take for granted, before each block."""
 
 
 def checked_files(folder: Path) -> tuple[list[str], dict[str, list[int]]]:
     """Files that a user may write: names of all, and the lines in them that a type checker must refuse."""
-    text = (ROOT / "README.md").read_text()
-    files = {"readme.py": GIVEN + "".join(EACH + code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL))}
+    text = "".join(path.read_text() for path in WITH_CODE)
+    files = {
+        "documents.py": GIVEN + "".join(EACH + code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    }
     imports = [f"import {name}" for name in PUBLIC]
     every = [f"{module}.{name}" for module in PUBLIC for name in importlib.import_module(module).__all__]
     files["every_name.py"] = "\n".join([*imports, *(f"reveal_type({name})" for name in every)])

@@ -141,6 +141,7 @@ def _signed(words) -> bool:
 
 
 CONVERTERS: dict[str, Converter] = {}
+"""Name -> converter; `register` fills it."""
 
 
 def register(converter: Converter) -> Converter:

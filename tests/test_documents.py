@@ -1,0 +1,95 @@
+"""What readers meet: sentences of a length that one reads at once, links that lead somewhere, examples that run."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from prose import MOST_WORDS, sentences, too_long, words
+from test_public_names import PUBLIC
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(path for path in DOCS.rglob("*.md"))
+READ = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *PAGES]
+named = lambda path: path.relative_to(ROOT).as_posix()
+NOT_YET = {
+    f"docs/{name}.md"
+    for name in (
+        "architecture", "benchmarks", "designs", "generate", "internals", "kv-formats", "ready", "serving", "specs",
+        "tile-programs", "trust", "tuning",
+    )
+} | {"CONTRIBUTING.md"}  # fmt: skip
+"""Documents with longer sentences: the list only shrinks."""
+
+
+@pytest.mark.parametrize("path", READ, ids=named)
+def test_no_sentence_is_longer_than_one_reads_at_once(path):
+    found = too_long(path.read_text(encoding="utf-8"))
+    if named(path) in NOT_YET:
+        assert found, "take it off NOT_YET"
+    else:
+        assert not found, f"above {MOST_WORDS} words, by line"
+
+
+def test_sentences_are_counted_as_they_are_read():
+    text = (
+        "# No sentence\n\nOne `a b c d` [two three](README.md#y)\nfour. Five (i.e. six 1.5 x).\n\n"
+        "- Seven\n- eight: nine\n\n| ten | `b` eleven |\n|---|---|\n\n    code is none\n\n"
+        "```python\nnor this\n```\n\n1. Twelve!\n"
+        "<!-- generated: part -->\n\nNothing of this counts.\n\n<!-- end: part -->\n"
+    )
+    read = [(line, words(it)) for line, it in sentences(text) if words(it)]
+    assert read == [(3, 5), (3, 5), (6, 1), (7, 2), (9, 1), (9, 2), (18, 1)]
+    assert too_long("word " * 26) and not too_long("word " * 25)
+
+
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 150
+    assert text.count("![") == 1 and text.count("<!-- generated:") == 1
+    assert "make demo " in text and "make test " in text
+
+
+@pytest.mark.parametrize("path", [*READ, ROOT / "CHANGELOG.md"], ids=named)
+def test_links_lead_somewhere(path):
+    for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)", path.read_text(encoding="utf-8")):
+        there = path.parent / target if target else path
+        assert there.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
+            made = {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", it).strip().lower()) for it in headings}
+            assert anchor in made, f"{target}#{anchor}"
+
+
+def test_every_page_is_in_the_site_once():
+    listed = re.findall(r"^      - ([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(["index.md", *(path.relative_to(DOCS).as_posix() for path in PAGES)])
+
+
+def test_the_reference_has_every_public_module():
+    text = (DOCS / "reference" / "index.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(terrazzo[\w.]*)` \|", text, re.MULTILINE)) == set(PUBLIC)
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path):
+    for need in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(need, reason=f"{need} is in the extra `docs`: pip install -e '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lost = []
+    for name in PUBLIC:
+        anchors = set(re.findall(r'id="(terrazzo[\w.]*)"', (tmp_path / "reference" / name / "index.html").read_text()))
+        if name == "terrazzo.integrations":  # whose names are modules of other libraries' names
+            continue
+        module = importlib.import_module(name)
+        own = (public for public in module.__all__ if not isinstance(getattr(module, public), ModuleType))
+        lost += [f"{name}.{public}" for public in own if f"{name}.{public}" not in anchors]
+    assert not lost
