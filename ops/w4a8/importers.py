@@ -20,6 +20,7 @@ from terrazzo.ops.w4a8.format import GROUPS, LARGEST_SCALE, PackedWeight, Quanti
 from terrazzo.ops.w4a8.quantizer import RANGE, divide, quantize_weight, row_chunks, second_level
 
 if TYPE_CHECKING:
+    import torch
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.dlpack import SupportsDLPack
 
@@ -89,10 +90,10 @@ def read_compressed_tensors(
     """compressed-tensors W4A8 (llm-compressor): int4 weights, int8 activations with a dynamic scale for each token.
 
     A layer of strategy "channel" is read exactly. So is one of strategy "group" whose scales are, in every row, all the
-    same or whole multiples 1..16 of a positive one, and whose (code - zero point) * multiple stay in a byte. Any
-    other is refused, or, with `requantize`, fitted: for each row the channel scale is searched, and each group keeps
-    its codes with the nearest integer scale or is quantized again, whichever leaves the smaller squared error. The
-    error that this adds is one more rounding of a 4-bit weight.
+    same or whole multiples 1..16 of a positive number (1 and 9/8: 8 and 9 of 1/8), and whose (code - zero point) *
+    multiple stay in a byte. Any other is refused, or, with `requantize`, fitted: for each row the channel scale is
+    searched, and each group keeps its codes with the nearest integer scale or is quantized again, whichever leaves the
+    smaller squared error. The error that this adds is one more rounding of a 4-bit weight.
 
     Args:
         weight: int8 [N, K], -8..7 (format "int-quantized"), or int32 [N, K/8] (tensor `weight_packed` of format
@@ -115,26 +116,47 @@ def read_compressed_tensors(
     source = unpack(weight, weight_scale, weight_zero_point, weight_shape, **facts)
     zeros = torch.full_like(source.scales, 8, dtype=torch.int32) if source.zeros is None else source.zeros.int()
     scales = source.scales.double()
-    step = scales.amin(dim=1)
-    even = scales == step[:, None]  # one scale for a row, zero and negative ones too, is its channel scale
-    multiples = torch.where(even, 1.0, scales / step[:, None])
-    regular = (step > 0) | even.all(dim=1)
-    if bool(regular.all() & (multiples == multiples.round()).all() & (multiples <= LARGEST_SCALE).all()):
-        shifts = 128 - zeros * multiples.int()
+    unit, multiples = _multiples(scales)
+    if multiples is not None:
+        shifts = 128 - zeros * multiples
         if bool((shifts >= 0).all() & (shifts + 15 * multiples <= 255).all()):
-            return _exact(source.codes, multiples.int(), shifts, step.float(), source.group_size, bias, requantize)
+            return _exact(source.codes, multiples, shifts, unit.float(), source.group_size, bias, requantize)
     if not requantize:
         remedy = "pass requantize=True, or quantize the float weight with w4a8.quantize"
-        if not bool(regular.all()):
-            least = float(step[~regular].min())
-            raise ArgumentError("weight_scale", least, "the kernels need positive group scales", remedy)
+        least = scales.amin(dim=1)
+        irregular = (least <= 0) & (scales != least[:, None]).any(dim=1)
+        if bool(irregular.any()):
+            seen = float(least[irregular].min())
+            raise ArgumentError("weight_scale", seen, "the kernels need positive group scales", remedy)
+        if multiples is not None:
+            seen = f"codes of zero points {int(zeros.min())}..{int(zeros.max())} times up to {int(multiples.max())}"
+            raise ArgumentError("weight_zero_point", seen, "(code - zero point) * multiple must stay in a byte", remedy)
         raise ArgumentError(
             "weight_scale",
-            f"up to {float(multiples.max()):.6g} times the smallest of its row",
+            f"up to {float((scales / least[:, None]).max()):.6g} times the smallest of its row",
             f"the kernels need group scales that are whole multiples 1..{LARGEST_SCALE} of one number for each row",
             remedy,
         )
     return _fitted(source.codes, zeros, source.scales.float(), source.group_size, bias)
+
+
+def _multiples(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """For each row of scales, float64 [N, G], the largest float32 number of which all are whole multiples
+    1..LARGEST_SCALE, and the multiples, int32 [N, G]; None where a row has no such number."""
+    import torch
+
+    unit = scales.amin(dim=1)
+    even = (scales == unit[:, None]).all(dim=1)  # one scale for a row, zero and negative ones too, is its channel scale
+    multiples, found = torch.ones_like(scales), even.clone()
+    for divisor in range(1, LARGEST_SCALE + 1):
+        tried = (scales.amin(dim=1, keepdim=True) / divisor).float().double()
+        times = (scales / tried).round()
+        right = ((times * tried == scales) & (times >= 1) & (times <= LARGEST_SCALE)).all(dim=1) & ~found
+        multiples, unit = torch.where(right[:, None], times, multiples), torch.where(right, tried[:, 0], unit)
+        found |= right
+        if bool(found.all()):
+            return unit, multiples.int()
+    return unit, None
 
 
 def _exact(codes, scales, shifts, channel_scales, group: int, bias, requantize: bool) -> QuantizedWeight:

@@ -95,6 +95,29 @@ def test_large_groups_are_repeated():
     assert torch.equal(weight.dequantize(), codes.double() * scales.double().repeat_interleave(256, 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_scales_are_whole_multiples_of_a_number_that_no_group_needs_to_have(dtype):
+    """Rows of 8 and 9 eighths, and whatever sixteen multiples are drawn; those without a common number are refused."""
+    rng = torch.Generator().manual_seed(0)
+    codes = torch.randint(-8, 8, (64, 512), generator=rng, dtype=torch.int8)
+    multiples = torch.randint(1, 17, (64, 4), generator=rng)
+    multiples[0] = torch.tensor([8, 9, 9, 8])
+    multiples[1] = torch.tensor([15, 16, 15, 14])
+    scales = (multiples * torch.tensor([1.0, 0.75, 2.0**-9, 13.0]).repeat(16)[:, None]).to(dtype)
+    weight = w4a8.read_compressed_tensors(codes, scales)
+    assert torch.equal(weight.dequantize(), codes.double() * scales.double().repeat_interleave(128, 1))
+    scales[7, 2] = scales[7, 1] * 1.0625
+    scales[7, 3] = scales[7, 1] * 1.5
+    with pytest.raises(ArgumentError, match="whole multiples 1..16 of one number"):
+        w4a8.read_compressed_tensors(codes, scales)
+
+
+def test_zero_points_that_leave_a_byte_are_named():
+    codes, zeros = torch.full((4, 128), 7, dtype=torch.int8), torch.full((4, 2), -8, dtype=torch.int8)
+    with pytest.raises(ArgumentError, match="weight_zero_point = .codes of zero points 0..0 times up to 16"):
+        w4a8.read_compressed_tensors(codes, torch.tensor([[1.0, 16.0]]).expand(4, 2), zeros)
+
+
 def test_zero_points_of_compressed_tensors():
     rng = torch.Generator().manual_seed(0)
     codes, zeros = (torch.randint(-8, 8, shape, generator=rng, dtype=torch.int8) for shape in ((16, 128), (16, 1)))
