@@ -16,8 +16,15 @@ SM_90A = Target.parse("sm_90a")
 
 def test_every_operator_of_the_registry_has_a_part_or_a_reason():
     families = {part.operator.removesuffix("_fp8") for part in ready.PARTS}
-    assert families | set(ready.LEFT_OUT) == {it.operator for it in REGISTRY} and not families & set(ready.LEFT_OUT)
+    held = families | set(ready.ALONG)
+    assert held | set(ready.LEFT_OUT) == {it.operator for it in REGISTRY} and not held & set(ready.LEFT_OUT)
     assert {name for part in ready.PARTS for name in part.models} <= set(ARCHITECTURES)
+
+
+def test_what_stands_between_linear_layers_comes_with_them():
+    (plan,) = ready.plans(Part("w4a16", ("llama-3.2-1b",), (128,), ("float16",)), SM_90A)
+    families = {request.name.partition(".")[0] for request in plan.requests}
+    assert set(ready.ALONG) <= families and not families & set(ready.LEFT_OUT)
 
 
 def test_a_part_runs_where_the_registry_has_its_operator():
