@@ -3,6 +3,9 @@
 Figures are NVIDIA's datasheets (dense rates, 32-bit accumulation); shared-memory sizes are those that the CUDA driver
 reports. The capability table is specs.md A (SASS of one instruction each): on sm_90a the s4 and fp8 forms of `mma.sync`
 assemble, but into emulation routines, so they are no capabilities there.
+
+Blackwell runs the programs of `mma.sync`. sm_100a's tcgen05 has none here, so products stay below its rates.
+sm_120a gets the programs of sm_89: a bulk copy to `.shared::cluster` becomes a call of a routine there.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ CAPABILITIES: dict[str, frozenset[str]] = {
     "sm_86": frozenset(_AMPERE),
     "sm_89": frozenset(_AMPERE | {"mma.e4m3"}),
     "sm_90a": frozenset(_AMPERE - {"mma.s4"} | _HOPPER | _WGMMA),
+    "sm_100a": frozenset(_AMPERE - {"mma.s4"} | _HOPPER),
+    "sm_120a": frozenset(_AMPERE - {"mma.s4"} | {"mma.e4m3"}),
 }
 """Architecture -> instructions that are native there, as "mma.e4m3". An emulated one is no capability."""
 KNOWN_CAPABILITIES = frozenset().union(*CAPABILITIES.values())
@@ -41,7 +46,7 @@ class Target:
     """One GPU as schedules see it. Make one with `Target.parse` or `Target.detect`.
 
     Attributes:
-        arch: exact CUDA architecture, "sm_80", "sm_86", "sm_89" or "sm_90a".
+        arch: exact CUDA architecture: "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a" or "sm_120a".
         name: device name.
         sms: number of streaming multiprocessors.
         smem_per_block: largest shared memory of one block after opt-in, bytes.
@@ -68,7 +73,8 @@ class Target:
     def parse(spec: Any = None) -> Target:
         """A Target from an arch ("sm_90a"), a TVM tag ("nvidia/nvidia-h100"), a TVM Target, a Target, or None (detect).
 
-        An arch stands for its default device: A100-80GB, A40, L40S and H200. So does a TVM Target, which keeps no tag.
+        An arch stands for its default device: A100-80GB, A40, L40S, H200, B200 and RTX 5090. So
+        does a TVM Target, which keeps no tag.
 
         Raises:
             TargetError: an architecture or device that is not supported; the message lists those that are.
@@ -117,7 +123,7 @@ class Target:
         Raises:
             TargetError: a device of an unsupported architecture.
         """
-        arch = f"sm_{seen.major}{seen.minor}" + ("a" if seen.major == 9 else "")
+        arch = f"sm_{seen.major}{seen.minor}" + ("a" if seen.major >= 9 else "")
         if arch not in CAPABILITIES:
             raise _unsupported(f"{seen.name} ({arch})")
         base = _DEVICES[_model(seen.name, arch) or _DEFAULT_DEVICE[arch]]
@@ -162,7 +168,7 @@ class Target:
 
 
 def _device(arch: str, name: str, sms: int, l2_mb: int, dram_gb_s: float, f16: float, s8: float) -> Target:
-    kilobytes = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_90a": 228}[arch]
+    kilobytes = {"sm_80": 164, "sm_86": 100, "sm_89": 100, "sm_90a": 228, "sm_100a": 228, "sm_120a": 100}[arch]
     return Target(
         arch=arch,
         name=name,
@@ -178,7 +184,7 @@ def _device(arch: str, name: str, sms: int, l2_mb: int, dram_gb_s: float, f16: f
 
 
 # SMs, L2 in MiB, GB/s, dense f16 TFLOP/s, dense s8 TOP/s. GeForce halves f16 with f32 accumulation, not s8.
-# Keys are TVM's tag names without "nvidia/"; h200, l4 and l40s have no TVM tag.
+# Keys are TVM's tag names without "nvidia/"; those of l4, l40s, h200 and Blackwell are ours.
 _DEVICES = {
     "nvidia-a100": _device("sm_80", "NVIDIA A100-SXM4-80GB", 108, 40, 2039, 312, 624),
     "nvidia-a30": _device("sm_80", "NVIDIA A30", 56, 24, 933, 165, 330),
@@ -192,8 +198,18 @@ _DEVICES = {
     "nvidia-l40s": _device("sm_89", "NVIDIA L40S", 142, 96, 864, 362, 724),
     "nvidia-h100": _device("sm_90a", "NVIDIA H100 80GB HBM3", 132, 50, 3352, 989.5, 1979),
     "nvidia-h200": _device("sm_90a", "NVIDIA H200", 132, 60, 4800, 989.5, 1979),
+    "nvidia-b200": _device("sm_100a", "NVIDIA B200", 148, 126, 8000, 2250, 4500),
+    "geforce-rtx-5090": _device("sm_120a", "NVIDIA GeForce RTX 5090", 170, 96, 1792, 209.5, 838),
+    "rtx-pro-6000": _device("sm_120a", "NVIDIA RTX PRO 6000 Blackwell", 188, 128, 1792, 503.8, 1007.6),
 }
-_DEFAULT_DEVICE = {"sm_80": "nvidia-a100", "sm_86": "nvidia-a40", "sm_89": "nvidia-l40s", "sm_90a": "nvidia-h200"}
+_DEFAULT_DEVICE = {
+    "sm_80": "nvidia-a100",
+    "sm_86": "nvidia-a40",
+    "sm_89": "nvidia-l40s",
+    "sm_90a": "nvidia-h200",
+    "sm_100a": "nvidia-b200",
+    "sm_120a": "geforce-rtx-5090",
+}
 TARGET_NAMES = tuple(_DEFAULT_DEVICE) + tuple(f"nvidia/{tag}" for tag in _DEVICES)
 """What `Target.parse` takes: architectures, and devices as "nvidia/nvidia-h200"."""
 

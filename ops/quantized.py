@@ -151,7 +151,7 @@ def check_quant(quant: str | None, column_scales: bool) -> None:
 def check_codes_on(target: Target, quant: str | None) -> None:
     """Raise ArgumentError unless the target converts to codes of this form."""
     if quant is not None and quant.startswith("e4m3") and not any(map(target.supports, E4M3_INSTRUCTIONS)):
-        constraint = f"{target.arch} has no conversion to e4m3 (sm_89 and sm_90a do)"
+        constraint = f"{target.arch} has no e4m3 tensor-core instruction (sm_89, sm_90a and sm_120a do)"
         raise ArgumentError("quant", quant, constraint, "use int8 there")
 
 

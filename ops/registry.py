@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import CAPABILITIES
 from terrazzo.ops.formats.weight import WEIGHTS
 
 __all__ = [
@@ -61,7 +62,10 @@ class Support:
     notes: str = ""
 
 
-_W4A16_TARGETS = {"sm_80": "ptx-tested", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
+def _targets(sm_80: str = "ptx-tested") -> dict[str, str]:
+    """Architecture -> status of what `mma.sync` and plain instructions serve everywhere, and wgmma on sm_90a."""
+    ran = {"sm_80": sm_80, "sm_90a": "tested"}
+    return {arch: ran.get(arch, "compiled") for arch in CAPABILITIES}
 
 
 def _w4a16(format: str, source: str, scales: tuple[str, ...], notes: str) -> Support:
@@ -74,13 +78,12 @@ def _w4a16(format: str, source: str, scales: tuple[str, ...], notes: str) -> Sup
         activations=("float16", "bfloat16"),
         scales=scales,
         numerics=("exact", "fused", "post"),
-        targets=_W4A16_TARGETS,
+        targets=_targets(),
         notes=notes,
     )
 
 
 _ALL_SCALES = ("float16", "bfloat16", "float32")
-_W4A8_TARGETS = {"sm_80": "ptx-tested", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
 
 
 def _w4a8(format: str, source: str, zeros: tuple[str, ...], notes: str) -> Support:
@@ -93,7 +96,7 @@ def _w4a8(format: str, source: str, zeros: tuple[str, ...], notes: str) -> Suppo
         activations=("int8", "float16", "bfloat16"),
         scales=("float32",),
         numerics=("xor", "unsigned"),
-        targets=_W4A8_TARGETS,
+        targets=_targets(),
         notes=notes,
     )
 
@@ -108,12 +111,9 @@ def _w4a8_fp8(format: str, source: str, notes: str) -> Support:
         activations=("float8_e4m3fn", "float16", "bfloat16"),
         scales=("float16", "bfloat16"),
         numerics=("e4m3",),
-        targets={"sm_89": "compiled", "sm_90a": "tested"},
+        targets={"sm_89": "compiled", "sm_90a": "tested", "sm_120a": "compiled"},
         notes=notes,
     )
-
-
-_FLOAT_TARGETS = {"sm_80": "ptx-tested", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
 
 
 def _small_float(operator: str, format: str, source: str, notes: str) -> Support:
@@ -127,12 +127,9 @@ def _small_float(operator: str, format: str, source: str, notes: str) -> Support
         activations=("bfloat16", "float16"),
         scales=form.scales,
         numerics=form.numerics,
-        targets=_FLOAT_TARGETS,
+        targets=_targets(),
         notes=notes,
     )
-
-
-_KV_TARGETS = {"sm_80": "ptx-tested", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
 
 
 def _attention(format: str, group: int | str, zeros: str, scales: str, notes: str) -> Support:
@@ -145,7 +142,7 @@ def _attention(format: str, group: int | str, zeros: str, scales: str, notes: st
         activations=("float16", "bfloat16"),
         scales=(scales,),
         numerics=(),
-        targets=_KV_TARGETS,
+        targets=_targets(),
         notes=notes,
     )
 
@@ -160,12 +157,11 @@ def _rows(operator: str, name: str, zeros: str, numerics: tuple[str, ...], notes
         activations=("float16", "bfloat16"),
         scales=("float32",) if zeros == "symmetric" else ("none",),
         numerics=numerics,
-        targets=_ROWS_TARGETS,
+        targets=_targets(sm_80="compiled"),
         notes=notes,
     )
 
 
-_ROWS_TARGETS = {"sm_80": "compiled", "sm_86": "compiled", "sm_89": "compiled", "sm_90a": "tested"}
 _ROWS_NUMERICS = ("fused", "model")
 
 

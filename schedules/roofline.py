@@ -14,7 +14,7 @@ from terrazzo.schedules.problem import Gemm
 
 # Dense s8 tensor operations of one SM in one clock (vendor's architecture papers). With the datasheet rate they give
 # the clock; f16 would not on GeForce, which halves it.
-_S8_PER_CLOCK = {"sm_80": 4096, "sm_86": 2048, "sm_89": 2048, "sm_90a": 8192}
+_S8_PER_CLOCK = {"sm_80": 4096, "sm_86": 2048, "sm_89": 2048, "sm_90a": 8192, "sm_100a": 16384, "sm_120a": 2048}
 _LOGIC_LANES = 64  # LOP3, SHF, HFMA2 results of one SM in one clock
 TOKEN_TILE = 256  # widest token tile: decoding is repeated for each
 

@@ -258,7 +258,7 @@ def check_target(target: Target) -> None:
     """Raise ArgumentError unless the target multiplies e4m3 natively."""
     if not any(target.supports(name) for name in INSTRUCTIONS):
         raise ArgumentError(
-            "target", target.arch, "has no e4m3 tensor-core instruction (sm_89 and sm_90a do)",
+            "target", target.arch, "has no e4m3 tensor-core instruction (sm_89, sm_90a and sm_120a do)",
             "use int8 activations there: terrazzo.ops.w4a8.quantize and gemm",
         )  # fmt: skip
 

@@ -338,8 +338,15 @@ class PackedWeight(Sharded):
 
 
 def native(target: Target) -> bool:
-    """Whether the target's tensor cores multiply s4 by s4."""
-    return target.supports("mma.s4")
+    """Whether the target's tensor cores multiply s4 by s4; others widen it to s8, and need warpgroup instructions.
+
+    Raises:
+        ArgumentError: a target that can do neither.
+    """
+    if not (found := target.supports("mma.s4")) and not target.supports("wgmma.s8"):
+        constraint = "has neither s4 tensor-core instructions (sm_80, sm_86, sm_89) nor warpgroup ones (sm_90a)"
+        raise ArgumentError("target", target.arch, constraint, "use terrazzo.ops.w4a8.quantize and gemm there")
+    return found
 
 
 def unit_layout(bits: int) -> UnitLayout:

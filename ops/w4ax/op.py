@@ -55,6 +55,7 @@ def plan(
     """
     if out_dtype not in OUT_DTYPES:
         raise ArgumentError("out_dtype", out_dtype, f"must be one of {OUT_DTYPES}", "leave out_dtype out")
+    native(target)  # raises where no program is
     depth = -(-k // BLOCK) * BLOCK
     common = dict(n=n, k=depth, blocks8=blocks8, out_dtype=out_dtype, bias=bias, two_level=two_level)
     gemm = Gemm.of_blocks(n, depth, blocks8, problem.Gemm(**common).out_bytes, two_level)

@@ -37,7 +37,7 @@ def test_a_tvm_target_is_known_by_its_arch():
 
 @pytest.mark.parametrize(
     "spec",
-    ["sm_90", "sm_100a", "sm_75", "cuda", "nvidia/tesla-v100", 90, SimpleNamespace(kind=SimpleNamespace(name="llvm"))],
+    ["sm_90", "sm_103a", "sm_75", "cuda", "nvidia/tesla-v100", 90, SimpleNamespace(kind=SimpleNamespace(name="llvm"))],
 )
 def test_others_are_refused_with_the_list(spec):
     with pytest.raises(TargetError, match="sm_80, sm_86, sm_89, sm_90a"):
@@ -49,6 +49,18 @@ def test_emulated_instructions_are_no_capabilities():
     assert not hopper.supports("mma.s4") and not hopper.supports("mma.e4m3") and hopper.supports("wgmma.e4m3")
     assert Target.parse("sm_89").supports("mma.e4m3") and not Target.parse("sm_80").supports("mma.e4m3")
     assert Target.parse("sm_86").supports("mma.s4") and not Target.parse("sm_89").supports("tma")
+
+
+def test_blackwell_has_what_its_mma_sync_runs_natively(monkeypatch):
+    data_centre, desktop = Target.parse("sm_100a"), Target.parse("sm_120a")
+    assert not data_centre.supports("mma.e4m3") and desktop.supports("mma.e4m3")
+    for target in (data_centre, desktop):
+        assert target.supports("mma.s8") and not target.supports("mma.s4") and not target.supports("wgmma.f16")
+    fake_torch(monkeypatch, name="NVIDIA B200", major=10, minor=0, multi_processor_count=148, L2_cache_size=2**27)
+    assert Target.detect().arch == "sm_100a" and Target.detect().dram_gb_s == 8000
+    name = "NVIDIA GeForce RTX 5080"
+    fake_torch(monkeypatch, name=name, major=12, minor=0, multi_processor_count=84, L2_cache_size=2**26)
+    assert Target.detect().arch == "sm_120a" and Target.detect().dram_gb_s == pytest.approx(1792 * 84 / 170)
 
 
 def test_unknown_names_are_errors_not_guesses():
@@ -86,8 +98,8 @@ def test_detect_scales_an_unlisted_model(monkeypatch):
 
 
 def test_detect_refuses(monkeypatch):
-    fake_torch(monkeypatch, name="NVIDIA B200", major=10, minor=0, multi_processor_count=148, L2_cache_size=2**27)
-    with pytest.raises(TargetError, match="B200"):
+    fake_torch(monkeypatch, name="NVIDIA B300", major=10, minor=3, multi_processor_count=148, L2_cache_size=2**27)
+    with pytest.raises(TargetError, match=r"B300 \(sm_103a\)"):
         Target.detect()
     fake_torch(monkeypatch)
     with pytest.raises(TargetError, match="no CUDA device"):

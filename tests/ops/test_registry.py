@@ -7,7 +7,7 @@ import json
 
 import pytest
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.lowering.targets import Target
+from terrazzo.lowering.targets import CAPABILITIES, Target
 from terrazzo.ops import registry
 from terrazzo.ops.attention import format as kv
 from terrazzo.ops.linear.bytes import fp8_problem as w4a8_fp8_problem
@@ -28,7 +28,7 @@ def test_rows_are_plain_and_complete():
     assert json.loads(json.dumps(rows)) == rows
     keys = [(row["operator"], row["format"], row["target"]) for row in rows]
     assert len(set(keys)) == len(keys) == sum(len(entry.targets) for entry in registry.REGISTRY)
-    assert {row["target"] for row in registry.rows("w4a16")} == {"sm_80", "sm_86", "sm_89", "sm_90a"}
+    assert {row["target"] for row in registry.rows("w4a16")} == set(CAPABILITIES)
     assert all(row["status"] in registry.STATUS and Target.parse(row["target"]) for row in rows)
 
 
@@ -54,7 +54,7 @@ def test_w4a8_entries_agree_with_the_code():
     for entry in e4m3:
         assert entry.groups == (*w4a8_format.GROUPS, "K") and entry.numerics == (w4a8_fp8_problem.E4M3,)
         assert entry.activations == (w4a8_activations.CODES["e4m3"], *w4a8_activations.DTYPES)
-        for arch in ("sm_80", "sm_86", "sm_89", "sm_90a"):
+        for arch in CAPABILITIES:
             native = any(Target.parse(arch).supports(name) for name in w4a8_fp8_format.INSTRUCTIONS)
             assert native == (arch in entry.targets)
     for entry in integer:
