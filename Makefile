@@ -22,7 +22,7 @@ else
 TORCH ?= torch==2.13.0
 endif
 
-.PHONY: help demo test test-slow lint format bench gpu wheels digests docs docs-check docs-site clean
+.PHONY: help demo test test-slow lint format bench gpu wheels digests docs docs-check docs-site release-check clean
 
 help:
 	@echo "make demo         one quantized layer through the whole library"
@@ -37,6 +37,7 @@ help:
 	@echo "make docs         rewrite the generated parts of README.md and docs/"
 	@echo "make docs-check   fail if a generated part is out of date"
 	@echo "make docs-site    the documentation site, to build/site"
+	@echo "make release-check  build sdist and wheel, install the wheel in a new environment, and try it"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -101,6 +102,9 @@ $(VENV)/.docs: pyproject.toml $(VENV)/.torch
 docs-site: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
+
+release-check: $(VENV)/.test
+	$(BIN)/python tests/tools/release_check.py --torch "$(TORCH)"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -107,8 +107,14 @@ def slug(gpu: str) -> str:
     return "_".join(word for word in words if word not in ("nvidia", "geforce", "rtx")) or "gpu"
 
 
+SAME_SCHEDULES = ("0.1", "0.2")
+"""Minor versions of terrazzo, to the present one, whose schedules mean the same: a record of one serves all of them. A
+version in which a field of a schedule means something else begins anew."""
+
+
 def versions() -> dict[str, str]:
-    """What a record must have been made with to be used: terrazzo's minor version, TileLang's patch version."""
+    """What a record must have been made with to be used: terrazzo's minor version, or one of `SAME_SCHEDULES` with it,
+    and TileLang's patch version."""
     return {
         "terrazzo": ".".join((package_version("terrazzo") or "").split(".")[:2]),
         "tilelang": ".".join((package_version("tilelang") or "").split(".")[:3]),
@@ -191,7 +197,8 @@ def _outdated(row: Mapping[str, Any]) -> str:
     here = versions()
     for name, wanted in here.items():
         made = str(row.get(name, ""))
-        if wanted and made != wanted and not made.startswith(wanted + "."):
+        same = SAME_SCHEDULES if name == "terrazzo" and wanted in SAME_SCHEDULES else (wanted,)
+        if wanted and not any(f"{made}.".startswith(f"{one}.") for one in same):
             return f"made with {name} {made or '(unknown)'}, this is {wanted}"
     return ""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering import lazy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 """Version of the package, as in pyproject.toml."""
 
 __all__ = [

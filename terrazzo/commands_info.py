@@ -15,7 +15,10 @@ from terrazzo.console import console, json_option, print_json, print_table, size
 @click.argument("bundle", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @json_option
 def info(bundle: Path | None, as_json: bool) -> None:
-    """Versions, tools, GPUs and cache; what is missing and how to get it. With BUNDLE: what it holds and needs."""
+    """Versions, tools and cache; GPUs, and which operators are tested on them; what is missing and how to get it.
+
+    With BUNDLE: what it holds and needs.
+    """
     from terrazzo.lowering.environment import environment_report
 
     if bundle is not None:
@@ -23,6 +26,8 @@ def info(bundle: Path | None, as_json: bool) -> None:
 
     report = environment_report()
     report["wheels"] = _wheels()
+    for device in report["devices"]:
+        device["operators"] = _operators(device["target"])
     if as_json:
         return print_json(report)
     torch, nvcc, cache = report["torch"], report["nvcc"], report["cache"]
@@ -37,15 +42,44 @@ def info(bundle: Path | None, as_json: bool) -> None:
         ("host compiler", report["host_compiler"]),
         ("disassembler", report["disassembler"]),
         ("driver", report["driver"] and f"CUDA {report['driver']}"),
-        *((f"GPU {device['index']}", _device(device)) for device in report["devices"]),
+        *(row for device in report["devices"] for row in _device_rows(device)),
         *(("kernel wheel", said) for said in report["wheels"]),
         ("kernel cache", cache["path"] and f"{cache['path']} ({cache['entries']} kernels, {size(cache['bytes'])})"),
     ]
     print_table(("", ""), rows)
+    if any(device["operators"] for device in report["devices"]):
+        click.echo("\n`terrazzo ops` says what these words promise.")
     if report["missing"]:
         click.echo()
         columns = ("missing", "needed for", "how to get it")
         print_table(columns, [(part["what"], part["needed_for"], part["remedy"]) for part in report["missing"]])
+
+
+def _operators(arch: str | None) -> dict[str, dict[str, list[str]]]:
+    """Status -> operator -> its formats on an architecture; "refused" for those that do not run there."""
+    from terrazzo.ops.registry import REGISTRY, STATUS
+
+    found: dict[str, dict[str, list[str]]] = {status: {} for status in (*STATUS, "refused")}
+    for support in REGISTRY if arch else ():
+        status = support.targets.get(arch, "refused")
+        found[status].setdefault(support.operator, []).append(support.format)
+    return {status: operators for status, operators in found.items() if operators}
+
+
+def _device_rows(device: dict[str, Any]) -> list[tuple[str, str]]:
+    """A device, and how far the operators have been tried on it; formats are named where an operator's differ."""
+    rows = [(f"GPU {device['index']}", _device(device))]
+    whole = {}  # operator -> number of its statuses
+    for operators in device["operators"].values():
+        for name in operators:
+            whole[name] = whole.get(name, 0) + 1
+    for status, operators in device["operators"].items():
+        said = [
+            name if whole[name] == 1 else f"{name} ({', '.join(dict.fromkeys(formats))})"
+            for name, formats in operators.items()
+        ]
+        rows.append((f"  {status}", ", ".join(said)))
+    return rows
 
 
 def _wheels() -> list[str]:

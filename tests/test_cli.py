@@ -49,6 +49,30 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
     return code, said.out, said.err
 
 
+def test_info_says_which_operators_are_tested_on_each_gpu(capsys, monkeypatch):
+    from terrazzo.lowering import environment
+    from terrazzo.ops.registry import REGISTRY, STATUS
+
+    shared = {"memory_bytes": 1 << 34, "sms": 80, "l2_bytes": 1, "problem": ""}
+    archs = ("sm_90a", "sm_86", None)
+    gpus = [shared | {"index": i, "name": "A GPU", "target": arch} for i, arch in enumerate(archs)]
+    report = {**environment.environment_report(), "devices": gpus}
+    monkeypatch.setattr(environment, "environment_report", lambda: {**report, "devices": [dict(gpu) for gpu in gpus]})
+    devices = json.loads(run(capsys, "info", "--json")[1])["devices"]
+    for device, arch in zip(devices, archs):
+        said = {
+            (operator, format): status
+            for status, operators in device["operators"].items()
+            for operator, formats in operators.items()
+            for format in formats
+        }
+        wanted = {(it.operator, it.format): it.targets.get(arch, "refused") for it in REGISTRY}
+        assert said == (wanted if arch else {}) and set(device["operators"]) <= {*STATUS, "refused"}
+    code, text, _ = run(capsys, "info")
+    assert code == 0 and "  tested" in text and "compressed_tensors_e4m3" in " ".join(text.split("refused")[1].split())
+    assert text.index("GPU 0") < text.index("  tested") < text.index("GPU 1") < text.index("  refused")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

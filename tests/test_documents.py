@@ -21,7 +21,7 @@ named = lambda path: path.relative_to(ROOT).as_posix()
 NOT_YET = {
     f"docs/{name}.md"
     for name in (
-        "architecture", "benchmarks", "designs", "generate", "internals", "kv-formats", "ready", "serving", "specs",
+        "architecture", "benchmarks", "generate", "internals", "kv-formats", "ready", "serving", "specs",
         "tile-programs", "trust", "tuning",
     )
 } | {"CONTRIBUTING.md"}  # fmt: skip

@@ -15,7 +15,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import terrazzo
 from test_public_names import PUBLIC
+
+sys.path.insert(0, str(Path(__file__).parent / "tools"))
+import release_check
 
 ROOT = Path(__file__).parents[1]
 FLOORS = sorted(path.name for path in (ROOT / "terrazzo").iterdir() if path.is_symlink())
@@ -159,6 +163,19 @@ def test_every_name_of_the_documents_works_in_any_folder(kind, place, environmen
     command = [python, "-m", "terrazzo", "ops", "--json"]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and '"w4a16"' in done.stdout, done.stderr
+
+
+def test_a_release_is_tried_as_a_user_would(environments, tmp_path):
+    """`make release-check` does the same where every package is fetched."""
+    assert release_check.try_out(environments["wheel"], tmp_path) == {}
+    (tmp_path / "layout.svg").unlink()
+    assert set(release_check.try_out(Path("/bin/false"), tmp_path)) == set(release_check.TRIES)
+
+
+def test_the_changelog_has_the_release():
+    assert release_check.release_of((ROOT / "CHANGELOG.md").read_text()) == terrazzo.__version__
+    with pytest.raises(ValueError, match="no heading"):
+        release_check.release_of("## Unreleased\n\n## 1.2.3\n")
 
 
 def test_every_floor_is_linked():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import sqlite3
+from pathlib import Path
 
 import pytest
+import terrazzo
 from terrazzo.autotune import database as store
 from terrazzo.autotune import jobs
 from terrazzo.autotune.database import Database, Machine, Problem, Trial
@@ -25,6 +27,7 @@ from terrazzo.schedules import linear_spaces, records
 from terrazzo.schedules.problem import Gemm
 
 pytestmark = pytest.mark.usefixtures("without_records")
+SHIPPED = Path(records.__file__).parent / "tuned"
 H200, H100 = Target.parse("nvidia/nvidia-h200"), Target.parse("nvidia/nvidia-h100")
 HERE = Machine("sm_90a", H200.name, 132, "1", "13.0", "2", "0.1.15", "0.1.0", "abc")
 FACTS = w4a16.tuning_facts(6144, 4096, 128, False, "float16", "float16")
@@ -196,6 +199,26 @@ def test_operators_take_exact_records_and_those_of_the_bucket():
     assert schedule_of(8, bias=True) == FAST
     records.clear()
     assert schedule_of(8) == heuristic
+
+
+@pytest.mark.parametrize(("here", "answer"), [("0.1.3", True), ("0.2.0", True), ("0.3.0", False), ("0.10.0", False)])
+def test_records_serve_versions_whose_schedules_mean_the_same(here, answer, monkeypatch):
+    own = lambda name: {"terrazzo": here, "tilelang": "0.1.15"}[name]
+    monkeypatch.setattr(records, "package_version", own)
+    for made in ("0.1.0", "0.2.1", "0.2"):
+        records.clear()
+        records.use(table(terrazzo=made))
+        assert (records.explain("w4a16", FACTS, 8, H200)[0] is not None) == answer
+    records.clear()
+    records.use(table(terrazzo="0.21.0"))
+    assert records.explain("w4a16", FACTS, 8, H200)[0] is None
+
+
+def test_the_version_of_the_package_is_among_those_of_the_shipped_records():
+    """A release that forgets this would lose every shipped record; one whose schedules mean others has new tables."""
+    made = {row["terrazzo"] for path in SHIPPED.glob("*.json") for row in json.loads(path.read_text())["records"]}
+    same = {version for version in made if ".".join(version.split(".")[:2]) in records.SAME_SCHEDULES}
+    assert made and same == made and ".".join(terrazzo.__version__.split(".")[:2]) == records.SAME_SCHEDULES[-1]
 
 
 def test_a_kept_plan_asks_nothing(monkeypatch):
