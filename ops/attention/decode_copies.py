@@ -199,8 +199,8 @@ def make_copy_macros(
     ahead: int,
     known: bool = False,
 ) -> SimpleNamespace:
-    """Macros prefetch, start, confirm and fetch; again, if nothing was copied; token_of, and sizes: `least` tokens are
-    worth a split of their own.
+    """Macros prefetch, start, confirm, fetch, refill and release; again, if nothing was copied; token_of, and sizes:
+    `least` tokens are worth a split of their own.
 
     Args:
         tiles, stages, warps, parts, page, residual: as of decode_program. bulk: copies are bulk copies and arrive on
@@ -304,7 +304,24 @@ def make_copy_macros(
             if T.call_extern("bool", "tz_any", moved):
                 restart(KV, TABLE, ring, full, w)
 
+    @T.macro
+    def refill(KV, TABLE, ring, full, w, i):
+        """The slot that was read before that of stage i takes another stage."""
+        if less(i + stages - 1, w.count[0]):
+            fetch(
+                KV, TABLE, ring, full, w, i + stages - 1,
+                T.call_extern("int32", "tz_select", less(0, w.read[0]), w.read[0] - 1, stages - 1),
+            )  # fmt: skip
+
+    @T.macro
+    def release(w):
+        """To the slot of the next stage; this one's is refilled behind the products that read it."""
+        w.read[0] = w.read[0] + 1
+        if w.read[0] == stages:
+            w.read[0] = 0
+            w.parity[0] = w.parity[0] ^ 1
+
     return SimpleNamespace(
-        prefetch=prefetch, again=again, start=start, confirm=confirm, fetch=fetch, token_of=token_of,
-        per_chunk=f.per_chunk, least=warps * max(f.chunk, 64),
+        prefetch=prefetch, again=again, start=start, confirm=confirm, fetch=fetch, refill=refill, release=release,
+        token_of=token_of, per_chunk=f.per_chunk, least=warps * max(f.chunk, 64),
     )  # fmt: skip

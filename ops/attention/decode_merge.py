@@ -409,13 +409,13 @@ def make_merge_macros(
     sinks: bool,
     threads: int = 0,
 ) -> SimpleNamespace:
-    """Macros stage_sums, merge_warps, merge_cluster, combine_splits; `words` of the sums of a warp.
+    """Macros stage_sums and merge; `words` of the sums of a warp.
 
     warps: or warpgroups, whose sums are merged. threads: of the CTA, 0 for those of the warps.
 
     `w` as in decode_copies, with y, group, here, query, head, `partials`, how many results there are of an output, row
     `part_row` of OP and LP and place `part_base` there where they begin, and in a cluster `sent`, the barrier of what
-    the others send, of one arrival. Before `merge_warps` a cluster waits for the arrivals in `stage_sums`.
+    the others send, of one arrival. `merge` waits for the arrivals in `stage_sums`.
     """
     import tilelang.language as T
 
@@ -458,7 +458,19 @@ def make_merge_macros(
                 else:
                     write_result(OP, LP, O, LSE, SINK, c, w, row, col, less(col, 1))
 
-    return SimpleNamespace(
-        stage_sums=_make_staging_macro(f, tile), merge_warps=merge_warps, merge_cluster=of_cluster.merge_cluster,
-        combine_splits=_make_split_macro(f, share_of, results.finish_row), words=words,
-    )  # fmt: skip
+    combine_splits = _make_split_macro(f, share_of, results.finish_row)
+
+    @T.macro
+    def merge(ring, OP, LP, SEM, O, LSE, SINK, c, w, tx):
+        """What the CTA's warps have staged, and then all splits, up to the output."""
+        if cluster > 1:
+            T.cluster_wait()  # the others' rings are free, too
+        merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx)
+        if cluster > 1:
+            of_cluster.merge_cluster(ring, OP, LP, O, LSE, SINK, c, w, tx)
+        if w.partials > 1:
+            group_of = (w.b * OP.shape[1] + w.hy) * cluster + w.split % cluster
+            if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[group_of], "rw", 1), w.partials):
+                combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx)
+
+    return SimpleNamespace(stage_sums=_make_staging_macro(f, tile), merge=merge, words=words)

@@ -12,11 +12,19 @@ from types import SimpleNamespace
 
 from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention.calls import read128, store_words
+from terrazzo.ops.attention.calls import at_page, read128, store_words
+from terrazzo.ops.attention.decode_arguments import (
+    PASS_CONFIGS,
+    arguments,
+    check_cache,
+    check_cluster,
+    make_rows_macro,
+    stage_words,
+    work_of,
+)
 from terrazzo.ops.attention.decode_copies import make_copy_macros, peek
 from terrazzo.ops.attention.decode_merge import BATCH, inbox_words, make_merge_macros, merge_words, pitch_of
 from terrazzo.ops.attention.decode_merge import state as merge_state
-from terrazzo.ops.attention.decode_program import INTEGERS, PASS_CONFIGS, stage_words
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.rotation_macros import make_rotation, row_stages
@@ -43,35 +51,8 @@ def shared_words(layout: CacheLayout, row_tiles: int, warpgroups: int, stages: i
     return rings + queries + warpgroups * exchange_words(row_tiles)
 
 
-def build(
-    target,
-    *,
-    k_format: str,
-    v_format: str,
-    head_dim: int,
-    dtype: str,
-    row_tiles: int,
-    warps: int,
-    stages: int,
-    min_blocks: int,
-    page: int,
-    residual: int,
-    softcap: bool,
-    sinks: bool,
-    ahead: int = 0,
-    parts: int = 1,
-    cluster: int = 1,
-    sink_tokens: int = 0,
-):
-    """The prim_func `main` for up to 8 * row_tiles rows in a CTA; arguments and shapes as of decode_program.build.
-
-    Args:
-        row_tiles: groups of 8 rows, 2, 4, 6 or 8. warps: 4 for each warpgroup.
-    """
-    import tilelang.language as T
-
-    layout, plain = CacheLayout(k_format, v_format, head_dim, sink_tokens), CacheLayout("float16", "float16", head_dim)
-    D, nt, cols, wgs = head_dim, row_tiles, 8 * row_tiles, warps // 4
+def _check(layout: CacheLayout, target, row_tiles, warps, page, residual, parts, cluster) -> None:
+    """Raise ArgumentError for arguments of `build` that do not fit one another."""
     group = layout.k.group
     if warps % 4 or row_tiles % 2 or not 2 <= row_tiles <= 8:
         raise ArgumentError("warps", (warps, row_tiles), "whole warpgroups, 2, 4, 6 or 8 row tiles", "use 16 and 2")
@@ -81,53 +62,39 @@ def build(
         raise ArgumentError("residual", residual, f"must be the group {group}", "change it")
     if parts > 1 and (not group or group % (TOKENS * parts)):
         raise ArgumentError("parts", parts, f"warpgroups take whole stages of {TOKENS} tokens of a group", "use 1")
-    if residual and layout.v.scaling == "static":
-        raise ArgumentError(
-            "v_format", v_format, "static values cannot join f16 residual tokens", "use token-wise values"
-        )
-    if page % max(TOKENS, layout.block_tokens):
-        raise ArgumentError("page", page, f"must be a multiple of {TOKENS}", "use single warps")
-    if not 1 <= cluster <= BATCH:
-        raise ArgumentError("cluster", cluster, f"{target.arch} has clusters of 1..16 CTAs", "use 1")
-    stage = stage_words(layout, TILES)
-    threads = warps * 32
-    total_words = shared_words(layout, nt, wgs, stages, cluster, residual)
-    of_q = 4 * nt * D  # words of Q
-    exchanges = total_words - wgs * exchange_words(nt)
-    queries = exchanges - query_copies(layout, wgs, residual) * of_q
-    scaled, plainly = queries + of_q, exchanges - of_q
-    chunks = D // 8  # 16-byte pieces of a row
-    turns = -(-cols * chunks // threads)
-    spare_tiles = residual // 16 + 1  # one more than a block: new tokens never overwrite those of a block to be packed
-    bf16 = dtype == "bfloat16"
-    found = [layout.k.converter, layout.v.converter, *([get_converter("f16_f16")] if residual else [])]
-    source = attention_prelude(
-        "cp_async", "lds", "place", "pack", "bulk", "semaphore", "warpgroup", "prefetch", "stmatrix_trans",
-        extra=tuple(dict.fromkeys(c.device_source for c in sorted(found, key=lambda c: c.name))),
-    )  # fmt: skip
-    sliding = bool(residual) and not group  # the ring takes over inside a step
-    tile = make_warpgroup_macros(layout, nt, softcap, warps <= 8 and nt <= 6, sliding)
-    spare = make_warpgroup_macros(plain, nt, softcap, inner=sliding) if residual else None
-    copies = make_copy_macros(
-        layout, tiles=TILES, stages=stages, warps=wgs, parts=parts, page=page, residual=residual, bulk=True,
-        ahead=ahead,
-    )  # fmt: skip
-    merge = make_merge_macros(
-        layout, tile, row_tiles=nt, warps=wgs, threads=threads, cluster=cluster, dtype=dtype, sinks=sinks
-    )
-    cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
-    k_static, v_static = layout.k.scaling == "static", layout.v.scaling == "static"
-    rotation = make_rotation(D, 8, row_stages(D)) if layout.k.rotation else None
-    of_row = D // 32  # dimensions of a lane that turns a row of sums back
-    back = make_rotation(D, of_row, row_stages(D, of_row)) if layout.v.rotation else None
-    q_bf16 = bf16 and rotation is None  # rotated rows are f16
+    check_cache(layout, page=page, residual=residual, tokens=TOKENS, remedy="use single warps")
+    check_cluster(cluster, BATCH, f"{target.arch} has clusters of 1..16 CTAs")
 
-    B, QL, HQ, HK = T.dynamic("b"), T.dynamic("q_len"), T.dynamic("hq"), T.dynamic("hk")
-    PAGES, PAGE_WORDS, TABLE_B, MOST = T.dynamic("pages"), T.dynamic("page_words"), T.dynamic("tb"), T.dynamic("most")
-    SLOTS, RES_H, RES_WORDS = T.dynamic("slots"), T.dynamic("rh"), T.dynamic("res_words")
-    SKH, SKD, SVH, SVD, SINKS = (T.dynamic(name) for name in ("skh", "skd", "svh", "svd", "n_sinks"))
-    Y, P = T.dynamic("y"), T.dynamic("p")
-    S = P * cluster
+
+def _facts_of(
+    layout: CacheLayout, *, row_tiles: int, warps: int, stages: int, cluster: int, residual: int, dtype: str
+) -> SimpleNamespace:
+    """Sizes, and the words of shared memory where things begin."""
+    D, nt, wgs = layout.head_dim, row_tiles, warps // 4
+    total, of_q = shared_words(layout, nt, wgs, stages, cluster, residual), 4 * nt * D  # of_q: words of Q
+    exchanges = total - wgs * exchange_words(nt)
+    queries = exchanges - query_copies(layout, wgs, residual) * of_q
+    of_row = D // 32  # dimensions of a lane that turns a row of sums back
+    return SimpleNamespace(
+        layout=layout, nt=nt, cols=8 * nt, warps=warps, wgs=wgs, threads=warps * 32, residual=residual, dtype=dtype,
+        cluster=cluster, stage=stage_words(layout, TILES), stages=stages,
+        plain=CacheLayout("float16", "float16", D), sliding=bool(residual) and not layout.k.group,
+        total=total, of_q=of_q, exchanges=exchanges, queries=queries, scaled=queries + of_q, plainly=exchanges - of_q,
+        chunks=D // 8,  # 16-byte pieces of a row
+        turns=-(-8 * nt * (D // 8) // (warps * 32)), of_row=of_row,
+        rotation=make_rotation(D, 8, row_stages(D)) if layout.k.rotation else None,
+        back=make_rotation(D, of_row, row_stages(D, of_row)) if layout.v.rotation else None,
+    )  # fmt: skip
+
+
+def _make_row_macros(f: SimpleNamespace, tile: SimpleNamespace) -> SimpleNamespace:
+    """Macros `ends`, `ask_rows` and `place_rows`: rows of Q, from memory to shared memory."""
+    import tilelang.language as T
+
+    layout, nt, cols, threads, chunks, turns = f.layout, f.nt, f.cols, f.threads, f.chunks, f.turns
+    residual, rotation, queries, plainly = f.residual, f.rotation, f.queries, f.plainly
+    bf16, k_static = f.dtype == "bfloat16", layout.k.scaling == "static"
+    q_bf16 = bf16 and rotation is None  # rotated rows are f16
 
     def piece(v, tx):
         """(row of the CTA, 16-byte piece of it) of Q that a thread fetches in turn v."""
@@ -204,9 +171,17 @@ def build(
         T.fence_proxy_async()
         T.sync_threads()
 
-    def packed_tile(ring, at):
-        """Addresses of the tiles of a stage at word `at`."""
-        return lambda r: T.access_ptr(ring[at + layout.channel_words + r * layout.tile_words], "r", layout.tile_words)
+    return SimpleNamespace(ends=ends, ask_rows=ask_rows, place_rows=place_rows)
+
+
+def _make_spare_macros(f: SimpleNamespace, tile: SimpleNamespace, spare: SimpleNamespace, ends) -> SimpleNamespace:
+    """Macros `take_ring` and `take_residual`: the tokens that lie in f16."""
+    import tilelang.language as T
+
+    plain, wgs, plainly, sink_tokens = f.plain, f.wgs, f.plainly, f.layout.sink_tokens
+    spare_tiles = (
+        f.residual // 16 + 1
+    )  # one more than a block: new tokens never overwrite those of a block to be packed
 
     def spare_tile(RES, w):
         """Addresses of the tiles of residual ring w.source from number w.now on; -1: of the first tokens alone."""
@@ -217,20 +192,17 @@ def build(
                 T.call_extern("int32", "tz_select", less(w.now[0], 0), spare_tiles, inside) if sink_tokens else inside
             )
 
-        return lambda r: T.call_extern(
-            "handle", "tz_page", T.access_ptr(RES[0, 0, 0], "r", 1), w.source[0], RES_H * RES_WORDS,
-            w.h[0] * RES_WORDS + number(r) * plain.tile_words,
-        )  # fmt: skip
+        return lambda r: at_page(RES, w.source[0], w.h[0] * RES.shape[2] + number(r) * plain.tile_words)
 
     @T.macro
-    def take_ring(RES, SLOT, q, ring, x, st, w, split):
+    def take_ring(RES, SLOT, q, ring, x, st, w):
         """The f16 tokens behind the packed ones, and those ahead of them."""
         spare.find_values(w)
         w.source[0] = peek(SLOT, w.b)
         first = T.call_extern("int32", "tz_select", less(0, w.packed[0]), 1, 0) if sink_tokens else 0
         w.steps[0] = T.ceildiv(w.length[0] - w.packed[0], TOKENS) + first
-        for i in T.serial(T.ceildiv(w.steps[0], wgs * S)):
-            j = (i * wgs + w.warp[0]) * S + split
+        for i in T.serial(T.ceildiv(w.steps[0], wgs * w.splits)):
+            j = (i * wgs + w.warp[0]) * w.splits + w.split
             if less(j, w.steps[0]):
                 w.token[0] = w.packed[0] + (j - first) * TOKENS
                 w.now[0] = w.token[0] // 16
@@ -245,12 +217,12 @@ def build(
         tile.adopt(st)
 
     @T.macro
-    def take_residual(RES, SLOT, q, ring, x, st, w, split):
+    def take_residual(RES, SLOT, q, ring, x, st, w):
         """The f16 tokens of a channel group that is not full yet."""
         spare.find_values(w)
         w.source[0] = peek(SLOT, w.b)
-        for i in T.serial(T.ceildiv(w.length[0] - w.packed[0], TOKENS * wgs * S)):
-            j = (i * wgs + w.warp[0]) * S + split
+        for i in T.serial(T.ceildiv(w.length[0] - w.packed[0], TOKENS * wgs * w.splits)):
+            j = (i * wgs + w.warp[0]) * w.splits + w.split
             if less(w.packed[0] + j * TOKENS, w.length[0]):
                 w.now[0] = w.packed[0] // 16 + j * TILES
                 spare.step(
@@ -260,12 +232,22 @@ def build(
         spare.flush(x, st, w)
         tile.adopt(st)
 
+    return SimpleNamespace(take_ring=take_ring, take_residual=take_residual)
+
+
+def _make_sums_macro(f: SimpleNamespace, tile: SimpleNamespace, words: int):
+    """Macro `stage_sums`: what a warpgroup has summed up, to shared memory; words: of the sums of one."""
+    import tilelang.language as T
+
+    layout, D, nt, cols, wgs, warps = f.layout, f.layout.head_dim, f.nt, f.cols, f.wgs, f.warps
+    cluster, back, of_row, v_static = f.cluster, f.back, f.of_row, f.layout.v.scaling == "static"
+
     @T.macro
     def turn_back(ring, st, w, tx):
         """Rows of sums of rotated values, rotated back where they lie, a warp each."""
         for e in each(-(-wgs * cols // warps)):
             row = e * warps + tx // 32
-            at = row // cols * merge.words + row % cols * pitch_of(D) + w.lane[0] * of_row
+            at = row // cols * words + row % cols * pitch_of(D) + w.lane[0] * of_row
             if less(row, wgs * cols):
                 for i in each(of_row):
                     st.turns[i] = T.reinterpret(ring[at + i], "float32")
@@ -288,7 +270,7 @@ def build(
         for t in each(nt):
             for j in each(2):
                 row = t * 8 + w.lane[0] % 4 * 2 + j
-                at = w.warp[0] * merge.words + row * pitch_of(D) + w.lane[0] // 4 + w.atom[0] * 16
+                at = w.warp[0] * words + row * pitch_of(D) + w.lane[0] // 4 + w.atom[0] * 16
                 for a in each(D // 64):
                     for half in each(2):
                         st.f[0] = st.o[(a * nt + t) * 4 + half * 2 + j] * T.float32(tile.v_factor[half])
@@ -306,12 +288,26 @@ def build(
                             )  # fmt: skip
                         ring[at + a * 16 + half * 8] = T.reinterpret(st.f[0], "int32")
                 if T.And(less(w.lane[0], 4), less(w.quarter, 1)):
-                    facts = w.warp[0] * merge.words + cols * pitch_of(D) + row
+                    facts = w.warp[0] * words + cols * pitch_of(D) + row
                     ring[facts] = T.reinterpret(st.m[t * 2 + j], "int32")
                     ring[facts + cols] = T.reinterpret(st.l[t * 2 + j], "int32")
         T.sync_threads()
         if back is not None:
             turn_back(ring, st, w, tx)
+
+    return stage_sums
+
+
+def _make_loop_macros(f: SimpleNamespace, tile: SimpleNamespace, copies: SimpleNamespace, ends) -> SimpleNamespace:
+    """Macros `load` and `attend` of the main loop."""
+    import tilelang.language as T
+
+    layout, stages, stage, sliding, sink_tokens = f.layout, f.stages, f.stage, f.sliding, f.layout.sink_tokens
+    queries, scaled, of_q, group = f.queries, f.scaled, f.of_q, f.layout.k.group
+
+    def packed_tile(ring, at):
+        """Addresses of the tiles of a stage at word `at`."""
+        return lambda r: T.access_ptr(ring[at + layout.channel_words + r * layout.tile_words], "r", layout.tile_words)
 
     def outside(w, token, begins):
         """Whether tokens of the step may lie outside of a row's limits, or are read from the ring."""
@@ -319,117 +315,153 @@ def build(
         found = T.Or(less(end, token + TOKENS), less(token, begins))
         return T.Or(found, less(token, sink_tokens)) if sink_tokens else found
 
+    @T.macro
+    def load(KV, TABLE, ring, full, w, i):
+        """Stage i is there, and another one on its way to the slot that was read last."""
+        wait(w.bars[0] + w.read[0] * 8, w.parity[0])
+        copies.refill(KV, TABLE, ring, full, w, i)
+
+    @T.macro
+    def attend(q, ring, x, st, w, i):
+        """Tiles of stage i: converted, multiplied with the rows, weighed; the values of the stage before summed up."""
+        token = copies.token_of(w, i)
+        at = (w.warp[0] * stages + w.read[0]) * stage
+        if group:
+            if i % copies.per_chunk == 0:  # the scales of a channel group are the rows'
+                tile.scale_q(T.access_ptr(ring[at], "r", stage), q, queries, scaled + w.warp[0] * of_q, ring, st, w)
+        begins = T.call_extern("int32", "tz_select", less(0, w.window), w.length[0] - w.window, sink_tokens)
+        tile.step(
+            packed_tile(ring, at), q, (scaled + w.warp[0] * of_q) // 4 if group else queries // 4, ring, x, st,
+            token, w.packed[0] if sliding else w.length[0],
+            outside(w, token, begins), ends, w,
+        )  # fmt: skip
+
+    return SimpleNamespace(load=load, attend=attend)
+
+
+def _state(tile: SimpleNamespace, f: SimpleNamespace, scale, cap, window) -> SimpleNamespace:
+    """Registers of a thread."""
+    import tilelang.language as T
+
+    st = tile.state(scale, cap, window)
+    st.rows = T.alloc_local((f.turns * 4,), "uint32")
+    if f.rotation is not None or f.back is not None:
+        st.turned = T.alloc_local((1,), "float32")
+    if f.rotation is not None:
+        st.rotated = T.alloc_local((8,), "float32")
+    if f.back is not None:
+        st.turns = T.alloc_local((f.of_row,), "float32")
+    return st
+
+
+def build(
+    target,
+    *,
+    k_format: str,
+    v_format: str,
+    head_dim: int,
+    dtype: str,
+    row_tiles: int,
+    warps: int,
+    stages: int,
+    min_blocks: int,
+    page: int,
+    residual: int,
+    softcap: bool,
+    sinks: bool,
+    ahead: int = 0,
+    parts: int = 1,
+    cluster: int = 1,
+    sink_tokens: int = 0,
+):
+    """The prim_func `main` for up to 8 * row_tiles rows in a CTA; arguments and shapes as of decode_program.build.
+
+    Args:
+        row_tiles: groups of 8 rows, 2, 4, 6 or 8. warps: 4 for each warpgroup.
+    """
+    import tilelang.language as T
+
+    layout = CacheLayout(k_format, v_format, head_dim, sink_tokens)
+    _check(layout, target, row_tiles, warps, page, residual, parts, cluster)
+    f = _facts_of(
+        layout, row_tiles=row_tiles, warps=warps, stages=stages, cluster=cluster, residual=residual, dtype=dtype
+    )
+    nt, wgs, threads, sliding = row_tiles, f.wgs, f.threads, f.sliding
+    found = [layout.k.converter, layout.v.converter, *([get_converter("f16_f16")] if residual else [])]
+    source = attention_prelude(
+        "cp_async", "lds", "place", "pack", "bulk", "semaphore", "warpgroup", "prefetch", "stmatrix_trans",
+        extra=tuple(dict.fromkeys(c.device_source for c in sorted(found, key=lambda c: c.name))),
+    )  # fmt: skip
+    tile = make_warpgroup_macros(layout, nt, softcap, warps <= 8 and nt <= 6, sliding)
+    spare = make_warpgroup_macros(f.plain, nt, softcap, inner=sliding) if residual else None
+    copies = make_copy_macros(
+        layout, tiles=TILES, stages=stages, warps=wgs, parts=parts, page=page, residual=residual, bulk=True,
+        ahead=ahead,
+    )  # fmt: skip
+    rows = _make_row_macros(f, tile)
+    unpacked = _make_spare_macros(f, tile, spare, rows.ends)
+    loop = _make_loop_macros(f, tile, copies, rows.ends)
+    merge = make_merge_macros(
+        layout, tile, row_tiles=nt, warps=wgs, threads=threads, cluster=cluster, dtype=dtype, sinks=sinks
+    )
+    stage_sums = _make_sums_macro(f, tile, merge.words)
+    cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
+    args = arguments(head_dim, dtype, cols=f.cols, cluster=cluster)
+    find_rows = make_rows_macro(args.sizes, f.cols)
+
     @T.prim_func
     def main(
-        Q: T.Tensor((B, QL, HQ, D), dtype),
-        KV: T.Tensor((PAGES, HK, PAGE_WORDS), "int32"),
-        TABLE: T.Tensor((TABLE_B, MOST), "int32"),
-        LEN: T.Tensor((B,), "int32"),
-        RES: T.Tensor((SLOTS, RES_H, RES_WORDS), "int32"),
-        SLOT: T.Tensor((B,), "int32"),
-        SK: T.Tensor((SKH, SKD), "float32"),
-        SV: T.Tensor((SVH, SVD), "float32"),
-        SINK: T.Tensor((SINKS,), "float32"),
-        OP: T.Tensor((B, Y, P, cols, D), "float32"),
-        LP: T.Tensor((B, Y, P, cluster * cols), "float32"),
-        SEM: T.Tensor((B * Y * cluster,), "int32"),
-        O: T.Tensor((B, QL, HQ, D), dtype),
-        LSE: T.Tensor((B, QL, HQ), "float32"),
-        scale: T.float32,
-        cap: T.float32,
-        window: T.int32,
-    ):
-        with T.Kernel(S, Y, B, threads=threads, prelude=source, **cluster_dims) as (split, hy, b):
-            ring = T.alloc_shared((total_words,), "int32")
+        Q: args.Q, KV: args.KV, TABLE: args.TABLE, LEN: args.LEN, RES: args.RES, SLOT: args.SLOT, SK: args.SK,
+        SV: args.SV, SINK: args.SINK, OP: args.OP, LP: args.LP, SEM: args.SEM, O: args.O, LSE: args.LSE,
+        scale: T.float32, cap: T.float32, window: T.int32,
+    ):  # fmt: skip
+        with T.Kernel(*args.grid, threads=threads, prelude=source, **cluster_dims) as (split, hy, b):
+            ring = T.alloc_shared((f.total,), "int32")
             full = T.alloc_barrier([1] * (wgs * stages))
             sent = T.alloc_barrier([1]) if cluster > 1 else None
             T.annotate_min_blocks_per_sm(min_blocks)
             tx = T.get_thread_binding()
-            st = tile.state(scale, cap, window)
-            setattr(st, "rows", T.alloc_local((turns * 4,), "uint32"))  # noqa: B010  (TileLang takes = for a buffer's)
-            if rotation is not None or back is not None:
-                setattr(st, "turned", T.alloc_local((1,), "float32"))  # noqa: B010
-            if rotation is not None:
-                setattr(st, "rotated", T.alloc_local((8,), "float32"))  # noqa: B010
-            if back is not None:
-                setattr(st, "turns", T.alloc_local((of_row,), "float32"))  # noqa: B010
+            st = _state(tile, f, scale, cap, window)
             c = merge_state()
-            ring_ints = ("steps", "token", "end") if sliding else ()
-            ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, *OWN_INTEGERS, *ring_ints)}
-            q, p = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()
-            w = SimpleNamespace(
-                b=b, hy=hy, split=split, splits=S, partials=P, part_row=b, part_base=0, q_len=QL, window=window,
-                kv_heads=HK, pages=PAGES, most=MOST, page_words=PAGE_WORDS, sent=sent, quarter=tx // 32 % 4, **ints,
+            w = work_of(
+                args.sizes, (*OWN_INTEGERS, *(("steps", "token", "end") if sliding else ())),
+                b=b, hy=hy, split=split, splits=args.splits, partials=args.sizes.p, part_row=b, part_base=0,
+                window=window, sent=sent, quarter=tx // 32 % 4,
             )  # fmt: skip
+            q, p = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()
             T.pdl_trigger()
             w.lane[0] = tx % 32
             w.member[0] = tx % 128  # the warpgroup's first warp fetches its stages
             w.warp[0] = tx // 128
-            w.group[0] = T.truncdiv(HQ, HK)
-            w.rows[0] = w.group[0] * QL
-            w.h[0] = T.truncdiv(hy * HK, Y)
-            w.y[0] = hy - w.h[0] * T.truncdiv(Y, HK)
-            w.here[0] = smaller(cols, w.rows[0] - w.y[0] * cols)
-            w.read[0] = 0
-            w.parity[0] = 0
+            find_rows(w)
             w.bars[0] = T.cast(place(full[w.warp[0] * stages], "rw"), "int32")
-            x = SimpleNamespace(p=p, at=exchanges + w.warp[0] * exchange_words(nt))
+            x = SimpleNamespace(p=p, at=f.exchanges + w.warp[0] * exchange_words(nt))
             T.initialize_wgmma_descriptor(q, T.access_ptr(ring[0], "r"), 0, nt * 8, 8)
             T.initialize_wgmma_descriptor(p, T.access_ptr(ring[x.at], "r"), 0, nt * 8, 8)
             if ahead:
                 copies.prefetch(KV, TABLE, LEN, w)
             T.pdl_sync()
-            ask_rows(Q, st, w, tx)
+            rows.ask_rows(Q, st, w, tx)
             copies.start(KV, TABLE, LEN, ring, full, w)
             copies.confirm(KV, TABLE, ring, full, w)
             tile.clear(ring, x, st, w)
-            place_rows(ring, SK, st, w, tx)
-            w.least[0] = w.length[0] + 1 - w.q_len + T.truncdiv(w.y[0] * cols, w.group[0])
+            rows.place_rows(ring, SK, st, w, tx)
+            w.least[0] = w.length[0] + 1 - w.q_len + T.truncdiv(w.y[0] * f.cols, w.group[0])
             tile.place_values(w)
             if residual:
                 if less(0 if sink_tokens else w.packed[0], w.length[0]):
                     if sliding:
-                        take_ring(RES, SLOT, q, ring, x, st, w, split)
+                        unpacked.take_ring(RES, SLOT, q, ring, x, st, w)
                     else:
-                        take_residual(RES, SLOT, q, ring, x, st, w, split)
+                        unpacked.take_residual(RES, SLOT, q, ring, x, st, w)
             tile.find_values(w)
-            tile.sum_q(q, queries // 4, st)
+            tile.sum_q(q, f.queries // 4, st)
             for i in T.serial(w.count[0]):
-                wait(w.bars[0] + w.read[0] * 8, w.parity[0])
-                if less(i + stages - 1, w.count[0]):
-                    copies.fetch(
-                        KV, TABLE, ring, full, w, i + stages - 1,
-                        T.call_extern(
-                            "int32", "tz_select", less(0, w.read[0]), w.read[0] - 1, stages - 1
-                        ),  # the slot that was read last
-                    )  # fmt: skip
-                token = copies.token_of(w, i)
-                at = (w.warp[0] * stages + w.read[0]) * stage
-                if group:
-                    if i % copies.per_chunk == 0:
-                        tile.scale_q(
-                            T.access_ptr(ring[at], "r", stage), q, queries, scaled + w.warp[0] * of_q, ring, st, w
-                        )
-                begins = T.call_extern("int32", "tz_select", less(0, window), w.length[0] - window, sink_tokens)
-                tile.step(
-                    packed_tile(ring, at), q, (scaled + w.warp[0] * of_q) // 4 if group else queries // 4, ring, x, st,
-                    token, w.packed[0] if sliding else w.length[0],
-                    outside(w, token, begins), ends, w,
-                )  # fmt: skip
-                w.read[0] = w.read[0] + 1
-                if w.read[0] == stages:
-                    w.read[0] = 0
-                    w.parity[0] = w.parity[0] ^ 1
+                loop.load(KV, TABLE, ring, full, w, i)
+                loop.attend(q, ring, x, st, w, i)
+                copies.release(w)
             tile.flush(x, st, w)
             stage_sums(ring, SV, x, st, w, tx)
-            if cluster > 1:
-                T.cluster_wait()  # the others' rings are free, too
-            merge.merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx)
-            if cluster > 1:
-                merge.merge_cluster(ring, OP, LP, O, LSE, SINK, c, w, tx)
-            if P > 1:
-                group_of = (b * Y + hy) * cluster + split % cluster
-                if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[group_of], "rw", 1), P):
-                    merge.combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx)
+            merge.merge(ring, OP, LP, SEM, O, LSE, SINK, c, w, tx)
 
     return main
