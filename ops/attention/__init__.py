@@ -30,12 +30,14 @@ __all__ = [
     "prefill",
     "prefill_requests",
     "quantize",
+    "rope_append",
     "store",
+    "store_slots",
 ]
 
 if TYPE_CHECKING:
     from terrazzo.ops.attention.cache import PackedCache, pack_cache
-    from terrazzo.ops.attention.entry import append, decode, prefill, store
+    from terrazzo.ops.attention.entry import append, decode, prefill, rope_append, store, store_slots
     from terrazzo.ops.attention.format import FORMATS, KVFormat, get_format
     from terrazzo.ops.attention.kv_cache import KVCache
     from terrazzo.ops.attention.layout import CacheLayout
@@ -49,7 +51,7 @@ else:
         __name__,
         {
             "cache": "PackedCache pack_cache",
-            "entry": "append decode prefill store",
+            "entry": "append decode prefill rope_append store store_slots",
             "format": "FORMATS KVFormat get_format",
             "kv_cache": "KVCache",
             "layout": "CacheLayout",

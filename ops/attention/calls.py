@@ -68,6 +68,11 @@ def store_words(words: int, to: Any, at: Any) -> Any:
     return _call("handle", f"store<{words}>", address(to, "w", 4 * words), address(at, "r", 4 * words))
 
 
+def flip_words(words: int, at: Any, bits: Any) -> Any:
+    """1, 2 or 4 words of global memory get those bits flipped, whatever other warps flip at the same time."""
+    return _call("handle", f"flip<{words}>", address(at, "rw", 4 * words), address(bits, "r", 4 * words))
+
+
 # floats
 
 

@@ -286,6 +286,52 @@ __device__ __forceinline__ unsigned tz_hset2(unsigned a, unsigned b) {
   unsigned r; asm("set.gt.f16x2.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 """,
 )
+SLOTS = Primitive(
+    "slots",
+    "TileLang has neither votes nor reductions over some lanes, and would read numbers in front of the wait",
+    """\
+// slot `at` of `count`; -1 where there is none, or it lies outside of `room` slots
+template <class T> __device__ __forceinline__ int tz_slot(const void *p, int at, int count, int room) {
+  if (at < 0 || at >= count) return -1;
+  T slot = *((const volatile T *)p + at);
+  return slot < 0 || slot >= room ? -1 : (int)slot; }
+// whether lane `at` begins a run of slots of one tile of 16
+__device__ __forceinline__ bool tz_begins(int slot, int at) {
+  int own = __shfl_sync(~0u, slot, at), before = __shfl_sync(~0u, slot, at - 1);
+  return own >= 0 && (before < 0 || before >> 4 != own >> 4); }
+// the run that begins at lane `at` > 0: a bit for each token of its tile; places[token]: its place in the run
+__device__ __forceinline__ unsigned tz_run(void *places, int slot, int at) {
+  int lane = threadIdx.x % 32, tile = __shfl_sync(~0u, slot, at) >> 4;
+  unsigned others = ~(__ballot_sync(~0u, slot >> 4 == tile) >> at);
+  bool in = lane >= at && lane - at < min(__ffs(others) - 1, 16);
+  unsigned marks = 0;
+  if (in) ((int *)places)[slot & 15] = lane - at;
+  tz_syncwarp();
+#pragma unroll
+  for (int i = 0; i < 16; ++i) marks |= __ballot_sync(~0u, in && (slot & 15) == i) ? 1u << i : 0u;
+  return marks; }
+// row of a table that a token's position names, within its `rows`
+template <class T> __device__ __forceinline__ int tz_angle(const void *p, int at, int rows) {
+  T position = *((const volatile T *)p + at);
+  return position < 0 ? 0 : position < rows ? (int)position : rows - 1; }
+""",
+)
+FLIP = Primitive(
+    "flip",
+    "warps that store other bits of the same words at the same time need an atomic operation without a result",
+    """\
+// N words: bits of `v` are flipped
+template <int N> __device__ __forceinline__ void tz_flip(void *p, const void *v_) {
+  const unsigned *v = (const unsigned *)v_;
+  if constexpr (N == 1) asm volatile("red.relaxed.gpu.global.xor.b32 [%0],%1;" :: "l"(p), "r"(v[0]) : "memory");
+  else
+#pragma unroll
+    for (int i = 0; i < N; i += 2)
+      asm volatile("red.relaxed.gpu.global.xor.b64 [%0],%1;"
+                   :: "l"((unsigned *)p + i), "l"((unsigned long long)v[i + 1] << 32 | v[i]) : "memory");
+}
+""",
+)
 CLIPPING = Primitive(
     "clipping",
     "tables of constants in loops that nvcc unrolls; quantizer.py to the bit: no contraction of rounded sums",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import dlpack, launching
 from terrazzo.ops.attention import (
     op,
     prefill_op,
     rope_writing,
+    slot_writing,
     writing,
 )
 from terrazzo.ops.attention.cache import PackedCache
@@ -114,6 +116,8 @@ def rope_append(
     k_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     numerics: str = "fused",
+    slot_mapping: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
     target: Target | str | None = None,
 ) -> torch.Tensor:
     """`ops.rope.apply_rope` of new tokens and `append` of their keys and values, in one kernel, with the same bits.
@@ -122,15 +126,25 @@ def rope_append(
         cache: as for `append`; `lengths` count the new tokens already, q_len for each sequence.
         qkv: float16 or bfloat16 [B * q_len, (heads + 2 kv_heads) * D], contiguous, on the cache's GPU.
         cos, sin: float32 [B * q_len, R/2 or more], the angles of each new token. The rest is as in `apply_rope`.
+        slot_mapping: int32 or int64 [T], where `store_slots` would put the T tokens of qkv [T, ...], of any sequences,
+            in place of what the cache's lengths and block table say.
+        positions: int32 or int64 [T], the rows of cos and sin [P, R/2 or more] of those tokens; those outside are taken
+            for the nearest. Only with slot_mapping.
 
     Returns:
-        q [B, q_len, heads, D].
+        q [B, q_len, heads, D], or [T, heads, D] with slot_mapping: of all rows, also where nothing is stored.
 
     Raises:
         ArgumentError: an operand that does not fit. CaptureError: a kernel never launched before, in graph capture.
     """
     rotary = cache.layout.head_dim if rotary_dim is None else rotary_dim
     facts = dict(rope=layout, norm=norm, q_weight=q_weight, k_weight=k_weight, eps=eps, numerics=numerics)
+    if slot_mapping is not None:
+        facts |= dict(heads=heads, rotary_dim=rotary, target=target)
+        return slot_writing.run_turned(cache, qkv, cos, sin, slot_mapping, positions, **facts)
+    if positions is not None:
+        constraint = "go with a slot_mapping"
+        raise ArgumentError("positions", "given", constraint, "pass rows of the tables: cos[positions]")
     return rope_writing.run(cache, qkv, cos, sin, heads=heads, rotary_dim=rotary, **facts, target=target)
 
 
@@ -272,3 +286,43 @@ def store(
             writing.check_most_new(most_new)
         return torch_op.call_store(cache, k, v, cu_seqlens, most_new)
     writing.run_store(cache, k, v, cu_seqlens, most_new, target)
+
+
+def store_slots(
+    cache: PackedCache,
+    k: SupportsDLPack,
+    v: SupportsDLPack,
+    slot_mapping: SupportsDLPack,
+    *,
+    target: Target | str | None = None,
+) -> None:
+    """Quantize and store tokens where a slot mapping says, in place: for engines that own the page table.
+
+    The bits are those of `append` and `store`. Other tokens of a tile stay, and any number of tokens of it may come in
+    one call, in any order. Nothing is allocated; captured in a CUDA graph, a replay stores by the mapping of that time.
+
+    Args:
+        cache: paged, without f16 tokens beside the pages, and without channel-wise keys. Its lengths, block table and
+            slots are not read.
+        k, v: float16 or bfloat16 [tokens, Hkv, D], finite, of any sequences; tokens may be any multiple of 8 values
+            apart, as slices of a fused projection are.
+        slot_mapping: int32 or int64 [tokens]. Slot page * page_size + i is token i of a page. A token whose slot is
+            negative, or behind the last page, is not stored. No slot may be named twice.
+        target: run the program of an older target ("sm_80", as PTX); None for this GPU's.
+
+    Raises:
+        ArgumentError: an argument that does not fit; k or v that requires a gradient, as there is none. CaptureError: a
+            kernel never launched before, in graph capture.
+    """
+    import torch
+
+    if type(k) is not torch.Tensor and dlpack.is_foreign(k):
+        return dlpack.call(store_slots, locals())
+    writing.check_kinds("store_slots", cache, k, v, "[tokens, Hkv, D]")
+    launching.check_tensor(slot_mapping, "slot_mapping", "int32 or int64 [tokens]")
+    if launching.is_traced(k, cache.pages):
+        from terrazzo.ops.attention import torch_op
+
+        launching.check_untraced(target=target)
+        return torch_op.call_store_slots(cache, k, v, slot_mapping)
+    slot_writing.run(cache, k, v, slot_mapping, target)

@@ -327,5 +327,6 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
         rotated=bool(fmt.rotation),
         find_new=find_new, recall=recall, recall_scales=recall_scales, recall_words=recall_words, mix=mix, keep=keep,
         token_parameters=token_parameters, channel_parameters=channel_parameters, store=store,
-        token_wise=token_wise, channel=bool(fmt.group), static=static,
+        token_wise=token_wise, channel=bool(fmt.group), static=static, classes=classes, words=words,
+        loads=slices // atoms, fields=fields, token_of=token_of, word=word, words_at=words_at,
     )  # fmt: skip

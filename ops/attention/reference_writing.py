@@ -131,3 +131,26 @@ def append(cache: PackedCache, k: torch.Tensor, v: torch.Tensor) -> None:
 
     batch, new = k.shape[:2]
     store(cache, k.flatten(0, 1), v.flatten(0, 1), torch.arange(batch + 1) * new)
+
+
+def store_slots(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Write k, v [tokens, Hkv, D] to slots page * page_size + i of the pages; others than those are left out."""
+    layout, unit = cache.layout, cache.layout.block_tokens
+    known = (slot_mapping >= 0) & (slot_mapping < len(cache.pages) * cache.page_size)
+    slots = slot_mapping[known].long()
+    if not len(slots):
+        return
+    blocks, place = (slots // unit).unique(return_inverse=True)
+    every = cache.pages.unflatten(-1, (-1, layout.block_words))  # [pages, Hkv, blocks of a page, words]
+    where = blocks // (cache.page_size // unit), slice(None), blocks % (cache.page_size // unit)
+    held = layout.unpack(every[where].transpose(0, 1))
+    made = []
+    for x, old, fmt, static in zip((k, v), held, (layout.k, layout.v), (cache.k_static, cache.v_static)):
+        new = x[known].transpose(0, 1)  # [Hkv, tokens, D]
+        q = encode(rotate(new) if fmt.rotation else new, fmt, None if static is None else static[:, None])
+        fields = {name: field for name in ("codes", "scale", "zero") if (field := getattr(old, name)) is not None}
+        for name, field in fields.items():
+            fields[name] = field.clone()
+            fields[name][:, place * unit + slots % unit] = getattr(q, name)
+        made.append(QuantizedBlock(**fields))
+    every[where] = layout.pack(*made).transpose(0, 1)

@@ -39,32 +39,37 @@ def request(
 
 def check(
     cache: PackedCache, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, rotary_dim: int,
-    norm: str, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None,
+    norm: str, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, positions: torch.Tensor | None = None,
 ) -> int:  # fmt: skip
-    """New tokens of each sequence; ArgumentError unless operands fit each other and the cache."""
+    """Rows of qkv; ArgumentError unless operands fit each other and the cache. positions: rows of the tables."""
     op.check_kind(cache)
-    if writing.slides(cache.layout, cache.residual_tokens):
-        constraint = "must not keep its newest tokens in a sliding ring"
-        raise ArgumentError("cache", f"a ring of {cache.residual_tokens}", constraint, "use apply_rope and append")
     launching.check_tensor(qkv, "qkv", "[B * q_len, (heads + 2 kv_heads) * head_dim]")
     launching.check_no_grad(qkv, "rope_append", "qkv")
-    batch, dim = len(cache.lengths), cache.layout.head_dim
+    dim = cache.layout.head_dim
     if type(heads) is not int or heads < 1 or heads % cache.kv_heads:
         constraint = f"must be a multiple of the cache's {cache.kv_heads} heads"
         raise ArgumentError("heads", heads, constraint, "pass the model's number of query heads")
     width = (heads + 2 * cache.kv_heads) * dim
-    if qkv.ndim != 2 or qkv.shape[1] != width or not batch or qkv.shape[0] % batch or not qkv.is_contiguous():
-        constraint = f"must be contiguous [{batch} * q_len, {width}]"
+    if qkv.ndim != 2 or qkv.shape[1] != width or not qkv.is_contiguous():
+        constraint = f"must be contiguous [new tokens, {width}]"
         raise ArgumentError("qkv", list(qkv.shape), constraint, "join q, k and v of the sequences' new tokens")
     if weights.dtype_name(qkv) not in ("float16", "bfloat16") or qkv.device != cache.pages.device:
         seen = f"{weights.described(qkv)} on {qkv.device}"
         constraint = f"must be float16 or bfloat16 on {cache.pages.device}"
         raise ArgumentError("qkv", seen, constraint, "cast it, and move it to the cache")
+    if positions is not None:
+        launching.check_tensor(positions, "positions", "int32 or int64 [new tokens]")
+        kind, fits = weights.dtype_name(positions), positions.shape == qkv.shape[:1] and positions.is_contiguous()
+        if not fits or kind not in ("int32", "int64") or positions.device != qkv.device:
+            seen = f"{weights.described(positions)} on {positions.device}"
+            constraint = f"must be contiguous int32 or int64 [{len(qkv)}] on {qkv.device}"
+            raise ArgumentError("positions", seen, constraint, "pass a position for each row of qkv")
+    rows = 1 if positions is not None else len(qkv)
     for name, table in (("cos", cos), ("sin", sin)):
-        launching.check_tensor(table, name, "float32 [tokens, rotary_dim / 2 or more]")
-        fits = table.ndim == 2 and len(table) >= len(qkv) and table.shape[1] >= rotary_dim // 2
+        launching.check_tensor(table, name, "float32 [rows, rotary_dim / 2 or more]")
+        fits = table.ndim == 2 and len(table) >= rows and table.shape[1] >= rotary_dim // 2
         if not fits or table.shape != cos.shape or weights.dtype_name(table) != "float32" or table.device != qkv.device:
-            constraint = f"must be float32 [{len(qkv)}, {rotary_dim // 2} or more] on {qkv.device}, cos as sin"
+            constraint = f"must be float32 [{rows} or more, {rotary_dim // 2} or more] on {qkv.device}, cos as sin"
             raise ArgumentError(name, weights.described(table), constraint, "pass the angles of these tokens")
         if not table.is_contiguous() or table.shape[1] % 4 or table.data_ptr() % 16:
             constraint = "must be contiguous, rows at multiples of 16 bytes"
@@ -76,7 +81,24 @@ def check(
         if vector is not None and (tuple(vector.shape) != (dim,) or vector.dtype != qkv.dtype):
             constraint = f"must be {weights.dtype_name(qkv)} [{dim}]"
             raise ArgumentError(name, weights.described(vector), constraint, "pass a weight for each dim")
-    return len(qkv) // batch
+    return len(qkv)
+
+
+def check_kept(cache: PackedCache) -> None:
+    """ArgumentError unless the program that turns tokens stores them where the cache keeps its newest ones."""
+    op.check_kind(cache)
+    if writing.slides(cache.layout, cache.residual_tokens):
+        constraint = "must not keep its newest tokens in a sliding ring"
+        raise ArgumentError("cache", f"a ring of {cache.residual_tokens}", constraint, "use apply_rope and append")
+
+
+def check_batch(cache: PackedCache, rows: int) -> int:
+    """New tokens of each sequence; ArgumentError unless so many rows are as many for each."""
+    batch = len(cache.lengths)
+    if not batch or rows % batch:
+        constraint = f"must have q_len rows for each of {batch} sequences"
+        raise ArgumentError("qkv", f"{rows} rows", constraint, "join q, k and v of the sequences' new tokens")
+    return rows // batch
 
 
 def run(
@@ -97,7 +119,8 @@ def run(
 ) -> torch.Tensor:
     """q [B, q_len, heads, D] turned; keys and values are stored. The eager path of `rope_append`."""
     cache.check()
-    new = check(cache, qkv, cos, sin, heads, rotary_dim, norm, q_weight, k_weight)
+    check_kept(cache)
+    new = check_batch(cache, check(cache, qkv, cos, sin, heads, rotary_dim, norm, q_weight, k_weight))
     batch, dim, kv = len(cache.lengths), cache.layout.head_dim, cache.kv_heads
     q = qkv.new_empty((batch, new, heads, dim))
     if new == 0:

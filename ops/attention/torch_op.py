@@ -44,6 +44,11 @@ def call_store(cache, k, v, cu_seqlens, most_new) -> None:
     torch.ops.terrazzo.attention_store(k, v, cu_seqlens, most_new, *_fields(cache))
 
 
+def call_store_slots(cache, k, v, slot_mapping) -> None:
+    """`store_slots` as one opaque node of a graph."""
+    torch.ops.terrazzo.attention_store_slots(k, v, slot_mapping, *_fields(cache))
+
+
 @torch.library.custom_op("terrazzo::attention_decode", mutates_args=())
 def attention_decode(
     q: torch.Tensor,
@@ -193,4 +198,40 @@ def attention_store(
 
 @attention_store.register_fake
 def _(k, v, cu_seqlens, most_new, *cache):
+    return None
+
+
+@torch.library.custom_op("terrazzo::attention_store_slots", mutates_args=("pages",))
+def attention_store_slots(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    k_static: torch.Tensor | None,
+    v_static: torch.Tensor | None,
+    k_format: str,
+    v_format: str,
+    head_dim: int,
+    sink_tokens: int,
+    page_size: int,
+    max_length: int,
+    mean_length: int,
+) -> None:
+    """Stores k, v [tokens, Hkv, D] in place, where slot_mapping [tokens] says."""
+    from terrazzo.ops.attention import reference_writing, slot_writing
+
+    cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
+                   sink_tokens, page_size, max_length, mean_length)  # fmt: skip
+    if not k.is_cuda:
+        slot_writing.check(cache, slot_mapping, len(k))
+        return reference_writing.store_slots(cache, k, v, slot_mapping)
+    slot_writing.run(cache, k, v, slot_mapping, None)
+
+
+@attention_store_slots.register_fake
+def _(k, v, slot_mapping, *cache):
     return None

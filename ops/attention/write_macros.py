@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from terrazzo.ops.attention.cache import residual_layout
 from terrazzo.ops.attention.calls import load_words, store_words
@@ -16,6 +18,34 @@ from terrazzo.ops.attention.tile_macros import each, larger, less, smaller
 OF_PAIR = ("length", "row", "new", "slot", "page", "guess")
 """What lanes know of their pairs: tokens, first new row, new rows, residual block, and the page at a guessed place."""
 INTEGERS = ("b", "h", "length", "old", "base", "token", "row", "slot", "page", "guess", "at", "inside")
+
+
+class NewRows(NamedTuple):
+    """Which of the 16 rows of a warp's tile are new tokens, as expressions of its registers w and a row.
+
+    Attributes:
+        fresh(w, row): whether the row is new. source(w, row, fresh): the row of the new tokens that it is.
+        some(w, first, count): whether one of `count` rows from `first` on may be new.
+        angle(t, source): the row of the tables of angles for a row of the new tokens; t: the tensors.
+    """
+
+    fresh: Callable
+    source: Callable
+    some: Callable
+    angle: Callable = lambda t, source: source
+
+
+def newest_rows() -> NewRows:
+    """The tokens from number `old` on, in turn: what an append by sequences has."""
+    import tilelang.language as T
+
+    return NewRows(
+        fresh=lambda w, row: T.And(w.token[0] + row >= w.old[0], w.token[0] + row < w.length[0]),
+        source=lambda w, row, fresh: w.row[0] + T.if_then_else(fresh, w.token[0] + row - w.old[0], 0),
+        some=lambda w, first, count: T.And(
+            less(w.old[0] - w.token[0], first + count), less(w.token[0] + first, w.length[0])
+        ),
+    )
 
 
 def row_pitch(head_dim: int) -> int:
@@ -39,13 +69,14 @@ def prelude(target, layout: CacheLayout, *names: str, extra: tuple[str, ...] = (
 
 
 def make_write_macros(
-    target, layout: CacheLayout, d: SimpleNamespace, *, dtype: str, page: int, residual: int, warps: int
-) -> SimpleNamespace:
+    target, layout: CacheLayout, d: SimpleNamespace, *, dtype: str, page: int, residual: int, warps: int,
+    new_rows: NewRows | None = None,
+) -> SimpleNamespace:  # fmt: skip
     """Macros `learn`, `fetch`, `collect` and `find_block`; the addresses `spare_tile`, `block_of` and `tile_of`; the
     operands' macros `keys` and `values`.
 
     Args:
-        d: of `sizes`. warps: tiles of a channel group.
+        d: of `sizes`. warps: tiles of a channel group. new_rows: of a tile; the newest tokens where None.
     """
     import tilelang.language as T
 
@@ -54,7 +85,7 @@ def make_write_macros(
     rows_bf16 = dtype == "bfloat16"
     through_f16 = bool(residual) and rows_bf16
     bf16 = rows_bf16 and not residual
-    pdl = target.supports("pdl")
+    pdl, new_rows = target.supports("pdl"), new_rows or newest_rows()
     keys, values = (
         make_quantize_macros(layout, is_key, bf16 and not fmt.rotation, warps)
         for is_key, fmt in ((True, layout.k), (False, layout.v))
@@ -80,14 +111,13 @@ def make_write_macros(
         for j in each(16 * chunks_per_row // 32):
             at = j * 32 + lane
             row = at // chunks_per_row
-            fresh = T.And(w.token[0] + row >= w.old[0], w.token[0] + row < w.length[0])
+            fresh = new_rows.fresh(w, row)
             T.call_extern(
                 "handle", "tz_cp_async",
                 T.access_ptr(rows[(w.warp * 16 + row) * pitch + at % chunks_per_row * 4], "w", 4),
                 T.call_extern(
                     "handle", "tz_row16", T.access_ptr(of.data[0], "r", 1),
-                    w.row[0] + T.if_then_else(fresh, w.token[0] + row - w.old[0], 0), of.token,
-                    w.h[0] * of.head + at % chunks_per_row * 8,
+                    new_rows.source(w, row, fresh), of.token, w.h[0] * of.head + at % chunks_per_row * 8,
                 ),
                 T.if_then_else(fresh, 16, 0),
             )  # fmt: skip
@@ -102,7 +132,7 @@ def make_write_macros(
         T.call_extern("handle", "tz_syncwarp")
         for j in T.serial(T.call_extern("int32", "tz_now", of_row // 2)):
             first = j * (32 // of_row)
-            if T.And(less(w.old[0] - w.token[0], first + 32 // of_row), less(w.token[0] + first, w.length[0])):
+            if new_rows.some(w, first, 32 // of_row):
                 at = (w.warp * 16 + first + lane // of_row) * pitch + lane % of_row * 4
                 load_words(4, st.s, rows[at])
                 rotation.from_words(st.rotated, st.s, lambda i: i, rows_bf16)

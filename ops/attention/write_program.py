@@ -25,17 +25,17 @@ from terrazzo.ops.attention.cache import residual_layout
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.quantize_macros import tile_state
 from terrazzo.ops.attention.tile_macros import each, larger, less, smaller
+from terrazzo.ops.attention.turned_macros import SOURCES as TURNING
+from terrazzo.ops.attention.turned_macros import make_turned_macros
 from terrazzo.ops.attention.write_macros import (
     INTEGERS,
     OF_PAIR,
     make_write_macros,
+    newest_rows,
     prelude,
     row_pitch,
     sizes,
 )
-from terrazzo.ops.tiles import heads as heads_in_lanes
-from terrazzo.ops.tiles import row_outputs
-from terrazzo.ops.tiles.row_outputs import VECTOR
 
 PASS_CONFIGS = (  # barriers and bounds are the program's own
     ("tl.disable_safe_memory_legalize", True),
@@ -94,12 +94,10 @@ def build(
     stats = warps * 16 * pitch
     total_words = stats + ((2 + warps) * D if group else 0)
     pdl = target.supports("pdl")
-    turning = (row_outputs.SOURCE, heads_in_lanes.SOURCE) if rotary_dim else ()
-    sources = prelude(target, layout, *(["rows"] if rotary_dim else []), extra=turning)
+    sources = prelude(target, layout, *(["rows"] if rotary_dim else []), extra=TURNING if rotary_dim else ())
     if rotary_dim:
         kind = dict(head_dim=D, rotary_dim=rotary_dim, layout=rope, dtype=dtype, norm=norm, numerics=numerics)
-        heads_in_lanes.check(**kind)
-        turned = heads_in_lanes.heads(**kind)
+        turned = make_turned_macros(kind, newest_rows(), warps, pdl)
     d = sizes()
     made = make_write_macros(target, layout, d, dtype=dtype, page=page, residual=residual, warps=warps)
     keys, values, learn, fetch, collect = made.keys, made.values, made.learn, made.fetch, made.collect
@@ -125,52 +123,7 @@ def build(
             w.page[0] = T.call_extern("int32", "tz_of_lane", known.page[0], i)
             w.guess[0] = T.call_extern("int32", "tz_of_lane", known.guess[0], i)
 
-    @T.macro
-    def load_head(h, of, row, at, j):
-        for i in each(2):
-            place_of = turned.second(j) if i else turned.first(j)
-            T.call_extern(
-                "handle", "tz_stream16", T.access_ptr(h.x, "w", 4),
-                T.call_extern("handle", "tz_row16", T.access_ptr(of.data[0], "r", 1), row, of.token, at + place_of),
-            )  # fmt: skip
-            T.call_extern(
-                "handle", f"tz_widen8<{turned.bf16}>", T.access_ptr(h.v[i * VECTOR], "w", VECTOR),
-                T.access_ptr(h.x, "r", 4),
-            )  # fmt: skip
-
-    @T.macro
-    def turn_head(h, W, COS, SIN, row, eps, j, wanted):
-        """The head in the lanes' registers, normed and turned."""
-        if norm != "none":
-            turned.factor(h, eps)
-            if wanted:
-                turned.norm(h, W, j)
-        if wanted:
-            turned.turn(h, COS, SIN, row, j)
-
-    @T.macro
-    def fetch_turned(rows, w, of, lane):
-        """`fetch`, of keys that are turned on the way."""
-        h, j = of.h, lane % turned.lanes
-        for i in T.serial(turned.lanes // 2):  # 16 rows, 32 / lanes at a time
-            row = i * (32 // turned.lanes) + lane // turned.lanes
-            fresh = T.And(w.token[0] + row >= w.old[0], w.token[0] + row < w.length[0])
-            source = w.row[0] + T.if_then_else(fresh, w.token[0] + row - w.old[0], 0)
-            for e in T.unroll(2 * VECTOR):
-                h.v[e] = 0.0
-            if T.And(fresh, j < turned.used):
-                load_head(h, of, source, w.h[0] * of.head, j)
-            turn_head(h, of.t.KW, of.t.COS, of.t.SIN, source, of.t.eps, j, T.And(fresh, j < turned.used))
-            if j < turned.used:
-                for e in each(2):
-                    at = turned.second(j) if e else turned.first(j)
-                    T.call_extern(
-                        "handle", f"tz_values_store<{turned.bf16}>",
-                        T.access_ptr(rows[(w.warp * 16 + row) * pitch + at // 2], "w", 4),
-                        T.access_ptr(h.v[e * VECTOR], "r", VECTOR), T.float32(1),
-                    )  # fmt: skip
-
-    fetch_keys = fetch_turned if rotary_dim else fetch
+    fetch_keys = turned.fetch if rotary_dim else fetch
 
     @T.macro
     def prefetch(LEN, CU, SLOT, RES, known, w, pairs, block, per, lane):
@@ -283,30 +236,6 @@ def build(
                         together(keys, True, values_of, 0, st, rows, t.KV, t.RES, t.SK, w, lane)
                         together(values, False, None, spare.k_words, st, rows, t.KV, t.RES, t.SV, w, lane)
 
-    @T.macro
-    def turn_queries(t, h, unit, q_token, heads, q_rows, tx):
-        """Heads of q from row `unit` of Q on, normed and turned."""
-        row, j = unit + tx // turned.lanes, tx % turned.lanes
-        at = T.alloc_local((1,), "int32")  # the division, once and in 32 bits
-        at[0] = T.truncdiv(row, heads)
-        token = at[0]
-        wanted = T.And(row < q_rows, j < turned.used)
-        if pdl:
-            T.pdl_trigger()
-            T.pdl_sync()
-        for e in T.unroll(2 * VECTOR):
-            h.v[e] = 0.0
-        if wanted:
-            load_head(h, SimpleNamespace(data=t.X, token=q_token), token, (row - token * heads) * D, j)
-        turn_head(h, t.QW, t.COS, t.SIN, token, t.eps, j, wanted)
-        if wanted:
-            for e in each(2):
-                place_of = turned.second(j) if e else turned.first(j)
-                T.call_extern(
-                    "handle", f"tz_values_store<{turned.bf16}>", T.access_ptr(t.Q[row, place_of], "w", VECTOR),
-                    T.access_ptr(h.v[e * VECTOR], "r", VECTOR), T.float32(1),
-                )  # fmt: skip
-
     if rotary_dim:
         NX, P, WIDTH, QR = T.dynamic("nx"), T.dynamic("p"), T.dynamic("width"), T.dynamic("qr")
 
@@ -343,7 +272,7 @@ def build(
             eps: T.float32,
         ):
             with T.Kernel(
-                blocks * groups + T.ceildiv(q_rows, warps * (32 // turned.lanes)), threads=warps * 32, prelude=sources
+                blocks * groups + T.ceildiv(q_rows, turned.per_cta), threads=warps * 32, prelude=sources
             ) as cta:
                 T.annotate_min_blocks_per_sm(max(1, (16 if D <= 128 else 8) // warps))
                 tx = T.get_thread_binding()
@@ -356,8 +285,8 @@ def build(
                 if less(cta, blocks * groups):
                     store(t, pitches, first, blocks, per, touched, cta, tx, h)
                 else:
-                    unit = (cta - blocks * groups) * (warps * (32 // turned.lanes))
-                    turn_queries(t, h, unit, q_token, heads, q_rows, tx)
+                    unit = (cta - blocks * groups) * turned.per_cta
+                    turned.queries(t, h, unit, q_token, heads, q_rows, tx)
 
         return main
 

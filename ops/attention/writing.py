@@ -81,7 +81,7 @@ def run_append(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, target: Tar
         raise ArgumentError("k", list(k.shape), constraint, "pass the new tokens of each sequence")
     batch, new = k.shape[:2]
     if batch * new == 0:
-        _check(cache, k, v)
+        check_rows(cache, k, v)
         return
     _write(cache, k, v, multiples(batch + 1, new, k.device), new, target)
 
@@ -110,7 +110,7 @@ def run_store(
     if len(k):
         _write(cache, k, v, cu_seqlens.contiguous(), min(most_new, len(k)), target)  # a generous bound costs no CTAs
     else:
-        _check(cache, k, v)
+        check_rows(cache, k, v)
 
 
 def check_most_new(most_new: int) -> None:
@@ -135,7 +135,8 @@ def check_kinds(operator: str, cache: PackedCache, k: torch.Tensor, v: torch.Ten
         launching.check_no_grad(x, operator, name)
 
 
-def _check(cache: PackedCache, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_rows(cache: PackedCache, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise ArgumentError unless rows of new tokens fit each other and the cache."""
     import torch
 
     size = (cache.kv_heads, cache.layout.head_dim)
@@ -168,7 +169,7 @@ def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 
 
 def _write(cache: PackedCache, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, most_new: int, target) -> None:
-    _check(cache, k, v)
+    check_rows(cache, k, v)
     at, device = current_targets(target, k.device)
     kernel = launching.warm_kernel(
         write_request(cache, str(k.dtype).removeprefix("torch."), at, device), most_new, "append", k.device

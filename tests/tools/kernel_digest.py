@@ -181,6 +181,7 @@ def _attention() -> Calls:
     from terrazzo.ablation import decode_shared
     from terrazzo.lowering.targets import Target
     from terrazzo.ops import attention
+    from terrazzo.ops.attention import slot_writing
 
     def calls(formats: str, target: str, label: str = "", decodes: int = 2, **changes) -> Calls:
         """The first kernels of decode, the last of them the balanced one; and the other kernels."""
@@ -211,6 +212,15 @@ def _attention() -> Calls:
     yield from calls("int4/int4", "sm_90a", " 32 rows", heads=64, q_len=4)
     yield from calls("int4/int4", "sm_90a", " sinks", softcap=True, sinks=True)
     yield from calls("int4/int4", "sm_90a", " contiguous", page=0, residual=0)
+    turned = dict(rotary_dim=128, rope="neox", norm="llama", numerics="fused", positions="int64")
+    for target, formats, label, facts in (
+        ("sm_90a", "int8/int4", "", {}),
+        ("sm_80", "int4_hadamard/int4", "", {}),
+        ("sm_90a", "int4_hadamard/int4", " turned", turned),
+    ):
+        layout, at = attention.CacheLayout(*formats.split("/"), 128), Target.parse(target)
+        request = partial(slot_writing.request, layout, "bfloat16", 16, "int64", target=at, **facts)
+        yield f"attention {formats} {target}{label} slots", lambda request=request: [request()]
     yield "attention int4/int4 sm_90a shared", lambda: [decode_shared.request(Target.parse("sm_90a"))]
 
 

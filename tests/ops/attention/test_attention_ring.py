@@ -72,4 +72,4 @@ def test_rings_that_cannot_be_are_refused():
         pack_cache(*x, "int4", "int4", residual=24)
     cache = pack_cache(*x, "int4", "int4", residual=16)
     with pytest.raises(ArgumentError, match="sliding ring"):
-        rope_writing.check(cache, x, x, x, 1, 64, "none", None, None)
+        rope_writing.check_kept(cache)
