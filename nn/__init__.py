@@ -30,6 +30,7 @@ __all__ = [
     "RMSNorm",
     "Rotary",
     "SparseMLP",
+    "TensorParallel",
     "fuse",
     "join",
     "positions_of",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from terrazzo.nn.linear import Linear
     from terrazzo.nn.mlp import MLP, SparseMLP
     from terrazzo.nn.norm import RMSNorm
+    from terrazzo.nn.parallel import TensorParallel
 else:
     __getattr__, __dir__ = lazy.attach(
         __name__,
@@ -60,5 +62,6 @@ else:
             "linear": "Linear",
             "mlp": "MLP SparseMLP",
             "norm": "RMSNorm",
+            "parallel": "TensorParallel",
         },
     )

@@ -15,6 +15,7 @@ from terrazzo.nn.joined import GateUpLinear, QKVLinear
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.mlp import MLP, SparseMLP
 from terrazzo.nn.norm import RMSNorm
+from terrazzo.nn.parallel import SharedHead, TensorParallel, local_shape
 from terrazzo.nn.sources import Source
 
 MODELS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text")
@@ -106,13 +107,25 @@ class Builder:
 
     Args:
         shape: see `shape_of`. source: of tensors. rotaries: of each of `shape.rotary_kinds`.
-        progress: called with (layers done, all layers).
+        progress: called with (layers done, all layers). ranks: that share the layers, None for one.
     """
 
     def __init__(
-        self, shape: Shape, source: Source, rotaries: list[Rotary], progress: Callable[[int, int], None] | None = None
+        self,
+        shape: Shape,
+        source: Source,
+        rotaries: list[Rotary],
+        progress: Callable[[int, int], None] | None = None,
+        ranks: TensorParallel | None = None,
     ) -> None:
-        self.shape, self.source, self.rotaries = shape, source, rotaries
+        self.shape, self.source, self.rotaries, self.ranks = shape, source, rotaries, ranks
+        self.own = local_shape(shape, ranks)
+        self.columns = None if ranks is None else ranks.columns()
+        rows = None if ranks is None else ranks.rows()
+        self.halves = () if ranks is None else (rows, rows)
+        self.expert_shares = (rows, self.columns)
+        unit = shape.head_dim
+        self.heads = () if ranks is None else (ranks.rows(unit), *[ranks.rows(unit, replicate=True)] * 2)
         self.progress = progress or (lambda done, total: None)
         self.root = self._root()
 
@@ -140,25 +153,39 @@ class Builder:
         name = f"{self.root}embed_tokens.weight"
         return _shaped(self.source.vector(name, own), (self.shape.vocabulary, self.shape.hidden), name)
 
-    def head(self, decoder: Decoder) -> Linear | Dense:
+    def head(self, decoder: Decoder) -> Linear | Dense | SharedHead:
         """Logits of hidden states."""
         return self.head_of(decoder.embed_tokens.weight.detach())
 
-    def head_of(self, embedding: torch.Tensor) -> Linear | Dense:
+    def head_of(self, embedding: torch.Tensor) -> Linear | Dense | SharedHead:
         """The head: the embedding's weights where they are tied or the checkpoint has no others."""
         names = [f"{root}lm_head" for root in ("", self.root, self.root.removesuffix("model."))]
         sizes = (self.shape.vocabulary, self.shape.hidden)
         for name in dict.fromkeys(names):
             if not self.shape.tied and any(self.source.has(f"{name}.{leaf}") for leaf in ("weight", "qweight")):
-                return _sized(self.source.head(name, "lm_head"), *sizes, name)
+                return self._head(name, sizes)
             if self.shape.tied and self.source.has(f"{name}.weight"):
                 stored = self.source.vector(f"{name}.weight", f"{name}.weight")
                 if not torch.equal(stored, embedding):
                     constraint = f"but {name}.weight is not the embedding's"
                     raise ArgumentError("tie_word_embeddings", True, constraint, "set it to false in config.json")
         if self.source.has("lm_head.words"):  # in 4 bits, whatever the config ties
-            return _sized(self.source.head("lm_head", "lm_head"), *sizes, "lm_head")
+            return self._head("lm_head", sizes)
+        if self.shares_head:
+            share = self.ranks.rows()
+            (span,) = share.cut(len(embedding), 0).spans
+            return SharedHead(Dense(embedding[slice(*span)]), self.ranks)  # rows of the embedding, not a copy
         return Dense(embedding)
+
+    @property
+    def shares_head(self) -> bool:
+        """Whether ranks share the vocabulary's rows: each must have as many."""
+        return self.ranks is not None and self.shape.vocabulary % self.ranks.world == 0
+
+    def _head(self, name: str, sizes: tuple[int, int]) -> Linear | Dense | SharedHead:
+        share = self.ranks.rows() if self.shares_head else None
+        made = self.source.head(name, "lm_head", share)
+        return _sized(made if share is None else SharedHead(made, self.ranks), *sizes, name)
 
     def norm(self, name: str, own: str) -> RMSNorm:
         weight = self._vector(f"{name}.weight", f"{own}.weight")
@@ -185,27 +212,30 @@ class Builder:
         )
 
     def attention(self, index: int, name: str, own: str) -> Attention:
-        s, source = self.shape, self.source
+        s, mine, source = self.shape, self.own, self.source
         sizes = (s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * s.head_dim)
-        qkv = source.joined(QKVLinear, [f"{name}.{p}_proj" for p in "qkv"], sizes, f"{own}.qkv_proj")
-        _sized(qkv, sum(sizes), s.hidden, f"{name}.qkv_proj")
+        qkv = source.joined(QKVLinear, [f"{name}.{p}_proj" for p in "qkv"], sizes, f"{own}.qkv_proj", self.heads)
+        outputs, inputs = mine.heads * s.head_dim + 2 * mine.kv_heads * s.head_dim, mine.heads * s.head_dim
+        _sized(qkv, outputs, s.hidden, f"{name}.qkv_proj")
         norms = None
         if s.kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             norms = source.pair([f"{name}.{p}_norm.weight" for p in "qk"], f"{own}.norms", s.offset)
             _shaped(norms, (2, s.head_dim), f"{name}.q_norm and k_norm")
-        out = _sized(source.linear(f"{name}.o_proj", f"{own}.o_proj"), s.hidden, sizes[0], f"{name}.o_proj")
+        out = source.linear(f"{name}.o_proj", f"{own}.o_proj", self.columns)
+        _sized(out, s.hidden, inputs, f"{name}.o_proj")
         return Attention(
-            qkv, out, heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim, layer=index, norms=norms,
-            norm_eps=s.eps, scale=s.scale, window=s.windows[index],
+            qkv, out, heads=mine.heads, kv_heads=mine.kv_heads, head_dim=s.head_dim, layer=index, norms=norms,
+            norm_eps=s.eps, scale=s.scale, window=s.windows[index], ranks=self.ranks,
         )  # fmt: skip
 
     def mlp(self, name: str, own: str) -> MLP:
-        s, source = self.shape, self.source
+        s, mine, source = self.shape, self.own, self.source
         parts = [f"{name}.gate_proj", f"{name}.up_proj"]
-        both = source.joined(GateUpLinear, parts, (s.intermediate, s.intermediate), f"{own}.gate_up_proj")
-        _sized(both, 2 * s.intermediate, s.hidden, f"{name}.gate_proj and up_proj")
-        down = source.linear(f"{name}.down_proj", f"{own}.down_proj")
-        return MLP(both, _sized(down, s.hidden, s.intermediate, f"{name}.down_proj"), s.activation)
+        sizes = (s.intermediate, s.intermediate)
+        both = source.joined(GateUpLinear, parts, sizes, f"{own}.gate_up_proj", self.halves)
+        _sized(both, 2 * mine.intermediate, s.hidden, f"{name}.gate_proj and up_proj")
+        down = source.linear(f"{name}.down_proj", f"{own}.down_proj", self.columns)
+        return MLP(both, _sized(down, s.hidden, mine.intermediate, f"{name}.down_proj"), s.activation, self.ranks)
 
     def sparse(self, layer: str, own: str) -> SparseMLP:
         s, source = self.shape, self.source
@@ -216,11 +246,11 @@ class Builder:
         _shaped(router, (s.experts, s.hidden), f"{name}.gate.weight")
         if source.has(f"{name}.experts.gate_up_proj"):
             both, back = (f"{name}.experts.{part}" for part in ("gate_up_proj", "down_proj"))
-            experts = source.stacked(both, back, s.activation, f"{own}.experts")
+            experts = source.stacked(both, back, s.activation, f"{own}.experts", self.expert_shares)
         else:
             parts = [[f"{name}.experts.{e}.{part}" for e in range(s.experts)] for part in (gate, up, down)]
-            experts = source.experts(*parts, s.activation, f"{own}.experts")
-        return SparseMLP(router, experts, s.top_k, s.normalize)
+            experts = source.experts(*parts, s.activation, f"{own}.experts", self.expert_shares)
+        return SparseMLP(router, experts, s.top_k, s.normalize, self.ranks)
 
 
 def _shaped(values: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tensor:

@@ -9,6 +9,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import glue, products
 from terrazzo.nn.joined import QKVLinear
 from terrazzo.nn.linear import Linear
+from terrazzo.nn.parallel import TensorParallel
 from terrazzo.ops import rope
 from terrazzo.ops.attention import torch_op
 from terrazzo.ops.attention.kv_cache import Batch
@@ -23,6 +24,7 @@ class Attention(nn.Module):
         heads, kv_heads, head_dim: of the layer; head_dim 64, 128 or 256. layer: its number in the cache.
         norms: [2, D] weights of RMSNorm over each head of q and k, or None. norm_eps: theirs.
         scale: softmax scale, None for 1 / sqrt(D). softcap, window, sinks: see `ops.attention.decode`.
+        ranks: those that share the heads, over which the result is summed; None for one.
 
     Raises:
         ArgumentError: sizes that do not fit.
@@ -43,6 +45,7 @@ class Attention(nn.Module):
         softcap: float = 0.0,
         window: int = 0,
         sinks: torch.Tensor | None = None,
+        ranks: TensorParallel | None = None,
     ) -> None:
         super().__init__()
         wanted = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
@@ -55,6 +58,7 @@ class Attention(nn.Module):
         self.register_buffer("norms", norms)
         self.register_buffer("sinks", sinks)
         self.norm_eps, self.scale, self.softcap, self.window = norm_eps, scale, softcap, window
+        self.ranks = ranks
 
     def forward(
         self, x: products.Activations, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, out_dtype: torch.dtype
@@ -77,7 +81,8 @@ class Attention(nn.Module):
             v = v.unflatten(-1, (self.kv_heads, self.head_dim)).contiguous()
             y = prefill(batch, q, k, v, self.layer, **options)
             store(batch, k, v, self.layer)
-        return self.o_proj(y.view(len(qkv), -1))
+        y = self.o_proj(y.view(len(qkv), -1))
+        return y if self.ranks is None else self.ranks.all_reduce(y)
 
     def append(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q [B, 1, heads, D] of joined qkv [B, ...], a token of each sequence, whose keys and values are stored."""

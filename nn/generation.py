@@ -7,7 +7,7 @@ Choosing a token is torch operators behind it. The host reads the tokens of a st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -131,7 +131,9 @@ class DecodeStep:
 
     def _capture(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.tokens.device), torch.cuda.graph(graph):
+        # NCCL's watchdog asks for events while the graph is made, which the default mode forbids all threads
+        mode = "global" if getattr(self.model, "ranks", None) is None else "thread_local"
+        with torch.cuda.device(self.tokens.device), torch.cuda.graph(graph, capture_error_mode=mode):
             self._logits = self._run(first=False)
         self.graph = graph
 
@@ -211,11 +213,19 @@ def generate(
         tokens = torch.cat(found).to(table.device)
         h = model.decoder(tokens, positions_of(first), first)
         logits = model.lm_head(h[first.starts[1:].long() - 1])
-        loop = _Loop(model, held, sequences, sampling or Sampling(), ends, max_new_tokens, on_tokens)
+        sampling = _agreed(sampling or Sampling(), getattr(model, "ranks", None), table.device)
+        loop = _Loop(model, held, sequences, sampling, ends, max_new_tokens, on_tokens)
         return loop.run(logits)
     finally:
         for sequence in sequences:
             held.free(sequence)
+
+
+def _agreed(sampling: Sampling, ranks: Any, device: torch.device) -> Sampling:
+    """With one seed on all ranks, which must draw the same tokens."""
+    if ranks is None or not sampling.temperature or sampling.seed is not None:
+        return sampling
+    return replace(sampling, seed=ranks.agreed(int(torch.randint(1 << 62, ())), device))
 
 
 class _Loop:

@@ -12,9 +12,11 @@ from terrazzo.lowering.targets import Target
 from terrazzo.nn.dense import Dense
 from terrazzo.nn.formats import Format
 from terrazzo.nn.linear import Linear
+from terrazzo.nn.parallel import SharedHead, TensorParallel, shared_heads
 from terrazzo.nn.sources import Published, Report, Source, Stored, quantized
 from terrazzo.ops import weights
 from terrazzo.ops.attention.format import FORMATS, PRESETS, get_format
+from terrazzo.ops.shards import Cut
 
 DTYPES = ("float16", "bfloat16")
 MAX_TOKENS = 4096
@@ -33,6 +35,7 @@ def load(
     format: str | None = None,
     target: str | None = None,
     max_tokens: int = MAX_TOKENS,
+    tensor_parallel: tuple[int, int] | TensorParallel | None = None,
     progress: Callable[[int, int], None] | None = None,
     report: Report | None = None,
 ) -> Any:
@@ -58,17 +61,20 @@ def load(
         options: of the quantizer of layers. format: of the checkpoint's 4-bit layers, whatever its config says.
         target: architecture to pack for; None the device's.
         max_tokens: of a sequence in caches that forward makes.
+        tensor_parallel: (rank, world) of the ranks that share the model, each of which calls load. Of layers, heads and
+            vocabulary only the rank's own are read; forward sums over `torch.distributed` (docs/generate.md).
         progress: called with (layers done, all layers). report: see `sources.Report`.
 
     Raises:
-        ArgumentError: no such folder, an architecture, format or layer that cannot be read. ToolchainError:
-            transformers is not installed.
+        ArgumentError: no such folder, an architecture, format or layer that cannot be read, or that so many ranks
+            cannot share. ToolchainError: transformers is not installed.
     """
     model_module = _transformers()
     to = weights.device_of(device if device is not None else ("cuda" if torch.cuda.is_available() else "cpu"))
     own, config = _config_of(source, config)
     found = dtype_of(config, dtype)
     _check_options(options, quantize, target, max_tokens)
+    ranks = TensorParallel.of(tensor_parallel)
     formats = kv_formats(kv if kv is not None else own.get("kv", weights_name(found)))
     form = None if quantize is None else Format.parse(quantize)
     head_form = None if lm_head is None else Format.parse(lm_head)
@@ -90,13 +96,13 @@ def load(
         state = source if isinstance(source, Mapping) else {}
         facts = dict(quantize=form, options=options, target=target, report=report)
         made = Published(checkpoint, state, to, found, **facts)
-    static = _static(made, formats, shape)
+    static = tuple(shared_heads(scales, shape.kv_heads, ranks) for scales in _static(made, formats, shape))
     rotaries = [rotary.to(to) for rotary in model_module.rotaries_of(skeleton, shape)]
     with torch.no_grad():
-        builder = Builder(shape, made, rotaries, progress)
+        builder = Builder(shape, made, rotaries, progress, ranks)
         decoder = builder.decoder()
         skeleton.lm_head = _head(builder.head(decoder), head_form, found, target)
-    skeleton.model = model_module.Body(decoder, shape, formats, max_tokens, skeleton.config, static)
+    skeleton.model = model_module.Body(decoder, builder.own, formats, max_tokens, skeleton.config, static, ranks)
     skeleton.config.dtype = found
     if (stated := generation_config(source)) is not None:
         skeleton.generation_config = stated
@@ -105,6 +111,8 @@ def load(
 
 def _head(head: Any, form: Format | None, dtype: torch.dtype, target: str | None) -> Any:
     """The head in a format, if that is given and the head is float."""
+    if isinstance(head, SharedHead):
+        return SharedHead(_head(head.part, form, dtype, target), head.ranks)
     if form is None or not isinstance(head, Dense):
         return head
     return Linear(quantized(form, head.weight, head.bias, dtype, {}, target))
@@ -235,6 +243,14 @@ class _Lazy(Mapping):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.files.tensor(name, self.device)
+
+    def part(self, name: str, cut: Cut) -> torch.Tensor:
+        """What a cut takes of one tensor; no other bytes are read."""
+        return self.files.part(name, cut, self.device)
+
+    def shape(self, name: str) -> list[int]:
+        """Of one tensor, unread."""
+        return self.files.describe(name)[1]
 
     def __contains__(self, name: object) -> bool:
         return name in self.files.places

@@ -7,6 +7,7 @@ from terrazzo.nn import products
 from terrazzo.nn.experts import Experts, known_activation
 from terrazzo.nn.joined import GateUpLinear
 from terrazzo.nn.linear import Linear
+from terrazzo.nn.parallel import TensorParallel
 from torch import nn
 
 
@@ -15,16 +16,21 @@ class MLP(nn.Module):
 
     Args:
         gate_up: joined projections. down: the projection back. activation: key of `glue.ACTIVATIONS`.
+        ranks: those that share its features, over which the result is summed; None for one.
     """
 
-    def __init__(self, gate_up: GateUpLinear, down: Linear, activation: str = "silu") -> None:
+    def __init__(
+        self, gate_up: GateUpLinear, down: Linear, activation: str = "silu", ranks: TensorParallel | None = None
+    ) -> None:
         super().__init__()
+        self.ranks = ranks
         self.gate_up_proj, self.down_proj, self.activation = gate_up, down, known_activation(activation)
 
     def forward(self, x: products.Activations, out_dtype: torch.dtype) -> torch.Tensor:
         """[T, hidden] of x [T, hidden], or quantized for `gate_up_proj`."""
         h = self.gate_up_proj.product(x, out_dtype)
-        return self.down_proj(products.gated(h, self.activation, self.down_proj), out_dtype)
+        y = self.down_proj(products.gated(h, self.activation, self.down_proj), out_dtype)
+        return y if self.ranks is None else self.ranks.all_reduce(y)
 
 
 class SparseMLP(nn.Module):
@@ -33,10 +39,19 @@ class SparseMLP(nn.Module):
     Args:
         router: weight [E, hidden]. experts: the feed-forward layers. top_k: experts of a token.
         normalize: whether the chosen gates are divided by their sum.
+        ranks: those that share every expert's features; each routes alike.
     """
 
-    def __init__(self, router: torch.Tensor, experts: Experts, top_k: int, normalize: bool) -> None:
+    def __init__(
+        self,
+        router: torch.Tensor,
+        experts: Experts,
+        top_k: int,
+        normalize: bool,
+        ranks: TensorParallel | None = None,
+    ) -> None:
         super().__init__()
+        self.ranks = ranks
         self.register_buffer("router", router)
         self.experts, self.top_k, self.normalize = experts, top_k, normalize
 
@@ -46,4 +61,5 @@ class SparseMLP(nn.Module):
         gates, ids = logits.float().softmax(-1).topk(self.top_k, dim=-1)
         if self.normalize:
             gates = gates / gates.sum(-1, keepdim=True)
-        return self.experts(x, ids, gates)
+        y = self.experts(x, ids, gates)
+        return y if self.ranks is None else self.ranks.all_reduce(y)

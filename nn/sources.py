@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,14 +15,21 @@ from terrazzo.nn.joined import JoinedLinear, join
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.module import stored_weight
 from terrazzo.ops.checkpoints import Checkpoint, fields, loaders
+from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.shards import ORDERS, Cut, Part, Share, checked_spans, plan, spans_of
 from torch import nn
+
+Shares = Sequence[Share | None]
+CUT = ("world", "unit", "parts", *ORDERS)
+"""What errors of a cut name."""
 
 Report = Callable[[str, Any, torch.Tensor | None], None]
 """Called with the name of a layer, its packed weight, and the float one that it was quantized of, or None."""
 
 
 class Source:
-    """What a builder asks for modules. Names are those of the published checkpoint, `own` those of our modules.
+    """What a builder asks for modules. Names are those of the published checkpoint, `own` those of our modules. A
+    `share` says what one of several ranks keeps of a layer; None is all of it.
 
     Args:
         device: where modules are made. dtype: of activations and vectors.
@@ -39,6 +47,13 @@ class Source:
         if name not in self.tensors:
             raise ArgumentError("path", name, "is missing in the checkpoint", "get the missing shard")
         return self.tensors[name].detach().to(self.device)
+
+    def take(self, name: str, cut: Cut | None) -> torch.Tensor:
+        """What a cut takes of one tensor, on the device; None is all of it."""
+        if cut is None:
+            return self.read(name)
+        get = getattr(self.tensors, "part", None)  # of files: nothing else is read
+        return get(name, cut) if get is not None else cut.of(self.read(name))
 
     def has(self, name: str) -> bool:
         return name in self.tensors
@@ -87,6 +102,11 @@ class Published(Source):
     def read(self, name: str) -> torch.Tensor:
         return super().read(name) if self.checkpoint is None else self.checkpoint.tensor(name, self.device)
 
+    def take(self, name: str, cut: Cut | None) -> torch.Tensor:
+        if cut is None or self.checkpoint is None:
+            return super().take(name, cut)
+        return self.checkpoint.part(name, cut, self.device)
+
     def vector(self, name: str, own: str) -> torch.Tensor:
         """An embedding or a router, in the model's dtype."""
         return cast(self.float_of(name), self.dtype, name)
@@ -103,16 +123,16 @@ class Published(Source):
             raise ArgumentError(f"{names[0]} and {names[1]}", seen, "must be [head_dim]", "get the checkpoint again")
         return torch.stack(both)
 
-    def head(self, name: str, own: str) -> Linear | Dense:
+    def head(self, name: str, own: str, share: Share | None = None) -> Linear | Dense:
         """The head: in 16 bits, unless the checkpoint has it in 4."""
         if name in self.layers:
-            return self.linear(name, own)
-        weight, bias = self._part(name)
+            return self.linear(name, own, share)
+        weight, bias = self._part(name, share)
         return Dense(cast(weight, self.dtype, name), None if bias is None else cast(bias, self.dtype, name))
 
-    def float_of(self, name: str) -> torch.Tensor:
-        """One tensor of 16 bits or more: bytes without their scales are not the weight."""
-        found = self.read(name)
+    def float_of(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+        """One tensor of 16 bits or more, or a part of it: bytes without their scales are not the weight."""
+        found = self.take(name, cut)
         if not found.is_floating_point() or found.element_size() < 2:
             constraint = "must be float of 16, 32 or 64 bits: its scales are not read"
             raise ArgumentError(name, str(found.dtype), constraint, "get the checkpoint in 16 bits, AWQ or GPTQ")
@@ -130,24 +150,37 @@ class Published(Source):
             raise ArgumentError(names[0], seen, "must be one number for each layer", "use another format of kv")
         return torch.stack(found)[:, :, None]
 
-    def _part(self, name: str) -> Any:
-        """Canonical weight of a 4-bit layer, or (weight, bias) of a float one."""
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Of one tensor, unread where it lies in a file."""
+        if self.checkpoint is not None and name in self.checkpoint.places:
+            return tuple(self.checkpoint.describe(name)[1])
+        return tuple(self.read(name).shape)
+
+    def _part(self, name: str, share: Share | None = None) -> Any:
+        """Canonical weight of a 4-bit layer, or (weight, bias) of a float one; of a share of its rows or columns."""
         if name in self.layers:
             config = self.checkpoint.layer(name)
             family = _family_of(self.layers[name], config.activations)
-            return loaders.read(family, self.checkpoint, name, self.device)
+            with _of_layer(name, share):
+                return loaders.read(family, self.checkpoint, name, self.device, share)
         if self.checkpoint is not None and (why := fields.changed(self.checkpoint.config.raw, name, "float")):
             raise ArgumentError("name", name, f"cannot be read: {why}", "get the model without it")
-        weight = self.float_of(f"{name}.weight")
-        bias = self.float_of(f"{name}.bias") if self.has(f"{name}.bias") else None
+        cut, held = None, f"{name}.bias"
+        if share is not None and len(whole := self.shape_of(f"{name}.weight")) == 2:
+            with _of_layer(name, share):
+                cut = share.cut(whole[share.dim], share.dim)
+        weight = self.float_of(f"{name}.weight", cut)
+        rows = cut if share is not None and share.dim == 0 else None
+        alone = share is None or share.dim == 0 or share.rank == 0  # a sum over ranks has the bias once
+        bias = self.float_of(held, rows) if alone and self.has(held) else None
         if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
             seen = [list(t.shape) for t in (weight, bias) if t is not None]
             raise ArgumentError(f"{name}.weight", seen, "must be [N, K], and its bias [N]", "get the checkpoint again")
         return weight, bias
 
-    def _made(self, names: Sequence[str], own: str, sizes: Sequence[int] = ()) -> Any:
+    def _made(self, names: Sequence[str], own: str, sizes: Sequence[int] = (), shares: Shares = ()) -> Any:
         """One packed weight for some layers, of `sizes` outputs each, or (weight, bias) in 16 bits."""
-        parts = [self._part(name) for name in names]
+        parts = [self._part(name, share) for name, share in zip(names, shares or (None,) * len(names))]
         for name, part, rows in zip(names, parts, sizes):
             seen = len(part[0]) if isinstance(part, tuple) else part.n
             if seen != rows:
@@ -176,35 +209,62 @@ class Published(Source):
         self.report(own, made, weight)
         return made
 
-    def linear(self, name: str, own: str) -> Linear | Dense:
+    def linear(self, name: str, own: str, share: Share | None = None) -> Linear | Dense:
         """One projection."""
-        made = self._made([name], own)
+        made = self._made([name], own, shares=(share,))
         return Dense(*made) if isinstance(made, tuple) else Linear(made)
 
-    def joined(self, kind: type[JoinedLinear], names: Sequence[str], sizes: Sequence[int], own: str) -> nn.Module:
-        """Several projections of the same input."""
-        made = self._made(names, own, sizes)
+    def joined(
+        self, kind: type[JoinedLinear], names: Sequence[str], sizes: Sequence[int], own: str, shares: Shares = ()
+    ) -> nn.Module:
+        """Several projections of the same input, of `sizes` outputs in all ranks."""
+        sizes = sizes_of(sizes, shares)
+        made = self._made(names, own, sizes, shares)
         return Dense(*made, sizes) if isinstance(made, tuple) else kind(made, sizes)
 
-    def stacked(self, gate_up: str, down: str, activation: str, own: str) -> Experts:
-        """The experts of a layer in two float tensors, [E, 2 I, hidden] and [E, hidden, I]."""
+    def stacked(self, gate_up: str, down: str, activation: str, own: str, shares: Shares = (None, None)) -> Experts:
+        """The experts of a layer in two float tensors, [E, 2 I, hidden] and [E, hidden, I].
+
+        Args:
+            shares: of gate and up, and of down.
+        """
         if self.quantize is None:
             raise _float_experts(own)
         made = []
-        for name, part in ((gate_up, "gate_up"), (down, "down")):
+        for name, part, share in ((gate_up, "gate_up", shares[0]), (down, "down", shares[1])):
             each = []
-            for e, weight in enumerate(self.float_of(name)):
+            for e, weight in enumerate(self.float_of(name, self._cut_of_experts(name, share))):
                 each.append(quantized(self.quantize, weight, None, self.dtype, self.options, self.target))
                 self.report(f"{own}.{e}.{part}", each[-1], weight)
             made.append(each)
         return Experts.of_packed(*made, activation)
 
+    def _cut_of_experts(self, name: str, share: Share | None) -> Cut | None:
+        """Of [E, 2 I, hidden], gate before up, or [E, hidden, I]."""
+        shape = self.shape_of(name)
+        if share is None or len(shape) != 3:
+            return None
+        with _of_layer(name, share):
+            if share.dim == 1:
+                return share.cut(shape[2], 2)
+            half = share.part(shape[1] // 2)
+            return Cut(1, spans_of(shape[1], share.rank, share.world, (half, half)))
+
     def experts(
-        self, gates: Sequence[str], ups: Sequence[str], downs: Sequence[str], activation: str, own: str
+        self,
+        gates: Sequence[str],
+        ups: Sequence[str],
+        downs: Sequence[str],
+        activation: str,
+        own: str,
+        shares: Shares = (None, None),
     ) -> Experts:
-        """The experts of a layer."""
-        both = [self._made([g, u], f"{own}.{e}.gate_up") for e, (g, u) in enumerate(zip(gates, ups))]
-        back = [self._made([d], f"{own}.{e}.down") for e, d in enumerate(downs)]
+        """The experts of a layer; shares of gate and up, and of down."""
+        rows, columns = shares
+        both = [
+            self._made([g, u], f"{own}.{e}.gate_up", shares=(rows, rows)) for e, (g, u) in enumerate(zip(gates, ups))
+        ]
+        back = [self._made([d], f"{own}.{e}.down", shares=(columns,)) for e, d in enumerate(downs)]
         if isinstance(both[0], tuple) or isinstance(back[0], tuple):
             raise _float_experts(own)
         return Experts.of_packed(both, back, activation)
@@ -283,26 +343,94 @@ class Stored(Source):
     def pair(self, names: Sequence[str], own: str, offset: float) -> torch.Tensor:
         return self.read(own)
 
-    def head(self, name: str, own: str) -> Linear | Dense:
-        return self.linear(name, own)
+    def head(self, name: str, own: str, share: Share | None = None) -> Linear | Dense:
+        return self.linear(name, own, share)
 
     def _state(self, own: str) -> dict[str, torch.Tensor]:
         return {name: self.read(name) for name in self.tensors if name.startswith(f"{own}.")}
 
-    def linear(self, name: str, own: str) -> Linear | Dense:
+    def _shape(self, name: str) -> Sequence[int]:
+        get = getattr(self.tensors, "shape", None)  # of files, unread
+        return get(name) if get is not None else self.tensors[name].shape
+
+    def _packed(self, own: str, dim: int, parts: Callable[[int], Sequence[Part]], share: Share) -> Any:
+        """What a rank keeps of a packed weight, or of experts; `parts` of its size along `dim`."""
+        prefix, noted = f"{own}.", f"{own}.weight_format"
+        names = [name for name in self.tensors if name.startswith(prefix) and name != noted]
+        form = {noted: self.read(noted)} if self.has(noted) else {}
+        hollow = stored_weight(form | {name: torch.empty(self._shape(name), device="meta") for name in names}, prefix)
+        grouped = isinstance(hollow, GroupedWeight)
+        one, given = hollow.stacked if grouped else hollow, parts(hollow.n if dim == 0 else hollow.k)
+        with _of_layer(own, share):
+            spans = checked_spans(hollow, share.rank, share.world, dim, given)
+            cuts = plan(one, dim, spans, share.rank, lead=int(grouped))
+            if cuts is None:
+                return stored_weight(self._state(own), prefix).shard(share.rank, share.world, dim, parts=given)
+        made = cuts.apply(one, lambda name, cut: self.take(f"{prefix}{name}", cut))
+        return GroupedWeight(made) if grouped else made
+
+    def _dense(self, own: str, dim: int, parts: Callable[[int], Sequence[Part]], share: Share) -> tuple:
+        """(weight, bias) of a float layer."""
+        size = self._shape(f"{own}.weight")[dim]
+        with _of_layer(own, share):
+            cut = Cut(dim, spans_of(size, share.rank, share.world, parts(size)))
+        held, alone = f"{own}.bias", dim == 0 or share.rank == 0
+        bias = self.take(held, cut if dim == 0 else None) if alone and self.has(held) else None
+        return self.take(f"{own}.weight", cut).to(self.dtype), bias
+
+    def linear(self, name: str, own: str, share: Share | None = None) -> Linear | Dense:
+        if share is not None:
+            parts = lambda size: (share.part(size),)
+            if self.has(f"{own}.weight"):
+                return Dense(*self._dense(own, share.dim, parts, share))
+            return Linear(self._packed(own, share.dim, parts, share))
         state = self._state(own)
         if f"{own}.weight" in state:
             return Dense(state[f"{own}.weight"].to(self.dtype), state.get(f"{own}.bias"))
         return Linear.from_state(state, f"{own}.")
 
-    def joined(self, kind: type[JoinedLinear], names: Sequence[str], sizes: Sequence[int], own: str) -> nn.Module:
+    def joined(
+        self, kind: type[JoinedLinear], names: Sequence[str], sizes: Sequence[int], own: str, shares: Shares = ()
+    ) -> nn.Module:
+        if shares:
+            parts = lambda size: [share.part(each) for share, each in zip(shares, sizes)]
+            if self.has(f"{own}.weight"):
+                return Dense(*self._dense(own, 0, parts, shares[0]), sizes_of(sizes, shares))
+            return kind(self._packed(own, 0, parts, shares[0]), sizes_of(sizes, shares))
         state = self._state(own)
         if f"{own}.weight" in state:
             return Dense(state[f"{own}.weight"].to(self.dtype), state.get(f"{own}.bias"), sizes)
         return kind.from_state(state, f"{own}.", sizes=sizes)
 
     def experts(
-        self, gates: Sequence[str], ups: Sequence[str], downs: Sequence[str], activation: str, own: str
+        self,
+        gates: Sequence[str],
+        ups: Sequence[str],
+        downs: Sequence[str],
+        activation: str,
+        own: str,
+        shares: Shares = (None, None),
     ) -> Experts:
-        parts = (f"{own}.gate_up_proj.", f"{own}.down_proj.")
-        return Experts(*(stored_weight(self._state(part[:-1]), part) for part in parts), activation)
+        names, (rows, columns) = (f"{own}.gate_up_proj", f"{own}.down_proj"), shares
+        if rows is None:
+            return Experts(*(stored_weight(self._state(name), f"{name}.") for name in names), activation)
+        halves = lambda size: (rows.part(size // 2), rows.part(size // 2))
+        both = self._packed(names[0], 0, halves, rows)
+        return Experts(both, self._packed(names[1], 1, lambda size: (columns.part(size),), columns), activation)
+
+
+def sizes_of(sizes: Sequence[int], shares: Shares) -> tuple[int, ...]:
+    """What a rank keeps of each of some layers' output features."""
+    return tuple(share.size(size) for share, size in zip(shares, sizes)) if shares else tuple(sizes)
+
+
+@contextmanager
+def _of_layer(name: str, share: Share | None) -> Iterator[None]:
+    """Errors of a cut name the layer that cannot be cut."""
+    try:
+        yield
+    except ArgumentError as error:
+        if share is None or error.argument not in CUT:
+            raise
+        constraint = f"{name} cannot be shared by {share.world} ranks: {error.argument} {error.constraint}"
+        raise ArgumentError("tensor_parallel", (share.rank, share.world), constraint, error.remedy) from None

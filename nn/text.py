@@ -75,8 +75,8 @@ def generate(
         seed: of sampling; None draws from torch's generator.
         tokenizer: of transformers; None reads the folder's.
         chat: put each prompt into the tokenizer's chat template, a text as the user's message.
-        stream: True prints the text of a single prompt while it comes; or a function, see `Stream`. Pieces of a
-            sequence joined are its text.
+        stream: True prints the text of a single prompt while it comes (of several ranks, the first prints it); or a
+            function, see `Stream`. Pieces of a sequence joined are its text.
         progress: a bar on stderr; None shows one on a terminal unless text is printed there.
         load: arguments of `terrazzo.load`, where `model` is a folder.
 
@@ -95,14 +95,15 @@ def generate(
     with ExitStack() as stack:
         bar = _bar(stack) if shown else None
         model, tokenizer = _both(model, tokenizer, load, bar)
-        told = (lambda at, piece: print(piece, end="", flush=True)) if stream is True else stream or None
-        listener = _Listener(tokenizer, len(texts), told, bar, max_new_tokens)
+        prints = stream is True and getattr(getattr(model, "ranks", None), "rank", 0) == 0  # all ranks have the text
+        told = (lambda at, piece: print(piece, end="", flush=True)) if prints else None if stream is True else stream
+        listener = _Listener(tokenizer, len(texts), told or None, bar, max_new_tokens)
         generation.generate(
             model, [_tokens(tokenizer, text, chat) for text in texts], max_new_tokens=max_new_tokens,
             sampling=sampling, eos_token_id=_ends(model, tokenizer), on_tokens=listener,
         )  # fmt: skip
         found = listener.finish()
-    if stream is True:
+    if prints:
         print(flush=True)
     return found
 

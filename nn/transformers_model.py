@@ -12,6 +12,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn.architectures import Shape
 from terrazzo.nn.decoder import Decoder, Rotary, positions_of
 from terrazzo.nn.generation import DecodeStep
+from terrazzo.nn.parallel import TensorParallel
 from terrazzo.ops.attention.kv_cache import Batch, KVCache
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -113,7 +114,8 @@ class Body(nn.Module):
     """In the place of LlamaModel and its like: a `Decoder` with their signature.
 
     Args:
-        decoder: embedding, layers, norm. shape: see `architectures.shape_of`. formats: of keys and values.
+        decoder: embedding, layers, norm. shape: see `architectures.shape_of`; of several ranks with the own heads.
+        formats: of keys and values. ranks: those that share the model, None for one.
         max_tokens: of a sequence in the caches that forward makes. config: transformers', for what it asks of outputs.
         static: float32 scales of keys and values for caches of static formats, of all layers.
     """
@@ -126,8 +128,10 @@ class Body(nn.Module):
         max_tokens: int,
         config: Any = None,
         static: tuple[torch.Tensor | None, ...] = (None, None),
+        ranks: TensorParallel | None = None,
     ) -> None:
         super().__init__()
+        self.ranks = ranks
         self.decoder, self.shape, self.formats, self.max_tokens = decoder, shape, formats, max_tokens
         self.config, self.static = config, static
 
@@ -247,6 +251,11 @@ class Causal:
         """Embedding, layers and norm."""
         return self.model.decoder
 
+    @property
+    def ranks(self) -> TensorParallel | None:
+        """Those that share the model, None for one."""
+        return self.model.ranks
+
     def new_cache(self, sequences: int, tokens: int) -> KVCache:
         """See `Body.new_cache`."""
         return self.model.new_cache(sequences, tokens)
@@ -256,7 +265,13 @@ class Causal:
 
         Args:
             max_shard_size: of a safetensors file.
+
+        Raises:
+            ArgumentError: a model of which this rank has only its own share.
         """
+        if self.ranks is not None:
+            constraint = f"has one of {self.ranks.world} shares of the model, and a folder holds all of it"
+            raise ArgumentError("tensor_parallel", self.ranks.rank, constraint, "save what load gives without it")
         from huggingface_hub import save_torch_state_dict
 
         folder = Path(save_directory)

@@ -113,6 +113,40 @@ def spans_of(total: int, rank: int, world: int, parts: Sequence[Part | int] | No
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one rank keeps of a layer whose size is read later.
+
+    Attributes:
+        rank, world: which of how many ranks. dim: 0 cuts output features, 1 input features.
+        unit, replicate: see `Part`.
+    """
+
+    rank: int
+    world: int
+    dim: int = 0
+    unit: int = 1
+    replicate: bool = False
+
+    def part(self, size: int) -> Part:
+        """The layer with so many features along `dim`."""
+        return Part(size, self.unit, self.replicate)
+
+    def size(self, size: int) -> int:
+        """Features that the rank keeps of `size`."""
+        low, high = self.part(size).span(self.rank, self.world)
+        return high - low
+
+    def cut(self, size: int, axis: int) -> Cut:
+        """Of a tensor whose axis holds the features one by one."""
+        return Cut(axis, spans_of(size, self.rank, self.world, (self.part(size),)))
+
+    def of(self, weight: Any) -> Any:
+        """The shard of a canonical or packed weight."""
+        size = weight.n if self.dim == 0 else weight.k
+        return weight.shard(self.rank, self.world, self.dim, parts=(self.part(size),))
+
+
 class Sharded:
     """Of canonical and packed weights, and of experts: what a rank keeps."""
 
@@ -143,7 +177,7 @@ def shard(weight: Any, rank: int, world: int, dim: int, parts: Sequence[Part | i
     cuts = plan(weight, dim, spans, rank)
     if cuts is None:
         return _canonical(weight.unpack(), dim, spans, rank).pack(target=getattr(weight, "target", None))
-    return cuts.apply(weight, lambda name, cut: cut.of(getattr(weight, name)))
+    return cuts.apply(weight, lambda name, cut: _taken(getattr(weight, name), cut))
 
 
 def checked_spans(weight: Any, rank: int, world: int, dim: int, parts: Sequence[Part | int] | None) -> tuple[Span, ...]:
@@ -214,8 +248,11 @@ class Plan:
     facts: dict[str, Any]
 
     def apply(self, weight: Any, take: Callable[[str, Cut | None], Any]) -> Any:
-        """The shard of a weight; `take` gives a tensor by its name and cut."""
-        own = {name: take(name, cut) for name, cut in self.cuts.items()}
+        """The shard of a weight; `take` gives a tensor by its name and cut, None for all of it."""
+        import torch
+
+        held = [f.name for f in dataclasses.fields(weight) if torch.is_tensor(getattr(weight, f.name))]
+        own = {name: take(name, self.cuts.get(name)) for name in held if name not in self.dropped}
         return dataclasses.replace(weight, **own, **dict.fromkeys(self.dropped), **self.facts)
 
 
@@ -302,4 +339,8 @@ def _of_experts(
     if cuts is None:
         made = [shard(weight[e], rank, world, dim, parts) for e in range(len(weight))]
         return type(weight).stack(made)
-    return type(weight)(cuts.apply(one, lambda name, cut: cut.of(getattr(one, name))))
+    return type(weight)(cuts.apply(one, lambda name, cut: _taken(getattr(one, name), cut)))
+
+
+def _taken(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    return tensor if cut is None else cut.of(tensor)

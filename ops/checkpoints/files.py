@@ -7,6 +7,7 @@ callers see an ArgumentError.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from terrazzo.ops import weights
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.ops.shards import Cut
 
 MOST_JSON = 256 << 20
 """Bytes of a JSON file that is read."""
@@ -140,6 +142,13 @@ class TensorFiles:
         Raises:
             ArgumentError: there is none of that name, its file does not hold it, or torch does not know its dtype.
         """
+        return self._read(name, device, lambda file: file.get_tensor(name))
+
+    def part(self, name: str, cut: Cut, device: torch.device | str = "cpu") -> torch.Tensor:
+        """What a cut takes of one tensor: no other bytes are read. Errors of `tensor`."""
+        return self._read(name, device, lambda file: cut.of(file.get_slice(name)))
+
+    def _read(self, name: str, device: torch.device | str, get: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         from safetensors import SafetensorError
 
         if name not in self.places:
@@ -149,7 +158,7 @@ class TensorFiles:
         to = weights.device_of(device)
         direct = to.type in ("cpu", "cuda")
         try:
-            found = self._open(self.places[name], weights.device_name(to) if direct else "cpu").get_tensor(name)
+            found = get(self._open(self.places[name], weights.device_name(to) if direct else "cpu"))
         except (SafetensorError, *weights.BROKEN) as error:
             constraint = f"{self.places[name].name} does not give it: {error}"
             raise ArgumentError(name, "unreadable", constraint, "get the file again") from None

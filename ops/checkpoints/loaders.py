@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
+from terrazzo.ops.checkpoints import parts
 from terrazzo.ops.checkpoints.config import LayerConfig
 from terrazzo.ops.checkpoints.patterns import compile_pattern, matches
 from terrazzo.ops.checkpoints.reader import Checkpoint, natural
@@ -16,6 +17,7 @@ from terrazzo.ops.checkpoints.reader import Checkpoint, natural
 if TYPE_CHECKING:
     import torch
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.shards import Share
 
 _WORDS = {"int8": "8-bit int", "e4m3": "8-bit float"}
 
@@ -81,8 +83,15 @@ class Model:
         return "\n".join(lines + [f"  skipped  {name}: {reason}" for name, reason in self.skipped.items()])
 
 
-def read(family: Family, checkpoint: Checkpoint, name: str, device: torch.device, **options: Any) -> Any:
-    """Canonical weight of one layer.
+def read(
+    family: Family,
+    checkpoint: Checkpoint,
+    name: str,
+    device: torch.device,
+    share: Share | None = None,
+    **options: Any,
+) -> Any:
+    """Canonical weight of one layer, or what a rank keeps of it: then only that is read where the files allow it.
 
     Raises:
         ArgumentError: no such layer, a reason why it cannot be read as its tensors say, or tensors that do not fit.
@@ -99,7 +108,12 @@ def read(family: Family, checkpoint: Checkpoint, name: str, device: torch.device
             f"the tensors of {name!r} are {convention}",
             "pass that format, or correct the config",
         )
-    return family.readers[convention](checkpoint.tensors(name, device), config, **options)
+    reader = family.readers[convention]
+    if share is None:
+        return reader(checkpoint.tensors(name, device), config, **options)
+    if (found := parts.tensors(checkpoint, name, config, share, device)) is not None:
+        return reader(*found, **options)
+    return share.of(reader(checkpoint.tensors(name, device), config, **options))
 
 
 _SAME = {"compressed_tensors": ("compressed_tensors", "int_quantized", "mxfp4", "fp8")}
