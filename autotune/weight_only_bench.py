@@ -60,16 +60,15 @@ class WeightOnlyShape(Shape):
 
     def dense(self, weight: Any) -> torch.Tensor:
         """The weight in floats [N, K], of `dequantize`, a slice of rows at a time where it is float64."""
-        import dataclasses
-
         import torch
+        from terrazzo.nn.joined import rows_of
 
         if not get_weight_format(self.settings.weight).values:
             return self.reference.dequantize(weight, "exact", self.dtype)
         parts = []
         for lo in range(0, self.n, 4096):
             part = slice(lo, lo + 4096)
-            rows = dataclasses.replace(weight, codes=weight.codes[part], scales=weight.scales[part])
+            rows = rows_of(weight, part)
             parts.append(rows.dequantize().to(self.dtype))
         return torch.cat(parts)
 
@@ -120,7 +119,6 @@ class WeightOnlyShape(Shape):
 def random_weight(n: int, k: int, settings: WeightOnlySettings, random: torch.Generator) -> Any:
     """A canonical weight with uniform codes and log-normal scales, on the generator's device."""
     import torch
-    from terrazzo.ops import w4a16
     from terrazzo.ops.weight_only.format import QuantizedWeight
 
     form = get_weight_format(settings.weight)
@@ -129,11 +127,14 @@ def random_weight(n: int, k: int, settings: WeightOnlySettings, random: torch.Ge
     codes = torch.randint(0, 1 << form.bits, (n, k), generator=random, device=device, dtype=torch.uint8)
     scales = torch.exp(0.3 * torch.randn(shape, generator=random, device=device) - 4.5)
     if not form.values:
-        zeros = torch.randint(0, 16, shape, generator=random, device=device, dtype=torch.uint8)
+        zeros = torch.randint(0, 1 << form.bits, shape, generator=random, device=device, dtype=torch.uint8)
         scales, zeros = scales.to(getattr(torch, settings.dtype)), None if settings.symmetric else zeros
-        return w4a16.QuantizedWeight.canonical(codes, scales, zeros, group_size=size)
+        module = importlib.import_module(f"terrazzo.ops.{form.operator}")
+        return module.QuantizedWeight.canonical(codes, scales, zeros, group_size=size)
     if form.bits == 8:  # of e4m3 without NaN
         codes = codes & 128 | (codes & 127).clamp(max=126)
     if form.scales == ("e8m0",):
         scales = 127 + torch.frexp(scales).exponent.to(torch.uint8)
+    if form.scales == ("e4m3",):
+        scales = scales.to(torch.float8_e4m3fn)
     return QuantizedWeight.canonical(codes, scales, weight=settings.weight, group_size=size)

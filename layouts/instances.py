@@ -88,11 +88,20 @@ INSTANCES: dict[str, Instance] = {
         ),
         Instance(
             "mxfp4",
-            "MXFP4 with 16-bit activations, every target: the blocks of w4a16, bits of a word where bf16 has them",
+            "MXFP4 and NVFP4 with 16-bit activations: the blocks of w4a16, bits of a word where bf16 has them",
             _wgmma(16),
             "e2m1_bf16_scaled",
             4,
             _k(4),
+            block_order="kr",
+        ),
+        Instance(
+            "w8a16",
+            "INT8 with 16-bit activations, every target: two k16 steps of A in one load",
+            _wgmma(16),
+            "u8_f16_exact",
+            4,
+            _k(2),
             block_order="kr",
         ),
         Instance(

@@ -15,8 +15,8 @@ def attach(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], obje
     """A package's `__getattr__`, and a `__dir__` that lists its `__all__`.
 
     Args:
-        package: its `__name__`. homes: module inside the package -> names that it defines, with spaces between; a
-            module that is public itself stands for its own name.
+        package: its `__name__`. homes: module inside the package, or another one's whole name, -> names
+            that it defines, with spaces between; a module that is public itself stands for its own name.
     """
     home_of = {name: home for home, names in homes.items() for name in names.split()}
 
@@ -24,7 +24,7 @@ def attach(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], obje
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home = home_of[name]
-        module = import_module(f"{package}.{home}")
+        module = import_module(home if home.startswith("terrazzo.") else f"{package}.{home}")
         value = module if home.rpartition(".")[2] == name else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value

@@ -119,7 +119,7 @@ def _alike(packed: Sequence[Any]) -> list:
 
 def _with_zeros(w: Any) -> Any:
     """A symmetric W4A16 weight with a plane of zero points that are all 8."""
-    from terrazzo.ops.w4a16.format import BLOCK_N
+    from terrazzo.ops.weight_only.integers import BLOCK_N
 
     groups, blocks, _ = w.params.shape
     eights = torch.full((groups, blocks, BLOCK_N), 8, dtype=torch.uint8, device=w.params.device)

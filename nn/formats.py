@@ -76,12 +76,20 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         Family(
-            "w4a16", "terrazzo.ops.w4a16.format", "terrazzo.ops.w4a16", ("words", "params"), ("perm", "bias"),
-            (128, 64, 32), True, True, quantizes_activations=False,
+            "w4a16", "terrazzo.ops.weight_only.integers", "terrazzo.ops.w4a16", ("words", "params"), ("perm", "bias"),
+            (128, 64, 32), True, True, weight_format="u4", quantizes_activations=False,
+        ),
+        Family(
+            "w8a16", "terrazzo.ops.weight_only.byte_integers", "terrazzo.ops.w8a16", ("words", "params"),
+            ("perm", "bias"), (128, 64, 32), True, True, weight_format="u8", usual="K", quantizes_activations=False,
         ),
         Family(
             "mxfp4", "terrazzo.ops.weight_only.format", "terrazzo.ops.mxfp4", ("words", "params"), ("bias",), (32,),
             weight_format="mxfp4", quantizes_activations=False,
+        ),
+        Family(
+            "nvfp4", "terrazzo.ops.weight_only.format", "terrazzo.ops.nvfp4", ("words", "params"), ("bias",), (16,),
+            weight_format="nvfp4", quantizes_activations=False,
         ),
         Family(
             "fp8", "terrazzo.ops.weight_only.format", "terrazzo.ops.fp8", ("words", "params"), ("bias",), (128,), True,
@@ -118,8 +126,8 @@ class Format:
 
     @staticmethod
     def parse(text: str | Format) -> Format:
-        """Of "w4a16", "w4a16-g64", "w4a16-gK-sym", "w4a8-g128", "w4a8-e4m3", "w4ax", "mxfp4", "fp8" (a scale for each
-        row), "fp8-g128" (of blocks); the group's default is the first of its family's.
+        """Of "w4a16", "w4a16-g64", "w4a16-gK-sym", "w4a8-g128", "w4a8-e4m3", "w4ax", "w8a16", "mxfp4", "nvfp4", "fp8",
+        "fp8-g128" (of blocks); the group's default is the first of its family's, of w8a16 and fp8 a scale for each row.
 
         Raises:
             ArgumentError: no such format.
@@ -152,12 +160,12 @@ class Format:
             if plan is None:
                 plan = module.plan_blocks(weight.detach().float().abs().amax(0), ratio=0.25)
             return module.quantize(weight, plan, bias=bias, **options)
-        if self.family == "mxfp4":
+        if self.family in ("mxfp4", "nvfp4"):
             return module.quantize(weight, bias=bias, **options)
         if self.family == "fp8":
             options.setdefault("granularity", "channel" if self.group_size is None else "block")
             return module.quantize(weight, bias=bias, **options)
-        if self.family == "w4a16":
+        if self.family in ("w4a16", "w8a16"):
             options.setdefault("symmetric", self.symmetric)
         make = module.fp8.quantize if self.family == "w4a8-e4m3" else module.quantize
         return make(weight, group_size=size, bias=bias, **options)

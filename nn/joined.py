@@ -54,13 +54,14 @@ def rows_of(canonical: Any, part: slice) -> Any:
 
 
 def _rows(name: str, values: list, canonical: list) -> torch.Tensor:
-    """Values of all parts, one below the other; zero points that are left out are 8, biases 0."""
+    """Values of all parts, one below the other; zero points that are left out are 8 (of 8 bits: 128), biases 0."""
     like = next(value for value in values if value is not None)
     filled = []
     for value, part in zip(values, canonical):
         if value is None:
             size = part.scales.shape if name == "zeros" else (len(part.codes),)
-            value = torch.full(size, 8 if name == "zeros" else 0, dtype=like.dtype, device=like.device)
+            same = 1 << getattr(part, "bits", 4) - 1 if name == "zeros" else 0
+            value = torch.full(size, same, dtype=like.dtype, device=like.device)
         if value.dtype != like.dtype or value.shape[1:] != like.shape[1:]:
             seen = f"{weights.described(value)} beside {weights.described(like)}"
             constraint = "must have one dtype, and one number of columns"

@@ -90,7 +90,7 @@ class Linear(PackedModule):
         """A layer without values, for a state to be loaded: on meta by `load_state_dict(state, assign=True)`.
 
         Args:
-            bias: whether it has one, of `dtype`. act_order, scale_dtype: W4A16. smooth: W4A8.
+            bias: whether it has one, of `dtype`. act_order, scale_dtype: W4A16 and W8A16. smooth: W4A8.
             blocks8, order, two_level: W4Ax, see its PackedWeight; a permutation is expected where order is named.
             target: architecture; W4Ax needs one.
         """
@@ -100,20 +100,16 @@ class Linear(PackedModule):
         make = lambda shape, kind: torch.empty(shape, dtype=kind, device=device)
         optional = {"bias": make(n, dtype) if bias else None}
         facts: dict[str, Any] = {"n": n, "k": k, "group_size": size, "target": target}
-        if form.family == "w4a16":
-            from terrazzo.ops.w4a16.format import packed_sizes
-
-            facts |= {"scale_dtype": str(scale_dtype).removeprefix("torch."), "symmetric": form.symmetric}
-            np_, kp, gp, width = packed_sizes(n, k, size, facts["scale_dtype"], form.symmetric)
-            shapes = {"words": (kp // 64, np_ // 64, 512), "params": (gp, np_ // 64, width)}
-            kinds = {"words": torch.int32, "params": torch.uint8}
-            optional["perm"] = make(k, torch.int32) if act_order else None
-        elif family.weight_format:
+        if family.weight_format:
             from terrazzo.ops.weight_only.packed import packed_shapes
 
-            facts |= {"weight": family.weight_format, "group_size": size if not family.one_group else min(size, k)}
-            facts["scale_dtype"] = get_weight_format(family.weight_format).scales[0]
-            known = dict(scale_dtype=facts["scale_dtype"], symmetric=True)
+            if family.choices:  # integers
+                facts |= {"scale_dtype": str(scale_dtype).removeprefix("torch."), "symmetric": form.symmetric}
+                optional["perm"] = make(k, torch.int32) if act_order else None
+            else:
+                facts |= {"weight": family.weight_format, "group_size": size if not family.one_group else min(size, k)}
+                facts["scale_dtype"] = get_weight_format(family.weight_format).scales[0]
+            known = dict(scale_dtype=facts["scale_dtype"], symmetric=facts.get("symmetric", True))
             both = packed_shapes(n, k, group_size=size, weight=family.weight_format, **known)
             shapes, kinds = dict(zip(("words", "params"), both)), {"words": torch.int32, "params": torch.uint8}
         elif form.family == "w4ax":

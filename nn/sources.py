@@ -160,7 +160,7 @@ class Published(Source):
         """Canonical weight of a 4-bit layer, or (weight, bias) of a float one; of a share of its rows or columns."""
         if name in self.layers:
             config = self.checkpoint.layer(name)
-            family = _family_of(self.layers[name], config.activations)
+            family = _family_of(self.layers[name], config.activations, config.bits)
             with _of_layer(name, share):
                 return loaders.read(family, self.checkpoint, name, self.device, share)
         if self.checkpoint is not None and (why := fields.changed(self.checkpoint.config.raw, name, "float")):
@@ -303,15 +303,18 @@ def _float_experts(own: str) -> ArgumentError:
     return ArgumentError("quantize", None, f"the experts of {own} are float, which has no operator", remedy)
 
 
-def _family_of(convention: str, activations: str | None) -> loaders.Family:
+def _family_of(convention: str, activations: str | None, bits: int) -> loaders.Family:
     """The operator family of a layer, by how it is stored and what its config says of activations."""
-    from terrazzo.ops import fp8, mxfp4
+    from terrazzo.ops import fp8, mxfp4, nvfp4, w8a16
     from terrazzo.ops.w4a8 import checkpoint as w4a8
     from terrazzo.ops.w4a8 import fp8_checkpoint
     from terrazzo.ops.w4a16 import checkpoint as w4a16
 
-    if convention in ("fp8", "mxfp4"):
-        return {"fp8": fp8, "mxfp4": mxfp4}[convention].FAMILY
+    floats = {"fp8": fp8, "mxfp4": mxfp4, "nvfp4": nvfp4}
+    if convention in floats:
+        return floats[convention].FAMILY
+    if bits == 8 and convention in w8a16.FAMILY.readers:
+        return w8a16.FAMILY
     if convention == "qserve" or activations == "int8":
         return w4a8.FAMILY
     return fp8_checkpoint.FAMILY if activations == "e4m3" else w4a16.FAMILY

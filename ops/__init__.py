@@ -14,11 +14,13 @@ __all__ = [
     "moe",
     "mxfp4",
     "norm",
+    "nvfp4",
     "registry",
     "rope",
     "w4a8",
     "w4a16",
     "w4ax",
+    "w8a16",
 ]
 
 if TYPE_CHECKING:
@@ -30,11 +32,13 @@ if TYPE_CHECKING:
         moe,
         mxfp4,
         norm,
+        nvfp4,
         registry,
         rope,
         w4a8,
         w4a16,
         w4ax,
+        w8a16,
     )
 else:
     __getattr__, __dir__ = lazy.attach(
@@ -47,10 +51,12 @@ else:
             "moe": "moe",
             "mxfp4": "mxfp4",
             "norm": "norm",
+            "nvfp4": "nvfp4",
             "registry": "registry",
             "rope": "rope",
             "w4a16": "w4a16",
             "w4a8": "w4a8",
             "w4ax": "w4ax",
+            "w8a16": "w8a16",
         },
     )

@@ -1,4 +1,5 @@
-"""4-bit codes with a scale and a zero point for each group along K: what published int4 layers are read into.
+"""Codes of 4 or 8 bits with a scale and a zero point for each group along K: what published integer layers are read
+into.
 
     w[n, perm[j]] = (codes[n, j] - zeros[n, j // g]) * scales[n, j // g]        (perm[j] = j without act-order)
 
@@ -8,7 +9,7 @@ Operator families build their canonical forms on it, and share its checks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
@@ -20,21 +21,26 @@ if TYPE_CHECKING:
 GROUPS = (32, 64, 128)
 """Group sizes that kernels read; one group for the whole of K is the fourth choice."""
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
+MOST_ZERO = {4: 16, 8: 255}
+"""Bits of codes -> largest zero point."""
 Codes = TypeVar("Codes", bound="GroupedCodes")
 
 
 @dataclass(frozen=True, eq=False)
 class GroupedCodes(weights.Canonical):
-    """A 4-bit weight [N, K] in plain rows. Build it with `canonical`, which checks it.
+    """A weight [N, K] of `bits` = 4 or 8 bits in plain rows. Build it with `canonical`, which checks it.
 
     Attributes:
-        codes: uint8 [N, K], 0..15.
+        codes: uint8 [N, K], 0..15 or 0..255.
         scales: f16, bf16 or f32 [N, G], G = ceil(K / group_size).
-        zeros: uint8 [N, G], 0..16 (16 occurs in GPTQ v1 checkpoints); None means 8 everywhere (symmetric).
+        zeros: uint8 [N, G], 0..16 (16 occurs in GPTQ v1 checkpoints) or 0..255; None means 8, or 128, everywhere
+            (symmetric).
         group_size: 32, 64, 128 or K.
         perm: int32 [K] | None; column j of `codes` is input channel perm[j] (act-order).
         bias: [N] | None.
     """
+
+    bits: ClassVar[int] = 4
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -58,9 +64,9 @@ class GroupedCodes(weights.Canonical):
         """Check shapes, dtypes and values, and bring the weight to canonical form.
 
         Args:
-            codes: integers [N, K], 0..15.
+            codes: integers [N, K], 0..15; of 8 bits 0..255.
             scales: f16, bf16 or f32 [N, G]; finite.
-            zeros: integers [N, G], 0..16, or None for 8. All 8 becomes None.
+            zeros: integers [N, G], 0..16, or None for 8. All 8 becomes None. Of 8 bits 0..255, and 128.
             group_size: input channels for each scale; None or -1 derives it from K and G. A multiple of 32 is
                 expanded to 128, 64 or 32 (its scales are repeated), a group that holds all of K becomes K.
             perm: integers [K], a permutation; the identity becomes None.
@@ -76,9 +82,9 @@ class GroupedCodes(weights.Canonical):
         scales, zeros, perm, bias = (
             None if t is None else weights.as_tensor(name, t, codes.device) for name, t in given.items()
         )
-        n, k = _check_codes(codes)
+        n, k = _check_codes(codes, cls.bits)
         group_size = _check_scales(scales, n, k, group_size)
-        zeros = _check_zeros(zeros, scales)
+        zeros = _check_zeros(zeros, scales, cls.bits)
         if group_size not in (k, *GROUPS):
             group_size, source = expand_groups(group_size, k, scales.device)
             scales, zeros = scales[:, source], None if zeros is None else zeros[:, source]
@@ -111,7 +117,7 @@ def expand_groups(group_size: int, k: int, device: torch.device) -> tuple[int, t
 
     unit = next((g for g in reversed(GROUPS) if group_size % g == 0), None)
     if unit is None:
-        small = "; groups of 16 are those of NVFP4, which no kernel reads yet" if group_size == 16 else ""
+        small = "; groups of 16 are those of NVFP4 (terrazzo.ops.nvfp4)" if group_size == 16 else ""
         raise ArgumentError(
             "group_size",
             group_size,
@@ -132,7 +138,7 @@ def derive_group(k: int, groups: int) -> int | None:
     return fits[0] if len(fits) == 1 else None
 
 
-def _check_codes(codes: torch.Tensor) -> tuple[int, int]:
+def _check_codes(codes: torch.Tensor, bits: int) -> tuple[int, int]:
     if codes.ndim != 2 or 0 in codes.shape or not weights.is_integer(codes):
         raise ArgumentError(
             "codes",
@@ -140,10 +146,10 @@ def _check_codes(codes: torch.Tensor) -> tuple[int, int]:
             "must be integers [N, K] with N, K >= 1",
             "pass one code for each weight; quantize() makes them from a float weight",
         )
-    if (value := weights.out_of_range(codes, 0, 15)) is not None:
-        raise ArgumentError(
-            "codes", value, "must be in 0..15", "add 8 to signed codes; an 8-bit weight has no W4A16 form"
-        )
+    if (value := weights.out_of_range(codes, 0, (1 << bits) - 1)) is not None:
+        other = "; weights of 8 bits are those of w8a16" if bits == 4 else ""
+        remedy = f"add {1 << bits - 1} to signed codes{other}"
+        raise ArgumentError("codes", value, f"must be in 0..{(1 << bits) - 1}", remedy)
     return tuple(codes.shape)
 
 
@@ -190,7 +196,7 @@ def _check_scales(scales: torch.Tensor, n: int, k: int, group_size: int | None) 
     return k if groups == 1 else group_size
 
 
-def _check_zeros(zeros: torch.Tensor | None, scales: torch.Tensor) -> torch.Tensor | None:
+def _check_zeros(zeros: torch.Tensor | None, scales: torch.Tensor, bits: int) -> torch.Tensor | None:
     import torch
 
     if zeros is None:
@@ -200,13 +206,12 @@ def _check_zeros(zeros: torch.Tensor | None, scales: torch.Tensor) -> torch.Tens
             "zeros",
             f"{weights.dtype_name(zeros)} {list(zeros.shape)}",
             f"must be integers {list(scales.shape)}, one for each scale",
-            "round float zero points (w = (code - zero) * scale), or leave them out for 8",
+            f"round float zero points (w = (code - zero) * scale), or leave them out for {1 << bits - 1}",
         )
-    if (value := weights.out_of_range(zeros, 0, 16)) is not None:
-        raise ArgumentError(
-            "zeros", value, "must be in 0..16", "add 8 to signed zero points; they count in units of a code"
-        )
-    return None if bool((zeros == 8).all()) else zeros.to(torch.uint8)
+    if (value := weights.out_of_range(zeros, 0, MOST_ZERO[bits])) is not None:
+        remedy = f"add {1 << bits - 1} to signed zero points; they count in units of a code"
+        raise ArgumentError("zeros", value, f"must be in 0..{MOST_ZERO[bits]}", remedy)
+    return None if bool((zeros == 1 << bits - 1).all()) else zeros.to(torch.uint8)
 
 
 def check_perm(perm: torch.Tensor, k: int) -> torch.Tensor | None:
@@ -225,3 +230,15 @@ def check_perm(perm: torch.Tensor, k: int) -> torch.Tensor | None:
             "pass argsort(g_idx, stable=True)",
         )
     return None if bool((perm == natural).all()) else perm.to(torch.int32).contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedBytes(GroupedCodes):
+    """`GroupedCodes` of 8 bits."""
+
+    bits: ClassVar[int] = 8
+
+
+def of_bits(bits: int) -> type[GroupedCodes]:
+    """The class of codes of 4 or 8 bits."""
+    return {4: GroupedCodes, 8: GroupedBytes}[bits]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import fp8, mxfp4
+from terrazzo.ops import fp8, mxfp4, nvfp4, w8a16
 from terrazzo.ops.checkpoints import loaders
 from terrazzo.ops.checkpoints.reader import Checkpoint
 from terrazzo.ops.w4a8.checkpoint import FAMILY as W4A8
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 FAMILIES = {
     "w4a16": (W4A16, {}), "w4a8": (W4A8, {"requantize": True}), "w4a8_fp8": (W4A8_FP8, {}),
     "mxfp4": (mxfp4.FAMILY, {}), "fp8": (fp8.FAMILY, {}),
+    "w8a16": (w8a16.FAMILY, {}), "nvfp4": (nvfp4.FAMILY, {}),
 }  # fmt: skip
 """Operator -> what reads its layers, and with which options: those that read the most."""
 _ROWS = {"qserve": 32, "fp8": 1 << 30}
@@ -42,6 +43,7 @@ _ROWS_OF = {
     "compressed_tensors": {"weight_packed": _FIRST, "weight_scale": _FIRST, "weight_zero_point": _WORDS_FIRST},
     "int_quantized": {"weight": _FIRST, "weight_scale": _FIRST, "weight_zero_point": _FIRST},
     "mxfp4": {"weight_packed": _FIRST, "weight_scale": _FIRST},
+    "nvfp4": {"weight": _FIRST, "weight_packed": _FIRST, "weight_scale": _FIRST},
     "fp8": {"weight": _FIRST},
     "qserve": {"qweight": _FIRST, "s1_scales": _FIRST, "s1_szeros": _FIRST, "s2_scales": _LAST, "s2_zeros": _LAST},
 }
@@ -123,6 +125,7 @@ def _kind(checkpoint: _Sampled, name: str, operator: str | None) -> Linear:
     if config.skip:
         raise ArgumentError("name", name, config.skip, "load_model names the same reason")
     fits = [it for it, (family, _) in FAMILIES.items() if not family.refuses(convention, config)]
+    fits.sort(key=lambda it: FAMILIES[it][0].bits != config.bits)
     chosen = operator or next(iter(fits), "w4a16")
     facts = checkpoint.facts(name, chosen, config)
     n = checkpoint.output_features(name)
@@ -196,7 +199,10 @@ class _Sampled(Checkpoint):
         return _ROWS.get(self.layers().get(prefix), _FEW_ROWS)
 
     def _packed(self, name: str, packed: int) -> int:
-        return 1 if self.describe(name)[0] == "I8" else packed
+        """Output features of an element: a word of zero points has fewer of 8 bits."""
+        if self.describe(name)[0] == "I8":
+            return 1
+        return packed // 2 if packed > 1 and self.config.layer(name.rpartition(".")[0]).bits == 8 else packed
 
     def output_features(self, prefix: str) -> int:
         """N of a layer."""

@@ -33,7 +33,7 @@ SERVED = ("llama-3.1-8b", "qwen3-8b", "mistral-7b", "qwen2.5-7b", "llama-3.2-3b"
 EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b")
 LEFT_OUT = {
     "w4ax": "research: its activations are mixed in a layer's own proportion",
-    "mxfp4": "one model of the table's has it", "fp8": "the same",
+    "mxfp4": "one model of the table's has it", "fp8": "the same", "w8a16": "the same", "nvfp4": "the same",
 }  # fmt: skip
 """Operators of the registry without kernels in the wheel, and why: they are compiled, or prepared."""
 ALONG = ("norm", "activation", "rope")

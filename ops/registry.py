@@ -83,6 +83,22 @@ def _w4a16(format: str, source: str, scales: tuple[str, ...], notes: str) -> Sup
     )
 
 
+def _w8a16(format: str, source: str, notes: str) -> Support:
+    form = WEIGHTS["u8"]
+    return Support(
+        operator="w8a16",
+        format=format,
+        source=f"terrazzo.ops.w8a16.{source}",
+        groups=(*form.groups, "K"),
+        zeros=("asymmetric", "symmetric"),
+        activations=("float16", "bfloat16"),
+        scales=form.scales,
+        numerics=form.numerics,
+        targets=dict.fromkeys(_targets(), "compiled"),
+        notes=notes,
+    )
+
+
 _ALL_SCALES = ("float16", "bfloat16", "float32")
 
 
@@ -116,7 +132,7 @@ def _w4a8_fp8(format: str, source: str, notes: str) -> Support:
     )
 
 
-def _small_float(operator: str, format: str, source: str, notes: str) -> Support:
+def _small_float(operator: str, format: str, source: str, notes: str, status: str = "") -> Support:
     form = WEIGHTS[operator]
     return Support(
         operator=operator,
@@ -127,7 +143,7 @@ def _small_float(operator: str, format: str, source: str, notes: str) -> Support
         activations=("bfloat16", "float16"),
         scales=form.scales,
         numerics=form.numerics,
-        targets=_targets(),
+        targets=dict.fromkeys(_targets(), status) if status else _targets(),
         notes=notes,
     )
 
@@ -176,9 +192,18 @@ REGISTRY: tuple[Support, ...] = (
     _w4a16("gptq_v2", "from_gptq", _ALL_SCALES, "act-order; auto-round's own"),
     _w4a16("compressed_tensors", "from_compressed_tensors", _ALL_SCALES, "pack-quantized; actorder"),
     _w4a16("rtn", "quantize", _ALL_SCALES, "float weight, round to nearest with searched clipping"),
+    _w8a16("gptq", "from_gptq", "8 bits; v1: zero points stored minus one; act-order; auto-round's auto_gptq"),
+    _w8a16("gptq_v2", "from_gptq", "8 bits; act-order; auto-round's own"),
+    _w8a16(
+        "compressed_tensors", "from_compressed_tensors", "8 bits; pack-quantized, and int-quantized with x in 16 bits"
+    ),
+    _w8a16("rtn", "quantize", "float weight, round to nearest"),
     _small_float("mxfp4", "gpt_oss", "from_gpt_oss", "experts; gate and up rows interleaved or not"),
     _small_float("mxfp4", "compressed_tensors", "from_compressed_tensors", "mxfp4-pack-quantized"),
     _small_float("mxfp4", "rtn", "quantize", "float weight, round to nearest, the better of two powers of two"),
+    _small_float("nvfp4", "modelopt", "from_modelopt", "NVFP4 and W4A16_NVFP4: weight_scale_2", "compiled"),
+    _small_float("nvfp4", "compressed_tensors", "from_compressed_tensors", "nvfp4-pack-quantized", "compiled"),
+    _small_float("nvfp4", "rtn", "quantize", "float weight, round to nearest", "compiled"),
     _small_float("fp8", "compressed_tensors", "from_checkpoint", "float-quantized: tensor, channel or block scales"),
     _small_float("fp8", "fp8", "from_checkpoint", "quant_method fp8 and fbgemm_fp8: weight_scale, weight_scale_inv"),
     _small_float("fp8", "rtn", "quantize", "float weight, scales of the tensor, of rows or of blocks"),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int]
 """Features from the first up to the second."""
-BY_ROW = ("codes", "scales", "zeros", "offsets", "channel_scales", "bias")
+BY_ROW = ("codes", "scales", "factors", "zeros", "offsets", "channel_scales", "bias")
 """Tensors of canonical weights that have a row, or a value, for each output feature."""
 BY_GROUP = ("scales", "zeros", "offsets")
 """Those with a column for each group of input channels."""

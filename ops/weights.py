@@ -140,7 +140,8 @@ def kind(value: Any) -> str:
     """What a caller passed, for messages: "w4a8.PackedWeight", or the name of another type."""
     parts = type(value).__module__.split(".")
     if parts[:3] == ["terrazzo", "ops", "weight_only"]:
-        return f"{getattr(value, 'weight', 'weight_only')}.{type(value).__name__}"
+        form = getattr(value, "format", None) if hasattr(value, "weight") else None
+        return f"{form.operator if form else 'weight_only'}.{type(value).__name__}"
     family = parts[2] if parts[:2] == ["terrazzo", "ops"] and len(parts) > 3 else ""
     form = "fp8." if family and parts[-1].startswith("fp8") else ""
     return f"{family}.{form}{type(value).__name__}" if family else type(value).__name__

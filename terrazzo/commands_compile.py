@@ -43,7 +43,9 @@ _FOLDER = click.Path(exists=True, path_type=Path)
 @click.option("--kv", type=Formats(), multiple=True, help="Keys/values as int4/int4, or none; may be repeated.")
 @click.option("--m", "ms", type=Counts(), help="Numbers of tokens to serve, 1,16,256. Default: every M.")
 @click.option("--dtype", type=Dtype("f16", "bf16"), help="Activations and output. Default: the checkpoint's, else f16.")
-@click.option("--group", help="Input channels for each scale; K: all. Default: 128, w4a8 64, mxfp4 32, fp8 K.")
+@click.option(
+    "--group", help="Input channels for each scale; K: all. Default: 128, w4a8 64, mxfp4 32, nvfp4 16, else K."
+)
 @click.option("--symmetric/--asymmetric", default=False, help="Without or with (default) zero points.")
 @click.option("--scale-dtype", type=Dtype("f16", "bf16", "f32"), help="Default: as the activations.")
 @click.option("--numerics", type=NUMERICS, default="auto", show_default=True, help="w4a16: auto, exact, fused or post.")
@@ -287,7 +289,13 @@ def _requests(op: str) -> Any:
 
 
 def _usual_group(op: str | None, dequantization: str) -> str:
-    usual = {"mxfp4": "32", "fp8": "K", "w4a8": "128" if dequantization == "e4m3" else "64"}
+    usual = {
+        "mxfp4": "32",
+        "nvfp4": "16",
+        "fp8": "K",
+        "w8a16": "K",
+        "w4a8": "128" if dequantization == "e4m3" else "64",
+    }
     return usual.get(op or "", "128")
 
 

@@ -17,7 +17,11 @@ SHOWN = 10
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("-o", "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write.")
 @click.option(
-    "--format", "form", default="w4a16-g128", show_default=True, help="As w4a16-g64, w4a16-gK-sym, w4a8, mxfp4, fp8."
+    "--format",
+    "form",
+    default="w4a16-g128",
+    show_default=True,
+    help="As w4a16-g64, w4a16-gK-sym, w4a8, mxfp4, nvfp4, w8a16, fp8.",
 )
 @click.option("--kv", help="Keys and values that the folder names, as int8 or int4_channel64/int4. Default: 16 bits.")
 @click.option("--device", help="Where weights are quantized. Default: cuda where there is a GPU.")

@@ -17,7 +17,7 @@ from terrazzo.console import console, print_table, size
 from terrazzo.lowering.errors import CompileError
 
 if TYPE_CHECKING:
-    from terrazzo.ops.w4a16.format import PackedWeight, QuantizedWeight
+    from terrazzo.ops.weight_only.integers import PackedWeight, QuantizedWeight
 
 TARGETS = ("sm_80", "sm_89", "sm_90a")
 COMPILED_M = (1, 16, 256)
@@ -98,7 +98,7 @@ def _read(stage: _Stage, data: Path | None) -> QuantizedWeight:
 def _pack(stage: _Stage, weight: QuantizedWeight) -> PackedWeight:
     import torch
     from terrazzo.layouts import INSTANCES, get_converter, get_instance
-    from terrazzo.ops.w4a16.format import LAYOUT
+    from terrazzo.ops.weight_only.integers import LAYOUT
 
     layout, instance = get_instance(LAYOUT), INSTANCES[LAYOUT]
     with stage.step("Its layout is derived, and proved") as facts:

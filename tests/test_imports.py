@@ -72,7 +72,7 @@ def imports(module: str) -> list[tuple[int, str, bool]]:
 
 def test_every_floor_is_read():
     assert {floor_of(module) for module in SOURCES} == set(FLOORS)
-    assert floor_of("terrazzo.cli") == "terrazzo" and floor_of("terrazzo.ops.w4a16.format") == "ops"
+    assert floor_of("terrazzo.cli") == "terrazzo" and floor_of("terrazzo.ops.weight_only.integers") == "ops"
 
 
 @pytest.mark.parametrize("module", SOURCES)
@@ -89,7 +89,7 @@ CIRCLES = {("nn.loading", "nn.transformers_model")}
 """Circles that imports inside functions still close: the list only shrinks."""
 SIDEWAYS: set[tuple[str, str]] = set()
 """Imports of one family by another, or by what all share: the list only shrinks."""
-FAMILIES = ("activation", "attention", "fp8", "mxfp4", "norm", "rope", "w4a16", "w4a8", "w4ax")
+FAMILIES = ("activation", "attention", "fp8", "mxfp4", "norm", "nvfp4", "rope", "w4a16", "w4a8", "w4ax", "w8a16")
 
 
 def short(module: str) -> str:

@@ -14,10 +14,10 @@ from terrazzo.ops.checkpoints.words import (
     check_int8,
     check_plain,
     check_words,
-    nibbles,
+    codes_of,
     shape_error,
 )
-from terrazzo.ops.grouped_codes import GroupedCodes
+from terrazzo.ops.grouped_codes import GroupedCodes, of_bits
 
 if TYPE_CHECKING:
     import torch
@@ -36,29 +36,32 @@ def unpack_packed(
     bits: int = 4,
     format: str = "pack-quantized",
     symmetric: bool | None = None,
+    code_bits: int = 4,
 ) -> GroupedCodes:
-    """Codes of a pack-quantized layer; arguments and errors as of `w4a16.read_compressed_tensors`."""
+    """Codes of a pack-quantized layer; arguments and errors as of `w4a16.read_compressed_tensors`. code_bits: what the
+    caller reads, 4 or 8."""
     import torch
 
     if format != "pack-quantized":
         raise ArgumentError("format", format, "must be 'pack-quantized'", "export the model again with that format")
-    check_bits(bits)
+    check_bits(bits, wanted=code_bits)
+    each, zero = 32 // code_bits, 1 << code_bits - 1
     check_float("weight_scale", weight_scale, "[N, G]")
     n, groups = weight_scale.shape
     columns = check_words("weight_packed", weight_packed, (n, None))[1]
-    shape = (n, columns * 8) if weight_shape is None else check_weight_shape(weight_shape, n)
-    if columns != -(-shape[1] // 8):
-        check_bits(columns * 32 / shape[1], "weight_shape")
+    shape = (n, columns * each) if weight_shape is None else check_weight_shape(weight_shape, n)
+    if columns != -(-shape[1] // each):
+        check_bits(columns * 32 / shape[1], "weight_shape", code_bits)
     zeros = None
     if weight_zero_point is not None:
         check_plain("weight_zero_point", weight_zero_point)
         if getattr(weight_zero_point, "dtype", None) == torch.int8:
             if tuple(weight_zero_point.shape) != (n, groups):
                 raise shape_error("weight_zero_point", weight_zero_point, f"int8 [{n}, {groups}]")
-            zeros = weight_zero_point.to(torch.int16) + 8
+            zeros = weight_zero_point.to(torch.int16) + zero
         else:
-            check_words("weight_zero_point", weight_zero_point, (-(-n // 8), groups))
-            zeros = nibbles(weight_zero_point.T)[:, :n].T
+            check_words("weight_zero_point", weight_zero_point, (-(-n // each), groups))
+            zeros = codes_of(weight_zero_point.T, code_bits)[:, :n].T
     elif symmetric is False:
         raise ArgumentError(
             "weight_zero_point",
@@ -66,7 +69,7 @@ def unpack_packed(
             "an asymmetric layer needs its zero points",
             "add the layer's weight_zero_point tensor",
         )
-    if symmetric and zeros is not None and not bool((zeros == 8).all()):
+    if symmetric and zeros is not None and not bool((zeros == zero).all()):
         raise ArgumentError(
             "symmetric",
             True,
@@ -76,9 +79,9 @@ def unpack_packed(
     if weight_g_idx is not None:
         check_index("weight_g_idx", weight_g_idx)
         weight_g_idx = None if bool((weight_g_idx == -1).all()) else weight_g_idx
-    codes = nibbles(weight_packed)[:, : shape[1]]
+    codes = codes_of(weight_packed, code_bits)[:, : shape[1]]
     with weights.renamed(scales="weight_scale", zeros="weight_zero_point", g_idx="weight_g_idx"):
-        return by_index(codes, weight_scale, zeros, weight_g_idx, bias, group_size, None)
+        return by_index(codes, weight_scale, zeros, weight_g_idx, bias, group_size, None, code_bits)
 
 
 def check_weight_shape(shape: torch.Tensor | tuple[int, int], n: int) -> tuple[int, int]:
@@ -107,9 +110,10 @@ def unpack(
     group_size: int | None = None,
     format: str | None = None,
     symmetric: bool | None = None,
+    code_bits: int = 4,
 ) -> GroupedCodes:
     """Codes of an int-quantized or pack-quantized layer, with free scales; arguments and errors as of
-    `w4a8.read_compressed_tensors`."""
+    `w4a8.read_compressed_tensors`. code_bits: what the caller reads, 4 or 8."""
     import torch
 
     known = {torch.int8: "int-quantized", torch.int32: "pack-quantized"}
@@ -119,16 +123,17 @@ def unpack(
         raise ArgumentError(
             "format",
             format,
-            f"int-quantized stores int8 [N, K], pack-quantized int32 [N, K/8]; the weight is {seen}",
+            f"int-quantized stores int8 [N, K], pack-quantized int32 [N, K/{32 // code_bits}]; the weight is {seen}",
             "pass the layer's weight or weight_packed tensor",
         )
     check_plain("weight", weight)
     if stored == "pack-quantized":
-        facts = dict(bias=bias, group_size=group_size, symmetric=symmetric)
+        facts = dict(bias=bias, group_size=group_size, symmetric=symmetric, bits=code_bits, code_bits=code_bits)
         with weights.renamed(weight_packed="weight"):
             return unpack_packed(weight, weight_scale, weight_zero_point, weight_shape, **facts)
     check_int8("weight", weight, (None, None))
-    if (value := weights.out_of_range(weight, -8, 7)) is not None:
+    zero, kind = 1 << code_bits - 1, of_bits(code_bits)
+    if (value := weights.out_of_range(weight, -zero, zero - 1)) is not None:
         raise ArgumentError("weight", value, "must be in -8..7", "an 8-bit weight has no 4-bit form")
     if weight_shape is not None and check_weight_shape(weight_shape, weight.shape[0]) != tuple(weight.shape):
         constraint = f"must be that of the weight, {list(weight.shape)}"
@@ -139,10 +144,10 @@ def unpack(
         if not isinstance(zeros, torch.Tensor) or not weights.is_integer(zeros):
             constraint = "must be a tensor, int8 [N, G]"
             raise ArgumentError("weight_zero_point", weights.described(zeros), constraint, "add the layer's tensor")
-        zeros = zeros.to(torch.int16) + 8
-    codes = weight.to(torch.int16) + 8
+        zeros = zeros.to(torch.int16) + zero
+    codes = weight.to(torch.int16) + zero
     with weights.renamed(codes="weight", scales="weight_scale", zeros="weight_zero_point"):
-        source = GroupedCodes.canonical(codes, weight_scale, zeros, group_size=group_size, bias=bias)
+        source = kind.canonical(codes, weight_scale, zeros, group_size=group_size, bias=bias)
     if symmetric and source.zeros is not None:
         raise ArgumentError("symmetric", True, "the layer has zero points", "pass symmetric=None")
     return source

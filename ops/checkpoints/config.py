@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ FORMATS = {
     "compressed_tensors": "compressed_tensors",
     "qserve": "qserve",
     "fp8": "fp8",
+    "nvfp4": "nvfp4",
     "auto_round": "gptq",
     "auto_round:auto_gptq": "gptq",
     "auto_round:auto_awq": "awq",
@@ -39,7 +41,9 @@ _PACKINGS = {
 }
 """auto-round's packing_format, without its "auto_round:" and the kernel named behind -> format."""
 _KERNELS = ("exllamav2", "exllama", "tritonv2", "triton", "marlin", "gemm")
-_FILES = ("config.json", "quantize_config.json", "quant_config.json", "quantization_config.json")
+_FILES = (
+    "config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json",
+)  # fmt: skip
 _KINDS = {
     "dynamic": dict, "config_groups": dict, "extra_config": dict, "version": str, "checkpoint_format": str,
     "format": str, "packing_format": str,
@@ -54,7 +58,14 @@ _FLOAT_PRESETS = {
     "FP8_BLOCK": {"num_bits": 8, "strategy": "block"},
     "MXFP4": {"num_bits": 4, "strategy": "group", "group_size": 32},
     "MXFP4A16": {"num_bits": 4, "strategy": "group", "group_size": 32},
+    "NVFP4": {"num_bits": 4, "strategy": "tensor_group", "group_size": 16},
+    "NVFP4A16": {"num_bits": 4, "strategy": "tensor_group", "group_size": 16},
 }
+_MODELOPT = {
+    "NVFP4": ("nvfp4", 4, 16), "W4A16_NVFP4": ("nvfp4", 4, 16), "FP8": ("fp8", 8, -1),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("fp8", 8, -1), "W8A16": ("compressed_tensors", 8, -1),
+}  # fmt: skip
+"""modelopt's quant_algo -> convention of its tensors, bits, group size."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,7 @@ class LayerConfig:
     """What a checkpoint's config states about one layer. None: it does not say.
 
     Attributes:
-        format: "awq", "gptq", "gptq_v2", "compressed_tensors", "qserve" or "fp8".
+        format: "awq", "gptq", "gptq_v2", "compressed_tensors", "qserve", "fp8" or "nvfp4".
         bits: bits for each code.
         group_size: input channels for each scale, -1 for one group.
         version: AWQ version or compressed-tensors format, as written.
@@ -148,6 +159,8 @@ class Config:
                 parts = [raw, *(raw[part] for part in ("text_config", "llm_config") if isinstance(raw.get(part), dict))]
                 found = (part.get("quantization_config") or part.get("compression_config") for part in parts)
                 raw = next(filter(None, found), None)
+            if name == "hf_quant_config.json" and isinstance(raw.get("quantization"), dict):
+                raw = {"quant_method": "modelopt", **raw["quantization"]}
             if raw and chosen is None:
                 chosen = raw
             elif isinstance(raw, dict):
@@ -259,6 +272,26 @@ class Config:
         group = -1 if block is None else 128
         return LayerConfig("fp8", 8, group, activations="", skip=skip, excluded=bool(excluded))
 
+    def _modelopt(self, name: str) -> LayerConfig:
+        left = [*_names_of(self.raw, "exclude_modules"), *_names_of(self.raw, "ignore")]
+        excluded = [part for part in left if fnmatchcase(name, part) or _contains(name, part)]
+        if excluded:
+            return LayerConfig(skip=f"exclude_modules names {excluded[0]!r}", excluded=True)
+        facts = self.raw
+        if facts.get("quant_algo") == "MIXED_PRECISION":
+            stated = facts.get("quantized_layers")
+            facts = stated.get(name) if isinstance(stated, dict) else None
+            if not isinstance(facts, dict):
+                return LayerConfig(skip="quantized_layers does not name it", excluded=True)
+        algorithm = _text(facts, "quant_algo")
+        if algorithm not in _MODELOPT:
+            known = ", ".join(_MODELOPT)
+            return LayerConfig(skip=f"quant_algo is {_shown(algorithm)}, only {known} are read")
+        format, bits, size = _MODELOPT[algorithm]
+        if bits == 4 and whole(facts, "group_size", size) != size:
+            return LayerConfig(skip=f"group_size is {facts['group_size']}, {algorithm} has groups of {size}")
+        return LayerConfig(format, bits, size, activations="")
+
     def _compressed(self, name: str) -> LayerConfig:
         ignored = [entry for entry in _names_of(self.raw, "ignore") if fields.names(entry, name)]
         if ignored:
@@ -279,6 +312,7 @@ _LAYERS = {
     "qserve": Config._qserve,
     "auto-round": Config._auto_round,
     "fp8": Config._fp8,
+    "modelopt": Config._modelopt,
 }
 
 
@@ -333,7 +367,7 @@ def _scheme(group: dict[str, Any], format: str | None) -> LayerConfig:
     if group.get("output_activations"):
         return skipped("the layer's output is quantized too (output_activations)")
     strategy = stated.get("strategy")
-    if strategy not in (None, "group", "channel"):
+    if strategy not in (None, "group", "channel", *(["tensor"] if whole(stated, "num_bits", 4) == 8 else [])):
         return skipped(f"weights have scales of strategy {_shown(strategy)}, not group or channel")
     if stated.get("dynamic"):
         return skipped("weights are quantized dynamically, at run time")
@@ -342,7 +376,7 @@ def _scheme(group: dict[str, Any], format: str | None) -> LayerConfig:
     return LayerConfig(
         "compressed_tensors",
         whole(stated, "num_bits", 4),
-        -1 if strategy == "channel" else whole(stated, "group_size"),
+        -1 if strategy in ("channel", "tensor") else whole(stated, "group_size"),
         layout,
         _flag(stated, "symmetric"),
         True if order is True or order in ("group", "dynamic") else None,
@@ -351,15 +385,16 @@ def _scheme(group: dict[str, Any], format: str | None) -> LayerConfig:
 
 
 def _small_floats(stated: dict[str, Any], group: dict[str, Any], format: str | None) -> LayerConfig | None:
-    """Weights of float-quantized and mxfp4-pack-quantized; None of others, which are refused."""
+    """Weights of float-quantized, mxfp4- and nvfp4-pack-quantized; None of others, which are refused."""
     bits, strategy, size = whole(stated, "num_bits"), stated.get("strategy"), whole(stated, "group_size")
     if bits == 8 and strategy == "block" and stated.get("block_structure") not in (None, [128, 128], "128x128"):
         return None
     known = bits == 8 and strategy in (None, "tensor", "channel", "block")
-    if stated.get("dynamic") or not (known or (bits, strategy, size) == (4, "group", 32)):
+    nvfp4 = bits == 4 and strategy in ("tensor_group", "group") and size == 16
+    if stated.get("dynamic") or not (known or nvfp4 or (bits, strategy, size) == (4, "group", 32)):
         return None
-    size = {4: 32}.get(bits, 128 if strategy == "block" else -1)
-    usual = {4: "mxfp4-pack-quantized"}.get(bits, "float-quantized")
+    size = size if bits == 4 else 128 if strategy == "block" else -1
+    usual = f"{'nvfp4' if nvfp4 else 'mxfp4'}-pack-quantized" if bits == 4 else "float-quantized"
     layout = _text(group, "format") or (usual if format in (None, "mixed-precision") else format)
     if bits == 4 and layout != usual:
         return None

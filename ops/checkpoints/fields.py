@@ -5,7 +5,7 @@ in a way that no kernel here follows: then the layers that it touches are skippe
 here knows is refused unless it says nothing: null, false, zero or empty.
 
 Sources: the writers of AutoAWQ 0.2.7, AutoGPTQ 0.7, GPTQModel 7, optimum and transformers 5 (GPTQConfig, AwqConfig),
-llm-compressor 0.14 with compressed-tensors 0.20, auto-round 0.16, omniserve, and published config.json files.
+llm-compressor 0.14 with compressed-tensors 0.20, modelopt, auto-round 0.16, omniserve, and published config.json files.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ NEUTRAL: dict[str, frozenset[str]] = {
     "compressed-tensors": frozenset(f"{_AUTO_ROUND} {_COMPRESSED}".split()),
     "qserve": frozenset("version zero_point modules_to_not_convert".split()),
     "auto-round": frozenset(f"{_AUTO_ROUND} damp_percent lm_head modules_to_not_convert true_sequential".split()),
+    "modelopt": frozenset("producer kv_cache_quant_algo kv_cache_scheme config_groups has_zero_point version".split()),
     "fp8": frozenset("activation_scheme activation_scale_ub scale_fmt kv_cache_scheme kv_cache_quant_method".split()),
 }
 """Convention -> fields that change nothing, whatever they hold."""
@@ -55,6 +56,7 @@ READ: dict[str, frozenset[str]] = {
     "compressed-tensors": frozenset("quant_method config_groups format ignore".split()),
     "qserve": frozenset(_READ.split()),
     "auto-round": frozenset(f"{_READ} packing_format sym extra_config".split()),
+    "modelopt": frozenset("quant_method quant_algo group_size exclude_modules ignore quantized_layers".split()),
     "fp8": frozenset("quant_method fmt weight_block_size modules_to_not_convert ignored_layers".split()),
 }
 """Convention -> fields that `Config` obeys."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.checkpoints.groups import by_index
-from terrazzo.ops.checkpoints.words import check_bits, check_float, check_index, check_words, nibbles, word_bytes
+from terrazzo.ops.checkpoints.words import check_bits, check_float, check_index, check_words, codes_of, word_bytes
 from terrazzo.ops.grouped_codes import GroupedCodes
 
 if TYPE_CHECKING:
@@ -29,8 +29,9 @@ def unpack_gptq(
     symmetric: bool | None = None,
     desc_act: bool | None = None,
     zero_overflow: str = "wrap",
+    code_bits: int = 4,
 ) -> GroupedCodes:
-    """Codes of a layer; arguments and errors as of `w4a16.read_gptq`."""
+    """Codes of a layer; arguments and errors as of `w4a16.read_gptq`. code_bits: what the caller reads, 4 or 8."""
     import torch
 
     if version not in (None, "gptq", "gptq_v2"):
@@ -44,39 +45,51 @@ def unpack_gptq(
         raise ArgumentError(
             "zero_overflow", zero_overflow, f"must be one of {ZERO_OVERFLOW}", "use 'wrap', as the exllama kernels do"
         )
-    check_bits(bits)
+    if code_bits == 8 and zero_overflow != "wrap":
+        constraint = "zero point 256 has no byte"
+        raise ArgumentError("zero_overflow", zero_overflow, constraint, "use 'wrap'")
+    check_bits(bits, wanted=code_bits)
+    each, zero = 32 // code_bits, 1 << code_bits - 1
     check_float("scales", scales, "[G, N]")
     groups, n = scales.shape
     rows = check_words("qweight", qweight, (None, n))[0]
     if g_idx is not None:
         check_index("g_idx", g_idx)
-        if len(g_idx) and rows * 8 != len(g_idx):
-            check_bits(rows * 32 / len(g_idx))
+        if len(g_idx) and rows * each != len(g_idx):
+            check_bits(rows * 32 / len(g_idx), wanted=code_bits)
     zeros = None
     if qzeros is not None:
-        check_words("qzeros", qzeros, (groups, -(-n // 8)))
-        zeros = _zeros(nibbles(qzeros)[:, :n], version, symmetric, zero_overflow)
+        check_words("qzeros", qzeros, (groups, -(-n // each)))
+        zeros = _zeros(codes_of(qzeros, code_bits)[:, :n], version, symmetric, zero_overflow, code_bits)
     elif symmetric is False:
         raise ArgumentError(
             "qzeros", None, "an asymmetric layer needs its zero points", "add the layer's qzeros tensor"
         )
-    if symmetric and zeros is not None and not bool((zeros == 8).all()):
-        seen = sorted(torch.unique(zeros).tolist())
+    if symmetric and zeros is not None and not bool((zeros == zero).all()):
+        seen = sorted(torch.unique(zeros).tolist())[:20]
         raise ArgumentError(
             "symmetric",
             True,
-            f"the config says so, but zero points read as {version} are {seen}, not 8",
+            f"the config says so, but zero points read as {version} are {seen}, not {zero}",
             "the layer may be of the other GPTQ version: pass version='gptq_v2' or 'gptq' (config: checkpoint_format)",
         )
-    codes = word_bytes(qweight, rows, n, 4)  # nibbles along K: [K/8, N, 8] -> [N, K]
-    codes = torch.stack([codes & 15, codes >> 4], dim=-1).view(rows, n, 8).permute(1, 0, 2).reshape(n, rows * 8)
-    return by_index(codes, scales.T, None if zeros is None else zeros.T, g_idx, bias, group_size, desc_act)
+    codes = word_bytes(qweight, rows, n, 4)  # along K: [32 K / bits, N, words] -> [N, K]
+    if code_bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], dim=-1).view(rows, n, 8)
+    codes = codes.permute(1, 0, 2).reshape(n, rows * each)
+    zeros = None if zeros is None else zeros.T
+    return by_index(codes, scales.T, zeros, g_idx, bias, group_size, desc_act, code_bits)
 
 
-def _zeros(stored: torch.Tensor, version: str | None, symmetric: bool | None, zero_overflow: str) -> torch.Tensor:
-    """Zero points 0..16 from stored nibbles; never by word arithmetic, whose carry would spill into the next nibble."""
+def _zeros(
+    stored: torch.Tensor, version: str | None, symmetric: bool | None, zero_overflow: str, bits: int
+) -> torch.Tensor:
+    """Zero points 0..16 or 0..255 from stored ones; never by word arithmetic, whose carry would spill into the next."""
+    zero, last = 1 << bits - 1, (1 << bits) - 1
     if version is None:
-        version = {7: "gptq", 8: "gptq_v2"}.get(int(stored[0, 0])) if bool((stored == stored[0, 0]).all()) else None
+        version = (
+            {zero - 1: "gptq", zero: "gptq_v2"}.get(int(stored[0, 0])) if bool((stored == stored[0, 0]).all()) else None
+        )
         if version is None:
             raise ArgumentError(
                 "version",
@@ -86,11 +99,11 @@ def _zeros(stored: torch.Tensor, version: str | None, symmetric: bool | None, ze
             )
     if version == "gptq_v2":
         return stored
-    overflow = stored == 15
+    overflow = stored == last
     if not symmetric and bool(overflow.any()):
         warnings.warn(
-            f"GPTQ v1 zero points: {int(overflow.sum())} stored nibbles are 15, which readers take for zero point 0 or "
-            f"16; taken for {0 if zero_overflow == 'wrap' else 16} (zero_overflow={zero_overflow!r})",
+            f"GPTQ v1 zero points: {int(overflow.sum())} stored ones are {last}, which readers take for zero point 0 "
+            f"or {last + 1}; taken for {0 if zero_overflow == 'wrap' else last + 1} (zero_overflow={zero_overflow!r})",
             stacklevel=5,
         )
-    return (stored + 1) & 15 if zero_overflow == "wrap" else stored + 1
+    return (stored + 1) & last if zero_overflow == "wrap" else stored + 1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.checkpoints.words import check_group, shape_error
-from terrazzo.ops.grouped_codes import GROUPS, GroupedCodes, derive_group
+from terrazzo.ops.grouped_codes import GROUPS, GroupedCodes, derive_group, of_bits
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +20,12 @@ def by_index(
     bias: torch.Tensor | None,
     group_size: int | None,
     desc_act: bool | None,
+    code_bits: int = 4,
 ) -> GroupedCodes:
     """Canonical weight from codes [N, K], scales and zeros [N, G], and the group of each column (None: in order)."""
     import torch
 
-    k, groups = codes.shape[1], scales.shape[1]
+    k, groups, kind = codes.shape[1], scales.shape[1], of_bits(code_bits)
     size = _ceil_groups(k, groups, check_group(group_size))
     if g_idx is None:
         if desc_act and groups > 1:
@@ -37,7 +38,7 @@ def by_index(
         if group_size is None and derive_group(k, groups) is None:
             constraint = f"K = {k} with {groups} scales for each row does not tell it"
             raise ArgumentError("group_size", None, constraint, "pass what the checkpoint's config states")
-        return GroupedCodes.canonical(codes, scales, zeros, group_size=size, bias=bias)
+        return kind.canonical(codes, scales, zeros, group_size=size, bias=bias)
     if len(g_idx) != k:
         raise shape_error("g_idx", g_idx, f"int32 [{k}]")
     g_idx = g_idx.to(codes.device).long()
@@ -49,7 +50,7 @@ def by_index(
             "get the file again",
         )
     if bool((g_idx == torch.arange(k, device=codes.device) // size).all()):
-        return GroupedCodes.canonical(codes, scales, zeros, group_size=size, bias=bias)
+        return kind.canonical(codes, scales, zeros, group_size=size, bias=bias)
     if desc_act is False:
         raise ArgumentError(
             "desc_act",
@@ -59,7 +60,7 @@ def by_index(
         )
     perm, source, size = _sort_groups(g_idx, groups)
     zeros = None if zeros is None else zeros[:, source]
-    return GroupedCodes.canonical(codes[:, perm], scales[:, source], zeros, group_size=size, bias=bias, perm=perm)
+    return kind.canonical(codes[:, perm], scales[:, source], zeros, group_size=size, bias=bias, perm=perm)
 
 
 def _sort_groups(g_idx: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -31,17 +31,21 @@ class Family:
         readers: convention -> (tensors of a layer, its config, **options) -> canonical weight.
         pack: (canonical weight, target=) -> packed weight.
         activations: what a config may say of x: "int8", "e4m3"; "" for 16 bits.
+        bits: of its codes, where others of the same convention have other bits.
     """
 
     operator: str
     readers: Mapping[str, Callable[..., Any]]
     pack: Callable[..., Any]
     activations: tuple[str, ...]
+    bits: int | None = None
 
     def refuses(self, convention: str, config: LayerConfig) -> str:
         """Why the family cannot take a layer of this convention and config, else ""."""
         if convention not in self.readers:
             return f"stored as {convention.replace('_', '-')}, which {self.operator} does not read"
+        if self.bits is not None and config.format is not None and config.bits != self.bits:
+            return f"{self.operator} reads {self.bits}-bit codes, and these have {config.bits} bits"
         if config.activations is not None and config.activations not in self.activations:
             if self.activations == ("",):
                 return f"activations are quantized too ({_WORDS[config.activations]})"
@@ -116,7 +120,7 @@ def read(
     return share.of(reader(checkpoint.tensors(name, device), config, **options))
 
 
-_SAME = {"compressed_tensors": ("compressed_tensors", "int_quantized", "mxfp4", "fp8")}
+_SAME = {"compressed_tensors": ("compressed_tensors", "int_quantized", "mxfp4", "nvfp4", "fp8")}
 
 
 def read_layer(

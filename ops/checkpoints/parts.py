@@ -7,6 +7,7 @@ nothing tells the size of a group, `tensors` gives None: the layer is read as a 
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,13 +30,16 @@ AXES: dict[str, dict[str, tuple[int | None, int | None]]] = {
     "int_quantized": ROWS_BY_COLUMNS,
     "mxfp4": ROWS_BY_COLUMNS,
     "fp8": ROWS_BY_COLUMNS,
+    "nvfp4": ROWS_BY_COLUMNS,
 }
 """Convention -> tensor -> axes of output and input features. QServe's blocks of 32 x 32 have none."""
 CODES = {"awq": "qweight", "gptq": "qweight", "compressed_tensors": "weight_packed", "mxfp4": "weight_packed"}
-IN_WORD = {"awq": (8, 1), "gptq": (1, 8), "compressed_tensors": (1, 8), "mxfp4": (1, 2)}
-"""Convention -> output and input features in one element of its codes."""
+IN_WORD = {"awq": (8, 1), "gptq": (1, 8), "compressed_tensors": (1, 8), "mxfp4": (1, 2), "nvfp4": (1, 2)}
+"""Convention -> output and input features in one element of its codes; of 8 bits, a word of 4 has half of them."""
+GROUPS = {"mxfp4": 32, "nvfp4": 16, "fp8": 128}
+"""Convention -> input features of a scale, where it says so."""
 ZEROS = ("qzeros", "weight_zero_point")
-FP8_BLOCK = 128
+FP8_BLOCK = GROUPS["fp8"]
 
 
 def tensors(
@@ -52,7 +56,7 @@ def tensors(
     if convention not in AXES or not _whole(checkpoint, name):
         return None
     shapes = {leaf: checkpoint.describe(full)[1] for leaf, full in checkpoint.leaves(name).items()}
-    sizes = _sizes(checkpoint, name, convention, shapes)
+    sizes = _sizes(checkpoint, name, config, shapes)
     if sizes is None:
         return None
     total = sizes[share.dim]
@@ -65,10 +69,10 @@ def tensors(
         )
         if axis is None or axis >= len(shape):
             continue
-        words = leaf == CODES.get(convention, "weight") or (leaf in ZEROS and share.dim == 0)
+        words = leaf == _codes(convention, shapes) or (leaf in ZEROS and share.dim == 0)
         if shape[axis] == 1 and not words:
             continue  # one for all
-        per = _per(convention, leaf, shape, share.dim, group, total)
+        per = _per(convention, config, leaf, shape, share.dim, group, total)
         if per is None or total % per or shape[axis] * per != total or any(end % per for end in span):
             return None
         cuts[leaf] = Cut(axis, ((span[0] // per, span[1] // per),))
@@ -97,19 +101,33 @@ def _extent(sizes: tuple[int, int], share: Share, dim: int, span: Span) -> int:
     return span[1] - span[0] if dim == share.dim else sizes[dim]
 
 
+def _codes(convention: str, leaves: Container[str]) -> str:
+    """The tensor of a layer's codes; NVFP4 has two names for it."""
+    return "weight_packed" if convention == "nvfp4" and "weight" not in leaves else CODES.get(convention, "weight")
+
+
+def _in_word(convention: str, config: LayerConfig) -> tuple[int, int]:
+    """Output and input features in one element of the codes."""
+    first, second = IN_WORD.get(convention, (1, 1))
+    return (first, 4) if config.bits == 8 and second == 8 else (first, second)
+
+
 def _whole(checkpoint: Checkpoint, name: str) -> bool:
     """Whether all of a layer's tensors can be read; what is missing is said where the whole is."""
     convention = checkpoint.layers()[name]
     held = checkpoint.leaves(name)
-    return CODES.get(convention, "weight") in held and all(full in checkpoint.places for full in held.values())
+    return _codes(convention, held) in held and all(full in checkpoint.places for full in held.values())
 
 
-def _sizes(checkpoint: Checkpoint, name: str, convention: str, shapes: dict[str, list[int]]) -> tuple[int, int] | None:
+def _sizes(
+    checkpoint: Checkpoint, name: str, config: LayerConfig, shapes: dict[str, list[int]]
+) -> tuple[int, int] | None:
     """(N, K), or None for codes that are no matrix."""
-    codes = shapes[CODES.get(convention, "weight")]
+    convention = checkpoint.layers()[name]
+    codes = shapes[_codes(convention, shapes)]
     if len(codes) != 2 or 0 in codes:
         return None
-    first, second = IN_WORD.get(convention, (1, 1))
+    first, second = _in_word(convention, config)
     n, k = (codes[1] * first, codes[0] * second) if convention in ("awq", "gptq") else (codes[0], codes[1] * second)
     if "weight_shape" in shapes:
         stated = checkpoint.tensor(join(name, "weight_shape")).flatten().tolist()
@@ -119,8 +137,8 @@ def _sizes(checkpoint: Checkpoint, name: str, convention: str, shapes: dict[str,
 
 def _group(convention: str, config: LayerConfig, k: int, shapes: dict[str, list[int]]) -> int | None:
     """Input channels of a scale, or None where nothing tells."""
-    if convention in ("mxfp4", "fp8"):
-        return {"mxfp4": 32, "fp8": FP8_BLOCK}[convention]
+    if convention in GROUPS:
+        return GROUPS[convention]
     name = "scales" if convention in ("awq", "gptq") else "weight_scale"
     shape = shapes.get(name, [])
     axis = AXES[convention][name][1]
@@ -131,14 +149,16 @@ def _group(convention: str, config: LayerConfig, k: int, shapes: dict[str, list[
     return stated if stated is not None and stated > 0 else derive_group(k, groups)
 
 
-def _per(convention: str, leaf: str, shape: list[int], dim: int, group: int | None, total: int) -> int | None:
+def _per(
+    convention: str, config: LayerConfig, leaf: str, shape: list[int], dim: int, group: int | None, total: int
+) -> int | None:
     """Features of the cut dimension in one element of a tensor."""
-    if leaf == CODES.get(convention, "weight"):
-        return IN_WORD.get(convention, (1, 1))[dim]
+    if leaf == CODES.get(convention, "weight") or leaf == "weight_packed":
+        return _in_word(convention, config)[dim]
     if leaf in ("bias", "g_idx", "weight_g_idx"):
         return 1
     if dim == 1:
         return group
     if leaf in ZEROS and convention != "int_quantized":
-        return 8
+        return 4 if config.bits == 8 else 8
     return FP8_BLOCK if convention == "fp8" and shape[0] != total else 1

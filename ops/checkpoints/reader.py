@@ -29,15 +29,22 @@ TENSORS = {
     "qserve": ("qweight", "s1_scales", "s2_scales", "s2_zeros", "s1_szeros"),
     "mxfp4": ("weight_packed", "weight_scale"),
     "fp8": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
-}
+    "nvfp4": (
+        "weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale", "input_scale",
+        "input_global_scale",
+    ),
+}  # fmt: skip
 """Convention -> the tensors of a layer, beside `bias`. "int_quantized" is compressed-tensors' int8 [N, K] of int4;
-"mxfp4" and "fp8" are small floats, of compressed-tensors and others."""
+"mxfp4", "nvfp4" and "fp8" are small floats, of compressed-tensors and others."""
 _OPTIONAL = {
     "qzeros", "g_idx", "weight_zero_point", "weight_shape", "weight_g_idx", "s2_scales", "s2_zeros", "s1_szeros",
-    "input_scale",
+    "input_scale", "input_global_scale",
 }  # fmt: skip
-_EITHER = {"weight_scale": "weight_scale_inv", "weight_scale_inv": "weight_scale"}
-"""Of "fp8": one that is not needed where the other is."""
+_SCALES = ("weight_scale", "weight_scale_inv")
+_PAIRS = {
+    "fp8": (_SCALES,), "nvfp4": (("weight", "weight_packed"), ("weight_scale_2", "weight_global_scale")),
+}  # fmt: skip
+"""Convention -> tensors of which one is not needed where the other is."""
 
 
 class Checkpoint(files.TensorFiles):
@@ -66,16 +73,25 @@ class Checkpoint(files.TensorFiles):
             for name in self.names():
                 prefix, _, leaf = name.rpartition(".")
                 if leaf == "weight_packed":
-                    bytes_ = self._is(name, "U8") and self._is(join(prefix, "weight_scale"), "U8", "F8_E8M0")
-                    self._layers[prefix] = "mxfp4" if bytes_ else "compressed_tensors"
+                    self._layers[prefix] = self._of_packed(prefix)
                 elif leaf == "qweight":
                     self._layers[prefix] = self._of_words(prefix)
                 elif leaf == "weight" and self._has(prefix, "weight_scale") and self._is(name, "I8"):
                     self._layers[prefix] = "int_quantized"
-                elif leaf == "weight" and any(self._has(prefix, it) for it in _EITHER) and self._is(name, "F8_E4M3"):
+                elif leaf == "weight" and any(self._has(prefix, it) for it in _SCALES) and self._is(name, "F8_E4M3"):
                     self._layers[prefix] = "fp8"
+                elif leaf == "weight" and self._has(prefix, "weight_scale_2") and self._is(name, "U8"):
+                    self._layers[prefix] = "nvfp4"
             self._owned = self._owners(self._layers)
         return self._layers
+
+    def _of_packed(self, prefix: str) -> str:
+        """Convention of a layer with the tensor weight_packed."""
+        if not self._is(join(prefix, "weight_packed"), "U8"):
+            return "compressed_tensors"
+        if self._has(prefix, "weight_global_scale"):
+            return "nvfp4"
+        return "mxfp4" if self._is(join(prefix, "weight_scale"), "U8", "F8_E8M0") else "compressed_tensors"
 
     def _of_words(self, prefix: str) -> str:
         """Convention of a layer with the tensor qweight."""
@@ -166,7 +182,7 @@ class Checkpoint(files.TensorFiles):
             full = join(prefix, leaf)
             if full in self.places:
                 found[leaf] = self.tensor(full, device)
-            elif leaf in _EITHER and self._has(prefix, _EITHER[leaf]) and full not in self.lost:
+            elif full not in self.lost and self._has(prefix, _other_of(self.layers()[prefix], leaf)):
                 continue
             elif full in self.lost or leaf not in _OPTIONAL | {"bias"}:
                 constraint = f"layer {prefix!r} needs the tensor {full!r}"
@@ -193,6 +209,12 @@ class Checkpoint(files.TensorFiles):
             raise ArgumentError(
                 "name", seen, "is no 4-bit layer of this checkpoint", f"name one of its layers: {known}"
             )
+
+
+def _other_of(convention: str, leaf: str) -> str:
+    """The tensor that may stand in the place of another one, itself if none may."""
+    pairs = (pair for pair in _PAIRS.get(convention, ()) if leaf in pair)
+    return next((pair[leaf == pair[0]] for pair in pairs), leaf)
 
 
 def join(prefix: str, leaf: str) -> str:

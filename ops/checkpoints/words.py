@@ -1,6 +1,6 @@
-"""Words of 4-bit codes in checkpoints, and checks of the tensors that hold them.
+"""Words of 4-bit or 8-bit codes in checkpoints, and checks of the tensors that hold them.
 
-Every word is an int32 that holds 8 codes; nibble i is bits 4i..4i+3.
+Every word is an int32 that holds 8 codes, nibble i in bits 4i..4i+3, or 4 of 8 bits, byte i in bits 8i..8i+7.
 """
 
 from __future__ import annotations
@@ -22,20 +22,26 @@ def nibbles(words: torch.Tensor) -> torch.Tensor:
     return torch.stack([values & 15, values >> 4], dim=-1).view(words.shape[0], -1)
 
 
+def codes_of(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [R, C] -> uint8 [R, 32 C / bits]: the codes of each word in natural order."""
+    return nibbles(words) if bits == 4 else word_bytes(words, words.shape[0], -1)
+
+
 def word_bytes(words: torch.Tensor, *shape: int) -> torch.Tensor:
     return weights.as_bytes(words).view(shape)  # little-endian: byte b holds nibbles 2b and 2b + 1
 
 
-def check_bits(bits: float, argument: str = "bits") -> None:
+def check_bits(bits: float, argument: str = "bits", wanted: int = 4) -> None:
     if not isinstance(bits, int | float):
-        raise ArgumentError(argument, bits, "must be the number 4", "pass what the checkpoint's config states")
-    if bits != 4:
+        raise ArgumentError(argument, bits, f"must be the number {wanted}", "pass what the checkpoint's config states")
+    if bits != wanted:
         bits = int(bits) if bits % 1 == 0 else round(bits, 2)
+        other = {4: "w4a16", 8: "w8a16"}.get(bits)
         raise ArgumentError(
             argument,
             bits,
-            f"4-bit codes are read; the words hold {bits} bits for each weight",
-            "quantize the model to 4 bits",
+            f"{wanted}-bit codes are read; the words hold {bits} bits for each weight",
+            f"load it with {other}" if other else "quantize the model to 4 or 8 bits",
         )
 
 

@@ -13,6 +13,8 @@ from terrazzo.lowering.errors import ArgumentError
 
 BLOCK_ROWS = 64
 BLOCK_WORDS = 512
+SMALL_SCALES = ("e8m0", "e4m3")
+"""Scales of a byte each, which operands of either dtype take."""
 TILE_WORDS = BLOCK_WORDS // 4
 """Of 16 rows of a block: what a warp fetches at once."""
 
@@ -30,12 +32,16 @@ class WeightFormat:
         scaled: dtype of the operand -> numerics -> converter (terrazzo.layouts) that makes scaled operands, or with
             scales of one and for numerics "post", unscaled ones.
         unscaled: dtype -> converter without parameters, whose sums are scaled; its `scale_exp2` and `bias` are undone.
-        scales: dtypes that the scales of groups may have. "e8m0" is a byte d for 2^-d.
+        scales: dtypes that the scales of groups may have. "e8m0" is a byte d for 2^-d; "e4m3", of positive numbers, a
+            byte of five bits of exponent with bias 10 and three of mantissa, in which none is subnormal.
         zero: zero point of a weight that stores none; 0 for codes that are numbers as they are.
         lacks: dtype of scales -> exponent of two that they are stored with beside their value, which operands lack.
+        plain: dtype -> converter that makes scaled operands of weights without zero points, where that is another one
+            than `scaled` names.
         values: of the codes, in order, where they are numbers as they are.
         row_factors: whether each row has a float32 of its own, which its sums are multiplied by at last. With a scale
             for the whole row this is the scale, and there are no others.
+        outer: dtype -> exponent of two that operands have beside code times scale, which the row's factor undoes.
     """
 
     name: str
@@ -49,8 +55,10 @@ class WeightFormat:
     zero: int
     one_group: bool = True
     lacks: Mapping[str, int] = field(default_factory=dict, hash=False)
+    plain: Mapping[str, str] = field(default_factory=dict, hash=False)
     values: tuple[float, ...] = field(default=(), hash=False, repr=False)
     row_factors: bool = False
+    outer: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def block_k(self) -> int:
@@ -87,7 +95,7 @@ class WeightFormat:
 
     def choose_numerics(self, scale_dtype: str, dtype: str, few: bool) -> str:
         """What "auto" stands for. few: in the program for small batches."""
-        folds = scale_dtype in (dtype, "e8m0")
+        folds = scale_dtype in (dtype, *SMALL_SCALES)
         return "exact" if folds and not (few and self.zero) else "post"
 
 
@@ -105,6 +113,19 @@ U4 = WeightFormat(
     scales=("float16", "bfloat16", "float32"),
     zero=8,
 )
+U8 = WeightFormat(
+    name="u8",
+    operator="w8a16",
+    layout="w8a16",
+    bits=8,
+    groups=(32, 64, 128),
+    scaled={"float16": {"exact": "u8_f16_exact"}, "bfloat16": {"exact": "u8_bf16_exact"}},
+    unscaled={"float16": "u8_f16_centred", "bfloat16": "u8_bf16_centred"},
+    scales=("float16", "bfloat16", "float32"),
+    zero=128,
+    plain={"bfloat16": "u8_bf16_scaled"},
+)
+"""Bytes less 128, or less the zero point of their group: a difference is exact in either dtype."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MXFP4 = WeightFormat(
     name="mxfp4",
@@ -123,6 +144,23 @@ MXFP4 = WeightFormat(
 """e2m1 with a power of two for each 32 k. The largest of a row's powers of two is its factor, others are relative to
 it, so that no product of code and scale overflows. A bf16 operand is exact; an f16 one down to 2^-23 of the row's
 largest scale, and 2^-25 of it or less is lost below."""
+NVFP4 = WeightFormat(
+    name="nvfp4",
+    operator="nvfp4",
+    layout="mxfp4",
+    bits=4,
+    groups=(16,),
+    scaled=MXFP4.scaled,
+    unscaled={},
+    scales=("e4m3",),
+    zero=0,
+    one_group=False,
+    values=MXFP4.values,
+    row_factors=True,
+    outer={"bfloat16": -9, "float16": -8},
+)
+"""e2m1 with an e4m3 scale for each 16 k and a float32 for each row. Code times scale has six significant bits, so that
+operands of either dtype are exact."""
 
 
 def _e4m3(code: int) -> float:
@@ -148,7 +186,7 @@ FP8 = WeightFormat(
 """e4m3 with a float32 for each row, or for each 128 k of it: no weight is rounded. 16-bit scales of 128 k are folded
 into operands of their dtype, which rounds each weight once; they are stored relative to a power of two of the row."""
 
-WEIGHTS: dict[str, WeightFormat] = {one.name: one for one in (U4, MXFP4, FP8)}
+WEIGHTS: dict[str, WeightFormat] = {one.name: one for one in (U4, MXFP4, NVFP4, U8, FP8)}
 OPERATORS: dict[str, WeightFormat] = {one.operator: one for one in WEIGHTS.values()}
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.formats.weight import WeightFormat, get_weight_format
+from terrazzo.ops.formats.weight import SMALL_SCALES, WeightFormat, get_weight_format
 
-SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "e8m0": 1}
+SCALE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "e8m0": 1, "e4m3": 1}
 FACTOR_BYTES = 64 * 4
 """Of the float32 factors of 64 rows."""
 NUMERICS = ("exact", "fused", "post")
@@ -19,9 +19,9 @@ class Operand:
     """The decoding side of a product with 16-bit activations (specs.md B.2, B.3).
 
     Args:
-        group: k extent of one scale, 32, 64 or 128; 0 means one scale for the whole row.
+        group: k extent of one scale, 16, 32, 64 or 128; 0 means one scale for the whole row.
         symmetric: the zero point is the format's everywhere and no zeros are stored.
-        scale_dtype: "float16", "bfloat16" or "float32".
+        scale_dtype: "float16", "bfloat16" or "float32", or what else the format has.
         dtype: activation and operand dtype, "float16" or "bfloat16".
         numerics: "exact", "fused" or "post".
         weight: name of the weight's format.
@@ -35,8 +35,9 @@ class Operand:
     weight: str = "u4"
 
     def __post_init__(self):
-        if self.group not in (0, 32, 64, 128):
-            raise ArgumentError("group", self.group, "must be 32, 64, 128 or 0 (whole row)", "expand the scales to 128")
+        if self.group not in (0, 16, 32, 64, 128):
+            constraint = "must be 16, 32, 64, 128 or 0 (whole row)"
+            raise ArgumentError("group", self.group, constraint, "expand the scales to 128")
         known = (*self.format.groups, *([0] if self.format.one_group else []))
         if self.group not in known:
             raise ArgumentError("group", self.group, f"must be one of {known} in {self.weight}", "expand the scales")
@@ -54,7 +55,7 @@ class Operand:
                 "numerics", "post", f"needs float32 scales in {self.weight}, they are {self.scale_dtype}",
                 f"use activations in {self.scale_dtype}, or pack with float32 scales",
             )  # fmt: skip
-        if self.numerics != "post" and self.scale_dtype not in (self.dtype, "e8m0"):
+        if self.numerics != "post" and self.scale_dtype not in (self.dtype, *SMALL_SCALES):
             raise ArgumentError(
                 "numerics",
                 self.numerics,
@@ -71,15 +72,21 @@ class Operand:
         """Name of the converter in terrazzo.layouts, where programs scale nothing that it could scale."""
         if self.numerics == "post":
             return self.format.unscaled[self.dtype]
-        return self.format.scaled[self.dtype][self.numerics]
+        return self._scaled(self.numerics)
+
+    def _scaled(self, numerics: str) -> str:
+        plain = self.format.plain if self.symmetric and numerics == "exact" else {}
+        return plain.get(self.dtype) or self.format.scaled[self.dtype][numerics]
 
     @property
     def scaling_converter(self) -> Converter:
         """The converter of programs that fold what they can: it takes words of scales (and of zero points), with
         numerics "post" scales of one, or nothing where the format has none to fold."""
-        if self.numerics == "post" and self.format.row_factors:
-            return get_converter(self.converter)
-        return get_converter(self.format.scaled[self.dtype]["exact" if self.numerics == "post" else self.numerics])
+        own = get_converter(self.converter)
+        integers = self.symmetric and all(self.format.zero + bias == 0 for bias in own.bias)
+        if self.numerics != "post" or self.format.row_factors or integers:
+            return own
+        return get_converter(self._scaled("exact"))
 
     @property
     def has_groups(self) -> bool:
@@ -94,7 +101,7 @@ class Operand:
     @property
     def undone(self) -> float:
         """What a row's factor is multiplied by, for operands that are a power of two of what they stand for."""
-        return 2.0 ** -self.scaling_converter.scale_exp2[0]
+        return 2.0 ** -(self.scaling_converter.scale_exp2[0] + self.format.outer.get(self.dtype, 0))
 
     @property
     def scale_bytes(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from terrazzo.layouts.converters import Converter
 from terrazzo.ops.linear.operand import Operand
-from terrazzo.ops.tiles.calls import byte_perm, lds32, prefetch, unpack
+from terrazzo.ops.tiles.calls import byte_perm, lds32, pack2, prefetch, unpack
 
 _WORDS = {"b0": 0, "s0": 1, "b1": 2, "s1": 3}
 """Parameter of a converter -> its place behind v[at]."""
@@ -25,9 +25,13 @@ def param_macros(op: Operand) -> SimpleNamespace:
 
     bf16 = op.dtype == "bfloat16"
     one = 0x3F803F80 if bf16 else 0x3C003C00
-    powers = op.scale_dtype == "e8m0"
+    powers, bytes_ = op.scale_dtype == "e8m0", op.scale_dtype == "e4m3"
+    offsets = op.scaling_converter.param_bias
     # 2^126 or 2^14, what the operand's exponent lacks, and the step from a power of two to the next smaller one
     top, step = (0x7E807E80, 0x00800080) if bf16 else (0x74007400, 0x04000400)
+
+    # a byte of exponent and mantissa in front of an operand's bits, and the exponent that it lacks, less 9 (bf16) or 8
+    byte_step, byte_least = (0x00100010, 0x75007500) if bf16 else (0x00800080, 0x2C002C00)
 
     def power(code):
         """Twice 2^-code of what the operand lacks; with 2^-14, the least of f16, nothing is left of any code."""
@@ -42,6 +46,9 @@ def param_macros(op: Operand) -> SimpleNamespace:
         elif powers:
             s[at] = T.reinterpret((T.uint32(127) - (u[0] & T.uint32(255))) << T.uint32(23), "float32")
             s[at + 1] = T.reinterpret((T.uint32(127) - (u[0] >> T.uint32(8))) << T.uint32(23), "float32")
+        elif bytes_:
+            s[at] = T.reinterpret(((u[0] & T.uint32(255)) << T.uint32(20)) + T.uint32(117 << 23), "float32")
+            s[at + 1] = T.reinterpret(((u[0] >> T.uint32(8)) << T.uint32(20)) + T.uint32(117 << 23), "float32")
         else:
             s[at] = unpack(0, u[0], bf16=op.scale_dtype == "bfloat16")
             s[at + 1] = unpack(1, u[0], bf16=op.scale_dtype == "bfloat16")
@@ -50,7 +57,14 @@ def param_macros(op: Operand) -> SimpleNamespace:
     def bias_words(v, at, u):
         """What is subtracted from a converted field: the power of two that it was put behind, and the zero point."""
         if "b0" in op.scaling_converter.params:
-            if bf16:
+            if offsets == (-128, -128):
+                for e in T.unroll(2):
+                    own = T.cast(u[2] >> T.uint32(8 * e) & T.uint32(255), "float32") - T.float32(128)
+                    v[at + 2 * e] = pack2(own, own, bf16=bf16)
+            elif offsets == (1024, 1024):
+                v[at] = byte_perm(u[2], T.uint32(0x64646464), 0x4040)
+                v[at + 2] = byte_perm(u[2], T.uint32(0x64646464), 0x4141)
+            elif bf16:
                 v[at] = byte_perm(u[2], T.uint32(0x43434343), 0x4040)
                 v[at + 2] = byte_perm(u[2], T.uint32(0x43434343), 0x4141)
             else:
@@ -63,6 +77,9 @@ def param_macros(op: Operand) -> SimpleNamespace:
         if powers:
             v[at + 1] = power(u[0] & T.uint32(255))
             v[at + 3] = power(u[0] >> T.uint32(8))
+        elif bytes_:
+            v[at + 1] = (u[0] & T.uint32(255)) * T.uint32(byte_step) + T.uint32(byte_least)
+            v[at + 3] = (u[0] >> T.uint32(8)) * T.uint32(byte_step) + T.uint32(byte_least)
         elif "s0" in op.scaling_converter.params:
             v[at + 1] = T.uint32(one) if op.numerics == "post" else byte_perm(u[0], u[0], 0x1010)
             v[at + 3] = T.uint32(one) if op.numerics == "post" else byte_perm(u[0], u[0], 0x3232)

@@ -210,6 +210,8 @@ def operand_macros(shape: Shape) -> SimpleNamespace:
             v[2] = pack2(-z[1] * s[1], -z[1] * s[1], bf16=bf16)
         elif not biased:
             v[0] = T.uint32(0)
+        elif fmt.bits == 8:
+            words.bias_words(v, 0, u)
         elif bf16:
             v[0] = (T.uint32(0x4300) + (u[2] & T.uint32(255))) * T.uint32(0x10001)
             v[2] = (T.uint32(0x4300) + (u[2] >> T.uint32(8))) * T.uint32(0x10001)

@@ -16,8 +16,8 @@ from terrazzo.ops.checkpoints import loaders
 from terrazzo.ops.checkpoints.config import Config, LayerConfig
 from terrazzo.ops.checkpoints.loaders import Layer, Model
 from terrazzo.ops.checkpoints.reader import Checkpoint
-from terrazzo.ops.w4a16.format import PackedWeight, QuantizedWeight, pack
 from terrazzo.ops.w4a16.importers import read_awq, read_compressed_tensors, read_gptq
+from terrazzo.ops.weight_only.integers import PackedWeight, QuantizedWeight, pack
 
 if TYPE_CHECKING:
     import torch

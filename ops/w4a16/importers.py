@@ -12,7 +12,7 @@ from terrazzo.ops import dlpack
 from terrazzo.ops.checkpoints.awq import unpack_awq
 from terrazzo.ops.checkpoints.compressed_tensors import unpack_packed
 from terrazzo.ops.checkpoints.gptq import unpack_gptq
-from terrazzo.ops.w4a16.format import PackedWeight, QuantizedWeight, pack
+from terrazzo.ops.weight_only.integers import PackedWeight, QuantizedWeight, pack
 
 if TYPE_CHECKING:
     from terrazzo.lowering.targets import Target

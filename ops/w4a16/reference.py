@@ -7,17 +7,19 @@ Numerics (specs.md B.3), with d the activation dtype, q the code, z the zero poi
     post    y += s_g * (sum_k x (b + q) - (b + z_g) * sum_k x), over groups g, in f32; b = 0 for f16, 128 for bf16
             (bf16 operands are decoded as 128 + q); weights are never rounded; any scale dtype
 
-All three accumulate products in f32 on the tensor core, add the bias in f32, and round once to d.
+Of weights of 8 bits b = -128. All three accumulate products in f32 on the tensor core, add the bias in f32, and round
+once to d.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
-from terrazzo.ops.w4a16.decoding import decode, per_column
-from terrazzo.ops.w4a16.format import PackedWeight, QuantizedWeight
+from terrazzo.ops.weight_only.decoding import decode, per_column
+from terrazzo.ops.weight_only.integers import PackedWeight, QuantizedWeight
 from terrazzo.ops.weight_only.reference import STEP_K, STEP_UNITS, gemm, rounded
 from terrazzo.ops.weight_only.reference import forward as forward
 
@@ -71,7 +73,7 @@ def forward_error_bound(
     3. The result is rounded once: u_d |y| <= u_d (|ref| + e), plus half the smallest subnormal.
 
     exact, fused: S = sum |x||w| + |bias|, T = ceil(K / 16), A = splits + 1.
-    post: S = sum_g |s_g| sum_k |x| ((b + q) + (b + z_g)) + |bias|, because the zero point is subtracted after the sum
+    post: S = sum_g |s_g| sum_k |x| (|b + q| + |b + z_g|) + |bias|, because the zero point is subtracted after the sum
        (b: see POST_BIAS); T = ceil(group / 16) since each group is scaled before groups meet; the sum of x over a
        group costs no more than its products, by tensor core or by f32 additions; A = 2 G + splits + 5 for G partial
        sums (one for each group, at least one for each 128 k), scaling and zero point included.
@@ -82,12 +84,16 @@ def forward_error_bound(
     """
     if isinstance(weight, PackedWeight):
         weight = weight.unpack()
+    import torch
+
     name, k, a = str(x.dtype).removeprefix("torch."), weight.k, x.double().abs()
+    own_zero = weight.format.zero
     ref = gemm(x, weight, numerics, bias)
     if numerics == "post":
-        b = POST_BIAS[name]
-        zeros = 8.0 if weight.zeros is None else per_column(weight.zeros, weight).double()
-        magnitude = (weight.codes.double() + zeros + 2 * b) * per_column(weight.scales, weight).double().abs()
+        b, zeros = get_converter(weight.format.unscaled[name]).bias[0], torch.full_like(weight.codes[:, :1], own_zero)
+        zeros = zeros if weight.zeros is None else per_column(weight.zeros, weight)
+        magnitude = (weight.codes.double() + b).abs() + (zeros.double() + b).abs()
+        magnitude = magnitude * per_column(weight.scales, weight).double().abs()
         a = a if weight.perm is None else a[..., weight.perm.long()]
         steps, additions = -(-weight.group_size // STEP_K), 2 * -(-k // min(weight.group_size, 128)) + splits + 5
     else:

@@ -13,7 +13,7 @@ from terrazzo.ops.weight_only.packed import WeightOnly
 if TYPE_CHECKING:
     from terrazzo.ops.dlpack import Array, SupportsDLPack
 
-FAMILIES = "w4a16, mxfp4 or fp8"
+FAMILIES = "w4a16, w8a16, mxfp4, nvfp4 or fp8"
 """Operators whose packed weights these calls take."""
 
 
@@ -29,13 +29,13 @@ def gemm(
 
     Args:
         x: float16 or bfloat16 [..., K] on w's GPU; leading dimensions may be strided (then they are copied).
-        w: packed weight of w4a16, mxfp4 or fp8. Its own bias is added unless `bias` is given.
+        w: packed weight of w4a16, w8a16, mxfp4, nvfp4 or fp8. Its own bias is added unless `bias` is given.
         bias: [N] in x's dtype.
         out: contiguous [..., N] in x's dtype, written and returned; no memory of x. M = 0 writes nothing.
         numerics: "exact" scales each weight with one rounding; "fused" is fma(q, s, -z*s), as TurboMind; "post"
             applies scale and zero point to the f32 sum of each group (specs.md B.3). "auto" is post where the
             small-batch program runs (up to 16 tokens), else exact (post where the scales are not in x's dtype).
-            MXFP4 has "exact" alone and FP8 "post" alone; both round no weight in bfloat16 (formats/weight.py).
+            MXFP4 and NVFP4 have "exact" alone and FP8 "post" alone; they round no weight in bfloat16.
 
     x, bias and out may be arrays of another library (ops/dlpack.py); the result is then one of x's library, or out.
 

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import weights
-from terrazzo.ops.formats.weight import WeightFormat, get_weight_format
-from terrazzo.ops.weight_only.packed import BLOCK_N, WeightOnly, padded
+from terrazzo.ops.formats.weight import SMALL_SCALES, WeightFormat, get_weight_format
+from terrazzo.ops.linear.operand import SCALE_BYTES
+from terrazzo.ops.weight_only import small_scales
+from terrazzo.ops.weight_only.packed import BLOCK_N, WeightOnly, layout_of, padded, row_order
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +33,11 @@ class QuantizedWeight(weights.Canonical):
 
     Attributes:
         codes: uint8 [N, K], the bits of each small float.
-        scales: [N, G], G = ceil(K / group_size): uint8 e8m0 (2^(scale - 127)) or float32.
+        scales: [N, G], G = ceil(K / group_size): uint8 e8m0 (2^(scale - 127)), uint8 e4m3 above 0, or float32.
         group_size: of the format's, or K.
-        weight: name of the format, "mxfp4" or "fp8".
+        weight: name of the format, "mxfp4", "nvfp4" or "fp8".
         bias: [N] | None.
+        factors: of NVFP4, float32 [N]: what each row is multiplied by beside its scales; None of others.
     """
 
     codes: torch.Tensor
@@ -42,6 +45,7 @@ class QuantizedWeight(weights.Canonical):
     group_size: int
     weight: str
     bias: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
 
     @classmethod
     def canonical(
@@ -52,15 +56,19 @@ class QuantizedWeight(weights.Canonical):
         weight: str,
         group_size: int,
         bias: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
     ) -> QuantizedWeight:
         """Check shapes, dtypes and values.
 
         Args:
             codes: uint8 [N, K] of the format's bits, or float8_e4m3fn.
-            scales: [N, G], or float32 to be expanded: [] or [1] for all rows, [N] or [N, 1] for each,
-                [ceil(N / 128), ceil(K / 128)] for blocks.
+            scales: [N, G], e4m3 ones as float8_e4m3fn or its bytes, or float32 to be expanded: [] or [1] for all rows,
+                [N] or [N, 1] for each, [ceil(N / 128), ceil(K / 128)] for blocks.
             weight: name of the format. group_size: k of a scale.
             bias: f16, bf16 or f32 [N].
+            factors: of formats with e4m3 scales, float32 [], [1] or [N], above 0; None for 1.
+
+        Codes of a group whose e4m3 scale is negative change their signs; where it is 0, they become 0.
 
         Raises:
             ArgumentError: for anything that does not fit, and for codes and scales that are NaN or, of float32 scales,
@@ -69,7 +77,15 @@ class QuantizedWeight(weights.Canonical):
         form = get_weight_format(weight)
         codes = _codes(weights.as_tensor("codes", codes), form)
         n, k = codes.shape
-        scales = _scales(weights.as_tensor("scales", scales, codes.device), n, k, group_size, form)
+        scales = weights.as_tensor("scales", scales, codes.device)
+        if form.scales == ("e4m3",):
+            codes, scales = small_scales.signless(codes, scales, group_size, form)
+            factors = small_scales.factors_of(factors, n, codes.device)
+        else:
+            scales = _scales(scales, n, k, group_size, form)
+            if factors is not None:
+                constraint = f"are of formats with e4m3 scales, not of {form.name}"
+                raise ArgumentError("factors", weights.described(factors), constraint, "put them into the scales")
         if bias is not None:
             bias = weights.as_tensor("bias", bias, codes.device)
             if tuple(bias.shape) != (n,) or weights.dtype_name(bias) not in weights.FLOATS:
@@ -77,7 +93,7 @@ class QuantizedWeight(weights.Canonical):
                 constraint = f"must be a float vector [{n}] of {' or '.join(weights.FLOATS)}"
                 raise ArgumentError("bias", seen, constraint, "pass one value for each output feature")
             bias = bias.contiguous()
-        return cls(codes, scales, min(group_size, k) if form.one_group else group_size, form.name, bias)
+        return cls(codes, scales, min(group_size, k) if form.one_group else group_size, form.name, bias, factors)
 
     @property
     def format(self) -> WeightFormat:
@@ -86,8 +102,9 @@ class QuantizedWeight(weights.Canonical):
 
     @property
     def scale_dtype(self) -> str:
-        """ "e8m0", "float32" or, of groups, "bfloat16" or "float16"."""
-        return "e8m0" if self.format.scales == ("e8m0",) else weights.dtype_name(self.scales)
+        """ "e8m0", "e4m3", "float32" or, of groups, "bfloat16" or "float16"."""
+        own = self.format.scales[0]
+        return own if own in SMALL_SCALES else weights.dtype_name(self.scales)
 
     @property
     def symmetric(self) -> bool:
@@ -106,6 +123,9 @@ class QuantizedWeight(weights.Canonical):
         form = self.format
         table = torch.tensor(form.values, dtype=torch.float64, device=self.codes.device)
         values = table[self.codes.long()]
+        if self.factors is not None:
+            scales = self.scales.view(torch.float8_e4m3fn).double()
+            return values * _per_column(scales, self) * self.factors.double()[:, None]
         if form.scales != ("e8m0",):
             values = values * _per_column(self.scales, self).double()
             folded = numerics != "post" and self.scale_dtype != "float32"
@@ -128,8 +148,9 @@ class PackedWeight(WeightOnly):
     Attributes:
         words: int32 [Kp/KB, Np/64, 512]; codes in the order of the format's layout, KB k in a block.
         params: uint8 [records, Np/64, R]: for each group of k the scales of 64 rows (order: warp, g, pair), e8m0 ones
-            as the power of two that lacks to the row's largest; then, in records of R bytes, 64 float32 factors of
-            rows, in their order: the row's largest power of two, or its scale.
+            as the power of two that lacks to the row's largest, e4m3 ones in the byte of "e4m3" of formats/weight.py;
+            then, in records of R bytes, 64 float32 factors of
+            rows, in their order: the row's largest power of two, or its scale or factor.
         n, k: true sizes; Np = ceil(n/64)*64, Kp = ceil(k/128)*128. Padded codes, scales and factors are 0.
         group_size: of the format's, or k. weight: name of the format. scale_dtype: of the scales of groups.
         layout: identity of the layout that packed `words`; a kernel built for another one refuses the weight by name.
@@ -162,7 +183,7 @@ class PackedWeight(WeightOnly):
         import torch
 
         form, (np_, kp) = self.format, padded(self.n, self.k)
-        layout, rows = _layout(form), _rows(form)
+        layout, rows = layout_of(form), row_order(form)
         codes = layout.unpack(self.words, self.n, kp)[:, : self.k].contiguous()
         groups = -(-self.k // self.group_size)
         stored = self.params.shape[0] - 4 * BLOCK_N // self.params.shape[2]
@@ -171,6 +192,10 @@ class PackedWeight(WeightOnly):
             steps = rows.unpack(self.params[:stored].transpose(0, 1), self.n)[:, :groups].int()
             largest = torch.frexp(factors).exponent[:, None] - 1 + 127
             scales = (largest - steps).clamp(0, 254).to(torch.uint8)
+        elif self.scale_dtype == "e4m3":
+            held = rows.unpack(self.params[:stored].transpose(0, 1), self.n)[:, :groups].contiguous()
+            scales, found = small_scales.loaded(held), (self.bias, factors.clone())
+            return QuantizedWeight(codes, scales, self.group_size, self.weight, *found)
         elif stored:
             dtype = getattr(torch, self.scale_dtype)
             held = rows.unpack(self.params[:stored].transpose(0, 1).contiguous().view(dtype), self.n)[:, :groups]
@@ -201,11 +226,12 @@ class PackedWeight(WeightOnly):
         stored = self.params.shape[0] - 4 * BLOCK_N // self.params.shape[2]
         remedy = "the file is damaged: get it again, or pack the weight again"
         weights.check_finite("params", self.params[stored:].contiguous().view(torch.float32), remedy)
-        if self.scale_dtype != "e8m0":
+        most = {"e8m0": MOST_STEPS, "e4m3": small_scales.LAST}.get(self.scale_dtype)
+        if most is None:
             held = self.params[:stored].contiguous().view(getattr(torch, self.scale_dtype))
             weights.check_finite("params", held, remedy)
-        if self.scale_dtype == "e8m0" and bool((self.params[:stored] > MOST_STEPS).any()):
-            raise ArgumentError("params", int(self.params[:stored].max()), f"must be at most {MOST_STEPS}", remedy)
+        elif bool((self.params[:stored] > most).any()):
+            raise ArgumentError("params", int(self.params[:stored].max()), f"must be at most {most}", remedy)
 
     def __repr__(self) -> str:
         return f"PackedWeight(N={self.n}, K={self.k}, {_summary(self)})"
@@ -228,7 +254,7 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
         remedy = "call unpack() first to pack it again" if hasattr(weight, "words") else "make one with canonical()"
         raise ArgumentError("weight", weights.kind(weight), "must be a QuantizedWeight", remedy)
     form, (np_, kp) = weight.format, padded(weight.n, weight.k)
-    layout, rows = _layout(form), _rows(form)
+    layout, rows = layout_of(form), row_order(form)
 
     def filled(values: torch.Tensor, columns: int) -> torch.Tensor:
         return torch.nn.functional.pad(values, (0, columns - values.shape[1], 0, np_ - values.shape[0]))
@@ -239,6 +265,8 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
         largest = largest_scales(weight)
         factors = torch.ldexp(torch.ones_like(largest, dtype=torch.float64), largest - 127).float()
         scales = (largest - weight.scales.int()).clamp(0, MOST_STEPS).to(torch.uint8)
+    elif weight.factors is not None:
+        scales, factors = small_scales.stored(weight.scales), weight.factors[:, None]
     elif groups:
         scales, factors = _relative(weight.scales, form)
     else:
@@ -246,7 +274,7 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
     if scales is not None:
         held = rows.pack(filled(scales, groups)).contiguous().view(torch.uint8)
         records.append(held.transpose(0, 1))
-    record = BLOCK_N * {"e8m0": 1, "float32": 4}.get(weight.scale_dtype, 2)
+    record = BLOCK_N * SCALE_BYTES[weight.scale_dtype]
     tail = filled(factors, 1).contiguous().view(torch.uint8).view(np_ // BLOCK_N, -1, record)
     records.append(tail.transpose(0, 1))
     return PackedWeight(
@@ -269,10 +297,11 @@ def made(
     bias: torch.Tensor | None,
     weight: str,
     group_size: int | None,
+    factors: torch.Tensor | None = None,
 ) -> QuantizedWeight:
     """The canonical weight of what a family's `pack` takes: tensors, or one that is canonical already."""
     if isinstance(codes, QuantizedWeight) and codes.weight == weight:
-        given = {"scales": scales, "bias": bias}
+        given = {"scales": scales, "bias": bias, "factors": factors}
         for name in (name for name, value in given.items() if value is not None):
             constraint = "must be left out when codes is a QuantizedWeight"
             raise ArgumentError(name, "given", constraint, "put it into the QuantizedWeight")
@@ -283,7 +312,8 @@ def made(
     if scales is None or group_size is None:
         name, value = ("scales", None) if scales is None else ("group_size", group_size)
         raise ArgumentError(name, value, "is needed beside codes [N, K]", "pass the scales of the layer")
-    return QuantizedWeight.canonical(codes, scales, weight=weight, group_size=group_size, bias=bias)
+    facts = dict(weight=weight, group_size=group_size, bias=bias, factors=factors)
+    return QuantizedWeight.canonical(codes, scales, **facts)
 
 
 def _relative(scales: torch.Tensor, form: WeightFormat) -> tuple[torch.Tensor, torch.Tensor]:
@@ -372,19 +402,6 @@ def _scales(scales: torch.Tensor, n: int, k: int, group_size: int, form: WeightF
 def _per_column(values: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """[N, G] -> [N, K]: the value that belongs to each column of codes."""
     return values.repeat_interleave(weight.group_size, dim=1)[:, : weight.k]
-
-
-def _layout(form: WeightFormat):
-    from terrazzo.layouts.instances import get_instance
-
-    return get_instance(form.layout)
-
-
-def _rows(form: WeightFormat):
-    from terrazzo.layouts.rows import derive_rows
-
-    layout = _layout(form)
-    return derive_rows(layout.fragment, layout.block_rows)
 
 
 def _summary(weight: QuantizedWeight | PackedWeight) -> str:

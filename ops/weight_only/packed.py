@@ -11,6 +11,8 @@ from terrazzo.ops.formats.weight import BLOCK_ROWS, BLOCK_WORDS, WeightFormat, g
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.layouts.packed import PackedLayout
+    from terrazzo.layouts.rows import RowLayout
 
 BLOCK_N, BLOCK_K = BLOCK_ROWS, 128
 """Rows and input channels that a packed weight is padded to."""
@@ -81,12 +83,25 @@ def packed_shapes(
     return words, (operand.records(kp), np_ // BLOCK_N, operand.record_bytes)
 
 
+def layout_of(form: WeightFormat) -> PackedLayout:
+    """The layout of a format's codes."""
+    from terrazzo.layouts.instances import get_instance
+
+    return get_instance(form.layout)
+
+
+def row_order(form: WeightFormat) -> RowLayout:
+    """The order of its scales of 64 rows."""
+    from terrazzo.layouts.rows import derive_rows
+
+    layout = layout_of(form)
+    return derive_rows(layout.fragment, layout.block_rows)
+
+
 @cache
 def layout_identity(weight: str) -> str:
     """Of the layout that the kernels of this version read."""
-    from terrazzo.layouts.instances import get_instance
-
-    return get_instance(get_weight_format(weight).layout).identity
+    return layout_of(get_weight_format(weight)).identity
 
 
 def kind_of(weight: str) -> type[WeightOnly]:

@@ -49,20 +49,56 @@ def quantize_mxfp4(weight: SupportsDLPack, *, bias: SupportsDLPack | None = None
     return QuantizedWeight.canonical(codes[:, :k], scales, weight="mxfp4", group_size=32, bias=bias)
 
 
+@dlpack.accepting
+def quantize_nvfp4(weight: SupportsDLPack, *, bias: SupportsDLPack | None = None) -> QuantizedWeight:
+    """e2m1 codes, round to nearest, with e4m3 scales amax / 6 of 16 k beside a float32 amax / 2688 of the tensor.
+
+    Args:
+        weight: float [N, K], finite; any K, a ragged last group included. bias: float [N], kept with the weight.
+
+    Raises:
+        ArgumentError: for anything else.
+    """
+    import torch
+
+    n, k = weights.check_matrix(weight)
+    groups = -(-k // 16)
+    whole = float(weight.detach().abs().amax().float()) / (448 * 6)
+    factor = torch.tensor(whole if whole > 0 else 1.0, dtype=torch.float32, device=weight.device)
+    codes = torch.empty(n, groups * 16, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(n, groups, dtype=torch.float8_e4m3fn, device=weight.device)
+    rows = max(1, _ROWS // (groups * 16))
+    for low in range(0, n, rows):
+        part = slice(low, min(low + rows, n))
+        w = torch.nn.functional.pad(weight[part].float(), (0, groups * 16 - k)).view(-1, groups, 16)
+        scales[part] = (w.abs().amax(-1) / 6 / factor).clamp(max=448).to(torch.float8_e4m3fn)
+        each = scales[part].float() * factor
+        relative = torch.where(each[..., None] > 0, w / each[..., None], torch.zeros_like(w))
+        codes[part] = _nearest(relative).view(-1, groups * 16)
+    facts = dict(weight="nvfp4", group_size=16, bias=bias, factors=factor)
+    return QuantizedWeight.canonical(codes[:, :k], scales, **facts)
+
+
+def _nearest(values: torch.Tensor) -> torch.Tensor:
+    """uint8 e2m1 codes; ties to the even code, zeros without a sign."""
+    import torch
+
+    magnitudes = torch.tensor(E2M1, device=values.device)
+    between = (magnitudes[1:] + magnitudes[:-1]) / 2
+    low = torch.bucketize(values.abs(), between)
+    high = torch.bucketize(values.abs(), between, right=True)
+    code = torch.where(low % 2 == 0, low, high)
+    return (code + 8 * ((values < 0) & (code > 0))).to(torch.uint8)
+
+
 def _rounded(w: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes uint8 of w [R, G, 32], the scale as uint8 and the squared error, [R, G]; ties to the even code."""
     import torch
 
-    magnitudes = torch.tensor(E2M1, device=w.device)
-    between = (magnitudes[1:] + magnitudes[:-1]) / 2
-    relative = torch.ldexp(w.double(), (127 - scale)[..., None]).float()
-    low = torch.bucketize(relative.abs(), between)
-    high = torch.bucketize(relative.abs(), between, right=True)
-    code = torch.where(low % 2 == 0, low, high)
-    value = torch.ldexp(magnitudes[code].double(), (scale - 127)[..., None])
+    code = _nearest(torch.ldexp(w.double(), (127 - scale)[..., None]).float())
+    value = torch.ldexp(torch.tensor(E2M1, device=w.device)[(code & 7).long()].double(), (scale - 127)[..., None])
     error = (value - w.double().abs()).square().sum(-1)
-    negative = (w < 0) & (code > 0)
-    return (code + 8 * negative).to(torch.uint8), scale.to(torch.uint8), error
+    return code, scale.to(torch.uint8), error
 
 
 @dlpack.accepting

@@ -12,7 +12,7 @@ import os
 import torch
 from terrazzo.autotune import gemm_bench, measure, measurer
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import attention, mxfp4, w4a8, w4a16, w4ax
+from terrazzo.ops import attention, mxfp4, nvfp4, w4a8, w4a16, w4ax
 from terrazzo.ops import fp8 as fp8_weights
 from terrazzo.ops.attention import prefill_reference as prefills
 from terrazzo.ops.attention import reference as caches
@@ -25,7 +25,7 @@ from terrazzo.ops.w4ax.activations import default_granularity
 from terrazzo.ops.weight_only import reference as floats
 from terrazzo.schedules import records
 
-FLOATS = {"mxfp4": mxfp4, "fp8": fp8_weights}
+FLOATS = {"mxfp4": mxfp4, "nvfp4": nvfp4, "fp8": fp8_weights}
 H200 = Target.parse("nvidia/nvidia-h200")
 
 

@@ -1,4 +1,4 @@
-"""The three oracles of W4A16, for one case at a time. A failing case prints the line that runs it alone:
+"""The three oracles of W4A16 and W8A16, for one case at a time. A failing case prints the line that runs it alone:
 
     python tests/gpu/oracles.py "Case(Spec(257, 203, 64, act_order=True), 33, 'exact', 'random', seed=7)"
 
@@ -16,9 +16,12 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from terrazzo.ops import w4a16
+from terrazzo.ops.formats.weight import get_weight_format
 from terrazzo.ops.w4a16 import reference
 from terrazzo.ops.weight_only.reference import UNIT_ROUNDOFF
 
@@ -46,7 +49,7 @@ RMS_ELEMENTS = 256
 
 @dataclass(frozen=True)
 class Spec:
-    """A weight. group -1: one group over K; scale "": scales of the activation dtype."""
+    """A weight. group -1: one group over K; scale "": scales of the activation dtype; weight: name of the format."""
 
     n: int
     k: int
@@ -56,6 +59,7 @@ class Spec:
     scale: str = ""
     bias: bool = False
     act_order: bool = False
+    weight: str = "u4"
 
     def __str__(self) -> str:
         extras = ("sym" if self.symmetric else "zeros",) + ("bias",) * self.bias + ("perm",) * self.act_order
@@ -73,7 +77,12 @@ class Spec:
     @property
     def numerics(self) -> tuple[str, ...]:
         """The numerics that are defined for these dtypes."""
-        return ("exact", "fused", "post") if self.scale_dtype == self.dtype else ("post",)
+        return get_weight_format(self.weight).numerics if self.scale_dtype == self.dtype else ("post",)
+
+    @property
+    def module(self) -> ModuleType:
+        """The public names of its operator."""
+        return import_module(f"terrazzo.ops.{get_weight_format(self.weight).operator}")
 
 
 @dataclass(frozen=True)
@@ -127,10 +136,11 @@ def canonical(spec: Spec, integer: bool, seed: int) -> w4a16.QuantizedWeight:
         else torch.exp(torch.randn(shape, generator=rng) * 0.5 - 4)
     )
     bias = torch.randint(-9, 10, (spec.n,), generator=rng).float() if integer else torch.randn(spec.n, generator=rng)
-    return w4a16.QuantizedWeight.canonical(
-        torch.randint(0, 16, (spec.n, spec.k), generator=rng, dtype=torch.uint8).to(DEVICE),
+    codes, zeros = (16, 17) if spec.weight == "u4" else (256, 256)
+    return spec.module.QuantizedWeight.canonical(
+        torch.randint(0, codes, (spec.n, spec.k), generator=rng, dtype=torch.uint8).to(DEVICE),
         scales.to(getattr(torch, spec.scale_dtype)),
-        None if spec.symmetric else torch.randint(0, 17, shape, generator=rng),
+        None if spec.symmetric else torch.randint(0, zeros, shape, generator=rng),
         group_size=spec.group,
         perm=torch.randperm(spec.k, generator=rng) if spec.act_order else None,
         bias=bias.to(getattr(torch, spec.dtype)).to(DEVICE) if spec.bias else None,

@@ -38,18 +38,18 @@ def test_plain_converter_gives_the_stored_values(name):
 
 
 @pytest.mark.parametrize("name", [c.name for c in CONVERTERS.values() if c.params == ("s0", "s1")])
-def test_scaled_floats_are_the_stored_values_times_the_scale_of_their_row(name):
+def test_scaled_operands_are_the_stored_values_times_the_scale_of_their_row(name):
     """Scales are powers of two, in words with what the operand's exponent has more than the code's."""
     c = get_converter(name)
     value = layout_oracle.table(c.storage, c.storage_bits)[layout_oracle.fields(WORDS, c.storage_bits)]
     code = layout_oracle.fields(WORDS, c.storage_bits)
-    more = {"e2m1": (14, 126), "e4m3": (0, 120)}[c.storage]
+    more = {"e2m1": (14, 126), "e4m3": (0, 120), "u8": (0, 0)}[c.storage]
     encode, lacks = (arith.half, 2.0 ** more[0]) if c.operand == "float16" else (arith.brain, 2.0 ** more[1])
     scales = [np.uint32(arith.pair(encode(lacks * s))) for s in (0.5, 0.125)]
     got = arith.elements(c.emulate(c.stored(WORDS), *scales), c.operand)
     for o in range(c.outputs):
         for e in range(c.elements):
-            same = got[:, o, e] == value[:, c.pos(o, e)] * (0.5, 0.125)[o % 2] * 2.0 ** c.scale_exp2[o]
+            same = got[:, o, e] == (value[:, c.pos(o, e)] + c.bias[o]) * (0.5, 0.125)[o % 2] * 2.0 ** c.scale_exp2[o]
             same |= (c.storage == "e4m3") & (code[:, c.pos(o, e)] & 0x7F == 0x7F)  # NaN
             assert same.all(), (o, e)
 
@@ -98,6 +98,26 @@ def test_exact_rounds_once(operand, significand, least):
 
 
 @pytest.mark.parametrize("operand,significand,least", [("f16", 11, -24), ("bf16", 8, -133)])
+def test_bytes_less_any_zero_point_round_once(operand, significand, least):
+    """(u - z) * s of every byte and zero point, which one scale makes exact and others round correctly."""
+    c = get_converter(f"u8_{operand}_exact")
+    encode = arith.to_f16 if operand == "f16" else arith.to_bf16
+    numbers = arith.f16_values if operand == "f16" else arith.bf16_values
+    s = encode(np.array([1.0, 0.00731, 5.9e-8, 3.25])).astype(np.uint32) * np.uint32(0x10001)
+    values, bytes_ = numbers(s)[:, 0], np.arange(256, dtype=np.uint32) * np.uint32(0x01010101)
+    for z in range(256):
+        b = [np.uint32(encode(np.float64(bias + z))) * np.uint32(0x10001) for bias in c.param_bias]
+        got = numbers(c.emulate(bytes_[:, None], b[0], s, b[1], s))
+        assert (got[:, 0] == (np.arange(256) - z)[:, None, None]).all()
+        if z % 51 == 0:
+            for q in range(256):
+                exact = [
+                    float(layout_oracle.round_to((q - z) * Fraction(float(v)), significand, least)) for v in values
+                ]
+                assert (got[q] == np.array(exact)[:, None, None]).all(), (q, z)
+
+
+@pytest.mark.parametrize("operand,significand,least", [("f16", 11, -24), ("bf16", 8, -133)])
 def test_fused_rounds_the_offset_and_the_sum(operand, significand, least):
     c = get_converter(f"u4_{operand}_fused")
     encode = arith.to_f16 if operand == "f16" else arith.to_bf16
@@ -122,9 +142,9 @@ def test_affine_params_belong_to_row_parity(name):
     z, s = (5.0, 11.0), (0.25, 2.0)  # powers of two: no rounding, so the value shows which pair was used
     b = [(c.param_bias[i] + z[i]) if exact else -z[i] * s[i] for i in range(2)]
     params = [np.uint32(encode(np.float64(v))) * np.uint32(0x10001) for v in (b[0], s[0], b[1], s[1])]
-    got, code = arith.elements(c.emulate(WORDS, *params), c.operand), layout_oracle.fields(WORDS, 4)
-    for o in range(4):
-        for e in range(2):
+    got, code = arith.elements(c.emulate(WORDS, *params), c.operand), layout_oracle.fields(WORDS, c.storage_bits)
+    for o in range(c.outputs):
+        for e in range(c.elements):
             assert (got[:, o, e] == (code[:, c.pos(o, e)] - z[o % 2]) * s[o % 2]).all()
 
 

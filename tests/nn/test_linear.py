@@ -118,7 +118,8 @@ def test_from_state_makes_the_layer_of_a_state(name):
     ("name", "options"),
     [
         ("w4a16-g32", dict(bias=True)), ("w4a16-g64-sym", {}), ("w4a16-g128", dict(scale_dtype=torch.bfloat16)),
-        ("w4a16-gK", dict(scale_dtype=torch.float32)), ("mxfp4", dict(bias=True)), ("fp8", {}), ("fp8-g128", {}),
+        ("w4a16-gK", dict(scale_dtype=torch.float32)), ("mxfp4", dict(bias=True)), ("nvfp4", dict(bias=True)),
+        ("w8a16-gK-sym", dict(bias=True)), ("w8a16-g64", {}), ("fp8", {}), ("fp8-g128", {}),
         ("w4a8-g64", dict(bias=True, smooth=True)), ("w4a8-g32", {}),
         ("w4a8-e4m3-g128", dict(bias=True, smooth=True)),
     ],
@@ -241,7 +242,20 @@ def test_a_layer_compiles_to_one_graph(name):
 
 
 @pytest.mark.parametrize(
-    "form", ["w4a16-g128", "w4a16-g32-sym", "w4a16-gK", "mxfp4", "fp8", "w4a8", "w4a8-g128", "w4a8-e4m3", "w4ax"]
+    "form",
+    [
+        "w4a16-g128",
+        "w4a16-g32-sym",
+        "w4a16-gK",
+        "mxfp4",
+        "nvfp4",
+        "w8a16",
+        "fp8",
+        "w4a8",
+        "w4a8-g128",
+        "w4a8-e4m3",
+        "w4ax",
+    ],
 )
 def test_from_float_quantizes_a_layer(form):
     linear = torch.nn.Linear(256, 96)

@@ -16,7 +16,8 @@ from terrazzo.lowering.errors import ArgumentError  # noqa: E402
 from terrazzo.nn.loading import load  # noqa: E402
 from terrazzo.ops.w4a8 import format as w4a8_format  # noqa: E402
 from terrazzo.ops.w4a8 import fp8_format  # noqa: E402
-from terrazzo.ops.w4a16 import format as w4a16_format  # noqa: E402
+from terrazzo.ops.weight_only import byte_integers  # noqa: E402
+from terrazzo.ops.weight_only import integers as w4a16_format  # noqa: E402
 from terrazzo.ops.weight_only.format import PackedWeight as small_floats  # noqa: E402
 
 from tests.ops.checkpoints.checkpoint_folders import AUTO_ROUND, AWQ, DYNAMIC, GPTQ, compressed, stored, words  # noqa: E402
@@ -41,9 +42,16 @@ KINDS: dict[str, tuple[dict[str, Any], type]] = {
     "int": (compressed(DYNAMIC, group_size=G) | {"format": "int-quantized"}, w4a8_format.PackedWeight),
     "fp8": ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, small_floats),
     "pack": (compressed(DYNAMIC | {"type": "float"}, group_size=G), fp8_format.PackedWeight),
+    "gptq8": (GPTQ | {"group_size": G, "bits": 8, "sym": True}, byte_integers.PackedWeight),
+    "int8": (compressed(num_bits=8, strategy="channel") | {"format": "int-quantized"}, byte_integers.PackedWeight),
+    "mxfp4": (
+        compressed(num_bits=4, type="float", group_size=32) | {"format": "mxfp4-pack-quantized"},
+        small_floats,
+    ),
+    "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, small_floats),
 }
 """Convention -> (quantization_config, class of the packed weights)."""
-QUICK = ("awq", "gptq_act_order", "auto_round_sym", "qserve")
+QUICK = ("awq", "gptq_act_order", "auto_round_sym", "qserve", "gptq8", "mxfp4", "nvfp4")
 every = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in KINDS]
 
 
@@ -78,6 +86,36 @@ def qserve(seed: int, n: int, k: int, channel: bool) -> tuple[dict[str, torch.Te
     return made, ((codes - spread(zeros)) * spread(s2)).double() * s1.double()[:, None]
 
 
+def integers8(kind: str, seed: int, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A layer of 8-bit integers: GPTQ's words along K, or bytes with a scale for each row."""
+    rng = torch.Generator().manual_seed(seed)
+    codes, groups = torch.randint(0, 256, (n, k), generator=rng), k // G if kind == "gptq8" else 1
+    scales = ((torch.rand(n, groups, generator=rng) + 0.5) * 2.0**-12).half()
+    weight = (codes - 128).double() * scales.double().repeat_interleave(k // groups, 1)
+    if kind == "int8":
+        return {"weight": (codes - 128).to(torch.int8), "weight_scale": scales}, weight
+    packed = (codes.view(n, -1, 4) << 8 * torch.arange(4)).sum(-1).to(torch.int32)
+    zeros = torch.full((groups, n // 4), 0x7F7F7F7F, dtype=torch.int32)
+    return {"qweight": packed.T.contiguous(), "qzeros": zeros, "scales": scales.T.contiguous()}, weight
+
+
+def e2m1(kind: str, seed: int, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A layer of e2m1 codes: compressed-tensors' MXFP4, or modelopt's NVFP4 with a scale of its own for the tensor."""
+    rng = torch.Generator().manual_seed(seed)
+    packed = torch.randint(0, 256, (n, k // 2), generator=rng, dtype=torch.uint8)
+    table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+    values = torch.stack([table[(packed & 15).long()], table[(packed >> 4).long()]], -1).flatten(1)
+    if kind == "mxfp4":
+        scales = torch.randint(117, 121, (n, k // 32), generator=rng, dtype=torch.uint8)
+        return {"weight_packed": packed, "weight_scale": scales}, values * 2.0 ** (
+            scales.double() - 127
+        ).repeat_interleave(32, 1)
+    scales = (torch.rand(n, k // 16, generator=rng) * 400 + 48).to(torch.float8_e4m3fn)
+    whole = torch.tensor(2.0**-17 * (1 + 0.1 * seed))
+    made = {"weight": packed, "weight_scale": scales, "weight_scale_2": whole, "input_scale": torch.tensor(0.1)}
+    return made, values * scales.double().repeat_interleave(16, 1) * float(whole)
+
+
 def layer(kind: str, seed: int, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """(tensors by what stands behind the layer's name, the float64 weight that they mean)."""
     if kind == "fp8":
@@ -86,6 +124,10 @@ def layer(kind: str, seed: int, n: int, k: int) -> tuple[dict[str, torch.Tensor]
         scales = (torch.rand(n // 128, k // 128, generator=rng) + 0.5) * 2.0**-12
         weight = codes.double() * scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
         return {"weight": codes, "weight_scale_inv": scales}, weight
+    if kind in ("gptq8", "int8"):
+        return integers8(kind, seed, n, k)
+    if kind in ("mxfp4", "nvfp4"):
+        return e2m1(kind, seed, n, k)
     if kind.startswith("qserve"):
         return qserve(seed, n, k, kind == "qserve_channel")
     made, weight = stored(kind.replace("_act_order", ""), seed, n, k, G)
@@ -152,7 +194,8 @@ def test_published_folders_are_loaded_as_what_they_mean(tmp_path, kind):
             assert torch.equal(made.float(), wanted.to(made.dtype).float())
     exact, got = model(TOKENS).logits, loaded(TOKENS).logits.float()
     off = float((got - exact).norm() / exact.norm())
-    assert off < (0.02 if KINDS[kind][1] is w4a16_format.PackedWeight else 0.15), off
+    sixteen = (w4a16_format.PackedWeight, byte_integers.PackedWeight, small_floats)
+    assert off < (0.02 if KINDS[kind][1] in sixteen else 0.15), off
 
 
 def test_joined_layers_of_unlike_orders_are_refused_by_name(tmp_path):

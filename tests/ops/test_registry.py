@@ -16,11 +16,11 @@ from terrazzo.ops.w4a8 import format as w4a8_format
 from terrazzo.ops.w4a8 import fp8_format as w4a8_fp8_format
 from terrazzo.ops.w4a8 import reference as w4a8_reference
 from terrazzo.ops.w4a16.checkpoint import FORMATS
-from terrazzo.ops.w4a16.decoding import ACTIVATION_DTYPES, NUMERICS
-from terrazzo.ops.w4a16.format import GROUPS, SCALE_DTYPES
 from terrazzo.ops.w4ax import fmpq as w4ax_fmpq
 from terrazzo.ops.w4ax import format as w4ax_format
 from terrazzo.ops.w4ax import reference as w4ax_reference
+from terrazzo.ops.weight_only.decoding import ACTIVATION_DTYPES, NUMERICS
+from terrazzo.ops.weight_only.integers import GROUPS, SCALE_DTYPES
 
 
 def test_rows_are_plain_and_complete():

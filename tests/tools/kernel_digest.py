@@ -103,10 +103,15 @@ def _w4a16() -> Calls:
 
 
 def _small_floats() -> Calls:
-    from terrazzo.ops import fp8, mxfp4
+    from terrazzo.ops import fp8, mxfp4, nvfp4, w8a16
 
+    bf16 = dict(scale_dtype="bfloat16", dtype="bfloat16")
     forms = (
         ("mxfp4", mxfp4, {}),
+        ("nvfp4", nvfp4, {}),
+        ("w8a16 rows", w8a16, dict(group_size=K)),
+        ("w8a16 rows bf16", w8a16, dict(group_size=K, **bf16)),
+        ("w8a16 g128 zeros bf16", w8a16, dict(group_size=128, symmetric=False, **bf16)),
         ("fp8 rows", fp8, dict(group_size=K)),
         ("fp8 blocks", fp8, dict(group_size=128)),
         ("fp8 blocks bf16", fp8, dict(group_size=128, scale_dtype="bfloat16")),

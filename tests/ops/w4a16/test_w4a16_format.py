@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError, TargetError
 from terrazzo.ops.w4a16 import PackedWeight, QuantizedWeight, pack
-from terrazzo.ops.w4a16.format import packed_sizes
+from terrazzo.ops.weight_only.integers import packed_sizes
 
 SCALES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import w4a16
-from terrazzo.ops.w4a16 import quantizer
+from terrazzo.ops.weight_only import integer_quantizer as quantizer
 
 
 def weight(n=96, k=512, seed=0, dtype=torch.float16) -> torch.Tensor:

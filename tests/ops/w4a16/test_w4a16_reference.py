@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.w4a16 import QuantizedWeight, decoding, pack, reference
+from terrazzo.ops.w4a16 import QuantizedWeight, pack, reference
+from terrazzo.ops.weight_only import decoding
 
 N, K, G = 48, 320, 64
 

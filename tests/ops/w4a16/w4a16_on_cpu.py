@@ -14,7 +14,7 @@ from terrazzo.lowering.request import KernelRequest
 from terrazzo.ops.linear import multistage, stream_k
 from terrazzo.ops.linear.sizes import shapeless
 from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
-from terrazzo.ops.w4a16.format import PackedWeight
+from terrazzo.ops.weight_only.integers import PackedWeight
 from terrazzo.schedules.clusters import PAIR
 from terrazzo.schedules.multistage import launch_sizes
 from terrazzo.schedules.problem import Gemm
@@ -70,6 +70,7 @@ def on_cpu(name: str) -> str:
     register, text = r'"r"\(([^)]*)\)', get_converter(name).device_source
     lop3 = rf'asm\("lop3[^"]*, 0xea;" : "=r"\(([^)]*)\) : {register}, "n"\(([^)]*)\), {register}\);'
     text = re.sub(lop3, r"\1 = (\2) & \3 | \4;", text)
+    text = re.sub(lop3.replace("0xea", "0x6a"), r"\1 = (\2) & \3 ^ \4;", text)
     two = rf'asm\("(sub|mul)\.rn\.f16x2[^"]*" : "=r"\(([^)]*)\) : {register}, {register}\);'
     text = re.sub(two, r"\2 = \g<1>2(\3, \4);", text)
     three = rf'asm\("fma\.rn\.(b?)f16x2[^"]*" : "=r"\(([^)]*)\) : {register}, {register}, {register}\);'

@@ -1,4 +1,4 @@
-"""MXFP4 and FP8 weights on the CPU: what importers read, against formulas of the files' writers; forms, quantizers."""
+"""MXFP4, NVFP4 and FP8 weights on the CPU: importers against formulas of the files' writers; forms, quantizers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
-from terrazzo.ops import fp8, mxfp4, weights
+from terrazzo.ops import fp8, mxfp4, nvfp4, weights
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.weight_only import reference
 
@@ -35,6 +35,66 @@ def test_compressed_tensors_mxfp4_is_what_its_writer_means():
     w = mxfp4.from_compressed_tensors(blocks.reshape(70, 48), scales, bias=torch.ones(70))
     assert torch.equal(w.dequantize(), torch.from_numpy(mxfp4_values(blocks.numpy(), scales.numpy())))
     assert torch.equal(w.bias, torch.ones(70)) and (w.n, w.k) == (70, 96)
+
+
+def nvfp4_layer(n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, float, torch.Tensor]:
+    """Packed codes [N, K/2], every e4m3 scale but NaN [N, K/16], amax / 2688, and the weight in float64: modelopt's and
+    compressed-tensors' formulas, a table for each half of a byte, times the scale of 16, times that of the tensor."""
+    rng = np.random.default_rng(seed)
+    packed = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
+    scales = torch.from_numpy(rng.permutation(np.resize(np.arange(127, dtype=np.uint8), n * k // 16)).reshape(n, -1))
+    scales = scales.view(torch.float8_e4m3fn)
+    whole = float(np.float32(0.0173))
+    weight = np.empty((n, k))
+    weight[:, 0::2], weight[:, 1::2] = LUT[packed & 0x0F], LUT[packed >> 4]
+    weight *= np.repeat(scales.double().numpy(), 16, axis=1) * whole
+    return torch.from_numpy(packed), scales, whole, torch.from_numpy(weight)
+
+
+def test_nvfp4_of_both_writers_is_what_they_mean():
+    """The same bytes; compressed-tensors stores the reciprocal of modelopt's scale of the tensor."""
+    packed, scales, whole, weight = nvfp4_layer(70, 96)
+    w = nvfp4.from_modelopt(packed, scales, torch.tensor(whole), bias=torch.ones(70))
+    assert torch.equal(w.dequantize(), weight) and torch.equal(w.bias, torch.ones(70)) and (w.n, w.k) == (70, 96)
+    reciprocal = torch.tensor([1 / whole])
+    w = nvfp4.from_compressed_tensors(packed, scales, reciprocal)
+    torch.testing.assert_close(w.dequantize(), weight, rtol=2.0**-23, atol=0)
+    power = nvfp4.from_compressed_tensors(packed, scales, torch.tensor([64.0]))
+    assert torch.equal(power.dequantize(), nvfp4.from_modelopt(packed, scales, torch.tensor([1 / 64])).dequantize())
+
+
+def test_nvfp4_scales_below_and_at_zero_mean_what_they_say():
+    codes = torch.arange(16, dtype=torch.uint8).repeat(4, 8)
+    scales = torch.tensor([[1.5, -1.5, 0.0, -0.0, 2.0**-9, 448.0, -448.0, -(2.0**-9)]] * 4).to(torch.float8_e4m3fn)
+    factors = torch.tensor([1.0, 0.3, 2.0**-20, 1e4])
+    exact = torch.tensor(LUT).repeat(4, 8) * scales.double().repeat_interleave(16, 1) * factors.double()[:, None]
+    w = nvfp4.pack(codes, scales, factors)
+    assert torch.equal(w.dequantize(), exact) and torch.equal(w.unpack().dequantize(), exact)
+    assert torch.equal(w.unpack().factors, factors)
+
+
+def test_every_nvfp4_scale_is_packed_and_read_back():
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(126, 1)
+    w = nvfp4.pack(torch.full((126, 16), 2, dtype=torch.uint8), scales)
+    assert torch.equal(w.unpack().scales, scales)
+    assert torch.equal(w.dequantize()[:, 0], scales.view(torch.float8_e4m3fn).double()[:, 0])
+
+
+def test_nvfp4_is_the_nearest_code_of_its_scales():
+    x = torch.randn(40, 200, generator=torch.Generator().manual_seed(0)) * 0.02
+    w = nvfp4.quantize_weight(x)
+    each = w.scales.view(torch.float8_e4m3fn).double().repeat_interleave(16, 1)[:, :200] * float(w.factors[0])
+    table = torch.tensor(LUT).unique() * each[..., None]
+    nearest = (table - x.double()[..., None]).abs().amin(-1)
+    assert bool(((w.dequantize() - x.double()).abs() <= nearest * 1.0001 + 1e-12).all())
+    assert (w.dequantize() - x).square().mean() < mxfp4.quantize_weight(x).dequantize().sub(x).square().mean()
+    assert torch.equal(nvfp4.quantize(torch.zeros(4, 64)).dequantize(), torch.zeros(4, 64).double())
+
+
+def _nvfp4(**changes):
+    packed, scales, whole, _ = nvfp4_layer(4, 32)
+    given = dict(weight=packed, weight_scale=scales, weight_scale_2=torch.tensor(whole)) | changes
+    return nvfp4.from_modelopt(**given)
 
 
 @pytest.mark.parametrize("gate_up", [None, "halves", "interleaved"])
@@ -82,6 +142,14 @@ def test_packing_loses_nothing(n, k):
     assert torch.equal(back.codes, codes) and torch.equal(back.dequantize(), w.dequantize())
     used = (torch.nn.functional.pad(codes & 7, (0, -k % 32)) != 0).view(n, -1, 32).any(-1)
     assert torch.equal(back.scales[used], scales[used])
+    small = torch.randint(1, 127, (n, -(-k // 16)), generator=rng, dtype=torch.uint8)
+    made = nvfp4.QuantizedWeight.canonical(
+        codes, small, weight="nvfp4", group_size=16, factors=torch.rand(n, generator=rng) + 0.1
+    )
+    back = made.pack().unpack()
+    assert (
+        torch.equal(back.codes, codes) and torch.equal(back.scales, small) and torch.equal(back.factors, made.factors)
+    )
     bytes_ = torch.randint(0, 127, (n, k), generator=rng, dtype=torch.uint8)
     for group in (k, 128):
         made = fp8.QuantizedWeight.canonical(
@@ -120,6 +188,13 @@ BAD = {
     "weight_scale_inv": lambda: fp8.from_checkpoint(
         torch.ones(4, 4).to(torch.float8_e4m3fn), weight_scale_inv=torch.ones(2, 2)
     ),
+    "weight_scale (swizzled)": lambda: _nvfp4(weight_scale=torch.zeros(512).to(torch.float8_e4m3fn)),
+    "weight_scale (bytes)": lambda: _nvfp4(weight_scale=torch.zeros(4, 2, dtype=torch.uint8)),
+    "weight_scale (NaN)": lambda: _nvfp4(weight_scale=torch.full((4, 2), torch.nan).to(torch.float8_e4m3fn)),
+    "weight_scale_2": lambda: _nvfp4(weight_scale_2=torch.tensor(0.0)),
+    "weight_scale_2 (infinite)": lambda: _nvfp4(weight_scale_2=torch.tensor(torch.inf)),
+    "weight_global_scale": lambda: nvfp4.from_compressed_tensors(*nvfp4_layer(4, 32)[:2], torch.tensor([-1.0])),
+    "factors": lambda: nvfp4.pack(*(torch.ones(4, k, dtype=torch.uint8) for k in (16, 1)), torch.ones(3)),
     "bias": lambda: mxfp4.pack(*(torch.zeros(4, k, dtype=torch.uint8) for k in (32, 1)), bias=torch.ones(3)),
     "granularity": lambda: fp8.quantize(torch.ones(4, 4), granularity="row"),
     "group_size": lambda: mxfp4.kernel_requests(64, 64, group_size=64, target="sm_90a"),
@@ -161,7 +236,9 @@ def test_fp8_is_the_nearest_code_of_amax_scales(granularity):
     assert torch.equal(zeros.dequantize(), torch.zeros(4, 64).double())
 
 
-@pytest.mark.parametrize("make", [mxfp4.quantize, fp8.quantize, lambda w: fp8.quantize(w, granularity="block")])
+@pytest.mark.parametrize(
+    "make", [mxfp4.quantize, nvfp4.quantize, fp8.quantize, lambda w: fp8.quantize(w, granularity="block")]
+)
 def test_a_packed_weight_is_saved_and_loaded(make, tmp_path):
     w = make(torch.randn(70, 96, generator=torch.Generator().manual_seed(3)))
     w.save(tmp_path / "w.safetensors")
@@ -175,7 +252,7 @@ def test_a_packed_weight_is_saved_and_loaded(make, tmp_path):
         w.check_layout("another")
 
 
-@pytest.mark.parametrize("make", [mxfp4.quantize, fp8.quantize])
+@pytest.mark.parametrize("make", [mxfp4.quantize, nvfp4.quantize, fp8.quantize])
 def test_a_graph_has_one_node_for_a_product(make):
     w = make(torch.randn(32, 64, generator=torch.Generator().manual_seed(3)), bias=torch.ones(32))
     x = torch.randn(3, 64).bfloat16()
@@ -211,6 +288,62 @@ def test_folders_of_compressed_tensors_mxfp4(tmp_path):
     from terrazzo.ops import w4a16
 
     assert "mxfp4" in w4a16.load_model(path).skipped[NAME]
+
+
+NVFP4 = {
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, "config.json"),
+    "hf_quant_config": (
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A16_NVFP4", "group_size": 16}},
+        "hf_quant_config.json",
+    ),
+    "mixed": (
+        {
+            "quantization": {
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {NAME: {"quant_algo": "NVFP4", "group_size": 16}},
+            }
+        },
+        "hf_quant_config.json",
+    ),
+    "tensor_group": (
+        compressed("nvfp4-pack-quantized", num_bits=4, strategy="tensor_group", group_size=16), "config.json",
+    ),
+    "group": (compressed("nvfp4-pack-quantized", num_bits=4, strategy="group", group_size=16), "config.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NVFP4)
+def test_folders_of_nvfp4(tmp_path, kind):
+    packed, scales, whole, weight = nvfp4_layer(64, 64)
+    config, file = NVFP4[kind]
+    if kind.endswith("group"):
+        tensors = {"weight_packed": packed, "weight_global_scale": torch.tensor([1 / whole])}
+        tensors["input_global_scale"] = torch.tensor([3.0])
+    else:
+        tensors = {"weight": packed, "weight_scale_2": torch.tensor(whole), "input_scale": torch.tensor(0.1)}
+    tensors = {f"{NAME}.{leaf}": t for leaf, t in (tensors | {"weight_scale": scales}).items()}
+    path = folder(tmp_path, tensors, config if file == "config.json" else {})
+    if file != "config.json":
+        (tmp_path / file).write_text(json.dumps(config))
+    model = nvfp4.load_model(path)
+    assert not model.skipped
+    torch.testing.assert_close(model.layers[NAME].dequantize(), weight, rtol=2.0**-23, atol=0)
+    from terrazzo.ops.model_layers import of_folder
+
+    ((found, _),) = of_folder(path).kinds.items()
+    assert (found.operator, found.n, found.k, found.group_size) == ("nvfp4", 64, 64, 16)
+
+
+@pytest.mark.parametrize("more", ["pre_quant_scale", "svdquant_lora_a"])
+def test_nvfp4_with_more_than_its_scales_is_refused_by_name(tmp_path, more):
+    packed, scales, whole, _ = nvfp4_layer(64, 64)
+    tensors = {"weight": packed, "weight_scale": scales, "weight_scale_2": torch.tensor(whole), more: torch.ones(64)}
+    algorithm = "NVFP4_AWQ" if more == "pre_quant_scale" else "NVFP4_SVD"
+    for stated, said in (("NVFP4", more), (algorithm, algorithm)):
+        config = {"quant_method": "modelopt", "quant_algo": stated}
+        path = folder(tmp_path, {f"{NAME}.{leaf}": t for leaf, t in tensors.items()}, config)
+        model = nvfp4.load_model(path)
+        assert not model.layers and any(said in reason for reason in model.skipped.values())
 
 
 @pytest.mark.parametrize(

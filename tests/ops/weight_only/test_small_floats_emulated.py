@@ -1,4 +1,4 @@
-"""MXFP4 and FP8 weights through all programs, run on the CPU: integers and powers of two come out bit for bit."""
+"""MXFP4, NVFP4 and FP8 weights through all programs on the CPU: integers and powers of two come out bit for bit."""
 
 from __future__ import annotations
 
@@ -41,6 +41,20 @@ CASES = {  # program, schedule, target, M, format, group (negative: scales in x'
         32,
         "bfloat16",
     ),
+    "nvfp4 small_batch bf16": (small_batch, FEW, "sm_90a", 4, "nvfp4", 16, "bfloat16"),
+    "nvfp4 stream_k bf16": (stream_k, TALL, "sm_90a", 20, "nvfp4", 16, "bfloat16"),
+    "nvfp4 multistage f16": (multistage, Multistage(32, 4, 2, 3), "sm_80", 20, "nvfp4", 16, "float16"),
+    "nvfp4 small_batch f16, k shared": (small_batch, SPLIT, "sm_89", 3, "nvfp4", 16, "float16"),
+    "nvfp4 stream_k f16": (stream_k, WIDE, "sm_90a", 20, "nvfp4", 16, "float16"),
+    "nvfp4 multistage bf16, k shared": (
+        multistage,
+        Multistage(32, 4, 2, 3, kc=2),
+        "sm_89",
+        20,
+        "nvfp4",
+        16,
+        "bfloat16",
+    ),
     "fp8 rows small_batch bf16": (small_batch, FEW, "sm_90a", 4, "fp8", K, "bfloat16"),
     "fp8 blocks small_batch f16": (small_batch, SPLIT, "sm_80", 3, "fp8", 128, "float16"),
     "fp8 rows stream_k f16": (stream_k, WIDE, "sm_90a", 20, "fp8", K, "float16"),
@@ -54,6 +68,7 @@ CASES = {  # program, schedule, target, M, format, group (negative: scales in x'
     "fp8 blocks multistage f16": (multistage, Multistage(32, 4, 2, 3), "sm_89", 20, "fp8", 128, "float16"),
 }
 SLOW = ("fp8 folded blocks small_batch f16", "fp8 folded blocks multistage bf16",
+        "nvfp4 small_batch f16, k shared", "nvfp4 stream_k f16", "nvfp4 multistage bf16, k shared",
         "mxfp4 small_batch f16, k shared", "mxfp4 stream_k f16", "mxfp4 multistage bf16, k shared",
         "fp8 blocks stream_k f16, halves", "fp8 blocks stream_k bf16, two row blocks",
         "fp8 blocks small_batch f16", "fp8 rows multistage bf16", "fp8 blocks multistage f16")  # fmt: skip
@@ -74,6 +89,15 @@ def made(
         codes = torch.randint(0, 16, (N, K), generator=rng, dtype=torch.uint8)
         scales = torch.randint(120, 124, (N, 9), generator=rng) + torch.randint(-far, far, (N, 1), generator=rng)
         return QuantizedWeight.canonical(codes, scales.to(torch.uint8), weight=weight, group_size=32, bias=bias)
+    if weight == "nvfp4":
+        codes = torch.randint(0, 16, (N, K), generator=rng, dtype=torch.uint8)
+        scales = 2.0 ** torch.randint(-4, 3, (N, K // 16), generator=rng) * (
+            1 - 2 * torch.randint(0, 2, (N, K // 16), generator=rng)
+        )
+        scales[0, ::2], scales[1, ::3] = 0, 2.0**-9
+        factors = 2.0 ** torch.randint(-far // 4, far // 4, (N,), generator=rng)
+        facts = dict(weight=weight, group_size=16, bias=bias, factors=factors)
+        return QuantizedWeight.canonical(codes, scales.to(torch.float8_e4m3fn), **facts)
     codes = torch.randint(0, 128, (N, K), generator=rng, dtype=torch.uint8).clamp(48, 95) * 1
     codes |= torch.randint(0, 2, (N, K), generator=rng, dtype=torch.uint8) << 7
     codes[0], codes[1] = torch.arange(K) % 127, (torch.arange(K) % 127) + 128
@@ -83,7 +107,7 @@ def made(
 
 def spec_of(case, bias: bool) -> Spec:
     *_, weight, group, dtype = case
-    scale = "e8m0" if weight == "mxfp4" else "float32" if group > 0 else dtype
+    scale = {"mxfp4": "e8m0", "nvfp4": "e4m3"}.get(weight) or ("float32" if group > 0 else dtype)
     return Spec(N, K, -1 if group == K else abs(group), True, dtype, scale, bias)
 
 
@@ -104,7 +128,7 @@ def test_integers_come_out_exactly(name, tmp_path):
         else getattr(run, program.__name__.rpartition(".")[2])(x, packed)
     )
     expected = reference.gemm(x, w, numerics)
-    if weight == "mxfp4" or group == K:
+    if weight in ("mxfp4", "nvfp4") or group == K:
         assert torch.equal(y[:, 2:], expected.to(y.dtype)[:, 2:]), "no sum rounds"
     bound = reference.forward_error_bound(x, w, numerics)
     assert bool(((y.double() - expected).abs() <= bound).all())
@@ -113,7 +137,7 @@ def test_integers_come_out_exactly(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weight, group", [("mxfp4", 32), ("fp8", K), ("fp8", 128)])
+@pytest.mark.parametrize("weight, group", [("mxfp4", 32), ("nvfp4", 16), ("fp8", K), ("fp8", 128)])
 def test_experts_of_which_one_has_no_tokens(weight, group, tmp_path):
     experts = [made(weight, group, seed, None) for seed in range(3)]
     case = (stream_k, WIDE, "sm_90a", 40, weight, group, "bfloat16")

@@ -1,4 +1,4 @@
-"""What the codes of a W4A16 weight mean, for each numerics: specs.md B.3, and reference.py in words."""
+"""What the codes of an integer weight mean, for each numerics: specs.md B.3, and reference.py in words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from terrazzo.lowering.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
-    from terrazzo.ops.w4a16.format import QuantizedWeight
+    from terrazzo.ops.weight_only.integers import QuantizedWeight
 
 NUMERICS = ("auto", "exact", "fused", "post")
 ACTIVATION_DTYPES = ("float16", "bfloat16")
@@ -34,17 +34,17 @@ def decode(weight: QuantizedWeight, numerics: str, dtype: torch.dtype | None) ->
     import torch
 
     scales = weight.scales
-    if numerics not in NUMERICS[1:]:
+    if numerics not in (known := weight.format.numerics):
         raise ArgumentError(
-            "numerics", numerics, f"must be one of {NUMERICS[1:]}", "name the numerics: 'auto' depends on the problem"
+            "numerics", numerics, f"must be one of {known}", "name the numerics: 'auto' depends on the problem"
         )
     if numerics != "post":
         dtype = dtype or (torch.float16 if scales.dtype == torch.float32 else scales.dtype)
         check_numerics(numerics, str(dtype).removeprefix("torch."), str(scales.dtype).removeprefix("torch."))
-    zeros = torch.full_like(scales, 8, dtype=torch.uint8) if weight.zeros is None else weight.zeros
+    zeros = torch.full_like(scales, weight.format.zero, dtype=torch.uint8) if weight.zeros is None else weight.zeros
     s, z = per_column(scales, weight), per_column(zeros, weight)
     q = weight.codes.double()
-    if numerics == "exact":  # 5-bit integer times 11-bit significand: exact in float64, so .to() is the only rounding
+    if numerics == "exact":  # 9-bit integer times 11-bit significand: exact in float64, so .to() is the only rounding
         out = ((q - z) * s.double()).to(dtype)
     elif numerics == "fused":  # q * s + m needs at most 16 significant bits: exact in float64 again
         out = (q * s.double() + (-z.double() * s.double()).to(dtype).double()).to(dtype)

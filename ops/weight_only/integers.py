@@ -1,7 +1,7 @@
-"""The two forms of a 4-bit weight: canonical (`QuantizedWeight`, one byte for each code) and packed (`PackedWeight`).
+"""The two forms of an integer weight: canonical (`QuantizedWeight`, a byte for each code) and packed (`PackedWeight`).
 
-Every importer and the quantizer end in the canonical form; `pack` turns it into the one packed form that every W4A16
-kernel reads. Both mean
+Every importer and the quantizer end in the canonical form; `pack` turns it into the one packed form that every kernel
+of the format reads. These classes are those of W4A16; ops/weight_only/byte_integers.py has those of 8 bits. Both mean
 
     w[n, perm[j]] = (codes[n, j] - zeros[n, j // g]) * scales[n, j // g]        (perm[j] = j without act-order)
 
@@ -16,11 +16,10 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
 from terrazzo.ops.formats.weight import WeightFormat, get_weight_format
 from terrazzo.ops.grouped_codes import GROUPS as GROUPS
-from terrazzo.ops.grouped_codes import SCALE_DTYPES, GroupedCodes, check_perm
-from terrazzo.ops.w4a16.decoding import decode
-from terrazzo.ops.weight_only import packed
+from terrazzo.ops.grouped_codes import MOST_ZERO, SCALE_DTYPES, GroupedCodes, check_perm
+from terrazzo.ops.weight_only.decoding import decode
 from terrazzo.ops.weight_only.packed import BLOCK_K as BLOCK_K
-from terrazzo.ops.weight_only.packed import BLOCK_N, WeightOnly
+from terrazzo.ops.weight_only.packed import BLOCK_N, WeightOnly, layout_of, row_order
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +37,11 @@ class QuantizedWeight(GroupedCodes):
     """A 4-bit weight [N, K] in plain rows: attributes and `canonical`, which checks it, of `GroupedCodes`."""
 
     weight: ClassVar[str] = WEIGHT
+    packed_kind: ClassVar[type[PackedWeight]]
 
     @property
     def format(self) -> WeightFormat:
-        """What its codes are: `terrazzo.ops.formats.weight.U4`."""
+        """What its codes are, a value of `terrazzo.ops.formats.weight`."""
         return get_weight_format(self.weight)
 
     @property
@@ -51,12 +51,12 @@ class QuantizedWeight(GroupedCodes):
 
     @property
     def symmetric(self) -> bool:
-        """Whether all zero points are 8 and not stored."""
+        """Whether all zero points are 8 (of 8 bits: 128) and not stored."""
         return self.zeros is None
 
     def pack(self, *, target: Target | str | None = None) -> PackedWeight:
         """See `pack`."""
-        return pack(self, target=target)
+        return packed_of(self, target)
 
     def dequantize(self, numerics: str = "exact", dtype: torch.dtype | None = None) -> torch.Tensor:
         """Float weight [N, K] in input-channel order; see `reference.dequantize`."""
@@ -87,6 +87,7 @@ class PackedWeight(WeightOnly):
 
     VERSION = FILE_VERSION
     weight: ClassVar[str] = WEIGHT
+    canonical_kind: ClassVar[type[QuantizedWeight]] = QuantizedWeight
 
     words: torch.Tensor
     params: torch.Tensor
@@ -109,13 +110,13 @@ class PackedWeight(WeightOnly):
         """Exact inverse of `pack`."""
         import torch
 
-        layout, rows = _layout(), _rows()
+        layout, rows = layout_of(self.format), row_order(self.format)
         codes = layout.unpack(self.words, self.n, self.words.shape[0] * layout.block_k)
         scale_bytes, groups = BLOCK_N * _SCALE_BYTES[self.scale_dtype], -(-self.k // self.group_size)
         params = self.params.transpose(0, 1)
         scales = params[..., :scale_bytes].contiguous().view(getattr(torch, self.scale_dtype))
         zeros = None if self.symmetric else rows.unpack(params[..., scale_bytes:], self.n)
-        return QuantizedWeight(
+        return self.canonical_kind(
             codes=codes[:, : self.k].contiguous(),
             scales=rows.unpack(scales, self.n)[:, :groups].contiguous(),
             group_size=self.group_size,
@@ -136,27 +137,28 @@ class PackedWeight(WeightOnly):
             raise ArgumentError("scale_dtype", self.scale_dtype, constraint, "pack the weight again")
 
     def check_values(self) -> None:
-        """Raise ArgumentError for scales that are not finite, zero points beyond 16, a perm that is no permutation."""
+        """Raise ArgumentError for scales that are not finite, zero points out of range, a perm that is none."""
         import torch
 
         scale_bytes = BLOCK_N * _SCALE_BYTES[self.scale_dtype]
         scales = self.params[..., :scale_bytes].contiguous().view(getattr(torch, self.scale_dtype))
         weights.check_finite("params", scales, "the file is damaged: get it again, or pack the weight again")
-        if (value := weights.out_of_range(self.params[..., scale_bytes:], 0, 16)) is not None:
-            raise ArgumentError("params", value, "its zero points must be in 0..16", "pack the weight again")
+        most = MOST_ZERO[self.format.bits]
+        if (value := weights.out_of_range(self.params[..., scale_bytes:], 0, most)) is not None:
+            raise ArgumentError("params", value, f"its zero points must be in 0..{most}", "pack the weight again")
         if self.perm is not None:
             check_perm(self.perm, self.k)
 
     def with_zero_points(self) -> PackedWeight:
-        """The same weight with a plane of zero points, all 8, where it is symmetric."""
+        """The same weight with a plane of zero points, all the same, where it is symmetric."""
         import torch
 
         if not self.symmetric:
             return self
         groups = -(-self.k // self.group_size)
-        eights = self.params.new_full((self.n, groups), 8)
+        same = self.params.new_full((self.n, groups), self.format.zero)
         rows, columns = self.params.shape[1] * BLOCK_N - self.n, self.groups - groups
-        plane = _rows().pack(torch.nn.functional.pad(eights, (0, columns, 0, rows))).transpose(0, 1)
+        plane = row_order(self.format).pack(torch.nn.functional.pad(same, (0, columns, 0, rows))).transpose(0, 1)
         return replace(self, params=torch.cat([self.params, plane], dim=-1).contiguous(), symmetric=False)
 
     @classmethod
@@ -170,16 +172,14 @@ class PackedWeight(WeightOnly):
         return f"PackedWeight(N={self.n}, K={self.k}, {_summary(self)})"
 
 
+QuantizedWeight.packed_kind = PackedWeight
+
+
 def packed_sizes(n: int, k: int, group_size: int, scale_dtype: str, symmetric: bool) -> tuple[int, int, int, int]:
     """(Np, Kp, Gp, R): padded sizes, stored groups, bytes of params for 64 rows and one group."""
     np_, kp = -(-n // BLOCK_N) * BLOCK_N, -(-k // BLOCK_K) * BLOCK_K
     gp = 1 if group_size >= k else kp // group_size
     return np_, kp, gp, BLOCK_N * (_SCALE_BYTES[scale_dtype] + (not symmetric))
-
-
-def layout_identity(weight: PackedWeight) -> str:
-    """Of the layout that the kernels of this version read."""
-    return packed.layout_identity(WEIGHT)
 
 
 @dlpack.accepting
@@ -205,20 +205,38 @@ def pack(
     Raises:
         ArgumentError: see `QuantizedWeight.canonical`; a PackedWeight. TargetError: see `Target.parse`.
     """
-    import torch
+    return packed_of(made(QuantizedWeight, codes, scales, zeros, group_size, perm, bias), target)
 
+
+def made(
+    kind: type[QuantizedWeight],
+    codes: torch.Tensor | QuantizedWeight,
+    scales: torch.Tensor | None,
+    zeros: torch.Tensor | None,
+    group_size: int | None,
+    perm: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> QuantizedWeight:
+    """The canonical weight of what `pack` of a format takes: tensors, or one that is canonical already."""
     if hasattr(codes, "words"):
         raise ArgumentError("codes", repr(codes), "is packed already", "call unpack() first to pack it again")
     if isinstance(codes, QuantizedWeight):
+        if type(codes) is not kind:
+            raise ArgumentError("codes", weights.kind(codes), "is of another format", "call its own pack()")
         given = {"scales": scales, "zeros": zeros, "group_size": group_size, "perm": perm, "bias": bias}
         for name in (name for name, value in given.items() if value is not None):
             raise ArgumentError(
                 name, "given", "must be left out when codes is a QuantizedWeight", "put it into the QuantizedWeight"
             )
-        weight = codes
-    else:
-        weight = QuantizedWeight.canonical(codes, scales, zeros, group_size=group_size, perm=perm, bias=bias)
-    layout, rows = _layout(), _rows()
+        return codes
+    return kind.canonical(codes, scales, zeros, group_size=group_size, perm=perm, bias=bias)
+
+
+def packed_of(weight: QuantizedWeight, target: Target | str | None) -> PackedWeight:
+    """A canonical weight, packed; see `pack`."""
+    import torch
+
+    layout, rows = layout_of(weight.format), row_order(weight.format)
     np_, kp, gp, _ = packed_sizes(
         weight.n, weight.k, weight.group_size, weights.dtype_name(weight.scales), weight.symmetric
     )
@@ -229,7 +247,7 @@ def pack(
     params = rows.pack(padded(weight.scales, gp)).contiguous().view(torch.uint8)
     if not weight.symmetric:
         params = torch.cat([params, rows.pack(padded(weight.zeros, gp))], dim=-1)
-    return PackedWeight(
+    return weight.packed_kind(
         words=layout.pack(padded(weight.codes, kp)).contiguous(),
         params=params.transpose(0, 1).contiguous(),
         n=weight.n,
@@ -242,19 +260,6 @@ def pack(
         bias=weight.bias,
         target=weights.arch_of(target, weight.codes.device),
     )
-
-
-def _layout():
-    from terrazzo.layouts.instances import get_instance
-
-    return get_instance(LAYOUT)
-
-
-def _rows():
-    from terrazzo.layouts.rows import derive_rows
-
-    layout = _layout()
-    return derive_rows(layout.fragment, layout.block_rows)
 
 
 def _summary(weight: QuantizedWeight | PackedWeight) -> str:

@@ -1,4 +1,4 @@
-"""Quantize a float weight to 4 bits: round to nearest, each group clipped where its squared error is least."""
+"""Quantize a float weight to integers: round to nearest, each group clipped where its squared error is least."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
-from terrazzo.ops.w4a16.format import GROUPS, PackedWeight, QuantizedWeight, pack
+from terrazzo.ops.weight_only.integers import GROUPS, PackedWeight, QuantizedWeight, pack
 
 if TYPE_CHECKING:
     import torch
@@ -74,9 +74,27 @@ def quantize_weight(
     Raises:
         ArgumentError: for anything else.
     """
+    options = dict(symmetric=symmetric, scale_dtype=scale_dtype, clip_steps=clip_steps, clip_min=clip_min)
+    return of_float(QuantizedWeight, weight, group_size=group_size, importance=importance, bias=bias, **options)
+
+
+def of_float(
+    kind: type[QuantizedWeight],
+    weight: torch.Tensor,
+    *,
+    group_size: int,
+    symmetric: bool,
+    scale_dtype: torch.dtype | None,
+    clip_steps: int,
+    clip_min: float,
+    importance: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> QuantizedWeight:
+    """`quantize_weight` of a canonical form with codes of its bits."""
     import torch
 
     n, k, group, scale_dtype = _check(weight, group_size, scale_dtype, clip_steps, clip_min)
+    zero = 1 << kind.bits - 1
     groups, share = -(-k // group), weights.importance_of(importance, k, weight.device)
     if share is not None:
         share = torch.nn.functional.pad(share, (0, groups * group - k)).view(groups, group)
@@ -89,7 +107,7 @@ def quantize_weight(
         part = slice(lo, min(lo + rows, n))
         # A padded 0 is exactly representable at any scale: it moves neither the range nor the error of a ragged group.
         w = torch.nn.functional.pad(weight[part].float(), (0, groups * group - k)).view(-1, groups, group)
-        q, s, z = _search(w, symmetric, scale_dtype, ratios, share)
+        q, s, z = _search(w, symmetric, scale_dtype, ratios, share, zero)
         codes[part], scales[part], zeros[part] = q.view(-1, groups * group)[:, :k], s, z
     if not bool(torch.isfinite(scales).all()):
         raise ArgumentError(
@@ -99,39 +117,45 @@ def quantize_weight(
             "scale the weight down" if scale_dtype == torch.float32 else "use torch.float32 or torch.bfloat16",
         )
     facts = torch.finfo(scale_dtype)
-    # A scale under 8 of the smallest steps has fewer bits than a code; beside larger groups, their rounding costs more.
-    if not bool((scales >= max(8 * facts.tiny * facts.eps, _TINY)).any()) and bool(weight.any()):
+    # A scale of few of the smallest steps has fewer bits than a code; beside larger groups, their rounding costs more.
+    if not bool((scales >= max(zero * facts.tiny * facts.eps, _TINY)).any()) and bool(weight.any()):
         raise ArgumentError(
             "scale_dtype",
             str(scale_dtype),
             f"is too coarse for the scales of this weight, whose largest magnitude is {float(weight.abs().max()):.3g}",
             "use torch.float32 or torch.bfloat16" if scale_dtype == torch.float16 else "scale the weight up",
         )
-    return QuantizedWeight.canonical(codes, scales, None if symmetric else zeros, group_size=group, bias=bias)
+    return kind.canonical(codes, scales, None if symmetric else zeros, group_size=group, bias=bias)
 
 
 def _search(
-    w: torch.Tensor, symmetric: bool, scale_dtype: torch.dtype, ratios: list[float], share: torch.Tensor | None
+    w: torch.Tensor,
+    symmetric: bool,
+    scale_dtype: torch.dtype,
+    ratios: list[float],
+    share: torch.Tensor | None,
+    zero: int,
 ):
     """Best (codes [R, G, g] uint8, scales [R, G], zeros [R, G]) of float32 w [R, G, g] over the clipping ratios; share
-    [G, g] weights errors."""
+    [G, g] weights errors. zero: of symmetric codes, half of how many there are."""
     import torch
 
     high = w.amax(-1).clamp_min(0)
     low = w.amin(-1).clamp_max(0)
-    # Symmetric: 7 steps reach the largest magnitude on either side; the search finds the 8 steps below (ratio 7/8).
-    span, levels = (torch.maximum(high, -low), 7.0) if symmetric else (high - low, 15.0)
+    # Symmetric: zero - 1 steps reach the largest magnitude on either side; the search finds those below it, too.
+    span, levels = (torch.maximum(high, -low), zero - 1.0) if symmetric else (high - low, 2.0 * zero - 1)
+    last = 2 * zero - 1
     best = None
     for ratio in ratios:
         s = (span * (ratio / levels)).to(scale_dtype)
         s = torch.where(s > _TINY, s, 0.0)  # an all-zero (or underflowing) group: scale 0, codes at the zero point
-        z = torch.full_like(span, 8.0) if symmetric else (-low * ratio * _inverse(s)).round_().clamp_(0, 15)
-        error = _round(w, s, z).sub_(z[..., None]).mul_(s.float()[..., None]).sub_(w).square_()
+        z = torch.full_like(span, zero) if symmetric else (-low * ratio * _inverse(s)).round_().clamp_(0, last)
+        error = _round(w, s, z, last).sub_(z[..., None]).mul_(s.float()[..., None]).sub_(w).square_()
         error = (error if share is None else error.mul_(share)).sum(-1)
         better = None if best is None else error < best[0]
         best = (error, s, z) if best is None else [torch.where(better, *pair) for pair in zip((error, s, z), best)]
     _, s, z = best
-    return _round(w, s, z).to(torch.uint8), s, z.to(torch.uint8)
+    return _round(w, s, z, last).to(torch.uint8), s, z.to(torch.uint8)
 
 
 def _inverse(s: torch.Tensor) -> torch.Tensor:
@@ -139,9 +163,9 @@ def _inverse(s: torch.Tensor) -> torch.Tensor:
     return s.reciprocal().where(s > 0, 0.0)
 
 
-def _round(w: torch.Tensor, s: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+def _round(w: torch.Tensor, s: torch.Tensor, z: torch.Tensor, last: int) -> torch.Tensor:
     """Codes of w for the scale and zero point of each group, as floats."""
-    return (w * _inverse(s)[..., None]).round_().add_(z[..., None]).clamp_(0, 15)
+    return (w * _inverse(s)[..., None]).round_().add_(z[..., None]).clamp_(0, last)
 
 
 def _check(weight, group_size, scale_dtype, clip_steps, clip_min):

@@ -1,0 +1,327 @@
+"""W8A16: y[M, N] = x[M, K] w[N, K]^T (+ bias), w in 8-bit integers with scale and zero point of each group along K.
+
+    w = terrazzo.ops.w8a16.load_layer("model/", "model.layers.0.mlp.down_proj")  # or pack, from_gptq, quantize
+    y = terrazzo.ops.w8a16.gemm(x, w)                                            # x float16 or bfloat16
+
+Format and numerics: `U8` of terrazzo.ops.formats.weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import dlpack
+from terrazzo.ops.checkpoints import compressed_tensors, gptq, loaders
+from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.weight_only import grouped, integer_quantizer, integers, op
+from terrazzo.ops.weight_only.byte_integers import PackedWeight, QuantizedWeight
+from terrazzo.ops.weight_only.entry import gemm, grouped_gemm
+from terrazzo.ops.weight_only.op import weight_requests
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.lowering.request import KernelRequest
+    from terrazzo.lowering.targets import Target
+    from terrazzo.ops.checkpoints.config import LayerConfig
+    from terrazzo.ops.dlpack import SupportsDLPack
+
+__all__ = [
+    "GroupedWeight",
+    "PackedWeight",
+    "QuantizedWeight",
+    "from_compressed_tensors",
+    "from_gptq",
+    "gemm",
+    "grouped_gemm",
+    "grouped_requests",
+    "iter_layers",
+    "kernel_requests",
+    "load_layer",
+    "load_model",
+    "pack",
+    "quantize",
+    "quantize_weight",
+    "read_compressed_tensors",
+    "read_gptq",
+    "read_layer",
+    "weight_requests",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+@dlpack.accepting
+def pack(
+    codes: SupportsDLPack | QuantizedWeight,
+    scales: SupportsDLPack | None = None,
+    zeros: SupportsDLPack | None = None,
+    *,
+    group_size: int | None = None,
+    perm: SupportsDLPack | None = None,
+    bias: SupportsDLPack | None = None,
+    target: Target | str | None = None,
+) -> PackedWeight:
+    """Pack an 8-bit weight for the kernels, on the device where its codes are.
+
+    Args:
+        codes: integers [N, K] 0..255, signed ones plus 128; or a QuantizedWeight (then the other tensors must be left
+            out).
+        scales, zeros, group_size, perm, bias: see `QuantizedWeight.canonical`; zeros None means 128.
+        target: GPU target to record; None takes the codes' device, or any target for CPU codes.
+
+    Any N >= 1 and K >= 1: rows are padded to 64 and input channels to 128 with code 0 and scale 0.
+
+    Raises:
+        ArgumentError: see `QuantizedWeight.canonical`; a PackedWeight. TargetError: see `Target.parse`.
+    """
+    return integers.packed_of(integers.made(QuantizedWeight, codes, scales, zeros, group_size, perm, bias), target)
+
+
+def quantize(weight: SupportsDLPack, *, target: Target | str | None = None, **options: Any) -> PackedWeight:
+    """Quantize and pack a float weight: `pack(quantize_weight(weight, **options), target=target)`."""
+    return pack(quantize_weight(weight, **options), target=target)
+
+
+@dlpack.accepting
+def quantize_weight(
+    weight: SupportsDLPack,
+    *,
+    group_size: int = -1,
+    symmetric: bool = True,
+    scale_dtype: torch.dtype | None = None,
+    clip_steps: int = 1,
+    clip_min: float = 0.5,
+    importance: SupportsDLPack | None = None,
+    bias: SupportsDLPack | None = None,
+) -> QuantizedWeight:
+    """Round to nearest, on the weight's device; codes are for the rounded scale.
+
+    Args:
+        weight: float [N, K], finite; any K, a ragged last group included.
+        group_size: 32, 64, 128, or -1 (or K) for one scale of a row.
+        symmetric: zero point 128 everywhere (codes - 128 in -127..127), else one of 0..255 for each group.
+        scale_dtype: f16, bf16 or f32; None takes the weight's dtype if that is 16-bit, else f16.
+        clip_steps, clip_min, importance, bias: see `w4a16.quantize_weight`.
+
+    Raises:
+        ArgumentError: for anything else.
+    """
+    options = dict(symmetric=symmetric, scale_dtype=scale_dtype, clip_steps=clip_steps, clip_min=clip_min)
+    facts = dict(group_size=group_size, importance=importance, bias=bias)
+    return integer_quantizer.of_float(QuantizedWeight, weight, **facts, **options)
+
+
+def from_gptq(*tensors: Any, target: Target | str | None = None, **options: Any) -> PackedWeight:
+    """`pack(read_gptq(...), target=target)`: the arguments and errors of `read_gptq`."""
+    return pack(read_gptq(*tensors, **options), target=target)
+
+
+def from_compressed_tensors(*tensors: Any, target: Target | str | None = None, **options: Any) -> PackedWeight:
+    """`pack(read_compressed_tensors(...), target=target)`: the arguments and errors of `read_compressed_tensors`."""
+    return pack(read_compressed_tensors(*tensors, **options), target=target)
+
+
+@dlpack.accepting
+def read_gptq(
+    qweight: SupportsDLPack,
+    qzeros: SupportsDLPack | None,
+    scales: SupportsDLPack,
+    g_idx: SupportsDLPack | None = None,
+    *,
+    bias: SupportsDLPack | None = None,
+    group_size: int | None = None,
+    bits: int = 8,
+    version: str | None = None,
+    symmetric: bool | None = None,
+    desc_act: bool | None = None,
+) -> QuantizedWeight:
+    """GPTQ and AutoRound in 8 bits, as `w4a16.read_gptq` reads them in 4.
+
+    Args:
+        qweight: int32 [K/4, N].
+        qzeros: int32 [G, ceil(N/4)]; None only for a symmetric layer.
+        scales: f16 [G, N]. g_idx: int32 [K], group of each input channel. bias: [N].
+        group_size, symmetric, desc_act: what the config states. bits: only 8 is read.
+        version: "gptq" (v1: zero points are stored minus one, 127 for 128, 255 for 0) or "gptq_v2"; None accepts only
+            a layer whose zero points tell.
+
+    Raises:
+        ArgumentError: wrong shapes or dtypes, other bits, a g_idx with no common unit, a contradicted config.
+    """
+    facts = dict(bias=bias, group_size=group_size, bits=bits, version=version, symmetric=symmetric, desc_act=desc_act)
+    return QuantizedWeight(**vars(gptq.unpack_gptq(qweight, qzeros, scales, g_idx, **facts, code_bits=8)))
+
+
+@dlpack.accepting
+def read_compressed_tensors(
+    weight: SupportsDLPack,
+    weight_scale: SupportsDLPack,
+    weight_zero_point: SupportsDLPack | None = None,
+    weight_shape: SupportsDLPack | tuple[int, int] | None = None,
+    weight_g_idx: SupportsDLPack | None = None,
+    *,
+    bias: SupportsDLPack | None = None,
+    group_size: int | None = None,
+    bits: int = 8,
+    format: str | None = None,
+    symmetric: bool | None = None,
+) -> QuantizedWeight:
+    """compressed-tensors in 8 bits: "pack-quantized", or "int-quantized" with activations left in 16 bits.
+
+    Args:
+        weight: int32 [N, ceil(K/4)] of signed codes plus 128, or int8 [N, K].
+        weight_scale: f16, bf16 or f32 [N, G]; [N] for those of rows, [1] for one of the tensor.
+        weight_zero_point: int32 [ceil(N/4), G] packed along N plus 128, or int8 [N, G] signed; None when symmetric.
+        weight_shape: (N, K); None takes what the columns hold.
+        weight_g_idx: int32 [K] (actorder "group"), of packed codes; all -1 counts as none. bias: [N].
+        group_size, symmetric: what the config states (-1 or None for strategy "channel"). bits: only 8 is read.
+        format: "pack-quantized" or "int-quantized"; None believes the tensors.
+
+    Raises:
+        ArgumentError: wrong shapes or dtypes, other bits or formats, a contradicted config.
+    """
+    import torch
+
+    if isinstance(weight_scale, torch.Tensor) and weight_scale.ndim < 2 and getattr(weight, "ndim", 0) == 2:
+        if weight_scale.numel() in (1, len(weight)):
+            weight_scale = weight_scale.reshape(-1, 1).expand(len(weight), 1)
+        if isinstance(weight_zero_point, torch.Tensor) and weight_zero_point.numel() == 1:
+            weight_zero_point = weight_zero_point.reshape(1, 1).expand(len(weight), 1)
+    facts = dict(bias=bias, group_size=group_size, symmetric=symmetric, code_bits=8)
+    if getattr(weight, "dtype", None) == torch.int8:
+        if weight_g_idx is not None:
+            constraint = "is of pack-quantized layers alone"
+            raise ArgumentError("weight_g_idx", "given", constraint, "leave it out, or pass weight_packed")
+        found = compressed_tensors.unpack(weight, weight_scale, weight_zero_point, weight_shape, format=format, **facts)
+    else:
+        tensors = weight, weight_scale, weight_zero_point, weight_shape, weight_g_idx
+        found = compressed_tensors.unpack_packed(*tensors, bits=bits, format=format or "pack-quantized", **facts)
+    return QuantizedWeight(**vars(found))
+
+
+def kernel_requests(
+    n: int,
+    k: int,
+    *,
+    group_size: int,
+    symmetric: bool = True,
+    scale_dtype: str = "float16",
+    m: int | Sequence[int] | None = None,
+    dtype: str = "float16",
+    target: Target | str,
+    numerics: str = "auto",
+    bias: bool = False,
+) -> list[KernelRequest]:
+    """The kernels that serve an [n, k] weight: for the given M, or for every M (None). Needs no GPU.
+
+    Args:
+        n, k: of the weight. m: numbers of tokens. group_size: 32, 64, 128, or k for one scale of a row.
+        symmetric: whether there are no zero points. scale_dtype: of scales.
+        dtype: of activations and output, "float16" or "bfloat16". numerics: see `gemm`. bias: whether one is added.
+
+    Raises:
+        ArgumentError: a value that no kernel serves. TargetError: an unknown target.
+    """
+    facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, numerics=numerics)
+    return op.kernel_requests(n, k, m=m, dtype=dtype, target=target, bias=bias, weight="u8", **facts)
+
+
+def grouped_requests(
+    n: int,
+    k: int,
+    experts: int,
+    *,
+    group_size: int,
+    symmetric: bool = True,
+    scale_dtype: str = "float16",
+    m: int | tuple[int, ...] | None = None,
+    dtype: str = "float16",
+    numerics: str = "auto",
+    bias: bool = False,
+    target: Target | str = "sm_90a",
+) -> list[KernelRequest]:
+    """The kernels that `grouped_gemm` uses for these M (None: M of every bucket). Needs no GPU.
+
+    Args:
+        n, k: of each expert's weight. experts: number of them. m: tokens of all experts together.
+        group_size, symmetric, scale_dtype, dtype, numerics, bias: see `kernel_requests`.
+
+    Raises:
+        ArgumentError: a value that no kernel serves, or a target without warpgroup instructions.
+        TargetError: an unknown target.
+    """
+    facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, numerics=numerics)
+    return grouped.grouped_requests(n, k, experts, m=m, dtype=dtype, bias=bias, target=target, weight="u8", **facts)
+
+
+def _gptq(tensors: dict[str, Any], config: LayerConfig) -> QuantizedWeight:
+    if "qzeros" not in tensors and not config.symmetric:
+        remedy = "get the missing shard; for a symmetric layer call from_gptq with qzeros=None"
+        raise ArgumentError("qzeros", None, "the layer needs its zero points", remedy)
+    facts = {"group_size": config.group_size, "symmetric": config.symmetric}
+    version = config.version if config.version not in (None, "gptq", "gptq_v2") else config.format
+    return read_gptq(**({"qzeros": None} | tensors | facts), version=version, desc_act=config.desc_act)
+
+
+def _compressed(tensors: dict[str, Any], config: LayerConfig) -> QuantizedWeight:
+    given = dict(tensors)
+    if config.desc_act and "weight_g_idx" not in given and given["weight_scale"].shape[-1:] != (1,):
+        constraint = "the config states actorder by groups, which needs the group of each channel"
+        raise ArgumentError("weight_g_idx", None, constraint, "add the layer's weight_g_idx tensor")
+    if "weight_packed" in given:
+        given["weight"] = given.pop("weight_packed")
+    facts = {"group_size": config.group_size, "symmetric": config.symmetric}
+    return read_compressed_tensors(**given, **facts, format=config.version)
+
+
+FAMILY = loaders.Family(
+    "w8a16",
+    {"gptq": _gptq, "compressed_tensors": _compressed, "int_quantized": _compressed},
+    pack,
+    activations=("", "int8"),
+    bits=8,
+)
+
+
+def read_layer(
+    path: str | Path, name: str | None = None, *, device: str | int | torch.device = "cpu"
+) -> QuantizedWeight:
+    """Canonical weight of one 8-bit layer of a checkpoint; activations that it quantizes stay in 16 bits.
+
+    Args:
+        path: a .safetensors file or a Hugging Face folder; a config beside the file is read too.
+        name: prefix of the layer's tensors; None when the checkpoint has only one layer.
+        device: where the weight is built, as torch names it.
+
+    Raises:
+        ArgumentError: no such layer, a missing tensor, or a layer that its config or further tensors give another
+            meaning (`load_model` skips it with the same reason).
+    """
+    return loaders.read_layer(FAMILY, path, name, format=None, device=device)
+
+
+def load_layer(
+    path: str | Path,
+    name: str | None = None,
+    *,
+    device: str | int | torch.device = "cpu",
+    target: Target | str | None = None,
+) -> PackedWeight:
+    """`pack(read_layer(path, name, device=device), target=target)`."""
+    return pack(read_layer(path, name, device=device), target=target)
+
+
+def iter_layers(path: str | Path, **options: Any) -> Iterator[loaders.Layer]:
+    """A checkpoint's layers one at a time, as `w4a16.iter_layers` does and with its options `select`, `packed`,
+    `strict`, `device` and `target`."""
+    yield from loaders.iter_layers(FAMILY, path, **options)
+
+
+def load_model(path: str | Path, **options: Any) -> loaders.Model:
+    """All layers that `iter_layers(path, **options)` yields, as one object with a printable report."""
+    return loaders.load_model(FAMILY, path, **options)

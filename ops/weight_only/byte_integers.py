@@ -1,0 +1,35 @@
+"""The two forms of an 8-bit weight: those of ops/weight_only/integers.py, with codes 0..255 and zero point 128."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from terrazzo.ops.weight_only import integers
+
+FILE_VERSION = "terrazzo.w8a16/1"
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight(integers.QuantizedWeight):
+    """An 8-bit weight [N, K] in plain rows: attributes and `canonical`, which checks it, of `GroupedCodes`."""
+
+    weight: ClassVar[str] = "u8"
+    bits: ClassVar[int] = 8
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight(integers.PackedWeight):
+    """An 8-bit weight in the derived layout that every W8A16 kernel of every target reads.
+
+    Attributes:
+        words: int32 [Kp/32, Np/64, 512]; 4 codes to a word, in the order of layout `w8a16`. Others: as of
+            `w4a16.PackedWeight`; without a zeros plane every zero point is 128.
+    """
+
+    VERSION = FILE_VERSION
+    weight: ClassVar[str] = "u8"
+    canonical_kind: ClassVar[type[integers.QuantizedWeight]] = QuantizedWeight
+
+
+QuantizedWeight.packed_kind = PackedWeight
