@@ -3,6 +3,8 @@
     python -m benchmarks.engine --weights w4a16 --kernel terrazzo --out engine.json
     python -m benchmarks.engine --weights w4a16 --kernel machete --out engine.json     the same file, another row
     python -m benchmarks.engine --weights w4a16 --compile-only                         our kernels, without vLLM
+    python -m benchmarks.engine --attention terrazzo --kv-cache-dtype int4_per_token_head --dtype bfloat16 \
+        --cases 64x8192 64x1024 1x8192 --layers 16 --output 64 --out kv_engine.json    our cache, sequences x prompt
     python -m benchmarks.engine --join a.json b.json --out engine.json                 rows of several files in one
     python -m benchmarks.engine --table engine.json
 
@@ -10,6 +12,7 @@ A row is one batch: so many requests of `--prompt` random tokens at once, `--out
 the time of an output token after the last prefill, from the step in which the last request got its first token;
 `tokens_s` counts all output tokens over the whole time. Weights are random and the same for each kernel; the cache of
 prefixes is off. A kernel is "terrazzo", or a `linear_backend` of vLLM; "auto" is what vLLM chooses without us.
+`kv_tokens` is how many tokens the cache holds in the memory that the engine found free.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="of the model; its own unless given")
     parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--prompt", type=int, default=PROMPT)
+    parser.add_argument("--cases", nargs="+", metavar="NxP", help="requests x prompt, in the place of both")
     parser.add_argument("--output", type=int, default=OUTPUT)
+    parser.add_argument("--attention", choices=("vllm", "terrazzo"), default="vllm", help="whose backend")
     parser.add_argument("--step-tokens", type=int, default=STEP_TOKENS, help="most tokens of a step")
     parser.add_argument("--repeat", type=int, default=2, help="the best of so many")
     parser.add_argument("--kv-cache-dtype", default="auto")
@@ -53,6 +58,24 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--join", type=Path, nargs="+", help="files whose rows go to --out, and stop")
     parser.add_argument("--table", type=Path, help="print a file's rows and stop")
     return parser.parse_args(argv)
+
+
+def cases(o: argparse.Namespace) -> list[tuple[int, int]]:
+    """(requests, prompt) of each row."""
+    if o.cases is None:
+        return [(batch, o.prompt) for batch in o.batch]
+    return [(int(batch), int(prompt)) for batch, _, prompt in (case.partition("x") for case in o.cases)]
+
+
+def attention_kind(o: argparse.Namespace) -> Any:
+    """What our backend is asked for by the model's layers."""
+    from terrazzo.integrations.vllm import attention_core as core
+
+    c = engine_model.SHAPES[o.shape]
+    return core.Kind(
+        core.layout_of(o.kv_cache_dtype, o.dtype, c["head_dim"]), c["num_attention_heads"], c["num_key_value_heads"],
+        core.PAGE, o.dtype,
+    )  # fmt: skip
 
 
 def wanted(o: argparse.Namespace) -> list[Any]:
@@ -91,7 +114,9 @@ def compile_kernels(o: argparse.Namespace) -> None:
     target = Target.detect() if torch.cuda.is_available() else Target.parse("nvidia/nvidia-h100")
     top_k = engine_model.SHAPES[o.shape].get("num_experts_per_tok", 1)
     start, found = time.perf_counter(), {}
-    for each in wanted(o):
+    if o.attention == "terrazzo":
+        found |= dict.fromkeys(attention_kind(o).requests(target))
+    for each in wanted(o) if o.kernel == "terrazzo" else ():
         many = top_k if each.experts else 1
         found |= dict.fromkeys(kernels.requests_of(each, not each.zero_points, False, o.step_tokens, target, many))
         if each.experts:
@@ -105,7 +130,8 @@ def compile_kernels(o: argparse.Namespace) -> None:
 def engine(o: argparse.Namespace, folder: Path) -> Any:
     """vLLM's LLM of a folder that has a config alone."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    if o.kernel == "terrazzo":
+    ours = dict(linear=o.kernel == "terrazzo", experts=o.kernel == "terrazzo")
+    if o.kernel == "terrazzo" or o.attention == "terrazzo":
         from terrazzo.integrations.vllm import register
 
         register()
@@ -113,16 +139,20 @@ def engine(o: argparse.Namespace, folder: Path) -> Any:
         os.environ["VLLM_PLUGINS"] = ""
     from vllm import LLM
 
+    batches = {batch for batch, _ in cases(o)}
     options: dict[str, Any] = dict(
         model=str(folder), load_format=engine_model.register_loader(), skip_tokenizer_init=True, dtype=o.dtype, seed=0,
-        max_model_len=o.prompt + o.output + 16, max_num_seqs=max(o.batch), max_num_batched_tokens=o.step_tokens,
+        max_model_len=max(prompt for _, prompt in cases(o)) + o.output + 16, max_num_batched_tokens=o.step_tokens,
+        max_num_seqs=max(batches), additional_config={"terrazzo": ours},
         gpu_memory_utilization=o.memory, enforce_eager=o.eager, kv_cache_dtype=o.kv_cache_dtype,
         enable_prefix_caching=False,
     )  # fmt: skip
     if not o.eager:
-        options["compilation_config"] = {"cudagraph_capture_sizes": sorted({1, *o.batch})}
+        options["compilation_config"] = {"cudagraph_capture_sizes": sorted({1, *batches})}
     if o.kernel not in ("terrazzo", "auto"):
         options["linear_backend"] = o.kernel
+    if o.attention == "terrazzo":
+        options["attention_backend"] = "CUSTOM"
     return LLM(**options)
 
 
@@ -134,10 +164,13 @@ def chosen(model: Any) -> dict[str, int]:
             holder = getattr(layer, "scheme", None) or method
             name = type(getattr(holder, "kernel", None) or holder).__name__
             found[name] = found.get(name, 0) + 1
+        if (impl := getattr(layer, "impl", None)) is not None:
+            name = f"{type(impl).__module__}.{type(impl).__name__}"
+            found[name] = found.get(name, 0) + 1
     return found
 
 
-def generate(llm: Any, o: argparse.Namespace, batch: int, tokens: int, tag: str) -> dict[str, Any]:
+def generate(llm: Any, o: argparse.Namespace, batch: int, length_of: int, tokens: int, tag: str) -> dict[str, Any]:
     """One run of a batch, step by step."""
     from vllm import SamplingParams
 
@@ -146,7 +179,7 @@ def generate(llm: Any, o: argparse.Namespace, batch: int, tokens: int, tag: str)
     how = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False)
     start = time.perf_counter()
     for index in range(batch):
-        prompt = dict(prompt_token_ids=[rng.randrange(3, vocabulary) for _ in range(o.prompt)])
+        prompt = dict(prompt_token_ids=[rng.randrange(3, vocabulary) for _ in range(length_of)])
         core.add_request(f"{tag}-{index}", prompt, how)
     length: dict[str, int] = {}
     texts: dict[str, list[int]] = {}
@@ -170,7 +203,9 @@ def run(o: argparse.Namespace) -> int:
         return table(o.table)
     if o.join is not None:
         for part in (json.loads(path.read_text()) for path in o.join):
-            write(o.out or report.RESULTS / report.file_name("engine", part["gpu"]), part)
+            of_cache = any(row.get("attention") == "terrazzo" or row["kv"] != "auto" for row in part["rows"])
+            name = report.file_name("kv_engine" if of_cache else "engine", part["gpu"])
+            write(o.out or report.RESULTS / name, part)
         return 0
     if o.compile_only:
         compile_kernels(o)
@@ -187,23 +222,27 @@ def run(o: argparse.Namespace) -> int:
         used = llm.apply_model(chosen)[0]
         print(f"vllm {vllm.__version__}, torch {torch.__version__}; ready in {ready:.0f} s; {used}", flush=True)
         result = gemm_bench.header(Target.detect(), o.commit) | dict(vllm=vllm.__version__, rows=[])
-        for batch in o.batch:
+        cache = llm.llm_engine.vllm_config.cache_config
+        held = (cache.num_gpu_blocks or 0) * cache.block_size
+        print(f"{held} tokens find room, pages of {cache.block_size}", flush=True)
+        for batch, prompt in cases(o):
             if time.perf_counter() - began > o.budget:
                 print(f"batch {batch}: no time left")
                 break
-            generate(llm, o, batch, 4, f"warm{batch}")
-            runs = [generate(llm, o, batch, o.output, f"{batch}-{i}") for i in range(o.repeat)]
+            generate(llm, o, batch, prompt, 4, f"warm{batch}x{prompt}")
+            runs = [generate(llm, o, batch, prompt, o.output, f"{batch}x{prompt}-{i}") for i in range(o.repeat)]
             best = min(runs, key=lambda each: each["step_ms"])
             row = dict(
                 shape=o.shape, layers=o.layers or engine_model.SHAPES[o.shape]["num_hidden_layers"], weights=o.weights,
                 group=o.group, dtype=o.dtype, kv=o.kv_cache_dtype, kernel=o.kernel, used=used, batch=batch,
-                prompt=o.prompt, output=o.output, eager=o.eager, ready_s=round(ready, 1),
+                prompt=prompt, output=o.output, attention=o.attention,
+                page=cache.block_size, kv_tokens=held, eager=o.eager, ready_s=round(ready, 1),
                 step_ms=round(best["step_ms"], 4), steps_ms=[round(each["step_ms"], 4) for each in runs],
                 first_s=round(best["first_s"], 4),
                 tokens_s=round(batch * o.output / statistics.median(each["seconds"] for each in runs), 1),
             )  # fmt: skip
             result["rows"].append(row)
-            print(f"{batch:4d} requests: {row['step_ms']:.3f} ms a token, {row['tokens_s']:.0f} tokens/s", flush=True)
+            print(f"{batch:4d} x {prompt}: {row['step_ms']:.3f} ms a token, {row['tokens_s']:.0f} tokens/s", flush=True)
             if o.out is not None:
                 write(o.out, result)
     return 0
@@ -212,7 +251,7 @@ def run(o: argparse.Namespace) -> int:
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
     """What one row of a file is told from others by."""
     names = ("shape", "layers", "weights", "group", "dtype", "kv", "kernel", "batch", "prompt", "output", "eager")
-    return tuple(row[name] for name in names)
+    return (*(row[name] for name in names), row.get("attention", "vllm"))
 
 
 def write(out: Path, result: dict[str, Any]) -> None:
@@ -230,7 +269,8 @@ def table(path: Path) -> int:
     for row in sorted(rows, key=lambda row: (row["shape"], row["weights"], row["batch"], row["step_ms"])):
         print(
             f"{row['shape']} x{row['layers']} {row['weights']:12s} kv {row['kv']:8s} {row['batch']:4d} requests "
-            f"{row['kernel']:9s} {row['step_ms']:8.3f} ms {row['tokens_s']:9.0f} tokens/s"
+            f"{row['kernel']:9s} attention {row.get('attention', 'vllm'):8s} {row['step_ms']:8.3f} ms "
+            f"{row['tokens_s']:9.0f} tokens/s"
         )
     return 0
 

@@ -84,9 +84,11 @@ def picture(path: Path, text: str) -> list[str]:
     return [f"![{text}]({plot.relative_to(ROOT).as_posix()})"] if plot.is_file() else []
 
 
-def of(makers: Mapping[str, tables.Table]) -> Callable[[], str]:
-    """The part that holds these tables."""
-    return lambda: "\n\n".join(tables_of(makers)) or "No such result file is in benchmarks/results yet."
+def of(
+    makers: Mapping[str, tables.Table], none: str = "No such result file is in benchmarks/results yet."
+) -> Callable[[], str]:
+    """The part that holds these tables, or says that there are none."""
+    return lambda: "\n\n".join(tables_of(makers)) or none
 
 
 def models() -> str:
@@ -109,6 +111,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "attention": of(tables.ATTENTION),
     "whole-models": of(tables.MODELS),
     "engine": of({"engine_*.json": tables.engine}),
+    "kv-engine": of({"kv_engine_*.json": tables.kv_engine}, "Tokens/s inside vLLM: not measured yet."),
     "models": models,
 }
 PAGES = ("operators", "results", "results-attention", "results-models", "benchmarks", "serving")

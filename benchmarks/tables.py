@@ -281,6 +281,31 @@ def engine(result: Mapping[str, Any], source: str) -> str:
     return text + "\n\n" + report.markdown(("model", "weights", "cache", "requests", "terrazzo", *peers), lines)
 
 
+def kv_engine(result: Mapping[str, Any], source: str) -> str:
+    """Caches inside vLLM beside each other: time of an output token, tokens/s, requests that find room."""
+    rows: dict[tuple, dict[str, Mapping[str, Any]]] = {}
+    for row in result["rows"]:
+        place = (row["shape"], row["layers"], row["weights"], row["batch"], row["prompt"])
+        cache = f"{row['kv'].removesuffix('_per_token_head')}, {'ours' if row['attention'] == 'terrazzo' else 'vLLM'}"
+        rows.setdefault(place, {})[cache] = row
+    caches = sorted({cache for found in rows.values() for cache in found}, key=lambda name: (name[-4:] == "ours", name))
+    lines = []
+    for (shape, layers, weights, batch, prompt), found in sorted(rows.items()):
+        plain, cells = found.get("auto, vLLM"), []
+        for cache in caches:
+            row = found.get(cache)
+            ratio = f", {plain['step_ms'] / row['step_ms']:.2f}x" if row and plain and row is not plain else ""
+            room = row["kv_tokens"] // (prompt + row["output"]) if row else 0
+            cells.append(f"{row['step_ms']:.2f} ({row['tokens_s']:.0f}; {room}){ratio}" if row else "")
+        lines.append((f"`{shape}`, {layers} layers", f"`{weights}`", f"{batch} x {prompt}", *cells))
+    text = (
+        f"vLLM {result['vllm']}, {result['rows'][0]['output']} new tokens: milliseconds of an output token after the "
+        f"last prefill, in brackets tokens/s from end to end and how many such requests find room, then how many times "
+        f"as fast as vLLM's own cache in the model's dtype, {setting(result, source)}"
+    )
+    return text + "\n\n" + report.markdown(("model", "weights", "requests x prompt", *caches), lines)
+
+
 Table = Callable[[Mapping[str, Any], str], str]
 LAYERS: dict[str, Table] = {
     "layer_kernels_*.json": layer_kernels,
@@ -301,6 +326,7 @@ ATTENTION: dict[str, Table] = {
 MODELS: dict[str, Table] = {
     "decode_step_*.json": decode_step,
     "engine_*.json": engine,
+    "kv_engine_*.json": kv_engine,
     "accuracy_*.json": accuracy,
     "load_time_*.json": load_time,
 }

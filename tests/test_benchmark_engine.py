@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import engine, engine_model
+from benchmarks import engine, engine_model, tables
 
 
 def row(**more) -> dict:
@@ -34,6 +34,29 @@ def test_runs_of_one_configuration_are_joined(tmp_path, capsys):
     assert engine.main(["--table", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[7] for line in lines] == ["terrazzo", "machete", "terrazzo"]
+
+
+def test_caches_are_rows_of_their_own_and_a_table():
+    facts = dict(batch=64, prompt=8192, output=64, kv_tokens=1_000_000, page=64)
+    rows = [
+        row(kernel="auto", attention="vllm", step_ms=30.0, **facts),
+        row(kernel="auto", attention="terrazzo", kv="int4_per_token_head", step_ms=10.0, **facts),
+        row(kernel="auto", attention="terrazzo", step_ms=31.0, **facts),
+    ]
+    assert len({engine.key(each) for each in rows}) == 3
+    header = dict(gpu="H100", torch="2", date="2026", commit="1", vllm="0.26.0", rows=rows)
+    text = tables.kv_engine(header, "f.json")
+    head, _, line = text.splitlines()[-3:]
+    assert [cell.strip() for cell in head.split("|")[4:-1]] == ["auto, vLLM", "auto, ours", "int4, ours"]
+    cells = [cell.strip() for cell in line.split("|")[3:-1]]
+    assert cells == ["64 x 8192", "30.00 (400; 121)", "31.00 (400; 121), 0.97x", "10.00 (400; 121), 3.00x"]
+
+
+def test_cases_name_requests_and_prompts():
+    assert engine.cases(engine.arguments(["--batch", "1", "16", "--prompt", "512"])) == [(1, 512), (16, 512)]
+    o = engine.arguments(["--cases", "64x8192", "1x1024", "--kv-cache-dtype", "int4_per_token_head"])
+    assert engine.cases(o) == [(64, 8192), (1, 1024)]
+    assert engine.attention_kind(o).layout.k_format == "int4_hadamard"
 
 
 def test_layers_are_those_that_vllm_makes():

@@ -254,3 +254,14 @@ def put_first(known: dict[Any, list[type]], kernel: type) -> None:
 def register(kernel: type[LinearKernel]) -> None:
     """Put a kernel in front of vLLM's own, once."""
     put_first(engine._POSSIBLE_KERNELS, kernel)
+
+
+def register_attention(path: str) -> None:
+    """Name the backend that `--attention-backend CUSTOM` asks for; vLLM imports it when it is asked for."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    custom = AttentionBackendEnum.CUSTOM
+    if custom.is_overridden() and custom.get_path() != path:
+        _log.warning("terrazzo: attention backend CUSTOM is %s already and stays it", custom.get_path())
+        return
+    register_backend(custom, path)

@@ -8,6 +8,9 @@ from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
 
+OWN_CACHE = "terrazzo_int8_int4"
+"""Name of a cache dtype that vLLM learns from us, in releases that let a plug-in name one."""
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -14,3 +14,4 @@ def register() -> None:
     linear.register(TerrazzoLinearKernel)
     floats.register()
     experts.register()
+    linear.register_attention("terrazzo.integrations.vllm.attention_v0_26.TerrazzoBackend")

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
+import torch
 from terrazzo.integrations.vllm import experts, floats, linear
+from terrazzo.integrations.vllm.settings import OWN_CACHE
+
+
+class Int8Int4:
+    """A cache dtype of our own: keys in 8 bits, values in 4. vLLM's mode for plug-ins, CUSTOM, is another name of a
+    backend's mode; ours is told from vLLM's 8 bits by how it is stored."""
+
+    name = OWN_CACHE
+
+    def torch_dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    def quant_mode(self) -> Any:
+        return import_module("vllm.v1.kv_cache_interface").KVQuantMode.INT8_PER_TOKEN_HEAD
 
 
 class TerrazzoLinearKernel(linear.LinearKernel):
@@ -20,3 +37,9 @@ def register() -> None:
     linear.register(TerrazzoLinearKernel)
     floats.register()
     experts.register()
+    if find_spec("vllm.v1.kv_cache_layout") is None:
+        return  # releases in which a backend cannot say both what bytes a token has and in which order they lie
+    linear.register_attention("terrazzo.integrations.vllm.attention_v0_33.TerrazzoBackend")
+    known = import_module("vllm.config.cache")
+    if hasattr(known, "register_kv_cache_dtype") and OWN_CACHE not in known.KV_CACHE_DTYPES:
+        known.register_kv_cache_dtype(OWN_CACHE)(Int8Int4)

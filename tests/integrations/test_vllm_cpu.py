@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,19 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(PYTHON not in os.environ, reason=f"{PYTHON} names no interpreter (see CONTRIBUTING.md)"),
 ]
+
+
+def serve(folder: Path, models: list[str], prompts: list[list[int]], facts: dict[str, Any] | None = None, **options):
+    """What an engine of its own answers, of each model."""
+    options = dict(enforce_eager=True, additional_config={"terrazzo": {"cpu": True}}) | options
+    asked = dict(folders=models, prompts=prompts, plugin=True, options=options) | (facts or {})
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    environment["PYTHONPATH"] = os.pathsep.join(install(folder / "site", ROOT).split(os.pathsep)[:2])
+    program = str(ROOT / "tests/integrations/vllm_program.py")
+    command = [os.environ[PYTHON], program, json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.timeout(1800)
@@ -45,16 +60,7 @@ pytestmark = [
 def test_tokens_are_those_of_the_float_model(tmp_path, shape, name, operator):
     dtype = "float16" if name == "awq" else "bfloat16"
     packed, plain = map(str, vllm_folders.write(tmp_path, shape, name, dtype))
-    settings = {"terrazzo": {"cpu": True}}
-    options = dict(enforce_eager=True, dtype=dtype, additional_config=settings)
-    asked = dict(folders=[packed, plain], prompts=[[1, 5, 7], [*range(9, 0, -1), 33]], plugin=True, options=options)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    environment["PYTHONPATH"] = os.pathsep.join(install(tmp_path / "site", ROOT).split(os.pathsep)[:2])
-    program = str(ROOT / "tests/integrations/vllm_program.py")
-    command = [os.environ[PYTHON], program, json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    answers = json.loads(done.stdout.splitlines()[-1])
+    answers = serve(tmp_path, [packed, plain], [[1, 5, 7], [*range(9, 0, -1), 33]], dtype=dtype)
     mine, exact = answers[packed], answers[plain]
     layers = 2 * (2 if shape != "tiny-llama" else 4)
     assert list(mine["kernels"].values()).count(f"TerrazzoLinearKernel {operator}") == layers
@@ -67,3 +73,24 @@ def test_tokens_are_those_of_the_float_model(tmp_path, shape, name, operator):
         at = next((at for at, (x, y) in enumerate(zip(a, b)) if x != y), None)
         if at is not None:  # a tie
             assert q[at][str(b[at])] - q[at].get(str(a[at]), -1e9) < near
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("cache", ["int8_per_token_head", "int4_per_token_head", "auto"])
+def test_caches_give_the_tokens_of_one_at_a_time(tmp_path, cache):
+    """The engine's own scheduler: chunks of prompts, shared prefixes, and too few pages for all at once."""
+    rng = random.Random(0)
+    begin = [rng.randrange(3, 60) for _ in range(60)]
+    tail = lambda: [rng.randrange(3, 60) for _ in range(rng.randrange(1, 30))]
+    prompts = [begin[: rng.randrange(1, 60)] + tail() for _ in range(12)]
+    plain = str(vllm_folders.write(tmp_path, "tiny-llama", "awq", "float16")[1])
+    options = dict(dtype="float16", kv_cache_dtype=cache, block_size=16)
+    few = dict(max_num_batched_tokens=64, max_num_seqs=4, num_gpu_blocks_override=14, enable_prefix_caching=True)
+    together = serve(tmp_path, [plain], prompts, dict(attention=True), **options, **few)[plain]
+    alone = serve(tmp_path, [plain], prompts, dict(attention=True, alone=True), **options)[plain]
+    assert together["tokens"] == alone["tokens"]
+    exact = serve(tmp_path, [plain], prompts, dtype="float16")[plain]
+    near = 0.5 if cache == "int4_per_token_head" else NEAR
+    for p, q in zip(together["logprobs"], exact["logprobs"]):
+        shared = set(p[0]) & set(q[0])
+        assert len(shared) >= 10 and max(abs(p[0][t] - q[0][t]) for t in shared) < near

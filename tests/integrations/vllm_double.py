@@ -1,14 +1,18 @@
-"""As much of vLLM as our linear kernel asks for; `test_vllm_sources` holds these names against vLLM's own."""
+"""As much of vLLM as our layers and our attention ask for; `test_vllm_sources` holds these names against vLLM's own."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
+from terrazzo.integrations import vllm as plugin
+
+T = TypeVar("T")
 
 
 class PlatformEnum(Enum):
@@ -47,6 +51,51 @@ class Machete:
     """Stands for vLLM's own kernels."""
 
 
+class AttentionCGSupport(Enum):
+    ALWAYS = 3
+    UNIFORM_BATCH = 2
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    NEVER = 0
+
+
+class AttentionType(str, Enum):
+    DECODER = "decoder"
+    ENCODER_ONLY = "encoder_only"
+
+
+class AttentionMetadataBuilder(Generic[T]):
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        self.kv_cache_spec, self.layer_names, self.vllm_config = kv_cache_spec, layer_names, vllm_config
+
+    def _init_reorder_batch_threshold(self, reorder_batch_threshold: int, supports_spec_as_decode: bool) -> None:
+        config = self.vllm_config.speculative_config
+        more = config.num_speculative_tokens if config is not None and supports_spec_as_decode else 0
+        self.reorder_batch_threshold = reorder_batch_threshold + more
+
+
+class AttentionBackendEnum(Enum):
+    CPU_ATTN = "cpu"
+    CUSTOM = None
+
+    def is_overridden(self) -> bool:
+        return self in OVERRIDES
+
+    def get_path(self) -> str:
+        return OVERRIDES[self]
+
+
+OVERRIDES: dict[AttentionBackendEnum, str] = {}
+KVQuantMode = Enum("KVQuantMode", "NONE INT8_PER_TOKEN_HEAD INT4_PER_TOKEN_HEAD")
+KVCacheLayout = Enum("KVCacheLayout", "LBHNC LBNHC")
+
+
+def register_kv_cache_dtype(name: str) -> Any:
+    """As the engine's: known from now on, its handler made once."""
+    held = sys.modules["vllm.config.cache"]
+    held.KV_CACHE_DTYPES.append(name)
+    return lambda handler: held.HANDLERS.__setitem__(name, handler()) or handler
+
+
 @dataclass
 class Engine:
     """What it says of the engine that is built."""
@@ -58,14 +107,18 @@ class Engine:
 def engine_config(**settings: Any) -> SimpleNamespace:
     return SimpleNamespace(
         additional_config={"terrazzo": {"cpu": True} | settings},
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4]),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4], static_forward_context={}),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=4),
+        cache_config=SimpleNamespace(block_size=16, user_specified_block_size=False),
+        model_config=SimpleNamespace(max_model_len=512),
+        speculative_config=None,
     )
 
 
 def install(monkeypatch: Any) -> Engine:
     """Put it in the place of vLLM, and forget what was imported with another one."""
     engine = Engine(kernels={PlatformEnum.CUDA: [Machete]})
+    OVERRIDES.clear()
     names = {
         "vllm": {},
         "vllm.config": {"get_current_vllm_config_or_none": lambda: engine.config},
@@ -83,17 +136,41 @@ def install(monkeypatch: Any) -> Engine:
             "FP8ScaledMMLinearKernel": FP8ScaledMMLinearKernel,
             "_POSSIBLE_WFP8A16_KERNELS": {PlatformEnum.CUDA: [Machete]},
         },
+        "vllm.config.cache": {
+            "KV_CACHE_DTYPES": ["auto"],
+            "HANDLERS": {},
+            "register_kv_cache_dtype": register_kv_cache_dtype,
+        },
+        "vllm.v1": {},
+        "vllm.v1.attention": {},
+        "vllm.v1.attention.backend": {
+            "AttentionBackend": type("AttentionBackend", (), {}),
+            "AttentionImpl": type("AttentionImpl", (), {}),
+            "AttentionCGSupport": AttentionCGSupport,
+            "AttentionMetadataBuilder": AttentionMetadataBuilder,
+            "AttentionType": AttentionType,
+            "MultipleOf": lambda base: ("multiple of", base),
+        },
+        "vllm.v1.attention.backends": {},
+        "vllm.v1.attention.backends.registry": {
+            "AttentionBackendEnum": AttentionBackendEnum,
+            "register_backend": OVERRIDES.__setitem__,
+        },
+        "vllm.v1.kv_cache_interface": {"KVQuantMode": KVQuantMode},
+        "vllm.v1.kv_cache_layout": {"KVCacheLayout": KVCacheLayout},
     }
     for name, held in names.items():
         module = ModuleType(name)
         module.__dict__.update(held)
-        module.__path__ = []
+        module.__path__, module.__spec__ = [], ModuleSpec(name, None)
         monkeypatch.setitem(sys.modules, name, module)
     for name in list(names)[1:]:
         parent, _, leaf = name.rpartition(".")
         setattr(sys.modules[parent], leaf, sys.modules[name])
-    for name in ("linear", "floats", "experts", "v0_26", "v0_33"):
+    attention = ("attention", "attention_v0_26", "attention_v0_33")
+    for name in ("linear", "floats", "experts", *attention, "v0_26", "v0_33"):
         monkeypatch.delitem(sys.modules, f"terrazzo.integrations.vllm.{name}", raising=False)
+        monkeypatch.delattr(plugin, name, raising=False)
     return engine
 
 

@@ -2,6 +2,9 @@
 
     python vllm_program.py '{"folders": [...], "prompts": [[1, 2]], "options": {...}, "plugin": true, "seeded": false}'
 
+With `attention` our backend serves a CPU, too; with `alone` each prompt is served before the next one comes; a share of
+`aborted` requests ends early; `counted` says how often kernels were compiled and requests preempted meanwhile.
+
 Of the plug-ins that are installed, terrazzo is loaded with `plugin`, and `seeded`, which fills weights by their names
 (`install`), always.
 """
@@ -11,6 +14,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -37,6 +41,38 @@ def kernels(model) -> dict[str, str]:
     return found
 
 
+def attention(model) -> dict[str, str]:
+    """Layer -> class of its attention, and its cache."""
+    found = {name: getattr(layer, "impl", None) for name, layer in model.named_modules()}
+    return {name: f"{type(impl).__name__} {impl.kv_cache_dtype}" for name, impl in found.items() if impl is not None}
+
+
+def step_by_step(llm, prompts: list, how, share: float) -> list:
+    """As `generate`, while a share of the requests is aborted: those have no output in the end."""
+    rng, core, outs = random.Random(0), llm.llm_engine, {}
+    for index, prompt in enumerate(prompts):
+        core.add_request(str(index), prompt, how)
+    end = {str(index) for index in range(len(prompts)) if rng.random() < share}
+    while core.has_unfinished_requests():
+        for out in core.step():
+            outs[out.request_id] = out
+            if out.request_id in end and len(out.outputs[0].token_ids) > 2:
+                core.abort_request([out.request_id])
+                end.remove(out.request_id)
+    return [outs[str(index)] for index in range(len(prompts))]
+
+
+def counting(counts: dict[str, int], key: str, holder, name: str) -> None:
+    """Count the calls of a function of a module or class."""
+    function = getattr(holder, name)
+
+    def counted(*arguments, **more):
+        counts[key] += 1
+        return function(*arguments, **more)
+
+    setattr(holder, name, counted)
+
+
 def main() -> None:
     asked = json.loads(sys.argv[1])
     os.environ |= {
@@ -46,6 +82,10 @@ def main() -> None:
     os.environ["VLLM_PLUGINS"] = "seeded,terrazzo" if asked.get("plugin") else "seeded"
     from vllm import LLM, SamplingParams
 
+    if asked.get("attention"):
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        register_backend(AttentionBackendEnum.CPU_ATTN, "tests.integrations.vllm_cpu_attention.CpuBackend")
     if asked.get("seeded"):
         asked["options"]["load_format"] = "seeded"
     answers = {}
@@ -55,10 +95,24 @@ def main() -> None:
         how = SamplingParams(max_tokens=asked.get("tokens", 8), temperature=0, detokenize=False, ignore_eos=True,
                              logprobs=20)  # fmt: skip
         prompts = [dict(prompt_token_ids=prompt) for prompt in asked["prompts"]]
-        outs = [out.outputs[0] for out in llm.generate(prompts, how, use_tqdm=False)]
+        counts = dict(preempted=0, compiled=0)
+        if asked.get("counted"):
+            from terrazzo.lowering import kernels as compiled
+            from vllm.v1.core.sched.scheduler import Scheduler
+
+            counting(counts, "compiled", compiled, "compile_request")
+            counting(counts, "preempted", Scheduler, "_preempt_request")
+        if "aborted" in asked:
+            outs = [out.outputs[0] for out in step_by_step(llm, prompts, how, asked["aborted"])]
+        else:
+            turns = [[prompt] for prompt in prompts] if asked.get("alone") else [prompts]
+            outs = [out.outputs[0] for turn in turns for out in llm.generate(turn, how, use_tqdm=False)]
         said = [[{int(t): p.logprob for t, p in step.items()} for step in out.logprobs] for out in outs]
         used = llm.apply_model(kernels)[0]
-        answers[folder] = dict(tokens=[list(out.token_ids) for out in outs], logprobs=said, kernels=used)
+        tokens = [list(out.token_ids) for out in outs]
+        counts["aborted"] = sum(len(each) < how.max_tokens for each in tokens)
+        answers[folder] = dict(tokens=tokens, logprobs=said, kernels=used, attention=llm.apply_model(attention)[0])
+        answers[folder] |= counts
         del llm
         gc.collect()
     print("\n" + json.dumps(answers))

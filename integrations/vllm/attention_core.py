@@ -1,0 +1,332 @@
+"""What an attention backend of vLLM does with plain tensors, on pages that vLLM allocates; nothing here needs vLLM.
+
+A page of vLLM's token-wise dtypes has exactly the bytes of our tiles: 16 tokens of one kv head lie in one run, codes
+first and their scales behind. So the engine's allocator, prefix cache and preemption work as they are, and only what is
+in a page is ours. New tokens are written by slot (page * page_size + offset), quantized as they come; attention reads
+what the pages hold, in prefill too: outputs depend neither on the chunks in which a prompt came nor on who filled a
+page that sequences share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.integrations.vllm.settings import OWN_CACHE
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.ops.attention import (
+    entry,
+    op,
+    prefill_op,
+    prefill_reference,
+    reference,
+    reference_writing,
+    slot_writing,
+)
+from terrazzo.ops.attention.cache import PackedCache, page_words
+from terrazzo.ops.attention.format import HEAD_DIMS
+from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.lasting import lasting
+
+if TYPE_CHECKING:
+    import torch
+
+PAGE = 64
+"""Tokens of a page unless the user names another: 4-bit keys and values of a head are then copied 8 KB at a time."""
+MOST_ROWS = op.MAX_QUERY_TOKENS
+"""New tokens of a sequence up to which a step is a decode: one, and those that are speculated."""
+CACHES = {
+    "float16": ("float16", "float16"),
+    "bfloat16": ("bfloat16", "bfloat16"),
+    "int8_per_token_head": ("int8", "int8"),
+    "int4_per_token_head": ("int4_hadamard", "int4"),
+    OWN_CACHE: ("int8", "int4"),
+}
+"""vLLM's name of a cache dtype -> formats of keys and values."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What layers have in common that run the same kernels.
+
+    Attributes:
+        layout: formats of keys and values, head_dim.
+        heads, kv_heads: of this process. page: tokens of a page. dtype: of q, k and v.
+        window: newest tokens that a row sees, itself included; 0 for all. softcap: of logits, 0.0 for none.
+        sinks: whether heads have a logit without a value.
+        most_length: tokens of the longest sequence. most_rows: new tokens up to which a sequence is decoded.
+    """
+
+    layout: CacheLayout
+    heads: int
+    kv_heads: int
+    page: int
+    dtype: str
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    most_length: int = 8192
+    most_rows: int = 1
+
+    @property
+    def token_bytes(self) -> int:
+        """Of keys, values and scales of a token of one kv head."""
+        return token_bytes(self.layout)
+
+    def requests(self, target: Target) -> list[KernelRequest]:
+        """Every kernel that steps of any size launch.
+
+        Raises:
+            ArgumentError: sizes that kernels do not have.
+        """
+        facts = dict(dtype=self.dtype, page=self.page, softcap=self.softcap > 0, sinks=self.sinks, target=target)
+        rows = [n * self.heads // self.kv_heads for n in range(1, self.most_rows + 1)]
+        found = [
+            op.plan(self.layout, 2, self.kv_heads, each, 1, residual=0, **facts, balanced=True).request for each in rows
+        ]
+        found += prefill_op.prefill_requests(self.layout, residual=0, **facts)
+        found.append(slot_writing.request(self.layout, self.dtype, self.page, "int64", target=target))
+        return list(dict.fromkeys(found))
+
+
+def token_bytes(layout: CacheLayout) -> int:
+    """Bytes of keys, values and scales of one token and kv head."""
+    return layout.words(layout.block_tokens) * 4 // layout.block_tokens
+
+
+def content(cache_dtype: str, head_dim: int) -> int:
+    """Elements of a token and kv head in the dtype that vLLM stores a cache in: bytes, or 16 bits where it is plain."""
+    name = "float16" if cache_dtype == "auto" else cache_dtype
+    found = token_bytes(layout_of(name, name, head_dim))
+    return found // 2 if name in op.DTYPES else found
+
+
+def layout_of(cache_dtype: str, dtype: str, head_dim: int) -> CacheLayout:
+    """The bytes of a cache that vLLM names; `dtype`, of the model, stands for "auto".
+
+    Raises:
+        ArgumentError: a cache, or a size of heads, that is not ours.
+    """
+    name = dtype if cache_dtype == "auto" else cache_dtype
+    if name not in CACHES:
+        raise ArgumentError("kv_cache_dtype", cache_dtype, f"must be auto or one of {tuple(CACHES)}", "name another")
+    return CacheLayout(*CACHES[name], head_dim)
+
+
+def refusal(
+    cache_dtype: str | None, dtype: str, head_dim: int, page: int | None, *, sinks: bool = False,
+    target: Target | None = None,
+) -> str | None:  # fmt: skip
+    """Why layers are not taken, None if they are. What does not depend on a layer's heads is asked before they are
+    known: `target` has kernels for them in any number."""
+    if dtype not in op.DTYPES:
+        return f"activations are {dtype}, kernels read {op.DTYPES}"
+    if head_dim not in HEAD_DIMS:
+        return f"heads have {head_dim} dimensions, kernels have {HEAD_DIMS}"
+    try:
+        layout = layout_of(cache_dtype or "auto", dtype, head_dim)
+        page_words(layout, PAGE if page is None else page)
+        if target is not None:
+            prefill_op.prefill_requests(layout, dtype=dtype, page=page or PAGE, residual=0, sinks=sinks, target=target)
+    except ArgumentError as error:
+        return str(error)
+    return None
+
+
+def pages_of(kv_cache: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """int32 [pages, Hkv, words] of what vLLM allocated, [pages, Hkv, page, bytes of a token] in any dtype.
+
+    Raises:
+        ArgumentError: another size, or pages that do not lie one behind another, heads outermost.
+    """
+    import torch
+
+    size = kv_cache.element_size() if kv_cache.dim() == 4 else 0
+    wanted = (kind.kv_heads, kind.page, kind.token_bytes // (size or 1))
+    if tuple(kv_cache.shape[1:]) != wanted or not kv_cache.is_contiguous():
+        seen = f"{kv_cache.dtype} {list(kv_cache.shape)}, strides {list(kv_cache.stride())}"
+        constraint = f"must be contiguous [pages, {', '.join(map(str, wanted))}] for {kind.layout.identity}"
+        raise ArgumentError("kv_cache", seen, constraint, "leave out --kv-cache-dtype-skip-layers and offloading")
+    return kv_cache.view(len(kv_cache), kind.kv_heads, -1).view(torch.int32)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a step's sequences are served: the first `decodes` with `rows` new tokens each, or none where the batch is
+    padded, the others as prefills of at most `most_new`."""
+
+    decodes: int
+    rows: int
+    most_new: int
+
+    @property
+    def tokens(self) -> int:
+        """Rows of q of the decoded sequences."""
+        return self.decodes * self.rows
+
+
+def split(starts: Sequence[int], most_rows: int, room: int) -> Split:
+    """Which of the sequences whose new tokens begin at `starts` (their end is the last one) are decoded.
+
+    Those that have as many new tokens as the first one, up to `most_rows`. Sequences without any behind them are what
+    pads a captured batch: they are decoded along, as far as q has `room` rows. vLLM puts decodes first; any other order
+    is served as well, by prefill.
+    """
+    counts = [b - a for a, b in pairwise(starts)]
+    rows = counts[0] if counts else 0
+    if not 1 <= rows <= most_rows:
+        return Split(0, 0, max(counts, default=0))
+    decodes = next((at for at, count in enumerate(counts) if count != rows), len(counts))
+    most_new = max(counts[decodes:], default=0)
+    return Split(decodes if most_new else min(len(counts), room // rows), rows, most_new)
+
+
+@dataclass(eq=False)
+class Step:
+    """One batch, for all layers whose pages one table names.
+
+    Attributes:
+        split: see there. kind: of these layers.
+        lengths: int32 [B] on the device, new tokens included. table: int32 [B, most pages].
+        starts: int32 [prefills + 1], where each prefill's tokens begin behind those of the decodes, or None.
+        longest: at least the longest sequence's tokens, on the host.
+    """
+
+    split: Split
+    kind: Kind
+    lengths: torch.Tensor
+    table: torch.Tensor
+    starts: torch.Tensor | None
+    longest: int
+    _views: dict[int, tuple[PackedCache | None, PackedCache | None]] = field(default_factory=dict)
+
+    def views(self, pages: torch.Tensor) -> tuple[PackedCache | None, PackedCache | None]:
+        """A layer's pages as caches of the decoded sequences and of the others."""
+        found = self._views.get(pages.data_ptr())
+        if found is None:
+            n, total = self.split.decodes, len(self.lengths)
+            longest = (self.kind.most_length, self.longest)  # a captured batch is replayed with longer sequences
+            found = tuple(
+                PackedCache(
+                    self.kind.layout, pages, self.lengths[a:b], most, block_table=self.table[a:b],
+                    page_size=self.kind.page,
+                )
+                if used
+                else None
+                for used, a, b, most in zip((n, self.split.most_new), (0, n), (n, total), longest)
+            )  # fmt: skip
+            self._views[pages.data_ptr()] = found
+        return found
+
+
+def step_of(
+    kind: Kind,
+    starts: torch.Tensor,
+    starts_host: Sequence[int],
+    lengths: torch.Tensor,
+    table: torch.Tensor,
+    longest: int,
+    room: int,
+) -> Step:
+    """One batch.
+
+    Args:
+        starts: int32 [B + 1] on the device, where each sequence's new tokens begin in q; starts_host: the same numbers.
+        lengths: int32 [B], new tokens included, 0 for what pads the batch. table: int32 [B, most pages].
+        longest: a bound of `lengths` on the host. room: rows of q, padding included.
+    """
+    found = split(starts_host, kind.most_rows, room)
+    rest = None
+    if found.most_new:
+        rest = starts[found.decodes :]
+        rest = rest - found.tokens if found.tokens else rest
+    return Step(found, kind, lengths, table, rest, int(longest))
+
+
+class Layer:
+    """Attention of one layer over the pages that vLLM gives it.
+
+    Args:
+        kind: of the layer. scale: of the softmax. sinks: f32 [Hq], or None.
+    """
+
+    def __init__(self, kind: Kind, scale: float, sinks: torch.Tensor | None = None) -> None:
+        self.kind, self.scale, self.sinks = kind, scale, sinks
+        self._seen: tuple[Any, ...] = ()
+        self._cache: PackedCache | None = None
+
+    def cache(self, kv_cache: torch.Tensor) -> PackedCache:
+        """vLLM's pages as slots are written to: without sequences.
+
+        Raises:
+            ArgumentError: see `pages_of`.
+        """
+        seen = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
+        if self._cache is None or seen != self._seen:
+            import torch
+
+            pages = pages_of(kv_cache, self.kind)
+            none = lasting(pages.device, lambda: torch.zeros(1, 1, dtype=torch.int32, device=pages.device))
+            self._cache = PackedCache(
+                self.kind.layout, pages, none[0], 0, block_table=none, page_size=self.kind.page
+            )  # fmt: skip
+            self._seen = seen
+        return self._cache
+
+    def forget(self) -> None:
+        """Hold no pages any more."""
+        self._cache, self._seen = None, ()
+
+    def write(self, kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Quantize new tokens k, v [N, Hkv, D] into slots int64 [n], those of the first n <= N; negative ones are
+        padding, for which nothing is written."""
+        if len(k) != len(slots):
+            k, v = k[: len(slots)], v[: len(slots)]
+        cache = self.cache(kv_cache)
+        (entry.store_slots if k.is_cuda else reference_writing.store_slots)(cache, k, v, slots)
+
+    def attend(self, step: Step, q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor) -> None:
+        """Attention of q [N, Hq, D] over pages that hold the new tokens already, into out [N, Hq, D].
+
+        Rows behind the batch's tokens may keep what they had. Decodes take the kernel that follows the lengths on the
+        device: one captured in a graph is right for all lengths.
+        """
+        kind, decodes, n = self.kind, step.split.decodes, step.split.tokens
+        options = dict(scale=self.scale, softcap=kind.softcap, window=kind.window, sinks=self.sinks)
+        decoded, filled = step.views(self.cache(kv_cache).pages)
+        if decoded is not None:
+            rows, to = (x[:n].view(decodes, step.split.rows, kind.heads, -1) for x in (q, out))
+            if q.is_cuda:
+                entry.decode(rows, decoded, out=to, balanced=True, **options)
+            else:
+                to.copy_(reference.decode(rows, decoded, reference.Options(**options), bounded=False)[0])
+        if filled is not None:
+            rows, to = (x[n:] if n else x for x in (q, out))
+            if q.is_cuda:
+                entry.prefill(rows, filled, step.starts, step.split.most_new, out=to, **options)
+                return
+            last, facts = int(step.starts[-1]), reference.Options(**options)
+            to[:last] = prefill_reference.prefill(rows[:last], filled, step.starts, facts, bounded=False)[0]
+
+
+def warm(kind: Kind, sequences: int, device: torch.device) -> None:
+    """Launch what CUDA graphs will hold, for `sequences` empty ones: kernels are loaded, counters allocated."""
+    import torch
+
+    i32 = dict(dtype=torch.int32, device=device)
+    dtype = getattr(torch, kind.dtype)
+    layer = Layer(kind, 1.0, torch.zeros(kind.heads, device=device) if kind.sinks else None)
+    size = (1, kind.kv_heads, kind.page, kind.token_bytes)
+    pages = torch.zeros(size, dtype=torch.uint8, device=device)
+    lengths, table = torch.zeros(sequences, **i32), torch.zeros(sequences, 1, **i32)
+    k = torch.zeros(1, kind.kv_heads, kind.layout.head_dim, dtype=dtype, device=device)
+    layer.write(pages, k, k, torch.full((1,), -1, dtype=torch.int64, device=device))
+    for rows in range(1, kind.most_rows + 1):
+        starts = range(0, rows * sequences + 1, rows)
+        q = torch.zeros(rows * sequences, kind.heads, kind.layout.head_dim, dtype=dtype, device=device)
+        step = step_of(kind, torch.tensor(starts, **i32), list(starts), lengths, table, 0, len(q))
+        layer.attend(step, q, pages, torch.empty_like(q))
