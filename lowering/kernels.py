@@ -118,6 +118,16 @@ def is_ready(request: KernelRequest) -> bool:
     return request in _kernels or (_find_bundled(request) if _strict else find_compiled(request)) is not None
 
 
+def loaded(request: KernelRequest) -> Kernel | None:
+    """The kernel of a request, where `get_kernel` has given it in this process."""
+    return _kernels.get(request)
+
+
+def may_have(request: KernelRequest) -> bool:
+    """Whether `get_kernel` would answer or compile; with a strict bundle it does not compile."""
+    return not _strict or is_ready(request)
+
+
 def get_kernel(request: KernelRequest) -> Kernel:
     """The kernel of a request, loaded into this process and, if need be, compiled.
 

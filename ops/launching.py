@@ -34,12 +34,19 @@ ALL_TOKENS = (1, 2, 4, 8, *sorted({tile_costs.bucket(m) for m in range(9, 4097)}
 
 @dataclass(frozen=True)
 class Plan:
-    """What one M of one weight format launches."""
+    """What one M of one weight format launches.
+
+    Attributes:
+        request: the kernel. stand_in: another one for the same arguments that gives the same bits, and is compiled for
+            many weights at once; it answers until `request` is compiled.
+        workspace: shape, of 4-byte elements. semaphores: shape, int32. scalars: trailing arguments.
+    """
 
     request: KernelRequest
-    workspace: tuple[int, ...]  # of 4-byte elements, shape
-    semaphores: tuple[int, ...]  # int32, shape
-    scalars: tuple[int, ...]  # trailing kernel arguments
+    workspace: tuple[int, ...]
+    semaphores: tuple[int, ...]
+    scalars: tuple[int, ...]
+    stand_in: KernelRequest | None = None
 
 
 def requests_of(plans: Iterable[Plan]) -> list[KernelRequest]:
@@ -107,7 +114,7 @@ def ready(plan: Plan, m: int, device: torch.device, stream: int, operator: str, 
     """
     import torch
 
-    kernel = warm_kernel(plan.request, m, operator, device)
+    kernel = warm_kernel(answering(plan, device), m, operator, device)
     with _pools_lock:  # two threads must not find the same slot free for two streams
         pool = _pool(device, operator)
         slot = pool.slots.setdefault(stream, len(pool.slots))
@@ -206,6 +213,44 @@ class LaunchTable:
             launches.clear()
 
 
+def answering(plan: Plan, device: torch.device) -> KernelRequest:
+    """The kernel that a launch takes now: the plan's own, or its stand-in until that is compiled. In a capture the
+    stand-in, too, as long as the other one was never launched."""
+    from terrazzo.lowering import kernels, replacing
+
+    own, stand_in = plan.request, plan.stand_in
+    if stand_in is None or replacing.off():
+        return own
+    if capturing(device):
+        loaded = kernels.loaded(own)
+        return own if loaded is not None and loaded.warm_on(device) else stand_in
+    return own if kernels.is_ready(own) or not kernels.may_have(stand_in) else stand_in
+
+
+_keeping = threading.Lock()
+
+
+def keep(kept: dict, key: tuple, found: tuple, plan: Plan, device: torch.device) -> None:
+    """Keep what is ready to launch, `prepared`. A stand-in is forgotten once the plan's own kernel is compiled, so that
+    the next call finds that one; what a CUDA graph captures meanwhile stays in the graph."""
+    from terrazzo.lowering import kernels, replacing
+
+    kernel = found[0]
+    if plan.stand_in is None or kernels.loaded(plan.stand_in) is not kernel:
+        kept[key] = found
+        return
+    if capturing(device):  # asked again behind the capture
+        return
+
+    def forget() -> None:
+        with _keeping:
+            if key in kept and kept[key][0] is kernel:
+                del kept[key]
+
+    kept[key] = found
+    replacing.when_ready(plan.request, forget)
+
+
 def launch(kept: dict, key: tuple, found: tuple, args: tuple) -> None:
     """Launch `found`, kept under `key`: a kernel, its launcher (another one once it is warm), and more."""
     kernel, launcher = found[0], found[1]
@@ -214,7 +259,9 @@ def launch(kept: dict, key: tuple, found: tuple, args: tuple) -> None:
     except RuntimeError as error:
         kernel.explain(args, error)
     if launcher is kernel:
-        kept[key] = (kernel, kernel.launcher(args[0].get_device()), *found[2:])
+        with _keeping:
+            if kept.get(key) is found:  # and was not forgotten meanwhile
+                kept[key] = (kernel, kernel.launcher(args[0].get_device()), *found[2:])
 
 
 def prepared(plan: Plan, m: int, x: torch.Tensor, at: tuple[int, int], operator: str, dtype: str = "float32") -> tuple:

@@ -9,6 +9,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import model_requests
 from terrazzo.ops.model_requests import Plan, Serving, Weights
 from terrazzo.ops.registry import REGISTRY
+from terrazzo.ops.weight_only import op
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,15 @@ PARTS = (
 
 
 def published(target: Target) -> Plan:
-    """The kernels of the wheel of a target, each once, and the packed layouts that they read."""
+    """The kernels of the wheel of a target, each once, and the packed layouts that they read. Kernels that stand in for
+    others are among them: so weights of other sizes are served, too."""
     made = Plan()
     for part in PARTS:
         if runs(part.operator, target):
             for plan in plans(part, target):
                 made.requests |= plan.requests
                 made.layouts |= plan.layouts
+    made.requests |= dict.fromkeys(filter(None, map(op.stand_in, list(made.requests))))
     return made
 
 

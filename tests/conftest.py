@@ -21,6 +21,9 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     threads = len(os.sched_getaffinity(0)) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(threads, 1)))
 
+# Each test launches, or compiles, the kernel that it means (tests of kernels that stand in for it turn this on).
+os.environ.setdefault("TERRAZZO_BACKGROUND", "0")
+
 # Importing tilelang puts its own TVM on PYTHONPATH; processes that later tests start must not inherit that.
 _BEFORE = {name: os.environ.get(name) for name in ("PYTHONPATH", "TVM_LIBRARY_PATH")}
 

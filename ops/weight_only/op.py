@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     import torch
 
 
-_SHAPED = 16  # tokens of a tile of stream_k whose kernels keep their shape: without one they took 2 %, up to 5 % (H100)
+_SHAPED = 16
+"""Tokens of a tile of stream_k whose kernels keep their shape: without one they took 2 %, up to 5 % (H100). Those
+without a shape stand in until they are compiled."""
 
 
 @lru_cache(maxsize=1024)
@@ -77,13 +80,17 @@ def plan(
         return Plan(chosen, *s.workspace(problem.row_blocks * 64), ())
     if program == "stream_k":
         part = stream_k.partition(s, problem, runs_on, m)
-        return Plan(
-            request(stream_k_program, s, operand.numerics),
-            (part.grid, s.cta_blocks, s.block_tokens // 8, 128, 4),
-            (part.grid, s.flags),
-            (part.shared,),
-        )
+        own = request(stream_k_program, s, operand.numerics)
+        workspace = (part.grid, s.cta_blocks, s.block_tokens // 8, 128, 4)
+        return Plan(own, workspace, (part.grid, s.flags), (part.shared,), stand_in(own))
     return Plan(request(multistage_program, s, operand.numerics), *multistage.launch_sizes(s, problem, m), ())
+
+
+def stand_in(request: KernelRequest) -> KernelRequest | None:
+    """The kernel without a shape that gives the bits of one with a shape; None where there is no such kernel."""
+    params = dict(request.params)
+    dense = request.entry == f"{stream_k_program.__name__}:build" and not {"weight", "experts"} & set(params)
+    return replace(request, params=tuple(shapeless(params).items())) if dense and params["n"] else None
 
 
 def group_of(group_size: int, k: int, weight: str) -> int:
@@ -252,7 +259,8 @@ def _prepare(launches: launching.Launches, key: tuple, x: torch.Tensor, w: Weigh
     chosen = _plan_for(w, m, dtype, not no_bias, numerics, *launching.targets(w.target, x.device))
     found = launching.prepared(chosen, m, x, at, f"{w.format.operator}.gemm")
     (no_bias,) = launching.stand_ins(x.device, x.dtype)
-    found = launches[key] = (*found, launching.argument(no_bias))
+    found = (*found, launching.argument(no_bias))
+    launching.keep(launches, key, found, chosen, x.device)
     return found
 
 

@@ -27,6 +27,16 @@ def test_what_stands_between_linear_layers_comes_with_them():
     assert set(ready.ALONG) <= families and not families & set(ready.LEFT_OUT)
 
 
+def test_kernels_that_stand_in_for_others_are_in_the_wheel(monkeypatch):
+    part = Part("w4a16", ("llama-3.2-1b",), (128,), ("float16",))
+    monkeypatch.setattr(ready, "PARTS", (part,))
+    (plan,) = ready.plans(part, SM_90A)
+    more = set(ready.published(SM_90A).requests) - set(plan.requests)
+    assert more and all(
+        dict(request.params)["n"] == 0 and dict(request.params)["block_tokens"] <= 16 for request in more
+    )
+
+
 def test_a_part_runs_where_the_registry_has_its_operator():
     runs = {arch: [it for it in ("w4a16", "w4a8", "w4a8_fp8", "attention") if ready.runs(it, Target.parse(arch))]
             for arch in ("sm_80", "sm_89", "sm_90a")}  # fmt: skip

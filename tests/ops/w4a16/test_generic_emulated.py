@@ -6,10 +6,11 @@ from dataclasses import replace
 from math import ceil
 
 import pytest
+import torch
 from emulated_cases import cases
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.linear import stream_k
-from test_w4a16_emulated import STREAM_K, launches, weights_on_the_cpu  # noqa: F401
+from test_w4a16_emulated import STREAM_K, data, launches, weights_on_the_cpu  # noqa: F401
 from w4a16_on_cpu import Program
 
 pytestmark = [
@@ -26,3 +27,16 @@ def test_one_stream_k_kernel_serves_every_shape(name, tmp_path):
     wider = replace(spec, n=spec.n + 256, k=spec.k if spec.group in (-1, spec.k) else spec.k + 512, bias=not spec.bias)
     tiles = ceil(wider.n / 64 / schedule.cta_blocks) * ceil(m / schedule.block_tokens)
     launches(program.of(wider), wider, m, numerics, ((schedule.cluster, 0), (schedule.cluster * tiles, tiles)))
+
+
+def test_a_stand_in_has_the_bits_of_the_kernel_that_is_made_for_the_shape(tmp_path):
+    """One takes the other's place between two calls of the same weight."""
+    spec, m, numerics, schedule, _ = STREAM_K["post, a scale for each row"]
+    ys = []
+    for generic in (False, True):
+        folder = tmp_path / str(generic)
+        folder.mkdir()
+        program = Program(stream_k, schedule, spec, numerics, folder, generic=generic)
+        weight, x = data(spec, m, "random")
+        ys.append(torch.cat([program.stream_k(x, weight.pack(), ctas, 2, ctas) for ctas in (2, 3)]))
+    assert torch.equal(*ys)
