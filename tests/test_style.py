@@ -37,8 +37,6 @@ LONGEST_FUNCTION = 150
 LONG = {
     "ops/attention/prefill_mma.py build",
     "ops/attention/prefill_shared.py build",
-    "ops/attention/quantize_macros.py make_quantize_macros",
-    "ops/attention/write_program.py build",
 }
 """Functions that are longer than one reads at once: the list only shrinks."""
 

@@ -8,8 +8,11 @@ the two row halves for keys, (k half, element) for values. Codes are those of qu
 Rows of rotated formats are rotated, and f16, before they become registers (write_macros.py); all else is the same.
 """
 
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
+from terrazzo.layouts.packed import PackedLayout
 from terrazzo.ops.attention.calls import at32, byte_perm, load_words, max2, min2, store_words, xor_shuffle, xor_word
 from terrazzo.ops.attention.format import KVFormat
 from terrazzo.ops.attention.layout import CacheLayout, operand_layout
@@ -38,6 +41,98 @@ def tile_state(head_dim: int, *formats: KVFormat) -> SimpleNamespace:
     return SimpleNamespace(**u32, **f32)
 
 
+@dataclass(frozen=True)
+class Operand:
+    """The tile of keys or of values in a warp's registers, and what its codes are.
+
+    Args:
+        bf16: whether the registers hold bf16 pairs; those of a rotated format are f16.
+    """
+
+    layout: CacheLayout
+    is_key: bool
+    bf16: bool
+
+    @property
+    def head_dim(self) -> int:
+        return self.layout.head_dim
+
+    @property
+    def fmt(self) -> KVFormat:
+        return self.layout.k if self.is_key else self.layout.v
+
+    @property
+    def packed(self) -> PackedLayout:
+        return self.layout.k_layout if self.is_key else self.layout.v_layout
+
+    @property
+    def slices(self) -> int:
+        """Atoms of 16 dimensions, four registers each."""
+        return self.head_dim // 16
+
+    @property
+    def classes(self) -> int:
+        """Tokens of a lane."""
+        return 2 if self.is_key else 4
+
+    @property
+    def words(self) -> int:
+        """Words of a load."""
+        return self.packed.load_words
+
+    @property
+    def atoms(self) -> int:
+        """Atoms whose codes a load's words hold."""
+        return self.words * self.fmt.converter.outputs // 4
+
+    @property
+    def shuffles(self) -> tuple[int, ...]:
+        """Lanes that hold the other dimensions of a token."""
+        return (1, 2) if self.is_key else (4, 8, 16)
+
+    @property
+    def shared(self) -> tuple[tuple[int, ...], ...]:
+        """Registers whose halves belong to the same two tokens (values) or to one token (keys), by class."""
+        pairs = [(c + 2 * k if self.is_key else k + 2 * c) for c in range(2) for k in range(2)]
+        return tuple(tuple(a * 4 + r for a in range(self.slices) for r in pairs[2 * c : 2 * c + 2]) for c in range(2))
+
+    @property
+    def integer(self) -> bool:
+        """Whether codes are integers."""
+        return self.fmt.storage != "e4m3"
+
+    @property
+    def start(self) -> int:
+        """What a word begins with: less what `tz_code` brings along in each field."""
+        if not self.integer:
+            return 0
+        outputs = range(self.fmt.converter.outputs)
+        return -sum(CODE_BIAS << self.field(o, e) for o in outputs for e in range(2)) % (1 << 32)
+
+    def register(self, j: int, i: int, o: int) -> int:
+        """Register of the tile that output o of word i of load j feeds."""
+        atom, r = self.packed.target(i, o)
+        return (j * self.atoms + atom) * 4 + r
+
+    def class_of(self, r: int, e: int) -> int:
+        """Class of the token of half e of a register."""
+        return r % 2 if self.is_key else r % 4 // 2 * 2 + e
+
+    def field(self, o: int, e: int) -> int:
+        """The lowest bit, in its word, of the code of half e of output o."""
+        return self.fmt.bits * self.fmt.converter.pos(o, e)
+
+    def fields(self, i: int, c: int) -> int:
+        """The bits of word i that belong to tokens of class c."""
+        pairs = ((o, e) for o in range(self.fmt.converter.outputs) for e in range(2))
+        ones = (1 << self.fmt.bits) - 1
+        return sum(ones << self.field(o, e) for o, e in pairs if self.class_of(self.register(0, i, o), e) == c)
+
+    def token_of(self, c: int, lane: Any) -> Any:
+        """Token of the tile that class c means in a lane."""
+        return lane // 4 + 8 * c if self.is_key else lane % 4 * 2 + c % 2 + c // 2 * 8
+
+
 def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: int) -> SimpleNamespace:
     """Macros over one operand's tile, whose registers hold bf16 or f16: classes, recall, mix, keep, parameters, store.
 
@@ -45,45 +140,23 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
         bf16: whether the registers hold bf16 pairs; those of a rotated format are f16.
         warps: tiles of a channel group, one for each warp of the CTA.
     """
+    tile = Operand(layout, is_key, bf16)
+    fmt, ranges = tile.fmt, _range_macros(tile)
+    channel = _channel_macros(tile, ranges, warps)
+    return SimpleNamespace(
+        rotated=bool(fmt.rotation), token_wise=fmt.scaling == "token", channel=bool(fmt.group),
+        static=fmt.scaling == "static", classes=tile.classes, words=tile.words, loads=tile.slices // tile.atoms,
+        fields=tile.fields, token_of=tile.token_of, **vars(_f16_macros(tile)), **vars(_token_macros(tile, ranges)),
+        channel_parameters=channel.channel_parameters, **vars(_word_macros(tile, channel.channel_row)),
+    )  # fmt: skip
+
+
+def _f16_macros(tile: Operand) -> SimpleNamespace:
+    """Which tokens are new, and tiles of f16: find_new, recall, mix, keep."""
     import tilelang.language as T
 
-    D, slices = layout.head_dim, layout.head_dim // 16
-    fmt, packed = (layout.k, layout.k_layout) if is_key else (layout.v, layout.v_layout)
-    spare = operand_layout(CacheLayout("float16", "float16", D).k, D, not is_key)
-    cvt, words = fmt.converter, packed.load_words
-    atoms, offset = words * cvt.outputs // 4, 0 if is_key else layout.k_words
-    dtype, classes = str(bf16).lower(), 2 if is_key else 4
-    stored_bf16 = str(fmt.operand == "bfloat16").lower()
-    integer = fmt.storage != "e4m3"
-    token_wise, static = fmt.scaling == "token", fmt.scaling == "static"
-    role = 0 if is_key else layout.token_params - 1  # of the pairs of parameters beside a tile
-    shuffles = (1, 2) if is_key else (4, 8, 16)  # lanes that hold the other dimensions of a token
-
-    def register(j: int, i: int, o: int) -> int:
-        """Register of the tile that output o of word i of load j feeds."""
-        atom, r = packed.target(i, o)
-        return (j * atoms + atom) * 4 + r
-
-    def class_of(r: int, e: int) -> int:
-        return r % 2 if is_key else r % 4 // 2 * 2 + e
-
-    def field(o: int, e: int) -> int:
-        return fmt.bits * cvt.pos(o, e)
-
-    def fields(i: int, c: int) -> int:
-        """The bits of word i that belong to tokens of class c."""
-        pairs = ((o, e) for o in range(cvt.outputs) for e in range(2))
-        ones = (1 << fmt.bits) - 1
-        return sum(ones << field(o, e) for o, e in pairs if class_of(register(0, i, o), e) == c)
-
-    start = -sum(CODE_BIAS << field(o, e) for o in range(cvt.outputs) for e in range(2)) % (1 << 32) if integer else 0
-    shared = tuple(  # registers whose halves belong to the same two tokens (values) or to one token (keys)
-        tuple(a * 4 + (c + 2 * k if is_key else k + 2 * c) for a in range(slices) for k in range(2)) for c in range(2)
-    )
-
-    def token_of(c: int, lane):
-        """Token of the tile that class c means in a lane."""
-        return lane // 4 + 8 * c if is_key else lane % 4 * 2 + c % 2 + c // 2 * 8
+    is_key, slices, classes, token_of = tile.is_key, tile.slices, tile.classes, tile.token_of
+    spare = operand_layout(CacheLayout("float16", "float16", tile.head_dim).k, tile.head_dim, not is_key)
 
     @T.macro
     def find_new(st, token, old, lane):
@@ -95,15 +168,6 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
                 st.pair[r] = st.new[r % 2]
             else:
                 st.pair[r] = (st.new[r // 2 * 2] & T.uint32(0xFFFF)) | (st.new[r // 2 * 2 + 1] & T.uint32(0xFFFF0000))
-
-    clipped = bool(fmt.clip)
-
-    @T.macro
-    def recall_scales(st, scale, head, lane):
-        """Static scales of the lane's dimensions: all in flight at once, as they would not be between divisions."""
-        for i in each(D // 4 if is_key else D // 8):
-            dim = i // 4 * 16 + i % 4 // 2 * 8 + lane % 4 * 2 + i % 2 if is_key else i * 8 + lane // 4
-            st.scale[i] = scale[head, dim]
 
     @T.macro
     def recall(st, tile, lane):
@@ -127,6 +191,14 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
                 st.s[i] = st.x[a * 4 + spare.target(i, 0)[1]]
             store_words(4, at32(tile, a * 128 + lane * 4), st.s)
 
+    return SimpleNamespace(find_new=find_new, recall=recall, mix=mix, keep=keep)
+
+
+def _range_macros(tile: Operand) -> SimpleNamespace:
+    """Least and largest values of pairs: reduce_pairs, shuffle_pairs, unpack_range."""
+    bf16 = tile.bf16
+    import tilelang.language as T
+
     @T.macro
     def reduce_pairs(st, c, registers):
         """lo[c] and hi[c]: least and largest of some registers, each half for itself."""
@@ -147,6 +219,15 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
         for e in each(2):
             st.f[e] = unpack(e, st.lo[c], bf16=bf16)
             st.f[2 + e] = unpack(e, st.hi[c], bf16=bf16)
+
+    return SimpleNamespace(reduce_pairs=reduce_pairs, shuffle_pairs=shuffle_pairs, unpack_range=unpack_range)
+
+
+def _clip_macro(tile: Operand):
+    """The macro that narrows the ranges of tokens."""
+    import tilelang.language as T
+
+    is_key, shared, shuffles, D = tile.is_key, tile.shared, tile.shuffles, tile.head_dim
 
     @T.macro
     def clip_ranges(st, space, c, lane):
@@ -176,6 +257,19 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
                 "handle", f"tz_clip_range<{D}>", T.access_ptr(st.f[e % 2], "rw", 1),
                 T.access_ptr(st.f[2 + e % 2], "rw", 1), T.access_ptr(st.sums, "r", len(CLIPS) + 1),
             )  # fmt: skip
+
+    return clip_ranges
+
+
+def _token_macros(tile: Operand, ranges: SimpleNamespace) -> SimpleNamespace:
+    """The parameters of tokens: token_parameters."""
+    import tilelang.language as T
+
+    layout, fmt, is_key, D, classes = tile.layout, tile.fmt, tile.is_key, tile.head_dim, tile.classes
+    role = 0 if is_key else layout.token_params - 1  # of the pairs of parameters beside a tile
+    shared, shuffles, token_of, clipped = tile.shared, tile.shuffles, tile.token_of, bool(fmt.clip)
+    reduce_pairs, shuffle_pairs, unpack_range = ranges.reduce_pairs, ranges.shuffle_pairs, ranges.unpack_range
+    clip_ranges = _clip_macro(tile)
 
     @T.macro
     def token_parameters(st, tile, rows, base, lane):
@@ -217,6 +311,16 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
                     at32(tile, layout.param_offset + row % 8 * (2 * layout.token_params) + role * 2 + row // 8),
                     st.c[c],
                 )
+
+    return SimpleNamespace(token_parameters=token_parameters)
+
+
+def _channel_macros(tile: Operand, ranges: SimpleNamespace, warps: int) -> SimpleNamespace:
+    """The parameters of dimensions, by all warps of a CTA: channel_parameters, channel_row."""
+    import tilelang.language as T
+
+    bf16, fmt, slices, D = tile.bf16, tile.fmt, tile.slices, tile.head_dim
+    reduce_pairs, shuffle_pairs, unpack_range = ranges.reduce_pairs, ranges.shuffle_pairs, ranges.unpack_range
 
     @T.macro
     def channel_parameters(st, shared_, base, block, warp, lane):
@@ -265,6 +369,26 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
             st.par[e * 3] = unpack(e, st.c[0], bf16=False)
             st.par[e * 3 + 1] = unpack(e, st.c[1], bf16=False)
             st.par[e * 3 + 2] = T.reinterpret(st.c[2 + e], "float32")
+
+    return SimpleNamespace(channel_parameters=channel_parameters, channel_row=channel_row)
+
+
+def _word_macros(tile: Operand, channel_row) -> SimpleNamespace:
+    """Codes and words: recall_scales, recall_words, word, words_at, store."""
+    import tilelang.language as T
+
+    fmt, is_key, bf16, D, start, integer = tile.fmt, tile.is_key, tile.bf16, tile.head_dim, tile.start, tile.integer
+    cvt, words, atoms, slices, classes = fmt.converter, tile.words, tile.atoms, tile.slices, tile.classes
+    register, class_of, field, fields = tile.register, tile.class_of, tile.field, tile.fields
+    offset, static = 0 if is_key else tile.layout.k_words, fmt.scaling == "static"
+    dtype, stored_bf16 = str(bf16).lower(), str(fmt.operand == "bfloat16").lower()
+
+    @T.macro
+    def recall_scales(st, scale, head, lane):
+        """Static scales of the lane's dimensions: all in flight at once, as they would not be between divisions."""
+        for i in each(D // 4 if is_key else D // 8):
+            dim = i // 4 * 16 + i % 4 // 2 * 8 + lane % 4 * 2 + i % 2 if is_key else i * 8 + lane // 4
+            st.scale[i] = scale[head, dim]
 
     @T.macro
     def word(st, shared_, base, j, i, lane):
@@ -324,9 +448,5 @@ def make_quantize_macros(layout: CacheLayout, is_key: bool, bf16: bool, warps: i
             store_words(words, words_at(tile, j, lane), st.w)
 
     return SimpleNamespace(
-        rotated=bool(fmt.rotation),
-        find_new=find_new, recall=recall, recall_scales=recall_scales, recall_words=recall_words, mix=mix, keep=keep,
-        token_parameters=token_parameters, channel_parameters=channel_parameters, store=store,
-        token_wise=token_wise, channel=bool(fmt.group), static=static, classes=classes, words=words,
-        loads=slices // atoms, fields=fields, token_of=token_of, word=word, words_at=words_at,
-    )  # fmt: skip
+        recall_scales=recall_scales, recall_words=recall_words, word=word, words_at=words_at, store=store
+    )

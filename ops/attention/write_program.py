@@ -56,57 +56,22 @@ def shares(pairs: int, most_new: int, warps: int, sms: int) -> tuple[int, int]:
     return max(1, min(warps // (2 * touched), -(-pairs // (2 * sms)))), touched
 
 
-def build(
-    target, *, k_format: str, v_format: str, head_dim: int, dtype: str, page: int, residual: int, rotary_dim: int = 0,
-    rope: str = "neox", norm: str = "none", numerics: str = "fused",
-):  # fmt: skip
-    """The prim_func `main`.
+def make_block_macros(
+    m: SimpleNamespace, d: SimpleNamespace, layout: CacheLayout, page: int, residual: int, pdl: bool, fetch_keys
+) -> SimpleNamespace:
+    """Macros of a block of new tokens: `place` it, `prefetch` for it, store a tile `alone`, pack it `together`.
 
     Args:
-        dtype: of new keys and values. page: tokens of a page, 0 for a contiguous cache. residual: tokens of the f16
-            residual block: the group of channel-wise keys, else 0 (ring_write_program.py).
-        rotary_dim: dims of a head that are turned to its token's position first, 0 for none: see below. rope, norm,
-            numerics: as ops/tiles/heads.py has them.
-
-    Shapes: K and V in `dtype`, flat: value d of token i and head h at i * token pitch + h * head pitch + d; CU int32
-    [B + 1], where each sequence's new tokens start; LEN int32 [B], tokens in all, the new ones included; KV, TABLE,
-    RES, SLOT, SK and SV as in decode_program. Scalars: pitches of K and of V, first block of new tokens, number of
-    blocks, CTAs of a block, and what `shares` says (at most 32 pairs of a CTA).
-
-    With `rotary_dim`, keys are as the product left them, normed and turned on their way to shared memory, and CTAs
-    behind the others do the same with queries. In front of the shapes above: X in `dtype`, flat, queries, value d of
-    token i and head h at i * token pitch + h * head_dim + d; COS and SIN f32 [tokens, width]; QW and KW [head_dim] in
-    `dtype`, weights of RMSNorm over heads; Q [heads of all tokens, head_dim] in `dtype`. Behind them: X's pitch, heads
-    of a token, rows of Q that this launch makes, eps.
+        m: of make_write_macros. d: sizes. pdl: whether the kernel may start early, and guesses pages.
+        fetch_keys: brings a tile's new rows of keys.
     """
     import tilelang.language as T
 
-    layout = CacheLayout(k_format, v_format, head_dim)
-    spare = residual_layout(layout)
-    D, warps, group = head_dim, chunk_warps(residual), layout.k.group
-    chunk = 16 * warps
-    if residual != group:
-        remedy = "a ring of token-wise keys has a program of its own"
-        raise ArgumentError("residual", residual, f"must be {group}", remedy)
-    if page % layout.block_tokens:
-        raise ArgumentError("page", page, f"must be a multiple of {layout.block_tokens}", "use 128 tokens")
-    pitch = row_pitch(D)
-    stats = warps * 16 * pitch
-    total_words = stats + ((2 + warps) * D if group else 0)
-    pdl = target.supports("pdl")
-    sources = prelude(target, layout, *(["rows"] if rotary_dim else []), extra=TURNING if rotary_dim else ())
-    if rotary_dim:
-        kind = dict(head_dim=D, rotary_dim=rotary_dim, layout=rope, dtype=dtype, norm=norm, numerics=numerics)
-        turned = make_turned_macros(kind, newest_rows(), warps, pdl)
-    d = sizes()
-    made = make_write_macros(target, layout, d, dtype=dtype, page=page, residual=residual, warps=warps)
-    keys, values, learn, fetch, collect = made.keys, made.values, made.learn, made.fetch, made.collect
-    find_block, spare_tile, block_of, tile_of = made.find_block, made.spare_tile, made.block_of, made.tile_of
-
-    NK, NV, B, B1, HK = d.nk, d.nv, d.b, d.b1, d.hk
-    PAGES, PAGE_WORDS, TABLE_B, MOST = d.pages, d.page_words, d.tb, d.most
-    SLOTS, RES_H, RES_WORDS = d.slots, d.rh, d.res_words
-    SKH, SKD, SVH, SVD = d.skh, d.skd, d.svh, d.svd
+    spare, chunk = residual_layout(layout), 16 * chunk_warps(residual)
+    stats = first_of_statistics(layout, residual)
+    learn, fetch, collect = m.learn, m.fetch, m.collect
+    find_block, spare_tile, block_of, tile_of = m.find_block, m.spare_tile, m.block_of, m.tile_of
+    HK, SLOTS = d.hk, d.slots
 
     @T.macro
     def place(known, w, i, block):
@@ -122,8 +87,6 @@ def build(
         if page and pdl:
             w.page[0] = T.call_extern("int32", "tz_of_lane", known.page[0], i)
             w.guess[0] = T.call_extern("int32", "tz_of_lane", known.guess[0], i)
-
-    fetch_keys = turned.fetch if rotary_dim else fetch
 
     @T.macro
     def prefetch(LEN, CU, SLOT, RES, known, w, pairs, block, per, lane):
@@ -149,7 +112,7 @@ def build(
     def pack(operand, st, rows, KV, w, merge, lane):
         """The operand's words, and parameters, to the page."""
         if operand.token_wise:
-            operand.token_parameters(st, tile_of(KV, w), rows, w.warp * 16 * pitch, lane)
+            operand.token_parameters(st, tile_of(KV, w), rows, w.warp * 16 * row_pitch(layout.head_dim), lane)
         if operand.channel:
             operand.channel_parameters(st, rows, stats, block_of(KV, w), w.warp, lane)
         operand.store(st, rows, stats, tile_of(KV, w), merge, lane)
@@ -197,10 +160,28 @@ def build(
             st.new[c] = T.uint32(0xFFFFFFFF)
         pack(operand, st, rows, KV, w, False, lane)
 
+    return SimpleNamespace(place=place, prefetch=prefetch, alone=alone, together=together)
+
+
+def first_of_statistics(layout: CacheLayout, residual: int) -> int:
+    """The word of shared memory behind the warps' rows: statistics of channels begin there."""
+    return chunk_warps(residual) * 16 * row_pitch(layout.head_dim)
+
+
+def make_store_macro(
+    m: SimpleNamespace, d: SimpleNamespace, layout: CacheLayout, page: int, residual: int, pdl: bool, fetch_keys
+):
+    """The macro that stores the blocks of a CTA; arguments as of make_block_macros."""
+    import tilelang.language as T
+
+    made = make_block_macros(m, d, layout, page, residual, pdl, fetch_keys)
+    spare, D, warps = residual_layout(layout), layout.head_dim, chunk_warps(residual)
+    chunk, stats, B, HK = 16 * warps, first_of_statistics(layout, residual), d.b, d.hk
+
     @T.macro
     def store(t, pitches, first, blocks, per, touched, cta, tx, h):
         """What a CTA stores; t: the tensors, h: registers of the heads that it turns, or None."""
-        rows = T.alloc_shared((total_words,), "int32")
+        rows = T.alloc_shared((stats + ((2 + warps) * D if layout.k.group else 0),), "int32")
         lane = tx % 32
         st = tile_state(D, layout.k, layout.v)
         known = SimpleNamespace(**{name: T.alloc_local((1,), "int32") for name in OF_PAIR})
@@ -211,30 +192,75 @@ def build(
         values_of = SimpleNamespace(data=t.V, token=pitches.v_token, head=pitches.v_head)
         if pdl:
             T.pdl_trigger()
-            prefetch(t.LEN, t.CU, t.SLOT, t.RES, known, w, B * HK, first + x, per, lane)
+            made.prefetch(t.LEN, t.CU, t.SLOT, t.RES, known, w, B * HK, first + x, per, lane)
             T.pdl_sync()
-        learn(t.LEN, t.CU, t.SLOT, known, w, B * HK, lane)
+        m.learn(t.LEN, t.CU, t.SLOT, known, w, B * HK, lane)
         for n in T.serial(T.truncdiv(2 * per * touched + warps - 1 - w.warp, warps)):  # keys | values of a tile
             job = (n * warps + w.warp) // 2
             if less(w.first + T.truncdiv(job, touched), B * HK):
-                place(known, w, T.truncdiv(job, touched), first + x)
+                made.place(known, w, T.truncdiv(job, touched), first + x)
                 w.token[0] = larger(w.base[0], w.old[0] // 16 * 16) + T.truncmod(job, touched) * 16
                 apart = T.And(less(w.token[0], smaller(w.base[0] + chunk, w.length[0])), less(w.old[0], w.length[0]))
                 if T.And(apart, less(w.length[0], w.base[0] + chunk)) if residual else apart:
                     if less((n * warps + w.warp) % 2, 1):
-                        alone(keys, True, keys_of, 0, st, rows, t.KV, t.RES, t.SK, w, lane)
+                        made.alone(m.keys, True, keys_of, 0, st, rows, t.KV, t.RES, t.SK, w, lane)
                     else:
-                        alone(values, False, values_of, spare.k_words, st, rows, t.KV, t.RES, t.SV, w, lane)
+                        made.alone(m.values, False, values_of, spare.k_words, st, rows, t.KV, t.RES, t.SV, w, lane)
         if residual:
             for i in T.serial(per):
                 if less(w.first + i, B * HK):
-                    place(known, w, i, first + x)
+                    made.place(known, w, i, first + x)
                     w.token[0] = w.base[0] + w.warp * 16
                     if T.And(less(w.old[0], w.length[0]), less(w.base[0] + chunk - 1, w.length[0])):
-                        find_block(w)
+                        m.find_block(w)
                         fetch_keys(rows, w, keys_of, lane)
-                        together(keys, True, values_of, 0, st, rows, t.KV, t.RES, t.SK, w, lane)
-                        together(values, False, None, spare.k_words, st, rows, t.KV, t.RES, t.SV, w, lane)
+                        made.together(m.keys, True, values_of, 0, st, rows, t.KV, t.RES, t.SK, w, lane)
+                        made.together(m.values, False, None, spare.k_words, st, rows, t.KV, t.RES, t.SV, w, lane)
+
+    return store
+
+
+def build(
+    target, *, k_format: str, v_format: str, head_dim: int, dtype: str, page: int, residual: int, rotary_dim: int = 0,
+    rope: str = "neox", norm: str = "none", numerics: str = "fused",
+):  # fmt: skip
+    """The prim_func `main`.
+
+    Args:
+        dtype: of new keys and values. page: tokens of a page, 0 for a contiguous cache. residual: tokens of the f16
+            residual block: the group of channel-wise keys, else 0 (ring_write_program.py).
+        rotary_dim: dims of a head that are turned to its token's position first, 0 for none: see below. rope, norm,
+            numerics: as ops/tiles/heads.py has them.
+
+    Shapes: K and V in `dtype`, flat: value d of token i and head h at i * token pitch + h * head pitch + d; CU int32
+    [B + 1], where each sequence's new tokens start; LEN int32 [B], tokens in all, the new ones included; KV, TABLE,
+    RES, SLOT, SK and SV as in decode_program. Scalars: pitches of K and of V, first block of new tokens, number of
+    blocks, CTAs of a block, and what `shares` says (at most 32 pairs of a CTA).
+
+    With `rotary_dim`, keys are as the product left them, normed and turned on their way to shared memory, and CTAs
+    behind the others do the same with queries. In front of the shapes above: X in `dtype`, flat, queries, value d of
+    token i and head h at i * token pitch + h * head_dim + d; COS and SIN f32 [tokens, width]; QW and KW [head_dim] in
+    `dtype`, weights of RMSNorm over heads; Q [heads of all tokens, head_dim] in `dtype`. Behind them: X's pitch, heads
+    of a token, rows of Q that this launch makes, eps.
+    """
+    import tilelang.language as T
+
+    layout = CacheLayout(k_format, v_format, head_dim)
+    D, warps = head_dim, chunk_warps(residual)
+    if residual != layout.k.group:
+        remedy = "a ring of token-wise keys has a program of its own"
+        raise ArgumentError("residual", residual, f"must be {layout.k.group}", remedy)
+    if page % layout.block_tokens:
+        raise ArgumentError("page", page, f"must be a multiple of {layout.block_tokens}", "use 128 tokens")
+    pdl = target.supports("pdl")
+    sources = prelude(target, layout, *(["rows"] if rotary_dim else []), extra=TURNING if rotary_dim else ())
+    if rotary_dim:
+        kind = dict(head_dim=D, rotary_dim=rotary_dim, layout=rope, dtype=dtype, norm=norm, numerics=numerics)
+        turned = make_turned_macros(kind, newest_rows(), warps, pdl)
+    d = sizes()
+    m = make_write_macros(target, layout, d, dtype=dtype, page=page, residual=residual, warps=warps)
+    store = make_store_macro(m, d, layout, page, residual, pdl, turned.fetch if rotary_dim else m.fetch)
+    min_blocks = max(1, (16 if D <= 128 else 8) // warps)
 
     if rotary_dim:
         NX, P, WIDTH, QR = T.dynamic("nx"), T.dynamic("p"), T.dynamic("width"), T.dynamic("qr")
@@ -247,16 +273,16 @@ def build(
             QW: T.Tensor((D if norm != "none" else 1,), dtype),
             KW: T.Tensor((D if norm != "none" else 1,), dtype),
             Q: T.Tensor((QR, D), dtype),
-            K: T.Tensor((NK,), dtype),
-            V: T.Tensor((NV,), dtype),
-            CU: T.Tensor((B1,), "int32"),
-            LEN: T.Tensor((B,), "int32"),
-            KV: T.Tensor((PAGES, HK, PAGE_WORDS), "int32"),
-            TABLE: T.Tensor((TABLE_B, MOST), "int32"),
-            RES: T.Tensor((SLOTS, RES_H, RES_WORDS), "int32"),
-            SLOT: T.Tensor((B,), "int32"),
-            SK: T.Tensor((SKH, SKD), "float32"),
-            SV: T.Tensor((SVH, SVD), "float32"),
+            K: T.Tensor((d.nk,), dtype),
+            V: T.Tensor((d.nv,), dtype),
+            CU: T.Tensor((d.b1,), "int32"),
+            LEN: T.Tensor((d.b,), "int32"),
+            KV: T.Tensor((d.pages, d.hk, d.page_words), "int32"),
+            TABLE: T.Tensor((d.tb, d.most), "int32"),
+            RES: T.Tensor((d.slots, d.rh, d.res_words), "int32"),
+            SLOT: T.Tensor((d.b,), "int32"),
+            SK: T.Tensor((d.skh, d.skd), "float32"),
+            SV: T.Tensor((d.svh, d.svd), "float32"),
             k_token: T.int32,
             k_head: T.int32,
             v_token: T.int32,
@@ -274,7 +300,7 @@ def build(
             with T.Kernel(
                 blocks * groups + T.ceildiv(q_rows, turned.per_cta), threads=warps * 32, prelude=sources
             ) as cta:
-                T.annotate_min_blocks_per_sm(max(1, (16 if D <= 128 else 8) // warps))
+                T.annotate_min_blocks_per_sm(min_blocks)
                 tx = T.get_thread_binding()
                 h = turned.state()
                 t = SimpleNamespace(
@@ -292,16 +318,16 @@ def build(
 
     @T.prim_func
     def main(
-        K: T.Tensor((NK,), dtype),
-        V: T.Tensor((NV,), dtype),
-        CU: T.Tensor((B1,), "int32"),
-        LEN: T.Tensor((B,), "int32"),
-        KV: T.Tensor((PAGES, HK, PAGE_WORDS), "int32"),
-        TABLE: T.Tensor((TABLE_B, MOST), "int32"),
-        RES: T.Tensor((SLOTS, RES_H, RES_WORDS), "int32"),
-        SLOT: T.Tensor((B,), "int32"),
-        SK: T.Tensor((SKH, SKD), "float32"),
-        SV: T.Tensor((SVH, SVD), "float32"),
+        K: T.Tensor((d.nk,), dtype),
+        V: T.Tensor((d.nv,), dtype),
+        CU: T.Tensor((d.b1,), "int32"),
+        LEN: T.Tensor((d.b,), "int32"),
+        KV: T.Tensor((d.pages, d.hk, d.page_words), "int32"),
+        TABLE: T.Tensor((d.tb, d.most), "int32"),
+        RES: T.Tensor((d.slots, d.rh, d.res_words), "int32"),
+        SLOT: T.Tensor((d.b,), "int32"),
+        SK: T.Tensor((d.skh, d.skd), "float32"),
+        SV: T.Tensor((d.svh, d.svd), "float32"),
         k_token: T.int32,
         k_head: T.int32,
         v_token: T.int32,
@@ -313,7 +339,7 @@ def build(
         touched: T.int32,
     ):
         with T.Kernel(blocks * groups, threads=warps * 32, prelude=sources) as cta:
-            T.annotate_min_blocks_per_sm(max(1, (16 if D <= 128 else 8) // warps))
+            T.annotate_min_blocks_per_sm(min_blocks)
             tx = T.get_thread_binding()
             t = SimpleNamespace(K=K, V=V, CU=CU, LEN=LEN, KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, SK=SK, SV=SV)
             pitches = SimpleNamespace(k_token=k_token, k_head=k_head, v_token=v_token, v_head=v_head)
