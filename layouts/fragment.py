@@ -23,7 +23,7 @@ class Fragment:
     Attributes:
         name: stable name, part of a packed layout's identity.
         bits: width of one element; elements_per_register = 32 // bits.
-        threads: 32 (warp) or 128 (warpgroup).
+        threads: 32 (warp) or 128 (warpgroup); of an operand in shared memory, pieces of 16 bytes.
         values: elements held by one thread, in register order (value = register * elements_per_register + element).
         rows, cols: extent of the tile; cols run along K for operands and along N for accumulators.
         map: LinearMap (value, thread) -> (row, col). For a tile whose extent is no power of two (accumulators of
@@ -70,6 +70,15 @@ class Fragment:
     def mma_b(cls, bits: int, n: int = 8) -> Fragment:
         """B [n, 8E] ("col") of mma.sync m16n8k(8E): n / 8 instruction tiles, one after another in the registers."""
         return _operand_b(bits, n)
+
+    @classmethod
+    def wgmma_shared(cls, bits: int, rows: int = 64) -> Fragment:
+        """A K-major operand [rows, 1024 / bits] of wgmma in shared memory, as a descriptor of 128-byte swizzle reads it.
+
+        A thread is a piece of 16 bytes, in order of addresses: eight to a row, piece p of row r at place p ^ (r % 8).
+        A k32 step of bytes (k16 of 16 bits) is two pieces of each row; its descriptor starts 32 bytes further.
+        """
+        return _shared(_check(bits) * 4, bits, rows)
 
     # -- accumulators --------------------------------------------------------------------------------------------------
     @classmethod
@@ -146,6 +155,19 @@ def _operand_b(bits: int, n: int) -> Fragment:
     cols, values = 8 * e_per, 2 * e_per * (n // 8)
     name = f"mma_b{bits}" + (f"_n{n}" if n != 8 else "")
     return Fragment(name, bits, 32, values, n, cols, _linear(place, values, 32, n, cols))
+
+
+@cache
+def _shared(values: int, bits: int, rows: int) -> Fragment:
+    bits_of(rows if rows % 8 == 0 else 0, "rows")
+
+    def place(value, thread):
+        row = thread // 8
+        return {"row": row, "col": (thread % 8 ^ row % 8) * values + value}
+
+    name, threads, cols = f"wgmma_shared{bits}", 8 * rows, 8 * values
+    name += f"_r{rows}" if rows != 64 else ""
+    return Fragment(name, bits, threads, values, rows, cols, _linear(place, values, threads, rows, cols))
 
 
 @cache

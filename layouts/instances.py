@@ -113,6 +113,14 @@ INSTANCES: dict[str, Instance] = {
             _k(2),
             block_order="kr",
         ),
+        Instance(
+            "w8a8",
+            "W8A8 on every target, int8 or e4m3: tiles of 64 x 128 as wgmma reads them in shared memory, and ldmatrix",
+            lambda: Fragment.wgmma_shared(8),
+            "s8_s8",
+            4,
+            block_order="kr",
+        ),
         Instance("w4a4_mma", "W4A4 blocks for native s4 mma.sync (sm_80, sm_86, sm_89)", _mma_a(4), "s4_s4", 4),
         Instance(
             "kv2_wgmma",

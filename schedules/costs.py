@@ -104,6 +104,21 @@ _SCALED_BLOCKS = (
         units={tile: cost * (1 + 0.0075 * tile[0]) for tile, cost in _BLOCKS.units.items()},
     )
 )
+_DIRECT_TILES = tuple(
+    (tokens, *shape)
+    for tokens in (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+    for shape in ((1, 1), (2, 1), (2, 2), (3, 1), (4, 1))
+    if tokens * shape[1] <= {1: 256, 2: 256, 3: 128, 4: 64}[shape[0]]
+)
+
+
+def _direct(scaled: float) -> TileCosts:
+    """Of W8A8, not measured yet: 8 KB of a row block and 128 k as fast as int8's smallest tiles come, or products at
+    the rate of its widest, `scaled` of their time longer."""
+    unit = lambda tokens, wgs, rb: max(0.23 * wgs * rb, 0.6 * (1 + scaled) * wgs * rb * tokens / 512) + 0.0002 * tokens
+    return replace(_S8, units={tile: unit(*tile) for tile in _DIRECT_TILES})
+
+
 _SMALL_F16 = {  # resident rows -> fitted to measurements on H200: 231 of 17 weights up to 8 tokens, 6 % rms, the
     # choice 2 % from the best that was timed (tests/data/tuning/small_batch_h200.json); some 90 of 16
     4: SmallBatchCost(0.596, 0.632, 0.27, 0.684, 0.209, 0.0, 0.134, 0.78, 0.166, 0.0, joined=0.513, flight=48),
@@ -139,6 +154,10 @@ COSTS: Mapping[str, Costs] = {
     "f16 post": Costs(_F16, _F16_PAIRS, _F16, _SMALL_F16),
     "s8 integer": Costs(_S8, _S8_PAIRS, _S8, _SMALL_S8),
     "e4m3 post": Costs(_E4M3, _E4M3, _E4M3_EXPERTS, _SMALL_S8),
+    "s8 direct": Costs(*[_direct(0.0)] * 3, _SMALL_S8),
+    "e4m3 fast": Costs(*[_direct(0.0)] * 3, _SMALL_S8),
+    "e4m3 promoted": Costs(*[_direct(0.08)] * 3, _SMALL_S8),
+    "e4m3 block": Costs(*[_direct(0.15)] * 3, _SMALL_S8),
     "s4_s8 block": Costs(_SCALED_BLOCKS, _SCALED_BLOCKS, _SCALED_BLOCKS, _SMALL_BLOCKS),
     "s4_s8 integer": Costs(_BLOCKS, _BLOCKS, _BLOCKS, _SMALL_BLOCKS),
 }

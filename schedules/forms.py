@@ -27,6 +27,8 @@ _SUMS = {(2, 1): 128, (3, 1): 64, (4, 1): 32, (1, 2): 64, (2, 2): 32}
 """(warpgroups, CTAs of an SM) -> f32 sums of a thread that leave room for two sets of 16-bit operands."""
 _BYTE_SUMS = {1: 128, 2: 128, 3: 64, 4: 64}
 """Warpgroups -> sums of a thread that ptxas places without serializing wgmma of bytes (and bytes to spare)."""
+_DIRECT_SUMS = {1: 192, 2: 192, 3: 96, 4: 64}
+"""The same where both operands lie in shared memory, sums of 128 k included."""
 _BLOCK_SUMS = {1: 192, 2: 192, 3: 96, 4: 64}
 """The same, f32 and s32 together, where the sums of each block are scaled."""
 _STASHED_SUMS = {3: 64}
@@ -122,6 +124,10 @@ def _crowded_e4m3(s: Any) -> str:
     return _crowded_bytes(s)
 
 
+def _crowded_direct(s: Any) -> str:
+    return "" if s.sums <= _DIRECT_SUMS.get(s.warpgroups, 0) else _said(s)
+
+
 def held(s: Any) -> str:
     """How a thread holds s32 sums of a block beside the f32 ones of the tile, by the registers of so many warpgroups.
 
@@ -212,6 +218,21 @@ def _bytes(sums: Callable[[Any], int], crowded: Callable[[Any], str]) -> Form:
     )
 
 
+def _direct(settles: bool, token_bytes: int = 0) -> Form:
+    """Of W8A8: sums of a tile, and where those of 128 k are kept apart, of as many tokens as are multiplied at once."""
+    return Form(
+        program="stream_k",
+        fields=_TILE,
+        sums=lambda s: _tile_sums(s) + (s.block_tokens // s.pieces // 2 if settles else 0),
+        crowded=_crowded_direct,
+        parts=_byte_parts,
+        warpgroup_bytes=lambda s, problem: _staged(s, problem) + 8 * s.block_tokens,
+        small_own=_row_scales,
+        token_bytes=token_bytes,
+        small_tokens=0,
+    )
+
+
 FORMS: Mapping[str, Form] = {
     "f16 fold": _16_bit(scaled=False),
     "f16 post": _16_bit(scaled=True),
@@ -219,6 +240,10 @@ FORMS: Mapping[str, Form] = {
     "e4m3 post": _bytes(  # the sums of all row blocks, and those of one group of k
         lambda s: (s.row_blocks * s.block_tokens + s.block_tokens // s.pieces) // 2, _crowded_e4m3
     ),
+    "s8 direct": _direct(settles=False),
+    "e4m3 fast": _direct(settles=False),
+    "e4m3 promoted": _direct(settles=True),
+    "e4m3 block": _direct(settles=True, token_bytes=4),
     "s4_s8 block": Form(
         program="stream_k",
         fields=("block_tokens", "warpgroups", "stages", "raster", "turns"),

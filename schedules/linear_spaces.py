@@ -34,6 +34,8 @@ def of(problem: Gemm) -> Space:
     """The schedules of a problem."""
     if problem.experts:
         return Grouped(problem)
+    if problem.weight in ("s8", "e4m3") and problem.activations == problem.weight:
+        return Direct(problem)
     return {"f16": Linear, "s8": Bytes, "e4m3": E4M3, "s4_s8": Blocks}[problem.activations](problem)
 
 
@@ -113,6 +115,17 @@ class Bytes(Linear):
             yield from self.paired(s, target, m)
             if (warpgroups, row_blocks, raster) == (2, 1, RASTER):  # pairs of half its rows
                 yield from self.paired(replace(s, warpgroups=1), target, m)
+
+
+class Direct(Bytes):
+    """Schedules of bytes times bytes, which have no program for small batches."""
+
+    def __init__(self, problem: Gemm) -> None:
+        super().__init__(problem)
+        del self.programs["small_batch"]
+
+    def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
+        return self.problem.form.program, stream_k.choose(self.problem, target, m)
 
 
 class E4M3(Bytes):

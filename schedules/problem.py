@@ -25,7 +25,8 @@ class Gemm:
         activations: the tensor cores' operands, a key of `X_BYTES`: "f16" (also bfloat16), "s8", "e4m3", or "s4_s8",
             of which the last `blocks8` blocks of 128 channels have 8 bits.
         scales: how they enter: "fold" into the operand, "post" on the f32 sums of a group, "integer" (an integer of the
-            group in the operand, a scale of the channel on the sums), "block" on the s32 sums of each block of 128 k.
+            group in the operand, a scale of the channel on the sums), "block" on the sums of each block of 128 k; of
+            bytes as they are, on the sums of a tile: "direct", or of e4m3 "fast", and "promoted" with sums of 128 k.
         symmetric: no zero points.
         channel_bytes: of a row of w, besides its records.
         out_bytes: of an element of y.
@@ -52,6 +53,14 @@ class Gemm:
         form = ("z4", "post") if activations == "e4m3" else ("u4_lqq", "integer")
         own = dict(zip(("weight", "scales"), form), activations=activations, channel_bytes=4)
         return Gemm(n, k, 128 // group, 128, out_bytes=out_bytes, experts=experts, **own)
+
+    @staticmethod
+    def of_w8(n: int, k: int, scales: str, out_bytes: int = 2, *, experts: int = 0) -> Gemm:
+        """W8A8: bytes times bytes; scales "direct" of int8, "fast", "promoted" or "block" of e4m3."""
+        kind = "s8" if scales == "direct" else "e4m3"
+        records = dict(groups_per_128=1, record_bytes=16) if scales == "block" else dict(groups_per_128=0, record_bytes=0)
+        own = dict(bits=8, weight=kind, activations=kind, scales=scales, channel_bytes=0 if scales == "block" else 8)
+        return Gemm(n, k, **records, **own, out_bytes=out_bytes, experts=experts)
 
     @staticmethod
     def of_blocks(n: int, k: int, blocks8: int, out_bytes: int = 2, two_level: bool = False) -> Gemm:

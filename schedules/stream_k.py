@@ -176,7 +176,7 @@ def choose(
     if problem.form_name == "s4_s8 integer" and tile_costs.bucket(m) <= 32:
         tile = tile_costs.bucket(m), _of_scaled_blocks(problem, target, m).warpgroups, 1
         return fitted(of_tile(problem, tile), problem, target)
-    top, e4m3 = tile_costs.bucket(m), problem.activations == "e4m3"
+    top, e4m3 = tile_costs.bucket(m), problem.form_name == "e4m3 post"
     made = _of_e4m3 if e4m3 else _of_measured
     found = made(problem, target, m, tile_costs.widths(m, widths or problem.form.widths), may_pair)
     cost = us if e4m3 else lambda *given: _divide(*given)[0]
@@ -193,6 +193,8 @@ def _of_measured(problem: Gemm, target: Target, m: int, widths: Sequence[int], m
             continue
         raster = tile_costs.raster(-(-top // tile[0]), problem.row_blocks, target) if clustered else 8
         s = fitted(of_tile(problem, tile, raster), problem, target)
+        if not s.legal():
+            continue
         found += [s] if tile in costs.tiles.units else []
         found += filter(None, [clustered and may_pair and pairs(s, problem, target, top)])
     return found

@@ -324,6 +324,11 @@ def opaque(scalar: Any) -> Any:
     return _call("opaque", address(scalar, "rw", 4))
 
 
+def uniform(x: Any) -> Any:
+    """An int32 that all lanes of the warp have, known as such to the compiler."""
+    return _call("uniform", x, returns="int32")
+
+
 def last_arrival(semaphore: Any, count: int) -> Any:
     """Whether this CTA is the last of `count` to arrive, whose earlier stores it then sees; a barrier of the CTA."""
     return _call("last_arrival", address(semaphore, "rw", 4), count, returns="bool")

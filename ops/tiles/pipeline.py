@@ -58,7 +58,7 @@ def pipeline_macros(
         tiles.plan(p, cta, ctas, sk, mt)
         if tx >= consumers:
             T.dec_max_nreg(REGISTERS[warpgroups, per_sm][0])
-            fill = SimpleNamespace(**vars(io), ring=ring, leader=tx == consumers)
+            fill = SimpleNamespace(**vars(io), ring=ring, leader=tx == consumers, leader_of_tokens=tx == consumers + 32)
             if tx < consumers + 32:  # weights do not depend on the kernel before: the first ring comes while it runs
                 tiles.each_unit(steps.fill_weights, fill, locate, p, c, cta, ctas, sk, mt)
             elif tx < consumers + 64:  # X: a warp of its own, whose first copy waits behind none of the weights'
@@ -80,7 +80,7 @@ def pipeline_macros(
                 tiles.segment(p, c, seg, cta, ctas, sk, mt)
                 tokens.locate(io.Es, c, io.X.shape[0])
                 steps.begin(io, ring, c, wg, wt)
-                work = SimpleNamespace(**vars(io), lane=lane)
+                work = SimpleNamespace(**vars(io), lane=lane, wg=wg, wt=wt)
                 rings.consume(steps.unit, steps.drain, work, ring, c.k1[0] - c.k0[0])
                 steps.end(io, ring, c, lane)
                 tail.finish(io.WS, io.SEM, io.acc, io.to, p, c, x, cta, ctas, sk, wg, wt)

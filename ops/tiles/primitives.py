@@ -193,6 +193,13 @@ __device__ __forceinline__ void tz_send8(void *p, int rank, float x, float y, co
 """,
     ),
     Primitive(
+        "uniform",
+        "ptxas keeps a descriptor in uniform registers only where it knows that all lanes have it; of a reduction it does",
+        """\
+__device__ __forceinline__ int tz_uniform(int x) { return __reduce_min_sync(~0u, x); }
+""",
+    ),
+    Primitive(
         "bulk",
         "1-D bulk copies from runtime addresses: T.tma_copy turns them into tensor maps when it cannot prove bounds",
         """\

@@ -294,6 +294,13 @@ def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> SimpleNam
             give_back(ring, ring.before[0])
 
     @T.macro
+    def release_now(ring, stage, condition):
+        """The warp gives this stage back."""
+        syncwarp()
+        if condition:
+            give_back(ring, stage)
+
+    @T.macro
     def release_before(ring, stage, condition):
         """`release`, where the compiler knows the stage."""
         syncwarp()
@@ -306,6 +313,7 @@ def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> SimpleNam
             stage=lambda h: ring.stage[0],
             wait=lambda h: wait(ring),
             release=lambda h, condition: release(ring, condition),
+            give_back=lambda h, condition: release_now(ring, ring.stage[0], condition),
             advance=lambda: advance(ring),
         )
 
@@ -315,6 +323,7 @@ def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> SimpleNam
             stage=lambda h: (first + h) % stages,
             wait=lambda h: wait_for(ring, (first + h) % stages, ring.parity[0] ^ ((first + h) // stages)),
             release=lambda h, condition: release_before(ring, first + h, condition),
+            give_back=lambda h, condition: release_now(ring, (first + h) % stages, condition),
             advance=lambda: None,
         )
 
@@ -328,7 +337,7 @@ def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> SimpleNam
     def consume(unit, drain, io, ring, count):
         """What a consumer does: macro `unit(io, at, follows)` for each of `count` units of k, and `drain(io)`, which
         completes its products. `at` has, of the unit's stage h, its number `stage(h)`, `wait(h)`, `advance()` behind
-        its last use, and `release(h, condition)` of the stage before; `follows`: whether a unit came before.
+        its last use, `release(h, condition)` of the stage before, and `give_back(h, condition)` of its own; `follows`: whether a unit came before.
 
         A seventh of a unit's instructions are addresses and barriers, which cost next to nothing where the compiler
         knows the stages: rounds of the ring are unrolled, between the units that lead to the first stage of one and

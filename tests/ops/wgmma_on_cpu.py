@@ -45,9 +45,12 @@ static float e4m3_value(uint8_t byte) {
   if ((byte & 127) == 127) return NAN;
   return (byte & 128 ? -1 : 1) * (e ? ldexpf(8 + m, e - 10) : ldexpf(m, -9));
 }
-static void multiply_e4m3(int first, size_t group, size_t index) {  // A from registers, sums rounded once
+static void multiply_e4m3(int first, size_t group, size_t index) {  // sums rounded once
   static float x[64][32], y[256][32];
-  for (int i = 0; i < 128; ++i) for (int r = 0; r < 4; ++r) for (int e = 0; e < 4; ++e)
+  Product &head = products[first][group][index];
+  if (head.at.base) for (int m = 0; m < 64; ++m) for (int k = 0; k < 32; ++k)
+    x[m][k] = e4m3_value(*(const uint8_t *)head.at.at(m, k));
+  else for (int i = 0; i < 128; ++i) for (int r = 0; r < 4; ++r) for (int e = 0; e < 4; ++e)
     x[i / 32 * 16 + i % 32 / 4 + 8 * (r & 1)][4 * (i % 4) + e + 16 * (r >> 1)] =
         e4m3_value(products[first + i][group][index].a[r] >> 8 * e);
   for (int n = 0; n < products[first][group][index].n; ++n) for (int k = 0; k < 32; ++k)
@@ -125,6 +128,9 @@ template <int N, int WIDE, bool ACROSS> static void wgmma_wide(uint64_t a, uint6
 }
 template <int N> static void wgmma_e4m3(const uint32_t *a, uint64_t b, uint32_t *c, bool add) {
   issue({a, {}, described(b), (int32_t *)c, N, add, true, true});
+}
+template <int N> static void wgmma_e4m3(uint64_t a, uint64_t b, uint32_t *c, bool add) {
+  issue({nullptr, described(a), described(b), (int32_t *)c, N, add, true, true});
 }
 template <int N, bool SIGNED> static void wgmma_ss(uint64_t a, uint64_t b, uint32_t *c, bool add) {
   issue({nullptr, described(a), described(b), (int32_t *)c, N, add, SIGNED});
@@ -256,7 +262,7 @@ def translated(source: str, block_tokens: int) -> str:
     wide = rf"tl::wgmma_[rs]s<{types}, 64, (\d+), 16, false, (true|false),[^>]*>"
     source = re.sub(wide, lambda found: f"wgmma_wide<{found[2]}, {2 if found[1] else 1}, {found[3]}>", source)
     floats = r"tl::DataType::kFloat8_e4m3, tl::DataType::kFloat8_e4m3, tl::DataType::kFloat32"
-    source = re.sub(rf"tl::wgmma_rs<{floats}, 64, (\d+), 32,[^>]*>", r"wgmma_e4m3<\1>", source)
+    source = re.sub(rf"tl::wgmma_[rs]s<{floats}, 64, (\d+), 32,[^>]*>", r"wgmma_e4m3<\1>", source)
     types = r"tl::DataType::k(U?)Int8, tl::DataType::kInt8, tl::DataType::kInt32"
     product = rf"tl::wgmma_(rs|ss)<{types}, 64, (\d+), 32,[^>]*>"
     return re.sub(product, lambda found: f"wgmma_{found[1]}<{found[3]}, {str(not found[2]).lower()}>", source)

@@ -21,6 +21,8 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
 
     n, bm, rb, nacc = gemm.n, block_tokens, row_blocks, block_tokens // 2
     step, raw, bf16 = out_tokens(bm), gemm.raw, gemm.out_dtype == "bfloat16"
+    scaled = not (raw or gemm.blocks)  # sums of a tile have a scale for each token and channel
+    corrected = gemm.unsigned or gemm.zeros  # and lose what RS says
     per_thread = -(-bm // 128)
     rows = row_macros(n=n, out_dtype=gemm.out_dtype, out_bytes=gemm.out_bytes, whole=gemm.whole)
 
@@ -39,6 +41,7 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
             b=T.alloc_local((rb * 2,), "float32"),
             x2=T.alloc_local((2,), "float32"),
             r2=T.alloc_local((2,), "int32"),
+            w=T.alloc_local((rb * 2,), "int32") if gemm.zeros else None,
             f=T.alloc_local((2,), "float32"),
             o=T.alloc_local((4,), "uint32"),
         )
@@ -48,14 +51,21 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
         """Scales, sums and bias of tokens c.first .. c.end - 1, row tile c.rows of matrix c.expert."""
         for e in T.unroll(per_thread):
             token = T.min(c.first[0] + (e * 128 + wt) % bm, c.end[0] - 1)
-            if not raw:
+            if scaled:
                 to.x[e] = XS[token]
-            if gemm.unsigned:
+            if corrected:
                 to.r[e] = RS[token]
+        if gemm.zeros:
+            for e in T.unroll(rb * 2):
+                row = (c.rows[0] * cta_blocks + wg * rb + e // 2) * 64 + wt // 32 * 16 + e % 2 * 8 + wt % 32 // 4
+                at = (c.expert[0] * 2 + 1) * (gemm.row_blocks * 64) + T.min(row, gemm.row_blocks * 64 - 1)
+                to.w[e] = T.cast(S[at], "int32")
         if not raw:
             for e in T.unroll(rb * 2):
                 row = (c.rows[0] * cta_blocks + wg * rb + e // 2) * 64 + wt // 32 * 16 + e % 2 * 8 + wt % 32 // 4
-                to.s[e] = S[c.expert[0] * (gemm.row_blocks * 64) + T.min(row, gemm.row_blocks * 64 - 1)]
+                if scaled:
+                    of_matrix = c.expert[0] * (gemm.channels * gemm.row_blocks * 64)
+                    to.s[e] = S[of_matrix + T.min(row, gemm.row_blocks * 64 - 1)]
                 if gemm.adds_bias:
                     to.b[e] = B[c.expert[0] * n + T.min(row, n - 1)]
                 else:
@@ -64,20 +74,23 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
     @T.macro
     def prepare(to, wg, wt):
         """The token scales of the tile go to shared memory, before its first `store` or `store_slice`."""
-        if not raw or gemm.unsigned:
+        if scaled or corrected:
             wg_sync(wg)  # every warp is done with the scales of the tile before
             for e in T.unroll(per_thread):
                 if e * 128 + wt < bm:
-                    if not raw:
+                    if scaled:
                         to.Fs[wg, e * 128 + wt] = to.x[e]
-                    if gemm.unsigned:
+                    if corrected:
                         to.Rs[wg, e * 128 + wt] = to.r[e]
             wg_sync(wg)
 
     @T.macro
     def scale(to, acc, at, i, e):
         """Element i of the pair of sums at `at`, scaled; e picks its row of `to.s`."""
-        to.f[i] = T.call_extern("float32", "tz_rescale", acc[at + i], to.s[e], to.x2[i], to.b[e])
+        if scaled:
+            to.f[i] = T.call_extern("float32", "tz_rescale", acc[at + i], to.s[e], to.x2[i], to.b[e])
+        else:
+            to.f[i] = acc[at + i] + to.b[e]
 
     @T.macro
     def stage(to, acc, wg, warp, lane, r, first, q, alone):
@@ -86,12 +99,14 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
             at = r * nacc + (first // 8 + q * 2) * 4 + e * 2
             column = first + q * 16 + e // 2 * 8 + lane % 4 * 2
             if e % 2 == 0:
-                if not raw:
+                if scaled:
                     lds64(to.x2, to.Fs[wg, column])
-                if gemm.unsigned:
+                if corrected:
                     lds64(to.r2, to.Rs[wg, column])
             for i in T.unroll(2):
-                if gemm.unsigned:
+                if gemm.zeros:
+                    acc[at + i] = acc[at + i] - to.r2[i] * to.w[r * 2 + e % 2]
+                elif gemm.unsigned:
                     acc[at + i] = acc[at + i] - to.r2[i] * 128
                 if raw:
                     token = q * 16 + e // 2 * 8 + lane % 4 * 2 + i
@@ -112,7 +127,7 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
         for r in T.unroll(rb):
             row0 = (c.rows[0] * cta_blocks + wg * rb + r) * 64
             for b in T.unroll(bm // step):
-                if (raw and not gemm.unsigned) or r + b > 0:  # else `prepare` was a barrier
+                if not (scaled or corrected) or r + b > 0:  # else `prepare` was a barrier
                     wg_sync(wg)
                 for q in T.unroll(step // 16):
                     stage(to, acc, wg, warp, lane, r, b * step, q, False)

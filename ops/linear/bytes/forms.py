@@ -12,7 +12,7 @@ two pieces whose sums of a group take turns in the same registers: it converts h
 
 from types import SimpleNamespace
 
-from terrazzo.ops.linear.bytes import fp8_problem
+from terrazzo.ops.linear.bytes import direct, fp8_problem
 from terrazzo.ops.linear.bytes.operand import operand_macros
 from terrazzo.ops.linear.bytes.problem import UNIT_K, Gemm
 from terrazzo.ops.tiles.calls import wgmma
@@ -26,6 +26,8 @@ def form_of(gemm: Gemm, *, block_tokens: int, row_blocks: int, pieces: int = 1) 
     `step(io, x, place, r, h, free)` and `settle_last(io)` (None: nothing). `io` holds w, u, a, codes, acc, part and f;
     `free` says whether this lane gives the stage before back, which a step does when the wgmmas on it are complete.
     """
+    if not gemm.converts:
+        return direct.form_of(gemm, block_tokens=block_tokens, row_blocks=row_blocks, pieces=pieces)
     if gemm.dequantization == fp8_problem.E4M3:
         return post_form(gemm, block_tokens=block_tokens, row_blocks=row_blocks, pieces=pieces)
     return integer_form(gemm, block_tokens=block_tokens)

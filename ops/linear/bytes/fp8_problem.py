@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from terrazzo.layouts.converters import Converter, get_converter
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.linear.bytes import problem
+from terrazzo.ops.linear.bytes import direct, problem
 
 E4M3 = "e4m3"
 """The `dequantization` of this form: codes become e4m3 operands, and their sums are float32."""
@@ -22,6 +22,18 @@ class Gemm(problem.Gemm):
         problem.Gemm(self.n, self.k, self.group, self.out_dtype, "xor", self.bias)  # the checks that both share
 
     @property
+    def row_values(self) -> bool:
+        return False
+
+    @property
+    def float_sums(self) -> bool:
+        return True
+
+    @property
+    def schedule_form(self) -> str:
+        return "e4m3 post"
+
+    @property
     def converter(self) -> Converter:
         return get_converter(CONVERTER)
 
@@ -33,8 +45,8 @@ def check_out_dtype(out_dtype: str) -> None:
 
 
 def of(n: int, k: int, group: int, out_dtype: str, dequantization: str, bias: bool) -> problem.Gemm:
-    """The Gemm of a program's parameters, on e4m3 or on int8 activations."""
-    kind = Gemm if dequantization == E4M3 else problem.Gemm
+    """The Gemm of a program's parameters: of 4-bit codes on e4m3 or int8 activations, or of bytes on bytes."""
+    kind = Gemm if dequantization == E4M3 else direct.Gemm if dequantization in direct.NUMERICS else problem.Gemm
     return kind(n, k, group, out_dtype, dequantization, bias)
 
 

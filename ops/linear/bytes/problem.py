@@ -68,6 +68,41 @@ class Gemm:
         return self.dequantization == "unsigned"
 
     @property
+    def row_values(self) -> bool:
+        """Whether RS holds an int32 for each token."""
+        return True
+
+    @property
+    def float_sums(self) -> bool:
+        """Whether sums of products are float32, not int32."""
+        return False
+
+    @property
+    def zeros(self) -> bool:
+        """Whether RS holds zero points of the tokens."""
+        return False
+
+    @property
+    def blocks(self) -> bool:
+        """Whether XS and S hold a scale for each 128 k."""
+        return False
+
+    @property
+    def converts(self) -> bool:
+        """Whether codes of the weight are converted to operands, in registers."""
+        return True
+
+    @property
+    def channels(self) -> int:
+        """float32 of a row in S."""
+        return 1
+
+    @property
+    def schedule_form(self) -> str:
+        """Of schedules, a key of `schedules.forms.FORMS`."""
+        return "s8 integer"
+
+    @property
     def converter(self) -> Converter:
         return get_converter(self.converters[self.dequantization])
 

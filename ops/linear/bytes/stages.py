@@ -19,12 +19,14 @@ def fill_macros(
     cta_blocks: int,
     unit_words: int,
     unit: Callable[[SimpleNamespace, Any], Any] = lambda c, kb: kb,
+    also: Callable[..., None] | None = None,
 ) -> SimpleNamespace:
     """Macro `fill_weights(io, c, kb)`: the warp of the weights fills a stage, for `each_unit` of the tile scheduler.
 
     Args:
         rings: of `ring_macros`. row_blocks: of 64 rows, of the weight; cta_blocks: of them, those of a tile.
         unit: expression of the first index of W [units, row_blocks, unit_words].
+        also: macro of what comes with the units, called as `fill_weights` is, by one thread.
 
     `io` holds W, Ws, the barriers `full` and `empty`, `ring` and `leader`, whether this thread is the warp's first.
     """
@@ -59,6 +61,8 @@ def fill_macros(
         rings.acquire(io.empty, io.ring)
         if io.leader:
             load_weights(io, c, kb)
+            if also is not None:
+                also(io, c, kb)
             T.barrier_arrive(io.full[io.ring.stage[0]])
         rings.advance(io.ring)
 

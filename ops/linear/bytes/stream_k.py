@@ -21,7 +21,7 @@ consumed: ptxas may move an arrive in front of a load's return (docs/tile-progra
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.linear.bytes import fp8_problem
+from terrazzo.ops.linear.bytes import direct, fp8_problem
 from terrazzo.ops.linear.bytes.epilogue import store_macros
 from terrazzo.ops.linear.bytes.forms import form_of
 from terrazzo.ops.linear.bytes.problem import UNIT_K, Gemm
@@ -91,11 +91,9 @@ def build(
         raise ArgumentError("cluster", cluster, constraint, "use 1")
     gemm = fp8_problem.of(n, k, group, out_dtype, dequantization, bias)
     gemm = gemm if n else gemm.at_launch(whole, max(experts, 1))
-    e4m3 = dequantization == fp8_problem.E4M3
     schedule = StreamK(
-        block_tokens, warpgroups, row_blocks, stages, raster=raster, cluster=cluster,
-        form="e4m3 post" if e4m3 else "s8 integer",
-    )  # fmt: skip
+        block_tokens, warpgroups, row_blocks, stages, raster=raster, cluster=cluster, form=gemm.schedule_form
+    )
     check_tile(schedule)
     return program(gemm, schedule, experts)
 
@@ -137,38 +135,56 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
 
     bm, wgs, rb, cluster = schedule.block_tokens, schedule.warpgroups, schedule.row_blocks, schedule.cluster
     stages, cta_blocks = schedule.stages, schedule.cta_blocks
-    e4m3 = gemm.dequantization == fp8_problem.E4M3
+    converts, blocks = gemm.converts, gemm.blocks
     units, unit_words, all_blocks = gemm.units, gemm.unit_words, gemm.row_blocks
     ct, sums = wgs * 128, rb * bm // 2
     form = form_of(gemm, block_tokens=bm, row_blocks=rb, pieces=schedule.pieces)
     work = tile_macros(gemm, schedule, form, experts)
     rings, out = work.rings, work.out
-    fills = fill_macros(
-        rings, row_blocks=all_blocks, cta_blocks=cta_blocks, unit_words=unit_words,
-        unit=lambda c, kb: c.expert[0] * units + kb,
-    )  # fmt: skip
-    steps = consumer_macros(block_tokens=bm, cta_blocks=cta_blocks, unit_words=unit_words, groups=gemm.groups)
+    starts, settles = (getattr(form, name, None) for name in ("start", "settle_last"))
+    own_stages = getattr(form, "settles", False)  # given back by the step that used them
+    unit_of = lambda c, kb: c.expert[0] * units + kb
+    own = dict(row_blocks=all_blocks, cta_blocks=cta_blocks, unit=unit_of)
+    scaled = direct.scale_macros(block_tokens=bm, **own) if blocks else None
+    fills = fill_macros(rings, unit_words=unit_words, also=scaled.fill_rows if blocks else None, **own)
+    if converts:
+        steps = consumer_macros(block_tokens=bm, cta_blocks=cta_blocks, unit_words=unit_words, groups=gemm.groups)
+    else:
+        steps = direct.consumer_macros(block_tokens=bm, cta_blocks=cta_blocks)
     matrices = max(experts, 1)
     all_units, extent = gemm.extents(matrices)
-    used = (*PRIMITIVES, *(["e4m3"] if e4m3 else []), *(["cluster"] if cluster > 1 else []))
+    used = (*PRIMITIVES, *(["e4m3"] if gemm.float_sums else []), *(["cluster"] if cluster > 1 else []))
+    used += () if converts else ("uniform",)
     used += ("bulk_at",) if gemm.launched is not None else ()
-    source = prelude(*used, extra=(gemm.converter.device_source, *([EXPERTS_SOURCE] if experts else [])))
+    source = prelude(
+        *used, extra=(*([gemm.converter.device_source] if converts else []), *([EXPERTS_SOURCE] if experts else []))
+    )
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32
+    scales = (all_units, all_blocks * direct.GROUPS) if blocks else (matrices * gemm.channels * all_blocks * 64,)
+    of_stage = (cta_blocks, unit_words) if converts else (cta_blocks * 64, UNIT_K // 4)  # rows of 128 bytes
     dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
     M, G = T.dynamic("m"), T.dynamic("grid")
+    MP = T.dynamic("mp") if blocks else M
 
     @T.macro
     def fill_tokens(io, c, kb):
         """The warp of X fills a stage."""
         rings.acquire(io.empty, io.ring)
         tma_tile(io.Xs, io.ring.stage[0], io.X, c.first[0], kb * UNIT_K, io.full[io.ring.stage[0]], c.end[0])
+        if blocks:
+            if io.leader_of_tokens:
+                scaled.fill_tokens(io, c, kb)
         T.barrier_arrive(io.full[io.ring.stage[0]])
         rings.advance(io.ring)
 
     @T.macro
     def open(io, ring):
         """X and the ring's barriers."""
-        steps.find_tokens(io.at, io.desc, io.Xs, 0)
+        if converts:
+            steps.find_tokens(io.at, io.desc, io.Xs, 0)
+        else:
+            steps.find(io.at.x, io.desc, io.Xs, 0)
+            steps.find(io.at.all, io.rows, io.Ws, 0)
         rings.find(io.full, io.empty, ring, 0)
 
     @T.macro
@@ -177,9 +193,12 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
         out.fetch(io.S, io.XS, io.RS, io.B, io.to, c, wg, wt)
         for i in T.unroll(sums):
             io.acc[i] = 0
-        if e4m3:
+        if starts is not None:
             form.start(io)
-        steps.find_units(io.at, io.Ws, 0, wg * rb, wt)  # anew: kept while the tile ends, it would be spilled
+        if converts:
+            steps.find_units(io.at, io.Ws, 0, wg * rb, wt)  # anew: kept while the tile ends, it would be spilled
+        else:
+            steps.find_units(io.at, wg * rb)
 
     @T.macro
     def unit(io, place, follows):
@@ -187,9 +206,13 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
         place.wait(0)
         tile = steps.tokens(io.at, place.stage(0))
         for r in T.unroll(rb):
-            steps.load_unit(io.at, io.w, io.u, place.stage(0), r)
-            for h in T.unroll(2):
-                form.step(io, tile, place, r, h, T.And(io.lane == 0, follows))
+            if converts:
+                steps.load_unit(io.at, io.w, io.u, place.stage(0), r)
+                for h in T.unroll(2):
+                    form.step(io, tile, place, r, h, T.And(io.lane == 0, follows))
+            else:
+                rows = steps.rows(io.at, place.stage(0), r)
+                form.step(io, rows, tile, place, r, T.And(io.lane == 0, follows))
         place.advance()
 
     @T.macro
@@ -197,17 +220,18 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
         """All products are complete."""
         T.warpgroup_wait(0)
         T.warpgroup_fence_operand(io.acc, num_regs=sums)
-        if e4m3:
+        if form.group_sums > 1:
             T.warpgroup_fence_operand(io.part, num_regs=form.group_sums)
 
     @T.macro
     def end(io, ring, c, lane):
         """The last products are complete, and their stage goes back."""
-        if e4m3:
+        if settles is not None:
             form.settle_last(io)
         T.warpgroup_wait(0)
         T.warpgroup_fence_operand(io.acc, num_regs=sums)
-        rings.release(ring, lane == 0)
+        if not own_stages:
+            rings.release(ring, lane == 0)
         if rb > 1:
             opaque(c.first[0])  # addresses of y are not made before, and spilled
 
@@ -224,9 +248,9 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     def main(
         X: T.Tensor((M, gemm.k), "int8"),
         W: T.Tensor((all_units, all_blocks, unit_words), "int32"),
-        S: T.Tensor((matrices * all_blocks * 64,), "float32"),
-        XS: T.Tensor((M,), "float32"),
-        RS: T.Tensor((1 if e4m3 else M,), "int32"),
+        S: T.Tensor(scales, "float32"),
+        XS: T.Tensor((units, MP) if blocks else (M,), "float32"),
+        RS: T.Tensor((M if gemm.row_values else 1,), "int32"),
         B: T.Tensor((extent,), "float32"),
         WS: T.Tensor((G, cta_blocks, bm // 8, 128, 4), form.sums),
         SEM: T.Tensor((G, wgs * 4), "int32"),
@@ -235,34 +259,38 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     ):
         with T.Kernel(G, threads=ct + 128, prelude=source, **dims) as cta:
             Xs = T.alloc_shared((stages, bm, UNIT_K), "int8")
-            Ws = T.alloc_shared((stages, cta_blocks, unit_words), "int32")
+            Ws = T.alloc_shared((stages, *of_stage), "int32")
             Os = T.alloc_shared((wgs, staged(gemm.out_bytes, out_tokens(bm), alone=work.exchange)), gemm.out_dtype)
             Fs = T.alloc_shared((wgs, bm), "float32")
-            Rs = T.alloc_shared((wgs, bm if gemm.unsigned else 1), "int32")
+            Rs = T.alloc_shared((wgs, bm if gemm.unsigned or gemm.zeros else 1), "int32")
             Es = T.alloc_shared((table_words(experts),), "int32")
+            Ts = T.alloc_shared((stages, max(bm, 32)), "float32") if blocks else None
+            Ss = T.alloc_shared((stages, max(cta_blocks * direct.GROUPS, 32)), "float32") if blocks else None
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
             empty = T.alloc_barrier([wgs * 4] * stages)
             sent = T.alloc_barrier([1] * (wgs * 4)) if cluster > 1 else None
             ready = T.alloc_barrier([cluster - 1]) if cluster > 1 else None
-            w = T.alloc_local((8,), "uint32")
-            u = T.alloc_local((gemm.groups,), "uint32")
-            codes = form.registers()
-            a = T.alloc_local((16,), "uint32")
+            w = T.alloc_local((8,), "uint32") if converts else None
+            u = T.alloc_local((gemm.groups,), "uint32") if converts else None
+            codes = form.registers() if converts else None
+            a = T.alloc_local((16,), "uint32") if converts else None
             acc = T.alloc_local((sums,), form.sums)
             part = T.alloc_local((form.group_sums,), "float32")
-            f = T.alloc_local((2,), "float32")
+            f = T.alloc_local((3 if blocks else 2,), "float32")
             to = out.state(Y, Os, Fs, Rs, ring=Xs, ready=ready, sent=sent)
             desc = T.alloc_wgmma_desc()
+            rows = None if converts else T.alloc_wgmma_desc()
             at = steps.places()
             p = plan_state()
             c = segment_state()
             x = slice_state()
             ring = ring_state()
             table = table_state()
-            T.annotate_layout({Xs: make_full_bank_swizzled_layout(Xs)})
+            T.annotate_layout({it: make_full_bank_swizzled_layout(it) for it in ((Xs,) if converts else (Xs, Ws))})
             io = SimpleNamespace(
                 X=X, W=W, S=S, XS=XS, RS=RS, B=B, WS=WS, SEM=SEM, Xs=Xs, Ws=Ws, Es=Es, full=full, empty=empty,
-                ready=ready, w=w, u=u, a=a, f=f, acc=acc, part=part, codes=codes, desc=desc, at=at, to=to,
+                ready=ready, w=w, u=u, a=a, f=f, acc=acc, part=part, codes=codes, desc=desc, at=at, to=to, rows=rows,
+                Ts=Ts, Ss=Ss,
             )  # fmt: skip
             pipeline.run(io, p, c, x, ring, table, parts, G, cta)
 
