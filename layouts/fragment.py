@@ -73,7 +73,7 @@ class Fragment:
 
     @classmethod
     def wgmma_shared(cls, bits: int, rows: int = 64) -> Fragment:
-        """A K-major operand [rows, 1024 / bits] of wgmma in shared memory, as a descriptor of 128-byte swizzle reads it.
+        """A K-major operand [rows, 1024 / bits] of wgmma in shared memory, as a descriptor of swizzled rows reads it.
 
         A thread is a piece of 16 bytes, in order of addresses: eight to a row, piece p of row r at place p ^ (r % 8).
         A k32 step of bytes (k16 of 16 bits) is two pieces of each row; its descriptor starts 32 bytes further.

@@ -20,6 +20,7 @@ __all__ = [
     "w4a8",
     "w4a16",
     "w4ax",
+    "w8a8",
     "w8a16",
 ]
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         w4a8,
         w4a16,
         w4ax,
+        w8a8,
         w8a16,
     )
 else:
@@ -58,5 +60,6 @@ else:
             "w4a8": "w4a8",
             "w4ax": "w4ax",
             "w8a16": "w8a16",
+            "w8a8": "w8a8",
         },
     )

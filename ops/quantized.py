@@ -21,19 +21,23 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, eq=False)
 class QuantizedActivations:
-    """Activations x ~= q * scales (times the smooth vector that they were divided by), per token, symmetric.
+    """Activations x ~= (q - zeros) * scales (times the smooth vector that they were divided by), per token.
 
     Attributes:
-        q: int8 [M, K16], -127..127, or float8_e4m3fn, -448..448; K16 = K rounded up to 16, columns from K on are 0.
+        q: int8 [M, K16], -127..127 (with zero points from -128 on), or float8_e4m3fn, -448..448; K16 = K rounded up to
+            16, columns from K on are 0.
         scales: float32 [M].
         row_sums: int32 [M], sum of q over a row; 128 times it is what an unsigned weight adds to a product. e4m3: None.
         shape: of the activations, [..., K]; M is the product of the leading dimensions.
+        zeros: int32 [M], zero points of the tokens, which W8A8 alone takes; None for 0. What W8A8 quantizes otherwise
+            than dynamically and symmetrically has no row_sums.
     """
 
     q: torch.Tensor
     scales: torch.Tensor
     row_sums: torch.Tensor | None
     shape: tuple[int, ...]
+    zeros: torch.Tensor | None = None
 
     @property
     def k(self) -> int:
@@ -51,22 +55,26 @@ class QuantizedActivations:
         return "e4m3" if self.q.dtype.is_floating_point else "int8"
 
     def dequantize(self) -> torch.Tensor:
-        """float32 [..., K]: q * scales."""
-        return (self.q[:, : self.k].float() * self.scales[:, None]).view(self.shape)
+        """float32 [..., K]: q * scales, zero points taken off."""
+        values = self.q[:, : self.k].float()
+        values = values if self.zeros is None else values - self.zeros[:, None]
+        return (values * self.scales[:, None]).view(self.shape)
 
     def check(self) -> None:
         """Raise ArgumentError unless the tensors have the shapes and dtypes of the attributes' description."""
         m, k = prod(self.shape[:-1]), padded(self.k)
         expected = [("q", (m, k), CODES[self.codes]), ("scales", (m,), "float32")]
-        if self.codes == "int8":
+        if self.row_sums is not None:
             expected.append(("row_sums", (m,), "int32"))
+        if self.zeros is not None:
+            expected.append(("zeros", (m,), "int32"))
         for name, shape, dtype in expected:
             weights.check_tensor(self, name, shape, dtype, "quantize them with quantize_activations")
 
     def of_tokens(self, rows: torch.Tensor) -> QuantizedActivations:
         """Those of some tokens, [P, K]: row rows[i] of each tensor becomes row i."""
         self.check()
-        held = ("q", "scales", *(["row_sums"] if self.row_sums is not None else []))
+        held = ("q", "scales", *(name for name in ("row_sums", "zeros") if getattr(self, name) is not None))
         own = {name: getattr(self, name).index_select(0, rows) for name in held}
         return replace(self, **own, shape=(len(rows), self.k))
 

@@ -44,8 +44,8 @@ class Support:
         zeros: "asymmetric", "symmetric" or both.
         activations: dtypes of x and y.
         scales: dtypes of the weight's scales.
-        numerics: what the operator's `numerics` argument takes besides "auto"; w4a8: `dequantization`, w4ax:
-            `granularity` of the activations' scales.
+        numerics: what the operator's `numerics` argument takes besides "auto"; w4a8: `dequantization`, w8a8:
+            `accumulate`, w4ax: `granularity` of the activations' scales.
         targets: architecture -> a key of STATUS.
         notes: what else a reader needs to know.
     """
@@ -128,6 +128,22 @@ def _w4a8_fp8(format: str, source: str, notes: str) -> Support:
         scales=("float16", "bfloat16"),
         numerics=("e4m3",),
         targets={"sm_89": "compiled", "sm_90a": "tested", "sm_120a": "compiled"},
+        notes=notes,
+    )
+
+
+def _w8a8(format: str, source: str, codes: str, groups: tuple[int | str, ...], notes: str) -> Support:
+    int8 = codes == "int8"
+    return Support(
+        operator="w8a8",
+        format=format,
+        source=f"terrazzo.ops.w8a8.{source}",
+        groups=groups,
+        zeros=("symmetric",),
+        activations=("int8" if int8 else "float8_e4m3fn", "float16", "bfloat16"),
+        scales=("float32",),
+        numerics=() if int8 else ("promoted", "fast"),
+        targets={"sm_90a": "compiled"},
         notes=notes,
     )
 
@@ -217,6 +233,8 @@ REGISTRY: tuple[Support, ...] = (
     _w4a8("rtn", "quantize", ("asymmetric",), "float weight, two levels; smooth vectors"),
     _w4a8_fp8("compressed_tensors_e4m3", "from_compressed_tensors", "pack-quantized and int-quantized, exact"),
     _w4a8_fp8("rtn_e4m3", "quantize", "float weight, searched scales; smooth vectors"),
+    _w8a8("rtn", "quantize", "int8", ("K",), "float weight; x by token or static, with zero points or without"),
+    _w8a8("rtn_e4m3", "quantize", "e4m3", (128, "K"), "float weight; x by token, static, or by 128 columns in blocks"),
     Support(
         operator="w4ax",
         format="rtn",

@@ -58,7 +58,9 @@ class Gemm:
     def of_w8(n: int, k: int, scales: str, out_bytes: int = 2, *, experts: int = 0) -> Gemm:
         """W8A8: bytes times bytes; scales "direct" of int8, "fast", "promoted" or "block" of e4m3."""
         kind = "s8" if scales == "direct" else "e4m3"
-        records = dict(groups_per_128=1, record_bytes=16) if scales == "block" else dict(groups_per_128=0, record_bytes=0)
+        records = (
+            dict(groups_per_128=1, record_bytes=16) if scales == "block" else dict(groups_per_128=0, record_bytes=0)
+        )
         own = dict(bits=8, weight=kind, activations=kind, scales=scales, channel_bytes=0 if scales == "block" else 8)
         return Gemm(n, k, **records, **own, out_bytes=out_bytes, experts=experts)
 

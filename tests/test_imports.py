@@ -160,7 +160,13 @@ def test_no_circles_at_import_time():
     assert not circles(edges)
 
 
+PUBLIC = {"terrazzo.ops.w8a8": "w4a8"}
+"""Public names of modules that lie in a family's folder."""
+
+
 def family_of(module: str) -> str:
+    if module in PUBLIC:
+        return PUBLIC[module]
     parts = module.split(".")
     return parts[2] if parts[1:2] == ["ops"] and len(parts) > 2 and parts[2] in FAMILIES else ""
 

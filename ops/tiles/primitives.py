@@ -194,7 +194,7 @@ __device__ __forceinline__ void tz_send8(void *p, int rank, float x, float y, co
     ),
     Primitive(
         "uniform",
-        "ptxas keeps a descriptor in uniform registers only where it knows that all lanes have it; of a reduction it does",
+        "ptxas keeps descriptors in uniform registers only where it knows that all lanes have them, as of a reduction",
         """\
 __device__ __forceinline__ int tz_uniform(int x) { return __reduce_min_sync(~0u, x); }
 """,

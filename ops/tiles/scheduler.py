@@ -337,7 +337,8 @@ def ring_macros(*, stages: int, each: int = 1, rounds: bool = True) -> SimpleNam
     def consume(unit, drain, io, ring, count):
         """What a consumer does: macro `unit(io, at, follows)` for each of `count` units of k, and `drain(io)`, which
         completes its products. `at` has, of the unit's stage h, its number `stage(h)`, `wait(h)`, `advance()` behind
-        its last use, `release(h, condition)` of the stage before, and `give_back(h, condition)` of its own; `follows`: whether a unit came before.
+        its last use, `release(h, condition)` of the stage before, and `give_back(h, condition)` of its own; `follows`:
+        whether a unit came before.
 
         A seventh of a unit's instructions are addresses and barriers, which cost next to nothing where the compiler
         knows the stages: rounds of the ring are unrolled, between the units that lead to the first stage of one and

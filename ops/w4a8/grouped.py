@@ -125,6 +125,7 @@ def run(
     """The eager path of `grouped_gemm` on quantized activations."""
     launching.check_no_grad(x.q, "grouped_gemm")
     op.check_codes(x, w.stacked)
+    op.check_sums(x, w.stacked)
     check(x.shape, x.device, w, expert_offsets, bias, out, out_dtype, dequantization)
     if x.q.shape[0] != x.shape[0]:
         x.check()

@@ -212,7 +212,7 @@ def run(
         check_types(out_dtype, dequantization=dequantization, pipeline=pipeline)
     if not shape or shape[-1] != k:
         raise ArgumentError("x", list(shape), f"its last dimension must be K = {k}", "pass activations [..., K]")
-    if x.codes != w.ACTIVATIONS:
+    if x.codes != w.ACTIVATIONS or x.zeros is not None:
         check_codes(x, w)
     flat = len(shape) == 2  # views cost 1.5 us each
     m = shape[0] if flat else q.shape[0]
@@ -243,6 +243,8 @@ def run(
     bias = no_bias if bias is None else bias
     if no_sums is not None:
         q = q.view(torch.int8)
+    elif x.row_sums is None:
+        check_sums(x, w)
     if m <= step:
         scales, sums = x.__dict__.get("_arguments") or (x.scales, x.row_sums)
         sums = sums if no_sums is None else no_sums
@@ -273,10 +275,20 @@ records.on_change(_launches.clear)
 
 
 def check_codes(x: QuantizedActivations, w: Weight) -> None:
-    """Raise ArgumentError unless activations have the codes that a weight multiplies."""
+    """Raise ArgumentError unless activations have the codes that a weight multiplies, and no zero points."""
     if x.codes != w.ACTIVATIONS:
         constraint = f"must be {w.ACTIVATIONS} codes: {w!r} multiplies {w.ACTIVATIONS}"
         raise ArgumentError("x", x.codes, constraint, f"quantize_activations(x, codes={w.ACTIVATIONS!r})")
+    if x.zeros is not None:
+        raise ArgumentError(
+            "x", "zero points", f"must have none: {w!r} takes no zero points", "quantize_activations(x)"
+        )
+
+
+def check_sums(x: QuantizedActivations, w: Weight) -> None:
+    """Raise ArgumentError unless int8 activations have the sums of their rows."""
+    if x.row_sums is None and w.ACTIVATIONS != E4M3:
+        raise ArgumentError("x", "no row_sums", f"must have them: {w!r} reads them", "quantize_activations(x)")
 
 
 def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, w: Weight) -> tuple:
@@ -288,6 +300,7 @@ def _prepare(launches: launching.Launches, key: tuple, x: QuantizedActivations, 
     out = str(out_dtype).removeprefix("torch.")
     check_choices(w.k, out, dequantization, pipeline)
     x.check()
+    check_sums(x, w)
     launching.check_tokens(m)
     if not x.q.is_cuda or x.device != w.device:
         raise launching.elsewhere(x.q, w.device)

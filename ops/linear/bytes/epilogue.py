@@ -4,11 +4,52 @@ Token scales are fetched when the tile begins, one for each thread, and meet the
 scales and bias wait in registers.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from terrazzo.ops.linear.bytes.problem import Gemm
 from terrazzo.ops.tiles.calls import has, lds64, pack2, syncwarp, wg_sync
 from terrazzo.ops.tiles.staged_rows import out_tokens, row_macros
+
+
+def entering(gemm: Gemm) -> tuple[bool, bool]:
+    """Whether sums of a tile have a scale for each token and channel, and whether they lose what RS says."""
+    return not (gemm.raw or gemm.blocks), gemm.unsigned or gemm.zeros
+
+
+def fetch_macro(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: int) -> Callable[..., None]:
+    """`fetch` of `store_macros`."""
+    import tilelang.language as T
+
+    n, bm, rb, raw = gemm.n, block_tokens, row_blocks, gemm.raw
+    scaled, corrected = entering(gemm)
+    per_thread, of_matrix = -(-bm // 128), gemm.channels * (gemm.row_blocks * 64)
+
+    @T.macro
+    def fetch(S, XS, RS, B, to, c, wg, wt):
+        """Scales, sums and bias of tokens c.first .. c.end - 1, row tile c.rows of matrix c.expert."""
+        for e in T.unroll(per_thread):
+            token = T.min(c.first[0] + (e * 128 + wt) % bm, c.end[0] - 1)
+            if scaled:
+                to.x[e] = XS[token]
+            if corrected:
+                to.r[e] = RS[token]
+        if gemm.zeros:
+            for e in T.unroll(rb * 2):
+                row = (c.rows[0] * cta_blocks + wg * rb + e // 2) * 64 + wt // 32 * 16 + e % 2 * 8 + wt % 32 // 4
+                at = (c.expert[0] * 2 + 1) * (gemm.row_blocks * 64) + T.min(row, gemm.row_blocks * 64 - 1)
+                to.w[e] = T.cast(S[at], "int32")
+        if not raw:
+            for e in T.unroll(rb * 2):
+                row = (c.rows[0] * cta_blocks + wg * rb + e // 2) * 64 + wt // 32 * 16 + e % 2 * 8 + wt % 32 // 4
+                if scaled:
+                    to.s[e] = S[c.expert[0] * of_matrix + T.min(row, gemm.row_blocks * 64 - 1)]
+                if gemm.adds_bias:
+                    to.b[e] = B[c.expert[0] * n + T.min(row, n - 1)]
+                else:
+                    to.b[e] = 0.0
+
+    return fetch
 
 
 def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: int) -> SimpleNamespace:
@@ -21,8 +62,7 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
 
     n, bm, rb, nacc = gemm.n, block_tokens, row_blocks, block_tokens // 2
     step, raw, bf16 = out_tokens(bm), gemm.raw, gemm.out_dtype == "bfloat16"
-    scaled = not (raw or gemm.blocks)  # sums of a tile have a scale for each token and channel
-    corrected = gemm.unsigned or gemm.zeros  # and lose what RS says
+    scaled, corrected = entering(gemm)
     per_thread = -(-bm // 128)
     rows = row_macros(n=n, out_dtype=gemm.out_dtype, out_bytes=gemm.out_bytes, whole=gemm.whole)
 
@@ -46,30 +86,7 @@ def store_macros(gemm: Gemm, *, block_tokens: int, row_blocks: int, cta_blocks: 
             o=T.alloc_local((4,), "uint32"),
         )
 
-    @T.macro
-    def fetch(S, XS, RS, B, to, c, wg, wt):
-        """Scales, sums and bias of tokens c.first .. c.end - 1, row tile c.rows of matrix c.expert."""
-        for e in T.unroll(per_thread):
-            token = T.min(c.first[0] + (e * 128 + wt) % bm, c.end[0] - 1)
-            if scaled:
-                to.x[e] = XS[token]
-            if corrected:
-                to.r[e] = RS[token]
-        if gemm.zeros:
-            for e in T.unroll(rb * 2):
-                row = (c.rows[0] * cta_blocks + wg * rb + e // 2) * 64 + wt // 32 * 16 + e % 2 * 8 + wt % 32 // 4
-                at = (c.expert[0] * 2 + 1) * (gemm.row_blocks * 64) + T.min(row, gemm.row_blocks * 64 - 1)
-                to.w[e] = T.cast(S[at], "int32")
-        if not raw:
-            for e in T.unroll(rb * 2):
-                row = (c.rows[0] * cta_blocks + wg * rb + e // 2) * 64 + wt // 32 * 16 + e % 2 * 8 + wt % 32 // 4
-                if scaled:
-                    of_matrix = c.expert[0] * (gemm.channels * gemm.row_blocks * 64)
-                    to.s[e] = S[of_matrix + T.min(row, gemm.row_blocks * 64 - 1)]
-                if gemm.adds_bias:
-                    to.b[e] = B[c.expert[0] * n + T.min(row, n - 1)]
-                else:
-                    to.b[e] = 0.0
+    fetch = fetch_macro(gemm, block_tokens=bm, row_blocks=rb, cta_blocks=cta_blocks)
 
     @T.macro
     def prepare(to, wg, wt):

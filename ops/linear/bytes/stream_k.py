@@ -128,19 +128,13 @@ def tile_macros(gemm: Gemm, schedule: StreamK, form: SimpleNamespace, experts: i
     return SimpleNamespace(tokens=tokens, tiles=tiles, rings=rings, out=out, peers=peers, tail=tail, exchange=exchange)
 
 
-def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
-    """The prim_func of `build` for a problem and a legal schedule."""
+def step_macros(gemm: Gemm, schedule: StreamK, form: SimpleNamespace, work: SimpleNamespace) -> SimpleNamespace:
+    """The steps that `pipeline_macros` wants, and `places()`, a consumer's state."""
     import tilelang.language as T
-    from tilelang.layout import make_full_bank_swizzled_layout
 
-    bm, wgs, rb, cluster = schedule.block_tokens, schedule.warpgroups, schedule.row_blocks, schedule.cluster
-    stages, cta_blocks = schedule.stages, schedule.cta_blocks
-    converts, blocks = gemm.converts, gemm.blocks
+    bm, rb, cta_blocks = schedule.block_tokens, schedule.row_blocks, schedule.cta_blocks
+    converts, blocks, sums, rings, out = gemm.converts, gemm.blocks, rb * bm // 2, work.rings, work.out
     units, unit_words, all_blocks = gemm.units, gemm.unit_words, gemm.row_blocks
-    ct, sums = wgs * 128, rb * bm // 2
-    form = form_of(gemm, block_tokens=bm, row_blocks=rb, pieces=schedule.pieces)
-    work = tile_macros(gemm, schedule, form, experts)
-    rings, out = work.rings, work.out
     starts, settles = (getattr(form, name, None) for name in ("start", "settle_last"))
     own_stages = getattr(form, "settles", False)  # given back by the step that used them
     unit_of = lambda c, kb: c.expert[0] * units + kb
@@ -151,20 +145,6 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
         steps = consumer_macros(block_tokens=bm, cta_blocks=cta_blocks, unit_words=unit_words, groups=gemm.groups)
     else:
         steps = direct.consumer_macros(block_tokens=bm, cta_blocks=cta_blocks)
-    matrices = max(experts, 1)
-    all_units, extent = gemm.extents(matrices)
-    used = (*PRIMITIVES, *(["e4m3"] if gemm.float_sums else []), *(["cluster"] if cluster > 1 else []))
-    used += () if converts else ("uniform",)
-    used += ("bulk_at",) if gemm.launched is not None else ()
-    source = prelude(
-        *used, extra=(*([gemm.converter.device_source] if converts else []), *([EXPERTS_SOURCE] if experts else []))
-    )
-    last = T.Tensor((experts + 1,), "int32") if experts else T.int32
-    scales = (all_units, all_blocks * direct.GROUPS) if blocks else (matrices * gemm.channels * all_blocks * 64,)
-    of_stage = (cta_blocks, unit_words) if converts else (cta_blocks * 64, UNIT_K // 4)  # rows of 128 bytes
-    dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
-    M, G = T.dynamic("m"), T.dynamic("grid")
-    MP = T.dynamic("mp") if blocks else M
 
     @T.macro
     def fill_tokens(io, c, kb):
@@ -235,13 +215,42 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
         if rb > 1:
             opaque(c.first[0])  # addresses of y are not made before, and spilled
 
+    return SimpleNamespace(
+        fill_weights=fills.fill_weights, fill_tokens=fill_tokens, open=open, begin=begin, unit=unit, drain=drain,
+        end=end, places=steps.places,
+    )  # fmt: skip
+
+
+def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
+    """The prim_func of `build` for a problem and a legal schedule."""
+    import tilelang.language as T
+    from tilelang.layout import make_full_bank_swizzled_layout
+
+    bm, wgs, rb, cluster = schedule.block_tokens, schedule.warpgroups, schedule.row_blocks, schedule.cluster
+    stages, cta_blocks, converts, blocks = schedule.stages, schedule.cta_blocks, gemm.converts, gemm.blocks
+    units, unit_words, all_blocks = gemm.units, gemm.unit_words, gemm.row_blocks
+    ct, sums = wgs * 128, rb * bm // 2
+    form = form_of(gemm, block_tokens=bm, row_blocks=rb, pieces=schedule.pieces)
+    work = tile_macros(gemm, schedule, form, experts)
+    out, steps = work.out, step_macros(gemm, schedule, form, work)
+    matrices = max(experts, 1)
+    all_units, extent = gemm.extents(matrices)
+    used = (*PRIMITIVES, *(["e4m3"] if gemm.float_sums else []), *(["cluster"] if cluster > 1 else []))
+    used += () if converts else ("uniform",)
+    used += ("bulk_at",) if gemm.launched is not None else ()
+    source = prelude(
+        *used, extra=(*([gemm.converter.device_source] if converts else []), *([EXPERTS_SOURCE] if experts else []))
+    )
+    last = T.Tensor((experts + 1,), "int32") if experts else T.int32
+    scales = (all_units, all_blocks * direct.GROUPS) if blocks else (matrices * all_blocks * 64 * gemm.channels,)
+    of_stage = (cta_blocks, unit_words) if converts else (cta_blocks * 64, UNIT_K // 4)  # rows of 128 bytes
+    dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
+    M, G = T.dynamic("m"), T.dynamic("grid")
+    MP = T.dynamic("mp") if blocks else M
+
     pipeline = pipeline_macros(
-        SimpleNamespace(
-            fill_weights=fills.fill_weights, fill_tokens=fill_tokens, open=open, begin=begin, unit=unit, drain=drain,
-            end=end,
-        ),
-        block_tokens=bm, warpgroups=wgs, tokens=work.tokens, tiles=work.tiles, rings=rings, peers=work.peers,
-        tail=work.tail, experts=experts, cluster=cluster,
+        steps, block_tokens=bm, warpgroups=wgs, tokens=work.tokens, tiles=work.tiles, rings=work.rings,
+        peers=work.peers, tail=work.tail, experts=experts, cluster=cluster,
     )  # fmt: skip
 
     @T.prim_func

@@ -11,7 +11,7 @@ from emulated_cases import cases
 from terrazzo.layouts.instances import get_instance
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.linear.bytes import direct, stream_k
+from terrazzo.ops.linear.bytes import stream_k
 from terrazzo.ops.linear.sizes import shapeless
 from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
 from terrazzo.schedules.stream_k import StreamK
@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.compiles,
     pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing"),
 ]
+UNIFORM = "static int tz_uniform(int x) { return x; }\n"
 UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
@@ -46,7 +47,7 @@ def launch(q, weights, scales, xs, zeros, bias, numerics, schedule, partition, f
     )
     source = translated(cuda_text(request), schedule.block_tokens).replace("int grid", "int ctas")
     source = source.replace("grid", "ctas")
-    extra = [WGMMA, EXTRA.replace("typedef unsigned char uchar;", ""), HOPPER]
+    extra = [WGMMA, EXTRA.replace("typedef unsigned char uchar;", ""), HOPPER, UNIFORM]
     extra += [] if numerics.startswith("s8") else [FLOATS]
     extra += [VOTES, EXPERTS_SOURCE] if experts else []
     kernel = CpuKernel(source, extra, schedule.warpgroups * 128 + 128, folder, schedule.cluster)
@@ -116,7 +117,11 @@ def test_kernel(name, tmp_path):
     else:
         xs, scale = torch.rand(m, generator=rng) * 1e-3 + 1e-4, torch.rand(n, generator=rng) * 1e-2 + 1e-3
         rows = torch.cat([scale, torch.full((np_ - n,), float("nan"))])
-        s = torch.stack([rows, torch.nn.functional.pad(dense.sum(1).float(), (0, np_ - n))]) if "s8" in numerics else rows
+        s = (
+            torch.stack([rows, torch.nn.functional.pad(dense.sum(1).float(), (0, np_ - n))])
+            if "s8" in numerics
+            else rows
+        )
     y = launch(q, [w], s, xs, zeros, bias, numerics, schedule, partition, tmp_path, out_dtype, generic)
     if numerics == "s8_zeros":
         x = x - zeros.double()[:, None]

@@ -1,0 +1,154 @@
+"""Activations of W8A8: as its weight wants them, in one kernel."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import launching, quantized, row_calls, weights
+from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
+from terrazzo.ops.w4a8 import activations
+from terrazzo.ops.w4a8.w8a8 import quantize_bytes as program
+from terrazzo.ops.w4a8.w8a8.format import PackedWeight, check_target
+from terrazzo.ops.w4a8.w8a8.reference import quantize_asymmetric, quantize_static
+from terrazzo.schedules import rows
+
+if TYPE_CHECKING:
+    import torch
+
+Activations = QuantizedActivations | BlockQuantizedActivations
+
+
+def form_of(w: PackedWeight) -> str:
+    """Of the kernel that quantizes for a weight, one of `quantize_bytes.FORMS`; "" for that of W4A8."""
+    if w.block:
+        return "e4m3_block128"
+    if w.input_scale is not None:
+        return f"{w.codes}_static"
+    return "int8_asymmetric" if w.asymmetric else ""
+
+
+def has_zeros(w: PackedWeight) -> bool:
+    """Whether a weight's activations have zero points."""
+    return w.asymmetric or w.input_zero != 0
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    m: int, k: int, *, dtype: str, gain: bool, form: str, target: Target, device: Target | None = None
+) -> KernelRequest:  # fmt: skip
+    """The kernel that quantizes m >= 1 rows of k values in another form than W4A8's."""
+    check_target(target, "e4m3" if form.startswith("e4m3") else "int8")
+    k = -(-k // program.VECTOR) * program.VECTOR
+    schedule = rows.choose(k, device or target, m)
+    params = dict(k=k, dtype=dtype, gain=gain, form=form) | schedule.params()
+    flags = launching.ptx_flags(target, device)
+    entry = f"{program.__name__}:build"
+    return KernelRequest("w8a8.quantize_bytes", entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
+
+
+def dynamic(
+    m: int, k: int, *, dtype: str, gain: bool, codes: str, target: Target, device: Target | None = None
+) -> KernelRequest:
+    """W4A8's kernel, which quantizes by the largest magnitude of a row."""
+    return activations.plan(m, k, dtype=dtype, gain=gain, norm=False, target=target, device=device, codes=codes)
+
+
+def requests(w: PackedWeight, m: int, dtype: str, target: Target, device: Target | None = None) -> KernelRequest:
+    """The kernel that quantizes m rows for a weight."""
+    form, facts = form_of(w), dict(dtype=dtype, gain=w.smooth is not None, target=target, device=device)
+    if form:
+        return plan(m, w.k, form=form, **facts)
+    return dynamic(m, w.k, codes=w.codes, **facts)
+
+
+def run(x: torch.Tensor, w: PackedWeight) -> Activations:
+    """x [..., K] as `w` multiplies it; on the CPU by the reference."""
+    import torch
+
+    launching.check_last(x, w.k)
+    launching.check_no_grad(x, "quantize_activations")
+    dtype, form = weights.dtype_name(x), form_of(w)
+    if dtype not in activations.DTYPES:
+        raise ArgumentError("x", dtype, "must be float16 or bfloat16", "cast the activations")
+    if not form and x.is_cuda:
+        at = "sm_80" if w.target == "sm_80" else None
+        return activations.run(x, w.smooth, None, 0.0, None, at, w.codes)
+    if not x.is_cuda:
+        return on_cpu(x, w)
+    m, k = x.numel() // w.k, w.k
+    made = quantized.allocate(x, tuple(x.shape), "e4m3_block128" if w.block else w.codes, w.block)
+    if w.codes == "int8":
+        zeros = torch.empty(m, dtype=torch.int32, device=x.device)
+        made = QuantizedActivations(made.q, made.scales, None, made.shape, zeros if has_zeros(w) else None)
+    launching.check_tokens(m)
+    if m == 0:
+        return made
+    target, device = launching.targets(w.target, x.device)
+    gain = None if w.smooth is None else row_calls.inverse_of(w.smooth)
+    key = (m, k, dtype, form, gain is None, target.arch, x.device.index, row_calls.bucket(m, x.device.index))
+    found = _kernels.get(key)
+    if found is None:
+        facts = dict(dtype=dtype, gain=gain is not None, form=form, target=target, device=device)
+        operator = "w8a8.quantize_activations"
+        kernel = launching.warm_kernel(plan(m, k, **facts), m, operator, x.device)
+        none, no_zeros = map(launching.argument, launching.stand_ins(x.device, torch.float32, torch.int32))
+        found = _kernels[key] = (kernel, kernel.launcher(x.device.index), none, no_zeros)
+    rest = -k % program.VECTOR
+    x = torch.nn.functional.pad(x, (0, rest)) if rest else x
+    if gain is not None and rest:
+        gain = torch.nn.functional.pad(gain, (0, rest))
+    x = row_calls.vector(x.reshape(m, -1))
+    scale = 1.0 if w.input_scale is None else w.input_scale
+    q = made.q.view(torch.int8)
+    zeros = found[3] if w.codes != "int8" else zeros
+    args = (
+        x,
+        found[2] if gain is None else gain,
+        q,
+        made.scales,
+        zeros,
+        scale,
+        _reciprocal(scale),
+        float(w.input_zero),
+    )
+    launching.launch(_kernels, key, found, args)
+    return made
+
+
+_kernels: dict[tuple, tuple] = {}
+
+
+def _reciprocal(scale: float) -> float:
+    """The float32 of 1 / the float32 of scale."""
+    import numpy as np
+
+    return float(np.float32(1) / np.float32(scale))
+
+
+def on_cpu(x: torch.Tensor, w: PackedWeight) -> Activations:
+    """By the reference."""
+    import torch
+    from terrazzo.ops.w4a8 import fp8_reference, reference
+
+    shape, flat, rest = tuple(x.shape), x.reshape(-1, w.k), quantized.padded(w.k) - w.k
+    widened = lambda q: torch.cat([q, q.new_zeros(len(q), rest)], 1) if rest else q
+    if w.block:
+        values = flat.float() if w.smooth is None else flat.float() * (1 / w.smooth.float())
+        return quantized.encode(values, None, shape, "e4m3_block128", True)
+    if w.input_scale is not None:
+        q = quantize_static(flat, w.input_scale, w.input_zero, w.codes, w.smooth)
+        scales = flat.new_full((len(flat),), w.input_scale, dtype=torch.float32)
+        zeros = torch.full_like(scales, w.input_zero, dtype=torch.int32) if w.input_zero else None
+        return QuantizedActivations(widened(q), scales, None, shape, zeros)
+    if w.asymmetric:
+        q, scales, zeros = quantize_asymmetric(flat, w.smooth)
+        return QuantizedActivations(widened(q), scales, None, shape, zeros)
+    if w.codes == "e4m3":
+        q, scales = fp8_reference.quantize_activations(flat, w.smooth)
+        return QuantizedActivations(widened(q), scales, None, shape)
+    q, scales, sums = reference.quantize_activations(flat, w.smooth)
+    return QuantizedActivations(widened(q), scales, sums, shape)

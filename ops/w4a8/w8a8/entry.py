@@ -1,0 +1,111 @@
+"""The public calls of W8A8: their arguments, and whether they are launched or become a node of a graph."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from terrazzo.ops import dlpack, launching
+from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
+from terrazzo.ops.w4a8.w8a8 import activations as w8_activations
+from terrazzo.ops.w4a8.w8a8 import op as w8_op
+from terrazzo.ops.w4a8.w8a8.format import PackedWeight
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.ops.dlpack import Array, SupportsDLPack
+
+Activations = QuantizedActivations | BlockQuantizedActivations
+
+
+def gemm(
+    x: Array | Activations,
+    w: PackedWeight,
+    *,
+    bias: SupportsDLPack | None = None,
+    out: SupportsDLPack | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: str = "auto",
+) -> Array:
+    """y[..., N] = x[..., K] w[N, K]^T + bias, on the current stream; the same bits in every run.
+
+    Args:
+        x: quantized activations, or float16 or bfloat16 [..., K] on w's GPU, which are quantized as w wants them first,
+            in one more kernel.
+        w: packed weight. Its own bias is added unless `bias` is given.
+        bias: float [N]; added in float32.
+        out: contiguous [..., N] of the output dtype, written and returned; no memory of x. M = 0 writes nothing.
+        out_dtype: torch.float16, torch.bfloat16, or of int8 codes torch.int32: the sums of products less those of zero
+            points, without scales or bias, bit-exact. None takes x's dtype, or float16.
+        accumulate: of e4m3 with scales of channels. "promoted" ("auto"): the tensor core, with 13 fraction bits,
+            sums each 128 k; these join float32 sums. "fast": the tensor core sums all of K.
+
+    x, bias and out may be arrays of another library (ops/dlpack.py); the result is then one of x's library, or out.
+    Works under torch.compile(fullgraph=True) and, once each M bucket was called, in CUDA graph capture; streams as of
+    `w4a8.gemm`. There is no gradient: x that requires one is refused unless gradients are off.
+
+    Raises:
+        ArgumentError: an operand that does not fit, named with the value seen and the remedy.
+        LayoutMismatchError: w was packed with another layout. TargetError: w was packed for another GPU.
+        CaptureError: a kernel that was never launched is met during CUDA graph capture.
+        ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
+    """
+    import torch
+
+    if not isinstance(w, PackedWeight):
+        raise launching.not_packed(w, "w8a8")
+    held = x.q if isinstance(x, Activations) else x
+    if torch.compiler.is_compiling() or type(held) is not torch.Tensor or held.layout is not torch.strided:
+        if dlpack.is_foreign(held):
+            return dlpack.call(gemm, locals())
+        launching.check_tensor(held, "x", f"[..., {w.k}], or what w8a8.quantize_activations makes")
+        if launching.is_traced(held):
+            from terrazzo.ops.w4a8.w8a8 import torch_op as w8_torch_op
+
+            launching.check_no_grad(held, "gemm")
+            raw = str(out_dtype or (held.dtype if held is x else torch.float16)).removeprefix("torch.")
+            w8_op.check_out_dtype(raw, w.codes)
+            w8_op.numerics_of(w.codes, w.block, False, accumulate)
+            if bias is not None:
+                launching.check_bias(bias, w.n, None, held.device)
+            return launching.copy_out(out, w8_torch_op.call(x, w, bias, out_dtype, accumulate))
+    if held is x:
+        out_dtype = out_dtype or held.dtype
+        if x.requires_grad:
+            launching.check_no_grad(x, "gemm")
+        launching.check_last(x, w.k)
+        launching.check_written(x, w.n, bias, out, out_dtype)
+        if not x.is_cuda:
+            raise launching.elsewhere(x, w.device)
+        x = w8_activations.run(x, w)
+    return w8_op.run(x, w, bias, out, out_dtype or torch.float16, accumulate)
+
+
+def quantize_activations(x: SupportsDLPack, w: PackedWeight) -> Activations:
+    """Quantize activations as a weight multiplies them, on the current stream, in one kernel.
+
+    `w8_reference` and `reference` of terrazzo.ops.w4a8 define codes and scales to the bit.
+
+    Args:
+        x: float16 or bfloat16 [..., K] on w's CUDA device; leading dimensions may be strided (then they are copied).
+        w: packed weight, whose `smooth`, `input_scale`, `input_zero` and `asymmetric` say how.
+
+    Raises:
+        ArgumentError: an operand that does not fit. CaptureError: a kernel that was never launched is met during CUDA
+            graph capture. ToolchainError, CompileError: the kernel is not compiled yet and cannot be.
+    """
+    import torch
+
+    if not isinstance(w, PackedWeight):
+        raise launching.not_packed(w, "w8a8")
+    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or x.layout is not torch.strided:
+        if dlpack.is_foreign(x):
+            return dlpack.call(quantize_activations, locals())
+        launching.check_tensor(x, "x", f"[..., {w.k}]")
+        if launching.is_traced(x):
+            from terrazzo.ops.w4a8.w8a8 import torch_op as w8_torch_op
+
+            launching.check_no_grad(x, "quantize_activations")
+            return w8_torch_op.quantize(x, w)
+    if not x.is_cuda:
+        raise launching.elsewhere(x, w.device)
+    return w8_activations.run(x, w)

@@ -1,0 +1,347 @@
+"""The two forms of a W8A8 weight: canonical (`QuantizedWeight`) and packed (`PackedWeight`).
+
+    w[n, k] = codes[n, k] * scales[n]                        int8 codes, or e4m3
+    w[n, k] = codes[n, k] * scales[n // 16, k // 128]        e4m3 in blocks
+
+Activations are int8 codes for int8 weights, e4m3 ones for e4m3, with a scale for each token, or for 128 k of it in
+blocks; `input_scale` makes them static.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import dlpack, weights
+from terrazzo.ops.w4a8 import fp8_format
+from terrazzo.ops.w4a8.format import UNIT_K
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.layouts.packed import PackedLayout
+    from terrazzo.lowering.targets import Target
+    from terrazzo.ops.dlpack import SupportsDLPack
+
+LAYOUT = "w8a8"
+FILE_VERSION = "terrazzo.w8a8/1"
+BLOCK = 128
+ROW_GROUP = 16
+"""Rows that share a scale of 128 k in a packed weight; a published block has 128."""
+CODES = {"int8": "int8", "float8_e4m3fn": "e4m3"}
+LARGEST_K = 132104
+"""Longest row whose sums of s8 x s8 products stay in int32."""
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight(weights.Canonical):
+    """A W8A8 weight [N, K] in plain rows. Build it with `canonical`, which checks it.
+
+    Attributes:
+        codes: int8 or float8_e4m3fn [N, K].
+        scales: float32 [N], or [ceil(N / 16), ceil(K / 128)] of e4m3 in blocks; finite, not negative.
+        input_scale: of all activations; None: each token has its own.
+        input_zero: zero point of all activations, with input_scale and int8.
+        asymmetric: whether activations have zero points, int8 without input_scale.
+        smooth: float32 [K] | None; activations are divided by it before they are quantized.
+        bias: [N] | None.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    input_scale: float | None = None
+    input_zero: int = 0
+    asymmetric: bool = False
+    smooth: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @classmethod
+    @dlpack.accepting
+    def canonical(
+        cls,
+        codes: SupportsDLPack,
+        scales: SupportsDLPack,
+        *,
+        input_scale: SupportsDLPack | float | None = None,
+        input_zero: SupportsDLPack | int | None = None,
+        asymmetric: bool = False,
+        smooth: SupportsDLPack | None = None,
+        bias: SupportsDLPack | None = None,
+    ) -> QuantizedWeight:
+        """Check shapes, dtypes and values; see the attributes.
+
+        Args:
+            scales: float [] or [1] for all rows, [N] or [N, 1] for each, [ceil(N / 128), ceil(K / 128)] for blocks of
+                e4m3 (repeated for 16 rows each), or what the attribute says.
+            input_scale: float or one element. input_zero: an integer -128..127, or one element.
+            smooth: positive float [K]. bias: float [N].
+
+        Raises:
+            ArgumentError: for anything that does not fit; e4m3 codes that are NaN; scales that are not finite, or
+                negative.
+        """
+        import torch
+
+        codes = weights.as_tensor("codes", codes)
+        if codes.ndim != 2 or 0 in codes.shape or weights.dtype_name(codes) not in CODES:
+            seen = f"{weights.dtype_name(codes)} {list(codes.shape)}"
+            constraint = "must be int8 or float8_e4m3fn [N, K], N, K >= 1"
+            raise ArgumentError("codes", seen, constraint, "use quantize() for a float weight")
+        (n, k), e4m3 = codes.shape, codes.dtype == torch.float8_e4m3fn
+        if e4m3 and bool((codes.view(torch.uint8) & 127 == 127).any()):
+            raise ArgumentError("codes", "NaN", "must be numbers", "repair the checkpoint")
+        if k > LARGEST_K and not e4m3:
+            raise ArgumentError("codes", list(codes.shape), f"K > {LARGEST_K}: sums may leave int32", "split along K")
+        scales = _scales(scales, n, k, e4m3, codes.device)
+        scale = _number("input_scale", input_scale)
+        zero = 0 if input_zero is None else _number("input_zero", input_zero)
+        if scale is not None and not 0 < scale < float("inf"):
+            raise ArgumentError("input_scale", scale, "must be positive and finite", "repair the checkpoint")
+        if zero != int(zero) or not -128 <= zero <= 127:
+            raise ArgumentError("input_zero", zero, "must be an integer -128..127", "repair the checkpoint")
+        if zero and (e4m3 or scale is None):
+            raise ArgumentError("input_zero", zero, "needs int8 codes and input_scale", "pass both, or no zero point")
+        if type(asymmetric) is not bool or (asymmetric and (e4m3 or scale is not None)):
+            constraint = "zero points of each token need int8 codes, and no input_scale"
+            raise ArgumentError("asymmetric", asymmetric, constraint, "leave it False")
+        if scale is not None and scales.ndim == 2:
+            constraint = "must be None: activations of blocks have a scale for each 128 k"
+            raise ArgumentError("input_scale", scale, constraint, "leave it out")
+        if smooth is not None:
+            smooth = weights.as_tensor("smooth", smooth, codes.device)
+            _check_vector("smooth", smooth, k)
+            if not bool((smooth > 0).all()):
+                raise ArgumentError("smooth", float(smooth.min()), "must be positive", "clamp it before folding it")
+            smooth = smooth.float().contiguous()
+        if bias is not None:
+            bias = weights.as_tensor("bias", bias, codes.device).contiguous()
+            _check_vector("bias", bias, n)
+        return cls(codes.contiguous(), scales, scale, int(zero), asymmetric, smooth, bias)
+
+    @property
+    def form(self) -> str:
+        """Of the codes, "int8" or "e4m3"."""
+        return CODES[weights.dtype_name(self.codes)]
+
+    @property
+    def block(self) -> bool:
+        """Whether scales are those of blocks."""
+        return self.scales.ndim == 2
+
+    def pack(self, *, target: Target | str | None = None) -> PackedWeight:
+        """See `pack`."""
+        return pack(self, target=target)
+
+    def dequantize(self) -> torch.Tensor:
+        """float64 [N, K], exact: the weight of x / smooth."""
+        if not self.block:
+            return self.codes.double() * self.scales.double()[:, None]
+        wide = self.scales.double().repeat_interleave(ROW_GROUP, 0)[: self.n]
+        return self.codes.double() * wide.repeat_interleave(BLOCK, 1)[:, : self.k]
+
+    def __repr__(self) -> str:
+        return f"w8a8.QuantizedWeight(N={self.n}, K={self.k}, {_summary(self, self.form, self.block)})"
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight(weights.Packed):
+    """A W8A8 weight in the derived layout that kernels of every target read. Np, Kp: padded to 64 and 128.
+
+    Attributes:
+        words: int32 [Kp/128, Np/64, 2048], tiles of 64 rows x 128 input channels as wgmma reads them.
+        channel_scales: float32 [2, Np] of int8, scales and sums of the codes of rows; [1, Np] of e4m3; [Kp/128, Np/16]
+            of blocks. 0 in the padding.
+        n, k: true sizes.
+        codes: "int8" or "e4m3". block: whether scales are those of blocks.
+        layout: identity of the layout and the codes; a kernel built for another one refuses the weight.
+        input_scale, input_zero, asymmetric, smooth, bias: as of `QuantizedWeight`.
+        target: architecture it was packed for, None for any that multiplies such codes (one layout serves all).
+    """
+
+    VERSION = FILE_VERSION
+    GROUPS: ClassVar[tuple[int, ...]] = (BLOCK,)
+
+    words: torch.Tensor
+    channel_scales: torch.Tensor
+    n: int
+    k: int
+    codes: str
+    block: bool
+    layout: str
+    input_scale: float | None = None
+    input_zero: int = 0
+    asymmetric: bool = False
+    smooth: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    target: str | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Input channels of a scale."""
+        return BLOCK if self.block else self.k
+
+    @property
+    def ACTIVATIONS(self) -> str:
+        """What activations become: "int8", "e4m3" or "e4m3_block128"."""
+        return f"{self.codes}_block{BLOCK}" if self.block else self.codes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a kernel streams: words and scales, padding included."""
+        return self.words.numel() * 4 + self.channel_scales.numel() * 4
+
+    def unpack(self) -> QuantizedWeight:
+        """Exact inverse of `pack`."""
+        import torch
+
+        codes = layout_of().unpack(self.words, self.n, self.k).view(getattr(torch, _dtype(self.codes)))
+        if self.block:
+            scales = self.channel_scales[:, : -(-self.n // ROW_GROUP)].T.contiguous()
+        else:
+            scales = self.channel_scales[0, : self.n].contiguous()
+        own = (self.input_scale, self.input_zero, self.asymmetric, self.smooth, self.bias)
+        return QuantizedWeight(codes, scales, *own)
+
+    def dequantize(self) -> torch.Tensor:
+        """float64 [N, K], read back from the packed bytes."""
+        return self.unpack().dequantize()
+
+    def expected_layout(self) -> str:
+        """Identity of the layout that the kernels of this version read."""
+        return layout_identity(self.codes)
+
+    def check_facts(self) -> None:
+        """Raise ArgumentError unless the plain fields are such as `pack` makes."""
+        super().check_facts()
+        if self.codes not in CODES.values():
+            raise ArgumentError("codes", self.codes, f"must be one of {tuple(CODES.values())}", "pack the weight again")
+
+    def check_sizes(self) -> None:
+        """Raise ArgumentError unless the tensors have the shapes and dtypes that n, k and the codes ask for."""
+        weights.check_tensor(self, "words", packed_shapes(self.n, self.k, self.codes, self.block)[0], "int32")
+        weights.check_tensor(
+            self, "channel_scales", packed_shapes(self.n, self.k, self.codes, self.block)[1], "float32"
+        )
+
+    def __repr__(self) -> str:
+        return f"w8a8.PackedWeight(N={self.n}, K={self.k}, {_summary(self, self.codes, self.block)})"
+
+
+def layout_of() -> PackedLayout:
+    """The layout of packed codes."""
+    from terrazzo.layouts.instances import get_instance
+
+    return get_instance(LAYOUT)
+
+
+def layout_identity(codes: str) -> str:
+    """The bytes lie alike; what they mean is in front."""
+    return f"{codes}:{layout_of().identity}"
+
+
+def packed_shapes(n: int, k: int, codes: str, block: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of `words` and `channel_scales` of a weight [n, k]."""
+    rows, depth = -(-n // 64), -(-k // UNIT_K)
+    scales = (depth, rows * 64 // ROW_GROUP) if block else (2 if codes == "int8" else 1, rows * 64)
+    return (depth, rows, 64 * UNIT_K // 4), scales
+
+
+def check_target(target: Target, codes: str) -> None:
+    """Raise ArgumentError unless the target multiplies such bytes natively."""
+    if codes == "e4m3" and not any(target.supports(name) for name in fp8_format.INSTRUCTIONS):
+        raise ArgumentError(
+            "target", target.arch, "has no e4m3 tensor-core instruction (sm_89 and sm_90a do)",
+            "multiply 16-bit activations there: terrazzo.ops.fp8 packs the same codes as weight-only",
+        )  # fmt: skip
+
+
+def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> PackedWeight:
+    """Pack a weight for the kernels, on the device where its codes are; any N >= 1 and K >= 1.
+
+    Args:
+        target: GPU target to record; None takes the codes' device, or any target for CPU codes.
+
+    Raises:
+        ArgumentError: not a QuantizedWeight of this module, or e4m3 for a target without it. TargetError: see
+            `Target.parse`.
+    """
+    import torch
+    from terrazzo.lowering.targets import Target
+    from torch.nn.functional import pad
+
+    if not isinstance(weight, QuantizedWeight):
+        raise ArgumentError("weight", weights.kind(weight), "must be a w8a8.QuantizedWeight", "use quantize()")
+    arch = weights.arch_of(target, weight.codes.device)
+    if arch is not None:
+        check_target(Target.parse(arch), weight.form)
+    shape = packed_shapes(weight.n, weight.k, weight.form, weight.block)[1]
+    if weight.block:
+        rows, depth = weight.scales.shape
+        scales = pad(weight.scales.T, (0, shape[1] - rows, 0, shape[0] - depth))
+    else:
+        sums = [] if weight.form == "e4m3" else [weight.codes.sum(1, dtype=torch.int32).float()]
+        scales = pad(torch.stack([weight.scales, *sums]), (0, shape[1] - weight.n))
+    return PackedWeight(
+        words=layout_of().pack(weight.codes.view(torch.int8)),
+        channel_scales=scales.contiguous(),
+        n=weight.n,
+        k=weight.k,
+        codes=weight.form,
+        block=weight.block,
+        layout=layout_identity(weight.form),
+        input_scale=weight.input_scale,
+        input_zero=weight.input_zero,
+        asymmetric=weight.asymmetric,
+        smooth=weight.smooth,
+        bias=weight.bias,
+        target=arch,
+    )
+
+
+def _dtype(codes: str) -> str:
+    return {form: dtype for dtype, form in CODES.items()}[codes]
+
+
+def _scales(scales: object, n: int, k: int, e4m3: bool, device: torch.device) -> torch.Tensor:
+    """float32 [N], or [ceil(N / 16), ceil(K / 128)], of what a caller passed."""
+    given = weights.as_tensor("scales", scales, device)
+    shape, depth = tuple(given.shape), -(-k // BLOCK)
+    groups, blocks = (-(-n // ROW_GROUP), depth), (-(-n // BLOCK), depth)
+    known = [(), (1,), (n,), (n, 1), (1, 1), *([groups, blocks] if e4m3 else [])]
+    if shape not in known or not given.dtype.is_floating_point:
+        wanted = f"floats [], [1], [{n}] or [{n}, 1]" + (f", or {list(blocks)} of blocks" if e4m3 else "")
+        raise ArgumentError("scales", weights.described(given), f"must be {wanted}", "pass one for each row")
+    given = given.float()
+    if not bool(given.isfinite().all()) or bool((given < 0).any()):
+        bad = given[~(given.isfinite() & (given >= 0))][0]
+        raise ArgumentError("scales", float(bad), "must be finite and not negative", "repair the checkpoint")
+    if len(shape) < 2 or (
+        shape[1] == 1 and shape in ((n, 1), (1, 1)) and not (e4m3 and shape in (groups, blocks) and n > 1)
+    ):
+        return given.reshape(-1).expand(n).contiguous() if given.numel() == 1 else given.reshape(n).contiguous()
+    if shape == groups:
+        return given.contiguous()
+    return given.repeat_interleave(BLOCK // ROW_GROUP, 0)[: groups[0]].contiguous()
+
+
+def _number(name: str, value: object) -> float | None:
+    if value is None or isinstance(value, (int, float)):
+        return value
+    given = weights.as_tensor(name, value)
+    if given.numel() != 1:
+        constraint = "must be one number for all tokens"
+        raise ArgumentError(name, weights.described(given), constraint, "take the largest of joined layers")
+    return float(given.float())
+
+
+def _check_vector(name: str, values: torch.Tensor, size: int) -> None:
+    if tuple(values.shape) != (size,) or not values.dtype.is_floating_point:
+        raise ArgumentError(name, weights.described(values), f"must be floats [{size}]", "pass a value for each")
+    weights.check_finite(name, values, "repair the checkpoint")
+
+
+def _summary(weight: QuantizedWeight | PackedWeight, codes: str, block: bool) -> str:
+    parts = [codes, *(["blocks"] if block else []), *(["static"] if weight.input_scale is not None else [])]
+    parts += ["asymmetric"] if weight.asymmetric or weight.input_zero else []
+    parts += [name for name in ("smooth", "bias") if getattr(weight, name) is not None]
+    return ", ".join(parts)

@@ -1,0 +1,285 @@
+"""y = x w^T of bytes by bytes: validation, choice of kernel and schedule, workspace, launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import derived, launching, quantized, weights
+from terrazzo.ops.launching import Plan
+from terrazzo.ops.linear.bytes import fp8_problem
+from terrazzo.ops.linear.bytes import stream_k as program
+from terrazzo.ops.linear.sizes import shapeless
+from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
+from terrazzo.ops.w4a8.w8a8 import activations as w8_activations
+from terrazzo.ops.w4a8.w8a8.format import BLOCK, CODES, PackedWeight, check_target
+from terrazzo.schedules import linear_spaces, records, spaces, stream_k
+from terrazzo.schedules.problem import Gemm
+
+if TYPE_CHECKING:
+    import torch
+
+ACCUMULATE = ("auto", "promoted", "fast")
+OUT_DTYPES = ("float16", "bfloat16", "int32")
+OPERATORS = {"s8": "w8a8", "s8_zeros": "w8a8", "promoted": "w8a8_fp8", "fast": "w8a8_fp8", "block": "w8a8_fp8"}
+"""Numerics -> the name under which records are kept."""
+Activations = QuantizedActivations | BlockQuantizedActivations
+
+
+def numerics_of(codes: str, block: bool, zeros: bool, accumulate: str) -> str:
+    """Of a product, one of `direct.NUMERICS`.
+
+    Raises:
+        ArgumentError: `accumulate` is unknown, or of sums that are exact or scaled by block.
+    """
+    if type(accumulate) is not str or accumulate not in ACCUMULATE:
+        raise ArgumentError("accumulate", accumulate, f"must be one of {ACCUMULATE}", "leave it 'auto'")
+    if codes == "int8" or block:
+        if accumulate == "fast" or (accumulate != "auto" and codes == "int8"):
+            what = "int8 sums are exact" if codes == "int8" else "sums of blocks are scaled after each 128 k"
+            raise ArgumentError("accumulate", accumulate, f"must be 'auto': {what}", "leave it out")
+        return "block" if block else "s8_zeros" if zeros else "s8"
+    return "fast" if accumulate == "fast" else "promoted"
+
+
+def problem(n: int, k: int, numerics: str, out_dtype: str, experts: int = 0) -> Gemm:
+    """What schedules are chosen for."""
+    scales = "direct" if numerics.startswith("s8") else numerics
+    return Gemm.of_w8(n, quantized.padded(k), scales, 4 if out_dtype == "int32" else 2, experts=experts)
+
+
+def tuning_facts(n: int, k: int, out_dtype: str, numerics: str) -> dict[str, int | str]:
+    """What tells one tuned weight from another, besides M."""
+    chosen = "s8" if numerics.startswith("s8") else numerics
+    return dict(n=n, k=k, group=BLOCK, out_dtype=out_dtype, dequantization=chosen)
+
+
+@lru_cache(maxsize=1024)
+def plan(
+    m: int, n: int, k: int, *, numerics: str, out_dtype: str, bias: bool, target: Target, device: Target | None = None
+) -> Plan:
+    """Kernel and launch sizes for M = m >= 1. `device` is the GPU that runs it where that is newer than `target`."""
+    raw = out_dtype == "int32"
+    common = dict(
+        n=n, k=quantized.padded(k), group=BLOCK, out_dtype=out_dtype, dequantization=numerics, bias=bias and not raw
+    )
+    fp8_problem.of(**common)
+    check_target(target, "int8" if numerics.startswith("s8") else "e4m3")
+    check_wgmma(target)
+    gemm = problem(n, k, numerics, out_dtype)
+    facts = tuning_facts(n, k, out_dtype, numerics)
+    _, s = spaces.choose(linear_spaces.of(gemm), OPERATORS[numerics], facts, target, m, device)
+    params = shapeless(common | s.params(), 4 if raw else 2)
+    flags, entry = launching.ptx_flags(target, device), f"{program.__name__}:build"
+    request = KernelRequest("w8a8.stream_k", entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)
+    part = stream_k.partition(s, gemm, device or target, m)
+    return Plan(request, *s.workspace(part.grid), (part.shared,))
+
+
+def check_wgmma(target: Target) -> None:
+    """Raise ArgumentError unless the target has warpgroup instructions of bytes."""
+    if not target.supports("wgmma.s8"):
+        remedy = "multiply 16-bit activations there: terrazzo.ops.fp8, terrazzo.ops.w4a16"
+        raise ArgumentError("target", target.arch, "has no W8A8 program yet (sm_90a does)", remedy)
+
+
+def kernel_requests(
+    n: int,
+    k: int,
+    *,
+    codes: str = "int8",
+    block: bool = False,
+    zeros: bool = False,
+    accumulate: str = "auto",
+    m: int | Sequence[int] | None = None,
+    dtype: str = "bfloat16",
+    out_dtype: str | None = None,
+    target: Target | str,
+    bias: bool = False,
+    smooth: bool = False,
+    static: bool = False,
+) -> list[KernelRequest]:
+    """The kernels that serve an [n, k] weight: for the given M, or for every M (None). Needs no GPU.
+
+    Args:
+        codes: "int8" or "e4m3". block: e4m3 with scales of blocks. zeros: activations have zero points (int8).
+        accumulate: see `gemm`.
+        dtype: of the activations that are quantized, "float16" or "bfloat16"; None leaves their kernel out.
+        out_dtype: "float16", "bfloat16", or "int32" of int8; None takes dtype.
+        bias, smooth: whether the weight has one. static: whether activations have one scale for all.
+
+    Raises:
+        ArgumentError: a value that no kernel serves. TargetError: an unknown target.
+    """
+    launching.check_shape(n, k)
+    launching.check_flags(bias=bias, smooth=smooth, block=block, zeros=zeros, static=static)
+    if codes not in CODES.values():
+        raise ArgumentError("codes", codes, f"must be one of {tuple(CODES.values())}", "use int8")
+    if (block and codes == "int8") or (zeros and codes != "int8") or (block and static):
+        raise ArgumentError("codes", codes, "blocks are of e4m3 and dynamic, zero points of int8", "leave the flag out")
+    out = out_dtype or dtype or "bfloat16"
+    check_out_dtype(out, codes)
+    numerics, at = numerics_of(codes, block, zeros, accumulate), Target.parse(target)
+    more = records.tokens(OPERATORS[numerics], tuning_facts(n, k, out, numerics), at) if m is None else ()
+    tokens = (*launching.tokens_of(m), *more)
+    plans = [plan(t, n, k, numerics=numerics, out_dtype=out, bias=bias, target=at) for t in tokens]
+    before = []
+    if dtype is not None:
+        facts = dict(dtype=dtype, gain=smooth, target=at)
+        form = "e4m3_block128" if block else f"{codes}_static" if static else "int8_asymmetric" if zeros else ""
+        make = w8_activations.plan if form else w8_activations.dynamic
+        own = {"form": form} if form else {"codes": codes}
+        before = [make(t, k, **own, **facts) for t in tokens]
+    return list(dict.fromkeys([*launching.requests_of(plans), *before]))
+
+
+def weight_requests(
+    w: PackedWeight,
+    m: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    accumulate: str = "auto",
+    bias: bool | None = None,
+) -> list[KernelRequest]:
+    """The kernels that `gemm` will use for `w` and these M on the current GPU, to compile them up front.
+
+    Args:
+        w: packed weight on a GPU. m: numbers of tokens. dtype: of 16-bit activations; None for quantized ones.
+        out_dtype: None takes dtype, or float16. accumulate: see `gemm`. bias: whether one is added; None: w's own.
+
+    Raises:
+        ArgumentError: w on no GPU, or a value that no kernel serves. TargetError: w was packed for another GPU.
+    """
+    target, device = launching.targets(w.target, w.device)
+    out = str(out_dtype or dtype or "torch.float16").removeprefix("torch.")
+    numerics = numerics_of(w.codes, w.block, w8_activations.has_zeros(w), accumulate)
+    has_bias = w.bias is not None if bias is None else bias
+    facts = dict(numerics=numerics, out_dtype=out, bias=has_bias, target=target, device=device)
+    tokens = launching.tokens_of(m)
+    plans = [plan(t, w.n, w.k, **facts) for t in tokens]
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    before = [] if name is None else [w8_activations.requests(w, t, name, target, device) for t in tokens]
+    return list(dict.fromkeys([*launching.requests_of(plans), *before]))
+
+
+def run(
+    x: Activations,
+    w: PackedWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: str,
+) -> torch.Tensor:
+    """The eager path of `gemm` on quantized activations; what is ready to launch is kept."""
+    import torch
+
+    check_activations(x, w)
+    shape, n = x.shape, w.n
+    m = x.q.shape[0]
+    if bias is not None:
+        launching.check_bias(bias, n, None, x.device)
+        if out_dtype == torch.int32:
+            raise ArgumentError("bias", "given", "cannot be added to int32 sums", "ask for float16 or bfloat16")
+        bias = bias.float()
+    elif w.bias is not None and out_dtype != torch.int32:
+        bias = derived.cast_once(w, "bias", torch.float32)
+    words, scales = w.words, w.channel_scales
+    launches, at = _launches.of(w, words, scales), launching.place(x.q)
+    zeros = getattr(x, "zeros", None)
+    key = (m, at, out_dtype, accumulate, bias is None, zeros is None)
+    found = launches.get(key) or _prepare(launches, key, x, w)
+    to = (*shape[:-1], n)
+    if out is None:
+        rows, aside = x.q.new_empty((m, n), dtype=out_dtype), False
+        y = rows.view(to)
+    else:
+        y = out
+        rows, aside = launching.output(x.q, out, to, m, out_dtype, at[0])
+    if m == 0:
+        return y
+    if words.get_device() != at[0]:
+        raise launching.elsewhere(x.q, w.device)
+    _, _, workspace, semaphores, scalars, no_bias, no_zeros = found
+    q = x.q if x.q.dtype == torch.int8 else x.q.view(torch.int8)
+    operands = (q, words, scales if w.block else scales.view(-1), x.scales, no_zeros if zeros is None else zeros)
+    bias = no_bias if bias is None else bias
+    launching.launch(launches, key, found, (*operands, bias, workspace, semaphores, rows, *scalars))
+    return y.copy_(rows.view(to)) if aside else y
+
+
+def check_activations(x: Activations, w: PackedWeight) -> None:
+    """Raise ArgumentError unless activations are such as a weight multiplies."""
+    block = isinstance(x, BlockQuantizedActivations)
+    if block != w.block or x.codes != w.codes:
+        seen = f"{x.codes}{' in blocks' if block else ''}"
+        remedy = "quantize them with quantize_activations(x, w)"
+        raise ArgumentError("x", seen, f"must be {w.ACTIVATIONS} codes for {w!r}", remedy)
+    if block and not x.column_scales:
+        remedy = "pass column_scales=True to what makes them"
+        raise ArgumentError("x", "scales [M, K / 128]", "must have column_scales [K / 128, M]", remedy)
+    if not x.shape or x.shape[-1] != w.k:
+        constraint = f"its last dimension must be K = {w.k}"
+        raise ArgumentError("x", list(x.shape), constraint, "pass activations [..., K]")
+
+
+def check_out_dtype(out_dtype: str, codes: str) -> None:
+    """Raise ArgumentError unless y can be written in it."""
+    known = OUT_DTYPES if codes == "int8" else OUT_DTYPES[:2]
+    if out_dtype not in known:
+        raise ArgumentError("out_dtype", out_dtype, f"must be one of {known} of {codes} codes", "cast y")
+
+
+def _facts(w: PackedWeight) -> tuple:
+    return w.n, w.k, w.codes, w.block, w.target, w.layout
+
+
+def _check(w: PackedWeight) -> None:
+    """Of a weight that is new or was written to."""
+    w.check_layout(w.expected_layout())
+    w.check_sizes()
+
+
+_launches = launching.LaunchTable(_facts, _check)
+records.on_change(plan.cache_clear)
+records.on_change(_launches.clear)
+
+
+def _prepare(launches: launching.Launches, key: tuple, x: Activations, w: PackedWeight) -> tuple:
+    """Kernel, its launcher, workspace, semaphores, trailing arguments, stand-ins for no bias and no zeros; kept."""
+    import torch
+
+    m, at, out_dtype, accumulate, no_bias, no_zeros = key
+    if type(out_dtype) is not torch.dtype:
+        raise ArgumentError("out_dtype", out_dtype, "must be a torch.dtype", "write torch.float16")
+    out = str(out_dtype).removeprefix("torch.")
+    check_out_dtype(out, w.codes)
+    numerics = numerics_of(w.codes, w.block, not no_zeros, accumulate)
+    check_tensors(x)
+    launching.check_tokens(m)
+    if not x.q.is_cuda or x.device != w.device:
+        raise launching.elsewhere(x.q, w.device)
+    if m == 0:
+        return ()
+    target, device = launching.targets(w.target, x.device)
+    chosen = plan(m, w.n, w.k, numerics=numerics, out_dtype=out, bias=not no_bias, target=target, device=device)
+    sums = "int32" if w.codes == "int8" else "float32"
+    found = launching.prepared(chosen, m, x.q, at, "w8a8.gemm", sums)
+    stand_ins = map(launching.argument, launching.stand_ins(x.device, torch.float32, torch.int32))
+    launches[key] = (*found, *stand_ins)
+    return launches[key]
+
+
+def check_tensors(x: Activations) -> None:
+    """Raise ArgumentError unless the tensors of activations have the shapes and dtypes of their description."""
+    if isinstance(x, QuantizedActivations):
+        x.check()
+        return
+    m, columns = len(x.q), quantized.padded(x.k)
+    scales = (-(-x.k // BLOCK), -(-m // 4) * 4)
+    for name, shape, dtype in (("q", (m, columns), "float8_e4m3fn"), ("scales", scales, "float32")):
+        weights.check_tensor(x, name, shape, dtype, "quantize them with quantize_activations")

@@ -1,0 +1,169 @@
+"""Tile program that quantizes activations to bytes otherwise than by a row's largest magnitude; see `build`.
+
+A CTA takes rows as the programs of RMSNorm and gates do (`row_outputs`): each thread holds `vectors` vectors of 8
+values, so x is read once.
+"""
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops.tiles import row_outputs
+from terrazzo.ops.tiles.primitives import prelude
+from terrazzo.ops.tiles.row_outputs import VECTOR
+
+PASS_CONFIGS = (  # barriers are inside the primitives
+    ("tl.disable_thread_storage_sync", True),
+    ("tl.disable_warp_specialized", True),
+)
+FORMS = ("int8_static", "e4m3_static", "int8_asymmetric", "e4m3_block128")
+SOURCE = """\
+// the largest of 8 values and of 0 joins m[0], that of their negatives m[1]; NaN wins: bits of both order as integers
+__device__ __forceinline__ void tz_range8(void *m_, const void *v_) {
+  unsigned *m = (unsigned *)m_; const float *v = (const float *)v_;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    unsigned bits = __float_as_uint(v[i]);
+    m[bits >> 31] = max(m[bits >> 31], bits & 0x7fffffffu);
+  }
+}
+// 8 bytes round(v * inverse + zero), half to even, kept inside -128 .. 127
+__device__ __forceinline__ void tz_affine8(void *q, const void *v_, float inverse, float zero) {
+  const float *v = (const float *)v_; unsigned b[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {  // 1.5 * 2^23: ulp 1
+    float x = fmaf(v[i], inverse, 12582912.0f + zero);
+    b[i] = __float_as_uint(fminf(fmaxf(x, 12582912.0f - 128.0f), 12582912.0f + 127.0f));
+  }
+  unsigned lo = __byte_perm(__byte_perm(b[0], b[1], 0x0040), __byte_perm(b[2], b[3], 0x0040), 0x5410);
+  unsigned hi = __byte_perm(__byte_perm(b[4], b[5], 0x0040), __byte_perm(b[6], b[7], 0x0040), 0x5410);
+  *(uint2 *)q = make_uint2(lo, hi);
+}
+"""
+"""Why not TileLang: maxima that keep NaN, and conversions to packed bytes."""
+
+
+def build(
+    target, *, k: int, dtype: str, gain: bool, form: str, warps: int, rows: int, vectors: int, resident: int,
+    ahead: int = 0, later: int = 0, parts: int = 1,
+):  # fmt: skip
+    """The prim_func `main(X, G, Q, XS, ZS, scale, inverse, zero)`.
+
+    Shapes: X [M, k] in `dtype`, k a multiple of 8; G f32 [k] (one element without a gain); Q int8 [M, K], K = k rounded
+    up to 16, columns from k on become what 0 does; XS f32 [M], or [ceil(k / 128), MP] of blocks, MP a multiple of 4; ZS
+    int32 [M], written by int8 forms. `form`, a key of FORMS:
+
+    "int8_static", "e4m3_static": with `scale`, its reciprocal `inverse` and `zero` of all tokens, saturating.
+    "int8_asymmetric": scale and zero point of each token by its smallest and largest value, and 0.
+    "e4m3_block128": a scale for each 128 columns of a token. `ahead` and `later` are not used, `parts` is 1.
+    """
+    import tilelang.language as T
+
+    if form not in FORMS:
+        raise ArgumentError("form", form, f"must be one of {FORMS}", "use the quantizer of tokens for others")
+    block, integer = form == "e4m3_block128", form.startswith("int8")
+    output = form if block else "int8" if integer else "e4m3"
+    facts = dict(k=k, dtype=dtype, warps=warps, vectors=vectors)
+    row_outputs.check(target, output=output, rows=rows, parts=parts, **facts)
+    out = row_outputs.outputs(output=output, column_scales=block, **facts)
+    threads, lanes = 32 * warps * rows, 32 * warps
+    bf16 = str(dtype == "bfloat16").lower()
+    blocks = max(1, resident // threads)
+    source = prelude(*row_outputs.primitives(output, False), extra=(row_outputs.SOURCE, SOURCE))
+    pdl = target.supports("pdl")
+    M, MP = T.dynamic("m"), T.dynamic("mp")
+
+    @T.macro
+    def load(X, G, x, v, row, lane):
+        for i in T.unroll(vectors):
+            for e in T.unroll(4):
+                x[e] = T.uint32(0)
+            at = out.column(i, lane)
+            if T.And(row < M, at < k):
+                T.call_extern("handle", "tz_stream16", T.access_ptr(x, "w"), T.access_ptr(X[row, at], "r", VECTOR))
+            T.call_extern(
+                "handle", f"tz_widen8<{bf16}>", T.access_ptr(v[i * VECTOR], "w", VECTOR), T.access_ptr(x, "r")
+            )
+            if gain:
+                T.call_extern(
+                    "handle", "tz_values_times", T.access_ptr(v[i * VECTOR], "rw", VECTOR),
+                    T.access_ptr(G[T.min(at, k - VECTOR)], "r", VECTOR),
+                )  # fmt: skip
+
+    @T.macro
+    def find_range(m, low, v, f, shared):
+        """f: inverse, scale and zero point of the row."""
+        for i in T.unroll(2):
+            m[i] = 0.0
+        for i in T.unroll(vectors):
+            T.call_extern("handle", "tz_range8", T.access_ptr(m, "rw"), T.access_ptr(v[i * VECTOR], "r", VECTOR))
+        low[0] = m[1]
+        for which, at in ((m, 0), (low, 2 * warps)):
+            T.call_extern(
+                "handle", f"tz_row_reduce<{warps}, false>", T.access_ptr(which, "rw"),
+                T.access_ptr(shared[at], "rw", 2 * warps),
+            )  # fmt: skip
+        f[1] = (m[0] + low[0]) / T.float32(255)
+        if f[1] < T.float32(2.0**-119):
+            f[1] = 1.0
+        f[0] = T.float32(1) / f[1]
+        f[2] = T.max(
+            T.min(T.call_extern("float32", "rintf", low[0] / f[1]) - T.float32(128), T.float32(127)), T.float32(-128)
+        )
+
+    @T.macro
+    def write(Q, v, total, f, row, lane):
+        for i in T.unroll(vectors):
+            at = out.column(i, lane)
+            if T.And(row < M, at < out.width):
+                if integer:
+                    T.call_extern(
+                        "handle", "tz_affine8", T.access_ptr(Q[row, at], "w", VECTOR),
+                        T.access_ptr(v[i * VECTOR], "r", VECTOR), f[0], f[2],
+                    )  # fmt: skip
+                else:
+                    T.call_extern(
+                        "handle", f"tz_row_e4m3<{bf16}, 2>", T.access_ptr(Q[row, at], "w", VECTOR),
+                        T.access_ptr(total, "rw"), T.access_ptr(v[i * VECTOR], "r", 1),
+                        T.access_ptr(v[i * VECTOR], "r", VECTOR), f[0],
+                    )  # fmt: skip
+
+    @T.prim_func
+    def main(
+        X: T.Tensor((M, k), dtype),
+        G: T.Tensor((k if gain else 1,), "float32"),
+        Q: T.Tensor((M, out.width), "int8"),
+        XS: T.Tensor(out.scales_shape(M, MP), "float32"),
+        ZS: T.Tensor((M if integer else 1,), "int32"),
+        scale: T.float32,
+        inverse: T.float32,
+        zero: T.float32,
+    ):
+        with T.Kernel(T.ceildiv(M, rows), threads=threads, prelude=source) as cta:
+            T.annotate_min_blocks_per_sm(blocks)
+            shared = T.alloc_shared((4 * warps,), "float32")
+            x = T.alloc_local((4,), "uint32")
+            v = T.alloc_local((VECTOR * vectors,), "float32")
+            m = T.alloc_local((2,), "float32")
+            low = T.alloc_local((2,), "float32")
+            f = T.alloc_local((3,), "float32")
+            total = T.alloc_local((1,), "int32")
+            tx = T.get_thread_binding()
+            row = cta * rows + tx // lanes
+            lane = tx % lanes
+            if pdl:
+                T.pdl_trigger()
+                T.pdl_sync()
+            load(X, G, x, v, row, lane)
+            if block:
+                out.emit(Q, XS, None, v, m, f, total, T.float32(1), shared, row, lane, row < M)
+            else:
+                f[0] = inverse
+                f[1] = scale
+                f[2] = zero
+                if form == "int8_asymmetric":
+                    find_range(m, low, v, f, shared)
+                write(Q, v, total, f, row, lane)
+                if T.And(row < M, lane == 0):
+                    XS[row] = f[1]
+                    if integer:
+                        ZS[row] = T.cast(f[2], "int32")
+
+    return main

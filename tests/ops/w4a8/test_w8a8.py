@@ -1,0 +1,197 @@
+"""W8A8 without a GPU: layout, files, quantizers, references, what is refused, graphs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from terrazzo.layouts import Fragment, get_instance
+from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
+from terrazzo.lowering.targets import Target
+from terrazzo.ops import quantized, w8a8
+from terrazzo.ops.w4a8.w8a8 import activations, op, reference, torch_op
+
+KINDS = {
+    "int8": {},
+    "int8 tensor": dict(granularity="tensor"),
+    "int8 static": dict(input_scale=0.03),
+    "int8 static with a zero point": dict(input_scale=0.03, input_zero=7),
+    "int8 asymmetric": dict(asymmetric=True),
+    "e4m3": dict(codes="e4m3"),
+    "e4m3 static": dict(codes="e4m3", input_scale=0.01),
+    "e4m3 blocks": dict(codes="e4m3", granularity="block"),
+}
+
+
+def float_weight(n: int = 200, k: int = 330) -> torch.Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(n + k)) * 0.1
+
+
+def test_a_tile_lies_as_a_descriptor_of_128_byte_swizzle_reads_it():
+    """By the formula of CUTLASS's Swizzle<3, 4, 3>: byte address XOR (address / 128 % 8) * 16."""
+    codes = np.arange(64 * 128, dtype=np.uint16).astype(np.uint8).reshape(64, 128)
+    tagged = [np.full((64, 128), 0, np.uint8), codes]
+    tagged[0][:] = np.arange(64, dtype=np.uint8)[:, None]
+    for values in tagged:
+        packed = get_instance("w8a8").pack(values).reshape(-1).view(np.uint8)
+        row, k = np.divmod(np.arange(64 * 128), 128)
+        at = row * 128 + k
+        assert (packed[at ^ (at // 128 % 8 * 16)] == values.reshape(-1)).all()
+    assert Fragment.wgmma_shared(8).cols == 128 and Fragment.wgmma_shared(16).cols == 64
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_packed_weight_holds_what_was_quantized(name, tmp_path):
+    weight = w8a8.quantize_weight(float_weight(), bias=torch.randn(200), **KINDS[name])
+    packed = weight.pack()
+    packed.check_sizes()
+    packed.save(tmp_path / "w.safetensors")
+    for again in (packed, w8a8.PackedWeight.load(tmp_path / "w.safetensors")):
+        back = again.unpack()
+        assert torch.equal(back.codes.view(torch.int8), weight.codes.view(torch.int8))
+        assert torch.equal(back.scales, weight.scales) and torch.equal(back.bias, weight.bias)
+        own = (back.input_scale, back.input_zero, back.asymmetric)
+        assert own == (weight.input_scale, weight.input_zero, weight.asymmetric)
+    if weight.form == "int8":
+        assert torch.equal(packed.channel_scales[1, :200], weight.codes.sum(1).float())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_products_are_near_the_float_ones_and_inside_the_bound(name):
+    dense = float_weight()
+    w = w8a8.quantize(dense, bias=torch.randn(200), **KINDS[name])
+    x = torch.randn(3, 7, 330, generator=torch.Generator().manual_seed(1)).bfloat16()
+    made = activations.run(x, w)
+    assert made.codes == w.codes and made.shape == (3, 7, 330)
+    exact = x.double().view(21, 330) @ dense.double().T + w.bias.double()
+    y = torch_op.call(x, w, None, None)
+    assert y.shape == (3, 7, 200) and y.dtype == torch.bfloat16
+    error = float((y.double().view(21, 200) - exact).norm() / exact.norm())
+    assert error < (0.05 if w.codes == "e4m3" else 0.02)
+    bound = reference.forward_error_bound(made, w, torch.bfloat16)
+    assert bool(((y.double().view(21, 200) - reference.gemm(made, w)).abs() <= bound).all())
+    spread = made.dequantize().double().view(21, 330) - x.double().view(21, 330)
+    assert float(spread.norm() / x.double().norm()) < 0.05
+
+
+def test_zero_points_are_taken_off_exactly():
+    w = w8a8.quantize(float_weight(), asymmetric=True)
+    x = (torch.rand(5, 330) * 3 + 1).half()
+    made = activations.run(x, w)
+    assert bool((made.zeros == -128).all())  # values above 0: the range begins there
+    sums = reference.accumulate(made, w)
+    direct = (made.q[:, :330].long() - made.zeros[:, None].long()) @ w.unpack().codes.long().T
+    assert torch.equal(sums.long(), direct)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_graphs_have_one_node_for_a_product(name):
+    w = w8a8.quantize(float_weight(64, 128), bias=torch.randn(64), **KINDS[name])
+    x = torch.randn(5, 128).bfloat16()
+    call = torch.compile(lambda x: w8a8.gemm(x, w), fullgraph=True, backend="eager")
+    torch._dynamo.reset()
+    assert torch.equal(call(x), torch_op.call(x, w, None, None))
+
+
+def test_scales_of_published_shapes():
+    codes = torch.randint(-127, 128, (300, 200), dtype=torch.int8)
+    e4m3 = (torch.randn(300, 200) * 9).to(torch.float8_e4m3fn)
+    for scales in (torch.tensor(0.5), torch.tensor([0.5]), torch.full((300,), 0.5), torch.full((300, 1), 0.5)):
+        for given in (codes, e4m3):
+            made = w8a8.QuantizedWeight.canonical(given, scales.bfloat16())
+            assert tuple(made.scales.shape) == (300,) and bool((made.scales == 0.5).all())
+    blocks = torch.rand(3, 2) + 0.1
+    made = w8a8.QuantizedWeight.canonical(e4m3, blocks)
+    wide = blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :200]
+    assert torch.equal(made.dequantize(), e4m3.double() * wide.double())
+
+
+def test_every_kernel_of_a_weight_is_known_ahead():
+    for name, facts in KINDS.items():
+        codes, block = facts.get("codes", "int8"), facts.get("granularity") == "block"
+        more = dict(static="input_scale" in facts, zeros=facts.get("asymmetric", False))
+        found = w8a8.kernel_requests(4096, 4096, codes=codes, block=block, target="sm_90a", **more)
+        names = {request.name for request in found}
+        assert "w8a8.stream_k" in names and len(names) == 2, name
+        again = w8a8.kernel_requests(14336, 4096, codes=codes, block=block, m=16, target="sm_90a", **more)
+        assert all("n" not in dict(r.params) or dict(r.params)["n"] == 0 for r in again)
+
+
+WEIGHT = torch.zeros(64, 128, dtype=torch.int8)
+E4M3 = torch.zeros(64, 128).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda: w8a8.pack(WEIGHT.int(), torch.ones(64)), "codes"),
+        (lambda: w8a8.pack(WEIGHT, torch.ones(63)), "scales"),
+        (lambda: w8a8.pack(WEIGHT, torch.ones(1, 1, 1)), "scales"),
+        (lambda: w8a8.pack(WEIGHT, -torch.ones(64)), "scales"),
+        (lambda: w8a8.pack(WEIGHT, torch.full((64,), float("nan"))), "scales"),
+        (lambda: w8a8.pack(torch.full((64, 128), float("nan")).to(torch.float8_e4m3fn), torch.ones(64)), "codes"),
+        (lambda: w8a8.pack(torch.zeros(1, 132105, dtype=torch.int8), torch.ones(1)), "codes"),
+        (lambda: w8a8.pack(WEIGHT, torch.ones(64), input_scale=0.0), "input_scale"),
+        (lambda: w8a8.pack(WEIGHT, torch.ones(64), input_scale=torch.ones(2)), "input_scale"),
+        (lambda: w8a8.pack(WEIGHT, torch.ones(64), input_scale=1.0, input_zero=128), "input_zero"),
+        (lambda: w8a8.pack(WEIGHT, torch.ones(64), input_zero=3), "input_zero"),
+        (lambda: w8a8.pack(E4M3, torch.ones(64), input_scale=1.0, input_zero=3), "input_zero"),
+        (lambda: w8a8.pack(E4M3, torch.ones(64), asymmetric=True), "asymmetric"),
+        (lambda: w8a8.pack(WEIGHT, torch.ones(64), input_scale=1.0, asymmetric=True), "asymmetric"),
+        (lambda: w8a8.pack(torch.cat([E4M3] * 3), torch.ones(2, 1), input_scale=1.0), "input_scale"),
+        (lambda: w8a8.pack(WEIGHT, torch.ones(64), smooth=torch.zeros(128)), "smooth"),
+        (lambda: w8a8.pack(WEIGHT, torch.ones(64), bias=torch.zeros(3)), "bias"),
+        (lambda: w8a8.pack(E4M3, torch.ones(64), target="sm_80"), "target"),
+        (lambda: w8a8.quantize(float_weight(), granularity="block"), "granularity"),
+        (lambda: w8a8.quantize(float_weight(), codes="int4"), "codes"),
+        (lambda: w8a8.kernel_requests(64, 128, target="sm_80"), "target"),
+        (lambda: w8a8.kernel_requests(64, 128, codes="e4m3", out_dtype="int32", target="sm_90a"), "out_dtype"),
+        (lambda: w8a8.kernel_requests(64, 128, accumulate="fast", target="sm_90a"), "accumulate"),
+        (lambda: w8a8.kernel_requests(64, 128, codes="e4m3", zeros=True, target="sm_90a"), "codes"),
+        (lambda: w8a8.gemm(torch.zeros(1, 128).half(), WEIGHT), "w"),
+        (lambda: w8a8.gemm(torch.zeros(1, 128).half(), w8a8.pack(WEIGHT, torch.ones(64))), "x"),
+    ],
+)
+def test_refusals(call, argument):
+    with pytest.raises(ArgumentError) as error:
+        call()
+    assert error.value.argument == argument
+    assert error.value.remedy
+
+
+def test_activations_of_another_weight_are_refused():
+    int8, e4m3 = w8a8.pack(WEIGHT, torch.ones(64)), w8a8.pack(E4M3, torch.ones(64))
+    blocks = w8a8.pack(torch.cat([E4M3] * 3), torch.ones(2, 1))
+    x = torch.randn(4, 128).half()
+    for made_for, used_with in ((int8, e4m3), (e4m3, blocks), (blocks, e4m3)):
+        with pytest.raises(ArgumentError, match="w8a8"):
+            op.check_activations(activations.run(x, made_for), used_with)
+    rows = quantized.encode(x.float(), None, (4, 128), "e4m3_block128", False)
+    with pytest.raises(ArgumentError, match="column_scales"):
+        op.check_activations(rows, blocks)
+
+
+def test_w4a8_takes_no_zero_points():
+    from terrazzo.ops import w4a8
+    from terrazzo.ops.w4a8.op import check_codes
+
+    made = activations.run(torch.randn(4, 128).half(), w8a8.quantize(float_weight(64, 128), asymmetric=True))
+    with pytest.raises(ArgumentError, match="zero points"):
+        check_codes(made, w4a8.quantize(float_weight(64, 128)))
+
+
+def test_another_layout_is_refused():
+    import dataclasses
+
+    w = dataclasses.replace(w8a8.pack(WEIGHT, torch.ones(64)), layout="int8:another")
+    with pytest.raises(LayoutMismatchError):
+        w.check_layout(w.expected_layout())
+
+
+def test_a_tile_is_chosen_for_every_form_and_number_of_tokens():
+    for numerics in op.OPERATORS:
+        for m in (1, 16, 64, 256, 1024, 4096):
+            target = Target.parse("sm_90a")
+            chosen = op.plan(m, 4096, 4096, numerics=numerics, out_dtype="float16", bias=False, target=target)
+            params = dict(chosen.request.params)
+            assert params["dequantization"] == numerics and params["block_tokens"] >= min(m, 64), (numerics, m)
