@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import headline, report, tables
+from benchmarks import choice, headline, report, tables
 
 ROOT = Path(__file__).parents[1]
 LINEAR = ("w4a16", "w4a8", "w4afp8", "w4ax")
@@ -106,6 +106,7 @@ def models() -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "headline": headline.table,
+    "choice": choice.table,
     "operators": operators,
     "figures": figures,
     "attention": of(tables.ATTENTION),
@@ -114,7 +115,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "kv-engine": of({"kv_engine_*.json": tables.kv_engine}, "Tokens/s inside vLLM: not measured yet."),
     "models": models,
 }
-PAGES = ("operators", "results", "results-attention", "results-models", "benchmarks", "serving")
+PAGES = ("operators", "choosing-a-format", "results", "results-attention", "results-models", "benchmarks", "serving")
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))
 
 

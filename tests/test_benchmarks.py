@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 
 import pytest
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import quantize_rows
 
-from benchmarks import gemm, headline, peers, plot, readme, report, w4a8, w4a8_ablation, w4a8_quantizer, w4a16
+from benchmarks import choice, gemm, headline, peers, plot, readme, report, w4a8, w4a8_ablation, w4a8_quantizer, w4a16
 
 
 def row(m, n, k, us, cublas, **more):
@@ -320,3 +321,31 @@ def test_the_headline_takes_the_fastest_peer_of_each_size(monkeypatch, tmp_path,
     assert product.startswith("| [W4A16](benchmarks/results/w4a16_h200.json) | H200 | cuBLAS f16, Marlin |")
     assert [cell.strip() for cell in product.split("|")[4:]] == ["", "", "2.00x", "", "", "", "", ""]
     assert "| H100 | Machete | 2.50x |  |" in engine
+
+
+def test_the_table_of_formats_has_accuracy_beside_speed(monkeypatch, tmp_path, result):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    rows = [row(4, 64, 64, 10.0, 20.0), row(4, 640, 64, 10.0, 80.0), row(1024, 64, 64, None, 5.0)]
+    (tmp_path / "w4a16_h200.json").write_text(json.dumps({**result, "rows": rows}))
+    read = {"path": "kernels", "k_format": "float16", "error": 0.002}
+    accuracy = [
+        read | {"weights": "w4a16-g128", "ratio": 1.012},
+        read | {"weights": "w4a16-g128", "ratio": 9.0, "path": "simulated"},
+        read | {"weights": "w4a16-g128", "ratio": 9.0, "k_format": "int4"},
+        read | {"weights": "w4a16-g128@f16", "ratio": 9.0},
+        read | {"weights": "w4ax", "ratio": 1.1},
+    ]
+    (tmp_path / "accuracy_small_h100.json").write_text(json.dumps({"model": "small", "rows": accuracy}))
+    head, _, *lines = choice.table().splitlines()
+    assert head.startswith("| weights | bits | small | 4 tokens |")
+    assert lines[0] == "| `w4a16-g128` | 4.00 | 1.012 ± 0.002 | 4.00x |  |  |  |  | H200 |"
+    assert lines[1].startswith("| `w4ax` |  | 1.100 ± 0.002 |  |") and len(lines) == 2
+
+
+def test_the_picture_of_formats_is_that_of_the_files(tmp_path):
+    """Its texts, figures among them; curves of another matplotlib may differ."""
+    pytest.importorskip("matplotlib")
+    said = lambda path: set(re.findall("<!-- (.*?) -->", path.read_text()))
+    drawn = said(choice.draw(tmp_path / "choosing.svg"))
+    assert drawn == said(choice.PICTURE), "draw it again: python -m benchmarks.choice"
+    assert {"w4a16-g128", "4 tokens"} <= drawn and any(text.endswith(" %") for text in drawn)

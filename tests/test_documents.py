@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from document_code import GIVEN, examples, run
 from prose import MOST_WORDS, sentences, too_long, words
 from test_public_names import PUBLIC
 
@@ -18,13 +19,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md"))
 READ = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *PAGES]
 named = lambda path: path.relative_to(ROOT).as_posix()
-NOT_YET = {
-    f"docs/{name}.md"
-    for name in (
-        "architecture", "benchmarks", "generate", "internals", "kv-formats", "ready", "serving", "specs",
-        "tile-programs", "trust", "tuning",
-    )
-} | {"CONTRIBUTING.md"}  # fmt: skip
+NOT_YET = {"docs/specs.md"}
 """Documents with longer sentences: the list only shrinks."""
 
 
@@ -75,6 +70,34 @@ def test_every_page_is_in_the_site_once():
 def test_the_reference_has_every_public_module():
     text = (DOCS / "reference" / "index.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(terrazzo[\w.]*)` \|", text, re.MULTILINE)) == set(PUBLIC)
+
+
+WITH_CODE = [page for page in [ROOT / "README.md", *PAGES] if examples(page)]
+MODELS = {"README", "generate", "quick-start"}
+"""Pages that load a model: slow on a CPU."""
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=named)
+def test_every_example_is_python(page):
+    for example in examples(page):
+        compile(example.code, f"{page.name}:{example.line}", "exec")
+        assert example.needs in ("", "gpu", "gpus")
+    assert set(GIVEN) <= {it.stem for it in WITH_CODE}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(it, id=named(it), marks=[pytest.mark.slow] * (it.stem in MODELS))
+        for it in WITH_CODE
+        if any(not example.needs for example in examples(it))
+    ],
+)
+def test_examples_run(page, tmp_path):
+    """Those that need no GPU, on a CPU; tests/gpu/test_documents_gpu.py has the others."""
+    if page.stem in MODELS:
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    assert run(page, tmp_path, gpu=False)
 
 
 @pytest.mark.slow
