@@ -218,7 +218,7 @@ def _bytes(sums: Callable[[Any], int], crowded: Callable[[Any], str]) -> Form:
     )
 
 
-def _direct(settles: bool, token_bytes: int = 0) -> Form:
+def _direct(settles: bool, token_bytes: int = 0, widths: tuple[int, ...] = WIDTHS) -> Form:
     """Of W8A8: sums of a tile, and where those of 128 k are kept apart, of as many tokens as are multiplied at once."""
     return Form(
         program="stream_k",
@@ -228,6 +228,7 @@ def _direct(settles: bool, token_bytes: int = 0) -> Form:
         parts=_byte_parts,
         warpgroup_bytes=lambda s, problem: _staged(s, problem) + 8 * s.block_tokens,
         small_own=_row_scales,
+        widths=widths,
         token_bytes=token_bytes,
         small_tokens=0,
     )
@@ -243,7 +244,7 @@ FORMS: Mapping[str, Form] = {
     "s8 direct": _direct(settles=False),
     "e4m3 fast": _direct(settles=False),
     "e4m3 promoted": _direct(settles=True),
-    "e4m3 block": _direct(settles=True, token_bytes=4),
+    "e4m3 block": _direct(settles=True, token_bytes=4, widths=WIDTHS[:-2]),  # wider ones spill
     "s4_s8 block": Form(
         program="stream_k",
         fields=("block_tokens", "warpgroups", "stages", "raster", "turns"),

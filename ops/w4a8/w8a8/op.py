@@ -60,9 +60,21 @@ def tuning_facts(n: int, k: int, out_dtype: str, numerics: str) -> dict[str, int
 
 @lru_cache(maxsize=1024)
 def plan(
-    m: int, n: int, k: int, *, numerics: str, out_dtype: str, bias: bool, target: Target, device: Target | None = None
+    m: int,
+    n: int,
+    k: int,
+    *,
+    numerics: str,
+    out_dtype: str,
+    bias: bool,
+    target: Target,
+    device: Target | None = None,
+    schedule: stream_k.StreamK | None = None,
 ) -> Plan:
-    """Kernel and launch sizes for M = m >= 1. `device` is the GPU that runs it where that is newer than `target`."""
+    """Kernel and launch sizes for M = m >= 1. `device` is the GPU that runs it where that is newer than `target`.
+
+    `schedule` None is what records or the cost model choose.
+    """
     raw = out_dtype == "int32"
     common = dict(
         n=n, k=quantized.padded(k), group=BLOCK, out_dtype=out_dtype, dequantization=numerics, bias=bias and not raw
@@ -72,7 +84,7 @@ def plan(
     check_wgmma(target)
     gemm = problem(n, k, numerics, out_dtype)
     facts = tuning_facts(n, k, out_dtype, numerics)
-    _, s = spaces.choose(linear_spaces.of(gemm), OPERATORS[numerics], facts, target, m, device)
+    s = schedule or spaces.choose(linear_spaces.of(gemm), OPERATORS[numerics], facts, target, m, device)[1]
     params = shapeless(common | s.params(), 4 if raw else 2)
     flags, entry = launching.ptx_flags(target, device), f"{program.__name__}:build"
     request = KernelRequest("w8a8.stream_k", entry, tuple(params.items()), target, program.PASS_CONFIGS, flags)

@@ -83,7 +83,7 @@ CASES = {  # numerics, n, k, m, schedule, (grid, shared tiles), output, generic;
     "promoted clusters": ("promoted", 200, 656, 37, PROMOTED(32, 2, 1, 3, cluster=2), (8, 4), "float16", False, False),
     "block": ("block", 200, 400, 37, BLOCK(32, 2, 1, 3), (3, 3), "float16", True, True),
     "block two row blocks": ("block", 200, 272, 20, BLOCK(16, 1, 2, 2), (3, 3), "bfloat16", False, False),
-    "block two pieces": ("block", 130, 400, 260, BLOCK(256, 2, 1, 2), (3, 3), "bfloat16", False, False),
+    "block two pieces": ("block", 130, 400, 200, BLOCK(192, 2, 1, 2), (3, 3), "bfloat16", False, False),
     "block clusters": ("block", 200, 656, 37, BLOCK(32, 2, 1, 3, cluster=2), (8, 4), "float16", False, False),
 }
 

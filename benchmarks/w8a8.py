@@ -1,0 +1,283 @@
+"""W8A8 beside torch's own 8-bit products and cuBLAS bf16: quantized activations, and rows that count the quantizer in.
+
+    python -m benchmarks.w8a8                        three layers of LLaMA-3-8B; writes results/w8a8_<gpu>.json
+    python -m benchmarks.w8a8 --m 1,64 --out result.json --formats int8,fp8 --tiles 6
+
+A row is one format at one M. `peers` are torch._int_mm (no scales applied), torch._scaled_mm by tensor and by row, and
+cuBLAS bf16; all ran in the same turns. `variants` are `with_quantizer` and, with --tiles, the cheapest other tiles.
+Every output of ours is compared with a float64 product of the same operands before its time counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+
+SHAPES = ((6144, 4096), (28672, 4096), (4096, 14336))
+"""(N, K) of LLaMA-3-8B: q, k, v; gate and up; down."""
+MS = (1, 16, 64, 256, 1024, 4096)
+FORMATS = {
+    "int8": dict(codes="int8"),
+    "int8_asymmetric": dict(codes="int8", asymmetric=True),
+    "fp8": dict(codes="e4m3"),
+    "fp8_fast": dict(codes="e4m3"),
+    "fp8_block": dict(codes="e4m3", granularity="block"),
+}
+"""Name in rows -> how a float weight is quantized. Sums of fp8 are promoted each 128 k, those of fp8_fast are not."""
+ROWS = 48  # of y that are compared
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.w8a8", description=__doc__.splitlines()[0])
+    parser.add_argument("--m", help="comma-separated numbers of tokens")
+    parser.add_argument("--formats", default=",".join(FORMATS), help="comma-separated, of " + ", ".join(FORMATS))
+    parser.add_argument("--shapes", help="comma-separated NxK")
+    parser.add_argument("--tiles", type=int, default=0, help="so many of the cheapest tiles are timed as variants")
+    parser.add_argument("--budget-ms", type=float, default=10.0, help="GPU time of one measurement")
+    parser.add_argument("--out", type=Path, help="file to write; default benchmarks/results/w8a8_<gpu>.json")
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    parser.add_argument("--compile-only", action="store_true", help="compile the kernels and stop; needs no GPU")
+    options = parser.parse_args(argv)
+    try:
+        options.m = tuple(int(m) for m in options.m.split(",")) if options.m else MS
+        shapes = options.shapes.split(",") if options.shapes else ()
+        options.shapes = tuple(tuple(map(int, shape.split("x"))) for shape in shapes) or SHAPES
+    except ValueError:
+        parser.error("write numbers of tokens as 1,16,256 and shapes as 4096x4096,6144x4096")
+    options.formats = tuple(options.formats.split(","))
+    if not set(options.formats) <= set(FORMATS):
+        parser.error(f"--formats {','.join(options.formats)}: must be of {', '.join(FORMATS)}")
+    return options
+
+
+def accumulate_of(name: str) -> str:
+    return "fast" if name == "fp8_fast" else "auto"
+
+
+def numerics_of(name: str) -> str:
+    from terrazzo.ops.w4a8.w8a8 import op
+
+    block, zeros = name == "fp8_block", name == "int8_asymmetric"
+    return op.numerics_of(FORMATS[name]["codes"], block, zeros, accumulate_of(name))
+
+
+def plans_of(name: str, n: int, k: int, m: int, target: Any, tiles: int) -> dict[str, Any]:
+    """Name of a tile -> its plan: the chosen one first."""
+    from terrazzo.ops.w4a8.w8a8 import op
+    from terrazzo.schedules import linear_spaces
+
+    numerics = numerics_of(name)
+    facts = dict(numerics=numerics, out_dtype="bfloat16", bias=False, target=target)
+    space = linear_spaces.of(op.problem(n, k, numerics, "bfloat16"))
+    found = {"chosen": op.plan(m, n, k, **facts)}
+    legal = [s for p, s in space.every(target, m) if p == "stream_k" and not space.refusal(p, s, target, m)]
+    best: dict[tuple, Any] = {}
+    for s in sorted(legal, key=lambda s: space.cost("stream_k", s, target, m)):
+        best.setdefault((s.block_tokens, s.warpgroups, s.row_blocks, s.cluster), s)
+    for s in list(best.values())[:tiles]:
+        plan = op.plan(m, n, k, **facts, schedule=s)
+        if plan != found["chosen"]:
+            found[f"tile_{s.block_tokens}x{s.warpgroups}x{s.row_blocks}_c{s.cluster}_r{s.raster}"] = plan
+    return found
+
+
+def quantizer_of(name: str, k: int, m: int, target: Any) -> Any:
+    from terrazzo.ops.w4a8.w8a8 import activations
+
+    form = {"fp8_block": "e4m3_block128", "int8_asymmetric": "int8_asymmetric"}.get(name, "")
+    facts = dict(dtype="bfloat16", gain=False, target=target)
+    if form:
+        return activations.plan(m, k, form=form, **facts)
+    return activations.dynamic(m, k, codes=FORMATS[name]["codes"], **facts)
+
+
+def requests_of(options: argparse.Namespace, target: Any) -> list[Any]:
+    """All kernels that a run of these options launches."""
+    found = []
+    for n, k in options.shapes:
+        for name in options.formats:
+            for m in options.m:
+                plans = plans_of(name, n, k, m, target, options.tiles).values()
+                found += [*(plan.request for plan in plans), quantizer_of(name, k, m, target)]
+    return list(dict.fromkeys(found))
+
+
+class Layer:
+    """One [n, k] weight in each form, as many times as L2 cannot hold."""
+
+    def __init__(self, n: int, k: int, options: argparse.Namespace, target: Any) -> None:
+        import torch
+        from terrazzo.autotune import measure
+        from terrazzo.ops import w8a8
+
+        self.n, self.k, self.options, self.target = n, k, options, target
+        self.random = torch.Generator("cuda").manual_seed(1)
+        dense = torch.randn(n, k, generator=self.random, device="cuda") * 0.02
+        copies = lambda nbytes: range(measure.copies_beyond_l2(nbytes, target.l2_bytes))
+        again = lambda w: dataclasses.replace(w, words=w.words.clone(), channel_scales=w.channel_scales.clone())
+        self.packed = {}
+        for name in options.formats:
+            packed = w8a8.quantize(dense, **FORMATS[name])
+            self.packed[name] = [packed, *(again(packed) for _ in copies(packed.nbytes)[1:])]
+        several = lambda t: [t, *(t.clone() for _ in copies(t.nbytes)[1:])]
+        self.dense = several(dense.bfloat16())
+        self.int8 = several(w8a8.quantize_weight(dense).codes)
+        e4m3 = w8a8.quantize_weight(dense, codes="e4m3")
+        self.e4m3, self.row_scales = several(e4m3.codes), e4m3.scales
+        self.one = torch.tensor(1e-4, device="cuda")
+
+    def peers(self, x: Any) -> dict[str, list[Any]]:
+        """Calls of torch on the same x, quantized outside of the clock."""
+        import torch
+        from terrazzo.ops import w4a8
+
+        m, made = len(x), {}
+        out = torch.empty(m, self.n, dtype=torch.bfloat16, device="cuda")
+        made["cublas_bf16"] = [lambda w=w: torch.mm(x, w.T, out=out) for w in self.dense]
+        if m > 16:  # what _int_mm takes
+            q = w4a8.quantize_activations(x).q
+            made["torch_int8"] = [lambda w=w: torch._int_mm(q, w.T) for w in self.int8]
+        e = w4a8.fp8.quantize_activations(x)
+        mm = lambda w, a, b: torch._scaled_mm(e.q, w.T, scale_a=a, scale_b=b, out_dtype=torch.bfloat16)
+        made["torch_fp8"] = [lambda w=w: mm(w, self.one, self.one) for w in self.e4m3]
+        by_row = (e.scales[:, None].contiguous(), self.row_scales[None].contiguous())
+        made["torch_fp8_rows"] = [lambda w=w: mm(w, *by_row) for w in self.e4m3]
+        return made
+
+    def wrong(self, name: str, m: int, quantized: Any, y: Any) -> str:
+        """Why an output is wrong, or ""."""
+        import torch
+        from terrazzo.autotune import measure
+        from terrazzo.ops.quantized import BlockQuantizedActivations
+        from terrazzo.ops.w4a8.w8a8 import reference
+
+        if bool(y.isnan().any()):
+            return "NaN in the output"
+        weight, rows = self.packed[name][0], torch.arange(m, device="cuda")[:: max(1, m // ROWS)]
+        if isinstance(quantized, BlockQuantizedActivations):
+            scales = quantized.scales[:, rows].contiguous()
+            some = dataclasses.replace(quantized, q=quantized.q[rows], scales=scales, shape=(len(rows), self.k))
+        else:
+            some = quantized.of_tokens(rows)
+        bound = reference.forward_error_bound(some, weight, y.dtype, accumulate=accumulate_of(name))
+        return measure.check_outputs(y[rows], reference.gemm(some, weight), bound)
+
+    def candidates(self, name: str, x: Any, failures: dict[str, str]) -> dict[str, list[Any]]:
+        """Name -> calls, checked first."""
+        import torch
+        from terrazzo.autotune import measure
+        from terrazzo.ops import w8a8
+
+        m, packed, how = len(x), self.packed[name], {"accumulate": accumulate_of(name)}
+        quantized, found = w8a8.quantize_activations(x, packed[0]), {}
+        y = measure.poisoned((m, self.n), torch.bfloat16, "cuda")
+        w8a8.gemm(quantized, packed[0], out=y, **how)
+        failures[name] = self.wrong(name, m, quantized, y)
+        found[name] = [lambda w=w, y=y: w8a8.gemm(quantized, w, out=y, **how) for w in packed]
+        found[f"{name} with_quantizer"] = [lambda w=w, y=y: w8a8.gemm(x, w, out=y, **how) for w in packed]
+        tiles = list(plans_of(name, self.n, self.k, m, self.target, self.options.tiles).items())[1:]
+        for tile, plan in tiles:
+            out = measure.poisoned((m, self.n), torch.bfloat16, "cuda")
+            calls = [launch_of(plan, quantized, w, out) for w in packed]
+            calls[0]()
+            if not (failure := self.wrong(name, m, quantized, out)):
+                found[f"{name} {tile}"] = calls
+            else:
+                failures[f"{name} {tile}"] = failure
+        return found
+
+    def rows(self, m: int) -> list[dict[str, Any]]:
+        import torch
+        from terrazzo.autotune import measure
+        from terrazzo.autotune.gemm_bench import schedule_text
+
+        x = torch.randn(m, self.k, generator=self.random, device="cuda", dtype=torch.bfloat16)
+        failures: dict[str, str] = {}
+        candidates = self.peers(x)
+        peers = tuple(candidates)
+        for name in self.options.formats:
+            candidates |= self.candidates(name, x, failures)
+        times = measure.time_in_turn(candidates, self.options.budget_ms)
+        us = {name: round(timing.us, 3) for name, timing in times.items()}
+        found = []
+        for name in self.options.formats:
+            plan = plans_of(name, self.n, self.k, m, self.target, 0)["chosen"]
+            own = {key.partition(" ")[2]: value for key, value in us.items() if key.startswith(f"{name} ")}
+            row = {
+                "op": "w8a8", "format": name, "dtype": "bfloat16", "group": 128 if name == "fp8_block" else self.k,
+                "m": m, "n": self.n, "k": self.k, "us": us[name], "spread": round(times[name].spread, 4),
+                "bytes": self.packed[name][0].nbytes, "peers": {peer: us[peer] for peer in peers}, "variants": own,
+                "tflops": round(2e-6 * m * self.n * self.k / us[name], 1), "schedule": schedule_text([plan.request]),
+            }  # fmt: skip
+            broken = {key: why for key, why in failures.items() if key.startswith(f"{name} ")}
+            row |= {"variants_failed": broken} if broken else {}
+            if failures[name]:
+                row |= {"us": None, "failure": failures[name]}
+            found.append(row)
+        return found
+
+
+def launch_of(plan: Any, x: Any, w: Any, y: Any) -> Any:
+    """A call of one plan's kernel, with a workspace of its own."""
+    import torch
+    from terrazzo.ops import launching
+
+    sums = "int32" if w.codes == "int8" else "float32"
+    kernel, workspace, semaphores, scalars = launching.ready(
+        plan, len(y), y.device, launching.current_stream(x.q), "w8a8.gemm", sums
+    )
+    none, no_zeros = launching.stand_ins(y.device, torch.float32, torch.int32)
+    zeros = getattr(x, "zeros", None)
+    scales = w.channel_scales if w.block else w.channel_scales.view(-1)
+    args = (x.q.view(torch.int8), w.words, scales, x.scales, no_zeros if zeros is None else zeros, none)
+    return lambda: kernel(*args, workspace, semaphores, y, *scalars)
+
+
+def show(row: dict[str, Any]) -> None:
+    us, peers = row["us"], row["peers"]
+    said = "  ".join(f"{name} {peer / us:.2f}x" for name, peer in peers.items()) if us else row["failure"]
+    place = f"({row['n']:5}, {row['k']:5}) M {row['m']:5} {row['format']:15}"
+    more = "  ".join(f"{name} {value:.2f}" for name, value in row["variants"].items())
+    print(f"{place} {us or 0:9.2f} us {row['tflops']:7.1f}  {said}  [{row['schedule']}] {more}", flush=True)
+
+
+def run(options: argparse.Namespace) -> int:
+    import torch
+    from terrazzo.lowering.targets import Target
+
+    from benchmarks.gemm import compile_all
+
+    start, there = time.perf_counter(), torch.cuda.is_available()
+    target = Target.detect() if there or not options.compile_only else Target.parse("sm_90a")
+    compile_all(requests_of(options, target))
+    if options.compile_only:
+        return 0
+    from terrazzo.autotune import gemm_bench
+
+    result = gemm_bench.header(target, options.commit) | {"rows": []}
+    out = options.out or report.RESULTS / report.file_name("w8a8", result["gpu"])
+    for n, k in options.shapes:
+        layer = Layer(n, k, options, target)
+        for m in options.m:
+            result["rows"] += (rows := layer.rows(m))
+            for row in rows:
+                show(row)
+            report.write(result, out, start)
+        del layer
+        torch.cuda.empty_cache()
+    return report.conclude(result)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = arguments(argv)
+    return report.guarded("benchmarks.w8a8", lambda: run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""The oracles of W8A8, for one case at a time.
+
+    identity  rows of the unit matrix: y must be the weight's codes, bit for bit
+    integer   int8 sums as int32 are exact; of e4m3 small integers and powers of two, every sum is a float32
+    random    16-bit activations through the whole operator, inside the bound at every element
+
+Each run writes into NaN (int32: garbage) between guard rows that must survive, and is repeated: same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from terrazzo.ops import quantized, w8a8
+from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
+from terrazzo.ops.w4a8.w8a8 import activations, reference
+
+DEVICE = "cuda"
+FORMS = {
+    "int8": {},
+    "int8 static": dict(input_scale=0.03),
+    "int8 static zero": dict(input_scale=0.03, input_zero=-5),
+    "int8 asymmetric": dict(asymmetric=True),
+    "e4m3": dict(codes="e4m3"),
+    "e4m3 static": dict(codes="e4m3", input_scale=0.02),
+    "e4m3 blocks": dict(codes="e4m3", granularity="block"),
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A weight, in a form of `FORMS`."""
+
+    n: int
+    k: int
+    form: str = "int8"
+    bias: bool = False
+    smooth: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator call: m tokens, "identity", "integer" or "random" activations."""
+
+    spec: Spec
+    m: int
+    kind: str = "random"
+    accumulate: str = "auto"
+    seed: int = 0
+
+    @property
+    def out(self) -> str:
+        """Kernels are few: a weight has one output dtype. Integer sums of int8 are int32."""
+        if self.kind == "integer" and self.spec.form.startswith("int8"):
+            return "int32"
+        return ("float16", "bfloat16")[self.spec.n % 2]
+
+    def requests(self) -> list:
+        """Those of the case's weight with activations of every kind."""
+        if not self.m:
+            return []
+        out, w = getattr(torch, ("float16", "bfloat16")[self.spec.n % 2]), packed(self.spec, "random")
+        found = w8a8.weight_requests(w, self.m, out, accumulate=self.accumulate)
+        found += w8a8.weight_requests(w, self.m, None, out_dtype=out, accumulate=self.accumulate, bias=False)
+        if w.codes == "int8":
+            found += w8a8.weight_requests(w, self.m, None, out_dtype=torch.int32)
+        return found
+
+
+@lru_cache
+def canonical(spec: Spec, kind: str) -> w8a8.QuantizedWeight:
+    """A weight on the GPU: quantized, or of codes and scales whose products are exact."""
+    rng = torch.Generator().manual_seed(spec.n + spec.k)
+    bias = torch.randint(-8, 8, (spec.n,), generator=rng).float() if spec.bias else None
+    facts = dict(FORMS[spec.form])
+    if kind == "random":
+        smooth = torch.exp(torch.randn(spec.k, generator=rng) * 0.3).to(DEVICE) if spec.smooth else None
+        dense = (torch.randn(spec.n, spec.k, generator=rng) * 0.05).to(DEVICE)
+        return w8a8.quantize_weight(dense, **facts, smooth=smooth, bias=None if bias is None else bias.to(DEVICE))
+    e4m3, block = facts.pop("codes", "int8") == "e4m3", facts.pop("granularity", "") == "block"
+    shape = (-(-spec.n // 128), -(-spec.k // 128)) if block else (spec.n,)
+    scales = 2.0 ** torch.randint(-3, 1, shape, generator=rng)
+    codes = torch.randint(-4 if e4m3 else -128, 5 if e4m3 else 128, (spec.n, spec.k), generator=rng)
+    codes = codes.float().to(torch.float8_e4m3fn) if e4m3 else codes.to(torch.int8)
+    made = w8a8.QuantizedWeight.canonical(codes, scales, bias=None if kind == "identity" else bias, **facts)
+    return made.to(DEVICE)
+
+
+@lru_cache
+def packed(spec: Spec, kind: str) -> w8a8.PackedWeight:
+    return canonical(spec, kind).pack()
+
+
+def exact_activations(case: Case) -> QuantizedActivations | BlockQuantizedActivations:
+    """Codes whose products with the weight's are exact sums."""
+    rng, (m, k), w = torch.Generator().manual_seed(case.seed), (case.m, case.spec.k), packed(case.spec, case.kind)
+    if case.kind == "identity":
+        columns = torch.randperm(max(k, m), generator=rng)[:m]  # rows past K are zero
+        values = (columns[:, None] == torch.arange(k)).float()
+    else:
+        most = 4 if w.codes == "e4m3" else 127
+        values = torch.randint(-most, most + 1, (m, k), generator=rng).float()
+    q = torch.nn.functional.pad(values, (0, -k % 16)).to(getattr(torch, quantized.CODES[w.codes])).to(DEVICE)
+    if w.block:
+        scales = 2.0 ** torch.randint(-2, 1, (-(-k // 128), -(-m // 4) * 4), generator=rng)
+        scales[:, m:] = float("nan")
+        return BlockQuantizedActivations(q, scales.to(DEVICE), (m, k), True)
+    scales, zeros = torch.ones(m), None
+    if activations.has_zeros(w):
+        zeros = torch.randint(-128, 128, (m,), generator=rng, dtype=torch.int32).to(DEVICE)
+        zeros = zeros * 0 if case.kind == "identity" else zeros
+    return QuantizedActivations(q, scales.to(DEVICE), None, (m, k), zeros)
+
+
+def launch(case: Case, x: object) -> torch.Tensor:
+    """Two runs between guard rows: all of y and nothing else is written, and the bits repeat."""
+    dtype, weight, runs = getattr(torch, case.out), packed(case.spec, case.kind), []
+    poison = -77 if case.out == "int32" else float("nan")
+    for _ in range(2):
+        guarded = torch.full((case.m + 2, case.spec.n), poison, dtype=dtype, device=DEVICE)
+        y = w8a8.gemm(x, weight, out=guarded[1:-1], out_dtype=dtype, accumulate=case.accumulate)
+        for row in (guarded[0], guarded[-1]):
+            assert bool((row == poison).all() if case.out == "int32" else row.isnan().all()), f"beside y; {case}"
+        runs.append(y.contiguous())
+    assert torch.equal(*(run.view(torch.uint8) for run in runs)), f"two runs differ; {case}"
+    return runs[0]
+
+
+def check(case: Case) -> None:
+    weight = canonical(case.spec, case.kind)
+    if case.kind != "random":
+        made = exact_activations(case)
+        y = launch(case, made)
+        if case.out == "int32":
+            ref = reference.accumulate(made, weight)
+        else:
+            ref = reference.gemm(made, weight).to(y.dtype)
+        bad = y != ref
+        assert not bool(bad.any()), f"{int(bad.sum())} of {bad.numel()} wrong, at {bad.nonzero()[:4].tolist()}; {case}"
+        return
+    rng = torch.Generator().manual_seed(case.seed + 1)
+    x = torch.randn(case.m, case.spec.k, generator=rng)
+    x[:, torch.randperm(case.spec.k, generator=rng)[: max(1, case.spec.k // 256)]] *= 8  # outlier channels
+    x = x.to(getattr(torch, case.out)).to(DEVICE)
+    y = launch(case, x)
+    if not case.m:
+        return
+    made = activations.on_cpu(x, packed(case.spec, case.kind))  # the quantizers' own tests hold these to the bit
+    error = (y.double() - reference.gemm(made, weight)).abs()
+    bad = ~(error <= reference.forward_error_bound(made, weight, y.dtype, accumulate=case.accumulate))
+    assert not bool(bad.any()), f"{int(bad.sum())} of {bad.numel()} outside, at {bad.nonzero()[:4].tolist()}; {case}"
