@@ -3,7 +3,7 @@
 What benchmarks measure and what `terrazzo compile --model` compiles. Shapes are (N, K) = (output features, input
 features). The numbers are those of the models' config.json files on the Hugging Face hub, each read in the table of
 Lightning-AI/litgpt (litgpt/config.py at 26857050, which names the file of every model) or, where that has no entry
-(LLaMA-1, Qwen2, Yi), in specs.md F.
+(LLaMA-1, Qwen2, Yi), in claims.md.
 """
 
 from __future__ import annotations
