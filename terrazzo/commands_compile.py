@@ -41,6 +41,7 @@ _FOLDER = click.Path(exists=True, path_type=Path)
 @click.option("--tensor-parallel", type=click.IntRange(1, 1024), default=1, show_default=True, help="Ranks.")
 @click.option("--max-tokens", type=click.IntRange(1, 1 << 24), help="Of one step, at most. Default: any number.")
 @click.option("--kv", type=Formats(), multiple=True, help="Keys/values as int4/int4, or none; may be repeated.")
+@click.option("--kv-cache-dtype", "caches", multiple=True, help="A cache of vLLM's on our attention; may be repeated.")
 @click.option("--m", "ms", type=Counts(), help="Numbers of tokens to serve, 1,16,256. Default: every M.")
 @click.option("--dtype", type=Dtype("f16", "bf16"), help="Activations and output. Default: the checkpoint's, else f16.")
 @click.option(
@@ -156,7 +157,7 @@ _LINEAR = {"symmetric", "scale_dtype", "group", "numerics", "dequantization", "m
 _CACHE = {"kv", "q_lens", "page"}
 _BY_HAND = {"heads", "head_dim", "prefill"}
 """Options of attention that a model's config states."""
-_WHOLE = {"tensor_parallel", "max_tokens"}
+_WHOLE = {"tensor_parallel", "max_tokens", "caches"}
 _STATED = {"symmetric", "scale_dtype", "group"}
 """Options that a checkpoint of 4-bit layers states."""
 
@@ -221,7 +222,7 @@ def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: dict[st
         options["tensor_parallel"], options["q_lens"], options["page"], dequantization, options["numerics"],
     )  # fmt: skip
     plan = model_requests.plan(model, serving)
-    wanted.requests |= plan.requests
+    wanted.requests |= plan.requests | _of_engine(model, at, options)
     wanted.layouts |= plan.layouts
     wanted.models.append(model.name)
     wanted.skipped |= plan.skipped
@@ -230,6 +231,19 @@ def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: dict[st
         form += [kind.scale_dtype, *["symmetric"] * kind.symmetric, *["bias"] * kind.bias]
         what = f"{kind.experts} x {kind.leaf}" if kind.experts else kind.leaf
         wanted.kinds.append((what, kind.operator, kind.n, kind.k, " ".join(form), len(names)))
+
+
+def _of_engine(model: Any, at: Target, options: dict[str, Any]) -> dict[Any, None]:
+    """Kernels of attention over caches of vLLM."""
+    if not options["caches"]:
+        return {}
+    from terrazzo.integrations.vllm.attention_core import model_requests
+
+    if model.architecture is None:
+        raise click.UsageError(f"--kv-cache-dtype: {model.name} does not say what heads it has")
+    facts = dict(ranks=options["tensor_parallel"], most_rows=max(options["q_lens"]))
+    found = [model_requests(model.architecture, name, model.dtype, at, **facts) for name in options["caches"]]
+    return dict.fromkeys(request for requests in found for request in requests)
 
 
 def _add_published(wanted: _Wanted, at: Target) -> None:

@@ -18,10 +18,10 @@ from terrazzo.console import json_option, print_json, print_table
 def serve_check(folder: Path, target: str | None, tensor_parallel: int, as_json: bool) -> None:
     """Say which layers of a Hugging Face folder would run on terrazzo inside vLLM, and why others would not.
 
-    Layers are named as vLLM joins them: qkv, gate_up, all experts of a layer. Attention, the cache of keys and values,
-    embeddings, norms and the head are vLLM's own.
+    Layers are named as vLLM joins them: qkv, gate_up, all experts of a layer. Embeddings, norms and the head are vLLM's
+    own; attention and its cache too, unless --attention-backend CUSTOM asks for ours.
     """
-    from terrazzo.integrations.vllm.check import check
+    from terrazzo.integrations.vllm.check import caches, check
     from terrazzo.lowering.errors import TargetError
     from terrazzo.lowering.targets import Target
 
@@ -31,12 +31,18 @@ def serve_check(folder: Path, target: str | None, tensor_parallel: int, as_json:
         if target is not None:
             raise
         at = Target.parse("sm_90a")
-    rows = check(folder, at, tensor_parallel)
+    rows, held = check(folder, at, tensor_parallel), caches(folder, at)
     ours = sum(row.count for row in rows if row.operator)
     every = sum(row.count for row in rows)
     if as_json:
         return print_json(
-            {"target": at.arch, "layers": every, "terrazzo": ours, "kinds": [asdict(row) for row in rows]}
+            {
+                "target": at.arch,
+                "layers": every,
+                "terrazzo": ours,
+                "kinds": [asdict(row) for row in rows],
+                "caches": held,
+            }
         )
     columns = ("layers", "of", "N", "K", "experts", "runs on")
     runs = lambda row: f"terrazzo {row.operator}" if row.operator else "vLLM"
@@ -45,4 +51,8 @@ def serve_check(folder: Path, target: str | None, tensor_parallel: int, as_json:
     for reason in dict.fromkeys(row.reason for row in rows if row.reason):
         named = ", ".join(dict.fromkeys(row.leaf for row in rows if row.reason == reason))
         click.echo(f"{named}: {reason}")
+    for reason in dict.fromkeys(filter(None, held.values())):
+        click.echo(f"caches {', '.join(name for name, why in held.items() if why == reason)}: {reason}")
+    if taken := [name for name, reason in held.items() if not reason]:
+        click.echo(f"attention, with --attention-backend CUSTOM: --kv-cache-dtype {', '.join(taken)}")
     click.echo(f"{ours} of {every} layers run on terrazzo ({at.arch})")

@@ -34,6 +34,7 @@ from terrazzo.ops.lasting import lasting
 
 if TYPE_CHECKING:
     import torch
+    from terrazzo.schedules.models import Architecture
 
 PAGE = 64
 """Tokens of a page unless the user names another: 4-bit keys and values of a head are then copied 8 KB at a time."""
@@ -135,6 +136,30 @@ def refusal(
     except ArgumentError as error:
         return str(error)
     return None
+
+
+def caches(model: Architecture, dtype: str, target: Target) -> dict[str, str]:
+    """Each cache dtype of vLLM's that we know, and why a model's layers cannot have it: "" where they can."""
+    facts = dict(sinks=model.sinks, target=target)
+    return {name: refusal(name, dtype, model.head_dim, None, **facts) or "" for name in ("auto", *CACHES)}
+
+
+def model_requests(
+    model: Architecture, cache_dtype: str, dtype: str, target: Target, *, ranks: int = 1, most_rows: int = 1
+) -> list[KernelRequest]:
+    """Kernels of a model's attention over a cache, for a bundle.
+
+    Raises:
+        ArgumentError: a cache or heads that are not ours, heads that ranks cannot share.
+    """
+    if model.heads % ranks:
+        raise ArgumentError("ranks", ranks, f"must share {model.heads} query heads", "use fewer ranks")
+    layout = layout_of(cache_dtype, dtype, model.head_dim)
+    kind = Kind(
+        layout, model.heads // ranks, max(1, model.kv_heads // ranks), PAGE, dtype, softcap=float(bool(model.softcap)),
+        sinks=model.sinks, most_rows=most_rows,
+    )  # fmt: skip
+    return kind.requests(target)
 
 
 def pages_of(kv_cache: torch.Tensor, kind: Kind) -> torch.Tensor:

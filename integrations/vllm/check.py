@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from terrazzo.integrations.vllm import attention_core
 from terrazzo.integrations.vllm.weights import ACTIVATIONS, Wanted
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.checkpoints.config import Config
@@ -70,6 +71,14 @@ def check(folder: str | Path, target: Target, ranks: int = 1) -> list[Row]:
             leaf = names[0].rpartition(".")[2]
             rows.append(Row(leaf, len(names), None, None, 0, "", reason, names[0]))
     return rows
+
+
+def caches(folder: str | Path, target: Target) -> dict[str, str]:
+    """Cache dtypes of vLLM's -> why our attention does not take them for a folder's model, "" where it does."""
+    model = of_folder(folder, Weights())
+    if model.architecture is None:
+        return {}
+    return attention_core.caches(model.architecture, model.dtype, target)
 
 
 def _is_part(name: str, every: set[str]) -> bool:

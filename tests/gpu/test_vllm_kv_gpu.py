@@ -192,6 +192,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "vllm": dict(count=24),
     "auto": dict(count=24, attention_backend="CUSTOM"),
     "int8": dict(count=24, attention_backend="CUSTOM", kv_cache_dtype="int8_per_token_head"),
+    "speculated": dict(
+        count=24, attention_backend="CUSTOM", kv_cache_dtype="int8_per_token_head",
+        speculative_config=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1),
+    ),
     "together": dict(
         count=REQUESTS, tokens=12, attention_backend="CUSTOM", kv_cache_dtype="int4_per_token_head", aborted=0.02,
         counted=True, num_gpu_blocks_override=60, max_num_batched_tokens=256, enable_prefix_caching=True,
@@ -241,6 +245,16 @@ def test_vllm_says_what_it_says_with_its_own_cache(engines):
         assert not wrong
         cache = RUNS[name].get("kv_cache_dtype", "auto")
         assert set(mine["attention"].values()) == {f"Implementation {cache}"}
+        assert mine["graphs"] == "FULL_AND_PIECEWISE", "decodes are no graphs of their own"
+
+
+@needs_vllm
+def test_speculation_changes_no_token(engines):
+    """Rows of q_len 1 to 4, in graphs and out of them."""
+    plain, speculated = engines.take("int8", "speculated")
+    equal, wrong = compare(speculated, plain, 0.2)
+    print(f"{equal} of {24 * 24} tokens equal before a tie, {wrong} requests differ otherwise; {speculated['graphs']}")
+    assert not wrong
 
 
 @needs_vllm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import random
 import sys
 import weakref
@@ -12,18 +13,22 @@ from typing import Any
 
 import pytest
 import torch
+from terrazzo import cli
 from terrazzo.integrations import vllm as plugin
 from terrazzo.integrations.vllm import attention_core as core
+from terrazzo.integrations.vllm import check
 from terrazzo.integrations.vllm.attention_core import Kind, Split
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.attention import op, prefill_op
 from terrazzo.schedules import attention_prefill
 
+from benchmarks.engine_model import write_config
 from tests.integrations import paged_engine, vllm_double
 
 H100 = Target.parse("nvidia/nvidia-h100")
 SMALL = Kind(core.layout_of("int4_per_token_head", "float16", 64), 4, 2, 16, "float16", most_length=512)
+KIND_OF_TINY = Kind(core.layout_of("int8_per_token_head", "bfloat16", 64), 4, 2, core.PAGE, "bfloat16")
 SIZES = {
     "int4_per_token_head": lambda dim: dim + 8, "int8_per_token_head": lambda dim: 2 * dim + 8,
     "float16": lambda dim: 4 * dim, "bfloat16": lambda dim: 4 * dim, core.OWN_CACHE: lambda dim: dim + dim // 2 + 8,
@@ -146,6 +151,36 @@ def test_what_any_step_launches_was_compiled_before(seed, name, softcap, sinks, 
         assert made.request in ahead and made.places
         width = attention_prefill.narrower(problem, H100, H100.sms, rng.randrange(1, 9000) * 4, batch * 8)
         assert prefill_op.plan(layout, **facts, fresh=False, device=H100, rows=width).request in ahead
+
+
+def test_a_bundle_has_a_models_attention(tmp_path, capsys):
+    folder = write_config(tmp_path / "model", "tiny-llama", "none", 64, "bfloat16")
+    ahead = set(replace(KIND_OF_TINY, most_rows=3).requests(H100))
+    facts = (
+        SimpleNamespace(heads=4, kv_heads=2, head_dim=64, softcap=0.0, sinks=False),
+        "int8_per_token_head",
+        "bfloat16",
+    )
+    assert set(core.model_requests(*facts, H100, most_rows=3)) == ahead
+    assert set(core.model_requests(*facts, H100, ranks=2)) == set(replace(KIND_OF_TINY, most_rows=1).requests(H100))
+    with pytest.raises(ArgumentError, match="ranks"):
+        core.model_requests(*facts, H100, ranks=3)
+    command = ["compile", str(folder), "--target", "nvidia/nvidia-h100", "--kv", "none", "--dry-run", "--json"]
+    counts = []
+    for more in ([], ["--kv-cache-dtype", "int8_per_token_head", "--q-len", "3"]):
+        assert cli.main([*command, *more]) == 0
+        counts.append(json.loads(capsys.readouterr().out)["total"])
+    assert counts[1] - counts[0] == len(ahead)
+
+
+def test_a_folder_says_which_caches_it_may_have(tmp_path, capsys):
+    folder = write_config(tmp_path / "model", "tiny-llama", "none", 64, "bfloat16")
+    assert check.caches(folder, H100) == dict.fromkeys(("auto", *core.CACHES), "")
+    assert cli.main(["serve-check", str(folder)]) == 0
+    assert "--kv-cache-dtype auto, float16, bfloat16, int8_per_token_head" in capsys.readouterr().out
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | dict(head_dim=96)))
+    assert all("96 dimensions" in reason for reason in check.caches(folder, H100).values())
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------

@@ -112,7 +112,8 @@ def main() -> None:
         tokens = [list(out.token_ids) for out in outs]
         counts["aborted"] = sum(len(each) < how.max_tokens for each in tokens)
         answers[folder] = dict(tokens=tokens, logprobs=said, kernels=used, attention=llm.apply_model(attention)[0])
-        answers[folder] |= counts
+        graphs = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode
+        answers[folder] |= counts | dict(graphs=getattr(graphs, "name", str(graphs)))
         del llm
         gc.collect()
     print("\n" + json.dumps(answers))
