@@ -27,6 +27,7 @@ SIZES = dict(
     vocab_size=64, head_dim=64, max_position_embeddings=256, initializer_range=0.2, eos_token_id=None,
     bos_token_id=None,
 )  # fmt: skip
+FAST = {"quantize": "w4a16-g32", "options": {"clip_steps": 1}}
 PROMPTS = [[5, 9, 2, 33], [7, 1]]
 
 
@@ -53,10 +54,10 @@ def tokens(model, **options) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("kind", "world", "options"),
     [
-        ("llama", 2, {"quantize": "w4a16-g32", "kv": "int8"}),
+        ("llama", 2, {**FAST, "kv": "int8"}),
         ("llama", 4, {}),  # four ranks, two heads of keys and values
         ("qwen2", 2, {"lm_head": "w4a16-g32"}),
-        ("qwen3_moe", 2, {"quantize": "w4a16-g32"}),
+        pytest.param("qwen3_moe", 2, FAST, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_make_the_tokens_of_one_process(tmp_path, kind, world, options):
@@ -70,7 +71,7 @@ def test_ranks_make_the_tokens_of_one_process(tmp_path, kind, world, options):
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_a_saved_folder_is_shared_as_the_published_one_is(tmp_path, kind):
-    options = {"device": "cpu", "quantize": "w4a16-g32", "kv": "float16"}
+    options = {"device": "cpu", **FAST, "kv": "float16"}
     whole = load(folder_of(tmp_path / "float", kind), **options)
     whole.save_pretrained(tmp_path / "packed")
     made = together(2, lambda ranks: tokens(load(tmp_path / "packed", device="cpu", tensor_parallel=ranks)))
@@ -101,7 +102,7 @@ def read_bytes(monkeypatch):
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_a_rank_reads_its_share_of_the_bytes(tmp_path, read_bytes, kind, saved):
     folder = folder_of(tmp_path / "float", kind)
-    options = {"device": "cpu", "kv": "float16", "quantize": "w4a16-g32"}
+    options = {"device": "cpu", "kv": "float16", **FAST}
     if saved:
         load(folder, **options).save_pretrained(tmp_path / "packed")
         folder, options = tmp_path / "packed", {"device": "cpu"}
@@ -124,7 +125,7 @@ def test_a_rank_reads_its_share_of_the_bytes(tmp_path, read_bytes, kind, saved):
     [
         (3, {}, "heads, 4"),
         (8, {}, "heads, 4"),
-        (4, {"quantize": "w4a16-g128"}, ""),
+        (4, {"quantize": "w4a16-g128", "options": {"clip_steps": 1}}, ""),
     ],
 )
 def test_worlds_that_do_not_fit_a_model_are_refused_by_name(tmp_path, world, options, said):
@@ -189,7 +190,7 @@ def test_four_processes_make_the_tokens_of_one(tmp_path):
     jobs = []
     for kind in ("llama", "qwen3_moe"):
         folder = str(folder_of(tmp_path / kind, kind))
-        options = {"quantize": "w4a16-g32", "kv": "float16"}
+        options = {**FAST, "kv": "float16"}
         load(folder, device="cpu", **options).save_pretrained(tmp_path / f"{kind}-packed")
         jobs += [(folder, options), (str(tmp_path / f"{kind}-packed"), {})]
     jobs.append((str(tmp_path / "llama"), {"kv": "int8"}))
