@@ -11,8 +11,9 @@ from terrazzo import nn
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import products
 from terrazzo.nn.formats import FAMILIES
-from terrazzo.ops import shards, w4a16
+from terrazzo.ops import shards, w4a16, w8a8
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.w4a8.w8a8 import torch_op
 
 N, K = 128, 512
 MORE = ("w4a16-g32", "w4a16-g64-sym", "w4a8-g32", "w4a8-e4m3-gK")
@@ -110,6 +111,34 @@ def test_experts_are_cut_one_by_one(form):
     halves = [products.grouped_gemm(products.quantize(x, h), h, offsets, torch.float16)
               for h in (stack.shard(0, 2), stack.shard(1, 2))]  # fmt: skip
     assert torch.equal(torch.cat(halves, dim=-1), whole)
+
+
+W8A8 = {
+    "int8": {}, "int8 asymmetric": {"asymmetric": True}, "e4m3": {"codes": "e4m3"},
+    "e4m3 blocks": {"codes": "e4m3", "granularity": "block"}, "int8 smooth": {"smooth": torch.rand(K) + 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", W8A8)
+def test_w8a8_shards_hold_the_numbers_of_the_whole_and_multiply_alike(kind):
+    w = w8a8.quantize(random(N, K), bias=random(1, N, 1)[0].half(), **W8A8[kind])
+    x = torch.randint(-8, 9, (5, K), generator=torch.Generator().manual_seed(3)).half()
+    product = lambda x, w: torch_op.call(x, w, None, torch.float16)
+    assert torch.equal(torch.cat([product(x, w.shard(r, 2)) for r in range(2)], -1), product(x, w))
+    for dim, world in ((0, 2), (0, 4), (1, 2), (1, 4)):
+        made = [w.shard(rank, world, dim) for rank in range(world)]
+        assert torch.equal(torch.cat([each.dequantize() for each in made], dim=dim), w.dequantize())
+        for rank, each in enumerate(made):
+            each.check_sizes()
+            same(each.unpack(), w.unpack().shard(rank, world, dim))
+            assert torch.equal(each.channel_scales, each.unpack().pack().channel_scales)
+            assert each.bias is None or rank == 0 or dim == 0
+
+
+def test_w8a8_blocks_are_cut_between_rows_that_share_a_scale():
+    w = w8a8.quantize(random(N, K), codes="e4m3", granularity="block")
+    with pytest.raises(ArgumentError, match="rows of 16"):
+        w.shard(0, 16)
 
 
 def rows(canonical, spans) -> torch.Tensor:
