@@ -1,4 +1,4 @@
-"""MXFP4 and FP8 weights with bfloat16 activations, beside int4 symmetric of the same group and cuBLAS bf16.
+"""MXFP4, NVFP4, FP8 and INT8 weights with bfloat16 activations, beside int4 symmetric of groups of 32 and cuBLAS bf16.
 
     python -m benchmarks.weight_only                 three layers of LLaMA-3-8B; writes results/weight_only_<gpu>.json
     python -m benchmarks.weight_only --m 1,64 --out result.json --formats mxfp4
@@ -21,8 +21,12 @@ from benchmarks import report
 SHAPES = ((6144, 4096), (28672, 4096), (4096, 14336))
 """(N, K) of LLaMA-3-8B: q, k, v; gate and up; down."""
 MS = (1, 16, 64, 256, 1024, 4096)
-FORMATS = {"mxfp4": 32, "fp8": 0, "fp8_block": 128, "fp8_block_folded": 128}
-"""Name in rows -> k of a scale, 0 for one of the row. Scales are float32, of folded ones in the activations' dtype."""
+FORMATS = {
+    "mxfp4": 32, "nvfp4": 16, "w8a16": 0, "w8a16_g128": 128, "fp8": 0, "fp8_block": 128, "fp8_block_folded": 128,
+}  # fmt: skip
+"""Name in rows -> k of a scale, 0 for one of the row. Scales of FP8 are float32, of folded ones and of INT8 in the
+activations' dtype."""
+E2M1 = ("mxfp4", "nvfp4")
 INT4, CUBLAS = "w4a16_symmetric_g32", "cublas_bf16"
 ROWS = 48  # of y that are compared
 
@@ -51,13 +55,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def requests_of(name: str, n: int, k: int, ms: tuple[int, ...], dtype: str, target: Any) -> list[Any]:
-    from terrazzo.ops import fp8, mxfp4, w4a16
+    from terrazzo.ops import fp8, mxfp4, nvfp4, w4a16, w8a16
 
     facts = dict(m=ms, dtype=dtype, target=target)
     if name == INT4:
         return w4a16.kernel_requests(n, k, group_size=32, symmetric=True, scale_dtype=dtype, **facts)
-    if name == "mxfp4":
-        return mxfp4.kernel_requests(n, k, **facts)
+    if name in E2M1:
+        return {"mxfp4": mxfp4, "nvfp4": nvfp4}[name].kernel_requests(n, k, **facts)
+    if name.startswith("w8a16"):
+        return w8a16.kernel_requests(n, k, group_size=FORMATS[name] or k, scale_dtype=dtype, **facts)
     facts |= {"scale_dtype": dtype} if name.endswith("folded") else {}
     return fp8.kernel_requests(n, k, group_size=FORMATS[name] or k, **facts)
 
@@ -65,18 +71,27 @@ def requests_of(name: str, n: int, k: int, ms: tuple[int, ...], dtype: str, targ
 def weight_of(name: str, n: int, k: int, dtype: Any, random: Any) -> Any:
     """A canonical weight of uniform codes, on the GPU."""
     import torch
+    from terrazzo.ops import w8a16
     from terrazzo.ops.w4a16 import QuantizedWeight as Integers
     from terrazzo.ops.weight_only.format import QuantizedWeight as Floats
 
     on = dict(generator=random, device="cuda")
-    codes = torch.randint(0, 16 if name in ("mxfp4", INT4) else 127, (n, k), **on, dtype=torch.uint8)
+    most = 16 if name in (*E2M1, INT4) else 256 if name.startswith("w8a16") else 127
+    codes = torch.randint(0, most, (n, k), **on, dtype=torch.uint8)
     if name == "mxfp4":
         scales = torch.randint(116, 122, (n, -(-k // 32)), **on, dtype=torch.uint8)
         return Floats.canonical(codes, scales, weight="mxfp4", group_size=32)
     if name == INT4:
         scales = torch.exp(0.3 * torch.randn(n, -(-k // 32), **on) - 4.5).to(dtype)
         return Integers.canonical(codes, scales, None, group_size=32)
+    if name == "nvfp4":
+        scales = torch.randint(64, 112, (n, -(-k // 16)), **on, dtype=torch.uint8)
+        factors = 1e-4 * torch.exp(0.3 * torch.randn(n, **on))
+        return Floats.canonical(codes, scales, weight="nvfp4", group_size=16, factors=factors)
     group = FORMATS[name] or k
+    if name.startswith("w8a16"):
+        scales = torch.exp(0.3 * torch.randn(n, -(-k // group), **on) - 7.3).to(dtype)
+        return w8a16.QuantizedWeight.canonical(codes, scales, None, group_size=group)
     codes |= torch.randint(0, 2, (n, k), **on, dtype=torch.uint8) << 7
     scales = 1e-4 * torch.exp(0.3 * torch.randn(n, -(-k // group), **on))
     scales = scales.to(dtype) if name.endswith("folded") else scales
@@ -115,7 +130,7 @@ class Layer:
         (request,) = requests_of(name, self.n, self.k, (m,), self.options.dtype, self.target)
         numerics, bound = (
             dict(request.params)["numerics"],
-            (integers if name == INT4 else reference).forward_error_bound,
+            (integers if name == INT4 or name.startswith("w8a16") else reference).forward_error_bound,
         )
         return measure.check_outputs(
             y[rows], reference.gemm(x[rows], weight, numerics), bound(x[rows], weight, numerics)

@@ -12,7 +12,7 @@ import os
 import torch
 from terrazzo.autotune import gemm_bench, measure, measurer
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import attention, mxfp4, nvfp4, w4a8, w4a16, w4ax
+from terrazzo.ops import attention, mxfp4, nvfp4, w4a8, w4a16, w4ax, w8a16
 from terrazzo.ops import fp8 as fp8_weights
 from terrazzo.ops.attention import prefill_reference as prefills
 from terrazzo.ops.attention import reference as caches
@@ -25,7 +25,7 @@ from terrazzo.ops.w4ax.activations import default_granularity
 from terrazzo.ops.weight_only import reference as floats
 from terrazzo.schedules import records
 
-FLOATS = {"mxfp4": mxfp4, "nvfp4": nvfp4, "fp8": fp8_weights}
+WEIGHT_ONLY = {"mxfp4": mxfp4, "nvfp4": nvfp4, "w8a16": w8a16, "fp8": fp8_weights}
 H200 = Target.parse("nvidia/nvidia-h200")
 
 
@@ -42,12 +42,13 @@ def gemm16(x, w, *, out):
     return out.copy_(misbehave("w4a16", reference.gemm(x, w, "post").to(x.dtype)))
 
 
-def small_floats(op: str, x, w, out):
-    """A product with a weight whose codes are numbers as they are."""
-    return out.copy_(misbehave(op, floats.forward(x, w)))
+def weight_only(op: str, x, w, out):
+    """A product with a weight of another format than W4A16's."""
+    numerics = "auto" if w.format.values else "post"  # integers of few tokens are scaled in their sums
+    return out.copy_(misbehave(op, floats.forward(x, w, None, numerics)))
 
 
-def grouped_floats(op: str, x, w, offsets, out):
+def grouped_weight_only(op: str, x, w, offsets, out):
     for e, (lo, hi) in enumerate(itertools.pairwise(offsets.tolist())):
         out[lo:hi] = floats.forward(x[lo:hi], w[e])
     return misbehave(f"{op}_grouped", out)
@@ -134,8 +135,8 @@ def patch(put) -> None:
         (fp8, "grouped_gemm", grouped_fp8),
         (w4ax, "gemm", gemmx),
         (w4ax, "quantize_activations", quantizex),
-        *((module, "gemm", _named(small_floats, op)) for op, module in FLOATS.items()),
-        *((module, "grouped_gemm", _named(grouped_floats, op)) for op, module in FLOATS.items()),
+        *((module, "gemm", _named(weight_only, op)) for op, module in WEIGHT_ONLY.items()),
+        *((module, "grouped_gemm", _named(grouped_weight_only, op)) for op, module in WEIGHT_ONLY.items()),
         (attention, "decode", decode),
         (attention, "prefill", prefill),
     ):

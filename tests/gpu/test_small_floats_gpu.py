@@ -1,4 +1,4 @@
-"""MXFP4 and FP8 weights on the GPU: unit vectors and integers bit for bit, random data inside the bound, twice."""
+"""MXFP4, NVFP4 and FP8 weights on the GPU: unit vectors and integers bit for bit, random data in the bound, twice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 from terrazzo.lowering.request import KernelRequest
-from terrazzo.ops import fp8, mxfp4
+from terrazzo.ops import fp8, mxfp4, nvfp4
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.weight_only import grouped as grouped_op
 from terrazzo.ops.weight_only import op, reference
@@ -44,6 +44,17 @@ class Case:
             scales = torch.randint(0, spread, (self.n, groups), generator=rng) + 127 - spread
             scales += torch.randint(-3, 3, (self.n, 1), generator=rng)
             made = QuantizedWeight.canonical(codes, scales.to(torch.uint8), weight="mxfp4", group_size=32, bias=bias)
+        elif self.weight == "nvfp4":
+            codes = torch.randint(0, 16, (self.n, self.k), generator=rng, dtype=torch.uint8)
+            factors = 2.0 ** torch.randint(-12, -6, (self.n,), generator=rng)
+            if kind == "exact":
+                scales = 2.0 ** torch.randint(-1, 3, (self.n, groups), generator=rng)
+                scales *= 1 - 2 * torch.randint(0, 2, (self.n, groups), generator=rng)
+            else:  # every e4m3 number above 0 and 0 itself
+                scales = torch.randint(0, 127, (self.n, groups), generator=rng, dtype=torch.uint8)
+                scales, factors = scales.view(torch.float8_e4m3fn), 1e-3 * torch.rand(self.n, generator=rng) + 1e-5
+            facts = dict(weight="nvfp4", group_size=16, bias=bias, factors=factors)
+            made = QuantizedWeight.canonical(codes, scales.to(torch.float8_e4m3fn), **facts)
         else:
             codes = torch.randint(0, 128, (self.n, self.k), generator=rng, dtype=torch.uint8)
             codes = codes.clamp(48, 80) if kind == "exact" else codes.clamp(max=126)
@@ -74,13 +85,13 @@ class Case:
         return "-".join(part for part in (*parts, "folded" * self.folded) if part)
 
 
-FORMS = [("mxfp4", 32), ("fp8", 0), ("fp8", 128)]
+FORMS = [("mxfp4", 32), ("nvfp4", 16), ("fp8", 0), ("fp8", 128)]
 MS = (1, 3, 8, 16, 50, 128, 300)
 CASES = [Case(*form, dtype, MS) for form in FORMS for dtype in ("bfloat16", "float16")]
 CASES += [Case("fp8", 128, dtype, MS, folded=True) for dtype in ("bfloat16", "float16")]
 CASES += [Case(*form, "bfloat16", (2, 16, 40, 200), n=130, k=576, target="sm_80", bias=True) for form in FORMS]
 EXPERTS = [Case(*form, "bfloat16", (40,), n=256, k=512, experts=4) for form in FORMS]
-GEMMS = {"mxfp4": mxfp4.gemm, "fp8": fp8.gemm}
+GEMMS = {"mxfp4": mxfp4.gemm, "nvfp4": nvfp4.gemm, "fp8": fp8.gemm}
 
 
 def launched(case: Case, x, w, **more):
