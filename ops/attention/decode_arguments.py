@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention.decode_merge import BATCH
+from terrazzo.ops.attention.decode_copies import peek
 from terrazzo.ops.attention.layout import CacheLayout
-from terrazzo.ops.attention.tile_macros import smaller
+from terrazzo.ops.attention.tile_macros import less, smaller
 
 PASS_CONFIGS = (  # barriers and bounds are the program's own
     ("tl.disable_safe_memory_legalize", True),
@@ -28,20 +28,23 @@ def stage_words(layout: CacheLayout, tiles: int) -> int:
     return layout.channel_words + tiles * layout.tile_words
 
 
-def arguments(head_dim: int, dtype: str, *, cols: int, cluster: int, balanced: bool = False) -> SimpleNamespace:
+def arguments(
+    head_dim: int, dtype: str, *, cols: int, cluster: int, balanced: bool = False, ragged: bool = False
+) -> SimpleNamespace:
     """The types of the tensors that both programs take (shapes: decode_program.build), and the sizes they have.
 
     Args:
-        cols: rows of a CTA. cluster, balanced: as of decode_program.
+        cols: rows of a CTA. cluster, balanced, ragged: as of decode_program.
     """
     import tilelang.language as T
 
     names = ("b", "q_len", "hq", "hk", "pages", "page_words", "tb", "most", "slots", "rh", "res_words")
-    names += ("skh", "skd", "svh", "svd", "n_sinks", "y", "p")
+    names += ("skh", "skd", "svh", "svd", "n_sinks", "y", "p", "n", "b1")
     d = SimpleNamespace(**{name: T.dynamic(name) for name in names})
     part_rows = 1 if balanced else d.b
+    new = (1, d.n) if ragged else (d.b, d.q_len)
     return SimpleNamespace(
-        Q=T.Tensor((d.b, d.q_len, d.hq, head_dim), dtype),
+        Q=T.Tensor((*new, d.hq, head_dim), dtype),
         KV=T.Tensor((d.pages, d.hk, d.page_words), "int32"),
         TABLE=T.Tensor((d.tb, d.most), "int32"),
         LEN=T.Tensor((d.b,), "int32"),
@@ -53,36 +56,103 @@ def arguments(head_dim: int, dtype: str, *, cols: int, cluster: int, balanced: b
         OP=T.Tensor((part_rows, d.y, d.p, cols, head_dim), "float32"),
         LP=T.Tensor((part_rows, d.y, d.p, cluster * cols), "float32"),
         SEM=T.Tensor((d.b * d.y * cluster,), "int32"),
-        O=T.Tensor((d.b, d.q_len, d.hq, head_dim), dtype),
-        LSE=T.Tensor((d.b, d.q_len, d.hq), "float32"),
+        O=T.Tensor((*new, d.hq, head_dim), dtype),
+        LSE=T.Tensor((*new, d.hq), "float32"),
+        CU=T.Tensor((d.b1,), "int32"),
         splits=d.p * cluster, grid=(d.p * cluster, d.y, part_rows), sizes=d,
     )  # fmt: skip
 
 
-def work_of(sizes: SimpleNamespace, names: tuple[str, ...], **own) -> SimpleNamespace:
-    """`w` of the macros: sizes of the launch, one-element buffers `names`, and what a program has of its `own`."""
+def work_of(sizes: SimpleNamespace, names: tuple[str, ...], most_new, **own) -> SimpleNamespace:
+    """`w` of the macros: sizes of the launch, one-element buffers `names`, and what a program has of its `own`.
+
+    Every sequence has `q_len` new tokens, of which Q[b] are the rows. Where `most_new`, the most of a sequence, is not
+    None, q_len is the sequence's own number, and its rows are Q[0] from `own_first` on (`make_rows_macros`).
+    """
     import tilelang.language as T
 
     ints = {name: T.alloc_local((1,), "int32") for name in (*INTEGERS, *names)}
-    facts = dict(q_len=sizes.q_len, kv_heads=sizes.hk, pages=sizes.pages, most=sizes.most, page_words=sizes.page_words)
-    return SimpleNamespace(**{**ints, **facts, "places": sizes.p, "member": ints["lane"], **own})
+    facts = dict(
+        q_len=sizes.q_len,
+        most_new=sizes.q_len,
+        q_of=own["b"],
+        own_first=None,
+        kv_heads=sizes.hk,
+        pages=sizes.pages,
+        most=sizes.most,
+        page_words=sizes.page_words,
+    )
+    if most_new is not None:
+        own_first, own_new = (T.alloc_local((1,), "int32") for _ in range(2))
+        facts |= dict(most_new=most_new, q_of=0, own_first=own_first, own_new=own_new, q_len=own_new[0])
+    return SimpleNamespace(**{"member": ints["lane"], **ints, **facts, "places": sizes.p, **own})
 
 
-def make_rows_macro(sizes: SimpleNamespace, cols: int):
-    """Macro `find_rows`: which rows of which kv head are the CTA's, at the beginning of its ring."""
+def query_at(w, query):
+    """Where new token `query` of the CTA's sequence lies in Q[w.q_of], O and LSE."""
+    return query if w.own_first is None else w.own_first[0] + query
+
+
+def make_rows_macros(sizes: SimpleNamespace, cols: int, ragged: bool) -> SimpleNamespace:
+    """Macros `find_rows` (which rows of which kv head are the CTA's) and, of ragged batches, `find_own` (how many new
+    tokens its sequence has, behind the wait for the kernel ahead; a CTA without rows ends there)."""
     import tilelang.language as T
+
+    @T.macro
+    def count_rows(w):
+        w.rows[0] = w.group[0] * w.q_len
 
     @T.macro
     def find_rows(w):
         w.group[0] = T.truncdiv(sizes.hq, sizes.hk)
-        w.rows[0] = w.group[0] * w.q_len
+        if not ragged:
+            count_rows(w)
         w.h[0] = T.truncdiv(w.hy * sizes.hk, sizes.y)
         w.y[0] = w.hy - w.h[0] * T.truncdiv(sizes.y, sizes.hk)
-        w.here[0] = smaller(cols, w.rows[0] - w.y[0] * cols)
+        if not ragged:
+            w.here[0] = smaller(cols, w.rows[0] - w.y[0] * cols)
         w.read[0] = 0
         w.parity[0] = 0
 
-    return find_rows
+    @T.macro
+    def find_own(CU, w):
+        w.own_first[0] = peek(CU, w.b)
+        w.own_new[0] = peek(CU, w.b + 1) - w.own_first[0]
+        count_rows(w)
+        w.here[0] = smaller(cols, w.rows[0] - w.y[0] * cols)
+        if less(w.here[0], 1):
+            T.thread_return()
+
+    return SimpleNamespace(find_rows=find_rows, find_own=find_own)
+
+
+def program(body, args: SimpleNamespace, ragged: bool):
+    """The prim_func `main` of a macro over all tensors; one of a ragged batch has CU and most_new besides."""
+    import tilelang.language as T
+
+    if ragged:
+
+        @T.prim_func
+        def main(
+            Q: args.Q, KV: args.KV, TABLE: args.TABLE, LEN: args.LEN, RES: args.RES, SLOT: args.SLOT, SK: args.SK,
+            SV: args.SV, SINK: args.SINK, OP: args.OP, LP: args.LP, SEM: args.SEM, O: args.O, LSE: args.LSE,
+            CU: args.CU, scale: T.float32, cap: T.float32, window: T.int32, most_new: T.int32,
+        ):  # fmt: skip
+            body(
+                Q, KV, TABLE, LEN, RES, SLOT, SK, SV, SINK, OP, LP, SEM, O, LSE, CU, most_new, scale, cap, window
+            )  # fmt: skip
+
+        return main
+
+    @T.prim_func
+    def main(
+        Q: args.Q, KV: args.KV, TABLE: args.TABLE, LEN: args.LEN, RES: args.RES, SLOT: args.SLOT, SK: args.SK,
+        SV: args.SV, SINK: args.SINK, OP: args.OP, LP: args.LP, SEM: args.SEM, O: args.O, LSE: args.LSE,
+        scale: T.float32, cap: T.float32, window: T.int32,
+    ):  # fmt: skip
+        body(Q, KV, TABLE, LEN, RES, SLOT, SK, SV, SINK, OP, LP, SEM, O, LSE, None, None, scale, cap, window)
+
+    return main
 
 
 def check_cache(layout: CacheLayout, *, page: int, residual: int, tokens: int, remedy: str) -> None:
@@ -95,6 +165,6 @@ def check_cache(layout: CacheLayout, *, page: int, residual: int, tokens: int, r
 
 
 def check_cluster(cluster: int, most: int, constraint: str) -> None:
-    """Raise ArgumentError where a cluster has no CTA or more than `most`, at most BATCH."""
-    if not 1 <= cluster <= min(most, BATCH):
+    """Raise ArgumentError where a cluster has no CTA or more than `most`."""
+    if not 1 <= cluster <= most:
         raise ArgumentError("cluster", cluster, constraint, "use 1")

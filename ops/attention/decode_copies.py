@@ -73,7 +73,7 @@ def _make_plan_macros(f: SimpleNamespace) -> SimpleNamespace:
             w.packed[0] = smaller(w.packed[0], room(w))
         w.start[0] = 0
         if w.window > 0:
-            w.start[0] = larger(w.length[0] - w.q_len + 1 - w.window, 0) // chunk * chunk
+            w.start[0] = larger(w.length[0] - w.most_new + 1 - w.window, 0) // chunk * chunk
         w.r1[0] = larger(w.packed[0] - w.start[0] + warps * chunk - 1, 0) // (warps * chunk)  # rounds of the CTAs
         w.r0[0] = T.truncdiv(w.split * w.r1[0], w.splits)
         w.r1[0] = T.truncdiv((w.split + 1) * w.r1[0], w.splits)
@@ -208,10 +208,10 @@ def make_copy_macros(
             caller reads the length, to w.length before `prefetch` and, where that is not `ahead`, before `start`; to
             w.now in between.
 
-    `w` holds the sizes b, split, splits, q_len, window, kv_heads, pages, page_words, most (pages of a table's row), and
-    one-element local buffers: length; h, lane, warp, whose ring it is, member, the number of a thread among those of a
-    ring, of which the first 32 fetch; packed, start, r0, r1, first, count; page and later, the pages of
-    stages `lane` and 32 + `lane` of the round of 32 that is being copied; source, a stage's page.
+    `w` holds the sizes b, split, splits, most_new, window, kv_heads, pages, page_words, most (pages of a table's
+    row), and one-element local buffers: length; h, lane, warp, whose ring it is, member, the number of a thread
+    among those of a ring, of which the first 32 fetch; packed, start, r0, r1, first, count; page and later, the
+    pages of stages `lane` and 32 + `lane` of the round of 32 that is being copied; source, a stage's page.
     """
     import tilelang.language as T
 

@@ -9,6 +9,7 @@ row, all loaded at once, and the shares follow one another through shared memory
 
 from types import SimpleNamespace
 
+from terrazzo.ops.attention.decode_arguments import query_at
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.rotation_macros import make_rotation, sum_stages
 from terrazzo.ops.attention.tile_macros import LOWEST, each, larger, less, smaller
@@ -166,12 +167,12 @@ def _make_result_macros(f: SimpleNamespace) -> SimpleNamespace:
             c.m[0] = c.top[0]
         c.f[0] = T.if_then_else(c.l[0] > 0, T.float32(1) / c.l[0], T.float32(0))
         T.call_extern(
-            "handle", "tz_store8", T.access_ptr(O[w.b, w.query[0], w.head[0], col], "w", 4),
+            "handle", "tz_store8", T.access_ptr(O[w.q_of, query_at(w, w.query[0]), w.head[0], col], "w", 4),
             T.call_extern("uint32", f"tz_pack2<{bf16}>", c.o[0] * c.f[0], c.o[1] * c.f[0]),
             T.call_extern("uint32", f"tz_pack2<{bf16}>", c.o[2] * c.f[0], c.o[3] * c.f[0]),
         )  # fmt: skip
         if less(col, 1):
-            LSE[w.b, w.query[0], w.head[0]] = T.if_then_else(
+            LSE[w.q_of, query_at(w, w.query[0]), w.head[0]] = T.if_then_else(
                 c.l[0] > 0, c.m[0] + T.call_extern("float32", "tz_log2", c.l[0]), -T.infinity("float32")
             )
 

@@ -29,7 +29,7 @@ def make_place_macros(copies: SimpleNamespace, ring: SimpleNamespace | None, *, 
         T.call_extern(
             "handle", "tz_place", T.access_ptr(place, "w"), T.access_ptr(held, "r"), T.access_ptr(LEN, "r"),
             LEN.shape[0],
-            T.call_extern("int32", "tz_select", less(0, w.window), w.window + w.q_len, 0x7FFFFFFF), x,
+            T.call_extern("int32", "tz_select", less(0, w.window), w.window + w.most_new, 0x7FFFFFFF), x,
             w.places - LEN.shape[0], copies.least, MOST_SPLITS,
         )  # fmt: skip
 

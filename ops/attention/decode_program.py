@@ -26,7 +26,8 @@ from terrazzo.ops.attention.decode_arguments import (
     arguments,
     check_cache,
     check_cluster,
-    make_rows_macro,
+    make_rows_macros,
+    program,
     stage_words,
     work_of,
 )
@@ -189,6 +190,7 @@ def build(
     convert: str = "masked",
     balanced: bool = False,
     sink_tokens: int = 0,
+    ragged: bool = False,
 ):
     """The prim_func `main` for up to 8 * row_tiles rows in a CTA.
 
@@ -204,13 +206,16 @@ def build(
         convert: "masked", or "plain" for integer-to-float instructions (ablation.py).
         balanced: sequences get splits in proportion to their tokens, without clusters. Of P CTAs along x, P - B are
             what the tokens of all are divided by (schedules/attention_balance.py).
+        ragged: sequences have numbers of new tokens of their own, up to most_new.
 
     Shapes: Q and O [B, q_len, Hq, D] in `dtype`; KV int32 [pages, Hkv, page words]; TABLE int32 [B, most pages] (one
     element when contiguous); LEN int32 [B], tokens in all, the q_len new ones included; RES int32 [slots, Hkv, words]
     and SLOT int32 [B]; SK, SV f32 [Hkv, D] for static formats (one element otherwise); SINK f32 [Hq]; OP f32
     [B, Y, P, rows, D] and LP f32 [B, Y, P, cluster * rows], Y = Hkv * row groups, P = splits / cluster, of a balanced
     kernel [1, Y, P, ...], P splits of all sequences; SEM int32 [B * Y * cluster], zero between launches; LSE f32
-    [B, q_len, Hq], base 2. Scalars: softmax scale * log2(e), cap * log2(e), window in tokens (0: none).
+    [B, q_len, Hq], base 2; of a ragged kernel Q and O [1, N, Hq, D], LSE [1, N, Hq] and CU int32 [B + 1], where each
+    sequence's new tokens begin. Scalars: softmax scale * log2(e), cap * log2(e), window in tokens (0: none),
+    of a ragged kernel most_new.
     """
     import tilelang.language as T
 
@@ -238,15 +243,11 @@ def build(
     merge = make_merge_macros(layout, tile, row_tiles=nt, warps=warps, cluster=cluster, dtype=dtype, sinks=sinks)
     cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
     source = _prelude(layout, residual)
-    args = arguments(head_dim, dtype, cols=8 * nt, cluster=cluster, balanced=balanced)
-    find_rows = make_rows_macro(args.sizes, 8 * nt)
+    args = arguments(head_dim, dtype, cols=8 * nt, cluster=cluster, balanced=balanced, ragged=ragged)
+    cta_rows = make_rows_macros(args.sizes, 8 * nt, ragged)
 
-    @T.prim_func
-    def main(
-        Q: args.Q, KV: args.KV, TABLE: args.TABLE, LEN: args.LEN, RES: args.RES, SLOT: args.SLOT, SK: args.SK,
-        SV: args.SV, SINK: args.SINK, OP: args.OP, LP: args.LP, SEM: args.SEM, O: args.O, LSE: args.LSE,
-        scale: T.float32, cap: T.float32, window: T.int32,
-    ):  # fmt: skip
+    @T.macro
+    def body(Q, KV, TABLE, LEN, RES, SLOT, SK, SV, SINK, OP, LP, SEM, O, LSE, CU, most_new, scale, cap, window):
         with T.Kernel(*args.grid, threads=threads, prelude=source, **cluster_dims) as (bx, hy, bz):
             ring = T.alloc_shared((total_words,), "int32")
             full = T.alloc_barrier([1] * (warps * stages)) if bulk else None
@@ -258,7 +259,7 @@ def build(
             place = T.alloc_local((5,), "int32")  # of tz_place
             early, late, moved = (T.alloc_local((size,), "int32") for size in (4, 4, 1))
             w = work_of(
-                args.sizes, ("tile", "parts", "slot") if sliding else (),
+                args.sizes, ("tile", "parts", "slot") if sliding else (), most_new,
                 b=place[0] if balanced else bz, hy=hy, split=place[1] if balanced else bx,
                 splits=place[2] if balanced else args.splits, partials=place[2] if balanced else args.sizes.p,
                 part_row=0 if balanced else bz, part_base=place[3] if balanced else 0, window=window, sent=sent,
@@ -268,8 +269,9 @@ def build(
                 T.pdl_trigger()
             w.lane[0] = tx % 32
             w.warp[0] = tx // 32
-            find_rows(w)
-            rows.place_rows(st, w, tx)
+            cta_rows.find_rows(w)
+            if not ragged:
+                rows.place_rows(st, w, tx)
             if balanced:
                 places.expect_work(KV, TABLE, LEN, RES, SLOT, place, early, bx, w)
             elif pdl and ahead:
@@ -280,6 +282,9 @@ def build(
                 T.pdl_sync()
             if balanced:
                 places.find_work(TABLE, LEN, place, early, late, moved, bx, w)
+            if ragged:
+                cta_rows.find_own(CU, w)
+                rows.place_rows(st, w, tx)
             rows.ask_rows(Q, ring, w, tx)
             if sliding:
                 w.slot[0] = peek(SLOT, w.b)
@@ -311,4 +316,4 @@ def build(
             merge.stage_sums(ring, SV, st, w)
             merge.merge(ring, OP, LP, SEM, O, LSE, SINK, c, w, tx)
 
-    return main
+    return program(body, args, ragged)

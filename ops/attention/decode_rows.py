@@ -7,7 +7,7 @@ rings that the first copies leave free, or behind the rings where those have no 
 from types import SimpleNamespace
 
 from terrazzo.ops.attention.calls import load_words, store_words
-from terrazzo.ops.attention.decode_arguments import stage_words
+from terrazzo.ops.attention.decode_arguments import query_at, stage_words
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.rotation_macros import make_rotation, row_stages
 from terrazzo.ops.attention.tile_macros import each, less, smaller
@@ -106,7 +106,7 @@ def make_fetch_macros(f: SimpleNamespace, bulk: bool) -> SimpleNamespace:
             if less(row, cols):
                 T.call_extern(
                     "handle", "tz_cp_async", T.access_ptr(ring[at_row(row) + col // 2], "w", 4),
-                    T.access_ptr(Q[w.b, w.row_query[v], w.row_head[v], col], "r", 8),
+                    T.access_ptr(Q[w.q_of, query_at(w, w.row_query[v]), w.row_head[v], col], "r", 8),
                     T.call_extern("int32", "tz_select", less(w.y[0] * cols + row, w.rows[0]), 16, 0),
                 )  # fmt: skip
         T.call_extern("handle", "tz_cp_commit")

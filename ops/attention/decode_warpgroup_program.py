@@ -18,7 +18,9 @@ from terrazzo.ops.attention.decode_arguments import (
     arguments,
     check_cache,
     check_cluster,
-    make_rows_macro,
+    make_rows_macros,
+    program,
+    query_at,
     stage_words,
     work_of,
 )
@@ -124,7 +126,8 @@ def _make_row_macros(f: SimpleNamespace, tile: SimpleNamespace) -> SimpleNamespa
                 read128(
                     st.rows[v * 4],
                     Q[
-                        w.b, w.head[0], w.h[0] * w.group[0] + w.query[0] - w.head[0] * w.group[0], piece(v, tx)[1] * 8
+                        w.q_of, query_at(w, w.head[0]),
+                        w.h[0] * w.group[0] + w.query[0] - w.head[0] * w.group[0], piece(v, tx)[1] * 8,
                     ],
                 )  # fmt: skip
 
@@ -373,6 +376,7 @@ def build(
     parts: int = 1,
     cluster: int = 1,
     sink_tokens: int = 0,
+    ragged: bool = False,
 ):
     """The prim_func `main` for up to 8 * row_tiles rows in a CTA; arguments and shapes as of decode_program.build.
 
@@ -406,15 +410,11 @@ def build(
     )
     stage_sums = _make_sums_macro(f, tile, merge.words)
     cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
-    args = arguments(head_dim, dtype, cols=f.cols, cluster=cluster)
-    find_rows = make_rows_macro(args.sizes, f.cols)
+    args = arguments(head_dim, dtype, cols=f.cols, cluster=cluster, ragged=ragged)
+    cta_rows = make_rows_macros(args.sizes, f.cols, ragged)
 
-    @T.prim_func
-    def main(
-        Q: args.Q, KV: args.KV, TABLE: args.TABLE, LEN: args.LEN, RES: args.RES, SLOT: args.SLOT, SK: args.SK,
-        SV: args.SV, SINK: args.SINK, OP: args.OP, LP: args.LP, SEM: args.SEM, O: args.O, LSE: args.LSE,
-        scale: T.float32, cap: T.float32, window: T.int32,
-    ):  # fmt: skip
+    @T.macro
+    def body(Q, KV, TABLE, LEN, RES, SLOT, SK, SV, SINK, OP, LP, SEM, O, LSE, CU, most_new, scale, cap, window):
         with T.Kernel(*args.grid, threads=threads, prelude=source, **cluster_dims) as (split, hy, b):
             ring = T.alloc_shared((f.total,), "int32")
             full = T.alloc_barrier([1] * (wgs * stages))
@@ -423,17 +423,17 @@ def build(
             tx = T.get_thread_binding()
             st = _state(tile, f, scale, cap, window)
             c = merge_state()
+            q, p = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()
             w = work_of(
-                args.sizes, (*OWN_INTEGERS, *(("steps", "token", "end") if sliding else ())),
+                args.sizes, (*OWN_INTEGERS, *(("steps", "token", "end") if sliding else ())), most_new,
                 b=b, hy=hy, split=split, splits=args.splits, partials=args.sizes.p, part_row=b, part_base=0,
                 window=window, sent=sent, quarter=tx // 32 % 4,
             )  # fmt: skip
-            q, p = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()
             T.pdl_trigger()
             w.lane[0] = tx % 32
             w.member[0] = tx % 128  # the warpgroup's first warp fetches its stages
             w.warp[0] = tx // 128
-            find_rows(w)
+            cta_rows.find_rows(w)
             w.bars[0] = T.cast(place(full[w.warp[0] * stages], "rw"), "int32")
             x = SimpleNamespace(p=p, at=f.exchanges + w.warp[0] * exchange_words(nt))
             T.initialize_wgmma_descriptor(q, T.access_ptr(ring[0], "r"), 0, nt * 8, 8)
@@ -441,6 +441,8 @@ def build(
             if ahead:
                 copies.prefetch(KV, TABLE, LEN, w)
             T.pdl_sync()
+            if ragged:
+                cta_rows.find_own(CU, w)
             rows.ask_rows(Q, st, w, tx)
             copies.start(KV, TABLE, LEN, ring, full, w)
             copies.confirm(KV, TABLE, ring, full, w)
@@ -464,4 +466,4 @@ def build(
             stage_sums(ring, SV, x, st, w, tx)
             merge.merge(ring, OP, LP, SEM, O, LSE, SINK, c, w, tx)
 
-    return main
+    return program(body, args, ragged)

@@ -27,6 +27,8 @@ def decode(
     q: Array,
     cache: PackedCache,
     *,
+    cu_seqlens: SupportsDLPack | None = None,
+    most_new: int = 0,
     scale: float | None = None,
     softcap: float = 0.0,
     window: int = 0,
@@ -42,13 +44,18 @@ def decode(
 
     Args:
         q: float16 or bfloat16 [B, q_len, Hq, D] or, for one token, [B, Hq, D]; q_len 1..8; Hq a multiple of Hkv. Row i
-            sees the tokens up to and including number length - q_len + i.
+            sees the tokens up to and including number length - q_len + i. With `cu_seqlens` [N, Hq, D], the new tokens
+            of all sequences one after another, each sequence with a q_len of its own.
         cache: the sequences' keys and values.
+        cu_seqlens: int32 [B + 1], where each sequence's new tokens begin, and their number (`qo_indptr` of FlashInfer,
+            `query_start_loc` of vLLM); a sequence may have none. Rows of q behind the last sequence's are not looked
+            at, and what out and lse have there stays. None: all have as many. Not in traced calls.
+        most_new: with `cu_seqlens`, at least the new tokens of every sequence, 1..8; host-side.
         scale: softmax scale, default 1 / sqrt(D). softcap: logits are capped at +-softcap by tanh; 0 for none.
         window: newest tokens that a row sees, itself included; 0 for all.
         sinks: f32 [Hq], logits that take part in the softmax without a value.
-        out: contiguous, shape and dtype of q, no memory of it. lse: f32 [B, q_len, Hq], receives log2 of the softmax's
-            denominator (sinks included); no memory of another argument.
+        out: contiguous, shape and dtype of q, no memory of it. lse: f32 [B, q_len, Hq] or [N, Hq], receives log2 of the
+            softmax's denominator (sinks included); no memory of another argument.
         splits: CTAs along each sequence; schedule: the kernel's; None for tuned records and the heuristics. balanced:
             each sequence has CTAs by its own length on the device, so that a batch does not wait for its longest one;
             None where `cache.mean_length` says that this pays. target: run the program of an older target ("sm_80", as
@@ -76,15 +83,22 @@ def decode(
     if type(cache) is not PackedCache:
         op.check_kind(cache)
     shape = q.shape
+    ragged = cu_seqlens is not None
+    if most_new and not ragged:
+        raise ArgumentError("most_new", most_new, "belongs to cu_seqlens", "pass both, or neither")
+    if ragged and q.dim() != 3:
+        raise ArgumentError("q", list(shape), "must be [new tokens, Hq, D] with cu_seqlens", "reshape it")
     if q.dim() == 3:
-        q = q.unsqueeze(1)
+        q = q.unsqueeze(0 if ragged else 1)
     if q.requires_grad:
         launching.check_no_grad(q, "attention", "q")
     plain = plain and type(cache.pages) is torch.Tensor and not torch.compiler.is_compiling()
     if not plain and launching.is_traced(q, cache.pages):
         from terrazzo.ops.attention import torch_op
 
-        launching.check_untraced(splits=splits, balanced=balanced, schedule=schedule, target=target)
+        launching.check_untraced(
+            cu_seqlens=cu_seqlens, splits=splits, balanced=balanced, schedule=schedule, target=target
+        )
         op.check_kinds(sinks=sinks)
         if not torch.compiler.is_compiling():
             op.check_numbers(scale, softcap, window)
@@ -97,6 +111,11 @@ def decode(
         launching.check_out(out, shape, q.dtype, q.device)
         out = out.view(q.shape)
     options = dict(splits=splits, balanced=balanced, schedule=schedule, target=target)
+    if ragged:
+        options |= dict(cu_seqlens=cu_seqlens, most_new=most_new)
+        if lse is not None:
+            launching.check_out(lse, shape[:2], torch.float32, q.device, "lse")
+            lse = lse.unsqueeze(0)
     return op.run(q, cache, scale=scale, softcap=softcap, window=window, sinks=sinks, out=out, lse=lse, **options)[
         0
     ].view(shape)

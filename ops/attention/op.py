@@ -87,10 +87,12 @@ def plan(
     balanced: bool | None = None,
     mean: int = 0,
     shares: int = 0,
+    ragged: bool = False,
 ) -> Plan:
     """Kernel and sizes of one decode step. `device` runs it where that is newer than `target`; `splits` of each
     sequence, 0 for what fills the GPU. `balanced`: they follow the lengths; None: if they should by `mean`, the average
-    length (0: not known). `shares`: pieces of all tokens then, 0 for what fills the GPU."""
+    length (0: not known). `shares`: pieces of all tokens then, 0 for what fills the GPU. `ragged`: sequences have up to
+    `rows` rows, each its own number."""
     problem, runs_on = problem_of(layout, batch, kv_heads, rows, tokens, page, residual), device or target
     if schedule is not None:
         schedules.check(schedule, problem, target)
@@ -109,7 +111,7 @@ def plan(
         "parts": division.parts, "cluster": division.cluster, **layout.params(), "dtype": dtype,
         "page": page, "residual": residual, "softcap": softcap, "sinks": sinks,
     }  # fmt: skip
-    params |= {"balanced": True} if shares else {}
+    params |= ({"balanced": True} if shares else {}) | ({"ragged": True} if ragged else {})
     program = decode_warpgroup_program if isinstance(schedule, schedules.WarpgroupDecode) else decode_program
     request = KernelRequest(
         "attention.decode", f"{program.__name__}:build", tuple(params.items()), target, program.PASS_CONFIGS,
@@ -140,6 +142,7 @@ def decode_requests(
     sinks: bool = False,
     window: int = 0,
     balanced: bool | None = None,
+    ragged: bool = False,
     schedule: schedules.Decode | None = None,
     target: Target | str | None = None,
 ) -> list[KernelRequest]:
@@ -150,7 +153,8 @@ def decode_requests(
         cache: as `decode` gets it; `max_length` and `mean_length` count, the lengths on the device do not. It may lie
             on the CPU.
         dtype: of q, "float16" or "bfloat16". softcap, sinks: whether `decode` gets one.
-        window, balanced: see `decode`. schedule: the kernel's; None for a tuned record's or the heuristic's.
+        window, balanced: see `decode`. ragged: it gets `cu_seqlens`, and q_len is `most_new`. schedule: the
+            kernel's; None for a tuned record's or the heuristic's.
         target: see `decode`; where there is no GPU, the one to compile for.
 
     Raises:
@@ -158,7 +162,7 @@ def decode_requests(
     """
     check_kind(cache)
     cache.check()
-    check_facts(dtype, softcap=softcap, sinks=sinks)
+    check_facts(dtype, softcap=softcap, sinks=sinks, ragged=ragged)
     check_fields(schedule, *SCHEDULES)
     check_balanced(balanced, None, schedule)
     kv_heads, head_dim = cache.kv_heads, cache.layout.head_dim
@@ -174,7 +178,7 @@ def decode_requests(
         plan(
             cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, longest, dtype=dtype,
             page=cache.page_size, residual=cache.residual_tokens, softcap=softcap, sinks=sinks, target=at,
-            device=device, schedule=schedule, balanced=balanced, mean=mean,
+            device=device, schedule=schedule, balanced=balanced, mean=mean, ragged=ragged,
         ).request
     ]  # fmt: skip
 
@@ -210,12 +214,18 @@ def run(
     balanced: bool | None = None,
     schedule: schedules.Decode | None = None,
     target: Target | str | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    most_new: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of `decode` for q [B, q_len, Hq, D]."""
+    """(out, lse) of `decode` for q [B, q_len, Hq, D], or with `cu_seqlens` [1, N, Hq, D]; lse as out without D."""
     import torch
     from terrazzo.lowering.kernels import get_kernel
 
-    _check(q, cache, sinks)
+    ragged = cu_seqlens is not None
+    _check(q, cache, sinks, ragged)
+    if ragged:
+        check_starts(cu_seqlens, cache.lengths.numel(), q)
+        check_most_rows(q, most_new, cache.lengths.numel())
     check_options(q, scale, softcap, window)
     if schedule is not None:
         check_fields(schedule, *SCHEDULES)
@@ -226,8 +236,10 @@ def run(
     else:
         launching.check_out(lse, (batch, new, heads), torch.float32, q.device, "lse")
         launching.check_apart(lse, "lse", q=q if q.is_contiguous() else None, out=made, sinks=sinks)
-    if batch == 0:
+    if q.numel() == 0:
         return made, lse
+    if ragged:
+        batch, new = cache.lengths.numel(), most_new
     if splits is not None and (type(splits) is not int or not 1 <= splits <= decode_program.MAX_SPLITS):
         raise ArgumentError("splits", splits, f"must be 1..{decode_program.MAX_SPLITS}", "leave it out")
     if balanced is not None:
@@ -238,7 +250,7 @@ def run(
         cache.layout, batch, kv_heads, new * heads // kv_heads, longest,
         dtype=str(q.dtype).removeprefix("torch."), page=cache.page_size, residual=cache.residual_tokens,
         softcap=bool(softcap > 0), sinks=sinks is not None, target=at, device=device,
-        schedule=schedule, splits=splits or 0, balanced=balanced, mean=mean,
+        schedule=schedule, splits=splits or 0, balanced=balanced, mean=mean, ragged=ragged,
     )  # fmt: skip
     kernel = get_kernel(chosen.request)
     captured = capturing(q.device)
@@ -271,7 +283,9 @@ def run(
         none["static"] if cache.v_static is None else cache.v_static,
         none["sinks"] if sinks is None else sinks, partial, logs,
         semaphores(q.device, batch * y * chosen.cluster, captured), written, lse,
+        *((cu_seqlens.contiguous(),) if ragged else ()),
         (1 / math.sqrt(head_dim) if scale is None else scale) * LOG2E, softcap * LOG2E, window,
+        *((most_new,) if ragged else ()),
     )  # fmt: skip
     return made if written is made else made.copy_(written), lse
 
@@ -359,19 +373,37 @@ def check_heads(q: torch.Tensor, heads: int, kv_heads: int) -> None:
         raise ArgumentError("q", list(q.shape), f"Hq must be a multiple of the {kv_heads} kv heads", "repeat heads")
 
 
-def _check(q: torch.Tensor, cache: PackedCache, sinks: torch.Tensor | None) -> None:
+def check_starts(cu_seqlens: torch.Tensor, batch: int, q: torch.Tensor) -> None:
+    """Raise ArgumentError unless it says where new tokens of `batch` sequences begin."""
+    launching.check_tensor(cu_seqlens, "cu_seqlens", f"int32 [{batch + 1}]")
+    fits = str(cu_seqlens.dtype) == "torch.int32" and tuple(cu_seqlens.shape) == (batch + 1,)
+    if not fits or cu_seqlens.device != q.device:
+        seen = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
+        raise ArgumentError("cu_seqlens", seen, f"must be int32 [{batch + 1}] on {q.device}", "cast it")
+
+
+def check_most_rows(q: torch.Tensor, most_new: int, batch: int) -> None:
+    """Raise ArgumentError unless decode takes so many new tokens of a sequence, and some sequence has those of q."""
+    if type(most_new) is not int or not 1 <= most_new <= MAX_QUERY_TOKENS:
+        constraint = f"must be 1..{MAX_QUERY_TOKENS}, the most new tokens of a sequence"
+        raise ArgumentError("most_new", most_new, constraint, "use prefill for more new tokens")
+    if q.shape[1] and not batch:
+        raise ArgumentError("q", list(q.shape[1:]), "has new tokens of no sequence", "pass a cache with sequences")
+
+
+def _check(q: torch.Tensor, cache: PackedCache, sinks: torch.Tensor | None, ragged: bool = False) -> None:
     cache.check()
     if q.dim() != 4 or q.shape[3] != cache.layout.head_dim or str(q.dtype)[6:] not in DTYPES:
         constraint = f"must be float16 or bfloat16 [B, q_len, Hq, {cache.layout.head_dim}]"
         raise ArgumentError("q", f"{q.dtype} {list(q.shape)}", constraint, "reshape or cast it")
     batch, new, heads, _ = q.shape
-    if not 1 <= new <= MAX_QUERY_TOKENS:
+    if not ragged and not 1 <= new <= MAX_QUERY_TOKENS:
         raise ArgumentError(
             "q", list(q.shape), f"q_len must be 1..{MAX_QUERY_TOKENS}", "use prefill for more new tokens"
         )
     if heads < 1 or heads % cache.pages.shape[1]:
         check_heads(q, heads, cache.kv_heads)
-    if cache.lengths.shape != (batch,):
+    if not ragged and cache.lengths.shape != (batch,):
         raise ArgumentError(
             "q", list(q.shape), f"the cache has {cache.lengths.numel()} sequences", "pass one q for each"
         )

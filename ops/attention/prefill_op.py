@@ -270,11 +270,7 @@ def _check(q, cache: PackedCache, cu_seqlens, most_new: int, k, v, sinks) -> Non
         raise ArgumentError("q", f"{q.dtype} {list(q.shape)}", constraint, "reshape or cast it")
     heads = q.shape[1]
     op.check_heads(q, heads, cache.kv_heads)
-    launching.check_tensor(cu_seqlens, "cu_seqlens", f"int32 [{batch + 1}]")
-    fits = str(cu_seqlens.dtype) == "torch.int32" and tuple(cu_seqlens.shape) == (batch + 1,)
-    if not fits or cu_seqlens.device != q.device:
-        seen = f"{cu_seqlens.dtype} {list(cu_seqlens.shape)} on {cu_seqlens.device}"
-        raise ArgumentError("cu_seqlens", seen, f"must be int32 [{batch + 1}] on {q.device}", "cast it")
+    op.check_starts(cu_seqlens, batch, q)
     writing.check_most_new(most_new)
     writing.check_some_new("q", len(q), most_new, batch)
     if (k is None) != (v is None):

@@ -226,7 +226,27 @@ def _attention() -> Calls:
         layout, at = attention.CacheLayout(*formats.split("/"), 128), Target.parse(target)
         request = partial(slot_writing.request, layout, "bfloat16", 16, "int64", target=at, **facts)
         yield f"attention {formats} {target}{label} slots", lambda request=request: [request()]
+    for formats, page, residual in (
+        ("int4/int4", 128, 0),
+        ("int4_channel64/int2", 128, 64),
+        ("int4_hadamard/int2_hadamard", 128, 128),
+        ("int8_static/int8_static", 0, 0),
+    ):
+        yield f"attention {formats} sm_90a warpgroups", partial(_warpgroups, formats, page, residual)
     yield "attention int4/int4 sm_90a shared", lambda: [decode_shared.request(Target.parse("sm_90a"))]
+
+
+def _warpgroups(formats: str, page: int, residual: int) -> list[KernelRequest]:
+    """Decode of 32 rows on wgmma, with all that a cache of these formats has."""
+    from terrazzo.lowering.targets import Target
+    from terrazzo.ops.attention import op
+    from terrazzo.ops.attention.layout import CacheLayout
+    from terrazzo.schedules.attention import WarpgroupDecode
+
+    layout = CacheLayout(*formats.split("/"), 128, 16 if residual == 128 else 0)
+    facts = dict(dtype="bfloat16", page=page, residual=residual, softcap=False, sinks=True)
+    schedule, target = WarpgroupDecode(4, 8, 4, 3, 1), Target.parse("sm_90a")
+    return [op.plan(layout, 1, 8, 32, 32768, **facts, target=target, schedule=schedule).request]
 
 
 def _rows() -> Calls:

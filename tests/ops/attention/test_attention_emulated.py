@@ -39,17 +39,25 @@ def on_the_cpu(monkeypatch):
 
 
 def emulate(
-    case: Case, schedule: Decode, splits: int, folder, target: str = "sm_90a", stale: int | None = None, shares: int = 0
+    case: Case,
+    schedule: Decode,
+    splits: int,
+    folder,
+    target: str = "sm_90a",
+    stale: int | None = None,
+    shares: int = 0,
+    own: tuple[int, ...] = (),
 ):
     """(q, out, lse, options) of one launch on the CPU. Until the kernel waits for the one ahead, it sees lengths that
-    are `stale` too large, pages in another order, and no queries."""
+    are `stale` too large, pages in another order, and no queries. own: how many of their q_len tokens, the last ones,
+    the sequences of a ragged batch have; all other rows of the result are NaN."""
     made = attention_cases.built(case)
     layout = made.layout
     batch, heads = len(case.lengths), case.kv_heads * case.group
     chosen = op.plan(
         layout, batch, case.kv_heads, case.q_len * case.group, case.tokens, dtype=case.dtype, page=case.page,
         residual=made.residual_tokens, softcap=case.softcap > 0, sinks=case.sinks, target=Target.parse(target),
-        schedule=schedule, splits=splits, shares=shares,
+        schedule=schedule, splits=splits, shares=shares, ragged=bool(own),
     )  # fmt: skip
     source = cuda_text(chosen.request)
     names = {layout.k.converter.name, layout.v.converter.name} - {"bf16_bf16"} | {"f16_f16"}
@@ -74,6 +82,11 @@ def emulate(
     q = q.to(getattr(torch, case.dtype))
     sinks = torch.randn(heads, generator=rng) * 2 if case.sinks else torch.zeros(1)
     y = case.kv_heads * chosen.row_groups
+    dense, has = q, torch.ones(q.shape[:2], dtype=torch.bool)
+    starts = torch.tensor([0, *own]).cumsum(0).int()
+    if own:
+        has = torch.arange(case.q_len) >= case.q_len - torch.tensor(own)[:, None]
+        q = torch.cat([q[has], torch.full_like(q[0, :1], float("nan"))])[None]  # the last row is nobody's
     out, lse = torch.full_like(q, float("nan")), torch.full(q.shape[:3], float("nan"))
     zero, table = torch.zeros(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     static = [torch.zeros(1, 1) if s is None else s.contiguous() for s in (made.k_static, made.v_static)]
@@ -84,7 +97,7 @@ def emulate(
         "SLOT": torch.arange(batch, dtype=torch.int32), "SK": static[0], "SV": static[1], "SINK": sinks,
         "OP": torch.full((1 if shares else batch, y, chosen.partials, chosen.rows, case.head_dim), float("nan")),
         "LP": torch.full((1 if shares else batch, y, chosen.partials, chosen.cluster * chosen.rows), float("nan")),
-        "SEM": semaphores, "O": out, "LSE": lse,
+        "SEM": semaphores, "O": out, "LSE": lse, **({"CU": starts} if own else {}),
     }  # fmt: skip
     scalars = {
         "scale": op.LOG2E / math.sqrt(case.head_dim), "cap": case.softcap * op.LOG2E, "window": case.window,
@@ -92,6 +105,7 @@ def emulate(
         "most": 1 if pages is None else pages.shape[1], "rh": residual.shape[1], "res_words": residual.shape[2],
         "pages": made.pages.shape[0], "skd": static[0].shape[1], "svd": static[1].shape[1],
         "y": y, "p": chosen.partials, "slots": residual.shape[0],
+        **({"most_new": case.q_len, "n": q.shape[1], "b1": batch + 1} if own else {}),
     }  # fmt: skip
     kernel.allocation(made.pages)
     if made.residual is not None:
@@ -103,6 +117,12 @@ def emulate(
             kernel.late(tensors["TABLE"], tensors["TABLE"].flip(1) * 3 - 1)
     kernel((chosen.places, y, 1) if shares else (splits, y, batch), **tensors, **scalars)
     assert not semaphores.any()
+    if own:
+        assert out[0, -1].isnan().all() and lse[0, -1].isnan().all()
+        whole = torch.full_like(dense, float("nan")), torch.full(dense.shape[:3], float("nan"))
+        for made, packed in zip(whole, (out, lse)):
+            made[has] = packed[0, :-1]
+        q, (out, lse) = dense, whole
     return q, out, lse, reference.Options(softcap=case.softcap, window=case.window, sinks=sinks if case.sinks else None)
 
 
@@ -327,7 +347,31 @@ BALANCED = {  # case, schedule, shares, tokens that are seen too many before the
         Case("int8", "int8", lengths=(90, 700), kv_heads=1), Decode(1, 2, 1, 3, 1), 4, 1 << 30
     ),
 }  # fmt: skip
+OWN = {  # case, schedule, splits, shares, new tokens of each sequence
+    "one to four tokens, pages": (
+        Case("int4", "int4", q_len=4, lengths=(300, 2, 65, 0, 129), page=64, window=100), Decode(2, 2, 2, 3, 1), 2, 0,
+        (1, 4, 3, 2, 0),
+    ),
+    "groups of rows that only some have": (
+        Case("int4_channel64", "int4", group=8, q_len=5, lengths=(200, 4, 64), head_dim=64), Decode(2, 2, 1, 3, 1), 2,
+        0, (1, 3, 5),
+    ),
+    "two clusters": (
+        Case("int4", "int2", q_len=8, lengths=(700, 30, 300), head_dim=64, kv_heads=1), Decode(2, 1, 1, 3, 1, ahead=2),
+        16, 0, (2, 8, 0),
+    ),
+    "splits in proportion to lengths": (
+        Case(
+            "int4_hadamard", "int4", q_len=3, lengths=(900, 64, 130), residual=64, head_dim=64, sinks=True, window=400
+        ),
+        Decode(2, 1, 1, 3, 1, ahead=1), 0, 6, (3, 1, 2),
+    ),
+    "warpgroups": (
+        Case("int4", "int4", group=4, q_len=8, kv_heads=1, lengths=(300, 3, 130, 20)), NARROW, 2, 0, (1, 8, 0, 5),
+    ),
+}  # fmt: skip
 USUAL = (
+    "one to four tokens, pages",
     *("channels, pages, sinks", "all stale", "two clusters", "warpgroup channels, options, pages"),
     "rotated, residual block",
     "ring, first tokens",
@@ -350,6 +394,17 @@ def test_what_is_read_early_may_be_stale(name, tmp_path):
 def test_splits_in_proportion_to_lengths(name, tmp_path):
     case, schedule, shares, stale = BALANCED[name]
     judge(case, *emulate(case, schedule, 0, tmp_path, shares=shares, stale=stale))
+
+
+@pytest.mark.parametrize("name", cases(OWN, USUAL))
+def test_each_sequence_has_new_tokens_of_its_own(name, tmp_path):
+    case, schedule, splits, shares, own = OWN[name]
+    q, y, lse, options = emulate(case, schedule, splits, tmp_path, shares=shares, own=own)
+    absent = torch.arange(case.q_len) < case.q_len - torch.tensor(own)[:, None]
+    expected, sums, _ = reference.decode(q, attention_cases.built(case), options, bounded=False)
+    assert y[absent].isnan().all() and lse[absent].isnan().all()
+    y[absent], lse[absent] = expected[absent].to(y.dtype), sums[absent].float()
+    judge(case, q, y, lse, options)
 
 
 def test_decode_with_cp_async(tmp_path):
