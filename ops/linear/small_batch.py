@@ -20,7 +20,6 @@ from terrazzo.ops.linear.params import factor_macros, param_macros
 from terrazzo.ops.tiles.calls import (
     cp_async,
     cp_commit,
-    cp_wait,
     ldmatrix4,
     lds16_at,
     lds32,
@@ -42,6 +41,7 @@ from terrazzo.ops.tiles.resident import (
     x_bytes,
     x_row,
 )
+from terrazzo.ops.tiles.resident_pipeline import nothing, walk_macro
 from terrazzo.schedules.clusters import PAIR
 
 PASS_CONFIGS = OWN_BARRIERS
@@ -324,6 +324,66 @@ def store_macro(op: Operand, *, n: int, bias: bool, factors: SimpleNamespace | N
     return store
 
 
+def step_macros(shape: Shape, factors: SimpleNamespace | None) -> SimpleNamespace:
+    """What warps do, as `walk_macro` wants it: the main loop is `item`. factors: of rows that have such."""
+    import tilelang.language as T
+
+    op, nt, ig, steps = shape.op, shape.token_tiles, shape.item_groups, shape.group_steps
+    post, counts, kind = op.scales_sums, shape.counts, mma_kind(op.dtype)
+    ahead = 4 // op.format.step_words  # k16 steps of a load
+    ring, operands = ring_macros(shape), operand_macros(shape)
+    groups = sum_of_group_macros(shape, operands)
+
+    @T.macro
+    def issue(io, at, base, q, lane):
+        ring.issue(io.W, io.P, io.R, base, q, at, lane)
+
+    @T.macro
+    def behind(io, at, tx):
+        if factors is not None:
+            factors.fetch(io.P, T.min(at.t0 + tx, at.t1 - 1) * 16)
+
+    @T.macro
+    def open(io, at, lane):
+        if counts:
+            groups.sum_tokens(io.Xs, io.C0, io.x, io.a, io.d, at, lane)
+
+    @T.macro
+    def multiply(acc, d, a, x, m, q, j):
+        """k16 step j of group q by row tile m: to the sums of the group, two sets that take turns, or the tile's."""
+        if post:
+            for t in T.unroll(nt):
+                mma(kind, d, t * 8 + j % 2 * 4, a, 0, x, operands.fragment(q * steps + j, t))
+        else:
+            for t in T.unroll(nt):
+                mma(kind, acc, (m * nt + t) * 4, a, 0, x, operands.fragment(q * steps + j, t))
+
+    @T.macro
+    def item(io, at, gi, slot, lane):
+        """128 k: load, convert and multiply, k16 by k16 step; what scales sums does so behind each group."""
+        operands.load_x(io.Xs, io.x, (at.g0 + gi) * ITEM_K, lane)
+        for m in T.unroll(shape.split.chunk):
+            words, params = slot + m * shape.tile_words, slot + shape.params_at + m * shape.param_words
+            for q in T.unroll(ig):
+                if op.has_groups:
+                    operands.load_params(io.R, params, q, io.s, io.z, io.u, lane)
+                if counts:
+                    groups.begin(io.C0, io.d, io.c, io.z, at, gi, q, lane)
+                elif post:
+                    groups.clear(io.d)
+                elif op.has_groups:
+                    operands.operand_words(io.s, io.z, io.u, io.v)
+                for j in T.unroll(steps):
+                    if (q * steps + j) % ahead == 0:
+                        lds128(io.w, io.R[words + (q * steps + j) // ahead * TILE_WORDS + lane * 4])
+                    operands.convert(io.w, io.a, io.v, (q * steps + j) % ahead)
+                    multiply(io.acc, io.d, io.a, io.x, m, q, j)
+                if post:
+                    groups.end(io.acc, io.d, io.s, m)
+
+    return SimpleNamespace(issue=issue, before=nothing, behind=behind, tokens=nothing, open=open, item=item)
+
+
 def build(
     target,
     *,
@@ -366,17 +426,13 @@ def program(target, shape: Shape, *, n: int, k: int, bias: bool, cluster: int, j
 
     op, split, nt, rows, stages = shape.op, shape.split, shape.token_tiles, shape.rows, shape.stages
     kc, nc, warps, chunk = split.kc, split.nc, split.warps, split.chunk
-    fmt, dtype, post, counts = op.format, op.dtype, op.scales_sums, shape.counts
+    fmt, dtype, counts = op.format, op.dtype, shape.counts
     np_, kp = -(-n // BLOCK_ROWS) * BLOCK_ROWS, -(-k // ITEM_K) * ITEM_K
-    ig, steps, pitch, step = shape.item_groups, shape.group_steps, shape.pitch, shape.step_words
-    ahead = 4 // fmt.step_words  # k16 steps of a load
-    kind = mma_kind(dtype)
+    ig, pitch, step = shape.item_groups, shape.pitch, shape.step_words
     factors = factor_macros(op, n, kp)  # which undo the operands' exponent, too
     pdl = target.supports("pdl")
     bulk_copies = target.supports("bulk_copy")  # then X does not queue behind the first weights
     resident = resident_macros(split, k=k, rows=rows, pitch=pitch, size=2, bulk_copies=bulk_copies, cluster=cluster)
-    ring, operands = ring_macros(shape), operand_macros(shape)
-    groups = sum_of_group_macros(shape, operands)
     store = store_macro(op, n=n, bias=bias, factors=factors)
     sums = sum_macros(split, token_tiles=nt, tokens=rows, dtype="float32", store=store, floor=True, joined=joined)
     source = prelude(
@@ -389,15 +445,10 @@ def program(target, shape: Shape, *, n: int, k: int, bias: bool, cluster: int, j
     cluster_dims = cluster_shape(target, kc, cluster, joined)
     M = T.dynamic("m")
 
-    @T.macro
-    def multiply(acc, d, a, x, m, q, j):
-        """k16 step j of group q by row tile m: to the sums of the group, two sets that take turns, or the tile's."""
-        if post:
-            for t in T.unroll(nt):
-                mma(kind, d, t * 8 + j % 2 * 4, a, 0, x, operands.fragment(q * steps + j, t))
-        else:
-            for t in T.unroll(nt):
-                mma(kind, acc, (m * nt + t) * 4, a, 0, x, operands.fragment(q * steps + j, t))
+    walk = walk_macro(
+        step_macros(shape, factors), split=split, resident=resident, sums=sums, stages=stages, step_words=step,
+        token_tiles=nt, pdl=pdl, joined=joined,
+    )  # fmt: skip
 
     @T.prim_func
     def main(
@@ -429,71 +480,14 @@ def program(target, shape: Shape, *, n: int, k: int, bias: bool, cluster: int, j
             r4 = T.alloc_local((4,), "float32")
             o4 = T.alloc_local((4,), dtype)
             f4 = T.alloc_local((4,), "float32") if fmt.row_factors else None
-            to = SimpleNamespace(y=Y, b=B, p=P, o4=o4, f4=f4)
             tx = T.get_thread_binding()
             warp = tx // 32
             lane = tx % 32
             at = resident.place(bk, bn, warp)
-            first = warp * stages * step  # word of the warp's ring
-
-            if joined:
-                sums.open(mail, M, bk, at, tx)
-            # weights first where the launch may overlap the kernel before; X may be its result
-            if pdl:
-                T.pdl_trigger()
-            else:
-                resident.fetch(X, Xs, xbar, M, at, 0, tx)
-            for p in T.unroll(stages):
-                ring.issue(W, P, R, first, p, at, lane)
-            if fmt.row_factors:
-                factors.fetch(P, T.min(at.t0 + tx, at.t1 - 1) * 16)
-            if pdl:
-                resident.clear(Xs, M, at, tx)
-                T.pdl_sync()
-                resident.fetch(X, Xs, xbar, M, at, bn, tx)
-            resident.wait(xbar, stages)
-            if joined:
-                T.cluster_wait()  # the others' barriers are made
-            if counts:
-                groups.sum_tokens(Xs, C0, x, a, d, at, lane)
-            for ci in T.serial(split.chunks):
-                for i in T.unroll(chunk * nt * 4):
-                    acc[i] = 0.0
-                for gi in T.serial(at.gn):
-                    cp_wait(stages - 1)
-                    slot = first + (ci * at.gn + gi) % stages * step
-                    operands.load_x(Xs, x, (at.g0 + gi) * ITEM_K, lane)
-                    for m in T.unroll(chunk):
-                        for q in T.unroll(ig):
-                            if op.has_groups:
-                                operands.load_params(
-                                    R, slot + shape.params_at + m * shape.param_words, q, s, z, u, lane
-                                )
-                            if counts:
-                                groups.begin(C0, d, c, z, at, gi, q, lane)
-                            elif post:
-                                groups.clear(d)
-                            elif op.has_groups:
-                                operands.operand_words(s, z, u, v)
-                            for j in T.unroll(steps):
-                                if (q * steps + j) % ahead == 0:
-                                    lds128(
-                                        w,
-                                        R[
-                                            slot
-                                            + m * shape.tile_words
-                                            + (q * steps + j) // ahead * TILE_WORDS
-                                            + lane * 4
-                                        ],
-                                    )
-                                operands.convert(w, a, v, (q * steps + j) % ahead)
-                                multiply(acc, d, a, x, m, q, j)
-                            if post:
-                                groups.end(acc, d, s, m)
-                    syncwarp()  # every lane has read the step before it is overwritten
-                    ring.issue(W, P, R, first, ci * at.gn + gi + stages, at, lane)
-                sums.stage(Q, acc, ci, tx)
-                sums.add_warps(Q, WS, mail, to, r4, M, bk, at, ci, tx)
-            sums.add_ctas(WS, SEM, mail, to, r4, M, bk, bn, at, tx)
+            io = SimpleNamespace(
+                X=X, W=W, P=P, WS=WS, SEM=SEM, Xs=Xs, R=R, Q=Q, C0=C0, xbar=xbar, mail=mail, w=w, a=a, x=x, d=d, c=c,
+                s=s, z=z, u=u, v=v, acc=acc, r4=r4, to=SimpleNamespace(y=Y, b=B, p=P, o4=o4, f4=f4),
+            )  # fmt: skip
+            walk(io, M, bk, bn, at, warp, lane, tx)
 
     return main

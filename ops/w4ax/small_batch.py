@@ -11,7 +11,7 @@ added in order: the same bits in every run.
 from collections.abc import Callable
 from types import SimpleNamespace
 
-from terrazzo.ops.tiles.calls import cp_wait, lds32, lds64, lds128, mma, syncwarp
+from terrazzo.ops.tiles.calls import lds32, lds64, lds128, mma
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.tiles.resident import (
@@ -25,6 +25,7 @@ from terrazzo.ops.tiles.resident import (
     write_macro,
     x_bytes,
 )
+from terrazzo.ops.tiles.resident_pipeline import nothing, walk_macro
 from terrazzo.ops.w4ax import problem
 from terrazzo.ops.w4ax.problem import UNIT_K, UNIT_WORDS, Gemm
 from terrazzo.schedules.clusters import PAIR
@@ -143,6 +144,49 @@ def build(
     store = store_macro(gemm)
     sums = sum_macros(split, token_tiles=nt, tokens=most, dtype="float32", store=store, joined=joined)
 
+    @T.macro
+    def issue(io, at, base, q, lane):
+        ring.issue(io.W, io.R, base, q, at, lane)
+
+    @T.macro
+    def behind(io, at, tx):
+        if two_level:
+            fetch.channels(io.S, io.Cs, at, tx)
+
+    @T.macro
+    def fetch_tokens(io, m, tx, at):
+        fetch.tokens(io.XS, io.Fs, at, tx)
+
+    @T.macro
+    def item(io, at, gi, slot, lane):
+        """A block of 128 channels: load, convert, multiply; its sums, scaled, join the tile's."""
+        ring.load_x(io.Xs, io.x, (at.g0 + gi) * UNIT_K, lane)
+        for t in T.unroll(nt):
+            lds64(io.f[t * 2], io.Fs[((at.g0 + gi) * nt + t) * 8 + lane % 4 * 2])
+        for m in T.unroll(chunk):
+            multiply(io.R, io.w, io.a, io.x, io.part, io.codes, slot, m, lane)
+            T.call_extern(
+                "handle",
+                "tz_row_multipliers" if two_level else "tz_row_scales",
+                T.access_ptr(io.s, "w"),
+                lds32(io.R[slot + ring.params + m * ROW_WORDS + lane // 4]),
+            )
+            for i in T.unroll(nt * 4):
+                io.acc[m * nt * 4 + i] = T.call_extern(
+                    "float32",
+                    "tz_scaled",
+                    io.acc[m * nt * 4 + i],
+                    T.cast(io.part[i], "float32"),
+                    io.f[i // 4 * 2 + i % 2],
+                    io.s[i % 4 // 2],
+                )
+
+    walk = walk_macro(
+        SimpleNamespace(issue=issue, before=nothing, behind=behind, tokens=fetch_tokens, open=nothing, item=item),
+        split=split, resident=resident, sums=sums, stages=stages, step_words=ring.step, token_tiles=nt, pdl=True,
+        joined=joined,
+    )  # fmt: skip
+
     @T.prim_func
     def main(
         X: T.Tensor((M, k), "int8"),
@@ -176,53 +220,10 @@ def build(
             warp = tx // 32
             lane = tx % 32
             at = resident.place(bk, bn, warp)
-            base = warp * stages * ring.step
-
-            if joined:
-                sums.open(mail, M, bk, at, tx)
-            # weights first: the launch may overlap the kernel before, whose result X is
-            T.pdl_trigger()
-            for p in T.unroll(stages):
-                ring.issue(W, R, base, p, at, lane)
-            if two_level:
-                fetch.channels(S, Cs, at, tx)
-            resident.clear(Xs, M, at, tx)
-            T.pdl_sync()
-            resident.fetch(X, Xs, xbar, M, at, bn, tx)
-            fetch.tokens(XS, Fs, at, tx)
-            resident.wait(xbar, stages)
-            if joined:
-                T.cluster_wait()  # the others' barriers are made
-            for ci in T.serial(split.chunks):
-                for i in T.unroll(chunk * nt * 4):
-                    acc[i] = 0.0
-                for gi in T.serial(at.gn):
-                    cp_wait(stages - 1)
-                    slot = base + (ci * at.gn + gi) % stages * ring.step
-                    ring.load_x(Xs, x, (at.g0 + gi) * UNIT_K, lane)
-                    for t in T.unroll(nt):
-                        lds64(f[t * 2], Fs[((at.g0 + gi) * nt + t) * 8 + lane % 4 * 2])
-                    for m in T.unroll(chunk):
-                        multiply(R, w, a, x, part, codes, slot, m, lane)
-                        T.call_extern(
-                            "handle",
-                            "tz_row_multipliers" if two_level else "tz_row_scales",
-                            T.access_ptr(s, "w"),
-                            lds32(R[slot + ring.params + m * ROW_WORDS + lane // 4]),
-                        )
-                        for i in T.unroll(nt * 4):
-                            acc[m * nt * 4 + i] = T.call_extern(
-                                "float32",
-                                "tz_scaled",
-                                acc[m * nt * 4 + i],
-                                T.cast(part[i], "float32"),
-                                f[i // 4 * 2 + i % 2],
-                                s[i % 4 // 2],
-                            )
-                    syncwarp()  # every lane has read the step before it is overwritten
-                    ring.issue(W, R, base, ci * at.gn + gi + stages, at, lane)
-                sums.stage(Q, acc, ci, tx)
-                sums.add_warps(Q, WS, mail, (Cs, at, B, Y, o4), r4, M, bk, at, ci, tx)
-            sums.add_ctas(WS, SEM, mail, (Cs, at, B, Y, o4), r4, M, bk, bn, at, tx)
+            io = SimpleNamespace(
+                X=X, W=W, XS=XS, S=S, WS=WS, SEM=SEM, Xs=Xs, R=R, Q=Q, Fs=Fs, Cs=Cs, xbar=xbar, mail=mail, w=w, a=a,
+                x=x, f=f, s=s, part=part, acc=acc, r4=r4, codes=codes, to=(Cs, at, B, Y, o4),
+            )  # fmt: skip
+            walk(io, M, bk, bn, at, warp, lane, tx)
 
     return main

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes.operand import operand_macros
 from terrazzo.ops.linear.bytes.problem import UNIT_K, Gemm
-from terrazzo.ops.tiles.calls import cp_wait, lds32, lds128, syncwarp
+from terrazzo.ops.tiles.calls import lds32, lds128
 from terrazzo.ops.tiles.primitives import prelude
 from terrazzo.ops.tiles.program import OWN_BARRIERS_AND_BOUNDS
 from terrazzo.ops.tiles.resident import (
@@ -25,6 +25,7 @@ from terrazzo.ops.tiles.resident import (
     write_macro,
     x_bytes,
 )
+from terrazzo.ops.tiles.resident_pipeline import nothing, walk_macro
 from terrazzo.schedules.clusters import PAIR
 
 PASS_CONFIGS = OWN_BARRIERS_AND_BOUNDS
@@ -136,6 +137,45 @@ def build(
     out = out_macros(gemm, split, tokens=most)
     sums = sum_macros(split, token_tiles=nt, tokens=most, dtype=sum_type, store=out.store, joined=joined)
 
+    @T.macro
+    def issue(io, at, base, q, lane):
+        ring.issue(io.W, io.R, base, q, at, lane)
+
+    @T.macro
+    def before(io, at, tx):
+        if not raw:
+            resident.fetch_scales(io.S, io.Cs, at, tx)
+
+    @T.macro
+    def fetch_tokens(io, m, tx, at):
+        out.fetch_tokens(io.XS, io.RS, io.Fs, io.Rs, m, tx)
+
+    @T.macro
+    def item(io, at, gi, slot, lane):
+        """128 k: load, convert and multiply, 64 k at a time."""
+        ring.load_x(io.Xs, io.x, (at.g0 + gi) * UNIT_K, lane)
+        for m in T.unroll(chunk):
+            for q in T.unroll(ig):
+                io.u[q] = lds32(io.R[slot + ring.params + (m * ig + q) * ROW_WORDS + lane // 4])
+                if e4m3:
+                    operand.factors(io.f, q * 2, io.u[q])
+            for j in T.unroll(2):
+                lds128(io.w, io.R[slot + m * 256 + j * 128 + lane * 4])
+                operand.convert(io.w, 0, io.u, io.a, 0, io.held, j)
+                for e in T.unroll(2):
+                    for t in T.unroll(nt):
+                        to, b = (m * nt + t) * 4, (j * nt + t) * 4 + e * 2
+                        if e4m3:
+                            operand.mma(io.acc, to, io.a, e * 4, io.x, b, io.f, (j * 2 + e) * ig // 4 * 2)
+                        else:
+                            operand.mma(io.acc, to, io.a, e * 4, io.x, b)
+
+    walk = walk_macro(
+        SimpleNamespace(issue=issue, before=before, behind=nothing, tokens=fetch_tokens, open=nothing, item=item),
+        split=split, resident=resident, sums=sums, stages=stages, step_words=ring.step, token_tiles=nt, pdl=pdl,
+        joined=joined,
+    )  # fmt: skip
+
     @T.prim_func
     def main(
         X: T.Tensor((M, k), "int8"),
@@ -170,53 +210,10 @@ def build(
             warp = tx // 32
             lane = tx % 32
             at = resident.place(bk, bn, warp)
-            base = warp * stages * ring.step
-
-            if joined:
-                sums.open(mail, M, bk, at, tx)
-            # weights first where the launch may overlap the kernel before; X may be its result
-            if pdl:
-                T.pdl_trigger()
-            else:
-                resident.fetch(X, Xs, xbar, M, at, 0, tx)
-            if not raw:
-                resident.fetch_scales(S, Cs, at, tx)
-            for p in T.unroll(stages):
-                ring.issue(W, R, base, p, at, lane)
-            if pdl:
-                resident.clear(Xs, M, at, tx)
-                T.pdl_sync()
-                resident.fetch(X, Xs, xbar, M, at, bn, tx)
-            out.fetch_tokens(XS, RS, Fs, Rs, M, tx)
-            resident.wait(xbar, stages)
-            if joined:
-                T.cluster_wait()  # the others' barriers are made
-            for ci in T.serial(split.chunks):
-                for i in T.unroll(chunk * nt * 4):
-                    acc[i] = 0
-                for gi in T.serial(at.gn):
-                    cp_wait(stages - 1)
-                    slot = base + (ci * at.gn + gi) % stages * ring.step
-                    ring.load_x(Xs, x, (at.g0 + gi) * UNIT_K, lane)
-                    for m in T.unroll(chunk):
-                        for q in T.unroll(ig):
-                            u[q] = lds32(R[slot + ring.params + (m * ig + q) * ROW_WORDS + lane // 4])
-                            if e4m3:
-                                operand.factors(f, q * 2, u[q])
-                        for j in T.unroll(2):
-                            lds128(w, R[slot + m * 256 + j * 128 + lane * 4])
-                            operand.convert(w, 0, u, a, 0, held, j)
-                            for e in T.unroll(2):
-                                for t in T.unroll(nt):
-                                    to, b = (m * nt + t) * 4, (j * nt + t) * 4 + e * 2
-                                    if e4m3:
-                                        operand.mma(acc, to, a, e * 4, x, b, f, (j * 2 + e) * ig // 4 * 2)
-                                    else:
-                                        operand.mma(acc, to, a, e * 4, x, b)
-                    syncwarp()  # every lane has read the step before it is overwritten
-                    ring.issue(W, R, base, ci * at.gn + gi + stages, at, lane)
-                sums.stage(Q, acc, ci, tx)
-                sums.add_warps(Q, WS, mail, (Cs, Fs, Rs, at, B, Y, o4), r4, M, bk, at, ci, tx)
-            sums.add_ctas(WS, SEM, mail, (Cs, Fs, Rs, at, B, Y, o4), r4, M, bk, bn, at, tx)
+            io = SimpleNamespace(
+                X=X, W=W, S=S, XS=XS, RS=RS, WS=WS, SEM=SEM, Xs=Xs, R=R, Q=Q, Cs=Cs, Fs=Fs, Rs=Rs, xbar=xbar, mail=mail,
+                w=w, u=u, a=a, x=x, acc=acc, f=f, r4=r4, held=held, to=(Cs, Fs, Rs, at, B, Y, o4),
+            )  # fmt: skip
+            walk(io, M, bk, bn, at, warp, lane, tx)
 
     return main
