@@ -281,9 +281,10 @@ __device__ __forceinline__ unsigned tz_hadd2(unsigned a, unsigned b) {
   unsigned r; asm("add.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
 __device__ __forceinline__ unsigned tz_hsub2(unsigned a, unsigned b) {
   unsigned r; asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-// 1 where a > b, else 0
-__device__ __forceinline__ unsigned tz_hset2(unsigned a, unsigned b) {
-  unsigned r; asm("set.gt.f16x2.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+// by what a exceeds b, or 0
+__device__ __forceinline__ unsigned tz_excess(unsigned a, unsigned b) {
+  unsigned r; asm("fma.rn.relu.f16x2 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(0x3c003c00u), "r"(b ^ 0x80008000u));
+  return r; }
 """,
 )
 SLOTS = Primitive(
@@ -344,7 +345,8 @@ __device__ __forceinline__ void tz_clip_middle(float low0, float high0, float lo
   out[0] = tz_pack2<false>(__fmul_rn(__fadd_rn(low0, high0), .5f), __fmul_rn(__fadd_rn(low1, high1), .5f));
   out[1] = tz_pack2<false>(a <= 65504.f ? a : 0.f, b <= 65504.f ? b : 0.f);
 }}
-// two values' distances from the middles to the sums and the numbers of those beyond each range's edge, and of all
+// two values' distances from the middles: what they exceed each range's edge by joins its sum, what lies below the
+// last edge joins the last sum. Sums of a lane are integers below 2^11
 __device__ __forceinline__ void tz_clip_count(unsigned x, const void *middle_, void *far_) {{
   constexpr unsigned edges[] = {{{_EDGES}}};
   const unsigned *middle = (const unsigned *)middle_;
@@ -352,37 +354,26 @@ __device__ __forceinline__ void tz_clip_count(unsigned x, const void *middle_, v
   unsigned at = tz_hmul2(tz_hsub2(x, middle[0]) & 0x7fff7fffu, middle[1]);
   at = tz_hsub2(tz_hadd2(tz_min2<false>(at, {f16_pair(CLIP_STEPS):#x}u), {f16_pair(1024):#x}u), {f16_pair(1024):#x}u);
 #pragma unroll
-  for (int i = 0; i < {len(CLIPS)}; ++i) {{
-    unsigned beyond = tz_hset2(at, edges[i]);
-    far[2 * i] = tz_hfma2(beyond, at, far[2 * i]);
-    far[2 * i + 1] = tz_hadd2(far[2 * i + 1], beyond);
-  }}
-  far[{2 * len(CLIPS)}] = tz_hadd2(far[{2 * len(CLIPS)}], at);
+  for (int i = 0; i < {len(CLIPS)}; ++i) far[i] = tz_hadd2(far[i], tz_excess(at, edges[i]));
+  far[{len(CLIPS)}] = tz_hadd2(far[{len(CLIPS)}], tz_min2<false>(at, edges[{len(CLIPS) - 1}]));
 }}
-// what a lane counted for the first or the second token of the pairs, or (2) for the one that has both: 2^14 times the
-// number plus the sum
-__device__ __forceinline__ void tz_clip_join(int which, const void *far_, void *out_) {{
-  const unsigned *far = (const unsigned *)far_;
-  float *out = (float *)out_;
-#pragma unroll
-  for (int i = 0; i <= {len(CLIPS)}; ++i) {{
-    unsigned sum = far[2 * i], count = i < {len(CLIPS)} ? far[2 * i + 1] : 0u;
-    float low = 16384.f * tz_unpack<false, 0>(count) + tz_unpack<false, 0>(sum);
-    float high = 16384.f * tz_unpack<false, 1>(count) + tz_unpack<false, 1>(sum);
-    out[i] = which == 0 ? low : which == 1 ? high : low + high;
-  }}
-}}
-// low .. high of D values as the range with the least squared error
-template <int D> __device__ __forceinline__ void tz_clip_range(void *low_, void *high_, const void *sums_) {{
+// the sums of a lane, pairs of f16, as pairs of 16-bit integers
+__device__ __forceinline__ unsigned tz_clip_integers(unsigned sums) {{
+  return tz_hadd2(sums, {f16_pair(1024):#x}u) - {f16_pair(1024):#x}u; }}
+// low .. high of D values as the range with the least squared error; their sums are half `which` of each pair. Codes
+// lie at +-c and +-c / 3, edges at 2 c / 3, so the error is D (c / 3)^2 - 2 c / 3 (all distances + twice the excess)
+template <int D> __device__ __forceinline__ void tz_clip_range(void *low_, void *high_, const void *sums_, int which) {{
   constexpr int outers[] = {{{_OUTER}}};
   constexpr float parts[] = {{{_PARTS}}};
-  const float *sums = (const float *)sums_;
+  const unsigned *sums = (const unsigned *)sums_;
   float low = *(float *)low_, high = *(float *)high_, part = 1.f;
-  int total = (int)sums[{len(CLIPS)}], least = 0x7fffffff;
+  int excess[{len(CLIPS) + 1}], least = 0x7fffffff;
+#pragma unroll
+  for (int i = 0; i <= {len(CLIPS)}; ++i) excess[i] = which ? sums[i] >> 16 : sums[i] & 0xffffu;
+  int total = excess[{len(CLIPS) - 1}] + excess[{len(CLIPS)}];
 #pragma unroll
   for (int i = 0; i < {len(CLIPS)}; ++i) {{
-    int both = (int)sums[i], count = both >> 14, sum = both & 16383, outer = outers[i], inner = outer / 3;
-    int error = inner * inner * (D - count) + outer * outer * count - 2 * (inner * (total - sum) + outer * sum);
+    int inner = outers[i] / 3, error = D * inner * inner - 2 * inner * (total + 2 * excess[i]);
     if (error < least && (total > 0 || i == 0)) {{ least = error; part = parts[i]; }}
   }}
   if (part == 1.f) return;

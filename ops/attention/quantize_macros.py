@@ -13,13 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from terrazzo.layouts.packed import PackedLayout
-from terrazzo.ops.attention.calls import at32, byte_perm, load_words, max2, min2, store_words, xor_shuffle, xor_word
+from terrazzo.ops.attention.calls import at32, byte_perm, load_words, max2, min2, store_words, xor_word
 from terrazzo.ops.attention.format import KVFormat
 from terrazzo.ops.attention.layout import CacheLayout, operand_layout
 from terrazzo.ops.attention.quantizer import CLIPS
 from terrazzo.ops.attention.tile_macros import each
 from terrazzo.ops.tiles.calls import unpack
 
+SUMS = len(CLIPS) + 1
+"""Pairs of sums that the range of a clipped token is chosen by."""
 CODE_BIAS = 0x4B000000
 """tz_code returns 2^23 + code as a float's bits; words start at minus the sum of what its fields bring along."""
 
@@ -36,8 +38,8 @@ def tile_state(head_dim: int, *formats: KVFormat) -> SimpleNamespace:
     if any(f.rotation for f in formats):
         f32 |= {name: T.alloc_local((n,), "float32") for name, n in (("rotated", 8), ("turned", 1))}
     if any(f.clip for f in formats):
-        u32 |= {name: T.alloc_local((n,), "uint32") for name, n in (("far", 2 * len(CLIPS) + 1), ("middle", 2))}
-        f32 |= {"sums": T.alloc_local((len(CLIPS) + 1,), "float32")}
+        u32 |= {name: T.alloc_local((n,), "uint32") for name, n in (("far", 2 * SUMS), ("middle", 4))}
+        f32 |= {"limits": T.alloc_local((8,), "float32")}
     return SimpleNamespace(**u32, **f32)
 
 
@@ -223,75 +225,93 @@ def _range_macros(tile: Operand) -> SimpleNamespace:
     return SimpleNamespace(reduce_pairs=reduce_pairs, shuffle_pairs=shuffle_pairs, unpack_range=unpack_range)
 
 
-def _clip_macro(tile: Operand):
-    """The macro that narrows the ranges of tokens."""
+def _clip_macros(tile: Operand, ranges: SimpleNamespace) -> SimpleNamespace:
+    """The limits of tokens whose ranges are clipped: clip_ranges."""
     import tilelang.language as T
 
-    is_key, shared, shuffles, D = tile.is_key, tile.shared, tile.shuffles, tile.head_dim
+    is_key, slices, D = tile.is_key, tile.slices, tile.head_dim
+
+    def of_token(c):
+        """Where `limits` has the least and the largest value of a token of class c."""
+        first = 4 * c if is_key else c // 2 * 4 + c % 2
+        return first, first + 2
 
     @T.macro
-    def clip_ranges(st, space, c, lane):
-        """Limits low (st.f[0], st.f[1]) .. high (st.f[2], st.f[3]) of the tokens that the halves of the registers of
-        class c belong to, narrowed as `quantizer` clips two bits; of keys both are those of one token. The registers
-        are read from words `space` on, in a loop: a warp that packs a tile waits for nothing but its instructions."""
-        T.call_extern(
-            "handle", "tz_clip_middle", st.f[0], st.f[2], st.f[1], st.f[3], T.access_ptr(st.middle, "w", 2)
-        )  # fmt: skip
-        for i in each(2 * len(CLIPS) + 1):
+    def find_limits(st):
+        """The ranges of all tokens, and their middles."""
+        for c in each(2):
+            ranges.reduce_pairs(st, c, tile.shared[c])
+            ranges.shuffle_pairs(st, c, tile.shuffles)
+            ranges.unpack_range(st, c)
+            if is_key:
+                st.f[0] = T.min(st.f[0], st.f[1])
+                st.f[1] = st.f[0]
+                st.f[2] = T.max(st.f[2], st.f[3])
+                st.f[3] = st.f[2]
+            T.call_extern(
+                "handle", "tz_clip_middle", st.f[0], st.f[2], st.f[1], st.f[3],
+                T.access_ptr(st.middle[2 * c], "w", 2),
+            )  # fmt: skip
+            for i in each(4):
+                st.limits[4 * c + i] = st.f[i]
+
+    @T.macro
+    def sum_excesses(st, rows, base, lane):
+        """far: sums of both classes of tokens. The registers are read from words `base` on, an atom at a time, in a
+        loop: a warp that packs a tile waits for nothing but its instructions, which are cold."""
+        for i in each(2 * SUMS):
             st.far[i] = T.uint32(0)
-        for n in T.serial(T.call_extern("int32", "tz_now", len(shared[c]))):
-            r = 2 * n + c if is_key else n // 2 * 4 + n % 2 + 2 * c
+        for n in T.serial(T.call_extern("int32", "tz_now", slices)):
+            load_words(4, st.s, rows[base + n * 128 + lane * 4])
+            for r in each(4):
+                c = r % 2 if is_key else r // 2
+                T.call_extern(
+                    "handle", "tz_clip_count", st.s[r], T.access_ptr(st.middle[2 * c], "r", 2),
+                    T.access_ptr(st.far[SUMS * c], "rw", SUMS),
+                )  # fmt: skip
+        for i in each(2 * SUMS):
+            st.far[i] = T.call_extern("uint32", "tz_clip_integers", st.far[i])
+        for i in each(SUMS if is_key else 2 * SUMS):
+            if is_key:  # of the two tokens of a lane, whose halves are added up
+                st.s[0] = byte_perm(st.far[i], st.far[SUMS + i], 0x5410)
+                st.far[i] = st.s[0] + byte_perm(st.far[i], st.far[SUMS + i], 0x7632)
+            for d in tile.shuffles:
+                st.far[i] = st.far[i] + xor_word(st.far[i], d)
+
+    @T.macro
+    def clip_ranges(st, rows, base, lane):
+        """limits: low and high of each token, narrowed as `quantizer` clips two bits. The warp's rows in shared memory,
+        from word `base` of `rows` on, are not needed any more."""
+        for a in each(slices):
+            store_words(4, rows[base + a * 128 + lane * 4], st.x[a * 4])
+        find_limits(st)
+        sum_excesses(st, rows, base, lane)
+        for c in each(tile.classes):
             T.call_extern(
-                "handle", "tz_clip_count", T.reinterpret(space[0][space[1] + r * 32 + lane], "uint32"),
-                T.access_ptr(st.middle, "r", 2), T.access_ptr(st.far, "rw", 2 * len(CLIPS) + 1),
-            )  # fmt: skip
-        for e in (2,) if is_key else (0, 1):
-            T.call_extern(
-                "handle", "tz_clip_join", e, T.access_ptr(st.far, "r", 2 * len(CLIPS) + 1),
-                T.access_ptr(st.sums, "w", len(CLIPS) + 1),
-            )  # fmt: skip
-            for i in each(len(CLIPS) + 1):
-                for d in shuffles:
-                    st.sums[i] = st.sums[i] + xor_shuffle(st.sums[i], d)
-            T.call_extern(
-                "handle", f"tz_clip_range<{D}>", T.access_ptr(st.f[e % 2], "rw", 1),
-                T.access_ptr(st.f[2 + e % 2], "rw", 1), T.access_ptr(st.sums, "r", len(CLIPS) + 1),
+                "handle", f"tz_clip_range<{D}>", *(T.access_ptr(st.limits[i], "rw", 1) for i in of_token(c)),
+                T.access_ptr(st.far[0 if is_key else SUMS * (c // 2)], "r", SUMS), c % 2,
             )  # fmt: skip
 
-    return clip_ranges
+    return SimpleNamespace(clip_ranges=clip_ranges, of_token=of_token)
 
 
 def _token_macros(tile: Operand, ranges: SimpleNamespace) -> SimpleNamespace:
     """The parameters of tokens: token_parameters."""
     import tilelang.language as T
 
-    layout, fmt, is_key, D, classes = tile.layout, tile.fmt, tile.is_key, tile.head_dim, tile.classes
+    layout, fmt, is_key, classes = tile.layout, tile.fmt, tile.is_key, tile.classes
     role = 0 if is_key else layout.token_params - 1  # of the pairs of parameters beside a tile
     shared, shuffles, token_of, clipped = tile.shared, tile.shuffles, tile.token_of, bool(fmt.clip)
     reduce_pairs, shuffle_pairs, unpack_range = ranges.reduce_pairs, ranges.shuffle_pairs, ranges.unpack_range
-    clip_ranges = _clip_macro(tile)
+    clip = _clip_macros(tile, ranges) if clipped else None
 
     @T.macro
-    def token_parameters(st, tile, rows, base, lane):
-        """Scale and zero of each token, to registers and beside the tile at address `tile`; the warp's rows in shared
-        memory, from word `base` of `rows` on, are not needed any more."""
-        if clipped:
-            for i in each(D // 4):
-                rows[base + i * 32 + lane] = T.reinterpret(st.x[i], "int32")
+    def find_ranges(st):
+        """Scale and zero of each token, to registers."""
         for c in each(2):
             reduce_pairs(st, c, shared[c])
             shuffle_pairs(st, c, shuffles)
             unpack_range(st, c)
-            if clipped:
-                if is_key:
-                    st.f[0] = T.min(st.f[0], st.f[1])
-                    st.f[1] = st.f[0]
-                    st.f[2] = T.max(st.f[2], st.f[3])
-                    st.f[3] = st.f[2]
-                clip_ranges(st, (rows, base), c, lane)
-                if is_key:
-                    st.f[1] = st.f[0]
-                    st.f[3] = st.f[2]
             if is_key:
                 st.c[c] = T.call_extern(
                     "uint32", "tz_range", T.min(st.f[0], st.f[1]), T.max(st.f[2], st.f[3]), T.float32(fmt.levels),
@@ -303,6 +323,26 @@ def _token_macros(tile: Operand, ranges: SimpleNamespace) -> SimpleNamespace:
                         "uint32", "tz_range", st.f[e], st.f[2 + e], T.float32(fmt.levels),
                         T.access_ptr(st.par[(c * 2 + e) * 3], "w", 3),
                     )  # fmt: skip
+
+    @T.macro
+    def find_clipped(st, rows, base, lane):
+        """The same, of clipped ranges."""
+        clip.clip_ranges(st, rows, base, lane)
+        for c in each(classes):
+            low, high = clip.of_token(c)
+            st.c[c] = T.call_extern(
+                "uint32", "tz_range", st.limits[low], st.limits[high], T.float32(fmt.levels),
+                T.access_ptr(st.par[c * 3], "w", 3),
+            )  # fmt: skip
+
+    @T.macro
+    def token_parameters(st, tile, rows, base, lane):
+        """Scale and zero of each token, to registers and beside the tile at address `tile`; the warp's rows in shared
+        memory, from word `base` of `rows` on, are not needed any more."""
+        if clipped:
+            find_clipped(st, rows, base, lane)
+        else:
+            find_ranges(st)
         for c in each(classes):
             if T.And(st.new[c] != T.uint32(0), (lane % 4 if is_key else lane // 4) == 0):
                 row = token_of(c, lane)

@@ -42,8 +42,8 @@ template <class F> static unsigned halves(unsigned a, unsigned b, F f) {
 }
 static unsigned tz_hadd2(unsigned a, unsigned b) { return halves(a, b, [](float x, float y) { return x + y; }); }
 static unsigned tz_hsub2(unsigned a, unsigned b) { return halves(a, b, [](float x, float y) { return x - y; }); }
-static unsigned tz_hset2(unsigned a, unsigned b) { return halves(a, b, [](float x, float y) { return float(x > y); }); }
-static unsigned tz_hfma2(unsigned a, unsigned b, unsigned c) { return tz_hadd2(tz_hmul2(a, b), c); }  // of 0 or 1
+static unsigned tz_excess(unsigned a, unsigned b) {
+  return halves(a, b, [](float x, float y) { return x > y ? x - y : 0; }); }
 template <bool BF16> static unsigned tz_min2(unsigned a, unsigned b) {
   unsigned r = 0;
   for (int e = 0; e < 32; e += 16) r |= (widen<BF16>(b >> e) < widen<BF16>(a >> e) ? b : a) & 0xFFFFu << e;
