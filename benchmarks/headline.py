@@ -14,7 +14,7 @@ SIZES = (1, 4, 16, 64, 256, 1024, 4096)
 NAMES = {
     "cublas_f16": "cuBLAS f16", "cublas_bf16": "cuBLAS bf16", "torch_fp8": "torch fp8", "torch_int8": "torch int8",
     "sdpa_cudnn_f16": "cuDNN f16", "sdpa_flash_f16": "flash f16", "transformers_f16": "transformers f16",
-    "transformers_compiled": "transformers, compiled", "machete": "Machete", "marlin": "Marlin", "humming": "humming",
+    "transformers_compiled": "compiled transformers", "machete": "Machete", "marlin": "Marlin", "humming": "humming",
 }  # fmt: skip
 OWN = ("w4a16_symmetric_g32", "generic", "separate", "copy", "empty")
 """What stands among peers of a file and is ours, or no kernel of the same work."""
