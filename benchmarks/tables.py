@@ -189,6 +189,28 @@ def decode_step(result: Mapping[str, Any], source: str) -> str:
     )
 
 
+def tensor_parallel(result: Mapping[str, Any], source: str) -> str:
+    """Layers of Llama-3-70B on several GPUs beside one: products, all-reduces, steps."""
+    shown = lambda one, many: f"{one:.2f} -> {many:.2f} ({many / one:.2f})"
+    lines = [
+        (
+            f"`{row['weights']}`", str(row["batch"]), str(row["world"]),
+            shown(row["products_one_80_ms"], row["products_80_ms"]), f"{row['all_reduce_80_ms']:.2f}",
+            shown(row["step_one_80_ms"], row["step_80_ms"]),
+        )
+        for row in result["rows"]
+        if "failure" not in row
+    ]  # fmt: skip
+    head = ("weights", "batch", "GPUs", "products", "all-reduces", "step")
+    layers = ", ".join(str(n) for n in dict.fromkeys(row["layers"] for row in result["rows"]))
+    return (
+        f"The 80 layers of Llama-3-70B on several GPUs beside one: {layers} layers were timed, and the figures are "
+        "theirs times 80 over that. Milliseconds on one GPU, on all, and the ratio. All-reduces by themselves are "
+        f"NCCL's, two a layer. A step has no embedding and no head, {setting(result, source)}\n\n"
+        f"{report.markdown(head, lines, range(1, len(head)))}"
+    )
+
+
 def accuracy(result: Mapping[str, Any], source: str) -> str:
     """Perplexity over the float model's, of kernels and of a simulation of the same numbers."""
     rows: dict[str, dict[str, Mapping[str, Any]]] = {}
@@ -329,6 +351,7 @@ MODELS: dict[str, Table] = {
     "kv_engine_*.json": kv_engine,
     "accuracy_*.json": accuracy,
     "load_time_*.json": load_time,
+    "tensor_parallel_*.json": tensor_parallel,
 }
 """The same for docs/results-models.md."""
 

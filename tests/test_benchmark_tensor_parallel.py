@@ -11,7 +11,7 @@ from terrazzo.autotune import gemm_bench
 from terrazzo.lowering.targets import Target
 from terrazzo.ops.attention import launch
 
-from benchmarks import decode_step, tensor_parallel
+from benchmarks import decode_step, tables, tensor_parallel
 from benchmarks.tensor_parallel import Layers, arguments
 
 sys.path.append(str(Path(__file__).parent / "nn"))
@@ -58,3 +58,11 @@ def test_kernels_of_whole_layers_and_of_shares_are_named(monkeypatch):
     tensor_parallel.compile_all(arguments([]))
     sizes = {(dict(it.params)["n"], dict(it.params)["k"]) for it in named if it.name == "w4a16.small_batch"}
     assert sizes == {*tensor_parallel.shapes().values(), *tensor_parallel.shapes(2).values()}
+
+
+def test_the_table_has_the_ratio_of_each_row():
+    row = {"weights": "w4a16-g128", "batch": 1, "world": 2, "layers": 8, "products_one_80_ms": 10.0,
+           "products_80_ms": 6.0, "all_reduce_80_ms": 2.0, "step_one_80_ms": 13.0, "step_80_ms": 9.1}  # fmt: skip
+    facts = {"gpu": "NVIDIA H100", "torch": "2.11", "date": "today", "commit": "abc"}
+    text = tables.tensor_parallel({**facts, "rows": [row, {"failure": "x", "layers": 8}]}, "results.json")
+    assert "| `w4a16-g128` | 1 | 2 | 10.00 -> 6.00 (0.60) | 2.00 | 13.00 -> 9.10 (0.70) |" in text

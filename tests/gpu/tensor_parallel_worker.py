@@ -11,9 +11,11 @@ import json
 import sys
 from pathlib import Path
 
+import terrazzo
 import torch
 from terrazzo.nn import TensorParallel, generation, positions_of
 from terrazzo.nn.loading import load
+from terrazzo.nn.module import PackedModule
 
 NEW, STEPS = 12, 5
 PROMPTS = [torch.randint(0, 512, (length,), generator=torch.Generator().manual_seed(length)) for length in (5, 70, 33)]
@@ -46,6 +48,13 @@ def main(jobs: Path, out: Path) -> None:
     device, found = "cuda" if torch.cuda.is_available() else "cpu", []
     for folder, options in json.loads(jobs.read_text()):
         model = load(folder, device=device, **options, tensor_parallel=ranks)
+        packed = any(isinstance(module, PackedModule) for module in model.modules())
+        if device == "cuda" and packed:  # once for both ranks, whose shares are alike
+            if ranks is not None and ranks.rank:
+                torch.distributed.barrier()
+            terrazzo.prepare(model, [len(PROMPTS), sum(map(len, PROMPTS))], quiet=True)
+            if ranks is not None and not ranks.rank:
+                torch.distributed.barrier()
         captured, replays = steps(model, generation.DecodeStep, device)
         eager, _ = steps(model, Eager, device)
         tokens = [row.tolist() for row in generation.generate(model, PROMPTS, max_new_tokens=NEW)]

@@ -25,13 +25,13 @@ SIZES = dict(
 )  # fmt: skip
 FAST = {"options": {"clip_steps": 1}}
 JOBS = {  # name -> (model, options of load, distance of logits from one GPU's that other sums and scales explain)
-    "16 bits": ("llama", {"kv": "float16"}, 2**-6),
-    "w4a16": ("llama", {"kv": "int8", "quantize": "w4a16-g64", **FAST}, 2**-6),
     "w4a8": ("llama", {"kv": "float16", "quantize": "w4a8-g64"}, 0.1),
+    "w4a16": ("llama", {"kv": "int8", "quantize": "w4a16-g64", **FAST}, 2**-6),
     "experts": ("qwen3_moe", {"kv": "float16", "quantize": "w4a16-g64", **FAST}, 2**-5),
+    "16 bits": ("llama", {"kv": "float16"}, 2**-6),
     "saved": ("packed", {}, 2**-6),
 }
-SECONDS = 280
+SECONDS = 200
 
 
 def started(world: int, jobs: Path, out: Path) -> list[dict]:
