@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from terrazzo.lowering.errors import ArgumentError
@@ -12,9 +11,12 @@ from terrazzo.nn import glue, products
 from terrazzo.nn.formats import Format
 from terrazzo.nn.joined import join
 from terrazzo.nn.module import PackedModule
-from terrazzo.ops import moe
+from terrazzo.ops import moe, mxfp4
 from terrazzo.ops.grouped import GroupedWeight
 from torch import nn
+
+if TYPE_CHECKING:
+    from terrazzo.lowering.targets import Target
 
 
 class GroupedLinear(PackedModule):
@@ -58,8 +60,8 @@ class Experts(nn.Module):
 
     @classmethod
     def stack(cls, gates: Sequence[Any], ups: Sequence[Any], downs: Sequence[Any], activation: str = "silu") -> Experts:
-        """Of each expert's packed or canonical weights. Experts of which only some have zero points stack: 8 is given
-        to the others.
+        """Of each expert's packed or canonical weights. Experts of which only some have zero points stack: 8 (of 8
+        bits: 128) is given to the others.
 
         Raises:
             ArgumentError: experts that differ in anything but values; act-order, as experts share the order of x.
@@ -70,7 +72,7 @@ class Experts(nn.Module):
     @classmethod
     def of_packed(cls, gate_up: Sequence[Any], down: Sequence[Any], activation: str = "silu") -> Experts:
         """Of each expert's packed weights, gate and up joined; see `stack`."""
-        return cls(GroupedWeight.stack(_alike(gate_up)), GroupedWeight.stack(_alike(down)), activation)
+        return cls(GroupedWeight.stack(list(gate_up)), GroupedWeight.stack(list(down)), activation)
 
     @classmethod
     def from_float(
@@ -85,6 +87,22 @@ class Experts(nn.Module):
         form = Format.parse(format)
         make = lambda weights: [form.quantize(w.detach(), **options) for w in weights]
         return cls.of_packed(make(gate_up), make(down), activation)
+
+    @classmethod
+    def from_gpt_oss(
+        cls, gate_up: Sequence[torch.Tensor], down: Sequence[torch.Tensor], target: Target | str | None = None
+    ) -> Experts:
+        """gpt-oss's experts as published in MXFP4: interleaved gate and up, biases, SwiGLU with its bound of 7.
+
+        Args:
+            gate_up: blocks uint8 [E, 2 I, hidden / 32, 16], scales uint8 [E, 2 I, hidden / 32], bias [E, 2 I].
+            down: the same of [E, hidden, I]. target: to pack for; None takes the tensors' device.
+
+        Raises:
+            ArgumentError: see `ops.mxfp4.from_gpt_oss`.
+        """
+        both = mxfp4.from_gpt_oss(*gate_up, gate_up="interleaved", target=target)
+        return cls(both, mxfp4.from_gpt_oss(*down, target=target), "swiglu_oai")
 
     def __len__(self) -> int:
         return self.gate_up_proj._facts["experts"]
@@ -107,20 +125,3 @@ def known_activation(name: str) -> str:
     if name not in glue.ACTIVATIONS:
         raise ArgumentError("activation", name, f"must be one of {tuple(glue.ACTIVATIONS)}", "keep this layer in float")
     return name
-
-
-def _alike(packed: Sequence[Any]) -> list:
-    """Weights of which all have zero points if one has: symmetric ones get 8."""
-    packed = list(packed)
-    if len({getattr(w, "symmetric", None) for w in packed}) < 2:
-        return packed
-    return [_with_zeros(w) if w.symmetric else w for w in packed]
-
-
-def _with_zeros(w: Any) -> Any:
-    """A symmetric W4A16 weight with a plane of zero points that are all 8."""
-    from terrazzo.ops.weight_only.integers import BLOCK_N
-
-    groups, blocks, _ = w.params.shape
-    eights = torch.full((groups, blocks, BLOCK_N), 8, dtype=torch.uint8, device=w.params.device)
-    return replace(w, params=torch.cat([w.params, eights], dim=-1), symmetric=False)

@@ -88,12 +88,22 @@ def gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (functional.gelu(gate.float(), approximate="tanh") * up.float()).to(gate_up.dtype)
 
 
+@_fused
+def swiglu_oai(gate_up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss's gate sigmoid(1.702 gate) (up + 1) of joined [..., 2 N], gate at most 7, up within it."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (gate * torch.sigmoid(1.702 * gate) * (up + 1)).to(gate_up.dtype)
+
+
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu_mul, "swish": silu_mul, "gelu_pytorch_tanh": gelu_mul, "gelu_tanh": gelu_mul,
+    "swiglu_oai": swiglu_oai,
 }  # fmt: skip
 """Name of an activation, as transformers' configs have it -> the gated form."""
 OPERATOR_NAMES = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh",
+    "swiglu_oai": "swiglu_oai",
 }  # fmt: skip
 """The same -> what `ops.activation` calls it."""
 
