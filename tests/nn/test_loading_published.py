@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[dict[str, Any], type]] = {
     "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, small_floats),
 }
 """Convention -> (quantization_config, class of the packed weights)."""
-QUICK = ("awq", "gptq_act_order", "auto_round_sym", "qserve", "gptq8", "mxfp4", "nvfp4")
+QUICK = ("awq", "gptq_act_order", "auto_round_sym", "qserve", "mxfp4", "nvfp4")
 every = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in KINDS]
 
 

@@ -68,7 +68,8 @@ CASES = {  # program, schedule, target, M, format, group (negative: scales in x'
     "fp8 blocks multistage f16": (multistage, Multistage(32, 4, 2, 3), "sm_89", 20, "fp8", 128, "float16"),
 }
 SLOW = ("fp8 folded blocks small_batch f16", "fp8 folded blocks multistage bf16",
-        "nvfp4 small_batch f16, k shared", "nvfp4 stream_k f16", "nvfp4 multistage bf16, k shared",
+        "nvfp4 small_batch f16, k shared", "nvfp4 small_batch bf16", "nvfp4 stream_k f16",
+        "nvfp4 multistage bf16, k shared",
         "mxfp4 small_batch f16, k shared", "mxfp4 stream_k f16", "mxfp4 multistage bf16, k shared",
         "fp8 blocks stream_k f16, halves", "fp8 blocks stream_k bf16, two row blocks",
         "fp8 blocks small_batch f16", "fp8 rows multistage bf16", "fp8 blocks multistage f16")  # fmt: skip
@@ -134,6 +135,25 @@ def test_integers_come_out_exactly(name, tmp_path):
     assert bool(((y.double() - expected).abs() <= bound).all())
     again = run.stream_k(x, packed, 2, 1) if program is stream_k else None
     assert again is None or torch.equal(again, y)
+    if weight == "nvfp4":
+        check_every_scale(run, program, m, bias)
+
+
+def check_every_scale(run: Program, program, m: int, bias: torch.Tensor) -> None:
+    """Random data and unit vectors, with every e4m3 scale above 0 and factors of rows that are no powers of two."""
+    rng = torch.Generator().manual_seed(11)
+    codes = torch.randint(0, 16, (N, K), generator=rng, dtype=torch.uint8)
+    scales = (1 + torch.randperm(N * K // 16, generator=rng) % 126).view(N, -1).to(torch.uint8)
+    facts = dict(weight="nvfp4", group_size=16, bias=bias, factors=1e-4 + 1e-3 * torch.rand(N, generator=rng))
+    w = QuantizedWeight.canonical(codes, scales, **facts)
+    units = torch.zeros(m, K)
+    units[torch.arange(m), torch.randperm(K, generator=rng)[:m]] = 1
+    for x in (torch.randn(m, K, generator=rng).to(bias.dtype), units.to(bias.dtype)):
+        packed = w.pack()
+        name = program.__name__.rpartition(".")[2]
+        y = run.stream_k(x, packed, 2, 1) if program is stream_k else getattr(run, name)(x, packed)
+        expected, bound = reference.gemm(x, w, "exact"), reference.forward_error_bound(x, w, "exact")
+        assert bool(((y.double() - expected).abs() <= bound).all())
 
 
 @pytest.mark.slow
