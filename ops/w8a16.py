@@ -269,7 +269,7 @@ def _gptq(tensors: dict[str, Any], config: LayerConfig) -> QuantizedWeight:
 
 
 def _compressed(tensors: dict[str, Any], config: LayerConfig) -> QuantizedWeight:
-    given = dict(tensors)
+    given = compressed_tensors.without_static(tensors)
     if config.desc_act and "weight_g_idx" not in given and given["weight_scale"].shape[-1:] != (1,):
         constraint = "the config states actorder by groups, which needs the group of each channel"
         raise ArgumentError("weight_g_idx", None, constraint, "add the layer's weight_g_idx tensor")

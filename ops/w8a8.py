@@ -10,9 +10,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.ops import dlpack
+from terrazzo.ops.checkpoints import loaders
+from terrazzo.ops.checkpoints import w8a8 as published
 from terrazzo.ops.w4a8.w8a8 import format as w8_format
 from terrazzo.ops.w4a8.w8a8.entry import gemm, quantize_activations
 from terrazzo.ops.w4a8.w8a8.format import PackedWeight, QuantizedWeight
@@ -20,20 +24,24 @@ from terrazzo.ops.w4a8.w8a8.op import kernel_requests, weight_requests
 from terrazzo.ops.w4a8.w8a8.quantizer import quantize, quantize_weight
 
 if TYPE_CHECKING:
-    from typing import Any
-
+    import torch
     from terrazzo.lowering.targets import Target
+    from terrazzo.ops.checkpoints.config import LayerConfig
     from terrazzo.ops.dlpack import SupportsDLPack
 
 __all__ = [
     "PackedWeight",
     "QuantizedWeight",
     "gemm",
+    "iter_layers",
     "kernel_requests",
+    "load_layer",
+    "load_model",
     "pack",
     "quantize",
     "quantize_activations",
     "quantize_weight",
+    "read_layer",
     "weight_requests",
 ]
 
@@ -64,3 +72,61 @@ def pack(
     if isinstance(codes, QuantizedWeight) and scales is None and not options:
         return w8_format.pack(codes, target=target)
     return w8_format.pack(QuantizedWeight.canonical(codes, scales, **options), target=target)
+
+
+def _int8(tensors: dict[str, torch.Tensor], config: LayerConfig) -> QuantizedWeight:
+    return QuantizedWeight.canonical(**published.int8_arguments(tensors, config))
+
+
+def _fp8(tensors: dict[str, torch.Tensor], config: LayerConfig) -> QuantizedWeight:
+    return QuantizedWeight.canonical(**published.fp8_arguments(tensors, config))
+
+
+FAMILY = loaders.Family(
+    "w8a8",
+    {"int_quantized": _int8, "fp8": _fp8},
+    w8_format.pack,
+    activations=("", "int8", "int8 static", "int8 asymmetric", "int8 static asymmetric"),
+    bits=8,
+)
+"""How layers of published checkpoints are read."""
+
+
+def read_layer(
+    path: str | Path, name: str | None = None, *, device: str | int | torch.device = "cpu"
+) -> QuantizedWeight:
+    """Canonical weight of one int8 or fp8 layer of a checkpoint, with activations as its config says; where that says
+    nothing, dynamic by token, or by 128 channels of blocks.
+
+    Args:
+        path: a .safetensors file or a Hugging Face folder; a config beside the file is read too.
+        name: prefix of the layer's tensors; None when the checkpoint has only one layer.
+        device: where the weight is built, as torch names it.
+
+    Raises:
+        ArgumentError: no such layer, a missing tensor, or a layer that its config or further tensors give another
+            meaning (`load_model` skips it with the same reason).
+    """
+    return loaders.read_layer(FAMILY, path, name, format=None, device=device)
+
+
+def load_layer(
+    path: str | Path,
+    name: str | None = None,
+    *,
+    device: str | int | torch.device = "cpu",
+    target: Target | str | None = None,
+) -> PackedWeight:
+    """`pack(read_layer(path, name, device=device), target=target)`."""
+    return pack(read_layer(path, name, device=device), target=target)
+
+
+def iter_layers(path: str | Path, **options: Any) -> Iterator[loaders.Layer]:
+    """A checkpoint's layers one at a time, as `w4a16.iter_layers` does and with its options `select`, `packed`,
+    `strict`, `device` and `target`."""
+    yield from loaders.iter_layers(FAMILY, path, **options)
+
+
+def load_model(path: str | Path, **options: Any) -> loaders.Model:
+    """All layers that `iter_layers(path, **options)` yields, as one object with a printable report."""
+    return loaders.load_model(FAMILY, path, **options)

@@ -153,6 +153,15 @@ def unpack(
     return source
 
 
+def without_static(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a layer whose activations are not static; ArgumentError for another one."""
+    for name in ("input_scale", "input_zero_point"):
+        if name in tensors:
+            constraint = "the layer's activations are static 8-bit integers, which only W8A8 multiplies"
+            raise ArgumentError(name, weights.described(tensors[name]), constraint, "load it with w8a8")
+    return dict(tensors)
+
+
 def arguments(tensors: dict[str, torch.Tensor], config: LayerConfig) -> dict[str, Any]:
     """What `unpack` takes, from the tensors of a layer and what its config states.
 
@@ -160,7 +169,7 @@ def arguments(tensors: dict[str, torch.Tensor], config: LayerConfig) -> dict[str
         ArgumentError: other bits than 4, or channels that are grouped in another order (actorder "group").
     """
     check_bits(config.bits)
-    found = dict(tensors)
+    found = without_static(tensors)
     order = found.pop("weight_g_idx", None)
     if order is not None:
         check_index("weight_g_idx", order)

@@ -79,7 +79,9 @@ class LayerConfig:
         version: AWQ version or compressed-tensors format, as written.
         symmetric, desc_act: as written; of compressed-tensors, desc_act is its actorder by groups.
         activations: what x is quantized to, dynamically and for each token: "int8", "e4m3"; "" for 16 bits; None. Of
-            weights in small floats "": their kernels multiply 16-bit x, whatever is stated.
+            weights in small floats "": their kernels multiply 16-bit x, whatever is stated. Of int8 weights also
+            "int8 static", "int8 asymmetric" and "int8 static asymmetric".
+        inputs: the same of fp8 weights, which W8A8 obeys: "e4m3", "e4m3 static", "" or None.
         skip: why the layer cannot be read as its tensors say, or why the config leaves it out, else "".
         excluded: `skip` says that the config leaves the layer out of quantization.
     """
@@ -91,6 +93,7 @@ class LayerConfig:
     symmetric: bool | None = None
     desc_act: bool | None = None
     activations: str | None = None
+    inputs: str | None = None
     skip: str = ""
     excluded: bool = False
 
@@ -269,8 +272,9 @@ class Config:
         if self.raw.get("fmt") not in (None, "e4m3"):
             skip = f"fmt is {_shown(self.raw['fmt'])}, only e4m3 is read"
         skip = f"modules_to_not_convert names {excluded[0]!r}" if excluded else skip
-        group = -1 if block is None else 128
-        return LayerConfig("fp8", 8, group, activations="", skip=skip, excluded=bool(excluded))
+        group, stated = -1 if block is None else 128, self.raw.get("activation_scheme")
+        inputs = "e4m3 static" if stated == "static" else "e4m3"
+        return LayerConfig("fp8", 8, group, activations="", inputs=inputs, skip=skip, excluded=bool(excluded))
 
     def _modelopt(self, name: str) -> LayerConfig:
         left = [*_names_of(self.raw, "exclude_modules"), *_names_of(self.raw, "ignore")]
@@ -290,7 +294,8 @@ class Config:
         format, bits, size = _MODELOPT[algorithm]
         if bits == 4 and whole(facts, "group_size", size) != size:
             return LayerConfig(skip=f"group_size is {facts['group_size']}, {algorithm} has groups of {size}")
-        return LayerConfig(format, bits, size, activations="")
+        inputs = {"FP8": "e4m3 static", "FP8_PER_CHANNEL_PER_TOKEN": "e4m3"}.get(algorithm)
+        return LayerConfig(format, bits, size, activations="", inputs=inputs)
 
     def _compressed(self, name: str) -> LayerConfig:
         ignored = [entry for entry in _names_of(self.raw, "ignore") if fields.names(entry, name)]
@@ -361,7 +366,7 @@ def _scheme(group: dict[str, Any], format: str | None) -> LayerConfig:
         return found
     if stated.get("type", "int") != "int":
         return skipped(f"weights are of type {_shown(stated['type'])}, not int")
-    activations = _activations(acts)
+    activations = _activations(acts, whole(stated, "num_bits", 4) == 8)
     if activations is None:
         return skipped(f"activations are quantized too ({_shown(acts.get('num_bits'))}-bit {_shown(acts.get('type'))})")
     if group.get("output_activations"):
@@ -398,13 +403,30 @@ def _small_floats(stated: dict[str, Any], group: dict[str, Any], format: str | N
     layout = _text(group, "format") or (usual if format in (None, "mixed-precision") else format)
     if bits == 4 and layout != usual:
         return None
-    return LayerConfig("compressed_tensors", bits, size, layout, _flag(stated, "symmetric"), activations="")
+    symmetric, inputs = _flag(stated, "symmetric"), _float_inputs(group.get("input_activations") or {})
+    return LayerConfig("compressed_tensors", bits, size, layout, symmetric, activations="", inputs=inputs)
 
 
-def _activations(acts: dict[str, Any]) -> str | None:
-    """ "int8" or "e4m3" of activations quantized for each token, "" of none, None of what no kernel here does."""
+def _float_inputs(acts: dict[str, Any]) -> str | None:
+    """What W8A8 makes of activations: a scale of all tokens, or one of each, or of 128 channels of it."""
     if not acts:
         return ""
+    if acts.get("num_bits") != 8 or acts.get("type") != "float" or acts.get("symmetric", True) is not True:
+        return None
+    if acts.get("strategy") == "group" and acts.get("group_size") != 128:
+        return None
+    return "e4m3" if acts.get("dynamic") else "e4m3 static"
+
+
+def _activations(acts: dict[str, Any], bytes_: bool = False) -> str | None:
+    """ "int8" or "e4m3" of activations quantized for each token, "" of none, None of what no kernel here does. Those of
+    8-bit weights may also be static, and have zero points."""
+    if not acts:
+        return ""
+    if bytes_ and acts.get("num_bits") == 8 and acts.get("type", "int") == "int":
+        static = acts.get("dynamic") is not True
+        if acts.get("strategy") in ((None, "tensor") if static else (None, "token")):
+            return "int8" + " static" * static + " asymmetric" * (acts.get("symmetric", True) is False)
     plain = acts.get("num_bits") == 8 and acts.get("dynamic") is True and acts.get("symmetric", True) is True
     if not plain or acts.get("strategy") not in (None, "token"):
         return None

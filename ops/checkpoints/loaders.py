@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from terrazzo.lowering.targets import Target
     from terrazzo.ops.shards import Share
 
-_WORDS = {"int8": "8-bit int", "e4m3": "8-bit float"}
+_WORDS = {"int8": "8-bit int", "e4m3": "8-bit float"} | {
+    f"int8{form}": f"8-bit int,{form}" for form in (" static", " asymmetric", " static asymmetric")
+}
 
 
 @dataclass(frozen=True)

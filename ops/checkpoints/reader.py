@@ -25,7 +25,9 @@ TENSORS = {
     "awq": ("qweight", "qzeros", "scales"),
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "compressed_tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
-    "int_quantized": ("weight", "weight_scale", "weight_zero_point", "weight_shape"),
+    "int_quantized": (
+        "weight", "weight_scale", "weight_zero_point", "weight_shape", "input_scale", "input_zero_point",
+    ),
     "qserve": ("qweight", "s1_scales", "s2_scales", "s2_zeros", "s1_szeros"),
     "mxfp4": ("weight_packed", "weight_scale"),
     "fp8": ("weight", "weight_scale", "weight_scale_inv", "input_scale"),
@@ -38,7 +40,7 @@ TENSORS = {
 "mxfp4", "nvfp4" and "fp8" are small floats, of compressed-tensors and others."""
 _OPTIONAL = {
     "qzeros", "g_idx", "weight_zero_point", "weight_shape", "weight_g_idx", "s2_scales", "s2_zeros", "s1_szeros",
-    "input_scale", "input_global_scale",
+    "input_scale", "input_zero_point", "input_global_scale",
 }  # fmt: skip
 _SCALES = ("weight_scale", "weight_scale_inv")
 _PAIRS = {

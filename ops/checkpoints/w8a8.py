@@ -1,0 +1,68 @@
+"""W8A8 layers as published: int-quantized of compressed-tensors, and fp8 files whose activations are quantized too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import weights
+
+if TYPE_CHECKING:
+    import torch
+    from terrazzo.ops.checkpoints.config import LayerConfig
+
+
+def int8_arguments(tensors: dict[str, torch.Tensor], config: LayerConfig) -> dict[str, Any]:
+    """What `w8a8.QuantizedWeight.canonical` takes, of an int-quantized layer.
+
+    Raises:
+        ArgumentError: groups of scales, weights with zero points, or a static scale that is announced and not there.
+    """
+    scale, zeros = tensors["weight_scale"], tensors.get("weight_zero_point")
+    if config.group_size not in (None, -1) or (scale.ndim == 2 and scale.shape[1] != 1):
+        constraint = "must have one column: W8A8 has scales of rows"
+        raise ArgumentError("weight_scale", weights.described(scale), constraint, "load it with w8a16")
+    if zeros is not None and bool((zeros != 0).any()):
+        raise ArgumentError("weight_zero_point", "not 0", "W8A8 weights are symmetric", "load it with w8a16")
+    stated = config.activations or ""
+    found = _static(tensors, "static" in stated, config.activations is None)
+    if (zero := tensors.get("input_zero_point")) is not None and "input_scale" in found:
+        found["input_zero"] = int(_one("input_zero_point", zero))
+    found["asymmetric"] = "asymmetric" in stated and "input_scale" not in found
+    return dict(codes=tensors["weight"], scales=scale, bias=tensors.get("bias")) | found
+
+
+def fp8_arguments(tensors: dict[str, torch.Tensor], config: LayerConfig) -> dict[str, Any]:
+    """The same of an fp8 layer, with scales of the tensor, of rows or of 128 x 128 blocks.
+
+    A config that says nothing of activations leaves them dynamic, unless the layer has an `input_scale`.
+
+    Raises:
+        ArgumentError: codes of another type, or a static scale that is announced and not there.
+    """
+    import torch
+
+    codes = tensors["weight"]
+    codes = codes.view(torch.float8_e4m3fn) if codes.dtype == torch.uint8 else codes
+    name = "weight_scale" if "weight_scale" in tensors else "weight_scale_inv"
+    scales = tensors[name]
+    if weights.dtype_name(scales) == "float8_e8m0fnu":
+        scales = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.view(torch.uint8).int() - 127)
+    found = _static(tensors, config.inputs == "e4m3 static", config.inputs is None)
+    return dict(codes=codes, scales=scales, bias=tensors.get("bias")) | found
+
+
+def _static(tensors: dict[str, torch.Tensor], announced: bool, unknown: bool) -> dict[str, Any]:
+    scale = tensors.get("input_scale")
+    if announced and scale is None:
+        raise ArgumentError("input_scale", None, "the config states static activations", "get the missing shard")
+    if scale is None or not (announced or unknown):
+        return {}
+    return {"input_scale": _one("input_scale", scale)}
+
+
+def _one(name: str, value: torch.Tensor) -> float:
+    if value.numel() != 1:
+        seen = weights.described(value)
+        raise ArgumentError(name, seen, "must be one number for all tokens", "take the largest of joined layers")
+    return float(value.float())

@@ -1,0 +1,170 @@
+"""W8A8 layers of folders as exporters write them: tensors by hand, configs of compressed-tensors, fp8 and modelopt."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.ops import fp8, w8a8, w8a16
+
+N, K = 300, 256
+RNG = torch.Generator().manual_seed(5)
+INT8 = torch.randint(-128, 128, (N, K), generator=RNG, dtype=torch.int8)
+E4M3 = (torch.randn(N, K, generator=RNG) * 20).to(torch.float8_e4m3fn)
+ROWS = torch.rand(N, 1, generator=RNG) + 0.5
+BLOCKS = torch.rand(3, 2, generator=RNG) + 0.5
+STATIC = {"input_scale": torch.tensor([0.25])}
+BY_ROW, BY_BLOCK = {"weight_scale": ROWS}, {"weight_scale_inv": BLOCKS}
+
+
+def compressed(weights: dict, acts: dict | None, format: str) -> dict:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": acts}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+
+
+CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+TENSOR = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": True}
+FLOAT = {"num_bits": 8, "type": "float"}
+KINDS = {  # tensors, config, what the weight says of activations
+    "int8 by token": ({"weight": INT8, **BY_ROW}, compressed(CHANNEL, TOKEN, "int-quantized"), (None, 0, False)),
+    "int8 static": (
+        {"weight": INT8, **BY_ROW, **STATIC},
+        compressed(CHANNEL, TENSOR, "int-quantized"),
+        (0.25, 0, False),
+    ),
+    "int8 static with a zero point": (
+        {"weight": INT8, **BY_ROW, **STATIC, "input_zero_point": torch.tensor([-9], dtype=torch.int8)},
+        compressed(CHANNEL, TENSOR | {"symmetric": False}, "int-quantized"),
+        (0.25, -9, False),
+    ),
+    "int8 asymmetric by token": (
+        {"weight": INT8, **BY_ROW},
+        compressed(CHANNEL, TOKEN | {"symmetric": False}, "int-quantized"),
+        (None, 0, True),
+    ),
+    "int8 by tensor": (
+        {"weight": INT8, "weight_scale": torch.tensor([0.5])},
+        compressed(CHANNEL | {"strategy": "tensor"}, TOKEN, "int-quantized"),
+        (None, 0, False),
+    ),
+    "float-quantized by token": (
+        {"weight": E4M3, **BY_ROW},
+        compressed(FLOAT | {"strategy": "channel"}, TOKEN | {"type": "float"}, "float-quantized"),
+        (None, 0, False),
+    ),
+    "float-quantized static": (
+        {"weight": E4M3, "weight_scale": torch.tensor([0.5]), **STATIC},
+        compressed(FLOAT | {"strategy": "tensor"}, TENSOR | {"type": "float"}, "float-quantized"),
+        (0.25, 0, False),
+    ),
+    "float-quantized blocks": (
+        {"weight": E4M3, "weight_scale": BLOCKS},
+        compressed(
+            FLOAT | {"strategy": "block", "block_structure": [128, 128]},
+            TOKEN | {"type": "float", "strategy": "group", "group_size": 128},
+            "float-quantized",
+        ),
+        (None, 0, False),
+    ),
+    "fp8 static": (
+        {"weight": E4M3, "weight_scale": torch.tensor(0.5), **STATIC},
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        (0.25, 0, False),
+    ),
+    "fp8 dynamic, whose static scale is left": (
+        {"weight": E4M3, "weight_scale": torch.tensor(0.5), **STATIC},
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+        (None, 0, False),
+    ),
+    "fp8 blocks": (
+        {"weight": E4M3, **{"weight_scale_inv": BLOCKS.bfloat16()}},
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"},
+        (None, 0, False),
+    ),
+    "fbgemm": (
+        {"weight": E4M3, **BY_ROW},
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        (None, 0, False),
+    ),
+    "modelopt": (
+        {"weight": E4M3, "weight_scale": torch.tensor(0.5), "input_scale": torch.tensor(0.25)},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        (0.25, 0, False),
+    ),
+}
+
+
+def written(folder, tensors: dict, config: dict):
+    save_file({f"layer.{name}": t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return folder
+
+
+def meant(tensors: dict) -> torch.Tensor:
+    """float64 [N, K]: the weight that a layer's tensors mean."""
+    scale = tensors.get("weight_scale", tensors.get("weight_scale_inv")).double()
+    if scale.ndim == 2 and scale.shape != (N, 1):
+        scale = scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)
+    return tensors["weight"].double() * scale
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_layer_is_what_its_tensors_mean(name, tmp_path):
+    tensors, config, activations = KINDS[name]
+    tensors = tensors | {"bias": torch.randn(N)}
+    weight = w8a8.read_layer(written(tmp_path, tensors, config), "layer")
+    assert torch.equal(weight.dequantize(), meant(tensors)) and torch.equal(weight.bias, tensors["bias"])
+    assert (weight.input_scale, weight.input_zero, weight.asymmetric) == activations
+    assert w8a8.load_layer(tmp_path, "layer").block == ("blocks" in name)
+    assert not w8a8.load_model(tmp_path).skipped
+
+
+def test_fp8_layers_stay_weight_only_where_that_is_asked_for(tmp_path):
+    tensors, config, _ = KINDS["fp8 static"]
+    made = fp8.read_layer(written(tmp_path, tensors, config), "layer")
+    assert torch.equal(made.dequantize(), meant(tensors))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "said"),
+    [
+        ({"weight": INT8, **BY_ROW}, compressed(CHANNEL, TENSOR, "int-quantized"), "input_scale"),
+        ({"weight": E4M3, **BY_ROW}, {"quant_method": "fp8", "activation_scheme": "static"}, "input_scale"),
+        (
+            {"weight": INT8, **BY_ROW, "weight_zero_point": torch.ones(N, 1, dtype=torch.int8)},
+            compressed(CHANNEL, TOKEN, "int-quantized"),
+            "weight_zero_point",
+        ),
+        (
+            {"weight": INT8, "weight_scale": torch.rand(N, 2) + 0.5},
+            compressed(CHANNEL | {"strategy": "group", "group_size": 128}, TOKEN, "int-quantized"),
+            "weight_scale",
+        ),
+        (
+            {"weight": INT8, **BY_ROW, "input_scale": torch.rand(2)},
+            compressed(CHANNEL, TENSOR, "int-quantized"),
+            "input_scale",
+        ),
+        (
+            {"weight": INT8, **BY_ROW},
+            compressed(CHANNEL, TOKEN | {"num_bits": 4}, "int-quantized"),
+            "activations are quantized too",
+        ),
+    ],
+)
+def test_what_no_kernel_computes_is_refused_by_name(tensors, config, said, tmp_path):
+    with pytest.raises(ArgumentError, match=said):
+        w8a8.read_layer(written(tmp_path, tensors, config), "layer")
+
+
+def test_static_activations_are_no_w8a16(tmp_path):
+    tensors, config, _ = KINDS["int8 static"]
+    with pytest.raises(ArgumentError, match="static"):
+        w8a16.read_layer(written(tmp_path, tensors, config), "layer")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ArgumentError, match="static"):
+        w8a16.read_layer(tmp_path, "layer")
