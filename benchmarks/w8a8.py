@@ -120,7 +120,7 @@ class Layer:
         self.random = torch.Generator("cuda").manual_seed(1)
         dense = torch.randn(n, k, generator=self.random, device="cuda") * 0.02
         copies = lambda nbytes: range(measure.copies_beyond_l2(nbytes, target.l2_bytes))
-        again = lambda w: dataclasses.replace(w, words=w.words.clone(), channel_scales=w.channel_scales.clone())
+        again = lambda w: dataclasses.replace(w, words=w.words.clone(), scales=w.scales.clone())
         self.packed = {}
         for name in options.formats:
             packed = w8a8.quantize(dense, **FORMATS[name])
@@ -234,7 +234,7 @@ def launch_of(plan: Any, x: Any, w: Any, y: Any) -> Any:
     )
     none, no_zeros = launching.stand_ins(y.device, torch.float32, torch.int32)
     zeros = getattr(x, "zeros", None)
-    scales = w.channel_scales if w.block else w.channel_scales.view(-1)
+    scales = w.scales if w.block else w.scales.view(-1)
     args = (x.q.view(torch.int8), w.words, scales, x.scales, no_zeros if zeros is None else zeros, none)
     return lambda: kernel(*args, workspace, semaphores, y, *scalars)
 

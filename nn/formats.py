@@ -32,6 +32,7 @@ class Family:
         weight_format: of terrazzo.ops.formats, where several share a PackedWeight class.
         usual: the group that a format without one has, "K", if not the first of `groups`.
         quantizes_activations: whether products multiply x in fewer bits.
+        codes: of the weight, where several share a PackedWeight class.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Family:
     weight_format: str = ""
     usual: str = ""
     quantizes_activations: bool = True
+    codes: str = ""
 
     @property
     def weight(self) -> type:
@@ -67,6 +69,8 @@ class Family:
             return import_module("terrazzo.ops.weight_only.packed").layout_identity(self.weight_format)
         if self.name == "w4a8-e4m3":
             return import_module(self.module).layout_identity(facts["group_size"])
+        if self.codes:
+            return import_module(self.module).layout_identity(self.codes)
         if self.name == "w4a8":
             return import_module(self.module).unit_layout(facts["group_size"]).identity
         return import_module(self.module).layout_identity(None)
@@ -104,6 +108,14 @@ FAMILIES: dict[str, Family] = {
             (64, 128, 32),
         ),
         Family(
+            "w8a8-e4m3", "terrazzo.ops.w4a8.w8a8.format", "terrazzo.ops.w8a8", ("words", "scales"),
+            ("smooth", "bias"), (128,), True, usual="K", codes="e4m3",
+        ),
+        Family(
+            "w8a8", "terrazzo.ops.w4a8.w8a8.format", "terrazzo.ops.w8a8", ("words", "scales"),
+            ("smooth", "bias"), (), True, usual="K", codes="int8",
+        ),
+        Family(
             "w4ax", "terrazzo.ops.w4ax.format", "terrazzo.ops.w4ax", ("words",),
             ("channel_scales", "permutation", "bias"), (128,),
         ),
@@ -126,8 +138,9 @@ class Format:
 
     @staticmethod
     def parse(text: str | Format) -> Format:
-        """Of "w4a16", "w4a16-g64", "w4a16-gK-sym", "w4a8-g128", "w4a8-e4m3", "w4ax", "w8a16", "mxfp4", "nvfp4", "fp8",
-        "fp8-g128" (of blocks); the group's default is the first of its family's, of w8a16 and fp8 a scale for each row.
+        """Of "w4a16", "w4a16-g64", "w4a16-gK-sym", "w4a8-g128", "w4a8-e4m3", "w4ax", "w8a16", "w8a8", "w8a8-e4m3",
+        "mxfp4", "nvfp4", "fp8", and of blocks "w8a8-e4m3-g128" and "fp8-g128"; the group's default is the first of its
+        family's, of w8a16, w8a8 and fp8 a scale for each row.
 
         Raises:
             ArgumentError: no such format.
@@ -140,7 +153,7 @@ class Format:
         group = (found[2] or family.usual or str(family.groups[0])) if found else ""
         known = found and (family.one_group if group == "K" else int(group) in family.groups)
         if not known or (found[3] and not family.choices):
-            wanted = ", ".join(f"{name}-g{'|'.join(map(str, f.groups))}" for name, f in FAMILIES.items())
+            wanted = ", ".join(f"{name}-g{'|'.join(map(str, f.groups or ('K',)))}" for name, f in FAMILIES.items())
             raise ArgumentError("format", text, f"must be one of {wanted}", "write w4a16-g128")
         return Format(family.name, None if group == "K" else int(group), bool(found[3]))
 
@@ -160,6 +173,9 @@ class Format:
             if plan is None:
                 plan = module.plan_blocks(weight.detach().float().abs().amax(0), ratio=0.25)
             return module.quantize(weight, plan, bias=bias, **options)
+        if FAMILIES[self.family].codes:
+            options.setdefault("granularity", "channel" if self.group_size is None else "block")
+            return module.quantize(weight, codes=FAMILIES[self.family].codes, bias=bias, **options)
         if self.family in ("mxfp4", "nvfp4"):
             return module.quantize(weight, bias=bias, **options)
         if self.family == "fp8":
@@ -175,7 +191,8 @@ def family_of(weight: Any, argument: str = "weight") -> Family:
     """Of a packed weight; ArgumentError for something else."""
     for family in FAMILIES.values():
         if weights.kind(weight).endswith("PackedWeight") and isinstance(weight, family.weight):
-            if family.weight_format in ("", getattr(weight, "weight", "")):
+            own = getattr(weight, "weight", ""), getattr(weight, "codes", "")
+            if family.weight_format in ("", own[0]) and family.codes in ("", own[1]):
                 return family
     constraint = f"must be a PackedWeight of {', '.join(FAMILIES)}"
     raise ArgumentError(argument, weights.kind(weight), constraint, "pack it, or use from_float")
@@ -197,7 +214,8 @@ def facts_of(weight: Any) -> dict[str, Any]:
 
 def format_of(facts: dict[str, Any]) -> Format:
     """The format of a weight with these facts."""
-    size, k = facts.get("group_size", 128), facts["k"]
+    k = facts["k"]
+    size = facts.get("group_size", 128 if facts.get("block", True) else k)
     one = FAMILIES[facts["family"]].one_group and size == k
     return Format(facts["family"], None if one else size, facts.get("symmetric", False))
 

@@ -123,6 +123,15 @@ class Linear(PackedModule):
             shapes, kinds = {"words": (blocks, rows, UNIT_WORDS)}, {"words": torch.int32}
             optional["permutation"] = make(blocks * 128, torch.int32) if order else None
             optional["channel_scales"] = make(rows * ROWS, torch.float32) if two_level else None
+        elif family.codes:
+            from terrazzo.ops.w4a8.w8a8.format import packed_shapes as shapes_of
+
+            facts = {"n": n, "k": k, "target": target, "codes": family.codes}
+            facts["block"] = form.group_size is not None
+            both = shapes_of(n, k, family.codes, facts["block"])
+            shapes = dict(zip(("words", "scales"), both))
+            kinds = {"words": torch.int32, "scales": torch.float32}
+            optional["smooth"] = make(k, torch.float32) if smooth else None
         else:
             size = facts["group_size"] = 128 if form.group_size is None else size
             unit = _unit(form.family, size)

@@ -10,14 +10,18 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.nn import glue
 from terrazzo.ops import activation, launching, w4a8, w4ax, weights
 from terrazzo.ops.grouped import GroupedWeight
+from terrazzo.ops.quantized import BlockQuantizedActivations
 from terrazzo.ops.w4a8.activations import QuantizedActivations as Bytes
+from terrazzo.ops.w4a8.w8a8 import activations as w8a8_activations
+from terrazzo.ops.w4a8.w8a8 import entry as w8a8
+from terrazzo.ops.w4a8.w8a8.format import PackedWeight as W8A8
 from terrazzo.ops.w4ax.activations import QuantizedActivations as Mixed
 from terrazzo.ops.w4ax.format import PackedWeight as W4Ax
 from terrazzo.ops.weight_only import entry as weight_only
 from terrazzo.ops.weight_only.packed import WeightOnly
 from terrazzo.schedules.rows import MAX_COLUMNS
 
-Activations = torch.Tensor | Bytes | Mixed
+Activations = torch.Tensor | Bytes | BlockQuantizedActivations | Mixed
 """What a product takes: float16 or bfloat16 [..., K], or activations that `quantize` made for the weight."""
 
 
@@ -58,6 +62,9 @@ def quantize(x: torch.Tensor, w: Any, rms_weight: torch.Tensor | None = None, ep
         check_activations(x, w.k)
         granularity = "two_level" if w.two_level else "block"
         return import_module("terrazzo.ops.w4ax.torch_op").quantize(x, w, rms_weight, eps, granularity, None)
+    if operator is w8a8:
+        x = x if rms_weight is None else glue.rms_norm(x, rms_weight, eps)
+        return w8a8.quantize_activations(x, w) if _on_kernels(x) else _torch_op(w8a8).quantize(x, w)
     facts = dict(smooth=w.smooth, rms_weight=rms_weight, eps=eps)
     if _on_kernels(x):
         at = "sm_80" if w.target == "sm_80" else None
@@ -88,7 +95,8 @@ def in_rows(x: torch.Tensor) -> bool:
 
 
 def rows_form(layer: Any) -> dict[str, Any] | None:
-    """`quant`, `smooth` and `target` with which kernels on rows make what a layer multiplies; None for W4Ax."""
+    """`quant`, `smooth` and `target` with which kernels on rows make what a layer multiplies; None for W4Ax. What they
+    do not make, static codes and zero points of W8A8, the layer makes of 16 bits."""
     w = getattr(layer, "packed", None)
     if isinstance(w, GroupedWeight):
         w = w.stacked
@@ -96,7 +104,11 @@ def rows_form(layer: Any) -> dict[str, Any] | None:
         return None
     if w is None or isinstance(w, WeightOnly):
         return {}
-    return dict(quant=w.ACTIVATIONS, smooth=w.smooth, target="sm_80" if w.target == "sm_80" else None)
+    form = dict(quant=w.ACTIVATIONS, smooth=w.smooth, target="sm_80" if w.target == "sm_80" else None)
+    if isinstance(w, W8A8):
+        own = {"e4m3_block128": {"column_scales": True}, "": {}}.get(w8a8_activations.form_of(w))
+        return {} if own is None else form | own
+    return form
 
 
 def gated(gate_up: torch.Tensor, name: str, layer: Any) -> Activations:
@@ -112,6 +124,8 @@ def gated(gate_up: torch.Tensor, name: str, layer: Any) -> Activations:
 
 
 def _operator(w: Any) -> Any:
+    if isinstance(w, W8A8):
+        return w8a8
     return weight_only if isinstance(w, WeightOnly) else w4ax if isinstance(w, W4Ax) else w4a8
 
 

@@ -1,7 +1,7 @@
 """The two forms of a W8A8 weight: canonical (`QuantizedWeight`) and packed (`PackedWeight`).
 
     w[n, k] = codes[n, k] * scales[n]                        int8 codes, or e4m3
-    w[n, k] = codes[n, k] * scales[n // 16, k // 128]        e4m3 in blocks
+    w[n, k] = codes[n, k] * scales[n, k // 128]              e4m3 in blocks, alike in 16 rows or more
 
 Activations are int8 codes for int8 weights, e4m3 ones for e4m3, with a scale for each token, or for 128 k of it in
 blocks; `input_scale` makes them static.
@@ -39,7 +39,7 @@ class QuantizedWeight(weights.Canonical):
 
     Attributes:
         codes: int8 or float8_e4m3fn [N, K].
-        scales: float32 [N], or [ceil(N / 16), ceil(K / 128)] of e4m3 in blocks; finite, not negative.
+        scales: float32 [N], or [N, ceil(K / 128)] of e4m3 in blocks, alike in rows 16 i .. 16 i + 15; not negative.
         input_scale: of all activations; None: each token has its own.
         input_zero: zero point of all activations, with input_scale and int8.
         asymmetric: whether activations have zero points, int8 without input_scale.
@@ -72,7 +72,7 @@ class QuantizedWeight(weights.Canonical):
 
         Args:
             scales: float [] or [1] for all rows, [N] or [N, 1] for each, [ceil(N / 128), ceil(K / 128)] for blocks of
-                e4m3 (repeated for 16 rows each), or what the attribute says.
+                e4m3, or what the attribute says.
             input_scale: float or one element. input_zero: an integer -128..127, or one element.
             smooth: positive float [K]. bias: float [N].
 
@@ -128,6 +128,11 @@ class QuantizedWeight(weights.Canonical):
         """Whether scales are those of blocks."""
         return self.scales.ndim == 2
 
+    @property
+    def group_size(self) -> int:
+        """Input channels of a scale."""
+        return BLOCK if self.block else self.k
+
     def pack(self, *, target: Target | str | None = None) -> PackedWeight:
         """See `pack`."""
         return pack(self, target=target)
@@ -136,8 +141,7 @@ class QuantizedWeight(weights.Canonical):
         """float64 [N, K], exact: the weight of x / smooth."""
         if not self.block:
             return self.codes.double() * self.scales.double()[:, None]
-        wide = self.scales.double().repeat_interleave(ROW_GROUP, 0)[: self.n]
-        return self.codes.double() * wide.repeat_interleave(BLOCK, 1)[:, : self.k]
+        return self.codes.double() * self.scales.double().repeat_interleave(BLOCK, 1)[:, : self.k]
 
     def __repr__(self) -> str:
         return f"w8a8.QuantizedWeight(N={self.n}, K={self.k}, {_summary(self, self.form, self.block)})"
@@ -149,7 +153,7 @@ class PackedWeight(weights.Packed):
 
     Attributes:
         words: int32 [Kp/128, Np/64, 2048], tiles of 64 rows x 128 input channels as wgmma reads them.
-        channel_scales: float32 [2, Np] of int8, scales and sums of the codes of rows; [1, Np] of e4m3; [Kp/128, Np/16]
+        scales: float32 [2, Np] of int8, scales and sums of the codes of rows; [1, Np] of e4m3; [Kp/128, Np/16]
             of blocks. 0 in the padding.
         n, k: true sizes.
         codes: "int8" or "e4m3". block: whether scales are those of blocks.
@@ -162,7 +166,7 @@ class PackedWeight(weights.Packed):
     GROUPS: ClassVar[tuple[int, ...]] = (BLOCK,)
 
     words: torch.Tensor
-    channel_scales: torch.Tensor
+    scales: torch.Tensor
     n: int
     k: int
     codes: str
@@ -188,7 +192,7 @@ class PackedWeight(weights.Packed):
     @property
     def nbytes(self) -> int:
         """Bytes that a kernel streams: words and scales, padding included."""
-        return self.words.numel() * 4 + self.channel_scales.numel() * 4
+        return self.words.numel() * 4 + self.scales.numel() * 4
 
     def unpack(self) -> QuantizedWeight:
         """Exact inverse of `pack`."""
@@ -196,9 +200,9 @@ class PackedWeight(weights.Packed):
 
         codes = layout_of().unpack(self.words, self.n, self.k).view(getattr(torch, _dtype(self.codes)))
         if self.block:
-            scales = self.channel_scales[:, : -(-self.n // ROW_GROUP)].T.contiguous()
+            scales = self.scales.T.repeat_interleave(ROW_GROUP, 0)[: self.n].contiguous()
         else:
-            scales = self.channel_scales[0, : self.n].contiguous()
+            scales = self.scales[0, : self.n].contiguous()
         own = (self.input_scale, self.input_zero, self.asymmetric, self.smooth, self.bias)
         return QuantizedWeight(codes, scales, *own)
 
@@ -216,12 +220,15 @@ class PackedWeight(weights.Packed):
         if self.codes not in CODES.values():
             raise ArgumentError("codes", self.codes, f"must be one of {tuple(CODES.values())}", "pack the weight again")
 
+    def check_values(self) -> None:
+        """Raise ArgumentError for values that no weight has."""
+        super().check_values()
+        weights.check_finite("scales", self.scales, "save the weight again")
+
     def check_sizes(self) -> None:
         """Raise ArgumentError unless the tensors have the shapes and dtypes that n, k and the codes ask for."""
         weights.check_tensor(self, "words", packed_shapes(self.n, self.k, self.codes, self.block)[0], "int32")
-        weights.check_tensor(
-            self, "channel_scales", packed_shapes(self.n, self.k, self.codes, self.block)[1], "float32"
-        )
+        weights.check_tensor(self, "scales", packed_shapes(self.n, self.k, self.codes, self.block)[1], "float32")
 
     def __repr__(self) -> str:
         return f"w8a8.PackedWeight(N={self.n}, K={self.k}, {_summary(self, self.codes, self.block)})"
@@ -240,7 +247,7 @@ def layout_identity(codes: str) -> str:
 
 
 def packed_shapes(n: int, k: int, codes: str, block: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of `words` and `channel_scales` of a weight [n, k]."""
+    """Shapes of `words` and `scales` of a weight [n, k]."""
     rows, depth = -(-n // 64), -(-k // UNIT_K)
     scales = (depth, rows * 64 // ROW_GROUP) if block else (2 if codes == "int8" else 1, rows * 64)
     return (depth, rows, 64 * UNIT_K // 4), scales
@@ -276,14 +283,14 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
         check_target(Target.parse(arch), weight.form)
     shape = packed_shapes(weight.n, weight.k, weight.form, weight.block)[1]
     if weight.block:
-        rows, depth = weight.scales.shape
-        scales = pad(weight.scales.T, (0, shape[1] - rows, 0, shape[0] - depth))
+        scales = _of_groups(weight.scales)
+        scales = pad(scales.T, (0, shape[1] - len(scales), 0, shape[0] - scales.shape[1]))
     else:
         sums = [] if weight.form == "e4m3" else [weight.codes.sum(1, dtype=torch.int32).float()]
         scales = pad(torch.stack([weight.scales, *sums]), (0, shape[1] - weight.n))
     return PackedWeight(
         words=layout_of().pack(weight.codes.view(torch.int8)),
-        channel_scales=scales.contiguous(),
+        scales=scales.contiguous(),
         n=weight.n,
         k=weight.k,
         codes=weight.form,
@@ -298,16 +305,32 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
     )
 
 
+def _of_groups(scales: torch.Tensor) -> torch.Tensor:
+    """float32 [ceil(N / 16), ceil(K / 128)] of scales [N, ceil(K / 128)].
+
+    Raises:
+        ArgumentError: naming `scales`, where 16 rows have not the same: a block begins inside of them.
+    """
+    import torch
+
+    first = scales[::ROW_GROUP]
+    if not torch.equal(first.repeat_interleave(ROW_GROUP, 0)[: len(scales)], scales):
+        constraint = f"must be alike in rows {ROW_GROUP} i .. {ROW_GROUP} i + {ROW_GROUP - 1}, which a warp multiplies"
+        remedy = f"cut and join layers of blocks at multiples of {ROW_GROUP} rows"
+        raise ArgumentError("scales", "other ones", constraint, remedy)
+    return first
+
+
 def _dtype(codes: str) -> str:
     return {form: dtype for dtype, form in CODES.items()}[codes]
 
 
 def _scales(scales: object, n: int, k: int, e4m3: bool, device: torch.device) -> torch.Tensor:
-    """float32 [N], or [ceil(N / 16), ceil(K / 128)], of what a caller passed."""
+    """float32 [N], or [N, ceil(K / 128)], of what a caller passed."""
     given = weights.as_tensor("scales", scales, device)
     shape, depth = tuple(given.shape), -(-k // BLOCK)
-    groups, blocks = (-(-n // ROW_GROUP), depth), (-(-n // BLOCK), depth)
-    known = [(), (1,), (n,), (n, 1), (1, 1), *([groups, blocks] if e4m3 else [])]
+    whole, blocks = (n, depth), (-(-n // BLOCK), depth)
+    known = [(), (1,), (n,), (n, 1), (1, 1), *([whole, blocks] if e4m3 else [])]
     if shape not in known or not given.dtype.is_floating_point:
         wanted = f"floats [], [1], [{n}] or [{n}, 1]" + (f", or {list(blocks)} of blocks" if e4m3 else "")
         raise ArgumentError("scales", weights.described(given), f"must be {wanted}", "pass one for each row")
@@ -315,13 +338,9 @@ def _scales(scales: object, n: int, k: int, e4m3: bool, device: torch.device) ->
     if not bool(given.isfinite().all()) or bool((given < 0).any()):
         bad = given[~(given.isfinite() & (given >= 0))][0]
         raise ArgumentError("scales", float(bad), "must be finite and not negative", "repair the checkpoint")
-    if len(shape) < 2 or (
-        shape[1] == 1 and shape in ((n, 1), (1, 1)) and not (e4m3 and shape in (groups, blocks) and n > 1)
-    ):
+    if len(shape) < 2 or shape == (n, 1) or (shape == (1, 1) and not (e4m3 and shape == blocks)):
         return given.reshape(-1).expand(n).contiguous() if given.numel() == 1 else given.reshape(n).contiguous()
-    if shape == groups:
-        return given.contiguous()
-    return given.repeat_interleave(BLOCK // ROW_GROUP, 0)[: groups[0]].contiguous()
+    return given.contiguous() if shape == whole else given.repeat_interleave(BLOCK, 0)[:n].contiguous()
 
 
 def _number(name: str, value: object) -> float | None:

@@ -200,7 +200,7 @@ def run(
         bias = bias.float()
     elif w.bias is not None and out_dtype != torch.int32:
         bias = derived.cast_once(w, "bias", torch.float32)
-    words, scales = w.words, w.channel_scales
+    words, scales = w.words, w.scales
     launches, at = _launches.of(w, words, scales), launching.place(x.q)
     zeros = getattr(x, "zeros", None)
     key = (m, at, out_dtype, accumulate, bias is None, zeros is None)

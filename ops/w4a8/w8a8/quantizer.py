@@ -8,7 +8,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack
 from terrazzo.ops.quantizers.rows import divide
 from terrazzo.ops.w4a8.quantizer import check_weight, row_chunks, smoothed
-from terrazzo.ops.w4a8.w8a8.format import BLOCK, CODES, ROW_GROUP, PackedWeight, QuantizedWeight, pack
+from terrazzo.ops.w4a8.w8a8.format import BLOCK, CODES, PackedWeight, QuantizedWeight, pack
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ def quantize_weight(
         wide = scales[part] if granularity != "block" else scales[part].repeat_interleave(BLOCK, 1)[:, :k]
         values = smoothed(weight[part], factor) / wide
         made[part] = (values.round() if codes == "int8" else values).clamp(-_LARGEST[codes], _LARGEST[codes]).to(dtype)
-    scales = scales[::ROW_GROUP] if granularity == "block" else scales[:, 0]
+    scales = scales if granularity == "block" else scales[:, 0]
     own = dict(input_scale=input_scale, input_zero=input_zero, asymmetric=asymmetric, smooth=factor, bias=bias)
     return QuantizedWeight.canonical(made, scales, **own)
 

@@ -2,7 +2,7 @@
 
     y[m, n] = round_d((sum_k q[m, k] v[n, k] - z[m] * sum_k v[n, k]) * scales[n] * sx[m] + bias[n])   int8, exact sums
     y[m, n] = round_d((sum_k q[m, k] v[n, k]) * scales[n] * sx[m] + bias[n])                           e4m3
-    y[m, n] = round_d(sum_b (sum_{k in b} q[m, k] v[n, k]) * (sx[b, m] * scales[n // 16, b]) + bias[n])   e4m3 blocks
+    y[m, n] = round_d(sum_b (sum_{k in b} q[m, k] v[n, k]) * (sx[b, m] * scales[n, b]) + bias[n])   e4m3 blocks
 
 Sums of e4m3 are the tensor core's, which keeps 13 bits behind the point while it adds 32 products and the sum so far:
 for the whole row with `accumulate` "fast", for 128 k with "promoted" and in blocks; these join in float32.

@@ -44,7 +44,7 @@ def call(
     out_dtype = out_dtype or torch.float16
     if bias is None and w.bias is not None and out_dtype != torch.int32:
         bias = w.bias
-    fields = (w.words, w.channel_scales, bias, w.n, w.k, w.codes, w.block, w.layout, w.target or "")
+    fields = (w.words, w.scales, bias, w.n, w.k, w.codes, w.block, w.layout, w.target or "")
     y = torch.ops.terrazzo.w8a8_gemm(x.q, x.scales, getattr(x, "zeros", None), *fields, out_dtype, accumulate)
     return y.view(*x.shape[:-1], w.n)
 

@@ -53,7 +53,7 @@ def test_a_packed_weight_holds_what_was_quantized(name, tmp_path):
         own = (back.input_scale, back.input_zero, back.asymmetric)
         assert own == (weight.input_scale, weight.input_zero, weight.asymmetric)
     if weight.form == "int8":
-        assert torch.equal(packed.channel_scales[1, :200], weight.codes.sum(1).float())
+        assert torch.equal(packed.scales[1, :200], weight.codes.sum(1).float())
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -1,0 +1,76 @@
+"""Modules with W8A8 weights: products, states, joined layers, shards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from terrazzo import nn
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.nn.joined import join
+from terrazzo.ops import w8a8
+
+FORMATS = ("w8a8", "w8a8-e4m3", "w8a8-e4m3-g128")
+
+
+def layer(format: str, n: int = 192, k: int = 256, **options) -> tuple[torch.nn.Linear, nn.Linear]:
+    torch.manual_seed(n)
+    dense = torch.nn.Linear(k, n).bfloat16()
+    return dense, nn.Linear.from_float(dense, format, **options)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_linear_layer_and_its_state(format):
+    dense, made = layer(format)
+    x = torch.randn(3, 256).bfloat16()
+    y, expected = made(x), dense(x).detach()
+    assert float((y - expected).float().norm() / expected.float().norm()) < 0.06
+    assert str(made.format).startswith(format)
+    again = nn.Linear.from_state(made.state_dict())
+    empty = nn.Linear.empty(256, 192, format, bias=True, dtype=torch.bfloat16)
+    empty.load_state_dict(made.state_dict(), assign=True)
+    assert torch.equal(again(x), y) and torch.equal(empty(x), y)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_joined_layers_and_shards_mean_the_same(format):
+    parts = [layer(format, n)[1] for n in (64, 128)]
+    both = join([part.packed for part in parts])
+    whole = torch.cat([part.packed.dequantize() for part in parts])
+    assert torch.equal(both.dequantize(), whole)
+    if not both.block:  # rows of 96 begin inside of 16
+        rows = [both.shard(rank, 2).dequantize() for rank in range(2)]
+        assert torch.equal(torch.cat(rows), whole)
+    columns = [both.shard(rank, 2, 1) for rank in range(2)]
+    assert torch.equal(torch.cat([shard.dequantize() for shard in columns], 1), whole)
+    assert columns[0].bias is not None and columns[1].bias is None
+    for shard in columns:
+        shard.check_sizes()
+        if format == "w8a8":  # sums of rows are those of what a rank has
+            assert torch.equal(shard.scales[1, : shard.n], shard.unpack().codes.sum(1).float())
+
+
+def test_blocks_that_begin_inside_of_a_warps_rows_are_refused():
+    weight = w8a8.quantize_weight(torch.randn(200, 256), codes="e4m3", granularity="block")
+    with pytest.raises(ArgumentError, match="scales"):
+        weight.shard(1, 2).pack()
+    with pytest.raises(ArgumentError, match="scales"):
+        join([weight, weight])
+
+
+def test_static_layers_with_other_scales_are_not_joined():
+    pair = [layer("w8a8", 64, input_scale=scale)[1].packed for scale in (0.1, 0.2)]
+    with pytest.raises(ArgumentError, match="input_scale"):
+        join(pair)
+
+
+@pytest.mark.parametrize("options", [{}, dict(input_scale=0.05), dict(asymmetric=True)])
+def test_a_norm_in_front_makes_what_the_layer_multiplies(options):
+    from terrazzo.nn.norm import RMSNorm
+
+    for format in FORMATS[: 1 if options else 3]:
+        _, made = layer(format, **options)
+        norm = RMSNorm(torch.rand(256).bfloat16() + 0.5, 1e-6)
+        h = torch.randn(5, 256).bfloat16()
+        x, _ = norm.before(made, h)
+        y, expected = made(x), made(norm(h))
+        assert float((y.float() - expected.float()).norm() / expected.float().norm()) < 0.03, format
