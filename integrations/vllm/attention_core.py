@@ -89,6 +89,9 @@ class Kind:
         found = [
             op.plan(self.layout, 2, self.kv_heads, each, 1, residual=0, **facts, balanced=True).request for each in rows
         ]
+        if self.most_rows > 1:
+            facts_of = dict(residual=0, **facts, balanced=True, ragged=True)
+            found.append(op.plan(self.layout, 2, self.kv_heads, rows[-1], 1, **facts_of).request)
         found += prefill_op.prefill_requests(self.layout, residual=0, **facts)
         found.append(slot_writing.request(self.layout, self.dtype, self.page, "int64", target=target))
         return list(dict.fromkeys(found))
@@ -181,33 +184,36 @@ def pages_of(kv_cache: torch.Tensor, kind: Kind) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Split:
-    """How a step's sequences are served: the first `decodes` with `rows` new tokens each, or none where the batch is
-    padded, the others as prefills of at most `most_new`."""
+    """How a step's sequences are served: the first `decodes` as decodes, the others as prefills of at most `most_new`.
+
+    Attributes:
+        tokens: rows of q of the decodes. rows: of each of them; of ragged ones, the most that kernels are for.
+        ragged: whether decodes have different numbers of rows.
+    """
 
     decodes: int
     rows: int
     most_new: int
-
-    @property
-    def tokens(self) -> int:
-        """Rows of q of the decoded sequences."""
-        return self.decodes * self.rows
+    tokens: int
+    ragged: bool = False
 
 
 def split(starts: Sequence[int], most_rows: int, room: int) -> Split:
     """Which of the sequences whose new tokens begin at `starts` (their end is the last one) are decoded.
 
-    Those that have as many new tokens as the first one, up to `most_rows`. Sequences without any behind them are what
-    pads a captured batch: they are decoded along, as far as q has `room` rows. vLLM puts decodes first; any other order
-    is served as well, by prefill.
+    The first ones, as far as each has 1 to `most_rows` new tokens. Sequences without any behind them are what pads a
+    captured batch: where all have as many, they are decoded along, as far as q has `room` rows. vLLM puts decodes
+    first; any other order is served as well, by prefill.
     """
     counts = [b - a for a, b in pairwise(starts)]
-    rows = counts[0] if counts else 0
-    if not 1 <= rows <= most_rows:
-        return Split(0, 0, max(counts, default=0))
-    decodes = next((at for at, count in enumerate(counts) if count != rows), len(counts))
-    most_new = max(counts[decodes:], default=0)
-    return Split(decodes if most_new else min(len(counts), room // rows), rows, most_new)
+    decodes = next((at for at, count in enumerate(counts) if not 1 <= count <= most_rows), len(counts))
+    found, most_new = counts[:decodes], max(counts[decodes:], default=0)
+    if len(set(found)) > 1:
+        return Split(decodes, most_rows, most_new, sum(found), ragged=True)
+    rows = max(found, default=0)
+    if decodes and not most_new:
+        decodes = min(len(counts), room // rows)
+    return Split(decodes, rows, most_new, decodes * rows)
 
 
 @dataclass(eq=False)
@@ -218,6 +224,7 @@ class Step:
         split: see there. kind: of these layers.
         lengths: int32 [B] on the device, new tokens included. table: int32 [B, most pages].
         starts: int32 [prefills + 1], where each prefill's tokens begin behind those of the decodes, or None.
+        decoded: int32 [decodes + 1], where each decode's tokens begin, if they are ragged.
         longest: at least the longest sequence's tokens, on the host.
     """
 
@@ -227,6 +234,7 @@ class Step:
     table: torch.Tensor
     starts: torch.Tensor | None
     longest: int
+    decoded: torch.Tensor | None = None
     _views: dict[int, tuple[PackedCache | None, PackedCache | None]] = field(default_factory=dict)
 
     def views(self, pages: torch.Tensor) -> tuple[PackedCache | None, PackedCache | None]:
@@ -269,7 +277,8 @@ def step_of(
     if found.most_new:
         rest = starts[found.decodes :]
         rest = rest - found.tokens if found.tokens else rest
-    return Step(found, kind, lengths, table, rest, int(longest))
+    decoded = starts[: found.decodes + 1] if found.ragged else None
+    return Step(found, kind, lengths, table, rest, int(longest), decoded)
 
 
 class Layer:
@@ -323,7 +332,14 @@ class Layer:
         kind, decodes, n = self.kind, step.split.decodes, step.split.tokens
         options = dict(scale=self.scale, softcap=kind.softcap, window=kind.window, sinks=self.sinks)
         decoded, filled = step.views(self.cache(kv_cache).pages)
-        if decoded is not None:
+        if decoded is not None and step.split.ragged:
+            rows, to, new = q[:n], out[:n], dict(cu_seqlens=step.decoded, most_new=step.split.rows)
+            if q.is_cuda:
+                entry.decode(rows, decoded, out=to, balanced=True, **new, **options)
+            else:
+                facts = reference.Options(**options)
+                to.copy_(prefill_reference.prefill(rows, decoded, step.decoded, facts, bounded=False)[0])
+        elif decoded is not None:
             rows, to = (x[:n].view(decodes, step.split.rows, kind.heads, -1) for x in (q, out))
             if q.is_cuda:
                 entry.decode(rows, decoded, out=to, balanced=True, **options)
@@ -354,4 +370,9 @@ def warm(kind: Kind, sequences: int, device: torch.device) -> None:
         starts = range(0, rows * sequences + 1, rows)
         q = torch.zeros(rows * sequences, kind.heads, kind.layout.head_dim, dtype=dtype, device=device)
         step = step_of(kind, torch.tensor(starts, **i32), list(starts), lengths, table, 0, len(q))
+        layer.attend(step, q, pages, torch.empty_like(q))
+    if sequences > 1 and kind.most_rows > 1:
+        starts = [0, 1, *range(3, 2 * sequences, 2)]
+        q = torch.zeros(starts[-1], kind.heads, kind.layout.head_dim, dtype=dtype, device=device)
+        step = step_of(kind, torch.tensor(starts, **i32), starts, lengths, table, 0, len(q))
         layer.attend(step, q, pages, torch.empty_like(q))

@@ -45,6 +45,7 @@ KINDS = {
     "int8 and int4": (kind(core.OWN_CACHE, "float16"), dict(padded=True)),
     "bfloat16": (kind("bfloat16"), {}),
     "int4, speculated": (kind("int4_per_token_head", "float16", most_rows=4), dict(speculate=4, padded=True)),
+    "int8, ragged": (kind("int8_per_token_head", most_rows=4), dict(speculate=4, ragged=True)),
     "float16, pages of 16": (replace(kind("float16", "float16"), page=16), {}),
 }
 

@@ -71,14 +71,15 @@ class Engine:
 
     def __init__(
         self, kind: Kind, pages: int, *, step_tokens: int = 64, sequences: int = 4, share: bool = True,
-        padded: bool = False, speculate: int = 0, device: str = "cpu", seed: int = 0, shuffle: bool = True,
+        padded: bool = False, speculate: int = 0, ragged: bool = False, device: str = "cpu", seed: int = 0,
+        shuffle: bool = True,
     ) -> None:  # fmt: skip
         size = (pages, kind.kv_heads, kind.page, kind.token_bytes)
         self.cache = torch.zeros(size, dtype=torch.uint8, device=device)
         self.layer = Layer(kind, kind.layout.head_dim**-0.5)
         self.model, self.kind, self.device = Model(kind, device), kind, device
         self.step_tokens, self.sequences, self.share = step_tokens, sequences, share
-        self.padded, self.speculate = padded, speculate
+        self.padded, self.speculate, self.ragged = padded, speculate, ragged
         self.free = list(range(1, pages))
         self.rng = random.Random(seed)
         if shuffle:
@@ -144,7 +145,7 @@ class Engine:
                     continue
                 new = min(len(request.tokens) - request.computed, left)
                 if new == 1 and self.speculate > 1 and left >= self.speculate:
-                    new = self.speculate
+                    new = self.rng.randrange(1, self.speculate + 1) if self.ragged else self.speculate
                 if new and self._room(request, request.computed + new, running):
                     batch.append((request, new))
                     left -= new

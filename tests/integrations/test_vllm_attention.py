@@ -89,17 +89,19 @@ def test_pages_are_seen_as_words_and_others_refused():
 @pytest.mark.parametrize(
     ("counts", "most", "room", "split"),
     [
-        ([1, 1, 1], 1, 3, Split(3, 1, 0)),
-        ([1, 1, 7, 30], 1, 39, Split(2, 1, 30)),
-        ([7, 30], 1, 37, Split(0, 0, 30)),
-        ([3, 3, 3], 4, 9, Split(3, 3, 0)),
-        ([3, 3, 2], 4, 8, Split(2, 3, 2)),
-        ([5, 5], 4, 10, Split(0, 0, 5)),
-        ([2, 2, 0, 0], 4, 8, Split(4, 2, 0)),
-        ([2, 2, 0, 0], 4, 4, Split(2, 2, 0)),
-        ([1, 0, 5], 4, 6, Split(1, 1, 5)),
-        ([0, 0], 4, 0, Split(0, 0, 0)),
-        ([30, 1], 4, 31, Split(0, 0, 30)),
+        ([1, 1, 1], 1, 3, Split(3, 1, 0, 3)),
+        ([1, 1, 7, 30], 1, 39, Split(2, 1, 30, 2)),
+        ([7, 30], 1, 37, Split(0, 0, 30, 0)),
+        ([3, 3, 3], 4, 9, Split(3, 3, 0, 9)),
+        ([3, 3, 2], 4, 8, Split(3, 4, 0, 8, ragged=True)),
+        ([1, 4, 2, 30], 4, 37, Split(3, 4, 30, 7, ragged=True)),
+        ([1, 4, 0, 0], 4, 8, Split(2, 4, 0, 5, ragged=True)),
+        ([5, 5], 4, 10, Split(0, 0, 5, 0)),
+        ([2, 2, 0, 0], 4, 8, Split(4, 2, 0, 8)),
+        ([2, 2, 0, 0], 4, 4, Split(2, 2, 0, 4)),
+        ([1, 0, 5], 4, 6, Split(1, 1, 5, 1)),
+        ([0, 0], 4, 0, Split(0, 0, 0, 0)),
+        ([30, 1], 4, 31, Split(0, 0, 30, 0)),
     ],
 )
 def test_decodes_are_told_from_prefills(counts, most, room, split):
@@ -118,13 +120,17 @@ def test_every_sequence_of_a_random_batch_is_served_once(seed):
         kind = replace(SMALL, most_rows=most)
         step = core.step_of(kind, starts, starts.tolist(), lengths, table, 90, sum(counts))
         n = step.split.decodes
-        assert counts[:n] == [step.split.rows] * n and (n == len(counts) or counts[n] != step.split.rows or not n)
+        assert all(count <= most for count in counts[:n]) and (n == len(counts) or counts[n] > most)
+        assert step.split.ragged == (len(set(counts[:n])) > 1) and step.split.tokens == sum(counts[:n])
+        assert step.split.ragged or counts[:n] == [step.split.rows] * n
         pages = torch.zeros(7, 2, 288, dtype=torch.int32)
         decoded, filled = step.views(pages)
         assert (decoded is None) == (n == 0) and (filled is None) == (n == len(counts))
         if decoded is not None:
             assert torch.equal(decoded.lengths, lengths[:n]) and torch.equal(decoded.block_table, table[:n])
             assert decoded.lengths.data_ptr() == lengths.data_ptr() and decoded.max_length == kind.most_length
+        if step.split.ragged:
+            assert step.decoded.data_ptr() == starts.data_ptr() and len(step.decoded) == n + 1
         if filled is not None:
             assert torch.equal(filled.lengths, lengths[n:]) and torch.equal(filled.block_table, table[n:])
             assert step.starts.tolist() == [sum(counts[n:at]) for at in range(n, len(counts) + 1)]
@@ -149,6 +155,9 @@ def test_what_any_step_launches_was_compiled_before(seed, name, softcap, sinks, 
         rows, batch, longest = rng.randrange(1, most_rows + 1), rng.randrange(1, 600), rng.randrange(1, 200_000)
         made = op.plan(layout, batch, 8, rows * 4, longest, **facts, balanced=True, device=H100)
         assert made.request in ahead and made.places
+        if most_rows > 1:
+            ragged = op.plan(layout, batch, 8, most_rows * 4, longest, **facts, balanced=True, device=H100, ragged=True)
+            assert ragged.request in ahead
         width = attention_prefill.narrower(problem, H100, H100.sms, rng.randrange(1, 9000) * 4, batch * 8)
         assert prefill_op.plan(layout, **facts, fresh=False, device=H100, rows=width).request in ahead
 
@@ -194,6 +203,10 @@ KINDS = {
     "float16, speculated": (
         Kind(core.layout_of("auto", "float16", 64), 2, 2, 16, "float16", most_length=512, most_rows=3),
         dict(pages=14, speculate=3, padded=True),
+    ),
+    "int8, ragged": (
+        Kind(core.layout_of("int8_per_token_head", "float16", 64), 2, 1, 16, "float16", most_length=512, most_rows=3),
+        dict(pages=14, speculate=3, ragged=True),
     ),
 }  # fmt: skip
 
