@@ -90,7 +90,7 @@ digests: $(VENV)/.test
 	$(BIN)/python tests/tools/kernel_digest.py --write
 
 docs: $(VENV)/.test
-	$(BIN)/python -m benchmarks.readme && $(BIN)/python -m benchmarks.choice
+	$(BIN)/python -m benchmarks.readme && $(BIN)/python -m benchmarks.choice && $(BIN)/python -m benchmarks.kv_choice
 
 docs-check: $(VENV)/.test
 	$(BIN)/python -m benchmarks.readme --check

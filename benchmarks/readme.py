@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks import choice, headline, report, tables
+from benchmarks import choice, headline, kv_choice, report, tables
 
 ROOT = Path(__file__).parents[1]
 LINEAR = ("w4a16", "w4a8", "w4afp8", "w4ax")
@@ -107,6 +107,7 @@ def models() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "headline": headline.table,
     "choice": choice.table,
+    "kv-choice": kv_choice.table,
     "operators": operators,
     "figures": figures,
     "attention": of(tables.ATTENTION),
@@ -115,7 +116,16 @@ PARTS: dict[str, Callable[[], str]] = {
     "kv-engine": of({"kv_engine_*.json": tables.kv_engine}, "Tokens/s inside vLLM: not measured yet."),
     "models": models,
 }
-PAGES = ("operators", "choosing-a-format", "results", "results-attention", "results-models", "benchmarks", "serving")
+PAGES = (
+    "operators",
+    "choosing-a-format",
+    "results",
+    "results-attention",
+    "results-models",
+    "benchmarks",
+    "serving",
+    "kv-formats",
+)
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in PAGES))
 
 
