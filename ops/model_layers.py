@@ -146,7 +146,7 @@ class _Sampled(Checkpoint):
         key = (operator, config, *stored, *map(self._telling, self._small(prefix)))
         if key not in self._known:
             try:
-                self._known[key] = self._read(prefix, operator)
+                self._known[key] = self._linear(prefix, operator)
             except ArgumentError as error:
                 self._known[key] = error
         found = self._known[key]
@@ -166,7 +166,7 @@ class _Sampled(Checkpoint):
             return values.numpy().tobytes()
         return int(values.flatten()[0]) if values.numel() and bool((values == values.flatten()[0]).all()) else None
 
-    def _read(self, prefix: str, operator: str) -> Linear:
+    def _linear(self, prefix: str, operator: str) -> Linear:
         family, options = FAMILIES[operator]
         weight = loaders.read(family, self, prefix, "cpu", **options)
         facts = (weight.symmetric, weight.scale_dtype) if hasattr(weight, "scale_dtype") else (False, "")
