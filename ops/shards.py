@@ -347,7 +347,8 @@ def _rows_of(tensor: torch.Tensor, n: int, spans: Sequence[Span]) -> tuple[Span,
         return tuple(spans)
     if any(low % ROW_GROUP or (high % ROW_GROUP and high != n) for low, high in spans):
         constraint = f"must cut N = {n} between rows of {ROW_GROUP}, which share a scale"
-        raise ArgumentError("world", spans[0][1] - spans[0][0], constraint, "use fewer ranks")
+        most = [world for world in divisors(n) if n // world % ROW_GROUP == 0]
+        raise ArgumentError("world", n // (spans[0][1] - spans[0][0]), constraint, f"use one of {most}")
     return tuple((low // ROW_GROUP, -(-high // ROW_GROUP)) for low, high in spans)
 
 

@@ -56,7 +56,7 @@ def tokens(model, **options) -> list[list[int]]:
     [
         ("llama", 2, {**FAST, "kv": "int8"}),
         ("llama", 4, {}),  # four ranks, two heads of keys and values
-        ("qwen2", 2, {"lm_head": "w4a16-g32"}),
+        pytest.param("qwen2", 2, {"lm_head": "w4a16-g32"}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 2, FAST, marks=pytest.mark.slow),
     ],
 )

@@ -137,8 +137,9 @@ def test_w8a8_shards_hold_the_numbers_of_the_whole_and_multiply_alike(kind):
 
 def test_w8a8_blocks_are_cut_between_rows_that_share_a_scale():
     w = w8a8.quantize(random(N, K), codes="e4m3", granularity="block")
-    with pytest.raises(ArgumentError, match="rows of 16"):
+    with pytest.raises(ArgumentError, match="rows of 16") as caught:
         w.shard(0, 16)
+    assert caught.value.value == 16 and caught.value.remedy == "use one of [1, 2, 4, 8]"
 
 
 def rows(canonical, spans) -> torch.Tensor:

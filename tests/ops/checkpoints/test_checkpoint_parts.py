@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpoint_folders import AWQ, GPTQ, KINDS, LAYER, compressed, stored, write
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops import fp8, mxfp4, w4a16
+from terrazzo.ops import fp8, mxfp4, nvfp4, w4a16, w8a16
 from terrazzo.ops.checkpoints import Checkpoint, files, loaders
 from terrazzo.ops.shards import Share
 from terrazzo.ops.w4a8 import checkpoint as w4a8_checkpoint
@@ -14,6 +14,7 @@ from terrazzo.ops.w4a8 import fp8_checkpoint
 from terrazzo.ops.w4a16 import checkpoint as w4a16_checkpoint
 
 N, K = 256, 512
+EIGHT_BITS = ("gptq 8", "pack 8", "modelopt 8")
 FAMILIES = {
     "terrazzo.ops.w4a16": w4a16_checkpoint.FAMILY,
     "terrazzo.ops.w4a8": w4a8_checkpoint.FAMILY,
@@ -27,6 +28,15 @@ def small_floats(kind: str) -> tuple[dict[str, torch.Tensor], dict]:
         made = {"weight_packed": torch.randint(0, 256, (N, K // 2), generator=rng, dtype=torch.uint8)}
         made["weight_scale"] = torch.randint(120, 130, (N, K // 32), generator=rng, dtype=torch.uint8)
         return made, compressed(num_bits=4, type="float", group_size=32) | {"format": "mxfp4-pack-quantized"}
+    if kind.startswith("nvfp4"):
+        packed = torch.randint(0, 256, (N, K // 2), generator=rng, dtype=torch.uint8)
+        scales = (torch.rand(N, K // 16, generator=rng) + 0.5).to(torch.float8_e4m3fn)
+        if kind == "nvfp4 packed":
+            made = {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": torch.tensor([64.0])}
+            stated = compressed(num_bits=4, type="float", group_size=16, strategy="tensor_group")
+            return made, stated | {"format": "nvfp4-pack-quantized"}
+        made = {"weight": packed, "weight_scale": scales, "weight_scale_2": torch.tensor(1 / 64)}
+        return made, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
     weight = torch.randn(N, K, generator=rng).to(torch.float8_e4m3fn)
     shape = {"fp8 tensor": (1,), "fp8 rows": (N, 1), "fp8 blocks": (N // 128, K // 128)}[kind]
     name = "weight_scale_inv" if kind == "fp8 blocks" else "weight_scale"
@@ -35,17 +45,35 @@ def small_floats(kind: str) -> tuple[dict[str, torch.Tensor], dict]:
     return made, config | ({"weight_block_size": [128, 128]} if kind == "fp8 blocks" else {})
 
 
+def eight_bits(kind: str) -> tuple[dict[str, torch.Tensor], dict]:
+    rng = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (N, K), generator=rng, dtype=torch.uint8)
+    zeros = torch.randint(1, 256, (N, K // 128), generator=rng, dtype=torch.uint8)
+    scales = (torch.rand(N, K // 128, generator=rng) + 0.5).half()
+    words = lambda t: t.contiguous().view(torch.int32)
+    if kind == "gptq 8":
+        made = {"qweight": words(codes).T, "qzeros": words((zeros - 1).T), "scales": scales.T}
+        return made, {"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": False, "desc_act": False}
+    if kind == "pack 8":
+        made = {"weight_packed": words(codes), "weight_scale": scales, "weight_shape": torch.tensor([N, K])}
+        return made, compressed(num_bits=8)
+    made = {"weight": (codes.int() - 128).to(torch.int8), "weight_scale": scales[:, 0]}
+    return made, {"quant_method": "modelopt", "quant_algo": "W8A16", "exclude_modules": ["lm_head"]}
+
+
 def layer(tmp_path, kind: str, bias: bool = True):
     """(folder, family) of one layer."""
     if kind in KINDS:
         convention, config, module = KINDS[kind]
         made, family = stored(convention, n=N, k=K)[0], FAMILIES[module.__name__]
+    elif kind in EIGHT_BITS:
+        (made, config), family = eight_bits(kind), w8a16.FAMILY
     else:
         made, config = small_floats(kind)
-        family = (mxfp4 if kind == "mxfp4" else fp8).FAMILY
+        family = {"mxfp4": mxfp4, "nvfp4": nvfp4}.get(kind.partition(" ")[0], fp8).FAMILY
     if bias:
         made["bias"] = torch.randn(N).half()
-    return write(tmp_path / "folder", {f"{LAYER}.{leaf}": t for leaf, t in made.items()}, config), family
+    return write(tmp_path / "folder", {f"{LAYER}.{leaf}": t.contiguous() for leaf, t in made.items()}, config), family
 
 
 @pytest.fixture
@@ -67,7 +95,7 @@ def read_bytes(monkeypatch):
     return look
 
 
-EVERY = [*KINDS, "mxfp4", "fp8 tensor", "fp8 rows", "fp8 blocks"]
+EVERY = [*KINDS, *EIGHT_BITS, "mxfp4", "nvfp4", "nvfp4 packed", "fp8 tensor", "fp8 rows", "fp8 blocks"]
 
 
 @pytest.mark.parametrize("dim", [0, 1])
