@@ -1,0 +1,59 @@
+"""Machine code of W8A8: both operands by descriptor, four products for each group, nothing spilled or serialized."""
+
+from __future__ import annotations
+
+import pytest
+from emulated_cases import cases
+from terrazzo.lowering import KernelReport, compile_request
+from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.request import KernelRequest
+from terrazzo.lowering.targets import Target
+from terrazzo.lowering.toolchain import find_nvcc
+from terrazzo.ops.linear.bytes import stream_k
+
+FACTS = dict(n=448, k=640, group=128, out_dtype="bfloat16", bias=True, raster=8, cluster=1)
+CASES = {  # numerics, tokens, warpgroups, row blocks, stages, opcode
+    "int8": ("s8", 256, 2, 1, 4, "IGMMA.64x256x32.S8.S8"),
+    "int8 with zero points": ("s8_zeros", 16, 2, 2, 6, "IGMMA.64x16x32.S8.S8"),
+    "promoted": ("promoted", 256, 2, 1, 4, "QGMMA.64x128x32.F32.E4M3.E4M3"),
+    "promoted, two row blocks": ("promoted", 128, 2, 2, 4, "QGMMA.64x128x32.F32.E4M3.E4M3"),
+    "blocks": ("block", 128, 2, 2, 4, "QGMMA.64x128x32.F32.E4M3.E4M3"),
+}
+
+
+def request(name: str) -> KernelRequest:
+    numerics, tokens, warpgroups, row_blocks, stages, _ = CASES[name]
+    own = dict(block_tokens=tokens, warpgroups=warpgroups, row_blocks=row_blocks, stages=stages)
+    params = tuple((FACTS | own | {"dequantization": numerics}).items())
+    return KernelRequest("w8a8", f"{stream_k.__name__}:build", params, "sm_90a", stream_k.PASS_CONFIGS)
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
+@pytest.mark.parametrize("name", cases(CASES, ("blocks",)))
+def test_machine_code(name):
+    report = KernelReport.read(compile_request(request(name)) / "report.json")
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    if not report.instructions:
+        pytest.skip(report.note)
+    assert list(report.tensor_instructions) == [CASES[name][-1]]
+    groups, products = report.count(r"WARPGROUP\.ARRIVE"), report.count(CASES[name][-1][:5])
+    assert products % groups == 0 and products // groups in (4, 8), "ptxas serializes wgmma"
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        (dict(group=64), "group"),
+        (dict(dequantization="fast", out_dtype="int32", bias=False), "out_dtype"),
+        (dict(dequantization="s8", out_dtype="int32"), "bias"),
+        (dict(k=650), "k"),
+        (dict(dequantization="promoted", block_tokens=256, row_blocks=2), "block_tokens"),
+        (dict(stages=1), "stages"),
+    ],
+)
+def test_refusals(change, argument):
+    params = FACTS | dict(block_tokens=64, warpgroups=2, row_blocks=1, stages=4, dequantization="s8") | change
+    with pytest.raises(ArgumentError) as error:
+        stream_k.build(Target.parse("sm_90a"), **params)
+    assert error.value.argument == argument
