@@ -42,7 +42,7 @@ def on_a_gpu(monkeypatch):
     """CPU tensors pass for a GPU's, up to the launch of `seen`'s kernels."""
     seen = []
     monkeypatch.setattr(op, "check_options", lambda q, *numbers: op.check_numbers(*numbers))
-    monkeypatch.setattr(writing, "_check", lambda *args: None)
+    monkeypatch.setattr(writing, "check_rows", lambda *args: None)
     for module in (op, prefill_op, writing):
         monkeypatch.setattr(module, "current_targets", lambda *args: (H200, H200))
     monkeypatch.setattr(prefill_op, "warm_kernel", lambda *args: lambda *given: seen.append(given))

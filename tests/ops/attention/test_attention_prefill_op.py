@@ -132,7 +132,7 @@ def test_a_generous_bound_launches_no_more(cache, monkeypatch):
 
 def test_a_generous_bound_stores_no_more(cache, monkeypatch):
     target, seen = Target.parse("sm_90a"), []
-    monkeypatch.setattr(writing, "_check", lambda *args: None)
+    monkeypatch.setattr(writing, "check_rows", lambda *args: None)
     monkeypatch.setattr(writing, "current_targets", lambda *args: (target, target))
     monkeypatch.setattr(writing.launching, "warm_kernel", lambda *args: lambda *given: seen.append(given[-4:]))
     k, starts = torch.zeros(130, 2, 128).half(), torch.tensor([0, 130, 130, 130], dtype=torch.int32)
