@@ -14,6 +14,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+import test_loading_published  # noqa: E402
 import tiny_text  # noqa: E402
 from ranks_in_threads import together  # noqa: E402
 from terrazzo.lowering.errors import ArgumentError  # noqa: E402
@@ -28,6 +29,7 @@ SIZES = dict(
     bos_token_id=None,
 )  # fmt: skip
 FAST = {"quantize": "w4a16-g32", "options": {"clip_steps": 1}}
+TOKENS = test_loading_published.TOKENS
 PROMPTS = [[5, 9, 2, 33], [7, 1]]
 
 
@@ -76,6 +78,29 @@ def test_a_saved_folder_is_shared_as_the_published_one_is(tmp_path, kind):
     whole.save_pretrained(tmp_path / "packed")
     made = together(2, lambda ranks: tokens(load(tmp_path / "packed", device="cpu", tensor_parallel=ranks)))
     assert made == [tokens(whole)] * 2
+
+
+QUICK = ("awq",)
+published = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow)
+             for kind in test_loading_published.KINDS if kind != "gptq_act_order"]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", published)
+@torch.no_grad()
+def test_published_layers_are_shared(tmp_path, kind):
+    """Logits up to 16-bit rounding of other sums, or that of activations quantized by what a rank has of a token."""
+    test_loading_published.folder(tmp_path, kind)
+    logits = lambda ranks: load(tmp_path, device="cpu", kv="float16", tensor_parallel=ranks)(TOKENS).logits.float()
+    exact, (first, second) = logits(None), together(2, logits)
+    limit = 0.1 if kind.startswith("qserve") or kind in ("int", "pack") else 0.01
+    assert torch.equal(first, second) and float((first - exact).norm() / exact.norm()) < limit
+
+
+def test_act_order_is_refused_with_the_layer_that_has_it(tmp_path):
+    test_loading_published.folder(tmp_path, "gptq_act_order")
+    with pytest.raises(ArgumentError, match=r"self_attn\.o_proj cannot be shared by 2 ranks: perm") as caught:
+        load(tmp_path, device="cpu", tensor_parallel=(0, 2))
+    assert caught.value.argument == "tensor_parallel" and "act-order" in caught.value.remedy
 
 
 def test_sampled_tokens_are_one_ranks_without_a_seed(tmp_path):
