@@ -122,6 +122,48 @@ def widths(problem: PrefillProblem, target: Target) -> list[int]:
     return list(dict.fromkeys(it.rows for it in every(problem, target) if it.program == "shared"))
 
 
+MOST_PARTS = 32
+"""Most CTAs that share the tokens of a tile of rows."""
+_LEAST_STAGES = 8  # of 64 tokens, that a part is worth
+_MERGE_STAGES = 8  # what the merge takes, in stages of 128 rows
+_GAIN = 0.8  # of the time there was: less than that is worth a merge
+
+
+def _waves(ctas: int, sms: int) -> float:
+    """How often SMs take a CTA; many are as good as their average."""
+    waves = ctas / sms
+    return math.ceil(waves) if waves <= 2 else waves + 0.5
+
+
+@lru_cache(maxsize=4096)
+def divide(problem: PrefillProblem, target: Target, sms: int, rows: int, groups: int, tokens: int) -> tuple[int, int]:
+    """(rows of a CTA or 0 as of `narrower`, parts that the tokens of each tile of rows are cut into).
+
+    Short chunks over long pasts leave SMs idle, however narrow their tiles of rows are; then CTAs share the tokens.
+
+    Args:
+        tokens: that the rows of the longest sequence see. The rest as of `narrower`.
+    """
+    stages, unsplit = -(-tokens // 64), narrower(problem, target, sms, rows, groups)
+    possible = widths(problem, target)
+
+    def cost(width: int, parts: int) -> float:
+        ctas = -(-rows // (width or choose(problem, target).rows)) * groups * parts
+        merge = _MERGE_STAGES if parts > 1 else 0
+        return _waves(ctas, sms) * _SHARED_COST.get(width, 1.0) * -(-stages // parts) + merge
+
+    def most(width: int) -> int:
+        ctas = -(-rows // (width or choose(problem, target).rows)) * groups
+        return max(1, min(sms // max(ctas, 1), stages // _LEAST_STAGES, MOST_PARTS))
+
+    wide = [(width, most(width)) for width in possible or [0]]
+    width, parts = min(wide, key=lambda it: cost(*it))
+    now = cost(unsplit or (possible[0] if possible else 0), 1)
+    if parts == 1 or cost(width, parts) > _GAIN * now:
+        return unsplit, 1
+    return (0 if possible and width == possible[0] else width), parts
+
+
 @lru_cache(maxsize=4096)
 def narrower(problem: PrefillProblem, target: Target, sms: int, rows: int, groups: int) -> int:
     """Rows of a CTA for a launch whose widest tiles would leave SMs idle, 0 for one that has enough of them.
@@ -132,8 +174,7 @@ def narrower(problem: PrefillProblem, target: Target, sms: int, rows: int, group
     """
 
     def cost(width: int) -> float:
-        waves = -(-rows // width) * groups / sms
-        return (math.ceil(waves) if waves <= 2 else waves + 0.5) * _SHARED_COST[width]
+        return _waves(-(-rows // width) * groups, sms) * _SHARED_COST[width]
 
     possible = widths(problem, target)
     best = min(possible, key=cost, default=0)

@@ -181,6 +181,7 @@ def prefill(
     sinks: SupportsDLPack | None = None,
     out: SupportsDLPack | None = None,
     lse: SupportsDLPack | None = None,
+    splits: int | None = None,
     schedule: prefill_schedules.Prefill | None = None,
     target: Target | str | None = None,
 ) -> Array:
@@ -203,8 +204,10 @@ def prefill(
         sinks: f32 [Hq], logits that take part in the softmax without a value.
         out: contiguous, shape and dtype of q, no memory of it. lse: f32 [N, Hq], receives log2 of the softmax's
             denominator (sinks included); no memory of another argument.
-        schedule: the kernel's; None for a tuned record's or the heuristic's. target: run the program of an older
-            target ("sm_80", as PTX); None for this GPU's. Neither can be given to a traced call.
+        splits: CTAs that share the tokens of a tile of rows, whose results are added up in order; None for as many as
+            fill the GPU where chunks are short and the past is long. schedule: the kernel's; None for a tuned record's
+            or the heuristic's. target: run the program of an older target ("sm_80", as PTX); None for this GPU's. Not
+            in traced calls.
 
     Returns:
         out. A row that sees no token is 0, with lse -inf, or the sink's logit in units of log2.
@@ -227,7 +230,7 @@ def prefill(
     if launching.is_traced(q, cache.pages):
         from terrazzo.ops.attention import torch_op
 
-        launching.check_untraced(schedule=schedule, target=target)
+        launching.check_untraced(splits=splits, schedule=schedule, target=target)
         op.check_kinds(cu_seqlens=cu_seqlens, k=k, v=v, sinks=sinks)
         if not torch.compiler.is_compiling():
             writing.check_most_new(most_new)
@@ -237,7 +240,7 @@ def prefill(
             launching.check_out(lse, sums.shape, sums.dtype, sums.device, "lse")
             lse.copy_(sums)
         return launching.copy_out(out, made)
-    where = dict(out=out, lse=lse, schedule=schedule, target=target)
+    where = dict(out=out, lse=lse, splits=splits, schedule=schedule, target=target)
     return prefill_op.run(q, cache, cu_seqlens, most_new, k=k, v=v, **options, **where)[0]
 
 

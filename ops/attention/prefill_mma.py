@@ -24,7 +24,15 @@ from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
 from terrazzo.ops.attention.prefill_rows import head_of, query_of, seen_by, span
-from terrazzo.ops.attention.prefill_stages import STAGE, Geometry, arguments, check_memory, integers, make_stage_macros
+from terrazzo.ops.attention.prefill_stages import (
+    STAGE,
+    Geometry,
+    arguments,
+    check_memory,
+    integers,
+    make_share_macro,
+    make_stage_macros,
+)
 from terrazzo.ops.attention.rotation_macros import make_rotation, query_stages, sum_stages
 from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, smaller
 from terrazzo.ops.tiles.calls import cp_async, cp_commit, cp_wait, mma, pack2, unpack
@@ -57,6 +65,7 @@ def build(
     softcap: bool,
     sinks: bool,
     sink_tokens: int = 0,
+    split: bool = False,
 ):
     """The prim_func `main` for tiles of 8 * row_tiles * warps rows.
 
@@ -65,6 +74,8 @@ def build(
         page: tokens of a page, 0 for a contiguous cache. residual: tokens of the f16 residual block, 0 for none.
         fresh: the new tokens come as unquantized tiles, and the cache holds only those before them.
         softcap, sinks: whether the logits are capped, and whether each head has a sink.
+        split: CTAs share the tokens of a tile of rows, `tiles` times the parts of them; O and LSE are partial results,
+            f32 [parts, N, Hq, D] and [parts, N, Hq], which prefill_merge.py adds up.
 
     Shapes: Q and O [N, Hq, D] in `dtype`, N new tokens of all sequences; KV int32 [pages, Hkv, page words]; TABLE int32
     [B, most pages]; LEN int32 [B], tokens in all, the new ones included; CU int32 [B + 1], where each sequence's new
@@ -85,7 +96,7 @@ def build(
     bf16 = dtype == "bfloat16"
     tile = make_operand_macros(layout)
     spare = make_operand_macros(plain) if residual or fresh else None
-    args = arguments(D, dtype)
+    args = arguments(D, dtype, split)
     rotation = make_rotation(D, D // 4, query_stages(D)) if layout.k.rotation else None
     back = make_rotation(D, slices * nt * 4, sum_stages(D, nt)) if layout.v.rotation else None
     source = attention_prelude("cp_async", "pack", extra=sources(layout, *((plain,) if spare else ())))
@@ -98,6 +109,7 @@ def build(
                 cp_async(ring[at + (e * threads + tx) * 4], at32(start, (e * threads + tx) * 4))
 
     stream = make_stage_macros(g, most_rows, move)
+    take_share = make_share_macro(g)
 
     @T.macro
     def limits(st, w, window, lane):
@@ -225,6 +237,10 @@ def build(
             rescale(st)
             weigh(of, base, sv, st, w, lane)
 
+    def result_of(w):
+        """Where the results of row w.query, w.head are."""
+        return (w.part[0], w.query[0], w.head[0]) if split else (w.query[0], w.head[0])
+
     @T.macro
     def finish(O, LSE, SINK, st, w, lane):
         """O = O^T / l, transposed in registers; a row that sees nothing is 0, with lse -inf."""
@@ -251,14 +267,16 @@ def build(
                         st.p[0] = st.m[at]
                         st.p[1] = st.l[at]
                     if lane // 4 == 0:
-                        LSE[w.query[0], w.head[0]] = T.if_then_else(
-                            st.p[1] > 0, st.p[0] + log2(st.p[1]), -T.infinity("float32")
-                        )
+                        LSE[result_of(w)] = T.if_then_else(st.p[1] > 0, st.p[0] + log2(st.p[1]), -T.infinity("float32"))
                     st.x[at] = T.if_then_else(st.p[1] > 0, st.x[at] / st.p[1], T.float32(0))
+                    if split:
+                        for a in each(slices * 2):
+                            sums = st.o[(a // 2 * nt + t) * 4 + a % 2 * 2 + j]
+                            O[(*result_of(w), a * 8 + lane // 4)] = sums * st.x[at]
             row = w.row0[0] + w.warp * cols + t * 8 + lane // 4
             w.query[0] = query_of(w, row)
             w.head[0] = head_of(w, row)
-            for a in each(slices):
+            for a in each(0 if split else slices):
                 for half in each(2):
                     at = (a * nt + t) * 4 + half * 2
                     st.w[half] = transpose(pack2(st.o[at] * st.x[t * 2], st.o[at + 1] * st.x[t * 2 + 1], bf16=bf16))
@@ -296,10 +314,15 @@ def build(
                 **{name: T.alloc_local((n,), "uint32") for name, n in words.items()},
                 **operand_state(), hi=T.alloc_local((nt * 2,), "int32"),
             )  # fmt: skip
-            ints = {name: T.alloc_local((1,), "int32") for name in (*integers(g), *LIMITS)}
+            ints = {name: T.alloc_local((1,), "int32") for name in (*integers(g, split), *LIMITS)}
             w = SimpleNamespace(b_=b, h=h, warp=tx // 32, **ints)
             x = SimpleNamespace(KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW)
-            stream.place(LEN, CU, w, y, window, args.hq, args.hk)
+            if split:
+                w.part[0] = T.truncmod(y, args.parts)
+                stream.place(LEN, CU, w, T.truncdiv(y, args.parts), window, args.hq, args.hk)
+                take_share(w, args.parts)
+            else:
+                stream.place(LEN, CU, w, y, window, args.hq, args.hk)
             if less(w.row0[0], w.rows[0]):
                 w.count[0] = w.na[0] + w.nb[0] + w.nc[0]
                 w.slot[0] = 0

@@ -18,7 +18,7 @@ from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
-from terrazzo.ops.attention import new_tokens_program, op, prefill_mma, prefill_shared, writing
+from terrazzo.ops.attention import new_tokens_program, op, prefill_merge, prefill_mma, prefill_shared, writing
 from terrazzo.ops.attention.cache import residual_of
 from terrazzo.ops.attention.launch import current_targets, own_slots, requested_targets, stand_ins
 from terrazzo.ops.attention.layout import CacheLayout
@@ -41,11 +41,13 @@ PROGRAMS = {"mma": prefill_mma, "shared": prefill_shared}
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernel of a prefill, the rows of its CTAs, and the kernel that lays out new tokens for it, or None."""
+    """The kernel of a prefill, the rows of its CTAs, and the kernels that lay out new tokens for it and that add up the
+    partial results of a split one, or None."""
 
     request: KernelRequest
     rows: int
     new_tokens: KernelRequest | None = None
+    merge: KernelRequest | None = None
 
 
 @lru_cache(maxsize=256)
@@ -73,9 +75,10 @@ def plan(
     device: Target | None = None,
     schedule: schedules.Prefill | None = None,
     rows: int = 0,
+    split: bool = False,
 ) -> Plan:
     """The kernel for any number of sequences and tokens. `device` runs it where that is newer than `target`; `rows`, if
-    not 0, are those of a CTA, for launches of few (`schedules.narrower`).
+    not 0, are those of a CTA, for launches of few (`schedules.divide`). `split`: CTAs share the tokens.
 
     Raises:
         ArgumentError: a page size, a residual block or a schedule that does not fit.
@@ -93,13 +96,24 @@ def plan(
     program = PROGRAMS[schedule.program]
     params = schedule.params() | {
         **layout.params(), "dtype": dtype,
-        "page": page, "residual": residual, "fresh": fresh, "softcap": softcap, "sinks": sinks,
+        "page": page, "residual": residual, "fresh": fresh, "softcap": softcap, "sinks": sinks and not split,
     }  # fmt: skip
+    params |= {"split": True} if split else {}
     request = KernelRequest(
         f"attention.prefill_{schedule.program}", f"{program.__name__}:build", tuple(params.items()), target,
         program.PASS_CONFIGS, ptx_flags(target, device),
     )  # fmt: skip
-    return Plan(request, schedule.rows, _new_tokens(schedule.program, layout, dtype, target, device) if fresh else None)
+    new_tokens = _new_tokens(schedule.program, layout, dtype, target, device) if fresh else None
+    return Plan(request, schedule.rows, new_tokens, _merge(layout, dtype, sinks, target, device) if split else None)
+
+
+def _merge(layout: CacheLayout, dtype: str, sinks: bool, target: Target, device: Target | None) -> KernelRequest:
+    """The kernel that adds up partial results."""
+    params = dict(head_dim=layout.head_dim, dtype=dtype, sinks=sinks)
+    return KernelRequest(
+        "attention.prefill_merge", f"{prefill_merge.__name__}:build", tuple(params.items()), target,
+        prefill_merge.PASS_CONFIGS, ptx_flags(target, device),
+    )  # fmt: skip
 
 
 def _new_tokens(program: str, layout: CacheLayout, dtype: str, target: Target, device: Target | None) -> KernelRequest:
@@ -156,6 +170,8 @@ def prefill_requests(
     widths = [0] if schedule is not None else schedules.widths(problem_of(layout, **kind), at)
     plans = [plan(layout, **kind, **facts, rows=rows) for rows in (0, *widths)]
     wanted = [it.request for it in plans] + [it.new_tokens for it in plans if it.new_tokens]
+    parted = [plan(layout, **kind, **facts, rows=rows, split=True) for rows in (0, *widths)]
+    wanted += [it.request for it in parted] + [it.merge for it in parted]
     return list(dict.fromkeys(wanted))
 
 
@@ -173,6 +189,7 @@ def run(
     sinks: torch.Tensor | None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    splits: int | None = None,
     schedule: schedules.Prefill | None = None,
     target: Target | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,6 +199,8 @@ def run(
     _check(q, cache, cu_seqlens, most_new, k, v, sinks)
     op.check_options(q, scale, softcap, window)
     check_fields(schedule, schedules.Prefill)
+    if splits is not None and (type(splits) is not int or not 1 <= splits <= schedules.MOST_PARTS):
+        raise ArgumentError("splits", splits, f"must be 1..{schedules.MOST_PARTS}", "leave it out")
     count, heads, head_dim = q.shape
     made = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if out is not None:
@@ -196,16 +215,20 @@ def run(
     most_new = min(most_new, count)  # a generous bound costs no CTAs
     at, device = current_targets(target, q.device)
     kind = dict(page=cache.page_size, residual=cache.residual_tokens, fresh=k is not None)
-    rows, width = most_new * (heads // cache.kv_heads), 0
+    rows, width, parts = most_new * (heads // cache.kv_heads), 0, splits or 1
     if schedule is None:
-        groups = len(cache.lengths) * cache.kv_heads
-        width = schedules.narrower(problem_of(cache.layout, **kind), at, device.sms, rows, groups)
+        problem, groups = problem_of(cache.layout, **kind), len(cache.lengths) * cache.kv_heads
+        longest = op.seen(cache, window, most_new)[0]
+        if splits is None:
+            width, parts = schedules.divide(problem, at, device.sms, rows, groups, longest)
+        else:
+            width = schedules.narrower(problem, at, device.sms, rows, groups)
     chosen = plan(
         cache.layout, dtype=str(q.dtype).removeprefix("torch."), **kind, softcap=bool(softcap > 0),
-        sinks=sinks is not None, target=at, device=device, schedule=schedule, rows=width,
+        sinks=sinks is not None, target=at, device=device, schedule=schedule, rows=width, split=parts > 1,
     )  # fmt: skip
     tiles, stages = -(-rows // chosen.rows), -(-most_new // STAGE) if chosen.new_tokens else 0
-    op.check_grid(len(cache.lengths), max(tiles, stages))
+    op.check_grid(len(cache.lengths), max(tiles * parts, stages))
     q = launching.aligned_copy(q) if not q.is_contiguous() or q.data_ptr() % 16 else q
     if out is not None:
         launching.check_apart(out, "out", q=q)
@@ -226,15 +249,23 @@ def run(
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     if scale < 0:
         q, scale = -q, -scale
+    results, sink_logits = (written, lse), none["sinks"] if sinks is None else sinks
+    if parts > 1:
+        f32 = dict(dtype=torch.float32, device=q.device)
+        results = torch.empty(parts, count, heads, head_dim, **f32), torch.empty(parts, count, heads, **f32)
     kernel(
         q, cache.pages, none["table"] if cache.block_table is None else cache.block_table, cache.lengths,
         cu_seqlens, none["residual"] if cache.residual is None else cache.residual,
         own_slots(len(cache.lengths), q.device) if cache.slots is None else cache.slots, new,
         none["static"] if cache.k_static is None else cache.k_static,
         none["static"] if cache.v_static is None else cache.v_static,
-        none["sinks"] if sinks is None else sinks, written, lse,
-        max(scale * LOG2E, LEAST_SCALE), softcap * LOG2E, window, tiles,
+        none["sinks"] if parts > 1 else sink_logits, *results,
+        max(scale * LOG2E, LEAST_SCALE), softcap * LOG2E, window, tiles * parts,
     )  # fmt: skip
+    if parts > 1:
+        merge = warm_kernel(chosen.merge, most_new, "prefill", q.device)
+        blocks = -(-count * heads * (head_dim // 4) // prefill_merge.THREADS)
+        merge(*results, cu_seqlens, sink_logits, written, lse, blocks)
     return made if written is made else made.copy_(written), lse
 
 

@@ -24,7 +24,15 @@ from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
 from terrazzo.ops.attention.prefill_rows import head_of, make_q_macros, query_of, seen_by, span
-from terrazzo.ops.attention.prefill_stages import STAGE, Geometry, arguments, check_memory, integers, make_stage_macros
+from terrazzo.ops.attention.prefill_stages import (
+    STAGE,
+    Geometry,
+    arguments,
+    check_memory,
+    integers,
+    make_share_macro,
+    make_stage_macros,
+)
 from terrazzo.ops.attention.rotation_macros import make_rotation, row_sum_stages
 from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, smaller
 from terrazzo.ops.tiles.calls import (
@@ -90,6 +98,7 @@ def build(
     softcap: bool,
     sinks: bool,
     sink_tokens: int = 0,
+    split: bool = False,
 ):
     """The prim_func `main` for tiles of 16 * warps rows; arguments, shapes as in prefill_mma.build, but NEW holds the
     images of new tokens (new_tokens_program.py).
@@ -116,7 +125,7 @@ def build(
     bf16 = dtype == "bfloat16"
     tile = make_operand_macros(layout)
     spare = make_operand_macros(plain) if residual else None
-    args = arguments(D, dtype)
+    args = arguments(D, dtype, split)
     qs = make_q_macros(ROWS, D, bf16, tile.k_bf16, bool(layout.k.rotation))
     back = make_rotation(D, D // 2, row_sum_stages(D)) if layout.v.rotation else None
     source = attention_prelude(
@@ -146,6 +155,7 @@ def build(
         bulk(ring[at], start, words * 4, io.full[io.slot[0]])
 
     stream = make_stage_macros(g, ROWS * wgs, move)
+    take_share = make_share_macro(g)
 
     # ------------------------------------------------------------------ converters: warp r has the stage's tile r
 
@@ -412,6 +422,30 @@ def build(
         T.warpgroup_fence_operand(st.o, 0, D // 2)
 
     @T.macro
+    def store_rows(O, space, st, w, lane):
+        """The rows by way of their place in Q."""
+        for i in each(D // 2):
+            st.o[i] = st.o[i] * st.f[i % 4 // 2]
+        for a in each(slices):
+            for i in each(4):
+                st.w[i] = pack2(st.o[a * 8 + i * 2], st.o[a * 8 + i * 2 + 1], bf16=bf16)
+            store_atom(
+                space, (w.wg * mt + a // 4) * (ROWS * 128) + piece(lane, w.warp * 16, a % 4 * 2), st.w, 0
+            )  # fmt: skip
+        syncwarp()  # a warp's rows are its own
+        for e in each(16 * row_chunks // 32):
+            row = w.warp * 16 + (e * 32 + lane) // row_chunks
+            chunk = (e * 32 + lane) % row_chunks
+            if less(w.row0[0] + w.wg * ROWS + row, w.rows[0]):
+                w.query[0] = query_of(w, w.row0[0] + w.wg * ROWS + row)
+                w.head[0] = head_of(w, w.row0[0] + w.wg * ROWS + row)
+                copy16(O[w.query[0], w.head[0], chunk * 8], at8(space[0], qs.in_q(row, chunk, w), "w"))
+
+    def result_of(w):
+        """Where the results of row w.query, w.head are."""
+        return (w.part[0], w.query[0], w.head[0]) if split else (w.query[0], w.head[0])
+
+    @T.macro
     def finish(O, LSE, SINK, space, st, w, lane):
         """O / l, by stmatrix into the rows' place in Q; a row that sees nothing is 0, with lse -inf."""
         if back is not None:
@@ -432,26 +466,17 @@ def build(
                     st.l[half] = st.l[half] * st.f[half] + ex2(st.x[0] - st.x[1])
                     st.m[half] = st.x[1]
                 if lane % 4 == 0:
-                    LSE[w.query[0], w.head[0]] = T.if_then_else(
+                    LSE[result_of(w)] = T.if_then_else(
                         st.l[half] > 0, st.m[half] + log2(st.l[half]), -T.infinity("float32")
                     )
                 st.f[half] = T.if_then_else(st.l[half] > 0, st.f[half] / st.l[half], T.float32(0))
-        for i in each(D // 2):
-            st.o[i] = st.o[i] * st.f[i % 4 // 2]
-        for a in each(slices):
-            for i in each(4):
-                st.w[i] = pack2(st.o[a * 8 + i * 2], st.o[a * 8 + i * 2 + 1], bf16=bf16)
-            store_atom(
-                space, (w.wg * mt + a // 4) * (ROWS * 128) + piece(lane, w.warp * 16, a % 4 * 2), st.w, 0
-            )  # fmt: skip
-        syncwarp()  # a warp's rows are its own
-        for e in each(16 * row_chunks // 32):
-            row = w.warp * 16 + (e * 32 + lane) // row_chunks
-            chunk = (e * 32 + lane) % row_chunks
-            if less(w.row0[0] + w.wg * ROWS + row, w.rows[0]):
-                w.query[0] = query_of(w, w.row0[0] + w.wg * ROWS + row)
-                w.head[0] = head_of(w, w.row0[0] + w.wg * ROWS + row)
-                copy16(O[w.query[0], w.head[0], chunk * 8], at8(space[0], qs.in_q(row, chunk, w), "w"))
+                if split:
+                    for i in each(D // 4):
+                        O[(*result_of(w), i // 2 * 8 + lane % 4 * 2 + i % 2)] = (
+                            st.o[i // 2 * 4 + half * 2 + i % 2] * st.f[half]
+                        )
+        if not split:
+            store_rows(O, space, st, w, lane)
 
     @T.prim_func
     def main(
@@ -481,7 +506,7 @@ def build(
             sv = T.alloc_local((slices * 4 if tile.v_static else 1,), "uint32")
             desc = T.alloc_wgmma_desc()
             across = T.alloc_wgmma_desc()
-            ints = {name: T.alloc_local((1,), "int32") for name in (*integers(g), *STATE)}
+            ints = {name: T.alloc_local((1,), "int32") for name in (*integers(g, split), *STATE)}
             ints |= {"from_": T.alloc_local((1,), "int32")} if sink_tokens else {}
             if not (residual or fresh):
                 ints["end"] = ints["packed"]
@@ -489,7 +514,12 @@ def build(
             wg[0] = uniform(tx // 128)
             w = SimpleNamespace(b_=b, space=space, window=window, h=h, wg=wg[0], warp=tx // 32 % 4, **ints)
             x = SimpleNamespace(KV=KV, TABLE=TABLE, RES=RES, SLOT=SLOT, NEW=NEW)
-            stream.place(LEN, CU, w, y, window, args.hq, args.hk)
+            if split:
+                w.part[0] = T.truncmod(y, args.parts)
+                stream.place(LEN, CU, w, T.truncdiv(y, args.parts), window, args.hq, args.hk)
+                take_share(w, args.parts)
+            else:
+                stream.place(LEN, CU, w, y, window, args.hq, args.hk)
             w.count[0] = w.na[0] + w.nb[0] + w.nc[0]
             w.slot[0] = 0
             w.parity[0] = 0

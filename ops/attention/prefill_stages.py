@@ -8,6 +8,8 @@ its rows sees, newest source first:
     residual  f16 tiles of the ring behind the packed tokens, and then that of the first tokens, if they stay f16
     packed    tiles of the cache's pages
 
+A CTA of a split kernel takes a share of these stages, and its result is a partial one (prefill_merge.py).
+
 Stages begin at multiples of 64 tokens of their source; tokens past a source's end are masked, and copied only where the
 source has room for them.
 """
@@ -92,18 +94,23 @@ def plain_layout(layout: CacheLayout) -> CacheLayout:
     return CacheLayout(*names, layout.head_dim)
 
 
-def integers(g: Geometry) -> tuple[str, ...]:
+def integers(g: Geometry, split: bool = False) -> tuple[str, ...]:
     """Names of the integers of `make_stage_macros`."""
-    return (*INTEGERS, "sink") if g.layout.sink_tokens else INTEGERS
+    made = (*INTEGERS, "sink") if g.layout.sink_tokens else INTEGERS
+    return (*made, "part", "from_stage", "to_stage") if split else made
 
 
-def arguments(head_dim: int, dtype: str) -> SimpleNamespace:
-    """The types of the tensors that both programs take (shapes: prefill_mma.build), and the sizes b, hq and hk."""
+def arguments(head_dim: int, dtype: str, split: bool = False) -> SimpleNamespace:
+    """The types of the tensors that both programs take (shapes: prefill_mma.build), and the sizes b, hq, hk and parts.
+
+    split: results are partial ones, O f32 [parts, N, Hq, D] and LSE [parts, N, Hq].
+    """
     import tilelang.language as T
 
     names = ("b", "b1", "n", "hq", "hk", "pages", "page_words", "tb", "most", "slots", "rh", "res_words")
-    names += ("new_pages", "nh", "new_words", "skh", "skd", "svh", "svd", "n_sinks")
+    names += ("new_pages", "nh", "new_words", "skh", "skd", "svh", "svd", "n_sinks", "parts")
     d = SimpleNamespace(**{name: T.dynamic(name) for name in names})
+    results = (d.parts, d.n, d.hq) if split else (d.n, d.hq)
     return SimpleNamespace(
         Q=T.Tensor((d.n, d.hq, head_dim), dtype),
         KV=T.Tensor((d.pages, d.hk, d.page_words), "int32"),
@@ -116,8 +123,9 @@ def arguments(head_dim: int, dtype: str) -> SimpleNamespace:
         SK=T.Tensor((d.skh, d.skd), "float32"),
         SV=T.Tensor((d.svh, d.svd), "float32"),
         SINK=T.Tensor((d.n_sinks,), "float32"),
-        O=T.Tensor((d.n, d.hq, head_dim), dtype),
-        LSE=T.Tensor((d.n, d.hq), "float32"),
+        O=T.Tensor((*results, head_dim), "float32" if split else dtype),
+        LSE=T.Tensor(results, "float32"),
+        parts=d.parts,
         b=d.b,
         hq=d.hq,
         hk=d.hk,
@@ -136,9 +144,9 @@ def check_memory(target, stages: int, words: int) -> None:
 
 
 def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
-    """Macros: `place` (rows and sources of a CTA of `rows` rows), `fetch` (stage i into words `at` of the ring; nothing
-    for images) and `locate` (what tokens it has), and expressions of a stage: `token` (its first one), `end` (of its
-    source) and `new_page` (of new tokens).
+    """Macros: `place` (rows and sources of a CTA of `rows` rows), `fetch` (stage i
+    into words `at` of the ring; nothing for images) and `locate` (what tokens it has), and expressions of a stage:
+    `token` (its first one), `end` (of its source) and `new_page` (of new tokens).
 
     Args:
         move: macro (ring, at, source, words, most, io) that copies `words` words, at most `most`, to ring[at].
@@ -257,4 +265,41 @@ def make_stage_macros(g: Geometry, rows: int, move) -> SimpleNamespace:
                         ), most, io,
                     )  # fmt: skip
 
-    return SimpleNamespace(place=place, fetch=fetch, locate=locate, token=token, end=end, new_page=new_page)
+    return SimpleNamespace(
+        place=place, fetch=fetch, locate=locate, token=token, end=end, new_page=new_page
+    )  # fmt: skip
+
+
+def make_share_macro(g: Geometry):
+    """Macro `take_share`: of all stages that a tile of rows sees, those of one CTA of a split kernel."""
+    import tilelang.language as T
+
+    sink = g.layout.sink_tokens
+
+    def until(end, first, count):
+        """How many of `count` stages, which begin at stage `first`, lie ahead of stage `end`."""
+        return T.max(T.min(end - first, count[0]), 0)
+
+    @T.macro
+    def narrow(w, start, count, first):
+        """A source's stages, from stage `first` on, to those of the share."""
+        start[0] = start[0] + until(w.from_stage[0], first, count) * STAGE
+        count[0] = until(w.to_stage[0], first, count) - until(w.from_stage[0], first, count)
+
+    @T.macro
+    def take_share(w, parts):
+        """Share w.part of `parts` of the stages, newest first as all are."""
+        w.at[0] = w.na[0] + w.nb[0] + w.nc[0]
+        w.from_stage[0] = T.truncdiv(w.part[0] * w.at[0], parts)
+        w.to_stage[0] = T.truncdiv((w.part[0] + 1) * w.at[0], parts)
+        narrow(w, w.a, w.na, w.nb[0] + w.nc[0])
+        if g.residual:
+            narrow(w, w.b, w.nb, w.nc[0])
+        if sink:
+            w.sink[0] = T.if_then_else(
+                T.And(w.sink[0] >= w.from_stage[0], w.sink[0] < w.to_stage[0]), w.sink[0] - w.from_stage[0], -1
+            )
+        if g.fresh:
+            narrow(w, w.c, w.nc, 0)
+
+    return take_share

@@ -125,7 +125,7 @@ def test_attention_of_a_model_is_decode_prefill_and_append():
     found = model_requests.plan(model, serving)
     assert {it.name for it in found.requests} == {
         "attention.decode", "attention.write", "attention.rope_append", "attention.new_tokens",
-        "attention.prefill_shared",
+        "attention.prefill_shared", "attention.prefill_merge",
     }  # fmt: skip
     for q_len, prefill in ((1, True), (4, False)):
         facts = dict(heads=32, kv_heads=8, q_len=q_len, prefill=prefill, target="sm_90a")

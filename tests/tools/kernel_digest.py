@@ -194,7 +194,10 @@ def _attention() -> Calls:
         requests = cache(lambda: attention.kernel_requests(*formats.split("/"), **facts))
 
         def kind(name: str) -> list[KernelRequest]:
-            return [one for one in requests() if one.name.startswith(f"attention.{name}")]
+            return [one for one in requests() if one.name.startswith(f"attention.{name}") and not parted(one)]
+
+        def parted(one: KernelRequest) -> bool:
+            return one.name.endswith("_merge") or "split" in dict(one.params)
 
         call = f"attention {formats} {target}{label}"
         yield f"{call} decode", lambda: [*kind("decode")[: decodes - 1], kind("decode")[-1]]

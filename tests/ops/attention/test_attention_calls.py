@@ -333,3 +333,55 @@ def test_requests_of_caches_that_there_are_not_are_refused():
         with pytest.raises(ArgumentError, match=f"residual = {residual}"):
             prefill_requests(layout, page=128, residual=residual, target="sm_90a")
     assert dict(prefill_requests(layout, page=128, target="sm_90a")[0].params)["residual"] == 64
+
+
+# ---------------------------------------------------------------- ragged decode, split prefill
+
+
+def test_ragged_decode_says_what_does_not_fit(cache, on_a_gpu):
+    q, starts = q_of(cache, 6)
+    for words, call in (
+        ("most_new = 4: belongs to cu_seqlens", lambda: decode(q, cache, most_new=4)),
+        ("most_new = 0: must be 1..8", lambda: decode(q, cache, cu_seqlens=starts)),
+        ("most_new = 9: must be 1..8", lambda: decode(q, cache, cu_seqlens=starts, most_new=9)),
+        ("most_new = True", lambda: decode(q, cache, cu_seqlens=starts, most_new=True)),
+        ("must be int32 .4.", lambda: decode(q, cache, cu_seqlens=starts.long(), most_new=6)),
+        ("must be int32 .4.", lambda: decode(q, cache, cu_seqlens=starts[:3], most_new=6)),
+        ("cu_seqlens", lambda: decode(q, cache, cu_seqlens=[0, 6, 6, 6], most_new=6)),
+        ("q = .*new tokens, Hq, D", lambda: decode(q[None], cache, cu_seqlens=starts, most_new=6)),
+        ("lse", lambda: decode(q, cache, cu_seqlens=starts, most_new=6, lse=torch.zeros(6, 1, 8))),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            call()
+    assert decode(q[:0], cache, cu_seqlens=starts * 0, most_new=1).shape == (0, 8, 128) and not on_a_gpu
+
+
+def test_short_chunks_over_long_pasts_are_cut_along_the_past():
+    problem = prefill_op.problem_of(CacheLayout("int4", "int4", 128), 128, 0, True)
+    for chunk in (16, 64, 128, 256, 512, 4096):
+        for past in (0, 1000, 8192, 131072):
+            facts = (problem, H200, H200.sms, chunk * 4, 8)
+            rows, parts = prefill_schedules.divide(*facts, past + chunk)
+            width = rows or 192
+            tiles = 8 * -(-chunk * 4 // width) * parts
+            assert 1 <= parts <= prefill_schedules.MOST_PARTS
+            if parts == 1:
+                assert rows == prefill_schedules.narrower(*facts)
+            else:  # one wave, of parts that are worth a merge
+                assert tiles <= H200.sms and past >= 512 * (parts - 1)
+            if chunk <= 128 and past >= 8192:
+                assert parts > 1 and tiles > H200.sms // 2
+            if chunk >= 512 or past <= 1000:
+                assert parts == 1
+
+
+def test_a_split_prefill_is_merged_behind_it(cache, on_a_gpu):
+    cache = replace(cache, max_length=64)
+    q, starts = q_of(cache)
+    prefill(q, cache, starts, 4, splits=3)
+    partial, merge = on_a_gpu
+    assert partial[11].shape == (3, 4, 8, 128) and partial[12].shape == (3, 4, 8) and partial[-1] == 3
+    assert merge[0] is partial[11] and merge[1] is partial[12] and merge[2] is starts
+    for splits in (0, 33, 2.0, True):
+        with pytest.raises(ArgumentError, match="splits"):
+            prefill(q, cache, starts, 4, splits=splits)

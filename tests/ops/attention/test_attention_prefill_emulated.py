@@ -14,7 +14,7 @@ from terrazzo.layouts.converters import get_converter
 from terrazzo.lowering import compile_request
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.attention import new_tokens_program
+from terrazzo.ops.attention import new_tokens_program, prefill_merge
 from terrazzo.ops.attention import op as decode_op
 from terrazzo.ops.attention import prefill_op as op
 from terrazzo.ops.attention.prefill_stages import plain_layout
@@ -88,13 +88,24 @@ def serialized(instructions: dict[str, int]) -> None:
         assert instructions["WARPGROUP.ARRIVE"] <= products // 4, instructions
 
 
-def emulate(case: Case, folder, target: str = "sm_90a") -> float:
-    """One launch on the CPU; the worst error as a share of its bound."""
+def merge(request, folder, results, cu_seqlens, sinks, out, lse) -> None:
+    """The sum of partial results, on the CPU."""
+    folder.mkdir()
+    kernel = CpuKernel(cuda_text(request), [SHIMS], prefill_merge.THREADS, folder)
+    blocks = -(-out.numel() // 4 // prefill_merge.THREADS)
+    tensors = {"OP": results[0], "LP": results[1], "CU": cu_seqlens, "SINK": sinks, "O": out, "LSE": lse}
+    scalars = dict(parts=len(results[0]), n=len(out), hq=out.shape[1], b1=len(cu_seqlens), blocks=blocks)
+    kernel((blocks, 1, 1), **tensors, **scalars)
+
+
+def emulate(case: Case, folder, target: str = "sm_90a", parts: int = 1) -> float:
+    """One launch on the CPU; the worst error as a share of its bound. parts: CTAs that share a tile's tokens."""
     given = prefill_cases.inputs(case)
     made, batch, heads = given.cache, len(case.new), case.kv_heads * case.group
     chosen = op.plan(
         case.layout, dtype=case.dtype, page=case.page, residual=made.residual_tokens, fresh=case.fresh,
         softcap=case.softcap > 0, sinks=case.sinks, target=Target.parse(target), schedule=case.chosen(),
+        split=parts > 1,
     )  # fmt: skip
     made_in = compile_request(chosen.request)
     serialized(json.loads((made_in / "report.json").read_text()).get("instructions") or {})
@@ -116,20 +127,25 @@ def emulate(case: Case, folder, target: str = "sm_90a") -> float:
     new = (images if wgmma else new_pages)(case, given) if case.fresh else zero
     pages = table if made.block_table is None else made.block_table
     out, lse = torch.full_like(given.q, float("nan")), torch.full(given.q.shape[:2], float("nan"))
-    tiles = -(-given.most_new * case.group // chosen.rows)
+    results, sinks = (out, lse), given.options.sinks if case.sinks else torch.zeros(1)
+    if parts > 1:
+        results = tuple(torch.full((parts, *x.shape), float("nan")) for x in (out, lse))
+    tiles = -(-given.most_new * case.group // chosen.rows) * parts
     tensors = {
         "Q": given.q, "KV": made.pages, "TABLE": pages, "LEN": made.lengths, "CU": given.cu_seqlens, "RES": residual,
         "SLOT": torch.arange(batch, dtype=torch.int32), "NEW": new, "SK": static[0], "SV": static[1],
-        "SINK": given.options.sinks if case.sinks else torch.zeros(1), "O": out, "LSE": lse,
+        "SINK": sinks, "O": results[0], "LSE": results[1],
     }  # fmt: skip
     scalars = {
         "scale": decode_op.LOG2E / math.sqrt(case.head_dim), "cap": case.softcap * decode_op.LOG2E,
         "window": case.window, "tiles": tiles, "b": batch, "b1": batch + 1, "n": len(given.q), "hq": heads,
         "hk": case.kv_heads, "page_words": made.pages.shape[2], "most": pages.shape[1], "rh": residual.shape[1],
         "res_words": residual.shape[2], "nh": new.shape[1], "new_words": new.shape[2], "skd": static[0].shape[1],
-        "svd": static[1].shape[1],
+        "svd": static[1].shape[1], "parts": parts,
     }  # fmt: skip
     kernel((case.kv_heads, tiles, batch), **tensors, **scalars)
+    if parts > 1:
+        merge(chosen.merge, folder / "merge", results, given.cu_seqlens, sinks, out, lse)
     return prefill_cases.judge(case, given, out, lse)
 
 
@@ -242,6 +258,32 @@ USUAL = ("shared options",)
 @pytest.mark.parametrize("name", cases(CASES, USUAL))
 def test_prefill(name, tmp_path):
     print(f"worst error {emulate(CASES[name], tmp_path):.3f} of the bound")
+
+
+SPLIT = {  # case, parts
+    "parts that some rows do not have": (Case("int4", "int4", **RAGGED, schedule=MMA), 5),
+    "shared, new tokens, ring, first tokens": (
+        Case(
+            "int4_hadamard", "int2_hadamard", residual=64, past=(150, 80), new=(40, 20), sink_tokens=16, head_dim=64,
+            fresh=True, schedule=("shared", 8, 4, 3, 2),
+        ), 3
+    ),
+    "ring, first tokens, window, sinks": (
+        Case(
+            "int4", "int4", residual=64, past=(300, 30), new=(20, 3), sink_tokens=16, head_dim=64, window=170,
+            sinks=True, softcap=5.0, schedule=("mma", 4, 4, 3),
+        ), 4
+    ),
+    "shared channels, bfloat16": (
+        Case("int4_channel64", "int4", past=(300, 0), new=(30, 9), dtype="bfloat16", sinks=True, schedule=SHARED), 2
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", cases(SPLIT, ("ring, first tokens, window, sinks",)))
+def test_parts_of_the_past_add_up_to_the_whole(name, tmp_path):
+    case, parts = SPLIT[name]
+    print(f"worst error {emulate(case, tmp_path, parts=parts):.3f} of the bound")
 
 
 NEW = {  # head_dim, dtype of k and v, the cache's format

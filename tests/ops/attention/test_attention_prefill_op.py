@@ -225,11 +225,14 @@ def test_an_unknown_program_is_refused():
 
 def test_every_width_is_compiled_ahead():
     target, layout = Target.parse("sm_90a"), CacheLayout("int4", "int4", 128)
-    rows = {dict(request.params)["warps"] * 16 for request in prefill_requests(layout, page=128, target=target)}
-    assert rows == {192, 128, 64}
+    of = lambda split, **facts: {
+        dict(it.params)["warps"] * 16
+        for it in prefill_requests(layout, page=128, target=target, **facts)
+        if it.name == "attention.prefill_shared" and ("split" in dict(it.params)) == split
+    }
+    assert of(False) == of(True) == {192, 128, 64}
     assert prefill_requests(layout, page=128, target="sm_90a") == prefill_requests(layout, page=128, target=target)
-    with_options = prefill_requests(layout, page=128, softcap=True, target=target)
-    assert {dict(request.params)["warps"] for request in with_options} == {8, 4}  # 12 warps would spill
+    assert of(False, softcap=True) == of(True, softcap=True) == {128, 64}  # 192 rows would spill
 
 
 def test_the_compile_command_knows_prefill():
@@ -239,4 +242,4 @@ def test_the_compile_command_knows_prefill():
         request for fresh in (False, True)
         for request in prefill_requests(CacheLayout("int4", "int8", 128), page=128, fresh=fresh, target=target)
     ]  # fmt: skip
-    assert set(wanted) <= set(made) and len({r.name for r in wanted}) == 2
+    assert set(wanted) <= set(made) and len({r.name for r in wanted}) == 3
