@@ -140,14 +140,13 @@ def ops(op: str | None, target: str | None, as_json: bool) -> None:
         merged.setdefault((row["operator"], row["format"]), {**row, "status": {}})["status"][row["target"]] = row[
             "status"
         ]
-    rows = [
-        (row["operator"], row["format"], row["groups"], *(row["status"].get(arch) for arch in targets))
+    rows = [(row["operator"], row["format"], *(row["status"].get(arch) for arch in targets)) for row in merged.values()]
+    listed = lambda row, name: ", ".join(map(str, row[name]))
+    below = [
+        f"groups: {listed(row, 'groups')}; {listed(row, 'zeros')}; x: {listed(row, 'activations')}; {row['notes']}"
         for row in merged.values()
     ]
-    below = [
-        f"{', '.join(row['zeros'])}; x: {', '.join(row['activations'])}; {row['notes']}" for row in merged.values()
-    ]
-    print_table(("operator", "format", "groups", *targets), rows, below)
+    print_table(("operator", "format", *targets), rows, below)
     click.echo()
     used = {row["status"] for row in found}
     for status, meaning in STATUS.items():
