@@ -97,3 +97,26 @@ def test_caches_give_the_tokens_of_one_at_a_time(tmp_path, cache):
         assert len(shared) >= 10
         apart.append(max(abs(p[0][t] - q[0][t]) for t in shared))
     assert max(apart) < {"auto": NEAR, "int8_per_token_head": 0.25}[cache], apart
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ["windows", "speculation"])
+def test_attention_keeps_what_the_engine_says(tmp_path, name):
+    """Sliding windows, whose old pages the engine takes back, beside vLLM's own attention; drafts beside none."""
+    rng = random.Random(0)
+    begin = [rng.randrange(3, 60) for _ in range(60)]
+    prompts = [begin[: rng.randrange(1, 60)] + [rng.randrange(3, 60) for _ in range(9)] for _ in range(8)]
+    plain = vllm_folders.write(tmp_path, "tiny-llama", "awq", "float16")[1]
+    options, facts = dict(dtype="float16", block_size=16, max_num_batched_tokens=64, max_num_seqs=4), {}
+    if name == "windows":
+        config = json.loads((plain / "config.json").read_text())
+        config |= dict(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=24)
+        (plain / "config.json").write_text(json.dumps(config))
+        other = dict(num_gpu_blocks_override=24)
+    else:
+        options["kv_cache_dtype"], facts = "int8_per_token_head", dict(attention=True)
+        other = dict(speculative_config=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3))
+    mine = serve(tmp_path, [str(plain)], prompts, dict(attention=True), **options, **other)[str(plain)]
+    wanted = serve(tmp_path, [str(plain)], prompts, facts, **options)[str(plain)]
+    assert mine["tokens"] == wanted["tokens"]
+    assert all(kind.startswith("Implementation") for kind in mine["attention"].values())
