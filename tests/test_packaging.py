@@ -125,7 +125,7 @@ for dotted in {names}:
     if dotted.startswith("terrazzo.nn."):  # to use a name of it is to import torch; to name it is not
         assert dotted.split(".")[2] in dir(terrazzo.nn), dotted
         continue
-    *path, name = dotted.split(".")[1:3 if dotted.startswith("terrazzo.nn.") else None]  # its classes import torch
+    *path, name = dotted.split(".")[1:]
     value = terrazzo
     for part in path:
         value = getattr(value, part)
