@@ -12,6 +12,7 @@ over what the kernel read, on a few heads and rows, before their time counts.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 import time
@@ -73,6 +74,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--page", type=int, default=128, help="tokens of a page; 0 is contiguous")
     parser.add_argument("--schedules", help="program,row_tiles,warps,stages separated by ;")
+    parser.add_argument("--splits", default="auto", help="comma-separated: auto, or parts of the past, 1 for none")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--budget-ms", type=float, default=60.0)
@@ -83,6 +85,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     formats = o.formats.split(",") if o.formats else QUICK_FORMATS if o.quick else FORMATS
     o.formats = [tuple(f.split("/")) for f in formats]
     o.modes = o.modes.split(",")
+    o.splits = [None if n == "auto" else int(n) for n in o.splits.split(",")]
     given = [s.split(",") for s in o.schedules.split(";")] if o.schedules else []
     o.schedules = [(program, *map(int, sizes)) for program, *sizes in given] or [None]
     return o
@@ -141,16 +144,17 @@ def ours(o: argparse.Namespace, prompt: Prompt, formats: tuple[str, str]) -> lis
         if mode == "fresh" and static:
             continue
         given = dict(zip("kv", kv)) if mode == "fresh" else {}
-        for wanted in o.schedules:
+        for wanted, splits in itertools.product(o.schedules, o.splits):
             row = {
                 "op": "attention_prefill", "k_format": formats[0], "v_format": formats[1], "batch": shape.batch,
                 "q_heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": o.head_dim, "new": prompt.new,
-                "kv_len": shape.tokens, "page": o.page, "mode": mode, "schedule": wanted, "us": None,
+                "kv_len": shape.tokens, "page": o.page, "mode": mode, "schedule": wanted, "splits": splits, "us": None,
             }  # fmt: skip
             rows.append(row)
             y = measure.poisoned(q.shape, q.dtype, DEVICE)
             try:
-                call = partial(prefill, q, cache, cu, prompt.new, out=y, schedule=schedule_of(wanted), **given)
+                parts = {} if splits is None else {"splits": splits}
+                call = partial(prefill, q, cache, cu, prompt.new, out=y, schedule=schedule_of(wanted), **parts, **given)
                 call()
                 why = wrong(q, y, cache, tuple(kv) if given else None, prompt)
                 row |= {"failure": why} if why else {}
@@ -169,7 +173,10 @@ def show(prompt: Prompt, row: dict[str, Any]) -> None:
     if row["us"] is None:
         print(f"{where} FAILED {row.get('failure', '')[:300]}", flush=True)
     else:
-        print(f"{where} {row['us']:10.1f} us {row['tflops']:7.1f} TFLOP/s  {row['schedule'] or ''}", flush=True)
+        print(
+            f"{where} {row['us']:10.1f} us {row['tflops']:7.1f} TFLOP/s  {row['schedule'] or ''} {row['splits'] or ''}",
+            flush=True,
+        )
 
 
 def peers(o: argparse.Namespace, prompt: Prompt) -> dict[str, float]:

@@ -5,7 +5,8 @@
 
 A batch is n:a-b (n lengths drawn evenly from a to b), n~m (lognormal, median m, sigma 0.8, at most ten times m), or a
 sum of n x length; drawn ones are the same in every run. Each is timed as a user gets it, with `mean_length` known, and
-with as many splits for every sequence (`even`). A few heads are compared with float64 before a time counts.
+with as many splits for every sequence (`even`). With --own rows have `own_us` too: the same call of 1 to q_len new
+tokens, in turn, of a sequence's own. A few heads are compared with float64 before a time counts.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", default="32/8", help="query heads / kv heads")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--q-len", default="1,4", help="comma-separated numbers of new tokens")
+    parser.add_argument("--own", action="store_true", help="new tokens of each sequence's own number, up to q_len, too")
     parser.add_argument("--budget-ms", type=float, default=15.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
@@ -191,10 +193,31 @@ def ours(
                         "spread": round(timing.spread, 4),
                         "copy_share": round(nbytes / timing.us / 1e3 / copy_gb_s, 4),
                     }
+            if o.own and q_len > 1 and not row.get("failure"):
+                own_numbers(o, row, q, known)
         except TerrazzoError as error:
             row["failure"] = " ".join(str(error).split())[:300]
         show(row)
     return rows
+
+
+def own_numbers(o: argparse.Namespace, row: dict[str, Any], q: Any, caches: list[Any]) -> None:
+    """own_us: of 1 to q_len new tokens of a sequence in turn, compared with those of decode of q_len for all."""
+    import torch
+    from terrazzo.autotune import measure
+
+    batch, most = q.shape[:2]
+    own = torch.arange(batch) % most + 1
+    has = (torch.arange(most) >= most - own[:, None]).to(q.device)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), own.cumsum(0)]).int().to(q.device)
+    rows, y = q[has].contiguous(), measure.poisoned((int(own.sum()), *q.shape[2:]), q.dtype, q.device)
+    facts = dict(cu_seqlens=starts, most_new=most, out=y)
+    entry.decode(rows, caches[0], **facts)
+    if not torch.equal(y, entry.decode(q, caches[0])[has]):  # the same sums in the same order
+        row["failure"] = "new tokens of their own number give other bits than among as many of all"
+        return
+    timing = measure.time_calls([partial(entry.decode, rows, c, **facts) for c in caches], o.budget_ms)
+    row |= {"own_us": round(timing.us, 2), "own_tokens": int(own.sum())}
 
 
 def show(row: dict[str, Any]) -> None:
@@ -204,6 +227,7 @@ def show(row: dict[str, Any]) -> None:
         return
     beside = "  ".join(f"{name} {us}" for name, us in row["peers"].items())
     kind = "balanced" if row["balanced"] else "even"
+    beside += f"  own {row['own_us']} us" if "own_us" in row else ""
     print(
         f"{place} {row['us']:9.2f} us {row['copy_share']:6.1%} of copy, {kind}; even {row['even']:.2f}  {beside}",
         flush=True,

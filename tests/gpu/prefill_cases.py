@@ -29,7 +29,7 @@ TARGET = os.environ.get("TERRAZZO_TEST_TARGET")
 class Case:
     """One prefill call. past, new: tokens of each sequence; fresh: the new ones come as k and v. residual -1: the
     format's own. sharp multiplies q. schedule: (program, row_tiles, warps, stages), or () for the heuristic's, which
-    targets without wgmma take in place of "shared"."""
+    targets without wgmma take in place of "shared". splits 0: the heuristic's, which has none with a schedule."""
 
     k: str = "int4"
     v: str = "int4"
@@ -49,6 +49,7 @@ class Case:
     sharp: float = 1.0
     seed: int = 0
     schedule: tuple = ()
+    splits: int = 0
     target: str | None = TARGET
 
     @property
@@ -69,10 +70,14 @@ class Case:
 
     def requests(self) -> list:
         """The kernels that this case launches."""
-        return op.prefill_requests(
+        found = op.prefill_requests(
             self.layout, dtype=self.dtype, page=self.page, residual=self.residual_tokens, fresh=self.fresh,
             softcap=self.softcap > 0, sinks=self.sinks, schedule=self.chosen(), target=self.target,
         )  # fmt: skip
+        parted = [it for it in found if "split" in dict(it.params) or it.name == "attention.prefill_merge"]
+        if self.splits > 1:
+            return parted + [it for it in found if it.name in ("attention.new_tokens", "attention.write")]
+        return found if not (self.chosen() or self.splits) else [it for it in found if it not in parted]
 
 
 @dataclass
@@ -144,7 +149,7 @@ def run(case: Case) -> tuple[Inputs, torch.Tensor, torch.Tensor]:
         y = entry.prefill(
             given.q, given.cache, given.cu_seqlens, given.most_new, k=given.k, v=given.v, out=guarded[1:-1], lse=lse,
             softcap=case.softcap, window=case.window, sinks=given.options.sinks, schedule=case.chosen(),
-            target=case.target,
+            splits=case.splits or None, target=case.target,
         )  # fmt: skip
         assert guarded[0].isnan().all() and guarded[-1].isnan().all(), f"beside the output was written; {case.repro}"
         runs.append((y, lse))
