@@ -101,12 +101,14 @@ def shape_of(o: argparse.Namespace, lengths: list[int]) -> Shape:
     return Shape.parse(f"{len(lengths)}x{o.heads}x{-(-max(lengths) // PAGE) * PAGE}")
 
 
-def plan_of(o: argparse.Namespace, lengths: list[int], layout: CacheLayout, q_len: int, mean: int) -> op.Plan:
-    """What decode launches for a batch whose mean length is known (0: is not)."""
+def plan_of(
+    o: argparse.Namespace, lengths: list[int], layout: CacheLayout, q_len: int, mean: int, own: bool = False
+) -> op.Plan:
+    """What decode launches for a batch whose mean length is known (0: is not); own: numbers of new tokens differ."""
     shape = shape_of(o, lengths)
     sizes = (layout, shape.batch, shape.kv_heads, q_len * shape.heads // shape.kv_heads, max(lengths))
     facts = dict(dtype="float16", page=PAGE, residual=layout.k.group, softcap=False, sinks=False)
-    return op.plan(*sizes, **facts, target=launch.detect(), mean=mean)
+    return op.plan(*sizes, **facts, target=launch.detect(), mean=mean, ragged=own)
 
 
 def mean_of(lengths: list[int]) -> int:
@@ -117,9 +119,10 @@ def mean_of(lengths: list[int]) -> int:
 def compile_all(o: argparse.Namespace) -> None:
     batches, layouts = map(lengths_of, o.batches), [CacheLayout(*formats, o.head_dim) for formats in o.formats]
     wanted = [
-        plan_of(o, lengths, layout, q_len, mean).request
+        plan_of(o, lengths, layout, q_len, mean, own).request
         for lengths, layout, q_len in itertools.product(batches, layouts, o.q_len)
         for mean in (0, mean_of(lengths))
+        for own in ((False, True) if o.own else (False,))
     ]
     start = time.perf_counter()
     outcomes = parallel.compile_many(wanted)
@@ -213,8 +216,10 @@ def own_numbers(o: argparse.Namespace, row: dict[str, Any], q: Any, caches: list
     rows, y = q[has].contiguous(), measure.poisoned((int(own.sum()), *q.shape[2:]), q.dtype, q.device)
     facts = dict(cu_seqlens=starts, most_new=most, out=y)
     entry.decode(rows, caches[0], **facts)
-    if not torch.equal(y, entry.decode(q, caches[0])[has]):  # the same sums in the same order
-        row["failure"] = "new tokens of their own number give other bits than among as many of all"
+    among_all = entry.decode(q, caches[0])[has]
+    off = float((y.float() - among_all.float()).abs().max())
+    if not off <= 0.01 * float(among_all.abs().max()):  # maxima are raised for all rows of a warp: not the same bits
+        row["failure"] = f"new tokens of their own number are off by {off:.3g}"
         return
     timing = measure.time_calls([partial(entry.decode, rows, c, **facts) for c in caches], o.budget_ms)
     row |= {"own_us": round(timing.us, 2), "own_tokens": int(own.sum())}

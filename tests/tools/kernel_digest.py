@@ -236,7 +236,31 @@ def _attention() -> Calls:
         ("int8_static/int8_static", 0, 0),
     ):
         yield f"attention {formats} sm_90a warpgroups", partial(_warpgroups, formats, page, residual)
+    for target in ("sm_80", "sm_90a"):
+        yield f"attention int4/int4 {target} parts", partial(_parts, target)
+    yield "attention int4/int4 sm_90a ragged", _ragged
     yield "attention int4/int4 sm_90a shared", lambda: [decode_shared.request(Target.parse("sm_90a"))]
+
+
+def _parts(target: str) -> list[KernelRequest]:
+    """A prefill whose CTAs share the past, and what adds it up."""
+    from terrazzo.ops.attention import prefill_op
+    from terrazzo.ops.attention.layout import CacheLayout
+
+    found = prefill_op.prefill_requests(CacheLayout("int4", "int4", 128), page=128, fresh=True, target=target)
+    parted = [it for it in found if "split" in dict(it.params)]
+    return [parted[0], next(it for it in found if it.name == "attention.prefill_merge")]
+
+
+def _ragged() -> list[KernelRequest]:
+    """Decode of up to four new tokens of a sequence: split, and by lengths."""
+    from terrazzo.lowering.targets import Target
+    from terrazzo.ops.attention import op
+    from terrazzo.ops.attention.layout import CacheLayout
+
+    facts = dict(dtype="float16", page=128, residual=0, softcap=False, sinks=False, target=Target.parse("sm_90a"))
+    sizes = (CacheLayout("int4", "int4", 128), 8, 8, 16, 32768)
+    return [op.plan(*sizes, **facts, balanced=balanced, ragged=True).request for balanced in (False, True)]
 
 
 def _warpgroups(formats: str, page: int, residual: int) -> list[KernelRequest]:
