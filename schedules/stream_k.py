@@ -193,11 +193,9 @@ def _of_measured(problem: Gemm, target: Target, m: int, widths: Sequence[int], m
             continue
         raster = tile_costs.raster(-(-top // tile[0]), problem.row_blocks, target) if clustered else 8
         s = fitted(of_tile(problem, tile, raster), problem, target)
-        if not s.legal():
-            continue
         found += [s] if tile in costs.tiles.units else []
         found += filter(None, [clustered and may_pair and pairs(s, problem, target, top)])
-    return found
+    return [s for s in found if s.legal()]  # a tile that is too tall alone may be two CTAs'
 
 
 def _of_e4m3(problem: Gemm, target: Target, m: int, widths: Sequence[int], may_pair: bool) -> list[StreamK]:
