@@ -49,67 +49,12 @@ def shared_words(g: Geometry, stages: int) -> int:
     return stages * g.stage_words + (g.layout.head_dim if g.layout.k.scaling == "static" else 0)
 
 
-def build(
-    target,
-    *,
-    k_format: str,
-    v_format: str,
-    head_dim: int,
-    dtype: str,
-    row_tiles: int,
-    warps: int,
-    stages: int,
-    page: int,
-    residual: int,
-    fresh: bool,
-    softcap: bool,
-    sinks: bool,
-    sink_tokens: int = 0,
-    split: bool = False,
-):
-    """The prim_func `main` for tiles of 8 * row_tiles * warps rows.
-
-    Args:
-        dtype: of q and out. row_tiles: groups of 8 rows of a warp. stages: of 64 tokens in the ring.
-        page: tokens of a page, 0 for a contiguous cache. residual: tokens of the f16 residual block, 0 for none.
-        fresh: the new tokens come as unquantized tiles, and the cache holds only those before them.
-        softcap, sinks: whether the logits are capped, and whether each head has a sink.
-        split: CTAs share the tokens of a tile of rows, `tiles` times the parts of them; O and LSE are partial results,
-            f32 [parts, N, Hq, D] and [parts, N, Hq], which prefill_merge.py adds up.
-
-    Shapes: Q and O [N, Hq, D] in `dtype`, N new tokens of all sequences; KV int32 [pages, Hkv, page words]; TABLE int32
-    [B, most pages]; LEN int32 [B], tokens in all, the new ones included; CU int32 [B + 1], where each sequence's new
-    tokens begin; RES int32 [slots, Hkv, words] and SLOT int32 [B]; NEW int32 [N / 64 + B, Hkv, words of 64 tokens],
-    page CU[b] / 64 + b + i for tokens 64 i on; SK, SV f32 [Hkv, D] for static formats; SINK f32 [Hq]; LSE f32 [N, Hq],
-    base 2. Whatever a kernel does not read may have one element. Scalars: softmax scale * log2(e), cap * log2(e),
-    window in tokens (0: none), row tiles of the longest sequence.
-    """
+def _make_row_macros(f: SimpleNamespace) -> SimpleNamespace:
+    """Macros `limits` and `load_q` (what the warp's rows see, and their fragments) and `finish` (their results)."""
     import tilelang.language as T
 
-    g = Geometry(CacheLayout(k_format, v_format, head_dim, sink_tokens), page, residual, fresh)
-    layout, plain = g.layout, g.plain
-    D, nt, cols, slices = head_dim, row_tiles, 8 * row_tiles, head_dim // 16
-    threads, most_rows = warps * 32, 8 * row_tiles * warps
-    total = shared_words(g, stages)
-    check_memory(target, stages, total)
-    table = stages * g.stage_words  # static scales of keys
-    bf16 = dtype == "bfloat16"
-    tile = make_operand_macros(layout)
-    spare = make_operand_macros(plain) if residual or fresh else None
-    args = arguments(D, dtype, split)
-    rotation = make_rotation(D, D // 4, query_stages(D)) if layout.k.rotation else None
-    back = make_rotation(D, slices * nt * 4, sum_stages(D, nt)) if layout.v.rotation else None
-    source = attention_prelude("cp_async", "pack", extra=sources(layout, *((plain,) if spare else ())))
-
-    @T.macro
-    def move(ring, at, start, words, most, tx):
-        """By all threads, 16 bytes each at a time."""
-        for e in each(-(-most // (4 * threads))):
-            if less((e * threads + tx) * 4, words):
-                cp_async(ring[at + (e * threads + tx) * 4], at32(start, (e * threads + tx) * 4))
-
-    stream = make_stage_macros(g, most_rows, move)
-    take_share = make_share_macro(g)
+    nt, cols, slices, bf16 = f.nt, 8 * f.nt, f.layout.head_dim // 16, f.dtype == "bfloat16"
+    tile, rotation, back, sinks, split = f.tile, f.rotation, f.back, f.sinks, f.split
 
     @T.macro
     def limits(st, w, window, lane):
@@ -146,6 +91,62 @@ def build(
                 rotation.from_words(st.rotated, st.q, at, bf16)
                 rotation.turn(st, st.rotated, lane)
                 rotation.to_words(st.rotated, st.q, at, False)
+
+    def result_of(w):
+        """Where the results of row w.query, w.head are."""
+        return (w.part[0], w.query[0], w.head[0]) if split else (w.query[0], w.head[0])
+
+    @T.macro
+    def finish(O, LSE, SINK, st, w, lane):
+        """O = O^T / l, transposed in registers; a row that sees nothing is 0, with lse -inf."""
+        if back is not None:
+            back.turn(st, st.o, lane)
+            back.scaled(st.o)
+        for i in each(nt * 2):
+            for d in each(3):
+                st.l[i] = st.l[i] + xor_shuffle(st.l[i], 4 << d)
+        for t in each(nt):
+            for j in each(2):
+                row = w.row0[0] + w.warp * cols + t * 8 + lane % 4 * 2 + j
+                at = t * 2 + j
+                st.x[at] = 1.0  # factor of the sums
+                if less(row, w.rows[0]):
+                    w.query[0] = query_of(w, row)
+                    w.head[0] = head_of(w, row)
+                    if sinks:
+                        st.p[2] = SINK[w.head[0]] * T.float32(1.4426950408889634)
+                        st.p[0] = T.max(st.m[at], st.p[2])
+                        st.x[at] = ex2(st.m[at] - st.p[0])
+                        st.p[1] = st.l[at] * st.x[at] + ex2(st.p[2] - st.p[0])
+                    else:
+                        st.p[0] = st.m[at]
+                        st.p[1] = st.l[at]
+                    if lane // 4 == 0:
+                        LSE[result_of(w)] = T.if_then_else(st.p[1] > 0, st.p[0] + log2(st.p[1]), -T.infinity("float32"))
+                    st.x[at] = T.if_then_else(st.p[1] > 0, st.x[at] / st.p[1], T.float32(0))
+                    if split:
+                        for a in each(slices * 2):
+                            sums = st.o[(a // 2 * nt + t) * 4 + a % 2 * 2 + j]
+                            O[(*result_of(w), a * 8 + lane // 4)] = sums * st.x[at]
+            row = w.row0[0] + w.warp * cols + t * 8 + lane // 4
+            w.query[0] = query_of(w, row)
+            w.head[0] = head_of(w, row)
+            for a in each(0 if split else slices):
+                for half in each(2):
+                    at = (a * nt + t) * 4 + half * 2
+                    st.w[half] = transpose(pack2(st.o[at] * st.x[t * 2], st.o[at + 1] * st.x[t * 2 + 1], bf16=bf16))
+                if less(row, w.rows[0]):
+                    for half in each(2):
+                        store_words(1, O[w.query[0], w.head[0], a * 16 + half * 8 + lane % 4 * 2], st.w[half])
+
+    return SimpleNamespace(limits=limits, load_q=load_q, finish=finish)
+
+
+def _make_step_macro(f: SimpleNamespace):
+    """Macro `step`: a tile's keys and values, converted and multiplied with the warp's rows."""
+    import tilelang.language as T
+
+    nt, slices, tile, softcap, sink_tokens = f.nt, f.layout.head_dim // 16, f.tile, f.softcap, f.layout.sink_tokens
 
     @T.macro
     def scores(of, base, head, st, scale, cap, lane):
@@ -237,52 +238,74 @@ def build(
             rescale(st)
             weigh(of, base, sv, st, w, lane)
 
-    def result_of(w):
-        """Where the results of row w.query, w.head are."""
-        return (w.part[0], w.query[0], w.head[0]) if split else (w.query[0], w.head[0])
+    return step
+
+
+def build(
+    target,
+    *,
+    k_format: str,
+    v_format: str,
+    head_dim: int,
+    dtype: str,
+    row_tiles: int,
+    warps: int,
+    stages: int,
+    page: int,
+    residual: int,
+    fresh: bool,
+    softcap: bool,
+    sinks: bool,
+    sink_tokens: int = 0,
+    split: bool = False,
+):
+    """The prim_func `main` for tiles of 8 * row_tiles * warps rows.
+
+    Args:
+        dtype: of q and out. row_tiles: groups of 8 rows of a warp. stages: of 64 tokens in the ring.
+        page: tokens of a page, 0 for a contiguous cache. residual: tokens of the f16 residual block, 0 for none.
+        fresh: the new tokens come as unquantized tiles, and the cache holds only those before them.
+        softcap, sinks: whether the logits are capped, and whether each head has a sink.
+        split: CTAs share the tokens of a tile of rows, `tiles` times the parts of them; O and LSE are partial results,
+            f32 [parts, N, Hq, D] and [parts, N, Hq], which prefill_merge.py adds up.
+
+    Shapes: Q and O [N, Hq, D] in `dtype`, N new tokens of all sequences; KV int32 [pages, Hkv, page words]; TABLE int32
+    [B, most pages]; LEN int32 [B], tokens in all, the new ones included; CU int32 [B + 1], where each sequence's new
+    tokens begin; RES int32 [slots, Hkv, words] and SLOT int32 [B]; NEW int32 [N / 64 + B, Hkv, words of 64 tokens],
+    page CU[b] / 64 + b + i for tokens 64 i on; SK, SV f32 [Hkv, D] for static formats; SINK f32 [Hq]; LSE f32 [N, Hq],
+    base 2. Whatever a kernel does not read may have one element. Scalars: softmax scale * log2(e), cap * log2(e),
+    window in tokens (0: none), row tiles of the longest sequence.
+    """
+    import tilelang.language as T
+
+    g = Geometry(CacheLayout(k_format, v_format, head_dim, sink_tokens), page, residual, fresh)
+    layout, plain = g.layout, g.plain
+    D, nt, slices = head_dim, row_tiles, head_dim // 16
+    threads, most_rows = warps * 32, 8 * row_tiles * warps
+    total = shared_words(g, stages)
+    check_memory(target, stages, total)
+    table = stages * g.stage_words  # static scales of keys
+    tile = make_operand_macros(layout)
+    spare = make_operand_macros(plain) if residual or fresh else None
+    args = arguments(D, dtype, split)
+    rotation = make_rotation(D, D // 4, query_stages(D)) if layout.k.rotation else None
+    back = make_rotation(D, slices * nt * 4, sum_stages(D, nt)) if layout.v.rotation else None
+    f = SimpleNamespace(
+        layout=layout, nt=nt, dtype=dtype, tile=tile, rotation=rotation, back=back, softcap=softcap, sinks=sinks,
+        split=split,
+    )  # fmt: skip
+    rows, step = _make_row_macros(f), _make_step_macro(f)
+    source = attention_prelude("cp_async", "pack", extra=sources(layout, *((plain,) if spare else ())))
 
     @T.macro
-    def finish(O, LSE, SINK, st, w, lane):
-        """O = O^T / l, transposed in registers; a row that sees nothing is 0, with lse -inf."""
-        if back is not None:
-            back.turn(st, st.o, lane)
-            back.scaled(st.o)
-        for i in each(nt * 2):
-            for d in each(3):
-                st.l[i] = st.l[i] + xor_shuffle(st.l[i], 4 << d)
-        for t in each(nt):
-            for j in each(2):
-                row = w.row0[0] + w.warp * cols + t * 8 + lane % 4 * 2 + j
-                at = t * 2 + j
-                st.x[at] = 1.0  # factor of the sums
-                if less(row, w.rows[0]):
-                    w.query[0] = query_of(w, row)
-                    w.head[0] = head_of(w, row)
-                    if sinks:
-                        st.p[2] = SINK[w.head[0]] * T.float32(1.4426950408889634)
-                        st.p[0] = T.max(st.m[at], st.p[2])
-                        st.x[at] = ex2(st.m[at] - st.p[0])
-                        st.p[1] = st.l[at] * st.x[at] + ex2(st.p[2] - st.p[0])
-                    else:
-                        st.p[0] = st.m[at]
-                        st.p[1] = st.l[at]
-                    if lane // 4 == 0:
-                        LSE[result_of(w)] = T.if_then_else(st.p[1] > 0, st.p[0] + log2(st.p[1]), -T.infinity("float32"))
-                    st.x[at] = T.if_then_else(st.p[1] > 0, st.x[at] / st.p[1], T.float32(0))
-                    if split:
-                        for a in each(slices * 2):
-                            sums = st.o[(a // 2 * nt + t) * 4 + a % 2 * 2 + j]
-                            O[(*result_of(w), a * 8 + lane // 4)] = sums * st.x[at]
-            row = w.row0[0] + w.warp * cols + t * 8 + lane // 4
-            w.query[0] = query_of(w, row)
-            w.head[0] = head_of(w, row)
-            for a in each(0 if split else slices):
-                for half in each(2):
-                    at = (a * nt + t) * 4 + half * 2
-                    st.w[half] = transpose(pack2(st.o[at] * st.x[t * 2], st.o[at + 1] * st.x[t * 2 + 1], bf16=bf16))
-                if less(row, w.rows[0]):
-                    for half in each(2):
-                        store_words(1, O[w.query[0], w.head[0], a * 16 + half * 8 + lane % 4 * 2], st.w[half])
+    def move(ring, at, start, words, most, tx):
+        """By all threads, 16 bytes each at a time."""
+        for e in each(-(-most // (4 * threads))):
+            if less((e * threads + tx) * 4, words):
+                cp_async(ring[at + (e * threads + tx) * 4], at32(start, (e * threads + tx) * 4))
+
+    stream = make_stage_macros(g, most_rows, move)
+    take_share = make_share_macro(g)
 
     @T.macro
     def advance(x, ring, w, i, tx):
@@ -336,8 +359,8 @@ def build(
                 for i in each(nt * 2):
                     st.m[i] = T.float32(LOWEST)
                     st.l[i] = 0.0
-                limits(st, w, window, lane)
-                load_q(Q, st, w, lane)
+                rows.limits(st, w, window, lane)
+                rows.load_q(Q, st, w, lane)
                 if tile.k_static:
                     tile.share_static(SK, ring, table, h, tx, threads)
                 if tile.v_static:
@@ -364,6 +387,6 @@ def build(
                             sv, st, stream.token(w, i) + r * 16, w.packed[0], scale, cap, w, lane,
                         )  # fmt: skip
                     w.slot[0] = T.if_then_else(w.slot[0] == stages - 1, 0, w.slot[0] + 1)
-                finish(O, LSE, SINK, st, w, lane)
+                rows.finish(O, LSE, SINK, st, w, lane)
 
     return main

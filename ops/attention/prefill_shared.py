@@ -19,9 +19,10 @@ The running maximum is lazy, for each warp: its sums are rescaled when a score e
 from types import SimpleNamespace
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.ops.attention.calls import among, any_lane, at8, at_page, ex2, fma, log2, tanh, uniform, xor_shuffle
+from terrazzo.ops.attention.calls import among, any_lane, at8, ex2, fma, log2, tanh, uniform, xor_shuffle
 from terrazzo.ops.attention.device import attention_prelude
 from terrazzo.ops.attention.layout import CacheLayout
+from terrazzo.ops.attention.prefill_converters import make_buffer_macros, make_converter_macro, make_store_macro, piece
 from terrazzo.ops.attention.prefill_operands import make_operand_macros, operand_state, sources
 from terrazzo.ops.attention.prefill_rows import head_of, make_q_macros, query_of, seen_by, span
 from terrazzo.ops.attention.prefill_stages import (
@@ -38,12 +39,9 @@ from terrazzo.ops.attention.tile_macros import LOWEST, THRESHOLD, each, less, sm
 from terrazzo.ops.tiles.calls import (
     bulk,
     copy16,
-    fence,
     ldmatrix4,
     opaque,
     pack2,
-    stmatrix4,
-    stmatrix4_trans,
     syncwarp,
     turn_pass,
     turn_wait,
@@ -81,171 +79,12 @@ def shared_words(g: Geometry, wgs: int, stages: int, buffers: int) -> int:
     return operand_words(g.layout.head_dim, wgs, buffers) + static + stages * g.stage_words
 
 
-def build(
-    target,
-    *,
-    k_format: str,
-    v_format: str,
-    head_dim: int,
-    dtype: str,
-    row_tiles: int,
-    warps: int,
-    stages: int,
-    buffers: int,
-    page: int,
-    residual: int,
-    fresh: bool,
-    softcap: bool,
-    sinks: bool,
-    sink_tokens: int = 0,
-    split: bool = False,
-):
-    """The prim_func `main` for tiles of 16 * warps rows; arguments, shapes as in prefill_mma.build, but NEW holds the
-    images of new tokens (new_tokens_program.py).
-
-    Args:
-        row_tiles: 8, the groups of 8 rows of a warpgroup. warps: of consumers, 4, 8 or 12. buffers: of operands, 2 or
-            more.
-    """
+def _make_product_macros(f: SimpleNamespace):
+    """Macros `limits`, `hold_q`, `scores` and `weigh`: what rows see, and their products."""
     import tilelang.language as T
 
-    g = Geometry(CacheLayout(k_format, v_format, head_dim, sink_tokens), page, residual, fresh, images=fresh)
-    layout, plain = g.layout, g.plain
-    D, slices, wgs, mt = head_dim, head_dim // 16, warps // 4, head_dim // 64
-    ct, nt, row_chunks = warps * 32, STAGE // 8, head_dim // 8  # consumer threads; n8 tiles of S; 16 bytes of a row
-    total = shared_words(g, wgs, stages, buffers)
-    if warps not in (4, 8, 12) or row_tiles * 8 != ROWS:
-        raise ArgumentError("warps", (warps, row_tiles), "4, 8 or 12 warps, 8 row tiles", "use 8 and 8")
-    check_memory(target, stages, total)
-    stage_bytes = STAGE * D * 2  # of keys, and of values
-    keys_at, values_at = wgs * ROWS * D * 2, (wgs * ROWS + buffers * STAGE) * D * 2
-    table = operand_words(D, wgs, buffers)  # static scales of keys
-    ring_at = total - stages * g.stage_words
-    held = held_slices(D, wgs)
-    bf16 = dtype == "bfloat16"
-    tile = make_operand_macros(layout)
-    spare = make_operand_macros(plain) if residual else None
-    args = arguments(D, dtype, split)
-    qs = make_q_macros(ROWS, D, bf16, tile.k_bf16, bool(layout.k.rotation))
-    back = make_rotation(D, D // 2, row_sum_stages(D)) if layout.v.rotation else None
-    source = attention_prelude(
-        "pack", "bulk", "lds", "warpgroup", "stmatrix", "stmatrix_trans", "ldmatrix", *(["turns"] if wgs > 1 else []),
-        extra=(_SOURCE, *sources(layout, *((plain,) if spare else ()))),
-    )  # fmt: skip
-
-    def piece(lane, row, chunk):
-        """Byte, in a tile of 128-byte rows as wgmma reads it, of the row that a lane stores of a 16 x 16 atom whose
-        first row and 16-byte chunk are given: lanes 8i .. 8i + 7 name the rows of register i."""
-        at = row + lane // 8 % 2 * 8 + lane % 8
-        return at * 128 + T.bitwise_xor(chunk + lane // 16, at % 8) * 16
-
-    def piece_across(lane, token, chunk):
-        """The same of a 16 x 16 atom [dim, token] that is stored as [token, dim], each matrix transposed."""
-        at = token + lane // 16 * 8 + lane % 8
-        return chunk // 8 * (STAGE * 128) + at * 128 + T.bitwise_xor(chunk % 8 + lane // 8 % 2, at % 8) * 16
-
-    @T.macro
-    def store_atom(space, byte, a, first):
-        """Four registers of an atom to shared memory."""
-        stmatrix4(at8(space[0], byte, "w"), a[first])
-
-    @T.macro
-    def move(ring, at, start, words, most, io):
-        T.mbarrier_expect_tx(io.full[io.slot[0]], words * 4)
-        bulk(ring[at], start, words * 4, io.full[io.slot[0]])
-
-    stream = make_stage_macros(g, ROWS * wgs, move)
-    take_share = make_share_macro(g)
-
-    # ------------------------------------------------------------------ converters: warp r has the stage's tile r
-
-    def word(of, w):
-        """Address of the warp's tile of the stage in the ring."""
-        at = g.tile_at(w.warp) if of is tile else w.warp * plain.tile_words
-        return T.access_ptr(w.space[ring_at + w.slot[0] * g.stage_words + at], "r", 1)
-
-    def channels_of(of, w):
-        """Address of the channel parameters of the warp's tile."""
-        at = ring_at + w.slot[0] * g.stage_words + (g.channel_at(w.warp) if of is tile else 0)
-        return T.access_ptr(w.space[table if of.k_static else at], "r", 1)
-
-    @T.macro
-    def convert_keys(of, space, st, w, lane):
-        of.key_params(st, word(of, w), lane)
-        for j in each(of.k_loads):
-            of.keys(st, word(of, w), channels_of(of, w), j, st.a, 0, lane)
-            for i in each(of.k_atoms):
-                at = j * of.k_atoms + i
-                store_atom(
-                    space, keys_at + w.to[0] * stage_bytes + at // 4 * (STAGE * 128)
-                    + piece(lane, w.warp * 16, at % 4 * 2), st.a, i * 4,
-                )  # fmt: skip
-
-    @T.macro
-    def convert_values(of, space, sv, st, w, lane):
-        of.value_params(st, word(of, w), lane)
-        if w.edge[0] > 0:
-            of.guard(st, w.token[0] + w.warp * 16, w.end[0], lane)
-        for j in each(of.v_loads):
-            of.values(
-                st, word(of, w), (j * 32 + lane) * of.v_words, of.v_words, of.v_atoms, 0, sv, j * of.v_atoms * 4,
-                w.edge[0], st.a, 0, 4,
-            )  # fmt: skip
-            for i in each(of.v_atoms):
-                byte = values_at + w.to[0] * stage_bytes + piece_across(lane, w.warp * 16, (j * of.v_atoms + i) * 2)
-                stmatrix4_trans(at8(space[0], byte, "w"), *(st.a[i * 4 + r] for r in range(4)))
-
-    @T.macro
-    def hand_over(ready, w, lane):
-        """The warp's part of an operand is written; wgmma reads it through the asynchronous proxy."""
-        T.fence_proxy_async()
-        syncwarp()
-        if lane == 0:
-            T.barrier_arrive(ready[w.to[0]])
-
-    @T.macro
-    def convert(space, bars, sv, st, w, i, lane):
-        """Stage i, from the ring to the operands."""
-        T.barrier_wait(bars.full[w.slot[0]], w.parity[0])
-        T.barrier_wait(bars.keys_free[w.to[0]], w.turn[0] ^ 1)
-        fence()
-        stream.locate(w, i)
-        w.edge[0] = T.cast(less(w.end[0], w.token[0] + STAGE), "int32")
-        if spare is not None:
-            if less(i, w.nb[0] + w.nc[0]):
-                convert_keys(spare, space, st, w, lane)
-            else:
-                convert_keys(tile, space, st, w, lane)
-        else:
-            convert_keys(tile, space, st, w, lane)
-        hand_over(bars.keys, w, lane)
-        T.barrier_wait(bars.values_free[w.to[0]], w.turn[0] ^ 1)
-        fence()
-        if spare is not None:
-            if less(i, w.nb[0] + w.nc[0]):
-                convert_values(spare, space, sv, st, w, lane)
-            else:
-                convert_values(tile, space, sv, st, w, lane)
-        else:
-            convert_values(tile, space, sv, st, w, lane)
-        hand_over(bars.values, w, lane)
-
-    @T.macro
-    def bring(NEW, space, bars, w, i, lane):
-        """Stage i of new tokens, as it is, to the operands; every warp waits, so that none arrives twice."""
-        for part, ready, free in ((0, bars.keys, bars.keys_free), (1, bars.values, bars.values_free)):
-            T.barrier_wait(free[w.to[0]], w.turn[0] ^ 1)
-            if T.And(w.warp == 0, lane == 0):
-                T.mbarrier_expect_tx(ready[w.to[0]], stage_bytes)
-                bulk(
-                    space[(values_at if part else keys_at) // 4 + w.to[0] * (stage_bytes // 4)],
-                    at_page(NEW, stream.new_page(w, i), w.h * NEW.shape[2] + part * (stage_bytes // 4)),
-                    stage_bytes, ready[w.to[0]],
-                )  # fmt: skip
-            if lane == 0:
-                T.barrier_arrive(ready[w.to[0]])
-
-    # ------------------------------------------------------------------ consumers
+    D, slices, mt, nt, stage_bytes = f.D, f.slices, f.mt, f.nt, f.stage_bytes
+    keys_at, values_at, held, tile, qs = f.keys_at, f.values_at, f.held, f.tile, f.qs
 
     @T.macro
     def limits(st, w, lane):
@@ -293,6 +132,16 @@ def build(
             at = values_at // 16 + to * (stage_bytes // 16) + r * 128
             wgmma(D, (tile.v_kind, tile.v_kind), st.o, 0, st.p, r * 4, across, at, k_major=False)
         T.warpgroup_commit_batch()
+
+    return SimpleNamespace(limits=limits, hold_q=hold_q, scores=scores, weigh=weigh)
+
+
+def _make_softmax_macros(f: SimpleNamespace):
+    """Macros `softmax` and `take`: scores to weights, and weights to an operand."""
+    import tilelang.language as T
+
+    D, nt, tile, stream, softcap = f.D, f.nt, f.tile, f.stream, f.softcap
+    sink_tokens = f.g.layout.sink_tokens
 
     def inside(w, at):
         """Whether the stage has token `at`."""
@@ -362,20 +211,15 @@ def build(
         for i in each(nt * 2):
             st.p[i] = pack2(st.s[i * 2], st.s[i * 2 + 1], bf16=tile.v_bf16)
 
-    def apart(w):
-        """Stages that pass by the ring; they are the first."""
-        return w.nc[0] if fresh else 0
+    return softmax, take
 
-    def following(w):
-        """The next buffer of operands."""
-        return T.if_then_else(w.to[0] == buffers - 1, 0, w.to[0] + 1)
 
-    @T.macro
-    def advance(w):
-        """To the next buffer of operands."""
-        w.to[0] = following(w)
-        if w.to[0] == 0:
-            w.turn[0] = w.turn[0] ^ 1
+def _make_consumer_macro(f: SimpleNamespace, scores, weigh, softmax, take):
+    """Macro `consume`: all stages of a warpgroup's rows."""
+    import tilelang.language as T
+
+    D, wgs, nt, buffers, turn = f.D, f.wgs, f.nt, f.buffers, make_buffer_macros(f.buffers)
+    following, advance = turn.following, turn.advance
 
     @T.macro
     def consume(desc, across, bars, st, scale, cap, w, lane):
@@ -420,6 +264,17 @@ def build(
                 turn_wait(0)  # what was passed last
         T.warpgroup_wait(0)
         T.warpgroup_fence_operand(st.o, 0, D // 2)
+
+    return consume
+
+
+def _make_result_macro(f: SimpleNamespace):
+    """Macro `finish`: a warpgroup's results, or partial ones."""
+    import tilelang.language as T
+
+    store_atom = make_store_macro()
+    D, slices, mt, row_chunks, bf16 = f.D, f.slices, f.mt, f.row_chunks, f.bf16
+    qs, back, sinks, split = f.qs, f.back, f.sinks, f.split
 
     @T.macro
     def store_rows(O, space, st, w, lane):
@@ -478,6 +333,77 @@ def build(
         if not split:
             store_rows(O, space, st, w, lane)
 
+    return finish
+
+
+def build(
+    target,
+    *,
+    k_format: str,
+    v_format: str,
+    head_dim: int,
+    dtype: str,
+    row_tiles: int,
+    warps: int,
+    stages: int,
+    buffers: int,
+    page: int,
+    residual: int,
+    fresh: bool,
+    softcap: bool,
+    sinks: bool,
+    sink_tokens: int = 0,
+    split: bool = False,
+):
+    """The prim_func `main` for tiles of 16 * warps rows; arguments, shapes as in prefill_mma.build, but NEW holds the
+    images of new tokens (new_tokens_program.py).
+
+    Args:
+        row_tiles: 8, the groups of 8 rows of a warpgroup. warps: of consumers, 4, 8 or 12. buffers: of operands, 2 or
+            more.
+    """
+    import tilelang.language as T
+
+    g = Geometry(CacheLayout(k_format, v_format, head_dim, sink_tokens), page, residual, fresh, images=fresh)
+    layout, plain = g.layout, g.plain
+    D, slices, wgs, mt = head_dim, head_dim // 16, warps // 4, head_dim // 64
+    ct, nt, row_chunks = warps * 32, STAGE // 8, head_dim // 8  # consumer threads; n8 tiles of S; 16 bytes of a row
+    total = shared_words(g, wgs, stages, buffers)
+    if warps not in (4, 8, 12) or row_tiles * 8 != ROWS:
+        raise ArgumentError("warps", (warps, row_tiles), "4, 8 or 12 warps, 8 row tiles", "use 8 and 8")
+    check_memory(target, stages, total)
+    stage_bytes = STAGE * D * 2  # of keys, and of values
+    keys_at, values_at = wgs * ROWS * D * 2, (wgs * ROWS + buffers * STAGE) * D * 2
+    table = operand_words(D, wgs, buffers)  # static scales of keys
+    ring_at = total - stages * g.stage_words
+    held = held_slices(D, wgs)
+    bf16 = dtype == "bfloat16"
+    tile = make_operand_macros(layout)
+    spare = make_operand_macros(plain) if residual else None
+    args = arguments(D, dtype, split)
+    qs = make_q_macros(ROWS, D, bf16, tile.k_bf16, bool(layout.k.rotation))
+    back = make_rotation(D, D // 2, row_sum_stages(D)) if layout.v.rotation else None
+    source = attention_prelude(
+        "pack", "bulk", "lds", "warpgroup", "stmatrix", "stmatrix_trans", "ldmatrix", *(["turns"] if wgs > 1 else []),
+        extra=(_SOURCE, *sources(layout, *((plain,) if spare else ()))),
+    )  # fmt: skip
+
+    @T.macro
+    def move(ring, at, start, words, most, io):
+        T.mbarrier_expect_tx(io.full[io.slot[0]], words * 4)
+        bulk(ring[at], start, words * 4, io.full[io.slot[0]])
+
+    stream = make_stage_macros(g, ROWS * wgs, move)
+    take_share = make_share_macro(g)
+    f = SimpleNamespace(
+        g=g, D=D, slices=slices, wgs=wgs, mt=mt, ct=ct, nt=nt, row_chunks=row_chunks, stage_bytes=stage_bytes,
+        keys_at=keys_at, values_at=values_at, table=table, ring_at=ring_at, held=held, bf16=bf16, tile=tile,
+        spare=spare, stream=stream, qs=qs, back=back, buffers=buffers, stages=stages, softcap=softcap, sinks=sinks,
+        split=split,
+    )  # fmt: skip
+    products, produce, finish = _make_product_macros(f), make_converter_macro(f), _make_result_macro(f)
+    consume = _make_consumer_macro(f, products.scores, products.weigh, *_make_softmax_macros(f))
+
     @T.prim_func
     def main(
         Q: args.Q, KV: args.KV, TABLE: args.TABLE, LEN: args.LEN, CU: args.CU, RES: args.RES, SLOT: args.SLOT,
@@ -528,41 +454,13 @@ def build(
             io = SimpleNamespace(full=full, slot=w.slot)
             if tx >= ct:
                 T.dec_max_nreg(REGISTERS[wgs][0])
-                if less(w.row0[0], w.rows[0]):
-                    if tx == ct:
-                        for i in T.serial(smaller(stages, w.count[0] - apart(w))):
-                            stream.fetch(x, space, w, apart(w) + i, ring_at + i * g.stage_words, io)
-                            T.barrier_arrive(full[w.slot[0]])
-                            w.slot[0] = w.slot[0] + 1
-                        w.slot[0] = 0
-                    if tile.k_static:
-                        tile.share_static(SK, space, table, h, tx - ct, 128)
-                        wg_sync(wgs)
-                    if tile.v_static:
-                        tile.load_static(SV, sv, 0, slices, h, lane)
-                    if fresh:  # a loop of its own: beside a branch, ptxas keeps state out of uniform registers
-                        for i in T.serial(apart(w)):
-                            bring(NEW, space, bars, w, i, lane)
-                            advance(w)
-                    for i in T.serial(w.count[0] - apart(w)):
-                        convert(space, bars, sv, st, w, apart(w) + i, lane)
-                        wg_sync(wgs)  # the slot has been read
-                        if tx == ct:
-                            if less(i + stages, w.count[0] - apart(w)):
-                                at = ring_at + w.slot[0] * g.stage_words
-                                stream.fetch(x, space, w, apart(w) + i + stages, at, io)
-                                T.barrier_arrive(full[w.slot[0]])
-                        w.slot[0] = w.slot[0] + 1
-                        if w.slot[0] == stages:
-                            w.slot[0] = 0
-                            w.parity[0] = w.parity[0] ^ 1
-                        advance(w)
+                produce(NEW, SK, SV, x, space, bars, sv, st, w, io, h, tx, lane)
             else:
                 T.inc_max_nreg(REGISTERS[wgs][1])
                 if less(w.row0[0], w.rows[0]):
                     T.initialize_wgmma_descriptor(desc, T.access_ptr(space[0], "r"), 1, 1, 64)
                     T.initialize_wgmma_descriptor(across, T.access_ptr(space[0], "r"), 1, STAGE * 8, 64)
-                    limits(st, w, lane)
+                    products.limits(st, w, lane)
                     qs.load_q(Q, space, st, w, tx % 128)
                     for i in each(D // 2):
                         st.o[i] = 0.0
@@ -572,7 +470,7 @@ def build(
                     T.fence_proxy_async()  # wgmma reads Q through the asynchronous proxy
                     wg_sync(w.wg)
                     if held:
-                        hold_q(space, st, w, lane)
+                        products.hold_q(space, st, w, lane)
                     if less(0, w.count[0]):
                         consume(desc, across, bars, st, scale, cap, w, lane)
                     finish(O, LSE, SINK, space, st, w, lane)
