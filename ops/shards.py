@@ -28,7 +28,7 @@ BY_COLUMN = ("codes", "smooth")
 """Tensors whose last dimension is input channels."""
 ORDERS = ("perm", "permutation")
 """Orders of the input channels."""
-PACKED = ("words", "params", "channel_scales", "smooth", "bias", *ORDERS)
+PACKED = ("words", "params", "scales", "channel_scales", "smooth", "bias", *ORDERS)
 """Tensors of packed weights whose cut `plan` knows."""
 ROW_GROUP = 16
 """Rows that share the scales of blocks in W8A8."""
@@ -281,12 +281,12 @@ def plan(weight: Any, dim: int, spans: Sequence[Span], rank: int, lead: int = 0)
         cuts = {"words": Cut(lead + 1, in_units(BLOCK_N)), "params": Cut(lead + 1, in_units(BLOCK_N))}
         cuts |= {"channel_scales": Cut(lead, in_units(1)), "bias": Cut(lead, tuple(spans))}
         if bytes_ is not None:
-            cuts["channel_scales"] = Cut(lead + 1, in_units(ROW_GROUP if bytes_ else 1))
+            cuts["scales"] = Cut(lead + 1, in_units(ROW_GROUP if bytes_ else 1))
     else:
         if bytes_ is False and weight.codes == "int8":
             return None  # sums of codes stand beside the scales
         if bytes_:
-            cuts["channel_scales"] = Cut(lead, in_units(BLOCK_K))
+            cuts["scales"] = Cut(lead, in_units(BLOCK_K))
         facts, form = _facts_of_columns(weight, spans, total), getattr(weight, "format", None)
         cuts["words"] = Cut(lead, in_units(form.block_k if form is not None else BLOCK_K))
         cuts["smooth"] = Cut(0, tuple(spans))
@@ -319,8 +319,8 @@ def _canonical(weight: Any, dim: int, spans: Sequence[Span], rank: int) -> Any:
     if unknown := set(tensors) - {*BY_ROW, *BY_COLUMN, *ORDERS}:
         raise LookupError(f"ops/shards.py does not know how {sorted(unknown)} of {type(weight).__name__} are cut")
     if dim == 0:
-        rows = {name: Cut(0, _rows_of(tensors[name], weight.n, spans)) for name in BY_ROW if name in tensors}
-        return dataclasses.replace(weight, **{name: cut.of(tensors[name]) for name, cut in rows.items()})
+        rows = Cut(0, tuple(spans))
+        return dataclasses.replace(weight, **{name: rows.of(tensors[name]) for name in BY_ROW if name in tensors})
     total, size, k = sum(high - low for low, high in spans), group_of(weight), weight.k
     last = lambda name: tensors[name].dim() - 1
     made = {name: Cut(last(name), tuple(spans)).of(tensors[name]) for name in BY_COLUMN if name in tensors}
@@ -339,17 +339,6 @@ def _canonical(weight: Any, dim: int, spans: Sequence[Span], rank: int) -> Any:
     if rank and "bias" in tensors:
         made["bias"] = None
     return dataclasses.replace(weight, **made, **facts)
-
-
-def _rows_of(tensor: torch.Tensor, n: int, spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Rows of a tensor that belong to some output features: one each, or of W8A8's blocks one for 16."""
-    if len(tensor) == n:
-        return tuple(spans)
-    if any(low % ROW_GROUP or (high % ROW_GROUP and high != n) for low, high in spans):
-        constraint = f"must cut N = {n} between rows of {ROW_GROUP}, which share a scale"
-        most = [world for world in divisors(n) if n // world % ROW_GROUP == 0]
-        raise ArgumentError("world", n // (spans[0][1] - spans[0][0]), constraint, f"use one of {most}")
-    return tuple((low // ROW_GROUP, -(-high // ROW_GROUP)) for low, high in spans)
 
 
 def _of_experts(

@@ -25,10 +25,12 @@ from benchmarks import compile_ahead, gemm, host
 from benchmarks.host_steps import NEEDS, STEPS, Step, chosen, missing, plan, workers
 
 ROOT = Path(__file__).parents[1]
-NO_PROGRAMS = {"compile_ahead", "host", "plot", "pretended_gpu", "readme", "w4a8_counters"}
+NO_PROGRAMS = {"choice", "compile_ahead", "host", "kv_choice", "plot", "pretended_gpu", "readme", "w4a8_counters"}
 """Modules of benchmarks/ that run and measure nothing by themselves."""
 NO_PROGRAMS |= {"accuracy", "accuracy_data", "cold_calls", "compile_model", "engine", "train_small"}
 """Those that need a model's folder or make one, which no GPU machine has by itself."""
+NO_PROGRAMS |= {"tensor_parallel"}
+"""That wants several GPUs and torchrun."""
 FACTS = {"out": "o", "results": "o/results", "gpu": "h200", "commit": "c0ffee"}
 SMI = "#!/bin/sh\necho '0, GPU-a, NVIDIA H200, 580.1'\necho '1, GPU-b, NVIDIA H200, 580.1'\n"
 SAY = """
