@@ -10,7 +10,7 @@ from terrazzo.ops.weight_only import integers
 FILE_VERSION = "terrazzo.w8a16/1"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class QuantizedWeight(integers.QuantizedWeight):
     """An 8-bit weight [N, K] in plain rows: attributes and `canonical`, which checks it, of `GroupedCodes`."""
 
@@ -18,7 +18,7 @@ class QuantizedWeight(integers.QuantizedWeight):
     bits: ClassVar[int] = 8
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PackedWeight(integers.PackedWeight):
     """An 8-bit weight in the derived layout that every W8A16 kernel of every target reads.
 

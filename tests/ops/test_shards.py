@@ -43,6 +43,12 @@ def same(a, b) -> None:
         assert equal, (field.name, x, y)
 
 
+@pytest.mark.parametrize("form", FAMILIES)
+def test_weights_are_shown_by_their_facts_and_not_by_their_numbers(form):
+    for weight in (packed(form), packed(form).unpack()):
+        assert f"N={N}, K={K}" in repr(weight) and "tensor" not in repr(weight) and len(repr(weight)) < 200
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("world", [2, 4])  # 4: inside of blocks of 64 rows
 def test_products_of_shards_along_n_joined_are_the_whole_bit_for_bit(form, world):
