@@ -257,7 +257,7 @@ def check_target(target: Target, codes: str) -> None:
     """Raise ArgumentError unless the target multiplies such bytes natively."""
     if codes == "e4m3" and not any(target.supports(name) for name in fp8_format.INSTRUCTIONS):
         raise ArgumentError(
-            "target", target.arch, "has no e4m3 tensor-core instruction (sm_89 and sm_90a do)",
+            "target", target.arch, "has no e4m3 tensor-core instruction (sm_89, sm_90a and sm_120a do)",
             "multiply 16-bit activations there: terrazzo.ops.fp8 packs the same codes as weight-only",
         )  # fmt: skip
 

@@ -95,7 +95,7 @@ def plan(
 def check_wgmma(target: Target) -> None:
     """Raise ArgumentError unless the target has warpgroup instructions of bytes."""
     if not target.supports("wgmma.s8"):
-        remedy = "multiply 16-bit activations there: terrazzo.ops.fp8, terrazzo.ops.w4a16"
+        remedy = "multiply 16-bit activations there: terrazzo.ops.w8a16 (int8), terrazzo.ops.fp8 (e4m3)"
         raise ArgumentError("target", target.arch, "has no W8A8 program yet (sm_90a does)", remedy)
 
 
