@@ -64,9 +64,9 @@ def random_cache(
     layout = CacheLayout(k_format, v_format, head_dim, kept_in_f16(k_format, residual)[1])
     residual = residual_of(layout, residual)
     rng = torch.Generator(gemm_bench.DEVICE).manual_seed(seed)
-    per = shape.tokens // page if page else 1
+    per = -(-shape.tokens // page) if page else 1  # the last page or block may be full in part
     count, tokens = shape.batch * per, page or shape.tokens
-    blocks = tokens // layout.block_tokens
+    blocks = -(-tokens // layout.block_tokens)
     words = torch.empty(count, shape.kv_heads, blocks, layout.block_words, dtype=torch.int32, device=gemm_bench.DEVICE)
     words.random_(-(1 << 31), 1 << 31, generator=rng)
     body = words[..., layout.channel_words :].unflatten(-1, (-1, layout.tile_words))
