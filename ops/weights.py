@@ -246,6 +246,29 @@ def check_matrix(weight: Any) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1]
 
 
+def as_tokens(x: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Activations [..., K] of a weight [N, K] as [T, K]: leading dimensions are flattened, as `nn.Linear` takes them.
+
+    Raises:
+        ArgumentError: no floats, without tokens, of another K or device than the weight's, or not finite.
+    """
+    shape = f"[..., {weight.shape[1]}]"
+    check_floats("x", x, shape, "pass this layer's input")
+    if not x.ndim or not x.numel() or x.shape[-1] != weight.shape[1] or x.device != weight.device:
+        seen, constraint = f"{list(x.shape)} on {x.device}", f"must be activations {shape} of one token or more"
+        raise ArgumentError("x", seen, f"{constraint}, on {weight.device}", "pass this layer's input")
+    check_finite("x", x, "leave broken samples out")
+    return x.reshape(-1, x.shape[-1])
+
+
+def spread_rows(x: torch.Tensor, most: int) -> torch.Tensor:
+    """At most so many rows of [T, K], evenly spread, in float32."""
+    import torch
+
+    ends = dict(dtype=torch.float64, device=x.device)
+    return x[torch.linspace(0, len(x) - 1, min(len(x), most), **ends).round().long()].float()
+
+
 def check_count(name: str, value: Any, remedy: str = "use the default", most: int = 2**31 - 1) -> None:
     """Raise ArgumentError unless a value is a positive integer, at most `most`."""
     if type(value) is not int or value < 1:

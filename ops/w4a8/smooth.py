@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops import dlpack, weights
 from terrazzo.ops.w4a8 import reference
 from terrazzo.ops.w4a8.quantizer import quantize_weight
@@ -58,31 +57,22 @@ def search_smooth(
     """The smooth vector with the least output error on calibration activations.
 
     Args:
-        x: float [T, K], calibration activations of this layer, on the weight's device.
+        x: float [..., K], calibration activations of this layer, on the weight's device; leading dimensions are tokens.
         weight: float [N, K].
         group_size, rule: as the weight will be quantized.
         steps: values tried in each family, at most MOST_STEPS; the thresholds fall geometrically from max |x| to the
             median channel's.
-        max_tokens: rows of x that are used, evenly spread.
+        max_tokens: tokens of x that are used, evenly spread.
 
     Raises:
         ArgumentError: shapes or devices that do not fit, or x that is not finite.
     """
-    import torch
-
     weights.check_matrix(weight)
-    shape = f"[T, {weight.shape[1]}]"
-    weights.check_floats("x", x, shape, "flatten tokens")
-    if x.ndim != 2 or not len(x) or x.shape[1] != weight.shape[1] or x.device != weight.device:
-        seen, constraint = f"{list(x.shape)} on {x.device}", f"must be calibration activations {shape}, T >= 1"
-        raise ArgumentError("x", seen, f"{constraint}, on {weight.device}", "flatten tokens")
-    weights.check_finite("x", x, "leave broken samples out")
+    x = weights.as_tokens(x, weight)
     weights.check_count("steps", steps, most=MOST_STEPS)
     weights.check_count("max_tokens", max_tokens)
     x_max, w_max = x.abs().amax(0).float(), weight.abs().amax(0).float()
-    ends = dict(dtype=torch.float64, device=x.device)
-    pick = torch.linspace(0, len(x) - 1, min(len(x), max_tokens), **ends).round().long()
-    x = x[pick].float()
+    x = weights.spread_rows(x, max_tokens)
     wanted = x @ weight.float().T
     power = float(wanted.square().sum()) or 1.0
 

@@ -89,7 +89,7 @@ def report(
 
     Args:
         statistics, plan: of the layer's input.
-        weight: float [N, K]. x: float [T, K], tokens that the error is measured on (at most 512, evenly spread).
+        weight: float [N, K]. x: float [..., K], tokens that the error is measured on (at most 512, evenly spread).
         quantizer: further arguments of `quantize_weight`.
 
     Raises:
@@ -104,14 +104,7 @@ def report(
     if not k == plan.k == statistics.k:
         constraint = f"must be of the weight's {k} channels, as the statistics ({statistics.k})"
         raise ArgumentError("plan", plan.k, constraint, "pass those of one layer")
-    weights.check_floats("x", x, f"[T, {k}]", "flatten tokens")
-    if x.ndim != 2 or not len(x) or x.shape[1] != k or x.device != weight.device:
-        seen = f"{list(x.shape)} on {x.device}"
-        raise ArgumentError("x", seen, f"must be activations [T, {k}], T >= 1, on {weight.device}", "flatten tokens")
-    weights.check_finite("x", x, "leave broken samples out")
-    ends = dict(dtype=torch.float64, device=x.device)
-    pick = torch.linspace(0, len(x) - 1, min(len(x), _MOST_TOKENS), **ends).round().long()
-    x = x[pick].float()
+    x = weights.spread_rows(weights.as_tokens(x, weight), _MOST_TOKENS)
     wanted = x.double() @ weight.double().T
     norm = float(wanted.norm()) or 1.0
     plans = {"w4a4": plan_blocks(statistics, ratio=0.0), "w4ax": plan, "w4a8": plan_blocks(statistics, ratio=1.0)}

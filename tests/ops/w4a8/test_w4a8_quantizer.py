@@ -190,11 +190,20 @@ def test_both_families_are_tried_and_nothing_is_worse_than_no_smoothing():
     assert found.error <= found.plain_error
 
 
+def test_leading_dimensions_of_calibration_activations_are_tokens():
+    x, w = calibration(60.0)
+    flat, batched = (w4a8.search_smooth(given, w, steps=2) for given in (x, x.view(4, 8, 3, 256)))
+    assert torch.equal(flat.smooth, batched.smooth) and flat.error == batched.error
+    one = w4a8.search_smooth(x[0], w, steps=1)
+    assert one.plain_error == w4a8.search_smooth(x[:1], w, steps=1).plain_error
+
+
 def test_smoothing_refuses_what_does_not_fit():
     x, w = calibration(1.0)
     for arguments, words in (
-        ((x[:, :9], w), "calibration"),
-        ((x[:0], w), "calibration"),
+        ((x[:, :9], w), r"x = .*must be activations \[\.\.\., 256\]"),
+        ((x[:0], w), "one token or more"),
+        ((x[0, 0], w), "must be activations"),
         ((x * float("nan"), w), "finite"),
     ):
         with pytest.raises(ArgumentError, match=words):

@@ -149,6 +149,7 @@ def test_planted_outliers_cost_half_of_all_4_bit():
     assert made.outliers == 9 and made.touched == 3 and made.macs4 == 0.75
     assert made.errors["w4a4"] >= 1.5 * made.errors["w4ax"]
     assert max(made.errors["w4"], made.errors["w4a8"]) <= made.errors["w4ax"]
+    assert w4ax.report(statistics, plan, weight, x.view(16, 16, 512), importance=statistics.mean_square) == made
     assert "9 above" in str(made) and "1 (25.0%)" in str(made)
 
 
