@@ -2,7 +2,7 @@
 
     python tests/gpu/tensor_parallel_worker.py JOBS.json OUT        started as torchrun starts processes
 
-Without the variables of torchrun it is the only process, on the first GPU.
+Without the variables of torchrun it is the only process, on the first GPU; it also runs two ranks as threads there.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ import json
 import sys
 from pathlib import Path
 
-import terrazzo
 import torch
 from terrazzo.nn import TensorParallel, generation, positions_of
 from terrazzo.nn.loading import load
-from terrazzo.nn.module import PackedModule
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "nn"))
+
+from ranks_in_threads import together
 
 NEW, STEPS = 12, 5
 PROMPTS = [torch.randint(0, 512, (length,), generator=torch.Generator().manual_seed(length)) for length in (5, 70, 33)]
+TOKENS = [len(PROMPTS), sum(map(len, PROMPTS))]
+"""Of a step, and of the prompts."""
 
 
 class Eager(generation.DecodeStep):
@@ -43,22 +47,26 @@ def steps(model, kind: type, device: str) -> tuple[torch.Tensor, int]:
     return torch.stack(found).cpu(), step.replays
 
 
+def of_threads(folder: str, options: dict, device: str) -> torch.Tensor:
+    """`steps` of two ranks on one device, eager."""
+
+    def run(ranks: TensorParallel) -> torch.Tensor:
+        return steps(load(folder, device=device, **options, tensor_parallel=ranks), Eager, device)[0]
+
+    return together(2, run)[0]
+
+
 def main(jobs: Path, out: Path) -> None:
     ranks = TensorParallel.from_torchrun()
     device, found = "cuda" if torch.cuda.is_available() else "cpu", []
     for folder, options in json.loads(jobs.read_text()):
         model = load(folder, device=device, **options, tensor_parallel=ranks)
-        packed = any(isinstance(module, PackedModule) for module in model.modules())
-        if device == "cuda" and packed:  # once for both ranks, whose shares are alike
-            if ranks is not None and ranks.rank:
-                torch.distributed.barrier()
-            terrazzo.prepare(model, [len(PROMPTS), sum(map(len, PROMPTS))], quiet=True)
-            if ranks is not None and not ranks.rank:
-                torch.distributed.barrier()
         captured, replays = steps(model, generation.DecodeStep, device)
         eager, _ = steps(model, Eager, device)
         tokens = [row.tolist() for row in generation.generate(model, PROMPTS, max_new_tokens=NEW)]
         found.append({"captured": captured, "eager": eager, "replays": replays, "tokens": tokens})
+        if ranks is None:
+            found[-1]["threads"] = of_threads(folder, options, device)
     torch.save(found, out / f"rank{0 if ranks is None else ranks.rank}.pt")
     if ranks is not None:
         torch.distributed.barrier()

@@ -96,6 +96,47 @@ def test_published_layers_are_shared(tmp_path, kind):
     assert torch.equal(first, second) and float((first - exact).norm() / exact.norm()) < limit
 
 
+class Parts(torch.nn.Module):
+    """A product cut along k, each part with what its rank quantizes by itself."""
+
+    def __init__(self, parts) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList(parts)
+        self.in_features = sum(part.in_features for part in parts)
+
+    def forward(self, x, out_dtype=None):
+        pieces = x.split([part.in_features for part in self.parts], dim=-1)
+        return sum(part(piece.contiguous(), out_dtype).float() for part, piece in zip(self.parts, pieces)).to(x.dtype)
+
+
+class Summed(torch.nn.Module):
+    """The feed-forward layers of all ranks on one input."""
+
+    def __init__(self, parts) -> None:
+        super().__init__()
+        self.parts, self.gate_up_proj = torch.nn.ModuleList(parts), parts[0].gate_up_proj
+        for part in parts:
+            part.ranks = None
+
+    def forward(self, x, out_dtype):
+        return sum(part(x, out_dtype).float() for part in self.parts).to(out_dtype)
+
+
+@torch.no_grad()
+def test_what_ranks_of_w4a8_change_is_that_each_quantizes_its_own_columns(tmp_path):
+    """One process, whose products are cut as ranks cut them, has the logits of ranks; uncut, it is far off."""
+    options = {"device": "cpu", "kv": "float16", "quantize": "w4a8-g64"}
+    folder = folder_of(tmp_path)
+    models = together(2, lambda ranks: load(folder, **options, tensor_parallel=ranks))
+    wanted, one = together(2, lambda ranks: models[ranks.rank](TOKENS).logits.float())[0], load(folder, **options)
+    off = lambda: float((one(TOKENS).logits.float() - wanted).norm() / wanted.norm())
+    whole = off()
+    for layer, *shares in zip(one.decoder.layers, *(model.decoder.layers for model in models)):
+        layer.self_attn.o_proj = Parts([share.self_attn.o_proj for share in shares])
+        layer.mlp = Summed([share.mlp for share in shares])
+    assert off() < 2**-9 and whole > 20 * off()
+
+
 def test_act_order_is_refused_with_the_layer_that_has_it(tmp_path):
     test_loading_published.folder(tmp_path, "gptq_act_order")
     with pytest.raises(ArgumentError, match=r"self_attn\.o_proj cannot be shared by 2 ranks: perm") as caught:
