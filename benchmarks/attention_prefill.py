@@ -73,7 +73,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", default="stored,fresh")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--page", type=int, default=128, help="tokens of a page; 0 is contiguous")
-    parser.add_argument("--schedules", help="program,row_tiles,warps,stages separated by ;")
+    parser.add_argument("--schedules", help="auto, or program,row_tiles,warps,stages[,buffers], separated by ;")
     parser.add_argument("--splits", default="auto", help="comma-separated: auto, or parts of the past, 1 for none")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
@@ -87,7 +87,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     o.modes = o.modes.split(",")
     o.splits = [None if n == "auto" else int(n) for n in o.splits.split(",")]
     given = [s.split(",") for s in o.schedules.split(";")] if o.schedules else []
-    o.schedules = [(program, *map(int, sizes)) for program, *sizes in given] or [None]
+    o.schedules = [None if it == ["auto"] else (it[0], *map(int, it[1:])) for it in given] or [None]
     return o
 
 
@@ -97,33 +97,40 @@ def schedule_of(given: tuple | None):
     return Prefill(*given) if given else None
 
 
-def wrong(q: Any, y: Any, cache: Any, fresh: tuple | None, prompt: Prompt) -> str:
-    """What is wrong with the output, judged on the first and last rows of a head of the last sequence."""
+def exact_rows(q: Any, cache: Any, fresh: tuple | None, prompt: Prompt) -> list[tuple[slice, slice, Any, Any]]:
+    """(rows, query heads, output, bound) of the first and last rows of a head of the last sequence."""
     import torch
-    from terrazzo.autotune import measure
     from terrazzo.ops.attention import prefill_reference as oracle
     from terrazzo.ops.attention import reference
 
     b, h, group = prompt.shape.batch - 1, prompt.shape.kv_heads - 1, prompt.shape.heads // prompt.shape.kv_heads
-    span, options = slice(h * group, (h + 1) * group), reference.Options()
+    span, options, found = slice(h * group, (h + 1) * group), reference.Options(), []
     tokens = list(cache.dequantize(b, h))
-    parts = [[torch.cat(p) for p in zip(*found)] for found in oracle._parts(cache, b, h)]
+    parts = [[torch.cat(p) for p in zip(*made)] for made in oracle._parts(cache, b, h)]
     first, new = b * prompt.new, prompt.new
     if fresh:
         for role, x in enumerate(fresh):
             mine = x[first:, h].double()
             tokens[role][-new:] = mine
             parts[role][0][-new:], parts[role][1][-new:] = mine.abs(), 0
-    for end in (min(ROWS, new), new):
-        start = max(0, end - ROWS)
+    for end in dict.fromkeys((min(ROWS, new), new)):
+        rows = slice(first + max(0, end - ROWS), first + end)
         seen = prompt.shape.tokens - (new - end)
-        rows = q[first + start : first + end, span]
-        out, _, weights = reference.attend(rows, tokens[0][:seen], tokens[1][:seen], options)
+        out, _, weights = reference.attend(q[rows, span], tokens[0][:seen], tokens[1][:seen], options)
         cut = [[p[:seen] for p in part] for part in parts]
-        bound = oracle.bound_of(rows, cache, tokens[0][:seen], cut, out, weights, options)
-        problem = measure.check_outputs(y[first + start : first + end, span], out, bound)
+        bound = oracle.bound_of(q[rows, span], cache, tokens[0][:seen], cut, out, weights, options)
+        found.append((rows, span, out, bound))
+    return found
+
+
+def wrong(y: Any, exact: list[tuple[slice, slice, Any, Any]]) -> str:
+    """What is wrong with the output, judged on the rows of `exact_rows`."""
+    from terrazzo.autotune import measure
+
+    for rows, span, out, bound in exact:
+        problem = measure.check_outputs(y[rows, span], out, bound)
         if problem:
-            return f"rows {start}..{end} of sequence {b}, kv head {h}: {problem}"
+            return f"rows {rows.start}..{rows.stop}, query heads from {span.start}: {problem}"
     return ""
 
 
@@ -144,6 +151,7 @@ def ours(o: argparse.Namespace, prompt: Prompt, formats: tuple[str, str]) -> lis
         if mode == "fresh" and static:
             continue
         given = dict(zip("kv", kv)) if mode == "fresh" else {}
+        exact = exact_rows(q, cache, tuple(kv) if given else None, prompt)
         for wanted, splits in itertools.product(o.schedules, o.splits):
             row = {
                 "op": "attention_prefill", "k_format": formats[0], "v_format": formats[1], "batch": shape.batch,
@@ -156,7 +164,7 @@ def ours(o: argparse.Namespace, prompt: Prompt, formats: tuple[str, str]) -> lis
                 parts = {} if splits is None else {"splits": splits}
                 call = partial(prefill, q, cache, cu, prompt.new, out=y, schedule=schedule_of(wanted), **parts, **given)
                 call()
-                why = wrong(q, y, cache, tuple(kv) if given else None, prompt)
+                why = wrong(y, exact)
                 row |= {"failure": why} if why else {}
                 if not why:
                     timing = measure.time_calls([call], o.budget_ms)

@@ -46,11 +46,14 @@ def decode(result: Mapping[str, Any], source: str) -> str:
 
 
 def ragged(result: Mapping[str, Any], source: str) -> str:
-    """Decode attention of ragged batches: time, that with as many splits for each sequence, ratio to torch's."""
+    """Decode attention of ragged batches: time, that with as many splits for each sequence, ratio to torch's; or, where
+    it was measured, that of sequences with new tokens of their own number."""
+    own = any("own_us" in row for row in result["rows"])
     lines: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in (row for row in result["rows"] if row["us"]):
         best = min(row["peers"].values()) if row["peers"] else None
         text = f"{row['us']:.1f}, {row['even']:.1f}" + (f" ({best / row['us']:.2f}x)" if best else "")
+        text += f", {row['own_us']:.1f}" if "own_us" in row else ""
         name = f"{row['batch']}{', q_len ' + str(row['q_len']) if row['q_len'] > 1 else ''}"
         place = name, str(row["mean"]), str(row["longest"])
         lines.setdefault(place, {})[f"{row['k_format']}/{row['v_format']}"] = text
@@ -62,11 +65,13 @@ def ragged(result: Mapping[str, Any], source: str) -> str:
     )
     heads = ", ".join(dict.fromkeys(f"{row['q_heads']}/{row['kv_heads']}" for row in result["rows"]))
     page = f"pages of {result['rows'][0]['page']} tokens"
+    last = "how many times as fast as torch's flash attention over such a batch (f16, one split for each sequence)"
+    if own:
+        last = "where the sequences of a batch have 1 to q_len new tokens in turn (`cu_seqlens`)"
     return (
         f"Decode attention of different lengths in a batch, {heads} heads, {page}, "
-        "keys/values by format: microseconds with `mean_length` known, with as many splits for every sequence, and how "
-        "many times as fast as torch's flash attention over such a batch (f16, which has one split for each sequence), "
-        f"{setting(result, source)} What the names of batches say: benchmarks/attention_ragged.py.\n\n{table}"
+        "keys/values by format: microseconds with `mean_length` known, with as many splits for every sequence, and "
+        f"{last}, {setting(result, source)} What the names of batches say: benchmarks/attention_ragged.py.\n\n{table}"
     )
 
 
