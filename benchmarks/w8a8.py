@@ -174,7 +174,7 @@ class Layer:
         from terrazzo.autotune import measure
         from terrazzo.ops import w8a8
 
-        m, packed, how = len(x), self.packed[name], {"accumulate": accumulate_of(name)}
+        m, packed, how = len(x), self.packed[name], dict(accumulate=accumulate_of(name), out_dtype=torch.bfloat16)
         quantized, found = w8a8.quantize_activations(x, packed[0]), {}
         y = measure.poisoned((m, self.n), torch.bfloat16, "cuda")
         w8a8.gemm(quantized, packed[0], out=y, **how)

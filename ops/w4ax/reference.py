@@ -170,10 +170,19 @@ def gemm(
     weight: QuantizedWeight | PackedWeight,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """float64 [M, N]: the scaled sum of the quantized operands, plus `bias` (else the weight's own)."""
+    """float64 [M, N]: the scaled sum of the quantized operands, plus `bias` (else the weight's own).
+
+    Each block is summed before it is scaled: a sum of products that cancel is 0.
+    """
+    import torch
+
     if isinstance(weight, PackedWeight):
         weight = weight.unpack()
-    y = _scaled(q, scales) @ weight.values().T
+    y = torch.zeros(len(q), weight.n, dtype=torch.float64, device=q.device)
+    for b in range(weight.blocks):
+        part = slice(b * BLOCK, (b + 1) * BLOCK)
+        sums = q[:, part].double() @ weight.codes[:, part].double().T
+        y += sums * scales[:, b, None].double() * weight.scales[:, b].double()
     bias = weight.bias if bias is None else bias
     return y if bias is None else y + bias.double()
 
@@ -205,10 +214,6 @@ def forward_error_bound(
     ref = gemm(q, scales, weight, bias)
     error = 1.01 * _U * ((2 * weight.blocks + 2) * terms + ref.abs()) + 2.0**-125
     return error + torch.clamp(UNIT_ROUNDOFF[name] * (ref.abs() + error), min=_HALF_SUBNORMAL[name])
-
-
-def _scaled(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    return q.double() * scales.double().repeat_interleave(BLOCK, dim=1)
 
 
 def operand_packed(weight: PackedWeight) -> torch.Tensor:

@@ -77,15 +77,27 @@ def accumulate(x: QuantizedActivations, weight: QuantizedWeight | PackedWeight) 
     import torch
 
     weight = weight.unpack() if isinstance(weight, PackedWeight) else weight
+    return _sums(x, weight).round().to(torch.int32)
+
+
+def _sums(x: QuantizedActivations, weight: QuantizedWeight) -> torch.Tensor:
+    """float64 [M, N]: sums of products of codes, zero points taken off; of int8 every partial sum is an integer."""
     q = x.q[:, : x.k].double()
     q = q if x.zeros is None else q - x.zeros.double()[:, None]
-    return (q @ weight.codes.double().T).round().to(torch.int32)
+    return q @ weight.codes.double().T
 
 
 def gemm(x: Activations, weight: QuantizedWeight | PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """float64 [M, N], unrounded: the product of the quantized operands, plus `bias` (else the weight's own)."""
+    """float64 [M, N], unrounded: the product of the quantized operands, plus `bias` (else the weight's own).
+
+    Codes without blocks are summed before they are scaled: where int8 products cancel, a sum is 0 and not what float64
+    left of scaled values, which is more than `forward_error_bound` allows there.
+    """
     weight = weight.unpack() if isinstance(weight, PackedWeight) else weight
-    y = values(x) @ weight.dequantize().T
+    if weight.block:
+        y = values(x) @ weight.dequantize().T
+    else:
+        y = _sums(x, weight) * weight.scales.double() * x.scales.double()[:, None]
     bias = weight.bias if bias is None else bias
     return y if bias is None else y + bias.double()
 

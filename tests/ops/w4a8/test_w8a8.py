@@ -9,6 +9,7 @@ from terrazzo.layouts import Fragment, get_instance
 from terrazzo.lowering.errors import ArgumentError, LayoutMismatchError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import quantized, w8a8
+from terrazzo.ops.quantized import QuantizedActivations
 from terrazzo.ops.w4a8.w8a8 import activations, op, reference, torch_op
 
 KINDS = {
@@ -72,6 +73,19 @@ def test_products_are_near_the_float_ones_and_inside_the_bound(name):
     assert bool(((y.double().view(21, 200) - reference.gemm(made, w)).abs() <= bound).all())
     spread = made.dequantize().double().view(21, 330) - x.double().view(21, 330)
     assert float(spread.norm() / x.double().norm()) < 0.05
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_the_reference_of_int8_products_that_cancel_is_exactly_zero(asymmetric):
+    """float64 sums of scaled values leave 1e-16 there, which no bound on a result of 0 covers."""
+    rng = torch.Generator().manual_seed(3)
+    half = torch.randint(-128, 128, (64, 100), generator=rng, dtype=torch.int8)
+    w = w8a8.pack(torch.cat([half, half], 1), torch.rand(64, generator=rng) * 1e-2 + 1e-3, asymmetric=asymmetric)
+    q = torch.randint(-127, 128, (9, 100), generator=rng, dtype=torch.int8)
+    zeros = torch.zeros(9, dtype=torch.int32) if asymmetric else None
+    q = torch.nn.functional.pad(torch.cat([q, -q], 1), (0, 8))
+    made = QuantizedActivations(q, torch.rand(9, generator=rng) * 1e-2 + 1e-3, None, (9, 200), zeros)
+    assert not reference.accumulate(made, w).any() and not reference.gemm(made, w).any()
 
 
 def test_zero_points_are_taken_off_exactly():
