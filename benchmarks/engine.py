@@ -53,6 +53,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no further batch is begun")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--compile-only", action="store_true", help="compile our kernels and stop")
+    parser.add_argument("--ranks", type=int, default=1, help="with --compile-only: GPUs that share the model")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     parser.add_argument("--out", type=Path, help="file whose other rows are kept")
     parser.add_argument("--join", type=Path, nargs="+", help="files whose rows go to --out, and stop")
@@ -73,13 +74,13 @@ def attention_kind(o: argparse.Namespace) -> Any:
 
     c = engine_model.SHAPES[o.shape]
     return core.Kind(
-        core.layout_of(o.kv_cache_dtype, o.dtype, c["head_dim"]), c["num_attention_heads"], c["num_key_value_heads"],
-        core.PAGE, o.dtype,
+        core.layout_of(o.kv_cache_dtype, o.dtype, c["head_dim"]), c["num_attention_heads"] // o.ranks,
+        c["num_key_value_heads"] // o.ranks, core.PAGE, o.dtype,
     )  # fmt: skip
 
 
 def wanted(o: argparse.Namespace) -> list[Any]:
-    """What vLLM asks of the model's layers, as `integrations.vllm` sees it."""
+    """What vLLM asks of the model's layers on each of `ranks` GPUs, as `integrations.vllm` sees it."""
     from terrazzo.integrations.vllm.weights import Wanted
 
     c = engine_model.SHAPES[o.shape]
@@ -96,11 +97,13 @@ def wanted(o: argparse.Namespace) -> list[Any]:
         if o.weights in ("awq", "w4a16-zeros")
         else "uint4b8"
     )
-    shapes = [((heads + 2 * kv) * dim, hidden, 0), (hidden, heads * dim, 0)]
-    shapes += [(2 * inner, hidden, experts), (hidden, inner, experts)]
+    rows, columns = (o.ranks, 1), (1, o.ranks)
+    shapes = [((heads + 2 * kv) * dim, hidden, 0, rows), (hidden, heads * dim, 0, columns)]
+    shapes += [(2 * inner, hidden, experts, rows), (hidden, inner, experts, columns)]
     group = lambda k: k if o.group == -1 else o.group
     return [
-        Wanted(n, k, k, group(k), weight == "uint4", False, o.dtype, activations, weight, many) for n, k, many in shapes
+        Wanted(n // a, k // b, k, group(k), weight == "uint4", False, o.dtype, activations, weight, many)
+        for n, k, many, (a, b) in shapes
     ]
 
 

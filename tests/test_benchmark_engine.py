@@ -66,6 +66,9 @@ def test_layers_are_those_that_vllm_makes():
     assert {w.operator for w in wanted} == {"w4a8"}
     moe = engine.wanted(engine.arguments(["--shape", "qwen3-30b-a3b"]))
     assert [(w.n, w.k, w.experts) for w in moe][2:] == [(1536, 2048, 128), (2048, 768, 128)]
+    shards = engine.wanted(engine.arguments(["--shape", "qwen3-30b-a3b", "--ranks", "2"]))
+    sizes = [(w.n, w.k, w.full_k, w.experts) for w in shards]
+    assert sizes == [(2560, 2048, 2048, 0), (2048, 2048, 4096, 0), (768, 2048, 2048, 128), (2048, 384, 768, 128)]
 
 
 @pytest.mark.parametrize(
