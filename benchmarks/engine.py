@@ -205,11 +205,7 @@ def run(o: argparse.Namespace) -> int:
     if o.table is not None:
         return table(o.table)
     if o.join is not None:
-        for part in (json.loads(path.read_text()) for path in o.join):
-            of_cache = any(row.get("attention") == "terrazzo" or row["kv"] != "auto" for row in part["rows"])
-            name = report.file_name("kv_engine" if of_cache else "engine", part["gpu"])
-            write(o.out or report.RESULTS / name, part)
-        return 0
+        return join([json.loads(path.read_text()) for path in o.join], o.out)
     if o.compile_only:
         compile_kernels(o)
         return 0
@@ -264,6 +260,15 @@ def write(out: Path, result: dict[str, Any]) -> None:
     rows = sorted([*(row for row in old if key(row) not in mine), *result["rows"]], key=lambda row: str(key(row)))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result | dict(rows=rows), indent=1) + "\n")
+
+
+def join(parts: list[dict[str, Any]], out: Path | None) -> int:
+    """Rows of runs that belong beside each other: of weights, or, where one of them has a cache of ours, of caches."""
+    rows = [row for part in parts for row in part["rows"]]
+    of_cache = any(row.get("attention") == "terrazzo" or row["kv"] != "auto" for row in rows)
+    for part in parts:
+        write(out or report.RESULTS / report.file_name("kv_engine" if of_cache else "engine", part["gpu"]), part)
+    return 0
 
 
 def table(path: Path) -> int:

@@ -36,6 +36,18 @@ def test_runs_of_one_configuration_are_joined(tmp_path, capsys):
     assert [line.split()[7] for line in lines] == ["terrazzo", "machete", "terrazzo"]
 
 
+def test_what_caches_are_compared_with_stands_in_their_file(tmp_path, monkeypatch):
+    """A run on vLLM's own cache is a row of weights by itself, and one of caches beside others."""
+    monkeypatch.setattr(engine.report, "RESULTS", tmp_path)
+    files = [tmp_path / "plain.json", tmp_path / "ours.json"]
+    for file, kv in zip(files, ("auto", "int4_per_token_head")):
+        file.write_text(json.dumps(dict(gpu="NVIDIA H100", rows=[row(kv=kv)])))
+    assert engine.main(["--join", *map(str, files)]) == 0
+    assert {path.name for path in tmp_path.glob("*engine_*")} == {"kv_engine_h100.json"}
+    assert engine.main(["--join", str(files[0])]) == 0
+    assert len(json.loads((tmp_path / "engine_h100.json").read_text())["rows"]) == 1
+
+
 def test_caches_are_rows_of_their_own_and_a_table():
     facts = dict(batch=64, prompt=8192, output=64, kv_tokens=1_000_000, page=64)
     rows = [
