@@ -1,4 +1,4 @@
-"""f16 decode attention of torch and of installed packages: q [B, q_len, Hq, D], k and v [B, Hkv, T, D]."""
+"""Attention of torch and of installed packages: q [B, q_len, Hq, D], k and v [B, Hkv, T, D]."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.peers import missing_module
+
+
+def check(peer: Any, y: Any, exact: Any) -> None:
+    """Raise ValueError for an output [..., D] that is off the float64 one by more than a share of its largest entry:
+    the peer's `tolerance`, of one that rounds its operands to fewer than 16 bits, or 0.01."""
+    off = float((y.double() - exact).abs().max())
+    if not off < getattr(peer, "tolerance", 0.01) * float(exact.abs().max()) + 1e-3:
+        raise ValueError(f"its output is off by {off:.3g}")
 
 
 class Sdpa:
@@ -71,31 +79,58 @@ class FlashInfer:
 
 
 class FlashAttention3:
-    """FlashAttention 3 as vLLM ships it, over a paged cache."""
+    """FlashAttention 3 as vLLM ships it and calls it: a paged cache, the work shared out ahead of the clock.
 
-    name = "flash_attn3_f16"
+    Args:
+        dtype: of q, keys and values: "f16", "bf16" or "fp8" (e4m3; y is bfloat16 then). page: tokens of a page; vLLM's
+            default is 16, and longer pages are read by TMA.
+    """
+
+    def __init__(self, dtype: str = "f16", page: int = 16) -> None:
+        self.dtype, self.page = dtype, page
+        self.name = f"flash_attn3_{dtype}" + (f"_page{page}" if page != 16 else "")
+        self.tolerance = {"f16": 0.01, "bf16": 0.02, "fp8": 0.1}[dtype]
 
     def missing(self) -> str:
         return missing_module("vllm.vllm_flash_attn")
 
+    def rounded(self, x: Any) -> Any:
+        import torch
+
+        return x.to({"f16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[self.dtype])
+
     def load(self, q: Any, k: Any, v: Any) -> Callable[[], Any]:
         import torch
         from vllm.vllm_flash_attn import flash_attn_varlen_func
+        from vllm.vllm_flash_attn.flash_attn_interface import get_scheduler_metadata
 
         batch, new, heads, head_dim = q.shape
-        page, kv_heads, tokens = 16, k.shape[1], k.shape[2]
+        page, kv_heads, tokens = self.page, k.shape[1], k.shape[2]
         stored = [
-            x.reshape(batch, kv_heads, -1, page, head_dim).permute(0, 2, 3, 1, 4).flatten(0, 1).contiguous()
+            self.rounded(
+                x.reshape(batch, kv_heads, -1, page, head_dim).permute(0, 2, 3, 1, 4).flatten(0, 1)
+            ).contiguous()
             for x in (k, v)
         ]
         i32 = dict(dtype=torch.int32, device=q.device)
-        facts = dict(
-            cu_seqlens_q=torch.arange(batch + 1, **i32) * new, max_seqlen_q=new, max_seqlen_k=tokens, causal=True,
-            seqused_k=torch.full((batch,), tokens, **i32), fa_version=3,
-            block_table=torch.arange(batch * tokens // page, **i32).reshape(batch, -1),
+        starts, lengths = torch.arange(batch + 1, **i32) * new, torch.full((batch,), tokens, **i32)
+        rows = self.rounded(q.reshape(batch * new, heads, head_dim))
+        shared = get_scheduler_metadata(
+            batch_size=batch, max_seqlen_q=new, max_seqlen_k=tokens, num_heads_q=heads, num_heads_kv=kv_heads,
+            headdim=head_dim, cache_seqlens=lengths, qkv_dtype=rows.dtype, cu_seqlens_q=starts, page_size=page,
+            causal=True,
         )  # fmt: skip
-        rows = q.reshape(batch * new, heads, head_dim)
+        facts = dict(
+            cu_seqlens_q=starts, max_seqlen_q=new, max_seqlen_k=tokens, causal=True, seqused_k=lengths, fa_version=3,
+            block_table=torch.arange(batch * tokens // page, **i32).reshape(batch, -1), scheduler_metadata=shared,
+        )  # fmt: skip
+        if self.dtype == "fp8":
+            one = torch.ones(batch, kv_heads, device=q.device)
+            facts |= dict(q_descale=one, k_descale=one, v_descale=one)
         return lambda: flash_attn_varlen_func(rows, *stored, **facts)
 
 
-PEERS = (Sdpa("FLASH_ATTENTION"), Sdpa("CUDNN_ATTENTION"), FlashInfer(), FlashAttention3())
+PEERS = (
+    Sdpa("FLASH_ATTENTION"), Sdpa("CUDNN_ATTENTION"), FlashInfer(), FlashAttention3("f16"), FlashAttention3("f16", 128),
+    FlashAttention3("fp8"), FlashAttention3("fp8", 128),
+)  # fmt: skip

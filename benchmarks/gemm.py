@@ -56,6 +56,7 @@ def arguments(program: Program, argv: list[str] | None = None) -> argparse.Names
         "--out", type=Path, help=f"file to write; default benchmarks/results/{program.results}_<gpu>.json"
     )
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    parser.add_argument("--compile-only", action="store_true", help="compile the kernels for this GPU and stop")
     program.extend(parser)
     options = parser.parse_args(argv)
     models, ms = (program.quick_models, program.quick_ms) if options.quick else (program.models, program.ms)
@@ -113,6 +114,15 @@ def compile_all(requests: Sequence[Any]) -> Sequence[Any]:
     outcomes = compile_many(requests)
     print(f"ready in {time.perf_counter() - start:.1f} s", flush=True)
     return outcomes
+
+
+def compiling(options: argparse.Namespace) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """`compile_all`; with --compile-only the run ends behind it, with exit code 1 if a kernel does not compile."""
+
+    def only(requests: Sequence[Any]) -> Sequence[Any]:
+        raise SystemExit(int(any(isinstance(outcome, Exception) for outcome in compile_all(requests))))
+
+    return only if options.compile_only else compile_all
 
 
 def show(row: dict[str, Any]) -> None:

@@ -15,6 +15,10 @@ NAMES = {
     "cublas_f16": "cuBLAS f16", "cublas_bf16": "cuBLAS bf16", "torch_fp8": "torch fp8", "torch_int8": "torch int8",
     "sdpa_cudnn_f16": "cuDNN f16", "sdpa_flash_f16": "flash f16", "transformers_f16": "transformers f16",
     "transformers_compiled": "compiled transformers", "machete": "Machete", "marlin": "Marlin", "humming": "humming",
+    "vllm_marlin": "Marlin", "vllm_machete": "Machete", "humming_w4a16": "humming", "vllm_cutlass": "CUTLASS W4A8",
+    "vllm_marlin_int8": "Marlin int8", "humming_w4a8_int8": "humming int8", "humming_w4a8_e4m3": "humming e4m3",
+    "flash_attn3_f16": "FlashAttention-3 f16", "flash_attn3_f16_page128": "FlashAttention-3 f16",
+    "flash_attn3_fp8": "FlashAttention-3 fp8", "flash_attn3_fp8_page128": "FlashAttention-3 fp8",
 }  # fmt: skip
 OWN = ("w4a16_symmetric_g32", "generic", "separate", "copy", "empty")
 """What stands among peers of a file and is ours, or no kernel of the same work."""
@@ -105,7 +109,7 @@ def lines(files: Iterable[tuple[Path, Callable[[Mapping[str, Any]], dict[str, Ra
                 here = [ratios[peer, size] for peer in peers if (peer, size) in ratios]
                 cells.append(f"{min(here):.2f}x" if here else "")
             if any(cells):
-                names = ", ".join(NAMES.get(peer, peer) for peer in peers)
+                names = ", ".join(dict.fromkeys(NAMES.get(peer, peer) for peer in peers))
                 found.append((f"[{title}]({path.relative_to(path.parents[2]).as_posix()})", gpu, names, *cells))
     return found
 

@@ -6,7 +6,6 @@ interfaces move between versions; whatever one raises is recorded in its place a
 
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
 from collections.abc import Callable
@@ -43,6 +42,19 @@ def accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[st
     return {name: value for name, value in arguments.items() if name in known}
 
 
+def vllm_parts() -> SimpleNamespace:
+    """vLLM's operators, what Marlin's weights are made with, the type of codes without zero points, and no tensor."""
+    import torch
+    from vllm.scalar_type import scalar_types
+
+    return SimpleNamespace(
+        ops=importlib.import_module("vllm._custom_ops"),
+        utils=importlib.import_module(Marlin.modules[-1]),
+        type=scalar_types.uint4b8,
+        empty=torch.empty(0, dtype=torch.int32, device="cuda"),
+    )
+
+
 class _Vllm:
     """vLLM's operators; uint4 with zero points, uint4b8 without."""
 
@@ -52,18 +64,14 @@ class _Vllm:
         return missing_module(*self.modules)
 
     def parts(self, weight: Any) -> SimpleNamespace:
-        import torch
         from vllm.scalar_type import scalar_types
 
-        zeros = weight.zeros
-        return SimpleNamespace(
-            ops=importlib.import_module("vllm._custom_ops"),
-            type=scalar_types.uint4b8 if zeros is None else scalar_types.uint4,
-            words=pack_rows(weight.codes),
-            scales=weight.scales.T.contiguous(),
-            zeros=None if zeros is None else zeros.T.contiguous().int(),
-            empty=torch.empty(0, dtype=torch.int32, device=weight.codes.device),
-        )
+        part, zeros = vllm_parts(), weight.zeros
+        part.type = part.type if zeros is None else scalar_types.uint4
+        part.words = pack_rows(weight.codes)
+        part.scales = weight.scales.T.contiguous()
+        part.zeros = None if zeros is None else zeros.T.contiguous().int()
+        return part
 
 
 class Marlin(_Vllm):
@@ -71,8 +79,8 @@ class Marlin(_Vllm):
     modules = (*_Vllm.modules, "vllm.model_executor.layers.quantization.utils.marlin_utils")
 
     def load(self, weight: Any, dense: Any, copies: Callable[[int], int]) -> list[Any]:
-        utils = importlib.import_module(self.modules[-1])
         part, n, k = self.parts(weight), weight.n, weight.k
+        utils = part.utils
         groups = part.scales.shape[0]
         words = part.ops.gptq_marlin_repack(part.words, part.empty, k, n, 4)
         scales = utils.marlin_permute_scales(part.scales, k, n, weight.group_size)
@@ -129,28 +137,27 @@ class Humming:
     name = "humming_w4a16"
 
     def missing(self) -> str:
-        return missing_module("humming.layer", "humming.dtypes")
+        return missing_module("humming.layer", "humming.schema")
 
-    def load(self, weight: Any, dense: Any, copies: Callable[[int], int]) -> list[Any]:
-        from humming import dtypes
+    @staticmethod
+    def layer(codes: Any, scales: Any, zeros: Any, group: int, dtype: Any, x: dict[str, Any]) -> Any:
+        """A layer of codes [N, K] of 0..15 less 8, or less zeros [N, K / group]; x: config of its activations."""
         from humming.layer import HummingLayer
 
-        dtype = getattr(dtypes, str(dense.dtype).removeprefix("torch."))
-        arguments = {
-            "shape_n": weight.n,
-            "shape_k": weight.k,
-            "a_dtype": dtype,
-            "b_dtype": dtypes.uint4,
-            "c_dtype": dtype,
-            "bs_dtype": dtype,
-            "weight_scale_group_size": weight.group_size,
-            "has_dynamic_zp": weight.zeros is not None,
-        }
-        layer = HummingLayer(**accepted(HummingLayer.__init__, arguments)).to(dense.device)
-        zeros = {} if weight.zeros is None else {"zero_point": weight.zeros.int()}
-        layer.load_weight(weight=weight.codes.int(), weight_scale=weight.scales, **zeros)
-        layer.finish_load()
-        return [copy.deepcopy(layer) for _ in range(copies(weight.n * weight.k // 2))]
+        n, k = codes.shape
+        facts = {"dtype": "uint4", "group_size": group, "has_zero_point": zeros is not None}
+        layer = HummingLayer(shape_n=n, shape_k=k, weight_config=facts, input_config=dict(x), torch_dtype=dtype)
+        tensors = {"weight": pack_rows(codes).T.contiguous(), "weight_scale": scales}
+        if zeros is not None:
+            tensors["zero_point"] = pack_rows(zeros.T.contiguous())
+        layer = layer.to(codes.device)
+        layer.load_from_tensors(tensors)
+        layer.transform()
+        return layer
+
+    def load(self, weight: Any, dense: Any, copies: Callable[[int], int]) -> list[Any]:
+        facts = (weight.codes, weight.scales, weight.zeros, weight.group_size, dense.dtype, {})
+        return [self.layer(*facts) for _ in range(copies(weight.n * weight.k // 2))]
 
     def call(self, x: Any, loaded: Any) -> Any:
         return loaded(inputs=x)

@@ -3,6 +3,7 @@
     python -m benchmarks.w4a16                       the whole grid; writes benchmarks/results/w4a16_<gpu>.json
     python -m benchmarks.w4a16 --quick               LLaMA-3-8B, four sizes of M, result not written unless --out
     python -m benchmarks.w4a16 --models yi-34b --m 1,64 --out result.json
+    python -m benchmarks.w4a16 --compile-only         the kernels of the same arguments, nothing measured
 
 Every output is compared with a float64 product of the same dequantized weight before its time counts.
 """
@@ -14,7 +15,6 @@ import sys
 from typing import Any
 
 from benchmarks import gemm
-from benchmarks.gemm import compile_all
 from benchmarks.peers import PEERS
 
 MODELS = ("llama-3-8b", "llama-3-70b", "qwen3-32b")
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     )
 
     def measure(problems: Any, ms: Any, **callbacks: Any) -> dict[str, Any]:
-        own = dict(compile_all=compile_all, commit=options.commit)
+        own = dict(compile_all=gemm.compiling(options), commit=options.commit)
         return bench(WeightOnlyShape, problems, ms, settings, **own, **callbacks)
 
     return gemm.main(PROGRAM, measure, options)

@@ -22,6 +22,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks import gemm, report
+from benchmarks.byte_peers import FP8_PEERS as MORE_FP8_PEERS
+from benchmarks.byte_peers import INT8_PEERS
 from benchmarks.gemm import compile_all
 
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-2-70b", "llama-3-8b")
@@ -61,13 +63,15 @@ def main(argv: list[str] | None = None) -> int:
         dtype=options.dtype,
         group=options.group,
         budget_ms=options.budget_ms,
-        peers=() if options.no_peers else PEERS,
+        peers=() if options.no_peers else (*PEERS, *INT8_PEERS),
         ablation=options.ablation,
     )
 
     def measure(problems: Any, ms: Any, on_shape: Any, **callbacks: Any) -> dict[str, Any]:
         extra = quantizer_problems(options, (k for _, k in problems))
-        both = lambda requests: compile_all([*requests, *quantizer_requests(extra, options.dtype)])[: len(requests)]
+        both = lambda requests: gemm.compiling(options)([*requests, *quantizer_requests(extra, options.dtype)])[
+            : len(requests)
+        ]
         facts = dict(compile_all=both, commit=options.commit, on_shape=on_shape)
         result = bench(W4A8Shape, problems, ms, settings, **facts, **callbacks)
         result["quantizer"] = time_quantizer(extra, options, result["copy_gb_s"])
@@ -93,9 +97,9 @@ def measure_fp8(options: argparse.Namespace, problems: Any, ms: Any, **callbacks
         dtype=options.dtype,
         group=options.group,
         budget_ms=options.budget_ms,
-        peers=() if options.no_peers else FP8_PEERS,
+        peers=() if options.no_peers else (*FP8_PEERS, *MORE_FP8_PEERS),
     )
-    return bench(Fp8Shape, problems, ms, settings, compile_all, commit=options.commit, **callbacks)
+    return bench(Fp8Shape, problems, ms, settings, gemm.compiling(options), commit=options.commit, **callbacks)
 
 
 def requests(options: argparse.Namespace, settings: Any, arch: str = "sm_90a") -> list[Any]:

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     settings = WaysSettings(dtype=options.dtype, group=options.group, budget_ms=options.budget_ms)
 
     def measure(problems: Any, ms: Any, on_shape: Any, **callbacks: Any) -> dict[str, Any]:
-        facts = dict(compile_all=compile_all, commit=options.commit, on_shape=on_shape)
+        facts = dict(compile_all=gemm.compiling(options), commit=options.commit, on_shape=on_shape)
         result = bench(WaysShape, problems, ms, settings, **facts, **callbacks)
         print(f"\nspeed-up over {column(WAYS[0])}, geometric mean over shapes\n\n{table(result)}\n")
         return result

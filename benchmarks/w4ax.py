@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     def measure(problems: Any, ms: Any, **callbacks: Any) -> dict[str, Any]:
-        facts = dict(compile_all=gemm.compile_all, commit=options.commit)
+        facts = dict(compile_all=gemm.compiling(options), commit=options.commit)
         return bench(W4AxShape, shapes_of(problems), ms, settings, **facts, **callbacks)
 
     return gemm.main(PROGRAM, measure, options)

@@ -11,7 +11,21 @@ import pytest
 from terrazzo.lowering.targets import Target
 from terrazzo.schedules import quantize_rows
 
-from benchmarks import choice, gemm, headline, peers, plot, readme, report, w4a8, w4a8_ablation, w4a8_quantizer, w4a16
+from benchmarks import (
+    attention_peers,
+    byte_peers,
+    choice,
+    gemm,
+    headline,
+    peers,
+    plot,
+    readme,
+    report,
+    w4a8,
+    w4a8_ablation,
+    w4a8_quantizer,
+    w4a16,
+)
 
 
 def row(m, n, k, us, cublas, **more):
@@ -243,11 +257,12 @@ def test_a_row_is_one_line(capsys, result):
 
 
 def test_peers_that_are_absent_say_so():
-    names = [peer.name for peer in peers.PEERS]
+    every = (*peers.PEERS, *byte_peers.INT8_PEERS, byte_peers.HummingBytes("e4m3"))
+    names = [peer.name for peer in every]
     assert len(set(names)) == len(names) and all("_" in name for name in names)
     assert peers.missing_module("no_such_package.core") == "no_such_package is not installed"
     assert peers.missing_module("json") == ""
-    for peer in peers.PEERS:
+    for peer in every:
         package = {"vllm": "vllm", "humming": "humming", "gemlite": "gemlite"}[peer.name.split("_")[0]]
         if package not in sys.modules and peer.missing():
             assert package in peer.missing()
@@ -262,6 +277,41 @@ def test_gptq_words_of_the_peers():
     for row_, n, j in ((0, 0, 0), (1, 4, 7), (2, 3, 5)):
         assert (int(words[row_, n]) >> (4 * j)) & 15 == int(codes[n, 8 * row_ + j])
     assert peers.accepted(lambda a, b: None, {"a": 1, "c": 2}) == {"a": 1}
+
+
+def test_outputs_of_byte_peers_are_held_against_their_own_operands():
+    import torch
+
+    rng = torch.Generator().manual_seed(0)
+    dense = torch.randn(64, 512, generator=rng) * torch.randn(64, 4, generator=rng).exp().repeat_interleave(128, 1)
+    held = byte_peers.Int4.of(dense)
+    assert (held.codes >= -8).all() and (held.codes.abs().amax(1) >= 7).all()
+    every = torch.arange(64)
+    assert float((held.rows(held.scales, every) - dense).abs().max()) <= 0.5001 * float(held.scales.max())
+    peer = byte_peers.CutlassW4A8()
+    exact = lambda picked: held.rows(held.scales, picked)
+    rounded = lambda picked: exact(picked).to(torch.float8_e4m3fn).double()
+    for rows in (exact, rounded):
+        loaded = byte_peers.Loaded(lambda x, s, own=rows: (x.double() @ own(every).T * s).bfloat16(), rows)
+        x = peer.prepare(torch.randn(24, 512, generator=rng), loaded)
+        y = peer.call(x, loaded)
+        assert byte_peers.error(y, x, rows) < 2**-8 < byte_peers.MOST_ERROR
+        assert byte_peers.error(y, x, rounded if rows is exact else exact) > 2 * byte_peers.MOST_ERROR
+        assert byte_peers.error(y * float("nan"), x, rows) == float("inf")
+    integers = byte_peers.HummingBytes("int8").prepare(torch.randn(3, 8, generator=rng), loaded)
+    assert integers[0].dtype == torch.int8 and int(integers[0].abs().max()) == 127
+
+
+def test_attention_that_is_off_is_refused():
+    import torch
+
+    exact = torch.ones(2, 4, dtype=torch.float64)
+    for peer in attention_peers.PEERS:
+        attention_peers.check(peer, exact * 1.005, exact)
+        with pytest.raises(ValueError, match="off by"):
+            attention_peers.check(peer, exact * 1.2, exact)
+        with pytest.raises(ValueError, match="off by nan"):
+            attention_peers.check(peer, exact * float("nan"), exact)
 
 
 def test_tables_of_other_results(monkeypatch, tmp_path, result):
