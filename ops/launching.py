@@ -353,6 +353,29 @@ def targets(packed_for: str | None, device: torch.device, argument: str = "w") -
     )
 
 
+def requested_targets(target: Target | str | None) -> tuple[Target, Target]:
+    """(the target whose program a call with `target` launches, the GPU that runs it), to compile ahead.
+
+    The GPU is the current one where it runs the target's programs. A Target, and an architecture that no GPU here runs,
+    stand for both.
+
+    Raises:
+        TargetError: an unknown target, or None without a GPU.
+    """
+    at = None if target is None else Target.parse(target)
+    if isinstance(target, Target):
+        return target, target
+    try:
+        here = Target.detect()
+    except TargetError:
+        if at is None:
+            raise
+        return at, at
+    if at is None or at.arch == here.arch:
+        return here, here
+    return at, here if at.arch == "sm_80" else at
+
+
 def ptx_flags(target: Target, device: Target | None) -> tuple[str, ...]:
     """nvcc flags: code for an older target than the GPU that runs it comes from its PTX."""
     return () if (device or target).arch == target.arch else ("ptx=compute_80",)

@@ -69,7 +69,7 @@ def kernel_requests(
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.
     """
-    at = Target.parse(target)
+    at, device = launching.requested_targets(target)
     launching.check_flags(limited=limited, smooth=smooth, by_expert=by_expert)
     if by_expert and not (smooth and experts):
         constraint = "must be False without smooth vectors and experts"
@@ -78,9 +78,9 @@ def kernel_requests(
     facts = dict(
         dtype=dtype, activation=activation, layout=layout, clamps=limited or activation == "swiglu_oai",
         numerics=numerics, smooth=smooth, by_expert=by_expert, experts=experts, quant=quant,
-        column_scales=column_scales, target=at,
+        column_scales=column_scales, target=at, device=device,
     )  # fmt: skip
-    tokens = rows.tokens(at) if m is None else launching.tokens_of(m)
+    tokens = rows.tokens(device) if m is None else launching.tokens_of(m)
     return list(dict.fromkeys(plan(t, intermediate, **facts) for t in tokens))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from terrazzo.lowering.errors import ArgumentError, CaptureError, TargetError
+from terrazzo.lowering.errors import ArgumentError, CaptureError
 from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
 from terrazzo.ops.lasting import lasting
@@ -31,19 +31,6 @@ def current_targets(target: Target | str | None, device: torch.device | None = N
         constraint = f"{here.name} runs programs of {here.arch} and, from their PTX, of {PTX}"
         raise ArgumentError("target", at.arch, constraint, "leave it out")
     return at, here
-
-
-def requested_targets(target: Target | str | None) -> tuple[Target, Target]:
-    """As `current_targets`, to compile ahead: a Target, and an architecture that no GPU here runs, stand for both."""
-    if isinstance(target, Target):
-        return target, target
-    try:
-        return current_targets(target)
-    except (TargetError, ArgumentError):
-        if target is None:
-            raise
-    at = Target.parse(target)
-    return at, at
 
 
 def detect(device: torch.device | None = None) -> Target:

@@ -15,7 +15,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
 from terrazzo.ops.attention import decode_program, decode_warpgroup_program
 from terrazzo.ops.attention.cache import PackedCache
-from terrazzo.ops.attention.launch import current_targets, multiples, requested_targets, semaphores, stand_ins
+from terrazzo.ops.attention.launch import current_targets, multiples, semaphores, stand_ins
 from terrazzo.ops.attention.warpgroup_macros import supports
 from terrazzo.schedules import attention as schedules
 from terrazzo.schedules import attention_balance, attention_space, records, spaces
@@ -170,7 +170,7 @@ def decode_requests(
     if not fits or q_shape[1] > MAX_QUERY_TOKENS or q_shape[2] % kv_heads or q_shape[3] != head_dim:
         constraint = f"must be (B, 1..{MAX_QUERY_TOKENS} tokens, a multiple of {kv_heads} heads, {head_dim})"
         raise ArgumentError("q_shape", q_shape, constraint, "pass tuple(q.shape)")
-    at, device = requested_targets(target)
+    at, device = launching.requested_targets(target)
     batch, new, heads, _ = q_shape
     check_numbers(None, 0.0, window)
     longest, mean = seen(cache, window, new)

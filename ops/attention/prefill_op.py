@@ -20,7 +20,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
 from terrazzo.ops.attention import new_tokens_program, op, prefill_merge, prefill_mma, prefill_shared, writing
 from terrazzo.ops.attention.cache import residual_of
-from terrazzo.ops.attention.launch import current_targets, own_slots, requested_targets, stand_ins
+from terrazzo.ops.attention.launch import current_targets, own_slots, stand_ins
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.attention.op import LOG2E
 from terrazzo.ops.attention.prefill_stages import STAGE, Geometry, plain_layout
@@ -164,7 +164,7 @@ def prefill_requests(
     residual = residual_of(layout, residual)
     op.check_facts(dtype, page=page, residual=residual, fresh=fresh, softcap=softcap, sinks=sinks)
     check_fields(schedule, schedules.Prefill)
-    at, device = requested_targets(target)
+    at, device = launching.requested_targets(target)
     kind = dict(page=page, residual=residual, fresh=fresh)
     facts = dict(dtype=dtype, softcap=softcap, sinks=sinks, schedule=schedule, target=at, device=device)
     widths = [0] if schedule is not None else schedules.widths(problem_of(layout, **kind), at)

@@ -70,15 +70,15 @@ def kernel_requests(
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.
     """
-    at = Target.parse(target)
+    at, device = launching.requested_targets(target)
     launching.check_flags(residual=residual, post=post, smooth=smooth, also_plain=also_plain)
     weight = weight_dtype or dtype
     check_choices(hidden, dtype, weight, style, quant, numerics, also_plain, column_scales, post, smooth)
     facts = dict(
         dtype=dtype, weight=weight, style=style, numerics=numerics, residual=residual, post=post, smooth=smooth,
-        quant=quant, plain=also_plain, column_scales=column_scales, target=at,
+        quant=quant, plain=also_plain, column_scales=column_scales, target=at, device=device,
     )  # fmt: skip
-    tokens = rows.tokens(at) if m is None else launching.tokens_of(m)
+    tokens = rows.tokens(device) if m is None else launching.tokens_of(m)
     return list(dict.fromkeys(plan(t, hidden, **facts) for t in tokens))
 
 

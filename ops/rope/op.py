@@ -54,8 +54,9 @@ def kernel_requests(
     rotary = head_dim if rotary_dim is None else rotary_dim
     check_choices(head_dim, rotary, layout, dtype, norm, numerics)
     row_calls.check_choice("positions", positions, ("none", "int32", "int64"))
+    at, device = launching.requested_targets(target)
     facts = dict(layout=layout, dtype=dtype, norm=norm, numerics=numerics, positions=positions)
-    return [plan(head_dim, rotary_dim=rotary, **facts, target=Target.parse(target))]
+    return [plan(head_dim, rotary_dim=rotary, **facts, target=at, device=device)]
 
 
 def check_choices(head_dim: int, rotary_dim: int, layout: str, dtype: str, norm: str, numerics: str) -> None:

@@ -8,7 +8,10 @@ import pytest
 import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import activation, norm, quantized, rope
+from terrazzo.ops import activation, launching, norm, quantized, rope, row_calls
+from terrazzo.ops.activation import op as activation_op
+from terrazzo.ops.norm import op as norm_op
+from terrazzo.ops.rope import op as rope_op
 from terrazzo.ops.w4a8 import reference as w4a8_reference
 
 K = 256
@@ -135,6 +138,38 @@ def test_few_kernels_serve_all_numbers_of_tokens():
         norm.kernel_requests(4096, target="sm_80", quant="e4m3")
     folded = dict(norm.kernel_requests(4096, target="sm_90a", quant="int8", smooth=True, m=1)[0].params)
     assert folded["weight"] == "float32" and not folded["smooth"]
+
+
+class Asked(Exception):
+    """In place of a launch: its only argument is the request."""
+
+
+@pytest.mark.parametrize("target", ["sm_80", None])
+@pytest.mark.parametrize("m", [1, 17, 264, 265, 1000])
+def test_requests_are_those_that_calls_on_this_gpu_launch(monkeypatch, m, target):
+    """A program of sm_80 is compiled for, and its rows shared out on, the newer GPU that runs it."""
+
+    def ask(request, *rest):
+        raise Asked(request)
+
+    here = Target.parse("nvidia/nvidia-h100")
+    monkeypatch.setattr(Target, "detect", staticmethod(lambda device=None: here))
+    monkeypatch.setattr(launching, "detect", lambda index: here)
+    at = Target.parse(target)
+    monkeypatch.setattr(launching, "targets", lambda *args: (at, here))
+    monkeypatch.setattr(row_calls, "prepare", ask)
+    rows, table = x(m, 4096), torch.rand(m, 64)
+    normed = rows, rows, rows[0], None, None, 1e-5, 1e-5, "llama", "int8", "fused", False, False, target
+    gated = rows, None, None, "silu", "gate_up", 1.702, None, None, "fused", False, target
+    turned = rows, table, table, None, None, None, 28, 2, 128, 128, "neox", "none", 1e-5, "fused", target
+    for run, given, requests in (
+        (norm_op.run, normed, norm.kernel_requests(4096, target=target, quant="int8")),
+        (activation_op.run, gated, activation.kernel_requests(2048, target=target)),
+        (rope_op.run, turned, rope.kernel_requests(128, target=target)),
+    ):
+        with pytest.raises(Asked) as asked:
+            run(*given)
+        assert asked.value.args[0] in requests
 
 
 def test_calls_are_one_node_of_a_graph():

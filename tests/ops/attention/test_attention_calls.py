@@ -310,9 +310,9 @@ def test_a_target_is_the_gpus_own_or_runs_as_ptx(monkeypatch):
         with pytest.raises(ArgumentError, match="target = 'sm_90a': NVIDIA L40S runs programs of sm_89"):
             launch.current_targets("sm_90a", second)
         assert seen.count(1) == 1  # asked once for each GPU
-        assert launch.requested_targets("sm_89") == (Target.parse("sm_89"),) * 2  # to compile for another machine
-        assert launch.requested_targets("sm_80") == (Target.parse("sm_80"), H200)
-        assert launch.requested_targets(l40s) == (l40s, l40s)
+        assert launching.requested_targets("sm_89") == (Target.parse("sm_89"),) * 2  # to compile for another machine
+        assert launching.requested_targets("sm_80") == (Target.parse("sm_80"), H200)
+        assert launching.requested_targets(l40s) == (l40s, l40s)
     finally:
         launching.detect.cache_clear()
 
@@ -322,9 +322,9 @@ def test_requests_without_a_gpu_name_one(monkeypatch):
         raise TargetError("target", None, "no CUDA device", "name one")
 
     monkeypatch.setattr(Target, "detect", staticmethod(none))
-    assert launch.requested_targets("sm_89") == (Target.parse("sm_89"),) * 2
+    assert launching.requested_targets("sm_89") == (Target.parse("sm_89"),) * 2
     with pytest.raises(TargetError):
-        launch.requested_targets(None)
+        launching.requested_targets(None)
 
 
 def test_requests_of_caches_that_there_are_not_are_refused():
