@@ -9,10 +9,12 @@
     python -m benchmarks.engine --table engine.json
 
 A row is one batch: so many requests of `--prompt` random tokens at once, `--output` tokens each, greedy. `step_ms` is
-the time of an output token after the last prefill, from the step in which the last request got its first token;
+the time of an output token after the last prefill: from the step in which the last request got its first token to the
+one in which the first request has all of them, so that all are decoded together; `first_s` is the time until then.
 `tokens_s` counts all output tokens over the whole time. Weights are random and the same for each kernel; the cache of
 prefixes is off. A kernel is "terrazzo", or a `linear_backend` of vLLM; "auto" is what vLLM chooses without us.
-`kv_tokens` is how many tokens the cache holds in the memory that the engine found free.
+`kv_tokens` is how many tokens the cache holds in the memory that the engine found free. With `--profile`, `kernels_ms`
+says how many milliseconds of a step each kernel takes, in a run of its own behind all timings.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from terrazzo.lowering.errors import ArgumentError
 
 from benchmarks import engine_model, report
 
@@ -51,6 +55,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the GPU's")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds after which no further batch is begun")
+    parser.add_argument("--profile", action="store_true", help="then say where a step's time goes: kernels_ms")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
     parser.add_argument("--compile-only", action="store_true", help="compile our kernels and stop")
     parser.add_argument("--ranks", type=int, default=1, help="with --compile-only: GPUs that share the model")
@@ -66,6 +71,23 @@ def cases(o: argparse.Namespace) -> list[tuple[int, int]]:
     if o.cases is None:
         return [(batch, o.prompt) for batch in o.batch]
     return [(int(batch), int(prompt)) for batch, _, prompt in (case.partition("x") for case in o.cases)]
+
+
+def prefills(o: argparse.Namespace, batch: int, prompt: int) -> int:
+    """Most steps until the last request has its first token, while others decode: one token each of a step's."""
+    return -(-batch * prompt // max(1, o.step_tokens - batch)) + 1
+
+
+def check(o: argparse.Namespace) -> None:
+    """All requests must be decoded together at some time.
+
+    Raises:
+        ArgumentError: the first one would have all its tokens before the last one has any.
+    """
+    for batch, prompt in cases(o):
+        if o.output < (least := prefills(o, batch, prompt) + 8):
+            constraint = f"must be at least {least} for {batch} requests of {prompt} tokens"
+            raise ArgumentError("output", o.output, constraint, "name more, or more --step-tokens")
 
 
 def attention_kind(o: argparse.Namespace) -> Any:
@@ -173,8 +195,10 @@ def chosen(model: Any) -> dict[str, int]:
     return found
 
 
-def generate(llm: Any, o: argparse.Namespace, batch: int, length_of: int, tokens: int, tag: str) -> dict[str, Any]:
-    """One run of a batch, step by step."""
+def generate(
+    llm: Any, o: argparse.Namespace, batch: int, length_of: int, tokens: int, tag: str, profiler: Any = None
+) -> dict[str, Any]:
+    """One run of a batch, step by step; a profiler sees what comes after the last prefill."""
     from vllm import SamplingParams
 
     vocabulary = engine_model.SHAPES[o.shape]["vocab_size"]
@@ -184,20 +208,50 @@ def generate(llm: Any, o: argparse.Namespace, batch: int, length_of: int, tokens
     for index in range(batch):
         prompt = dict(prompt_token_ids=[rng.randrange(3, vocabulary) for _ in range(length_of)])
         core.add_request(f"{tag}-{index}", prompt, how)
-    length: dict[str, int] = {}
     texts: dict[str, list[int]] = {}
-    first = last_count = None
+    first = done = None
+    longest = tokens
     while core.has_unfinished_requests():
-        for out in core.step():
-            texts[out.request_id] = list(out.outputs[0].token_ids)
-            length[out.request_id] = len(texts[out.request_id])
-        if first is None and len(length) == batch:
-            first, last_count = time.perf_counter(), max(length.values())
+        outs = core.step()
+        texts |= {out.request_id: list(out.outputs[0].token_ids) for out in outs}
+        if first is None and len(texts) == batch:
+            first, longest = time.perf_counter(), max(map(len, texts.values()))
+            if profiler is not None:
+                profiler.start()
+        if first is not None and done is None and any(out.finished for out in outs):
+            done = time.perf_counter()
+            if profiler is not None:
+                profiler.stop()
     end = time.perf_counter()
-    assert list(length.values()) == [tokens] * batch, length
-    left = tokens - min(last_count, tokens - 1)
     ordered = [texts[f"{tag}-{index}"] for index in range(batch)]
-    return dict(seconds=end - start, first_s=first - start, step_ms=(end - first) / left * 1e3, tokens=ordered)
+    assert [len(each) for each in ordered] == [tokens] * batch
+    steps = tokens - longest
+    each = (done - first) / steps * 1e3 if steps else None
+    return dict(seconds=end - start, first_s=first - start, step_ms=each, steps=steps, tokens=ordered)
+
+
+def shares(events: list[tuple[str, float]], steps: int, most: int = 12) -> dict[str, float]:
+    """Milliseconds of a step in each kernel, of (name, microseconds) of `steps` steps; the longest ones by name."""
+    found: dict[str, float] = {}
+    for name, spent in events:
+        found[name[:60]] = found.get(name[:60], 0.0) + spent / steps / 1e3
+    ordered = sorted(found.items(), key=lambda pair: -pair[1])
+    rest = dict(others=sum(spent for _, spent in ordered[most:])) if len(ordered) > most else {}
+    return {name: round(spent, 4) for name, spent in [*ordered[:most], *rest.items()]}
+
+
+def explain(llm: Any, o: argparse.Namespace, row: dict[str, Any]) -> None:
+    """Where a step's time goes, into its row: after all timings, which a profiler would slow down."""
+    import torch
+
+    tokens = prefills(o, row["batch"], row["prompt"]) + 12
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    batch, prompt = row["batch"], row["prompt"]
+    steps = generate(llm, o, batch, prompt, tokens, f"profile{batch}x{prompt}", profiler)["steps"]
+    events = [(event.key, event.self_device_time_total) for event in profiler.key_averages()]
+    row["kernels_ms"] = shares([(name, spent) for name, spent in events if spent], steps)
+    busy = sum(row["kernels_ms"].values())
+    print(f"{batch:4d} x {prompt}: kernels {busy:.3f} ms of a step: {row['kernels_ms']}", flush=True)
 
 
 def run(o: argparse.Namespace) -> int:
@@ -209,6 +263,7 @@ def run(o: argparse.Namespace) -> int:
     if o.compile_only:
         compile_kernels(o)
         return 0
+    check(o)
     with tempfile.TemporaryDirectory() as temporary:
         folder = engine_model.write_config(Path(temporary), o.shape, o.weights, o.group, o.dtype, o.layers)
         llm = engine(o, folder)
@@ -244,6 +299,11 @@ def run(o: argparse.Namespace) -> int:
             print(f"{batch:4d} x {prompt}: {row['step_ms']:.3f} ms a token, {row['tokens_s']:.0f} tokens/s", flush=True)
             if o.out is not None:
                 write(o.out, result)
+        for row in result["rows"] if o.profile else ():
+            if time.perf_counter() - began < o.budget:
+                explain(llm, o, row)
+                if o.out is not None:
+                    write(o.out, result)
     return 0
 
 

@@ -309,28 +309,33 @@ def engine(result: Mapping[str, Any], source: str) -> str:
 
 
 def kv_engine(result: Mapping[str, Any], source: str) -> str:
-    """Caches inside vLLM beside each other: time of an output token, tokens/s, requests that find room."""
+    """Caches inside vLLM beside each other: an output token, tokens/s, requests that find room; first tokens."""
     rows: dict[tuple, dict[str, Mapping[str, Any]]] = {}
     for row in result["rows"]:
         place = (row["shape"], row["layers"], row["weights"], row["batch"], row["prompt"])
         cache = f"{row['kv'].removesuffix('_per_token_head')}, {'ours' if row['attention'] == 'terrazzo' else 'vLLM'}"
         rows.setdefault(place, {})[cache] = row
     caches = sorted({cache for found in rows.values() for cache in found}, key=lambda name: (name[-4:] == "ours", name))
-    lines = []
+    lines, firsts = [], []
     for (shape, layers, weights, batch, prompt), found in sorted(rows.items()):
-        plain, cells = found.get("auto, vLLM"), []
+        plain, cells, times = found.get("auto, vLLM"), [], []
         for cache in caches:
             row = found.get(cache)
-            ratio = f", {plain['step_ms'] / row['step_ms']:.2f}x" if row and plain and row is not plain else ""
+            beside = lambda name: f", {plain[name] / row[name]:.2f}x" if plain and row is not plain else ""  # noqa: B023
             room = row["kv_tokens"] // (prompt + row["output"]) if row else 0
-            cells.append(f"{row['step_ms']:.2f} ({row['tokens_s']:.0f}; {room}){ratio}" if row else "")
-        lines.append((f"`{shape}`, {layers} layers", f"`{weights}`", f"{batch} x {prompt}", *cells))
+            cells.append(f"{row['step_ms']:.2f} ({row['tokens_s']:.0f}; {room}){beside('step_ms')}" if row else "")
+            times.append(f"{row['first_s']:.3f}{beside('first_s')}" if row else "")
+        place = (f"`{shape}`, {layers} layers", f"`{weights}`", f"{batch} x {prompt}")
+        lines.append((*place, *cells))
+        firsts.append((*place, *times))
     text = (
         f"vLLM {result['vllm']}, {result['rows'][0]['output']} new tokens: milliseconds of an output token after the "
         f"last prefill, in brackets tokens/s from end to end and how many such requests find room, then how many times "
         f"as fast as vLLM's own cache in the model's dtype, {setting(result, source)}"
     )
-    return text + "\n\n" + report.markdown(("model", "weights", "requests x prompt", *caches), lines)
+    head = ("model", "weights", "requests x prompt", *caches)
+    prefills = "Seconds until the last request has its first token, in the same runs:"
+    return "\n\n".join((text, report.markdown(head, lines), prefills, report.markdown(head, firsts)))
 
 
 Table = Callable[[Mapping[str, Any], str], str]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,20 +50,73 @@ def test_what_caches_are_compared_with_stands_in_their_file(tmp_path, monkeypatc
     assert len(json.loads((tmp_path / "engine_h100.json").read_text())["rows"]) == 1
 
 
+class Served:
+    """Requests of an engine that prefills one of them in a step of 100 ms, while others get a token, of 10 ms alone."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock, self.length, self.most = clock, {}, 0
+
+    def add_request(self, name, prompt, how) -> None:
+        self.length[name], self.most = 0, how.max_tokens
+
+    def has_unfinished_requests(self) -> bool:
+        return any(0 <= length < self.most for length in self.length.values())
+
+    def step(self) -> list[SimpleNamespace]:
+        running = [name for name, length in self.length.items() if 0 < length < self.most]
+        new = [name for name, length in self.length.items() if not length][:1]
+        self.clock[0] += 0.1 if new else 0.01
+        for name in running + new:
+            self.length[name] += 1
+        made = lambda name: SimpleNamespace(
+            request_id=name, outputs=[SimpleNamespace(token_ids=[0] * self.length[name])],
+            finished=self.length[name] == self.most,
+        )  # fmt: skip
+        return [made(name) for name in running + new]
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(20, 14), (7, 1), (6, 0), (4, 0)])
+def test_a_step_is_timed_while_all_requests_are_decoded(monkeypatch, tokens, steps):
+    """Neither prefills count, nor steps of those requests that are left when the first ones have all their tokens."""
+    clock, seen = [0.0], []
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    monkeypatch.setattr(engine.time, "perf_counter", lambda: clock[0])
+    profiler = SimpleNamespace(start=lambda: seen.append(clock[0]), stop=lambda: seen.append(clock[0]))
+    o, llm = engine.arguments([]), SimpleNamespace(llm_engine=Served(clock))
+    found = engine.generate(llm, o, 6, 16, tokens, "a", profiler if steps else None)
+    assert found["steps"] == steps and found["first_s"] == pytest.approx(0.6)
+    assert found["step_ms"] == (pytest.approx(10.0) if steps else None)
+    assert seen == ([pytest.approx(0.6), pytest.approx(0.6 + 0.01 * steps)] if steps else [])
+
+
+def test_too_few_tokens_to_decode_all_requests_together_are_refused(capsys):
+    assert engine.main(["--cases", "64x8192", "--output", "64"]) == 2
+    assert "output = 64: must be at least 74 for 64 requests of 8192 tokens" in capsys.readouterr().err
+    engine.check(engine.arguments(["--cases", "64x8192", "1x8192", "--output", "128"]))
+
+
+def test_a_step_is_the_sum_of_its_kernels():
+    events = [("gemm", 3000.0), ("gemm", 1000.0), ("norm", 500.0), *((f"small{i}", 100.0) for i in range(3))]
+    found = engine.shares(events, 10, most=2)
+    assert found == {"gemm": 0.4, "norm": 0.05, "others": 0.03}
+    assert engine.shares(events[:3], 1) == {"gemm": 4.0, "norm": 0.5}
+
+
 def test_caches_are_rows_of_their_own_and_a_table():
     facts = dict(batch=64, prompt=8192, output=64, kv_tokens=1_000_000, page=64)
     rows = [
-        row(kernel="auto", attention="vllm", step_ms=30.0, **facts),
-        row(kernel="auto", attention="terrazzo", kv="int4_per_token_head", step_ms=10.0, **facts),
-        row(kernel="auto", attention="terrazzo", step_ms=31.0, **facts),
+        row(kernel="auto", attention="vllm", step_ms=30.0, first_s=2.0, **facts),
+        row(kernel="auto", attention="terrazzo", kv="int4_per_token_head", step_ms=10.0, first_s=1.9, **facts),
+        row(kernel="auto", attention="terrazzo", step_ms=31.0, first_s=2.1, **facts),
     ]
     assert len({engine.key(each) for each in rows}) == 3
     header = dict(gpu="H100", torch="2", date="2026", commit="1", vllm="0.26.0", rows=rows)
     text = tables.kv_engine(header, "f.json")
-    head, _, line = text.splitlines()[-3:]
+    head, _, line, *_, firsts = text[text.index("| model") :].splitlines()
     assert [cell.strip() for cell in head.split("|")[4:-1]] == ["auto, vLLM", "auto, ours", "int4, ours"]
     cells = [cell.strip() for cell in line.split("|")[3:-1]]
     assert cells == ["64 x 8192", "30.00 (400; 121)", "31.00 (400; 121), 0.97x", "10.00 (400; 121), 3.00x"]
+    assert [cell.strip() for cell in firsts.split("|")[4:-1]] == ["2.000", "2.100, 0.95x", "1.900, 1.05x"]
 
 
 def test_cases_name_requests_and_prompts():
