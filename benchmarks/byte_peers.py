@@ -155,29 +155,32 @@ class MarlinInt8(_Peer):
 
 
 class HummingBytes(_Peer):
-    """humming on int8 or e4m3. On int8 a scale is an integer up to 1024, under one float for all of the weight."""
+    """humming on int8 or e4m3. `integers`, of int8: scales are integers up to 1024 under one float for all of the
+    weight; vLLM does not ask for it."""
 
     missing = Humming.missing
 
-    def __init__(self, codes: str) -> None:
-        self.codes, self.name = codes, f"humming_w4a8_{codes}"
+    def __init__(self, codes: str, integers: bool = False) -> None:
+        self.codes, self.integers = codes, integers
+        self.name = f"humming_w4a8_{codes}" + "_integers" * integers
 
     def load(self, weight: Any, dense: Any, copies: Callable[[int], int]) -> list[Loaded]:
         held = Int4.of(dense)
         scales = held.scales.to(dense.dtype)
         seen = scales.float()
-        if self.codes == "int8":
+        if self.integers:
             step = seen.max() / 1024
             seen = (seen / step).round() * step
         asked = {"dtype": {"int8": "int8", "e4m3": "float8e4m3"}[self.codes]}
+        facts = {"group_size": GROUP, "group_size_n": int(self.integers)}
 
         def one() -> Loaded:
-            layer = Humming.layer((held.codes + 8).byte(), scales, None, GROUP, dense.dtype, asked)
+            layer = Humming.layer((held.codes + 8).byte(), scales, None, facts, dense.dtype, asked)
             return Loaded(lambda x, s: layer(inputs=x, input_scale=s), lambda picked: held.rows(seen, picked))
 
         return [one() for _ in range(copies(dense.numel() // 2))]
 
 
-INT8_PEERS = (MarlinInt8(), HummingBytes("int8"), CutlassW4A8())
+INT8_PEERS = (MarlinInt8(), HummingBytes("int8"), HummingBytes("int8", integers=True), CutlassW4A8())
 """Beside W4A8 on int8: those of the same bits, and CUTLASS's on e4m3."""
 FP8_PEERS = (CutlassW4A8(), HummingBytes("e4m3"))

@@ -16,7 +16,8 @@ NAMES = {
     "sdpa_cudnn_f16": "cuDNN f16", "sdpa_flash_f16": "flash f16", "transformers_f16": "transformers f16",
     "transformers_compiled": "compiled transformers", "machete": "Machete", "marlin": "Marlin", "humming": "humming",
     "vllm_marlin": "Marlin", "vllm_machete": "Machete", "humming_w4a16": "humming", "vllm_cutlass": "CUTLASS W4A8",
-    "vllm_marlin_int8": "Marlin int8", "humming_w4a8_int8": "humming int8", "humming_w4a8_e4m3": "humming e4m3",
+    "vllm_marlin_int8": "Marlin int8", "humming_w4a8_int8": "humming int8",
+    "humming_w4a8_int8_integers": "humming int8", "humming_w4a8_e4m3": "humming e4m3",
     "flash_attn3_f16": "FlashAttention-3 f16", "flash_attn3_f16_page128": "FlashAttention-3 f16",
     "flash_attn3_fp8": "FlashAttention-3 fp8", "flash_attn3_fp8_page128": "FlashAttention-3 fp8",
 }  # fmt: skip

@@ -140,12 +140,16 @@ class Humming:
         return missing_module("humming.layer", "humming.schema")
 
     @staticmethod
-    def layer(codes: Any, scales: Any, zeros: Any, group: int, dtype: Any, x: dict[str, Any]) -> Any:
-        """A layer of codes [N, K] of 0..15 less 8, or less zeros [N, K / group]; x: config of its activations."""
+    def layer(codes: Any, scales: Any, zeros: Any, config: dict[str, int], dtype: Any, x: dict[str, Any]) -> Any:
+        """A layer of codes [N, K] of 0..15 less 8, or less zeros [N, K / group].
+
+        Args:
+            config: more of the weight. x: of the activations.
+        """
         from humming.layer import HummingLayer
 
         n, k = codes.shape
-        facts = {"dtype": "uint4", "group_size": group, "has_zero_point": zeros is not None}
+        facts = {"dtype": "uint4", "has_zero_point": zeros is not None, **config}
         layer = HummingLayer(shape_n=n, shape_k=k, weight_config=facts, input_config=dict(x), torch_dtype=dtype)
         tensors = {"weight": pack_rows(codes).T.contiguous(), "weight_scale": scales}
         if zeros is not None:
@@ -156,7 +160,7 @@ class Humming:
         return layer
 
     def load(self, weight: Any, dense: Any, copies: Callable[[int], int]) -> list[Any]:
-        facts = (weight.codes, weight.scales, weight.zeros, weight.group_size, dense.dtype, {})
+        facts = (weight.codes, weight.scales, weight.zeros, {"group_size": weight.group_size}, dense.dtype, {})
         return [self.layer(*facts) for _ in range(copies(weight.n * weight.k // 2))]
 
     def call(self, x: Any, loaded: Any) -> Any:
