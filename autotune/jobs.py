@@ -43,6 +43,7 @@ class Job:
         measure_ms: GPU time of one trial. peers: time cuBLAS too.
         most, within, wide: of a problem's space, see `spaces.Space.candidates`. sample: of that, only the heuristic's
             schedule and a random choice of so many in all; 0 for everything.
+        tables: files of records, of another GPU too, whose schedules are tried right behind the heuristic's.
         parts: jobs that name further problems; only the fields that name problems are theirs.
     """
 
@@ -74,6 +75,7 @@ class Job:
     q_len: tuple[int, ...] = (1,)
     pages: tuple[int, ...] = (0,)
     head_dim: int = 128
+    tables: tuple[str, ...] = ()
     parts: tuple[Job, ...] = ()
 
     def __post_init__(self) -> None:
@@ -81,7 +83,9 @@ class Job:
             values = getattr(self, name)
             if not isinstance(values, tuple | list):
                 raise ArgumentError(name, values, "must be a tuple", "write one value as (value,)")
-            if name in ("ops", "models", "caches", "formats") and not all(isinstance(it, str) for it in values):
+            if name in ("ops", "models", "caches", "formats", "tables") and not all(
+                isinstance(it, str) for it in values
+            ):
                 raise ArgumentError(name, values, "must be strings", "write names as a job file has them")
         for name in (it.name for it in fields(self) if it.name in _KINDS and it.name not in ("group", "target")):
             _check_kind(name, getattr(self, name), _KINDS[name])
@@ -235,6 +239,7 @@ _LISTS = {
     "formats": str,
     "q_len": int,
     "pages": int,
+    "tables": str,
 }
 _SCALARS = {
     "dtype": str,
@@ -262,11 +267,13 @@ _KINDS = {**_SCALARS, "budget_s": (int, float), "budget_trials": int}
 
 _INHERITED = ("op", "m", "dtype", "group", "symmetric")
 """Fields that a part has from the job unless it has its own."""
-_NAMING = {*_LISTS, "dtype", "group", "symmetric", "head_dim", "shapes_file"}
+_NAMING = {*(set(_LISTS) - {"tables"}), "dtype", "group", "symmetric", "head_dim", "shapes_file"}
 
 
 def read_job(path: Path | str) -> Job:
     """A job from a TOML file: the fields of `Job`, with `op` for ops, `budget` for both budgets, `shapes_file`.
+
+    Paths in it are relative to the file.
 
     Raises:
         ArgumentError: it cannot be read, has an unknown field or a value of another kind.
@@ -301,6 +308,8 @@ def _job_of(data: Mapping[str, Any], source: str, folder: Path) -> Job:
             if not values or not all(type(it) is _LISTS[name] for it in values):
                 kind = "numbers" if _LISTS[name] is int else "strings"
                 raise ArgumentError(name, value, f"must be a list of {kind}", "see docs/tuning.md")
+            if name == "tables":
+                values = [str(folder / value) for value in values]
             made["ops" if name == "op" else name] = tuple(map(shape, values) if name == "shapes" else values)
         elif name in _SCALARS:
             _check_kind(name, value, _SCALARS[name])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import queue
-import random
 import signal
 import threading
 import time
@@ -24,6 +23,7 @@ from terrazzo.autotune.database import Database, Machine, Problem, Trial, median
 from terrazzo.autotune.isolation import Measurer, Result
 from terrazzo.autotune.jobs import Job
 from terrazzo.autotune.operators import get_operator
+from terrazzo.autotune.proposed import candidates
 from terrazzo.lowering.errors import ArgumentError, CompileError, TargetError
 from terrazzo.lowering.parallel import CompilePool
 from terrazzo.lowering.request import KernelRequest
@@ -147,15 +147,6 @@ def resolve(job: Job, machine: Machine | None) -> Target:
 
 def _device_names(arch: str) -> list[str]:
     return [name for name in TARGET_NAMES if name.startswith("nvidia/") and Target.parse(name).arch == arch]
-
-
-def candidates(problem: Problem, target: Target, job: Job) -> list[Candidate]:
-    """The search space of a problem, the heuristic's schedule first."""
-    found = get_operator(problem.op).space(problem).candidates(target, problem.m, job.most, job.within, job.wide)
-    if not job.sample or len(found) <= job.sample:
-        return found
-    kept = random.Random(f"{job.seed} {problem}").sample(range(1, len(found)), job.sample - 1)
-    return [found[0], *(found[at] for at in sorted(kept))]
 
 
 def preview(job: Job) -> tuple[Target, list[dict[str, Any]]]:

@@ -80,6 +80,7 @@ def _open(path: Path | None, create: bool = False) -> Database:
 @click.option("--most", type=int, help="Schedules of a problem's space, at most. Default: 160.")
 @click.option("--within", type=float, help="Leave out what is predicted slower by this factor. Default: 1.6.")
 @click.option("--sample", type=int, help="Only a random choice of so many schedules of each problem.")
+@click.option("--table", "tables", multiple=True, help="Records whose schedules are tried too, of another GPU as well.")
 @click.option("--wide", is_flag=True, help="Also rings of fewer stages and other rasters: a whole space, to record it.")
 @click.option("--budget", help="For the whole job: 90s, 10m, 1h or '200 trials'.")
 @click.option("--patience", type=int, help="Trials without progress that end a problem. Default: 24; 0 for never.")

@@ -25,7 +25,8 @@ from benchmarks import compile_ahead, gemm, host
 from benchmarks.host_steps import NEEDS, STEPS, Step, chosen, missing, plan, workers
 
 ROOT = Path(__file__).parents[1]
-NO_PROGRAMS = {"choice", "compile_ahead", "host", "kv_choice", "plot", "pretended_gpu", "readme", "w4a8_counters"}
+NO_PROGRAMS = {"choice", "compile_ahead", "host", "kv_choice", "plot", "pretended_gpu", "readme", "shared_records"}
+NO_PROGRAMS |= {"w4a8_counters"}
 """Modules of benchmarks/ that run and measure nothing by themselves."""
 NO_PROGRAMS |= {"accuracy", "accuracy_data", "cold_calls", "compile_model", "engine", "train_small"}
 """Those that need a model's folder or make one, which no GPU machine has by itself."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 import statistics
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -15,13 +17,14 @@ import tuning
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from terrazzo.autotune import learned, runner, search
-from terrazzo.autotune.database import Database, Problem, medians
-from terrazzo.autotune.jobs import Job
+from terrazzo.autotune.database import Database, Machine, Problem, Trial, medians
+from terrazzo.autotune.jobs import Job, read_job
 from terrazzo.autotune.operators import OPERATORS, get_operator
 from terrazzo.autotune.search import Limits, Plan
 from terrazzo.cli import main
 from terrazzo.lowering.errors import ArgumentError, ToolchainError
 from terrazzo.lowering.targets import Target
+from terrazzo.schedules import records
 from terrazzo.schedules.models import MEASURED, MODELS
 from terrazzo.schedules.spaces import Candidate
 
@@ -170,6 +173,61 @@ def test_learned_search_finds_its_way_where_the_cost_model_is_wrong(problem):
     assert all(len(known) == 300 for space in spaces for known in space.values())
     assert max(recorded.regret(space, "learned", 0.15) for space in spaces) <= 1.03
     assert statistics.mean(recorded.regret(space, "random", 0.15, seed) for space in spaces for seed in range(4)) > 1.03
+
+
+def test_schedules_of_a_table_are_tried_right_behind_the_heuristics(tmp_path):
+    """Those of another GPU too; one that the job's space would leave out as well."""
+    job = Job(ops=("w4a16",), shapes=((28672, 4096),), m=(64,), most=4)
+    (problem,) = job.problems()
+    h100 = runner.Target.parse("nvidia/nvidia-h100")
+    far = runner.candidates(problem, h100, replace(job, most=10**5, within=100.0))[-1]
+    usual = runner.candidates(problem, h100, job)
+    record = {"op": "w4a16", "facts": dict(problem.facts), "m": 64, "program": far.program, "schedule": far.params}
+    record |= {"us": 9.0, **records.versions()}
+    others = [record | {"m": 16}, record | {"m": 256, "program": "of another time"}]
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({"schema": 1, "gpu": "NVIDIA H200", "sms": 132, "records": [record, *others]}))
+    assert far not in usual
+    found = runner.candidates(problem, h100, replace(job, tables=(str(path),)))
+    assert found == [usual[0], far, *usual[1:]]
+    for m in (1, 256):  # no record; one that names no program of today
+        (one,) = replace(job, m=(m,)).problems()
+        assert runner.candidates(one, h100, replace(job, tables=(str(path),))) == runner.candidates(one, h100, job)
+    (tmp_path / "job.toml").write_text('op = "w4a16"\nshapes = "28672x4096"\nm = 64\nmost = 4\ntables = "other.json"\n')
+    assert runner.candidates(problem, h100, read_job(tmp_path / "job.toml")) == found
+    with pytest.raises(ArgumentError, match="table = .*nowhere"):
+        runner.candidates(problem, h100, replace(job, tables=("nowhere.json",)))
+
+
+def test_the_records_of_another_gpu_are_held_against_the_heuristic(tmp_path, capsys):
+    """From a job's trials: problems where the record was tried, its time and the heuristic's beside the best."""
+    from benchmarks import shared_records
+
+    job = Job(ops=("w4a16",), shapes=((28672, 4096),), m=(16, 64, 256), most=4)
+    h100, rows, trials = runner.Target.parse("nvidia/nvidia-h100"), [], []
+    machine = Machine("sm_90a", h100.name, h100.sms, **records.versions())
+    for at, problem in enumerate(job.problems()):
+        usual = runner.candidates(problem, h100, job)
+        other = {"op": "w4a16", "facts": dict(problem.facts), "m": problem.m, "us": 9.0, **records.versions()}
+        rows.append(other | {"program": usual[2].program, "schedule": usual[2].params})
+        for index, us in enumerate((12.0, 9.0, 10.0)[: 3 - (problem.m == 256)]):  # the last problem: record not tried
+            role, it = "search" if index else "heuristic", usual[index]
+            params = tuple(sorted(it.params.items()))
+            trials.append(Trial(problem, it.program, params, machine, "ok", us, 0.01, role=role, uid=f"{at} {index}"))
+    table, database = tmp_path / "other.json", tmp_path / "trials.db"
+    table.write_text(json.dumps({"schema": 1, "gpu": "NVIDIA H200", "sms": 132, "records": rows}))
+    Database(database).add(trials)
+    command = ["--database", str(database), "--table", str(table), "--out", str(tmp_path / "found.json")]
+    assert shared_records.main(command) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["gpu"], found["other"]) == (h100.name, "NVIDIA H200")
+    assert [(row["m"], row["heuristic_us"], row["other_us"], row["us"]) for row in found["rows"]] == [
+        (16, 12.0, 10.0, 9.0),
+        (64, 12.0, 10.0, 9.0),
+    ]
+    assert "M >= 64  1  1.333  1.33  1.111  1.11" in capsys.readouterr().out
+    table.write_text(table.read_text().replace("NVIDIA H200", h100.name))
+    assert shared_records.main(command) == 2  # its own records are no other GPU's
 
 
 SPACES = sorted(recorded.DATA.glob("spaces_*.json"))
