@@ -260,7 +260,8 @@ def build(
     d = sizes()
     m = make_write_macros(target, layout, d, dtype=dtype, page=page, residual=residual, warps=warps)
     store = make_store_macro(m, d, layout, page, residual, pdl, turned.fetch if rotary_dim else m.fetch)
-    min_blocks = max(1, (16 if D <= 128 else 8) // warps)
+    static = "static" in (layout.k.scaling, layout.v.scaling)  # scales of all dimensions lie in registers beside heads
+    min_blocks = max(1, (8 if D > 128 else 12 if static and rotary_dim else 16) // warps)
 
     if rotary_dim:
         NX, P, WIDTH, QR = T.dynamic("nx"), T.dynamic("p"), T.dynamic("width"), T.dynamic("qr")

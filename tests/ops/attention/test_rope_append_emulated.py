@@ -8,10 +8,13 @@ import pytest
 import torch
 from cuda_on_cpu import EARLY, LDMATRIX, CpuKernel, cuda_text
 from emulated_cases import cases
+from terrazzo.lowering.kernels import compile_request
+from terrazzo.lowering.report import KernelReport
 from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.attention import rope_writing, write_program, writing
 from terrazzo.ops.attention.device import CLIPPING, PRIMITIVES
+from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.ops.rope import reference
 from terrazzo.ops.tiles import heads as heads_in_lanes
 from terrazzo.ops.tiles import row_outputs
@@ -108,3 +111,12 @@ def test_new_tokens_are_turned_and_stored(name, tmp_path):
         attention_write_cases.compare(made, wanted)
     else:  # the last bit of a mean may move a code
         assert float((made.pages != wanted.pages).float().mean()) <= 2e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", ["fp8", "int8_static"])
+def test_machine_code_of_static_formats_spills_nothing(fmt):
+    kind = dict(rotary_dim=128, rope="neox", norm="none", numerics="fused", target=Target.parse("sm_90a"))
+    request = rope_writing.request(CacheLayout(fmt, fmt, 128), "float16", 128, 0, **kind)
+    report = KernelReport.read(compile_request(request) / "report.json")
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
