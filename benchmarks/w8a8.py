@@ -31,6 +31,8 @@ FORMATS = {
 }
 """Name in rows -> how a float weight is quantized. Sums of fp8 are promoted each 128 k, those of fp8_fast are not."""
 ROWS = 48  # of y that are compared
+RASTERS = (1, 8)
+"""Of the tiles that are timed as variants: tokens walk together over the rows one block at a time, or eight."""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -38,7 +40,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--m", help="comma-separated numbers of tokens")
     parser.add_argument("--formats", default=",".join(FORMATS), help="comma-separated, of " + ", ".join(FORMATS))
     parser.add_argument("--shapes", help="comma-separated NxK")
-    parser.add_argument("--tiles", type=int, default=0, help="so many of the cheapest tiles are timed as variants")
+    tiles = "so many of the cheapest tiles, or those named as 256x2x1,128x2x2, are timed as variants, in all ways"
+    parser.add_argument("--tiles", default="0", help=tiles)
     parser.add_argument("--budget-ms", type=float, default=10.0, help="GPU time of one measurement")
     parser.add_argument("--out", type=Path, help="file to write; default benchmarks/results/w8a8_<gpu>.json")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
@@ -48,8 +51,11 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         options.m = tuple(int(m) for m in options.m.split(",")) if options.m else MS
         shapes = options.shapes.split(",") if options.shapes else ()
         options.shapes = tuple(tuple(map(int, shape.split("x"))) for shape in shapes) or SHAPES
+        options.tiles = tuple(tuple(map(int, tile.split("x"))) for tile in options.tiles.split(","))
     except ValueError:
-        parser.error("write numbers of tokens as 1,16,256 and shapes as 4096x4096,6144x4096")
+        parser.error("write tokens as 1,16,256, shapes as 4096x4096,6144x4096, tiles as 3 or 256x2x1,128x2x2")
+    if {len(tile) for tile in options.tiles} != {3} and not (len(options.tiles) == len(options.tiles[0]) == 1):
+        parser.error("--tiles: a number, or tokens x warpgroups x row blocks of each")
     options.formats = tuple(options.formats.split(","))
     if not set(options.formats) <= set(FORMATS):
         parser.error(f"--formats {','.join(options.formats)}: must be of {', '.join(FORMATS)}")
@@ -67,8 +73,8 @@ def numerics_of(name: str) -> str:
     return op.numerics_of(FORMATS[name]["codes"], block, zeros, accumulate_of(name))
 
 
-def plans_of(name: str, n: int, k: int, m: int, target: Any, tiles: int) -> dict[str, Any]:
-    """Name of a tile -> its plan: the chosen one first."""
+def plans_of(name: str, n: int, k: int, m: int, target: Any, tiles: tuple = ((0,),)) -> dict[str, Any]:
+    """Name of a tile -> its plan: the chosen one first, then those of `--tiles`."""
     from terrazzo.ops.w4a8.w8a8 import op
     from terrazzo.schedules import linear_spaces
 
@@ -77,13 +83,14 @@ def plans_of(name: str, n: int, k: int, m: int, target: Any, tiles: int) -> dict
     space = linear_spaces.of(op.problem(n, k, numerics, "bfloat16"))
     found = {"chosen": op.plan(m, n, k, **facts)}
     legal = [s for p, s in space.every(target, m) if p == "stream_k" and not space.refusal(p, s, target, m)]
-    best: dict[tuple, Any] = {}
+    best: dict[tuple, list] = {}
     for s in sorted(legal, key=lambda s: space.cost("stream_k", s, target, m)):
-        best.setdefault((s.block_tokens, s.warpgroups, s.row_blocks, s.cluster), s)
-    for s in list(best.values())[:tiles]:
+        best.setdefault((*s.tile, s.cluster), []).append(s)
+    wanted = list(best)[: tiles[0][0]] if len(tiles[0]) == 1 else [it for it in best if it[:3] in tiles]
+    for s in (s for tile in wanted for s in best[tile] if s.raster in RASTERS):
         plan = op.plan(m, n, k, **facts, schedule=s)
         if plan != found["chosen"]:
-            found[f"tile_{s.block_tokens}x{s.warpgroups}x{s.row_blocks}_c{s.cluster}_r{s.raster}"] = plan
+            found[f"tile_{s.block_tokens}x{s.warpgroups}x{s.row_blocks}_c{s.cluster}_r{s.raster}_m{s.multicast}"] = plan
     return found
 
 
@@ -207,7 +214,7 @@ class Layer:
         us = {name: round(timing.us, 3) for name, timing in times.items()}
         found = []
         for name in self.options.formats:
-            plan = plans_of(name, self.n, self.k, m, self.target, 0)["chosen"]
+            plan = plans_of(name, self.n, self.k, m, self.target)["chosen"]
             own = {key.partition(" ")[2]: value for key, value in us.items() if key.startswith(f"{name} ")}
             row = {
                 "op": "w8a8", "format": name, "dtype": "bfloat16", "group": 128 if name == "fp8_block" else self.k,

@@ -118,7 +118,8 @@ class Bytes(Linear):
 
 
 class Direct(Bytes):
-    """Schedules of bytes times bytes, which have no program for small batches."""
+    """Schedules of bytes times bytes, which have no program for small batches; of many tokens also clusters whose CTAs
+    multiply the same rows."""
 
     def __init__(self, problem: Gemm) -> None:
         super().__init__(problem)
@@ -126,6 +127,13 @@ class Direct(Bytes):
 
     def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
         return self.problem.form.program, stream_k.choose(self.problem, target, m)
+
+    def tiles(self, target: Target, m: int, wide: bool) -> Iterator[StreamK]:
+        for s in super().tiles(target, m, wide):
+            yield s
+            same_rows = replace(s, multicast=PAIR)
+            if s.block_tokens >= 128 and m > s.block_tokens and not same_rows.cluster_refusal(self.problem, target):
+                yield same_rows
 
 
 class E4M3(Bytes):

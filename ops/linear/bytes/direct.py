@@ -112,17 +112,26 @@ def consumer_macros(*, block_tokens: int, cta_blocks: int) -> SimpleNamespace:
 
 
 def scale_macros(
-    *, block_tokens: int, cta_blocks: int, row_blocks: Any, unit: Callable[[SimpleNamespace, Any], Any]
-) -> SimpleNamespace:
+    *, block_tokens: int, cta_blocks: int, row_blocks: Any, unit: Callable[[SimpleNamespace, Any], Any],
+    may_be_empty: bool = False,
+) -> SimpleNamespace:  # fmt: skip
     """Macros `fill_tokens(io, c, kb)` and `fill_rows(io, c, kb)`, by one thread each: the scales of a stage, to Ts
-    [stages, tokens] and Ss [stages, 4 * row blocks of a tile]; arguments and `io` as of `stages.fill_macros`."""
+    [stages, tokens] and Ss [stages, 4 * row blocks of a tile]; arguments and `io` as of `stages.fill_macros`.
+    `may_be_empty`: whether a tile may lie behind the last token."""
     import tilelang.language as T
+
+    @T.macro
+    def copy_tokens(io, c, kb, count):
+        T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * 4)
+        bulk(io.Ts[io.ring.stage[0], 0], io.XS[kb, c.first[0]], count * 4, io.full[io.ring.stage[0]])
 
     @T.macro
     def fill_tokens(io, c, kb):
         count = T.min(block_tokens, io.XS.shape[1] - c.first[0])
-        T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * 4)
-        bulk(io.Ts[io.ring.stage[0], 0], io.XS[kb, c.first[0]], count * 4, io.full[io.ring.stage[0]])
+        if not may_be_empty:
+            copy_tokens(io, c, kb, count)
+        elif count > 0:
+            copy_tokens(io, c, kb, count)
 
     @T.macro
     def fill_rows(io, c, kb):
