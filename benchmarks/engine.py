@@ -234,7 +234,7 @@ def shares(events: list[tuple[str, float]], steps: int, most: int = 12) -> dict[
     """Milliseconds of a step in each kernel, of (name, microseconds) of `steps` steps; the longest ones by name."""
     found: dict[str, float] = {}
     for name, spent in events:
-        found[name[:60]] = found.get(name[:60], 0.0) + spent / steps / 1e3
+        found[name[:120]] = found.get(name[:120], 0.0) + spent / steps / 1e3
     ordered = sorted(found.items(), key=lambda pair: -pair[1])
     rest = dict(others=sum(spent for _, spent in ordered[most:])) if len(ordered) > most else {}
     return {name: round(spent, 4) for name, spent in [*ordered[:most], *rest.items()]}

@@ -305,7 +305,8 @@ def engine(result: Mapping[str, Any], source: str) -> str:
         f"ones: milliseconds of an output token after the last prefill, in brackets tokens/s from end to end, then how "
         f"many times as fast ours is, {setting(result, source)}"
     )
-    return text + "\n\n" + report.markdown(("model", "weights", "cache", "requests", "terrazzo", *peers), lines)
+    head = ("model", "weights", "cache", "requests", "terrazzo", *peers)
+    return text + "\n\n" + report.markdown(head, lines) + step_parts(result)
 
 
 def kv_engine(result: Mapping[str, Any], source: str) -> str:
@@ -335,7 +336,42 @@ def kv_engine(result: Mapping[str, Any], source: str) -> str:
     )
     head = ("model", "weights", "requests x prompt", *caches)
     prefills = "Seconds until the last request has its first token, in the same runs:"
-    return "\n\n".join((text, report.markdown(head, lines), prefills, report.markdown(head, firsts)))
+    return "\n\n".join((text, report.markdown(head, lines), prefills, report.markdown(head, firsts))) + step_parts(
+        result
+    )
+
+
+PARTS = {
+    "attention": ("flash", "prepare_varlen", "reshape_and_cache"),
+    "products": ("machete", "marlin", "humming", "GemmUniversal", "quant"),
+    "head": ("nvjet", "gemm", "cublas", "splitK"),
+}
+"""Part of a step -> what names of vLLM's kernels have in them; ours are called main_kernel, the rest is neither."""
+
+
+def part_of(row: Mapping[str, Any], name: str) -> str:
+    """Of a step, that a kernel belongs to."""
+    if name.startswith("main_kernel"):
+        return "products" if row["kernel"] == "terrazzo" else "attention"
+    return next((part for part, words in PARTS.items() if any(word in name for word in words)), "others")
+
+
+def step_parts(result: Mapping[str, Any]) -> str:
+    """Where the step of each row went that was profiled, "" where none was."""
+    lines = []
+    for row in (row for row in result["rows"] if "kernels_ms" in row):
+        spent = dict.fromkeys((*PARTS, "others"), 0.0)
+        for name, each in row["kernels_ms"].items():
+            spent[part_of(row, name)] += each
+        idle = max(0.0, row["step_ms"] - sum(spent.values()))
+        cache = f"{row['kv']}, {'ours' if row.get('attention') == 'terrazzo' else 'vLLM'}"
+        place = (f"`{row['weights']}`", row["kernel"], cache, f"{row['batch']} x {row['prompt']}")
+        lines.append((*place, f"{row['step_ms']:.2f}", *(f"{each:.2f}" for each in spent.values()), f"{idle:.2f}"))
+    if not lines:
+        return ""
+    head = ("weights", "products", "cache", "requests x prompt", "step", *PARTS, "others", "no kernel")
+    said = "Where a step's milliseconds go, by a profiler in a run of its own; the head is the product with all words:"
+    return f"\n\n{said}\n\n{report.markdown(head, lines)}"
 
 
 Table = Callable[[Mapping[str, Any], str], str]

@@ -138,6 +138,19 @@ def test_layers_are_those_that_vllm_makes():
     assert sizes == [(2560, 2048, 2048, 0), (2048, 2048, 4096, 0), (768, 2048, 2048, 128), (2048, 384, 768, 128)]
 
 
+def test_a_table_says_where_a_step_goes():
+    kernels = {"main_kernel": 1.0, "void flash::FlashAttn": 0.5, "nvjet_hsh": 0.25, "triton_red": 0.125}
+    result = dict(rows=[row(), row(step_ms=2.0, kernels_ms=kernels)])
+    cells = [cell.strip() for cell in tables.step_parts(result).splitlines()[-1].split("|")[1:-1]]
+    assert cells == [
+        "`w4a16`", "terrazzo", "auto, vLLM", "1 x 1024", "2.00", "0.50", "1.00", "0.25", "0.12", "0.12",
+    ]  # fmt: skip
+    ours = row(kernel="machete", attention="terrazzo")
+    assert tables.part_of(ours, "main_kernel") == "attention"
+    assert tables.part_of(ours, "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<") == "products"
+    assert tables.step_parts(dict(rows=[row()])) == ""
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "low", "high"),
     [
