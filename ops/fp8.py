@@ -168,7 +168,7 @@ def grouped_requests(
         group_size, scale_dtype, dtype, bias: see `kernel_requests`.
 
     Raises:
-        ArgumentError: a value that no kernel serves, or a target without warpgroup instructions.
+        ArgumentError: a value that no kernel serves.
         TargetError: an unknown target.
     """
     facts = dict(m=m, dtype=dtype, bias=bias, target=target, scale_dtype=scale_dtype)

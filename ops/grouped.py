@@ -284,5 +284,8 @@ def check_bias(bias: torch.Tensor, experts: int, n: int, dtype: torch.dtype | No
 def check_target(target: Target, capability: str) -> None:
     if not target.supports(capability):
         raise ArgumentError(
-            "target", target.arch, "grouped GEMMs need warpgroup instructions (sm_90a)", "call gemm for each expert"
+            "target",
+            target.arch,
+            "grouped GEMMs of W4A8 need warpgroup instructions (sm_90a)",
+            "call gemm for each expert, or use W4A16",
         )

@@ -241,8 +241,9 @@ def _linear(made: Plan, layers: Layers, model: Architecture | None, serving: Ser
     from terrazzo.layouts.instances import get_instance
 
     for kind, names in layers.kinds.items():
-        if kind.experts and (kind.operator == "w4ax" or not serving.target.supports("wgmma.f16")):
-            why = f"experts are one launch in W4A16 and W4A8 on sm_90a only; {serving.target.arch} calls each by itself"
+        grouped = kind.operator in WEIGHT_ONLY or (kind.operator != "w4ax" and serving.target.supports("wgmma.s8"))
+        if kind.experts and not grouped:
+            why = f"experts of {kind.operator} are one launch on sm_90a; {serving.target.arch} calls each by itself"
             made.skipped[names[0]] = why
             continue
         made.requests |= dict.fromkeys(layer_requests(kind, serving, model.top_k if model else 1))

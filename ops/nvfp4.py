@@ -177,7 +177,7 @@ def grouped_requests(
         group_size, dtype, bias: see `kernel_requests`.
 
     Raises:
-        ArgumentError: a value that no kernel serves, or a target without warpgroup instructions.
+        ArgumentError: a value that no kernel serves.
         TargetError: an unknown target.
     """
     facts = dict(m=m, dtype=dtype, bias=bias, target=target)

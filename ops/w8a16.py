@@ -252,7 +252,7 @@ def grouped_requests(
         group_size, symmetric, scale_dtype, dtype, numerics, bias: see `kernel_requests`.
 
     Raises:
-        ArgumentError: a value that no kernel serves, or a target without warpgroup instructions.
+        ArgumentError: a value that no kernel serves.
         TargetError: an unknown target.
     """
     facts = dict(group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype, numerics=numerics)

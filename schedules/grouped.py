@@ -1,4 +1,5 @@
-"""Schedules of grouped GEMMs: stream-K tiles, chosen by what is known before a launch, M and the number of experts."""
+"""Schedules of grouped GEMMs: stream-K tiles or, on mma.sync, a CTA for each tile; chosen by what is known before a
+launch, M and the number of experts."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ from dataclasses import replace
 from math import ceil, erfc
 
 from terrazzo.lowering.targets import Target
-from terrazzo.schedules import stream_k, tile_costs
+from terrazzo.schedules import multistage, stream_k, tile_costs
 from terrazzo.schedules.costs import COSTS
+from terrazzo.schedules.multistage import EXPERTS_TOKENS, Multistage
 from terrazzo.schedules.partition import share_tiles
 from terrazzo.schedules.problem import Gemm
 from terrazzo.schedules.stream_k import StreamK
@@ -15,6 +17,7 @@ from terrazzo.schedules.stream_k import StreamK
 _SHAPES = ((4, 1), (4, 2), (2, 1), (2, 2))
 """Warpgroups, and row blocks of each, of the tiles that were measured."""
 _AGAIN = 0.05  # of a launch's time, for a second and a third tile of an expert, which read its weights again (estimate)
+_WEIGHTS_AS_TOKENS = 24  # of a tile on mma.sync: reading and converting its weights takes as long (estimate)
 _TABLE_BYTES = 8  # of an expert
 
 
@@ -36,6 +39,18 @@ def choose(problem: Gemm, target: Target, m: int) -> StreamK:
     return min(filter(legal, made), key=lambda s: predicted_us(s, problem, target, m))
 
 
+def choose_multistage(problem: Gemm, target: Target, m: int) -> Multistage:
+    """The tile on mma.sync, where a target has no warpgroup instructions."""
+    average = _average(problem, m)
+    cost = lambda tokens: tiles_of_expert(average, tokens) * (tokens + _WEIGHTS_AS_TOKENS)
+    return multistage.choose_for_experts(problem, target, min(EXPERTS_TOKENS, key=cost), _reached(problem, m))
+
+
+def _reached(problem: Gemm, m: int) -> int:
+    """Experts that m tokens can reach, a bucket."""
+    return min(problem.experts, 1 << (m - 1).bit_length())
+
+
 def _average(problem: Gemm, m: int) -> int:
     """The bucket of the average expert's tokens."""
     average = -(-m // problem.experts)
@@ -44,7 +59,7 @@ def _average(problem: Gemm, m: int) -> int:
 
 def predicted_us(schedule: StreamK, problem: Gemm, target: Target, m: int) -> float:
     """Predicted microseconds of m tokens, for as many to each of the experts that they can reach."""
-    average, experts = _average(problem, m), min(problem.experts, 1 << (m - 1).bit_length())
+    average, experts = _average(problem, m), _reached(problem, m)
     each = tiles_of_expert(average, schedule.block_tokens)
     tiles = round(experts * each * -(-problem.row_blocks // schedule.cta_blocks))
     weights = problem.row_blocks * problem.units * problem.unit_bytes

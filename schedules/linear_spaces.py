@@ -228,25 +228,40 @@ class Blocks(Linear):
 
 
 class Grouped(Space):
-    """Schedules of experts for m tokens of all of them together: stream-K tiles over the tiles of all experts."""
+    """Schedules of experts for m tokens of all of them together: stream-K tiles over the tiles of all experts, or a CTA
+    for each tile on mma.sync, which multiplies 16-bit x."""
 
-    programs = {"grouped": StreamK}  # noqa: RUF012  (read only)
     problem: Gemm
 
+    def __init__(self, problem: Gemm) -> None:
+        super().__init__(problem)
+        self.programs = {"grouped": StreamK} | ({"multistage": Multistage} if problem.form.x_16_bit else {})
+
     def fixed(self, program: str) -> dict[str, Any]:
-        return fixed(self.problem)
+        return fixed(self.problem) if program == "grouped" else {}
 
     def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
+        if self._on_warps(target):
+            return "multistage", grouped.choose_multistage(self.problem, target, m)
         return "grouped", grouped.choose(self.problem, target, m)
+
+    def _on_warps(self, target: Target) -> bool:
+        return "multistage" in self.programs and not target.supports(f"wgmma.{self.problem.rate}")
 
     def every(self, target: Target, m: int, wide: bool = False) -> Pairs:
         form, average = self.problem.form, -(-m // self.problem.experts)
+        if self._on_warps(target):
+            tiles = _multistage(self.problem, target, m, multistage.EXPERTS_TOKENS, 2 * average)
+            yield from (("multistage", s) for s in tiles)
+            return
         for tokens, warpgroups, row_blocks, raster in tiles_of(self.problem, 2 * average, wide):
             for stage_k in (64, 128) if form.x_16_bit else (128,):
                 s = StreamK(tokens, warpgroups, row_blocks, 2, stage_k, raster, form=self.problem.form_name)
                 yield from (("grouped", it) for it in rings(grouped.fitted(s, self.problem, target), wide))
 
     def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
+        if program == "multistage":
+            return multistage_refusal(schedule, self.problem, target, m)
         if not target.supports(f"wgmma.{self.problem.rate}"):
             return f"{target.arch} has no warpgroup instructions"
         if self.problem.form_name == "f16 post" and schedule.block_tokens == self.problem.form.widths[-1]:
@@ -258,6 +273,8 @@ class Grouped(Space):
         return tile_refusal(schedule, self.problem, grouped.room(target, self.problem.experts))
 
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
+        if program == "multistage":
+            return _multistage_us(schedule, self.problem, target, m)
         us = grouped.predicted_us(schedule, self.problem, target, m)
         return us + (settle_us(self.problem, target, m) if self.problem.activations == "e4m3" else 0)
 
@@ -289,9 +306,12 @@ def rings(schedule: StreamK, wide: bool) -> Iterator[StreamK]:
         yield from (replace(schedule, stages=stages) for stages in range(schedule.stages - 1, 2, -1))
 
 
-def _multistage(problem: Gemm, target: Target, m: int) -> Iterator[Multistage]:
-    widest = next((t for t in multistage.BLOCK_TOKENS if m <= t), multistage.BLOCK_TOKENS[-1])
-    for tokens in (t for t in multistage.BLOCK_TOKENS if t <= widest):
+def _multistage(
+    problem: Gemm, target: Target, m: int, tiles: tuple[int, ...] = multistage.BLOCK_TOKENS, most: int = 0
+) -> Iterator[Multistage]:
+    """`tiles`: tokens of those to try, the widest of them for `most` tokens of one matrix (0: m)."""
+    widest = next((t for t in tiles if (most or m) <= t), tiles[-1])
+    for tokens in (t for t in tiles if t <= widest):
         for warps, token_warps in ((4, 1), (8, 1), (8, 2)):
             for row_blocks in (1, 2):
                 for stages in (2, 3, 4):

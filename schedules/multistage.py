@@ -8,6 +8,8 @@ from terrazzo.lowering.targets import Target
 from terrazzo.schedules.problem import Gemm
 
 BLOCK_TOKENS = (32, 64, 128)
+EXPERTS_TOKENS = (16, *BLOCK_TOKENS)
+"""Experts have no program for small batches; products of 16 tokens cost as much as reading the weights."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,11 @@ class Multistage:
         return self.stages * self.stage_bytes(problem) + max(0, staged - x) + fixed
 
     def tiles(self, problem: Gemm, m: int) -> int:
-        return -(-m // self.block_tokens) * -(-problem.row_blocks * 64 // self.rows)
+        """CTAs that do not share k; with experts, as many as m tokens may take."""
+        blocks = -(-m // self.block_tokens)
+        if problem.experts:
+            blocks = min(m, (m + problem.experts * (self.block_tokens - 1)) // self.block_tokens)
+        return blocks * -(-problem.row_blocks * 64 // self.rows)
 
     def params(self) -> dict[str, int]:
         """Arguments of the program's `build`."""
@@ -56,6 +62,17 @@ def choose(problem: Gemm, target: Target, m: int) -> Multistage:
     schedule, waves = made(problem, target, m, tokens)
     # the kernel serves a bucket: its split depends on the bucket's widest M, not on m
     kc = waves * target.sms // schedule.tiles(problem, tokens) if m <= 128 else 1
+    return replace(schedule, kc=max(1, min(8, kc, problem.units)))
+
+
+def choose_for_experts(problem: Gemm, target: Target, tokens: int, reached: int) -> Multistage:
+    """Tile of so many tokens, one of EXPERTS_TOKENS; k split so that the tiles of `reached` experts fill the SMs
+    twice."""
+    if tokens == 128:
+        return _of_16_bit(problem, target, 129, tokens)[0]
+    schedule, waves = _of_16_bit(problem, target, tokens, max(tokens, BLOCK_TOKENS[0]))
+    schedule = replace(schedule, block_tokens=tokens)
+    kc = waves * target.sms // (reached * -(-problem.row_blocks * 64 // schedule.rows))
     return replace(schedule, kc=max(1, min(8, kc, problem.units)))
 
 

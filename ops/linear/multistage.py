@@ -13,6 +13,9 @@ complete.
 Numerics (specs.md B.3): `exact` and `fused` scale the operand; `post` multiplies the integers q - z and applies the
 scale to f32 sums, once per group. With kc > 1 the CTAs of a tile share k; the last to arrive sums the kc partial tiles
 in a fixed order, so the result has the same bits in every run.
+
+With experts, whose tokens lie one after the other, a token block belongs to one expert. The grid has as many CTAs as
+there may be tiles; each finds its expert by itself, and one past the last tile stores nothing.
 """
 
 from types import SimpleNamespace
@@ -68,10 +71,12 @@ def shared_bytes(
     return shape.x_bytes(stages) + stages * shape.blocks * of_block + flag
 
 
-def copy_macros(op: Operand, shape: Tile, xs: SimpleNamespace, *, all_blocks: int, k: int, M: Any) -> SimpleNamespace:
+def copy_macros(
+    op: Operand, shape: Tile, xs: SimpleNamespace, *, all_blocks: int, k: int, experts: int
+) -> SimpleNamespace:
     """Macro `issue`: the copies of a stage, of a weight of `all_blocks` row blocks of 64 and of X [M, k].
 
-    xs: of `mma_tiles.x_macros`.
+    xs: of `mma_tiles.x_macros`. experts: whose matrices follow each other in W and P; 0: one matrix.
     """
     import tilelang.language as T
 
@@ -79,6 +84,8 @@ def copy_macros(op: Operand, shape: Tile, xs: SimpleNamespace, *, all_blocks: in
     rec, ig, parts = op.record_bytes, op.groups_per(64), op.format.blocks(64)
     block_words, copies = parts * BLOCK_WORDS, rec // 16
     copy_x = "tz_copy_ragged" if k % 8 else "tz_cp_async"  # rows of X that are not aligned to 16 bytes, or are
+    kp = -(-k // UNIT_K) * UNIT_K
+    first = lambda c, count: c.expert[0] * count if experts else 0  # of the expert's blocks, of its records
 
     def block_at(c, b):
         """Block of 64 rows `b` of the CTA; past the end the last one again, for rows that are not stored."""
@@ -86,16 +93,16 @@ def copy_macros(op: Operand, shape: Tile, xs: SimpleNamespace, *, all_blocks: in
         return block if all_blocks % blocks == 0 else T.min(block, all_blocks - 1)
 
     @T.macro
-    def issue(X, W, P, Xs, Ws, Ps, c, kb, slot, params, tx):
-        """Copies of the 64 k that start at 64 * kb; rows >= M and columns >= k of X become zero."""
-        xs.issue(X, Xs, copy_x, c.tokens[0], kb, slot, tx, M)
+    def issue(X, W, P, Xs, Ws, Ps, c, kb, slot, params, tx, end):
+        """Copies of the 64 k that start at 64 * kb; rows >= end and columns >= k of X become zero."""
+        xs.issue(X, Xs, copy_x, c.tokens[0], kb, slot, tx, end)
         for b in T.unroll(parts):
             for e in T.unroll(-(-blocks * 128 // threads)):
                 at = e * threads + tx
                 if at < blocks * 128:
                     cp_async(
                         Ws[slot * (blocks * block_words) + b * (blocks * BLOCK_WORDS) + at * 4],
-                        W[kb * parts + b, block_at(c, at // 128), at % 128 * 4],
+                        W[first(c, op.format.blocks(kp)) + kb * parts + b, block_at(c, at // 128), at % 128 * 4],
                     )
         if op.has_groups and params:
             for e in T.unroll(-(-ig * blocks * copies // threads)):
@@ -104,7 +111,7 @@ def copy_macros(op: Operand, shape: Tile, xs: SimpleNamespace, *, all_blocks: in
                 if at < ig * blocks * copies:
                     cp_async(
                         Ps[slot * (ig * blocks * rec) + at * 16],
-                        P[record, block_at(c, at // copies % blocks), at % copies * 16],
+                        P[first(c, op.records(kp)) + record, block_at(c, at // copies % blocks), at % copies * 16],
                     )
 
     return SimpleNamespace(issue=issue)
@@ -210,29 +217,31 @@ def sum_macros(op: Operand, shape: Tile) -> SimpleNamespace:
     return SimpleNamespace(clear=clear, multiply=multiply, add_scaled=add_scaled, scale=scale)
 
 
-def store_macros(op: Operand, shape: Tile, *, n: int, k_padded: int, bias: bool) -> SimpleNamespace:
+def store_macros(op: Operand, shape: Tile, *, n: int, k_padded: int, bias: bool, experts: int) -> SimpleNamespace:
     """Macro `store`: from sums to rows of Y [M, n]."""
     import tilelang.language as T
 
     rb, pairs, blocks, pitch = shape.row_blocks, shape.pairs, shape.blocks, shape.out_pitch
     fmt, bf16 = op.format, op.dtype == "bfloat16"
     factors, out = factor_macros(op, n, k_padded), mma_tiles.out_macros(shape, n=n, vec=1)
+    first = lambda c, count: c.expert[0] * count if experts else 0
 
     @T.macro
-    def store(Y, B, P, M, Xs, acc, o, bb, c, warp, tile, column, lane):
+    def store(Y, B, P, end, Xs, acc, o, bb, c, warp, tile, column, lane):
         """Bias, then 16 tokens at a time: transposed in registers, staged by the warp, written 16 bytes a lane."""
         row0 = c.rows[0] * (blocks * 64) + tile * 16
         stage = warp * (16 * pitch)
         if fmt.row_factors:
             for m in T.unroll(rb):
                 for e in T.unroll(2):
-                    factors.load(P, bb, e, row0 + m * 16 + e * 8 + lane // 4)
+                    factors.load(P, bb, e, row0 + m * 16 + e * 8 + lane // 4, first(c, op.records(k_padded)))
                 for i in T.unroll(pairs * 8):
                     acc[m * pairs * 8 + i] = acc[m * pairs * 8 + i] * bb[i % 4 // 2]
         if bias:
             for m in T.unroll(rb):
                 for e in T.unroll(2):
-                    bb[e] = T.cast(B[T.min(row0 + m * 16 + e * 8 + lane // 4, n - 1)], "float32")
+                    row = T.min(row0 + m * 16 + e * 8 + lane // 4, n - 1)
+                    bb[e] = T.cast(B[first(c, n) + row], "float32")
                 for i in T.unroll(pairs * 8):
                     acc[m * pairs * 8 + i] = acc[m * pairs * 8 + i] + bb[i % 4 // 2]
         for p in T.unroll(pairs):
@@ -243,7 +252,7 @@ def store_macros(op: Operand, shape: Tile, *, n: int, k_padded: int, bias: bool)
                     o[0] = pack2(acc[at], acc[at + 1], bf16=bf16)
                     out.stage(Xs, o, stage, m, i, lane)
             syncwarp()
-            out.write(Y, Xs, stage, c.tokens[0] + column * shape.tokens + p * 16, row0, M, lane)
+            out.write(Y, Xs, stage, c.tokens[0] + column * shape.tokens + p * 16, row0, end, lane)
 
     return SimpleNamespace(store=store)
 
@@ -266,15 +275,21 @@ def build(
     token_warps: int = 1,
     kc: int = 1,
     raster: int = 8,
+    experts: int = 0,
     weight: str = "u4",
 ):
-    """The prim_func `main(X, W, P, B, WS, SEM, Y)` for any M.
+    """The prim_func `main(X, W, P, B, WS, SEM, Y)` for any M; with E = `experts`, int32 [E + 1] comes last.
 
     Shapes: X [M, k] and Y [M, n] in `dtype`; W int32 [Kp/KB, Np/64, 512], blocks of KB k of the format `weight`; P
     uint8 [G, Np/64, R]; B [n] in `dtype` (one element without a bias). With kc > 1, WS f32
     [tiles, kc, A/4, 32 * warps, 4] with A = row_blocks * block_tokens /
     token_warps / 2, and SEM int32 [tiles], zero before the first launch and after each one, where tiles is
     ceil(M / block_tokens) * ceil(Np / rows of a CTA) or more; with kc = 1 they are unused, [1, 1, 1, 1, 4] and [1].
+
+    With experts, W, P and B hold one matrix after the other: [E * Kp/KB, Np/64, 512], [E * G, Np/64, R], [E * n];
+    expert e owns the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not
+    written. There are min(M, (M + E * (block_tokens - 1)) / block_tokens) token blocks in the place of
+    ceil(M / block_tokens).
 
     Args:
         target: a Target whose shared memory the ring must fit in, or None.
@@ -294,14 +309,14 @@ def build(
     config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, token_warps=token_warps)
     shape, need = Tile(**config), shared_bytes(op, **config, stages=stages, kc=kc)
     shape.check(stages=stages, kc=kc, units=units, most=128 if grouped else 256, need=need, target=target)
-    return program(op, shape, n=n, k=k, bias=bias, stages=stages, kc=kc, raster=raster)
+    return program(op, shape, n=n, k=k, bias=bias, stages=stages, kc=kc, raster=raster, experts=experts)
 
 
-def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int, kc: int, raster: int):
+def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int, kc: int, raster: int, experts: int):
     """The prim_func of `build` for legal values."""
     import tilelang.language as T
 
-    fmt, group, dtype, bm, rb = op.format, op.group, op.dtype, shape.block_tokens, shape.row_blocks
+    fmt, group, dtype, rb = op.format, op.group, op.dtype, shape.row_blocks
     np_, units = -(-n // BLOCK_ROWS) * BLOCK_ROWS, -(-k // UNIT_K)
     kp = units * UNIT_K
     grouped = op.scales_sums and group > 0
@@ -310,28 +325,25 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int
     ig, parts = op.groups_per(64), fmt.blocks(64)  # of a stage: groups, packed blocks of 64 rows
     run = 4 // ig  # passes of a stage with the same parameters
     M, TILES = T.dynamic("m"), T.dynamic("tiles")
-    tiles = mma_tiles.place_macros(shape, row_tiles=row_tiles, raster=raster)
+    tiles = mma_tiles.place_macros(shape, row_tiles=row_tiles, raster=raster, experts=experts)
     xs = mma_tiles.x_macros(shape, k=k, stage_k=64)
     partial = mma_tiles.partial_macros(shape, kc=kc, dtype="float32")
-    copies = copy_macros(op, shape, xs, all_blocks=all_blocks, k=k, M=M)
+    copies = copy_macros(op, shape, xs, all_blocks=all_blocks, k=k, experts=experts)
     operands, sums = operand_macros(op, shape), sum_macros(op, shape)
-    out = store_macros(op, shape, n=n, k_padded=kp, bias=bias)
+    out = store_macros(op, shape, n=n, k_padded=kp, bias=bias, experts=experts)
     source = prelude(
         "cp_async", "lds", "ldmatrix", "pack", "semaphore",
-        extra=(mma_tiles.SOURCE, _SOURCE, op.scaling_converter.device_source),
+        extra=(
+            mma_tiles.SOURCE, _SOURCE, op.scaling_converter.device_source,
+            *([mma_tiles.EXPERTS_SOURCE] if experts else []),
+        ),
     )  # fmt: skip
+    matrices, token_blocks = max(experts, 1), tiles.token_blocks(M)
+    end = lambda c: c.end[0] if experts else M
 
-    @T.prim_func
-    def main(
-        X: T.Tensor((M, k), dtype),
-        W: T.Tensor((fmt.blocks(kp), all_blocks, BLOCK_WORDS), "int32"),
-        P: T.Tensor((op.records(kp), all_blocks, op.record_bytes), "uint8"),
-        B: T.Tensor((n if bias else 1,), dtype),
-        WS: T.Tensor((TILES, kc, nacc // 4, shape.threads, 4) if kc > 1 else (1, 1, 1, 1, 4), "float32"),
-        SEM: T.Tensor((TILES,) if kc > 1 else (1,), "int32"),
-        Y: T.Tensor((M, n), dtype),
-    ):
-        with T.Kernel(T.ceildiv(M, bm) * row_tiles, kc, threads=shape.threads, prelude=source) as (bx, bz):
+    @T.macro
+    def compute(X, W, P, B, WS, SEM, Y, offsets):
+        with T.Kernel(token_blocks * row_tiles, kc, threads=shape.threads, prelude=source) as (bx, bz):
             Xs = T.alloc_shared((shape.x_bytes(stages) // 2,), dtype)
             Ws = T.alloc_shared((stages * blocks * parts * BLOCK_WORDS,), "int32")
             Ps = T.alloc_shared((max(stages * ig * blocks * op.group_bytes, 16),), "uint8")
@@ -347,20 +359,22 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int
             acc = T.alloc_local((nacc,), "float32")
             part = T.alloc_local((nacc if grouped else 1,), "float32")
             d = part if grouped else acc
-            c = scalars("tokens", "rows", "count", "slot", "free")
+            c = scalars("tokens", "rows", "count", "slot", "free", *(["expert", "end"] if experts else []))
             tx = T.get_thread_binding()
             lane = tx % 32
             warp = tx // 32
             tile = warp % shape.row_warps * rb
             column = warp // shape.row_warps
-            tiles.place(c, bx, M)
+            tiles.place(c, bx, offsets, M)
             k0 = bz * units // kc
             kn = (bz + 1) * units // kc - k0
+            if experts:
+                kn = T.if_then_else(c.end[0] > 0, kn, 0)
 
             for p in T.unroll(stages):
                 if p < kn * 2:
                     params = p == 0 if group == 0 else group != 128 or p % 2 == 0
-                    copies.issue(X, W, P, Xs, Ws, Ps, c, k0 * 2 + p, p, params, tx)
+                    copies.issue(X, W, P, Xs, Ws, Ps, c, k0 * 2 + p, p, params, tx, end(c))
                 cp_commit()
             for i in T.unroll(nacc):
                 acc[i] = 0.0
@@ -388,7 +402,7 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int
                             if unit * 2 + h + stages < kn * 2:
                                 copies.issue(
                                     X, W, P, Xs, Ws, Ps, c, (k0 + unit) * 2 + h + stages, c.free[0],
-                                    group != 0 and (group != 128 or (h + stages) % 2 == 0), tx,
+                                    group != 0 and (group != 128 or (h + stages) % 2 == 0), tx, end(c),
                                 )  # fmt: skip
                             cp_commit()
                             operands.load_words(Ws, w, c.slot[0], tile, lane)
@@ -418,8 +432,38 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int
                 partial.leave(WS, acc, bx, bz, tx)
                 if last_arrival(SEM[bx], kc):
                     partial.gather(WS, acc, bx, tx)
-                    out.store(Y, B, P, M, Xs, acc, o, bb, c, warp, tile, column, lane)
+                    out.store(Y, B, P, end(c), Xs, acc, o, bb, c, warp, tile, column, lane)
             else:
-                out.store(Y, B, P, M, Xs, acc, o, bb, c, warp, tile, column, lane)
+                out.store(Y, B, P, end(c), Xs, acc, o, bb, c, warp, tile, column, lane)
+
+    tensors = (
+        T.Tensor((M, k), dtype),
+        T.Tensor((matrices * fmt.blocks(kp), all_blocks, BLOCK_WORDS), "int32"),
+        T.Tensor((matrices * op.records(kp), all_blocks, op.record_bytes), "uint8"),
+        T.Tensor((matrices * n if bias else 1,), dtype),
+        T.Tensor((TILES, kc, nacc // 4, shape.threads, 4) if kc > 1 else (1, 1, 1, 1, 4), "float32"),
+        T.Tensor((TILES,) if kc > 1 else (1,), "int32"),
+        T.Tensor((M, n), dtype),
+    )
+    return _main(compute, tensors, experts)
+
+
+def _main(compute: Any, tensors: tuple, experts: int) -> Any:
+    """The prim_func "main" that runs the macro; dense weights have no offsets of experts."""
+    import tilelang.language as T
+
+    x, w, p, b, ws, sem, y = tensors
+
+    if experts:
+
+        @T.prim_func
+        def main(X: x, W: w, P: p, B: b, WS: ws, SEM: sem, Y: y, offsets: T.Tensor((experts + 1,), "int32")):
+            compute(X, W, P, B, WS, SEM, Y, offsets)
+
+        return main
+
+    @T.prim_func
+    def main(X: x, W: w, P: p, B: b, WS: ws, SEM: sem, Y: y):
+        compute(X, W, P, B, WS, SEM, Y, None)
 
     return main

@@ -142,23 +142,76 @@ def sts32(to: Any, word: Any) -> Any:
     return T.call_extern("handle", "tz_sts32", address(to, "w", 4), word)
 
 
-def place_macros(tile: Tile, *, row_tiles: int, raster: int) -> SimpleNamespace:
-    """Macro `place`: c.tokens, the first token, and c.rows, the row tile, of CTA `at`; c.count is scratch.
+EXPERTS_SOURCE = """\
+// what expert owns token block `at` of all: found = its number, the blocks before its first one, how many it has, and
+// its tokens [3] .. [4] - 1, kept inside 0..m; behind the last block, one without tokens. By a whole warp
+template <int E>
+__device__ __forceinline__ void tz_expert_at(void *found_, const void *offsets_, int m, int block, int at) {
+  int *found = (int *)found_, lane = threadIdx.x % 32, before = 0;
+  const int *offsets = (const int *)offsets_;
+  found[0] = 0; found[1] = at; found[2] = 1; found[3] = 0; found[4] = 0;
+#pragma unroll 1
+  for (int base = 0; base < E; base += 32) {
+    int e = base + lane, lo = min(max(offsets[min(e, E)], 0), m), hi = min(max(offsets[min(e + 1, E)], 0), m);
+    int own = (max(hi - lo, 0) + block - 1) / block, sum = own;
+    for (int d = 1; d < 32; d *= 2) { int v = __shfl_up_sync(~0u, sum, d); if (lane >= d) sum += v; }
+    int lane_of = __popc(__ballot_sync(~0u, before + sum <= at));  // lanes whose blocks end before this one
+    if (lane_of < 32) {
+      found[0] = base + lane_of;
+      found[1] = before + __shfl_sync(~0u, sum - own, lane_of);
+      found[2] = __shfl_sync(~0u, own, lane_of);
+      found[3] = __shfl_sync(~0u, lo, lane_of);
+      found[4] = __shfl_sync(~0u, hi, lane_of);
+      break;
+    }
+    before += __shfl_sync(~0u, sum, 31);
+  }
+}
+"""
+"""Why not TileLang: a scan and a search by warp votes."""
 
-    Groups of `raster` token blocks walk over the rows together, so that both operands stay in L2.
+
+def place_macros(tile: Tile, *, row_tiles: int, raster: int, experts: int = 0) -> SimpleNamespace:
+    """Macro `place`: c.tokens, the first token, and c.rows, the row tile, of CTA `at`; c.count is scratch. With
+    experts, whose tokens `offsets` [experts + 1] tell, also c.expert and c.end, the token behind its last one; 0
+    where the CTA has no tile. Function `token_blocks`: those of m tokens or, with experts, at most.
+
+    Groups of `raster` token blocks, of one expert, walk over the rows together, so that both operands stay in L2.
     """
     import tilelang.language as T
 
+    bm = tile.block_tokens
+
     @T.macro
-    def place(c, at, m):
+    def place(c, at, offsets, m):
         """CTA `at` of those for m tokens."""
         c.tokens[0] = T.truncdiv(at, raster * row_tiles) * raster
         c.rows[0] = T.truncmod(at, raster * row_tiles)
-        c.count[0] = T.min(T.ceildiv(m, tile.block_tokens) - c.tokens[0], raster)
-        c.tokens[0] = (c.tokens[0] + T.truncmod(c.rows[0], c.count[0])) * tile.block_tokens
+        c.count[0] = T.min(T.ceildiv(m, bm) - c.tokens[0], raster)
+        c.tokens[0] = (c.tokens[0] + T.truncmod(c.rows[0], c.count[0])) * bm
         c.rows[0] = T.truncdiv(c.rows[0], c.count[0])
 
-    return SimpleNamespace(place=place)
+    @T.macro
+    def place_of_expert(c, at, offsets, m):
+        """CTA `at` of those for the experts' m tokens."""
+        found = T.alloc_local((5,), "int32")
+        T.call_extern(
+            "handle", f"tz_expert_at<{experts}>", T.access_ptr(found[0], "w", 5),
+            T.access_ptr(offsets[0], "r", experts + 1), m, bm, T.truncdiv(at, row_tiles),
+        )  # fmt: skip
+        c.expert[0] = found[0]
+        c.end[0] = found[4]
+        c.rows[0] = at - found[1] * row_tiles
+        c.tokens[0] = T.truncdiv(c.rows[0], raster * row_tiles) * raster
+        c.rows[0] = T.truncmod(c.rows[0], raster * row_tiles)
+        c.count[0] = T.min(found[2] - c.tokens[0], raster)
+        c.tokens[0] = found[3] + (c.tokens[0] + T.truncmod(c.rows[0], c.count[0])) * bm
+        c.rows[0] = T.truncdiv(c.rows[0], c.count[0])
+
+    def token_blocks(m: Any) -> Any:
+        return T.min(m, T.truncdiv(m + experts * (bm - 1), bm)) if experts else T.ceildiv(m, bm)
+
+    return SimpleNamespace(place=place_of_expert if experts else place, token_blocks=token_blocks)
 
 
 def x_macros(tile: Tile, *, k: int, stage_k: int) -> SimpleNamespace:

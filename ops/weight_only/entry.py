@@ -81,8 +81,9 @@ def grouped_gemm(
 ) -> Array:
     """y[i] = x[i] w[e]^T + bias[e] for the rows i of expert e, offsets[e] <= i < offsets[e + 1]; on the current stream.
 
-    One launch of one CTA for each SM, whatever the offsets hold: the tiles are partitioned on the device, empty experts
-    cost nothing, and nothing waits for the GPU. The same bits in every run.
+    One launch, whatever the offsets hold: the tiles are found on the device, empty experts cost nothing, and nothing
+    waits for the GPU. With warpgroup instructions (sm_90a) it has one CTA for each SM, else one for each tile that
+    there may be. The same bits in every run.
 
     Args:
         x: float16 or bfloat16 [M, K], tokens sorted by expert (`ops.moe.sort_by_expert`).
@@ -94,7 +95,7 @@ def grouped_gemm(
         numerics: see `gemm`; "auto" is exact, or post where the scales are not in x's dtype.
 
     Raises:
-        ArgumentError: an operand that does not fit, or a GPU without warpgroup instructions.
+        ArgumentError: an operand that does not fit.
         LayoutMismatchError, TargetError, CaptureError, ToolchainError, CompileError: see `gemm`.
     """
     grouped.check_kind(w, WeightOnly, FAMILIES)

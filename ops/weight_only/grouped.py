@@ -1,4 +1,5 @@
-"""Grouped GEMM: the tokens of many experts, each with a weight of its own, in one persistent kernel."""
+"""Grouped GEMM: the tokens of many experts, each with a weight of its own, in one kernel: a persistent one on wgmma,
+elsewhere a CTA for each tile on mma.sync."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from terrazzo.ops import derived, grouped, launching, weights
 from terrazzo.ops.formats.weight import get_weight_format
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.launching import Plan
-from terrazzo.ops.linear import stream_k as program
+from terrazzo.ops.linear import multistage as multistage_program
+from terrazzo.ops.linear import stream_k as stream_k_program
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.weight_only import op
 from terrazzo.ops.weight_only.packed import facts_of
-from terrazzo.schedules import linear_spaces, records, spaces
+from terrazzo.schedules import linear_spaces, multistage, records, spaces
 
 if TYPE_CHECKING:
     import torch
@@ -35,29 +37,29 @@ def plan(
     bias: bool,
     numerics: str,
     target: Target,
+    device: Target | None = None,
     weight: str = "u4",
 ) -> Plan:
-    """Kernel and launch sizes for m >= 1 tokens of all experts together."""
+    """Kernel and launch sizes for m >= 1 tokens of all experts together. `device`: see `op.plan`."""
     form = get_weight_format(weight)
     _check_request(n, k, experts, group_size, weight)
     op.check_numerics(numerics, weight)
-    grouped.check_target(target, "wgmma.f16")
     group, k8 = op.group_of(group_size, k, weight), -(-k // 8) * 8
     numerics = form.choose_numerics(scale_dtype, dtype, False) if numerics == "auto" else numerics
     operand = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
-    space = linear_spaces.of(op.problem_of(operand, n, k8, experts))
+    problem = op.problem_of(operand, n, k8, experts)
+    space = linear_spaces.of(problem)
     facts = tuning_facts(n, k, experts, group_size, symmetric, scale_dtype, dtype, numerics, weight)
-    _, s = spaces.choose(space, f"{form.operator}_grouped", facts, target, m)
+    name, s = spaces.choose(space, f"{form.operator}_grouped", facts, target, m, device)
     common = dict(n=n, k=k8, group=group, symmetric=symmetric, scale_dtype=scale_dtype, dtype=dtype, bias=bias)
     common |= {} if weight == "u4" else {"weight": weight}
     params = common | s.params() | {"numerics": numerics, "experts": experts}
-    entry = f"{program.__name__}:build"
-    return Plan(
-        KernelRequest(f"{form.operator}.grouped", entry, tuple(params.items()), target, program.PASS_CONFIGS),
-        (target.sms, s.cta_blocks, s.block_tokens // 8, 128, 4),
-        (target.sms, s.flags),
-        (),
-    )
+    program = multistage_program if name == "multistage" else stream_k_program
+    facts = (f"{program.__name__}:build", tuple(params.items()), target, program.PASS_CONFIGS)
+    request = KernelRequest(f"{form.operator}.grouped", *facts, launching.ptx_flags(target, device))
+    if name == "multistage":
+        return Plan(request, *multistage.launch_sizes(s, problem, m), ())
+    return Plan(request, (target.sms, s.cta_blocks, s.block_tokens // 8, 128, 4), (target.sms, s.flags), ())
 
 
 def tuning_facts(
@@ -107,7 +109,7 @@ def grouped_requests(
         numerics: see `grouped_gemm`. bias: whether one is added. weight: name of the format.
 
     Raises:
-        ArgumentError: a value that no kernel serves, or a target without warpgroup instructions.
+        ArgumentError: a value that no kernel serves.
         TargetError: an unknown target.
     """
     _check_request(n, k, experts, group_size, weight)
@@ -122,6 +124,25 @@ def grouped_requests(
     return launching.requests_of(
         plan(t, n, k, experts, **facts, numerics=numerics, bias=bias, target=at) for t in tokens
     )
+
+
+def weight_requests(
+    w: GroupedWeight, m: int | tuple[int, ...], dtype: str, numerics: str = "auto", bias: bool | None = None
+) -> list[KernelRequest]:
+    """The kernels that `grouped_gemm` will use for `w` and these M on the current GPU, to compile them up front.
+
+    Args:
+        m: tokens of all experts together. dtype: of x, "float16" or "bfloat16". numerics: see `grouped_gemm`.
+        bias: whether one is added; None: w's own.
+
+    Raises:
+        ArgumentError: w on no GPU, or m, dtype or numerics that no kernel serves.
+        TargetError: w was packed for another GPU.
+    """
+    target, device = launching.targets(w.stacked.target, w.device)
+    facts = facts_of(w.stacked) | dict(dtype=dtype, numerics=numerics, target=target, device=device)
+    facts |= dict(bias=w.stacked.bias is not None if bias is None else bias)
+    return launching.requests_of(plan(t, w.n, w.k, len(w), **facts) for t in launching.tokens_of(m))
 
 
 def run(
@@ -184,8 +205,8 @@ def _prepare(key: tuple, x: torch.Tensor) -> tuple:
     dtype = weights.dtype_name(x)
     if m == 0:
         return ()
-    target, _ = launching.targets(packed_for, device)
-    facts = dict(format) | dict(dtype=dtype, numerics=numerics, bias=not no_bias, target=target)
+    target, runs_on = launching.targets(packed_for, device)
+    facts = dict(format) | dict(dtype=dtype, numerics=numerics, bias=not no_bias, target=target, device=runs_on)
     chosen = plan(m, n, k, experts, **facts)
     kernel, workspace, semaphores, _ = launching.ready(chosen, m, device, stream, f"{chosen.request.name}_gemm")
     found = _launchers[key] = (kernel, workspace, semaphores, *launching.stand_ins(device, x.dtype))

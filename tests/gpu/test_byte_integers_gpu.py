@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from oracles import DEVICE, KINDS, TARGET, Case, Spec, canonical, check, run_all
+from terrazzo.lowering.targets import Target
 from terrazzo.ops import w8a16
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4a16 import reference
+from terrazzo.ops.weight_only import grouped
 
 BF16, F32 = "bfloat16", "float32"
 SPECS = (
@@ -46,9 +48,16 @@ class Experts:
         return Spec(256, 512, group, symmetric=self.symmetric, dtype=BF16, weight="u8")
 
     def requests(self) -> list:
+        if TARGET is not None:
+            return grouped.weight_requests(self.made()[1], self.m, BF16)
         spec = self.spec
         facts = dict(group_size=64 if spec.group > 0 else spec.k, symmetric=spec.symmetric, m=self.m)
-        return w8a16.grouped_requests(spec.n, spec.k, 4, scale_dtype=BF16, dtype=BF16, **facts)
+        return w8a16.grouped_requests(spec.n, spec.k, 4, scale_dtype=BF16, dtype=BF16, target=Target.detect(), **facts)
+
+    def made(self) -> tuple[list, GroupedWeight]:
+        """Canonical weights of four experts, and their stack."""
+        experts = [canonical(self.spec, False, seed) for seed in range(4)]
+        return experts, GroupedWeight.stack([one.pack(target=TARGET) for one in experts])
 
 
 @pytest.mark.usefixtures("compiled")
@@ -59,14 +68,12 @@ def test_products_are_those_of_the_oracles(cases):
     run_all(check, cases)
 
 
-@pytest.mark.skipif(TARGET is not None, reason="experts need warpgroup instructions")
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("cases", [(Experts(True),), (Experts(False),)], ids=("symmetric", "zeros"))
 def test_experts(cases):
     (case,) = cases
     spec, m = case.spec, case.m
-    experts = [canonical(spec, False, seed) for seed in range(4)]
-    w = GroupedWeight.stack([one.pack() for one in experts])
+    experts, w = case.made()
     x = torch.randn(m, spec.k, generator=torch.Generator().manual_seed(m)).to(DEVICE, torch.bfloat16)
     offsets = torch.tensor([0, 5, 5, m - 9, m], dtype=torch.int32, device=DEVICE)
     outs = [torch.full((m, spec.n), float("nan"), dtype=x.dtype, device=DEVICE) for _ in range(2)]

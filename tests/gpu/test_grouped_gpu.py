@@ -2,6 +2,7 @@
 and small integers; W4A16 and random data on e4m3 stay inside the error bound.
 
 Outputs start as NaN (int32: garbage); rows of no expert must keep it, and a second run must give the same bits.
+With TERRAZZO_TEST_TARGET=sm_80 W4A16 is packed for that target, and its kernels on mma.sync run through PTX.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from functools import lru_cache
 
 import pytest
 import torch
+from oracles import TARGET
 from terrazzo.lowering.errors import ArgumentError
+from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching, moe, w4a8, w4a16
 from terrazzo.ops.w4a8 import activations, fp8, fp8_reference
 from terrazzo.ops.w4a8 import reference as w4a8_reference
 from terrazzo.ops.w4a16 import reference as w4a16_reference
+from terrazzo.ops.weight_only import grouped as weight_only_grouped
 
 pytestmark = pytest.mark.usefixtures("hopper", "nothing_compiles")
 DEVICE = "cuda"
@@ -23,9 +27,11 @@ LAUNCHES = 3
 
 
 @pytest.fixture(autouse=True)
-def hopper(gpu):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an sm_90 GPU")
+def hopper(gpu, request):
+    cases = getattr(request.node, "callspec", None) and request.node.callspec.params.get("cases")
+    any_gpu = cases and all(isinstance(case, Case) and case.spec.op == "w4a16" for case in cases)
+    if torch.cuda.get_device_capability() != (9, 0) and not any_gpu:
+        pytest.skip("experts of 8-bit x need an sm_90 GPU")
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,8 @@ class Spec:
         rng = torch.Generator().manual_seed(self.n + self.k + self.experts)
         make, family = {"w4a8": (_w4a8, w4a8), "w4a8_fp8": (_fp8, fp8), "w4a16": (_w4a16, w4a16)}[self.op]
         made = [make(self, rng) for _ in range(self.experts)]
-        return made, family.GroupedWeight.stack([w.pack() for w in made])
+        target = TARGET if self.op == "w4a16" else None
+        return made, family.GroupedWeight.stack([w.pack(target=target) for w in made])
 
 
 def _w4a8(spec: Spec, rng: torch.Generator):
@@ -137,9 +144,11 @@ class Case:
             codes, option = ("e4m3", "e4m3") if s.op == "w4a8_fp8" else ("int8", self.option)
             own = w4a8.grouped_requests(s.n, s.k, s.experts, out_dtype=self.out, dequantization=option, **facts)
             return [*own, *(quantizer(m, s.k, self.dtype, codes) for m in rows)]
+        if TARGET:
+            return weight_only_grouped.weight_requests(s.build()[1], tuple(rows), self.out, self.option)
         return w4a16.grouped_requests(
             s.n, s.k, s.experts, symmetric=s.symmetric, scale_dtype=s.scale, dtype=self.out, numerics=self.option,
-            **facts,
+            target=Target.detect(), **facts,
         )  # fmt: skip
 
     def activations(self, m: int):
@@ -255,13 +264,22 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
+def runnable(**groups: tuple[Case, ...]) -> dict:
+    """Arguments of a parametrization: groups of cases by name, without those that the target has no program for."""
+    few = {name: cases for name, cases in groups.items() if not TARGET or cases[0].spec.op == "w4a16"}
+    return dict(argvalues=list(few.values()), ids=list(few))
+
+
+@pytest.mark.parametrize("cases", **runnable(**CASES))
 def test_grouped(compiled, cases):
     for case in cases:
         check(case)
 
 
-@pytest.mark.parametrize("cases", [(Case(SMALL, 16),), (Case(E4M3, 16),)], ids=["int8", "e4m3"])
+W4A16 = Case(Spec("w4a16", 5, 320, 640, 64), 16)
+
+
+@pytest.mark.parametrize("cases", **runnable(int8=(Case(SMALL, 16),), e4m3=(Case(E4M3, 16),), w4a16=(W4A16,)))
 def test_a_graph_follows_its_offsets(compiled, cases):
     """The launch does not depend on the values of the offsets: a captured graph serves any routing of its M tokens."""
     (case,) = cases
@@ -271,10 +289,10 @@ def test_a_graph_follows_its_offsets(compiled, cases):
     y = torch.empty(80, SMALL.n, dtype=torch.float16, device=DEVICE)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        w4a8.grouped_gemm(x, stacked, offsets, out=y)
+        case.call(x, stacked, offsets, y)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side):
-            w4a8.grouped_gemm(x, stacked, offsets, out=y)
+            case.call(x, stacked, offsets, y)
     for name in ("even", "one", "random"):
         counts = counts_of(name, 5, 16)
         offsets.copy_(torch.tensor([0, *counts]).cumsum(0).int())
@@ -287,14 +305,15 @@ def test_a_graph_follows_its_offsets(compiled, cases):
             assert bool(((y[rows].double() - ref).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("cases", [(Case(SMALL, 16),)], ids=["bad"])
+@pytest.mark.parametrize("cases", **runnable(bad=(Case(SMALL, 16),), w4a16=(W4A16,)))
 def test_offsets_that_make_no_sense_touch_nothing_else(compiled, cases):
     """They are not checked (that would wait for the GPU), but reads and writes stay inside x and y."""
-    _, stacked = SMALL.build()
-    x = w4a8.quantize_activations(torch.randn(80, SMALL.k, device=DEVICE).half())
+    (case,) = cases
+    _, stacked = case.spec.build()
+    x = case.activations(80)
     for values in ([5, 3, 80, 1000000, -7, 80], [80, 0, 80, 0, 80, 0], [-5, -4, -3, -2, -1, 99]):
         guarded = torch.full((96, SMALL.n), float("nan"), dtype=torch.float16, device=DEVICE)
-        w4a8.grouped_gemm(x, stacked, torch.tensor(values, dtype=torch.int32, device=DEVICE), out=guarded[8:-8])
+        case.call(x, stacked, torch.tensor(values, dtype=torch.int32, device=DEVICE), guarded[8:-8])
         torch.cuda.synchronize()
         assert bool(guarded[:8].isnan().all()) and bool(guarded[-8:].isnan().all())
 

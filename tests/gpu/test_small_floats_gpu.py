@@ -11,7 +11,6 @@ from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.weight_only import grouped as grouped_op
 from terrazzo.ops.weight_only import op, reference
 from terrazzo.ops.weight_only.format import QuantizedWeight
-from terrazzo.ops.weight_only.packed import facts_of
 
 torch = pytest.importorskip("torch")
 DEVICE = "cuda"
@@ -71,8 +70,7 @@ class Case:
         w = self.made("exact").pack(target=self.target)
         if not self.experts:
             return op.weight_requests(w, self.ms, getattr(torch, self.dtype))
-        facts = dict(dtype=self.dtype, bias=self.bias, target="sm_90a", m=self.ms)
-        return grouped_op.grouped_requests(self.n, self.k, self.experts, **facts_of(w), **facts)
+        return grouped_op.weight_requests(GroupedWeight.stack([w] * self.experts), self.ms, self.dtype)
 
     def __str__(self) -> str:
         parts = (
@@ -90,7 +88,8 @@ MS = (1, 3, 8, 16, 50, 128, 300)
 CASES = [Case(*form, dtype, MS) for form in FORMS for dtype in ("bfloat16", "float16")]
 CASES += [Case("fp8", 128, dtype, MS, folded=True) for dtype in ("bfloat16", "float16")]
 CASES += [Case(*form, "bfloat16", (2, 16, 40, 200), n=130, k=576, target="sm_80", bias=True) for form in FORMS]
-EXPERTS = [Case(*form, "bfloat16", (40,), n=256, k=512, experts=4) for form in FORMS]
+SIZES = dict(n=256, k=512, experts=4)
+EXPERTS = [Case(*form, "bfloat16", (40,), **SIZES, target=at) for form in FORMS for at in (None, "sm_80")]
 GEMMS = {"mxfp4": mxfp4.gemm, "nvfp4": nvfp4.gemm, "fp8": fp8.gemm}
 
 
@@ -148,7 +147,7 @@ def test_integers_and_random_data(cases):
 def test_experts(cases):
     (case,) = cases
     experts = [case.made("random", seed) for seed in range(case.experts)]
-    w = GroupedWeight.stack([one.pack() for one in experts])
+    w = GroupedWeight.stack([one.pack(target=case.target) for one in experts])
     for m in case.ms:
         x = torch.randn(m, case.k, generator=torch.Generator().manual_seed(m)).to(DEVICE, getattr(torch, case.dtype))
         offsets = torch.tensor([0, 5, 5, m - 9, m], dtype=torch.int32, device=DEVICE)

@@ -23,6 +23,8 @@ from terrazzo.ops.w4a8 import fp8
 from terrazzo.ops.w4a8 import grouped as w4a8_grouped
 from terrazzo.ops.w4a16 import grouped as w4a16_grouped
 from terrazzo.schedules import grouped
+from terrazzo.schedules.linear_spaces import Grouped
+from terrazzo.schedules.multistage import Multistage
 from terrazzo.schedules.problem import Gemm
 
 HOPPER = Target.parse("sm_90a")
@@ -127,6 +129,40 @@ def test_schedules_are_legal(sizes, experts, m):
         assert s.stages >= 2 and s.smem_bytes(of) <= room
 
 
+WITHOUT_WARPGROUPS = ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120a")
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=problems, experts=st.integers(1, MOST_EXPERTS), m=st.integers(1, 20000))
+@pytest.mark.parametrize("target", WITHOUT_WARPGROUPS)
+def test_schedules_on_mma_sync_are_legal_and_known_up_front(target, sizes, experts, m):
+    """They have as many semaphores as a stream does, and every M takes the tile of one that is compiled up front."""
+    (n, k, group), at = sizes, Target.parse(target)
+    for record, scales in ((128 * 3 // 2, "fold"), (320, "post")):
+        of = Gemm(n, k, 128 // group, record, scales=scales, experts=experts)
+        s = grouped.choose_multistage(of, at, m)
+        assert not Grouped(of).refusal("multistage", s, at, m), s
+        assert Grouped(of).heuristic(at, m) == ("multistage", s)
+        assert s in {grouped.choose_multistage(of, at, tokens) for tokens in all_tokens(experts)}
+
+
+def test_tiles_on_mma_sync_are_as_wide_as_their_tokens():
+    of, at = Gemm(2048, 768, 1, 192, experts=128), Target.parse("sm_80")
+    tokens = {m: grouped.choose_multistage(of, at, m).block_tokens for m in (8, 128, 128 * 16, 128 * 512)}
+    assert tokens == {8: 16, 128: 16, 128 * 16: 32, 128 * 512: 128}
+
+
+@settings(max_examples=60, deadline=None)
+@given(counts=st.lists(st.integers(0, 300), min_size=1, max_size=64), rest=st.integers(0, 40))
+def test_the_grid_on_mma_sync_holds_the_tiles_of_any_routing(counts, rest):
+    m, s = sum(counts) + rest, Multistage(32, 4, 2, 4)
+    of = Gemm(2048, 768, 1, 192, experts=len(counts))
+    blocks, rows = s.tiles(of, max(m, 1)) // (2048 // s.rows), sum(-(-count // 32) for count in counts)
+    assert rows <= blocks <= max(m, 1)
+    even = [33] * 8  # as many blocks as there can be
+    assert s.tiles(Gemm(64, 128, 1, 192, experts=8), sum(even)) == sum(-(-count // 32) for count in even)
+
+
 def test_schedules_of_known_layers():
     """16 tokens for each of 8 experts are one wave of tiles that hold 8 more; 128 small experts take narrow ones."""
     choose = lambda n, k, m, e: grouped.choose(Gemm.of_bytes(n, k, 64, experts=e), HOPPER, m)
@@ -203,7 +239,6 @@ def test_requests_depend_on_the_tokens_of_an_expert_alone():
     assert dict(w4a16.grouped_requests(4096, 7168, 8, m=128, **W4A16)[0].params)["block_tokens"] == 16
     for made, argument in (
         (lambda: w4a8.grouped_requests(64, 128, 2, m=4, target="sm_80"), "target"),
-        (lambda: w4a16.grouped_requests(64, 128, 2, m=4, target="sm_89", **W4A16), "target"),
         (lambda: w4a8.grouped_requests(64, 128, 2, m=4, dequantization="vadd"), "dequantization"),
         (lambda: w4a8.grouped_requests(64, 128, 2, m=4, dequantization="e4m3", target="sm_80"), "target"),
         (lambda: w4a8.grouped_requests(64, 128, 2, m=4, dequantization="e4m3", target="sm_89"), "target"),
@@ -213,6 +248,17 @@ def test_requests_depend_on_the_tokens_of_an_expert_alone():
         with pytest.raises(ArgumentError) as error:
             made()
         assert error.value.argument == argument
+
+
+@pytest.mark.parametrize(("target", "flags"), [("sm_80", ("ptx=compute_80",)), ("sm_90a", ())])
+def test_experts_packed_for_sm_80_run_through_ptx_on_a_newer_gpu(target, flags):
+    facts = dict(dtype="float16", bias=False, numerics="auto", device=HOPPER, **W4A16)
+    made = w4a16_grouped.plan(64, 512, 1024, 4, target=Target.parse(target), **facts)
+    assert made.request.flags == flags and made.request.target.arch == target
+    assert made.request.entry.startswith("terrazzo.ops.linear." + ("stream_k" if target == "sm_90a" else "multistage"))
+    if target == "sm_80":  # k is split, so that four experts fill the SMs
+        tiles, kc, *_ = made.workspace
+        assert kc > 1 and made.semaphores == (tiles,) and tiles == (64 + 4 * 31) // 32 * 4
 
 
 @pytest.mark.parametrize("codes", ["int8", "e4m3"])

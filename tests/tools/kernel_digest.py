@@ -100,6 +100,7 @@ def _w4a16() -> Calls:
         for label, changes in (("", {}), (" bf16 g64 post", bf16 | dict(group_size=64, numerics="post"))):
             call = partial(w4a16.grouped_requests, N, K, 8, **{**base, **changes}, m=m)
             yield f"w4a16 sm_90a grouped{label} m={m}", call
+            yield f"w4a16 sm_80 grouped{label} m={m}", partial(call, target="sm_80")
 
 
 def _small_floats() -> Calls:
@@ -120,7 +121,9 @@ def _small_floats() -> Calls:
         for target, m in (("sm_90a", 1), ("sm_90a", 64), ("sm_90a", 1024), ("sm_80", 64)):
             call = partial(family.kernel_requests, N, K, m=m, target=target, **facts)
             yield f"{name} {target} m={m}", call
-        yield f"{name} sm_90a grouped m=16", partial(family.grouped_requests, N, K, 8, m=16, **facts)
+        for target in ("sm_90a", "sm_80"):
+            call = partial(family.grouped_requests, N, K, 8, m=16, target=target, **facts)
+            yield f"{name} {target} grouped m=16", call
 
 
 def _w4a8() -> Calls:

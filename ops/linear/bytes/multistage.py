@@ -267,7 +267,7 @@ def program(
             warp = tx // 32
             tile = warp % shape.row_warps * rb
             column = warp // shape.row_warps
-            tiles.place(c, bx, M)
+            tiles.place(c, bx, None, M)
             k0 = bz * units // kc
             kn = (bz + 1) * units // kc - k0
 

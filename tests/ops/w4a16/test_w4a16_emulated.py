@@ -203,6 +203,44 @@ def test_grouped(name, tmp_path):
             judge(y[rows], x[rows], weight, numerics, kind, (kind, f"expert {e}"))
 
 
+MULTISTAGE_EXPERTS = {  # weight, tokens of each expert, rows of nobody before and after, numerics, schedule, target
+    "rows of nobody": (
+        Spec(200, 384, 64, bias=True), (7, 0, 33), (3, 6), "exact", Multistage(16, 4, 2, 3, kc=2), "sm_80",
+    ),
+    "blocks of one expert": (
+        Spec(203, 395, 32, dtype=BF16, scale=F32, bias=True), (0, 70, 0, 33, 1), (0, 2), "post",
+        Multistage(32, 4, 2, 2, raster=2), "sm_89",
+    ),
+    "forty experts": (
+        Spec(100, 256, 64), (0,) * 31 + (3, 17, 0, 0, 2, 0, 0, 0, 40), (0, 1), "fused", Multistage(32, 4, 1, 2),
+        "sm_80",
+    ),
+    "wide": (
+        Spec(320, 256, 128, symmetric=True), (130, 0, 20), (0, 0), "exact", Multistage(128, 8, 2, 2, token_warps=2),
+        "sm_80",
+    ),
+    "no tokens": (Spec(64, 128, 64), (0, 0), (2, 3), "exact", Multistage(16, 4, 1, 2), "sm_80"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", cases(MULTISTAGE_EXPERTS, list(MULTISTAGE_EXPERTS)[:1]))
+def test_grouped_on_mma_sync(name, tmp_path):
+    spec, counts, (before, after), numerics, schedule, target = MULTISTAGE_EXPERTS[name]
+    program = Program(multistage, schedule, spec, numerics, tmp_path, target=target, experts=len(counts))
+    offsets = torch.tensor([0, *counts]).cumsum(0).int() + before
+    m = sum(counts) + before + after
+    for kind in KINDS:
+        _, x = data(spec, m, kind)
+        experts = [data(spec, 0, kind, seed)[0] for seed in range(len(counts))]
+        stacked = GroupedWeight.stack([w.pack() for w in experts]).stacked
+        y = program.multistage(x, stacked, offsets)
+        assert y[:before].isnan().all() and y[m - after :].isnan().all()
+        assert torch.equal(program.multistage(x, stacked, offsets).view(torch.int16), y.view(torch.int16))
+        for e, weight in enumerate(experts):
+            rows = slice(int(offsets[e]), int(offsets[e + 1]))
+            judge(y[rows], x[rows], weight, numerics, kind, (kind, f"expert {e}"))
+
+
 SMALL_BATCH = {  # weight, m, numerics, schedule, target
     "one tile": (Spec(448, 640), 4, "post", SmallBatch(1, 1, 28, 5, 1, 3), "sm_90a"),
     "split k": (Spec(130, 651, 64, bias=True), 11, "post", SmallBatch(2, 2, 3, 2, 2, 2), "sm_90a"),

@@ -30,8 +30,9 @@ def request(target: str, **params) -> KernelRequest:
         ("sm_80", WIDE),
         ("sm_80", {**RAGGED, "block_tokens": 64, "warps": 4, "row_blocks": 2, "stages": 4, "kc": 3}),
         ("sm_89", {"block_tokens": 64, "warps": 4, "row_blocks": 2, "stages": 4}),
+        ("sm_89", {"block_tokens": 16, "warps": 4, "row_blocks": 2, "stages": 4, "kc": 2, "experts": 40}),
     ],
-    ids=["wide", "ragged", "ada"],
+    ids=["wide", "ragged", "ada", "experts"],
 )
 def test_machine_code(target, params, tmp_path, monkeypatch):
     monkeypatch.setenv("TERRAZZO_CACHE_DIR", str(tmp_path))

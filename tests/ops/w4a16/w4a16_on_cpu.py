@@ -13,6 +13,7 @@ from terrazzo.layouts.converters import CONVERTERS, get_converter
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.ops.linear import multistage, stream_k
 from terrazzo.ops.linear.sizes import shapeless
+from terrazzo.ops.tiles import mma_tiles
 from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
 from terrazzo.ops.weight_only.integers import PackedWeight
 from terrazzo.schedules.clusters import PAIR
@@ -128,7 +129,7 @@ class Program:
             source = translated(source, schedule.block_tokens).replace("tma_tile<", "tma_halves<")
             source = re.sub(r"\bgrid\b", "ctas", source)
         if experts:
-            shims += [VOTES, EXPERTS_SOURCE]
+            shims += [VOTES, mma_tiles.EXPERTS_SOURCE if program is multistage else EXPERTS_SOURCE]
         if program is multistage:
             shims.append(multistage._SOURCE)
         source = re.sub(r"\bbfloat16_t\b", "bf16", re.sub(r"\bhalf_t\b", "f16", source))
@@ -174,7 +175,10 @@ class Program:
         s = self.schedule
         return self._launch((s.kc, s.nc, 1), x, packed, *s.workspace(packed.words.shape[1] * 64))
 
-    def multistage(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
-        s, problem = self.schedule, Gemm(self.spec.n, self.k, 1, 64)
+    def multistage(self, x: torch.Tensor, packed: PackedWeight, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        """`offsets`: of experts, int32 [E + 1]."""
+        s, problem = self.schedule, Gemm(self.spec.n, self.k, 1, 64, experts=self.experts)
         space, flags = launch_sizes(s, problem, len(x))
-        return self._launch((s.tiles(problem, len(x)), s.kc, 1), x, packed, space, flags, tiles=flags[0])
+        return self._launch(
+            (s.tiles(problem, len(x)), s.kc, 1), x, packed, space, flags, tiles=flags[0], offsets=offsets
+        )

@@ -84,16 +84,18 @@ def test_products_are_those_of_the_oracles(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("program", [stream_k, multistage], ids=["wgmma", "mma"])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_experts_of_which_one_has_no_tokens(symmetric, tmp_path):
+def test_experts_of_which_one_has_no_tokens(symmetric, program, tmp_path):
     spec = Spec(120, 288, -1, symmetric=symmetric, dtype=BF16, weight="u8")
     experts = [oracles.canonical.__wrapped__(spec, False, seed) for seed in range(3)]
-    run = Program(stream_k, WIDE, spec, "exact", tmp_path, experts=3, weight="u8")
+    schedule, target = (WIDE, "sm_90a") if program is stream_k else (MMA, "sm_80")
+    run = Program(program, schedule, spec, "exact", tmp_path, target=target, experts=3, weight="u8")
     x = torch.randn(40, spec.k, generator=torch.Generator().manual_seed(1)).bfloat16()
     offsets = torch.tensor([0, 33, 33, 40], dtype=torch.int32)
     s = GroupedWeight.stack([w.pack() for w in experts]).stacked
     flat = type("Flat", (), {"words": s.words.flatten(0, 1), "params": s.params.flatten(0, 1), "bias": None})
-    y = run.stream_k(x, flat, 3, offsets)
+    y = run.stream_k(x, flat, 3, offsets) if program is stream_k else run.multistage(x, flat, offsets)
     for e, w in enumerate(experts):
         rows = slice(int(offsets[e]), int(offsets[e + 1]))
         expected, bound = reference.gemm(x[rows], w, "exact"), reference.forward_error_bound(x[rows], w, "exact")

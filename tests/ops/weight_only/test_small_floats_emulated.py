@@ -157,17 +157,20 @@ def check_every_scale(run: Program, program, m: int, bias: torch.Tensor) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("program", [stream_k, multistage], ids=["wgmma", "mma"])
 @pytest.mark.parametrize("weight, group", [("mxfp4", 32), ("nvfp4", 16), ("fp8", K), ("fp8", 128)])
-def test_experts_of_which_one_has_no_tokens(weight, group, tmp_path):
+def test_experts_of_which_one_has_no_tokens(weight, group, program, tmp_path):
     experts = [made(weight, group, seed, None) for seed in range(3)]
-    case = (stream_k, WIDE, "sm_90a", 40, weight, group, "bfloat16")
+    schedule, target = (WIDE, "sm_90a") if program is stream_k else (Multistage(32, 4, 2, 3), "sm_80")
+    case = (program, schedule, target, 40, weight, group, "bfloat16")
     numerics = experts[0].format.choose_numerics(experts[0].scale_dtype, "bfloat16", False)
-    run = Program(stream_k, WIDE, spec_of(case, False), numerics, tmp_path, experts=3, weight=weight)
+    more = dict(target=target, experts=3, weight=weight)
+    run = Program(program, schedule, spec_of(case, False), numerics, tmp_path, **more)
     x = torch.randint(-2, 3, (40, K), generator=torch.Generator().manual_seed(1)).bfloat16()
     offsets = torch.tensor([0, 33, 33, 40], dtype=torch.int32)
     s = GroupedWeight.stack([w.pack() for w in experts]).stacked
     flat = type("Flat", (), {"words": s.words.flatten(0, 1), "params": s.params.flatten(0, 1), "bias": None})
-    y = run.stream_k(x, flat, 3, offsets)
+    y = run.stream_k(x, flat, 3, offsets) if program is stream_k else run.multistage(x, flat, offsets)
     for e, w in enumerate(experts):
         rows = slice(int(offsets[e]), int(offsets[e + 1]))
         expected, bound = reference.gemm(x[rows], w, numerics), reference.forward_error_bound(x[rows], w, numerics)
