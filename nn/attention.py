@@ -85,7 +85,16 @@ class Attention(nn.Module):
         return y if self.ranks is None else self.ranks.all_reduce(y)
 
     def append(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """q [B, 1, heads, D] of joined qkv [B, ...], a token of each sequence, whose keys and values are stored."""
+        """Turn and store a token of each sequence; its query.
+
+        Args:
+            qkv: float16 or bfloat16 [B, (heads + 2 kv_heads) D], joined.
+            cos, sin: float32 [B, D/2 or more], its angles.
+            batch: whose caches take keys and values.
+
+        Returns:
+            q [B, 1, heads, D], of qkv's dtype.
+        """
         if not batch.slides and (facts := self._turned(qkv, cos)) is not None:
             return batch.rope_append(qkv, cos, sin, self.layer, heads=self.heads, **facts)
         q, k = self.rotate(qkv, cos, sin)
@@ -105,7 +114,15 @@ class Attention(nn.Module):
         return norms if self.norms.dtype == qkv.dtype else None
 
     def rotate(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [T, heads, D] and k [T, kv_heads, D] of joined qkv, normed where the layer does so, and turned."""
+        """Norm q and k where the layer does so, and turn them.
+
+        Args:
+            qkv: float16 or bfloat16 [T, (heads + 2 kv_heads) D], joined.
+            cos, sin: float32 [T, D/2 or more], its angles.
+
+        Returns:
+            q [T, heads, D] and k [T, kv_heads, D], of qkv's dtype.
+        """
         if not products.in_rows(qkv) or (self.norms is not None and self.norms.dtype != qkv.dtype):
             return glue.rotate(qkv, cos, sin, self.heads, self.kv_heads, self.norms, self.norm_eps)
         facts = dict(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)

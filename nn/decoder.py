@@ -44,11 +44,12 @@ class DecoderLayer(nn.Module):
         angles: Sequence[tuple[torch.Tensor, torch.Tensor]],
         batch: Batch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(residual, what is still to be added to it) [T, hidden].
+        """(residual, what is still to be added to it), float16 or bfloat16 [T, hidden].
 
         Args:
-            h, delta: as the layer before gives them, h to be written; post: its `post_mlp`. angles: cos and sin of
-                each kind of rotary positions.
+            h, delta: float16 or bfloat16 [T, hidden], as the layer before gives them, h to be written.
+            post: its `post_mlp`. angles: cos and sin, float32 [T, D], of each kind of rotary positions.
+            batch: whose caches are read and written.
         """
         x, h = self.input_norm.before(self.self_attn.qkv_proj, h, delta, post)
         y = self.self_attn(x, *angles[self.rotary], batch, h.dtype)
@@ -73,7 +74,7 @@ class Rotary(nn.Module):
 
     @classmethod
     def of_base(cls, head_dim: int, base: float = 10000.0) -> Rotary:
-        """Plain rates base^(-2 i / D)."""
+        """Plain rates base^(-2 i / D), D being head_dim."""
         return cls(base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
 
     def _apply(self, fn, recurse: bool = True) -> Rotary:
@@ -84,7 +85,7 @@ class Rotary(nn.Module):
         return self
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin float32 [T, D] of positions [T], both halves alike."""
+        """cos, sin float32 [T, D] of positions, integers [T]; both halves alike."""
         angle = positions[:, None].float() * torch.cat([self.rates, self.rates])
         if self.scaling == 1.0:
             return angle.cos(), angle.sin()

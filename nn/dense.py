@@ -38,7 +38,7 @@ class Dense(nn.Module):
         return self.weight.shape[0]
 
     def product(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """[..., N], all parts side by side."""
+        """[..., N] of x, float [..., K], in out_dtype or x's dtype: all parts side by side."""
         return nn.functional.linear(x, self.weight, self.bias)
 
     def forward(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -35,7 +35,10 @@ class GroupedLinear(PackedModule):
     def forward(
         self, x: products.Activations, offsets: torch.Tensor, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """y [M, N]; see `ops.w4a16.grouped_gemm`."""
+        """y [M, N] in out_dtype of x [M, K], float or quantized; offsets: int32 [E + 1].
+
+        See `ops.w4a16.grouped_gemm`.
+        """
         return products.grouped_gemm(x, self.packed, offsets, out_dtype)
 
 
@@ -71,7 +74,7 @@ class Experts(nn.Module):
 
     @classmethod
     def of_packed(cls, gate_up: Sequence[Any], down: Sequence[Any], activation: str = "silu") -> Experts:
-        """Of each expert's packed weights, gate and up joined; see `stack`."""
+        """Of each expert's packed weights: gate_up [2 I, hidden] joined, down [hidden, I]; activation: see `stack`."""
         return cls(GroupedWeight.stack(list(gate_up)), GroupedWeight.stack(list(down)), activation)
 
     @classmethod
@@ -83,7 +86,16 @@ class Experts(nn.Module):
         activation: str = "silu",
         **options: Any,
     ) -> Experts:
-        """Quantize gate_up [E, 2 I, hidden], gate before up, and down [E, hidden, I], expert by expert."""
+        """Quantize experts one by one.
+
+        Args:
+            gate_up: float [E, 2 I, hidden], gate before up. down: float [E, hidden, I].
+            format: see `Format.parse`. activation: "silu" or another of `ops.activation`.
+            options: of the family's `quantize`.
+
+        Raises:
+            ArgumentError: an unknown format, values or sizes that cannot be quantized.
+        """
         form = Format.parse(format)
         make = lambda weights: [form.quantize(w.detach(), **options) for w in weights]
         return cls.of_packed(make(gate_up), make(down), activation)

@@ -93,7 +93,7 @@ class JoinedLinear(Linear):
 
     @classmethod
     def from_packed(cls, packed: Any, sizes: Sequence[int] = ()) -> JoinedLinear:
-        """Of a weight that is joined already."""
+        """Of a packed weight [N, K] that is joined already; sizes: the rows of each part, () for one."""
         return cls(packed, sizes)
 
     @classmethod
@@ -104,7 +104,7 @@ class JoinedLinear(Linear):
 
     @classmethod
     def from_float(cls, source: Sequence[Any], format: str | Format = "w4a16-g128", **options: Any) -> JoinedLinear:
-        """Quantize float layers or weights [Ni, K] as one."""
+        """Quantize float layers or weights [Ni, K] of `source` as one; format, options: see `Linear.from_float`."""
         floats = [part.weight if isinstance(part, nn.Linear) else part for part in source]
         biases = [getattr(part, "bias", None) if isinstance(part, nn.Linear) else None for part in source]
         bias = None
@@ -131,7 +131,7 @@ class JoinedLinear(Linear):
         return cls(Linear.empty(in_features, sum(sizes), format, **options)._make(), sizes)
 
     def product(self, x: products.Activations, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """All results side by side, [..., sum of sizes]."""
+        """All results side by side, [..., sum of sizes] in out_dtype, of x [..., K], float or quantized."""
         return super().forward(x, out_dtype)
 
     def forward(self, x: products.Activations, out_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:

@@ -27,7 +27,7 @@ class MLP(nn.Module):
         self.gate_up_proj, self.down_proj, self.activation = gate_up, down, known_activation(activation)
 
     def forward(self, x: products.Activations, out_dtype: torch.dtype) -> torch.Tensor:
-        """[T, hidden] of x [T, hidden], or quantized for `gate_up_proj`."""
+        """[T, hidden] in out_dtype of x, float16 or bfloat16 [T, hidden], or quantized for `gate_up_proj`."""
         h = self.gate_up_proj.product(x, out_dtype)
         y = self.down_proj(products.gated(h, self.activation, self.down_proj), out_dtype)
         return y if self.ranks is None else self.ranks.all_reduce(y)
@@ -56,7 +56,7 @@ class SparseMLP(nn.Module):
         self.experts, self.top_k, self.normalize = experts, top_k, normalize
 
     def forward(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-        """[T, hidden] of x [T, hidden]."""
+        """[T, hidden] in out_dtype of x, float16 or bfloat16 [T, hidden]: of each token's experts, by its gates."""
         logits = nn.functional.linear(x, self.router.to(x.dtype))
         gates, ids = logits.float().softmax(-1).topk(self.top_k, dim=-1)
         if self.normalize:

@@ -42,7 +42,8 @@ class RMSNorm(nn.Module):
         """(what `layer` multiplies, the new residual): h + delta, then this norm; h is written where it can be.
 
         Args:
-            h: residual [T, hidden]. delta: what is added to it first, or None. post: norm of delta itself.
+            h: float16 or bfloat16 [T, hidden], the residual. delta: what is added to it first, alike, or None.
+            post: norm of delta itself.
 
         Sum, norm and what W4A8 multiplies are one kernel, W4Ax takes two: sum, and norm with quantization.
         """
@@ -58,7 +59,7 @@ class RMSNorm(nn.Module):
     def plain(
         self, h: torch.Tensor, delta: torch.Tensor | None = None, post: RMSNorm | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this norm of the new residual, the new residual); see `before`."""
+        """(this norm of the new residual, the new residual), [T, hidden] both; h, delta, post: see `before`."""
         if self._in_one(h, post):
             return self._fused(h, delta, post), h
         if delta is None:

@@ -83,13 +83,13 @@ class TensorParallel:
         return Share(self.rank, self.world, 1)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """x, in which the sum over all ranks stands."""
+        """x, of any shape [...] and a float dtype, in which the sum over all ranks stands."""
         self._begun()
         distributed.all_reduce(x, group=self.group)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., world * n] of every rank's [..., n], in the order of ranks."""
+        """[..., world * n] of every rank's x [..., n], in the order of ranks."""
         self._begun()
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         found = rows.new_empty(self.world * len(rows), rows.shape[1])
@@ -98,7 +98,7 @@ class TensorParallel:
         return found.reshape(*x.shape[:-1], self.world * x.shape[-1])
 
     def agreed(self, number: int, device: torch.device) -> int:
-        """Rank 0's number, on all ranks."""
+        """Rank 0's number, on all ranks; device: where it travels."""
         self._begun()
         held = torch.tensor([number], dtype=torch.int64, device=device)
         distributed.broadcast(held, group=self.group, group_src=0)

@@ -119,7 +119,17 @@ def quantize(
     bias: SupportsDLPack | None = None,
     target: Target | str | None = None,
 ) -> PackedWeight:
-    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
+    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`.
+
+    Args:
+        weight: float [N, K], finite; it is quantized where it lies.
+        bias: float [N], kept with the weight.
+        granularity, scale_dtype: see `quantize_weight`.
+        target: GPU target to record, see `pack`.
+
+    Raises:
+        ArgumentError: see `quantize_weight`. TargetError: see `Target.parse`.
+    """
     made = quantize_weight(weight, granularity=granularity, scale_dtype=scale_dtype, bias=bias)
     return format.pack(made, target=target)
 

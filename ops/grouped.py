@@ -119,7 +119,7 @@ class GroupedWeight(Sharded):
 
     @classmethod
     def load(cls, make: type, path: str | Path, device: str | int | torch.device = "cpu") -> GroupedWeight:
-        """Read a file that `save` wrote; `make` is the PackedWeight class of its operator.
+        """Read the file `path` that `save` wrote, onto `device`; `make` is the PackedWeight class of its operator.
 
         Raises:
             ArgumentError: it is no such file. LayoutMismatchError: it was packed with another layout.
@@ -166,6 +166,7 @@ class GroupedWeight(Sharded):
         """y [M, N] of the rows offsets[e] .. offsets[e + 1] - 1 of x for each expert e; rows of no expert are 0.
 
         Args:
+            x: float [M, K]. offsets: int32 [E + 1]. bias: float [E, N], or None.
             product: called with rows of x, an expert's weight and its bias [N] or None.
         """
         import torch

@@ -82,7 +82,7 @@ def sort_by_expert(expert_ids: torch.Tensor, experts: int) -> Routing:
 
 
 def gather(x: torch.Tensor | QuantizedActivations, routing: Routing) -> torch.Tensor | QuantizedActivations:
-    """The rows of x [T, K], one for each pick, sorted by expert: [P, K]. Quantized rows are quantized once.
+    """The rows of x [T, K], float or quantized, one for each pick, sorted by expert: [P, K]. Rows are quantized once.
 
     Raises:
         ArgumentError: x is not of the T tokens that the routing is of, or lies elsewhere.

@@ -93,7 +93,7 @@ def from_compressed_tensors(
 
     Args:
         weight_packed: uint8 [N, K/2], the first of two codes in the lower half. weight_scale: uint8 [N, K/32].
-        bias: [N]. target: see `pack`.
+        bias: float [N]. target: see `pack`.
 
     Raises:
         ArgumentError: wrong shapes or dtypes, or a scale that is NaN (255).
@@ -113,7 +113,7 @@ def from_gpt_oss(
     """The experts of a gpt-oss projection, packed and stacked.
 
     Args:
-        blocks: uint8 [E, N, K/32, 16] ("gate_up_proj_blocks"). scales: uint8 [E, N, K/32]. bias: [E, N].
+        blocks: uint8 [E, N, K/32, 16] ("gate_up_proj_blocks"). scales: uint8 [E, N, K/32]. bias: float [E, N].
         gate_up: "interleaved" for gate_up_proj, whose row 2i is gate i and row 2i + 1 is up i: the packed rows are then
             all gates, then all ups. "halves" or None leaves rows as they are.
         target: see `pack`.
@@ -128,7 +128,16 @@ def from_gpt_oss(
 def quantize(
     weight: SupportsDLPack, *, bias: SupportsDLPack | None = None, target: Target | str | None = None
 ) -> PackedWeight:
-    """Quantize and pack a float weight: `pack(quantize_weight(weight, bias=bias), target=target)`."""
+    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`.
+
+    Args:
+        weight: float [N, K], finite; it is quantized where it lies.
+        bias: float [N], kept with the weight.
+        target: GPU target to record, see `pack`.
+
+    Raises:
+        ArgumentError: see `quantize_weight`. TargetError: see `Target.parse`.
+    """
     return format.pack(quantize_weight(weight, bias=bias), target=target)
 
 

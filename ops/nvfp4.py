@@ -101,7 +101,7 @@ def from_modelopt(
 
     Args:
         weight: uint8 [N, K/2], the first of two codes in the lower half. weight_scale: float8_e4m3fn [N, K/16].
-        weight_scale_2: float32 [] or [1]. bias: [N]. target: see `pack`.
+        weight_scale_2: float32 [] or [1]. bias: float [N]. target: see `pack`.
 
     Raises:
         ArgumentError: wrong shapes or dtypes (scales that are swizzled, too), or a scale that is NaN.
@@ -122,7 +122,7 @@ def from_compressed_tensors(
 
     Args:
         weight_packed: uint8 [N, K/2], the first of two codes in the lower half. weight_scale: float8_e4m3fn [N, K/16].
-        weight_global_scale: float32 [1], a divisor. bias: [N]. target: see `pack`.
+        weight_global_scale: float32 [1], a divisor. bias: float [N]. target: see `pack`.
 
     Raises:
         ArgumentError: wrong shapes or dtypes (scales that are swizzled, too), or a scale that is NaN.
@@ -133,7 +133,16 @@ def from_compressed_tensors(
 def quantize(
     weight: SupportsDLPack, *, bias: SupportsDLPack | None = None, target: Target | str | None = None
 ) -> PackedWeight:
-    """Quantize and pack a float weight: `pack(quantize_weight(weight, bias=bias), target=target)`."""
+    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`.
+
+    Args:
+        weight: float [N, K], finite; it is quantized where it lies.
+        bias: float [N], kept with the weight.
+        target: GPU target to record, see `pack`.
+
+    Raises:
+        ArgumentError: see `quantize_weight`. TargetError: see `Target.parse`.
+    """
     return format.pack(quantize_weight(weight, bias=bias), target=target)
 
 

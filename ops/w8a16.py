@@ -71,7 +71,8 @@ def pack(
     Args:
         codes: integers [N, K] 0..255, signed ones plus 128; or a QuantizedWeight (then the other tensors must be left
             out).
-        scales, zeros, group_size, perm, bias: see `QuantizedWeight.canonical`; zeros None means 128.
+        scales: float [N, G]. zeros: integers [N, G] 0..255, or None for 128. perm: int [K]. bias: float [N].
+        group_size: input channels for each scale. All of them: see `QuantizedWeight.canonical`.
         target: GPU target to record; None takes the codes' device, or any target for CPU codes.
 
     Any N >= 1 and K >= 1: rows are padded to 64 and input channels to 128 with code 0 and scale 0.
@@ -83,7 +84,16 @@ def pack(
 
 
 def quantize(weight: SupportsDLPack, *, target: Target | str | None = None, **options: Any) -> PackedWeight:
-    """Quantize and pack a float weight: `pack(quantize_weight(weight, **options), target=target)`."""
+    """Quantize and pack a float weight: `pack(quantize_weight(weight, **options), target=target)`.
+
+    Args:
+        weight: float [N, K], finite; it is quantized where it lies.
+        options: of `quantize_weight`.
+        target: GPU target to record, see `pack`.
+
+    Raises:
+        ArgumentError: see `quantize_weight`. TargetError: see `Target.parse`.
+    """
     return pack(quantize_weight(weight, **options), target=target)
 
 
@@ -106,7 +116,8 @@ def quantize_weight(
         group_size: 32, 64, 128, or -1 (or K) for one scale of a row.
         symmetric: zero point 128 everywhere (codes - 128 in -127..127), else one of 0..255 for each group.
         scale_dtype: f16, bf16 or f32; None takes the weight's dtype if that is 16-bit, else f16.
-        clip_steps, clip_min, importance, bias: see `w4a16.quantize_weight`.
+        clip_steps, clip_min: see `w4a16.quantize_weight`. importance: float [K], of its error.
+        bias: float [N], kept with the weight.
 
     Raises:
         ArgumentError: for anything else.

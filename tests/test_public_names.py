@@ -136,6 +136,28 @@ def test_everything_public_is_documented(name):
     assert not missing
 
 
+TENSORS = re.compile(r"\bTensor\b|SupportsDLPack|Array")
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_tensors_that_public_functions_take_have_a_shape(name):
+    """Behind the parameter's name: its sizes in brackets, or what else says them."""
+    imported(name)
+    missing = []
+    for public, function in functions_of(name).items():
+        text = inspect.getdoc(function) or ""
+        if public.removeprefix(f"{name}.").count(".") or not text:
+            continue
+        for parameter in inspect.signature(function).parameters.values():
+            if not TENSORS.search(str(parameter.annotation)) or "Mapping" in str(parameter.annotation):
+                continue
+            said = re.findall(rf"\b{parameter.name}\b`?([^`]{{0,240}})", text.replace("\n", " "))
+            named = re.search(rf"\b{parameter.name}\b[^.]*?(see|as (of|in)|there)", text.replace("\n", " "))
+            if not any("[" in it for it in said) and not named:
+                missing.append(f"{public}: {parameter.name}")
+    assert not missing
+
+
 def test_importing_the_root_is_cheap():
     """0.05 s is the promise, of CPU time here, which a busy machine does not lengthen; the best of five."""
 

@@ -54,8 +54,9 @@ def decode(
         scale: softmax scale, default 1 / sqrt(D). softcap: logits are capped at +-softcap by tanh; 0 for none.
         window: newest tokens that a row sees, itself included; 0 for all.
         sinks: f32 [Hq], logits that take part in the softmax without a value.
-        out: contiguous, shape and dtype of q, no memory of it. lse: f32 [B, q_len, Hq] or [N, Hq], receives log2 of the
-            softmax's denominator (sinks included); no memory of another argument.
+        out: as q in shape and dtype, [B, q_len, Hq, D], contiguous, no memory of it.
+        lse: f32 [B, q_len, Hq] or [N, Hq], receives log2 of the softmax's denominator (sinks included); no memory of
+            another argument.
         splits: CTAs along each sequence; schedule: the kernel's; None for tuned records and the heuristics. balanced:
             each sequence has CTAs by its own length on the device, so that a batch does not wait for its longest one;
             None where `cache.mean_length` says that this pays. target: run the program of an older target ("sm_80", as
@@ -144,7 +145,8 @@ def rope_append(
     Args:
         cache: as for `append`; `lengths` count the new tokens already, q_len for each sequence.
         qkv: float16 or bfloat16 [B * q_len, (heads + 2 kv_heads) * D], contiguous, on the cache's GPU.
-        cos, sin: float32 [B * q_len, R/2 or more], the angles of each new token. The rest is as in `apply_rope`.
+        cos, sin: float32 [B * q_len, R/2 or more], the angles of each new token. rotary_dim,
+            layout, norm, q_weight, k_weight, eps, numerics, target: as in `apply_rope`.
         slot_mapping: int32 or int64 [T], where `store_slots` would put the T tokens of qkv [T, ...], of any sequences,
             in place of what the cache's lengths and block table say.
         positions: int32 or int64 [T], the rows of cos and sin [P, R/2 or more] of those tokens; those outside are taken
@@ -202,7 +204,7 @@ def prefill(
         scale: softmax scale, default 1 / sqrt(D). softcap: logits are capped at +-softcap by tanh; 0 for none.
         window: newest tokens that a row sees, itself included; 0 for all.
         sinks: f32 [Hq], logits that take part in the softmax without a value.
-        out: contiguous, shape and dtype of q, no memory of it. lse: f32 [N, Hq], receives log2 of the softmax's
+        out: [N, Hq, D], contiguous, dtype of q, no memory of it. lse: f32 [N, Hq], receives log2 of the softmax's
             denominator (sinks included); no memory of another argument.
         splits: CTAs that share the tokens of a tile of rows, whose results are added up in order; None for as many as
             fill the GPU where chunks are short and the past is long. schedule: the kernel's; None for a tuned record's
@@ -288,7 +290,7 @@ def store(
     Args:
         k, v: float16 or bfloat16 [tokens, Hkv, D], the new tokens of all sequences one after another.
         cu_seqlens: int32 [B + 1], where each sequence's tokens begin, and their number.
-        most_new: at least the new tokens of every sequence; host-side, for the number of CTAs.
+        most_new: at least the new tokens of every sequence; host-side, for the number of CTAs. target: see `prefill`.
 
     Raises:
         ArgumentError: an argument that does not fit; k or v that requires a gradient, as there is none. CaptureError: a

@@ -152,9 +152,10 @@ def prefill_requests(
     """The kernels that `prefill` launches on caches of this kind, to compile them up front.
 
     Args:
-        dtype: of q, k and v. page: tokens of a page, 0 for contiguous caches. residual: tokens of the residual block,
-            None for the format's. fresh: whether k and v are given. schedule: see `prefill`. target: an architecture
-            or a Target, None for this GPU's.
+        layout: of the caches. softcap, sinks: whether the call has them. dtype: of q, k and v.
+        page: tokens of a page, 0 for contiguous caches. residual: tokens of the residual block, None for the format's.
+        fresh: whether k and v are given. schedule: see `prefill`. target: an architecture or a Target, None for this
+            GPU's.
 
     Raises:
         ArgumentError: an argument of another type, or a size that does not fit.

@@ -77,10 +77,12 @@ def fused_add_rms_norm(
 
     Args:
         x: what is added, float16 or bfloat16 [..., K]. residual: contiguous, as x; written.
-        post_weight: [K], of weight's dtype: x is normed by it before it is added (Gemma's sandwich). post_eps: that
-            norm's, None for eps.
+        weight: [K], as of `rms_norm`.
+        post_weight: [K], of weight's dtype: x is normed by it before it is added (Gemma's sandwich).
+        post_eps: that norm's, None for eps.
+        eps, style, smooth, quant, numerics, also_plain, column_scales, target: see `rms_norm`.
 
-    The other arguments, what is returned and raised: see `rms_norm`.
+    What is returned and raised: see `rms_norm`.
     """
     post_eps = eps if post_eps is None else post_eps
     options = (style, quant, numerics, also_plain, column_scales)

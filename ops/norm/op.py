@@ -65,7 +65,8 @@ def kernel_requests(
 
     Args:
         m: numbers of tokens; None: any. dtype: of x. weight_dtype: of the weight, None for x's.
-        post, smooth: whether a `post_weight`, a smooth vector is given. The rest is as in the calls.
+        post, smooth: whether a `post_weight`, a smooth vector is given. style, numerics,
+            quant, also_plain, column_scales: as in the calls.
 
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.

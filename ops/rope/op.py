@@ -45,8 +45,8 @@ def kernel_requests(
     """The kernel of `apply_rope`, one for all numbers of heads and tokens. Needs no GPU.
 
     Args:
-        rotary_dim: None for head_dim. dtype: of qkv. positions: their dtype, "int32" or "int64"; "none" without. The
-            rest is as in the call.
+        rotary_dim: None for head_dim. dtype: of qkv. positions: their dtype, "int32" or "int64"; "none" without.
+        layout, norm, numerics: as in the call.
 
     Raises:
         ArgumentError: a value that no kernel serves. TargetError: an unknown target.

@@ -63,7 +63,14 @@ def load_layer(
     zero_overflow: str = "wrap",
     target: Target | str | None = None,
 ) -> PackedWeight:
-    """`pack(read_layer(...), target=target)`: the arguments and errors of both; the packed weight is on `device`."""
+    """A layer of a checkpoint, packed: `pack(read_layer(...), target=target)`; it lies on `device`.
+
+    Args:
+        path, name, format, device, zero_overflow: see `read_layer`. target: see `pack`.
+
+    Raises:
+        ArgumentError: see both. TargetError: see `Target.parse`.
+    """
     return pack(read_layer(path, name, format=format, device=device, zero_overflow=zero_overflow), target=target)
 
 

@@ -58,7 +58,14 @@ def load_layer(
     requantize: bool = False,
     target: Target | str | None = None,
 ) -> PackedWeight:
-    """`pack(read_layer(...), target=target)`: the arguments and errors of both; the packed weight is on `device`."""
+    """A layer of a checkpoint, packed: `pack(read_layer(...), target=target)`; it lies on `device`.
+
+    Args:
+        path, name, format, device, requantize: see `read_layer`. target: see `pack`.
+
+    Raises:
+        ArgumentError: see both. TargetError: see `Target.parse`.
+    """
     return pack(read_layer(path, name, format=format, device=device, requantize=requantize), target=target)
 
 
@@ -73,7 +80,14 @@ def iter_layers(
     requantize: bool = False,
     target: Target | str | None = None,
 ) -> Iterator[Layer]:
-    """Read a checkpoint one layer at a time: `w4a16.iter_layers`, with `format` and `requantize` as of `read_layer`."""
+    """Read a checkpoint one layer at a time, as `w4a16.iter_layers` does.
+
+    Args:
+        path, select, packed, strict, device, target: as there. format, requantize: as of `read_layer`.
+
+    Raises:
+        ArgumentError: as there.
+    """
     yield from loaders.iter_layers(
         FAMILY, path, select=select, packed=packed, strict=strict, format=format, device=device, target=target,
         requantize=requantize,

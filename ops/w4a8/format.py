@@ -72,7 +72,11 @@ class QuantizedWeight(weights.Canonical):
         smooth: SupportsDLPack | None = None,
         bias: SupportsDLPack | None = None,
     ) -> QuantizedWeight:
-        """Check shapes, dtypes and values; see the attributes. `bias` is f16, bf16 or f32, `smooth` positive.
+        """Check shapes, dtypes and values.
+
+        Args:
+            codes, scales, offsets, channel_scales, group_size: see the attributes.
+            smooth: positive float [K]. bias: float16, bfloat16 or float32 [N].
 
         Raises:
             ArgumentError: for anything that does not fit, a byte that overflows included.

@@ -66,6 +66,7 @@ class QuantizedWeight(weights.Canonical):
         """Check shapes, dtypes and values; see the attributes.
 
         Args:
+            codes: integers [N, K] of -8..7.
             scales: float [N, G]. Without `channel_scales`, they are the whole scales: each row is split into a power of
                 two and float16 factors, exactly.
             group_size: 32, 64, 128, or K: one scale for a row, kept as groups of 128 with the same factor.

@@ -33,8 +33,9 @@ def read_compressed_tensors(
 ) -> QuantizedWeight:
     """compressed-tensors int4 weights, symmetric, of strategy "channel" or "group". Exact, no scale is rounded.
 
-    Arguments as of `w4a8.read_compressed_tensors`; activations are quantized here, per token and dynamically, whatever
-    the config says of them.
+    Arguments (weight, weight_scale, weight_zero_point, weight_shape, bias, group_size, format, symmetric) as of
+    `w4a8.read_compressed_tensors`. Activations are quantized here, per token and dynamically, whatever the config says
+    of them.
 
     Raises:
         ArgumentError: as there, and for zero points other than 0 (a code is a signed e4m3 operand), or float32 scales

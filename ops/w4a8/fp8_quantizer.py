@@ -29,7 +29,15 @@ def quantize_activations(
     eps: float = 1e-6,
     out: QuantizedActivations | None = None,
 ) -> QuantizedActivations:
-    """`w4a8.quantize_activations` with codes in e4m3, scale max / 448; see there."""
+    """`w4a8.quantize_activations` with codes in e4m3, scale max / 448.
+
+    Args:
+        x: float16 or bfloat16 [..., K]. smooth: float32 [K]. rms_weight: [K], with `eps`, of an RMSNorm in front.
+        out: codes and scales to write to. All as there.
+
+    Raises:
+        ArgumentError: as there.
+    """
     return entry.quantize_activations(
         x, smooth=smooth, rms_weight=rms_weight, eps=eps, out=out, codes="e4m3"
     )  # fmt: skip
@@ -45,7 +53,18 @@ def quantize(
     bias: SupportsDLPack | None = None,
     target: Target | str | None = None,
 ) -> PackedWeight:
-    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
+    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`.
+
+    Args:
+        weight: float [N, K], finite; it is quantized where it lies.
+        smooth: positive float [K], of `search_smooth`. importance: float [K], of its error.
+        bias: float [N], kept with the weight.
+        group_size: see `quantize_weight`.
+        target: GPU target to record, see `pack`.
+
+    Raises:
+        ArgumentError: see `quantize_weight`. TargetError: see `Target.parse`.
+    """
     made = quantize_weight(weight, group_size=group_size, smooth=smooth, importance=importance, bias=bias)
     return pack(made, target=target)
 

@@ -61,7 +61,7 @@ def read_qserve(
             two's complement. Group size K / G: a multiple of 32.
         s1_szeros: f16 [N], zero * s1, of a per-channel layer instead of the two before; zero is a code, 0..15, but for
             the rounding of f16 or bf16.
-        bias: [N].
+        bias: float [N].
         requantize: quantize the layer's values again where they do not fit: a group scale above 16, or values that wrap
             around in QServe's own kernel (level 1 beyond the protective range of 119).
 

@@ -131,7 +131,7 @@ def kernel_requests(
     """The kernels that serve an [n, k] weight: for the given M, or for every M (None). Needs no GPU.
 
     Args:
-        group_size: 32, 64 or 128; with "e4m3", K too.
+        m: numbers of tokens. group_size: 32, 64 or 128; with "e4m3", K too.
         dtype: of the activations that are quantized, "float16" or "bfloat16"; None leaves their kernel out.
         out_dtype: "float16", "bfloat16" or "int32"; None takes dtype.
         dequantization, pipeline: see `gemm`; "e4m3" for the weights and activations of `fp8`.

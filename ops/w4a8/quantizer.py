@@ -37,7 +37,18 @@ def quantize(
     bias: SupportsDLPack | None = None,
     target: Target | str | None = None,
 ) -> PackedWeight:
-    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
+    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`.
+
+    Args:
+        weight: float [N, K], finite; it is quantized where it lies.
+        smooth: positive float [K], of `search_smooth`. importance: float [K], of its error.
+        bias: float [N], kept with the weight.
+        group_size, rule: see `quantize_weight`.
+        target: GPU target to record, see `pack`.
+
+    Raises:
+        ArgumentError: see `quantize_weight`. TargetError: see `Target.parse`.
+    """
     facts = dict(group_size=group_size, rule=rule, smooth=smooth, importance=importance, bias=bias)
     return pack(quantize_weight(weight, **facts), target=target)
 

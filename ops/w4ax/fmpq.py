@@ -204,13 +204,21 @@ class BlockPlan:
         return places.where(places < self.k, PADDING)
 
     def arrange(self, t: torch.Tensor) -> torch.Tensor:
-        """[..., k] to [..., Kp] in the plan's order; padding becomes 0. ArgumentError for another extent."""
+        """t [..., k], of any dtype, to [..., Kp] in the plan's order; padding becomes 0.
+
+        Raises:
+            ArgumentError: another extent.
+        """
         _check_extent("t", t, self.k)
         order = self.order().to(t.device)
         return t.index_select(-1, order.clamp(min=0)).masked_fill(order < 0, 0)
 
     def restore(self, t: torch.Tensor) -> torch.Tensor:
-        """[..., Kp] back to [..., k]: the inverse of `arrange`. ArgumentError for another extent."""
+        """t [..., Kp], of any dtype, back to [..., k]: the inverse of `arrange`.
+
+        Raises:
+            ArgumentError: another extent.
+        """
         _check_extent("t", t, self.padded)
         weights.check_dense("t", t)
         order = self.order().to(t.device)
@@ -336,7 +344,7 @@ def fold(plan: BlockPlan, *tensors: torch.Tensor, dim: int = 0) -> tuple[torch.T
     `plan.folded()` after `plan.arrange` of its columns, or with `quantize_weight(..., folded=True)`.
 
     Args:
-        tensors: each with k entries along `dim`; new tensors are returned in the plan's order.
+        tensors: [..., k, ...] of any dtype, k entries along `dim`; new ones are returned in the plan's order.
 
     Raises:
         ArgumentError: k is no multiple of 128, or a tensor has another extent.

@@ -84,7 +84,10 @@ class QuantizedWeight(Sharded):
         bias: SupportsDLPack | None = None,
         channel_scales: SupportsDLPack | None = None,
     ) -> QuantizedWeight:
-        """Check shapes, dtypes and values; see the attributes. `k` None takes Kp.
+        """Check shapes, dtypes and values.
+
+        Args:
+            codes, scales, blocks8, permutation, bias, channel_scales: see the attributes. k: None takes Kp.
 
         Raises:
             ArgumentError: for anything that does not fit.

@@ -104,7 +104,7 @@ def kernel_requests(
     """The kernels that serve an [n, k] weight: for the given M, or for every M (None). Needs no GPU.
 
     Args:
-        group_size: of the weight's scales: 128, the block.
+        m: numbers of tokens. group_size: of the weight's scales: 128, the block.
         blocks8: INT8 blocks; None takes a quarter of them, as the paper's kernel measurements.
         dtype: of the activations that are quantized, "float16" or "bfloat16"; None leaves their kernel out.
         out_dtype: "float16", "bfloat16" or "float32"; None takes dtype.

@@ -36,7 +36,17 @@ def quantize(
     scales: str = SCALES[0],
     target: Target | str | None = None,
 ) -> PackedWeight:
-    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
+    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`.
+
+    Args:
+        weight: float [N, K], finite, columns in the order of the input; it is quantized where it lies.
+        importance: float [K], of its error. bias: float [N], kept with the weight.
+        plan, folded, scales: see `quantize_weight`.
+        target: GPU target to record, see `pack`.
+
+    Raises:
+        ArgumentError: see `quantize_weight`. TargetError: see `Target.parse`.
+    """
     made = quantize_weight(weight, plan, importance=importance, folded=folded, bias=bias, scales=scales)
     return pack(made, target=target)
 

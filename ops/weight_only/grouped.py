@@ -103,7 +103,7 @@ def grouped_requests(
 
     Args:
         n, k: of each expert's weight. experts: number of them.
-        group_size: of the format's, or k for one group. scale_dtype: of scales.
+        group_size: of the format's, or k for one group. scale_dtype: of scales. symmetric: without zero points.
         m: tokens of all experts together.
         dtype: of activations and output, "float16" or "bfloat16".
         numerics: see `grouped_gemm`. bias: whether one is added. weight: name of the format.

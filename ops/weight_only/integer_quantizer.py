@@ -33,7 +33,17 @@ def quantize(
     bias: SupportsDLPack | None = None,
     target: Target | str | None = None,
 ) -> PackedWeight:
-    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
+    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`.
+
+    Args:
+        weight: float [N, K], finite; it is quantized where it lies.
+        importance: float [K], of its error. bias: float [N], kept with the weight.
+        group_size, symmetric, scale_dtype, clip_steps, clip_min: see `quantize_weight`.
+        target: GPU target to record, see `pack`.
+
+    Raises:
+        ArgumentError: see `quantize_weight`. TargetError: see `Target.parse`.
+    """
     quantized = quantize_weight(
         weight,
         group_size=group_size,

@@ -126,7 +126,10 @@ class PackedWeight(WeightOnly):
         )
 
     def dequantize(self, numerics: str = "exact", dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Float weight [N, K] in input-channel order, read back from the packed bytes; see `reference.dequantize`."""
+        """Float weight [N, K] in input-channel order, read back from the packed bytes.
+
+        numerics, dtype: see `reference.dequantize`.
+        """
         return self.unpack().dequantize(numerics, dtype)
 
     def check_facts(self) -> None:
@@ -197,7 +200,8 @@ def pack(
 
     Args:
         codes: integers [N, K] 0..15, or a QuantizedWeight (then the other tensors must be left out).
-        scales, zeros, group_size, perm, bias: see `QuantizedWeight.canonical`.
+        scales: float [N, G]. zeros: integers [N, G] 0..16, or None for 8. perm: int [K]. bias: float [N].
+        group_size: input channels for each scale. All of them: see `QuantizedWeight.canonical`.
         target: GPU target to record; None takes the codes' device, or any target for CPU codes.
 
     Any N >= 1 and K >= 1: rows are padded to 64 and input channels to 128 with code 0 and scale 0.

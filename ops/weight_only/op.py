@@ -131,7 +131,8 @@ def kernel_requests(
     """The kernels that serve an [n, k] weight: for the given M, or for every M (None). Needs no GPU.
 
     Args:
-        group_size: of the format's, or k for one group. scale_dtype: of scales.
+        m: numbers of tokens. group_size: of the format's, or k for one group. scale_dtype: of scales.
+        symmetric: without zero points. bias: whether the weight has one.
         dtype: of activations and output, "float16" or "bfloat16".
         numerics: see `gemm`. weight: name of the format.
 

@@ -71,6 +71,7 @@ class QuantizedWeight(weights.Canonical):
         """Check shapes, dtypes and values; see the attributes.
 
         Args:
+            codes: int8 or float8_e4m3fn [N, K]. asymmetric: see the attributes.
             scales: float [] or [1] for all rows, [N] or [N, 1] for each, [ceil(N / 128), ceil(K / 128)] for blocks of
                 e4m3, or what the attribute says.
             input_scale: float or one element. input_zero: an integer -128..127, or one element.

@@ -119,6 +119,7 @@ def kernel_requests(
 
     Args:
         codes: "int8" or "e4m3". block: e4m3 with scales of blocks. zeros: activations have zero points (int8).
+        m: numbers of tokens.
         accumulate: see `gemm`.
         dtype: of the activations that are quantized, "float16" or "bfloat16"; None leaves their kernel out.
         out_dtype: "float16", "bfloat16", or "int32" of int8; None takes dtype.

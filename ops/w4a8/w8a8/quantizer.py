@@ -32,7 +32,17 @@ def quantize(
     bias: SupportsDLPack | None = None,
     target: Target | str | None = None,
 ) -> PackedWeight:
-    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`."""
+    """Quantize and pack a float weight: `pack(quantize_weight(...), target=target)`.
+
+    Args:
+        weight: float [N, K], finite; it is quantized where it lies.
+        smooth: positive float [K]. bias: float [N]; both are kept with the weight.
+        codes, granularity, input_scale, input_zero, asymmetric: see `quantize_weight`.
+        target: GPU target to record, see `pack`.
+
+    Raises:
+        ArgumentError: see `quantize_weight`. TargetError: see `Target.parse`.
+    """
     facts = dict(codes=codes, granularity=granularity, input_scale=input_scale, input_zero=input_zero)
     made = quantize_weight(weight, **facts, asymmetric=asymmetric, smooth=smooth, bias=bias)
     return pack(made, target=target)
