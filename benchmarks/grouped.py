@@ -2,6 +2,8 @@
 
     python -m benchmarks.grouped                     W4A8 (int8, e4m3), W4A16, all layers; writes nothing unless --out
     python -m benchmarks.grouped --op w4a8 --quick   the layer with a goal only
+    python -m benchmarks.grouped --op w4a16 --packed-for sm_80     programs of mma.sync, through PTX on a newer GPU;
+                                                     beside a `gemm` for each expert, and experts packed for the GPU
 
 Before its time counts, W4A8 on int8 must have the bits of one `gemm` for each expert, and W4A8 on e4m3 and W4A16 must
 stay inside their error bounds for two of them. The share of the copy bandwidth counts the weights of experts with
@@ -48,11 +50,15 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.grouped", description=__doc__.splitlines()[0])
     parser.add_argument("--op", choices=tuple(GROUP), help="default: all")
     parser.add_argument("--quick", action="store_true", help="the layer with a goal only")
+    parser.add_argument("--packed-for", choices=("sm_80",), help="of W4A16: another target than the GPU's")
     parser.add_argument("--no-peers", action="store_true", help="only ours")
     parser.add_argument("--budget-ms", type=float, default=15.0, help="GPU time of one measurement")
     parser.add_argument("--out", type=Path, help="file to write")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.packed_for and options.op != "w4a16":
+        parser.error("--packed-for needs --op w4a16")
+    return options
 
 
 def operator_of(op: str) -> Any:
@@ -73,7 +79,7 @@ def counts_of(layer: Layer, tokens: int) -> Any:
     return torch.bincount(picks.flatten(), minlength=layer.experts)
 
 
-def requests_of(op: str, layer: Layer) -> list[Any]:
+def requests_of(op: str, layer: Layer, packed_for: str | None = None) -> list[Any]:
     """The kernels of a layer: the grouped ones, and those of the comparison."""
     from terrazzo.ops import w4a8, w4a16
 
@@ -81,7 +87,8 @@ def requests_of(op: str, layer: Layer) -> list[Any]:
     each = sorted({int(c) for t in layer.tokens for c in counts_of(layer, t)} - {0})
     if op == "w4a16":
         facts = dict(group_size=GROUP[op], symmetric=False, scale_dtype="bfloat16", dtype="bfloat16")
-        return w4a16.grouped_requests(layer.n, layer.k, layer.experts, m=rows, **facts)
+        own = w4a16.grouped_requests(layer.n, layer.k, layer.experts, m=rows, **facts)
+        return own + (_of_another_target(layer, rows, each, packed_for, facts) if packed_for else [])
     if op == "w4a8_fp8":
         facts = dict(group_size=GROUP[op], out_dtype="bfloat16", dequantization="e4m3")
         return w4a8.grouped_requests(layer.n, layer.k, layer.experts, m=rows, **facts)
@@ -90,7 +97,19 @@ def requests_of(op: str, layer: Layer) -> list[Any]:
     return [*own, *w4a8.kernel_requests(layer.n, layer.k, **facts)]
 
 
-def experts_of(op: str, layer: Layer) -> Any:
+def _of_another_target(layer: Layer, rows: list[int], each: list[int], packed_for: str, facts: dict) -> list[Any]:
+    """Experts packed for it, and a `gemm` for each."""
+    from terrazzo.lowering.targets import Target
+    from terrazzo.ops.w4a16 import grouped, op
+
+    facts = facts | dict(bias=False, numerics="auto", target=Target.parse(packed_for), device=Target.detect())
+    return [
+        *(grouped.plan(m, layer.n, layer.k, layer.experts, **facts).request for m in rows),
+        *(op.plan(m, layer.n, layer.k, **facts).request for m in each),
+    ]
+
+
+def experts_of(op: str, layer: Layer, packed_for: str | None = None) -> Any:
     """Stacked weights: one random weight whose blocks of rows are rotated for each expert."""
     import torch
     from terrazzo.autotune import w4a8_bench, weight_only_bench
@@ -102,7 +121,7 @@ def experts_of(op: str, layer: Layer) -> Any:
         packed = made(layer.n, layer.k, GROUP[op], random).pack()
     else:
         settings = weight_only_bench.WeightOnlySettings(dtype="bfloat16", group=GROUP[op])
-        packed = weight_only_bench.random_weight(layer.n, layer.k, settings, random).pack()
+        packed = weight_only_bench.random_weight(layer.n, layer.k, settings, random).pack(target=packed_for)
     return operator_of(op).GroupedWeight.stack(turned(packed, layer.experts))
 
 
@@ -138,6 +157,13 @@ def measure_row(op: str, layer: Layer, tokens: int, stacked: Any, options: argpa
     wrong = _wrong(op, given, stacked, starts, out)
     row |= {"us": None, "failure": wrong} if wrong else {}
     candidates = {} if wrong else {"us": [call(w) for w in copies]}
+    if options.packed_for:
+        row["packed_for"] = options.packed_for
+        if not wrong:
+            used = [e for e in range(layer.experts) if starts[e] < starts[e + 1]]
+            candidates["each_us"] = [_each(family.gemm, x, w, starts, used, out) for w in copies]
+            native = replace(stacked.stacked, target=None)
+            candidates["native_us"] = [call(family.GroupedWeight(clone(native))) for _ in copies]
     if not options.no_peers and hasattr(torch, "_grouped_mm"):
         dense = torch.randn(layer.experts, layer.n, layer.k, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
         candidates["torch_bf16"] = [lambda: torch._grouped_mm(x, dense, offs=offsets[1:])]
@@ -149,6 +175,12 @@ def measure_row(op: str, layer: Layer, tokens: int, stacked: Any, options: argpa
             share = row["bytes"] / timing.us / 1e3 / options.copy_gb_s
             row |= {"spread": round(timing.spread, 4), "copy_share": round(share, 4)}
     return row
+
+
+def _each(gemm: Any, x: Any, w: Any, starts: list[int], used: list[int], out: Any) -> Any:
+    """A call for each expert that has tokens."""
+    parts = [(x[starts[e] : starts[e + 1]], w[e], out[starts[e] : starts[e + 1]]) for e in used]
+    return lambda: [gemm(rows, one, out=y) for rows, one, y in parts]
 
 
 def given_bytes(x: Any) -> int:
@@ -199,24 +231,25 @@ def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     ops, layers = ((options.op,) if options.op else tuple(GROUP)), (LAYERS[:1] if options.quick else LAYERS)
     options.target = Target.detect()
-    compile_all([request for op in ops for layer in layers for request in requests_of(op, layer)])
+    compile_all([request for op in ops for layer in layers for request in requests_of(op, layer, options.packed_for)])
     result = gemm_bench.header(options.target, options.commit)
     result["copy_gb_s"] = options.copy_gb_s = round(measure.copy_bandwidth(), 1)
     result["rows"] = []
     print(f"{options.target.name}: {options.copy_gb_s:.0f} GB/s copied")
     for op in ops:
         for layer in layers:
-            stacked = experts_of(op, layer)
+            stacked = experts_of(op, layer, options.packed_for)
             for tokens in layer.tokens:
                 row = measure_row(op, layer, tokens, stacked, options)
                 result["rows"].append(row)
-                peer = f"torch bf16 {row['torch_bf16']:9.2f} us" if "torch_bf16" in row else ""
+                named = {"torch_bf16": "torch bf16", "each_us": "a gemm each", "native_us": "packed for this GPU"}
+                peer = ", ".join(f"{said} {row[name]:9.2f} us" for name, said in named.items() if name in row)
                 said = f"{row['us']:9.2f} us {row['copy_share']:4.0%} of copy" if row["us"] else row["failure"]
                 print(f"{op:8} {layer.name:26} T {tokens:5} M {row['m']:6}  {said}  {peer}", flush=True)
             del stacked
             torch.cuda.empty_cache()
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+            if options.out is not None:
+                options.out.write_text(json.dumps(result, indent=1) + "\n")
     goal = [row for row in result["rows"] if row["layer"] == GOAL_LAYER.name and row["us"]]
     for row in goal:
         print(f"{row['op']}: {row['copy_share']:.0%} of the copy bandwidth on {row['layer']}, goal {GOAL:.0%}")
