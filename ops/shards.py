@@ -290,7 +290,7 @@ def plan(weight: Any, dim: int, spans: Sequence[Span], rank: int, lead: int = 0)
         facts, form = _facts_of_columns(weight, spans, total), getattr(weight, "format", None)
         cuts["words"] = Cut(lead, in_units(form.block_k if form is not None else BLOCK_K))
         cuts["smooth"] = Cut(0, tuple(spans))
-        size = group_of(weight)
+        size = group_of(weight) * getattr(form, "record_groups", 1)
         if "params" in held and not (_one_group(weight) and size >= weight.k):
             if _one_group(weight) and total <= size:
                 return None  # a single group is stored otherwise

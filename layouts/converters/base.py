@@ -26,7 +26,8 @@ class Converter:
         emulation: (words uint32 [...], *params uint32) -> list of O uint32 arrays, bit for bit the device's.
         body: CUDA statements of the device function; they read ``w`` and the params and write ``out[0 .. O-1]``.
         params: names of the extra registers: () or ("b0", "s0", "b1", "s1") with index 0/1 for the rows of even/odd
-            output registers (g, g + 8 of an A fragment), or ("s", "a") for a whole word in one row.
+            output registers (g, g + 8 of an A fragment), ("s01",) for both scales in one word, the first in its low
+            half, or ("s", "a") for a whole word in one row.
         instructions: ALU and half-precision instructions for each storage word (SASS count; the cost model's alpha).
         scale_exp2, bias: without params, output register o holds (q + bias[o]) * 2**scale_exp2[o].
         param_bias: for params forms, what b0, b1 add to the zero point (the magic number's integer), else ().
@@ -211,3 +212,13 @@ def sub_bf16(out: str, a: str, b: str) -> str:
 def mul_bf16(out: str, a: str, b: str) -> str:
     """a * b as a * b + -0: mul.bf16x2 needs sm_90."""
     return fma_bf16(out, a, b, "0x80008000u")
+
+
+def mul_half(out: str, a: str, b: str, half: int, bf16: bool) -> str:
+    """Both halves of a times half `half` of b, one instruction: ptxas reads it twice, but not what a byte permute made.
+    With -0 added, as `mul_bf16`."""
+    form, low = ("bf16x2" if bf16 else "f16x2"), "lh"[half]
+    return (
+        f'asm("{{.reg .b16 l,h; .reg .b32 s; mov.b32 {{l,h}},%2; mov.b32 s,{{{low},{low}}}; '
+        f'fma.rn.{form} %0,%1,s,%3;}}" : "=r"({out}) : "r"({a}), "r"({b}), "r"(0x80008000u));'
+    )

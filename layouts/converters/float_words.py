@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 from terrazzo.layouts.converters import arith
-from terrazzo.layouts.converters.base import Converter, mul_bf16, mul_f16, register
+from terrazzo.layouts.converters.base import Converter, mul_bf16, mul_f16, mul_half, register
 
 BITS = {
     "e2m1": ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14)),
@@ -82,6 +82,30 @@ for _short, _operand, _mul, _mul_text, _instructions in (
             "\n".join(_text(MOVES[_short]) + [_mul_text(f"out[{o}]", f"out[{o}]", f"s{o % 2}") for o in range(4)]),
             _instructions,
             params=_SCALES,
+            bit_map=BIT_MAP["e2m1"],
+        )
+    )
+
+for _short, _operand, _mul, _instructions in (
+    ("bf16", "bfloat16", arith.bmul2, 15),
+    ("f16", "float16", arith.hmul2, 19),
+):
+    register(
+        Converter(
+            f"e2m1_{_short}_paired",
+            "e2m1",
+            _operand,
+            4,
+            16,
+            lambda w, s01, moves=MOVES[_short], mul=_mul: [
+                mul(out, arith.prmt(s01, s01, (0x1010, 0x3232)[o % 2])) for o, out in enumerate(_moved(w, moves))
+            ],
+            "\n".join(
+                _text(MOVES[_short])
+                + [mul_half(f"out[{o}]", f"out[{o}]", "s01", o % 2, _short == "bf16") for o in range(4)]
+            ),
+            _instructions,
+            params=("s01",),
             bit_map=BIT_MAP["e2m1"],
         )
     )

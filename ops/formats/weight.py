@@ -33,7 +33,7 @@ class WeightFormat:
             scales of one and for numerics "post", unscaled ones.
         unscaled: dtype -> converter without parameters, whose sums are scaled; its `scale_exp2` and `bias` are undone.
         scales: dtypes that the scales of groups may have. "e8m0" is a byte d for 2^-d; "e4m3", of positive numbers, a
-            byte of five bits of exponent with bias 10 and three of mantissa, in which none is subnormal.
+            byte of five bits of exponent with bias 21 and three of mantissa, in which none is subnormal.
         zero: zero point of a weight that stores none; 0 for codes that are numbers as they are.
         lacks: dtype of scales -> exponent of two that they are stored with beside their value, which operands lack.
         plain: dtype -> converter that makes scaled operands of weights without zero points, where that is another one
@@ -42,6 +42,7 @@ class WeightFormat:
         row_factors: whether each row has a float32 of its own, which its sums are multiplied by at last. With a scale
             for the whole row this is the scale, and there are no others.
         outer: dtype -> exponent of two that operands have beside code times scale, which the row's factor undoes.
+        record_groups: groups whose scales are one record of parameters.
     """
 
     name: str
@@ -59,6 +60,7 @@ class WeightFormat:
     values: tuple[float, ...] = field(default=(), hash=False, repr=False)
     row_factors: bool = False
     outer: Mapping[str, int] = field(default_factory=dict, hash=False)
+    record_groups: int = 1
 
     @property
     def block_k(self) -> int:
@@ -150,17 +152,23 @@ NVFP4 = WeightFormat(
     layout="mxfp4",
     bits=4,
     groups=(16,),
-    scaled=MXFP4.scaled,
+    scaled={"bfloat16": {"exact": "e2m1_bf16_paired"}, "float16": {"exact": "e2m1_f16_paired"}},
     unscaled={},
     scales=("e4m3",),
     zero=0,
     one_group=False,
     values=MXFP4.values,
     row_factors=True,
-    outer={"bfloat16": -9, "float16": -8},
+    outer={"bfloat16": -8, "float16": -8},
+    record_groups=4,
 )
 """e2m1 with an e4m3 scale for each 16 k and a float32 for each row. Code times scale has six significant bits, so that
-operands of either dtype are exact."""
+operands of either dtype are exact. A thread reads the scales of its two rows and 64 k at once: word p of two holds
+those of groups 2p and 2p + 1 (`PAIRED`)."""
+
+PAIRED = 0x0FF00FF0
+"""Bits of a word of NVFP4's scales that hold those of an even group, a half for each of the rows g and g + 8; turned
+left by eight, the word has the odd group's there."""
 
 
 def _e4m3(code: int) -> float:

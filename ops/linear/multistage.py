@@ -67,7 +67,7 @@ def shared_bytes(
     """Shared memory of a CTA, bytes."""
     shape = Tile(block_tokens, warps, row_blocks, token_warps)
     flag = 1024 if kc > 1 else 0  # one word, and the alignment of what follows
-    of_block = op.format.nbytes(BLOCK_ROWS, 64) + op.groups_per(64) * op.group_bytes
+    of_block = op.format.nbytes(BLOCK_ROWS, 64) + op.records_per(64) * op.group_bytes
     return shape.x_bytes(stages) + stages * shape.blocks * of_block + flag
 
 
@@ -81,7 +81,7 @@ def copy_macros(
     import tilelang.language as T
 
     group, threads, blocks = op.group, shape.threads, shape.blocks
-    rec, ig, parts = op.record_bytes, op.groups_per(64), op.format.blocks(64)
+    rec, ir, parts = op.record_bytes, op.records_per(64), op.format.blocks(64)
     block_words, copies = parts * BLOCK_WORDS, rec // 16
     copy_x = "tz_copy_ragged" if k % 8 else "tz_cp_async"  # rows of X that are not aligned to 16 bytes, or are
     kp = -(-k // UNIT_K) * UNIT_K
@@ -105,12 +105,12 @@ def copy_macros(
                         W[first(c, op.format.blocks(kp)) + kb * parts + b, block_at(c, at // 128), at % 128 * 4],
                     )
         if op.has_groups and params:
-            for e in T.unroll(-(-ig * blocks * copies // threads)):
+            for e in T.unroll(-(-ir * blocks * copies // threads)):
                 at = e * threads + tx
-                record = 0 if group == 0 else (kb // 2 if group == 128 else kb * ig + at // (blocks * copies))
-                if at < ig * blocks * copies:
+                record = 0 if group == 0 else (kb // 2 if group == 128 else kb * ir + at // (blocks * copies))
+                if at < ir * blocks * copies:
                     cp_async(
-                        Ps[slot * (ig * blocks * rec) + at * 16],
+                        Ps[slot * (ir * blocks * rec) + at * 16],
                         P[first(c, op.records(kp)) + record, block_at(c, at // copies % blocks), at % copies * 16],
                     )
 
@@ -151,13 +151,17 @@ def operand_macros(op: Operand, shape: Tile) -> SimpleNamespace:
         for m in T.unroll(rb):
             base = (slot * ig + q) * (blocks * rec) + (tile + m) // 4 * rec
             row = (tile + m) % 4 * 8 + lane // 4
-            if op.numerics != "post":
+            if fmt.record_groups > 1:
+                first = slot * (blocks * rec) + (tile + m) // 4 * rec
+                words.pair_word(v, m * 4, lds32(Ps[first + row * 8 + q // 2 * 4]), q % 2 == 1)
+            elif op.numerics != "post":
                 u[0] = lds16_at(Ps[base], row, nbytes=64) if sb == 1 else lds32(Ps[base + row * 2 * sb])
             if op.symmetric:
                 u[2] = T.uint32(fmt.zero * 0x0101)
             else:
                 u[2] = lds16_at(Ps[base + 64 * sb], row, nbytes=64)
-            words.scale_words(v, m * 4, u)
+            if fmt.record_groups == 1:
+                words.scale_words(v, m * 4, u)
             if op.numerics == "fused":
                 zs[0] = unpack(0, u[0], bf16=scale_bf16)
                 zs[1] = unpack(1, u[0], bf16=scale_bf16)
@@ -346,7 +350,7 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int
         with T.Kernel(token_blocks * row_tiles, kc, threads=shape.threads, prelude=source) as (bx, bz):
             Xs = T.alloc_shared((shape.x_bytes(stages) // 2,), dtype)
             Ws = T.alloc_shared((stages * blocks * parts * BLOCK_WORDS,), "int32")
-            Ps = T.alloc_shared((max(stages * ig * blocks * op.group_bytes, 16),), "uint8")
+            Ps = T.alloc_shared((max(stages * op.records_per(64) * blocks * op.group_bytes, 16),), "uint8")
             w = T.alloc_local((rb * parts * 4,), "uint32")
             a = T.alloc_local((rb * 8,), "uint32")
             x = T.alloc_local((pairs * 4,), "uint32")

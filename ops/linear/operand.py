@@ -109,9 +109,9 @@ class Operand:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of the parameters of 64 rows and one group: scales, then one byte for each zero point. A row's factors
-        lie in as many records as they take."""
-        return 64 * (self.scale_bytes + (0 if self.symmetric else 1))
+        """Bytes of the parameters of 64 rows and one group, or as many as the format puts together: scales, then one
+        byte for each zero point. A row's factors lie in as many records as they take."""
+        return 64 * (self.scale_bytes * self.format.record_groups + (0 if self.symmetric else 1))
 
     @property
     def group_bytes(self) -> int:
@@ -120,7 +120,7 @@ class Operand:
 
     def groups(self, k_padded: int) -> int:
         """Records of groups along a padded k."""
-        return int(self.has_groups) if self.group == 0 else k_padded // self.group
+        return int(self.has_groups) if self.group == 0 else k_padded // (self.group * self.format.record_groups)
 
     def records(self, k_padded: int) -> int:
         """All records of 64 rows: of groups, then those of the rows' factors."""
@@ -129,6 +129,10 @@ class Operand:
     def groups_per(self, k_extent: int) -> int:
         """Distinct scales inside `k_extent` consecutive k, at least one."""
         return 1 if self.group == 0 else max(1, k_extent // self.group)
+
+    def records_per(self, k_extent: int) -> int:
+        """Records that hold these."""
+        return -(-self.groups_per(k_extent) // self.format.record_groups)
 
     def weight_bytes(self, n: int, k: int) -> int:
         """Packed bytes of an [n, k] weight: what a kernel must read at least once."""

@@ -1,37 +1,37 @@
 """From a record of parameters to registers: macros that the programs of 16-bit operands share.
 
 Registers u, uint32 [3], hold what a thread has loaded for its rows g and g + 8: u[0] two scales of 8 or 16 bits, or
-u[0] and u[1] two of float32; u[2] two zero points, a byte each.
+u[0] and u[1] two of float32; u[2] two zero points, a byte each. Scales of e4m3 are two words of four groups, in the
+order of `PAIRED` (formats/weight.py).
 """
 
 from types import SimpleNamespace
 from typing import Any
 
 from terrazzo.layouts.converters import Converter
+from terrazzo.ops.formats.weight import PAIRED
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.tiles.calls import byte_perm, lds32, pack2, prefetch, unpack
 
-_WORDS = {"b0": 0, "s0": 1, "b1": 2, "s1": 3}
+_WORDS = {"b0": 0, "s0": 1, "b1": 2, "s1": 3, "s01": 1}
 """Parameter of a converter -> its place behind v[at]."""
 
 
 def param_macros(op: Operand) -> SimpleNamespace:
-    """Macros `scales` and, for the (bias, scale) words of converters that scale, `bias_words` and `scale_words`;
-    function `of_converter`.
+    """Macros `scales` and, for the (bias, scale) words of converters that scale, `bias_words` and `scale_words`, or
+    `pair_word`; function `of_converter`.
 
-    Words v[at .. at + 3] are bias and scale of row g, then of row g + 8, each twice in a word.
+    Words v[at .. at + 3] are bias and scale of row g, then of row g + 8, each twice in a word; v[at + 1] of `pair_word`
+    is both scales.
     """
     import tilelang.language as T
 
     bf16 = op.dtype == "bfloat16"
     one = 0x3F803F80 if bf16 else 0x3C003C00
-    powers, bytes_ = op.scale_dtype == "e8m0", op.scale_dtype == "e4m3"
+    powers = op.scale_dtype == "e8m0"
     offsets = op.scaling_converter.param_bias
     # 2^126 or 2^14, what the operand's exponent lacks, and the step from a power of two to the next smaller one
     top, step = (0x7E807E80, 0x00800080) if bf16 else (0x74007400, 0x04000400)
-
-    # a byte of exponent and mantissa in front of an operand's bits, and the exponent that it lacks, less 9 (bf16) or 8
-    byte_step, byte_least = (0x00100010, 0x75007500) if bf16 else (0x00800080, 0x2C002C00)
 
     def power(code):
         """Twice 2^-code of what the operand lacks; with 2^-14, the least of f16, nothing is left of any code."""
@@ -46,9 +46,6 @@ def param_macros(op: Operand) -> SimpleNamespace:
         elif powers:
             s[at] = T.reinterpret((T.uint32(127) - (u[0] & T.uint32(255))) << T.uint32(23), "float32")
             s[at + 1] = T.reinterpret((T.uint32(127) - (u[0] >> T.uint32(8))) << T.uint32(23), "float32")
-        elif bytes_:
-            s[at] = T.reinterpret(((u[0] & T.uint32(255)) << T.uint32(20)) + T.uint32(117 << 23), "float32")
-            s[at + 1] = T.reinterpret(((u[0] >> T.uint32(8)) << T.uint32(20)) + T.uint32(117 << 23), "float32")
         else:
             s[at] = unpack(0, u[0], bf16=op.scale_dtype == "bfloat16")
             s[at + 1] = unpack(1, u[0], bf16=op.scale_dtype == "bfloat16")
@@ -77,18 +74,28 @@ def param_macros(op: Operand) -> SimpleNamespace:
         if powers:
             v[at + 1] = power(u[0] & T.uint32(255))
             v[at + 3] = power(u[0] >> T.uint32(8))
-        elif bytes_:
-            v[at + 1] = (u[0] & T.uint32(255)) * T.uint32(byte_step) + T.uint32(byte_least)
-            v[at + 3] = (u[0] >> T.uint32(8)) * T.uint32(byte_step) + T.uint32(byte_least)
         elif "s0" in op.scaling_converter.params:
             v[at + 1] = T.uint32(one) if op.numerics == "post" else byte_perm(u[0], u[0], 0x1010)
             v[at + 3] = T.uint32(one) if op.numerics == "post" else byte_perm(u[0], u[0], 0x3232)
+
+    @T.macro
+    def pair_word(v, at, word, odd):
+        """The scales of a group, of a word that holds an even one and the odd one behind it, as `odd` says: a byte in
+        front of an operand's bits. In f16 they are 2^6 times what they stand for; in bf16 2^118, by a constant."""
+        if bf16:
+            turned = T.if_then_else(odd, word << T.uint32(8) | word >> T.uint32(24), word)
+            v[at + 1] = turned & T.uint32(PAIRED) | T.uint32(0x70007000)
+        else:
+            turned = T.if_then_else(odd, word << T.uint32(11) | word >> T.uint32(21), word << T.uint32(3))
+            v[at + 1] = turned & T.uint32(PAIRED << 3)
 
     def of_converter(converter: Converter, v: Any, at: Any) -> list[Any]:
         """The words that a converter takes."""
         return [v[at + _WORDS[name]] for name in converter.params]
 
-    return SimpleNamespace(scales=scales, bias_words=bias_words, scale_words=scale_words, of_converter=of_converter)
+    return SimpleNamespace(
+        scales=scales, bias_words=bias_words, scale_words=scale_words, pair_word=pair_word, of_converter=of_converter
+    )
 
 
 def factor_macros(op: Operand, n: int, k_padded: int) -> SimpleNamespace | None:

@@ -23,6 +23,7 @@ from terrazzo.ops.tiles.calls import (
     ldmatrix4,
     lds16_at,
     lds32,
+    lds64,
     lds128,
     mma,
     mma_kind,
@@ -61,7 +62,7 @@ class Shape:
     @property
     def group_bytes(self) -> tuple[int, int]:
         """Of 16 rows in a record of parameters: scales, zero points."""
-        return self.op.scale_bytes * 16, 0 if self.op.symmetric else 16
+        return self.op.scale_bytes * self.op.format.record_groups * 16, 0 if self.op.symmetric else 16
 
     @property
     def item_groups(self) -> int:
@@ -76,7 +77,7 @@ class Shape:
     @property
     def param_words(self) -> int:
         """Of a row tile and an item."""
-        return self.item_groups * sum(self.group_bytes) // 4 if self.op.has_groups else 0
+        return self.op.records_per(ITEM_K) * sum(self.group_bytes) // 4 if self.op.has_groups else 0
 
     @property
     def tile_words(self) -> int:
@@ -122,8 +123,8 @@ def ring_macros(shape: Shape) -> SimpleNamespace:
 
     op, chunk, stages = shape.op, shape.split.chunk, shape.stages
     group, blocks, tile_words, p_words = op.group, op.format.blocks(ITEM_K), shape.tile_words, shape.param_words
-    ig, (seg, zseg) = shape.item_groups, shape.group_bytes
-    per_group = (seg + zseg) // 16  # 16-byte copies of one group of one item
+    ir, (seg, zseg) = op.records_per(ITEM_K), shape.group_bytes
+    per_record = (seg + zseg) // 16  # 16-byte copies of one record of one item
     step, p_base = shape.step_words, shape.params_at
 
     @T.macro
@@ -140,15 +141,15 @@ def ring_macros(shape: Shape) -> SimpleNamespace:
                         R[slot + m * tile_words + h * TILE_WORDS + lane * 4],
                         W[item * blocks + h, tile // 4, tile % 4 * TILE_WORDS + lane * 4],
                     )
-                if op.has_groups and lane < ig * per_group:
+                if op.has_groups and lane < ir * per_record:
                     cp_async(
                         R[slot + p_base + m * p_words + lane * 4],
                         P[
-                            0 if group == 0 else item * ig + lane // per_group,
+                            0 if group == 0 else item * ir + lane // per_record,
                             tile // 4,
                             T.if_then_else(
-                                lane % per_group < seg // 16,
-                                tile % 4 * seg + lane % per_group * 16,
+                                lane % per_record < seg // 16,
+                                tile % 4 * seg + lane % per_record * 16,
                                 4 * seg + tile % 4 * 16,
                             ),
                         ],
@@ -168,7 +169,7 @@ def operand_macros(shape: Shape) -> SimpleNamespace:
     cvt, words, per_step = get_converter(op.converter), param_macros(op), fmt.step_words
     seg, zseg = shape.group_bytes
     per_group = (seg + zseg) // 16
-    biased = "b0" in cvt.params
+    biased, paired = "b0" in cvt.params, fmt.record_groups
 
     @T.macro
     def load_x(Xs, x, col, lane):
@@ -183,28 +184,36 @@ def operand_macros(shape: Shape) -> SimpleNamespace:
 
     @T.macro
     def load_params(R, p, q, s, z, u, lane):
-        """Scale and zero point of rows g and g + 8 for group q of an item whose parameters start at word p."""
+        """Scale and zero point of rows g and g + 8 for group q of an item whose parameters start at word p; of a record
+        of several groups the words, with the first one."""
         if op.scale_dtype == "float32":
             u[0] = lds32(R[p + q * per_group * 4 + lane // 4 * 2])
             u[1] = lds32(R[p + q * per_group * 4 + lane // 4 * 2 + 1])
+        elif paired > 1:
+            if q % paired == 0:
+                lds64(u[0], R[p + q // paired * per_group * 4 + lane // 4 * 2])
         elif sb == 1:
             u[0] = lds16_at(R[p + q * per_group * 4], lane // 4, nbytes=16)
         else:
             u[0] = lds32(R[p + q * per_group * 4 + lane // 4])
-        words.scales(s, 0, u)
+        if paired == 1:
+            words.scales(s, 0, u)
         if not op.symmetric:
             u[2] = lds16_at(R[p + q * per_group * 4 + seg // 4], lane // 4, nbytes=16)
             z[0] = T.cast(u[2] & T.uint32(255), "float32")
             z[1] = T.cast(u[2] >> T.uint32(8), "float32")
 
     @T.macro
-    def operand_words(s, z, u, v):
-        """exact / fused: the converter's packed (bias, scale) pairs of rows g and g + 8."""
+    def operand_words(s, z, u, v, q):
+        """exact / fused: the converter's packed (bias, scale) pairs of rows g and g + 8, for group q of an item."""
         if op.symmetric:
             u[2] = T.uint32(fmt.zero * 0x0101)
             z[0] = float(fmt.zero)
             z[1] = float(fmt.zero)
-        words.scale_words(v, 0, u)
+        if paired > 1:
+            words.pair_word(v, 0, T.if_then_else(q % 4 < 2, u[0], u[1]), q % 2 == 1)
+        else:
+            words.scale_words(v, 0, u)
         if op.numerics == "fused":
             v[0] = pack2(-z[0] * s[0], -z[0] * s[0], bf16=bf16)
             v[2] = pack2(-z[1] * s[1], -z[1] * s[1], bf16=bf16)
@@ -372,7 +381,7 @@ def step_macros(shape: Shape, factors: SimpleNamespace | None) -> SimpleNamespac
                 elif post:
                     groups.clear(io.d)
                 elif op.has_groups:
-                    operands.operand_words(io.s, io.z, io.u, io.v)
+                    operands.operand_words(io.s, io.z, io.u, io.v, q)
                 for j in T.unroll(steps):
                     if (q * steps + j) % ahead == 0:
                         lds128(io.w, io.R[words + (q * steps + j) // ahead * TILE_WORDS + lane * 4])
@@ -440,6 +449,7 @@ def program(target, shape: Shape, *, n: int, k: int, bias: bool, cluster: int, j
         *(["multicast" if cluster > 1 else "bulk"] if bulk_copies else []),
         *(["cluster"] if joined else []),
         *(["prefetch_line"] if fmt.row_factors else []),
+        *(["lds64"] if fmt.record_groups > 1 else []),
         extra=(get_converter(op.converter).device_source,),
     )  # fmt: skip
     cluster_dims = cluster_shape(target, kc, cluster, joined)

@@ -12,7 +12,7 @@ from terrazzo.ops.formats.weight import BLOCK_WORDS
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.linear.params import param_macros
 from terrazzo.ops.linear.sizes import Sizes
-from terrazzo.ops.tiles.calls import bulk, bulk_at, lds16, lds32, lds128, pack2, place, tma_tile
+from terrazzo.ops.tiles.calls import bulk, bulk_at, lds16, lds32, lds64, lds128, pack2, place, tma_tile
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,13 @@ class Shape:
 
     @property
     def slot_groups(self) -> int:
-        """Records of parameters of a slot."""
+        """Groups of a slot."""
         return self.op.groups_per(64)
+
+    @property
+    def slot_records(self) -> int:
+        """Records of parameters of a slot."""
+        return self.op.records_per(64)
 
     @property
     def shared_params(self) -> bool:
@@ -70,7 +75,7 @@ class Shape:
         if not self.op.has_groups:
             return 1, 16
         slots = self.stages if self.shared_params else self.stages * self.halves
-        return slots, self.cta_blocks * self.slot_groups * self.op.record_bytes
+        return slots, self.cta_blocks * self.slot_records * self.op.record_bytes
 
     @property
     def sums(self) -> int:
@@ -102,7 +107,7 @@ def fill_macros(shape: Shape, rings: SimpleNamespace) -> SimpleNamespace:
     import tilelang.language as T
 
     op, size, halves, blocks, cta_blocks = shape.op, shape.size, shape.halves, shape.blocks, shape.cta_blocks
-    group, rec, ig, shared_params = op.group, op.record_bytes, shape.slot_groups, shape.shared_params
+    group, rec, ir, shared_params = op.group, op.record_bytes, shape.slot_records, shape.shared_params
     units, all_blocks, records, param_slot = size.units, size.blocks, size.records, shape.param_slot
     block_bytes = BLOCK_WORDS * 4
 
@@ -111,7 +116,7 @@ def fill_macros(shape: Shape, rings: SimpleNamespace) -> SimpleNamespace:
         """One thread: the packed words of 64 k, and the parameters where the slot carries them."""
         count = T.max(T.min(cta_blocks, all_blocks - c.rows[0] * cta_blocks), 0)
         params = op.has_groups and (h == 0 or not shared_params)
-        T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * (blocks * block_bytes + (ig * rec if params else 0)))
+        T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * (blocks * block_bytes + (ir * rec if params else 0)))
         if count > 0:
             for b in T.unroll(blocks):
                 bulk(
@@ -121,8 +126,8 @@ def fill_macros(shape: Shape, rings: SimpleNamespace) -> SimpleNamespace:
                     io.full[io.ring.stage[0]],
                 )
             if params:
-                for q in T.unroll(ig):
-                    record = 0 if group == 0 else (kb if shared_params else (kb * 2 + h) * ig + q)
+                for q in T.unroll(ir):
+                    record = 0 if group == 0 else (kb if shared_params else (kb * 2 + h) * ir + q)
                     bulk(
                         io.Ps[param_slot(io.ring.stage[0], h), q * cta_blocks * rec],
                         io.P[c.expert[0] * records + record, c.rows[0] * cta_blocks, 0],
@@ -136,9 +141,9 @@ def fill_macros(shape: Shape, rings: SimpleNamespace) -> SimpleNamespace:
         each place anew."""
         first = c.rows[0] * cta_blocks
         count = T.min(cta_blocks, all_blocks - first)
-        records_here = (1 if shared_params else halves) * ig if op.has_groups and (h == 0 or not shared_params) else 0
+        records_here = (1 if shared_params else halves) * ir if op.has_groups and (h == 0 or not shared_params) else 0
         slot = (c.expert[0] * units + kb) * 2 + h
-        record = c.expert[0] * records + (0 if group == 0 else kb if shared_params else (kb * 2 + h) * ig)
+        record = c.expert[0] * records + (0 if group == 0 else kb if shared_params else (kb * 2 + h) * ir)
         T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * (halves * blocks * block_bytes + records_here * rec))
         for b in T.unroll(halves * blocks):
             bulk_at(
@@ -150,7 +155,7 @@ def fill_macros(shape: Shape, rings: SimpleNamespace) -> SimpleNamespace:
             )
         for q in T.unroll(records_here):
             bulk_at(
-                io.Ps[param_slot(io.ring.stage[0], q // ig), q % ig * cta_blocks * rec],
+                io.Ps[param_slot(io.ring.stage[0], q // ir), q % ir * cta_blocks * rec],
                 io.P,
                 ((record + q) * all_blocks + first) * (rec // 16),
                 count * rec,
@@ -202,7 +207,8 @@ def operand_macros(shape: Shape) -> SimpleNamespace:
 
     op, halves, blocks, rb, cta_blocks = shape.op, shape.halves, shape.blocks, shape.row_blocks, shape.cta_blocks
     fmt, cvt, params = op.format, op.scaling_converter, param_macros(op)
-    rec, sb, ig, per_step = op.record_bytes, op.scale_bytes, shape.slot_groups, fmt.step_words
+    rec, sb, ig, per_step = op.record_bytes, op.scale_bytes * fmt.record_groups, shape.slot_groups, fmt.step_words
+    ir, paired = shape.slot_records, fmt.record_groups > 1
     block_bytes, bf16 = BLOCK_WORDS * 4, op.dtype == "bfloat16"
     slot_bytes = blocks * cta_blocks * block_bytes
     two_scales = lds16 if sb == 1 else lds32
@@ -229,25 +235,31 @@ def operand_macros(shape: Shape) -> SimpleNamespace:
     @T.macro
     def load_params(at, stage, r, s, u, v):
         """Registers of row block r: f32 scales of rows g and g + 8, and the converter's (bias, scale) words."""
-        for q in T.unroll(ig):
-            here = bytes_of(stage, cta_blocks * ig * rec, (q * cta_blocks + r) * rec)
-            slot = r * ig + q
-            u[0] = two_scales(at.scales[0] + here)
-            if op.scale_dtype == "float32":
-                u[1] = lds32(at.scales[0] + here + T.uint32(4))
-            if op.symmetric:
-                u[2] = T.uint32(fmt.zero * 0x0101)
-            else:
-                u[2] = lds16(at.zeros[0] + here)
-            if op.scales_sums or op.numerics == "fused":
-                params.scales(s, slot * 2, u)
-            if op.numerics == "fused":
-                for e in T.unroll(2):
-                    zs = -T.cast(u[2] >> T.uint32(8 * e) & T.uint32(255), "float32") * s[slot * 2 + e]
-                    v[slot * 4 + 2 * e] = pack2(zs, zs, bf16=bf16)
-            else:
-                params.bias_words(v, slot * 4, u)
-            params.scale_words(v, slot * 4, u)
+        if paired:
+            for q in T.unroll(ir):
+                lds64(u[0], at.scales[0] + bytes_of(stage, cta_blocks * ir * rec, (q * cta_blocks + r) * rec))
+                for i in T.unroll(fmt.record_groups):
+                    params.pair_word(v, (r * ig + q * fmt.record_groups + i) * 4, u[i // 2], i % 2 == 1)
+        else:
+            for q in T.unroll(ig):
+                here = bytes_of(stage, cta_blocks * ig * rec, (q * cta_blocks + r) * rec)
+                slot = r * ig + q
+                u[0] = two_scales(at.scales[0] + here)
+                if op.scale_dtype == "float32":
+                    u[1] = lds32(at.scales[0] + here + T.uint32(4))
+                if op.symmetric:
+                    u[2] = T.uint32(fmt.zero * 0x0101)
+                else:
+                    u[2] = lds16(at.zeros[0] + here)
+                if op.scales_sums or op.numerics == "fused":
+                    params.scales(s, slot * 2, u)
+                if op.numerics == "fused":
+                    for e in T.unroll(2):
+                        zs = -T.cast(u[2] >> T.uint32(8 * e) & T.uint32(255), "float32") * s[slot * 2 + e]
+                        v[slot * 4 + 2 * e] = pack2(zs, zs, bf16=bf16)
+                else:
+                    params.bias_words(v, slot * 4, u)
+                params.scale_words(v, slot * 4, u)
 
     @T.macro
     def convert(w, words, a, half, v, r, first, count):

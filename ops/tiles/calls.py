@@ -144,7 +144,7 @@ def lds16_at(at: Any, index: Any, nbytes: int) -> Any:
 
 
 def lds64(to: Any, at: Any) -> Any:
-    """Eight bytes to registers."""
+    """Eight bytes to registers, from an element or a `place`."""
     return _call("lds64", address(to, "w", 8), address(at, "r", 8))
 
 

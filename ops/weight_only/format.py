@@ -148,8 +148,8 @@ class PackedWeight(WeightOnly):
     Attributes:
         words: int32 [Kp/KB, Np/64, 512]; codes in the order of the format's layout, KB k in a block.
         params: uint8 [records, Np/64, R]: for each group of k the scales of 64 rows (order: warp, g, pair), e8m0 ones
-            as the power of two that lacks to the row's largest, e4m3 ones in the byte of "e4m3" of formats/weight.py;
-            then, in records of R bytes, 64 float32 factors of
+            as the power of two that lacks to the row's largest; e4m3 ones of four groups in the words and bytes of
+            formats/weight.py; then, in records of R bytes, 64 float32 factors of
             rows, in their order: the row's largest power of two, or its scale or factor.
         n, k: true sizes; Np = ceil(n/64)*64, Kp = ceil(k/128)*128. Padded codes, scales and factors are 0.
         group_size: of the format's, or k. weight: name of the format. scale_dtype: of the scales of groups.
@@ -193,7 +193,8 @@ class PackedWeight(WeightOnly):
             largest = torch.frexp(factors).exponent[:, None] - 1 + 127
             scales = (largest - steps).clamp(0, 254).to(torch.uint8)
         elif self.scale_dtype == "e4m3":
-            held = rows.unpack(self.params[:stored].transpose(0, 1), self.n)[:, :groups].contiguous()
+            held = small_scales.bytes_of(self.params[:stored].transpose(0, 1))
+            held = rows.unpack(held, self.n)[:, :groups].contiguous()
             scales, found = small_scales.loaded(held), (self.bias, factors.clone())
             return QuantizedWeight(codes, scales, self.group_size, self.weight, *found)
         elif stored:
@@ -230,8 +231,11 @@ class PackedWeight(WeightOnly):
         if most is None:
             held = self.params[:stored].contiguous().view(getattr(torch, self.scale_dtype))
             weights.check_finite("params", held, remedy)
-        elif bool((self.params[:stored] > most).any()):
-            raise ArgumentError("params", int(self.params[:stored].max()), f"must be at most {most}", remedy)
+        else:
+            held = self.params[:stored]
+            held = small_scales.bytes_of(held) if self.scale_dtype == "e4m3" else held
+            if bool((held > most).any()):
+                raise ArgumentError("params", int(held.max()), f"must be at most {most}", remedy)
 
     def __repr__(self) -> str:
         return f"PackedWeight(N={self.n}, K={self.k}, {_summary(self)})"
@@ -272,9 +276,10 @@ def pack(weight: QuantizedWeight, *, target: Target | str | None = None) -> Pack
     else:
         scales, factors = None, weight.scales.float()
     if scales is not None:
-        held = rows.pack(filled(scales, groups)).contiguous().view(torch.uint8)
+        held = rows.pack(filled(scales, groups)).contiguous()
+        held = small_scales.words_of(held) if weight.scale_dtype == "e4m3" else held.view(torch.uint8)
         records.append(held.transpose(0, 1))
-    record = BLOCK_N * SCALE_BYTES[weight.scale_dtype]
+    record = BLOCK_N * SCALE_BYTES[weight.scale_dtype] * form.record_groups
     tail = filled(factors, 1).contiguous().view(torch.uint8).view(np_ // BLOCK_N, -1, record)
     records.append(tail.transpose(0, 1))
     return PackedWeight(

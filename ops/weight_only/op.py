@@ -101,7 +101,7 @@ def group_of(group_size: int, k: int, weight: str) -> int:
 def problem_of(operand: Operand, n: int, k: int, experts: int = 0) -> Gemm:
     """What schedules know of a product."""
     return Gemm(
-        n, k, operand.groups_per(128), operand.group_bytes, bits=operand.format.bits, weight=operand.weight,
+        n, k, operand.records_per(128), operand.group_bytes, bits=operand.format.bits, weight=operand.weight,
         scales="post" if operand.scales_sums else "fold", symmetric=operand.symmetric, experts=experts,
     )  # fmt: skip
 

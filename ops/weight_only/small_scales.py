@@ -1,7 +1,8 @@
 """Scales of NVFP4: e4m3 numbers above 0 in canonical weights, a byte without sign and subnormals in packed ones.
 
-The packed byte has five bits of exponent, with bias 10, and three of mantissa. All e4m3 numbers above 0 have one,
-8..150; kernels put it in front of an operand's bits as it is.
+The packed byte has five bits of exponent, with bias 21, and three of mantissa. All e4m3 numbers above 0 have one,
+96..238; kernels put it in front of an operand's bits as it is. Two words hold those of two rows and 64 k, where
+`PAIRED` of formats/weight.py says.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ if TYPE_CHECKING:
 
 LEAST = 1
 """Of e4m3's codes above 0: 2^-9."""
-LAST = 150
+LAST = 238
 """Largest packed byte, 448."""
-_SUBNORMAL = (8, 8, 16, 20, 24, 26, 28, 30)
+_SUBNORMAL = (96, 96, 104, 108, 112, 114, 116, 118)
 """Packed bytes of the e4m3 codes below 8; code 0 does not occur."""
 
 
 @cache
 def _bytes() -> list[int]:
     """Of the e4m3 codes 0..127."""
-    return [*_SUBNORMAL, *(code + 24 for code in range(8, 128))]
+    return [*_SUBNORMAL, *(code + 112 for code in range(8, 128))]
 
 
 def stored(scales: torch.Tensor) -> torch.Tensor:
@@ -45,6 +46,30 @@ def loaded(held: torch.Tensor) -> torch.Tensor:
     for code, byte in enumerate(_bytes()[LEAST:127], LEAST):
         table[byte] = code
     return table.to(held.device)[held.long()]
+
+
+def words_of(held: torch.Tensor) -> torch.Tensor:
+    """uint8 [B, G / 4, 256], records of 64 k, of packed bytes uint8 [B, G, 64], in which rows g and g + 8 are
+    neighbours."""
+    import torch
+
+    blocks, groups, slots = held.shape
+    each = held.to(torch.int64).view(blocks, groups // 4, 2, 2, slots // 2, 2)  # word, odd, slot pair, row
+    even, odd = (each[..., 0] << 4 | each[..., 1] << 20).unbind(3)
+    words = (even | odd >> 8 | (odd & 0xFF) << 24).transpose(2, 3)
+    return (words - (words >> 31 << 32)).to(torch.int32).contiguous().view(torch.uint8).view(blocks, groups // 4, -1)
+
+
+def bytes_of(records: torch.Tensor) -> torch.Tensor:
+    """Inverse of `words_of`."""
+    import torch
+
+    blocks, units, nbytes = records.shape
+    words = records.contiguous().view(torch.int32).view(blocks, units, nbytes // 8, 2).transpose(2, 3)
+    words = words.to(torch.int64) & 0xFFFFFFFF
+    each = torch.stack([words, words << 8 | words >> 24], dim=3)
+    held = torch.stack([each >> 4 & 0xFF, each >> 20 & 0xFF], dim=-1)
+    return held.to(torch.uint8).reshape(blocks, 4 * units, nbytes // 4)
 
 
 def signless(

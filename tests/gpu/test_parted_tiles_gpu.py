@@ -38,7 +38,7 @@ class Case:
     @property
     def problem(self) -> Gemm:
         op = Operand(self.group, False, self.dtype, self.dtype, self.numerics)
-        return Gemm(self.n, self.k, op.groups_per(128), op.record_bytes)
+        return Gemm(self.n, self.k, op.records_per(128), op.record_bytes)
 
     @property
     def schedule(self) -> schedules.StreamK:

@@ -47,7 +47,7 @@ def test_codes_that_are_numbers_have_values_and_factors_of_rows(fmt: WeightForma
 @formats
 def test_schedules_count_the_same_bytes(fmt: WeightFormat):
     op = Operand(fmt.groups[0], True, fmt.scales[0], "float16", fmt.numerics[-1], fmt.name)
-    gemm = Gemm(128, 256, op.groups_per(128), op.group_bytes, bits=fmt.bits)
+    gemm = Gemm(128, 256, op.records_per(128), op.group_bytes, bits=fmt.bits)
     factors = gemm.row_blocks * 256 * fmt.row_factors
     assert op.weight_bytes(128, 256) == gemm.row_blocks * gemm.units * gemm.unit_bytes + factors
 

@@ -56,6 +56,7 @@ static char *placed(unsigned at, int bytes) {
 }
 static void tz_lds128(void *out, unsigned at) { memcpy(out, placed(at, 16), 16); }
 static unsigned tz_lds32(unsigned at) { return *(const unsigned *)placed(at, 4); }
+static void tz_lds64(void *out, unsigned at) { memcpy(out, placed(at, 8), 8); }
 static unsigned tz_lds16(unsigned at) { return *(const uint16_t *)placed(at, 2); }
 static void tz_wait(unsigned barrier, int parity) { ((Barrier *)placed(barrier, 8))->wait(parity); }
 static void tz_arrive(unsigned barrier) { ((Barrier *)placed(barrier, 8))->arrive(); }

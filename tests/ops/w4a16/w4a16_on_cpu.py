@@ -53,6 +53,8 @@ template <bool BF16> static unsigned fma2(unsigned a, unsigned b, unsigned c) {
     r |= (unsigned)round_once<BF16>((double)widen<BF16>(a >> e) * widen<BF16>(b >> e) + widen<BF16>(c >> e)) << e;
   return r;
 }
+static void tz_lds64(void *out, const void *p) { memcpy(out, p, 8); }
+static unsigned half_twice(unsigned a, int half) { return (a >> 16 * half & 0xffff) * 0x10001u; }
 static void tz_prefetch_line(const void *) {}
 static unsigned tz_lds16_at(const void *p, int i) { return ((const uint16_t *)p)[i]; }
 static unsigned sub2(unsigned a, unsigned b) { return fma2<false>(b, 0xbc00bc00u, a); }
@@ -76,6 +78,14 @@ def on_cpu(name: str) -> str:
     text = re.sub(two, r"\2 = \g<1>2(\3, \4);", text)
     three = rf'asm\("fma\.rn\.(b?)f16x2[^"]*" : "=r"\(([^)]*)\) : {register}, {register}, {register}\);'
     text = re.sub(three, lambda at: f"{at[2]} = fma2<{'true' if at[1] else 'false'}>({at[3]}, {at[4]}, {at[5]});", text)
+    given = f"{register}, {register}, {register}"
+    half = rf'asm\("{{.*{{([lh]),[lh]}}; fma\.rn\.(b?)f16x2[^"]*" : "=r"\(([^)]*)\) : {given}\);'
+
+    def halved(at: re.Match) -> str:
+        kind = "true" if at[2] else "false"
+        return f"{at[3]} = fma2<{kind}>({at[4]}, half_twice({at[5]}, {int(at[1] == 'h')}), {at[6]});"
+
+    text = re.sub(half, halved, text)
     assert "asm" not in text, text
     return text
 
