@@ -7,7 +7,7 @@ shift each. Here one shift serves both, wherever bits are left for that:
 
 | codes | bf16, of 8 weights | in the order of fields | f16 of the same words |
 |---|---:|---:|---:|
-| e2m1 with scale | 15 instructions | 19 | 19 |
+| e2m1 with scale | 13 instructions | 19 | 21 |
 | e4m3 | 14 | 18 | 18, without a multiplication |
 """
 
@@ -18,33 +18,36 @@ from terrazzo.layouts.converters import arith
 from terrazzo.layouts.converters.base import Converter, mul_bf16, mul_f16, mul_half, register
 
 BITS = {
-    "e2m1": ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14)),
+    "e2m1": ((6, 7, 8, 15), (12, 13, 14, 21), (0, 1, 2, 9), (10, 3, 4, 11)),
     "e4m3": ((4, 5, 6, 7, 8, 9, 10, 15), (0, 1, 2, 3, 12, 13, 14, 11)),
 }
-"""Output register -> bits of a 16-bit half that hold mantissa, exponent (lowest bits first) and sign of its element."""
+"""Output register -> bits of a word that hold mantissa, exponent (lowest bits first) and sign of its first element.
+The second element's are sixteen bits further, from the word's end on at its beginning."""
 BIT_MAP = {
-    storage: tuple(bit + 16 * element for element in range(2) for register_ in bits for bit in register_)
+    storage: tuple((bit + 16 * element) % 32 for element in range(2) for register_ in bits for bit in register_)
     for storage, bits in BITS.items()
 }
 _SCALES = ("s0", "s1")
 
-# For each register what is or-ed: (left shift, or right shift where negative; mask of a half).
+# For each register what is or-ed: (left shift, right where negative, a turn to the left from 16 on; mask of a half).
 E4M3_MOVES = {
     "bf16": (((0, 0x87F0),), ((4, 0x80F0), (-4, 0x0700))),
     "f16": (((3, 0x3F80), (0, 0x8000)), ((7, 0x0780), (-1, 0x3800), (4, 0x8000))),
 }
 MOVES = {
-    "bf16": (((0, 0x81C0),), ((3, 0x81C0),), ((6, 0x81C0),), ((-4, 0x00C0), (-5, 0x0100), (1, 0x8000))),
+    "bf16": (((0, 0x81C0),), ((26, 0x81C0),), ((6, 0x81C0),), ((4, 0x8180), (-4, 0x0040))),
     "f16": (
         ((3, 0x0E00), (0, 0x8000)),
-        ((6, 0x0E00), (3, 0x8000)),
+        ((-3, 0x0E00), (26, 0x8000)),
         ((9, 0x0E00), (6, 0x8000)),
-        ((-1, 0x0600), (-2, 0x0800), (1, 0x8000)),
+        ((7, 0x0C00), (-1, 0x0200), (4, 0x8000)),
     ),
 }
 
 
 def _shifted(words, by: int):
+    if by >= 16:
+        return words << np.uint32(by) | words >> np.uint32(32 - by)
     return words << np.uint32(by) if by >= 0 else words >> np.uint32(-by)
 
 
@@ -60,14 +63,15 @@ def _moved(words, moves) -> list[np.ndarray]:
 
 
 def _text(moves) -> list[str]:
-    shift = lambda by: "w" if by == 0 else f"w << {by}" if by > 0 else f"w >> {-by}"
+    turn = lambda by: f"w << {by} | w >> {32 - by}" if by >= 16 else f"w << {by}"
+    shift = lambda by: "w" if by == 0 else turn(by) if by > 0 else f"w >> {-by}"
     parts = lambda each: " | ".join(f"(({shift(by)}) & {int(arith.pair(mask)):#010x}u)" for by, mask in each)
     return [f"out[{o}] = {parts(each)};" for o, each in enumerate(moves)]
 
 
 for _short, _operand, _mul, _mul_text, _instructions in (
-    ("bf16", "bfloat16", arith.bmul2, mul_bf16, 15),
-    ("f16", "float16", arith.hmul2, mul_f16, 19),
+    ("bf16", "bfloat16", arith.bmul2, mul_bf16, 13),
+    ("f16", "float16", arith.hmul2, mul_f16, 21),
 ):
     register(
         Converter(
@@ -87,8 +91,8 @@ for _short, _operand, _mul, _mul_text, _instructions in (
     )
 
 for _short, _operand, _mul, _instructions in (
-    ("bf16", "bfloat16", arith.bmul2, 15),
-    ("f16", "float16", arith.hmul2, 19),
+    ("bf16", "bfloat16", arith.bmul2, 13),
+    ("f16", "float16", arith.hmul2, 21),
 ):
     register(
         Converter(

@@ -80,6 +80,20 @@ def test_every_nvfp4_scale_is_packed_and_read_back():
     assert torch.equal(w.dequantize()[:, 0], scales.view(torch.float8_e4m3fn).double()[:, 0])
 
 
+def test_a_word_of_nvfp4_scales_holds_two_groups_of_two_rows():
+    scales = torch.randint(1, 127, (64, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    record = nvfp4.pack(torch.ones(64, 128, dtype=torch.uint8), scales).params[1, 0]  # of k 64 to 127
+    words = record.view(torch.int32).long() & 0xFFFFFFFF
+    for warp, g, word in ((0, 0, 0), (2, 5, 1), (3, 7, 0)):
+        held = int(words[(warp * 8 + g) * 2 + word])
+        for odd in range(2):
+            for half, row in enumerate((warp * 16 + g, warp * 16 + g + 8)):
+                byte = held >> (4 + 16 * half) & 255
+                exact = (8 + byte % 8) * 2.0 ** (byte // 8 - 24)
+                assert exact == float(scales[row, 4 + 2 * word + odd].view(torch.float8_e4m3fn))
+            held = (held << 8 | held >> 24) & 0xFFFFFFFF
+
+
 def test_nvfp4_is_the_nearest_code_of_its_scales():
     x = torch.randn(40, 200, generator=torch.Generator().manual_seed(0)) * 0.02
     w = nvfp4.quantize_weight(x)
