@@ -291,7 +291,7 @@ def program(shape: Shape, *, raster: int, per_sm: int, cluster: int):
         "rows_out",
         *(["cluster"] if cluster > 1 else []),
         *(["prefetch_line"] if op.format.row_factors else []),
-        *(["place64"] if op.format.record_groups > 1 else []),
+        *(["lds64"] if op.format.record_groups > 1 else []),
     )
     source = prelude(*used, extra=(op.scaling_converter.device_source, *([EXPERTS_SOURCE] if experts else [])))
     last = T.Tensor((experts + 1,), "int32") if experts else T.int32

@@ -101,20 +101,13 @@ __device__ __forceinline__ void tz_arrive(unsigned barrier) {
 """,
     ),
     Primitive(
-        "place64",
-        "as above, of eight bytes",
-        """\
-__device__ __forceinline__ void tz_lds64(void *out, unsigned at) {
-  unsigned *r = (unsigned *)out;
-  asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(at));
-}
-""",
-    ),
-    Primitive(
         "lds64",
-        "as lds, of eight bytes",
+        "as lds and place, of eight bytes",
         """\
 __device__ __forceinline__ void tz_lds64(void *out, const void *p) { *(uint2 *)out = *(const uint2 *)p; }
+__device__ __forceinline__ void tz_lds64(void *out, unsigned at) {
+  unsigned *r = (unsigned *)out; asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(at));
+}
 """,
     ),
     Primitive(
