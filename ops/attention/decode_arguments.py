@@ -29,17 +29,20 @@ def stage_words(layout: CacheLayout, tiles: int) -> int:
 
 
 def arguments(
-    head_dim: int, dtype: str, *, cols: int, cluster: int, balanced: bool = False, ragged: bool = False
-) -> SimpleNamespace:
+    head_dim: int, dtype: str, *, cols: int, cluster: int, balanced: bool = False, ragged: bool = False,
+    coded: bool = False,
+) -> SimpleNamespace:  # fmt: skip
     """The types of the tensors that both programs take (shapes: decode_program.build), and the sizes they have.
 
     Args:
-        cols: rows of a CTA. cluster, balanced, ragged: as of decode_program.
+        cols: rows of a CTA. cluster, balanced, ragged: as of decode_program. coded: whether codes are made of the
+            output, by the last CTA of each sequence.
     """
     import tilelang.language as T
 
     names = ("b", "q_len", "hq", "hk", "pages", "page_words", "tb", "most", "slots", "rh", "res_words")
     names += ("skh", "skd", "svh", "svd", "n_sinks", "y", "p", "n", "b1")
+    names += ("m", "k", "n_scales", "n_sums", "n_smooth") if coded else ()
     d = SimpleNamespace(**{name: T.dynamic(name) for name in names})
     part_rows = 1 if balanced else d.b
     new = (1, d.n) if ragged else (d.b, d.q_len)
@@ -55,11 +58,22 @@ def arguments(
         SINK=T.Tensor((d.n_sinks,), "float32"),
         OP=T.Tensor((part_rows, d.y, d.p, cols, head_dim), "float32"),
         LP=T.Tensor((part_rows, d.y, d.p, cluster * cols), "float32"),
-        SEM=T.Tensor((d.b * d.y * cluster,), "int32"),
+        SEM=T.Tensor((d.b * d.y * cluster + (d.b if coded else 0),), "int32"),
         O=T.Tensor((*new, d.hq, head_dim), dtype),
         LSE=T.Tensor((*new, d.hq), "float32"),
         CU=T.Tensor((d.b1,), "int32"),
+        **(_coded(d) if coded else {}),
         splits=d.p * cluster, grid=(d.p * cluster, d.y, part_rows), sizes=d,
+    )  # fmt: skip
+
+
+def _coded(d: SimpleNamespace) -> dict:
+    """Types of codes, scales (flat), sums, and factors of columns."""
+    import tilelang.language as T
+
+    return dict(
+        XQ=T.Tensor((d.m, d.k), "int8"), XS=T.Tensor((d.n_scales,), "float32"), XR=T.Tensor((d.n_sums,), "int32"),
+        SM=T.Tensor((d.n_smooth,), "float32"),
     )  # fmt: skip
 
 
@@ -126,10 +140,13 @@ def make_rows_macros(sizes: SimpleNamespace, cols: int, ragged: bool) -> SimpleN
     return SimpleNamespace(find_rows=find_rows, find_own=find_own)
 
 
-def program(body, args: SimpleNamespace, ragged: bool):
-    """The prim_func `main` of a macro over all tensors; one of a ragged batch has CU and most_new besides."""
+def program(body, args: SimpleNamespace, ragged: bool, coded: bool = False):
+    """The prim_func `main` of a macro over all tensors; one of a ragged batch has CU and most_new besides, and one
+    that makes codes has those behind LSE."""
     import tilelang.language as T
 
+    if coded:
+        return _coded_program(body, args, ragged)
     if ragged:
 
         @T.prim_func
@@ -139,7 +156,7 @@ def program(body, args: SimpleNamespace, ragged: bool):
             CU: args.CU, scale: T.float32, cap: T.float32, window: T.int32, most_new: T.int32,
         ):  # fmt: skip
             body(
-                Q, KV, TABLE, LEN, RES, SLOT, SK, SV, SINK, OP, LP, SEM, O, LSE, CU, most_new, scale, cap, window
+                Q, KV, TABLE, LEN, RES, SLOT, SK, SV, SINK, OP, LP, SEM, O, LSE, CU, most_new, None, scale, cap, window
             )  # fmt: skip
 
         return main
@@ -150,7 +167,42 @@ def program(body, args: SimpleNamespace, ragged: bool):
         SV: args.SV, SINK: args.SINK, OP: args.OP, LP: args.LP, SEM: args.SEM, O: args.O, LSE: args.LSE,
         scale: T.float32, cap: T.float32, window: T.int32,
     ):  # fmt: skip
-        body(Q, KV, TABLE, LEN, RES, SLOT, SK, SV, SINK, OP, LP, SEM, O, LSE, None, None, scale, cap, window)
+        body(Q, KV, TABLE, LEN, RES, SLOT, SK, SV, SINK, OP, LP, SEM, O, LSE, None, None, None, scale, cap, window)
+
+    return main
+
+
+def _coded_program(body, args: SimpleNamespace, ragged: bool):
+    """`program` with codes XQ int8 [M, Hq D] of the M tokens, scales XS, sums XR and factors SM."""
+    import tilelang.language as T
+
+    if ragged:
+
+        @T.prim_func
+        def main(
+            Q: args.Q, KV: args.KV, TABLE: args.TABLE, LEN: args.LEN, RES: args.RES, SLOT: args.SLOT, SK: args.SK,
+            SV: args.SV, SINK: args.SINK, OP: args.OP, LP: args.LP, SEM: args.SEM, O: args.O, LSE: args.LSE,
+            XQ: args.XQ, XS: args.XS, XR: args.XR, SM: args.SM,
+            CU: args.CU, scale: T.float32, cap: T.float32, window: T.int32, most_new: T.int32,
+        ):  # fmt: skip
+            body(
+                Q, KV, TABLE, LEN, RES, SLOT, SK, SV, SINK, OP, LP, SEM, O, LSE, CU, most_new, (XQ, XS, XR, SM), scale,
+                cap, window,
+            )  # fmt: skip
+
+        return main
+
+    @T.prim_func
+    def main(
+        Q: args.Q, KV: args.KV, TABLE: args.TABLE, LEN: args.LEN, RES: args.RES, SLOT: args.SLOT, SK: args.SK,
+        SV: args.SV, SINK: args.SINK, OP: args.OP, LP: args.LP, SEM: args.SEM, O: args.O, LSE: args.LSE,
+        XQ: args.XQ, XS: args.XS, XR: args.XR, SM: args.SM,
+        scale: T.float32, cap: T.float32, window: T.int32,
+    ):  # fmt: skip
+        body(
+            Q, KV, TABLE, LEN, RES, SLOT, SK, SV, SINK, OP, LP, SEM, O, LSE, None, None, (XQ, XS, XR, SM), scale, cap,
+            window,
+        )  # fmt: skip
 
     return main
 

@@ -409,10 +409,12 @@ def make_merge_macros(
     dtype: str,
     sinks: bool,
     threads: int = 0,
+    codes: SimpleNamespace | None = None,
 ) -> SimpleNamespace:
     """Macros stage_sums and merge; `words` of the sums of a warp.
 
-    warps: or warpgroups, whose sums are merged. threads: of the CTA, 0 for those of the warps.
+    warps: or warpgroups, whose sums are merged. threads: of the CTA, 0 for those of the warps. codes: macros that make
+    some of the output (decode_codes.py).
 
     `w` as in decode_copies, with y, group, here, query, head, `partials`, how many results there are of an output, row
     `part_row` of OP and LP and place `part_base` there where they begin, and in a cluster `sent`, the barrier of what
@@ -474,4 +476,24 @@ def make_merge_macros(
             if T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[group_of], "rw", 1), w.partials):
                 combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx)
 
-    return SimpleNamespace(stage_sums=_make_staging_macro(f, tile), merge=merge, words=words)
+    @T.macro
+    def merge_coded(ring, OP, LP, SEM, O, LSE, SINK, made, c, s, w, tx):
+        """`merge`, then the codes of a sequence by the last of its CTAs."""
+        if cluster > 1:
+            T.cluster_wait()
+        merge_warps(ring, OP, LP, O, LSE, SINK, c, w, tx)
+        if cluster > 1:
+            of_cluster.merge_cluster(ring, OP, LP, O, LSE, SINK, c, w, tx)
+        s.done[0] = 1
+        if w.partials > 1:
+            group_of = (w.b * OP.shape[1] + w.hy) * cluster + w.split % cluster
+            last = T.call_extern("bool", "tz_last_arrival", T.access_ptr(SEM[group_of], "rw", 1), w.partials)
+            s.done[0] = T.Cast("int32", last)
+            if less(0, s.done[0]):
+                combine_splits(ring, OP, LP, O, LSE, SINK, c, w, tx)
+        if less(0, s.done[0]):
+            codes.finish(ring, SEM, O, *made, s, w, tx)
+
+    return SimpleNamespace(
+        stage_sums=_make_staging_macro(f, tile), merge=merge_coded if codes is not None else merge, words=words
+    )

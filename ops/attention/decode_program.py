@@ -31,6 +31,7 @@ from terrazzo.ops.attention.decode_arguments import (
     stage_words,
     work_of,
 )
+from terrazzo.ops.attention.decode_codes import code_sources, make_code_macros
 from terrazzo.ops.attention.decode_copies import make_copy_macros, peek
 from terrazzo.ops.attention.decode_merge import BATCH, inbox_words, make_merge_macros, merge_words
 from terrazzo.ops.attention.decode_merge import state as merge_state
@@ -88,12 +89,13 @@ def _check(layout: CacheLayout, target, tiles, shared_rows, page, residual, ahea
     check_cluster(cluster, BATCH if target.supports("cluster") and not balanced else 1, constraint)
 
 
-def _prelude(layout: CacheLayout, residual: int) -> str:
-    """Device code: primitives, and the conversions of packed and of f16 tiles."""
+def _prelude(layout: CacheLayout, residual: int, output: str) -> str:
+    """Device code: primitives, the conversions of packed and of f16 tiles, and what makes codes."""
+    names, more = code_sources(output)
     found = [layout.k.converter, layout.v.converter, *([get_converter("f16_f16")] if residual else [])]
     return attention_prelude(
-        "cp_async", "lds", "ldmatrix", "pack", "bulk", "semaphore", "warpgroup", "prefetch",
-        extra=tuple(dict.fromkeys(c.device_source for c in sorted(found, key=lambda c: c.name))),
+        "cp_async", "lds", "ldmatrix", "pack", "bulk", "semaphore", "warpgroup", "prefetch", *names,
+        extra=(*dict.fromkeys(c.device_source for c in sorted(found, key=lambda c: c.name)), *more),
     )  # fmt: skip
 
 
@@ -191,6 +193,9 @@ def build(
     balanced: bool = False,
     sink_tokens: int = 0,
     ragged: bool = False,
+    output: str = "none",
+    smooth: bool = False,
+    column_scales: bool = False,
 ):
     """The prim_func `main` for up to 8 * row_tiles rows in a CTA.
 
@@ -207,6 +212,8 @@ def build(
         balanced: sequences get splits in proportion to their tokens, without clusters. Of P CTAs along x, P - B are
             what the tokens of all are divided by (schedules/attention_balance.py).
         ragged: sequences have numbers of new tokens of their own, up to most_new.
+        output: "none", or the form of codes that the last CTA of a sequence makes of its rows of O (decode_codes.py).
+        smooth: whether columns are multiplied with SM first. column_scales: scales of blocks as [Hq D / 128, M4].
 
     Shapes: Q and O [B, q_len, Hq, D] in `dtype`; KV int32 [pages, Hkv, page words]; TABLE int32 [B, most pages] (one
     element when contiguous); LEN int32 [B], tokens in all, the q_len new ones included; RES int32 [slots, Hkv, words]
@@ -214,8 +221,9 @@ def build(
     [B, Y, P, rows, D] and LP f32 [B, Y, P, cluster * rows], Y = Hkv * row groups, P = splits / cluster, of a balanced
     kernel [1, Y, P, ...], P splits of all sequences; SEM int32 [B * Y * cluster], zero between launches; LSE f32
     [B, q_len, Hq], base 2; of a ragged kernel Q and O [1, N, Hq, D], LSE [1, N, Hq] and CU int32 [B + 1], where each
-    sequence's new tokens begin. Scalars: softmax scale * log2(e), cap * log2(e), window in tokens (0: none),
-    of a ragged kernel most_new.
+    sequence's new tokens begin. With codes of M tokens SEM [B * Y * cluster + B], XQ int8 [M, Hq D], XS f32 (flat), XR
+    int32 [M], sums of rows of "int8", and SM f32 [Hq D]; what is not there has one element. Scalars: softmax scale *
+    log2(e), cap * log2(e), window in tokens (0: none), of a ragged kernel most_new.
     """
     import tilelang.language as T
 
@@ -240,14 +248,23 @@ def build(
     rows = make_fetch_macros(f, bulk)
     fragments = make_fragment_macros(f, tile, rows.at_row)
     loop = _make_loop_macros(f, tile, copies, fragments.rows_of, bulk=bulk, sliding=sliding)
-    merge = make_merge_macros(layout, tile, row_tiles=nt, warps=warps, cluster=cluster, dtype=dtype, sinks=sinks)
+    coding = output != "none"
+    args = arguments(
+        head_dim, dtype, cols=8 * nt, cluster=cluster, balanced=balanced, ragged=ragged, coded=coding
+    )  # fmt: skip
+    codes = make_code_macros(
+        target, args.sizes, head_dim=head_dim, dtype=dtype, output=output, smooth=smooth, column_scales=column_scales,
+        cols=8 * nt, cluster=cluster, threads=threads,
+    ) if coding else None  # fmt: skip
+    merge = make_merge_macros(
+        layout, tile, row_tiles=nt, warps=warps, cluster=cluster, dtype=dtype, sinks=sinks, codes=codes
+    )
     cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
-    source = _prelude(layout, residual)
-    args = arguments(head_dim, dtype, cols=8 * nt, cluster=cluster, balanced=balanced, ragged=ragged)
+    source = _prelude(layout, residual, output)
     cta_rows = make_rows_macros(args.sizes, 8 * nt, ragged)
 
     @T.macro
-    def body(Q, KV, TABLE, LEN, RES, SLOT, SK, SV, SINK, OP, LP, SEM, O, LSE, CU, most_new, scale, cap, window):
+    def body(Q, KV, TABLE, LEN, RES, SLOT, SK, SV, SINK, OP, LP, SEM, O, LSE, CU, most_new, made, scale, cap, window):
         with T.Kernel(*args.grid, threads=threads, prelude=source, **cluster_dims) as (bx, hy, bz):
             ring = T.alloc_shared((total_words,), "int32")
             full = T.alloc_barrier([1] * (warps * stages)) if bulk else None
@@ -256,6 +273,7 @@ def build(
             tx = T.get_thread_binding()
             st = _state(tile, layout, T.access_ptr(ring[f.facts], "r"), scale, cap, window)
             c = merge_state()
+            coded = codes.state() if codes is not None else None
             place = T.alloc_local((5,), "int32")  # of tz_place
             early, late, moved = (T.alloc_local((size,), "int32") for size in (4, 4, 1))
             w = work_of(
@@ -314,6 +332,9 @@ def build(
                 loop.attend(ring, st, w, i)
                 copies.release(w)
             merge.stage_sums(ring, SV, st, w)
-            merge.merge(ring, OP, LP, SEM, O, LSE, SINK, c, w, tx)
+            if codes is None:
+                merge.merge(ring, OP, LP, SEM, O, LSE, SINK, c, w, tx)
+            else:
+                merge.merge(ring, OP, LP, SEM, O, LSE, SINK, made, c, coded, w, tx)
 
-    return program(body, args, ragged)
+    return program(body, args, ragged, codes is not None)

@@ -24,6 +24,7 @@ from terrazzo.ops.attention.decode_arguments import (
     stage_words,
     work_of,
 )
+from terrazzo.ops.attention.decode_codes import code_sources, make_code_macros
 from terrazzo.ops.attention.decode_copies import make_copy_macros, peek
 from terrazzo.ops.attention.decode_merge import BATCH, inbox_words, make_merge_macros, merge_words, pitch_of
 from terrazzo.ops.attention.decode_merge import state as merge_state
@@ -377,6 +378,9 @@ def build(
     cluster: int = 1,
     sink_tokens: int = 0,
     ragged: bool = False,
+    output: str = "none",
+    smooth: bool = False,
+    column_scales: bool = False,
 ):
     """The prim_func `main` for up to 8 * row_tiles rows in a CTA; arguments and shapes as of decode_program.build.
 
@@ -392,9 +396,10 @@ def build(
     )
     nt, wgs, threads, sliding = row_tiles, f.wgs, f.threads, f.sliding
     found = [layout.k.converter, layout.v.converter, *([get_converter("f16_f16")] if residual else [])]
+    names, more = code_sources(output)
     source = attention_prelude(
-        "cp_async", "lds", "place", "pack", "bulk", "semaphore", "warpgroup", "prefetch", "stmatrix_trans",
-        extra=tuple(dict.fromkeys(c.device_source for c in sorted(found, key=lambda c: c.name))),
+        "cp_async", "lds", "place", "pack", "bulk", "semaphore", "warpgroup", "prefetch", "stmatrix_trans", *names,
+        extra=(*dict.fromkeys(c.device_source for c in sorted(found, key=lambda c: c.name)), *more),
     )  # fmt: skip
     tile = make_warpgroup_macros(layout, nt, softcap, warps <= 8 and nt <= 6, sliding)
     spare = make_warpgroup_macros(f.plain, nt, softcap, inner=sliding) if residual else None
@@ -405,16 +410,21 @@ def build(
     rows = _make_row_macros(f, tile)
     unpacked = _make_spare_macros(f, tile, spare, rows.ends)
     loop = _make_loop_macros(f, tile, copies, rows.ends)
+    coding = output != "none"
+    args = arguments(head_dim, dtype, cols=f.cols, cluster=cluster, ragged=ragged, coded=coding)
+    codes = make_code_macros(
+        target, args.sizes, head_dim=head_dim, dtype=dtype, output=output, smooth=smooth, column_scales=column_scales,
+        cols=f.cols, cluster=cluster, threads=threads,
+    ) if coding else None  # fmt: skip
     merge = make_merge_macros(
-        layout, tile, row_tiles=nt, warps=wgs, threads=threads, cluster=cluster, dtype=dtype, sinks=sinks
+        layout, tile, row_tiles=nt, warps=wgs, threads=threads, cluster=cluster, dtype=dtype, sinks=sinks, codes=codes
     )
     stage_sums = _make_sums_macro(f, tile, merge.words)
     cluster_dims = dict(cluster_dims=(cluster, 1, 1)) if cluster > 1 else {}
-    args = arguments(head_dim, dtype, cols=f.cols, cluster=cluster, ragged=ragged)
     cta_rows = make_rows_macros(args.sizes, f.cols, ragged)
 
     @T.macro
-    def body(Q, KV, TABLE, LEN, RES, SLOT, SK, SV, SINK, OP, LP, SEM, O, LSE, CU, most_new, scale, cap, window):
+    def body(Q, KV, TABLE, LEN, RES, SLOT, SK, SV, SINK, OP, LP, SEM, O, LSE, CU, most_new, made, scale, cap, window):
         with T.Kernel(*args.grid, threads=threads, prelude=source, **cluster_dims) as (split, hy, b):
             ring = T.alloc_shared((f.total,), "int32")
             full = T.alloc_barrier([1] * (wgs * stages))
@@ -423,6 +433,7 @@ def build(
             tx = T.get_thread_binding()
             st = _state(tile, f, scale, cap, window)
             c = merge_state()
+            coded = codes.state() if codes is not None else None
             q, p = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()
             w = work_of(
                 args.sizes, (*OWN_INTEGERS, *(("steps", "token", "end") if sliding else ())), most_new,
@@ -464,6 +475,9 @@ def build(
                 copies.release(w)
             tile.flush(x, st, w)
             stage_sums(ring, SV, x, st, w, tx)
-            merge.merge(ring, OP, LP, SEM, O, LSE, SINK, c, w, tx)
+            if codes is None:
+                merge.merge(ring, OP, LP, SEM, O, LSE, SINK, c, w, tx)
+            else:
+                merge.merge(ring, OP, LP, SEM, O, LSE, SINK, made, c, coded, w, tx)
 
-    return program(body, args, ragged)
+    return program(body, args, ragged, codes is not None)

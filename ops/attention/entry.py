@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
-from terrazzo.ops import dlpack, launching
+from terrazzo.ops import dlpack, launching, quantized
 from terrazzo.ops.attention import (
     op,
     prefill_op,
@@ -15,12 +16,14 @@ from terrazzo.ops.attention import (
     writing,
 )
 from terrazzo.ops.attention.cache import PackedCache
+from terrazzo.ops.attention.codes import codes_for, coding_of
 from terrazzo.schedules import attention as schedules
 from terrazzo.schedules import attention_prefill as prefill_schedules
 
 if TYPE_CHECKING:
     import torch
     from terrazzo.ops.dlpack import Array, SupportsDLPack
+    from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 
 
 def decode(
@@ -37,9 +40,12 @@ def decode(
     lse: SupportsDLPack | None = None,
     splits: int | None = None,
     balanced: bool | None = None,
+    quant: str | None = None,
+    smooth: SupportsDLPack | None = None,
+    column_scales: bool = False,
     schedule: schedules.Decode | None = None,
     target: Target | str | None = None,
-) -> Array:
+) -> Array | QuantizedActivations | BlockQuantizedActivations:
     """Attention of the q_len newest tokens of each sequence over its cache, which already holds them.
 
     Args:
@@ -61,11 +67,19 @@ def decode(
             each sequence has CTAs by its own length on the device, so that a batch does not wait for its longest one;
             None where `cache.mean_length` says that this pays. target: run the program of an older target ("sm_80", as
             PTX); None for this GPU's. Not in traced calls.
+        quant: codes of the Hq D values of each token, as the product behind attention takes them, from the same kernel:
+            "int8" or "e4m3" (sm_89 and newer) with a scale for each token, "int8_block128" or "e4m3_block128" with one
+            for each 128 values. The values are those that `out` receives: rounded to q's dtype.
+        smooth: float [Hq D]; values are divided by it, in float32, before they are quantized. column_scales: scales of
+            blocks as float32 [Hq D / 128, M4], M4 = the M tokens rounded up to 4.
 
     Returns:
-        out. A row that sees no token is 0, with lse -inf, or the sink's logit in units of log2.
+        out, or with `quant` QuantizedActivations or BlockQuantizedActivations of [B, q_len, Hq D] (or [B, Hq D], with
+        cu_seqlens [N, Hq D], where rows of no sequence hold anything). A row that sees no token is 0, with lse -inf, or
+        the sink's logit in units of log2.
 
-    All tensors may be arrays of another library (ops/dlpack.py); the result is then one of q's library, or out.
+    All tensors may be arrays of another library (ops/dlpack.py); the result is then one of q's library, or out; codes
+    are torch's.
 
     Two graphs captured on one stream (torch.cuda.graph has one of its own for all) must not be replayed at the same
     time, nor one beside calls on that stream.
@@ -100,26 +114,31 @@ def decode(
         launching.check_untraced(
             cu_seqlens=cu_seqlens, splits=splits, balanced=balanced, schedule=schedule, target=target
         )
-        op.check_kinds(sinks=sinks)
+        op.check_kinds(sinks=sinks, smooth=smooth)
         if not torch.compiler.is_compiling():
             op.check_numbers(scale, softcap, window)
-        made, sums = torch_op.call_decode(q, cache, scale, softcap, window, sinks)
+            coding_of(quant, smooth is not None, column_scales)
+        made, sums, *parts = torch_op.call_decode(q, cache, scale, softcap, window, sinks, quant, smooth, column_scales)
         if lse is not None:
             launching.check_out(lse, sums.shape, sums.dtype, sums.device, "lse")
             lse.copy_(sums)
-        return launching.copy_out(out, made.view(shape))
+        made = launching.copy_out(out, made.view(shape))
+        flat = (*shape[:-2], shape[-2] * shape[-1])
+        return made if quant is None else quantized.of_tensors(parts, flat, quant, column_scales)
     if out is not None:
         launching.check_out(out, shape, q.dtype, q.device)
         out = out.view(q.shape)
     options = dict(splits=splits, balanced=balanced, schedule=schedule, target=target)
+    codes = None
+    if quant is not None or smooth is not None or column_scales:
+        options["codes"] = codes = codes_for(q, quant, smooth, column_scales)
     if ragged:
         options |= dict(cu_seqlens=cu_seqlens, most_new=most_new)
         if lse is not None:
             launching.check_out(lse, shape[:2], torch.float32, q.device, "lse")
             lse = lse.unsqueeze(0)
-    return op.run(q, cache, scale=scale, softcap=softcap, window=window, sinks=sinks, out=out, lse=lse, **options)[
-        0
-    ].view(shape)
+    made, _ = op.run(q, cache, scale=scale, softcap=softcap, window=window, sinks=sinks, out=out, lse=lse, **options)
+    return made.view(shape) if codes is None else replace(codes.made, shape=(*shape[:-2], shape[-2] * shape[-1]))
 
 
 def rope_append(

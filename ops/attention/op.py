@@ -15,6 +15,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching
 from terrazzo.ops.attention import decode_program, decode_warpgroup_program
 from terrazzo.ops.attention.cache import PackedCache
+from terrazzo.ops.attention.codes import Codes, Coding, coding_of
 from terrazzo.ops.attention.launch import current_targets, multiples, semaphores, stand_ins
 from terrazzo.ops.attention.warpgroup_macros import supports
 from terrazzo.schedules import attention as schedules
@@ -88,11 +89,12 @@ def plan(
     mean: int = 0,
     shares: int = 0,
     ragged: bool = False,
+    coding: Coding | None = None,
 ) -> Plan:
     """Kernel and sizes of one decode step. `device` runs it where that is newer than `target`; `splits` of each
     sequence, 0 for what fills the GPU. `balanced`: they follow the lengths; None: if they should by `mean`, the average
     length (0: not known). `shares`: pieces of all tokens then, 0 for what fills the GPU. `ragged`: sequences have up to
-    `rows` rows, each its own number."""
+    `rows` rows, each its own number. `coding`: how codes are made of the output, None where none are."""
     problem, runs_on = problem_of(layout, batch, kv_heads, rows, tokens, page, residual), device or target
     if schedule is not None:
         schedules.check(schedule, problem, target)
@@ -112,6 +114,7 @@ def plan(
         "page": page, "residual": residual, "softcap": softcap, "sinks": sinks,
     }  # fmt: skip
     params |= ({"balanced": True} if shares else {}) | ({"ragged": True} if ragged else {})
+    params |= {} if coding is None else coding.params(target)
     program = decode_warpgroup_program if isinstance(schedule, schedules.WarpgroupDecode) else decode_program
     request = KernelRequest(
         "attention.decode", f"{program.__name__}:build", tuple(params.items()), target, program.PASS_CONFIGS,
@@ -143,6 +146,9 @@ def decode_requests(
     window: int = 0,
     balanced: bool | None = None,
     ragged: bool = False,
+    quant: str | None = None,
+    smooth: bool = False,
+    column_scales: bool = False,
     schedule: schedules.Decode | None = None,
     target: Target | str | None = None,
 ) -> list[KernelRequest]:
@@ -155,6 +161,7 @@ def decode_requests(
         dtype: of q, "float16" or "bfloat16". softcap, sinks: whether `decode` gets one.
         window, balanced: see `decode`. ragged: it gets `cu_seqlens`, and q_len is `most_new`. schedule: the
             kernel's; None for a tuned record's or the heuristic's.
+        quant, column_scales: see `decode`. smooth: whether it gets one.
         target: see `decode`; where there is no GPU, the one to compile for.
 
     Raises:
@@ -162,7 +169,8 @@ def decode_requests(
     """
     check_kind(cache)
     cache.check()
-    check_facts(dtype, softcap=softcap, sinks=sinks, ragged=ragged)
+    check_facts(dtype, softcap=softcap, sinks=sinks, ragged=ragged, smooth=smooth)
+    coding = coding_of(quant, smooth, column_scales)
     check_fields(schedule, *SCHEDULES)
     check_balanced(balanced, None, schedule)
     kv_heads, head_dim = cache.kv_heads, cache.layout.head_dim
@@ -178,7 +186,7 @@ def decode_requests(
         plan(
             cache.layout, batch, cache.kv_heads, new * heads // cache.kv_heads, longest, dtype=dtype,
             page=cache.page_size, residual=cache.residual_tokens, softcap=softcap, sinks=sinks, target=at,
-            device=device, schedule=schedule, balanced=balanced, mean=mean, ragged=ragged,
+            device=device, schedule=schedule, balanced=balanced, mean=mean, ragged=ragged, coding=coding,
         ).request
     ]  # fmt: skip
 
@@ -216,8 +224,10 @@ def run(
     target: Target | str | None = None,
     cu_seqlens: torch.Tensor | None = None,
     most_new: int = 0,
+    codes: Codes | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of `decode` for q [B, q_len, Hq, D], or with `cu_seqlens` [1, N, Hq, D]; lse as out without D."""
+    """(out, lse) of `decode` for q [B, q_len, Hq, D], or with `cu_seqlens` [1, N, Hq, D]; lse as out without D; `codes`
+    receives those of out."""
     import torch
     from terrazzo.lowering.kernels import get_kernel
 
@@ -251,6 +261,7 @@ def run(
         dtype=str(q.dtype).removeprefix("torch."), page=cache.page_size, residual=cache.residual_tokens,
         softcap=bool(softcap > 0), sinks=sinks is not None, target=at, device=device,
         schedule=schedule, splits=splits or 0, balanced=balanced, mean=mean, ragged=ragged,
+        coding=None if codes is None else codes.coding,
     )  # fmt: skip
     kernel = get_kernel(chosen.request)
     captured = capturing(q.device)
@@ -282,8 +293,8 @@ def run(
         none["static"] if cache.k_static is None else cache.k_static,
         none["static"] if cache.v_static is None else cache.v_static,
         none["sinks"] if sinks is None else sinks, partial, logs,
-        semaphores(q.device, batch * y * chosen.cluster, captured), written, lse,
-        *((cu_seqlens.contiguous(),) if ragged else ()),
+        semaphores(q.device, batch * (y * chosen.cluster + (codes is not None)), captured), written, lse,
+        *(() if codes is None else codes.arguments()), *((cu_seqlens.contiguous(),) if ragged else ()),
         (1 / math.sqrt(head_dim) if scale is None else scale) * LOG2E, softcap * LOG2E, window,
         *((most_new,) if ragged else ()),
     )  # fmt: skip

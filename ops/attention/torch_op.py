@@ -23,9 +23,12 @@ def _cache(
     return PackedCache(layout, pages, lengths, most, table, page, residual, slots, k_static, v_static, mean)
 
 
-def call_decode(q, cache, scale, softcap, window, sinks):
-    """`decode` as one opaque node of a graph: (out, lse)."""
-    return torch.ops.terrazzo.attention_decode(q, *_fields(cache), scale, softcap, window, sinks)
+def call_decode(q, cache, scale, softcap, window, sinks, quant=None, smooth=None, column_scales=False):
+    """`decode` as one opaque node of a graph: (out, lse), and with `quant` q, scales and row sums of the codes."""
+    facts = (*_fields(cache), scale, softcap, window, sinks)
+    if quant is None:
+        return torch.ops.terrazzo.attention_decode(q, *facts)
+    return torch.ops.terrazzo.attention_decode_quantized(q, *facts, quant, smooth, column_scales)
 
 
 def call_prefill(q, cache, cu_seqlens, most_new, k, v, scale, softcap, window, sinks):
@@ -85,6 +88,66 @@ def attention_decode(
 @attention_decode.register_fake
 def _(q, *cache_and_options):
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+Coded = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""out, lse, codes, scales and row sums; sums that are not there have no elements."""
+
+
+@torch.library.custom_op("terrazzo::attention_decode_quantized", mutates_args=())
+def attention_decode_quantized(
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    k_static: torch.Tensor | None,
+    v_static: torch.Tensor | None,
+    k_format: str,
+    v_format: str,
+    head_dim: int,
+    sink_tokens: int,
+    page_size: int,
+    max_length: int,
+    mean_length: int,
+    scale: float | None,
+    softcap: float,
+    window: int,
+    sinks: torch.Tensor | None,
+    quant: str,
+    smooth: torch.Tensor | None,
+    column_scales: bool,
+) -> Coded:
+    """`attention_decode`, and codes of out's rows of Hq D values."""
+    from terrazzo.ops.attention import codes, op, reference
+
+    cache = _cache(pages, lengths, block_table, residual, slots, k_static, v_static, k_format, v_format, head_dim,
+                   sink_tokens, page_size, max_length, mean_length)  # fmt: skip
+    if q.is_cuda:
+        made = codes.codes_for(q, quant, smooth, column_scales)
+        out, lse = op.run(q, cache, scale=scale, softcap=softcap, window=window, sinks=sinks, codes=made)
+        return _five(out, lse, made.made)
+    out, lse, _ = reference.decode(q, cache, reference.Options(scale, softcap, window, sinks), bounded=False)
+    out = out.to(q.dtype)
+    return _five(out, lse.float(), codes.encoded(out, quant, smooth, column_scales))
+
+
+def _five(out: torch.Tensor, lse: torch.Tensor, made) -> Coded:
+    from terrazzo.ops import quantized
+
+    parts = quantized.tensors(made)
+    return (out, lse, *parts, *(out.new_empty(0) for _ in range(3 - len(parts))))
+
+
+@attention_decode_quantized.register_fake
+def _(q, *cache_and_options):
+    from terrazzo.ops.attention import codes
+
+    *_, quant, smooth, column_scales = cache_and_options
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    made = codes.Coding(quant, smooth is not None, column_scales).room(q)
+    return _five(out, q.new_empty(q.shape[:3], dtype=torch.float32), made)
 
 
 @torch.library.custom_op("terrazzo::attention_prefill", mutates_args=())

@@ -15,6 +15,7 @@ from terrazzo.lowering.targets import Target
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.attention import op, reference
 from terrazzo.ops.attention.ablation import PlainLayout
+from terrazzo.ops.attention.codes import Codes
 from terrazzo.ops.attention.device import PRIMITIVES
 from terrazzo.ops.attention.layout import CacheLayout
 from terrazzo.schedules.attention import Decode, PlainDecode, WarpgroupDecode
@@ -47,17 +48,20 @@ def emulate(
     stale: int | None = None,
     shares: int = 0,
     own: tuple[int, ...] = (),
+    codes: Codes | None = None,
+    more: tuple[str, ...] = (),
 ):
     """(q, out, lse, options) of one launch on the CPU. Until the kernel waits for the one ahead, it sees lengths that
     are `stale` too large, pages in another order, and no queries. own: how many of their q_len tokens, the last ones,
-    the sequences of a ragged batch have; all other rows of the result are NaN."""
+    the sequences of a ragged batch have; all other rows of the result are NaN. codes: what is made of the output, whose
+    primitives are `more`."""
     made = attention_cases.built(case)
     layout = made.layout
     batch, heads = len(case.lengths), case.kv_heads * case.group
     chosen = op.plan(
         layout, batch, case.kv_heads, case.q_len * case.group, case.tokens, dtype=case.dtype, page=case.page,
         residual=made.residual_tokens, softcap=case.softcap > 0, sinks=case.sinks, target=Target.parse(target),
-        schedule=schedule, splits=splits, shares=shares, ragged=bool(own),
+        schedule=schedule, splits=splits, shares=shares, ragged=bool(own), coding=codes and codes.coding,
     )  # fmt: skip
     source = cuda_text(chosen.request)
     names = {layout.k.converter.name, layout.v.converter.name} - {"bf16_bf16"} | {"f16_f16"}
@@ -73,6 +77,7 @@ def emulate(
         converters += ["static unsigned tz_plain(unsigned x) { return narrow<false>(x); }\n"]
         converters += [f.converter.device_source for f in (plain.k, plain.v)]
     converters += [get_converter(name).device_source for name in sorted(names | {layout.k.converter.name})]
+    converters += more
     if isinstance(schedule, WarpgroupDecode):
         source = translated(source, 0)
         converters.insert(1, WGMMA)
@@ -91,13 +96,14 @@ def emulate(
     zero, table = torch.zeros(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     static = [torch.zeros(1, 1) if s is None else s.contiguous() for s in (made.k_static, made.v_static)]
     residual, pages = zero if made.residual is None else made.residual, made.block_table
-    semaphores = torch.zeros(batch * y * chosen.cluster, dtype=torch.int32)
+    semaphores = torch.zeros(batch * (y * chosen.cluster + bool(codes)), dtype=torch.int32)
+    coded = dict(zip(("XQ", "XS", "XR", "SM"), codes.arguments())) if codes else {}
     tensors = {
         "Q": q, "KV": made.pages, "TABLE": table if pages is None else pages, "LEN": made.lengths, "RES": residual,
         "SLOT": torch.arange(batch, dtype=torch.int32), "SK": static[0], "SV": static[1], "SINK": sinks,
         "OP": torch.full((1 if shares else batch, y, chosen.partials, chosen.rows, case.head_dim), float("nan")),
         "LP": torch.full((1 if shares else batch, y, chosen.partials, chosen.cluster * chosen.rows), float("nan")),
-        "SEM": semaphores, "O": out, "LSE": lse, **({"CU": starts} if own else {}),
+        "SEM": semaphores, "O": out, "LSE": lse, **({"CU": starts} if own else {}), **coded,
     }  # fmt: skip
     scalars = {
         "scale": op.LOG2E / math.sqrt(case.head_dim), "cap": case.softcap * op.LOG2E, "window": case.window,
@@ -106,6 +112,7 @@ def emulate(
         "pages": made.pages.shape[0], "skd": static[0].shape[1], "svd": static[1].shape[1],
         "y": y, "p": chosen.partials, "slots": residual.shape[0],
         **({"most_new": case.q_len, "n": q.shape[1], "b1": batch + 1} if own else {}),
+        **({"k": heads * case.head_dim, "n_scales": coded["XS"].numel()} if codes else {}),
     }  # fmt: skip
     kernel.allocation(made.pages)
     if made.residual is not None:
