@@ -374,6 +374,49 @@ def step_parts(result: Mapping[str, Any]) -> str:
     return f"\n\n{said}\n\n{report.markdown(head, lines)}"
 
 
+def attention_codes(result: Mapping[str, Any], source: str) -> str:
+    """Decode whose outputs leave as codes: alone, with codes, with a quantizer behind it."""
+    lines: dict[tuple, dict[str, str]] = {}
+    for row in (row for row in result["rows"] if row["us"]):
+        size = f"{row['batch']} x {row['q_heads']}/{row['kv_heads']} x {row['kv_len'] // 1024}K"
+        place = f"{size}, q_len {row['q_len']}" if row["q_len"] > 1 else size
+        behind = f", {row['behind']:.1f}" if row["behind"] else ""
+        lines.setdefault((place,), {})[row["quant"]] = f"{row['plain']:.1f}, {row['us']:.1f}{behind}"
+    forms = list(dict.fromkeys(form for cells in lines.values() for form in cells))
+    table = report.markdown(
+        ("batch x heads x tokens", *(f"`{form}`" for form in forms)),
+        [(*place, *(cells.get(form, "") for form in forms)) for place, cells in lines.items()],
+        range(1, 1 + len(forms)),
+    )
+    first = result["rows"][0]
+    return (
+        f"Decode attention, `{first['k_format']}/{first['v_format']}`, whose outputs leave as codes: microseconds "
+        "without codes, with them, and without them but with the quantizer of W4A8 behind it, "
+        f"{setting(result, source)}\n\n{table}"
+    )
+
+
+def prefill_parts(result: Mapping[str, Any], source: str) -> str:
+    """Prefill of short chunks over long pasts: one CTA for a tile of rows, and as many as the library takes."""
+    lines: dict[tuple, dict[int | None, float]] = {}
+    for row in (row for row in result["rows"] if row["us"]):
+        size = f"{row['batch']} x {row['q_heads']}/{row['kv_heads']}"
+        place = size, row["new"], row["kv_len"] - row["new"]
+        lines.setdefault(place, {})[row["splits"]] = row["us"]
+    both = [(place, us[1], us[None]) for place, us in lines.items() if {1, None} <= us.keys()]
+    table = report.markdown(
+        ("batch x heads", "new tokens", "past", "one part, us", "as chosen, us", "ratio"),
+        [(*map(str, place), f"{one:.0f}", f"{auto:.0f}", f"{one / auto:.2f}x") for place, one, auto in both],
+        range(1, 6),
+    )
+    first = result["rows"][0]
+    return (
+        f"Prefill of short chunks over long pasts, `{first['k_format']}/{first['v_format']}`, {first['mode']} tokens: "
+        "microseconds where one CTA reads all tokens for a tile of rows, and where CTAs share them (`splits`), "
+        f"{setting(result, source)}\n\n{table}"
+    )
+
+
 Table = Callable[[Mapping[str, Any], str], str]
 LAYERS: dict[str, Table] = {
     "layer_kernels_*.json": layer_kernels,
@@ -384,6 +427,8 @@ LAYERS: dict[str, Table] = {
 ATTENTION: dict[str, Table] = {
     "attention_*.json": decode,
     "attention_prefill_*.json": prefill,
+    "attention_prefill_parts_*.json": prefill_parts,
+    "attention_codes_*.json": attention_codes,
     "attention_write_*.json": written,
     "attention_ragged_*.json": ragged,
     "decode_batches_*.json": decode,

@@ -332,6 +332,11 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
     rows["attention_write_h200"] = [cache | {"kv_len": 131072, "us": 200.0, "of_copy_time": 1.3}, step]
     ragged = cache | {"batch": "8:1-9", "mean": 5, "longest": 9, "q_len": 1, "page": 128, "us": 40.0, "even": 60.0}
     rows["attention_ragged_h200"] = [ragged | {"peers": {"a": 100.0}}, ragged | {"q_len": 4, "peers": {}}]
+    short = cache | {"batch": 1, "kv_len": 8208, "new": 16, "mode": "fresh"}
+    rows["attention_prefill_parts_h200"] = [short | {"splits": n, "us": us} for n, us in ((1, 90.0), (None, 30.0))]
+    coded = decode | {"q_len": 1, "plain": 80.0, "us": 81.0}
+    rows["attention_codes_h200"] = [coded | {"quant": "int8", "behind": 83.0}]
+    rows["attention_codes_h200"] += [coded | {"quant": "int8_block128", "behind": None}]
     for name, found in rows.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({**result, "rows": found}))
     attention = readme.PARTS["attention"]
@@ -348,6 +353,8 @@ def test_tables_of_other_results(monkeypatch, tmp_path, result):
     assert "| `int4/int4` | 8 x 32/8 x 4K | 80.0 + 10% |" in attention() and "`int4/int4` 1.30" in attention()
     assert "| 8:1-9 | 5 | 9 | 40.0, 60.0 (2.50x) |" in attention()
     assert "| 8:1-9, q_len 4 | 5 | 9 | 40.0, 60.0 |" in attention()
+    assert "| 1 x 32/8 | 16 | 8192 | 90 | 30 | 3.00x |" in attention()
+    assert "| 8 x 32/8 x 32K | 80.0, 81.0, 83.0 | 80.0, 81.0 |" in attention()
     assert "| 8 experts | 128 | `w4a8` | 35.0 | 85% | 2.00x |" in readme.figures()
 
 

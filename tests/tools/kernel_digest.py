@@ -242,6 +242,7 @@ def _attention() -> Calls:
     for target in ("sm_80", "sm_90a"):
         yield f"attention int4/int4 {target} parts", partial(_parts, target)
     yield "attention int4/int4 sm_90a ragged", _ragged
+    yield "attention int4/int4 sm_90a codes", _codes
     yield "attention int4/int4 sm_90a shared", lambda: [decode_shared.request(Target.parse("sm_90a"))]
 
 
@@ -264,6 +265,22 @@ def _ragged() -> list[KernelRequest]:
     facts = dict(dtype="float16", page=128, residual=0, softcap=False, sinks=False, target=Target.parse("sm_90a"))
     sizes = (CacheLayout("int4", "int4", 128), 8, 8, 16, 32768)
     return [op.plan(*sizes, **facts, balanced=balanced, ragged=True).request for balanced in (False, True)]
+
+
+def _codes() -> list[KernelRequest]:
+    """Decode that makes codes of its outputs: one scale for a token, and scales of blocks from rows on wgmma."""
+    from terrazzo.lowering.targets import Target
+    from terrazzo.ops.attention import op
+    from terrazzo.ops.attention.codes import Coding
+    from terrazzo.ops.attention.layout import CacheLayout
+
+    facts = dict(dtype="float16", page=128, residual=0, softcap=False, sinks=False, target=Target.parse("sm_90a"))
+    layout, coding = (
+        CacheLayout("int4", "int4", 128),
+        (Coding("int8", smooth=True), Coding("e4m3_block128", False, True)),
+    )
+    shapes = (1, 8, 4, 8192), (64, 8, 32, 4096)
+    return [op.plan(layout, *shape, **facts, coding=form).request for shape, form in zip(shapes, coding)]
 
 
 def _warpgroups(formats: str, page: int, residual: int) -> list[KernelRequest]:

@@ -54,11 +54,11 @@ CASES = {  # case, schedule, splits, shares, new tokens of each sequence, codes,
         2, 0, (1, 3, 0, 5), "int8", True, False,
     ),
     "warpgroups": (
-        Case("int4", "int4", group=4, q_len=4, lengths=(300, 20), kv_heads=1), WarpgroupDecode(2, 4, 2, 2, 1), 2, 0, (),
+        Case("int4", "int4", group=4, q_len=4, lengths=(300, 20), kv_heads=1), WarpgroupDecode(2, 4, 4, 2, 1), 2, 0, (),
         "int8_block128", False, True,
     ),
 }  # fmt: skip
-USUAL = ("int8", "int8, splits and clusters", "blocks of 128", "ragged")
+USUAL = ("int8, splits and clusters", "blocks of 128", "ragged")
 
 
 def poisoned(codes: output_codes.Codes) -> output_codes.Codes:
