@@ -170,10 +170,10 @@ def _make_loop_macros(f: SimpleNamespace, tile, copies, rows_of, *, bulk: bool, 
 
 
 def build(
-    target, *, k_format: str, v_format: str, head_dim: int, dtype: str, row_tiles: int, warps: int, tiles: int, stages:
-    int, min_blocks: int, shared_rows: bool, page: int, residual: int, softcap: bool, sinks: bool, ahead: int = 0,
-    parts: int = 1, cluster: int = 1, convert: str = "masked", balanced: bool = False, sink_tokens: int = 0, ragged:
-    bool = False, output: str = "none", smooth: bool = False, column_scales: bool = False,
+    target, *, k_format: str, v_format: str, head_dim: int, dtype: str, row_tiles: int, warps: int, tiles: int,
+    stages: int, min_blocks: int, shared_rows: bool, page: int, residual: int, softcap: bool, sinks: bool,
+    ahead: int = 0, parts: int = 1, cluster: int = 1, convert: str = "masked", balanced: bool = False,
+    sink_tokens: int = 0, ragged: bool = False, output: str = "none", smooth: bool = False, column_scales: bool = False,
 ):  # fmt: skip
     """The prim_func `main` for up to 8 * row_tiles rows in a CTA.
 
