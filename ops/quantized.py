@@ -135,6 +135,15 @@ class BlockQuantizedActivations:
         wide = scales.repeat_interleave(BLOCK, dim=1)[:, : self.k]
         return (self.q[:, : self.k].float() * wide).view(self.shape)
 
+    def of_tokens(self, rows: torch.Tensor) -> BlockQuantizedActivations:
+        """Those of some tokens, [P, K]: row rows[i] becomes row i."""
+        import torch
+
+        count, scales = len(rows), self.scales.index_select(int(self.column_scales), rows)
+        if self.column_scales and count % 4:
+            scales = torch.nn.functional.pad(scales, (0, -count % 4))
+        return replace(self, q=self.q.index_select(0, rows), scales=scales, shape=(count, self.k))
+
     def __repr__(self) -> str:
         return f"BlockQuantizedActivations({list(self.shape)})"
 

@@ -4,6 +4,7 @@
     w = terrazzo.ops.w8a8.quantize(weight, codes="e4m3", granularity="block")     # DeepSeek's and Qwen's 128 x 128
     y = terrazzo.ops.w8a8.gemm(x, w)                            # x bfloat16 or float16, quantized as w wants it
     y = terrazzo.ops.w8a8.gemm(terrazzo.ops.w8a8.quantize_activations(x, w), w)
+    y = terrazzo.ops.w8a8.grouped_gemm(x, terrazzo.ops.w8a8.GroupedWeight.stack(experts), expert_offsets)
 
 `terrazzo.ops.w4a8.w8a8.reference` says what is computed, and how accurately.
 """
@@ -17,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 from terrazzo.ops import dlpack
 from terrazzo.ops.checkpoints import loaders
 from terrazzo.ops.checkpoints import w8a8 as published
+from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.w4a8.w8a8 import format as w8_format
-from terrazzo.ops.w4a8.w8a8.entry import gemm, quantize_activations
+from terrazzo.ops.w4a8.w8a8.entry import gemm, grouped_gemm, quantize_activations
 from terrazzo.ops.w4a8.w8a8.format import PackedWeight, QuantizedWeight
+from terrazzo.ops.w4a8.w8a8.grouped import grouped_requests
 from terrazzo.ops.w4a8.w8a8.op import kernel_requests, weight_requests
 from terrazzo.ops.w4a8.w8a8.quantizer import quantize, quantize_weight
 
@@ -30,9 +33,12 @@ if TYPE_CHECKING:
     from terrazzo.ops.dlpack import SupportsDLPack
 
 __all__ = [
+    "GroupedWeight",
     "PackedWeight",
     "QuantizedWeight",
     "gemm",
+    "grouped_gemm",
+    "grouped_requests",
     "iter_layers",
     "kernel_requests",
     "load_layer",

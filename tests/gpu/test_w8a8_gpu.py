@@ -9,7 +9,7 @@ import torch
 from oracles import TARGET, run_all
 from terrazzo.ops import w8a8
 from terrazzo.ops.w4a8.w8a8 import activations
-from w8a8_oracles import DEVICE, FORMS, Case, Spec, check, packed
+from w8a8_oracles import DEVICE, FORMS, Case, Grouped, Spec, check, check_grouped, packed
 
 pytestmark = [
     pytest.mark.usefixtures("nothing_compiles"),
@@ -70,6 +70,24 @@ SAME_ROWS = {  # tiles of clusters whose CTAs multiply the same rows
 )
 def test_clusters_that_read_the_same_rows_once(cases, kind):
     run_all(check, [replace(case, kind=kind, seed=i) for i, case in enumerate(cases)])
+
+
+COUNTS = ((5, 0, 1, 7), (130, 3, 0, 300), (1, 1, 2, 0, 0, 33, 64, 17), (1000, 0, 1, 257))
+EXPERTS = ("int8", "int8 asymmetric", "e4m3", "e4m3 blocks")
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(
+            tuple(Grouped(Spec(n, k, form, bias=n == 257), c) for n, k in ((257, 203), (2048, 1024)) for c in COUNTS),
+            id=form.replace(" ", "_"),
+        )
+        for form in EXPERTS
+    ],
+)
+def test_experts(cases):
+    run_all(check_grouped, list(cases))
 
 
 @pytest.mark.parametrize("cases", [tuple(Case(spec, 200) for spec in SPECS[11:14])], ids=["n4096"])

@@ -182,3 +182,77 @@ def check(case: Case) -> None:
     error = (y.double() - reference.gemm(made, weight)).abs()
     bad = ~(error <= reference.forward_error_bound(made, weight, y.dtype, accumulate=case.accumulate))
     assert not bool(bad.any()), f"{int(bad.sum())} of {bad.numel()} outside, at {bad.nonzero()[:4].tolist()}; {case}"
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Experts of one form, `counts` of tokens for each; two rows before the first and after the last are of none."""
+
+    spec: Spec
+    counts: tuple[int, ...]
+    accumulate: str = "auto"
+
+    @property
+    def m(self) -> int:
+        return sum(self.counts) + 4
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return (torch.float16, torch.bfloat16)[self.spec.n % 2]
+
+    def requests(self) -> list:
+        w, target, facts = self.experts()[0].pack(), Target.detect(), dict(bias=self.spec.bias, target="sm_90a")
+        zeros, dtype = activations.has_zeros(w), str(self.dtype).removeprefix("torch.")
+        facts |= dict(m=self.m, codes=w.codes, block=w.block, zeros=zeros, accumulate=self.accumulate)
+        outs = (dtype, "int32") if w.codes == "int8" else (dtype,)
+        size = (w.n, w.k, len(self.counts))
+        found = [
+            it for out in outs for it in w8a8.grouped_requests(*size, out_dtype=out, **facts | raw_bias(out, facts))
+        ]
+        return [*found, activations.requests(w, self.m, dtype, Target.parse("sm_90a"), target)]
+
+    def experts(self) -> list[w8a8.QuantizedWeight]:
+        made = []
+        for e in range(len(self.counts)):
+            rng = torch.Generator().manual_seed(e)
+            dense = (torch.randn(self.spec.n, self.spec.k, generator=rng) * 0.05).to(DEVICE)
+            bias = torch.randn(self.spec.n, generator=rng).to(DEVICE) if self.spec.bias else None
+            made.append(w8a8.quantize_weight(dense, bias=bias, **FORMS[self.spec.form]))
+        return made
+
+
+def raw_bias(out: str, facts: dict) -> dict:
+    """int32 sums have no bias."""
+    return {"bias": facts["bias"] and out != "int32"}
+
+
+def check_grouped(case: Grouped) -> None:
+    """Each expert's rows are inside the bound of its product, or exact; all others stay; two runs give the same."""
+    experts = case.experts()
+    w = w8a8.GroupedWeight.stack([one.pack() for one in experts])
+    edges = torch.tensor([2, *case.counts]).cumsum(0)
+    offsets, k = edges.int().to(DEVICE), case.spec.k
+    x = torch.randn(case.m, k, generator=torch.Generator().manual_seed(case.m)).to(case.dtype).to(DEVICE)
+    made = activations.run(x, w.stacked)
+    outs = [case.dtype, *([torch.int32] if w.stacked.codes == "int8" else [])]
+    for dtype in outs:
+        poison, runs = -77 if dtype == torch.int32 else float("nan"), []
+        for given in (x, made) if dtype != torch.int32 else (made, made):
+            y = torch.full((case.m, case.spec.n), poison, dtype=dtype, device=DEVICE)
+            w8a8.grouped_gemm(given, w, offsets, out=y, out_dtype=dtype, accumulate=case.accumulate)
+            runs.append(y)
+        assert torch.equal(*(run.view(torch.uint8) for run in runs)), f"two runs differ; {case}"
+        outside = torch.cat([y[:2], y[-2:]])
+        assert bool((outside == poison).all() if dtype == torch.int32 else outside.isnan().all()), f"beside y; {case}"
+        for e, one in enumerate(experts):
+            rows = torch.arange(int(edges[e]), int(edges[e + 1]), device=DEVICE)
+            if not len(rows):
+                continue
+            some = made.of_tokens(rows)
+            if dtype == torch.int32:
+                assert torch.equal(y[rows], reference.accumulate(some, one)), f"expert {e}; {case}"
+                continue
+            error = (y[rows].double() - reference.gemm(some, one)).abs()
+            bound = reference.forward_error_bound(some, one, dtype, accumulate=case.accumulate)
+            bad = ~(error <= bound)
+            assert not bool(bad.any()), f"expert {e}: {int(bad.sum())} of {bad.numel()} outside; {case}"

@@ -28,6 +28,8 @@ NUMERICS = ("s8", "s8_zeros", "fast", "promoted", "block")
 ROW_GROUP = 16
 """Rows of a weight that share a scale of each 128 k, with `block`: those of a warp."""
 GROUPS = 64 // ROW_GROUP
+MORE = 4
+"""Scales of tokens in a stage beyond those of a tile, where this may begin at any token: copies are of 16 bytes."""
 _TILE = 64 * UNIT_K  # bytes of a unit
 
 
@@ -113,21 +115,25 @@ def consumer_macros(*, block_tokens: int, cta_blocks: int) -> SimpleNamespace:
 
 def scale_macros(
     *, block_tokens: int, cta_blocks: int, row_blocks: Any, unit: Callable[[SimpleNamespace, Any], Any],
-    may_be_empty: bool = False,
+    may_be_empty: bool = False, anywhere: bool = False,
 ) -> SimpleNamespace:  # fmt: skip
     """Macros `fill_tokens(io, c, kb)` and `fill_rows(io, c, kb)`, by one thread each: the scales of a stage, to Ts
     [stages, tokens] and Ss [stages, 4 * row blocks of a tile]; arguments and `io` as of `stages.fill_macros`.
-    `may_be_empty`: whether a tile may lie behind the last token."""
+    `may_be_empty`: whether a tile may lie behind the last token. `anywhere`: whether it may begin at any token, not
+    only at multiples of 4; the copy then begins at the multiple before, and has four more."""
     import tilelang.language as T
+
+    def begin(c):
+        return c.first[0] // 4 * 4 if anywhere else c.first[0]
 
     @T.macro
     def copy_tokens(io, c, kb, count):
         T.mbarrier_expect_tx(io.full[io.ring.stage[0]], count * 4)
-        bulk(io.Ts[io.ring.stage[0], 0], io.XS[kb, c.first[0]], count * 4, io.full[io.ring.stage[0]])
+        bulk(io.Ts[io.ring.stage[0], 0], io.XS[kb, begin(c)], count * 4, io.full[io.ring.stage[0]])
 
     @T.macro
     def fill_tokens(io, c, kb):
-        count = T.min(block_tokens, io.XS.shape[1] - c.first[0])
+        count = T.min(block_tokens + MORE if anywhere else block_tokens, io.XS.shape[1] - begin(c))
         if not may_be_empty:
             copy_tokens(io, c, kb, count)
         elif count > 0:
@@ -144,9 +150,9 @@ def scale_macros(
     return SimpleNamespace(fill_tokens=fill_tokens, fill_rows=fill_rows)
 
 
-def form_of(gemm: Gemm, *, block_tokens: int, row_blocks: int, pieces: int) -> SimpleNamespace:
-    """As `forms.form_of`; `step(io, w, x, place, r, free)` multiplies 128 k of row block r, and gives a stage back:
-    the one before, or with sums of 128 k its own."""
+def form_of(gemm: Gemm, *, block_tokens: int, row_blocks: int, pieces: int, anywhere: bool = False) -> SimpleNamespace:
+    """As `forms.form_of`, `anywhere` as of `scale_macros`; `step(io, w, x, place, r, free)` multiplies 128 k of row
+    block r, and gives a stage back: the one before, or with sums of 128 k its own."""
     import tilelang.language as T
 
     nacc, dtype = block_tokens // 2, "float32" if gemm.float_sums else "int32"
@@ -186,7 +192,11 @@ def form_of(gemm: Gemm, *, block_tokens: int, row_blocks: int, pieces: int) -> S
         if gemm.blocks:
             io.f[2] = io.Ss[place.stage(0), (io.wg * row_blocks + r) * 4 + io.wt // 32]
             for j in T.unroll(nsum // 4):
-                lds64(io.f, io.Ts[place.stage(0), piece * at_once + j * 8 + io.lane % 4 * 2])
+                if anywhere:
+                    for i in T.unroll(2):
+                        io.f[i] = io.Ts[place.stage(0), io.past[0] + (piece * at_once + j * 8 + io.lane % 4 * 2 + i)]
+                else:
+                    lds64(io.f, io.Ts[place.stage(0), piece * at_once + j * 8 + io.lane % 4 * 2])
                 for i in T.unroll(2):
                     io.f[i] = io.f[i] * io.f[2]
                 for i in T.unroll(4):

@@ -18,7 +18,7 @@ from terrazzo.ops.linear.bytes.problem import UNIT_K, Gemm
 from terrazzo.ops.tiles.calls import wgmma
 
 
-def form_of(gemm: Gemm, *, block_tokens: int, row_blocks: int, pieces: int = 1) -> SimpleNamespace:
+def form_of(gemm: Gemm, *, block_tokens: int, row_blocks: int, pieces: int = 1, experts: int = 0) -> SimpleNamespace:
     """The form of a problem's dequantization.
 
     Attributes of the result: `sums`, dtype of a tile's sums; `group_sums`, registers for those of a group (1: none);
@@ -27,7 +27,8 @@ def form_of(gemm: Gemm, *, block_tokens: int, row_blocks: int, pieces: int = 1) 
     `free` says whether this lane gives the stage before back, which a step does when the wgmmas on it are complete.
     """
     if not gemm.converts:
-        return direct.form_of(gemm, block_tokens=block_tokens, row_blocks=row_blocks, pieces=pieces)
+        own = dict(block_tokens=block_tokens, row_blocks=row_blocks, pieces=pieces)
+        return direct.form_of(gemm, **own, anywhere=experts > 0)
     if gemm.dequantization == fp8_problem.E4M3:
         return post_form(gemm, block_tokens=block_tokens, row_blocks=row_blocks, pieces=pieces)
     return integer_form(gemm, block_tokens=block_tokens)

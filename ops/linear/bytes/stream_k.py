@@ -134,7 +134,9 @@ def tile_macros(gemm: Gemm, schedule: StreamK, form: SimpleNamespace, experts: i
     return SimpleNamespace(tokens=tokens, tiles=tiles, rings=rings, out=out, peers=peers, tail=tail, exchange=exchange)
 
 
-def step_macros(gemm: Gemm, schedule: StreamK, form: SimpleNamespace, work: SimpleNamespace) -> SimpleNamespace:
+def step_macros(
+    gemm: Gemm, schedule: StreamK, form: SimpleNamespace, work: SimpleNamespace, experts: int = 0
+) -> SimpleNamespace:
     """The steps that `pipeline_macros` wants, and `places()`, a consumer's state."""
     import tilelang.language as T
 
@@ -145,7 +147,8 @@ def step_macros(gemm: Gemm, schedule: StreamK, form: SimpleNamespace, work: Simp
     own_stages = getattr(form, "settles", False)  # given back by the step that used them
     unit_of = lambda c, kb: c.expert[0] * units + kb
     own = dict(row_blocks=all_blocks, cta_blocks=cta_blocks, unit=unit_of)
-    scaled = direct.scale_macros(block_tokens=bm, may_be_empty=schedule.multicast > 1, **own) if blocks else None
+    where = dict(may_be_empty=schedule.multicast > 1, anywhere=experts > 0)
+    scaled = direct.scale_macros(block_tokens=bm, **where, **own) if blocks else None
     also = scaled.fill_rows if blocks else None
     fills = fill_macros(rings, unit_words=unit_words, also=also, multicast=schedule.multicast, **own)
     if converts:
@@ -178,6 +181,8 @@ def step_macros(gemm: Gemm, schedule: StreamK, form: SimpleNamespace, work: Simp
     def begin(io, ring, c, wg, wt):
         """What the epilogue will want is on its way; sums of nothing."""
         out.fetch(io.S, io.XS, io.RS, io.B, io.to, c, wg, wt)
+        if blocks and experts:
+            io.past[0] = c.first[0] % direct.MORE
         for i in T.unroll(sums):
             io.acc[i] = 0
         if starts is not None:
@@ -238,9 +243,9 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
     stages, cta_blocks, converts, blocks = schedule.stages, schedule.cta_blocks, gemm.converts, gemm.blocks
     units, unit_words, all_blocks = gemm.units, gemm.unit_words, gemm.row_blocks
     ct, sums = wgs * 128, rb * bm // 2
-    form = form_of(gemm, block_tokens=bm, row_blocks=rb, pieces=schedule.pieces)
+    form = form_of(gemm, block_tokens=bm, row_blocks=rb, pieces=schedule.pieces, experts=experts)
     work = tile_macros(gemm, schedule, form, experts)
-    out, steps = work.out, step_macros(gemm, schedule, form, work)
+    out, steps = work.out, step_macros(gemm, schedule, form, work, experts)
     matrices = max(experts, 1)
     all_units, extent = gemm.extents(matrices)
     used = (*PRIMITIVES, *(["e4m3"] if gemm.float_sums else []), *(["cluster"] if cluster > 1 else []))
@@ -288,7 +293,7 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
             Fs = T.alloc_shared((wgs, bm), "float32")
             Rs = T.alloc_shared((wgs, bm if gemm.unsigned or gemm.zeros else 1), "int32")
             Es = T.alloc_shared((table_words(experts),), "int32")
-            Ts = T.alloc_shared((stages, max(bm, 32)), "float32") if blocks else None
+            Ts = T.alloc_shared((stages, max(bm + direct.MORE * (experts > 0), 32)), "float32") if blocks else None
             Ss = T.alloc_shared((stages, max(cta_blocks * direct.GROUPS, 32)), "float32") if blocks else None
             full = T.alloc_barrier([1 + 32] * stages)  # weights, and the lanes of the warp that fetches X
             empty = T.alloc_barrier([wgs * 4 * multicast] * stages)
@@ -302,6 +307,7 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
             part = T.alloc_local((form.group_sums,), "float32")
             f = T.alloc_local((3 if blocks else 2,), "float32")
             to = out.state(Y, Os, Fs, Rs, ring=Xs, ready=ready, sent=sent)
+            past = T.alloc_local((1,), "int32") if blocks and experts else None
             desc = T.alloc_wgmma_desc()
             rows = None if converts else T.alloc_wgmma_desc()
             at = steps.places()
@@ -314,7 +320,7 @@ def program(gemm: Gemm, schedule: StreamK, experts: int = 0):
             io = SimpleNamespace(
                 X=X, W=W, S=S, XS=XS, RS=RS, B=B, WS=WS, SEM=SEM, Xs=Xs, Ws=Ws, Es=Es, full=full, empty=empty,
                 ready=ready, w=w, u=u, a=a, f=f, acc=acc, part=part, codes=codes, desc=desc, at=at, to=to, rows=rows,
-                Ts=Ts, Ss=Ss,
+                Ts=Ts, Ss=Ss, past=past,
             )  # fmt: skip
             pipeline.run(io, p, c, x, ring, table, parts, G, cta)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from terrazzo.ops import dlpack, launching
+from terrazzo.ops import dlpack, grouped, launching
+from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 from terrazzo.ops.w4a8.w8a8 import activations as w8_activations
+from terrazzo.ops.w4a8.w8a8 import grouped as w8_grouped
 from terrazzo.ops.w4a8.w8a8 import op as w8_op
 from terrazzo.ops.w4a8.w8a8.format import PackedWeight
 
@@ -80,6 +82,61 @@ def gemm(
     return w8_op.run(x, w, bias, out, out_dtype or torch.float16, accumulate)
 
 
+def grouped_gemm(
+    x: Array | Activations,
+    w: GroupedWeight,
+    expert_offsets: SupportsDLPack,
+    *,
+    bias: SupportsDLPack | None = None,
+    out: SupportsDLPack | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: str = "auto",
+) -> Array:
+    """y[i] = x[i] w[e]^T + bias[e] for the rows i of expert e, offsets[e] <= i < offsets[e + 1]; on the current stream.
+
+    One launch of one CTA for each SM, whatever the offsets hold: the tiles are partitioned on the device, empty experts
+    cost nothing, and nothing waits for the GPU. The same bits in every run; on int8 as `gemm` for each expert, on e4m3
+    inside the same error bound.
+
+    Args:
+        x: [M, K], tokens sorted by expert (`ops.moe.sort_by_expert`): quantized activations, or float16 or bfloat16,
+            which are quantized as w wants them first.
+        w: `GroupedWeight.stack` of the experts' packed weights. Their own biases are added unless `bias` is given.
+        expert_offsets: int32 [E + 1] on the GPU, ascending; rows outside of offsets[0] .. offsets[E] are not written.
+        bias: float [E, N]; added in float32.
+        out: contiguous [M, N] of the output dtype, written and returned; no memory of x.
+        out_dtype, accumulate: see `gemm`.
+
+    Raises:
+        ArgumentError: an operand that does not fit, or a GPU without warpgroup instructions (sm_90a has them).
+        LayoutMismatchError, TargetError, CaptureError, ToolchainError, CompileError: see `gemm`.
+    """
+    import torch
+
+    grouped.check_kind(w, PackedWeight, "w8a8")
+    held = x.q if isinstance(x, Activations) else x
+    if dlpack.is_foreign(held):
+        return dlpack.call(grouped_gemm, locals())
+    if launching.is_traced(held):
+        from terrazzo.ops.w4a8.w8a8 import torch_op as w8_torch_op
+
+        grouped.check_traced(x, held, w.k, expert_offsets)
+        launching.check_no_grad(held, "grouped_gemm")
+        w8_op.numerics_of(w.stacked.codes, w.stacked.block, False, accumulate)
+        return launching.copy_out(out, w8_torch_op.call_grouped(x, w, expert_offsets, bias, out_dtype, accumulate))
+    launching.check_no_grad(held, "grouped_gemm")
+    if held is x:
+        launching.check_tensor(x, "x", f"[M, {w.k}], or what w8a8.quantize_activations makes")
+        grouped.check_dtype(x)
+    out_dtype = out_dtype or (x.dtype if held is x else torch.float16)
+    w8_grouped.check(tuple(x.shape), x.device, w, expert_offsets, bias, out, out_dtype, accumulate)
+    if held is x:
+        if not x.is_cuda:
+            raise launching.elsewhere(x, w.device)
+        x = w8_activations.run(x, w.stacked)
+    return w8_grouped.multiply(x, w, expert_offsets, bias, out, out_dtype, accumulate)
+
+
 def quantize_activations(x: SupportsDLPack, w: PackedWeight) -> Activations:
     """Quantize activations as a weight multiplies them, on the current stream, in one kernel.
 
@@ -87,7 +144,7 @@ def quantize_activations(x: SupportsDLPack, w: PackedWeight) -> Activations:
 
     Args:
         x: float16 or bfloat16 [..., K] on w's CUDA device; leading dimensions may be strided (then they are copied).
-        w: packed weight, whose `smooth`, `input_scale`, `input_zero` and `asymmetric` say how.
+        w: packed weight, whose `smooth`, `input_scale`, `input_zero` and `asymmetric` say how; of experts one of them.
 
     Raises:
         ArgumentError: an operand that does not fit. CaptureError: a kernel that was never launched is met during CUDA

@@ -92,6 +92,12 @@ def plan(
     return Plan(request, *s.workspace(part.grid), (part.shared,))
 
 
+def check_flags(codes: str, block: bool, zeros: bool, static: bool = False) -> None:
+    """Raise ArgumentError for what codes and activations cannot be at once."""
+    if (block and codes == "int8") or (zeros and codes != "int8") or (block and static):
+        raise ArgumentError("codes", codes, "blocks are of e4m3 and dynamic, zero points of int8", "leave the flag out")
+
+
 def check_wgmma(target: Target) -> None:
     """Raise ArgumentError unless the target has warpgroup instructions of bytes."""
     if not target.supports("wgmma.s8"):
@@ -132,8 +138,7 @@ def kernel_requests(
     launching.check_flags(bias=bias, smooth=smooth, block=block, zeros=zeros, static=static)
     if codes not in CODES.values():
         raise ArgumentError("codes", codes, f"must be one of {tuple(CODES.values())}", "use int8")
-    if (block and codes == "int8") or (zeros and codes != "int8") or (block and static):
-        raise ArgumentError("codes", codes, "blocks are of e4m3 and dynamic, zero points of int8", "leave the flag out")
+    check_flags(codes, block, zeros, static)
     out = out_dtype or dtype or "bfloat16"
     check_out_dtype(out, codes)
     numerics, at = numerics_of(codes, block, zeros, accumulate), Target.parse(target)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from terrazzo.ops import launching, quantized
+from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.quantized import BlockQuantizedActivations, QuantizedActivations
 from terrazzo.ops.w4a8.w8a8 import activations as w8_activations
+from terrazzo.ops.w4a8.w8a8 import grouped as w8_grouped
 from terrazzo.ops.w4a8.w8a8 import op as w8_op
 from terrazzo.ops.w4a8.w8a8 import reference as w8_reference
 from terrazzo.ops.w4a8.w8a8.format import BLOCK, PackedWeight
@@ -49,10 +51,35 @@ def call(
     return y.view(*x.shape[:-1], w.n)
 
 
+def call_grouped(
+    x: torch.Tensor | Activations, w: GroupedWeight, expert_offsets: torch.Tensor, bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None, accumulate: str = "auto",
+) -> torch.Tensor:  # fmt: skip
+    """`grouped_gemm` as one opaque node of a graph (two, if x must be quantized first)."""
+    s = w.stacked
+    if isinstance(x, torch.Tensor):
+        out_dtype = out_dtype or x.dtype
+        x = quantize(x, s)
+    w8_op.check_activations(x, s)
+    out_dtype = out_dtype or torch.float16
+    if bias is None and s.bias is not None and out_dtype != torch.int32:
+        bias = s.bias
+    zeros, fields = getattr(x, "zeros", None), (s.n, s.k, s.codes, s.block, s.layout, s.target or "")
+    operands = (x.q, x.scales, zeros, s.words, s.scales, expert_offsets, bias)
+    return torch.ops.terrazzo.w8a8_grouped_gemm(*operands, *fields, out_dtype, accumulate)
+
+
 def _weight(
     words: torch.Tensor, scales: torch.Tensor, n: int, k: int, codes: str, block: bool, layout: str, target: str
 ) -> PackedWeight:
     return PackedWeight(words, scales, n, k, codes, block, layout, target=target or None)
+
+
+def _activations(q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, k: int, block: bool) -> Activations:
+    shape = (q.shape[0], k)
+    if block:
+        return BlockQuantizedActivations(q, scales, shape, True)
+    return QuantizedActivations(q, scales, None, shape, zeros)
 
 
 @torch.library.custom_op("terrazzo::w8a8_quantize", mutates_args=())
@@ -108,16 +135,49 @@ def w8a8_gemm(
     accumulate: str,
 ) -> torch.Tensor:
     """y [M, n] from quantized activations [M, K16] and the fields of a w8a8.PackedWeight."""
-    w, shape = _weight(words, channel_scales, n, k, codes, block, layout, target), (q.shape[0], k)
-    made = (
-        BlockQuantizedActivations(q, scales, shape, True)
-        if block
-        else QuantizedActivations(q, scales, None, shape, zeros)
+    w, made = (
+        _weight(words, channel_scales, n, k, codes, block, layout, target),
+        _activations(q, scales, zeros, k, block),
     )
     if not q.is_cuda:
         w8_op.numerics_of(codes, block, zeros is not None, accumulate)
         return w8_reference.forward(made, w, bias, out_dtype)
     return w8_op.run(made, w, bias, None, out_dtype, accumulate)
+
+
+@torch.library.custom_op("terrazzo::w8a8_grouped_gemm", mutates_args=())
+def w8a8_grouped_gemm(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    words: torch.Tensor,
+    channel_scales: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    k: int,
+    codes: str,
+    block: bool,
+    layout: str,
+    target: str,
+    out_dtype: torch.dtype,
+    accumulate: str,
+) -> torch.Tensor:
+    """y [M, n] from quantized activations [M, K16] sorted by expert and the fields of a GroupedWeight."""
+    w = GroupedWeight(_weight(words, channel_scales, n, k, codes, block, layout, target))
+    x = _activations(q, scales, zeros, k, block)
+    if not q.is_cuda:
+        w8_op.numerics_of(codes, block, zeros is not None, accumulate)
+        product = lambda rows, one, b: w8_reference.forward(x.of_tokens(rows), one, b, out_dtype)
+        return w.reference(product, torch.arange(len(q)), expert_offsets, bias)
+    w8_grouped.check((len(q), k), q.device, w, expert_offsets, bias, None, out_dtype, accumulate)
+    return w8_grouped.multiply(x, w, expert_offsets, bias, None, out_dtype, accumulate)
+
+
+@w8a8_grouped_gemm.register_fake
+def _(q, scales, zeros, words, channel_scales, expert_offsets, bias, n, k, codes, block, layout, target, out_dtype,
+      accumulate):  # fmt: skip
+    return q.new_empty((q.shape[0], n), dtype=out_dtype)
 
 
 @w8a8_gemm.register_fake

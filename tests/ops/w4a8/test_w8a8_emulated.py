@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -115,42 +117,102 @@ def values(codes, numerics):
     return codes.double() if numerics.startswith("s8") else codes.view(torch.float8_e4m3fn).double()
 
 
+@dataclass
+class Operands:
+    """Codes and scales as kernels take them, of a product and of several experts' weights."""
+
+    numerics: str
+    q: torch.Tensor
+    w: list
+    s: list
+    xs: torch.Tensor
+    zeros: torch.Tensor
+    k: int
+
+    @classmethod
+    def random(cls, rng, numerics, m, n, k, count):
+        q, units, np_ = random_bytes(rng, numerics, m, k), -(-k // 128), -(-n // 64) * 64
+        zeros = torch.randint(-128, 128, (m,), generator=rng, dtype=torch.int32)
+        w = [random_bytes(rng, numerics, n, k) for _ in range(count)]
+        if numerics == "block":
+            xs = torch.rand(units, -(-m // 4) * 4, generator=rng) * 1e-2 + 1e-3
+            s = [torch.rand(units, np_ // 16, generator=rng) * 1e-2 + 1e-3 for _ in w]
+            xs[:, m:] = float("nan")
+            return cls(numerics, q, w, s, xs, zeros, k)
+        xs, s = torch.rand(m, generator=rng) * 1e-3 + 1e-4, []
+        for one in w:
+            scale = torch.rand(n, generator=rng) * 1e-2 + 1e-3
+            rows = torch.cat([scale, torch.full((np_ - n,), float("nan"))])
+            sums = torch.nn.functional.pad(values(one, numerics).sum(1).float(), (0, np_ - n))
+            s.append(torch.stack([rows, sums]) if "s8" in numerics else rows)
+        return cls(numerics, q, w, s, xs, zeros, k)
+
+    def product(self, e, rows):
+        """float64 (sums, scales of a row and a column, sums of magnitudes) of some rows of x and an expert."""
+        x, dense, n = values(self.q, self.numerics), values(self.w[e], self.numerics), len(self.w[e])
+        if self.numerics == "block":
+            x = x * self.xs.double().T[: len(x)].repeat_interleave(128, 1)[:, : self.k]
+            dense = dense * self.s[e].double().T.repeat_interleave(16, 0).repeat_interleave(128, 1)[:n, : self.k]
+            both = torch.ones((), dtype=torch.float64)
+        else:
+            own = self.s[e][0] if "s8" in self.numerics else self.s[e]
+            both = self.xs.double()[rows, None] * own.double()[:n]
+        if self.numerics == "s8_zeros":
+            x = x - self.zeros.double()[:, None]
+        return x[rows] @ dense.T, both, x[rows].abs() @ dense.abs().T
+
+
+def check(y, sums, both, magnitude, bias, k, numerics):
+    """int32 sums are exact; others inside their bound."""
+    if y.dtype == torch.int32:
+        assert torch.equal(y.double(), sums)
+        return
+    product, magnitude = sums * both, magnitude * both
+    exact, unit = product + bias.double(), UNIT[str(y.dtype).removeprefix("torch.")]
+    bound = unit * exact.abs() * 1.001 + 2.0**-21 * (product.abs() + bias.abs()) + 2.0**-25
+    if not numerics.startswith("s8"):
+        bound += (k // 32 + 12) * 2.0**-24 * magnitude
+    assert bool(((y.double() - exact).abs() <= bound).all()), ((y.double() - exact).abs() / bound).max()
+
+
 @pytest.mark.parametrize("name", cases(CASES, [name for name, case in CASES.items() if case[-1]]))
 def test_kernel(name, tmp_path):
     numerics, n, k, m, schedule, partition, out_dtype, generic, _ = CASES[name]
     rng = torch.Generator().manual_seed(n + k + m)
-    q, w = random_bytes(rng, numerics, m, k), random_bytes(rng, numerics, n, k)
-    units, np_, raw = -(-k // 128), -(-n // 64) * 64, out_dtype == "int32"
-    bias = None if raw else torch.randn(n, generator=rng)
-    zeros = torch.randint(-128, 128, (m,), generator=rng, dtype=torch.int32)
-    x, dense = values(q, numerics), values(w, numerics)
-    if numerics == "block":
-        xs = torch.rand(units, -(-m // 4) * 4, generator=rng) * 1e-2 + 1e-3
-        s = torch.rand(units, np_ // 16, generator=rng) * 1e-2 + 1e-3
-        xs[:, m:] = float("nan")
-        x = x * xs.double().T[:m].repeat_interleave(128, 1)[:, :k]
-        dense = dense * s.double().T.repeat_interleave(16, 0).repeat_interleave(128, 1)[:n, :k]
-    else:
-        xs, scale = torch.rand(m, generator=rng) * 1e-3 + 1e-4, torch.rand(n, generator=rng) * 1e-2 + 1e-3
-        rows = torch.cat([scale, torch.full((np_ - n,), float("nan"))])
-        s = (
-            torch.stack([rows, torch.nn.functional.pad(dense.sum(1).float(), (0, np_ - n))])
-            if "s8" in numerics
-            else rows
-        )
-    y = launch(q, [w], s, xs, zeros, bias, numerics, schedule, partition, tmp_path, out_dtype, generic)
-    if numerics == "s8_zeros":
-        x = x - zeros.double()[:, None]
-    product = x @ dense.T
-    if raw:
-        assert torch.equal(y.double(), product)
-        return
-    magnitude = x.abs() @ dense.abs().T
-    if numerics != "block":
-        both = xs.double()[:, None] * scale.double()
-        product, magnitude = product * both, magnitude * both
-    exact = product + bias.double()
-    bound = UNIT[out_dtype] * exact.abs() * 1.001 + 2.0**-21 * (product.abs() + bias.abs()) + 2.0**-25
-    if not numerics.startswith("s8"):
-        bound += (k // 32 + 12) * 2.0**-24 * magnitude
-    assert bool(((y.double() - exact).abs() <= bound).all()), ((y.double() - exact).abs() / bound).max()
+    made = Operands.random(rng, numerics, m, n, k, 1)
+    bias = None if out_dtype == "int32" else torch.randn(n, generator=rng)
+    s = made.s[0]
+    y = launch(
+        made.q, made.w, s, made.xs, made.zeros, bias, numerics, schedule, partition, tmp_path, out_dtype, generic
+    )  # fmt: skip
+    check(y, *made.product(0, slice(None)), bias, k, numerics)
+
+
+EXPERTS = {  # numerics, n, k, offsets of experts, tokens, schedule, grid, output, generic; True: quick
+    "s8 with zeros": ("s8_zeros", 70, 272, (0, 5, 5, 40), 40, S8(16, 1, 1, 3), 3, "float16", False, False),
+    "s8 sums": ("s8", 130, 400, (0, 17, 20), 20, S8(32, 2, 1, 3), 3, "int32", True, False),
+    "promoted": ("promoted", 70, 272, (2, 5, 5, 40), 42, PROMOTED(32, 1, 1, 3), 3, "bfloat16", False, False),
+    "block": ("block", 130, 400, (0, 5, 5, 38), 38, BLOCK(32, 2, 1, 3), 3, "float16", True, True),
+    "block two row blocks": ("block", 130, 272, (1, 2, 24), 25, BLOCK(16, 1, 2, 2), 2, "bfloat16", False, False),
+}
+
+
+@pytest.mark.parametrize("name", cases(EXPERTS, [name for name, case in EXPERTS.items() if case[-1]]))
+def test_experts(name, tmp_path):
+    """Each expert's rows, scales and tokens, which begin at any multiple; rows of no expert stay as they were."""
+    numerics, n, k, offsets, m, schedule, grid, out_dtype, generic, _ = EXPERTS[name]
+    rng, count = torch.Generator().manual_seed(n + k + m), len(offsets) - 1
+    made = Operands.random(rng, numerics, m, n, k, count)
+    bias = None if out_dtype == "int32" else torch.randn(count, n, generator=rng)
+    s = torch.cat(made.s) if numerics == "block" else torch.cat([one.flatten() for one in made.s])
+    partition = (grid, torch.tensor(offsets, dtype=torch.int32))
+    flat = None if bias is None else bias.flatten()
+    y = launch(
+        made.q, made.w, s, made.xs, made.zeros, flat, numerics, schedule, partition, tmp_path, out_dtype, generic
+    )  # fmt: skip
+    for e, (low, high) in enumerate(pairwise(offsets)):
+        if low < high:
+            rows = slice(low, high)
+            check(y[rows], *made.product(e, rows), None if bias is None else bias[e], k, numerics)
+    outside = torch.cat([y[: offsets[0]], y[offsets[-1] :]])
+    assert bool((outside == -77).all() if out_dtype == "int32" else outside.isnan().all())
