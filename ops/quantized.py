@@ -200,8 +200,8 @@ def encode(
 
     codes, _, block = quant.partition("_")
     (most, tiny), (m, k) = LARGEST[codes], values.shape
-    width = BLOCK if block else k
-    parts = torch.nn.functional.pad(values, (0, -k % width)).view(m, -1, width)
+    width, count = (BLOCK, -(-k // BLOCK)) if block else (k, 1)
+    parts = torch.nn.functional.pad(values, (0, count * width - k)).view(m, count, width)
     largest = parts.abs().amax(-1) if k else values.new_zeros(m, 1)
     zero = largest < tiny
     inverse = torch.where(zero, 0.0, largest.new_full((), most) / largest)
@@ -211,7 +211,7 @@ def encode(
         q = (parts * inverse[..., None]).to(torch.float8_e4m3fn)
     scales = largest / largest.new_full((), most)
     scales = torch.where(zero, 1.0, scales if factor is None else scales * factor[:, None])
-    q = q.view(m, -1)[:, :k].view(torch.int8)
+    q = q.flatten(1)[:, :k].view(torch.int8)
     q = torch.nn.functional.pad(q, (0, padded(k) - k)).view(getattr(torch, CODES[codes])).contiguous()
     if not block:
         sums = q.sum(dim=1, dtype=torch.int32) if codes == "int8" else None

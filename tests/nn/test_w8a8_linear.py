@@ -74,3 +74,24 @@ def test_a_norm_in_front_makes_what_the_layer_multiplies(options):
         x, _ = norm.before(made, h)
         y, expected = made(x), made(norm(h))
         assert float((y.float() - expected.float()).norm() / expected.float().norm()) < 0.03, format
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_experts_of_a_mixture(format):
+    """Two tokens, one of which goes to an expert that no other has, beside the layers in float."""
+    rng = torch.Generator().manual_seed(2)
+    gate_up, down = (torch.randn(3, *size, generator=rng) * 0.1 for size in ((256, 128), (128, 128)))
+    made = nn.Experts.from_float(gate_up, down, format)
+    x, ids = torch.randn(5, 128, generator=rng).bfloat16(), torch.tensor([[0, 2], [0, 1], [2, 0], [0, 2], [2, 0]])
+    gates = torch.rand(5, 2, generator=rng)
+    expected = torch.zeros(5, 128)
+    for t in range(5):
+        for slot in range(2):
+            gate, up = (gate_up[ids[t, slot]] @ x[t].float()).chunk(2)
+            expected[t] += gates[t, slot] * (down[ids[t, slot]] @ (torch.nn.functional.silu(gate) * up))
+    y = made(x, ids, gates)
+    assert float((y.float() - expected).norm() / expected.norm()) < 0.08
+    shards = [made.gate_up_proj.packed.shard(rank, 2, parts=(128, 128)) for rank in range(2)]
+    whole = made.gate_up_proj.packed[1].dequantize()
+    halves = [shard[1].dequantize() for shard in shards]
+    assert torch.equal(torch.cat([half[:64] for half in halves] + [half[64:] for half in halves]), whole)

@@ -209,3 +209,67 @@ def test_a_tile_is_chosen_for_every_form_and_number_of_tokens():
             chosen = op.plan(m, 4096, 4096, numerics=numerics, out_dtype="float16", bias=False, target=target)
             params = dict(chosen.request.params)
             assert params["dequantization"] == numerics and params["block_tokens"] >= min(m, 64), (numerics, m)
+
+
+def stack_of(name: str, n: int = 200, k: int = 330) -> tuple[list, w8a8.GroupedWeight]:
+    dense = torch.randn(3, n, k, generator=torch.Generator().manual_seed(5)) * 0.1
+    bias = torch.randn(3, n, generator=torch.Generator().manual_seed(6))
+    made = [w8a8.quantize_weight(one, bias=b, **KINDS[name]) for one, b in zip(dense, bias)]
+    return made, w8a8.GroupedWeight.stack([one.pack() for one in made])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_experts_are_the_products_of_each(name, tmp_path):
+    made, stacked = stack_of(name)
+    stacked.check()
+    stacked.save(tmp_path / "experts.safetensors")
+    x = torch.randn(19, 330, generator=torch.Generator().manual_seed(1)).bfloat16()
+    bounds = [1, 6, 6, 17]
+    for w in (stacked, w8a8.GroupedWeight.load(w8a8.PackedWeight, tmp_path / "experts.safetensors")):
+        y = torch_op.call_grouped(x, w, torch.tensor(bounds, dtype=torch.int32), None, None)
+        assert y.shape == (19, 200) and y.dtype == torch.bfloat16
+        for e, one in enumerate(made):
+            rows = torch.arange(bounds[e], bounds[e + 1])
+            assert torch.equal(y[rows], torch_op.call(x[rows], one.pack(), None, None)), e
+
+
+@pytest.mark.parametrize("name", ["int8 asymmetric", "e4m3 blocks"])
+def test_graphs_have_one_node_for_all_experts(name):
+    _, stacked = stack_of(name)
+    x, offsets = torch.randn(9, 330).half(), torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    torch._dynamo.reset()
+    call = torch.compile(lambda x: w8a8.grouped_gemm(x, stacked, offsets), fullgraph=True, backend="eager")
+    assert torch.equal(call(x), torch_op.call_grouped(x, stacked, offsets, None, None))
+
+
+def test_experts_with_scales_of_activations_of_their_own_are_refused():
+    made = [w8a8.quantize(float_weight(), input_scale=scale) for scale in (0.1, 0.2)]
+    with pytest.raises(ArgumentError) as error:
+        w8a8.GroupedWeight.stack(made)
+    assert error.value.argument == "input_scale"
+
+
+def test_kernels_of_experts_are_known_ahead():
+    for name, facts in KINDS.items():
+        own = dict(codes=facts.get("codes", "int8"), block=facts.get("granularity") == "block")
+        own["zeros"] = "asymmetric" in facts
+        every = w8a8.grouped_requests(2048, 1024, 8, **own)
+        assert 3 < len(every) < 40 and {it.name for it in every} == {"w8a8.grouped"}, name
+        assert set(w8a8.grouped_requests(2048, 1024, 8, m=(3, 4000), **own)) <= set(every), name
+    for change, argument in (
+        (dict(target="sm_89"), "target"), (dict(block=True), "codes"), (dict(accumulate="fast"), "accumulate"),
+        (dict(codes="e4m3", out_dtype="int32"), "out_dtype"), (dict(codes="s4"), "codes"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError) as error:
+            w8a8.grouped_requests(256, 256, 4, m=1, **change)
+        assert error.value.argument == argument, change
+
+
+def test_rows_of_block_activations_keep_their_scales():
+    w = w8a8.quantize(float_weight(), codes="e4m3", granularity="block")
+    made = activations.run(torch.randn(10, 330).half(), w)
+    rows = torch.tensor([3, 3, 9, 0, 1])
+    some = made.of_tokens(rows)
+    assert some.shape == (5, 330) and some.scales.shape == (3, 8)
+    assert torch.equal(some.dequantize(), made.dequantize()[rows])
+    op.check_tensors(some)
