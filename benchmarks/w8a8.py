@@ -42,6 +42,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shapes", help="comma-separated NxK")
     tiles = "so many of the cheapest tiles, or those named as 256x2x1,128x2x2, are timed as variants, in all ways"
     parser.add_argument("--tiles", default="0", help=tiles)
+    parser.add_argument("--experts", type=int, default=0, help="so many, of M tokens each, are timed as a variant")
     parser.add_argument("--budget-ms", type=float, default=10.0, help="GPU time of one measurement")
     parser.add_argument("--out", type=Path, help="file to write; default benchmarks/results/w8a8_<gpu>.json")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
@@ -104,6 +105,14 @@ def quantizer_of(name: str, k: int, m: int, target: Any) -> Any:
     return activations.dynamic(m, k, codes=FORMATS[name]["codes"], **facts)
 
 
+def experts_of(name: str, n: int, k: int, m: int, experts: int, target: Any) -> Any:
+    """The kernel of experts with m tokens each."""
+    from terrazzo.ops.w4a8.w8a8 import grouped
+
+    facts = dict(numerics=numerics_of(name), out_dtype="bfloat16", bias=False, target=target)
+    return grouped.plan(m * experts, n, k, experts, **facts).request
+
+
 def requests_of(options: argparse.Namespace, target: Any) -> list[Any]:
     """All kernels that a run of these options launches."""
     found = []
@@ -112,6 +121,8 @@ def requests_of(options: argparse.Namespace, target: Any) -> list[Any]:
             for m in options.m:
                 plans = plans_of(name, n, k, m, target, options.tiles).values()
                 found += [*(plan.request for plan in plans), quantizer_of(name, k, m, target)]
+                if options.experts:
+                    found.append(experts_of(name, n, k, m, options.experts, target))
     return list(dict.fromkeys(found))
 
 
@@ -188,6 +199,8 @@ class Layer:
         failures[name] = self.wrong(name, m, quantized, y)
         found[name] = [lambda w=w, y=y: w8a8.gemm(quantized, w, out=y, **how) for w in packed]
         found[f"{name} with_quantizer"] = [lambda w=w, y=y: w8a8.gemm(x, w, out=y, **how) for w in packed]
+        if self.options.experts:
+            found |= self.experts(name, x, quantized, how, failures)
         tiles = list(plans_of(name, self.n, self.k, m, self.target, self.options.tiles).items())[1:]
         for tile, plan in tiles:
             out = measure.poisoned((m, self.n), torch.bfloat16, "cuda")
@@ -198,6 +211,24 @@ class Layer:
             else:
                 failures[f"{name} {tile}"] = failure
         return found
+
+    def experts(self, name: str, x: Any, quantized: Any, how: Any, failures: dict[str, str]) -> dict[str, list[Any]]:
+        """One launch of experts with the same weight and the same tokens, checked first."""
+        import torch
+        from terrazzo.autotune import measure
+        from terrazzo.ops import w8a8
+
+        m, count, packed = len(x), self.options.experts, self.packed[name]
+        stack = w8a8.GroupedWeight.stack([packed[0]] * count)
+        given = quantized.of_tokens(torch.arange(m, device="cuda").repeat(count))
+        offsets = (torch.arange(count + 1, device="cuda") * m).int()
+        y = measure.poisoned((m * count, self.n), torch.bfloat16, "cuda")
+        call = lambda: w8a8.grouped_gemm(given, stack, offsets, out=y, **how)
+        call()
+        wrong = next(filter(None, (self.wrong(name, m, quantized, part) for part in y.split(m))), "")
+        if wrong:
+            failures[f"{name} {count}_experts"] = wrong
+        return {} if wrong else {f"{name} {count}_experts": [call]}
 
     def rows(self, m: int) -> list[dict[str, Any]]:
         import torch
