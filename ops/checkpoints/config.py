@@ -81,7 +81,8 @@ class LayerConfig:
         activations: what x is quantized to, dynamically and for each token: "int8", "e4m3"; "" for 16 bits; None. Of
             weights in small floats "": their kernels multiply 16-bit x, whatever is stated. Of int8 weights also
             "int8 static", "int8 asymmetric" and "int8 static asymmetric".
-        inputs: the same of fp8 weights, which W8A8 obeys: "e4m3", "e4m3 static", "" or None.
+        inputs: the same of fp8 weights, which W8A8 obeys: "e4m3", "e4m3 static", "" or None; "e4m3 bounded", by
+            `activation_scale_ub`, it refuses.
         skip: why the layer cannot be read as its tensors say, or why the config leaves it out, else "".
         excluded: `skip` says that the config leaves the layer out of quantization.
     """
@@ -273,7 +274,8 @@ class Config:
             skip = f"fmt is {_shown(self.raw['fmt'])}, only e4m3 is read"
         skip = f"modules_to_not_convert names {excluded[0]!r}" if excluded else skip
         group, stated = -1 if block is None else 128, self.raw.get("activation_scheme")
-        inputs = "e4m3 static" if stated == "static" else "e4m3"
+        bounded = self.raw.get("activation_scale_ub") is not None
+        inputs = "e4m3 static" if stated == "static" else "e4m3 bounded" if bounded else "e4m3"
         return LayerConfig("fp8", 8, group, activations="", inputs=inputs, skip=skip, excluded=bool(excluded))
 
     def _modelopt(self, name: str) -> LayerConfig:

@@ -38,9 +38,15 @@ def fp8_arguments(tensors: dict[str, torch.Tensor], config: LayerConfig) -> dict
     A config that says nothing of activations leaves them dynamic, unless the layer has an `input_scale`.
 
     Raises:
-        ArgumentError: codes of another type, or a static scale that is announced and not there.
+        ArgumentError: codes of another type, a static scale that is announced and not there, or a bound of the scales
+            of activations (fbgemm's `activation_scale_ub`).
     """
     import torch
+
+    if config.inputs == "e4m3 bounded":
+        constraint = "bounds the scales of activations, and no kernel of W8A8 does"
+        remedy = "load it with terrazzo.ops.fp8, which multiplies 16-bit activations"
+        raise ArgumentError("activation_scale_ub", "a number", constraint, remedy)
 
     codes = tensors["weight"]
     codes = codes.view(torch.float8_e4m3fn) if codes.dtype == torch.uint8 else codes

@@ -87,7 +87,7 @@ KINDS = {  # tensors, config, what the weight says of activations
     ),
     "fbgemm": (
         {"weight": E4M3, **BY_ROW},
-        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": None},
         (None, 0, False),
     ),
     "modelopt": (
@@ -121,6 +121,15 @@ def test_a_layer_is_what_its_tensors_mean(name, tmp_path):
     assert (weight.input_scale, weight.input_zero, weight.asymmetric) == activations
     assert w8a8.load_layer(tmp_path, "layer").block == ("blocks" in name)
     assert not w8a8.load_model(tmp_path).skipped
+
+
+def test_a_bound_of_the_activations_scales_is_refused_by_name(tmp_path):
+    tensors, config, _ = KINDS["fbgemm"]
+    folder = written(tmp_path, tensors, config | {"activation_scale_ub": 1200.0})
+    with pytest.raises(ArgumentError, match="activation_scale_ub"):
+        w8a8.read_layer(folder, "layer")
+    assert "bounds the scales" in next(iter(w8a8.load_model(folder).skipped.values()))
+    assert torch.equal(fp8.read_layer(folder, "layer").dequantize(), meant(tensors))  # 16-bit activations
 
 
 def test_fp8_layers_stay_weight_only_where_that_is_asked_for(tmp_path):
