@@ -25,13 +25,16 @@ from terrazzo.ops.w4a8 import activations as w4a8_activations
 from terrazzo.ops.w4a8 import format as w4a8_format
 from terrazzo.ops.w4a8 import fp8_format
 from terrazzo.ops.w4a8 import op as w4a8_op
+from terrazzo.ops.w4a8.w8a8 import format as w8a8_format
+from terrazzo.ops.w4a8.w8a8 import grouped as w8a8_grouped
+from terrazzo.ops.w4a8.w8a8 import op as w8a8_op
 from terrazzo.ops.w4ax import format as w4ax_format
 from terrazzo.ops.weight_only import grouped as weight_only_grouped
 from terrazzo.ops.weight_only import op as weight_only_op
 from terrazzo.schedules import records, rows
 from terrazzo.schedules.models import ARCHITECTURES, Architecture, get_model
 
-OPERATORS = (*WEIGHT_ONLY, "w4a8", "w4a8_fp8", "w4ax")
+OPERATORS = (*WEIGHT_ONLY, "w4a8", "w4a8_fp8", "w8a8", "w8a8_fp8", "w4ax")
 SECONDS = {
     "w4a16.small_batch": 2.6, "w4a8.small_batch": 2.6, "w4ax.small_batch": 2.7, "w4a8.quantize_rows": 1.6,
     "w4ax.quantize_blocks": 1.8, "attention.decode": 3.8, "attention.write": 2.0, "attention.new_tokens": 1.8,
@@ -43,7 +46,8 @@ STARTING_S = 3.0
 """Until a compiling process has imported what it needs."""
 _LAYOUTS = {
     **{operator: form.layout for operator, form in WEIGHT_ONLY.items()},
-    "w4a8": w4a8_format.LAYOUT, "w4a8_fp8": fp8_format.LAYOUT, "w4ax": w4ax_format.LAYOUT,
+    "w4a8": w4a8_format.LAYOUT, "w4a8_fp8": fp8_format.LAYOUT,
+    "w8a8": w8a8_format.LAYOUT, "w8a8_fp8": w8a8_format.LAYOUT, "w4ax": w4ax_format.LAYOUT,
 }  # fmt: skip
 _DTYPES = {"float16": "float16", "half": "float16", "bfloat16": "bfloat16"}
 
@@ -261,8 +265,15 @@ def layer_requests(kind: Linear, serving: Serving, top_k: int = 1) -> list[Kerne
     return _of_experts(kind, top_k, serving) if kind.experts else _of_layer(kind, serving)
 
 
-_QUANTS = {"w4a8": "int8", "w4a8_fp8": "e4m3"}
+_QUANTS = {"w4a8": "int8", "w4a8_fp8": "e4m3", "w8a8": "int8", "w8a8_fp8": "e4m3"}
 """Operator of a layer -> the codes that norms and gates make for it; others take 16 bits."""
+
+
+def _quant(kind: Linear) -> dict[str, Any]:
+    """What norms and gates are asked for."""
+    if kind.operator == "w8a8_fp8" and kind.group_size < kind.k:
+        return dict(quant="e4m3_block128", column_scales=True)
+    return dict(quant=_QUANTS.get(kind.operator))
 
 
 def _rows(made: Plan, model: Architecture, serving: Serving) -> None:
@@ -270,15 +281,15 @@ def _rows(made: Plan, model: Architecture, serving: Serving) -> None:
     at, dtype = serving.target, serving.dtype
     m = serving.tokens(rows.tokens(at)) or rows.tokens(at)
     facts = dict(m=m, dtype=dtype, target=at)
-    quants = {_QUANTS.get(kind.operator) for kind in made.kinds}
+    quants = sorted({str(made): made for made in map(_quant, made.kinds)}.items())
     if model.hidden % rows.VECTOR == 0 < model.hidden <= rows.MAX_COLUMNS:
-        for quant, residual in [(q, r) for q in sorted(quants, key=str) for r in (False, True)] + [(None, True)]:
-            made.requests |= dict.fromkeys(norm.kernel_requests(model.hidden, **facts, residual=residual, quant=quant))
+        for quant, residual in [(q, r) for _, q in quants for r in (False, True)] + [({}, True)]:
+            made.requests |= dict.fromkeys(norm.kernel_requests(model.hidden, **facts, residual=residual, **quant))
     for width in {model.ffn, model.expert_ffn, model.shared_ffn}:
         own = width // serving.ranks
         if own and own % rows.VECTOR == 0 and own <= rows.MAX_COLUMNS:
-            for quant in sorted(quants, key=str):
-                made.requests |= dict.fromkeys(activation.kernel_requests(own, **facts, quant=quant))
+            for _, quant in quants:
+                made.requests |= dict.fromkeys(activation.kernel_requests(own, **facts, **quant))
     if model.head_dim % 16 == 0:
         made.requests |= dict.fromkeys(rope.kernel_requests(model.head_dim, dtype=dtype, target=at))
 
@@ -297,9 +308,24 @@ def _of_layer(kind: Linear, serving: Serving) -> list[KernelRequest]:
         m = serving.tokens(launching.ALL_TOKENS, known)
         found = w4a8.kernel_requests(n, k, m=m, target=at, bias=kind.bias, dtype=dtype, **facts)
         return found + _quantizers(kind, serving, m or launching.ALL_TOKENS)
+    if kind.operator in _W8A8:
+        form = w8a8_op.form_of(kind.group_size, k, _W8A8[kind.operator])
+        numerics = w8a8_op.numerics_of(**form, zeros=False, accumulate="auto")
+        known = records.tokens(w8a8_op.OPERATORS[numerics], w8a8_op.tuning_facts(n, k, dtype, numerics), at)
+        facts = dict(m=serving.tokens(launching.ALL_TOKENS, known), dtype=dtype, target=at, bias=kind.bias)
+        return [
+            it for smooth in _smooth(serving) for it in w8a8_op.kernel_requests(n, k, **form, **facts, smooth=smooth)
+        ]
     m = serving.tokens(launching.ALL_TOKENS)
     facts = dict(dtype=dtype, m=m, target=at, bias=kind.bias)
     return [it for norm in serving.norms for it in w4ax.kernel_requests(n, k, **facts, norm=norm)]
+
+
+_W8A8 = {"w8a8": "int8", "w8a8_fp8": "e4m3"}
+
+
+def _smooth(serving: Serving) -> tuple[bool, ...]:
+    return (False, True) if serving.smooth else (False,)
 
 
 def _quantizers(kind: Linear, serving: Serving, rows: Sequence[int]) -> list[KernelRequest]:
@@ -312,7 +338,14 @@ def _quantizers(kind: Linear, serving: Serving, rows: Sequence[int]) -> list[Ker
 def _of_experts(kind: Linear, top_k: int, serving: Serving) -> list[KernelRequest]:
     """All experts in one launch: a step's tokens count once for each expert that they take."""
     m = serving.tokens(all_tokens(kind.experts), times=max(1, top_k))
-    facts = dict(m=m and tuple(m), bias=kind.bias, target=serving.target, group_size=kind.group_size)
+    facts = dict(m=m and tuple(m), bias=kind.bias, target=serving.target)
+    if kind.operator in _W8A8:
+        form = w8a8_op.form_of(kind.group_size, kind.k, _W8A8[kind.operator])
+        own = dict(m=m or all_tokens(kind.experts), dtype=serving.dtype, target=serving.target)
+        before = [w8a8_op.quantizers(kind.k, **form, **own, smooth=smooth) for smooth in _smooth(serving)]
+        found = w8a8_grouped.grouped_requests(kind.n, kind.k, kind.experts, **form, **facts, out_dtype=serving.dtype)
+        return [*found, *(it for made in before for it in made)]
+    facts["group_size"] = kind.group_size
     if kind.operator in WEIGHT_ONLY:
         facts |= _facts(kind) | dict(dtype=serving.dtype, numerics=_numerics(kind, serving))
         return weight_only_grouped.grouped_requests(kind.n, kind.k, kind.experts, **facts)

@@ -50,7 +50,9 @@ _FOLDER = click.Path(exists=True, path_type=Path)
 @click.option("--symmetric/--asymmetric", default=False, help="Without or with (default) zero points.")
 @click.option("--scale-dtype", type=Dtype("f16", "bf16", "f32"), help="Default: as the activations.")
 @click.option("--numerics", type=NUMERICS, default="auto", show_default=True, help="w4a16: auto, exact, fused or post.")
-@click.option("--dequantization", type=DEQUANTIZATION, default="auto", show_default=True, help="w4a8: e4m3 or another.")
+@click.option(
+    "--dequantization", type=DEQUANTIZATION, default="auto", show_default=True, help="w4a8, w8a8: e4m3 or another."
+)
 @click.option("--q-len", "q_lens", type=Counts(), default="1", show_default=True, help="New tokens of a step, 1..8.")
 @click.option("--page", default=128, show_default=True, help="Tokens of a page of the cache; 0 for contiguous ones.")
 @click.option("--heads", default="32/8", show_default=True, help="--op attention: query/kv heads of a layer.")
@@ -164,7 +166,11 @@ _STATED = {"symmetric", "scale_dtype", "group"}
 
 def _check_options(options: dict[str, Any], whole: bool, shapes: bool) -> None:
     """An option that was given and does not change what is compiled is an error, never passed over."""
+    from terrazzo.ops.model_requests import OPERATORS
+
     op = options["op"]
+    if op not in (None, "attention", *OPERATORS):
+        raise click.UsageError(f"--op {op}: its kernels come with a whole model's; give a FOLDER or a --model alone")
     if op == "attention":
         if shapes or (not whole and not options["kv"]):
             raise click.UsageError("attention takes no --shape, but --kv KEYS/VALUES")
@@ -209,7 +215,8 @@ def _add_model(wanted: _Wanted, source: Path | str, at: Target, options: dict[st
     op, dequantization = options["op"], options["dequantization"]
     linear = op != "attention"
     operator = op if linear else None
-    operator = "w4a8_fp8" if dequantization == "e4m3" and operator in (None, "w4a8") else operator
+    if dequantization == "e4m3" and operator in (None, "w4a8", "w8a8"):
+        operator = f"{operator or 'w4a8'}_fp8"
     group = _group(_usual_group(op, dequantization) if options["group"] is None else options["group"], 0)
     forms = (options["symmetric"], options["scale_dtype"], options["dtype"])
     weights = model_requests.Weights(group, *forms, operator)
@@ -278,11 +285,25 @@ def _add_named(wanted: _Wanted, shapes: Iterable[tuple[int, int]], at: Target, o
     facts |= {"scale_dtype": options["scale_dtype"] or dtype, "numerics": options["numerics"]}
     facts |= {"dequantization": dequantization}
     facts = {name: value for name, value in facts.items() if name not in _OPTIONS - _parameters(op)}
+    if op == "w8a8":
+        del facts["dequantization"]
     group = _usual_group(op, dequantization) if options["group"] is None else options["group"]
     for n, k in shapes:
-        wanted.requests |= dict.fromkeys(requests(n, k, group_size=_group(group, k), **facts))
+        own = {"group_size": _group(group, k)}
+        if op == "w8a8":
+            own = _w8a8_form(own["group_size"], k, dequantization)
+        wanted.requests |= dict.fromkeys(requests(n, k, **own, **facts))
     _say_where_one_group_is(op, group, shapes)
     wanted.layouts |= _layout(op, dequantization)
+
+
+def _w8a8_form(group: int, k: int, dequantization: str) -> dict[str, Any]:
+    """What `w8a8.kernel_requests` takes in place of a group and a dequantization."""
+    from terrazzo.ops.w4a8.w8a8.op import form_of
+
+    if dequantization not in ("auto", "e4m3"):
+        raise click.UsageError(f"--dequantization {dequantization}: of w8a8 it is auto (int8) or e4m3")
+    return form_of(group, k, "e4m3" if dequantization == "e4m3" else "int8")
 
 
 _OPTIONS = {"symmetric", "scale_dtype", "numerics", "dequantization"}
@@ -292,7 +313,8 @@ _OPTIONS = {"symmetric", "scale_dtype", "numerics", "dequantization"}
 def _parameters(op: str) -> set[str]:
     import inspect
 
-    return set(inspect.signature(_requests(op)).parameters)
+    own = {"dequantization"} if op == "w8a8" else set()
+    return own | set(inspect.signature(_requests(op)).parameters)
 
 
 def _requests(op: str) -> Any:
@@ -308,6 +330,7 @@ def _usual_group(op: str | None, dequantization: str) -> str:
         "nvfp4": "16",
         "fp8": "K",
         "w8a16": "K",
+        "w8a8": "K",
         "w4a8": "128" if dequantization == "e4m3" else "64",
     }
     return usual.get(op or "", "128")
@@ -351,8 +374,8 @@ def _layout(op: str, dequantization: str) -> dict[str, str]:
     from terrazzo.ops.formats.weight import OPERATORS
 
     form = "fp8_format" if dequantization == "e4m3" else "format"
-    if op in OPERATORS:
-        name = OPERATORS[op].layout
+    if op in OPERATORS or op == "w8a8":
+        name = op if op == "w8a8" else OPERATORS[op].layout
         return {name: get_instance(name).identity}
     name = importlib.import_module(f"terrazzo.ops.{op}.{form}").LAYOUT
     return {name: get_instance(name).identity}

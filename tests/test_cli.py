@@ -329,6 +329,47 @@ def test_operators_take_their_own_options(capsys, monkeypatch):
     assert code == 2 and "--dequantization is no option of w4a16" in err
 
 
+def operators_of_the_registry() -> list[str]:
+    from terrazzo.ops.registry import REGISTRY
+
+    return list(dict.fromkeys(support.operator for support in REGISTRY))
+
+
+@pytest.mark.parametrize("op", operators_of_the_registry())
+def test_every_operator_names_its_kernels_or_says_what_to_give(capsys, op):
+    code, out, err = run(
+        capsys, "compile", "--op", op, "--shape", "256x512", "--target", "sm_90a", "--dry-run", "--json"
+    )
+    if op in ("attention", "norm", "activation", "rope"):
+        assert code == 2 and len(err.splitlines()) == 1 and ("--kv" in err or "--model" in err)
+    else:
+        assert code == 0 and any(name.startswith(f"{op}.") for name in json.loads(out)["kernels"])
+
+
+@pytest.mark.parametrize(
+    ("given", "kernels"),
+    [
+        (("--shape", "256x512"), {"w8a8.stream_k", "w4a8.quantize_rows"}),
+        (("--shape", "256x512", "--dequantization", "e4m3"), {"w8a8.stream_k", "w4a8.quantize_rows"}),
+        (
+            ("--shape", "256x512", "--dequantization", "e4m3", "--group", "128"),
+            {"w8a8.stream_k", "w8a8.quantize_bytes"},
+        ),
+        (("--model", "qwen3-30b-a3b", "--dequantization", "e4m3"), {"w8a8.grouped", "w8a8.stream_k"}),
+        (("--shape", "256x512", "--group", "128"), "must be K"),
+        (("--shape", "256x512", "--dequantization", "xor"), "auto (int8) or e4m3"),
+    ],
+)
+def test_w8a8_is_compiled_by_its_codes_and_groups(capsys, given, kernels):
+    code, out, err = run(
+        capsys, "compile", "--op", "w8a8", *given, "--target", "sm_90a", "--m", "16", "--dry-run", "--json"
+    )
+    if isinstance(kernels, str):
+        assert code == 2 and kernels in err and len(err.splitlines()) == 1
+    else:
+        assert code == 0 and kernels <= set(json.loads(out)["kernels"])
+
+
 def test_attention_is_compiled_by_formats_and_heads(capsys, monkeypatch):
     monkeypatch.setattr("terrazzo.building.Build.run", lambda self: [CompileError("no")] * len(self.requests))
     given = ("compile", "--op", "attention", "--target", "sm_90a", "--json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
@@ -92,6 +92,19 @@ def plan(
     return Plan(request, *s.workspace(part.grid), (part.shared,))
 
 
+def form_of(group_size: int, k: int, codes: str) -> dict[str, Any]:
+    """`codes` and `block` of a weight whose scales are those of `group_size` input channels.
+
+    Raises:
+        ArgumentError: groups that no weight of the codes has.
+    """
+    block = group_size == BLOCK and group_size < k
+    if (group_size < k and not block) or (block and codes == "int8"):
+        has = "rows" if codes == "int8" else "rows or blocks of 128"
+        raise ArgumentError("group_size", group_size, f"must be K: scales of {codes} are those of {has}", f"pass {k}")
+    return dict(codes=codes, block=block)
+
+
 def check_flags(codes: str, block: bool, zeros: bool, static: bool = False) -> None:
     """Raise ArgumentError for what codes and activations cannot be at once."""
     if (block and codes == "int8") or (zeros and codes != "int8") or (block and static):
@@ -145,14 +158,21 @@ def kernel_requests(
     more = records.tokens(OPERATORS[numerics], tuning_facts(n, k, out, numerics), at) if m is None else ()
     tokens = (*launching.tokens_of(m), *more)
     plans = [plan(t, n, k, numerics=numerics, out_dtype=out, bias=bias, target=at) for t in tokens]
-    before = []
-    if dtype is not None:
-        facts = dict(dtype=dtype, gain=smooth, target=at)
-        form = "e4m3_block128" if block else f"{codes}_static" if static else "int8_asymmetric" if zeros else ""
-        make = w8_activations.plan if form else w8_activations.dynamic
-        own = {"form": form} if form else {"codes": codes}
-        before = [make(t, k, **own, **facts) for t in tokens]
+    own = dict(codes=codes, block=block, zeros=zeros, static=static, smooth=smooth)
+    before = [] if dtype is None else quantizers(k, m=tokens, dtype=dtype, target=at, **own)
     return list(dict.fromkeys([*launching.requests_of(plans), *before]))
+
+
+def quantizers(
+    k: int, *, m: Sequence[int], dtype: str, target: Target, codes: str, block: bool, zeros: bool = False,
+    static: bool = False, smooth: bool = False,
+) -> list[KernelRequest]:  # fmt: skip
+    """What quantizes m tokens of k values for a weight; arguments as of `kernel_requests`."""
+    facts = dict(dtype=dtype, gain=smooth, target=target)
+    form = "e4m3_block128" if block else f"{codes}_static" if static else "int8_asymmetric" if zeros else ""
+    make = w8_activations.plan if form else w8_activations.dynamic
+    own = {"form": form} if form else {"codes": codes}
+    return list(dict.fromkeys(make(tokens, k, **own, **facts) for tokens in m))
 
 
 def weight_requests(
