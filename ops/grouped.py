@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from terrazzo.lowering.errors import ArgumentError
-from terrazzo.lowering.targets import Target
 from terrazzo.ops import launching, weights
 from terrazzo.ops.shards import Sharded
 
@@ -281,13 +280,3 @@ def check_bias(bias: torch.Tensor, experts: int, n: int, dtype: torch.dtype | No
         seen = f"{list(bias.shape)} strides {list(bias.stride())}"
         raise ArgumentError("bias", seen, f"must be contiguous [{experts}, {n}]", "stack the experts' biases")
     launching.check_bias(bias.view(-1), experts * n, dtype, device)
-
-
-def check_target(target: Target, capability: str) -> None:
-    if not target.supports(capability):
-        raise ArgumentError(
-            "target",
-            target.arch,
-            "grouped GEMMs of W4A8 need warpgroup instructions (sm_90a)",
-            "call gemm for each expert, or use W4A16",
-        )

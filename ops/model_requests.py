@@ -245,10 +245,8 @@ def _linear(made: Plan, layers: Layers, model: Architecture | None, serving: Ser
     from terrazzo.layouts.instances import get_instance
 
     for kind, names in layers.kinds.items():
-        grouped = kind.operator in WEIGHT_ONLY or (kind.operator != "w4ax" and serving.target.supports("wgmma.s8"))
-        if kind.experts and not grouped:
-            why = f"experts of {kind.operator} are one launch on sm_90a; {serving.target.arch} calls each by itself"
-            made.skipped[names[0]] = why
+        if kind.experts and kind.operator == "w4ax":
+            made.skipped[names[0]] = f"experts are no single launch in W4Ax; {serving.target.arch} calls each by itself"
             continue
         made.requests |= dict.fromkeys(layer_requests(kind, serving, model.top_k if model else 1))
     for operator in dict.fromkeys(kind.operator for kind in layers.kinds):

@@ -150,11 +150,8 @@ class E4M3(Bytes):
         yield from (pair for pair in super().every(target, m, wide) if pair[0] != "small_batch" or few)
 
     def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
-        if program != "stream_k" and not target.supports("mma.e4m3"):
-            return f"{target.arch} emulates mma.sync of e4m3"
-        if program == "multistage" and schedule.block_tokens >= 64 and schedule.row_blocks > 1:
-            return "products wait in registers to be scaled: one row tile for each warp from 64 tokens on"
-        return super().refusal(program, schedule, target, m)
+        refusal = e4m3_refusal(schedule, target) if program != "stream_k" else ""
+        return refusal or super().refusal(program, schedule, target, m)
 
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
         return super().cost(program, schedule, target, m) + settle_us(self.problem, target, m)
@@ -229,13 +226,13 @@ class Blocks(Linear):
 
 class Grouped(Space):
     """Schedules of experts for m tokens of all of them together: stream-K tiles over the tiles of all experts, or a CTA
-    for each tile on mma.sync, which multiplies 16-bit x."""
+    for each tile on mma.sync."""
 
     problem: Gemm
 
     def __init__(self, problem: Gemm) -> None:
         super().__init__(problem)
-        self.programs = {"grouped": StreamK} | ({"multistage": Multistage} if problem.form.x_16_bit else {})
+        self.programs = {"grouped": StreamK, "multistage": Multistage}
 
     def fixed(self, program: str) -> dict[str, Any]:
         return fixed(self.problem) if program == "grouped" else {}
@@ -246,7 +243,7 @@ class Grouped(Space):
         return "grouped", grouped.choose(self.problem, target, m)
 
     def _on_warps(self, target: Target) -> bool:
-        return "multistage" in self.programs and not target.supports(f"wgmma.{self.problem.rate}")
+        return not target.supports(f"wgmma.{self.problem.rate}")
 
     def every(self, target: Target, m: int, wide: bool = False) -> Pairs:
         form, average = self.problem.form, -(-m // self.problem.experts)
@@ -261,7 +258,9 @@ class Grouped(Space):
 
     def refusal(self, program: str, schedule: Any, target: Target, m: int) -> str:
         if program == "multistage":
-            return multistage_refusal(schedule, self.problem, target, m)
+            e4m3 = self.problem.activations == "e4m3"
+            refusal = e4m3_refusal(schedule, target) if e4m3 else ""
+            return refusal or multistage_refusal(schedule, self.problem, target, m)
         if not target.supports(f"wgmma.{self.problem.rate}"):
             return f"{target.arch} has no warpgroup instructions"
         if self.problem.form_name == "f16 post" and schedule.block_tokens == self.problem.form.widths[-1]:
@@ -274,7 +273,8 @@ class Grouped(Space):
 
     def cost(self, program: str, schedule: Any, target: Target, m: int) -> float:
         if program == "multistage":
-            return _multistage_us(schedule, self.problem, target, m)
+            us = _multistage_us(schedule, self.problem, target, m)
+            return us + (settle_us(self.problem, target, m) if self.problem.activations == "e4m3" else 0)
         us = grouped.predicted_us(schedule, self.problem, target, m)
         return us + (settle_us(self.problem, target, m) if self.problem.activations == "e4m3" else 0)
 
@@ -368,6 +368,15 @@ def multistage_refusal(s: Multistage, problem: Gemm, target: Target, m: int) -> 
     if s.kc > 1 and s.tiles(problem, m) > _SEMAPHORES:
         return f"more than {_SEMAPHORES} tiles that split k"
     return memory_refusal(s.smem_bytes(problem), target)
+
+
+def e4m3_refusal(s: Multistage | SmallBatch, target: Target) -> str:
+    """Why a program on mma.sync of e4m3 cannot run, or ""."""
+    if not target.supports("mma.e4m3"):
+        return f"{target.arch} emulates mma.sync of e4m3"
+    if isinstance(s, Multistage) and s.block_tokens >= 64 and s.row_blocks > 1:
+        return "products wait in registers to be scaled: one row tile for each warp from 64 tokens on"
+    return ""
 
 
 def settle_us(problem: Gemm, target: Target, m: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from terrazzo.lowering.targets import Target
@@ -58,19 +59,24 @@ class Multistage:
 def choose(problem: Gemm, target: Target, m: int) -> Multistage:
     """Tile by tokens, k split so that the bucket's first tiles fill the SMs twice (once with tiles of 128 tokens)."""
     tokens = next((t for t in BLOCK_TOKENS if m <= t), BLOCK_TOKENS[-1])
-    made = _of_16_bit if problem.form.x_16_bit else _of_e4m3 if problem.activations == "e4m3" else _of_bytes
-    schedule, waves = made(problem, target, m, tokens)
+    schedule, waves = _made(problem)(problem, target, m, tokens)
     # the kernel serves a bucket: its split depends on the bucket's widest M, not on m
     kc = waves * target.sms // schedule.tiles(problem, tokens) if m <= 128 else 1
     return replace(schedule, kc=max(1, min(8, kc, problem.units)))
 
 
+def _made(problem: Gemm) -> Callable[[Gemm, Target, int, int], tuple[Multistage, int]]:
+    """How a tile of m tokens is made, by its tokens, and how often such tiles fill the SMs."""
+    return _of_16_bit if problem.form.x_16_bit else _of_e4m3 if problem.activations == "e4m3" else _of_bytes
+
+
 def choose_for_experts(problem: Gemm, target: Target, tokens: int, reached: int) -> Multistage:
     """Tile of so many tokens, one of EXPERTS_TOKENS; k split so that the tiles of `reached` experts fill the SMs
     twice."""
+    made = _made(problem)
     if tokens == 128:
-        return _of_16_bit(problem, target, 129, tokens)[0]
-    schedule, waves = _of_16_bit(problem, target, tokens, max(tokens, BLOCK_TOKENS[0]))
+        return made(problem, target, 129, tokens)[0]
+    schedule, waves = made(problem, target, tokens, max(tokens, BLOCK_TOKENS[0]))
     schedule = replace(schedule, block_tokens=tokens)
     kc = waves * target.sms // (reached * -(-problem.row_blocks * 64 // schedule.rows))
     return replace(schedule, kc=max(1, min(8, kc, problem.units)))

@@ -66,8 +66,7 @@ class Wanted:
         if target is None:
             return None
         dtype = {"16": "f16", "int8": "s8", "e4m3": "e4m3"}[self.activations]
-        alone = self.experts and dtype != "f16"  # experts of 8-bit x have no program on mma.sync
-        needed = [f"wgmma.{dtype}"] if alone else [f"mma.{dtype}", f"wgmma.{dtype}"]
+        needed = [f"mma.{dtype}", f"wgmma.{dtype}"]
         if not any(target.supports(it) for it in needed):
             return f"{target.name} ({target.arch}) has no {' or '.join(needed)}"
         return None

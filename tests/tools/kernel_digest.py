@@ -159,8 +159,10 @@ def _w4a8() -> Calls:
     yield from calls(" deep", "sm_90a", (128,), **only, k=14336)
     yield from calls(" ragged", "sm_90a", (8, 80), **only, n=1000, k=1120)
     for m in (16, 2048):
-        yield f"w4a8 sm_90a grouped m={m}", partial(w4a8.grouped_requests, N, K, 8, m=m)
-        yield f"w4a8 e4m3 sm_90a grouped m={m}", partial(w4a8.grouped_requests, N, K, 8, m=m, **e4m3)
+        every = (("sm_90a", "", {}), ("sm_90a", " e4m3", e4m3), ("sm_80", "", {}), ("sm_89", " e4m3", e4m3))
+        for target, form, facts in every:
+            call = partial(w4a8.grouped_requests, N, K, 8, m=m, target=target, **facts)
+            yield f"w4a8{form} {target} grouped m={m}", call
 
 
 def _w4ax() -> Calls:

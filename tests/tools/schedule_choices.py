@@ -48,7 +48,7 @@ def groups() -> Iterator[tuple[str, Callable[[], Lines]]]:
     for target in TARGETS:
         for name, settings in _settings():
             if name.endswith("_grouped"):
-                if target == "sm_90a" or name == "w4a16_grouped":
+                if target == "sm_90a" or name in ("w4a16_grouped", "w4a8_grouped"):
                     yield f"{name} {target}{_text(settings)}", partial(_chosen, name, settings, target, experts)
             elif name != "w4a8_fp8" or target != "sm_80":
                 wide = every if "plain" in settings else FEW

@@ -13,9 +13,12 @@ complete.
 Sums are int32; with e4m3 they are float32, and a tensor-core instruction's own sums last for one k32 step (the tensor
 core keeps about 14 bits of them), after which they are scaled by the factors of the group and added. With kc > 1 the
 CTAs of a tile share k; the last to arrive adds the kc partial tiles.
+
+With experts, a CTA finds its own as in ops/linear/multistage.py.
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 from terrazzo.ops.linear.bytes import fp8_problem
 from terrazzo.ops.linear.bytes.operand import operand_macros as byte_macros
@@ -52,7 +55,7 @@ def build(
     bias: bool,
     **tile: int,
 ):
-    """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y)` for any M.
+    """The prim_func `main(X, W, S, XS, RS, B, WS, SEM, Y)` for any M; with experts, int32 [E + 1] comes last.
 
     Shapes: X int8 [M, k]; W int32 [Kp/128, Np/64, unit words]; S f32 [Np] channel scales; XS f32 [M] token scales; RS
     int32 [M] sums of the rows of X (read by "unsigned" only); B f32 [n] (one element without a bias); Y [M, n] in
@@ -60,6 +63,10 @@ def build(
     / 2, and SEM int32 [tiles], zero before the first launch and after each one, where tiles is ceil(M / block_tokens) *
     ceil(Np / rows of a CTA) or more; with kc = 1 they are unused, [1, 1, 1, 1, 4] and [1]. With `dequantization`
     "e4m3", the bytes of X are e4m3, RS [1] is not read, and WS is f32.
+
+    With E = `experts`, W, S and B hold one matrix after the other: [E * Kp/128, ...], [E * Np], [E * n]; expert e owns
+    the rows offsets[e] .. offsets[e + 1] - 1 of X and Y, in ascending order. Rows of no expert are not written. Token
+    blocks are as many as in ops/linear/multistage.py.
 
     Args:
         target: a Target whose shared memory the ring must fit in, or None. tile: of `program`.
@@ -112,13 +119,15 @@ def operand_macros(gemm: Gemm, shape: Tile, operand: SimpleNamespace) -> SimpleN
     return SimpleNamespace(load_words=load_words, load_params=load_params, convert=convert)
 
 
-def store_macros(gemm: Gemm, shape: Tile) -> SimpleNamespace:
+def store_macros(gemm: Gemm, shape: Tile, experts: int) -> SimpleNamespace:
     """Macro `store`; `state()`, the registers of values that wait."""
     import tilelang.language as T
 
     rb, pairs, blocks, pitch = shape.row_blocks, shape.pairs, shape.blocks, shape.out_pitch
     n, raw, unsigned, bf16 = gemm.n, gemm.raw, gemm.unsigned, gemm.out_dtype == "bfloat16"
     out = mma_tiles.out_macros(shape, n=n, vec=2)
+    first = lambda c, count: c.expert[0] * count if experts else 0  # of the expert's rows
+    end = lambda c, Y: c.end[0] if experts else Y.shape[0]
 
     def state() -> SimpleNamespace:
         return SimpleNamespace(
@@ -138,9 +147,9 @@ def store_macros(gemm: Gemm, shape: Tile) -> SimpleNamespace:
         if not raw:
             for i in T.unroll(rb * 2):
                 row = row0 + i // 2 * 16 + i % 2 * 8 + lane // 4
-                held.s[i] = S[T.min(row, gemm.row_blocks * 64 - 1)]
+                held.s[i] = S[first(c, gemm.row_blocks * 64) + T.min(row, gemm.row_blocks * 64 - 1)]
                 if gemm.bias:
-                    held.b[i] = B[T.min(row, n - 1)]
+                    held.b[i] = B[first(c, n) + T.min(row, n - 1)]
                 else:
                     held.b[i] = 0.0
         for p in T.unroll(pairs):
@@ -160,7 +169,7 @@ def store_macros(gemm: Gemm, shape: Tile) -> SimpleNamespace:
                     if raw:
                         token = token0 + i // 4 * 8 + lane % 4 * 2 + i % 2
                         row = row0 + m * 16 + i % 4 // 2 * 8 + lane // 4
-                        if T.And(token < Y.shape[0], row < n):
+                        if T.And(token < end(c, Y), row < n):
                             sts32(element(4, Y, "w", token, n, row), T.reinterpret(acc[at], "uint32"))
                     else:
                         held.f[i % 2] = T.call_extern(
@@ -176,7 +185,7 @@ def store_macros(gemm: Gemm, shape: Tile) -> SimpleNamespace:
                             out.stage(Xs, held.o, warp * (16 * pitch), m, i // 2, lane)
             if not raw:
                 syncwarp()
-                out.write(Y, Xs, warp * (16 * pitch), token0, row0, Y.shape[0], lane)
+                out.write(Y, Xs, warp * (16 * pitch), token0, row0, end(c, Y), lane)
 
     return SimpleNamespace(state=state, store=store)
 
@@ -192,6 +201,7 @@ def program(
     token_warps: int = 1,
     kc: int = 1,
     raster: int = 8,
+    experts: int = 0,
 ):
     """The prim_func of `build` for a problem.
 
@@ -202,56 +212,52 @@ def program(
         stages: ring stages of 128 k, at least 2.
         kc: CTAs that share the k of a tile, at most ceil(k / 128).
         raster: token blocks that walk over the rows together, so that both operands stay in L2.
+        experts: whose matrices follow each other; 0: one matrix.
 
     Raises:
         ArgumentError: a configuration outside these limits, or one that needs more than 255 registers.
     """
-    import tilelang.language as T
-
-    n, k, bias = gemm.n, gemm.k, gemm.bias
     e4m3 = gemm.dequantization == fp8_problem.E4M3
     config = dict(block_tokens=block_tokens, warps=warps, row_blocks=row_blocks, token_warps=token_warps)
     shape, need = Tile(**config), shared_bytes(gemm, **config, stages=stages, kc=kc)
     most = (MOST_E4M3 if e4m3 else MOST_SUMS) * 2
     shape.check(stages=stages, kc=kc, units=gemm.units, most=most, need=need, target=target)
-    bm, rb, threads = block_tokens, row_blocks, shape.threads
+    return tile_program(gemm, shape, stages=stages, kc=kc, raster=raster, experts=experts)
+
+
+def tile_program(gemm: Gemm, shape: Tile, *, stages: int, kc: int, raster: int, experts: int):
+    """The prim_func of `program` for legal values."""
+    import tilelang.language as T
+
+    n, k, e4m3, rb, threads = gemm.n, gemm.k, gemm.dequantization == fp8_problem.E4M3, shape.row_blocks, shape.threads
     units, all_blocks, ig, unit_words = gemm.units, gemm.row_blocks, gemm.groups, gemm.unit_words
     pairs, nacc, blocks = shape.pairs, shape.sums, shape.blocks
     row_tiles = -(-all_blocks // blocks)
     run = 4 // ig  # passes of a stage with the same parameters
     operand = fp8_problem.operand_macros(gemm) if e4m3 else byte_macros(gemm)
     sum_type = "float32" if e4m3 else "int32"
-    tiles = mma_tiles.place_macros(shape, row_tiles=row_tiles, raster=raster)
+    tiles = mma_tiles.place_macros(shape, row_tiles=row_tiles, raster=raster, experts=experts)
     xs = mma_tiles.x_macros(shape, k=k, stage_k=UNIT_K)
     ws = mma_tiles.unit_macros(shape, row_blocks=all_blocks, unit_words=unit_words)
     partial = mma_tiles.partial_macros(shape, kc=kc, dtype=sum_type)
     used = ("cp_async", "lds", "ldmatrix", "pack", "semaphore", "int8", *(["e4m3"] if e4m3 else []))
-    source = prelude(*used, extra=(mma_tiles.SOURCE, gemm.converter.device_source))
-    M = T.dynamic("m")
-    TILES = T.dynamic("tiles")
+    found = [mma_tiles.EXPERTS_SOURCE] if experts else []
+    source = prelude(*used, extra=(mma_tiles.SOURCE, gemm.converter.device_source, *found))
+    M, TILES, matrices = T.dynamic("m"), T.dynamic("tiles"), max(experts, 1)
+    token_blocks, end = tiles.token_blocks(M), lambda c: c.end[0] if experts else M
 
     @T.macro
     def issue(X, W, Xs, Ws, c, unit, slot, tx):
         """Copies of 128 k."""
-        xs.issue(X, Xs, "tz_cp_async", c.tokens[0], unit, slot, tx, M)
-        ws.issue(W, Ws, c, unit, slot, tx)
+        xs.issue(X, Xs, "tz_cp_async", c.tokens[0], unit, slot, tx, end(c))
+        ws.issue(W, Ws, c, c.expert[0] * units + unit if experts else unit, slot, tx)
 
     weights = operand_macros(gemm, shape, operand)
-    out = store_macros(gemm, shape)
+    out = store_macros(gemm, shape, experts)
 
-    @T.prim_func
-    def main(
-        X: T.Tensor((M, k), "int8"),
-        W: T.Tensor((units, all_blocks, unit_words), "int32"),
-        S: T.Tensor((all_blocks * 64,), "float32"),
-        XS: T.Tensor((M,), "float32"),
-        RS: T.Tensor((1 if e4m3 else M,), "int32"),
-        B: T.Tensor((n if bias else 1,), "float32"),
-        WS: T.Tensor((TILES, kc, nacc // 4, threads, 4) if kc > 1 else (1, 1, 1, 1, 4), sum_type),
-        SEM: T.Tensor((TILES,) if kc > 1 else (1,), "int32"),
-        Y: T.Tensor((M, n), gemm.out_dtype),
-    ):
-        with T.Kernel(T.ceildiv(M, bm) * row_tiles, kc, threads=threads, prelude=source) as (bx, bz):
+    @T.macro
+    def compute(X, W, S, XS, RS, B, WS, SEM, Y, offsets):
+        with T.Kernel(token_blocks * row_tiles, kc, threads=threads, prelude=source) as (bx, bz):
             Xs = T.alloc_shared((shape.x_bytes(stages),), "int8")
             Ws = T.alloc_shared((stages * blocks * unit_words,), "int32")
             w = T.alloc_local((rb * 4,), "uint32")
@@ -261,15 +267,17 @@ def program(
             o = T.alloc_local((2,), "uint32")
             acc = T.alloc_local((nacc,), sum_type)
             held = out.state()
-            c = scalars("tokens", "rows", "count", "slot", "free")
+            c = scalars("tokens", "rows", "count", "slot", "free", *(["expert", "end"] if experts else []))
             tx = T.get_thread_binding()
             lane = tx % 32
             warp = tx // 32
             tile = warp % shape.row_warps * rb
             column = warp // shape.row_warps
-            tiles.place(c, bx, None, M)
+            tiles.place(c, bx, offsets, M)
             k0 = bz * units // kc
             kn = (bz + 1) * units // kc - k0
+            if experts:
+                kn = T.if_then_else(c.end[0] > 0, kn, 0)
 
             for p in T.unroll(stages):
                 if p < kn:
@@ -323,5 +331,39 @@ def program(
                     out.store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane)
             else:
                 out.store(Y, S, XS, RS, B, Xs, acc, held, c, warp, tile, column, lane)
+
+    tensors = (
+        T.Tensor((M, k), "int8"),
+        T.Tensor((matrices * units, all_blocks, unit_words), "int32"),
+        T.Tensor((matrices * all_blocks * 64,), "float32"),
+        T.Tensor((M,), "float32"),
+        T.Tensor((1 if e4m3 else M,), "int32"),
+        T.Tensor((matrices * n if gemm.bias else 1,), "float32"),
+        T.Tensor((TILES, kc, nacc // 4, threads, 4) if kc > 1 else (1, 1, 1, 1, 4), sum_type),
+        T.Tensor((TILES,) if kc > 1 else (1,), "int32"),
+        T.Tensor((M, n), gemm.out_dtype),
+    )
+    return _main(compute, tensors, experts)
+
+
+def _main(compute: Any, tensors: tuple, experts: int) -> Any:
+    """The prim_func "main" that runs the macro; dense weights have no offsets of experts."""
+    import tilelang.language as T
+
+    x, w, s, xs, rs, b, ws, sem, y = tensors
+
+    if experts:
+
+        @T.prim_func
+        def main(
+            X: x, W: w, S: s, XS: xs, RS: rs, B: b, WS: ws, SEM: sem, Y: y, offsets: T.Tensor((experts + 1,), "int32")
+        ):
+            compute(X, W, S, XS, RS, B, WS, SEM, Y, offsets)
+
+        return main
+
+    @T.prim_func
+    def main(X: x, W: w, S: s, XS: xs, RS: rs, B: b, WS: ws, SEM: sem, Y: y):
+        compute(X, W, S, XS, RS, B, WS, SEM, Y, None)
 
     return main

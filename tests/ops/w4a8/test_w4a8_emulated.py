@@ -136,6 +136,12 @@ static void tz_store_ragged(void *d, const void *p, int count) {
 """
 
 
+def on_cpu(source: str) -> str:
+    """CUDA text with the names of the emulation."""
+    product = "tl::mma_sync<tl::DataType::kInt8, tl::DataType::kInt8, tl::DataType::kInt32, 16, 8, 32, false, true>"
+    return source.replace(product, "mma_s8").replace("tz_cp_async(", "cp_async_or_zero(")
+
+
 def emulate(weight, x, x_scales, schedule, folder, *, out_dtype, dequantization, bias):
     """y of one launch on the CPU, in an output that was NaN (int32: garbage)."""
     packed, (m, k) = pack(weight), x.shape
@@ -147,15 +153,7 @@ def emulate(weight, x, x_scales, schedule, folder, *, out_dtype, dequantization,
     request = KernelRequest(
         "w4a8.multistage", f"{program.__name__}:build", tuple(params.items()), "sm_80", program.PASS_CONFIGS
     )
-    source = cuda_text(request)
-    for name, here in (
-        (
-            "tl::mma_sync<tl::DataType::kInt8, tl::DataType::kInt8, tl::DataType::kInt32, 16, 8, 32, false, true>",
-            "mma_s8",
-        ),
-        ("tz_cp_async(", "cp_async_or_zero("),
-    ):
-        source = source.replace(name, here)
+    source = on_cpu(cuda_text(request))
     gemm = baseline.Gemm(weight.n, k, weight.group_size, out_dtype, dequantization, bias is not None)
     kernel = CpuKernel(source, [EXTRA, gemm.converter.device_source], schedule.warps * 32, folder)
     problem = Gemm.of_bytes(weight.n, k, weight.group_size, gemm.out_bytes)

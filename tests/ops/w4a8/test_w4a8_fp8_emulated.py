@@ -110,17 +110,22 @@ def stream_k(weight, q, scales, schedule, partition, folder, out_dtype):
     return y
 
 
-def mma_sync(program, weight, q, scales, schedule, grid, space, flags, folder, out_dtype):
-    semaphores = torch.zeros(flags, dtype=torch.int32)
-    more = lambda gemm: dict(X=q, WS=torch.full(space, float("nan")), SEM=semaphores, tiles=flags[0])
-    source, values, y, gemm = build(program, weight, q, scales, schedule, "sm_89", out_dtype, more)
+def on_cpu(source: str) -> str:
+    """CUDA text of a program on mma.sync with the names of the emulation."""
     for text, here in (
         ("tz_cp_async(", "cp_async_or_zero("),
         ("(half_t)tz_rescale(", "rescaled<half_t, false>("),
         ("(bfloat16_t)tz_rescale(", "rescaled<bfloat16_t, true>("),
     ):
         source = source.replace(text, here)
-    kernel = CpuKernel(source, [EXTRA, FLOATS, ADA, gemm.converter.device_source], schedule.warps * 32, folder)
+    return source
+
+
+def mma_sync(program, weight, q, scales, schedule, grid, space, flags, folder, out_dtype):
+    semaphores = torch.zeros(flags, dtype=torch.int32)
+    more = lambda gemm: dict(X=q, WS=torch.full(space, float("nan")), SEM=semaphores, tiles=flags[0])
+    source, values, y, gemm = build(program, weight, q, scales, schedule, "sm_89", out_dtype, more)
+    kernel = CpuKernel(on_cpu(source), [EXTRA, FLOATS, ADA, gemm.converter.device_source], schedule.warps * 32, folder)
     kernel(grid, **values)
     assert not semaphores.any()
     return y

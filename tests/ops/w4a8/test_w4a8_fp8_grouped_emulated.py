@@ -12,12 +12,15 @@ from cuda_on_cpu import VOTES, CpuKernel, cuda_text
 from emulated_cases import cases
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.linear.bytes import fp8_problem, stream_k
+from terrazzo.ops.linear.bytes import fp8_problem, multistage, stream_k
+from terrazzo.ops.tiles import mma_tiles
 from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
 from terrazzo.ops.w4a8 import fp8, fp8_reference
+from terrazzo.schedules.multistage import Multistage, launch_sizes
+from terrazzo.schedules.problem import Gemm
 from terrazzo.schedules.stream_k import StreamK
 from test_w4a8_emulated import EXTRA
-from test_w4a8_fp8_emulated import FLOATS
+from test_w4a8_fp8_emulated import ADA, FLOATS, on_cpu
 from test_w4a8_fp8_emulated import HOPPER as LOADS
 from wgmma_on_cpu import SHIMS as WGMMA
 from wgmma_on_cpu import translated
@@ -40,15 +43,23 @@ CASES = {  # tokens of each expert, rows of nobody at both ends, n, k, group, sc
     ),
     "widest": ((130, 0, 20), (0, 0), 100, 384, 32, S(128, 2, 1, 2), 4, "float16"),
     "two pieces": ((260, 0, 20), (0, 0), 100, 384, 64, S(256, 2, 1, 2), 4, "float16"),
+    "mma, split k": ((0, 5, 0, 40, 1), (3, 1), 130, 272, 32, Multistage(16, 4, 2, 3, kc=2), 0, "bfloat16"),
+    "mma, wide": ((70, 0, 20), (0, 0), 100, 384, 128, Multistage(64, 4, 1, 2), 0, "float16"),
 }  # fmt: skip
 
 
 def kernel_of(n: int, k: int, group: int, schedule: S, out_dtype: str, experts: int, folder: Path) -> CpuKernel:
     facts = dict(n=n, k=k, group=group, out_dtype=out_dtype, dequantization="e4m3", bias=True, experts=experts)
     params = tuple((facts | schedule.params()).items())
+    converter = fp8_problem.Gemm(n, k, group, out_dtype, "e4m3", True).converter.device_source
+    if isinstance(schedule, Multistage):
+        request = KernelRequest(
+            "w4a8.grouped", f"{multistage.__name__}:build", params, "sm_89", multistage.PASS_CONFIGS
+        )
+        shims = [EXTRA, FLOATS, ADA, VOTES, mma_tiles.EXPERTS_SOURCE, converter]
+        return CpuKernel(on_cpu(cuda_text(request)), shims, schedule.warps * 32, folder)
     request = KernelRequest("w4a8.grouped", f"{stream_k.__name__}:build", params, "sm_90a", stream_k.PASS_CONFIGS)
     source = translated(cuda_text(request), schedule.block_tokens)
-    converter = fp8_problem.Gemm(n, k, group, out_dtype, "e4m3", True).converter.device_source
     base = EXTRA.replace("typedef unsigned char uchar;", "")
     shims = [WGMMA, base, FLOATS, LOADS, VOTES, EXPERTS_SOURCE, converter]
     return CpuKernel(re.sub(r"\bgrid\b", "ctas", source), shims, schedule.warpgroups * 128 + 128, folder)
@@ -56,14 +67,20 @@ def kernel_of(n: int, k: int, group: int, schedule: S, out_dtype: str, experts: 
 
 def launch(kernel: CpuKernel, packed, q, scales, offsets, schedule: S, grid: int, dtype: torch.dtype) -> torch.Tensor:
     """y, in an output and a workspace that were NaN; rows beside it must stay so."""
-    m, semaphores = len(q), torch.zeros(grid, schedule.flags, dtype=torch.int32)
+    m, shape, tiles = len(q), (grid, 1, 1), 0
     y = torch.full((m + 2 * GUARD, packed.n), float("nan"), dtype=dtype)
-    space = (grid, schedule.cta_blocks, schedule.block_tokens // 8, 128, 4)
-    bytes_ = q.view(torch.int8)
+    if isinstance(schedule, Multistage):
+        problem = Gemm.of_bytes(packed.n, q.shape[1], packed.group_size, activations="e4m3", experts=len(offsets) - 1)
+        space, flags = launch_sizes(schedule, problem, m)
+        shape, tiles = (schedule.tiles(problem, m), schedule.kc, 1), flags[0]
+    else:
+        space, flags = (grid, schedule.cta_blocks, schedule.block_tokens // 8, 128, 4), (grid, schedule.flags)
+    semaphores, bytes_ = torch.zeros(flags, dtype=torch.int32), q.view(torch.int8)
     kernel(
-        (grid, 1, 1), X_desc=torch.tensor([bytes_.data_ptr(), *bytes_.shape]), W=packed.words, S=packed.channel_scales,
-        XS=scales, RS=torch.zeros(1, dtype=torch.int32), B=packed.bias, Y=y[GUARD:], m=m, ctas=grid,
-        WS=torch.full(space, float("nan")), SEM=semaphores, parts=offsets, sk=offsets,
+        shape, X=bytes_, X_desc=torch.tensor([bytes_.data_ptr(), *bytes_.shape]), W=packed.words,
+        S=packed.channel_scales, XS=scales, RS=torch.zeros(1, dtype=torch.int32), B=packed.bias, Y=y[GUARD:], m=m,
+        ctas=grid, WS=torch.full(space, float("nan")), SEM=semaphores, parts=offsets, sk=offsets, tiles=tiles,
+        offsets=offsets,
     )  # fmt: skip
     assert not semaphores.any(), "a semaphore is not zero"
     assert y[:GUARD].isnan().all() and y[-GUARD:].isnan().all(), "rows beside y were written"

@@ -1,4 +1,5 @@
-"""The generated stream-K kernels, grouped and not, run on the CPU from their CUDA text: int32 sums are exact."""
+"""The generated stream-K kernels, grouped and not, and grouped ones on mma.sync, run on the CPU from their CUDA text:
+int32 sums are exact."""
 
 from __future__ import annotations
 
@@ -13,13 +14,16 @@ from emulated_cases import cases
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.toolchain import toolchain
 from terrazzo.ops.grouped import GroupedWeight
-from terrazzo.ops.linear.bytes import stream_k
+from terrazzo.ops.linear.bytes import multistage, stream_k
 from terrazzo.ops.linear.bytes.problem import Gemm
 from terrazzo.ops.linear.sizes import shapeless
+from terrazzo.ops.tiles import mma_tiles
 from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
 from terrazzo.ops.w4a8.format import QuantizedWeight, pack
+from terrazzo.schedules.multistage import Multistage, launch_sizes
+from terrazzo.schedules.problem import Gemm as Problem
 from terrazzo.schedules.stream_k import StreamK
-from test_w4a8_emulated import EXTRA
+from test_w4a8_emulated import EXTRA, on_cpu
 from wgmma_on_cpu import boxes_named
 
 pytestmark = [
@@ -148,6 +152,28 @@ def emulate(
     return y
 
 
+def on_warps(made, x, x_scales, offsets, schedule, folder, *, out_dtype, dequantization, bias):
+    """The same by the program on mma.sync."""
+    w, (m, k) = GroupedWeight.stack([pack(v) for v in made]).stacked, x.shape
+    facts = dict(n=w.n, k=k, group=w.group_size, out_dtype=out_dtype, dequantization=dequantization, bias=bias)
+    params = tuple((facts | schedule.params() | {"experts": len(made)}).items())
+    request = KernelRequest("w4a8.grouped", f"{multistage.__name__}:build", params, "sm_80", multistage.PASS_CONFIGS)
+    gemm = Gemm(w.n, k, w.group_size, out_dtype, dequantization, bias)
+    shims = [EXTRA, VOTES, mma_tiles.EXPERTS_SOURCE, gemm.converter.device_source]
+    kernel = CpuKernel(on_cpu(cuda_text(request)), shims, 32 * schedule.warps, folder)
+    problem = Problem.of_bytes(w.n, k, w.group_size, experts=len(made))
+    space, flags = launch_sizes(schedule, problem, m)
+    y = torch.full((m, w.n), -77 if gemm.raw else float("nan"), dtype=getattr(torch, out_dtype))
+    semaphores = torch.zeros(flags, dtype=torch.int32)
+    kernel(
+        (schedule.tiles(problem, m), schedule.kc, 1), X=x, W=w.words, S=w.channel_scales, XS=x_scales,
+        RS=x.sum(1, dtype=torch.int32), B=w.bias, Y=y, WS=torch.full(space, 0x5A5A5A5A, dtype=torch.int32),
+        SEM=semaphores, m=m, tiles=flags[0], offsets=offsets,
+    )  # fmt: skip
+    assert not semaphores.any()
+    return y
+
+
 S = partial(StreamK, form="s8 integer")
 CASES = {  # tokens of each expert, rows of nobody at both ends, n, k, group, schedule, grid, output, dequantization
     "one tile each": ((16, 3, 16), (0, 0), 256, 384, 64, S(16, 4, 1, 2), 5, "int32", "xor"),
@@ -156,10 +182,16 @@ CASES = {  # tokens of each expert, rows of nobody at both ends, n, k, group, sc
     "all shared": ((9,), (0, 0), 64, 1280, 64, S(16, 1, 1, 2), 6, "bfloat16", "unsigned"),
     "no tokens": ((0, 0), (2, 3), 64, 128, 64, S(16, 1, 1, 2), 3, "int32", "xor"),
     "waves and shares": ((20, 30, 1, 16), (0, 0), 320, 256, 64, S(16, 1, 1, 2), 9, "int32", "xor"),
-}
+    "mma, split k": ((0, 5, 0, 40, 1), (1, 0), 130, 272, 32, Multistage(16, 4, 2, 3, kc=2), 0, "int32", "unsigned"),
+    "mma, rows of nobody": ((7, 0, 66), (3, 6), 200, 640, 128, Multistage(32, 4, 1, 2), 0, "bfloat16", "unsigned"),
+    "mma, forty experts": (
+        (0,) * 31 + (3, 17, 0, 0, 2, 0, 0, 0, 40), (0, 1), 100, 256, 64, Multistage(32, 4, 2, 2), 0, "float16", "xor",
+    ),
+    "mma, no tokens": ((0, 0), (2, 3), 64, 128, 64, Multistage(16, 4, 1, 2), 0, "int32", "xor"),
+}  # fmt: skip
 
 
-USUAL = ("waves and shares",)
+USUAL = ("waves and shares", "mma, split k")
 
 
 @pytest.mark.parametrize("name", cases(CASES, USUAL))
@@ -171,10 +203,11 @@ def test_grouped(name, tmp_path):
     rng = torch.Generator().manual_seed(m)
     x = torch.randint(-128, 128, (m, k), generator=rng, dtype=torch.int8)
     x_scales = torch.rand(m, generator=rng) * 1e-3 + 1e-4
-    y = emulate(
-        made, x, x_scales, offsets, schedule, grid, tmp_path, out_dtype=out_dtype, dequantization=dequantization,
-        bias=not raw, experts=len(counts),
-    )  # fmt: skip
+    facts = dict(out_dtype=out_dtype, dequantization=dequantization, bias=not raw)
+    if isinstance(schedule, Multistage):
+        y = on_warps(made, x, x_scales, offsets, schedule, tmp_path, **facts)
+    else:
+        y = emulate(made, x, x_scales, offsets, schedule, grid, tmp_path, **facts, experts=len(counts))
     nobody = torch.cat([y[:before], y[m - after :]])
     assert bool((nobody == -77).all() if raw else nobody.isnan().all())
     for e, w in enumerate(made):
