@@ -179,6 +179,48 @@ class Bytes(Kind):
         return kind, w4a8_bench.W4A8Settings(facts["out_dtype"], facts["group"])
 
 
+class Direct(Kind):
+    """W8A8: bytes by bytes, of rows or, of e4m3, of blocks."""
+
+    has_experts = False
+
+    def __init__(self, name: str, rate: str, codes: str) -> None:
+        self.name, self.rate, self.codes = name, rate, codes
+
+    def facts(self, n: int, k: int, experts: int, *, dtype: str, group: int | None, symmetric: bool) -> dict[str, Any]:
+        from terrazzo.ops.w4a8.w8a8 import op
+
+        form = op.form_of(group or k, k, self.codes)
+        return op.tuning_facts(n, k, dtype, op.numerics_of(**form, zeros=False, accumulate="auto"))
+
+    def gemm(self, facts: Facts) -> Gemm:
+        from terrazzo.ops.w4a8.w8a8 import op
+
+        return op.problem(facts["n"], facts["k"], facts["dequantization"], facts["out_dtype"])
+
+    def plan(self, m: int, facts: Facts, target: Target) -> Any:
+        from terrazzo.ops.w4a8.w8a8 import op
+
+        own = dict(numerics=facts["dequantization"], out_dtype=facts["out_dtype"], bias=False, target=target)
+        return op.plan.__wrapped__(m, facts["n"], facts["k"], **own)
+
+    def converter(self, facts: Facts) -> str:
+        return "s8_s8" if self.codes == "int8" else "e4m3_e4m3"
+
+    def beside(self, m: int, facts: Facts, target: Target) -> list[KernelRequest]:
+        from terrazzo.ops.w4a8.w8a8 import op
+
+        own = dict(codes=self.codes, block=facts["dequantization"] == "block")
+        return op.quantizers(facts["k"], m=[m], dtype=facts["out_dtype"], target=target, **own)
+
+    def shape(self, facts: Facts) -> tuple[type[Shape], Settings]:
+        from terrazzo.autotune import w8a8_bench
+
+        block = facts["dequantization"] == "block"
+        own = dict(group=facts["group"] if block else facts["k"], codes=self.codes, block=block)
+        return w8a8_bench.W8A8Shape, w8a8_bench.W8A8Settings(facts["out_dtype"], **own)
+
+
 class Blocks(Kind):
     """W4Ax with two-level scales, and a quarter of the blocks in 8 bits, as the paper's kernel measurements."""
 
@@ -223,6 +265,8 @@ KINDS: tuple[Kind, ...] = (
     *(WeightOnly(weight) for weight in WEIGHTS),
     Bytes("w4a8", "s8", "xor", "int8", 64),
     Bytes("w4a8_fp8", "e4m3", "e4m3", "e4m3", 128),
+    Direct("w8a8", "s8", "int8"),
+    Direct("w8a8_fp8", "e4m3", "e4m3"),
     Blocks(),
 )
 

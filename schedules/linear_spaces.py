@@ -118,12 +118,12 @@ class Bytes(Linear):
 
 
 class Direct(Bytes):
-    """Schedules of bytes times bytes, which have no program for small batches; of many tokens also clusters whose CTAs
-    multiply the same rows."""
+    """Schedules of bytes times bytes, whose one program is on wgmma; of many tokens also clusters whose CTAs multiply
+    the same rows."""
 
     def __init__(self, problem: Gemm) -> None:
         super().__init__(problem)
-        del self.programs["small_batch"]
+        self.programs = {problem.form.program: StreamK}
 
     def heuristic(self, target: Target, m: int) -> tuple[str, Any]:
         return self.problem.form.program, stream_k.choose(self.problem, target, m)
