@@ -67,7 +67,15 @@ def choose(problem: Gemm, target: Target, m: int) -> Multistage:
 
 def _made(problem: Gemm) -> Callable[[Gemm, Target, int, int], tuple[Multistage, int]]:
     """How a tile of m tokens is made, by its tokens, and how often such tiles fill the SMs."""
-    return _of_16_bit if problem.form.x_16_bit else _of_e4m3 if problem.activations == "e4m3" else _of_bytes
+    of = _of_16_bit if problem.form.x_16_bit else _of_e4m3 if problem.activations == "e4m3" else _of_bytes
+
+    def made(problem: Gemm, target: Target, m: int, tokens: int) -> tuple[Multistage, int]:
+        schedule, waves = of(problem, target, m, tokens)
+        while schedule.stages > 2 and schedule.smem_bytes(problem) > target.smem_per_block:
+            schedule = replace(schedule, stages=schedule.stages - 1)
+        return schedule, waves
+
+    return made
 
 
 def choose_for_experts(problem: Gemm, target: Target, tokens: int, reached: int) -> Multistage:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import pytest
 import recorded
 import tuning
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from terrazzo.autotune import learned, runner, search
 from terrazzo.autotune.database import Database, Machine, Problem, Trial, medians
@@ -48,6 +48,7 @@ def problem_of(op: str, n: int, k: int, m: int) -> Problem:
     return job.problems()[0]
 
 
+@example(shape=(9216, 7168), m=65, op="w8a16", arch="sm_89")  # three stages are 256 bytes too many
 @settings(max_examples=30, deadline=None)
 @given(shapes, st.integers(1, 5000), st.sampled_from(sorted(OPERATORS)), st.sampled_from(["sm_80", "sm_89", "sm_90a"]))
 def test_spaces_are_legal_by_construction(shape, m, op, arch):
