@@ -337,6 +337,25 @@ def test_machine_code(name, instruction):
     assert report.count("VOTE") and report.count("SHFL")  # the table of experts and its search
 
 
+ON_WARPS = [("int8", "sm_80", "IMMA"), ("e4m3", "sm_89", "QMMA"), ("int8", "sm_120a", "IMMA")]
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(bool(toolchain().missing()), reason=f"cannot compile: {toolchain().missing()} missing")
+@pytest.mark.parametrize(("codes", "target", "instruction"), cases(ON_WARPS, ON_WARPS[:1]))
+def test_machine_code_on_mma_sync(codes, target, instruction):
+    """Of W4A8; tests/ops/w4a16/test_w4a16_multistage.py has W4A16's."""
+    at, form = Target.parse(target), "e4m3" if codes == "e4m3" else "auto"
+    facts = dict(group_size=128, out_dtype="bfloat16", dequantization=form, bias=True, target=at)
+    report = KernelReport.read(compile_request(w4a8_grouped.plan(64, 4096, 2048, 8, **facts).request) / "report.json")
+    assert (report.spill_stores, report.spill_loads, report.stack) == (0, 0, 0)
+    assert report.smem_dynamic + report.smem_static <= at.smem_per_block
+    if not report.instructions:
+        pytest.skip(report.note)
+    assert all(opcode.startswith(instruction) for opcode in report.tensor_instructions)
+    assert report.count("VOTE") and report.count("SHFL") and report.count("LDGSTS")
+
+
 def test_the_benchmark_routes_every_pick():
     from benchmarks import grouped as bench
 
