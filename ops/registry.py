@@ -94,7 +94,7 @@ def _w8a16(format: str, source: str, notes: str) -> Support:
         activations=("float16", "bfloat16"),
         scales=form.scales,
         numerics=form.numerics,
-        targets=dict.fromkeys(_targets(), "compiled"),
+        targets=_targets(),
         notes=notes,
     )
 
@@ -148,7 +148,7 @@ def _w8a8(format: str, source: str, codes: str, groups: tuple[int | str, ...], n
     )
 
 
-def _small_float(operator: str, format: str, source: str, notes: str, status: str = "") -> Support:
+def _small_float(operator: str, format: str, source: str, notes: str) -> Support:
     form = WEIGHTS[operator]
     return Support(
         operator=operator,
@@ -159,7 +159,7 @@ def _small_float(operator: str, format: str, source: str, notes: str, status: st
         activations=("bfloat16", "float16"),
         scales=form.scales,
         numerics=form.numerics,
-        targets=dict.fromkeys(_targets(), status) if status else _targets(),
+        targets=_targets(),
         notes=notes,
     )
 
@@ -217,9 +217,9 @@ REGISTRY: tuple[Support, ...] = (
     _small_float("mxfp4", "gpt_oss", "from_gpt_oss", "experts; gate and up rows interleaved or not"),
     _small_float("mxfp4", "compressed_tensors", "from_compressed_tensors", "mxfp4-pack-quantized"),
     _small_float("mxfp4", "rtn", "quantize", "float weight, round to nearest, the better of two powers of two"),
-    _small_float("nvfp4", "modelopt", "from_modelopt", "NVFP4 and W4A16_NVFP4: weight_scale_2", "compiled"),
-    _small_float("nvfp4", "compressed_tensors", "from_compressed_tensors", "nvfp4-pack-quantized", "compiled"),
-    _small_float("nvfp4", "rtn", "quantize", "float weight, round to nearest", "compiled"),
+    _small_float("nvfp4", "modelopt", "from_modelopt", "NVFP4 and W4A16_NVFP4: weight_scale_2"),
+    _small_float("nvfp4", "compressed_tensors", "from_compressed_tensors", "nvfp4-pack-quantized"),
+    _small_float("nvfp4", "rtn", "quantize", "float weight, round to nearest"),
     _small_float("fp8", "compressed_tensors", "from_checkpoint", "float-quantized: tensor, channel or block scales"),
     _small_float("fp8", "fp8", "from_checkpoint", "quant_method fp8 and fbgemm_fp8: weight_scale, weight_scale_inv"),
     _small_float("fp8", "rtn", "quantize", "float weight, scales of the tensor, of rows or of blocks"),
