@@ -53,7 +53,7 @@ class _Nvcc:
         arch = self.request.target.arch
         virtual = arch.replace("sm", "compute")
         code = f"[{arch},{self.request.ptx}]" if self.request.ptx else arch
-        command = [find_nvcc(), "-ccbin", find_host_compiler(), "-std=c++17", "-O3", "-lineinfo", "-w", "-Xptxas", "-v"]
+        command = [find_nvcc(), "-ccbin", find_host_compiler(), "-std=c++17", "-O3", "-w", "-Xptxas", "-v"]
         command += ["--fatbin" if self.request.ptx else "--cubin", "-gencode", f"arch={virtual},code={code}"]
         command += ["-Islim", "-Itilelang/src", "-Itilelang/3rdparty/cutlass/include"]
         command += ["--use_fast_math"] * bool(pass_config.get("tl.enable_fast_math"))

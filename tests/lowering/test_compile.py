@@ -92,6 +92,14 @@ def test_ptx_stands_beside_the_machine_code(compiled):
     assert KernelReport.read(folder / "report.json").tensor_instructions == ["HMMA.16816.F32"]
 
 
+def test_texts_for_debuggers_are_left_out_unless_a_request_asks(compiled):
+    """They are three quarters of a kernel's bytes, which wheels carry and drivers read."""
+    plain, asked = (compiled(request_for("scale", flags=flags)) / "kernel.so" for flags in ((), ("-lineinfo",)))
+    texts = b".nv_debug_ptx_txt", b".debug_line"
+    assert not any(text in plain.read_bytes() for text in texts)
+    assert all(text in asked.read_bytes() for text in texts) and asked.stat().st_size > plain.stat().st_size
+
+
 def test_nvcc_flags_and_pass_configs_reach_the_compiler(compiled):
     slow = KernelRequest("test.flags", "programs:gemm", {}, "sm_80", flags=("-Xptxas", "-O1"))
     plain, slowed = (KernelReport.read(compiled(r) / "report.json") for r in (request_for("gemm"), slow))
