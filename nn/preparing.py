@@ -8,17 +8,19 @@ import torch
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.targets import Target
+from terrazzo.nn import between
 from terrazzo.nn.attention import Attention
 from terrazzo.nn.experts import GroupedLinear
+from terrazzo.nn.formats import FAMILIES
 from terrazzo.nn.linear import Linear
 from terrazzo.nn.mlp import SparseMLP
 from terrazzo.nn.module import PackedModule
-from terrazzo.ops import attention, launching, model_requests
+from terrazzo.ops import attention, launching, model_requests, w8a8
 from terrazzo.ops.model_layers import Linear as Kind
 from terrazzo.ops.model_requests import Serving
 from torch import nn
 
-_OPERATORS = {"w4a8-e4m3": "w4a8_fp8"}
+_OPERATORS = {"w4a8-e4m3": "w4a8_fp8", "w8a8-e4m3": "w8a8_fp8"}
 DTYPES = ("float16", "bfloat16")
 
 
@@ -31,7 +33,8 @@ def kernel_requests(
     page: int = 128,
     target: str | Target | None = None,
 ) -> list[KernelRequest]:
-    """The kernels of all Terrazzo modules inside a module, each once: layers, experts, quantizers, attention.
+    """The kernels of all Terrazzo modules inside a module, each once: layers, experts, quantizers, attention, and what
+    stands between the products of a decoder.
 
     Args:
         tokens: numbers of tokens of a step, [1, 512]; None for every number.
@@ -58,11 +61,15 @@ def kernel_requests(
     serving = Serving(at, form, m=m)
     for kind, top_k in dict.fromkeys(_kinds(model)):
         made |= dict.fromkeys(model_requests.layer_requests(kind, serving, top_k))
+    for sizes, facts in dict.fromkeys(_of_bytes(model)):
+        made |= dict.fromkeys(w8a8.kernel_requests(*sizes, **dict(facts), m=m, dtype=form, target=at))
     formats = kv or next((it.formats for it in model.modules() if hasattr(it, "formats")), None)
     for facts in dict.fromkeys(_heads(model)) if formats else ():
         options = dict(facts, dtype=form, page=page, target=at, prefill=m is None or max(m) > 1)
         made |= dict.fromkeys(attention.kernel_requests(*formats, **options))
-    return list(made)
+    for layer in (it for it in model.modules() if isinstance(it, Attention)) if formats else ():
+        made |= dict.fromkeys(between.turning(layer, formats, form, page, at))
+    return list(made | dict.fromkeys(between.requests(model, m, form, at)))
 
 
 def _kinds(model: nn.Module) -> Iterator[tuple[Kind, int]]:
@@ -70,17 +77,33 @@ def _kinds(model: nn.Module) -> Iterator[tuple[Kind, int]]:
     top_k = {id(it.experts): it.top_k for it in model.modules() if isinstance(it, SparseMLP)}
     taken = {id(part): top_k.get(id(it), 1) for it in model.modules() for part in it.children()}
     for module in model.modules():
-        if not isinstance(module, Linear | GroupedLinear):
+        if not isinstance(module, Linear | GroupedLinear) or _is_of_bytes(module):
             continue
         facts = module._facts
         operator = _OPERATORS.get(facts["family"], facts["family"])
+        group = 128 if facts.get("block", True) else facts["k"]
         yield (
             Kind(
-                operator, "", facts["n"], facts["k"], facts.get("group_size", 128), facts.get("symmetric", False),
+                operator, "", facts["n"], facts["k"], facts.get("group_size", group), facts.get("symmetric", False),
                 facts.get("scale_dtype", "float32"), module.bias is not None, facts.get("experts", 0),
             ),
             taken.get(id(module), 1),
         )  # fmt: skip
+
+
+def _is_of_bytes(module: nn.Module) -> bool:
+    """Whether it is a W8A8 layer, whose kernels depend on how its activations are quantized."""
+    return isinstance(module, Linear) and bool(FAMILIES[module._facts["family"]].codes)
+
+
+def _of_bytes(model: nn.Module) -> Iterator[tuple[tuple[int, int], tuple[tuple[str, str | bool], ...]]]:
+    """Sizes and facts of each W8A8 layer that its kernels depend on."""
+    for module in model.modules():
+        if _is_of_bytes(module):
+            own = module._facts
+            facts = {name: own[name] for name in ("codes", "block")} | dict(static=own["input_scale"] is not None)
+            facts |= dict(zeros=own["asymmetric"] or own["input_zero"] != 0, bias=module.bias is not None)
+            yield (own["n"], own["k"]), tuple((facts | dict(smooth="smooth" in own["tensors"])).items())
 
 
 def _heads(model: nn.Module) -> Iterator[tuple[tuple[str, int | bool], ...]]:

@@ -7,10 +7,15 @@ import copy
 import pytest
 import torch
 from terrazzo import nn
+from terrazzo.lowering import compile_many, kernels
 from terrazzo.lowering.targets import Target
 from terrazzo.nn import positions_of
+from terrazzo.nn.preparing import kernel_requests
 from terrazzo.ops import w4a8, w4a16
 from terrazzo.ops.attention import KVCache
+from terrazzo.ops.w4a8 import op as w4a8_op
+from terrazzo.ops.w4ax import op as w4ax_op
+from terrazzo.ops.weight_only import op as weight_only_op
 
 HIDDEN, FEATURES, HEADS, KV_HEADS, HEAD_DIM, LAYERS, WORDS = 256, 512, 8, 2, 64, 2, 300
 FORMATS = ("w4a16-g64", "w4a16-g128-sym", "w4a8-g64", "w4a8-e4m3-g128", "w4ax")
@@ -231,3 +236,28 @@ def test_joined_layers_are_the_layers():
     with torch.no_grad():
         for y, part in zip(joined(x), parts):
             assert torch.equal(y, w4a8.gemm(x, part))
+
+
+@pytest.mark.parametrize(("form", "experts"), [*((form, 0) for form in FORMATS), ("w4a16-g64", 4), ("w4a8-g64", 4)])
+def test_prepare_names_every_kernel_that_steps_launch(form, experts, monkeypatch):
+    model, kv = decoder(form, experts).cuda(), ("int4", "int4")
+    named = kernel_requests(model, [2, 7, 40], kv=kv, page=64, dtype=torch.float16)
+    assert not [made for made in compile_many(named) if isinstance(made, Exception)]
+
+    def compiled(request, count=True):
+        found = kernels.find_compiled(request)
+        assert found is not None and request in named, f"{request} was not named"
+        return found
+
+    monkeypatch.setattr(kernels, "compile_request", compiled)
+    monkeypatch.setattr(kernels, "_kernels", {})
+    for operator in (weight_only_op, w4a8_op, w4ax_op):
+        operator._launches.clear()
+    facts = dict(kv_heads=KV_HEADS, head_dim=HEAD_DIM, layers=LAYERS, page_size=64, pages=8)
+    cache = KVCache(*kv, **facts, device="cuda")
+    first, second = cache.new(), cache.new()
+    for new in ({first: 40}, {second: 7}, {first: 1, second: 1}):
+        batch = cache.extend(new)
+        tokens = torch.randint(0, WORDS, (sum(new.values()),), device="cuda")
+        with torch.no_grad():
+            assert bool(model(tokens, positions_of(batch), batch).isfinite().all())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_model import SmallModel
 from terrazzo import nn as tnn
 from terrazzo import prepare
 from terrazzo.lowering import parallel
 from terrazzo.lowering.errors import ArgumentError, CompileError
 from terrazzo.nn.preparing import kernel_requests
-from terrazzo.ops import w4a8, w4a16
+from terrazzo.ops import w4a8, w4a16, w8a8
 
 AT = {"target": "sm_90a"}
 
@@ -29,6 +30,22 @@ def test_they_are_those_that_the_operators_name():
     found = kernel_requests(layers(), [1, 64], **AT)
     assert wanted <= set(found) and len(found) == len(set(found))
     assert {it.name for it in set(found) - wanted} == {"w4a8.quantize_rows"}
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "facts"),
+    (
+        ("w8a8", {}, {"codes": "int8"}),
+        ("w8a8-e4m3", {}, {"codes": "e4m3"}),
+        ("w8a8-e4m3-g128", {}, {"codes": "e4m3", "block": True}),
+        ("w8a8", {"smooth": torch.ones(256), "bias": torch.ones(128)}, {"smooth": True, "bias": True}),
+        ("w8a8", {"input_scale": 0.1, "input_zero": 3}, {"static": True, "zeros": True}),
+    ),
+)
+def test_layers_of_bytes_have_their_own_kernels(form, options, facts):
+    layer = tnn.Linear.from_float(torch.randn(128, 256), form, **options)
+    wanted = w8a8.kernel_requests(128, 256, **facts, m=[1, 64], dtype="float16", **AT)
+    assert wanted and set(kernel_requests(layer, [1, 64], **AT)) == set(wanted)
 
 
 def test_every_number_of_tokens_has_the_kernels_of_one_and_more():
@@ -51,6 +68,34 @@ def test_attention_and_experts_of_a_model_are_among_them():
     names = lambda **more: {it.name for it in kernel_requests(model, 4, **AT, **more)}
     assert "w4a16.grouped" in names() and not any(name.startswith("attention") for name in names())
     assert {"attention.decode", "attention.write"} <= names(kv=("int4", "int4"))
+
+
+@pytest.mark.parametrize(
+    ("form", "quantizer"),
+    (("w8a8", "w4a8.quantize_rows"), ("w8a8-e4m3", "w4a8.quantize_rows"), ("w8a8-e4m3-g128", "w8a8.quantize_bytes")),
+)
+def test_experts_of_bytes_have_their_own_kernels(form, quantizer):
+    experts = tnn.Experts.from_float(torch.randn(4, 512, 256), torch.randn(4, 256, 256), form)
+    assert {it.name for it in kernel_requests(experts, [1, 64], **AT)} == {"w8a8.grouped", quantizer}
+
+
+@pytest.mark.parametrize(
+    ("weights", "norms", "gate"),
+    (
+        ("w4a16-g32", {(False, "none"), (True, "none")}, "none"),
+        ("w4a8-g64", {(False, "int8"), (True, "int8"), (True, "none")}, "int8"),
+        ("w8a8-e4m3", {(False, "e4m3"), (True, "e4m3"), (True, "none")}, "e4m3"),
+    ),
+)
+def test_what_stands_between_products_is_named_by_the_layer_behind_it(weights, norms, gate):
+    """The first norm adds nothing, the last one stands before no layer."""
+    model = SmallModel(("int4", "int4"), weights).decoder
+    made = kernel_requests(model, [1, 64], kv=("int4", "int4"), **AT)
+    named = lambda name: [dict(it.params) for it in made if it.name == name]
+    assert {(it["residual"], it["output"]) for it in named("norm.rms_norm")} == norms
+    assert {it["output"] for it in named("activation.act_and_mul")} == {gate}
+    assert {"rope.apply_rope", "attention.rope_append"} <= {it.name for it in made}
+    assert not {it.name for it in kernel_requests(model, 1, **AT)} & {"attention.rope_append"}, "no cache, no writing"
 
 
 @pytest.mark.parametrize(
