@@ -1,4 +1,4 @@
-"""First calls on a machine that has compiled nothing: one alone, 48 layers prepared in parallel, one with a wheel.
+"""First calls on a machine that has compiled nothing: one alone, 48 layers, one with a wheel.
 
     python -m benchmarks.cold_calls --commit SHA                 on a GPU; each case in a process and a cache of its own
     python -m benchmarks.cold_calls --compile-only --gpu nvidia/nvidia-h100     the same compilations without that GPU
@@ -23,7 +23,9 @@ from typing import Any
 from benchmarks import report
 
 LAYERS, TOKENS = 48, 16
-CASES = ("one", "one_small_batch", "many", "wheel", "wheel_small_batch")
+CASES = ("one", "one_small_batch", "one_1024", "many", "many_called", "many_called_small_batch", "wheel",
+         "wheel_small_batch")  # fmt: skip
+"""`many` are prepared in parallel; `many_called` are not, and called one after another."""
 
 
 def sizes(count: int = LAYERS) -> list[tuple[int, int]]:
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     start, rows = time.perf_counter(), []
     with tempfile.TemporaryDirectory() as scratch:
-        _name_version(Path(scratch))
+        name_version(Path(scratch))
         for case in options.cases.split(","):
             rows.append({"case": case, **_in_a_process(case, options, Path(scratch))})
             print(json.dumps(rows[-1]), flush=True)
@@ -67,8 +69,8 @@ def run(options: argparse.Namespace) -> int:
     return int(any("failure" in row for row in rows))
 
 
-def _name_version(scratch: Path) -> None:
-    """A checkout that only PYTHONPATH names has no version, which wheels ask for."""
+def name_version(scratch: Path) -> None:
+    """Give one to a checkout that only PYTHONPATH names: wheels ask for it."""
     import importlib.metadata
 
     import terrazzo
@@ -81,6 +83,7 @@ def _name_version(scratch: Path) -> None:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: terrazzo\nVersion: {terrazzo.__version__}\n")
         paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(info.parent)]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+        sys.path.append(str(info.parent))
 
 
 def _in_a_process(case: str, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -120,8 +123,8 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
 
     device = "cpu" if options.compile_only else "cuda"
     target = Target.parse(options.gpu) if options.compile_only else None
-    tokens = 1 if case.endswith("small_batch") else TOKENS
-    shapes = sizes() if case == "many" else [(4096, 4096)]
+    tokens = 1 if case.endswith("small_batch") else 1024 if case.endswith("1024") else TOKENS
+    shapes = sizes() if case.startswith("many") else [(4096, 4096)]
     make = lambda n, k: nn.Linear.from_float(torch.randn(n, k, device=device), "w4a16-g128")
     layers = torch.nn.ModuleList(make(n, k) for n, k in shapes)
     inputs = [torch.randn(tokens, k, device=device, dtype=torch.float16) for _, k in shapes]
@@ -134,8 +137,10 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
             prepare(layers, tokens, target=target, quiet=True)
         else:
             from terrazzo.lowering.kernels import get_kernel
+            from terrazzo.ops.weight_only.op import stand_in
 
-            get_kernel(requests[0])
+            for answers in dict.fromkeys(stand_in(request) or request for request in requests):
+                get_kernel(answers)
     prepared = time.perf_counter() - start
     if device == "cuda":
         for layer, x in zip(layers, inputs):

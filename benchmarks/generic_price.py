@@ -50,7 +50,9 @@ def pairs(options: argparse.Namespace, target: Any) -> Iterator[tuple[int, int, 
     for n, k in SHAPES[: options.shapes]:
         for m in options.m:
             plan = _plan(options.op, m, n, k, target)
-            if plan.request.name.endswith(".stream_k"):
+            if plan.stand_in is not None:
+                yield n, k, m, plan, plan.stand_in
+            elif dict(plan.request.params)["n"] == 0:
                 yield n, k, m, replace(plan, request=special(plan.request, n, k)), plan.request
 
 
@@ -139,7 +141,7 @@ def row(operator: str, n: int, k: int, m: int, plan: Any, other: Any, weights: l
             raise found
     params = dict(plan.request.params)
     schedule = {x: v for x, v in params.items() if x in ("block_tokens", "warpgroups", "row_blocks", "stages",
-        "stage_k", "cluster", "per_sm", "form")}  # fmt: skip
+        "stage_k", "cluster", "per_sm", "form", "token_tiles", "kc", "nc", "warps", "chunk", "tokens")}  # fmt: skip
     special, ours = times["special"], times["generic"]
     del kernels["control"]
     return {
