@@ -363,6 +363,8 @@ APPENDED = [
     Appended("int4_hadamard", "int4"),
     Appended("int4_channel64", "int4", residual=64),
     Appended("float16", "float16", head_dim=64),
+    Appended("fp8", "fp8"),
+    Appended("int8_static", "int8_static"),
 ]
 
 
@@ -373,6 +375,10 @@ def test_turning_and_storing_at_once_has_the_bits_of_both_operators(cases, new):
     torch.use_deterministic_algorithms(False)
     case, heads, kv, sequences = cases[0], 8, 2, 40
     sizes = dict(kv_heads=kv, head_dim=case.head_dim, pages=120, page_size=64, sequences=sequences, device="cuda")
+    layout = CacheLayout(case.k, case.v, case.head_dim)
+    for name, fmt in (("k_static", layout.k), ("v_static", layout.v)):
+        if fmt.scaling == "static":
+            sizes[name] = 0.02 + 0.01 * torch.rand(kv, case.head_dim, device="cuda")
     caches = [attention.KVCache(case.k, case.v, **sizes, residual=case.residual) for _ in range(2)]
     norms = {}
     if case.norm != "none":
