@@ -21,7 +21,7 @@ BASE = ("int4", "int4")
 """Times are over those of this pair, which every file of decode times has."""
 ACCURACY = ("accuracy_*.json", "kv_formats_accuracy_*.json")
 TIMES = ("kv_formats_h*.json", "attention_h*.json")
-NAMES = {"kv_formats": "llama-27m, held out"}
+NAMES = {"kv_formats": "llama-27m, held out", "kv_formats_d128": "head_dim 128, held out"}
 """What a model is called here, where its file calls it otherwise."""
 
 
@@ -98,6 +98,63 @@ def table() -> str:
     ]  # fmt: skip
     head = ("keys / values", "bits", *models, *(f"time, {gpu}" for gpu in gpus))
     return report.markdown(head, lines, range(1, len(head)))
+
+
+def agreement() -> str:
+    """Perplexities over the float model's, by kernels and by the simulation, where a file has both."""
+    found: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
+    for result in _results(ACCURACY[1:]):
+        for row in result["rows"]:
+            if "failure" not in row and row["k_format"] != "float16":
+                at = found.setdefault((row["k_format"], row["v_format"]), {})
+                at[NAMES.get(result["model"], result["model"]), row["path"]] = (
+                    f"{row['ratio']:.4f} ± {row['error']:.4f}"
+                )
+    columns = [
+        (model, path)
+        for model in dict.fromkeys(model for it in found.values() for model, _ in it)
+        for path in ("kernels", "simulated")
+    ]
+    lines = [
+        (f"`{k} / {v}`{_f16_tokens(k)}", *(found[k, v].get(column, "") for column in columns))
+        for k, v in sorted(found, key=lambda pair: -bits(*pair))
+        if len({path for _, path in found[k, v]}) == 2
+    ]
+    head = ("keys / values", *(f"{model}: {path}" for model, path in columns))
+    return report.markdown(head, lines, range(1, len(head)))
+
+
+def _f16_tokens(k_format: str) -> str:
+    from terrazzo.ops.attention.format import kept_in_f16
+
+    ring, first = kept_in_f16(k_format)
+    return (f", ring {ring}" if ring else "") + (f", first {first}" if first else "")
+
+
+STEPS = {
+    "plain": "nothing is packed",
+    "full": "every sequence packs a tile",
+    "mean": "mean of 16 steps",
+}
+"""Kinds of benchmarks.attention_write, as the page says them."""
+
+
+def appends() -> str:
+    """What an append adds to a decode step, by format and kind of step."""
+    parts = []
+    for result in _results(("kv_formats_write_*.json",)):
+        rows = [row for row in result["rows"] if row["op"] == "attention_append" and "failure" not in row]
+        name = lambda row: f"{row['batch']} x {row['kv_heads']} x {row['kv_len'] // 1024}K"
+        shapes = list(dict.fromkeys(map(name, rows)))
+        lines: dict[tuple[str, str], dict[str, str]] = {}
+        for row in rows:
+            pair = f"`{row['k_format']} / {row['v_format']}`", STEPS[row["kind"]]
+            lines.setdefault(pair, {})[name(row)] = f"{row['us'] - row['decode_us']:.1f} us, {100 * row['added']:.1f} %"
+        head = ("keys / values", "step", *shapes)
+        cells = [(*pair, *(it.get(shape, "") for shape in shapes)) for pair, it in lines.items()]
+        where = f"One {result['gpu']}, commit {result['commit'][:7]}, copies {result['copy_gb_s']:.0f} GB/s."
+        parts.append(f"{where}\n\n{report.markdown(head, cells, range(2, len(head)))}")
+    return "\n\n".join(parts)
 
 
 def draw(path: Path = PICTURE) -> Path:

@@ -108,6 +108,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "headline": headline.table,
     "choice": choice.table,
     "kv-choice": kv_choice.table,
+    "kv-agreement": kv_choice.agreement,
+    "kv-appends": kv_choice.appends,
     "operators": operators,
     "figures": figures,
     "attention": of(tables.ATTENTION),
