@@ -21,7 +21,7 @@ BASE = ("int4", "int4")
 """Times are over those of this pair, which every file of decode times has."""
 ACCURACY = ("accuracy_*.json", "kv_formats_accuracy_*.json")
 TIMES = ("kv_formats_h*.json", "attention_h*.json")
-NAMES = {"kv_formats": "llama-27m, held out", "kv_formats_d128": "head_dim 128, held out"}
+NAMES = {"kv_formats": "llama-27m, held out", "kv_formats_d128": "llama-27m of head_dim 128, held out"}
 """What a model is called here, where its file calls it otherwise."""
 
 
