@@ -73,6 +73,11 @@ def cases(o: argparse.Namespace) -> list[tuple[int, int]]:
     return [(int(batch), int(prompt)) for batch, _, prompt in (case.partition("x") for case in o.cases)]
 
 
+def longest(o: argparse.Namespace) -> int:
+    """Tokens of the longest sequence, and some more."""
+    return max(prompt for _, prompt in cases(o)) + o.output + 16
+
+
 def prefills(o: argparse.Namespace, batch: int, prompt: int) -> int:
     """Most steps until the last request has its first token, while others decode: one token each of a step's."""
     return -(-batch * prompt // max(1, o.step_tokens - batch)) + 1
@@ -167,7 +172,7 @@ def engine(o: argparse.Namespace, folder: Path) -> Any:
     batches = {batch for batch, _ in cases(o)}
     options: dict[str, Any] = dict(
         model=str(folder), load_format=engine_model.register_loader(), skip_tokenizer_init=True, dtype=o.dtype, seed=0,
-        max_model_len=max(prompt for _, prompt in cases(o)) + o.output + 16, max_num_batched_tokens=o.step_tokens,
+        max_model_len=longest(o), max_num_batched_tokens=o.step_tokens,
         max_num_seqs=max(batches), additional_config={"terrazzo": ours},
         gpu_memory_utilization=o.memory, enforce_eager=o.eager, kv_cache_dtype=o.kv_cache_dtype,
         enable_prefix_caching=False,
@@ -210,12 +215,12 @@ def generate(
         core.add_request(f"{tag}-{index}", prompt, how)
     texts: dict[str, list[int]] = {}
     first = done = None
-    longest = tokens
+    most = tokens
     while core.has_unfinished_requests():
         outs = core.step()
         texts |= {out.request_id: list(out.outputs[0].token_ids) for out in outs}
         if first is None and len(texts) == batch:
-            first, longest = time.perf_counter(), max(map(len, texts.values()))
+            first, most = time.perf_counter(), max(map(len, texts.values()))
             if profiler is not None:
                 profiler.start()
         if first is not None and done is None and any(out.finished for out in outs):
@@ -225,7 +230,7 @@ def generate(
     end = time.perf_counter()
     ordered = [texts[f"{tag}-{index}"] for index in range(batch)]
     assert [len(each) for each in ordered] == [tokens] * batch
-    steps = tokens - longest
+    steps = tokens - most
     each = (done - first) / steps * 1e3 if steps else None
     return dict(seconds=end - start, first_s=first - start, step_ms=each, steps=steps, tokens=ordered)
 
@@ -265,7 +270,8 @@ def run(o: argparse.Namespace) -> int:
         return 0
     check(o)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = engine_model.write_config(Path(temporary), o.shape, o.weights, o.group, o.dtype, o.layers)
+        where = Path(temporary)
+        folder = engine_model.write_config(where, o.shape, o.weights, o.group, o.dtype, o.layers, longest(o))
         llm = engine(o, folder)
         import torch
         import vllm

@@ -91,10 +91,12 @@ QUANTIZATION = {
 
 
 def write_config(
-    folder: Path, shape: str, quantization: str, group: int, dtype: str = "float16", layers: int | None = None
-) -> Path:
-    """The folder, with a config.json."""
+    folder: Path, shape: str, quantization: str, group: int, dtype: str = "float16", layers: int | None = None,
+    positions: int = 0,
+) -> Path:  # fmt: skip
+    """The folder, with a config.json; rotary tables have at least so many positions."""
     config = SHAPES[shape] | dict(torch_dtype=dtype)
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], positions)
     config |= {} if layers is None else dict(num_hidden_layers=layers)
     if stated := QUANTIZATION[quantization](group):
         config["quantization_config"] = stated

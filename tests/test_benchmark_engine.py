@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import engine, engine_model, tables
+from tests.integrations import vllm_program
 
 
 def row(**more) -> dict:
@@ -87,6 +88,20 @@ def test_a_step_is_timed_while_all_requests_are_decoded(monkeypatch, tokens, ste
     assert found["steps"] == steps and found["first_s"] == pytest.approx(0.6)
     assert found["step_ms"] == (pytest.approx(10.0) if steps else None)
     assert seen == ([pytest.approx(0.6), pytest.approx(0.6 + 0.01 * steps)] if steps else [])
+
+
+def test_a_model_has_positions_for_the_longest_sequence(tmp_path):
+    """8192 tokens of a prompt and its answer are more than the table of Llama 3 has."""
+    o = engine.arguments(["--cases", "1x1024", "64x8192", "--output", "160"])
+    for positions, found in ((0, 8192), (engine.longest(o), 8192 + 160 + 16)):
+        folder = engine_model.write_config(tmp_path, "llama-3-8b", "w4a16", 128, positions=positions)
+        assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == found
+
+
+def test_answers_are_found_among_what_an_engines_processes_say():
+    said = vllm_program.ANSWER + '{"model": {"tokens": [[1]]}}'
+    assert vllm_program.answers_in(f"loading\n{said}\n(Worker_TP1) INFO shutting down") == {"model": {"tokens": [[1]]}}
+    assert vllm_program.answers_in("(Worker_TP1) ERROR") is None
 
 
 def test_too_few_tokens_to_decode_all_requests_together_are_refused(capsys):

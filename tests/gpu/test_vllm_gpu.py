@@ -6,9 +6,7 @@ Engines run in processes of their own, two at a time, with small models whose ra
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engine_model import SHAPES, write_config
-from tests.integrations.vllm_program import install
+from tests.integrations.vllm_program import ask, install
 
 torch = pytest.importorskip("torch")
 ROOT = Path(__file__).parents[2]
@@ -67,15 +65,9 @@ def run(name: str, folder: Path, **more: Any) -> dict[str, Any]:
     asked = dict(folders=[str(folder / name)], prompts=prompts(SHAPES[shape]["vocab_size"]), plugin=plugin, seeded=True)
     asked |= dict(options=options | facts | more, tokens=24)
     path = install(folder / "site", ROOT)
-    command = [sys.executable, str(ROOT / "tests/integrations/vllm_program.py"), json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
-    print(
-        f"-- {name}\n",
-        *[line + "\n" for line in done.stderr.splitlines() + done.stdout.splitlines() if "terrazzo" in line],
-    )
-    if done.returncode:
-        return {"failure": (done.stdout + done.stderr)[-6000:]}
-    return json.loads(done.stdout.splitlines()[-1])[str(folder / name)]
+    answers, said = ask(sys.executable, asked, os.environ | {"PYTHONPATH": path})
+    print(f"-- {name}", *[line for line in said.splitlines() if "terrazzo" in line], sep="\n")
+    return {"failure": said[-6000:]} if answers is None else answers[str(folder / name)]
 
 
 class Engines:

@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import random
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,7 +22,7 @@ from terrazzo.lowering.targets import Target
 
 from benchmarks.engine_model import SHAPES, write_config
 from tests.integrations import paged_engine
-from tests.integrations.vllm_program import install
+from tests.integrations.vllm_program import ask, install
 
 torch = pytest.importorskip("torch")
 ROOT = Path(__file__).parents[2]
@@ -158,12 +156,10 @@ def serve(folder: Path, name: str, prompts: list[list[int]], tokens: int = 24, *
     asked = dict(folders=[str(model)], prompts=prompts, plugin=True, seeded=not trained, options=options, tokens=tokens)
     asked |= {key: options.pop(key) for key in ("aborted", "alone", "counted") if key in options}
     path = install(folder / "site", ROOT)
-    command = [sys.executable, str(ROOT / "tests/integrations/vllm_program.py"), json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
-    said = [line for line in done.stderr.splitlines() + done.stdout.splitlines() if "terrazzo" in line]
-    print(f"-- {name}", *said[:12], sep="\n")
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return json.loads(done.stdout.splitlines()[-1])[str(model)]
+    answers, said = ask(sys.executable, asked, os.environ | {"PYTHONPATH": path})
+    print(f"-- {name}", *[line for line in said.splitlines() if "terrazzo" in line][:12], sep="\n")
+    assert answers is not None, said[-6000:]
+    return answers[str(model)]
 
 
 def random_prompts(count: int, most: int, seed: int = 0) -> list[list[int]]:

