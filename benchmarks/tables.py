@@ -13,8 +13,9 @@ def setting(result: Mapping[str, Any], source: str) -> str:
     """Where, when and with what a file was measured, and what is to be known of it."""
     notes = "".join(f" {note}." for note in result.get("notes", ()))
     copies = f"copies reach {result['copy_gb_s']:.0f} GB/s, " if result.get("copy_gb_s") else ""
+    gpus = f"{result['gpus']} of" if result.get("gpus", 1) > 1 else "one"
     return (
-        f"on one {result['gpu']}, {copies}torch {result['torch']}, {result['date']}, commit {result['commit']}. "
+        f"on {gpus} {result['gpu']}, {copies}torch {result['torch']}, {result['date']}, commit {result['commit']}. "
         f"Source: [{source}]({source}).{notes}"
     )
 

@@ -63,6 +63,7 @@ def test_kernels_of_whole_layers_and_of_shares_are_named(monkeypatch):
 def test_the_table_has_the_ratio_of_each_row():
     row = {"weights": "w4a16-g128", "batch": 1, "world": 2, "layers": 8, "products_one_80_ms": 10.0,
            "products_80_ms": 6.0, "all_reduce_80_ms": 2.0, "step_one_80_ms": 13.0, "step_80_ms": 9.1}  # fmt: skip
-    facts = {"gpu": "NVIDIA H100", "torch": "2.11", "date": "today", "commit": "abc"}
+    facts = {"gpu": "NVIDIA H100", "torch": "2.11", "date": "today", "commit": "abc", "gpus": 2}
     text = tables.tensor_parallel({**facts, "rows": [row, {"failure": "x", "layers": 8}]}, "results.json")
     assert "| `w4a16-g128` | 1 | 2 | 10.00 -> 6.00 (0.60) | 2.00 | 13.00 -> 9.10 (0.70) |" in text
+    assert "on 2 of NVIDIA H100" in text
