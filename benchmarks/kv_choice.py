@@ -125,10 +125,11 @@ def agreement() -> str:
 
 
 def _f16_tokens(k_format: str) -> str:
-    from terrazzo.ops.attention.format import kept_in_f16
+    from terrazzo.ops.attention.format import get_format, kept_in_f16
 
-    ring, first = kept_in_f16(k_format)
-    return (f", ring {ring}" if ring else "") + (f", first {first}" if first else "")
+    newest, first = kept_in_f16(k_format)
+    kind = "block" if get_format(k_format).group else "ring"
+    return (f", {kind} {newest}" if newest else "") + (f", first {first}" if first else "")
 
 
 STEPS = {

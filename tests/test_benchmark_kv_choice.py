@@ -43,13 +43,18 @@ def test_the_page_sets_kernels_beside_simulations_of_the_same_rows(tmp_path, mon
     rows = [
         row | dict(k_format="int4_hadamard", path="simulated", ratio=1.2),
         row | dict(k_format="int4_hadamard", path="kernels", ratio=1.1),
+        row | dict(k_format="int4_channel64", path="simulated", ratio=1.4),
+        row | dict(k_format="int4_channel64", path="kernels", ratio=1.3),
         row | dict(k_format="int8", path="simulated", ratio=1.01),
         row | dict(k_format="int4", path="kernels", failure="no memory"),
     ]
     (tmp_path / "kv_formats_accuracy_h100.json").write_text(json.dumps(dict(model="small", rows=rows)))
     lines = kv_choice.agreement().splitlines()
     assert lines[0] == "| keys / values | small: kernels | small: simulated |"
-    assert lines[2:] == ["| `int4_hadamard / int4`, ring 128 | 1.1000 ± 0.0010 | 1.2000 ± 0.0010 |"]
+    assert lines[2:] == [
+        "| `int4_channel64 / int4`, block 64 | 1.3000 ± 0.0010 | 1.4000 ± 0.0010 |",
+        "| `int4_hadamard / int4`, ring 128 | 1.1000 ± 0.0010 | 1.2000 ± 0.0010 |",
+    ]
 
 
 def test_the_page_says_what_appends_add_by_step_and_cache(tmp_path, monkeypatch):
