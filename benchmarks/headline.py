@@ -37,13 +37,18 @@ def means(found: Iterable[tuple[str, int, float]]) -> Ratios:
 
 
 def products(result: Mapping[str, Any]) -> dict[str, Ratios]:
-    """Title -> ratios of a file whose rows are products of one weight."""
+    """Title -> ratios of a file whose rows are products of one weight; the title says where shapes are few."""
     found: dict[str, list[tuple[str, int, float]]] = {}
+    shapes: dict[str, set[tuple[int, int]]] = {}
     for row in (row for row in result["rows"] if row["us"]):
-        title = TITLES.get(row["op"], row["op"])
-        peers = ((peer, us) for peer, us in row["peers"].items() if peer not in OWN)
+        brain = row["op"] == "w4a16" and row["dtype"] == "bfloat16"
+        title = TITLES.get(row["op"], row["op"]) + ", bfloat16" * brain
+        named = {"cublas_f16": "cublas_bf16"} if brain else {}  # torch.mm in the row's dtype, whatever its name
+        peers = ((named.get(peer, peer), us) for peer, us in row["peers"].items() if peer not in OWN)
         found.setdefault(title, []).extend((peer, row["m"], us / row["us"]) for peer, us in peers)
-    return {title: means(ratios) for title, ratios in found.items()}
+        shapes.setdefault(title, set()).add((row["n"], row["k"]))
+    few = lambda title: {1: ", one shape", 2: ", two shapes"}.get(len(shapes[title]), "")
+    return {title + few(title): means(ratios) for title, ratios in found.items()}
 
 
 def decode(result: Mapping[str, Any]) -> dict[str, Ratios]:

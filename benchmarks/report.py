@@ -12,6 +12,7 @@ from typing import Any
 
 from terrazzo.autotune.gemm_bench import OURS
 from terrazzo.lowering.errors import TerrazzoError
+from terrazzo.schedules.records import slug
 
 RESULTS = Path(__file__).parent / "results"
 BASELINE = "cublas_f16"
@@ -91,9 +92,8 @@ def files(op: str) -> list[Path]:
 
 
 def file_name(op: str, gpu: str) -> str:
-    """ "w4a16", "NVIDIA H200" -> "w4a16_h200.json"."""
-    words = [word for word in gpu.lower().replace("-", " ").split() if word not in ("nvidia", "geforce", "rtx")]
-    return f"{op}_{'_'.join(words) or 'gpu'}.json"
+    """ "w4a16", "NVIDIA H100 80GB HBM3" -> "w4a16_h100.json"."""
+    return f"{op}_{slug(gpu)}.json"
 
 
 def geomean(ratios: Iterable[float]) -> float | None:
@@ -133,7 +133,9 @@ def operator(result: Mapping[str, Any]) -> str:
 
 
 def goals_of(result: Mapping[str, Any]) -> dict[int, float]:
-    """M -> goal against the baseline, of the operator that was measured."""
+    """M -> goal against the baseline, of the operator that was measured; all goals are for an H200."""
+    if "H200" not in result["gpu"]:
+        return {}
     return {"w4a8": W4A8_GOALS, "w4a8_fp8": {}, "w4ax": W4AX_GOALS}.get(operator(result), GOALS)
 
 

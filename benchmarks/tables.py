@@ -21,7 +21,7 @@ def setting(result: Mapping[str, Any], source: str) -> str:
 
 
 def decode(result: Mapping[str, Any], source: str) -> str:
-    """Decode attention: formats by cache shapes, time and ratio to the fastest f16 attention of torch."""
+    """Decode attention: formats by cache shapes, time and ratio to the fastest other attention; times of packages."""
     page = min(row["page"] for row in result["rows"])
     rows = [row for row in result["rows"] if row["us"] and row["page"] == page]
     shape = lambda row: (
@@ -29,20 +29,27 @@ def decode(result: Mapping[str, Any], source: str) -> str:
         f"{', q_len ' + str(row['q_len']) if row['q_len'] > 1 else ''}"
     )
     formats = list(dict.fromkeys(f"{row['k_format']}/{row['v_format']}" for row in rows))
+    packages = sorted({name for row in rows for name in row["peers"] if not name.startswith("sdpa_")})
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
         best = min(row["peers"].values()) if row["peers"] else None
         text = f"{row['us']:.1f}" + (f" ({best / row['us']:.2f}x)" if best else "")
-        lines.setdefault(shape(row), {})[f"{row['k_format']}/{row['v_format']}"] = text
+        cells = lines.setdefault(shape(row), {})
+        cells[f"{row['k_format']}/{row['v_format']}"] = text
+        cells |= {name: f"{us:.1f}" for name, us in row["peers"].items() if name in packages}
+    columns = (*formats, *packages)
     table = report.markdown(
-        ("batch x heads x tokens", *(f"`{name}`" for name in formats)),
-        [(name, *(cells.get(f, "") for f in formats)) for name, cells in lines.items()],
-        range(1, 1 + len(formats)),
+        ("batch x heads x tokens", *(f"`{name}`" for name in columns)),
+        [(name, *(cells.get(f, "") for f in columns)) for name, cells in lines.items()],
+        range(1, 1 + len(columns)),
     )
     where = f" in pages of {page} tokens" if page else ""
+    beside = "the fastest f16 attention of torch (flash or cuDNN)"
+    if packages:
+        beside = "the fastest other attention, of torch in f16 or of a package (times on the right),"
     return (
-        f"Decode attention{where}, keys/values by format: microseconds, and how many times as fast as the fastest f16 "
-        f"attention of torch (flash or cuDNN) in the same run, {setting(result, source)}\n\n{table}"
+        f"Decode attention{where}, keys/values by format: microseconds, and how many times as fast as {beside} in the "
+        f"same run, {setting(result, source)}\n\n{table}"
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -102,9 +103,12 @@ def bucket(m: int) -> int:
 
 
 def slug(gpu: str) -> str:
-    """ "NVIDIA H200" -> "h200": the name of a GPU's table."""
+    """ "NVIDIA H200" -> "h200", "NVIDIA H100 80GB HBM3" -> "h100": the name of a GPU's table, its memory left out."""
     words = gpu.lower().replace("-", " ").replace("/", " ").split()
-    return "_".join(word for word in words if word not in ("nvidia", "geforce", "rtx")) or "gpu"
+    return "_".join(word for word in words if not _LEFT_OUT.fullmatch(word)) or "gpu"
+
+
+_LEFT_OUT = re.compile(r"nvidia|geforce|rtx|\d+gb|hbm\d\w*")
 
 
 SAME_SCHEDULES = ("0.1", "0.2")

@@ -156,7 +156,8 @@ def test_a_file_with_a_missing_field_is_named(tmp_path, result):
 
 def test_file_names():
     assert report.file_name("w4a16", "NVIDIA H200") == "w4a16_h200.json"
-    assert report.file_name("w4a16", "NVIDIA A100-SXM4-80GB") == "w4a16_a100_sxm4_80gb.json"
+    assert report.file_name("w4a16", "NVIDIA A100-SXM4-80GB") == "w4a16_a100_sxm4.json"
+    assert report.file_name("w4a16", "NVIDIA H100 80GB HBM3") == "w4a16_h100.json"
     assert report.file_name("w4a16", "NVIDIA GeForce RTX 4090") == "w4a16_4090.json"
 
 
@@ -165,7 +166,8 @@ def test_every_published_result_is_complete(op):
     assert report.files(op)
     for path in report.files(op):
         result = report.load(path)
-        assert path.name == report.file_name(op, result["gpu"]) and report.timed(result)
+        short = {"float16": "", "bfloat16": "_bf16"}[result["rows"][0]["dtype"]]
+        assert path.name == report.file_name(op + short, result["gpu"]) and report.timed(result)
 
 
 def test_the_summary_names_its_source(result):
@@ -298,6 +300,13 @@ def test_outputs_of_byte_peers_are_held_against_their_own_operands():
         assert byte_peers.error(y, x, rows) < 2**-8 < byte_peers.MOST_ERROR
         assert byte_peers.error(y, x, rounded if rows is exact else exact) > 2 * byte_peers.MOST_ERROR
         assert byte_peers.error(y * float("nan"), x, rows) == float("inf")
+    normal = torch.randn(256, 2048, generator=rng)
+    held, every = byte_peers.Int4.of(normal), torch.arange(256)
+    factors = held.scales.amax(1, keepdim=True) / 56
+    once = held.rows((held.scales / factors).to(torch.float8_e4m3fn).float(), every)
+    seen = [held.rows(held.scales, every), once * factors, once.to(torch.float8_e4m3fn).double() * factors]
+    errors = [float((weight - normal).norm() / normal.norm()) for weight in seen]  # as docs/benchmarks.md has them
+    assert errors == pytest.approx([0.117, 0.120, 0.122], abs=1e-3)
     integers = byte_peers.HummingBytes("int8").prepare(torch.randn(3, 8, generator=rng), loaded)
     assert integers[0].dtype == torch.int8 and int(integers[0].abs().max()) == 127
 
@@ -363,7 +372,7 @@ def test_the_headline_takes_the_fastest_peer_of_each_size(monkeypatch, tmp_path,
     folder.mkdir(parents=True)
     monkeypatch.setattr(report, "RESULTS", folder)
     assert "No result file" in headline.table()
-    shared = {"op": "w4a16", "m": 16}
+    shared = {"op": "w4a16", "m": 16, "n": 64, "k": 64, "dtype": "float16"}
     rows = [
         shared | {"us": 10.0, "peers": {"cublas_f16": 40.0, "marlin": 30.0, "generic": 10.0}},
         shared | {"us": 10.0, "peers": {"cublas_f16": 10.0, "marlin": 20.0}},
@@ -374,8 +383,14 @@ def test_the_headline_takes_the_fastest_peer_of_each_size(monkeypatch, tmp_path,
     peer = ours | {"kernel": "machete", "step_ms": 5.0}
     alone = {**result, "gpu": "NVIDIA H100 80GB HBM3", "vllm": "0.26.0", "rows": [ours, peer, peer | {"batch": 4}]}
     (folder / "engine_h100.json").write_text(json.dumps(alone))
-    product, engine = headline.table().splitlines()[2:]
-    assert product.startswith("| [W4A16](benchmarks/results/w4a16_h200.json) | H200 | cuBLAS f16, Marlin |")
+    half = shared | {"dtype": "bfloat16", "us": 10.0, "peers": {"cublas_f16": 30.0, "vllm_marlin": 20.0}}
+    brain = [half | {"k": k} for k in (64, 128, 192)]
+    (folder / "w4a16_bf16_h100.json").write_text(json.dumps({**result, "gpu": "NVIDIA H100 80GB HBM3", "rows": brain}))
+    brains, product, engine = headline.table().splitlines()[2:]
+    assert product.startswith("| [W4A16, one shape](benchmarks/results/w4a16_h200.json) | H200 | cuBLAS f16, Marlin |")
+    assert brains.startswith(
+        "| [W4A16, bfloat16](benchmarks/results/w4a16_bf16_h100.json) | H100 | cuBLAS bf16, Marlin |"
+    )
     assert [cell.strip() for cell in product.split("|")[4:]] == ["", "", "2.00x", "", "", "", "", ""]
     assert "| H100 | Machete | 2.50x |  |" in engine
 

@@ -425,4 +425,5 @@ def test_shipped_tables_are_whole():
                 problem = Problem.of(row["op"], row["facts"], m)
                 _, reason = get_operator(row["op"]).space(problem).revive(row["program"], row["schedule"], target, m)
                 assert not reason, (path.name, str(problem), reason)
+    assert records.slug(H100.name) == "h100" and records.slug("NVIDIA H100 PCIe") == "h100_pcie"
     assert records.slug("NVIDIA H200") == "h200" and records.slug("NVIDIA GeForce RTX 4090") == "4090"
