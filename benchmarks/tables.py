@@ -420,7 +420,7 @@ def prefill_parts(result: Mapping[str, Any], source: str) -> str:
     first = result["rows"][0]
     return (
         f"Prefill of short chunks over long pasts, `{first['k_format']}/{first['v_format']}`, {first['mode']} tokens: "
-        "microseconds where one CTA reads all tokens for a tile of rows, and where CTAs share them (`splits`), "
+        "microseconds where one CTA reads all tokens for a tile of rows, and where CTAs share them as was chosen then, "
         f"{setting(result, source)}\n\n{table}"
     )
 

@@ -124,22 +124,29 @@ def widths(problem: PrefillProblem, target: Target) -> list[int]:
 
 MOST_PARTS = 32
 """Most CTAs that share the tokens of a tile of rows."""
-_LEAST_STAGES = 8  # of 64 tokens, that a part is worth
-_MERGE_STAGES = 8  # what the merge takes, in stages of 128 rows
-_GAIN = 0.8  # of the time there was: less than that is worth a merge
+PARTS = (2, 3, 4, 6, 8, 12, 16, 24, MOST_PARTS)
+"""What `divide` may choose: those that were timed."""
+# In stages of 64 tokens and 128 rows, fitted to 840 times of an H100 (tests/data/tuning/prefill_parts_h100.json):
+_PART_COST = {192: 1.25, 128: 1.0, 64: 0.8}  # rows of a CTA -> time of a stage
+_LEAST_STAGES = 4  # that a part is worth
+_START = 4.0  # a wave of CTAs, ahead of its first stage
+_MERGE = 5.0  # the merge's launch
+_MERGE_ROW = 4e-4  # a row of a partial result, written and read
+_GAIN = 0.95  # of the time there was: less than that is worth a merge
 
 
-def _waves(ctas: int, sms: int) -> float:
-    """How often SMs take a CTA; many are as good as their average."""
+def _waves(ctas: int, sms: int, counted: int = 2) -> float:
+    """How often SMs take a CTA; beyond `counted`, waves are as good as their average."""
     waves = ctas / sms
-    return math.ceil(waves) if waves <= 2 else waves + 0.5
+    return math.ceil(waves) if waves <= counted else waves + 0.5
 
 
 @lru_cache(maxsize=4096)
 def divide(problem: PrefillProblem, target: Target, sms: int, rows: int, groups: int, tokens: int) -> tuple[int, int]:
     """(rows of a CTA or 0 as of `narrower`, parts that the tokens of each tile of rows are cut into).
 
-    Short chunks over long pasts leave SMs idle, however narrow their tiles of rows are; then CTAs share the tokens.
+    Short chunks over long pasts leave SMs idle, however narrow their tiles of rows are; then CTAs share the tokens. So
+    they do where tiles leave some SMs idle, and their parts fill whole waves.
 
     Args:
         tokens: that the rows of the longest sequence see. The rest as of `narrower`.
@@ -147,19 +154,18 @@ def divide(problem: PrefillProblem, target: Target, sms: int, rows: int, groups:
     stages, unsplit = -(-tokens // 64), narrower(problem, target, sms, rows, groups)
     possible = widths(problem, target)
 
+    def ctas_of(width: int) -> int:
+        return -(-rows // (width or choose(problem, target).rows)) * groups
+
     def cost(width: int, parts: int) -> float:
-        ctas = -(-rows // (width or choose(problem, target).rows)) * groups * parts
-        merge = _MERGE_STAGES if parts > 1 else 0
-        return _waves(ctas, sms) * _SHARED_COST.get(width, 1.0) * -(-stages // parts) + merge
+        merge = _MERGE + _MERGE_ROW * rows * groups * parts if parts > 1 else 0
+        stage = _PART_COST.get(width, 1.0) * -(-stages // parts)
+        return _waves(ctas_of(width) * parts, sms, counted=4) * (_START + stage) + merge
 
-    def most(width: int) -> int:
-        ctas = -(-rows // (width or choose(problem, target).rows)) * groups
-        return max(1, min(sms // max(ctas, 1), stages // _LEAST_STAGES, MOST_PARTS))
-
-    wide = [(width, most(width)) for width in possible or [0]]
-    width, parts = min(wide, key=lambda it: cost(*it))
-    now = cost(unsplit or (possible[0] if possible else 0), 1)
-    if parts == 1 or cost(width, parts) > _GAIN * now:
+    few = [width for width in possible or [0] if ctas_of(width) <= sms]  # more were not timed, and gain little
+    split = [(width, parts) for width in few for parts in PARTS if parts * _LEAST_STAGES <= stages]
+    width, parts = min(split, key=lambda it: cost(*it), default=(0, 1))
+    if parts == 1 or cost(width, parts) > _GAIN * cost(unsplit or (possible[0] if possible else 0), 1):
         return unsplit, 1
     return (0 if possible and width == possible[0] else width), parts
 
