@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from functools import cache
@@ -129,6 +131,30 @@ def set_compiler(path: str | os.PathLike | None) -> Compiler | None:
     return found
 
 
+def header_entry() -> str | None:
+    """Which entry of sys.path a compiling process must have first, for the headers of tvm-ffi.
+
+    "" where they are found as it is, None where they are nowhere.
+
+    An engine's environment is often slimmed. Where its tvm-ffi has no headers, a complete one of the same version may
+    lie behind it.
+    """
+    folder = local.package_folder("tvm_ffi")
+    if folder is None or _has_headers(folder, None):
+        return ""
+    version = package_version("apache-tvm-ffi")
+    return next((entry for entry in sys.path if entry and _has_headers(Path(entry, "tvm_ffi"), version)), None)
+
+
+def _has_headers(folder: Path, version: str | None) -> bool:
+    """Whether a tvm-ffi has headers, of this version unless it is None."""
+    header = folder / "include" / "tvm" / "ffi" / "c_api.h"
+    if not header.is_file() or not (folder / "include" / "dlpack").is_dir():
+        return False
+    numbers = re.findall(r"#define\s+TVM_FFI_VERSION_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header.read_text())
+    return version is None or ".".join(numbers) == version
+
+
 def compiler() -> Compiler:
     """What would compile a kernel now.
 
@@ -138,7 +164,10 @@ def compiler() -> Compiler:
     named = named_compiler()
     if named is None:
         tools = local.toolchain()
-        return Compiler(None, tools, tuple(tools.missing()))
+        missing = tools.missing()
+        if not missing and header_entry() is None:
+            missing.append("the headers of apache-tvm-ffi")
+        return Compiler(None, tools, tuple(missing))
     return _probe(named[0])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from terrazzo.lowering import cache, folders, wheels, worker
 from terrazzo.lowering.bundled import BundledKernel
-from terrazzo.lowering.compilers import compiler, toolchain
+from terrazzo.lowering.compilers import compiler, header_entry, toolchain
 from terrazzo.lowering.errors import BundleError, CacheError, ToolchainError
 from terrazzo.lowering.request import KernelRequest
 from terrazzo.lowering.runtime import Kernel
@@ -66,7 +66,7 @@ def compile_request(request: KernelRequest, count: bool = True) -> Path:
     if entry is not None:
         return entry
     found.require(str(request))
-    if found.python is not None or _forked_in_a_compilation:
+    if found.python is not None or _forked_in_a_compilation or header_entry():
         return _compile_elsewhere(request, key, found.python, count)
 
     def build(folder: Path) -> None:

@@ -93,6 +93,8 @@ class WorkerProcess:
         if self.python is None:
             # the path replaces what `-c` and the environment made of it, before anything else is imported
             code, arguments = f"import sys; sys.path[:] = sys.argv[1:]; {_SERVE}", search_path()
+            if entry := compilers.header_entry():
+                arguments.insert(0, os.path.abspath(entry))
             command, environment = [sys.executable, "-c", code, *arguments], {**os.environ, compilers.VARIABLE: ""}
         else:
             command, environment = [self.python, "-c", compilers.START + _SERVE], compilers.clean_environment()

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from lowering_tools import HERE, needs_compiler, request_for
-from terrazzo.lowering import write_bundle
-from terrazzo.lowering.toolchain import COMPILES_WITH
+from terrazzo.lowering import compile_request, compilers, write_bundle
+from terrazzo.lowering.errors import ToolchainError
+from terrazzo.lowering.toolchain import COMPILES_WITH, Toolchain, package_folder
 
 pytestmark = [needs_compiler, pytest.mark.compiles]
 # The lowest that terrazzo installs with, those that engines pin, and the newest.
@@ -86,6 +87,44 @@ except RuntimeError as error:
         assert isinstance(notes, list), notes.stderr
         assert notes[-1]["call"] == "launch" and notes[-1]["stream"] == 0x77, notes
         assert {0x10000, 0x20000} <= set(notes[-1]["params"])
+
+
+@pytest.fixture
+def slimmed(tmp_path, monkeypatch) -> Path:
+    """A folder, first on the path, with a tvm-ffi that runs and has no headers."""
+    monkeypatch.delitem(sys.modules, "tvm_ffi", raising=False)  # what is imported is found where it was
+    real, slim = package_folder("tvm_ffi"), tmp_path / "slim" / "tvm_ffi"
+    slim.mkdir(parents=True)
+    for part in real.iterdir():
+        if part.name != "include":
+            (slim / part.name).symlink_to(part)
+    monkeypatch.syspath_prepend(slim.parent)
+    return slim.parent
+
+
+def test_a_tvm_ffi_without_headers_leaves_them_to_one_behind_it(cache_dir, slimmed):
+    """An engine's environment is often slimmed; its packages stand first on the path."""
+    assert package_folder("tvm_ffi") == slimmed / "tvm_ffi"
+    assert compilers.header_entry() not in (None, "", str(slimmed)) and not compilers.compiler().missing
+    assert (compile_request(request_for("scale")) / "kernel.so").is_file()
+
+
+@pytest.mark.parametrize("version", [None, "0.2.0"])
+def test_headers_that_are_nowhere_are_named_as_missing(slimmed, tmp_path, monkeypatch, version):
+    """Or only those of another release than the one that is imported."""
+    if version is not None:
+        folder = tmp_path / "other" / "tvm_ffi" / "include"
+        (folder / "dlpack").mkdir(parents=True)
+        (folder / "tvm" / "ffi").mkdir(parents=True)
+        numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."))
+        lines = [f"#define TVM_FFI_VERSION_{part} {number}" for part, number in numbers]
+        (folder / "tvm" / "ffi" / "c_api.h").write_text("\n".join(lines))
+    real = [entry for entry in sys.path if Path(entry, "tvm_ffi", "include").is_dir()]
+    monkeypatch.setattr(sys, "path", [*(e for e in sys.path if e not in real), str(tmp_path / "other")])
+    monkeypatch.setattr(compilers.local, "toolchain", lambda: Toolchain("0.1.15", "0.1.12", "13.0", "13.0"))
+    assert compilers.header_entry() is None
+    with pytest.raises(ToolchainError, match=r"the headers of apache-tvm-ffi missing; .*load a bundle"):
+        compilers.compiler().require("a kernel")
 
 
 def test_the_versions_that_compile_are_those_of_the_packages():
