@@ -14,12 +14,18 @@ from terrazzo.lowering.parallel import CompilePool
 from terrazzo.lowering.request import KernelRequest
 
 VARIABLE = "TERRAZZO_BACKGROUND"
-"""Environment: "0" compiles a kernel where it is first called, before it answers."""
+"""Environment: "0" compiles a kernel where it is first called, before it answers; "all" also lets those stand in whose
+price no GPU has measured."""
 
 
 def off() -> bool:
     """Whether nothing is compiled in the background."""
     return os.environ.get(VARIABLE, "") == "0"
+
+
+def all_of_them() -> bool:
+    """Whether kernels whose price was not measured stand in, too."""
+    return os.environ.get(VARIABLE, "") == "all"
 
 
 class Replacements:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -38,7 +39,7 @@ class Plan:
 
     Attributes:
         request: the kernel. stand_in: another one for the same arguments that gives the same bits, and is compiled for
-            many weights at once; it answers until `request` is compiled.
+            many weights at once; it answers until `request` is compiled. asked: only where TERRAZZO_BACKGROUND=all.
         workspace: shape, of 4-byte elements. semaphores: shape, int32. scalars: trailing arguments.
     """
 
@@ -47,6 +48,7 @@ class Plan:
     semaphores: tuple[int, ...]
     scalars: tuple[int, ...]
     stand_in: KernelRequest | None = None
+    asked: bool = False
 
 
 def requests_of(plans: Iterable[Plan]) -> list[KernelRequest]:
@@ -219,11 +221,16 @@ def answering(plan: Plan, device: torch.device) -> KernelRequest:
     from terrazzo.lowering import kernels, replacing
 
     own, stand_in = plan.request, plan.stand_in
-    if stand_in is None or replacing.off():
+    if stand_in is None or replacing.off() or (plan.asked and not replacing.all_of_them()):
         return own
     if capturing(device):
         loaded = kernels.loaded(own)
-        return own if loaded is not None and loaded.warm_on(device) else stand_in
+        if loaded is not None and loaded.warm_on(device):
+            return own
+        said = f"a CUDA graph keeps a slower kernel of {own.name}, as the one for its shape was not launched before it"
+        remedy = "call terrazzo.prepare(model, tokens) and then the layer, or set TERRAZZO_BACKGROUND=0"
+        warnings.warn(f"{said}; {remedy}", RuntimeWarning, stacklevel=2)
+        return stand_in
     return own if kernels.is_ready(own) or not kernels.may_have(stand_in) else stand_in
 
 

@@ -35,7 +35,7 @@ EXPERTS = ("mixtral-8x7b", "qwen3-30b-a3b")
 LEFT_OUT = {
     "w8a8": "its kernels were not measured yet",
     "w4ax": "research: its activations are mixed in a layer's own proportion",
-    "mxfp4": "one model of the table's has it", "fp8": "the same", "w8a16": "the same", "nvfp4": "the same",
+    "mxfp4": "one model of the table's has it", "w8a16": "the same", "nvfp4": "the same",
 }  # fmt: skip
 """Operators of the registry without kernels in the wheel, and why: they are compiled, or prepared."""
 ALONG = ("norm", "activation", "rope")
@@ -46,6 +46,7 @@ PARTS = (
     Part("w4a8", SERVED[:2], (128, 64)),
     Part("w4a8_fp8", SERVED[:2], (128,)),
     Part("w4a16", EXPERTS, (128,)),
+    Part("fp8", SERVED[:2], (128, 0)),
     Part("attention", SERVED, kv=(("int4", "int4"), ("int8", "int8"), ("fp8", "fp8"))),
 )
 

@@ -10,10 +10,13 @@ Numerics (specs.md B.3): `post` multiplies unscaled codes and applies scale and 
 `exact` and `fused` scale the operand.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 from terrazzo.layouts.converters import get_converter
+from terrazzo.lowering.errors import ArgumentError
 from terrazzo.ops.formats.weight import BLOCK_ROWS, BLOCK_WORDS, TILE_WORDS
 from terrazzo.ops.linear.operand import Operand
 from terrazzo.ops.linear.params import factor_macros, param_macros
@@ -46,6 +49,21 @@ from terrazzo.ops.tiles.resident_pipeline import nothing, walk_macro
 from terrazzo.schedules.clusters import PAIR
 
 PASS_CONFIGS = OWN_BARRIERS
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a weight [n, k], which a kernel knows or a launch brings: n, row `blocks` of 64, and whether n is `whole`
+    pieces of four."""
+
+    n: Any
+    blocks: Any
+    whole: bool
+
+
+def of_any_rows(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of the kernel that serves every n with the bits of one made for an n; those of `build`."""
+    return {**params, "n": 0, "nc": 0, "whole": params["n"] % 4 == 0}
 
 
 @dataclass(frozen=True)
@@ -305,11 +323,11 @@ def sum_of_group_macros(shape: Shape, operands: SimpleNamespace) -> SimpleNamesp
     return SimpleNamespace(sum_tokens=sum_tokens, begin=begin, clear=clear, end=end)
 
 
-def store_macro(op: Operand, *, n: int, bias: bool, factors: SimpleNamespace | None):
+def store_macro(op: Operand, *, rows: Rows, bias: bool, factors: SimpleNamespace | None):
     """Macro `store` of four rows of a token. factors: `factor_macros` of rows that have such."""
     import tilelang.language as T
 
-    np_, dtype = -(-n // BLOCK_ROWS) * BLOCK_ROWS, op.dtype
+    n, np_, dtype = rows.n, rows.blocks * BLOCK_ROWS, op.dtype
 
     @T.macro
     def store(to, r4, tok, row):
@@ -319,7 +337,7 @@ def store_macro(op: Operand, *, n: int, bias: bool, factors: SimpleNamespace | N
             lds128(to.f4, factors.at(to.p, T.min(row, np_ - 4)))
             for i in T.unroll(4):
                 r4[i] = r4[i] * (to.f4[i] * T.float32(op.undone))
-        if n % 4 == 0:
+        if rows.whole:
             if row < n:
                 for i in T.unroll(4):
                     o4[i] = T.cast(r4[i] + (T.cast(B[row + i], "float32") if bias else T.float32(0)), dtype)
@@ -414,6 +432,7 @@ def build(
     joined: bool = False,
     tokens: int = 0,
     weight: str = "u4",
+    whole: bool = True,
 ):
     """The prim_func `main(X, W, P, B, WS, SEM, Y)` for M <= tokens, which is 8 * token_tiles where it is 0.
 
@@ -421,28 +440,36 @@ def build(
     uint8 [G, Np/64, R]; B [n] in `dtype` (one element when there is no bias); WS f32 [kc, tokens, Np]; SEM int32 [nc],
     zero before the first launch and after each one. `group` is 0 for one scale per row. With `joined`, pairs of CTAs
     along k are clusters, WS is [kc / 2, tokens, Np] and SEM [2 nc]; one pair needs neither.
+
+    With n = nc = 0 both come with the launch, and `whole` says whether n is a multiple of 4; not with `joined`.
     """
+    import tilelang.language as T
+
+    if (n == 0) != (nc == 0) or (n == 0 and joined):
+        constraint = f"nc = {nc} must be 0 as well or neither, and joined = {joined} knows n"
+        raise ArgumentError("n", n, constraint, "pass both, or neither")
     op = Operand(group, symmetric, scale_dtype, dtype, numerics, weight)
-    np_, kp = -(-n // BLOCK_ROWS) * BLOCK_ROWS, -(-k // ITEM_K) * ITEM_K
-    split = Split(kp // ITEM_K, np_ // 16, kc, nc, warps, chunk)
+    rows = Rows(n, -(-n // BLOCK_ROWS), n % 4 == 0) if n else Rows(T.dynamic("n"), T.dynamic("blocks"), whole)
+    items, tiles = -(-k // ITEM_K), rows.blocks * (BLOCK_ROWS // 16)
+    split = Split(items, tiles, kc, nc or T.dynamic("nc"), warps, chunk)
     shape = Shape(op, split, token_tiles, resident_rows(token_tiles, tokens), stages)
-    return program(target, shape, n=n, k=k, bias=bias, cluster=cluster, joined=joined)
+    return program(target, shape, of=rows, k=k, bias=bias, cluster=cluster, joined=joined)
 
 
-def program(target, shape: Shape, *, n: int, k: int, bias: bool, cluster: int, joined: bool):
+def program(target, shape: Shape, *, of: Rows, k: int, bias: bool, cluster: int, joined: bool):
     """The prim_func of `build` for a legal shape."""
     import tilelang.language as T
 
     op, split, nt, rows, stages = shape.op, shape.split, shape.token_tiles, shape.rows, shape.stages
     kc, nc, warps, chunk = split.kc, split.nc, split.warps, split.chunk
     fmt, dtype, counts = op.format, op.dtype, shape.counts
-    np_, kp = -(-n // BLOCK_ROWS) * BLOCK_ROWS, -(-k // ITEM_K) * ITEM_K
+    n, np_, kp = of.n, of.blocks * BLOCK_ROWS, -(-k // ITEM_K) * ITEM_K
     ig, pitch, step = shape.item_groups, shape.pitch, shape.step_words
     factors = factor_macros(op, n, kp)  # which undo the operands' exponent, too
     pdl = target.supports("pdl")
     bulk_copies = target.supports("bulk_copy")  # then X does not queue behind the first weights
     resident = resident_macros(split, k=k, rows=rows, pitch=pitch, size=2, bulk_copies=bulk_copies, cluster=cluster)
-    store = store_macro(op, n=n, bias=bias, factors=factors)
+    store = store_macro(op, rows=of, bias=bias, factors=factors)
     sums = sum_macros(split, token_tiles=nt, tokens=rows, dtype="float32", store=store, floor=True, joined=joined)
     source = prelude(
         "cp_async", "lds", "ldmatrix", "pack", "semaphore",
@@ -463,8 +490,8 @@ def program(target, shape: Shape, *, n: int, k: int, bias: bool, cluster: int, j
     @T.prim_func
     def main(
         X: T.Tensor((M, k), dtype),
-        W: T.Tensor((fmt.blocks(kp), np_ // 64, BLOCK_WORDS), "int32"),
-        P: T.Tensor((op.records(kp), np_ // 64, op.record_bytes), "uint8"),
+        W: T.Tensor((fmt.blocks(kp), of.blocks, BLOCK_WORDS), "int32"),
+        P: T.Tensor((op.records(kp), of.blocks, op.record_bytes), "uint8"),
         B: T.Tensor((n if bias else 1,), dtype),
         WS: T.Tensor((kc // PAIR if joined else kc, rows, np_), "float32"),
         SEM: T.Tensor((nc * PAIR if joined else nc,), "int32"),

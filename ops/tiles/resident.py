@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 from terrazzo.lowering.errors import ArgumentError
 from terrazzo.lowering.targets import Target
@@ -34,16 +35,16 @@ ROW_WORDS = 8
 @dataclass(frozen=True)
 class Split:
     """How work is divided: `items` of ITEM_K k by `tiles` row tiles of 16 among kc x nc CTAs, the items of a CTA among
-    its warps; a warp takes `chunk` row tiles at a time.
+    its warps; a warp takes `chunk` row tiles at a time. `tiles` and `nc` may come with a launch, as expressions.
 
     Raises:
         ArgumentError: more warps than items of a CTA.
     """
 
     items: int
-    tiles: int
+    tiles: Any
     kc: int
-    nc: int
+    nc: Any
     warps: int
     chunk: int
 
@@ -53,6 +54,11 @@ class Split:
             raise ArgumentError(
                 "warps", self.warps, f"must be at most the {most} items of a CTA along k", "take fewer warps"
             )
+
+    @property
+    def known(self) -> bool:
+        """Whether the kernel knows how many row tiles there are."""
+        return isinstance(self.tiles, int)
 
     @property
     def threads(self) -> int:
@@ -142,18 +148,32 @@ def resident_macros(
     part = -(-split.cta_items // parts) * ITEM_K * size  # bytes
 
     @T.macro
-    def place(bk, bn, warp):
-        """Row tiles [t0, t1) and items k0 .. k0 + kn - 1 of CTA (bk, bn); of these its warp `warp` has gn from
-        kg = k0 + g0 on."""
-        even = split.items % split.kc == 0 and (split.items // split.kc) % split.warps == 0
+    def tiles_of(bn):
+        """Row tiles [t0, t1) of CTA bn along n, and how many chunks its walk takes."""
         t0 = bn * split.tiles // split.nc
         t1 = (bn + 1) * split.tiles // split.nc
+        return t0, t1, split.chunks
+
+    @T.macro
+    def kept_tiles_of(bn):
+        """The same of a launch's numbers, divided once."""
+        kept = T.alloc_local((2,), "int32")
+        for i in T.unroll(2):
+            kept[i] = T.truncdiv((bn + i) * split.tiles, split.nc)
+        return kept[0], kept[1], T.truncdiv(kept[1] - kept[0] + split.chunk - 1, split.chunk)
+
+    @T.macro
+    def place(bk, bn, warp):
+        """Row tiles [t0, t1), in `chunks`, and items k0 .. k0 + kn - 1 of CTA (bk, bn); of these its warp `warp` has gn
+        from kg = k0 + g0 on."""
+        even = split.items % split.kc == 0 and (split.items // split.kc) % split.warps == 0
+        t0, t1, chunks = tiles_of(bn) if split.known else kept_tiles_of(bn)
         k0 = bk * split.items // split.kc
         kn = split.items // split.kc if even else (bk + 1) * split.items // split.kc - k0
         g0 = warp * kn // split.warps
         gn = kn // split.warps if even else (warp + 1) * kn // split.warps - g0
         kg = k0 + g0
-        return SimpleNamespace(t0=t0, t1=t1, k0=k0, kn=kn, g0=g0, gn=gn, kg=kg)
+        return SimpleNamespace(t0=t0, t1=t1, chunks=chunks, k0=k0, kn=kn, g0=g0, gn=gn, kg=kg)
 
     @T.macro
     def clear(Xs, m, at, tx):
@@ -419,7 +439,7 @@ def sum_macros(
         """The sums of chunk ci to Q."""
         warp = tx // 32
         lane = tx % 32
-        if T.Or(split.chunks == 1, ci > 0):
+        if T.Or(not split.known or split.chunks == 1, ci > 0):
             T.sync_threads()  # the chunk before was read; an only chunk may lie where the main loop has read
         for r in T.unroll(chunk):
             for t in T.unroll(nt):

@@ -59,7 +59,7 @@ def walk_macro(
         if joined:
             T.cluster_wait()  # the others' barriers are made
         steps.open(io, at, lane)
-        for ci in T.serial(split.chunks):
+        for ci in T.serial(at.chunks):
             for i in T.unroll(chunk * token_tiles * 4):
                 io.acc[i] = 0
             for gi in T.serial(at.gn):

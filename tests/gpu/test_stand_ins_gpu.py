@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from importlib import import_module
+
 import pytest
 import torch
 from terrazzo.lowering import Target, kernels, replacing
-from terrazzo.ops import w4a16
+from terrazzo.nn.formats import FAMILIES, Format
+from terrazzo.ops import launching, w4a16
+from terrazzo.ops.formats.weight import get_weight_format
+from terrazzo.ops.launching import Plan
 from terrazzo.ops.weight_only import op
 
 pytestmark = pytest.mark.gpu
 M, N, K = 16, 8204, 4160
+FORMS = ("w4a16-g128", "w4a16-g64", "w8a16-g128", "mxfp4-g32", "nvfp4-g16", "fp8-gK", "fp8-g128")
+SIZES = ((1032, 1024), (1030, 2048))  # rows of whole 16 bytes, and others
+TOKENS = (1, 3, 12, 64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """m tokens by a weight [n, k]."""
+
+    form: str
+    n: int
+    k: int
+    m: int
+
+    def plan(self, target: Target) -> Plan:
+        """What its call launches."""
+        form = Format.parse(self.form)
+        weight = get_weight_format(FAMILIES[form.family].weight_format)
+        scale = "float16" if form.family in ("w4a16", "w8a16") else weight.scales[0]
+        facts = dict(group_size=form.group_size or self.k, symmetric=scale != "float16", scale_dtype=scale)
+        more = dict(dtype="float16", bias=False, numerics="auto", target=target, device=target, weight=weight.name)
+        return op.plan(self.m, self.n, self.k, **facts, **more)
+
+    def requests(self) -> list:
+        plan = self.plan(Target.detect())
+        return [plan.request, *filter(None, [plan.stand_in])]
+
+
+CASES = {form: [Case(form, n, k, m) for n, k in SIZES for m in TOKENS] for form in FORMS}
 
 
 @pytest.fixture
@@ -50,3 +85,30 @@ def test_the_stand_in_gives_way_without_a_change_of_bits(cold):
     assert torch.equal(y, first) and torch.equal(w4a16.gemm(x, weight), first)
     exact = x.double() @ weight.dequantize().double().T
     assert float((first.double() - exact).abs().max()) < 2e-3 * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("cases", CASES.values(), ids=FORMS)
+def test_a_stand_in_has_the_bits_of_the_kernel_that_is_made_for_the_shape(cases, compiled, monkeypatch):
+    at, compared = Target.detect(), 0
+    for case in cases:
+        plan = case.plan(at)
+        if plan.stand_in is None:
+            continue
+        torch.manual_seed(0)
+        form = Format.parse(case.form)
+        weight = form.quantize(torch.randn(case.n, case.k, device="cuda"))
+        gemm = import_module(FAMILIES[form.family].operator).gemm
+        x = torch.randn(case.m, case.k, device="cuda").half()
+        ys = []
+        for answer in (plan.request, plan.stand_in):
+            monkeypatch.setattr(launching, "answering", lambda plan, device, answer=answer: answer)
+            op._launches.clear()
+            whole = torch.full((case.m + 16, case.n), float("nan"), dtype=torch.float16, device="cuda")
+            gemm(x, weight, out=whole[8:-8])
+            assert kernels.loaded(answer) is not None, f"{case}: {answer} was not launched"
+            assert bool(whole[:8].isnan().all()) and bool(whole[-8:].isnan().all()), case
+            ys.append(whole[8:-8])
+        assert torch.equal(*ys) and bool(ys[0].isfinite().all()), case
+        compared += 1
+    op._launches.clear()
+    assert compared > len(cases) // 2 or at.arch != "sm_90a"

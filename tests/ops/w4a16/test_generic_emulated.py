@@ -1,4 +1,4 @@
-"""Kernels of stream_k, whose n and k come with the launch, on the CPU: each is right for weights of several shapes."""
+"""Kernels whose n and k, or n alone, come with the launch, on the CPU: each is right for weights of several shapes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from emulated_cases import cases
 from terrazzo.lowering.toolchain import toolchain
-from terrazzo.ops.linear import stream_k
-from test_w4a16_emulated import STREAM_K, data, launches, weights_on_the_cpu  # noqa: F401
+from terrazzo.ops.linear import small_batch, stream_k
+from test_w4a16_emulated import KINDS, SMALL_BATCH, STREAM_K, data, judge, launches, weights_on_the_cpu  # noqa: F401
 from w4a16_on_cpu import Program
 
 pytestmark = [
@@ -40,3 +40,23 @@ def test_a_stand_in_has_the_bits_of_the_kernel_that_is_made_for_the_shape(tmp_pa
         weight, x = data(spec, m, "random")
         ys.append(torch.cat([program.stream_k(x, weight.pack(), ctas, 2, ctas) for ctas in (2, 3)]))
     assert torch.equal(*ys)
+
+
+ANY_ROWS = {name: case for name, case in SMALL_BATCH.items() if not case[3].joined}
+
+
+@pytest.mark.parametrize("name", cases(ANY_ROWS, ("split k",)))
+def test_a_small_batch_kernel_of_every_n_has_the_bits_of_those_that_know_it(name, tmp_path):
+    spec, m, numerics, schedule, target = ANY_ROWS[name]
+    programs = []
+    for generic in (False, True):
+        folder = tmp_path / str(generic)
+        folder.mkdir()
+        programs.append(Program(small_batch, schedule, spec, numerics, folder, target=target, generic=generic))
+    wider = replace(spec, n=spec.n + 256)
+    other = programs[1].of(wider, nc=schedule.nc + 2)
+    for kind in KINDS:
+        weight, x = data(spec, m, kind)
+        assert torch.equal(*(program.small_batch(x, weight.pack()) for program in programs))
+        weight, x = data(wider, m, kind)
+        judge(other.small_batch(x, weight.pack()), x, weight, numerics, kind, kind)

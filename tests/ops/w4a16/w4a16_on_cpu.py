@@ -11,7 +11,7 @@ import torch
 from cuda_on_cpu import RESIDENT, VOTES, CpuKernel, cuda_text
 from terrazzo.layouts.converters import CONVERTERS, get_converter
 from terrazzo.lowering.request import KernelRequest
-from terrazzo.ops.linear import multistage, stream_k
+from terrazzo.ops.linear import multistage, small_batch, stream_k
 from terrazzo.ops.linear.sizes import shapeless
 from terrazzo.ops.tiles import mma_tiles
 from terrazzo.ops.tiles.scheduler import EXPERTS_SOURCE
@@ -107,7 +107,7 @@ class Program:
     Args:
         schedule: of schedules.stream_k, small_batch or multistage.
         experts: of the grouped program, else 0. weight: name of its format.
-        generic: a kernel of no shape; `spec` of another one may take its place.
+        generic: a kernel of no shape, or of small_batch of no n; `spec` of another one may take its place.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Program:
             name, params["experts"] = "grouped", experts
         configs = program.PASS_CONFIGS
         if generic:
-            params = shapeless(params)
+            params = small_batch.of_any_rows(params) if program is small_batch else shapeless(params)
         request = KernelRequest(f"w4a16.{name}", f"{program.__name__}:build", tuple(params.items()), target, configs)
         source = cuda_text(request)
         extra, once = re.subn(r"int patience = \d+;", PATIENCE, EXTRA)
@@ -183,7 +183,7 @@ class Program:
 
     def small_batch(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
         s = self.schedule
-        return self._launch((s.kc, s.nc, 1), x, packed, *s.workspace(packed.words.shape[1] * 64))
+        return self._launch((s.kc, s.nc, 1), x, packed, *s.workspace(packed.words.shape[1] * 64), nc=s.nc)
 
     def multistage(self, x: torch.Tensor, packed: PackedWeight, offsets: torch.Tensor | None = None) -> torch.Tensor:
         """`offsets`: of experts, int32 [E + 1]."""

@@ -139,6 +139,28 @@ def test_integers_come_out_exactly(name, tmp_path):
         check_every_scale(run, program, m, bias)
 
 
+STAND_INS = ("mxfp4 small_batch bf16", "mxfp4 stream_k bf16", "nvfp4 stream_k bf16", "nvfp4 small_batch bf16",
+             "fp8 rows small_batch bf16", "fp8 rows stream_k f16", "fp8 blocks stream_k bf16")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAND_INS)
+def test_a_stand_in_has_the_bits_of_the_kernel_that_is_made_for_the_shape(name, tmp_path):
+    case = program, schedule, target, m, weight, group, dtype = CASES[name]
+    rng = torch.Generator().manual_seed(7)
+    w = made(weight, abs(group), 3, None, 4)
+    x = torch.randn(m, K, generator=rng).to(getattr(torch, dtype))
+    numerics = w.format.choose_numerics(w.scale_dtype, dtype, program is small_batch)
+    ys = []
+    for generic in (False, True):
+        folder = tmp_path / str(generic)
+        folder.mkdir()
+        facts = dict(target=target, weight=weight, generic=generic)
+        run = Program(program, schedule, spec_of(case, False), numerics, folder, **facts)
+        ys.append(run.stream_k(x, w.pack(), 2, 1) if program is stream_k else run.small_batch(x, w.pack()))
+    assert torch.equal(*ys) and bool(ys[0].isfinite().all())
+
+
 def check_every_scale(run: Program, program, m: int, bias: torch.Tensor) -> None:
     """Random data and unit vectors, with every e4m3 scale above 0 and factors of rows that are no powers of two."""
     rng = torch.Generator().manual_seed(11)
