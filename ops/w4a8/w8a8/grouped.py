@@ -31,7 +31,7 @@ def plan(
     common = dict(n=n, k=k16, group=BLOCK, out_dtype=out_dtype, dequantization=numerics, bias=bias and not raw)
     fp8_problem.of(**common)
     check_target(target, "int8" if numerics.startswith("s8") else "e4m3")
-    grouped.check_target(target, "wgmma.s8")
+    op.check_wgmma(target)
     gemm = op.problem(n, k, numerics, out_dtype, experts)
     facts = tuning_facts(n, k, experts, out_dtype, numerics)
     _, s = spaces.choose(linear_spaces.of(gemm), operator_of(numerics), facts, target, m)
