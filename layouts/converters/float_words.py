@@ -7,7 +7,8 @@ shift each. Here one shift serves both, wherever bits are left for that:
 
 | codes | bf16, of 8 weights | in the order of fields | f16 of the same words |
 |---|---:|---:|---:|
-| e2m1 with scale | 13 instructions | 19 | 21 |
+| e2m1 with scale | 15 instructions | 19 | 19 |
+| the same, parts of a word turned | 13 | 19 | 21 |
 | e4m3 | 14 | 18 | 18, without a multiplication |
 """
 
@@ -18,7 +19,8 @@ from terrazzo.layouts.converters import arith
 from terrazzo.layouts.converters.base import Converter, mul_bf16, mul_f16, mul_half, register
 
 BITS = {
-    "e2m1": ((6, 7, 8, 15), (12, 13, 14, 21), (0, 1, 2, 9), (10, 3, 4, 11)),
+    "e2m1": ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14)),
+    "e2m1 turned": ((6, 7, 8, 15), (12, 13, 14, 21), (0, 1, 2, 9), (10, 3, 4, 11)),
     "e4m3": ((4, 5, 6, 7, 8, 9, 10, 15), (0, 1, 2, 3, 12, 13, 14, 11)),
 }
 """Output register -> bits of a word that hold mantissa, exponent (lowest bits first) and sign of its first element.
@@ -35,6 +37,15 @@ E4M3_MOVES = {
     "f16": (((3, 0x3F80), (0, 0x8000)), ((7, 0x0780), (-1, 0x3800), (4, 0x8000))),
 }
 MOVES = {
+    "bf16": (((0, 0x81C0),), ((3, 0x81C0),), ((6, 0x81C0),), ((-4, 0x00C0), (-5, 0x0100), (1, 0x8000))),
+    "f16": (
+        ((3, 0x0E00), (0, 0x8000)),
+        ((6, 0x0E00), (3, 0x8000)),
+        ((9, 0x0E00), (6, 0x8000)),
+        ((-1, 0x0600), (-2, 0x0800), (1, 0x8000)),
+    ),
+}
+TURNED_MOVES = {
     "bf16": (((0, 0x81C0),), ((26, 0x81C0),), ((6, 0x81C0),), ((4, 0x8180), (-4, 0x0040))),
     "f16": (
         ((3, 0x0E00), (0, 0x8000)),
@@ -70,8 +81,8 @@ def _text(moves) -> list[str]:
 
 
 for _short, _operand, _mul, _mul_text, _instructions in (
-    ("bf16", "bfloat16", arith.bmul2, mul_bf16, 13),
-    ("f16", "float16", arith.hmul2, mul_f16, 21),
+    ("bf16", "bfloat16", arith.bmul2, mul_bf16, 15),
+    ("f16", "float16", arith.hmul2, mul_f16, 19),
 ):
     register(
         Converter(
@@ -101,16 +112,16 @@ for _short, _operand, _mul, _instructions in (
             _operand,
             4,
             16,
-            lambda w, s01, moves=MOVES[_short], mul=_mul: [
+            lambda w, s01, moves=TURNED_MOVES[_short], mul=_mul: [
                 mul(out, arith.prmt(s01, s01, (0x1010, 0x3232)[o % 2])) for o, out in enumerate(_moved(w, moves))
             ],
             "\n".join(
-                _text(MOVES[_short])
+                _text(TURNED_MOVES[_short])
                 + [mul_half(f"out[{o}]", f"out[{o}]", "s01", o % 2, _short == "bf16") for o in range(4)]
             ),
             _instructions,
             params=("s01",),
-            bit_map=BIT_MAP["e2m1"],
+            bit_map=BIT_MAP["e2m1 turned"],
         )
     )
 

@@ -149,7 +149,7 @@ largest scale, and 2^-25 of it or less is lost below."""
 NVFP4 = WeightFormat(
     name="nvfp4",
     operator="nvfp4",
-    layout="mxfp4",
+    layout="nvfp4",
     bits=4,
     groups=(16,),
     scaled={"bfloat16": {"exact": "e2m1_bf16_paired"}, "float16": {"exact": "e2m1_f16_paired"}},

@@ -58,8 +58,8 @@ def test_scaled_operands_are_the_stored_values_times_the_scale_of_their_row(name
 def test_both_scales_in_one_word_give_what_a_word_for_each_gives(short):
     apart, paired = CONVERTERS[f"e2m1_{short}_scaled"], CONVERTERS[f"e2m1_{short}_paired"]
     scales = np.random.default_rng(0).integers(0x1000, 0x7000, (2, len(WORDS)), dtype=np.uint32)
-    held = paired.emulate(WORDS, scales[0] | scales[1] << np.uint32(16))
-    assert (held == apart.emulate(WORDS, *(scales * np.uint32(0x10001)))).all()
+    held = paired.emulate(paired.stored(WORDS), scales[0] | scales[1] << np.uint32(16))
+    assert (held == apart.emulate(apart.stored(WORDS), *(scales * np.uint32(0x10001)))).all()
 
 
 @pytest.mark.parametrize("name", [c.name for c in CONVERTERS.values() if c.bit_map])
