@@ -21,7 +21,9 @@ FILES = {
     "w4a8-g64": ("w4a8_*.json", "w4a8", 64),
     "w4a8-e4m3-g128": ("w4afp8_*.json", "w4a8_fp8", 128),
     "w4ax": ("w4ax_*.json", "w4ax", 128),
-    "mxfp4": ("weight_only_*.json", "mxfp4", 32),
+    "mxfp4": ("weight_only_h*.json", "mxfp4", 32),
+    "nvfp4": ("weight_only_nvfp4*.json", "nvfp4", 16),
+    "w8a16-g128": ("weight_only_nvfp4*.json", "w8a16", 128),
 }
 """Format -> (its result files, operator and group in their rows). Formats of accuracy files alone come behind them."""
 FLOATS = ("cublas_f16", "cublas_bf16")

@@ -23,7 +23,9 @@ NAMES = {
 }  # fmt: skip
 OWN = ("w4a16_symmetric_g32", "generic", "separate", "copy", "empty")
 """What stands among peers of a file and is ours, or no kernel of the same work."""
-TITLES = {**report.TITLES, "mxfp4": "MXFP4 weights", "fp8": "FP8 weights"}
+TITLES = {
+    **report.TITLES, "mxfp4": "MXFP4 weights", "nvfp4": "NVFP4 weights", "fp8": "FP8 weights", "w8a16": "INT8 weights"
+}  # fmt: skip
 Ratios = Mapping[tuple[str, int], float]
 """(peer, size) -> how many times as fast ours is."""
 
@@ -103,8 +105,9 @@ KINDS: dict[str, Callable[[Mapping[str, Any]], dict[str, Ratios]]] = {
 
 
 def lines(files: Iterable[tuple[Path, Callable[[Mapping[str, Any]], dict[str, Ratios]]]]) -> list[tuple[str, ...]]:
-    """Rows of the table: what, GPU, beside what, and a cell for each size with the fastest of these peers."""
-    found = []
+    """Rows of the table: what, GPU, beside what, and a cell for each size with the fastest of these peers. Where two
+    files have the same of one GPU, the first one says it."""
+    found, told = [], set()
     for path, read in files:
         result = json.loads(path.read_text())
         gpu = result["gpu"].removeprefix("NVIDIA ").split()[0]
@@ -114,7 +117,8 @@ def lines(files: Iterable[tuple[Path, Callable[[Mapping[str, Any]], dict[str, Ra
             for size in SIZES:
                 here = [ratios[peer, size] for peer in peers if (peer, size) in ratios]
                 cells.append(f"{min(here):.2f}x" if here else "")
-            if any(cells):
+            if any(cells) and (title, gpu) not in told:
+                told.add((title, gpu))
                 names = ", ".join(dict.fromkeys(NAMES.get(peer, peer) for peer in peers))
                 found.append((f"[{title}]({path.relative_to(path.parents[2]).as_posix()})", gpu, names, *cells))
     return found
